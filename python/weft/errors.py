@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one exception type of Weft, and its one refinement for peers that are gone."""
+
+from __future__ import annotations
+
+
+class Error(ValueError, RuntimeError):
+    """Anything Weft refuses or fails at. ``code`` says which kind; the message says what, where and what is allowed.
+
+    It is a ``ValueError`` and a ``RuntimeError`` so that programs written for DeepEP, which catch either, keep working.
+    Codes: invalid, capacity, peer_lost, unsupported, system, closed.
+    """
+
+    def __init__(self, message: str, code: str = "invalid") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class PeerLost(Error):
+    """A peer died or stayed silent past the deadline. The message names it and says what was waited for."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "peer_lost")
+
+
+def invalid(argument: str, given: object, allowed: str) -> Error:
+    """Return the error for a bad argument: its name, what was given, what is allowed."""
+    return Error(f"{argument}: got {given}, allowed: {allowed}")
+
+
+def from_core(code: str, message: str) -> Error:
+    """Return the exception for a failed core call; called by the extension."""
+    return PeerLost(message) if code == "peer_lost" else Error(message, code)

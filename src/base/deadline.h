@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Deadline is a point in time that a wait may not pass; wait_until() is the one host-side way to poll for something.
+//   Deadline until = Deadline::after_s(config().timeout_s);
+//   if (!wait_until(until, [&] { return done.load(); })) return Status::make(Code::kPeerLost, ...);
+// Waiting spins briefly, then yields, then sleeps: with more waiting threads than cores a bare spin starves the peer.
+#pragma once
+
+#include <sched.h>
+
+#include <chrono>
+#include <thread>
+
+namespace weft {
+
+class Deadline {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  static Deadline after_s(double seconds) {
+    return Deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                       std::chrono::duration<double>(seconds)));
+  }
+  bool passed() const { return Clock::now() >= at_; }
+  double left_s() const { return std::chrono::duration<double>(at_ - Clock::now()).count(); }
+
+ private:
+  explicit Deadline(Clock::time_point at) : at_(at) {}
+  Clock::time_point at_;
+};
+
+// One pause of a polling loop that has already polled `polls` times.
+inline void back_off(unsigned polls) {
+  if (polls < 64) return;
+  if (polls < 4096) {
+    sched_yield();
+    return;
+  }
+  std::this_thread::sleep_for(std::chrono::microseconds(50));
+}
+
+// Polls `ready` until it is true or the deadline passes; returns whether it became true.
+template <class Ready>
+bool wait_until(Deadline until, Ready ready) {
+  for (unsigned polls = 0; !ready(); ++polls) {
+    if ((polls & 63) == 63 && until.passed()) return ready();
+    back_off(polls);
+  }
+  return true;
+}
+
+}  // namespace weft

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "base/config.h"
+#include "base/log.h"
+#include "bind/bind.h"
+
+namespace nb = nanobind;
+
+namespace weft {
+
+void check(const Status& status) {
+  if (status.ok()) return;
+  nb::gil_scoped_acquire gil;
+  nb::object error = nb::module_::import_("weft.errors").attr("from_core")(to_string(status.code()), status.message());
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw nb::python_error();
+}
+
+void bind_base(nb::module_& module) {
+  module.def("config_table", [] {
+    nb::list rows;
+    for (const OptionRow& row : config_table())
+      rows.append(nb::make_tuple(row.variable, row.type, row.initial, row.value, row.source, row.help));
+    return rows;
+  });
+  module.def("config_reload", &config_reload);
+#define WEFT_OPTION(name, type, initial, help) config_class.def_ro(#name, &Config::name, help);
+  nb::class_<Config> config_class(module, "Config");
+  WEFT_OPTIONS(WEFT_OPTION)
+#undef WEFT_OPTION
+  module.def("config", &config, nb::rv_policy::reference);
+}
+
+}  // namespace weft

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The Python extension weft._core: pointers, integers and strings in and out, no logic, nothing of torch.
+#include <nanobind/nanobind.h>
+
+#include "bind/bind.h"
+
+NB_MODULE(_core, module) {
+  weft::bind_base(module);
+}

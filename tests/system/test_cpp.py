@@ -23,12 +23,16 @@ def suites() -> list[str]:
     if BINARY is None:
         return []
     listed = subprocess.run([BINARY, "--gtest_list_tests"], capture_output=True, text=True, check=True)
-    return [line.split()[0] for line in listed.stdout.splitlines() if line and line[0].isalnum() and "." in line]
+    return [
+        line.split()[0] for line in listed.stdout.splitlines() if line and line[0].isalnum() and "." in line
+    ]
 
 
 @pytest.mark.skipif(BINARY is None, reason="C++ tests are not built (apt install libgtest-dev libgmock-dev)")
 @pytest.mark.parametrize("suite", suites())
 def test_cpp(suite: str) -> None:
     assert BINARY is not None
-    ran = subprocess.run([BINARY, f"--gtest_filter={suite}*", "--gtest_brief=1"], capture_output=True, text=True)
+    ran = subprocess.run(
+        [BINARY, f"--gtest_filter={suite}*", "--gtest_brief=1"], capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]

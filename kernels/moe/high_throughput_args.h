@@ -34,8 +34,8 @@ struct CountHeader {
   uint32_t element;
   uint32_t tokens;
   uint32_t reserved[2];
-  uint64_t free_bytes;   // largest free piece of the sender's heap
-  uint64_t staging_rows; // rows that its combine staging holds
+  uint64_t free_bytes;     // largest free piece of the sender's heap
+  uint64_t staging_bytes;  // of its combine staging
 };
 static_assert(sizeof(CountHeader) == 48);
 inline constexpr uint32_t kAgreedWords = 5;
@@ -56,7 +56,7 @@ struct RankCounts {
   uint64_t received_rows;
   uint64_t sent_rows;
   uint64_t free_bytes;
-  uint64_t staging_rows;
+  uint64_t staging_bytes;
 };
 
 // Written by the notify kernel into memory that the host can read, then `epoch`. RankCounts[R] and the tokens of each

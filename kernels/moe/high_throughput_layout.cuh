@@ -115,7 +115,7 @@ WEFT_DEVICE void sum_counts(const NotifyArgs& a, Block block, const MeshT& mesh,
   auto* per_expert = reinterpret_cast<int32_t*>(per_rank + ranks);
   for (uint32_t rank = block.rank(); rank < ranks; rank += block.size()) {
     const auto* theirs = reinterpret_cast<const CountHeader*>(record_of(rank));
-    RankCounts totals{0, 0, theirs->free_bytes, theirs->staging_rows};
+    RankCounts totals{0, 0, theirs->free_bytes, theirs->staging_bytes};
     for (uint32_t other = 0; other < ranks; ++other) {
       totals.received_rows += record_of(other)[kHeaderWords + rank];
       totals.sent_rows += record_of(rank)[kHeaderWords + other];

@@ -1,24 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Device names what a rank computes on: the host, or one GPU.
+// Device names what a rank computes on: this machine's CPUs, or one GPU.
+//   Device{Device::Kind::kCuda, 3}      // "cuda:3"
+// Threads: a value.
 #pragma once
 
 #include <compare>
-#include <string>
-
-#include "base/text.h"
+#include <ostream>
 
 namespace weft {
 
 struct Device {
-  enum class Kind { kHost, kCuda } kind = Kind::kHost;
-  int ordinal = 0;  // CUDA's number within this process; 0 for the host
+  enum class Kind { kHost, kCuda };
+  Kind kind = Kind::kHost;
+  int ordinal = 0;  // 0 for kHost
 
-  auto operator<=>(const Device&) const = default;
+  bool is_host() const { return kind == Kind::kHost; }
+  friend auto operator<=>(const Device&, const Device&) = default;
+  friend std::ostream& operator<<(std::ostream& out, const Device& device) {
+    return device.is_host() ? out << "cpu" : out << "cuda:" << device.ordinal;
+  }
 };
-
-inline std::string to_string(Device device) {
-  return device.kind == Device::Kind::kHost ? "host" : text("cuda:{}", device.ordinal);
-}
 
 }  // namespace weft

@@ -13,7 +13,7 @@ namespace weft {
 struct Device {
   enum class Kind { kHost, kCuda };
   Kind kind = Kind::kHost;
-  int ordinal = 0;  // 0 for kHost
+  int ordinal = 0;  // CUDA's number within this process; 0 for kHost
 
   bool is_host() const { return kind == Kind::kHost; }
   friend auto operator<=>(const Device&, const Device&) = default;

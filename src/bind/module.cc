@@ -8,4 +8,5 @@
 NB_MODULE(_core, module) {
   weft::bind_base(module);
   weft::bind_jit(module);
+  weft::bind_moe(module);
 }

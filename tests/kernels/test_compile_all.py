@@ -17,7 +17,6 @@ from weft.runtime import nvrtc
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 
-nvrtc.install()
 pytestmark = pytest.mark.skipif(nvrtc.find().nvrtc is None, reason="no NVRTC (pip install nvidia-cuda-nvrtc)")
 
 

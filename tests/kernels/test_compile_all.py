@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel of Weft compiles for every GPU architecture, without a GPU, and spills nothing to local memory.
+"""Every kernel compiles for every GPU architecture, without a GPU, and spills nothing to local memory.
 
 The kernels and their typical constants are the rows of src/jit/host_kernels.cc.
 """

@@ -7,4 +7,5 @@
 
 NB_MODULE(_core, module) {
   weft::bind_base(module);
+  weft::bind_runtime(module);
 }

@@ -63,7 +63,9 @@ def _nvidia_packages() -> list[Path]:
 
 def _newest_nvrtc(folder: Path) -> Path | None:
     # libnvrtc.so.13, not libnvrtc.so.13.0.88 (the same file) nor libnvrtc.alt.so.13.
-    libraries = [path for path in folder.glob("libnvrtc.so.*") if re.fullmatch(r"libnvrtc\.so\.\d+", path.name)]
+    libraries = [
+        path for path in folder.glob("libnvrtc.so.*") if re.fullmatch(r"libnvrtc\.so\.\d+", path.name)
+    ]
     return max(libraries, key=_number, default=None)
 
 

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace weft {
@@ -52,5 +53,8 @@ struct OptionRow {
 const Config& config();
 std::vector<OptionRow> config_table();
 void config_reload();
+
+// A path with a leading ~/ replaced by the home folder (HOME, else the user database).
+std::string expand_home(std::string_view path);
 
 }  // namespace weft

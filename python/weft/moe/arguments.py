@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what callers give to a buffer; each raises weft.Error with the argument, its value, what is allowed.
+"""Checks of a buffer's arguments; each raises weft.Error with the argument, its value and what is allowed.
 
     x = check_tensor("x", x, (num_tokens, "hidden"), (torch.bfloat16,), device)
 

@@ -14,6 +14,7 @@ enum class Site : uint32_t {
   kCounts,           // dispatch: the counts of a peer
   kDispatchReady,    // dispatch: a peer's address for its rows
   kDispatchRecv,     // dispatch: the rows of a peer
+  kDispatchCapacity, // dispatch: more rows came than num_worst_tokens allows
   kCombineReady,     // combine: a peer's address for its rows
   kCombineRecv,      // combine: the rows of a peer
   kCombineHandle,    // combine: the peer combines another dispatch than this rank

@@ -232,19 +232,16 @@ WEFT_DEVICE void wait_written() {
 
 }  // namespace bulk
 
-// Streams items (rows or pieces of rows) to one or more places each, one elected lane driving the copy engine.
-//   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage) for each place.
-// All lanes call run() and sink(); store() acts in lane 0. Loads run ahead of stores by half the stages.
-// After drain() every store made so far is visible to a peer that acquires a later release by lane 0 of this warp.
+// Streams items (rows or pieces of rows) to one or more places each.
+//   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage).
+// All lanes call run(), sink() and store(); each lane gives store() its own place, or null. Loads run ahead of stores by
+// half the stages. After drain() every store is visible to a peer that acquires a later release by this warp.
 template <uint32_t kStages>
 class RowPipe {
  public:
   static constexpr uint32_t kAhead = kStages / 2;
   static constexpr uint32_t kBarrierBytes = 128;
   static_assert(kStages * 8 <= kBarrierBytes && kStages >= 2);
-  static WEFT_DEVICE constexpr uint32_t shared_bytes(uint32_t piece_bytes) {
-    return kBarrierBytes + kStages * piece_bytes;
-  }
 
   WEFT_DEVICE RowPipe(Warp warp, std::byte* shared, uint32_t piece_bytes)
       : barriers_(reinterpret_cast<uint64_t*>(shared)), stages_(shared + kBarrierBytes), piece_bytes_(piece_bytes),
@@ -260,33 +257,32 @@ class RowPipe {
   WEFT_DEVICE void run(uint64_t items, Source source, Sink sink) {
     for (uint64_t i = 0; i < items + kAhead; ++i) {
       if (i < items) load(i, source(i));
-      if (i >= kAhead) {
-        const uint64_t done = i - kAhead;
-        const uint64_t turn = first_ + done;
-        bulk::wait_loaded(&barriers_[turn % kStages], static_cast<uint32_t>(turn / kStages) & 1);
-        sink(done, RowPiece{stages_ + (turn % kStages) * piece_bytes_, source(done).bytes});
-        if (warp_.rank() == 0) bulk::commit();
-      }
+      if (i < kAhead) continue;
+      const uint64_t done = i - kAhead;
+      const uint64_t turn = first_ + done;
+      bulk::wait_loaded(&barriers_[turn % kStages], static_cast<uint32_t>(turn / kStages) & 1);
+      sink(done, RowPiece{stages_ + (turn % kStages) * piece_bytes_, source(done).bytes});
+      bulk::commit();
     }
     first_ += items;
   }
   WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
-    if (warp_.rank() == 0) bulk::store(dst, stage.src, stage.bytes);
+    if (dst) bulk::store(dst, stage.src, stage.bytes);
   }
   WEFT_DEVICE void drain() {
-    if (warp_.rank() == 0) bulk::wait_written();
+    bulk::wait_written();
     warp_.sync();
   }
 
  private:
   WEFT_DEVICE void load(uint64_t i, RowPiece piece) {
+    // The stage was last stored kStages items ago; kStages - kAhead - 1 items were committed since.
+    bulk::wait_read<kStages - kAhead - 1>();
+    warp_.sync();
     if (warp_.rank() == 0) {
-      // The stage was last stored kStages items ago; kStages - kAhead - 1 items were committed since.
-      bulk::wait_read<kStages - kAhead - 1>();
       const uint64_t turn = first_ + i;
       bulk::load(stages_ + (turn % kStages) * piece_bytes_, piece.src, piece.bytes, &barriers_[turn % kStages]);
     }
-    warp_.sync();
   }
 
   uint64_t* barriers_;
@@ -300,7 +296,6 @@ class RowPipe {
 template <uint32_t kStages>
 class RowPipe {
  public:
-  static WEFT_DEVICE constexpr uint32_t shared_bytes(uint32_t /*piece_bytes*/) { return 0; }
   WEFT_DEVICE RowPipe(Warp warp, std::byte* /*shared*/, uint32_t /*piece_bytes*/) : warp_(warp) {}
 
   template <class Source, class Sink>
@@ -309,8 +304,12 @@ class RowPipe {
   }
   WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
     const auto* from = reinterpret_cast<const Vec16*>(stage.src);
-    auto* to = reinterpret_cast<Vec16*>(dst);
-    for (uint32_t i = warp_.rank(); i < stage.bytes / 16; i += warp_.size()) store_vec(to + i, load_vec_streaming(from + i));
+    for (uint32_t lane = 0; lane < warp_.size(); ++lane) {
+      auto* to = reinterpret_cast<Vec16*>(warp_.broadcast(reinterpret_cast<uint64_t>(dst), lane));
+      if (!to) continue;
+      for (uint32_t i = warp_.rank(); i < stage.bytes / 16; i += warp_.size())
+        store_vec(to + i, load_vec(from + i));
+    }
   }
   WEFT_DEVICE void drain() {
     fence_system();

@@ -181,8 +181,9 @@ inline void copy_row_streaming(std::byte* dst, const std::byte* src, uint64_t by
 // ---- row pipe ----------------------------------------------------------------------------------------------------
 
 // Streams items (rows or pieces of rows) to one or more places each. On the host the source itself is the stage.
-//   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage) for each place.
-// After drain() every store made so far is visible to a peer that acquires a later release by this warp.
+//   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage).
+// All lanes call run(), sink() and store(); each lane gives store() its own place, or null.
+// After drain() every store is visible to a peer that acquires a later release by this warp.
 struct RowPiece {
   const std::byte* src;
   uint32_t bytes;  // multiple of 16
@@ -191,14 +192,15 @@ struct RowPiece {
 template <uint32_t kStages>
 class RowPipe {
  public:
-  static constexpr uint32_t shared_bytes(uint32_t /*piece_bytes*/) { return 0; }
   RowPipe(Warp, std::byte* /*shared*/, uint32_t /*piece_bytes*/) {}
 
   template <class Source, class Sink>
   void run(uint64_t items, Source source, Sink sink) {
     for (uint64_t i = 0; i < items; ++i) sink(i, source(i));
   }
-  void store(std::byte* dst, RowPiece stage) { copy_row_streaming(dst, stage.src, stage.bytes); }
+  void store(std::byte* dst, RowPiece stage) {
+    if (dst) copy_row_streaming(dst, stage.src, stage.bytes);
+  }
   void drain() {}
 };
 

@@ -36,7 +36,14 @@ void bind_keys(nb::module_& module) {
                                 std::move(shape), threads_per_block, blocks_per_sm};
           },
           nb::kw_only(), nb::arg("file"), nb::arg("name"), nb::arg("args_type"), nb::arg("mesh_type"),
-          nb::arg("shape"), nb::arg("threads_per_block"), nb::arg("blocks_per_sm") = 1);
+          nb::arg("shape"), nb::arg("threads_per_block"), nb::arg("blocks_per_sm") = 1)
+      .def_ro("file", &KernelKey::file)
+      .def_ro("name", &KernelKey::name)
+      .def_ro("args_type", &KernelKey::args_type)
+      .def_ro("mesh_type", &KernelKey::mesh_type)
+      .def_ro("shape", &KernelKey::shape)
+      .def_ro("threads_per_block", &KernelKey::threads_per_block)
+      .def_ro("blocks_per_sm", &KernelKey::blocks_per_sm);
   nb::class_<KernelRow>(module, "KernelRow", "One kernel of the list in src/jit/host_kernels.cc.")
       .def_ro("file", &KernelRow::file)
       .def_ro("name", &KernelRow::name)

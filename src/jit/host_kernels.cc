@@ -14,35 +14,37 @@
 namespace weft {
 namespace {
 
-// WEFT_HOST_KERNEL(name, file, function, Args, Mesh, Shape, threads per block on GPUs, typical constants)
-#define WEFT_HOST_KERNEL(name, file, function, Args, Mesh, Shape, threads, typical)                                  \
-  KernelRow {                                                                                                        \
-    file, name, #Args, #Mesh, #Shape, threads, typical, sizeof(Args), sizeof(Mesh),                                  \
-        [](const void* args, const void* mesh, const void* shape) {                                                  \
-          function<Mesh, Shape>(*static_cast<const Args*>(args), *static_cast<const Mesh*>(mesh),                    \
-                                *static_cast<const Shape*>(shape));                                                  \
-        }                                                                                                            \
+// WEFT_HOST_KERNEL(file, function, Args, Mesh, Shape, threads per block on GPUs, typical constants)
+#define WEFT_HOST_KERNEL(file, function, Args, Mesh, Shape, threads, typical)                                \
+  KernelRow {                                                                                                \
+    file, #function, #Args, #Mesh, #Shape, threads, typical, sizeof(Args), sizeof(Mesh),                     \
+        [](const void* args, const void* mesh, const void* shape) {                                          \
+          function<Mesh, Shape>(*static_cast<const Args*>(args), *static_cast<const Mesh*>(mesh),            \
+                                *static_cast<const Shape*>(shape));                                          \
+        }                                                                                                    \
   }
 
-// A mesh for kernels that talk to nobody.
-const MeshRow kMeshes[] = {
-    {"MappedMesh", "transports/mapped/channel.cuh"},
-};
-
-constexpr char kRowShapes[] =
+// DeepSeek-V3's rows in bf16 and in fp8 with scales; the smallest row; a row in float32 that takes several pieces.
+constexpr const char* kRows =
     "row_bytes=14336 piece_bytes=14336 scale_words=0 top_k=8 element=0; "
     "row_bytes=7168 piece_bytes=7168 scale_words=56 top_k=8 element=0; "
-    "row_bytes=16 piece_bytes=16 scale_words=0 top_k=1 element=1";
+    "row_bytes=16 piece_bytes=16 scale_words=0 top_k=1 element=0; "
+    "row_bytes=32768 piece_bytes=16384 scale_words=0 top_k=32 element=1";
 
 const KernelRow kKernels[] = {
-    WEFT_HOST_KERNEL("dispatch_layout", "kernels/moe/high_throughput_layout.cuh", dispatch_layout, LayoutArgs, MappedMesh,
-                     HighThroughputShape, 256, kRowShapes),
-    WEFT_HOST_KERNEL("dispatch_notify", "kernels/moe/high_throughput_layout.cuh", dispatch_notify, NotifyArgs, MappedMesh,
-                     HighThroughputShape, 1024, kRowShapes),
-    WEFT_HOST_KERNEL("dispatch_rows", "kernels/moe/high_throughput_dispatch.cuh", dispatch_rows, DispatchArgs, MappedMesh,
-                     HighThroughputShape, 256, kRowShapes),
-    WEFT_HOST_KERNEL("combine_rows", "kernels/moe/high_throughput_combine.cuh", combine_rows, CombineArgs, MappedMesh,
-                     HighThroughputShape, 512, kRowShapes),
+    WEFT_HOST_KERNEL("kernels/moe/high_throughput_layout.cuh", dispatch_layout, LayoutArgs, MappedMesh,
+                     HighThroughputShape, 256, ""),
+    WEFT_HOST_KERNEL("kernels/moe/high_throughput_layout.cuh", dispatch_notify, NotifyArgs, MappedMesh,
+                     HighThroughputShape, 1024, ""),
+    WEFT_HOST_KERNEL("kernels/moe/high_throughput_dispatch.cuh", dispatch_rows, DispatchArgs, MappedMesh,
+                     HighThroughputShape, 256, kRows),
+    WEFT_HOST_KERNEL("kernels/moe/high_throughput_combine.cuh", combine_rows, CombineArgs, MappedMesh,
+                     HighThroughputShape, 512, kRows),
+};
+
+// The header of each type that device code may be given as its mesh.
+const MeshRow kMeshes[] = {
+    {"MappedMesh", "transports/mapped/channel.cuh"},
 };
 
 }  // namespace

@@ -32,7 +32,8 @@ def make_weights(rank: int, tokens: int, top_k: int, seed: int) -> Tensor:
 def rank_factor(rank: int) -> float:
     """Return the power of two by which a rank scales the rows it sends back, so that sums tell ranks apart.
 
-    Powers of two spread over 2^4 times bf16's 8 bits, over at most 64 ranks, sum exactly in float32 in any order.
+    Powers of two spread over 2^4 times bf16's 8 bits, over at most 64 ranks, sum exactly in float32 in any
+    order.
     """
     return 2.0 ** (rank % 5 - 2)
 
@@ -84,7 +85,9 @@ def check_ll_dispatch(
             _rows_match(f"recv_x[{expert}, {peer}]", got, wanted, is_fp8)
 
 
-def check_ll_combine(combined: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_fp8: bool) -> None:
+def check_ll_combine(
+    combined: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_fp8: bool
+) -> None:
     """Check the weighted sum of rows that came back as they arrived. Raises: Mismatch."""
     total = topk_weights.masked_fill(topk_idx < 0, 0.0).sum(dim=1, keepdim=True)
     wanted = x.float() * total

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call must move, and the least time a machine can need for it.
 
-On the CPU the floor is the time that this machine's memcpy, one thread per rank and all ranks at once, needs for the
-bytes that a rank receives, measured in the same run. On 8 H200 joined by NVLink it is a published measurement of bare
-one-shot exchanges between the 8 GPUs (docs/benchmarks.md). Elsewhere no floor is known.
+On the CPU the floor is the time that this machine's memcpy, one thread per rank and all ranks at once, needs
+for the bytes that a rank receives, measured in the same run. On 8 H200 joined by NVLink it is a published
+measurement of bare one-shot exchanges between the 8 GPUs (docs/benchmarks.md). Elsewhere no floor is known.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,13 +39,11 @@ class Traffic:
         received: rows that a rank receives, one per (token, rank); its own included.
         egress: the same without its own: what leaves a rank.
         selections: (token, expert) pairs of a rank's tokens.
-        ranks: how many ranks.
     """
 
     received: float
     egress: float
     selections: float
-    ranks: int
 
 
 def traffic_of(routes: list[Tensor], experts: int) -> Traffic:
@@ -56,7 +55,7 @@ def traffic_of(routes: list[Tensor], experts: int) -> Traffic:
         received += int(per_rank.sum())
         kept += int(per_rank[rank])
         selections += int((topk_idx >= 0).sum())
-    return Traffic(received / num_ranks, (received - kept) / num_ranks, selections / num_ranks, num_ranks)
+    return Traffic(received / num_ranks, (received - kept) / num_ranks, selections / num_ranks)
 
 
 def row_bytes(dtype: str, hidden: int) -> int:
@@ -72,7 +71,7 @@ def h200_floor_us(egress_bytes: float, ranks: int, gpus: list[str]) -> float | N
     table = H200_EXCHANGE_US
     if per_peer >= table[-1][0]:
         return egress_bytes / (H200_EGRESS_GBS * 1e3)
-    for (left, left_us), (right, right_us) in zip(table, table[1:], strict=False):
+    for (left, left_us), (right, right_us) in itertools.pairwise(table):
         if per_peer <= right:
             share = max(0.0, (per_peer - left) / (right - left))
             return left_us + share * (right_us - left_us)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured beside each other: a ``Buffer`` (Weft's, or the real DeepEP's), torch.distributed, and memcpy."""
+"""What is measured beside each other: a ``Buffer`` (Weft's, or the real DeepEP's), torch.distributed, and
+memcpy.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ Payload = Tensor | tuple[Tensor, Tensor]  # rows, or fp8 rows and their scales
 class HighThroughput:
     """The high-throughput calls of a buffer with DeepEP's signatures.
 
-    ``worst_rows`` above 0 asks for that many rows without a wait on the host, so that the call can be captured.
+    ``worst_rows`` above 0 asks for that many rows without a wait on the host, so that the call can be
+    captured.
     """
 
     buffer: Any
@@ -76,8 +79,8 @@ class LowLatency:
 class AllToAll:
     """Dispatch and combine with torch.distributed alone: what one would write without a library.
 
-    Each row is sent once per destination rank, as Weft does; counts first, then rows, experts and weights. Combine
-    sends the rows back and sums them in float32.
+    Each row is sent once per destination rank, as Weft does; counts first, then rows, experts and weights.
+    Combine sends the rows back and sums them in float32.
     """
 
     def __init__(self, group: Any, rank: int, num_ranks: int, experts: int) -> None:

@@ -19,9 +19,9 @@ def make_routes(
     """Return, per set and rank, int64[tokens, top_k] of distinct expert ids; the same on every rank.
 
     Args:
-        kind: ``uniform``: every expert alike. ``zipf``: the n-th most popular expert has weight 1/n, popularity
-            shuffled over the ids. Anything else: a .npy file of integers [ranks, tokens, top_k], or
-            [sets, ranks, tokens, top_k]; -1 is an empty slot.
+        kind: ``uniform``: every expert alike. ``zipf``: the n-th most popular expert has weight 1/n,
+            popularity shuffled over the ids. Anything else: a .npy file of integers [ranks, tokens, top_k],
+            or [sets, ranks, tokens, top_k]; -1 is an empty slot.
         num_sets: how many to draw; a file's sets are repeated as needed.
     Raises: weft.Error naming what does not fit.
     """
@@ -34,9 +34,7 @@ def make_routes(
     if kind == "zipf":
         popularity = torch.randperm(experts, generator=generator) + 1
         weights = -ZIPF_EXPONENT * popularity.float().log()
-    return [
-        [_draw(weights, tokens, top_k, generator) for _ in range(num_ranks)] for _ in range(num_sets)
-    ]
+    return [[_draw(weights, tokens, top_k, generator) for _ in range(num_ranks)] for _ in range(num_sets)]
 
 
 def _draw(log_weights: Tensor, tokens: int, top_k: int, generator: torch.Generator) -> Tensor:

@@ -54,36 +54,37 @@ struct Loopback::Impl {
     return probability > 0 && std::uniform_real_distribution<double>(0, 1)(random) < probability;
   }
 
-  void deliver(uint64_t to, Packet packet) {
+  bool deliver(uint64_t to, Packet packet) {
     auto found = inboxes.find(to);
-    if (found == inboxes.end() || found->second.dead) return;  // as sending to a machine that is off
+    if (found == inboxes.end() || found->second.dead) return false;  // as sending to a machine that is off
     const FaultPlan& plan = options.plan;
     Inbox& inbox = found->second;
     if (chance(plan.delay)) packet.due_poll = inbox.polls + plan.delay_polls;
     size_t place = inbox.packets.size();
     if (chance(plan.reorder)) place -= std::min<size_t>(place, random() % (plan.reorder_window + 1));
     inbox.packets.insert(inbox.packets.begin() + static_cast<std::ptrdiff_t>(place), std::move(packet));
+    return true;
   }
 
-  // Applies the plan to a packet that is about to leave `from`.
-  void transmit(uint64_t from, uint64_t to, Packet packet) {
+  // Applies the plan to a packet that is about to leave `from`; false when it is lost.
+  bool transmit(uint64_t from, uint64_t to, Packet packet) {
     const FaultPlan& plan = options.plan;
     Inbox& self = inboxes[from];
     if (plan.dies_after && ++self.sent > plan.dies_after) self.dead = true;
-    if (self.dead) return;
+    if (self.dead) return false;
     const bool spared = packet.kind == Kind::kReply || (plan.spare_messages && packet.kind == Kind::kSend);
     if (!spared) {
-      if (chance(plan.drop)) return;
+      if (chance(plan.drop)) return false;
       if (chance(plan.fail)) packet.damaged = true;
       if (!packet.damaged && chance(plan.duplicate)) {
         Packet twin = packet;
         twin.op.context = nullptr;  // the copy completes nothing, and carries what the first one carried
         if (twin.kind == Kind::kWrite && twin.op.piece.bytes)
           twin.message.assign(static_cast<const char*>(twin.op.piece.local), twin.op.piece.bytes);
-        deliver(to, std::move(twin));
+        (void)deliver(to, std::move(twin));
       }
     }
-    deliver(to, std::move(packet));
+    return deliver(to, std::move(packet));
   }
 };
 
@@ -113,7 +114,10 @@ class LoopbackRail : public Rail {
     std::memcpy(&route, address.data() + 4, sizeof route);
     return route;
   }
-  void forget(Route) override {}
+  void forget(Route route) override {  // what it still owes is written off
+    in_flight_ -= in_flight_to_[route];
+    in_flight_to_.erase(route);
+  }
 
   Result<Registration> enroll(const Range& range, uint32_t access) override {
     if (range.kind != MemoryKind::kHost && !nic_.caps.device_memory)
@@ -163,7 +167,10 @@ class LoopbackRail : public Rail {
       Packet packet;
       if (!take(packet)) break;
       if (packet.kind == Kind::kReply) {
-        --in_flight_;
+        if (auto owed = in_flight_to_.find(packet.op.to); owed != in_flight_to_.end() && owed->second > 0) {
+          --owed->second;
+          --in_flight_;
+        }
         if (packet.op.context) finish(packet, events[made++]);
       } else if (apply(packet, events[made])) {
         ++made;
@@ -197,10 +204,11 @@ class LoopbackRail : public Rail {
       reply.refusal = "loopback: connection refused";
       reply.peer_gone = true;
       impl_.inboxes[id_].packets.push_back(std::move(reply));
-    } else {
-      impl_.transmit(id_, to, std::move(packet));
+    } else if (!impl_.transmit(id_, to, std::move(packet))) {
+      return Posted::kOk;  // as far as anybody can see
     }
     ++in_flight_;
+    ++in_flight_to_[to];
     return Posted::kOk;
   }
 
@@ -256,7 +264,7 @@ class LoopbackRail : public Rail {
     answer.op = packet.op;
     answer.refusal = std::move(refusal);
     std::lock_guard lock(impl_.mutex);
-    impl_.transmit(id_, packet.from, std::move(answer));
+    (void)impl_.transmit(id_, packet.from, std::move(answer));
   }
 
   std::string perform(const Packet& packet) {
@@ -307,6 +315,7 @@ class LoopbackRail : public Rail {
   uint64_t id_;
   std::deque<Receive> receives_;
   uint32_t in_flight_ = 0;
+  std::map<Route, uint32_t> in_flight_to_;
 };
 
 Loopback::Loopback(Options options) : impl_(std::make_unique<Impl>(std::move(options))) {}

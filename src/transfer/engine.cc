@@ -26,6 +26,12 @@ Status check_handle(const char* argument, bool is_given) {
   return is_given ? Status() : Status::invalid("{}: got nothing, allowed: a handle of this engine", argument);
 }
 
+How imm_only(uint32_t id) {
+  How how;
+  how.imm = id;
+  return how;
+}
+
 }  // namespace
 
 // Makes one Transfer from one request; runs on the user's thread, without the token.
@@ -341,7 +347,7 @@ Status Engine::barrier(const std::vector<std::shared_ptr<Peer>>& group, uint32_t
   std::vector<std::pair<std::shared_ptr<ImmCounter>, uint64_t>> expected;
   for (const auto& peer : group) {
     WEFT_TRY_ASSIGN(std::shared_ptr<ImmCounter> counter, imm_counter(peer, id));
-    WEFT_TRY(notify(peer, {.imm = id}).status());
+    WEFT_TRY(notify(peer, imm_only(id)).status());
     expected.emplace_back(std::move(counter), core_->next_barrier_round(peer, id));
   }
   for (auto& [counter, round] : expected) WEFT_TRY(wait_imm(counter, round, until));

@@ -61,7 +61,7 @@ class Remote {
  private:
   friend class Core;
   friend class Engine;
-  friend class Builder;
+  friend class Staging;
   std::shared_ptr<Peer> peer_;
   uint64_t region_ = 0;
   uint64_t bytes_ = 0;

@@ -13,8 +13,6 @@ constexpr uint64_t kPackPageBytesMax = 32 << 10; // longer ones too
 constexpr uint32_t kPiecesPerPack = 1024;
 constexpr size_t kTicketsKept = 4096;
 
-using Slot = Peer::StageOut::Slot;
-
 }  // namespace
 
 bool Staging::wants(const Memory& memory, const Remote& remote, size_t pieces, uint64_t bytes) const {

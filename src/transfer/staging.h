@@ -84,6 +84,8 @@ class Staging {
   void on_post_failed(Peer& peer, uint32_t slot, Transfer& transfer);
 
  private:
+  using Slot = Peer::StageOut::Slot;
+
   Status open_out(Peer& peer, Peer::StageOut& out);
   void make_packs(Peer& peer, Peer::StageOut& out, const std::shared_ptr<Transfer>& transfer);
   bool gather(Peer::StageOut& out, uint32_t slot);

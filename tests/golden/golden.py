@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what Weft makes with files in this folder; ``pytest --update`` rewrites them, and review reads the diff."""
+"""Compares what Weft makes with files in this folder; ``pytest --update`` rewrites them for review."""
 
 from __future__ import annotations
 

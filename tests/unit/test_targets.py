@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TARGETS = Path(__file__).resolve().parents[2] / "kernels/target"
-# A function or method that kernels may call: not one inside a nested namespace, private or defined by a macro.
+# A function or method that kernels may call.
 FUNCTION = re.compile(
     r"^(?:  |)(?:template <[^>]*>\s+)?[\w:<>&* ]*?[\w>&*] [&*]?(\w+)\([^;{]*?\)[^;{]*\{", re.MULTILINE
 )

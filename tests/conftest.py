@@ -8,4 +8,4 @@ torch.set_num_threads(1)  # ranks are forked from this process, and a fork inher
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update", action="store_true", help="rewrite golden files instead of comparing with them")
+    parser.addoption("--update", action="store_true", help="rewrite golden files, not compare")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from weft.errors import Error, PeerLost
+from weft.runtime.communicator import Communicator, Window
 
 __version__ = "0.1.0"
-__all__ = ["Error", "PeerLost", "__version__"]
+__all__ = ["Communicator", "Error", "PeerLost", "Window", "__version__"]

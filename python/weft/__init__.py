@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from weft.errors import Error, PeerLost
+from weft.runtime import nvrtc
 from weft.runtime.communicator import Communicator, Window
 
 __version__ = "0.1.0"
 __all__ = ["Communicator", "Error", "PeerLost", "Window", "__version__"]
+
+nvrtc.install()

@@ -43,7 +43,9 @@ class Buffer:
         device: torch.device | str | None = None,
     ) -> None:
         if group is None and comm is None:
-            raise invalid("group", "None", "a torch.distributed process group, or comm: an mpi4py communicator")
+            raise invalid(
+                "group", "None", "a torch.distributed process group, or comm: an mpi4py communicator"
+            )
         self.group = group
         self.num_nvl_bytes = num_nvl_bytes
         self.num_rdma_bytes = num_rdma_bytes
@@ -120,7 +122,9 @@ class Buffer:
         previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Payload, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchHandle, EventOverlap]:
+    ) -> tuple[
+        Payload, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchHandle, EventOverlap
+    ]:
         """Send each row of ``x`` to every rank that owns one of its experts."""
         rows, scales = x if isinstance(x, tuple) else (x, None)
         engine = self._engine(rows.device)
@@ -167,9 +171,13 @@ class Buffer:
         )
         received = self._send_rows(engine, rows, scales, topk_idx, topk_weights, state, num_rows, num_sms)
         state = DispatchState(**{**state.__dict__, "slot": received.slot()})
-        counts = [] if counts_unknown else [
-            -(-count // expert_alignment) * expert_alignment for count in notified.tokens_per_local_expert
-        ]
+        counts = (
+            []
+            if counts_unknown
+            else [
+                -(-count // expert_alignment) * expert_alignment for count in notified.tokens_per_local_expert
+            ]
+        )
         event = engine.finish(
             async_finish, (rows, scales, topk_idx, topk_weights, is_token_in_rank, *memory.values())
         )

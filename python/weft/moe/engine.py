@@ -39,7 +39,12 @@ class Engine:
     """
 
     def __init__(
-        self, communicator: Any, device: torch.device, heap_bytes: int, low_latency_bytes: int, timeout_s: float
+        self,
+        communicator: Any,
+        device: torch.device,
+        heap_bytes: int,
+        low_latency_bytes: int,
+        timeout_s: float,
     ) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"

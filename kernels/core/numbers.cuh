@@ -7,17 +7,6 @@
 
 namespace weft {
 
-WEFT_DEVICE float float_of_bits(uint32_t bits) {
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-WEFT_DEVICE uint32_t bits_of_float(float value) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
 // Nearest, ties to even; NaN stays NaN.
 WEFT_DEVICE uint32_t bf16_bits(float value) {
   const uint32_t bits = bits_of_float(value);

@@ -18,7 +18,7 @@ inline constexpr uint32_t kLaneElems = kGroupElems / kGroupLanes;
 
 // kLaneElems bf16 elements as float32, from a 16-byte aligned place; zeros where it is null.
 WEFT_DEVICE void load_lane(float (&values)[kLaneElems], const std::byte* row) {
-  WEFT_UNROLL(16)
+  WEFT_UNROLL
   for (uint32_t v = 0; v < kLaneElems / 8; ++v) {
     const Vec16 vec = row ? load_vec(reinterpret_cast<const Vec16*>(row) + v) : Vec16{};
     for (uint32_t i = 0; i < 4; ++i) {
@@ -161,7 +161,7 @@ struct LogLane {
 };
 WEFT_DEVICE LogLane log_lane(const LogGrid& grid, const float (&values)[kLaneElems]) {
   LogLane lane{};
-  WEFT_UNROLL(16)
+  WEFT_UNROLL
   for (uint32_t i = 0; i < kLaneElems; ++i) {
     const uint64_t code = static_cast<uint64_t>(log_encode(grid, values[i])) << (i * 10 % 32);
     lane.words[i * 10 / 32] |= static_cast<uint32_t>(code);
@@ -170,7 +170,7 @@ WEFT_DEVICE LogLane log_lane(const LogGrid& grid, const float (&values)[kLaneEle
   return lane;
 }
 WEFT_DEVICE void log_lane_values(float (&values)[kLaneElems], const LogGrid& grid, const LogLane& lane) {
-  WEFT_UNROLL(16)
+  WEFT_UNROLL
   for (uint32_t i = 0; i < kLaneElems; ++i) {
     uint64_t code = lane.words[i * 10 / 32];
     if (i * 10 % 32 > 22) code |= static_cast<uint64_t>(lane.words[i * 10 / 32 + 1]) << 32;

@@ -98,19 +98,19 @@ WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, 
     float sums[kVecs][Bf16::kPerVec] = {};
     for (uint32_t row = 0; row < count; row += kRows) {
       Vec16 held[kRows][kVecs];
-      WEFT_UNROLL(8)
+      WEFT_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
         if (row + r >= count) continue;
         const auto* vecs = reinterpret_cast<const Vec16*>(row_of(row + r));
-        WEFT_UNROLL(4)
+        WEFT_UNROLL
         for (uint32_t v = 0; v < kVecs; ++v)
           if (first + v * step < part.last) held[r][v] = load_vec(vecs + first + v * step);
       }
-      WEFT_UNROLL(8)
+      WEFT_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
         if (row + r >= count) continue;
         const float weight = c.weights()[row + r];
-        WEFT_UNROLL(4)
+        WEFT_UNROLL
         for (uint32_t v = 0; v < kVecs; ++v) {
           if (first + v * step >= part.last) continue;
           float values[Bf16::kPerVec] = {};
@@ -119,7 +119,7 @@ WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, 
         }
       }
     }
-    WEFT_UNROLL(4)
+    WEFT_UNROLL
     for (uint32_t v = 0; v < kVecs; ++v)
       if (first + v * step < part.last)
         store_vec(reinterpret_cast<Vec16*>(out) + first + v * step, Bf16::round(sums[v]));

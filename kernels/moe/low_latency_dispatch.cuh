@@ -315,14 +315,14 @@ WEFT_DEVICE void copy_row(const D& d, const std::byte* row, uint32_t split) {
   const uint32_t step = d.warp.size();
   for (uint64_t first = part.first + d.warp.rank(); first < part.last; first += kVecsInFlight * step) {
     Vec16 held[kVecsInFlight];
-    WEFT_UNROLL(4)
+    WEFT_UNROLL
     for (uint32_t i = 0; i < kVecsInFlight; ++i)
       if (first + i * step < part.last) held[i] = load_vec(reinterpret_cast<const Vec16*>(row) + first + i * step);
     for (uint32_t k = 0; k < d.top_k(); ++k) {
       const int32_t to = d.rows()[k];
       if (to < 0) continue;
       auto* out = reinterpret_cast<Vec16*>(d.a.out + static_cast<uint64_t>(to) * d.shape.row_bytes);
-      WEFT_UNROLL(4)
+      WEFT_UNROLL
       for (uint32_t i = 0; i < kVecsInFlight; ++i)
         if (first + i * step < part.last) store_vec(out + first + i * step, held[i]);
     }

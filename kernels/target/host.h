@@ -17,8 +17,7 @@
 
 #define WEFT_DEVICE inline
 #define WEFT_KERNEL inline
-#define WEFT_PRAGMA(text) _Pragma(#text)
-#define WEFT_UNROLL(times) WEFT_PRAGMA(GCC unroll times)
+#define WEFT_UNROLL  // before a loop whose trip count is constant; the compiler decides
 #define WEFT_HOST_TARGET 1
 
 #include "kernels/target/portable.h"

@@ -5,16 +5,8 @@
 
 namespace weft {
 
-WEFT_DEVICE float float_of_bits(uint32_t bits) {
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-WEFT_DEVICE uint32_t bits_of_float(float value) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
+WEFT_DEVICE float float_of_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+WEFT_DEVICE uint32_t bits_of_float(float value) { return __builtin_bit_cast(uint32_t, value); }
 
 // float8_e4m3fn: nearest even; above 448, infinities too, it is 448; NaN stays NaN. Without branches, so that loops
 // over it vectorise.

@@ -51,10 +51,10 @@ Result<CUcontext> primary_context(const CudaDriver& driver, int ordinal) {
   std::lock_guard lock(mutex);
   if (auto known = contexts.find(ordinal); known != contexts.end()) return known->second;
   CUdevice device = 0;
-  WEFT_TRY(cuda_status(driver.cuDeviceGet(&device, ordinal), text("finding CUDA device {}", ordinal)));
+  WEFT_TRY(cuda_status(driver.cuDeviceGet(&device, ordinal), "finding CUDA device {}", ordinal));
   CUcontext context = nullptr;
   WEFT_TRY(cuda_status(driver.cuDevicePrimaryCtxRetain(&context, device),
-                       text("opening CUDA device {}", ordinal)));
+                       "opening CUDA device {}", ordinal));
   contexts[ordinal] = context;
   return context;
 }
@@ -67,8 +67,7 @@ Result<const CudaDriver*> cuda_driver() {
   return &*once;
 }
 
-Status cuda_status(CUresult result, std::string_view what) {
-  if (result == CUDA_SUCCESS) return Status();
+Status cuda_failure(CUresult result, const std::string& what) {
   const Result<const CudaDriver*> driver = cuda_driver();
   const std::string why = driver.ok() ? error_text(**driver, result) : text("CUDA error {}", result);
   return logged(Status::make(Code::kSystem, "{}: {}", what, why));
@@ -77,17 +76,17 @@ Status cuda_status(CUresult result, std::string_view what) {
 Result<int> cuda_device_attribute(int ordinal, int attribute) {
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   CUdevice device = 0;
-  WEFT_TRY(cuda_status(driver->cuDeviceGet(&device, ordinal), text("finding CUDA device {}", ordinal)));
+  WEFT_TRY(cuda_status(driver->cuDeviceGet(&device, ordinal), "finding CUDA device {}", ordinal));
   int value = 0;
   WEFT_TRY(cuda_status(driver->cuDeviceGetAttribute(&value, attribute, device),
-                       text("asking CUDA device {} for attribute {}", ordinal, attribute)));
+                       "asking CUDA device {} for attribute {}", ordinal, attribute));
   return value;
 }
 
 Result<CudaContext> CudaContext::enter(int ordinal) {
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   WEFT_TRY_ASSIGN(CUcontext context, primary_context(*driver, ordinal));
-  WEFT_TRY(cuda_status(driver->cuCtxPushCurrent(context), text("entering CUDA device {}", ordinal)));
+  WEFT_TRY(cuda_status(driver->cuCtxPushCurrent(context), "entering CUDA device {}", ordinal));
   return CudaContext(driver);
 }
 

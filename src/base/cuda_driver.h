@@ -257,9 +257,15 @@ struct CudaDriver {
 // child.
 Result<const CudaDriver*> cuda_driver();
 
-// Ok for CUDA_SUCCESS; else kSystem, with what was being done and the driver's own name and text for
-// `result`.
-Status cuda_status(CUresult result, std::string_view what);
+// kSystem with what was being done and the driver's own name and text for `result`.
+Status cuda_failure(CUresult result, const std::string& what);
+
+// Ok for CUDA_SUCCESS, else cuda_failure(). The pattern is filled in only then: this stands on launch paths.
+//   WEFT_TRY(cuda_status(driver->cuMemUnmap(address, bytes), "unmapping {} bytes", bytes));
+template <class... Args>
+Status cuda_status(CUresult result, std::string_view pattern, const Args&... args) {
+  return result == CUDA_SUCCESS ? Status() : cuda_failure(result, text(pattern, args...));
+}
 
 // An attribute of device `ordinal`, such as CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT.
 Result<int> cuda_device_attribute(int ordinal, int attribute);

@@ -5,6 +5,7 @@
 // Threads: a value.
 #pragma once
 
+#include <compare>
 #include <ostream>
 
 namespace weft {
@@ -12,10 +13,10 @@ namespace weft {
 struct Device {
   enum class Kind { kHost, kCuda };
   Kind kind = Kind::kHost;
-  int ordinal = 0;  // 0 for kHost
+  int ordinal = 0;  // CUDA's number within this process; 0 for kHost
 
   bool is_host() const { return kind == Kind::kHost; }
-  friend bool operator==(const Device&, const Device&) = default;
+  friend auto operator<=>(const Device&, const Device&) = default;
   friend std::ostream& operator<<(std::ostream& out, const Device& device) {
     return device.is_host() ? out << "cpu" : out << "cuda:" << device.ordinal;
   }

@@ -33,9 +33,9 @@ Result<ComputeLimits> limits_of(const Communicator& comm) {
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   int sms = 0;
   int shared_bytes = 0;
-  WEFT_TRY(cuda_status(driver->cuDeviceGetAttribute(&sms, kCuDeviceAttributeMultiprocessorCount, comm.device().ordinal),
+  WEFT_TRY(cuda_status(driver->cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, comm.device().ordinal),
                        "read the number of SMs"));
-  WEFT_TRY(cuda_status(driver->cuDeviceGetAttribute(&shared_bytes, kCuDeviceAttributeMaxSharedMemoryPerBlockOptin,
+  WEFT_TRY(cuda_status(driver->cuDeviceGetAttribute(&shared_bytes, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
                                                     comm.device().ordinal),
                        "read the shared memory per block"));
   return ComputeLimits{true, static_cast<uint32_t>(sms), 1, static_cast<uint32_t>(shared_bytes)};

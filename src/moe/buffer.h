@@ -20,6 +20,7 @@
 #include "memory/host_visible.h"
 #include "memory/window.h"
 #include "plan/high_throughput.h"
+#include "transports/mapped/channel.cuh"
 
 namespace weft {
 

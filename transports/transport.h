@@ -2,9 +2,8 @@
 //
 // A Transport is one way for ranks to reach each other. What it can do is data (Caps), and which one is used
 // for a peer is a pure function of that data and the facts of the two ranks.
-//   for (const Transport& t : transports()) show(t.name, t.caps(device));            // what `weft info`
-//   prints WEFT_TRY_ASSIGN(std::vector<const Transport*> to, select_transports(facts, self, "auto"));   //
-//   one per peer
+//   for (const Candidate& c : candidates(device)) show(c.transport->name, c.caps);       // `weft info`
+//   WEFT_TRY_ASSIGN(auto to_peer, select_transports(candidates(device), facts, rank, "auto"));
 // Adding one: a folder transports/<name>/ and one line in transports.cc.
 // Threads: any; everything here is constant or a value.
 #pragma once

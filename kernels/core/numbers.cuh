@@ -8,14 +8,10 @@
 namespace weft {
 
 WEFT_DEVICE float float_of_bits(uint32_t bits) {
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof(value));
-  return value;
+  return __builtin_bit_cast(float, bits);
 }
 WEFT_DEVICE uint32_t bits_of_float(float value) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
-  return bits;
+  return __builtin_bit_cast(uint32_t, value);
 }
 
 // Nearest, ties to even; NaN stays NaN.

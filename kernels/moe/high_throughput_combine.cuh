@@ -145,10 +145,10 @@ WEFT_DEVICE void sum_rows(const CombineArgs& a, Warp warp, const Shape& shape, c
       if (bias) Element::add(sums, load_vec(reinterpret_cast<const Vec16*>(bias + token * shape.row_bytes) + v));
     for (uint32_t first = 0; first < rows.count; first += kRowsInFlight) {
       Vec16 held[kRowsInFlight];
-#pragma unroll
+      WEFT_UNROLL
       for (uint32_t i = 0; i < kRowsInFlight; ++i)
         if (first + i < rows.count) held[i] = load_vec_streaming(reinterpret_cast<const Vec16*>(rows.row(first + i, shape.row_bytes)) + v);
-#pragma unroll
+      WEFT_UNROLL
       for (uint32_t i = 0; i < kRowsInFlight; ++i)
         if (first + i < rows.count) Element::add(sums, held[i]);
     }

@@ -7,6 +7,7 @@
 
 #define WEFT_DEVICE __device__ __forceinline__
 #define WEFT_KERNEL __device__ __forceinline__
+#define WEFT_UNROLL _Pragma("unroll")  // before a loop whose trip count is constant
 
 #if defined(__CUDACC_RTC__)
 using int8_t = signed char;

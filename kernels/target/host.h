@@ -17,6 +17,7 @@
 
 #define WEFT_DEVICE inline
 #define WEFT_KERNEL inline
+#define WEFT_UNROLL  // before a loop whose trip count is constant; the compiler decides
 #define WEFT_HOST_TARGET 1
 
 namespace weft {

@@ -3,11 +3,10 @@
 // ParcelExchange lets ranks of one host give each other bytes together with an open file descriptor: the
 // handle of a memory segment. Each rank has one datagram socket with an abstract name, so nothing is left
 // behind in a file system.
-//   Result<std::unique_ptr<ParcelExchange>> mine = ParcelExchange::open(rank);
-//   (*mine)->connect(addresses);                        // everyone's address(), brought by a Bootstrap
-//   (*mine)->begin_call();
-//   Result<std::vector<Parcel>> all = (*mine)->all_gather({.bytes = "hello", .fd = {}}, "window.create",
-//   until);
+//   WEFT_TRY_ASSIGN(std::unique_ptr<ParcelExchange> mine, ParcelExchange::open(rank));
+//   mine->connect(addresses);                        // everyone's address(), brought by a Bootstrap
+//   mine->begin_call();
+//   WEFT_TRY_ASSIGN(std::vector<Parcel> all, mine->all_gather({"hello", {}}, "window.create", until));
 // Order: every rank makes the same calls in the same order; a fast rank may be one call ahead.
 // Threads: one call at a time.
 #pragma once

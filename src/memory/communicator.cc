@@ -6,7 +6,6 @@
 
 #include "base/config.h"
 #include "base/log.h"
-#include "transports/mapped/connection.h"
 
 namespace weft {
 namespace {

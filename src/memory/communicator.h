@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A Communicator is a group of ranks that work together on one device each, with the transport from each to
-// each chosen.
+// A Communicator is a group of ranks, each with its device, and the transport from each to each.
 //   WEFT_TRY_ASSIGN(auto comm, Communicator::create(bootstrap, Device{Device::Kind::kCuda, 0}, 30.0));
 //   WEFT_TRY_ASSIGN(auto window, Window::create(comm, 64 << 20));
 // Threads: const methods may run concurrently; collective calls are one at a time per communicator, in the
@@ -17,7 +16,7 @@
 #include "base/status.h"
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/parcel_exchange.h"
-#include "transports/mapped/range.h"
+#include "memory/range.h"
 #include "transports/transport.h"
 
 namespace weft {

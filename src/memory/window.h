@@ -17,7 +17,7 @@
 
 #include "base/status.h"
 #include "memory/communicator.h"
-#include "transports/mapped/range.h"
+#include "memory/range.h"
 
 namespace weft {
 

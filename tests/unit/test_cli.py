@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from weft import cli
 from weft.errors import Error
 

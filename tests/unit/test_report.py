@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+
 from weft.bench.report import Report, Row, check_document, slowest_rank
 
 

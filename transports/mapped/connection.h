@@ -1,28 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The host half of the mapped transport: a peer's window becomes addresses of this process.
-//   const Transport& t = mapped_transport();                       // its row in the list of transports
-//   WEFT_TRY_ASSIGN(Sharing sharing, choose_sharing(facts, self, peers, "auto"));
-// The mapping itself is MappedRange (range.h); src/memory/window.h puts the ranges of all ranks together.
-// Threads: any; pure functions.
+// The host half of the mapped transport: what device code is given to reach every peer by loads and stores.
+//   const Transport row = mapped_transport();                       // its row in the list of transports
+//   WEFT_TRY_ASSIGN(const MappedMesh mesh, mapped_mesh(*window));    // pass it to a kernel by value
+// Exporting and mapping memory is the window's business (src/memory/range.h).
+// Threads: any. Lifetime: the window must outlive every kernel that was given its mesh.
 #pragma once
 
-#include <string_view>
-#include <vector>
-
 #include "base/status.h"
-#include "topology/topology.h"
-#include "transports/mapped/range.h"
+#include "memory/window.h"
+#include "transports/mapped/channel.cuh"
 #include "transports/transport.h"
 
 namespace weft {
 
 Transport mapped_transport();
 
-// How the ranks in `members` share memory; the same answer on every rank. `wanted`: "auto" takes VMM handles
-// when every GPU has them, else CUDA IPC; "vmm" and "ipc" insist. Ignored on the host. Errors: kInvalid for
-// another word, kUnsupported when a rank cannot, naming it.
-Result<Sharing> choose_sharing(const std::vector<RankFacts>& facts, const std::vector<int>& members,
-                               std::string_view wanted);
+// The mesh over a window all of whose ranks are mapped. Errors: kUnsupported naming a rank that is not.
+Result<MappedMesh> mapped_mesh(const Window& window);
 
 }  // namespace weft

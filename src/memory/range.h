@@ -1,24 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A MappedRange is one rank's window as this process sees it: a fixed range of addresses that is filled from
-// the front with segments of memory. The owner extends its own range; each peer imports what the owner
-// offers.
-//   Result<std::shared_ptr<MappedRange>> own = make_range({.device = cpu, .reserve_bytes = 1 << 30, .sharing
-//   = Sharing::kHostMemory}); Result<Parcel> offer = (*own)->extend(1 << 20);      // zero-filled; the offer
-//   travels to the peers ...
-//   (*theirs)->import(*offer);                           // ... who see the same bytes at their own address
-// One file per way of sharing: host_range.cc (memfd), vmm_range.cc (CUDA VMM handles), ipc_range.cc (CUDA
-// IPC). Threads: one caller at a time; base() and bytes() may be read at any time between calls.
+// A MappedRange is one rank's window as this process sees it: a fixed range of addresses that is filled
+// from the front with segments of memory. The owner extends its own range; each peer imports the offer.
+//   WEFT_TRY_ASSIGN(auto range, make_range({.device = cpu, .reserve_bytes = 1 << 30}));
+//   WEFT_TRY_ASSIGN(Parcel offer, range->extend(1 << 20));    // zero-filled; the offer travels to a peer ...
+//   WEFT_TRY(peers_range->import(offer, 1 << 20));            // ... who sees the bytes at its own address
+// One file per way of sharing: host_range.cc (memfd), vmm_range.cc (CUDA VMM handles), ipc_range.cc (CUDA IPC).
+// Threads: one caller at a time; base() and bytes() may be read at any time between calls.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <ostream>
+#include <string_view>
+#include <vector>
 
 #include "base/device.h"
 #include "base/status.h"
 #include "bootstrap/parcel_exchange.h"
+#include "topology/topology.h"
 
 namespace weft {
 
@@ -26,12 +27,9 @@ enum class Sharing { kHostMemory, kCudaVmm, kCudaIpc };
 
 inline std::ostream& operator<<(std::ostream& out, Sharing sharing) {
   switch (sharing) {
-    case Sharing::kHostMemory:
-      return out << "host memory";
-    case Sharing::kCudaVmm:
-      return out << "CUDA VMM";
-    case Sharing::kCudaIpc:
-      return out << "CUDA IPC";
+    case Sharing::kHostMemory: return out << "host memory";
+    case Sharing::kCudaVmm: return out << "CUDA VMM";
+    case Sharing::kCudaIpc: return out << "CUDA IPC";
   }
   return out << "?";
 }
@@ -63,9 +61,8 @@ class MappedRange {
 struct RangeOptions {
   Device device;
   Sharing sharing = Sharing::kHostMemory;
-  uint64_t reserve_bytes =
-      0;  // addresses to set aside; less is taken where the system allows less, but never below least_bytes
-  uint64_t least_bytes = 0;
+  uint64_t reserve_bytes = 0;  // addresses to set aside; where the system allows less, less
+  uint64_t least_bytes = 0;    // ... but never below this
 };
 
 // An empty range. Errors: kSystem when no addresses are left, kUnsupported when the device cannot share that
@@ -76,6 +73,12 @@ Result<std::shared_ptr<MappedRange>> make_range(const RangeOptions& options);
 // each other's range itself: with a second mapping, a race detector would not see that two addresses are one
 // memory.
 std::shared_ptr<MappedRange> find_range(uint64_t local_name);
+
+// How the ranks in `members` share memory; the same answer on every rank. `wanted`: "auto" takes VMM handles
+// when every GPU has them, else CUDA IPC; "vmm" and "ipc" insist. Ignored on the host. Errors: kInvalid for
+// another word, kUnsupported when a rank cannot, naming it.
+Result<Sharing> choose_sharing(const std::vector<RankFacts>& facts, const std::vector<int>& members,
+                               std::string_view wanted);
 
 // One per way of sharing; make_range() picks.
 Result<std::shared_ptr<MappedRange>> make_host_range(const RangeOptions& options);

@@ -12,7 +12,7 @@
 
 #include "base/log.h"
 #include "base/random.h"
-#include "transports/mapped/range.h"
+#include "memory/range.h"
 
 namespace weft {
 namespace {

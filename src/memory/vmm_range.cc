@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transports/mapped/range.h"
+#include "memory/range.h"
 
 namespace weft {
 

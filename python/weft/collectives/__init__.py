@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collective algorithms: write one, check it, run it, pick the best."""
+
+from __future__ import annotations
+
+from weft.collectives.contract import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    AllToAllV,
+    Broadcast,
+    Buffer,
+    Collective,
+    Gather,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+    SendRecv,
+)
+from weft.collectives.ir import Algorithm
+from weft.collectives.language import (
+    XML,
+    Check,
+    MSCCLProgram,
+    Program,
+    ProgramError,
+    Ref,
+    chunk,
+    create_scratch,
+)
+from weft.collectives.values import Chunk
+from weft.collectives.verifier import Report, VerificationError, verify
+
+__all__ = [
+    "XML",
+    "Algorithm",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "AllToAllV",
+    "Broadcast",
+    "Buffer",
+    "Check",
+    "Chunk",
+    "Collective",
+    "Gather",
+    "MSCCLProgram",
+    "Program",
+    "ProgramError",
+    "Reduce",
+    "ReduceScatter",
+    "Ref",
+    "Report",
+    "Scatter",
+    "SendRecv",
+    "VerificationError",
+    "chunk",
+    "create_scratch",
+    "verify",
+]

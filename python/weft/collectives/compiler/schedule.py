@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass 4: one order for all instructions of all ranks, and channels that allow it.
+
+The order is a list schedule by (depth from the start, longest path to the end, program order). It respects the data,
+takes messages from every connection in the order in which they were sent, and never has more groups of chunks in a
+connection than fit. Blocks take their steps in this order, so whatever blocks the next pass forms, the order itself is an
+execution that finishes: the program cannot deadlock. Where a receive would have to overtake another on its connection, its
+chain moves to a channel of its own and the scheduling starts again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+
+from weft.collectives.compiler.channels import assign_channels, chains_of
+from weft.collectives.compiler.graph import Graph, Node
+from weft.collectives.ir import fifo_units
+from weft.collectives.language import ProgramError
+
+
+def schedule(graph: Graph) -> list[Node]:
+    """Assign channels and return all nodes in an order that can run. Raises: ProgramError."""
+    chains = chains_of(graph)
+    chain_of = {node: i for i, chain in enumerate(chains) for node in chain.nodes}
+    priority = _priorities(graph)
+    shifted: set[int] = set()
+    while True:
+        assign_channels(chains, shifted)
+        order, stuck = _ListSchedule(graph, priority, fifo_units(graph.program.protocol)).run()
+        if stuck is None:
+            return order
+        chain = chain_of[stuck]
+        if chain in shifted or chains[chain].fixed >= 0:
+            raise ProgramError(
+                f"{stuck.where}: on channel {stuck.channel} from rank {stuck.recv_peer} to rank {stuck.rank}, messages "
+                "are received in another order than they are sent; give this operation another ch"
+            )
+        shifted.add(chain)
+
+
+def _priorities(graph: Graph) -> dict[Node, tuple[int, int, int]]:
+    """Return (depth, -height, program order) of every node; smaller runs first."""
+    after: dict[Node, list[Node]] = {node: [] for node in graph.nodes}
+    for node in graph.nodes:
+        for earlier in _needs(node):
+            after[earlier].append(node)
+    order = _topological(graph.nodes, after)
+    depth = {node: 0 for node in graph.nodes}
+    height = {node: 0 for node in graph.nodes}
+    for node in order:
+        depth[node] = max((depth[e] + 1 for e in _needs(node)), default=0)
+    for node in reversed(order):
+        height[node] = max((height[later] + 1 for later in after[node]), default=0)
+    return {node: (depth[node], -height[node], node.seq) for node in graph.nodes}
+
+
+def _needs(node: Node) -> set[Node]:
+    return node.before | {node.sent_by} if node.sent_by else node.before
+
+
+def _topological(nodes: list[Node], after: dict[Node, list[Node]]) -> list[Node]:
+    missing = {node: len(_needs(node)) for node in nodes}
+    ready = deque(node for node in nodes if not missing[node])
+    order = []
+    while ready:
+        node = ready.popleft()
+        order.append(node)
+        for later in after[node]:
+            missing[later] -= 1
+            if not missing[later]:
+                ready.append(later)
+    assert len(order) == len(nodes), "fusion made a cycle"
+    return order
+
+
+class _ListSchedule:
+    """One attempt: issues nodes until all are issued or only receives out of turn are left."""
+
+    def __init__(self, graph: Graph, priority: dict[Node, tuple[int, int, int]], fifo: int) -> None:
+        self._nodes = graph.nodes
+        self._priority = priority
+        self._fifo = fifo
+        self._missing = {node: len(_needs(node)) for node in graph.nodes}
+        self._after: dict[Node, list[Node]] = {node: [] for node in graph.nodes}
+        for node in graph.nodes:
+            for earlier in _needs(node):
+                self._after[earlier].append(node)
+        self._in_flight: dict[tuple[int, int, int], deque[Node]] = {}
+        self._order: list[Node] = []
+
+    def run(self) -> tuple[list[Node], Node | None]:
+        ready = [(self._priority[node], node) for node in self._nodes if not self._missing[node]]
+        heapq.heapify(ready)
+        waiting: list[Node] = []
+        while ready or waiting:
+            if not ready:
+                # Nothing but full connections and receives out of turn: let a send overrun its connection.
+                sends = [node for node in waiting if self._in_turn(node)]
+                if not sends:
+                    return self._order, waiting[0]
+                node = min(sends, key=lambda n: self._priority[n])
+                waiting.remove(node)
+            else:
+                node = heapq.heappop(ready)[1]
+                if not (self._in_turn(node) and self._fits(node)):
+                    waiting.append(node)
+                    continue
+            for later in self._issue(node):
+                heapq.heappush(ready, (self._priority[later], later))
+            for other in waiting:
+                heapq.heappush(ready, (self._priority[other], other))
+            waiting = []
+        return self._order, None
+
+    def _in_turn(self, node: Node) -> bool:
+        if node.sent_by is None:
+            return True
+        return self._in_flight[node.sent_by.rank, node.rank, node.channel][0] is node
+
+    def _fits(self, node: Node) -> bool:
+        if node.sent_to is None:
+            return True
+        in_flight = self._in_flight.get((node.rank, node.sent_to.rank, node.channel), ())
+        return not in_flight or sum(other.count for other in in_flight) + node.count <= self._fifo
+
+    def _issue(self, node: Node) -> list[Node]:
+        self._order.append(node)
+        if node.sent_by is not None:
+            self._in_flight[node.sent_by.rank, node.rank, node.channel].popleft()
+        if node.sent_to is not None:
+            key = (node.rank, node.sent_to.rank, node.channel)
+            self._in_flight.setdefault(key, deque()).append(node.sent_to)
+        ready = []
+        for later in self._after[node]:
+            self._missing[later] -= 1
+            if not self._missing[later]:
+                ready.append(later)
+        return ready

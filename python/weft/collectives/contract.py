@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives as contracts: what every rank holds before, what it must hold after, and which slots are one memory.
+
+    AllReduce(8, chunk_factor=8, inplace=True)
+    class Swap(Collective): ...                  # a custom one: before() and after(), or init_buffers() and check()
+
+A slot is (rank, buffer, index). ``chunk_factor`` counts the chunks of one rank's part; for AllReduce, Broadcast, Reduce
+and SendRecv it counts all chunks. ``chunks`` is what MSCCL calls nchunksperloop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from weft.collectives.values import Chunk, Value, difference, total
+from weft.errors import invalid
+
+Slots = list["Value | None"]
+
+
+class Buffer:
+    """Names of the three buffers of a rank; any other name used in a program makes a scratch buffer."""
+
+    input = "i"
+    output = "o"
+    scratch = "s"
+
+
+class State:
+    """Symbolic contents of all ranks: ``buffers[rank][buffer][index]`` is a Value or None."""
+
+    def __init__(self, buffers: list[dict[str, Slots]]) -> None:
+        self.buffers = buffers
+
+
+class Collective:
+    """Base of all contracts. A custom one overrides before() and after(), or MSCCL's init_buffers() and check().
+
+    Args:
+        num_ranks: ranks that take part, at least 1.
+        chunk_factor: chunks per rank part, at least 1.
+        inplace: the input and the output share memory, as alias() says.
+        root: the rank that gives (Broadcast, Scatter) or gets (Reduce, Gather).
+    """
+
+    name: ClassVar[str] = "custom"
+
+    def __init__(self, num_ranks: int, chunk_factor: int = 1, inplace: bool = False, root: int = 0) -> None:
+        if num_ranks < 1:
+            raise invalid("num_ranks", num_ranks, "1 or more")
+        if chunk_factor < 1:
+            raise invalid("chunk_factor", chunk_factor, "1 or more")
+        if not 0 <= root < num_ranks:
+            raise invalid("root", root, f"0 to {num_ranks - 1}")
+        self.num_ranks = num_ranks
+        self.chunk_factor = chunk_factor
+        self.inplace = inplace
+        self.root = root
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_ranks}, {self.chunk_factor}, inplace={self.inplace})"
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the algorithm buffer (nchunksperloop)."""
+        return self.chunk_factor
+
+    def scaled(self, instances: int) -> Collective:
+        """Return the same contract with ``instances`` times as many chunks."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.chunk_factor = self.chunk_factor * instances
+        return other
+
+    def in_form(self, inplace: bool) -> Collective:
+        """Return the same contract, in place or out of place."""
+        other = self.scaled(1)
+        other.inplace = inplace
+        return other
+
+    def input_chunks(self, rank: int) -> int:
+        return len(self.init_buffers()[rank].get(Buffer.input, []))
+
+    def output_chunks(self, rank: int) -> int:
+        return len(self.init_buffers()[rank].get(Buffer.output, []))
+
+    def alias(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
+        """Return the slot that stands for this one; two names of one memory get the same answer."""
+        if self.inplace and buffer == Buffer.output:
+            return Buffer.input, index
+        return buffer, index
+
+    def init_buffers(self) -> list[dict[str, Slots]]:
+        """Return every rank's input and output before the collective."""
+        buffers = []
+        for rank in range(self.num_ranks):
+            inputs, outputs = self.before(rank), [None] * len(self.after(rank))
+            buffers.append({Buffer.input: inputs, Buffer.output: list[Value | None](outputs)})
+        return buffers
+
+    def start(self) -> State:
+        """Return the initial contents of all ranks, every value in the slot that stands for it."""
+        buffers = self.init_buffers()
+        for rank, own in enumerate(buffers):
+            for index, value in enumerate(list(own.get(Buffer.input, []))):
+                buffer, at = self.alias(rank, Buffer.input, index)
+                if value is not None and buffer != Buffer.input:
+                    own[buffer][at] = value
+        return State(buffers)
+
+    def before(self, rank: int) -> Slots:
+        """Return what the input of ``rank`` holds; None where it holds nothing."""
+        raise NotImplementedError(
+            f"{type(self).__name__} needs before() and after(), or init_buffers() and check()"
+        )
+
+    def after(self, rank: int) -> Slots:
+        """Return what the output of ``rank`` must hold; None where anything will do."""
+        raise NotImplementedError(
+            f"{type(self).__name__} needs before() and after(), or init_buffers() and check()"
+        )
+
+    def check(self, state: State) -> bool:
+        """Return whether ``state`` fulfils the contract."""
+        return self.problem(state) is None
+
+    def problem(self, state: State) -> tuple[int, str, int, str] | None:
+        """Return (rank, buffer, index, what is wrong) of the first slot that breaks the contract, or None."""
+        if type(self).after is Collective.after:
+            return None if self.check(state) else (-1, Buffer.output, -1, "check() of the collective says no")
+        for rank in range(self.num_ranks):
+            for index, wanted in enumerate(self.after(rank)):
+                buffer, at = self.alias(rank, Buffer.output, index)
+                slots = state.buffers[rank].get(buffer, [])
+                found = slots[at] if at < len(slots) else None
+                if wanted is not None and found != wanted:
+                    return rank, Buffer.output, index, difference(found, wanted)
+        return None
+
+    # MSCCL's name for alias(), kept so that its custom collectives run.
+    def get_buffer_index(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
+        return self.alias(rank, buffer, index)
+
+
+def _own(rank: int, count: int) -> Slots:
+    return [Chunk(rank, c) for c in range(count)]
+
+
+class AllReduce(Collective):
+    """Every rank gets the reduction of all ranks' buffers."""
+
+    name = "allreduce"
+
+    def before(self, rank: int) -> Slots:
+        return _own(rank, self.chunk_factor)
+
+    def after(self, rank: int) -> Slots:
+        return [total(self.num_ranks, c) for c in range(self.chunk_factor)]
+
+
+class Reduce(AllReduce):
+    """Rank ``root`` gets the reduction of all ranks' buffers."""
+
+    name = "reduce"
+
+    def after(self, rank: int) -> Slots:
+        return super().after(rank) if rank == self.root else [None] * self.chunk_factor
+
+
+class Broadcast(Collective):
+    """Every rank gets the root's buffer."""
+
+    name = "broadcast"
+
+    def before(self, rank: int) -> Slots:
+        return _own(rank, self.chunk_factor) if rank == self.root else [None] * self.chunk_factor
+
+    def after(self, rank: int) -> Slots:
+        return _own(self.root, self.chunk_factor)
+
+
+class AllGather(Collective):
+    """Every rank gets all ranks' buffers, in rank order. In place, the input is slice ``rank`` of the output."""
+
+    name = "allgather"
+
+    @property
+    def chunks(self) -> int:
+        return self.num_ranks * self.chunk_factor
+
+    def before(self, rank: int) -> Slots:
+        return _own(rank, self.chunk_factor)
+
+    def after(self, rank: int) -> Slots:
+        return [Chunk(q, c) for q in range(self.num_ranks) for c in range(self.chunk_factor)]
+
+    def alias(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
+        if self.inplace and buffer == Buffer.input:
+            return Buffer.output, rank * self.chunk_factor + index
+        return buffer, index
+
+
+class Gather(AllGather):
+    """Rank ``root`` gets all ranks' buffers, in rank order."""
+
+    name = "gather"
+
+    @property
+    def chunks(self) -> int:
+        return self.chunk_factor
+
+    def after(self, rank: int) -> Slots:
+        return super().after(rank) if rank == self.root else []
+
+    def alias(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
+        return super().alias(rank, buffer, index) if rank == self.root else (buffer, index)
+
+
+class ReduceScatter(Collective):
+    """Rank r gets part r of the reduction. In place, the output is slice ``rank`` of the input."""
+
+    name = "reducescatter"
+
+    @property
+    def chunks(self) -> int:
+        return self.num_ranks * self.chunk_factor
+
+    def before(self, rank: int) -> Slots:
+        return _own(rank, self.num_ranks * self.chunk_factor)
+
+    def after(self, rank: int) -> Slots:
+        return [total(self.num_ranks, rank * self.chunk_factor + c) for c in range(self.chunk_factor)]
+
+    def alias(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
+        if self.inplace and buffer == Buffer.output:
+            return Buffer.input, rank * self.chunk_factor + index
+        return buffer, index
+
+
+class Scatter(ReduceScatter):
+    """Rank r gets part r of the root's buffer."""
+
+    name = "scatter"
+
+    @property
+    def chunks(self) -> int:
+        return self.chunk_factor
+
+    def before(self, rank: int) -> Slots:
+        return super().before(rank) if rank == self.root else []
+
+    def after(self, rank: int) -> Slots:
+        return [Chunk(self.root, rank * self.chunk_factor + c) for c in range(self.chunk_factor)]
+
+    def alias(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
+        return super().alias(rank, buffer, index) if rank == self.root else (buffer, index)
+
+
+class AllToAll(Collective):
+    """Part q of rank r's input becomes part r of rank q's output."""
+
+    name = "alltoall"
+
+    @property
+    def chunks(self) -> int:
+        return self.num_ranks * self.chunk_factor
+
+    def before(self, rank: int) -> Slots:
+        return _own(rank, self.num_ranks * self.chunk_factor)
+
+    def after(self, rank: int) -> Slots:
+        k = self.chunk_factor
+        return [Chunk(q, rank * k + c) for q in range(self.num_ranks) for c in range(k)]
+
+
+class AllToAllV(AllToAll):
+    """AllToAll whose parts have sizes given at run time. Scratch cannot be used: its size would not be known."""
+
+    name = "alltoallv"
+
+
+class SendRecv(Collective):
+    """Every rank gets the buffer of the rank before it (rank - ``shift``, modulo the ranks); two ranks swap."""
+
+    name = "sendrecv"
+
+    def __init__(self, num_ranks: int, chunk_factor: int = 1, inplace: bool = False, shift: int = 1) -> None:
+        super().__init__(num_ranks, chunk_factor, inplace)
+        self.shift = shift
+
+    def before(self, rank: int) -> Slots:
+        return _own(rank, self.chunk_factor)
+
+    def after(self, rank: int) -> Slots:
+        return _own((rank - self.shift) % self.num_ranks, self.chunk_factor)
+
+
+class AllToNext(Collective):
+    """Rank r gets rank r-1's buffer (``step`` 1) or rank r+1's (``step`` -1); the rank at the end gets nothing."""
+
+    name = "custom"
+
+    def __init__(self, num_ranks: int, chunk_factor: int = 1, inplace: bool = False, step: int = 1) -> None:
+        super().__init__(num_ranks, chunk_factor, inplace)
+        self.step = step
+
+    def before(self, rank: int) -> Slots:
+        return _own(rank, self.chunk_factor)
+
+    def after(self, rank: int) -> Slots:
+        source = rank - self.step
+        if not 0 <= source < self.num_ranks:
+            return [None] * self.chunk_factor
+        return _own(source, self.chunk_factor)
+
+
+_BY_NAME: Mapping[str, Callable[..., Collective]] = {
+    kind.name: kind
+    for kind in (AllReduce, Reduce, Broadcast, AllGather, Gather, ReduceScatter, Scatter, AllToAll, AllToAllV)
+}
+
+
+def standard(name: str, ranks: int, chunks: int, inplace: bool, **options: Any) -> Collective | None:
+    """Return the contract that MSCCL's ``coll`` names, for an algorithm buffer of ``chunks``; None if it has none.
+
+    Raises: Error when ``chunks`` does not divide by the ranks where it must.
+    """
+    name = "reducescatter" if name == "reduce_scatter" else name
+    if name not in _BY_NAME:
+        return None
+    per_rank = name in ("allgather", "reducescatter", "alltoall", "alltoallv")
+    if per_rank and chunks % ranks:
+        raise invalid("nchunksperloop", chunks, f"a multiple of the {ranks} ranks for {name}")
+    return _BY_NAME[name](ranks, chunks // ranks if per_rank else chunks, inplace, **options)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one IR of collective programs: per rank, thread blocks that run steps in order.
+
+    Algorithm -> RankProgram -> Block -> Step
+
+The language compiles to it, MSCCL XML and MSCCL++ plans are read into it, the verifier interprets it, the executor runs
+it. It has no nops: a step lists all its dependencies, and the XML writer makes the nops that the format needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from enum import Enum
+
+from weft.collectives.contract import Collective
+
+PROTOCOLS = ("Simple", "LL", "LL128")
+MAX_COUNT = 71  # of chunks in one step, a limit of the XML format
+MAX_CHANNELS = 32
+FIFO_STEPS = 8  # per connection; a group of chunks takes 1, or 4 with Simple
+
+
+class Op(Enum):
+    """What a step does, by its XML name. ``src`` and ``dst`` are local slots."""
+
+    SEND = "s"  # send src
+    RECV = "r"  # receive into dst
+    RECV_COPY_SEND = "rcs"  # receive, store in dst, forward
+    RECV_REDUCE_SEND = "rrs"  # receive, combine with src, forward; nothing stored
+    RECV_REDUCE_COPY = "rrc"  # receive, combine with src, store in dst
+    RECV_REDUCE_COPY_SEND = "rrcs"  # the same, and forward the result
+    COPY = "cpy"  # dst = src
+    REDUCE = "re"  # dst = dst + src
+
+    @property
+    def sends(self) -> bool:
+        return self in _SENDS
+
+    @property
+    def receives(self) -> bool:
+        return self in _RECEIVES
+
+    @property
+    def reduces(self) -> bool:
+        return self in _REDUCES
+
+    @property
+    def reads_src(self) -> bool:
+        return self not in (Op.RECV, Op.RECV_COPY_SEND)
+
+    @property
+    def writes_dst(self) -> bool:
+        return self not in (Op.SEND, Op.RECV_REDUCE_SEND)
+
+
+_RECEIVES = (Op.RECV, Op.RECV_COPY_SEND, Op.RECV_REDUCE_SEND, Op.RECV_REDUCE_COPY, Op.RECV_REDUCE_COPY_SEND)
+_SENDS = (Op.SEND, Op.RECV_COPY_SEND, Op.RECV_REDUCE_SEND, Op.RECV_REDUCE_COPY_SEND)
+_REDUCES = (Op.RECV_REDUCE_SEND, Op.RECV_REDUCE_COPY, Op.RECV_REDUCE_COPY_SEND, Op.REDUCE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Consecutive chunks of a local buffer, from ``index``; the step says how many. Index -1: not used."""
+
+    buffer: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.buffer}[{self.index}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One instruction. ``depends`` lists (block, step) pairs of the same rank that must be finished first."""
+
+    op: Op
+    src: Span
+    dst: Span
+    count: int = 1
+    depends: tuple[tuple[int, int], ...] = ()
+    where: str = ""  # file:line of the user's program, or of the file read
+
+    def reads(self) -> Iterator[tuple[str, int]]:
+        """Yield the local slots that the step reads."""
+        if self.op.reads_src:
+            yield from ((self.src.buffer, self.src.index + c) for c in range(self.count))
+        if self.op is Op.REDUCE:
+            yield from ((self.dst.buffer, self.dst.index + c) for c in range(self.count))
+
+    def writes(self) -> Iterator[tuple[str, int]]:
+        """Yield the local slots that the step writes."""
+        if self.op.writes_dst:
+            yield from ((self.dst.buffer, self.dst.index + c) for c in range(self.count))
+
+
+@dataclasses.dataclass
+class Block:
+    """A thread block: at most one peer to send to and one to receive from, on one channel. -1: no peer."""
+
+    send: int = -1
+    recv: int = -1
+    channel: int = 0
+    steps: list[Step] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class RankProgram:
+    """What one rank runs, and the sizes of its buffers in chunks."""
+
+    rank: int
+    input_chunks: int
+    output_chunks: int
+    scratch_chunks: int
+    blocks: list[Block] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Algorithm:
+    """A fixed schedule that implements one collective on a fixed number of ranks.
+
+    ``contract`` is what it promises; None when a loaded file does not tell (coll="custom").
+    ``max_bytes`` is inclusive, None for no limit; bytes count the whole algorithm buffer.
+    """
+
+    name: str
+    collective: str
+    protocol: str
+    chunks: int
+    inplace: bool
+    outofplace: bool
+    ranks: list[RankProgram]
+    contract: Collective | None = None
+    min_bytes: int = 0
+    max_bytes: int | None = None
+    threads: int = 0
+    root: int = 0
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def channels(self) -> int:
+        return 1 + max((b.channel for p in self.ranks for b in p.blocks), default=0)
+
+    def blocks(self) -> Iterator[tuple[int, int, Block]]:
+        """Yield (rank, block id, block)."""
+        for program in self.ranks:
+            for number, block in enumerate(program.blocks):
+                yield program.rank, number, block
+
+    def steps(self) -> Iterator[tuple[int, int, int, Step]]:
+        """Yield (rank, block id, step number, step)."""
+        for rank, number, block in self.blocks():
+            for at, step in enumerate(block.steps):
+                yield rank, number, at, step
+
+    def needed_steps(self) -> set[tuple[int, int, int]]:
+        """Return the (rank, block, step) that some other step depends on (hasdep)."""
+        return {(rank, *dep) for rank, _, _, step in self.steps() for dep in step.depends}
+
+    def place(self, rank: int, block: int, step: int) -> str:
+        """Name a step in words: 'rank 0, block 1, step 2 (rrc from rank 3)'."""
+        owner = self.ranks[rank].blocks[block]
+        what = owner.steps[step]
+        peers = ""
+        if what.op.receives:
+            peers += f" from rank {owner.recv}"
+        if what.op.sends:
+            peers += f" to rank {owner.send}"
+        line = f", {what.where}" if what.where else ""
+        return f"rank {rank}, block {block}, step {step} ({what.op.value}{peers}{line})"
+
+
+def fifo_units(protocol: str) -> int:
+    """Return the groups of chunks that fit a connection before the receiver takes one."""
+    return FIFO_STEPS // (4 if protocol == "Simple" else 1)

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The language: an algorithm is Python code that copies and reduces chunks between ranks.
+
+    with Program("ring", AllGather(4)) as ring:
+        for rank in range(4):
+            c = chunk(rank, Buffer.input, 0).copy(rank, Buffer.output, rank)
+            for step in range(1, 4):
+                c = c.copy((rank + step) % 4)
+
+The meaning is program order, as if every operation ran when it is written; the compiler finds what may run at the same
+time. References are versioned: one whose slots were overwritten is an error, at the user's line. MSCCL's names
+(``MSCCLProgram``, ``XML``, ``Check``) work as they do there. Threads: one program at a time per thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from weft.collectives.contract import Buffer, Collective, State
+from weft.collectives.ir import MAX_CHANNELS, PROTOCOLS, Algorithm
+from weft.collectives.topology import Topology
+from weft.collectives.values import Value
+from weft.errors import Error
+
+_HERE = os.path.abspath(__file__)
+_local = threading.local()
+
+
+class ProgramError(Error):
+    """A mistake in a program; the message starts with the file and line of the user's code."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Consecutive slots of one rank, by their canonical names."""
+
+    rank: int
+    buffer: str
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One traced operation: dst = src, or dst = dst + src, over ``size`` chunks. -1: the compiler chooses."""
+
+    reduces: bool
+    src: Place
+    dst: Place
+    size: int
+    sendtb: int
+    recvtb: int
+    channel: int
+    where: str
+
+
+class Ref:
+    """A reference to ``size`` chunks, valid until one of its slots is overwritten."""
+
+    def __init__(self, program: Program, place: Place, size: int) -> None:
+        self._program = program
+        self._place = place
+        self._versions = program._versions(place, size)
+        self.rank, self.buffer, self.index, self.size = place.rank, place.buffer, place.index, size
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank} {self.buffer}[{self.index}:{self.index + self.size}]"
+
+    def copy(
+        self,
+        dst: int,
+        buffer: str | None = None,
+        index: int = -1,
+        sendtb: int = -1,
+        recvtb: int = -1,
+        ch: int = -1,
+    ) -> Ref:
+        """Copy these chunks to ``buffer[index]`` of rank ``dst`` and return the new reference.
+
+        Defaults: the same buffer and index; at the end of the buffer if it is scratch and another one than ours.
+        """
+        return self._program._copy(self, dst, buffer, index, (sendtb, recvtb, ch))
+
+    def reduce(self, other: Ref, sendtb: int = -1, recvtb: int = -1, ch: int = -1) -> Ref:
+        """Add ``other``, of any rank, to these chunks and return the reference to the result."""
+        return self._program._reduce(self, other, (sendtb, recvtb, ch))
+
+    def split(self, parts: int) -> list[Ref]:
+        """Return ``parts`` references to equal shares of these chunks."""
+        self._program._fresh(self)
+        if parts < 1 or self.size % parts:
+            raise _error(f"split: {self!r} has {self.size} chunks, which do not divide into {parts} parts")
+        size = self.size // parts
+        place = self._place
+        return [
+            Ref(self._program, Place(place.rank, place.buffer, place.index + i * size), size)
+            for i in range(parts)
+        ]
+
+    def group(self, other: Ref) -> Ref:
+        """Return a reference to the span that covers both."""
+        if (self.rank, self.buffer) != (other.rank, other.buffer):
+            raise _error(f"group: {self!r} and {other!r} are not in one buffer of one rank")
+        self._program._fresh(self)
+        self._program._fresh(other)
+        first = min(self.index, other.index)
+        end = max(self.index + self.size, other.index + other.size)
+        place = Place(self.rank, self.buffer, first)
+        self._program._contents(place, end - first)
+        return Ref(self._program, place, end - first)
+
+    def get_origin_rank(self, index: int = 0) -> int:
+        """Return the rank that chunk ``index`` of the reference came from (of a sum: the lowest)."""
+        return self._value(index).parts[0][0]
+
+    def get_origin_index(self, index: int = 0) -> int:
+        """Return the index that chunk ``index`` of the reference had where it came from."""
+        return self._value(index).parts[0][1]
+
+    def get_dst_rank(self, index: int = 0) -> int:
+        """Return the rank that the chunk is meant for; -1 if it was made without one."""
+        return int(getattr(self._value(index), "dst_rank", -1))
+
+    def get_dst_index(self, index: int = 0) -> int:
+        """Return the index that the chunk is meant for; -1 if it was made without one."""
+        return int(getattr(self._value(index), "dst_index", -1))
+
+    def _value(self, index: int) -> Value:
+        self._program._fresh(self)
+        return self._program._contents(self._place, self.size)[index]
+
+
+class Program:
+    """A program being written; a context manager that chunk(), XML() and Check() refer to.
+
+    Args:
+        name: what the algorithm is called.
+        collective: the contract that it implements.
+        topology: which links exist; None joins all ranks.
+        instances: replicas that share every chunk between them, each with its own blocks and channels.
+        protocol: "Simple", "LL" or "LL128".
+        fuse: let the compiler merge a receive with the send that follows.
+        interleaved: how instances share chunks; None chooses by the collective.
+        min_bytes, max_bytes: sizes that it is meant for, inclusive, of the whole algorithm buffer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        collective: Collective,
+        topology: Topology | None = None,
+        instances: int = 1,
+        protocol: str = "Simple",
+        fuse: bool = True,
+        interleaved: bool | None = None,
+        dependence_nop: bool = False,
+        min_bytes: int = 0,
+        max_bytes: int | None = None,
+    ) -> None:
+        if protocol not in PROTOCOLS:
+            raise _error(f"protocol: got {protocol!r}, allowed: {', '.join(PROTOCOLS)}")
+        if instances < 1:
+            raise _error(f"instances: got {instances}, allowed: 1 or more")
+        if topology is not None and topology.ranks != collective.num_ranks:
+            raise _error(f"topology: has {topology.ranks} ranks, the collective has {collective.num_ranks}")
+        self.name = name
+        self.collective = collective
+        self.topology = topology
+        self.instances = instances
+        self.protocol = protocol
+        self.fuse = fuse
+        self.interleaved = interleaved
+        self.dependence_nop = dependence_nop
+        self.min_bytes = min_bytes
+        self.max_bytes = max_bytes
+        self.num_ranks = collective.num_ranks
+        self.where = _user_line()
+        self.operations: list[Operation] = []
+        self.buffers: list[dict[str, list[Value | None]]] = collective.start().buffers
+        self._version: dict[tuple[int, str, int], int] = {}
+        self._outer: Program | None = None
+
+    def __enter__(self) -> Program:
+        self._outer = getattr(_local, "program", None)
+        _local.program = self
+        for listener in getattr(_local, "listeners", []):
+            listener.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _local.program = self._outer
+
+    def chunk(self, rank: int, buffer: str, index: int, size: int = 1) -> Ref | None:
+        """Return a reference to ``size`` chunks of ``buffer``; None if one of the slots is empty."""
+        place = self._place(rank, buffer, index, size)
+        slots = self.buffers[rank].get(place.buffer, [])
+        if place.index + size > len(slots) or None in slots[place.index : place.index + size]:
+            return None
+        return Ref(self, place, size)
+
+    def compile(self) -> Algorithm:
+        """Compile and verify. Raises: ProgramError, VerificationError."""
+        from weft.collectives.compiler import compile_program
+
+        return compile_program(self)
+
+    def scratch_sizes(self, rank: int) -> dict[str, int]:
+        """Return the chunks of each scratch buffer of ``rank``, in the order in which they were first written."""
+        own = (Buffer.input, Buffer.output)
+        return {name: len(slots) for name, slots in self.buffers[rank].items() if name not in own}
+
+    def _place(self, rank: int, buffer: str, index: int, size: int) -> Place:
+        if not 0 <= rank < self.num_ranks:
+            raise _error(f"rank {rank} is not one of the {self.num_ranks} ranks")
+        if size < 1:
+            raise _error(f"size: got {size}, allowed: 1 or more")
+        if buffer in (Buffer.input, Buffer.output):
+            kind = "input" if buffer == Buffer.input else "output"
+            length = len(self.buffers[rank].get(buffer, []))
+            if index < 0 or index + size > length:
+                raise _error(
+                    f"{kind}[{index}:{index + size}] of rank {rank}: that buffer has {length} chunks"
+                )
+            buffer, index = self.collective.get_buffer_index(rank, buffer, index)
+        elif index < 0:
+            raise _error(f"{buffer}[{index}] of rank {rank}: an index is 0 or more")
+        return Place(rank, buffer, index)
+
+    def _copy(self, ref: Ref, dst: int, buffer: str | None, index: int, hints: tuple[int, int, int]) -> Ref:
+        self._fresh(ref)
+        if buffer is None:
+            buffer = ref.buffer
+            index = ref.index if index == -1 else index
+        if index == -1:
+            is_user = buffer in (Buffer.input, Buffer.output)
+            in_range = 0 <= dst < self.num_ranks
+            index = ref.index if is_user or not in_range else len(self.buffers[dst].get(buffer, []))
+        place = self._place(dst, buffer, index, ref.size)
+        if place == ref._place:
+            return ref
+        self._record(False, ref._place, place, ref.size, hints)
+        self._store(place, list(self._contents(ref._place, ref.size)))
+        return Ref(self, place, ref.size)
+
+    def _reduce(self, ref: Ref, other: Ref, hints: tuple[int, int, int]) -> Ref:
+        self._fresh(ref)
+        self._fresh(other)
+        if ref.size != other.size:
+            raise _error(f"reduce: {ref!r} and {other!r} have different sizes")
+        values = [
+            mine + theirs
+            for mine, theirs in zip(
+                self._contents(ref._place, ref.size), self._contents(other._place, ref.size), strict=True
+            )
+        ]
+        self._record(True, other._place, ref._place, ref.size, hints)
+        self._store(ref._place, values)
+        return Ref(self, ref._place, ref.size)
+
+    def _record(self, reduces: bool, src: Place, dst: Place, size: int, hints: tuple[int, int, int]) -> None:
+        where = _user_line()
+        overlap = abs(src.index - dst.index) < size and (src.rank, src.buffer) == (dst.rank, dst.buffer)
+        if overlap:
+            raise _error(
+                f"source and destination overlap: {src.buffer}[{src.index}], {dst.buffer}[{dst.index}]"
+            )
+        if src.rank != dst.rank and self.topology is not None and not self.topology.link(src.rank, dst.rank):
+            raise _error(f"no link from rank {src.rank} to rank {dst.rank} in topology {self.topology.name}")
+        if hints[2] >= MAX_CHANNELS:
+            raise _error(f"ch: got {hints[2]}, allowed: 0 to {MAX_CHANNELS - 1}")
+        self.operations.append(Operation(reduces, src, dst, size, *hints, where))
+
+    def _store(self, place: Place, values: list[Value]) -> None:
+        slots = self.buffers[place.rank].setdefault(place.buffer, [])
+        slots.extend([None] * (place.index + len(values) - len(slots)))
+        slots[place.index : place.index + len(values)] = values
+        for at in range(place.index, place.index + len(values)):
+            key = (place.rank, place.buffer, at)
+            self._version[key] = self._version.get(key, 0) + 1
+
+    def _contents(self, place: Place, size: int) -> list[Value]:
+        slots = self.buffers[place.rank].get(place.buffer, [])
+        found = slots[place.index : place.index + size]
+        if len(found) < size or None in found:
+            raise _error(
+                f"rank {place.rank} {place.buffer}[{place.index}:{place.index + size}] has an empty slot"
+            )
+        return [value for value in found if value is not None]
+
+    def _versions(self, place: Place, size: int) -> list[int]:
+        keys = ((place.rank, place.buffer, place.index + i) for i in range(size))
+        return [self._version.get(key, 0) for key in keys]
+
+    def _fresh(self, ref: Ref) -> None:
+        if ref._program is not self:
+            raise _error(f"{ref!r} belongs to program {ref._program.name!r}, not to {self.name!r}")
+        if ref._versions != self._versions(ref._place, ref.size):
+            raise _error(f"{ref!r} is stale: it was overwritten since this reference was made")
+
+    def state(self) -> State:
+        """Return what every slot holds after the program."""
+        return State(self.buffers)
+
+
+def chunk(rank: int, buffer: str, index: int, size: int = 1) -> Any:
+    """Return a reference into the current program; None if one of the slots is empty."""
+    return _current().chunk(rank, buffer, index, size)
+
+
+def create_scratch(rank: int, name: str) -> None:
+    """Make an empty scratch buffer; writing to any new buffer name does the same."""
+    _current().buffers[rank].setdefault(name, [])
+
+
+def XML() -> None:
+    """Compile the current program and print it as MSCCL XML."""
+    from weft.collectives.xml import to_xml
+
+    sys.stdout.write(to_xml(_current().compile()))
+
+
+def Check() -> bool:
+    """Compile and verify the current program; return True. Raises: ProgramError, VerificationError."""
+    _current().compile()
+    return True
+
+
+def MSCCLProgram(
+    name: str,
+    topo: Topology | None,
+    collective: Collective,
+    instances: int,
+    protocol: str = "Simple",
+    threadblock_policy: object = None,
+    interleaved_replication: bool = True,
+    instr_fusion: bool = True,
+    check_xml: bool = True,
+    dependence_nop: bool = False,
+) -> Program:
+    """Make a Program from MSCCL's argument list. Placement is manual wherever an operation names it."""
+    return Program(
+        name, collective, topo, instances, protocol, instr_fusion, interleaved_replication, dependence_nop
+    )
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[list[Program]]:
+    """Collect the programs that are entered inside the ``with``."""
+    programs: list[Program] = []
+    listeners = _local.__dict__.setdefault("listeners", [])
+    listeners.append(programs)
+    try:
+        yield programs
+    finally:
+        listeners.remove(programs)
+
+
+Builder = Callable[..., Program]
+
+
+def _current() -> Program:
+    program: Program | None = getattr(_local, "program", None)
+    if program is None:
+        raise _error("no program: this must stand inside 'with Program(...)'")
+    return program
+
+
+def _user_line() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename) == _HERE:
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _error(message: str) -> ProgramError:
+    return ProgramError(f"{_user_line()}: {message}")

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verifier: proves an Algorithm, or says in words how it goes wrong.
+
+    verify(algorithm)                 # a Report; VerificationError with .kind and a counterexample otherwise
+
+It checks the structure, then interprets the lowered steps with finite connections and follows, for every slot, its
+symbolic contents and who accessed it. Kinds: "structure" (peers, bounds, dependencies, sends without receives), "race"
+(two accesses to a slot, one a write, that nothing orders), "deadlock", "result" (an empty slot is read, or the contract
+is broken).
+
+One pass over the steps stands for all slices: slices touch disjoint parts of every chunk, connections are empty after
+each, and a blocking execution that can finish finishes under every timing. Groups of one chunk are the worst case: any
+larger group sends fewer messages through the same connections and orders more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+import numpy as np
+
+from weft.collectives.contract import Buffer, Collective, State
+from weft.collectives.ir import MAX_CHANNELS, MAX_COUNT, Algorithm, Block, Op, Step, fifo_units
+from weft.collectives.values import Chunk, Value
+from weft.errors import Error
+
+Connection = tuple[int, int, int]  # sender, receiver, channel
+BlockId = tuple[int, int]  # rank, block number
+Slot = tuple[int, str, int]
+
+
+class VerificationError(Error):
+    """The algorithm is wrong. ``kind`` is structure, race, deadlock or result; the message is the counterexample."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was proven. ``result_checked`` is False when the collective is unknown (coll="custom" of a file)."""
+
+    steps: int
+    messages: int
+    forms: tuple[str, ...]
+    result_checked: bool
+    warnings: tuple[str, ...]
+
+
+def verify(algorithm: Algorithm) -> Report:
+    """Check structure, races, deadlock and results, in every form that it claims. Raises: VerificationError."""
+    connections = check_structure(algorithm)
+    warnings = _size_warnings(algorithm)
+    forms = [
+        name
+        for name, claimed in (("in place", algorithm.inplace), ("out of place", algorithm.outofplace))
+        if claimed
+    ]
+    if not forms:
+        raise VerificationError(
+            "structure", f"{algorithm.name} serves neither in-place nor out-of-place calls"
+        )
+    messages = 0
+    for form in forms:
+        messages = _Interpreter(algorithm, form == "in place", connections).run()
+    steps = sum(1 for _ in algorithm.steps())
+    return Report(steps, messages, tuple(forms), algorithm.contract is not None, tuple(warnings))
+
+
+def check_structure(algorithm: Algorithm) -> dict[Connection, tuple[BlockId, BlockId]]:
+    """Check peers, bounds and dependencies; return the (sending, receiving) block of every connection used.
+
+    Raises: VerificationError of kind structure.
+    """
+    for rank, number, block in algorithm.blocks():
+        _check_block(algorithm, rank, number, block)
+    for rank, number, at, step in algorithm.steps():
+        _check_step(algorithm, rank, number, at, step)
+    senders, receivers = _ends(algorithm)
+    for key in sorted(senders.keys() | receivers.keys()):
+        _check_connection(algorithm, key, senders.get(key), receivers.get(key))
+    return {key: (senders[key], receivers[key]) for key in senders}
+
+
+def _broken(message: str) -> VerificationError:
+    return VerificationError("structure", message)
+
+
+def _check_block(algorithm: Algorithm, rank: int, number: int, block: Block) -> None:
+    where = f"rank {rank}, block {number}"
+    for role, peer in (("send", block.send), ("receive", block.recv)):
+        if peer == rank:
+            raise _broken(f"{where}: its {role} peer is itself")
+        if not -1 <= peer < algorithm.num_ranks:
+            raise _broken(f"{where}: {role} peer {peer} is not one of the {algorithm.num_ranks} ranks")
+    if not 0 <= block.channel < MAX_CHANNELS:
+        raise _broken(f"{where}: channel {block.channel}, allowed: 0 to {MAX_CHANNELS - 1}")
+
+
+def _check_step(algorithm: Algorithm, rank: int, number: int, at: int, step: Step) -> None:
+    program = algorithm.ranks[rank]
+    block = program.blocks[number]
+    where = algorithm.place(rank, number, at)
+    if step.op.sends and block.send < 0:
+        raise _broken(f"{where}: its block has no send peer")
+    if step.op.receives and block.recv < 0:
+        raise _broken(f"{where}: its block has no receive peer")
+    if not 1 <= step.count <= MAX_COUNT:
+        raise _broken(f"{where}: cnt {step.count}, allowed: 1 to {MAX_COUNT}")
+    length = {
+        Buffer.input: program.input_chunks,
+        Buffer.output: program.output_chunks,
+        Buffer.scratch: program.scratch_chunks,
+    }
+    used = ([step.src] if step.op.reads_src else []) + ([step.dst] if step.op.writes_dst else [])
+    for span in used:
+        end = span.index + step.count
+        if span.buffer not in length:
+            raise _broken(f"{where}: buffer {span.buffer!r}, allowed: i, o, s")
+        size = _usable(algorithm, rank, span.buffer, length[span.buffer])
+        if span.index < 0 or end > size:
+            raise _broken(f"{where}: {span.buffer}[{span.index}:{end}], but that buffer has {size} chunks")
+    if step.src != step.dst and len(used) == 2 and step.src.buffer == step.dst.buffer:
+        if abs(step.src.index - step.dst.index) < step.count:
+            raise _broken(f"{where}: {step.src} and {step.dst} overlap over {step.count} chunks")
+    for dep_block, dep_step in step.depends:
+        exists = 0 <= dep_block < len(program.blocks) and 0 <= dep_step < len(program.blocks[dep_block].steps)
+        if not exists:
+            raise _broken(f"{where}: waits for step {dep_step} of block {dep_block}, which does not exist")
+        if dep_block == number:
+            raise _broken(f"{where}: waits for a step of its own block")
+
+
+def _usable(algorithm: Algorithm, rank: int, buffer: str, declared: int) -> int:
+    """Return the chunks a step may touch: what the contract gives where the program declares none (in-place forms)."""
+    if declared or buffer == Buffer.scratch or algorithm.contract is None:
+        return declared
+    contract = algorithm.contract
+    return contract.input_chunks(rank) if buffer == Buffer.input else contract.output_chunks(rank)
+
+
+def _ends(algorithm: Algorithm) -> tuple[dict[Connection, BlockId], dict[Connection, BlockId]]:
+    senders: dict[Connection, BlockId] = {}
+    receivers: dict[Connection, BlockId] = {}
+    for rank, number, block in algorithm.blocks():
+        if any(step.op.sends for step in block.steps):
+            _claim(senders, (rank, block.send, block.channel), (rank, number), "send on")
+        if any(step.op.receives for step in block.steps):
+            _claim(receivers, (block.recv, rank, block.channel), (rank, number), "receive from")
+    return senders, receivers
+
+
+def _claim(ends: dict[Connection, BlockId], key: Connection, block: BlockId, verb: str) -> None:
+    if key in ends:
+        src, dst, channel = key
+        raise _broken(
+            f"rank {block[0]}: blocks {ends[key][1]} and {block[1]} both {verb} the connection from rank {src} to rank "
+            f"{dst}, channel {channel}"
+        )
+    ends[key] = block
+
+
+def _check_connection(
+    algorithm: Algorithm, key: Connection, sender: BlockId | None, receiver: BlockId | None
+) -> None:
+    src, dst, channel = key
+    name = f"connection from rank {src} to rank {dst}, channel {channel}"
+    if sender is None:
+        assert receiver is not None
+        at = next(i for i, s in enumerate(_block(algorithm, receiver).steps) if s.op.receives)
+        raise _broken(f"{name}: {algorithm.place(*receiver, at)} receives, but rank {src} never sends there")
+    if receiver is None:
+        at = next(i for i, s in enumerate(_block(algorithm, sender).steps) if s.op.sends)
+        raise _broken(f"{name}: {algorithm.place(*sender, at)} sends, but rank {dst} never receives there")
+    sends = [(i, s) for i, s in enumerate(_block(algorithm, sender).steps) if s.op.sends]
+    recvs = [(i, s) for i, s in enumerate(_block(algorithm, receiver).steps) if s.op.receives]
+    for (i, send), (j, recv) in zip(sends, recvs, strict=False):
+        if send.count != recv.count:
+            raise _broken(
+                f"{name}: {algorithm.place(*sender, i)} sends {send.count} chunks, its receive "
+                f"{algorithm.place(*receiver, j)} takes {recv.count}"
+            )
+    if len(sends) != len(recvs):
+        raise _broken(f"{name}: {len(sends)} sends, {len(recvs)} receives")
+
+
+def _block(algorithm: Algorithm, block: BlockId) -> Block:
+    return algorithm.ranks[block[0]].blocks[block[1]]
+
+
+def _size_warnings(algorithm: Algorithm) -> list[str]:
+    contract = algorithm.contract
+    if contract is None:
+        return []
+    out = []
+    for program in algorithm.ranks:
+        rank = program.rank
+        sizes = (
+            ("i", program.input_chunks, contract.input_chunks),
+            ("o", program.output_chunks, contract.output_chunks),
+        )
+        for name, declared, wanted in sizes:
+            if declared and declared != wanted(rank):
+                out.append(
+                    f"rank {rank}: {name}_chunks is {declared}, {algorithm.collective} has {wanted(rank)}"
+                )
+    return out
+
+
+@dataclasses.dataclass
+class _Message:
+    value: Value
+    clock: np.ndarray
+
+
+@dataclasses.dataclass
+class _Running:
+    """A block's state: the step and chunk it is at, and what it knows of all blocks (a vector clock)."""
+
+    identity: BlockId
+    block: Block
+    clock: np.ndarray
+    step: int = 0
+    chunk: int = 0
+    time: int = 0
+    waits_for: str = ""
+    waits_on: BlockId | None = None
+
+
+class _Interpreter:
+    """Runs the steps with finite connections, one chunk at a time."""
+
+    def __init__(
+        self, algorithm: Algorithm, inplace: bool, connections: dict[Connection, tuple[BlockId, BlockId]]
+    ) -> None:
+        self._algorithm = algorithm
+        self._contract = algorithm.contract.in_form(inplace) if algorithm.contract else None
+        self._form = "in place" if inplace else "out of place"
+        self._connections = connections
+        self._capacity = fifo_units(algorithm.protocol)
+        self._fifo: dict[Connection, deque[_Message]] = {key: deque() for key in connections}
+        self._values: dict[Slot, Value] = _initial(algorithm, self._contract)
+        self._written: dict[Slot, tuple[int, int, str]] = {}
+        self._read: dict[Slot, list[tuple[int, int, str]]] = {}
+        identities = [(rank, number) for rank, number, _ in algorithm.blocks()]
+        self._number = {identity: i for i, identity in enumerate(identities)}
+        zero = np.zeros(len(identities), np.int32)
+        self._blocks = {i: _Running(i, _block(algorithm, i), zero.copy()) for i in identities}
+        self._needed = algorithm.needed_steps()
+        self._finished: dict[tuple[int, int, int], np.ndarray] = {}
+        self._waiting: dict[object, list[BlockId]] = {}
+        self._ready: deque[BlockId] = deque(identities)
+        self._messages = 0
+
+    def run(self) -> int:
+        """Return the number of messages. Raises: VerificationError."""
+        while self._ready:
+            running = self._blocks[self._ready.popleft()]
+            while self._advance(running):
+                pass
+        stuck = [running for running in self._blocks.values() if running.step < len(running.block.steps)]
+        if stuck:
+            raise VerificationError("deadlock", self._story(stuck[0]))
+        self._check_result()
+        return self._messages
+
+    def _advance(self, running: _Running) -> bool:
+        """Run one chunk of the block's step; False when the block is finished or must wait."""
+        if running.step == len(running.block.steps):
+            return False
+        step = running.block.steps[running.step]
+        if running.chunk == 0 and not self._dependencies_met(running, step):
+            return False
+        if not self._connections_ready(running, step):
+            return False
+        running.time += 1
+        self._execute(running, step)
+        running.chunk += 1
+        if running.chunk == step.count:
+            self._finish_step(running)
+        return True
+
+    def _dependencies_met(self, running: _Running, step: Step) -> bool:
+        rank = running.identity[0]
+        for dep in step.depends:
+            clock = self._finished.get((rank, *dep))
+            if clock is None:
+                what = f"step {dep[1]} of block {dep[0]} to finish"
+                return self._wait(running, (rank, *dep), what, (rank, dep[0]))
+            np.maximum(running.clock, clock, out=running.clock)
+        return True
+
+    def _connections_ready(self, running: _Running, step: Step) -> bool:
+        rank, block = running.identity[0], running.block
+        if step.op.receives:
+            key = (block.recv, rank, block.channel)
+            if not self._fifo[key]:
+                what = f"a message from rank {block.recv} on channel {block.channel}"
+                return self._wait(running, ("message", key), what, self._connections[key][0])
+        if step.op.sends:
+            key = (rank, block.send, block.channel)
+            if len(self._fifo[key]) >= self._capacity:
+                what = f"a free place towards rank {block.send} on channel {block.channel} ({self._capacity} are taken)"
+                return self._wait(running, ("place", key), what, self._connections[key][1])
+        return True
+
+    def _wait(self, running: _Running, key: object, what: str, on: BlockId) -> bool:
+        running.waits_for, running.waits_on = what, on
+        self._waiting.setdefault(key, []).append(running.identity)
+        return False
+
+    def _wake(self, key: object) -> None:
+        self._ready.extend(self._waiting.pop(key, ()))
+
+    def _execute(self, running: _Running, step: Step) -> None:
+        rank, block = running.identity[0], running.block
+        me = self._number[running.identity]
+        value: Value | None = None
+        if step.op.receives:
+            key = (block.recv, rank, block.channel)
+            message = self._fifo[key].popleft()
+            self._wake(("place", key))
+            np.maximum(running.clock, message.clock, out=running.clock)
+            value = message.value
+        running.clock[me] = running.time
+        if step.op.reads_src:
+            operand = self._load(running, step.src.buffer, step.src.index + running.chunk)
+            value = operand if value is None else value + operand
+        if step.op is Op.REDUCE:
+            assert value is not None
+            value = value + self._load(running, step.dst.buffer, step.dst.index + running.chunk)
+        assert value is not None
+        if step.op.writes_dst:
+            self._save(running, step.dst.buffer, step.dst.index + running.chunk, value)
+        if step.op.sends:
+            key = (rank, block.send, block.channel)
+            self._fifo[key].append(_Message(value, running.clock.copy()))
+            self._messages += 1
+            self._wake(("message", key))
+
+    def _finish_step(self, running: _Running) -> None:
+        key = (*running.identity, running.step)
+        if key in self._needed:
+            self._finished[key] = running.clock.copy()
+            self._wake(key)
+        running.step += 1
+        running.chunk = 0
+
+    def _slot(self, rank: int, buffer: str, index: int) -> Slot:
+        if self._contract is not None and buffer != Buffer.scratch:
+            buffer, index = self._contract.alias(rank, buffer, index)
+        return rank, buffer, index
+
+    def _load(self, running: _Running, buffer: str, index: int) -> Value:
+        slot = self._slot(running.identity[0], buffer, index)
+        place = self._place(running)
+        self._ordered_after_write(running, slot, f"{place} reads {buffer}[{index}]")
+        self._read.setdefault(slot, []).append((self._number[running.identity], running.time, place))
+        if slot not in self._values:
+            raise VerificationError(
+                "result", f"{place} reads {buffer}[{index}], which holds nothing ({self._form})"
+            )
+        return self._values[slot]
+
+    def _save(self, running: _Running, buffer: str, index: int, value: Value) -> None:
+        slot = self._slot(running.identity[0], buffer, index)
+        place = self._place(running)
+        self._ordered_after_write(running, slot, f"{place} writes {buffer}[{index}]")
+        for block, time, other in self._read.pop(slot, ()):
+            if running.clock[block] < time:
+                raise _race(other, "reads it", f"{place} writes {buffer}[{index}]")
+        self._written[slot] = (self._number[running.identity], running.time, place)
+        self._values[slot] = value
+
+    def _ordered_after_write(self, running: _Running, slot: Slot, what: str) -> None:
+        if slot in self._written:
+            block, time, other = self._written[slot]
+            if running.clock[block] < time:
+                raise _race(other, "writes it", what)
+
+    def _place(self, running: _Running) -> str:
+        return self._algorithm.place(*running.identity, running.step)
+
+    def _story(self, first: _Running) -> str:
+        """Follow who waits for whom until it closes, and tell that circle."""
+        seen: list[_Running] = []
+        at = first
+        while at not in seen:
+            seen.append(at)
+            assert at.waits_on is not None
+            at = self._blocks[at.waits_on]
+            if at.step == len(at.block.steps):
+                break
+        circle = seen[seen.index(at) :] if at in seen else seen
+        return "; ".join(f"{self._place(r)} waits for {r.waits_for}" for r in circle)
+
+    def _check_result(self) -> None:
+        if self._contract is None:
+            return
+        buffers: list[dict[str, list[Value | None]]] = []
+        for program in self._algorithm.ranks:
+            sizes = {
+                Buffer.input: self._contract.input_chunks(program.rank),
+                Buffer.output: self._contract.output_chunks(program.rank),
+            }
+            buffers.append(
+                {b: [self._values.get((program.rank, b, c)) for c in range(n)] for b, n in sizes.items()}
+            )
+        problem = self._contract.problem(State(buffers))
+        if problem is not None:
+            rank, buffer, index, what = problem
+            slot = self._slot(rank, buffer, index)
+            last = self._written[slot][2] if slot in self._written else "nobody"
+            raise VerificationError(
+                "result", f"{self._form}, rank {rank}: {buffer}[{index}] {what}; last written by {last}"
+            )
+
+
+def _race(first: str, did: str, second: str) -> VerificationError:
+    return VerificationError("race", f"{second} while {first} {did}; nothing orders the two")
+
+
+def _initial(algorithm: Algorithm, contract: Collective | None) -> dict[Slot, Value]:
+    values: dict[Slot, Value] = {}
+    if contract is None:
+        for program in algorithm.ranks:
+            values.update(
+                {(program.rank, Buffer.input, c): Chunk(program.rank, c) for c in range(program.input_chunks)}
+            )
+            values.update(
+                {
+                    (program.rank, Buffer.output, c): Chunk(program.rank, -1 - c)
+                    for c in range(program.output_chunks)
+                }
+            )
+        return values
+    for rank, buffers in enumerate(contract.start().buffers):
+        for buffer, slots in buffers.items():
+            values.update(
+                {(rank, buffer, index): value for index, value in enumerate(slots) if value is not None}
+            )
+    return values

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from weft.errors import Error, PeerLost
 from weft.runtime import nvrtc
+from weft.runtime.communicator import Communicator, Window
 
 __version__ = "0.1.0"
-__all__ = ["Error", "PeerLost", "__version__"]
+__all__ = ["Communicator", "Error", "PeerLost", "Window", "__version__"]
 
 nvrtc.install()

@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from weft.errors import Error, PeerLost
+from weft.runtime import nvrtc
+from weft.runtime.communicator import Communicator, Window
 
 if TYPE_CHECKING:
     from weft.moe.buffer import Buffer
@@ -14,7 +16,19 @@ if TYPE_CHECKING:
     from weft.moe.events import EventHandle, EventOverlap
 
 __version__ = "0.1.0"
-__all__ = ["Buffer", "Config", "Error", "EventHandle", "EventOverlap", "PeerLost", "__version__"]
+__all__ = [
+    "Buffer",
+    "Communicator",
+    "Config",
+    "Error",
+    "EventHandle",
+    "EventOverlap",
+    "PeerLost",
+    "Window",
+    "__version__",
+]
+
+nvrtc.install()
 
 _NEEDS_TORCH = {  # imported at first use: `import weft` takes milliseconds and works without torch
     "Buffer": "weft.moe.buffer",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel of Weft compiles for every GPU architecture, without a GPU, and spills nothing to local memory.
+"""Every kernel compiles for every GPU architecture, without a GPU, and spills nothing to local memory.
 
 The kernels and their typical constants are the rows of src/jit/host_kernels.cc.
 """
@@ -17,7 +17,6 @@ from weft.runtime import nvrtc
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 
-nvrtc.install()
 pytestmark = pytest.mark.skipif(nvrtc.find().nvrtc is None, reason="no NVRTC (pip install nvidia-cuda-nvrtc)")
 
 

@@ -111,11 +111,15 @@ class Collective:
 
     def before(self, rank: int) -> Slots:
         """Return what the input of ``rank`` holds; None where it holds nothing."""
-        raise NotImplementedError(f"{type(self).__name__} needs before() and after(), or init_buffers() and check()")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs before() and after(), or init_buffers() and check()"
+        )
 
     def after(self, rank: int) -> Slots:
         """Return what the output of ``rank`` must hold; None where anything will do."""
-        raise NotImplementedError(f"{type(self).__name__} needs before() and after(), or init_buffers() and check()")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs before() and after(), or init_buffers() and check()"
+        )
 
     def check(self, state: State) -> bool:
         """Return whether ``state`` fulfils the contract."""

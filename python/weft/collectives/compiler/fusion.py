@@ -43,7 +43,12 @@ def _only_copy_before(
         if previous is None or previous.op is not Op.COPY or (copy is not None and previous is not copy):
             return None
         copy = previous
-    if copy is None or copy.count != node.count or copy.dst != node.dst or copy.block_hint not in (-1, node.block_hint):
+    if (
+        copy is None
+        or copy.count != node.count
+        or copy.dst != node.dst
+        or copy.block_hint not in (-1, node.block_hint)
+    ):
         return None
     for key in slots_read(copy):
         if any(writes and copy.seq < user.seq < node.seq for user, _, writes in uses[key]):

@@ -7,13 +7,6 @@
 
 namespace weft {
 
-WEFT_DEVICE float float_of_bits(uint32_t bits) {
-  return __builtin_bit_cast(float, bits);
-}
-WEFT_DEVICE uint32_t bits_of_float(float value) {
-  return __builtin_bit_cast(uint32_t, value);
-}
-
 // Nearest, ties to even; NaN stays NaN.
 WEFT_DEVICE uint32_t bf16_bits(float value) {
   const uint32_t bits = bits_of_float(value);

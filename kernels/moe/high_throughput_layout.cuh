@@ -10,12 +10,9 @@
 
 #include "kernels/core/channel.cuh"
 #include "kernels/moe/high_throughput_args.h"
+#include "kernels/moe/routes.cuh"
 
 namespace weft {
-
-WEFT_DEVICE int64_t expert_at(const void* topk_idx, uint32_t id_bytes, uint64_t at) {
-  return id_bytes == 8 ? static_cast<const int64_t*>(topk_idx)[at] : static_cast<const int32_t*>(topk_idx)[at];
-}
 
 template <class MeshT, class Shape>
 WEFT_KERNEL void dispatch_layout(const LayoutArgs& a, const MeshT&, const Shape&) {

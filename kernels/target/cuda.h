@@ -28,6 +28,8 @@ enum class byte : unsigned char {};
 #include <cstdint>
 #endif
 
+#include "kernels/target/portable.h"
+
 namespace weft {
 
 // ---- groups ------------------------------------------------------------------------------------------------------
@@ -73,6 +75,15 @@ struct Warp {
     for (int step = 16; step > 0; step /= 2) {
       const T other = __shfl_xor_sync(0xffffffffu, value, step);
       value = other < value ? other : value;
+    }
+    return value;
+  }
+  // The largest value among each `kLanes` neighbours; kLanes is a power of two.
+  template <uint32_t kLanes, class T>
+  WEFT_DEVICE T max_within(T value) const {
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      const T other = __shfl_xor_sync(0xffffffffu, value, step);
+      value = other > value ? other : value;
     }
     return value;
   }
@@ -177,6 +188,26 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]),
                "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3])
                : "memory");
+}
+
+// ---- numbers -----------------------------------------------------------------------------------------------------
+
+// One rounding each: the compiler may not fuse them, so that every target gives the same bits.
+WEFT_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
+WEFT_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+WEFT_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
+
+// Four floats as float8_e4m3fn, first in the low byte: nearest even; above 448 it is 448.
+WEFT_DEVICE uint32_t e4m3x4(float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t low;
+  uint16_t high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+  return low | static_cast<uint32_t>(high) << 16;
+#else
+  return e4m3_portable(a) | e4m3_portable(b) << 8 | e4m3_portable(c) << 16 | e4m3_portable(d) << 24;
+#endif
 }
 
 // ---- row pipe ----------------------------------------------------------------------------------------------------
@@ -329,6 +360,9 @@ WEFT_DEVICE uint64_t now_ns() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
   return now;
 }
+
+// For measuring waits: cycles of this multiprocessor.
+WEFT_DEVICE uint64_t cycles() { return static_cast<uint64_t>(clock64()); }
 
 WEFT_DEVICE void pause(uint32_t polls) {
   if (polls > 1024) __nanosleep(64);

@@ -20,6 +20,8 @@
 #define WEFT_UNROLL  // before a loop whose trip count is constant; the compiler decides
 #define WEFT_HOST_TARGET 1
 
+#include "kernels/target/portable.h"
+
 namespace weft {
 
 // ---- groups ------------------------------------------------------------------------------------------------------
@@ -89,9 +91,14 @@ struct Warp {
   T min(T value) const {
     return value;
   }
+  // The largest value among each `kLanes` neighbours.
+  template <uint32_t kLanes, class T>
+  T max_within(T value) const {
+    return value;
+  }
   // The sum of the values of lower ranks.
   template <class T>
-  T scan_exclusive(T value) const {
+  T scan_exclusive(T /*value*/) const {
     return T{};
   }
   bool any(bool value) const { return value; }
@@ -179,6 +186,18 @@ inline void copy_row_streaming(std::byte* dst, const std::byte* src, uint64_t by
 #endif
 }
 
+// ---- numbers -----------------------------------------------------------------------------------------------------
+
+// One rounding each, as on the other targets.
+inline float multiply(float a, float b) { return a * b; }
+inline float add(float a, float b) { return a + b; }
+inline float divide(float a, float b) { return a / b; }
+
+// Four floats as float8_e4m3fn, first in the low byte: nearest even; above 448 it is 448.
+inline uint32_t e4m3x4(float a, float b, float c, float d) {
+  return e4m3_portable(a) | e4m3_portable(b) << 8 | e4m3_portable(c) << 16 | e4m3_portable(d) << 24;
+}
+
 // ---- row pipe ----------------------------------------------------------------------------------------------------
 
 // Streams items (rows or pieces of rows) to one or more places each. On the host the source itself is the stage.
@@ -212,6 +231,9 @@ inline uint64_t now_ns() {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(now.tv_nsec);
 }
+
+// For measuring waits. There is no portable cycle counter, so these are nanoseconds.
+inline uint64_t cycles() { return now_ns(); }
 
 // One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields soon.
 inline void pause(uint32_t polls) {

@@ -9,8 +9,8 @@
 #include "base/cuda_driver.h"
 #include "base/deadline.h"
 #include "base/log.h"
+#include "kernels/core/carver.h"
 #include "moe/fault_text.h"
-#include "plan/carver.h"
 
 namespace weft {
 namespace {

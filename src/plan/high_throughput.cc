@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "plan/carver.h"
+#include "kernels/core/carver.h"
 
 namespace weft {
 namespace {

@@ -84,6 +84,7 @@ void Core::close() {
   {
     HoldToken hold(token);
     start_submitted();
+    for (int i = 0; i < 4 && !rails.empty(); ++i) poll_rails();  // farewells of peers that are gone already
     std::vector<std::shared_ptr<Peer>> all;
     for (auto& [engine, peer] : peers_) all.push_back(peer);
     for (auto& peer : all)

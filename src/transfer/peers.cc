@@ -361,7 +361,13 @@ void Core::send_message(Peer& peer, MessageType type, std::string_view body, Tra
 void Core::flush_messages() {
   if (is_flushing_) return;  // a failing message may make the engine say something
   is_flushing_ = true;
-  while (!out_messages_.empty() && post_message(out_messages_.front())) out_messages_.pop_front();
+  while (!out_messages_.empty()) {
+    OutMessage message = std::move(out_messages_.front());
+    out_messages_.pop_front();
+    if (post_message(message)) continue;
+    out_messages_.push_front(std::move(message));
+    break;
+  }
   is_flushing_ = false;
 }
 
@@ -391,6 +397,7 @@ bool Core::post_message(OutMessage& message) {
     fail(transfer, Status::make(Code::kSystem, "transfer.{}: to peer '{}': {}", to_string(transfer.kind_),
                                 message.peer->name(), rails[0].rail->refusal()));
   }
+  if (message.peer->is_alive()) lose_peer(*message.peer, PeerState::kLost, Status(Code::kPeerLost, rails[0].rail->refusal()));
   return true;
 }
 

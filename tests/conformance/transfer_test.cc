@@ -53,9 +53,10 @@ class TransferTest : public ::testing::TestWithParam<Backend> {
     ASSERT_TRUE(made.ok()) << made.status().message();
     provider_ = *made;
     std::string why = "no NIC";
-    for (const provider::Nic& nic : provider_->probe())
+    for (const provider::Nic& nic : provider_->probe()) {
       if (nic.usable()) return;
-      else why = nic.unusable_because;
+      why = nic.unusable_because;
+    }
     GTEST_SKIP() << why;
   }
   std::shared_ptr<provider::Provider> provider_;

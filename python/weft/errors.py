@@ -5,9 +5,10 @@ from __future__ import annotations
 
 
 class Error(ValueError, RuntimeError):
-    """Anything Weft refuses or fails at. ``code`` says which kind; the message says what, where and what is allowed.
+    """Anything Weft refuses or fails at. ``code`` says which kind; the message says what and what is allowed.
 
-    It is a ``ValueError`` and a ``RuntimeError`` so that programs written for DeepEP, which catch either, keep working.
+    It is a ``ValueError`` and a ``RuntimeError`` so that programs written for DeepEP, which catch either,
+    keep working.
     Codes: invalid, capacity, peer_lost, unsupported, system, closed.
     """
 

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/config.h"
 
+#include <pwd.h>
+#include <unistd.h>
+
 #include <cctype>
 #include <cstdlib>
 
@@ -74,5 +77,13 @@ Loaded& loaded() {
 const Config& config() { return loaded().config; }
 std::vector<OptionRow> config_table() { return loaded().rows; }
 void config_reload() { loaded() = load(); }
+
+std::string expand_home(std::string_view path) {
+  if (!path.starts_with("~/")) return std::string(path);
+  const char* home = std::getenv("HOME");
+  if (!home || !*home)
+    if (const passwd* user = getpwuid(getuid())) home = user->pw_dir;
+  return std::string(home && *home ? home : "/tmp") + std::string(path.substr(1));
+}
 
 }  // namespace weft

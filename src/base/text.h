@@ -16,7 +16,7 @@ void append_until_braces(std::string& out, std::string_view& pattern);
 template <class... Args>
 std::string text(std::string_view pattern, const Args&... args) {
   std::string out;
-  auto one = [&](const auto& arg) {
+  [[maybe_unused]] auto one = [&](const auto& arg) {
     detail::append_until_braces(out, pattern);
     std::ostringstream stream;
     stream << std::boolalpha << arg;

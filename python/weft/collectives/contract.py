@@ -90,7 +90,9 @@ class Collective:
     def _lengths(self, rank: int) -> tuple[int, int]:
         if self._sizes is None:
             ends = (Buffer.input, Buffer.output)
-            self._sizes = [(len(own.get(ends[0], [])), len(own.get(ends[1], []))) for own in self.init_buffers()]
+            self._sizes = [
+                (len(own.get(ends[0], [])), len(own.get(ends[1], []))) for own in self.init_buffers()
+            ]
         return self._sizes[rank]
 
     def alias(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
@@ -119,11 +121,15 @@ class Collective:
 
     def before(self, rank: int) -> Slots:
         """Return what the input of ``rank`` holds; None where it holds nothing."""
-        raise NotImplementedError(f"{type(self).__name__} needs before() and after(), or init_buffers() and check()")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs before() and after(), or init_buffers() and check()"
+        )
 
     def after(self, rank: int) -> Slots:
         """Return what the output of ``rank`` must hold; None where anything will do."""
-        raise NotImplementedError(f"{type(self).__name__} needs before() and after(), or init_buffers() and check()")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs before() and after(), or init_buffers() and check()"
+        )
 
     def check(self, state: State) -> bool:
         """Return whether ``state`` fulfils the contract."""

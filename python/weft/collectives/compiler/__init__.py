@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiler: a program's trace becomes a verified Algorithm in small passes over one graph.
 
-    trace -> graph -> fusion -> channels + schedule -> blocks -> waits, IR -> instances -> verifier
+trace -> graph -> fusion -> channels + schedule -> blocks -> waits, IR -> instances -> verifier
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def compile_program(program: Program) -> Algorithm:
     if problem is not None:
         rank, buffer, index, what = problem
         place = f"rank {rank} {buffer}[{index}]: " if rank >= 0 else ""
-        raise ProgramError(f"{program.where}: program {program.name!r} does not do {program.collective!r}: {place}{what}")
+        raise ProgramError(
+            f"{program.where}: program {program.name!r} does not do {program.collective!r}: {place}{what}"
+        )
     algorithm = _lowered(program, MAX_COUNT)
     try:
         verify(algorithm)

@@ -44,7 +44,12 @@ def _only_copy_before(
         if previous is None or previous.op is not Op.COPY or (copy is not None and previous is not copy):
             return None
         copy = previous
-    if copy is None or copy.count != node.count or copy.dst != node.dst or copy.block_hint not in (-1, node.block_hint):
+    if (
+        copy is None
+        or copy.count != node.count
+        or copy.dst != node.dst
+        or copy.block_hint not in (-1, node.block_hint)
+    ):
         return None
     for key in slots_read(copy):
         if any(writes and copy.seq < user.seq < node.seq for user, _, writes in uses[key]):
@@ -63,8 +68,10 @@ def send_originals(graph: Graph) -> None:
         if copy is None or len(copies) > 1 or copy.op is not Op.COPY:
             continue
         shift = node.src.index - copy.dst.index
-        inside = copy.dst.buffer == node.src.buffer and 0 <= shift and shift + node.count <= copy.count
-        if inside and not any(writes for key in slots_read(copy) for user, _, writes in uses[key] if user.seq > copy.seq):
+        inside = copy.dst.buffer == node.src.buffer and shift >= 0 and shift + node.count <= copy.count
+        if inside and not any(
+            writes for key in slots_read(copy) for user, _, writes in uses[key] if user.seq > copy.seq
+        ):
             node.src = Span(copy.src.buffer, copy.src.index + shift)
     graph.link()
 

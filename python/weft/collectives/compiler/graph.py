@@ -99,7 +99,9 @@ class Graph:
         send = Node(len(self.nodes), operation.src.rank, Op.SEND, src, dst, count, where)
         op = Op.RECV_REDUCE_COPY if operation.reduces else Op.RECV
         # The local operand of a receiving reduction is the receiver's own slot.
-        recv = Node(len(self.nodes) + 1, operation.dst.rank, op, dst if operation.reduces else src, dst, count, where)
+        recv = Node(
+            len(self.nodes) + 1, operation.dst.rank, op, dst if operation.reduces else src, dst, count, where
+        )
         send.sent_to, recv.sent_by = recv, send
         send.block_hint, recv.block_hint = operation.sendtb, operation.recvtb
         send.channel_hint = recv.channel_hint = operation.channel

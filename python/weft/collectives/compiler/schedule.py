@@ -113,7 +113,9 @@ class _ListSchedule:
                     continue
             else:
                 # Nothing but full connections and receives out of turn: let a send overrun its connection.
-                blocked = sorted((node for nodes in waiting.values() for node in nodes), key=self._priority.__getitem__)
+                blocked = sorted(
+                    (node for nodes in waiting.values() for node in nodes), key=self._priority.__getitem__
+                )
                 node = next((n for n in blocked if self._in_turn(n)), blocked[0])
                 if not self._in_turn(node):
                     return self._order, node

@@ -6,4 +6,14 @@ from __future__ import annotations
 from weft.collectives.library import allgather, allreduce, alltoall, hierarchical, rooted
 from weft.collectives.library.registry import Entry, algorithm, build, entries
 
-__all__ = ["Entry", "algorithm", "allgather", "allreduce", "alltoall", "build", "entries", "hierarchical", "rooted"]
+__all__ = [
+    "Entry",
+    "algorithm",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "build",
+    "entries",
+    "hierarchical",
+    "rooted",
+]

@@ -50,7 +50,9 @@ def allreduce_a100_allpairs(n: int) -> None:
     for rank in range(n):
         for step in range(1, n):
             owner = (rank + step) % n
-            chunk(rank, Buffer.input, owner * n, n).copy(owner, "incoming", (n - 1 - step) * n, sendtb=owner, recvtb=rank, ch=0)
+            chunk(rank, Buffer.input, owner * n, n).copy(
+                owner, "incoming", (n - 1 - step) * n, sendtb=owner, recvtb=rank, ch=0
+            )
     for owner in range(n):
         for part in range(n):
             at = owner * n + part

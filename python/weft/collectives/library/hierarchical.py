@@ -97,7 +97,9 @@ def _ring_copy(group: Sequence[int], firsts: Sequence[int], size: int) -> None:
     """Send part i of member i around the ring."""
     for i, first in enumerate(firsts):
         for step in range(1, len(group)):
-            chunk(group[(i + step - 1) % len(group)], Buffer.output, first, size).copy(group[(i + step) % len(group)])
+            chunk(group[(i + step - 1) % len(group)], Buffer.output, first, size).copy(
+                group[(i + step) % len(group)]
+            )
 
 
 @algorithm(AllReduce, applies=lambda n: n == 16)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The list of library algorithms. Each is a function over the rank count, registered by a decorator.
 
-    @algorithm(AllGather, factor=lambda n: 1)
-    def allgather_allpairs(n: int) -> None: ...
+@algorithm(AllGather, factor=lambda n: 1)
+def allgather_allpairs(n: int) -> None: ...
 
-    build("allgather_allpairs", 8, inplace=True, protocol="LL").compile()
+build("allgather_allpairs", 8, inplace=True, protocol="LL").compile()
 """
 
 from __future__ import annotations

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A FaultBox is where a kernel says why it gave up: one record, in memory that the host can read while the kernel
+// runs. The first to raise writes it; later ones are dropped. Host and device share this header.
+#pragma once
+
+#include "kernels/target/target.h"
+
+namespace weft {
+
+// Which wait failed. The host turns it into words (src/moe/fault_text.cc).
+enum class Site : uint32_t {
+  kNone = 0,
+  kCounts,           // dispatch: the counts of a peer
+  kDispatchReady,    // dispatch: a peer's address for its rows
+  kDispatchRecv,     // dispatch: the rows of a peer
+  kDispatchCapacity, // dispatch: more rows came than num_worst_tokens allows
+  kCombineReady,     // combine: a peer's address for its rows
+  kCombineRecv,      // combine: the rows of a peer
+  kCombineHandle,    // combine: the peer combines another dispatch than this rank
+  kDispatchHandle,   // cached dispatch: the peer repeats another dispatch than this rank
+  kLowLatencyDispatchSlot,   // low latency: the peer has not read the messages of two calls ago
+  kLowLatencyDispatchRecv,
+  kLowLatencyCombineSlot,
+  kLowLatencyCombineRecv,
+  kBarrier,
+  kCollective,       // a collective program's step
+};
+
+struct FaultBox {
+  uint32_t claimed;  // 1 once somebody writes the record
+  uint32_t raised;   // 1 once the record is complete
+  Site site;
+  uint32_t self;
+  uint32_t peer;
+  uint32_t reserved;
+  uint64_t expected;
+  uint64_t seen;
+  uint64_t waited_ns;
+};
+static_assert(sizeof(FaultBox) == 48);
+
+WEFT_DEVICE void raise(FaultBox* box, Site site, uint32_t self, uint32_t peer, uint64_t expected, uint64_t seen,
+                       uint64_t waited_ns) {
+  if (exchange_local(&box->claimed, uint32_t{1}) != 0) return;
+  box->site = site;
+  box->self = self;
+  box->peer = peer;
+  box->expected = expected;
+  box->seen = seen;
+  box->waited_ns = waited_ns;
+  store_release(&box->raised, uint32_t{1});
+}
+
+}  // namespace weft

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// wait.cuh: the one way device code waits for a signal. Signals are 64-bit counters in local memory that only grow;
+// a wait acquires, so everything its writer released is visible after it. Every wait is bounded: when the time is
+// up, or another warp has already raised a fault, it returns false.
+#pragma once
+
+#include "kernels/core/fault.h"
+
+namespace weft {
+
+// What a kernel needs to wait: for how long, and where to say why it gave up.
+struct WaitRule {
+  uint64_t timeout_ns;
+  FaultBox* fault;
+  uint32_t self;
+  uint32_t reserved;
+};
+
+// Polls one signal from one thread. Returns whether it reached `want`; `seen` is the last value read.
+WEFT_DEVICE bool poll_signal(const uint64_t* signal, uint64_t want, const WaitRule& rule, uint64_t& seen,
+                             uint64_t& waited_ns) {
+  seen = load_acquire(signal);
+  if (seen >= want) return true;
+  const uint64_t start_ns = now_ns();
+  for (uint32_t polls = 0;; ++polls) {
+    seen = load_acquire(signal);
+    if (seen >= want) return true;
+    pause(polls);
+    if ((polls & 63) != 63) continue;
+    waited_ns = now_ns() - start_ns;
+    if (waited_ns > rule.timeout_ns || load_relaxed(&rule.fault->raised) != 0) return false;
+  }
+}
+
+// Waits until signal(peer) reaches `want` for every peer that `expects(peer)`; peers are shared out over the lanes.
+// Returns false in every lane when one of them gave up. on_lost(peer, seen, waited_ns) runs in the lane that did.
+template <class SignalOf, class Expects, class OnLost>
+WEFT_DEVICE bool wait_peers(Warp warp, uint32_t peers, uint64_t want, const WaitRule& rule, SignalOf signal_of,
+                            Expects expects, OnLost on_lost) {
+  bool lost = false;
+  for (uint32_t peer = warp.rank(); peer < peers; peer += warp.size()) {
+    if (!expects(peer)) continue;
+    uint64_t seen = 0;
+    uint64_t waited_ns = 0;
+    if (poll_signal(signal_of(peer), want, rule, seen, waited_ns)) continue;
+    on_lost(peer, seen, waited_ns);
+    lost = true;
+  }
+  return !warp.any(lost);
+}
+
+// The common case: every peer must come, and one that does not is a fault.
+template <class SignalOf>
+WEFT_DEVICE bool wait_all_peers(Warp warp, uint32_t peers, uint64_t want, Site site, const WaitRule& rule,
+                                SignalOf signal_of) {
+  return wait_peers(
+      warp, peers, want, rule, signal_of, [](uint32_t) { return true; },
+      [&](uint32_t peer, uint64_t seen, uint64_t waited_ns) {
+        raise(rule.fault, site, rule.self, peer, want, seen, waited_ns);
+      });
+}
+
+}  // namespace weft

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// high_throughput_layout.cuh: who gets what, before any row moves.
+//   dispatch_layout  counts tokens per rank and per expert and marks which token goes to which rank
+//   dispatch_notify  gives every row its place, and tells all ranks how many rows go where
+// dispatch_notify's steps: 1 one block scans the tokens of one peer at a time   2 the last block to finish sends this
+// rank's counts to all peers   3 it waits for theirs, sums them up, and reports to the host.
+// Waits: step 3 waits for the counts of every rank. Cost: one record of 48 + 4 * (R + local experts) bytes per peer.
+#pragma once
+
+#include "kernels/core/channel.cuh"
+#include "kernels/moe/high_throughput_args.h"
+
+namespace weft {
+
+WEFT_DEVICE int64_t expert_at(const void* topk_idx, uint32_t id_bytes, uint64_t at) {
+  return id_bytes == 8 ? static_cast<const int64_t*>(topk_idx)[at] : static_cast<const int32_t*>(topk_idx)[at];
+}
+
+template <class MeshT, class Shape>
+WEFT_KERNEL void dispatch_layout(const LayoutArgs& a, const MeshT&, const Shape&) {
+  const Block block;
+  const uint64_t threads = uint64_t{block.count()} * block.size();
+  for (uint64_t token = uint64_t{block.index()} * block.size() + block.rank(); token < a.tokens; token += threads) {
+    uint8_t* in_rank = a.token_in_rank + token * a.ranks;
+    for (uint32_t rank = 0; rank < a.ranks; ++rank) in_rank[rank] = 0;
+    for (uint32_t k = 0; k < a.top_k; ++k) {
+      const int64_t expert = expert_at(a.topk_idx, a.id_bytes, token * a.top_k + k);
+      if (expert < 0 || expert >= a.experts) continue;
+      add_local(&a.tokens_per_expert[expert], int32_t{1});
+      const uint32_t rank = static_cast<uint32_t>(expert) / a.experts_per_rank;
+      if (in_rank[rank] == 0) add_local(&a.tokens_per_rank[rank], int32_t{1});
+      in_rank[rank] = 1;
+    }
+  }
+}
+
+namespace notify {
+
+// Exclusive scan over the tokens of value_of(token), by the whole block; place(token, value, before) gets each result.
+// Returns the total in every thread. shared: u32[warps + 1].
+template <class ValueOf, class Place>
+WEFT_DEVICE uint32_t scan_tokens(Block block, Warp warp, uint32_t* shared, uint64_t tokens, ValueOf value_of, Place place) {
+  uint32_t total = 0;
+  for (uint64_t first = 0; first < tokens; first += block.size()) {
+    const uint64_t token = first + block.rank();
+    const uint32_t value = token < tokens ? value_of(token) : 0;
+    const uint32_t in_warp = warp.scan_exclusive(value);
+    const uint32_t warp_total = warp.sum(value);
+    if (warp.rank() == 0) shared[warp.index()] = warp_total;
+    block.sync();
+    uint32_t before = total;
+    for (uint32_t w = 0; w < block.warps(); ++w) {
+      if (w < warp.index()) before += shared[w];
+      total += shared[w];
+    }
+    if (token < tokens) place(token, value, before + in_warp);
+    block.sync();
+  }
+  return total;
+}
+
+WEFT_DEVICE void scan_peer(const NotifyArgs& a, Block block, Warp warp, uint32_t* shared, uint32_t ranks, uint32_t peer) {
+  const uint32_t rows = scan_tokens(
+      block, warp, shared, a.mine.tokens, [&](uint64_t token) { return uint32_t{a.token_in_rank[token * ranks + peer] != 0}; },
+      [&](uint64_t token, uint32_t goes, uint32_t before) {
+        a.send_row[token * ranks + peer] = goes ? static_cast<int32_t>(before) : -1;
+      });
+  if (block.rank() == 0) a.rows_to[peer] = static_cast<int32_t>(rows);
+}
+
+WEFT_DEVICE void scan_slots(const NotifyArgs& a, Block block, Warp warp, uint32_t* shared, uint32_t ranks) {
+  scan_tokens(
+      block, warp, shared, a.mine.tokens,
+      [&](uint64_t token) {
+        uint32_t copies = 0;
+        for (uint32_t peer = 0; peer < ranks; ++peer) copies += a.token_in_rank[token * ranks + peer] != 0;
+        return copies;
+      },
+      [&](uint64_t token, uint32_t, uint32_t before) { a.slot_base[token] = static_cast<int32_t>(before); });
+}
+
+WEFT_DEVICE uint64_t record_at(const HighThroughputOffsets& at, uint64_t epoch, uint32_t ranks, uint32_t source) {
+  return at.count_record + ((epoch & 1) * ranks + source) * at.record_words * 4;
+}
+
+// One warp per peer writes this rank's record there, then its signal.
+template <class MeshT>
+WEFT_DEVICE void send_counts(const NotifyArgs& a, Block block, Warp warp, const MeshT& mesh, uint64_t epoch) {
+  const uint32_t ranks = mesh.ranks();
+  for (uint32_t peer = warp.index(); peer < ranks; peer += block.warps()) {
+    auto channel = mesh.to(peer);
+    auto* record = reinterpret_cast<uint32_t*>(channel.mapped() + record_at(a.at, epoch, ranks, mesh.rank()));
+    const auto* header = reinterpret_cast<const uint32_t*>(&a.mine);
+    constexpr uint32_t kHeaderWords = sizeof(CountHeader) / 4;
+    for (uint32_t i = warp.rank(); i < kHeaderWords; i += warp.size()) record[i] = header[i];
+    for (uint32_t i = warp.rank(); i < ranks; i += warp.size()) record[kHeaderWords + i] = static_cast<uint32_t>(a.rows_to[i]);
+    const uint32_t first_expert = peer * a.experts_per_rank;
+    for (uint32_t i = warp.rank(); i < a.experts_per_rank && first_expert + i < a.mine.experts; i += warp.size())
+      record[kHeaderWords + ranks + i] = static_cast<uint32_t>(a.tokens_per_expert[first_expert + i]);
+    warp.sync();
+    if (warp.rank() == 0) channel.signal(a.at.count_signal + mesh.rank() * 8, epoch);
+  }
+}
+
+// Thread `peer` turns column `peer` of the counts into rank prefixes and reports its totals.
+template <class MeshT>
+WEFT_DEVICE void sum_counts(const NotifyArgs& a, Block block, const MeshT& mesh, uint64_t epoch) {
+  const uint32_t ranks = mesh.ranks();
+  constexpr uint32_t kHeaderWords = sizeof(CountHeader) / 4;
+  auto record_of = [&](uint32_t source) {
+    return reinterpret_cast<const uint32_t*>(mesh.local() + record_at(a.at, epoch, ranks, source));
+  };
+  auto* per_rank = reinterpret_cast<RankCounts*>(a.report + 1);
+  auto* per_expert = reinterpret_cast<int32_t*>(per_rank + ranks);
+  for (uint32_t rank = block.rank(); rank < ranks; rank += block.size()) {
+    const auto* theirs = reinterpret_cast<const CountHeader*>(record_of(rank));
+    RankCounts totals{0, 0, theirs->free_bytes, theirs->staging_bytes};
+    for (uint32_t other = 0; other < ranks; ++other) {
+      totals.received_rows += record_of(other)[kHeaderWords + rank];
+      totals.sent_rows += record_of(rank)[kHeaderWords + other];
+      a.prefix[other * ranks + rank] = static_cast<int32_t>(totals.received_rows);
+    }
+    per_rank[rank] = totals;
+  }
+  const uint32_t first_expert = mesh.rank() * a.experts_per_rank;
+  for (uint32_t i = block.rank(); i < a.experts_per_rank && first_expert + i < a.mine.experts; i += block.size()) {
+    uint32_t tokens = 0;
+    for (uint32_t source = 0; source < ranks; ++source) tokens += record_of(source)[kHeaderWords + ranks + i];
+    per_expert[i] = static_cast<int32_t>(tokens);
+  }
+}
+
+// Finds the first value on which some rank disagrees with this one. One thread.
+template <class MeshT>
+WEFT_DEVICE void compare_headers(const NotifyArgs& a, const MeshT& mesh, uint64_t epoch) {
+  const auto* mine = reinterpret_cast<const uint32_t*>(&a.mine);
+  a.report->disagreeing_word = kAgreedWords;
+  for (uint32_t rank = 0; rank < mesh.ranks(); ++rank) {
+    const auto* theirs = reinterpret_cast<const uint32_t*>(mesh.local() + record_at(a.at, epoch, mesh.ranks(), rank));
+    for (uint32_t word = 0; word < kAgreedWords; ++word) {
+      if (theirs[word] == mine[word]) continue;
+      a.report->disagreeing_word = word;
+      a.report->disagreeing_rank = rank;
+      a.report->theirs = theirs[word];
+      a.report->mine = mine[word];
+      return;
+    }
+  }
+}
+
+}  // namespace notify
+
+template <class MeshT, class Shape>
+WEFT_KERNEL void dispatch_notify(const NotifyArgs& a, const MeshT& mesh, const Shape&) {
+  const Block block;
+  const Warp warp;
+  auto* shared = reinterpret_cast<uint32_t*>(block.shared());  // u32[warps + 2]
+  const uint32_t ranks = mesh.ranks();
+  const uint64_t epoch = a.state->epoch + 1;
+
+  for (uint32_t job = block.index(); job <= ranks; job += block.count()) {
+    if (job < ranks) notify::scan_peer(a, block, warp, shared, ranks, job);
+    if (job == ranks) notify::scan_slots(a, block, warp, shared, ranks);
+  }
+  if (!last_block(block, &a.state->arrived, &shared[block.warps()])) return;
+
+  notify::send_counts(a, block, warp, mesh, epoch);
+  const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + a.at.count_signal);
+  const bool all_came = warp.index() != 0 || wait_all_peers(warp, ranks, epoch, Site::kCounts, a.wait,
+                                                            [&](uint32_t peer) { return signals + peer; });
+  if (warp.index() == 0 && warp.rank() == 0) shared[block.warps() + 1] = all_came ? 1 : 0;
+  block.sync();
+  if (shared[block.warps() + 1] != 0) {
+    notify::sum_counts(a, block, mesh, epoch);
+    if (block.rank() == 0) notify::compare_headers(a, mesh, epoch);
+    block.sync();
+  }
+  if (block.rank() != 0) return;
+  fence_system();
+  a.state->epoch = epoch;
+  store_release(&a.report->epoch, epoch);
+}
+
+}  // namespace weft

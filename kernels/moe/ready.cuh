@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// ready.cuh: the exchange that starts every transfer of rows. Each rank tells all peers where its rows go and which
+// dispatch it means; nobody writes to a peer before that peer has said so.
+#pragma once
+
+#include "kernels/core/channel.cuh"
+#include "kernels/moe/high_throughput_args.h"
+
+namespace weft {
+
+struct ReadyExchange {
+  uint64_t signal_at;
+  uint64_t record_at;
+  Site silent;    // the peer's record never came
+  Site mistaken;  // it names another dispatch
+};
+
+template <class MeshT>
+WEFT_DEVICE const ReadyRecord* ready_record(const ReadyExchange& x, const MeshT& mesh, uint64_t epoch, uint32_t peer) {
+  const auto* records = reinterpret_cast<const ReadyRecord*>(mesh.local() + x.record_at);
+  return records + (epoch & 1) * mesh.ranks() + peer;
+}
+
+// One lane per peer.
+template <class MeshT>
+WEFT_DEVICE void post_ready(const ReadyExchange& x, Warp warp, const MeshT& mesh, const ReadyRecord& mine, uint64_t epoch) {
+  const uint64_t offset = x.record_at + ((epoch & 1) * mesh.ranks() + mesh.rank()) * sizeof(ReadyRecord);
+  const auto* words = reinterpret_cast<const uint64_t*>(&mine);
+  for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
+    auto channel = mesh.to(peer);
+    auto* record = reinterpret_cast<uint64_t*>(channel.mapped() + offset);
+    for (uint32_t i = 0; i < sizeof(ReadyRecord) / 8; ++i) store_relaxed(record + i, words[i]);
+    channel.signal(x.signal_at + mesh.rank() * 8, epoch);
+  }
+}
+
+// Returns, in every thread of the block, whether all peers are ready for the same transfer as this rank.
+template <class MeshT>
+WEFT_DEVICE bool exchange_ready(const ReadyExchange& x, Block block, Warp warp, const MeshT& mesh, const ReadyRecord& mine,
+                                uint64_t epoch, const WaitRule& rule, uint32_t* shared_flag) {
+  if (warp.index() == 0) {
+    if (block.index() == 0) post_ready(x, warp, mesh, mine, epoch);
+    const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + x.signal_at);
+    bool ready = wait_all_peers(warp, mesh.ranks(), epoch, x.silent, rule, [&](uint32_t peer) { return signals + peer; });
+    bool same = true;
+    for (uint32_t peer = warp.rank(); ready && peer < mesh.ranks(); peer += warp.size()) {
+      const ReadyRecord* theirs = ready_record(x, mesh, epoch, peer);
+      if (theirs->handle == mine.handle && theirs->row_bytes == mine.row_bytes) continue;
+      const bool other_handle = theirs->handle != mine.handle;
+      raise(rule.fault, x.mistaken, rule.self, peer, other_handle ? mine.handle : mine.row_bytes,
+            other_handle ? theirs->handle : theirs->row_bytes, other_handle ? 0 : 1);
+      same = false;
+    }
+    ready = ready && !warp.any(!same);
+    if (warp.rank() == 0) *shared_flag = ready ? 1 : 0;
+  }
+  block.sync();
+  return *shared_flag != 0;
+}
+
+// The first row at `rank` that comes from `source`, and how many do. prefix is i32[R][R], inclusive over sources.
+struct RowSpan {
+  uint32_t first;
+  uint32_t count;
+};
+WEFT_DEVICE RowSpan row_span(const int32_t* prefix, uint32_t ranks, uint32_t source, uint32_t rank) {
+  const uint32_t first = source == 0 ? 0 : static_cast<uint32_t>(prefix[(source - 1) * ranks + rank]);
+  return {first, static_cast<uint32_t>(prefix[source * ranks + rank]) - first};
+}
+
+// How a row is cut into pieces that fit a RowPipe's stage.
+struct Pieces {
+  uint64_t row_bytes;
+  uint64_t piece_bytes;
+
+  WEFT_DEVICE uint64_t per_row() const { return (row_bytes + piece_bytes - 1) / piece_bytes; }
+  WEFT_DEVICE uint64_t offset(uint64_t item) const { return item % per_row() * piece_bytes; }
+  WEFT_DEVICE uint64_t row(uint64_t item) const { return item / per_row(); }
+  WEFT_DEVICE uint32_t bytes(uint64_t item) const {
+    const uint64_t left = row_bytes - offset(item);
+    return static_cast<uint32_t>(left < piece_bytes ? left : piece_bytes);
+  }
+};
+
+}  // namespace weft

@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CUDA target, for NVRTC: sm_80 and newer, bulk copies (TMA) from sm_90. Inline PTX only; no header is needed.
+// See target.h for what the targets have in common. Instruction meanings: PTX ISA 8.x, sections 9.7.8 (memory),
+// 9.7.9.25 (bulk copies), 9.7.12 (barriers).
+#pragma once
+
+#define WEFT_DEVICE __device__ __forceinline__
+#define WEFT_KERNEL __device__ __forceinline__
+#define WEFT_UNROLL _Pragma("unroll")  // before a loop whose trip count is constant
+
+#if defined(__CUDACC_RTC__)
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using int16_t = short;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+using uintptr_t = unsigned long long;
+using size_t = decltype(sizeof(0));
+namespace std {
+enum class byte : unsigned char {};
+}
+#else
+#include <cstddef>
+#include <cstdint>
+#endif
+
+namespace weft {
+
+// ---- groups ------------------------------------------------------------------------------------------------------
+
+struct Block {
+  WEFT_DEVICE uint32_t index() const { return blockIdx.x; }
+  WEFT_DEVICE uint32_t count() const { return gridDim.x; }
+  WEFT_DEVICE uint32_t rank() const { return threadIdx.x; }
+  WEFT_DEVICE uint32_t size() const { return blockDim.x; }
+  WEFT_DEVICE uint32_t warps() const { return blockDim.x / 32; }
+  WEFT_DEVICE std::byte* shared() const {
+    extern __shared__ __align__(128) unsigned char weft_shared[];
+    return reinterpret_cast<std::byte*>(weft_shared);
+  }
+  WEFT_DEVICE void sync() const { __syncthreads(); }
+};
+
+struct Warp {
+  static constexpr uint32_t kMaxSize = 32;
+  WEFT_DEVICE uint32_t index() const { return threadIdx.x / 32; }  // within its block
+  WEFT_DEVICE uint32_t rank() const { return threadIdx.x % 32; }
+  WEFT_DEVICE uint32_t size() const { return 32; }
+  WEFT_DEVICE void sync() const { __syncwarp(); }
+  template <class T>
+  WEFT_DEVICE T broadcast(T value, uint32_t from = 0) const {
+    return __shfl_sync(0xffffffffu, value, static_cast<int>(from));
+  }
+  template <class T>
+  WEFT_DEVICE T sum(T value) const {
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+    return value;
+  }
+  template <class T>
+  WEFT_DEVICE T max(T value) const {
+    for (int step = 16; step > 0; step /= 2) {
+      const T other = __shfl_xor_sync(0xffffffffu, value, step);
+      value = other > value ? other : value;
+    }
+    return value;
+  }
+  template <class T>
+  WEFT_DEVICE T min(T value) const {
+    for (int step = 16; step > 0; step /= 2) {
+      const T other = __shfl_xor_sync(0xffffffffu, value, step);
+      value = other < value ? other : value;
+    }
+    return value;
+  }
+  // The sum of the values of lower ranks.
+  template <class T>
+  WEFT_DEVICE T scan_exclusive(T value) const {
+    T inclusive = value;
+    for (uint32_t step = 1; step < 32; step *= 2) {
+      const T lower = __shfl_up_sync(0xffffffffu, inclusive, step);
+      if (rank() >= step) inclusive += lower;
+    }
+    return inclusive - value;
+  }
+  WEFT_DEVICE bool any(bool value) const { return __any_sync(0xffffffffu, value); }
+};
+
+// ---- memory ------------------------------------------------------------------------------------------------------
+
+struct alignas(16) Vec16 {
+  uint32_t words[4];
+};
+
+// System scope: peers see it.
+WEFT_DEVICE uint32_t load_acquire(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+WEFT_DEVICE uint64_t load_acquire(const uint64_t* at) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
+WEFT_DEVICE uint32_t load_relaxed(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+WEFT_DEVICE uint64_t load_relaxed(const uint64_t* at) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
+WEFT_DEVICE void store_release(uint32_t* at, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+WEFT_DEVICE void store_release(uint64_t* at, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+WEFT_DEVICE void store_relaxed(uint32_t* at, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+WEFT_DEVICE void store_relaxed(uint64_t* at, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+WEFT_DEVICE uint32_t add_release(uint32_t* at, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.add.release.sys.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(at), "r"(value) : "memory");
+  return old;
+}
+WEFT_DEVICE uint64_t add_release(uint64_t* at, uint64_t value) {
+  uint64_t old;
+  asm volatile("atom.add.release.sys.global.u64 %0, [%1], %2;" : "=l"(old) : "l"(at), "l"(value) : "memory");
+  return old;
+}
+// Within one device. `at` may be in shared memory.
+WEFT_DEVICE uint32_t add_local(uint32_t* at, uint32_t value) { return atomicAdd(at, value); }
+WEFT_DEVICE int32_t add_local(int32_t* at, int32_t value) { return atomicAdd(at, value); }
+WEFT_DEVICE uint64_t add_local(uint64_t* at, uint64_t value) { return atomicAdd(at, value); }
+WEFT_DEVICE uint32_t add_local_acq_rel(uint32_t* at, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(at), "r"(value) : "memory");
+  return old;
+}
+WEFT_DEVICE uint32_t exchange_local(uint32_t* at, uint32_t value) { return atomicExch(at, value); }
+// Orders everything before it against everything after it, for peers too.
+WEFT_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+WEFT_DEVICE Vec16 load_vec(const Vec16* at) {
+  Vec16 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+               : "l"(at)
+               : "memory");
+  return v;
+}
+// For data that nobody writes while the kernel runs and that is read once.
+WEFT_DEVICE Vec16 load_vec_streaming(const Vec16* at) {
+  Vec16 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+               : "l"(at)
+               : "memory");
+  return v;
+}
+WEFT_DEVICE void store_vec(Vec16* at, Vec16 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]), "r"(v.words[1]),
+               "r"(v.words[2]), "r"(v.words[3])
+               : "memory");
+}
+WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]),
+               "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3])
+               : "memory");
+}
+
+// ---- row pipe ----------------------------------------------------------------------------------------------------
+
+struct RowPiece {
+  const std::byte* src;
+  uint32_t bytes;  // multiple of 16
+};
+
+WEFT_DEVICE uint32_t shared_address(const void* at) { return static_cast<uint32_t>(__cvta_generic_to_shared(at)); }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+namespace bulk {
+
+WEFT_DEVICE void barrier_init(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+// Makes initialised barriers and finished generic accesses visible to the bulk copy engine.
+WEFT_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+WEFT_DEVICE void load(std::byte* stage, const std::byte* src, uint32_t bytes, uint64_t* barrier) {
+  const uint32_t b = shared_address(barrier);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(stage)),
+      "l"(src), "r"(bytes), "r"(b)
+      : "memory");
+}
+WEFT_DEVICE void wait_loaded(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra WAIT;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+WEFT_DEVICE void store(std::byte* dst, const std::byte* stage, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(shared_address(stage)),
+               "r"(bytes)
+               : "memory");
+}
+WEFT_DEVICE void commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <uint32_t kPending>
+WEFT_DEVICE void wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+WEFT_DEVICE void wait_written() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+}  // namespace bulk
+
+// Streams items (rows or pieces of rows) to one or more places each.
+//   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage).
+// All lanes call run(), sink() and store(); each lane gives store() its own place, or null. Loads run ahead of stores by
+// half the stages. After drain() every store is visible to a peer that acquires a later release by this warp.
+template <uint32_t kStages>
+class RowPipe {
+ public:
+  static constexpr uint32_t kAhead = kStages / 2;
+  static constexpr uint32_t kBarrierBytes = 128;
+  static_assert(kStages * 8 <= kBarrierBytes && kStages >= 2);
+
+  WEFT_DEVICE RowPipe(Warp warp, std::byte* shared, uint32_t piece_bytes)
+      : barriers_(reinterpret_cast<uint64_t*>(shared)), stages_(shared + kBarrierBytes), piece_bytes_(piece_bytes),
+        warp_(warp) {
+    if (warp_.rank() == 0) {
+      for (uint32_t i = 0; i < kStages; ++i) bulk::barrier_init(&barriers_[i]);
+      bulk::fence_async_shared();
+    }
+    warp_.sync();
+  }
+
+  template <class Source, class Sink>
+  WEFT_DEVICE void run(uint64_t items, Source source, Sink sink) {
+    for (uint64_t i = 0; i < items + kAhead; ++i) {
+      if (i < items) load(i, source(i));
+      if (i < kAhead) continue;
+      const uint64_t done = i - kAhead;
+      const uint64_t turn = first_ + done;
+      bulk::wait_loaded(&barriers_[turn % kStages], static_cast<uint32_t>(turn / kStages) & 1);
+      sink(done, RowPiece{stages_ + (turn % kStages) * piece_bytes_, source(done).bytes});
+      bulk::commit();
+    }
+    first_ += items;
+  }
+  WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
+    if (dst) bulk::store(dst, stage.src, stage.bytes);
+  }
+  WEFT_DEVICE void drain() {
+    bulk::wait_written();
+    warp_.sync();
+  }
+
+ private:
+  WEFT_DEVICE void load(uint64_t i, RowPiece piece) {
+    // The stage was last stored kStages items ago; kStages - kAhead - 1 items were committed since.
+    bulk::wait_read<kStages - kAhead - 1>();
+    warp_.sync();
+    if (warp_.rank() == 0) {
+      const uint64_t turn = first_ + i;
+      bulk::load(stages_ + (turn % kStages) * piece_bytes_, piece.src, piece.bytes, &barriers_[turn % kStages]);
+    }
+  }
+
+  uint64_t* barriers_;
+  std::byte* stages_;
+  uint32_t piece_bytes_;
+  Warp warp_;
+  uint64_t first_ = 0;  // items of earlier runs: stages and barrier phases continue across runs
+};
+#else
+// Before sm_90 the same object copies with loads and stores, straight from the source.
+template <uint32_t kStages>
+class RowPipe {
+ public:
+  WEFT_DEVICE RowPipe(Warp warp, std::byte* /*shared*/, uint32_t /*piece_bytes*/) : warp_(warp) {}
+
+  template <class Source, class Sink>
+  WEFT_DEVICE void run(uint64_t items, Source source, Sink sink) {
+    for (uint64_t i = 0; i < items; ++i) sink(i, source(i));
+  }
+  WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
+    const auto* from = reinterpret_cast<const Vec16*>(stage.src);
+    for (uint32_t lane = 0; lane < warp_.size(); ++lane) {
+      auto* to = reinterpret_cast<Vec16*>(warp_.broadcast(reinterpret_cast<uint64_t>(dst), lane));
+      if (!to) continue;
+      for (uint32_t i = warp_.rank(); i < stage.bytes / 16; i += warp_.size())
+        store_vec(to + i, load_vec(from + i));
+    }
+  }
+  WEFT_DEVICE void drain() {
+    fence_system();
+    warp_.sync();
+  }
+
+ private:
+  Warp warp_;
+};
+#endif
+
+// ---- time --------------------------------------------------------------------------------------------------------
+
+WEFT_DEVICE uint64_t now_ns() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+WEFT_DEVICE void pause(uint32_t polls) {
+  if (polls > 1024) __nanosleep(64);
+}
+
+}  // namespace weft

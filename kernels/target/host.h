@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The host target: a rank is a process (or a thread, in tests), a warp is one thread, a block is one or more.
+// See target.h for what the targets have in common.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#define WEFT_DEVICE inline
+#define WEFT_KERNEL inline
+#define WEFT_UNROLL  // before a loop whose trip count is constant; the compiler decides
+#define WEFT_HOST_TARGET 1
+
+namespace weft {
+
+// ---- groups ------------------------------------------------------------------------------------------------------
+
+// A barrier for the threads of one block. Yields while it waits: blocks may have more threads than there are cores.
+class BlockBarrier {
+ public:
+  explicit BlockBarrier(uint32_t threads) : threads_(threads) {}
+  void wait() {
+    const uint32_t generation = generation_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      generation_.store(generation + 1, std::memory_order_release);
+      return;
+    }
+    while (generation_.load(std::memory_order_acquire) == generation) sched_yield();
+  }
+
+ private:
+  const uint32_t threads_;
+  std::atomic<uint32_t> arrived_{0};
+  std::atomic<uint32_t> generation_{0};
+};
+
+// Where the calling thread stands in its launch. The launcher sets it before it calls the kernel.
+struct HostThread {
+  uint32_t block = 0;
+  uint32_t blocks = 1;
+  uint32_t warp = 0;
+  uint32_t warps = 1;
+  std::byte* shared = nullptr;      // the block's shared memory, 128-byte aligned
+  BlockBarrier* barrier = nullptr;  // null where the block has one thread
+};
+inline thread_local HostThread host_thread;
+
+struct Block {
+  uint32_t index() const { return host_thread.block; }
+  uint32_t count() const { return host_thread.blocks; }
+  uint32_t rank() const { return host_thread.warp; }
+  uint32_t size() const { return host_thread.warps; }
+  uint32_t warps() const { return host_thread.warps; }
+  std::byte* shared() const { return host_thread.shared; }
+  void sync() const {
+    if (host_thread.barrier) host_thread.barrier->wait();
+  }
+};
+
+struct Warp {
+  static constexpr uint32_t kMaxSize = 1;
+  uint32_t index() const { return host_thread.warp; }  // within its block
+  uint32_t rank() const { return 0; }
+  uint32_t size() const { return 1; }
+  void sync() const {}
+  template <class T>
+  T broadcast(T value, uint32_t /*from*/ = 0) const {
+    return value;
+  }
+  template <class T>
+  T sum(T value) const {
+    return value;
+  }
+  template <class T>
+  T max(T value) const {
+    return value;
+  }
+  template <class T>
+  T min(T value) const {
+    return value;
+  }
+  // The sum of the values of lower ranks.
+  template <class T>
+  T scan_exclusive(T value) const {
+    return T{};
+  }
+  bool any(bool value) const { return value; }
+};
+
+// ---- memory ------------------------------------------------------------------------------------------------------
+
+struct alignas(16) Vec16 {
+  uint32_t words[4];
+};
+
+// System scope: peers see it.
+template <class T>
+T load_acquire(const T* at) {
+  return std::atomic_ref<T>(*const_cast<T*>(at)).load(std::memory_order_acquire);
+}
+template <class T>
+T load_relaxed(const T* at) {
+  return std::atomic_ref<T>(*const_cast<T*>(at)).load(std::memory_order_relaxed);
+}
+// Streaming stores are not ordered by a release on x86; a store fence before it makes them so.
+inline void publish_streaming_stores() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+template <class T>
+void store_release(T* at, T value) {
+  publish_streaming_stores();
+  std::atomic_ref<T>(*at).store(value, std::memory_order_release);
+}
+template <class T>
+void store_relaxed(T* at, T value) {
+  std::atomic_ref<T>(*at).store(value, std::memory_order_relaxed);
+}
+template <class T>
+T add_release(T* at, T value) {
+  publish_streaming_stores();
+  return std::atomic_ref<T>(*at).fetch_add(value, std::memory_order_release);
+}
+// Within one device.
+template <class T>
+T add_local(T* at, T value) {
+  return std::atomic_ref<T>(*at).fetch_add(value, std::memory_order_relaxed);
+}
+template <class T>
+T add_local_acq_rel(T* at, T value) {
+  publish_streaming_stores();
+  return std::atomic_ref<T>(*at).fetch_add(value, std::memory_order_acq_rel);
+}
+template <class T>
+T exchange_local(T* at, T value) {
+  return std::atomic_ref<T>(*at).exchange(value, std::memory_order_acq_rel);
+}
+// Orders everything before it against everything after it, for peers too.
+inline void fence_system() { publish_streaming_stores(); }
+
+inline Vec16 load_vec(const Vec16* at) { return *at; }
+inline Vec16 load_vec_streaming(const Vec16* at) { return *at; }
+inline void store_vec(Vec16* at, Vec16 value) { *at = value; }
+inline void store_vec_streaming(Vec16* at, Vec16 value) {
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
+  __m128i bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  _mm_stream_si128(reinterpret_cast<__m128i*>(at), bits);
+#else
+  *at = value;
+#endif
+}
+
+// Copies a row of whole Vec16 for a peer to read: past the caches, since this core will not read it again.
+inline void copy_row_streaming(std::byte* dst, const std::byte* src, uint64_t bytes) {
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
+  const auto* from = reinterpret_cast<const __m128i*>(src);
+  auto* to = reinterpret_cast<__m128i*>(dst);
+  uint64_t vectors = bytes / sizeof(__m128i);
+  for (; vectors >= 8; vectors -= 8, from += 8, to += 8) {
+    __m128i held[8];
+    for (int i = 0; i < 8; ++i) held[i] = _mm_loadu_si128(from + i);
+    for (int i = 0; i < 8; ++i) _mm_stream_si128(to + i, held[i]);
+  }
+  for (; vectors > 0; --vectors) _mm_stream_si128(to++, _mm_loadu_si128(from++));
+#else
+  std::memcpy(dst, src, bytes);
+#endif
+}
+
+// ---- row pipe ----------------------------------------------------------------------------------------------------
+
+// Streams items (rows or pieces of rows) to one or more places each. On the host the source itself is the stage.
+//   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage).
+// All lanes call run(), sink() and store(); each lane gives store() its own place, or null.
+// After drain() every store is visible to a peer that acquires a later release by this warp.
+struct RowPiece {
+  const std::byte* src;
+  uint32_t bytes;  // multiple of 16
+};
+
+template <uint32_t kStages>
+class RowPipe {
+ public:
+  RowPipe(Warp, std::byte* /*shared*/, uint32_t /*piece_bytes*/) {}
+
+  template <class Source, class Sink>
+  void run(uint64_t items, Source source, Sink sink) {
+    for (uint64_t i = 0; i < items; ++i) sink(i, source(i));
+  }
+  void store(std::byte* dst, RowPiece stage) {
+    if (dst) copy_row_streaming(dst, stage.src, stage.bytes);
+  }
+  void drain() {}
+};
+
+// ---- time --------------------------------------------------------------------------------------------------------
+
+inline uint64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+// One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields soon.
+inline void pause(uint32_t polls) {
+  if (polls < 16) return;
+  sched_yield();
+}
+
+}  // namespace weft

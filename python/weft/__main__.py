@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m weft`` is the ``weft`` command."""
+
+import sys
+
+from weft.cli import main
+
+sys.exit(main())

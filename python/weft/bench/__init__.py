@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks behind ``weft bench NAME``; all write the JSON, table and plot of ``weft.bench.report``."""
+
+from __future__ import annotations
+
+# Name -> (module with add_arguments and run, one line of help). One that is not installed is not offered.
+BENCHMARKS: dict[str, tuple[str, str]] = {
+    "moe": ("weft.bench.moe", "dispatch and combine of a mixture-of-experts layer"),
+    "transfer": ("weft.bench.transfer", "the transfer engine: writes, reads, scatter, latency, message rate"),
+    "collective": ("weft.bench.collective", "collectives over sizes, in the manner of nccl-tests"),
+}

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How every ``weft bench`` command reports: one JSON form, one table, one plot, one progress bar.
+
+    report = Report("weft bench moe", extra_columns=("egress_gbs",))
+    with progress(enabled=rank == 0) as bar:
+        task = bar.add_task("ht_dispatch", total=iterations)
+        ...
+    report.add(Row("ht_dispatch", "bf16", 4096, bytes, slowest_rank(samples), floor_us=floor, checked=True,
+                   baselines={"gloo": gloo_us}, extra={"ranks": 4, "egress_gbs": gbs}))
+    report.finish(args.json, args.plot)
+
+The JSON is ``{"machine": {...}, "versions": {...}, "command": "...", "rows": [...]}``. A row holds ``call``,
+``dtype``, ``tokens`` (null where it means nothing), ``bytes``, ``us`` (median), ``us_min``, ``us_max``,
+``floor_us`` (null where no floor is known), ``checked``, ``baselines`` (name -> median microseconds), and
+whatever ``extra`` adds (ranks, hidden, ...).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import weft
+
+# What a row must hold, and the types that JSON may carry for it.
+ROW_FIELDS: dict[str, tuple[type, ...]] = {
+    "call": (str,),
+    "dtype": (str,),
+    "tokens": (int, type(None)),
+    "bytes": (int,),
+    "us": (int, float),
+    "us_min": (int, float),
+    "us_max": (int, float),
+    "floor_us": (int, float, type(None)),
+    "checked": (bool,),
+    "baselines": (dict,),
+}
+
+
+@dataclass
+class Row:
+    """One measured call.
+
+    Args:
+        call: e.g. ``ht_dispatch``.
+        dtype: of the payload, e.g. ``bf16``.
+        tokens: per rank, or None where the call has no tokens.
+        bytes: that one call moves, as the benchmark defines it (its ``--help`` says how).
+        samples_us: microseconds of each repetition on the slowest rank (``slowest_rank``); at least one.
+        floor_us: what the machine would need at best for those bytes, or None where no floor is known.
+        checked: whether this run compared the call's result with an oracle, and it agreed.
+        baselines: what the same work took otherwise in the same run: name -> median microseconds.
+        extra: more columns: numbers, texts, booleans.
+    """
+
+    call: str
+    dtype: str
+    tokens: int | None
+    bytes: int
+    samples_us: Sequence[float]
+    floor_us: float | None = None
+    checked: bool = False
+    baselines: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def us(self) -> float:
+        """The median of the samples."""
+        return statistics.median(self.samples_us)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row in the form that the module's documentation gives."""
+        return {
+            "call": self.call,
+            "dtype": self.dtype,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "us": round(self.us, 3),
+            "us_min": round(min(self.samples_us), 3),
+            "us_max": round(max(self.samples_us), 3),
+            "floor_us": None if self.floor_us is None else round(self.floor_us, 3),
+            "checked": self.checked,
+            "baselines": {name: round(us, 3) for name, us in self.baselines.items()},
+            **self.extra,
+        }
+
+
+class Report:
+    """Collects rows; prints the table, writes the JSON and the plot. Use it on one rank."""
+
+    def __init__(
+        self,
+        title: str,
+        extra_columns: Sequence[str] = (),
+        command: str | None = None,
+        console: Console | None = None,
+    ) -> None:
+        """``extra_columns``: the keys of ``Row.extra`` to show. ``command``: None takes it from sys.argv."""
+        self.title = title
+        self.rows: list[Row] = []
+        self._extra_columns = tuple(extra_columns)
+        self._command = command or shlex.join(["weft", *sys.argv[1:]])
+        self._console = console or Console()
+        self._notes: list[str] = []
+
+    def add(self, row: Row) -> None:
+        """Append a measured call."""
+        self.rows.append(row)
+
+    def note(self, line: str) -> None:
+        """Add a line under the table, such as what the floor means or why a baseline is absent."""
+        self._notes.append(line)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole document."""
+        return {
+            "machine": machine(),
+            "versions": versions(),
+            "command": self._command,
+            "notes": list(self._notes),
+            "rows": [row.to_json() for row in self.rows],
+        }
+
+    def finish(self, json_path: str | Path | None = None, plot_path: str | Path | None = None) -> None:
+        """Print the table, then write the files that were asked for and say so."""
+        self._console.print(self.table())
+        for line in self._notes:
+            self._console.print(f"  {line}", highlight=False, soft_wrap=True)
+        if json_path:
+            path = Path(json_path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            self._console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        if plot_path:
+            Path(plot_path).parent.mkdir(parents=True, exist_ok=True)
+            plot_rows(self.title, self.rows, Path(plot_path))
+            self._console.print(f"wrote {plot_path}", highlight=False, soft_wrap=True)
+
+    def table(self) -> Table:
+        """Return the rows as a rich table: one column per baseline, with the ratio to it."""
+        names = sorted({name for row in self.rows for name in row.baselines})
+        table = Table(title=self.title)
+        table.add_column("call")
+        table.add_column("dtype")
+        numeric = [
+            "tokens",
+            "MB",
+            "us",
+            "min",
+            "max",
+            "floor us",
+            "of floor",
+            *self._extra_columns,
+            *names,
+            "checked",
+        ]
+        for column in numeric:
+            table.add_column(column, justify="right")
+        for row in self.rows:
+            table.add_row(row.call, row.dtype, *self._cells(row, names))
+        return table
+
+    def _cells(self, row: Row, baselines: Sequence[str]) -> list[str]:
+        cells = ["-" if row.tokens is None else str(row.tokens), f"{row.bytes / 1e6:.4g}"]
+        cells += [f"{us:.1f}" for us in (row.us, min(row.samples_us), max(row.samples_us))]
+        if row.floor_us:
+            cells += [f"{row.floor_us:.1f}", f"{row.floor_us / row.us:.2f}"]
+        else:
+            cells += ["-", "-"]
+        for column in self._extra_columns:
+            value = row.extra.get(column, "-")
+            cells.append(f"{value:.4g}" if isinstance(value, float) else str(value))
+        for name in baselines:
+            us = row.baselines.get(name)
+            cells.append("-" if us is None else f"{us:.1f} ({us / row.us:.2f}x)")
+        return [*cells, "yes" if row.checked else "no"]
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json FILE`` and ``--plot FILE``."""
+    parser.add_argument("--json", metavar="FILE", help="write the result there as JSON")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="write a picture of the result there (needs matplotlib)"
+    )
+
+
+def slowest_rank(samples_us_by_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Return, repetition by repetition, the time of the rank that took longest."""
+    return [max(repetition) for repetition in zip(*samples_us_by_rank, strict=True)]
+
+
+@contextmanager
+def progress(enabled: bool = True) -> Iterator[Progress]:
+    """Yield a rich ``Progress`` with the bar that all benchmarks show; draw nothing when not ``enabled``."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not enabled) as bar:
+        yield bar
+
+
+def machine() -> dict[str, Any]:
+    """Return what a figure depends on: processor, cores, memory, and the GPUs if torch is loaded."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(pages / 2**30, 1),
+        "gpus": _gpus(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Weft, Python, and the packages that a figure may depend on."""
+    found = {"weft": weft.__version__, "python": platform.python_version()}
+    for package in ("torch", "numpy", "deep_ep", "nixl", "mooncake-transfer-engine"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found["cuda"] = str(torch.version.cuda)
+        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    driver = Path("/proc/driver/nvidia/version")
+    if driver.is_file():
+        found["nvidia_driver"] = driver.read_text().splitlines()[0].split("Module")[-1].split()[0]
+    return found
+
+
+def check_document(document: dict[str, Any]) -> list[str]:
+    """Return what is wrong with a benchmark's JSON, one sentence each; an empty list when nothing is."""
+    wrong = [f"{key} is missing" for key in ("machine", "versions", "command", "rows") if key not in document]
+    for index, row in enumerate(document.get("rows", [])):
+        for name, types in ROW_FIELDS.items():
+            if name not in row:
+                wrong.append(f"rows[{index}].{name} is missing")
+            elif not isinstance(row[name], types) or (isinstance(row[name], bool) and bool not in types):
+                wrong.append(f"rows[{index}].{name} is {row[name]!r}")
+    return wrong
+
+
+def plot_rows(title: str, rows: Sequence[Row], path: Path) -> None:
+    """Draw bars beside their baselines, or lines over bytes where a call was measured at several sizes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sizes = {row.call: {r.bytes for r in rows if r.call == row.call} for row in rows}
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    if any(len(of_call) > 2 for of_call in sizes.values()):
+        _plot_lines(axes, rows)
+    else:
+        _plot_bars(axes, rows)
+    axes.set_title(title)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _plot_lines(axes: Any, rows: Sequence[Row]) -> None:
+    for call in dict.fromkeys(row.call for row in rows):
+        mine = sorted((row for row in rows if row.call == call), key=lambda row: row.bytes)
+        axes.plot([row.bytes for row in mine], [row.us for row in mine], marker="o", label=call)
+        for name in sorted({name for row in mine for name in row.baselines}):
+            points = [(row.bytes, row.baselines[name]) for row in mine if name in row.baselines]
+            axes.plot(*zip(*points, strict=True), linestyle="--", label=f"{call}, {name}")
+    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="microseconds (median, slowest rank)")
+
+
+def _plot_bars(axes: Any, rows: Sequence[Row]) -> None:
+    names = sorted({name for row in rows for name in row.baselines})
+    series: dict[str, list[float]] = {
+        "floor": [row.floor_us or 0.0 for row in rows],
+        "weft": [row.us for row in rows],
+    }
+    series |= {name: [row.baselines.get(name, 0.0) for row in rows] for name in names}
+    width = 0.8 / len(series)
+    for index, (name, values) in enumerate(series.items()):
+        places = [at - 0.4 + width * (index + 0.5) for at in range(len(rows))]
+        axes.bar(places, values, width, label=name)
+    axes.set_xticks(range(len(rows)), [f"{row.call}\n{row.dtype}" for row in rows])
+    axes.set(yscale="log", ylabel="microseconds (median, slowest rank)")
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"
+
+
+def _gpus() -> list[str]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count())]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``weft`` command.
+
+Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``; only the chosen one is
+imported, so ``weft info`` needs no torch. A command whose module is not installed is not offered.
+To add one, write the module and its line in ``COMMANDS`` (or, for a benchmark, in ``weft.bench.BENCHMARKS``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import weft
+from weft.bench import BENCHMARKS
+from weft.errors import Error
+
+# Command name -> (module, one line of help).
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": (
+        "weft.demo",
+        "train a small mixture-of-experts model over several ranks, beside the same on one",
+    ),
+    "info": (
+        "weft.runtime.info",
+        "what this machine has and which transports it can use; --config: settings",
+    ),
+    "compile": ("weft.collectives.compile", "compile and verify a collective program"),
+    "show": ("weft.collectives.show", "show a compiled collective program"),
+    "tune": (
+        "weft.collectives.tune",
+        "measure collective algorithms here and write the table they are chosen from",
+    ),
+}
+
+
+def is_installed(module: str) -> bool:
+    """Return whether ``module`` (below ``weft``) is part of this installation, without importing it."""
+    path = Path(weft.__file__).parent.joinpath(*module.split(".")[1:])
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def add_commands(
+    parser: argparse.ArgumentParser, commands: Mapping[str, tuple[str, str]], argv: Sequence[str]
+) -> None:
+    """Offer every installed command; import and fill in only the one that ``argv`` starts with."""
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (module, help_line) in commands.items():
+        if not is_installed(module):
+            continue
+        sub = subparsers.add_parser(name, help=help_line, description=help_line)
+        if argv[:1] == [name]:
+            command = importlib.import_module(module)
+            command.add_arguments(sub)
+            sub.set_defaults(run=command.run)
+
+
+def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser for ``argv`` (without the program's name)."""
+    parser = argparse.ArgumentParser(prog="weft", description=weft.__doc__)
+    parser.add_argument("--version", action="version", version=f"weft {weft.__version__}")
+    if argv[:1] == ["bench"]:
+        bench = argparse.ArgumentParser(
+            prog="weft bench", description="measure one part of Weft beside its peers"
+        )
+        add_commands(bench, BENCHMARKS, argv[1:])
+        return bench
+    add_commands(
+        parser, COMMANDS | {"bench": ("weft.bench", "measure one part of Weft beside its peers")}, argv
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; a refusal prints one line and returns 1."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = make_parser(arguments)
+    parsed = parser.parse_args(arguments[1:] if arguments[:1] == ["bench"] else arguments)
+    try:
+        return int(parsed.run(parsed))
+    except Error as error:
+        print(f"weft: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``weft demo``: a small mixture-of-experts language model, trained over ranks through Weft and beside it on
+one rank.
+
+It trains on the sources of Python's standard library, byte by byte, checks that both runs' losses agree as
+far as the arithmetic allows (``weft.demo.agreement``), and draws the loss curves and where the tokens went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.errors import invalid
+
+if TYPE_CHECKING:
+    from weft.demo.train import Outcome, Plan
+
+DEADLINE_S = 1800.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's options."""
+    parser.add_argument("--ranks", type=int, default=0, help="ranks; 0 takes all GPUs, or 4 without any")
+    parser.add_argument("--steps", type=int, default=250, help="training steps of each run (default 250)")
+    parser.add_argument("--sequences", type=int, default=16, help="sequences of 64 bytes per step, all ranks")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and of the batches")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-out"), help="folder for the picture and the losses"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train both, compare, print, draw. Returns 0 when the losses agree, 1 when they do not."""
+    from weft.demo import train
+    from weft.testing.ranks import run_ranks
+
+    num_ranks, plan = _plan(args)
+    shape = plan.shape
+    print(
+        f"{shape.layers} layers of {shape.experts} experts, top-{shape.top_k}, hidden {shape.hidden}; "
+        f"{plan.steps} steps of {plan.sequences} x {shape.length} bytes of Python's standard library; "
+        f"{plan.device}"
+    )
+    (alone,) = run_ranks(1, train.train_alone, plan, with_group=False, deadline_s=DEADLINE_S)
+    over_ranks = run_ranks(num_ranks, train.train_over_ranks, plan, deadline_s=DEADLINE_S)[0]
+    return _report(args.out, num_ranks, plan, alone, over_ranks)
+
+
+def _plan(args: argparse.Namespace) -> tuple[int, Plan]:
+    import torch
+
+    from weft.demo.model import Shape
+    from weft.demo.train import Plan
+
+    torch.set_num_threads(1)  # the ranks are forked from here, and a fork inherits no threads of OpenMP
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    if args.device == "cuda" and not gpus:
+        raise invalid("device", "cuda", "cpu: torch sees no GPU here")
+    num_ranks = args.ranks or gpus or 4
+    if num_ranks < 1 or (gpus and num_ranks > gpus):
+        raise invalid("ranks", num_ranks, f"1 to {gpus}, one per GPU" if gpus else "1 or more")
+    for name in ("steps", "sequences"):
+        if getattr(args, name) < 1:
+            raise invalid(name, getattr(args, name), "1 or more")
+    experts = -(-Shape.experts // num_ranks) * num_ranks
+    plan = Plan(Shape(experts=experts), args.steps, args.sequences, args.seed, "cuda" if gpus else "cpu")
+    return num_ranks, plan
+
+
+def _report(folder: Path, num_ranks: int, plan: Plan, alone: Outcome, over_ranks: Outcome) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from weft.demo.agreement import compare, last_mean
+    from weft.demo.picture import draw
+
+    runs = {"one rank, without Weft": alone, f"{num_ranks} ranks, through Weft": over_ranks}
+    table = Table(title="weft demo")
+    for column in ("run", "first loss", "last loss", "tokens/s", "in communication"):
+        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=column == "run")
+    for name, outcome in runs.items():
+        table.add_row(
+            name,
+            f"{outcome.losses[0]:.4f}",
+            f"{last_mean(outcome.losses):.4f}",
+            f"{outcome.tokens_per_s:,.0f}",
+            f"{outcome.communication_share:.0%}",
+        )
+    console = Console()
+    console.print(table)
+    agreement = compare(alone.losses, over_ranks.losses)
+    verdict = "they agree" if agreement.holds else "THEY DISAGREE"
+    console.print(f"{verdict}: {agreement.sentence()}", highlight=False, soft_wrap=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    losses = {name: outcome.losses for name, outcome in runs.items()}
+    (folder / "losses.json").write_text(json.dumps({"losses": losses, "rows": over_ranks.rows}) + "\n")
+    draw(folder / "demo.png", losses, over_ranks.rows, plan.shape.experts // num_ranks)
+    console.print(
+        f"wrote {folder / 'demo.png'} and {folder / 'losses.json'}", highlight=False, soft_wrap=True
+    )
+    return 0 if agreement.holds else 1

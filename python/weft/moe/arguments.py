@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a buffer's arguments; each raises weft.Error with the argument, its value and what is allowed.
+
+    x = check_tensor("x", x, (num_tokens, "hidden"), (torch.bfloat16,), device)
+
+Checks read shapes, types and addresses, and on the CPU also expert ids; they write nothing and never wait for
+a GPU. Any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import Error, invalid
+from weft.moe.config import Config
+
+ROW_ALIGNMENT_BYTES = 16
+IDS = (torch.int64, torch.int32)
+SCALES = (torch.float32, torch.int32)
+SUMMABLE = (torch.bfloat16, torch.float32)
+MAX_TOP_K = 4096
+
+Shape = tuple[int | str, ...]  # a name stands for any length
+
+
+def describe(value: object) -> str:
+    """Return what a caller gave, short enough for a message: type, shape and device of a tensor."""
+    if isinstance(value, Tensor):
+        text = f"{_name(value.dtype)}{list(value.shape)} on {value.device}"
+        if value.layout != torch.strided:
+            return f"{text}, {value.layout}"
+        return text if value.is_contiguous() else f"{text} with strides {tuple(value.stride())}"
+    return f"{type(value).__name__} {value!r}"[:80] if value is not None else "None"
+
+
+def check_tensor(
+    argument: str,
+    value: object,
+    shape: Shape,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    contiguous: bool = True,
+) -> Tensor:
+    """Return value, a tensor of this shape, one of these types (none: any type) and this device."""
+    good = isinstance(value, Tensor) and value.layout == torch.strided
+    if good:
+        assert isinstance(value, Tensor)
+        good = (
+            value.dim() == len(shape)
+            and all(isinstance(n, str) or n == size for n, size in zip(shape, value.shape, strict=True))
+            and (not dtypes or value.dtype in dtypes)
+            and value.device == device
+            and (not contiguous or value.is_contiguous())
+        )
+    if not good:
+        types = " or ".join(_name(dtype) for dtype in dtypes) or "a tensor "
+        kind = "contiguous " if contiguous else ""
+        sizes = ", ".join(str(n) for n in shape)
+        raise invalid(argument, describe(value), f"{kind}{types}[{sizes}] on {device}")
+    assert isinstance(value, Tensor)
+    return value
+
+
+def check_rows(
+    argument: str, value: object, num_rows: int | str, dtypes: Sequence[torch.dtype], device: torch.device
+) -> Tensor:
+    """Return value, rows that kernels can move: contiguous, whole 16-byte words, 16-byte aligned."""
+    rows = check_tensor(argument, value, (num_rows, "hidden"), dtypes, device)
+    row_bytes = rows.size(1) * rows.element_size()
+    if row_bytes == 0 or row_bytes % ROW_ALIGNMENT_BYTES or row_bytes >= 1 << 31:
+        raise invalid(
+            argument, f"rows of {row_bytes} bytes", "a multiple of 16 bytes, above 0 and below 2 GiB"
+        )
+    if rows.data_ptr() % ROW_ALIGNMENT_BYTES:
+        raise invalid(argument, f"address {rows.data_ptr():#x}", "a 16-byte aligned address")
+    return rows
+
+
+def check_rows_with_scales(
+    value: object, num_rows: int | str, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Return (rows, scales or None) of x: a tensor, or a pair of rows and 4-byte scales in any strides."""
+    if not isinstance(value, (tuple, list)):
+        return check_rows("x", value, num_rows, (), device), None
+    if len(value) != 2:
+        raise invalid("x", f"a tuple of {len(value)}", "a tensor, or a tuple of rows and scales")
+    rows = check_rows("x", value[0], num_rows, (), device)
+    scales = check_tensor("x (scales)", value[1], (rows.size(0), "words"), SCALES, device, contiguous=False)
+    if scales.size(1) == 0:
+        raise invalid("x (scales)", describe(scales), "at least one scale per row")
+    return rows, scales
+
+
+def check_topk_idx(value: object, num_tokens: int | str, device: torch.device) -> Tensor:
+    """Return value, expert ids [tokens, top_k] of 1 to MAX_TOP_K slots."""
+    topk_idx = check_tensor("topk_idx", value, (num_tokens, "top_k"), IDS, device)
+    if not 1 <= topk_idx.size(1) <= MAX_TOP_K:
+        raise invalid("topk_idx", describe(topk_idx), f"1 to {MAX_TOP_K} slots per token")
+    return topk_idx
+
+
+def check_expert_ids(topk_idx: Tensor, num_experts: int) -> None:
+    """Refuse ids outside [-1, num_experts). On CUDA kernels ignore them: a look would stall the stream."""
+    if topk_idx.device.type == "cuda" or topk_idx.numel() == 0:
+        return
+    least, most = (int(bound) for bound in topk_idx.aminmax())
+    if least < -1 or most >= num_experts:
+        worst = least if least < -1 else most
+        raise invalid(
+            "topk_idx", f"expert {worst}", f"-1 to {num_experts - 1} (num_experts is {num_experts})"
+        )
+
+
+def check_config(value: object) -> Config | None:
+    """Return value, a Config or None."""
+    if value is None or isinstance(value, Config):
+        return value
+    raise invalid("config", describe(value), "a Config or None")
+
+
+def check_bias(
+    value: object, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Return the tensors of combine's bias: none, one or two of the output's shape and type."""
+    if value is None:
+        return ()
+    biases: Sequence[Any] = value if isinstance(value, (tuple, list)) else (value,)
+    if len(biases) > 2:
+        raise invalid("bias", f"{len(biases)} tensors", "None, a tensor or a tuple of two")
+    return tuple(check_tensor("bias", bias, shape, (dtype,), device) for bias in biases if bias is not None)
+
+
+def check_not_both(first: str, is_first: bool, second: str, is_second: bool) -> None:
+    """Refuse two options that exclude each other."""
+    if is_first and is_second:
+        raise Error(f"{first}: got True together with {second}, allowed: one of the two")
+
+
+def check_allocation(allocate_on_comm_stream: bool, previous_event: object, async_finish: bool) -> None:
+    """Refuse outputs of the communication stream that nothing orders with the caller's."""
+    if allocate_on_comm_stream and not (previous_event is not None and async_finish):
+        raise invalid(
+            "allocate_on_comm_stream",
+            f"True with previous_event={describe(previous_event)}, async_finish={async_finish}",
+            "True only together with a previous_event and async_finish",
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning of a buffer's high-throughput calls, and how many bytes a buffer needs for a shape.
+
+    config = recommended_dispatch_config(num_ranks=8)
+    num_nvl_bytes = config.get_nvl_buffer_size_hint(hidden_bytes=7168 * 2, num_ranks=8)
+
+Everything here is arithmetic: no device, no group, any thread. Sizes are bytes; a hint grows with each of its
+arguments, so a buffer made for the larger of two shapes serves both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from weft.errors import invalid
+
+TOPK_IDX_BYTES = 8  # torch.int64, the type that deep_ep.topk_idx_t names
+_BUFFER_ALIGNMENT_BYTES = 128
+_RANKS_PER_NODE = 8  # of the legacy hints, which know no topology
+_MAX_TOP_K = 128
+_ROW_METADATA_BYTES = 8 + _MAX_TOP_K * TOPK_IDX_BYTES + _MAX_TOP_K * 4 + 512  # source, ids, weights, scales
+
+
+def ceil_div(x: int, y: int) -> int:
+    """Return x / y rounded up, for y > 0."""
+    return -(-x // y)
+
+
+def align(x: int, y: int) -> int:
+    """Return the least multiple of y that is not below x, for y > 0."""
+    return ceil_div(x, y) * y
+
+
+def check_whole(argument: str, value: object, least: int, most: int | None = None) -> int:
+    """Return ``value`` as an int; weft.Error unless it is a whole number in [least, most]."""
+    allowed = f"a whole number, {least} or more" if most is None else f"a whole number from {least} to {most}"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise invalid(argument, repr(value), allowed)
+    number = int(value.__index__())
+    if number < least or (most is not None and number > most):
+        raise invalid(argument, number, allowed)
+    return number
+
+
+@dataclass(frozen=True)
+class Config:
+    """How many SMs a high-throughput call uses, and how many tokens it keeps in flight on each kind of link.
+
+    Args (positional or keyword, all whole numbers above 0):
+        num_sms: SMs of the communication kernels; on the CPU a hint for the number of threads.
+        num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens: tokens sent at a time, and room for
+            tokens at the receiver, per channel over peer memory; send < recv.
+        num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens: the same over the network; recv is
+            rounded up to a multiple of send, and send <= recv / 2.
+    Raises: weft.Error naming the argument.
+
+    Weft sends rows straight to their final place, so the chunk sizes only steer hints and flow control; no
+    value of them changes a result.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, check_whole(field.name, getattr(self, field.name), 1))
+        rdma_send = self.num_max_rdma_chunked_send_tokens
+        rdma_recv = align(self.num_max_rdma_chunked_recv_tokens, rdma_send)
+        object.__setattr__(self, "num_max_rdma_chunked_recv_tokens", rdma_recv)
+        if self.num_max_nvl_chunked_send_tokens >= self.num_max_nvl_chunked_recv_tokens:
+            raise invalid(
+                "num_max_nvl_chunked_send_tokens",
+                self.num_max_nvl_chunked_send_tokens,
+                f"less than num_max_nvl_chunked_recv_tokens, {self.num_max_nvl_chunked_recv_tokens}",
+            )
+        if rdma_send > rdma_recv // 2:
+            raise invalid(
+                "num_max_rdma_chunked_send_tokens",
+                rdma_send,
+                f"at most half of num_max_rdma_chunked_recv_tokens, {rdma_recv}",
+            )
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Return ``num_nvl_bytes`` for rows of ``hidden_bytes`` among ``num_ranks`` >= 1 ranks."""
+        hidden_bytes = check_whole("hidden_bytes", hidden_bytes, 0)
+        num_ranks = check_whole("num_ranks", num_ranks, 1)
+        num_local_ranks = min(num_ranks, _RANKS_PER_NODE)
+        prefix_bytes = 4 * (2 * ceil_div(num_ranks, _RANKS_PER_NODE) + 3)
+        row_bytes = hidden_bytes + _ROW_METADATA_BYTES
+        queue_bytes = prefix_bytes + self.num_max_nvl_chunked_recv_tokens * row_bytes
+        return align(self._num_channels() * num_local_ranks * queue_bytes, _BUFFER_ALIGNMENT_BYTES)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Return ``num_rdma_bytes`` for rows of ``hidden_bytes``; 0 for up to 8 ranks: one node."""
+        hidden_bytes = check_whole("hidden_bytes", hidden_bytes, 0)
+        num_ranks = check_whole("num_ranks", num_ranks, 1)
+        if num_ranks <= _RANKS_PER_NODE:
+            return 0
+        num_nodes = ceil_div(num_ranks, _RANKS_PER_NODE)
+        row_bytes = hidden_bytes + _ROW_METADATA_BYTES + 16
+        queue_bytes = 144 + 2 * self.num_max_rdma_chunked_recv_tokens * row_bytes
+        return align(self._num_channels() * num_nodes * queue_bytes, _BUFFER_ALIGNMENT_BYTES)
+
+    def _num_channels(self) -> int:
+        return max(self.num_sms // 2, 1)
+
+
+# (ranks up to, nvl send, nvl recv, rdma send, rdma recv); a rank count between two rows takes the larger.
+_DISPATCH_TABLE = (
+    (2, 24, 256, 6, 128),
+    (4, 6, 256, 6, 128),
+    (8, 6, 256, 6, 128),
+    (16, 36, 288, 20, 128),
+    (64, 32, 288, 8, 128),
+    (96, 20, 480, 12, 128),
+    (128, 20, 560, 12, 128),
+    (144, 32, 720, 12, 128),
+    (160, 28, 720, 12, 128),
+)
+_COMBINE_TABLE = (
+    (2, 10, 256, 6, 128),
+    (4, 9, 256, 6, 128),
+    (8, 4, 256, 6, 128),
+    (16, 4, 288, 12, 128),
+    (64, 1, 288, 8, 128),
+    (96, 1, 480, 8, 128),
+    (128, 1, 560, 8, 128),
+    (160, 2, 720, 8, 128),
+)
+
+
+def recommended_dispatch_config(num_ranks: int, num_sms: int = 20) -> Config:
+    """Return the recommended dispatch configuration for any rank count of 1 or more."""
+    return _recommended(_DISPATCH_TABLE, num_ranks, num_sms)
+
+
+def recommended_combine_config(num_ranks: int, num_sms: int = 20) -> Config:
+    """Return the recommended combine configuration for any rank count of 1 or more."""
+    return _recommended(_COMBINE_TABLE, num_ranks, num_sms)
+
+
+def _recommended(table: tuple[tuple[int, int, int, int, int], ...], num_ranks: int, num_sms: int) -> Config:
+    num_ranks = check_whole("num_ranks", num_ranks, 1)
+    row = next((row for row in table if num_ranks <= row[0]), table[-1])
+    return Config(num_sms, *row[1:])
+
+
+def low_latency_size_hint(
+    num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+) -> int:
+    """Return ``num_rdma_bytes`` of a buffer for low-latency calls of this shape.
+
+    Args:
+        num_max_dispatch_tokens_per_rank: most tokens that any rank dispatches in one call.
+        hidden: elements of a row, counted as bf16.
+        num_ranks, num_experts: of the whole group; experts that do not divide evenly are rounded up per rank.
+    """
+    tokens = check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 0)
+    hidden = check_whole("hidden", hidden, 1)
+    num_ranks = check_whole("num_ranks", num_ranks, 1)
+    experts = align(check_whole("num_experts", num_experts, 1), num_ranks)
+    scales_bytes = 4 * ceil_div(hidden, 128)
+    dispatch_row_bytes = 16 + max(2 * hidden, hidden + scales_bytes)
+    combine_row_bytes = scales_bytes + 2 * hidden
+    send_bytes = max(tokens * dispatch_row_bytes, experts * tokens * combine_row_bytes)
+    recv_bytes = experts * tokens * max(dispatch_row_bytes, combine_row_bytes)
+    signal_bytes = align(4 * experts, _BUFFER_ALIGNMENT_BYTES)
+    total_bytes = 2 * (send_bytes + recv_bytes + signal_bytes)
+    return align(total_bytes + 1, _BUFFER_ALIGNMENT_BYTES)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Buffer has on one device: the core object, its communication stream, and views of its window.
+
+A tensor that a dispatch returns lives in the window, because peers write it there. Its memory goes back to the
+window's heap when the last tensor that shares it is gone; on CUDA the next call that takes memory first waits
+for what the current stream had queued at that moment.
+Threads: one caller at a time; tensors may die in any thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft import _core
+from weft.moe.events import EventHandle, EventOverlap, handle_of
+
+
+class _Lease:
+    """Owns one piece of the window; the DLPack capsule of a view keeps it alive."""
+
+    def __init__(self, engine: Engine, offset: int, is_permanent: bool) -> None:
+        self.engine = engine
+        self.offset = offset
+        self.is_permanent = is_permanent  # a captured graph writes here at every replay
+
+    def __del__(self) -> None:
+        if not self.is_permanent:
+            self.engine.release(self.offset)
+
+
+class Engine:
+    """The core buffer of one device and what orders work on it.
+
+    Args:
+        communicator: the ranks; they must map each other's windows.
+        heap_bytes, low_latency_bytes: parts of the window. timeout_s: bound of every wait.
+    """
+
+    def __init__(
+        self,
+        communicator: Any,
+        device: torch.device,
+        heap_bytes: int,
+        low_latency_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self.core = _core.MoeBuffer.create(communicator, heap_bytes, low_latency_bytes, timeout_s)
+        self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
+        self._released: list[tuple[int, Any]] = []
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def piece(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return uint8[num_bytes] of the window; the piece is given back when the last view of it is gone."""
+        is_permanent = self.is_cuda and torch.cuda.is_current_stream_capturing()
+        lease = _Lease(self, offset, is_permanent)
+        view: torch.Tensor = torch.from_dlpack(self.core.view(offset, max(num_bytes, 16), lease))
+        return view
+
+    def release(self, offset: int) -> None:
+        """Give a piece back, on CUDA after what the current stream has queued."""
+        if self.is_cuda:
+            self._released.append((offset, torch.cuda.current_stream(self.device).record_event()))
+        else:
+            self.core.give_back(offset)
+
+    def reclaim(self) -> None:
+        """Make pieces that were given back usable by work that the communication stream gets from now on."""
+        while self._released:
+            offset, event = self._released.pop()
+            self.comm_stream.wait_event(event)
+            self.core.give_back(offset)
+
+    # -- order -------------------------------------------------------------------------------------------------
+
+    @property
+    def stream(self) -> int:
+        """The communication stream for the core; 0 on the CPU, where calls finish before they return."""
+        return int(self.comm_stream.cuda_stream) if self.is_cuda else 0
+
+    def begin(self, previous_event: EventOverlap | EventHandle | None) -> None:
+        """Order the communication stream after ``previous_event``, or else after the current stream."""
+        handle = handle_of(previous_event, "previous_event")
+        if not self.is_cuda:
+            return
+        if handle is not None:
+            handle.stream_wait(self.comm_stream)
+        else:
+            self.comm_stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.reclaim()
+
+    def finish(self, async_finish: bool, tensors: tuple[torch.Tensor | None, ...]) -> EventOverlap:
+        """End a call: the caller waits for the event it gets, or the current stream waits now."""
+        if not self.is_cuda:
+            return EventOverlap(EventHandle() if async_finish else None)
+        if not async_finish:
+            torch.cuda.current_stream(self.device).wait_stream(self.comm_stream)
+            return EventOverlap(None)
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(self.comm_stream)
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+        return EventOverlap(EventHandle(self.comm_stream))
+
+    def empty(self, *shape: int, dtype: torch.dtype, on_comm_stream: bool = False) -> torch.Tensor:
+        """Return an uninitialised tensor, allocated for the current stream or for the communication stream."""
+        if on_comm_stream and self.is_cuda:
+            with torch.cuda.stream(self.comm_stream):
+                return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.empty(shape, dtype=dtype, device=self.device)

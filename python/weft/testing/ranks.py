@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as processes: run a function on n forked children of a process that has torch imported already.
+
+    def swap(rank: Rank, value: int) -> int:
+        values = [None] * rank.size
+        torch.distributed.all_gather_object(values, value + rank.rank, group=rank.group)
+        return values[-1]
+
+    assert run_ranks(3, swap, 10) == [12, 12, 12]
+
+A fork takes milliseconds where a fresh process needs seconds to import torch. Every run has a deadline; when
+a rank fails, dies or stays silent, ``RankError`` names it and shows its traceback or stack.
+Threads: call from a process whose other threads hold no locks; the children run torch with one thread each.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed
+
+_GRACE_S = 5.0  # for the other ranks to report once one has failed
+
+
+class RankError(RuntimeError):
+    """One or more ranks failed, died or passed the deadline; the message has each one's story.
+
+    ``ranks`` names them, the first to fail first.
+    """
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+@dataclass
+class Rank:
+    """What a function that runs on every rank is given.
+
+    rank, size: this process among all of the run.
+    group: a gloo process group of all ranks, also torch's default group; None when run without one.
+    folder: an empty folder that the ranks of this run share.
+    kept: whatever the function wants to find again at the pool's next run.
+    """
+
+    rank: int
+    size: int
+    group: Any
+    folder: Path
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+def run_ranks(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    with_group: bool = True,
+    deadline_s: float = 120.0,
+    lost: Collection[int] = (),
+) -> list[Any]:
+    """Run ``function(rank, *args)`` on ``num_ranks`` processes; return its results in rank order.
+
+    Args:
+        function: any callable; results are pickled.
+        with_group: make a gloo group of the ranks; False leaves torch.distributed alone.
+        deadline_s: seconds for the whole run.
+        lost: ranks that are meant to die or stop; their result is None and they are killed at the end.
+    Raises: RankError.
+    """
+    with RankPool(num_ranks, with_group=with_group, deadline_s=deadline_s, first=(function, args)) as pool:
+        return pool.results(lost)
+
+
+class RankPool:
+    """Ranks that stay alive between runs, so that one run costs no fork and objects outlive it.
+
+    with RankPool(4) as pool:
+        for shape in shapes:
+            pool.run(check_dispatch, shape)      # check_dispatch is a module-level function
+
+    Args: see run_ranks. A failed run leaves the pool unusable.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        with_group: bool = True,
+        deadline_s: float = 120.0,
+        first: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
+    ) -> None:
+        context = multiprocessing.get_context("fork")
+        self.num_ranks = num_ranks
+        self._deadline_s = deadline_s
+        self._folder = Path(tempfile.mkdtemp(prefix="weft-ranks-"))
+        self._processes = []
+        self._connections: list[Connection] = []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            self._connections.append(ours)
+            process = context.Process(
+                target=_serve,
+                args=(Rank(rank, num_ranks, None, self._folder), theirs, list(self._connections)),
+                kwargs={"with_group": with_group, "deadline_s": deadline_s, "first": first},
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, lost: Collection[int] = ()) -> list[Any]:
+        """Run a picklable ``function(rank, *args)`` on every rank; return its results in rank order."""
+        job = pickle.dumps((function, args))
+        for connection in self._connections:
+            connection.send_bytes(job)
+        return self.results(lost)
+
+    def pid(self, rank: int) -> int:
+        """Return the process id of ``rank``."""
+        pid = self._processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def results(self, lost: Collection[int] = ()) -> list[Any]:
+        """Wait for the run under way; return its results in rank order. Raises: RankError."""
+        results: list[Any] = [None] * self.num_ranks
+        failures: dict[int, str] = {}
+        pending = {self._connections[r]: r for r in range(self.num_ranks) if r not in lost}
+        until = time.monotonic() + self._deadline_s
+        while pending and time.monotonic() < until:
+            for connection in wait(list(pending), timeout=max(until - time.monotonic(), 0)):
+                assert isinstance(connection, Connection)
+                rank = pending.pop(connection)
+                ok, value = self._receive(rank, connection)
+                if ok:
+                    results[rank] = value
+                else:
+                    failures[rank] = value
+                    until = min(until, time.monotonic() + _GRACE_S)
+        for rank in pending.values():
+            failures[rank] = "no answer; it was at\n" + self._stack(rank)
+        for rank in lost:
+            self._processes[rank].kill()
+        if failures:
+            self.kill()
+            stories = [f"rank {rank} of {self.num_ranks}: {story}" for rank, story in failures.items()]
+            raise RankError("\n\n".join(stories), list(failures))
+        return results
+
+    def kill(self) -> None:
+        """End every rank at once."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def close(self) -> None:
+        """End every rank and remove the shared folder; idempotent."""
+        for connection in self._connections:
+            connection.close()
+        until = time.monotonic() + _GRACE_S
+        for process in self._processes:
+            process.join(max(until - time.monotonic(), 0))
+        self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.kill()
+        self.close()
+
+    def _receive(self, rank: int, connection: Connection) -> tuple[bool, Any]:
+        try:
+            ok, value = pickle.loads(connection.recv_bytes())
+            return bool(ok), value
+        except EOFError:
+            self._processes[rank].join(_GRACE_S)
+            return False, f"died with exit code {self._processes[rank].exitcode}"
+
+    def _stack(self, rank: int) -> str:
+        try:
+            os.kill(self.pid(rank), signal.SIGUSR2)
+            time.sleep(0.3)
+            return _stack_file(self._folder, rank).read_text()
+        except OSError as error:
+            return f"unknown ({error})"
+
+
+def _stack_file(folder: Path, rank: int) -> Path:
+    return folder / f".stack-{rank}"
+
+
+def _serve(
+    me: Rank,
+    connection: Connection,
+    inherited: list[Connection],
+    with_group: bool,
+    deadline_s: float,
+    first: tuple[Callable[..., Any], tuple[Any, ...]] | None,
+) -> None:
+    """Body of one rank: run the first job, then what arrives, until the parent closes the connection."""
+    for parents_end in inherited:  # else no rank would see the parent close its own
+        parents_end.close()
+    torch.set_num_threads(1)
+    stack_file = open(_stack_file(me.folder, me.rank), "w")  # noqa: SIM115 - open as long as the process
+    faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=True)
+    try:
+        if with_group:
+            me.group = _gloo_group(me, deadline_s)
+        if first is not None:
+            connection.send_bytes(pickle.dumps((True, first[0](me, *first[1]))))
+        while True:
+            function, args = pickle.loads(connection.recv_bytes())
+            connection.send_bytes(pickle.dumps((True, function(me, *args))))
+    except EOFError:
+        _leave(me)
+    except BaseException:
+        connection.send_bytes(pickle.dumps((False, "raised\n" + traceback.format_exc())))
+
+
+def _gloo_group(me: Rank, deadline_s: float) -> Any:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{me.folder}/.store",
+        rank=me.rank,
+        world_size=me.size,
+        timeout=timedelta(seconds=deadline_s),
+    )
+    return torch.distributed.group.WORLD
+
+
+def _leave(me: Rank) -> None:
+    """Drop what the rank kept, then its group, so that finalizers run while peers still listen."""
+    me.kept.clear()
+    gc.collect()
+    if me.group is not None:
+        me.group = None
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "base/cuda_driver.h"
+
+#include <dlfcn.h>
+
+#include <map>
+#include <mutex>
+
+#include "base/log.h"
+
+namespace weft {
+namespace {
+
+// Fills the table from an open library; the first missing symbol is the error.
+Status load_functions(void* library, CudaDriver& driver) {
+#define WEFT_CUDA_FUNCTION(member, symbol, parameters)                                                  \
+  driver.member = reinterpret_cast<decltype(driver.member)>(dlsym(library, #symbol));                   \
+  if (!driver.member)                                                                                   \
+    return Status::make(Code::kUnsupported, "the CUDA driver has no {}: Weft needs CUDA 12.0 or newer", \
+                        #symbol);
+  WEFT_CUDA_FUNCTIONS(WEFT_CUDA_FUNCTION)
+#undef WEFT_CUDA_FUNCTION
+  return Status();
+}
+
+std::string error_text(const CudaDriver& driver, CUresult result) {
+  const char* name = nullptr;
+  const char* sentence = nullptr;
+  driver.cuGetErrorName(result, &name);
+  driver.cuGetErrorString(result, &sentence);
+  return text("{} ({})", name ? name : text("CUDA error {}", result), sentence ? sentence : "no text");
+}
+
+Result<CudaDriver> open_driver() {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (!library) return Status::make(Code::kUnsupported, "no CUDA driver: {}", dlerror());
+  CudaDriver driver;
+  WEFT_TRY(load_functions(library, driver));
+  if (const CUresult result = driver.cuInit(0); result != CUDA_SUCCESS)
+    return Status::make(Code::kUnsupported, "no usable CUDA device: {}", error_text(driver, result));
+  driver.cuDriverGetVersion(&driver.version);
+  driver.cuDeviceGetCount(&driver.device_count);
+  if (driver.device_count == 0) return Status::make(Code::kUnsupported, "no CUDA device is visible");
+  return driver;
+}
+
+// The primary context of a device, retained at first use.
+Result<CUcontext> primary_context(const CudaDriver& driver, int ordinal) {
+  static std::mutex mutex;
+  static std::map<int, CUcontext> contexts;
+  std::lock_guard lock(mutex);
+  if (auto known = contexts.find(ordinal); known != contexts.end()) return known->second;
+  CUdevice device = 0;
+  WEFT_TRY(cuda_status(driver.cuDeviceGet(&device, ordinal), "finding CUDA device {}", ordinal));
+  CUcontext context = nullptr;
+  WEFT_TRY(cuda_status(driver.cuDevicePrimaryCtxRetain(&context, device), "opening CUDA device {}", ordinal));
+  contexts[ordinal] = context;
+  return context;
+}
+
+}  // namespace
+
+Result<const CudaDriver*> cuda_driver() {
+  static const Result<CudaDriver> once = open_driver();
+  if (!once.ok()) return once.status();
+  return &*once;
+}
+
+Status cuda_failure(CUresult result, const std::string& what) {
+  const Result<const CudaDriver*> driver = cuda_driver();
+  const std::string why = driver.ok() ? error_text(**driver, result) : text("CUDA error {}", result);
+  return logged(Status::make(Code::kSystem, "{}: {}", what, why));
+}
+
+Result<int> cuda_device_attribute(int ordinal, int attribute) {
+  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  CUdevice device = 0;
+  WEFT_TRY(cuda_status(driver->cuDeviceGet(&device, ordinal), "finding CUDA device {}", ordinal));
+  int value = 0;
+  WEFT_TRY(cuda_status(driver->cuDeviceGetAttribute(&value, attribute, device),
+                       "asking CUDA device {} for attribute {}", ordinal, attribute));
+  return value;
+}
+
+Result<CudaContext> CudaContext::enter(int ordinal) {
+  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  WEFT_TRY_ASSIGN(CUcontext context, primary_context(*driver, ordinal));
+  WEFT_TRY(cuda_status(driver->cuCtxPushCurrent(context), "entering CUDA device {}", ordinal));
+  return CudaContext(driver);
+}
+
+CudaContext::~CudaContext() {
+  CUcontext popped = nullptr;
+  if (driver_) driver_->cuCtxPopCurrent(&popped);
+}
+
+}  // namespace weft

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Random numbers from the operating system: names and keys that nobody else can guess or repeat.
+// Threads: any.
+#pragma once
+
+#include <cstdint>
+
+namespace weft {
+
+// 64 random bits; never 0.
+uint64_t random_key();
+
+// A key of this process: the same on every call, another in every other process, also after fork().
+uint64_t process_key();
+
+}  // namespace weft

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include "base/cuda_driver.h"
+#include "bind/bind.h"
+#include "jit/compile.h"
+#include "jit/host_kernels.h"
+#include "jit/source.h"
+#include "jit/toolchain.h"
+
+namespace nb = nanobind;
+
+namespace weft {
+namespace {
+
+nb::bytes as_bytes(const std::string& text) {
+  return nb::bytes(text.data(), text.size());
+}
+
+Compiled compile_for_python(const KernelKey& key, const std::string& arch,
+                            const std::optional<std::string>& cache_dir) {
+  nb::gil_scoped_release unlocked;
+  if (!cache_dir) return value_or_throw(compile_kernel(key, arch, nullptr));
+  const KernelCache cache(*cache_dir);
+  return value_or_throw(compile_kernel(key, arch, &cache));
+}
+
+void bind_keys(nb::module_& module) {
+  nb::class_<KernelKey>(module, "KernelKey",
+                        "What makes one compiled kernel differ from another: src/jit/jit.h.")
+      .def(
+          "__init__",
+          [](KernelKey* key, std::string file, std::string name, std::string args_type, std::string mesh_type,
+             std::vector<std::pair<std::string, int64_t>> shape, uint32_t threads_per_block,
+             uint32_t blocks_per_sm) {
+            new (key)
+                KernelKey{std::move(file),  std::move(name),   std::move(args_type), std::move(mesh_type),
+                          std::move(shape), threads_per_block, blocks_per_sm};
+          },
+          nb::kw_only(), nb::arg("file"), nb::arg("name"), nb::arg("args_type"), nb::arg("mesh_type"),
+          nb::arg("shape"), nb::arg("threads_per_block"), nb::arg("blocks_per_sm") = 1)
+      .def_ro("file", &KernelKey::file)
+      .def_ro("name", &KernelKey::name)
+      .def_ro("args_type", &KernelKey::args_type)
+      .def_ro("mesh_type", &KernelKey::mesh_type)
+      .def_ro("shape", &KernelKey::shape)
+      .def_ro("threads_per_block", &KernelKey::threads_per_block)
+      .def_ro("blocks_per_sm", &KernelKey::blocks_per_sm);
+  nb::class_<KernelRow>(module, "KernelRow", "One kernel of the list in src/jit/host_kernels.cc.")
+      .def_ro("file", &KernelRow::file)
+      .def_ro("name", &KernelRow::name)
+      .def_ro("args_type", &KernelRow::args_type)
+      .def_ro("mesh_type", &KernelRow::mesh_type)
+      .def_ro("shape_type", &KernelRow::shape_type)
+      .def_ro("threads_per_block", &KernelRow::threads_per_block)
+      .def_ro("typical", &KernelRow::typical)
+      .def_prop_ro("has_host_version", [](const KernelRow& row) { return row.run != nullptr; });
+  nb::class_<Compiled>(module, "Compiled", "Machine code of one kernel and where it came from.")
+      .def_prop_ro("cubin", [](const Compiled& compiled) { return as_bytes(compiled.cubin); })
+      .def_ro("log", &Compiled::log)
+      .def_ro("source", &Compiled::source)
+      .def_ro("cache_name", &Compiled::cache_name)
+      .def_ro("is_cached", &Compiled::is_cached);
+}
+
+}  // namespace
+
+void bind_jit(nb::module_& module) {
+  bind_keys(module);
+  module.def("kernel_table", [] {
+    nb::list rows;
+    for (const KernelRow& row : kernel_table()) rows.append(nb::cast(row));
+    return rows;
+  });
+  module.def(
+      "set_toolchain",
+      [](std::string nvrtc, std::vector<std::string> include_dirs, std::string device_dir) {
+        set_toolchain({std::move(nvrtc), std::move(include_dirs), std::move(device_dir)});
+      },
+      nb::arg("nvrtc"), nb::arg("include_dirs"), nb::arg("device_dir"));
+  module.def("compile_kernel", &compile_for_python, nb::arg("key"), nb::arg("architecture"),
+             nb::arg("cache_dir") = nb::none(),
+             "Compiles for a GPU architecture (sm_90a); needs NVRTC but no GPU.");
+  module.def(
+      "kernel_source",
+      [](const KernelKey& key) {
+        const KernelRow* row = find_kernel(key.name, key.mesh_type);
+        return kernel_source(key, row ? row->args_bytes : 0, row ? row->mesh_bytes : 0);
+      },
+      nb::arg("key"), "The generated source that NVRTC gets for a key.");
+  module.def("nvrtc_identity", [] { return value_or_throw(Nvrtc::open())->identity(); });
+  module.def("nvrtc_path", [] { return value_or_throw(Nvrtc::open())->path(); });
+  module.def(
+      "cuda_unusable_reason",
+      [] {
+        const Result<const CudaDriver*> driver = cuda_driver();
+        return driver.ok() ? std::string() : driver.status().message();
+      },
+      "Empty where CUDA devices can be used, else why not.");
+}
+
+}  // namespace weft

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Adding a kernel: include its file, and add its row. The host version, the compile tests for every GPU
+// architecture and the checks of struct sizes follow from the row.
+#include "jit/host_kernels.h"
+
+#include <algorithm>
+
+#include "kernels/moe/high_throughput_combine.cuh"
+#include "kernels/moe/high_throughput_dispatch.cuh"
+#include "kernels/moe/high_throughput_layout.cuh"
+#include "transports/mapped/channel.cuh"
+
+namespace weft {
+namespace {
+
+// WEFT_HOST_KERNEL(file, function, Args, Mesh, Shape, threads per block on GPUs, typical constants)
+#define WEFT_HOST_KERNEL(file, function, Args, Mesh, Shape, threads, typical)                     \
+  KernelRow {                                                                                     \
+    file, #function, #Args, #Mesh, #Shape, threads, typical, sizeof(Args), sizeof(Mesh),          \
+        [](const void* args, const void* mesh, const void* shape) {                               \
+          function<Mesh, Shape>(*static_cast<const Args*>(args), *static_cast<const Mesh*>(mesh), \
+                                *static_cast<const Shape*>(shape));                               \
+        }                                                                                         \
+  }
+
+// DeepSeek-V3's rows in bf16 and in fp8 with scales; the smallest row; a row in float32 that takes several
+// pieces.
+constexpr const char* kRows =
+    "row_bytes=14336 piece_bytes=14336 scale_words=0 top_k=8 element=0; "
+    "row_bytes=7168 piece_bytes=7168 scale_words=56 top_k=8 element=0; "
+    "row_bytes=16 piece_bytes=16 scale_words=0 top_k=1 element=0; "
+    "row_bytes=32768 piece_bytes=16384 scale_words=0 top_k=32 element=1";
+
+const KernelRow kKernels[] = {
+    WEFT_HOST_KERNEL("kernels/moe/high_throughput_layout.cuh", dispatch_layout, LayoutArgs, MappedMesh,
+                     HighThroughputShape, 256, ""),
+    WEFT_HOST_KERNEL("kernels/moe/high_throughput_layout.cuh", dispatch_notify, NotifyArgs, MappedMesh,
+                     HighThroughputShape, 1024, ""),
+    WEFT_HOST_KERNEL("kernels/moe/high_throughput_dispatch.cuh", dispatch_rows, DispatchArgs, MappedMesh,
+                     HighThroughputShape, 256, kRows),
+    WEFT_HOST_KERNEL("kernels/moe/high_throughput_combine.cuh", combine_rows, CombineArgs, MappedMesh,
+                     HighThroughputShape, 512, kRows),
+};
+
+// The header of each type that device code may be given as its mesh.
+const MeshRow kMeshes[] = {
+    {"MappedMesh", "transports/mapped/channel.cuh"},
+};
+
+}  // namespace
+
+std::span<const KernelRow> kernel_table() {
+  return kKernels;
+}
+std::span<const MeshRow> mesh_table() {
+  return kMeshes;
+}
+
+std::string_view mesh_file(std::string_view mesh_type) {
+  const auto found = std::ranges::find(kMeshes, mesh_type, &MeshRow::type);
+  return found == std::end(kMeshes) ? std::string_view() : found->file;
+}
+
+const KernelRow* find_kernel(std::string_view name, std::string_view mesh_type) {
+  for (const KernelRow& row : kernel_table())
+    if (row.name == name && row.mesh_type == mesh_type) return &row;
+  return nullptr;
+}
+
+}  // namespace weft

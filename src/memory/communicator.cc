@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "memory/communicator.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/config.h"
+#include "base/log.h"
+
+namespace weft {
+namespace {
+
+// What a rank tells the others at creation. Plain bytes: all ranks run the same build, which `version`
+// checks.
+struct RankCard {
+  static constexpr uint64_t kVersion = 1;  // changes with the fields
+
+  uint64_t version = kVersion;
+  uint64_t process = 0;
+  ParcelAddress parcels;
+  int64_t ranks_per_node = 0;
+  int32_t device_kind = 0;
+  int32_t device_ordinal = 0;
+  char host[96] = {};
+  char gpu[32] = {};
+  char transport[32] = {};
+  char cuda_sharing[8] = {};
+  bool can_share_vmm = false;
+  bool can_share_ipc = false;
+  char pad[6] = {};
+};
+
+template <size_t N>
+void copy_text(char (&to)[N], std::string_view from) {
+  std::memcpy(to, from.data(), std::min(from.size(), N - 1));
+}
+
+std::string to_bytes(const RankCard& card) {
+  return std::string(reinterpret_cast<const char*>(&card), sizeof card);
+}
+
+Result<RankCard> from_bytes(const std::string& bytes, int rank) {
+  RankCard card;
+  if (bytes.size() == sizeof card) std::memcpy(&card, bytes.data(), sizeof card);
+  if (bytes.size() != sizeof card || card.version != RankCard::kVersion)
+    return Status::make(Code::kInvalid, "rank {} runs another version of Weft", rank);
+  return card;
+}
+
+RankCard make_card(const RankFacts& facts, const ParcelAddress& address, std::string_view transport) {
+  RankCard card;
+  card.process = facts.process;
+  card.parcels = address;
+  card.ranks_per_node = config().ranks_per_node;
+  card.device_kind = static_cast<int32_t>(facts.device.kind);
+  card.device_ordinal = facts.device.ordinal;
+  copy_text(card.host, facts.host);
+  copy_text(card.gpu, facts.gpu);
+  copy_text(card.transport, transport);
+  copy_text(card.cuda_sharing, config().cuda_sharing);
+  card.can_share_vmm = facts.can_share_vmm;
+  card.can_share_ipc = facts.can_share_ipc;
+  return card;
+}
+
+RankFacts to_facts(const RankCard& card, int rank) {
+  RankFacts facts;
+  facts.rank = rank;
+  facts.host = card.host;
+  facts.process = card.process;
+  facts.device = {static_cast<Device::Kind>(card.device_kind), card.device_ordinal};
+  facts.gpu = card.gpu;
+  facts.can_share_vmm = card.can_share_vmm;
+  facts.can_share_ipc = card.can_share_ipc;
+  return facts;
+}
+
+template <class T>
+Status must_equal(std::string_view name, int rank, const T& theirs, const T& first) {
+  if (theirs == first) return Status();
+  return Status::invalid("{}: got '{}' on rank 0 and '{}' on rank {}, allowed: the same on all ranks", name,
+                         first, theirs, rank);
+}
+
+// Every rank compares all cards with rank 0's, so every rank fails with the same words.
+Status check_agreement(const std::vector<RankCard>& cards) {
+  for (int rank = 1; rank < static_cast<int>(cards.size()); ++rank) {
+    const RankCard &first = cards[0], &card = cards[rank];
+    WEFT_TRY(must_equal("transport", rank, std::string(card.transport), std::string(first.transport)));
+    WEFT_TRY(must_equal("WEFT_RANKS_PER_NODE", rank, card.ranks_per_node, first.ranks_per_node));
+    WEFT_TRY(must_equal("WEFT_CUDA_SHARING", rank, std::string(card.cuda_sharing),
+                        std::string(first.cuda_sharing)));
+  }
+  return Status();
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Communicator>> Communicator::create(std::shared_ptr<Bootstrap> bootstrap,
+                                                           Device device, double timeout_s,
+                                                           std::string_view transport) {
+  auto comm = std::shared_ptr<Communicator>(new Communicator);
+  comm->rank_ = bootstrap->rank();
+  comm->bootstrap_ = std::move(bootstrap);
+  comm->timeout_s_ = timeout_s > 0 ? timeout_s : config().timeout_s;
+  WEFT_TRY_ASSIGN(RankFacts mine, rank_facts(comm->rank_, device));
+  comm->facts_.assign(1, std::move(mine));
+  const std::string wanted(transport.empty() ? std::string_view(config().transport) : transport);
+  WEFT_TRY(logged(comm->meet(wanted)));
+  WEFT_TRY(logged(comm->connect(wanted)));
+  return comm;
+}
+
+// Exchanges cards: afterwards the facts and addresses of all ranks are known and their settings agree.
+Status Communicator::meet(std::string_view transport) {
+  WEFT_TRY_ASSIGN(parcels_, ParcelExchange::open(rank_));
+  const RankCard mine = make_card(facts_[0], parcels_->address(), transport);
+  WEFT_TRY_ASSIGN(const std::vector<std::string> all, bootstrap_->all_gather(to_bytes(mine), deadline()));
+  if (static_cast<int>(all.size()) != bootstrap_->size())
+    return Status::make(Code::kSystem, "bootstrap: got {} answers, allowed: {}", all.size(),
+                        bootstrap_->size());
+  std::vector<RankCard> cards;
+  for (const std::string& bytes : all) {
+    WEFT_TRY_ASSIGN(const RankCard card, from_bytes(bytes, static_cast<int>(cards.size())));
+    cards.push_back(card);
+  }
+  WEFT_TRY(check_agreement(cards));
+  facts_.clear();
+  for (const RankCard& card : cards) {
+    addresses_.push_back(card.parcels);
+    facts_.push_back(to_facts(card, static_cast<int>(facts_.size())));
+  }
+  number_nodes(facts_, cards[0].ranks_per_node);
+  return Status();
+}
+
+// Chooses the transport to each peer and how the mapped ones share memory.
+Status Communicator::connect(std::string_view transport) {
+  WEFT_TRY_ASSIGN(transports_, select_transports(candidates(device()), facts_, rank_, transport));
+  for (int peer = 0; peer < size(); ++peer) {
+    const bool is_mapped = peer == rank_ || transports_[peer]->caps(device()).reach == Reach::kMapped;
+    if (is_mapped)
+      mapped_ranks_.push_back(peer);
+    else
+      addresses_[peer].key = 0;
+  }
+  parcels_->connect(addresses_);
+  WEFT_TRY_ASSIGN(sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing));
+  return Status();
+}
+
+Status Communicator::barrier() {
+  return bootstrap_->all_gather("", deadline()).status();
+}
+
+}  // namespace weft

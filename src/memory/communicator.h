@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A Communicator is a group of ranks, each with its device, and the transport from each to each.
+//   WEFT_TRY_ASSIGN(auto comm, Communicator::create(bootstrap, Device{Device::Kind::kCuda, 0}, 30.0));
+//   WEFT_TRY_ASSIGN(auto window, Window::create(comm, 64 << 20));
+// Threads: const methods may run concurrently; collective calls are one at a time per communicator, in the
+// same order on all ranks. Lifetime: windows keep their communicator alive.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/device.h"
+#include "base/status.h"
+#include "bootstrap/bootstrap.h"
+#include "bootstrap/parcel_exchange.h"
+#include "memory/range.h"
+#include "transports/transport.h"
+
+namespace weft {
+
+class Communicator {
+ public:
+  // Collective over the bootstrap. `timeout_s` bounds every wait of this communicator, this call included; 0
+  // takes WEFT_TIMEOUT_S. `transport` is a name or "auto"; empty takes WEFT_TRANSPORT. Errors: kInvalid for
+  // an unknown transport or when ranks disagree about settings; kUnsupported when a rank cannot reach
+  // another, with each transport's reason; kPeerLost naming the ranks that stayed away.
+  static Result<std::shared_ptr<Communicator>> create(std::shared_ptr<Bootstrap> bootstrap, Device device,
+                                                      double timeout_s = 0, std::string_view transport = "");
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(facts_.size()); }
+  Device device() const { return facts_[rank_].device; }
+  double timeout_s() const { return timeout_s_; }
+  Deadline deadline() const { return Deadline::after_s(timeout_s_); }
+  Bootstrap& bootstrap() { return *bootstrap_; }
+
+  // The facts of every rank, in rank order: host, node, device.
+  const std::vector<RankFacts>& facts() const { return facts_; }
+  // The transport to a peer; null for the own rank.
+  const Transport* transport_to(int peer) const { return transports_[peer]; }
+  // Ranks whose windows this rank can load from and store to, itself included, ascending.
+  const std::vector<int>& mapped_ranks() const { return mapped_ranks_; }
+  Sharing sharing() const { return sharing_; }
+  // Bytes and descriptors among mapped_ranks().
+  ParcelExchange& parcels() { return *parcels_; }
+
+  // Waits until every rank has called it. Errors: kPeerLost, as in Bootstrap::all_gather.
+  Status barrier();
+
+ private:
+  Communicator() = default;
+  Status meet(std::string_view transport);
+  Status connect(std::string_view transport);
+
+  std::shared_ptr<Bootstrap> bootstrap_;
+  std::unique_ptr<ParcelExchange> parcels_;
+  std::vector<RankFacts> facts_;
+  std::vector<ParcelAddress> addresses_;
+  std::vector<const Transport*> transports_;
+  std::vector<int> mapped_ranks_;
+  Sharing sharing_ = Sharing::kHostMemory;
+  double timeout_s_ = 0;
+  int rank_ = 0;
+};
+
+}  // namespace weft

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Windows in host memory: anonymous files (memfd), one per segment, mapped into reserved addresses.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <map>
+#include <mutex>
+
+#include "base/log.h"
+#include "base/random.h"
+#include "memory/range.h"
+
+namespace weft {
+namespace {
+
+struct Names {
+  std::mutex mutex;
+  std::map<uint64_t, std::weak_ptr<MappedRange>> ranges;
+};
+
+Names& names() {
+  static Names* once = new Names;  // never destroyed: ranges may live longer than static objects
+  return *once;
+}
+
+// Sets addresses aside: the wanted bytes, or the half, a quarter, ... where limits (RLIMIT_AS, sanitizers)
+// forbid it.
+Result<std::pair<std::byte*, uint64_t>> reserve(uint64_t wanted, uint64_t least) {
+  for (uint64_t bytes = std::max(wanted, least);; bytes = std::max(bytes / 2, least)) {
+    void* at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at != MAP_FAILED) return std::pair{static_cast<std::byte*>(at), bytes};
+    if (bytes == least)
+      return logged(Status::from_errno(errno, "reserve {} bytes of addresses for a window", bytes));
+  }
+}
+
+class HostRange : public MappedRange {
+ public:
+  HostRange(std::byte* base, uint64_t reserved) : base_(base), reserved_(reserved), name_(random_key()) {}
+  ~HostRange() override {
+    {
+      std::lock_guard lock(names().mutex);
+      names().ranges.erase(name_);
+    }
+    munmap(base_, reserved_);
+  }
+
+  std::byte* base() const override { return base_; }
+  uint64_t bytes() const override { return bytes_; }
+  uint64_t granularity() const override { return static_cast<uint64_t>(sysconf(_SC_PAGESIZE)); }
+  uint64_t local_name() const override { return name_; }
+
+  Result<Parcel> extend(uint64_t bytes) override {
+    WEFT_TRY(check_room(bytes));
+    FileDescriptor segment(memfd_create("weft-window", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (!segment.is_open()) return logged(Status::from_errno(errno, "memfd_create for a window"));
+    if (ftruncate(segment.get(), static_cast<off_t>(bytes)) != 0)
+      return logged(Status::from_errno(errno, "size a window segment of {} bytes", bytes));
+    // A sealed size: no peer can shrink the memory under another rank's loads.
+    fcntl(segment.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+    WEFT_TRY(map(segment.get(), bytes));
+    return Parcel{"", std::move(segment)};
+  }
+
+  Status import(const Parcel& offer, uint64_t bytes) override {
+    WEFT_TRY(check_room(bytes));
+    struct stat info{};
+    if (!offer.fd.is_open() || fstat(offer.fd.get(), &info) != 0 ||
+        static_cast<uint64_t>(info.st_size) != bytes)
+      return logged(
+          Status::make(Code::kSystem, "a peer's window segment came without its {} bytes of memory", bytes));
+    return map(offer.fd.get(), bytes);
+  }
+
+  void cut(uint64_t bytes) override {
+    if (bytes >= bytes_) return;
+    mmap(base_ + bytes, bytes_ - bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+         -1, 0);
+    bytes_ = bytes;
+  }
+
+ private:
+  Status check_room(uint64_t bytes) const {
+    if (bytes <= reserved_ - bytes_) return Status();
+    return Status::make(Code::kCapacity,
+                        "window: got {} bytes, allowed: at most the {} bytes of reserved addresses",
+                        bytes_ + bytes, reserved_);
+  }
+  Status map(int fd, uint64_t bytes) {
+    if (mmap(base_ + bytes_, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED)
+      return logged(Status::from_errno(errno, "map a window segment of {} bytes", bytes));
+    bytes_ += bytes;
+    return Status();
+  }
+
+  std::byte* const base_;
+  const uint64_t reserved_;
+  const uint64_t name_;
+  uint64_t bytes_ = 0;
+};
+
+}  // namespace
+
+Result<std::shared_ptr<MappedRange>> make_host_range(const RangeOptions& options) {
+  WEFT_TRY_ASSIGN(const auto addresses, reserve(options.reserve_bytes, options.least_bytes));
+  auto range = std::make_shared<HostRange>(addresses.first, addresses.second);
+  std::lock_guard lock(names().mutex);
+  names().ranges[range->local_name()] = range;
+  return std::shared_ptr<MappedRange>(range);
+}
+
+std::shared_ptr<MappedRange> find_range(uint64_t local_name) {
+  std::lock_guard lock(names().mutex);
+  const auto found = names().ranges.find(local_name);
+  return found == names().ranges.end() ? nullptr : found->second.lock();
+}
+
+}  // namespace weft

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "memory/window.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/config.h"
+#include "base/log.h"
+#include "base/random.h"
+
+namespace weft {
+namespace {
+
+#if defined(__SANITIZE_THREAD__)
+constexpr uint64_t kReserveBytes = uint64_t{4} << 30;  // ThreadSanitizer leaves programs little address space
+#else
+constexpr uint64_t kReserveBytes = uint64_t{256} << 30;
+#endif
+
+uint64_t reserve_bytes() {
+  return config().window_reserve_bytes > 0 ? static_cast<uint64_t>(config().window_reserve_bytes)
+                                           : kReserveBytes;
+}
+
+// Addresses are set aside in whole multiples of this: the largest page size of any device.
+constexpr uint64_t kReserveMultiple = uint64_t{2} << 20;
+constexpr uint64_t kMostBytes = uint64_t{1} << 46;
+
+uint64_t round_up(uint64_t bytes, uint64_t multiple) {
+  return (bytes + multiple - 1) / multiple * multiple;
+}
+
+}  // namespace
+
+// What a rank sends beside the descriptor of its new segment; MappedRange's own words follow it. A failure
+// travels too, so that all ranks fail alike.
+struct SegmentOffer {
+  uint64_t asked_bytes = 0;    // at_least_bytes of the call
+  uint64_t segment_bytes = 0;  // 0: the window is large enough
+  uint64_t process = 0;        // process_key()
+  uint64_t local_name = 0;     // MappedRange::local_name()
+  uint64_t code = 0;           // of the Status
+  char message[320] = {};
+};
+
+namespace {
+
+Parcel to_parcel(const Status& status, SegmentOffer offer, Parcel segment) {
+  offer.code = static_cast<uint64_t>(status.code());
+  std::memcpy(offer.message, status.message().data(),
+              std::min(status.message().size(), sizeof offer.message - 1));
+  segment.bytes.insert(0, reinterpret_cast<const char*>(&offer), sizeof offer);
+  return segment;
+}
+
+// Splits each parcel: the offers are returned, in the order of `ranks`; parcels keep what
+// MappedRange::import() needs.
+Result<std::vector<SegmentOffer>> take_offers(std::vector<Parcel>& parcels, const std::vector<int>& ranks) {
+  std::vector<SegmentOffer> offers;
+  for (int rank : ranks) {
+    SegmentOffer offer;
+    std::string& bytes = parcels[rank].bytes;
+    if (bytes.size() < sizeof offer)
+      return Status::make(Code::kInvalid, "rank {} makes another call on this communicator", rank);
+    std::memcpy(&offer, bytes.data(), sizeof offer);
+    offer.message[sizeof offer.message - 1] = 0;
+    bytes.erase(0, sizeof offer);
+    offers.push_back(offer);
+  }
+  return offers;
+}
+
+// The failure that all ranks report: that of the lowest rank that has one, or a disagreement about the size.
+Status common_failure(const std::vector<SegmentOffer>& offers, const std::vector<int>& ranks,
+                      std::string_view operation) {
+  for (size_t i = 0; i < offers.size(); ++i) {
+    const Code code = static_cast<Code>(offers[i].code);
+    if (code != Code::kOk)
+      return Status::make(code, "{}, on rank {}: {}", operation, ranks[i], offers[i].message);
+  }
+  for (size_t i = 1; i < offers.size(); ++i) {
+    if (offers[i].asked_bytes == offers[0].asked_bytes && offers[i].segment_bytes == offers[0].segment_bytes)
+      continue;
+    return Status::invalid("bytes: got {} on rank {} and {} on rank {}, allowed: the same on all ranks",
+                           offers[0].asked_bytes, ranks[0], offers[i].asked_bytes, ranks[i]);
+  }
+  return Status();
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Communicator> comm, uint64_t bytes) {
+  auto window = std::unique_ptr<Window>(new Window(std::move(comm)));
+  WEFT_TRY(window->change_size(bytes, "window.create"));
+  return window;
+}
+
+Window::~Window() = default;
+
+Status Window::grow(uint64_t at_least_bytes) {
+  return change_size(at_least_bytes, "window.grow");
+}
+
+// Every rank adds a segment and offers it, all import all offers, all agree that it worked. A failure
+// anywhere is told in one of the two exchanges, and then every rank goes back to where it was.
+Status Window::change_size(uint64_t at_least_bytes, std::string_view operation) {
+  comm_->parcels().begin_call();
+  SegmentOffer offer;
+  offer.asked_bytes = at_least_bytes;
+  Parcel segment;
+  const Status added = add_segment(at_least_bytes, offer, segment);
+  const Status outcome = logged(exchange(added, offer, std::move(segment), operation));
+  if (outcome.ok())
+    bytes_ += offer.segment_bytes;
+  else
+    cut_to(bytes_);
+  return outcome;
+}
+
+Status Window::exchange(const Status& added, const SegmentOffer& offer, Parcel segment,
+                        std::string_view operation) {
+  WEFT_TRY_ASSIGN(
+      std::vector<Parcel> parcels,
+      comm_->parcels().all_gather(to_parcel(added, offer, std::move(segment)), operation, comm_->deadline()));
+  WEFT_TRY_ASSIGN(const std::vector<SegmentOffer> offers, take_offers(parcels, comm_->mapped_ranks()));
+  WEFT_TRY(common_failure(offers, comm_->mapped_ranks(), operation));
+  if (offer.segment_bytes == 0) return Status();
+  return agree(import_all(offers, parcels), operation);
+}
+
+// Extends the own range so that it holds at_least_bytes; fills `offer` and `segment` with what peers need.
+Status Window::add_segment(uint64_t at_least_bytes, SegmentOffer& offer, Parcel& segment) {
+  if (at_least_bytes == 0) return Status::invalid("bytes: got 0, allowed: at least 1");
+  if (at_least_bytes > kMostBytes)
+    return Status::make(Code::kCapacity, "bytes: got {}, allowed: at most {}", at_least_bytes, kMostBytes);
+  if (!own_) WEFT_TRY(make_ranges(at_least_bytes));
+  if (at_least_bytes <= bytes_) return Status();
+  const uint64_t more = round_up(at_least_bytes - bytes_, own_->granularity());
+  WEFT_TRY_ASSIGN(segment, own_->extend(more));
+  offer.segment_bytes = more;
+  offer.process = process_key();
+  offer.local_name = own_->local_name();
+  return Status();
+}
+
+Status Window::make_ranges(uint64_t bytes) {
+  WEFT_TRY_ASSIGN(own_, new_range(bytes));
+  ranges_.assign(comm_->size(), nullptr);
+  bases_.assign(comm_->size(), nullptr);
+  ranges_[comm_->rank()] = own_;
+  return Status();
+}
+
+Result<std::shared_ptr<MappedRange>> Window::new_range(uint64_t bytes) const {
+  RangeOptions options;
+  options.device = comm_->device();
+  options.sharing = comm_->sharing();
+  options.reserve_bytes = reserve_bytes();
+  options.least_bytes = round_up(bytes, kReserveMultiple);
+  return make_range(options);
+}
+
+// Maps the new segment of every peer after what is mapped of it already.
+Status Window::import_all(const std::vector<SegmentOffer>& offers, const std::vector<Parcel>& parcels) {
+  const std::vector<int>& ranks = comm_->mapped_ranks();
+  for (size_t i = 0; i < ranks.size(); ++i)
+    if (ranks[i] != comm_->rank()) WEFT_TRY(import_from(ranks[i], offers[i], parcels[ranks[i]]));
+  for (int rank : ranks) bases_[rank] = ranges_[rank]->base();
+  return publish_table();
+}
+
+Status Window::import_from(int rank, const SegmentOffer& offer, const Parcel& handle) {
+  std::shared_ptr<MappedRange>& range = ranges_[rank];
+  if (offer.process == process_key() &&
+      offer.local_name != 0) {  // a thread of this process: its range serves both
+    if (!range) range = find_range(offer.local_name);
+    return range ? Status() : Status::make(Code::kPeerLost, "rank {}'s window is gone", rank);
+  }
+  if (!range) {
+    WEFT_TRY_ASSIGN(range, new_range(offer.asked_bytes));
+    imported_.push_back(range);
+  }
+  return range->import(handle, offer.segment_bytes);
+}
+
+// Tells all ranks how it went here; returns the failure of the lowest rank that has one.
+Status Window::agree(const Status& mine, std::string_view operation) {
+  WEFT_TRY_ASSIGN(std::vector<Parcel> parcels,
+                  comm_->parcels().all_gather(to_parcel(mine, {}, {}), operation, comm_->deadline()));
+  WEFT_TRY_ASSIGN(const std::vector<SegmentOffer> outcomes, take_offers(parcels, comm_->mapped_ranks()));
+  return common_failure(outcomes, comm_->mapped_ranks(), operation);
+}
+
+// Device code reads the bases from its own memory; on the host the vector itself serves.
+Status Window::publish_table() {
+  if (table_) return Status();
+  if (comm_->device().is_host()) {
+    table_ = bases_.data();
+    return Status();
+  }
+  return Status::make(Code::kUnsupported, "window: this build has no CUDA path");
+}
+
+// Goes back to the first `bytes` bytes everywhere. Ranges of other threads are theirs to cut.
+void Window::cut_to(uint64_t bytes) {
+  if (own_) own_->cut(bytes);
+  for (const auto& range : imported_) range->cut(bytes);
+}
+
+}  // namespace weft

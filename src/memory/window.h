@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A Window is memory allocated alike on every rank of a communicator, so that (rank, offset) names a byte.
+//   WEFT_TRY_ASSIGN(std::unique_ptr<Window> window, Window::create(comm, 64 << 20));
+//   window->base(peer) + offset        // load from and store to it, from host or device code of this rank
+// Bytes are zero when the window is created or grown. Addresses never change.
+// Threads: const methods may run concurrently; create() and grow() are collective calls of the communicator.
+// Lifetime: must outlive every kernel that was given base() or table(). A rank may destroy its window before
+// others do: the memory lives until the last rank has unmapped it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+#include "memory/communicator.h"
+#include "memory/range.h"
+
+namespace weft {
+
+struct SegmentOffer;
+
+class Window {
+ public:
+  // Collective. `bytes` (at least 1, the same on all ranks) is rounded up to pages; bytes() says to what.
+  // Errors, the same on all ranks: kInvalid when ranks ask for different sizes; kCapacity or kSystem when a
+  // rank cannot allocate or map, naming it; kPeerLost naming the rank that is gone or stayed away.
+  static Result<std::unique_ptr<Window>> create(std::shared_ptr<Communicator> comm, uint64_t bytes);
+  ~Window();
+
+  uint64_t bytes() const { return bytes_; }
+  // This process' mapping of a rank's window; null where the rank is not mapped.
+  std::byte* base(int rank) const { return bases_[rank]; }
+  std::byte* local() const { return bases_[comm_->rank()]; }
+  // base() of all ranks, in memory that device code of this rank can read.
+  std::byte* const* table() const { return table_; }
+  const std::shared_ptr<Communicator>& communicator() const { return comm_; }
+
+  // Collective. Makes bytes() at least `at_least_bytes` (the same on all ranks); contents and addresses stay.
+  // Not more than that: nothing changes. Errors as in create(), and kUnsupported with CUDA IPC; after an
+  // error the window is as before.
+  Status grow(uint64_t at_least_bytes);
+
+ private:
+  explicit Window(std::shared_ptr<Communicator> comm) : comm_(std::move(comm)) {}
+  Status change_size(uint64_t at_least_bytes, std::string_view operation);
+  Status add_segment(uint64_t at_least_bytes, SegmentOffer& offer, Parcel& segment);
+  Status exchange(const Status& added, const SegmentOffer& offer, Parcel segment, std::string_view operation);
+  Status make_ranges(uint64_t bytes);
+  Result<std::shared_ptr<MappedRange>> new_range(uint64_t bytes) const;
+  Status import_all(const std::vector<SegmentOffer>& offers, const std::vector<Parcel>& parcels);
+  Status import_from(int rank, const SegmentOffer& offer, const Parcel& handle);
+  Status agree(const Status& mine, std::string_view operation);
+  Status publish_table();
+  void cut_to(uint64_t bytes);
+
+  std::shared_ptr<Communicator> comm_;
+  uint64_t bytes_ = 0;
+  std::shared_ptr<MappedRange> own_;
+  std::vector<std::shared_ptr<MappedRange>> ranges_;    // by rank; null where not mapped
+  std::vector<std::shared_ptr<MappedRange>> imported_;  // those of ranges_ that this rank maps for itself
+  std::vector<std::byte*> bases_;                       // by rank
+  std::byte* const* table_ = nullptr;                   // bases_, or its copy in device memory
+};
+
+}  // namespace weft

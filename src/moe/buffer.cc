@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/buffer.h"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "base/config.h"
+#include "base/cuda_driver.h"
+#include "base/deadline.h"
+#include "base/log.h"
+#include "moe/fault_text.h"
+#include "plan/carver.h"
+
+namespace weft {
+namespace {
+
+constexpr uint64_t kGrowthStep = uint64_t{2} << 20;
+
+uint64_t report_bytes(uint32_t ranks) {
+  return sizeof(CountReport) + ranks * sizeof(RankCounts) + kMaxExpertsPerRank * sizeof(int32_t);
+}
+
+const RankCounts* rank_counts(const CountReport* report) { return reinterpret_cast<const RankCounts*>(report + 1); }
+
+// What the machine gives the kernels of one rank.
+Result<ComputeLimits> limits_of(const Communicator& comm) {
+  if (comm.device().is_host()) {
+    const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
+    const auto wanted = static_cast<uint32_t>(config().host_threads);
+    return ComputeLimits{false, 1, wanted ? wanted : std::max(1u, cores / static_cast<unsigned>(comm.size())), 0};
+  }
+  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  int sms = 0;
+  int shared_bytes = 0;
+  WEFT_TRY(cuda_status(driver->cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, comm.device().ordinal),
+                       "read the number of SMs"));
+  WEFT_TRY(cuda_status(driver->cuDeviceGetAttribute(&shared_bytes, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+                                                    comm.device().ordinal),
+                       "read the shared memory per block"));
+  return ComputeLimits{true, static_cast<uint32_t>(sms), 1, static_cast<uint32_t>(shared_bytes)};
+}
+
+const char* agreed_name(uint32_t word) {
+  static constexpr const char* kNames[kAgreedWords] = {"x (bytes per row)", "x (scale words per row)",
+                                                       "topk_idx (top-k)", "num_experts", "x (bytes per element)"};
+  return kNames[word];
+}
+
+uint64_t staging_bytes_of(uint64_t rows, uint64_t row_bytes, uint64_t top_k) {
+  return round_up(rows * row_bytes, 16) + rows * top_k * sizeof(float);
+}
+
+uint64_t heap_bytes_of(uint64_t bytes) { return round_up(std::max<uint64_t>(bytes, 1), Heap::kAlignment); }
+
+}  // namespace
+
+// Which kernel, with what structs; the shape's constants come from HighThroughputShape.
+struct MoeBuffer::KernelChoice {
+  const char* file;
+  const char* name;
+  const char* args_type;
+};
+
+namespace {
+constexpr char kLayoutFile[] = "kernels/moe/high_throughput_layout.cuh";
+constexpr char kDispatchFile[] = "kernels/moe/high_throughput_dispatch.cuh";
+constexpr char kCombineFile[] = "kernels/moe/high_throughput_combine.cuh";
+}  // namespace
+
+MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window,
+                     std::unique_ptr<HostVisible> visible, const MoeOptions& options, const HighThroughputControl& control)
+    : comm_(std::move(comm)),
+      window_(std::move(window)),
+      visible_(std::move(visible)),
+      control_(control),
+      timeout_s_(options.timeout_s > 0 ? options.timeout_s : comm_->timeout_s()),
+      low_latency_begin_(round_up(control.end, 4096)),
+      low_latency_end_(low_latency_begin_ + round_up(options.low_latency_bytes, 4096)),
+      heap_(low_latency_end_, window_->bytes()) {
+  Carver carver;
+  fault_ = visible_->at<FaultBox>(carver.take(sizeof(FaultBox)));
+  awaited_report_ = visible_->at<CountReport>(carver.take(report_bytes(comm_->size())));
+  unawaited_report_ = visible_->at<CountReport>(carver.take(report_bytes(comm_->size())));
+}
+
+Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicator> comm, const MoeOptions& options) {
+  const auto ranks = static_cast<uint32_t>(comm->size());
+  if (static_cast<uint32_t>(comm->mapped_ranks().size()) != ranks)
+    return Status::make(Code::kUnsupported, "group: got {} ranks of which rank {} maps {}, allowed: ranks of one node",
+                        ranks, comm->rank(), comm->mapped_ranks().size());
+  const HighThroughputControl control = plan_control(ranks);
+  const uint64_t bytes = round_up(control.end, 4096) + round_up(options.low_latency_bytes, 4096) + options.heap_bytes;
+  WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 3 + 2 * report_bytes(ranks)));
+  WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
+  WEFT_TRY_ASSIGN(ComputeLimits limits, limits_of(*comm));
+  std::unique_ptr<MoeBuffer> buffer(
+      new MoeBuffer(std::move(comm), std::move(window), std::move(visible), options, control));
+  buffer->limits_ = limits;
+  return buffer;
+}
+
+MappedMesh MoeBuffer::mesh() const {
+  return {window_->table(), static_cast<uint32_t>(comm_->rank()), static_cast<uint32_t>(comm_->size())};
+}
+
+WaitRule MoeBuffer::wait_rule() const {
+  return {static_cast<uint64_t>(timeout_s_ * 1e9), fault_, static_cast<uint32_t>(comm_->rank()), 0};
+}
+
+uint32_t MoeBuffer::experts_per_rank(uint32_t experts) const {
+  const auto ranks = static_cast<uint32_t>(comm_->size());
+  return (experts + ranks - 1) / ranks;
+}
+
+Status MoeBuffer::fault() {
+  if (broken_.ok() && load_acquire(&fault_->raised) != 0) broken_ = logged(fault_status(*fault_));
+  return broken_;
+}
+
+Status MoeBuffer::zero(void* at, uint64_t bytes, void* stream) {
+  if (comm_->device().is_host()) {
+    std::memset(at, 0, bytes);
+    return {};
+  }
+  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  return cuda_status(driver->cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(at), 0, bytes, static_cast<CUstream>(stream)),
+                     "zero counts");
+}
+
+Status MoeBuffer::launch(const KernelChoice& choice, const GridPlan& grid, const void* args, size_t args_bytes,
+                         const HighThroughputShape& shape, void* stream) {
+  const KernelKey key{choice.file,
+                      choice.name,
+                      choice.args_type,
+                      "MappedMesh",
+                      {{"row_bytes", shape.row_bytes},
+                       {"piece_bytes", shape.piece_bytes},
+                       {"scale_words", shape.scale_words},
+                       {"top_k", shape.top_k},
+                       {"element", shape.element}},
+                      grid.threads_per_block,
+                      1};
+  WEFT_TRY_ASSIGN(const Kernel* kernel, jit().get(key));
+  const Launch how{grid.blocks, grid.threads_per_block, grid.shared_bytes, stream, false};
+  const MappedMesh peers = mesh();
+  WEFT_TRY(jit().launch(*kernel, how, args, args_bytes, &peers, sizeof(peers), &shape));
+  return comm_->device().is_host() ? fault() : Status();
+}
+
+Status MoeBuffer::layout(const LayoutCall& call) {
+  WEFT_TRY(fault());
+  const auto ranks = static_cast<uint32_t>(comm_->size());
+  const LayoutArgs args{call.topk_idx, call.tokens, call.top_k, call.id_bytes, ranks, call.experts,
+                        experts_per_rank(call.experts), 0, call.tokens_per_rank, call.tokens_per_expert,
+                        call.token_in_rank};
+  WEFT_TRY(zero(call.tokens_per_rank, ranks * sizeof(int32_t), call.stream));
+  WEFT_TRY(zero(call.tokens_per_expert, call.experts * sizeof(int32_t), call.stream));
+  return launch({kLayoutFile, "dispatch_layout", "LayoutArgs"}, plan_layout(call.tokens, limits_), &args, sizeof(args), {},
+                call.stream);
+}
+
+Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
+  WEFT_TRY(fault());
+  const auto ranks = static_cast<uint32_t>(comm_->size());
+  const RowFormat& format = call.format;
+  CountReport* report = call.wait ? awaited_report_ : unawaited_report_;
+  if (call.wait) store_relaxed(&report->epoch, uint64_t{0});
+  NotifyArgs args{};
+  args.at = control_.offsets;
+  args.wait = wait_rule();
+  args.state = reinterpret_cast<GridState*>(window_->local() + control_.notify_state);
+  args.token_in_rank = call.token_in_rank;
+  args.tokens_per_expert = call.tokens_per_expert;
+  args.mine = {format.row_bytes, format.scale_words, format.top_k, call.experts, format.element, call.tokens, {0, 0},
+               heap_.largest(), staging_bytes_};
+  args.experts_per_rank = experts_per_rank(call.experts);
+  args.send_row = call.handle.send_row;
+  args.slot_base = call.handle.slot_base;
+  args.prefix = call.handle.prefix;
+  args.report = report;
+  args.rows_to = reinterpret_cast<int32_t*>(window_->local() + control_.rows_to);
+  WEFT_TRY(launch({kLayoutFile, "dispatch_notify", "NotifyArgs"}, plan_notify(ranks, limits_), &args, sizeof(args), {},
+                  call.stream));
+  return collect(call, report, ++dispatches_);
+}
+
+// Waits for the kernel's report, where the caller wants it, and grows the window where some rank lacks room.
+Result<Notified> MoeBuffer::collect(const NotifyCall& call, const CountReport* report, uint64_t handle_id) {
+  Notified notified;
+  notified.handle_id = handle_id;
+  if (!call.wait) return notified;
+  // The kernel itself gives up at timeout_s_ and says why; the second half is for a kernel that never starts.
+  const bool came = wait_until(Deadline::after_s(2 * timeout_s_), [&] {
+    return load_acquire(&report->epoch) != 0 || load_acquire(&fault_->raised) != 0;
+  });
+  WEFT_TRY(fault());
+  if (!came)
+    return logged(Status::make(Code::kPeerLost, "rank {}, dispatch.counts, waited {} s for this rank's own kernel: "
+                               "the stream has not reached it", comm_->rank(), 2 * timeout_s_));
+  WEFT_TRY(compare(*report));
+  const RankCounts* counts = rank_counts(report);
+  WEFT_TRY(make_room(call, counts));
+  notified.received_rows = counts[comm_->rank()].received_rows;
+  notified.sent_rows = counts[comm_->rank()].sent_rows;
+  const auto* per_expert = reinterpret_cast<const int32_t*>(counts + comm_->size());
+  const uint32_t each = experts_per_rank(call.experts);
+  const uint32_t first = std::min(call.experts, each * static_cast<uint32_t>(comm_->rank()));
+  notified.tokens_per_local_expert.assign(per_expert, per_expert + std::min(each, call.experts - first));
+  return notified;
+}
+
+Status MoeBuffer::compare(const CountReport& report) const {
+  if (report.disagreeing_word == kAgreedWords) return {};
+  return logged(Status::invalid("{}: got {} on rank {} and {} on rank {}, allowed: the same on all ranks",
+                                agreed_name(report.disagreeing_word), report.mine, comm_->rank(), report.theirs,
+                                report.disagreeing_rank));
+}
+
+// Every rank sees everyone's counts and free memory, so all decide alike whether to grow, and by how much.
+Status MoeBuffer::make_room(const NotifyCall& call, const RankCounts* counts) {
+  const RowFormat& format = call.format;
+  uint64_t growth = 0;
+  for (int rank = 0; rank < comm_->size(); ++rank) {
+    const ReceiveLayout layout =
+        receive_layout(counts[rank].received_rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
+    const uint64_t staging = staging_bytes_of(counts[rank].sent_rows, format.combine_row_bytes, format.top_k);
+    uint64_t need = heap_bytes_of(layout.rows_bytes) + heap_bytes_of(layout.meta_bytes);
+    if (staging > counts[rank].staging_bytes) need += heap_bytes_of(staging);
+    if (need > counts[rank].free_bytes) growth = std::max(growth, need);
+  }
+  if (growth == 0) return {};
+  const uint64_t bytes = round_up(window_->bytes() + growth + growth / 4, kGrowthStep);
+  log_info("rank {}: growing the window from {} to {} bytes", comm_->rank(), window_->bytes(), bytes);
+  WEFT_TRY(window_->grow(bytes));
+  heap_.extend(window_->bytes());
+  return {};
+}
+
+Result<uint64_t> MoeBuffer::take(uint64_t bytes, const char* what) {
+  if (std::optional<uint64_t> at = heap_.take(std::max<uint64_t>(bytes, 1))) return *at;
+  return logged(Status::make(Code::kCapacity,
+                             "num_nvl_bytes: {} needs {} bytes in one piece, the buffer has {} free of {}; make it larger, "
+                             "free earlier outputs, or let dispatch wait for counts (num_worst_tokens=0), which grows it",
+                             what, bytes, heap_.largest(), window_->bytes() - low_latency_end_));
+}
+
+Status MoeBuffer::ensure_staging(uint64_t bytes) {
+  if (bytes <= staging_bytes_) return {};
+  if (staging_bytes_ > 0) heap_.give(staging_at_);
+  staging_bytes_ = 0;
+  WEFT_TRY_ASSIGN(staging_at_, take(bytes, "combine"));
+  staging_bytes_ = bytes;
+  return {};
+}
+
+Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
+  WEFT_TRY(fault());
+  const auto ranks = static_cast<uint32_t>(comm_->size());
+  const RowFormat& format = call.format;
+  Received received{};
+  received.layout = receive_layout(call.rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
+  WEFT_TRY(ensure_staging(staging_bytes_of(call.staging_rows, format.combine_row_bytes, format.top_k)));
+  WEFT_TRY_ASSIGN(received.rows_at, take(received.layout.rows_bytes, "dispatch"));
+  Result<uint64_t> meta_at = take(received.layout.meta_bytes, "dispatch");
+  if (!meta_at.ok()) {
+    heap_.give(received.rows_at);
+    return meta_at.status();
+  }
+  received.meta_at = *meta_at;
+
+  const HighThroughputShape shape{format.row_bytes, plan_piece_bytes(format.row_bytes), format.scale_words, format.top_k,
+                                  kElementBf16};
+  const GridPlan grid = plan_dispatch(ranks, static_cast<uint32_t>(shape.piece_bytes), call.num_sms, limits_);
+  DispatchArgs args{};
+  args.at = control_.offsets;
+  args.wait = wait_rule();
+  args.state = reinterpret_cast<GridState*>(window_->local() + control_.dispatch_state);
+  args.x = call.x;
+  args.scales = call.scales;
+  args.scale_token_stride = call.scale_token_stride;
+  args.scale_word_stride = call.scale_word_stride;
+  args.topk_idx = call.topk_idx;
+  args.topk_weights = call.topk_weights;
+  args.tokens = call.tokens;
+  args.send_row = call.handle.send_row;
+  args.slot_base = call.handle.slot_base;
+  args.prefix = call.handle.prefix;
+  args.report = call.counts_unknown ? unawaited_report_ : nullptr;
+  args.mine = {received.rows_at, received.meta_at, call.rows, call.handle_id, format.row_bytes, {}};
+  args.experts = call.experts;
+  args.experts_per_rank = experts_per_rank(call.experts);
+  args.id_bytes = format.id_bytes;
+  args.fill_tail = call.counts_unknown ? 1 : 0;
+  args.row_warps = grid.first_role;
+  args.meta_warps = grid.second_role;
+  const Status launched =
+      launch({kDispatchFile, "dispatch_rows", "DispatchArgs"}, grid, &args, sizeof(args), shape, call.stream);
+  if (launched.ok()) return received;
+  heap_.give(received.rows_at);
+  heap_.give(received.meta_at);
+  return launched;
+}
+
+Status MoeBuffer::combine(const CombineCall& call) {
+  WEFT_TRY(fault());
+  const auto ranks = static_cast<uint32_t>(comm_->size());
+  WEFT_TRY(ensure_staging(staging_bytes_of(call.staging_rows, call.row_bytes, call.top_k)));
+  const HighThroughputShape shape{call.row_bytes, plan_piece_bytes(call.row_bytes), 0, call.top_k, call.element};
+  const GridPlan grid = plan_combine(ranks, static_cast<uint32_t>(shape.piece_bytes), call.num_sms, limits_);
+  CombineArgs args{};
+  args.at = control_.offsets;
+  args.wait = wait_rule();
+  args.state = reinterpret_cast<GridState*>(window_->local() + control_.combine_state);
+  args.x = call.x;
+  args.topk_weights = call.topk_weights;
+  args.slot = call.slot;
+  args.send_row = call.handle.send_row;
+  args.slot_base = call.handle.slot_base;
+  args.prefix = call.handle.prefix;
+  args.bias[0] = call.bias[0];
+  args.bias[1] = call.bias[1];
+  args.combined = call.combined;
+  args.combined_weights = call.combined_weights;
+  args.tokens = call.tokens;
+  args.mine = {staging_at_, staging_at_ + round_up(call.staging_rows * call.row_bytes, 16), call.staging_rows,
+               call.handle_id, call.row_bytes, {}};
+  args.push_warps = grid.first_role;
+  args.sum_warps = grid.second_role;
+  return launch({kCombineFile, "combine_rows", "CombineArgs"}, grid, &args, sizeof(args), shape, call.stream);
+}
+
+}  // namespace weft

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// MoeBuffer is the host side of expert-parallel dispatch and combine on ranks that map each other's windows.
+//   WEFT_TRY_ASSIGN(auto buffer, MoeBuffer::create(comm, options));
+//   WEFT_TRY_ASSIGN(Notified counts, buffer->notify(call));       // who sends how many rows to whom
+//   WEFT_TRY_ASSIGN(Received rows, buffer->dispatch(rows_call));  // rows in this rank's window, until give_back()
+//   WEFT_TRY(buffer->combine(combine_call));
+// Pointers are memory of this rank's device; nothing is checked here that Python has checked. Calls are collective and
+// in the same order on all ranks. On CUDA they enqueue on `stream`; on the host they return when they are done.
+// Threads: one caller at a time; give_back() from any thread.
+// Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on epochs.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "jit/jit.h"
+#include "kernels/moe/high_throughput_args.h"
+#include "memory/heap.h"
+#include "memory/host_visible.h"
+#include "memory/window.h"
+#include "plan/high_throughput.h"
+#include "transports/mapped/channel.cuh"
+
+namespace weft {
+
+struct MoeOptions {
+  uint64_t heap_bytes;         // for rows in flight and received; grows when a dispatch needs more
+  uint64_t low_latency_bytes;  // set aside for low-latency mode
+  double timeout_s;            // 0 takes the communicator's
+};
+
+struct RowFormat {
+  uint32_t row_bytes;    // multiple of 16
+  uint32_t scale_words;  // 4-byte words of scales per row
+  uint32_t top_k;        // 0 when no ids travel
+  uint32_t id_bytes;     // 4 or 8
+  uint32_t element;      // bytes of one element of x: ranks must agree
+  uint32_t combine_row_bytes;  // of the rows that combine will send back
+};
+
+// The places that a dispatch's handle keeps. R ranks, T tokens: send_row i32[T][R], slot_base i32[T], prefix i32[R][R].
+struct HandleMemory {
+  int32_t* send_row;
+  int32_t* slot_base;
+  int32_t* prefix;
+};
+
+struct NotifyCall {
+  RowFormat format;
+  const uint8_t* token_in_rank;      // [T][R]
+  const int32_t* tokens_per_expert;  // [experts]
+  uint32_t tokens;
+  uint32_t experts;
+  HandleMemory handle;
+  bool wait;  // block until the counts are known; no for num_worst_tokens
+  void* stream;
+};
+
+struct Notified {
+  uint64_t handle_id = 0;      // names this dispatch on all ranks
+  uint64_t received_rows = 0;  // these only with `wait`
+  uint64_t sent_rows = 0;
+  std::vector<int32_t> tokens_per_local_expert;
+};
+
+struct DispatchCall {
+  RowFormat format;
+  const std::byte* x;  // [T] rows
+  const uint32_t* scales;
+  int64_t scale_token_stride;  // in words
+  int64_t scale_word_stride;
+  const void* topk_idx;       // null: no ids travel
+  const float* topk_weights;
+  uint32_t tokens;
+  uint32_t experts;
+  HandleMemory handle;
+  uint64_t handle_id;
+  uint64_t rows;             // to make room for here
+  uint64_t staging_rows;     // sent rows that combine will get back, at most
+  bool counts_unknown;       // num_worst_tokens: fill the tail, and stop if ranks disagree
+  uint32_t num_sms;
+  void* stream;
+};
+
+// Two pieces of this rank's window, each to be given back: rows and scales; ids, weights, origins.
+struct Received {
+  uint64_t rows_at;
+  uint64_t meta_at;
+  ReceiveLayout layout;
+};
+
+struct CombineCall {
+  uint32_t row_bytes;
+  uint32_t top_k;
+  int64_t element;             // kElementBf16 or kElementFp32
+  const std::byte* x;          // [N] rows
+  const float* topk_weights;   // [N][K], or null
+  const int32_t* slot;         // [N], from the dispatch
+  const std::byte* bias[2];
+  std::byte* combined;         // [T] rows
+  float* combined_weights;     // [T][K], or null
+  uint32_t tokens;
+  HandleMemory handle;
+  uint64_t handle_id;
+  uint64_t staging_rows;
+  uint32_t num_sms;
+  void* stream;
+};
+
+struct LayoutCall {
+  const void* topk_idx;  // [T][K]
+  uint32_t id_bytes;
+  uint32_t tokens;
+  uint32_t top_k;
+  uint32_t experts;
+  int32_t* tokens_per_rank;    // [R]
+  int32_t* tokens_per_expert;  // [experts]
+  uint8_t* token_in_rank;      // [T][R]
+  void* stream;
+};
+
+class MoeBuffer {
+ public:
+  static Result<std::unique_ptr<MoeBuffer>> create(std::shared_ptr<Communicator> comm, const MoeOptions& options);
+
+  Status layout(const LayoutCall& call);
+  Result<Notified> notify(const NotifyCall& call);
+  Result<Received> dispatch(const DispatchCall& call);
+  Status combine(const CombineCall& call);
+
+  // Frees what a dispatch returned. On CUDA: when every use on any stream is ordered before the next dispatch.
+  void give_back(uint64_t offset) { heap_.give(offset); }
+  // Reports a fault that a kernel raised since; later calls report it too.
+  Status fault();
+
+  const std::shared_ptr<Communicator>& communicator() const { return comm_; }
+  Window& window() { return *window_; }
+  Jit& jit() { return Jit::of(comm_->device()); }
+  uint64_t low_latency_begin() const { return low_latency_begin_; }
+  uint64_t low_latency_end() const { return low_latency_end_; }
+  FaultBox* fault_box() { return fault_; }
+  MappedMesh mesh() const;
+  WaitRule wait_rule() const;
+
+ private:
+  MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window, std::unique_ptr<HostVisible> visible,
+            const MoeOptions& options, const HighThroughputControl& control);
+
+  struct KernelChoice;
+  Status launch(const KernelChoice& choice, const GridPlan& grid, const void* args, size_t args_bytes,
+                const HighThroughputShape& shape, void* stream);
+  Status zero(void* at, uint64_t bytes, void* stream);
+  Result<Notified> collect(const NotifyCall& call, const CountReport* report, uint64_t handle_id);
+  Status compare(const CountReport& report) const;
+  Status make_room(const NotifyCall& call, const RankCounts* counts);
+  Status ensure_staging(uint64_t bytes);
+  Result<uint64_t> take(uint64_t bytes, const char* what);
+  uint32_t experts_per_rank(uint32_t experts) const;
+
+  std::shared_ptr<Communicator> comm_;
+  std::unique_ptr<Window> window_;
+  std::unique_ptr<HostVisible> visible_;
+  HighThroughputControl control_;
+  ComputeLimits limits_{};
+  double timeout_s_;
+  uint64_t low_latency_begin_;
+  uint64_t low_latency_end_;
+  Heap heap_;
+  FaultBox* fault_;
+  CountReport* awaited_report_;    // of calls that wait
+  CountReport* unawaited_report_;  // of calls that don't: such calls may overlap with the host's reads
+  uint64_t dispatches_ = 0;
+  uint64_t staging_at_ = 0;
+  uint64_t staging_bytes_ = 0;
+  Status broken_;
+};
+
+}  // namespace weft

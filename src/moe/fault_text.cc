@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/fault_text.h"
+
+#include <cstdio>
+
+namespace weft {
+namespace {
+
+const char* operation(Site site) {
+  switch (site) {
+    case Site::kNone: return "nothing";
+    case Site::kCounts: return "dispatch.counts";
+    case Site::kDispatchReady: return "dispatch.ready";
+    case Site::kDispatchRecv: return "dispatch.recv";
+    case Site::kDispatchCapacity: return "dispatch.capacity";
+    case Site::kCombineReady: return "combine.ready";
+    case Site::kCombineRecv: return "combine.recv";
+    case Site::kCombineHandle: return "combine.handle";
+    case Site::kDispatchHandle: return "dispatch.handle";
+    case Site::kLowLatencyDispatchSlot: return "low_latency_dispatch.slot";
+    case Site::kLowLatencyDispatchRecv: return "low_latency_dispatch.recv";
+    case Site::kLowLatencyCombineSlot: return "low_latency_combine.slot";
+    case Site::kLowLatencyCombineRecv: return "low_latency_combine.recv";
+    case Site::kBarrier: return "barrier";
+    case Site::kCollective: return "collective";
+  }
+  return "unknown";
+}
+
+std::string seconds(uint64_t ns) {
+  char digits[32];
+  std::snprintf(digits, sizeof(digits), "%.1f", static_cast<double>(ns) * 1e-9);
+  return digits;
+}
+
+}  // namespace
+
+Status fault_status(const FaultBox& box) {
+  const char* what = operation(box.site);
+  if (box.site == Site::kDispatchCapacity)
+    return Status::make(Code::kCapacity, "num_worst_tokens: got {}, allowed: at least the {} rows that rank {} received",
+                        box.expected, box.seen, box.self);
+  if (box.site == Site::kCombineHandle || box.site == Site::kDispatchHandle)
+    return Status::invalid("handle: rank {}, {}: rank {} uses {} {}, this rank {}", box.self, what, box.peer,
+                           box.waited_ns ? "rows of bytes" : "the handle of dispatch", box.seen, box.expected);
+  return Status::make(Code::kPeerLost, "rank {}, {}, waited {} s for rank {}: expected epoch {}, saw {}", box.self, what,
+                      seconds(box.waited_ns), box.peer, box.expected, box.seen);
+}
+
+}  // namespace weft

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan/high_throughput.h"
+
+#include <algorithm>
+
+#include "plan/carver.h"
+
+namespace weft {
+namespace {
+
+constexpr uint32_t kMaxPieceBytes = 16 * 1024;  // one bulk-copy warp per SM with 16 KiB pieces fills the links
+constexpr uint32_t kCudaWarp = 32;
+
+// On the host every warp takes both roles in turn.
+GridPlan host_grid(const ComputeLimits& limits, uint32_t shared_bytes) {
+  const WarpRange all{0, limits.host_threads};
+  return {1, limits.host_threads, shared_bytes, all, all};
+}
+
+// As many row warps as `wanted` and shared memory allow, then `others`.
+GridPlan cuda_grid(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, uint32_t wanted, uint32_t others,
+                   const ComputeLimits& limits) {
+  const uint32_t fits = (limits.shared_bytes - pipes_at(ranks)) / pipe_bytes(piece_bytes);
+  const uint32_t row_warps = std::max(1u, std::min(wanted, fits));
+  return {std::clamp(num_sms, 1u, limits.max_blocks),
+          (row_warps + others) * kCudaWarp,
+          rows_shared_bytes(ranks, row_warps, piece_bytes),
+          {0, row_warps},
+          {row_warps, others}};
+}
+
+}  // namespace
+
+HighThroughputControl plan_control(uint32_t ranks) {
+  HighThroughputControl control{};
+  HighThroughputOffsets& at = control.offsets;
+  Carver carver;
+  at.record_words = round_up(sizeof(CountHeader) / 4 + ranks + kMaxExpertsPerRank, 32);
+  at.count_signal = carver.take(ranks * 8);
+  at.count_record = carver.take(2 * ranks * at.record_words * 4);
+  at.ready_signal = carver.take(ranks * 8);
+  at.ready_record = carver.take(2 * ranks * sizeof(ReadyRecord));
+  at.arrived_signal = carver.take(ranks * 8);
+  at.combine_signal = carver.take(ranks * 8);
+  at.combine_record = carver.take(2 * ranks * sizeof(ReadyRecord));
+  at.chunk_signal = carver.take(uint64_t{ranks} * kMaxChunks * 8);
+  control.notify_state = carver.take(sizeof(GridState));
+  control.dispatch_state = carver.take(sizeof(GridState));
+  control.combine_state = carver.take(sizeof(GridState));
+  control.rows_to = carver.take(ranks * sizeof(int32_t));
+  control.end = carver.end();
+  return control;
+}
+
+uint32_t plan_piece_bytes(uint64_t row_bytes) {
+  const uint64_t pieces = std::max<uint64_t>(1, (row_bytes + kMaxPieceBytes - 1) / kMaxPieceBytes);
+  return static_cast<uint32_t>(round_up((row_bytes + pieces - 1) / pieces, 16));
+}
+
+GridPlan plan_layout(uint64_t tokens, const ComputeLimits& limits) {
+  if (!limits.is_cuda) return host_grid(limits, 0);
+  constexpr uint32_t kThreads = 256;
+  const auto blocks = static_cast<uint32_t>((tokens + kThreads - 1) / kThreads);
+  return {std::clamp(blocks, 1u, limits.max_blocks), kThreads, 0, {}, {}};
+}
+
+GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits) {
+  const uint32_t warps = limits.is_cuda ? 32 : limits.host_threads;
+  const uint32_t shared_bytes = (warps + 2) * 4;
+  if (!limits.is_cuda) return host_grid(limits, shared_bytes);
+  return {std::clamp(ranks + 1, 1u, limits.max_blocks), warps * kCudaWarp, shared_bytes, {}, {}};
+}
+
+GridPlan plan_dispatch(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits) {
+  if (!limits.is_cuda) return host_grid(limits, pipes_at(ranks));
+  return cuda_grid(ranks, piece_bytes, num_sms, 3, 5, limits);
+}
+
+GridPlan plan_combine(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits) {
+  if (!limits.is_cuda) return host_grid(limits, pipes_at(ranks));
+  return cuda_grid(ranks, piece_bytes, num_sms, 3, 13, limits);
+}
+
+}  // namespace weft

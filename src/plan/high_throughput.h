@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Decisions of high-throughput dispatch and combine: where the exchanges stand in a window, how rows are cut, what grid
+// runs. Pure functions: no device, no environment, no clock. Units are in names.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/moe/high_throughput_args.h"
+
+namespace weft {
+
+// A rank owns at most this many experts: the counts of its experts travel in a record of fixed size.
+inline constexpr uint32_t kMaxExpertsPerRank = 4096;
+
+// The part of every rank's window that exchanges use, from offset 0. States are local, but live there too.
+struct HighThroughputControl {
+  HighThroughputOffsets offsets;
+  uint64_t notify_state;
+  uint64_t dispatch_state;
+  uint64_t combine_state;
+  uint64_t rows_to;  // i32[R], scratch of notify
+  uint64_t end;
+};
+HighThroughputControl plan_control(uint32_t ranks);
+
+// What the machine offers to one rank's kernels.
+struct ComputeLimits {
+  bool is_cuda;
+  uint32_t max_blocks;          // SMs, or 1 on the host
+  uint32_t host_threads;        // per rank, on the host
+  uint32_t shared_bytes;        // per block
+};
+
+struct GridPlan {
+  uint32_t blocks;
+  uint32_t threads_per_block;
+  uint32_t shared_bytes;
+  WarpRange first_role;   // rows to push
+  WarpRange second_role;  // dispatch: ids, weights, scales; combine: sums
+};
+
+// A row moves in pieces of one pipe stage: as few as fit, equal, a multiple of 16 bytes.
+uint32_t plan_piece_bytes(uint64_t row_bytes);
+GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits);
+GridPlan plan_layout(uint64_t tokens, const ComputeLimits& limits);
+GridPlan plan_dispatch(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits);
+GridPlan plan_combine(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits);
+
+}  // namespace weft

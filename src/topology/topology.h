@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a rank knows of the machine it runs on, and what it tells the others: facts, no decisions.
+//   WEFT_TRY_ASSIGN(RankFacts mine, rank_facts(rank, device));
+// transports/transport.h decides from the facts of all ranks who reaches whom, and how.
+// Threads: any.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/device.h"
+#include "base/status.h"
+
+namespace weft {
+
+struct RankFacts {
+  int rank = 0;
+  int node = 0;          // ranks with the same number share a node: the host, or a part of it when
+                         // WEFT_RANKS_PER_NODE says so
+  std::string host;      // host_id() of the rank
+  uint64_t process = 0;  // process_key() of the rank
+  Device device;
+  std::string gpu;             // PCI address such as 0000:1b:00.0; empty on the host
+  bool can_share_vmm = false;  // the GPU's memory can be given away as a file descriptor
+  bool can_share_ipc = false;  // ... as a CUDA IPC handle
+};
+
+// The same text for processes that can give each other file descriptors: one boot of one kernel, one network
+// namespace (in which the names of abstract sockets live).
+std::string host_id();
+
+// NUMA node of the CPU this thread runs on; -1 where the system does not say.
+int current_numa_node();
+
+// The facts of this process as rank `rank` on `device`; node is 0 until the facts of all ranks are known.
+// Errors: kUnsupported when the device does not exist, with the reason.
+Result<RankFacts> rank_facts(int rank, Device device);
+
+}  // namespace weft

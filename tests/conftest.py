@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import torch
+
+torch.set_num_threads(1)  # ranks are forked from this process, and a fork inherits no OpenMP threads

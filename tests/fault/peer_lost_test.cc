@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Ranks that die or stall while the others create communicators and windows.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <thread>
+
+#include "memory/window.h"
+#include "support/ranks.h"
+
+namespace weft {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::run_process_ranks;
+using testing::run_thread_ranks;
+
+constexpr Device kHost{};
+
+double seconds_of(const std::function<void()>& call) {
+  const auto start = std::chrono::steady_clock::now();
+  call();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+TEST(PeerLost, BootstrapNamesTheRankThatNeverComes) {
+  run_thread_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
+    if (boot->rank() == 1) return;
+    const auto comm = Communicator::create(boot, kHost, 0.2);
+    EXPECT_EQ(comm.status().code(), Code::kPeerLost);
+    EXPECT_THAT(comm.status().message(), AllOf(HasSubstr(text("rank {}, bootstrap.all_gather", boot->rank())),
+                                               HasSubstr("for rank 1")));
+  });
+}
+
+TEST(PeerLost, WindowCreationNamesTheRankThatStalls) {
+  run_thread_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
+    const auto comm = *Communicator::create(boot, kHost, 0.3);
+    if (boot->rank() == 2) {
+      std::this_thread::sleep_for(std::chrono::seconds(1));
+      return;
+    }
+    const auto window = Window::create(comm, 4096);
+    EXPECT_EQ(window.status().code(), Code::kPeerLost);
+    EXPECT_THAT(
+        window.status().message(),
+        AllOf(HasSubstr(text("rank {}, window.create, waited 0.", boot->rank())), HasSubstr("s for rank 2")));
+  });
+}
+
+TEST(PeerLost, ADeadProcessIsNoticedLongBeforeTheDeadline) {
+  run_process_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
+    const auto comm = *Communicator::create(boot, kHost, 60);
+    if (boot->rank() == 2) _exit(0);
+    Status status;
+    EXPECT_LT(seconds_of([&] { status = Window::create(comm, 4096).status(); }), 10);
+    EXPECT_EQ(status.code(), Code::kPeerLost);
+    EXPECT_THAT(status.message(), AllOf(HasSubstr("window.create"), HasSubstr("rank 2 is gone")));
+  });
+}
+
+TEST(PeerLost, AProcessThatDiesBeforeGrowingLeavesTheWindowAsItWas) {
+  run_process_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
+    const auto comm = *Communicator::create(boot, kHost, 60);
+    auto window = std::move(*Window::create(comm, 4096));
+    if (boot->rank() == 0) _exit(0);
+    const Status status = window->grow(1 << 20);
+    EXPECT_EQ(status.code(), Code::kPeerLost);
+    EXPECT_THAT(status.message(), AllOf(HasSubstr("window.grow"), HasSubstr("rank 0 is gone")));
+    EXPECT_EQ(window->bytes(), 4096u);
+    for (int rank = 0; rank < 3; ++rank) window->base(rank)[4095] = std::byte{1};  // also the dead one's
+  });
+}
+
+TEST(PeerLost, ALateRankAfterATimeoutDoesNotConfuseTheNextCall) {
+  run_thread_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    const auto comm = *Communicator::create(boot, kHost, 0.3);
+    if (boot->rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(600));
+    EXPECT_FALSE(Window::create(comm, 4096).ok());  // rank 1 comes when rank 0 has given up
+    ASSERT_TRUE(boot->all_gather("", Deadline::after_s(20)).ok());
+    const auto window = Window::create(comm, 8192);
+    ASSERT_TRUE(window.ok()) << window.status().message();
+    EXPECT_EQ((*window)->bytes(), 8192u);
+    ASSERT_TRUE(boot->all_gather("", Deadline::after_s(20)).ok());
+  });
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that die or stop: every other rank raises within the deadline and names the lost one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.testing import oracle
+from weft.testing.cases import MoeCase
+from weft.testing.numerics import calc_diff
+from weft.testing.ranks import Rank, run_ranks
+
+TIMEOUT_S = 1.5
+MOST_TOKENS = 16
+SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
+LOST = 1
+CASE = MoeCase((6, 9, 4), 128, 3, 6, empty_share=0)
+
+
+def make_buffer(rank: Rank, **options: Any) -> weft.Buffer:
+    num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(
+        MOST_TOKENS, CASE.hidden, rank.size, CASE.num_experts
+    )
+    return weft.Buffer(rank.group, 8 << 20, num_bytes, low_latency_mode=True, timeout_s=TIMEOUT_S, **options)
+
+
+def ht_dispatch(buffer: weft.Buffer, rank: int) -> Any:
+    topk_idx = CASE.topk_idx(rank)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, CASE.num_experts)
+    weights = CASE.topk_weights(rank)
+    return buffer.dispatch(CASE.x(rank), None, per_rank, None, in_rank, per_expert, topk_idx, weights)
+
+
+def ht_combine(buffer: weft.Buffer, rank: int, state: Any) -> None:
+    buffer.combine(state[0], state[4])
+
+
+def ll_dispatch(buffer: weft.Buffer, rank: int) -> Any:
+    return buffer.low_latency_dispatch(
+        CASE.x(rank), CASE.topk_idx(rank), MOST_TOKENS, CASE.num_experts, use_fp8=False
+    )
+
+
+def ll_combine(buffer: weft.Buffer, rank: int, state: Any) -> None:
+    buffer.low_latency_combine(state[0], CASE.topk_idx(rank), CASE.topk_weights(rank), state[2])
+
+
+def lose_one(rank: Rank, call: str, number: int) -> tuple[str, float]:
+    """Every rank makes a round trip; then LOST gets the signal before ``call`` and the others make it."""
+    buffer = make_buffer(rank)
+    first, second = (ht_dispatch, ht_combine) if call.startswith("ht") else (ll_dispatch, ll_combine)
+    state = first(buffer, rank.rank)
+    second(buffer, rank.rank, state)
+    if call.endswith("combine"):
+        state = first(buffer, rank.rank)
+    torch.distributed.barrier(group=rank.group)
+    if rank.rank == LOST:
+        os.kill(os.getpid(), number)
+    start = time.monotonic()
+    with pytest.raises(weft.PeerLost) as raised:
+        if call.endswith("combine"):
+            second(buffer, rank.rank, state)
+        else:
+            first(buffer, rank.rank)
+    return str(raised.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])
+@pytest.mark.parametrize("call", ["ht_dispatch", "ht_combine", "ll_dispatch", "ll_combine"])
+def test_a_lost_rank_is_named_by_all_others(call: str, number: int) -> None:
+    results = run_ranks(3, lose_one, call, number, lost={LOST}, deadline_s=60)
+    for rank, result in enumerate(results):
+        if rank != LOST:
+            message, waited_s = result
+            assert f"rank {LOST}" in message
+            assert f"rank {rank}" in message
+            assert waited_s < TIMEOUT_S + 3
+
+
+def return_late(rank: Rank) -> None:
+    """A rank that is late, but within the deadline, is not lost."""
+    buffer = make_buffer(rank)
+    if rank.rank == LOST:
+        time.sleep(TIMEOUT_S / 2)
+    state = ht_dispatch(buffer, rank.rank)
+    rows = oracle.ht_dispatch(CASE.routes(), CASE.num_experts, rank.rank)
+    assert torch.equal(state[0], rows.take(CASE.all_x()))
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    run_ranks(3, return_late, deadline_s=60)
+
+
+def shrink(rank: Rank, number: int) -> None:
+    """With shrink enabled the lost rank is masked, and the others go on among themselves."""
+    buffer = make_buffer(rank, enable_shrink=True)
+    ll_combine(buffer, rank.rank, ll_dispatch(buffer, rank.rank))
+    torch.distributed.barrier(group=rank.group)
+    if rank.rank == LOST:
+        os.kill(os.getpid(), number)
+    status = torch.zeros(rank.size, dtype=torch.int32)
+    expected_status = [int(r == LOST) for r in range(rank.size)]
+    lost = oracle.local_experts(CASE.num_experts, rank.size, LOST)
+    for _ in range(3):
+        start = time.monotonic()
+        topk_idx, weights = CASE.topk_idx(rank.rank), CASE.topk_weights(rank.rank)
+        recv, _, handle, _, _ = ll_dispatch(buffer, rank.rank)
+        combined, _, _ = buffer.low_latency_combine(recv, topk_idx, weights, handle)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == expected_status
+        kept_idx = topk_idx.masked_fill((topk_idx >= lost.start) & (topk_idx < lost.stop), -1)
+        slot_rows = CASE.x(rank.rank).unsqueeze(1).expand(-1, CASE.top_k, -1)
+        assert calc_diff(combined, oracle.ll_combine(slot_rows, kept_idx, weights)) < 1e-5
+    assert time.monotonic() - start < TIMEOUT_S, "a masked rank is not waited for again"
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])
+def test_with_shrink_a_lost_rank_is_masked_and_work_goes_on(number: int) -> None:
+    run_ranks(3, shrink, number, lost={LOST}, deadline_s=60)
+
+
+def die_before_construction(rank: Rank) -> str:
+    if rank.rank == LOST:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises((weft.Error, RuntimeError)) as raised:
+        make_buffer(rank)
+    return str(raised.value)
+
+
+def test_a_rank_that_dies_before_construction_fails_the_others() -> None:
+    results = run_ranks(3, die_before_construction, lost={LOST}, deadline_s=30)
+    assert results[0]
+    assert results[2]

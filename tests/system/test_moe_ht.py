@@ -1,0 +1,700 @@
+# SPDX-License-Identifier: Apache-2.0
+"""High-throughput dispatch and combine against the oracle, over shapes, options and bad arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from moe_checks import (
+    WINDOW_BYTES,
+    barrier,
+    check_combined,
+    check_layout,
+    check_received,
+    check_round_trip,
+    dispatch,
+    expert_output,
+    kept_buffer,
+)
+from torch import Tensor
+
+import weft
+from weft.testing import oracle
+from weft.testing.cases import MoeCase
+from weft.testing.ranks import Rank, RankPool, run_ranks
+
+RANK_COUNTS = (1, 2, 3, 5, 6, 7, 17)
+SMALL = MoeCase(tokens=(6, 9), hidden=64, top_k=3, num_experts=8)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", params=RANK_COUNTS)
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with RankPool(request.param) as ranks:
+        yield ranks
+
+
+@st.composite
+def cases(draw: st.DrawFn, num_ranks: int) -> MoeCase:
+    most_tokens = 40 if num_ranks <= 7 else 8
+    return MoeCase(
+        tokens=tuple(draw(st.lists(st.integers(0, most_tokens), min_size=num_ranks, max_size=num_ranks))),
+        hidden=8 * draw(st.integers(1, 40)),
+        top_k=draw(st.integers(1, 32)),
+        num_experts=draw(st.integers(1, 80)),
+        routing=draw(st.sampled_from(("distinct", "any", "one expert", "none"))),
+        empty_share=draw(st.sampled_from((0.0, 0.3, 0.9))),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(data=st.data())
+def test_round_trip_of_any_shape_matches_the_oracle(pool: RankPool, data: st.DataObject) -> None:
+    case = data.draw(cases(pool.num_ranks))
+    pool.run(check_layout, case)
+    pool.run(check_round_trip, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        MoeCase((0, 0), 64, 2, 4),
+        MoeCase((5, 0), 64, 2, 4),
+        MoeCase((1, 1), 8, 1, 1),
+        MoeCase((4, 7), 64, 32, 40),
+        MoeCase((3, 3), 64, 4, 2, routing="any"),
+        MoeCase((40, 50), 64, 4, 8, routing="one expert", empty_share=0),
+        MoeCase((4, 4), 64, 4, 8, routing="none"),
+        MoeCase((100, 130), 7168, 8, 256),
+        MoeCase((3, 4), 16384, 2, 6),
+    ],
+    ids=str,
+)
+def test_round_trip_at_the_edges(pair: RankPool, case: MoeCase) -> None:
+    pair.run(check_round_trip, case)
+
+
+def check_scales(rank: Rank, case: MoeCase, words: int, dtype: torch.dtype, column_major: bool) -> None:
+    quantized = [x.to(torch.float8_e4m3fn) for x in case.all_x()]
+    scales = [case.scales(r, words).view(dtype) for r in range(rank.size)]
+    mine = scales[rank.rank]
+    if column_major:
+        mine = mine.T.contiguous().T
+    (recv_x, recv_scales), idx, weights, _, handle, _ = dispatch(
+        kept_buffer(rank), case, rank.rank, (quantized[rank.rank], mine)
+    )
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    assert recv_x.dtype == torch.float8_e4m3fn
+    assert torch.equal(recv_x.view(torch.uint8), rows.take([q.view(torch.uint8) for q in quantized]))
+    assert recv_scales.is_contiguous()
+    assert torch.equal(recv_scales, rows.take(scales))
+    assert torch.equal(idx, rows.topk_idx)
+    assert torch.equal(weights, rows.take_weights(case.all_weights()))
+    cached, none, *_ = kept_buffer(rank).dispatch((quantized[rank.rank], mine), handle=handle)
+    assert none is None
+    assert torch.equal(cached[1], recv_scales)
+
+
+@pytest.mark.parametrize("words", [1, 3, 56])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+@pytest.mark.parametrize("column_major", [False, True])
+def test_scales_travel_with_rows_in_any_stride(
+    pair: RankPool, words: int, dtype: torch.dtype, column_major: bool
+) -> None:
+    pair.run(check_scales, SMALL, words, dtype, column_major)
+
+
+def check_int32_routes(rank: Rank, case: MoeCase) -> None:
+    buffer, topk_idx = kept_buffer(rank), case.topk_idx(rank.rank).int()
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, case.num_experts)
+    recv_x, recv_idx, recv_weights, counts, _, _ = buffer.dispatch(
+        case.x(rank.rank),
+        None,
+        per_rank,
+        None,
+        in_rank,
+        per_expert,
+        topk_idx,
+        case.topk_weights(rank.rank),
+    )
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    check_received(case, rank.rank, rows, recv_x, recv_idx, recv_weights)
+    assert recv_idx.dtype == torch.int32
+    assert counts == rows.per_expert
+
+
+def test_routes_of_int32_come_back_as_int32(pair: RankPool) -> None:
+    pair.run(check_int32_routes, SMALL)
+
+
+def check_alignment(rank: Rank, case: MoeCase, alignment: int) -> None:
+    counts = dispatch(kept_buffer(rank), case, rank.rank, expert_alignment=alignment)[3]
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    assert counts == [-(-n // alignment) * alignment for n in rows.per_expert]
+    assert all(type(count) is int for count in counts)
+
+
+@pytest.mark.parametrize("alignment", [1, 4, 128])
+def test_expert_alignment_rounds_the_counts(pair: RankPool, alignment: int) -> None:
+    pair.run(check_alignment, SMALL, alignment)
+
+
+def check_worst_tokens(rank: Rank, case: MoeCase, num_worst_tokens: int) -> None:
+    buffer = kept_buffer(rank)
+    recv_x, recv_idx, recv_weights, counts, handle, _ = dispatch(
+        buffer, case, rank.rank, num_worst_tokens=num_worst_tokens
+    )
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    received = len(rows.src_rank)
+    assert counts == []
+    assert len(recv_x) == len(recv_idx) == len(recv_weights) == num_worst_tokens
+    check_received(case, rank.rank, rows, recv_x[:received], recv_idx[:received], recv_weights[:received])
+    assert bool((recv_idx[received:] == -1).all())
+    combined, _, _ = buffer.combine(expert_output(recv_x, rank.rank), handle)
+    check_combined(case, rank.rank, combined)
+
+
+@pytest.mark.parametrize("num_worst_tokens", [15, 16, 1000])
+def test_worst_tokens_gives_a_fixed_number_of_rows(pair: RankPool, num_worst_tokens: int) -> None:
+    pair.run(check_worst_tokens, SMALL, num_worst_tokens)
+
+
+def check_cached(rank: Rank, case: MoeCase) -> None:
+    buffer = kept_buffer(rank)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
+    again = buffer.dispatch(case.x(rank.rank) * 2, handle=handle)
+    assert torch.equal(again[0], recv_x * 2)
+    assert again[1:5] == (None, None, None, None)
+    assert again[5].event is None
+    combined, weights, _ = buffer.combine(expert_output(recv_x, rank.rank), handle)
+    assert weights is None
+    check_combined(case, rank.rank, combined)
+
+
+def test_cached_dispatch_repeats_the_routes(pair: RankPool) -> None:
+    pair.run(check_cached, SMALL)
+
+
+def check_no_top_k(rank: Rank, case: MoeCase) -> None:
+    buffer = kept_buffer(rank)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(
+        case.topk_idx(rank.rank), case.num_experts
+    )
+    recv_x, idx, weights, counts, handle, _ = buffer.dispatch(
+        case.x(rank.rank),
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+    )
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    assert torch.equal(recv_x, rows.take(case.all_x()))
+    assert idx is None
+    assert weights is None
+    assert counts == rows.per_expert
+    check_combined(case, rank.rank, buffer.combine(expert_output(recv_x, rank.rank), handle)[0])
+
+
+def test_dispatch_without_top_k(pair: RankPool) -> None:
+    pair.run(check_no_top_k, SMALL)
+
+
+def check_biases(rank: Rank, case: MoeCase, num_biases: int) -> None:
+    buffer = kept_buffer(rank)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
+    biases = tuple(case.bias(rank.rank, i) for i in range(num_biases))
+    given_bias = biases if num_biases == 2 else biases[0] if biases else None
+    combined, _, _ = buffer.combine(expert_output(recv_x, rank.rank), handle, bias=given_bias)
+    check_combined(case, rank.rank, combined, biases)
+
+
+@pytest.mark.parametrize("num_biases", [0, 1, 2])
+def test_sums_start_from_the_biases(pair: RankPool, num_biases: int) -> None:
+    pair.run(check_biases, SMALL, num_biases)
+
+
+def check_asynchronous(rank: Rank, case: MoeCase, as_handle: bool, on_comm_stream: bool) -> None:
+    buffer = kept_buffer(rank)
+    previous: Any = weft.EventHandle() if as_handle else buffer.capture()
+    options = {
+        "previous_event": previous,
+        "async_finish": True,
+        "allocate_on_comm_stream": on_comm_stream,
+    }
+    recv_x, _, _, _, handle, event = dispatch(buffer, case, rank.rank, **options)
+    event.current_stream_wait()
+    combined, _, event = buffer.combine(expert_output(recv_x, rank.rank), handle, **options)
+    with event:
+        pass
+    check_combined(case, rank.rank, combined)
+
+
+@pytest.mark.parametrize("as_handle", [False, True])
+@pytest.mark.parametrize("on_comm_stream", [False, True])
+def test_asynchronous_calls_take_and_give_events(
+    pair: RankPool, as_handle: bool, on_comm_stream: bool
+) -> None:
+    pair.run(check_asynchronous, SMALL, as_handle, on_comm_stream)
+
+
+def check_aliases(rank: Rank, case: MoeCase) -> None:
+    buffer = kept_buffer(rank)
+    topk_idx = case.topk_idx(rank.rank)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, case.num_experts)
+    config = buffer.get_dispatch_config(rank.size)
+    recv_x, _, _, _, handle, _ = buffer.internode_dispatch(
+        case.x(rank.rank),
+        None,
+        per_rank,
+        per_node,
+        in_rank,
+        per_expert,
+        topk_idx,
+        case.topk_weights(rank.rank),
+        1,
+        0,
+        config,
+    )
+    config = buffer.get_combine_config(rank.size)
+    combined, _, _ = buffer.internode_combine(expert_output(recv_x, rank.rank), handle, config=config)
+    check_combined(case, rank.rank, combined)
+
+
+def test_internode_names_are_the_same_calls(pair: RankPool) -> None:
+    pair.run(check_aliases, SMALL)
+
+
+def check_outstanding(rank: Rank, first: MoeCase, second: MoeCase) -> None:
+    buffer = kept_buffer(rank)
+    one, _, _, _, first_handle, _ = dispatch(buffer, first, rank.rank)
+    kept = one.clone()
+    two, _, _, _, second_handle, _ = dispatch(buffer, second, rank.rank)
+    assert torch.equal(one, kept), "a later dispatch overwrote rows that the caller still holds"
+    combined, _, _ = buffer.combine(expert_output(one, rank.rank), first_handle)
+    check_combined(first, rank.rank, combined)
+    combined, _, _ = buffer.combine(expert_output(two, rank.rank), second_handle)
+    check_combined(second, rank.rank, combined)
+
+
+def test_two_dispatches_may_be_outstanding(pair: RankPool) -> None:
+    pair.run(check_outstanding, SMALL, MoeCase((20, 3), 128, 2, 6, seed=5))
+
+
+def check_repeats(rank: Rank, case: MoeCase) -> None:
+    buffer = kept_buffer(rank)
+    for _ in range(40):
+        recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
+        combined, _, _ = buffer.combine(expert_output(recv_x, rank.rank), handle)
+    check_combined(case, rank.rank, combined)
+
+
+def test_a_buffer_serves_many_rounds(pair: RankPool) -> None:
+    pair.run(check_repeats, MoeCase((60, 50), 1024, 4, 16))
+
+
+def check_several_buffers(rank: Rank, case: MoeCase) -> None:
+    buffers = [weft.Buffer(rank.group, WINDOW_BYTES) for _ in range(3)]
+    results = [dispatch(buffer, case, rank.rank) for buffer in buffers]
+    for buffer, result in reversed(list(zip(buffers, results, strict=True))):
+        combined, _, _ = buffer.combine(expert_output(result[0], rank.rank), result[4])
+        check_combined(case, rank.rank, combined)
+
+
+def test_several_buffers_live_at_once(pair: RankPool) -> None:
+    pair.run(check_several_buffers, SMALL)
+
+
+def check_float32_rows(rank: Rank, case: MoeCase) -> None:
+    buffer = kept_buffer(rank)
+    xs = [x.float() for x in case.all_x()]
+    recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank, xs[rank.rank])
+    rows = [oracle.ht_dispatch(case.routes(), case.num_experts, r) for r in range(rank.size)]
+    assert torch.equal(recv_x, rows[rank.rank].take(xs))
+    combined, _, _ = buffer.combine(recv_x, handle)
+    sent_back = [r.take(xs) for r in rows]
+    assert torch.equal(combined, oracle.ht_combine(sent_back, case.routes(), case.num_experts, rank.rank))
+
+
+def test_rows_of_float32_are_summed_without_rounding_to_bf16(pair: RankPool) -> None:
+    pair.run(check_float32_rows, SMALL)
+
+
+class FakeMpi:
+    """The few methods of an mpi4py communicator that a buffer uses."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self.rank, self.size = rank.rank, rank.size
+
+    def Get_rank(self) -> int:
+        return self.rank
+
+    def Get_size(self) -> int:
+        return self.size
+
+    def allgather(self, value: object) -> list[object]:
+        values: list[object] = [None] * self.size
+        torch.distributed.all_gather_object(values, value, group=self._rank.group)
+        return values
+
+    def Barrier(self) -> None:
+        barrier(self._rank)
+
+    barrier = Barrier
+
+
+def check_mpi(rank: Rank, case: MoeCase) -> None:
+    buffer = weft.Buffer(None, WINDOW_BYTES, comm=FakeMpi(rank))
+    assert (buffer.rank, buffer.group_size) == (rank.rank, rank.size)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
+    check_combined(case, rank.rank, buffer.combine(expert_output(recv_x, rank.rank), handle)[0])
+
+
+def test_an_mpi_communicator_is_enough(pair: RankPool) -> None:
+    pair.run(check_mpi, SMALL)
+
+
+# Attributes, statics, views, destruction
+
+
+def check_attributes(rank: Rank) -> None:
+    buffer = weft.Buffer(
+        rank.group,
+        num_nvl_bytes=1 << 20,
+        num_rdma_bytes=0,
+        low_latency_mode=False,
+        num_qps_per_rank=12,
+        allow_nvlink_for_low_latency_mode=True,
+        allow_nvlink_for_normal_mode=True,
+        allow_mnnvl=True,
+        use_fabric=True,
+        explicitly_destroy=True,
+    )
+    assert (buffer.rank, buffer.group_size) == (rank.rank, rank.size)
+    assert buffer.group is rank.group
+    assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes) == (1 << 20, 0)
+    assert not buffer.low_latency_mode
+    assert not buffer.enable_shrink
+    assert buffer.explicitly_destroy
+    assert buffer.runtime is not None
+    buffer.destroy()
+    assert buffer.runtime is None
+    with pytest.raises(weft.Error, match="destroy"):
+        buffer.get_dispatch_layout(torch.zeros((1, 1), dtype=torch.int64), 2)
+    with pytest.raises(weft.Error, match="destroy"):
+        buffer.destroy()
+
+
+def test_attributes_and_destruction(pair: RankPool) -> None:
+    pair.run(check_attributes)
+
+
+def check_destroy_needs_consent(rank: Rank) -> None:
+    with pytest.raises(weft.Error, match="explicitly_destroy"):
+        kept_buffer(rank).destroy()
+    check_round_trip(rank, SMALL)
+
+
+def test_destroy_needs_explicitly_destroy(pair: RankPool) -> None:
+    pair.run(check_destroy_needs_consent)
+
+
+def check_local_view(rank: Rank) -> None:
+    buffer = kept_buffer(rank)
+    whole = buffer.get_local_buffer_tensor(torch.uint8)
+    assert whole.dim() == 1
+    assert whole.numel() >= buffer.num_nvl_bytes
+    view = buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size((4, 8)), offset=64)
+    assert view.shape == (4, 8)
+    assert view.dtype == torch.bfloat16
+    view.fill_(3.0)
+    assert bool((whole[64 : 64 + 64].view(torch.bfloat16) == 3.0).all()), "offset is in bytes"
+    with pytest.raises(weft.Error, match="size"):
+        buffer.get_local_buffer_tensor(torch.uint8, torch.Size((1 << 40,)))
+    barrier(rank)
+    check_round_trip(rank, SMALL)
+
+
+def test_local_buffer_tensor_is_a_view(pair: RankPool) -> None:
+    pair.run(check_local_view)
+
+
+def test_statics() -> None:
+    assert isinstance(weft.Buffer.is_sm90_compiled(), bool)
+    assert weft.Buffer.capture().event is not None
+    assert weft.Buffer.get_dispatch_config(8).num_sms == weft.Buffer.num_sms
+    assert weft.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256) > 0
+    before = weft.Buffer.num_sms
+    try:
+        weft.Buffer.set_num_sms(24)
+        assert weft.Buffer.get_combine_config(3).num_sms == 24
+        with pytest.raises(weft.Error, match="num_sms"):
+            weft.Buffer.set_num_sms(7)
+        assert weft.Buffer.num_sms == 24
+    finally:
+        weft.Buffer.set_num_sms(before)
+
+
+def test_a_buffer_needs_a_group() -> None:
+    with pytest.raises(ValueError, match="group"):
+        weft.Buffer(None, 1 << 20)
+
+
+def check_bad_construction(rank: Rank) -> None:
+    for argument, value in (("num_nvl_bytes", -1), ("num_rdma_bytes", 1.5), ("num_nvl_bytes", "many")):
+        with pytest.raises(weft.Error, match=argument):
+            weft.Buffer(rank.group, **{argument: value})
+    with pytest.raises(weft.Error, match="group"):
+        weft.Buffer(rank.group, 1 << 20, comm=FakeMpi(rank))
+
+
+def test_bad_sizes_are_refused_at_construction(pair: RankPool) -> None:
+    pair.run(check_bad_construction)
+
+
+# Bad input: refused by name, nothing written, the buffer stays usable
+
+
+Arguments = dict[str, Any]
+
+
+def good_dispatch(buffer: weft.Buffer, case: MoeCase, rank: int) -> Arguments:
+    topk_idx = case.topk_idx(rank)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, case.num_experts)
+    return {
+        "x": case.x(rank),
+        "num_tokens_per_rank": per_rank,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+        "topk_idx": topk_idx,
+        "topk_weights": case.topk_weights(rank),
+    }
+
+
+BAD_DISPATCH: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
+    "1-D x": ("x", lambda a: a["x"].flatten()),
+    "x not contiguous": ("x", lambda a: a["x"].repeat(1, 2)[:, ::2]),
+    "row bytes not a multiple of 16": ("x", lambda a: a["x"][:, :7].contiguous()),
+    "x of no columns": ("x", lambda a: a["x"][:, :0]),
+    "x is a list": ("x", lambda a: a["x"].tolist()),
+    "x on meta": ("x", lambda a: a["x"].to("meta")),
+    "x None": ("x", lambda a: None),
+    "scales of float64": (
+        "x",
+        lambda a: (a["x"].to(torch.float8_e4m3fn), torch.ones(len(a["x"]), 1).double()),
+    ),
+    "scales of other length": (
+        "x",
+        lambda a: (a["x"].to(torch.float8_e4m3fn), torch.ones(len(a["x"]) + 1, 1)),
+    ),
+    "scales 1-D": ("x", lambda a: (a["x"].to(torch.float8_e4m3fn), torch.ones(len(a["x"])))),
+    "topk_idx of other length": ("topk_idx", lambda a: a["topk_idx"][1:]),
+    "topk_idx 1-D": ("topk_idx", lambda a: a["topk_idx"][:, 0]),
+    "topk_idx of float": ("topk_idx", lambda a: a["topk_idx"].float()),
+    "topk_idx not contiguous": ("topk_idx", lambda a: a["topk_idx"].T.contiguous().T),
+    "topk_idx without weights": ("topk_weights", lambda a: None),
+    "weights of float64": ("topk_weights", lambda a: a["topk_weights"].double()),
+    "weights of other shape": ("topk_weights", lambda a: a["topk_weights"][:, :1]),
+    "no is_token_in_rank": ("is_token_in_rank", lambda a: None),
+    "is_token_in_rank of uint8": ("is_token_in_rank", lambda a: a["is_token_in_rank"].byte()),
+    "is_token_in_rank of other shape": ("is_token_in_rank", lambda a: a["is_token_in_rank"][:, :1]),
+    "no num_tokens_per_rank": ("num_tokens_per_rank", lambda a: None),
+    "num_tokens_per_rank of int64": ("num_tokens_per_rank", lambda a: a["num_tokens_per_rank"].long()),
+    "num_tokens_per_rank of other length": ("num_tokens_per_rank", lambda a: a["num_tokens_per_rank"][:1]),
+    "no num_tokens_per_expert": ("num_tokens_per_expert", lambda a: None),
+    "num_tokens_per_expert of int64": ("num_tokens_per_expert", lambda a: a["num_tokens_per_expert"].long()),
+    "num_tokens_per_expert of 2-D": ("num_tokens_per_expert", lambda a: a["num_tokens_per_expert"][None]),
+    "expert_alignment 0": ("expert_alignment", lambda a: 0),
+    "expert_alignment of float": ("expert_alignment", lambda a: 1.5),
+    "num_worst_tokens negative": ("num_worst_tokens", lambda a: -1),
+    "config of another type": ("config", lambda a: 24),
+    "previous_event of another type": ("previous_event", lambda a: 3),
+    "handle of another type": ("handle", lambda a: (1, 2, 3)),
+}
+
+
+def check_bad_dispatch(rank: Rank, case: MoeCase, name: str) -> None:
+    argument, change = BAD_DISPATCH[name]
+    buffer = kept_buffer(rank)
+    arguments = good_dispatch(buffer, case, rank.rank)
+    arguments[argument] = change(arguments)
+    if argument == "handle":
+        arguments = {"x": arguments["x"], "handle": arguments["handle"]}
+    with pytest.raises(weft.Error, match=argument) as raised:
+        buffer.dispatch(**arguments)
+    assert "allowed" in str(raised.value)
+    check_round_trip(rank, case)
+
+
+@pytest.mark.parametrize("name", BAD_DISPATCH)
+def test_bad_dispatch_arguments_are_named(pair: RankPool, name: str) -> None:
+    pair.run(check_bad_dispatch, SMALL, name)
+
+
+def check_contradictions(rank: Rank, case: MoeCase) -> None:
+    buffer = kept_buffer(rank)
+    arguments = good_dispatch(buffer, case, rank.rank)
+    *_, handle, _ = buffer.dispatch(**arguments)
+    with pytest.raises(weft.Error, match="topk_idx"):
+        buffer.dispatch(
+            arguments["x"], handle, topk_idx=arguments["topk_idx"], topk_weights=arguments["topk_weights"]
+        )
+    with pytest.raises(weft.Error, match="topk_idx"):
+        worst = {**arguments, "topk_idx": None, "topk_weights": None, "num_worst_tokens": 100}
+        buffer.dispatch(**worst)
+    with pytest.raises(weft.Error, match="allocate_on_comm_stream"):
+        buffer.dispatch(**arguments, allocate_on_comm_stream=True)
+    with pytest.raises(weft.Error, match="x"):
+        buffer.dispatch(arguments["x"][1:], handle)
+    with pytest.raises(weft.Error, match="config"):
+        buffer.internode_dispatch(**arguments)
+    check_round_trip(rank, case)
+
+
+def test_arguments_that_exclude_each_other(pair: RankPool) -> None:
+    pair.run(check_contradictions, SMALL)
+
+
+def check_layout_arguments(rank: Rank) -> None:
+    buffer = kept_buffer(rank)
+    good = torch.zeros((3, 2), dtype=torch.int64)
+    for bad in (good[0], good.float(), good.T, None, good.to("meta")):
+        with pytest.raises(weft.Error, match="topk_idx"):
+            buffer.get_dispatch_layout(bad, 4)  # type: ignore[arg-type]
+    for bad_count in (0, -3, 2.5):
+        with pytest.raises(weft.Error, match="num_experts"):
+            buffer.get_dispatch_layout(good, bad_count)  # type: ignore[arg-type]
+    for bad_id in (4, 1 << 40, -2):
+        with pytest.raises(weft.Error, match="topk_idx"):
+            buffer.get_dispatch_layout(torch.full((3, 2), bad_id), 4)
+    check_layout(rank, SMALL)
+
+
+def test_bad_layout_arguments_are_named(pair: RankPool) -> None:
+    pair.run(check_layout_arguments)
+
+
+BAD_COMBINE: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
+    "x of other length": ("x", lambda x, w: torch.cat((x, x))),
+    "x of float8": ("x", lambda x, w: x.to(torch.float8_e4m3fn)),
+    "x of int16": ("x", lambda x, w: x.view(torch.int16)),
+    "x of other hidden": ("x", lambda x, w: x[:, :32].contiguous()),
+    "x not contiguous": ("x", lambda x, w: x.repeat(1, 2)[:, ::2]),
+    "x on meta": ("x", lambda x, w: x.to("meta")),
+    "weights of other length": ("topk_weights", lambda x, w: torch.cat((w, w))),
+    "weights of float64": ("topk_weights", lambda x, w: w.double()),
+    "bias of other shape": ("bias", lambda x, w: torch.zeros(1, 64).bfloat16()),
+    "bias of float32": ("bias", lambda x, w: torch.zeros(6, 64)),
+    "three biases": ("bias", lambda x, w: (torch.zeros(6, 64).bfloat16(),) * 3),
+    "handle None": ("handle", lambda x, w: None),
+    "handle of another type": ("handle", lambda x, w: (x,) * 6),
+    "config of another type": ("config", lambda x, w: "fast"),
+    "previous_event of another type": ("previous_event", lambda x, w: True),
+}
+
+
+def check_bad_combine(rank: Rank, case: MoeCase, name: str) -> None:
+    buffer = kept_buffer(rank)
+    recv_x, _, recv_weights, _, handle, _ = dispatch(buffer, case, rank.rank)
+    argument, change = BAD_COMBINE[name]
+    arguments = {"x": recv_x, "handle": handle, "topk_weights": recv_weights}
+    arguments[argument] = change(recv_x, recv_weights)
+    with pytest.raises(weft.Error, match=argument) as raised:
+        buffer.combine(**arguments)
+    assert "allowed" in str(raised.value)
+    combined, _, _ = buffer.combine(expert_output(recv_x, rank.rank), handle)
+    check_combined(case, rank.rank, combined)
+
+
+@pytest.mark.parametrize("name", BAD_COMBINE)
+def test_bad_combine_arguments_are_named(pair: RankPool, name: str) -> None:
+    pair.run(check_bad_combine, MoeCase((6, 6), 64, 3, 8), name)
+
+
+def check_foreign_handle(rank: Rank, case: MoeCase) -> None:
+    other = weft.Buffer(rank.group, WINDOW_BYTES)
+    recv_x, _, _, _, handle, _ = dispatch(other, case, rank.rank)
+    with pytest.raises(weft.Error, match="handle"):
+        kept_buffer(rank).combine(recv_x, handle)
+    with pytest.raises(weft.Error, match="handle"):
+        kept_buffer(rank).dispatch(case.x(rank.rank), handle=handle)
+    check_combined(case, rank.rank, other.combine(expert_output(recv_x, rank.rank), handle)[0])
+
+
+def test_the_handle_of_another_buffer_is_refused(pair: RankPool) -> None:
+    pair.run(check_foreign_handle, SMALL)
+
+
+def check_different_handles(rank: Rank, case: MoeCase) -> None:
+    """Each rank combines another dispatch; every rank hears of it, and nothing is lost."""
+    buffer = kept_buffer(rank)
+    results = [dispatch(buffer, case, rank.rank) for _ in range(2)]
+    recv_x, handle = results[rank.rank % 2][0], results[rank.rank % 2][4]
+    with pytest.raises(weft.Error, match="handle"):
+        buffer.combine(recv_x, handle)
+    barrier(rank)
+    combined, _, _ = buffer.combine(expert_output(results[0][0], rank.rank), results[0][4])
+    check_combined(case, rank.rank, combined)
+
+
+def test_combining_different_dispatches_is_refused_on_all_ranks(pair: RankPool) -> None:
+    pair.run(check_different_handles, SMALL)
+
+
+MISMATCHES: dict[str, dict[str, Any]] = {
+    "hidden": {"hidden": 128},
+    "top_k": {"top_k": 2},
+    "experts": {"num_experts": 10},
+}
+
+
+def check_mismatch(rank: Rank, case: MoeCase, name: str) -> None:
+    """The last rank differs in one argument: all ranks raise, naming it and the two ranks' values."""
+    changed = MISMATCHES[name] if rank.rank == rank.size - 1 else {}
+    fields = {field: getattr(case, field) for field in ("tokens", "hidden", "top_k", "num_experts")}
+    with pytest.raises(weft.Error, match=r"rank"):
+        dispatch(kept_buffer(rank), MoeCase(**{**fields, **changed}), rank.rank)
+    barrier(rank)
+    check_round_trip(rank, case)
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_arguments_that_differ_between_ranks_raise_on_all(num_ranks: int, name: str) -> None:
+    case = MoeCase((6,) * num_ranks, 64, 3, 8)
+    run_ranks(num_ranks, check_mismatch, case, name)
+
+
+def check_element_mismatch(rank: Rank, case: MoeCase) -> None:
+    x = case.x(rank.rank)
+    x = x.float() if rank.rank == 0 else torch.cat((x, x), dim=1)  # the same bytes a row
+    with pytest.raises(weft.Error, match="rank"):
+        dispatch(kept_buffer(rank), case, rank.rank, x)
+    barrier(rank)
+    check_round_trip(rank, case)
+
+
+def test_types_that_differ_between_ranks_raise_on_all(pair: RankPool) -> None:
+    pair.run(check_element_mismatch, SMALL)
+
+
+def check_too_few_worst_tokens(rank: Rank, case: MoeCase) -> None:
+    buffer = kept_buffer(rank)
+    with pytest.raises(weft.Error, match="num_worst_tokens"):
+        dispatch(buffer, case, rank.rank, num_worst_tokens=3)
+    barrier(rank)
+    check_round_trip(rank, case)
+
+
+def test_more_rows_than_worst_tokens_is_reported(pair: RankPool) -> None:
+    pair.run(check_too_few_worst_tokens, MoeCase((9, 9), 64, 3, 8, empty_share=0))

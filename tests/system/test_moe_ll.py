@@ -1,0 +1,591 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-latency dispatch and combine against the oracle, over shapes, formats, options and bad arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from moe_checks import barrier, check_round_trip
+from torch import Tensor
+
+import weft
+from weft.testing import oracle
+from weft.testing.cases import MoeCase
+from weft.testing.numerics import calc_diff
+from weft.testing.ranks import Rank, RankPool
+
+RANK_COUNTS = (1, 2, 3, 5, 6, 7, 17)
+SMALL = MoeCase(tokens=(6, 9), hidden=512, top_k=3, num_experts=8)
+MOST_TOKENS = 16
+LARGEST = (64, 2048, 96)  # tokens, hidden, experts that the kept buffer is sized for
+BYTES = {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
+
+
+@dataclass(frozen=True)
+class Format:
+    """How low-latency dispatch sends rows."""
+
+    use_fp8: bool = False
+    round_scale: bool = False
+    use_ue8m0: bool = False
+
+    def options(self) -> dict[str, bool]:
+        return {"use_fp8": self.use_fp8, "round_scale": self.round_scale, "use_ue8m0": self.use_ue8m0}
+
+
+BF16, FP8, ROUNDED, UE8M0 = Format(), Format(True), Format(True, True), Format(True, True, True)
+FORMATS = (BF16, FP8, ROUNDED, UE8M0)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", params=RANK_COUNTS)
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with RankPool(request.param) as ranks:
+        yield ranks
+
+
+def ll_buffer(rank: Rank, **options: Any) -> weft.Buffer:
+    """Return this rank's buffer of the pool, which serves both modes."""
+    if "buffer" not in rank.kept:
+        tokens, hidden, experts = LARGEST
+        num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(tokens, hidden, rank.size, experts)
+        rank.kept["buffer"] = weft.Buffer(rank.group, 16 << 20, num_bytes, low_latency_mode=True, **options)
+    return rank.kept["buffer"]
+
+
+def received_rows(recv: Any, expert: int) -> Tensor:
+    """Return float32 [rows, hidden] of one local expert, dequantised."""
+    if isinstance(recv, tuple):
+        return oracle.dequantize_fp8(recv[0][expert], recv[1][expert])
+    return recv[expert].float()
+
+
+def sent_rows(x: Tensor, form: Format) -> Tensor:
+    """Return float32 of what a dispatch in this format delivers of x."""
+    if not form.use_fp8:
+        return x.float()
+    return oracle.dequantize_fp8(*oracle.quantize_fp8(x, form.round_scale))
+
+
+def check_dispatched(
+    case: MoeCase, rank: int, most_tokens: int, form: Format, recv: Any, counts: Tensor, handle: Any
+) -> None:
+    """Compare counts, ranges, sources and rows of every local expert and source rank with the oracle."""
+    expected = oracle.ll_dispatch(case.routes(), case.num_experts, rank)
+    recv_x = recv[0] if isinstance(recv, tuple) else recv
+    assert recv_x.shape == (len(expected), case.num_ranks * most_tokens, case.hidden)
+    assert counts.dtype == torch.int32
+    assert counts.tolist() == [sum(len(tokens) for tokens in sources) for sources in expected]
+    src_info, layout_range = handle[0], handle[1]
+    assert src_info.shape == recv_x.shape[:2]
+    assert layout_range.shape == (len(expected), case.num_ranks)
+    delivered = [sent_rows(x, form) for x in case.all_x()]
+    for expert, sources in enumerate(expected):
+        rows = received_rows(recv, expert)
+        for source, tokens in enumerate(sources):
+            begin, count = divmod(int(layout_range[expert, source]), 1 << 32)
+            assert count == len(tokens)
+            found = src_info[expert, begin : begin + count].long()
+            assert found.sort().values.tolist() == tokens.tolist()
+            assert torch.equal(rows[begin : begin + count], delivered[source][found])
+
+
+def check_scales_layout(case: MoeCase, most_tokens: int, form: Format, scales: Tensor) -> None:
+    """Scales are logically [local experts, rows, groups] and column-major in memory."""
+    groups = case.hidden // (512 if form.use_ue8m0 else 128)
+    num_rows = case.num_ranks * most_tokens
+    assert scales.dtype == (torch.int32 if form.use_ue8m0 else torch.float32)
+    assert scales.shape[1:] == (num_rows, groups)
+    if scales.numel() > 0 and groups > 1 and num_rows > 1:
+        assert scales.stride() == (groups * num_rows, 1, num_rows)
+
+
+def outputs_of(recv: Any) -> Tensor:
+    """Return bf16 [local experts, rows, hidden] of expert results, each a function of its row and expert."""
+    recv_x = recv[0] if isinstance(recv, tuple) else recv
+    results = torch.full(recv_x.shape, float("nan"), dtype=torch.bfloat16)
+    for expert in range(len(recv_x)):
+        results[expert] = (received_rows(recv, expert) * 0.25).bfloat16()
+    return results
+
+
+def expected_combined(case: MoeCase, rank: int, form: Format) -> Tensor:
+    """Return what comes back to this rank: every expert multiplies its row by a quarter."""
+    row = (sent_rows(case.x(rank), form) * 0.25).bfloat16()
+    slot_rows = row.unsqueeze(1).expand(-1, case.top_k, -1)
+    return oracle.ll_combine(slot_rows, case.topk_idx(rank), case.topk_weights(rank))
+
+
+def check_ll_round_trip(
+    rank: Rank, case: MoeCase, form: Format, most_tokens: int = MOST_TOKENS, hooks: bool = False
+) -> None:
+    """Dispatch and combine: counts, ranges and rows exact, sums within 1e-5."""
+    buffer = ll_buffer(rank)
+    x, topk_idx, weights = case.x(rank.rank), case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    recv, counts, handle, _, hook = buffer.low_latency_dispatch(
+        x, topk_idx, most_tokens, case.num_experts, return_recv_hook=hooks, **form.options()
+    )
+    assert (hook is not None) == hooks
+    if hooks:
+        hook()
+    check_dispatched(case, rank.rank, most_tokens, form, recv, counts, handle)
+    if form.use_fp8:
+        check_scales_layout(case, most_tokens, form, recv[1])
+    combined, _, hook = buffer.low_latency_combine(
+        outputs_of(recv), topk_idx, weights, handle, return_recv_hook=hooks
+    )
+    if hooks:
+        hook()
+    assert combined.shape == x.shape
+    assert combined.dtype == torch.bfloat16
+    assert not bool(combined.isnan().any())
+    if combined.numel():
+        assert calc_diff(combined, expected_combined(case, rank.rank, form)) < 1e-5
+
+
+@st.composite
+def cases(draw: st.DrawFn, num_ranks: int) -> tuple[MoeCase, Format]:
+    form = draw(st.sampled_from(FORMATS))
+    step = 512 if form.use_ue8m0 else 128 if form.use_fp8 else 8
+    tokens = st.integers(0, MOST_TOKENS if num_ranks <= 7 else 4)
+    case = MoeCase(
+        tokens=tuple(draw(st.lists(tokens, min_size=num_ranks, max_size=num_ranks))),
+        hidden=step * draw(st.integers(1, 1024 // step)),
+        top_k=draw(st.integers(1, 32)),
+        num_experts=draw(st.integers(1, 60)),
+        routing=draw(st.sampled_from(("distinct", "any", "one expert", "none"))),
+        empty_share=draw(st.sampled_from((0.0, 0.3, 0.9))),
+        seed=draw(st.integers(0, 1000)),
+    )
+    return case, form
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(data=st.data())
+def test_round_trip_of_any_shape_matches_the_oracle(pool: RankPool, data: st.DataObject) -> None:
+    case, form = data.draw(cases(pool.num_ranks))
+    most_tokens = max(*case.tokens, 1) if data.draw(st.booleans()) else MOST_TOKENS
+    if case.routing in ("any", "one expert"):  # a row may name an expert more than once
+        most_tokens *= case.top_k
+    pool.run(check_ll_round_trip, case, form, most_tokens, data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("hooks", [False, True])
+def test_round_trip_in_every_format(pair: RankPool, form: Format, hooks: bool) -> None:
+    pair.run(check_ll_round_trip, SMALL, form, MOST_TOKENS, hooks)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        MoeCase((0, 0), 64, 2, 4),
+        MoeCase((5, 0), 64, 2, 4),
+        MoeCase((1, 1), 8, 1, 1),
+        MoeCase((4, 7), 64, 32, 40),
+        MoeCase((16, 16), 64, 1, 8, routing="one expert", empty_share=0),
+        MoeCase((4, 4), 64, 4, 8, routing="none"),
+        MoeCase((3, 2), 7168, 8, 16),
+    ],
+    ids=str,
+)
+def test_round_trip_at_the_edges(pair: RankPool, case: MoeCase) -> None:
+    pair.run(check_ll_round_trip, case, BF16)
+
+
+def check_many_tokens(rank: Rank, case: MoeCase, most_tokens: int) -> None:
+    num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(
+        most_tokens, case.hidden, rank.size, case.num_experts
+    )
+    rank.kept["buffer"] = weft.Buffer(rank.group, 0, num_bytes, low_latency_mode=True)
+    check_ll_round_trip(rank, case, BF16, most_tokens)
+
+
+def test_more_than_1024_tokens_to_one_expert() -> None:
+    case = MoeCase((1500, 1300), 16, 1, 4, routing="one expert", empty_share=0)
+    with RankPool(2) as pool:
+        pool.run(check_many_tokens, case, 1600)
+
+
+def check_statistics(rank: Rank, case: MoeCase) -> None:
+    buffer = ll_buffer(rank)
+    experts = oracle.local_experts(case.num_experts, rank.size, rank.rank)
+    received = torch.full((len(experts),), 7, dtype=torch.int32)
+    dispatch_wait = torch.zeros(rank.size, dtype=torch.int64)
+    combine_wait = torch.zeros(rank.size, dtype=torch.int64)
+    for _ in range(2):
+        recv, counts, handle, _, _ = buffer.low_latency_dispatch(
+            case.x(rank.rank),
+            case.topk_idx(rank.rank),
+            MOST_TOKENS,
+            case.num_experts,
+            cumulative_local_expert_recv_stats=received,
+            dispatch_wait_recv_cost_stats=dispatch_wait,
+            use_fp8=False,
+        )
+        buffer.low_latency_combine(
+            outputs_of(recv),
+            case.topk_idx(rank.rank),
+            case.topk_weights(rank.rank),
+            handle,
+            combine_wait_recv_cost_stats=combine_wait,
+        )
+    assert received.tolist() == [7 + 2 * n for n in counts.tolist()]
+    assert bool((dispatch_wait >= 0).all())
+    assert bool((combine_wait >= 0).all())
+    assert int(dispatch_wait.sum()) + int(combine_wait.sum()) > 0
+
+
+def test_statistics_are_added_to(pair: RankPool) -> None:
+    pair.run(check_statistics, SMALL)
+
+
+def check_outputs(rank: Rank, case: MoeCase) -> None:
+    buffer = ll_buffer(rank)
+    x, topk_idx, weights = case.x(rank.rank), case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    num_local = len(oracle.local_experts(case.num_experts, rank.size, rank.rank))
+    num_rows = rank.size * MOST_TOKENS
+    given_outputs = {
+        "out_packed_recv_x": torch.zeros((num_local, num_rows, case.hidden), dtype=torch.bfloat16),
+        "out_src_info": torch.zeros((num_local, num_rows), dtype=torch.int32),
+        "out_layout_range": torch.zeros((num_local, rank.size), dtype=torch.int64),
+        "out_count": torch.zeros(num_local, dtype=torch.int32),
+    }
+    recv, counts, handle, _, _ = buffer.low_latency_dispatch(
+        x, topk_idx, MOST_TOKENS, case.num_experts, use_fp8=False, **given_outputs
+    )
+    assert recv.data_ptr() == given_outputs["out_packed_recv_x"].data_ptr()
+    assert counts.data_ptr() == given_outputs["out_count"].data_ptr()
+    assert handle[0].data_ptr() == given_outputs["out_src_info"].data_ptr()
+    assert handle[1].data_ptr() == given_outputs["out_layout_range"].data_ptr()
+    check_dispatched(case, rank.rank, MOST_TOKENS, BF16, recv, counts, handle)
+    out = torch.zeros_like(x)
+    combined, _, _ = buffer.low_latency_combine(outputs_of(recv), topk_idx, weights, handle, out=out)
+    assert combined.data_ptr() == out.data_ptr()
+    assert calc_diff(out, expected_combined(case, rank.rank, BF16)) < 1e-5
+
+
+def test_results_land_in_the_given_tensors(pair: RankPool) -> None:
+    pair.run(check_outputs, SMALL)
+
+
+def check_zero_copy(rank: Rank, case: MoeCase) -> None:
+    buffer = ll_buffer(rank)
+    topk_idx, weights = case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    recv, _, handle, _, _ = buffer.low_latency_dispatch(
+        case.x(rank.rank), topk_idx, MOST_TOKENS, case.num_experts, use_fp8=False
+    )
+    results = outputs_of(recv)
+    view = buffer.get_next_low_latency_combine_buffer(handle)
+    assert view.shape == results.shape
+    assert view.dtype == torch.bfloat16
+    view.copy_(results)
+    combined, _, _ = buffer.low_latency_combine(view, topk_idx, weights, handle, zero_copy=True)
+    assert calc_diff(combined, expected_combined(case, rank.rank, BF16)) < 1e-5
+
+
+def test_zero_copy_combines_what_is_in_the_buffer(pair: RankPool) -> None:
+    pair.run(check_zero_copy, SMALL)
+
+
+def check_logfmt(rank: Rank, case: MoeCase) -> None:
+    buffer = ll_buffer(rank)
+    topk_idx, weights = case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    recv, _, handle, _, _ = buffer.low_latency_dispatch(
+        case.x(rank.rank), topk_idx, MOST_TOKENS, case.num_experts, use_fp8=False
+    )
+    combined, _, _ = buffer.low_latency_combine(outputs_of(recv), topk_idx, weights, handle, use_logfmt=True)
+    row = oracle.logfmt10((case.x(rank.rank).float() * 0.25).bfloat16())
+    expected = oracle.ll_combine(row.unsqueeze(1).expand(-1, case.top_k, -1), topk_idx, weights).bfloat16()
+    assert calc_diff(combined, expected) < 1e-5
+    assert calc_diff(combined, expected_combined(case, rank.rank, BF16)) < 9e-4
+
+
+@pytest.mark.parametrize("hidden", [512, 1024, 1536])
+def test_logfmt_costs_little_precision(pair: RankPool, hidden: int) -> None:
+    pair.run(check_logfmt, MoeCase((6, 9), hidden, 3, 8))
+
+
+def check_asynchronous(rank: Rank, case: MoeCase) -> None:
+    buffer = ll_buffer(rank)
+    topk_idx, weights = case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    recv, _, handle, event, hook = buffer.low_latency_dispatch(
+        case.x(rank.rank), topk_idx, MOST_TOKENS, case.num_experts, use_fp8=False, async_finish=True
+    )
+    assert hook is None
+    event.current_stream_wait()
+    combined, event, _ = buffer.low_latency_combine(
+        outputs_of(recv), topk_idx, weights, handle, async_finish=True
+    )
+    event.current_stream_wait()
+    assert event.extra_tensors
+    assert calc_diff(combined, expected_combined(case, rank.rank, BF16)) < 1e-5
+
+
+def test_asynchronous_calls_keep_their_tensors_alive(pair: RankPool) -> None:
+    pair.run(check_asynchronous, SMALL)
+
+
+def check_both_modes(rank: Rank, ht_case: MoeCase, ll_case: MoeCase) -> None:
+    ll_buffer(rank)
+    for _ in range(3):
+        check_round_trip(rank, ht_case)
+        check_ll_round_trip(rank, ll_case, FP8)
+    ll_buffer(rank).clean_low_latency_buffer(MOST_TOKENS, ll_case.hidden, ll_case.num_experts)
+    check_ll_round_trip(rank, ll_case, BF16)
+
+
+def test_one_buffer_serves_both_modes_cleaned_or_not(pair: RankPool) -> None:
+    pair.run(check_both_modes, MoeCase((6, 9), 64, 3, 8), SMALL)
+
+
+def check_two_outstanding(rank: Rank, case: MoeCase) -> None:
+    buffer = ll_buffer(rank)
+    other = MoeCase(case.tokens, case.hidden, case.top_k, case.num_experts, seed=case.seed + 1)
+    calls = []
+    for one in (case, other):
+        calls.append(
+            buffer.low_latency_dispatch(
+                one.x(rank.rank), one.topk_idx(rank.rank), MOST_TOKENS, one.num_experts, use_fp8=False
+            )
+        )
+    for one, (recv, counts, handle, _, _) in zip((case, other), calls, strict=True):
+        check_dispatched(one, rank.rank, MOST_TOKENS, BF16, recv, counts, handle)
+        combined, _, _ = buffer.low_latency_combine(
+            outputs_of(recv), one.topk_idx(rank.rank), one.topk_weights(rank.rank), handle
+        )
+        assert calc_diff(combined, expected_combined(one, rank.rank, BF16)) < 1e-5
+
+
+def test_two_dispatches_may_be_outstanding(pair: RankPool) -> None:
+    pair.run(check_two_outstanding, SMALL)
+
+
+def check_repeats(rank: Rank, case: MoeCase) -> None:
+    buffer = ll_buffer(rank)
+    topk_idx, weights = case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    first = None
+    for _ in range(50):
+        recv, _, handle, _, _ = buffer.low_latency_dispatch(
+            case.x(rank.rank), topk_idx, MOST_TOKENS, case.num_experts
+        )
+        combined, _, _ = buffer.low_latency_combine(outputs_of(recv), topk_idx, weights, handle)
+        first = combined if first is None else first
+        assert torch.equal(combined, first)
+
+
+def test_repeats_give_the_same_bits(pair: RankPool) -> None:
+    pair.run(check_repeats, SMALL)
+
+
+# Masks
+
+
+def check_masks(rank: Rank, case: MoeCase) -> None:
+    """Rank 1 is masked: it gives no tokens, gets none, and is skipped in combine."""
+    num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(
+        MOST_TOKENS, case.hidden, rank.size, case.num_experts
+    )
+    buffer = weft.Buffer(rank.group, 0, num_bytes, low_latency_mode=True, enable_shrink=True)
+    status = torch.full((rank.size,), 9, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0] * rank.size
+    if rank.rank == 1:
+        barrier(rank)
+        return
+    buffer.low_latency_update_mask_buffer(1, mask=True)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0, 1, 0]
+    topk_idx, weights = case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    recv, _, handle, _, _ = buffer.low_latency_dispatch(
+        case.x(rank.rank), topk_idx, MOST_TOKENS, case.num_experts, use_fp8=False
+    )
+    lost = oracle.local_experts(case.num_experts, rank.size, 1)
+    assert bool((handle[1][:, 1] & 0xFFFFFFFF == 0).all())
+    combined, _, _ = buffer.low_latency_combine(outputs_of(recv), topk_idx, weights, handle)
+    kept_idx = topk_idx.masked_fill((topk_idx >= lost.start) & (topk_idx < lost.stop), -1)
+    row = (case.x(rank.rank).float() * 0.25).bfloat16()
+    expected = oracle.ll_combine(row.unsqueeze(1).expand(-1, case.top_k, -1), kept_idx, weights)
+    assert calc_diff(combined, expected) < 1e-5
+    barrier(rank)
+    buffer.low_latency_clean_mask_buffer()
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0] * rank.size
+
+
+def test_a_masked_rank_is_left_out() -> None:
+    with RankPool(3) as pool:
+        pool.run(check_masks, MoeCase((6, 9, 4), 128, 3, 6))
+
+
+def check_masks_need_shrink(rank: Rank) -> None:
+    buffer = ll_buffer(rank)
+    for call in (
+        lambda: buffer.low_latency_update_mask_buffer(1, True),
+        lambda: buffer.low_latency_query_mask_buffer(torch.zeros(rank.size, dtype=torch.int32)),
+        lambda: buffer.low_latency_clean_mask_buffer(),
+    ):
+        with pytest.raises(weft.Error, match="enable_shrink"):
+            call()
+
+
+def test_masks_need_enable_shrink(pair: RankPool) -> None:
+    pair.run(check_masks_need_shrink)
+
+
+# Bad input: refused by name, nothing written, the buffer stays usable
+
+Arguments = dict[str, Any]
+
+
+def good_dispatch(case: MoeCase, rank: int) -> Arguments:
+    return {
+        "x": case.x(rank),
+        "topk_idx": case.topk_idx(rank),
+        "num_max_dispatch_tokens_per_rank": MOST_TOKENS,
+        "num_experts": case.num_experts,
+        "use_fp8": False,
+    }
+
+
+BAD_DISPATCH: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
+    "1-D x": ("x", lambda a: a["x"].flatten()),
+    "x of float32": ("x", lambda a: a["x"].float()),
+    "x not contiguous": ("x", lambda a: a["x"].repeat(1, 2)[:, ::2]),
+    "row bytes not a multiple of 16": ("x", lambda a: a["x"][:, :7].contiguous()),
+    "more tokens than the maximum": ("x", lambda a: a["x"].repeat(MOST_TOKENS, 1)),
+    "x on meta": ("x", lambda a: a["x"].to("meta")),
+    "topk_idx of other length": ("topk_idx", lambda a: a["topk_idx"][1:]),
+    "topk_idx 1-D": ("topk_idx", lambda a: a["topk_idx"][:, 0]),
+    "topk_idx of float": ("topk_idx", lambda a: a["topk_idx"].float()),
+    "topk_idx out of range": ("topk_idx", lambda a: a["topk_idx"] + 100),
+    "no room for tokens": ("num_max_dispatch_tokens_per_rank", lambda a: 0),
+    "tokens of float": ("num_max_dispatch_tokens_per_rank", lambda a: 8.0),
+    "more bytes than the buffer has": ("num_max_dispatch_tokens_per_rank", lambda a: 1 << 20),
+    "no experts": ("num_experts", lambda a: 0),
+    "stats of int64": ("cumulative_local_expert_recv_stats", lambda a: torch.zeros(4, dtype=torch.int64)),
+    "stats of other length": (
+        "cumulative_local_expert_recv_stats",
+        lambda a: torch.zeros(5, dtype=torch.int32),
+    ),
+    "costs 2-D": ("dispatch_wait_recv_cost_stats", lambda a: torch.zeros((2, 2), dtype=torch.int64)),
+    "costs of int32": ("dispatch_wait_recv_cost_stats", lambda a: torch.zeros(2, dtype=torch.int32)),
+    "ue8m0 without round_scale": ("use_ue8m0", lambda a: True),
+    "out of other shape": ("out_packed_recv_x", lambda a: torch.zeros(1, 2, 3).bfloat16()),
+    "out_count of int64": ("out_count", lambda a: torch.zeros(4, dtype=torch.int64)),
+}
+
+
+def check_bad_dispatch(rank: Rank, case: MoeCase, name: str) -> None:
+    argument, change = BAD_DISPATCH[name]
+    arguments = good_dispatch(case, rank.rank)
+    arguments[argument] = change(arguments)
+    if argument == "use_ue8m0":
+        arguments["use_fp8"] = True
+    with pytest.raises(weft.Error, match=argument):
+        ll_buffer(rank).low_latency_dispatch(**arguments)
+    check_ll_round_trip(rank, case, BF16)
+
+
+@pytest.mark.parametrize("name", BAD_DISPATCH)
+def test_bad_dispatch_arguments_are_named(pair: RankPool, name: str) -> None:
+    pair.run(check_bad_dispatch, SMALL, name)
+
+
+def check_fp8_needs_whole_groups(rank: Rank, case: MoeCase, options: dict[str, bool]) -> None:
+    with pytest.raises(weft.Error, match="x"):
+        ll_buffer(rank).low_latency_dispatch(
+            case.x(rank.rank), case.topk_idx(rank.rank), MOST_TOKENS, case.num_experts, **options
+        )
+    check_ll_round_trip(rank, case, BF16)
+
+
+@pytest.mark.parametrize(("hidden", "form"), [(64, FP8), (256, UE8M0)])
+def test_scales_need_whole_groups(pair: RankPool, hidden: int, form: Format) -> None:
+    pair.run(check_fp8_needs_whole_groups, MoeCase((6, 6), hidden, 3, 8), form.options())
+
+
+def check_hook_excludes_async(rank: Rank, case: MoeCase) -> None:
+    arguments = good_dispatch(case, rank.rank)
+    with pytest.raises(weft.Error, match="return_recv_hook"):
+        ll_buffer(rank).low_latency_dispatch(**arguments, async_finish=True, return_recv_hook=True)
+    check_ll_round_trip(rank, case, BF16)
+
+
+def test_hook_excludes_async(pair: RankPool) -> None:
+    pair.run(check_hook_excludes_async, SMALL)
+
+
+BAD_COMBINE: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
+    "x of float32": ("x", lambda a: a["x"].float()),
+    "x of other shape": ("x", lambda a: a["x"][:, 1:]),
+    "topk_idx of other length": ("topk_idx", lambda a: a["topk_idx"][1:]),
+    "topk_idx of float": ("topk_idx", lambda a: a["topk_idx"].float()),
+    "weights of float64": ("topk_weights", lambda a: a["topk_weights"].double()),
+    "weights of other shape": ("topk_weights", lambda a: a["topk_weights"][:, 1:]),
+    "out of other shape": ("out", lambda a: torch.zeros(3, 512).bfloat16()),
+    "out of float32": ("out", lambda a: torch.zeros(6, 512)),
+    "costs of int32": ("combine_wait_recv_cost_stats", lambda a: torch.zeros(2, dtype=torch.int32)),
+    "handle None": ("handle", lambda a: None),
+    "handle of another type": ("handle", lambda a: (1, 2, 3)),
+}
+
+
+def check_bad_combine(rank: Rank, case: MoeCase, name: str) -> None:
+    buffer = ll_buffer(rank)
+    recv, _, handle, _, _ = buffer.low_latency_dispatch(**good_dispatch(case, rank.rank))
+    good: Arguments = {
+        "x": outputs_of(recv),
+        "topk_idx": case.topk_idx(rank.rank),
+        "topk_weights": case.topk_weights(rank.rank),
+        "handle": handle,
+    }
+    argument, change = BAD_COMBINE[name]
+    with pytest.raises(weft.Error, match=argument):
+        buffer.low_latency_combine(**{**good, argument: change(good)})
+    combined, _, _ = buffer.low_latency_combine(**good)
+    assert calc_diff(combined, expected_combined(case, rank.rank, BF16)) < 1e-5
+
+
+@pytest.mark.parametrize("name", BAD_COMBINE)
+def test_bad_combine_arguments_are_named(pair: RankPool, name: str) -> None:
+    pair.run(check_bad_combine, MoeCase((6, 6), 512, 3, 8), name)
+
+
+def check_exclusive_combine(rank: Rank, case: MoeCase) -> None:
+    buffer = ll_buffer(rank)
+    recv, _, handle, _, _ = buffer.low_latency_dispatch(**good_dispatch(case, rank.rank))
+    arguments = (outputs_of(recv), case.topk_idx(rank.rank), case.topk_weights(rank.rank), handle)
+    with pytest.raises(weft.Error, match="zero_copy"):
+        buffer.low_latency_combine(*arguments, use_logfmt=True, zero_copy=True)
+    with pytest.raises(weft.Error, match="return_recv_hook"):
+        buffer.low_latency_combine(*arguments, async_finish=True, return_recv_hook=True)
+    combined, _, _ = buffer.low_latency_combine(*arguments)
+    assert calc_diff(combined, expected_combined(case, rank.rank, BF16)) < 1e-5
+
+
+def test_combine_options_that_exclude_each_other(pair: RankPool) -> None:
+    pair.run(check_exclusive_combine, SMALL)
+
+
+def check_needs_low_latency_mode(rank: Rank, case: MoeCase) -> None:
+    buffer = weft.Buffer(rank.group, 16 << 20)
+    with pytest.raises(weft.Error, match="low_latency_mode"):
+        buffer.low_latency_dispatch(**good_dispatch(case, rank.rank))
+    recv = buffer.get_dispatch_layout(case.topk_idx(rank.rank), case.num_experts)
+    assert recv[3].shape == (len(case.x(rank.rank)), rank.size)
+
+
+def test_low_latency_calls_need_low_latency_mode(pair: RankPool) -> None:
+    pair.run(check_needs_low_latency_mode, SMALL)

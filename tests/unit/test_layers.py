@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def layers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_layers", ROOT / "tools" / "check_layers.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write(root: Path, path: str, text: str = "") -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def test_the_tree_keeps_its_layers(layers: ModuleType) -> None:
+    assert layers.breaches(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("includer", "included"),
+    [
+        ("src/base/a.h", "plan/b.h"),
+        ("src/plan/a.cc", "moe/b.h"),
+        ("src/moe/a.cc", "bind/b.h"),
+        ("kernels/moe/a.cuh", "plan/b.h"),
+        ("transports/proxy/a.cc", "transports/mapped/b.h"),
+        ("src/moe/a.cc", "transports/mapped/b.h"),
+        ("providers/verbs/a.cc", "transfer/b.h"),
+    ],
+)
+def test_an_include_upwards_is_named(
+    layers: ModuleType, tmp_path: Path, includer: str, included: str
+) -> None:
+    write(tmp_path, includer, f'#include "{included}"\n')
+    write(tmp_path, included if included.startswith("transports") else f"src/{included}")
+    (breach,) = layers.breaches(tmp_path)
+    assert breach.startswith(f"{includer}: includes {included}")
+
+
+def test_an_include_downwards_is_fine(layers: ModuleType, tmp_path: Path) -> None:
+    write(tmp_path, "src/moe/a.cc", '#include "base/b.h"\n#include "kernels/moe/c.h"\n#include "plan/d.h"\n')
+    for path in ("src/base/b.h", "kernels/moe/c.h", "src/plan/d.h"):
+        write(tmp_path, path)
+    assert layers.breaches(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "what"),
+    [
+        ("src/jit/a.cc", 'const char* at = getenv("HOME");', "reads the environment"),
+        ("kernels/core/a.cuh", 'asm volatile("nop;");', "inline assembly"),
+        ("src/bind/a.cc", "#include <torch/extension.h>", "knows torch"),
+        ("src/moe/a.cc", "if (wrong) abort();", "ends the process"),
+        ("src/moe/a.cc", 'printf("hello");', "prints"),
+    ],
+)
+def test_a_forbidden_line_is_named(
+    layers: ModuleType, tmp_path: Path, path: str, line: str, what: str
+) -> None:
+    write(tmp_path, path, line)
+    (breach,) = layers.breaches(tmp_path)
+    assert breach.startswith(f"{path}: {what}")
+    write(tmp_path, path, f"// {line}")
+    assert layers.breaches(tmp_path) == []

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from weft.bench.report import Report, Row, check_document, slowest_rank
+
+
+def a_report(console: Console | None = None) -> Report:
+    report = Report("test", extra_columns=("egress_gbs",), command="weft bench test", console=console)
+    report.add(
+        Row("ht_dispatch", "bf16", 64, 1_000_000, [30.0, 10.0, 20.0], floor_us=5.0, checked=True,
+            baselines={"gloo": 60.0}, extra={"egress_gbs": 50.0})
+    )  # fmt: skip
+    report.add(Row("write", "u8", None, 8, [1.5]))
+    return report
+
+
+def test_document_has_the_agreed_form() -> None:
+    document = json.loads(json.dumps(a_report().to_json()))
+    assert check_document(document) == []
+    first = document["rows"][0]
+    assert (first["us"], first["us_min"], first["us_max"]) == (20.0, 10.0, 30.0)
+    assert first["egress_gbs"] == 50.0
+    assert document["rows"][1]["floor_us"] is None
+    assert document["command"] == "weft bench test"
+
+
+def test_check_document_names_what_is_wrong() -> None:
+    document = a_report().to_json()
+    del document["rows"][0]["baselines"]
+    document["rows"][1]["us"] = True
+    del document["machine"]
+    assert check_document(document) == [
+        "machine is missing",
+        "rows[0].baselines is missing",
+        "rows[1].us is True",
+    ]
+
+
+def test_slowest_rank_counts_each_repetition() -> None:
+    assert slowest_rank([[1.0, 9.0, 3.0], [2.0, 4.0, 5.0]]) == [2.0, 9.0, 5.0]
+    with pytest.raises(ValueError):
+        slowest_rank([[1.0], [1.0, 2.0]])
+
+
+def test_table_shows_ratio_to_each_baseline() -> None:
+    out = io.StringIO()
+    a_report(Console(file=out, width=200)).finish()
+    assert "60.0 (3.00x)" in out.getvalue()
+    assert "0.25" in out.getvalue()
+
+
+def test_files_are_written_where_asked(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = a_report(Console(file=io.StringIO()))
+    report.finish(tmp_path / "new" / "result.json", tmp_path / "plots" / "result.png")
+    assert check_document(json.loads((tmp_path / "new" / "result.json").read_text())) == []
+    assert (tmp_path / "plots" / "result.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that the layers of the library depend one way, and the rules that go with them.
+
+Usage: python tools/check_layers.py [ROOT]. Prints one line per breach and returns 1 if there is any.
+
+* An #include points to the same layer or a lower one (``MAY_INCLUDE``); a transport or provider
+  never includes another.
+* The environment is read in ``src/base/config.cc`` alone; launcher variables in the Python bootstrap alone.
+* Inline assembly stands in ``kernels/target`` alone.
+* Nothing below ``python/weft`` knows torch; nothing in the library prints, aborts or exits.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCES = ("*.h", "*.cc", "*.cuh")
+
+# Layer -> the layers it may include besides itself. A path belongs to the longest prefix that fits.
+BASE = {"src/base", "include"}
+MACHINE = BASE | {"src/topology", "src/bootstrap"}
+KERNELS = {"kernels"}
+TRANSPORT_LIST = {"transports"}
+MEMORY = MACHINE | TRANSPORT_LIST | {"src/memory"}
+PLAN = MEMORY | KERNELS | {"src/jit", "src/plan"}
+MAY_INCLUDE: dict[str, set[str]] = {
+    "include": set(),
+    "src/base": {"include"},
+    "src/topology": BASE,
+    "src/bootstrap": BASE | {"src/topology"},
+    "providers": MACHINE,
+    "providers/*": MACHINE | {"providers"},
+    "src/transfer": MACHINE | {"providers", "src/memory"},
+    "transports": MACHINE | KERNELS,
+    "transports/*": MEMORY | KERNELS | {"src/transfer"},
+    "src/memory": MACHINE | TRANSPORT_LIST,
+    "src/jit": MEMORY | KERNELS | {"transports/*"},  # their channel.cuh: host kernels are compiled with it
+    "src/plan": PLAN,
+    "src/moe": PLAN,
+    "src/collective": PLAN,
+    "src/bind": PLAN | {"src/moe", "src/collective", "src/transfer", "providers", "transports/*"},
+    "kernels": set(),
+}
+# The lists name every factory: the one line that adding a transport or provider costs outside its folder.
+LISTS = {"transports", "providers"}
+
+INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+TEXT = re.compile(r'R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+
+RULES: list[tuple[str, re.Pattern[str], str]] = [
+    # What is forbidden, how it looks, and where it is allowed (a prefix of the path).
+    ("reads the environment", re.compile(r"\b(?:secure_)?getenv\s*\("), "src/base/config.cc"),
+    (
+        "inline assembly",
+        re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:volatile|__volatile__|\()"),
+        "kernels/target/",
+    ),
+    ("knows torch", re.compile(r"#\s*include\s*[<\"](?:torch|ATen|c10)/"), "python/"),
+    ("ends the process", re.compile(r"(?<![\w.>:])(?:std::)?(?:abort|exit|_Exit)\s*\("), "none"),
+    ("prints", re.compile(r"\b(?:printf|puts|std::cout|std::cerr)\b"), "none"),
+]
+PYTHON_ENVIRONMENT = re.compile(r"\bos\.(?:environ|getenv)\b")
+PYTHON_ENVIRONMENT_ALLOWED = ("python/weft/runtime/bootstrap", "python/weft/bench/", "python/weft/demo/")
+
+
+def layer_of(path: str) -> str | None:
+    """Return the layer that a path relative to the root belongs to, or None outside the library."""
+    parts = path.split("/")
+    if parts[0] in ("transports", "providers"):
+        return f"{parts[0]}/*" if len(parts) > 2 else parts[0]
+    if parts[0] in ("kernels", "include"):
+        return parts[0]
+    return "/".join(parts[:2]) if parts[0] == "src" and len(parts) > 2 else None
+
+
+def resolve(root: Path, includer: str, name: str) -> str | None:
+    """Return the path, relative to the root, of an included file of the library; None for anything else."""
+    for folder in (str(Path(includer).parent), "src", ".", "include", "kernels"):
+        if (root / folder / name).is_file():
+            return (root / folder / name).resolve().relative_to(root.resolve()).as_posix()
+    return None
+
+
+def check_include(includer: str, included: str) -> str | None:
+    """Return why ``includer`` may not include ``included``, or None when it may."""
+    source, target = layer_of(includer), layer_of(included)
+    if source is None or target is None:
+        return None
+    if source.endswith("/*") and target == source:
+        same = includer.split("/")[1] == included.split("/")[1]
+        return None if same else f"{source[:-2]} include each other"
+    if target == source or target in MAY_INCLUDE[source] or (source in LISTS and target == f"{source}/*"):
+        return None
+    return f"{source} may not include {target}"
+
+
+def sources(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield (path, text) of every C++ file of the library."""
+    for top in ("include", "src", "transports", "providers", "kernels"):
+        for pattern in SOURCES:
+            for path in sorted((root / top).rglob(pattern)):
+                yield path.relative_to(root).as_posix(), path.read_text()
+
+
+def breaches(root: Path) -> list[str]:
+    """Return every breach in the tree, one sentence each."""
+    found: list[str] = []
+    for path, text in sources(root):
+        bare = COMMENT.sub("", text)
+        for name in INCLUDE.findall(bare):
+            included = resolve(root, path, name)
+            why = check_include(path, included) if included else None
+            if why:
+                found.append(f"{path}: includes {name}: {why}")
+        code = TEXT.sub('""', bare)
+        # An include of torch may stand in quotes, so that rule looks at the text with its strings.
+        for what, pattern, allowed in RULES:
+            if not path.startswith(allowed) and pattern.search(bare if what == "knows torch" else code):
+                found.append(f"{path}: {what}; allowed in: {allowed}")
+    for module in sorted((root / "python").rglob("*.py")):
+        name = module.relative_to(root).as_posix()
+        if PYTHON_ENVIRONMENT.search(module.read_text()) and not name.startswith(PYTHON_ENVIRONMENT_ALLOWED):
+            found.append(
+                f"{name}: reads the environment; allowed in: {', '.join(PYTHON_ENVIRONMENT_ALLOWED)}"
+            )
+    return found
+
+
+def main() -> int:
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1])
+    found = breaches(root)
+    for line in found:
+        print(line)
+    print(f"layers: {len(found)} breaches" if found else "layers: include one way")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

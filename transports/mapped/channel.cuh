@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The channel to a peer whose window this rank can load and store: NVLink, PCIe peer memory, shared memory.
+#pragma once
+
+#include "kernels/core/channel.cuh"
+#include "kernels/core/copy.cuh"
+
+namespace weft {
+
+class MappedChannel {
+ public:
+  WEFT_DEVICE explicit MappedChannel(std::byte* peer) : peer_(peer) {}
+
+  template <class Group>
+  WEFT_DEVICE void put(Group group, WindowOffset dst, const std::byte* src, uint64_t bytes) {
+    copy_bytes(group, peer_ + dst, src, bytes);
+  }
+  template <class Group>
+  WEFT_DEVICE void put_with_signal(Group group, WindowOffset dst, const std::byte* src, uint64_t bytes,
+                                   WindowOffset at, uint64_t value) {
+    put(group, dst, src, bytes);
+    group.sync();
+    if (group.rank() == 0) signal(at, value);
+  }
+  WEFT_DEVICE void signal(WindowOffset at, uint64_t value) {
+    store_release(reinterpret_cast<uint64_t*>(peer_ + at), value);
+  }
+  WEFT_DEVICE void atomic_add(WindowOffset at, uint64_t value) {
+    add_release(reinterpret_cast<uint64_t*>(peer_ + at), value);
+  }
+  WEFT_DEVICE void flush() {}
+  WEFT_DEVICE std::byte* mapped() const { return peer_; }
+
+ private:
+  std::byte* peer_;
+};
+static_assert(Channel<MappedChannel>, "MappedChannel must model Channel");
+
+// The channels to all peers, when every peer is mapped. Passed to kernels by value.
+struct MappedMesh {
+  std::byte* const* windows;  // [ranks], in memory that device code can read
+  uint32_t self;
+  uint32_t count;
+
+  WEFT_DEVICE MappedChannel to(uint32_t peer) const { return MappedChannel(windows[peer]); }
+  WEFT_DEVICE uint32_t rank() const { return self; }
+  WEFT_DEVICE uint32_t ranks() const { return count; }
+  WEFT_DEVICE std::byte* local() const { return windows[self]; }
+};
+static_assert(Mesh<MappedMesh>, "MappedMesh must model Mesh");
+
+}  // namespace weft

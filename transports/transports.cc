@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transports/transport.h"
+
+#include <map>
+#include <utility>
+
+#include "transports/mapped/connection.h"
+
+namespace weft {
+namespace {
+
+std::string names_of(const std::vector<Candidate>& candidates) {
+  std::string names = "auto";
+  for (const Candidate& candidate : candidates) names += text(", {}", candidate.transport->name);
+  return names;
+}
+
+// Why `candidate` does not reach `peer` from `self`; empty when it does.
+std::string obstacle(const Candidate& candidate, const RankFacts& self, const RankFacts& peer) {
+  if (!candidate.caps.is_usable()) return candidate.caps.unusable_because;
+  return candidate.transport->refuses(self, peer);
+}
+
+Result<const Transport*> select_one(const std::vector<Candidate>& candidates, const RankFacts& self,
+                                    const RankFacts& peer, std::string_view wanted) {
+  std::string reasons;
+  for (const Candidate& candidate : candidates) {
+    if (wanted != "auto" && wanted != candidate.transport->name) continue;
+    const std::string why = obstacle(candidate, self, peer);
+    if (why.empty()) return candidate.transport;
+    reasons += text("{}{}: {}", reasons.empty() ? "" : "; ", candidate.transport->name, why);
+  }
+  return Status::make(Code::kUnsupported, "transport '{}': rank {} cannot reach rank {} ({})", wanted,
+                      self.rank, peer.rank, reasons);
+}
+
+}  // namespace
+
+const std::vector<Transport>& transports() {
+  static const std::vector<Transport> all = {
+      mapped_transport(),
+  };
+  return all;
+}
+
+std::vector<Candidate> candidates(Device device) {
+  std::vector<Candidate> all;
+  for (const Transport& transport : transports()) all.push_back({&transport, transport.caps(device)});
+  return all;
+}
+
+void number_nodes(std::vector<RankFacts>& facts, int64_t ranks_per_node) {
+  std::map<std::pair<std::string, int64_t>, int> nodes;  // (host, part of the host) -> node
+  std::map<std::string, int64_t> ranks_seen;             // per host
+  for (RankFacts& rank : facts) {
+    const int64_t index = ranks_seen[rank.host]++;
+    const int64_t part = ranks_per_node > 0 ? index / ranks_per_node : 0;
+    rank.node = nodes.try_emplace({rank.host, part}, static_cast<int>(nodes.size())).first->second;
+  }
+}
+
+Result<std::vector<const Transport*>> select_transports(const std::vector<Candidate>& candidates,
+                                                        const std::vector<RankFacts>& facts, int self,
+                                                        std::string_view wanted) {
+  bool is_known = wanted == "auto";
+  for (const Candidate& candidate : candidates) is_known = is_known || wanted == candidate.transport->name;
+  if (!is_known) return Status::invalid("transport: got '{}', allowed: {}", wanted, names_of(candidates));
+  std::vector<const Transport*> chosen(facts.size(), nullptr);
+  for (size_t peer = 0; peer < facts.size(); ++peer) {
+    if (static_cast<int>(peer) == self) continue;
+    WEFT_TRY_ASSIGN(chosen[peer], select_one(candidates, facts[self], facts[peer], wanted));
+  }
+  return chosen;
+}
+
+}  // namespace weft

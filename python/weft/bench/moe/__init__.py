@@ -79,7 +79,9 @@ def measure(me: Rank, options: Options) -> tuple[list[Row], list[str]]:
 
     bench = Bench(me, options)
     inputs = Inputs.make(bench)
-    return (high_throughput if options.mode == "ht" else low_latency).measure(bench, inputs)
+    if options.mode == "ht":
+        return high_throughput.measure(bench, inputs)
+    return low_latency.measure(bench, inputs)
 
 
 def _options(args: argparse.Namespace, gpus: int) -> Options:

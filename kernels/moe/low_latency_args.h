@@ -27,7 +27,7 @@ struct LowLatencyCall {
   WaitRule wait;
   uint64_t region;      // window offset
   uint64_t half_bytes;
-  uint32_t* masked;     // i32[R]: peers to leave out; null where there is no shrinking
+  uint32_t* masked;     // u32[R]: peers to leave out; null where there is no shrinking
   uint32_t phases;      // kPhaseSend, kPhaseReceive, or both
   uint32_t ticket;      // ties the two launches of a call: < kTickets, different for calls outstanding together
   uint32_t may_mask;    // 1: a silent peer is masked; 0: it is a fault

@@ -89,6 +89,14 @@ WEFT_DEVICE uint32_t list_rows(const C& c, ItemOf item_of, WeightOf weight_of) {
   return count;
 }
 
+// How many vectors of how many rows a lane loads before it uses any: memory is far, and registers are few. A host core
+// has neither trouble.
+inline constexpr bool kIsHost = Warp::kMaxSize == 1;
+inline constexpr uint32_t kSendVecs = kIsHost ? 16 : 4;
+inline constexpr uint32_t kSendRows = kIsHost ? 1 : 2;
+inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 2;
+inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;
+
 // The sum of weight * element over the `count` listed rows, for this part of their vectors, as bf16 to `out`. row_of(i)
 // is where the i-th starts. kVecs vectors of kRows rows are loaded before any is used. The warp.
 template <uint32_t kVecs, uint32_t kRows, class C, class RowOf>
@@ -97,7 +105,7 @@ WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, 
   for (uint64_t first = part.first + c.warp.rank(); first < part.last; first += kVecs * step) {
     float sums[kVecs][Bf16::kPerVec] = {};
     for (uint32_t row = 0; row < count; row += kRows) {
-      Vec16 held[kRows][kVecs];
+      Vec16 held[kRows][kVecs] = {};
       WEFT_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
         if (row + r >= count) continue;
@@ -251,7 +259,7 @@ template <class C>
 WEFT_DEVICE void write_reply(const C& c, uint32_t piece, uint32_t count, std::byte* reply) {
   auto row_of = [&](uint32_t i) { return c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes; };
   if (!is_log(c.shape.reply))
-    return sum_rows<4, 2>(c, part_of(c.shape.row_bytes / 16, piece, c.a.pieces), count, row_of, reply);
+    return sum_rows<kSendVecs, kSendRows>(c, part_of(c.shape.row_bytes / 16, piece, c.a.pieces), count, row_of, reply);
   const auto block_elems = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2));
   const Range blocks = part_of(c.shape.row_bytes / 2 / block_elems, piece, c.a.pieces);
   for (uint64_t b = blocks.first; b < blocks.last; ++b)
@@ -376,7 +384,7 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
     for (uint64_t b = part.first; b < part.last; ++b)
       decode_block(c, static_cast<uint32_t>(b) * groups, groups, count, reply_of, out);
   } else {
-    sum_rows<2, 8>(c, part, count, reply_of, out);
+    sum_rows<kReceiveVecs, kReceiveRows>(c, part, count, reply_of, out);
   }
   c.warp.sync();
 }

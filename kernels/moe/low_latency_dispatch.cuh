@@ -314,7 +314,7 @@ WEFT_DEVICE void copy_row(const D& d, const std::byte* row, uint32_t split) {
   const Range part = part_of(d.shape.row_bytes / 16, split, d.a.receive_splits);
   const uint32_t step = d.warp.size();
   for (uint64_t first = part.first + d.warp.rank(); first < part.last; first += kVecsInFlight * step) {
-    Vec16 held[kVecsInFlight];
+    Vec16 held[kVecsInFlight] = {};
     WEFT_UNROLL
     for (uint32_t i = 0; i < kVecsInFlight; ++i)
       if (first + i * step < part.last) held[i] = load_vec(reinterpret_cast<const Vec16*>(row) + first + i * step);

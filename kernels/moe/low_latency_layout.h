@@ -32,13 +32,14 @@ static_assert(sizeof(LowLatencyState) == 32 + 8 * kTickets);
 // What a rank tells every peer at the start of a call; they must agree.
 struct LowLatencyHello {
   static constexpr uint32_t kWords = 6;
-  uint32_t words[kWords];  // max tokens, channels, top-k, experts, bytes of a message or reply, form of the payload
+  uint32_t words[kWords];  // max tokens, bytes of a row, top-k, experts, bytes of its scales, form of the payload
   uint64_t dispatch_epoch;  // combine: which dispatch it answers
 };
 static_assert(sizeof(LowLatencyHello) == 32);
 
 struct LowLatencyControl {
   uint64_t state;     // LowLatencyState of this rank
+  uint64_t masked;    // u32[R] of this rank: 1 for peers to leave out
   uint64_t consumed;  // u64[2][R]          by half, peer: the last call that the peer has read whole
   uint64_t ready;     // u64[2][R]          by half, source: the last call whose counts or weights came
   uint64_t hello;     // LowLatencyHello[2][R]
@@ -49,6 +50,7 @@ WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
   Carver carver;
   LowLatencyControl at{};
   at.state = carver.take(sizeof(LowLatencyState));
+  at.masked = carver.take(ranks * 4);
   at.consumed = carver.take(2 * ranks * 8);
   at.ready = carver.take(2 * ranks * 8);
   at.hello = carver.take(2 * ranks * sizeof(LowLatencyHello));

@@ -2,6 +2,7 @@
 #include "moe/fault_text.h"
 
 #include <cstdio>
+#include <iterator>
 
 namespace weft {
 namespace {
@@ -21,10 +22,22 @@ const char* operation(Site site) {
     case Site::kLowLatencyDispatchRecv: return "low_latency_dispatch.recv";
     case Site::kLowLatencyCombineSlot: return "low_latency_combine.slot";
     case Site::kLowLatencyCombineRecv: return "low_latency_combine.recv";
+    case Site::kLowLatencyAgree: return "low_latency.agree";
     case Site::kBarrier: return "barrier";
     case Site::kCollective: return "collective";
   }
   return "unknown";
+}
+
+// What LowLatencyHello::words hold.
+const char* hello_name(uint64_t word) {
+  static constexpr const char* kNames[] = {"num_max_dispatch_tokens_per_rank",
+                                           "x (bytes per row)",
+                                           "topk_idx (top-k)",
+                                           "num_experts",
+                                           "x (bytes of scales per row)",
+                                           "x (form: the call, use_fp8, round_scale, use_ue8m0, use_logfmt)"};
+  return word < std::size(kNames) ? kNames[word] : "arguments";
 }
 
 std::string seconds(uint64_t ns) {
@@ -40,6 +53,9 @@ Status fault_status(const FaultBox& box) {
   if (box.site == Site::kDispatchCapacity)
     return Status::make(Code::kCapacity, "num_worst_tokens: got {}, allowed: at least the {} rows that rank {} received",
                         box.expected, box.seen, box.self);
+  if (box.site == Site::kLowLatencyAgree)
+    return Status::invalid("{}: rank {} was given {}, rank {} {}, allowed: the same on all ranks",
+                           hello_name(box.waited_ns), box.self, box.expected, box.peer, box.seen);
   if (box.site == Site::kCombineHandle || box.site == Site::kDispatchHandle)
     return Status::invalid("handle: rank {}, {}: rank {} uses {} {}, this rank {}", box.self, what, box.peer,
                            box.waited_ns ? "rows of bytes" : "the handle of dispatch", box.seen, box.expected);

@@ -53,8 +53,7 @@ Result<CUcontext> primary_context(const CudaDriver& driver, int ordinal) {
   CUdevice device = 0;
   WEFT_TRY(cuda_status(driver.cuDeviceGet(&device, ordinal), "finding CUDA device {}", ordinal));
   CUcontext context = nullptr;
-  WEFT_TRY(cuda_status(driver.cuDevicePrimaryCtxRetain(&context, device),
-                       "opening CUDA device {}", ordinal));
+  WEFT_TRY(cuda_status(driver.cuDevicePrimaryCtxRetain(&context, device), "opening CUDA device {}", ordinal));
   contexts[ordinal] = context;
   return context;
 }

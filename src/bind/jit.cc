@@ -17,9 +17,12 @@ namespace nb = nanobind;
 namespace weft {
 namespace {
 
-nb::bytes as_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+nb::bytes as_bytes(const std::string& text) {
+  return nb::bytes(text.data(), text.size());
+}
 
-Compiled compile_for_python(const KernelKey& key, const std::string& arch, const std::optional<std::string>& cache_dir) {
+Compiled compile_for_python(const KernelKey& key, const std::string& arch,
+                            const std::optional<std::string>& cache_dir) {
   nb::gil_scoped_release unlocked;
   if (!cache_dir) return value_or_throw(compile_kernel(key, arch, nullptr));
   const KernelCache cache(*cache_dir);
@@ -27,13 +30,16 @@ Compiled compile_for_python(const KernelKey& key, const std::string& arch, const
 }
 
 void bind_keys(nb::module_& module) {
-  nb::class_<KernelKey>(module, "KernelKey", "What makes one compiled kernel differ from another: src/jit/jit.h.")
+  nb::class_<KernelKey>(module, "KernelKey",
+                        "What makes one compiled kernel differ from another: src/jit/jit.h.")
       .def(
           "__init__",
           [](KernelKey* key, std::string file, std::string name, std::string args_type, std::string mesh_type,
-             std::vector<std::pair<std::string, int64_t>> shape, uint32_t threads_per_block, uint32_t blocks_per_sm) {
-            new (key) KernelKey{std::move(file),  std::move(name),   std::move(args_type), std::move(mesh_type),
-                                std::move(shape), threads_per_block, blocks_per_sm};
+             std::vector<std::pair<std::string, int64_t>> shape, uint32_t threads_per_block,
+             uint32_t blocks_per_sm) {
+            new (key)
+                KernelKey{std::move(file),  std::move(name),   std::move(args_type), std::move(mesh_type),
+                          std::move(shape), threads_per_block, blocks_per_sm};
           },
           nb::kw_only(), nb::arg("file"), nb::arg("name"), nb::arg("args_type"), nb::arg("mesh_type"),
           nb::arg("shape"), nb::arg("threads_per_block"), nb::arg("blocks_per_sm") = 1)
@@ -77,7 +83,8 @@ void bind_jit(nb::module_& module) {
       },
       nb::arg("nvrtc"), nb::arg("include_dirs"), nb::arg("device_dir"));
   module.def("compile_kernel", &compile_for_python, nb::arg("key"), nb::arg("architecture"),
-             nb::arg("cache_dir") = nb::none(), "Compiles for a GPU architecture (sm_90a); needs NVRTC but no GPU.");
+             nb::arg("cache_dir") = nb::none(),
+             "Compiles for a GPU architecture (sm_90a); needs NVRTC but no GPU.");
   module.def(
       "kernel_source",
       [](const KernelKey& key) {
@@ -87,10 +94,13 @@ void bind_jit(nb::module_& module) {
       nb::arg("key"), "The generated source that NVRTC gets for a key.");
   module.def("nvrtc_identity", [] { return value_or_throw(Nvrtc::open())->identity(); });
   module.def("nvrtc_path", [] { return value_or_throw(Nvrtc::open())->path(); });
-  module.def("cuda_unusable_reason", [] {
-    const Result<const CudaDriver*> driver = cuda_driver();
-    return driver.ok() ? std::string() : driver.status().message();
-  }, "Empty where CUDA devices can be used, else why not.");
+  module.def(
+      "cuda_unusable_reason",
+      [] {
+        const Result<const CudaDriver*> driver = cuda_driver();
+        return driver.ok() ? std::string() : driver.status().message();
+      },
+      "Empty where CUDA devices can be used, else why not.");
 }
 
 }  // namespace weft

@@ -40,8 +40,10 @@ Status write_whole(const std::string& path, const std::string& bytes) {
   int failed = 0;
   while (done < bytes.size() && !failed) {
     const ssize_t wrote = write(file, bytes.data() + done, bytes.size() - done);
-    if (wrote >= 0) done += static_cast<size_t>(wrote);
-    else if (errno != EINTR) failed = errno;
+    if (wrote >= 0)
+      done += static_cast<size_t>(wrote);
+    else if (errno != EINTR)
+      failed = errno;
   }
   if (close(file) != 0 && !failed) failed = errno;
   return failed ? Status::from_errno(failed, "writing {}", path) : Status();
@@ -53,7 +55,8 @@ Status store_file(const std::string& folder, const std::string& path, const std:
   if (error) return Status::from_errno(error.value(), "creating {}", folder);
   const std::string aside = temporary_beside(path);
   Status status = write_whole(aside, header_of(payload) + payload);
-  if (status.ok() && rename(aside.c_str(), path.c_str()) != 0) status = Status::from_errno(errno, "renaming to {}", path);
+  if (status.ok() && rename(aside.c_str(), path.c_str()) != 0)
+    status = Status::from_errno(errno, "renaming to {}", path);
   if (!status.ok()) unlink(aside.c_str());
   return status;
 }
@@ -62,7 +65,9 @@ Status store_file(const std::string& folder, const std::string& path, const std:
 
 KernelCache::KernelCache(std::string_view folder) : folder_(expand_home(folder)) {}
 
-std::string KernelCache::path(const std::string& name) const { return folder_ + "/" + name + ".cubin"; }
+std::string KernelCache::path(const std::string& name) const {
+  return folder_ + "/" + name + ".cubin";
+}
 
 std::optional<std::string> KernelCache::load(const std::string& name) const {
   Result<std::string> file = read_file(path(name));
@@ -80,8 +85,9 @@ void KernelCache::store(const std::string& name, const std::string& payload) con
   if (status.ok()) return;
   static std::atomic<bool> warned{false};
   if (!warned.exchange(true))
-    log_warn("jit: compiled kernels are not kept, so every process compiles them again: {} (set WEFT_CACHE_DIR)",
-             status.message());
+    log_warn(
+        "jit: compiled kernels are not kept, so every process compiles them again: {} (set WEFT_CACHE_DIR)",
+        status.message());
 }
 
 }  // namespace weft

@@ -3,10 +3,11 @@
 // KernelCache keeps compiled kernels on disk, one file per key, safe for any number of processes.
 //   KernelCache cache(config().cache_dir);
 //   std::optional<std::string> cubin = cache.load(name);      // nothing on a miss or a damaged file
-//   cache.store(name, *cubin);                                // a folder that cannot be written costs one warning
-// A file is written aside and renamed, so that readers see all of it or nothing; it starts with a checksum of the rest,
-// so that a truncated one is a miss and is overwritten. Files may be deleted at any time.
-// Threads: any.
+//   cache.store(name, *cubin);                                // a folder that cannot be written costs one
+//   warning
+// A file is written aside and renamed, so that readers see all of it or nothing; it starts with a checksum of
+// the rest, so that a truncated one is a miss and is overwritten. Files may be deleted at any time. Threads:
+// any.
 #pragma once
 
 #include <optional>

@@ -17,8 +17,8 @@ std::vector<std::string> options_for(const std::string& architecture, const Tool
   return options;
 }
 
-// The text of CUDA's headers that the kernel includes: another CUDA release beside the same NVRTC gives another key.
-// What they include themselves is taken to be of the same release.
+// The text of CUDA's headers that the kernel includes: another CUDA release beside the same NVRTC gives
+// another key. What they include themselves is taken to be of the same release.
 void add_system_headers(Digest& digest, const std::vector<NvrtcHeader>& headers, const Toolchain& tools) {
   for (const std::string& name : system_headers_of(headers)) {
     for (const std::string& folder : tools.include_dirs) {
@@ -31,8 +31,9 @@ void add_system_headers(Digest& digest, const std::vector<NvrtcHeader>& headers,
 }
 
 // Folders stand in the key by their content only, so that one cache serves several environments.
-std::string cache_name(const KernelKey& key, const std::string& source, const std::vector<NvrtcHeader>& headers,
-                       const std::vector<std::string>& options, const Nvrtc& nvrtc, const Toolchain& tools) {
+std::string cache_name(const KernelKey& key, const std::string& source,
+                       const std::vector<NvrtcHeader>& headers, const std::vector<std::string>& options,
+                       const Nvrtc& nvrtc, const Toolchain& tools) {
   Digest digest;
   digest.add(nvrtc.identity()).add(source);
   for (const std::string& option : options)
@@ -44,9 +45,12 @@ std::string cache_name(const KernelKey& key, const std::string& source, const st
 
 }  // namespace
 
-std::string architecture(int major, int minor) { return text("sm_{}{}{}", major, minor, major >= 9 ? "a" : ""); }
+std::string architecture(int major, int minor) {
+  return text("sm_{}{}{}", major, minor, major >= 9 ? "a" : "");
+}
 
-Result<Compiled> compile_kernel(const KernelKey& key, const std::string& architecture, const KernelCache* cache) {
+Result<Compiled> compile_kernel(const KernelKey& key, const std::string& architecture,
+                                const KernelCache* cache) {
   WEFT_TRY_ASSIGN(const Nvrtc* nvrtc, Nvrtc::open());
   const Toolchain tools = toolchain();
   const KernelRow* row = find_kernel(key.name, key.mesh_type);
@@ -63,8 +67,8 @@ Result<Compiled> compile_kernel(const KernelKey& key, const std::string& archite
   }
   Result<NvrtcOutput> compiled = nvrtc->compile(out.source, headers, options);
   if (!compiled.ok())
-    return Status::make(compiled.status().code(), "compiling {} for {}: {}\nsource:\n{}", key.name, architecture,
-                        compiled.status().message(), out.source);
+    return Status::make(compiled.status().code(), "compiling {} for {}: {}\nsource:\n{}", key.name,
+                        architecture, compiled.status().message(), out.source);
   out.cubin = std::move(compiled->cubin);
   out.log = std::move(compiled->log);
   log_info("jit: compiled {} for {} with {}", out.cache_name, architecture, nvrtc->path());

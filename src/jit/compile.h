@@ -15,17 +15,20 @@ namespace weft {
 
 struct Compiled {
   std::string cubin;
-  std::string log;        // the compiler's; empty when the cubin came from the cache
-  std::string source;     // the generated file
-  std::string cache_name; // file name in the cache: the kernel's name and a digest of all that the cubin depends on
+  std::string log;     // the compiler's; empty when the cubin came from the cache
+  std::string source;  // the generated file
+  std::string
+      cache_name;  // file name in the cache: the kernel's name and a digest of all that the cubin depends on
   bool is_cached = false;
 };
 
-// The architecture for a device: "sm_80", "sm_90a", "sm_100a"; from Hopper on with the features of exactly that one.
+// The architecture for a device: "sm_80", "sm_90a", "sm_100a"; from Hopper on with the features of exactly
+// that one.
 std::string architecture(int major, int minor);
 
 // Loads from the cache or compiles and stores. `cache` may be null: always compile, keep nothing.
 // Errors: kUnsupported without NVRTC; kSystem with the log where the source does not compile.
-Result<Compiled> compile_kernel(const KernelKey& key, const std::string& architecture, const KernelCache* cache);
+Result<Compiled> compile_kernel(const KernelKey& key, const std::string& architecture,
+                                const KernelCache* cache);
 
 }  // namespace weft

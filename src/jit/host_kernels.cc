@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Adding a kernel: include its file, and add its row. The host version, the compile tests for every GPU architecture
-// and the checks of struct sizes follow from the row.
+// Adding a kernel: include its file, and add its row. The host version, the compile tests for every GPU
+// architecture and the checks of struct sizes follow from the row.
 #include "jit/host_kernels.h"
 
 #include <algorithm>
@@ -17,16 +17,17 @@ namespace weft {
 namespace {
 
 // WEFT_HOST_KERNEL(file, function, Args, Mesh, Shape, threads per block on GPUs, typical constants)
-#define WEFT_HOST_KERNEL(file, function, Args, Mesh, Shape, threads, typical)                                \
-  KernelRow {                                                                                                \
-    file, #function, #Args, #Mesh, #Shape, threads, typical, sizeof(Args), sizeof(Mesh),                     \
-        [](const void* args, const void* mesh, const void* shape) {                                          \
-          function<Mesh, Shape>(*static_cast<const Args*>(args), *static_cast<const Mesh*>(mesh),            \
-                                *static_cast<const Shape*>(shape));                                          \
-        }                                                                                                    \
+#define WEFT_HOST_KERNEL(file, function, Args, Mesh, Shape, threads, typical)                     \
+  KernelRow {                                                                                     \
+    file, #function, #Args, #Mesh, #Shape, threads, typical, sizeof(Args), sizeof(Mesh),          \
+        [](const void* args, const void* mesh, const void* shape) {                               \
+          function<Mesh, Shape>(*static_cast<const Args*>(args), *static_cast<const Mesh*>(mesh), \
+                                *static_cast<const Shape*>(shape));                               \
+        }                                                                                         \
   }
 
-// DeepSeek-V3's rows in bf16 and in fp8 with scales; the smallest row; a row in float32 that takes several pieces.
+// DeepSeek-V3's rows in bf16 and in fp8 with scales; the smallest row; a row in float32 that takes several
+// pieces.
 constexpr const char* kRows =
     "row_bytes=14336 piece_bytes=14336 scale_words=0 top_k=8 element=0; "
     "row_bytes=7168 piece_bytes=7168 scale_words=56 top_k=8 element=0; "
@@ -70,8 +71,12 @@ const MeshRow kMeshes[] = {
 
 }  // namespace
 
-std::span<const KernelRow> kernel_table() { return kKernels; }
-std::span<const MeshRow> mesh_table() { return kMeshes; }
+std::span<const KernelRow> kernel_table() {
+  return kKernels;
+}
+std::span<const MeshRow> mesh_table() {
+  return kMeshes;
+}
 
 std::string_view mesh_file(std::string_view mesh_type) {
   const auto found = std::ranges::find(kMeshes, mesh_type, &MeshRow::type);

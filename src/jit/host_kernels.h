@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The list of every kernel that Weft has: where it is, how it is called on the host, and one or more typical sets of
-// compile-time constants that the tests compile it with for every GPU architecture. Rows are in host_kernels.cc.
+// The list of every kernel that Weft has: where it is, how it is called on the host, and one or more typical
+// sets of compile-time constants that the tests compile it with for every GPU architecture. Rows are in
+// host_kernels.cc.
 //   for (const KernelRow& row : kernel_table()) ...
 #pragma once
 
@@ -17,9 +18,9 @@ struct KernelRow {
   std::string_view name;
   std::string_view args_type;
   std::string_view mesh_type;
-  std::string_view shape_type;   // the host's struct of run-time fields
-  uint32_t threads_per_block;    // as launched on GPUs
-  std::string_view typical;      // "row_bytes=14336 ranks=8; row_bytes=16 ranks=3": sets of constants, for tests
+  std::string_view shape_type;  // the host's struct of run-time fields
+  uint32_t threads_per_block;   // as launched on GPUs
+  std::string_view typical;  // "row_bytes=14336 ranks=8; row_bytes=16 ranks=3": sets of constants, for tests
   size_t args_bytes;
   size_t mesh_bytes;
   void (*run)(const void* args, const void* mesh, const void* shape);  // one host warp

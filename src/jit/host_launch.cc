@@ -27,8 +27,8 @@ struct Work {
   std::atomic<uint32_t> running;  // workers that have not finished
 
   void finish_one() {
-    // The caller may destroy this object as soon as it sees 0, so the last worker must not touch it afterwards:
-    // the caller polls instead of being notified.
+    // The caller may destroy this object as soon as it sees 0, so the last worker must not touch it
+    // afterwards: the caller polls instead of being notified.
     running.fetch_sub(1, std::memory_order_acq_rel);
   }
 };
@@ -95,8 +95,8 @@ class WorkerPool {
   std::vector<Worker*> idle_;
 };
 
-// The pool of this process. Workers do not survive a fork, so a child starts with an empty one; pools are never freed,
-// since their threads may outlive static destruction.
+// The pool of this process. Workers do not survive a fork, so a child starts with an empty one; pools are
+// never freed, since their threads may outlive static destruction.
 WorkerPool& pool() {
   struct Owned {
     pid_t process;
@@ -118,7 +118,8 @@ WorkerPool& pool() {
 class Blocks {
  public:
   explicit Blocks(const HostGrid& grid)
-      : grid_(grid), stride_((grid.shared_bytes + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment) {
+      : grid_(grid),
+        stride_((grid.shared_bytes + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment) {
     if (stride_ > 0) shared_.reset(new (std::align_val_t{kSharedAlignment}) std::byte[stride_ * grid.blocks]);
     if (grid.warps > 1)
       for (uint32_t block = 0; block < grid.blocks; ++block) barriers_.emplace_back(grid.warps);
@@ -149,8 +150,9 @@ class Blocks {
 
 Status run_on_host(const HostGrid& grid, const std::function<void()>& body) {
   const uint64_t threads = uint64_t{grid.blocks} * grid.warps;
-  if (threads == 0) return Status::invalid("grid: got {} blocks of {} warps, allowed: at least 1 of each", grid.blocks,
-                                           grid.warps);
+  if (threads == 0)
+    return Status::invalid("grid: got {} blocks of {} warps, allowed: at least 1 of each", grid.blocks,
+                           grid.warps);
   std::vector<Worker*> workers;
   if (threads > 1) WEFT_TRY(pool().take(threads - 1, workers));
   Blocks blocks(grid);

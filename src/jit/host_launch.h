@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Runs host kernels: blocks x warps threads, all at the same time, since they may wait for one another.
-//   WEFT_TRY(run_on_host({.blocks = 2, .warps = 1, .shared_bytes = 1024}, [&] { row->run(args, mesh, shape); }));
-// The calling thread runs warp 0 of block 0; the others come from a pool that keeps its threads and grows when several
-// launches (ranks as threads) run at once. A launch of one thread is a plain call.
-// Threads: any. A forked child gets a pool of its own.
+//   WEFT_TRY(run_on_host({.blocks = 2, .warps = 1, .shared_bytes = 1024}, [&] { row->run(args, mesh, shape);
+//   }));
+// The calling thread runs warp 0 of block 0; the others come from a pool that keeps its threads and grows
+// when several launches (ranks as threads) run at once. A launch of one thread is a plain call. Threads: any.
+// A forked child gets a pool of its own.
 #pragma once
 
 #include <cstdint>

@@ -19,11 +19,12 @@ namespace weft {
 
 class Kernel {
  public:
-  explicit Kernel(KernelKey kernel_key) : key(std::move(kernel_key)), row(find_kernel(key.name, key.mesh_type)) {}
+  explicit Kernel(KernelKey kernel_key)
+      : key(std::move(kernel_key)), row(find_kernel(key.name, key.mesh_type)) {}
 
   const KernelKey key;
-  const KernelRow* const row;      // null for a kernel that only GPUs have
-  CUfunction function = nullptr;   // null on the host
+  const KernelRow* const row;     // null for a kernel that only GPUs have
+  CUfunction function = nullptr;  // null on the host
   KernelResources resources;
   // Dynamic shared memory that the driver was asked to allow so far. Above 48 KiB it must be asked first.
   mutable std::atomic<uint32_t> shared_allowed{48 * 1024};
@@ -39,38 +40,46 @@ struct Jit::Impl {
 
 namespace {
 
-// ---- host ------------------------------------------------------------------------------------------------------------
+// ---- host
+// ------------------------------------------------------------------------------------------------------------
 
 Status prepare_on_host(const Kernel& kernel) {
   if (!kernel.row || !kernel.row->run)
-    return Status::make(Code::kUnsupported, "kernel {} with {} has no host version", kernel.key.name, kernel.key.mesh_type);
+    return Status::make(Code::kUnsupported, "kernel {} with {} has no host version", kernel.key.name,
+                        kernel.key.mesh_type);
   if (kernel.row->args_type != kernel.key.args_type)
-    return Status::invalid("args_type of kernel {}: got {}, allowed: {}", kernel.key.name, kernel.key.args_type,
-                           kernel.row->args_type);
+    return Status::invalid("args_type of kernel {}: got {}, allowed: {}", kernel.key.name,
+                           kernel.key.args_type, kernel.row->args_type);
   return Status();
 }
 
-// ---- CUDA ------------------------------------------------------------------------------------------------------------
+// ---- CUDA
+// ------------------------------------------------------------------------------------------------------------
 
 Result<std::string> architecture_of(int ordinal) {
-  WEFT_TRY_ASSIGN(const int major, cuda_device_attribute(ordinal, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR));
-  WEFT_TRY_ASSIGN(const int minor, cuda_device_attribute(ordinal, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR));
+  WEFT_TRY_ASSIGN(const int major,
+                  cuda_device_attribute(ordinal, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR));
+  WEFT_TRY_ASSIGN(const int minor,
+                  cuda_device_attribute(ordinal, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR));
   if (major < 8)
-    return Status::make(Code::kUnsupported, "cuda:{} has compute capability {}.{}; Weft needs 8.0 or newer", ordinal,
-                        major, minor);
+    return Status::make(Code::kUnsupported, "cuda:{} has compute capability {}.{}; Weft needs 8.0 or newer",
+                        ordinal, major, minor);
   return architecture(major, minor);
 }
 
 Status load_function(const CudaDriver& driver, const std::string& cubin, Kernel& kernel) {
   CUmodule module = nullptr;  // lives as long as the process, like the kernel
   const std::string& name = kernel.key.name;
-  WEFT_TRY(cuda_status(driver.cuModuleLoadDataEx(&module, cubin.data(), 0, nullptr, nullptr), "loading kernel {}", name));
-  WEFT_TRY(cuda_status(driver.cuModuleGetFunction(&kernel.function, module, kEntryPoint), "finding kernel {}", name));
+  WEFT_TRY(cuda_status(driver.cuModuleLoadDataEx(&module, cubin.data(), 0, nullptr, nullptr),
+                       "loading kernel {}", name));
+  WEFT_TRY(cuda_status(driver.cuModuleGetFunction(&kernel.function, module, kEntryPoint), "finding kernel {}",
+                       name));
   KernelResources& found = kernel.resources;
   driver.cuFuncGetAttribute(&found.registers, CU_FUNC_ATTRIBUTE_NUM_REGS, kernel.function);
   driver.cuFuncGetAttribute(&found.static_shared_bytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel.function);
   driver.cuFuncGetAttribute(&found.local_bytes, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, kernel.function);
-  driver.cuFuncGetAttribute(&found.max_threads_per_block, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, kernel.function);
+  driver.cuFuncGetAttribute(&found.max_threads_per_block, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK,
+                            kernel.function);
   return Status();
 }
 
@@ -85,15 +94,17 @@ Status prepare_on_cuda(int ordinal, Kernel& kernel) {
 
 Status allow_shared(const CudaDriver& driver, const Kernel& kernel, uint32_t shared_bytes) {
   if (shared_bytes <= kernel.shared_allowed.load(std::memory_order_acquire)) return Status();
-  WEFT_TRY(cuda_status(driver.cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                                 static_cast<int>(shared_bytes)),
-                       "allowing kernel {} {} bytes of shared memory", kernel.key.name, shared_bytes));
+  WEFT_TRY(
+      cuda_status(driver.cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                            static_cast<int>(shared_bytes)),
+                  "allowing kernel {} {} bytes of shared memory", kernel.key.name, shared_bytes));
   // A smaller value by another thread at the same moment only means that the driver is asked once more.
   kernel.shared_allowed.store(shared_bytes, std::memory_order_release);
   return Status();
 }
 
-Status launch_on_cuda(int ordinal, const Kernel& kernel, const Launch& launch, const void* args, const void* mesh) {
+Status launch_on_cuda(int ordinal, const Kernel& kernel, const Launch& launch, const void* args,
+                      const void* mesh) {
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   WEFT_TRY_ASSIGN(const CudaContext current, CudaContext::enter(ordinal));
   WEFT_TRY(allow_shared(*driver, kernel, launch.shared_bytes));
@@ -111,20 +122,22 @@ Status launch_on_cuda(int ordinal, const Kernel& kernel, const Launch& launch, c
   config.numAttrs = launch.cooperative ? 1 : 0;
   void* parameters[] = {const_cast<void*>(args), const_cast<void*>(mesh)};
   return cuda_status(driver->cuLaunchKernelEx(&config, kernel.function, parameters, nullptr),
-                     "launching {} on {} blocks of {} threads with {} bytes of shared memory", kernel.key.name,
-                     launch.blocks, launch.threads_per_block, launch.shared_bytes);
+                     "launching {} on {} blocks of {} threads with {} bytes of shared memory",
+                     kernel.key.name, launch.blocks, launch.threads_per_block, launch.shared_bytes);
 }
 
 Status check_launch(const Kernel& kernel, const Launch& launch, size_t args_bytes, size_t mesh_bytes) {
   if (launch.blocks == 0 || launch.threads_per_block == 0)
-    return Status::invalid("launch of {}: got {} blocks of {} threads, allowed: at least 1 of each", kernel.key.name,
-                           launch.blocks, launch.threads_per_block);
+    return Status::invalid("launch of {}: got {} blocks of {} threads, allowed: at least 1 of each",
+                           kernel.key.name, launch.blocks, launch.threads_per_block);
   if (kernel.function && launch.threads_per_block > kernel.key.threads_per_block)
-    return Status::invalid("launch of {}: got {} threads per block, allowed: up to the {} that it was compiled for",
-                           kernel.key.name, launch.threads_per_block, kernel.key.threads_per_block);
+    return Status::invalid(
+        "launch of {}: got {} threads per block, allowed: up to the {} that it was compiled for",
+        kernel.key.name, launch.threads_per_block, kernel.key.threads_per_block);
   if (kernel.row && (args_bytes != kernel.row->args_bytes || mesh_bytes != kernel.row->mesh_bytes))
-    return Status::invalid("launch of {}: got {} bytes of arguments and {} of mesh, allowed: {} and {}", kernel.key.name,
-                           args_bytes, mesh_bytes, kernel.row->args_bytes, kernel.row->mesh_bytes);
+    return Status::invalid("launch of {}: got {} bytes of arguments and {} of mesh, allowed: {} and {}",
+                           kernel.key.name, args_bytes, mesh_bytes, kernel.row->args_bytes,
+                           kernel.row->mesh_bytes);
   return Status();
 }
 
@@ -154,14 +167,17 @@ Result<const Kernel*> Jit::get(const KernelKey& key) {
   return (impl_->kernels[key] = std::move(kernel)).get();
 }
 
-Status Jit::launch(const Kernel& kernel, const Launch& launch, const void* args, size_t args_bytes, const void* mesh,
-                   size_t mesh_bytes, const void* shape_on_host) {
+Status Jit::launch(const Kernel& kernel, const Launch& launch, const void* args, size_t args_bytes,
+                   const void* mesh, size_t mesh_bytes, const void* shape_on_host) {
   WEFT_TRY(check_launch(kernel, launch, args_bytes, mesh_bytes));
-  if (impl_->device.kind == Device::Kind::kCuda) return launch_on_cuda(impl_->device.ordinal, kernel, launch, args, mesh);
+  if (impl_->device.kind == Device::Kind::kCuda)
+    return launch_on_cuda(impl_->device.ordinal, kernel, launch, args, mesh);
   const HostGrid grid{launch.blocks, launch.threads_per_block, launch.shared_bytes};
   return run_on_host(grid, [&] { kernel.row->run(args, mesh, shape_on_host); });
 }
 
-KernelResources Jit::resources(const Kernel& kernel) { return kernel.resources; }
+KernelResources Jit::resources(const Kernel& kernel) {
+  return kernel.resources;
+}
 
 }  // namespace weft

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Jit turns the name of a kernel and its constants into something that can be launched on a device.
-//   WEFT_TRY_ASSIGN(const Kernel* kernel, Jit::of(device).get(key));           // compiled at most once per process
-//   WEFT_TRY(Jit::of(device).launch(*kernel, {.blocks = 16, .threads_per_block = 512, .stream = stream}, args, mesh, shape));
-// CUDA: about ten generated lines around the kernel's source are compiled by NVRTC for the device's architecture, kept
-// on disk (cache.h) and loaded with the driver. Host: the kernel was compiled with Weft (host_kernels.h); a launch runs
-// its warps as threads (host_launch.h) and returns when all have finished.
+//   WEFT_TRY_ASSIGN(const Kernel* kernel, Jit::of(device).get(key));           // compiled at most once per
+//   process WEFT_TRY(Jit::of(device).launch(*kernel, {.blocks = 16, .threads_per_block = 512, .stream =
+//   stream}, args, mesh, shape));
+// CUDA: about ten generated lines around the kernel's source are compiled by NVRTC for the device's
+// architecture, kept on disk (cache.h) and loaded with the driver. Host: the kernel was compiled with Weft
+// (host_kernels.h); a launch runs its warps as threads (host_launch.h) and returns when all have finished.
 // Threads: any. Kernels live as long as the process.
 #pragma once
 
@@ -46,9 +47,9 @@ struct Launch {
 
 // What the compiler used, for `weft info`, tests and the planner. All zero on the host.
 struct KernelResources {
-  int registers = 0;              // per thread
-  int static_shared_bytes = 0;    // per block
-  int local_bytes = 0;            // per thread: stack and spills
+  int registers = 0;            // per thread
+  int static_shared_bytes = 0;  // per block
+  int local_bytes = 0;          // per thread: stack and spills
   int max_threads_per_block = 0;
 };
 
@@ -59,24 +60,25 @@ class Jit {
   // The compiler of a device; made at first use. Errors show at get().
   static Jit& of(Device device);
 
-  // The kernel for a key. Compiles, or loads from the disk cache, at the first call for a key; later calls look it up
-  // (under 1 us). Calls for different keys wait for one another.
-  // Errors: kUnsupported where the device, NVRTC or the host version of the kernel is missing, kSystem with the
-  // compiler's log where the source does not compile.
+  // The kernel for a key. Compiles, or loads from the disk cache, at the first call for a key; later calls
+  // look it up (under 1 us). Calls for different keys wait for one another. Errors: kUnsupported where the
+  // device, NVRTC or the host version of the kernel is missing, kSystem with the compiler's log where the
+  // source does not compile.
   Result<const Kernel*> get(const KernelKey& key);
 
-  // Runs a kernel. args, mesh: the structs that key.args_type and key.mesh_type name, copied before launch() returns.
-  // shape_on_host: the Shape struct, read on the host only; may be null on CUDA.
-  // CUDA: enqueues on the stream and returns. Host: returns when every thread has finished; concurrent launches (ranks
-  // as threads) run at the same time, each on its own threads.
-  // Errors: kInvalid on sizes that do not match the kernel's structs or an empty grid; kSystem from the driver or when
-  // no thread can be made. Nothing ran then.
-  Status launch(const Kernel& kernel, const Launch& launch, const void* args, size_t args_bytes, const void* mesh,
-                size_t mesh_bytes, const void* shape_on_host);
+  // Runs a kernel. args, mesh: the structs that key.args_type and key.mesh_type name, copied before launch()
+  // returns. shape_on_host: the Shape struct, read on the host only; may be null on CUDA. CUDA: enqueues on
+  // the stream and returns. Host: returns when every thread has finished; concurrent launches (ranks as
+  // threads) run at the same time, each on its own threads. Errors: kInvalid on sizes that do not match the
+  // kernel's structs or an empty grid; kSystem from the driver or when no thread can be made. Nothing ran
+  // then.
+  Status launch(const Kernel& kernel, const Launch& launch, const void* args, size_t args_bytes,
+                const void* mesh, size_t mesh_bytes, const void* shape_on_host);
 
   // The same for structs that are at hand.
   template <class Args, class Mesh, class Shape>
-  Status launch(const Kernel& kernel, const Launch& how, const Args& args, const Mesh& mesh, const Shape& shape) {
+  Status launch(const Kernel& kernel, const Launch& how, const Args& args, const Mesh& mesh,
+                const Shape& shape) {
     return launch(kernel, how, &args, sizeof(args), &mesh, sizeof(mesh), &shape);
   }
 

@@ -13,8 +13,8 @@
 namespace weft {
 namespace {
 
-// The names that `text` includes between `open` and `close`, in order. A line inside a comment or a false #if counts
-// too: a header too many in the cache key does no harm.
+// The names that `text` includes between `open` and `close`, in order. A line inside a comment or a false #if
+// counts too: a header too many in the cache key does no harm.
 std::vector<std::string> included_names(std::string_view text, char open, char close) {
   std::vector<std::string> names;
   std::istringstream lines{std::string(text)};
@@ -39,16 +39,19 @@ std::vector<std::string> included_names(std::string_view text, char open, char c
 std::string kernel_source(const KernelKey& key, size_t args_bytes, size_t mesh_bytes) {
   std::ostringstream out;
   out << "#include \"" << key.file << "\"\n";
-  if (const std::string_view mesh = mesh_file(key.mesh_type); !mesh.empty()) out << "#include \"" << mesh << "\"\n";
+  if (const std::string_view mesh = mesh_file(key.mesh_type); !mesh.empty())
+    out << "#include \"" << mesh << "\"\n";
   out << "struct Shape {\n";
-  for (const auto& [name, value] : key.shape) out << "  static constexpr int64_t " << name << " = " << value << ";\n";
+  for (const auto& [name, value] : key.shape)
+    out << "  static constexpr int64_t " << name << " = " << value << ";\n";
   out << "};\n";
   const auto assert_bytes = [&](const std::string& type, size_t bytes) {
     if (bytes > 0) out << "static_assert(sizeof(weft::" << type << ") == " << bytes << ");\n";
   };
   assert_bytes(key.args_type, args_bytes);
   assert_bytes(key.mesh_type, mesh_bytes);
-  out << "extern \"C\" __global__ void __launch_bounds__(" << key.threads_per_block << ", " << key.blocks_per_sm << ")\n"
+  out << "extern \"C\" __global__ void __launch_bounds__(" << key.threads_per_block << ", "
+      << key.blocks_per_sm << ")\n"
       << kEntryPoint << "(const __grid_constant__ weft::" << key.args_type << " args,\n"
       << "            const __grid_constant__ weft::" << key.mesh_type << " mesh) {\n"
       << "  weft::" << key.name << "<weft::" << key.mesh_type << ", Shape>(args, mesh, Shape{});\n"

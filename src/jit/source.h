@@ -15,17 +15,17 @@ namespace weft {
 
 constexpr const char* kEntryPoint = "weft_kernel";
 
-// The generated file. args_bytes and mesh_bytes are the host's sizes of the two structs, asserted there; 0 asserts
-// nothing.
+// The generated file. args_bytes and mesh_bytes are the host's sizes of the two structs, asserted there; 0
+// asserts nothing.
 std::string kernel_source(const KernelKey& key, size_t args_bytes, size_t mesh_bytes);
 
-// Every header that `source` includes with quotes, and those that they include, in order of first mention. Names are
-// relative to `root`, as device code must spell them. One that is not there is left out: it may stand in a branch for
-// another target, and if not the compiler names it.
+// Every header that `source` includes with quotes, and those that they include, in order of first mention.
+// Names are relative to `root`, as device code must spell them. One that is not there is left out: it may
+// stand in a branch for another target, and if not the compiler names it.
 std::vector<NvrtcHeader> headers_of(const std::string& source, const std::string& root);
 
-// The names inside #include <...> of these headers, each once. They are CUDA's, and part of what a cached kernel
-// depends on.
+// The names inside #include <...> of these headers, each once. They are CUDA's, and part of what a cached
+// kernel depends on.
 std::vector<std::string> system_headers_of(const std::vector<NvrtcHeader>& headers);
 
 // Reads a whole file. kSystem when it cannot be read.

@@ -27,10 +27,11 @@ Toolchain& current_toolchain() {
 }
 
 // What is tried, in order, when nobody named a library. Bare names go through the loader's search.
-const char* const kSystemLibraries[] = {"libnvrtc.so.13", "libnvrtc.so.12", "/usr/local/cuda/lib64/libnvrtc.so"};
+const char* const kSystemLibraries[] = {"libnvrtc.so.13", "libnvrtc.so.12",
+                                        "/usr/local/cuda/lib64/libnvrtc.so"};
 
-// NVRTC looks for its built-ins by bare name, and some builds (13.0) cannot find them beside themselves: load those
-// that lie there first.
+// NVRTC looks for its built-ins by bare name, and some builds (13.0) cannot find them beside themselves: load
+// those that lie there first.
 void load_builtins_beside(const fs::path& library) {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(library.parent_path(), ignored)) {
@@ -62,7 +63,8 @@ Toolchain toolchain() {
   return out;
 }
 
-// ---- the library -----------------------------------------------------------------------------------------------------
+// ---- the library
+// -----------------------------------------------------------------------------------------------------
 
 struct Nvrtc::Functions {
   using Program = void*;
@@ -82,8 +84,8 @@ Status Nvrtc::load(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) return Status::make(Code::kUnsupported, "{}", dlerror());
   auto functions = std::make_unique<Functions>();
-#define WEFT_NVRTC_FUNCTION(name)                                                           \
-  functions->name = reinterpret_cast<decltype(functions->name)>(dlsym(library, #name));     \
+#define WEFT_NVRTC_FUNCTION(name)                                                       \
+  functions->name = reinterpret_cast<decltype(functions->name)>(dlsym(library, #name)); \
   if (!functions->name) return Status::make(Code::kUnsupported, "{} has no {}", path, #name);
   WEFT_NVRTC_FUNCTION(nvrtcVersion)
   WEFT_NVRTC_FUNCTION(nvrtcGetErrorString)
@@ -98,7 +100,9 @@ Status Nvrtc::load(const std::string& path) {
   int major = 0;
   int minor = 0;
   functions->nvrtcVersion(&major, &minor);
-  if (major < 12) return Status::make(Code::kUnsupported, "{} is NVRTC {}.{}; Weft needs 12.0 or newer", path, major, minor);
+  if (major < 12)
+    return Status::make(Code::kUnsupported, "{} is NVRTC {}.{}; Weft needs 12.0 or newer", path, major,
+                        minor);
   path_ = file_of(reinterpret_cast<const void*>(functions->nvrtcVersion), path);
   std::error_code ignored;
   version_ = major * 1000 + minor * 10;
@@ -123,8 +127,9 @@ Result<const Nvrtc*> Nvrtc::open() {
     if (status.ok()) return (opened[wanted] = std::move(nvrtc)).get();
     tried += (tried.empty() ? "" : "; ") + status.message();
   }
-  return logged(Status::make(Code::kUnsupported,
-                             "no NVRTC to compile kernels with (pip install nvidia-cuda-nvrtc, or set WEFT_NVRTC): {}", tried));
+  return logged(Status::make(
+      Code::kUnsupported,
+      "no NVRTC to compile kernels with (pip install nvidia-cuda-nvrtc, or set WEFT_NVRTC): {}", tried));
 }
 
 Result<NvrtcOutput> Nvrtc::compile(const std::string& source, const std::vector<NvrtcHeader>& headers,
@@ -139,9 +144,10 @@ Result<NvrtcOutput> Nvrtc::compile(const std::string& source, const std::vector<
   const auto flags = pointers(options, [](const std::string& o) -> const std::string& { return o; });
 
   Functions::Program program = nullptr;
-  int result = functions_->nvrtcCreateProgram(&program, source.c_str(), "weft_kernel.cu", static_cast<int>(names.size()),
-                                              texts.data(), names.data());
-  if (result != 0) return logged(Status::make(Code::kSystem, "NVRTC: {}", functions_->nvrtcGetErrorString(result)));
+  int result = functions_->nvrtcCreateProgram(&program, source.c_str(), "weft_kernel.cu",
+                                              static_cast<int>(names.size()), texts.data(), names.data());
+  if (result != 0)
+    return logged(Status::make(Code::kSystem, "NVRTC: {}", functions_->nvrtcGetErrorString(result)));
   struct Destroy {
     const Functions* functions;
     Functions::Program* program;
@@ -157,14 +163,16 @@ Result<NvrtcOutput> Nvrtc::compile(const std::string& source, const std::vector<
     out.log.resize(bytes - 1);  // its terminating zero
   }
   if (result != 0)
-    return logged(Status::make(Code::kSystem, "NVRTC: {}\n{}", functions_->nvrtcGetErrorString(result), out.log));
+    return logged(
+        Status::make(Code::kSystem, "NVRTC: {}\n{}", functions_->nvrtcGetErrorString(result), out.log));
   result = functions_->nvrtcGetCUBINSize(program, &bytes);
   if (result == 0) {
     out.cubin.resize(bytes);
     result = functions_->nvrtcGetCUBIN(program, out.cubin.data());
   }
   if (result != 0 || out.cubin.empty())
-    return logged(Status::make(Code::kSystem, "NVRTC gave no machine code: {}", functions_->nvrtcGetErrorString(result)));
+    return logged(Status::make(Code::kSystem, "NVRTC gave no machine code: {}",
+                               functions_->nvrtcGetErrorString(result)));
   return out;
 }
 

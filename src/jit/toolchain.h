@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where the compiler for GPUs and the kernels' sources are. Python knows (weft/runtime/nvrtc.py) and says so at import;
-// WEFT_NVRTC and WEFT_CUDA_INCLUDE override it, and without Python the system's places are searched.
-// Threads: set_toolchain() before the first use of a CUDA device.
+// Where the compiler for GPUs and the kernels' sources are. Python knows (weft/runtime/nvrtc.py) and says so
+// at import; WEFT_NVRTC and WEFT_CUDA_INCLUDE override it, and without Python the system's places are
+// searched. Threads: set_toolchain() before the first use of a CUDA device.
 #pragma once
 
 #include <string>
@@ -13,9 +13,9 @@
 namespace weft {
 
 struct Toolchain {
-  std::string nvrtc;                       // absolute path of libnvrtc; empty: look in the system
-  std::vector<std::string> include_dirs;   // CUDA headers (cuda_bf16.h); searched after Weft's own
-  std::string device_dir;                  // the folder that has kernels/ and transports/
+  std::string nvrtc;                      // absolute path of libnvrtc; empty: look in the system
+  std::vector<std::string> include_dirs;  // CUDA headers (cuda_bf16.h); searched after Weft's own
+  std::string device_dir;                 // the folder that has kernels/ and transports/
 };
 
 void set_toolchain(Toolchain toolchain);

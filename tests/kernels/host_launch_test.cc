@@ -37,7 +37,8 @@ TEST(HostLaunch, AnEmptyGridIsInvalid) {
   EXPECT_EQ(run_on_host({.blocks = 4, .warps = 0}, [] {}).code(), Code::kInvalid);
 }
 
-// Plain, unsynchronised data handed over by the barrier and by the end of the launch: ThreadSanitizer sees both.
+// Plain, unsynchronised data handed over by the barrier and by the end of the launch: ThreadSanitizer sees
+// both.
 TEST(HostLaunch, BarriersAndReturnPublishPlainWrites) {
   constexpr uint32_t kWarps = 4;
   for (int round = 0; round < 50; ++round) {

@@ -27,7 +27,10 @@ class CacheTest : public testing::Test {
 
 TEST_F(CacheTest, GivesBackWhatWasStored) {
   const KernelCache cache((folder_ / "deep/er").string());
-  const std::string payload("\x7f" "ELF\0\n binary", 14);
+  const std::string payload(
+      "\x7f"
+      "ELF\0\n binary",
+      14);
   EXPECT_FALSE(cache.load("copy-1234").has_value());
   cache.store("copy-1234", payload);
   EXPECT_EQ(cache.load("copy-1234"), payload);

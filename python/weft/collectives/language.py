@@ -73,7 +73,13 @@ class Ref:
         return f"rank {self.rank} {self.buffer}[{self.index}:{self.index + self.size}]"
 
     def copy(
-        self, dst: int, buffer: str | None = None, index: int = -1, sendtb: int = -1, recvtb: int = -1, ch: int = -1
+        self,
+        dst: int,
+        buffer: str | None = None,
+        index: int = -1,
+        sendtb: int = -1,
+        recvtb: int = -1,
+        ch: int = -1,
     ) -> Ref:
         """Copy these chunks to ``buffer[index]`` of rank ``dst`` and return the new reference.
 
@@ -92,7 +98,10 @@ class Ref:
             raise _error(f"split: {self!r} has {self.size} chunks, which do not divide into {parts} parts")
         size = self.size // parts
         place = self._place
-        return [Ref(self._program, Place(place.rank, place.buffer, place.index + i * size), size) for i in range(parts)]
+        return [
+            Ref(self._program, Place(place.rank, place.buffer, place.index + i * size), size)
+            for i in range(parts)
+        ]
 
     def group(self, other: Ref) -> Ref:
         """Return a reference to the span that covers both."""
@@ -217,7 +226,9 @@ class Program:
             kind = "input" if buffer == Buffer.input else "output"
             length = len(self.buffers[rank].get(buffer, []))
             if index < 0 or index + size > length:
-                raise _error(f"{kind}[{index}:{index + size}] of rank {rank}: that buffer has {length} chunks")
+                raise _error(
+                    f"{kind}[{index}:{index + size}] of rank {rank}: that buffer has {length} chunks"
+                )
             buffer, index = self.collective.get_buffer_index(rank, buffer, index)
         elif index < 0:
             raise _error(f"{buffer}[{index}] of rank {rank}: an index is 0 or more")
@@ -258,7 +269,9 @@ class Program:
         where = _user_line()
         overlap = abs(src.index - dst.index) < size and (src.rank, src.buffer) == (dst.rank, dst.buffer)
         if overlap:
-            raise _error(f"source and destination overlap: {src.buffer}[{src.index}], {dst.buffer}[{dst.index}]")
+            raise _error(
+                f"source and destination overlap: {src.buffer}[{src.index}], {dst.buffer}[{dst.index}]"
+            )
         if src.rank != dst.rank and self.topology is not None and not self.topology.link(src.rank, dst.rank):
             raise _error(f"no link from rank {src.rank} to rank {dst.rank} in topology {self.topology.name}")
         if hints[2] >= MAX_CHANNELS:
@@ -277,7 +290,9 @@ class Program:
         slots = self.buffers[place.rank].get(place.buffer, [])
         found = slots[place.index : place.index + size]
         if len(found) < size or None in found:
-            raise _error(f"rank {place.rank} {place.buffer}[{place.index}:{place.index + size}] has an empty slot")
+            raise _error(
+                f"rank {place.rank} {place.buffer}[{place.index}:{place.index + size}] has an empty slot"
+            )
         return [value for value in found if value is not None]
 
     def _versions(self, place: Place, size: int) -> list[int]:

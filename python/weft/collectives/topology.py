@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank can reach which: all that a program asks of a machine.
 
-    fully_connected(8).link(0, 3)     # True
+fully_connected(8).link(0, 3)     # True
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Iterable
 class Topology:
     """Directed links between ranks. ``groups`` says which ranks share a node, for the cost model."""
 
-    def __init__(self, name: str, ranks: int, links: Iterable[tuple[int, int]], ranks_per_node: int = 0) -> None:
+    def __init__(
+        self, name: str, ranks: int, links: Iterable[tuple[int, int]], ranks_per_node: int = 0
+    ) -> None:
         self.name = name
         self.ranks = ranks
         self.ranks_per_node = ranks_per_node or ranks

@@ -53,9 +53,15 @@ def verify(algorithm: Algorithm) -> Report:
     """Check structure, races, deadlock and results, in every form that it claims. Raises: VerificationError."""
     connections = check_structure(algorithm)
     warnings = _size_warnings(algorithm)
-    forms = [name for name, claimed in (("in place", algorithm.inplace), ("out of place", algorithm.outofplace)) if claimed]
+    forms = [
+        name
+        for name, claimed in (("in place", algorithm.inplace), ("out of place", algorithm.outofplace))
+        if claimed
+    ]
     if not forms:
-        raise VerificationError("structure", f"{algorithm.name} serves neither in-place nor out-of-place calls")
+        raise VerificationError(
+            "structure", f"{algorithm.name} serves neither in-place nor out-of-place calls"
+        )
     messages = 0
     for form in forms:
         messages = _Interpreter(algorithm, form == "in place", connections).run()
@@ -156,7 +162,9 @@ def _claim(ends: dict[Connection, BlockId], key: Connection, block: BlockId, ver
     ends[key] = block
 
 
-def _check_connection(algorithm: Algorithm, key: Connection, sender: BlockId | None, receiver: BlockId | None) -> None:
+def _check_connection(
+    algorithm: Algorithm, key: Connection, sender: BlockId | None, receiver: BlockId | None
+) -> None:
     src, dst, channel = key
     name = f"connection from rank {src} to rank {dst}, channel {channel}"
     if sender is None:
@@ -189,10 +197,15 @@ def _size_warnings(algorithm: Algorithm) -> list[str]:
     out = []
     for program in algorithm.ranks:
         rank = program.rank
-        sizes = (("i", program.input_chunks, contract.input_chunks), ("o", program.output_chunks, contract.output_chunks))
+        sizes = (
+            ("i", program.input_chunks, contract.input_chunks),
+            ("o", program.output_chunks, contract.output_chunks),
+        )
         for name, declared, wanted in sizes:
             if declared and declared != wanted(rank):
-                out.append(f"rank {rank}: {name}_chunks is {declared}, {algorithm.collective} has {wanted(rank)}")
+                out.append(
+                    f"rank {rank}: {name}_chunks is {declared}, {algorithm.collective} has {wanted(rank)}"
+                )
     return out
 
 
@@ -346,7 +359,9 @@ class _Interpreter:
         self._ordered_after_write(running, slot, f"{place} reads {buffer}[{index}]")
         self._read.setdefault(slot, []).append((self._number[running.identity], running.time, place))
         if slot not in self._values:
-            raise VerificationError("result", f"{place} reads {buffer}[{index}], which holds nothing ({self._form})")
+            raise VerificationError(
+                "result", f"{place} reads {buffer}[{index}], which holds nothing ({self._form})"
+            )
         return self._values[slot]
 
     def _save(self, running: _Running, buffer: str, index: int, value: Value) -> None:
@@ -390,7 +405,9 @@ class _Interpreter:
                 Buffer.input: self._contract.input_chunks(program.rank),
                 Buffer.output: self._contract.output_chunks(program.rank),
             }
-            buffers.append({b: [self._values.get((program.rank, b, c)) for c in range(n)] for b, n in sizes.items()})
+            buffers.append(
+                {b: [self._values.get((program.rank, b, c)) for c in range(n)] for b, n in sizes.items()}
+            )
         problem = self._contract.problem(State(buffers))
         if problem is not None:
             rank, buffer, index, what = problem
@@ -409,10 +426,19 @@ def _initial(algorithm: Algorithm, contract: Collective | None) -> dict[Slot, Va
     values: dict[Slot, Value] = {}
     if contract is None:
         for program in algorithm.ranks:
-            values.update({(program.rank, Buffer.input, c): Chunk(program.rank, c) for c in range(program.input_chunks)})
-            values.update({(program.rank, Buffer.output, c): Chunk(program.rank, -1 - c) for c in range(program.output_chunks)})
+            values.update(
+                {(program.rank, Buffer.input, c): Chunk(program.rank, c) for c in range(program.input_chunks)}
+            )
+            values.update(
+                {
+                    (program.rank, Buffer.output, c): Chunk(program.rank, -1 - c)
+                    for c in range(program.output_chunks)
+                }
+            )
         return values
     for rank, buffers in enumerate(contract.start().buffers):
         for buffer, slots in buffers.items():
-            values.update({(rank, buffer, index): value for index, value in enumerate(slots) if value is not None})
+            values.update(
+                {(rank, buffer, index): value for index, value in enumerate(slots) if value is not None}
+            )
     return values

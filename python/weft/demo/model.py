@@ -126,7 +126,7 @@ class MixtureOfExperts(nn.Module):
     def _expert_rows(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return bf16[rows, hidden]: each row's weighted sum over the experts of this process, rounded once."""
+        """Return bf16[rows, hidden]: each row's weighted sum over this process's experts, rounded once."""
         wide = x.float()
         rows, results = [], []
         for expert in range(self.exchange.num_local_experts):

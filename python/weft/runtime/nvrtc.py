@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds what kernels are compiled with: NVRTC, CUDA's headers, and Weft's own device sources.
 
-NVRTC comes with PyTorch, as the packages nvidia-cuda-nvrtc, nvidia-cuda-runtime and nvidia-cuda-cccl; they are found on
-``sys.path`` without importing torch. Libraries are opened by absolute path: a bare name may find another release.
+NVRTC comes with PyTorch, as the packages nvidia-cuda-nvrtc, nvidia-cuda-runtime and nvidia-cuda-cccl;
+they are found on ``sys.path`` without importing torch. Libraries are opened by absolute path, since a bare
+name may find another release.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft import _core
+import weft._core as _core
 
 SYSTEM_CUDA = Path("/usr/local/cuda")
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Paths for the JIT: ``nvrtc`` is None where no library was found; ``include_dirs`` go after Weft's own sources."""
+    """Paths for the JIT. ``nvrtc`` is None where there is none; ``include_dirs`` hold CUDA's headers."""
 
     nvrtc: Path | None
     include_dirs: tuple[Path, ...]
@@ -28,14 +29,14 @@ class Toolchain:
 
 
 def find() -> Toolchain:
-    """Return the newest NVRTC of the installed packages, else the system's, with the headers that belong to it."""
+    """Return the newest NVRTC of the installed packages, else the system's, with its headers."""
     for library, include_dirs in _candidates():
         return Toolchain(library, include_dirs, _device_dir())
     return Toolchain(None, (), _device_dir())
 
 
 def install() -> None:
-    """Tell the core where the toolchain is. Called once, when weft is imported; needs no compiler to succeed."""
+    """Tell the core where the toolchain is. Called when weft is imported; it is no error to find none."""
     found = find()
     _core.set_toolchain(
         nvrtc=str(found.nvrtc or ""),

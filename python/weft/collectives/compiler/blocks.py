@@ -53,7 +53,10 @@ def assign_blocks(order: list[Node], ranks: int) -> list[list[OpenBlock]]:
     for node in order:
         send_key = (node.rank, node.send_peer, node.channel)
         recv_key = (node.rank, node.recv_peer, node.channel)
-        owners = {senders.get(send_key) if node.sent_to else None, receivers.get(recv_key) if node.sent_by else None}
+        owners = {
+            senders.get(send_key) if node.sent_to else None,
+            receivers.get(recv_key) if node.sent_by else None,
+        }
         owner = next(iter(owners - {None}), None)
         if node.block_hint >= 0:
             block = _named_block(blocks[node.rank], node)
@@ -110,8 +113,9 @@ def _block_for_peer(
             continue
         other = block.recv if node.sent_to else block.send
         tied = turns if node.sent_to else turns_back
-        if other == partner and tied.get((node.rank, other, node.channel), node.send_peer if node.sent_to else
-                                         node.recv_peer) == (node.send_peer if node.sent_to else node.recv_peer):
+        if other == partner and tied.get(
+            (node.rank, other, node.channel), node.send_peer if node.sent_to else node.recv_peer
+        ) == (node.send_peer if node.sent_to else node.recv_peer):
             return block
     blocks.append(OpenBlock(node.rank))
     return blocks[-1]

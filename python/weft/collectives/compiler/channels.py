@@ -76,7 +76,9 @@ def chains_of(graph: Graph) -> list[Chain]:
 def assign_channels(chains: list[Chain], shifted: set[int]) -> None:
     """Give every chain its channel. ``shifted`` are the chains that scheduling wants on connections of their own."""
     channels = Channels()
-    order = sorted(range(len(chains)), key=lambda i: (chains[i].fixed < 0, i in shifted, -len(chains[i].turns()), i))
+    order = sorted(
+        range(len(chains)), key=lambda i: (chains[i].fixed < 0, i in shifted, -len(chains[i].turns()), i)
+    )
     for i in order:
         chain = chains[i]
         if chain.fixed >= 0:
@@ -92,5 +94,7 @@ def assign_channels(chains: list[Chain], shifted: set[int]) -> None:
             usable = (c for c in usable if channels.unused(chain, c))
         channel = next(usable, None)
         if channel is None:
-            raise ProgramError(f"{chain.nodes[0].where}: no channel of {MAX_CHANNELS} is free on all hops of this path")
+            raise ProgramError(
+                f"{chain.nodes[0].where}: no channel of {MAX_CHANNELS} is free on all hops of this path"
+            )
         channels.take(chain, channel)

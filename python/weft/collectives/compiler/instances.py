@@ -29,9 +29,13 @@ def replicate(algorithm: Algorithm, instances: int, interleaved: bool | None = N
     if interleaved is None:
         interleaved = owned or len(sizes) == 1
     if not interleaved and owned:
-        raise Error(f"{algorithm.name}: batched instances would move the chunks of {algorithm.collective} between ranks")
+        raise Error(
+            f"{algorithm.name}: batched instances would move the chunks of {algorithm.collective} between ranks"
+        )
     if interleaved and len(sizes) > 1:
-        raise Error(f"{algorithm.name}: interleaved instances need steps of one size, these have {sorted(sizes)} chunks")
+        raise Error(
+            f"{algorithm.name}: interleaved instances need steps of one size, these have {sorted(sizes)} chunks"
+        )
     ranks = [_replicate_rank(program, algorithm, instances, interleaved) for program in algorithm.ranks]
     contract = algorithm.contract.scaled(instances) if algorithm.contract else None
     return dataclasses.replace(algorithm, ranks=ranks, chunks=algorithm.chunks * instances, contract=contract)

@@ -1,0 +1,411 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "providers/fabric/fabric.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/random.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <deque>
+#include <fstream>
+
+#include "base/log.h"
+#include "providers/fabric/library.h"
+
+namespace weft::provider {
+namespace {
+
+constexpr uint32_t kTxDepthMax = 1024;
+constexpr uint32_t kPagesPerCall = 256;  // below IOV_MAX, and short enough to stay responsive
+constexpr size_t kEntriesPerRead = 32;
+
+uint64_t random_number() {
+  uint64_t number = 0;
+  if (getrandom(&number, sizeof number, 0) != sizeof number) number = static_cast<uint64_t>(time(nullptr)) * 2654435761u;
+  return number;
+}
+
+// The same on two processes that can name each other by process number.
+uint64_t host_mark() {
+  std::string mark;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), mark);
+  char link[64] = {};
+  if (readlink("/proc/self/ns/pid", link, sizeof link - 1) > 0) mark += link;
+  return std::hash<std::string>()(mark);
+}
+
+// What address() gives: this, then libfabric's own bytes.
+struct AddressHead {
+  char tag[4] = {'f', 'a', 'b', '1'};
+  uint32_t pid = 0;
+  uint64_t host = 0;
+  uint64_t witness_at = 0;  // address of a random number in that process, to try reaching its memory
+  uint64_t witness = 0;
+};
+
+std::string interface_address(const fi::Info& info) {
+  char text[INET_ADDRSTRLEN] = {};
+  if (info.addr_format == fi::kFormatSockaddrIn && info.src_addrlen >= sizeof(sockaddr_in))
+    inet_ntop(AF_INET, &static_cast<const sockaddr_in*>(info.src_addr)->sin_addr, text, sizeof text);
+  return text;
+}
+
+// The name by which a NIC is chosen again: the domain, and for sockets the interface's address.
+std::string nic_name(const fi::Info& info) {
+  std::string name = info.domain_attr->name ? info.domain_attr->name : "?";
+  const std::string address = interface_address(info);
+  return address.empty() ? name : name + "@" + address;
+}
+
+Caps caps_of(const fi::Info& info, const std::string& kind) {
+  Caps caps;
+  const uint64_t order = info.tx_attr->msg_order & info.rx_attr->msg_order;
+  caps.ordered_writes = (order & fi::kOrderWaw) && (order & fi::kOrderRmaWaw) &&
+                        info.ep_attr->max_order_waw_size >= info.ep_attr->max_msg_size;
+  // cxi takes data with writes only when a variable of its own is set; notices travel as messages there.
+  caps.write_imm = info.domain_attr->cq_data_size >= 4 && kind != "cxi";
+  caps.device_memory = (info.caps & fi::kHmem) != 0;
+  caps.manual_progress = info.domain_attr->data_progress == fi::kProgressManual;
+  caps.packs_small_pages = kind == "tcp";
+  caps.write_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, uint64_t{1} << 40);
+  caps.message_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, 8192);
+  caps.tx_depth = static_cast<uint32_t>(std::min<size_t>(info.tx_attr->size, kTxDepthMax));
+  caps.cq_depth = 2 * caps.tx_depth + static_cast<uint32_t>(std::min<size_t>(info.rx_attr->size, 4096));
+  return caps;
+}
+
+Nic describe(const fi::Info& info, const std::string& kind) {
+  Nic nic;
+  nic.provider = "fabric:" + kind;
+  nic.name = nic_name(info);
+  nic.caps = caps_of(info, kind);
+  if (info.nic && info.nic->link_attr) nic.gbit_per_s = static_cast<double>(info.nic->link_attr->speed) / 1e9;
+  if (info.nic && info.nic->bus_attr && info.nic->bus_attr->bus_type == 1) {
+    const fi::PciAttr& pci = info.nic->bus_attr->pci;
+    char text[32];
+    snprintf(text, sizeof text, "%04x:%02x:%02x.%x", pci.domain_id, pci.bus_id, pci.device_id, pci.function_id);
+    nic.pci = text;
+    std::ifstream("/sys/bus/pci/devices/" + nic.pci + "/numa_node") >> nic.numa_node;
+  }
+  return nic;
+}
+
+bool means_peer_gone(int error) {
+  switch (error) {
+    case ECONNRESET: case ECONNREFUSED: case ECONNABORTED: case ENOTCONN: case ESHUTDOWN: case EPIPE:
+    case EHOSTUNREACH: case EHOSTDOWN: case ENETUNREACH: case ENETDOWN: case ETIMEDOUT:
+      return true;
+    default: return false;
+  }
+}
+
+class FabricRail : public Rail {
+ public:
+  FabricRail(const fi::Library& library, Nic nic, bool may_copy_across)
+      : fi_(library), nic_(std::move(nic)), may_copy_across_(may_copy_across), witness_(random_number()) {}
+
+  ~FabricRail() override {
+    for (fi::Fid* fid : {ep_ ? &ep_->fid : nullptr, cq_ ? &cq_->fid : nullptr, av_ ? &av_->fid : nullptr,
+                         domain_ ? &domain_->fid : nullptr, fabric_ ? &fabric_->fid : nullptr})
+      if (fid) fi::close(*fid);
+  }
+
+  Status open(fi::Info& info) {
+    auto step = [&](const char* what, int code) {
+      return code == 0 ? Status() : logged(fi::failure(fi_, code, text("fabric: {} on {}", what, nic_.name)));
+    };
+    mr_mode_ = info.domain_attr->mr_mode;
+    key_bytes_ = info.domain_attr->mr_key_size;
+    WEFT_TRY(step("fi_fabric", fi_.fabric(info.fabric_attr, &fabric_, nullptr)));
+    WEFT_TRY(step("fi_domain", fabric_->ops->domain(fabric_, &info, &domain_, nullptr)));
+    fi::CqAttr cq{};
+    cq.size = nic_.caps.cq_depth;
+    cq.format = fi::kCqFormatData;
+    WEFT_TRY(step("fi_cq_open", domain_->ops->cq_open(domain_, &cq, &cq_, nullptr)));
+    fi::AvAttr av{};
+    av.type = fi::kAvTable;
+    WEFT_TRY(step("fi_av_open", domain_->ops->av_open(domain_, &av, &av_, nullptr)));
+    WEFT_TRY(step("fi_endpoint", domain_->ops->endpoint(domain_, &info, &ep_, nullptr)));
+    WEFT_TRY(step("binding addresses", ep_->fid.ops->bind(&ep_->fid, &av_->fid, 0)));
+    WEFT_TRY(step("binding completions", ep_->fid.ops->bind(&ep_->fid, &cq_->fid, fi::kSend | fi::kRecv)));
+    WEFT_TRY(step("fi_enable", ep_->fid.ops->control(&ep_->fid, fi::kControlEnable, nullptr)));
+    char bytes[512];
+    size_t count = sizeof bytes;
+    WEFT_TRY(step("fi_getname", ep_->cm->getname(&ep_->fid, bytes, &count)));
+    own_address_.assign(bytes, count);
+    return {};
+  }
+
+  const Caps& caps() const override { return nic_.caps; }
+  const Nic& nic() const override { return nic_; }
+
+  std::string address() const override {
+    AddressHead head;
+    head.pid = static_cast<uint32_t>(getpid());
+    head.host = host_mark();
+    head.witness_at = reinterpret_cast<uint64_t>(&witness_);
+    head.witness = witness_;
+    return std::string(reinterpret_cast<const char*>(&head), sizeof head) + own_address_;
+  }
+
+  Result<Route> resolve(std::string_view address) override {
+    AddressHead head;
+    if (address.size() <= sizeof head || address.substr(0, 4) != std::string_view(head.tag, 4))
+      return Status::invalid("address: got {} bytes that no fabric rail made", address.size());
+    std::memcpy(&head, address.data(), sizeof head);
+    // libfabric reads as many bytes as the format has; a short one must not make it read past ours.
+    std::string bytes(address.substr(sizeof head));
+    if (bytes.size() != own_address_.size() && bytes.size() > 512)
+      return Status::invalid("address: got {} bytes for {}, allowed: as long as {}", bytes.size(), nic_.name,
+                             own_address_.size());
+    bytes.resize(std::max<size_t>(bytes.size(), 512));
+    Destination destination;
+    const int inserted = av_->ops->insert(av_, bytes.data(), 1, &destination.address, 0, nullptr);
+    if (inserted != 1) return logged(fi::failure(fi_, inserted < 0 ? inserted : -EINVAL, text("fabric: fi_av_insert on {}", nic_.name)));
+    if (may_copy_across_ && head.host == host_mark() && (mr_mode_ & fi::kMrVirtAddr))
+      destination.pid = try_reach(head) ? static_cast<pid_t>(head.pid) : 0;
+    for (Route route = 0; route < destinations_.size(); ++route) {
+      if (destinations_[route].is_used) continue;
+      destinations_[route] = destination;
+      return route;
+    }
+    destinations_.push_back(destination);
+    return destinations_.size() - 1;
+  }
+
+  void forget(Route route) override {
+    if (route >= destinations_.size() || !destinations_[route].is_used) return;
+    // Removing the address of a peer that was killed can block some providers' progress; it is left to the rail's end.
+    destinations_[route].is_used = false;
+  }
+
+  Result<Registration> enroll(const Range& range, uint32_t access) override {
+    const iovec part{range.data, range.bytes};
+    fi::MrAttr attr{};
+    attr.mr_iov = &part;
+    attr.iov_count = 1;
+    attr.access = fi::kSend | fi::kRecv | fi::kRead | fi::kWrite;
+    if (access & kRemoteRead) attr.access |= fi::kRemoteRead;
+    if (access & kRemoteWrite) attr.access |= fi::kRemoteWrite;
+    if (!(mr_mode_ & fi::kMrProvKey)) attr.requested_key = make_key();
+    if (range.kind == MemoryKind::kCuda) {
+      attr.iface = fi::kHmemCuda;
+      attr.device.cuda = range.device;
+    }
+    fi::Mr* mr = nullptr;
+    int code = domain_->mr->regattr(&domain_->fid, &attr, 0, &mr);
+    if (code == 0 && (mr_mode_ & fi::kMrEndpoint)) {
+      code = mr->fid.ops->bind(&mr->fid, &ep_->fid, 0);
+      if (code == 0) code = mr->fid.ops->control(&mr->fid, fi::kControlEnable, nullptr);
+      if (code != 0) fi::close(mr->fid);
+    }
+    if (code != 0)
+      return logged(fi::failure(fi_, code, text("fabric: registering {} bytes on {}", range.bytes, nic_.name)));
+    Registration made;
+    made.handle = mr;
+    made.lkey = mr->mem_desc;
+    made.rkey = mr->key;
+    made.base = (mr_mode_ & fi::kMrVirtAddr) ? reinterpret_cast<uint64_t>(range.data) : 0;
+    return made;
+  }
+
+  void release(Registration& registration) override {
+    if (registration.handle) fi::close(static_cast<fi::Mr*>(registration.handle)->fid);
+    registration = {};
+  }
+
+  Posted post_write(const RmaOp& op) override {
+    const Piece& p = op.piece;
+    const uint64_t to = destinations_[op.to].address;
+    if (op.delivered) return post_delivered(op, to);
+    if (op.has_imm)
+      return answer(ep_->rma->writedata(ep_, p.local, p.bytes, p.lkey, op.imm, to, p.remote, p.rkey, op.context));
+    return answer(ep_->rma->write(ep_, p.local, p.bytes, p.lkey, to, p.remote, p.rkey, op.context));
+  }
+
+  Posted post_read(const RmaOp& op) override {
+    const Piece& p = op.piece;
+    return answer(ep_->rma->read(ep_, p.local, p.bytes, p.lkey, destinations_[op.to].address, p.remote, p.rkey, op.context));
+  }
+
+  Posted post_send(Route to, const void* data, uint64_t bytes, void* lkey, Context* context) override {
+    return answer(ep_->msg->send(ep_, data, bytes, lkey, destinations_[to].address, context));
+  }
+
+  Posted post_recv(void* data, uint64_t bytes, void* lkey, Context* context) override {
+    return answer(ep_->msg->recv(ep_, data, bytes, lkey, fi::kAddressUnspecified, context));
+  }
+
+  std::string refusal() const override { return fi::failure(fi_, refused_with_, "fabric").message(); }
+
+  uint32_t pages_per_post(Route to) const override { return destinations_[to].pid ? kPagesPerCall : 1; }
+
+  // One system call copies all pages into the peer, as the shm provider itself does for a single large write.
+  Posted post_pages(Route to, const Piece* pieces, uint32_t count, Context* context) override {
+    iovec from[kPagesPerCall], into[kPagesPerCall];
+    size_t left = 0;
+    for (uint32_t i = 0; i < count; ++i) {
+      from[i] = {pieces[i].local, pieces[i].bytes};
+      into[i] = {reinterpret_cast<void*>(pieces[i].remote), pieces[i].bytes};
+      left += pieces[i].bytes;
+    }
+    const ssize_t moved = process_vm_writev(destinations_[to].pid, from, count, into, count, 0);
+    Event event;
+    event.kind = moved == static_cast<ssize_t>(left) ? EventKind::kDone : EventKind::kFailed;
+    event.context = context;
+    if (event.kind == EventKind::kFailed) {
+      const int error = moved < 0 ? errno : EFAULT;
+      event.peer_gone = error == ESRCH;
+      event.text = text("process_vm_writev: {} of {} bytes: {}", moved, left, std::strerror(error));
+    }
+    ready_.push_back(std::move(event));
+    return Posted::kOk;
+  }
+
+  size_t poll(Event* events, size_t max) override {
+    size_t made = 0;
+    while (made < max && !ready_.empty()) {
+      events[made++] = std::move(ready_.front());
+      ready_.pop_front();
+    }
+    fi::CqDataEntry entries[kEntriesPerRead];
+    const size_t room = std::min(max - made, kEntriesPerRead);
+    if (room == 0) return made;
+    const ssize_t count = cq_->ops->read(cq_, entries, room);
+    if (count == -fi::kErrAvail) return made + take_error(events[made]);
+    for (ssize_t i = 0; i < count; ++i)
+      if (translate(entries[i], events[made])) ++made;
+    return made;
+  }
+
+ private:
+  struct Destination {
+    uint64_t address = 0;
+    pid_t pid = 0;  // of a process whose memory this one may write; 0: it may not
+    bool is_used = true;
+  };
+
+  static bool try_reach(const AddressHead& head) {
+    uint64_t seen = 0;
+    iovec here{&seen, sizeof seen}, there{reinterpret_cast<void*>(head.witness_at), sizeof seen};
+    return process_vm_readv(static_cast<pid_t>(head.pid), &here, 1, &there, 1, 0) == sizeof seen && seen == head.witness;
+  }
+
+  uint64_t make_key() const {
+    const uint64_t key = random_number();
+    return key_bytes_ >= 8 ? key : key & ((uint64_t{1} << (8 * key_bytes_)) - 1);
+  }
+
+  Posted post_delivered(const RmaOp& op, uint64_t to) {
+    iovec from{op.piece.local, op.piece.bytes};
+    fi::RmaIov into{op.piece.remote, op.piece.bytes, op.piece.rkey};
+    void* desc = op.piece.lkey;
+    fi::MsgRma message{&from, &desc, 1, to, &into, 1, op.context, op.imm};
+    return answer(ep_->rma->writemsg(ep_, &message, fi::kDeliveryComplete | (op.has_imm ? fi::kRemoteCqData : 0)));
+  }
+
+  Posted answer(ssize_t code) {
+    if (code == 0) return Posted::kOk;
+    if (code == -EAGAIN) return Posted::kAgain;
+    refused_with_ = static_cast<int>(code);
+    return Posted::kFatal;
+  }
+
+  static bool translate(const fi::CqDataEntry& entry, Event& event) {
+    event.peer_gone = false;
+    event.context = static_cast<Context*>(entry.op_context);
+    event.bytes = entry.len;
+    if ((entry.flags & fi::kRemoteCqData) && !(entry.flags & fi::kWrite)) {
+      event.kind = EventKind::kImm;
+      event.imm = static_cast<uint32_t>(entry.data);
+      return true;
+    }
+    event.kind = (entry.flags & fi::kRecv) ? EventKind::kReceived : EventKind::kDone;
+    return event.context != nullptr;
+  }
+
+  size_t take_error(Event& event) {
+    fi::CqErrEntry entry{};
+    if (cq_->ops->readerr(cq_, &entry, 0) <= 0) return 0;
+    char words[256] = {};
+    const char* said = cq_->ops->strerror ? cq_->ops->strerror(cq_, entry.prov_errno, entry.err_data, words, sizeof words) : nullptr;
+    event.kind = EventKind::kFailed;
+    event.context = static_cast<Context*>(entry.op_context);
+    event.peer_gone = means_peer_gone(entry.err);
+    event.text = text("{} (error {}; provider {}: {})", fi_.strerror(entry.err), entry.err, entry.prov_errno, said ? said : "");
+    if (event.context) return 1;
+    log_info("fabric: {}: {}", nic_.name, event.text);
+    return 0;
+  }
+
+  const fi::Library& fi_;
+  Nic nic_;
+  bool may_copy_across_;
+  uint64_t witness_;
+  fi::Fabric* fabric_ = nullptr;
+  fi::Domain* domain_ = nullptr;
+  fi::Cq* cq_ = nullptr;
+  fi::Av* av_ = nullptr;
+  fi::Endpoint* ep_ = nullptr;
+  int mr_mode_ = 0;
+  size_t key_bytes_ = 8;
+  std::string own_address_;
+  std::vector<Destination> destinations_;
+  std::deque<Event> ready_;
+  int refused_with_ = 0;
+};
+
+class Fabric : public Provider {
+ public:
+  explicit Fabric(std::string kind) : kind_(std::move(kind)) {}
+
+  std::string name() const override { return "fabric:" + kind_; }
+
+  std::vector<Nic> probe() override {
+    const auto library = fi::open_library();
+    if (!library.ok()) return {unusable(library.status())};
+    const auto found = fi::find_networks(**library, kind_);
+    if (!found.ok()) return {unusable(found.status())};
+    std::vector<Nic> nics;
+    for (const fi::Info* info = found->first(); info; info = info->next) {
+      Nic nic = describe(*info, kind_);
+      bool is_new = true;
+      for (const Nic& known : nics) is_new = is_new && known.name != nic.name;
+      if (is_new) nics.push_back(std::move(nic));
+    }
+    return nics;
+  }
+
+  Result<std::unique_ptr<Rail>> open(const Nic& nic, const RailOptions&) override {
+    WEFT_TRY_ASSIGN(const fi::Library* library, fi::open_library());
+    WEFT_TRY_ASSIGN(const fi::InfoList found, fi::find_networks(*library, kind_));
+    for (fi::Info* info = found.first(); info; info = info->next) {
+      if (nic_name(*info) != nic.name) continue;
+      auto rail = std::make_unique<FabricRail>(*library, describe(*info, kind_), kind_ == "shm");
+      WEFT_TRY(rail->open(*info));
+      return std::unique_ptr<Rail>(std::move(rail));
+    }
+    return Status::invalid("nic: got {}, which {} does not have", nic.name, name());
+  }
+
+ private:
+  Nic unusable(const Status& why) const {
+    Nic nic;
+    nic.provider = name();
+    nic.name = "-";
+    nic.unusable_because = why.message();
+    return nic;
+  }
+
+  std::string kind_;
+};
+
+}  // namespace
+
+std::shared_ptr<Provider> make_fabric(const std::string& kind) { return std::make_shared<Fabric>(kind); }
+
+}  // namespace weft::provider

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "providers/fabric/library.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "base/config.h"
+#include "base/log.h"
+
+namespace weft::provider::fi {
+namespace {
+
+template <class Function>
+bool find(void* library, const char* symbol, const char* version, Function& function) {
+  function = reinterpret_cast<Function>(dlvsym(library, symbol, version));
+  return function != nullptr;
+}
+
+Result<Library> open_once() {
+  const std::string path = config().libfabric.empty() ? "libfabric.so.1" : config().libfabric;
+  void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!handle) return Status::make(Code::kUnsupported, "libfabric: {} (package libfabric1)", dlerror());
+  Library library;
+  // Unversioned look-ups would find whatever layout the library likes best.
+  const bool is_complete = find(handle, "fi_getinfo", "FABRIC_1.3", library.getinfo) &&
+                           find(handle, "fi_freeinfo", "FABRIC_1.3", library.freeinfo) &&
+                           find(handle, "fi_dupinfo", "FABRIC_1.3", library.dupinfo) &&
+                           find(handle, "fi_fabric", "FABRIC_1.1", library.fabric) &&
+                           find(handle, "fi_strerror", "FABRIC_1.0", library.strerror) &&
+                           find(handle, "fi_version", "FABRIC_1.0", library.version);
+  if (!is_complete)
+    return Status::make(Code::kUnsupported, "libfabric: {} lacks FABRIC_1.3, allowed: release 1.14 or newer", path);
+  if (library.version() < kApiVersion)
+    return Status::make(Code::kUnsupported, "libfabric: {} is release {}, allowed: 1.14 or newer", path,
+                        version_text(library));
+  return library;
+}
+
+bool is_sockets(const std::string& kind) { return kind == "tcp"; }
+
+Info* make_hints(const Library& library, const std::string& kind, bool device_memory) {
+  Info* hints = library.dupinfo(nullptr);
+  if (!hints) return nullptr;
+  hints->caps = kMsg | kRma | (device_memory ? kHmem : 0);
+  hints->mode = kContext | kContext2;
+  hints->ep_attr->type = kEpRdm;
+  hints->domain_attr->mr_mode =
+      kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrEndpoint | (device_memory ? kMrHmem : 0);
+  hints->domain_attr->threading = kThreadDomain;
+  hints->fabric_attr->prov_name = strdup(kind.c_str());
+  if (is_sockets(kind)) hints->addr_format = kFormatSockaddrIn;
+  if (kind == "efa") hints->tx_attr->tclass = kTrafficLowLatency;
+  return hints;
+}
+
+}  // namespace
+
+Result<const Library*> open_library() {
+  static const Result<Library> once = open_once();
+  if (!once.ok()) return once.status();
+  return &*once;
+}
+
+std::string version_text(const Library& library) {
+  return text("{}.{}", library.version() >> 16, library.version() & 0xffff);
+}
+
+Status failure(const Library& library, ssize_t code, const std::string& what) {
+  return Status::make(Code::kSystem, "{}: {} ({})", what, library.strerror(static_cast<int>(-code)), code);
+}
+
+Result<InfoList> find_networks(const Library& library, const std::string& kind) {
+  int code = 0;
+  const bool may_reach_devices = !is_sockets(kind) && kind != "shm";
+  for (bool device_memory : {true, false}) {
+    if (device_memory && !may_reach_devices) continue;
+    Info* hints = make_hints(library, kind, device_memory);
+    if (!hints) return Status(Code::kSystem, "libfabric: no memory for hints");
+    Info* found = nullptr;
+    code = library.getinfo(kApiVersion, nullptr, nullptr, 0, hints, &found);
+    library.freeinfo(hints);
+    if (code == 0) return InfoList(library, found);
+  }
+  return Status::make(Code::kUnsupported, "libfabric {}: no {} network: {}", version_text(library), kind,
+                      library.strerror(-code));
+}
+
+}  // namespace weft::provider::fi

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// libfabric, opened at run time and kept open.
+//   Result<const Library*> fi = open_library();   // kUnsupported with the loader's words where there is none
+//   (*fi)->getinfo(version(1, 14), ...);
+// Threads: any. The answer does not change within a process.
+#pragma once
+
+#include "base/status.h"
+#include "providers/fabric/abi.h"
+
+namespace weft::provider::fi {
+
+struct Library {
+  int (*getinfo)(uint32_t version, const char* node, const char* service, uint64_t flags, const Info* hints,
+                 Info** info) = nullptr;
+  void (*freeinfo)(Info*) = nullptr;
+  Info* (*dupinfo)(const Info*) = nullptr;
+  int (*fabric)(FabricAttr*, Fabric**, void* context) = nullptr;
+  const char* (*strerror)(int) = nullptr;
+  uint32_t (*version)() = nullptr;
+};
+
+constexpr uint32_t kApiVersion = version(1, 14);
+
+Result<const Library*> open_library();
+std::string version_text(const Library& library);  // "1.17"
+
+// `code` as libfabric returns it, negative.
+Status failure(const Library& library, ssize_t code, const std::string& what);
+
+inline int close(Fid& fid) { return fid.ops->close(&fid); }
+
+// Owns what fi_getinfo() gave.
+class InfoList {
+ public:
+  InfoList(const Library& library, Info* first) : library_(&library), first_(first) {}
+  InfoList(InfoList&& other) noexcept : library_(other.library_), first_(other.first_) { other.first_ = nullptr; }
+  InfoList& operator=(InfoList&&) = delete;
+  ~InfoList() {
+    if (first_) library_->freeinfo(first_);
+  }
+  Info* first() const { return first_; }
+
+ private:
+  const Library* library_;
+  Info* first_;
+};
+
+// What libfabric has for one kind of network: "tcp", "shm", "efa", "verbs", "cxi".
+Result<InfoList> find_networks(const Library& library, const std::string& kind);
+
+}  // namespace weft::provider::fi

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A Provider is a network stack that Weft opens at run time: libfabric, libibverbs, or the in-process loopback.
+// It lists the NICs it can use and opens one of them as a Rail; the transfer engine drives rails and knows no other word
+// of any network.
+//   for (const Nic& nic : provider.probe()) if (nic.usable()) rail = provider.open(nic, {});
+//   Result<Route> to = rail->resolve(address_of_the_other_rail);
+//   rail->post_write({.to = *to, .src = p, .lkey = mine.lkey, .dst = theirs.base, .rkey = theirs.rkey, ...});
+//   for (Event& e : events.first(rail->poll(events))) ...
+//
+// What every rail promises: writes and sends arrive intact and once, in any order; the immediate of a write is seen only
+// after the write's bytes. Anything more is a capability. What none promises: that an operation towards a dead peer ever
+// ends. Deadlines belong to the engine.
+// Threads: one at a time per rail (the engine's progress token); different rails may be used at once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+
+namespace weft::provider {
+
+// What a rail can do, as data. The engine chooses by these fields, never by a provider's name.
+struct Caps {
+  bool ordered_writes = false;    // writes to one peer become visible in the order they were posted
+  bool write_imm = true;          // a write can carry 32 bits to the target's completion queue
+  bool device_memory = false;     // register() takes CUDA memory
+  bool dmabuf = false;            // CUDA memory is registered through DMA-BUF rather than peer memory
+  bool manual_progress = true;    // nothing moves, also at the target, unless poll() is called
+  bool packs_small_pages = false; // a message costs more than copying a page: small pages travel better packed
+  uint64_t write_bytes_max = UINT64_MAX;  // longest write or read
+  uint64_t message_bytes_max = 8192;      // longest send
+  uint64_t imm_only_bytes = 0;            // bytes a write must have to carry an immediate (0: none)
+  uint32_t tx_depth = 256;                // operations in flight that the rail takes before it answers kAgain
+  uint32_t cq_depth = 1024;               // completions that fit before the queue may overrun
+};
+
+struct Nic {
+  std::string provider;  // "fabric:tcp"
+  std::string name;      // "lo", "mlx5_0"
+  std::string pci;       // "0000:17:00.0", empty for software
+  int numa_node = -1;
+  double gbit_per_s = 0;  // 0: unknown
+  Caps caps;
+  std::string unusable_because;  // empty when the NIC can be opened
+  bool usable() const { return unusable_because.empty(); }
+};
+
+enum class MemoryKind { kHost, kCuda };
+
+enum Access : uint32_t {
+  kLocal = 0,  // source of writes, target of own reads
+  kRemoteRead = 1,
+  kRemoteWrite = 2,
+};
+
+struct Range {
+  void* data = nullptr;
+  uint64_t bytes = 0;
+  MemoryKind kind = MemoryKind::kHost;
+  int device = -1;
+};
+
+// One range registered with one rail.
+struct Registration {
+  void* handle = nullptr;  // the rail's own
+  void* lkey = nullptr;    // goes into WriteOp::lkey
+  uint64_t base = 0;       // what a peer adds its offset to
+  uint64_t rkey = 0;       // what a peer must show
+};
+
+using Route = uint64_t;  // a peer's rail as this rail knows it
+
+// First member of everything whose address goes into an operation: some providers keep their own notes there.
+struct Context {
+  void* provider_space[8] = {};
+};
+
+struct Piece {
+  void* local = nullptr;
+  void* lkey = nullptr;
+  uint64_t remote = 0;
+  uint64_t rkey = 0;
+  uint64_t bytes = 0;
+};
+
+// A write (or, without imm, a read). The context comes back in exactly one kDone or kFailed event.
+struct RmaOp {
+  Route to = 0;
+  Piece piece;
+  bool has_imm = false;
+  uint32_t imm = 0;
+  bool delivered = false;  // kDone only once the bytes are visible at the target
+  Context* context = nullptr;
+};
+
+enum class Posted {
+  kOk,
+  kAgain,  // no room now: poll, then try again
+  kFatal,  // refused for good; refusal() says why
+};
+
+enum class EventKind : uint8_t {
+  kDone,      // a write, read or send of ours: its source is reusable, its target (of a read) filled
+  kFailed,    // the same, failed; text and peer_gone say why
+  kReceived,  // a posted receive holds `bytes` bytes
+  kImm,       // a peer's write with an immediate has arrived
+};
+
+struct Event {
+  EventKind kind = EventKind::kDone;
+  bool peer_gone = false;  // the failure means that the connection is broken, not that the operation was wrong
+  uint32_t imm = 0;
+  uint64_t bytes = 0;
+  Context* context = nullptr;
+  std::string text;  // kFailed: the provider's code and words
+};
+
+class Rail {
+ public:
+  virtual ~Rail() = default;
+
+  virtual const Caps& caps() const = 0;
+  virtual const Nic& nic() const = 0;
+  // Opaque bytes that another rail of the same provider can resolve.
+  virtual std::string address() const = 0;
+
+  // Makes a peer's rail reachable. Errors: kInvalid for bytes that are no address of this provider.
+  virtual Result<Route> resolve(std::string_view address) = 0;
+  virtual void forget(Route route) = 0;
+
+  virtual Result<Registration> enroll(const Range& range, uint32_t access) = 0;
+  virtual void release(Registration& registration) = 0;
+
+  virtual Posted post_write(const RmaOp& op) = 0;
+  virtual Posted post_read(const RmaOp& op) = 0;
+  virtual Posted post_send(Route to, const void* data, uint64_t bytes, void* lkey, Context* context) = 0;
+  virtual Posted post_recv(void* data, uint64_t bytes, void* lkey, Context* context) = 0;
+  virtual std::string refusal() const = 0;
+
+  // How many pieces post_pages() moves to `to` in one call for the price of one write; 1 means: do not call it.
+  virtual uint32_t pages_per_post(Route to) const { return 1; }
+  // Writes all pieces, no immediate; one event for all. Only where pages_per_post(to) > 1.
+  virtual Posted post_pages(Route to, const Piece* pieces, uint32_t count, Context* context) {
+    return Posted::kFatal;
+  }
+
+  // Fills at most `max` events and makes progress, also for peers' operations on our memory.
+  virtual size_t poll(Event* events, size_t max) = 0;
+};
+
+struct RailOptions {
+  uint32_t tx_depth = 0;  // 0: what the provider likes
+  uint32_t rail_id = 0;   // this rail's number in its engine
+};
+
+class Provider {
+ public:
+  virtual ~Provider() = default;
+  virtual std::string name() const = 0;
+  // Every NIC, usable or not. Never fails: a missing library is one unusable entry that says so.
+  virtual std::vector<Nic> probe() = 0;
+  virtual Result<std::unique_ptr<Rail>> open(const Nic& nic, const RailOptions& options) = 0;
+};
+
+// The providers of this process by name: "loopback", "fabric:tcp", "fabric:shm", "fabric:efa", "fabric:verbs",
+// "fabric:cxi", "verbs". find("auto") takes the first that has a usable NIC, hardware before software.
+std::vector<std::string> provider_names();
+Result<std::shared_ptr<Provider>> find_provider(const std::string& name);
+
+}  // namespace weft::provider

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The list of providers. A new one adds a line to kMakers.
+#include <functional>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "providers/fabric/fabric.h"
+#include "providers/loopback/loopback.h"
+#include "providers/provider.h"
+
+namespace weft::provider {
+namespace {
+
+struct Maker {
+  const char* name;
+  std::function<std::shared_ptr<Provider>()> make;
+};
+
+// Hardware before software: "auto" takes the first that has a usable NIC.
+const std::vector<Maker>& makers() {
+  static const std::vector<Maker> all = {
+      {"fabric:efa", [] { return make_fabric("efa"); }},
+      {"fabric:cxi", [] { return make_fabric("cxi"); }},
+      {"fabric:verbs", [] { return make_fabric("verbs"); }},
+      {"fabric:tcp", [] { return make_fabric("tcp"); }},
+      {"fabric:shm", [] { return make_fabric("shm"); }},
+      {"loopback", [] { return std::make_shared<Loopback>(); }},
+  };
+  return all;
+}
+
+bool has_usable_nic(Provider& provider) {
+  for (const Nic& nic : provider.probe())
+    if (nic.usable()) return true;
+  return false;
+}
+
+}  // namespace
+
+std::vector<std::string> provider_names() {
+  std::vector<std::string> names;
+  for (const Maker& maker : makers()) names.push_back(maker.name);
+  return names;
+}
+
+Result<std::shared_ptr<Provider>> find_provider(const std::string& name) {
+  static std::mutex mutex;
+  static std::map<std::string, std::shared_ptr<Provider>> made;
+  std::lock_guard lock(mutex);
+  std::string allowed = "auto";
+  for (const Maker& maker : makers()) {
+    allowed += std::string(", ") + maker.name;
+    if (name != maker.name && name != "auto") continue;
+    std::shared_ptr<Provider>& provider = made[maker.name];
+    if (!provider) provider = maker.make();
+    if (name != "auto" || has_usable_nic(*provider)) return provider;
+  }
+  return Status::invalid("provider: got {}, allowed: {}", name, allowed);
+}
+
+}  // namespace weft::provider

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``weft bench moe``: dispatch and combine of a mixture-of-experts layer, checked, beside their peers in the
+same run.
+
+Started by itself it makes its own ranks (``--ranks``); started by torchrun it takes torchrun's. How it
+measures is told in ``weft.bench.moe.measure``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.bench.report import Report, Row, add_report_arguments
+from weft.errors import invalid
+
+if TYPE_CHECKING:
+    from weft.bench.moe.setting import Options
+    from weft.testing.ranks import Rank
+
+DEADLINE_S = 1800.0
+TOKENS = {"ht": 4096, "ll": 128}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options."""
+    parser.add_argument("--mode", choices=("ht", "ll"), default="ht", help="high throughput or low latency")
+    parser.add_argument("--tokens", type=int, help="per rank (default 4096 for ht, 128 for ll)")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=256, help="over all ranks")
+    parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of the dispatched rows")
+    parser.add_argument("--ranks", type=int, default=0, help="default: torchrun's, all GPUs, or 4")
+    parser.add_argument("--transport", default="auto", help="as WEFT_TRANSPORT")
+    parser.add_argument("--routes", default="uniform", metavar="KIND", help="uniform, zipf or a .npy file")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--iterations", type=int, help="samples (default 10 on the CPU, 50 on GPUs)")
+    parser.add_argument("--warmup", type=int, default=3, help="samples before those")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eager", action="store_true", help="on GPUs: no CUDA graphs")
+    add_report_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and report on rank 0. Returns 0; a wrong result raises before anything is timed."""
+    import torch
+    import torch.distributed
+
+    from weft.testing.ranks import Rank, run_ranks
+
+    torch.set_num_threads(1)  # one per rank; also, ranks are forked from here and a fork inherits none
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    options = _options(args, gpus)
+    if args.transport != "auto":  # read when the extension is first used, which is in the ranks
+        os.environ["WEFT_TRANSPORT"] = args.transport
+    if torch.distributed.is_torchelastic_launched():
+        torch.distributed.init_process_group("gloo")
+        world = torch.distributed.group.WORLD
+        me = Rank(torch.distributed.get_rank(), torch.distributed.get_world_size(), world, Path())
+        rows, notes = measure(me, options)
+        torch.distributed.destroy_process_group()
+        if me.rank:
+            return 0
+    else:
+        num_ranks = args.ranks or gpus or 4
+        if num_ranks < 1 or (gpus and num_ranks > gpus):
+            raise invalid("ranks", num_ranks, f"1 to {gpus}, one per GPU" if gpus else "1 or more")
+        rows, notes = run_ranks(num_ranks, measure, options, deadline_s=DEADLINE_S)[0]
+    _report(args, rows, notes)
+    return 0
+
+
+def measure(me: Rank, options: Options) -> tuple[list[Row], list[str]]:
+    """Measure on this rank; collective over ``me.group``. Returns (rows, notes), for rank 0 to report."""
+    from weft.bench.moe import high_throughput, low_latency
+    from weft.bench.moe.setting import Bench, Inputs
+
+    bench = Bench(me, options)
+    inputs = Inputs.make(bench)
+    if options.mode == "ht":
+        return high_throughput.measure(bench, inputs)
+    return low_latency.measure(bench, inputs)
+
+
+def _options(args: argparse.Namespace, gpus: int) -> Options:
+    from weft.bench.moe.setting import Options
+
+    if args.device == "cuda" and not gpus:
+        raise invalid("device", "cuda", "cpu: torch sees no GPU here")
+    tokens = TOKENS[args.mode] if args.tokens is None else args.tokens
+    iterations = args.iterations or (50 if gpus else 10)
+    at_least = {"tokens": 0, "hidden": 8, "top_k": 1, "experts": 1, "warmup": 0}
+    given = {"tokens": tokens, **{name: getattr(args, name) for name in list(at_least)[1:]}}
+    for name, least in at_least.items():
+        if given[name] < least:
+            raise invalid(name.replace("_", "-"), given[name], f"{least} or more")
+    if args.dtype == "fp8" and args.hidden % 128:
+        raise invalid("hidden", args.hidden, "a multiple of 128 for fp8: a scale covers 128 channels")
+    return Options(
+        mode=args.mode,
+        tokens=tokens,
+        hidden=args.hidden,
+        top_k=args.top_k,
+        experts=args.experts,
+        dtype=args.dtype,
+        routes=args.routes,
+        transport=args.transport,
+        device="cuda" if gpus else "cpu",
+        iterations=iterations,
+        warmup=args.warmup,
+        seed=args.seed,
+        eager=args.eager,
+    )
+
+
+def _report(args: argparse.Namespace, rows: list[Row], notes: list[str]) -> None:
+    report = Report("weft bench moe", extra_columns=("ranks", "logical_gbs", "egress_gbs"))
+    for row in rows:
+        report.add(row)
+    for line in notes:
+        report.note(line)
+    report.note(round_trip(rows))
+    report.finish(args.json, args.plot)
+
+
+def round_trip(rows: list[Row]) -> str:
+    """Say how dispatch plus combine compares with every baseline that has both."""
+    calls = {row.call.split("_")[1]: row for row in rows}
+    dispatch, combine = calls["dispatch"], calls["combine"]
+    us = dispatch.us + combine.us
+    parts = [f"dispatch + combine: {us:,.0f} us"]
+    for name in sorted(dispatch.baselines.keys() & combine.baselines.keys()):
+        other_us = dispatch.baselines[name] + combine.baselines[name]
+        parts.append(f"{name} {other_us:,.0f} us ({other_us / us:.2f}x Weft's time)")
+    return "; ".join(parts)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures layout, dispatch, cached dispatch and combine. Routes change from sample to sample, and all peers
+take turns within a sample, so a machine that slows down slows all of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import weft
+from weft.bench.moe import check, peers
+from weft.bench.moe.floors import Traffic, row_bytes
+from weft.bench.moe.setting import Bench, Inputs, count_rows, make_row, method_notes, shape_columns
+from weft.bench.report import Row, progress
+from weft.testing import oracle
+
+
+def measure(bench: Bench, inputs: Inputs) -> tuple[list[Row], list[str]]:
+    """Check, measure, check again. Collective. Returns (rows, notes), meant for rank 0 to report."""
+    o, me = bench.options, bench.me
+    payload: peers.Payload = inputs.mine if o.dtype == "bf16" else oracle.quantize_fp8(inputs.mine)
+    buffers = {"weft": weft.Buffer}
+    deep_ep = peers.real_deep_ep() if bench.on_gpu else None
+    if deep_ep is not None:
+        buffers["deep_ep"] = deep_ep.Buffer
+    worst_rows = o.tokens * me.size if o.is_captured else 0
+    calls = {
+        name: peers.HighThroughput(_make_buffer(bench, kind), o.experts, worst_rows)
+        for name, kind in buffers.items()
+    }
+    for of_peer in calls.values():
+        _check(bench, inputs, payload, of_peer)
+
+    traffic = inputs.traffic(o.experts)
+    sent = _Samples(bench, inputs, payload, calls, traffic)
+    with progress(enabled=me.rank == 0) as bar:
+        task = bar.add_task(f"{o.mode}, {me.size} ranks", total=o.warmup + o.iterations)
+        for index in range(o.warmup + o.iterations):
+            if index == o.warmup:
+                bench.forget()
+            sent.take(inputs.routes[index % len(inputs.routes)][me.rank])
+            bar.advance(task)
+    _check(bench, inputs, payload, calls["weft"])
+    rows = _rows(bench, traffic, bench.samples_us())
+    for of_peer in calls.values():
+        of_peer.buffer.destroy()
+    return rows, method_notes(bench, deep_ep is not None)
+
+
+class _Samples:
+    """Takes one sample of every call of every peer along given routes."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        inputs: Inputs,
+        payload: peers.Payload,
+        calls: dict[str, peers.HighThroughput],
+        traffic: Traffic,
+    ) -> None:
+        o, me = bench.options, bench.me
+        self.bench, self.payload, self.calls, self.weights = bench, payload, calls, inputs.my_weights
+        self.topk_idx = inputs.routes[0][me.rank].to(bench.device, copy=True)
+        # Expert outputs are ordinary tensors, not the receive buffer itself, as they are in a model.
+        most = max(int(oracle.layout(torch.cat(r), o.experts, me.size)[0].max()) for r in inputs.routes)
+        self.y = torch.randn(max(most, calls["weft"].worst_rows), 8, device=bench.device).bfloat16()
+        self.y = self.y.repeat(1, -(-o.hidden // 8))[:, : o.hidden].contiguous()
+        self.all_to_all = peers.AllToAll(bench.group, me.rank, me.size, o.experts)
+        received = round(traffic.received)
+        self.copy_in = peers.Memcpy(received * row_bytes(o.dtype, o.hidden), bench.device)
+        self.copy_back = peers.Memcpy(received * row_bytes("bf16", o.hidden), bench.device)
+        captured = calls if o.is_captured else {}
+        self.replays = {name: self._capture(of_peer) for name, of_peer in captured.items()}
+
+    def _capture(self, of_peer: peers.HighThroughput) -> list[Callable[[], None]]:
+        layout, routes = self.bench.captured(lambda: of_peer.layout(self.topk_idx))
+        dispatch, results = self.bench.captured(
+            lambda: of_peer.dispatch(self.payload, self.topk_idx, self.weights, routes)
+        )
+        combine, _ = self.bench.captured(lambda: of_peer.combine(self.y, results[4]))
+        handle = peers.HighThroughput(of_peer.buffer, of_peer.experts).dispatch(
+            self.payload, self.topk_idx, self.weights, of_peer.layout(self.topk_idx)
+        )[4]
+        cached, _ = self.bench.captured(lambda: of_peer.dispatch_cached(self.payload, handle))
+        return [layout, dispatch, combine, cached]
+
+    def take(self, topk_idx: Tensor) -> None:
+        """Take one sample of everything along this rank's routes."""
+        self.topk_idx.copy_(topk_idx)
+        for name, of_peer in self.calls.items():
+            if name in self.replays:
+                steps = ("layout", "dispatch", "combine", "cached")
+                for step, replay in zip(steps, self.replays[name], strict=True):
+                    self.bench.sample(f"{name} {step}", replay)
+            else:
+                self._take_eager(name, of_peer)
+        self._take_baselines()
+
+    def _take_eager(self, name: str, of_peer: peers.HighThroughput) -> None:
+        sample = self.bench.sample
+        layout = sample(f"{name} layout", lambda: of_peer.layout(self.topk_idx))
+        results = sample(
+            f"{name} dispatch", lambda: of_peer.dispatch(self.payload, self.topk_idx, self.weights, layout)
+        )
+        handle, count = results[4], count_rows(results[0])
+        del results
+        sample(f"{name} combine", lambda: of_peer.combine(self.y[:count], handle))
+        sample(f"{name} cached", lambda: of_peer.dispatch_cached(self.payload, handle))
+
+    def _take_baselines(self) -> None:
+        sample, peer = self.bench.sample, self.all_to_all
+        payload, topk_idx, weights = self.payload, self.topk_idx, self.weights
+        results = sample("all_to_all dispatch", lambda: peer.dispatch(payload, topk_idx, weights))
+        handle, count = results[3], count_rows(results[0])
+        del results
+        sample("all_to_all combine", lambda: peer.combine(self.y[:count], handle))
+        sample("memcpy dispatch", self.copy_in.copy)
+        sample("memcpy combine", self.copy_back.copy)
+
+
+def _make_buffer(bench: Bench, kind: Any) -> Any:
+    me, hidden_bytes = bench.me, bench.options.hidden * 2
+    configs = (kind.get_dispatch_config(me.size), kind.get_combine_config(me.size))
+    nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, me.size) for config in configs)
+    rdma_bytes = max(config.get_rdma_buffer_size_hint(hidden_bytes, me.size) for config in configs)
+    return kind(me.group, nvl_bytes, rdma_bytes, explicitly_destroy=True)
+
+
+def _check(bench: Bench, inputs: Inputs, payload: peers.Payload, calls: peers.HighThroughput) -> None:
+    o, me = bench.options, bench.me
+    routes = inputs.routes[0]
+    topk_idx = routes[me.rank].to(bench.device)
+    results = calls.dispatch(payload, topk_idx, inputs.my_weights, calls.layout(topk_idx))
+    check.check_ht_dispatch(results, inputs.rows, inputs.weights, routes, o.experts, me.rank)
+    back = oracle.ht_dispatch(routes, o.experts, me.rank).take(inputs.rows) * check.rank_factor(me.rank)
+    y = torch.zeros(count_rows(results[0]), o.hidden, dtype=torch.bfloat16, device=bench.device)
+    y[: back.shape[0]] = back
+    combined = calls.combine(y, results[4])
+    check.check_ht_combine(combined, inputs.rows[me.rank], routes[me.rank], o.experts, me.size)
+
+
+def _rows(bench: Bench, traffic: Traffic, us: dict[str, list[float]]) -> list[Row]:
+    o = bench.options
+    sent_bytes, back_bytes = row_bytes(o.dtype, o.hidden), row_bytes("bf16", o.hidden)
+    layout = Row("ht_layout", "int64", o.tokens, o.tokens * o.top_k * 8, us["weft layout"], checked=True)
+    layout.extra = shape_columns(bench)
+    rows = [layout]
+    for step, dtype, bytes_per_row in (("dispatch", o.dtype, sent_bytes), ("combine", "bf16", back_bytes)):
+        logical, egress = traffic.received * bytes_per_row, traffic.egress * bytes_per_row
+        rows.append(make_row(bench, "ht", step, dtype, us, logical, egress))
+    rows[1].extra["cached_us"] = round(statistics.median(us["weft cached"]), 3)
+    if "deep_ep layout" in us:
+        rows[0].baselines["deep_ep"] = statistics.median(us["deep_ep layout"])
+    return rows

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures low-latency dispatch and combine, always as a pair. Routes change from sample to sample, and all
+peers take turns within a sample, so a machine that slows down slows all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import weft
+from weft.bench.moe import check, peers
+from weft.bench.moe.floors import Traffic, row_bytes
+from weft.bench.moe.setting import Bench, Inputs, count_rows, make_row, method_notes
+from weft.bench.report import Row, progress
+from weft.testing import oracle
+
+FEW_TOKENS = 512  # up to this many, a sample on the CPU is the mean of several calls in a row
+CALLS_IN_A_ROW = 10
+
+
+def measure(bench: Bench, inputs: Inputs) -> tuple[list[Row], list[str]]:
+    """Check, measure, check again. Collective. Returns (rows, notes), meant for rank 0 to report."""
+    o, me = bench.options, bench.me
+    buffers = {"weft": weft.Buffer}
+    deep_ep = peers.real_deep_ep() if bench.on_gpu else None
+    if deep_ep is not None:
+        buffers["deep_ep"] = deep_ep.Buffer
+    calls = {
+        name: peers.LowLatency(_make_buffer(bench, kind), o.experts, max(o.tokens, 1), o.dtype == "fp8")
+        for name, kind in buffers.items()
+    }
+    for of_peer in calls.values():
+        _check(bench, inputs, of_peer)
+    traffic = inputs.traffic(o.experts)
+    in_a_row = CALLS_IN_A_ROW if o.tokens <= FEW_TOKENS and not bench.on_gpu else 1
+    sent = _Samples(bench, inputs, calls, traffic, in_a_row)
+    with progress(enabled=me.rank == 0) as bar:
+        task = bar.add_task(f"{o.mode}, {me.size} ranks", total=o.warmup + o.iterations)
+        for index in range(o.warmup + o.iterations):
+            if index == o.warmup:
+                bench.forget()
+            sent.take(inputs.routes[index % len(inputs.routes)][me.rank])
+            bar.advance(task)
+    _check(bench, inputs, calls["weft"])
+    us = bench.samples_us(in_a_row)
+    rows = []
+    for step, dtype in (("dispatch", o.dtype), ("combine", "bf16")):
+        bytes_per_row = row_bytes(dtype, o.hidden)
+        logical, egress = traffic.selections * bytes_per_row, traffic.egress * bytes_per_row
+        rows.append(make_row(bench, "ll", step, dtype, us, logical, egress))
+    for of_peer in calls.values():
+        of_peer.buffer.destroy()
+    return rows, method_notes(bench, deep_ep is not None)
+
+
+class _Samples:
+    """Takes samples of every low-latency call of every peer; a dispatch is always followed by its combine."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        inputs: Inputs,
+        calls: dict[str, peers.LowLatency],
+        traffic: Traffic,
+        in_a_row: int,
+    ) -> None:
+        o, me = bench.options, bench.me
+        self.bench, self.calls, self.x, self.weights = bench, calls, inputs.mine, inputs.my_weights
+        self.in_a_row = in_a_row
+        self.topk_idx = inputs.routes[0][me.rank].to(bench.device, copy=True)
+        self.y = torch.zeros(
+            -(-o.experts // me.size),
+            max(o.tokens, 1) * me.size,
+            o.hidden,
+            dtype=torch.bfloat16,
+            device=bench.device,
+        )
+        self.all_to_all = peers.AllToAll(bench.group, me.rank, me.size, o.experts)
+        received = round(traffic.received)
+        self.back = torch.zeros(o.tokens * me.size, o.hidden, dtype=torch.bfloat16, device=bench.device)
+        self.copy_in = peers.Memcpy(received * row_bytes(o.dtype, o.hidden), bench.device)
+        self.copy_back = peers.Memcpy(received * row_bytes("bf16", o.hidden), bench.device)
+        captured = calls if o.is_captured else {}
+        self.replays = {name: self._capture(of_peer) for name, of_peer in captured.items()}
+
+    def _capture(self, of_peer: peers.LowLatency) -> tuple[Callable[[], None], Callable[[], None]]:
+        # Captured one after the other, without a warm-up between: a dispatch is always followed by its
+        # combine.
+        for _ in range(2):
+            handle = of_peer.dispatch(self.x, self.topk_idx)[2]
+            of_peer.combine(self.y, self.topk_idx, self.weights, handle)
+        torch.cuda.synchronize()
+        dispatch, combine = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(dispatch):
+            self._results = of_peer.dispatch(self.x, self.topk_idx)
+        with torch.cuda.graph(combine):
+            self._combined = of_peer.combine(self.y, self.topk_idx, self.weights, self._results[2])
+        return dispatch.replay, combine.replay
+
+    def take(self, topk_idx: Tensor) -> None:
+        """Take one sample of everything along this rank's routes."""
+        self.topk_idx.copy_(topk_idx)
+        for name, of_peer in self.calls.items():
+            self.bench.line_up()
+            for _ in range(self.in_a_row):
+                if name in self.replays:
+                    self.bench.timed(f"{name} dispatch", self.replays[name][0])
+                    self.bench.line_up()
+                    self.bench.timed(f"{name} combine", self.replays[name][1])
+                else:
+                    self._pair(name, of_peer)
+        self.bench.line_up()
+        for _ in range(self.in_a_row):
+            self._all_to_all_pair()
+        for name, memcpy in (("memcpy dispatch", self.copy_in), ("memcpy combine", self.copy_back)):
+            self.bench.line_up()
+            for _ in range(self.in_a_row):
+                self.bench.timed(name, memcpy.copy)
+
+    def _pair(self, name: str, of_peer: peers.LowLatency) -> None:
+        timed = self.bench.timed
+        handle = timed(f"{name} dispatch", lambda: of_peer.dispatch(self.x, self.topk_idx))[2]
+        timed(f"{name} combine", lambda: of_peer.combine(self.y, self.topk_idx, self.weights, handle))
+
+    def _all_to_all_pair(self) -> None:
+        timed, peer = self.bench.timed, self.all_to_all
+        is_fp8 = self.bench.options.dtype == "fp8"
+
+        def dispatch() -> Any:  # quantised inside, as the low-latency dispatch does
+            payload = oracle.quantize_fp8(self.x) if is_fp8 else self.x
+            return peer.dispatch(payload, self.topk_idx, self.weights)
+
+        results = timed("all_to_all dispatch", dispatch)
+        timed("all_to_all combine", lambda: peer.combine(self.back[: count_rows(results[0])], results[3]))
+
+
+def _make_buffer(bench: Bench, kind: Any) -> Any:
+    o, me = bench.options, bench.me
+    rdma_bytes = kind.get_low_latency_rdma_size_hint(max(o.tokens, 1), o.hidden, me.size, o.experts)
+    return kind(
+        me.group,
+        0,
+        rdma_bytes,
+        low_latency_mode=True,
+        num_qps_per_rank=-(-o.experts // me.size),
+        explicitly_destroy=True,
+    )
+
+
+def _check(bench: Bench, inputs: Inputs, calls: peers.LowLatency) -> None:
+    o, me = bench.options, bench.me
+    routes = inputs.routes[0]
+    topk_idx = routes[me.rank].to(bench.device)
+    result = calls.dispatch(inputs.mine, topk_idx)
+    check.check_ll_dispatch(result, inputs.rows, routes, o.experts, me.rank)
+    rows, counts, handle = result
+    y = check.dequantized(rows).bfloat16()
+    beyond = torch.arange(y.shape[1], device=y.device)[None, :] >= counts[:, None]
+    y.masked_fill_(beyond[:, :, None], 0.0)  # rows past the count are undefined
+    combined = calls.combine(y, topk_idx, inputs.my_weights, handle)
+    check.check_ll_combine(
+        combined, inputs.rows[me.rank], routes[me.rank], inputs.weights[me.rank], o.dtype == "fp8"
+    )

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured beside each other: a ``Buffer`` (Weft's, or the real DeepEP's), torch.distributed, and
+memcpy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+Payload = Tensor | tuple[Tensor, Tensor]  # rows, or fp8 rows and their scales
+
+
+@dataclass
+class HighThroughput:
+    """The high-throughput calls of a buffer with DeepEP's signatures.
+
+    ``worst_rows`` above 0 asks for that many rows without a wait on the host, so that the call can be
+    captured.
+    """
+
+    buffer: Any
+    experts: int
+    worst_rows: int = 0
+
+    def layout(self, topk_idx: Tensor) -> Any:
+        """Return what ``dispatch`` needs of the routes."""
+        return self.buffer.get_dispatch_layout(topk_idx, self.experts)[:4]
+
+    def dispatch(self, x: Payload, topk_idx: Tensor, topk_weights: Tensor, layout: Any) -> Any:
+        """Return the buffer's six results."""
+        per_rank, per_node, per_expert, in_rank = layout
+        return self.buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_worst_tokens=self.worst_rows,
+        )
+
+    def dispatch_cached(self, x: Payload, handle: Any) -> Any:
+        """Return the six results of a dispatch along the routes of an earlier one."""
+        return self.buffer.dispatch(x, handle=handle)
+
+    def combine(self, y: Tensor, handle: Any) -> Tensor:
+        """Return bf16[tokens, hidden]."""
+        combined: Tensor = self.buffer.combine(y, handle)[0]
+        return combined
+
+
+@dataclass
+class LowLatency:
+    """The low-latency calls of a buffer with DeepEP's signatures."""
+
+    buffer: Any
+    experts: int
+    max_tokens: int
+    use_fp8: bool
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor) -> Any:
+        """Return (rows, counts, handle)."""
+        return self.buffer.low_latency_dispatch(
+            x, topk_idx, self.max_tokens, self.experts, use_fp8=self.use_fp8
+        )[:3]
+
+    def combine(self, y: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: Any) -> Tensor:
+        """Return bf16[tokens, hidden]."""
+        combined: Tensor = self.buffer.low_latency_combine(y, topk_idx, topk_weights, handle)[0]
+        return combined
+
+
+class AllToAll:
+    """Dispatch and combine with torch.distributed alone: what one would write without a library.
+
+    Each row is sent once per destination rank, as Weft does; counts first, then rows, experts and weights.
+    Combine sends the rows back and sums them in float32.
+    """
+
+    def __init__(self, group: Any, rank: int, num_ranks: int, experts: int) -> None:
+        self._group = group
+        self._first_expert = rank * (-(-experts // num_ranks))
+        self._num_ranks = num_ranks
+        self._experts_per_rank = -(-experts // num_ranks)
+
+    def dispatch(self, x: Payload, topk_idx: Tensor, topk_weights: Tensor) -> Any:
+        """Return (received rows, local experts, weights, handle)."""
+        rank_of = torch.where(topk_idx >= 0, topk_idx // self._experts_per_rank, -1)
+        token_of = [(rank_of == peer).any(1).nonzero().flatten() for peer in range(self._num_ranks)]
+        send = torch.tensor([len(tokens) for tokens in token_of], device=topk_idx.device)
+        receive = torch.empty_like(send)
+        torch.distributed.all_to_all_single(receive, send, group=self._group)
+        counts = (send.tolist(), receive.tolist())
+        tokens = torch.cat(token_of)
+        parts = x if isinstance(x, tuple) else (x,)
+        rows = tuple(self._exchange(part[tokens], *counts) for part in parts)
+        idx = self._exchange(topk_idx[tokens], *counts) - self._first_expert
+        weights = self._exchange(topk_weights[tokens], *counts)
+        elsewhere = (idx < 0) | (idx >= self._experts_per_rank)
+        idx = idx.masked_fill(elsewhere, -1)
+        weights = weights.masked_fill(elsewhere, 0.0)
+        return rows[0] if len(rows) == 1 else rows, idx, weights, (tokens, counts, topk_idx.shape[0])
+
+    def combine(self, y: Tensor, handle: Any) -> Tensor:
+        """Return bf16[tokens, hidden]."""
+        tokens, (sent, received), num_tokens = handle
+        back = self._exchange(y, received, sent)
+        total = torch.zeros(num_tokens, y.shape[1], dtype=torch.float32, device=y.device)
+        return total.index_add_(0, tokens, back.float()).to(y.dtype)
+
+    def _exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        # Bytes, because not every backend carries every type.
+        raw = rows.contiguous().view(torch.uint8)
+        out = raw.new_empty((sum(receive), *raw.shape[1:]))
+        torch.distributed.all_to_all_single(out, raw, receive, send, group=self._group)
+        return out.view(rows.dtype)
+
+
+class Memcpy:
+    """A plain copy of as many bytes as a rank receives: one thread per rank, all ranks at once."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._src = torch.ones(max(num_bytes, 1), dtype=torch.uint8, device=device)
+        self._dst = torch.zeros_like(self._src)
+
+    def copy(self) -> None:
+        """Copy once."""
+        self._dst.copy_(self._src)
+
+
+def real_deep_ep() -> Any | None:
+    """Return the installed deep_ep module if it is DeepEP's own, not Weft's drop-in; else None."""
+    try:
+        import deep_ep
+    except ImportError:
+        return None
+    is_drop_in = getattr(deep_ep.Buffer, "__module__", "").startswith("weft")
+    return None if is_drop_in else deep_ep

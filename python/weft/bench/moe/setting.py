@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every measurement of ``weft bench moe`` starts from: options, a clock and barrier, inputs, rows for
+the report.
+
+Time is taken around the whole call, as its caller sees it: by the host's clock on the CPU, by CUDA events
+around the replay of a captured call on a GPU. Ranks start a sample together; the slowest counts. On a GPU a
+buffer larger than the L2 cache is written before each sample.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from weft.bench.moe import check, peers
+from weft.bench.moe.floors import Traffic, h200_floor_us, traffic_of
+from weft.bench.moe.routes import make_routes
+from weft.bench.report import Row, slowest_rank
+from weft.testing.ranks import Rank
+
+L2_FLUSH_BYTES = 256 << 20
+ROUTE_SETS = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; tokens are per rank."""
+
+    mode: str
+    tokens: int
+    hidden: int
+    top_k: int
+    experts: int
+    dtype: str
+    routes: str
+    transport: str
+    device: str
+    iterations: int
+    warmup: int
+    seed: int
+    eager: bool
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether calls are replayed from CUDA graphs."""
+        return self.device == "cuda" and not self.eager
+
+
+class Bench:
+    """One rank's clock, barrier and samples."""
+
+    def __init__(self, me: Rank, options: Options) -> None:
+        self.me = me
+        self.options = options
+        self.device = torch.device("cpu")
+        self.group = me.group
+        self.on_gpu = options.device == "cuda"
+        if self.on_gpu:
+            ordinal = torch.distributed.get_node_local_rank(fallback_rank=me.rank)
+            torch.cuda.set_device(ordinal)
+            self.device = torch.device("cuda", ordinal)
+            self.group = torch.distributed.new_group(backend="nccl")
+            self._flushed = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+            self._token = torch.zeros(1, device=self.device)
+        self._samples: dict[str, list[Any]] = {}
+
+    def line_up(self) -> None:
+        """Start together with the other ranks; on a GPU also empty the L2 cache."""
+        if self.on_gpu:
+            self._flushed.zero_()
+            torch.distributed.all_reduce(self._token, group=self.group)
+        else:
+            torch.distributed.barrier(group=self.group)
+
+    def timed(self, name: str, call: Callable[[], Any]) -> Any:
+        """Return ``call()``; keep how long it took as a sample of ``name``."""
+        if self.on_gpu:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = call()
+            end.record()
+            self._samples.setdefault(name, []).append((start, end))
+        else:
+            started = time.perf_counter()
+            result = call()
+            self._samples.setdefault(name, []).append((time.perf_counter() - started) * 1e6)
+        return result
+
+    def sample(self, name: str, call: Callable[[], Any]) -> Any:
+        """Line up, then time one call."""
+        self.line_up()
+        return self.timed(name, call)
+
+    def forget(self) -> None:
+        """Drop the samples so far: they were warm-up."""
+        self._samples.clear()
+
+    def samples_us(self, calls_in_a_row: int = 1) -> dict[str, list[float]]:
+        """Return the slowest rank's samples, each the mean of so many calls. Collective."""
+        mine = {name: self._means(values, calls_in_a_row) for name, values in self._samples.items()}
+        of_ranks: list[Any] = [None] * self.me.size
+        torch.distributed.all_gather_object(of_ranks, mine, group=self.me.group)
+        return {name: slowest_rank([of_rank[name] for of_rank in of_ranks]) for name in mine}
+
+    def _means(self, values: list[Any], calls: int) -> list[float]:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            values = [start.elapsed_time(end) * 1e3 for start, end in values]
+        return [sum(values[at : at + calls]) / calls for at in range(0, len(values), calls)]
+
+    def captured(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Return a replay of ``call`` and the results that each replay fills in anew."""
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = call()
+        return graph.replay, results
+
+
+@dataclass
+class Inputs:
+    """Every rank's rows, weights and sets of routes, on the CPU; this rank's also on the device."""
+
+    rows: list[Tensor]
+    weights: list[Tensor]
+    routes: list[list[Tensor]]
+    mine: Tensor
+    my_weights: Tensor
+
+    @classmethod
+    def make(cls, bench: Bench) -> Inputs:
+        """Draw them; the same on every rank."""
+        o, me = bench.options, bench.me
+        rows = [check.make_rows(rank, o.tokens, o.hidden, o.seed) for rank in range(me.size)]
+        weights = [check.make_weights(rank, o.tokens, o.top_k, o.seed) for rank in range(me.size)]
+        sets = min(ROUTE_SETS, o.iterations + o.warmup)
+        routes = make_routes(o.routes, sets, me.size, o.tokens, o.top_k, o.experts, o.seed)
+        mine, my_weights = rows[me.rank].to(bench.device), weights[me.rank].to(bench.device)
+        return cls(rows, weights, routes, mine, my_weights)
+
+    def traffic(self, experts: int) -> Traffic:
+        """Return the mean traffic over the sets of routes."""
+        of_sets = [traffic_of(routes, experts) for routes in self.routes]
+        return Traffic(
+            sum(traffic.received for traffic in of_sets) / len(of_sets),
+            sum(traffic.egress for traffic in of_sets) / len(of_sets),
+            sum(traffic.selections for traffic in of_sets) / len(of_sets),
+        )
+
+
+def make_row(
+    bench: Bench,
+    mode: str,
+    step: str,
+    dtype: str,
+    us: dict[str, list[float]],
+    logical_bytes: float,
+    egress_bytes: float,
+) -> Row:
+    """Return the row of one step of Weft beside its baselines.
+
+    Args:
+        step: ``dispatch`` or ``combine``; samples are found under ``<peer> <step>``.
+        us: the slowest rank's samples by name.
+        logical_bytes, egress_bytes: moved, own rank included, and leaving a rank; means over ranks.
+    """
+    o = bench.options
+    names = {"all_to_all": all_to_all_name(bench), "memcpy": "memcpy", "deep_ep": "deep_ep"}
+    made = Row(f"{mode}_{step}", dtype, o.tokens, round(logical_bytes), us[f"weft {step}"], checked=True)
+    measured = {name: us.get(f"{key} {step}") for key, name in names.items()}
+    made.baselines = {name: statistics.median(samples) for name, samples in measured.items() if samples}
+    if bench.on_gpu:
+        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        made.floor_us = h200_floor_us(egress_bytes, bench.me.size, gpus)
+    else:
+        made.floor_us = min(us[f"memcpy {step}"])
+    made.extra = shape_columns(bench)
+    made.extra["logical_gbs"] = round(logical_bytes / made.us / 1e3, 3)
+    made.extra["egress_gbs"] = round(egress_bytes / made.us / 1e3, 3)
+    return made
+
+
+def shape_columns(bench: Bench) -> dict[str, Any]:
+    """Return what every row of a run repeats: the shape, the routes, the machine's side."""
+    o = bench.options
+    return {
+        "mode": o.mode,
+        "ranks": bench.me.size,
+        "hidden": o.hidden,
+        "top_k": o.top_k,
+        "experts": o.experts,
+        "routes": o.routes,
+        "transport": o.transport,
+        "device": o.device,
+        "clock": "host" if not bench.on_gpu else "events around a graph" if o.is_captured else "events",
+    }
+
+
+def all_to_all_name(bench: Bench) -> str:
+    """Return which library carries torch.distributed's all-to-all here."""
+    return "nccl" if bench.on_gpu else "gloo"
+
+
+def method_notes(bench: Bench, has_deep_ep: bool) -> list[str]:
+    """Return the lines that say what the columns of this run mean."""
+    lines = [
+        "MB: bytes of the rows that a rank receives, its own included, mean over ranks "
+        "(low latency: of its (token, expert) pairs); times are the slowest rank's",
+        f"{all_to_all_name(bench)}: the same work with torch.distributed all-to-all; memcpy: a copy of "
+        "the bytes that a rank receives, each row once, one thread per rank, all ranks at once",
+    ]
+    if bench.on_gpu:
+        lines.append("floor: bare one-shot exchange between 8 H200 (docs/benchmarks.md); none elsewhere")
+    else:
+        lines.append("floor: the fastest of the memcpy samples")
+    if not has_deep_ep:
+        lines.append("deep_ep: not measured, DeepEP itself is not installed here")
+    return lines
+
+
+def count_rows(rows: peers.Payload) -> int:
+    """Return how many rows a payload has."""
+    return (rows[0] if isinstance(rows, tuple) else rows).shape[0]

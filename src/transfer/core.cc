@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The token, the worker, and what comes back from the rails.
+#include "transfer/core.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "base/log.h"
+#include "transfer/staging.h"
+
+namespace weft::transfer {
+namespace {
+
+constexpr uint32_t kMessageBuffers = 64;  // of each kind, send and receive
+constexpr size_t kEventBatch = 32;
+constexpr uint32_t kCallsPerTick = 64;
+constexpr auto kTickEvery = std::chrono::milliseconds(5);
+constexpr size_t kInboxBytes = 4096;
+constexpr unsigned kIdlePolls = 20000;  // of a worker with nothing under way, before it sleeps longer
+
+std::string default_name() {
+  char host[256] = {};
+  gethostname(host, sizeof host - 1);
+  return text("{}:{}", host, getpid());
+}
+
+}  // namespace
+
+Core::Core(Options given) : options(std::move(given)), id(random_id()), staging_(std::make_unique<Staging>(*this)) {
+  name = options.name.empty() ? default_name() : options.name;
+  events_.resize(kEventBatch);
+  slots_.resize(kPeersMax);
+}
+
+Core::~Core() { close(); }
+
+Status Core::open() {
+  message_bytes_ = 8192;
+  for (size_t i = 0; i < options.nics.size(); ++i) {
+    auto rail = options.provider->open(options.nics[i], {options.tx_depth, static_cast<uint32_t>(i)});
+    if (!rail.ok()) return rail.status();
+    RailState state;
+    state.rail = std::move(*rail);
+    const provider::Caps& caps = state.rail->caps();
+    state.in_flight_max = options.tx_depth ? std::min(options.tx_depth, caps.tx_depth) : caps.tx_depth;
+    state.in_flight_max = std::min(state.in_flight_max, std::max(caps.cq_depth, 2u) - 1);
+    state.address = state.rail->address();
+    message_bytes_ = std::min(message_bytes_, caps.message_bytes_max);
+    write_bytes_max_ = std::min(write_bytes_max_, caps.write_bytes_max);
+    write_imm_ = write_imm_ && caps.write_imm && caps.imm_only_bytes == 0;
+    rails.push_back(std::move(state));
+  }
+  if (address_bytes().size() + kHeadBytes + 32 * rails.size() > message_bytes_)
+    return Status::invalid("nics: got {}, whose addresses do not fit one message of {} bytes", rails.size(),
+                           message_bytes_);
+  inbox_page_.resize(kInboxBytes);
+  for (RailState& state : rails) {
+    auto inbox = state.rail->enroll({inbox_page_.data(), kInboxBytes}, kRemoteWrite);
+    if (!inbox.ok()) return inbox.status();
+    state.inbox = *inbox;
+  }
+  arena_ = std::make_unique<char[]>(2 * kMessageBuffers * message_bytes_);
+  auto arena = rails[0].rail->enroll({arena_.get(), 2 * kMessageBuffers * message_bytes_}, kLocal);
+  if (!arena.ok()) return arena.status();
+  arena_registration_ = *arena;
+  for (uint32_t i = 0; i < kMessageBuffers; ++i) {
+    free_buffers_.push_back(arena_.get() + i * message_bytes_);
+    Flight* flight = take_flight(Flight::Use::kReceive, 0, nullptr, nullptr);
+    flight->buffer = arena_.get() + (kMessageBuffers + i) * message_bytes_;
+    post_receive(*flight);
+  }
+  last_tick_ = Clock::now();
+  if (options.has_worker) worker_ = std::thread([this] { run_worker(); });
+  return {};
+}
+
+void Core::close() {
+  if (closed_.exchange(true, std::memory_order_acq_rel)) return;
+  stopping_.store(true, std::memory_order_release);
+  if (worker_.joinable()) worker_.join();
+  {
+    HoldToken hold(token);
+    start_submitted();
+    for (int i = 0; i < 4 && !rails.empty(); ++i) poll_rails();  // farewells of peers that are gone already
+    std::vector<std::shared_ptr<Peer>> all;
+    for (auto& [engine, peer] : peers_) all.push_back(peer);
+    for (auto& peer : all)
+      if (peer->is_alive()) send_message(*peer, MessageType::kBye, "");
+    for (int i = 0; i < 64 && !rails.empty(); ++i) {  // give the farewells a chance to leave
+      flush_messages();
+      poll_rails();
+    }
+    for (auto& peer : all)
+      if (peer->state() <= PeerState::kConnected) lose_peer(*peer, PeerState::kClosed, closed_status());
+    while (active_) {
+      for (auto& block : flight_blocks_)
+        for (uint32_t i = 0; i < kFlightBlock; ++i)
+          if (block[i].transfer == active_) orphan(block[i]);
+      active_->packs_left_ = 0;
+      active_->in_flight_ = 0;
+      fail(*active_, closed_status());
+    }
+    staging_->drop_all();
+    arrived_.clear();
+    for (auto& [region, entry] : regions_) {
+      entry.memory->alive_.store(false, std::memory_order_release);
+      release_rails(*entry.memory);
+    }
+    regions_.clear();
+    for (auto& state : rails) state.rail->release(state.inbox);
+    if (!rails.empty() && arena_registration_.handle) rails[0].rail->release(arena_registration_);
+    for (auto& state : rails) state.rail.reset();
+    rails.clear();
+    peers_.clear();
+  }
+  callbacks.stop();
+}
+
+bool Core::wants_staging(const Memory& memory, const Remote& remote, size_t pieces, uint64_t bytes) const {
+  return staging_->wants(memory, remote, pieces, bytes);
+}
+
+Status Core::closed_status() const { return Status::make(Code::kClosed, "transfer engine '{}': is closed", name); }
+
+void Core::submit(std::shared_ptr<Transfer> transfer) {
+  Transfer* raw = transfer.get();
+  raw->self_ = std::move(transfer);
+  raw->next_submitted_ = submitted_.load(std::memory_order_relaxed);
+  while (!submitted_.compare_exchange_weak(raw->next_submitted_, raw, std::memory_order_release,
+                                           std::memory_order_relaxed)) {
+  }
+  while (submitted_.load(std::memory_order_relaxed) && token.try_take()) {
+    start_submitted();
+    token.give();
+  }
+}
+
+void Core::progress() {
+  do {
+    if (!token.try_take()) return;
+    progress_held();
+    token.give();
+  } while (submitted_.load(std::memory_order_relaxed));
+}
+
+void Core::progress_held() {
+  if (rails.empty()) return start_submitted();
+  start_submitted();
+  poll_rails();
+  if (!unposted_receives_.empty()) post_receives_again();
+  if (!waiting_.empty()) pump();
+  if (staging_->is_busy()) staging_->pump_all();
+  if (!out_messages_.empty()) flush_messages();
+  if (++progress_calls_ % kCallsPerTick == 0) {
+    const Clock::time_point now = Clock::now();
+    if (now - last_tick_ >= kTickEvery) tick(now);
+  }
+}
+
+// The worker leaves the token to threads that wait, and sleeps longer the longer nothing has happened.
+void Core::run_worker() {
+  if (options.worker_cpu >= 0) {
+    cpu_set_t cpus;
+    CPU_ZERO(&cpus);
+    CPU_SET(options.worker_cpu, &cpus);
+    if (pthread_setaffinity_np(pthread_self(), sizeof cpus, &cpus) != 0)
+      log_warn("transfer: cannot pin the worker of '{}' to CPU {}", name, options.worker_cpu);
+  }
+  unsigned idle = 0;
+  while (!stopping_.load(std::memory_order_acquire)) {
+    bool busy = false;
+    if (waiters_.load(std::memory_order_relaxed) == 0 && token.try_take()) {
+      start_submitted();
+      busy = poll_rails();
+      if (active_) idle = std::min(idle, kIdlePolls - 1);
+      post_receives_again();
+      pump();
+      staging_->pump_all();
+      flush_messages();
+      if (const Clock::time_point now = Clock::now(); now - last_tick_ >= kTickEvery) tick(now);
+      token.give();
+    } else {
+      idle = std::max(idle, 4096u);  // somebody else makes progress; look again soon
+    }
+    idle = busy ? 0 : idle + 1;
+    if (idle > kIdlePolls)
+      std::this_thread::sleep_for(std::chrono::microseconds(500));
+    else
+      back_off(idle);
+  }
+}
+
+void Core::start_submitted() {
+  Transfer* list = submitted_.exchange(nullptr, std::memory_order_acquire);
+  Transfer* in_order = nullptr;
+  while (list) {
+    Transfer* next = list->next_submitted_;
+    list->next_submitted_ = in_order;
+    in_order = list;
+    list = next;
+  }
+  while (in_order) {
+    Transfer* next = in_order->next_submitted_;
+    start(std::move(in_order->self_));
+    in_order = next;
+  }
+}
+
+bool Core::poll_rails() {
+  bool any = false;
+  for (size_t i = 0; i < rails.size(); ++i) {
+    const size_t came = rails[i].rail->poll(events_.data(), events_.size());
+    for (size_t e = 0; e < came; ++e) on_event(rails[i], events_[e]);
+    any = any || came > 0;
+  }
+  return any;
+}
+
+void Core::on_event(RailState& rail, Event& event) {
+  if (event.kind == EventKind::kImm) return on_imm_event(event.imm);
+  if (!event.context) return;
+  Flight& flight = *static_cast<Flight*>(event.context);
+  if (flight.use != Flight::Use::kReceive) return on_flight_end(rail, flight, event);
+  if (event.kind == EventKind::kReceived)
+    on_message(std::string_view(flight.buffer, event.bytes));
+  else
+    log_warn("transfer: a receive failed on {}: {}", rail.rail->nic().name, event.text);
+  if (!closed_.load(std::memory_order_relaxed)) post_receive(flight);
+}
+
+void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
+  if (flight.buffer) free_buffers_.push_back(flight.buffer);
+  if (flight.is_orphan) return free_flight(&flight);
+  --rail.in_flight;
+  Transfer* transfer = flight.transfer;
+  Peer* peer = flight.peer;
+  const Flight::Use use = flight.use;
+  const uint32_t slot = flight.slot;
+  free_flight(&flight);
+  if (transfer) --transfer->in_flight_;
+  if (event.kind == EventKind::kFailed) {
+    const std::shared_ptr<Transfer> keep = transfer ? transfer->self_ : nullptr;
+    if (event.peer_gone) lose_peer(*peer, PeerState::kLost, Status(Code::kPeerLost, event.text));
+    if (use == Flight::Use::kPack && transfer) staging_->on_post_failed(*peer, slot, *transfer);
+    if (transfer && !transfer->is_finished())
+      fail(*transfer, Status::make(Code::kSystem, "transfer.{}: to peer '{}' on {}: {}", to_string(transfer->kind_),
+                                   peer->name(), rail.rail->nic().name, event.text));
+    return;
+  }
+  if (use == Flight::Use::kPack) staging_->on_posted(*peer, slot);
+  if (transfer) settle(*transfer);
+}
+
+void Core::on_imm_event(uint32_t imm) {
+  Peer* peer = slots_[imm_sender(imm)];
+  if (!peer || !peer->is_alive()) return log_debug("transfer: an immediate of a connection that is gone");
+  peer->heard_ = last_tick_;
+  switch (imm_class(imm)) {
+    case ImmClass::kCount: return count_imm(*peer, imm_id(imm), 1);
+    case ImmClass::kStage: return staging_->on_filled(*peer, imm_id(imm));
+    default: log_debug("transfer: an immediate of unknown class from '{}'", peer->name());
+  }
+}
+
+void Core::tick(Clock::time_point now) {
+  const Clock::duration slept = now - last_tick_;
+  last_tick_ = now;
+  check_deadlines(now);
+  check_peers(now, slept);
+}
+
+Flight* Core::take_flight(Flight::Use use, uint32_t rail, Peer* peer, Transfer* transfer) {
+  if (!free_flights_) {
+    flight_blocks_.push_back(std::make_unique<Flight[]>(kFlightBlock));
+    for (uint32_t i = 0; i < kFlightBlock; ++i) free_flight(&flight_blocks_.back()[i]);
+  }
+  Flight* flight = free_flights_;
+  free_flights_ = flight->next_free;
+  flight->use = use;
+  flight->rail = rail;
+  flight->peer = peer;
+  flight->transfer = transfer;
+  return flight;
+}
+
+void Core::free_flight(Flight* flight) {
+  flight->use = Flight::Use::kFree;
+  flight->is_orphan = false;
+  flight->peer = nullptr;
+  flight->transfer = nullptr;
+  flight->buffer = nullptr;
+  flight->next_free = free_flights_;
+  free_flights_ = flight;
+}
+
+// The network still holds it, but nobody waits for it any more.
+void Core::orphan(Flight& flight) {
+  if (flight.use == Flight::Use::kFree || flight.use == Flight::Use::kReceive || flight.is_orphan) return;
+  flight.is_orphan = true;
+  --rails[flight.rail].in_flight;
+  if (flight.transfer) --flight.transfer->in_flight_;
+  flight.transfer = nullptr;
+  flight.peer = nullptr;
+}
+
+void Core::post_receive(Flight& flight) {
+  const Posted posted = rails[0].rail->post_recv(flight.buffer, message_bytes_, arena_registration_.lkey, &flight);
+  if (posted == Posted::kAgain) unposted_receives_.push_back(&flight);
+  if (posted == Posted::kFatal) log_warn("transfer: cannot post a receive: {}", rails[0].rail->refusal());
+}
+
+void Core::post_receives_again() {
+  std::vector<Flight*> again;
+  again.swap(unposted_receives_);
+  for (Flight* flight : again) post_receive(*flight);
+}
+
+std::string Core::address_bytes() const {
+  Address address{id, name.substr(0, kNameBytesMax), options.provider->name(), {}};
+  for (const RailState& state : rails) address.rails.push_back(state.address);
+  return to_bytes(address);
+}
+
+std::string Core::dump() {
+  HoldToken hold(token);
+  std::string out = text("transfer engine '{}' ({}), {} rails\n", name, to_text(id), rails.size());
+  for (const auto& [engine, peer] : peers_)
+    out += text("  peer '{}' ({}): {}, life {}\n", peer->name(), peer->id(), to_string(peer->state()), peer->life_);
+  for (Transfer* t = active_; t; t = t->active_next_)
+    out += text("  {} of {} bytes: {}, {}\n", to_string(t->kind_), t->bytes_, to_string(t->phase()), describe_progress(*t));
+  return out;
+}
+
+}  // namespace weft::transfer

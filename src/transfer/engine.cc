@@ -1,0 +1,378 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Checks arguments and turns requests into transfers; what happens to those is in core.h.
+#include "transfer/engine.h"
+
+#include <algorithm>
+
+#include "base/log.h"
+#include "transfer/core.h"
+#include "transfer/staging.h"
+
+namespace weft::transfer {
+namespace {
+
+Clock::duration to_duration(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+Status check_range(const char* argument, uint64_t offset, uint64_t bytes, uint64_t all, const char* what) {
+  if (offset <= all && bytes <= all - offset) return {};
+  return Status::invalid("{}: got {} bytes at offset {}, allowed: within the {} bytes of the {}", argument, bytes,
+                         offset, all, what);
+}
+
+Status check_handle(const char* argument, bool is_given) {
+  return is_given ? Status() : Status::invalid("{}: got nothing, allowed: a handle of this engine", argument);
+}
+
+How imm_only(uint32_t id) {
+  How how;
+  how.imm = id;
+  return how;
+}
+
+}  // namespace
+
+// Makes one Transfer from one request; runs on the user's thread, without the token.
+class Builder {
+ public:
+  Builder(Core& core, OpKind kind, How& how) : core_(core), how_(how), made_(std::make_shared<Transfer>()) {
+    made_->kind_ = kind;
+  }
+
+  Status begin(std::shared_ptr<Memory> memory, bool is_imm_allowed = true) {
+    if (core_.is_closed()) return core_.closed_status();
+    if (memory && !memory->is_registered())
+      return Status::invalid("memory: got memory that was unregistered, allowed: registered memory");
+    if (how_.imm && !is_imm_allowed) return Status::invalid("imm: got {}, allowed: none with {}", *how_.imm, to_string(made_->kind_));
+    if (how_.imm && *how_.imm > kImmIdMax) return Status::invalid("imm: got {}, allowed: 0 to {}", *how_.imm, kImmIdMax);
+    if (how_.rail != kAnyRail && how_.rail >= core_.rail_count())
+      return Status::invalid("rail: got {}, allowed: 0 to {}", how_.rail, core_.rail_count() - 1);
+    if (how_.timeout_s < 0) return Status::invalid("timeout_s: got {}, allowed: above 0", how_.timeout_s);
+    made_->memory_ = std::move(memory);
+    made_->has_imm_ = how_.imm.has_value();
+    made_->imm_ = how_.imm.value_or(0);
+    made_->notify_ = how_.notify;
+    return {};
+  }
+
+  // Adds a target; its pieces follow by add_piece() with the number that this returns.
+  Result<uint32_t> add_target(std::shared_ptr<Remote> remote, Access wanted) {
+    if (!remote) return Status::invalid("remote: got nothing, allowed: attached memory of a peer");
+    if (remote->is_revoked())
+      return Status::invalid("remote: got memory that peer '{}' has taken back, allowed: a live descriptor",
+                             remote->peer()->name());
+    if (!(remote->access() & wanted))
+      return Status::invalid("remote: got memory of peer '{}' without remote {} access, allowed: memory registered for it",
+                             remote->peer()->name(), wanted == kRemoteWrite ? "write" : "read");
+    if (!made_->remote_) {
+      made_->remote_ = std::move(remote);
+      return 0u;
+    }
+    made_->more_.push_back(std::move(remote));
+    return static_cast<uint32_t>(made_->more_.size());
+  }
+
+  void add_piece(const Transfer::Piece& piece) {
+    made_->bytes_ += piece.bytes;
+    if (is_empty_)
+      made_->first_ = piece;
+    else
+      made_->rest_.push_back(piece);
+    is_empty_ = false;
+  }
+
+  // Spreads one range over `rails` rails, beginning with the pinned or the next one.
+  void add_range(uint32_t target, uint64_t local, uint64_t remote, uint64_t bytes, uint32_t rails) {
+    const uint32_t all = core_.rail_count();
+    const uint32_t first = how_.rail == kAnyRail ? next_rail(all) : how_.rail;
+    const uint64_t piece_max = core_.write_bytes_max();
+    if (rails == 1 || how_.rail != kAnyRail) {
+      if (bytes <= piece_max) return add_piece({local, remote, bytes, target, static_cast<uint16_t>(first), false});
+      for (const Shard& s : shard_range(bytes, {1, core_.options.shard_bytes_min, piece_max}, 0))
+        add_piece({local + s.offset, remote + s.offset, s.bytes, target, static_cast<uint16_t>(first), false});
+      return;
+    }
+    for (const Shard& s : shard_range(bytes, {rails, core_.options.shard_bytes_min, piece_max}, first))
+      add_piece({local + s.offset, remote + s.offset, s.bytes, target, static_cast<uint16_t>(s.rail), false});
+  }
+
+  // Decides how the bytes travel and where the immediate rides, and hands the transfer over.
+  Result<std::shared_ptr<Transfer>> submit() {
+    if (made_->kind_ == OpKind::kWrite) WEFT_TRY(choose_path());
+    if (made_->has_imm_ && !made_->staged_ && made_->kind_ == OpKind::kWrite) place_imms();
+    made_->submitted_ = Clock::now();
+    made_->deadline_ = made_->submitted_ + to_duration(how_.timeout_s > 0 ? how_.timeout_s : core_.options.timeout_s);
+    made_->counter_ = std::move(how_.counter);
+    made_->callback_ = std::move(how_.callback);
+    core_.submit(made_);
+    return made_;
+  }
+
+  Transfer* operator->() { return made_.get(); }
+
+ private:
+  uint32_t next_rail(uint32_t rails) { return rails == 1 ? 0 : core_.next_rail.fetch_add(1, std::memory_order_relaxed) % rails; }
+
+  Status choose_path() {
+    for (uint32_t target = 0; target <= made_->more_.size(); ++target)
+      made_->staged_ = made_->staged_ ||
+                       core_.wants_staging(*made_->memory_, *made_->remote(target), made_->pieces(), made_->bytes_);
+    return {};
+  }
+
+  void place_imms() {
+    for (uint32_t target = 0; target <= made_->more_.size(); ++target) {
+      std::vector<Transfer::Piece*> pieces;
+      if (made_->first_.target == target) pieces.push_back(&made_->first_);
+      for (Transfer::Piece& piece : made_->rest_)
+        if (piece.target == target) pieces.push_back(&piece);
+      const bool is_each = how_.notify == Notify::kEach;
+      if (!core_.can_write_imm()) {
+        made_->delivered_ = true;
+        made_->notices_.insert(made_->notices_.end(), is_each ? pieces.size() : 1, target);
+      } else if (is_each || pieces.size() == 1) {
+        for (Transfer::Piece* piece : pieces) piece->has_imm = true;
+      } else if (is_one_ordered_stream(pieces, *made_->remote(target))) {
+        pieces.back()->has_imm = true;
+      } else {
+        made_->delivered_ = true;
+        made_->notices_.push_back(target);
+      }
+    }
+  }
+
+  bool is_one_ordered_stream(const std::vector<Transfer::Piece*>& pieces, const Remote&) const {
+    if (!core_.rails[pieces[0]->rail].rail->caps().ordered_writes) return false;
+    return std::all_of(pieces.begin(), pieces.end(), [&](const auto* piece) { return piece->rail == pieces[0]->rail; });
+  }
+
+  Core& core_;
+  How& how_;
+  std::shared_ptr<Transfer> made_;
+  bool is_empty_ = true;
+};
+
+Engine::Engine(std::unique_ptr<Core> core) : core_(std::move(core)) {}
+Engine::~Engine() { close(); }
+
+Result<std::unique_ptr<Engine>> Engine::open(Options options) {
+  if (!options.provider) return Status::invalid("provider: got nothing, allowed: a provider");
+  if (options.nics.empty() || options.nics.size() > kRailsMax)
+    return Status::invalid("nics: got {}, allowed: 1 to {}", options.nics.size(), kRailsMax);
+  if (options.stage_slots == 0 || options.stage_slots > 1024 || options.stage_slot_bytes < 4096)
+    return Status::invalid("stage_slots, stage_slot_bytes: got {} of {}, allowed: 1 to 1024 of 4096 or more",
+                           options.stage_slots, options.stage_slot_bytes);
+  auto core = std::make_unique<Core>(std::move(options));
+  WEFT_TRY(core->open());
+  return std::unique_ptr<Engine>(new Engine(std::move(core)));
+}
+
+const std::string& Engine::name() const { return core_->name; }
+std::string Engine::address() const { return core_->address_bytes(); }
+RailPlan Engine::rail_plan() const {
+  return {core_->rail_count(), core_->options.shard_bytes_min, core_->write_bytes_max()};
+}
+std::vector<const Rail*> Engine::rails() const {
+  std::vector<const Rail*> out;
+  for (const RailState& state : core_->rails) out.push_back(state.rail.get());
+  return out;
+}
+
+Result<std::shared_ptr<Memory>> Engine::enroll(const provider::Range& range, uint32_t access) {
+  if (!range.data || range.bytes == 0)
+    return Status::invalid("memory: got {} bytes at {}, allowed: 1 byte or more", range.bytes, range.data);
+  if (access & ~uint32_t{kRemoteRead | kRemoteWrite})
+    return Status::invalid("access: got {}, allowed: local, remote read, remote write", access);
+  return core_->enroll(range, access);
+}
+
+Result<std::string> Engine::describe(const Memory& memory) const {
+  if (!memory.is_registered()) return Status::invalid("memory: got memory that was unregistered");
+  if (memory.access() == kLocal)
+    return Status::invalid("memory: got memory for local use, allowed: memory registered for remote reads or writes");
+  return to_bytes(core_->describe(memory));
+}
+
+Status Engine::unregister(const std::shared_ptr<Memory>& memory, Deadline until) {
+  WEFT_TRY(check_handle("memory", memory != nullptr));
+  return core_->unregister(memory, until);
+}
+
+Result<std::shared_ptr<Peer>> Engine::connect(std::string_view address, Deadline until) {
+  return core_->connect(address, until);
+}
+std::vector<std::shared_ptr<Peer>> Engine::peers() const { return core_->connected_peers(); }
+Result<std::shared_ptr<Remote>> Engine::attach(std::string_view descriptor, Deadline until) {
+  return core_->attach(descriptor, until);
+}
+void Engine::disconnect(const std::shared_ptr<Peer>& peer) {
+  if (peer) core_->disconnect(peer);
+}
+
+Result<std::shared_ptr<Transfer>> Engine::write(WriteRequest r) {
+  WEFT_TRY(check_handle("src", r.src != nullptr));
+  WEFT_TRY(check_handle("dst", r.dst != nullptr));
+  Builder build(*core_, OpKind::kWrite, r.how);
+  WEFT_TRY(check_range("src_offset", r.src_offset, r.bytes, r.src->bytes(), "source"));
+  WEFT_TRY(check_range("dst_offset", r.dst_offset, r.bytes, r.dst->bytes(), "destination"));
+  WEFT_TRY(build.begin(std::move(r.src)));
+  WEFT_TRY(build.add_target(std::move(r.dst), kRemoteWrite).status());
+  build.add_range(0, r.src_offset, r.dst_offset, r.bytes, core_->rail_count());
+  return build.submit();
+}
+
+Result<std::shared_ptr<Transfer>> Engine::read(ReadRequest r) {
+  WEFT_TRY(check_handle("dst", r.dst != nullptr));
+  WEFT_TRY(check_handle("src", r.src != nullptr));
+  Builder build(*core_, OpKind::kRead, r.how);
+  WEFT_TRY(check_range("dst_offset", r.dst_offset, r.bytes, r.dst->bytes(), "destination"));
+  WEFT_TRY(check_range("src_offset", r.src_offset, r.bytes, r.src->bytes(), "source"));
+  if (r.dst->is_staged() || r.src->is_staged())
+    return Status::make(Code::kUnsupported, "read: device memory that no NIC reaches cannot be read; let its owner write");
+  WEFT_TRY(build.begin(std::move(r.dst), false));
+  WEFT_TRY(build.add_target(std::move(r.src), kRemoteRead).status());
+  build.add_range(0, r.dst_offset, r.src_offset, r.bytes, core_->rail_count());
+  return build.submit();
+}
+
+Result<std::shared_ptr<Transfer>> Engine::paged(OpKind kind, PagedRequest r) {
+  WEFT_TRY(check_handle("local", r.local != nullptr));
+  WEFT_TRY(check_handle("remote", r.remote != nullptr));
+  const bool is_write = kind == OpKind::kWrite;
+  if (!is_write && (r.local->is_staged() || r.remote->is_staged()))
+    return Status::make(Code::kUnsupported, "read: device memory that no NIC reaches cannot be read; let its owner write");
+  const bool is_each = r.how.imm && r.how.notify == Notify::kEach;
+  WEFT_TRY_ASSIGN(const std::vector<PagePair> pairs, pair_pages(r.local_pages, r.remote_pages, r.page_bytes, !is_each));
+  if (pairs.empty()) return Status::invalid("pages: got none, allowed: 1 or more");
+  for (const PagePair& pair : pairs) {
+    WEFT_TRY(check_range("local_pages", pair.src, pair.bytes, r.local->bytes(), "local memory"));
+    WEFT_TRY(check_range("remote_pages", pair.dst, pair.bytes, r.remote->bytes(), "remote memory"));
+  }
+  Builder build(*core_, kind, r.how);
+  WEFT_TRY(build.begin(std::move(r.local), is_write));
+  WEFT_TRY(build.add_target(std::move(r.remote), is_write ? kRemoteWrite : kRemoteRead).status());
+  build->rest_.reserve(pairs.size());
+  for (const PagePair& pair : pairs) build.add_range(0, pair.src, pair.dst, pair.bytes, 1);
+  return build.submit();
+}
+
+Result<std::shared_ptr<Transfer>> Engine::write_pages(PagedRequest r) { return paged(OpKind::kWrite, std::move(r)); }
+Result<std::shared_ptr<Transfer>> Engine::read_pages(PagedRequest r) { return paged(OpKind::kRead, std::move(r)); }
+
+Result<std::shared_ptr<Transfer>> Engine::scatter(ScatterRequest r) {
+  WEFT_TRY(check_handle("src", r.src != nullptr));
+  if (r.targets.empty()) return Status::invalid("targets: got none, allowed: 1 or more");
+  Builder build(*core_, OpKind::kWrite, r.how);
+  for (const ScatterTarget& target : r.targets) {
+    WEFT_TRY(check_handle("dst", target.dst != nullptr));
+    WEFT_TRY(check_range("src_offset", target.src_offset, target.bytes, r.src->bytes(), "source"));
+    WEFT_TRY(check_range("dst_offset", target.dst_offset, target.bytes, target.dst->bytes(), "destination"));
+  }
+  WEFT_TRY(build.begin(std::move(r.src)));
+  for (ScatterTarget& target : r.targets) {
+    WEFT_TRY_ASSIGN(const uint32_t number, build.add_target(std::move(target.dst), kRemoteWrite));
+    build.add_range(number, target.src_offset, target.dst_offset, target.bytes, 1);
+  }
+  return build.submit();
+}
+
+Result<std::shared_ptr<Transfer>> Engine::notify(const std::shared_ptr<Peer>& peer, How how) {
+  WEFT_TRY(check_handle("peer", peer != nullptr));
+  if (!how.imm) return Status::invalid("imm: got none, allowed: 0 to {}", kImmIdMax);
+  Builder build(*core_, OpKind::kNotify, how);
+  WEFT_TRY(build.begin(nullptr));
+  build->peer_ = peer;
+  build->first_.rail = static_cast<uint16_t>(how.rail == kAnyRail ? 0 : how.rail);
+  return build.submit();
+}
+
+Result<std::shared_ptr<Transfer>> Engine::send(const std::shared_ptr<Peer>& peer, std::shared_ptr<Memory> src,
+                                               uint64_t offset, uint64_t bytes, How how) {
+  WEFT_TRY(check_handle("peer", peer != nullptr));
+  WEFT_TRY(check_handle("src", src != nullptr));
+  WEFT_TRY(check_range("offset", offset, bytes, src->bytes(), "source"));
+  Builder build(*core_, OpKind::kSend, how);
+  WEFT_TRY(build.begin(std::move(src), false));
+  build->peer_ = peer;
+  build.add_piece({offset, 0, bytes, 0, 0, false});
+  return build.submit();
+}
+
+Result<std::shared_ptr<Transfer>> Engine::recv(const std::shared_ptr<Peer>& peer, std::shared_ptr<Memory> dst,
+                                               uint64_t offset, uint64_t bytes, How how) {
+  WEFT_TRY(check_handle("dst", dst != nullptr));
+  WEFT_TRY(check_range("offset", offset, bytes, dst->bytes(), "destination"));
+  Builder build(*core_, OpKind::kRecv, how);
+  WEFT_TRY(build.begin(std::move(dst), false));
+  build->peer_ = peer;
+  build->recv_offset_ = offset;
+  build.add_piece({offset, 0, bytes, 0, 0, false});
+  return build.submit();
+}
+
+Result<std::shared_ptr<ImmCounter>> Engine::imm_counter(const std::shared_ptr<Peer>& peer, uint32_t id) {
+  WEFT_TRY(check_handle("peer", peer != nullptr));
+  if (id > kImmIdMax) return Status::invalid("imm: got {}, allowed: 0 to {}", id, kImmIdMax);
+  return core_->imm_counter(peer, id);
+}
+
+Status Engine::wait_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_least, Deadline until) {
+  WEFT_TRY(check_handle("counter", counter != nullptr));
+  const double allowed_s = until.left_s();
+  const bool came = core_->wait(until, [&] {
+    return counter->value() >= at_least || counter->lost_.load(std::memory_order_acquire) || core_->is_closed();
+  });
+  if (counter->value() >= at_least) return {};
+  const std::shared_ptr<Peer> peer = counter->peer_.lock();
+  const std::string who = peer ? peer->name() : "?";
+  if (!came)
+    return logged(Status::make(Code::kPeerLost,
+                               "transfer.wait_imm: '{}' waited {} s for peer '{}', immediate {}: expected {}, saw {}",
+                               core_->name, allowed_s, who, counter->id(), at_least, counter->value()));
+  if (counter->lost_.load(std::memory_order_acquire))
+    return Status::make(Code::kPeerLost, "transfer.wait_imm: immediate {}: expected {}, saw {}: {}", counter->id(),
+                        at_least, counter->value(), counter->why_.message());
+  return core_->closed_status();
+}
+
+Status Engine::on_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_least,
+                      std::function<void(const Status&)> callback) {
+  WEFT_TRY(check_handle("counter", counter != nullptr));
+  return core_->on_imm(counter, at_least, std::move(callback));
+}
+
+Status Engine::barrier(const std::vector<std::shared_ptr<Peer>>& group, uint32_t id, Deadline until) {
+  std::vector<std::pair<std::shared_ptr<ImmCounter>, uint64_t>> expected;
+  for (const auto& peer : group) {
+    WEFT_TRY_ASSIGN(std::shared_ptr<ImmCounter> counter, imm_counter(peer, id));
+    WEFT_TRY(notify(peer, imm_only(id)).status());
+    expected.emplace_back(std::move(counter), core_->next_barrier_round(peer, id));
+  }
+  for (auto& [counter, round] : expected) WEFT_TRY(wait_imm(counter, round, until));
+  return {};
+}
+
+Status Engine::wait(const std::shared_ptr<Transfer>& transfer, Deadline until) {
+  WEFT_TRY(check_handle("transfer", transfer != nullptr));
+  const double allowed_s = until.left_s();
+  if (core_->wait(until, [&] { return transfer->is_finished(); })) return transfer->status();
+  return Status::make(Code::kPeerLost, "transfer.wait: waited {} s for a {} of {} bytes: expected done, saw {}", allowed_s,
+                      to_string(transfer->kind()), transfer->bytes(), to_string(transfer->phase()));
+}
+
+Status Engine::wait(const Counter& counter, uint64_t finished_at_least, Deadline until) {
+  const double allowed_s = until.left_s();
+  if (!core_->wait(until, [&] { return counter.finished() >= finished_at_least; }))
+    return Status::make(Code::kPeerLost, "transfer.wait: waited {} s for transfers: expected {} finished, saw {}",
+                        allowed_s, finished_at_least, counter.finished());
+  return counter.failed() ? counter.first_failure() : Status();
+}
+
+Phase Engine::cancel(const std::shared_ptr<Transfer>& transfer) { return core_->cancel(transfer); }
+void Engine::progress() { core_->progress(); }
+std::string Engine::dump() const { return core_->dump(); }
+void Engine::close() { core_->close(); }
+
+}  // namespace weft::transfer

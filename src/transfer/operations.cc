@@ -1,0 +1,483 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The life of a transfer: start, post piece by piece, settle when the network is through, finish once.
+#include <algorithm>
+
+#include "base/log.h"
+#include "transfer/copier.h"
+#include "transfer/core.h"
+#include "transfer/staging.h"
+
+namespace weft::transfer {
+namespace {
+
+constexpr uint32_t kPiecesPerTurn = 32;   // of one transfer, before others get theirs
+constexpr uint32_t kPagesPerPost = 256;
+
+double seconds(Clock::duration d) { return std::chrono::duration<double>(d).count(); }
+
+}  // namespace
+
+const char* to_string(Phase phase) {
+  switch (phase) {
+    case Phase::kQueued: return "queued";
+    case Phase::kPosted: return "posted";
+    case Phase::kDraining: return "draining";
+    case Phase::kDone: return "done";
+    case Phase::kFailed: return "failed";
+    case Phase::kCancelled: return "cancelled";
+  }
+  return "?";
+}
+
+const char* to_string(OpKind kind) {
+  switch (kind) {
+    case OpKind::kWrite: return "write";
+    case OpKind::kRead: return "read";
+    case OpKind::kNotify: return "notify";
+    case OpKind::kSend: return "send";
+    case OpKind::kRecv: return "recv";
+  }
+  return "?";
+}
+
+Peer& Core::peer_of(const Transfer& transfer, uint32_t target) const {
+  const std::shared_ptr<Remote>& remote = transfer.remote(target);
+  return remote ? *remote->peer_ : *transfer.peer_;
+}
+
+bool Core::involves(const Transfer& transfer, const Peer& peer) const {
+  if (transfer.peer_.get() == &peer) return true;
+  if (transfer.remote_ && transfer.remote_->peer_.get() == &peer) return true;
+  return std::any_of(transfer.more_.begin(), transfer.more_.end(),
+                     [&](const auto& remote) { return remote->peer_.get() == &peer; });
+}
+
+std::string Core::describe_peer(const Transfer& transfer) const {
+  if (transfer.peer_) return text("peer '{}'", transfer.peer_->name());
+  if (!transfer.remote_) return "anyone";
+  std::string names = text("peer '{}'", transfer.remote_->peer_->name());
+  for (const auto& remote : transfer.more_)
+    if (names.find(remote->peer_->name()) == std::string::npos) names += text(", '{}'", remote->peer_->name());
+  return names;
+}
+
+std::string Core::describe_progress(const Transfer& transfer) const {
+  if (transfer.kind_ == OpKind::kRecv && !transfer.is_offered_) return "expected 1 message, saw none";
+  if (transfer.packs_left_) return text("expected {} more answers of the peer", transfer.packs_left_);
+  const size_t all = transfer.pieces() + transfer.notices_.size();
+  const size_t done = transfer.next_piece_ + transfer.next_notice_ - std::min<size_t>(transfer.in_flight_, all);
+  return text("expected {} pieces done, saw {}", all, std::min(done, all));
+}
+
+Status Core::check_start(const Transfer& transfer) const {
+  if (closed_.load(std::memory_order_relaxed)) return closed_status();
+  if (transfer.memory_ && !transfer.memory_->is_registered())
+    return Status::invalid("memory: got memory that was unregistered, allowed: registered memory");
+  auto check_peer = [&](const Peer& peer) {
+    if (peer.is_alive()) return Status();
+    return Status::make(Code::kPeerLost, "transfer.{}: peer '{}' is {}: {}", to_string(transfer.kind_), peer.name(),
+                        to_string(peer.state()), peer.why().message());
+  };
+  if (transfer.peer_) WEFT_TRY(check_peer(*transfer.peer_));
+  for (uint32_t target = 0; target <= transfer.more_.size(); ++target) {
+    const std::shared_ptr<Remote>& remote = transfer.remote(target);
+    if (!remote) continue;
+    WEFT_TRY(check_peer(*remote->peer_));
+    if (remote->is_revoked())
+      return Status::invalid("remote: got memory that peer '{}' has taken back, allowed: a live descriptor",
+                             remote->peer_->name());
+  }
+  return {};
+}
+
+void Core::begin_use(Transfer& transfer) {
+  if (transfer.memory_) transfer.memory_->users_.fetch_add(1, std::memory_order_relaxed);
+  if (transfer.remote_) ++transfer.remote_->users_;
+  for (auto& remote : transfer.more_) ++remote->users_;
+}
+
+void Core::end_use(Transfer& transfer) {
+  if (transfer.memory_) transfer.memory_->users_.fetch_sub(1, std::memory_order_release);
+  auto end = [this](Remote& remote) {
+    if (--remote.users_ == 0) answer_revoke_if_idle(remote);
+  };
+  if (transfer.remote_) end(*transfer.remote_);
+  for (auto& remote : transfer.more_) end(*remote);
+}
+
+void Core::list_active(Transfer& transfer) {
+  transfer.listed_ = true;
+  transfer.active_prev_ = nullptr;
+  transfer.active_next_ = active_;
+  if (active_) active_->active_prev_ = &transfer;
+  active_ = &transfer;
+}
+
+void Core::unlist_active(Transfer& transfer) {
+  if (!transfer.listed_) return;
+  transfer.listed_ = false;
+  (transfer.active_prev_ ? transfer.active_prev_->active_next_ : active_) = transfer.active_next_;
+  if (transfer.active_next_) transfer.active_next_->active_prev_ = transfer.active_prev_;
+}
+
+void Core::start(std::shared_ptr<Transfer> shared) {
+  Transfer& transfer = *shared;
+  transfer.self_ = shared;
+  begin_use(transfer);
+  list_active(transfer);
+  if (Status status = check_start(transfer); !status.ok()) return fail(transfer, std::move(status));
+  if (transfer.kind_ == OpKind::kSend) return start_send(transfer);
+  if (transfer.kind_ == OpKind::kRecv) return start_recv(std::move(shared));
+  if (transfer.staged_) return staging_->start(transfer);
+  if (transfer.kind_ == OpKind::kNotify) {
+    transfer.next_piece_ = 1;
+    transfer.notices_ = {0};
+    transfer.notices_open_ = true;
+  }
+  if (!waiting_.empty() || !post_pieces(transfer, kPiecesPerTurn)) return wait_for_turn(transfer);
+  if (transfer.in_flight_ == 0) settle(transfer);
+}
+
+void Core::wait_for_turn(Transfer& transfer) {
+  if (transfer.waiting_) return;
+  transfer.waiting_ = true;
+  waiting_.push_back(transfer.self_);
+}
+
+void Core::pump() {
+  for (size_t turns = waiting_.size(); turns > 0; --turns) {
+    std::shared_ptr<Transfer> transfer = std::move(waiting_.front());
+    waiting_.pop_front();
+    const bool is_over = transfer->phase() >= Phase::kDraining;
+    if (!is_over && !post_pieces(*transfer, kPiecesPerTurn)) {
+      waiting_.push_back(std::move(transfer));
+      continue;
+    }
+    transfer->waiting_ = false;
+    if (!is_over) settle(*transfer);
+  }
+}
+
+// False when something is left that has no room now or has had its turn.
+bool Core::post_pieces(Transfer& transfer, uint32_t quota) {
+  while (transfer.next_piece_ < transfer.pieces()) {
+    if (quota-- == 0) return false;
+    const Transfer::Piece& piece = transfer.piece(transfer.next_piece_);
+    const uint32_t run = page_run(transfer);
+    const Posted posted = run > 1 ? post_page_run(transfer, run) : post_piece(transfer, piece);
+    if (posted == Posted::kAgain) return false;
+    if (posted == Posted::kFatal) {
+      const Rail& rail = *rails[piece.rail].rail;
+      fail(transfer, Status::make(Code::kSystem, "transfer.{}: to peer '{}' on {}: {}", to_string(transfer.kind_),
+                                  peer_of(transfer, piece.target).name(), rail.nic().name, rail.refusal()));
+      return true;
+    }
+    transfer.next_piece_ += run;
+  }
+  while (transfer.notices_open_ && transfer.next_notice_ < transfer.notices_.size()) {
+    const Posted posted = post_notice(transfer, transfer.notices_[transfer.next_notice_]);
+    if (posted == Posted::kAgain) return false;
+    if (posted == Posted::kFatal) {
+      fail(transfer, Status::make(Code::kSystem, "transfer.{}: immediate to {}: refused", to_string(transfer.kind_),
+                                  describe_peer(transfer)));
+      return true;
+    }
+    ++transfer.next_notice_;
+  }
+  return true;
+}
+
+bool Core::has_room(uint32_t rail) const {
+  const RailState& state = rails[rail];
+  const uint32_t reserved = rail == 0 ? state.in_flight_max / 8 : 0;  // messages must get through
+  return state.in_flight + reserved < state.in_flight_max;
+}
+
+// Pieces from the next one on that one post_pages() can take.
+uint32_t Core::page_run(const Transfer& transfer) const {
+  const size_t left = transfer.pieces() - transfer.next_piece_;
+  if (left < 2 || transfer.kind_ != OpKind::kWrite) return 1;
+  const Transfer::Piece& first = transfer.piece(transfer.next_piece_);
+  const RailState& state = rails[first.rail];
+  const uint32_t limit = std::min(kPagesPerPost, state.rail->pages_per_post(peer_of(transfer, first.target).routes_[first.rail]));
+  uint32_t run = 0;
+  while (run < std::min<size_t>(limit, left)) {
+    const Transfer::Piece& piece = transfer.piece(transfer.next_piece_ + run);
+    if (piece.has_imm || piece.rail != first.rail || piece.target != first.target) break;
+    ++run;
+  }
+  return std::max(run, 1u);
+}
+
+Posted Core::post_page_run(Transfer& transfer, uint32_t run) {
+  const Transfer::Piece& first = transfer.piece(transfer.next_piece_);
+  if (!has_room(first.rail)) return Posted::kAgain;
+  RailState& state = rails[first.rail];
+  const Remote& remote = *transfer.remote(first.target);
+  const RailKey& there = remote.rails_[remote.peer_->rail_there_[first.rail]];
+  const provider::Registration& here = transfer.memory_->rails_[first.rail];
+  provider::Piece pieces[kPagesPerPost];
+  for (uint32_t i = 0; i < run; ++i) {
+    const Transfer::Piece& piece = transfer.piece(transfer.next_piece_ + i);
+    pieces[i] = {static_cast<char*>(transfer.memory_->range_.data) + piece.local, here.lkey,
+                 there.base + piece.remote, there.rkey, piece.bytes};
+  }
+  Flight* flight = take_flight(Flight::Use::kPiece, first.rail, remote.peer_.get(), &transfer);
+  const Posted posted = state.rail->post_pages(remote.peer_->routes_[first.rail], pieces, run, flight);
+  if (posted != Posted::kOk) {
+    free_flight(flight);
+    return posted;
+  }
+  ++state.in_flight;
+  ++transfer.in_flight_;
+  transfer.phase_.store(Phase::kPosted, std::memory_order_relaxed);
+  return posted;
+}
+
+Posted Core::post_piece(Transfer& transfer, const Transfer::Piece& piece) {
+  if (!has_room(piece.rail)) return Posted::kAgain;
+  RailState& state = rails[piece.rail];
+  const Remote& remote = *transfer.remote(piece.target);
+  Peer& peer = *remote.peer_;
+  const RailKey& there = remote.rails_[peer.rail_there_[piece.rail]];
+  Flight* flight = take_flight(Flight::Use::kPiece, piece.rail, &peer, &transfer);
+  provider::RmaOp op;
+  op.to = peer.routes_[piece.rail];
+  op.piece = {static_cast<char*>(transfer.memory_->range_.data) + piece.local,
+              transfer.memory_->rails_[piece.rail].lkey, there.base + piece.remote, there.rkey, piece.bytes};
+  op.has_imm = piece.has_imm;
+  if (piece.has_imm) op.imm = encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_);
+  op.delivered = transfer.delivered_;
+  op.context = flight;
+  const Posted posted = transfer.kind_ == OpKind::kWrite ? state.rail->post_write(op) : state.rail->post_read(op);
+  if (posted != Posted::kOk) {
+    free_flight(flight);
+    return posted;
+  }
+  ++state.in_flight;
+  ++transfer.in_flight_;
+  transfer.phase_.store(Phase::kPosted, std::memory_order_relaxed);
+  return posted;
+}
+
+// The immediate of a target whose bytes are all delivered.
+Posted Core::post_notice(Transfer& transfer, uint32_t target) {
+  Peer& peer = peer_of(transfer, target);
+  transfer.phase_.store(Phase::kPosted, std::memory_order_relaxed);
+  if (!write_imm_) {
+    send_message(peer, MessageType::kNotify, to_body(Notified{transfer.imm_, 1}), &transfer);
+    return Posted::kOk;
+  }
+  return post_imm(peer, encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_), transfer, transfer.first_.rail);
+}
+
+Posted Core::post_imm(Peer& peer, uint32_t imm, Transfer& transfer, uint32_t rail) {
+  if (!has_room(rail)) return Posted::kAgain;
+  const RailKey& inbox = peer.inbox_[peer.rail_there_[rail]];
+  Flight* flight = take_flight(Flight::Use::kNotice, rail, &peer, &transfer);
+  provider::RmaOp op;
+  op.to = peer.routes_[rail];
+  op.piece = {inbox_page_.data(), rails[rail].inbox.lkey, inbox.base, inbox.rkey, 0};
+  op.has_imm = true;
+  op.imm = imm;
+  op.context = flight;
+  const Posted posted = rails[rail].rail->post_write(op);
+  if (posted != Posted::kOk) {
+    free_flight(flight);
+    return posted;
+  }
+  ++rails[rail].in_flight;
+  ++transfer.in_flight_;
+  peer.told_ = last_tick_;
+  return posted;
+}
+
+void Core::start_send(Transfer& transfer) {
+  transfer.next_piece_ = transfer.pieces();
+  transfer.phase_.store(Phase::kPosted, std::memory_order_relaxed);
+  Memory& memory = *transfer.memory_;
+  char* from = static_cast<char*>(memory.range_.data) + transfer.first_.local;
+  if (transfer.bytes_ + kHeadBytes <= message_bytes_) {
+    std::string payload(transfer.bytes_, '\0');
+    if (Status status = copy_to_host(payload.data(), from, transfer.bytes_, memory.range_); !status.ok())
+      return fail(transfer, std::move(status));
+    return send_message(*transfer.peer_, MessageType::kEager, payload, &transfer);
+  }
+  if (memory.is_staged())
+    return fail(transfer, Status::make(Code::kUnsupported,
+                                       "send: {} bytes of device memory that no NIC reaches, allowed: up to {} bytes; "
+                                       "write them instead",
+                                       transfer.bytes_, message_bytes_ - kHeadBytes));
+  Offer offer{next_ticket_++, transfer.bytes_, {}};
+  provider::Range range = memory.range_;
+  range.data = from;
+  range.bytes = transfer.bytes_;
+  for (RailState& state : rails) {
+    auto made = state.rail->enroll(range, kRemoteRead);
+    if (!made.ok()) {
+      release_offer(transfer);
+      return fail(transfer, made.status());
+    }
+    transfer.offered_.push_back(*made);
+    offer.rails.push_back({made->base, made->rkey});
+  }
+  transfer.ticket_ = offer.ticket;
+  transfer.packs_left_ = 1;
+  by_ticket_[offer.ticket] = transfer.self_;
+  send_message(*transfer.peer_, MessageType::kOffer, to_body(offer));
+}
+
+void Core::release_offer(Transfer& transfer) {
+  for (size_t i = 0; i < transfer.offered_.size(); ++i) rails[i].rail->release(transfer.offered_[i]);
+  transfer.offered_.clear();
+}
+
+void Core::start_recv(std::shared_ptr<Transfer> transfer) {
+  for (auto at = arrived_.begin(); at != arrived_.end(); ++at) {
+    if (transfer->peer_ && transfer->peer_ != at->peer) continue;
+    Arrived arrived = std::move(*at);
+    arrived_.erase(at);
+    return match(*transfer, std::move(arrived));
+  }
+  receives_.push_back(std::move(transfer));
+}
+
+void Core::match(Transfer& receive, Arrived arrived) {
+  receive.peer_ = arrived.peer;
+  if (!receive.memory_->is_registered()) return fail(receive, Status::invalid("memory: was unregistered"));
+  const uint64_t came = arrived.is_offer ? arrived.offer.bytes : arrived.payload.size();
+  if (came > receive.bytes_) {
+    Status status = Status::make(Code::kCapacity, "transfer.recv: peer '{}' sent {} bytes, allowed: up to {}",
+                                 arrived.peer->name(), came, receive.bytes_);
+    if (arrived.is_offer)
+      send_message(*arrived.peer, MessageType::kTaken, to_body(Outcome{arrived.offer.ticket, 0, status.message()}));
+    return fail(receive, std::move(status));
+  }
+  receive.bytes_ = came;
+  if (arrived.is_offer) return read_offer(receive, *arrived.peer, arrived.offer);
+  char* to = static_cast<char*>(receive.memory_->range_.data) + receive.recv_offset_;
+  if (Status status = copy_from_host(to, arrived.payload.data(), came, receive.memory_->range_); !status.ok())
+    return fail(receive, std::move(status));
+  finish(receive, Phase::kDone, {});
+}
+
+void Core::read_offer(Transfer& receive, Peer& peer, const Offer& offer) {
+  receive.is_offered_ = true;
+  receive.ticket_ = offer.ticket;
+  if (receive.memory_->is_staged())
+    return fail(receive, Status::make(Code::kUnsupported, "recv: {} bytes into device memory that no NIC reaches; let "
+                                      "the peer write them instead", offer.bytes));
+  if (offer.rails.size() != peer.address_.rails.size())
+    return fail(receive, Status::invalid("recv: peer '{}' offered keys for {} rails, it has {}", peer.name(),
+                                         offer.rails.size(), peer.address_.rails.size()));
+  receive.remote_ = std::make_shared<Remote>();
+  receive.remote_->peer_ = receive.peer_;
+  receive.remote_->bytes_ = offer.bytes;
+  receive.remote_->rails_ = offer.rails;
+  receive.remote_->users_ = 1;
+  const RailPlan plan{rail_count(), options.shard_bytes_min, write_bytes_max_};
+  const std::vector<Shard> shards = shard_range(offer.bytes, plan, 0);
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const Transfer::Piece piece{receive.recv_offset_ + shards[i].offset, shards[i].offset, shards[i].bytes, 0,
+                                static_cast<uint16_t>(shards[i].rail), false};
+    if (i == 0)
+      receive.first_ = piece;
+    else
+      receive.rest_.push_back(piece);
+  }
+  wait_for_turn(receive);
+}
+
+// Everything that is not posted is dropped; the transfer ends once the network has returned the rest.
+void Core::fail(Transfer& transfer, Status status) {
+  if (transfer.is_finished()) return;
+  if (transfer.phase() != Phase::kDraining) {
+    transfer.status_ = std::move(status);
+    transfer.phase_.store(Phase::kDraining, std::memory_order_relaxed);
+    transfer.next_piece_ = transfer.pieces();
+    transfer.notices_.clear();
+    transfer.next_notice_ = 0;
+    if (transfer.staged_) staging_->give_up(transfer);
+    transfer.packs_left_ = 0;
+  }
+  settle(transfer);
+}
+
+void Core::settle(Transfer& transfer) {
+  if (transfer.in_flight_ || transfer.is_finished()) return;
+  if (transfer.phase() == Phase::kDraining)
+    return finish(transfer, transfer.cancelled_ ? Phase::kCancelled : Phase::kFailed, transfer.status_);
+  if (transfer.next_piece_ < transfer.pieces() || transfer.packs_left_) return;
+  if (transfer.next_notice_ < transfer.notices_.size()) {
+    transfer.notices_open_ = true;
+    return wait_for_turn(transfer);
+  }
+  finish(transfer, Phase::kDone, {});
+}
+
+void Core::finish(Transfer& transfer, Phase phase, Status status) {
+  const std::shared_ptr<Transfer> keep = std::move(transfer.self_);
+  if (transfer.kind_ == OpKind::kSend) {
+    release_offer(transfer);
+    by_ticket_.erase(transfer.ticket_);
+  }
+  if (transfer.kind_ == OpKind::kRecv) {
+    if (transfer.is_offered_ && transfer.peer_->is_alive())
+      send_message(*transfer.peer_, MessageType::kTaken, to_body(Outcome{transfer.ticket_, 0, status.message()}));
+    if (phase != Phase::kDone)
+      receives_.erase(std::remove(receives_.begin(), receives_.end(), keep), receives_.end());
+  }
+  end_use(transfer);
+  unlist_active(transfer);
+  transfer.status_ = std::move(status);
+  transfer.phase_.store(phase, std::memory_order_release);
+  if (transfer.counter_) {
+    Counter& counter = *transfer.counter_;
+    if (phase != Phase::kDone) {
+      std::lock_guard lock(counter.mutex_);
+      if (counter.failed_.load(std::memory_order_relaxed) == 0) counter.first_ = transfer.status_;
+      counter.failed_.fetch_add(1, std::memory_order_release);
+    }
+    counter.finished_.fetch_add(1, std::memory_order_release);
+  }
+  if (transfer.callback_)
+    callbacks.post([call = std::move(transfer.callback_), outcome = transfer.status_] { call(outcome); });
+}
+
+void Core::orphan_flights_of(Transfer& transfer) {
+  for (auto& block : flight_blocks_)
+    for (uint32_t i = 0; i < kFlightBlock; ++i)
+      if (block[i].transfer == &transfer) orphan(block[i]);
+  for (OutMessage& message : out_messages_)
+    if (message.transfer == &transfer) {
+      message.transfer = nullptr;
+      --transfer.in_flight_;
+    }
+}
+
+void Core::check_deadlines(Clock::time_point now) {
+  std::vector<std::shared_ptr<Transfer>> late;
+  for (Transfer* t = active_; t; t = t->active_next_)
+    if (t->deadline_ <= now) late.push_back(t->self_);
+  for (auto& transfer : late) {
+    if (transfer->is_finished()) continue;
+    Status status = Status::make(Code::kPeerLost, "transfer.{}: waited {} s for {}: {}", to_string(transfer->kind_),
+                                 seconds(now - transfer->submitted_), describe_peer(*transfer),
+                                 describe_progress(*transfer));
+    orphan_flights_of(*transfer);
+    fail(*transfer, logged(std::move(status)));
+  }
+}
+
+Phase Core::cancel(const std::shared_ptr<Transfer>& transfer) {
+  HoldToken hold(token);
+  start_submitted();
+  const Phase found = transfer->phase();
+  if (found >= Phase::kDraining) return found;
+  transfer->cancelled_ = true;
+  fail(*transfer, Status::make(Code::kClosed, "transfer.{}: cancelled", to_string(transfer->kind_)));
+  return found;
+}
+
+}  // namespace weft::transfer

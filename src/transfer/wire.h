@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Every byte that two transfer engines exchange, in one place: addresses, descriptors, messages, packed pages.
+//   std::string bytes = to_bytes(descriptor);
+//   Result<Descriptor> again = parse_descriptor(bytes);   // bytes from outside: every length is checked
+// Numbers are little-endian; texts and lists carry a 32-bit count. kWireVersion changes when anything here does, and
+// engines of different versions refuse each other by name.
+// Threads: pure functions. The fuzz target tests/fuzz/wire_fuzz.cc calls every parser here.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+
+namespace weft::transfer {
+
+constexpr uint32_t kWireVersion = 1;
+
+// Limits that a parser enforces before it allocates.
+constexpr uint32_t kRailsMax = 64;
+constexpr uint32_t kNameBytesMax = 256;
+constexpr uint32_t kRailAddressBytesMax = 1024;
+constexpr uint32_t kTextBytesMax = 2048;
+
+// The 32 bits of an immediate: class 2 | number of the sender at the receiver 10 | id 20.
+enum class ImmClass : uint32_t { kCount = 0, kOrdered = 1, kStage = 2 };
+constexpr uint32_t kImmIdBits = 20;
+constexpr uint32_t kImmIdMax = (1u << kImmIdBits) - 1;
+constexpr uint32_t kPeersMax = 1u << 10;
+constexpr uint32_t encode_imm(ImmClass kind, uint32_t sender, uint32_t id) {
+  return static_cast<uint32_t>(kind) << 30 | sender << kImmIdBits | id;
+}
+constexpr ImmClass imm_class(uint32_t imm) { return static_cast<ImmClass>(imm >> 30); }
+constexpr uint32_t imm_sender(uint32_t imm) { return imm >> kImmIdBits & (kPeersMax - 1); }
+constexpr uint32_t imm_id(uint32_t imm) { return imm & kImmIdMax; }
+
+struct EngineId {
+  std::array<uint8_t, 16> bytes{};
+  bool operator==(const EngineId& other) const { return bytes == other.bytes; }
+  bool operator<(const EngineId& other) const { return bytes < other.bytes; }
+};
+std::string to_text(const EngineId& id);  // first eight hexadecimal digits
+EngineId random_id();                     // from the system's random source
+
+using Secret = std::array<uint8_t, 16>;
+bool same_secret(const Secret& a, const Secret& b);  // takes the same time whatever the bytes
+
+// Where an engine is reached: what address() returns and connect() takes.
+struct Address {
+  EngineId engine;
+  std::string name;
+  std::string provider;
+  std::vector<std::string> rails;
+};
+
+// What names a piece of remote memory: what describe() returns and attach() takes.
+struct Descriptor {
+  EngineId engine;
+  uint64_t region = 0;
+  Secret secret{};
+  uint64_t bytes = 0;
+  uint32_t access = 0;
+};
+
+struct RailKey {
+  uint64_t base = 0;
+  uint64_t rkey = 0;
+};
+
+enum class MessageType : uint8_t {
+  kHello = 1,
+  kWelcome,
+  kReject,
+  kHeartbeat,
+  kBye,
+  kAttach,
+  kAttached,
+  kRevoke,
+  kRevoked,
+  kEager,
+  kOffer,
+  kTaken,
+  kNotify,
+  kStageAsk,
+  kStageGrant,
+  kStageFilled,
+  kStageDone,
+  kLast = kStageDone,
+};
+
+// Head of every message: magic 4 | version 2 | type 1 | flags 1 | sender 16 | life 4 | sequence 4 | body bytes 4 | 0 4.
+// `sequence` counts the ordered messages of one life of a connection from 1; 0 marks those outside of it.
+struct MessageHead {
+  MessageType type = MessageType::kHeartbeat;
+  EngineId sender;
+  uint32_t life = 0;
+  uint32_t sequence = 0;
+  uint32_t body_bytes = 0;
+};
+constexpr uint32_t kHeadBytes = 40;
+
+struct Hello {  // also kWelcome
+  Address address;
+  uint32_t slot = 0;  // the number that the receiver puts into its immediates towards the sender of this
+  std::vector<RailKey> inbox;  // a page that takes writes of zero bytes, per rail
+};
+struct Attach {
+  uint64_t ticket = 0;
+  uint64_t region = 0;
+  Secret secret{};
+};
+struct Attached {
+  uint64_t ticket = 0;
+  std::string refusal;  // empty: granted
+  uint64_t bytes = 0;
+  uint32_t access = 0;
+  bool must_stage = false;  // the owner's NIC cannot reach this memory: only packed writes arrive
+  std::vector<RailKey> rails;
+};
+struct Offer {  // a long send: the receiver reads it
+  uint64_t ticket = 0;
+  uint64_t bytes = 0;
+  std::vector<RailKey> rails;
+};
+struct Outcome {  // kTaken, kStageDone
+  uint64_t ticket = 0;
+  uint32_t slot = 0;
+  std::string refusal;
+};
+struct Notified {  // an immediate where writes cannot carry one
+  uint32_t id = 0;
+  uint32_t count = 0;
+};
+struct StageGrant {
+  std::string refusal;
+  uint32_t slots = 0;
+  uint32_t slot_bytes = 0;
+  std::vector<RailKey> rails;
+};
+
+struct PackedPiece {
+  uint64_t region = 0;
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+};
+// Head of a staging slot; the pieces' bytes follow one another right behind it.
+struct PackHead {
+  uint64_t ticket = 0;    // the transfer, at its sender
+  uint32_t pack = 0;      // of `packs`
+  uint32_t packs = 0;
+  bool has_imm = false;
+  uint32_t imm_id = 0;
+  uint32_t imm_each = 0;  // count so many once this pack is in place
+  uint32_t imm_last = 0;  // count so many once all packs of the ticket are
+  uint64_t turn = 0;      // grows with every use of a slot, from 1
+  std::vector<PackedPiece> pieces;
+};
+constexpr uint32_t kPackHeadBytes = 48;
+constexpr uint32_t kPackedPieceBytes = 24;
+constexpr uint32_t kPackedPiecesMax = 4096;
+
+std::string to_bytes(const Address& address);
+std::string to_bytes(const Descriptor& descriptor);
+Result<Address> parse_address(std::string_view bytes);
+Result<Descriptor> parse_descriptor(std::string_view bytes);
+
+std::string to_bytes(const MessageHead& head, std::string_view body);
+Result<MessageHead> parse_head(std::string_view message);  // the body is message.substr(kHeadBytes)
+
+std::string to_body(const Hello& hello);
+std::string to_body(const Attach& attach);
+std::string to_body(const Attached& attached);
+std::string to_body(const Offer& offer);
+std::string to_body(const Outcome& outcome);
+std::string to_body(const Notified& notified);
+std::string to_body(const StageGrant& grant);
+std::string number_body(uint64_t number);  // kRevoke, kRevoked: region; kStageFilled: slot
+
+Result<Hello> parse_hello(std::string_view body);
+Result<Attach> parse_attach(std::string_view body);
+Result<Attached> parse_attached(std::string_view body);
+Result<Offer> parse_offer(std::string_view body);
+Result<Outcome> parse_outcome(std::string_view body);
+Result<Notified> parse_notify(std::string_view body);
+Result<StageGrant> parse_stage_grant(std::string_view body);
+Result<uint64_t> parse_number(std::string_view body);
+
+uint64_t pack_bytes(size_t pieces, uint64_t payload_bytes);  // what a slot must hold
+void write_pack_head(char* slot, const PackHead& head);      // slot: pack_bytes(pieces, 0) bytes
+Result<PackHead> parse_pack(std::string_view slot);          // checks that all payload lies inside the slot
+
+}  // namespace weft::transfer

@@ -98,7 +98,7 @@ WEFT_DEVICE bool wait_for_token(const CombineArgs& a, Warp warp, const MeshT& me
   const uint32_t ranks = mesh.ranks();
   const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + a.at.chunk_signal);
   const int32_t* send_row = a.send_row + token * ranks;
-  return wait_peers(
+  return wait_peers<Polling::kPatient>(
       warp, ranks, epoch, a.wait,
       [&](uint32_t peer) {
         const uint32_t size = chunk_rows(row_span(a.prefix, ranks, mesh.rank(), peer).count);

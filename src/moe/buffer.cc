@@ -159,7 +159,7 @@ Status MoeBuffer::layout(const LayoutCall& call) {
                         call.token_in_rank};
   WEFT_TRY(zero(call.tokens_per_rank, ranks * sizeof(int32_t), call.stream));
   WEFT_TRY(zero(call.tokens_per_expert, call.experts * sizeof(int32_t), call.stream));
-  return launch({kLayoutFile, "dispatch_layout", "LayoutArgs"}, plan_layout(call.tokens, limits_), &args, sizeof(args), {},
+  return launch({kLayoutFile, "dispatch_layout", "LayoutArgs"}, plan_layout(call.tokens, ranks, call.experts, limits_), &args, sizeof(args), {},
                 call.stream);
 }
 

@@ -8,7 +8,8 @@
 // Pointers are memory of this rank's device; nothing is checked here that Python has checked. Calls are collective and
 // in the same order on all ranks. On CUDA they enqueue on `stream`; on the host they return when they are done.
 // Threads: one caller at a time; give_back() from any thread.
-// Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on epochs.
+// Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on epochs. Where ranks
+// disagree about a call, kInvalid on all of them, and the next call may succeed.
 #pragma once
 
 #include <memory>
@@ -170,6 +171,7 @@ class MoeBuffer {
   FaultBox* fault_;
   CountReport* awaited_report_;    // of calls that wait
   CountReport* unawaited_report_;  // of calls that don't: such calls may overlap with the host's reads
+  std::vector<uint64_t> repeat_bytes_;  // by rank: what the largest cached dispatch would need there
   uint64_t dispatches_ = 0;
   uint64_t staging_at_ = 0;
   uint64_t staging_bytes_ = 0;

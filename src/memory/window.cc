@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/config.h"
+#include "base/cuda_driver.h"
 #include "base/log.h"
 #include "base/random.h"
 
@@ -95,7 +96,7 @@ Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Communicator> com
   return window;
 }
 
-Window::~Window() = default;
+Window::~Window() { free_table(); }
 
 Status Window::grow(uint64_t at_least_bytes) {
   return change_size(at_least_bytes, "window.grow");
@@ -198,7 +199,21 @@ Status Window::publish_table() {
     table_ = bases_.data();
     return Status();
   }
-  return Status::make(Code::kUnsupported, "window: this build has no CUDA path");
+  WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(comm_->device().ordinal));
+  const CudaDriver& driver = current.driver();
+  const uint64_t bytes = bases_.size() * sizeof(bases_[0]);
+  CUdeviceptr copy = 0;
+  WEFT_TRY(logged(cuda_status(driver.cuMemAlloc(&copy, bytes), "allocate the table of a window")));
+  table_ = reinterpret_cast<std::byte* const*>(copy);
+  WEFT_TRY(logged(cuda_status(driver.cuMemcpyAsync(copy, reinterpret_cast<CUdeviceptr>(bases_.data()), bytes, nullptr),
+                              "copy the table of a window")));
+  return logged(cuda_status(driver.cuStreamSynchronize(nullptr), "copy the table of a window"));
+}
+
+void Window::free_table() {
+  if (!table_ || comm_->device().is_host()) return;
+  Result<CudaContext> current = CudaContext::enter(comm_->device().ordinal);
+  if (current.ok()) current->driver().cuMemFree(reinterpret_cast<CUdeviceptr>(table_));
 }
 
 // Goes back to the first `bytes` bytes everywhere. Ranges of other threads are theirs to cut.

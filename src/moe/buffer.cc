@@ -16,6 +16,9 @@ namespace weft {
 namespace {
 
 constexpr uint64_t kGrowthStep = uint64_t{2} << 20;
+// A dispatch that exchanges counts leaves room for this many of its size, itself included: calls that exchange none
+// (cached handles, as in a backward pass) can't grow the window.
+constexpr uint64_t kRoomFor = 3;
 
 uint64_t report_bytes(uint32_t ranks) {
   return sizeof(CountReport) + ranks * sizeof(RankCounts) + kMaxExpertsPerRank * sizeof(int32_t);
@@ -72,7 +75,6 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
       low_latency_begin_(round_up(control.end, 4096)),
       low_latency_end_(low_latency_begin_ + round_up(options.low_latency_bytes, 4096)),
       heap_(low_latency_end_, window_->bytes()) {
-  repeat_bytes_.resize(comm_->size());
   Carver carver;
   fault_ = visible_->at<FaultBox>(carver.take(sizeof(FaultBox)));
   awaited_report_ = visible_->at<CountReport>(carver.take(report_bytes(comm_->size())));
@@ -225,16 +227,10 @@ Status MoeBuffer::make_room(const NotifyCall& call, const RankCounts* counts) {
     const uint64_t staging = staging_bytes_of(counts[rank].sent_rows, format.combine_row_bytes, format.top_k);
     uint64_t need = heap_bytes_of(layout.rows_bytes) + heap_bytes_of(layout.meta_bytes);
     if (staging > counts[rank].staging_bytes) need += heap_bytes_of(staging);
-    // A cached dispatch has no counts and cannot grow: keep room for the largest one so far.
-    uint64_t& repeat = repeat_bytes_[rank];
-    const uint64_t row_bytes = std::max<uint64_t>(format.row_bytes, format.combine_row_bytes);
-    const ReceiveLayout again = receive_layout(counts[rank].received_rows, row_bytes, format.scale_words, 0, 0);
-    repeat = std::max(repeat, heap_bytes_of(again.rows_bytes) + heap_bytes_of(again.meta_bytes));
-    need += repeat;
-    if (need > counts[rank].free_bytes) growth = std::max(growth, need);
+    if (kRoomFor * need > counts[rank].free_bytes) growth = std::max(growth, kRoomFor * need);
   }
   if (growth == 0) return {};
-  const uint64_t bytes = round_up(window_->bytes() + growth + growth / 4, kGrowthStep);
+  const uint64_t bytes = round_up(window_->bytes() + growth, kGrowthStep);
   log_info("rank {}: growing the window from {} to {} bytes", comm_->rank(), window_->bytes(), bytes);
   WEFT_TRY(window_->grow(bytes));
   heap_.extend(window_->bytes());

@@ -171,7 +171,6 @@ class MoeBuffer {
   FaultBox* fault_;
   CountReport* awaited_report_;    // of calls that wait
   CountReport* unawaited_report_;  // of calls that don't: such calls may overlap with the host's reads
-  std::vector<uint64_t> repeat_bytes_;  // by rank: what the largest cached dispatch would need there
   uint64_t dispatches_ = 0;
   uint64_t staging_at_ = 0;
   uint64_t staging_bytes_ = 0;

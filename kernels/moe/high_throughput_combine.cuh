@@ -192,7 +192,8 @@ WEFT_KERNEL void combine_rows(const CombineArgs& a, const MeshT& mesh, const Sha
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   const uint64_t epoch = a.state->epoch + 1;
   const ReadyExchange ready{a.at.combine_signal, a.at.combine_record, Site::kCombineReady, Site::kCombineHandle};
-  if (!exchange_ready(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0])) return;
+  if (!exchange_ready(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0]))
+    return finish_launch(block, a.state, &flags[1]);  // where ranks disagree all know it, and stay in step
   combine::push_rows(a, ready, block, warp, mesh, shape, epoch);
   combine::sum_tokens(a, ready, block, warp, mesh, shape, epoch);
   finish_launch(block, a.state, &flags[1]);

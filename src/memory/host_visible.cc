@@ -17,6 +17,7 @@ Result<std::unique_ptr<HostVisible>> HostVisible::create(Device device, uint64_t
   void* data = nullptr;
   if (device.kind == Device::Kind::kCuda) {
     WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+    WEFT_TRY_ASSIGN(const CudaContext context, CudaContext::enter(device.ordinal));
     WEFT_TRY(cuda_status(driver->cuMemHostAlloc(&data, bytes, kCuMemHostAllocPortable | kCuMemHostAllocDeviceMap),
                          "allocate pinned host memory"));
   } else {
@@ -29,7 +30,8 @@ Result<std::unique_ptr<HostVisible>> HostVisible::create(Device device, uint64_t
 HostVisible::~HostVisible() {
   if (device_.kind == Device::Kind::kCuda) {
     Result<const CudaDriver*> driver = cuda_driver();
-    if (driver.ok()) (*driver)->cuMemFreeHost(data_);
+    const Result<CudaContext> context = CudaContext::enter(device_.ordinal);
+    if (driver.ok() && context.ok()) (*driver)->cuMemFreeHost(data_);
   } else {
     ::operator delete(data_, kAlignment);
   }

@@ -328,6 +328,7 @@ Status MoeBuffer::combine(const CombineCall& call) {
                call.handle_id, call.row_bytes, row_extras(0, call.top_k, 0), {}};
   args.push_warps = grid.first_role;
   args.sum_warps = grid.second_role;
+  args.watch_warps = grid.watch_role;
   return launch({kCombineFile, "combine_rows", "CombineArgs"}, grid, &args, sizeof(args), shape, call.stream);
 }
 

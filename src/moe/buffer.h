@@ -141,6 +141,8 @@ class MoeBuffer {
   uint64_t low_latency_begin() const { return low_latency_begin_; }
   uint64_t low_latency_end() const { return low_latency_end_; }
   FaultBox* fault_box() { return fault_; }
+  const ComputeLimits& limits() const { return limits_; }
+  double timeout_s() const { return timeout_s_; }
   MappedMesh mesh() const;
   WaitRule wait_rule() const;
 

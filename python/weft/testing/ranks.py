@@ -140,9 +140,7 @@ class RankPool:
 
     def pid(self, rank: int) -> int:
         """Return the process id of ``rank``."""
-        pid = self._processes[rank].pid
-        assert pid is not None
-        return pid
+        return int(self._processes[rank].pid)
 
     def results(self, lost: Collection[int] = ()) -> list[Any]:
         """Wait for the run under way; return its results in rank order. Raises: RankError."""

@@ -23,6 +23,7 @@ enum class Site : uint32_t {
   kLowLatencyDispatchRecv,
   kLowLatencyCombineSlot,
   kLowLatencyCombineRecv,
+  kLowLatencyCapacity,  // low latency: local expert `peer` received more rows than its output holds
   kLowLatencyAgree,  // low latency: the peer was called with other sizes; waited_ns is the index of the first
   kBarrier,
   kCollective,       // a collective program's step

@@ -276,6 +276,7 @@ WEFT_DEVICE void answer_reduced(const C& c, uint32_t owner, const int32_t* recor
       [&](uint32_t k) {
         return c.takes_own_weights() ? weights[k] : float_of_bits(static_cast<uint32_t>(record[1 + c.top_k() + k]));
       });
+  if (count == 0) return;
   uint32_t first = 0;
   while (record[1 + first] < 0) ++first;
   write_reply(c, piece, count, c.mesh.to(owner).mapped() + c.reply_at(record[0], first));
@@ -389,6 +390,16 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   c.warp.sync();
 }
 
+// One warp of all: a peer that brings no reply may mean another dispatch too. What it raises ends the others' waits.
+template <class C>
+WEFT_DEVICE void check_peers(const C& c) {
+  if (c.block.index() + 1 != c.block.count() || c.warp.index() != 0) return;
+  for (uint32_t peer = c.warp.rank(); peer < c.ranks(); peer += c.warp.size())
+    if (c.present()[peer] != 0)
+      await_greeting(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch(), Site::kLowLatencyCombineRecv);
+  c.warp.sync();
+}
+
 template <class C>
 WEFT_DEVICE void sum_tokens(const C& c) {
   const WarpShare share = warp_share(c.block, c.warp);
@@ -407,7 +418,10 @@ WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT
     low_latency::send_weights(c);
     low_latency::answer_lanes(c);
   }
-  if (a.call.phases & kPhaseReceive) low_latency::sum_tokens(c);
+  if (a.call.phases & kPhaseReceive) {
+    low_latency::check_peers(c);
+    low_latency::sum_tokens(c);
+  }
 }
 
 }  // namespace weft

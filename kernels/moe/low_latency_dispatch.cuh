@@ -276,6 +276,9 @@ WEFT_DEVICE void find_segments(const D& d) {
       begin += count;
     }
     if (!reports) continue;
+    // Only tokens that name an expert more than once can bring more rows than there are tokens.
+    if (begin > d.rows_per_expert())
+      raise(d.a.call.wait.fault, Site::kLowLatencyCapacity, d.a.call.wait.self, expert, d.rows_per_expert(), begin, 0);
     d.a.counts[expert] = static_cast<int32_t>(begin);
     if (d.a.expert_stats) d.a.expert_stats[expert] += static_cast<int32_t>(begin);
   }
@@ -291,15 +294,15 @@ WEFT_DEVICE void place_message(const D& d, uint32_t source, const uint32_t* head
   const MessageLayout message = d.message();
   for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
     const auto expert = static_cast<int32_t>(head[message.expert + k]);
-    const uint64_t row =
-        expert < 0 ? 0
-                   : expert * d.rows_per_expert() + d.table()[uint64_t{source} * d.local_experts() + expert] +
-                         head[message.place + k];
-    d.rows()[k] = expert < 0 ? -1 : static_cast<int32_t>(row);
+    const uint64_t in_expert =
+        expert < 0 ? 0 : d.table()[uint64_t{source} * d.local_experts() + expert] + uint64_t{head[message.place + k]};
+    const bool is_here = expert >= 0 && in_expert < d.rows_per_expert();
+    const uint64_t row = is_here ? expert * d.rows_per_expert() + in_expert : 0;
+    d.rows()[k] = is_here ? static_cast<int32_t>(row) : -1;
     if (!record) continue;
     record[1 + k] = d.rows()[k];
     if (d.has_weights()) record[1 + d.top_k() + k] = static_cast<int32_t>(head[message.weight + k]);
-    if (expert < 0) continue;
+    if (!is_here) continue;
     d.a.src_info[row] = static_cast<int32_t>(head[0]);
     if (d.a.out_weights && d.has_weights()) d.a.out_weights[row] = float_of_bits(head[message.weight + k]);
     if (d.a.out_source) d.a.out_source[row] = static_cast<int32_t>(source);

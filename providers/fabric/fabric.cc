@@ -3,7 +3,6 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
-#include <sys/random.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 #include <fstream>
 
 #include "base/log.h"
+#include "base/random.h"
 #include "providers/fabric/library.h"
 
 namespace weft::provider {
@@ -22,12 +22,6 @@ namespace {
 constexpr uint32_t kTxDepthMax = 1024;
 constexpr uint32_t kPagesPerCall = 256;  // below IOV_MAX, and short enough to stay responsive
 constexpr size_t kEntriesPerRead = 32;
-
-uint64_t random_number() {
-  uint64_t number = 0;
-  if (getrandom(&number, sizeof number, 0) != sizeof number) number = static_cast<uint64_t>(time(nullptr)) * 2654435761u;
-  return number;
-}
 
 // The same on two processes that can name each other by process number.
 uint64_t host_mark() {
@@ -106,7 +100,7 @@ bool means_peer_gone(int error) {
 class FabricRail : public Rail {
  public:
   FabricRail(const fi::Library& library, Nic nic, bool may_copy_across)
-      : fi_(library), nic_(std::move(nic)), may_copy_across_(may_copy_across), witness_(random_number()) {}
+      : fi_(library), nic_(std::move(nic)), may_copy_across_(may_copy_across), witness_(random_key()) {}
 
   ~FabricRail() override {
     for (fi::Fid* fid : {ep_ ? &ep_->fid : nullptr, cq_ ? &cq_->fid : nullptr, av_ ? &av_->fid : nullptr,
@@ -142,6 +136,8 @@ class FabricRail : public Rail {
 
   const Caps& caps() const override { return nic_.caps; }
   const Nic& nic() const override { return nic_; }
+  FabricObjects objects() const { return {ep_, cq_}; }
+  uint64_t address_of(Route route) const { return destinations_[route].address; }
 
   std::string address() const override {
     AddressHead head;
@@ -296,7 +292,7 @@ class FabricRail : public Rail {
   }
 
   uint64_t make_key() const {
-    const uint64_t key = random_number();
+    const uint64_t key = random_key();
     return key_bytes_ >= 8 ? key : key & ((uint64_t{1} << (8 * key_bytes_)) - 1);
   }
 
@@ -405,6 +401,16 @@ class Fabric : public Provider {
 };
 
 }  // namespace
+
+FabricObjects fabric_objects(Rail& rail) {
+  auto* fabric = dynamic_cast<FabricRail*>(&rail);
+  return fabric ? fabric->objects() : FabricObjects();
+}
+
+uint64_t fabric_address(Rail& rail, Route route) {
+  auto* fabric = dynamic_cast<FabricRail*>(&rail);
+  return fabric ? fabric->address_of(route) : fi::kAddressUnspecified;
+}
 
 std::shared_ptr<Provider> make_fabric(const std::string& kind) { return std::make_shared<Fabric>(kind); }
 

@@ -279,6 +279,8 @@ class CudaContext {
   CudaContext& operator=(CudaContext&&) = delete;
   ~CudaContext();
 
+  const CudaDriver& driver() const { return *driver_; }
+
  private:
   explicit CudaContext(const CudaDriver* driver) : driver_(driver) {}
   const CudaDriver* driver_;  // null in a moved-from object

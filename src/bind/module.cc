@@ -10,4 +10,5 @@ NB_MODULE(_core, module) {
   weft::bind_jit(module);
   weft::bind_moe(module);
   weft::bind_runtime(module);
+  weft::bind_transfer(module);
 }

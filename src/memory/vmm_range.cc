@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Windows in GPU memory that travel as file descriptors: CUDA's virtual memory management. One physical
-// allocation per segment, mapped into reserved addresses by its owner and by every peer.
+// Windows in GPU memory: CUDA's virtual memory management. Each segment is one physical allocation that
+// travels as a POSIX file descriptor; every rank maps it into addresses it has set aside, readable and
+// writable by its own GPU.
 #include <algorithm>
-#include <vector>
 
 #include "base/cuda_driver.h"
 #include "base/log.h"
@@ -13,47 +13,41 @@
 namespace weft {
 namespace {
 
-uint64_t round_up(uint64_t bytes, uint64_t multiple) {
-  return (bytes + multiple - 1) / multiple * multiple;
+// NICs can register the memory too, where the GPU allows it.
+CUmemAllocationProp shareable_memory(int ordinal) {
+  const Result<int> can_rdma =
+      cuda_device_attribute(ordinal, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, ordinal};
+  properties.allocFlags.gpuDirectRDMACapable = can_rdma.ok() && *can_rdma != 0 ? 1 : 0;
+  return properties;
 }
 
-CUmemAllocationProp allocation_of(int ordinal, bool can_rdma) {
-  CUmemAllocationProp allocation{};
-  allocation.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  allocation.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-  allocation.location = {CU_MEM_LOCATION_TYPE_DEVICE, ordinal};
-  allocation.allocFlags.gpuDirectRDMACapable = can_rdma ? 1 : 0;
-  return allocation;
-}
-
-// A reference to physical memory; mappings hold their own, so it is released as soon as the memory is mapped.
+// A handle to physical memory. Released when it goes out of scope: mappings keep the memory alive.
 class Allocation {
  public:
-  Allocation(const CudaDriver& driver, CUmemGenericAllocationHandle handle)
-      : driver_(driver), handle_(handle) {}
+  explicit Allocation(const CudaDriver& driver) : driver_(driver) {}
+  ~Allocation() {
+    if (handle) driver_.cuMemRelease(handle);
+  }
   Allocation(const Allocation&) = delete;
-  Allocation& operator=(const Allocation&) = delete;
-  ~Allocation() { driver_.cuMemRelease(handle_); }
-  CUmemGenericAllocationHandle handle() const { return handle_; }
+
+  CUmemGenericAllocationHandle handle = 0;
 
  private:
   const CudaDriver& driver_;
-  const CUmemGenericAllocationHandle handle_;
 };
 
 class VmmRange : public MappedRange {
  public:
-  VmmRange(const CudaDriver& driver, int ordinal, const CUmemAllocationProp& allocation, uint64_t granularity,
-           CUdeviceptr base, uint64_t reserved)
-      : driver_(driver),
-        ordinal_(ordinal),
-        allocation_(allocation),
-        granularity_(granularity),
-        base_(base),
-        reserved_(reserved) {}
+  VmmRange(int ordinal, CUdeviceptr base, uint64_t reserved, uint64_t granularity)
+      : ordinal_(ordinal), base_(base), reserved_(reserved), granularity_(granularity) {}
   ~VmmRange() override {
     cut(0);
-    driver_.cuMemAddressFree(base_, reserved_);
+    Result<CudaContext> current = CudaContext::enter(ordinal_);
+    if (current.ok()) current->driver().cuMemAddressFree(base_, reserved_);
   }
 
   std::byte* base() const override { return reinterpret_cast<std::byte*>(base_); }
@@ -62,18 +56,20 @@ class VmmRange : public MappedRange {
 
   Result<Parcel> extend(uint64_t bytes) override {
     WEFT_TRY(check_room(bytes));
-    WEFT_TRY_ASSIGN(const CudaContext context, CudaContext::enter(ordinal_));
-    CUmemGenericAllocationHandle handle = 0;
-    WEFT_TRY(cuda_status(driver_.cuMemCreate(&handle, bytes, &allocation_, 0),
-                         text("allocating {} bytes on cuda:{} for a window", bytes, ordinal_)));
-    const Allocation memory(driver_, handle);
+    WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal_));
+    const CudaDriver& driver = current.driver();
+    const CUmemAllocationProp properties = shareable_memory(ordinal_);
+    Allocation segment(driver);
+    WEFT_TRY(logged(cuda_status(driver.cuMemCreate(&segment.handle, bytes, &properties, 0),
+                                "allocate a window segment of {} bytes on cuda:{}", bytes, ordinal_)));
     int fd = -1;
-    WEFT_TRY(cuda_status(driver_.cuMemExportToShareableHandle(&fd, memory.handle(),
-                                                              CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
-                         "exporting a window segment"));
+    WEFT_TRY(logged(cuda_status(
+        driver.cuMemExportToShareableHandle(&fd, segment.handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+        "share a window segment of cuda:{}", ordinal_)));
     Parcel offer{"", FileDescriptor(fd)};
-    WEFT_TRY(map(memory, bytes));
-    if (Status zeroed = zero_device_memory(ordinal_, base() + bytes_ - bytes, bytes); !zeroed.ok()) {
+    WEFT_TRY(map(driver, segment.handle, bytes));
+    const Status zeroed = zero_device_memory(ordinal_, base() + bytes_ - bytes, bytes);
+    if (!zeroed.ok()) {
       cut(bytes_ - bytes);
       return zeroed;
     }
@@ -85,24 +81,22 @@ class VmmRange : public MappedRange {
     if (!offer.fd.is_open())
       return logged(
           Status::make(Code::kSystem, "a peer's window segment came without its {} bytes of memory", bytes));
-    WEFT_TRY_ASSIGN(const CudaContext context, CudaContext::enter(ordinal_));
-    CUmemGenericAllocationHandle handle = 0;
-    void* const descriptor = reinterpret_cast<void*>(static_cast<uintptr_t>(offer.fd.get()));
-    WEFT_TRY(cuda_status(
-        driver_.cuMemImportFromShareableHandle(&handle, descriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
-        text("importing a peer's window segment on cuda:{}", ordinal_)));
-    const Allocation memory(driver_, handle);
-    return map(memory, bytes);
+    WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal_));
+    const CudaDriver& driver = current.driver();
+    Allocation segment(driver);
+    auto* descriptor = reinterpret_cast<void*>(static_cast<uintptr_t>(offer.fd.get()));
+    WEFT_TRY(logged(cuda_status(driver.cuMemImportFromShareableHandle(
+                                    &segment.handle, descriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+                                "import a peer's window segment of {} bytes on cuda:{}", bytes, ordinal_)));
+    return map(driver, segment.handle, bytes);
   }
 
-  // Unmaps whole segments from the end: a mapping cannot be split.
   void cut(uint64_t bytes) override {
+    Result<CudaContext> current = CudaContext::enter(ordinal_);
+    if (!current.ok()) return;
     while (!segments_.empty() && bytes_ > bytes) {
       bytes_ -= segments_.back();
-      if (Status unmapped =
-              cuda_status(driver_.cuMemUnmap(base_ + bytes_, segments_.back()), "unmapping a window");
-          !unmapped.ok())
-        log_warn("{}", unmapped.message());
+      current->driver().cuMemUnmap(base_ + bytes_, segments_.back());
       segments_.pop_back();
     }
   }
@@ -115,59 +109,50 @@ class VmmRange : public MappedRange {
                         bytes_ + bytes, reserved_);
   }
 
-  // Maps `memory` after what is mapped already and lets this rank's GPU read and write it.
-  Status map(const Allocation& memory, uint64_t bytes) {
+  Status map(const CudaDriver& driver, CUmemGenericAllocationHandle handle, uint64_t bytes) {
     const CUdeviceptr at = base_ + bytes_;
-    WEFT_TRY(cuda_status(driver_.cuMemMap(at, bytes, 0, memory.handle(), 0), "mapping a window segment"));
+    WEFT_TRY(logged(
+        cuda_status(driver.cuMemMap(at, bytes, 0, handle, 0), "map a window segment of {} bytes", bytes)));
+    const CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, ordinal_}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    const Status granted = cuda_status(driver.cuMemSetAccess(at, bytes, &access, 1),
+                                       "let cuda:{} access a window segment", ordinal_);
+    if (!granted.ok()) {
+      driver.cuMemUnmap(at, bytes);
+      return logged(granted);
+    }
     segments_.push_back(bytes);
     bytes_ += bytes;
-    const CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, ordinal_}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-    Status status = cuda_status(driver_.cuMemSetAccess(at, bytes, &access, 1),
-                                text("giving cuda:{} access to a window segment", ordinal_));
-    if (!status.ok()) cut(bytes_ - bytes);
-    return status;
+    return Status();
   }
 
-  const CudaDriver& driver_;
   const int ordinal_;
-  const CUmemAllocationProp allocation_;
-  const uint64_t granularity_;
   const CUdeviceptr base_;
   const uint64_t reserved_;
+  const uint64_t granularity_;
+  std::vector<uint64_t> segments_;  // bytes of each
   uint64_t bytes_ = 0;
-  std::vector<uint64_t> segments_;  // bytes of each, from the front
 };
-
-// Sets addresses aside: the wanted bytes, or the half, a quarter, ... where the driver has fewer.
-Result<std::pair<CUdeviceptr, uint64_t>> reserve(const CudaDriver& driver, const RangeOptions& options,
-                                                 uint64_t granularity) {
-  const uint64_t least = round_up(options.least_bytes, granularity);
-  uint64_t bytes = std::max(round_up(options.reserve_bytes, granularity), least);
-  for (;; bytes = std::max(round_up(bytes / 2, granularity), least)) {
-    CUdeviceptr base = 0;
-    const CUresult result = driver.cuMemAddressReserve(&base, bytes, 0, 0, 0);
-    if (result == CUDA_SUCCESS) return std::pair{base, bytes};
-    if (bytes == least)
-      return cuda_status(result, text("reserving {} bytes of GPU addresses for a window", bytes));
-  }
-}
 
 }  // namespace
 
 Result<std::shared_ptr<MappedRange>> make_vmm_range(const RangeOptions& options) {
-  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   const int ordinal = options.device.ordinal;
-  WEFT_TRY_ASSIGN(const CudaContext context, CudaContext::enter(ordinal));
-  const Result<int> can_rdma =
-      cuda_device_attribute(ordinal, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
-  const CUmemAllocationProp allocation = allocation_of(ordinal, can_rdma.ok() && *can_rdma != 0);
+  WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal));
+  const CudaDriver& driver = current.driver();
+  const CUmemAllocationProp properties = shareable_memory(ordinal);
   size_t granularity = 0;
   WEFT_TRY(cuda_status(
-      driver->cuMemGetAllocationGranularity(&granularity, &allocation, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
-      text("asking cuda:{} for its page size", ordinal)));
-  WEFT_TRY_ASSIGN(const auto addresses, reserve(*driver, options, granularity));
-  return std::shared_ptr<MappedRange>(std::make_shared<VmmRange>(*driver, ordinal, allocation, granularity,
-                                                                 addresses.first, addresses.second));
+      driver.cuMemGetAllocationGranularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+      "read the allocation granularity of cuda:{}", ordinal));
+  CUdeviceptr base = 0;
+  for (uint64_t bytes = std::max(options.reserve_bytes, options.least_bytes);;
+       bytes = std::max(bytes / 2, options.least_bytes)) {
+    const Status reserved = cuda_status(driver.cuMemAddressReserve(&base, bytes, 0, 0, 0),
+                                        "reserve {} bytes of addresses", bytes);
+    if (reserved.ok())
+      return std::shared_ptr<MappedRange>(std::make_shared<VmmRange>(ordinal, base, bytes, granularity));
+    if (bytes == options.least_bytes) return logged(reserved);
+  }
 }
 
 }  // namespace weft

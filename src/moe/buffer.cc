@@ -16,6 +16,9 @@ namespace weft {
 namespace {
 
 constexpr uint64_t kGrowthStep = uint64_t{2} << 20;
+// A dispatch that exchanges counts leaves room for this many of its size, itself included: calls that exchange none
+// (cached handles, as in a backward pass) can't grow the window.
+constexpr uint64_t kRoomFor = 3;
 
 uint64_t report_bytes(uint32_t ranks) {
   return sizeof(CountReport) + ranks * sizeof(RankCounts) + kMaxExpertsPerRank * sizeof(int32_t);
@@ -227,10 +230,10 @@ Status MoeBuffer::make_room(const NotifyCall& call, const RankCounts* counts) {
     const uint64_t staging = staging_bytes_of(counts[rank].sent_rows, format.combine_row_bytes, format.top_k);
     uint64_t need = heap_bytes_of(layout.rows_bytes) + heap_bytes_of(layout.meta_bytes);
     if (staging > counts[rank].staging_bytes) need += heap_bytes_of(staging);
-    if (need > counts[rank].free_bytes) growth = std::max(growth, need);
+    if (kRoomFor * need > counts[rank].free_bytes) growth = std::max(growth, kRoomFor * need);
   }
   if (growth == 0) return {};
-  const uint64_t bytes = round_up(window_->bytes() + growth + growth / 4, kGrowthStep);
+  const uint64_t bytes = round_up(window_->bytes() + growth, kGrowthStep);
   log_info("rank {}: growing the window from {} to {} bytes", comm_->rank(), window_->bytes(), bytes);
   WEFT_TRY(window_->grow(bytes));
   heap_.extend(window_->bytes());

@@ -22,6 +22,7 @@ const char* operation(Site site) {
     case Site::kLowLatencyDispatchRecv: return "low_latency_dispatch.recv";
     case Site::kLowLatencyCombineSlot: return "low_latency_combine.slot";
     case Site::kLowLatencyCombineRecv: return "low_latency_combine.recv";
+    case Site::kLowLatencyCapacity: return "low_latency_dispatch.capacity";
     case Site::kLowLatencyAgree: return "low_latency.agree";
     case Site::kBarrier: return "barrier";
     case Site::kCollective: return "collective";
@@ -53,6 +54,10 @@ Status fault_status(const FaultBox& box) {
   if (box.site == Site::kDispatchCapacity)
     return Status::make(Code::kCapacity, "num_worst_tokens: got {}, allowed: at least the {} rows that rank {} received",
                         box.expected, box.seen, box.self);
+  if (box.site == Site::kLowLatencyCapacity)
+    return Status::invalid("topk_idx: rank {}: {} rows for its expert {}, allowed: {}; tokens that name an expert more than "
+                           "once need a larger num_max_dispatch_tokens_per_rank",
+                           box.self, box.seen, box.peer, box.expected);
   if (box.site == Site::kLowLatencyAgree)
     return Status::invalid("{}: rank {} was given {}, rank {} {}, allowed: the same on all ranks",
                            hello_name(box.waited_ns), box.self, box.expected, box.peer, box.seen);

@@ -127,6 +127,7 @@ class Core {
   // ---- operations.cc (under the token, but for cancel)
   Phase cancel(const std::shared_ptr<Transfer>& transfer);
   void finish(Transfer& transfer, Phase phase, Status status);
+  void on_done(Transfer& transfer, std::function<void(const Status&)> callback);
 
   // ---- peers.cc
   Result<std::shared_ptr<Peer>> connect(std::string_view address, Deadline until);

@@ -370,6 +370,10 @@ Status Engine::wait(const Counter& counter, uint64_t finished_at_least, Deadline
   return counter.failed() ? counter.first_failure() : Status();
 }
 
+void Engine::on_done(const std::shared_ptr<Transfer>& transfer, std::function<void(const Status&)> callback) {
+  if (transfer) core_->on_done(*transfer, std::move(callback));
+}
+
 Phase Engine::cancel(const std::shared_ptr<Transfer>& transfer) { return core_->cancel(transfer); }
 void Engine::progress() { core_->progress(); }
 std::string Engine::dump() const { return core_->dump(); }

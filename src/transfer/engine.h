@@ -151,6 +151,8 @@ class Engine {
 
   Status wait(const std::shared_ptr<Transfer>& transfer, Deadline until);
   Status wait(const Counter& counter, uint64_t finished_at_least, Deadline until);
+  // Calls once when the transfer has ended; at once if it has. Adds to what How::callback does.
+  void on_done(const std::shared_ptr<Transfer>& transfer, std::function<void(const Status&)> callback);
   // kQueued: dropped, nothing was written. kPosted: the rest is dropped, wait for the end. Finished: no effect.
   // Returns the phase that cancel() found.
   Phase cancel(const std::shared_ptr<Transfer>& transfer);

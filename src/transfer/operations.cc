@@ -445,6 +445,20 @@ void Core::finish(Transfer& transfer, Phase phase, Status status) {
     callbacks.post([call = std::move(transfer.callback_), outcome = transfer.status_] { call(outcome); });
 }
 
+void Core::on_done(Transfer& transfer, std::function<void(const Status&)> callback) {
+  HoldToken hold(token);
+  if (transfer.is_finished()) {
+    callbacks.post([call = std::move(callback), outcome = transfer.status_] { call(outcome); });
+  } else if (!transfer.callback_) {
+    transfer.callback_ = std::move(callback);
+  } else {
+    transfer.callback_ = [first = std::move(transfer.callback_), second = std::move(callback)](const Status& status) {
+      first(status);
+      second(status);
+    };
+  }
+}
+
 void Core::orphan_flights_of(Transfer& transfer) {
   for (auto& block : flight_blocks_)
     for (uint32_t i = 0; i < kFlightBlock; ++i)

@@ -295,7 +295,7 @@ class Buffer:
         previous_event: PreviousEvent = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int] | None, DispatchHandle, EventOverlap]:
+    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]:
         """Send each row of ``x`` once to every rank that owns one of its experts.
 
         Args:
@@ -314,7 +314,7 @@ class Buffer:
         Returns: (recv_x [N, hidden] or (rows, scales [N, n]), recv_topk_idx [N, K]: local expert ids, -1
             elsewhere, or None; recv_topk_weights float32 [N, K]: 0 elsewhere, or None; slots for each local
             expert, or [] with num_worst_tokens; handle; event). Rows come in order of source rank, then of
-            source token. With a handle: (recv_x, None, None, None, handle, event).
+            source token. With a handle: (recv_x, None, None, None, None, event).
             Received tensors live in the buffer's memory, which stays theirs as long as they do.
         Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E.
         """
@@ -329,7 +329,7 @@ class Buffer:
             engine.begin(previous)
             received = high_throughput.repeat(engine, rows, state, num_sms)
             event = engine.finish(async_finish, (rows.x, rows.scales))
-            return received.payload(), None, None, None, handle, event
+            return received.payload(), None, None, None, None, event
 
         in_rank, per_expert = self._check_layout(
             rows.x, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
@@ -491,7 +491,7 @@ class Buffer:
         previous_event: PreviousEvent = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int] | None, DispatchHandle, EventOverlap]:
+    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]:
         """The same as dispatch(), with config required."""
         self._require_config(config)
         return self.dispatch(

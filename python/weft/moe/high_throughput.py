@@ -198,8 +198,11 @@ def combine(
 _SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kElementFp32
 
 
+_NOWHERE = 16  # of a tensor without elements: not null, which means that there is no such tensor
+
+
 def _address(tensor: Tensor | None) -> int:
-    return tensor.data_ptr() if tensor is not None else 0
+    return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
 
 
 class Received:

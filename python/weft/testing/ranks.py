@@ -95,7 +95,7 @@ class RankPool:
         for shape in shapes:
             pool.run(check_dispatch, shape)      # check_dispatch is a module-level function
 
-    Args: see run_ranks. A failed run leaves the pool unusable.
+    Args: see run_ranks. After a failed run the next one starts fresh ranks.
     """
 
     def __init__(
@@ -106,19 +106,23 @@ class RankPool:
         deadline_s: float = 120.0,
         first: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     ) -> None:
-        context = multiprocessing.get_context("fork")
         self.num_ranks = num_ranks
         self._deadline_s = deadline_s
-        self._folder = Path(tempfile.mkdtemp(prefix="weft-ranks-"))
-        self._processes = []
+        self._with_group = with_group
+        self._processes: list[Any] = []
         self._connections: list[Connection] = []
-        for rank in range(num_ranks):
+        self._start(first)
+
+    def _start(self, first: tuple[Callable[..., Any], tuple[Any, ...]] | None = None) -> None:
+        context = multiprocessing.get_context("fork")
+        self._folder = Path(tempfile.mkdtemp(prefix="weft-ranks-"))
+        for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             self._connections.append(ours)
             process = context.Process(
                 target=_serve,
-                args=(Rank(rank, num_ranks, None, self._folder), theirs, list(self._connections)),
-                kwargs={"with_group": with_group, "deadline_s": deadline_s, "first": first},
+                args=(Rank(rank, self.num_ranks, None, self._folder), theirs, list(self._connections)),
+                kwargs={"with_group": self._with_group, "deadline_s": self._deadline_s, "first": first},
                 daemon=True,
             )
             process.start()
@@ -127,6 +131,8 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], *args: Any, lost: Collection[int] = ()) -> list[Any]:
         """Run a picklable ``function(rank, *args)`` on every rank; return its results in rank order."""
+        if not self._processes:
+            self._start()
         job = pickle.dumps((function, args))
         for connection in self._connections:
             connection.send_bytes(job)
@@ -159,7 +165,7 @@ class RankPool:
         for rank in lost:
             self._processes[rank].kill()
         if failures:
-            self.kill()
+            self.close(grace_s=0)
             stories = [f"rank {rank} of {self.num_ranks}: {story}" for rank, story in failures.items()]
             raise RankError("\n\n".join(stories), list(failures))
         return results
@@ -171,14 +177,15 @@ class RankPool:
         for process in self._processes:
             process.join()
 
-    def close(self) -> None:
-        """End every rank and remove the shared folder; idempotent."""
+    def close(self, grace_s: float = _GRACE_S) -> None:
+        """Let every rank end, for ``grace_s`` seconds, and remove the shared folder; idempotent."""
         for connection in self._connections:
             connection.close()
-        until = time.monotonic() + _GRACE_S
+        until = time.monotonic() + grace_s
         for process in self._processes:
             process.join(max(until - time.monotonic(), 0))
         self.kill()
+        self._processes, self._connections = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> RankPool:
@@ -187,9 +194,7 @@ class RankPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.kill()
-        self.close()
+        self.close(grace_s=_GRACE_S if error is None else 0)
 
     def _receive(self, rank: int, connection: Connection) -> tuple[bool, Any]:
         try:

@@ -2,7 +2,7 @@
 //
 // Windows in GPU memory that travel as CUDA IPC handles: the fallback where memory cannot be exported as a
 // file descriptor. One allocation, which cannot grow; CUDA picks the address; between processes only. CUDA
-// leaves undefined what a peer sees after the owner has freed the memory, so here windows must be destroyed
+// leaves undefined what a peer sees after the owner has freed the memory, so such windows must be destroyed
 // after everybody is done.
 #include <cstring>
 
@@ -19,7 +19,7 @@ constexpr uint64_t kBlockBytes = uint64_t{2} << 20;
 
 class IpcRange : public MappedRange {
  public:
-  IpcRange(const CudaDriver& driver, int ordinal) : driver_(driver), ordinal_(ordinal) {}
+  explicit IpcRange(int ordinal) : ordinal_(ordinal) {}
   ~IpcRange() override { cut(0); }
 
   std::byte* base() const override { return reinterpret_cast<std::byte*>(base_); }
@@ -28,14 +28,14 @@ class IpcRange : public MappedRange {
 
   Result<Parcel> extend(uint64_t bytes) override {
     WEFT_TRY(check_empty());
-    WEFT_TRY_ASSIGN(const CudaContext context, CudaContext::enter(ordinal_));
+    WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal_));
     CUdeviceptr at = 0;
-    WEFT_TRY(
-        cuda_status(driver_.cuMemAlloc(&at, bytes), text("allocating {} bytes on cuda:{}", bytes, ordinal_)));
+    WEFT_TRY(logged(cuda_status(current.driver().cuMemAlloc(&at, bytes),
+                                "allocate a window of {} bytes on cuda:{}", bytes, ordinal_)));
     base_ = at;
     bytes_ = bytes;
     is_owner_ = true;
-    Result<Parcel> offer = export_handle();
+    Result<Parcel> offer = export_handle(current.driver());
     if (!offer.ok()) cut(0);
     return offer;
   }
@@ -46,10 +46,11 @@ class IpcRange : public MappedRange {
     if (offer.bytes.size() != sizeof handle)
       return logged(Status::make(Code::kSystem, "a peer's window came without its CUDA IPC handle"));
     std::memcpy(&handle, offer.bytes.data(), sizeof handle);
-    WEFT_TRY_ASSIGN(const CudaContext context, CudaContext::enter(ordinal_));
+    WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal_));
     CUdeviceptr at = 0;
-    WEFT_TRY(cuda_status(driver_.cuIpcOpenMemHandle(&at, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS),
-                         text("opening a peer's window on cuda:{} by CUDA IPC", ordinal_)));
+    WEFT_TRY(logged(
+        cuda_status(current.driver().cuIpcOpenMemHandle(&at, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS),
+                    "open a peer's window on cuda:{} by CUDA IPC", ordinal_)));
     base_ = at;
     bytes_ = bytes;
     return Status();
@@ -57,12 +58,12 @@ class IpcRange : public MappedRange {
 
   void cut(uint64_t bytes) override {
     if (bytes >= bytes_) return;
-    const Result<CudaContext> context = CudaContext::enter(ordinal_);
-    if (!context.ok()) return;  // the process is ending; the driver frees everything
+    Result<CudaContext> current = CudaContext::enter(ordinal_);
+    if (!current.ok()) return;  // the process is ending; the driver frees everything
     if (is_owner_) {
-      driver_.cuMemFree(base_);
+      current->driver().cuMemFree(base_);
     } else {
-      driver_.cuIpcCloseMemHandle(base_);
+      current->driver().cuIpcCloseMemHandle(base_);
     }
     base_ = 0;
     bytes_ = 0;
@@ -74,14 +75,14 @@ class IpcRange : public MappedRange {
     return Status::make(Code::kUnsupported,
                         "window: memory shared by CUDA IPC cannot grow beyond its {} bytes", bytes_);
   }
-  Result<Parcel> export_handle() {
+  Result<Parcel> export_handle(const CudaDriver& driver) {
     WEFT_TRY(zero_device_memory(ordinal_, base(), bytes_));
     CUipcMemHandle handle;
-    WEFT_TRY(cuda_status(driver_.cuIpcGetMemHandle(&handle, base_), "making a CUDA IPC handle of a window"));
+    WEFT_TRY(logged(cuda_status(driver.cuIpcGetMemHandle(&handle, base_),
+                                "share a window of cuda:{} by CUDA IPC", ordinal_)));
     return Parcel{std::string(handle.reserved, sizeof handle.reserved), {}};
   }
 
-  const CudaDriver& driver_;
   const int ordinal_;
   CUdeviceptr base_ = 0;
   uint64_t bytes_ = 0;
@@ -91,8 +92,8 @@ class IpcRange : public MappedRange {
 }  // namespace
 
 Result<std::shared_ptr<MappedRange>> make_ipc_range(const RangeOptions& options) {
-  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  return std::shared_ptr<MappedRange>(std::make_shared<IpcRange>(*driver, options.device.ordinal));
+  WEFT_TRY(cuda_driver().status());
+  return std::shared_ptr<MappedRange>(std::make_shared<IpcRange>(options.device.ordinal));
 }
 
 }  // namespace weft

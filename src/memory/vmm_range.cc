@@ -146,7 +146,7 @@ Result<std::shared_ptr<MappedRange>> make_vmm_range(const RangeOptions& options)
       "read the allocation granularity of cuda:{}", ordinal));
   CUdeviceptr base = 0;
   for (uint64_t bytes = std::max(options.reserve_bytes, options.least_bytes);;
-       bytes = std::max(bytes / 2, options.least_bytes)) {
+       bytes = std::max(bytes / 2 / granularity * granularity, options.least_bytes)) {
     const Status reserved = cuda_status(driver.cuMemAddressReserve(&base, bytes, 0, 0, 0),
                                         "reserve {} bytes of addresses", bytes);
     if (reserved.ok())

@@ -159,7 +159,7 @@ Result<std::shared_ptr<MappedRange>> Window::new_range(uint64_t bytes) const {
   RangeOptions options;
   options.device = comm_->device();
   options.sharing = comm_->sharing();
-  options.reserve_bytes = reserve_bytes();
+  options.reserve_bytes = round_up(reserve_bytes(), kReserveMultiple);
   options.least_bytes = round_up(bytes, kReserveMultiple);
   return make_range(options);
 }

@@ -57,7 +57,6 @@ class Window {
   Status import_from(int rank, const SegmentOffer& offer, const Parcel& handle);
   Status agree(const Status& mine, std::string_view operation);
   Status publish_table();
-  void free_table();
   void cut_to(uint64_t bytes);
 
   std::shared_ptr<Communicator> comm_;

@@ -21,18 +21,19 @@ Result<GpuFacts> ask(const CudaDriver& driver, int ordinal) {
   GpuFacts facts;
   facts.ordinal = ordinal;
   CUdevice device = 0;
-  WEFT_TRY(cuda_status(driver.cuDeviceGet(&device, ordinal), text("finding CUDA device {}", ordinal)));
+  WEFT_TRY(cuda_status(driver.cuDeviceGet(&device, ordinal), "find cuda:{}", ordinal));
   char name[128] = {};
-  WEFT_TRY(cuda_status(driver.cuDeviceGetName(name, sizeof name - 1, device), "asking for a GPU's name"));
+  WEFT_TRY(cuda_status(driver.cuDeviceGetName(name, sizeof name - 1, device), "ask cuda:{} for its name",
+                       ordinal));
   facts.name = name;
   char address[32] = {};
   WEFT_TRY(cuda_status(driver.cuDeviceGetPCIBusId(address, sizeof address - 1, device),
-                       "asking for a GPU's address"));
+                       "ask cuda:{} for its PCI address", ordinal));
   facts.pci_address = address;
   std::transform(facts.pci_address.begin(), facts.pci_address.end(), facts.pci_address.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   size_t bytes = 0;
-  WEFT_TRY(cuda_status(driver.cuDeviceTotalMem(&bytes, device), "asking for a GPU's memory"));
+  WEFT_TRY(cuda_status(driver.cuDeviceTotalMem(&bytes, device), "ask cuda:{} for its memory", ordinal));
   facts.bytes = bytes;
   const auto attribute = [&](int which) {
     int value = 0;
@@ -76,13 +77,14 @@ Result<GpuLink> gpu_link(const GpuFacts& from, const GpuFacts& to) {
   GpuLink link;
   if (from.pci_address == to.pci_address) return GpuLink{true, true, false};
   CUdevice source = 0, target = 0;
-  WEFT_TRY(cuda_status(driver->cuDeviceGet(&source, from.ordinal), "finding a CUDA device"));
-  WEFT_TRY(cuda_status(driver->cuDeviceGet(&target, to.ordinal), "finding a CUDA device"));
+  WEFT_TRY(cuda_status(driver->cuDeviceGet(&source, from.ordinal), "find cuda:{}", from.ordinal));
+  WEFT_TRY(cuda_status(driver->cuDeviceGet(&target, to.ordinal), "find cuda:{}", to.ordinal));
   int can_access = 0, has_atomics = 0;
-  WEFT_TRY(cuda_status(driver->cuDeviceCanAccessPeer(&can_access, source, target), "asking for peer access"));
+  WEFT_TRY(cuda_status(driver->cuDeviceCanAccessPeer(&can_access, source, target),
+                       "ask cuda:{} for access to cuda:{}", from.ordinal, to.ordinal));
   WEFT_TRY(cuda_status(driver->cuDeviceGetP2PAttribute(
                            &has_atomics, CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, source, target),
-                       "asking for peer atomics"));
+                       "ask cuda:{} for atomics at cuda:{}", from.ordinal, to.ordinal));
   link.can_access = can_access != 0;
   link.has_atomics = has_atomics != 0;
   link.is_nvlink = is_nvlink_pair(from.pci_address, to.pci_address);

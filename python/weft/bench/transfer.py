@@ -278,6 +278,7 @@ class Client:
             side.buffer[:n] = before
             return arrived
         self.order({"do": "fill", "with": 0x11})
+        sent = bytes(side.buffer[:n])  # the server's echoes write into the first bytes of this side's buffer
         if load.call == "paged_write":
             src = Pages([(7 * i + 3) % PAGES for i in range(PAGES)], PAGE_BYTES)
             dst = Pages([(13 * i + 5) % PAGES for i in range(PAGES)], PAGE_BYTES)
@@ -285,11 +286,11 @@ class Client:
             shown = self.after_flush(n)
             return all(
                 shown[d * PAGE_BYTES : (d + 1) * PAGE_BYTES]
-                == side.buffer[s * PAGE_BYTES : (s + 1) * PAGE_BYTES]
+                == sent[s * PAGE_BYTES : (s + 1) * PAGE_BYTES]
                 for s, d in zip(src.indices, dst.indices, strict=True)  # type: ignore[arg-type]
             )
         engine.write(side.memory, side.remote, n, imm=1).wait()
-        return self.after_flush(n) == side.buffer[:n]
+        return self.after_flush(n) == sent
 
     def after_flush(self, count: int) -> bytes:
         """Return the first bytes of the server's buffer, after all that this side wrote is there."""

@@ -258,10 +258,17 @@ inline uint64_t now_ns() {
 // For measuring waits. There is no portable cycle counter, so these are nanoseconds.
 inline uint64_t cycles() { return now_ns(); }
 
-// One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields soon.
+// One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields soon; and
+// there may be more busy processes than cores, who would be given a whole time slice for every yield, so it then sleeps:
+// who sleeps is woken before those.
 inline void pause(uint32_t polls) {
   if (polls < 16) return;
-  sched_yield();
+  if (polls < 128) {
+    sched_yield();
+    return;
+  }
+  const timespec nap{0, 20'000};
+  nanosleep(&nap, nullptr);
 }
 
 }  // namespace weft

@@ -188,6 +188,14 @@ class Collectives:
         self._transfer(tensor, src, self.rank)
         return tensor
 
+    def chosen(self, collective: str, num_bytes: int) -> list[str]:
+        """Return what serves calls of that collective and size so far, as "name protocol"."""
+        return [
+            f"{loaded.algorithm.name} {loaded.algorithm.protocol}"
+            for (name, size, _, _), (loaded, _) in self._choices.items()
+            if (name, size) == (collective, num_bytes)
+        ]
+
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _transfer(self, tensor: torch.Tensor, src: int, dst: int) -> None:

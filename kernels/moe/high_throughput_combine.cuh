@@ -98,7 +98,7 @@ WEFT_DEVICE bool wait_for_token(const CombineArgs& a, Warp warp, const MeshT& me
   const uint32_t ranks = mesh.ranks();
   const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + a.at.chunk_signal);
   const int32_t* send_row = a.send_row + token * ranks;
-  return wait_peers(
+  return wait_peers<Polling::kPatient>(
       warp, ranks, epoch, a.wait,
       [&](uint32_t peer) {
         const uint32_t size = chunk_rows(row_span(a.prefix, ranks, mesh.rank(), peer).count);
@@ -192,7 +192,8 @@ WEFT_KERNEL void combine_rows(const CombineArgs& a, const MeshT& mesh, const Sha
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   const uint64_t epoch = a.state->epoch + 1;
   const ReadyExchange ready{a.at.combine_signal, a.at.combine_record, Site::kCombineReady, Site::kCombineHandle};
-  if (!exchange_ready(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0])) return;
+  if (!exchange_ready(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0]))
+    return finish_launch(block, a.state, &flags[1]);  // where ranks disagree all know it, and stay in step
   combine::push_rows(a, ready, block, warp, mesh, shape, epoch);
   combine::sum_tokens(a, ready, block, warp, mesh, shape, epoch);
   finish_launch(block, a.state, &flags[1]);

@@ -364,6 +364,9 @@ WEFT_DEVICE uint64_t now_ns() {
 // For measuring waits: cycles of this multiprocessor.
 WEFT_DEVICE uint64_t cycles() { return static_cast<uint64_t>(clock64()); }
 
+// One pause of a poll that is one of many and in no hurry.
+WEFT_DEVICE void pause_patiently() { __nanosleep(200); }
+
 WEFT_DEVICE void pause(uint32_t polls) {
   if (polls > 1024) __nanosleep(64);
 }

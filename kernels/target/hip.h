@@ -288,6 +288,9 @@ WEFT_DEVICE uint64_t cycles() {
   return __builtin_readcyclecounter();
 }
 
+// One pause of a poll that is one of many and in no hurry.
+WEFT_DEVICE void pause_patiently() { __builtin_amdgcn_s_sleep(8); }
+
 WEFT_DEVICE void pause(uint32_t polls) {
   if (polls > 1024) __builtin_amdgcn_s_sleep(2);
 }

@@ -235,6 +235,9 @@ inline uint64_t now_ns() {
 // For measuring waits. There is no portable cycle counter, so these are nanoseconds.
 inline uint64_t cycles() { return now_ns(); }
 
+// One pause of a poll that is one of many and in no hurry.
+inline void pause_patiently() {}
+
 // One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields soon.
 inline void pause(uint32_t polls) {
   if (polls < 16) return;

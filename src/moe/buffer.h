@@ -8,7 +8,8 @@
 // Pointers are memory of this rank's device; nothing is checked here that Python has checked. Calls are collective and
 // in the same order on all ranks. On CUDA they enqueue on `stream`; on the host they return when they are done.
 // Threads: one caller at a time; give_back() from any thread.
-// Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on epochs.
+// Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on epochs. Where ranks
+// disagree about a call, kInvalid on all of them, and the next call may succeed.
 #pragma once
 
 #include <memory>

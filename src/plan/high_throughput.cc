@@ -57,11 +57,12 @@ uint32_t plan_piece_bytes(uint64_t row_bytes) {
   return static_cast<uint32_t>(round_up((row_bytes + pieces - 1) / pieces, 16));
 }
 
-GridPlan plan_layout(uint64_t tokens, const ComputeLimits& limits) {
-  if (!limits.is_cuda) return host_grid(limits, 0);
+GridPlan plan_layout(uint64_t tokens, uint32_t ranks, uint32_t experts, const ComputeLimits& limits) {
+  const auto shared_bytes = static_cast<uint32_t>((ranks + experts) * sizeof(int32_t));
+  if (!limits.is_cuda) return host_grid(limits, shared_bytes);
   constexpr uint32_t kThreads = 256;
   const auto blocks = static_cast<uint32_t>((tokens + kThreads - 1) / kThreads);
-  return {std::clamp(blocks, 1u, limits.max_blocks), kThreads, 0, {}, {}};
+  return {std::clamp(blocks, 1u, limits.max_blocks), kThreads, shared_bytes, {}, {}};
 }
 
 GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits) {
@@ -78,7 +79,7 @@ GridPlan plan_dispatch(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, c
 
 GridPlan plan_combine(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits) {
   if (!limits.is_cuda) return host_grid(limits, pipes_at(ranks));
-  return cuda_grid(ranks, piece_bytes, num_sms, 3, 13, limits);
+  return cuda_grid(ranks, piece_bytes, num_sms, 3, 9, limits);
 }
 
 }  // namespace weft

@@ -200,6 +200,9 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
                : "memory");
 }
 
+// Asks for a line to be brought near; may do nothing.
+WEFT_DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // ---- numbers -----------------------------------------------------------------------------------------------------
 
 // One rounding each: the compiler may not fuse them, so that every target gives the same bits.

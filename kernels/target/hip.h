@@ -222,6 +222,9 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
                               reinterpret_cast<detail::NativeVec16*>(at));
 }
 
+// Asks for a line to be brought near; may do nothing.
+WEFT_DEVICE void prefetch(const void* at) { __builtin_prefetch(at); }
+
 // ---- numbers
 // -----------------------------------------------------------------------------------------------------
 

@@ -192,6 +192,9 @@ inline void copy_row_streaming(std::byte* dst, const std::byte* src, uint64_t by
 #endif
 }
 
+// Asks for a line to be brought near; may do nothing.
+inline void prefetch(const void* at) { __builtin_prefetch(at); }
+
 // ---- numbers -----------------------------------------------------------------------------------------------------
 
 // One rounding each, as on the other targets.

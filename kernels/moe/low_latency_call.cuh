@@ -97,15 +97,15 @@ WEFT_DEVICE void begin_call(const LowLatencyCall& call, Block block, Warp warp, 
   const auto* consumed =
       reinterpret_cast<const uint64_t*>(mesh.local() + call.region + low_latency_control(mesh.ranks()).consumed);
   const bool has_lane_peer = warp.rank() < mesh.ranks();
-  const uint64_t early[2] = {has_lane_peer ? load_acquire(consumed + warp.rank()) : 0,
-                             has_lane_peer ? load_acquire(consumed + mesh.ranks() + warp.rank()) : 0};
+  const uint64_t even = has_lane_peer ? load_acquire(consumed + warp.rank()) : 0;
+  const uint64_t odd = has_lane_peer ? load_acquire(consumed + mesh.ranks() + warp.rank()) : 0;
   number = warp.broadcast(number);
   const Epoch epoch{number, static_cast<uint32_t>(number & 1)};
   if (block.index() + 1 == block.count()) acknowledge(call, warp, mesh, epoch);
   const uint64_t want = (call.phases & kPhaseSend) != 0 && number > 2 ? number - 2 : 0;
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     bool takes_part = !is_masked(call, peer);
-    const bool has_read = peer == warp.rank() && early[epoch.parity] >= want;
+    const bool has_read = peer == warp.rank() && (epoch.parity != 0 ? odd : even) >= want;
     uint64_t seen = 0;
     if (takes_part && !has_read)
       takes_part = await(call, consumed + epoch.parity * mesh.ranks() + peer, want, peer, site, 1, seen);
@@ -140,14 +140,17 @@ WEFT_DEVICE bool await_greeting(const LowLatencyCall& call, const MeshT& mesh, E
   const auto* vecs = reinterpret_cast<const Vec16*>(mesh.local() + call.region + at.hello) +
                      (epoch.parity * mesh.ranks() + source) * (sizeof(LowLatencyHello) / sizeof(Vec16));
   const Vec16 held[2] = {load_vec(vecs), load_vec(vecs + 1)};  // both at once: memory is far
-  const LowLatencyHello theirs = __builtin_bit_cast(LowLatencyHello, held);
+  static_assert(LowLatencyHello::kWords == 6 && sizeof(LowLatencyHello) == 2 * sizeof(Vec16));
+  WEFT_UNROLL
   for (uint32_t i = 0; i < LowLatencyHello::kWords; ++i) {
-    if (theirs.words[i] == call.hello.words[i]) continue;
-    raise(call.wait.fault, Site::kLowLatencyAgree, call.wait.self, source, call.hello.words[i], theirs.words[i], i);
+    const uint32_t theirs = held[i / 4].words[i % 4];
+    if (theirs == call.hello.words[i]) continue;
+    raise(call.wait.fault, Site::kLowLatencyAgree, call.wait.self, source, call.hello.words[i], theirs, i);
     return false;
   }
-  if (theirs.dispatch_epoch == dispatch_epoch) return true;
-  raise(call.wait.fault, Site::kCombineHandle, call.wait.self, source, dispatch_epoch, theirs.dispatch_epoch, 0);
+  const uint64_t their_epoch = held[1].words[2] | uint64_t{held[1].words[3]} << 32;
+  if (their_epoch == dispatch_epoch) return true;
+  raise(call.wait.fault, Site::kCombineHandle, call.wait.self, source, dispatch_epoch, their_epoch, 0);
   return false;
 }
 

@@ -180,6 +180,7 @@ struct CombineArgs {
   ReadyRecord mine;            // rows_at: staging rows; meta_at: staging weights, f32[capacity][K]
   WarpRange push_warps;
   WarpRange sum_warps;
+  WarpRange watch_warps;  // one warp that waits for the whole block, or none: sum warps wait themselves
 };
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.

@@ -6,6 +6,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <cstring>
@@ -20,7 +21,7 @@ namespace weft::provider {
 namespace {
 
 constexpr uint32_t kTxDepthMax = 1024;
-constexpr uint32_t kPagesPerCall = 256;  // below IOV_MAX, and short enough to stay responsive
+constexpr uint32_t kPagesPerCall = 1024;  // IOV_MAX
 constexpr size_t kEntriesPerRead = 32;
 
 // The same on two processes that can name each other by process number.
@@ -240,16 +241,22 @@ class FabricRail : public Rail {
 
   uint32_t pages_per_post(Route to) const override { return destinations_[to].pid ? kPagesPerCall : 1; }
 
-  // One system call copies all pages into the peer, as the shm provider itself does for a single large write.
-  Posted post_pages(Route to, const Piece* pieces, uint32_t count, Context* context) override {
+  // One system call copies all pages into the peer, as the shm provider itself does for a single large write. The kernel
+  // looks up the peer's memory once per stretch of it, so pages go in the order of their addresses over there and
+  // neighbours become one stretch.
+  Posted post_pages(Route to, Piece* pieces, uint32_t count, Context* context) override {
+    std::sort(pieces, pieces + count, [](const Piece& a, const Piece& b) { return a.remote < b.remote; });
     iovec from[kPagesPerCall], into[kPagesPerCall];
-    size_t left = 0;
+    size_t left = 0, stretches = 0;
     for (uint32_t i = 0; i < count; ++i) {
       from[i] = {pieces[i].local, pieces[i].bytes};
-      into[i] = {reinterpret_cast<void*>(pieces[i].remote), pieces[i].bytes};
       left += pieces[i].bytes;
+      if (i > 0 && pieces[i - 1].remote + pieces[i - 1].bytes == pieces[i].remote)
+        into[stretches - 1].iov_len += pieces[i].bytes;
+      else
+        into[stretches++] = {reinterpret_cast<void*>(pieces[i].remote), pieces[i].bytes};
     }
-    const ssize_t moved = process_vm_writev(destinations_[to].pid, from, count, into, count, 0);
+    const ssize_t moved = process_vm_writev(destinations_[to].pid, from, count, into, stretches, 0);
     Event event;
     event.kind = moved == static_cast<ssize_t>(left) ? EventKind::kDone : EventKind::kFailed;
     event.context = context;
@@ -369,7 +376,7 @@ class Fabric : public Provider {
     std::vector<Nic> nics;
     for (const fi::Info* info = found->first(); info; info = info->next) {
       Nic nic = describe(*info, kind_);
-      bool is_new = true;
+      bool is_new = kind_ != "tcp" || !interface_address(*info).empty();  // sockets without an address are of no use
       for (const Nic& known : nics) is_new = is_new && known.name != nic.name;
       if (is_new) nics.push_back(std::move(nic));
     }

@@ -1,23 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Windows in GPU memory: CUDA's virtual memory management. Each segment is one physical allocation that travels as a
-// POSIX file descriptor; every rank maps it into addresses it has set aside, readable and writable by its own GPU.
-#include <unistd.h>
-
+// Windows in GPU memory: CUDA's virtual memory management. Each segment is one physical allocation that
+// travels as a POSIX file descriptor; every rank maps it into addresses it has set aside, readable and
+// writable by its own GPU.
 #include <algorithm>
 
 #include "base/cuda_driver.h"
 #include "base/log.h"
+#include "memory/device_memory.h"
 #include "memory/range.h"
 
 namespace weft {
 namespace {
 
+// NICs can register the memory too, where the GPU allows it.
 CUmemAllocationProp shareable_memory(int ordinal) {
+  const Result<int> can_rdma =
+      cuda_device_attribute(ordinal, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
   CUmemAllocationProp properties{};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, ordinal};
+  properties.allocFlags.gpuDirectRDMACapable = can_rdma.ok() && *can_rdma != 0 ? 1 : 0;
   return properties;
 }
 
@@ -59,17 +63,15 @@ class VmmRange : public MappedRange {
     WEFT_TRY(logged(cuda_status(driver.cuMemCreate(&segment.handle, bytes, &properties, 0),
                                 "allocate a window segment of {} bytes on cuda:{}", bytes, ordinal_)));
     int fd = -1;
-    WEFT_TRY(logged(cuda_status(driver.cuMemExportToShareableHandle(&fd, segment.handle,
-                                                                    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
-                                "share a window segment of cuda:{}", ordinal_)));
+    WEFT_TRY(logged(cuda_status(
+        driver.cuMemExportToShareableHandle(&fd, segment.handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+        "share a window segment of cuda:{}", ordinal_)));
     Parcel offer{"", FileDescriptor(fd)};
-    const CUdeviceptr begin = base_ + bytes_;
     WEFT_TRY(map(driver, segment.handle, bytes));
-    Status zeroed = cuda_status(driver.cuMemsetD8Async(begin, 0, bytes, nullptr), "zero a window segment");
-    if (zeroed.ok()) zeroed = cuda_status(driver.cuStreamSynchronize(nullptr), "zero a window segment");
+    const Status zeroed = zero_device_memory(ordinal_, base() + bytes_ - bytes, bytes);
     if (!zeroed.ok()) {
       cut(bytes_ - bytes);
-      return logged(zeroed);
+      return zeroed;
     }
     return offer;
   }
@@ -77,13 +79,14 @@ class VmmRange : public MappedRange {
   Status import(const Parcel& offer, uint64_t bytes) override {
     WEFT_TRY(check_room(bytes));
     if (!offer.fd.is_open())
-      return logged(Status::make(Code::kSystem, "a peer's window segment came without its {} bytes of memory", bytes));
+      return logged(
+          Status::make(Code::kSystem, "a peer's window segment came without its {} bytes of memory", bytes));
     WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal_));
     const CudaDriver& driver = current.driver();
     Allocation segment(driver);
     auto* descriptor = reinterpret_cast<void*>(static_cast<uintptr_t>(offer.fd.get()));
-    WEFT_TRY(logged(cuda_status(driver.cuMemImportFromShareableHandle(&segment.handle, descriptor,
-                                                                      CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+    WEFT_TRY(logged(cuda_status(driver.cuMemImportFromShareableHandle(
+                                    &segment.handle, descriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
                                 "import a peer's window segment of {} bytes on cuda:{}", bytes, ordinal_)));
     return map(driver, segment.handle, bytes);
   }
@@ -101,16 +104,18 @@ class VmmRange : public MappedRange {
  private:
   Status check_room(uint64_t bytes) const {
     if (bytes <= reserved_ - bytes_) return Status();
-    return Status::make(Code::kCapacity, "window: got {} bytes, allowed: at most the {} bytes of reserved addresses",
+    return Status::make(Code::kCapacity,
+                        "window: got {} bytes, allowed: at most the {} bytes of reserved addresses",
                         bytes_ + bytes, reserved_);
   }
 
   Status map(const CudaDriver& driver, CUmemGenericAllocationHandle handle, uint64_t bytes) {
     const CUdeviceptr at = base_ + bytes_;
-    WEFT_TRY(logged(cuda_status(driver.cuMemMap(at, bytes, 0, handle, 0), "map a window segment of {} bytes", bytes)));
+    WEFT_TRY(logged(
+        cuda_status(driver.cuMemMap(at, bytes, 0, handle, 0), "map a window segment of {} bytes", bytes)));
     const CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, ordinal_}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-    const Status granted =
-        cuda_status(driver.cuMemSetAccess(at, bytes, &access, 1), "let cuda:{} access a window segment", ordinal_);
+    const Status granted = cuda_status(driver.cuMemSetAccess(at, bytes, &access, 1),
+                                       "let cuda:{} access a window segment", ordinal_);
     if (!granted.ok()) {
       driver.cuMemUnmap(at, bytes);
       return logged(granted);
@@ -136,23 +141,18 @@ Result<std::shared_ptr<MappedRange>> make_vmm_range(const RangeOptions& options)
   const CudaDriver& driver = current.driver();
   const CUmemAllocationProp properties = shareable_memory(ordinal);
   size_t granularity = 0;
-  WEFT_TRY(cuda_status(driver.cuMemGetAllocationGranularity(&granularity, &properties,
-                                                            CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
-                       "read the allocation granularity of cuda:{}", ordinal));
+  WEFT_TRY(cuda_status(
+      driver.cuMemGetAllocationGranularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+      "read the allocation granularity of cuda:{}", ordinal));
   CUdeviceptr base = 0;
   for (uint64_t bytes = std::max(options.reserve_bytes, options.least_bytes);;
-       bytes = std::max(bytes / 2, options.least_bytes)) {
-    const Status reserved =
-        cuda_status(driver.cuMemAddressReserve(&base, bytes, 0, 0, 0), "reserve {} bytes of addresses", bytes);
-    if (reserved.ok()) return std::shared_ptr<MappedRange>(std::make_shared<VmmRange>(ordinal, base, bytes, granularity));
+       bytes = std::max(bytes / 2 / granularity * granularity, options.least_bytes)) {
+    const Status reserved = cuda_status(driver.cuMemAddressReserve(&base, bytes, 0, 0, 0),
+                                        "reserve {} bytes of addresses", bytes);
+    if (reserved.ok())
+      return std::shared_ptr<MappedRange>(std::make_shared<VmmRange>(ordinal, base, bytes, granularity));
     if (bytes == options.least_bytes) return logged(reserved);
   }
-}
-
-// CUDA IPC can't place memory at a wanted address, so such a window could not grow.
-Result<std::shared_ptr<MappedRange>> make_ipc_range(const RangeOptions& options) {
-  return Status::make(Code::kUnsupported, "{}: CUDA IPC is not written yet; the driver must offer VMM handles",
-                      options.device);
 }
 
 }  // namespace weft

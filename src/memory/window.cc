@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "base/config.h"
-#include "base/cuda_driver.h"
 #include "base/log.h"
 #include "base/random.h"
 
@@ -96,7 +95,11 @@ Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Communicator> com
   return window;
 }
 
-Window::~Window() { free_table(); }
+Window::~Window() {
+  // Kernels in flight may still use what is about to be unmapped; their waits are bounded, so this one is
+  // too.
+  if (!comm_->device().is_host() && bytes_ > 0) (void)logged(wait_for_device(comm_->device().ordinal));
+}
 
 Status Window::grow(uint64_t at_least_bytes) {
   return change_size(at_least_bytes, "window.grow");
@@ -156,7 +159,7 @@ Result<std::shared_ptr<MappedRange>> Window::new_range(uint64_t bytes) const {
   RangeOptions options;
   options.device = comm_->device();
   options.sharing = comm_->sharing();
-  options.reserve_bytes = reserve_bytes();
+  options.reserve_bytes = round_up(reserve_bytes(), kReserveMultiple);
   options.least_bytes = round_up(bytes, kReserveMultiple);
   return make_range(options);
 }
@@ -199,21 +202,10 @@ Status Window::publish_table() {
     table_ = bases_.data();
     return Status();
   }
-  WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(comm_->device().ordinal));
-  const CudaDriver& driver = current.driver();
-  const uint64_t bytes = bases_.size() * sizeof(bases_[0]);
-  CUdeviceptr copy = 0;
-  WEFT_TRY(logged(cuda_status(driver.cuMemAlloc(&copy, bytes), "allocate the table of a window")));
-  table_ = reinterpret_cast<std::byte* const*>(copy);
-  WEFT_TRY(logged(cuda_status(driver.cuMemcpyAsync(copy, reinterpret_cast<CUdeviceptr>(bases_.data()), bytes, nullptr),
-                              "copy the table of a window")));
-  return logged(cuda_status(driver.cuStreamSynchronize(nullptr), "copy the table of a window"));
-}
-
-void Window::free_table() {
-  if (!table_ || comm_->device().is_host()) return;
-  Result<CudaContext> current = CudaContext::enter(comm_->device().ordinal);
-  if (current.ok()) current->driver().cuMemFree(reinterpret_cast<CUdeviceptr>(table_));
+  WEFT_TRY_ASSIGN(device_table_, DeviceCopy::create(comm_->device().ordinal, bases_.data(),
+                                                    bases_.size() * sizeof bases_[0]));
+  table_ = reinterpret_cast<std::byte* const*>(device_table_->data());
+  return Status();
 }
 
 // Goes back to the first `bytes` bytes everywhere. Ranges of other threads are theirs to cut.

@@ -158,7 +158,7 @@ Status MoeBuffer::layout(const LayoutCall& call) {
                         call.token_in_rank};
   WEFT_TRY(zero(call.tokens_per_rank, ranks * sizeof(int32_t), call.stream));
   WEFT_TRY(zero(call.tokens_per_expert, call.experts * sizeof(int32_t), call.stream));
-  return launch({kLayoutFile, "dispatch_layout", "LayoutArgs"}, plan_layout(call.tokens, limits_), &args, sizeof(args), {},
+  return launch({kLayoutFile, "dispatch_layout", "LayoutArgs"}, plan_layout(call.tokens, ranks, call.experts, limits_), &args, sizeof(args), {},
                 call.stream);
 }
 
@@ -328,6 +328,7 @@ Status MoeBuffer::combine(const CombineCall& call) {
                call.handle_id, call.row_bytes, row_extras(0, call.top_k, 0), {}};
   args.push_warps = grid.first_role;
   args.sum_warps = grid.second_role;
+  args.watch_warps = grid.watch_role;
   return launch({kCombineFile, "combine_rows", "CombineArgs"}, grid, &args, sizeof(args), shape, call.stream);
 }
 

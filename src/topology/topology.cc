@@ -7,8 +7,8 @@
 
 #include <fstream>
 
-#include "base/cuda_driver.h"
 #include "base/random.h"
+#include "topology/gpus.h"
 
 namespace weft {
 
@@ -32,22 +32,17 @@ int current_numa_node() {
 
 namespace {
 
-Status add_gpu_facts(RankFacts& facts) {
-  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  const int ordinal = facts.device.ordinal;
-  if (ordinal >= driver->device_count)
-    return Status::make(Code::kUnsupported, "device: got {}, allowed: cuda:0 to cuda:{}", facts.device,
-                        driver->device_count - 1);
-  CUdevice gpu = 0;
-  char address[32] = {};
-  int can_share = 0;
-  WEFT_TRY(cuda_status(driver->cuDeviceGet(&gpu, ordinal), "find device cuda:{}", ordinal));
-  WEFT_TRY(cuda_status(driver->cuDeviceGetPCIBusId(address, sizeof address, gpu), "read the PCI address of cuda:{}", ordinal));
-  WEFT_TRY(cuda_status(driver->cuDeviceGetAttribute(
-                           &can_share, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, gpu),
-                       "ask whether cuda:{} shares memory by file descriptors", ordinal));
-  facts.gpu = address;
-  facts.can_share_vmm = can_share != 0;
+Status add_gpu(RankFacts& facts) {
+  WEFT_TRY_ASSIGN(const GpuFacts own, gpu_facts(facts.device.ordinal));
+  facts.gpu = own.pci_address;
+  facts.numa_node = own.numa_node;
+  facts.can_share_vmm = own.can_share_vmm;
+  facts.can_share_ipc = true;
+  WEFT_TRY_ASSIGN(const std::vector<GpuFacts> all, gpus());
+  for (const GpuFacts& other : all) {
+    WEFT_TRY_ASSIGN(const GpuLink link, gpu_link(own, other));
+    if (!link.can_access) facts.gpus_beyond += other.pci_address + ",";
+  }
   return Status();
 }
 
@@ -59,8 +54,8 @@ Result<RankFacts> rank_facts(int rank, Device device) {
   facts.host = host_id();
   facts.process = process_key();
   facts.device = device;
-  if (device.is_host()) return facts;
-  WEFT_TRY(add_gpu_facts(facts));
+  facts.numa_node = current_numa_node();
+  if (!device.is_host()) WEFT_TRY(add_gpu(facts));
   return facts;
 }
 

@@ -246,6 +246,7 @@ class Core {
   uint32_t progress_calls_ = 0;
   Clock::time_point last_tick_{};
   std::vector<Event> events_;
+  std::vector<provider::Piece> page_list_;  // of the post_pages() under way
 
   std::deque<std::unique_ptr<Flight[]>> flight_blocks_;
   Flight* free_flights_ = nullptr;

@@ -65,8 +65,8 @@ class Runner {
 
   Status submit_pages(How how) {
     if (pages_here_.indices.empty()) {
-      pages_here_ = {0, load_.bytes, shuffled(load_.count, 1), 0};
-      pages_there_ = {0, load_.bytes, shuffled(load_.count, 2), 0};
+      pages_here_ = {0, load_.bytes, random_pages(load_.count, 1), 0};
+      pages_there_ = {0, load_.bytes, random_pages(load_.count, 2), 0};
     }
     return engine_.write_pages({memory_, pages_here_, remote_, pages_there_, load_.bytes, std::move(how)}).status();
   }
@@ -117,33 +117,38 @@ uint64_t place_of(uint64_t i, uint64_t bytes, uint64_t room) {
   return bytes > room ? 0 : std::min(i % places * step, room - bytes);
 }
 
-std::vector<uint32_t> shuffled(uint32_t count, uint32_t seed) {
-  std::vector<uint32_t> indices(count);
+std::vector<uint32_t> random_pages(uint32_t count, uint32_t seed) {
+  std::vector<uint32_t> indices(uint64_t{count} * kPagePool);
   std::iota(indices.begin(), indices.end(), 0u);
   std::mt19937 random(seed);
   std::shuffle(indices.begin(), indices.end(), random);
+  indices.resize(count);
   return indices;
 }
 
 Result<std::vector<double>> measure(Engine& engine, const std::shared_ptr<Memory>& memory,
                                     const std::shared_ptr<Remote>& remote, const Load& load, Deadline until) {
-  const uint64_t needs = load.kind == LoadKind::kPaged ? load.bytes * load.count : load.bytes;
+  const uint64_t needs = load.kind == LoadKind::kPaged ? load.bytes * load.count * kPagePool : load.bytes;
   if (needs > std::min(memory->bytes(), remote->bytes()))
     return Status::invalid("bytes: got {}, allowed: up to the {} bytes of the buffers", needs, memory->bytes());
   return Runner(engine, memory, remote, load, until).run();
 }
 
 Status serve(Engine& engine, const std::shared_ptr<Peer>& peer, const std::shared_ptr<Memory>& memory,
-             const std::shared_ptr<Remote>& remote, Deadline until) {
+             const std::shared_ptr<Remote>& remote, Answered& answered, Deadline until) {
   WEFT_TRY_ASSIGN(const std::shared_ptr<ImmCounter> echoes, engine.imm_counter(peer, kEchoImm));
   WEFT_TRY_ASSIGN(const std::shared_ptr<ImmCounter> stop, engine.imm_counter(peer, kStopImm));
-  for (uint64_t answered = 0;;) {
-    const bool came = engine.core().wait(
-        until, [&] { return echoes->value() > answered || stop->value() > 0 || !peer->is_alive(); });
+  while (true) {
+    const bool came = engine.core().wait(until, [&] {
+      return echoes->value() > answered.echoes || stop->value() > answered.stops || !peer->is_alive();
+    });
     if (!came) return timed_out("waiting for an echo");
     if (!peer->is_alive()) return peer->why();
-    if (echoes->value() == answered) return {};
-    ++answered;
+    if (echoes->value() == answered.echoes) {
+      ++answered.stops;
+      return {};
+    }
+    ++answered.echoes;
     How how;
     how.imm = kEchoImm;
     WEFT_TRY(engine.write({memory, 0, remote, 0, 8, std::move(how)}).status());

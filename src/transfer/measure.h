@@ -19,7 +19,8 @@ constexpr uint32_t kStopImm = kImmIdMax - 1;  // the server leaves serve()
 enum class LoadKind { kWrite, kRead, kPaged, kScatter, kLatency };
 
 // One repetition is `count` operations of `bytes`, at most `window` under way, then one echo. kLatency: `count` round
-// trips of a write of `bytes` with an immediate. kPaged: one operation of `count` pages in shuffled order on both sides.
+// trips of a write of `bytes` with an immediate. kPaged: one operation of `count` pages, picked at random on both sides
+// out of kPagePool times as many.
 // kScatter: `count` scatters of 8 targets of `bytes` / 8 each.
 struct Load {
   LoadKind kind = LoadKind::kWrite;
@@ -31,15 +32,21 @@ struct Load {
 
 // Where operation i begins in a buffer of `room` bytes: one after another, then round again.
 uint64_t place_of(uint64_t i, uint64_t bytes, uint64_t room);
-// The indices 0 to count - 1, shuffled the same way on every run; different for different seeds.
-std::vector<uint32_t> shuffled(uint32_t count, uint32_t seed);
+constexpr uint32_t kPagePool = 4;
+// `count` different page numbers below kPagePool * count, the same on every run; different for different seeds.
+std::vector<uint32_t> random_pages(uint32_t count, uint32_t seed);
 
 // Seconds of each repetition. Errors: those of the operations.
 Result<std::vector<double>> measure(Engine& engine, const std::shared_ptr<Memory>& memory,
                                     const std::shared_ptr<Remote>& remote, const Load& load, Deadline until);
-// Answers echoes until the peer says stop; `memory` and `remote` carry the answers to latency loads.
+// What a server has answered on one connection so far: immediates are counted over all of its sessions.
+struct Answered {
+  uint64_t echoes = 0;
+  uint64_t stops = 0;
+};
+// Answers echoes until the peer says stop; `memory` and `remote` carry the answers.
 Status serve(Engine& engine, const std::shared_ptr<Peer>& peer, const std::shared_ptr<Memory>& memory,
-             const std::shared_ptr<Remote>& remote, Deadline until);
+             const std::shared_ptr<Remote>& remote, Answered& answered, Deadline until);
 Status stop_serving(Engine& engine, const std::shared_ptr<Peer>& peer, Deadline until);
 
 // The same loads as plain fi_writemsg() and fi_readmsg() on one endpoint, without an engine: the baseline.

@@ -615,7 +615,8 @@ void Core::count_imm(Peer& peer, uint32_t imm, uint32_t count) {
     counter->id_ = imm;
     counter->peer_ = find_peer(peer.engine_);
   }
-  const uint64_t value = counter->value_.fetch_add(count, std::memory_order_release) + count;
+  const uint64_t value = counter->value_.load(std::memory_order_relaxed) + count;
+  counter->value_.store(value, std::memory_order_release);
   auto& reaches = counter->reaches_;
   for (size_t i = 0; i < reaches.size();) {
     if (reaches[i].at_least > value) {

@@ -193,6 +193,28 @@ def test_cached_dispatch_repeats_the_routes(pair: RankPool) -> None:
     pair.run(check_cached, SMALL)
 
 
+def check_handle_entries(rank: Rank, case: MoeCase) -> None:
+    handle = dispatch(kept_buffer(rank), case, rank.rank)[4]
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    per_rank, _, in_rank = oracle.layout(case.topk_idx(rank.rank), case.num_experts, rank.size)
+    prefix, sent, received, tokens, is_in_rank, send_head = handle
+    assert len(handle) == 6
+    assert prefix.shape == (rank.size, rank.size)
+    assert sent.flatten().tolist() == per_rank.tolist()
+    assert received.flatten().tolist() == rows.per_source.cumsum(0).tolist()
+    assert tokens.tolist() == rows.src_token.tolist()
+    assert torch.equal(is_in_rank, in_rank)
+    assert torch.equal(send_head >= 0, in_rank)
+    assert torch.equal(handle[-6], prefix)
+    assert len(handle[1:3]) == 2
+    with pytest.raises(IndexError):
+        handle[6]
+
+
+def test_handle_entries_are_those_of_deepep(pair: RankPool) -> None:
+    pair.run(check_handle_entries, SMALL)
+
+
 def check_no_top_k(rank: Rank, case: MoeCase) -> None:
     buffer = kept_buffer(rank)
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from moe_checks import barrier, check_round_trip
 from torch import Tensor
@@ -23,7 +23,7 @@ from weft.testing.ranks import Rank, RankPool
 RANK_COUNTS = (1, 2, 3, 5, 6, 7, 17)
 SMALL = MoeCase(tokens=(6, 9), hidden=512, top_k=3, num_experts=8)
 MOST_TOKENS = 16
-LARGEST = (64, 2048, 96)  # tokens, hidden, experts that the kept buffer is sized for
+LARGEST = (512, 1024, 96)  # tokens, hidden, experts that the kept buffer is sized for
 BYTES = {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
 
 
@@ -171,12 +171,18 @@ def cases(draw: st.DrawFn, num_ranks: int) -> tuple[MoeCase, Format]:
     return case, form
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    phases=(Phase.generate,),  # a smaller failing case is not worth minutes of fresh ranks
+)
 @given(data=st.data())
 def test_round_trip_of_any_shape_matches_the_oracle(pool: RankPool, data: st.DataObject) -> None:
     case, form = data.draw(cases(pool.num_ranks))
     most_tokens = max(*case.tokens, 1) if data.draw(st.booleans()) else MOST_TOKENS
-    if case.routing in ("any", "one expert"):  # a row may name an expert more than once
+    if case.routing != "distinct" or case.top_k > case.num_experts:  # rows may name an expert twice
         most_tokens *= case.top_k
     pool.run(check_ll_round_trip, case, form, most_tokens, data.draw(st.booleans()))
 

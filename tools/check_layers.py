@@ -47,7 +47,8 @@ MAY_INCLUDE: dict[str, set[str]] = {
 # The lists name every factory: the one line that adding a transport or provider costs outside its folder.
 LISTS = {"transports", "providers"}
 
-# The device part of a transport is a type that kernels are compiled with; on the host target that happens here.
+# The device part of a transport is a type that kernels are compiled with; on the host target that happens
+# here.
 DEVICE_PART = {"channel.cuh", "wire.h"}
 USE_CHANNELS = {"src/jit", "src/moe", "src/collective"}
 

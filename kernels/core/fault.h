@@ -12,6 +12,7 @@ namespace weft {
 enum class Site : uint32_t {
   kNone = 0,
   kCounts,           // dispatch: the counts of a peer
+  kCountsDisagree,   // dispatch: a peer's sizes differ from this rank's
   kDispatchReady,    // dispatch: a peer's address for its rows
   kDispatchRecv,     // dispatch: the rows of a peer
   kDispatchCapacity, // dispatch: more rows came than num_worst_tokens allows

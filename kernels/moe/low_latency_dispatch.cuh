@@ -32,6 +32,12 @@ struct Dispatch {
 
   WEFT_DEVICE uint32_t ranks() const { return static_cast<uint32_t>(shape.ranks); }
   WEFT_DEVICE uint32_t local_experts() const { return static_cast<uint32_t>(shape.experts_per_rank); }
+  // Of local_experts() places for experts, the last ranks use fewer where experts do not divide evenly.
+  WEFT_DEVICE uint32_t own_experts() const {
+    const uint32_t first = mesh.rank() * local_experts();
+    const uint32_t left = a.call.experts > first ? a.call.experts - first : 0;
+    return left < local_experts() ? left : local_experts();
+  }
   WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
   WEFT_DEVICE bool has_weights() const { return shape.weights != 0; }
   WEFT_DEVICE uint64_t rows_per_expert() const { return uint64_t{ranks()} * a.call.max_tokens; }
@@ -266,7 +272,7 @@ WEFT_DEVICE void find_segments(const D& d) {
   d.block.sync();
   const bool reports = d.block.index() == 0;
   const auto* counts = reinterpret_cast<const uint32_t*>(d.mesh.local() + d.half_at() + d.half().counts);
-  for (uint32_t expert = d.block.rank(); expert < d.local_experts(); expert += d.block.size()) {
+  for (uint32_t expert = d.block.rank(); expert < d.own_experts(); expert += d.block.size()) {
     uint32_t begin = 0;
     for (uint32_t source = 0; source < d.ranks(); ++source) {
       const uint64_t at = uint64_t{source} * d.local_experts() + expert;

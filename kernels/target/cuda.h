@@ -6,6 +6,7 @@
 #pragma once
 
 #define WEFT_DEVICE __device__ __forceinline__
+#define WEFT_UNROLL _Pragma("unroll")
 #define WEFT_KERNEL __device__ __forceinline__
 #define WEFT_UNROLL _Pragma("unroll")  // before a loop whose trip count is constant
 
@@ -148,6 +149,15 @@ WEFT_DEVICE uint64_t add_release(uint64_t* at, uint64_t value) {
   uint64_t old;
   asm volatile("atom.add.release.sys.global.u64 %0, [%1], %2;" : "=l"(old) : "l"(at), "l"(value) : "memory");
   return old;
+}
+// Block scope; `at` is usually in shared memory.
+WEFT_DEVICE uint32_t load_acquire_block(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+WEFT_DEVICE void store_release_block(uint32_t* at, uint32_t value) {
+  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 // Within one device. `at` may be in shared memory.
 WEFT_DEVICE uint32_t add_local(uint32_t* at, uint32_t value) { return atomicAdd(at, value); }
@@ -363,6 +373,9 @@ WEFT_DEVICE uint64_t now_ns() {
 
 // For measuring waits: cycles of this multiprocessor.
 WEFT_DEVICE uint64_t cycles() { return static_cast<uint64_t>(clock64()); }
+
+// One pause of a poll that is in no hurry.
+WEFT_DEVICE void pause_patiently() { __nanosleep(300); }
 
 WEFT_DEVICE void pause(uint32_t polls) {
   if (polls > 1024) __nanosleep(64);

@@ -37,6 +37,7 @@ enum class byte : unsigned char {};
 #define __grid_constant__  // arguments lie in constant memory anyway
 
 #define WEFT_DEVICE __attribute__((device, always_inline)) inline
+#define WEFT_UNROLL _Pragma("unroll")
 #define WEFT_KERNEL __attribute__((device, always_inline)) inline
 #define WEFT_UNROLL _Pragma("unroll")  // before a loop whose trip count is constant
 
@@ -190,6 +191,13 @@ WEFT_DEVICE uint32_t add_local_acq_rel(uint32_t* at, uint32_t value) {
 WEFT_DEVICE uint32_t exchange_local(uint32_t* at, uint32_t value) {
   return __hip_atomic_exchange(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+// Block scope; `at` is usually in shared memory.
+WEFT_DEVICE uint32_t load_acquire_block(const uint32_t* at) {
+  return __hip_atomic_load(at, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+WEFT_DEVICE void store_release_block(uint32_t* at, uint32_t value) {
+  __hip_atomic_store(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
 // Orders everything before it against everything after it, for peers too.
 WEFT_DEVICE void fence_system() {
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "");
@@ -287,6 +295,9 @@ WEFT_DEVICE uint64_t now_ns() {
 WEFT_DEVICE uint64_t cycles() {
   return __builtin_readcyclecounter();
 }
+
+// One pause of a poll that is in no hurry.
+WEFT_DEVICE void pause_patiently() { __builtin_amdgcn_s_sleep(8); }
 
 WEFT_DEVICE void pause(uint32_t polls) {
   if (polls > 1024) __builtin_amdgcn_s_sleep(2);

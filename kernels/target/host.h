@@ -16,6 +16,7 @@
 #endif
 
 #define WEFT_DEVICE inline
+#define WEFT_UNROLL
 #define WEFT_KERNEL inline
 #define WEFT_UNROLL  // before a loop whose trip count is constant; the compiler decides
 #define WEFT_HOST_TARGET 1
@@ -139,6 +140,11 @@ T add_release(T* at, T value) {
   publish_streaming_stores();
   return std::atomic_ref<T>(*at).fetch_add(value, std::memory_order_release);
 }
+// Block scope; `at` is usually in shared memory.
+inline uint32_t load_acquire_block(const uint32_t* at) { return load_acquire(at); }
+inline void store_release_block(uint32_t* at, uint32_t value) {
+  std::atomic_ref<uint32_t>(*at).store(value, std::memory_order_release);
+}
 // Within one device.
 template <class T>
 T add_local(T* at, T value) {
@@ -234,6 +240,9 @@ inline uint64_t now_ns() {
 
 // For measuring waits. There is no portable cycle counter, so these are nanoseconds.
 inline uint64_t cycles() { return now_ns(); }
+
+// One pause of a poll that is in no hurry.
+inline void pause_patiently() { sched_yield(); }
 
 // One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields soon.
 inline void pause(uint32_t polls) {

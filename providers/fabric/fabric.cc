@@ -369,7 +369,7 @@ class Fabric : public Provider {
     std::vector<Nic> nics;
     for (const fi::Info* info = found->first(); info; info = info->next) {
       Nic nic = describe(*info, kind_);
-      bool is_new = true;
+      bool is_new = kind_ != "tcp" || !interface_address(*info).empty();  // sockets without an address are of no use
       for (const Nic& known : nics) is_new = is_new && known.name != nic.name;
       if (is_new) nics.push_back(std::move(nic));
     }

@@ -373,10 +373,11 @@ void bind_measure(nb::module_& module) {
                return value_or_throw(
                    released([&] { return measure(e, memory, remote, load, Deadline::after_s(timeout_s)); }));
              });
+  nb::class_<Answered>(module, "TransferAnswered").def(nb::init<>());
   module.def("transfer_serve",
              [](Engine& e, const std::shared_ptr<Peer>& peer, const std::shared_ptr<Memory>& memory,
-                const std::shared_ptr<Remote>& remote, double timeout_s) {
-               check(released([&] { return serve(e, peer, memory, remote, Deadline::after_s(timeout_s)); }));
+                const std::shared_ptr<Remote>& remote, Answered& answered, double timeout_s) {
+               check(released([&] { return serve(e, peer, memory, remote, answered, Deadline::after_s(timeout_s)); }));
              });
   module.def("transfer_stop_serving", [](Engine& e, const std::shared_ptr<Peer>& peer, double timeout_s) {
     check(released([&] { return stop_serving(e, peer, Deadline::after_s(timeout_s)); }));

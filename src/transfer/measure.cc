@@ -134,16 +134,20 @@ Result<std::vector<double>> measure(Engine& engine, const std::shared_ptr<Memory
 }
 
 Status serve(Engine& engine, const std::shared_ptr<Peer>& peer, const std::shared_ptr<Memory>& memory,
-             const std::shared_ptr<Remote>& remote, Deadline until) {
+             const std::shared_ptr<Remote>& remote, Answered& answered, Deadline until) {
   WEFT_TRY_ASSIGN(const std::shared_ptr<ImmCounter> echoes, engine.imm_counter(peer, kEchoImm));
   WEFT_TRY_ASSIGN(const std::shared_ptr<ImmCounter> stop, engine.imm_counter(peer, kStopImm));
-  for (uint64_t answered = 0;;) {
-    const bool came = engine.core().wait(
-        until, [&] { return echoes->value() > answered || stop->value() > 0 || !peer->is_alive(); });
+  while (true) {
+    const bool came = engine.core().wait(until, [&] {
+      return echoes->value() > answered.echoes || stop->value() > answered.stops || !peer->is_alive();
+    });
     if (!came) return timed_out("waiting for an echo");
     if (!peer->is_alive()) return peer->why();
-    if (echoes->value() == answered) return {};
-    ++answered;
+    if (echoes->value() == answered.echoes) {
+      ++answered.stops;
+      return {};
+    }
+    ++answered.echoes;
     How how;
     how.imm = kEchoImm;
     WEFT_TRY(engine.write({memory, 0, remote, 0, 8, std::move(how)}).status());

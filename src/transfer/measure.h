@@ -37,9 +37,14 @@ std::vector<uint32_t> shuffled(uint32_t count, uint32_t seed);
 // Seconds of each repetition. Errors: those of the operations.
 Result<std::vector<double>> measure(Engine& engine, const std::shared_ptr<Memory>& memory,
                                     const std::shared_ptr<Remote>& remote, const Load& load, Deadline until);
-// Answers echoes until the peer says stop; `memory` and `remote` carry the answers to latency loads.
+// What a server has answered on one connection so far: immediates are counted over all of its sessions.
+struct Answered {
+  uint64_t echoes = 0;
+  uint64_t stops = 0;
+};
+// Answers echoes until the peer says stop; `memory` and `remote` carry the answers.
 Status serve(Engine& engine, const std::shared_ptr<Peer>& peer, const std::shared_ptr<Memory>& memory,
-             const std::shared_ptr<Remote>& remote, Deadline until);
+             const std::shared_ptr<Remote>& remote, Answered& answered, Deadline until);
 Status stop_serving(Engine& engine, const std::shared_ptr<Peer>& peer, Deadline until);
 
 // The same loads as plain fi_writemsg() and fi_readmsg() on one endpoint, without an engine: the baseline.

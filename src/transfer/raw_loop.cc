@@ -39,6 +39,7 @@ struct RawLoop::Impl {
   std::vector<provider::Context> contexts{kContexts};
   size_t next_context = 0;
   uint64_t done = 0, echoes = 0, stops = 0;
+  Answered answered;
   Status error;
 
   void poll() {
@@ -167,11 +168,14 @@ Result<std::vector<double>> RawLoop::measure(const Load& load, Deadline until) {
 }
 
 Status RawLoop::serve(Deadline until) {
-  impl_->stops = 0;
-  for (uint64_t answered = impl_->echoes;;) {
-    WEFT_TRY(impl_->poll_until(until, [&] { return impl_->echoes > answered || impl_->stops > 0; }));
-    if (impl_->echoes == answered) return {};
-    ++answered;
+  while (true) {
+    WEFT_TRY(impl_->poll_until(
+        until, [&] { return impl_->echoes > impl_->answered.echoes || impl_->stops > impl_->answered.stops; }));
+    if (impl_->echoes == impl_->answered.echoes) {
+      ++impl_->answered.stops;
+      return {};
+    }
+    ++impl_->answered.echoes;
     WEFT_TRY(impl_->post(false, 0, 0, 8, fi::kRemoteCqData, kEchoData, until));
   }
 }

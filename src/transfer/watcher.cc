@@ -46,16 +46,22 @@ void Watcher::release(const std::shared_ptr<Watch>& watch) {
   std::lock_guard lock(mutex_);
   const auto found = std::find(active_.begin(), active_.end(), watch);
   if (found == active_.end()) return;
-  watch->active_.store(false, std::memory_order_release);
-  free_.push_back(watch->number_);
+  end(*watch);
   active_.erase(found);
+}
+
+// Also drops the callback, and with it what that holds.
+void Watcher::end(Watch& watch) {
+  watch.active_.store(false, std::memory_order_release);
+  watch.changed_ = nullptr;
+  free_.push_back(watch.number_);
 }
 
 void Watcher::close() {
   stopping_ = true;
   if (thread_.joinable()) thread_.join();
   std::lock_guard lock(mutex_);
-  for (auto& watch : active_) watch->active_.store(false, std::memory_order_release);
+  for (auto& watch : active_) end(*watch);
   active_.clear();
   free_.clear();
   pages_.clear();
@@ -82,8 +88,7 @@ void Watcher::run() {
           ++i;
           continue;
         }
-        watch.active_.store(false, std::memory_order_release);
-        free_.push_back(watch.number_);
+        end(watch);
         active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
       }
     }

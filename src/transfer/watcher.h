@@ -54,6 +54,7 @@ class Watcher {
 
  private:
   void run();
+  void end(Watch& watch);
 
   Options options_;
   std::mutex mutex_;       // pages, places, and callbacks while they run

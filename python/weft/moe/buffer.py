@@ -34,13 +34,14 @@ from weft.moe.engine import Engine
 from weft.moe.events import EventHandle, EventOverlap, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
 from weft.moe.high_throughput import Payload
+from weft.moe.low_latency import LowLatencyCalls
 from weft.runtime.communicator import connect
 
 PreviousEvent = EventOverlap | EventHandle | None
 _RANKS_PER_RDMA_GROUP = 8  # what num_tokens_per_rdma_rank counts by
 
 
-class Buffer:
+class Buffer(LowLatencyCalls):
     """Sends the tokens of a mixture-of-experts layer to the ranks of their experts, and brings results back.
 
     Args:
@@ -214,6 +215,7 @@ class Buffer:
                 self.num_nvl_bytes,
                 self.num_rdma_bytes if self.low_latency_mode else 0,
                 self._timeout_s,
+                self.enable_shrink,
             )
         return self._engines[device]
 
@@ -272,7 +274,8 @@ class Buffer:
         padding = align(self.group_size, _RANKS_PER_RDMA_GROUP) - self.group_size
         with engine.on_comm_stream():
             groups = torch.nn.functional.pad(in_rank, (0, padding)).unflatten(1, (-1, _RANKS_PER_RDMA_GROUP))
-            return groups.any(dim=2).sum(dim=0, dtype=torch.int32)
+            per_node: Tensor = groups.any(dim=2).sum(dim=0, dtype=torch.int32)
+            return per_node
 
     def _check_num_experts(self, num_experts: object) -> int:
         return check_whole("num_experts", num_experts, 1, arguments.MAX_EXPERTS_PER_RANK * self.group_size)

@@ -18,6 +18,13 @@ from torch.utils.dlpack import from_dlpack
 from weft import _core
 from weft.moe.events import EventHandle, EventOverlap
 
+_NOWHERE = 16
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return where a tensor is for the core: 0 for None, never 0 for a tensor, be it empty."""
+    return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
+
 
 class _Lease:
     """Owns one piece of the window; the DLPack capsule of a view keeps it alive."""
@@ -47,12 +54,14 @@ class Engine:
         heap_bytes: int,
         low_latency_bytes: int,
         timeout_s: float,
+        may_mask: bool = False,
     ) -> None:
         self.device = device
         self.communicator = communicator
         self.is_cuda = device.type == "cuda"
         self.core = _core.MoeBuffer.create(communicator, heap_bytes, low_latency_bytes, timeout_s)
         self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
+        self.low_latency = _core.LowLatency(self.core, may_mask)
         self._released: list[tuple[int, Any]] = []
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -77,9 +86,10 @@ class Engine:
         return begin, min(num_bytes, int(self.core.window_bytes) - begin)
 
     def low_latency_part(self) -> tuple[int, int]:
-        """Return (offset, bytes) of the window's part for low-latency calls."""
-        begin = int(self.core.low_latency_begin)
-        return begin, int(self.core.low_latency_end) - begin
+        """Return (offset, bytes) of the window's part for low-latency rows, without their signals."""
+        control_bytes = int(_core.low_latency_region_bytes(self.communicator.size, 0))
+        begin = int(self.core.low_latency_begin) + control_bytes
+        return begin, max(int(self.core.low_latency_end) - begin, 0)
 
     def release(self, offset: int) -> None:
         """Give a piece back, on CUDA after what the current stream has queued."""
@@ -101,6 +111,11 @@ class Engine:
     def stream(self) -> int:
         """The communication stream for the core; 0 on the CPU, where calls finish before they return."""
         return int(self.comm_stream.cuda_stream) if self.is_cuda else 0
+
+    @property
+    def current_stream(self) -> int:
+        """The caller's stream for the core; 0 on the CPU."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream) if self.is_cuda else 0
 
     def begin(self, previous: EventHandle | None) -> None:
         """Order the communication stream after ``previous``, or else after the current stream."""

@@ -36,17 +36,19 @@ from typing import Any
 import torch
 import torch.distributed
 
+from weft.errors import Error
+
 _GRACE_S = 5.0  # for the other ranks to report once one has failed
 
 
-class RankError(RuntimeError):
+class RankError(Error):
     """One or more ranks failed, died or passed the deadline; the message has each one's story.
 
     ``ranks`` names them, the first to fail first.
     """
 
     def __init__(self, message: str, ranks: list[int]) -> None:
-        super().__init__(message)
+        super().__init__(message, "system")
         self.ranks = ranks
 
 
@@ -140,9 +142,7 @@ class RankPool:
 
     def pid(self, rank: int) -> int:
         """Return the process id of ``rank``."""
-        pid = self._processes[rank].pid
-        assert pid is not None
-        return pid
+        return int(self._processes[rank].pid)
 
     def results(self, lost: Collection[int] = ()) -> list[Any]:
         """Wait for the run under way; return its results in rank order. Raises: RankError."""

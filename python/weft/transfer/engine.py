@@ -184,7 +184,7 @@ class Counter:
         return int(self.core.failed)
 
     def wait(self, finished: int, timeout_s: float | None = None) -> None:
-        """Wait until that many transfers have ended. Raises the first failure, or PeerLost at the deadline."""
+        """Wait until that many have ended. Raises: the first failure, or PeerLost at the deadline."""
         self.engine.core.wait_counter(self.core, finished, self.engine.timeout(timeout_s))
 
 
@@ -201,11 +201,11 @@ class ImmCounter:
         return int(self.core.value)
 
     def wait(self, at_least: int, timeout_s: float | None = None) -> None:
-        """Wait until the value is at least that. Raises: PeerLost with the peer, what was expected and seen."""
+        """Wait for a value of at least that. Raises: PeerLost with the peer, what was expected and seen."""
         self.engine.core.wait_imm(self.core, at_least, self.engine.timeout(timeout_s))
 
     def on_reach(self, at_least: int, callback: Completion) -> None:
-        """Call ``callback(None)`` once the value is at least that, ``callback(error)`` if the peer is lost."""
+        """Call ``callback(None)`` once the value is that or more, ``callback(error)`` if the peer is lost."""
         self.engine.core.on_imm(self.core, at_least, _for_core(callback))
 
     def reach(self, at_least: int) -> asyncio.Future[None]:

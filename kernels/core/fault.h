@@ -36,7 +36,7 @@ struct FaultBox {
   Site site;
   uint32_t self;
   uint32_t peer;
-  uint32_t reserved;
+  uint32_t detail;  // of a collective program: block << 16 | step
   uint64_t expected;
   uint64_t seen;
   uint64_t waited_ns;
@@ -44,11 +44,12 @@ struct FaultBox {
 static_assert(sizeof(FaultBox) == 48);
 
 WEFT_DEVICE void raise(FaultBox* box, Site site, uint32_t self, uint32_t peer, uint64_t expected, uint64_t seen,
-                       uint64_t waited_ns) {
+                       uint64_t waited_ns, uint32_t detail = 0) {
   if (exchange_local(&box->claimed, uint32_t{1}) != 0) return;
   box->site = site;
   box->self = self;
   box->peer = peer;
+  box->detail = detail;
   box->expected = expected;
   box->seen = seen;
   box->waited_ns = waited_ns;

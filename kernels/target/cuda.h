@@ -6,9 +6,9 @@
 #pragma once
 
 #define WEFT_DEVICE __device__ __forceinline__
-#define WEFT_UNROLL _Pragma("unroll")
 #define WEFT_KERNEL __device__ __forceinline__
 #define WEFT_UNROLL _Pragma("unroll")  // before a loop whose trip count is constant
+#define WEFT_STREAM_LOOP _Pragma("unroll 4")  // before a loop whose iterations are independent
 
 #if defined(__CUDACC_RTC__)
 using int8_t = signed char;
@@ -218,6 +218,33 @@ WEFT_DEVICE uint32_t e4m3x4(float a, float b, float c, float d) {
 #else
   return e4m3_portable(a) | e4m3_portable(b) << 8 | e4m3_portable(c) << 16 | e4m3_portable(d) << 24;
 #endif
+}
+
+// FP16 to float32 and back, to nearest, ties to even.
+WEFT_DEVICE float float_of_f16(uint32_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(bits)));
+  return value;
+}
+WEFT_DEVICE uint32_t f16_bits(float value) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// A line that a peer writes while this thread polls it: each 8-byte half is whole.
+WEFT_DEVICE Vec16 load_line(const Vec16* at) {
+  Vec16 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+               : "l"(at)
+               : "memory");
+  return v;
+}
+WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]), "r"(v.words[1]),
+               "r"(v.words[2]), "r"(v.words[3])
+               : "memory");
 }
 
 // ---- row pipe ----------------------------------------------------------------------------------------------------

@@ -37,9 +37,9 @@ enum class byte : unsigned char {};
 #define __grid_constant__  // arguments lie in constant memory anyway
 
 #define WEFT_DEVICE __attribute__((device, always_inline)) inline
-#define WEFT_UNROLL _Pragma("unroll")
 #define WEFT_KERNEL __attribute__((device, always_inline)) inline
 #define WEFT_UNROLL _Pragma("unroll")  // before a loop whose trip count is constant
+#define WEFT_STREAM_LOOP _Pragma("unroll 4")  // before a loop whose iterations are independent
 
 #include "kernels/target/portable.h"
 
@@ -243,6 +243,28 @@ WEFT_DEVICE float divide(float a, float b) {
 // conversion is to another format (e4m3fnuz).
 WEFT_DEVICE uint32_t e4m3x4(float a, float b, float c, float d) {
   return e4m3_portable(a) | e4m3_portable(b) << 8 | e4m3_portable(c) << 16 | e4m3_portable(d) << 24;
+}
+
+// FP16 to float32 and back, to nearest, ties to even.
+WEFT_DEVICE float float_of_f16(uint32_t bits) {
+  return f16_to_float_portable(bits);
+}
+WEFT_DEVICE uint32_t f16_bits(float value) {
+  return float_to_f16_portable(value);
+}
+
+// A line that a peer writes while this thread polls it: each 8-byte half is whole.
+WEFT_DEVICE Vec16 load_line(const Vec16* at) {
+  const auto* halves = reinterpret_cast<const uint64_t*>(at);
+  const uint64_t low = load_acquire(halves);
+  const uint64_t high = load_acquire(halves + 1);
+  return {{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+           static_cast<uint32_t>(high >> 32)}};
+}
+WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
+  auto* halves = reinterpret_cast<uint64_t*>(at);
+  store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
+  store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
 }
 
 // ---- row pipe

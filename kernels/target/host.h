@@ -16,9 +16,9 @@
 #endif
 
 #define WEFT_DEVICE inline
-#define WEFT_UNROLL
 #define WEFT_KERNEL inline
 #define WEFT_UNROLL  // before a loop whose trip count is constant; the compiler decides
+#define WEFT_STREAM_LOOP _Pragma("GCC ivdep")  // before a loop whose iterations are independent
 #define WEFT_HOST_TARGET 1
 
 #include "kernels/target/portable.h"
@@ -204,6 +204,28 @@ inline uint32_t e4m3x4(float a, float b, float c, float d) {
   return e4m3_portable(a) | e4m3_portable(b) << 8 | e4m3_portable(c) << 16 | e4m3_portable(d) << 24;
 }
 
+// FP16 to float32 and back, to nearest, ties to even.
+inline float float_of_f16(uint32_t bits) {
+  return f16_to_float_portable(bits);
+}
+inline uint32_t f16_bits(float value) {
+  return float_to_f16_portable(value);
+}
+
+// A line that a peer writes while this thread polls it: each 8-byte half is whole.
+inline Vec16 load_line(const Vec16* at) {
+  const auto* halves = reinterpret_cast<const uint64_t*>(at);
+  const uint64_t low = load_acquire(halves);
+  const uint64_t high = load_acquire(halves + 1);
+  return {{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+           static_cast<uint32_t>(high >> 32)}};
+}
+inline void store_line(Vec16* at, Vec16 v) {
+  auto* halves = reinterpret_cast<uint64_t*>(at);
+  store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
+  store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
+}
+
 // ---- row pipe ----------------------------------------------------------------------------------------------------
 
 // Streams items (rows or pieces of rows) to one or more places each. On the host the source itself is the stage.
@@ -244,10 +266,17 @@ inline uint64_t cycles() { return now_ns(); }
 // One pause of a poll that is in no hurry.
 inline void pause_patiently() { sched_yield(); }
 
-// One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields soon.
+// One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields soon; and
+// there may be more busy processes than cores, who would be given a whole time slice for every yield, so it then sleeps:
+// who sleeps is woken before those.
 inline void pause(uint32_t polls) {
   if (polls < 16) return;
-  sched_yield();
+  if (polls < 128) {
+    sched_yield();
+    return;
+  }
+  const timespec nap{0, 20'000};
+  nanosleep(&nap, nullptr);
 }
 
 }  // namespace weft

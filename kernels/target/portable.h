@@ -24,4 +24,25 @@ WEFT_DEVICE uint32_t e4m3_portable(float value) {
   return code | ((bits >> 24) & 0x80u);
 }
 
+// FP16 to float32: exact. The multiplication moves the exponent, subnormals included.
+WEFT_DEVICE float f16_to_float_portable(uint32_t bits) {
+  const uint32_t magnitude = bits & 0x7fffu;
+  const uint32_t finite = bits_of_float(float_of_bits(magnitude << 13) * float_of_bits(0x77800000u));  // 2^112
+  const uint32_t value = magnitude >= 0x7c00u ? 0x7f800000u | (magnitude & 0x3ffu) << 13 : finite;
+  return float_of_bits(value | (bits & 0x8000u) << 16);
+}
+// float32 to FP16: nearest, ties to even; NaN stays NaN.
+WEFT_DEVICE uint32_t float_to_f16_portable(float value) {
+  constexpr uint32_t kSmallestNormal = 113u << 23;  // 2^-14
+  constexpr float kSubnormalStep = 0.5f;            // adding it leaves multiples of 2^-24 in the low bits
+  const uint32_t bits = bits_of_float(value);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
+  const uint32_t tiny = bits_of_float(float_of_bits(magnitude) + kSubnormalStep) - bits_of_float(kSubnormalStep);
+  uint32_t code = magnitude < kSmallestNormal ? tiny : normal;
+  code = code > 0x7c00u ? 0x7c00u : code;
+  code = magnitude > 0x7f800000u ? 0x7e00u : code;
+  return code | ((bits >> 16) & 0x8000u);
+}
+
 }  // namespace weft

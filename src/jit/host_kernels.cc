@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "kernels/collective/program.cuh"
 #include "kernels/moe/high_throughput_combine.cuh"
 #include "kernels/moe/high_throughput_dispatch.cuh"
 #include "kernels/moe/high_throughput_layout.cuh"
@@ -49,6 +50,11 @@ constexpr const char* kLowLatencyReplies =
     "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 reply=0 weights=1; "
     "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 reply=0 weights=1";
 
+// float32 sum, bfloat16 maximum and FP8 product, over both wires.
+constexpr const char* kPrograms =
+    "element=0 reduction=0 protocol=0; element=0 reduction=0 protocol=1; element=2 reduction=3 protocol=1; "
+    "element=3 reduction=1 protocol=0";
+
 const KernelRow kKernels[] = {
     WEFT_HOST_KERNEL("kernels/moe/high_throughput_layout.cuh", dispatch_layout, LayoutArgs, MappedMesh,
                      HighThroughputShape, 256, ""),
@@ -62,6 +68,9 @@ const KernelRow kKernels[] = {
                      LowLatencyDispatchShape, 512, kLowLatencyRows),
     WEFT_HOST_KERNEL("kernels/moe/low_latency_combine.cuh", low_latency_combine, LowLatencyCombineArgs, MappedMesh,
                      LowLatencyCombineShape, 512, kLowLatencyReplies),
+    WEFT_HOST_KERNEL("kernels/collective/program.cuh", run_program, ProgramArgs, MappedMesh, ProgramShape, 512, kPrograms),
+    WEFT_HOST_KERNEL("kernels/collective/program.cuh", scale_buffer, ScaleArgs, MappedMesh, ProgramShape, 512,
+                     "element=0 reduction=0 protocol=0; element=2 reduction=0 protocol=0"),
 };
 
 // The header of each type that device code may be given as its mesh.

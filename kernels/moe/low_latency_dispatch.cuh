@@ -300,9 +300,11 @@ WEFT_DEVICE void place_message(const D& d, uint32_t source, const uint32_t* head
   const MessageLayout message = d.message();
   for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
     const auto expert = static_cast<int32_t>(head[message.expert + k]);
+    // A rank that disagrees about sizes, which the call reports, may have written over this message.
+    const bool is_expert = static_cast<uint32_t>(expert) < d.own_experts();
     const uint64_t in_expert =
-        expert < 0 ? 0 : d.table()[uint64_t{source} * d.local_experts() + expert] + uint64_t{head[message.place + k]};
-    const bool is_here = expert >= 0 && in_expert < d.rows_per_expert();
+        is_expert ? d.table()[uint64_t{source} * d.local_experts() + expert] + uint64_t{head[message.place + k]} : 0;
+    const bool is_here = is_expert && in_expert < d.rows_per_expert();
     const uint64_t row = is_here ? expert * d.rows_per_expert() + in_expert : 0;
     d.rows()[k] = is_here ? static_cast<int32_t>(row) : -1;
     if (!record) continue;

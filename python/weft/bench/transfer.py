@@ -285,8 +285,7 @@ class Client:
             engine.write_pages(side.memory, src, side.remote, dst, PAGE_BYTES, imm=1).wait()
             shown = self.after_flush(n)
             return all(
-                shown[d * PAGE_BYTES : (d + 1) * PAGE_BYTES]
-                == sent[s * PAGE_BYTES : (s + 1) * PAGE_BYTES]
+                shown[d * PAGE_BYTES : (d + 1) * PAGE_BYTES] == sent[s * PAGE_BYTES : (s + 1) * PAGE_BYTES]
                 for s, d in zip(src.indices, dst.indices, strict=True)  # type: ignore[arg-type]
             )
         engine.write(side.memory, side.remote, n, imm=1).wait()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight broadcast: one trainer writes its parameters into N inference processes, as after a step of RL training.
+"""Weight broadcast: a trainer writes its parameters into N inference processes, as after a step of RL.
 
     python examples/transfer_weight_broadcast.py --workers 3 --megabytes 64 --provider shm
 
-The workers register the tensors of their own model and hand the descriptors to the trainer once. Each update is then
-one-sided: the trainer writes every parameter to every worker, tells each with an immediate, and waits until all
-have verified and switched over (a barrier) before it changes the weights again. Checksums are compared.
+The workers register the tensors of their own model and hand the descriptors to the trainer once. Each update
+is then one-sided: the trainer writes every parameter to every worker, tells each with an immediate, and waits
+until all have verified and switched over (a barrier) before it changes the weights again. Checksums are
+compared.
 """
 
 from __future__ import annotations
@@ -105,9 +106,8 @@ def main() -> None:
         process.join()
     engine.close()
     gbps = args.updates * args.workers * total_bytes / moving_s / 1e9
-    print(
-        f"{args.updates} updates of {total_bytes / 1e6:.0f} MB to {args.workers} workers verified, {gbps:.2f} GB/s"
-    )
+    size = f"{total_bytes / 1e6:.0f} MB"
+    print(f"{args.updates} updates of {size} to {args.workers} workers verified, {gbps:.2f} GB/s")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from weft.errors import PeerLost
-from weft.transfer import Memory, Peer, Remote, TransferEngine, nics
+from weft.transfer import Peer, Remote, TransferEngine, nics
 
 TIMEOUT_S = 30.0
 BYTES = 1 << 20
@@ -58,24 +58,12 @@ class Scene:
         assert ours.recv() == "ready"
         return process, peer, remote
 
-    def write_until_lost(self, memory: Memory, remote: Remote) -> PeerLost:
-        deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline:
-            try:
-                self.engine.write(memory, remote, BYTES).wait()
-            except PeerLost as error:
-                return error
-            except Exception as error:  # the provider's own words, before the heartbeat has decided
-                if "has taken back" in str(error):
-                    return PeerLost(str(error))
-        raise AssertionError("the loss of the peer was never noticed")
-
 
 @pytest.mark.parametrize("provider", ["fabric:tcp", "fabric:shm"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_survivor_names_the_victim_and_goes_on(provider: str, how: signal.Signals) -> None:
     scene = Scene(provider)
-    process, peer, remote = scene.start()
+    process, peer, _ = scene.start()
     other, other_peer, other_remote = scene.start()
     try:
         scene.engine.imm(peer, 1).wait(3)
@@ -94,7 +82,7 @@ def test_the_survivor_names_the_victim_and_goes_on(provider: str, how: signal.Si
         seen = scene.engine.imm(other_peer, 1)
         seen.wait(seen.value + 3)
         scene.engine.write(scene.memory, other_remote, 4096).wait()
-        again, third_peer, third_remote = scene.start()  # a new process takes its place
+        again, _, third_remote = scene.start()  # a new process takes its place
         scene.engine.write(scene.memory, third_remote, 4096).wait()
         again.kill()
     finally:

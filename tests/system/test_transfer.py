@@ -175,9 +175,12 @@ def test_an_unknown_provider_or_nic_lists_the_known() -> None:
 
 
 def test_engines_of_different_networks_do_not_meet() -> None:
-    with TransferEngine(LoopbackNetwork()) as a, TransferEngine("fabric:shm") as b:
-        with pytest.raises(Error, match="one of provider fabric:shm, allowed: loopback"):
-            a.connect(b.address)
+    with (
+        TransferEngine(LoopbackNetwork()) as a,
+        TransferEngine(LoopbackNetwork()) as b,
+        pytest.raises(Error, match="one of provider fabric:tcp, allowed: loopback"),
+    ):
+        a.connect(b.address.replace(b"\x08\0\0\0loopback", b"\x0a\0\0\0fabric:tcp"))
 
 
 def test_a_tensor_is_registered_as_it_lies() -> None:

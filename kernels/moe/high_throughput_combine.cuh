@@ -2,10 +2,10 @@
 //
 // high_throughput_combine.cuh: rows return to their tokens and are summed there.
 // Steps: 1 all ranks say where their staging is   2 push warps send rows to their owners, chunk by chunk, a signal each
-// 3 one watch warp per block follows the signals   4 sum warps add a token's rows as soon as their chunks came.
+// 3 block 0's watch warp follows the signals and tells those of other blocks   4 sum warps add a token's rows as soon as their chunks came.
 // Waits: step 1 for every peer's address, step 3 for the chunks of every peer, step 4 for step 3 in shared memory.
-// Why a watch warp: the signals of one moment share a few cache lines; when hundreds of warps poll them, the rows that
-// pass through the same L2 slices come to a halt (10 ms instead of 0.5 ms on 4 GPUs).
+// Why one watcher: stores to a line that many warps poll are starved, and with them the rows behind them (10 ms instead
+// of 0.5 ms on 4 GPUs).
 // Sums: float32, from the bias on, ranks ascending, one rounding. Rows of this rank itself are read where they are.
 // Cost: per (token, other rank): row_bytes + 4 * K bytes over the link, written and read once more at the owner.
 #pragma once
@@ -107,44 +107,62 @@ WEFT_DEVICE const uint64_t* chunk_signal(const CombineArgs& a, const MeshT& mesh
   return reinterpret_cast<const uint64_t*>(mesh.local() + a.at.chunk_signal) + uint64_t{peer} * kMaxChunks + chunk;
 }
 
-// Follows the signals of the peers that fall to this lane, as far as they have come. Returns whether any chunk is missing.
+// How many chunks of a peer are here, of how many; asked by the lane that the peer falls to.
+struct Arrival {
+  uint32_t here;
+  uint32_t chunks;
+};
+
 template <class MeshT>
-WEFT_DEVICE bool follow_signals(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch, const Progress& progress,
-                                bool& moved, uint32_t& missing_peer) {
-  bool is_missing = false;
-  for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
-    if (peer == mesh.rank()) continue;
-    const uint32_t rows = row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count;
-    const uint32_t chunks = (rows + chunk_rows(rows) - 1) / chunk_rows(rows);
-    const uint32_t before = progress.chunks_here[peer];
-    uint32_t here = before;
-    while (here < chunks && load_acquire(chunk_signal(a, mesh, peer, here)) >= epoch) ++here;
-    if (here != before) {
-      store_release_block(&progress.chunks_here[peer], here);
-      moved = true;
-    }
-    if (here == chunks) continue;
-    is_missing = true;
-    missing_peer = peer;
+WEFT_DEVICE Arrival arrival_of(const CombineArgs& a, Block block, const MeshT& mesh, uint64_t epoch, const Progress& progress,
+                               uint32_t peer) {
+  const uint32_t rows = row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count;
+  Arrival arrival{progress.chunks_here[peer], (rows + chunk_rows(rows) - 1) / chunk_rows(rows)};
+  if (arrival.here == arrival.chunks) return arrival;
+  if (block.index() != 0) {
+    const uint64_t seen = load_acquire_device(&a.board[uint64_t{block.index()} * mesh.ranks() + peer]);
+    if (seen / (2 * kMaxChunks) == epoch) arrival.here = static_cast<uint32_t>(seen % (2 * kMaxChunks));
+    return arrival;
   }
-  return is_missing;
+  while (arrival.here < arrival.chunks && peek(chunk_signal(a, mesh, peer, arrival.here)) >= epoch)
+    load_acquire(chunk_signal(a, mesh, peer, arrival.here++));
+  return arrival;
+}
+
+// Block 0 tells the other blocks, each in memory of its own.
+WEFT_DEVICE void tell_blocks(const CombineArgs& a, Block block, Warp warp, uint32_t ranks, uint64_t epoch, const Progress& progress) {
+  warp.sync();
+  for (uint64_t i = ranks + warp.rank(); i < uint64_t{block.count()} * ranks; i += warp.size())
+    store_release_device(&a.board[i], epoch * 2 * kMaxChunks + load_acquire_block(&progress.chunks_here[i % ranks]));
 }
 
 // The watch warp: until every chunk is here, or none has come for too long.
 template <class MeshT>
-WEFT_DEVICE void watch_chunks(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch, const Progress& progress) {
+WEFT_DEVICE void watch_chunks(const CombineArgs& a, Block block, Warp warp, const MeshT& mesh, uint64_t epoch,
+                              const Progress& progress) {
   if (a.watch_warps.count == 0 || warp.index() != a.watch_warps.first) return;
   uint64_t last_moved_ns = now_ns();
   for (;;) {
     bool moved = false;
+    bool is_missing = false;
     uint32_t missing_peer = 0;
-    const bool is_missing = follow_signals(a, warp, mesh, epoch, progress, moved, missing_peer);
+    for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
+      if (peer == mesh.rank()) continue;
+      const Arrival arrival = arrival_of(a, block, mesh, epoch, progress, peer);
+      moved |= arrival.here != progress.chunks_here[peer];
+      store_release_block(&progress.chunks_here[peer], arrival.here);
+      if (arrival.here == arrival.chunks) continue;
+      is_missing = true;
+      missing_peer = peer;
+    }
+    moved = warp.any(moved);
+    if (moved && block.index() == 0) tell_blocks(a, block, warp, mesh.ranks(), epoch, progress);
     if (!warp.any(is_missing)) return;
-    if (warp.any(moved)) {
+    pause_patiently();
+    if (moved) {
       last_moved_ns = now_ns();
       continue;
     }
-    pause_patiently();
     const uint64_t waited_ns = now_ns() - last_moved_ns;
     const bool gives_up = waited_ns > a.wait.timeout_ns || load_relaxed(&a.wait.fault->raised) != 0;
     if (!warp.any(gives_up)) continue;
@@ -293,7 +311,7 @@ WEFT_KERNEL void combine_rows(const CombineArgs& a, const MeshT& mesh, const Sha
   if (!exchange_ready(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0]))
     return finish_launch(block, a.state, &flags[1]);  // where ranks disagree all know it, and stay in step
   combine::push_rows(a, ready, block, warp, mesh, shape, epoch);
-  combine::watch_chunks(a, warp, mesh, epoch, progress);
+  combine::watch_chunks(a, block, warp, mesh, epoch, progress);
   combine::sum_tokens(a, ready, block, warp, mesh, shape, epoch, progress);
   finish_launch(block, a.state, &flags[1]);
 }

@@ -120,6 +120,8 @@ template <class T>
 T load_relaxed(const T* at) {
   return std::atomic_ref<T>(*const_cast<T*>(at)).load(std::memory_order_relaxed);
 }
+// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
+inline uint64_t peek(const uint64_t* at) { return load_relaxed(at); }
 // Streaming stores are not ordered by a release on x86; a store fence before it makes them so.
 inline void publish_streaming_stores() {
 #if defined(__SSE2__)
@@ -139,6 +141,11 @@ template <class T>
 T add_release(T* at, T value) {
   publish_streaming_stores();
   return std::atomic_ref<T>(*at).fetch_add(value, std::memory_order_release);
+}
+// Device scope: other blocks of this launch see it.
+inline uint64_t load_acquire_device(const uint64_t* at) { return load_acquire(at); }
+inline void store_release_device(uint64_t* at, uint64_t value) {
+  std::atomic_ref<uint64_t>(*at).store(value, std::memory_order_release);
 }
 // Block scope; `at` is usually in shared memory.
 inline uint32_t load_acquire_block(const uint32_t* at) { return load_acquire(at); }

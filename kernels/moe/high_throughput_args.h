@@ -181,7 +181,6 @@ struct CombineArgs {
   WarpRange push_warps;
   WarpRange sum_warps;
   WarpRange watch_warps;  // one warp that waits for the whole block, or none: sum warps wait themselves
-  uint64_t* board;        // [blocks][R] epoch * kMaxChunks * 2 + chunks here: what block 0 saw, a copy for each block
 };
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.

@@ -157,15 +157,6 @@ WEFT_DEVICE uint64_t add_release(uint64_t* at, uint64_t value) {
   asm volatile("atom.add.release.sys.global.u64 %0, [%1], %2;" : "=l"(old) : "l"(at), "l"(value) : "memory");
   return old;
 }
-// Device scope: other blocks of this launch see it.
-WEFT_DEVICE uint64_t load_acquire_device(const uint64_t* at) {
-  uint64_t value;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
-  return value;
-}
-WEFT_DEVICE void store_release_device(uint64_t* at, uint64_t value) {
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
-}
 // Block scope; `at` is usually in shared memory.
 WEFT_DEVICE uint32_t load_acquire_block(const uint32_t* at) {
   uint32_t value;

@@ -195,13 +195,6 @@ WEFT_DEVICE uint32_t exchange_local(uint32_t* at, uint32_t value) {
 WEFT_DEVICE uint64_t peek(const uint64_t* at) {
   return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
-// Device scope: other blocks of this launch see it.
-WEFT_DEVICE uint64_t load_acquire_device(const uint64_t* at) {
-  return __hip_atomic_load(at, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_AGENT);
-}
-WEFT_DEVICE void store_release_device(uint64_t* at, uint64_t value) {
-  __hip_atomic_store(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
-}
 // Block scope; `at` is usually in shared memory.
 WEFT_DEVICE uint32_t load_acquire_block(const uint32_t* at) {
   return __hip_atomic_load(at, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_WORKGROUP);

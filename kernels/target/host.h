@@ -142,11 +142,6 @@ T add_release(T* at, T value) {
   publish_streaming_stores();
   return std::atomic_ref<T>(*at).fetch_add(value, std::memory_order_release);
 }
-// Device scope: other blocks of this launch see it.
-inline uint64_t load_acquire_device(const uint64_t* at) { return load_acquire(at); }
-inline void store_release_device(uint64_t* at, uint64_t value) {
-  std::atomic_ref<uint64_t>(*at).store(value, std::memory_order_release);
-}
 // Block scope; `at` is usually in shared memory.
 inline uint32_t load_acquire_block(const uint32_t* at) { return load_acquire(at); }
 inline void store_release_block(uint32_t* at, uint32_t value) {

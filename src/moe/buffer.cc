@@ -329,7 +329,6 @@ Status MoeBuffer::combine(const CombineCall& call) {
   args.push_warps = grid.first_role;
   args.sum_warps = grid.second_role;
   args.watch_warps = grid.watch_role;
-  args.board = reinterpret_cast<uint64_t*>(window_->local() + control_.board);
   return launch({kCombineFile, "combine_rows", "CombineArgs"}, grid, &args, sizeof(args), shape, call.stream);
 }
 

@@ -22,7 +22,7 @@ GridPlan cuda_grid(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, uint3
                    const ComputeLimits& limits) {
   const uint32_t fits = (limits.shared_bytes - pipes_at(ranks)) / pipe_bytes(piece_bytes);
   const uint32_t row_warps = std::max(1u, std::min(wanted, fits));
-  return {std::clamp(num_sms, 1u, std::min(limits.max_blocks, kMaxBlocks)),
+  return {std::clamp(num_sms, 1u, limits.max_blocks),
           (row_warps + others) * kCudaWarp,
           rows_shared_bytes(ranks, row_warps, piece_bytes),
           {0, row_warps},
@@ -49,7 +49,6 @@ HighThroughputControl plan_control(uint32_t ranks) {
   control.dispatch_state = carver.take(sizeof(GridState));
   control.combine_state = carver.take(sizeof(GridState));
   control.rows_to = carver.take(ranks * sizeof(int32_t));
-  control.board = carver.take(uint64_t{kMaxBlocks} * ranks * 8);
   control.end = carver.end();
   return control;
 }

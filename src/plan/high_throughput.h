@@ -13,9 +13,6 @@ namespace weft {
 // A rank owns at most this many experts: the counts of its experts travel in a record of fixed size.
 inline constexpr uint32_t kMaxExpertsPerRank = 4096;
 
-// No GPU has more SMs; a grid has at most one block per SM.
-inline constexpr uint32_t kMaxBlocks = 256;
-
 // The part of every rank's window that exchanges use, from offset 0. States are local, but live there too.
 struct HighThroughputControl {
   HighThroughputOffsets offsets;
@@ -23,7 +20,6 @@ struct HighThroughputControl {
   uint64_t dispatch_state;
   uint64_t combine_state;
   uint64_t rows_to;  // i32[R], scratch of notify
-  uint64_t board;    // u64[kMaxBlocks][R], see CombineArgs
   uint64_t end;
 };
 HighThroughputControl plan_control(uint32_t ranks);

@@ -35,13 +35,13 @@ SMALL = MoeCase(tokens=(6, 9), hidden=64, top_k=3, num_experts=8)
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
+    with RankPool(2, with_gpus=False) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module", params=RANK_COUNTS)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param) as ranks:
+    with RankPool(request.param, with_gpus=False) as ranks:
         yield ranks
 
 
@@ -752,7 +752,7 @@ def check_mismatch(rank: Rank, case: MoeCase, name: str) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_arguments_that_differ_between_ranks_raise_on_all(num_ranks: int, name: str) -> None:
     case = MoeCase((6,) * num_ranks, 64, 3, 8)
-    run_ranks(num_ranks, check_mismatch, case, name)
+    run_ranks(num_ranks, check_mismatch, case, name, with_gpus=False)
 
 
 def check_element_mismatch(rank: Rank, case: MoeCase) -> None:

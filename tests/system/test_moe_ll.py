@@ -45,13 +45,13 @@ FORMATS = (BF16, FP8, ROUNDED, UE8M0)
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
+    with RankPool(2, with_gpus=False) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module", params=RANK_COUNTS)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param) as ranks:
+    with RankPool(request.param, with_gpus=False) as ranks:
         yield ranks
 
 
@@ -220,7 +220,7 @@ def check_many_tokens(rank: Rank, case: MoeCase, most_tokens: int) -> None:
 
 def test_more_than_1024_tokens_to_one_expert() -> None:
     case = MoeCase((1500, 1300), 16, 1, 4, routing="one expert", empty_share=0)
-    with RankPool(2) as pool:
+    with RankPool(2, with_gpus=False) as pool:
         pool.run(check_many_tokens, case, 1600)
 
 
@@ -431,7 +431,7 @@ def check_masks(rank: Rank, case: MoeCase) -> None:
 
 
 def test_a_masked_rank_is_left_out() -> None:
-    with RankPool(3) as pool:
+    with RankPool(3, with_gpus=False) as pool:
         pool.run(check_masks, MoeCase((6, 9, 4), 128, 3, 6))
 
 

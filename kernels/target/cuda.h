@@ -207,6 +207,9 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
                : "memory");
 }
 
+// Asks for a line to be brought near; may do nothing.
+WEFT_DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // ---- numbers -----------------------------------------------------------------------------------------------------
 
 // One rounding each: the compiler may not fuse them, so that every target gives the same bits.
@@ -408,8 +411,10 @@ WEFT_DEVICE uint64_t now_ns() {
 // For measuring waits: cycles of this multiprocessor.
 WEFT_DEVICE uint64_t cycles() { return static_cast<uint64_t>(clock64()); }
 
-// One pause of a poll that is in no hurry.
-WEFT_DEVICE void pause_patiently() { __nanosleep(300); }
+// About that long, at most 1 ms; for polls that are in no hurry.
+WEFT_DEVICE void pause_ns(uint32_t ns) {
+  __nanosleep(ns);
+}
 
 WEFT_DEVICE void pause(uint32_t polls) {
   // Polls without a pause starve the store that they wait for: low-latency combine took 20 times as long.

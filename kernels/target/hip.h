@@ -226,6 +226,9 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
                               reinterpret_cast<detail::NativeVec16*>(at));
 }
 
+// Asks for a line to be brought near; may do nothing.
+WEFT_DEVICE void prefetch(const void* at) { __builtin_prefetch(at); }
+
 // ---- numbers
 // -----------------------------------------------------------------------------------------------------
 
@@ -322,8 +325,10 @@ WEFT_DEVICE uint64_t cycles() {
   return __builtin_readcyclecounter();
 }
 
-// One pause of a poll that is in no hurry.
-WEFT_DEVICE void pause_patiently() { __builtin_amdgcn_s_sleep(8); }
+// About that long, at most 1 ms; for polls that are in no hurry.
+WEFT_DEVICE void pause_ns(uint32_t ns) {
+  __builtin_amdgcn_s_sleep(ns < 1024 ? 8 : 64);
+}
 
 WEFT_DEVICE void pause(uint32_t polls) {
   if (polls > 1024) __builtin_amdgcn_s_sleep(2);

@@ -120,6 +120,8 @@ template <class T>
 T load_relaxed(const T* at) {
   return std::atomic_ref<T>(*const_cast<T*>(at)).load(std::memory_order_relaxed);
 }
+// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
+inline uint64_t peek(const uint64_t* at) { return load_relaxed(at); }
 // Streaming stores are not ordered by a release on x86; a store fence before it makes them so.
 inline void publish_streaming_stores() {
 #if defined(__SSE2__)

@@ -81,7 +81,7 @@ def main() -> None:
         remotes.append([engine.attach(descriptor) for descriptor in descriptors])
         ours.send(engine.address)
         lines.append(ours)
-    total_bytes = sum(memory.bytes for memory in memories)
+    total_bytes = sum(memory.nbytes for memory in memories)
     moving_s = 0.0
     with Progress() as bar:
         task = bar.add_task("parameters written", total=args.updates * args.workers * len(memories))

@@ -188,7 +188,8 @@ TEST(TransferFault, CancelledWriteIsQuietOnceItHasEnded) {
 TEST(TransferFault, GarbageFromTheNetworkIsDropped) {
   auto network = std::make_shared<Loopback>();
   Pair pair(network, 1, 1, 1000);
-  auto stranger = std::move(*network->open(network->probe()[0], {}));
+  auto opened = network->open(network->probe()[0], {});
+  const std::unique_ptr<provider::Rail> stranger = std::move(*opened);
   const provider::Route to_b = *stranger->resolve(parse_address(pair.b.engine->address())->rails[0]);
   std::mt19937 random(7);
   const std::string real = to_bytes(MessageHead{MessageType::kHello, random_id(), 1, 0, 0}, std::string(100, 'x'));

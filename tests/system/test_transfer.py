@@ -83,7 +83,7 @@ def test_messages_of_any_length(pair: Pair, nbytes: int) -> None:
     sent = pair.a.send(pair.b_at_a, pair.src_memory, nbytes)
     received = pair.b.recv(None, pair.dst_memory).wait()
     sent.wait()
-    assert received.bytes == nbytes
+    assert received.nbytes == nbytes
     assert received.peer is not None and received.peer.name == "a"
     assert pair.dst[:nbytes] == pair.src[:nbytes]
 

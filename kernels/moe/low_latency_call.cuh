@@ -141,14 +141,17 @@ WEFT_DEVICE bool await_greeting(const LowLatencyCall& call, const MeshT& mesh, E
   const auto* vecs = reinterpret_cast<const Vec16*>(mesh.local() + call.region + at.hello) +
                      (epoch.parity * mesh.ranks() + source) * (sizeof(LowLatencyHello) / sizeof(Vec16));
   const Vec16 held[2] = {load_vec(vecs), load_vec(vecs + 1)};  // both at once: memory is far
-  const LowLatencyHello theirs = __builtin_bit_cast(LowLatencyHello, held);
+  static_assert(LowLatencyHello::kWords == 6 && sizeof(LowLatencyHello) == 2 * sizeof(Vec16));
+  WEFT_UNROLL
   for (uint32_t i = 0; i < LowLatencyHello::kWords; ++i) {
-    if (theirs.words[i] == call.hello.words[i]) continue;
-    raise(call.wait.fault, Site::kLowLatencyAgree, call.wait.self, source, call.hello.words[i], theirs.words[i], i);
+    const uint32_t theirs = held[i / 4].words[i % 4];
+    if (theirs == call.hello.words[i]) continue;
+    raise(call.wait.fault, Site::kLowLatencyAgree, call.wait.self, source, call.hello.words[i], theirs, i);
     return false;
   }
-  if (theirs.dispatch_epoch == dispatch_epoch) return true;
-  raise(call.wait.fault, Site::kCombineHandle, call.wait.self, source, dispatch_epoch, theirs.dispatch_epoch, 0);
+  const uint64_t their_epoch = held[1].words[2] | uint64_t{held[1].words[3]} << 32;
+  if (their_epoch == dispatch_epoch) return true;
+  raise(call.wait.fault, Site::kCombineHandle, call.wait.self, source, dispatch_epoch, their_epoch, 0);
   return false;
 }
 

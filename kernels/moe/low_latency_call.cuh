@@ -46,9 +46,10 @@ WEFT_DEVICE bool is_masked(const LowLatencyCall& call, uint32_t peer) {
 // `scale` turns values into epochs for the report.
 WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint64_t want, uint32_t peer, Site site,
                        uint64_t scale, uint64_t& seen) {
-  seen = load_acquire(signal);
-  if (seen >= want) return true;
-  if (is_masked(call, peer)) return false;
+  if (is_masked(call, peer)) {
+    seen = load_acquire(signal);
+    return seen >= want;
+  }
   uint64_t waited_ns = 0;
   if (poll_signal(signal, want, call.wait, seen, waited_ns)) return true;
   if (call.may_mask) {

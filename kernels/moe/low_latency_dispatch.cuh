@@ -348,8 +348,10 @@ WEFT_DEVICE void place_message(const D& d, uint32_t source, const uint32_t* head
     const auto expert = static_cast<int32_t>(load_relaxed(head + message.expert + k));
     const uint64_t place = load_relaxed(head + message.place + k);
     const uint32_t weight = d.has_weights() ? load_relaxed(head + message.weight + k) : 0;
-    const uint64_t in_expert = expert < 0 ? 0 : d.begin()[uint64_t{source} * d.local_experts() + expert] + place;
-    const bool is_here = expert >= 0 && in_expert < d.rows_per_expert();
+    // A rank that disagrees about sizes, which the call reports, may have written over this message.
+    const bool is_expert = static_cast<uint32_t>(expert) < d.own_experts();
+    const uint64_t in_expert = !is_expert ? 0 : d.begin()[uint64_t{source} * d.local_experts() + expert] + place;
+    const bool is_here = is_expert && in_expert < d.rows_per_expert();
     const uint64_t row = is_here ? expert * d.rows_per_expert() + in_expert : 0;
     d.rows()[k] = is_here ? static_cast<int32_t>(row) : -1;
     if (!record) continue;

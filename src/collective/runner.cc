@@ -13,9 +13,12 @@ namespace weft {
 namespace {
 
 constexpr char kFile[] = "kernels/collective/program.cuh";
-// A host slot and its neighbours stay in the second-level cache; a GPU slot is worth several microseconds of a link.
-constexpr uint64_t kHostSlotBytes[kProtocols] = {64 << 10, 16 << 10, 16 << 10};
+// Host ranks share cores, so a slot is worth a turn of the scheduler, and all rings fit the last cache; a GPU slot is worth several microseconds of a link.
+constexpr uint64_t kHostSlotBytes[kProtocols] = {256 << 10, 16 << 10, 16 << 10};
 constexpr uint64_t kCudaSlotBytes[kProtocols] = {256 << 10, 64 << 10, 64 << 10};
+
+// A result of this size leaves the caches of a core before anybody reads it.
+constexpr uint64_t kStreamBytes = 1 << 20;
 
 Result<ComputeLimits> limits_of(const Communicator& comm) {
   if (comm.device().is_host()) return ComputeLimits{false, 1, 1, 0};
@@ -112,6 +115,7 @@ Status CollectiveRunner::run(const RunCall& call) {
   args.slice_elems = plan.slice_elems;
   args.iterations = plan.iterations;
   args.group = plan.group;
+  args.streams_output = !limits_.is_cuda && call.part_elems * element_bytes(call.element) >= kStreamBytes;
   const uint64_t counters = counters_->bytes() / 2 - sizeof(GridState) / 2;
   args.sent = counters_->at<uint64_t>(0);
   args.received = counters_->at<uint64_t>(counters);

@@ -32,6 +32,8 @@ def test_demo_trains_both_ways_and_draws(tmp_path: Path) -> None:
 SHAPES = [
     ("ht", "bf16", ["--ranks", "3", "--tokens", "20", "--top-k", "3", "--experts", "12"]),
     ("ht", "fp8", ["--ranks", "2", "--tokens", "17", "--top-k", "2", "--experts", "8", "--routes", "zipf"]),
+    ("ll", "bf16", ["--ranks", "2", "--tokens", "9", "--top-k", "2", "--experts", "6"]),
+    ("ll", "fp8", ["--ranks", "2", "--tokens", "9", "--top-k", "2", "--experts", "6"]),
 ]
 
 

@@ -34,7 +34,7 @@ def test_info_says_why_there_is_no_gpu(
         raise cli.Error("no CUDA driver: not plugged in", "unsupported")
 
     monkeypatch.setattr(_core, "gpus", none)
-    assert "none: no CUDA driver: not plugged in" in out_of(capsys)
+    assert "GPUs: none (no CUDA driver: not plugged in)" in out_of(capsys)
 
 
 def test_info_shows_gpus_and_links(

@@ -40,7 +40,7 @@ REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3, "average": 0}
 _PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
 _BUFFERS = {Buffer.input: 0, Buffer.output: 1, Buffer.scratch: 2}
 _OPS = {op: number for number, op in enumerate(Op)}
-_FIRST_CHANNELS = {True: 4, False: 8}  # by "is the CPU"
+_FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
 
 
 @dataclasses.dataclass(frozen=True)

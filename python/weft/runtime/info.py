@@ -112,12 +112,18 @@ def _first_line(path: Path) -> str:
         return "?"
 
 
-def _tables(facts: dict[str, Any]) -> list[Table]:
-    tables = [_pairs("Machine", facts["machine"] | facts["versions"]), _pairs("Kernels", facts["toolchain"])]
-    tables.append(_gpu_table(facts))
+def _tables(facts: dict[str, Any]) -> list[Table | str]:
+    """Return what to print, in order; a line where a table would be empty."""
+    machine_facts = {name: value for name, value in facts["machine"].items() if name != "gpus"}
+    tables: list[Table | str] = [
+        _pairs("Machine", machine_facts | facts["versions"]),
+        _pairs("Kernels", facts["toolchain"]),
+    ]
+    tables.append(_gpu_table(facts["gpus"]) if facts["gpus"] else f"GPUs: none ({facts['no_gpus_because']})")
     if len(facts["gpus"]) > 1:
         tables.append(_link_table(facts))
-    tables.append(_nic_table(facts["nics"]))
+    no_nics = "RDMA devices: none (the kernel lists nothing in /sys/class/infiniband)"
+    tables.append(_nic_table(facts["nics"]) if facts["nics"] else no_nics)
     tables += [_transport_table(device, rows) for device, rows in facts["transports"].items()]
     return tables
 
@@ -136,10 +142,10 @@ def _pairs(title: str, facts: dict[str, Any]) -> Table:
     return table
 
 
-def _gpu_table(facts: dict[str, Any]) -> Table:
+def _gpu_table(gpus: list[dict[str, Any]]) -> Table:
     columns = ("device", "name", "memory", "SMs", "compute", "PCI", "NUMA", "NVLinks", "shares memory by")
     table = _table("GPUs", *columns)
-    for gpu in facts["gpus"]:
+    for gpu in gpus:
         ways = [way for way in ("vmm", "fabric") if gpu[f"can_share_{way}"]] + ["ipc"]
         table.add_row(
             f"cuda:{gpu['ordinal']}",
@@ -152,8 +158,6 @@ def _gpu_table(facts: dict[str, Any]) -> Table:
             _or_unknown(gpu["nvlinks"]),
             ", ".join(ways),
         )
-    if not facts["gpus"]:
-        table.caption = f"none: {facts['no_gpus_because']}"
     return table
 
 
@@ -183,8 +187,6 @@ def _nic_table(nics: list[dict[str, str]]) -> Table:
     table = _table("RDMA devices", "name", "state", "rate", "NUMA")
     for nic in nics:
         table.add_row(nic["name"], nic["state"], nic["rate"], nic["numa_node"])
-    if not nics:
-        table.caption = "none: the kernel lists no device in /sys/class/infiniband"
     return table
 
 

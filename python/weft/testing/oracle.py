@@ -157,7 +157,7 @@ def quantize_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     groups = x.float().unflatten(-1, (-1, SCALE_GROUP))
     amax = groups.abs().amax(dim=-1, keepdim=True).clamp(min=1e-4)
     scales = amax / FP8_MAX
-    factors = FP8_MAX / amax
+    factors = torch.full_like(amax, FP8_MAX) / amax  # number / tensor would round twice
     if round_scale:
         scales = _power_of_two_above(scales)
         factors = 1.0 / scales

@@ -146,7 +146,8 @@ class Rail {
   // How many pieces post_pages() moves to `to` in one call for the price of one write; 1 means: do not call it.
   virtual uint32_t pages_per_post(Route to) const { return 1; }
   // Writes all pieces, no immediate; one event for all. Only where pages_per_post(to) > 1.
-  virtual Posted post_pages(Route to, const Piece* pieces, uint32_t count, Context* context) {
+  // May reorder `pieces`.
+  virtual Posted post_pages(Route to, Piece* pieces, uint32_t count, Context* context) {
     return Posted::kFatal;
   }
 

@@ -12,6 +12,7 @@ namespace weft {
 enum class Site : uint32_t {
   kNone = 0,
   kCounts,           // dispatch: the counts of a peer
+  kCountsDisagree,   // dispatch: a peer's sizes differ from this rank's
   kDispatchReady,    // dispatch: a peer's address for its rows
   kDispatchRecv,     // dispatch: the rows of a peer
   kDispatchCapacity, // dispatch: more rows came than num_worst_tokens allows
@@ -23,6 +24,7 @@ enum class Site : uint32_t {
   kLowLatencyDispatchRecv,
   kLowLatencyCombineSlot,
   kLowLatencyCombineRecv,
+  kLowLatencyCapacity,  // low latency: local expert `peer` received more rows than its output holds
   kLowLatencyAgree,  // low latency: the peer was called with other sizes; waited_ns is the index of the first
   kBarrier,
   kCollective,       // a collective program's step

@@ -25,17 +25,23 @@ enum class byte : unsigned char {};
 #include <cstdint>
 #endif
 
-// What HIP's own headers define, for a compiler that has only the language.
+// What HIP's own headers define, for a compiler that has only the language. AMD's second bound is waves per
+// SIMD, not blocks per SM; four SIMDs share a block.
 #if !defined(__global__)
 #define __global__ __attribute__((global))
-#define __launch_bounds__(threads, blocks) __attribute__((launch_bounds(threads, blocks)))
 #endif
+#undef __launch_bounds__
+#define __launch_bounds__(threads, blocks)                  \
+  __attribute__((amdgpu_flat_work_group_size(1, (threads)), \
+                 amdgpu_waves_per_eu(((threads) * (blocks) + 255) / 256)))
 #define __grid_constant__  // arguments lie in constant memory anyway
 
 #define WEFT_DEVICE __attribute__((device, always_inline)) inline
 #define WEFT_KERNEL __attribute__((device, always_inline)) inline
 #define WEFT_UNROLL _Pragma("unroll")  // before a loop whose trip count is constant
 #define WEFT_STREAM_LOOP _Pragma("unroll 4")  // before a loop whose iterations are independent
+
+#include "kernels/target/portable.h"
 
 namespace weft {
 
@@ -93,6 +99,15 @@ struct Warp {
     for (uint32_t step = 32; step > 0; step /= 2) {
       const T other = value_of_lane(value, rank() ^ step);
       value = other < value ? other : value;
+    }
+    return value;
+  }
+  // The largest value among each `kLanes` neighbours; kLanes is a power of two.
+  template <uint32_t kLanes, class T>
+  WEFT_DEVICE T max_within(T value) const {
+    for (uint32_t step = kLanes / 2; step > 0; step /= 2) {
+      const T other = value_of_lane(value, rank() ^ step);
+      value = other > value ? other : value;
     }
     return value;
   }
@@ -176,6 +191,17 @@ WEFT_DEVICE uint32_t add_local_acq_rel(uint32_t* at, uint32_t value) {
 WEFT_DEVICE uint32_t exchange_local(uint32_t* at, uint32_t value) {
   return __hip_atomic_exchange(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
+WEFT_DEVICE uint64_t peek(const uint64_t* at) {
+  return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+// Block scope; `at` is usually in shared memory.
+WEFT_DEVICE uint32_t load_acquire_block(const uint32_t* at) {
+  return __hip_atomic_load(at, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+WEFT_DEVICE void store_release_block(uint32_t* at, uint32_t value) {
+  __hip_atomic_store(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
 // Orders everything before it against everything after it, for peers too.
 WEFT_DEVICE void fence_system() {
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "");
@@ -198,6 +224,32 @@ WEFT_DEVICE void store_vec(Vec16* at, Vec16 v) {
 WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
   __builtin_nontemporal_store(__builtin_bit_cast(detail::NativeVec16, v),
                               reinterpret_cast<detail::NativeVec16*>(at));
+}
+
+// Asks for a line to be brought near; may do nothing.
+WEFT_DEVICE void prefetch(const void* at) { __builtin_prefetch(at); }
+
+// ---- numbers
+// -----------------------------------------------------------------------------------------------------
+
+// One rounding each: the compiler may not fuse them, so that every target gives the same bits.
+WEFT_DEVICE float multiply(float a, float b) {
+#pragma clang fp contract(off)
+  return a * b;
+}
+WEFT_DEVICE float add(float a, float b) {
+#pragma clang fp contract(off)
+  return a + b;
+}
+WEFT_DEVICE float divide(float a, float b) {
+#pragma clang fp contract(off)
+  return a / b;
+}
+
+// Four floats as float8_e4m3fn, first in the low byte: nearest even; above 448 it is 448. CDNA 3's own
+// conversion is to another format (e4m3fnuz).
+WEFT_DEVICE uint32_t e4m3x4(float a, float b, float c, float d) {
+  return e4m3_portable(a) | e4m3_portable(b) << 8 | e4m3_portable(c) << 16 | e4m3_portable(d) << 24;
 }
 
 // FP16 to float32 and back, to nearest, ties to even.
@@ -266,6 +318,16 @@ class RowPipe {
 // The constant clock counts at 100 MHz.
 WEFT_DEVICE uint64_t now_ns() {
   return __builtin_amdgcn_s_memrealtime() * 10;
+}
+
+// For measuring waits: cycles of this compute unit.
+WEFT_DEVICE uint64_t cycles() {
+  return __builtin_readcyclecounter();
+}
+
+// About that long, at most 1 ms; for polls that are in no hurry.
+WEFT_DEVICE void pause_ns(uint32_t ns) {
+  __builtin_amdgcn_s_sleep(ns < 1024 ? 8 : 64);
 }
 
 WEFT_DEVICE void pause(uint32_t polls) {

@@ -287,7 +287,8 @@ struct Endpoint {
   struct RmaOps {
     size_t size;
     ssize_t (*read)(Endpoint*, void*, size_t, void* desc, uint64_t from, uint64_t addr, uint64_t key, void* context);
-    Slot readv, readmsg;
+    Slot readv;
+    ssize_t (*readmsg)(Endpoint*, const MsgRma*, uint64_t flags);
     ssize_t (*write)(Endpoint*, const void*, size_t, void* desc, uint64_t to, uint64_t addr, uint64_t key, void* context);
     Slot writev;
     ssize_t (*writemsg)(Endpoint*, const MsgRma*, uint64_t flags);

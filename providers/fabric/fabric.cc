@@ -3,10 +3,10 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
-#include <sys/random.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <cstring>
@@ -14,20 +14,15 @@
 #include <fstream>
 
 #include "base/log.h"
+#include "base/random.h"
 #include "providers/fabric/library.h"
 
 namespace weft::provider {
 namespace {
 
 constexpr uint32_t kTxDepthMax = 1024;
-constexpr uint32_t kPagesPerCall = 256;  // below IOV_MAX, and short enough to stay responsive
+constexpr uint32_t kPagesPerCall = 1024;  // IOV_MAX
 constexpr size_t kEntriesPerRead = 32;
-
-uint64_t random_number() {
-  uint64_t number = 0;
-  if (getrandom(&number, sizeof number, 0) != sizeof number) number = static_cast<uint64_t>(time(nullptr)) * 2654435761u;
-  return number;
-}
 
 // The same on two processes that can name each other by process number.
 uint64_t host_mark() {
@@ -106,7 +101,7 @@ bool means_peer_gone(int error) {
 class FabricRail : public Rail {
  public:
   FabricRail(const fi::Library& library, Nic nic, bool may_copy_across)
-      : fi_(library), nic_(std::move(nic)), may_copy_across_(may_copy_across), witness_(random_number()) {}
+      : fi_(library), nic_(std::move(nic)), may_copy_across_(may_copy_across), witness_(random_key()) {}
 
   ~FabricRail() override {
     for (fi::Fid* fid : {ep_ ? &ep_->fid : nullptr, cq_ ? &cq_->fid : nullptr, av_ ? &av_->fid : nullptr,
@@ -142,6 +137,8 @@ class FabricRail : public Rail {
 
   const Caps& caps() const override { return nic_.caps; }
   const Nic& nic() const override { return nic_; }
+  FabricObjects objects() const { return {ep_, cq_}; }
+  uint64_t address_of(Route route) const { return destinations_[route].address; }
 
   std::string address() const override {
     AddressHead head;
@@ -244,16 +241,22 @@ class FabricRail : public Rail {
 
   uint32_t pages_per_post(Route to) const override { return destinations_[to].pid ? kPagesPerCall : 1; }
 
-  // One system call copies all pages into the peer, as the shm provider itself does for a single large write.
-  Posted post_pages(Route to, const Piece* pieces, uint32_t count, Context* context) override {
+  // One system call copies all pages into the peer, as the shm provider itself does for a single large write. The kernel
+  // looks up the peer's memory once per stretch of it, so pages go in the order of their addresses over there and
+  // neighbours become one stretch.
+  Posted post_pages(Route to, Piece* pieces, uint32_t count, Context* context) override {
+    std::sort(pieces, pieces + count, [](const Piece& a, const Piece& b) { return a.remote < b.remote; });
     iovec from[kPagesPerCall], into[kPagesPerCall];
-    size_t left = 0;
+    size_t left = 0, stretches = 0;
     for (uint32_t i = 0; i < count; ++i) {
       from[i] = {pieces[i].local, pieces[i].bytes};
-      into[i] = {reinterpret_cast<void*>(pieces[i].remote), pieces[i].bytes};
       left += pieces[i].bytes;
+      if (i > 0 && pieces[i - 1].remote + pieces[i - 1].bytes == pieces[i].remote)
+        into[stretches - 1].iov_len += pieces[i].bytes;
+      else
+        into[stretches++] = {reinterpret_cast<void*>(pieces[i].remote), pieces[i].bytes};
     }
-    const ssize_t moved = process_vm_writev(destinations_[to].pid, from, count, into, count, 0);
+    const ssize_t moved = process_vm_writev(destinations_[to].pid, from, count, into, stretches, 0);
     Event event;
     event.kind = moved == static_cast<ssize_t>(left) ? EventKind::kDone : EventKind::kFailed;
     event.context = context;
@@ -296,7 +299,7 @@ class FabricRail : public Rail {
   }
 
   uint64_t make_key() const {
-    const uint64_t key = random_number();
+    const uint64_t key = random_key();
     return key_bytes_ >= 8 ? key : key & ((uint64_t{1} << (8 * key_bytes_)) - 1);
   }
 
@@ -373,7 +376,7 @@ class Fabric : public Provider {
     std::vector<Nic> nics;
     for (const fi::Info* info = found->first(); info; info = info->next) {
       Nic nic = describe(*info, kind_);
-      bool is_new = true;
+      bool is_new = kind_ != "tcp" || !interface_address(*info).empty();  // sockets without an address are of no use
       for (const Nic& known : nics) is_new = is_new && known.name != nic.name;
       if (is_new) nics.push_back(std::move(nic));
     }
@@ -405,6 +408,16 @@ class Fabric : public Provider {
 };
 
 }  // namespace
+
+FabricObjects fabric_objects(Rail& rail) {
+  auto* fabric = dynamic_cast<FabricRail*>(&rail);
+  return fabric ? fabric->objects() : FabricObjects();
+}
+
+uint64_t fabric_address(Rail& rail, Route route) {
+  auto* fabric = dynamic_cast<FabricRail*>(&rail);
+  return fabric ? fabric->address_of(route) : fi::kAddressUnspecified;
+}
 
 std::shared_ptr<Provider> make_fabric(const std::string& kind) { return std::make_shared<Fabric>(kind); }
 

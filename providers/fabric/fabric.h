@@ -15,4 +15,17 @@ namespace weft::provider {
 
 std::shared_ptr<Provider> make_fabric(const std::string& kind);
 
+namespace fi {
+struct Endpoint;
+struct Cq;
+}  // namespace fi
+
+// libfabric's own objects under a fabric rail, for the raw baseline of the benchmark; null for other rails.
+struct FabricObjects {
+  fi::Endpoint* endpoint = nullptr;
+  fi::Cq* cq = nullptr;
+};
+FabricObjects fabric_objects(Rail& rail);
+uint64_t fabric_address(Rail& rail, Route route);  // what libfabric calls the peer
+
 }  // namespace weft::provider

@@ -143,7 +143,7 @@ class LoopbackRail : public Rail {
   Posted post_read(const RmaOp& op) override { return post(op.to, rma(Kind::kRead, op)); }
 
   uint32_t pages_per_post(Route) const override { return impl_.options.pages_per_post; }
-  Posted post_pages(Route to, const Piece* pieces, uint32_t count, Context* context) override {
+  Posted post_pages(Route to, Piece* pieces, uint32_t count, Context* context) override {
     Packet packet = rma(Kind::kPages, {.to = to, .piece = {}, .context = context});
     packet.pieces.assign(pieces, pieces + count);
     return post(to, std::move(packet));

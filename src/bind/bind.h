@@ -12,8 +12,10 @@ namespace weft {
 void bind_base(nanobind::module_& module);
 void bind_collective(nanobind::module_& module);
 void bind_jit(nanobind::module_& module);
+void bind_low_latency(nanobind::module_& module);
 void bind_moe(nanobind::module_& module);
 void bind_runtime(nanobind::module_& module);
+void bind_transfer(nanobind::module_& module);
 
 // Throws what weft.errors.from_core(code, message) returns, unless ok.
 void check(const Status& status);

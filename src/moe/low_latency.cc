@@ -116,11 +116,22 @@ Status LowLatency::launch(const KernelKey& key, const LowLatencyPlan& plan, cons
   return limits_.is_cuda ? Status() : fault();
 }
 
+LowLatencyDispatchShape LowLatency::shape_of(const LowLatencyDispatchCall& call) const {
+  return {ranks(),          sizes(call.max_tokens, call.top_k, call.experts).experts_per_rank(),
+          call.top_k,       call.row_bytes,
+          call.scale_bytes, call.payload,
+          call.topk_weights ? 1 : 0};
+}
+
+Status LowLatency::check(const LowLatencyDispatchCall& call) const {
+  const LowLatencySizes all = sizes(call.max_tokens, call.top_k, call.experts);
+  return check(all, call.tokens, plan_low_latency_dispatch(all, shape_of(call), limits_));
+}
+
 Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases) {
   WEFT_TRY(fault());
   const LowLatencySizes all = sizes(call.max_tokens, call.top_k, call.experts);
-  const LowLatencyDispatchShape shape{ranks(),        all.experts_per_rank(), call.top_k, call.row_bytes,
-                                      call.scale_bytes, call.payload,           call.topk_weights ? 1 : 0};
+  const LowLatencyDispatchShape shape = shape_of(call);
   const LowLatencyPlan plan = plan_low_latency_dispatch(all, shape, limits_);
   WEFT_TRY(check(all, call.tokens, plan));
   LowLatencyDispatchArgs args{};

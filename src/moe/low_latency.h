@@ -87,6 +87,8 @@ class LowLatency {
  public:
   LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits, const LowLatencyWaits& waits);
 
+  // Whether a dispatch of these sizes fits the region; reads only sizes.
+  Status check(const LowLatencyDispatchCall& call) const;
   // `phases`: kPhaseSend, then kPhaseReceive with the same call; or both at once.
   Status dispatch(const LowLatencyDispatchCall& call, uint32_t phases);
   Status combine(const LowLatencyCombineCall& call, uint32_t phases);
@@ -112,6 +114,7 @@ class LowLatency {
   uint32_t ranks() const { return static_cast<uint32_t>(window_->communicator()->size()); }
   uint32_t rank() const { return static_cast<uint32_t>(window_->communicator()->rank()); }
   uint32_t* masks() const;
+  LowLatencyDispatchShape shape_of(const LowLatencyDispatchCall& call) const;
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
   LowLatencyCall common(const LowLatencySizes& sizes, uint32_t tokens, uint32_t phases, uint32_t ticket) const;
   Status launch(const KernelKey& key, const LowLatencyPlan& plan, const void* args, size_t args_bytes, const void* shape,

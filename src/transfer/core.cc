@@ -126,6 +126,12 @@ bool Core::wants_staging(const Memory& memory, const Remote& remote, size_t piec
 Status Core::closed_status() const { return Status::make(Code::kClosed, "transfer engine '{}': is closed", name); }
 
 void Core::submit(std::shared_ptr<Transfer> transfer) {
+  if (token.try_take()) {  // nobody is at it: post right here
+    start_submitted();
+    start(std::move(transfer));
+    token.give();
+    return;
+  }
   Transfer* raw = transfer.get();
   raw->self_ = std::move(transfer);
   raw->next_submitted_ = submitted_.load(std::memory_order_relaxed);
@@ -172,7 +178,11 @@ void Core::run_worker() {
   unsigned idle = 0;
   while (!stopping_.load(std::memory_order_acquire)) {
     bool busy = false;
-    if (waiters_.load(std::memory_order_relaxed) == 0 && token.try_take()) {
+    if (waiters_.load(std::memory_order_relaxed) > 0) {  // they make progress; each wake-up here would cost them
+      std::this_thread::sleep_for(std::chrono::microseconds(500));
+      continue;
+    }
+    if (token.try_take()) {
       start_submitted();
       busy = poll_rails();
       if (active_) idle = std::min(idle, kIdlePolls - 1);
@@ -182,8 +192,6 @@ void Core::run_worker() {
       flush_messages();
       if (const Clock::time_point now = Clock::now(); now - last_tick_ >= kTickEvery) tick(now);
       token.give();
-    } else {
-      idle = std::max(idle, 4096u);  // somebody else makes progress; look again soon
     }
     idle = busy ? 0 : idle + 1;
     if (idle > kIdlePolls)
@@ -194,6 +202,7 @@ void Core::run_worker() {
 }
 
 void Core::start_submitted() {
+  if (!submitted_.load(std::memory_order_relaxed)) return;
   Transfer* list = submitted_.exchange(nullptr, std::memory_order_acquire);
   Transfer* in_order = nullptr;
   while (list) {

@@ -127,6 +127,7 @@ class Core {
   // ---- operations.cc (under the token, but for cancel)
   Phase cancel(const std::shared_ptr<Transfer>& transfer);
   void finish(Transfer& transfer, Phase phase, Status status);
+  void on_done(Transfer& transfer, std::function<void(const Status&)> callback);
 
   // ---- peers.cc
   Result<std::shared_ptr<Peer>> connect(std::string_view address, Deadline until);
@@ -245,6 +246,7 @@ class Core {
   uint32_t progress_calls_ = 0;
   Clock::time_point last_tick_{};
   std::vector<Event> events_;
+  std::vector<provider::Piece> page_list_;  // of the post_pages() under way
 
   std::deque<std::unique_ptr<Flight[]>> flight_blocks_;
   Flight* free_flights_ = nullptr;

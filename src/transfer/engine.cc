@@ -3,10 +3,13 @@
 // Checks arguments and turns requests into transfers; what happens to those is in core.h.
 #include "transfer/engine.h"
 
+#include <time.h>
+
 #include <algorithm>
 
 #include "base/log.h"
 #include "transfer/core.h"
+#include "transfer/pool.h"
 #include "transfer/staging.h"
 
 namespace weft::transfer {
@@ -16,8 +19,17 @@ Clock::duration to_duration(double seconds) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
+// A few milliseconds old, and a tenth of the price.
+Clock::time_point coarse_now() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  return Clock::time_point(std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec));
+}
+
+bool fits(uint64_t offset, uint64_t bytes, uint64_t all) { return offset <= all && bytes <= all - offset; }
+
 Status check_range(const char* argument, uint64_t offset, uint64_t bytes, uint64_t all, const char* what) {
-  if (offset <= all && bytes <= all - offset) return {};
+  if (fits(offset, bytes, all)) return {};
   return Status::invalid("{}: got {} bytes at offset {}, allowed: within the {} bytes of the {}", argument, bytes,
                          offset, all, what);
 }
@@ -37,11 +49,20 @@ How imm_only(uint32_t id) {
 // Makes one Transfer from one request; runs on the user's thread, without the token.
 class Builder {
  public:
-  Builder(Core& core, OpKind kind, How& how) : core_(core), how_(how), made_(std::make_shared<Transfer>()) {
+  Builder(Core& core, OpKind kind, How& how) : core_(core), how_(how), made_(std::allocate_shared<Transfer>(PoolAllocator<Transfer>())) {
     made_->kind_ = kind;
   }
 
   Status begin(std::shared_ptr<Memory> memory, bool is_imm_allowed = true) {
+    if (Status status = check(memory, is_imm_allowed); !status.ok()) return status;
+    made_->memory_ = std::move(memory);
+    made_->has_imm_ = how_.imm.has_value();
+    made_->imm_ = how_.imm.value_or(0);
+    made_->notify_ = how_.notify;
+    return {};
+  }
+
+  Status check(const std::shared_ptr<Memory>& memory, bool is_imm_allowed) const {
     if (core_.is_closed()) return core_.closed_status();
     if (memory && !memory->is_registered())
       return Status::invalid("memory: got memory that was unregistered, allowed: registered memory");
@@ -50,10 +71,6 @@ class Builder {
     if (how_.rail != kAnyRail && how_.rail >= core_.rail_count())
       return Status::invalid("rail: got {}, allowed: 0 to {}", how_.rail, core_.rail_count() - 1);
     if (how_.timeout_s < 0) return Status::invalid("timeout_s: got {}, allowed: above 0", how_.timeout_s);
-    made_->memory_ = std::move(memory);
-    made_->has_imm_ = how_.imm.has_value();
-    made_->imm_ = how_.imm.value_or(0);
-    made_->notify_ = how_.notify;
     return {};
   }
 
@@ -100,9 +117,9 @@ class Builder {
 
   // Decides how the bytes travel and where the immediate rides, and hands the transfer over.
   Result<std::shared_ptr<Transfer>> submit() {
-    if (made_->kind_ == OpKind::kWrite) WEFT_TRY(choose_path());
+    if (made_->kind_ == OpKind::kWrite) choose_path();
     if (made_->has_imm_ && !made_->staged_ && made_->kind_ == OpKind::kWrite) place_imms();
-    made_->submitted_ = Clock::now();
+    made_->submitted_ = coarse_now();
     made_->deadline_ = made_->submitted_ + to_duration(how_.timeout_s > 0 ? how_.timeout_s : core_.options.timeout_s);
     made_->counter_ = std::move(how_.counter);
     made_->callback_ = std::move(how_.callback);
@@ -115,11 +132,10 @@ class Builder {
  private:
   uint32_t next_rail(uint32_t rails) { return rails == 1 ? 0 : core_.next_rail.fetch_add(1, std::memory_order_relaxed) % rails; }
 
-  Status choose_path() {
+  void choose_path() {
     for (uint32_t target = 0; target <= made_->more_.size(); ++target)
       made_->staged_ = made_->staged_ ||
                        core_.wants_staging(*made_->memory_, *made_->remote(target), made_->pieces(), made_->bytes_);
-    return {};
   }
 
   void place_imms() {
@@ -212,11 +228,12 @@ void Engine::disconnect(const std::shared_ptr<Peer>& peer) {
 }
 
 Result<std::shared_ptr<Transfer>> Engine::write(WriteRequest r) {
-  WEFT_TRY(check_handle("src", r.src != nullptr));
-  WEFT_TRY(check_handle("dst", r.dst != nullptr));
+  if (!r.src || !r.dst) return check_handle(r.src ? "dst" : "src", false);
   Builder build(*core_, OpKind::kWrite, r.how);
-  WEFT_TRY(check_range("src_offset", r.src_offset, r.bytes, r.src->bytes(), "source"));
-  WEFT_TRY(check_range("dst_offset", r.dst_offset, r.bytes, r.dst->bytes(), "destination"));
+  if (!fits(r.src_offset, r.bytes, r.src->bytes()))
+    return check_range("src_offset", r.src_offset, r.bytes, r.src->bytes(), "source");
+  if (!fits(r.dst_offset, r.bytes, r.dst->bytes()))
+    return check_range("dst_offset", r.dst_offset, r.bytes, r.dst->bytes(), "destination");
   WEFT_TRY(build.begin(std::move(r.src)));
   WEFT_TRY(build.add_target(std::move(r.dst), kRemoteWrite).status());
   build.add_range(0, r.src_offset, r.dst_offset, r.bytes, core_->rail_count());
@@ -356,6 +373,7 @@ Status Engine::barrier(const std::vector<std::shared_ptr<Peer>>& group, uint32_t
 
 Status Engine::wait(const std::shared_ptr<Transfer>& transfer, Deadline until) {
   WEFT_TRY(check_handle("transfer", transfer != nullptr));
+  if (transfer->is_finished()) return transfer->status();
   const double allowed_s = until.left_s();
   if (core_->wait(until, [&] { return transfer->is_finished(); })) return transfer->status();
   return Status::make(Code::kPeerLost, "transfer.wait: waited {} s for a {} of {} bytes: expected done, saw {}", allowed_s,
@@ -363,11 +381,16 @@ Status Engine::wait(const std::shared_ptr<Transfer>& transfer, Deadline until) {
 }
 
 Status Engine::wait(const Counter& counter, uint64_t finished_at_least, Deadline until) {
-  const double allowed_s = until.left_s();
-  if (!core_->wait(until, [&] { return counter.finished() >= finished_at_least; }))
+  const bool is_there = counter.finished() >= finished_at_least;
+  const double allowed_s = is_there ? 0 : until.left_s();
+  if (!is_there && !core_->wait(until, [&] { return counter.finished() >= finished_at_least; }))
     return Status::make(Code::kPeerLost, "transfer.wait: waited {} s for transfers: expected {} finished, saw {}",
                         allowed_s, finished_at_least, counter.finished());
   return counter.failed() ? counter.first_failure() : Status();
+}
+
+void Engine::on_done(const std::shared_ptr<Transfer>& transfer, std::function<void(const Status&)> callback) {
+  if (transfer) core_->on_done(*transfer, std::move(callback));
 }
 
 Phase Engine::cancel(const std::shared_ptr<Transfer>& transfer) { return core_->cancel(transfer); }

@@ -49,7 +49,7 @@ struct Options {
   bool has_worker = true;  // false: progress only inside of calls that wait, and in progress()
   int worker_cpu = -1;     // pin the worker; -1: wherever the system likes
   uint32_t stage_slots = 4;
-  uint32_t stage_slot_bytes = 256 << 10;
+  uint32_t stage_slot_bytes = 128 << 10;  // small enough that all slots stay in a core's cache
   uint32_t tx_depth = 0;  // operations in flight per rail; 0: what the rail likes
 };
 
@@ -151,6 +151,8 @@ class Engine {
 
   Status wait(const std::shared_ptr<Transfer>& transfer, Deadline until);
   Status wait(const Counter& counter, uint64_t finished_at_least, Deadline until);
+  // Calls once when the transfer has ended; at once if it has. Adds to what How::callback does.
+  void on_done(const std::shared_ptr<Transfer>& transfer, std::function<void(const Status&)> callback);
   // kQueued: dropped, nothing was written. kPosted: the rest is dropped, wait for the end. Finished: no effect.
   // Returns the phase that cancel() found.
   Phase cancel(const std::shared_ptr<Transfer>& transfer);

@@ -361,13 +361,18 @@ void Core::send_message(Peer& peer, MessageType type, std::string_view body, Tra
 void Core::flush_messages() {
   if (is_flushing_) return;  // a failing message may make the engine say something
   is_flushing_ = true;
+  std::vector<Peer*> full;  // a peer that takes nothing, perhaps for ever, must not hold up the others
+  std::deque<OutMessage> later;
   while (!out_messages_.empty()) {
     OutMessage message = std::move(out_messages_.front());
     out_messages_.pop_front();
-    if (post_message(message)) continue;
-    out_messages_.push_front(std::move(message));
-    break;
+    const bool must_wait = std::find(full.begin(), full.end(), message.peer) != full.end();
+    if (!must_wait && post_message(message)) continue;
+    if (!must_wait) full.push_back(message.peer);
+    if (message.peer->routes_.empty()) continue;  // lost while this was on its way
+    later.push_back(std::move(message));
   }
+  for (; !later.empty(); later.pop_back()) out_messages_.push_front(std::move(later.back()));
   is_flushing_ = false;
 }
 
@@ -615,7 +620,8 @@ void Core::count_imm(Peer& peer, uint32_t imm, uint32_t count) {
     counter->id_ = imm;
     counter->peer_ = find_peer(peer.engine_);
   }
-  const uint64_t value = counter->value_.fetch_add(count, std::memory_order_release) + count;
+  const uint64_t value = counter->value_.load(std::memory_order_relaxed) + count;
+  counter->value_.store(value, std::memory_order_release);
   auto& reaches = counter->reaches_;
   for (size_t i = 0; i < reaches.size();) {
     if (reaches[i].at_least > value) {

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transfer/wire.h"
 
-#include <sys/random.h>
-
 #include <cstring>
-#include <random>
+
+#include "base/random.h"
 
 namespace weft::transfer {
 namespace {
@@ -148,9 +147,10 @@ std::string to_text(const EngineId& id) {
 
 EngineId random_id() {
   EngineId id;
-  if (getrandom(id.bytes.data(), id.bytes.size(), 0) == static_cast<ssize_t>(id.bytes.size())) return id;
-  std::random_device device;
-  for (uint8_t& byte : id.bytes) byte = static_cast<uint8_t>(device());
+  for (size_t i = 0; i < id.bytes.size(); i += sizeof(uint64_t)) {
+    const uint64_t random = random_key();
+    std::memcpy(id.bytes.data() + i, &random, sizeof random);
+  }
   return id;
 }
 

@@ -24,8 +24,7 @@ std::vector<Backend> backends() {
   std::vector<Backend> all;
   all.push_back({"loopback", loopback([](O&) {})});
   all.push_back({"loopback_ordered", loopback([](O& o) { o.caps.ordered_writes = true; })});
-  all.push_back({"loopback_unruly",
-                 loopback([](O& o) {
+  all.push_back({"loopback_unruly", loopback([](O& o) {
                    o.plan.reorder = 0.5;
                    o.plan.delay = 0.2;
                  }),
@@ -93,7 +92,8 @@ TEST_P(TransferTest, RailCountsNeedNotAgree) {
     request.how = with_imm(5);
     ASSERT_OK(pair.a.engine->write(request).status());
     ASSERT_OK(pair.wait_imm(5, 1));
-    EXPECT_EQ(std::memcmp(pair.b.buffer.data(), pair.a.buffer.data(), 300000), 0) << rails_a << " to " << rails_b;
+    EXPECT_EQ(std::memcmp(pair.b.buffer.data(), pair.a.buffer.data(), 300000), 0)
+        << rails_a << " to " << rails_b;
     request.how = with_imm(6, Notify::kEach);
     ASSERT_OK(pair.a.engine->write(request).status());
     ASSERT_OK(pair.wait_imm(6, expected_imms(300000, pair.a.engine->rail_plan())));
@@ -121,10 +121,12 @@ TEST_P(TransferTest, PagesLandWhereTheListsSay) {
   for (Notify notify : {Notify::kOnce, Notify::kEach}) {
     std::memset(pair.b.buffer.data(), 0xEE, pair.b.buffer.bytes());
     const uint32_t imm = 10 + static_cast<uint32_t>(notify);
-    ASSERT_OK(pair.a.engine->write_pages({pair.a.memory, src, pair.remote, dst, kPage, with_imm(imm, notify)}).status());
+    ASSERT_OK(pair.a.engine->write_pages({pair.a.memory, src, pair.remote, dst, kPage, with_imm(imm, notify)})
+                  .status());
     ASSERT_OK(pair.wait_imm(imm, expected[static_cast<int>(notify)]));
     for (uint64_t i = 0; i < kPages; ++i)
-      ASSERT_EQ(std::memcmp(pair.b.buffer.data() + dst.at(i), pair.a.buffer.data() + src.at(i), kPage), 0) << i;
+      ASSERT_EQ(std::memcmp(pair.b.buffer.data() + dst.at(i), pair.a.buffer.data() + src.at(i), kPage), 0)
+          << i;
     EXPECT_EQ(pair.b.buffer.data()[kPage - 1], 0xEE);
     EXPECT_EQ(pair.b.buffer.data()[kPage * (kPages + 1)], 0xEE);
   }
@@ -138,7 +140,8 @@ TEST_P(TransferTest, PagesLandWhereTheListsSay) {
 }
 
 TEST_P(TransferTest, ScatterReachesEveryTargetOnce) {
-  Side a = Side::open(provider_, 2, 10000), b = Side::open(provider_, 1, 10000), c = Side::open(provider_, 2, 10000);
+  Side a = Side::open(provider_, 2, 10000), b = Side::open(provider_, 1, 10000),
+       c = Side::open(provider_, 2, 10000);
   a.buffer.randomize(3);
   std::vector<ScatterTarget> targets;
   std::vector<Side*> sides = {&b, &c};
@@ -175,7 +178,8 @@ TEST_P(TransferTest, MessagesArriveInOrderWhateverTheirLength) {
   }
   uint64_t offset = 0;
   for (uint64_t bytes : lengths) {
-    auto transfer = pair.b.engine->recv(received.size() % 2 ? pair.a_at_b : nullptr, pair.b.memory, offset, bytes + 3, {});
+    auto transfer = pair.b.engine->recv(received.size() % 2 ? pair.a_at_b : nullptr, pair.b.memory, offset,
+                                        bytes + 3, {});
     ASSERT_OK(transfer.status());
     ASSERT_OK(pair.b.engine->wait(*transfer, soon()));
     EXPECT_EQ((*transfer)->bytes(), bytes);
@@ -282,15 +286,23 @@ TEST_P(TransferTest, MistakesAreNamedAndWriteNothing) {
   request = pair.write(0, 0, 10);
   request.dst = nullptr;
   expect_invalid(request, "dst");
-  EXPECT_EQ(pair.a.engine->write_pages({pair.a.memory, {0, 10, {0, 1}, 0}, pair.remote, {0, 10, {0}, 0}, 10, {}}).status().code(),
-            Code::kInvalid);
-  EXPECT_EQ(pair.a.engine->write_pages({pair.a.memory, {0, 10, {100}, 0}, pair.remote, {0, 10, {0}, 0}, 10, {}}).status().code(),
-            Code::kInvalid);
-  EXPECT_THAT(pair.a.engine->attach("nonsense", soon()).status().message(), HasSubstr("not a Weft descriptor"));
+  EXPECT_EQ(
+      pair.a.engine->write_pages({pair.a.memory, {0, 10, {0, 1}, 0}, pair.remote, {0, 10, {0}, 0}, 10, {}})
+          .status()
+          .code(),
+      Code::kInvalid);
+  EXPECT_EQ(
+      pair.a.engine->write_pages({pair.a.memory, {0, 10, {100}, 0}, pair.remote, {0, 10, {0}, 0}, 10, {}})
+          .status()
+          .code(),
+      Code::kInvalid);
+  EXPECT_THAT(pair.a.engine->attach("nonsense", soon()).status().message(),
+              HasSubstr("not a Weft descriptor"));
   EXPECT_THAT(pair.a.engine->connect("nonsense", soon()).status().message(), HasSubstr("not a Weft address"));
   std::string newer = pair.b.engine->address();
   newer[4] = 99;
-  EXPECT_THAT(pair.a.engine->connect(newer, soon()).status().message(), HasSubstr("wire version 99, allowed: 1"));
+  EXPECT_THAT(pair.a.engine->connect(newer, soon()).status().message(),
+              HasSubstr("wire version 99, allowed: 1"));
   for (size_t i = 0; i < 1000; ++i) ASSERT_EQ(pair.b.buffer.data()[i], 0xEE);
 }
 
@@ -308,7 +320,8 @@ TEST_P(TransferTest, DescriptorNeedsItsKeyAndItsAccess) {
   forged.secret[3] ^= 1;
   pair.a.engine->disconnect(pair.b_at_a);
   pair.connect();
-  EXPECT_THAT(pair.a.engine->attach(to_bytes(forged), soon()).status().message(), HasSubstr("its key is wrong"));
+  EXPECT_THAT(pair.a.engine->attach(to_bytes(forged), soon()).status().message(),
+              HasSubstr("its key is wrong"));
 }
 
 TEST_P(TransferTest, MemoryTakenBackIsNeverTouchedAgain) {

@@ -23,6 +23,8 @@ def _on_its_gpu(rank: Rank, function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def run_on_gpus(num_ranks: int, function: Callable[..., Any], *args: Any, deadline_s: float = 240.0) -> list[Any]:
+def run_on_gpus(
+    num_ranks: int, function: Callable[..., Any], *args: Any, deadline_s: float = 240.0
+) -> list[Any]:
     """Run ``function(rank, *args)`` on ``num_ranks`` GPUs; return the results in rank order."""
     return run_ranks(num_ranks, _on_its_gpu, function, *args, deadline_s=deadline_s)

@@ -60,7 +60,9 @@ def _check_shape(rank: Rank, tokens: int, hidden: int, top_k: int, per_rank: int
             oracle.ht_dispatch(routes, experts, r).take([inputs[0] for inputs in every])
             for r in range(rank.size)
         ]
-        assert torch.equal(combined.cpu(), oracle.ht_combine(sent_back, routes, experts, rank.rank)), "combined"
+        assert torch.equal(combined.cpu(), oracle.ht_combine(sent_back, routes, experts, rank.rank)), (
+            "combined"
+        )
         chosen = idx >= 0
         assert torch.equal(combined_weights[chosen], weights[chosen])
         assert int((combined_weights[~chosen] != 0).sum()) == 0
@@ -92,7 +94,9 @@ def _check_graph(rank: Rank) -> None:
     with torch.cuda.graph(graph):
         recv_x, recv_idx, combined = step()
     for seed in range(4):
-        every = [_inputs(100 * seed + r, tokens + 100 * seed, hidden, top_k, experts) for r in range(rank.size)]
+        every = [
+            _inputs(100 * seed + r, tokens + 100 * seed, hidden, top_k, experts) for r in range(rank.size)
+        ]
         every = [tuple(t[: tokens - r] for t in inputs) for r, inputs in enumerate(every)]
         for mine, new in zip((x, idx, weights), every[rank.rank], strict=True):
             mine.copy_(new)

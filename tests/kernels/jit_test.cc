@@ -91,8 +91,9 @@ class JitTest : public testing::TestWithParam<Device> {
   Jit& jit() { return Jit::of(GetParam()); }
 
   // Counts the experts of 1000 tokens on the device and compares with a loop.
-  void expect_layout(const Launch& launch) {
+  void expect_layout(Launch launch) {
     constexpr uint32_t kTokens = 1000, kTopK = 4, kRanks = 4, kExperts = 32;
+    launch.shared_bytes = (kRanks + kExperts) * sizeof(int32_t);
     std::vector<int64_t> experts(kTokens * kTopK);
     for (size_t i = 0; i < experts.size(); ++i)
       experts[i] = static_cast<int64_t>(i * 2654435761u % (kExperts + 1)) - 1;

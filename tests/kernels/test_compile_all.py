@@ -58,6 +58,7 @@ def test_kernel_compiles_without_spills(case: Case, architecture: str) -> None:
     usage = parse_usage(compiled.log)
     print(f"{architecture}: {usage}, cubin of {len(compiled.cubin)} bytes")
     assert usage.spill_bytes == 0, compiled.log
+    assert "warning" not in compiled.log, compiled.log
 
 
 def test_spills_are_noticed() -> None:

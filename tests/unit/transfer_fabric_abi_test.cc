@@ -109,6 +109,7 @@ SAME_PLACE(Endpoint::CmOps, getname, fi_ops_cm, getname);
 SAME_PLACE(Endpoint::MsgOps, recv, fi_ops_msg, recv);
 SAME_PLACE(Endpoint::MsgOps, send, fi_ops_msg, send);
 SAME_PLACE(Endpoint::RmaOps, read, fi_ops_rma, read);
+SAME_PLACE(Endpoint::RmaOps, readmsg, fi_ops_rma, readmsg);
 SAME_PLACE(Endpoint::RmaOps, write, fi_ops_rma, write);
 SAME_PLACE(Endpoint::RmaOps, writemsg, fi_ops_rma, writemsg);
 SAME_PLACE(Endpoint::RmaOps, writedata, fi_ops_rma, writedata);

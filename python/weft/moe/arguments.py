@@ -77,9 +77,14 @@ def check_rows(
         raise invalid(
             argument, f"rows of {row_bytes} bytes", "a multiple of 16 bytes, above 0 and below 2 GiB"
         )
-    if rows.data_ptr() % ROW_ALIGNMENT_BYTES:
-        raise invalid(argument, f"address {rows.data_ptr():#x}", "a 16-byte aligned address")
-    return rows
+    return check_alignment(argument, rows)
+
+
+def check_alignment(argument: str, value: Tensor) -> Tensor:
+    """Return value, which starts at an address that kernels can move 16 bytes from."""
+    if value.data_ptr() % ROW_ALIGNMENT_BYTES:
+        raise invalid(argument, f"address {value.data_ptr():#x}", "a 16-byte aligned address")
+    return value
 
 
 def check_rows_with_scales(

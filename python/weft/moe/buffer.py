@@ -34,13 +34,14 @@ from weft.moe.engine import Engine
 from weft.moe.events import EventHandle, EventOverlap, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
 from weft.moe.high_throughput import Payload
+from weft.moe.low_latency import LowLatencyCalls
 from weft.runtime.communicator import connect
 
 PreviousEvent = EventOverlap | EventHandle | None
 _RANKS_PER_RDMA_GROUP = 8  # what num_tokens_per_rdma_rank counts by
 
 
-class Buffer:
+class Buffer(LowLatencyCalls):
     """Sends the tokens of a mixture-of-experts layer to the ranks of their experts, and brings results back.
 
     Args:
@@ -214,6 +215,7 @@ class Buffer:
                 self.num_nvl_bytes,
                 self.num_rdma_bytes if self.low_latency_mode else 0,
                 self._timeout_s,
+                self.enable_shrink,
             )
         return self._engines[device]
 
@@ -272,7 +274,8 @@ class Buffer:
         padding = align(self.group_size, _RANKS_PER_RDMA_GROUP) - self.group_size
         with engine.on_comm_stream():
             groups = torch.nn.functional.pad(in_rank, (0, padding)).unflatten(1, (-1, _RANKS_PER_RDMA_GROUP))
-            return groups.any(dim=2).sum(dim=0, dtype=torch.int32)
+            per_node: Tensor = groups.any(dim=2).sum(dim=0, dtype=torch.int32)
+            return per_node
 
     def _check_num_experts(self, num_experts: object) -> int:
         return check_whole("num_experts", num_experts, 1, arguments.MAX_EXPERTS_PER_RANK * self.group_size)
@@ -295,7 +298,7 @@ class Buffer:
         previous_event: PreviousEvent = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int] | None, DispatchHandle, EventOverlap]:
+    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]:
         """Send each row of ``x`` once to every rank that owns one of its experts.
 
         Args:
@@ -314,7 +317,7 @@ class Buffer:
         Returns: (recv_x [N, hidden] or (rows, scales [N, n]), recv_topk_idx [N, K]: local expert ids, -1
             elsewhere, or None; recv_topk_weights float32 [N, K]: 0 elsewhere, or None; slots for each local
             expert, or [] with num_worst_tokens; handle; event). Rows come in order of source rank, then of
-            source token. With a handle: (recv_x, None, None, None, handle, event).
+            source token. With a handle: (recv_x, None, None, None, None, event).
             Received tensors live in the buffer's memory, which stays theirs as long as they do.
         Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E.
         """
@@ -329,7 +332,7 @@ class Buffer:
             engine.begin(previous)
             received = high_throughput.repeat(engine, rows, state, num_sms)
             event = engine.finish(async_finish, (rows.x, rows.scales))
-            return received.payload(), None, None, None, handle, event
+            return received.payload(), None, None, None, None, event
 
         in_rank, per_expert = self._check_layout(
             rows.x, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
@@ -491,7 +494,7 @@ class Buffer:
         previous_event: PreviousEvent = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int] | None, DispatchHandle, EventOverlap]:
+    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]:
         """The same as dispatch(), with config required."""
         self._require_config(config)
         return self.dispatch(

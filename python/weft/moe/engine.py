@@ -9,6 +9,7 @@ Threads: one caller at a time; tensors may die in any thread.
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +18,13 @@ from torch.utils.dlpack import from_dlpack
 
 from weft import _core
 from weft.moe.events import EventHandle, EventOverlap
+
+_NOWHERE = 16
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return where a tensor is for the core: 0 for None, never 0 for a tensor, be it empty."""
+    return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
 
 
 class _Lease:
@@ -28,7 +36,7 @@ class _Lease:
         self.is_permanent = is_permanent  # a captured graph writes here at every replay
 
     def __del__(self) -> None:
-        if not self.is_permanent:
+        if not self.is_permanent and not sys.is_finalizing():
             self.engine.release(self.offset)
 
 
@@ -47,12 +55,14 @@ class Engine:
         heap_bytes: int,
         low_latency_bytes: int,
         timeout_s: float,
+        may_mask: bool = False,
     ) -> None:
         self.device = device
         self.communicator = communicator
         self.is_cuda = device.type == "cuda"
         self.core = _core.MoeBuffer.create(communicator, heap_bytes, low_latency_bytes, timeout_s)
         self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
+        self.low_latency = _core.LowLatency(self.core, may_mask)
         self._released: list[tuple[int, Any]] = []
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -77,22 +87,28 @@ class Engine:
         return begin, min(num_bytes, int(self.core.window_bytes) - begin)
 
     def low_latency_part(self) -> tuple[int, int]:
-        """Return (offset, bytes) of the window's part for low-latency calls."""
-        begin = int(self.core.low_latency_begin)
-        return begin, int(self.core.low_latency_end) - begin
+        """Return (offset, bytes) of the window's part for low-latency rows, without their signals."""
+        control_bytes = int(_core.low_latency_region_bytes(self.communicator.size, 0))
+        begin = int(self.core.low_latency_begin) + control_bytes
+        return begin, max(int(self.core.low_latency_end) - begin, 0)
 
     def release(self, offset: int) -> None:
         """Give a piece back, on CUDA after what the current stream has queued."""
-        if self.is_cuda:
-            self._released.append((offset, torch.cuda.current_stream(self.device).record_event()))
-        else:
+        if not self.is_cuda:
             self.core.give_back(offset)
+        elif torch.cuda.is_current_stream_capturing():  # an event of a capture means nothing outside it
+            self._released.append((offset, None))
+        else:
+            self._released.append((offset, torch.cuda.current_stream(self.device).record_event()))
 
     def reclaim(self) -> None:
         """Make pieces that were given back usable by work that the communication stream gets from now on."""
         while self._released and not torch.cuda.is_current_stream_capturing():
             offset, event = self._released.pop()
-            self.comm_stream.wait_event(event)
+            if event is None:
+                self.comm_stream.wait_stream(torch.cuda.current_stream(self.device))
+            else:
+                self.comm_stream.wait_event(event)
             self.core.give_back(offset)
 
     # -- order -----------------------------------------------------------------------------------------------
@@ -101,6 +117,11 @@ class Engine:
     def stream(self) -> int:
         """The communication stream for the core; 0 on the CPU, where calls finish before they return."""
         return int(self.comm_stream.cuda_stream) if self.is_cuda else 0
+
+    @property
+    def current_stream(self) -> int:
+        """The caller's stream for the core; 0 on the CPU."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream) if self.is_cuda else 0
 
     def begin(self, previous: EventHandle | None) -> None:
         """Order the communication stream after ``previous``, or else after the current stream."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft import _core
-from weft.moe.engine import Engine
+from weft.moe.engine import Engine, address
 from weft.moe.handle import DispatchState
 
 Payload = Tensor | tuple[Tensor, Tensor]
@@ -145,11 +145,11 @@ def _send(
     received = engine.core.dispatch(
         format=row_format,
         x=rows.x.data_ptr(),
-        scales=_address(rows.scales),
+        scales=address(rows.scales),
         scale_token_stride=rows.scales.stride(0) if rows.scales is not None else 0,
         scale_word_stride=rows.scales.stride(1) if rows.scales is not None else 0,
-        topk_idx=_address(rows.topk_idx),
-        topk_weights=_address(rows.topk_weights),
+        topk_idx=address(rows.topk_idx),
+        topk_weights=address(rows.topk_weights),
         tokens=rows.x.size(0),
         experts=num_experts,
         handle=memory,
@@ -180,12 +180,12 @@ def combine(
         top_k=topk_weights.size(1) if topk_weights is not None else 0,
         element=_SUMMED_ELEMENTS[x.dtype],
         x=x.data_ptr(),
-        topk_weights=_address(topk_weights),
+        topk_weights=address(topk_weights),
         slot=state.slot.data_ptr(),
         bias0=bias_addresses[0],
         bias1=bias_addresses[1],
         combined=combined.data_ptr(),
-        combined_weights=_address(combined_weights),
+        combined_weights=address(combined_weights),
         tokens=state.num_tokens,
         handle=state.memory(),
         handle_id=state.handle_id,
@@ -196,10 +196,6 @@ def combine(
 
 
 _SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kElementFp32
-
-
-def _address(tensor: Tensor | None) -> int:
-    return tensor.data_ptr() if tensor is not None else 0
 
 
 class Received:

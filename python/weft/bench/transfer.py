@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``weft bench transfer``: the transfer engine between two processes, beside the same loops without it.
+
+    weft bench transfer --local --provider tcp --json FILE      both sides on this machine
+    weft bench transfer server                                   prints its address, serves one client
+    weft bench transfer client ADDRESS --provider tcp
+
+The client measures and the server only makes progress. Each row is one size of one call: ``write``, ``read``,
+``scatter`` (8 targets per operation), ``paged_write`` (1000 pages of 4 KiB as one operation, in shuffled
+order on both sides; ``pool`` says out of how many times as many; its baseline ``one_write`` is one write of
+the same bytes), ``write_rate`` (8 B to 4 KiB, a window of 64) and ``write_imm_latency`` (half a round trip of a write
+with an immediate). ``us`` is per operation. The baseline ``raw`` is plain ``fi_writemsg`` / ``fi_readmsg`` on
+one endpoint in the same two processes; the two alternate, so that a busy machine disturbs both. What one
+operation of each call moved is compared byte for byte afterwards (``checked``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import ctypes
+import importlib.util
+import json
+import mmap
+import multiprocessing
+import os
+import socket
+import statistics
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft import _core
+from weft.bench.report import Report, Row, add_report_arguments, progress
+from weft.errors import Error, PeerLost, invalid
+from weft.transfer import Pages, Span, TransferEngine
+
+MIB = 1 << 20
+BUFFER_BYTES = 64 * MIB
+TIMEOUT_S = 120.0
+PAGE_BYTES, PAGES = 4096, 1000
+RATE_BYTES = (8, 64, 512, 4096)
+LARGE_BYTES = (64 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+PROVIDERS = {"tcp": "fabric:tcp", "shm": "fabric:shm"}
+
+
+@dataclass(frozen=True)
+class Load:
+    """One row to measure: ``count`` operations of ``nbytes`` per repetition, ``window`` of them under way."""
+
+    call: str
+    nbytes: int
+    count: int
+    window: int
+    pool: int = 1  # paged_write: pages are picked out of so many times as many
+
+    @property
+    def kind(self) -> str:
+        """What the loops in C++ call it."""
+        return "write" if self.call == "write_rate" else self.call
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of one operation."""
+        return PAGE_BYTES * PAGES if self.call == "paged_write" else self.nbytes
+
+    @property
+    def operations(self) -> int:
+        """Operations per repetition, for the time of one."""
+        if self.call == "paged_write":
+            return 1
+        return 2 * self.count if self.call == "write_imm_latency" else self.count
+
+
+def plan_loads(calls: Sequence[str] | None, quick: bool) -> list[Load]:
+    """Return the rows to measure, in order."""
+    volume = (8 if quick else 64) * MIB
+    large = [Load(call, n, max(volume // n, 1), 16) for call in ("write", "read") for n in LARGE_BYTES]
+    loads = [Load("write_imm_latency", n, 200 if quick else 1000, 1) for n in (8, 4096)]
+    loads += [Load("write_rate", n, 1000 if quick else 5000, 64) for n in RATE_BYTES]
+    loads += [Load("paged_write", PAGE_BYTES, PAGES, 64, pool) for pool in (1, 4)]
+    loads += large
+    loads += [Load("scatter", n, max(volume // n // 4, 1), 16) for n in (64 << 10, MIB)]
+    return [load for load in loads if not calls or load.call in calls]
+
+
+# ---- two sides and the line between them
+
+
+MESSAGE_BYTES_MAX = 4 * BUFFER_BYTES
+
+
+def to_json(value: object) -> object:
+    """Return bytes as JSON can carry them."""
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    raise TypeError(type(value).__name__)
+
+
+def from_json(value: dict[str, Any]) -> Any:
+    """Undo ``to_json``."""
+    return base64.b64decode(value["base64"]) if set(value) == {"base64"} else value
+
+
+class Line:
+    """JSON messages over a connection, each with its length in front."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.settimeout(TIMEOUT_S)
+
+    def send(self, message: dict[str, Any]) -> None:
+        body = json.dumps(message, default=to_json).encode()
+        self._connection.sendall(struct.pack("<I", len(body)) + body)
+
+    def recv(self) -> Any:
+        (count,) = struct.unpack("<I", self._exactly(4))
+        if count > MESSAGE_BYTES_MAX:
+            raise invalid("message", f"{count} bytes", f"up to {MESSAGE_BYTES_MAX}")
+        return json.loads(self._exactly(count), object_hook=from_json)
+
+    def _exactly(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            part = self._connection.recv(count - len(parts))
+            if not part:
+                raise PeerLost("bench transfer: the other side closed its connection")
+            parts += part
+        return bytes(parts)
+
+
+@dataclass
+class Side:
+    """One process's buffer, engine and raw endpoint."""
+
+    buffer: mmap.mmap
+    span: Span
+    engine: TransferEngine
+    raw: Any
+    memory: Any = field(init=False)
+    peer: Any = field(init=False, default=None)
+    remote: Any = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.memory = self.engine.register(self.span, remote_read=True, remote_write=True)
+
+    def card(self) -> dict[str, Any]:
+        """Return what the other side needs."""
+        return {
+            "address": self.engine.address,
+            "descriptor": self.memory.descriptor,
+            "raw": None if self.raw is None else self.raw.address,
+        }
+
+    def meet(self, card: dict[str, Any]) -> None:
+        """Connect to the side with that card."""
+        self.peer = self.engine.connect(card["address"], TIMEOUT_S)
+        self.remote = self.engine.attach(card["descriptor"], TIMEOUT_S)
+        if self.raw is not None and card["raw"] is not None:
+            self.raw.connect(card["raw"])
+
+
+def pin(cpu: int) -> None:
+    """Keep this process on one CPU; unpinned runs swing by hundreds of microseconds."""
+    available = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {available[cpu % len(available)]})
+
+
+def open_side(args: argparse.Namespace, name: str) -> Side:
+    """Open engine, raw endpoint and a buffer that both use."""
+    provider = PROVIDERS.get(args.provider, args.provider)
+    nic_names = (
+        args.nics.split(",") if args.nics else choose_nics(provider, args.command != "server" and args.local)
+    )
+    buffer = mmap.mmap(-1, BUFFER_BYTES)
+    buffer[:] = bytes(BUFFER_BYTES)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    span = Span(address, BUFFER_BYTES, owner=buffer)
+    engine = TransferEngine(provider, nic_names, name=name, timeout_s=TIMEOUT_S)
+    raw = None
+    if provider.startswith("fabric:"):
+        raw = _core.transfer_raw_loop(
+            _core.transfer_find_provider(provider), nic_names[0], address, BUFFER_BYTES
+        )
+    return Side(buffer, span, engine, raw)
+
+
+def choose_nics(provider: str, local: bool) -> list[str]:
+    """Return the NIC to use: on one machine the loopback interface, where there is a choice."""
+    usable = [n["name"] for n in _core.transfer_find_provider(provider).probe() if not n["unusable_because"]]
+    if not usable:
+        raise invalid("--provider", provider, "one that `weft info` shows as usable")
+    local_ones = [name for name in usable if name.endswith("@127.0.0.1")]
+    return local_ones[:1] if local and local_ones else usable[:1]
+
+
+def serve(line: Line, args: argparse.Namespace) -> None:
+    """Be the passive side of one run: do what the client says until it says goodbye."""
+    side = open_side(args, "server")
+    line.send(side.card())
+    side.meet(line.recv())
+    answered = _core.TransferAnswered()
+    while (order := line.recv())["do"] != "quit":
+        if order["do"] == "serve raw":
+            line.send({"ready": True})
+            side.raw.serve(TIMEOUT_S)
+        elif order["do"] == "serve engine":
+            line.send({"ready": True})
+            _core.transfer_serve(
+                side.engine.core,
+                side.peer.core,
+                side.memory.core,
+                side.remote.core,
+                answered,
+                TIMEOUT_S,
+            )
+        elif order["do"] == "fill":
+            side.buffer[:] = bytes([order["with"]]) * BUFFER_BYTES
+            line.send({"filled": True})
+        elif order["do"] == "show":
+            line.send({"bytes": side.buffer[order["at"] : order["at"] + order["count"]]})
+    side.engine.close()
+
+
+class Client:
+    """The measuring side."""
+
+    def __init__(self, line: Line, args: argparse.Namespace) -> None:
+        self.line, self.args = line, args
+        theirs = line.recv()
+        self.side = open_side(args, "client")
+        line.send(self.side.card())
+        self.side.meet(theirs)
+        self.side.buffer[:] = os.urandom(MIB) * (BUFFER_BYTES // MIB)
+
+    @contextlib.contextmanager
+    def served(self, who: str) -> Iterator[None]:
+        """Have the server answer the engine's or the raw endpoint's echoes inside the block."""
+        self.line.send({"do": f"serve {who}"})
+        self.line.recv()
+        yield
+        if who == "raw":
+            self.side.raw.stop_serving(TIMEOUT_S)
+        else:
+            _core.transfer_stop_serving(self.side.engine.core, self.side.peer.core, TIMEOUT_S)
+
+    def raw_seconds(self, load: Load, repeats: int) -> list[float]:
+        with self.served("raw"):
+            return list(
+                self.side.raw.measure(
+                    load.kind, load.nbytes, load.count, load.window, load.pool, repeats, TIMEOUT_S
+                )
+            )
+
+    def engine_seconds(self, load: Load, repeats: int) -> list[float]:
+        with self.served("engine"):
+            return list(
+                _core.transfer_measure(
+                    self.side.engine.core,
+                    self.side.memory.core,
+                    self.side.remote.core,
+                    load.kind,
+                    load.nbytes,
+                    load.count,
+                    load.window,
+                    load.pool,
+                    repeats,
+                    TIMEOUT_S,
+                )
+            )
+
+    def check(self, load: Load) -> bool:
+        """Run one operation of the load by itself and compare what arrived, byte for byte."""
+        side = self.side
+        engine, n = side.engine, min(load.moved_bytes, BUFFER_BYTES)
+        if load.call == "read":
+            self.order({"do": "fill", "with": 0x5A})
+            before = bytes(side.buffer[:n])
+            engine.read(side.memory, side.remote, n).wait()
+            arrived = side.buffer[:n] == b"\x5a" * n
+            side.buffer[:n] = before
+            return arrived
+        self.order({"do": "fill", "with": 0x11})
+        sent = bytes(side.buffer[:n])  # the server's echoes write into the first bytes of this side's buffer
+        if load.call == "paged_write":
+            src = Pages([(7 * i + 3) % PAGES for i in range(PAGES)], PAGE_BYTES)
+            dst = Pages([(13 * i + 5) % PAGES for i in range(PAGES)], PAGE_BYTES)
+            engine.write_pages(side.memory, src, side.remote, dst, PAGE_BYTES, imm=1).wait()
+            shown = self.after_flush(n)
+            return all(
+                shown[d * PAGE_BYTES : (d + 1) * PAGE_BYTES] == sent[s * PAGE_BYTES : (s + 1) * PAGE_BYTES]
+                for s, d in zip(src.indices, dst.indices, strict=True)  # type: ignore[arg-type]
+            )
+        engine.write(side.memory, side.remote, n, imm=1).wait()
+        return self.after_flush(n) == sent
+
+    def after_flush(self, count: int) -> bytes:
+        """Return the first bytes of the server's buffer, after all that this side wrote is there."""
+        with self.served("engine"):
+            _core.transfer_measure(
+                self.side.engine.core,
+                self.side.memory.core,
+                self.side.remote.core,
+                "write_imm_latency",
+                0,
+                1,
+                1,
+                1,
+                1,
+                TIMEOUT_S,
+            )
+        return bytes(self.order({"do": "show", "at": 0, "count": count})["bytes"])
+
+    def order(self, message: dict[str, Any]) -> Any:
+        self.line.send(message)
+        return self.line.recv()
+
+
+def measure_load(client: Client, load: Load, rounds: int) -> Row:
+    """Measure one row: engine and raw alternate, so that both see the same disturbances."""
+    engine_us: list[float] = []
+    raw_us: list[float] = []
+    one_write_us: list[float] = []
+    one_write = Load("write", load.moved_bytes, 1, 1)
+    for _ in range(rounds):
+        engine_us += [s / load.operations * 1e6 for s in client.engine_seconds(load, 3)]
+        if client.side.raw is not None:
+            raw_us += [s / load.operations * 1e6 for s in client.raw_seconds(load, 3)]
+        if load.call == "paged_write":
+            one_write_us += [s * 1e6 for s in client.engine_seconds(one_write, 3)]
+    baselines = {}
+    if raw_us:
+        baselines["raw"] = statistics.median(raw_us)
+    if one_write_us:
+        baselines["one_write"] = statistics.median(one_write_us)
+    median = statistics.median(engine_us)
+    extra: dict[str, Any] = {
+        "gbit_per_s": round(load.moved_bytes * 8 / median / 1e3, 3),
+        "mops": round(1 / median, 4),
+    }
+    if raw_us:
+        extra["of_raw"] = round(statistics.median(raw_us) / median, 3)
+        extra["of_raw_best"] = round(min(raw_us) / min(engine_us), 3)
+    if load.call == "write_imm_latency" and raw_us:
+        extra["added_us"] = round(median - statistics.median(raw_us), 3)
+        extra["added_us_best"] = round(min(engine_us) - min(raw_us), 3)
+    if one_write_us:
+        extra["pool"] = load.pool
+        extra["of_one_write"] = round(statistics.median(one_write_us) / median, 3)
+        extra["of_one_write_best"] = round(min(one_write_us) / min(engine_us), 3)
+    return Row(
+        load.call, "bytes", None, load.moved_bytes, engine_us, None, client.check(load), baselines, extra
+    )
+
+
+def run_client(line: Line, args: argparse.Namespace) -> int:
+    """Measure everything, print and write it. Returns 0 when all that arrived was right."""
+    client = Client(line, args)
+    nic = client.side.engine.nics[0]
+    report = Report(
+        f"weft bench transfer, {nic.provider} on {nic.name}",
+        ("gbit_per_s", "mops", "of_raw", "of_raw_best", "added_us", "pool", "of_one_write"),
+    )
+    loads = plan_loads(args.calls.split(",") if args.calls else None, args.quick)
+    with progress() as bar:
+        task = bar.add_task("transfer", total=len(loads))
+        for load in loads:
+            bar.update(task, description=f"{load.call} {load.nbytes} B")
+            report.add(measure_load(client, load, args.rounds))
+            bar.advance(task)
+    line.send({"do": "quit"})
+    client.side.engine.close()
+    report.note("raw: plain fi_writemsg / fi_readmsg in the same processes, alternating with the engine.")
+    report.note("of_raw: raw's median over the engine's (1 is equal, more is faster); _best: of the minima.")
+    report.note("us is per operation; latency is half a round trip.")
+    for name, module in (("NIXL", "nixl"), ("Mooncake", "mooncake")):
+        installed = importlib.util.find_spec(module) is not None
+        report.note(
+            f"{name}: {'installed, not measured by this command yet' if installed else 'not installed'}."
+        )
+    report.finish(args.json, args.plot)
+    return 0 if all(row.checked for row in report.rows) else 1
+
+
+# ---- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``weft bench transfer``."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "command", nargs="?", choices=["server", "client"], help="one side of a run over a network"
+    )
+    parser.add_argument("address", nargs="?", help="client: HOST:PORT that the server printed")
+    parser.add_argument("--local", action="store_true", help="start both sides on this machine")
+    parser.add_argument(
+        "--provider", default="tcp", help="tcp, shm, or any name of weft.transfer.provider_names()"
+    )
+    parser.add_argument("--nics", help="comma-separated NICs, one rail each (default: the first usable one)")
+    parser.add_argument("--port", type=int, default=0, help="server: port to listen on (default: any)")
+    parser.add_argument("--calls", help="comma-separated calls to measure (default: all)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="how often engine and raw take turns (default: 5)"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer operations per repetition")
+    parser.add_argument("--no-pin", action="store_true", help="do not pin the two processes to CPUs")
+    add_report_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one side, or both."""
+    if args.local == bool(args.command):
+        raise invalid("command", args.command or "nothing", "server, client ADDRESS, or --local")
+    if args.command == "server":
+        return run_server(args)
+    if args.command == "client":
+        if not args.address or ":" not in args.address:
+            raise invalid("address", args.address, "HOST:PORT that the server printed")
+        host, port = args.address.rsplit(":", 1)
+        return run_client(Line(socket.create_connection((host, int(port)), TIMEOUT_S)), args)
+    return run_local(args)
+
+
+def run_server(args: argparse.Namespace, announce: Callable[[int], None] | None = None) -> int:
+    """Serve one client."""
+    with socket.create_server(("", args.port)) as listener:
+        port = listener.getsockname()[1]
+        if announce is None:
+            print(f"serving on {socket.gethostname()}:{port}", flush=True)
+        else:
+            announce(port)
+        connection, _ = listener.accept()
+        with connection:
+            serve(Line(connection), args)
+    return 0
+
+
+def run_local(args: argparse.Namespace) -> int:
+    """Start a server process, be its client, and see it off."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = socket.socketpair()
+    server = context.Process(target=_local_server, args=(theirs, args), daemon=True)
+    server.start()
+    theirs.close()
+    if not args.no_pin:
+        pin(0)
+    try:
+        return run_client(Line(ours), args)
+    finally:
+        server.join(10)
+        if server.is_alive():
+            server.kill()
+
+
+def _local_server(connection: socket.socket, args: argparse.Namespace) -> None:
+    if not args.no_pin:
+        pin(1)
+    with contextlib.suppress(PeerLost, Error, OSError):
+        serve(Line(connection), args)

@@ -1,0 +1,622 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transfer engine for Python programs. All methods may be called from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from weft import _core
+from weft.errors import Error, from_core, invalid
+from weft.transfer.buffers import Pages, Span, span_of
+from weft.transfer.providers import LoopbackNetwork, Nic
+
+REMOTE_READ = 1
+REMOTE_WRITE = 2
+ANY_RAIL = -1
+
+Completion = Callable[[Error | None], None]
+
+_open_engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for engine in list(_open_engines):
+        engine.close()
+
+
+def _to_error(outcome: tuple[str, str] | None) -> Error | None:
+    return None if outcome is None else from_core(*outcome)
+
+
+def _for_core(callback: Completion | None) -> Callable[[tuple[str, str] | None], None] | None:
+    if callback is None:
+        return None
+    return lambda outcome: callback(_to_error(outcome))
+
+
+def _settle(future: asyncio.Future[None], error: Error | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+def _future_of(register: Callable[[Completion], None]) -> asyncio.Future[None]:
+    """Return a future of the running loop that ``register``'s callback settles from another thread."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: Error | None) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_settle, future, error)
+
+    register(settle)
+    return future
+
+
+class Peer:
+    """Another engine that this one is connected to."""
+
+    def __init__(self, core: Any) -> None:
+        """Made by ``TransferEngine.connect``."""
+        self.core = core
+
+    @property
+    def name(self) -> str:
+        """What the peer calls itself."""
+        return str(self.core.name)
+
+    @property
+    def state(self) -> str:
+        """``connecting``, ``connected``, ``lost`` or ``closed``."""
+        return str(self.core.state)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether transfers to it can be started."""
+        return bool(self.core.is_alive)
+
+    @property
+    def why(self) -> str:
+        """Why it is lost; empty while it is not."""
+        return str(self.core.why)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Peer) and self.core is other.core
+
+    def __hash__(self) -> int:
+        return id(self.core)
+
+    def __repr__(self) -> str:
+        return f"Peer({self.name!r}, {self.state})"
+
+
+class Memory:
+    """Memory of this process that an engine may read and write. Keeps the tensor or array alive."""
+
+    def __init__(self, engine: TransferEngine, core: Any, span: Span) -> None:
+        """Made by ``TransferEngine.register``."""
+        self.engine, self.core, self.span = engine, core, span
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are registered."""
+        return self.span.bytes
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether no NIC reaches it, so that transfers go through pinned host memory."""
+        return bool(self.core.is_staged)
+
+    @property
+    def descriptor(self) -> bytes:
+        """Bytes with which a connected peer attaches this memory. They hold its key: treat them as a secret.
+
+        Raises: weft.Error when it was registered without remote access.
+        """
+        return bytes(self.engine.core.describe(self.core))
+
+    def unregister(self, timeout_s: float = 10.0) -> None:
+        """Take the memory back; returns once no peer can touch it any more.
+
+        Raises: weft.PeerLost naming peers that did not confirm in time; it is unregistered all the same.
+        """
+        self.engine.core.unregister(self.core, timeout_s)
+
+
+class Remote:
+    """Memory of a peer that this engine may read or write."""
+
+    def __init__(self, core: Any) -> None:
+        """Made by ``TransferEngine.attach``."""
+        self.core = core
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its owner registered."""
+        return int(self.core.bytes)
+
+    @property
+    def peer(self) -> Peer:
+        """Its owner."""
+        return Peer(self.core.peer)
+
+    @property
+    def is_revoked(self) -> bool:
+        """Whether its owner has taken it back or is lost."""
+        return bool(self.core.is_revoked)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One destination of a scatter: ``nbytes`` bytes from ``src_offset`` to ``dst_offset`` of ``dst``."""
+
+    dst: Remote
+    nbytes: int
+    src_offset: int = 0
+    dst_offset: int = 0
+
+
+class Counter:
+    """Counts transfers that have ended; pass one to any number of transfers."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        """Made by ``TransferEngine.counter``."""
+        self.engine, self.core = engine, _core.TransferCounter()
+
+    @property
+    def finished(self) -> int:
+        """Transfers that have ended, also those that failed."""
+        return int(self.core.finished)
+
+    @property
+    def failed(self) -> int:
+        """Transfers that have failed."""
+        return int(self.core.failed)
+
+    def wait(self, finished: int, timeout_s: float | None = None) -> None:
+        """Wait until that many have ended. Raises: the first failure, or PeerLost at the deadline."""
+        self.engine.core.wait_counter(self.core, finished, self.engine.timeout(timeout_s))
+
+
+class ImmCounter:
+    """Counts the immediates with one id from one peer. The value only grows; early arrivals are kept."""
+
+    def __init__(self, engine: TransferEngine, core: Any) -> None:
+        """Made by ``TransferEngine.imm``."""
+        self.engine, self.core = engine, core
+
+    @property
+    def value(self) -> int:
+        """Immediates that have arrived since the connection was made."""
+        return int(self.core.value)
+
+    def wait(self, at_least: int, timeout_s: float | None = None) -> None:
+        """Wait for a value of at least that. Raises: PeerLost with the peer, what was expected and seen."""
+        self.engine.core.wait_imm(self.core, at_least, self.engine.timeout(timeout_s))
+
+    def on_reach(self, at_least: int, callback: Completion) -> None:
+        """Call ``callback(None)`` once the value is that or more, ``callback(error)`` if the peer is lost."""
+        self.engine.core.on_imm(self.core, at_least, _for_core(callback))
+
+    def reach(self, at_least: int) -> asyncio.Future[None]:
+        """Return an asyncio future for the same: ``await counter.reach(3)``."""
+        return _future_of(lambda settle: self.on_reach(at_least, settle))
+
+
+class Transfer:
+    """One submitted transfer: wait for it, await it, cancel it."""
+
+    def __init__(self, engine: TransferEngine, core: Any) -> None:
+        """Made by the methods of ``TransferEngine``."""
+        self.engine, self.core = engine, core
+
+    @property
+    def phase(self) -> str:
+        """``queued``, ``posted``, ``draining``, ``done``, ``failed`` or ``cancelled``."""
+        return str(self.core.phase)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the engine and the NIC are through with the local memory."""
+        return bool(self.core.is_finished)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to move; of a finished receive, those that arrived."""
+        return int(self.core.bytes)
+
+    @property
+    def peer(self) -> Peer | None:
+        """Of a finished receive: the sender."""
+        return None if self.core.peer is None else Peer(self.core.peer)
+
+    @property
+    def error(self) -> Error | None:
+        """Why it failed; None while it has not."""
+        return _to_error(self.core.outcome)
+
+    def wait(self, timeout_s: float | None = None) -> Transfer:
+        """Wait for the end and return self. Raises: weft.Error, or PeerLost naming the peer."""
+        self.engine.core.wait(self.core, self.engine.timeout(timeout_s))
+        return self
+
+    def cancel(self) -> str:
+        """Drop what is not posted; return the phase that was found. Buffers are free once ``is_finished``."""
+        return str(self.engine.core.cancel(self.core))
+
+    def on_done(self, callback: Completion) -> None:
+        """Call ``callback(None)`` or ``callback(error)`` at its end, on the engine's callback thread."""
+        self.engine.core.on_done(self.core, _for_core(callback))
+
+    def __await__(self) -> Generator[Any, None, Transfer]:
+        yield from _future_of(self.on_done).__await__()
+        return self
+
+
+class Watch:
+    """A 64-bit number that a kernel (or the host) writes, and a callback that sees it grow."""
+
+    def __init__(self, watcher: Any, core: Any) -> None:
+        """Made by ``TransferEngine.watch``."""
+        self._watcher, self.core = watcher, core
+
+    @property
+    def address(self) -> int:
+        """Where to store the number: valid on the host and, on the engine's device, in kernels."""
+        return int(self.core.address)
+
+    def store(self, value: int) -> None:
+        """Store ``value`` from the host, as a kernel would."""
+        self.core.store(value)
+
+    def release(self) -> None:
+        """End it; the callback does not run any more afterwards."""
+        self._watcher.release(self.core)
+
+
+class TransferEngine:
+    """Moves bytes between this process and others.
+
+    Args:
+        provider: ``fabric:efa``, ``fabric:cxi``, ``fabric:verbs``, ``verbs``, ``fabric:tcp``, ``fabric:shm``,
+            ``loopback``, a ``LoopbackNetwork``, or ``auto`` for the first of them with a usable NIC.
+        nics: names of the NICs to use, one rail each, also several times. None: the first usable one.
+        name: what peers' error messages call this engine; empty: host:process.
+        device: CUDA device whose kernels write the numbers of ``watch``; None for the host.
+        timeout_s: deadline of transfers and waits that give none; None: ``WEFT_TIMEOUT_S``.
+        heartbeat_s, peer_dead_s: longest silence towards a peer, and of a peer; None: the configuration's.
+        worker: whether a thread makes progress while nobody waits; without it call ``progress``.
+        worker_cpu: CPU to pin that thread to; None: none.
+    Raises: weft.Error naming what is wrong and what is allowed.
+    """
+
+    def __init__(
+        self,
+        provider: str | LoopbackNetwork = "auto",
+        nics: Sequence[str] | None = None,
+        *,
+        name: str = "",
+        device: int | None = None,
+        timeout_s: float | None = None,
+        heartbeat_s: float | None = None,
+        peer_dead_s: float | None = None,
+        worker: bool = True,
+        worker_cpu: int | None = None,
+        shard_bytes_min: int = 8192,
+    ) -> None:
+        core_provider = (
+            provider.core if isinstance(provider, LoopbackNetwork) else _core.transfer_find_provider(provider)
+        )
+        if nics is None:
+            usable = [nic["name"] for nic in core_provider.probe() if not nic["unusable_because"]]
+            if not usable:
+                whys = "; ".join(nic["unusable_because"] for nic in core_provider.probe())
+                raise invalid("provider", f"{core_provider.name} (unusable here: {whys})", "another one")
+            nics = usable[:1]
+        self._device = -1 if device is None else device
+        self._timeout_s = _core.config().timeout_s if timeout_s is None else timeout_s
+        self._watcher: Any = None
+        self.core = _core.transfer_open(
+            core_provider,
+            list(nics),
+            name,
+            self._timeout_s,
+            heartbeat_s or 0.0,
+            peer_dead_s or 0.0,
+            worker,
+            -1 if worker_cpu is None else worker_cpu,
+            shard_bytes_min,
+        )
+        _open_engines.add(self)
+
+    def timeout(self, timeout_s: float | None) -> float:
+        """Return ``timeout_s``, or the engine's where that is None."""
+        return self._timeout_s if timeout_s is None else timeout_s
+
+    @property
+    def name(self) -> str:
+        """What error messages call this engine."""
+        return str(self.core.name)
+
+    @property
+    def address(self) -> bytes:
+        """Bytes with which other engines connect."""
+        return bytes(self.core.address)
+
+    @property
+    def nics(self) -> list[Nic]:
+        """The NICs in use, one per rail."""
+        return [Nic(**nic) for nic in self.core.nics]
+
+    # ---- memory and peers
+
+    def register(self, source: Any, *, remote_read: bool = False, remote_write: bool = False) -> Memory:
+        """Register memory: a contiguous torch tensor, array, writable buffer, or ``Span``.
+
+        Without remote access it can be the source of writes and the target of reads only.
+        Raises: weft.Error for what cannot be registered.
+        """
+        span = span_of(source)
+        access = (REMOTE_READ if remote_read else 0) | (REMOTE_WRITE if remote_write else 0)
+        return Memory(self, self.core.enroll(span.address, span.bytes, span.device, access), span)
+
+    def connect(self, address: bytes, timeout_s: float | None = None) -> Peer:
+        """Connect to the engine with that ``address``; the same Peer until it is lost, a new life afterwards.
+
+        Raises: PeerLost when it does not answer; weft.Error for bytes that are no address of this provider.
+        """
+        return Peer(self.core.connect(address, self.timeout(timeout_s)))
+
+    def disconnect(self, peer: Peer) -> None:
+        """End the connection; on both sides everything under way with the other fails."""
+        self.core.disconnect(peer.core)
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Connected peers, also those that connected to this engine."""
+        return [Peer(core) for core in self.core.peers()]
+
+    def attach(self, descriptor: bytes, timeout_s: float | None = None) -> Remote:
+        """Attach the memory of a connected peer.
+
+        Raises: weft.Error when its owner refuses (taken back, wrong key); PeerLost when it does not answer.
+        """
+        return Remote(self.core.attach(descriptor, self.timeout(timeout_s)))
+
+    # ---- transfers
+
+    def write(
+        self,
+        src: Memory,
+        dst: Remote,
+        nbytes: int | None = None,
+        *,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        imm: int | None = None,
+        notify: str = "once",
+        rail: int = ANY_RAIL,
+        timeout_s: float | None = None,
+        counter: Counter | None = None,
+        callback: Completion | None = None,
+    ) -> Transfer:
+        """Write ``nbytes`` (default: all from ``src_offset`` on) to a peer's memory.
+
+        Args:
+            imm: 0 to 1048575: counted at the peer after all bytes are visible there.
+            notify: ``once`` per write, or ``each``: with every wire write, ``expected_imms`` says how many.
+            rail: pin to one local NIC; default: spread over all.
+            counter, callback: told of the end, besides the returned Transfer.
+        Raises: weft.Error at once for a wrong argument, and nothing is written.
+        """
+        how = self._how(imm, notify, rail, timeout_s, counter, callback)
+        count = src.nbytes - src_offset if nbytes is None else nbytes
+        return Transfer(self, self.core.write(src.core, src_offset, dst.core, dst_offset, max(count, 0), how))
+
+    def read(
+        self,
+        dst: Memory,
+        src: Remote,
+        nbytes: int | None = None,
+        *,
+        dst_offset: int = 0,
+        src_offset: int = 0,
+        rail: int = ANY_RAIL,
+        timeout_s: float | None = None,
+        counter: Counter | None = None,
+        callback: Completion | None = None,
+    ) -> Transfer:
+        """Read ``nbytes`` (default: all of ``src`` from ``src_offset`` on). The peer is not told of it."""
+        how = self._how(None, "once", rail, timeout_s, counter, callback)
+        count = src.nbytes - src_offset if nbytes is None else nbytes
+        return Transfer(self, self.core.read(dst.core, dst_offset, src.core, src_offset, max(count, 0), how))
+
+    def write_pages(
+        self,
+        src: Memory,
+        src_pages: Pages,
+        dst: Remote,
+        dst_pages: Pages,
+        page_bytes: int,
+        *,
+        imm: int | None = None,
+        notify: str = "once",
+        rail: int = ANY_RAIL,
+        timeout_s: float | None = None,
+        counter: Counter | None = None,
+        callback: Completion | None = None,
+    ) -> Transfer:
+        """Write page i of ``src_pages`` to page i of ``dst_pages``, ``page_bytes`` each, as one transfer."""
+        how = self._how(imm, notify, rail, timeout_s, counter, callback)
+        return Transfer(
+            self,
+            self.core.paged(
+                True, src.core, src_pages.to_core(), dst.core, dst_pages.to_core(), page_bytes, how
+            ),
+        )
+
+    def read_pages(
+        self,
+        dst: Memory,
+        dst_pages: Pages,
+        src: Remote,
+        src_pages: Pages,
+        page_bytes: int,
+        *,
+        rail: int = ANY_RAIL,
+        timeout_s: float | None = None,
+        counter: Counter | None = None,
+        callback: Completion | None = None,
+    ) -> Transfer:
+        """Read page i of ``src_pages`` into page i of ``dst_pages``, ``page_bytes`` each, as one transfer."""
+        how = self._how(None, "once", rail, timeout_s, counter, callback)
+        return Transfer(
+            self,
+            self.core.paged(
+                False, dst.core, dst_pages.to_core(), src.core, src_pages.to_core(), page_bytes, how
+            ),
+        )
+
+    def scatter(
+        self,
+        src: Memory,
+        targets: Sequence[Target],
+        *,
+        imm: int | None = None,
+        notify: str = "once",
+        rail: int = ANY_RAIL,
+        timeout_s: float | None = None,
+        counter: Counter | None = None,
+        callback: Completion | None = None,
+    ) -> Transfer:
+        """Write ranges of ``src`` to several targets, of one or many peers, as one transfer.
+
+        ``imm`` is counted once per target.
+        """
+        how = self._how(imm, notify, rail, timeout_s, counter, callback)
+        rows = [(t.dst.core, t.dst_offset, t.src_offset, t.nbytes) for t in targets]
+        return Transfer(self, self.core.scatter(src.core, rows, how))
+
+    def notify(self, peer: Peer, imm: int, timeout_s: float | None = None) -> Transfer:
+        """Send an immediate alone."""
+        return Transfer(
+            self, self.core.notify(peer.core, self._how(imm, "once", ANY_RAIL, timeout_s, None, None))
+        )
+
+    def send(
+        self,
+        peer: Peer,
+        src: Memory,
+        nbytes: int | None = None,
+        *,
+        offset: int = 0,
+        timeout_s: float | None = None,
+        counter: Counter | None = None,
+        callback: Completion | None = None,
+    ) -> Transfer:
+        """Send a message, of any length; messages of one peer are received in the order they were sent."""
+        how = self._how(None, "once", ANY_RAIL, timeout_s, counter, callback)
+        count = src.nbytes - offset if nbytes is None else nbytes
+        return Transfer(self, self.core.send(peer.core, src.core, offset, max(count, 0), how))
+
+    def recv(
+        self,
+        peer: Peer | None,
+        dst: Memory,
+        nbytes: int | None = None,
+        *,
+        offset: int = 0,
+        timeout_s: float | None = None,
+        counter: Counter | None = None,
+        callback: Completion | None = None,
+    ) -> Transfer:
+        """Receive the next message from ``peer``, or from anyone; fails if it is longer than ``nbytes``."""
+        how = self._how(None, "once", ANY_RAIL, timeout_s, counter, callback)
+        count = dst.nbytes - offset if nbytes is None else nbytes
+        core_peer = None if peer is None else peer.core
+        return Transfer(self, self.core.recv(core_peer, dst.core, offset, max(count, 0), how))
+
+    # ---- immediates, counters, watchers
+
+    def imm(self, peer: Peer, id: int) -> ImmCounter:
+        """Return the counter of immediates ``id`` from ``peer``."""
+        return ImmCounter(self, self.core.imm_counter(peer.core, id))
+
+    def expected_imms(self, nbytes: int, pages: int = 0) -> int:
+        """Return how many immediates a peer counts for one write by this engine with ``notify="each"``.
+
+        Args:
+            nbytes: of the write, or of one page when ``pages`` is given.
+        """
+        return int(self.core.expected_imms(pages, nbytes))
+
+    def barrier(self, peers: Sequence[Peer], id: int, timeout_s: float | None = None) -> None:
+        """Wait until each of ``peers`` has called ``barrier`` with this id as often as this engine has."""
+        self.core.barrier([peer.core for peer in peers], id, self.timeout(timeout_s))
+
+    def counter(self) -> Counter:
+        """Return a new counter of finished transfers."""
+        return Counter(self)
+
+    def watch(self, callback: Callable[[int, int], bool], cpu: int = -1) -> Watch:
+        """Call ``callback(old, new)`` whenever a number changes that a kernel stores at ``Watch.address``.
+
+        Level-triggered: values in between may be skipped. Return False to end it. ``cpu`` pins the watching
+        thread and counts for the first watch of an engine.
+        """
+        if self._watcher is None:
+            self._watcher = _core.TransferWatcher(self._device, cpu)
+        return Watch(self._watcher, self._watcher.watch(callback))
+
+    # ---- the rest
+
+    def progress(self) -> None:
+        """Post and poll once, if nobody else is at it."""
+        self.core.progress()
+
+    def dump(self) -> str:
+        """Return what is under way, one line per peer and transfer."""
+        return str(self.core.dump())
+
+    def close(self) -> None:
+        """Fail what is under way, tell peers, stop the threads. Not from inside a callback. Idempotent."""
+        if self._watcher is not None:
+            self._watcher.close()
+        self.core.close()
+        _open_engines.discard(self)
+
+    def __enter__(self) -> TransferEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @staticmethod
+    def _how(
+        imm: int | None,
+        notify: str,
+        rail: int,
+        timeout_s: float | None,
+        counter: Counter | None,
+        callback: Completion | None,
+    ) -> tuple[Any, ...]:
+        if notify not in ("once", "each"):
+            raise invalid("notify", repr(notify), "'once' or 'each'")
+        if imm is not None and not 0 <= imm < 1 << 20:
+            raise invalid("imm", imm, "0 to 1048575")
+        if timeout_s is not None and timeout_s <= 0:
+            raise invalid("timeout_s", timeout_s, "above 0")
+        core_counter = None if counter is None else counter.core
+        return (imm, notify == "each", rail, timeout_s or 0.0, core_counter, _for_core(callback))

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Watches numbers that kernels write: a kernel stores how far it is, a callback starts the transfer of what is ready.
+//   Watcher watcher({.cpu = 3});
+//   std::shared_ptr<Watch> watch = *watcher.watch([](uint64_t was, uint64_t is) { start_layers(was, is); return true; });
+//   kernel<<<...>>>(watch->address());   // stores 1, 2, 3, ... with system-scope release
+// Level-triggered: values in between may be skipped, the last one never is; the first value is 0. The callback runs on
+// the watcher's thread and ends the watch by returning false.
+// Memory: one page of 512 numbers per allocation, pinned and mapped when `device` is given.
+// Threads: watch() and release() from any; not from inside a callback of the same watch.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/status.h"
+#include "transfer/copier.h"
+
+namespace weft::transfer {
+
+class Watch {
+ public:
+  // Where the number is, for the host and for kernels alike.
+  uint64_t* address() const { return number_; }
+  bool is_active() const { return active_.load(std::memory_order_acquire); }
+
+ private:
+  friend class Watcher;
+  uint64_t* number_ = nullptr;
+  uint64_t last_ = 0;
+  std::atomic<bool> active_{true};
+  std::function<bool(uint64_t was, uint64_t is)> changed_;
+};
+
+class Watcher {
+ public:
+  struct Options {
+    int device = -1;  // kernels of this device write the numbers; -1: the host does
+    int cpu = -1;     // pin the thread
+  };
+  Watcher() : Watcher(Options()) {}
+  explicit Watcher(Options options) : options_(options) {}
+  ~Watcher() { close(); }
+
+  // Errors: kSystem and kUnsupported when pinned memory cannot be had.
+  Result<std::shared_ptr<Watch>> watch(std::function<bool(uint64_t was, uint64_t is)> changed);
+  // After it returns the callback does not run any more and the number's place may be used again.
+  void release(const std::shared_ptr<Watch>& watch);
+  void close();
+
+ private:
+  void run();
+  void end(Watch& watch);
+
+  Options options_;
+  std::mutex mutex_;       // pages, places, and callbacks while they run
+  std::vector<std::unique_ptr<PinnedBuffer>> pages_;
+  std::vector<uint64_t*> free_;
+  std::vector<std::shared_ptr<Watch>> active_;
+  std::thread thread_;
+  std::atomic<bool> stopping_{false};
+};
+
+}  // namespace weft::transfer

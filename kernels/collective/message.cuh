@@ -27,6 +27,7 @@ struct Movement {
   Piece dst;
   Slot out;
   bool adds_dst = false;  // dst = dst + src
+  bool streams = false;   // dst is written past the caches: it is large, and not read soon
   uint64_t units = 0;
 };
 
@@ -132,27 +133,31 @@ WEFT_DEVICE void move_unit(const Movement& m, uint64_t unit, bool is_ragged, Giv
 }
 
 // a, or a + b, to one or two places, all plain and whole.
-template <class Combiner, bool kHasB, bool kTwoPlaces>
+template <class Combiner, bool kHasB, bool kTwoPlaces, bool kStreams>
 WEFT_DEVICE void stream_units(Block block, const Vec16* a, const Vec16* b, Vec16* first, Vec16* second, uint64_t units) {
   WEFT_STREAM_LOOP
   for (uint64_t i = block.rank(); i < units; i += block.size()) {
     Vec16 value = load_vec(a + i);
     if constexpr (kHasB) value = Combiner::apply(value, load_vec(b + i));
-    store_vec(first + i, value);
+    if constexpr (kStreams)
+      store_vec_streaming(first + i, value);
+    else
+      store_vec(first + i, value);
     if constexpr (kTwoPlaces) store_vec(second + i, value);
   }
 }
 
-template <class Combiner>
+template <class Combiner, bool kStreams>
 WEFT_DEVICE void stream(Block block, const Movement& m, uint64_t units) {
   auto vec = [](std::byte* at) { return reinterpret_cast<Vec16*>(at); };
   const Vec16* a = vec(m.in.at ? m.in.at : m.adds_dst ? m.dst.at : m.src.at);
   const Vec16* b = m.in.at || m.adds_dst ? vec(m.src.at) : nullptr;
   Vec16* first = vec(m.dst.at ? m.dst.at : m.out.at);
   Vec16* second = m.dst.at ? vec(m.out.at) : nullptr;
-  if (b && second) return stream_units<Combiner, true, true>(block, a, b, first, second, units);
-  if (b) return stream_units<Combiner, true, false>(block, a, b, first, nullptr, units);
-  if (second) return stream_units<Combiner, false, true>(block, a, nullptr, first, second, units);
+  if (b && second) return stream_units<Combiner, true, true, kStreams>(block, a, b, first, second, units);
+  if (b) return stream_units<Combiner, true, false, kStreams>(block, a, b, first, nullptr, units);
+  if (second) return stream_units<Combiner, false, true, kStreams>(block, a, nullptr, first, second, units);
+  if (kStreams) return stream_units<Combiner, false, false, true>(block, a, nullptr, first, nullptr, units);
   copy_bytes(block, first, a, units * 16);
 }
 
@@ -167,7 +172,10 @@ WEFT_DEVICE void move(Block block, const Shape& shape, const Movement& m, GiveUp
   auto run = [&](auto combiner) {
     using Combiner = decltype(combiner);
     if constexpr (Wire::kIsPlain) {
-      message::stream<Combiner>(block, m, whole);
+      if (m.streams)
+        message::stream<Combiner, true>(block, m, whole);
+      else
+        message::stream<Combiner, false>(block, m, whole);
       for (uint64_t unit = whole + block.rank(); unit < m.units; unit += block.size())
         message::move_unit<Wire, Combiner>(m, unit, true, gives_up);
     } else {

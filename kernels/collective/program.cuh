@@ -210,6 +210,8 @@ WEFT_DEVICE void carry_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
   m.src = turn.src;
   m.dst = turn.dst;
   m.adds_dst = static_cast<StepOp>(turn.step->op) == StepOp::kReduce;
+  m.streams = a.streams_output != 0 && turn.dst.at && !m.adds_dst && turn.step->needed == 0 &&
+              turn.step->dst_buffer != static_cast<uint32_t>(BufferId::kScratch);
   const uint32_t channel = turn.block->channel;
   if (turn.receives) {
     const auto peer = static_cast<uint32_t>(turn.block->recv_peer);

@@ -107,7 +107,7 @@ struct ProgramArgs {
   uint32_t num_blocks;
   uint32_t group;  // chunks of one message; above 1 only where chunks are contiguous
   uint32_t skip_empty;  // sizes differ by chunk: nothing is sent for an empty slice
-  uint32_t reserved;
+  uint32_t streams_output;  // results are too large for the caches: write past them
   RingLayout rings;
   WaitRule wait;
 };

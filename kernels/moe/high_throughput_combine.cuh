@@ -4,8 +4,8 @@
 // Steps: 1 all ranks say where their staging is   2 push warps send rows to their owners, chunk by chunk, a signal each
 // 3 one watch warp per block follows the signals   4 sum warps add a token's rows as soon as their chunks came.
 // Waits: step 1 for every peer's address, step 3 for the chunks of every peer, step 4 for step 3 in shared memory.
-// Why a watch warp: the signals of one moment share a few cache lines; when hundreds of warps poll them, the rows that
-// pass through the same L2 slices come to a halt (10 ms instead of 0.5 ms on 4 GPUs).
+// Why a watch warp: an acquire, or any fence, takes some 10 us in an SM whose other warps keep loads and stores in
+// flight. When each sum warp acquired each token's chunks, combine took 7 ms on 4 H200 instead of 0.5 ms.
 // Sums: float32, from the bias on, ranks ascending, one rounding. Rows of this rank itself are read where they are.
 // Cost: per (token, other rank): row_bytes + 4 * K bytes over the link, written and read once more at the owner.
 #pragma once
@@ -18,11 +18,14 @@ namespace combine {
 
 inline constexpr uint32_t kRowsInFlight = 4;
 inline constexpr uint32_t kVecsInFlight = 2;
+inline constexpr uint32_t kLookEveryNsPerChunk = 64;
+inline constexpr uint32_t kSharedPollNs = 200;
 
-// In shared memory: how far the chunks of each peer have come, all below are here.
+// In shared memory: how far the chunks of each peer have come.
 struct Progress {
   uint32_t* failed;
-  uint32_t* chunks_here;  // [R]
+  uint32_t* chunks_here;  // [R] all below may be read
+  uint32_t* chunks_seen;  // [R] all below have been signalled; the watch warp's own
 };
 
 struct Staging {
@@ -63,7 +66,10 @@ WEFT_DEVICE void push_chunk(const CombineArgs& a, const ReadyExchange& x, Warp w
         a.topk_weights[row * shape.top_k + i % shape.top_k];
   }
   pipe.drain();
-  if (warp.rank() == 0) mesh.to(owner).signal(a.at.chunk_signal + (uint64_t{mesh.rank()} * kMaxChunks + chunk) * 8, epoch);
+  if (warp.rank() != 0) return;
+  const WindowOffset signal_at = a.at.chunk_signal + (uint64_t{mesh.rank()} * kMaxChunks + chunk) * 8;
+  if (a.topk_weights) mesh.to(owner).signal(signal_at, epoch);  // plain stores: a release must order them
+  else mesh.to(owner).signal_drained(signal_at, epoch);
 }
 
 // Chunk 0 of every owner first, then chunk 1, ...: owners start with this rank's successor, so links share the load.
@@ -107,27 +113,33 @@ WEFT_DEVICE const uint64_t* chunk_signal(const CombineArgs& a, const MeshT& mesh
   return reinterpret_cast<const uint64_t*>(mesh.local() + a.at.chunk_signal) + uint64_t{peer} * kMaxChunks + chunk;
 }
 
-// Follows the signals of the peers that fall to this lane, as far as they have come. Returns whether any chunk is missing.
+// What one look at the signals of a lane's peers found.
+struct Look {
+  bool has_moved;
+  bool is_missing;
+  uint32_t missing_peer;
+  uint32_t missing_chunks;  // of that peer
+};
+
+// Follows the signals of the peers that fall to this lane, as far as they have come. Only looks: watch_chunks acquires.
 template <class MeshT>
-WEFT_DEVICE bool follow_signals(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch, const Progress& progress,
-                                bool& moved, uint32_t& missing_peer) {
-  bool is_missing = false;
+WEFT_DEVICE Look look_at_signals(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch, uint32_t* chunks_seen) {
+  Look look{};
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     if (peer == mesh.rank()) continue;
     const uint32_t rows = row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count;
     const uint32_t chunks = (rows + chunk_rows(rows) - 1) / chunk_rows(rows);
-    const uint32_t before = progress.chunks_here[peer];
-    uint32_t here = before;
-    while (here < chunks && load_acquire(chunk_signal(a, mesh, peer, here)) >= epoch) ++here;
-    if (here != before) {
-      store_release_block(&progress.chunks_here[peer], here);
-      moved = true;
+    uint32_t& seen = chunks_seen[peer];
+    while (seen < chunks && peek(chunk_signal(a, mesh, peer, seen)) >= epoch) {
+      ++seen;
+      look.has_moved = true;
     }
-    if (here == chunks) continue;
-    is_missing = true;
-    missing_peer = peer;
+    if (seen == chunks) continue;
+    look.is_missing = true;
+    look.missing_peer = peer;
+    look.missing_chunks = chunks - seen;
   }
-  return is_missing;
+  return look;
 }
 
 // The watch warp: until every chunk is here, or none has come for too long.
@@ -136,19 +148,20 @@ WEFT_DEVICE void watch_chunks(const CombineArgs& a, Warp warp, const MeshT& mesh
   if (a.watch_warps.count == 0 || warp.index() != a.watch_warps.first) return;
   uint64_t last_moved_ns = now_ns();
   for (;;) {
-    bool moved = false;
-    uint32_t missing_peer = 0;
-    const bool is_missing = follow_signals(a, warp, mesh, epoch, progress, moved, missing_peer);
-    if (!warp.any(is_missing)) return;
-    if (warp.any(moved)) {
+    const Look look = look_at_signals(a, warp, mesh, epoch, progress.chunks_seen);
+    if (warp.any(look.has_moved)) {
+      fence_system();  // one for all the chunks that this look found: fences are what costs
+      for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size())
+        store_release_block(&progress.chunks_here[peer], progress.chunks_seen[peer]);
       last_moved_ns = now_ns();
-      continue;
     }
-    pause_patiently();
+    if (!warp.any(look.is_missing)) return;
+    // Seldom while there is much to come, since each look that finds something costs a fence; often at the end.
+    pause_ns(warp.max(look.missing_chunks) * kLookEveryNsPerChunk);
     const uint64_t waited_ns = now_ns() - last_moved_ns;
     const bool gives_up = waited_ns > a.wait.timeout_ns || load_relaxed(&a.wait.fault->raised) != 0;
     if (!warp.any(gives_up)) continue;
-    if (is_missing) raise(a.wait.fault, Site::kCombineRecv, a.wait.self, missing_peer, epoch, epoch - 1, waited_ns);
+    if (look.is_missing) raise(a.wait.fault, Site::kCombineRecv, a.wait.self, look.missing_peer, epoch, epoch - 1, waited_ns);
     if (warp.rank() == 0) store_release_block(progress.failed, 1);
     return;
   }
@@ -179,7 +192,7 @@ WEFT_DEVICE bool wait_for_token(const CombineArgs& a, Warp warp, const MeshT& me
     const uint32_t size = chunk_rows(row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count);
     const uint32_t chunk = static_cast<uint32_t>(send_row[peer]) / size;
     while (!failed && load_acquire_block(&progress.chunks_here[peer]) <= chunk) {  // bounded by the watch warp
-      pause_patiently();
+      pause_ns(kSharedPollNs);
       failed = load_acquire_block(progress.failed) != 0;
     }
   }
@@ -284,8 +297,9 @@ WEFT_KERNEL void combine_rows(const CombineArgs& a, const MeshT& mesh, const Sha
   const Block block;
   const Warp warp;
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
-  const combine::Progress progress{&flags[2], reinterpret_cast<uint32_t*>(block.shared() + 128)};
-  for (uint32_t i = block.rank(); i < mesh.ranks(); i += block.size()) progress.chunks_here[i] = 0;
+  auto* counters = reinterpret_cast<uint32_t*>(block.shared() + 128);  // where dispatch_rows has its PeerPlaces
+  const combine::Progress progress{&flags[2], counters, counters + mesh.ranks()};
+  for (uint32_t i = block.rank(); i < 2 * mesh.ranks(); i += block.size()) counters[i] = 0;
   if (block.rank() == 0) *progress.failed = 0;
 
   const uint64_t epoch = a.state->epoch + 1;

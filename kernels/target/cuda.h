@@ -128,6 +128,13 @@ WEFT_DEVICE uint64_t load_relaxed(const uint64_t* at) {
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
   return value;
 }
+// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then. Device
+// scope suffices to see it: local memory is coherent in this GPU's L2, where the peer's store arrives.
+WEFT_DEVICE uint64_t peek(const uint64_t* at) {
+  uint64_t value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
 WEFT_DEVICE void store_release(uint32_t* at, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
@@ -199,6 +206,9 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
                "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3])
                : "memory");
 }
+
+// Asks for a line to be brought near; may do nothing.
+WEFT_DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // ---- numbers -----------------------------------------------------------------------------------------------------
 
@@ -401,11 +411,14 @@ WEFT_DEVICE uint64_t now_ns() {
 // For measuring waits: cycles of this multiprocessor.
 WEFT_DEVICE uint64_t cycles() { return static_cast<uint64_t>(clock64()); }
 
-// One pause of a poll that is in no hurry.
-WEFT_DEVICE void pause_patiently() { __nanosleep(300); }
+// About that long, at most 1 ms; for polls that are in no hurry.
+WEFT_DEVICE void pause_ns(uint32_t ns) {
+  __nanosleep(ns);
+}
 
 WEFT_DEVICE void pause(uint32_t polls) {
-  if (polls > 1024) __nanosleep(64);
+  // Polls without a pause starve the store that they wait for: low-latency combine took 20 times as long.
+  __nanosleep(polls < 4 ? 50 : 300);
 }
 
 }  // namespace weft

@@ -191,6 +191,10 @@ WEFT_DEVICE uint32_t add_local_acq_rel(uint32_t* at, uint32_t value) {
 WEFT_DEVICE uint32_t exchange_local(uint32_t* at, uint32_t value) {
   return __hip_atomic_exchange(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
+WEFT_DEVICE uint64_t peek(const uint64_t* at) {
+  return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
 // Block scope; `at` is usually in shared memory.
 WEFT_DEVICE uint32_t load_acquire_block(const uint32_t* at) {
   return __hip_atomic_load(at, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_WORKGROUP);
@@ -221,6 +225,9 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
   __builtin_nontemporal_store(__builtin_bit_cast(detail::NativeVec16, v),
                               reinterpret_cast<detail::NativeVec16*>(at));
 }
+
+// Asks for a line to be brought near; may do nothing.
+WEFT_DEVICE void prefetch(const void* at) { __builtin_prefetch(at); }
 
 // ---- numbers
 // -----------------------------------------------------------------------------------------------------
@@ -318,8 +325,10 @@ WEFT_DEVICE uint64_t cycles() {
   return __builtin_readcyclecounter();
 }
 
-// One pause of a poll that is in no hurry.
-WEFT_DEVICE void pause_patiently() { __builtin_amdgcn_s_sleep(8); }
+// About that long, at most 1 ms; for polls that are in no hurry.
+WEFT_DEVICE void pause_ns(uint32_t ns) {
+  __builtin_amdgcn_s_sleep(ns < 1024 ? 8 : 64);
+}
 
 WEFT_DEVICE void pause(uint32_t polls) {
   if (polls > 1024) __builtin_amdgcn_s_sleep(2);

@@ -120,6 +120,8 @@ template <class T>
 T load_relaxed(const T* at) {
   return std::atomic_ref<T>(*const_cast<T*>(at)).load(std::memory_order_relaxed);
 }
+// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
+inline uint64_t peek(const uint64_t* at) { return load_relaxed(at); }
 // Streaming stores are not ordered by a release on x86; a store fence before it makes them so.
 inline void publish_streaming_stores() {
 #if defined(__SSE2__)
@@ -192,6 +194,9 @@ inline void copy_row_streaming(std::byte* dst, const std::byte* src, uint64_t by
 #endif
 }
 
+// Asks for a line to be brought near; may do nothing.
+inline void prefetch(const void* at) { __builtin_prefetch(at); }
+
 // ---- numbers -----------------------------------------------------------------------------------------------------
 
 // One rounding each, as on the other targets.
@@ -263,8 +268,10 @@ inline uint64_t now_ns() {
 // For measuring waits. There is no portable cycle counter, so these are nanoseconds.
 inline uint64_t cycles() { return now_ns(); }
 
-// One pause of a poll that is in no hurry.
-inline void pause_patiently() { sched_yield(); }
+// About that long, at most 1 ms; for polls that are in no hurry.
+inline void pause_ns(uint32_t /*ns*/) {
+  sched_yield();
+}
 
 // One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields soon; and
 // there may be more busy processes than cores, who would be given a whole time slice for every yield, so it then sleeps:

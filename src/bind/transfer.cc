@@ -103,8 +103,9 @@ nb::dict nic_dict(const Nic& nic) {
   return out;
 }
 
-Load to_load(const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t repeats) {
-  Load load{LoadKind::kWrite, bytes, count, window, repeats};
+Load to_load(const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool,
+             uint32_t repeats) {
+  Load load{LoadKind::kWrite, bytes, count, window, pool, repeats};
   if (kind == "read") load.kind = LoadKind::kRead;
   if (kind == "paged_write") load.kind = LoadKind::kPaged;
   if (kind == "scatter") load.kind = LoadKind::kScatter;
@@ -368,8 +369,8 @@ void bind_watcher(nb::module_& module) {
 void bind_measure(nb::module_& module) {
   module.def("transfer_measure",
              [](Engine& e, const std::shared_ptr<Memory>& memory, const std::shared_ptr<Remote>& remote,
-                const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t repeats, double timeout_s) {
-               const Load load = to_load(kind, bytes, count, window, repeats);
+                const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool, uint32_t repeats, double timeout_s) {
+               const Load load = to_load(kind, bytes, count, window, pool, repeats);
                return value_or_throw(
                    released([&] { return measure(e, memory, remote, load, Deadline::after_s(timeout_s)); }));
              });
@@ -386,9 +387,9 @@ void bind_measure(nb::module_& module) {
       .def_prop_ro("address", [](const RawLoop& raw) { return to_python(raw.address()); })
       .def("connect", [](RawLoop& raw, const nb::bytes& address) { check(raw.connect(view(address))); })
       .def("measure",
-           [](RawLoop& raw, const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t repeats,
+           [](RawLoop& raw, const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool, uint32_t repeats,
               double timeout_s) {
-             const Load load = to_load(kind, bytes, count, window, repeats);
+             const Load load = to_load(kind, bytes, count, window, pool, repeats);
              return value_or_throw(released([&] { return raw.measure(load, Deadline::after_s(timeout_s)); }));
            })
       .def("serve", [](RawLoop& raw, double timeout_s) { check(released([&] { return raw.serve(Deadline::after_s(timeout_s)); })); })

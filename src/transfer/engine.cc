@@ -9,6 +9,7 @@
 
 #include "base/log.h"
 #include "transfer/core.h"
+#include "transfer/pool.h"
 #include "transfer/staging.h"
 
 namespace weft::transfer {
@@ -25,8 +26,10 @@ Clock::time_point coarse_now() {
   return Clock::time_point(std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec));
 }
 
+bool fits(uint64_t offset, uint64_t bytes, uint64_t all) { return offset <= all && bytes <= all - offset; }
+
 Status check_range(const char* argument, uint64_t offset, uint64_t bytes, uint64_t all, const char* what) {
-  if (offset <= all && bytes <= all - offset) return {};
+  if (fits(offset, bytes, all)) return {};
   return Status::invalid("{}: got {} bytes at offset {}, allowed: within the {} bytes of the {}", argument, bytes,
                          offset, all, what);
 }
@@ -46,11 +49,20 @@ How imm_only(uint32_t id) {
 // Makes one Transfer from one request; runs on the user's thread, without the token.
 class Builder {
  public:
-  Builder(Core& core, OpKind kind, How& how) : core_(core), how_(how), made_(std::make_shared<Transfer>()) {
+  Builder(Core& core, OpKind kind, How& how) : core_(core), how_(how), made_(std::allocate_shared<Transfer>(PoolAllocator<Transfer>())) {
     made_->kind_ = kind;
   }
 
   Status begin(std::shared_ptr<Memory> memory, bool is_imm_allowed = true) {
+    if (Status status = check(memory, is_imm_allowed); !status.ok()) return status;
+    made_->memory_ = std::move(memory);
+    made_->has_imm_ = how_.imm.has_value();
+    made_->imm_ = how_.imm.value_or(0);
+    made_->notify_ = how_.notify;
+    return {};
+  }
+
+  Status check(const std::shared_ptr<Memory>& memory, bool is_imm_allowed) const {
     if (core_.is_closed()) return core_.closed_status();
     if (memory && !memory->is_registered())
       return Status::invalid("memory: got memory that was unregistered, allowed: registered memory");
@@ -59,10 +71,6 @@ class Builder {
     if (how_.rail != kAnyRail && how_.rail >= core_.rail_count())
       return Status::invalid("rail: got {}, allowed: 0 to {}", how_.rail, core_.rail_count() - 1);
     if (how_.timeout_s < 0) return Status::invalid("timeout_s: got {}, allowed: above 0", how_.timeout_s);
-    made_->memory_ = std::move(memory);
-    made_->has_imm_ = how_.imm.has_value();
-    made_->imm_ = how_.imm.value_or(0);
-    made_->notify_ = how_.notify;
     return {};
   }
 
@@ -109,7 +117,7 @@ class Builder {
 
   // Decides how the bytes travel and where the immediate rides, and hands the transfer over.
   Result<std::shared_ptr<Transfer>> submit() {
-    if (made_->kind_ == OpKind::kWrite) WEFT_TRY(choose_path());
+    if (made_->kind_ == OpKind::kWrite) choose_path();
     if (made_->has_imm_ && !made_->staged_ && made_->kind_ == OpKind::kWrite) place_imms();
     made_->submitted_ = coarse_now();
     made_->deadline_ = made_->submitted_ + to_duration(how_.timeout_s > 0 ? how_.timeout_s : core_.options.timeout_s);
@@ -124,11 +132,10 @@ class Builder {
  private:
   uint32_t next_rail(uint32_t rails) { return rails == 1 ? 0 : core_.next_rail.fetch_add(1, std::memory_order_relaxed) % rails; }
 
-  Status choose_path() {
+  void choose_path() {
     for (uint32_t target = 0; target <= made_->more_.size(); ++target)
       made_->staged_ = made_->staged_ ||
                        core_.wants_staging(*made_->memory_, *made_->remote(target), made_->pieces(), made_->bytes_);
-    return {};
   }
 
   void place_imms() {
@@ -221,11 +228,12 @@ void Engine::disconnect(const std::shared_ptr<Peer>& peer) {
 }
 
 Result<std::shared_ptr<Transfer>> Engine::write(WriteRequest r) {
-  WEFT_TRY(check_handle("src", r.src != nullptr));
-  WEFT_TRY(check_handle("dst", r.dst != nullptr));
+  if (!r.src || !r.dst) return check_handle(r.src ? "dst" : "src", false);
   Builder build(*core_, OpKind::kWrite, r.how);
-  WEFT_TRY(check_range("src_offset", r.src_offset, r.bytes, r.src->bytes(), "source"));
-  WEFT_TRY(check_range("dst_offset", r.dst_offset, r.bytes, r.dst->bytes(), "destination"));
+  if (!fits(r.src_offset, r.bytes, r.src->bytes()))
+    return check_range("src_offset", r.src_offset, r.bytes, r.src->bytes(), "source");
+  if (!fits(r.dst_offset, r.bytes, r.dst->bytes()))
+    return check_range("dst_offset", r.dst_offset, r.bytes, r.dst->bytes(), "destination");
   WEFT_TRY(build.begin(std::move(r.src)));
   WEFT_TRY(build.add_target(std::move(r.dst), kRemoteWrite).status());
   build.add_range(0, r.src_offset, r.dst_offset, r.bytes, core_->rail_count());

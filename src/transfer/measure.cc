@@ -65,8 +65,8 @@ class Runner {
 
   Status submit_pages(How how) {
     if (pages_here_.indices.empty()) {
-      pages_here_ = {0, load_.bytes, random_pages(load_.count, 1), 0};
-      pages_there_ = {0, load_.bytes, random_pages(load_.count, 2), 0};
+      pages_here_ = {0, load_.bytes, random_pages(load_.count, load_.pool, 1), 0};
+      pages_there_ = {0, load_.bytes, random_pages(load_.count, load_.pool, 2), 0};
     }
     return engine_.write_pages({memory_, pages_here_, remote_, pages_there_, load_.bytes, std::move(how)}).status();
   }
@@ -117,8 +117,8 @@ uint64_t place_of(uint64_t i, uint64_t bytes, uint64_t room) {
   return bytes > room ? 0 : std::min(i % places * step, room - bytes);
 }
 
-std::vector<uint32_t> random_pages(uint32_t count, uint32_t seed) {
-  std::vector<uint32_t> indices(uint64_t{count} * kPagePool);
+std::vector<uint32_t> random_pages(uint32_t count, uint32_t pool, uint32_t seed) {
+  std::vector<uint32_t> indices(uint64_t{count} * pool);
   std::iota(indices.begin(), indices.end(), 0u);
   std::mt19937 random(seed);
   std::shuffle(indices.begin(), indices.end(), random);
@@ -128,7 +128,7 @@ std::vector<uint32_t> random_pages(uint32_t count, uint32_t seed) {
 
 Result<std::vector<double>> measure(Engine& engine, const std::shared_ptr<Memory>& memory,
                                     const std::shared_ptr<Remote>& remote, const Load& load, Deadline until) {
-  const uint64_t needs = load.kind == LoadKind::kPaged ? load.bytes * load.count * kPagePool : load.bytes;
+  const uint64_t needs = load.kind == LoadKind::kPaged ? load.bytes * load.count * load.pool : load.bytes;
   if (needs > std::min(memory->bytes(), remote->bytes()))
     return Status::invalid("bytes: got {}, allowed: up to the {} bytes of the buffers", needs, memory->bytes());
   return Runner(engine, memory, remote, load, until).run();

@@ -20,21 +20,21 @@ enum class LoadKind { kWrite, kRead, kPaged, kScatter, kLatency };
 
 // One repetition is `count` operations of `bytes`, at most `window` under way, then one echo. kLatency: `count` round
 // trips of a write of `bytes` with an immediate. kPaged: one operation of `count` pages, picked at random on both sides
-// out of kPagePool times as many.
+// out of `pool` times as many.
 // kScatter: `count` scatters of 8 targets of `bytes` / 8 each.
 struct Load {
   LoadKind kind = LoadKind::kWrite;
   uint64_t bytes = 0;
   uint32_t count = 1;
   uint32_t window = 64;
+  uint32_t pool = 1;
   uint32_t repeats = 5;
 };
 
 // Where operation i begins in a buffer of `room` bytes: one after another, then round again.
 uint64_t place_of(uint64_t i, uint64_t bytes, uint64_t room);
-constexpr uint32_t kPagePool = 4;
-// `count` different page numbers below kPagePool * count, the same on every run; different for different seeds.
-std::vector<uint32_t> random_pages(uint32_t count, uint32_t seed);
+// `count` different page numbers below pool * count, the same on every run; different for different seeds.
+std::vector<uint32_t> random_pages(uint32_t count, uint32_t pool, uint32_t seed);
 
 // Seconds of each repetition. Errors: those of the operations.
 Result<std::vector<double>> measure(Engine& engine, const std::shared_ptr<Memory>& memory,

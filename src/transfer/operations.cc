@@ -84,11 +84,11 @@ Status Core::check_start(const Transfer& transfer) const {
     return Status::make(Code::kPeerLost, "transfer.{}: peer '{}' is {}: {}", to_string(transfer.kind_), peer.name(),
                         to_string(peer.state()), peer.why().message());
   };
-  if (transfer.peer_) WEFT_TRY(check_peer(*transfer.peer_));
+  if (transfer.peer_ && !transfer.peer_->is_alive()) return check_peer(*transfer.peer_);
   for (uint32_t target = 0; target <= transfer.more_.size(); ++target) {
     const std::shared_ptr<Remote>& remote = transfer.remote(target);
     if (!remote) continue;
-    WEFT_TRY(check_peer(*remote->peer_));
+    if (!remote->peer_->is_alive()) return check_peer(*remote->peer_);
     if (remote->is_revoked())
       return Status::invalid("remote: got memory that peer '{}' has taken back, allowed: a live descriptor",
                              remote->peer_->name());

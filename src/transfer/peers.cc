@@ -361,13 +361,18 @@ void Core::send_message(Peer& peer, MessageType type, std::string_view body, Tra
 void Core::flush_messages() {
   if (is_flushing_) return;  // a failing message may make the engine say something
   is_flushing_ = true;
+  std::vector<Peer*> full;  // a peer that takes nothing, perhaps for ever, must not hold up the others
+  std::deque<OutMessage> later;
   while (!out_messages_.empty()) {
     OutMessage message = std::move(out_messages_.front());
     out_messages_.pop_front();
-    if (post_message(message)) continue;
-    out_messages_.push_front(std::move(message));
-    break;
+    const bool must_wait = std::find(full.begin(), full.end(), message.peer) != full.end();
+    if (!must_wait && post_message(message)) continue;
+    if (!must_wait) full.push_back(message.peer);
+    if (message.peer->routes_.empty()) continue;  // lost while this was on its way
+    later.push_back(std::move(message));
   }
+  for (; !later.empty(); later.pop_back()) out_messages_.push_front(std::move(later.back()));
   is_flushing_ = false;
 }
 

@@ -154,8 +154,8 @@ Status RawLoop::connect(std::string_view address) {
 Result<std::vector<double>> RawLoop::measure(const Load& load, Deadline until) {
   std::vector<uint32_t> here, away;
   if (load.kind == LoadKind::kPaged) {
-    here = random_pages(load.count, 1);
-    away = random_pages(load.count, 2);
+    here = random_pages(load.count, load.pool, 1);
+    away = random_pages(load.count, load.pool, 2);
   }
   WEFT_TRY(impl_->echo(8, until));
   std::vector<double> seconds;

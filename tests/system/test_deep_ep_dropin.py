@@ -85,7 +85,7 @@ def test_weak_lru_lets_its_object_go() -> None:
 
 @pytest.fixture(scope="module")
 def quad() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
+    with RankPool(4, with_gpus=False) as pool:
         yield pool
 
 

@@ -35,13 +35,13 @@ SMALL = MoeCase(tokens=(6, 9), hidden=64, top_k=3, num_experts=8)
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
+    with RankPool(2, with_gpus=False) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module", params=RANK_COUNTS)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param) as ranks:
+    with RankPool(request.param, with_gpus=False) as ranks:
         yield ranks
 
 
@@ -191,6 +191,28 @@ def check_cached(rank: Rank, case: MoeCase) -> None:
 
 def test_cached_dispatch_repeats_the_routes(pair: RankPool) -> None:
     pair.run(check_cached, SMALL)
+
+
+def check_handle_entries(rank: Rank, case: MoeCase) -> None:
+    handle = dispatch(kept_buffer(rank), case, rank.rank)[4]
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    per_rank, _, in_rank = oracle.layout(case.topk_idx(rank.rank), case.num_experts, rank.size)
+    prefix, sent, received, tokens, is_in_rank, send_head = handle
+    assert len(handle) == 6
+    assert prefix.shape == (rank.size, rank.size)
+    assert sent.flatten().tolist() == per_rank.tolist()
+    assert received.flatten().tolist() == rows.per_source.cumsum(0).tolist()
+    assert tokens.tolist() == rows.src_token.tolist()
+    assert torch.equal(is_in_rank, in_rank)
+    assert torch.equal(send_head >= 0, in_rank)
+    assert torch.equal(handle[-6], prefix)
+    assert len(handle[1:3]) == 2
+    with pytest.raises(IndexError):
+        handle[6]
+
+
+def test_handle_entries_are_those_of_deepep(pair: RankPool) -> None:
+    pair.run(check_handle_entries, SMALL)
 
 
 def check_no_top_k(rank: Rank, case: MoeCase) -> None:
@@ -730,7 +752,7 @@ def check_mismatch(rank: Rank, case: MoeCase, name: str) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_arguments_that_differ_between_ranks_raise_on_all(num_ranks: int, name: str) -> None:
     case = MoeCase((6,) * num_ranks, 64, 3, 8)
-    run_ranks(num_ranks, check_mismatch, case, name)
+    run_ranks(num_ranks, check_mismatch, case, name, with_gpus=False)
 
 
 def check_element_mismatch(rank: Rank, case: MoeCase) -> None:

@@ -6,11 +6,12 @@
     weft bench transfer client ADDRESS --provider tcp
 
 The client measures and the server only makes progress. Each row is one size of one call: ``write``, ``read``,
-``scatter`` (8 targets per operation), ``paged_write`` (1000 pages of 4 KiB in shuffled order as one operation;
-its baseline ``one_write`` is one write of the same bytes), ``write_rate`` (8 B to 4 KiB, a window of 64) and
-``write_imm_latency`` (half a round trip of a write with an immediate). ``us`` is per operation. The baseline
-``raw`` is plain ``fi_writemsg`` / ``fi_readmsg`` on one endpoint in the same two processes; the two alternate,
-so that a busy machine disturbs both. Every byte that a call moved is compared afterwards (``checked``).
+``scatter`` (8 targets per operation), ``paged_write`` (1000 pages of 4 KiB as one operation, in shuffled
+order on both sides; ``pool`` says out of how many times as many; its baseline ``one_write`` is one write of
+the same bytes), ``write_rate`` (8 B to 4 KiB, a window of 64) and ``write_imm_latency`` (half a round trip of a write
+with an immediate). ``us`` is per operation. The baseline ``raw`` is plain ``fi_writemsg`` / ``fi_readmsg`` on
+one endpoint in the same two processes; the two alternate, so that a busy machine disturbs both. What one
+operation of each call moved is compared byte for byte afterwards (``checked``).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Load:
     nbytes: int
     count: int
     window: int
+    pool: int = 1  # paged_write: pages are picked out of so many times as many
 
     @property
     def kind(self) -> str:
@@ -78,7 +80,7 @@ def plan_loads(calls: Sequence[str] | None, quick: bool) -> list[Load]:
     large = [Load(call, n, max(volume // n, 1), 16) for call in ("write", "read") for n in LARGE_BYTES]
     loads = [Load("write_imm_latency", n, 200 if quick else 1000, 1) for n in (8, 4096)]
     loads += [Load("write_rate", n, 1000 if quick else 5000, 64) for n in RATE_BYTES]
-    loads += [Load("paged_write", PAGE_BYTES, PAGES, 64)]
+    loads += [Load("paged_write", PAGE_BYTES, PAGES, 64, pool) for pool in (1, 4)]
     loads += large
     loads += [Load("scatter", n, max(volume // n // 4, 1), 16) for n in (64 << 10, MIB)]
     return [load for load in loads if not calls or load.call in calls]
@@ -161,7 +163,7 @@ class Side:
 
 
 def pin(cpu: int) -> None:
-    """Keep this process on one CPU, where there are enough: unpinned runs swing by hundreds of microseconds."""
+    """Keep this process on one CPU; unpinned runs swing by hundreds of microseconds."""
     available = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {available[cpu % len(available)]})
 
@@ -247,7 +249,9 @@ class Client:
     def raw_seconds(self, load: Load, repeats: int) -> list[float]:
         with self.served("raw"):
             return list(
-                self.side.raw.measure(load.kind, load.nbytes, load.count, load.window, repeats, TIMEOUT_S)
+                self.side.raw.measure(
+                    load.kind, load.nbytes, load.count, load.window, load.pool, repeats, TIMEOUT_S
+                )
             )
 
     def engine_seconds(self, load: Load, repeats: int) -> list[float]:
@@ -261,6 +265,7 @@ class Client:
                     load.nbytes,
                     load.count,
                     load.window,
+                    load.pool,
                     repeats,
                     TIMEOUT_S,
                 )
@@ -285,8 +290,7 @@ class Client:
             engine.write_pages(side.memory, src, side.remote, dst, PAGE_BYTES, imm=1).wait()
             shown = self.after_flush(n)
             return all(
-                shown[d * PAGE_BYTES : (d + 1) * PAGE_BYTES]
-                == sent[s * PAGE_BYTES : (s + 1) * PAGE_BYTES]
+                shown[d * PAGE_BYTES : (d + 1) * PAGE_BYTES] == sent[s * PAGE_BYTES : (s + 1) * PAGE_BYTES]
                 for s, d in zip(src.indices, dst.indices, strict=True)  # type: ignore[arg-type]
             )
         engine.write(side.memory, side.remote, n, imm=1).wait()
@@ -301,6 +305,7 @@ class Client:
                 self.side.remote.core,
                 "write_imm_latency",
                 0,
+                1,
                 1,
                 1,
                 1,
@@ -342,6 +347,7 @@ def measure_load(client: Client, load: Load, rounds: int) -> Row:
         extra["added_us"] = round(median - statistics.median(raw_us), 3)
         extra["added_us_best"] = round(min(engine_us) - min(raw_us), 3)
     if one_write_us:
+        extra["pool"] = load.pool
         extra["of_one_write"] = round(statistics.median(one_write_us) / median, 3)
         extra["of_one_write_best"] = round(min(one_write_us) / min(engine_us), 3)
     return Row(
@@ -355,7 +361,7 @@ def run_client(line: Line, args: argparse.Namespace) -> int:
     nic = client.side.engine.nics[0]
     report = Report(
         f"weft bench transfer, {nic.provider} on {nic.name}",
-        ("gbit_per_s", "mops", "of_raw", "of_raw_best", "added_us", "of_one_write"),
+        ("gbit_per_s", "mops", "of_raw", "of_raw_best", "added_us", "pool", "of_one_write"),
     )
     loads = plan_loads(args.calls.split(",") if args.calls else None, args.quick)
     with progress() as bar:

@@ -40,7 +40,7 @@ REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3, "average": 0}
 _PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
 _BUFFERS = {Buffer.input: 0, Buffer.output: 1, Buffer.scratch: 2}
 _OPS = {op: number for number, op in enumerate(Op)}
-_FIRST_CHANNELS = {True: 4, False: 8}  # by "is the CPU"
+_FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Loaded:
 class Call:
     """One run: addresses of the buffers, and how many elements one rank's part has.
 
-    ``part_elems`` counts the whole buffer where the collective has no parts (all_reduce, broadcast, ...).
+    ``part_elems`` counts the whole buffer where the collective has no parts (all_reduce, broadcast, ...); for a custom
+    collective it divides by the chunks.
     ``slice_bytes`` 0 takes what a slot holds; ``num_sms`` 0 one for each block; ``stream`` is a CUDA stream.
     """
 
@@ -114,6 +115,7 @@ class Executor:
             call.output,
             call.part_elems,
             program.per_part,
+            program.algorithm.collective == "custom",
             call.slice_bytes,
             call.num_sms,
             call.stream,

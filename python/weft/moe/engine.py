@@ -9,6 +9,7 @@ Threads: one caller at a time; tensors may die in any thread.
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,7 +36,7 @@ class _Lease:
         self.is_permanent = is_permanent  # a captured graph writes here at every replay
 
     def __del__(self) -> None:
-        if not self.is_permanent:
+        if not self.is_permanent and not sys.is_finalizing():
             self.engine.release(self.offset)
 
 
@@ -93,16 +94,21 @@ class Engine:
 
     def release(self, offset: int) -> None:
         """Give a piece back, on CUDA after what the current stream has queued."""
-        if self.is_cuda:
-            self._released.append((offset, torch.cuda.current_stream(self.device).record_event()))
-        else:
+        if not self.is_cuda:
             self.core.give_back(offset)
+        elif torch.cuda.is_current_stream_capturing():  # an event of a capture means nothing outside it
+            self._released.append((offset, None))
+        else:
+            self._released.append((offset, torch.cuda.current_stream(self.device).record_event()))
 
     def reclaim(self) -> None:
         """Make pieces that were given back usable by work that the communication stream gets from now on."""
         while self._released and not torch.cuda.is_current_stream_capturing():
             offset, event = self._released.pop()
-            self.comm_stream.wait_event(event)
+            if event is None:
+                self.comm_stream.wait_stream(torch.cuda.current_stream(self.device))
+            else:
+                self.comm_stream.wait_event(event)
             self.core.give_back(offset)
 
     # -- order -----------------------------------------------------------------------------------------------

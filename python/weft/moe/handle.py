@@ -61,15 +61,15 @@ class DispatchHandle(Sequence[torch.Tensor]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
     def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        chosen = range(len(self))[index]
+        return [self._entry(i) for i in chosen] if isinstance(chosen, range) else self._entry(chosen)
+
+    def _entry(self, index: int) -> torch.Tensor:
         state, rank = self.state, self.state.buffer.rank
-        sent_and_before = state.prefix[rank].view(-1, 1)
-        entries = (
-            lambda: state.prefix,
-            lambda: sent_and_before - state.prefix[rank - 1].view(-1, 1) if rank else sent_and_before,
-            lambda: state.prefix[:, rank].contiguous().view(-1, 1),
-            lambda: state.token,
-            lambda: state.is_token_in_rank,
-            lambda: state.send_row,
-        )
-        chosen = entries[index]
-        return [entry() for entry in chosen] if isinstance(chosen, tuple) else chosen()
+        if index == 1:
+            sent_up_to = state.prefix[rank].view(-1, 1)
+            return sent_up_to - state.prefix[rank - 1].view(-1, 1) if rank else sent_up_to
+        if index == 2:
+            return state.prefix[:, rank].contiguous().view(-1, 1)
+        plain = {0: state.prefix, 3: state.token, 4: state.is_token_in_rank, 5: state.send_row}
+        return plain[index]

@@ -74,6 +74,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     with_group: bool = True,
+    with_gpus: bool = True,
     deadline_s: float = 120.0,
     lost: Collection[int] = (),
 ) -> list[Any]:
@@ -82,11 +83,15 @@ def run_ranks(
     Args:
         function: any callable; results are pickled.
         with_group: make a gloo group of the ranks; False leaves torch.distributed alone.
+        with_gpus: False hides GPUs from the ranks, so that a test means the same on every machine.
         deadline_s: seconds for the whole run.
         lost: ranks that are meant to die or stop; their result is None and they are killed at the end.
     Raises: RankError.
     """
-    with RankPool(num_ranks, with_group=with_group, deadline_s=deadline_s, first=(function, args)) as pool:
+    pool = RankPool(
+        num_ranks, with_group=with_group, with_gpus=with_gpus, deadline_s=deadline_s, first=(function, args)
+    )
+    with pool:
         return pool.results(lost)
 
 
@@ -105,12 +110,13 @@ class RankPool:
         num_ranks: int,
         *,
         with_group: bool = True,
+        with_gpus: bool = True,
         deadline_s: float = 120.0,
         first: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     ) -> None:
         self.num_ranks = num_ranks
         self._deadline_s = deadline_s
-        self._with_group = with_group
+        self._options = {"with_group": with_group, "with_gpus": with_gpus, "deadline_s": deadline_s}
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._start(first)
@@ -124,7 +130,7 @@ class RankPool:
             process = context.Process(
                 target=_serve,
                 args=(Rank(rank, self.num_ranks, None, self._folder), theirs, list(self._connections)),
-                kwargs={"with_group": self._with_group, "deadline_s": self._deadline_s, "first": first},
+                kwargs={"first": first, **self._options},
                 daemon=True,
             )
             process.start()
@@ -222,6 +228,7 @@ def _serve(
     connection: Connection,
     inherited: list[Connection],
     with_group: bool,
+    with_gpus: bool,
     deadline_s: float,
     first: tuple[Callable[..., Any], tuple[Any, ...]] | None,
 ) -> None:
@@ -229,6 +236,8 @@ def _serve(
     for parents_end in inherited:  # else no rank would see the parent close its own
         parents_end.close()
     torch.set_num_threads(1)
+    if not with_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     stack_file = open(_stack_file(me.folder, me.rank), "w")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=True)
     try:

@@ -108,7 +108,7 @@ class Memory:
         self.engine, self.core, self.span = engine, core, span
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """How many bytes are registered."""
         return self.span.bytes
 
@@ -141,7 +141,7 @@ class Remote:
         self.core = core
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """How many bytes its owner registered."""
         return int(self.core.bytes)
 
@@ -158,10 +158,10 @@ class Remote:
 
 @dataclass(frozen=True)
 class Target:
-    """One destination of a scatter: ``bytes`` bytes from ``src_offset`` to ``dst_offset`` of ``dst``."""
+    """One destination of a scatter: ``nbytes`` bytes from ``src_offset`` to ``dst_offset`` of ``dst``."""
 
     dst: Remote
-    bytes: int
+    nbytes: int
     src_offset: int = 0
     dst_offset: int = 0
 
@@ -231,7 +231,7 @@ class Transfer:
         return bool(self.core.is_finished)
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes to move; of a finished receive, those that arrived."""
         return int(self.core.bytes)
 
@@ -420,7 +420,7 @@ class TransferEngine:
         Raises: weft.Error at once for a wrong argument, and nothing is written.
         """
         how = self._how(imm, notify, rail, timeout_s, counter, callback)
-        count = src.bytes - src_offset if nbytes is None else nbytes
+        count = src.nbytes - src_offset if nbytes is None else nbytes
         return Transfer(self, self.core.write(src.core, src_offset, dst.core, dst_offset, max(count, 0), how))
 
     def read(
@@ -438,7 +438,7 @@ class TransferEngine:
     ) -> Transfer:
         """Read ``nbytes`` (default: all of ``src`` from ``src_offset`` on). The peer is not told of it."""
         how = self._how(None, "once", rail, timeout_s, counter, callback)
-        count = src.bytes - src_offset if nbytes is None else nbytes
+        count = src.nbytes - src_offset if nbytes is None else nbytes
         return Transfer(self, self.core.read(dst.core, dst_offset, src.core, src_offset, max(count, 0), how))
 
     def write_pages(
@@ -504,7 +504,7 @@ class TransferEngine:
         ``imm`` is counted once per target.
         """
         how = self._how(imm, notify, rail, timeout_s, counter, callback)
-        rows = [(t.dst.core, t.dst_offset, t.src_offset, t.bytes) for t in targets]
+        rows = [(t.dst.core, t.dst_offset, t.src_offset, t.nbytes) for t in targets]
         return Transfer(self, self.core.scatter(src.core, rows, how))
 
     def notify(self, peer: Peer, imm: int, timeout_s: float | None = None) -> Transfer:
@@ -526,7 +526,7 @@ class TransferEngine:
     ) -> Transfer:
         """Send a message, of any length; messages of one peer are received in the order they were sent."""
         how = self._how(None, "once", ANY_RAIL, timeout_s, counter, callback)
-        count = src.bytes - offset if nbytes is None else nbytes
+        count = src.nbytes - offset if nbytes is None else nbytes
         return Transfer(self, self.core.send(peer.core, src.core, offset, max(count, 0), how))
 
     def recv(
@@ -542,7 +542,7 @@ class TransferEngine:
     ) -> Transfer:
         """Receive the next message from ``peer``, or from anyone; fails if it is longer than ``nbytes``."""
         how = self._how(None, "once", ANY_RAIL, timeout_s, counter, callback)
-        count = dst.bytes - offset if nbytes is None else nbytes
+        count = dst.nbytes - offset if nbytes is None else nbytes
         core_peer = None if peer is None else peer.core
         return Transfer(self, self.core.recv(core_peer, dst.core, offset, max(count, 0), how))
 

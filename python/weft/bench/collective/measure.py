@@ -25,6 +25,7 @@ from weft.runtime.communicator import Communicator
 from weft.testing.ranks import Rank
 
 _GRAPH_CALLS = 20
+_SAMPLE_S = 0.03
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "product": dist.ReduceOp.PRODUCT,
@@ -109,7 +110,7 @@ def _measure_one(
     if options.device == "cuda":
         samples = _time_cuda(functions, options)
     else:
-        samples = _time_cpu(functions, comm, num_bytes, options)
+        samples = _time_cpu(functions, me, comm, options)
     gathered: list[Any] = [None] * me.size
     dist.all_gather_object(gathered, samples, group=me.group)
     times = [slowest_rank([of_rank[i] for of_rank in gathered]) for i in range(len(functions))]
@@ -143,25 +144,43 @@ def _agrees(me: Rank, case: Case, call: str, num_bytes: int) -> bool:
 
 
 def _time_cpu(
-    functions: list[Callable[[], Any]], comm: Communicator, num_bytes: int, options: Options
+    functions: list[Callable[[], Any]], me: Rank, comm: Communicator, options: Options
 ) -> list[list[float]]:
-    inner = max(1, min(10, (256 << 10) // num_bytes))
-    count = options.iterations or max(5, min(30, (64 << 20) // num_bytes))
+    inner = [_calls_per_sample(function, me, comm) for function in functions]
+    count = options.iterations or (15 if min(inner) > 1 else 7)
     samples: list[list[float]] = [[] for _ in functions]
     gc.disable()
     try:
         for at in range(-options.warmup, count):
-            for function, kept in zip(functions, samples, strict=True):
-                comm.barrier()
+            for function, calls, kept in zip(functions, inner, samples, strict=True):
+                _meet(function, comm)
                 start = time.perf_counter()
-                for _ in range(inner):
+                for _ in range(calls):
                     function()
-                us = (time.perf_counter() - start) / inner * 1e6
+                us = (time.perf_counter() - start) / calls * 1e6
                 if at >= 0:
                     kept.append(us)
     finally:
         gc.enable()
     return samples
+
+
+def _calls_per_sample(function: Callable[[], Any], me: Rank, comm: Communicator) -> int:
+    """Return how many calls make a sample of some hundredths of a second, the same on all ranks."""
+    _meet(function, comm)
+    start = time.perf_counter()
+    for _ in range(3):
+        function()
+    took: list[Any] = [None] * me.size
+    dist.all_gather_object(took, (time.perf_counter() - start) / 3, group=me.group)
+    return max(1, min(200, int(_SAMPLE_S / max(took))))
+
+
+def _meet(function: Callable[[], Any], comm: Communicator) -> None:
+    """Bring the ranks together: they leave a barrier milliseconds apart, a call or two later they are in step."""
+    comm.barrier()
+    function()
+    function()
 
 
 def _time_cuda(functions: list[Callable[[], Any]], options: Options) -> list[list[float]]:

@@ -73,6 +73,7 @@ class _Samples:
         received = round(traffic.received)
         self.copy_in = peers.Memcpy(received * row_bytes(o.dtype, o.hidden), bench.device)
         self.copy_back = peers.Memcpy(received * row_bytes("bf16", o.hidden), bench.device)
+        self._kept: list[Any] = []
         captured = calls if o.is_captured else {}
         self.replays = {name: self._capture(of_peer) for name, of_peer in captured.items()}
 
@@ -81,11 +82,12 @@ class _Samples:
         dispatch, results = self.bench.captured(
             lambda: of_peer.dispatch(self.payload, self.topk_idx, self.weights, routes)
         )
-        combine, _ = self.bench.captured(lambda: of_peer.combine(self.y, results[4]))
+        combine, combined = self.bench.captured(lambda: of_peer.combine(self.y, results[4]))
         handle = peers.HighThroughput(of_peer.buffer, of_peer.experts).dispatch(
             self.payload, self.topk_idx, self.weights, of_peer.layout(self.topk_idx)
         )[4]
-        cached, _ = self.bench.captured(lambda: of_peer.dispatch_cached(self.payload, handle))
+        cached, again = self.bench.captured(lambda: of_peer.dispatch_cached(self.payload, handle))
+        self._kept.append((routes, results, combined, handle, again))  # replays read and write there
         return [layout, dispatch, combine, cached]
 
     def take(self, topk_idx: Tensor) -> None:

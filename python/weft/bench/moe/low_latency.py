@@ -70,6 +70,7 @@ class _Samples:
         o, me = bench.options, bench.me
         self.bench, self.calls, self.x, self.weights = bench, calls, inputs.mine, inputs.my_weights
         self.in_a_row = in_a_row
+        self._kept: list[Any] = []
         self.topk_idx = inputs.routes[0][me.rank].to(bench.device, copy=True)
         self.y = torch.zeros(
             -(-o.experts // me.size),
@@ -95,9 +96,10 @@ class _Samples:
         torch.cuda.synchronize()
         dispatch, combine = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(dispatch):
-            self._results = of_peer.dispatch(self.x, self.topk_idx)
+            results = of_peer.dispatch(self.x, self.topk_idx)
         with torch.cuda.graph(combine):
-            self._combined = of_peer.combine(self.y, self.topk_idx, self.weights, self._results[2])
+            combined = of_peer.combine(self.y, self.topk_idx, self.weights, results[2])
+        self._kept.append((results, combined))  # replays write there
         return dispatch.replay, combine.replay
 
     def take(self, topk_idx: Tensor) -> None:

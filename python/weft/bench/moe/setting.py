@@ -116,12 +116,14 @@ class Bench:
         return [sum(values[at : at + calls]) / calls for at in range(0, len(values), calls)]
 
     def captured(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Return a replay of ``call`` and the results that each replay fills in anew."""
+        """Return a replay of ``call`` and the results that each replay fills in anew; it was replayed once."""
         call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             results = call()
+        graph.replay()  # capturing computes nothing, and the next call to be captured may read these results
+        torch.cuda.synchronize()
         return graph.replay, results
 
 

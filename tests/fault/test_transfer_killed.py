@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes that are killed or stopped in the middle of transfers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+
+import pytest
+
+from weft.errors import PeerLost
+from weft.transfer import Peer, Remote, TransferEngine, nics
+
+TIMEOUT_S = 30.0
+BYTES = 1 << 20
+
+
+def victim(provider: str, line: Connection) -> None:
+    """Offer memory, then write into the parent's for ever."""
+    engine = TransferEngine(provider, name="victim", timeout_s=TIMEOUT_S, heartbeat_s=0.1, peer_dead_s=2.0)
+    buffer = bytearray(BYTES)
+    memory = engine.register(buffer, remote_read=True, remote_write=True)
+    line.send((engine.address, memory.descriptor))
+    address, descriptor = line.recv()
+    peer = engine.connect(address)
+    remote = engine.attach(descriptor)
+    line.send("ready")
+    while peer.is_alive:
+        engine.write(memory, remote, 4096, imm=1).wait()
+        time.sleep(0.001)
+
+
+class Scene:
+    """An engine here, and any number of victims in processes of their own."""
+
+    def __init__(self, provider: str) -> None:
+        if all(nic.unusable_because for nic in nics(provider)):
+            pytest.skip(f"{provider} is unusable here")
+        self.provider = provider
+        self.engine = TransferEngine(
+            provider, name="survivor", timeout_s=TIMEOUT_S, heartbeat_s=0.1, peer_dead_s=2.0
+        )
+        self.buffer = bytearray(BYTES)
+        self.memory = self.engine.register(self.buffer, remote_read=True, remote_write=True)
+
+    def start(self) -> tuple[multiprocessing.process.BaseProcess, Peer, Remote]:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=victim, args=(self.provider, theirs), daemon=True)
+        process.start()
+        address, descriptor = ours.recv()
+        ours.send((self.engine.address, self.memory.descriptor))
+        peer = self.engine.connect(address)
+        remote = self.engine.attach(descriptor)
+        assert ours.recv() == "ready"
+        return process, peer, remote
+
+
+@pytest.mark.parametrize("provider", ["fabric:tcp", "fabric:shm"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_survivor_names_the_victim_and_goes_on(provider: str, how: signal.Signals) -> None:
+    scene = Scene(provider)
+    process, peer, _ = scene.start()
+    other, other_peer, other_remote = scene.start()
+    try:
+        scene.engine.imm(peer, 1).wait(3)
+        waiting = scene.engine.recv(peer, scene.engine.register(bytearray(8)))
+        counter = scene.engine.imm(peer, 2)
+        assert process.pid is not None
+        os.kill(process.pid, how)
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match="victim"):
+            waiting.wait()
+        assert time.monotonic() - began < 15
+        with pytest.raises(PeerLost, match="victim"):
+            counter.wait(1)
+        assert not peer.is_alive
+        assert peer.why
+        seen = scene.engine.imm(other_peer, 1)
+        seen.wait(seen.value + 3)
+        scene.engine.write(scene.memory, other_remote, 4096).wait()
+        again, _, third_remote = scene.start()  # a new process takes its place
+        scene.engine.write(scene.memory, third_remote, 4096).wait()
+        again.kill()
+    finally:
+        process.kill()
+        other.kill()
+        scene.engine.close()

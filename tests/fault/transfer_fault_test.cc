@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The transfer engine over a network that misbehaves: lost, doubled, overtaking and refused packets, dead peers.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "tests/conformance/transfer_fixture.h"
+
+namespace weft::transfer::testing {
+namespace {
+
+using provider::FaultPlan;
+using provider::Loopback;
+using ::testing::HasSubstr;
+
+struct Faulty {
+  std::shared_ptr<Loopback> network = std::make_shared<Loopback>();
+  Pair pair;
+  explicit Faulty(Options options = {}, uint64_t bytes = 100000) : pair(network, 1, 1, bytes, options) {}
+  void plan(FaultPlan plan) {
+    plan.seed = 5;
+    plan.spare_messages = true;
+    network->set_plan(plan);
+  }
+};
+
+TEST(TransferFault, LostWriteFailsByItsDeadlineAndNamesThePeer) {
+  Faulty f;
+  f.plan({.drop = 1});
+  WriteRequest request = f.pair.write(0, 0, 100);
+  request.how.timeout_s = 0.1;
+  auto lost = *f.pair.a.engine->write(request);
+  const Status status = f.pair.a.engine->wait(lost, soon());
+  EXPECT_EQ(status.code(), Code::kPeerLost);
+  EXPECT_THAT(status.message(), HasSubstr("for peer 'b': expected 1 pieces done, saw 0"));
+  f.plan({});
+  request.how = with_imm(1);
+  ASSERT_OK(f.pair.a.engine->write(request).status());
+  EXPECT_OK(f.pair.wait_imm(1, 1));
+}
+
+TEST(TransferFault, LostWritesDoNotUseUpTheRail) {
+  Faulty f;
+  f.plan({.drop = 1});
+  auto counter = std::make_shared<Counter>();
+  for (int i = 0; i < 1000; ++i) {
+    WriteRequest request = f.pair.write(0, 0, 100);
+    request.how.timeout_s = 0.05;
+    request.how.counter = counter;
+    ASSERT_OK(f.pair.a.engine->write(request).status());
+  }
+  EXPECT_FALSE(f.pair.a.engine->wait(*counter, 1000, soon()).ok());
+  EXPECT_EQ(counter->failed(), 1000u);
+  f.plan({});
+  WriteRequest request = f.pair.write(0, 0, 100);
+  request.how = with_imm(1);
+  ASSERT_OK(f.pair.a.engine->write(request).status());
+  EXPECT_OK(f.pair.wait_imm(1, 1));
+}
+
+TEST(TransferFault, RefusedPieceFailsOnlyItsTransfer) {
+  Faulty f;
+  f.plan({.fail = 1});
+  auto failed = *f.pair.a.engine->write(f.pair.write(0, 0, 100));
+  const Status status = f.pair.a.engine->wait(failed, soon());
+  EXPECT_EQ(status.code(), Code::kSystem);
+  EXPECT_THAT(status.message(), HasSubstr("to peer 'b' on loop0: loopback: damaged"));
+  f.plan({});
+  auto fine = *f.pair.a.engine->write(f.pair.write(0, 0, 100));
+  EXPECT_OK(f.pair.a.engine->wait(fine, soon()));
+  EXPECT_TRUE(f.pair.b_at_a->is_alive());
+}
+
+TEST(TransferFault, OvertakingWritesAreAllCounted) {
+  Faulty f;
+  f.plan({.reorder = 0.8, .delay = 0.3});
+  f.pair.a.buffer.randomize(3);
+  for (int i = 0; i < 100; ++i) {
+    WriteRequest request = f.pair.write(i * 1000ull, i * 1000ull, 1000);
+    request.how = with_imm(4);
+    ASSERT_OK(f.pair.a.engine->write(request).status());
+  }
+  ASSERT_OK(f.pair.wait_imm(4, 100));
+  EXPECT_EQ(std::memcmp(f.pair.a.buffer.data(), f.pair.b.buffer.data(), 100000), 0);
+}
+
+TEST(TransferFault, DoubledMessagesArriveOnceAndInOrder) {
+  Faulty f;
+  FaultPlan plan{.seed = 9, .duplicate = 0.5, .reorder = 0.5, .delay = 0.2};
+  f.network->set_plan(plan);
+  for (uint8_t i = 0; i < 100; ++i) {
+    f.pair.a.buffer.data()[0] = i;
+    auto send = *f.pair.a.engine->send(f.pair.b_at_a, f.pair.a.memory, 0, 1, {});
+    ASSERT_OK(f.pair.a.engine->wait(send, soon()));
+  }
+  for (uint8_t i = 0; i < 100; ++i) {
+    auto receive = *f.pair.b.engine->recv(f.pair.a_at_b, f.pair.b.memory, 0, 1, {});
+    ASSERT_OK(f.pair.b.engine->wait(receive, soon()));
+    EXPECT_EQ(f.pair.b.buffer.data()[0], i);
+  }
+  f.network->set_plan({});
+}
+
+TEST(TransferFault, DoubledImmediateIsSeenInTheCount) {
+  Faulty f;
+  f.plan({.duplicate = 1});
+  WriteRequest request = f.pair.write(0, 0, 100);
+  request.how = with_imm(2);
+  ASSERT_OK(f.pair.a.engine->write(request).status());
+  ASSERT_OK(f.pair.wait_imm(2, 2));  // a reliable network never does this; a test that expects 1 can see 2
+}
+
+Options impatient() {
+  Options options;
+  options.heartbeat_s = 0.02;
+  options.peer_dead_s = 0.3;
+  return options;
+}
+
+TEST(TransferFault, SilentPeerIsFoundByItsHeartbeatAndFailsExactlyItsOwn) {
+  auto network = std::make_shared<Loopback>();
+  Pair pair(network, 1, 1, 1000, impatient());
+  Side c = Side::open(network, 1, 1000, Pair::named(impatient(), "c"));
+  auto c_at_a = *pair.a.engine->connect(c.engine->address(), soon());
+  auto c_remote = *pair.a.engine->attach(c.descriptor(), soon());
+  auto from_b = *pair.a.engine->recv(pair.b_at_a, pair.a.memory, 0, 10, {});
+  auto from_c = *pair.a.engine->recv(c_at_a, pair.a.memory, 0, 10, {});
+  auto imm_of_b = *pair.a.engine->imm_counter(pair.b_at_a, 1);
+  network->kill(parse_address(pair.b.engine->address())->rails[0]);
+  const Status status = pair.a.engine->wait(from_b, soon());
+  EXPECT_EQ(status.code(), Code::kPeerLost);
+  EXPECT_THAT(status.message(), HasSubstr("peer 'b' is lost: no sign of life for 0.3 s"));
+  EXPECT_THAT(pair.a.engine->wait_imm(imm_of_b, 1, soon()).message(), HasSubstr("peer 'b' is lost"));
+  EXPECT_FALSE(from_c->is_finished());
+  auto fine = *pair.a.engine->write({pair.a.memory, 0, c_remote, 0, 100, {}});
+  EXPECT_OK(pair.a.engine->wait(fine, soon()));
+  EXPECT_TRUE(c_at_a->is_alive());
+  EXPECT_EQ(pair.a.engine->write(pair.write(0, 0, 10)).status().code(), Code::kInvalid);
+  c.engine->close();
+}
+
+TEST(TransferFault, QuietPeersStayAliveByTheirHeartbeats) {
+  auto network = std::make_shared<Loopback>();
+  Pair pair(network, 1, 1, 1000, impatient());
+  std::this_thread::sleep_for(std::chrono::milliseconds(900));
+  EXPECT_TRUE(pair.b_at_a->is_alive());
+  EXPECT_TRUE(pair.a_at_b->is_alive());
+}
+
+TEST(TransferFault, ConnectToNobodyGivesUpInTime) {
+  auto network = std::make_shared<Loopback>();
+  Side a = Side::open(network, 1, 100), b = Side::open(network, 1, 100);
+  const std::string address = b.engine->address();
+  network->kill(parse_address(address)->rails[0]);
+  const auto peer = a.engine->connect(address, soon(0.3));
+  EXPECT_EQ(peer.status().code(), Code::kPeerLost);
+  EXPECT_THAT(peer.status().message(), HasSubstr("no answer of peer 'side'"));
+  a.engine->close();
+  b.engine->close();
+}
+
+TEST(TransferFault, UnregisterNamesWhoDoesNotConfirm) {
+  auto network = std::make_shared<Loopback>();
+  Options slow;
+  slow.peer_dead_s = 30;
+  Pair pair(network, 1, 1, 1000, slow);
+  network->kill(parse_address(pair.a.engine->address())->rails[0]);
+  const Status status = pair.b.engine->unregister(pair.b.memory, soon(0.2));
+  EXPECT_EQ(status.code(), Code::kPeerLost);
+  EXPECT_THAT(status.message(), HasSubstr("no answer of: 'a'"));
+  EXPECT_FALSE(pair.b.memory->is_registered());
+}
+
+TEST(TransferFault, CancelledWriteIsQuietOnceItHasEnded) {
+  Faulty f;
+  f.plan({.delay = 1, .delay_polls = 2000});
+  auto transfer = *f.pair.a.engine->write(f.pair.write(0, 0, 100));
+  EXPECT_EQ(f.pair.a.engine->cancel(transfer), Phase::kPosted);
+  EXPECT_EQ(transfer->phase(), Phase::kDraining);
+  f.plan({});
+  EXPECT_FALSE(f.pair.a.engine->wait(transfer, soon()).ok());
+  EXPECT_EQ(transfer->phase(), Phase::kCancelled);
+}
+
+// Strangers may send anything: the engine must not care.
+TEST(TransferFault, GarbageFromTheNetworkIsDropped) {
+  auto network = std::make_shared<Loopback>();
+  Pair pair(network, 1, 1, 1000);
+  auto opened = network->open(network->probe()[0], {});
+  const std::unique_ptr<provider::Rail> stranger = std::move(*opened);
+  const provider::Route to_b = *stranger->resolve(parse_address(pair.b.engine->address())->rails[0]);
+  std::mt19937 random(7);
+  const std::string real = to_bytes(MessageHead{MessageType::kHello, random_id(), 1, 0, 0}, std::string(100, 'x'));
+  provider::Context contexts[300];
+  for (int i = 0; i < 300; ++i) {
+    std::string bytes = i % 2 ? real : std::string(random() % 300, '\0');
+    for (int k = 0; k < 4 && !bytes.empty(); ++k) bytes[random() % bytes.size()] = static_cast<char>(random());
+    while (stranger->post_send(to_b, bytes.data(), bytes.size(), nullptr, &contexts[i]) != provider::Posted::kOk) {
+      provider::Event events[8];
+      (void)stranger->poll(events, 8);
+    }
+  }
+  WriteRequest request = pair.write(0, 0, 100);
+  request.how = with_imm(1);
+  ASSERT_OK(pair.a.engine->write(request).status());
+  EXPECT_OK(pair.wait_imm(1, 1));
+}
+
+// Ten seconds of random everything; the long run is tests/system/test_transfer_soak.py.
+TEST(TransferFault, SoakAccountsForEveryByte) {
+  auto network = std::make_shared<Loopback>();
+  constexpr uint64_t kSlots = 16, kSlotBytes = 20000;
+  Pair pair(network, 2, 1, kSlots * kSlotBytes);
+  std::mt19937 random(11);
+  uint64_t expected[kSlots] = {};
+  const Deadline until = soon(5);
+  network->set_plan({.seed = 3, .duplicate = 0, .reorder = 0.4, .delay = 0.1});
+  while (!until.passed()) {
+    pair.a.buffer.randomize(static_cast<uint32_t>(random()));
+    std::memset(pair.b.buffer.data(), 0, pair.b.buffer.bytes());
+    uint64_t sizes[kSlots];
+    for (uint64_t slot = 0; slot < kSlots; ++slot) {
+      sizes[slot] = random() % kSlotBytes;
+      const uint64_t at = slot * kSlotBytes;
+      if (random() % 3 == 0) {
+        const uint64_t page = 1 + random() % 200;
+        sizes[slot] = sizes[slot] / page * page;
+        if (sizes[slot] == 0) sizes[slot] = page;
+        Pages pages{at, page, {}, sizes[slot] / page};
+        ASSERT_OK(pair.a.engine->write_pages({pair.a.memory, pages, pair.remote, pages, page,
+                                              with_imm(static_cast<uint32_t>(slot))}).status());
+      } else {
+        WriteRequest request = pair.write(at, at, sizes[slot]);
+        request.how = with_imm(static_cast<uint32_t>(slot));
+        ASSERT_OK(pair.a.engine->write(request).status());
+      }
+      ++expected[slot];
+    }
+    for (uint64_t slot = 0; slot < kSlots; ++slot) {
+      ASSERT_OK(pair.wait_imm(static_cast<uint32_t>(slot), expected[slot]));
+      ASSERT_EQ(std::memcmp(pair.a.buffer.data() + slot * kSlotBytes, pair.b.buffer.data() + slot * kSlotBytes, sizes[slot]), 0);
+      ASSERT_EQ(pair.b.buffer.data()[slot * kSlotBytes + sizes[slot]], 0);
+    }
+  }
+  EXPECT_TRUE(pair.b.buffer.guards_hold());
+}
+
+}  // namespace
+}  // namespace weft::transfer::testing

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``weft.transfer`` as Python programs use it, over every provider that is usable here."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from weft.errors import Error, PeerLost
+from weft.transfer import LoopbackNetwork, Memory, Pages, Peer, Remote, Target, TransferEngine, nics
+
+PROVIDERS = ["loopback", "fabric:tcp", "fabric:shm"]
+TIMEOUT_S = 30.0
+
+
+@dataclass
+class Pair:
+    a: TransferEngine
+    b: TransferEngine
+    src: bytearray
+    dst: bytearray
+    src_memory: Memory
+    dst_memory: Memory
+    b_at_a: Peer
+    a_at_b: Peer
+    remote: Remote
+
+
+@pytest.fixture(params=PROVIDERS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    unusable = [nic.unusable_because for nic in nics(request.param)]
+    if all(unusable):
+        pytest.skip(unusable[0])
+    a = TransferEngine(request.param, name="a", timeout_s=TIMEOUT_S)
+    b = TransferEngine(request.param, name="b", timeout_s=TIMEOUT_S)
+    src, dst = bytearray(range(256)) * 64, bytearray(256 * 64)
+    src_memory = a.register(src, remote_read=True)
+    dst_memory = b.register(dst, remote_read=True, remote_write=True)
+    b_at_a, a_at_b = a.connect(b.address), b.connect(a.address)
+    yield Pair(a, b, src, dst, src_memory, dst_memory, b_at_a, a_at_b, a.attach(dst_memory.descriptor))
+    a.close()
+    b.close()
+
+
+def test_a_write_arrives_before_its_immediate(pair: Pair) -> None:
+    pair.a.write(pair.src_memory, pair.remote, 1000, src_offset=24, dst_offset=8, imm=7)
+    pair.b.imm(pair.a_at_b, 7).wait(1)
+    assert pair.dst[8:1008] == pair.src[24:1024]
+    assert pair.dst[1008:] == bytes(len(pair.dst) - 1008)
+
+
+def test_pages_go_where_the_lists_say_and_come_back(pair: Pair) -> None:
+    there, here = Pages([5, 1, 3], 100, offset=7), Pages([0, 2, 4], 64)
+    pair.a.write_pages(pair.src_memory, here, pair.remote, there, 50, imm=1)
+    pair.b.imm(pair.a_at_b, 1).wait(1)
+    for i, page in ((0, 5), (2, 1), (4, 3)):
+        assert pair.dst[7 + 100 * page : 57 + 100 * page] == pair.src[64 * i : 64 * i + 50]
+    before = bytes(pair.src)
+    pair.src[:] = bytes(len(pair.src))
+    pair.a.read_pages(pair.src_memory, here, pair.remote, there, 50).wait()
+    for i in (0, 2, 4):
+        assert pair.src[64 * i : 64 * i + 50] == before[64 * i : 64 * i + 50]
+
+
+def test_scatter_and_counter(pair: Pair) -> None:
+    counter = pair.a.counter()
+    targets = [Target(pair.remote, 10, src_offset=i, dst_offset=100 * i) for i in range(5)]
+    pair.a.scatter(pair.src_memory, targets, imm=2, counter=counter)
+    pair.b.imm(pair.a_at_b, 2).wait(5)
+    counter.wait(1)
+    assert (counter.finished, counter.failed) == (1, 0)
+    for i in range(5):
+        assert pair.dst[100 * i : 100 * i + 10] == pair.src[i : i + 10]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5000, 16384])
+def test_messages_of_any_length(pair: Pair, nbytes: int) -> None:
+    sent = pair.a.send(pair.b_at_a, pair.src_memory, nbytes)
+    received = pair.b.recv(None, pair.dst_memory).wait()
+    sent.wait()
+    assert received.nbytes == nbytes
+    assert received.peer is not None and received.peer.name == "a"
+    assert pair.dst[:nbytes] == pair.src[:nbytes]
+
+
+def test_transfers_and_immediates_can_be_awaited(pair: Pair) -> None:
+    async def main() -> int:
+        transfers = [pair.a.write(pair.src_memory, pair.remote, 64, imm=3) for _ in range(10)]
+        finished = await asyncio.gather(*transfers)
+        await pair.b.imm(pair.a_at_b, 3).reach(10)
+        return sum(transfer.is_finished for transfer in finished)
+
+    assert asyncio.run(main()) == 10
+
+
+def test_a_callback_is_called_once_with_the_outcome(pair: Pair) -> None:
+    called = threading.Event()
+    outcomes: list[Error | None] = []
+
+    def done(error: Error | None) -> None:
+        outcomes.append(error)
+        called.set()
+
+    pair.a.write(pair.src_memory, pair.remote, 64, callback=done)
+    assert called.wait(TIMEOUT_S)
+    assert outcomes == [None]
+
+
+def test_a_watched_number_starts_a_transfer(pair: Pair) -> None:
+    def grown(was: int, now: int) -> bool:
+        for layer in range(was, now):
+            at = layer * 100
+            pair.a.write(pair.src_memory, pair.remote, 100, src_offset=at, dst_offset=at, imm=4)
+        return now < 8
+
+    watch = pair.a.watch(grown)
+    for layer in range(1, 9):
+        watch.store(layer)
+    pair.b.imm(pair.a_at_b, 4).wait(8)
+    assert pair.dst[:800] == pair.src[:800]
+    watch.release()
+
+
+def test_memory_taken_back_cannot_be_written(pair: Pair) -> None:
+    pair.dst_memory.unregister()
+    with pytest.raises(Error, match="peer 'b' has taken back"):
+        pair.a.write(pair.src_memory, pair.remote, 10)
+    assert pair.remote.is_revoked
+    assert not any(pair.dst)
+
+
+def test_a_closed_peer_is_named(pair: Pair) -> None:
+    waiting = pair.a.recv(pair.b_at_a, pair.a.register(bytearray(10)))
+    pair.b.close()
+    with pytest.raises(PeerLost, match="peer 'b' is lost: it closed its engine"):
+        waiting.wait()
+    with pytest.raises(Error, match="closed"):
+        pair.b.notify(pair.a_at_b, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: p.a.write(p.src_memory, p.remote, 99999), "src_offset: got 99999 bytes"),
+        (lambda p: p.a.write(p.src_memory, p.remote, 8, imm=1 << 20), "imm: got 1048576, allowed: 0 to"),
+        (lambda p: p.a.write(p.src_memory, p.remote, 8, rail=4), "rail: got 4, allowed: 0 to 0"),
+        (lambda p: p.a.write(p.src_memory, p.remote, 8, notify="twice"), "notify: got 'twice'"),
+        (lambda p: p.a.write(p.src_memory, p.remote, 8, timeout_s=-1), "timeout_s: got -1"),
+        (lambda p: p.a.scatter(p.src_memory, []), "targets: got none"),
+        (lambda p: p.a.register(b"read-only"), "source: got a read-only"),
+        (lambda p: p.a.register(bytearray()), "source: got 0 bytes"),
+        (lambda p: p.a.register(3), "source: got int"),
+        (lambda p: p.a.register(bytearray(5)).descriptor, "registered for remote reads or writes"),
+        (lambda p: p.a.attach(b"x"), "not a Weft descriptor"),
+        (lambda p: p.a.connect(p.a.address), "this engine's own"),
+        (lambda p: p.a.attach(p.src_memory.descriptor), "memory of this engine"),
+    ],
+)
+def test_a_mistake_is_named_at_once(pair: Pair, call: Any, message: str) -> None:
+    with pytest.raises(Error, match=message):
+        call(pair)
+    assert not any(pair.dst)
+
+
+def test_an_unknown_provider_or_nic_lists_the_known() -> None:
+    with pytest.raises(Error, match="provider: got carrier-pigeon, allowed: auto, fabric:efa"):
+        TransferEngine("carrier-pigeon")
+    with pytest.raises(Error, match=r"nics: got loop9, allowed with loopback: loop0"):
+        TransferEngine("loopback", ["loop9"])
+
+
+def test_engines_of_different_networks_do_not_meet() -> None:
+    with (
+        TransferEngine(LoopbackNetwork()) as a,
+        TransferEngine(LoopbackNetwork()) as b,
+        pytest.raises(Error, match="one of provider fabric:tcp, allowed: loopback"),
+    ):
+        a.connect(b.address.replace(b"\x08\0\0\0loopback", b"\x0a\0\0\0fabric:tcp"))
+
+
+def test_a_tensor_is_registered_as_it_lies() -> None:
+    torch = pytest.importorskip("torch")
+    network = LoopbackNetwork()
+    with TransferEngine(network, name="a") as a, TransferEngine(network, name="b") as b:
+        src, dst = torch.randn(100, 7), torch.zeros(100, 7)
+        memory = b.register(dst, remote_write=True)
+        a.connect(b.address)
+        a.write(a.register(src), a.attach(memory.descriptor), imm=1)
+        b.imm(b.connect(a.address), 1).wait(1)
+        assert torch.equal(src, dst)
+        with pytest.raises(Error, match="strides"):
+            a.register(src.t())
+
+
+def test_several_rails_of_unequal_number() -> None:
+    network = LoopbackNetwork()
+    with TransferEngine(network, ["loop0", "loop1", "loop2"]) as a, TransferEngine(network, ["loop0"]) as b:
+        src, dst = bytearray(range(250)) * 400, bytearray(100000)
+        memory = b.register(dst, remote_write=True)
+        a.connect(b.address)
+        a.write(a.register(src), a.attach(memory.descriptor), imm=1, notify="each")
+        b.imm(b.connect(a.address), 1).wait(a.expected_imms(100000))
+        assert dst == src
+        assert a.expected_imms(100000) == 3
+        assert a.expected_imms(4096, pages=10) == 10

@@ -16,7 +16,9 @@
 namespace weft::transfer::testing {
 
 constexpr double kPatience_s = 20;
-inline Deadline soon(double seconds = kPatience_s) { return Deadline::after_s(seconds); }
+inline Deadline soon(double seconds = kPatience_s) {
+  return Deadline::after_s(seconds);
+}
 
 struct Backend {
   std::string label;
@@ -55,7 +57,8 @@ struct Side {
   Buffer buffer{0};
   std::shared_ptr<Memory> memory;
 
-  static Side open(std::shared_ptr<provider::Provider> provider, uint32_t rails, size_t bytes, Options options = {}) {
+  static Side open(std::shared_ptr<provider::Provider> provider, uint32_t rails, size_t bytes,
+                   Options options = {}) {
     Side side;
     options.provider = provider;
     for (const provider::Nic& nic : provider->probe())
@@ -102,7 +105,9 @@ struct Pair {
     options.name = name;
     return options;
   }
-  WriteRequest write(uint64_t src, uint64_t dst, uint64_t bytes) { return {a.memory, src, remote, dst, bytes, {}}; }
+  WriteRequest write(uint64_t src, uint64_t dst, uint64_t bytes) {
+    return {a.memory, src, remote, dst, bytes, {}};
+  }
   Status wait_imm(uint32_t id, uint64_t count, double seconds = kPatience_s) {
     auto counter = b.engine->imm_counter(a_at_b, id);
     return counter.ok() ? b.engine->wait_imm(*counter, count, soon(seconds)) : counter.status();
@@ -116,15 +121,15 @@ inline How with_imm(uint32_t imm, Notify notify = Notify::kOnce) {
   return how;
 }
 
-#define ASSERT_OK(expr)                                       \
-  do {                                                        \
-    const ::weft::Status ok_status = (expr);                  \
-    ASSERT_TRUE(ok_status.ok()) << ok_status.message();       \
+#define ASSERT_OK(expr)                                 \
+  do {                                                  \
+    const ::weft::Status ok_status = (expr);            \
+    ASSERT_TRUE(ok_status.ok()) << ok_status.message(); \
   } while (false)
-#define EXPECT_OK(expr)                                       \
-  do {                                                        \
-    const ::weft::Status ok_status = (expr);                  \
-    EXPECT_TRUE(ok_status.ok()) << ok_status.message();       \
+#define EXPECT_OK(expr)                                 \
+  do {                                                  \
+    const ::weft::Status ok_status = (expr);            \
+    EXPECT_TRUE(ok_status.ok()) << ok_status.message(); \
   } while (false)
 
 }  // namespace weft::transfer::testing

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # make demo and make test are all that a fresh clone needs; each sets up .venv first (tools/setup says what it does).
-.PHONY: help setup demo test lint docs clean
+.PHONY: help setup demo test lint format docs clean
 
 help:
 	@echo "make demo    set up, then train a mixture-of-experts model over 4 ranks (or all GPUs) beside one rank"
 	@echo "make test    set up, then run every test that this machine can run"
 	@echo "make lint    set up, then run the formatters' checks, linters and type checks"
+	@echo "make format  set up, then format every source file"
 	@echo "make docs    set up, then write the API reference to build/api"
 	@echo "make clean   remove .venv and build"
 
@@ -21,6 +22,10 @@ test: setup
 lint:
 	@tools/setup lint
 	@tools/lint
+
+format:
+	@tools/setup lint
+	@tools/format
 
 docs: setup
 	@.venv/bin/python tools/api_reference.py build/api

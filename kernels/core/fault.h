@@ -12,6 +12,7 @@ namespace weft {
 enum class Site : uint32_t {
   kNone = 0,
   kCounts,           // dispatch: the counts of a peer
+  kCountsDisagree,   // dispatch: a peer's sizes differ from this rank's
   kDispatchReady,    // dispatch: a peer's address for its rows
   kDispatchRecv,     // dispatch: the rows of a peer
   kDispatchCapacity, // dispatch: more rows came than num_worst_tokens allows
@@ -23,6 +24,8 @@ enum class Site : uint32_t {
   kLowLatencyDispatchRecv,
   kLowLatencyCombineSlot,
   kLowLatencyCombineRecv,
+  kLowLatencyCapacity,  // low latency: local expert `peer` received more rows than its output holds
+  kLowLatencyAgree,  // low latency: the peer was called with other sizes; waited_ns is the index of the first
   kBarrier,
   kCollective,       // a collective program's step
 };
@@ -33,7 +36,7 @@ struct FaultBox {
   Site site;
   uint32_t self;
   uint32_t peer;
-  uint32_t reserved;
+  uint32_t detail;  // of a collective program: block << 16 | step
   uint64_t expected;
   uint64_t seen;
   uint64_t waited_ns;
@@ -41,11 +44,12 @@ struct FaultBox {
 static_assert(sizeof(FaultBox) == 48);
 
 WEFT_DEVICE void raise(FaultBox* box, Site site, uint32_t self, uint32_t peer, uint64_t expected, uint64_t seen,
-                       uint64_t waited_ns) {
+                       uint64_t waited_ns, uint32_t detail = 0) {
   if (exchange_local(&box->claimed, uint32_t{1}) != 0) return;
   box->site = site;
   box->self = self;
   box->peer = peer;
+  box->detail = detail;
   box->expected = expected;
   box->seen = seen;
   box->waited_ns = waited_ns;

@@ -7,13 +7,6 @@
 
 namespace weft {
 
-WEFT_DEVICE float float_of_bits(uint32_t bits) {
-  return __builtin_bit_cast(float, bits);
-}
-WEFT_DEVICE uint32_t bits_of_float(float value) {
-  return __builtin_bit_cast(uint32_t, value);
-}
-
 // Nearest, ties to even; NaN stays NaN.
 WEFT_DEVICE uint32_t bf16_bits(float value) {
   const uint32_t bits = bits_of_float(value);
@@ -21,6 +14,21 @@ WEFT_DEVICE uint32_t bf16_bits(float value) {
   return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 WEFT_DEVICE float float_of_bf16(uint32_t bits) { return float_of_bits(bits << 16); }
+
+// FP8 with 5 exponent bits: the upper byte of an FP16 number, to nearest, ties to even; NaN stays NaN.
+WEFT_DEVICE uint32_t e5m2_bits(float value) {
+  const uint32_t half = f16_bits(value);
+  if ((half & 0x7fffu) > 0x7c00u) return (half >> 8) | 0x7fu;
+  return (half + 0x7fu + ((half >> 8) & 1u)) >> 8;
+}
+// FP8 with 4 exponent bits and no infinity: 0x7f and 0xff are NaN.
+WEFT_DEVICE float float_of_e4m3(uint32_t bits) {
+  const uint32_t magnitude = bits & 0x7fu;
+  const uint32_t sign = (bits & 0x80u) << 24;
+  if (magnitude == 0x7fu) return float_of_bits(sign | 0x7fc00000u);
+  if (magnitude < 8) return float_of_bits(sign | bits_of_float(static_cast<float>(magnitude) * 0.001953125f));
+  return float_of_bits(sign | ((magnitude << 20) + (120u << 23)));
+}
 
 // The elements of one Vec16 in float32.
 struct Bf16 {

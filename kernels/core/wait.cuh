@@ -20,12 +20,13 @@ struct WaitRule {
 // Polls one signal from one thread. Returns whether it reached `want`; `seen` is the last value read.
 WEFT_DEVICE bool poll_signal(const uint64_t* signal, uint64_t want, const WaitRule& rule, uint64_t& seen,
                              uint64_t& waited_ns) {
-  seen = load_acquire(signal);
-  if (seen >= want) return true;
   const uint64_t start_ns = now_ns();
   for (uint32_t polls = 0;; ++polls) {
-    seen = load_acquire(signal);
-    if (seen >= want) return true;
+    seen = peek(signal);
+    if (seen >= want) {
+      load_acquire(signal);
+      return true;
+    }
     pause(polls);
     if ((polls & 63) != 63) continue;
     waited_ns = now_ns() - start_ns;

@@ -45,11 +45,20 @@ struct ReadyRecord {
   uint64_t rows_at;
   uint64_t meta_at;
   uint64_t capacity_rows;
-  uint64_t handle;
+  uint64_t handle;     // these three must agree on all ranks
   uint64_t row_bytes;
-  uint64_t reserved[3];
+  uint64_t extras;     // what else travels with a row: see row_extras()
+  uint64_t reserved[2];
 };
 static_assert(sizeof(ReadyRecord) == 64);
+WEFT_DEVICE constexpr uint64_t row_extras(uint64_t scale_words, uint64_t top_k, uint64_t id_bytes) {
+  return scale_words | top_k << 32 | id_bytes << 56;
+}
+
+// Why a rank refuses a peer's ReadyRecord: the last number of the fault that it raises.
+inline constexpr uint64_t kOtherHandle = 0;
+inline constexpr uint64_t kOtherRowBytes = 1;
+inline constexpr uint64_t kOtherExtras = 2;
 
 // Per rank, what the host learns from the counts.
 struct RankCounts {
@@ -171,6 +180,7 @@ struct CombineArgs {
   ReadyRecord mine;            // rows_at: staging rows; meta_at: staging weights, f32[capacity][K]
   WarpRange push_warps;
   WarpRange sum_warps;
+  WarpRange watch_warps;  // one warp that waits for the whole block, or none: sum warps wait themselves
 };
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.

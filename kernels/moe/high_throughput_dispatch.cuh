@@ -137,11 +137,17 @@ WEFT_KERNEL void dispatch_rows(const DispatchArgs& a, const MeshT& mesh, const S
   const Warp warp;
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   auto* places = reinterpret_cast<PeerPlace*>(block.shared() + 128);
-  if (a.report && a.report->disagreeing_word != kAgreedWords) return;
+  if (a.report && a.report->disagreeing_word != kAgreedWords) {
+    if (block.index() == 0 && block.rank() == 0)
+      raise(a.wait.fault, Site::kCountsDisagree, mesh.rank(), a.report->disagreeing_rank, a.report->mine, a.report->theirs,
+            a.report->disagreeing_word);
+    return;
+  }
 
   const uint64_t epoch = a.state->epoch + 1;
   const ReadyExchange ready{a.at.ready_signal, a.at.ready_record, Site::kDispatchReady, Site::kDispatchHandle};
-  if (!exchange_ready(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0])) return;
+  if (!exchange_ready(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0]))
+    return finish_launch(block, a.state, &flags[1]);  // where ranks disagree all know it, and stay in step
   dispatch::place_peers(a, ready, block, mesh, shape, epoch, places);
   dispatch::send_rows(a, block, warp, mesh.ranks(), shape, places);
   dispatch::send_meta(a, block, warp, mesh.ranks(), shape, places);

@@ -10,29 +10,52 @@
 
 #include "kernels/core/channel.cuh"
 #include "kernels/moe/high_throughput_args.h"
+#include "kernels/moe/routes.cuh"
 
 namespace weft {
 
-WEFT_DEVICE int64_t expert_at(const void* topk_idx, uint32_t id_bytes, uint64_t at) {
-  return id_bytes == 8 ? static_cast<const int64_t*>(topk_idx)[at] : static_cast<const int32_t*>(topk_idx)[at];
-}
+namespace layout {
 
-template <class MeshT, class Shape>
-WEFT_KERNEL void dispatch_layout(const LayoutArgs& a, const MeshT&, const Shape&) {
-  const Block block;
-  const uint64_t threads = uint64_t{block.count()} * block.size();
-  for (uint64_t token = uint64_t{block.index()} * block.size() + block.rank(); token < a.tokens; token += threads) {
-    uint8_t* in_rank = a.token_in_rank + token * a.ranks;
-    for (uint32_t rank = 0; rank < a.ranks; ++rank) in_rank[rank] = 0;
+inline constexpr uint32_t kRanksAtOnce = 64;
+
+// Marks the ranks of one token and counts it in the block's tables.
+WEFT_DEVICE void count_token(const LayoutArgs& a, uint64_t token, int32_t* per_rank, int32_t* per_expert) {
+  for (uint32_t first = 0; first < a.ranks; first += kRanksAtOnce) {
+    uint64_t goes = 0;
     for (uint32_t k = 0; k < a.top_k; ++k) {
       const int64_t expert = expert_at(a.topk_idx, a.id_bytes, token * a.top_k + k);
       if (expert < 0 || expert >= a.experts) continue;
-      add_local(&a.tokens_per_expert[expert], int32_t{1});
       const uint32_t rank = static_cast<uint32_t>(expert) / a.experts_per_rank;
-      if (in_rank[rank] == 0) add_local(&a.tokens_per_rank[rank], int32_t{1});
-      in_rank[rank] = 1;
+      if (rank < first || rank >= first + kRanksAtOnce) continue;
+      add_local(&per_expert[expert], int32_t{1});
+      goes |= uint64_t{1} << (rank - first);
+    }
+    for (uint32_t rank = first; rank < a.ranks && rank < first + kRanksAtOnce; ++rank) {
+      const bool in_rank = (goes >> (rank - first) & 1) != 0;
+      a.token_in_rank[token * a.ranks + rank] = in_rank ? 1 : 0;
+      if (in_rank) add_local(&per_rank[rank], int32_t{1});
     }
   }
+}
+
+}  // namespace layout
+
+// Blocks count in shared memory, i32[R + experts], and add what they have: few atomics meet in global memory.
+template <class MeshT, class Shape>
+WEFT_KERNEL void dispatch_layout(const LayoutArgs& a, const MeshT&, const Shape&) {
+  const Block block;
+  auto* per_rank = reinterpret_cast<int32_t*>(block.shared());
+  int32_t* per_expert = per_rank + a.ranks;
+  for (uint32_t i = block.rank(); i < a.ranks + a.experts; i += block.size()) per_rank[i] = 0;
+  block.sync();
+  const uint64_t threads = uint64_t{block.count()} * block.size();
+  for (uint64_t token = uint64_t{block.index()} * block.size() + block.rank(); token < a.tokens; token += threads)
+    layout::count_token(a, token, per_rank, per_expert);
+  block.sync();
+  for (uint32_t i = block.rank(); i < a.ranks; i += block.size())
+    if (per_rank[i] != 0) add_local(&a.tokens_per_rank[i], per_rank[i]);
+  for (uint32_t i = block.rank(); i < a.experts; i += block.size())
+    if (per_expert[i] != 0) add_local(&a.tokens_per_expert[i], per_expert[i]);
 }
 
 namespace notify {

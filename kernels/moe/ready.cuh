@@ -35,6 +35,20 @@ WEFT_DEVICE void post_ready(const ReadyExchange& x, Warp warp, const MeshT& mesh
   }
 }
 
+WEFT_DEVICE bool agrees(const ReadyRecord& theirs, const ReadyRecord& mine) {
+  return theirs.handle == mine.handle && theirs.row_bytes == mine.row_bytes && theirs.extras == mine.extras;
+}
+
+WEFT_DEVICE void raise_mistaken(const ReadyExchange& x, const WaitRule& rule, uint32_t peer, const ReadyRecord& mine,
+                                const ReadyRecord& theirs) {
+  if (theirs.handle != mine.handle)
+    raise(rule.fault, x.mistaken, rule.self, peer, mine.handle, theirs.handle, kOtherHandle);
+  else if (theirs.row_bytes != mine.row_bytes)
+    raise(rule.fault, x.mistaken, rule.self, peer, mine.row_bytes, theirs.row_bytes, kOtherRowBytes);
+  else
+    raise(rule.fault, x.mistaken, rule.self, peer, mine.extras, theirs.extras, kOtherExtras);
+}
+
 // Returns, in every thread of the block, whether all peers are ready for the same transfer as this rank.
 template <class MeshT>
 WEFT_DEVICE bool exchange_ready(const ReadyExchange& x, Block block, Warp warp, const MeshT& mesh, const ReadyRecord& mine,
@@ -46,10 +60,8 @@ WEFT_DEVICE bool exchange_ready(const ReadyExchange& x, Block block, Warp warp, 
     bool same = true;
     for (uint32_t peer = warp.rank(); ready && peer < mesh.ranks(); peer += warp.size()) {
       const ReadyRecord* theirs = ready_record(x, mesh, epoch, peer);
-      if (theirs->handle == mine.handle && theirs->row_bytes == mine.row_bytes) continue;
-      const bool other_handle = theirs->handle != mine.handle;
-      raise(rule.fault, x.mistaken, rule.self, peer, other_handle ? mine.handle : mine.row_bytes,
-            other_handle ? theirs->handle : theirs->row_bytes, other_handle ? 0 : 1);
+      if (agrees(*theirs, mine)) continue;
+      if (block.index() == 0) raise_mistaken(x, rule, peer, mine, *theirs);
       same = false;
     }
     ready = ready && !warp.any(!same);

@@ -8,6 +8,7 @@
 #define WEFT_DEVICE __device__ __forceinline__
 #define WEFT_KERNEL __device__ __forceinline__
 #define WEFT_UNROLL _Pragma("unroll")  // before a loop whose trip count is constant
+#define WEFT_STREAM_LOOP _Pragma("unroll 4")  // before a loop whose iterations are independent
 
 #if defined(__CUDACC_RTC__)
 using int8_t = signed char;
@@ -27,6 +28,8 @@ enum class byte : unsigned char {};
 #include <cstddef>
 #include <cstdint>
 #endif
+
+#include "kernels/target/portable.h"
 
 namespace weft {
 
@@ -76,6 +79,15 @@ struct Warp {
     }
     return value;
   }
+  // The largest value among each `kLanes` neighbours; kLanes is a power of two.
+  template <uint32_t kLanes, class T>
+  WEFT_DEVICE T max_within(T value) const {
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      const T other = __shfl_xor_sync(0xffffffffu, value, step);
+      value = other > value ? other : value;
+    }
+    return value;
+  }
   // The sum of the values of lower ranks.
   template <class T>
   WEFT_DEVICE T scan_exclusive(T value) const {
@@ -116,6 +128,13 @@ WEFT_DEVICE uint64_t load_relaxed(const uint64_t* at) {
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
   return value;
 }
+// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then. Device
+// scope suffices to see it: local memory is coherent in this GPU's L2, where the peer's store arrives.
+WEFT_DEVICE uint64_t peek(const uint64_t* at) {
+  uint64_t value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
 WEFT_DEVICE void store_release(uint32_t* at, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
@@ -137,6 +156,15 @@ WEFT_DEVICE uint64_t add_release(uint64_t* at, uint64_t value) {
   uint64_t old;
   asm volatile("atom.add.release.sys.global.u64 %0, [%1], %2;" : "=l"(old) : "l"(at), "l"(value) : "memory");
   return old;
+}
+// Block scope; `at` is usually in shared memory.
+WEFT_DEVICE uint32_t load_acquire_block(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+WEFT_DEVICE void store_release_block(uint32_t* at, uint32_t value) {
+  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 // Within one device. `at` may be in shared memory.
 WEFT_DEVICE uint32_t add_local(uint32_t* at, uint32_t value) { return atomicAdd(at, value); }
@@ -176,6 +204,56 @@ WEFT_DEVICE void store_vec(Vec16* at, Vec16 v) {
 WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]),
                "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3])
+               : "memory");
+}
+
+// Asks for a line to be brought near; may do nothing.
+WEFT_DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+// ---- numbers -----------------------------------------------------------------------------------------------------
+
+// One rounding each: the compiler may not fuse them, so that every target gives the same bits.
+WEFT_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
+WEFT_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+WEFT_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
+
+// Four floats as float8_e4m3fn, first in the low byte: nearest even; above 448 it is 448.
+WEFT_DEVICE uint32_t e4m3x4(float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t low;
+  uint16_t high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+  return low | static_cast<uint32_t>(high) << 16;
+#else
+  return e4m3_portable(a) | e4m3_portable(b) << 8 | e4m3_portable(c) << 16 | e4m3_portable(d) << 24;
+#endif
+}
+
+// FP16 to float32 and back, to nearest, ties to even.
+WEFT_DEVICE float float_of_f16(uint32_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(bits)));
+  return value;
+}
+WEFT_DEVICE uint32_t f16_bits(float value) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// A line that a peer writes while this thread polls it: each 8-byte half is whole.
+WEFT_DEVICE Vec16 load_line(const Vec16* at) {
+  Vec16 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+               : "l"(at)
+               : "memory");
+  return v;
+}
+WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]), "r"(v.words[1]),
+               "r"(v.words[2]), "r"(v.words[3])
                : "memory");
 }
 
@@ -330,8 +408,17 @@ WEFT_DEVICE uint64_t now_ns() {
   return now;
 }
 
+// For measuring waits: cycles of this multiprocessor.
+WEFT_DEVICE uint64_t cycles() { return static_cast<uint64_t>(clock64()); }
+
+// About that long, at most 1 ms; for polls that are in no hurry.
+WEFT_DEVICE void pause_ns(uint32_t ns) {
+  __nanosleep(ns);
+}
+
 WEFT_DEVICE void pause(uint32_t polls) {
-  if (polls > 1024) __nanosleep(64);
+  // Polls without a pause starve the store that they wait for: low-latency combine took 20 times as long.
+  __nanosleep(polls < 4 ? 50 : 300);
 }
 
 }  // namespace weft

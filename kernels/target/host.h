@@ -18,7 +18,10 @@
 #define WEFT_DEVICE inline
 #define WEFT_KERNEL inline
 #define WEFT_UNROLL  // before a loop whose trip count is constant; the compiler decides
+#define WEFT_STREAM_LOOP _Pragma("GCC ivdep")  // before a loop whose iterations are independent
 #define WEFT_HOST_TARGET 1
+
+#include "kernels/target/portable.h"
 
 namespace weft {
 
@@ -89,9 +92,14 @@ struct Warp {
   T min(T value) const {
     return value;
   }
+  // The largest value among each `kLanes` neighbours.
+  template <uint32_t kLanes, class T>
+  T max_within(T value) const {
+    return value;
+  }
   // The sum of the values of lower ranks.
   template <class T>
-  T scan_exclusive(T value) const {
+  T scan_exclusive(T /*value*/) const {
     return T{};
   }
   bool any(bool value) const { return value; }
@@ -112,6 +120,8 @@ template <class T>
 T load_relaxed(const T* at) {
   return std::atomic_ref<T>(*const_cast<T*>(at)).load(std::memory_order_relaxed);
 }
+// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
+inline uint64_t peek(const uint64_t* at) { return load_relaxed(at); }
 // Streaming stores are not ordered by a release on x86; a store fence before it makes them so.
 inline void publish_streaming_stores() {
 #if defined(__SSE2__)
@@ -131,6 +141,11 @@ template <class T>
 T add_release(T* at, T value) {
   publish_streaming_stores();
   return std::atomic_ref<T>(*at).fetch_add(value, std::memory_order_release);
+}
+// Block scope; `at` is usually in shared memory.
+inline uint32_t load_acquire_block(const uint32_t* at) { return load_acquire(at); }
+inline void store_release_block(uint32_t* at, uint32_t value) {
+  std::atomic_ref<uint32_t>(*at).store(value, std::memory_order_release);
 }
 // Within one device.
 template <class T>
@@ -179,6 +194,43 @@ inline void copy_row_streaming(std::byte* dst, const std::byte* src, uint64_t by
 #endif
 }
 
+// Asks for a line to be brought near; may do nothing.
+inline void prefetch(const void* at) { __builtin_prefetch(at); }
+
+// ---- numbers -----------------------------------------------------------------------------------------------------
+
+// One rounding each, as on the other targets.
+inline float multiply(float a, float b) { return a * b; }
+inline float add(float a, float b) { return a + b; }
+inline float divide(float a, float b) { return a / b; }
+
+// Four floats as float8_e4m3fn, first in the low byte: nearest even; above 448 it is 448.
+inline uint32_t e4m3x4(float a, float b, float c, float d) {
+  return e4m3_portable(a) | e4m3_portable(b) << 8 | e4m3_portable(c) << 16 | e4m3_portable(d) << 24;
+}
+
+// FP16 to float32 and back, to nearest, ties to even.
+inline float float_of_f16(uint32_t bits) {
+  return f16_to_float_portable(bits);
+}
+inline uint32_t f16_bits(float value) {
+  return float_to_f16_portable(value);
+}
+
+// A line that a peer writes while this thread polls it: each 8-byte half is whole.
+inline Vec16 load_line(const Vec16* at) {
+  const auto* halves = reinterpret_cast<const uint64_t*>(at);
+  const uint64_t low = load_acquire(halves);
+  const uint64_t high = load_acquire(halves + 1);
+  return {{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+           static_cast<uint32_t>(high >> 32)}};
+}
+inline void store_line(Vec16* at, Vec16 v) {
+  auto* halves = reinterpret_cast<uint64_t*>(at);
+  store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
+  store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
+}
+
 // ---- row pipe ----------------------------------------------------------------------------------------------------
 
 // Streams items (rows or pieces of rows) to one or more places each. On the host the source itself is the stage.
@@ -213,10 +265,25 @@ inline uint64_t now_ns() {
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(now.tv_nsec);
 }
 
-// One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields soon.
+// For measuring waits. There is no portable cycle counter, so these are nanoseconds.
+inline uint64_t cycles() { return now_ns(); }
+
+// About that long, at most 1 ms; for polls that are in no hurry.
+inline void pause_ns(uint32_t /*ns*/) {
+  sched_yield();
+}
+
+// One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields soon; and
+// there may be more busy processes than cores, who would be given a whole time slice for every yield, so it then sleeps:
+// who sleeps is woken before those.
 inline void pause(uint32_t polls) {
   if (polls < 16) return;
-  sched_yield();
+  if (polls < 128) {
+    sched_yield();
+    return;
+  }
+  const timespec nap{0, 20'000};
+  nanosleep(&nap, nullptr);
 }
 
 }  // namespace weft

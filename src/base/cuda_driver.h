@@ -128,6 +128,7 @@ constexpr unsigned CU_EVENT_BLOCKING_SYNC = 1;
 constexpr unsigned CU_EVENT_DISABLE_TIMING = 2;
 constexpr int CU_STREAM_CAPTURE_STATUS_NONE = 0;
 constexpr int CU_STREAM_CAPTURE_STATUS_ACTIVE = 1;
+constexpr int CU_STREAM_CAPTURE_MODE_RELAXED = 2;
 
 struct CUipcMemHandle {
   char reserved[64];
@@ -236,6 +237,7 @@ struct CUlaunchConfig {
   WEFT_CUDA_FUNCTION(cuStreamQuery, cuStreamQuery, (CUstream))                                              \
   WEFT_CUDA_FUNCTION(cuStreamWaitEvent, cuStreamWaitEvent, (CUstream, CUevent, unsigned))                   \
   WEFT_CUDA_FUNCTION(cuStreamIsCapturing, cuStreamIsCapturing, (CUstream, int*))                            \
+  WEFT_CUDA_FUNCTION(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, (int*))          \
   WEFT_CUDA_FUNCTION(cuEventCreate, cuEventCreate, (CUevent*, unsigned))                                    \
   WEFT_CUDA_FUNCTION(cuEventDestroy, cuEventDestroy_v2, (CUevent))                                          \
   WEFT_CUDA_FUNCTION(cuEventRecord, cuEventRecord, (CUevent, CUstream))                                     \
@@ -278,6 +280,8 @@ class CudaContext {
   CudaContext(CudaContext&& other) noexcept : driver_(std::exchange(other.driver_, nullptr)) {}
   CudaContext& operator=(CudaContext&&) = delete;
   ~CudaContext();
+
+  const CudaDriver& driver() const { return *driver_; }
 
  private:
   explicit CudaContext(const CudaDriver* driver) : driver_(driver) {}

@@ -10,7 +10,9 @@
 namespace weft {
 
 void bind_base(nanobind::module_& module);
+void bind_collective(nanobind::module_& module);
 void bind_jit(nanobind::module_& module);
+void bind_low_latency(nanobind::module_& module);
 void bind_moe(nanobind::module_& module);
 void bind_runtime(nanobind::module_& module);
 void bind_transfer(nanobind::module_& module);

@@ -7,8 +7,10 @@
 
 NB_MODULE(_core, module) {
   weft::bind_base(module);
+  weft::bind_collective(module);
   weft::bind_jit(module);
   weft::bind_moe(module);
+  weft::bind_low_latency(module);
   weft::bind_runtime(module);
   weft::bind_transfer(module);
 }

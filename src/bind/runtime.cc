@@ -12,6 +12,7 @@
 #include "bootstrap/bootstrap.h"
 #include "memory/communicator.h"
 #include "memory/window.h"
+#include "topology/gpus.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -100,7 +101,48 @@ nb::dict to_dict(const RankFacts& facts) {
   dict["process"] = facts.process;
   dict["device"] = text("{}", facts.device);
   dict["gpu"] = facts.gpu;
+  dict["numa_node"] = facts.numa_node;
   return dict;
+}
+
+nb::dict to_dict(const GpuFacts& gpu) {
+  nb::dict dict;
+  dict["ordinal"] = gpu.ordinal;
+  dict["name"] = gpu.name;
+  dict["pci_address"] = gpu.pci_address;
+  dict["bytes"] = gpu.bytes;
+  dict["sms"] = gpu.sms;
+  dict["compute_capability"] = text("{}.{}", gpu.compute_major, gpu.compute_minor);
+  dict["numa_node"] = gpu.numa_node;
+  dict["nvlinks"] = gpu.nvlinks;
+  dict["can_share_vmm"] = gpu.can_share_vmm;
+  dict["can_share_fabric"] = gpu.can_share_fabric;
+  dict["can_rdma"] = gpu.can_rdma;
+  return dict;
+}
+
+nb::dict to_dict(const GpuLink& link) {
+  nb::dict dict;
+  dict["can_access"] = link.can_access;
+  dict["has_atomics"] = link.has_atomics;
+  dict["is_nvlink"] = link.is_nvlink;
+  return dict;
+}
+
+void bind_topology(nb::module_& module) {
+  module.def("host_id", &host_id);
+  module.def("gpus", [] {
+    nb::list list;
+    for (const GpuFacts& gpu : value_or_throw(gpus())) list.append(to_dict(gpu));
+    return list;
+  });
+  module.def(
+      "gpu_link",
+      [](int from, int to) {
+        return to_dict(
+            value_or_throw(gpu_link(value_or_throw(gpu_facts(from)), value_or_throw(gpu_facts(to)))));
+      },
+      "from"_a, "to"_a);
 }
 
 nb::dict to_dict(const Candidate& candidate) {
@@ -218,6 +260,7 @@ void bind_window(nb::module_& module) {
 void bind_runtime(nb::module_& module) {
   bind_communicator(module);
   bind_window(module);
+  bind_topology(module);
   module.def(
       "transports",
       [](const std::string& device) {
@@ -226,7 +269,6 @@ void bind_runtime(nb::module_& module) {
         return list;
       },
       "device"_a = "cpu");
-  module.def("host_id", &host_id);
 }
 
 }  // namespace weft

@@ -6,9 +6,12 @@
 
 #include <algorithm>
 
+#include "kernels/collective/program.cuh"
 #include "kernels/moe/high_throughput_combine.cuh"
 #include "kernels/moe/high_throughput_dispatch.cuh"
 #include "kernels/moe/high_throughput_layout.cuh"
+#include "kernels/moe/low_latency_combine.cuh"
+#include "kernels/moe/low_latency_dispatch.cuh"
 #include "transports/mapped/channel.cuh"
 
 namespace weft {
@@ -32,6 +35,26 @@ constexpr const char* kRows =
     "row_bytes=16 piece_bytes=16 scale_words=0 top_k=1 element=0; "
     "row_bytes=32768 piece_bytes=16384 scale_words=0 top_k=32 element=1";
 
+// DeepSeek-V3 on 8 ranks in every format; the smallest row; 17 ranks, top-32, uneven experts.
+constexpr const char* kLowLatencyRows =
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=7168 scale_bytes=224 payload=1 weights=0; "
+    "ranks=8 experts_per_rank=36 top_k=8 row_bytes=7168 scale_bytes=56 payload=3 weights=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 scale_bytes=0 payload=0 weights=0; "
+    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 scale_bytes=4 payload=0 weights=1; "
+    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 scale_bytes=128 payload=2 weights=1";
+constexpr const char* kLowLatencyReplies =
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=0 weights=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=1 weights=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=2 weights=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=3 weights=0; "
+    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 reply=0 weights=1; "
+    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 reply=0 weights=1";
+
+// float32 sum, bfloat16 maximum and FP8 product, over both wires.
+constexpr const char* kPrograms =
+    "element=0 reduction=0 protocol=0; element=0 reduction=0 protocol=1; element=2 reduction=3 protocol=1; "
+    "element=3 reduction=1 protocol=0";
+
 const KernelRow kKernels[] = {
     WEFT_HOST_KERNEL("kernels/moe/high_throughput_layout.cuh", dispatch_layout, LayoutArgs, MappedMesh,
                      HighThroughputShape, 256, ""),
@@ -41,6 +64,13 @@ const KernelRow kKernels[] = {
                      HighThroughputShape, 256, kRows),
     WEFT_HOST_KERNEL("kernels/moe/high_throughput_combine.cuh", combine_rows, CombineArgs, MappedMesh,
                      HighThroughputShape, 512, kRows),
+    WEFT_HOST_KERNEL("kernels/moe/low_latency_dispatch.cuh", low_latency_dispatch, LowLatencyDispatchArgs, MappedMesh,
+                     LowLatencyDispatchShape, 512, kLowLatencyRows),
+    WEFT_HOST_KERNEL("kernels/moe/low_latency_combine.cuh", low_latency_combine, LowLatencyCombineArgs, MappedMesh,
+                     LowLatencyCombineShape, 512, kLowLatencyReplies),
+    WEFT_HOST_KERNEL("kernels/collective/program.cuh", run_program, ProgramArgs, MappedMesh, ProgramShape, 512, kPrograms),
+    WEFT_HOST_KERNEL("kernels/collective/program.cuh", scale_buffer, ScaleArgs, MappedMesh, ProgramShape, 512,
+                     "element=0 reduction=0 protocol=0; element=2 reduction=0 protocol=0"),
 };
 
 // The header of each type that device code may be given as its mesh.

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "jit/jit.h"
 
-#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -26,8 +25,6 @@ class Kernel {
   const KernelRow* const row;     // null for a kernel that only GPUs have
   CUfunction function = nullptr;  // null on the host
   KernelResources resources;
-  // Dynamic shared memory that the driver was asked to allow so far. Above 48 KiB it must be asked first.
-  mutable std::atomic<uint32_t> shared_allowed{48 * 1024};
 };
 
 struct Jit::Impl {
@@ -40,8 +37,7 @@ struct Jit::Impl {
 
 namespace {
 
-// ---- host
-// ------------------------------------------------------------------------------------------------------------
+// ---- host ------------------------------------------------------------------------------------------------
 
 Status prepare_on_host(const Kernel& kernel) {
   if (!kernel.row || !kernel.row->run)
@@ -53,8 +49,7 @@ Status prepare_on_host(const Kernel& kernel) {
   return Status();
 }
 
-// ---- CUDA
-// ------------------------------------------------------------------------------------------------------------
+// ---- CUDA ------------------------------------------------------------------------------------------------
 
 Result<std::string> architecture_of(int ordinal) {
   WEFT_TRY_ASSIGN(const int major,
@@ -65,6 +60,30 @@ Result<std::string> architecture_of(int ordinal) {
     return Status::make(Code::kUnsupported, "cuda:{} has compute capability {}.{}; Weft needs 8.0 or newer",
                         ordinal, major, minor);
   return architecture(major, minor);
+}
+
+// Loading allocates, which a capture of a CUDA graph on this thread forbids unless told otherwise.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const CudaDriver& driver) : driver_(driver) {
+    driver_.cuThreadExchangeStreamCaptureMode(&mode_);
+  }
+  ~RelaxedCapture() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+
+ private:
+  const CudaDriver& driver_;
+  int mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;  // after the exchange: the mode to restore
+};
+
+// Lets launches use all the dynamic shared memory that the device has; without this, 48 KiB.
+Status allow_all_shared(const CudaDriver& driver, int ordinal, const Kernel& kernel) {
+  WEFT_TRY_ASSIGN(const int most,
+                  cuda_device_attribute(ordinal, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN));
+  const int dynamic = most - kernel.resources.static_shared_bytes;
+  return cuda_status(
+      driver.cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic),
+      "allowing kernel {} {} bytes of shared memory", kernel.key.name, dynamic);
 }
 
 Status load_function(const CudaDriver& driver, const std::string& cubin, Kernel& kernel) {
@@ -89,25 +108,15 @@ Status prepare_on_cuda(int ordinal, Kernel& kernel) {
   const KernelCache cache(config().cache_dir);
   WEFT_TRY_ASSIGN(const Compiled compiled, compile_kernel(kernel.key, arch, &cache));
   WEFT_TRY_ASSIGN(const CudaContext current, CudaContext::enter(ordinal));
-  return load_function(*driver, compiled.cubin, kernel);
-}
-
-Status allow_shared(const CudaDriver& driver, const Kernel& kernel, uint32_t shared_bytes) {
-  if (shared_bytes <= kernel.shared_allowed.load(std::memory_order_acquire)) return Status();
-  WEFT_TRY(
-      cuda_status(driver.cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                            static_cast<int>(shared_bytes)),
-                  "allowing kernel {} {} bytes of shared memory", kernel.key.name, shared_bytes));
-  // A smaller value by another thread at the same moment only means that the driver is asked once more.
-  kernel.shared_allowed.store(shared_bytes, std::memory_order_release);
-  return Status();
+  const RelaxedCapture relaxed(*driver);
+  WEFT_TRY(load_function(*driver, compiled.cubin, kernel));
+  return allow_all_shared(*driver, ordinal, kernel);
 }
 
 Status launch_on_cuda(int ordinal, const Kernel& kernel, const Launch& launch, const void* args,
                       const void* mesh) {
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   WEFT_TRY_ASSIGN(const CudaContext current, CudaContext::enter(ordinal));
-  WEFT_TRY(allow_shared(*driver, kernel, launch.shared_bytes));
   CUlaunchAttribute cooperative{};
   cooperative.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
   cooperative.value.cooperative = 1;

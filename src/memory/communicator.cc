@@ -22,7 +22,9 @@ struct RankCard {
   int32_t device_kind = 0;
   int32_t device_ordinal = 0;
   char host[96] = {};
+  int64_t numa_node = -1;
   char gpu[32] = {};
+  char gpus_beyond[256] = {};
   char transport[32] = {};
   char cuda_sharing[8] = {};
   bool can_share_vmm = false;
@@ -56,6 +58,8 @@ RankCard make_card(const RankFacts& facts, const ParcelAddress& address, std::st
   card.device_ordinal = facts.device.ordinal;
   copy_text(card.host, facts.host);
   copy_text(card.gpu, facts.gpu);
+  copy_text(card.gpus_beyond, facts.gpus_beyond);
+  card.numa_node = facts.numa_node;
   copy_text(card.transport, transport);
   copy_text(card.cuda_sharing, config().cuda_sharing);
   card.can_share_vmm = facts.can_share_vmm;
@@ -70,6 +74,8 @@ RankFacts to_facts(const RankCard& card, int rank) {
   facts.process = card.process;
   facts.device = {static_cast<Device::Kind>(card.device_kind), card.device_ordinal};
   facts.gpu = card.gpu;
+  facts.gpus_beyond = card.gpus_beyond;
+  facts.numa_node = static_cast<int>(card.numa_node);
   facts.can_share_vmm = card.can_share_vmm;
   facts.can_share_ipc = card.can_share_ipc;
   return facts;
@@ -136,7 +142,12 @@ Status Communicator::meet(std::string_view transport) {
 
 // Chooses the transport to each peer and how the mapped ones share memory.
 Status Communicator::connect(std::string_view transport) {
-  WEFT_TRY_ASSIGN(transports_, select_transports(candidates(device()), facts_, rank_, transport));
+  const std::vector<Candidate> usable = candidates(device());
+  // What a peer cannot reach, this rank must know too: all ranks fail here, or none.
+  for (int rank = 0; rank < size(); ++rank) {
+    WEFT_TRY_ASSIGN(auto chosen, select_transports(usable, facts_, rank, transport));
+    if (rank == rank_) transports_ = std::move(chosen);
+  }
   for (int peer = 0; peer < size(); ++peer) {
     const bool is_mapped = peer == rank_ || transports_[peer]->caps(device()).reach == Reach::kMapped;
     if (is_mapped)

@@ -16,8 +16,8 @@ constexpr std::align_val_t kAlignment{128};
 Result<std::unique_ptr<HostVisible>> HostVisible::create(Device device, uint64_t bytes) {
   void* data = nullptr;
   if (device.kind == Device::Kind::kCuda) {
-    WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-    WEFT_TRY(cuda_status(driver->cuMemHostAlloc(&data, bytes, kCuMemHostAllocPortable | kCuMemHostAllocDeviceMap),
+    WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(device.ordinal));
+    WEFT_TRY(cuda_status(current.driver().cuMemHostAlloc(&data, bytes, kCuMemHostAllocPortable | kCuMemHostAllocDeviceMap),
                          "allocate pinned host memory"));
   } else {
     data = ::operator new(bytes, kAlignment);
@@ -28,8 +28,8 @@ Result<std::unique_ptr<HostVisible>> HostVisible::create(Device device, uint64_t
 
 HostVisible::~HostVisible() {
   if (device_.kind == Device::Kind::kCuda) {
-    Result<const CudaDriver*> driver = cuda_driver();
-    if (driver.ok()) (*driver)->cuMemFreeHost(data_);
+    Result<CudaContext> current = CudaContext::enter(device_.ordinal);
+    if (current.ok()) current->driver().cuMemFreeHost(data_);
   } else {
     ::operator delete(data_, kAlignment);
   }

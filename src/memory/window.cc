@@ -95,7 +95,11 @@ Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Communicator> com
   return window;
 }
 
-Window::~Window() = default;
+Window::~Window() {
+  // Kernels in flight may still use what is about to be unmapped; their waits are bounded, so this one is
+  // too.
+  if (!comm_->device().is_host() && bytes_ > 0) (void)logged(wait_for_device(comm_->device().ordinal));
+}
 
 Status Window::grow(uint64_t at_least_bytes) {
   return change_size(at_least_bytes, "window.grow");
@@ -155,7 +159,7 @@ Result<std::shared_ptr<MappedRange>> Window::new_range(uint64_t bytes) const {
   RangeOptions options;
   options.device = comm_->device();
   options.sharing = comm_->sharing();
-  options.reserve_bytes = reserve_bytes();
+  options.reserve_bytes = round_up(reserve_bytes(), kReserveMultiple);
   options.least_bytes = round_up(bytes, kReserveMultiple);
   return make_range(options);
 }
@@ -198,7 +202,10 @@ Status Window::publish_table() {
     table_ = bases_.data();
     return Status();
   }
-  return Status::make(Code::kUnsupported, "window: this build has no CUDA path");
+  WEFT_TRY_ASSIGN(device_table_, DeviceCopy::create(comm_->device().ordinal, bases_.data(),
+                                                    bases_.size() * sizeof bases_[0]));
+  table_ = reinterpret_cast<std::byte* const*>(device_table_->data());
+  return Status();
 }
 
 // Goes back to the first `bytes` bytes everywhere. Ranges of other threads are theirs to cut.

@@ -5,8 +5,9 @@
 //   window->base(peer) + offset        // load from and store to it, from host or device code of this rank
 // Bytes are zero when the window is created or grown. Addresses never change.
 // Threads: const methods may run concurrently; create() and grow() are collective calls of the communicator.
-// Lifetime: must outlive every kernel that was given base() or table(). A rank may destroy its window before
-// others do: the memory lives until the last rank has unmapped it.
+// Lifetime: must outlive every kernel that was given base() or table(); on a GPU, destroying it waits for the
+// device. A rank may destroy its window before others do: the memory lives until the last rank has unmapped
+// it (but not with CUDA IPC, the fallback: see ipc_range.cc).
 #pragma once
 
 #include <cstddef>
@@ -17,6 +18,7 @@
 
 #include "base/status.h"
 #include "memory/communicator.h"
+#include "memory/device_memory.h"
 #include "memory/range.h"
 
 namespace weft {
@@ -63,7 +65,8 @@ class Window {
   std::vector<std::shared_ptr<MappedRange>> ranges_;    // by rank; null where not mapped
   std::vector<std::shared_ptr<MappedRange>> imported_;  // those of ranges_ that this rank maps for itself
   std::vector<std::byte*> bases_;                       // by rank
-  std::byte* const* table_ = nullptr;                   // bases_, or its copy in device memory
+  std::unique_ptr<DeviceCopy> device_table_;            // bases_ in GPU memory; null on the host
+  std::byte* const* table_ = nullptr;                   // bases_, or its copy in GPU memory
 };
 
 }  // namespace weft

@@ -9,13 +9,16 @@
 #include "base/cuda_driver.h"
 #include "base/deadline.h"
 #include "base/log.h"
+#include "kernels/core/carver.h"
 #include "moe/fault_text.h"
-#include "plan/carver.h"
 
 namespace weft {
 namespace {
 
 constexpr uint64_t kGrowthStep = uint64_t{2} << 20;
+// A dispatch that exchanges counts leaves room for this many of its size, itself included: calls that exchange none
+// (cached handles, as in a backward pass) can't grow the window.
+constexpr uint64_t kRoomFor = 3;
 
 uint64_t report_bytes(uint32_t ranks) {
   return sizeof(CountReport) + ranks * sizeof(RankCounts) + kMaxExpertsPerRank * sizeof(int32_t);
@@ -39,12 +42,6 @@ Result<ComputeLimits> limits_of(const Communicator& comm) {
                                                     comm.device().ordinal),
                        "read the shared memory per block"));
   return ComputeLimits{true, static_cast<uint32_t>(sms), 1, static_cast<uint32_t>(shared_bytes)};
-}
-
-const char* agreed_name(uint32_t word) {
-  static constexpr const char* kNames[kAgreedWords] = {"x (bytes per row)", "x (scale words per row)",
-                                                       "topk_idx (top-k)", "num_experts", "x (bytes per element)"};
-  return kNames[word];
 }
 
 uint64_t staging_bytes_of(uint64_t rows, uint64_t row_bytes, uint64_t top_k) {
@@ -114,8 +111,13 @@ uint32_t MoeBuffer::experts_per_rank(uint32_t experts) const {
 }
 
 Status MoeBuffer::fault() {
-  if (broken_.ok() && load_acquire(&fault_->raised) != 0) broken_ = logged(fault_status(*fault_));
-  return broken_;
+  if (!broken_.ok() || load_acquire(&fault_->raised) == 0) return broken_;
+  const Status status = logged(fault_status(*fault_));
+  if (status.code() == Code::kPeerLost) return broken_ = status;
+  // All ranks gave this call up and still count calls alike, so the next one may succeed.
+  store_relaxed(&fault_->raised, uint32_t{0});
+  store_release(&fault_->claimed, uint32_t{0});
+  return status;
 }
 
 Status MoeBuffer::zero(void* at, uint64_t bytes, void* stream) {
@@ -156,7 +158,7 @@ Status MoeBuffer::layout(const LayoutCall& call) {
                         call.token_in_rank};
   WEFT_TRY(zero(call.tokens_per_rank, ranks * sizeof(int32_t), call.stream));
   WEFT_TRY(zero(call.tokens_per_expert, call.experts * sizeof(int32_t), call.stream));
-  return launch({kLayoutFile, "dispatch_layout", "LayoutArgs"}, plan_layout(call.tokens, limits_), &args, sizeof(args), {},
+  return launch({kLayoutFile, "dispatch_layout", "LayoutArgs"}, plan_layout(call.tokens, ranks, call.experts, limits_), &args, sizeof(args), {},
                 call.stream);
 }
 
@@ -212,9 +214,7 @@ Result<Notified> MoeBuffer::collect(const NotifyCall& call, const CountReport* r
 
 Status MoeBuffer::compare(const CountReport& report) const {
   if (report.disagreeing_word == kAgreedWords) return {};
-  return logged(Status::invalid("{}: got {} on rank {} and {} on rank {}, allowed: the same on all ranks",
-                                agreed_name(report.disagreeing_word), report.mine, comm_->rank(), report.theirs,
-                                report.disagreeing_rank));
+  return logged(disagreement(report.disagreeing_word, comm_->rank(), report.mine, report.disagreeing_rank, report.theirs));
 }
 
 // Every rank sees everyone's counts and free memory, so all decide alike whether to grow, and by how much.
@@ -227,10 +227,10 @@ Status MoeBuffer::make_room(const NotifyCall& call, const RankCounts* counts) {
     const uint64_t staging = staging_bytes_of(counts[rank].sent_rows, format.combine_row_bytes, format.top_k);
     uint64_t need = heap_bytes_of(layout.rows_bytes) + heap_bytes_of(layout.meta_bytes);
     if (staging > counts[rank].staging_bytes) need += heap_bytes_of(staging);
-    if (need > counts[rank].free_bytes) growth = std::max(growth, need);
+    if (kRoomFor * need > counts[rank].free_bytes) growth = std::max(growth, kRoomFor * need);
   }
   if (growth == 0) return {};
-  const uint64_t bytes = round_up(window_->bytes() + growth + growth / 4, kGrowthStep);
+  const uint64_t bytes = round_up(window_->bytes() + growth, kGrowthStep);
   log_info("rank {}: growing the window from {} to {} bytes", comm_->rank(), window_->bytes(), bytes);
   WEFT_TRY(window_->grow(bytes));
   heap_.extend(window_->bytes());
@@ -287,7 +287,8 @@ Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
   args.slot_base = call.handle.slot_base;
   args.prefix = call.handle.prefix;
   args.report = call.counts_unknown ? unawaited_report_ : nullptr;
-  args.mine = {received.rows_at, received.meta_at, call.rows, call.handle_id, format.row_bytes, {}};
+  args.mine = {received.rows_at, received.meta_at, call.rows, call.handle_id, format.row_bytes,
+               row_extras(format.scale_words, format.top_k, format.top_k ? format.id_bytes : 0), {}};
   args.experts = call.experts;
   args.experts_per_rank = experts_per_rank(call.experts);
   args.id_bytes = format.id_bytes;
@@ -324,9 +325,10 @@ Status MoeBuffer::combine(const CombineCall& call) {
   args.combined_weights = call.combined_weights;
   args.tokens = call.tokens;
   args.mine = {staging_at_, staging_at_ + round_up(call.staging_rows * call.row_bytes, 16), call.staging_rows,
-               call.handle_id, call.row_bytes, {}};
+               call.handle_id, call.row_bytes, row_extras(0, call.top_k, 0), {}};
   args.push_warps = grid.first_role;
   args.sum_warps = grid.second_role;
+  args.watch_warps = grid.watch_role;
   return launch({kCombineFile, "combine_rows", "CombineArgs"}, grid, &args, sizeof(args), shape, call.stream);
 }
 

@@ -8,7 +8,8 @@
 // Pointers are memory of this rank's device; nothing is checked here that Python has checked. Calls are collective and
 // in the same order on all ranks. On CUDA they enqueue on `stream`; on the host they return when they are done.
 // Threads: one caller at a time; give_back() from any thread.
-// Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on epochs.
+// Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on epochs. Where ranks
+// disagree about a call, kInvalid on all of them, and the next call may succeed.
 #pragma once
 
 #include <memory>
@@ -140,6 +141,8 @@ class MoeBuffer {
   uint64_t low_latency_begin() const { return low_latency_begin_; }
   uint64_t low_latency_end() const { return low_latency_end_; }
   FaultBox* fault_box() { return fault_; }
+  const ComputeLimits& limits() const { return limits_; }
+  double timeout_s() const { return timeout_s_; }
   MappedMesh mesh() const;
   WaitRule wait_rule() const;
 

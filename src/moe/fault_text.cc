@@ -2,6 +2,9 @@
 #include "moe/fault_text.h"
 
 #include <cstdio>
+#include <iterator>
+
+#include "kernels/moe/high_throughput_args.h"
 
 namespace weft {
 namespace {
@@ -10,6 +13,7 @@ const char* operation(Site site) {
   switch (site) {
     case Site::kNone: return "nothing";
     case Site::kCounts: return "dispatch.counts";
+    case Site::kCountsDisagree: return "dispatch.counts";
     case Site::kDispatchReady: return "dispatch.ready";
     case Site::kDispatchRecv: return "dispatch.recv";
     case Site::kDispatchCapacity: return "dispatch.capacity";
@@ -21,10 +25,23 @@ const char* operation(Site site) {
     case Site::kLowLatencyDispatchRecv: return "low_latency_dispatch.recv";
     case Site::kLowLatencyCombineSlot: return "low_latency_combine.slot";
     case Site::kLowLatencyCombineRecv: return "low_latency_combine.recv";
+    case Site::kLowLatencyCapacity: return "low_latency_dispatch.capacity";
+    case Site::kLowLatencyAgree: return "low_latency.agree";
     case Site::kBarrier: return "barrier";
     case Site::kCollective: return "collective";
   }
   return "unknown";
+}
+
+// What LowLatencyHello::words hold.
+const char* hello_name(uint64_t word) {
+  static constexpr const char* kNames[] = {"num_max_dispatch_tokens_per_rank",
+                                           "x (bytes per row)",
+                                           "topk_idx (top-k)",
+                                           "num_experts",
+                                           "x (bytes of scales per row)",
+                                           "x (form: the call, use_fp8, round_scale, use_ue8m0, use_logfmt)"};
+  return word < std::size(kNames) ? kNames[word] : "arguments";
 }
 
 std::string seconds(uint64_t ns) {
@@ -33,16 +50,42 @@ std::string seconds(uint64_t ns) {
   return digits;
 }
 
+const char* mistaken_name(uint64_t what) {
+  static constexpr const char* kNames[] = {"handle (number of the dispatch)", "x (bytes per row)",
+                                           "topk_weights or scales (how many travel with a row)"};
+  static_assert(kOtherHandle == 0 && kOtherRowBytes == 1 && kOtherExtras == 2);
+  return what < std::size(kNames) ? kNames[what] : "arguments";
+}
+
+Status differ(const char* argument, uint32_t self, uint64_t mine, uint32_t peer, uint64_t theirs) {
+  return Status::invalid("{}: got {} on rank {} and {} on rank {}, allowed: the same on all ranks", argument, mine, self,
+                         theirs, peer);
+}
+
 }  // namespace
+
+Status disagreement(uint64_t word, uint32_t self, uint64_t mine, uint32_t peer, uint64_t theirs) {
+  static constexpr const char* kNames[kAgreedWords] = {"x (bytes per row)", "x (scale words per row)",
+                                                       "topk_idx (top-k)", "num_experts", "x (bytes per element)"};
+  return differ(word < kAgreedWords ? kNames[word] : "arguments", self, mine, peer, theirs);
+}
 
 Status fault_status(const FaultBox& box) {
   const char* what = operation(box.site);
   if (box.site == Site::kDispatchCapacity)
     return Status::make(Code::kCapacity, "num_worst_tokens: got {}, allowed: at least the {} rows that rank {} received",
                         box.expected, box.seen, box.self);
+  if (box.site == Site::kLowLatencyCapacity)
+    return Status::invalid("topk_idx: rank {}: {} rows for its expert {}, allowed: {}; tokens that name an expert more than "
+                           "once need a larger num_max_dispatch_tokens_per_rank",
+                           box.self, box.seen, box.peer, box.expected);
+  if (box.site == Site::kLowLatencyAgree)
+    return Status::invalid("{}: rank {} was given {}, rank {} {}, allowed: the same on all ranks",
+                           hello_name(box.waited_ns), box.self, box.expected, box.peer, box.seen);
   if (box.site == Site::kCombineHandle || box.site == Site::kDispatchHandle)
-    return Status::invalid("handle: rank {}, {}: rank {} uses {} {}, this rank {}", box.self, what, box.peer,
-                           box.waited_ns ? "rows of bytes" : "the handle of dispatch", box.seen, box.expected);
+    return differ(mistaken_name(box.waited_ns), box.self, box.expected, box.peer, box.seen);
+  if (box.site == Site::kCountsDisagree)
+    return disagreement(box.waited_ns, box.self, box.expected, box.peer, box.seen);
   return Status::make(Code::kPeerLost, "rank {}, {}, waited {} s for rank {}: expected epoch {}, saw {}", box.self, what,
                       seconds(box.waited_ns), box.peer, box.expected, box.seen);
 }

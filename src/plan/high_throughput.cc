@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "plan/carver.h"
+#include "kernels/core/carver.h"
 
 namespace weft {
 namespace {
@@ -14,7 +14,7 @@ constexpr uint32_t kCudaWarp = 32;
 // On the host every warp takes both roles in turn.
 GridPlan host_grid(const ComputeLimits& limits, uint32_t shared_bytes) {
   const WarpRange all{0, limits.host_threads};
-  return {1, limits.host_threads, shared_bytes, all, all};
+  return {1, limits.host_threads, shared_bytes, all, all, {}};
 }
 
 // As many row warps as `wanted` and shared memory allow, then `others`.
@@ -26,7 +26,8 @@ GridPlan cuda_grid(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, uint3
           (row_warps + others) * kCudaWarp,
           rows_shared_bytes(ranks, row_warps, piece_bytes),
           {0, row_warps},
-          {row_warps, others}};
+          {row_warps, others},
+          {}};
 }
 
 }  // namespace
@@ -57,18 +58,19 @@ uint32_t plan_piece_bytes(uint64_t row_bytes) {
   return static_cast<uint32_t>(round_up((row_bytes + pieces - 1) / pieces, 16));
 }
 
-GridPlan plan_layout(uint64_t tokens, const ComputeLimits& limits) {
-  if (!limits.is_cuda) return host_grid(limits, 0);
+GridPlan plan_layout(uint64_t tokens, uint32_t ranks, uint32_t experts, const ComputeLimits& limits) {
+  const auto shared_bytes = static_cast<uint32_t>((ranks + experts) * sizeof(int32_t));
+  if (!limits.is_cuda) return host_grid(limits, shared_bytes);
   constexpr uint32_t kThreads = 256;
   const auto blocks = static_cast<uint32_t>((tokens + kThreads - 1) / kThreads);
-  return {std::clamp(blocks, 1u, limits.max_blocks), kThreads, 0, {}, {}};
+  return {std::clamp(blocks, 1u, limits.max_blocks), kThreads, shared_bytes, {}, {}, {}};
 }
 
 GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits) {
   const uint32_t warps = limits.is_cuda ? 32 : limits.host_threads;
   const uint32_t shared_bytes = (warps + 2) * 4;
   if (!limits.is_cuda) return host_grid(limits, shared_bytes);
-  return {std::clamp(ranks + 1, 1u, limits.max_blocks), warps * kCudaWarp, shared_bytes, {}, {}};
+  return {std::clamp(ranks + 1, 1u, limits.max_blocks), warps * kCudaWarp, shared_bytes, {}, {}, {}};
 }
 
 GridPlan plan_dispatch(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits) {
@@ -78,7 +80,10 @@ GridPlan plan_dispatch(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, c
 
 GridPlan plan_combine(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits) {
   if (!limits.is_cuda) return host_grid(limits, pipes_at(ranks));
-  return cuda_grid(ranks, piece_bytes, num_sms, 3, 13, limits);
+  GridPlan grid = cuda_grid(ranks, piece_bytes, num_sms, 3, 13, limits);
+  grid.second_role.count -= 1;
+  grid.watch_role = {grid.second_role.first + grid.second_role.count, 1};
+  return grid;
 }
 
 }  // namespace weft

@@ -38,12 +38,13 @@ struct GridPlan {
   uint32_t shared_bytes;
   WarpRange first_role;   // rows to push
   WarpRange second_role;  // dispatch: ids, weights, scales; combine: sums
+  WarpRange watch_role;   // combine: waits for the block; none on the host
 };
 
 // A row moves in pieces of one pipe stage: as few as fit, equal, a multiple of 16 bytes.
 uint32_t plan_piece_bytes(uint64_t row_bytes);
 GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits);
-GridPlan plan_layout(uint64_t tokens, const ComputeLimits& limits);
+GridPlan plan_layout(uint64_t tokens, uint32_t ranks, uint32_t experts, const ComputeLimits& limits);
 GridPlan plan_dispatch(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits);
 GridPlan plan_combine(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits);
 

@@ -8,6 +8,7 @@
 #include <fstream>
 
 #include "base/random.h"
+#include "topology/gpus.h"
 
 namespace weft {
 
@@ -29,14 +30,33 @@ int current_numa_node() {
   return syscall(SYS_getcpu, &cpu, &node, nullptr) == 0 ? static_cast<int>(node) : -1;
 }
 
+namespace {
+
+Status add_gpu(RankFacts& facts) {
+  WEFT_TRY_ASSIGN(const GpuFacts own, gpu_facts(facts.device.ordinal));
+  facts.gpu = own.pci_address;
+  facts.numa_node = own.numa_node;
+  facts.can_share_vmm = own.can_share_vmm;
+  facts.can_share_ipc = true;
+  WEFT_TRY_ASSIGN(const std::vector<GpuFacts> all, gpus());
+  for (const GpuFacts& other : all) {
+    WEFT_TRY_ASSIGN(const GpuLink link, gpu_link(own, other));
+    if (!link.can_access) facts.gpus_beyond += other.pci_address + ",";
+  }
+  return Status();
+}
+
+}  // namespace
+
 Result<RankFacts> rank_facts(int rank, Device device) {
   RankFacts facts;
   facts.rank = rank;
   facts.host = host_id();
   facts.process = process_key();
   facts.device = device;
-  if (device.is_host()) return facts;
-  return Status::make(Code::kUnsupported, "device {}: this build has no CUDA path", device);
+  facts.numa_node = current_numa_node();
+  if (!device.is_host()) WEFT_TRY(add_gpu(facts));
+  return facts;
 }
 
 }  // namespace weft

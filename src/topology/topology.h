@@ -16,13 +16,15 @@ namespace weft {
 
 struct RankFacts {
   int rank = 0;
-  int node = 0;          // ranks with the same number share a node: the host, or a part of it when
-                         // WEFT_RANKS_PER_NODE says so
+  int node = 0;  // the same for ranks of one host, or of one part of it when WEFT_RANKS_PER_NODE divides it
   std::string host;      // host_id() of the rank
   uint64_t process = 0;  // process_key() of the rank
+  int numa_node = -1;    // the rank runs on, or its GPU is nearest to; -1 where the system does not say
   Device device;
-  std::string gpu;             // PCI address such as 0000:1b:00.0; empty on the host
-  bool can_share_vmm = false;  // the GPU's memory can be given away as a file descriptor
+  std::string gpu;  // PCI address of its GPU; empty on the host
+  std::string
+      gpus_beyond;  // PCI addresses, each followed by a comma, of visible GPUs it has no peer access to
+  bool can_share_vmm = false;  // its GPU's memory can be given away as a file descriptor
   bool can_share_ipc = false;  // ... as a CUDA IPC handle
 };
 

@@ -75,7 +75,7 @@ def lose_one(rank: Rank, call: str, number: int) -> tuple[str, float]:
 @pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])
 @pytest.mark.parametrize("call", ["ht_dispatch", "ht_combine", "ll_dispatch", "ll_combine"])
 def test_a_lost_rank_is_named_by_all_others(call: str, number: int) -> None:
-    results = run_ranks(3, lose_one, call, number, lost={LOST}, deadline_s=60)
+    results = run_ranks(3, lose_one, call, number, lost={LOST}, deadline_s=60, with_gpus=False)
     for rank, result in enumerate(results):
         if rank != LOST:
             message, waited_s = result
@@ -95,7 +95,7 @@ def return_late(rank: Rank) -> None:
 
 
 def test_a_late_rank_is_waited_for() -> None:
-    run_ranks(3, return_late, deadline_s=60)
+    run_ranks(3, return_late, deadline_s=60, with_gpus=False)
 
 
 def shrink(rank: Rank, number: int) -> None:
@@ -123,7 +123,7 @@ def shrink(rank: Rank, number: int) -> None:
 
 @pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])
 def test_with_shrink_a_lost_rank_is_masked_and_work_goes_on(number: int) -> None:
-    run_ranks(3, shrink, number, lost={LOST}, deadline_s=60)
+    run_ranks(3, shrink, number, lost={LOST}, deadline_s=60, with_gpus=False)
 
 
 def die_before_construction(rank: Rank) -> str:
@@ -135,6 +135,6 @@ def die_before_construction(rank: Rank) -> str:
 
 
 def test_a_rank_that_dies_before_construction_fails_the_others() -> None:
-    results = run_ranks(3, die_before_construction, lost={LOST}, deadline_s=30)
+    results = run_ranks(3, die_before_construction, lost={LOST}, deadline_s=30, with_gpus=False)
     assert results[0]
     assert results[2]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel compiles for every GPU architecture, without a GPU, and spills nothing to local memory.
 
-The kernels and their typical constants are the rows of src/jit/host_kernels.cc.
+``pytest -rP`` shows the registers, stack and shared memory of each.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 import pytest
+from kernel_cases import Case, all_cases
 
 from weft import _core
 from weft.errors import Error
@@ -17,7 +18,9 @@ from weft.runtime import nvrtc
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 
-pytestmark = pytest.mark.skipif(nvrtc.find().nvrtc is None, reason="no NVRTC (pip install nvidia-cuda-nvrtc)")
+needs_nvrtc = pytest.mark.skipif(
+    nvrtc.find().nvrtc is None, reason="no NVRTC (pip install nvidia-cuda-nvrtc)"
+)
 
 
 @dataclass(frozen=True)
@@ -40,43 +43,22 @@ def parse_usage(log: str) -> Usage:
     return Usage(int(registers[-1]), max(int(s[0]) for s in stack), spills, int(shared[-1]) if shared else 0)
 
 
-def cases() -> list[tuple[int, str]]:
-    """Return (row of the kernel list, one of its typical sets of constants)."""
-    rows = enumerate(_core.kernel_table())
-    return [(index, constants.strip()) for index, row in rows for constants in row.typical.split(";")]
-
-
-def key_of(index: int, constants: str, **changed: object) -> _core.KernelKey:
-    row = _core.kernel_table()[index]
-    fields = {
-        "file": row.file,
-        "name": row.name,
-        "args_type": row.args_type,
-        "mesh_type": row.mesh_type,
-        "shape": [(name, int(value)) for name, value in (c.split("=") for c in constants.split())],
-        "threads_per_block": row.threads_per_block,
-    }
-    return _core.KernelKey(**(fields | changed))
-
-
-def label(case: tuple[int, str]) -> str:
-    row = _core.kernel_table()[case[0]]
-    return "-".join([row.name, row.mesh_type, *re.findall(r"=(\d+)", case[1])])
-
-
 def test_the_list_has_kernels() -> None:
     names = {row.name for row in _core.kernel_table()}
     assert {"dispatch_rows", "combine_rows"} <= names
+    assert all(row.has_host_version for row in _core.kernel_table())
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("case", cases(), ids=label)
-def test_kernel_compiles_without_spills(case: tuple[int, str], architecture: str) -> None:
-    compiled = _core.compile_kernel(key_of(*case), architecture)
+@pytest.mark.parametrize("case", all_cases(), ids=str)
+def test_kernel_compiles_without_spills(case: Case, architecture: str) -> None:
+    compiled = _core.compile_kernel(case.key(), architecture)
     assert compiled.cubin[:4] == b"\x7fELF"
     usage = parse_usage(compiled.log)
     print(f"{architecture}: {usage}, cubin of {len(compiled.cubin)} bytes")
     assert usage.spill_bytes == 0, compiled.log
+    assert "warning" not in compiled.log, compiled.log
 
 
 def test_spills_are_noticed() -> None:
@@ -88,8 +70,14 @@ def test_spills_are_noticed() -> None:
     assert usage == Usage(registers=32, stack_bytes=120, spill_bytes=24, shared_bytes=1024)
 
 
+@needs_nvrtc
 def test_source_that_does_not_compile_shows_the_log() -> None:
-    wrong = key_of(*cases()[0], name="no_such_kernel")
+    wrong = all_cases()[0].key(name="no_such_kernel")
     with pytest.raises(Error, match="no_such_kernel") as raised:
         _core.compile_kernel(wrong, "sm_90a")
     assert raised.value.code == "system"
+
+
+def test_the_source_asserts_the_sizes_that_the_host_uses() -> None:
+    source = _core.kernel_source(all_cases()[0].key())
+    assert re.search(r"static_assert\(sizeof\(weft::LayoutArgs\) == \d+\)", source)

@@ -123,7 +123,7 @@ def check_collective_helpers(rank: Rank) -> None:
 
 
 def test_collective_helpers() -> None:
-    run_ranks(2, check_collective_helpers)
+    run_ranks(2, check_collective_helpers, with_gpus=False)
 
 
 def check_init_dist(rank: Rank, port: int) -> tuple[int, int, int]:
@@ -146,7 +146,7 @@ def test_init_dist_reads_nodes_and_node_index() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    results = run_ranks(4, check_init_dist, port, with_group=False)
+    results = run_ranks(4, check_init_dist, port, with_group=False, with_gpus=False)
     assert results == [(r, 4, 4) for r in range(4)]
 
 

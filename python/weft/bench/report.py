@@ -37,6 +37,8 @@ from rich.table import Table
 
 import weft
 
+WIDE = 200
+
 # What a row must hold, and the types that JSON may carry for it.
 ROW_FIELDS: dict[str, tuple[type, ...]] = {
     "call": (str,),
@@ -115,7 +117,8 @@ class Report:
         self.rows: list[Row] = []
         self._extra_columns = tuple(extra_columns)
         self._command = command or shlex.join(["weft", *sys.argv[1:]])
-        self._console = console or Console()
+        # In a file or a pipe nobody sees a width; the table is not squeezed into one there.
+        self._console = console or (Console() if sys.stdout.isatty() else Console(width=WIDE))
         self._notes: list[str] = []
 
     def add(self, row: Row) -> None:

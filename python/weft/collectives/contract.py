@@ -57,6 +57,7 @@ class Collective:
         self.chunk_factor = chunk_factor
         self.inplace = inplace
         self.root = root
+        self._sizes: list[tuple[int, int]] | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_ranks}, {self.chunk_factor}, inplace={self.inplace})"
@@ -71,6 +72,7 @@ class Collective:
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.chunk_factor = self.chunk_factor * instances
+        other._sizes = None
         return other
 
     def in_form(self, inplace: bool) -> Collective:
@@ -80,10 +82,18 @@ class Collective:
         return other
 
     def input_chunks(self, rank: int) -> int:
-        return len(self.init_buffers()[rank].get(Buffer.input, []))
+        return self._lengths(rank)[0]
 
     def output_chunks(self, rank: int) -> int:
-        return len(self.init_buffers()[rank].get(Buffer.output, []))
+        return self._lengths(rank)[1]
+
+    def _lengths(self, rank: int) -> tuple[int, int]:
+        if self._sizes is None:
+            ends = (Buffer.input, Buffer.output)
+            self._sizes = [
+                (len(own.get(ends[0], [])), len(own.get(ends[1], []))) for own in self.init_buffers()
+            ]
+        return self._sizes[rank]
 
     def alias(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
         """Return the slot that stands for this one; two names of one memory get the same answer."""

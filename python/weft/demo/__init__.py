@@ -24,7 +24,7 @@ DEADLINE_S = 1800.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options."""
     parser.add_argument("--ranks", type=int, default=0, help="ranks; 0 takes all GPUs, or 4 without any")
-    parser.add_argument("--steps", type=int, default=250, help="training steps of each run (default 250)")
+    parser.add_argument("--steps", type=int, default=200, help="training steps of each run (default 200)")
     parser.add_argument("--sequences", type=int, default=16, help="sequences of 64 bytes per step, all ranks")
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the batches")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

@@ -123,7 +123,7 @@ def train_over_ranks(me: Rank, plan: Plan) -> Outcome:
     configs = (weft.Buffer.get_dispatch_config(me.size), weft.Buffer.get_combine_config(me.size))
     nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, me.size) for config in configs)
     rdma_bytes = max(config.get_rdma_buffer_size_hint(hidden_bytes, me.size) for config in configs)
-    buffer = weft.Buffer(me.group, nvl_bytes, rdma_bytes, explicitly_destroy=True)
+    buffer = weft.Buffer(me.group, nvl_bytes, rdma_bytes, explicitly_destroy=True, device=device)
     stopwatch = Stopwatch(device)
     exchange = OverRanks(plan.shape.experts, me.rank, me.size, TimedBuffer(buffer, stopwatch))
     outcome = _train(me, plan, device, exchange, stopwatch, group, f"{me.size} ranks, through Weft")

@@ -23,6 +23,8 @@ IDS = (torch.int64, torch.int32)
 SCALES = (torch.float32, torch.int32)
 SUMMABLE = (torch.bfloat16, torch.float32)
 MAX_TOP_K = 4096
+MAX_EXPERTS_PER_RANK = 4096  # kMaxExpertsPerRank
+MAX_ROWS = (1 << 31) - 1
 
 Shape = tuple[int | str, ...]  # a name stands for any length
 
@@ -75,9 +77,14 @@ def check_rows(
         raise invalid(
             argument, f"rows of {row_bytes} bytes", "a multiple of 16 bytes, above 0 and below 2 GiB"
         )
-    if rows.data_ptr() % ROW_ALIGNMENT_BYTES:
-        raise invalid(argument, f"address {rows.data_ptr():#x}", "a 16-byte aligned address")
-    return rows
+    return check_alignment(argument, rows)
+
+
+def check_alignment(argument: str, value: Tensor) -> Tensor:
+    """Return value, which starts at an address that kernels can move 16 bytes from."""
+    if value.data_ptr() % ROW_ALIGNMENT_BYTES:
+        raise invalid(argument, f"address {value.data_ptr():#x}", "a 16-byte aligned address")
+    return value
 
 
 def check_rows_with_scales(
@@ -147,6 +154,18 @@ def check_allocation(allocate_on_comm_stream: bool, previous_event: object, asyn
             "allocate_on_comm_stream",
             f"True with previous_event={describe(previous_event)}, async_finish={async_finish}",
             "True only together with a previous_event and async_finish",
+        )
+
+
+def check_deterministic_fill(device: torch.device) -> None:
+    """Refuse torch's filling of new tensors, which on CUDA overwrites what the communication stream wrote."""
+    if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
+        return
+    if torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
+        raise invalid(
+            "torch.utils.deterministic.fill_uninitialized_memory",
+            "True with deterministic algorithms",
+            "False",
         )
 
 

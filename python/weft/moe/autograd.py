@@ -2,8 +2,8 @@
 """Dispatch and combine that gradients flow through, for training.
 
     arrived = dispatch(buffer, x, topk_idx, topk_weights, num_experts)
-    y = my_experts(arrived.x, arrived.topk_idx, arrived.topk_weights)   # this rank's experts, weighted, summed
-    out = combine(buffer, y, arrived.handle)
+    y = my_experts(arrived.x, arrived.topk_idx, arrived.topk_weights)   # this rank's experts, weighted,
+    summed out = combine(buffer, y, arrived.handle)
 
 The gradient of a dispatch is a combine, and the gradient of a combine is a dispatch along the same routes:
 what was copied to several ranks comes back summed, and what was summed goes back as copies. Routes are

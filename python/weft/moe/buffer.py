@@ -1,28 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``weft.Buffer``: expert-parallel dispatch and combine with DeepEP's interface."""
+"""``weft.Buffer``: expert-parallel dispatch and combine with DeepEP's interface.
+
+    buffer = weft.Buffer(group, num_nvl_bytes=1 << 28)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+    recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(
+        x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
+        topk_idx=topk_idx, topk_weights=topk_weights)
+    combined, _, _ = buffer.combine(my_experts(recv_x, recv_idx, recv_weights), handle)
+
+T tokens here, N rows received here, R ranks, E experts, K slots per token. Rank r owns the ceil(E / R)
+experts from r * ceil(E / R) on; the last ranks own fewer where E is not a multiple of R.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from weft import _core
 from weft.errors import Error, invalid
-from weft.moe.config import Config
+from weft.moe import arguments, high_throughput
+from weft.moe.config import (
+    Config,
+    align,
+    ceil_div,
+    check_whole,
+    low_latency_size_hint,
+    recommended_combine_config,
+    recommended_dispatch_config,
+)
 from weft.moe.engine import Engine
-from weft.moe.events import EventHandle, EventOverlap
+from weft.moe.events import EventHandle, EventOverlap, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
+from weft.moe.high_throughput import Payload
+from weft.moe.low_latency import LowLatencyCalls
 from weft.runtime.communicator import connect
 
-Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # what combine sums: kElementBf16, kElementFp32
+PreviousEvent = EventOverlap | EventHandle | None
+_RANKS_PER_RDMA_GROUP = 8  # what num_tokens_per_rdma_rank counts by
 
 
-class Buffer:
-    """Sends the tokens of a mixture-of-experts layer to the ranks of their experts, and brings results back."""
+class Buffer(LowLatencyCalls):
+    """Sends the tokens of a mixture-of-experts layer to the ranks of their experts, and brings results back.
 
-    num_sms = 20
+    Args:
+        group: the ranks: a torch process group of any backend (only objects are exchanged through it), or
+            anything else that weft.Communicator takes.
+        num_nvl_bytes: room for received rows, in bytes, at first; a dispatch that needs more grows it.
+        num_rdma_bytes: room for low-latency calls, as get_low_latency_rdma_size_hint() says; else not used
+            among ranks of one node.
+        low_latency_mode: allow low-latency calls. High-throughput calls always work.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_nvlink_for_normal_mode, allow_mnnvl,
+            use_fabric: taken for compatibility; Weft chooses the way to each peer by itself.
+        explicitly_destroy: memory is freed by destroy(), not when the object goes.
+        enable_shrink: a rank that stays silent in a low-latency call is masked instead of raising PeerLost.
+        comm: an mpi4py communicator, where there is no group.
+        timeout_s: bound of every wait for a peer, in seconds; 0 takes WEFT_TIMEOUT_S.
+        device: what this rank computes on; None is torch's current GPU, or the CPU where there is none. CPU
+            tensors are always taken too.
+    Raises: weft.Error naming a wrong argument; weft.PeerLost naming ranks that stayed away.
+
+    Every method but the statics, get_comm_stream() and get_local_buffer_tensor() is collective: all ranks
+    call it, in the same order. Exceptions of a wrong argument are raised before anything is written or sent,
+    so the call can be repeated. After PeerLost only destroy() makes sense.
+    Streams: on CUDA, calls run on a communication stream that first waits for ``previous_event`` or, without
+    one, for the current stream. With ``async_finish`` the caller waits for the returned event; otherwise the
+    current stream has, and the returned event is empty. On the CPU a call is finished when it returns.
+    Threads: one caller at a time; waiting for a peer releases the interpreter's lock.
+    """
+
+    num_sms: ClassVar[int] = 20
 
     def __init__(
         self,
@@ -46,302 +94,456 @@ class Buffer:
             raise invalid(
                 "group", "None", "a torch.distributed process group, or comm: an mpi4py communicator"
             )
+        if not timeout_s >= 0:
+            raise invalid("timeout_s", timeout_s, "0 or more seconds")
         self.group = group
-        self.num_nvl_bytes = num_nvl_bytes
-        self.num_rdma_bytes = num_rdma_bytes
-        self.low_latency_mode = low_latency_mode
-        self.explicitly_destroy = explicitly_destroy
-        self.enable_shrink = enable_shrink
+        self.num_nvl_bytes = check_whole("num_nvl_bytes", num_nvl_bytes, 0)
+        self.num_rdma_bytes = check_whole("num_rdma_bytes", num_rdma_bytes, 0)
+        check_whole("num_qps_per_rank", num_qps_per_rank, 0)
+        self.low_latency_mode = bool(low_latency_mode)
+        self.explicitly_destroy = bool(explicitly_destroy)
+        self.enable_shrink = bool(enable_shrink)
+        self.device = _device(device)
         self._comm = comm
-        self._timeout_s = timeout_s
+        self._timeout_s = float(timeout_s)
         self._engines: dict[torch.device, Engine] = {}
-        if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
-        self.runtime: Engine | None = self._engine(self.device)
-        self.rank = self._communicator.rank
-        self.group_size = self._communicator.size
+        self.runtime: Engine | None = self._connect(self.device)
+        self.rank = int(self.runtime.communicator.rank)
+        self.group_size = int(self.runtime.communicator.size)
 
-    def _engine(self, device: torch.device) -> Engine:
-        """Return what this buffer has on a device; made, collectively, at the first call with its tensors."""
+    # -- statics ---------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Return whether kernels use what sm_90 brought: always, as they are compiled for the GPU at hand."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Set how many SMs high-throughput calls use unless their config says: an even number above 0."""
+        number = check_whole("num_sms", new_num_sms, 2)
+        if number % 2:
+            raise invalid("num_sms", number, "an even number above 0")
+        Buffer.num_sms = number
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """Return an event of everything that the current stream has queued."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Return num_rdma_bytes for low-latency calls of at most this shape; see low_latency_size_hint."""
+        return low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Return the recommended configuration of dispatch for any number of ranks."""
+        return recommended_dispatch_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """Return the recommended configuration of combine for any number of ranks."""
+        return recommended_combine_config(num_ranks, Buffer.num_sms)
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Wait for all ranks, then give the memory back; tensors that live in it stay valid until they go.
+
+        Raises: weft.Error unless made with ``explicitly_destroy``, or when called twice.
+        """
+        if not self.explicitly_destroy:
+            raise invalid("explicitly_destroy", False, "True for a buffer that is destroyed by hand")
+        engine = self._alive()
+        engine.synchronize()
+        try:
+            engine.communicator.barrier()
+        finally:
+            self.runtime = None
+            self._engines.clear()
+
+    def get_comm_stream(self) -> Any:
+        """Return the torch.cuda.Stream that calls run on; on the CPU, the current torch.cpu.Stream."""
+        engine = self._alive()
+        return engine.comm_stream if engine.is_cuda else torch.cpu.current_stream()
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> Tensor:
+        """Return a view of this rank's memory: 1-D, or its first size.numel() elements in that shape.
+
+        Args:
+            offset: bytes from the start, a multiple of the element's.
+            use_rdma_buffer: of the num_rdma_bytes for low-latency calls, instead of the num_nvl_bytes.
+        Its contents belong to calls: whoever writes must know that none is under way or still to be read.
+        """
+        if not isinstance(dtype, torch.dtype):
+            raise invalid("dtype", arguments.describe(dtype), "a torch.dtype")
+        engine = self._alive()
+        begin, num_bytes = (
+            engine.low_latency_part() if use_rdma_buffer else engine.rows_part(self.num_nvl_bytes)
+        )
+        offset = check_whole("offset", offset, 0, num_bytes)
+        if offset % dtype.itemsize:
+            raise invalid("offset", offset, f"a multiple of the element's {dtype.itemsize} bytes")
+        room = (num_bytes - offset) // dtype.itemsize
+        shape = torch.Size((room,)) if size is None else torch.Size(size)
+        if shape.numel() > room:
+            raise invalid(
+                "size", f"{list(shape)}: {shape.numel()} elements", f"at most {room} after the offset"
+            )
+        return engine.permanent_view(begin + offset, shape.numel() * dtype.itemsize).view(dtype).view(shape)
+
+    def _alive(self) -> Engine:
+        if self.runtime is None:
+            raise Error("Buffer: used after destroy(), allowed: calls before it", "closed")
+        return self.runtime
+
+    def _connect(self, device: torch.device) -> Engine:
+        """Return what this buffer has on a device; made, collectively, when its tensors first come."""
         if device not in self._engines:
-            self._communicator = connect(self.group, self._comm, device, self._timeout_s)
             self._engines[device] = Engine(
-                self._communicator, device, self.num_nvl_bytes, self.num_rdma_bytes, self._timeout_s
+                connect(self.group, self._comm if self.group is None else None, device, self._timeout_s),
+                device,
+                self.num_nvl_bytes,
+                self.num_rdma_bytes if self.low_latency_mode else 0,
+                self._timeout_s,
+                self.enable_shrink,
             )
         return self._engines[device]
 
-    # -- layout ------------------------------------------------------------------------------------------------
+    def _engine(self, argument: str, value: object) -> Engine:
+        """Return the engine for a tensor's device."""
+        self._alive()
+        tensor = value[0] if isinstance(value, (tuple, list)) and value else value
+        if not isinstance(tensor, Tensor):
+            raise invalid(argument, arguments.describe(value), f"a tensor on {self.device}")
+        if tensor.device != self.device and tensor.device.type != "cpu":
+            raise invalid(argument, arguments.describe(tensor), f"a tensor on {self.device} or the CPU")
+        return self._connect(tensor.device)
+
+    # -- layout ----------------------------------------------------------------------------------------------
 
     def get_dispatch_layout(
         self,
-        topk_idx: torch.Tensor,
+        topk_idx: Tensor,
         num_experts: int,
-        previous_event: EventOverlap | EventHandle | None = None,
+        previous_event: PreviousEvent = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Count tokens per rank and per expert, and say which token goes to which rank."""
-        engine = self._engine(topk_idx.device)
-        num_tokens, num_topk = topk_idx.shape
-        engine.begin(previous_event)
-        per_rank = engine.empty(self.group_size, dtype=torch.int32, on_comm_stream=allocate_on_comm_stream)
-        per_expert = engine.empty(num_experts, dtype=torch.int32, on_comm_stream=allocate_on_comm_stream)
-        in_rank = engine.empty(
-            num_tokens, self.group_size, dtype=torch.bool, on_comm_stream=allocate_on_comm_stream
-        )
-        engine.core.layout(
-            topk_idx=topk_idx.data_ptr(),
-            id_bytes=topk_idx.element_size(),
-            tokens=num_tokens,
-            top_k=num_topk,
-            experts=num_experts,
-            tokens_per_rank=per_rank.data_ptr(),
-            tokens_per_expert=per_expert.data_ptr(),
-            token_in_rank=in_rank.data_ptr(),
-            stream=engine.stream,
-        )
-        event = engine.finish(async_finish, (topk_idx, per_rank, per_expert, in_rank))
-        return per_rank, None, per_expert, in_rank, event
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Count tokens per rank and slots per expert, and say which token goes to which rank. Not collective.
 
-    # -- dispatch ----------------------------------------------------------------------------------------------
+        Args:
+            topk_idx: int64 or int32 [T, K], contiguous; -1 is an empty slot. An expert may stand twice in a
+            row.
+            num_experts: over all ranks, the same on all of them.
+            previous_event, async_finish, allocate_on_comm_stream: see the class; the last one makes the
+                outputs belong to the communication stream and needs the first two.
+        Returns: (tokens per rank i32[R], tokens per group of 8 ranks i32[ceil(R / 8)] or None for up to 8
+            ranks, slots per expert i32[E], is token in rank bool[T, R], event).
+        """
+        engine = self._engine("topk_idx", topk_idx)
+        topk_idx = arguments.check_topk_idx(topk_idx, "tokens", engine.device)
+        num_experts = self._check_num_experts(num_experts)
+        arguments.check_expert_ids(topk_idx, num_experts)
+        previous = handle_of(previous_event, "previous_event")
+        arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
+        engine.begin(previous)
+        with engine.allocating(allocate_on_comm_stream):
+            counts = (
+                engine.empty(self.group_size, dtype=torch.int32),
+                engine.empty(num_experts, dtype=torch.int32),
+                engine.empty(topk_idx.size(0), self.group_size, dtype=torch.bool),
+            )
+        high_throughput.layout(engine, topk_idx, counts)
+        per_node = self._count_per_node(engine, counts[2])
+        event = engine.finish(async_finish, (topk_idx, *counts, per_node))
+        return counts[0], per_node, counts[1], counts[2], event
+
+    def _count_per_node(self, engine: Engine, in_rank: Tensor) -> Tensor | None:
+        if self.group_size <= _RANKS_PER_RDMA_GROUP:
+            return None
+        padding = align(self.group_size, _RANKS_PER_RDMA_GROUP) - self.group_size
+        with engine.on_comm_stream():
+            groups = torch.nn.functional.pad(in_rank, (0, padding)).unflatten(1, (-1, _RANKS_PER_RDMA_GROUP))
+            per_node: Tensor = groups.any(dim=2).sum(dim=0, dtype=torch.int32)
+            return per_node
+
+    def _check_num_experts(self, num_experts: object) -> int:
+        return check_whole("num_experts", num_experts, 1, arguments.MAX_EXPERTS_PER_RANK * self.group_size)
+
+    # -- dispatch --------------------------------------------------------------------------------------------
 
     def dispatch(
         self,
         x: Payload,
         handle: DispatchHandle | None = None,
-        num_tokens_per_rank: torch.Tensor | None = None,
-        num_tokens_per_rdma_rank: torch.Tensor | None = None,
-        is_token_in_rank: torch.Tensor | None = None,
-        num_tokens_per_expert: torch.Tensor | None = None,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
         expert_alignment: int = 1,
         num_worst_tokens: int = 0,
         config: Config | None = None,
-        previous_event: EventOverlap | EventHandle | None = None,
+        previous_event: PreviousEvent = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[
-        Payload, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchHandle, EventOverlap
-    ]:
-        """Send each row of ``x`` to every rank that owns one of its experts."""
-        rows, scales = x if isinstance(x, tuple) else (x, None)
-        engine = self._engine(rows.device)
-        num_sms = (config or Config(self.num_sms)).num_sms
-        engine.begin(previous_event)
+    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]:
+        """Send each row of ``x`` once to every rank that owns one of its experts.
+
+        Args:
+            x: [T, hidden], contiguous, rows of whole 16-byte words, any element type; or (rows, scales),
+                scales float32 or int32 [T, n] in any strides.
+            handle: of an earlier dispatch: repeat its routes, without ids and counts.
+            num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert: what
+                get_dispatch_layout() returned; not with a handle.
+            topk_idx, topk_weights: int64 or int32, and float32, [T, K]; both or neither; not with a handle.
+            expert_alignment: the returned counts are rounded up to multiples of it; rows are not padded.
+            num_worst_tokens: above 0: return exactly so many rows and no counts, so that nothing waits for
+                the GPU and a CUDA graph can be captured; the ids of rows beyond the real ones are -1, the
+                rest of such rows undefined. Needs topk_idx. weft.Error, code capacity, when more rows came.
+            config: only its num_sms matters.
+            previous_event, async_finish, allocate_on_comm_stream: see the class.
+        Returns: (recv_x [N, hidden] or (rows, scales [N, n]), recv_topk_idx [N, K]: local expert ids, -1
+            elsewhere, or None; recv_topk_weights float32 [N, K]: 0 elsewhere, or None; slots for each local
+            expert, or [] with num_worst_tokens; handle; event). Rows come in order of source rank, then of
+            source token. With a handle: (recv_x, None, None, None, None, event).
+            Received tensors live in the buffer's memory, which stays theirs as long as they do.
+        Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E.
+        """
+        engine = self._engine("x", x)
+        rows = high_throughput.Rows(*arguments.check_rows_with_scales(x, "tokens", engine.device))
+        previous = handle_of(previous_event, "previous_event")
+        arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
+        arguments.check_deterministic_fill(engine.device)
+        num_sms = self._num_sms(config)
         if handle is not None:
-            state = handle.state
-            received = self._send_rows(engine, rows, scales, None, None, state, state.num_rows, num_sms)
-            recv_x = received.payload()
-            event = engine.finish(async_finish, (rows, scales))
-            return recv_x, None, None, None, handle, event
+            state = self._check_repeat(handle, rows, topk_idx, topk_weights, engine)
+            engine.begin(previous)
+            received = high_throughput.repeat(engine, rows, state, num_sms)
+            event = engine.finish(async_finish, (rows.x, rows.scales))
+            return received.payload(), None, None, None, None, event
 
-        assert is_token_in_rank is not None and num_tokens_per_expert is not None
-        num_tokens, num_experts = rows.shape[0], num_tokens_per_expert.shape[0]
-        top_k = topk_idx.shape[1] if topk_idx is not None else 0
-        memory = {
-            "send_row": engine.empty(num_tokens, self.group_size, dtype=torch.int32),
-            "slot_base": engine.empty(num_tokens, dtype=torch.int32),
-            "prefix": engine.empty(self.group_size, self.group_size, dtype=torch.int32),
-        }
-        counts_unknown = num_worst_tokens > 0
-        notified = engine.core.notify(
-            format=self._format(rows, scales, topk_idx),
-            token_in_rank=is_token_in_rank.data_ptr(),
-            tokens_per_expert=num_tokens_per_expert.data_ptr(),
-            tokens=num_tokens,
-            experts=num_experts,
-            handle=_core.HandleMemory(*(tensor.data_ptr() for tensor in memory.values())),
-            wait=not counts_unknown,
-            stream=engine.stream,
+        in_rank, per_expert = self._check_layout(
+            rows.x, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
         )
-        most_copies = min(self.group_size, top_k) if top_k else self.group_size
-        num_rows = num_worst_tokens if counts_unknown else notified.received_rows
-        state = DispatchState(
-            buffer=self,
-            handle_id=notified.handle_id,
-            num_experts=num_experts,
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            staging_rows=num_tokens * most_copies if counts_unknown else notified.sent_rows,
-            counts_unknown=counts_unknown,
-            slot=torch.empty(0, dtype=torch.int32),
-            **memory,
+        ids, weights = self._check_top_k(rows.x, topk_idx, topk_weights, per_expert.size(0))
+        alignment = check_whole("expert_alignment", expert_alignment, 1)
+        num_worst_tokens = check_whole("num_worst_tokens", num_worst_tokens, 0, arguments.MAX_ROWS)
+        if num_worst_tokens > 0 and ids is None:
+            raise invalid(
+                "topk_idx", "None with num_worst_tokens", "expert ids, to tell rows from their tail"
+            )
+        engine.begin(previous)
+        rows = high_throughput.Rows(rows.x, rows.scales, ids, weights)
+        received, state, counts = high_throughput.dispatch(
+            engine, self, rows, in_rank, per_expert, num_worst_tokens, num_sms
         )
-        received = self._send_rows(engine, rows, scales, topk_idx, topk_weights, state, num_rows, num_sms)
-        state = DispatchState(**{**state.__dict__, "slot": received.slot()})
-        counts = (
-            []
-            if counts_unknown
-            else [
-                -(-count // expert_alignment) * expert_alignment for count in notified.tokens_per_local_expert
-            ]
-        )
-        event = engine.finish(
-            async_finish, (rows, scales, topk_idx, topk_weights, is_token_in_rank, *memory.values())
-        )
-        sent_to = memory["prefix"][self.rank] - (memory["prefix"][self.rank - 1] if self.rank else 0)
-        handle = DispatchHandle(
-            state,
-            (
-                state.prefix,
-                sent_to.view(-1, 1),
-                state.prefix[:, self.rank].contiguous().view(-1, 1),
-                received.token(),
-                is_token_in_rank,
-                state.send_row,
-            ),
-        )
-        return received.payload(), received.ids(), received.weights(), counts, handle, event
+        used = (rows.x, rows.scales, ids, weights, in_rank, per_expert)
+        event = engine.finish(async_finish, (*used, state.send_row, state.slot_base, state.prefix))
+        aligned = [align(count, alignment) for count in counts]
+        return received.payload(), received.ids(), received.weights(), aligned, DispatchHandle(state), event
 
-    def _format(self, rows: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor | None) -> Any:
-        hidden = rows.shape[1]
-        combine_bytes = hidden * (2 if rows.element_size() <= 2 else 4)
-        return _core.RowFormat(
-            row_bytes=hidden * rows.element_size(),
-            scale_words=scales.shape[1] if scales is not None else 0,
-            top_k=topk_idx.shape[1] if topk_idx is not None else 0,
-            id_bytes=topk_idx.element_size() if topk_idx is not None else 8,
-            element=rows.element_size(),
-            combine_row_bytes=combine_bytes,
-        )
-
-    def _send_rows(
+    def _check_layout(
         self,
-        engine: Engine,
-        rows: torch.Tensor,
-        scales: torch.Tensor | None,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        state: DispatchState,
-        num_rows: int,
-        num_sms: int,
-    ) -> _Received:
-        row_format = self._format(rows, scales, topk_idx)
-        received = engine.core.dispatch(
-            format=row_format,
-            x=rows.data_ptr(),
-            scales=scales.data_ptr() if scales is not None else 0,
-            scale_token_stride=scales.stride(0) if scales is not None else 0,
-            scale_word_stride=scales.stride(1) if scales is not None else 0,
-            topk_idx=topk_idx.data_ptr() if topk_idx is not None else 0,
-            topk_weights=topk_weights.data_ptr() if topk_weights is not None else 0,
-            tokens=state.num_tokens,
-            experts=state.num_experts,
-            handle=state.memory(),
-            handle_id=state.handle_id,
-            rows=num_rows,
-            staging_rows=state.staging_rows,
-            counts_unknown=state.counts_unknown,
-            num_sms=num_sms,
-            stream=engine.stream,
+        x: Tensor,
+        num_tokens_per_rank: object,
+        num_tokens_per_rdma_rank: object,
+        is_token_in_rank: object,
+        num_tokens_per_expert: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Check what get_dispatch_layout() returned; return (is_token_in_rank, num_tokens_per_expert)."""
+        num_ranks, device, i32 = self.group_size, x.device, (torch.int32,)
+        arguments.check_tensor("num_tokens_per_rank", num_tokens_per_rank, (num_ranks,), i32, device)
+        if num_tokens_per_rdma_rank is not None:
+            shape = (ceil_div(num_ranks, _RANKS_PER_RDMA_GROUP),)
+            arguments.check_tensor("num_tokens_per_rdma_rank", num_tokens_per_rdma_rank, shape, i32, device)
+        in_rank = arguments.check_tensor(
+            "is_token_in_rank", is_token_in_rank, (x.size(0), num_ranks), (torch.bool,), device
         )
-        return _Received(engine, received, row_format, num_rows, rows, scales, topk_idx)
+        per_expert = arguments.check_tensor(
+            "num_tokens_per_expert", num_tokens_per_expert, ("experts",), i32, device
+        )
+        self._check_num_experts(per_expert.size(0))
+        return in_rank, per_expert
 
-    # -- combine -----------------------------------------------------------------------------------------------
+    def _check_top_k(
+        self, x: Tensor, topk_idx: object, topk_weights: object, num_experts: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Check ids and weights, which come together or not at all."""
+        if topk_idx is None and topk_weights is None:
+            return None, None
+        ids = arguments.check_topk_idx(topk_idx, x.size(0), x.device)
+        arguments.check_expert_ids(ids, num_experts)
+        shape, f32 = tuple(ids.shape), (torch.float32,)
+        return ids, arguments.check_tensor("topk_weights", topk_weights, shape, f32, x.device)
+
+    def _check_repeat(
+        self,
+        handle: object,
+        rows: high_throughput.Rows,
+        topk_idx: object,
+        topk_weights: object,
+        engine: Engine,
+    ) -> DispatchState:
+        """Check the arguments of a dispatch along the routes of an earlier one."""
+        for argument, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            if value is not None:
+                raise invalid(
+                    argument, arguments.describe(value), "None with a handle, whose routes are repeated"
+                )
+        state = self._check_handle(handle, engine)
+        if rows.x.size(0) != state.num_tokens:
+            raise invalid(
+                "x", arguments.describe(rows.x), f"the {state.num_tokens} rows of the handle's dispatch"
+            )
+        return state
+
+    def _check_handle(self, handle: object, engine: Engine) -> DispatchState:
+        allowed = "what dispatch() of this buffer returned"
+        if not isinstance(handle, DispatchHandle):
+            raise invalid("handle", arguments.describe(handle), allowed)
+        if handle.state.buffer is not self:
+            raise invalid("handle", "the handle of another buffer", allowed)
+        if handle.state.send_row.device != engine.device:
+            raise invalid(
+                "handle", f"one of a dispatch on {handle.state.send_row.device}", f"on {engine.device}"
+            )
+        return handle.state
+
+    def _num_sms(self, config: object) -> int:
+        given = arguments.check_config(config)
+        return given.num_sms if given is not None else self.num_sms
+
+    # -- combine ---------------------------------------------------------------------------------------------
 
     def combine(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         handle: DispatchHandle,
-        topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
-        previous_event: EventOverlap | EventHandle | None = None,
+        previous_event: PreviousEvent = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Return rows to their tokens and sum them, unweighted, in rank order."""
-        engine, state = self._engine(x.device), handle.state
-        if state.buffer is not self:
-            raise invalid("handle", "the handle of another buffer", "what this buffer's dispatch returned")
-        biases = bias if isinstance(bias, tuple) else (bias, None)
-        top_k = topk_weights.shape[1] if topk_weights is not None else 0
-        engine.begin(previous_event)
-        combined = engine.empty(
-            state.num_tokens, x.shape[1], dtype=x.dtype, on_comm_stream=allocate_on_comm_stream
-        )
-        combined_weights = (
-            engine.empty(state.num_tokens, top_k, dtype=torch.float32, on_comm_stream=allocate_on_comm_stream)
-            if topk_weights is not None
-            else None
-        )
-        engine.core.combine(
-            row_bytes=x.shape[1] * x.element_size(),
-            top_k=top_k,
-            element=_ELEMENTS[x.dtype],
-            x=x.data_ptr(),
-            topk_weights=topk_weights.data_ptr() if topk_weights is not None else 0,
-            slot=state.slot.data_ptr(),
-            bias0=biases[0].data_ptr() if biases[0] is not None else 0,
-            bias1=biases[1].data_ptr() if biases[1] is not None else 0,
-            combined=combined.data_ptr(),
-            combined_weights=combined_weights.data_ptr() if combined_weights is not None else 0,
-            tokens=state.num_tokens,
-            handle=state.memory(),
-            handle_id=state.handle_id,
-            staging_rows=state.staging_rows,
-            num_sms=(config or Config(self.num_sms)).num_sms,
-            stream=engine.stream,
-        )
-        event = engine.finish(
-            async_finish, (x, topk_weights, *biases, combined, combined_weights, state.send_row, state.prefix)
-        )
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Send rows back to their tokens and sum them, unweighted.
+
+        Args:
+            x: bf16 or float32 [N, hidden], contiguous, in the order of recv_x; hidden need not be dispatch's.
+            handle: what the dispatch returned that brought the rows; any number of combines may use it.
+            topk_weights: float32 [N, K], to be carried back too.
+            bias: one or two tensors [T, hidden] of x's type, which sums start from.
+            config, previous_event, async_finish, allocate_on_comm_stream: as in dispatch().
+        Returns: (combined_x [T, hidden]: float32 sums, biases first, then ranks ascending, rounded once to
+            x's type, 0 for a token that was sent nowhere; per slot the sum of the weights that came back,
+            float32 [T, K], or None; event).
+        Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
+        """
+        engine = self._engine("x", x)
+        state = self._check_handle(handle, engine)
+        x = arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, engine.device)
+        shape = (state.num_tokens, x.size(1))
+        biases = arguments.check_bias(bias, shape, x.dtype, engine.device)
+        if topk_weights is not None:
+            columns = state.top_k or "top_k"
+            topk_weights = arguments.check_tensor(
+                "topk_weights", topk_weights, (state.num_rows, columns), (torch.float32,), engine.device
+            )
+        previous = handle_of(previous_event, "previous_event")
+        arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
+        arguments.check_deterministic_fill(engine.device)
+        num_sms = self._num_sms(config)
+        engine.begin(previous)
+        with engine.allocating(allocate_on_comm_stream):
+            combined = engine.empty(*shape, dtype=x.dtype)
+            combined_weights = None
+            if topk_weights is not None:
+                combined_weights = engine.empty(state.num_tokens, topk_weights.size(1), dtype=torch.float32)
+        high_throughput.combine(engine, x, topk_weights, biases, state, (combined, combined_weights), num_sms)
+        used = (x, topk_weights, *biases, state.send_row, state.slot_base, state.prefix)
+        event = engine.finish(async_finish, (*used, combined, combined_weights))
         return combined, combined_weights, event
 
-    def destroy(self) -> None:
-        """Free the window. Collective; only for a buffer made with ``explicitly_destroy``."""
-        if not self.explicitly_destroy:
-            raise Error("explicitly_destroy: got False, allowed: True for a buffer that is destroyed by hand")
-        self.runtime = None
-        self._engines.clear()
+    # -- across nodes, by their older names ------------------------------------------------------------------
 
-
-class _Received:
-    """Typed views of the two pieces that a dispatch got: rows and scales; ids, weights and origins."""
-
-    def __init__(
+    def internode_dispatch(
         self,
-        engine: Engine,
-        received: Any,
-        row_format: Any,
-        num_rows: int,
-        sent: torch.Tensor,
-        sent_scales: torch.Tensor | None,
-        sent_ids: torch.Tensor | None,
-    ) -> None:
-        self._layout = received.layout
-        self._rows = engine.piece(received.rows_at, self._layout.rows_bytes)
-        self._meta = engine.piece(received.meta_at, self._layout.meta_bytes)
-        self._format = row_format
-        self._num_rows = num_rows
-        self._sent, self._sent_scales, self._sent_ids = sent, sent_scales, sent_ids
-
-    def _view(self, piece: torch.Tensor, offset: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = self._num_rows * width * dtype.itemsize
-        return piece[offset : offset + num_bytes].view(dtype).view(self._num_rows, width)
-
-    def payload(self) -> Payload:
-        rows = self._view(self._rows, 0, self._sent.shape[1], self._sent.dtype)
-        if self._sent_scales is None:
-            return rows
-        return rows, self._view(
-            self._rows, self._layout.scales, self._format.scale_words, self._sent_scales.dtype
+        x: Payload,
+        handle: DispatchHandle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: PreviousEvent = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]:
+        """The same as dispatch(), with config required."""
+        self._require_config(config)
+        return self.dispatch(
+            x,
+            handle,
+            num_tokens_per_rank,
+            num_tokens_per_rdma_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            expert_alignment,
+            num_worst_tokens,
+            config,
+            previous_event,
+            async_finish,
+            allocate_on_comm_stream,
         )
 
-    def ids(self) -> torch.Tensor | None:
-        if self._sent_ids is None:
-            return None
-        return self._view(self._meta, 0, self._format.top_k, self._sent_ids.dtype)
+    def internode_combine(
+        self,
+        x: Tensor,
+        handle: DispatchHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: PreviousEvent = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """The same as combine(), with config required."""
+        self._require_config(config)
+        return self.combine(
+            x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream
+        )
 
-    def weights(self) -> torch.Tensor | None:
-        if self._sent_ids is None:
-            return None
-        return self._view(self._meta, self._layout.weights, self._format.top_k, torch.float32)
+    @staticmethod
+    def _require_config(config: object) -> None:
+        if not isinstance(config, Config):
+            raise invalid("config", arguments.describe(config), "a Config")
 
-    def token(self) -> torch.Tensor:
-        return self._view(self._meta, self._layout.token, 1, torch.int32).view(-1)
 
-    def slot(self) -> torch.Tensor:
-        return self._view(self._meta, self._layout.slot, 1, torch.int32).view(-1)
+def _device(device: torch.device | str | None) -> torch.device:
+    """Return the device a buffer computes on, with its index."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    if chosen.type not in ("cpu", "cuda"):
+        raise invalid("device", chosen, "a CPU or CUDA device")
+    return chosen

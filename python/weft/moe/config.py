@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from weft import _core
 from weft.errors import invalid
 
 TOPK_IDX_BYTES = 8  # torch.int64, the type that deep_ep.topk_idx_t names
 _BUFFER_ALIGNMENT_BYTES = 128
 _RANKS_PER_NODE = 8  # of the legacy hints, which know no topology
 _MAX_TOP_K = 128
+_HINTED_TOP_K = 32  # low-latency calls with more slots per token need more than the hint
 _ROW_METADATA_BYTES = 8 + _MAX_TOP_K * TOPK_IDX_BYTES + _MAX_TOP_K * 4 + 512  # source, ids, weights, scales
 
 
@@ -156,17 +158,12 @@ def low_latency_size_hint(
     Args:
         num_max_dispatch_tokens_per_rank: most tokens that any rank dispatches in one call.
         hidden: elements of a row, counted as bf16.
-        num_ranks, num_experts: of the whole group; experts that do not divide evenly are rounded up per rank.
+        num_ranks, num_experts: of the whole group.
+    Enough for up to 32 slots per token; for large shapes a small part of what DeepEP would ask for.
     """
     tokens = check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 0)
     hidden = check_whole("hidden", hidden, 1)
     num_ranks = check_whole("num_ranks", num_ranks, 1)
-    experts = align(check_whole("num_experts", num_experts, 1), num_ranks)
-    scales_bytes = 4 * ceil_div(hidden, 128)
-    dispatch_row_bytes = 16 + max(2 * hidden, hidden + scales_bytes)
-    combine_row_bytes = scales_bytes + 2 * hidden
-    send_bytes = max(tokens * dispatch_row_bytes, experts * tokens * combine_row_bytes)
-    recv_bytes = experts * tokens * max(dispatch_row_bytes, combine_row_bytes)
-    signal_bytes = align(4 * experts, _BUFFER_ALIGNMENT_BYTES)
-    total_bytes = 2 * (send_bytes + recv_bytes + signal_bytes)
-    return align(total_bytes + 1, _BUFFER_ALIGNMENT_BYTES)
+    experts = check_whole("num_experts", num_experts, 1)
+    need_bytes = _core.low_latency_hint_bytes(num_ranks, max(tokens, 1), _HINTED_TOP_K, experts, hidden)
+    return align(int(need_bytes), _BUFFER_ALIGNMENT_BYTES)

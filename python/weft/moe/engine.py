@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Buffer has on one device: the core object, its communication stream, and views of its window.
 
-A tensor that a dispatch returns lives in the window, because peers write it there. Its memory goes back to the
-window's heap when the last tensor that shares it is gone; on CUDA the next call that takes memory first waits
-for what the current stream had queued at that moment.
+A tensor that a dispatch returns lives in the window, because peers write it there. Its memory goes back to
+the window's heap when the last tensor that shares it is gone; on CUDA the next call that takes memory first
+waits for what the current stream had queued at that moment.
 Threads: one caller at a time; tensors may die in any thread.
 """
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from weft import _core
-from weft.moe.events import EventHandle, EventOverlap, handle_of
+from weft.moe.events import EventHandle, EventOverlap
+
+_NOWHERE = 16
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return where a tensor is for the core: 0 for None, never 0 for a tensor, be it empty."""
+    return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
 
 
 class _Lease:
@@ -26,7 +36,7 @@ class _Lease:
         self.is_permanent = is_permanent  # a captured graph writes here at every replay
 
     def __del__(self) -> None:
-        if not self.is_permanent:
+        if not self.is_permanent and not sys.is_finalizing():
             self.engine.release(self.offset)
 
 
@@ -45,50 +55,80 @@ class Engine:
         heap_bytes: int,
         low_latency_bytes: int,
         timeout_s: float,
+        may_mask: bool = False,
     ) -> None:
         self.device = device
+        self.communicator = communicator
         self.is_cuda = device.type == "cuda"
         self.core = _core.MoeBuffer.create(communicator, heap_bytes, low_latency_bytes, timeout_s)
         self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
+        self.low_latency = _core.LowLatency(self.core, may_mask)
         self._released: list[tuple[int, Any]] = []
 
-    # -- memory ------------------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------------
 
     def piece(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return uint8[num_bytes] of the window; the piece is given back when the last view of it is gone."""
         is_permanent = self.is_cuda and torch.cuda.is_current_stream_capturing()
         lease = _Lease(self, offset, is_permanent)
-        view: torch.Tensor = torch.from_dlpack(self.core.view(offset, max(num_bytes, 16), lease))
+        view: torch.Tensor = from_dlpack(self.core.view(offset, max(num_bytes, 16), lease))
         return view
+
+    def permanent_view(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return uint8[num_bytes] of the window, which stays mapped as long as the view."""
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        view: torch.Tensor = from_dlpack(self.core.view(offset, num_bytes, self))
+        return view
+
+    def rows_part(self, num_bytes: int) -> tuple[int, int]:
+        """Return (offset, bytes) of the window's part for received rows, at most ``num_bytes``."""
+        begin = int(self.core.low_latency_end)
+        return begin, min(num_bytes, int(self.core.window_bytes) - begin)
+
+    def low_latency_part(self) -> tuple[int, int]:
+        """Return (offset, bytes) of the window's part for low-latency rows, without their signals."""
+        control_bytes = int(_core.low_latency_region_bytes(self.communicator.size, 0))
+        begin = int(self.core.low_latency_begin) + control_bytes
+        return begin, max(int(self.core.low_latency_end) - begin, 0)
 
     def release(self, offset: int) -> None:
         """Give a piece back, on CUDA after what the current stream has queued."""
-        if self.is_cuda:
-            self._released.append((offset, torch.cuda.current_stream(self.device).record_event()))
-        else:
+        if not self.is_cuda:
             self.core.give_back(offset)
+        elif torch.cuda.is_current_stream_capturing():  # an event of a capture means nothing outside it
+            self._released.append((offset, None))
+        else:
+            self._released.append((offset, torch.cuda.current_stream(self.device).record_event()))
 
     def reclaim(self) -> None:
         """Make pieces that were given back usable by work that the communication stream gets from now on."""
-        while self._released:
+        while self._released and not torch.cuda.is_current_stream_capturing():
             offset, event = self._released.pop()
-            self.comm_stream.wait_event(event)
+            if event is None:
+                self.comm_stream.wait_stream(torch.cuda.current_stream(self.device))
+            else:
+                self.comm_stream.wait_event(event)
             self.core.give_back(offset)
 
-    # -- order -------------------------------------------------------------------------------------------------
+    # -- order -----------------------------------------------------------------------------------------------
 
     @property
     def stream(self) -> int:
         """The communication stream for the core; 0 on the CPU, where calls finish before they return."""
         return int(self.comm_stream.cuda_stream) if self.is_cuda else 0
 
-    def begin(self, previous_event: EventOverlap | EventHandle | None) -> None:
-        """Order the communication stream after ``previous_event``, or else after the current stream."""
-        handle = handle_of(previous_event, "previous_event")
+    @property
+    def current_stream(self) -> int:
+        """The caller's stream for the core; 0 on the CPU."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream) if self.is_cuda else 0
+
+    def begin(self, previous: EventHandle | None) -> None:
+        """Order the communication stream after ``previous``, or else after the current stream."""
         if not self.is_cuda:
             return
-        if handle is not None:
-            handle.stream_wait(self.comm_stream)
+        if previous is not None:
+            previous.stream_wait(self.comm_stream)
         else:
             self.comm_stream.wait_stream(torch.cuda.current_stream(self.device))
         self.reclaim()
@@ -106,9 +146,19 @@ class Engine:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
         return EventOverlap(EventHandle(self.comm_stream))
 
-    def empty(self, *shape: int, dtype: torch.dtype, on_comm_stream: bool = False) -> torch.Tensor:
-        """Return an uninitialised tensor, allocated for the current stream or for the communication stream."""
-        if on_comm_stream and self.is_cuda:
-            with torch.cuda.stream(self.comm_stream):
-                return torch.empty(shape, dtype=dtype, device=self.device)
+    def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor, allocated for the stream that is current."""
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def on_comm_stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which torch's work goes to the communication stream, if any."""
+        return torch.cuda.stream(self.comm_stream) if self.is_cuda else nullcontext()
+
+    def allocating(self, on_comm_stream: bool) -> AbstractContextManager[Any]:
+        """Return a context in which empty() allocates for the communication stream, if asked to."""
+        return self.on_comm_stream() if on_comm_stream else nullcontext()
+
+    def synchronize(self) -> None:
+        """Wait, on the host, until the communication stream has done all it got."""
+        if self.is_cuda:
+            self.comm_stream.synchronize()

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import Error
+from weft.moe.arguments import check_deterministic_fill
 
 
 class _Process:
@@ -99,11 +100,7 @@ def check_nvlink_connections(group: Any) -> None:
 
 def check_torch_deterministic() -> None:
     """Raise weft.Error when torch would fill every new tensor, which races with communication streams."""
-    if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
-        raise Error(
-            "torch.utils.deterministic.fill_uninitialized_memory: got True with deterministic algorithms, "
-            "allowed: False, because the fill would overwrite rows that peers have already sent"
-        )
+    check_deterministic_fill(torch.device("cuda"))
 
 
 @lru_cache

@@ -32,6 +32,8 @@ __all__ = [
 
 def calc_diff(x: Tensor, y: Tensor) -> float:
     """Return 1 - the similarity of x + 1 and y + 1 in float64: 0 for equal tensors, always below 2."""
+    if x.numel() == 0:
+        return 0.0
     a, b = x.double() + 1, y.double() + 1
     return float(1 - 2 * (a * b).sum() / (a * a + b * b).sum())
 

@@ -157,7 +157,7 @@ def quantize_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     groups = x.float().unflatten(-1, (-1, SCALE_GROUP))
     amax = groups.abs().amax(dim=-1, keepdim=True).clamp(min=1e-4)
     scales = amax / FP8_MAX
-    factors = FP8_MAX / amax
+    factors = torch.full_like(amax, FP8_MAX) / amax  # number / tensor would round twice
     if round_scale:
         scales = _power_of_two_above(scales)
         factors = 1.0 / scales
@@ -198,10 +198,11 @@ def logfmt10(x: Tensor) -> Tensor:
     """Return what arrives of bf16 x [..., hidden] after a LogFMT-10 transfer, in float32.
 
     Per 128 channels: sign and a 9-bit logarithm between the group's least and greatest magnitude. A block of
-    1024 channels (512 where hidden is not a multiple of 1024) travels as bf16 unless all its groups qualify.
+    1024 channels (or the largest power of two that divides hidden) travels as bf16 unless all its groups do
+    qualify.
     """
     hidden = x.size(-1)
-    block = 1024 if hidden % 1024 == 0 else 512
+    block = next(size for size in (1024, 512, 256, 128) if hidden % size == 0)
     groups = x.float().unflatten(-1, (-1, SCALE_GROUP))
     magnitude = groups.abs()
     log_max = magnitude.amax(-1, keepdim=True).log2()

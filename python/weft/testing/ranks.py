@@ -36,17 +36,19 @@ from typing import Any
 import torch
 import torch.distributed
 
+from weft.errors import Error
+
 _GRACE_S = 5.0  # for the other ranks to report once one has failed
 
 
-class RankError(RuntimeError):
+class RankError(Error):
     """One or more ranks failed, died or passed the deadline; the message has each one's story.
 
     ``ranks`` names them, the first to fail first.
     """
 
     def __init__(self, message: str, ranks: list[int]) -> None:
-        super().__init__(message)
+        super().__init__(message, "system")
         self.ranks = ranks
 
 
@@ -72,6 +74,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     with_group: bool = True,
+    with_gpus: bool = True,
     deadline_s: float = 120.0,
     lost: Collection[int] = (),
 ) -> list[Any]:
@@ -80,11 +83,15 @@ def run_ranks(
     Args:
         function: any callable; results are pickled.
         with_group: make a gloo group of the ranks; False leaves torch.distributed alone.
+        with_gpus: False hides GPUs from the ranks, so that a test means the same on every machine.
         deadline_s: seconds for the whole run.
         lost: ranks that are meant to die or stop; their result is None and they are killed at the end.
     Raises: RankError.
     """
-    with RankPool(num_ranks, with_group=with_group, deadline_s=deadline_s, first=(function, args)) as pool:
+    pool = RankPool(
+        num_ranks, with_group=with_group, with_gpus=with_gpus, deadline_s=deadline_s, first=(function, args)
+    )
+    with pool:
         return pool.results(lost)
 
 
@@ -95,7 +102,7 @@ class RankPool:
         for shape in shapes:
             pool.run(check_dispatch, shape)      # check_dispatch is a module-level function
 
-    Args: see run_ranks. A failed run leaves the pool unusable.
+    Args: see run_ranks. After a failed run the next one starts fresh ranks.
     """
 
     def __init__(
@@ -103,22 +110,27 @@ class RankPool:
         num_ranks: int,
         *,
         with_group: bool = True,
+        with_gpus: bool = True,
         deadline_s: float = 120.0,
         first: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     ) -> None:
-        context = multiprocessing.get_context("fork")
         self.num_ranks = num_ranks
         self._deadline_s = deadline_s
-        self._folder = Path(tempfile.mkdtemp(prefix="weft-ranks-"))
-        self._processes = []
+        self._options = {"with_group": with_group, "with_gpus": with_gpus, "deadline_s": deadline_s}
+        self._processes: list[Any] = []
         self._connections: list[Connection] = []
-        for rank in range(num_ranks):
+        self._start(first)
+
+    def _start(self, first: tuple[Callable[..., Any], tuple[Any, ...]] | None = None) -> None:
+        context = multiprocessing.get_context("fork")
+        self._folder = Path(tempfile.mkdtemp(prefix="weft-ranks-"))
+        for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             self._connections.append(ours)
             process = context.Process(
                 target=_serve,
-                args=(Rank(rank, num_ranks, None, self._folder), theirs, list(self._connections)),
-                kwargs={"with_group": with_group, "deadline_s": deadline_s, "first": first},
+                args=(Rank(rank, self.num_ranks, None, self._folder), theirs, list(self._connections)),
+                kwargs={"first": first, **self._options},
                 daemon=True,
             )
             process.start()
@@ -127,6 +139,8 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], *args: Any, lost: Collection[int] = ()) -> list[Any]:
         """Run a picklable ``function(rank, *args)`` on every rank; return its results in rank order."""
+        if not self._processes:
+            self._start()
         job = pickle.dumps((function, args))
         for connection in self._connections:
             connection.send_bytes(job)
@@ -134,9 +148,7 @@ class RankPool:
 
     def pid(self, rank: int) -> int:
         """Return the process id of ``rank``."""
-        pid = self._processes[rank].pid
-        assert pid is not None
-        return pid
+        return int(self._processes[rank].pid)
 
     def results(self, lost: Collection[int] = ()) -> list[Any]:
         """Wait for the run under way; return its results in rank order. Raises: RankError."""
@@ -159,7 +171,7 @@ class RankPool:
         for rank in lost:
             self._processes[rank].kill()
         if failures:
-            self.kill()
+            self.close(grace_s=0)
             stories = [f"rank {rank} of {self.num_ranks}: {story}" for rank, story in failures.items()]
             raise RankError("\n\n".join(stories), list(failures))
         return results
@@ -171,14 +183,15 @@ class RankPool:
         for process in self._processes:
             process.join()
 
-    def close(self) -> None:
-        """End every rank and remove the shared folder; idempotent."""
+    def close(self, grace_s: float = _GRACE_S) -> None:
+        """Let every rank end, for ``grace_s`` seconds, and remove the shared folder; idempotent."""
         for connection in self._connections:
             connection.close()
-        until = time.monotonic() + _GRACE_S
+        until = time.monotonic() + grace_s
         for process in self._processes:
             process.join(max(until - time.monotonic(), 0))
         self.kill()
+        self._processes, self._connections = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> RankPool:
@@ -187,9 +200,7 @@ class RankPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.kill()
-        self.close()
+        self.close(grace_s=_GRACE_S if error is None else 0)
 
     def _receive(self, rank: int, connection: Connection) -> tuple[bool, Any]:
         try:
@@ -217,6 +228,7 @@ def _serve(
     connection: Connection,
     inherited: list[Connection],
     with_group: bool,
+    with_gpus: bool,
     deadline_s: float,
     first: tuple[Callable[..., Any], tuple[Any, ...]] | None,
 ) -> None:
@@ -224,6 +236,8 @@ def _serve(
     for parents_end in inherited:  # else no rank would see the parent close its own
         parents_end.close()
     torch.set_num_threads(1)
+    if not with_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     stack_file = open(_stack_file(me.folder, me.rank), "w")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=True)
     try:

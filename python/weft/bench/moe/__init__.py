@@ -79,7 +79,9 @@ def measure(me: Rank, options: Options) -> tuple[list[Row], list[str]]:
 
     bench = Bench(me, options)
     inputs = Inputs.make(bench)
-    return (high_throughput if options.mode == "ht" else low_latency).measure(bench, inputs)
+    if options.mode == "ht":
+        return high_throughput.measure(bench, inputs)
+    return low_latency.measure(bench, inputs)
 
 
 def _options(args: argparse.Namespace, gpus: int) -> Options:
@@ -94,6 +96,8 @@ def _options(args: argparse.Namespace, gpus: int) -> Options:
     for name, least in at_least.items():
         if given[name] < least:
             raise invalid(name.replace("_", "-"), given[name], f"{least} or more")
+    if args.routes in ("uniform", "zipf") and args.top_k > args.experts:
+        raise invalid("top-k", args.top_k, f"at most the number of experts, {args.experts}")
     if args.dtype == "fp8" and args.hidden % 128:
         raise invalid("hidden", args.hidden, "a multiple of 128 for fp8: a scale covers 128 channels")
     return Options(

@@ -14,7 +14,7 @@ from torch import Tensor
 import weft
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, row_bytes
-from weft.bench.moe.setting import Bench, Inputs, count_rows, extra, notes, row
+from weft.bench.moe.setting import Bench, Inputs, count_rows, make_row, method_notes, shape_columns
 from weft.bench.report import Row, progress
 from weft.testing import oracle
 
@@ -48,7 +48,7 @@ def measure(bench: Bench, inputs: Inputs) -> tuple[list[Row], list[str]]:
     rows = _rows(bench, traffic, bench.samples_us())
     for of_peer in calls.values():
         of_peer.buffer.destroy()
-    return rows, notes(bench, deep_ep is not None)
+    return rows, method_notes(bench, deep_ep is not None)
 
 
 class _Samples:
@@ -73,6 +73,7 @@ class _Samples:
         received = round(traffic.received)
         self.copy_in = peers.Memcpy(received * row_bytes(o.dtype, o.hidden), bench.device)
         self.copy_back = peers.Memcpy(received * row_bytes("bf16", o.hidden), bench.device)
+        self._kept: list[Any] = []
         captured = calls if o.is_captured else {}
         self.replays = {name: self._capture(of_peer) for name, of_peer in captured.items()}
 
@@ -81,14 +82,16 @@ class _Samples:
         dispatch, results = self.bench.captured(
             lambda: of_peer.dispatch(self.payload, self.topk_idx, self.weights, routes)
         )
-        combine, _ = self.bench.captured(lambda: of_peer.combine(self.y, results[4]))
+        combine, combined = self.bench.captured(lambda: of_peer.combine(self.y, results[4]))
         handle = peers.HighThroughput(of_peer.buffer, of_peer.experts).dispatch(
             self.payload, self.topk_idx, self.weights, of_peer.layout(self.topk_idx)
         )[4]
-        cached, _ = self.bench.captured(lambda: of_peer.dispatch_cached(self.payload, handle))
+        cached, again = self.bench.captured(lambda: of_peer.dispatch_cached(self.payload, handle))
+        self._kept.append((routes, results, combined, handle, again))  # replays read and write there
         return [layout, dispatch, combine, cached]
 
     def take(self, topk_idx: Tensor) -> None:
+        """Take one sample of everything along this rank's routes."""
         self.topk_idx.copy_(topk_idx)
         for name, of_peer in self.calls.items():
             if name in self.replays:
@@ -146,11 +149,11 @@ def _rows(bench: Bench, traffic: Traffic, us: dict[str, list[float]]) -> list[Ro
     o = bench.options
     sent_bytes, back_bytes = row_bytes(o.dtype, o.hidden), row_bytes("bf16", o.hidden)
     layout = Row("ht_layout", "int64", o.tokens, o.tokens * o.top_k * 8, us["weft layout"], checked=True)
-    layout.extra = extra(bench, 0.0, 0.0, layout.us)
+    layout.extra = shape_columns(bench)
     rows = [layout]
     for step, dtype, bytes_per_row in (("dispatch", o.dtype, sent_bytes), ("combine", "bf16", back_bytes)):
         logical, egress = traffic.received * bytes_per_row, traffic.egress * bytes_per_row
-        rows.append(row(bench, "ht", step, dtype, us, logical, egress))
+        rows.append(make_row(bench, "ht", step, dtype, us, logical, egress))
     rows[1].extra["cached_us"] = round(statistics.median(us["weft cached"]), 3)
     if "deep_ep layout" in us:
         rows[0].baselines["deep_ep"] = statistics.median(us["deep_ep layout"])

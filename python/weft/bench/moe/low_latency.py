@@ -13,7 +13,7 @@ from torch import Tensor
 import weft
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, row_bytes
-from weft.bench.moe.setting import Bench, Inputs, count_rows, notes, row
+from weft.bench.moe.setting import Bench, Inputs, count_rows, make_row, method_notes
 from weft.bench.report import Row, progress
 from weft.testing import oracle
 
@@ -50,10 +50,10 @@ def measure(bench: Bench, inputs: Inputs) -> tuple[list[Row], list[str]]:
     for step, dtype in (("dispatch", o.dtype), ("combine", "bf16")):
         bytes_per_row = row_bytes(dtype, o.hidden)
         logical, egress = traffic.selections * bytes_per_row, traffic.egress * bytes_per_row
-        rows.append(row(bench, "ll", step, dtype, us, logical, egress))
+        rows.append(make_row(bench, "ll", step, dtype, us, logical, egress))
     for of_peer in calls.values():
         of_peer.buffer.destroy()
-    return rows, notes(bench, deep_ep is not None)
+    return rows, method_notes(bench, deep_ep is not None)
 
 
 class _Samples:
@@ -70,6 +70,7 @@ class _Samples:
         o, me = bench.options, bench.me
         self.bench, self.calls, self.x, self.weights = bench, calls, inputs.mine, inputs.my_weights
         self.in_a_row = in_a_row
+        self._kept: list[Any] = []
         self.topk_idx = inputs.routes[0][me.rank].to(bench.device, copy=True)
         self.y = torch.zeros(
             -(-o.experts // me.size),
@@ -95,12 +96,14 @@ class _Samples:
         torch.cuda.synchronize()
         dispatch, combine = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(dispatch):
-            self._results = of_peer.dispatch(self.x, self.topk_idx)
+            results = of_peer.dispatch(self.x, self.topk_idx)
         with torch.cuda.graph(combine):
-            self._combined = of_peer.combine(self.y, self.topk_idx, self.weights, self._results[2])
+            combined = of_peer.combine(self.y, self.topk_idx, self.weights, results[2])
+        self._kept.append((results, combined))  # replays write there
         return dispatch.replay, combine.replay
 
     def take(self, topk_idx: Tensor) -> None:
+        """Take one sample of everything along this rank's routes."""
         self.topk_idx.copy_(topk_idx)
         for name, of_peer in self.calls.items():
             self.bench.line_up()

@@ -16,7 +16,8 @@ ZIPF_EXPONENT = 1.0
 def make_routes(
     kind: str, num_sets: int, num_ranks: int, tokens: int, top_k: int, experts: int, seed: int
 ) -> list[list[Tensor]]:
-    """Return, per set and rank, int64[tokens, top_k] of distinct expert ids; the same on every rank.
+    """Return, per set and rank, int64[tokens, top_k <= experts] of distinct expert ids; the same on every
+    rank.
 
     Args:
         kind: ``uniform``: every expert alike. ``zipf``: the n-th most popular expert has weight 1/n,
@@ -27,8 +28,6 @@ def make_routes(
     """
     if kind not in ("uniform", "zipf"):
         return _read(Path(kind), num_sets, num_ranks, tokens, top_k, experts)
-    if top_k > experts:
-        raise invalid("top-k", top_k, f"at most the number of experts, {experts}")
     generator = torch.Generator().manual_seed(seed)
     weights = torch.zeros(experts)
     if kind == "zipf":

@@ -116,12 +116,14 @@ class Bench:
         return [sum(values[at : at + calls]) / calls for at in range(0, len(values), calls)]
 
     def captured(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Return a replay of ``call`` and the results that each replay fills in anew."""
+        """Return a replay of ``call`` and the results that each replay fills in anew; it was replayed once."""
         call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             results = call()
+        graph.replay()  # capturing computes nothing, and the next call to be captured may read these results
+        torch.cuda.synchronize()
         return graph.replay, results
 
 
@@ -156,7 +158,7 @@ class Inputs:
         )
 
 
-def row(
+def make_row(
     bench: Bench,
     mode: str,
     step: str,
@@ -165,21 +167,31 @@ def row(
     logical_bytes: float,
     egress_bytes: float,
 ) -> Row:
+    """Return the row of one step of Weft beside its baselines.
+
+    Args:
+        step: ``dispatch`` or ``combine``; samples are found under ``<peer> <step>``.
+        us: the slowest rank's samples by name.
+        logical_bytes, egress_bytes: moved, own rank included, and leaving a rank; means over ranks.
+    """
     o = bench.options
     names = {"all_to_all": all_to_all_name(bench), "memcpy": "memcpy", "deep_ep": "deep_ep"}
-    row = Row(f"{mode}_{step}", dtype, o.tokens, round(logical_bytes), us[f"weft {step}"], checked=True)
+    made = Row(f"{mode}_{step}", dtype, o.tokens, round(logical_bytes), us[f"weft {step}"], checked=True)
     measured = {name: us.get(f"{key} {step}") for key, name in names.items()}
-    row.baselines = {name: statistics.median(samples) for name, samples in measured.items() if samples}
+    made.baselines = {name: statistics.median(samples) for name, samples in measured.items() if samples}
     if bench.on_gpu:
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        row.floor_us = h200_floor_us(egress_bytes, bench.me.size, gpus)
+        made.floor_us = h200_floor_us(egress_bytes, bench.me.size, gpus)
     else:
-        row.floor_us = min(us[f"memcpy {step}"])
-    row.extra = extra(bench, logical_bytes, egress_bytes, row.us)
-    return row
+        made.floor_us = min(us[f"memcpy {step}"])
+    made.extra = shape_columns(bench)
+    made.extra["logical_gbs"] = round(logical_bytes / made.us / 1e3, 3)
+    made.extra["egress_gbs"] = round(egress_bytes / made.us / 1e3, 3)
+    return made
 
 
-def extra(bench: Bench, logical_bytes: float, egress_bytes: float, us: float) -> dict[str, Any]:
+def shape_columns(bench: Bench) -> dict[str, Any]:
+    """Return what every row of a run repeats: the shape, the routes, the machine's side."""
     o = bench.options
     return {
         "mode": o.mode,
@@ -191,29 +203,29 @@ def extra(bench: Bench, logical_bytes: float, egress_bytes: float, us: float) ->
         "transport": o.transport,
         "device": o.device,
         "clock": "host" if not bench.on_gpu else "events around a graph" if o.is_captured else "events",
-        "logical_gbs": round(logical_bytes / us / 1e3, 3),
-        "egress_gbs": round(egress_bytes / us / 1e3, 3),
     }
 
 
 def all_to_all_name(bench: Bench) -> str:
+    """Return which library carries torch.distributed's all-to-all here."""
     return "nccl" if bench.on_gpu else "gloo"
 
 
-def notes(bench: Bench, has_deep_ep: bool) -> list[str]:
-    notes = [
+def method_notes(bench: Bench, has_deep_ep: bool) -> list[str]:
+    """Return the lines that say what the columns of this run mean."""
+    lines = [
         "MB: bytes of the rows that a rank receives, its own included, mean over ranks "
         "(low latency: of its (token, expert) pairs); times are the slowest rank's",
         f"{all_to_all_name(bench)}: the same work with torch.distributed all-to-all; memcpy: a copy of "
         "the bytes that a rank receives, each row once, one thread per rank, all ranks at once",
     ]
     if bench.on_gpu:
-        notes.append("floor: bare one-shot exchange between 8 H200 (docs/benchmarks.md); none elsewhere")
+        lines.append("floor: bare one-shot exchange between 8 H200 (docs/benchmarks.md); none elsewhere")
     else:
-        notes.append("floor: the fastest of the memcpy samples")
+        lines.append("floor: the fastest of the memcpy samples")
     if not has_deep_ep:
-        notes.append("deep_ep: not measured, DeepEP itself is not installed here")
-    return notes
+        lines.append("deep_ep: not measured, DeepEP itself is not installed here")
+    return lines
 
 
 def count_rows(rows: peers.Payload) -> int:

@@ -7,14 +7,14 @@ trace -> graph -> fusion -> channels + schedule -> blocks -> waits, IR -> instan
 from __future__ import annotations
 
 from weft.collectives.compiler.blocks import assign_blocks
-from weft.collectives.compiler.fusion import absorb_copies, fuse_forwards
+from weft.collectives.compiler.fusion import absorb_copies, fuse_forwards, send_originals
 from weft.collectives.compiler.graph import Graph
 from weft.collectives.compiler.instances import replicate
 from weft.collectives.compiler.lower import lower
 from weft.collectives.compiler.schedule import schedule
-from weft.collectives.ir import Algorithm
+from weft.collectives.ir import MAX_COUNT, Algorithm, fifo_units
 from weft.collectives.language import Program, ProgramError
-from weft.collectives.verifier import verify
+from weft.collectives.verifier import VerificationError, verify
 
 __all__ = ["compile_program", "replicate"]
 
@@ -28,12 +28,24 @@ def compile_program(program: Program) -> Algorithm:
         raise ProgramError(
             f"{program.where}: program {program.name!r} does not do {program.collective!r}: {place}{what}"
         )
-    graph = Graph(program)
+    algorithm = _lowered(program, MAX_COUNT)
+    try:
+        verify(algorithm)
+    except VerificationError as error:
+        if error.kind != "deadlock":
+            raise
+        # Steps of several chunks overran a connection; small steps can be scheduled to fit it.
+        algorithm = _lowered(program, max(1, fifo_units(program.protocol) // 2))
+        verify(algorithm)
+    return algorithm
+
+
+def _lowered(program: Program, step_chunks: int) -> Algorithm:
+    graph = Graph(program, step_chunks)
     if program.fuse:
         absorb_copies(graph)
+        send_originals(graph)
         fuse_forwards(graph)
     order = schedule(graph)
     algorithm = lower(graph, order, assign_blocks(order, program.num_ranks))
-    algorithm = replicate(algorithm, program.instances, program.interleaved)
-    verify(algorithm)
-    return algorithm
+    return replicate(algorithm, program.instances, program.interleaved)

@@ -4,6 +4,7 @@
     cpy a->b, rrc b+=in       ->  rrc b = a + in        (absorb_copies)
     rrc, s                    ->  rrcs, or rrs if nobody else needs the sum
     r, s                      ->  rcs
+    cpy a->b, s b             ->  cpy a->b, s a         (send_originals)
 
 A receive and a send merge when they agree in block, channel and count, the send needs nothing but the received chunks,
 and the forwarded chunks land where the receive stores its own: a step has one destination.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from weft.collectives.compiler.graph import Graph, Node, slots_read, slots_written
 from weft.collectives.contract import Buffer
-from weft.collectives.ir import Op
+from weft.collectives.ir import Op, Span
 
 
 def absorb_copies(graph: Graph) -> None:
@@ -54,6 +55,25 @@ def _only_copy_before(
         if any(writes and copy.seq < user.seq < node.seq for user, _, writes in uses[key]):
             return None
     return copy
+
+
+def send_originals(graph: Graph) -> None:
+    """Let a send read what a local copy read, where that stays unchanged, so that it need not wait for the copy."""
+    uses = graph.uses()
+    for node in graph.nodes:
+        if node.op is not Op.SEND:
+            continue
+        copies = {writer for writer in node.before if slots_written(writer)}
+        copy = next(iter(copies), None)
+        if copy is None or len(copies) > 1 or copy.op is not Op.COPY:
+            continue
+        shift = node.src.index - copy.dst.index
+        inside = copy.dst.buffer == node.src.buffer and shift >= 0 and shift + node.count <= copy.count
+        if inside and not any(
+            writes for key in slots_read(copy) for user, _, writes in uses[key] if user.seq > copy.seq
+        ):
+            node.src = Span(copy.src.buffer, copy.src.index + shift)
+    graph.link()
 
 
 def fuse_forwards(graph: Graph) -> None:

@@ -43,15 +43,15 @@ class Node:
 
 
 class Graph:
-    """All instructions in program order, and the use of every slot, which the passes ask for."""
+    """All instructions in program order, of at most ``step_chunks`` chunks, and the use of every slot."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, step_chunks: int = MAX_COUNT) -> None:
         self.program = program
         self.nodes: list[Node] = []
         self._bases = [_scratch_bases(program, rank) for rank in range(program.num_ranks)]
         for operation in program.operations:
-            for at in range(0, operation.size, MAX_COUNT):
-                self._add(operation, at, min(MAX_COUNT, operation.size - at))
+            for at in range(0, operation.size, step_chunks):
+                self._add(operation, at, min(step_chunks, operation.size - at))
         self.link()
 
     def scratch_chunks(self, rank: int) -> int:

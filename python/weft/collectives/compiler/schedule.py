@@ -74,6 +74,14 @@ def _topological(nodes: list[Node], after: dict[Node, list[Node]]) -> list[Node]
     return order
 
 
+def _incoming(node: Node) -> tuple[int, int, int]:
+    return node.recv_peer, node.rank, node.channel
+
+
+def _outgoing(node: Node) -> tuple[int, int, int]:
+    return node.rank, node.send_peer, node.channel
+
+
 class _ListSchedule:
     """One attempt: issues nodes until all are issued or only receives out of turn are left."""
 
@@ -90,47 +98,55 @@ class _ListSchedule:
         self._order: list[Node] = []
 
     def run(self) -> tuple[list[Node], Node | None]:
+        """Return the order, and a receive that can never take its turn, if there is one."""
         ready = [(self._priority[node], node) for node in self._nodes if not self._missing[node]]
         heapq.heapify(ready)
-        waiting: list[Node] = []
+        waiting: dict[tuple[int, int, int], list[Node]] = {}
         while ready or waiting:
-            if not ready:
-                # Nothing but full connections and receives out of turn: let a send overrun its connection.
-                sends = [node for node in waiting if self._in_turn(node)]
-                if not sends:
-                    return self._order, waiting[0]
-                node = min(sends, key=lambda n: self._priority[n])
-                waiting.remove(node)
-            else:
+            if ready:
                 node = heapq.heappop(ready)[1]
-                if not (self._in_turn(node) and self._fits(node)):
-                    waiting.append(node)
+                if not self._in_turn(node):
+                    waiting.setdefault(_incoming(node), []).append(node)
                     continue
+                if not self._fits(node):
+                    waiting.setdefault(_outgoing(node), []).append(node)
+                    continue
+            else:
+                # Nothing but full connections and receives out of turn: let a send overrun its connection.
+                blocked = sorted(
+                    (node for nodes in waiting.values() for node in nodes), key=self._priority.__getitem__
+                )
+                node = next((n for n in blocked if self._in_turn(n)), blocked[0])
+                if not self._in_turn(node):
+                    return self._order, node
+                waiting[_outgoing(node)].remove(node)
             for later in self._issue(node):
                 heapq.heappush(ready, (self._priority[later], later))
-            for other in waiting:
-                heapq.heappush(ready, (self._priority[other], other))
-            waiting = []
+            for key in (_incoming(node), _outgoing(node)):
+                for other in waiting.pop(key, ()):
+                    heapq.heappush(ready, (self._priority[other], other))
         return self._order, None
 
     def _in_turn(self, node: Node) -> bool:
         if node.sent_by is None:
             return True
-        return self._in_flight[node.sent_by.rank, node.rank, node.channel][0] is node
+        return self._in_flight[_incoming(node)][0] is node
 
     def _fits(self, node: Node) -> bool:
         if node.sent_to is None:
             return True
-        in_flight = self._in_flight.get((node.rank, node.sent_to.rank, node.channel), ())
-        return not in_flight or sum(other.count for other in in_flight) + node.count <= self._fifo
+        in_flight = self._in_flight.get(_outgoing(node), ())
+        # A new message leaves a place for one that is passed on; else a ring of forwards fills up and stops.
+        starts_forward = node.sent_by is None and node.sent_to.sent_to is not None
+        room = self._fifo - 1 if starts_forward else self._fifo
+        return not in_flight or sum(other.count for other in in_flight) + node.count <= room
 
     def _issue(self, node: Node) -> list[Node]:
         self._order.append(node)
         if node.sent_by is not None:
-            self._in_flight[node.sent_by.rank, node.rank, node.channel].popleft()
+            self._in_flight[_incoming(node)].popleft()
         if node.sent_to is not None:
-            key = (node.rank, node.sent_to.rank, node.channel)
-            self._in_flight.setdefault(key, deque()).append(node.sent_to)
+            self._in_flight.setdefault(_outgoing(node), deque()).append(node.sent_to)
         ready = []
         for later in self._after[node]:
             self._missing[later] -= 1

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// element.cuh: the numbers that collectives reduce. Sixteen bytes at a time; 8- and 16-bit floats are computed in
+// float32 and rounded to nearest, ties to even; NaN wins in min and max of floats.
+#pragma once
+
+#include "kernels/collective/program_args.h"
+#include "kernels/core/numbers.cuh"
+
+namespace weft {
+
+WEFT_DEVICE constexpr uint32_t element_bytes(Element element) {
+  switch (element) {
+    case Element::kE4m3:
+    case Element::kE5m2:
+    case Element::kInt8:
+    case Element::kUint8: return 1;
+    case Element::kFp16:
+    case Element::kBf16: return 2;
+    case Element::kFp64:
+    case Element::kInt64:
+    case Element::kUint64: return 8;
+    default: return 4;
+  }
+}
+
+namespace element {
+
+// How a stored number becomes one to compute with, and back.
+template <class T>
+struct Plain {
+  using Stored = T;
+  using Value = T;
+  WEFT_DEVICE static T load(T stored) { return stored; }
+  WEFT_DEVICE static T store(T value) { return value; }
+};
+struct Half {
+  using Stored = uint16_t;
+  using Value = float;
+  WEFT_DEVICE static float load(uint16_t bits) { return float_of_f16(bits); }
+  WEFT_DEVICE static uint16_t store(float value) { return static_cast<uint16_t>(f16_bits(value)); }
+};
+struct Brain {
+  using Stored = uint16_t;
+  using Value = float;
+  WEFT_DEVICE static float load(uint16_t bits) { return float_of_bf16(bits); }
+  WEFT_DEVICE static uint16_t store(float value) { return static_cast<uint16_t>(bf16_bits(value)); }
+};
+struct E5m2 {
+  using Stored = uint8_t;
+  using Value = float;
+  WEFT_DEVICE static float load(uint8_t bits) { return float_of_f16(static_cast<uint32_t>(bits) << 8); }
+  WEFT_DEVICE static uint8_t store(float value) { return static_cast<uint8_t>(e5m2_bits(value)); }
+};
+struct E4m3 {
+  using Stored = uint8_t;
+  using Value = float;
+  WEFT_DEVICE static float load(uint8_t bits) { return float_of_e4m3(bits); }
+  WEFT_DEVICE static uint8_t store(float value) { return static_cast<uint8_t>(e4m3x4(value, 0.0f, 0.0f, 0.0f) & 0xffu); }
+};
+
+template <class T>
+WEFT_DEVICE bool is_nan(T value) {
+  return value != value;
+}
+
+struct Sum {
+  template <class T>
+  WEFT_DEVICE static T apply(T a, T b) {
+    return static_cast<T>(a + b);
+  }
+  // Signed integers wrap.
+  WEFT_DEVICE static int32_t apply(int32_t a, int32_t b) {
+    return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
+  }
+  WEFT_DEVICE static int64_t apply(int64_t a, int64_t b) {
+    return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+  }
+};
+struct Product {
+  template <class T>
+  WEFT_DEVICE static T apply(T a, T b) {
+    return static_cast<T>(a * b);
+  }
+  // Signed integers wrap.
+  WEFT_DEVICE static int32_t apply(int32_t a, int32_t b) {
+    return static_cast<int32_t>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b));
+  }
+  WEFT_DEVICE static int64_t apply(int64_t a, int64_t b) {
+    return static_cast<int64_t>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+  }
+};
+struct Min {
+  template <class T>
+  WEFT_DEVICE static T apply(T a, T b) {
+    return (a < b || is_nan(a)) ? a : b;
+  }
+};
+struct Max {
+  template <class T>
+  WEFT_DEVICE static T apply(T a, T b) {
+    return (a > b || is_nan(a)) ? a : b;
+  }
+};
+
+// Combines two vectors element by element.
+template <class Format, class Op>
+struct Combiner {
+  static constexpr uint32_t kPerVec = 16 / sizeof(typename Format::Stored);
+  struct Lanes {
+    typename Format::Stored values[kPerVec];
+  };
+  WEFT_DEVICE static Vec16 apply(const Vec16& a, const Vec16& b) {
+    const auto x = __builtin_bit_cast(Lanes, a);
+    const auto y = __builtin_bit_cast(Lanes, b);
+    Lanes out;
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kPerVec; ++i)
+      out.values[i] = Format::store(Op::apply(Format::load(x.values[i]), Format::load(y.values[i])));
+    return __builtin_bit_cast(Vec16, out);
+  }
+};
+
+template <class Format, class F>
+WEFT_DEVICE void with_reduction(Reduction reduction, F f) {
+  switch (reduction) {
+    case Reduction::kSum: return f(Combiner<Format, Sum>{});
+    case Reduction::kProduct: return f(Combiner<Format, Product>{});
+    case Reduction::kMin: return f(Combiner<Format, Min>{});
+    case Reduction::kMax: return f(Combiner<Format, Max>{});
+  }
+}
+
+// Calls f with the format of an element type.
+template <class F>
+WEFT_DEVICE void with_format(Element element, F f) {
+  switch (element) {
+    case Element::kFp32: return f(Plain<float>{});
+    case Element::kFp16: return f(Half{});
+    case Element::kBf16: return f(Brain{});
+    case Element::kE4m3: return f(E4m3{});
+    case Element::kE5m2: return f(E5m2{});
+    case Element::kFp64: return f(Plain<double>{});
+    case Element::kInt8: return f(Plain<int8_t>{});
+    case Element::kUint8: return f(Plain<uint8_t>{});
+    case Element::kInt32: return f(Plain<int32_t>{});
+    case Element::kUint32: return f(Plain<uint32_t>{});
+    case Element::kInt64: return f(Plain<int64_t>{});
+    case Element::kUint64: return f(Plain<uint64_t>{});
+  }
+}
+
+}  // namespace element
+
+// Calls f with the combiner of the shape's element type and reduction; a constant choice on GPUs.
+template <class Shape, class F>
+WEFT_DEVICE void with_combiner(const Shape& shape, F f) {
+  element::with_format(static_cast<Element>(shape.element), [&](auto format) {
+    element::with_reduction<decltype(format)>(static_cast<Reduction>(shape.reduction), f);
+  });
+}
+
+}  // namespace weft

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// message.cuh: what a step moves. One pass over 16-byte units: take a unit from a message or from memory, combine it
+// with memory, store it, and put it into a message.
+#pragma once
+
+#include "kernels/collective/element.cuh"
+#include "kernels/core/copy.cuh"
+
+namespace weft {
+
+// Local memory of one piece: `bytes` of it exist (the last chunk of a buffer may be short). Null: not used.
+struct Piece {
+  std::byte* at = nullptr;
+  uint64_t bytes = 0;
+};
+
+// One slot of a connection, either end. Null: not used.
+struct Slot {
+  std::byte* at = nullptr;
+  uint64_t number = 0;  // of the message
+};
+
+struct Movement {
+  Slot in;
+  Piece src;  // combined with `in` where both are there
+  Piece dst;
+  Slot out;
+  bool adds_dst = false;  // dst = dst + src
+  bool streams = false;   // dst is written past the caches: it is large, and not read soon
+  uint64_t units = 0;
+};
+
+namespace message {
+
+WEFT_DEVICE bool is_aligned(const std::byte* at) { return reinterpret_cast<uint64_t>(at) % 16 == 0; }
+
+// Units that lie whole and aligned in a piece; all of them where the piece is not used.
+WEFT_DEVICE uint64_t whole_units(const Piece& piece, uint64_t units) {
+  if (!piece.at) return units;
+  if (!is_aligned(piece.at)) return 0;
+  const uint64_t whole = piece.bytes / 16;
+  return whole < units ? whole : units;
+}
+
+// A unit that may be unaligned or run over the end, where it reads zero and is not written.
+WEFT_DEVICE Vec16 load_ragged(const Piece& piece, uint64_t unit) {
+  std::byte bytes[16];
+  for (uint32_t i = 0; i < 16; ++i) {
+    const uint64_t at = unit * 16 + i;
+    bytes[i] = at < piece.bytes ? piece.at[at] : std::byte{0};
+  }
+  struct Bytes {
+    std::byte values[16];
+  };
+  return __builtin_bit_cast(Vec16, *reinterpret_cast<Bytes*>(bytes));
+}
+WEFT_DEVICE void store_ragged(const Piece& piece, uint64_t unit, const Vec16& value) {
+  struct Bytes {
+    std::byte values[16];
+  };
+  const auto bytes = __builtin_bit_cast(Bytes, value);
+  for (uint32_t i = 0; i < 16; ++i)
+    if (unit * 16 + i < piece.bytes) piece.at[unit * 16 + i] = bytes.values[i];
+}
+
+// How units travel in a slot.
+struct SimpleWire {
+  static constexpr bool kIsPlain = true;
+  template <class GiveUp>
+  WEFT_DEVICE static Vec16 take(const Slot& slot, uint64_t unit, GiveUp) {
+    return load_vec(reinterpret_cast<const Vec16*>(slot.at) + unit);
+  }
+  WEFT_DEVICE static void put(const Slot& slot, uint64_t unit, const Vec16& value) {
+    store_vec(reinterpret_cast<Vec16*>(slot.at) + unit, value);
+  }
+};
+
+// Two lines of (4 bytes, flag, 4 bytes, flag) per unit. The flag is the message's number plus one, so memory that was
+// never written is no message.
+struct LlWire {
+  static constexpr bool kIsPlain = false;
+  WEFT_DEVICE static uint32_t flag(const Slot& slot) { return static_cast<uint32_t>(slot.number) + 1; }
+  WEFT_DEVICE static bool is_there(const Slot& slot, const Vec16& line) {
+    return line.words[1] == flag(slot) && line.words[3] == flag(slot);
+  }
+  template <class GiveUp>
+  WEFT_DEVICE static Vec16 take(const Slot& slot, uint64_t unit, GiveUp gives_up) {
+    const auto* lines = reinterpret_cast<const Vec16*>(slot.at) + 2 * unit;
+    Vec16 low = load_line(lines);
+    Vec16 high = load_line(lines + 1);
+    for (uint32_t polls = 0; !(is_there(slot, low) && is_there(slot, high)); ++polls) {
+      if (gives_up(polls)) break;
+      low = load_line(lines);
+      high = load_line(lines + 1);
+    }
+    return {{low.words[0], low.words[2], high.words[0], high.words[2]}};
+  }
+  WEFT_DEVICE static void put(const Slot& slot, uint64_t unit, const Vec16& value) {
+    auto* lines = reinterpret_cast<Vec16*>(slot.at) + 2 * unit;
+    const uint32_t number = flag(slot);
+    store_line(lines, {{value.words[0], number, value.words[1], number}});
+    store_line(lines + 1, {{value.words[2], number, value.words[3], number}});
+  }
+  // Whether a unit has arrived, without waiting.
+  WEFT_DEVICE static bool arrived(const Slot& slot, uint64_t unit) {
+    const auto* lines = reinterpret_cast<const Vec16*>(slot.at) + 2 * unit;
+    return is_there(slot, load_line(lines)) && is_there(slot, load_line(lines + 1));
+  }
+};
+
+// Units that are not whole in some piece, or whose wire is not plain memory.
+template <class Wire, class Combiner, class GiveUp>
+WEFT_DEVICE void move_unit(const Movement& m, uint64_t unit, bool is_ragged, GiveUp gives_up) {
+  auto load = [&](const Piece& piece) {
+    return is_ragged ? load_ragged(piece, unit) : load_vec(reinterpret_cast<const Vec16*>(piece.at) + unit);
+  };
+  Vec16 value;
+  if (m.in.at) {
+    value = Wire::take(m.in, unit, gives_up);
+    if (m.src.at) value = Combiner::apply(value, load(m.src));
+  } else {
+    value = load(m.src);
+    if (m.adds_dst) value = Combiner::apply(load(m.dst), value);
+  }
+  if (m.dst.at) {
+    if (is_ragged)
+      store_ragged(m.dst, unit, value);
+    else
+      store_vec(reinterpret_cast<Vec16*>(m.dst.at) + unit, value);
+  }
+  if (m.out.at) Wire::put(m.out, unit, value);
+}
+
+// a, or a + b, to one or two places, all plain and whole.
+template <class Combiner, bool kHasB, bool kTwoPlaces, bool kStreams>
+WEFT_DEVICE void stream_units(Block block, const Vec16* a, const Vec16* b, Vec16* first, Vec16* second, uint64_t units) {
+  WEFT_STREAM_LOOP
+  for (uint64_t i = block.rank(); i < units; i += block.size()) {
+    Vec16 value = load_vec(a + i);
+    if constexpr (kHasB) value = Combiner::apply(value, load_vec(b + i));
+    if constexpr (kStreams)
+      store_vec_streaming(first + i, value);
+    else
+      store_vec(first + i, value);
+    if constexpr (kTwoPlaces) store_vec(second + i, value);
+  }
+}
+
+template <class Combiner, bool kStreams>
+WEFT_DEVICE void stream(Block block, const Movement& m, uint64_t units) {
+  auto vec = [](std::byte* at) { return reinterpret_cast<Vec16*>(at); };
+  const Vec16* a = vec(m.in.at ? m.in.at : m.adds_dst ? m.dst.at : m.src.at);
+  const Vec16* b = m.in.at || m.adds_dst ? vec(m.src.at) : nullptr;
+  Vec16* first = vec(m.dst.at ? m.dst.at : m.out.at);
+  Vec16* second = m.dst.at ? vec(m.out.at) : nullptr;
+  if (b && second) return stream_units<Combiner, true, true, kStreams>(block, a, b, first, second, units);
+  if (b) return stream_units<Combiner, true, false, kStreams>(block, a, b, first, nullptr, units);
+  if (second) return stream_units<Combiner, false, true, kStreams>(block, a, nullptr, first, second, units);
+  if (kStreams) return stream_units<Combiner, false, false, true>(block, a, nullptr, first, nullptr, units);
+  copy_bytes(block, first, a, units * 16);
+}
+
+}  // namespace message
+
+// Moves all units of a message by the whole block. gives_up(polls) is asked while a unit has not arrived.
+template <class Wire, class Shape, class GiveUp>
+WEFT_DEVICE void move(Block block, const Shape& shape, const Movement& m, GiveUp gives_up) {
+  uint64_t whole = message::whole_units(m.src, m.units);
+  const uint64_t whole_dst = message::whole_units(m.dst, m.units);
+  if (whole_dst < whole) whole = whole_dst;
+  auto run = [&](auto combiner) {
+    using Combiner = decltype(combiner);
+    if constexpr (Wire::kIsPlain) {
+      if (m.streams)
+        message::stream<Combiner, true>(block, m, whole);
+      else
+        message::stream<Combiner, false>(block, m, whole);
+      for (uint64_t unit = whole + block.rank(); unit < m.units; unit += block.size())
+        message::move_unit<Wire, Combiner>(m, unit, true, gives_up);
+    } else {
+      for (uint64_t unit = block.rank(); unit < m.units; unit += block.size())
+        message::move_unit<Wire, Combiner>(m, unit, unit >= whole, gives_up);
+    }
+  };
+  with_combiner(shape, run);
+}
+
+}  // namespace weft

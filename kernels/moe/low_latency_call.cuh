@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_call.cuh: how a launch of low-latency mode starts, and how it waits.
+//
+// Nothing runs at the end of a launch: no block meets another. What a launch has read is acknowledged by the next one,
+// when the stream has ordered all of it; peers need that acknowledgement two calls later.
+#pragma once
+
+#include "kernels/core/channel.cuh"
+#include "kernels/moe/low_latency_args.h"
+#include "kernels/moe/routes.cuh"
+
+namespace weft {
+namespace low_latency {
+
+// Every launch with a send phase adds this much to LowLatencyState::started, its blocks together.
+inline constexpr uint64_t kLaunchShare = 1 << 16;
+
+struct Epoch {
+  uint64_t number;  // of the call, from 1 on
+  uint32_t parity;  // which half it uses
+};
+
+WEFT_DEVICE uint64_t half_offset(const LowLatencyCall& call, uint64_t ranks, Epoch epoch) {
+  return call.region + low_latency_control(ranks).end + epoch.parity * call.half_bytes;
+}
+// Offset in the window of element `at` of one parity of a u64[2][per_parity] array of the control area.
+WEFT_DEVICE uint64_t control_offset(const LowLatencyCall& call, uint64_t array, uint64_t per_parity, Epoch epoch, uint64_t at) {
+  return call.region + array + (epoch.parity * per_parity + at) * 8;
+}
+WEFT_DEVICE uint64_t word_offset(const LowLatencyCall& call, uint64_t ranks, Epoch epoch, uint64_t source, uint64_t word) {
+  return control_offset(call, low_latency_control(ranks).word, ranks * kWordsPerSource, epoch,
+                        source * kWordsPerSource + word);
+}
+
+template <class MeshT>
+WEFT_DEVICE LowLatencyState* state_of(const LowLatencyCall& call, const MeshT& mesh) {
+  return reinterpret_cast<LowLatencyState*>(mesh.local() + call.region + low_latency_control(mesh.ranks()).state);
+}
+
+WEFT_DEVICE bool is_masked(const LowLatencyCall& call, uint32_t peer) {
+  return call.masked && load_relaxed(call.masked + peer) != 0;
+}
+
+// Waits, in one thread, for a signal of a peer. False: the peer is masked, by now or before, or it is a fault.
+// `scale` turns values into epochs for the report.
+WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint64_t want, uint32_t peer, Site site,
+                       uint64_t scale, uint64_t& seen) {
+  if (is_masked(call, peer)) {
+    seen = load_acquire(signal);
+    return seen >= want;
+  }
+  uint64_t waited_ns = 0;
+  if (poll_signal(signal, want, call.wait, seen, waited_ns)) return true;
+  if (call.may_mask) {
+    store_relaxed(call.masked + peer, uint32_t{1});
+  } else {
+    raise(call.wait.fault, site, call.wait.self, peer, want / scale, seen / scale, waited_ns);
+  }
+  return false;
+}
+
+// The launch's call number, in one thread. Blocks share out kLaunchShare so that all of them read the same quotient:
+// the last block adds what the others leave, and even all others together do not reach the next one.
+template <class MeshT>
+WEFT_DEVICE uint64_t join_launch(const LowLatencyCall& call, Block block, const MeshT& mesh) {
+  LowLatencyState* state = state_of(call, mesh);
+  if ((call.phases & kPhaseSend) == 0) return state->call_epoch[call.ticket];
+  const bool is_last = block.index() + 1 == block.count();
+  const uint64_t share = is_last ? kLaunchShare - (block.count() - 1) : 1;
+  return add_local(&state->started, share) / kLaunchShare + 1;
+}
+
+// One warp of the launch. Tells peers which calls this rank has read, and notes what this launch is about.
+template <class MeshT>
+WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT& mesh, Epoch epoch) {
+  LowLatencyState* state = state_of(call, mesh);
+  const uint64_t consumed = low_latency_control(mesh.ranks()).consumed;
+  const uint64_t received[2] = {state->received[0], state->received[1]};
+  warp.sync();
+  for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
+    if (is_masked(call, peer)) continue;
+    for (uint32_t parity = 0; parity < 2; ++parity)
+      mesh.to(peer).signal(control_offset(call, consumed, mesh.ranks(), Epoch{0, parity}, mesh.rank()), received[parity]);
+  }
+  if (warp.rank() != 0) return;
+  if (call.phases & kPhaseSend) state->call_epoch[call.ticket] = epoch.number;
+  if (call.phases & kPhaseReceive) state->received[epoch.parity] = epoch.number;
+}
+
+// Starts a launch, in one warp: finds its call number, and present[peer] for each peer that takes part. Before a send
+// phase it waits until all of them have read this half's last call. The block must meet before anyone uses either.
+template <class MeshT>
+WEFT_DEVICE void begin_call(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh, uint64_t* shared_epoch,
+                            uint32_t* present, Site site) {
+  uint64_t number = warp.rank() == 0 ? join_launch(call, block, mesh) : 0;
+  // While that is under way, lanes look at both halves' acknowledgements: mostly they came long ago.
+  const auto* consumed =
+      reinterpret_cast<const uint64_t*>(mesh.local() + call.region + low_latency_control(mesh.ranks()).consumed);
+  const bool has_lane_peer = warp.rank() < mesh.ranks();
+  const uint64_t even = has_lane_peer ? load_acquire(consumed + warp.rank()) : 0;
+  const uint64_t odd = has_lane_peer ? load_acquire(consumed + mesh.ranks() + warp.rank()) : 0;
+  number = warp.broadcast(number);
+  const Epoch epoch{number, static_cast<uint32_t>(number & 1)};
+  if (block.index() + 1 == block.count()) acknowledge(call, warp, mesh, epoch);
+  const uint64_t want = (call.phases & kPhaseSend) != 0 && number > 2 ? number - 2 : 0;
+  for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
+    bool takes_part = !is_masked(call, peer);
+    const bool has_read = peer == warp.rank() && (epoch.parity != 0 ? odd : even) >= want;
+    uint64_t seen = 0;
+    if (takes_part && !has_read)
+      takes_part = await(call, consumed + epoch.parity * mesh.ranks() + peer, want, peer, site, 1, seen);
+    present[peer] = takes_part ? 1 : 0;
+  }
+  if (warp.rank() == 0) *shared_epoch = number;
+}
+
+// ---- hello ---------------------------------------------------------------------------------------------------------
+
+// One thread: publishes what was written to the peer before, with what this rank was called with.
+template <class MeshT>
+WEFT_DEVICE void greet(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer, uint64_t dispatch_epoch) {
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
+  auto channel = mesh.to(peer);
+  auto* hello = reinterpret_cast<LowLatencyHello*>(channel.mapped() + call.region + at.hello) +
+                epoch.parity * mesh.ranks() + mesh.rank();
+  for (uint32_t i = 0; i < LowLatencyHello::kWords; ++i) store_relaxed(&hello->words[i], call.hello.words[i]);
+  store_relaxed(&hello->dispatch_epoch, dispatch_epoch);
+  channel.signal(control_offset(call, at.ready, mesh.ranks(), epoch, mesh.rank()), epoch.number);
+}
+
+// One thread: waits for a source's greeting and compares. False: leave that source out.
+template <class MeshT>
+WEFT_DEVICE bool await_greeting(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t source,
+                                uint64_t dispatch_epoch, Site site) {
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
+  const auto* signal = reinterpret_cast<const uint64_t*>(
+      mesh.local() + control_offset(call, at.ready, mesh.ranks(), epoch, source));
+  uint64_t seen = 0;
+  if (!await(call, signal, epoch.number, source, site, 1, seen)) return false;
+  const auto* vecs = reinterpret_cast<const Vec16*>(mesh.local() + call.region + at.hello) +
+                     (epoch.parity * mesh.ranks() + source) * (sizeof(LowLatencyHello) / sizeof(Vec16));
+  const Vec16 held[2] = {load_vec(vecs), load_vec(vecs + 1)};  // both at once: memory is far
+  static_assert(LowLatencyHello::kWords == 6 && sizeof(LowLatencyHello) == 2 * sizeof(Vec16));
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < LowLatencyHello::kWords; ++i) {
+    const uint32_t theirs = held[i / 4].words[i % 4];
+    if (theirs == call.hello.words[i]) continue;
+    raise(call.wait.fault, Site::kLowLatencyAgree, call.wait.self, source, call.hello.words[i], theirs, i);
+    return false;
+  }
+  const uint64_t their_epoch = held[1].words[2] | uint64_t{held[1].words[3]} << 32;
+  if (their_epoch == dispatch_epoch) return true;
+  raise(call.wait.fault, Site::kCombineHandle, call.wait.self, source, dispatch_epoch, their_epoch, 0);
+  return false;
+}
+
+// The warps of all blocks, dealt so that consecutive jobs go to different blocks.
+struct WarpShare {
+  uint64_t index;
+  uint64_t total;
+};
+WEFT_DEVICE WarpShare warp_share(Block block, Warp warp) {
+  return {uint64_t{warp.index()} * block.count() + block.index(), uint64_t{block.count()} * block.warps()};
+}
+
+// Part `part` of `parts` of `items`, as even as they come.
+struct Range {
+  uint64_t first;
+  uint64_t last;
+};
+WEFT_DEVICE constexpr Range part_of(uint64_t items, uint64_t part, uint64_t parts) {
+  return {items * part / parts, items * (part + 1) / parts};
+}
+
+// A choice that names no expert counts as empty.
+WEFT_DEVICE int64_t chosen_expert(const LowLatencyCall& call, uint64_t top_k, uint64_t token, uint64_t k) {
+  const int64_t expert = expert_at(call.topk_idx, call.id_bytes, token * top_k + k);
+  return expert >= 0 && expert < call.experts ? expert : -1;
+}
+
+}  // namespace low_latency
+}  // namespace weft

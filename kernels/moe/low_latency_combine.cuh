@@ -1,0 +1,444 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_combine.cuh: the experts' rows return to their tokens and are summed there.
+// Send:     1 every rank tells its peers the weights of its tokens (exact: only that it has come)
+//           2 every warp takes a piece of the messages of one (owner, lane), in the dispatch's terms: sums a message's rows
+//           with their weights and stores one reply per token (exact: one per row, as it is), then moves the lane's word
+// Receive:  3 every warp takes a part of one token, waits for the lanes that bring its replies, sums them
+// Sums:     float32. Reduced: slots of one rank in order, rounded to bf16, then ranks in the order of their first slots,
+//           one rounding. Exact: slots in order, one rounding.
+// Waits:    for the peers' reading of the call before last; step 2 for an owner's weights; step 3 for words.
+// Cost:     per (token, rank) (exact: per slot) one row; per rank 4 * T * K bytes of weights; per (lane, piece, rank) a word.
+#pragma once
+
+#include "kernels/core/quantise.cuh"
+#include "kernels/moe/low_latency_call.cuh"
+
+namespace weft {
+namespace low_latency {
+
+template <class MeshT, class Shape>
+struct Combine {
+  const LowLatencyCombineArgs& a;
+  const MeshT& mesh;
+  const Shape& shape;
+  Block block;
+  Warp warp;
+  Epoch epoch;
+
+  WEFT_DEVICE uint32_t ranks() const { return static_cast<uint32_t>(shape.ranks); }
+  WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
+  WEFT_DEVICE Lanes lanes() const { return lanes_of(a.call.max_tokens); }
+  WEFT_DEVICE uint64_t reply_stride() const { return reply_bytes(shape.row_bytes, shape.reply); }
+  WEFT_DEVICE CombineHalf half() const {
+    return combine_half(shape.ranks, a.call.max_tokens, shape.top_k, reply_stride());
+  }
+  WEFT_DEVICE RoutesLayout routes() const { return routes_layout(shape.ranks, lanes(), shape.top_k, shape.weights != 0); }
+  WEFT_DEVICE uint64_t half_at() const { return half_offset(a.call, shape.ranks, epoch); }
+  WEFT_DEVICE uint64_t dispatch_epoch() const {
+    return *reinterpret_cast<const uint64_t*>(a.routes + routes().epoch);
+  }
+  WEFT_DEVICE uint64_t reply_at(uint64_t token, uint64_t k) const {
+    return half_at() + half().replies + (token * top_k() + k) * reply_stride();
+  }
+  WEFT_DEVICE bool takes_own_weights() const { return is_reduced(shape.reply) && a.topk_weights; }
+
+  WEFT_DEVICE CombineShared shared() const { return combine_shared(shape.ranks, shape.top_k, block.warps()); }
+  template <class T>
+  WEFT_DEVICE T* at(uint64_t offset) const {
+    return reinterpret_cast<T*>(block.shared() + offset);
+  }
+  WEFT_DEVICE uint32_t* present() const { return at<uint32_t>(shared().present); }
+  WEFT_DEVICE int32_t* rows() const { return at<int32_t>(shared().row) + warp.index() * top_k(); }
+  WEFT_DEVICE float* weights() const { return at<float>(shared().weight) + warp.index() * top_k(); }
+};
+
+// ---- step 1 --------------------------------------------------------------------------------------------------------
+
+template <class C>
+WEFT_DEVICE void send_weights(const C& c) {
+  for (uint32_t peer = c.block.count() - 1 - c.block.index(); peer < c.ranks(); peer += c.block.count()) {
+    if (c.present()[peer] == 0) continue;
+    const uint64_t choices = uint64_t{c.a.call.tokens} * c.top_k();
+    auto* theirs = reinterpret_cast<uint32_t*>(c.mesh.to(peer).mapped() + c.half_at() + c.half().weights) +
+                   uint64_t{c.mesh.rank()} * c.a.call.max_tokens * c.top_k();
+    if (c.takes_own_weights()) copy_bytes(c.block, theirs, c.a.topk_weights, choices * sizeof(float));
+    c.block.sync();
+    if (c.block.rank() == 0) greet(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
+  }
+}
+
+// ---- sums ----------------------------------------------------------------------------------------------------------
+
+// Lists, in the warp's rows() and weights(), what is to be summed: item_of(k) for every slot k where it is not negative,
+// in slot order. Returns how many. The warp.
+template <class C, class ItemOf, class WeightOf>
+WEFT_DEVICE uint32_t list_rows(const C& c, ItemOf item_of, WeightOf weight_of) {
+  uint32_t count = 0;
+  for (uint32_t first = 0; first < c.top_k(); first += c.warp.size()) {
+    const uint32_t k = first + c.warp.rank();
+    const int32_t item = k < c.top_k() ? item_of(k) : -1;
+    const float weight = k < c.top_k() ? weight_of(k) : 0.0f;
+    const uint32_t is_there = item < 0 ? 0 : 1;
+    const uint32_t at = count + c.warp.scan_exclusive(is_there);
+    count += c.warp.sum(is_there);
+    if (item < 0) continue;
+    c.rows()[at] = item;
+    c.weights()[at] = weight;
+  }
+  c.warp.sync();
+  return count;
+}
+
+// How many vectors of how many rows a lane loads before it uses any: memory is far, and registers are few. A host core
+// has neither trouble.
+inline constexpr bool kIsHost = Warp::kMaxSize == 1;
+inline constexpr uint32_t kSendVecs = kIsHost ? 16 : 4;
+inline constexpr uint32_t kSendRows = kIsHost ? 1 : 2;
+inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 2;
+inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;
+
+// The sum of weight * element over the `count` listed rows, for this part of their vectors, as bf16 to `out`. row_of(i)
+// is where the i-th starts. kVecs vectors of kRows rows are loaded before any is used. The warp.
+template <uint32_t kVecs, uint32_t kRows, class C, class RowOf>
+WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, std::byte* out) {
+  const uint32_t step = c.warp.size();
+  for (uint64_t first = part.first + c.warp.rank(); first < part.last; first += kVecs * step) {
+    float sums[kVecs][Bf16::kPerVec] = {};
+    for (uint32_t row = 0; row < count; row += kRows) {
+      Vec16 held[kRows][kVecs] = {};
+      WEFT_UNROLL
+      for (uint32_t r = 0; r < kRows; ++r) {
+        if (row + r >= count) continue;
+        const auto* vecs = reinterpret_cast<const Vec16*>(row_of(row + r));
+        WEFT_UNROLL
+        for (uint32_t v = 0; v < kVecs; ++v)
+          if (first + v * step < part.last) held[r][v] = load_vec(vecs + first + v * step);
+      }
+      WEFT_UNROLL
+      for (uint32_t r = 0; r < kRows; ++r) {
+        if (row + r >= count) continue;
+        const float weight = c.weights()[row + r];
+        WEFT_UNROLL
+        for (uint32_t v = 0; v < kVecs; ++v) {
+          if (first + v * step >= part.last) continue;
+          float values[Bf16::kPerVec] = {};
+          Bf16::add(values, held[r][v]);
+          for (uint32_t e = 0; e < Bf16::kPerVec; ++e) sums[v][e] = add(sums[v][e], multiply(weight, values[e]));
+        }
+      }
+    }
+    WEFT_UNROLL
+    for (uint32_t v = 0; v < kVecs; ++v)
+      if (first + v * step < part.last)
+        store_vec(reinterpret_cast<Vec16*>(out) + first + v * step, Bf16::round(sums[v]));
+  }
+}
+
+WEFT_DEVICE LogGrid grid_of(uint32_t range) { return log_grid(float_of_bf16(range & 0xffffu), float_of_bf16(range >> 16)); }
+
+// Whether all groups of a block may travel as LogFMT. Every lane asks for its own groups. The warp.
+template <class C>
+WEFT_DEVICE bool block_fits(const C& c, const uint32_t* ranges, uint32_t groups) {
+  bool fits = true;
+  for (uint32_t group = c.warp.rank(); group < groups; group += c.warp.size()) fits = fits && grid_of(ranges[group]).fits();
+  return !c.warp.any(!fits);
+}
+
+// A lane's channels of the weighted sum of the listed rows, rounded to bf16. `at` is their place in a row.
+template <class C, class RowOf>
+WEFT_DEVICE void sum_lane(const C& c, float (&sums)[kLaneElems], uint64_t at, uint32_t count, RowOf row_of) {
+  for (uint32_t i = 0; i < kLaneElems; ++i) sums[i] = 0;
+  for (uint32_t row = 0; row < count; ++row) {
+    const float weight = c.weights()[row];
+    float values[kLaneElems];
+    load_lane(values, row_of(row) + at);
+    for (uint32_t i = 0; i < kLaneElems; ++i) sums[i] = add(sums[i], multiply(weight, values[i]));
+  }
+  for (uint32_t i = 0; i < kLaneElems; ++i) sums[i] = float_of_bf16(bf16_bits(sums[i]));
+}
+
+// Smallest and largest magnitude of a group; every lane of the group gets them.
+struct GroupRange {
+  float largest;
+  float smallest;
+};
+WEFT_DEVICE GroupRange group_range(Warp warp, const float (&values)[kLaneElems]) {
+  float smallest = magnitude(values[0]);
+  for (uint32_t i = 1; i < kLaneElems; ++i) smallest = magnitude(values[i]) < smallest ? magnitude(values[i]) : smallest;
+  return {group_max(warp, values), -warp.max_within<kGroupLanes>(-smallest)};
+}
+
+// Both are bf16 numbers already.
+WEFT_DEVICE uint32_t range_word(GroupRange range) {
+  return bits_of_float(range.largest) >> 16 | (bits_of_float(range.smallest) >> 16) << 16;
+}
+
+WEFT_DEVICE void store_lane_bf16(const float (&values)[kLaneElems], std::byte* out) {
+  for (uint32_t v = 0; v < kLaneElems / 8; ++v) {
+    float eight[Bf16::kPerVec];
+    for (uint32_t i = 0; i < Bf16::kPerVec; ++i) eight[i] = values[Bf16::kPerVec * v + i];
+    store_vec(reinterpret_cast<Vec16*>(out) + v, Bf16::round(eight));
+  }
+}
+
+// Writes one block of channels of the listed rows' sum to a reply, as LogFMT if all its groups fit. Sums twice: the
+// first time for the ranges, which decide and travel too. The warp.
+template <class C, class RowOf>
+WEFT_DEVICE void encode_block(const C& c, uint32_t first_group, uint32_t groups, uint32_t count, RowOf row_of,
+                              std::byte* reply) {
+  auto* ranges = reinterpret_cast<uint32_t*>(reply + c.shape.row_bytes) + first_group;
+  const uint32_t lanes = groups * kGroupLanes;
+  const uint64_t block_at = uint64_t{first_group} * kGroupElems * 2;
+  bool fits = true;
+  for (uint32_t first = 0; first < lanes; first += c.warp.size()) {
+    const uint32_t lane = first + c.warp.rank();
+    float sums[kLaneElems] = {};
+    if (lane < lanes) sum_lane(c, sums, block_at + uint64_t{lane} * kLaneElems * 2, count, row_of);
+    const GroupRange range = group_range(c.warp, sums);
+    if (lane >= lanes) continue;
+    fits = fits && log_grid(range.largest, range.smallest).fits();
+    if (lane % kGroupLanes == 0) ranges[lane / kGroupLanes] = range_word(range);
+  }
+  fits = !c.warp.any(!fits);
+  for (uint32_t first = 0; first < lanes; first += c.warp.size()) {
+    const uint32_t lane = first + c.warp.rank();
+    const uint64_t at = block_at + uint64_t{lane} * kLaneElems * 2;
+    float sums[kLaneElems] = {};
+    if (lane < lanes) sum_lane(c, sums, at, count, row_of);
+    const GroupRange range = group_range(c.warp, sums);
+    if (lane >= lanes) continue;
+    if (!fits) {
+      store_lane_bf16(sums, reply + at);
+      continue;
+    }
+    const LogLane codes = log_lane(log_grid(range.largest, range.smallest), sums);
+    auto* out = reinterpret_cast<uint32_t*>(reply + block_at + uint64_t{lane / kGroupLanes} * kLogGroupBytes) +
+                lane % kGroupLanes * kLogLaneWords;
+    for (uint32_t w = 0; w < kLogLaneWords; ++w) out[w] = codes.words[w];
+  }
+}
+
+// A lane's channels of one reply, decoded where its block travelled as LogFMT.
+template <class C>
+WEFT_DEVICE void decode_lane(const C& c, float (&values)[kLaneElems], const std::byte* reply, uint64_t block_at,
+                             uint32_t lane, bool fits) {
+  if (!fits) return load_lane(values, reply + block_at + uint64_t{lane} * kLaneElems * 2);
+  const auto* ranges = reinterpret_cast<const uint32_t*>(reply + c.shape.row_bytes) + block_at / (2 * kGroupElems);
+  const auto* words = reinterpret_cast<const uint32_t*>(reply + block_at + uint64_t{lane / kGroupLanes} * kLogGroupBytes) +
+                      lane % kGroupLanes * kLogLaneWords;
+  LogLane codes;
+  for (uint32_t w = 0; w < kLogLaneWords; ++w) codes.words[w] = words[w];
+  log_lane_values(values, grid_of(ranges[lane / kGroupLanes]), codes);
+}
+
+// Writes one block of channels of the listed replies' sum. The warp.
+template <class C, class ReplyOf>
+WEFT_DEVICE void decode_block(const C& c, uint32_t first_group, uint32_t groups, uint32_t count, ReplyOf reply_of,
+                              std::byte* out) {
+  const uint32_t lanes = groups * kGroupLanes;
+  const uint64_t block_at = uint64_t{first_group} * kGroupElems * 2;
+  for (uint32_t first = 0; first < lanes; first += c.warp.size()) {
+    const uint32_t lane = first + c.warp.rank();
+    float sums[kLaneElems] = {};
+    for (uint32_t row = 0; row < count; ++row) {
+      const std::byte* reply = reply_of(row);
+      const bool fits = block_fits(c, reinterpret_cast<const uint32_t*>(reply + c.shape.row_bytes) + first_group, groups);
+      if (lane >= lanes) continue;
+      float values[kLaneElems];
+      decode_lane(c, values, reply, block_at, lane, fits);
+      for (uint32_t i = 0; i < kLaneElems; ++i) sums[i] = add(sums[i], multiply(c.weights()[row], values[i]));
+    }
+    if (lane < lanes) store_lane_bf16(sums, out + block_at + uint64_t{lane} * kLaneElems * 2);
+  }
+}
+
+// ---- step 2 --------------------------------------------------------------------------------------------------------
+
+// This warp's piece of the listed rows' sum, to a reply.
+template <class C>
+WEFT_DEVICE void write_reply(const C& c, uint32_t piece, uint32_t count, std::byte* reply) {
+  auto row_of = [&](uint32_t i) { return c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes; };
+  if (!is_log(c.shape.reply))
+    return sum_rows<kSendVecs, kSendRows>(c, part_of(c.shape.row_bytes / 16, piece, c.a.pieces), count, row_of, reply);
+  const auto block_elems = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2));
+  const Range blocks = part_of(c.shape.row_bytes / 2 / block_elems, piece, c.a.pieces);
+  for (uint64_t b = blocks.first; b < blocks.last; ++b)
+    encode_block(c, static_cast<uint32_t>(b * block_elems / kGroupElems), block_elems / kGroupElems, count, row_of, reply);
+}
+
+// One reply to a message: the weighted sum of its rows, to the slot of the first of them.
+template <class C>
+WEFT_DEVICE void answer_reduced(const C& c, uint32_t owner, const int32_t* record, uint32_t piece) {
+  const auto* weights = reinterpret_cast<const uint32_t*>(c.mesh.local() + c.half_at() + c.half().weights) +
+                        (uint64_t{owner} * c.a.call.max_tokens + record[0]) * c.top_k();
+  const auto* given = reinterpret_cast<const uint32_t*>(record) + 1 + c.top_k();  // those of the dispatch
+  const uint32_t count = list_rows(
+      c, [&](uint32_t k) { return record[1 + k]; },
+      [&](uint32_t k) { return float_of_bits(load_relaxed(c.takes_own_weights() ? weights + k : given + k)); });
+  if (count == 0) return;
+  uint32_t first = 0;
+  while (record[1 + first] < 0) ++first;
+  write_reply(c, piece, count, c.mesh.to(owner).mapped() + c.reply_at(record[0], first));
+  c.warp.sync();
+}
+
+// One reply per row of a message, as it is.
+template <class C>
+WEFT_DEVICE void answer_exact(const C& c, uint32_t owner, const int32_t* record, uint32_t piece) {
+  for (uint32_t slot = 0; slot < c.top_k(); ++slot) {
+    if (record[1 + slot] < 0) continue;
+    list_rows(c, [&](uint32_t k) { return k == slot ? record[1 + k] : -1; }, [](uint32_t) { return 1.0f; });
+    write_reply(c, piece, 1, c.mesh.to(owner).mapped() + c.reply_at(record[0], slot));
+    c.warp.sync();
+  }
+}
+
+// Asks for this warp's piece of a message's rows while there is something else to wait for.
+template <class C>
+WEFT_DEVICE void prefetch_rows(const C& c, const int32_t* record, uint32_t piece) {
+  constexpr uint32_t kLineBytes = 128;
+  const Range vecs = part_of(c.shape.row_bytes / 16, piece, c.a.pieces);
+  for (uint32_t k = 0; k < c.top_k(); ++k) {
+    if (record[1 + k] < 0) continue;
+    const std::byte* row = c.a.x + static_cast<uint64_t>(record[1 + k]) * c.a.x_row_bytes;
+    for (uint64_t at = vecs.first * 16 + c.warp.rank() * kLineBytes; at < vecs.last * 16; at += c.warp.size() * kLineBytes)
+      prefetch(row + at);
+  }
+}
+
+// Waits for an owner's weights, and checks that it means the same dispatch. The warp.
+template <class C>
+WEFT_DEVICE bool owner_agrees(const C& c, uint32_t owner) {
+  bool agrees = true;
+  if (c.warp.rank() == 0)
+    agrees = await_greeting(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch(), Site::kLowLatencyCombineRecv);
+  return !c.warp.any(!agrees);
+}
+
+// A piece of all replies to one lane of one owner, then the lane's word there. The warp.
+template <class C>
+WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t piece) {
+  const RoutesLayout routes = c.routes();
+  const uint64_t lane_at = uint64_t{owner} * c.lanes().count + lane;
+  const auto messages = static_cast<uint32_t>(c.a.routes[routes.counts + lane_at]);
+  if (messages == 0 || c.present()[owner] == 0) return;
+  prefetch_rows(c, c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words, piece);
+  if (is_reduced(c.shape.reply) && !owner_agrees(c, owner)) return;
+  for (uint32_t index = 0; index < messages; ++index) {
+    const int32_t* record = c.a.routes + routes.records + (lane_at * c.lanes().capacity + index) * routes.record_words;
+    if (is_reduced(c.shape.reply)) {
+      answer_reduced(c, owner, record, piece);
+    } else {
+      answer_exact(c, owner, record, piece);
+    }
+  }
+  // Exact replies need nothing of the owner, so they did not wait for it.
+  if (!is_reduced(c.shape.reply) && !owner_agrees(c, owner)) return;
+  c.warp.sync();
+  if (c.warp.rank() == 0)
+    c.mesh.to(owner).signal(word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), lane * c.a.pieces + piece),
+                            c.epoch.number * kWordEpoch | kWordDone | messages);
+}
+
+// Owners start with this rank's successor; its own tokens come last, when their weights have surely come.
+template <class C>
+WEFT_DEVICE void answer_lanes(const C& c) {
+  const WarpShare share = warp_share(c.block, c.warp);
+  const uint64_t per_owner = uint64_t{c.lanes().count} * c.a.pieces;
+  for (uint64_t job = share.index; job < per_owner * c.ranks(); job += share.total) {
+    const auto owner = static_cast<uint32_t>((c.mesh.rank() + 1 + job / per_owner) % c.ranks());
+    const uint64_t in_owner = job % per_owner;
+    answer_lane(c, owner, static_cast<uint32_t>(in_owner / c.a.pieces), static_cast<uint32_t>(in_owner % c.a.pieces));
+  }
+}
+
+// ---- step 3 --------------------------------------------------------------------------------------------------------
+
+// Whether slot k of a token has a reply of its own, and has got it. One thread.
+template <class C>
+WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t piece) {
+  const auto experts_per_rank = static_cast<uint32_t>(c.shape.experts_per_rank);
+  const int64_t expert = chosen_expert(c.a.call, c.top_k(), token, k);
+  if (expert < 0) return false;
+  const uint32_t rank = static_cast<uint32_t>(expert) / experts_per_rank;
+  if (c.present()[rank] == 0) return false;
+  for (uint32_t earlier = 0; is_reduced(c.shape.reply) && earlier < k; ++earlier) {
+    const int64_t other = chosen_expert(c.a.call, c.top_k(), token, earlier);
+    if (other >= 0 && static_cast<uint32_t>(other) / experts_per_rank == rank) return false;
+  }
+  const uint32_t lane = token / c.lanes().share(c.a.call.tokens);
+  const auto* word = reinterpret_cast<const uint64_t*>(
+      c.mesh.local() + word_offset(c.a.call, c.ranks(), c.epoch, rank, lane * c.a.pieces + piece));
+  const uint64_t start = cycles();
+  uint64_t seen = 0;
+  const bool came = await(c.a.call, word, c.epoch.number * kWordEpoch + kWordDone, rank, Site::kLowLatencyCombineRecv,
+                          kWordEpoch, seen);
+  if (c.a.call.wait_cycles && token == 0 && piece == 0) add_local(&c.a.call.wait_cycles[rank], cycles() - start);
+  return came;
+}
+
+// One part of one token's sum. The warp.
+template <class C>
+WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
+  const uint32_t per_piece = c.a.receive_splits / c.a.pieces;
+  const uint32_t piece = split / per_piece;
+  const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
+  const uint32_t count = list_rows(
+      c, [&](uint32_t k) { return await_reply(c, token, k, piece) ? static_cast<int32_t>(k) : -1; },
+      [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
+  auto reply_of = [&](uint32_t i) -> const std::byte* { return c.mesh.local() + c.reply_at(token, c.rows()[i]); };
+  std::byte* out = c.a.combined + uint64_t{token} * c.shape.row_bytes;
+  const bool log = is_log(c.shape.reply);
+  const uint64_t unit_bytes = log ? log_block_elems(c.shape.row_bytes / 2) * 2 : 16;
+  const Range units = part_of(c.shape.row_bytes / unit_bytes, piece, c.a.pieces);
+  Range part = part_of(units.last - units.first, split % per_piece, per_piece);
+  part = {units.first + part.first, units.first + part.last};
+  if (log) {
+    const auto groups = static_cast<uint32_t>(unit_bytes / (2 * kGroupElems));
+    for (uint64_t b = part.first; b < part.last; ++b)
+      decode_block(c, static_cast<uint32_t>(b) * groups, groups, count, reply_of, out);
+  } else {
+    sum_rows<kReceiveVecs, kReceiveRows>(c, part, count, reply_of, out);
+  }
+  c.warp.sync();
+}
+
+// One warp of all: a peer that brings no reply may mean another dispatch too. What it raises ends the others' waits.
+template <class C>
+WEFT_DEVICE void check_peers(const C& c) {
+  if (c.block.index() + 1 != c.block.count() || c.warp.index() != 0) return;
+  for (uint32_t peer = c.warp.rank(); peer < c.ranks(); peer += c.warp.size())
+    if (c.present()[peer] != 0)
+      await_greeting(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch(), Site::kLowLatencyCombineRecv);
+  c.warp.sync();
+}
+
+template <class C>
+WEFT_DEVICE void sum_tokens(const C& c) {
+  const WarpShare share = warp_share(c.block, c.warp);
+  for (uint64_t job = share.index; job < uint64_t{c.a.call.tokens} * c.a.receive_splits; job += share.total)
+    sum_token(c, static_cast<uint32_t>(job / c.a.receive_splits), static_cast<uint32_t>(job % c.a.receive_splits));
+}
+
+}  // namespace low_latency
+
+template <class MeshT, class Shape>
+WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT& mesh, const Shape& shape) {
+  low_latency::Combine<MeshT, Shape> c{a, mesh, shape, Block{}, Warp{}, {}};
+  auto* shared_epoch = c.template at<uint64_t>(0);
+  if (c.warp.index() == 0)
+    low_latency::begin_call(a.call, c.block, c.warp, mesh, shared_epoch, c.present(), Site::kLowLatencyCombineSlot);
+  c.block.sync();
+  c.epoch = {*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};
+  if (a.call.phases & kPhaseSend) {
+    low_latency::send_weights(c);
+    low_latency::answer_lanes(c);
+  }
+  if (a.call.phases & kPhaseReceive) {
+    low_latency::check_peers(c);
+    low_latency::sum_tokens(c);
+  }
+}
+
+}  // namespace weft

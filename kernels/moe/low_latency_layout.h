@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Where everything of low-latency mode lies, described once for host and device. R ranks, M tokens per rank at most,
+// K slots per token, Le experts per rank.
+//
+// The region is the same range of every rank's window: first LowLatencyControl, whose layout depends on R alone, then
+// two halves. Call number n (dispatches and combines counted together) uses half n % 2, laid out for its own sizes, so
+// calls of any sizes may follow each other. A half is written again two calls later, and only after its owner has said
+// that it has read all of it.
+//
+// A source's tokens are dealt out to lanes, consecutive tokens to one lane. A lane's messages to one peer stand in
+// order, and one word in the peer's control area counts them: (epoch, all came, how many).
+#pragma once
+
+#include "kernels/core/carver.h"
+
+namespace weft {
+
+inline constexpr uint32_t kMaxLanes = 128;      // one token each at 128 tokens: as many blocks as a GPU has SMs
+inline constexpr uint32_t kWordsPerSource = 384;  // lanes, or (lane, piece) pairs in combine
+inline constexpr uint32_t kTickets = 64;        // calls whose receive phase may be outstanding, far more than two
+
+// Names one call across its two launches, and counts launches. Local, zero before the first launch.
+struct LowLatencyState {
+  uint64_t started;                // kLaunchShare for each launch with a send phase: see begin_call()
+  uint64_t received[2];            // by half: the last call that was received whole
+  uint64_t reserved;
+  uint64_t call_epoch[kTickets];
+};
+static_assert(sizeof(LowLatencyState) == 32 + 8 * kTickets);
+
+// What a rank tells every peer at the start of a call; they must agree.
+struct LowLatencyHello {
+  static constexpr uint32_t kWords = 6;
+  uint32_t words[kWords];  // max tokens, bytes of a row, top-k, experts, bytes of its scales, form of the payload
+  uint64_t dispatch_epoch;  // combine: which dispatch it answers
+};
+static_assert(sizeof(LowLatencyHello) == 32);
+
+struct LowLatencyControl {
+  uint64_t state;     // LowLatencyState of this rank
+  uint64_t masked;    // u32[R] of this rank: 1 for peers to leave out
+  uint64_t consumed;  // u64[2][R]          by half, peer: the last call that the peer has read whole
+  uint64_t ready;     // u64[2][R]          by half, source: the last call whose counts or weights came
+  uint64_t hello;     // LowLatencyHello[2][R]
+  uint64_t word;      // u64[2][R][kWordsPerSource]
+  uint64_t end;
+};
+WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
+  Carver carver;
+  LowLatencyControl at{};
+  at.state = carver.take(sizeof(LowLatencyState));
+  at.masked = carver.take(ranks * 4);
+  at.consumed = carver.take(2 * ranks * 8);
+  at.ready = carver.take(2 * ranks * 8);
+  at.hello = carver.take(2 * ranks * sizeof(LowLatencyHello));
+  at.word = carver.take(2 * ranks * kWordsPerSource * 8);
+  at.end = carver.take(0);
+  return at;
+}
+
+// A word's value: it grows within a call and from call to call.
+inline constexpr uint64_t kWordEpoch = 1 << 16;
+inline constexpr uint64_t kWordDone = 1 << 15;
+inline constexpr uint32_t kMaxLaneTokens = kWordDone - 1;
+
+struct Lanes {
+  uint32_t count;
+  uint32_t capacity;  // tokens of one lane at most
+
+  // Tokens of each lane when a source has `tokens`.
+  WEFT_DEVICE constexpr uint32_t share(uint32_t tokens) const { return (tokens + count - 1) / count; }
+};
+WEFT_DEVICE constexpr Lanes lanes_of(uint32_t max_tokens) {
+  const uint32_t capacity = (max_tokens + kMaxLanes - 1) / kMaxLanes;
+  return {(max_tokens + capacity - 1) / capacity, capacity};
+}
+
+WEFT_DEVICE constexpr uint64_t round_up_16(uint64_t bytes) { return (bytes + 15) / 16 * 16; }
+
+// A token on its way to one rank: u32 words {token, reserved x 3, local expert or -1 [K], place in its segment [K],
+// weight [K] if any}, the row, its scales.
+struct MessageLayout {
+  uint64_t expert;  // in words
+  uint64_t place;
+  uint64_t weight;
+  uint64_t row;  // in bytes
+  uint64_t scales;
+  uint64_t bytes;
+};
+WEFT_DEVICE constexpr MessageLayout message_layout(uint64_t top_k, bool has_weights, uint64_t row_bytes, uint64_t scale_bytes) {
+  MessageLayout at{};
+  at.expert = 4;
+  at.place = at.expert + top_k;
+  at.weight = at.place + top_k;
+  at.row = round_up_16((at.weight + (has_weights ? top_k : 0)) * 4);
+  at.scales = at.row + row_bytes;
+  at.bytes = at.scales + round_up_16(scale_bytes);
+  return at;
+}
+
+// A half, for dispatch: offsets from its start.
+struct DispatchHalf {
+  uint64_t counts;    // u32[R][Le]  by source: tokens for each of my experts
+  uint64_t messages;  // [R][lanes][capacity]
+  uint64_t bytes;
+};
+WEFT_DEVICE constexpr DispatchHalf dispatch_half(uint64_t ranks, uint64_t experts_per_rank, Lanes lanes, uint64_t message_bytes) {
+  Carver carver;
+  DispatchHalf at{};
+  at.counts = carver.take(ranks * experts_per_rank * 4);
+  at.messages = carver.take(ranks * lanes.count * lanes.capacity * message_bytes);
+  at.bytes = carver.end();
+  return at;
+}
+
+// A half, for combine. A reply stands at the token's slot: the slot of its expert, or (reduced) the first of its rank's.
+struct CombineHalf {
+  uint64_t weights;  // f32[R][M][K]  by owner: the weights of its tokens
+  uint64_t replies;  // [M][K]
+  uint64_t bytes;
+};
+WEFT_DEVICE constexpr CombineHalf combine_half(uint64_t ranks, uint64_t max_tokens, uint64_t top_k, uint64_t reply_bytes) {
+  Carver carver;
+  CombineHalf at{};
+  at.weights = carver.take(ranks * max_tokens * top_k * 4);
+  at.replies = carver.take(max_tokens * top_k * reply_bytes);
+  at.bytes = carver.end();
+  return at;
+}
+
+// What a dispatch leaves for its combine, in 4-byte words: which rows answer which token. Offsets in words.
+struct RoutesLayout {
+  uint64_t epoch;    // u64: the dispatch's call number
+  uint64_t counts;   // i32[R][lanes]
+  uint64_t records;  // [R][lanes][capacity] of record_words: token, row [K] of the output or -1, weight [K] if any
+  uint64_t record_words;
+  uint64_t words;
+};
+WEFT_DEVICE constexpr RoutesLayout routes_layout(uint64_t ranks, Lanes lanes, uint64_t top_k, bool has_weights) {
+  RoutesLayout at{};
+  at.epoch = 0;
+  at.counts = 4;
+  at.records = at.counts + ranks * lanes.count;
+  at.record_words = 1 + top_k * (has_weights ? 2 : 1);
+  at.words = at.records + ranks * lanes.count * lanes.capacity * at.record_words;
+  return at;
+}
+
+// ---- shared memory of a block --------------------------------------------------------------------------------------
+
+// First u64 epoch; then u32 present[R]; then what only one phase or one kernel needs.
+struct DispatchShared {
+  uint64_t present;   // u32[R]   0: nothing goes to that rank
+  uint64_t gives;     // u32[R]   0: nothing comes from that rank
+  uint64_t found;     // u32      1 once `begin` is there
+  uint64_t sent;      // u32[R]   messages of the current lane, by peer
+  uint64_t place;     // std::byte*[K]  where the current token's message for slot k's rank goes, or null
+  uint64_t slot;      // u32[3][K]  of the current token: rank, local expert, place in its segment
+  uint64_t so_far;    // u32[R][Le] this rank's rows before the current token, by expert
+  uint64_t begin;     // u32[R][Le] where segments begin, by source and local expert
+  uint64_t row;       // i32[warps][K]  the current message's rows, by warp
+  uint64_t bytes;
+};
+WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t experts_per_rank, uint64_t top_k, uint64_t warps) {
+  Carver carver(16);
+  DispatchShared at{};
+  at.present = carver.take(ranks * 4, 16);
+  at.gives = carver.take(ranks * 4, 16);
+  at.found = carver.take(4, 16);
+  at.sent = carver.take(ranks * 4, 16);
+  at.place = carver.take(top_k * 8, 16);
+  at.slot = carver.take(3 * top_k * 4, 16);
+  at.so_far = carver.take(ranks * experts_per_rank * 4, 16);
+  at.begin = carver.take(ranks * experts_per_rank * 4, 16);
+  at.row = carver.take(warps * top_k * 4, 16);
+  at.bytes = carver.end();
+  return at;
+}
+
+struct CombineShared {
+  uint64_t present;
+  uint64_t row;     // i32[warps][K]  what the warp sums: row numbers, or slots of replies
+  uint64_t weight;  // f32[warps][K]
+  uint64_t bytes;
+};
+WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_k, uint64_t warps) {
+  Carver carver(16);
+  CombineShared at{};
+  at.present = carver.take(ranks * 4, 16);
+  at.row = carver.take(warps * top_k * 4, 16);
+  at.weight = carver.take(warps * top_k * 4, 16);
+  at.bytes = carver.end();
+  return at;
+}
+
+}  // namespace weft

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``weft bench collective``: collectives over sizes, in the manner of nccl-tests, beside gloo or NCCL in the same run.
+
+Started by itself it makes its own ranks (``--ranks``); started by torchrun it takes torchrun's. ``bytes`` is the full
+buffer: all ranks' parts of all_gather, reduce_scatter, all_to_all, gather and scatter. How it measures is told in
+``weft.bench.collective.measure``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from weft.bench.report import Report, add_report_arguments
+from weft.errors import invalid
+
+CALLS = (
+    *("all_reduce", "all_gather", "all_to_all", "reduce_scatter"),
+    *("broadcast", "reduce", "gather", "scatter", "send_recv"),
+)
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64", "uint8", "int8")
+DEADLINE_S = 3000.0
+
+
+def size(text: str) -> int:
+    """Return bytes for 1024, 64K, 64M or 1G (powers of 1024)."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    unit = units.get(text[-1:].upper(), 1)
+    try:
+        return int(text[:-1] if unit > 1 else text) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: bytes such as 1024, 64K, 64M, 1G") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options."""
+    parser.add_argument("--calls", default=",".join(CALLS[:4]), help=f"comma-separated, or all: {', '.join(CALLS)}")
+    parser.add_argument("-b", "--min-bytes", type=size, default="1K")
+    parser.add_argument("-e", "--max-bytes", type=size, default="64M")
+    parser.add_argument("-f", "--factor", type=int, default=4, help="from one size to the next")
+    parser.add_argument("-d", "--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("-o", "--op", choices=("sum", "product", "min", "max", "average"), default="sum")
+    parser.add_argument("--out-of-place", action="store_true", help="all_reduce into another tensor")
+    parser.add_argument("--ranks", type=int, default=0, help="default: torchrun's, all GPUs, or 4")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("-n", "--iterations", type=int, default=0, help="samples (default by size)")
+    parser.add_argument("-w", "--warmup", type=int, default=3, help="samples before those")
+    parser.add_argument("--no-check", action="store_true", help="leave out the comparison with the oracle")
+    parser.add_argument("--no-baseline", action="store_true", help="leave out gloo or NCCL")
+    parser.add_argument("--eager", action="store_true", help="on GPUs: no CUDA graphs")
+    add_report_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and report on rank 0. Returns 0; a wrong result raises before it is timed."""
+    import torch
+    import torch.distributed
+
+    from weft.bench.collective.measure import Options, measure
+    from weft.testing.ranks import Rank, run_ranks
+
+    torch.set_num_threads(1)
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    if args.device == "cuda" and not gpus:
+        raise invalid("device", "cuda", "cpu: torch sees no GPU here")
+    calls = CALLS if args.calls == "all" else tuple(args.calls.split(","))
+    unknown = sorted(set(calls) - set(CALLS))
+    if unknown:
+        raise invalid("calls", unknown, ", ".join(CALLS))
+    if args.factor < 2 or args.min_bytes < 1 or args.max_bytes < args.min_bytes:
+        raise invalid("sizes", (args.min_bytes, args.max_bytes, args.factor), "min <= max and a factor of 2 or more")
+    options = Options(
+        calls=calls,
+        min_bytes=args.min_bytes,
+        max_bytes=args.max_bytes,
+        factor=args.factor,
+        dtype=args.dtype,
+        op=args.op,
+        out_of_place=args.out_of_place,
+        device="cuda" if gpus else "cpu",
+        iterations=args.iterations,
+        warmup=args.warmup,
+        check=not args.no_check,
+        baseline=not args.no_baseline,
+        eager=args.eager,
+    )
+    if torch.distributed.is_torchelastic_launched():
+        torch.distributed.init_process_group("gloo")
+        group = torch.distributed.group.WORLD
+        me = Rank(torch.distributed.get_rank(), torch.distributed.get_world_size(), group, Path())
+        rows = measure(me, options)
+        torch.distributed.destroy_process_group()
+        if me.rank:
+            return 0
+    else:
+        ranks = args.ranks or gpus or 4
+        rows = run_ranks(ranks, measure, options, deadline_s=DEADLINE_S)[0]
+    report = Report("weft bench collective", extra_columns=("ranks", "algorithm", "algbw_gbs", "busbw_gbs"))
+    for row in rows:
+        report.add(row)
+    report.note("bytes: the full buffer; algbw = bytes / time; busbw as nccl-tests defines it; floor: see --help")
+    report.finish(args.json, args.plot)
+    return 0

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ``weft bench collective`` measures.
+
+Every sample is the slowest rank's. Weft and the baseline take turns, sample by sample, so that whatever else the machine
+does disturbs both. On the CPU a sample is the mean of some calls between two barriers; on GPUs it is the mean of 20 calls
+in a CUDA graph, by events (eager: 20 calls on the stream). Before timing, the result is compared with an oracle.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.bench.report import Row, progress, slowest_rank
+from weft.collectives.calls import Collectives
+from weft.errors import Error
+from weft.runtime.communicator import Communicator
+from weft.testing.ranks import Rank
+
+_GRAPH_CALLS = 20
+_SAMPLE_S = 0.03
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "average": dist.ReduceOp.AVG,
+}
+# One-shot exchange floors of eight H200, microseconds by bytes per peer (bare kernels; docs/hardware.md).
+_H200_FLOOR = ((16, 3.8), (16384, 5.4), (131072, 6.1), (602112, 15.4), (1204224, 25.9), (3670016, 71.6))
+_H200_EGRESS_GBS = 356.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    calls: tuple[str, ...]
+    min_bytes: int
+    max_bytes: int
+    factor: int
+    dtype: str
+    op: str
+    out_of_place: bool
+    device: str
+    iterations: int
+    warmup: int
+    check: bool
+    baseline: bool
+    eager: bool
+
+
+@dataclass
+class Case:
+    """One call at one size: Weft, the baseline (None where it has none), what to compare, and how to start afresh."""
+
+    weft: Callable[[], Any]
+    baseline: Callable[[], Any] | None
+    result: Callable[[], Tensor]
+    oracle: Callable[[], Tensor | None]
+    reset: Callable[[], None]
+
+
+def measure(me: Rank, options: Options) -> list[Row]:
+    """Measure on this rank; collective over ``me.group``. Returns all rows, for rank 0 to report."""
+    device = torch.device("cpu")
+    baseline_group, name = me.group, "gloo"
+    if options.device == "cuda":
+        device = torch.device("cuda", me.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        baseline_group, name = dist.new_group(backend="nccl"), "nccl"
+    comm = Communicator(me.group, device=device)
+    collectives = Collectives(comm.core)
+    cases = Cases(me, collectives, baseline_group, device, options)
+    sizes = []
+    size = options.min_bytes
+    while size <= options.max_bytes:
+        sizes.append(size)
+        size *= options.factor
+    rows = []
+    with progress(enabled=me.rank == 0) as bar:
+        task = bar.add_task("collectives", total=len(sizes) * len(options.calls))
+        for call in options.calls:
+            for num_bytes in sizes:
+                row = _measure_one(me, cases, comm, call, num_bytes, name, options)
+                if row is not None:
+                    rows.append(row)
+                bar.advance(task)
+    return rows
+
+
+def _measure_one(
+    me: Rank, cases: Cases, comm: Communicator, call: str, num_bytes: int, baseline: str, options: Options
+) -> Row | None:
+    part = num_bytes // getattr(torch, options.dtype).itemsize // me.size
+    if part == 0:
+        return None
+    case = cases.make(call, part)
+    checked = options.check and _agrees(me, case, call, num_bytes)
+    functions = [case.weft]
+    if options.baseline and case.baseline is not None:
+        functions.append(case.baseline)
+    if options.device == "cuda":
+        samples = _time_cuda(functions, options)
+    else:
+        samples = _time_cpu(functions, me, comm, options)
+    gathered: list[Any] = [None] * me.size
+    dist.all_gather_object(gathered, samples, group=me.group)
+    times = [slowest_rank([of_rank[i] for of_rank in gathered]) for i in range(len(functions))]
+    baselines = {}
+    if len(times) > 1:
+        baselines[baseline] = sorted(times[1])[len(times[1]) // 2]
+    row = Row(call, options.dtype, None, num_bytes, times[0], _floor_us(call, num_bytes, me.size, cases.device), checked)
+    row.baselines = baselines
+    gbs = num_bytes / row.us / 1e3
+    row.extra = {
+        "ranks": me.size,
+        "algorithm": cases.algorithm(call, num_bytes),
+        "algbw_gbs": round(gbs, 3),
+        "busbw_gbs": round(gbs * _bus_factor(call, me.size), 3),
+        "in_place": call == "all_reduce" and not options.out_of_place,
+    }
+    return row
+
+
+def _agrees(me: Rank, case: Case, call: str, num_bytes: int) -> bool:
+    case.reset()
+    case.weft()
+    wanted = case.oracle()
+    ok = wanted is None or torch.equal(case.result().cpu(), wanted.cpu())
+    answers: list[Any] = [None] * me.size
+    dist.all_gather_object(answers, ok, group=me.group)
+    if not all(answers):
+        raise Error(f"{call} of {num_bytes} bytes: wrong result on ranks {[r for r, a in enumerate(answers) if not a]}")
+    case.reset()
+    return True
+
+
+def _time_cpu(
+    functions: list[Callable[[], Any]], me: Rank, comm: Communicator, options: Options
+) -> list[list[float]]:
+    inner = [_calls_per_sample(function, me, comm) for function in functions]
+    count = options.iterations or (15 if min(inner) > 1 else 7)
+    samples: list[list[float]] = [[] for _ in functions]
+    gc.disable()
+    try:
+        for at in range(-options.warmup, count):
+            for function, calls, kept in zip(functions, inner, samples, strict=True):
+                _meet(function, comm)
+                start = time.perf_counter()
+                for _ in range(calls):
+                    function()
+                us = (time.perf_counter() - start) / calls * 1e6
+                if at >= 0:
+                    kept.append(us)
+    finally:
+        gc.enable()
+    return samples
+
+
+def _calls_per_sample(function: Callable[[], Any], me: Rank, comm: Communicator) -> int:
+    """Return how many calls make a sample of some hundredths of a second, the same on all ranks."""
+    _meet(function, comm)
+    start = time.perf_counter()
+    for _ in range(3):
+        function()
+    took: list[Any] = [None] * me.size
+    dist.all_gather_object(took, (time.perf_counter() - start) / 3, group=me.group)
+    return max(1, min(200, int(_SAMPLE_S / max(took))))
+
+
+def _meet(function: Callable[[], Any], comm: Communicator) -> None:
+    """Bring the ranks together: they leave a barrier milliseconds apart, a call or two later they are in step."""
+    comm.barrier()
+    function()
+    function()
+
+
+def _time_cuda(functions: list[Callable[[], Any]], options: Options) -> list[list[float]]:
+    count = options.iterations or 20
+    runs = [_repeated(function, options.eager) for function in functions]
+    samples: list[list[float]] = [[] for _ in functions]
+    for at in range(-options.warmup, count):
+        for run, kept in zip(runs, samples, strict=True):
+            torch.cuda.synchronize()
+            dist.barrier()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            if at >= 0:
+                kept.append(start.elapsed_time(end) * 1e3 / _GRAPH_CALLS)
+    return samples
+
+
+def _repeated(function: Callable[[], Any], eager: bool) -> Callable[[], Any]:
+    def many() -> None:
+        for _ in range(_GRAPH_CALLS):
+            function()
+
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    if eager:
+        return many
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        many()
+    return graph.replay
+
+
+class Cases:
+    """Makes the tensors and functions of each call."""
+
+    def __init__(
+        self, me: Rank, collectives: Collectives, group: Any, device: torch.device, options: Options
+    ) -> None:
+        self.me, self.weft, self.group, self.device = me, collectives, group, device
+        self.options = options
+        self.dtype: torch.dtype = getattr(torch, options.dtype)
+
+    def algorithm(self, call: str, num_bytes: int) -> str:
+        """Return what Weft chose last for the call."""
+        name = call.replace("send_recv", "sendrecv").replace("_", "")
+        return next((str(key) for key in self.weft.chosen(name, num_bytes)), "")
+
+    def make(self, call: str, part: int) -> Case:
+        """Return the case of a call whose ranks have ``part`` elements each."""
+        case: Case = getattr(self, f"_{call}")(part)
+        return case
+
+    def _values(self, rank: int, elems: int) -> Tensor:
+        period = 5 if self.options.op == "product" else 50
+        numbers = (torch.arange(elems, dtype=torch.int32) * 7 + rank * 3) % period % 13
+        values: Tensor = (numbers if self.options.op != "product" else numbers % 2 + 1).to(self.dtype)
+        return values
+
+    def _reduced(self, elems: int) -> Tensor:
+        stacked = torch.stack([self._values(rank, elems).to(torch.float64) for rank in range(self.me.size)])
+        op = self.options.op
+        if op in ("min", "max"):
+            out = (stacked.amin if op == "min" else stacked.amax)(0)
+        elif op == "product":
+            out = stacked.prod(0)
+        else:
+            out = stacked.sum(0) / (self.me.size if op == "average" else 1)
+        return out.to(self.dtype)
+
+    def _tensors(self, given: int, taken: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
+        own = self._values(self.me.rank, given).to(self.device)
+        tensor, out = own.clone(), torch.empty(taken, dtype=self.dtype, device=self.device)
+
+        def reset() -> None:
+            tensor.copy_(own)
+            out.fill_(0)
+
+        return tensor, out, reset
+
+    def _has_baseline(self, *, average: bool = True) -> bool:
+        return self.options.op != "average" or (self.device.type == "cuda" and average)
+
+    def _all_reduce(self, part: int) -> Case:
+        elems = part * self.me.size
+        tensor, out, reset = self._tensors(elems, elems)
+        op, reduce_op = self.options.op, _OPS[self.options.op]
+        target = out if self.options.out_of_place else None
+        baseline = (lambda: dist.all_reduce(tensor, reduce_op, group=self.group)) if self._has_baseline() else None
+        return Case(
+            lambda: self.weft.all_reduce(tensor, op, out=target),
+            baseline,
+            lambda: tensor if target is None else out,
+            lambda: self._reduced(elems),
+            reset,
+        )
+
+    def _all_gather(self, part: int) -> Case:
+        tensor, out, reset = self._tensors(part, part * self.me.size)
+        return Case(
+            lambda: self.weft.all_gather(tensor, out=out),
+            lambda: dist.all_gather_into_tensor(out, tensor, group=self.group),
+            lambda: out,
+            lambda: torch.cat([self._values(rank, part) for rank in range(self.me.size)]),
+            reset,
+        )
+
+    def _reduce_scatter(self, part: int) -> Case:
+        tensor, out, reset = self._tensors(part * self.me.size, part)
+        op, reduce_op = self.options.op, _OPS[self.options.op]
+        baseline = None
+        if self._has_baseline():
+            baseline = lambda: dist.reduce_scatter_tensor(out, tensor, reduce_op, group=self.group)  # noqa: E731
+        return Case(
+            lambda: self.weft.reduce_scatter(tensor, op, out=out),
+            baseline,
+            lambda: out,
+            lambda: self._reduced(part * self.me.size).view(self.me.size, part)[self.me.rank],
+            reset,
+        )
+
+    def _all_to_all(self, part: int) -> Case:
+        ranks = self.me.size
+        tensor, out, reset = self._tensors(part * ranks, part * ranks)
+        return Case(
+            lambda: self.weft.all_to_all(tensor, out=out),
+            lambda: dist.all_to_all_single(out, tensor, group=self.group),
+            lambda: out,
+            lambda: torch.cat([self._values(q, part * ranks).view(ranks, part)[self.me.rank] for q in range(ranks)]),
+            reset,
+        )
+
+    def _broadcast(self, part: int) -> Case:
+        elems = part * self.me.size
+        tensor, _, reset = self._tensors(elems, 1)
+        return Case(
+            lambda: self.weft.broadcast(tensor, 0),
+            lambda: dist.broadcast(tensor, 0, group=self.group),
+            lambda: tensor,
+            lambda: self._values(0, elems),
+            reset,
+        )
+
+    def _reduce(self, part: int) -> Case:
+        elems = part * self.me.size
+        tensor, _, reset = self._tensors(elems, 1)
+        op, reduce_op = self.options.op, _OPS[self.options.op]
+        return Case(
+            lambda: self.weft.reduce(tensor, 0, op),
+            (lambda: dist.reduce(tensor, 0, reduce_op, group=self.group)) if self._has_baseline() else None,
+            lambda: tensor,
+            lambda: self._reduced(elems) if self.me.rank == 0 else None,
+            reset,
+        )
+
+    def _gather(self, part: int) -> Case:
+        tensor, out, reset = self._tensors(part, part * self.me.size)
+        target = out if self.me.rank == 0 else None
+        parts = list(out.view(self.me.size, part)) if self.me.rank == 0 else None
+        return Case(
+            lambda: self.weft.gather(tensor, 0, out=target),
+            lambda: dist.gather(tensor, parts, 0, group=self.group),
+            lambda: out,
+            lambda: torch.cat([self._values(r, part) for r in range(self.me.size)]) if self.me.rank == 0 else None,
+            reset,
+        )
+
+    def _scatter(self, part: int) -> Case:
+        tensor, out, reset = self._tensors(part * self.me.size, part)
+        given = tensor if self.me.rank == 0 else None
+        parts = list(tensor.view(self.me.size, part)) if self.me.rank == 0 else None
+        return Case(
+            lambda: self.weft.scatter(given, out, 0),
+            lambda: dist.scatter(out, parts, 0, group=self.group),
+            lambda: out,
+            lambda: self._values(0, part * self.me.size).view(self.me.size, part)[self.me.rank],
+            reset,
+        )
+
+    def _send_recv(self, part: int) -> Case:
+        ranks, rank = self.me.size, self.me.rank
+        elems = part * ranks
+        tensor, out, reset = self._tensors(elems, elems)
+
+        def baseline() -> None:
+            sends = dist.P2POp(dist.isend, tensor, (rank + 1) % ranks, group=self.group)
+            recvs = dist.P2POp(dist.irecv, out, (rank - 1) % ranks, group=self.group)
+            for work in dist.batch_isend_irecv([sends, recvs]):
+                work.wait()
+
+        return Case(
+            lambda: self.weft.send_recv(tensor, out=out),
+            baseline,
+            lambda: out,
+            lambda: self._values((rank - 1) % ranks, elems),
+            reset,
+        )
+
+
+def _bus_factor(call: str, ranks: int) -> float:
+    if call == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    if call in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (ranks - 1) / ranks
+    return 1.0
+
+
+def _floor_us(call: str, num_bytes: int, ranks: int, device: torch.device) -> float | None:
+    """Return the one-shot exchange floor of eight H200; None elsewhere. all_reduce is two exchanges."""
+    if device.type != "cuda" or ranks != 8 or "H200" not in torch.cuda.get_device_name(device):
+        return None
+    if call not in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter"):
+        return None
+    per_peer = num_bytes / ranks
+    exchange = per_peer * (ranks - 1) / (_H200_EGRESS_GBS * 1e3)
+    for low, high in zip(_H200_FLOOR, _H200_FLOOR[1:], strict=False):
+        if per_peer <= high[0]:
+            share = max(0.0, (per_peer - low[0]) / (high[0] - low[0]))
+            exchange = low[1] + share * (high[1] - low[1])
+            break
+    return exchange * (2 if call == "all_reduce" else 1)

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives on torch tensors, CPU and CUDA.
+
+    comm = weft.Communicator(group)
+    comm.collectives.all_reduce(t)                 # in place
+    out = comm.collectives.all_gather(t)
+
+Tensors are contiguous and on the communicator's device; every rank passes the same dtype and number of elements, except
+where sizes are said to differ. On CUDA a call is enqueued on the current stream and may be captured in a graph; one
+stream at a time. On the CPU it is finished on return.
+"op" is one of sum, product, min, max, average. "algorithm" is an Algorithm to use instead of the chosen one.
+Threads: one caller at a time, the same order of calls on all ranks.
+Raises: Error for a wrong argument, before anything moves; PeerLost, naming the rank that was waited for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft import _core
+from weft.collectives.contract import Buffer, Collective, Slots
+from weft.collectives.executor import ELEMENTS, REDUCTIONS, Call, Executor, Loaded
+from weft.collectives.ir import Algorithm
+from weft.collectives.language import Program
+from weft.collectives.selector import Choice, Selector
+from weft.collectives.values import Chunk
+from weft.errors import Error, invalid
+
+_DTYPES = {getattr(torch, name): number for name, number in ELEMENTS.items() if hasattr(torch, name)}
+_CACHED_SHAPES = 4096
+
+
+class Transfer(Collective):
+    """Rank ``src``'s buffer goes to rank ``dst``; the others do nothing."""
+
+    def __init__(self, num_ranks: int, src: int, dst: int) -> None:
+        super().__init__(num_ranks)
+        self.src, self.dst = src, dst
+
+    def before(self, rank: int) -> Slots:
+        return [Chunk(rank, 0)] if rank == self.src else []
+
+    def after(self, rank: int) -> Slots:
+        return [Chunk(self.src, 0)] if rank == self.dst else []
+
+
+@functools.lru_cache(maxsize=1024)
+def transfer(num_ranks: int, src: int, dst: int) -> Algorithm:
+    """Return the program that sends one buffer from ``src`` to ``dst``."""
+    with Program(f"transfer {src} to {dst}", Transfer(num_ranks, src, dst)) as program:
+        ref = program.chunk(src, Buffer.input, 0)
+        assert ref is not None
+        ref.copy(dst, Buffer.output, 0)
+    return program.compile()
+
+
+class Collectives:
+    """All collectives of one communicator. Making it is collective.
+
+    Args: core: the core communicator. timeout_s: bound of every wait; None takes the communicator's.
+    """
+
+    def __init__(self, core: Any, timeout_s: float | None = None) -> None:
+        self.rank = int(core.rank)
+        self.size = int(core.size)
+        self.device = str(core.device)
+        self._is_cpu = self.device == "cpu"
+        self._executor = Executor(core, timeout_s) if self.size > 1 else None
+        config = _core.config()
+        self._selector = Selector(
+            self.size,
+            "cpu" if self._is_cpu else "nvlink",
+            machine_key(self.device),
+            Path(config.cache_dir).expanduser(),
+            config.algorithm_dir,
+        )
+        self._loaded: dict[int, Loaded] = {}
+        self._kept: list[Algorithm] = []  # keeps the ids that _loaded is keyed by alive
+        self._choices: dict[tuple[str, int, int, bool], tuple[Loaded, Choice]] = {}
+
+    # -- symmetric ---------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None, algorithm: Algorithm | None = None
+    ) -> torch.Tensor:
+        """Reduce over all ranks, in place or into ``out`` (same shape and dtype); return the result."""
+        if out is None:
+            out = tensor
+        else:
+            self._check_like("out", out, tensor.numel(), tensor)
+            out.copy_(tensor)
+        self._run("allreduce", out, out, out.numel(), out.numel(), op, algorithm, inplace=True)
+        self._average(op, out)
+        return out
+
+    def all_gather(
+        self, tensor: torch.Tensor, *, out: torch.Tensor | None = None, algorithm: Algorithm | None = None
+    ) -> torch.Tensor:
+        """Return all ranks' tensors as [ranks, *shape], in rank order. ``out`` has ranks times the elements."""
+        elems = tensor.numel()
+        out = self._out(out, (self.size, *tensor.shape), tensor)
+        self._run("allgather", tensor, out, elems, elems * self.size, None, algorithm)
+        return out
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None, algorithm: Algorithm | None = None
+    ) -> torch.Tensor:
+        """Reduce over all ranks; return part ``rank`` of the result. The first dimension divides by the ranks."""
+        part = self._part_shape(tensor)
+        out = self._out(out, part, tensor)
+        self._run("reducescatter", tensor, out, out.numel(), tensor.numel(), op, algorithm)
+        self._average(op, out)
+        return out
+
+    def all_to_all(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        input_splits: Sequence[int] | None = None,
+        output_splits: Sequence[int] | None = None,
+        algorithm: Algorithm | None = None,
+    ) -> torch.Tensor:
+        """Send part q of ``tensor`` to rank q; return the parts that came, in rank order.
+
+        Parts are equal shares of the first dimension, or have ``input_splits`` rows each; ``output_splits`` then says
+        how many rows come from each rank.
+        """
+        if input_splits is not None or output_splits is not None:
+            return self._all_to_all_v(tensor, out, input_splits, output_splits)
+        self._part_shape(tensor)
+        out = self._out(out, tuple(tensor.shape), tensor)
+        self._run("alltoall", tensor, out, tensor.numel() // self.size, tensor.numel(), None, algorithm)
+        return out
+
+    def send_recv(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Pass ``tensor`` to the next rank; return what the previous one passed."""
+        out = self._out(out, tuple(tensor.shape), tensor)
+        self._run("sendrecv", tensor, out, tensor.numel(), tensor.numel(), None, None)
+        return out
+
+    # -- with a root -------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0, *, algorithm: Algorithm | None = None) -> torch.Tensor:
+        """Overwrite ``tensor`` with rank ``root``'s; return it."""
+        self._run("broadcast", tensor, tensor, tensor.numel(), tensor.numel(), None, algorithm, root, inplace=True)
+        return tensor
+
+    def reduce(self, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
+        """Reduce over all ranks into rank ``root``'s ``tensor``, in place; other ranks' tensors stay."""
+        self._run("reduce", tensor, tensor, tensor.numel(), tensor.numel(), op, None, root, inplace=True)
+        if self.rank == root:
+            self._average(op, tensor)
+        return tensor
+
+    def gather(self, tensor: torch.Tensor, root: int = 0, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return all ranks' tensors as [ranks, *shape] on rank ``root``, None elsewhere."""
+        elems = tensor.numel()
+        if self.rank == root:
+            out = self._out(out, (self.size, *tensor.shape), tensor)
+        self._run("gather", tensor, out if out is not None else tensor, elems, elems, None, None, root)
+        return out if self.rank == root else None
+
+    def scatter(self, tensor: torch.Tensor | None, out: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """Fill ``out`` with part ``rank`` of rank ``root``'s ``tensor``; other ranks pass None."""
+        if self.rank == root:
+            if tensor is None:
+                raise invalid("tensor", None, f"a tensor on rank {root}, the root")
+            self._check_like("tensor", tensor, out.numel() * self.size, out)
+        given = tensor if tensor is not None else out
+        self._run("scatter", given, out, out.numel(), out.numel(), None, None, root)
+        return out
+
+    # -- point to point ----------------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        """Send to rank ``dst``, which calls recv(); the other ranks do nothing."""
+        self._transfer(tensor, self.rank, dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        """Fill ``tensor`` with what rank ``src`` sends; return it."""
+        self._transfer(tensor, src, self.rank)
+        return tensor
+
+    def chosen(self, collective: str, num_bytes: int) -> list[str]:
+        """Return what serves calls of that collective and size so far, as "name protocol"."""
+        return [
+            f"{loaded.algorithm.name} {loaded.algorithm.protocol}"
+            for (name, size, _, _), (loaded, _) in self._choices.items()
+            if (name, size) == (collective, num_bytes)
+        ]
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _transfer(self, tensor: torch.Tensor, src: int, dst: int) -> None:
+        peer = dst if src == self.rank else src
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise invalid("peer", peer, f"another rank of {self.size}")
+        element = self._element("tensor", tensor)
+        loaded = self._load(transfer(self.size, src, dst))
+        call = Call(tensor.data_ptr(), tensor.data_ptr(), tensor.numel(), element, stream=self._stream())
+        self._need_executor().run(loaded, call)
+
+    def _run(
+        self,
+        collective: str,
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        part_elems: int,
+        total_elems: int,
+        op: str | None,
+        algorithm: Algorithm | None,
+        root: int = 0,
+        inplace: bool = False,
+    ) -> None:
+        element = self._element("tensor", tensor)
+        if op is not None and op not in REDUCTIONS:
+            raise invalid("op", op, ", ".join(REDUCTIONS))
+        if not 0 <= root < self.size:
+            raise invalid("root", root, f"0 to {self.size - 1}")
+        if part_elems == 0:
+            return
+        if self._executor is None:
+            if out.data_ptr() != tensor.data_ptr():
+                out.view(-1).copy_(tensor.view(-1))
+            return
+        num_bytes = total_elems * tensor.element_size()
+        loaded, choice = self._choose(collective, num_bytes, root, inplace, algorithm)
+        call = Call(
+            tensor.data_ptr(),
+            out.data_ptr(),
+            part_elems,
+            element,
+            REDUCTIONS[op] if op else 0,
+            choice.slice_bytes,
+            choice.num_sms,
+            self._stream(),
+        )
+        self._executor.run(loaded, call)
+
+    def _choose(
+        self, collective: str, num_bytes: int, root: int, inplace: bool, algorithm: Algorithm | None
+    ) -> tuple[Loaded, Choice]:
+        if algorithm is not None:
+            if not (algorithm.inplace if inplace else algorithm.outofplace):
+                raise invalid("algorithm", algorithm.name, f"one that works {'in' if inplace else 'out of'} place")
+            return self._load(algorithm), Choice(algorithm)
+        key = (collective, num_bytes, root, inplace)
+        known = self._choices.get(key)
+        if known is None:
+            choice = self._selector.choose(collective, num_bytes, inplace, root)
+            known = self._load(choice.algorithm), choice
+            if len(self._choices) >= _CACHED_SHAPES:
+                self._choices.clear()
+            self._choices[key] = known
+        return known
+
+    def _load(self, algorithm: Algorithm) -> Loaded:
+        loaded = self._loaded.get(id(algorithm))
+        if loaded is None:
+            loaded = self._need_executor().load(algorithm)
+            self._loaded[id(algorithm)] = loaded
+            self._kept.append(algorithm)
+        return loaded
+
+    def _need_executor(self) -> Executor:
+        if self._executor is None:
+            raise Error("a single rank has nobody to send to")
+        return self._executor
+
+    def _all_to_all_v(
+        self,
+        tensor: torch.Tensor,
+        out: torch.Tensor | None,
+        input_splits: Sequence[int] | None,
+        output_splits: Sequence[int] | None,
+    ) -> torch.Tensor:
+        element = self._element("tensor", tensor)
+        row_elems = math.prod(tensor.shape[1:])
+        sent = self._splits("input_splits", input_splits, tensor.shape[0])
+        rows_out = sum(output_splits) if output_splits is not None else tensor.shape[0]
+        came = self._splits("output_splits", output_splits, rows_out)
+        out = self._out(out, (rows_out, *tensor.shape[1:]), tensor)
+        if self._executor is None:
+            out.copy_(tensor)
+            return out
+        if sent[self.rank] != came[self.rank]:
+            raise invalid("output_splits", came[self.rank], f"{sent[self.rank]} from this rank to itself")
+        loaded, _ = self._choose("alltoallv", 0, 0, False, None)
+        call = Call(tensor.data_ptr(), out.data_ptr(), 0, element, stream=self._stream())
+        self._executor.run_with_sizes(loaded, call, _places(sent, row_elems), _places(came, row_elems))
+        return out
+
+    def _splits(self, name: str, splits: Sequence[int] | None, rows: int) -> list[int]:
+        if splits is None:
+            if rows % self.size:
+                raise invalid(name, None, f"given, since {rows} rows do not divide by {self.size} ranks")
+            return [rows // self.size] * self.size
+        if len(splits) != self.size or min(splits) < 0 or sum(splits) != rows:
+            raise invalid(name, list(splits), f"{self.size} numbers of rows that sum to {rows}")
+        return list(splits)
+
+    def _average(self, op: str, out: torch.Tensor) -> None:
+        if op == "average" and self._executor is not None and out.numel():
+            self._executor.scale(_DTYPES[out.dtype], out.data_ptr(), out.numel(), float(self.size), self._stream())
+
+    def _stream(self) -> int:
+        return 0 if self._is_cpu else int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def _element(self, name: str, tensor: torch.Tensor) -> int:
+        element = _DTYPES.get(tensor.dtype)
+        if element is None:
+            raise invalid(f"{name}.dtype", tensor.dtype, ", ".join(str(dtype) for dtype in _DTYPES))
+        if not tensor.is_contiguous():
+            raise invalid(name, f"strides {tuple(tensor.stride())}", "a contiguous tensor")
+        if tensor.is_cuda == self._is_cpu:
+            raise invalid(f"{name}.device", tensor.device, self.device)
+        return element
+
+    def _out(self, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        if out is None:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        self._check_like("out", out, math.prod(shape), like)
+        return out
+
+    def _check_like(self, name: str, tensor: torch.Tensor, elems: int, like: torch.Tensor) -> None:
+        self._element(name, tensor)
+        if tensor.dtype != like.dtype or tensor.numel() != elems:
+            given = f"{tensor.dtype}[{tensor.numel()}]"
+            raise invalid(name, given, f"{like.dtype} with {elems} elements")
+
+    def _part_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        if tensor.dim() == 0 or tensor.shape[0] % self.size:
+            raise invalid("tensor.shape", tuple(tensor.shape), f"a first dimension that divides by {self.size} ranks")
+        return (tensor.shape[0] // self.size, *tensor.shape[1:])
+
+
+def _places(rows: Sequence[int], row_elems: int) -> list[tuple[int, int]]:
+    places, at = [], 0
+    for count in rows:
+        places.append((at, count * row_elems))
+        at += count * row_elems
+    return places
+
+
+def machine_key(device: str) -> str:
+    """Name the machine for tables: the GPU's name, or the number of cores."""
+    if device == "cpu":
+        import os
+
+        return f"cpu {os.cpu_count()} cores"
+    return str(torch.cuda.get_device_name(device))

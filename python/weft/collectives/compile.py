@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``weft compile``: compile and verify a collective program.
+
+    weft compile algo.py --ranks 8 -o algo.xml          # a Python program
+    weft compile allreduce_allpairs --ranks 8           # a library algorithm
+    weft compile algo.xml                               # check a file, and write it again
+
+A Python file either defines ``program(ranks, ...)``, which returns a Program, or enters a Program when it runs, as MSCCL's
+scripts do; those see the names of MSCCL's modules and get ``--args`` as their arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import runpy
+import shlex
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import weft.collectives
+from weft.collectives import contract, language, topology
+from weft.collectives.ir import Algorithm
+from weft.collectives.language import Program, collect
+from weft.collectives.library import build, entries
+from weft.collectives.load import load_file
+from weft.collectives.verifier import verify
+from weft.collectives.xml import to_xml
+from weft.errors import Error, invalid
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("source", nargs="?", help="a .py, .xml or .json file, or the name of a library algorithm")
+    parser.add_argument("--list", action="store_true", help="list the library and return")
+    parser.add_argument("--ranks", type=int, default=0)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write XML there; default: print it")
+    parser.add_argument("--protocol", choices=("Simple", "LL", "LL128"))
+    parser.add_argument("--instances", type=int)
+    parser.add_argument("--in-place", action="store_true", help="of a library algorithm: the in-place form")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=NUMBER", help="an option of the algorithm's own"
+    )
+    parser.add_argument("--args", default="", metavar="TEXT", help="the arguments of an MSCCL script, as one text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile; print XML or a summary. Raises: ProgramError, VerificationError, XmlError."""
+    if args.list:
+        for name, entry in entries().items():
+            options = f"  [{', '.join(entry.options)}]" if entry.options else ""
+            print(f"{name:44} {entry.collective:14} {entry.summary}{options}")
+        return 0
+    if not args.source:
+        raise invalid("source", None, "a file or the name of a library algorithm (--list shows them)")
+    algorithm = read_source(args.source, args.ranks, _options(args), shlex.split(args.args))
+    report = verify(algorithm)
+    text = to_xml(algorithm)
+    if args.output:
+        Path(args.output).write_text(text)
+    else:
+        sys.stdout.write(text)
+    blocks = max(len(program.blocks) for program in algorithm.ranks)
+    result = "result, races and deadlock" if report.result_checked else "races and deadlock (custom: no contract)"
+    print(
+        f"{algorithm.name}: {algorithm.collective}, {algorithm.num_ranks} ranks, {algorithm.chunks} chunks, "
+        f"{report.steps} steps in up to {blocks} blocks, {algorithm.channels} channels; {' and '.join(report.forms)}; "
+        f"verified: {result}",
+        file=sys.stderr,
+    )
+    for line in (*report.warnings, *algorithm.notes):
+        print(f"note: {line}", file=sys.stderr)
+    return 0
+
+
+def read_source(
+    source: str, ranks: int = 0, options: dict[str, Any] | None = None, arguments: Sequence[str] = ()
+) -> Algorithm:
+    """Return the algorithm that a file or a library name gives. Python files may give one program only."""
+    options = dict(options or {})
+    if source in entries():
+        if ranks < 1:
+            raise invalid("ranks", ranks, "how many ranks, for a library algorithm")
+        return build(source, ranks, **options).compile()
+    path = Path(source)
+    if not path.is_file():
+        raise invalid("source", source, "an existing file, or a name that weft compile --list shows")
+    if path.suffix != ".py":
+        return load_file(path)
+    return _program_of(path, ranks, options, arguments).compile()
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for given in args.option:
+        name, _, value = given.partition("=")
+        if not value.lstrip("-").isdigit():
+            raise invalid("option", given, "NAME=NUMBER")
+        options[name] = int(value)
+    for name in ("protocol", "instances"):
+        if getattr(args, name) is not None:
+            options[name] = getattr(args, name)
+    if args.in_place:
+        options["inplace"] = True
+    return options
+
+
+def _program_of(path: Path, ranks: int, options: dict[str, Any], arguments: Sequence[str]) -> Program:
+    printed = StringIO()
+    with collect() as programs, _msccl_names(), _arguments([str(path), *arguments]), redirect_stdout(printed):
+        names = runpy.run_path(str(path), run_name="__main__")
+        maker = names.get("program")
+        if callable(maker) and not programs:
+            if ranks < 1:
+                raise invalid("ranks", ranks, f"how many ranks, since {path.name} defines program(ranks)")
+            known = inspect.signature(maker).parameters
+            maker(ranks, **{name: value for name, value in options.items() if name in known})
+    if len(programs) != 1:
+        raise Error(f"{path.name}: {len(programs)} programs, allowed: one; define program(ranks) or enter one Program")
+    return programs[0]
+
+
+@contextmanager
+def _arguments(argv: list[str]) -> Iterator[None]:
+    before, sys.argv = sys.argv, argv
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _msccl_names() -> Iterator[None]:
+    """Let ``from msccl.language import *`` and its neighbours find Weft's language."""
+    named: dict[str, Any] = {**vars(topology), **vars(contract), **vars(language)}
+    for name in weft.collectives.__all__:
+        named[name] = getattr(weft.collectives, name)
+    policy = types.SimpleNamespace(auto="auto", manual="manual")
+    named |= {"ThreadblockPolicy": policy, "ReduceChunk": contract.Value}
+    names = (
+        *("msccl", "msccl.language", "msccl.language.collectives", "msccl.language.buffer", "msccl.language.types"),
+        *("msccl.topologies", "msccl.collectives"),
+    )
+    before = {name: sys.modules.get(name) for name in names}
+    for name in names:
+        module = types.ModuleType(name)
+        module.__path__ = []
+        module.__dict__.update({key: value for key, value in named.items() if not key.startswith("_")})
+        sys.modules[name] = module
+    try:
+        yield
+    finally:
+        for name, module_before in before.items():
+            if module_before is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module_before

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs verified algorithms on the ranks of a communicator.
+
+    executor = Executor(communicator)                  # collective
+    program = executor.load(algorithm)                 # on every rank, in the same order
+    executor.run(program, call)
+
+An algorithm runs on memory of the communicator's device. On CUDA a run is enqueued on a stream and may be captured; on
+the CPU it is finished when run() returns. Threads: one caller at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from weft import _core
+from weft.collectives.contract import Buffer
+from weft.collectives.ir import Algorithm, Op, RankProgram
+from weft.errors import invalid
+
+# The numbers of kernels/collective/program_args.h.
+ELEMENTS = {
+    "float32": 0,
+    "float16": 1,
+    "bfloat16": 2,
+    "float8_e4m3fn": 3,
+    "float8_e5m2": 4,
+    "float64": 5,
+    "int8": 6,
+    "uint8": 7,
+    "int32": 8,
+    "uint32": 9,
+    "int64": 10,
+    "uint64": 11,
+    "bool": 7,
+}
+REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3, "average": 0}
+_PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
+_BUFFERS = {Buffer.input: 0, Buffer.output: 1, Buffer.scratch: 2}
+_OPS = {op: number for number, op in enumerate(Op)}
+_FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """An algorithm that the executor knows; ``number`` is the core's name for it."""
+
+    algorithm: Algorithm
+    number: int
+    protocol: int
+    per_part: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One run: addresses of the buffers, and how many elements one rank's part has.
+
+    ``part_elems`` counts the whole buffer where the collective has no parts (all_reduce, broadcast, ...); for a custom
+    collective it divides by the chunks.
+    ``slice_bytes`` 0 takes what a slot holds; ``num_sms`` 0 one for each block; ``stream`` is a CUDA stream.
+    """
+
+    input: int
+    output: int
+    part_elems: int
+    element: int
+    reduction: int = 0
+    slice_bytes: int = 0
+    num_sms: int = 0
+    stream: int = 0
+
+
+class Executor:
+    """The programs of one communicator, and the memory that they share.
+
+    Args:
+        core: the core communicator; all its ranks must map each other's memory. timeout_s: None takes its own.
+    Raises: Error when they do not; PeerLost.
+    """
+
+    def __init__(self, core: Any, timeout_s: float | None = None) -> None:
+        self.core = core
+        self.rank = int(core.rank)
+        self.size = int(core.size)
+        self._is_cpu = str(core.device) == "cpu"
+        self._timeout_s = timeout_s or 0.0
+        self._loaded: list[Algorithm] = []
+        self._runner = self._new_runner(_FIRST_CHANNELS[self._is_cpu])
+
+    def load(self, algorithm: Algorithm) -> Loaded:
+        """Load this rank's part. Collective when the algorithm has more channels than any before.
+
+        Raises: Error when it is for another number of ranks.
+        """
+        if algorithm.num_ranks != self.size:
+            raise invalid("algorithm", f"{algorithm.name} for {algorithm.num_ranks} ranks", f"{self.size} ranks")
+        if algorithm.channels > self._runner.channels:
+            self._runner = self._new_runner(algorithm.channels)
+            for known in self._loaded:
+                self._load(known)
+        self._loaded.append(algorithm)
+        number = self._load(algorithm)
+        return Loaded(algorithm, number, _PROTOCOLS[algorithm.protocol], chunks_of_part(algorithm))
+
+    def run(self, program: Loaded, call: Call) -> None:
+        """Run on every rank. Raises: PeerLost, naming the rank, block and step that waited and for whom."""
+        self._runner.run(
+            program.number,
+            call.element,
+            call.reduction,
+            program.protocol,
+            call.input,
+            call.output,
+            call.part_elems,
+            program.per_part,
+            program.algorithm.collective == "custom",
+            call.slice_bytes,
+            call.num_sms,
+            call.stream,
+        )
+
+    def run_with_sizes(
+        self,
+        program: Loaded,
+        call: Call,
+        input_chunks: Sequence[tuple[int, int]],
+        output_chunks: Sequence[tuple[int, int]],
+    ) -> None:
+        """Run a program without scratch whose chunks have sizes of their own: (offset, length) in elements."""
+        tables = [[number for pair in chunks for number in pair] for chunks in (input_chunks, output_chunks)]
+        most = max((length for _, length in (*input_chunks, *output_chunks)), default=0)
+        if most:
+            self._runner.run_with_sizes(
+                program.number, call.element, program.protocol, call.input, call.output, most, *tables, call.stream
+            )
+
+    def scale(self, element: int, address: int, elems: int, divisor: float, stream: int) -> None:
+        """Divide ``elems`` elements at ``address`` by ``divisor``, in stream order."""
+        self._runner.scale(element, address, elems, divisor, stream)
+
+    def _new_runner(self, channels: int) -> Any:
+        return _core.CollectiveRunner.create(self.core, channels=channels, timeout_s=self._timeout_s)
+
+    def _load(self, algorithm: Algorithm) -> int:
+        scratch = max(program.scratch_chunks for program in algorithm.ranks)
+        return int(self._runner.load(algorithm.name, *_flatten(algorithm.ranks[self.rank]), scratch))
+
+
+def chunks_of_part(algorithm: Algorithm) -> int:
+    """Return the chunks of one rank's part; of the whole buffer where the collective has no parts."""
+    if algorithm.collective in ("allgather", "reducescatter", "reduce_scatter", "alltoall", "alltoallv"):
+        return algorithm.chunks // algorithm.num_ranks
+    return algorithm.chunks
+
+
+def _flatten(program: RankProgram) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Return blocks, steps and waits as rows of numbers, in the order of the structs of program_args.h."""
+    needed = {wait for block in program.blocks for step in block.steps for wait in step.depends}
+    blocks, steps, waits = [], [], []
+    for number, block in enumerate(program.blocks):
+        blocks.append([block.send, block.recv, block.channel, len(steps), len(block.steps)])
+        for at, step in enumerate(block.steps):
+            src, dst = step.src, step.dst
+            row = [_OPS[step.op], _BUFFERS[src.buffer], max(src.index, 0), _BUFFERS[dst.buffer], max(dst.index, 0)]
+            steps.append([*row, step.count, len(waits), len(step.depends), int((number, at) in needed)])
+            waits += [list(wait) for wait in step.depends]
+    return blocks, steps, waits

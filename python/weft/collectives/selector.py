@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which algorithm serves a call: from a table measured on such a machine, or from the cost model where there is none.
+
+    selector = Selector(ranks=8, machine="nvlink", key="NVIDIA H200 x8")
+    choice = selector.choose("allreduce", num_bytes=65536)
+
+The decision uses only what all ranks of a call agree on (collective, bytes, ranks, machine, the tables and files that
+all ranks read alike), so all choose alike. Every candidate that lost is logged with its reason, once per call shape.
+Missing and bad files are never fatal: each is named in one warning and left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.collectives.cost import CPU, NVLINK, Machine, estimate
+from weft.collectives.ir import Algorithm
+from weft.collectives.library import entries
+from weft.collectives.verifier import verify
+from weft.errors import Error
+
+log = logging.getLogger("weft.collectives")
+
+TABLE_VERSION = 1
+MACHINES = {"cpu": CPU, "nvlink": NVLINK}
+_TABLES = Path(__file__).parent / "tuned"
+_MAX_LOGGED = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """An algorithm with everything that a run needs to know."""
+
+    algorithm: Algorithm
+    slice_bytes: int = 0
+    num_sms: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How to build a candidate: a library name or a file, and its parameters. Rows of a table hold the same."""
+
+    name: str
+    protocol: str = "Simple"
+    instances: int = 1
+    slice_bytes: int = 0
+    num_sms: int = 0
+    options: tuple[tuple[str, int], ...] = ()
+
+    def label(self) -> str:
+        extra = "".join(f" {key}={value}" for key, value in self.options)
+        cut = f" slice={self.slice_bytes}" if self.slice_bytes else ""
+        return f"{self.name} {self.protocol} x{self.instances}{extra}{cut}"
+
+
+# What is tried where nothing was measured, and what `weft tune` measures.
+VARIANTS: dict[str, tuple[Variant, ...]] = {
+    "allreduce": (
+        Variant("allreduce_1step", "LL"),
+        Variant("allreduce_allpairs", "LL"),
+        Variant("allreduce_a100_allpairs_v2", "LL"),
+        Variant("allreduce_1step", "Simple"),
+        Variant("allreduce_allpairs", "Simple"),
+        Variant("allreduce_allpairs", "Simple", 2),
+        Variant("allreduce_allpairs", "Simple", 4),
+        Variant("allreduce_a100_ring", "Simple"),
+        Variant("allreduce_recursive_doubling_halving", "LL"),
+    ),
+    "allgather": (
+        Variant("allgather_allpairs", "LL"),
+        Variant("allgather_allpairs", "Simple"),
+        Variant("allgather_allpairs", "Simple", 2),
+        Variant("allgather_allpairs", "Simple", 4),
+        Variant("allgather_ring", "Simple"),
+    ),
+    "reducescatter": (
+        Variant("reducescatter_allpairs", "LL"),
+        Variant("reducescatter_allpairs", "Simple"),
+        Variant("reducescatter_allpairs", "Simple", 4),
+        Variant("reducescatter_allpairs_fused", "LL"),
+        Variant("reducescatter_ring", "Simple"),
+    ),
+    "alltoall": (
+        Variant("alltoall_allpairs", "LL"),
+        Variant("alltoall_allpairs", "Simple"),
+        Variant("alltoall_allpairs", "Simple", 2),
+        Variant("alltoall_allpairs", "Simple", 4),
+    ),
+    "alltoallv": (Variant("alltoallv_allpairs", "Simple"),),
+    "broadcast": (
+        Variant("broadcast_flat", "LL"),
+        Variant("broadcast_flat", "Simple"),
+        Variant("broadcast_scatter_allgather", "Simple"),
+        Variant("broadcast_chain", "Simple"),
+    ),
+    "reduce": (Variant("reduce_flat", "LL"), Variant("reduce_flat", "Simple"), Variant("reduce_chain", "Simple")),
+    "gather": (Variant("gather_flat", "LL"), Variant("gather_flat", "Simple")),
+    "scatter": (Variant("scatter_flat", "LL"), Variant("scatter_flat", "Simple")),
+    "sendrecv": (Variant("sendrecv", "Simple"),),
+}
+
+
+@functools.lru_cache(maxsize=512)
+def build_variant(variant: Variant, ranks: int, inplace: bool, root: int = 0) -> Algorithm:
+    """Compile and verify a library variant. Raises: Error when it does not exist for the ranks or the form."""
+    entry = entries()[variant.name]
+    options: dict[str, Any] = dict(variant.options)
+    if "root" in entry.options:
+        options["root"] = root
+    contract = {"root": root} if entry.collective in ("broadcast", "reduce", "gather", "scatter") else {}
+    program = entry.program(
+        ranks, inplace=inplace, protocol=variant.protocol, instances=variant.instances, **{**options, **contract}
+    )
+    return program.compile()
+
+
+class Selector:
+    """Chooses algorithms for one number of ranks on one machine.
+
+    Args:
+        ranks: of the communicator.
+        machine: "cpu" or "nvlink": the cost model's constants, and the shipped table.
+        key: names the machine in measured tables; a table with another key is not used.
+        folder: where `weft tune` keeps its tables; None for no measured tables.
+        algorithm_dir: a folder of XML or JSON algorithms that join the candidates; "" for none.
+    """
+
+    def __init__(
+        self, ranks: int, machine: str, key: str = "", folder: Path | None = None, algorithm_dir: str = ""
+    ) -> None:
+        self.ranks = ranks
+        self.machine: Machine = MACHINES[machine]
+        self._rows = read_table(_TABLES / f"{machine}.json", "")
+        if folder is not None:
+            self._rows = read_table(folder / table_name(machine, key, ranks), key) or self._rows
+        self._files = read_algorithms(algorithm_dir, ranks)
+        self._logged: set[tuple[str, int]] = set()
+
+    def choose(self, collective: str, num_bytes: int, inplace: bool = False, root: int = 0) -> Choice:
+        """Return what serves a call whose algorithm buffer has ``num_bytes``. Raises: Error when nothing does."""
+        reasons: list[str] = []
+        choice = (
+            self._from_files(collective, num_bytes, inplace, reasons)
+            or self._from_table(collective, num_bytes, inplace, root, reasons)
+            or self._from_model(collective, num_bytes, inplace, root, reasons)
+        )
+        if choice is None:
+            raise Error(f"{collective} of {num_bytes} bytes on {self.ranks} ranks: no algorithm; {'; '.join(reasons)}")
+        self._tell(collective, num_bytes, choice, reasons)
+        return choice
+
+    def _from_files(self, collective: str, num_bytes: int, inplace: bool, reasons: list[str]) -> Choice | None:
+        for algorithm in self._files:
+            reason = _unfit(algorithm, collective, num_bytes, inplace)
+            if reason is None:
+                return Choice(algorithm)
+            reasons.append(f"{algorithm.name}: {reason}")
+        return None
+
+    def _from_table(
+        self, collective: str, num_bytes: int, inplace: bool, root: int, reasons: list[str]
+    ) -> Choice | None:
+        rows = [row for row in self._rows if row["collective"] == collective and row["ranks"] in (self.ranks, 0)]
+        for row in sorted(rows, key=lambda r: (r["ranks"] == 0, r["max_bytes"] is None, r["max_bytes"] or 0)):
+            if row["max_bytes"] is not None and num_bytes > row["max_bytes"]:
+                continue
+            try:
+                variant = row["variant"]
+                algorithm = build_variant(variant, self.ranks, inplace, root)
+                return Choice(algorithm, variant.slice_bytes, variant.num_sms)
+            except Error as error:
+                reasons.append(f"{row['variant'].label()}: {error}")
+        return None
+
+    def _from_model(
+        self, collective: str, num_bytes: int, inplace: bool, root: int, reasons: list[str]
+    ) -> Choice | None:
+        best: tuple[float, Choice] | None = None
+        predicted: list[tuple[float, str]] = []
+        for variant in VARIANTS.get(collective, ()):
+            try:
+                algorithm = build_variant(variant, self.ranks, inplace, root)
+            except Error as error:
+                reasons.append(f"{variant.label()}: {error}")
+                continue
+            us = estimate(algorithm, num_bytes, self.machine).total_us
+            predicted.append((us, variant.label()))
+            if best is None or us < best[0]:
+                best = us, Choice(algorithm, variant.slice_bytes, variant.num_sms)
+        reasons += [f"{label}: slower, predicted {us:.1f} us" for us, label in sorted(predicted)[1:]]
+        return best[1] if best else None
+
+    def _tell(self, collective: str, num_bytes: int, choice: Choice, reasons: Sequence[str]) -> None:
+        shape = (collective, num_bytes)
+        if shape in self._logged or len(self._logged) > _MAX_LOGGED:
+            return
+        self._logged.add(shape)
+        algorithm = choice.algorithm
+        log.debug(
+            "%s of %d bytes on %d ranks: %s %s; lost: %s",
+            *(collective, num_bytes, self.ranks, algorithm.name, algorithm.protocol),
+            "; ".join(reasons) or "nothing else was tried",
+        )
+
+
+def _unfit(algorithm: Algorithm, collective: str, num_bytes: int, inplace: bool) -> str | None:
+    if algorithm.collective != collective:
+        return f"is for {algorithm.collective}"
+    if not (algorithm.inplace if inplace else algorithm.outofplace):
+        return f"does not serve {'in-place' if inplace else 'out-of-place'} calls"
+    if num_bytes < algorithm.min_bytes:
+        return f"from {algorithm.min_bytes} bytes"
+    if algorithm.max_bytes is not None and num_bytes > algorithm.max_bytes:
+        return f"up to {algorithm.max_bytes} bytes"
+    return None
+
+
+def read_algorithms(folder: str, ranks: int) -> list[Algorithm]:
+    """Return the verified algorithms of a folder that are for ``ranks``, by file name; the others are logged."""
+    if not folder:
+        return []
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        log.warning("algorithm folder %s does not exist; the built-in algorithms are used", path)
+        return []
+    from weft.collectives.load import load_file
+
+    found = []
+    for file in sorted(path.iterdir()):
+        if file.suffix not in (".xml", ".json"):
+            continue
+        try:
+            algorithm = load_file(file)
+            verify(algorithm)
+        except (Error, OSError) as error:
+            log.warning("%s is not used: %s", file.name, error)
+            continue
+        if algorithm.num_ranks == ranks:
+            found.append(algorithm)
+        else:
+            log.info("%s is not used: it is for %d ranks, not %d", file.name, algorithm.num_ranks, ranks)
+    return found
+
+
+def table_name(machine: str, key: str, ranks: int) -> str:
+    """Return the file name of a measured table."""
+    safe = "".join(c if c.isalnum() else "-" for c in key) or "any"
+    return f"collectives-{machine}-{safe}-{ranks}.json"
+
+
+def read_table(path: Path, key: str) -> list[dict[str, Any]]:
+    """Return the rows of a table: collective, ranks (0 = any), max_bytes (None = all), variant. Bad: none, and a log."""
+    if not path.is_file():
+        return []
+    try:
+        document = json.loads(path.read_text())
+        if document["version"] != TABLE_VERSION or (key and document["key"] != key):
+            log.info("table %s is for %s, version %s: not used", path, document["key"], document["version"])
+            return []
+        return [_row(row) for row in document["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("table %s is not used: %s: %s", path, type(error).__name__, error)
+        return []
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    options = tuple(sorted(row.get("options", {}).items()))
+    variant = Variant(
+        row["algorithm"],
+        row.get("protocol", "Simple"),
+        int(row.get("instances", 1)),
+        int(row.get("slice_bytes", 0)),
+        int(row.get("num_sms", 0)),
+        options,
+    )
+    if variant.name not in entries():
+        raise ValueError(f"no algorithm {variant.name!r}")
+    limit = row.get("max_bytes")
+    return {
+        "collective": row["collective"],
+        "ranks": int(row.get("ranks", 0)),
+        "max_bytes": None if limit is None else int(limit),
+        "variant": variant,
+    }
+
+
+def write_table(path: Path, key: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Write a table; atomically, so that a reader sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"version": TABLE_VERSION, "key": key, "rows": list(rows)}
+    temporary = path.with_suffix(f".{id(document)}.tmp")
+    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    temporary.replace(path)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``weft show``: draw the schedule of a collective program and sum it up.
+
+    weft show algo.xml -o algo.svg           # time by rank and block, an arrow for every message
+    weft show allreduce_allpairs --ranks 4 --bytes 1M --html algo.html
+
+Times are the cost model's for one slice of every chunk, not measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+from collections import defaultdict
+from pathlib import Path
+
+from weft.bench.collective import size
+from weft.collectives.compile import read_source
+from weft.collectives.cost import Estimate, Machine, estimate
+from weft.collectives.ir import Algorithm, Op
+from weft.collectives.selector import MACHINES
+from weft.collectives.verifier import VerificationError, verify
+
+_COLORS = {
+    Op.SEND: "#4c78a8",
+    Op.RECV: "#72b7b2",
+    Op.RECV_COPY_SEND: "#54a24b",
+    Op.RECV_REDUCE_SEND: "#eeca3b",
+    Op.RECV_REDUCE_COPY: "#f58518",
+    Op.RECV_REDUCE_COPY_SEND: "#e45756",
+    Op.COPY: "#bab0ac",
+    Op.REDUCE: "#b279a2",
+}
+_MEANINGS = {
+    Op.SEND: "send",
+    Op.RECV: "receive",
+    Op.RECV_COPY_SEND: "receive, store, forward",
+    Op.RECV_REDUCE_SEND: "receive, add, forward",
+    Op.RECV_REDUCE_COPY: "receive, add, store",
+    Op.RECV_REDUCE_COPY_SEND: "receive, add, store, forward",
+    Op.COPY: "copy",
+    Op.REDUCE: "add",
+}
+_ROW, _GAP, _LEFT, _TOP, _WIDTH = 16, 8, 150, 46, 1100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("source", help="a .py, .xml or .json file, or the name of a library algorithm")
+    parser.add_argument("--ranks", type=int, default=0)
+    parser.add_argument("--bytes", type=size, default="1M", help="of the algorithm buffer, for the times")
+    parser.add_argument("--machine", choices=sorted(MACHINES), default="nvlink", help="of the cost model")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the drawing there as SVG")
+    parser.add_argument("--html", metavar="FILE", help="write a page whose steps say what they do under the mouse")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the summary; write the drawings that were asked for. Returns 1 where the algorithm is wrong."""
+    algorithm = read_source(args.source, args.ranks)
+    machine = MACHINES[args.machine]
+    print(summary(algorithm, args.bytes, machine))
+    drawing = svg(algorithm, estimate(algorithm, args.bytes, machine))
+    if args.output:
+        Path(args.output).write_text(drawing)
+        print(f"wrote {args.output}")
+    if args.html:
+        Path(args.html).write_text(page(algorithm, drawing, summary(algorithm, args.bytes, machine)))
+        print(f"wrote {args.html}")
+    try:
+        verify(algorithm)
+    except VerificationError as error:
+        print(f"wrong: {error}")
+        return 1
+    return 0
+
+
+def summary(algorithm: Algorithm, num_bytes: int, machine: Machine) -> str:
+    """Return steps, bytes per link, the critical path and the predicted time, as lines of text."""
+    guess = estimate(algorithm, num_bytes, machine)
+    kinds: dict[str, int] = defaultdict(int)
+    for _, _, _, step in algorithm.steps():
+        kinds[step.op.value] += 1
+    links = guess.link_bytes
+    most = max(links.items(), key=lambda item: item[1], default=((0, 0), 0))
+    sent: dict[int, int] = defaultdict(int)
+    for (src, _), count in links.items():
+        sent[src] += count
+    blocks = [len(program.blocks) for program in algorithm.ranks]
+    forms = [name for name, is_on in (("in place", algorithm.inplace), ("out of place", algorithm.outofplace)) if is_on]
+    lines = [
+        f"{algorithm.name}: {algorithm.collective}, {algorithm.protocol}, {' and '.join(forms)}",
+        f"  ranks {algorithm.num_ranks}, chunks {algorithm.chunks}, blocks per rank {min(blocks)} to {max(blocks)}, "
+        f"channels {algorithm.channels}, scratch chunks {max(p.scratch_chunks for p in algorithm.ranks)}",
+        f"  steps {sum(kinds.values())}: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
+        f"  critical path {guess.critical_steps} steps",
+        f"  for {num_bytes} bytes: {len(links)} links, at most {most[1]} bytes on one ({most[0][0]} to {most[0][1]}), "
+        f"at most {max(sent.values(), default=0)} bytes out of a rank",
+        f"  predicted on {machine.name}: {guess.total_us:.1f} us",
+    ]
+    return "\n".join(lines)
+
+
+def svg(algorithm: Algorithm, guess: Estimate) -> str:
+    """Return the drawing: a lane per block, a bar per step, an arrow per message."""
+    lanes: dict[tuple[int, int], int] = {}
+    at = _TOP
+    for rank, number, _ in algorithm.blocks():
+        if number == 0 and rank:
+            at += _GAP
+        lanes[rank, number] = at
+        at += _ROW
+    end_us = max((event.end_us for event in guess.events), default=1.0) or 1.0
+    scale = (_WIDTH - _LEFT - 20) / end_us
+    height = at + 50
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        'font-family="sans-serif" font-size="10">',
+        '<defs><marker id="tip" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="5" markerHeight="5" orient="auto">'
+        '<path d="M0 0L6 3L0 6z" fill="#555"/></marker></defs>',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="10" y="18" font-size="14">{_text(algorithm.name)}: {algorithm.collective}, {algorithm.num_ranks} '
+        f"ranks, {algorithm.protocol}</text>",
+    ]
+    parts += _lane_labels(algorithm, lanes)
+    parts += _bars(algorithm, guess, lanes, scale)
+    parts += _arrows(algorithm, guess, lanes, scale)
+    parts += _axis(end_us, scale, at)
+    return "\n".join([*parts, *_legend(algorithm, at + 34), "</svg>", ""])
+
+
+def page(algorithm: Algorithm, drawing: str, text: str) -> str:
+    """Return an HTML page with the drawing; a step under the mouse shows what it does and stands out."""
+    style = "rect.step:hover{stroke:#000;stroke-width:2}path.message:hover{stroke:#d00;stroke-width:2.5}"
+    return (
+        f"<!doctype html><meta charset='utf-8'><title>{_text(algorithm.name)}</title><style>{style}</style>"
+        f"<pre>{_text(text)}</pre>\n{drawing}"
+    )
+
+
+def _lane_labels(algorithm: Algorithm, lanes: dict[tuple[int, int], int]) -> list[str]:
+    parts = []
+    for rank, number, block in algorithm.blocks():
+        y = lanes[rank, number]
+        peers = (f" to {block.send}" if block.send >= 0 else "") + (f" from {block.recv}" if block.recv >= 0 else "")
+        parts.append(f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - 20}" height="{_ROW - 2}" fill="#f4f4f4"/>')
+        parts.append(f'<text x="10" y="{y + 11}">rank {rank} block {number}{peers}</text>')
+    return parts
+
+
+def _bars(
+    algorithm: Algorithm, guess: Estimate, lanes: dict[tuple[int, int], int], scale: float
+) -> list[str]:
+    parts = []
+    for event in guess.events:
+        step = algorithm.ranks[event.rank].blocks[event.block].steps[event.step]
+        x = _LEFT + event.start_us * scale
+        width = max(1.5, (event.end_us - event.start_us) * scale)
+        reads = f" {step.src}" if step.op.reads_src else ""
+        writes = f" into {step.dst}" if step.op.writes_dst else ""
+        tip = (
+            f"{algorithm.place(event.rank, event.block, event.step)}:{reads}{writes}, {step.count} chunks, "
+            f"{event.start_us:.2f} to {event.end_us:.2f} us"
+        )
+        parts.append(
+            f'<rect class="step" x="{x:.1f}" y="{lanes[event.rank, event.block]}" width="{width:.1f}" '
+            f'height="{_ROW - 2}" fill="{_COLORS[step.op]}"><title>{_text(tip)}</title></rect>'
+        )
+    return parts
+
+
+def _arrows(
+    algorithm: Algorithm, guess: Estimate, lanes: dict[tuple[int, int], int], scale: float
+) -> list[str]:
+    sends: dict[tuple[int, int, int], list[tuple[float, int]]] = defaultdict(list)
+    parts = []
+    for event in guess.events:
+        block = algorithm.ranks[event.rank].blocks[event.block]
+        y = lanes[event.rank, event.block] + _ROW // 2 - 1
+        op = block.steps[event.step].op
+        if op.receives:
+            source = sends[block.recv, event.rank, block.channel].pop(0)
+            x0, x1 = _LEFT + source[0] * scale, _LEFT + event.start_us * scale
+            tip = f"rank {block.recv} to rank {event.rank}, channel {block.channel}"
+            parts.append(
+                f'<path class="message" d="M{x0:.1f} {source[1]}L{x1:.1f} {y}" stroke="#555" stroke-width="0.7" '
+                f'fill="none" marker-end="url(#tip)"><title>{tip}</title></path>'
+            )
+        if op.sends:
+            sends[event.rank, block.send, block.channel].append((event.end_us, y))
+    return parts
+
+
+def _axis(end_us: float, scale: float, y: int) -> list[str]:
+    parts = []
+    for tick in range(6):
+        us = end_us * tick / 5
+        x = _LEFT + us * scale
+        parts.append(f'<path d="M{x:.1f} {_TOP}V{y}" stroke="#ccc" stroke-width="0.5"/>')
+        parts.append(f'<text x="{x:.1f}" y="{y + 12}" text-anchor="middle">{us:.1f} us</text>')
+    return parts
+
+
+def _legend(algorithm: Algorithm, y: int) -> list[str]:
+    used = {step.op for _, _, _, step in algorithm.steps()}
+    parts, x = [], _LEFT
+    for op, color in _COLORS.items():
+        if op in used:
+            parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{color}"/>')
+            parts.append(f'<text x="{x + 14}" y="{y}">{op.value}: {_MEANINGS[op]}</text>')
+            x += 40 + 6 * len(_MEANINGS[op])
+    return parts
+
+
+def _text(text: str) -> str:
+    return html.escape(text)

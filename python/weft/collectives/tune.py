@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``weft tune``: measure the candidates of every collective here, and write the table that calls are served from.
+
+    weft tune --ranks 4                     # resumes where an earlier run stopped
+    weft tune --calls all_reduce --max-bytes 4M --output table.json
+
+Each size of each collective is measured for every variant that exists for the rank count, after its result was compared
+with an oracle; a sample is the slowest rank's, the winner has the least median. A size is a row of the table until the next
+one; between two sizes with different winners the crossover is their geometric mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft import _core
+from weft.bench.collective import size
+from weft.bench.report import progress, slowest_rank
+from weft.errors import Error, invalid
+
+if TYPE_CHECKING:
+    from weft.collectives.selector import Variant
+    from weft.testing.ranks import Rank
+
+_CALLS = {
+    "all_reduce": "allreduce",
+    "all_gather": "allgather",
+    "all_to_all": "alltoall",
+    "reduce_scatter": "reducescatter",
+}
+_DEADLINE_S = 3600.0
+_BUDGET_S = 0.1  # of one variant at one size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--calls", default=",".join(_CALLS), help="comma-separated")
+    parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 4")
+    parser.add_argument("-b", "--min-bytes", type=size, default="1K")
+    parser.add_argument("-e", "--max-bytes", type=size, default="64M")
+    parser.add_argument("-f", "--factor", type=int, default=4)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--output", metavar="FILE", help="default: the table that this machine's calls read")
+    parser.add_argument("--restart", action="store_true", help="forget what an earlier run measured")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and write the table. Returns 0."""
+    import torch
+
+    from weft.collectives.calls import machine_key
+    from weft.collectives.selector import table_name, write_table
+    from weft.testing.ranks import run_ranks
+
+    torch.set_num_threads(1)
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    calls = args.calls.split(",")
+    unknown = sorted(set(calls) - _CALLS.keys())
+    if unknown:
+        raise invalid("calls", unknown, ", ".join(_CALLS))
+    ranks = args.ranks or gpus or 4
+    machine = "nvlink" if gpus else "cpu"
+    key = run_ranks(1, _key, with_group=False)[0] if gpus else machine_key("cpu")
+    cache = Path(_core.config().cache_dir).expanduser()
+    target = Path(args.output) if args.output else cache / table_name(machine, key, ranks)
+    journal = target.with_suffix(".journal")
+    if args.restart:
+        journal.unlink(missing_ok=True)
+    sizes = []
+    at = args.min_bytes
+    while at <= args.max_bytes:
+        sizes.append(at)
+        at *= args.factor
+    found = run_ranks(ranks, measure, calls, sizes, bool(gpus), str(journal), deadline_s=_DEADLINE_S)[0]
+    write_table(target, key, table_rows(found, ranks))
+    for row in found:
+        print(f"{row['call']:16} {row['bytes']:>11} bytes  {row['us']:>10.1f} us  {row['label']}")
+    print(f"wrote {target}")
+    journal.unlink(missing_ok=True)
+    return 0
+
+
+def _key(rank: Rank) -> str:
+    from weft.collectives.calls import machine_key
+
+    return machine_key("cuda:0")
+
+
+def table_rows(found: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
+    """Turn the winners by size into rows with limits: the geometric mean of neighbours whose winners differ."""
+    rows: list[dict[str, Any]] = []
+    for call in dict.fromkeys(row["call"] for row in found):
+        mine = sorted((row for row in found if row["call"] == call), key=lambda row: int(row["bytes"]))
+        for row, later in zip(mine, [*mine[1:], None], strict=True):
+            if later is not None and later["label"] == row["label"]:
+                continue
+            limit = None if later is None else int((row["bytes"] * later["bytes"]) ** 0.5)
+            rows.append({"collective": _CALLS[call], "ranks": ranks, "max_bytes": limit, **row["variant"]})
+    return rows
+
+
+def measure(me: Rank, calls: list[str], sizes: list[int], is_cuda: bool, journal: str) -> list[dict[str, Any]]:
+    """Return the winner of every call and size; collective over ``me.group``."""
+    import torch
+
+    from weft.collectives.calls import Collectives
+    from weft.collectives.selector import VARIANTS
+    from weft.runtime.communicator import Communicator
+
+    device = torch.device("cuda", me.rank) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    collectives = Collectives(Communicator(me.group, device=device).core)
+    known = _read_journal(journal)
+    winners = []
+    with progress(enabled=me.rank == 0) as bar:
+        task = bar.add_task("tune", total=len(calls) * len(sizes))
+        for call in calls:
+            for num_bytes in sizes:
+                row = known.get((call, num_bytes))
+                if row is None:
+                    row = _winner(me, collectives, call, num_bytes, VARIANTS[_CALLS[call]], device)
+                    if me.rank == 0:
+                        with open(journal, "a") as file:
+                            file.write(json.dumps(row) + "\n")
+                winners.append(row)
+                bar.advance(task)
+    return winners
+
+
+def _read_journal(journal: str) -> dict[tuple[str, int], dict[str, Any]]:
+    path = Path(journal)
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return {(row["call"], row["bytes"]): row for row in rows}
+
+
+def _winner(
+    me: Rank, collectives: Any, call: str, num_bytes: int, variants: tuple[Variant, ...], device: Any
+) -> dict[str, Any]:
+    best: dict[str, Any] | None = None
+    for variant in variants:
+        timed = _time(me, collectives, call, num_bytes, variant, device)
+        if timed is not None and (best is None or timed < best["us"]):
+            best = {
+                "call": call,
+                "bytes": num_bytes,
+                "us": timed,
+                "label": variant.label(),
+                "variant": {
+                    "algorithm": variant.name,
+                    "protocol": variant.protocol,
+                    "instances": variant.instances,
+                    "slice_bytes": variant.slice_bytes,
+                },
+            }
+    if best is None:
+        raise Error(f"{call} of {num_bytes} bytes: no variant exists for {me.size} ranks")
+    return best
+
+
+def _time(me: Rank, collectives: Any, call: str, num_bytes: int, variant: Variant, device: Any) -> float | None:
+    """Return the median microseconds of the slowest rank; None where the variant does not exist."""
+    import torch
+    import torch.distributed as dist
+
+    from weft.collectives.selector import build_variant
+
+    try:
+        algorithm = build_variant(variant, me.size, call == "all_reduce")
+    except Error:
+        return None
+    elems = max(1, num_bytes // 4 // me.size)
+    tensor = torch.full((elems if call == "all_gather" else elems * me.size,), float(me.rank + 1), device=device)
+    function: Callable[..., Any] = getattr(collectives, call)
+    result = function(tensor.clone(), algorithm=algorithm)
+    _check(me, call, result, elems)
+
+    def once() -> float:
+        dist.barrier(group=me.group)
+        start = time.perf_counter()
+        function(tensor, algorithm=algorithm)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e6
+
+    estimates: list[Any] = [None] * me.size
+    dist.all_gather_object(estimates, max(once(), once()), group=me.group)
+    count = int(max(3, min(50, _BUDGET_S * 1e6 / max(estimates))))
+    samples: list[Any] = [None] * me.size
+    dist.all_gather_object(samples, [once() for _ in range(count)], group=me.group)
+    times = sorted(slowest_rank(samples))
+    return times[len(times) // 2]
+
+
+def _check(me: Rank, call: str, result: Any, elems: int) -> None:
+    import torch
+
+    total = me.size * (me.size + 1) / 2
+    wanted = torch.full((elems * me.size if call == "all_reduce" else elems,), total)
+    if call in ("all_gather", "all_to_all"):
+        wanted = torch.arange(1.0, me.size + 1).repeat_interleave(elems)
+    if not torch.equal(result.cpu().view(-1), wanted):
+        raise Error(f"{call} of {elems} elements: wrong result on rank {me.rank}")

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""High-throughput calls, after their arguments are checked: their memory and the calls of the core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft import _core
+from weft.moe.engine import Engine, address
+from weft.moe.handle import DispatchState
+
+Payload = Tensor | tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a dispatch sends: rows [T, hidden], maybe 4-byte scales [T, n] of any strides, ids and weights."""
+
+    x: Tensor
+    scales: Tensor | None
+    topk_idx: Tensor | None = None
+    topk_weights: Tensor | None = None
+
+    def format(self) -> Any:
+        """Return the core's description. Combine brings back bf16, or float32 for wider elements."""
+        num_elements, element_bytes = self.x.size(1), self.x.element_size()
+        return _core.RowFormat(
+            row_bytes=num_elements * element_bytes,
+            scale_words=self.scales.size(1) if self.scales is not None else 0,
+            top_k=self.topk_idx.size(1) if self.topk_idx is not None else 0,
+            id_bytes=self.topk_idx.element_size() if self.topk_idx is not None else 8,
+            element=element_bytes,
+            combine_row_bytes=num_elements * (2 if element_bytes <= 2 else 4),
+        )
+
+
+def layout(engine: Engine, topk_idx: Tensor, counts: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Fill counts: i32[ranks], i32[experts], bool[T, ranks]."""
+    per_rank, per_expert, in_rank = counts
+    engine.core.layout(
+        topk_idx=topk_idx.data_ptr(),
+        id_bytes=topk_idx.element_size(),
+        tokens=topk_idx.size(0),
+        top_k=topk_idx.size(1),
+        experts=per_expert.size(0),
+        tokens_per_rank=per_rank.data_ptr(),
+        tokens_per_expert=per_expert.data_ptr(),
+        token_in_rank=in_rank.data_ptr(),
+        stream=engine.stream,
+    )
+
+
+def dispatch(
+    engine: Engine,
+    buffer: Any,
+    rows: Rows,
+    is_token_in_rank: Tensor,
+    num_tokens_per_expert: Tensor,
+    num_worst_tokens: int,
+    num_sms: int,
+) -> tuple[Received, DispatchState, list[int]]:
+    """Exchange counts, then rows. Returns what came, the routes, and the slots of each local expert.
+
+    With num_worst_tokens the counts stay on the device, and the last list is empty.
+    """
+    num_tokens, num_ranks = is_token_in_rank.shape
+    send_row = engine.empty(num_tokens, num_ranks, dtype=torch.int32)
+    slot_base = engine.empty(num_tokens, dtype=torch.int32)
+    prefix = engine.empty(num_ranks, num_ranks, dtype=torch.int32)
+    memory = _core.HandleMemory(send_row.data_ptr(), slot_base.data_ptr(), prefix.data_ptr())
+    counts_unknown = num_worst_tokens > 0
+    row_format = rows.format()
+    notified = engine.core.notify(
+        format=row_format,
+        token_in_rank=is_token_in_rank.data_ptr(),
+        tokens_per_expert=num_tokens_per_expert.data_ptr(),
+        tokens=num_tokens,
+        experts=num_tokens_per_expert.size(0),
+        handle=memory,
+        wait=not counts_unknown,
+        stream=engine.stream,
+    )
+    most_copies = min(num_ranks, row_format.top_k) if row_format.top_k else num_ranks
+    received = _send(
+        engine,
+        rows,
+        num_tokens_per_expert.size(0),
+        memory,
+        notified.handle_id,
+        num_worst_tokens if counts_unknown else notified.received_rows,
+        num_tokens * most_copies if counts_unknown else notified.sent_rows,
+        counts_unknown,
+        num_sms,
+    )
+    state = DispatchState(
+        buffer=buffer,
+        handle_id=notified.handle_id,
+        num_experts=num_tokens_per_expert.size(0),
+        top_k=row_format.top_k,
+        num_tokens=num_tokens,
+        num_rows=received.num_rows,
+        staging_rows=num_tokens * most_copies if counts_unknown else notified.sent_rows,
+        counts_unknown=counts_unknown,
+        is_token_in_rank=is_token_in_rank,
+        send_row=send_row,
+        slot_base=slot_base,
+        prefix=prefix,
+        slot=received.slot(),
+        token=received.token(),
+    )
+    return received, state, list(notified.tokens_per_local_expert)
+
+
+def repeat(engine: Engine, rows: Rows, state: DispatchState, num_sms: int) -> Received:
+    """Send rows along the routes of an earlier dispatch."""
+    return _send(
+        engine,
+        rows,
+        state.num_experts,
+        state.memory(),
+        state.handle_id,
+        state.num_rows,
+        state.staging_rows,
+        state.counts_unknown,
+        num_sms,
+    )
+
+
+def _send(
+    engine: Engine,
+    rows: Rows,
+    num_experts: int,
+    memory: Any,
+    handle_id: int,
+    num_rows: int,
+    staging_rows: int,
+    counts_unknown: bool,
+    num_sms: int,
+) -> Received:
+    row_format = rows.format()
+    received = engine.core.dispatch(
+        format=row_format,
+        x=rows.x.data_ptr(),
+        scales=address(rows.scales),
+        scale_token_stride=rows.scales.stride(0) if rows.scales is not None else 0,
+        scale_word_stride=rows.scales.stride(1) if rows.scales is not None else 0,
+        topk_idx=address(rows.topk_idx),
+        topk_weights=address(rows.topk_weights),
+        tokens=rows.x.size(0),
+        experts=num_experts,
+        handle=memory,
+        handle_id=handle_id,
+        rows=num_rows,
+        staging_rows=staging_rows,
+        counts_unknown=counts_unknown,
+        num_sms=num_sms,
+        stream=engine.stream,
+    )
+    return Received(engine, received, rows, num_rows)
+
+
+def combine(
+    engine: Engine,
+    x: Tensor,
+    topk_weights: Tensor | None,
+    biases: tuple[Tensor, ...],
+    state: DispatchState,
+    outputs: tuple[Tensor, Tensor | None],
+    num_sms: int,
+) -> None:
+    """Send x [N, hidden] back and sum it into outputs: [T, hidden] and, with weights, f32[T, top_k]."""
+    combined, combined_weights = outputs
+    bias_addresses = [bias.data_ptr() for bias in biases] + [0, 0]
+    engine.core.combine(
+        row_bytes=x.size(1) * x.element_size(),
+        top_k=topk_weights.size(1) if topk_weights is not None else 0,
+        element=_SUMMED_ELEMENTS[x.dtype],
+        x=x.data_ptr(),
+        topk_weights=address(topk_weights),
+        slot=state.slot.data_ptr(),
+        bias0=bias_addresses[0],
+        bias1=bias_addresses[1],
+        combined=combined.data_ptr(),
+        combined_weights=address(combined_weights),
+        tokens=state.num_tokens,
+        handle=state.memory(),
+        handle_id=state.handle_id,
+        staging_rows=state.staging_rows,
+        num_sms=num_sms,
+        stream=engine.stream,
+    )
+
+
+_SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kElementFp32
+
+
+class Received:
+    """Typed views of the two pieces that a dispatch got: rows and scales; ids, weights and origins."""
+
+    def __init__(self, engine: Engine, received: Any, sent: Rows, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._layout = received.layout
+        self._rows = engine.piece(received.rows_at, self._layout.rows_bytes)
+        self._meta = engine.piece(received.meta_at, self._layout.meta_bytes)
+        self._sent = sent
+
+    def payload(self) -> Payload:
+        """Return rows [N, hidden] and, if scales were sent, (rows, scales [N, n])."""
+        rows = self._view(self._rows, 0, self._sent.x)
+        if self._sent.scales is None:
+            return rows
+        return rows, self._view(self._rows, self._layout.scales, self._sent.scales)
+
+    def ids(self) -> Tensor | None:
+        """Return local expert ids [N, top_k], -1 elsewhere."""
+        return None if self._sent.topk_idx is None else self._view(self._meta, 0, self._sent.topk_idx)
+
+    def weights(self) -> Tensor | None:
+        """Return float32 [N, top_k], 0 elsewhere."""
+        if self._sent.topk_weights is None:
+            return None
+        return self._view(self._meta, self._layout.weights, self._sent.topk_weights)
+
+    def token(self) -> Tensor:
+        """Return i32[N], each row's token at its source."""
+        return self._column(self._layout.token)
+
+    def slot(self) -> Tensor:
+        """Return i32[N], each row's place in its owner's staging."""
+        return self._column(self._layout.slot)
+
+    def _view(self, piece: Tensor, offset: int, like: Tensor) -> Tensor:
+        num_bytes = self.num_rows * like.size(1) * like.element_size()
+        return piece[offset : offset + num_bytes].view(like.dtype).view(self.num_rows, like.size(1))
+
+    def _column(self, offset: int) -> Tensor:
+        return self._meta[offset : offset + self.num_rows * 4].view(torch.int32)

@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The low-latency calls of ``weft.Buffer``.
+
+    recv, counts, handle, _, hook = buffer.low_latency_dispatch(
+        x, topk_idx, 128, num_experts, return_recv_hook=True)
+    other_work()        # nothing of the dispatch runs meanwhile
+    hook()              # now recv and counts are there
+    combined, _, _ = buffer.low_latency_combine(my_experts(recv, counts), topk_idx, topk_weights, handle)
+
+T tokens here, M tokens per rank at most, R ranks, E experts, Le experts of this rank, K slots per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft import _core
+from weft.errors import Error, invalid
+from weft.moe import arguments
+from weft.moe.config import ceil_div, check_whole
+from weft.moe.engine import Engine, address
+from weft.moe.events import EventOverlap
+
+SCALE_GROUP = 128  # channels that share an FP8 scale or a LogFMT range
+GROUPS_PER_WORD = 4  # exponents in one int32
+
+Hook = Callable[[], None]
+
+
+@dataclass
+class LowLatencyState:
+    """What a dispatch leaves for its combine."""
+
+    buffer: Any
+    device: torch.device
+    max_tokens: int
+    num_tokens: int
+    top_k: int
+    hidden: int
+    num_experts: int
+    rows_shape: tuple[int, int, int]  # of the received rows: Le, R * M, hidden
+    had_weights: bool
+    routes: Tensor
+    combine_rows: Tensor | None = None  # what get_next_low_latency_combine_buffer() gave
+
+
+class LowLatencyHandle(tuple):  # type: ignore[type-arg]
+    """The handle of a low-latency dispatch: (src_info, layout_range, M, hidden, E).
+
+    src_info i32[Le, R * M]: each row's token at its source. layout_range i64[Le, R]: count (low 32 bits) and
+    first row (high 32 bits) of the rows from each source.
+    """
+
+    state: LowLatencyState
+
+    def __new__(cls, state: LowLatencyState, src_info: Tensor, layout_range: Tensor) -> LowLatencyHandle:
+        """Return the handle with its state beside the tensors."""
+        entries = (src_info, layout_range, state.max_tokens, state.hidden, state.num_experts)
+        handle = super().__new__(cls, entries)
+        handle.state = state
+        return handle
+
+
+class LowLatencyCalls:
+    """The part of ``weft.Buffer`` that is low latency; see there for construction, streams, threads, errors.
+
+    Le is ceil(E / R); the last ranks own fewer experts where E is not a multiple of R, and their tensors are
+    accordingly smaller.
+    """
+
+    rank: int
+    group_size: int
+    low_latency_mode: bool
+    enable_shrink: bool
+
+    def _engine(self, argument: str, value: object) -> Engine:
+        raise NotImplementedError  # weft.Buffer has it
+
+    def _alive(self) -> Engine:
+        raise NotImplementedError  # weft.Buffer has it
+
+    def _check_num_experts(self, num_experts: object) -> int:
+        raise NotImplementedError  # weft.Buffer has it
+
+    # -- dispatch --------------------------------------------------------------------------------------------
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        topk_weights: Tensor | None = None,
+        out_packed_recv_x: Tensor | None = None,
+        out_src_info: Tensor | None = None,
+        out_layout_range: Tensor | None = None,
+        out_count: Tensor | None = None,
+    ) -> Any:
+        """Send each token once to every rank that owns one of its experts; rows come sorted by expert.
+
+        Args:
+            x: bf16 [T, hidden], contiguous, T <= M, rows of whole 16-byte words; with FP8 hidden is a
+                multiple of 128, with UE8M0 scales of 512.
+            topk_idx: int64 or int32 [T, K], -1 for an empty slot. A token that names an expert twice sends it
+                two rows.
+            num_max_dispatch_tokens_per_rank: M; the same on all ranks, as are num_experts, K and the format.
+            cumulative_local_expert_recv_stats: int32 [Le], which the counts are added to.
+            dispatch_wait_recv_cost_stats: int64 [R], which clock cycles spent waiting for each source are
+                added to.
+            use_fp8: quantise per 128 channels: scale = max(1e-4, largest magnitude) / 448.
+            round_scale: scales become powers of two, rounded up. use_ue8m0: and travel as exponents only.
+            async_finish: the caller waits for the event, which keeps all tensors alive.
+            return_recv_hook: send now, on the current stream; the results are there after hook(), which
+                receives on the same stream. In between no SM is in use. Not with async_finish.
+            topk_weights: float32 [T, K], to travel along; two more results then.
+            out_packed_recv_x, out_src_info, out_layout_range, out_count: where to put results.
+        Returns: (recv_x [Le, R * M, hidden], or with FP8 (recv_x float8_e4m3fn, scales); counts int32 [Le];
+            with topk_weights then weights float32 [Le, R * M] and source ranks int32 [Le, R * M]; handle;
+            event; hook or None). Rows [0, counts[e]) of expert e are valid, those of one source together; the
+            order is otherwise free. Scales are float32 [Le, R * M, hidden / 128], or with UE8M0 int32
+            [Le, R * M, hidden / 512] whose byte j of word p is the exponent of group 4 p + j; column-major.
+        Raises: weft.Error also, on all ranks, when they disagree about sizes or format; capacity when the
+            buffer's num_rdma_bytes are too few, or an expert got more than R * M rows.
+        """
+        engine = self._low_latency_engine("x", x)
+        arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
+        sizes = _Sizes(
+            check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1, 1 << 20),
+            self._check_num_experts(num_experts),
+            self.rank,
+            self.group_size,
+        )
+        rows = arguments.check_rows("x", x, "tokens", (torch.bfloat16,), engine.device)
+        ids = arguments.check_topk_idx(topk_idx, rows.size(0), engine.device)
+        arguments.check_expert_ids(ids, sizes.num_experts)
+        payload = _payload(rows, bool(use_fp8), bool(round_scale), bool(use_ue8m0))
+        stats = _check_optional(
+            "cumulative_local_expert_recv_stats",
+            cumulative_local_expert_recv_stats,
+            (sizes.local_experts,),
+            torch.int32,
+            engine.device,
+        )
+        costs = _check_optional(
+            "dispatch_wait_recv_cost_stats",
+            dispatch_wait_recv_cost_stats,
+            (self.group_size,),
+            torch.int64,
+            engine.device,
+        )
+        weights = _check_optional(
+            "topk_weights", topk_weights, tuple(ids.shape), torch.float32, engine.device
+        )
+
+        call = _core.LowLatencyDispatchCall()
+        call.max_tokens, call.tokens, call.top_k = sizes.max_tokens, rows.size(0), ids.size(1)
+        call.experts, call.id_bytes, call.payload = sizes.num_experts, ids.element_size(), payload
+        is_fp8 = payload != _core.PAYLOAD_COPY
+        call.row_bytes = rows.size(1) * (1 if is_fp8 else 2)
+        call.scale_bytes = _scale_bytes(payload, rows.size(1))
+        call.topk_idx, call.x, call.topk_weights = address(ids), address(rows), address(weights)
+        call.expert_stats, call.wait_cycles = address(stats), address(costs)
+        engine.low_latency.check_dispatch(call)
+
+        shape = (sizes.local_experts, sizes.rows, rows.size(1))
+        row_type = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
+        recv_x = _output(engine, "out_packed_recv_x", out_packed_recv_x, shape, row_type)
+        src_info = _output(engine, "out_src_info", out_src_info, shape[:2], torch.int32)
+        ranges_shape = (sizes.local_experts, self.group_size)
+        layout_range = _output(engine, "out_layout_range", out_layout_range, ranges_shape, torch.int64)
+        counts = _output(engine, "out_count", out_count, (sizes.local_experts,), torch.int32)
+        scales = _empty_scales(engine, payload, shape)
+        extras: tuple[Tensor, ...] = ()
+        if weights is not None:
+            extras = (
+                engine.empty(*shape[:2], dtype=torch.float32),
+                engine.empty(*shape[:2], dtype=torch.int32),
+            )
+            call.out_weights, call.out_source = (address(extra) for extra in extras)
+        num_words = engine.low_latency.routes_words(
+            sizes.max_tokens, ids.size(1), sizes.num_experts, weights is not None
+        )
+        routes = engine.empty(int(num_words), dtype=torch.int32)
+        call.out, call.src_info, call.counts = address(recv_x), address(src_info), address(counts)
+        call.layout_range, call.routes = address(layout_range), address(routes)
+        if scales is not None:
+            call.out_scales = address(scales)
+            call.scale_expert_stride, call.scale_row_stride, call.scale_word_stride = scales.stride()
+
+        state = LowLatencyState(
+            buffer=self,
+            device=engine.device,
+            max_tokens=sizes.max_tokens,
+            num_tokens=rows.size(0),
+            top_k=ids.size(1),
+            hidden=rows.size(1),
+            num_experts=sizes.num_experts,
+            rows_shape=shape,
+            had_weights=weights is not None,
+            routes=routes,
+        )
+        outputs = (recv_x, scales, src_info, layout_range, counts, *extras, routes)
+        used = (rows, ids, weights, stats, costs, *outputs)
+        event, hook = _launch(engine, engine.low_latency.dispatch, call, used, async_finish, return_recv_hook)
+        payload_out = recv_x if scales is None else (recv_x, scales)
+        handle = LowLatencyHandle(state, src_info, layout_range)
+        return payload_out, counts, *extras, handle, event, hook
+
+    # -- combine ---------------------------------------------------------------------------------------------
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+        *,
+        exact: bool = False,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        """Return each token the weighted sum of its experts' rows.
+
+        Args:
+            x: bf16 [Le, R * M, hidden], contiguous, in the places of recv_x.
+            topk_idx, topk_weights: as given to the dispatch; weights float32 [T, K], or None when the
+                dispatch had them.
+            handle: what the dispatch returned.
+            use_logfmt: rows travel as LogFMT-10, where a block of channels allows; hidden a multiple of 128.
+            zero_copy: take the rows from get_next_low_latency_combine_buffer(handle) instead of x.
+            async_finish, return_recv_hook: as in low_latency_dispatch().
+            out: bf16 [T, hidden], contiguous: where to put the sums.
+            combine_wait_recv_cost_stats: int64 [R], which clock cycles spent waiting for each rank are added
+            to.
+            exact: every expert's row travels, and slots are summed in order in float32 with one rounding; so
+                too with use_logfmt. Otherwise a rank first sums its rows of a token, in float32, and rounds
+                that to bf16 as well: fewer bytes, one more rounding per rank.
+        Returns: (combined_x bf16 [T, hidden], event, hook or None). Slots of -1, and of masked ranks, add
+        nothing.
+        Raises: weft.Error also, on all ranks, when they answer different dispatches.
+        """
+        engine = self._low_latency_engine("x", x)
+        arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
+        arguments.check_not_both("zero_copy", zero_copy, "use_logfmt", use_logfmt)
+        state = self._check_low_latency_handle(handle, engine)
+        bf16 = (torch.bfloat16,)
+        rows = arguments.check_tensor("x", x, state.rows_shape, bf16, engine.device, contiguous=not zero_copy)
+        if zero_copy:
+            if state.combine_rows is None:
+                raise invalid("zero_copy", True, "after get_next_low_latency_combine_buffer() of this handle")
+            rows = state.combine_rows
+        arguments.check_alignment("x", rows)
+        ids = arguments.check_tensor(
+            "topk_idx", topk_idx, (state.num_tokens, state.top_k), arguments.IDS, engine.device
+        )
+        arguments.check_expert_ids(ids, state.num_experts)
+        weights = _check_optional(
+            "topk_weights", topk_weights, tuple(ids.shape), torch.float32, engine.device
+        )
+        if weights is None and (exact or not state.had_weights):
+            raise invalid(
+                "topk_weights", "None", "float32 weights; None only if the dispatch had them, not exact"
+            )
+        if use_logfmt and state.hidden % SCALE_GROUP:
+            raise invalid("use_logfmt", f"True for hidden {state.hidden}", f"multiples of {SCALE_GROUP}")
+        costs = _check_optional(
+            "combine_wait_recv_cost_stats",
+            combine_wait_recv_cost_stats,
+            (self.group_size,),
+            torch.int64,
+            engine.device,
+        )
+        combined = _output(engine, "out", out, (state.num_tokens, state.hidden), torch.bfloat16)
+
+        call = _core.LowLatencyCombineCall()
+        call.max_tokens, call.tokens, call.top_k = state.max_tokens, state.num_tokens, state.top_k
+        call.experts, call.id_bytes = state.num_experts, ids.element_size()
+        call.row_bytes = call.x_row_bytes = state.hidden * 2
+        call.reply = _core.REPLY_EXACT if exact else _core.REPLY_REDUCED
+        if use_logfmt:
+            call.reply = _core.REPLY_EXACT_LOG
+        call.topk_idx, call.topk_weights = address(ids), address(weights)
+        call.dispatch_had_weights = state.had_weights
+        call.x, call.routes, call.combined = address(rows), address(state.routes), address(combined)
+        call.wait_cycles = address(costs)
+        used = (rows, ids, weights, costs, state.routes, combined)
+        event, hook = _launch(engine, engine.low_latency.combine, call, used, async_finish, return_recv_hook)
+        return combined, event, hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+        """Return bf16 [Le, R * M, hidden] to be filled and then combined with ``zero_copy=True``."""
+        engine = self._low_latency_engine(
+            "handle", handle[0] if isinstance(handle, tuple) and handle else handle
+        )
+        state = self._check_low_latency_handle(handle, engine)
+        if state.combine_rows is None:
+            state.combine_rows = engine.empty(*state.rows_shape, dtype=torch.bfloat16)
+        return state.combine_rows
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Check the sizes. There is nothing to clean: signals only grow, whatever is called in between."""
+        self._low_latency_engine("buffer", None)
+        check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        check_whole("hidden", hidden, 1)
+        self._check_num_experts(num_experts)
+
+    # -- masks -----------------------------------------------------------------------------------------------
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Mask a rank in this rank's later low-latency calls, or take it back in. Not collective.
+
+        A masked rank sends no tokens, receives none, and is skipped in combine. In order on the current
+        stream.
+        Raises: weft.Error unless the buffer was made with enable_shrink.
+        """
+        engine = self._shrinking_engine()
+        rank = check_whole("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        engine.low_latency.set_mask(rank, bool(mask), engine.current_stream)
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Fill mask_status, int32 [R] on the buffer's device, with 1 for a masked rank, in stream order."""
+        engine = self._shrinking_engine()
+        status = arguments.check_tensor(
+            "mask_status", mask_status, (self.group_size,), (torch.int32,), engine.device
+        )
+        engine.low_latency.query_masks(address(status), engine.current_stream)
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Unmask all ranks. In order on the current stream."""
+        engine = self._shrinking_engine()
+        engine.low_latency.clear_masks(engine.current_stream)
+
+    # -- checks ----------------------------------------------------------------------------------------------
+
+    def _low_latency_engine(self, argument: str, value: object) -> Engine:
+        """Return the engine for a tensor's device, or of the buffer's own for None."""
+        engine = self._alive()
+        if not self.low_latency_mode:
+            raise invalid("low_latency_mode", False, "True, when the buffer is made, for low-latency calls")
+        return engine if argument == "buffer" else self._engine(argument, value)
+
+    def _shrinking_engine(self) -> Engine:
+        engine = self._low_latency_engine("buffer", None)
+        if not self.enable_shrink:
+            raise invalid("enable_shrink", False, "True, when the buffer is made, for masks")
+        return engine
+
+    def _check_low_latency_handle(self, handle: object, engine: Engine) -> LowLatencyState:
+        allowed = "what low_latency_dispatch() of this buffer returned"
+        if not isinstance(handle, LowLatencyHandle):
+            raise invalid("handle", arguments.describe(handle), allowed)
+        if handle.state.buffer is not self:
+            raise invalid("handle", "the handle of another buffer", allowed)
+        if handle.state.device != engine.device:
+            raise invalid("handle", f"one on {handle.state.device}", f"one on {engine.device}")
+        return handle.state
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    max_tokens: int
+    num_experts: int
+    rank: int
+    num_ranks: int
+
+    @property
+    def local_experts(self) -> int:
+        """Experts that this rank owns."""
+        block = ceil_div(self.num_experts, self.num_ranks)
+        return max(min(block, self.num_experts - self.rank * block), 0)
+
+    @property
+    def rows(self) -> int:
+        """Rows of one expert at most."""
+        return self.max_tokens * self.num_ranks
+
+
+def _payload(x: Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> int:
+    """Return the core's number for how rows travel."""
+    if use_ue8m0 and not (use_fp8 and round_scale):
+        raise invalid(
+            "use_ue8m0", f"True with use_fp8={use_fp8}, round_scale={round_scale}", "True with both"
+        )
+    if round_scale and not use_fp8:
+        raise invalid("round_scale", "True without use_fp8", "True with use_fp8")
+    if not use_fp8:
+        return int(_core.PAYLOAD_COPY)
+    multiple = SCALE_GROUP * (GROUPS_PER_WORD if use_ue8m0 else 1)
+    if x.size(1) % multiple:
+        raise invalid("x", f"hidden {x.size(1)}", f"a multiple of {multiple}, one group of scales")
+    if use_ue8m0:
+        return int(_core.PAYLOAD_FP8_EXPONENT)
+    return int(_core.PAYLOAD_FP8_ROUNDED if round_scale else _core.PAYLOAD_FP8)
+
+
+def _scale_bytes(payload: int, hidden: int) -> int:
+    if payload == _core.PAYLOAD_COPY:
+        return 0
+    return hidden // SCALE_GROUP * (1 if payload == _core.PAYLOAD_FP8_EXPONENT else 4)
+
+
+def _empty_scales(engine: Engine, payload: int, shape: tuple[int, int, int]) -> Tensor | None:
+    """Return scales [Le, R * M, words], column-major, or None for rows without."""
+    num_words = _scale_bytes(payload, shape[2]) // 4
+    if num_words == 0:
+        return None
+    dtype = torch.int32 if payload == _core.PAYLOAD_FP8_EXPONENT else torch.float32
+    return engine.empty(shape[0], num_words, shape[1], dtype=dtype).transpose(1, 2)
+
+
+def _check_optional(
+    argument: str, value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    return None if value is None else arguments.check_tensor(argument, value, shape, (dtype,), device)
+
+
+def _output(
+    engine: Engine, argument: str, given: object, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Return the tensor that the caller wants filled, or a new one."""
+    if given is None:
+        return engine.empty(*shape, dtype=dtype)
+    return arguments.check_alignment(
+        argument, arguments.check_tensor(argument, given, shape, (dtype,), engine.device)
+    )
+
+
+def _launch(
+    engine: Engine,
+    start: Callable[[Any, int], None],
+    call: Any,
+    tensors: tuple[Tensor | None, ...],
+    async_finish: bool,
+    return_recv_hook: bool,
+) -> tuple[EventOverlap, Hook | None]:
+    """Run both phases on the communication stream, or send on the current one and return the hook."""
+    call.ticket = engine.low_latency.next_ticket()
+    if return_recv_hook:
+        call.stream = engine.current_stream
+        start(call, _core.PHASE_SEND)
+        return EventOverlap(), _ReceiveHook(start, call, tensors)
+    engine.begin(None)
+    call.stream = engine.stream
+    start(call, _core.PHASE_SEND | _core.PHASE_RECEIVE)
+    event = engine.finish(async_finish, tensors)
+    if async_finish:
+        event.extra_tensors = tuple(tensor for tensor in tensors if tensor is not None)
+    return event, None
+
+
+class _ReceiveHook:
+    """Launches the receive phase, once, and keeps the call's tensors alive until then."""
+
+    def __init__(
+        self, start: Callable[[Any, int], None], call: Any, tensors: tuple[Tensor | None, ...]
+    ) -> None:
+        self._start = start
+        self._call = call
+        self._tensors: tuple[Tensor | None, ...] | None = tensors
+
+    def __call__(self) -> None:
+        if self._tensors is None:
+            raise Error("hook: called a second time, allowed: once for each call that returned one")
+        self._start(self._call, _core.PHASE_RECEIVE)
+        self._tensors = None

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks, the memory they share, and what the machine under them can do."""

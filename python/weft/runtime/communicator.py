@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that work together, and the memory they share.
+
+    comm = weft.Communicator(group, device="cuda:0", timeout_s=30)
+    window = weft.Window(comm, 1 << 20)
+    window.tensor(peer, (4, 1024), torch.bfloat16).copy_(rows)     # a store into the peer's memory
+    comm.barrier()
+
+Threads: collective calls (making, growing, ``barrier``) one at a time per communicator and in the same order
+on all ranks; everything else from any thread.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from weft import _core
+from weft.errors import invalid
+from weft.runtime.bootstrap import Bootstrap, find_bootstrap
+
+if TYPE_CHECKING:
+    import torch
+
+
+def device_name(device: Any) -> str:
+    """Return "cpu" or "cuda:N" for what users pass as a device.
+
+    Args:
+        device: a tensor (its device), a torch.device, such a name, or None for the CPU. "cuda" alone is
+            torch's current device.
+    """
+    if device is None:
+        return "cpu"
+    name = str(getattr(device, "device", device))
+    if name != "cuda":
+        return name
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def connect(group: Any, comm: Any, device: Any, timeout_s: float, transport: str = "") -> Any:
+    """Return a core communicator of the ranks of ``group`` or, if that is None, of ``comm``. Collective.
+
+    Args:
+        group, comm: what Communicator takes; a Communicator on the same device is used as it is.
+        device: see device_name. timeout_s: 0 takes WEFT_TIMEOUT_S. transport: "" takes WEFT_TRANSPORT.
+    """
+    given = comm if group is None else group
+    if isinstance(given, Communicator):
+        if given.device == device_name(device):
+            return given.core
+        given = given.bootstrap
+    return _core.Communicator.create(find_bootstrap(given), device_name(device), timeout_s, transport)
+
+
+class Communicator:
+    """A group of ranks, one device each, and the transport from each to each. Making one is collective.
+
+    Args:
+        group: a torch process group (any backend), an mpi4py communicator, a Bootstrap, another Communicator,
+            or None: torch's default group if there is one, else what the launcher (torchrun, mpirun, srun)
+            has set, else a single rank.
+        device: what this rank computes on: a tensor on it, a torch.device or a name; None is the CPU.
+        timeout_s: bound of every wait for a peer, in seconds; None takes WEFT_TIMEOUT_S.
+        transport: a name from ``weft info``, or "auto"; None takes WEFT_TRANSPORT.
+    Raises: Error when the ranks disagree or a rank cannot be reached, with each transport's reason; PeerLost,
+        naming the ranks that stayed away.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        device: Any = None,
+        timeout_s: float | None = None,
+        transport: str | None = None,
+    ) -> None:
+        if timeout_s is not None and not timeout_s > 0:
+            raise invalid("timeout_s", timeout_s, "a number above 0, or None")
+        self.bootstrap: Bootstrap = find_bootstrap(
+            group.bootstrap if isinstance(group, Communicator) else group
+        )
+        self.core = _core.Communicator.create(
+            self.bootstrap, device_name(device), timeout_s or 0.0, transport or ""
+        )
+
+    @property
+    def rank(self) -> int:
+        """This process among ``size``."""
+        return int(self.core.rank)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return int(self.core.size)
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda:N"."""
+        return str(self.core.device)
+
+    @property
+    def timeout_s(self) -> float:
+        """Bound of every wait for a peer, in seconds."""
+        return float(self.core.timeout_s)
+
+    @property
+    def nodes(self) -> list[int]:
+        """The node of each rank; ranks with the same number share one."""
+        return [facts["node"] for facts in self.core.facts]
+
+    def transport_to(self, peer: int) -> str | None:
+        """Return the name of the transport to ``peer``; None for this rank itself."""
+        name = self.core.transport_to(peer)
+        return None if name is None else str(name)
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this; says nothing about work queued on a GPU.
+
+        Raises: PeerLost.
+        """
+        self.core.barrier()
+
+    def __repr__(self) -> str:
+        return f"weft.Communicator(rank {self.rank} of {self.size}, {self.device})"
+
+
+class Window:
+    """Memory allocated alike on every rank, so that (rank, offset) names a byte. Making one is collective.
+
+    Args:
+        communicator: its ranks.
+        num_bytes: at least 1, the same on all ranks; rounded up to pages. Zero-filled.
+    Raises: Error, the same on all ranks, when sizes differ or a rank cannot allocate; PeerLost.
+    A window must outlive the kernels that use it; tensors from ``tensor`` keep it alive.
+    """
+
+    def __init__(self, communicator: Communicator, num_bytes: int) -> None:
+        self.communicator = communicator
+        self.core = _core.Window.create(communicator.core, num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on each rank."""
+        return int(self.core.bytes)
+
+    def address(self, rank: int) -> int:
+        """Return where ``rank``'s window starts for this process; it never changes."""
+        return int(self.core.base(rank))
+
+    def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+        """Return a view of ``rank``'s memory, on this rank's device; it keeps the window alive.
+
+        Args:
+            shape, dtype: of the view, row-major. offset: its first byte in the window, aligned for ``dtype``.
+        Reading and writing are plain loads and stores: order them with ``Communicator.barrier`` or signals.
+        Raises: Error when it does not lie within the window.
+        """
+        import torch
+        from torch.utils.dlpack import from_dlpack
+
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if offset % dtype.itemsize:
+            raise invalid("offset", offset, f"a multiple of {dtype.itemsize} for {dtype}")
+        if num_bytes == 0:
+            return torch.empty(shape, dtype=dtype, device=self.communicator.device)
+        view: torch.Tensor = from_dlpack(self.core.view(rank, offset, num_bytes))
+        return view.view(dtype).view(shape)
+
+    def grow(self, num_bytes: int) -> None:
+        """Make the window at least ``num_bytes`` large; contents and addresses stay. Collective.
+
+        Raises: as making one; after an error the window is as it was.
+        """
+        self.core.grow(num_bytes)
+
+
+__all__ = ["Communicator", "Window", "connect", "device_name"]

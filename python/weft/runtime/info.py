@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``weft info``: what this machine has, which transports it can use and why not the others, and the settings.
+
+Everything comes from the core and from the system's own files, so it works without torch and without a GPU.
+``--json`` prints the same as one object, for scripts and bug reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import weft
+from weft import _core
+from weft.bench.report import machine, versions
+from weft.errors import Error
+from weft.runtime import nvrtc
+
+_GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``weft info``."""
+    parser.add_argument(
+        "--config", action="store_true", help="show every setting, its value and where it is from"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was asked for; return 0."""
+    facts = {"config": configuration()} if args.config else collect()
+    if args.json:
+        json.dump(facts, sys.stdout, indent=2)
+        print()
+        return 0
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    for table in [_config_table(facts["config"])] if args.config else _tables(facts):
+        console.print(table)
+    return 0
+
+
+def configuration() -> list[dict[str, str]]:
+    """Return every setting: variable, type, default, value, source, help."""
+    names = ("variable", "type", "default", "value", "source", "help")
+    return [dict(zip(names, row, strict=True)) for row in _core.config_table()]
+
+
+def collect() -> dict[str, Any]:
+    """Return everything that ``weft info`` shows, as plain data."""
+    gpus, why_no_gpus = _gpus()
+    devices = ["cpu", *(f"cuda:{gpu['ordinal']}" for gpu in gpus)]
+    return {
+        "machine": {**machine(), "host_id": _core.host_id(), "numa_nodes": _numa_nodes()},
+        "versions": {"weft": weft.__version__, **versions()},
+        "toolchain": _toolchain(),
+        "gpus": gpus,
+        "no_gpus_because": why_no_gpus,
+        "links": _links(len(gpus)),
+        "nics": _rdma_nics(),
+        "transports": {device: _core.transports(device) for device in devices[:2]},
+    }
+
+
+def _gpus() -> tuple[list[dict[str, Any]], str]:
+    try:
+        return list(_core.gpus()), ""
+    except Error as error:
+        return [], str(error)
+
+
+def _links(num_gpus: int) -> list[list[dict[str, bool]]]:
+    """Return how each GPU reaches each other one, by [from][to]."""
+    return [[dict(_core.gpu_link(src, dst)) for dst in range(num_gpus)] for src in range(num_gpus)]
+
+
+def _toolchain() -> dict[str, str]:
+    found = nvrtc.find()
+    return {
+        "nvrtc": str(found.nvrtc or "not found: kernels run on the CPU only"),
+        "include": ", ".join(str(folder) for folder in found.include_dirs),
+        "kernels": str(found.device_dir),
+    }
+
+
+def _numa_nodes() -> int:
+    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+
+
+def _rdma_nics() -> list[dict[str, str]]:
+    """Return the RDMA devices that the kernel knows: name, state, rate, NUMA node."""
+    nics = []
+    for device in sorted(Path("/sys/class/infiniband").glob("*")):
+        port = device / "ports/1"
+        facts = {"state": port / "state", "rate": port / "rate", "numa_node": device / "device/numa_node"}
+        nics.append({"name": device.name, **{name: _first_line(path) for name, path in facts.items()}})
+    return nics
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return "?"
+
+
+def _tables(facts: dict[str, Any]) -> list[Table | str]:
+    """Return what to print, in order; a line where a table would be empty."""
+    machine_facts = {name: value for name, value in facts["machine"].items() if name != "gpus"}
+    tables: list[Table | str] = [
+        _pairs("Machine", machine_facts | facts["versions"]),
+        _pairs("Kernels", facts["toolchain"]),
+    ]
+    tables.append(_gpu_table(facts["gpus"]) if facts["gpus"] else f"GPUs: none ({facts['no_gpus_because']})")
+    if len(facts["gpus"]) > 1:
+        tables.append(_link_table(facts))
+    no_nics = "RDMA devices: none (the kernel lists nothing in /sys/class/infiniband)"
+    tables.append(_nic_table(facts["nics"]) if facts["nics"] else no_nics)
+    tables += [_transport_table(device, rows) for device, rows in facts["transports"].items()]
+    return tables
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _pairs(title: str, facts: dict[str, Any]) -> Table:
+    table = _table(title, "what", "value")
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value))
+    return table
+
+
+def _gpu_table(gpus: list[dict[str, Any]]) -> Table:
+    columns = ("device", "name", "memory", "SMs", "compute", "PCI", "NUMA", "NVLinks", "shares memory by")
+    table = _table("GPUs", *columns)
+    for gpu in gpus:
+        ways = [way for way in ("vmm", "fabric") if gpu[f"can_share_{way}"]] + ["ipc"]
+        table.add_row(
+            f"cuda:{gpu['ordinal']}",
+            gpu["name"],
+            f"{gpu['bytes'] / _GIB:.0f} GiB",
+            str(gpu["sms"]),
+            gpu["compute_capability"],
+            gpu["pci_address"],
+            _or_unknown(gpu["numa_node"]),
+            _or_unknown(gpu["nvlinks"]),
+            ", ".join(ways),
+        )
+    return table
+
+
+def _or_unknown(number: int) -> str:
+    return "?" if number < 0 else str(number)
+
+
+def _link_table(facts: dict[str, Any]) -> Table:
+    names = [f"cuda:{gpu['ordinal']}" for gpu in facts["gpus"]]
+    table = _table("Links (row reaches column)", "", *names)
+    for row, (name, links) in enumerate(zip(names, facts["links"], strict=True)):
+        nvlinks = facts["gpus"][row]["nvlinks"]
+        table.add_row(
+            name, *("" if row == column else _link(link, nvlinks) for column, link in enumerate(links))
+        )
+    return table
+
+
+def _link(link: dict[str, bool], nvlinks: int) -> str:
+    if not link["can_access"]:
+        return "no"
+    wire = f"NVLink x{nvlinks}" if link["is_nvlink"] else "PCIe"
+    return wire if link["has_atomics"] else f"{wire}, no atomics"
+
+
+def _nic_table(nics: list[dict[str, str]]) -> Table:
+    table = _table("RDMA devices", "name", "state", "rate", "NUMA")
+    for nic in nics:
+        table.add_row(nic["name"], nic["state"], nic["rate"], nic["numa_node"])
+    return table
+
+
+def _transport_table(device: str, transports: list[dict[str, Any]]) -> Table:
+    columns = ("name", "usable", "reach", "carried by", "atomics", "ordering", "latency", "bandwidth")
+    table = _table(f"Transports of {device} (latency and bandwidth are estimates)", *columns)
+    for transport in transports:
+        why_not = transport["unusable_because"]
+        usable = why_not == ""
+        table.add_row(
+            transport["name"],
+            "yes" if usable else f"no: {why_not}",
+            transport["reach"],
+            transport["carried_by"],
+            "yes" if transport["has_atomics"] else "no",
+            transport["ordering"],
+            f"{transport['latency_us']:g} us" if usable else "",
+            f"{transport['bandwidth_gb_s']:g} GB/s" if usable else "",
+        )
+    return table
+
+
+def _config_table(rows: list[dict[str, str]]) -> Table:
+    table = _table(
+        "Settings (environment variables)", "variable", "value", "from", "default", "type", "what it does"
+    )
+    for row in rows:
+        cells = [row[name] for name in ("variable", "value", "source", "default", "type", "help")]
+        table.add_row(*cells, style=None if row["source"] == "default" else "bold")
+    return table

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/runner.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/cuda_driver.h"
+#include "base/log.h"
+#include "kernels/collective/element.cuh"
+#include "kernels/core/carver.h"
+
+namespace weft {
+namespace {
+
+constexpr char kFile[] = "kernels/collective/program.cuh";
+// Host ranks share cores, so a slot is worth a turn of the scheduler, and all rings fit the last cache; a GPU slot is worth several microseconds of a link.
+constexpr uint64_t kHostSlotBytes[kProtocols] = {256 << 10, 16 << 10, 16 << 10};
+constexpr uint64_t kCudaSlotBytes[kProtocols] = {256 << 10, 64 << 10, 64 << 10};
+
+// A result of this size leaves the caches of a core before anybody reads it.
+constexpr uint64_t kStreamBytes = 1 << 20;
+
+Result<ComputeLimits> limits_of(const Communicator& comm) {
+  if (comm.device().is_host()) return ComputeLimits{false, 1, 1, 0};
+  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  int sms = 0;
+  WEFT_TRY(cuda_status(
+      driver->cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, comm.device().ordinal),
+      "read the number of SMs"));
+  return ComputeLimits{true, static_cast<uint32_t>(sms), 1, 48 << 10};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_ptr<Communicator> comm,
+                                                                   const RunnerOptions& options) {
+  const auto ranks = static_cast<uint32_t>(comm->size());
+  if (comm->mapped_ranks().size() != ranks)
+    return Status::make(Code::kUnsupported, "collective programs need ranks that map each other's memory: rank {} maps {} of {}",
+                        comm->rank(), comm->mapped_ranks().size(), ranks);
+  RingOptions wanted{ranks, options.channels, {}};
+  const bool is_host = comm->device().is_host();
+  for (uint32_t protocol = 0; protocol < kProtocols; ++protocol) {
+    const uint64_t given = protocol == 0 ? options.simple_slot_bytes : options.ll_slot_bytes;
+    wanted.slot_bytes[protocol] = given ? given : is_host ? kHostSlotBytes[protocol] : kCudaSlotBytes[protocol];
+  }
+  const RingPlan plan = plan_rings(wanted);
+  const Device device = comm->device();
+  WEFT_TRY_ASSIGN(auto visible, HostVisible::create(device, sizeof(FaultBox)));
+  WEFT_TRY_ASSIGN(ComputeLimits limits, limits_of(*comm));
+  const uint64_t counters = uint64_t{kProtocols} * ranks * options.channels * sizeof(uint64_t);
+  WEFT_TRY_ASSIGN(auto memory, LocalMemory::create(device, 2 * counters + sizeof(GridState)));
+  WEFT_TRY_ASSIGN(auto window, Window::create(comm, plan.end));
+  std::unique_ptr<CollectiveRunner> runner(new CollectiveRunner(comm, std::move(window)));
+  runner->visible_ = std::move(visible);
+  runner->counters_ = std::move(memory);
+  runner->limits_ = limits;
+  runner->rings_ = plan.layout;
+  runner->timeout_s_ = options.timeout_s > 0 ? options.timeout_s : comm->timeout_s();
+  return runner;
+}
+
+Status CollectiveRunner::check(const ProgramText& text) const {
+  const int ranks = comm_->size();
+  for (const ProgramBlock& block : text.blocks) {
+    if (block.send_peer >= ranks || block.recv_peer >= ranks || block.send_peer == comm_->rank())
+      return Status::invalid("{}: peers {} and {}, allowed: other ranks of {}", text.name, block.send_peer, block.recv_peer, ranks);
+    if (block.channel >= rings_.channels)
+      return Status::make(Code::kCapacity, "{}: channel {}, this runner has {}", text.name, block.channel, rings_.channels);
+    if (uint64_t{block.first_step} + block.steps > text.steps.size())
+      return Status::invalid("{}: a block's steps end at {}, there are {}", text.name, block.first_step + block.steps, text.steps.size());
+  }
+  for (const ProgramStep& step : text.steps)
+    if (step.op > static_cast<uint32_t>(StepOp::kReduce) || uint64_t{step.first_wait} + step.waits > text.waits.size())
+      return Status::invalid("{}: operation {} with waits up to {} of {}", text.name, step.op, step.first_wait + step.waits, text.waits.size());
+  for (const ProgramWait& wait : text.waits)
+    if (wait.block >= text.blocks.size()) return Status::invalid("{}: waits for block {} of {}", text.name, wait.block, text.blocks.size());
+  return {};
+}
+
+Result<uint32_t> CollectiveRunner::load(ProgramText text) {
+  WEFT_TRY(check(text));
+  Carver carver;
+  const uint64_t blocks_at = carver.take(text.blocks.size() * sizeof(ProgramBlock));
+  const uint64_t steps_at = carver.take(text.steps.size() * sizeof(ProgramStep));
+  const uint64_t waits_at = carver.take(text.waits.size() * sizeof(ProgramWait));
+  const uint64_t progress_at = carver.take(text.blocks.size() * sizeof(uint64_t));
+  const uint64_t state_at = carver.take(sizeof(GridState));
+  WEFT_TRY_ASSIGN(auto memory, LocalMemory::create(comm_->device(), carver.end()));
+  WEFT_TRY(memory->write(blocks_at, text.blocks.data(), text.blocks.size() * sizeof(ProgramBlock)));
+  WEFT_TRY(memory->write(steps_at, text.steps.data(), text.steps.size() * sizeof(ProgramStep)));
+  WEFT_TRY(memory->write(waits_at, text.waits.data(), text.waits.size() * sizeof(ProgramWait)));
+  ProgramArgs args{};
+  args.blocks = memory->at<ProgramBlock>(blocks_at);
+  args.steps = memory->at<ProgramStep>(steps_at);
+  args.waits = memory->at<ProgramWait>(waits_at);
+  args.progress = memory->at<uint64_t>(progress_at);
+  args.state = memory->at<GridState>(state_at);
+  args.num_blocks = static_cast<uint32_t>(text.blocks.size());
+  std::lock_guard lock(programs_mutex_);
+  programs_.push_back({std::move(text.name), std::move(memory), args, text.scratch_chunks});
+  return static_cast<uint32_t>(programs_.size() - 1);
+}
+
+Status CollectiveRunner::run(const RunCall& call) {
+  WEFT_TRY(fault());
+  if (call.part_elems == 0) return {};
+  const Program* found = find(call.program);
+  if (!found) return Status::invalid("program: got {}, allowed: one that was loaded", call.program);
+  const Program& program = *found;
+  if (call.has_exact_chunks && call.part_elems % call.per_part)
+    return Status::invalid("elements: got {}, allowed: a multiple of the {} chunks of {}", call.part_elems, call.per_part, program.name);
+  ProgramArgs args = program.args;
+  const ProgramPlan plan = plan_program({call.part_elems, call.per_part, args.num_blocks, call.slice_bytes, call.has_exact_chunks}, call.element,
+                                        call.protocol, rings_, call.num_sms, limits_);
+  args.chunk_elems = plan.chunk_elems;
+  args.slice_elems = plan.slice_elems;
+  args.iterations = plan.iterations;
+  args.group = plan.group;
+  args.streams_output = !limits_.is_cuda && call.part_elems * element_bytes(call.element) >= kStreamBytes;
+  const uint64_t counters = counters_->bytes() / 2 - sizeof(GridState) / 2;
+  args.sent = counters_->at<uint64_t>(0);
+  args.received = counters_->at<uint64_t>(counters);
+  args.rings = rings_;
+  args.wait = {static_cast<uint64_t>(timeout_s_ * 1e9), visible_->at<FaultBox>(0), static_cast<uint32_t>(comm_->rank()), 0};
+  args.buffers[0] = {call.input, call.part_elems, call.per_part, nullptr};
+  args.buffers[1] = {call.output, call.part_elems, call.per_part, nullptr};
+  const uint64_t scratch_elems = program.scratch_chunks * plan.chunk_elems;
+  if (scratch_elems) {
+    WEFT_TRY_ASSIGN(std::byte* memory, scratch(scratch_elems * element_bytes(call.element)));
+    // One part of all chunks: every scratch chunk has its full size.
+    args.buffers[2] = {memory, scratch_elems, program.scratch_chunks, nullptr};
+  }
+  if (!call.input_table.empty()) {
+    args.skip_empty = 1;
+    args.group = 1;
+    WEFT_TRY_ASSIGN(args.buffers[0].table, table(call.input_table, input_table_));
+    WEFT_TRY_ASSIGN(args.buffers[1].table, table(call.output_table, output_table_));
+  }
+  const ProgramShape shape{static_cast<int64_t>(call.element), static_cast<int64_t>(call.reduction),
+                           static_cast<int64_t>(call.protocol)};
+  return launch("run_program", "ProgramArgs", plan.grid, &args, sizeof(args), shape, call.stream);
+}
+
+const CollectiveRunner::Program* CollectiveRunner::find(uint32_t number) {
+  std::lock_guard lock(programs_mutex_);
+  if (number >= programs_.size()) return nullptr;
+  last_program_ = programs_[number].name;
+  return &programs_[number];
+}
+
+Status CollectiveRunner::scale(Element element, std::byte* data, uint64_t elems, double divisor, void* stream) {
+  const ScaleArgs args{data, elems, divisor};
+  const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>(elems / 4096, 1, limits_.max_blocks));
+  const GridPlan grid{limits_.is_cuda ? blocks : 1, limits_.is_cuda ? 512u : 1u, 0, {}, {}};
+  return launch("scale_buffer", "ScaleArgs", grid, &args, sizeof(args), {static_cast<int64_t>(element), 0, 0}, stream);
+}
+
+Status CollectiveRunner::launch(const char* name, const char* args_type, const GridPlan& grid, const void* args,
+                                size_t args_bytes, const ProgramShape& shape, void* stream) {
+  const KernelKey key{kFile,
+                      name,
+                      args_type,
+                      "MappedMesh",
+                      {{"element", shape.element}, {"reduction", shape.reduction}, {"protocol", shape.protocol}},
+                      grid.threads_per_block,
+                      1};
+  Jit& jit = Jit::of(comm_->device());
+  WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key));
+  const Launch how{grid.blocks, grid.threads_per_block, grid.shared_bytes, stream, false};
+  const MappedMesh mesh{window_->table(), static_cast<uint32_t>(comm_->rank()), static_cast<uint32_t>(comm_->size())};
+  WEFT_TRY(jit.launch(*kernel, how, args, args_bytes, &mesh, sizeof(mesh), &shape));
+  return comm_->device().is_host() ? fault() : Status();
+}
+
+Result<std::byte*> CollectiveRunner::scratch(uint64_t bytes) {
+  if (scratch_.empty() || scratch_.back()->bytes() < bytes) {
+    WEFT_TRY_ASSIGN(auto memory, LocalMemory::create(comm_->device(), bytes));
+    scratch_.push_back(std::move(memory));
+    if (comm_->device().is_host()) scratch_.erase(scratch_.begin(), scratch_.end() - 1);
+  }
+  return scratch_.back()->data();
+}
+
+Result<const uint64_t*> CollectiveRunner::table(const std::vector<uint64_t>& entries, std::unique_ptr<LocalMemory>& memory) {
+  const uint64_t bytes = entries.size() * sizeof(uint64_t);
+  if (!memory || memory->bytes() < bytes) {
+    WEFT_TRY_ASSIGN(memory, LocalMemory::create(comm_->device(), bytes));
+  }
+  WEFT_TRY(memory->write(0, entries.data(), bytes));
+  return memory->at<uint64_t>(0);
+}
+
+Status CollectiveRunner::fault() {
+  if (broken_.ok() && load_acquire(&visible_->at<FaultBox>(0)->raised) != 0)
+    broken_ = logged(Status(Code::kPeerLost, sentence()));
+  return broken_;
+}
+
+std::string CollectiveRunner::sentence() const {
+  const FaultBox& box = *visible_->at<FaultBox>(0);
+  const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
+  return text("rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}", box.self, last_program_,
+              box.detail >> 16, box.detail & 0xffff, static_cast<double>(box.waited_ns / 100'000'000) / 10, whom, box.expected,
+              box.seen);
+}
+
+}  // namespace weft

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// CollectiveRunner runs collective programs on the ranks of a communicator that map each other's windows.
+//   WEFT_TRY_ASSIGN(auto runner, CollectiveRunner::create(comm, options));
+//   WEFT_TRY_ASSIGN(uint32_t id, runner->load(text));       // this rank's part of a verified program
+//   WEFT_TRY(runner->run(call));
+// Programs are verified before they come here (weft.collectives.verifier); load() checks only what memory safety needs.
+// All ranks load and run the same programs in the same order. On CUDA run() enqueues on `stream`, and one stream at a time
+// may use a runner; on the host it returns when it is done. All protocol state is in device memory, so a captured run may
+// be replayed. Threads: one caller at a time; programs that only send to, or only receive from, different ranks than
+// others under way, and use no scratch, may run beside them.
+// Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on message numbers.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "jit/jit.h"
+#include "memory/host_visible.h"
+#include "memory/local_memory.h"
+#include "memory/window.h"
+#include "plan/collective.h"
+#include "transports/mapped/channel.cuh"
+
+namespace weft {
+
+struct RunnerOptions {
+  uint32_t channels = 4;
+  uint64_t simple_slot_bytes = 0;  // 0: chosen for the device
+  uint64_t ll_slot_bytes = 0;
+  double timeout_s = 0;  // 0 takes the communicator's
+};
+
+// One rank's program, as weft.collectives.executor flattens it.
+struct ProgramText {
+  std::string name;
+  std::vector<ProgramBlock> blocks;
+  std::vector<ProgramStep> steps;
+  std::vector<ProgramWait> waits;
+  uint64_t scratch_chunks = 0;
+};
+
+struct RunCall {
+  uint32_t program;
+  Element element;
+  Reduction reduction;
+  Protocol protocol;
+  std::byte* input;
+  std::byte* output;
+  uint64_t part_elems;
+  uint64_t per_part;
+  bool has_exact_chunks;  // part_elems divides by per_part, and chunk c starts at c * part_elems / per_part
+  // Programs whose chunks have sizes of their own: offset and length in elements of every chunk; else empty.
+  std::vector<uint64_t> input_table;
+  std::vector<uint64_t> output_table;
+  uint32_t slice_bytes;  // 0: what a slot holds
+  uint32_t num_sms;      // 0: one per block of the program
+  void* stream;
+};
+
+class CollectiveRunner {
+ public:
+  // Collective. Errors: kUnsupported when some rank is not mapped; those of Window::create.
+  static Result<std::unique_ptr<CollectiveRunner>> create(std::shared_ptr<Communicator> comm, const RunnerOptions& options);
+
+  // Keeps a program; its number counts from 0. Errors: kInvalid for peers, channels or waits out of range.
+  Result<uint32_t> load(ProgramText text);
+  Status run(const RunCall& call);
+  // data[0, elems) /= divisor, in stream order: the last step of an average.
+  Status scale(Element element, std::byte* data, uint64_t elems, double divisor, void* stream);
+
+  // Reports a fault that a kernel raised since; later calls report it too.
+  Status fault();
+  uint32_t channels() const { return rings_.channels; }
+  const std::shared_ptr<Communicator>& communicator() const { return comm_; }
+
+ private:
+  struct Program {
+    std::string name;
+    std::unique_ptr<LocalMemory> memory;
+    ProgramArgs args;  // its tables and progress; the rest is filled per call
+    uint64_t scratch_chunks;
+  };
+  CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window) : comm_(std::move(comm)), window_(std::move(window)) {}
+  Status check(const ProgramText& text) const;
+  const Program* find(uint32_t number);
+  Status launch(const char* name, const char* args_type, const GridPlan& grid, const void* args, size_t args_bytes,
+                const ProgramShape& shape, void* stream);
+  Result<std::byte*> scratch(uint64_t bytes);
+  Result<const uint64_t*> table(const std::vector<uint64_t>& entries, std::unique_ptr<LocalMemory>& memory);
+  std::string sentence() const;
+
+  std::shared_ptr<Communicator> comm_;
+  std::unique_ptr<Window> window_;
+  std::unique_ptr<HostVisible> visible_;
+  std::unique_ptr<LocalMemory> counters_;  // sent, received, grid state
+  std::vector<std::unique_ptr<LocalMemory>> scratch_;  // the last one is in use; captured graphs may use earlier ones
+  std::unique_ptr<LocalMemory> input_table_, output_table_;
+  std::mutex programs_mutex_;
+  std::deque<Program> programs_;  // addresses stay
+  RingLayout rings_{};
+  ComputeLimits limits_{};
+  double timeout_s_ = 0;
+  std::string last_program_;
+  Status broken_;
+};
+
+}  // namespace weft

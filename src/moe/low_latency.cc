@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/low_latency.h"
+
+#include <cstring>
+#include <limits>
+
+#include "base/cuda_driver.h"
+#include "base/log.h"
+#include "moe/fault_text.h"
+
+namespace weft {
+namespace {
+
+constexpr uint32_t kCombineForms = 16;  // so that a dispatch and a combine that meet do not agree
+
+KernelKey key_of(const LowLatencyDispatchShape& shape, const LowLatencyPlan& plan) {
+  return {"kernels/moe/low_latency_dispatch.cuh",
+          "low_latency_dispatch",
+          "LowLatencyDispatchArgs",
+          "MappedMesh",
+          {{"ranks", shape.ranks},
+           {"experts_per_rank", shape.experts_per_rank},
+           {"top_k", shape.top_k},
+           {"row_bytes", shape.row_bytes},
+           {"scale_bytes", shape.scale_bytes},
+           {"payload", shape.payload},
+           {"weights", shape.weights}},
+          plan.threads_per_block,
+          1};
+}
+
+KernelKey key_of(const LowLatencyCombineShape& shape, const LowLatencyPlan& plan) {
+  return {"kernels/moe/low_latency_combine.cuh",
+          "low_latency_combine",
+          "LowLatencyCombineArgs",
+          "MappedMesh",
+          {{"ranks", shape.ranks},
+           {"experts_per_rank", shape.experts_per_rank},
+           {"top_k", shape.top_k},
+           {"row_bytes", shape.row_bytes},
+           {"reply", shape.reply},
+           {"weights", shape.weights}},
+          plan.threads_per_block,
+          1};
+}
+
+}  // namespace
+
+LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
+                       const LowLatencyWaits& waits)
+    : window_(&window), begin_(begin), end_(end), limits_(limits), waits_(waits) {}
+
+LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
+  return {ranks(), max_tokens, top_k, experts};
+}
+
+uint32_t* LowLatency::masks() const {
+  return reinterpret_cast<uint32_t*>(window_->local() + begin_ + low_latency_control(ranks()).masked);
+}
+
+Status LowLatency::fault() {
+  FaultBox* box = waits_.fault;
+  if (load_acquire(&box->raised) == 0) return {};
+  Status status = logged(fault_status(*box));
+  if (status.code() != Code::kInvalid) return status;
+  // Ranks that disagree left each other out and still count calls alike, so the next call may succeed.
+  store_relaxed(&box->raised, uint32_t{0});
+  store_release(&box->claimed, uint32_t{0});
+  return status;
+}
+
+Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const {
+  const uint64_t region = end_ - begin_;
+  if (plan.half_bytes > low_latency_half_bytes(ranks(), region))
+    return Status::make(Code::kCapacity,
+                        "num_rdma_bytes: got {}, allowed: at least {} for num_max_dispatch_tokens_per_rank {}, num_experts {}, "
+                        "top-k {} and these rows",
+                        region, low_latency_region_bytes(ranks(), plan.half_bytes), sizes.max_tokens, sizes.experts,
+                        sizes.top_k);
+  if (tokens > sizes.max_tokens)
+    return Status::invalid("x: got {} tokens, allowed: at most num_max_dispatch_tokens_per_rank, {}", tokens,
+                           sizes.max_tokens);
+  const uint64_t rows = uint64_t{sizes.experts_per_rank()} * sizes.ranks * sizes.max_tokens;
+  if (rows > std::numeric_limits<int32_t>::max() || lanes_of(sizes.max_tokens).capacity > kMaxLaneTokens)
+    return Status::invalid("num_max_dispatch_tokens_per_rank: got {}, allowed: at most {} rows received by all experts of a "
+                           "rank together",
+                           sizes.max_tokens, std::numeric_limits<int32_t>::max());
+  if (limits_.is_cuda && plan.shared_bytes > limits_.shared_bytes)
+    return Status::invalid("num_experts: got {}, allowed: what fits {} bytes of shared memory, these take {}", sizes.experts,
+                           limits_.shared_bytes, plan.shared_bytes);
+  return {};
+}
+
+LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, uint32_t tokens, uint32_t phases, uint32_t ticket) const {
+  LowLatencyCall call{};
+  call.wait = {static_cast<uint64_t>(waits_.timeout_s * 1e9), waits_.fault, rank(), 0};
+  call.region = begin_;
+  call.half_bytes = low_latency_half_bytes(ranks(), end_ - begin_);
+  call.masked = waits_.may_mask ? masks() : nullptr;
+  call.phases = phases;
+  call.ticket = ticket % kTickets;
+  call.may_mask = waits_.may_mask ? 1 : 0;
+  call.max_tokens = sizes.max_tokens;
+  call.tokens = tokens;
+  call.experts = sizes.experts;
+  return call;
+}
+
+Status LowLatency::launch(const KernelKey& key, const LowLatencyPlan& plan, const void* args, size_t args_bytes,
+                          const void* shape, void* stream) {
+  Jit& jit = Jit::of(window_->communicator()->device());
+  WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key));
+  const Launch how{plan.blocks, plan.threads_per_block, plan.shared_bytes, stream, false};
+  const MappedMesh mesh{window_->table(), rank(), ranks()};
+  WEFT_TRY(jit.launch(*kernel, how, args, args_bytes, &mesh, sizeof(mesh), shape));
+  return limits_.is_cuda ? Status() : fault();
+}
+
+LowLatencyDispatchShape LowLatency::shape_of(const LowLatencyDispatchCall& call) const {
+  return {ranks(),          sizes(call.max_tokens, call.top_k, call.experts).experts_per_rank(),
+          call.top_k,       call.row_bytes,
+          call.scale_bytes, call.payload,
+          call.topk_weights ? 1 : 0};
+}
+
+Status LowLatency::check(const LowLatencyDispatchCall& call) const {
+  const LowLatencySizes all = sizes(call.max_tokens, call.top_k, call.experts);
+  return check(all, call.tokens, plan_low_latency_dispatch(all, shape_of(call), limits_));
+}
+
+Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases) {
+  WEFT_TRY(fault());
+  const LowLatencySizes all = sizes(call.max_tokens, call.top_k, call.experts);
+  const LowLatencyDispatchShape shape = shape_of(call);
+  const LowLatencyPlan plan = plan_low_latency_dispatch(all, shape, limits_);
+  WEFT_TRY(check(all, call.tokens, plan));
+  LowLatencyDispatchArgs args{};
+  args.call = common(all, call.tokens, phases, call.ticket);
+  args.call.topk_idx = call.topk_idx;
+  args.call.id_bytes = call.id_bytes;
+  args.call.wait_cycles = call.wait_cycles;
+  args.call.hello = {{call.max_tokens, call.row_bytes, call.top_k, call.experts, call.scale_bytes,
+                      static_cast<uint32_t>(call.payload * 2 + shape.weights)},
+                     0};
+  args.x = static_cast<const std::byte*>(call.x);
+  args.x_row_bytes = uint64_t{call.row_bytes} * (call.payload == kPayloadCopy ? 1 : 2);
+  args.x_scales = static_cast<const std::byte*>(call.x_scales);
+  args.topk_weights = call.topk_weights;
+  args.out = static_cast<std::byte*>(call.out);
+  args.out_scales = static_cast<uint32_t*>(call.out_scales);
+  args.scale_expert_stride = call.scale_expert_stride;
+  args.scale_row_stride = call.scale_row_stride;
+  args.scale_word_stride = call.scale_word_stride;
+  args.src_info = call.src_info;
+  args.layout_range = call.layout_range;
+  args.counts = call.counts;
+  args.out_weights = call.out_weights;
+  args.out_source = call.out_source;
+  args.expert_stats = call.expert_stats;
+  args.routes = call.routes;
+  args.receive_splits = plan.receive_splits;
+  return launch(key_of(shape, plan), plan, &args, sizeof(args), &shape, call.stream);
+}
+
+Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
+  WEFT_TRY(fault());
+  if (!call.topk_weights && (!is_reduced(call.reply) || !call.dispatch_had_weights))
+    return Status::invalid("topk_weights: got none, allowed: float32 of the shape of topk_idx, or none for a reduced combine "
+                           "after a dispatch with weights");
+  const LowLatencySizes all = sizes(call.max_tokens, call.top_k, call.experts);
+  const LowLatencyCombineShape shape{ranks(),        all.experts_per_rank(), call.top_k,
+                                     call.row_bytes, call.reply,             call.dispatch_had_weights ? 1 : 0};
+  const LowLatencyPlan plan = plan_low_latency_combine(all, shape, call.tokens, limits_);
+  WEFT_TRY(check(all, call.tokens, plan));
+  LowLatencyCombineArgs args{};
+  args.call = common(all, call.tokens, phases, call.ticket);
+  args.call.topk_idx = call.topk_idx;
+  args.call.id_bytes = call.id_bytes;
+  args.call.wait_cycles = call.wait_cycles;
+  const uint32_t form = kCombineForms + static_cast<uint32_t>(call.reply) * 2 + (call.topk_weights ? 1 : 0);
+  args.call.hello = {{call.max_tokens, call.row_bytes, call.top_k, call.experts, 0, form}, 0};
+  args.x = static_cast<const std::byte*>(call.x);
+  args.x_row_bytes = call.x_row_bytes;
+  args.topk_weights = call.topk_weights;
+  args.routes = call.routes;
+  args.combined = static_cast<std::byte*>(call.combined);
+  args.pieces = plan.pieces;
+  args.receive_splits = plan.receive_splits;
+  return launch(key_of(shape, plan), plan, &args, sizeof(args), &shape, call.stream);
+}
+
+Status LowLatency::write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream) {
+  if (!limits_.is_cuda) {
+    for (uint64_t i = 0; i < words; ++i) store_relaxed(at + i, value);
+    return {};
+  }
+  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  return cuda_status(
+      driver->cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(at), value, words, static_cast<CUstream>(stream)),
+      "set a mask");
+}
+
+Status LowLatency::set_mask(uint32_t rank, bool masked, void* stream) {
+  if (rank >= ranks()) return Status::invalid("rank_to_mask: got {}, allowed: 0 to {}", rank, ranks() - 1);
+  return write_words(masks() + rank, masked ? 1 : 0, 1, stream);
+}
+
+Status LowLatency::clear_masks(void* stream) { return write_words(masks(), 0, ranks(), stream); }
+
+Status LowLatency::query_masks(int32_t* out, void* stream) {
+  const uint64_t bytes = ranks() * sizeof(int32_t);
+  if (!limits_.is_cuda) {
+    std::memcpy(out, masks(), bytes);
+    return {};
+  }
+  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  return cuda_status(driver->cuMemcpyAsync(reinterpret_cast<CUdeviceptr>(out), reinterpret_cast<CUdeviceptr>(masks()), bytes,
+                                           static_cast<CUstream>(stream)),
+                     "read the masks");
+}
+
+}  // namespace weft

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan/low_latency.h"
+
+#include <algorithm>
+
+#include "base/text.h"
+
+namespace weft {
+namespace {
+
+constexpr uint32_t kCudaThreads = 512;
+constexpr uint32_t kMostPieces = 8;
+constexpr uint32_t kMostSplitsOfPiece = 16;
+
+// One block per SM, all of them: the calls are short, and no block may wait for one that cannot start. On the host every
+// thread is a block of its own, so that no thread waits for another.
+LowLatencyPlan grid_plan(const ComputeLimits& limits) {
+  LowLatencyPlan plan{};
+  plan.blocks = limits.is_cuda ? limits.max_blocks : limits.host_threads;
+  plan.threads_per_block = limits.is_cuda ? kCudaThreads : 1;
+  return plan;
+}
+
+uint32_t warps_per_block(const LowLatencyPlan& plan, const ComputeLimits& limits) {
+  return limits.is_cuda ? plan.threads_per_block / 32 : plan.threads_per_block;
+}
+
+}  // namespace
+
+LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const LowLatencyDispatchShape& shape,
+                                         const ComputeLimits& limits) {
+  LowLatencyPlan plan = grid_plan(limits);
+  const Lanes lanes = lanes_of(sizes.max_tokens);
+  const MessageLayout message = message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
+  plan.half_bytes = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, message.bytes).bytes;
+  const uint32_t warps = warps_per_block(plan, limits);
+  plan.shared_bytes =
+      static_cast<uint32_t>(dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps).bytes);
+  plan.pieces = 1;
+  plan.receive_splits =
+      limits.is_cuda ? std::clamp(plan.blocks * warps / (sizes.ranks * lanes.count), 1u, kMostPieces) : 1;
+  return plan;
+}
+
+LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowLatencyCombineShape& shape, uint32_t tokens,
+                                        const ComputeLimits& limits) {
+  LowLatencyPlan plan = grid_plan(limits);
+  plan.half_bytes = combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply_bytes(shape.row_bytes, shape.reply)).bytes;
+  const uint32_t warps = warps_per_block(plan, limits);
+  plan.shared_bytes = static_cast<uint32_t>(combine_shared(sizes.ranks, sizes.top_k, warps).bytes);
+  plan.pieces = 1;
+  plan.receive_splits = 1;
+  if (!limits.is_cuda) return plan;
+  plan.pieces = std::clamp(kWordsPerSource / lanes_of(sizes.max_tokens).count, 1u, kMostPieces);
+  const uint32_t sums = std::max(tokens, 1u) * plan.pieces;
+  plan.receive_splits = plan.pieces * std::clamp(plan.blocks * warps / sums, 1u, kMostSplitsOfPiece);
+  return plan;
+}
+
+uint64_t low_latency_routes_words(const LowLatencySizes& sizes, bool has_weights) {
+  return routes_layout(sizes.ranks, lanes_of(sizes.max_tokens), sizes.top_k, has_weights).words;
+}
+
+uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t half_bytes) {
+  return low_latency_control(ranks).end + 2 * ((half_bytes + 127) / 128 * 128);
+}
+
+uint64_t low_latency_half_bytes(uint32_t ranks, uint64_t region_bytes) {
+  const uint64_t control = low_latency_control(ranks).end;
+  return region_bytes <= control ? 0 : (region_bytes - control) / 2 / 128 * 128;
+}
+
+uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
+  // Rows in bf16 with float32 scales per 16 channels are larger than any payload.
+  const MessageLayout message = message_layout(sizes.top_k, true, (hidden * 2 + 15) / 16 * 16, hidden / 16 * 4);
+  const Lanes lanes = lanes_of(sizes.max_tokens);
+  const uint64_t dispatch = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, message.bytes).bytes;
+  const uint64_t reply = reply_bytes((hidden * 2 + 15) / 16 * 16, kReplyExactLog);
+  const uint64_t combine = combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply).bytes;
+  return low_latency_region_bytes(sizes.ranks, std::max(dispatch, combine));
+}
+
+std::string to_text(const LowLatencyPlan& plan) {
+  return text("half {} bytes, {} blocks of {} threads, {} bytes shared, {} pieces, {} receive splits", plan.half_bytes,
+              plan.blocks, plan.threads_per_block, plan.shared_bytes, plan.pieces, plan.receive_splits);
+}
+
+}  // namespace weft

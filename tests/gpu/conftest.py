@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests on real GPUs, one rank each; skipped with a reason where there are fewer than two."""
+
+from __future__ import annotations
+
+import pytest
+from gpu_ranks import num_gpus
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip every test of this folder where the machine has fewer than two GPUs."""
+    if num_gpus() >= 2:
+        return
+    for item in items:
+        if "tests/gpu" in str(item.path):
+            item.add_marker(pytest.mark.skip(reason=f"needs 2 or more GPUs, this machine has {num_gpus()}"))

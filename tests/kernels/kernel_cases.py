@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of src/jit/host_kernels.cc with each of their typical sets of constants, as test parameters."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from weft import _core
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the kernel list and one of its sets of constants, such as ``row_bytes=16 top_k=1``."""
+
+    row: int
+    constants: str
+
+    def __str__(self) -> str:
+        row = _core.kernel_table()[self.row]
+        return "-".join([row.name, row.mesh_type, *re.findall(r"=(\d+)", self.constants)])
+
+    def key(self, **changed: object) -> _core.KernelKey:
+        """Return the key that the library would compile, with the fields in ``changed`` replaced."""
+        row = _core.kernel_table()[self.row]
+        constants = (constant.split("=") for constant in self.constants.split())
+        fields: dict[str, object] = {
+            "file": row.file,
+            "name": row.name,
+            "args_type": row.args_type,
+            "mesh_type": row.mesh_type,
+            "shape": [(name, int(value)) for name, value in constants],
+            "threads_per_block": row.threads_per_block,
+        }
+        return _core.KernelKey(**(fields | changed))
+
+
+def all_cases() -> list[Case]:
+    """Return every case, in the order of the list."""
+    rows = enumerate(_core.kernel_table())
+    return [Case(index, constants.strip()) for index, row in rows for constants in row.typical.split(";")]

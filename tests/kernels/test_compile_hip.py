@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel compiles for AMD's CDNA 3 with clang alone: no ROCm, no GPU. Nothing is run."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from kernel_cases import Case, all_cases
+
+from weft import _core
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHITECTURE = "gfx942"
+COMPILERS = [f"clang++-{version}" for version in range(30, 16, -1)] + ["clang++", "amdclang++"]
+FLAGS = ["-x", "hip", f"--offload-arch={ARCHITECTURE}", "--cuda-device-only", "--no-gpu-bundle-output"]
+FREESTANDING = ["-nogpulib", "-nogpuinc", "-std=c++20", "-O2", f"-I{ROOT}"]
+
+
+def compile_with(compiler: str, source: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "kernel.hip").write_text(source)
+    command = [compiler, *FLAGS, *FREESTANDING, "-Wall", "-Rpass-analysis=kernel-resource-usage"]
+    command += ["-o", "kernel.o", "kernel.hip"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@functools.cache
+def working_compiler(folder: Path) -> tuple[str | None, str]:
+    """Return the newest clang that makes code for the architecture, else None and why each one failed."""
+    why = []
+    for name in COMPILERS:
+        if shutil.which(name) is None:
+            continue
+        tried = compile_with(name, "__attribute__((global)) void weft_kernel() {}\n", folder)
+        if tried.returncode == 0:
+            return name, ""
+        why.append(f"{name}: {tried.stderr.strip().splitlines()[0] if tried.stderr else 'failed'}")
+    found = "; ".join(why) or "none installed (apt install clang-19 lld-19)"
+    return None, f"no clang with lld that compiles for {ARCHITECTURE}: {found}"
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
+    name, why = working_compiler(tmp_path_factory.mktemp("probe"))
+    if name is None:
+        pytest.skip(why)
+    return name
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=str)
+def test_kernel_compiles_without_scratch(case: Case, compiler: str, tmp_path: Path) -> None:
+    done = compile_with(compiler, _core.kernel_source(case.key()), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "kernel.o").read_bytes()[:4] == b"\x7fELF"
+    usage = dict(re.findall(r"remark:\s+([\w /\[\]]+): (\d+)", done.stderr))
+    print(f"{ARCHITECTURE}: {usage}")
+    assert usage["ScratchSize [bytes/lane]"] == "0", "registers spill to memory"
+    assert "warning:" not in done.stderr, done.stderr

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that tests start as users do: another Python, in a folder of its own, with the same Weft."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import weft
+
+PYTHON = [sys.executable]
+WEFT = [*PYTHON, "-m", "weft"]
+
+
+def torchrun(num_ranks: int) -> list[str]:
+    """Return the command that starts what follows on so many ranks."""
+    return [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+
+
+def run_program(command: list[str], folder: Path, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` in ``folder`` and return what it printed."""
+    # An absolute path to the Weft that this process uses: the program runs in another folder.
+    path = [str(Path(weft.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s
+    )

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients through dispatch and combine, against the same layer on one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.moe import autograd
+from weft.moe.buffer import Buffer
+from weft.testing.ranks import Rank, run_ranks
+
+HIDDEN, EXPERTS_PER_RANK, TOP_K = 64, 2, 2
+
+
+def inputs_of(rank: int, tokens: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    topk_idx = torch.rand(tokens, experts, generator=generator).topk(TOP_K).indices
+    if tokens:
+        topk_idx[0, 1] = -1
+    return x, topk_idx, torch.rand(tokens, TOP_K, generator=generator)
+
+
+def expert_scales(experts: int) -> torch.Tensor:
+    return torch.randn(experts, HIDDEN, generator=torch.Generator().manual_seed(99))
+
+
+def apply_experts(
+    x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """Each expert multiplies a row by its own vector; float32[rows, hidden]."""
+    total = torch.zeros(x.shape[0], HIDDEN)
+    for expert in range(scales.shape[0]):
+        row, slot = (idx == expert).nonzero(as_tuple=True)
+        total = total.index_add(0, row, x.float()[row] * scales[expert] * weights[row, slot].unsqueeze(1))
+    return total
+
+
+def gradients_over_ranks(me: Rank, tokens_of: list[int]) -> dict[str, torch.Tensor]:
+    experts = EXPERTS_PER_RANK * me.size
+    buffer = Buffer(me.group, num_nvl_bytes=1 << 20, device="cpu")
+    x, topk_idx, weights = inputs_of(me.rank, tokens_of[me.rank], experts)
+    first = me.rank * EXPERTS_PER_RANK
+    scales = expert_scales(experts)[first : first + EXPERTS_PER_RANK].clone().requires_grad_()
+    x.requires_grad_()
+    weights.requires_grad_()
+    arrived = autograd.dispatch(buffer, x, topk_idx, weights, experts)
+    y = apply_experts(arrived.x, arrived.topk_idx, arrived.topk_weights, scales)
+    out = autograd.combine(buffer, y.bfloat16(), arrived.handle)
+    (out.float() ** 2).sum().backward()
+    assert x.grad is not None and weights.grad is not None and scales.grad is not None
+    return {"out": out.detach(), "x": x.grad, "weights": weights.grad, "scales": scales.grad}
+
+
+def gradients_on_one_rank(rank: int, tokens: int, experts: int) -> dict[str, torch.Tensor]:
+    x, topk_idx, weights = inputs_of(rank, tokens, experts)
+    scales = expert_scales(experts).requires_grad_()
+    wide = x.float().requires_grad_()
+    weights.requires_grad_()
+    out = apply_experts(wide, topk_idx, weights, scales)
+    (out**2).sum().backward()
+    assert wide.grad is not None and weights.grad is not None and scales.grad is not None
+    return {"out": out.detach(), "x": wide.grad, "weights": weights.grad, "scales": scales.grad}
+
+
+@pytest.mark.parametrize("tokens_of", [[9], [5, 7], [6, 0, 11], [0, 0]])
+def test_gradients_are_those_of_one_rank(tokens_of: list[int]) -> None:
+    experts = EXPERTS_PER_RANK * len(tokens_of)
+    got = run_ranks(len(tokens_of), gradients_over_ranks, tokens_of)
+    wanted = [gradients_on_one_rank(rank, tokens, experts) for rank, tokens in enumerate(tokens_of)]
+    # Rows and their gradients are rounded to bf16 once per rank they go to, and once when summed.
+    close = {"rtol": 3 * 2.0**-8, "atol": 2.0**-6}
+    for mine, reference in zip(got, wanted, strict=True):
+        for name in ("out", "x", "weights"):
+            torch.testing.assert_close(mine[name].float(), reference[name].float(), **close)
+    all_scales = torch.cat([mine["scales"] for mine in got])
+    total = sum((reference["scales"] for reference in wanted), torch.zeros_like(all_scales))
+    torch.testing.assert_close(all_scales, total, rtol=2.0**-5, atol=2.0**-4)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``weft demo`` and ``weft bench moe`` as users start them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from programs import WEFT, run_program, torchrun
+
+from weft.bench.report import check_document
+
+
+def run(command: list[str], folder: Path) -> str:
+    ran = run_program(command, folder)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_demo_trains_both_ways_and_draws(tmp_path: Path) -> None:
+    sizes = ["--device", "cpu", "--ranks", "3", "--steps", "4", "--sequences", "5"]
+    printed = run([*WEFT, "demo", *sizes], tmp_path)
+    assert "they agree" in printed
+    assert (tmp_path / "demo-out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    written = json.loads((tmp_path / "demo-out" / "losses.json").read_text())
+    assert [len(losses) for losses in written["losses"].values()] == [4, 4]
+    rows = 4 * 5 * 64 * 2 * 2  # steps, sequences, bytes, top-k, layers
+    assert sum(map(sum, written["rows"])) == rows and len(written["rows"]) == 3
+
+
+SHAPES = [
+    ("ht", "bf16", ["--ranks", "3", "--tokens", "20", "--top-k", "3", "--experts", "12"]),
+    ("ht", "fp8", ["--ranks", "2", "--tokens", "17", "--top-k", "2", "--experts", "8", "--routes", "zipf"]),
+    ("ll", "bf16", ["--ranks", "2", "--tokens", "9", "--top-k", "2", "--experts", "6"]),
+    ("ll", "fp8", ["--ranks", "2", "--tokens", "9", "--top-k", "2", "--experts", "6"]),
+]
+
+
+@pytest.mark.parametrize(("mode", "dtype", "shape"), SHAPES)
+def test_bench_moe_checks_measures_and_writes(
+    mode: str, dtype: str, shape: list[str], tmp_path: Path
+) -> None:
+    options = ["--mode", mode, "--dtype", dtype, "--hidden", "512", "--iterations", "2", "--warmup", "1"]
+    files = ["--json", "out.json", "--plot", "out.png", "--device", "cpu"]
+    run([*WEFT, "bench", "moe", *options, *shape, *files], tmp_path)
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert check_document(document) == []
+    calls = {row["call"]: row for row in document["rows"]}
+    assert set(calls) == {f"{mode}_dispatch", f"{mode}_combine"} | ({"ht_layout"} if mode == "ht" else set())
+    assert calls[f"{mode}_dispatch"]["dtype"] == dtype
+    for step in ("dispatch", "combine"):
+        row = calls[f"{mode}_{step}"]
+        assert row["checked"] and row["floor_us"] > 0 and set(row["baselines"]) == {"gloo", "memcpy"}
+    assert (tmp_path / "out.png").is_file()
+
+
+def test_bench_moe_runs_under_torchrun(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--tokens", "8", "--hidden", "64", "--top-k", "2", "--experts", "4"]
+    run(
+        [*torchrun(2), "-m", "weft", "bench", "moe", *options, "--iterations", "2", "--json", "out.json"],
+        tmp_path,
+    )
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["ranks"] for row in rows] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["bench", "moe", "--tokens", "-1"], "tokens: got -1"),
+        (["bench", "moe", "--top-k", "9", "--experts", "8"], "top-k: got 9"),
+        (["bench", "moe", "--dtype", "fp8", "--hidden", "200"], "hidden: got 200"),
+        (["demo", "--steps", "0"], "steps: got 0"),
+    ],
+)
+def test_a_wrong_option_is_one_line(options: list[str], message: str, tmp_path: Path) -> None:
+    ran = run_program([*WEFT, *options], tmp_path)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith(f"weft: {message}") and len(ran.stderr.splitlines()) == 1

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents show is true: programs run, commands and files exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from programs import PYTHON, run_program, torchrun
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+def blocks() -> list[tuple[str, str]]:
+    return [(page.name, text) for page in PAGES for text in PYTHON_BLOCK.findall(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "text"), blocks())
+def test_python_blocks_run(page: str, text: str, tmp_path: Path) -> None:
+    """A block that starts a process group is a program for torchrun; others are at least Python."""
+    compile(text, page, "exec")
+    if "init_process_group" not in text:
+        return
+    (tmp_path / "program.py").write_text(text)
+    ran = run_program([*torchrun(3), "program.py"], tmp_path)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert sorted(line.split(":")[0] for line in ran.stdout.splitlines()) == ["rank 0", "rank 1", "rank 2"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_api_reference_holds_the_public_interface(tmp_path: Path) -> None:
+    ran = run_program([*PYTHON, str(ROOT / "tools" / "api_reference.py"), "api"], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    page = (tmp_path / "api" / "weft.md").read_text()
+    assert "## class `Buffer`" in page and "`Buffer.low_latency_dispatch`" in page

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from weft.bench.moe import check, floors
+from weft.bench.moe.routes import make_routes
+from weft.errors import Error
+from weft.testing import oracle
+
+
+@pytest.mark.parametrize("kind", ["uniform", "zipf"])
+def test_routes_are_distinct_experts_and_the_same_everywhere(kind: str) -> None:
+    first = make_routes(kind, 2, 3, 50, 4, 10, seed=7)
+    again = make_routes(kind, 2, 3, 50, 4, 10, seed=7)
+    assert all(
+        torch.equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True)
+    )
+    assert not torch.equal(first[0][0], first[1][0])
+    for topk_idx in first[0]:
+        assert topk_idx.dtype == torch.int64 and topk_idx.min() >= 0 and topk_idx.max() < 10
+        assert all(len(set(row)) == 4 for row in topk_idx.tolist())
+
+
+def test_zipf_is_uneven_and_uniform_is_not() -> None:
+    def share_of_busiest(kind: str) -> float:
+        chosen = make_routes(kind, 1, 1, 4000, 2, 64, seed=1)[0][0].flatten()
+        return torch.bincount(chosen, minlength=64).max().item() / len(chosen)
+
+    assert share_of_busiest("uniform") < 0.03
+    assert share_of_busiest("zipf") > 0.1
+
+
+def test_routes_come_from_a_file(tmp_path: Path) -> None:
+    array = numpy.arange(2 * 3 * 2).reshape(2, 3, 2) % 5 - 1
+    numpy.save(tmp_path / "routes.npy", array)
+    sets = make_routes(str(tmp_path / "routes.npy"), 3, num_ranks=2, tokens=3, top_k=2, experts=5, seed=0)
+    assert len(sets) == 3
+    assert torch.equal(sets[2][1], torch.from_numpy(array[1]).long())
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(3, 5), (2, 3)])
+def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, ranks: int, experts: int) -> None:
+    numpy.save(tmp_path / "routes.npy", numpy.arange(2 * 3 * 2).reshape(2, 3, 2) % 5 - 1)
+    with pytest.raises(Error, match="routes"):
+        make_routes(str(tmp_path / "routes.npy"), 1, ranks, 3, 2, experts, seed=0)
+
+
+def test_traffic_counts_each_row_once_per_rank() -> None:
+    routes = [torch.tensor([[0, 1], [0, 3], [-1, -1]]), torch.tensor([[2, 3], [3, -1], [0, 2]])]
+    traffic = floors.traffic_of(routes, experts=4)
+    assert traffic.received == (1 + 2 + 1 + 1 + 2) / 2
+    assert traffic.egress == (1 + 1) / 2  # token 1 of rank 0, token 2 of rank 1
+    assert traffic.selections == (4 + 5) / 2
+
+
+def test_h200_floor_follows_the_measured_exchange() -> None:
+    gpus = ["NVIDIA H200"] * 8
+    assert floors.h200_floor_us(7 * 602_112, 8, gpus) == pytest.approx(15.4)
+    assert floors.h200_floor_us(7 * 4_000_000, 8, gpus) == pytest.approx(28e6 / 358e3)
+    between = floors.h200_floor_us(7 * 1_000_000, 8, gpus)
+    assert between is not None and 21.1 < between < 25.9
+    assert floors.h200_floor_us(7 * 602_112, 4, gpus) is None
+    assert floors.h200_floor_us(7 * 602_112, 8, ["NVIDIA A100"] * 8) is None
+
+
+def a_dispatch() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[object]]:
+    inputs = [check.make_rows(rank, 5, 16, seed=0) for rank in range(2)]
+    weights = [check.make_weights(rank, 5, 2, seed=0) for rank in range(2)]
+    routes = make_routes("uniform", 1, 2, 5, 2, 4, seed=0)[0]
+    rows = oracle.ht_dispatch(routes, 4, 1)
+    return (
+        inputs,
+        weights,
+        routes,
+        [rows.take(inputs), rows.topk_idx, rows.take_weights(weights), rows.per_expert],
+    )
+
+
+def test_the_check_passes_what_the_oracle_says_and_nothing_else() -> None:
+    inputs, weights, routes, received = a_dispatch()
+    check.check_ht_dispatch(received, inputs, weights, routes, 4, 1)
+    for index in range(3):
+        broken = [part.clone() if isinstance(part, torch.Tensor) else part for part in received]
+        tensor = broken[index]
+        assert isinstance(tensor, torch.Tensor)
+        tensor.view(-1)[3] += 1
+        with pytest.raises(check.Mismatch):
+            check.check_ht_dispatch(broken, inputs, weights, routes, 4, 1)
+
+
+def test_combine_check_agrees_with_the_oracle_and_tells_ranks_apart() -> None:
+    inputs, _, routes, _ = a_dispatch()
+    back = [oracle.ht_dispatch(routes, 4, rank).take(inputs) * check.rank_factor(rank) for rank in range(2)]
+    combined = oracle.ht_combine(back, routes, 4, rank=0)
+    check.check_ht_combine(combined, inputs[0], routes[0], 4, 2)
+    swapped = [back[0] * check.rank_factor(1) / check.rank_factor(0), back[1]]
+    with pytest.raises(check.Mismatch, match="combined_x"):
+        check.check_ht_combine(oracle.ht_combine(swapped, routes, 4, rank=0), inputs[0], routes[0], 4, 2)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three target headers offer the same names, so that a kernel written for one compiles for all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+TARGETS = Path(__file__).resolve().parents[2] / "kernels/target"
+# A function or method that kernels may call.
+FUNCTION = re.compile(
+    r"^(?:  |)(?:template <[^>]*>\s+)?[\w:<>&* ]*?[\w>&*] [&*]?(\w+)\([^;{]*?\)[^;{]*\{", re.MULTILINE
+)
+KEYWORDS = {"if", "for", "while", "switch", "return"}
+
+
+def public_part(text: str) -> str:
+    """Return the header without nested namespaces, comments and private members."""
+    text = text[text.index("namespace weft {") + 16 :]
+    text = re.sub(r"^namespace (\w*).*?^\}  // namespace \1$", "", text, flags=re.M | re.S)
+    text = re.sub(r"//[^\n]*", "", text)
+    return re.sub(r"^ private:\n.*?^\};", "};", text, flags=re.M | re.S)
+
+
+def names(target: str) -> set[str]:
+    text = public_part((TARGETS / f"{target}.h").read_text())
+    functions = set(FUNCTION.findall(text)) - KEYWORDS
+    types = set(re.findall(r"^(?:struct|class) (?:alignas\(\d+\) )?(\w+)", text, re.MULTILINE))
+    macros = set(re.findall(r"^#define (WEFT_\w+)", (TARGETS / f"{target}.h").read_text(), re.MULTILINE))
+    return functions | types | macros
+
+
+# What only one target has, each for a reason that kernels need not know.
+OWN = {
+    "cuda": {"shared_address"},
+    "host": {
+        "BlockBarrier",
+        "HostThread",
+        "WEFT_HOST_TARGET",
+        "wait",
+        "publish_streaming_stores",
+        "copy_row_streaming",
+    },
+    "hip": set(),
+}
+
+
+def test_names_are_found() -> None:
+    assert {
+        "Block",
+        "Warp",
+        "RowPipe",
+        "Vec16",
+        "load_acquire",
+        "store_release",
+        "now_ns",
+        "scan_exclusive",
+        "drain",
+    } <= names("cuda")
+
+
+@pytest.mark.parametrize("target", ["host", "hip"])
+def test_target_has_what_cuda_has(target: str) -> None:
+    missing = names("cuda") - OWN["cuda"] - names(target)
+    extra = names(target) - OWN[target] - names("cuda")
+    assert not missing, f"{target}.h lacks {sorted(missing)}"
+    assert not extra, f"{target}.h has what cuda.h lacks: {sorted(extra)}"

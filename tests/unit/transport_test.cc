@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transports/transport.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "memory/range.h"
+#include "transports/mapped/connection.h"
+
+namespace weft {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+std::string never(const RankFacts&, const RankFacts&) {
+  return "";
+}
+std::string same_host(const RankFacts& self, const RankFacts& peer) {
+  return self.host == peer.host ? "" : "far away";
+}
+Caps no_caps(Device) {
+  return {};
+}
+
+const Transport kNear{"near", "", no_caps, same_host}, kFar{"far", "", no_caps, never};
+
+Candidate usable(const Transport& transport) {
+  return {&transport, {}};
+}
+Candidate unusable(const Transport& transport, std::string why) {
+  Candidate candidate{&transport, {}};
+  candidate.caps.unusable_because = std::move(why);
+  return candidate;
+}
+
+std::vector<RankFacts> ranks_on(const std::vector<std::string>& hosts) {
+  std::vector<RankFacts> facts;
+  for (const std::string& host : hosts) {
+    RankFacts rank;
+    rank.rank = static_cast<int>(facts.size());
+    rank.host = host;
+    facts.push_back(rank);
+  }
+  return facts;
+}
+
+std::vector<int> nodes_of(std::vector<RankFacts> facts, int64_t ranks_per_node) {
+  number_nodes(facts, ranks_per_node);
+  std::vector<int> nodes;
+  for (const RankFacts& rank : facts) nodes.push_back(rank.node);
+  return nodes;
+}
+
+TEST(SelectTransport, TakesTheFirstThatReachesEachPeer) {
+  const auto facts = ranks_on({"a", "a", "b"});
+  const auto chosen = select_transports({usable(kNear), usable(kFar)}, facts, 0, "auto");
+  ASSERT_TRUE(chosen.ok());
+  EXPECT_THAT(*chosen, ElementsAre(nullptr, &kNear, &kFar));
+}
+
+TEST(SelectTransport, AnOverrideAppliesToEveryPeer) {
+  const auto facts = ranks_on({"a", "a", "b"});
+  EXPECT_THAT(*select_transports({usable(kNear), usable(kFar)}, facts, 1, "far"),
+              ElementsAre(&kFar, nullptr, &kFar));
+}
+
+TEST(SelectTransport, AnImpossibleChoiceSaysWhoAndWhy) {
+  const auto facts = ranks_on({"a", "b"});
+  const Status insisted = select_transports({usable(kNear), usable(kFar)}, facts, 0, "near").status();
+  EXPECT_EQ(insisted.code(), Code::kUnsupported);
+  EXPECT_EQ(insisted.message(), "transport 'near': rank 0 cannot reach rank 1 (near: far away)");
+  const Status none =
+      select_transports({usable(kNear), unusable(kFar, "no cable")}, facts, 1, "auto").status();
+  EXPECT_EQ(none.message(), "transport 'auto': rank 1 cannot reach rank 0 (near: far away; far: no cable)");
+}
+
+TEST(SelectTransport, AnUnknownNameListsTheKnownOnes) {
+  const Status status =
+      select_transports({usable(kNear), usable(kFar)}, ranks_on({"a"}), 0, "pigeon").status();
+  EXPECT_EQ(status.code(), Code::kInvalid);
+  EXPECT_EQ(status.message(), "transport: got 'pigeon', allowed: auto, near, far");
+}
+
+TEST(SelectTransport, OneRankNeedsNone) {
+  EXPECT_THAT(*select_transports({unusable(kNear, "x")}, ranks_on({"a"}), 0, "auto"), ElementsAre(nullptr));
+}
+
+TEST(Nodes, AreHosts) {
+  EXPECT_THAT(nodes_of(ranks_on({"a", "b", "a", "b"}), 0), ElementsAre(0, 1, 0, 1));
+}
+
+TEST(Nodes, ArePartsOfAHostWhenToldSo) {
+  EXPECT_THAT(nodes_of(ranks_on({"a", "a", "a", "a", "a"}), 2), ElementsAre(0, 0, 1, 1, 2));
+  EXPECT_THAT(nodes_of(ranks_on({"a", "b", "a", "b", "a"}), 2), ElementsAre(0, 1, 0, 1, 2));
+  EXPECT_THAT(nodes_of(ranks_on({"a", "a"}), 8), ElementsAre(0, 0));
+}
+
+std::string mapped_refuses(const RankFacts& self, const RankFacts& peer) {
+  return mapped_transport().refuses(self, peer);
+}
+
+TEST(Mapped, ReachesRanksOfItsNode) {
+  auto facts = ranks_on({"a", "a", "b"});
+  EXPECT_EQ(mapped_refuses(facts[0], facts[1]), "");
+  EXPECT_THAT(mapped_refuses(facts[0], facts[2]), HasSubstr("different hosts"));
+  number_nodes(facts, 1);
+  EXPECT_THAT(mapped_refuses(facts[0], facts[1]), HasSubstr("WEFT_RANKS_PER_NODE"));
+}
+
+TEST(Mapped, NeedsDevicesThatReachEachOther) {
+  auto facts = ranks_on({"a", "a"});
+  facts[0].device = {Device::Kind::kCuda, 0};
+  EXPECT_THAT(mapped_refuses(facts[0], facts[1]), HasSubstr("one rank uses cuda:0, the other cpu"));
+  facts[1].device = {Device::Kind::kCuda, 1};
+  facts[0].gpu = "0000:1b:00.0";
+  facts[1].gpu = "0000:2b:00.0";
+  EXPECT_EQ(mapped_refuses(facts[0], facts[1]), "");
+  facts[0].gpus_beyond = "0000:3b:00.0,0000:2b:00.0,";
+  EXPECT_EQ(mapped_refuses(facts[0], facts[1]), "GPU 0000:1b:00.0 has no peer access to GPU 0000:2b:00.0");
+}
+
+std::vector<RankFacts> gpu_ranks(std::initializer_list<std::pair<bool, bool>> vmm_and_ipc) {
+  std::vector<RankFacts> facts;
+  for (const auto& [vmm, ipc] : vmm_and_ipc) {
+    RankFacts rank;
+    rank.rank = static_cast<int>(facts.size());
+    rank.device = {Device::Kind::kCuda, rank.rank};
+    rank.gpu = text("gpu{}", rank.rank);
+    rank.can_share_vmm = vmm;
+    rank.can_share_ipc = ipc;
+    facts.push_back(rank);
+  }
+  return facts;
+}
+
+TEST(Sharing, IsVmmWhereEveryGpuHasItElseIpc) {
+  EXPECT_EQ(*choose_sharing(ranks_on({"a", "a"}), {0, 1}, "auto"), Sharing::kHostMemory);
+  EXPECT_EQ(*choose_sharing(gpu_ranks({{true, true}, {true, true}}), {0, 1}, "auto"), Sharing::kCudaVmm);
+  EXPECT_EQ(*choose_sharing(gpu_ranks({{true, true}, {false, true}}), {0, 1}, "auto"), Sharing::kCudaIpc);
+  EXPECT_EQ(*choose_sharing(gpu_ranks({{true, true}, {false, true}}), {0}, "auto"), Sharing::kCudaVmm);
+  EXPECT_EQ(*choose_sharing(gpu_ranks({{true, true}, {true, true}}), {0, 1}, "ipc"), Sharing::kCudaIpc);
+}
+
+TEST(Sharing, NamesTheRankThatCannot) {
+  const auto facts = gpu_ranks({{true, false}, {false, true}});
+  EXPECT_THAT(choose_sharing(facts, {0, 1}, "vmm").status().message(), HasSubstr("rank 1's GPU gpu1"));
+  EXPECT_THAT(choose_sharing(facts, {0, 1}, "ipc").status().message(), HasSubstr("rank 0's GPU gpu0"));
+  EXPECT_EQ(choose_sharing(facts, {0, 1}, "auto").status().code(), Code::kUnsupported);
+  EXPECT_EQ(choose_sharing(facts, {0, 1}, "smoke").status().code(), Code::kInvalid);
+}
+
+TEST(HostId, IsTheSameOnEveryCall) {
+  EXPECT_EQ(host_id(), host_id());
+  EXPECT_GT(host_id().size(), 10u);
+}
+
+}  // namespace
+}  // namespace weft

@@ -6,8 +6,8 @@
 A plan says with signals, waits and packets what a program of ours says with data. So a plan is played: every block
 runs until it must wait, data operations become copies and reductions of a traced program, and our compiler makes the
 schedule, which is verified like any other. What the plan's author chose as blocks and channels is not kept. A wait that
-nobody ends is reported as a deadlock. Synchronisation that is missing between two blocks is not: the order of the play is
-one that the plan allows, and the compiled program keeps it. Switch channels and thread block groups are refused.
+nobody ends is reported as a deadlock. Synchronisation that is missing between two blocks is not: the order of the play
+is one that the plan allows, and the compiled program keeps it. Switch channels and thread block groups are refused.
 """
 
 from __future__ import annotations

@@ -98,15 +98,15 @@ WEFT_DEVICE void begin_call(const LowLatencyCall& call, Block block, Warp warp, 
   const auto* consumed =
       reinterpret_cast<const uint64_t*>(mesh.local() + call.region + low_latency_control(mesh.ranks()).consumed);
   const bool has_lane_peer = warp.rank() < mesh.ranks();
-  const uint64_t early[2] = {has_lane_peer ? load_acquire(consumed + warp.rank()) : 0,
-                             has_lane_peer ? load_acquire(consumed + mesh.ranks() + warp.rank()) : 0};
+  const uint64_t even = has_lane_peer ? load_acquire(consumed + warp.rank()) : 0;
+  const uint64_t odd = has_lane_peer ? load_acquire(consumed + mesh.ranks() + warp.rank()) : 0;
   number = warp.broadcast(number);
   const Epoch epoch{number, static_cast<uint32_t>(number & 1)};
   if (block.index() + 1 == block.count()) acknowledge(call, warp, mesh, epoch);
   const uint64_t want = (call.phases & kPhaseSend) != 0 && number > 2 ? number - 2 : 0;
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     bool takes_part = !is_masked(call, peer);
-    const bool has_read = peer == warp.rank() && early[epoch.parity] >= want;
+    const bool has_read = peer == warp.rank() && (epoch.parity != 0 ? odd : even) >= want;
     uint64_t seen = 0;
     if (takes_part && !has_read)
       takes_part = await(call, consumed + epoch.parity * mesh.ranks() + peer, want, peer, site, 1, seen);

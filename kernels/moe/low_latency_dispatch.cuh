@@ -20,7 +20,7 @@ namespace low_latency {
 // A lane tells its peers how far it is after this many tokens, and at its end.
 inline constexpr uint32_t kTokensPerWord = 4;
 // Vectors of a message that a lane asks for at once: memory is far.
-inline constexpr uint32_t kVecsInFlight = 8;
+inline constexpr uint32_t kVecsInFlight = 4;
 inline constexpr uint32_t kCountsInFlight = 8;
 
 template <class MeshT, class Shape>

@@ -8,7 +8,7 @@
 // that from a counter in its own window. Each protocol has rings of its own:
 //   Simple   a message is bytes; a counter in the receiver's window says how many have arrived
 //   LL       a 16-byte line holds 8 bytes and the message's number twice; a line is there when both agree
-//   LL128    a 128-byte line holds 120 bytes and the message's number
+//   LL128    for now LL's wire, in rings of its own
 #pragma once
 
 #include "kernels/core/grid.cuh"

@@ -38,15 +38,8 @@ RingPlan plan_rings(const RingOptions& options) {
 
 uint64_t slot_payload_bytes(const RingLayout& layout, Protocol protocol) {
   const uint64_t bytes = layout.slot_bytes[static_cast<uint32_t>(protocol)];
-  switch (protocol) {
-    case Protocol::kSimple:
-      return bytes;
-    case Protocol::kLl:
-      return bytes / 2;
-    case Protocol::kLl128:
-      return bytes / 128 * 112;  // whole units: seven of 16 bytes in a line
-  }
-  return bytes;
+  // LL128 travels over LL's wire: half of a line is payload.
+  return protocol == Protocol::kSimple ? bytes : bytes / 2;
 }
 
 ProgramPlan plan_program(const ProgramSize& size, Element element, Protocol protocol, const RingLayout& rings,

@@ -107,7 +107,7 @@ def _library(rank: Rank, names: list[str]) -> None:
         entry = entries()[name]
         if not entry.applies(rank.size):
             continue
-        for protocol, instances in (("Simple", 1), ("LL", 1), ("LL", 2)):
+        for protocol, instances in (("Simple", 1), ("LL", 1), ("LL128", 2)):
             try:
                 algorithm = entry.program(rank.size, protocol=protocol, instances=instances).compile()
             except Error:

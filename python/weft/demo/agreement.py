@@ -16,8 +16,8 @@ loss.
 
 After that, training itself amplifies any difference: Adam divides a gradient by its own size, so a small
 gradient's sign matters, and a row near the border between two experts changes sides. In a run of 200 steps over
-4 ranks the difference of single steps grew from 3e-5 to at most 1.7 %, with either sign, and the means over the
-last fifth of the steps differed by 0.17 %. LAST_STEPS bounds the latter.
+4 ranks the difference of single steps grew from 3e-5 to at most 1.7 %, and the means over the last fifth of the
+steps differed by 0.17 %. LAST_STEPS bounds the latter.
 """
 
 from __future__ import annotations

@@ -15,10 +15,9 @@ decides it passes beside the experts (the residual path), and the signs cancel: 
 loss.
 
 After that, training itself amplifies any difference: Adam divides a gradient by its own size, so a small
-gradient's sign matters, and a row near the border between two experts changes sides. Single steps then differ
-by several percent, as they do between two runs on one rank that add in another order, while the mean over
-many steps stays together. LAST_STEPS bounds the relative difference of the means over the last fifth of the
-steps.
+gradient's sign matters, and a row near the border between two experts changes sides. In a run of 200 steps over
+4 ranks the difference of single steps grew from 3e-5 to at most 1.7 %, and the means over the last fifth of the
+steps differed by 0.17 %. LAST_STEPS bounds the latter.
 """
 
 from __future__ import annotations

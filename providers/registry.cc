@@ -9,6 +9,7 @@
 #include "providers/fabric/fabric.h"
 #include "providers/loopback/loopback.h"
 #include "providers/provider.h"
+#include "providers/verbs/verbs.h"
 
 namespace weft::provider {
 namespace {
@@ -23,6 +24,7 @@ const std::vector<Maker>& makers() {
   static const std::vector<Maker> all = {
       {"fabric:efa", [] { return make_fabric("efa"); }},
       {"fabric:cxi", [] { return make_fabric("cxi"); }},
+      {"verbs", [] { return make_verbs(); }},
       {"fabric:verbs", [] { return make_fabric("verbs"); }},
       {"fabric:tcp", [] { return make_fabric("tcp"); }},
       {"fabric:shm", [] { return make_fabric("shm"); }},

@@ -43,7 +43,7 @@ def members(module: ModuleType) -> list[tuple[str, object]]:
 
 
 def entry(name: str, value: object, depth: int) -> list[str]:
-    """Return the lines of one class or function; a class brings its public methods."""
+    """Return the lines of one class or function; a class brings its public methods, inherited ones too."""
     try:
         signature = str(inspect.signature(value))  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -58,9 +58,8 @@ def entry(name: str, value: object, depth: int) -> list[str]:
         "",
     ]
     if inspect.isclass(value):
-        for method, function in vars(value).items():
-            if method.startswith("_"):
-                continue
+        own = [base for base in value.__mro__ if base.__module__.split(".")[0] == "weft"]
+        for method in dict.fromkeys(name for base in own for name in vars(base) if not name.startswith("_")):
             function = getattr(value, method)
             if inspect.isroutine(function):
                 lines += entry(f"{name}.{method}", function, depth + 1)

@@ -18,6 +18,8 @@ namespace combine {
 
 inline constexpr uint32_t kRowsInFlight = 4;
 inline constexpr uint32_t kVecsInFlight = 2;
+inline constexpr uint32_t kLookEveryNsPerChunk = 64;
+inline constexpr uint32_t kSharedPollNs = 200;
 
 // In shared memory: how far the chunks of each peer have come.
 struct Progress {
@@ -64,7 +66,10 @@ WEFT_DEVICE void push_chunk(const CombineArgs& a, const ReadyExchange& x, Warp w
         a.topk_weights[row * shape.top_k + i % shape.top_k];
   }
   pipe.drain();
-  if (warp.rank() == 0) mesh.to(owner).signal(a.at.chunk_signal + (uint64_t{mesh.rank()} * kMaxChunks + chunk) * 8, epoch);
+  if (warp.rank() != 0) return;
+  const WindowOffset signal_at = a.at.chunk_signal + (uint64_t{mesh.rank()} * kMaxChunks + chunk) * 8;
+  if (a.topk_weights) mesh.to(owner).signal(signal_at, epoch);  // plain stores: a release must order them
+  else mesh.to(owner).signal_drained(signal_at, epoch);
 }
 
 // Chunk 0 of every owner first, then chunk 1, ...: owners start with this rank's successor, so links share the load.
@@ -113,6 +118,7 @@ struct Look {
   bool has_moved;
   bool is_missing;
   uint32_t missing_peer;
+  uint32_t missing_chunks;  // of that peer
 };
 
 // Follows the signals of the peers that fall to this lane, as far as they have come. Only looks: watch_chunks acquires.
@@ -131,6 +137,7 @@ WEFT_DEVICE Look look_at_signals(const CombineArgs& a, Warp warp, const MeshT& m
     if (seen == chunks) continue;
     look.is_missing = true;
     look.missing_peer = peer;
+    look.missing_chunks = chunks - seen;
   }
   return look;
 }
@@ -149,7 +156,8 @@ WEFT_DEVICE void watch_chunks(const CombineArgs& a, Warp warp, const MeshT& mesh
       last_moved_ns = now_ns();
     }
     if (!warp.any(look.is_missing)) return;
-    pause_patiently();
+    // Seldom while there is much to come, since each look that finds something costs a fence; often at the end.
+    pause_ns(warp.max(look.missing_chunks) * kLookEveryNsPerChunk);
     const uint64_t waited_ns = now_ns() - last_moved_ns;
     const bool gives_up = waited_ns > a.wait.timeout_ns || load_relaxed(&a.wait.fault->raised) != 0;
     if (!warp.any(gives_up)) continue;
@@ -184,7 +192,7 @@ WEFT_DEVICE bool wait_for_token(const CombineArgs& a, Warp warp, const MeshT& me
     const uint32_t size = chunk_rows(row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count);
     const uint32_t chunk = static_cast<uint32_t>(send_row[peer]) / size;
     while (!failed && load_acquire_block(&progress.chunks_here[peer]) <= chunk) {  // bounded by the watch warp
-      pause_patiently();
+      pause_ns(kSharedPollNs);
       failed = load_acquire_block(progress.failed) != 0;
     }
   }

@@ -88,30 +88,31 @@ WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT&
   if (call.phases & kPhaseReceive) state->received[epoch.parity] = epoch.number;
 }
 
-// Starts a launch: every thread learns its call number, and present[peer] says who takes part. Before a send phase it
-// waits until all of them have read this half's last call.
+// Starts a launch, in one warp: finds its call number, and present[peer] for each peer that takes part. Before a send
+// phase it waits until all of them have read this half's last call. The block must meet before anyone uses either.
 template <class MeshT>
-WEFT_DEVICE Epoch begin_call(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh, uint64_t* shared_epoch,
-                             uint32_t* present, Site site) {
-  if (warp.index() == 0) {
-    uint64_t number = warp.rank() == 0 ? join_launch(call, block, mesh) : 0;
-    number = warp.broadcast(number);
-    const Epoch epoch{number, static_cast<uint32_t>(number & 1)};
-    if (block.index() + 1 == block.count()) acknowledge(call, warp, mesh, epoch);
-    const uint64_t consumed = low_latency_control(mesh.ranks()).consumed;
-    const bool reuses = (call.phases & kPhaseSend) != 0 && number > 2;
-    for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
-      const auto* signal =
-          reinterpret_cast<const uint64_t*>(mesh.local() + control_offset(call, consumed, mesh.ranks(), epoch, peer));
-      uint64_t seen = 0;
-      bool takes_part = !is_masked(call, peer);
-      if (takes_part && reuses) takes_part = await(call, signal, number - 2, peer, site, 1, seen);
-      present[peer] = takes_part ? 1 : 0;
-    }
-    if (warp.rank() == 0) *shared_epoch = number;
+WEFT_DEVICE void begin_call(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh, uint64_t* shared_epoch,
+                            uint32_t* present, Site site) {
+  uint64_t number = warp.rank() == 0 ? join_launch(call, block, mesh) : 0;
+  // While that is under way, lanes look at both halves' acknowledgements: mostly they came long ago.
+  const auto* consumed =
+      reinterpret_cast<const uint64_t*>(mesh.local() + call.region + low_latency_control(mesh.ranks()).consumed);
+  const bool has_lane_peer = warp.rank() < mesh.ranks();
+  const uint64_t even = has_lane_peer ? load_acquire(consumed + warp.rank()) : 0;
+  const uint64_t odd = has_lane_peer ? load_acquire(consumed + mesh.ranks() + warp.rank()) : 0;
+  number = warp.broadcast(number);
+  const Epoch epoch{number, static_cast<uint32_t>(number & 1)};
+  if (block.index() + 1 == block.count()) acknowledge(call, warp, mesh, epoch);
+  const uint64_t want = (call.phases & kPhaseSend) != 0 && number > 2 ? number - 2 : 0;
+  for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
+    bool takes_part = !is_masked(call, peer);
+    const bool has_read = peer == warp.rank() && (epoch.parity != 0 ? odd : even) >= want;
+    uint64_t seen = 0;
+    if (takes_part && !has_read)
+      takes_part = await(call, consumed + epoch.parity * mesh.ranks() + peer, want, peer, site, 1, seen);
+    present[peer] = takes_part ? 1 : 0;
   }
-  block.sync();
-  return {*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};
+  if (warp.rank() == 0) *shared_epoch = number;
 }
 
 // ---- hello ---------------------------------------------------------------------------------------------------------
@@ -137,15 +138,20 @@ WEFT_DEVICE bool await_greeting(const LowLatencyCall& call, const MeshT& mesh, E
       mesh.local() + control_offset(call, at.ready, mesh.ranks(), epoch, source));
   uint64_t seen = 0;
   if (!await(call, signal, epoch.number, source, site, 1, seen)) return false;
-  const auto* theirs = reinterpret_cast<const LowLatencyHello*>(mesh.local() + call.region + at.hello) +
-                       epoch.parity * mesh.ranks() + source;
+  const auto* vecs = reinterpret_cast<const Vec16*>(mesh.local() + call.region + at.hello) +
+                     (epoch.parity * mesh.ranks() + source) * (sizeof(LowLatencyHello) / sizeof(Vec16));
+  const Vec16 held[2] = {load_vec(vecs), load_vec(vecs + 1)};  // both at once: memory is far
+  static_assert(LowLatencyHello::kWords == 6 && sizeof(LowLatencyHello) == 2 * sizeof(Vec16));
+  WEFT_UNROLL
   for (uint32_t i = 0; i < LowLatencyHello::kWords; ++i) {
-    if (theirs->words[i] == call.hello.words[i]) continue;
-    raise(call.wait.fault, Site::kLowLatencyAgree, call.wait.self, source, call.hello.words[i], theirs->words[i], i);
+    const uint32_t theirs = held[i / 4].words[i % 4];
+    if (theirs == call.hello.words[i]) continue;
+    raise(call.wait.fault, Site::kLowLatencyAgree, call.wait.self, source, call.hello.words[i], theirs, i);
     return false;
   }
-  if (theirs->dispatch_epoch == dispatch_epoch) return true;
-  raise(call.wait.fault, Site::kCombineHandle, call.wait.self, source, dispatch_epoch, theirs->dispatch_epoch, 0);
+  const uint64_t their_epoch = held[1].words[2] | uint64_t{held[1].words[3]} << 32;
+  if (their_epoch == dispatch_epoch) return true;
+  raise(call.wait.fault, Site::kCombineHandle, call.wait.self, source, dispatch_epoch, their_epoch, 0);
   return false;
 }
 

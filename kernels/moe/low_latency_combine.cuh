@@ -78,12 +78,13 @@ WEFT_DEVICE uint32_t list_rows(const C& c, ItemOf item_of, WeightOf weight_of) {
   for (uint32_t first = 0; first < c.top_k(); first += c.warp.size()) {
     const uint32_t k = first + c.warp.rank();
     const int32_t item = k < c.top_k() ? item_of(k) : -1;
+    const float weight = k < c.top_k() ? weight_of(k) : 0.0f;
     const uint32_t is_there = item < 0 ? 0 : 1;
     const uint32_t at = count + c.warp.scan_exclusive(is_there);
     count += c.warp.sum(is_there);
     if (item < 0) continue;
     c.rows()[at] = item;
-    c.weights()[at] = weight_of(k);
+    c.weights()[at] = weight;
   }
   c.warp.sync();
   return count;
@@ -269,13 +270,12 @@ WEFT_DEVICE void write_reply(const C& c, uint32_t piece, uint32_t count, std::by
 // One reply to a message: the weighted sum of its rows, to the slot of the first of them.
 template <class C>
 WEFT_DEVICE void answer_reduced(const C& c, uint32_t owner, const int32_t* record, uint32_t piece) {
-  const auto* weights = reinterpret_cast<const float*>(c.mesh.local() + c.half_at() + c.half().weights) +
+  const auto* weights = reinterpret_cast<const uint32_t*>(c.mesh.local() + c.half_at() + c.half().weights) +
                         (uint64_t{owner} * c.a.call.max_tokens + record[0]) * c.top_k();
+  const auto* given = reinterpret_cast<const uint32_t*>(record) + 1 + c.top_k();  // those of the dispatch
   const uint32_t count = list_rows(
       c, [&](uint32_t k) { return record[1 + k]; },
-      [&](uint32_t k) {
-        return c.takes_own_weights() ? weights[k] : float_of_bits(static_cast<uint32_t>(record[1 + c.top_k() + k]));
-      });
+      [&](uint32_t k) { return float_of_bits(load_relaxed(c.takes_own_weights() ? weights + k : given + k)); });
   if (count == 0) return;
   uint32_t first = 0;
   while (record[1 + first] < 0) ++first;
@@ -291,6 +291,19 @@ WEFT_DEVICE void answer_exact(const C& c, uint32_t owner, const int32_t* record,
     list_rows(c, [&](uint32_t k) { return k == slot ? record[1 + k] : -1; }, [](uint32_t) { return 1.0f; });
     write_reply(c, piece, 1, c.mesh.to(owner).mapped() + c.reply_at(record[0], slot));
     c.warp.sync();
+  }
+}
+
+// Asks for this warp's piece of a message's rows while there is something else to wait for.
+template <class C>
+WEFT_DEVICE void prefetch_rows(const C& c, const int32_t* record, uint32_t piece) {
+  constexpr uint32_t kLineBytes = 128;
+  const Range vecs = part_of(c.shape.row_bytes / 16, piece, c.a.pieces);
+  for (uint32_t k = 0; k < c.top_k(); ++k) {
+    if (record[1 + k] < 0) continue;
+    const std::byte* row = c.a.x + static_cast<uint64_t>(record[1 + k]) * c.a.x_row_bytes;
+    for (uint64_t at = vecs.first * 16 + c.warp.rank() * kLineBytes; at < vecs.last * 16; at += c.warp.size() * kLineBytes)
+      prefetch(row + at);
   }
 }
 
@@ -310,6 +323,7 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
   const uint64_t lane_at = uint64_t{owner} * c.lanes().count + lane;
   const auto messages = static_cast<uint32_t>(c.a.routes[routes.counts + lane_at]);
   if (messages == 0 || c.present()[owner] == 0) return;
+  prefetch_rows(c, c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words, piece);
   if (is_reduced(c.shape.reply) && !owner_agrees(c, owner)) return;
   for (uint32_t index = 0; index < messages; ++index) {
     const int32_t* record = c.a.routes + routes.records + (lane_at * c.lanes().capacity + index) * routes.record_words;
@@ -412,8 +426,11 @@ WEFT_DEVICE void sum_tokens(const C& c) {
 template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT& mesh, const Shape& shape) {
   low_latency::Combine<MeshT, Shape> c{a, mesh, shape, Block{}, Warp{}, {}};
-  c.epoch = low_latency::begin_call(a.call, c.block, c.warp, mesh, c.template at<uint64_t>(0), c.present(),
-                                    Site::kLowLatencyCombineSlot);
+  auto* shared_epoch = c.template at<uint64_t>(0);
+  if (c.warp.index() == 0)
+    low_latency::begin_call(a.call, c.block, c.warp, mesh, shared_epoch, c.present(), Site::kLowLatencyCombineSlot);
+  c.block.sync();
+  c.epoch = {*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};
   if (a.call.phases & kPhaseSend) {
     low_latency::send_weights(c);
     low_latency::answer_lanes(c);

@@ -4,8 +4,8 @@
 // receiver copies it to the places of its experts.
 // Send:     1 some blocks count this rank's tokens per expert and tell each peer   2 every block takes lanes of tokens:
 //           quantises a row and stores it to all its ranks at once, then moves the lane's word at every peer
-// Receive:  3 every block waits for all counts, so that it knows where segments begin   4 every warp takes (source, lane)
-//           pairs and copies messages out as their word moves
+// Receive:  3 one warp of every block waits for all counts and finds where segments begin, while another still publishes
+//           the block's stores   4 every warp takes (source, lane) pairs and copies messages out as their word moves
 // Order:    rows of an expert by source, then by token, then by slot: the same in every run.
 // Waits:    for the peers' reading of the call before last; step 3 for every peer's counts; step 4 for a lane's word.
 // Cost:     per (token, rank): row, scales and 16 + 8 * K bytes; per (lane, rank) one word; per rank 4 * Le bytes.
@@ -19,7 +19,9 @@ namespace low_latency {
 
 // A lane tells its peers how far it is after this many tokens, and at its end.
 inline constexpr uint32_t kTokensPerWord = 4;
+// Vectors of a message that a lane asks for at once: memory is far.
 inline constexpr uint32_t kVecsInFlight = 4;
+inline constexpr uint32_t kCountsInFlight = 8;
 
 template <class MeshT, class Shape>
 struct Dispatch {
@@ -65,7 +67,10 @@ struct Dispatch {
   }
   WEFT_DEVICE uint32_t* present() const { return at<uint32_t>(shared().present); }
   WEFT_DEVICE uint32_t* sent() const { return at<uint32_t>(shared().sent); }
-  WEFT_DEVICE uint32_t* table() const { return at<uint32_t>(shared().table); }
+  WEFT_DEVICE uint32_t* gives() const { return at<uint32_t>(shared().gives); }
+  WEFT_DEVICE uint32_t* found() const { return at<uint32_t>(shared().found); }
+  WEFT_DEVICE uint32_t* so_far() const { return at<uint32_t>(shared().so_far); }
+  WEFT_DEVICE uint32_t* begin() const { return at<uint32_t>(shared().begin); }
   WEFT_DEVICE std::byte** place() const { return at<std::byte*>(shared().place); }
   // Of the current token, by slot; a slot without an expert has rank R.
   WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().slot); }
@@ -76,34 +81,55 @@ struct Dispatch {
 
 // ---- step 1 --------------------------------------------------------------------------------------------------------
 
-// Adds up, in table[expert - first_expert], the choices of `entries` entries of topk_idx for `experts` experts. The block.
 template <class D>
-WEFT_DEVICE void count_choices(const D& d, uint64_t entries, uint32_t first_expert, uint32_t experts) {
-  for (uint32_t i = d.block.rank(); i < experts; i += d.block.size()) d.table()[i] = 0;
-  d.block.sync();
-  for (uint64_t i = d.block.rank(); i < entries; i += d.block.size()) {
+WEFT_DEVICE void clear_choices(const D& d, uint32_t experts) {
+  for (uint32_t i = d.block.rank(); i < experts; i += d.block.size()) d.so_far()[i] = 0;
+}
+
+// Adds up, in so_far()[expert - first_expert], what `entries` entries of topk_idx choose of `experts` experts. Thread
+// `rank` of the `size` that share the work.
+template <class D>
+WEFT_DEVICE void add_choices(const D& d, uint64_t entries, uint32_t first_expert, uint32_t experts, uint32_t rank, uint32_t size) {
+  for (uint64_t i = rank; i < entries; i += size) {
     const int64_t expert = expert_at(d.a.call.topk_idx, d.a.call.id_bytes, i);
     if (expert >= first_expert && expert < int64_t{first_expert} + experts && expert < d.a.call.experts)
-      add_local(&d.table()[expert - first_expert], uint32_t{1});
+      add_local(&d.so_far()[expert - first_expert], uint32_t{1});
   }
-  d.block.sync();
 }
 
 // The last blocks count, one peer each: they have the fewest lanes.
 template <class D>
+WEFT_DEVICE uint32_t first_counted_peer(const D& d) {
+  return d.block.count() - 1 - d.block.index();
+}
+
+template <class D>
 WEFT_DEVICE void send_counts(const D& d) {
-  for (uint32_t peer = d.block.count() - 1 - d.block.index(); peer < d.ranks(); peer += d.block.count()) {
+  for (uint32_t peer = first_counted_peer(d); peer < d.ranks(); peer += d.block.count()) {
     if (d.present()[peer] == 0) continue;
-    count_choices(d, uint64_t{d.a.call.tokens} * d.top_k(), peer * d.local_experts(), d.local_experts());
+    clear_choices(d, d.local_experts());
+    d.block.sync();
+    add_choices(d, uint64_t{d.a.call.tokens} * d.top_k(), peer * d.local_experts(), d.local_experts(), d.block.rank(),
+                d.block.size());
+    d.block.sync();
     auto* theirs = reinterpret_cast<uint32_t*>(d.mesh.to(peer).mapped() + d.half_at() + d.half().counts) +
                    uint64_t{d.mesh.rank()} * d.local_experts();
-    for (uint32_t i = d.block.rank(); i < d.local_experts(); i += d.block.size()) theirs[i] = d.table()[i];
+    for (uint32_t i = d.block.rank(); i < d.local_experts(); i += d.block.size()) theirs[i] = d.so_far()[i];
     d.block.sync();
     if (d.block.rank() == 0) greet(d.a.call, d.mesh, d.epoch, peer, 0);
   }
 }
 
 // ---- step 2 --------------------------------------------------------------------------------------------------------
+
+// A lane's tokens: consecutive ones.
+template <class D>
+WEFT_DEVICE Range lane_tokens(const D& d, uint32_t lane) {
+  const uint64_t tokens = d.a.call.tokens;
+  const uint64_t share = d.lanes().share(d.a.call.tokens);
+  const uint64_t first = lane * share < tokens ? lane * share : tokens;
+  return {first, first + share < tokens ? first + share : tokens};
+}
 
 // Warp 0: finds where a token goes. Its first slot for a rank carries the message.
 template <class D>
@@ -122,7 +148,7 @@ WEFT_DEVICE void route_token(const D& d, uint32_t lane, uint32_t token) {
     const bool goes = expert >= 0 && is_first && d.present()[rank] != 0;
     d.slot_rank()[k] = rank;
     d.slot_expert()[k] = expert < 0 ? 0 : static_cast<uint32_t>(expert) % d.local_experts();
-    d.slot_place()[k] = expert < 0 ? 0 : d.table()[expert] + twins;
+    d.slot_place()[k] = expert < 0 ? 0 : d.so_far()[expert] + twins;
     d.place()[k] = goes ? d.mesh.to(rank).mapped() + d.message_at(d.mesh.rank(), lane, d.sent()[rank]) : nullptr;
   }
 }
@@ -132,7 +158,7 @@ template <class D>
 WEFT_DEVICE void count_token(const D& d) {
   for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
     if (d.slot_rank()[k] == d.ranks()) continue;
-    add_local(&d.table()[d.slot_rank()[k] * d.local_experts() + d.slot_expert()[k]], uint32_t{1});
+    add_local(&d.so_far()[d.slot_rank()[k] * d.local_experts() + d.slot_expert()[k]], uint32_t{1});
     if (d.place()[k]) d.sent()[d.slot_rank()[k]] += 1;
   }
   d.warp.sync();
@@ -222,22 +248,24 @@ WEFT_DEVICE void move_words(const D& d, uint32_t lane, uint64_t done) {
   }
 }
 
-// One lane's tokens, in order. The block.
+// One lane's tokens, in order. The block. `is_counted`: so_far() is already what earlier lanes choose.
 template <class D>
-WEFT_DEVICE void send_lane(const D& d, uint32_t lane) {
-  const uint32_t tokens = d.a.call.tokens;
-  const uint32_t share = d.lanes().share(tokens);
-  const uint32_t first = lane * share < tokens ? lane * share : tokens;
-  const uint32_t last = first + share < tokens ? first + share : tokens;
+WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
+  const Range tokens = lane_tokens(d, lane);
   for (uint32_t i = d.block.rank(); i < d.ranks(); i += d.block.size()) d.sent()[i] = 0;
-  if (first < last) count_choices(d, uint64_t{first} * d.top_k(), 0, d.ranks() * d.local_experts());
+  if (!is_counted) {
+    clear_choices(d, d.ranks() * d.local_experts());
+    d.block.sync();
+    add_choices(d, tokens.first * d.top_k(), 0, d.ranks() * d.local_experts(), d.block.rank(), d.block.size());
+  }
   d.block.sync();
-  for (uint32_t token = first; token < last; ++token) {
+  for (uint64_t t = tokens.first; t < tokens.last; ++t) {
+    const auto token = static_cast<uint32_t>(t);
     if (d.warp.index() == 0) route_token(d, lane, token);
     d.block.sync();
-    const std::byte* row = d.a.x + token * d.a.x_row_bytes;
+    const std::byte* row = d.a.x + t * d.a.x_row_bytes;
     if (d.shape.payload == kPayloadCopy) {
-      send_row_as_is(d, row, d.a.x_scales + uint64_t{token} * d.shape.scale_bytes);
+      send_row_as_is(d, row, d.a.x_scales + t * d.shape.scale_bytes);
     } else {
       send_row_as_fp8(d, row);
     }
@@ -245,41 +273,49 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane) {
     d.block.sync();
     if (d.warp.index() != 0) continue;
     count_token(d);
-    if ((token - first) % kTokensPerWord == kTokensPerWord - 1 && token + 1 < last) move_words(d, lane, 0);
+    if ((t - tokens.first) % kTokensPerWord == kTokensPerWord - 1 && t + 1 < tokens.last) move_words(d, lane, 0);
   }
+  // The other warps go on: publishing waits until the last store has arrived.
   if (d.warp.index() == 0) move_words(d, lane, kWordDone);
 }
 
 template <class D>
-WEFT_DEVICE void send_lanes(const D& d) {
+WEFT_DEVICE void send_lanes(const D& d, bool first_is_counted) {
   for (uint32_t lane = d.block.index(); lane < d.lanes().count; lane += d.block.count()) {
-    send_lane(d, lane);
-    d.block.sync();
+    const bool is_first = lane == d.block.index();
+    if (!is_first) d.block.sync();
+    send_lane(d, lane, is_first && first_is_counted);
   }
 }
 
 // ---- step 3 --------------------------------------------------------------------------------------------------------
 
-// The block: waits for the counts of all sources; table[source][expert] becomes where its segment begins.
+// One warp: waits for the counts of all sources; begin()[source][expert] becomes where its segment begins.
 template <class D>
 WEFT_DEVICE void find_segments(const D& d) {
-  if (d.warp.index() == 0) {
-    for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size()) {
-      if (d.present()[source] == 0) continue;
-      if (!await_greeting(d.a.call, d.mesh, d.epoch, source, 0, Site::kLowLatencyDispatchRecv)) d.present()[source] = 0;
-    }
+  for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size()) {
+    const bool gives = d.present()[source] != 0 &&
+                       await_greeting(d.a.call, d.mesh, d.epoch, source, 0, Site::kLowLatencyDispatchRecv);
+    d.gives()[source] = gives ? 1 : 0;
   }
-  d.block.sync();
+  d.warp.sync();
   const bool reports = d.block.index() == 0;
   const auto* counts = reinterpret_cast<const uint32_t*>(d.mesh.local() + d.half_at() + d.half().counts);
-  for (uint32_t expert = d.block.rank(); expert < d.own_experts(); expert += d.block.size()) {
+  for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size()) {
     uint32_t begin = 0;
-    for (uint32_t source = 0; source < d.ranks(); ++source) {
-      const uint64_t at = uint64_t{source} * d.local_experts() + expert;
-      const uint32_t count = d.present()[source] != 0 ? counts[at] : 0;
-      d.table()[at] = begin;
-      if (reports) d.a.layout_range[uint64_t{expert} * d.ranks() + source] = static_cast<int64_t>(uint64_t{begin} << 32 | count);
-      begin += count;
+    for (uint32_t base = 0; base < d.ranks(); base += kCountsInFlight) {
+      uint32_t held[kCountsInFlight];
+      WEFT_UNROLL
+      for (uint32_t i = 0; i < kCountsInFlight; ++i)
+        held[i] = base + i < d.ranks() ? load_relaxed(counts + uint64_t{base + i} * d.local_experts() + expert) : 0;
+      for (uint32_t i = 0; i < kCountsInFlight && base + i < d.ranks(); ++i) {
+        const uint32_t source = base + i;
+        const uint32_t count = d.gives()[source] != 0 ? held[i] : 0;
+        d.begin()[uint64_t{source} * d.local_experts() + expert] = begin;
+        if (reports)
+          d.a.layout_range[uint64_t{expert} * d.ranks() + source] = static_cast<int64_t>(uint64_t{begin} << 32 | count);
+        begin += count;
+      }
     }
     if (!reports) continue;
     // Only tokens that name an expert more than once can bring more rows than there are tokens.
@@ -288,8 +324,16 @@ WEFT_DEVICE void find_segments(const D& d) {
     d.a.counts[expert] = static_cast<int32_t>(begin);
     if (d.a.expert_stats) d.a.expert_stats[expert] += static_cast<int32_t>(begin);
   }
-  if (reports && d.block.rank() == 0) *reinterpret_cast<uint64_t*>(d.a.routes + d.routes().epoch) = d.epoch.number;
-  d.block.sync();
+  if (reports && d.warp.rank() == 0) *reinterpret_cast<uint64_t*>(d.a.routes + d.routes().epoch) = d.epoch.number;
+  d.warp.sync();
+  if (d.warp.rank() == 0) store_release_block(d.found(), uint32_t{1});
+}
+
+// Every warp: waits until find_segments(), whose own waits are bounded, is done.
+template <class D>
+WEFT_DEVICE void await_segments(const D& d) {
+  for (uint32_t polls = 0; load_acquire_block(d.found()) == 0; ++polls) pause(polls);
+  d.warp.sync();
 }
 
 // ---- step 4 --------------------------------------------------------------------------------------------------------
@@ -299,44 +343,66 @@ template <class D>
 WEFT_DEVICE void place_message(const D& d, uint32_t source, const uint32_t* head, int32_t* record) {
   const MessageLayout message = d.message();
   for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
-    const auto expert = static_cast<int32_t>(head[message.expert + k]);
+    // All at once, whether they turn out to be needed or not: memory is far.
+    const uint32_t token = load_relaxed(head);
+    const auto expert = static_cast<int32_t>(load_relaxed(head + message.expert + k));
+    const uint64_t place = load_relaxed(head + message.place + k);
+    const uint32_t weight = d.has_weights() ? load_relaxed(head + message.weight + k) : 0;
     // A rank that disagrees about sizes, which the call reports, may have written over this message.
     const bool is_expert = static_cast<uint32_t>(expert) < d.own_experts();
-    const uint64_t in_expert =
-        is_expert ? d.table()[uint64_t{source} * d.local_experts() + expert] + uint64_t{head[message.place + k]} : 0;
+    const uint64_t in_expert = !is_expert ? 0 : d.begin()[uint64_t{source} * d.local_experts() + expert] + place;
     const bool is_here = is_expert && in_expert < d.rows_per_expert();
     const uint64_t row = is_here ? expert * d.rows_per_expert() + in_expert : 0;
     d.rows()[k] = is_here ? static_cast<int32_t>(row) : -1;
     if (!record) continue;
     record[1 + k] = d.rows()[k];
-    if (d.has_weights()) record[1 + d.top_k() + k] = static_cast<int32_t>(head[message.weight + k]);
+    if (k == 0) record[0] = static_cast<int32_t>(token);
+    if (d.has_weights()) record[1 + d.top_k() + k] = static_cast<int32_t>(weight);
     if (!is_here) continue;
-    d.a.src_info[row] = static_cast<int32_t>(head[0]);
-    if (d.a.out_weights && d.has_weights()) d.a.out_weights[row] = float_of_bits(head[message.weight + k]);
+    d.a.src_info[row] = static_cast<int32_t>(token);
+    if (d.a.out_weights && d.has_weights()) d.a.out_weights[row] = float_of_bits(weight);
     if (d.a.out_source) d.a.out_source[row] = static_cast<int32_t>(source);
   }
-  if (record && d.warp.rank() == 0) record[0] = static_cast<int32_t>(head[0]);
   d.warp.sync();
 }
 
-// Copies one part of a message's row to its places. The warp.
+// Vectors first, first + step, ... below last of a row, in one lane.
+struct RowChunk {
+  Vec16 held[kVecsInFlight];
+};
+WEFT_DEVICE RowChunk load_chunk(const std::byte* row, uint64_t first, uint64_t last, uint32_t step) {
+  RowChunk chunk{};
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < kVecsInFlight; ++i)
+    if (first + i * step < last) chunk.held[i] = load_vec(reinterpret_cast<const Vec16*>(row) + first + i * step);
+  return chunk;
+}
 template <class D>
-WEFT_DEVICE void copy_row(const D& d, const std::byte* row, uint32_t split) {
-  const Range part = part_of(d.shape.row_bytes / 16, split, d.a.receive_splits);
-  const uint32_t step = d.warp.size();
-  for (uint64_t first = part.first + d.warp.rank(); first < part.last; first += kVecsInFlight * step) {
-    Vec16 held[kVecsInFlight] = {};
+WEFT_DEVICE void store_chunk(const D& d, const RowChunk& chunk, uint64_t first, uint64_t last, uint32_t step) {
+  for (uint32_t k = 0; k < d.top_k(); ++k) {
+    const int32_t to = d.rows()[k];
+    if (to < 0) continue;
+    auto* out = reinterpret_cast<Vec16*>(d.a.out + static_cast<uint64_t>(to) * d.shape.row_bytes);
     WEFT_UNROLL
     for (uint32_t i = 0; i < kVecsInFlight; ++i)
-      if (first + i * step < part.last) held[i] = load_vec(reinterpret_cast<const Vec16*>(row) + first + i * step);
-    for (uint32_t k = 0; k < d.top_k(); ++k) {
-      const int32_t to = d.rows()[k];
-      if (to < 0) continue;
-      auto* out = reinterpret_cast<Vec16*>(d.a.out + static_cast<uint64_t>(to) * d.shape.row_bytes);
-      WEFT_UNROLL
-      for (uint32_t i = 0; i < kVecsInFlight; ++i)
-        if (first + i * step < part.last) store_vec(out + first + i * step, held[i]);
-    }
+      if (first + i * step < last) store_vec(out + first + i * step, chunk.held[i]);
+  }
+}
+
+// Copies one part of a message to its places, and its record, if any. Most of the part is on its way before the head
+// says where to. The warp.
+template <class D>
+WEFT_DEVICE void unpack_message(const D& d, uint32_t source, const std::byte* at, int32_t* record, uint32_t split) {
+  const std::byte* row = at + d.message().row;
+  const Range part = part_of(d.shape.row_bytes / 16, split, d.a.receive_splits);
+  const uint32_t step = d.warp.size();
+  uint64_t first = part.first + d.warp.rank();
+  RowChunk chunk = load_chunk(row, first, part.last, step);
+  place_message(d, source, reinterpret_cast<const uint32_t*>(at), record);
+  while (first < part.last) {
+    store_chunk(d, chunk, first, part.last, step);
+    first += kVecsInFlight * step;
+    chunk = load_chunk(row, first, part.last, step);
   }
 }
 
@@ -362,8 +428,7 @@ WEFT_DEVICE void unpack_messages(const D& d, uint32_t source, uint32_t lane, uin
     const std::byte* at = d.mesh.local() + d.message_at(source, lane, index);
     const uint64_t slot = (uint64_t{source} * d.lanes().count + lane) * d.lanes().capacity + index;
     int32_t* record = split == 0 ? d.a.routes + routes.records + slot * routes.record_words : nullptr;
-    place_message(d, source, reinterpret_cast<const uint32_t*>(at), record);
-    copy_row(d, at + message.row, split);
+    unpack_message(d, source, at, record, split);
     if (d.shape.scale_bytes != 0) copy_scales(d, reinterpret_cast<const uint32_t*>(at + message.scales), split);
     d.warp.sync();
   }
@@ -375,7 +440,7 @@ WEFT_DEVICE void receive_lane(const D& d, uint32_t source, uint32_t lane, uint32
   const auto* word =
       reinterpret_cast<const uint64_t*>(d.mesh.local() + word_offset(d.a.call, d.ranks(), d.epoch, source, lane));
   uint32_t unpacked = 0;
-  bool is_done = d.present()[source] == 0;
+  bool is_done = d.gives()[source] == 0;
   const uint64_t start = cycles();
   while (!is_done) {
     uint64_t seen = 0;
@@ -407,19 +472,47 @@ WEFT_DEVICE void receive_lanes(const D& d) {
   }
 }
 
+// What a block can do before it knows the call's number: bring its first row near, and count what tokens before that one
+// choose. Returns whether it counted. Warps from the second on, unless there is but one, since the first is busy.
+template <class D>
+WEFT_DEVICE bool prepare_lane(const D& d) {
+  if (d.block.index() >= d.lanes().count) return false;
+  const Range tokens = lane_tokens(d, d.block.index());
+  const bool counts = first_counted_peer(d) >= d.ranks();  // else so_far() is needed for send_counts()
+  const uint32_t apart = d.block.warps() > 1 ? d.warp.size() : 0;
+  if (d.block.rank() < apart) return counts;
+  const uint32_t rank = d.block.rank() - apart;
+  const uint32_t size = d.block.size() - apart;
+  constexpr uint32_t kLineBytes = 128;
+  if (tokens.first < tokens.last)
+    for (uint64_t at = rank * kLineBytes; at < d.a.x_row_bytes; at += size * kLineBytes)
+      prefetch(d.a.x + tokens.first * d.a.x_row_bytes + at);
+  if (counts) add_choices(d, tokens.first * d.top_k(), 0, d.ranks() * d.local_experts(), rank, size);
+  return counts;
+}
+
 }  // namespace low_latency
 
 template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const MeshT& mesh, const Shape& shape) {
   low_latency::Dispatch<MeshT, Shape> d{a, mesh, shape, Block{}, Warp{}, {}};
-  d.epoch = low_latency::begin_call(a.call, d.block, d.warp, mesh, d.template at<uint64_t>(0), d.present(),
-                                    Site::kLowLatencyDispatchSlot);
-  if (a.call.phases & kPhaseSend) {
+  auto* shared_epoch = d.template at<uint64_t>(0);
+  const bool sends = (a.call.phases & kPhaseSend) != 0;
+  if (sends) low_latency::clear_choices(d, d.ranks() * d.local_experts());
+  if (d.block.rank() == 0) *d.found() = 0;
+  d.block.sync();
+  if (d.warp.index() == 0)
+    low_latency::begin_call(a.call, d.block, d.warp, mesh, shared_epoch, d.present(), Site::kLowLatencyDispatchSlot);
+  const bool is_counted = sends && low_latency::prepare_lane(d);
+  d.block.sync();
+  d.epoch = {*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};
+  if (sends) {
     low_latency::send_counts(d);
-    low_latency::send_lanes(d);
+    low_latency::send_lanes(d, is_counted);
   }
   if (a.call.phases & kPhaseReceive) {
-    low_latency::find_segments(d);
+    if (d.warp.index() == (d.block.warps() > 1 ? 1 : 0)) low_latency::find_segments(d);
+    low_latency::await_segments(d);
     low_latency::receive_lanes(d);
   }
 }

@@ -149,24 +149,30 @@ WEFT_DEVICE constexpr RoutesLayout routes_layout(uint64_t ranks, Lanes lanes, ui
 
 // ---- shared memory of a block --------------------------------------------------------------------------------------
 
-// u64 call[2], u32 present[R], then what only one phase or one kernel needs.
+// First u64 epoch; then u32 present[R]; then what only one phase or one kernel needs.
 struct DispatchShared {
-  uint64_t present;  // u32[R]   0: nothing goes to or comes from that rank
-  uint64_t sent;     // u32[R]   messages of the current lane, by peer
-  uint64_t place;    // std::byte*[K]  where the current token's message for slot k's rank goes, or null
-  uint64_t slot;     // u32[3][K]  of the current token: rank, local expert, place in its segment
-  uint64_t table;    // u32[R][Le] sending: rows so far by expert; receiving: begins of segments
-  uint64_t row;      // i32[warps][K]  the current message's rows, by warp
+  uint64_t present;   // u32[R]   0: nothing goes to that rank
+  uint64_t gives;     // u32[R]   0: nothing comes from that rank
+  uint64_t found;     // u32      1 once `begin` is there
+  uint64_t sent;      // u32[R]   messages of the current lane, by peer
+  uint64_t place;     // std::byte*[K]  where the current token's message for slot k's rank goes, or null
+  uint64_t slot;      // u32[3][K]  of the current token: rank, local expert, place in its segment
+  uint64_t so_far;    // u32[R][Le] this rank's rows before the current token, by expert
+  uint64_t begin;     // u32[R][Le] where segments begin, by source and local expert
+  uint64_t row;       // i32[warps][K]  the current message's rows, by warp
   uint64_t bytes;
 };
 WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t experts_per_rank, uint64_t top_k, uint64_t warps) {
   Carver carver(16);
   DispatchShared at{};
   at.present = carver.take(ranks * 4, 16);
+  at.gives = carver.take(ranks * 4, 16);
+  at.found = carver.take(4, 16);
   at.sent = carver.take(ranks * 4, 16);
   at.place = carver.take(top_k * 8, 16);
   at.slot = carver.take(3 * top_k * 4, 16);
-  at.table = carver.take(ranks * experts_per_rank * 4, 16);
+  at.so_far = carver.take(ranks * experts_per_rank * 4, 16);
+  at.begin = carver.take(ranks * experts_per_rank * 4, 16);
   at.row = carver.take(warps * top_k * 4, 16);
   at.bytes = carver.end();
   return at;

@@ -207,6 +207,9 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
                : "memory");
 }
 
+// Asks for a line to be brought near; may do nothing.
+WEFT_DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // ---- numbers -----------------------------------------------------------------------------------------------------
 
 // One rounding each: the compiler may not fuse them, so that every target gives the same bits.
@@ -252,6 +255,23 @@ WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]), "r"(v.words[1]),
                "r"(v.words[2]), "r"(v.words[3])
                : "memory");
+}
+
+// The eight bf16 of a Vec16 and their float32 sums: sums[0..3] belong to the low halves of the words, sums[4..7] to the
+// high ones. Rounding is to nearest, ties to even.
+WEFT_DEVICE void add_bf16x8(float (&sums)[8], const Vec16& vec) {
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < 4; ++i) {
+    sums[i] += __uint_as_float(vec.words[i] << 16);
+    sums[4 + i] += __uint_as_float(vec.words[i] & 0xffff0000u);
+  }
+}
+WEFT_DEVICE Vec16 round_bf16x8(const float (&sums)[8]) {
+  Vec16 vec;
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < 4; ++i)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(vec.words[i]) : "f"(sums[4 + i]), "f"(sums[i]));
+  return vec;
 }
 
 // ---- row pipe ----------------------------------------------------------------------------------------------------
@@ -408,8 +428,10 @@ WEFT_DEVICE uint64_t now_ns() {
 // For measuring waits: cycles of this multiprocessor.
 WEFT_DEVICE uint64_t cycles() { return static_cast<uint64_t>(clock64()); }
 
-// One pause of a poll that is in no hurry.
-WEFT_DEVICE void pause_patiently() { __nanosleep(300); }
+// About that long, at most 1 ms; for polls that are in no hurry.
+WEFT_DEVICE void pause_ns(uint32_t ns) {
+  __nanosleep(ns);
+}
 
 WEFT_DEVICE void pause(uint32_t polls) {
   // Polls without a pause starve the store that they wait for: low-latency combine took 20 times as long.

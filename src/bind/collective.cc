@@ -63,21 +63,21 @@ void bind_collective(nb::module_& module) {
       .def(
           "run",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t reduction, uint32_t protocol, uint64_t input,
-             uint64_t output, uint64_t part_elems, uint64_t per_part, uint32_t slice_bytes, uint32_t num_sms, uint64_t stream) {
+             uint64_t output, uint64_t part_elems, uint64_t per_part, bool has_exact_chunks, uint32_t slice_bytes, uint32_t num_sms, uint64_t stream) {
             nb::gil_scoped_release no_gil;
             check(self.run({program, static_cast<Element>(element), static_cast<Reduction>(reduction),
-                            static_cast<Protocol>(protocol), pointer(input), pointer(output), part_elems, per_part, {}, {},
+                            static_cast<Protocol>(protocol), pointer(input), pointer(output), part_elems, per_part, has_exact_chunks, {}, {},
                             slice_bytes, num_sms, pointer(stream)}));
           },
           "program"_a, "element"_a, "reduction"_a, "protocol"_a, "input"_a, "output"_a, "part_elems"_a, "per_part"_a,
-          "slice_bytes"_a, "num_sms"_a, "stream"_a)
+          "has_exact_chunks"_a, "slice_bytes"_a, "num_sms"_a, "stream"_a)
       .def(
           "run_with_sizes",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t protocol, uint64_t input, uint64_t output,
              uint64_t most_elems, std::vector<uint64_t> input_table, std::vector<uint64_t> output_table, uint64_t stream) {
             nb::gil_scoped_release no_gil;
             check(self.run({program, static_cast<Element>(element), Reduction::kSum, static_cast<Protocol>(protocol),
-                            pointer(input), pointer(output), most_elems, 1, std::move(input_table), std::move(output_table), 0,
+                            pointer(input), pointer(output), most_elems, 1, false, std::move(input_table), std::move(output_table), 0,
                             0, pointer(stream)}));
           },
           "program"_a, "element"_a, "protocol"_a, "input"_a, "output"_a, "most_elems"_a, "input_table"_a, "output_table"_a,

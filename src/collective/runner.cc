@@ -97,19 +97,21 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
   args.progress = memory->at<uint64_t>(progress_at);
   args.state = memory->at<GridState>(state_at);
   args.num_blocks = static_cast<uint32_t>(text.blocks.size());
+  std::lock_guard lock(programs_mutex_);
   programs_.push_back({std::move(text.name), std::move(memory), args, text.scratch_chunks});
   return static_cast<uint32_t>(programs_.size() - 1);
 }
 
 Status CollectiveRunner::run(const RunCall& call) {
   WEFT_TRY(fault());
-  if (call.program >= programs_.size())
-    return Status::invalid("program: got {}, allowed: below {}", call.program, programs_.size());
   if (call.part_elems == 0) return {};
-  const Program& program = programs_[call.program];
-  last_program_ = call.program;
+  const Program* found = find(call.program);
+  if (!found) return Status::invalid("program: got {}, allowed: one that was loaded", call.program);
+  const Program& program = *found;
+  if (call.has_exact_chunks && call.part_elems % call.per_part)
+    return Status::invalid("elements: got {}, allowed: a multiple of the {} chunks of {}", call.part_elems, call.per_part, program.name);
   ProgramArgs args = program.args;
-  const ProgramPlan plan = plan_program({call.part_elems, call.per_part, args.num_blocks, call.slice_bytes}, call.element,
+  const ProgramPlan plan = plan_program({call.part_elems, call.per_part, args.num_blocks, call.slice_bytes, call.has_exact_chunks}, call.element,
                                         call.protocol, rings_, call.num_sms, limits_);
   args.chunk_elems = plan.chunk_elems;
   args.slice_elems = plan.slice_elems;
@@ -138,6 +140,13 @@ Status CollectiveRunner::run(const RunCall& call) {
   const ProgramShape shape{static_cast<int64_t>(call.element), static_cast<int64_t>(call.reduction),
                            static_cast<int64_t>(call.protocol)};
   return launch("run_program", "ProgramArgs", plan.grid, &args, sizeof(args), shape, call.stream);
+}
+
+const CollectiveRunner::Program* CollectiveRunner::find(uint32_t number) {
+  std::lock_guard lock(programs_mutex_);
+  if (number >= programs_.size()) return nullptr;
+  last_program_ = programs_[number].name;
+  return &programs_[number];
 }
 
 Status CollectiveRunner::scale(Element element, std::byte* data, uint64_t elems, double divisor, void* stream) {
@@ -190,9 +199,8 @@ Status CollectiveRunner::fault() {
 
 std::string CollectiveRunner::sentence() const {
   const FaultBox& box = *visible_->at<FaultBox>(0);
-  const std::string name = last_program_ < programs_.size() ? programs_[last_program_].name : "";
   const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
-  return text("rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}", box.self, name,
+  return text("rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}", box.self, last_program_,
               box.detail >> 16, box.detail & 0xffff, static_cast<double>(box.waited_ns / 100'000'000) / 10, whom, box.expected,
               box.seen);
 }

@@ -7,11 +7,14 @@
 // Programs are verified before they come here (weft.collectives.verifier); load() checks only what memory safety needs.
 // All ranks load and run the same programs in the same order. On CUDA run() enqueues on `stream`, and one stream at a time
 // may use a runner; on the host it returns when it is done. All protocol state is in device memory, so a captured run may
-// be replayed. Threads: one caller at a time.
+// be replayed. Threads: one caller at a time; programs that only send to, or only receive from, different ranks than
+// others under way, and use no scratch, may run beside them.
 // Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on message numbers.
 #pragma once
 
+#include <deque>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -49,6 +52,7 @@ struct RunCall {
   std::byte* output;
   uint64_t part_elems;
   uint64_t per_part;
+  bool has_exact_chunks;  // part_elems divides by per_part, and chunk c starts at c * part_elems / per_part
   // Programs whose chunks have sizes of their own: offset and length in elements of every chunk; else empty.
   std::vector<uint64_t> input_table;
   std::vector<uint64_t> output_table;
@@ -82,6 +86,7 @@ class CollectiveRunner {
   };
   CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window) : comm_(std::move(comm)), window_(std::move(window)) {}
   Status check(const ProgramText& text) const;
+  const Program* find(uint32_t number);
   Status launch(const char* name, const char* args_type, const GridPlan& grid, const void* args, size_t args_bytes,
                 const ProgramShape& shape, void* stream);
   Result<std::byte*> scratch(uint64_t bytes);
@@ -94,11 +99,12 @@ class CollectiveRunner {
   std::unique_ptr<LocalMemory> counters_;  // sent, received, grid state
   std::vector<std::unique_ptr<LocalMemory>> scratch_;  // the last one is in use; captured graphs may use earlier ones
   std::unique_ptr<LocalMemory> input_table_, output_table_;
-  std::vector<Program> programs_;
+  std::mutex programs_mutex_;
+  std::deque<Program> programs_;  // addresses stay
   RingLayout rings_{};
   ComputeLimits limits_{};
   double timeout_s_ = 0;
-  uint32_t last_program_ = 0;
+  std::string last_program_;
   Status broken_;
 };
 

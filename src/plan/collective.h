@@ -32,6 +32,7 @@ struct ProgramSize {
   uint64_t per_part;    // chunks of a part
   uint32_t num_blocks;
   uint32_t max_slice_bytes;  // 0: as much as a slot holds
+  bool has_exact_chunks;     // chunks are equal and their places matter; else they start at multiples of 16 bytes
 };
 
 struct ProgramPlan {

@@ -6,6 +6,7 @@
 
 #include <atomic>
 
+#include "tests/conformance/fake_verbs.h"
 #include "tests/conformance/transfer_fixture.h"
 
 namespace weft::transfer::testing {
@@ -37,6 +38,7 @@ std::vector<Backend> backends() {
   all.push_back({"loopback_no_imm", loopback([](O& o) { o.caps.write_imm = false; })});
   all.push_back({"loopback_packing", loopback([](O& o) { o.caps.packs_small_pages = true; })});
   all.push_back({"loopback_pages", loopback([](O& o) { o.pages_per_post = 100; })});
+  all.push_back({"verbs_fake", []() -> Result<std::shared_ptr<provider::Provider>> { return make_fake_verbs(); }});
   for (const char* name : {"fabric:tcp", "fabric:shm"}) {
     std::string label = name;
     std::replace(label.begin(), label.end(), ':', '_');

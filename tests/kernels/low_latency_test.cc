@@ -135,15 +135,15 @@ class RoundTrip {
  public:
   RoundTrip(const Case& c, Rank& rank, uint32_t seed) : c_(c), rank_(rank) {
     for (uint32_t r = 0; r < c.ranks; ++r) all_.push_back(make_input(c, r, seed));
-    const uint64_t rows = c.experts_per_rank() * c.rows();
+    const uint64_t rows = owned() * c.rows();
     out_.rows = poisoned<uint8_t>(rows * c.row_bytes());
     out_.scales = poisoned<uint32_t>(rows * ((c.scale_bytes() + 3) / 4));
     out_.src_info = poisoned<int32_t>(rows);
     out_.out_source = poisoned<int32_t>(rows);
     out_.weights = poisoned<float>(rows);
-    out_.counts = poisoned<int32_t>(c.experts_per_rank());
-    out_.stats.assign(c.experts_per_rank(), 1000);
-    out_.layout_range = poisoned<int64_t>(uint64_t{c.experts_per_rank()} * c.ranks);
+    out_.counts = poisoned<int32_t>(owned());
+    out_.stats.assign(owned(), 1000);
+    out_.layout_range = poisoned<int64_t>(uint64_t{owned()} * c.ranks);
     out_.routes = poisoned<int32_t>(rank.mode().routes_words(c.max_tokens, c.top_k, c.experts, c.weights_travel));
     out_.waits.assign(c.ranks, 0);
     out_.y.assign(rows * c.hidden, 0x7fc0);  // NaN where no row is
@@ -159,7 +159,7 @@ class RoundTrip {
 
   // Counts, ranges, sources and rows are those of plain indexing; nothing else was written.
   void check_dispatched() {
-    for (uint32_t e = 0; e < c_.experts_per_rank(); ++e) {
+    for (uint32_t e = 0; e < owned(); ++e) {
       uint64_t row = 0;
       const int64_t expert = int64_t(rank_.rank()) * c_.experts_per_rank() + e;
       for (uint32_t s = 0; s < c_.ranks; ++s) {
@@ -193,6 +193,11 @@ class RoundTrip {
 
  private:
   const Input& mine() const { return all_[rank_.rank()]; }
+  // The last ranks own fewer experts, or none, where these do not divide evenly.
+  uint32_t owned() const {
+    const uint32_t before = std::min(c_.experts, rank_.rank() * c_.experts_per_rank());
+    return std::min(c_.experts - before, c_.experts_per_rank());
+  }
 
   void fill_calls() {
     LowLatencyDispatchCall& d = dispatch_;
@@ -279,7 +284,7 @@ class RoundTrip {
     return static_cast<uint16_t>(bf16_bits(value * (0.25f + 0.01f * static_cast<float>(expert % 7))));
   }
   void make_results() {
-    for (uint32_t e = 0; e < c_.experts_per_rank(); ++e) {
+    for (uint32_t e = 0; e < owned(); ++e) {
       for (int64_t row = 0; row < out_.counts[e]; ++row) {
         const uint64_t at = e * c_.rows() + row;
         const int64_t expert = int64_t(rank_.rank()) * c_.experts_per_rank() + e;

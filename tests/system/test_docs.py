@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from programs import run_program, torchrun
+from programs import PYTHON, run_program, torchrun
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -35,3 +35,10 @@ def test_python_blocks_run(page: str, text: str, tmp_path: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_api_reference_holds_the_public_interface(tmp_path: Path) -> None:
+    ran = run_program([*PYTHON, str(ROOT / "tools" / "api_reference.py"), "api"], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    page = (tmp_path / "api" / "weft.md").read_text()
+    assert "## class `Buffer`" in page and "`Buffer.low_latency_dispatch`" in page

@@ -57,7 +57,8 @@ class Loaded:
 class Call:
     """One run: addresses of the buffers, and how many elements one rank's part has.
 
-    ``part_elems`` counts the whole buffer where the collective has no parts (all_reduce, broadcast, ...).
+    ``part_elems`` counts the whole buffer where the collective has no parts (all_reduce, broadcast, ...); for a custom
+    collective it divides by the chunks.
     ``slice_bytes`` 0 takes what a slot holds; ``num_sms`` 0 one for each block; ``stream`` is a CUDA stream.
     """
 
@@ -114,6 +115,7 @@ class Executor:
             call.output,
             call.part_elems,
             program.per_part,
+            program.algorithm.collective == "custom",
             call.slice_bytes,
             call.num_sms,
             call.stream,

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// libibverbs, opened at run time and kept open. kUnsupported with the loader's words where there is none. Threads: any.
+#pragma once
+
+#include "base/status.h"
+#include "providers/verbs/verbs.h"
+
+namespace weft::provider::ib {
+
+Result<Library> open_library();
+
+}  // namespace weft::provider::ib

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives on CPU tensors over real processes, against plain torch on all ranks' inputs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from weft.collectives import Buffer, Collective, Program, VerificationError, verify
+from weft.collectives.calls import Collectives
+from weft.collectives.executor import Call, Executor
+from weft.collectives.ir import Algorithm, Op, Span
+from weft.collectives.library import entries
+from weft.collectives.values import Chunk, Value
+from weft.errors import Error, PeerLost
+from weft.runtime.communicator import Communicator
+from weft.testing.ranks import Rank, RankError, run_ranks
+
+DTYPES = (
+    *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2),
+)
+
+
+def _values(rank: int, elems: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return ((torch.arange(elems) * 7 + rank * 5) % 13 % 3 + 1).to(dtype)
+
+
+def _all_calls(rank: Rank, sizes: list[int]) -> None:
+    comm = Collectives(Communicator(rank.group, timeout_s=60).core)
+    n, me = rank.size, rank.rank
+    for elems in sizes:
+        everyone = torch.stack([_values(r, elems * n) for r in range(n)])
+        own = everyone[me].clone()
+        assert torch.equal(comm.all_reduce(own.clone()), everyone.sum(0)), elems
+        assert torch.equal(comm.all_reduce(own, out=torch.empty_like(own)), everyone.sum(0))
+        assert torch.equal(comm.all_gather(own), everyone)
+        parts = everyone.view(n, n, elems)
+        assert torch.equal(comm.reduce_scatter(own.view(n, elems)), parts.sum(0)[me : me + 1])
+        assert torch.equal(comm.all_to_all(own.view(n, elems)), parts[:, me])
+        assert torch.equal(comm.send_recv(own), everyone[me - 1])
+        for root in {0, n - 1}:
+            assert torch.equal(comm.broadcast(own.clone(), root), everyone[root])
+            reduced = comm.reduce(own.clone(), root)
+            assert torch.equal(reduced, everyone.sum(0) if me == root else own)
+            gathered = comm.gather(own, root)
+            assert (gathered is None) == (me != root) and (gathered is None or torch.equal(gathered, everyone))
+            out = torch.empty(elems)
+            comm.scatter(own if me == root else None, out, root)
+            assert torch.equal(out, parts[root, me])
+    if n > 1 and me < 2:
+        whole = _values(0, 700_001)
+        if me == 0:
+            comm.send(whole, 1)
+        else:
+            assert torch.equal(comm.recv(torch.empty(700_001), 0), whole)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_every_call_agrees_with_torch(ranks: int) -> None:
+    run_ranks(ranks, _all_calls, [1, 3, 64, 5003, 90_001], deadline_s=200)
+
+
+def _types(rank: Rank) -> None:
+    comm = Collectives(Communicator(rank.group, timeout_s=60).core)
+    for dtype in DTYPES:
+        everyone = torch.stack([_values(r, 45, dtype).double() for r in range(rank.size)])
+        for op, wanted in (
+            ("sum", everyone.sum(0)),
+            ("product", everyone.prod(0)),
+            ("min", everyone.amin(0)),
+            ("max", everyone.amax(0)),
+            ("average", everyone.mean(0)),
+        ):
+            found = comm.all_reduce(_values(rank.rank, 45, dtype), op)
+            exact = wanted if dtype.is_floating_point else wanted.trunc()
+            assert torch.equal(found.double(), exact.to(dtype).double()), (op, dtype, found, wanted)
+
+
+def test_every_type_and_reduction() -> None:
+    run_ranks(3, _types)
+
+
+def _uneven(rank: Rank, seed: int, most: int) -> None:
+    comm = Collectives(Communicator(rank.group, timeout_s=60).core)
+    generator = random.Random(seed)
+    n, me = rank.size, rank.rank
+    counts = [[generator.choice([0, 1, generator.randrange(most)]) for _ in range(n)] for _ in range(n)]
+    tensor = torch.cat([torch.full((counts[me][q], 3), float(me * 100 + q)) for q in range(n)])
+    came = [counts[q][me] for q in range(n)]
+    found = comm.all_to_all(tensor, input_splits=counts[me], output_splits=came)
+    assert torch.equal(found, torch.cat([torch.full((came[q], 3), float(q * 100 + me)) for q in range(n)]))
+
+
+def test_all_to_all_with_uneven_splits() -> None:
+    for seed, most in ((1, 10), (2, 3000), (3, 300_000)):
+        run_ranks(4, _uneven, seed, most)
+
+
+def _library(rank: Rank, names: list[str]) -> None:
+    executor = Executor(Communicator(rank.group, timeout_s=60).core)
+    for name in names:
+        entry = entries()[name]
+        if not entry.applies(rank.size):
+            continue
+        for protocol, instances in (("Simple", 1), ("LL", 1), ("LL", 2)):
+            try:
+                algorithm = entry.program(rank.size, protocol=protocol, instances=instances).compile()
+            except Error:
+                assert instances == 2
+                continue
+            for chunk_elems in (1, 40, 20_000):
+                _run_against_contract(executor, algorithm, rank.rank, chunk_elems)
+
+
+def _run_against_contract(executor: Executor, algorithm: Algorithm, rank: int, chunk_elems: int) -> None:
+    """Fill every chunk with what its symbol says, run, and compare every chunk that the contract fixes."""
+    contract = algorithm.contract
+    assert contract is not None
+
+    def number(value: Value) -> float:
+        return float(sum(1 + r * 31 % 17 + c * 7 % 11 for r, c in value.parts))
+
+    inputs = [0.0 if v is None else number(v) for v in contract.before(rank)]
+    wanted = contract.after(rank)
+    program = executor.load(algorithm)
+    tensor = torch.tensor(inputs).repeat_interleave(chunk_elems)
+    out = torch.full((len(wanted) * chunk_elems,), -1.0)
+    part = chunk_elems * program.per_part
+    executor.run(program, Call(tensor.data_ptr(), out.data_ptr(), part, 0))
+    for index, value in enumerate(wanted):
+        if value is not None:
+            found = out[index * chunk_elems : (index + 1) * chunk_elems]
+            assert (found == number(value)).all(), (algorithm.name, algorithm.protocol, rank, index, found, value)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_library_algorithms_do_what_their_contracts_say(ranks: int) -> None:
+    big = {"allreduce_a100_allpairs"} if ranks > 4 else set()
+    run_ranks(ranks, _library, [name for name in entries() if name not in big], deadline_s=280)
+
+
+class Whatever(Collective):
+    """The contract of a random program: what it happens to compute."""
+
+    def __init__(self, ranks: int, chunks: int, result: list[list[Value | None]] | None = None) -> None:
+        super().__init__(ranks, chunks)
+        self.result = result
+
+    def before(self, rank: int) -> list[Value | None]:
+        return [Chunk(rank, c) for c in range(self.chunk_factor)]
+
+    def after(self, rank: int) -> list[Value | None]:
+        return self.result[rank] if self.result else [None] * self.chunk_factor
+
+
+def random_algorithm(seed: int, ranks: int) -> Algorithm:
+    """Return the compiled form of random copies and reductions whose result is its own contract."""
+    generator = random.Random(seed)
+    chunks = generator.choice([1, 2, 4])
+    contract = Whatever(ranks, chunks)
+    protocol = generator.choice(["Simple", "LL"])
+    with Program(f"random {seed}", contract, protocol=protocol) as program:
+        for _ in range(generator.randrange(4, 24)):
+            size = generator.randrange(1, chunks + 1)
+            src = program.chunk(
+                generator.randrange(ranks),
+                generator.choice([Buffer.input, Buffer.output, "x"]),
+                generator.randrange(chunks - size + 1),
+                size,
+            )
+            if src is None:
+                continue
+            dst_rank, buffer = generator.randrange(ranks), generator.choice([Buffer.output, "x", "y"])
+            at = generator.randrange(chunks - size + 1)
+            if (dst_rank, buffer) == (src.rank, src.buffer):
+                continue
+            old = program.chunk(dst_rank, buffer, at, size)
+            small = old is not None and sum(len(v.parts) for v in program._contents(old._place, size)) < 40
+            if old is not None and small and generator.random() < 0.6:
+                old.reduce(src)
+            else:
+                src.copy(dst_rank, buffer, at)
+    contract.result = [program.buffers[rank][Buffer.output] for rank in range(ranks)]
+    return program.compile()
+
+
+def mutated(algorithm: Algorithm, generator: random.Random) -> Algorithm:
+    """Return a copy with one random change of a step: other waits, place, count or order."""
+    import copy
+    import dataclasses
+
+    changed = copy.deepcopy(algorithm)
+    blocks = [block for _, _, block in changed.blocks() if block.steps]
+    block = generator.choice(blocks)
+    at = generator.randrange(len(block.steps))
+    step = block.steps[at]
+    kind = generator.randrange(5)
+    if kind == 0:
+        block.steps[at] = dataclasses.replace(step, depends=step.depends[1:])
+    elif kind == 1:
+        block.steps[at] = dataclasses.replace(step, src=Span(step.src.buffer, generator.randrange(4)))
+    elif kind == 2:
+        block.steps[at] = dataclasses.replace(step, dst=Span(step.dst.buffer, generator.randrange(4)))
+    elif kind == 3:
+        other = generator.randrange(len(block.steps))
+        block.steps[at], block.steps[other] = block.steps[other], block.steps[at]
+    else:
+        twin = {Op.RECV_REDUCE_COPY: Op.RECV, Op.COPY: Op.REDUCE, Op.REDUCE: Op.COPY}.get(step.op, step.op)
+        block.steps[at] = dataclasses.replace(step, op=twin)
+    return changed
+
+
+def _random_programs(rank: Rank, first: int, count: int) -> int:
+    executor = Executor(Communicator(rank.group, timeout_s=60).core)
+    survived = 0
+    for seed in range(first, first + count):
+        algorithm = random_algorithm(seed, rank.size)
+        _run_against_contract(executor, algorithm, rank.rank, random.Random(seed).choice([1, 5, 300]))
+        if not any(True for _ in algorithm.steps()):
+            continue
+        changed = mutated(algorithm, random.Random(seed))
+        try:
+            verify(changed)
+        except VerificationError:
+            continue
+        _run_against_contract(executor, changed, rank.rank, 7)
+        survived += 1
+    return survived
+
+
+@pytest.mark.parametrize(("ranks", "first"), [(2, 0), (3, 1000), (4, 2000), (5, 3000)])
+def test_random_programs_are_exact_and_mutations_rejected_or_still_right(ranks: int, first: int) -> None:
+    survived = run_ranks(ranks, _random_programs, first, 250, deadline_s=280)
+    assert len(set(survived)) == 1 and 0 < survived[0] < 250
+
+
+def _missing_rank(rank: Rank) -> str:
+    comm = Collectives(Communicator(rank.group, timeout_s=20).core, timeout_s=1.0)
+    comm.all_reduce(torch.ones(8))
+    if rank.rank == 2:
+        import time
+
+        time.sleep(4)
+        return ""
+    with pytest.raises(PeerLost) as caught:
+        comm.all_reduce(torch.ones(8))
+    with pytest.raises(PeerLost):
+        comm.all_reduce(torch.ones(8))
+    return str(caught.value)
+
+
+def test_a_rank_that_stays_away_is_named_within_the_deadline() -> None:
+    stories = run_ranks(3, _missing_rank)
+    for rank in (0, 1):
+        assert f"rank {rank}, collective" in stories[rank] and "for rank 2" in stories[rank]
+
+
+def _bad_arguments(rank: Rank) -> None:
+    comm = Collectives(Communicator(rank.group, timeout_s=20).core)
+    good = torch.ones(6, 2)
+    for act, says in (
+        (lambda: comm.all_reduce(torch.ones(2, dtype=torch.complex64)), "tensor.dtype"),
+        (lambda: comm.all_reduce(good.t()), "contiguous"),
+        (lambda: comm.all_reduce(good, "median"), "op: got median"),
+        (lambda: comm.broadcast(good, 9), "root: got 9"),
+        (lambda: comm.reduce_scatter(torch.ones(7)), "first dimension"),
+        (lambda: comm.all_gather(good, out=torch.ones(3)), "out: got"),
+        (lambda: comm.all_to_all(good, input_splits=[1, 2, 4]), "input_splits"),
+        (lambda: comm.send(good, rank.rank), "peer"),
+    ):
+        with pytest.raises(Error) as caught:
+            act()
+        assert says in str(caught.value)
+    assert torch.equal(comm.all_reduce(good), torch.full((6, 2), 3.0))
+
+
+def test_bad_arguments_are_refused_before_anything_moves() -> None:
+    run_ranks(3, _bad_arguments)
+
+
+def test_a_wrong_program_never_reaches_the_executor() -> None:
+    with pytest.raises(RankError, match="for 4 ranks"):
+        run_ranks(2, _load_for_four)
+
+
+def _load_for_four(rank: Rank) -> None:
+    Executor(Communicator(rank.group).core).load(entries()["allgather_allpairs"].program(4).compile())

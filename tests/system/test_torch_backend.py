@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.distributed over backend "weft": the calls, DDP and FSDP2 against a single process."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.testing.ranks import Rank, run_ranks
+
+RANKS = 3
+
+
+def _join(rank: Rank) -> None:
+    import weft.collectives.torch_backend  # noqa: F401 - registers the backend
+
+    dist.init_process_group(
+        "weft",
+        init_method=f"file://{rank.folder}/.weft",
+        rank=rank.rank,
+        world_size=rank.size,
+        timeout=timedelta(seconds=60),
+    )
+
+
+def _calls(rank: Rank) -> None:
+    _join(rank)
+    n, me = rank.size, rank.rank
+    t = torch.full((5,), float(me + 1))
+    dist.all_reduce(t)
+    assert (t == 6).all()
+    dist.all_reduce(t, dist.ReduceOp.AVG)
+    assert (t == 6).all()
+    strided = torch.zeros(4, 6)[:, ::2]
+    strided += me
+    dist.all_reduce(strided, dist.ReduceOp.MAX)
+    assert (strided == n - 1).all()
+    parts = [torch.empty(2, 2) for _ in range(n)]
+    dist.all_gather(parts, torch.full((2, 2), float(me)))
+    assert [int(p[0, 0]) for p in parts] == list(range(n))
+    flat = torch.empty(n * 3)
+    dist.all_gather_into_tensor(flat, torch.full((3,), float(me)))
+    assert torch.equal(flat, torch.arange(float(n)).repeat_interleave(3))
+    out = torch.empty(2)
+    dist.reduce_scatter_tensor(out, torch.arange(2.0 * n))
+    assert torch.equal(out, n * torch.arange(2.0 * n)[2 * me : 2 * me + 2])
+    dist.reduce_scatter(out, [torch.full((2,), float(q)) for q in range(n)])
+    assert (out == n * me).all()
+    dist.broadcast(t := torch.full((3,), float(me)), 2)
+    assert (t == 2).all()
+    dist.reduce(t := torch.ones(3), 1)
+    assert (t == (n if me == 1 else 1)).all()
+    got = [torch.empty(2) for _ in range(n)] if me == 0 else None
+    dist.gather(torch.full((2,), float(me)), got, 0)
+    assert got is None or [int(g[0]) for g in got] == list(range(n))
+    dist.scatter(out, [torch.full((2,), float(q)) for q in range(n)] if me == 1 else None, 1)
+    assert (out == me).all()
+    back = torch.empty(n)
+    dist.all_to_all_single(back, torch.arange(float(n)) + 10 * me)
+    assert torch.equal(back, 10 * torch.arange(float(n)) + me)
+    outs = [torch.empty(q + 1) for q in range(n)]
+    dist.all_to_all(outs, [torch.full((me + 1,), float(me * 10 + q)) for q in range(n)])
+    assert [int(o[0]) for o in outs] == [q * 10 + me for q in range(n)]
+    objects: list[object] = [None] * n
+    dist.all_gather_object(objects, {"rank": me})
+    assert objects == [{"rank": q} for q in range(n)]
+    dist.barrier()
+    large, taken = torch.full((3_000_000,), float(me)), torch.empty(3_000_000)
+    ops = [dist.P2POp(dist.isend, large, (me + 1) % n), dist.P2POp(dist.irecv, taken, (me - 1) % n)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert (taken == (me - 1) % n).all()
+    pair = dist.new_group([0, 2])
+    if me != 1:
+        dist.all_reduce(t := torch.ones(1), group=pair)
+        assert t.item() == 2
+    dist.destroy_process_group()
+
+
+def test_every_call() -> None:
+    run_ranks(RANKS, _calls, with_group=False)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 40), nn.GELU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 3))
+
+
+def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(6 * RANKS, 12, generator=generator), torch.randn(6 * RANKS, 3, generator=generator)
+
+
+def _train(model: nn.Module, rows: slice, steps: int = 8) -> list[float]:
+    optimiser = torch.optim.Adam(model.parameters(), 0.01)
+    losses = []
+    for step in range(steps):
+        x, y = _batch(step)
+        loss = nn.functional.mse_loss(model(x[rows]), y[rows])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss))
+    return losses
+
+
+def _train_over_ranks(rank: Rank, kind: str) -> list[float]:
+    _join(rank)
+    if kind == "ddp":
+        model: nn.Module = nn.parallel.DistributedDataParallel(_model())
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model = _model()
+        mesh = init_device_mesh("cpu", (rank.size,))
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    own = _train(model, slice(rank.rank * 6, rank.rank * 6 + 6))
+    total = torch.tensor(own)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return [value / rank.size for value in total.tolist()]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_training_gives_the_losses_of_one_process(kind: str) -> None:
+    alone = _train(_model(), slice(None))
+    for losses in run_ranks(RANKS, _train_over_ranks, kind, with_group=False):
+        assert losses == pytest.approx(alone, rel=1e-4)

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan/low_latency.h"
+
+#include <gtest/gtest.h>
+
+namespace weft {
+namespace {
+
+constexpr ComputeLimits kH200{true, 132, 1, 227 * 1024};
+constexpr ComputeLimits kHost{false, 1, 2, 0};
+
+LowLatencyDispatchShape fp8(const LowLatencySizes& sizes, int64_t hidden) {
+  return {sizes.ranks, sizes.experts_per_rank(), sizes.top_k, hidden, hidden / 32, kPayloadFp8, 0};
+}
+LowLatencyCombineShape bf16(const LowLatencySizes& sizes, int64_t hidden, int64_t reply = kReplyReduced) {
+  return {sizes.ranks, sizes.experts_per_rank(), sizes.top_k, hidden * 2, reply, 0};
+}
+
+std::string dispatch_text(const LowLatencySizes& sizes, int64_t hidden, const ComputeLimits& limits) {
+  return to_text(plan_low_latency_dispatch(sizes, fp8(sizes, hidden), limits));
+}
+std::string combine_text(const LowLatencySizes& sizes, int64_t hidden, uint32_t tokens, const ComputeLimits& limits) {
+  return to_text(plan_low_latency_combine(sizes, bf16(sizes, hidden), tokens, limits));
+}
+
+TEST(LowLatencyPlan, GoldenPlansOfTypicalCalls) {
+  const LowLatencySizes deepseek{8, 128, 8, 256};
+  EXPECT_EQ(dispatch_text(deepseek, 7168, kH200),
+            "half 7652352 bytes, 132 blocks of 512 threads, 2848 bytes shared, 1 pieces, 2 receive splits");
+  EXPECT_EQ(combine_text(deepseek, 7168, 128, kH200),
+            "half 14712832 bytes, 132 blocks of 512 threads, 1072 bytes shared, 3 pieces, 15 receive splits");
+  EXPECT_EQ(combine_text(deepseek, 7168, 1, kH200),
+            "half 14712832 bytes, 132 blocks of 512 threads, 1072 bytes shared, 3 pieces, 48 receive splits");
+  const LowLatencySizes few{8, 8, 8, 256};
+  EXPECT_EQ(combine_text(few, 7168, 8, kH200),
+            "half 919552 bytes, 132 blocks of 512 threads, 1072 bytes shared, 8 pieces, 128 receive splits");
+  EXPECT_EQ(dispatch_text(few, 7168, kHost),
+            "half 479232 bytes, 2 blocks of 1 threads, 2368 bytes shared, 1 pieces, 1 receive splits");
+}
+
+// Ranks must agree on everything about a reply, and not all have the same number of tokens.
+TEST(LowLatencyPlan, PiecesDoNotDependOnTheTokensOfARank) {
+  for (uint32_t max_tokens : {1u, 7u, 64u, 128u, 300u, 5000u}) {
+    const LowLatencySizes sizes{8, max_tokens, 8, 256};
+    const uint32_t pieces = plan_low_latency_combine(sizes, bf16(sizes, 7168), 0, kH200).pieces;
+    for (uint32_t tokens : {1u, max_tokens / 2, max_tokens}) {
+      const LowLatencyPlan plan = plan_low_latency_combine(sizes, bf16(sizes, 7168), tokens, kH200);
+      EXPECT_EQ(plan.pieces, pieces);
+      EXPECT_EQ(plan.receive_splits % pieces, 0u);
+    }
+    EXPECT_LE(lanes_of(max_tokens).count * pieces, kWordsPerSource);
+  }
+}
+
+TEST(LowLatencyPlan, LanesHoldEveryToken) {
+  for (uint32_t max_tokens = 1; max_tokens < 1000; ++max_tokens) {
+    const Lanes lanes = lanes_of(max_tokens);
+    EXPECT_LE(lanes.count, kMaxLanes);
+    EXPECT_GE(lanes.count * lanes.capacity, max_tokens);
+    for (uint32_t tokens : {1u, max_tokens / 2, max_tokens}) EXPECT_LE(lanes.share(tokens), lanes.capacity);
+  }
+}
+
+TEST(LowLatencyPlan, TheHintHoldsEveryFormat) {
+  for (uint32_t ranks : {1u, 3u, 8u, 17u, 64u}) {
+    for (uint32_t max_tokens : {1u, 100u, 129u, 4096u}) {
+      const LowLatencySizes sizes{ranks, max_tokens, 32, 100};
+      const uint64_t half = low_latency_half_bytes(ranks, low_latency_hint_bytes(sizes, 2048));
+      EXPECT_LE(low_latency_region_bytes(ranks, half), low_latency_hint_bytes(sizes, 2048));
+      LowLatencyDispatchShape copy = fp8(sizes, 4096);
+      copy.scale_bytes = 2048 / 16 * 4;
+      copy.payload = kPayloadCopy;
+      copy.weights = 1;
+      EXPECT_LE(plan_low_latency_dispatch(sizes, copy, kH200).half_bytes, half);
+      EXPECT_LE(plan_low_latency_dispatch(sizes, fp8(sizes, 2048), kH200).half_bytes, half);
+      for (int64_t reply = kReplyReduced; reply <= kReplyExactLog; ++reply)
+        EXPECT_LE(plan_low_latency_combine(sizes, bf16(sizes, 2048, reply), max_tokens, kH200).half_bytes, half);
+    }
+  }
+}
+
+TEST(LowLatencyPlan, ARegionTooSmallForItsControlAreaHasNoHalves) {
+  EXPECT_EQ(low_latency_half_bytes(8, 0), 0u);
+  EXPECT_EQ(low_latency_half_bytes(8, low_latency_control(8).end), 0u);
+  EXPECT_EQ(low_latency_half_bytes(8, low_latency_control(8).end + 511), 128u);
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// numbers.cuh: 16-bit and 32-bit floating-point rows as float32 accumulators, eight or four elements at a time.
+// numbers.cuh: 16-bit and 32-bit floating-point rows as float32 accumulators, eight or four elements at a
+// time.
 #pragma once
 
 #include "kernels/target/target.h"
@@ -15,7 +16,9 @@ WEFT_DEVICE uint32_t bf16_bits(float value) {
   const bool is_nan = static_cast<int32_t>(bits & 0x7fffffffu) > 0x7f800000;
   return is_nan ? (bits >> 16) | 0x40u : rounded;
 }
-WEFT_DEVICE float float_of_bf16(uint32_t bits) { return float_of_bits(bits << 16); }
+WEFT_DEVICE float float_of_bf16(uint32_t bits) {
+  return float_of_bits(bits << 16);
+}
 
 // FP8 with 5 exponent bits: the upper byte of an FP16 number, to nearest, ties to even; NaN stays NaN.
 WEFT_DEVICE uint32_t e5m2_bits(float value) {

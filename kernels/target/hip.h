@@ -38,7 +38,7 @@ enum class byte : unsigned char {};
 
 #define WEFT_DEVICE __attribute__((device, always_inline)) inline
 #define WEFT_KERNEL __attribute__((device, always_inline)) inline
-#define WEFT_UNROLL _Pragma("unroll")  // before a loop whose trip count is constant
+#define WEFT_UNROLL _Pragma("unroll")         // before a loop whose trip count is constant
 #define WEFT_STREAM_LOOP _Pragma("unroll 4")  // before a loop whose iterations are independent
 
 #include "kernels/target/portable.h"
@@ -227,7 +227,9 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
 }
 
 // Asks for a line to be brought near; may do nothing.
-WEFT_DEVICE void prefetch(const void* at) { __builtin_prefetch(at); }
+WEFT_DEVICE void prefetch(const void* at) {
+  __builtin_prefetch(at);
+}
 
 // ---- numbers
 // -----------------------------------------------------------------------------------------------------

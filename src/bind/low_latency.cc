@@ -20,7 +20,7 @@ T* pointer(uint64_t address) {
 
 // An attribute that takes a pointer as an integer.
 template <class Call, class T>
-void def_address(nb::class_<Call>& into, const char* name, T* Call::*field) {
+void def_address(nb::class_<Call>& into, const char* name, T* Call::* field) {
   into.def_prop_rw(
       name, [field](const Call& call) { return reinterpret_cast<uint64_t>(call.*field); },
       [field](Call& call, uint64_t address) { call.*field = pointer<T>(address); });
@@ -109,12 +109,14 @@ void bind_low_latency(nb::module_& module) {
       .def(
           "__init__",
           [](LowLatency* self, MoeBuffer& buffer, bool may_mask) {
-            new (self) LowLatency(buffer.window(), buffer.low_latency_begin(), buffer.low_latency_end(), buffer.limits(),
-                                  {buffer.fault_box(), buffer.timeout_s(), may_mask});
+            new (self) LowLatency(buffer.window(), buffer.low_latency_begin(), buffer.low_latency_end(),
+                                  buffer.limits(), {buffer.fault_box(), buffer.timeout_s(), may_mask});
           },
           nb::arg("buffer"), nb::arg("may_mask"), nb::keep_alive<1, 2>())
-      .def("check_dispatch", [](LowLatency& self, const LowLatencyDispatchCall& call) { check(self.check(call)); },
-           nb::arg("call"))
+      .def(
+          "check_dispatch",
+          [](LowLatency& self, const LowLatencyDispatchCall& call) { check(self.check(call)); },
+          nb::arg("call"))
       .def(
           "dispatch",
           [](LowLatency& self, const LowLatencyDispatchCall& call, uint32_t phases) {
@@ -130,8 +132,8 @@ void bind_low_latency(nb::module_& module) {
           },
           nb::arg("call"), nb::arg("phases"))
       .def("next_ticket", &LowLatency::next_ticket)
-      .def("routes_words", &LowLatency::routes_words, nb::arg("max_tokens"), nb::arg("top_k"), nb::arg("experts"),
-           nb::arg("has_weights"))
+      .def("routes_words", &LowLatency::routes_words, nb::arg("max_tokens"), nb::arg("top_k"),
+           nb::arg("experts"), nb::arg("has_weights"))
       .def(
           "set_mask",
           [](LowLatency& self, uint32_t rank, bool masked, uint64_t stream) {
@@ -139,7 +141,8 @@ void bind_low_latency(nb::module_& module) {
           },
           nb::arg("rank"), nb::arg("masked"), nb::arg("stream"))
       .def(
-          "clear_masks", [](LowLatency& self, uint64_t stream) { check(self.clear_masks(pointer<void>(stream))); },
+          "clear_masks",
+          [](LowLatency& self, uint64_t stream) { check(self.clear_masks(pointer<void>(stream))); },
           nb::arg("stream"))
       .def(
           "query_masks",

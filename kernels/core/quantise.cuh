@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// quantise.cuh: how rows are made smaller for the wire. The same bits on every target: only single roundings are used.
+// quantise.cuh: how rows are made smaller for the wire. The same bits on every target: only single roundings
+// are used.
 //   FP8      float8_e4m3fn with one scale per 128 channels, float32 or (power of two only) its exponent byte
-//   LogFMT   sign and 9 bits of a logarithm, on a grid between the smallest and the largest magnitude of 128 channels
-// A group of 128 channels is shared by kGroupLanes neighbouring lanes, each with kLaneElems consecutive channels.
+//   LogFMT   sign and 9 bits of a logarithm, on a grid between the smallest and the largest magnitude of 128
+//   channels
+// A group of 128 channels is shared by kGroupLanes neighbouring lanes, each with kLaneElems consecutive
+// channels.
 #pragma once
 
 #include "kernels/core/numbers.cuh"
@@ -14,7 +17,8 @@ inline constexpr uint32_t kGroupElems = 128;
 inline constexpr uint32_t kGroupLanes = Warp::kMaxSize < 8 ? 1 : 8;
 inline constexpr uint32_t kLaneElems = kGroupElems / kGroupLanes;
 
-// ---- bf16 rows to lanes --------------------------------------------------------------------------------------------
+// ---- bf16 rows to lanes
+// --------------------------------------------------------------------------------------------
 
 // kLaneElems bf16 elements as float32, from a 16-byte aligned place; zeros where it is null.
 WEFT_DEVICE void load_lane(float (&values)[kLaneElems], const std::byte* row) {
@@ -28,16 +32,20 @@ WEFT_DEVICE void load_lane(float (&values)[kLaneElems], const std::byte* row) {
   }
 }
 
-WEFT_DEVICE float magnitude(float value) { return float_of_bits(bits_of_float(value) & 0x7fffffffu); }
+WEFT_DEVICE float magnitude(float value) {
+  return float_of_bits(bits_of_float(value) & 0x7fffffffu);
+}
 
 // The largest magnitude of a group; every lane of the group gets it.
 WEFT_DEVICE float group_max(Warp warp, const float (&values)[kLaneElems]) {
   float largest = 0;
-  for (uint32_t i = 0; i < kLaneElems; ++i) largest = magnitude(values[i]) > largest ? magnitude(values[i]) : largest;
+  for (uint32_t i = 0; i < kLaneElems; ++i)
+    largest = magnitude(values[i]) > largest ? magnitude(values[i]) : largest;
   return warp.max_within<kGroupLanes>(largest);
 }
 
-// ---- FP8 -----------------------------------------------------------------------------------------------------------
+// ---- FP8
+// -----------------------------------------------------------------------------------------------------------
 
 struct Fp8Scale {
   float scale;     // what the receiver multiplies by
@@ -55,7 +63,9 @@ WEFT_DEVICE Fp8Scale fp8_scale(float amax, bool power_of_two) {
   return {float_of_bits(exponent << 23), float_of_bits((254u - exponent) << 23)};
 }
 // The byte of a power of two: its biased exponent.
-WEFT_DEVICE uint8_t ue8m0(float scale) { return static_cast<uint8_t>(bits_of_float(scale) >> 23); }
+WEFT_DEVICE uint8_t ue8m0(float scale) {
+  return static_cast<uint8_t>(bits_of_float(scale) >> 23);
+}
 
 // A lane's channels as FP8: kLaneElems bytes.
 struct Fp8Lane {
@@ -64,12 +74,14 @@ struct Fp8Lane {
 WEFT_DEVICE Fp8Lane fp8_lane(const float (&values)[kLaneElems], float factor) {
   Fp8Lane lane;
   for (uint32_t i = 0; i < kLaneElems / 4; ++i)
-    lane.vecs[i / 4].words[i % 4] = e4m3x4(multiply(values[4 * i], factor), multiply(values[4 * i + 1], factor),
-                                           multiply(values[4 * i + 2], factor), multiply(values[4 * i + 3], factor));
+    lane.vecs[i / 4].words[i % 4] =
+        e4m3x4(multiply(values[4 * i], factor), multiply(values[4 * i + 1], factor),
+               multiply(values[4 * i + 2], factor), multiply(values[4 * i + 3], factor));
   return lane;
 }
 
-// ---- LogFMT --------------------------------------------------------------------------------------------------------
+// ---- LogFMT
+// --------------------------------------------------------------------------------------------------------
 
 // log2 of a positive finite number, to about 1e-7.
 WEFT_DEVICE float log2_positive(float value) {
@@ -100,7 +112,8 @@ WEFT_DEVICE float log2_positive(float value) {
 WEFT_DEVICE float exp2_bounded(float power) {
   if (power < -126.0f) return 0.0f;
   const int32_t whole = static_cast<int32_t>(add(power, power < 0 ? -0.5f : 0.5f));
-  const float part = add(power, -static_cast<float>(whole));  // at most 1/2 either way: the series is that of exp
+  const float part =
+      add(power, -static_cast<float>(whole));  // at most 1/2 either way: the series is that of exp
   float series = 1.5252734e-5f;
   series = add(multiply(series, part), 1.5403530e-4f);
   series = add(multiply(series, part), 1.3333558e-3f);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What host and device share for low-latency dispatch and combine. R ranks, T tokens here, M tokens per rank at most,
-// K slots per token, H channels, Le experts per rank. Plain pointers are memory of this rank.
+// What host and device share for low-latency dispatch and combine. R ranks, T tokens here, M tokens per rank
+// at most, K slots per token, H channels, Le experts per rank. Plain pointers are memory of this rank.
 #pragma once
 
 #include "kernels/core/wait.cuh"
@@ -17,20 +17,22 @@ inline constexpr int64_t kPayloadCopy = 0;         // dispatch: as it is, with o
 inline constexpr int64_t kPayloadFp8 = 1;          // dispatch: bf16 -> e4m3, float32 scales
 inline constexpr int64_t kPayloadFp8Rounded = 2;   // the same, scales are powers of two
 inline constexpr int64_t kPayloadFp8Exponent = 3;  // the same, as exponent bytes
-inline constexpr int64_t kReplyReduced = 0;        // combine: bf16, one reply per (token, rank): weighted sum of its rows
-inline constexpr int64_t kReplyExact = 1;          // combine: bf16, one reply per (token, expert), weighted by the owner
-inline constexpr int64_t kReplyReducedLog = 2;     // the same two, as LogFMT where a block of channels allows
+inline constexpr int64_t kReplyReduced =
+    0;  // combine: bf16, one reply per (token, rank): weighted sum of its rows
+inline constexpr int64_t kReplyExact =
+    1;  // combine: bf16, one reply per (token, expert), weighted by the owner
+inline constexpr int64_t kReplyReducedLog = 2;  // the same two, as LogFMT where a block of channels allows
 inline constexpr int64_t kReplyExactLog = 3;
 
 // What both kernels need to know about a call.
 struct LowLatencyCall {
   WaitRule wait;
-  uint64_t region;      // window offset
+  uint64_t region;  // window offset
   uint64_t half_bytes;
-  uint32_t* masked;     // u32[R]: peers to leave out; null where there is no shrinking
-  uint32_t phases;      // kPhaseSend, kPhaseReceive, or both
-  uint32_t ticket;      // ties the two launches of a call: < kTickets, different for calls outstanding together
-  uint32_t may_mask;    // 1: a silent peer is masked; 0: it is a fault
+  uint32_t* masked;   // u32[R]: peers to leave out; null where there is no shrinking
+  uint32_t phases;    // kPhaseSend, kPhaseReceive, or both
+  uint32_t ticket;    // ties the two launches of a call: < kTickets, different for calls outstanding together
+  uint32_t may_mask;  // 1: a silent peer is masked; 0: it is a fault
   uint32_t max_tokens;
   uint32_t tokens;
   uint32_t experts;
@@ -45,36 +47,38 @@ static_assert(sizeof(LowLatencyCall) == 128);
 // Outputs are [Le][R * M] rows; only the first counts[e] rows of each expert are written.
 struct LowLatencyDispatchArgs {
   LowLatencyCall call;
-  const std::byte* x;          // [T] rows of x_row_bytes
+  const std::byte* x;  // [T] rows of x_row_bytes
   uint64_t x_row_bytes;
-  const std::byte* x_scales;   // [T] rows of scale bytes, with kPayloadCopy
-  const float* topk_weights;   // [T][K], with weights = 1 in the shape
+  const std::byte* x_scales;  // [T] rows of scale bytes, with kPayloadCopy
+  const float* topk_weights;  // [T][K], with weights = 1 in the shape
   std::byte* out;
-  uint32_t* out_scales;        // word w of row i of expert e at e * expert_stride + i * row_stride + w * word_stride
+  uint32_t*
+      out_scales;  // word w of row i of expert e at e * expert_stride + i * row_stride + w * word_stride
   uint64_t scale_expert_stride;
   uint64_t scale_row_stride;
   uint64_t scale_word_stride;
-  int32_t* src_info;           // [Le][R * M]  the row's token at its source
-  int64_t* layout_range;       // [Le][R]      begin << 32 | count
-  int32_t* counts;             // [Le]
-  float* out_weights;          // [Le][R * M], or null
-  int32_t* out_source;         // [Le][R * M], or null
-  int32_t* expert_stats;       // [Le] added to, or null
-  int32_t* routes;             // RoutesLayout
-  uint32_t receive_splits;     // warps that share one message
+  int32_t* src_info;        // [Le][R * M]  the row's token at its source
+  int64_t* layout_range;    // [Le][R]      begin << 32 | count
+  int32_t* counts;          // [Le]
+  float* out_weights;       // [Le][R * M], or null
+  int32_t* out_source;      // [Le][R * M], or null
+  int32_t* expert_stats;    // [Le] added to, or null
+  int32_t* routes;          // RoutesLayout
+  uint32_t receive_splits;  // warps that share one message
   uint32_t reserved;
 };
 static_assert(sizeof(LowLatencyDispatchArgs) == 264);
 
 struct LowLatencyCombineArgs {
   LowLatencyCall call;
-  const std::byte* x;          // [Le][R * M] rows of x_row_bytes
+  const std::byte* x;  // [Le][R * M] rows of x_row_bytes
   uint64_t x_row_bytes;
-  const float* topk_weights;   // [T][K]; null: those of the dispatch, with kReplyReduced and weights = 1 in the shape
-  const int32_t* routes;       // of the dispatch
-  std::byte* combined;         // bf16[T][H]
-  uint32_t pieces;             // warps that share one reply: the same on all ranks
-  uint32_t receive_splits;     // warps that share one token's sum: a multiple of pieces
+  const float*
+      topk_weights;  // [T][K]; null: those of the dispatch, with kReplyReduced and weights = 1 in the shape
+  const int32_t* routes;    // of the dispatch
+  std::byte* combined;      // bf16[T][H]
+  uint32_t pieces;          // warps that share one reply: the same on all ranks
+  uint32_t receive_splits;  // warps that share one token's sum: a multiple of pieces
 };
 static_assert(sizeof(LowLatencyCombineArgs) == 176);
 
@@ -86,7 +90,7 @@ struct LowLatencyDispatchShape {
   int64_t row_bytes;    // of a message: H with FP8; a multiple of 16
   int64_t scale_bytes;  // of a message; a multiple of 4
   int64_t payload;
-  int64_t weights;      // 1: top-k weights travel too
+  int64_t weights;  // 1: top-k weights travel too
 };
 struct LowLatencyCombineShape {
   int64_t ranks;
@@ -94,19 +98,25 @@ struct LowLatencyCombineShape {
   int64_t top_k;
   int64_t row_bytes;  // 2 * H, a multiple of 16
   int64_t reply;
-  int64_t weights;    // 1: routes hold the dispatch's weights
+  int64_t weights;  // 1: routes hold the dispatch's weights
 };
 
-// LogFMT is decided per block of channels: 1024, or the largest power of two that divides H; each must be whole groups.
+// LogFMT is decided per block of channels: 1024, or the largest power of two that divides H; each must be
+// whole groups.
 WEFT_DEVICE constexpr uint64_t log_block_elems(uint64_t hidden) {
   uint64_t elems = 1024;
   while (elems > 128 && hidden % elems != 0) elems /= 2;
   return elems;
 }
-WEFT_DEVICE constexpr bool is_log(int64_t reply) { return reply >= kReplyReducedLog; }
-WEFT_DEVICE constexpr bool is_reduced(int64_t reply) { return reply == kReplyReduced || reply == kReplyReducedLog; }
+WEFT_DEVICE constexpr bool is_log(int64_t reply) {
+  return reply >= kReplyReducedLog;
+}
+WEFT_DEVICE constexpr bool is_reduced(int64_t reply) {
+  return reply == kReplyReduced || reply == kReplyReducedLog;
+}
 
-// A reply: the row (a LogFMT block stands at the start of its bf16 place), then per 128 channels bf16 {largest, smallest}.
+// A reply: the row (a LogFMT block stands at the start of its bf16 place), then per 128 channels bf16
+// {largest, smallest}.
 WEFT_DEVICE constexpr uint64_t reply_bytes(uint64_t row_bytes, int64_t reply) {
   return row_bytes + (is_log(reply) ? round_up_16(row_bytes / 256 * 4) : 0);
 }

@@ -2,8 +2,8 @@
 //
 // low_latency_call.cuh: how a launch of low-latency mode starts, and how it waits.
 //
-// Nothing runs at the end of a launch: no block meets another. What a launch has read is acknowledged by the next one,
-// when the stream has ordered all of it; peers need that acknowledgement two calls later.
+// Nothing runs at the end of a launch: no block meets another. What a launch has read is acknowledged by the
+// next one, when the stream has ordered all of it; peers need that acknowledgement two calls later.
 #pragma once
 
 #include "kernels/core/channel.cuh"
@@ -25,27 +25,30 @@ WEFT_DEVICE uint64_t half_offset(const LowLatencyCall& call, uint64_t ranks, Epo
   return call.region + low_latency_control(ranks).end + epoch.parity * call.half_bytes;
 }
 // Offset in the window of element `at` of one parity of a u64[2][per_parity] array of the control area.
-WEFT_DEVICE uint64_t control_offset(const LowLatencyCall& call, uint64_t array, uint64_t per_parity, Epoch epoch, uint64_t at) {
+WEFT_DEVICE uint64_t control_offset(const LowLatencyCall& call, uint64_t array, uint64_t per_parity,
+                                    Epoch epoch, uint64_t at) {
   return call.region + array + (epoch.parity * per_parity + at) * 8;
 }
-WEFT_DEVICE uint64_t word_offset(const LowLatencyCall& call, uint64_t ranks, Epoch epoch, uint64_t source, uint64_t word) {
+WEFT_DEVICE uint64_t word_offset(const LowLatencyCall& call, uint64_t ranks, Epoch epoch, uint64_t source,
+                                 uint64_t word) {
   return control_offset(call, low_latency_control(ranks).word, ranks * kWordsPerSource, epoch,
                         source * kWordsPerSource + word);
 }
 
 template <class MeshT>
 WEFT_DEVICE LowLatencyState* state_of(const LowLatencyCall& call, const MeshT& mesh) {
-  return reinterpret_cast<LowLatencyState*>(mesh.local() + call.region + low_latency_control(mesh.ranks()).state);
+  return reinterpret_cast<LowLatencyState*>(mesh.local() + call.region +
+                                            low_latency_control(mesh.ranks()).state);
 }
 
 WEFT_DEVICE bool is_masked(const LowLatencyCall& call, uint32_t peer) {
   return call.masked && load_relaxed(call.masked + peer) != 0;
 }
 
-// Waits, in one thread, for a signal of a peer. False: the peer is masked, by now or before, or it is a fault.
-// `scale` turns values into epochs for the report.
-WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint64_t want, uint32_t peer, Site site,
-                       uint64_t scale, uint64_t& seen) {
+// Waits, in one thread, for a signal of a peer. False: the peer is masked, by now or before, or it is a
+// fault. `scale` turns values into epochs for the report.
+WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint64_t want, uint32_t peer,
+                       Site site, uint64_t scale, uint64_t& seen) {
   if (is_masked(call, peer)) {
     seen = load_acquire(signal);
     return seen >= want;
@@ -60,8 +63,9 @@ WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint6
   return false;
 }
 
-// The launch's call number, in one thread. Blocks share out kLaunchShare so that all of them read the same quotient:
-// the last block adds what the others leave, and even all others together do not reach the next one.
+// The launch's call number, in one thread. Blocks share out kLaunchShare so that all of them read the same
+// quotient: the last block adds what the others leave, and even all others together do not reach the next
+// one.
 template <class MeshT>
 WEFT_DEVICE uint64_t join_launch(const LowLatencyCall& call, Block block, const MeshT& mesh) {
   LowLatencyState* state = state_of(call, mesh);
@@ -81,22 +85,24 @@ WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT&
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     if (is_masked(call, peer)) continue;
     for (uint32_t parity = 0; parity < 2; ++parity)
-      mesh.to(peer).signal(control_offset(call, consumed, mesh.ranks(), Epoch{0, parity}, mesh.rank()), received[parity]);
+      mesh.to(peer).signal(control_offset(call, consumed, mesh.ranks(), Epoch{0, parity}, mesh.rank()),
+                           received[parity]);
   }
   if (warp.rank() != 0) return;
   if (call.phases & kPhaseSend) state->call_epoch[call.ticket] = epoch.number;
   if (call.phases & kPhaseReceive) state->received[epoch.parity] = epoch.number;
 }
 
-// Starts a launch, in one warp: finds its call number, and present[peer] for each peer that takes part. Before a send
-// phase it waits until all of them have read this half's last call. The block must meet before anyone uses either.
+// Starts a launch, in one warp: finds its call number, and present[peer] for each peer that takes part.
+// Before a send phase it waits until all of them have read this half's last call. The block must meet before
+// anyone uses either.
 template <class MeshT>
-WEFT_DEVICE void begin_call(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh, uint64_t* shared_epoch,
-                            uint32_t* present, Site site) {
+WEFT_DEVICE void begin_call(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh,
+                            uint64_t* shared_epoch, uint32_t* present, Site site) {
   uint64_t number = warp.rank() == 0 ? join_launch(call, block, mesh) : 0;
   // While that is under way, lanes look at both halves' acknowledgements: mostly they came long ago.
-  const auto* consumed =
-      reinterpret_cast<const uint64_t*>(mesh.local() + call.region + low_latency_control(mesh.ranks()).consumed);
+  const auto* consumed = reinterpret_cast<const uint64_t*>(mesh.local() + call.region +
+                                                           low_latency_control(mesh.ranks()).consumed);
   const bool has_lane_peer = warp.rank() < mesh.ranks();
   const uint64_t even = has_lane_peer ? load_acquire(consumed + warp.rank()) : 0;
   const uint64_t odd = has_lane_peer ? load_acquire(consumed + mesh.ranks() + warp.rank()) : 0;
@@ -115,11 +121,13 @@ WEFT_DEVICE void begin_call(const LowLatencyCall& call, Block block, Warp warp, 
   if (warp.rank() == 0) *shared_epoch = number;
 }
 
-// ---- hello ---------------------------------------------------------------------------------------------------------
+// ---- hello
+// ---------------------------------------------------------------------------------------------------------
 
 // One thread: publishes what was written to the peer before, with what this rank was called with.
 template <class MeshT>
-WEFT_DEVICE void greet(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer, uint64_t dispatch_epoch) {
+WEFT_DEVICE void greet(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer,
+                       uint64_t dispatch_epoch) {
   const LowLatencyControl at = low_latency_control(mesh.ranks());
   auto channel = mesh.to(peer);
   auto* hello = reinterpret_cast<LowLatencyHello*>(channel.mapped() + call.region + at.hello) +

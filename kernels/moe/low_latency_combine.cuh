@@ -2,13 +2,16 @@
 //
 // low_latency_combine.cuh: the experts' rows return to their tokens and are summed there.
 // Send:     1 every rank tells its peers the weights of its tokens (exact: only that it has come)
-//           2 every warp takes a piece of the messages of one (owner, lane), in the dispatch's terms: sums a message's rows
-//           with their weights and stores one reply per token (exact: one per row, as it is), then moves the lane's word
+//           2 every warp takes a piece of the messages of one (owner, lane), in the dispatch's terms: sums a
+//           message's rows with their weights and stores one reply per token (exact: one per row, as it is),
+//           then moves the lane's word
 // Receive:  3 every warp takes a part of one token, waits for the lanes that bring its replies, sums them
-// Sums:     float32. Reduced: slots of one rank in order, rounded to bf16, then ranks in the order of their first slots,
+// Sums:     float32. Reduced: slots of one rank in order, rounded to bf16, then ranks in the order of their
+// first slots,
 //           one rounding. Exact: slots in order, one rounding.
 // Waits:    for the peers' reading of the call before last; step 2 for an owner's weights; step 3 for words.
-// Cost:     per (token, rank) (exact: per slot) one row; per rank 4 * T * K bytes of weights; per (lane, piece, rank) a word.
+// Cost:     per (token, rank) (exact: per slot) one row; per rank 4 * T * K bytes of weights; per (lane,
+// piece, rank) a word.
 #pragma once
 
 #include "kernels/core/quantise.cuh"
@@ -33,7 +36,9 @@ struct Combine {
   WEFT_DEVICE CombineHalf half() const {
     return combine_half(shape.ranks, a.call.max_tokens, shape.top_k, reply_stride());
   }
-  WEFT_DEVICE RoutesLayout routes() const { return routes_layout(shape.ranks, lanes(), shape.top_k, shape.weights != 0); }
+  WEFT_DEVICE RoutesLayout routes() const {
+    return routes_layout(shape.ranks, lanes(), shape.top_k, shape.weights != 0);
+  }
   WEFT_DEVICE uint64_t half_at() const { return half_offset(a.call, shape.ranks, epoch); }
   WEFT_DEVICE uint64_t dispatch_epoch() const {
     return *reinterpret_cast<const uint64_t*>(a.routes + routes().epoch);
@@ -53,7 +58,8 @@ struct Combine {
   WEFT_DEVICE float* weights() const { return at<float>(shared().weight) + warp.index() * top_k(); }
 };
 
-// ---- step 1 --------------------------------------------------------------------------------------------------------
+// ---- step 1
+// --------------------------------------------------------------------------------------------------------
 
 template <class C>
 WEFT_DEVICE void send_weights(const C& c) {
@@ -68,10 +74,11 @@ WEFT_DEVICE void send_weights(const C& c) {
   }
 }
 
-// ---- sums ----------------------------------------------------------------------------------------------------------
+// ---- sums
+// ----------------------------------------------------------------------------------------------------------
 
-// Lists, in the warp's rows() and weights(), what is to be summed: item_of(k) for every slot k where it is not negative,
-// in slot order. Returns how many. The warp.
+// Lists, in the warp's rows() and weights(), what is to be summed: item_of(k) for every slot k where it is
+// not negative, in slot order. Returns how many. The warp.
 template <class C, class ItemOf, class WeightOf>
 WEFT_DEVICE uint32_t list_rows(const C& c, ItemOf item_of, WeightOf weight_of) {
   uint32_t count = 0;
@@ -90,16 +97,16 @@ WEFT_DEVICE uint32_t list_rows(const C& c, ItemOf item_of, WeightOf weight_of) {
   return count;
 }
 
-// How many vectors of how many rows a lane loads before it uses any: memory is far, and registers are few. A host core
-// has neither trouble.
+// How many vectors of how many rows a lane loads before it uses any: memory is far, and registers are few. A
+// host core has neither trouble.
 inline constexpr bool kIsHost = Warp::kMaxSize == 1;
 inline constexpr uint32_t kSendVecs = kIsHost ? 16 : 4;
 inline constexpr uint32_t kSendRows = kIsHost ? 1 : 2;
 inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 2;
 inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;
 
-// The sum of weight * element over the `count` listed rows, for this part of their vectors, as bf16 to `out`. row_of(i)
-// is where the i-th starts. kVecs vectors of kRows rows are loaded before any is used. The warp.
+// The sum of weight * element over the `count` listed rows, for this part of their vectors, as bf16 to `out`.
+// row_of(i) is where the i-th starts. kVecs vectors of kRows rows are loaded before any is used. The warp.
 template <uint32_t kVecs, uint32_t kRows, class C, class RowOf>
 WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, std::byte* out) {
   const uint32_t step = c.warp.size();
@@ -124,7 +131,8 @@ WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, 
           if (first + v * step >= part.last) continue;
           float values[Bf16::kPerVec] = {};
           Bf16::add(values, held[r][v]);
-          for (uint32_t e = 0; e < Bf16::kPerVec; ++e) sums[v][e] = add(sums[v][e], multiply(weight, values[e]));
+          for (uint32_t e = 0; e < Bf16::kPerVec; ++e)
+            sums[v][e] = add(sums[v][e], multiply(weight, values[e]));
         }
       }
     }
@@ -135,13 +143,16 @@ WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, 
   }
 }
 
-WEFT_DEVICE LogGrid grid_of(uint32_t range) { return log_grid(float_of_bf16(range & 0xffffu), float_of_bf16(range >> 16)); }
+WEFT_DEVICE LogGrid grid_of(uint32_t range) {
+  return log_grid(float_of_bf16(range & 0xffffu), float_of_bf16(range >> 16));
+}
 
 // Whether all groups of a block may travel as LogFMT. Every lane asks for its own groups. The warp.
 template <class C>
 WEFT_DEVICE bool block_fits(const C& c, const uint32_t* ranges, uint32_t groups) {
   bool fits = true;
-  for (uint32_t group = c.warp.rank(); group < groups; group += c.warp.size()) fits = fits && grid_of(ranges[group]).fits();
+  for (uint32_t group = c.warp.rank(); group < groups; group += c.warp.size())
+    fits = fits && grid_of(ranges[group]).fits();
   return !c.warp.any(!fits);
 }
 
@@ -165,7 +176,8 @@ struct GroupRange {
 };
 WEFT_DEVICE GroupRange group_range(Warp warp, const float (&values)[kLaneElems]) {
   float smallest = magnitude(values[0]);
-  for (uint32_t i = 1; i < kLaneElems; ++i) smallest = magnitude(values[i]) < smallest ? magnitude(values[i]) : smallest;
+  for (uint32_t i = 1; i < kLaneElems; ++i)
+    smallest = magnitude(values[i]) < smallest ? magnitude(values[i]) : smallest;
   return {group_max(warp, values), -warp.max_within<kGroupLanes>(-smallest)};
 }
 
@@ -182,8 +194,8 @@ WEFT_DEVICE void store_lane_bf16(const float (&values)[kLaneElems], std::byte* o
   }
 }
 
-// Writes one block of channels of the listed rows' sum to a reply, as LogFMT if all its groups fit. Sums twice: the
-// first time for the ranges, which decide and travel too. The warp.
+// Writes one block of channels of the listed rows' sum to a reply, as LogFMT if all its groups fit. Sums
+// twice: the first time for the ranges, which decide and travel too. The warp.
 template <class C, class RowOf>
 WEFT_DEVICE void encode_block(const C& c, uint32_t first_group, uint32_t groups, uint32_t count, RowOf row_of,
                               std::byte* reply) {
@@ -213,20 +225,23 @@ WEFT_DEVICE void encode_block(const C& c, uint32_t first_group, uint32_t groups,
       continue;
     }
     const LogLane codes = log_lane(log_grid(range.largest, range.smallest), sums);
-    auto* out = reinterpret_cast<uint32_t*>(reply + block_at + uint64_t{lane / kGroupLanes} * kLogGroupBytes) +
-                lane % kGroupLanes * kLogLaneWords;
+    auto* out =
+        reinterpret_cast<uint32_t*>(reply + block_at + uint64_t{lane / kGroupLanes} * kLogGroupBytes) +
+        lane % kGroupLanes * kLogLaneWords;
     for (uint32_t w = 0; w < kLogLaneWords; ++w) out[w] = codes.words[w];
   }
 }
 
 // A lane's channels of one reply, decoded where its block travelled as LogFMT.
 template <class C>
-WEFT_DEVICE void decode_lane(const C& c, float (&values)[kLaneElems], const std::byte* reply, uint64_t block_at,
-                             uint32_t lane, bool fits) {
+WEFT_DEVICE void decode_lane(const C& c, float (&values)[kLaneElems], const std::byte* reply,
+                             uint64_t block_at, uint32_t lane, bool fits) {
   if (!fits) return load_lane(values, reply + block_at + uint64_t{lane} * kLaneElems * 2);
-  const auto* ranges = reinterpret_cast<const uint32_t*>(reply + c.shape.row_bytes) + block_at / (2 * kGroupElems);
-  const auto* words = reinterpret_cast<const uint32_t*>(reply + block_at + uint64_t{lane / kGroupLanes} * kLogGroupBytes) +
-                      lane % kGroupLanes * kLogLaneWords;
+  const auto* ranges =
+      reinterpret_cast<const uint32_t*>(reply + c.shape.row_bytes) + block_at / (2 * kGroupElems);
+  const auto* words =
+      reinterpret_cast<const uint32_t*>(reply + block_at + uint64_t{lane / kGroupLanes} * kLogGroupBytes) +
+      lane % kGroupLanes * kLogLaneWords;
   LogLane codes;
   for (uint32_t w = 0; w < kLogLaneWords; ++w) codes.words[w] = words[w];
   log_lane_values(values, grid_of(ranges[lane / kGroupLanes]), codes);
@@ -234,8 +249,8 @@ WEFT_DEVICE void decode_lane(const C& c, float (&values)[kLaneElems], const std:
 
 // Writes one block of channels of the listed replies' sum. The warp.
 template <class C, class ReplyOf>
-WEFT_DEVICE void decode_block(const C& c, uint32_t first_group, uint32_t groups, uint32_t count, ReplyOf reply_of,
-                              std::byte* out) {
+WEFT_DEVICE void decode_block(const C& c, uint32_t first_group, uint32_t groups, uint32_t count,
+                              ReplyOf reply_of, std::byte* out) {
   const uint32_t lanes = groups * kGroupLanes;
   const uint64_t block_at = uint64_t{first_group} * kGroupElems * 2;
   for (uint32_t first = 0; first < lanes; first += c.warp.size()) {
@@ -243,7 +258,8 @@ WEFT_DEVICE void decode_block(const C& c, uint32_t first_group, uint32_t groups,
     float sums[kLaneElems] = {};
     for (uint32_t row = 0; row < count; ++row) {
       const std::byte* reply = reply_of(row);
-      const bool fits = block_fits(c, reinterpret_cast<const uint32_t*>(reply + c.shape.row_bytes) + first_group, groups);
+      const bool fits =
+          block_fits(c, reinterpret_cast<const uint32_t*>(reply + c.shape.row_bytes) + first_group, groups);
       if (lane >= lanes) continue;
       float values[kLaneElems];
       decode_lane(c, values, reply, block_at, lane, fits);
@@ -253,18 +269,21 @@ WEFT_DEVICE void decode_block(const C& c, uint32_t first_group, uint32_t groups,
   }
 }
 
-// ---- step 2 --------------------------------------------------------------------------------------------------------
+// ---- step 2
+// --------------------------------------------------------------------------------------------------------
 
 // This warp's piece of the listed rows' sum, to a reply.
 template <class C>
 WEFT_DEVICE void write_reply(const C& c, uint32_t piece, uint32_t count, std::byte* reply) {
   auto row_of = [&](uint32_t i) { return c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes; };
   if (!is_log(c.shape.reply))
-    return sum_rows<kSendVecs, kSendRows>(c, part_of(c.shape.row_bytes / 16, piece, c.a.pieces), count, row_of, reply);
+    return sum_rows<kSendVecs, kSendRows>(c, part_of(c.shape.row_bytes / 16, piece, c.a.pieces), count,
+                                          row_of, reply);
   const auto block_elems = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2));
   const Range blocks = part_of(c.shape.row_bytes / 2 / block_elems, piece, c.a.pieces);
   for (uint64_t b = blocks.first; b < blocks.last; ++b)
-    encode_block(c, static_cast<uint32_t>(b * block_elems / kGroupElems), block_elems / kGroupElems, count, row_of, reply);
+    encode_block(c, static_cast<uint32_t>(b * block_elems / kGroupElems), block_elems / kGroupElems, count,
+                 row_of, reply);
 }
 
 // One reply to a message: the weighted sum of its rows, to the slot of the first of them.
@@ -275,7 +294,9 @@ WEFT_DEVICE void answer_reduced(const C& c, uint32_t owner, const int32_t* recor
   const auto* given = reinterpret_cast<const uint32_t*>(record) + 1 + c.top_k();  // those of the dispatch
   const uint32_t count = list_rows(
       c, [&](uint32_t k) { return record[1 + k]; },
-      [&](uint32_t k) { return float_of_bits(load_relaxed(c.takes_own_weights() ? weights + k : given + k)); });
+      [&](uint32_t k) {
+        return float_of_bits(load_relaxed(c.takes_own_weights() ? weights + k : given + k));
+      });
   if (count == 0) return;
   uint32_t first = 0;
   while (record[1 + first] < 0) ++first;
@@ -302,7 +323,8 @@ WEFT_DEVICE void prefetch_rows(const C& c, const int32_t* record, uint32_t piece
   for (uint32_t k = 0; k < c.top_k(); ++k) {
     if (record[1 + k] < 0) continue;
     const std::byte* row = c.a.x + static_cast<uint64_t>(record[1 + k]) * c.a.x_row_bytes;
-    for (uint64_t at = vecs.first * 16 + c.warp.rank() * kLineBytes; at < vecs.last * 16; at += c.warp.size() * kLineBytes)
+    for (uint64_t at = vecs.first * 16 + c.warp.rank() * kLineBytes; at < vecs.last * 16;
+         at += c.warp.size() * kLineBytes)
       prefetch(row + at);
   }
 }
@@ -312,7 +334,8 @@ template <class C>
 WEFT_DEVICE bool owner_agrees(const C& c, uint32_t owner) {
   bool agrees = true;
   if (c.warp.rank() == 0)
-    agrees = await_greeting(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch(), Site::kLowLatencyCombineRecv);
+    agrees =
+        await_greeting(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch(), Site::kLowLatencyCombineRecv);
   return !c.warp.any(!agrees);
 }
 
@@ -326,7 +349,8 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
   prefetch_rows(c, c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words, piece);
   if (is_reduced(c.shape.reply) && !owner_agrees(c, owner)) return;
   for (uint32_t index = 0; index < messages; ++index) {
-    const int32_t* record = c.a.routes + routes.records + (lane_at * c.lanes().capacity + index) * routes.record_words;
+    const int32_t* record =
+        c.a.routes + routes.records + (lane_at * c.lanes().capacity + index) * routes.record_words;
     if (is_reduced(c.shape.reply)) {
       answer_reduced(c, owner, record, piece);
     } else {
@@ -337,8 +361,9 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
   if (!is_reduced(c.shape.reply) && !owner_agrees(c, owner)) return;
   c.warp.sync();
   if (c.warp.rank() == 0)
-    c.mesh.to(owner).signal(word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), lane * c.a.pieces + piece),
-                            c.epoch.number * kWordEpoch | kWordDone | messages);
+    c.mesh.to(owner).signal(
+        word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), lane * c.a.pieces + piece),
+        c.epoch.number * kWordEpoch | kWordDone | messages);
 }
 
 // Owners start with this rank's successor; its own tokens come last, when their weights have surely come.
@@ -349,11 +374,13 @@ WEFT_DEVICE void answer_lanes(const C& c) {
   for (uint64_t job = share.index; job < per_owner * c.ranks(); job += share.total) {
     const auto owner = static_cast<uint32_t>((c.mesh.rank() + 1 + job / per_owner) % c.ranks());
     const uint64_t in_owner = job % per_owner;
-    answer_lane(c, owner, static_cast<uint32_t>(in_owner / c.a.pieces), static_cast<uint32_t>(in_owner % c.a.pieces));
+    answer_lane(c, owner, static_cast<uint32_t>(in_owner / c.a.pieces),
+                static_cast<uint32_t>(in_owner % c.a.pieces));
   }
 }
 
-// ---- step 3 --------------------------------------------------------------------------------------------------------
+// ---- step 3
+// --------------------------------------------------------------------------------------------------------
 
 // Whether slot k of a token has a reply of its own, and has got it. One thread.
 template <class C>
@@ -372,9 +399,10 @@ WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t pi
       c.mesh.local() + word_offset(c.a.call, c.ranks(), c.epoch, rank, lane * c.a.pieces + piece));
   const uint64_t start = cycles();
   uint64_t seen = 0;
-  const bool came = await(c.a.call, word, c.epoch.number * kWordEpoch + kWordDone, rank, Site::kLowLatencyCombineRecv,
-                          kWordEpoch, seen);
-  if (c.a.call.wait_cycles && token == 0 && piece == 0) add_local(&c.a.call.wait_cycles[rank], cycles() - start);
+  const bool came = await(c.a.call, word, c.epoch.number * kWordEpoch + kWordDone, rank,
+                          Site::kLowLatencyCombineRecv, kWordEpoch, seen);
+  if (c.a.call.wait_cycles && token == 0 && piece == 0)
+    add_local(&c.a.call.wait_cycles[rank], cycles() - start);
   return came;
 }
 
@@ -387,7 +415,9 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   const uint32_t count = list_rows(
       c, [&](uint32_t k) { return await_reply(c, token, k, piece) ? static_cast<int32_t>(k) : -1; },
       [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
-  auto reply_of = [&](uint32_t i) -> const std::byte* { return c.mesh.local() + c.reply_at(token, c.rows()[i]); };
+  auto reply_of = [&](uint32_t i) -> const std::byte* {
+    return c.mesh.local() + c.reply_at(token, c.rows()[i]);
+  };
   std::byte* out = c.a.combined + uint64_t{token} * c.shape.row_bytes;
   const bool log = is_log(c.shape.reply);
   const uint64_t unit_bytes = log ? log_block_elems(c.shape.row_bytes / 2) * 2 : 16;
@@ -404,7 +434,8 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   c.warp.sync();
 }
 
-// One warp of all: a peer that brings no reply may mean another dispatch too. What it raises ends the others' waits.
+// One warp of all: a peer that brings no reply may mean another dispatch too. What it raises ends the others'
+// waits.
 template <class C>
 WEFT_DEVICE void check_peers(const C& c) {
   if (c.block.index() + 1 != c.block.count() || c.warp.index() != 0) return;
@@ -418,7 +449,8 @@ template <class C>
 WEFT_DEVICE void sum_tokens(const C& c) {
   const WarpShare share = warp_share(c.block, c.warp);
   for (uint64_t job = share.index; job < uint64_t{c.a.call.tokens} * c.a.receive_splits; job += share.total)
-    sum_token(c, static_cast<uint32_t>(job / c.a.receive_splits), static_cast<uint32_t>(job % c.a.receive_splits));
+    sum_token(c, static_cast<uint32_t>(job / c.a.receive_splits),
+              static_cast<uint32_t>(job % c.a.receive_splits));
 }
 
 }  // namespace low_latency
@@ -428,7 +460,8 @@ WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT
   low_latency::Combine<MeshT, Shape> c{a, mesh, shape, Block{}, Warp{}, {}};
   auto* shared_epoch = c.template at<uint64_t>(0);
   if (c.warp.index() == 0)
-    low_latency::begin_call(a.call, c.block, c.warp, mesh, shared_epoch, c.present(), Site::kLowLatencyCombineSlot);
+    low_latency::begin_call(a.call, c.block, c.warp, mesh, shared_epoch, c.present(),
+                            Site::kLowLatencyCombineSlot);
   c.block.sync();
   c.epoch = {*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};
   if (a.call.phases & kPhaseSend) {

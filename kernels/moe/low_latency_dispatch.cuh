@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_dispatch.cuh: every token once to each rank that owns one of its experts, into a fixed slot there; the
-// receiver copies it to the places of its experts.
-// Send:     1 some blocks count this rank's tokens per expert and tell each peer   2 every block takes lanes of tokens:
+// low_latency_dispatch.cuh: every token once to each rank that owns one of its experts, into a fixed slot
+// there; the receiver copies it to the places of its experts. Send:     1 some blocks count this rank's
+// tokens per expert and tell each peer   2 every block takes lanes of tokens:
 //           quantises a row and stores it to all its ranks at once, then moves the lane's word at every peer
-// Receive:  3 one warp of every block waits for all counts and finds where segments begin, while another still publishes
-//           the block's stores   4 every warp takes (source, lane) pairs and copies messages out as their word moves
+// Receive:  3 one warp of every block waits for all counts and finds where segments begin, while another
+// still publishes
+//           the block's stores   4 every warp takes (source, lane) pairs and copies messages out as their
+//           word moves
 // Order:    rows of an expert by source, then by token, then by slot: the same in every run.
-// Waits:    for the peers' reading of the call before last; step 3 for every peer's counts; step 4 for a lane's word.
-// Cost:     per (token, rank): row, scales and 16 + 8 * K bytes; per (lane, rank) one word; per rank 4 * Le bytes.
+// Waits:    for the peers' reading of the call before last; step 3 for every peer's counts; step 4 for a
+// lane's word. Cost:     per (token, rank): row, scales and 16 + 8 * K bytes; per (lane, rank) one word; per
+// rank 4 * Le bytes.
 #pragma once
 
 #include "kernels/core/quantise.cuh"
@@ -50,7 +53,9 @@ struct Dispatch {
   WEFT_DEVICE DispatchHalf half() const {
     return dispatch_half(shape.ranks, shape.experts_per_rank, lanes(), message().bytes);
   }
-  WEFT_DEVICE RoutesLayout routes() const { return routes_layout(shape.ranks, lanes(), shape.top_k, has_weights()); }
+  WEFT_DEVICE RoutesLayout routes() const {
+    return routes_layout(shape.ranks, lanes(), shape.top_k, has_weights());
+  }
   WEFT_DEVICE uint64_t half_at() const { return half_offset(a.call, shape.ranks, epoch); }
   // Offset in the window of message `index` of a lane of a source.
   WEFT_DEVICE uint64_t message_at(uint32_t source, uint32_t lane, uint32_t index) const {
@@ -79,17 +84,19 @@ struct Dispatch {
   WEFT_DEVICE int32_t* rows() const { return at<int32_t>(shared().row) + warp.index() * top_k(); }
 };
 
-// ---- step 1 --------------------------------------------------------------------------------------------------------
+// ---- step 1
+// --------------------------------------------------------------------------------------------------------
 
 template <class D>
 WEFT_DEVICE void clear_choices(const D& d, uint32_t experts) {
   for (uint32_t i = d.block.rank(); i < experts; i += d.block.size()) d.so_far()[i] = 0;
 }
 
-// Adds up, in so_far()[expert - first_expert], what `entries` entries of topk_idx choose of `experts` experts. Thread
-// `rank` of the `size` that share the work.
+// Adds up, in so_far()[expert - first_expert], what `entries` entries of topk_idx choose of `experts`
+// experts. Thread `rank` of the `size` that share the work.
 template <class D>
-WEFT_DEVICE void add_choices(const D& d, uint64_t entries, uint32_t first_expert, uint32_t experts, uint32_t rank, uint32_t size) {
+WEFT_DEVICE void add_choices(const D& d, uint64_t entries, uint32_t first_expert, uint32_t experts,
+                             uint32_t rank, uint32_t size) {
   for (uint64_t i = rank; i < entries; i += size) {
     const int64_t expert = expert_at(d.a.call.topk_idx, d.a.call.id_bytes, i);
     if (expert >= first_expert && expert < int64_t{first_expert} + experts && expert < d.a.call.experts)
@@ -109,8 +116,8 @@ WEFT_DEVICE void send_counts(const D& d) {
     if (d.present()[peer] == 0) continue;
     clear_choices(d, d.local_experts());
     d.block.sync();
-    add_choices(d, uint64_t{d.a.call.tokens} * d.top_k(), peer * d.local_experts(), d.local_experts(), d.block.rank(),
-                d.block.size());
+    add_choices(d, uint64_t{d.a.call.tokens} * d.top_k(), peer * d.local_experts(), d.local_experts(),
+                d.block.rank(), d.block.size());
     d.block.sync();
     auto* theirs = reinterpret_cast<uint32_t*>(d.mesh.to(peer).mapped() + d.half_at() + d.half().counts) +
                    uint64_t{d.mesh.rank()} * d.local_experts();
@@ -120,7 +127,8 @@ WEFT_DEVICE void send_counts(const D& d) {
   }
 }
 
-// ---- step 2 --------------------------------------------------------------------------------------------------------
+// ---- step 2
+// --------------------------------------------------------------------------------------------------------
 
 // A lane's tokens: consecutive ones.
 template <class D>
@@ -149,7 +157,8 @@ WEFT_DEVICE void route_token(const D& d, uint32_t lane, uint32_t token) {
     d.slot_rank()[k] = rank;
     d.slot_expert()[k] = expert < 0 ? 0 : static_cast<uint32_t>(expert) % d.local_experts();
     d.slot_place()[k] = expert < 0 ? 0 : d.so_far()[expert] + twins;
-    d.place()[k] = goes ? d.mesh.to(rank).mapped() + d.message_at(d.mesh.rank(), lane, d.sent()[rank]) : nullptr;
+    d.place()[k] =
+        goes ? d.mesh.to(rank).mapped() + d.message_at(d.mesh.rank(), lane, d.sent()[rank]) : nullptr;
   }
 }
 
@@ -233,7 +242,8 @@ WEFT_DEVICE void send_heads(const D& d, uint32_t token) {
     std::byte* place = d.place()[i / vecs];
     if (!place) continue;
     Vec16 vec;
-    for (uint32_t w = 0; w < 4; ++w) vec.words[w] = head_word(d, token, d.slot_rank()[i / vecs], i % vecs * 4 + w);
+    for (uint32_t w = 0; w < 4; ++w)
+      vec.words[w] = head_word(d, token, d.slot_rank()[i / vecs], i % vecs * 4 + w);
     store_vec(reinterpret_cast<Vec16*>(place) + i % vecs, vec);
   }
 }
@@ -256,7 +266,8 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
   if (!is_counted) {
     clear_choices(d, d.ranks() * d.local_experts());
     d.block.sync();
-    add_choices(d, tokens.first * d.top_k(), 0, d.ranks() * d.local_experts(), d.block.rank(), d.block.size());
+    add_choices(d, tokens.first * d.top_k(), 0, d.ranks() * d.local_experts(), d.block.rank(),
+                d.block.size());
   }
   d.block.sync();
   for (uint64_t t = tokens.first; t < tokens.last; ++t) {
@@ -273,7 +284,8 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
     d.block.sync();
     if (d.warp.index() != 0) continue;
     count_token(d);
-    if ((t - tokens.first) % kTokensPerWord == kTokensPerWord - 1 && t + 1 < tokens.last) move_words(d, lane, 0);
+    if ((t - tokens.first) % kTokensPerWord == kTokensPerWord - 1 && t + 1 < tokens.last)
+      move_words(d, lane, 0);
   }
   // The other warps go on: publishing waits until the last store has arrived.
   if (d.warp.index() == 0) move_words(d, lane, kWordDone);
@@ -288,7 +300,8 @@ WEFT_DEVICE void send_lanes(const D& d, bool first_is_counted) {
   }
 }
 
-// ---- step 3 --------------------------------------------------------------------------------------------------------
+// ---- step 3
+// --------------------------------------------------------------------------------------------------------
 
 // One warp: waits for the counts of all sources; begin()[source][expert] becomes where its segment begins.
 template <class D>
@@ -307,24 +320,28 @@ WEFT_DEVICE void find_segments(const D& d) {
       uint32_t held[kCountsInFlight];
       WEFT_UNROLL
       for (uint32_t i = 0; i < kCountsInFlight; ++i)
-        held[i] = base + i < d.ranks() ? load_relaxed(counts + uint64_t{base + i} * d.local_experts() + expert) : 0;
+        held[i] =
+            base + i < d.ranks() ? load_relaxed(counts + uint64_t{base + i} * d.local_experts() + expert) : 0;
       for (uint32_t i = 0; i < kCountsInFlight && base + i < d.ranks(); ++i) {
         const uint32_t source = base + i;
         const uint32_t count = d.gives()[source] != 0 ? held[i] : 0;
         d.begin()[uint64_t{source} * d.local_experts() + expert] = begin;
         if (reports)
-          d.a.layout_range[uint64_t{expert} * d.ranks() + source] = static_cast<int64_t>(uint64_t{begin} << 32 | count);
+          d.a.layout_range[uint64_t{expert} * d.ranks() + source] =
+              static_cast<int64_t>(uint64_t{begin} << 32 | count);
         begin += count;
       }
     }
     if (!reports) continue;
     // Only tokens that name an expert more than once can bring more rows than there are tokens.
     if (begin > d.rows_per_expert())
-      raise(d.a.call.wait.fault, Site::kLowLatencyCapacity, d.a.call.wait.self, expert, d.rows_per_expert(), begin, 0);
+      raise(d.a.call.wait.fault, Site::kLowLatencyCapacity, d.a.call.wait.self, expert, d.rows_per_expert(),
+            begin, 0);
     d.a.counts[expert] = static_cast<int32_t>(begin);
     if (d.a.expert_stats) d.a.expert_stats[expert] += static_cast<int32_t>(begin);
   }
-  if (reports && d.warp.rank() == 0) *reinterpret_cast<uint64_t*>(d.a.routes + d.routes().epoch) = d.epoch.number;
+  if (reports && d.warp.rank() == 0)
+    *reinterpret_cast<uint64_t*>(d.a.routes + d.routes().epoch) = d.epoch.number;
   d.warp.sync();
   if (d.warp.rank() == 0) store_release_block(d.found(), uint32_t{1});
 }
@@ -336,7 +353,8 @@ WEFT_DEVICE void await_segments(const D& d) {
   d.warp.sync();
 }
 
-// ---- step 4 --------------------------------------------------------------------------------------------------------
+// ---- step 4
+// --------------------------------------------------------------------------------------------------------
 
 // One lane per slot: where the rows of a message go, and what the combine will need to know. The warp.
 template <class D>
@@ -350,7 +368,8 @@ WEFT_DEVICE void place_message(const D& d, uint32_t source, const uint32_t* head
     const uint32_t weight = d.has_weights() ? load_relaxed(head + message.weight + k) : 0;
     // A rank that disagrees about sizes, which the call reports, may have written over this message.
     const bool is_expert = static_cast<uint32_t>(expert) < d.own_experts();
-    const uint64_t in_expert = !is_expert ? 0 : d.begin()[uint64_t{source} * d.local_experts() + expert] + place;
+    const uint64_t in_expert =
+        !is_expert ? 0 : d.begin()[uint64_t{source} * d.local_experts() + expert] + place;
     const bool is_here = is_expert && in_expert < d.rows_per_expert();
     const uint64_t row = is_here ? expert * d.rows_per_expert() + in_expert : 0;
     d.rows()[k] = is_here ? static_cast<int32_t>(row) : -1;
@@ -374,11 +393,13 @@ WEFT_DEVICE RowChunk load_chunk(const std::byte* row, uint64_t first, uint64_t l
   RowChunk chunk{};
   WEFT_UNROLL
   for (uint32_t i = 0; i < kVecsInFlight; ++i)
-    if (first + i * step < last) chunk.held[i] = load_vec(reinterpret_cast<const Vec16*>(row) + first + i * step);
+    if (first + i * step < last)
+      chunk.held[i] = load_vec(reinterpret_cast<const Vec16*>(row) + first + i * step);
   return chunk;
 }
 template <class D>
-WEFT_DEVICE void store_chunk(const D& d, const RowChunk& chunk, uint64_t first, uint64_t last, uint32_t step) {
+WEFT_DEVICE void store_chunk(const D& d, const RowChunk& chunk, uint64_t first, uint64_t last,
+                             uint32_t step) {
   for (uint32_t k = 0; k < d.top_k(); ++k) {
     const int32_t to = d.rows()[k];
     if (to < 0) continue;
@@ -389,10 +410,11 @@ WEFT_DEVICE void store_chunk(const D& d, const RowChunk& chunk, uint64_t first, 
   }
 }
 
-// Copies one part of a message to its places, and its record, if any. Most of the part is on its way before the head
-// says where to. The warp.
+// Copies one part of a message to its places, and its record, if any. Most of the part is on its way before
+// the head says where to. The warp.
 template <class D>
-WEFT_DEVICE void unpack_message(const D& d, uint32_t source, const std::byte* at, int32_t* record, uint32_t split) {
+WEFT_DEVICE void unpack_message(const D& d, uint32_t source, const std::byte* at, int32_t* record,
+                                uint32_t split) {
   const std::byte* row = at + d.message().row;
   const Range part = part_of(d.shape.row_bytes / 16, split, d.a.receive_splits);
   const uint32_t step = d.warp.size();
@@ -421,7 +443,8 @@ WEFT_DEVICE void copy_scales(const D& d, const uint32_t* scales, uint32_t split)
 
 // Unpacks messages first .. last-1 of a lane. The warp.
 template <class D>
-WEFT_DEVICE void unpack_messages(const D& d, uint32_t source, uint32_t lane, uint32_t split, uint32_t first, uint32_t last) {
+WEFT_DEVICE void unpack_messages(const D& d, uint32_t source, uint32_t lane, uint32_t split, uint32_t first,
+                                 uint32_t last) {
   const MessageLayout message = d.message();
   const RoutesLayout routes = d.routes();
   for (uint32_t index = first; index < last; ++index) {
@@ -429,7 +452,8 @@ WEFT_DEVICE void unpack_messages(const D& d, uint32_t source, uint32_t lane, uin
     const uint64_t slot = (uint64_t{source} * d.lanes().count + lane) * d.lanes().capacity + index;
     int32_t* record = split == 0 ? d.a.routes + routes.records + slot * routes.record_words : nullptr;
     unpack_message(d, source, at, record, split);
-    if (d.shape.scale_bytes != 0) copy_scales(d, reinterpret_cast<const uint32_t*>(at + message.scales), split);
+    if (d.shape.scale_bytes != 0)
+      copy_scales(d, reinterpret_cast<const uint32_t*>(at + message.scales), split);
     d.warp.sync();
   }
 }
@@ -437,15 +461,17 @@ WEFT_DEVICE void unpack_messages(const D& d, uint32_t source, uint32_t lane, uin
 // Follows one lane's word until all its messages are unpacked. The warp.
 template <class D>
 WEFT_DEVICE void receive_lane(const D& d, uint32_t source, uint32_t lane, uint32_t split) {
-  const auto* word =
-      reinterpret_cast<const uint64_t*>(d.mesh.local() + word_offset(d.a.call, d.ranks(), d.epoch, source, lane));
+  const auto* word = reinterpret_cast<const uint64_t*>(
+      d.mesh.local() + word_offset(d.a.call, d.ranks(), d.epoch, source, lane));
   uint32_t unpacked = 0;
   bool is_done = d.gives()[source] == 0;
   const uint64_t start = cycles();
   while (!is_done) {
     uint64_t seen = 0;
     const uint64_t want = d.epoch.number * kWordEpoch + unpacked + 1;
-    if (d.warp.rank() == 0 && !await(d.a.call, word, want, source, Site::kLowLatencyDispatchRecv, kWordEpoch, seen)) seen = 0;
+    if (d.warp.rank() == 0 &&
+        !await(d.a.call, word, want, source, Site::kLowLatencyDispatchRecv, kWordEpoch, seen))
+      seen = 0;
     seen = d.warp.broadcast(seen);
     if (seen < want) break;
     if (unpacked == 0 && lane == 0 && split == 0 && d.a.call.wait_cycles && d.warp.rank() == 0)
@@ -456,7 +482,8 @@ WEFT_DEVICE void receive_lane(const D& d, uint32_t source, uint32_t lane, uint32
     is_done = (seen & kWordDone) != 0;
   }
   if (split == 0 && d.warp.rank() == 0)
-    d.a.routes[d.routes().counts + uint64_t{source} * d.lanes().count + lane] = static_cast<int32_t>(unpacked);
+    d.a.routes[d.routes().counts + uint64_t{source} * d.lanes().count + lane] =
+        static_cast<int32_t>(unpacked);
 }
 
 // Each rank starts with itself and goes on with its successor, so that it follows the order of arrival.
@@ -472,8 +499,9 @@ WEFT_DEVICE void receive_lanes(const D& d) {
   }
 }
 
-// What a block can do before it knows the call's number: bring its first row near, and count what tokens before that one
-// choose. Returns whether it counted. Warps from the second on, unless there is but one, since the first is busy.
+// What a block can do before it knows the call's number: bring its first row near, and count what tokens
+// before that one choose. Returns whether it counted. Warps from the second on, unless there is but one,
+// since the first is busy.
 template <class D>
 WEFT_DEVICE bool prepare_lane(const D& d) {
   if (d.block.index() >= d.lanes().count) return false;
@@ -494,7 +522,8 @@ WEFT_DEVICE bool prepare_lane(const D& d) {
 }  // namespace low_latency
 
 template <class MeshT, class Shape>
-WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const MeshT& mesh, const Shape& shape) {
+WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const MeshT& mesh,
+                                      const Shape& shape) {
   low_latency::Dispatch<MeshT, Shape> d{a, mesh, shape, Block{}, Warp{}, {}};
   auto* shared_epoch = d.template at<uint64_t>(0);
   const bool sends = (a.call.phases & kPhaseSend) != 0;
@@ -502,7 +531,8 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
   if (d.block.rank() == 0) *d.found() = 0;
   d.block.sync();
   if (d.warp.index() == 0)
-    low_latency::begin_call(a.call, d.block, d.warp, mesh, shared_epoch, d.present(), Site::kLowLatencyDispatchSlot);
+    low_latency::begin_call(a.call, d.block, d.warp, mesh, shared_epoch, d.present(),
+                            Site::kLowLatencyDispatchSlot);
   const bool is_counted = sends && low_latency::prepare_lane(d);
   d.block.sync();
   d.epoch = {*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};

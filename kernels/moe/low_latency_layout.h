@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where everything of low-latency mode lies, described once for host and device. R ranks, M tokens per rank at most,
-// K slots per token, Le experts per rank.
+// Where everything of low-latency mode lies, described once for host and device. R ranks, M tokens per rank
+// at most, K slots per token, Le experts per rank.
 //
-// The region is the same range of every rank's window: first LowLatencyControl, whose layout depends on R alone, then
-// two halves. Call number n (dispatches and combines counted together) uses half n % 2, laid out for its own sizes, so
-// calls of any sizes may follow each other. A half is written again two calls later, and only after its owner has said
-// that it has read all of it.
+// The region is the same range of every rank's window: first LowLatencyControl, whose layout depends on R
+// alone, then two halves. Call number n (dispatches and combines counted together) uses half n % 2, laid out
+// for its own sizes, so calls of any sizes may follow each other. A half is written again two calls later,
+// and only after its owner has said that it has read all of it.
 //
-// A source's tokens are dealt out to lanes, consecutive tokens to one lane. A lane's messages to one peer stand in
-// order, and one word in the peer's control area counts them: (epoch, all came, how many).
+// A source's tokens are dealt out to lanes, consecutive tokens to one lane. A lane's messages to one peer
+// stand in order, and one word in the peer's control area counts them: (epoch, all came, how many).
 #pragma once
 
 #include "kernels/core/carver.h"
 
 namespace weft {
 
-inline constexpr uint32_t kMaxLanes = 128;      // one token each at 128 tokens: as many blocks as a GPU has SMs
+inline constexpr uint32_t kMaxLanes = 128;  // one token each at 128 tokens: as many blocks as a GPU has SMs
 inline constexpr uint32_t kWordsPerSource = 384;  // lanes, or (lane, piece) pairs in combine
-inline constexpr uint32_t kTickets = 64;        // calls whose receive phase may be outstanding, far more than two
+inline constexpr uint32_t kTickets = 64;  // calls whose receive phase may be outstanding, far more than two
 
 // Names one call across its two launches, and counts launches. Local, zero before the first launch.
 struct LowLatencyState {
-  uint64_t started;                // kLaunchShare for each launch with a send phase: see begin_call()
-  uint64_t received[2];            // by half: the last call that was received whole
+  uint64_t started;      // kLaunchShare for each launch with a send phase: see begin_call()
+  uint64_t received[2];  // by half: the last call that was received whole
   uint64_t reserved;
   uint64_t call_epoch[kTickets];
 };
@@ -32,7 +32,8 @@ static_assert(sizeof(LowLatencyState) == 32 + 8 * kTickets);
 // What a rank tells every peer at the start of a call; they must agree.
 struct LowLatencyHello {
   static constexpr uint32_t kWords = 6;
-  uint32_t words[kWords];  // max tokens, bytes of a row, top-k, experts, bytes of its scales, form of the payload
+  uint32_t
+      words[kWords];  // max tokens, bytes of a row, top-k, experts, bytes of its scales, form of the payload
   uint64_t dispatch_epoch;  // combine: which dispatch it answers
 };
 static_assert(sizeof(LowLatencyHello) == 32);
@@ -76,10 +77,12 @@ WEFT_DEVICE constexpr Lanes lanes_of(uint32_t max_tokens) {
   return {(max_tokens + capacity - 1) / capacity, capacity};
 }
 
-WEFT_DEVICE constexpr uint64_t round_up_16(uint64_t bytes) { return (bytes + 15) / 16 * 16; }
+WEFT_DEVICE constexpr uint64_t round_up_16(uint64_t bytes) {
+  return (bytes + 15) / 16 * 16;
+}
 
-// A token on its way to one rank: u32 words {token, reserved x 3, local expert or -1 [K], place in its segment [K],
-// weight [K] if any}, the row, its scales.
+// A token on its way to one rank: u32 words {token, reserved x 3, local expert or -1 [K], place in its
+// segment [K], weight [K] if any}, the row, its scales.
 struct MessageLayout {
   uint64_t expert;  // in words
   uint64_t place;
@@ -88,7 +91,8 @@ struct MessageLayout {
   uint64_t scales;
   uint64_t bytes;
 };
-WEFT_DEVICE constexpr MessageLayout message_layout(uint64_t top_k, bool has_weights, uint64_t row_bytes, uint64_t scale_bytes) {
+WEFT_DEVICE constexpr MessageLayout message_layout(uint64_t top_k, bool has_weights, uint64_t row_bytes,
+                                                   uint64_t scale_bytes) {
   MessageLayout at{};
   at.expert = 4;
   at.place = at.expert + top_k;
@@ -105,7 +109,8 @@ struct DispatchHalf {
   uint64_t messages;  // [R][lanes][capacity]
   uint64_t bytes;
 };
-WEFT_DEVICE constexpr DispatchHalf dispatch_half(uint64_t ranks, uint64_t experts_per_rank, Lanes lanes, uint64_t message_bytes) {
+WEFT_DEVICE constexpr DispatchHalf dispatch_half(uint64_t ranks, uint64_t experts_per_rank, Lanes lanes,
+                                                 uint64_t message_bytes) {
   Carver carver;
   DispatchHalf at{};
   at.counts = carver.take(ranks * experts_per_rank * 4);
@@ -114,13 +119,15 @@ WEFT_DEVICE constexpr DispatchHalf dispatch_half(uint64_t ranks, uint64_t expert
   return at;
 }
 
-// A half, for combine. A reply stands at the token's slot: the slot of its expert, or (reduced) the first of its rank's.
+// A half, for combine. A reply stands at the token's slot: the slot of its expert, or (reduced) the first of
+// its rank's.
 struct CombineHalf {
   uint64_t weights;  // f32[R][M][K]  by owner: the weights of its tokens
   uint64_t replies;  // [M][K]
   uint64_t bytes;
 };
-WEFT_DEVICE constexpr CombineHalf combine_half(uint64_t ranks, uint64_t max_tokens, uint64_t top_k, uint64_t reply_bytes) {
+WEFT_DEVICE constexpr CombineHalf combine_half(uint64_t ranks, uint64_t max_tokens, uint64_t top_k,
+                                               uint64_t reply_bytes) {
   Carver carver;
   CombineHalf at{};
   at.weights = carver.take(ranks * max_tokens * top_k * 4);
@@ -131,13 +138,15 @@ WEFT_DEVICE constexpr CombineHalf combine_half(uint64_t ranks, uint64_t max_toke
 
 // What a dispatch leaves for its combine, in 4-byte words: which rows answer which token. Offsets in words.
 struct RoutesLayout {
-  uint64_t epoch;    // u64: the dispatch's call number
-  uint64_t counts;   // i32[R][lanes]
-  uint64_t records;  // [R][lanes][capacity] of record_words: token, row [K] of the output or -1, weight [K] if any
+  uint64_t epoch;   // u64: the dispatch's call number
+  uint64_t counts;  // i32[R][lanes]
+  uint64_t
+      records;  // [R][lanes][capacity] of record_words: token, row [K] of the output or -1, weight [K] if any
   uint64_t record_words;
   uint64_t words;
 };
-WEFT_DEVICE constexpr RoutesLayout routes_layout(uint64_t ranks, Lanes lanes, uint64_t top_k, bool has_weights) {
+WEFT_DEVICE constexpr RoutesLayout routes_layout(uint64_t ranks, Lanes lanes, uint64_t top_k,
+                                                 bool has_weights) {
   RoutesLayout at{};
   at.epoch = 0;
   at.counts = 4;
@@ -147,22 +156,24 @@ WEFT_DEVICE constexpr RoutesLayout routes_layout(uint64_t ranks, Lanes lanes, ui
   return at;
 }
 
-// ---- shared memory of a block --------------------------------------------------------------------------------------
+// ---- shared memory of a block
+// --------------------------------------------------------------------------------------
 
 // First u64 epoch; then u32 present[R]; then what only one phase or one kernel needs.
 struct DispatchShared {
-  uint64_t present;   // u32[R]   0: nothing goes to that rank
-  uint64_t gives;     // u32[R]   0: nothing comes from that rank
-  uint64_t found;     // u32      1 once `begin` is there
-  uint64_t sent;      // u32[R]   messages of the current lane, by peer
-  uint64_t place;     // std::byte*[K]  where the current token's message for slot k's rank goes, or null
-  uint64_t slot;      // u32[3][K]  of the current token: rank, local expert, place in its segment
-  uint64_t so_far;    // u32[R][Le] this rank's rows before the current token, by expert
-  uint64_t begin;     // u32[R][Le] where segments begin, by source and local expert
-  uint64_t row;       // i32[warps][K]  the current message's rows, by warp
+  uint64_t present;  // u32[R]   0: nothing goes to that rank
+  uint64_t gives;    // u32[R]   0: nothing comes from that rank
+  uint64_t found;    // u32      1 once `begin` is there
+  uint64_t sent;     // u32[R]   messages of the current lane, by peer
+  uint64_t place;    // std::byte*[K]  where the current token's message for slot k's rank goes, or null
+  uint64_t slot;     // u32[3][K]  of the current token: rank, local expert, place in its segment
+  uint64_t so_far;   // u32[R][Le] this rank's rows before the current token, by expert
+  uint64_t begin;    // u32[R][Le] where segments begin, by source and local expert
+  uint64_t row;      // i32[warps][K]  the current message's rows, by warp
   uint64_t bytes;
 };
-WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t experts_per_rank, uint64_t top_k, uint64_t warps) {
+WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t experts_per_rank,
+                                                     uint64_t top_k, uint64_t warps) {
   Carver carver(16);
   DispatchShared at{};
   at.present = carver.take(ranks * 4, 16);

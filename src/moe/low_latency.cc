@@ -73,25 +73,28 @@ Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const Lo
   const uint64_t region = end_ - begin_;
   if (plan.half_bytes > low_latency_half_bytes(ranks(), region))
     return Status::make(Code::kCapacity,
-                        "num_rdma_bytes: got {}, allowed: at least {} for num_max_dispatch_tokens_per_rank {}, num_experts {}, "
+                        "num_rdma_bytes: got {}, allowed: at least {} for num_max_dispatch_tokens_per_rank "
+                        "{}, num_experts {}, "
                         "top-k {} and these rows",
-                        region, low_latency_region_bytes(ranks(), plan.half_bytes), sizes.max_tokens, sizes.experts,
-                        sizes.top_k);
+                        region, low_latency_region_bytes(ranks(), plan.half_bytes), sizes.max_tokens,
+                        sizes.experts, sizes.top_k);
   if (tokens > sizes.max_tokens)
     return Status::invalid("x: got {} tokens, allowed: at most num_max_dispatch_tokens_per_rank, {}", tokens,
                            sizes.max_tokens);
   const uint64_t rows = uint64_t{sizes.experts_per_rank()} * sizes.ranks * sizes.max_tokens;
   if (rows > std::numeric_limits<int32_t>::max() || lanes_of(sizes.max_tokens).capacity > kMaxLaneTokens)
-    return Status::invalid("num_max_dispatch_tokens_per_rank: got {}, allowed: at most {} rows received by all experts of a "
-                           "rank together",
-                           sizes.max_tokens, std::numeric_limits<int32_t>::max());
+    return Status::invalid(
+        "num_max_dispatch_tokens_per_rank: got {}, allowed: at most {} rows received by all experts of a "
+        "rank together",
+        sizes.max_tokens, std::numeric_limits<int32_t>::max());
   if (limits_.is_cuda && plan.shared_bytes > limits_.shared_bytes)
-    return Status::invalid("num_experts: got {}, allowed: what fits {} bytes of shared memory, these take {}", sizes.experts,
-                           limits_.shared_bytes, plan.shared_bytes);
+    return Status::invalid("num_experts: got {}, allowed: what fits {} bytes of shared memory, these take {}",
+                           sizes.experts, limits_.shared_bytes, plan.shared_bytes);
   return {};
 }
 
-LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, uint32_t tokens, uint32_t phases, uint32_t ticket) const {
+LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, uint32_t tokens, uint32_t phases,
+                                  uint32_t ticket) const {
   LowLatencyCall call{};
   call.wait = {static_cast<uint64_t>(waits_.timeout_s * 1e9), waits_.fault, rank(), 0};
   call.region = begin_;
@@ -106,8 +109,8 @@ LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, uint32_t tokens,
   return call;
 }
 
-Status LowLatency::launch(const KernelKey& key, const LowLatencyPlan& plan, const void* args, size_t args_bytes,
-                          const void* shape, void* stream) {
+Status LowLatency::launch(const KernelKey& key, const LowLatencyPlan& plan, const void* args,
+                          size_t args_bytes, const void* shape, void* stream) {
   Jit& jit = Jit::of(window_->communicator()->device());
   WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key));
   const Launch how{plan.blocks, plan.threads_per_block, plan.shared_bytes, stream, false};
@@ -117,9 +120,12 @@ Status LowLatency::launch(const KernelKey& key, const LowLatencyPlan& plan, cons
 }
 
 LowLatencyDispatchShape LowLatency::shape_of(const LowLatencyDispatchCall& call) const {
-  return {ranks(),          sizes(call.max_tokens, call.top_k, call.experts).experts_per_rank(),
-          call.top_k,       call.row_bytes,
-          call.scale_bytes, call.payload,
+  return {ranks(),
+          sizes(call.max_tokens, call.top_k, call.experts).experts_per_rank(),
+          call.top_k,
+          call.row_bytes,
+          call.scale_bytes,
+          call.payload,
           call.topk_weights ? 1 : 0};
 }
 
@@ -165,11 +171,12 @@ Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases)
 Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
   WEFT_TRY(fault());
   if (!call.topk_weights && (!is_reduced(call.reply) || !call.dispatch_had_weights))
-    return Status::invalid("topk_weights: got none, allowed: float32 of the shape of topk_idx, or none for a reduced combine "
-                           "after a dispatch with weights");
+    return Status::invalid(
+        "topk_weights: got none, allowed: float32 of the shape of topk_idx, or none for a reduced combine "
+        "after a dispatch with weights");
   const LowLatencySizes all = sizes(call.max_tokens, call.top_k, call.experts);
-  const LowLatencyCombineShape shape{ranks(),        all.experts_per_rank(), call.top_k,
-                                     call.row_bytes, call.reply,             call.dispatch_had_weights ? 1 : 0};
+  const LowLatencyCombineShape shape{ranks(),    all.experts_per_rank(),           call.top_k, call.row_bytes,
+                                     call.reply, call.dispatch_had_weights ? 1 : 0};
   const LowLatencyPlan plan = plan_low_latency_combine(all, shape, call.tokens, limits_);
   WEFT_TRY(check(all, call.tokens, plan));
   LowLatencyCombineArgs args{};
@@ -195,9 +202,9 @@ Status LowLatency::write_words(uint32_t* at, uint32_t value, uint64_t words, voi
     return {};
   }
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  return cuda_status(
-      driver->cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(at), value, words, static_cast<CUstream>(stream)),
-      "set a mask");
+  return cuda_status(driver->cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(at), value, words,
+                                              static_cast<CUstream>(stream)),
+                     "set a mask");
 }
 
 Status LowLatency::set_mask(uint32_t rank, bool masked, void* stream) {
@@ -205,7 +212,9 @@ Status LowLatency::set_mask(uint32_t rank, bool masked, void* stream) {
   return write_words(masks() + rank, masked ? 1 : 0, 1, stream);
 }
 
-Status LowLatency::clear_masks(void* stream) { return write_words(masks(), 0, ranks(), stream); }
+Status LowLatency::clear_masks(void* stream) {
+  return write_words(masks(), 0, ranks(), stream);
+}
 
 Status LowLatency::query_masks(int32_t* out, void* stream) {
   const uint64_t bytes = ranks() * sizeof(int32_t);
@@ -214,9 +223,10 @@ Status LowLatency::query_masks(int32_t* out, void* stream) {
     return {};
   }
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  return cuda_status(driver->cuMemcpyAsync(reinterpret_cast<CUdeviceptr>(out), reinterpret_cast<CUdeviceptr>(masks()), bytes,
-                                           static_cast<CUstream>(stream)),
-                     "read the masks");
+  return cuda_status(
+      driver->cuMemcpyAsync(reinterpret_cast<CUdeviceptr>(out), reinterpret_cast<CUdeviceptr>(masks()), bytes,
+                            static_cast<CUstream>(stream)),
+      "read the masks");
 }
 
 }  // namespace weft

@@ -6,13 +6,13 @@
 //   call.ticket = mode.next_ticket();
 //   WEFT_TRY(mode.dispatch(call, kPhaseSend));      // x may be reused when the stream has passed
 //   WEFT_TRY(mode.dispatch(call, kPhaseReceive));   // outputs are there when the stream has passed
-// [begin, end) is the same range of every rank's window, zero at first, and used by nobody else. Calls are collective and
-// in the same order on all ranks, on one stream or on streams that the caller orders; two calls may be outstanding
-// between their phases. Pointers are memory of this rank's device; what Python has checked is not checked again.
-// On CUDA calls enqueue on `stream`, never wait, and can be captured in a graph; on the host they return when done.
-// Threads: one caller at a time. Lifetime: must not outlive the window.
-// Errors: kCapacity where the region is too small for the sizes, kInvalid for sizes out of range; on the host also
-// what fault() says. Nothing is launched then.
+// [begin, end) is the same range of every rank's window, zero at first, and used by nobody else. Calls are
+// collective and in the same order on all ranks, on one stream or on streams that the caller orders; two
+// calls may be outstanding between their phases. Pointers are memory of this rank's device; what Python has
+// checked is not checked again. On CUDA calls enqueue on `stream`, never wait, and can be captured in a
+// graph; on the host they return when done. Threads: one caller at a time. Lifetime: must not outlive the
+// window. Errors: kCapacity where the region is too small for the sizes, kInvalid for sizes out of range; on
+// the host also what fault() says. Nothing is launched then.
 #pragma once
 
 #include <cstdint>
@@ -27,9 +27,9 @@
 namespace weft {
 
 struct LowLatencyWaits {
-  FaultBox* fault;   // memory that host and device see
+  FaultBox* fault;  // memory that host and device see
   double timeout_s;
-  bool may_mask;     // a silent peer is masked and left out from then on, instead of a fault
+  bool may_mask;  // a silent peer is masked and left out from then on, instead of a fault
 };
 
 // R ranks, T tokens, M = max_tokens, K = top_k, H channels, Le experts per rank (rounded up).
@@ -40,25 +40,25 @@ struct LowLatencyDispatchCall {
   uint32_t experts = 0;
   uint32_t id_bytes = 8;
   int64_t payload = kPayloadCopy;
-  uint32_t row_bytes = 0;    // of a row on the wire and in `out`: a multiple of 16; with FP8, of 128
-  uint32_t scale_bytes = 0;  // of its scales on the wire: a multiple of 4
-  const void* topk_idx = nullptr;         // [T][K], -1 = none
-  const float* topk_weights = nullptr;    // [T][K]; null: none travel. On all ranks or on none
-  const void* x = nullptr;                // [T] rows: bf16[H] with FP8, else row_bytes
-  const void* x_scales = nullptr;         // [T] rows of scale_bytes, with kPayloadCopy
-  void* out = nullptr;                    // [Le][R * M] rows
-  void* out_scales = nullptr;             // 4-byte words, with these strides in words
+  uint32_t row_bytes = 0;          // of a row on the wire and in `out`: a multiple of 16; with FP8, of 128
+  uint32_t scale_bytes = 0;        // of its scales on the wire: a multiple of 4
+  const void* topk_idx = nullptr;  // [T][K], -1 = none
+  const float* topk_weights = nullptr;  // [T][K]; null: none travel. On all ranks or on none
+  const void* x = nullptr;              // [T] rows: bf16[H] with FP8, else row_bytes
+  const void* x_scales = nullptr;       // [T] rows of scale_bytes, with kPayloadCopy
+  void* out = nullptr;                  // [Le][R * M] rows
+  void* out_scales = nullptr;           // 4-byte words, with these strides in words
   uint64_t scale_expert_stride = 0;
   uint64_t scale_row_stride = 0;
   uint64_t scale_word_stride = 0;
-  int32_t* src_info = nullptr;            // [Le][R * M]
-  int64_t* layout_range = nullptr;        // [Le][R]
-  int32_t* counts = nullptr;              // [Le]
-  float* out_weights = nullptr;           // [Le][R * M], or null
-  int32_t* out_source = nullptr;          // [Le][R * M], or null
-  int32_t* expert_stats = nullptr;        // [Le], added to, or null
-  uint64_t* wait_cycles = nullptr;        // [R], added to, or null
-  int32_t* routes = nullptr;              // routes_words() words, 16-byte aligned: for the combine
+  int32_t* src_info = nullptr;      // [Le][R * M]
+  int64_t* layout_range = nullptr;  // [Le][R]
+  int32_t* counts = nullptr;        // [Le]
+  float* out_weights = nullptr;     // [Le][R * M], or null
+  int32_t* out_source = nullptr;    // [Le][R * M], or null
+  int32_t* expert_stats = nullptr;  // [Le], added to, or null
+  uint64_t* wait_cycles = nullptr;  // [R], added to, or null
+  int32_t* routes = nullptr;        // routes_words() words, 16-byte aligned: for the combine
   uint32_t ticket = 0;
   void* stream = nullptr;
 };
@@ -70,22 +70,23 @@ struct LowLatencyCombineCall {
   uint32_t experts = 0;
   uint32_t id_bytes = 8;
   int64_t reply = kReplyReduced;
-  uint32_t row_bytes = 0;                 // 2 * H, a multiple of 16; with LogFMT, of 256
-  const void* topk_idx = nullptr;         // as given to the dispatch
-  const float* topk_weights = nullptr;    // [T][K]; null: those of the dispatch, with a reduced reply
+  uint32_t row_bytes = 0;               // 2 * H, a multiple of 16; with LogFMT, of 256
+  const void* topk_idx = nullptr;       // as given to the dispatch
+  const float* topk_weights = nullptr;  // [T][K]; null: those of the dispatch, with a reduced reply
   bool dispatch_had_weights = false;
-  const void* x = nullptr;                // bf16[Le][R * M][H] with x_row_bytes between rows
+  const void* x = nullptr;  // bf16[Le][R * M][H] with x_row_bytes between rows
   uint64_t x_row_bytes = 0;
   const int32_t* routes = nullptr;
-  void* combined = nullptr;               // bf16[T][H]
-  uint64_t* wait_cycles = nullptr;        // [R], added to, or null
+  void* combined = nullptr;         // bf16[T][H]
+  uint64_t* wait_cycles = nullptr;  // [R], added to, or null
   uint32_t ticket = 0;
   void* stream = nullptr;
 };
 
 class LowLatency {
  public:
-  LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits, const LowLatencyWaits& waits);
+  LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
+             const LowLatencyWaits& waits);
 
   // Whether a dispatch of these sizes fits the region; reads only sizes.
   Status check(const LowLatencyDispatchCall& call) const;
@@ -102,7 +103,8 @@ class LowLatency {
   Status clear_masks(void* stream);
   Status query_masks(int32_t* out, void* stream);  // i32[R], device memory
 
-  // What a kernel gave up for, if one did: kPeerLost naming the silent rank; kInvalid, once, where ranks disagree.
+  // What a kernel gave up for, if one did: kPeerLost naming the silent rank; kInvalid, once, where ranks
+  // disagree.
   Status fault();
 
   LowLatencySizes sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
@@ -116,9 +118,10 @@ class LowLatency {
   uint32_t* masks() const;
   LowLatencyDispatchShape shape_of(const LowLatencyDispatchCall& call) const;
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
-  LowLatencyCall common(const LowLatencySizes& sizes, uint32_t tokens, uint32_t phases, uint32_t ticket) const;
-  Status launch(const KernelKey& key, const LowLatencyPlan& plan, const void* args, size_t args_bytes, const void* shape,
-                void* stream);
+  LowLatencyCall common(const LowLatencySizes& sizes, uint32_t tokens, uint32_t phases,
+                        uint32_t ticket) const;
+  Status launch(const KernelKey& key, const LowLatencyPlan& plan, const void* args, size_t args_bytes,
+                const void* shape, void* stream);
   Status write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream);
 
   Window* window_;

@@ -12,8 +12,8 @@ constexpr uint32_t kCudaThreads = 512;
 constexpr uint32_t kMostPieces = 8;
 constexpr uint32_t kMostSplitsOfPiece = 16;
 
-// One block per SM, all of them: the calls are short, and no block may wait for one that cannot start. On the host every
-// thread is a block of its own, so that no thread waits for another.
+// One block per SM, all of them: the calls are short, and no block may wait for one that cannot start. On the
+// host every thread is a block of its own, so that no thread waits for another.
 LowLatencyPlan grid_plan(const ComputeLimits& limits) {
   LowLatencyPlan plan{};
   plan.blocks = limits.is_cuda ? limits.max_blocks : limits.host_threads;
@@ -31,7 +31,8 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
                                          const ComputeLimits& limits) {
   LowLatencyPlan plan = grid_plan(limits);
   const Lanes lanes = lanes_of(sizes.max_tokens);
-  const MessageLayout message = message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
+  const MessageLayout message =
+      message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
   plan.half_bytes = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, message.bytes).bytes;
   const uint32_t warps = warps_per_block(plan, limits);
   plan.shared_bytes =
@@ -42,10 +43,12 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   return plan;
 }
 
-LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowLatencyCombineShape& shape, uint32_t tokens,
-                                        const ComputeLimits& limits) {
+LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowLatencyCombineShape& shape,
+                                        uint32_t tokens, const ComputeLimits& limits) {
   LowLatencyPlan plan = grid_plan(limits);
-  plan.half_bytes = combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply_bytes(shape.row_bytes, shape.reply)).bytes;
+  plan.half_bytes =
+      combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply_bytes(shape.row_bytes, shape.reply))
+          .bytes;
   const uint32_t warps = warps_per_block(plan, limits);
   plan.shared_bytes = static_cast<uint32_t>(combine_shared(sizes.ranks, sizes.top_k, warps).bytes);
   plan.pieces = 1;
@@ -72,7 +75,8 @@ uint64_t low_latency_half_bytes(uint32_t ranks, uint64_t region_bytes) {
 
 uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
   // Rows in bf16 with float32 scales per 16 channels are larger than any payload.
-  const MessageLayout message = message_layout(sizes.top_k, true, (hidden * 2 + 15) / 16 * 16, hidden / 16 * 4);
+  const MessageLayout message =
+      message_layout(sizes.top_k, true, (hidden * 2 + 15) / 16 * 16, hidden / 16 * 4);
   const Lanes lanes = lanes_of(sizes.max_tokens);
   const uint64_t dispatch = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, message.bytes).bytes;
   const uint64_t reply = reply_bytes((hidden * 2 + 15) / 16 * 16, kReplyExactLog);
@@ -81,8 +85,9 @@ uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
 }
 
 std::string to_text(const LowLatencyPlan& plan) {
-  return text("half {} bytes, {} blocks of {} threads, {} bytes shared, {} pieces, {} receive splits", plan.half_bytes,
-              plan.blocks, plan.threads_per_block, plan.shared_bytes, plan.pieces, plan.receive_splits);
+  return text("half {} bytes, {} blocks of {} threads, {} bytes shared, {} pieces, {} receive splits",
+              plan.half_bytes, plan.blocks, plan.threads_per_block, plan.shared_bytes, plan.pieces,
+              plan.receive_splits);
 }
 
 }  // namespace weft

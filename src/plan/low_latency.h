@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decisions of low-latency dispatch and combine: how much of the window a call needs, what grid runs, who shares a row.
-// Pure functions: no device, no environment, no clock.
+// Decisions of low-latency dispatch and combine: how much of the window a call needs, what grid runs, who
+// shares a row. Pure functions: no device, no environment, no clock.
 #pragma once
 
 #include <cstdint>
@@ -24,31 +24,34 @@ struct LowLatencySizes {
 };
 
 struct LowLatencyPlan {
-  uint64_t half_bytes;      // of each half of the region
+  uint64_t half_bytes;  // of each half of the region
   uint32_t blocks;
   uint32_t threads_per_block;
   uint32_t shared_bytes;
-  uint32_t pieces;          // combine: warps that share one reply; all ranks must use the same, so T plays no part
+  uint32_t pieces;  // combine: warps that share one reply; all ranks must use the same, so T plays no part
   uint32_t receive_splits;  // warps that share one message or one token's sum; a multiple of pieces
 };
 
 // `tokens` are this rank's.
 LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const LowLatencyDispatchShape& shape,
                                          const ComputeLimits& limits);
-LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowLatencyCombineShape& shape, uint32_t tokens,
-                                        const ComputeLimits& limits);
+LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowLatencyCombineShape& shape,
+                                        uint32_t tokens, const ComputeLimits& limits);
 
 // 4-byte words that a dispatch leaves for its combine.
 uint64_t low_latency_routes_words(const LowLatencySizes& sizes, bool has_weights);
 
-// Bytes of a region whose halves have `half_bytes`, and the halves of a region of `region_bytes` (0 if it is too small).
+// Bytes of a region whose halves have `half_bytes`, and the halves of a region of `region_bytes` (0 if it is
+// too small).
 uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t half_bytes);
 uint64_t low_latency_half_bytes(uint32_t ranks, uint64_t region_bytes);
 
-// Enough for every dispatch and combine of these sizes, whatever the payload; rows of `hidden` bf16 channels. The zero-copy
-// rows [Le][R * M] of zero_copy_row_bytes() are not part of it: they are local memory.
+// Enough for every dispatch and combine of these sizes, whatever the payload; rows of `hidden` bf16 channels.
+// The zero-copy rows [Le][R * M] of zero_copy_row_bytes() are not part of it: they are local memory.
 uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden);
-WEFT_DEVICE constexpr uint64_t zero_copy_row_bytes(uint64_t hidden) { return (hidden + hidden / 64) * 2; }
+WEFT_DEVICE constexpr uint64_t zero_copy_row_bytes(uint64_t hidden) {
+  return (hidden + hidden / 64) * 2;
+}
 
 std::string to_text(const LowLatencyPlan& plan);
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Low-latency dispatch and combine on the host target, ranks as threads and as processes, against plain indexing.
+// Low-latency dispatch and combine on the host target, ranks as threads and as processes, against plain
+// indexing.
 #include "moe/low_latency.h"
 
 #include <gmock/gmock.h>
@@ -60,7 +61,9 @@ struct Input {
 Input make_input(const Case& c, uint32_t rank, uint32_t seed) {
   std::mt19937 random(seed * 7919 + rank);
   Input in;
-  in.tokens = c.no_tokens || (rank == 1 && c.ranks > 2) ? 0 : rank == 0 ? c.max_tokens : random() % (c.max_tokens + 1);
+  in.tokens = c.no_tokens || (rank == 1 && c.ranks > 2) ? 0
+              : rank == 0                               ? c.max_tokens
+                                                        : random() % (c.max_tokens + 1);
   for (uint64_t i = 0; i < uint64_t{in.tokens} * c.hidden; ++i) {
     const float value = (static_cast<float>(random() % 20000) - 10000.0f) / 11000.0f;
     in.x.push_back(static_cast<uint16_t>(bf16_bits(value)));
@@ -109,7 +112,8 @@ class Rank {
     auto window = Window::create(comm_, kBegin + region_bytes);
     EXPECT_EQ(window.status().message(), "");
     window_ = std::move(*window);
-    mode_ = std::make_unique<LowLatency>(*window_, kBegin, kBegin + region_bytes, ComputeLimits{false, 1, host_threads, 0},
+    mode_ = std::make_unique<LowLatency>(*window_, kBegin, kBegin + region_bytes,
+                                         ComputeLimits{false, 1, host_threads, 0},
                                          LowLatencyWaits{&fault_, timeout_s, may_mask});
   }
 
@@ -144,7 +148,8 @@ class RoundTrip {
     out_.counts = poisoned<int32_t>(owned());
     out_.stats.assign(owned(), 1000);
     out_.layout_range = poisoned<int64_t>(uint64_t{owned()} * c.ranks);
-    out_.routes = poisoned<int32_t>(rank.mode().routes_words(c.max_tokens, c.top_k, c.experts, c.weights_travel));
+    out_.routes =
+        poisoned<int32_t>(rank.mode().routes_words(c.max_tokens, c.top_k, c.experts, c.weights_travel));
     out_.waits.assign(c.ranks, 0);
     out_.y.assign(rows * c.hidden, 0x7fc0);  // NaN where no row is
     out_.combined = poisoned<uint16_t>(uint64_t{mine().tokens} * c.hidden);
@@ -167,7 +172,8 @@ class RoundTrip {
         for (uint32_t t = 0; t < all_[s].tokens; ++t)
           for (uint32_t k = 0; k < c_.top_k; ++k)
             if (all_[s].ids[uint64_t{t} * c_.top_k + k] == expert) check_row(e, row++, s, t, k);
-        EXPECT_EQ(out_.layout_range[uint64_t{e} * c_.ranks + s], static_cast<int64_t>(begin << 32 | (row - begin)));
+        EXPECT_EQ(out_.layout_range[uint64_t{e} * c_.ranks + s],
+                  static_cast<int64_t>(begin << 32 | (row - begin)));
       }
       EXPECT_EQ(out_.counts[e], static_cast<int32_t>(row));
       EXPECT_EQ(out_.stats[e], 1000 + static_cast<int32_t>(row));
@@ -234,7 +240,9 @@ class RoundTrip {
     b.reply = c_.reply;
     b.row_bytes = c_.hidden * 2;
     b.topk_idx = mine().ids.data();
-    b.topk_weights = c_.weights_travel && is_reduced(c_.reply) ? nullptr : mine().weights.empty() ? &kNone : mine().weights.data();
+    b.topk_weights = c_.weights_travel && is_reduced(c_.reply) ? nullptr
+                     : mine().weights.empty()                  ? &kNone
+                                                               : mine().weights.data();
     b.dispatch_had_weights = c_.weights_travel;
     b.x = out_.y.data();
     b.x_row_bytes = c_.hidden * 2;
@@ -276,7 +284,8 @@ class RoundTrip {
     const uint64_t words = c_.scale_bytes() / 4;
     const uint64_t word = c_.payload == kPayloadFp8Exponent ? group / 4 : group;
     const uint32_t bits = out_.scales[e * c_.rows() * words + word * c_.rows() + row];
-    return c_.payload == kPayloadFp8Exponent ? float_of_bits((bits >> (group % 4 * 8) & 0xffu) << 23) : float_of_bits(bits);
+    return c_.payload == kPayloadFp8Exponent ? float_of_bits((bits >> (group % 4 * 8) & 0xffu) << 23)
+                                             : float_of_bits(bits);
   }
 
   // An expert's result is a bf16 multiple of what the token was.
@@ -298,7 +307,8 @@ class RoundTrip {
     for (uint32_t k = 0; k < c_.top_k; ++k) {
       const int64_t expert = mine().ids[token * c_.top_k + k];
       if (expert < 0) continue;
-      sum += mine().weights[token * c_.top_k + k] * float_of_bf16(result(x_of(rank_.rank(), token, channel), expert));
+      sum += mine().weights[token * c_.top_k + k] *
+             float_of_bf16(result(x_of(rank_.rank(), token, channel), expert));
     }
     return sum;
   }
@@ -330,14 +340,18 @@ TEST_P(LowLatencyCases, ThreadsRoundTrip) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Shapes, LowLatencyCases,
-    ::testing::Values(Case{1, 8, 1, 1, 1}, Case{1, 128, 2, 3, 5, kPayloadFp8}, Case{2, 512, 3, 8, 9, kPayloadFp8Exponent},
-                      Case{2, 64, 8, 6, 130, kPayloadCopy, kReplyExact}, Case{3, 40, 3, 7, 6},
-                      Case{3, 256, 4, 8, 17, kPayloadFp8Rounded, kReplyExact, 3},
-                      Case{4, 1024, 8, 32, 20, kPayloadFp8, kReplyReducedLog}, Case{4, 1536, 8, 32, 20, kPayloadCopy, kReplyExactLog, 2},
-                      Case{5, 8, 32, 64, 11, kPayloadCopy, kReplyReduced, 2, true}, Case{7, 16, 2, 5, 9, kPayloadCopy, kReplyReduced, 1, true},
-                      Case{17, 8, 4, 34, 6}, Case{6, 128, 2, 3, 4, kPayloadFp8, kReplyExact, 1, true}));
+INSTANTIATE_TEST_SUITE_P(Shapes, LowLatencyCases,
+                         ::testing::Values(Case{1, 8, 1, 1, 1}, Case{1, 128, 2, 3, 5, kPayloadFp8},
+                                           Case{2, 512, 3, 8, 9, kPayloadFp8Exponent},
+                                           Case{2, 64, 8, 6, 130, kPayloadCopy, kReplyExact},
+                                           Case{3, 40, 3, 7, 6},
+                                           Case{3, 256, 4, 8, 17, kPayloadFp8Rounded, kReplyExact, 3},
+                                           Case{4, 1024, 8, 32, 20, kPayloadFp8, kReplyReducedLog},
+                                           Case{4, 1536, 8, 32, 20, kPayloadCopy, kReplyExactLog, 2},
+                                           Case{5, 8, 32, 64, 11, kPayloadCopy, kReplyReduced, 2, true},
+                                           Case{7, 16, 2, 5, 9, kPayloadCopy, kReplyReduced, 1, true},
+                                           Case{17, 8, 4, 34, 6},
+                                           Case{6, 128, 2, 3, 4, kPayloadFp8, kReplyExact, 1, true}));
 
 INSTANTIATE_TEST_SUITE_P(
     Extremes, LowLatencyCases,
@@ -377,7 +391,8 @@ TEST(LowLatency, TwoCallsMayBeOutstanding) {
 
 TEST(LowLatency, SizesMayChangeFromCallToCall) {
   const Case big{3, 512, 8, 12, 40};
-  const std::vector<Case> cases = {big, {3, 128, 3, 6, 10, kPayloadFp8}, {3, 8, 1, 3, 2, kPayloadCopy, kReplyExact}};
+  const std::vector<Case> cases = {
+      big, {3, 128, 3, 6, 10, kPayloadFp8}, {3, 8, 1, 3, 2, kPayloadCopy, kReplyExact}};
   run_ranks(RanksAre::kThreads, 3, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region_for(big), 1);
     for (uint32_t turn = 0; turn < 12; ++turn) run_whole(cases[turn % 3], rank, turn);
@@ -504,19 +519,22 @@ TEST(LowLatency, TooSmallARegionIsRefusedBeforeAnythingIsSent) {
   });
 }
 
-// ---- numbers -------------------------------------------------------------------------------------------------------
+// ---- numbers
+// -------------------------------------------------------------------------------------------------------
 
 float e4m3_value(uint32_t code) {
   const uint32_t exponent = code >> 3 & 0xf;
   const float mantissa = static_cast<float>(code & 7) / 8.0f;
-  const float size = exponent == 0 ? std::ldexp(mantissa, -6) : std::ldexp(1.0f + mantissa, static_cast<int>(exponent) - 7);
+  const float size =
+      exponent == 0 ? std::ldexp(mantissa, -6) : std::ldexp(1.0f + mantissa, static_cast<int>(exponent) - 7);
   return code & 0x80 ? -size : size;
 }
 
 TEST(Quantise, E4m3IsTheNearestEvenAndSaturates) {
   std::mt19937 random(1);
   for (int i = 0; i < 200000; ++i) {
-    const float value = std::ldexp(static_cast<float>(random() % 65536) / 32768.0f, static_cast<int>(random() % 24) - 14);
+    const float value =
+        std::ldexp(static_cast<float>(random() % 65536) / 32768.0f, static_cast<int>(random() % 24) - 14);
     const uint32_t code = e4m3_portable(value);
     uint32_t best = 0;
     for (uint32_t other = 0; other <= 0x7e; ++other) {
@@ -547,8 +565,10 @@ TEST(Quantise, RoundedScalesArePowersOfTwoFromAbove) {
 TEST(Quantise, LogarithmAndPowerAreCloseToTheLibrarys) {
   std::mt19937 random(2);
   for (int i = 0; i < 100000; ++i) {
-    const float value = std::ldexp(1.0f + static_cast<float>(random() % 8388608) / 8388608.0f, static_cast<int>(random() % 250) - 135);
-    ASSERT_NEAR(log2_positive(value), std::log2(static_cast<double>(value)), 1.5e-7 * std::max(1.0f, std::abs(std::log2(value))));
+    const float value = std::ldexp(1.0f + static_cast<float>(random() % 8388608) / 8388608.0f,
+                                   static_cast<int>(random() % 250) - 135);
+    ASSERT_NEAR(log2_positive(value), std::log2(static_cast<double>(value)),
+                1.5e-7 * std::max(1.0f, std::abs(std::log2(value))));
     const float power = (static_cast<float>(random() % 2000000) - 1000000.0f) / 8000.0f;
     ASSERT_NEAR(exp2_bounded(power) / std::exp2(static_cast<double>(power)), 1.0, 2e-6) << power;
   }

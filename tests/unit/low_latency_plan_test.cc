@@ -19,7 +19,8 @@ LowLatencyCombineShape bf16(const LowLatencySizes& sizes, int64_t hidden, int64_
 std::string dispatch_text(const LowLatencySizes& sizes, int64_t hidden, const ComputeLimits& limits) {
   return to_text(plan_low_latency_dispatch(sizes, fp8(sizes, hidden), limits));
 }
-std::string combine_text(const LowLatencySizes& sizes, int64_t hidden, uint32_t tokens, const ComputeLimits& limits) {
+std::string combine_text(const LowLatencySizes& sizes, int64_t hidden, uint32_t tokens,
+                         const ComputeLimits& limits) {
   return to_text(plan_low_latency_combine(sizes, bf16(sizes, hidden), tokens, limits));
 }
 
@@ -74,7 +75,8 @@ TEST(LowLatencyPlan, TheHintHoldsEveryFormat) {
       EXPECT_LE(plan_low_latency_dispatch(sizes, copy, kH200).half_bytes, half);
       EXPECT_LE(plan_low_latency_dispatch(sizes, fp8(sizes, 2048), kH200).half_bytes, half);
       for (int64_t reply = kReplyReduced; reply <= kReplyExactLog; ++reply)
-        EXPECT_LE(plan_low_latency_combine(sizes, bf16(sizes, 2048, reply), max_tokens, kH200).half_bytes, half);
+        EXPECT_LE(plan_low_latency_combine(sizes, bf16(sizes, 2048, reply), max_tokens, kH200).half_bytes,
+                  half);
     }
   }
 }

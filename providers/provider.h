@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A Provider is a network stack that Weft opens at run time: libfabric, libibverbs, or the in-process loopback.
-// It lists the NICs it can use and opens one of them as a Rail; the transfer engine drives rails and knows no other word
-// of any network.
+// A Provider is a network stack that Weft opens at run time: libfabric, libibverbs, or the in-process
+// loopback. It lists the NICs it can use and opens one of them as a Rail; the transfer engine drives rails
+// and knows no other word of any network.
 //   for (const Nic& nic : provider.probe()) if (nic.usable()) rail = provider.open(nic, {});
 //   Result<Route> to = rail->resolve(address_of_the_other_rail);
 //   rail->post_write({.to = *to, .src = p, .lkey = mine.lkey, .dst = theirs.base, .rkey = theirs.rkey, ...});
 //   for (Event& e : events.first(rail->poll(events))) ...
 //
-// What every rail promises: writes and sends arrive intact and once, in any order; the immediate of a write is seen only
-// after the write's bytes. Anything more is a capability. What none promises: that an operation towards a dead peer ever
-// ends. Deadlines belong to the engine.
-// Threads: one at a time per rail (the engine's progress token); different rails may be used at once.
+// What every rail promises: writes and sends arrive intact and once, in any order; the immediate of a write
+// is seen only after the write's bytes. Anything more is a capability. What none promises: that an operation
+// towards a dead peer ever ends. Deadlines belong to the engine. Threads: one at a time per rail (the
+// engine's progress token); different rails may be used at once.
 #pragma once
 
 #include <cstddef>
@@ -27,12 +27,13 @@ namespace weft::provider {
 
 // What a rail can do, as data. The engine chooses by these fields, never by a provider's name.
 struct Caps {
-  bool ordered_writes = false;    // writes to one peer become visible in the order they were posted
-  bool write_imm = true;          // a write can carry 32 bits to the target's completion queue
-  bool device_memory = false;     // register() takes CUDA memory
-  bool dmabuf = false;            // CUDA memory is registered through DMA-BUF rather than peer memory
-  bool manual_progress = true;    // nothing moves, also at the target, unless poll() is called
-  bool packs_small_pages = false; // a message costs more than copying a page: small pages travel better packed
+  bool ordered_writes = false;  // writes to one peer become visible in the order they were posted
+  bool write_imm = true;        // a write can carry 32 bits to the target's completion queue
+  bool device_memory = false;   // register() takes CUDA memory
+  bool dmabuf = false;          // CUDA memory is registered through DMA-BUF rather than peer memory
+  bool manual_progress = true;  // nothing moves, also at the target, unless poll() is called
+  bool packs_small_pages =
+      false;  // a message costs more than copying a page: small pages travel better packed
   uint64_t write_bytes_max = UINT64_MAX;  // longest write or read
   uint64_t message_bytes_max = 8192;      // longest send
   uint64_t imm_only_bytes = 0;            // bytes a write must have to carry an immediate (0: none)
@@ -114,7 +115,8 @@ enum class EventKind : uint8_t {
 
 struct Event {
   EventKind kind = EventKind::kDone;
-  bool peer_gone = false;  // the failure means that the connection is broken, not that the operation was wrong
+  bool peer_gone =
+      false;  // the failure means that the connection is broken, not that the operation was wrong
   uint32_t imm = 0;
   uint64_t bytes = 0;
   Context* context = nullptr;
@@ -143,7 +145,8 @@ class Rail {
   virtual Posted post_recv(void* data, uint64_t bytes, void* lkey, Context* context) = 0;
   virtual std::string refusal() const = 0;
 
-  // How many pieces post_pages() moves to `to` in one call for the price of one write; 1 means: do not call it.
+  // How many pieces post_pages() moves to `to` in one call for the price of one write; 1 means: do not call
+  // it.
   virtual uint32_t pages_per_post(Route to) const { return 1; }
   // Writes all pieces, no immediate; one event for all. Only where pages_per_post(to) > 1.
   // May reorder `pieces`.
@@ -169,8 +172,9 @@ class Provider {
   virtual Result<std::unique_ptr<Rail>> open(const Nic& nic, const RailOptions& options) = 0;
 };
 
-// The providers of this process by name: "loopback", "fabric:tcp", "fabric:shm", "fabric:efa", "fabric:verbs",
-// "fabric:cxi", "verbs". find("auto") takes the first that has a usable NIC, hardware before software.
+// The providers of this process by name: "loopback", "fabric:tcp", "fabric:shm", "fabric:efa",
+// "fabric:verbs", "fabric:cxi", "verbs". find("auto") takes the first that has a usable NIC, hardware before
+// software.
 std::vector<std::string> provider_names();
 Result<std::shared_ptr<Provider>> find_provider(const std::string& name);
 

@@ -2,8 +2,8 @@
 """The names that programs import from DeepEP's extension module."""
 
 import torch
-from weft.moe.buffer import Buffer
 
+from weft.moe.buffer import Buffer
 from weft.moe.config import Config
 from weft.moe.config import low_latency_size_hint as get_low_latency_rdma_size_hint
 from weft.moe.events import EventHandle

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weft under the names that programs written for DeepEP import. Nothing is implemented here."""
 
-from weft.moe.buffer import Buffer
-
 from deep_ep._C import topk_idx_t
 from weft import __version__ as _weft_version
+from weft.moe.buffer import Buffer
 from weft.moe.config import Config
 from weft.moe.domains import get_logical_domain_size, get_physical_domain_size
 from weft.moe.events import EventHandle, EventOverlap

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// element.cuh: the numbers that collectives reduce. Sixteen bytes at a time; 8- and 16-bit floats are computed in
-// float32 and rounded to nearest, ties to even; NaN wins in min and max of floats.
+// element.cuh: the numbers that collectives reduce. Sixteen bytes at a time; 8- and 16-bit floats are
+// computed in float32 and rounded to nearest, ties to even; NaN wins in min and max of floats.
 #pragma once
 
 #include "kernels/collective/program_args.h"
@@ -14,13 +14,17 @@ WEFT_DEVICE constexpr uint32_t element_bytes(Element element) {
     case Element::kE4m3:
     case Element::kE5m2:
     case Element::kInt8:
-    case Element::kUint8: return 1;
+    case Element::kUint8:
+      return 1;
     case Element::kFp16:
-    case Element::kBf16: return 2;
+    case Element::kBf16:
+      return 2;
     case Element::kFp64:
     case Element::kInt64:
-    case Element::kUint64: return 8;
-    default: return 4;
+    case Element::kUint64:
+      return 8;
+    default:
+      return 4;
   }
 }
 
@@ -56,7 +60,9 @@ struct E4m3 {
   using Stored = uint8_t;
   using Value = float;
   WEFT_DEVICE static float load(uint8_t bits) { return float_of_e4m3(bits); }
-  WEFT_DEVICE static uint8_t store(float value) { return static_cast<uint8_t>(e4m3x4(value, 0.0f, 0.0f, 0.0f) & 0xffu); }
+  WEFT_DEVICE static uint8_t store(float value) {
+    return static_cast<uint8_t>(e4m3x4(value, 0.0f, 0.0f, 0.0f) & 0xffu);
+  }
 };
 
 template <class T>
@@ -124,10 +130,14 @@ struct Combiner {
 template <class Format, class F>
 WEFT_DEVICE void with_reduction(Reduction reduction, F f) {
   switch (reduction) {
-    case Reduction::kSum: return f(Combiner<Format, Sum>{});
-    case Reduction::kProduct: return f(Combiner<Format, Product>{});
-    case Reduction::kMin: return f(Combiner<Format, Min>{});
-    case Reduction::kMax: return f(Combiner<Format, Max>{});
+    case Reduction::kSum:
+      return f(Combiner<Format, Sum>{});
+    case Reduction::kProduct:
+      return f(Combiner<Format, Product>{});
+    case Reduction::kMin:
+      return f(Combiner<Format, Min>{});
+    case Reduction::kMax:
+      return f(Combiner<Format, Max>{});
   }
 }
 
@@ -135,18 +145,30 @@ WEFT_DEVICE void with_reduction(Reduction reduction, F f) {
 template <class F>
 WEFT_DEVICE void with_format(Element element, F f) {
   switch (element) {
-    case Element::kFp32: return f(Plain<float>{});
-    case Element::kFp16: return f(Half{});
-    case Element::kBf16: return f(Brain{});
-    case Element::kE4m3: return f(E4m3{});
-    case Element::kE5m2: return f(E5m2{});
-    case Element::kFp64: return f(Plain<double>{});
-    case Element::kInt8: return f(Plain<int8_t>{});
-    case Element::kUint8: return f(Plain<uint8_t>{});
-    case Element::kInt32: return f(Plain<int32_t>{});
-    case Element::kUint32: return f(Plain<uint32_t>{});
-    case Element::kInt64: return f(Plain<int64_t>{});
-    case Element::kUint64: return f(Plain<uint64_t>{});
+    case Element::kFp32:
+      return f(Plain<float>{});
+    case Element::kFp16:
+      return f(Half{});
+    case Element::kBf16:
+      return f(Brain{});
+    case Element::kE4m3:
+      return f(E4m3{});
+    case Element::kE5m2:
+      return f(E5m2{});
+    case Element::kFp64:
+      return f(Plain<double>{});
+    case Element::kInt8:
+      return f(Plain<int8_t>{});
+    case Element::kUint8:
+      return f(Plain<uint8_t>{});
+    case Element::kInt32:
+      return f(Plain<int32_t>{});
+    case Element::kUint32:
+      return f(Plain<uint32_t>{});
+    case Element::kInt64:
+      return f(Plain<int64_t>{});
+    case Element::kUint64:
+      return f(Plain<uint64_t>{});
   }
 }
 

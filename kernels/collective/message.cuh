@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// message.cuh: what a step moves. One pass over 16-byte units: take a unit from a message or from memory, combine it
-// with memory, store it, and put it into a message.
+// message.cuh: what a step moves. One pass over 16-byte units: take a unit from a message or from memory,
+// combine it with memory, store it, and put it into a message.
 #pragma once
 
 #include "kernels/collective/element.cuh"
@@ -33,7 +33,9 @@ struct Movement {
 
 namespace message {
 
-WEFT_DEVICE bool is_aligned(const std::byte* at) { return reinterpret_cast<uint64_t>(at) % 16 == 0; }
+WEFT_DEVICE bool is_aligned(const std::byte* at) {
+  return reinterpret_cast<uint64_t>(at) % 16 == 0;
+}
 
 // Units that lie whole and aligned in a piece; all of them where the piece is not used.
 WEFT_DEVICE uint64_t whole_units(const Piece& piece, uint64_t units) {
@@ -76,8 +78,8 @@ struct SimpleWire {
   }
 };
 
-// Two lines of (4 bytes, flag, 4 bytes, flag) per unit. The flag is the message's number plus one, so memory that was
-// never written is no message.
+// Two lines of (4 bytes, flag, 4 bytes, flag) per unit. The flag is the message's number plus one, so memory
+// that was never written is no message.
 struct LlWire {
   static constexpr bool kIsPlain = false;
   WEFT_DEVICE static uint32_t flag(const Slot& slot) { return static_cast<uint32_t>(slot.number) + 1; }
@@ -134,7 +136,8 @@ WEFT_DEVICE void move_unit(const Movement& m, uint64_t unit, bool is_ragged, Giv
 
 // a, or a + b, to one or two places, all plain and whole.
 template <class Combiner, bool kHasB, bool kTwoPlaces, bool kStreams>
-WEFT_DEVICE void stream_units(Block block, const Vec16* a, const Vec16* b, Vec16* first, Vec16* second, uint64_t units) {
+WEFT_DEVICE void stream_units(Block block, const Vec16* a, const Vec16* b, Vec16* first, Vec16* second,
+                              uint64_t units) {
   WEFT_STREAM_LOOP
   for (uint64_t i = block.rank(); i < units; i += block.size()) {
     Vec16 value = load_vec(a + i);

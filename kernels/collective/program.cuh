@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// program.cuh: run_program interprets a collective program. Every block of the launch owns some blocks of the program and
-// goes around them; a program block takes its steps in order, once per slice of the chunks.
-// Steps of a visit: 1 one thread asks whether the step's dependencies, its message and a free slot are there   2 the
-// whole block moves the piece   3 one thread tells the peers and the other blocks.
-// Waits: only in 1, and for single lines of LL messages in 2; bounded by the wait rule, which names rank, peer, program
-// block and step.
-// Cost: two block barriers per message.
+// program.cuh: run_program interprets a collective program. Every block of the launch owns some blocks of the
+// program and goes around them; a program block takes its steps in order, once per slice of the chunks. Steps
+// of a visit: 1 one thread asks whether the step's dependencies, its message and a free slot are there   2
+// the whole block moves the piece   3 one thread tells the peers and the other blocks. Waits: only in 1, and
+// for single lines of LL messages in 2; bounded by the wait rule, which names rank, peer, program block and
+// step. Cost: two block barriers per message.
 #pragma once
 
 #include "kernels/collective/message.cuh"
@@ -25,7 +24,7 @@ struct Cursor {
   uint64_t waiting_since_ns;  // 0: it does not wait
   uint32_t number;            // of the program block
   uint32_t step;
-  uint32_t chunk;             // of the step
+  uint32_t chunk;  // of the step
   uint32_t is_done;
 };
 
@@ -53,13 +52,19 @@ WEFT_DEVICE bool op_sends(StepOp op) {
   return op == StepOp::kSend || op == StepOp::kRecvCopySend || op == StepOp::kRecvReduceSend ||
          op == StepOp::kRecvReduceCopySend;
 }
-WEFT_DEVICE bool op_receives(StepOp op) { return op >= StepOp::kRecv && op <= StepOp::kRecvReduceCopySend; }
-WEFT_DEVICE bool op_reads_src(StepOp op) { return op != StepOp::kRecv && op != StepOp::kRecvCopySend; }
-WEFT_DEVICE bool op_writes_dst(StepOp op) { return op != StepOp::kSend && op != StepOp::kRecvReduceSend; }
+WEFT_DEVICE bool op_receives(StepOp op) {
+  return op >= StepOp::kRecv && op <= StepOp::kRecvReduceCopySend;
+}
+WEFT_DEVICE bool op_reads_src(StepOp op) {
+  return op != StepOp::kRecv && op != StepOp::kRecvCopySend;
+}
+WEFT_DEVICE bool op_writes_dst(StepOp op) {
+  return op != StepOp::kSend && op != StepOp::kRecvReduceSend;
+}
 
 // Chunks [index, index + chunks) of a buffer, of each the slice of this iteration.
-WEFT_DEVICE Piece piece_of(const ProgramArgs& a, uint32_t bytes_per_elem, uint32_t buffer, uint32_t index, uint32_t chunks,
-                           uint64_t iteration) {
+WEFT_DEVICE Piece piece_of(const ProgramArgs& a, uint32_t bytes_per_elem, uint32_t buffer, uint32_t index,
+                           uint32_t chunks, uint64_t iteration) {
   const BufferLayout& layout = a.buffers[buffer];
   uint64_t first;
   uint64_t length;
@@ -94,16 +99,21 @@ WEFT_DEVICE Turn turn_of(const ProgramArgs& a, const Shape& shape, const Cursor&
   turn.src = {};
   turn.dst = {};
   if (op_reads_src(op))
-    turn.src = piece_of(a, bytes, turn.step->src_buffer, turn.step->src_index + cursor.chunk, turn.chunks, cursor.iteration);
+    turn.src = piece_of(a, bytes, turn.step->src_buffer, turn.step->src_index + cursor.chunk, turn.chunks,
+                        cursor.iteration);
   if (op_writes_dst(op))
-    turn.dst = piece_of(a, bytes, turn.step->dst_buffer, turn.step->dst_index + cursor.chunk, turn.chunks, cursor.iteration);
+    turn.dst = piece_of(a, bytes, turn.step->dst_buffer, turn.step->dst_index + cursor.chunk, turn.chunks,
+                        cursor.iteration);
   // Both ends of a connection must agree on a message's size: from the nominal chunk, or from equal sizes.
   uint64_t message_bytes;
   if (a.skip_empty) {
     message_bytes = turn.src.at ? turn.src.bytes : turn.dst.bytes;
   } else {
     const uint64_t rest = a.chunk_elems - cursor.iteration * a.slice_elems;
-    message_bytes = (turn.chunks > 1 ? turn.chunks * a.chunk_elems : rest < a.slice_elems ? rest : a.slice_elems) * bytes;
+    message_bytes = (turn.chunks > 1        ? turn.chunks * a.chunk_elems
+                     : rest < a.slice_elems ? rest
+                                            : a.slice_elems) *
+                    bytes;
   }
   turn.units = (message_bytes + 15) / 16;
   return turn;
@@ -115,8 +125,8 @@ struct RingPlace {
   uint64_t slot_at;  // window offset of the message's slot
 };
 template <class MeshT, class Shape>
-WEFT_DEVICE RingPlace ring_of(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, uint32_t channel, uint32_t peer,
-                              bool is_sender, uint64_t number) {
+WEFT_DEVICE RingPlace ring_of(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, uint32_t channel,
+                              uint32_t peer, bool is_sender, uint64_t number) {
   const auto protocol = static_cast<uint64_t>(shape.protocol);
   const uint64_t connections = uint64_t{a.rings.channels} * mesh.ranks();
   const uint64_t mine = uint64_t{channel} * mesh.ranks() + peer;
@@ -142,8 +152,8 @@ struct Lack {
 
 // One look: whether everything the step needs is there. One thread.
 template <class MeshT, class Shape>
-WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, const Cursor& cursor, const Turn& turn,
-                         uint64_t epoch, bool may_wait_in_data, Lack& lack) {
+WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, const Cursor& cursor,
+                         const Turn& turn, uint64_t epoch, bool may_wait_in_data, Lack& lack) {
   if (cursor.chunk == 0) {
     for (uint32_t i = 0; i < turn.step->waits; ++i) {
       const ProgramWait& wait = a.waits[turn.step->first_wait + i];
@@ -162,7 +172,8 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
       if (seen <= cursor.received) return lack = {peer, cursor.received + 1, seen}, false;
     } else if (!may_wait_in_data && turn.units > 0) {
       const Slot slot{mesh.local() + ring.slot_at, cursor.received};
-      if (!message::LlWire::arrived(slot, turn.units - 1)) return lack = {peer, cursor.received + 1, cursor.received}, false;
+      if (!message::LlWire::arrived(slot, turn.units - 1))
+        return lack = {peer, cursor.received + 1, cursor.received}, false;
     }
   }
   if (turn.sends) {
@@ -170,7 +181,8 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
     const RingPlace ring = ring_of(a, mesh, shape, channel, peer, true, cursor.sent);
     const auto* freed = reinterpret_cast<const uint64_t*>(mesh.local() + a.rings.freed_at);
     const uint64_t seen = load_acquire(&freed[ring.counter]);
-    if (seen + a.rings.slots <= cursor.sent) return lack = {peer, cursor.sent + 1 - a.rings.slots, seen}, false;
+    if (seen + a.rings.slots <= cursor.sent)
+      return lack = {peer, cursor.sent + 1 - a.rings.slots, seen}, false;
   }
   return true;
 }
@@ -182,8 +194,8 @@ WEFT_DEVICE void give_up(const ProgramArgs& a, const Cursor& cursor, const Lack&
 
 // Looks once, or until it is there if nothing else is left to do. One thread.
 template <class MeshT, class Shape>
-WEFT_DEVICE Verdict look(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Cursor& cursor, const Turn& turn,
-                         uint64_t epoch, bool is_alone) {
+WEFT_DEVICE Verdict look(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Cursor& cursor,
+                         const Turn& turn, uint64_t epoch, bool is_alone) {
   Lack lack{};
   for (uint32_t polls = 0;; ++polls) {
     if (has_all(a, mesh, shape, cursor, turn, epoch, is_alone, lack)) {
@@ -194,7 +206,9 @@ WEFT_DEVICE Verdict look(const ProgramArgs& a, const MeshT& mesh, const Shape& s
     if (is_alone && (polls & 63) != 63) continue;
     const uint64_t now = now_ns();
     if (cursor.waiting_since_ns == 0) cursor.waiting_since_ns = now;
-    const bool is_late = now - cursor.waiting_since_ns > a.wait.timeout_ns;
+    // A block that waits for another of its rank leaves it to that one to say which peer is missing.
+    const uint64_t allowed_ns = lack.peer == mesh.rank() ? 2 * a.wait.timeout_ns : a.wait.timeout_ns;
+    const bool is_late = now - cursor.waiting_since_ns > allowed_ns;
     if (is_late) give_up(a, cursor, lack, now - cursor.waiting_since_ns);
     if (is_late || load_relaxed(&a.wait.fault->raised) != 0) return kFault;
     if (!is_alone) return kNotYet;
@@ -203,8 +217,8 @@ WEFT_DEVICE Verdict look(const ProgramArgs& a, const MeshT& mesh, const Shape& s
 
 // Moves the piece, by the whole block.
 template <class MeshT, class Shape>
-WEFT_DEVICE void carry_out(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Block block, const Cursor& cursor,
-                           const Turn& turn) {
+WEFT_DEVICE void carry_out(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Block block,
+                           const Cursor& cursor, const Turn& turn) {
   Movement m;
   m.units = turn.units;
   m.src = turn.src;
@@ -215,11 +229,13 @@ WEFT_DEVICE void carry_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
   const uint32_t channel = turn.block->channel;
   if (turn.receives) {
     const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
-    m.in = {mesh.local() + ring_of(a, mesh, shape, channel, peer, false, cursor.received).slot_at, cursor.received};
+    m.in = {mesh.local() + ring_of(a, mesh, shape, channel, peer, false, cursor.received).slot_at,
+            cursor.received};
   }
   if (turn.sends) {
     const auto peer = static_cast<uint32_t>(turn.block->send_peer);
-    m.out = {mesh.to(peer).mapped() + ring_of(a, mesh, shape, channel, peer, true, cursor.sent).slot_at, cursor.sent};
+    m.out = {mesh.to(peer).mapped() + ring_of(a, mesh, shape, channel, peer, true, cursor.sent).slot_at,
+             cursor.sent};
   }
   uint64_t since_ns = 0;
   auto gives_up = [&](uint32_t polls) {
@@ -228,7 +244,8 @@ WEFT_DEVICE void carry_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
     const uint64_t now = now_ns();
     if (since_ns == 0) since_ns = now;
     if (now - since_ns > a.wait.timeout_ns)
-      give_up(a, cursor, {static_cast<uint32_t>(turn.block->recv_peer), cursor.received + 1, cursor.received}, now - since_ns);
+      give_up(a, cursor, {static_cast<uint32_t>(turn.block->recv_peer), cursor.received + 1, cursor.received},
+              now - since_ns);
     return load_relaxed(&a.wait.fault->raised) != 0;
   };
   if (shape.protocol == static_cast<int64_t>(Protocol::kSimple))
@@ -239,8 +256,8 @@ WEFT_DEVICE void carry_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
 
 // Tells peers and other blocks, and moves the cursor on. One thread.
 template <class MeshT, class Shape>
-WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Cursor& cursor, const Turn& turn,
-                          uint64_t epoch, bool moved) {
+WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Cursor& cursor,
+                          const Turn& turn, uint64_t epoch, bool moved) {
   const uint32_t channel = turn.block->channel;
   if (moved && turn.sends) {
     const auto peer = static_cast<uint32_t>(turn.block->send_peer);
@@ -252,13 +269,15 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
     const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
     cursor.received += 1;
     const uint64_t connections = uint64_t{a.rings.channels} * mesh.ranks();
-    const uint64_t counter = static_cast<uint64_t>(shape.protocol) * connections + ring_index(mesh, channel, mesh.rank());
+    const uint64_t counter =
+        static_cast<uint64_t>(shape.protocol) * connections + ring_index(mesh, channel, mesh.rank());
     mesh.to(peer).signal(a.rings.freed_at + counter * 8, cursor.received);
   }
   cursor.chunk += turn.chunks;
   if (cursor.chunk < turn.step->count) return;
   if (turn.step->needed)
-    store_release(&a.progress[cursor.number], progress_value(epoch, cursor.iteration, turn.block->steps, cursor.step));
+    store_release(&a.progress[cursor.number],
+                  progress_value(epoch, cursor.iteration, turn.block->steps, cursor.step));
   cursor.chunk = 0;
   cursor.step += 1;
   if (cursor.step < turn.block->steps) return;
@@ -269,31 +288,36 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
 
 // Reads a program block's message numbers. One thread.
 template <class MeshT, class Shape>
-WEFT_DEVICE void open(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Cursor& cursor, uint32_t number) {
+WEFT_DEVICE void open(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Cursor& cursor,
+                      uint32_t number) {
   const ProgramBlock& block = a.blocks[number];
   cursor = {};
   cursor.number = number;
   cursor.is_done = block.steps == 0 || a.iterations == 0;
   if (block.send_peer >= 0)
-    cursor.sent = a.sent[ring_of(a, mesh, shape, block.channel, static_cast<uint32_t>(block.send_peer), true, 0).counter];
+    cursor.sent =
+        a.sent[ring_of(a, mesh, shape, block.channel, static_cast<uint32_t>(block.send_peer), true, 0)
+                   .counter];
   if (block.recv_peer >= 0)
     cursor.received =
-        a.received[ring_of(a, mesh, shape, block.channel, static_cast<uint32_t>(block.recv_peer), false, 0).counter];
+        a.received[ring_of(a, mesh, shape, block.channel, static_cast<uint32_t>(block.recv_peer), false, 0)
+                       .counter];
 }
 template <class MeshT, class Shape>
 WEFT_DEVICE void close(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, const Cursor& cursor) {
   const ProgramBlock& block = a.blocks[cursor.number];
   if (block.send_peer >= 0)
-    a.sent[ring_of(a, mesh, shape, block.channel, static_cast<uint32_t>(block.send_peer), true, 0).counter] = cursor.sent;
+    a.sent[ring_of(a, mesh, shape, block.channel, static_cast<uint32_t>(block.send_peer), true, 0).counter] =
+        cursor.sent;
   if (block.recv_peer >= 0)
-    a.received[ring_of(a, mesh, shape, block.channel, static_cast<uint32_t>(block.recv_peer), false, 0).counter] =
-        cursor.received;
+    a.received[ring_of(a, mesh, shape, block.channel, static_cast<uint32_t>(block.recv_peer), false, 0)
+                   .counter] = cursor.received;
 }
 
 // One visit to a program block; kGo when it moved on.
 template <class MeshT, class Shape>
-WEFT_DEVICE Verdict visit(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Block block, Shared* shared,
-                          Cursor& cursor, uint64_t epoch, bool is_alone) {
+WEFT_DEVICE Verdict visit(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Block block,
+                          Shared* shared, Cursor& cursor, uint64_t epoch, bool is_alone) {
   const Turn turn = turn_of(a, shape, cursor);
   const bool is_empty = a.skip_empty && turn.units == 0;
   if (block.rank() == 0) {
@@ -325,9 +349,11 @@ WEFT_KERNEL void run_program(const ProgramArgs& a, const MeshT& mesh, const Shap
   auto* shared = reinterpret_cast<program::Shared*>(block.shared());
   auto* cursors = reinterpret_cast<program::Cursor*>(shared + 1);
   const uint64_t epoch = a.state->epoch + 1;
-  const uint32_t owned = a.num_blocks > block.index() ? (a.num_blocks - block.index() - 1) / block.count() + 1 : 0;
+  const uint32_t owned =
+      a.num_blocks > block.index() ? (a.num_blocks - block.index() - 1) / block.count() + 1 : 0;
   if (block.rank() == 0)
-    for (uint32_t i = 0; i < owned; ++i) program::open(a, mesh, shape, cursors[i], block.index() + i * block.count());
+    for (uint32_t i = 0; i < owned; ++i)
+      program::open(a, mesh, shape, cursors[i], block.index() + i * block.count());
   block.sync();
 
   uint32_t unfinished = 0;
@@ -337,7 +363,8 @@ WEFT_KERNEL void run_program(const ProgramArgs& a, const MeshT& mesh, const Shap
     bool moved = false;
     for (uint32_t i = 0; i < owned && !is_broken; ++i) {
       if (cursors[i].is_done) continue;
-      const program::Verdict verdict = program::visit(a, mesh, shape, block, shared, cursors[i], epoch, unfinished == 1);
+      const program::Verdict verdict =
+          program::visit(a, mesh, shape, block, shared, cursors[i], epoch, unfinished == 1);
       is_broken = verdict == program::kFault;
       moved = moved || verdict == program::kGo;
       unfinished -= cursors[i].is_done;

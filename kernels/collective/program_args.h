@@ -2,13 +2,13 @@
 //
 // program_args.h: what the interpreter of collective programs is given. Host and device share it.
 //
-// Connections. (sender, receiver, channel) is one FIFO of messages, a ring of slots in the receiver's window. Messages
-// are numbered from 0 for ever: `sent` and `received` live in local memory, so a captured graph that is replayed goes
-// on counting. A sender may write message n once the receiver has freed n - slots; it learns that from a counter in its
-// own window. Each protocol has rings of its own:
+// Connections. (sender, receiver, channel) is one FIFO of messages, a ring of slots in the receiver's window.
+// Messages are numbered from 0 for ever: `sent` and `received` live in local memory, so a captured graph that
+// is replayed goes on counting. A sender may write message n once the receiver has freed n - slots; it learns
+// that from a counter in its own window. Each protocol has rings of its own:
 //   Simple   a message is bytes; a counter in the receiver's window says how many have arrived
 //   LL       a 16-byte line holds 8 bytes and the message's number twice; a line is there when both agree
-//   LL128    a 128-byte line holds 120 bytes and the message's number
+//   LL128    for now LL's wire, in rings of its own
 #pragma once
 
 #include "kernels/core/grid.cuh"
@@ -105,8 +105,8 @@ struct ProgramArgs {
   uint64_t slice_elems;  // of every chunk, per iteration
   uint64_t iterations;
   uint32_t num_blocks;
-  uint32_t group;  // chunks of one message; above 1 only where chunks are contiguous
-  uint32_t skip_empty;  // sizes differ by chunk: nothing is sent for an empty slice
+  uint32_t group;           // chunks of one message; above 1 only where chunks are contiguous
+  uint32_t skip_empty;      // sizes differ by chunk: nothing is sent for an empty slice
   uint32_t streams_output;  // results are too large for the caches: write past them
   RingLayout rings;
   WaitRule wait;

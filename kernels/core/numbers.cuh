@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// numbers.cuh: 16-bit and 32-bit floating-point rows as float32 accumulators, eight or four elements at a time.
+// numbers.cuh: 16-bit and 32-bit floating-point rows as float32 accumulators, eight or four elements at a
+// time.
 #pragma once
 
 #include "kernels/target/target.h"
@@ -10,10 +11,14 @@ namespace weft {
 // Nearest, ties to even; NaN stays NaN.
 WEFT_DEVICE uint32_t bf16_bits(float value) {
   const uint32_t bits = bits_of_float(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return (bits >> 16) | 0x40u;
-  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  // Signed, since x86 compares vectors of signed integers only.
+  const bool is_nan = static_cast<int32_t>(bits & 0x7fffffffu) > 0x7f800000;
+  return is_nan ? (bits >> 16) | 0x40u : rounded;
 }
-WEFT_DEVICE float float_of_bf16(uint32_t bits) { return float_of_bits(bits << 16); }
+WEFT_DEVICE float float_of_bf16(uint32_t bits) {
+  return float_of_bits(bits << 16);
+}
 
 // FP8 with 5 exponent bits: the upper byte of an FP16 number, to nearest, ties to even; NaN stays NaN.
 WEFT_DEVICE uint32_t e5m2_bits(float value) {
@@ -30,21 +35,12 @@ WEFT_DEVICE float float_of_e4m3(uint32_t bits) {
   return float_of_bits(sign | ((magnitude << 20) + (120u << 23)));
 }
 
-// The elements of one Vec16 in float32.
+// The elements of one Vec16 in float32: the low halves of its words, then the high ones.
 struct Bf16 {
   static constexpr uint32_t kPerVec = 8;
 
-  WEFT_DEVICE static void add(float (&sums)[kPerVec], const Vec16& vec) {
-    for (uint32_t i = 0; i < 4; ++i) {
-      sums[2 * i] += float_of_bits(vec.words[i] << 16);
-      sums[2 * i + 1] += float_of_bits(vec.words[i] & 0xffff0000u);
-    }
-  }
-  WEFT_DEVICE static Vec16 round(const float (&sums)[kPerVec]) {
-    Vec16 vec;
-    for (uint32_t i = 0; i < 4; ++i) vec.words[i] = bf16_bits(sums[2 * i]) | bf16_bits(sums[2 * i + 1]) << 16;
-    return vec;
-  }
+  WEFT_DEVICE static void add(float (&sums)[kPerVec], const Vec16& vec) { add_bf16x8(sums, vec); }
+  WEFT_DEVICE static Vec16 round(const float (&sums)[kPerVec]) { return round_bf16x8(sums); }
 };
 
 struct Fp32 {

@@ -257,6 +257,23 @@ WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
                : "memory");
 }
 
+// The eight bf16 of a Vec16 and their float32 sums: sums[0..3] belong to the low halves of the words, sums[4..7] to the
+// high ones. Rounding is to nearest, ties to even.
+WEFT_DEVICE void add_bf16x8(float (&sums)[8], const Vec16& vec) {
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < 4; ++i) {
+    sums[i] += __uint_as_float(vec.words[i] << 16);
+    sums[4 + i] += __uint_as_float(vec.words[i] & 0xffff0000u);
+  }
+}
+WEFT_DEVICE Vec16 round_bf16x8(const float (&sums)[8]) {
+  Vec16 vec;
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < 4; ++i)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(vec.words[i]) : "f"(sums[4 + i]), "f"(sums[i]));
+  return vec;
+}
+
 // ---- row pipe ----------------------------------------------------------------------------------------------------
 
 struct RowPiece {

@@ -38,7 +38,7 @@ enum class byte : unsigned char {};
 
 #define WEFT_DEVICE __attribute__((device, always_inline)) inline
 #define WEFT_KERNEL __attribute__((device, always_inline)) inline
-#define WEFT_UNROLL _Pragma("unroll")  // before a loop whose trip count is constant
+#define WEFT_UNROLL _Pragma("unroll")         // before a loop whose trip count is constant
 #define WEFT_STREAM_LOOP _Pragma("unroll 4")  // before a loop whose iterations are independent
 
 #include "kernels/target/portable.h"
@@ -227,7 +227,9 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
 }
 
 // Asks for a line to be brought near; may do nothing.
-WEFT_DEVICE void prefetch(const void* at) { __builtin_prefetch(at); }
+WEFT_DEVICE void prefetch(const void* at) {
+  __builtin_prefetch(at);
+}
 
 // ---- numbers
 // -----------------------------------------------------------------------------------------------------
@@ -272,6 +274,32 @@ WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
   auto* halves = reinterpret_cast<uint64_t*>(at);
   store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
   store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
+}
+
+namespace detail {
+
+WEFT_DEVICE uint32_t bf16_bits_of(float value) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return (bits >> 16) | 0x40u;
+  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+}  // namespace detail
+
+// The eight bf16 of a Vec16 and their float32 sums: sums[0..3] belong to the low halves of the words, sums[4..7] to the
+// high ones. Rounding is to nearest, ties to even.
+WEFT_DEVICE void add_bf16x8(float (&sums)[8], const Vec16& vec) {
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < 4; ++i) {
+    sums[i] += __builtin_bit_cast(float, vec.words[i] << 16);
+    sums[4 + i] += __builtin_bit_cast(float, vec.words[i] & 0xffff0000u);
+  }
+}
+WEFT_DEVICE Vec16 round_bf16x8(const float (&sums)[8]) {
+  Vec16 vec;
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < 4; ++i) vec.words[i] = detail::bf16_bits_of(sums[i]) | detail::bf16_bits_of(sums[4 + i]) << 16;
+  return vec;
 }
 
 // ---- row pipe

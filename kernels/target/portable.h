@@ -5,19 +5,24 @@
 
 namespace weft {
 
-WEFT_DEVICE float float_of_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
-WEFT_DEVICE uint32_t bits_of_float(float value) { return __builtin_bit_cast(uint32_t, value); }
+WEFT_DEVICE float float_of_bits(uint32_t bits) {
+  return __builtin_bit_cast(float, bits);
+}
+WEFT_DEVICE uint32_t bits_of_float(float value) {
+  return __builtin_bit_cast(uint32_t, value);
+}
 
-// float8_e4m3fn: nearest even; above 448, infinities too, it is 448; NaN stays NaN. Without branches, so that loops
-// over it vectorise.
+// float8_e4m3fn: nearest even; above 448, infinities too, it is 448; NaN stays NaN. Without branches, so that
+// loops over it vectorise.
 WEFT_DEVICE uint32_t e4m3_portable(float value) {
   constexpr uint32_t kInfinity = 0x7f800000u;
   constexpr uint32_t kSmallestNormal = 121u << 23;  // 2^-6
-  constexpr float kSubnormalStep = 16384.0f;        // 2^14: adding it leaves multiples of 2^-9 in the low bits
+  constexpr float kSubnormalStep = 16384.0f;  // 2^14: adding it leaves multiples of 2^-9 in the low bits
   const uint32_t bits = bits_of_float(value);
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude + 0x7ffffu + ((magnitude >> 20) & 1u) - (120u << 23)) >> 20;
-  const uint32_t tiny = bits_of_float(float_of_bits(magnitude) + kSubnormalStep) - bits_of_float(kSubnormalStep);
+  const uint32_t tiny =
+      bits_of_float(float_of_bits(magnitude) + kSubnormalStep) - bits_of_float(kSubnormalStep);
   uint32_t code = magnitude < kSmallestNormal ? tiny : normal;
   code = code > 0x7eu ? 0x7eu : code;
   code = magnitude > kInfinity ? 0x7fu : code;
@@ -27,7 +32,8 @@ WEFT_DEVICE uint32_t e4m3_portable(float value) {
 // FP16 to float32: exact. The multiplication moves the exponent, subnormals included.
 WEFT_DEVICE float f16_to_float_portable(uint32_t bits) {
   const uint32_t magnitude = bits & 0x7fffu;
-  const uint32_t finite = bits_of_float(float_of_bits(magnitude << 13) * float_of_bits(0x77800000u));  // 2^112
+  const uint32_t finite =
+      bits_of_float(float_of_bits(magnitude << 13) * float_of_bits(0x77800000u));  // 2^112
   const uint32_t value = magnitude >= 0x7c00u ? 0x7f800000u | (magnitude & 0x3ffu) << 13 : finite;
   return float_of_bits(value | (bits & 0x8000u) << 16);
 }
@@ -38,7 +44,8 @@ WEFT_DEVICE uint32_t float_to_f16_portable(float value) {
   const uint32_t bits = bits_of_float(value);
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
-  const uint32_t tiny = bits_of_float(float_of_bits(magnitude) + kSubnormalStep) - bits_of_float(kSubnormalStep);
+  const uint32_t tiny =
+      bits_of_float(float_of_bits(magnitude) + kSubnormalStep) - bits_of_float(kSubnormalStep);
   uint32_t code = magnitude < kSmallestNormal ? tiny : normal;
   code = code > 0x7c00u ? 0x7c00u : code;
   code = magnitude > 0x7f800000u ? 0x7e00u : code;

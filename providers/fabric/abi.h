@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The binary interface of libfabric that the fabric provider uses, for symbol versions FABRIC_1.3 (fi_getinfo, fi_dupinfo,
-// fi_freeinfo) and FABRIC_1.1 (fi_fabric): the layouts that releases 1.14 to 2.x keep. Objects are structs whose first
-// member is a Fid and whose functions hang in tables; a member that Weft does not call is a `Slot`.
-// tests/unit/transfer_fabric_abi_test.cc compares every size, offset and value with libfabric's own headers where they
-// are installed. Why this exists: docs/decisions/transfer-providers.md.
+// The binary interface of libfabric that the fabric provider uses, for symbol versions FABRIC_1.3
+// (fi_getinfo, fi_dupinfo, fi_freeinfo) and FABRIC_1.1 (fi_fabric): the layouts that releases 1.14 to 2.x
+// keep. Objects are structs whose first member is a Fid and whose functions hang in tables; a member that
+// Weft does not call is a `Slot`. tests/unit/transfer_fabric_abi_test.cc compares every size, offset and
+// value with libfabric's own headers where they are installed. Why this exists:
+// docs/decisions/transfer-providers.md.
 #pragma once
 
 #include <sys/types.h>
@@ -15,7 +16,9 @@
 
 namespace weft::provider::fi {
 
-constexpr uint32_t version(uint32_t major, uint32_t minor) { return major << 16 | minor; }
+constexpr uint32_t version(uint32_t major, uint32_t minor) {
+  return major << 16 | minor;
+}
 
 // Capabilities and operation flags
 constexpr uint64_t kMsg = 1ull << 1;
@@ -249,7 +252,8 @@ struct Domain {
   }* ops;
   struct MrOps {
     size_t size;
-    int (*reg)(Fid*, const void*, size_t, uint64_t access, uint64_t offset, uint64_t key, uint64_t flags, Mr**, void*);
+    int (*reg)(Fid*, const void*, size_t, uint64_t access, uint64_t offset, uint64_t key, uint64_t flags,
+               Mr**, void*);
     Slot regv;
     int (*regattr)(Fid*, const MrAttr*, uint64_t flags, Mr**);
   }* mr;
@@ -286,15 +290,17 @@ struct Endpoint {
   }* msg;
   struct RmaOps {
     size_t size;
-    ssize_t (*read)(Endpoint*, void*, size_t, void* desc, uint64_t from, uint64_t addr, uint64_t key, void* context);
+    ssize_t (*read)(Endpoint*, void*, size_t, void* desc, uint64_t from, uint64_t addr, uint64_t key,
+                    void* context);
     Slot readv;
     ssize_t (*readmsg)(Endpoint*, const MsgRma*, uint64_t flags);
-    ssize_t (*write)(Endpoint*, const void*, size_t, void* desc, uint64_t to, uint64_t addr, uint64_t key, void* context);
+    ssize_t (*write)(Endpoint*, const void*, size_t, void* desc, uint64_t to, uint64_t addr, uint64_t key,
+                     void* context);
     Slot writev;
     ssize_t (*writemsg)(Endpoint*, const MsgRma*, uint64_t flags);
     Slot inject;
-    ssize_t (*writedata)(Endpoint*, const void*, size_t, void* desc, uint64_t data, uint64_t to, uint64_t addr,
-                         uint64_t key, void* context);
+    ssize_t (*writedata)(Endpoint*, const void*, size_t, void* desc, uint64_t data, uint64_t to,
+                         uint64_t addr, uint64_t key, void* context);
   }* rma;
 };
 

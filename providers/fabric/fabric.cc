@@ -82,7 +82,8 @@ Nic describe(const fi::Info& info, const std::string& kind) {
   if (info.nic && info.nic->bus_attr && info.nic->bus_attr->bus_type == 1) {
     const fi::PciAttr& pci = info.nic->bus_attr->pci;
     char text[32];
-    snprintf(text, sizeof text, "%04x:%02x:%02x.%x", pci.domain_id, pci.bus_id, pci.device_id, pci.function_id);
+    snprintf(text, sizeof text, "%04x:%02x:%02x.%x", pci.domain_id, pci.bus_id, pci.device_id,
+             pci.function_id);
     nic.pci = text;
     std::ifstream("/sys/bus/pci/devices/" + nic.pci + "/numa_node") >> nic.numa_node;
   }
@@ -91,10 +92,20 @@ Nic describe(const fi::Info& info, const std::string& kind) {
 
 bool means_peer_gone(int error) {
   switch (error) {
-    case ECONNRESET: case ECONNREFUSED: case ECONNABORTED: case ENOTCONN: case ESHUTDOWN: case EPIPE:
-    case EHOSTUNREACH: case EHOSTDOWN: case ENETUNREACH: case ENETDOWN: case ETIMEDOUT:
+    case ECONNRESET:
+    case ECONNREFUSED:
+    case ECONNABORTED:
+    case ENOTCONN:
+    case ESHUTDOWN:
+    case EPIPE:
+    case EHOSTUNREACH:
+    case EHOSTDOWN:
+    case ENETUNREACH:
+    case ENETDOWN:
+    case ETIMEDOUT:
       return true;
-    default: return false;
+    default:
+      return false;
   }
 }
 
@@ -162,7 +173,9 @@ class FabricRail : public Rail {
     bytes.resize(std::max<size_t>(bytes.size(), 512));
     Destination destination;
     const int inserted = av_->ops->insert(av_, bytes.data(), 1, &destination.address, 0, nullptr);
-    if (inserted != 1) return logged(fi::failure(fi_, inserted < 0 ? inserted : -EINVAL, text("fabric: fi_av_insert on {}", nic_.name)));
+    if (inserted != 1)
+      return logged(
+          fi::failure(fi_, inserted < 0 ? inserted : -EINVAL, text("fabric: fi_av_insert on {}", nic_.name)));
     if (may_copy_across_ && head.host == host_mark() && (mr_mode_ & fi::kMrVirtAddr))
       destination.pid = try_reach(head) ? static_cast<pid_t>(head.pid) : 0;
     for (Route route = 0; route < destinations_.size(); ++route) {
@@ -176,7 +189,8 @@ class FabricRail : public Rail {
 
   void forget(Route route) override {
     if (route >= destinations_.size() || !destinations_[route].is_used) return;
-    // Removing the address of a peer that was killed can block some providers' progress; it is left to the rail's end.
+    // Removing the address of a peer that was killed can block some providers' progress; it is left to the
+    // rail's end.
     destinations_[route].is_used = false;
   }
 
@@ -201,7 +215,8 @@ class FabricRail : public Rail {
       if (code != 0) fi::close(mr->fid);
     }
     if (code != 0)
-      return logged(fi::failure(fi_, code, text("fabric: registering {} bytes on {}", range.bytes, nic_.name)));
+      return logged(
+          fi::failure(fi_, code, text("fabric: registering {} bytes on {}", range.bytes, nic_.name)));
     Registration made;
     made.handle = mr;
     made.lkey = mr->mem_desc;
@@ -220,13 +235,15 @@ class FabricRail : public Rail {
     const uint64_t to = destinations_[op.to].address;
     if (op.delivered) return post_delivered(op, to);
     if (op.has_imm)
-      return answer(ep_->rma->writedata(ep_, p.local, p.bytes, p.lkey, op.imm, to, p.remote, p.rkey, op.context));
+      return answer(
+          ep_->rma->writedata(ep_, p.local, p.bytes, p.lkey, op.imm, to, p.remote, p.rkey, op.context));
     return answer(ep_->rma->write(ep_, p.local, p.bytes, p.lkey, to, p.remote, p.rkey, op.context));
   }
 
   Posted post_read(const RmaOp& op) override {
     const Piece& p = op.piece;
-    return answer(ep_->rma->read(ep_, p.local, p.bytes, p.lkey, destinations_[op.to].address, p.remote, p.rkey, op.context));
+    return answer(ep_->rma->read(ep_, p.local, p.bytes, p.lkey, destinations_[op.to].address, p.remote,
+                                 p.rkey, op.context));
   }
 
   Posted post_send(Route to, const void* data, uint64_t bytes, void* lkey, Context* context) override {
@@ -241,9 +258,9 @@ class FabricRail : public Rail {
 
   uint32_t pages_per_post(Route to) const override { return destinations_[to].pid ? kPagesPerCall : 1; }
 
-  // One system call copies all pages into the peer, as the shm provider itself does for a single large write. The kernel
-  // looks up the peer's memory once per stretch of it, so pages go in the order of their addresses over there and
-  // neighbours become one stretch.
+  // One system call copies all pages into the peer, as the shm provider itself does for a single large write.
+  // The kernel looks up the peer's memory once per stretch of it, so pages go in the order of their addresses
+  // over there and neighbours become one stretch.
   Posted post_pages(Route to, Piece* pieces, uint32_t count, Context* context) override {
     std::sort(pieces, pieces + count, [](const Piece& a, const Piece& b) { return a.remote < b.remote; });
     iovec from[kPagesPerCall], into[kPagesPerCall];
@@ -295,7 +312,8 @@ class FabricRail : public Rail {
   static bool try_reach(const AddressHead& head) {
     uint64_t seen = 0;
     iovec here{&seen, sizeof seen}, there{reinterpret_cast<void*>(head.witness_at), sizeof seen};
-    return process_vm_readv(static_cast<pid_t>(head.pid), &here, 1, &there, 1, 0) == sizeof seen && seen == head.witness;
+    return process_vm_readv(static_cast<pid_t>(head.pid), &here, 1, &there, 1, 0) == sizeof seen &&
+           seen == head.witness;
   }
 
   uint64_t make_key() const {
@@ -308,7 +326,8 @@ class FabricRail : public Rail {
     fi::RmaIov into{op.piece.remote, op.piece.bytes, op.piece.rkey};
     void* desc = op.piece.lkey;
     fi::MsgRma message{&from, &desc, 1, to, &into, 1, op.context, op.imm};
-    return answer(ep_->rma->writemsg(ep_, &message, fi::kDeliveryComplete | (op.has_imm ? fi::kRemoteCqData : 0)));
+    return answer(
+        ep_->rma->writemsg(ep_, &message, fi::kDeliveryComplete | (op.has_imm ? fi::kRemoteCqData : 0)));
   }
 
   Posted answer(ssize_t code) {
@@ -335,11 +354,14 @@ class FabricRail : public Rail {
     fi::CqErrEntry entry{};
     if (cq_->ops->readerr(cq_, &entry, 0) <= 0) return 0;
     char words[256] = {};
-    const char* said = cq_->ops->strerror ? cq_->ops->strerror(cq_, entry.prov_errno, entry.err_data, words, sizeof words) : nullptr;
+    const char* said = cq_->ops->strerror
+                           ? cq_->ops->strerror(cq_, entry.prov_errno, entry.err_data, words, sizeof words)
+                           : nullptr;
     event.kind = EventKind::kFailed;
     event.context = static_cast<Context*>(entry.op_context);
     event.peer_gone = means_peer_gone(entry.err);
-    event.text = text("{} (error {}; provider {}: {})", fi_.strerror(entry.err), entry.err, entry.prov_errno, said ? said : "");
+    event.text = text("{} (error {}; provider {}: {})", fi_.strerror(entry.err), entry.err, entry.prov_errno,
+                      said ? said : "");
     if (event.context) return 1;
     log_info("fabric: {}: {}", nic_.name, event.text);
     return 0;
@@ -376,7 +398,8 @@ class Fabric : public Provider {
     std::vector<Nic> nics;
     for (const fi::Info* info = found->first(); info; info = info->next) {
       Nic nic = describe(*info, kind_);
-      bool is_new = kind_ != "tcp" || !interface_address(*info).empty();  // sockets without an address are of no use
+      bool is_new =
+          kind_ != "tcp" || !interface_address(*info).empty();  // sockets without an address are of no use
       for (const Nic& known : nics) is_new = is_new && known.name != nic.name;
       if (is_new) nics.push_back(std::move(nic));
     }
@@ -419,6 +442,8 @@ uint64_t fabric_address(Rail& rail, Route route) {
   return fabric ? fabric->address_of(route) : fi::kAddressUnspecified;
 }
 
-std::shared_ptr<Provider> make_fabric(const std::string& kind) { return std::make_shared<Fabric>(kind); }
+std::shared_ptr<Provider> make_fabric(const std::string& kind) {
+  return std::make_shared<Fabric>(kind);
+}
 
 }  // namespace weft::provider

@@ -2,8 +2,8 @@
 //
 // The fabric provider: any network that libfabric 1.14 or newer reaches, opened at run time.
 //   auto provider = make_fabric("tcp");   // efa, verbs, cxi, tcp, shm
-// Nothing of libfabric is needed to build Weft: abi.h declares the part of its binary interface that is used here.
-// See README.md in this folder for what was run and what was not.
+// Nothing of libfabric is needed to build Weft: abi.h declares the part of its binary interface that is used
+// here. See README.md in this folder for what was run and what was not.
 #pragma once
 
 #include <memory>

@@ -31,14 +31,17 @@ Result<Library> open_once() {
                            find(handle, "fi_strerror", "FABRIC_1.0", library.strerror) &&
                            find(handle, "fi_version", "FABRIC_1.0", library.version);
   if (!is_complete)
-    return Status::make(Code::kUnsupported, "libfabric: {} lacks FABRIC_1.3, allowed: release 1.14 or newer", path);
+    return Status::make(Code::kUnsupported, "libfabric: {} lacks FABRIC_1.3, allowed: release 1.14 or newer",
+                        path);
   if (library.version() < kApiVersion)
     return Status::make(Code::kUnsupported, "libfabric: {} is release {}, allowed: 1.14 or newer", path,
                         version_text(library));
   return library;
 }
 
-bool is_sockets(const std::string& kind) { return kind == "tcp"; }
+bool is_sockets(const std::string& kind) {
+  return kind == "tcp";
+}
 
 Info* make_hints(const Library& library, const std::string& kind, bool device_memory) {
   Info* hints = library.dupinfo(nullptr);

@@ -29,13 +29,17 @@ std::string version_text(const Library& library);  // "1.17"
 // `code` as libfabric returns it, negative.
 Status failure(const Library& library, ssize_t code, const std::string& what);
 
-inline int close(Fid& fid) { return fid.ops->close(&fid); }
+inline int close(Fid& fid) {
+  return fid.ops->close(&fid);
+}
 
 // Owns what fi_getinfo() gave.
 class InfoList {
  public:
   InfoList(const Library& library, Info* first) : library_(&library), first_(first) {}
-  InfoList(InfoList&& other) noexcept : library_(other.library_), first_(other.first_) { other.first_ = nullptr; }
+  InfoList(InfoList&& other) noexcept : library_(other.library_), first_(other.first_) {
+    other.first_ = nullptr;
+  }
   InfoList& operator=(InfoList&&) = delete;
   ~InfoList() {
     if (first_) library_->freeinfo(first_);

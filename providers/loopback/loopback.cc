@@ -15,8 +15,8 @@ struct Packet {
   uint64_t from = 0;
   RmaOp op;
   std::vector<Piece> pieces;
-  std::string message;    // kSend
-  std::string refusal;    // kReply: why it failed; empty when it worked
+  std::string message;  // kSend
+  std::string refusal;  // kReply: why it failed; empty when it worked
   bool peer_gone = false;
   bool damaged = false;   // the fault plan's `fail`
   uint64_t due_poll = 0;  // not before the target's poll of this number
@@ -39,8 +39,8 @@ constexpr char kAddressTag[] = "loop";
 
 }  // namespace
 
-// Everything shared by the rails of one network, under one mutex. Bytes are copied under it too, so that memory which was
-// released on either side is never touched again.
+// Everything shared by the rails of one network, under one mutex. Bytes are copied under it too, so that
+// memory which was released on either side is never touched again.
 struct Loopback::Impl {
   explicit Impl(Options given) : options(std::move(given)), random(options.plan.seed) {}
 
@@ -270,14 +270,17 @@ class LoopbackRail : public Rail {
   std::string perform(const Packet& packet) {
     std::lock_guard lock(impl_.mutex);
     switch (packet.kind) {
-      case Kind::kWrite: return move(packet, packet.op.piece, kRemoteWrite);
-      case Kind::kRead: return move(packet, packet.op.piece, kRemoteRead);
+      case Kind::kWrite:
+        return move(packet, packet.op.piece, kRemoteWrite);
+      case Kind::kRead:
+        return move(packet, packet.op.piece, kRemoteRead);
       case Kind::kPages:
         for (const Piece& piece : packet.pieces)
           if (std::string refusal = check(packet.from, piece, kRemoteWrite); !refusal.empty()) return refusal;
         for (const Piece& piece : packet.pieces) (void)move(packet, piece, kRemoteWrite);
         return "";
-      default: return "";
+      default:
+        return "";
     }
   }
 
@@ -289,7 +292,8 @@ class LoopbackRail : public Rail {
     const Enrolled& region = found->second;
     const uint64_t base = reinterpret_cast<uint64_t>(region.range.data);
     if (!(region.access & wanted)) return "loopback: remote access error: not registered for this access";
-    if (piece.remote < base || piece.bytes > region.range.bytes || piece.remote - base > region.range.bytes - piece.bytes)
+    if (piece.remote < base || piece.bytes > region.range.bytes ||
+        piece.remote - base > region.range.bytes - piece.bytes)
       return "loopback: remote access error: beyond the registration";
     const auto sender = impl_.inboxes.find(from);
     if (piece.bytes && (sender == impl_.inboxes.end() ||

@@ -3,9 +3,9 @@
 // The loopback provider: rails of one process that reach each other through memory, with faults on request.
 //   auto network = std::make_shared<Loopback>(Loopback::Options{.plan = {.seed = 7, .reorder = 0.3}});
 //   auto a = network->open(network->probe()[0], {}), b = network->open(network->probe()[0], {});
-// It is the provider of tests and of machines with nothing else. Deterministic: with one seed and the same sequence of
-// calls, the same packets suffer the same faults.
-// A packet is applied when its target polls, as on a NIC with manual progress; its completion then travels back.
+// It is the provider of tests and of machines with nothing else. Deterministic: with one seed and the same
+// sequence of calls, the same packets suffer the same faults. A packet is applied when its target polls, as
+// on a NIC with manual progress; its completion then travels back.
 #pragma once
 
 #include <functional>
@@ -24,7 +24,7 @@ struct FaultPlan {
   double reorder = 0;    // overtaken by up to reorder_window later packets
   double fail = 0;       // not applied; the sender gets an error
   uint32_t reorder_window = 8;
-  double delay = 0;             // held back for delay_polls polls of the target
+  double delay = 0;  // held back for delay_polls polls of the target
   uint32_t delay_polls = 50;
   uint64_t dies_after = 0;      // a rail falls silent after sending so many packets; 0: never
   bool spare_messages = false;  // faults strike writes and reads only
@@ -50,7 +50,8 @@ class Loopback : public Provider, public std::enable_shared_from_this<Loopback> 
 
   // From now on, or from the next packet on, as the new plan says. Threads: any.
   void set_plan(const FaultPlan& plan);
-  // The rail with this address neither sends nor receives any more: what a killed process looks like from outside.
+  // The rail with this address neither sends nor receives any more: what a killed process looks like from
+  // outside.
   void kill(std::string_view address);
 
  private:

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The binary interface of libibverbs that the verbs provider uses (symbol version IBVERBS_1.1 and the tables that hang in
-// a context). tests/unit/transfer_verbs_test.cc compares it with libibverbs' own headers where they are installed.
-// Why this exists: docs/decisions/transfer-providers.md.
+// The binary interface of libibverbs that the verbs provider uses (symbol version IBVERBS_1.1 and the tables
+// that hang in a context). tests/unit/transfer_verbs_test.cc compares it with libibverbs' own headers where
+// they are installed. Why this exists: docs/decisions/transfer-providers.md.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct Pd;
 struct Ah;
 using Slot = void (*)();
 
-struct Gid {
+struct alignas(8) Gid {
   uint8_t raw[16];
 };
 struct Sge {
@@ -123,8 +123,8 @@ struct QpAttr {
   QpCap cap;
   AhAttr ah_attr, alt_ah_attr;
   uint16_t pkey_index, alt_pkey_index;
-  uint8_t en_sqd_async_notify, sq_draining, max_rd_atomic, max_dest_rd_atomic, min_rnr_timer, port_num, timeout, retry_cnt,
-      rnr_retry, alt_port_num, alt_timeout;
+  uint8_t en_sqd_async_notify, sq_draining, max_rd_atomic, max_dest_rd_atomic, min_rnr_timer, port_num,
+      timeout, retry_cnt, rnr_retry, alt_port_num, alt_timeout;
   uint32_t rate_limit;
 };
 struct SrqInitAttr {
@@ -135,7 +135,8 @@ struct PortAttr {
   int state, max_mtu, active_mtu, gid_tbl_len;
   uint32_t port_cap_flags, max_msg_sz, bad_pkey_cntr, qkey_viol_cntr;
   uint16_t pkey_tbl_len, lid, sm_lid;
-  uint8_t lmc, max_vl_num, sm_sl, subnet_timeout, init_type_reply, active_width, active_speed, phys_state, link_layer, flags;
+  uint8_t lmc, max_vl_num, sm_sl, subnet_timeout, init_type_reply, active_width, active_speed, phys_state,
+      link_layer, flags;
   uint16_t port_cap_flags2;
 };
 
@@ -145,12 +146,14 @@ constexpr int kWcRecv = 128, kWcRecvWriteImm = 129;
 constexpr int kWcFlushed = 5, kWcRetryExceeded = 12, kWcRnrExceeded = 13;
 constexpr int kStateInit = 1, kStateRtr = 2, kStateRts = 3, kStateError = 6;
 constexpr int kTypeRc = 2, kTypeUd = 4;
-constexpr int kAccessLocalWrite = 1, kAccessRemoteWrite = 2, kAccessRemoteRead = 4, kAccessRelaxedOrdering = 1 << 20;
+constexpr int kAccessLocalWrite = 1, kAccessRemoteWrite = 2, kAccessRemoteRead = 4,
+              kAccessRelaxedOrdering = 1 << 20;
 constexpr int kPortActive = 4;
 constexpr uint8_t kLinkEthernet = 2;
-constexpr int kMaskState = 1, kMaskAccess = 1 << 3, kMaskPkey = 1 << 4, kMaskPort = 1 << 5, kMaskQkey = 1 << 6,
-              kMaskAv = 1 << 7, kMaskMtu = 1 << 8, kMaskTimeout = 1 << 9, kMaskRetry = 1 << 10, kMaskRnrRetry = 1 << 11,
-              kMaskRqPsn = 1 << 12, kMaskRdAtomic = 1 << 13, kMaskRnrTimer = 1 << 15, kMaskSqPsn = 1 << 16,
-              kMaskDestRdAtomic = 1 << 17, kMaskDestQpn = 1 << 20;
+constexpr int kMaskState = 1, kMaskAccess = 1 << 3, kMaskPkey = 1 << 4, kMaskPort = 1 << 5,
+              kMaskQkey = 1 << 6, kMaskAv = 1 << 7, kMaskMtu = 1 << 8, kMaskTimeout = 1 << 9,
+              kMaskRetry = 1 << 10, kMaskRnrRetry = 1 << 11, kMaskRqPsn = 1 << 12, kMaskRdAtomic = 1 << 13,
+              kMaskRnrTimer = 1 << 15, kMaskSqPsn = 1 << 16, kMaskDestRdAtomic = 1 << 17,
+              kMaskDestQpn = 1 << 20;
 
 }  // namespace weft::provider::ib

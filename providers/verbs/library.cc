@@ -14,7 +14,8 @@ namespace {
 
 std::string gid_type_from_sysfs(const std::string& device, int port, int index) {
   std::string type;
-  std::getline(std::ifstream(text("/sys/class/infiniband/{}/ports/{}/gid_attrs/types/{}", device, port, index)), type);
+  std::getline(
+      std::ifstream(text("/sys/class/infiniband/{}/ports/{}/gid_attrs/types/{}", device, port, index)), type);
   return type;
 }
 
@@ -65,7 +66,7 @@ bool is_zero(const uint8_t* bytes, size_t count) {
 
 int score(const GidEntry& entry) {
   const uint8_t* raw = entry.gid.raw;
-  if (is_zero(raw, 16) || is_zero(raw + 8, 8)) return -1;      // empty
+  if (is_zero(raw, 16) || is_zero(raw + 8, 8)) return -1;  // empty
   if (raw[0] == 0xfe && (raw[1] & 0xc0) == 0x80 && entry.type.find("RoCE v2") != std::string::npos) return -1;
   const bool is_ipv4 = is_zero(raw, 10) && raw[10] == 0xff && raw[11] == 0xff;
   return (entry.type.find("RoCE v2") != std::string::npos ? 2 : 0) + (is_ipv4 ? 1 : 0);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// libibverbs, opened at run time and kept open. kUnsupported with the loader's words where there is none. Threads: any.
+// libibverbs, opened at run time and kept open. kUnsupported with the loader's words where there is none.
+// Threads: any.
 #pragma once
 
 #include "base/status.h"

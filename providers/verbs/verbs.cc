@@ -21,10 +21,10 @@ namespace {
 using ib::Gid;
 using Clock = std::chrono::steady_clock;
 
-constexpr uint32_t kReceives = 512;           // shared by messages and immediates
+constexpr uint32_t kReceives = 512;  // shared by messages and immediates
 constexpr uint32_t kMessageBytes = 4096;
-constexpr uint32_t kGreetings = 64;           // datagram receives
-constexpr uint32_t kRouteHeaderBytes = 40;    // in front of every datagram
+constexpr uint32_t kGreetings = 64;         // datagram receives
+constexpr uint32_t kRouteHeaderBytes = 40;  // in front of every datagram
 constexpr uint32_t kSendDepth = 512;
 constexpr uint32_t kQkey = 0x57454654;
 constexpr uint8_t kTimeout = 14, kRetries = 7, kRnrTimer = 12, kReadDepth = 16, kHopLimit = 255;
@@ -105,11 +105,13 @@ class VerbsRail : public Rail {
     place_.mtu = static_cast<uint8_t>(attr.active_mtu);
     place_.is_ethernet = attr.link_layer == ib::kLinkEthernet;
     place_.life = random_key();
-    if (gid_index >= 0) WEFT_TRY(step("ibv_query_gid", ib_.query_gid(context_, port, gid_index, &place_.gid) == 0));
+    if (gid_index >= 0)
+      WEFT_TRY(step("ibv_query_gid", ib_.query_gid(context_, port, gid_index, &place_.gid) == 0));
     const size_t greeting_room = kRouteHeaderBytes + sizeof(Greeting);
     arena_ = std::make_unique<char[]>(size_t{kReceives} * kMessageBytes + (kGreetings + 1) * greeting_room);
-    arena_mr_ = ib_.reg_mr(pd_, arena_.get(), size_t{kReceives} * kMessageBytes + (kGreetings + 1) * greeting_room,
-                           ib::kAccessLocalWrite);
+    arena_mr_ =
+        ib_.reg_mr(pd_, arena_.get(), size_t{kReceives} * kMessageBytes + (kGreetings + 1) * greeting_room,
+                   ib::kAccessLocalWrite);
     WEFT_TRY(step("ibv_reg_mr", arena_mr_));
     WEFT_TRY(open_greeter());
     for (uint32_t i = 0; i < kReceives; ++i) WEFT_TRY(step("ibv_post_srq_recv", repost(i)));
@@ -119,12 +121,15 @@ class VerbsRail : public Rail {
 
   const Caps& caps() const override { return nic_.caps; }
   const Nic& nic() const override { return nic_; }
-  std::string address() const override { return std::string(reinterpret_cast<const char*>(&place_), sizeof place_); }
+  std::string address() const override {
+    return std::string(reinterpret_cast<const char*>(&place_), sizeof place_);
+  }
 
   Result<Route> resolve(std::string_view address) override {
     Place there;
     if (address.size() != sizeof there || address.substr(0, 4) != std::string_view(there.tag, 4))
-      return Status::invalid("address: got {} bytes that no verbs rail made, allowed: {}", address.size(), sizeof there);
+      return Status::invalid("address: got {} bytes that no verbs rail made, allowed: {}", address.size(),
+                             sizeof there);
     std::memcpy(static_cast<void*>(&there), address.data(), sizeof there);
     WEFT_TRY_ASSIGN(const size_t index, link_to(there));
     links_[index].is_used = true;
@@ -146,7 +151,8 @@ class VerbsRail : public Rail {
       mr = ib_.reg_mr_iova2(pd_, range.data, range.bytes, reinterpret_cast<uint64_t>(range.data),
                             static_cast<unsigned>(flags | ib::kAccessRelaxedOrdering));
     if (!mr) mr = ib_.reg_mr(pd_, range.data, range.bytes, flags);
-    if (!mr) return logged(Status::from_errno(errno, "verbs: registering {} bytes on {}", range.bytes, nic_.name));
+    if (!mr)
+      return logged(Status::from_errno(errno, "verbs: registering {} bytes on {}", range.bytes, nic_.name));
     Registration made;
     made.handle = mr;
     made.lkey = reinterpret_cast<void*>(static_cast<uintptr_t>(mr->lkey));
@@ -160,7 +166,9 @@ class VerbsRail : public Rail {
     registration = {};
   }
 
-  Posted post_write(const RmaOp& op) override { return post_rma(op, op.has_imm ? ib::kOpWriteImm : ib::kOpWrite); }
+  Posted post_write(const RmaOp& op) override {
+    return post_rma(op, op.has_imm ? ib::kOpWriteImm : ib::kOpWrite);
+  }
   Posted post_read(const RmaOp& op) override { return post_rma(op, ib::kOpRead); }
 
   Posted post_send(Route to, const void* data, uint64_t bytes, void* lkey, Context* context) override {
@@ -207,30 +215,35 @@ class VerbsRail : public Rail {
   Status open_greeter() {
     ib::QpInitAttr init{nullptr, cq_, cq_, nullptr, {kGreetings, kGreetings, 1, 1, 0}, ib::kTypeUd, 1};
     greeter_ = ib_.create_qp(pd_, &init);
-    if (!greeter_) return logged(Status::from_errno(errno, "verbs: making the datagram queue pair on {}", nic_.name));
+    if (!greeter_)
+      return logged(Status::from_errno(errno, "verbs: making the datagram queue pair on {}", nic_.name));
     ib::QpAttr attr{};
     attr.qp_state = ib::kStateInit;
     attr.port_num = port_;
     attr.qkey = kQkey;
-    bool worked = ib_.modify_qp(greeter_, &attr, ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskQkey) == 0;
+    bool worked =
+        ib_.modify_qp(greeter_, &attr, ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskQkey) == 0;
     attr.qp_state = ib::kStateRtr;
     worked = worked && ib_.modify_qp(greeter_, &attr, ib::kMaskState) == 0;
     attr.qp_state = ib::kStateRts;
     attr.sq_psn = static_cast<uint32_t>(random_key()) & 0xffffff;
     worked = worked && ib_.modify_qp(greeter_, &attr, ib::kMaskState | ib::kMaskSqPsn) == 0;
-    if (!worked) return logged(Status::from_errno(errno, "verbs: starting the datagram queue pair on {}", nic_.name));
+    if (!worked)
+      return logged(Status::from_errno(errno, "verbs: starting the datagram queue pair on {}", nic_.name));
     place_.greeter_qpn = greeter_->qp_num;
     return {};
   }
 
   bool repost(uint32_t i) {
-    ib::Sge part{reinterpret_cast<uint64_t>(arena_.get() + size_t{i} * kMessageBytes), kMessageBytes, arena_mr_->lkey};
+    ib::Sge part{reinterpret_cast<uint64_t>(arena_.get() + size_t{i} * kMessageBytes), kMessageBytes,
+                 arena_mr_->lkey};
     ib::RecvWr wr{i, nullptr, &part, 1}, *bad = nullptr;
     return context_->ops.post_srq_recv(srq_, &wr, &bad) == 0;
   }
 
   bool repost_greeting(uint32_t i) {
-    ib::Sge part{reinterpret_cast<uint64_t>(greeting_buffer(i)), kRouteHeaderBytes + sizeof(Greeting), arena_mr_->lkey};
+    ib::Sge part{reinterpret_cast<uint64_t>(greeting_buffer(i)), kRouteHeaderBytes + sizeof(Greeting),
+                 arena_mr_->lkey};
     ib::RecvWr wr{i, nullptr, &part, 1}, *bad = nullptr;
     return context_->ops.post_recv(greeter_, &wr, &bad) == 0;
   }
@@ -245,7 +258,8 @@ class VerbsRail : public Rail {
     const uint64_t at = reinterpret_cast<uint64_t>(range.data), begin = at / page * page;
     const uint64_t bytes = (at + range.bytes - begin + page - 1) / page * page;
     int fd = -1;
-    if ((*driver)->cuMemGetHandleForAddressRange(&fd, begin, bytes, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0) != CUDA_SUCCESS)
+    if ((*driver)->cuMemGetHandleForAddressRange(&fd, begin, bytes, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0) !=
+        CUDA_SUCCESS)
       return nullptr;
     ib::Mr* mr = ib_.reg_dmabuf_mr(pd_, at - begin, range.bytes, at, fd, flags);
     ::close(fd);
@@ -307,8 +321,8 @@ class VerbsRail : public Rail {
     attr.max_dest_rd_atomic = kReadDepth;
     attr.min_rnr_timer = kRnrTimer;
     attr.ah_attr = route_to(link.there);
-    int mask = ib::kMaskState | ib::kMaskAv | ib::kMaskMtu | ib::kMaskDestQpn | ib::kMaskRqPsn | ib::kMaskDestRdAtomic |
-               ib::kMaskRnrTimer;
+    int mask = ib::kMaskState | ib::kMaskAv | ib::kMaskMtu | ib::kMaskDestQpn | ib::kMaskRqPsn |
+               ib::kMaskDestRdAtomic | ib::kMaskRnrTimer;
     if (ib_.modify_qp(link.qp, &attr, mask) != 0) return false;
     attr = {};
     attr.qp_state = ib::kStateRts;
@@ -317,7 +331,8 @@ class VerbsRail : public Rail {
     attr.rnr_retry = kRetries;  // 7: as often as it takes; a receiver that is behind is not an error
     attr.sq_psn = link.psn;
     attr.max_rd_atomic = kReadDepth;
-    mask = ib::kMaskState | ib::kMaskTimeout | ib::kMaskRetry | ib::kMaskRnrRetry | ib::kMaskSqPsn | ib::kMaskRdAtomic;
+    mask = ib::kMaskState | ib::kMaskTimeout | ib::kMaskRetry | ib::kMaskRnrRetry | ib::kMaskSqPsn |
+           ib::kMaskRdAtomic;
     return ib_.modify_qp(link.qp, &attr, mask) == 0;
   }
 
@@ -366,9 +381,12 @@ class VerbsRail : public Rail {
     const uint32_t i = static_cast<uint32_t>(wc.wr_id);
     Greeting greeting;
     const bool is_whole = wc.byte_len >= kRouteHeaderBytes + sizeof greeting;
-    if (is_whole) std::memcpy(static_cast<void*>(&greeting), greeting_buffer(i) + kRouteHeaderBytes, sizeof greeting);
+    if (is_whole)
+      std::memcpy(static_cast<void*>(&greeting), greeting_buffer(i) + kRouteHeaderBytes, sizeof greeting);
     repost_greeting(i);
-    if (!is_whole || std::memcmp(greeting.tag, "wgr1", 4) != 0 || std::memcmp(greeting.from.tag, "ibv1", 4) != 0) return;
+    if (!is_whole || std::memcmp(greeting.tag, "wgr1", 4) != 0 ||
+        std::memcmp(greeting.from.tag, "ibv1", 4) != 0)
+      return;
     auto found = link_to(greeting.from);
     if (!found.ok()) return;
     if (links_[*found].state == LinkState::kConnected && links_[*found].their_qpn != greeting.qpn) {
@@ -389,7 +407,8 @@ class VerbsRail : public Rail {
   // ---- data
 
   Posted post_rma(const RmaOp& op, int opcode) {
-    ib::Sge part{reinterpret_cast<uint64_t>(op.piece.local), static_cast<uint32_t>(op.piece.bytes), key_of(op.piece.lkey)};
+    ib::Sge part{reinterpret_cast<uint64_t>(op.piece.local), static_cast<uint32_t>(op.piece.bytes),
+                 key_of(op.piece.lkey)};
     ib::SendWr wr{};
     wr.opcode = opcode;
     wr.imm_data = htonl(op.imm);
@@ -432,7 +451,8 @@ class VerbsRail : public Rail {
     event.kind = wc.status == 0 ? EventKind::kDone : EventKind::kFailed;
     event.bytes = wc.byte_len;
     if (wc.status == 0) return true;
-    event.peer_gone = wc.status == ib::kWcRetryExceeded || wc.status == ib::kWcRnrExceeded || wc.status == ib::kWcFlushed;
+    event.peer_gone =
+        wc.status == ib::kWcRetryExceeded || wc.status == ib::kWcRnrExceeded || wc.status == ib::kWcFlushed;
     event.text = text("{} (status {}, vendor {})", ib_.wc_status_str(wc.status), wc.status, wc.vendor_err);
     for (Link& link : links_)  // a queue pair is in error after any failure
       if (link.qp && link.qp->qp_num == wc.qp_num) link.state = LinkState::kBroken;
@@ -502,7 +522,8 @@ class Verbs : public Provider {
 
   Result<std::unique_ptr<Rail>> open(const Nic& nic, const RailOptions&) override {
     WEFT_TRY(Status(library_.status()));
-    Result<std::unique_ptr<Rail>> opened = Status::invalid("nic: got {}, which verbs does not have", nic.name);
+    Result<std::unique_ptr<Rail>> opened =
+        Status::invalid("nic: got {}, which verbs does not have", nic.name);
     each_device([&](ib::Device* device, const Nic& found, uint8_t port, int gid_index) {
       if (found.name != nic.name || opened.ok()) return;
       auto rail = std::make_unique<VerbsRail>(*library_, found);
@@ -557,7 +578,8 @@ class Verbs : public Provider {
       if (library_->query_gid(context, port, i, &entry.gid) == 0) gids.push_back(entry);
     }
     gid_index = ib::choose_gid(gids);
-    if (gid_index < 0 && attr.link_layer == ib::kLinkEthernet) return unusable(name, "its port has no usable GID");
+    if (gid_index < 0 && attr.link_layer == ib::kLinkEthernet)
+      return unusable(name, "its port has no usable GID");
     Nic nic;
     nic.provider = "verbs";
     nic.name = name;
@@ -576,7 +598,11 @@ class Verbs : public Provider {
 
 }  // namespace
 
-std::shared_ptr<Provider> make_verbs() { return std::make_shared<Verbs>(ib::open_library()); }
-std::shared_ptr<Provider> make_verbs(const ib::Library& library) { return std::make_shared<Verbs>(library); }
+std::shared_ptr<Provider> make_verbs() {
+  return std::make_shared<Verbs>(ib::open_library());
+}
+std::shared_ptr<Provider> make_verbs(const ib::Library& library) {
+  return std::make_shared<Verbs>(library);
+}
 
 }  // namespace weft::provider

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The verbs provider: InfiniBand and RoCE through libibverbs, opened at run time. One reliable connection per peer and
-// rail, made by a handshake of datagrams that are repeated until answered; one shared receive queue; port and GID are
-// found by looking. Not run on hardware: its tests run against a fake of the library.
+// The verbs provider: InfiniBand and RoCE through libibverbs, opened at run time. One reliable connection per
+// peer and rail, made by a handshake of datagrams that are repeated until answered; one shared receive queue;
+// port and GID are found by looking. Not run on hardware: its tests run against a fake of the library.
 //   auto provider = make_verbs();
 //   auto provider = make_verbs(fake_library);
 #pragma once
@@ -29,8 +29,9 @@ struct Library {
   Pd* (*alloc_pd)(Context*) = nullptr;
   int (*dealloc_pd)(Pd*) = nullptr;
   Mr* (*reg_mr)(Pd*, void*, size_t, int access) = nullptr;
-  Mr* (*reg_mr_iova2)(Pd*, void*, size_t, uint64_t iova, unsigned access) = nullptr;                // optional
-  Mr* (*reg_dmabuf_mr)(Pd*, uint64_t offset, size_t, uint64_t iova, int fd, int access) = nullptr;  // optional
+  Mr* (*reg_mr_iova2)(Pd*, void*, size_t, uint64_t iova, unsigned access) = nullptr;  // optional
+  Mr* (*reg_dmabuf_mr)(Pd*, uint64_t offset, size_t, uint64_t iova, int fd,
+                       int access) = nullptr;  // optional
   int (*dereg_mr)(Mr*) = nullptr;
   Cq* (*create_cq)(Context*, int entries, void* context, void* channel, int vector) = nullptr;
   int (*destroy_cq)(Cq*) = nullptr;
@@ -53,7 +54,8 @@ struct GidEntry {
   Gid gid{};
   std::string type;
 };
-// The index to use: not empty, not link-local, RoCE v2 before v1, IPv4-mapped before IPv6; -1 when none will do.
+// The index to use: not empty, not link-local, RoCE v2 before v1, IPv4-mapped before IPv6; -1 when none will
+// do.
 int choose_gid(const std::vector<GidEntry>& entries);
 
 }  // namespace ib

@@ -19,21 +19,24 @@ using namespace nb::literals;
 namespace weft {
 namespace {
 
-std::byte* pointer(uint64_t address) { return reinterpret_cast<std::byte*>(address); }
+std::byte* pointer(uint64_t address) {
+  return reinterpret_cast<std::byte*>(address);
+}
 
 ProgramText program_text(std::string name, const std::vector<std::array<int64_t, 5>>& blocks,
-                         const std::vector<std::array<int64_t, 9>>& steps, const std::vector<std::array<int64_t, 2>>& waits,
-                         uint64_t scratch_chunks) {
+                         const std::vector<std::array<int64_t, 9>>& steps,
+                         const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks) {
   ProgramText text;
   text.name = std::move(name);
   text.scratch_chunks = scratch_chunks;
   for (const auto& b : blocks)
-    text.blocks.push_back({static_cast<int32_t>(b[0]), static_cast<int32_t>(b[1]), static_cast<uint32_t>(b[2]),
-                           static_cast<uint32_t>(b[3]), static_cast<uint32_t>(b[4])});
+    text.blocks.push_back({static_cast<int32_t>(b[0]), static_cast<int32_t>(b[1]),
+                           static_cast<uint32_t>(b[2]), static_cast<uint32_t>(b[3]),
+                           static_cast<uint32_t>(b[4])});
   auto number = [](int64_t value) { return static_cast<uint32_t>(value); };
   for (const auto& s : steps)
-    text.steps.push_back({number(s[0]), number(s[1]), number(s[2]), number(s[3]), number(s[4]), number(s[5]), number(s[6]),
-                          number(s[7]), number(s[8])});
+    text.steps.push_back({number(s[0]), number(s[1]), number(s[2]), number(s[3]), number(s[4]), number(s[5]),
+                          number(s[6]), number(s[7]), number(s[8])});
   for (const auto& w : waits) text.waits.push_back({number(w[0]), number(w[1])});
   return text;
 }
@@ -44,47 +47,63 @@ void bind_collective(nb::module_& module) {
   nb::class_<CollectiveRunner>(module, "CollectiveRunner")
       .def_static(
           "create",
-          [](std::shared_ptr<Communicator> comm, uint32_t channels, uint64_t simple_slot_bytes, uint64_t ll_slot_bytes,
-             double timeout_s) {
+          [](std::shared_ptr<Communicator> comm, uint32_t channels, uint64_t simple_slot_bytes,
+             uint64_t ll_slot_bytes, double timeout_s) {
             nb::gil_scoped_release no_gil;
-            return value_or_throw(
-                CollectiveRunner::create(std::move(comm), {channels, simple_slot_bytes, ll_slot_bytes, timeout_s}));
+            return value_or_throw(CollectiveRunner::create(
+                std::move(comm), {channels, simple_slot_bytes, ll_slot_bytes, timeout_s}));
           },
-          "communicator"_a, "channels"_a, "simple_slot_bytes"_a = 0, "ll_slot_bytes"_a = 0, "timeout_s"_a = 0.0)
+          "communicator"_a, "channels"_a, "simple_slot_bytes"_a = 0, "ll_slot_bytes"_a = 0,
+          "timeout_s"_a = 0.0)
       .def_prop_ro("channels", &CollectiveRunner::channels)
       .def(
           "load",
           [](CollectiveRunner& self, std::string name, const std::vector<std::array<int64_t, 5>>& blocks,
-             const std::vector<std::array<int64_t, 9>>& steps, const std::vector<std::array<int64_t, 2>>& waits,
-             uint64_t scratch_chunks) {
-            return value_or_throw(self.load(program_text(std::move(name), blocks, steps, waits, scratch_chunks)));
+             const std::vector<std::array<int64_t, 9>>& steps,
+             const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks) {
+            return value_or_throw(
+                self.load(program_text(std::move(name), blocks, steps, waits, scratch_chunks)));
           },
           "name"_a, "blocks"_a, "steps"_a, "waits"_a, "scratch_chunks"_a)
       .def(
           "run",
-          [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t reduction, uint32_t protocol, uint64_t input,
-             uint64_t output, uint64_t part_elems, uint64_t per_part, bool has_exact_chunks, uint32_t slice_bytes, uint32_t num_sms, uint64_t stream) {
+          [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t reduction,
+             uint32_t protocol, uint64_t input, uint64_t output, uint64_t part_elems, uint64_t per_part,
+             bool has_exact_chunks, uint32_t slice_bytes, uint32_t num_sms, uint64_t stream) {
             nb::gil_scoped_release no_gil;
-            check(self.run({program, static_cast<Element>(element), static_cast<Reduction>(reduction),
-                            static_cast<Protocol>(protocol), pointer(input), pointer(output), part_elems, per_part, has_exact_chunks, {}, {},
-                            slice_bytes, num_sms, pointer(stream)}));
+            check(self.run({program,
+                            static_cast<Element>(element),
+                            static_cast<Reduction>(reduction),
+                            static_cast<Protocol>(protocol),
+                            pointer(input),
+                            pointer(output),
+                            part_elems,
+                            per_part,
+                            has_exact_chunks,
+                            {},
+                            {},
+                            slice_bytes,
+                            num_sms,
+                            pointer(stream)}));
           },
-          "program"_a, "element"_a, "reduction"_a, "protocol"_a, "input"_a, "output"_a, "part_elems"_a, "per_part"_a,
-          "has_exact_chunks"_a, "slice_bytes"_a, "num_sms"_a, "stream"_a)
+          "program"_a, "element"_a, "reduction"_a, "protocol"_a, "input"_a, "output"_a, "part_elems"_a,
+          "per_part"_a, "has_exact_chunks"_a, "slice_bytes"_a, "num_sms"_a, "stream"_a)
       .def(
           "run_with_sizes",
-          [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t protocol, uint64_t input, uint64_t output,
-             uint64_t most_elems, std::vector<uint64_t> input_table, std::vector<uint64_t> output_table, uint64_t stream) {
+          [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t protocol, uint64_t input,
+             uint64_t output, uint64_t most_elems, std::vector<uint64_t> input_table,
+             std::vector<uint64_t> output_table, uint64_t stream) {
             nb::gil_scoped_release no_gil;
-            check(self.run({program, static_cast<Element>(element), Reduction::kSum, static_cast<Protocol>(protocol),
-                            pointer(input), pointer(output), most_elems, 1, false, std::move(input_table), std::move(output_table), 0,
-                            0, pointer(stream)}));
+            check(self.run({program, static_cast<Element>(element), Reduction::kSum,
+                            static_cast<Protocol>(protocol), pointer(input), pointer(output), most_elems, 1,
+                            false, std::move(input_table), std::move(output_table), 0, 0, pointer(stream)}));
           },
-          "program"_a, "element"_a, "protocol"_a, "input"_a, "output"_a, "most_elems"_a, "input_table"_a, "output_table"_a,
-          "stream"_a)
+          "program"_a, "element"_a, "protocol"_a, "input"_a, "output"_a, "most_elems"_a, "input_table"_a,
+          "output_table"_a, "stream"_a)
       .def(
           "scale",
-          [](CollectiveRunner& self, uint32_t element, uint64_t data, uint64_t elems, double divisor, uint64_t stream) {
+          [](CollectiveRunner& self, uint32_t element, uint64_t data, uint64_t elems, double divisor,
+             uint64_t stream) {
             nb::gil_scoped_release no_gil;
             check(self.scale(static_cast<Element>(element), pointer(data), elems, divisor, pointer(stream)));
           },

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The transfer engine for Python: handles, pointers and bytes. weft.transfer gives them their names and keeps tensors
-// alive. Every call that posts, polls or waits releases the interpreter's lock.
+// The transfer engine for Python: handles, pointers and bytes. weft.transfer gives them their names and keeps
+// tensors alive. Every call that posts, polls or waits releases the interpreter's lock.
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -34,8 +34,12 @@ auto released(Call call) {
   return call();
 }
 
-std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
-nb::bytes to_python(const std::string& bytes) { return nb::bytes(bytes.data(), bytes.size()); }
+std::string_view view(const nb::bytes& bytes) {
+  return {bytes.c_str(), bytes.size()};
+}
+nb::bytes to_python(const std::string& bytes) {
+  return nb::bytes(bytes.data(), bytes.size());
+}
 
 // A Python callable that may be dropped on any thread.
 std::shared_ptr<nb::object> keep(nb::object callable) {
@@ -61,8 +65,10 @@ std::function<void(const Status&)> completion(nb::object callable) {
   };
 }
 
-// How as Python gives it: (imm or None, is_each, rail or -1, timeout_s or 0, counter or None, callback or None).
-using HowTuple = std::tuple<std::optional<uint32_t>, bool, int64_t, double, std::shared_ptr<Counter>, nb::object>;
+// How as Python gives it: (imm or None, is_each, rail or -1, timeout_s or 0, counter or None, callback or
+// None).
+using HowTuple =
+    std::tuple<std::optional<uint32_t>, bool, int64_t, double, std::shared_ptr<Counter>, nb::object>;
 How to_how(HowTuple& given) {
   How how;
   how.imm = std::get<0>(given);
@@ -165,29 +171,33 @@ void bind_providers(nb::module_& module) {
              return std::make_shared<Loopback>(options);
            }),
            "nics"_a)
-      .def("set_plan",
-           [](Loopback& loopback, uint64_t seed, double drop, double duplicate, double reorder, double fail, double delay,
-              uint64_t dies_after, bool spare_messages) {
-             provider::FaultPlan plan;
-             plan.seed = seed;
-             plan.drop = drop;
-             plan.duplicate = duplicate;
-             plan.reorder = reorder;
-             plan.fail = fail;
-             plan.delay = delay;
-             plan.dies_after = dies_after;
-             plan.spare_messages = spare_messages;
-             loopback.set_plan(plan);
-           },
-           "seed"_a, "drop"_a, "duplicate"_a, "reorder"_a, "fail"_a, "delay"_a, "dies_after"_a, "spare_messages"_a);
+      .def(
+          "set_plan",
+          [](Loopback& loopback, uint64_t seed, double drop, double duplicate, double reorder, double fail,
+             double delay, uint64_t dies_after, bool spare_messages) {
+            provider::FaultPlan plan;
+            plan.seed = seed;
+            plan.drop = drop;
+            plan.duplicate = duplicate;
+            plan.reorder = reorder;
+            plan.fail = fail;
+            plan.delay = delay;
+            plan.dies_after = dies_after;
+            plan.spare_messages = spare_messages;
+            loopback.set_plan(plan);
+          },
+          "seed"_a, "drop"_a, "duplicate"_a, "reorder"_a, "fail"_a, "delay"_a, "dies_after"_a,
+          "spare_messages"_a);
   module.def("transfer_provider_names", &provider::provider_names);
-  module.def("transfer_find_provider",
-             [](const std::string& name) { return value_or_throw(released([&] { return provider::find_provider(name); })); });
+  module.def("transfer_find_provider", [](const std::string& name) {
+    return value_or_throw(released([&] { return provider::find_provider(name); }));
+  });
 }
 
 std::unique_ptr<Engine> open_engine(std::shared_ptr<Provider> provider, const std::vector<std::string>& nics,
-                                    const std::string& name, double timeout_s, double heartbeat_s, double peer_dead_s,
-                                    bool has_worker, int worker_cpu, uint64_t shard_bytes_min) {
+                                    const std::string& name, double timeout_s, double heartbeat_s,
+                                    double peer_dead_s, bool has_worker, int worker_cpu,
+                                    uint64_t shard_bytes_min) {
   Options options;
   options.provider = provider;
   options.name = name;
@@ -209,7 +219,8 @@ std::unique_ptr<Engine> open_engine(std::shared_ptr<Provider> provider, const st
         is_found = true;
         break;
       }
-      if (!is_found) return Status::invalid("nics: got {}, allowed with {}:{}", wanted, provider->name(), known);
+      if (!is_found)
+        return Status::invalid("nics: got {}, allowed with {}:{}", wanted, provider->name(), known);
     }
     return Engine::open(std::move(options));
   }));
@@ -228,7 +239,8 @@ void bind_engine(nb::module_& module) {
                    })
       .def("expected_imms",
            [](const Engine& e, uint64_t pages, uint64_t bytes) {
-             return pages ? expected_page_imms(pages, bytes, e.rail_plan()) : expected_imms(bytes, e.rail_plan());
+             return pages ? expected_page_imms(pages, bytes, e.rail_plan())
+                          : expected_imms(bytes, e.rail_plan());
            })
       .def("enroll",
            [](Engine& e, uint64_t address, uint64_t bytes, int device, uint32_t access) {
@@ -237,7 +249,8 @@ void bind_engine(nb::module_& module) {
              if (device >= 0) range.kind = provider::MemoryKind::kCuda;
              return value_or_throw(released([&] { return e.enroll(range, access); }));
            })
-      .def("describe", [](const Engine& e, const Memory& m) { return to_python(value_or_throw(e.describe(m))); })
+      .def("describe",
+           [](const Engine& e, const Memory& m) { return to_python(value_or_throw(e.describe(m))); })
       .def("unregister",
            [](Engine& e, const std::shared_ptr<Memory>& memory, double timeout_s) {
              check(released([&] { return e.unregister(memory, Deadline::after_s(timeout_s)); }));
@@ -247,7 +260,10 @@ void bind_engine(nb::module_& module) {
              const std::string bytes(view(address));
              return value_or_throw(released([&] { return e.connect(bytes, Deadline::after_s(timeout_s)); }));
            })
-      .def("disconnect", [](Engine& e, const std::shared_ptr<Peer>& peer) { released([&] { return e.disconnect(peer), 0; }); })
+      .def("disconnect",
+           [](Engine& e, const std::shared_ptr<Peer>& peer) {
+             released([&] { return e.disconnect(peer), 0; });
+           })
       .def("peers", [](Engine& e) { return released([&] { return e.peers(); }); })
       .def("attach",
            [](Engine& e, const nb::bytes& descriptor, double timeout_s) {
@@ -255,27 +271,30 @@ void bind_engine(nb::module_& module) {
              return value_or_throw(released([&] { return e.attach(bytes, Deadline::after_s(timeout_s)); }));
            })
       .def("write",
-           [](Engine& e, std::shared_ptr<Memory> src, uint64_t src_offset, std::shared_ptr<Remote> dst, uint64_t dst_offset,
-              uint64_t bytes, HowTuple how) {
+           [](Engine& e, std::shared_ptr<Memory> src, uint64_t src_offset, std::shared_ptr<Remote> dst,
+              uint64_t dst_offset, uint64_t bytes, HowTuple how) {
              WriteRequest r{std::move(src), src_offset, std::move(dst), dst_offset, bytes, to_how(how)};
              return value_or_throw(released([&] { return e.write(std::move(r)); }));
            })
       .def("read",
-           [](Engine& e, std::shared_ptr<Memory> dst, uint64_t dst_offset, std::shared_ptr<Remote> src, uint64_t src_offset,
-              uint64_t bytes, HowTuple how) {
+           [](Engine& e, std::shared_ptr<Memory> dst, uint64_t dst_offset, std::shared_ptr<Remote> src,
+              uint64_t src_offset, uint64_t bytes, HowTuple how) {
              ReadRequest r{std::move(dst), dst_offset, std::move(src), src_offset, bytes, to_how(how)};
              return value_or_throw(released([&] { return e.read(std::move(r)); }));
            })
       .def("paged",
-           [](Engine& e, bool is_write, std::shared_ptr<Memory> local, PagesTuple local_pages, std::shared_ptr<Remote> remote,
-              PagesTuple remote_pages, uint64_t page_bytes, HowTuple how) {
-             PagedRequest r{std::move(local), to_pages(local_pages), std::move(remote), to_pages(remote_pages), page_bytes,
-                            to_how(how)};
-             return value_or_throw(released([&] { return is_write ? e.write_pages(std::move(r)) : e.read_pages(std::move(r)); }));
+           [](Engine& e, bool is_write, std::shared_ptr<Memory> local, PagesTuple local_pages,
+              std::shared_ptr<Remote> remote, PagesTuple remote_pages, uint64_t page_bytes, HowTuple how) {
+             PagedRequest r{std::move(local),  to_pages(local_pages),
+                            std::move(remote), to_pages(remote_pages),
+                            page_bytes,        to_how(how)};
+             return value_or_throw(released(
+                 [&] { return is_write ? e.write_pages(std::move(r)) : e.read_pages(std::move(r)); }));
            })
       .def("scatter",
            [](Engine& e, std::shared_ptr<Memory> src,
-              const std::vector<std::tuple<std::shared_ptr<Remote>, uint64_t, uint64_t, uint64_t>>& targets, HowTuple how) {
+              const std::vector<std::tuple<std::shared_ptr<Remote>, uint64_t, uint64_t, uint64_t>>& targets,
+              HowTuple how) {
              ScatterRequest r{std::move(src), {}, to_how(how)};
              for (const auto& [dst, dst_offset, src_offset, bytes] : targets)
                r.targets.push_back({dst, dst_offset, src_offset, bytes});
@@ -287,18 +306,21 @@ void bind_engine(nb::module_& module) {
              return value_or_throw(released([&] { return e.notify(peer, std::move(h)); }));
            })
       .def("send",
-           [](Engine& e, const std::shared_ptr<Peer>& peer, std::shared_ptr<Memory> src, uint64_t offset, uint64_t bytes,
-              HowTuple how) {
+           [](Engine& e, const std::shared_ptr<Peer>& peer, std::shared_ptr<Memory> src, uint64_t offset,
+              uint64_t bytes, HowTuple how) {
              How h = to_how(how);
-             return value_or_throw(released([&] { return e.send(peer, std::move(src), offset, bytes, std::move(h)); }));
+             return value_or_throw(
+                 released([&] { return e.send(peer, std::move(src), offset, bytes, std::move(h)); }));
            })
-      .def("recv",
-           [](Engine& e, std::shared_ptr<Peer> peer, std::shared_ptr<Memory> dst, uint64_t offset, uint64_t bytes,
-              HowTuple how) {
-             How h = to_how(how);
-             return value_or_throw(released([&] { return e.recv(peer, std::move(dst), offset, bytes, std::move(h)); }));
-           },
-           "peer"_a.none(), "dst"_a, "offset"_a, "bytes"_a, "how"_a)
+      .def(
+          "recv",
+          [](Engine& e, std::shared_ptr<Peer> peer, std::shared_ptr<Memory> dst, uint64_t offset,
+             uint64_t bytes, HowTuple how) {
+            How h = to_how(how);
+            return value_or_throw(
+                released([&] { return e.recv(peer, std::move(dst), offset, bytes, std::move(h)); }));
+          },
+          "peer"_a.none(), "dst"_a, "offset"_a, "bytes"_a, "how"_a)
       .def("imm_counter",
            [](Engine& e, const std::shared_ptr<Peer>& peer, uint32_t id) {
              return value_or_throw(released([&] { return e.imm_counter(peer, id); }));
@@ -330,7 +352,9 @@ void bind_engine(nb::module_& module) {
              released([&] { return e.on_done(transfer, std::move(call)), 0; });
            })
       .def("cancel",
-           [](Engine& e, const Handle& transfer) { return to_string(released([&] { return e.cancel(transfer); })); })
+           [](Engine& e, const Handle& transfer) {
+             return to_string(released([&] { return e.cancel(transfer); }));
+           })
       .def("progress", [](Engine& e) { released([&] { return e.progress(), 0; }); })
       .def("dump", [](const Engine& e) { return released([&] { return e.dump(); }); })
       .def("close", [](Engine& e) { released([&] { return e.close(), 0; }); });
@@ -346,7 +370,8 @@ void bind_watcher(nb::module_& module) {
         std::atomic_ref<uint64_t>(*w.address()).store(value, std::memory_order_release);
       });
   nb::class_<Watcher>(module, "TransferWatcher")
-      .def(nb::new_([](int device, int cpu) { return std::make_unique<Watcher>(Watcher::Options{device, cpu}); }),
+      .def(nb::new_(
+               [](int device, int cpu) { return std::make_unique<Watcher>(Watcher::Options{device, cpu}); }),
            "device"_a, "cpu"_a)
       .def("watch",
            [](Watcher& watcher, nb::object callback) {
@@ -362,24 +387,28 @@ void bind_watcher(nb::module_& module) {
              return value_or_throw(released([&] { return watcher.watch(std::move(call)); }));
            })
       .def("release",
-           [](Watcher& watcher, const std::shared_ptr<Watch>& watch) { released([&] { return watcher.release(watch), 0; }); })
+           [](Watcher& watcher, const std::shared_ptr<Watch>& watch) {
+             released([&] { return watcher.release(watch), 0; });
+           })
       .def("close", [](Watcher& watcher) { released([&] { return watcher.close(), 0; }); });
 }
 
 void bind_measure(nb::module_& module) {
   module.def("transfer_measure",
              [](Engine& e, const std::shared_ptr<Memory>& memory, const std::shared_ptr<Remote>& remote,
-                const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool, uint32_t repeats, double timeout_s) {
+                const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool,
+                uint32_t repeats, double timeout_s) {
                const Load load = to_load(kind, bytes, count, window, pool, repeats);
                return value_or_throw(
                    released([&] { return measure(e, memory, remote, load, Deadline::after_s(timeout_s)); }));
              });
   nb::class_<Answered>(module, "TransferAnswered").def(nb::init<>());
-  module.def("transfer_serve",
-             [](Engine& e, const std::shared_ptr<Peer>& peer, const std::shared_ptr<Memory>& memory,
-                const std::shared_ptr<Remote>& remote, Answered& answered, double timeout_s) {
-               check(released([&] { return serve(e, peer, memory, remote, answered, Deadline::after_s(timeout_s)); }));
-             });
+  module.def("transfer_serve", [](Engine& e, const std::shared_ptr<Peer>& peer,
+                                  const std::shared_ptr<Memory>& memory,
+                                  const std::shared_ptr<Remote>& remote, Answered& answered,
+                                  double timeout_s) {
+    check(released([&] { return serve(e, peer, memory, remote, answered, Deadline::after_s(timeout_s)); }));
+  });
   module.def("transfer_stop_serving", [](Engine& e, const std::shared_ptr<Peer>& peer, double timeout_s) {
     check(released([&] { return stop_serving(e, peer, Deadline::after_s(timeout_s)); }));
   });
@@ -387,23 +416,27 @@ void bind_measure(nb::module_& module) {
       .def_prop_ro("address", [](const RawLoop& raw) { return to_python(raw.address()); })
       .def("connect", [](RawLoop& raw, const nb::bytes& address) { check(raw.connect(view(address))); })
       .def("measure",
-           [](RawLoop& raw, const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool, uint32_t repeats,
-              double timeout_s) {
+           [](RawLoop& raw, const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window,
+              uint32_t pool, uint32_t repeats, double timeout_s) {
              const Load load = to_load(kind, bytes, count, window, pool, repeats);
              return value_or_throw(released([&] { return raw.measure(load, Deadline::after_s(timeout_s)); }));
            })
-      .def("serve", [](RawLoop& raw, double timeout_s) { check(released([&] { return raw.serve(Deadline::after_s(timeout_s)); })); })
+      .def("serve",
+           [](RawLoop& raw, double timeout_s) {
+             check(released([&] { return raw.serve(Deadline::after_s(timeout_s)); }));
+           })
       .def("stop_serving", [](RawLoop& raw, double timeout_s) {
         check(released([&] { return raw.stop_serving(Deadline::after_s(timeout_s)); }));
       });
-  module.def("transfer_raw_loop", [](Provider& provider, const std::string& nic_name, uint64_t address, uint64_t bytes) {
-    return value_or_throw(released([&]() -> Result<std::unique_ptr<RawLoop>> {
-      for (const Nic& nic : provider.probe())
-        if (nic.name == nic_name && nic.usable())
-          return RawLoop::open(provider, nic, reinterpret_cast<void*>(address), bytes);
-      return Status::invalid("nic: got {}, which {} does not have", nic_name, provider.name());
-    }));
-  });
+  module.def("transfer_raw_loop",
+             [](Provider& provider, const std::string& nic_name, uint64_t address, uint64_t bytes) {
+               return value_or_throw(released([&]() -> Result<std::unique_ptr<RawLoop>> {
+                 for (const Nic& nic : provider.probe())
+                   if (nic.name == nic_name && nic.usable())
+                     return RawLoop::open(provider, nic, reinterpret_cast<void*>(address), bytes);
+                 return Status::invalid("nic: got {}, which {} does not have", nic_name, provider.name());
+               }));
+             });
 }
 
 }  // namespace

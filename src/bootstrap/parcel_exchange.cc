@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -64,9 +65,12 @@ FileDescriptor detach(msghdr& message) {
   return FileDescriptor();
 }
 
-Status peer_is_gone(int rank, std::string_view operation, int peer) {
-  return Status::make(Code::kPeerLost, "rank {}, {}: rank {} is gone (its socket is closed)", rank, operation,
-                      peer);
+// An exchange orders memory: what a rank wrote before it is seen by its peers after it. The kernel sees to
+// that; race detectors do not follow datagrams, so ranks that are threads of one process also meet at an
+// atomic.
+void order_threads() {
+  static std::atomic<uint64_t> meeting_point{0};
+  meeting_point.fetch_add(1, std::memory_order_acq_rel);
 }
 
 }  // namespace
@@ -147,7 +151,11 @@ Result<bool> ParcelExchange::all_sent(const Parcel& mine, std::vector<bool>& sen
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
     if (!takes_part(peer) || sent[peer]) continue;
     WEFT_TRY_ASSIGN(const Sent now, try_send(peer, mine));
-    if (now == Sent::kPeerGone) return logged(peer_is_gone(rank_, operation, peer));
+    if (now == Sent::kPeerGone) {
+      WEFT_TRY(check_alive(operation));
+      return Status::make(Code::kPeerLost, "rank {}, {}: rank {} is gone (its socket is closed)", rank_,
+                          operation, peer);
+    }
     sent[peer] = now == Sent::kDone;
     all = all && sent[peer];
   }
@@ -160,16 +168,20 @@ bool ParcelExchange::all_received() const {
   return true;
 }
 
-// An empty datagram to a closed socket is refused: so a dead peer is found long before the deadline.
+// An empty datagram to a closed socket is refused: so a dead peer is found long before the deadline. Names
+// all that are gone: one of them may only have left because it noticed first.
 Status ParcelExchange::check_alive(std::string_view operation) const {
+  std::string gone;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
     if (!takes_part(peer) || received_.count({sequence_, peer})) continue;
     const SocketName name(peers_[peer].socket_name);
     const ssize_t sent = sendto(socket_.get(), "", 0, MSG_NOSIGNAL, name.get(), name.length);
     if (sent < 0 && (errno == ECONNREFUSED || errno == ENOENT))
-      return logged(peer_is_gone(rank_, operation, peer));
+      gone += text("{}rank {} is gone", gone.empty() ? "" : ", ", peer);
   }
-  return Status();
+  if (gone.empty()) return Status();
+  return logged(
+      Status::make(Code::kPeerLost, "rank {}, {}: {} (its socket is closed)", rank_, operation, gone));
 }
 
 std::string ParcelExchange::missing() const {
@@ -185,6 +197,7 @@ Result<std::vector<Parcel>> ParcelExchange::all_gather(const Parcel& mine, std::
   if (mine.bytes.size() > kMaxBytes)
     return Status::invalid("parcel: got {} bytes, allowed: at most {}", mine.bytes.size(), kMaxBytes);
   ++sequence_;
+  order_threads();
   const double limit_s = until.left_s();
   std::vector<bool> sent(peers_.size(), false);
   Status failure;
@@ -209,6 +222,7 @@ Result<std::vector<Parcel>> ParcelExchange::all_gather(const Parcel& mine, std::
   if (!finished)
     return logged(Status::make(Code::kPeerLost, "rank {}, {}, waited {} s for {}", rank_, operation, limit_s,
                                missing()));
+  order_threads();
   std::vector<Parcel> all(peers_.size());
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
     if (takes_part(peer)) all[peer] = std::move(received_[{sequence_, peer}]);

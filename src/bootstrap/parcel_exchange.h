@@ -7,7 +7,8 @@
 //   mine->connect(addresses);                        // everyone's address(), brought by a Bootstrap
 //   mine->begin_call();
 //   WEFT_TRY_ASSIGN(std::vector<Parcel> all, mine->all_gather({"hello", {}}, "window.create", until));
-// Order: every rank makes the same calls in the same order; a fast rank may be one call ahead.
+// Order: every rank makes the same calls in the same order; a fast rank may be one call ahead. What a rank
+// wrote before a call is seen by its peers after it.
 // Threads: one call at a time.
 #pragma once
 

@@ -13,7 +13,8 @@ namespace weft {
 namespace {
 
 constexpr char kFile[] = "kernels/collective/program.cuh";
-// Host ranks share cores, so a slot is worth a turn of the scheduler, and all rings fit the last cache; a GPU slot is worth several microseconds of a link.
+// Host ranks share cores, so a slot is worth a turn of the scheduler, and all rings fit the last cache; a GPU
+// slot is worth several microseconds of a link.
 constexpr uint64_t kHostSlotBytes[kProtocols] = {256 << 10, 16 << 10, 16 << 10};
 constexpr uint64_t kCudaSlotBytes[kProtocols] = {256 << 10, 64 << 10, 64 << 10};
 
@@ -36,13 +37,16 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
                                                                    const RunnerOptions& options) {
   const auto ranks = static_cast<uint32_t>(comm->size());
   if (comm->mapped_ranks().size() != ranks)
-    return Status::make(Code::kUnsupported, "collective programs need ranks that map each other's memory: rank {} maps {} of {}",
+    return Status::make(Code::kUnsupported,
+                        "collective programs need ranks that map each other's memory: rank {} maps {} of {}",
                         comm->rank(), comm->mapped_ranks().size(), ranks);
   RingOptions wanted{ranks, options.channels, {}};
   const bool is_host = comm->device().is_host();
   for (uint32_t protocol = 0; protocol < kProtocols; ++protocol) {
     const uint64_t given = protocol == 0 ? options.simple_slot_bytes : options.ll_slot_bytes;
-    wanted.slot_bytes[protocol] = given ? given : is_host ? kHostSlotBytes[protocol] : kCudaSlotBytes[protocol];
+    wanted.slot_bytes[protocol] = given     ? given
+                                  : is_host ? kHostSlotBytes[protocol]
+                                            : kCudaSlotBytes[protocol];
   }
   const RingPlan plan = plan_rings(wanted);
   const Device device = comm->device();
@@ -64,17 +68,23 @@ Status CollectiveRunner::check(const ProgramText& text) const {
   const int ranks = comm_->size();
   for (const ProgramBlock& block : text.blocks) {
     if (block.send_peer >= ranks || block.recv_peer >= ranks || block.send_peer == comm_->rank())
-      return Status::invalid("{}: peers {} and {}, allowed: other ranks of {}", text.name, block.send_peer, block.recv_peer, ranks);
+      return Status::invalid("{}: peers {} and {}, allowed: other ranks of {}", text.name, block.send_peer,
+                             block.recv_peer, ranks);
     if (block.channel >= rings_.channels)
-      return Status::make(Code::kCapacity, "{}: channel {}, this runner has {}", text.name, block.channel, rings_.channels);
+      return Status::make(Code::kCapacity, "{}: channel {}, this runner has {}", text.name, block.channel,
+                          rings_.channels);
     if (uint64_t{block.first_step} + block.steps > text.steps.size())
-      return Status::invalid("{}: a block's steps end at {}, there are {}", text.name, block.first_step + block.steps, text.steps.size());
+      return Status::invalid("{}: a block's steps end at {}, there are {}", text.name,
+                             block.first_step + block.steps, text.steps.size());
   }
   for (const ProgramStep& step : text.steps)
-    if (step.op > static_cast<uint32_t>(StepOp::kReduce) || uint64_t{step.first_wait} + step.waits > text.waits.size())
-      return Status::invalid("{}: operation {} with waits up to {} of {}", text.name, step.op, step.first_wait + step.waits, text.waits.size());
+    if (step.op > static_cast<uint32_t>(StepOp::kReduce) ||
+        uint64_t{step.first_wait} + step.waits > text.waits.size())
+      return Status::invalid("{}: operation {} with waits up to {} of {}", text.name, step.op,
+                             step.first_wait + step.waits, text.waits.size());
   for (const ProgramWait& wait : text.waits)
-    if (wait.block >= text.blocks.size()) return Status::invalid("{}: waits for block {} of {}", text.name, wait.block, text.blocks.size());
+    if (wait.block >= text.blocks.size())
+      return Status::invalid("{}: waits for block {} of {}", text.name, wait.block, text.blocks.size());
   return {};
 }
 
@@ -109,10 +119,12 @@ Status CollectiveRunner::run(const RunCall& call) {
   if (!found) return Status::invalid("program: got {}, allowed: one that was loaded", call.program);
   const Program& program = *found;
   if (call.has_exact_chunks && call.part_elems % call.per_part)
-    return Status::invalid("elements: got {}, allowed: a multiple of the {} chunks of {}", call.part_elems, call.per_part, program.name);
+    return Status::invalid("elements: got {}, allowed: a multiple of the {} chunks of {}", call.part_elems,
+                           call.per_part, program.name);
   ProgramArgs args = program.args;
-  const ProgramPlan plan = plan_program({call.part_elems, call.per_part, args.num_blocks, call.slice_bytes, call.has_exact_chunks}, call.element,
-                                        call.protocol, rings_, call.num_sms, limits_);
+  const ProgramPlan plan =
+      plan_program({call.part_elems, call.per_part, args.num_blocks, call.slice_bytes, call.has_exact_chunks},
+                   call.element, call.protocol, rings_, call.num_sms, limits_);
   args.chunk_elems = plan.chunk_elems;
   args.slice_elems = plan.slice_elems;
   args.iterations = plan.iterations;
@@ -122,12 +134,13 @@ Status CollectiveRunner::run(const RunCall& call) {
   args.sent = counters_->at<uint64_t>(0);
   args.received = counters_->at<uint64_t>(counters);
   args.rings = rings_;
-  args.wait = {static_cast<uint64_t>(timeout_s_ * 1e9), visible_->at<FaultBox>(0), static_cast<uint32_t>(comm_->rank()), 0};
+  args.wait = {static_cast<uint64_t>(timeout_s_ * 1e9), visible_->at<FaultBox>(0),
+               static_cast<uint32_t>(comm_->rank()), 0};
   args.buffers[0] = {call.input, call.part_elems, call.per_part, nullptr};
   args.buffers[1] = {call.output, call.part_elems, call.per_part, nullptr};
   const uint64_t scratch_elems = program.scratch_chunks * plan.chunk_elems;
   if (scratch_elems) {
-    WEFT_TRY_ASSIGN(std::byte* memory, scratch(scratch_elems * element_bytes(call.element)));
+    WEFT_TRY_ASSIGN(std::byte * memory, scratch(scratch_elems * element_bytes(call.element)));
     // One part of all chunks: every scratch chunk has its full size.
     args.buffers[2] = {memory, scratch_elems, program.scratch_chunks, nullptr};
   }
@@ -149,26 +162,31 @@ const CollectiveRunner::Program* CollectiveRunner::find(uint32_t number) {
   return &programs_[number];
 }
 
-Status CollectiveRunner::scale(Element element, std::byte* data, uint64_t elems, double divisor, void* stream) {
+Status CollectiveRunner::scale(Element element, std::byte* data, uint64_t elems, double divisor,
+                               void* stream) {
   const ScaleArgs args{data, elems, divisor};
   const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>(elems / 4096, 1, limits_.max_blocks));
   const GridPlan grid{limits_.is_cuda ? blocks : 1, limits_.is_cuda ? 512u : 1u, 0, {}, {}};
-  return launch("scale_buffer", "ScaleArgs", grid, &args, sizeof(args), {static_cast<int64_t>(element), 0, 0}, stream);
+  return launch("scale_buffer", "ScaleArgs", grid, &args, sizeof(args), {static_cast<int64_t>(element), 0, 0},
+                stream);
 }
 
-Status CollectiveRunner::launch(const char* name, const char* args_type, const GridPlan& grid, const void* args,
-                                size_t args_bytes, const ProgramShape& shape, void* stream) {
-  const KernelKey key{kFile,
-                      name,
-                      args_type,
-                      "MappedMesh",
-                      {{"element", shape.element}, {"reduction", shape.reduction}, {"protocol", shape.protocol}},
-                      grid.threads_per_block,
-                      1};
+Status CollectiveRunner::launch(const char* name, const char* args_type, const GridPlan& grid,
+                                const void* args, size_t args_bytes, const ProgramShape& shape,
+                                void* stream) {
+  const KernelKey key{
+      kFile,
+      name,
+      args_type,
+      "MappedMesh",
+      {{"element", shape.element}, {"reduction", shape.reduction}, {"protocol", shape.protocol}},
+      grid.threads_per_block,
+      1};
   Jit& jit = Jit::of(comm_->device());
   WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key));
   const Launch how{grid.blocks, grid.threads_per_block, grid.shared_bytes, stream, false};
-  const MappedMesh mesh{window_->table(), static_cast<uint32_t>(comm_->rank()), static_cast<uint32_t>(comm_->size())};
+  const MappedMesh mesh{window_->table(), static_cast<uint32_t>(comm_->rank()),
+                        static_cast<uint32_t>(comm_->size())};
   WEFT_TRY(jit.launch(*kernel, how, args, args_bytes, &mesh, sizeof(mesh), &shape));
   return comm_->device().is_host() ? fault() : Status();
 }
@@ -182,7 +200,8 @@ Result<std::byte*> CollectiveRunner::scratch(uint64_t bytes) {
   return scratch_.back()->data();
 }
 
-Result<const uint64_t*> CollectiveRunner::table(const std::vector<uint64_t>& entries, std::unique_ptr<LocalMemory>& memory) {
+Result<const uint64_t*> CollectiveRunner::table(const std::vector<uint64_t>& entries,
+                                                std::unique_ptr<LocalMemory>& memory) {
   const uint64_t bytes = entries.size() * sizeof(uint64_t);
   if (!memory || memory->bytes() < bytes) {
     WEFT_TRY_ASSIGN(memory, LocalMemory::create(comm_->device(), bytes));
@@ -200,9 +219,9 @@ Status CollectiveRunner::fault() {
 std::string CollectiveRunner::sentence() const {
   const FaultBox& box = *visible_->at<FaultBox>(0);
   const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
-  return text("rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}", box.self, last_program_,
-              box.detail >> 16, box.detail & 0xffff, static_cast<double>(box.waited_ns / 100'000'000) / 10, whom, box.expected,
-              box.seen);
+  return text("rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}",
+              box.self, last_program_, box.detail >> 16, box.detail & 0xffff,
+              static_cast<double>(box.waited_ns / 100'000'000) / 10, whom, box.expected, box.seen);
 }
 
 }  // namespace weft

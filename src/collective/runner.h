@@ -4,12 +4,13 @@
 //   WEFT_TRY_ASSIGN(auto runner, CollectiveRunner::create(comm, options));
 //   WEFT_TRY_ASSIGN(uint32_t id, runner->load(text));       // this rank's part of a verified program
 //   WEFT_TRY(runner->run(call));
-// Programs are verified before they come here (weft.collectives.verifier); load() checks only what memory safety needs.
-// All ranks load and run the same programs in the same order. On CUDA run() enqueues on `stream`, and one stream at a time
-// may use a runner; on the host it returns when it is done. All protocol state is in device memory, so a captured run may
-// be replayed. Threads: one caller at a time; programs that only send to, or only receive from, different ranks than
-// others under way, and use no scratch, may run beside them.
-// Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on message numbers.
+// Programs are verified before they come here (weft.collectives.verifier); load() checks only what memory
+// safety needs. All ranks load and run the same programs in the same order. On CUDA run() enqueues on
+// `stream`, and one stream at a time may use a runner; on the host it returns when it is done. All protocol
+// state is in device memory, so a captured run may be replayed. Threads: one caller at a time; programs that
+// only send to, or only receive from, different ranks than others under way, and use no scratch, may run
+// beside them. Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer
+// agree on message numbers.
 #pragma once
 
 #include <deque>
@@ -64,7 +65,8 @@ struct RunCall {
 class CollectiveRunner {
  public:
   // Collective. Errors: kUnsupported when some rank is not mapped; those of Window::create.
-  static Result<std::unique_ptr<CollectiveRunner>> create(std::shared_ptr<Communicator> comm, const RunnerOptions& options);
+  static Result<std::unique_ptr<CollectiveRunner>> create(std::shared_ptr<Communicator> comm,
+                                                          const RunnerOptions& options);
 
   // Keeps a program; its number counts from 0. Errors: kInvalid for peers, channels or waits out of range.
   Result<uint32_t> load(ProgramText text);
@@ -84,11 +86,12 @@ class CollectiveRunner {
     ProgramArgs args;  // its tables and progress; the rest is filled per call
     uint64_t scratch_chunks;
   };
-  CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window) : comm_(std::move(comm)), window_(std::move(window)) {}
+  CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window)
+      : comm_(std::move(comm)), window_(std::move(window)) {}
   Status check(const ProgramText& text) const;
   const Program* find(uint32_t number);
-  Status launch(const char* name, const char* args_type, const GridPlan& grid, const void* args, size_t args_bytes,
-                const ProgramShape& shape, void* stream);
+  Status launch(const char* name, const char* args_type, const GridPlan& grid, const void* args,
+                size_t args_bytes, const ProgramShape& shape, void* stream);
   Result<std::byte*> scratch(uint64_t bytes);
   Result<const uint64_t*> table(const std::vector<uint64_t>& entries, std::unique_ptr<LocalMemory>& memory);
   std::string sentence() const;
@@ -97,7 +100,8 @@ class CollectiveRunner {
   std::unique_ptr<Window> window_;
   std::unique_ptr<HostVisible> visible_;
   std::unique_ptr<LocalMemory> counters_;  // sent, received, grid state
-  std::vector<std::unique_ptr<LocalMemory>> scratch_;  // the last one is in use; captured graphs may use earlier ones
+  std::vector<std::unique_ptr<LocalMemory>>
+      scratch_;  // the last one is in use; captured graphs may use earlier ones
   std::unique_ptr<LocalMemory> input_table_, output_table_;
   std::mutex programs_mutex_;
   std::deque<Program> programs_;  // addresses stay

@@ -100,6 +100,11 @@ Status check_agreement(const std::vector<RankCard>& cards) {
   return Status();
 }
 
+Reach reach_of(const std::vector<Candidate>& candidates, const Transport* transport) {
+  const auto is_it = [&](const Candidate& candidate) { return candidate.transport == transport; };
+  return std::find_if(candidates.begin(), candidates.end(), is_it)->caps.reach;
+}
+
 }  // namespace
 
 Result<std::shared_ptr<Communicator>> Communicator::create(std::shared_ptr<Bootstrap> bootstrap,
@@ -149,7 +154,7 @@ Status Communicator::connect(std::string_view transport) {
     if (rank == rank_) transports_ = std::move(chosen);
   }
   for (int peer = 0; peer < size(); ++peer) {
-    const bool is_mapped = peer == rank_ || transports_[peer]->caps(device()).reach == Reach::kMapped;
+    const bool is_mapped = peer == rank_ || reach_of(usable, transports_[peer]) == Reach::kMapped;
     if (is_mapped)
       mapped_ranks_.push_back(peer);
     else
@@ -160,8 +165,11 @@ Status Communicator::connect(std::string_view transport) {
   return Status();
 }
 
+// Over the sockets where they reach everybody: faster, and a dead peer is found at once.
 Status Communicator::barrier() {
-  return bootstrap_->all_gather("", deadline()).status();
+  if (static_cast<int>(mapped_ranks_.size()) < size()) return bootstrap_->all_gather("", deadline()).status();
+  parcels_->begin_call();
+  return parcels_->all_gather({}, "barrier", deadline()).status();
 }
 
 }  // namespace weft

@@ -47,7 +47,8 @@ class Communicator {
   // Bytes and descriptors among mapped_ranks().
   ParcelExchange& parcels() { return *parcels_; }
 
-  // Waits until every rank has called it. Errors: kPeerLost, as in Bootstrap::all_gather.
+  // Waits until every rank has called it; what a rank wrote to mapped host memory before it is seen after it.
+  // Says nothing about work queued on a GPU. Errors: kPeerLost, naming the rank that is gone or stayed away.
   Status barrier();
 
  private:

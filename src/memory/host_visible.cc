@@ -17,8 +17,9 @@ Result<std::unique_ptr<HostVisible>> HostVisible::create(Device device, uint64_t
   void* data = nullptr;
   if (device.kind == Device::Kind::kCuda) {
     WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(device.ordinal));
-    WEFT_TRY(cuda_status(current.driver().cuMemHostAlloc(&data, bytes, kCuMemHostAllocPortable | kCuMemHostAllocDeviceMap),
-                         "allocate pinned host memory"));
+    WEFT_TRY(cuda_status(
+        current.driver().cuMemHostAlloc(&data, bytes, kCuMemHostAllocPortable | kCuMemHostAllocDeviceMap),
+        "allocate pinned host memory"));
   } else {
     data = ::operator new(bytes, kAlignment);
   }

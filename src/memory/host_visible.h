@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// HostVisible is a little zero-filled memory that both the host and the device's kernels read and write while a kernel
-// runs: fault boxes, counts. On CUDA it is pinned host memory; on the host plain memory.
+// HostVisible is a little zero-filled memory that both the host and the device's kernels read and write while
+// a kernel runs: fault boxes, counts. On CUDA it is pinned host memory; on the host plain memory.
 //   WEFT_TRY_ASSIGN(auto boxes, HostVisible::create(device, sizeof(FaultBox)));
 // Threads: the object is immutable. Lifetime: outlive every kernel that was given data().
 #pragma once

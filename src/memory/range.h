@@ -5,8 +5,8 @@
 //   WEFT_TRY_ASSIGN(auto range, make_range({.device = cpu, .reserve_bytes = 1 << 30}));
 //   WEFT_TRY_ASSIGN(Parcel offer, range->extend(1 << 20));    // zero-filled; the offer travels to a peer ...
 //   WEFT_TRY(peers_range->import(offer, 1 << 20));            // ... who sees the bytes at its own address
-// One file per way of sharing: host_range.cc (memfd), vmm_range.cc (CUDA VMM handles), ipc_range.cc (CUDA IPC).
-// Threads: one caller at a time; base() and bytes() may be read at any time between calls.
+// One file per way of sharing: host_range.cc (memfd), vmm_range.cc (CUDA VMM handles), ipc_range.cc (CUDA
+// IPC). Threads: one caller at a time; base() and bytes() may be read at any time between calls.
 #pragma once
 
 #include <cstddef>
@@ -27,9 +27,12 @@ enum class Sharing { kHostMemory, kCudaVmm, kCudaIpc };
 
 inline std::ostream& operator<<(std::ostream& out, Sharing sharing) {
   switch (sharing) {
-    case Sharing::kHostMemory: return out << "host memory";
-    case Sharing::kCudaVmm: return out << "CUDA VMM";
-    case Sharing::kCudaIpc: return out << "CUDA IPC";
+    case Sharing::kHostMemory:
+      return out << "host memory";
+    case Sharing::kCudaVmm:
+      return out << "CUDA VMM";
+    case Sharing::kCudaIpc:
+      return out << "CUDA IPC";
   }
   return out << "?";
 }

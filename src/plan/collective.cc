@@ -14,7 +14,9 @@ constexpr uint32_t kSlots = 8;
 constexpr uint32_t kMaxGroup = 71;
 constexpr uint64_t kUnitBytes = 16;
 
-uint64_t ceil_div(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
+uint64_t ceil_div(uint64_t a, uint64_t b) {
+  return (a + b - 1) / b;
+}
 
 }  // namespace
 
@@ -36,12 +38,8 @@ RingPlan plan_rings(const RingOptions& options) {
 
 uint64_t slot_payload_bytes(const RingLayout& layout, Protocol protocol) {
   const uint64_t bytes = layout.slot_bytes[static_cast<uint32_t>(protocol)];
-  switch (protocol) {
-    case Protocol::kSimple: return bytes;
-    case Protocol::kLl: return bytes / 2;
-    case Protocol::kLl128: return bytes / 128 * 112;  // whole units: seven of 16 bytes in a line
-  }
-  return bytes;
+  // LL128 travels over LL's wire: half of a line is payload.
+  return protocol == Protocol::kSimple ? bytes : bytes / 2;
 }
 
 ProgramPlan plan_program(const ProgramSize& size, Element element, Protocol protocol, const RingLayout& rings,
@@ -52,17 +50,20 @@ ProgramPlan plan_program(const ProgramSize& size, Element element, Protocol prot
   plan.chunk_elems = ceil_div(size.part_elems, size.per_part);
   if (!size.has_exact_chunks) plan.chunk_elems = ceil_div(plan.chunk_elems, unit_elems) * unit_elems;
   uint64_t payload = slot_payload_bytes(rings, protocol);
-  if (size.max_slice_bytes) payload = std::min<uint64_t>(payload, std::max<uint64_t>(size.max_slice_bytes, kUnitBytes));
+  if (size.max_slice_bytes)
+    payload = std::min<uint64_t>(payload, std::max<uint64_t>(size.max_slice_bytes, kUnitBytes));
   plan.slice_elems = payload / kUnitBytes * unit_elems;
   plan.iterations = ceil_div(plan.chunk_elems, plan.slice_elems);
   plan.group = 1;
   const bool is_even = plan.chunk_elems * size.per_part == size.part_elems;
   if (is_even && plan.iterations == 1)
     plan.group = static_cast<uint32_t>(std::min<uint64_t>(plan.slice_elems / plan.chunk_elems, kMaxGroup));
-  const uint32_t blocks = std::max(1u, std::min({size.num_blocks, limits.max_blocks, num_sms ? num_sms : ~0u}));
+  const uint32_t blocks =
+      std::max(1u, std::min({size.num_blocks, limits.max_blocks, num_sms ? num_sms : ~0u}));
   plan.grid.blocks = limits.is_cuda ? blocks : 1;
   plan.grid.threads_per_block = limits.is_cuda ? 512 : 1;
-  plan.grid.shared_bytes = program_shared_bytes(static_cast<uint32_t>(ceil_div(size.num_blocks, plan.grid.blocks)));
+  plan.grid.shared_bytes =
+      program_shared_bytes(static_cast<uint32_t>(ceil_div(size.num_blocks, plan.grid.blocks)));
   return plan;
 }
 

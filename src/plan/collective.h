@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decisions of the executor of collective programs: where the rings stand in a window, how a buffer is cut into chunks
-// and slices, what grid runs. Pure functions: no device, no environment, no clock.
+// Decisions of the executor of collective programs: where the rings stand in a window, how a buffer is cut
+// into chunks and slices, what grid runs. Pure functions: no device, no environment, no clock.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,8 @@ struct ProgramSize {
   uint64_t per_part;    // chunks of a part
   uint32_t num_blocks;
   uint32_t max_slice_bytes;  // 0: as much as a slot holds
-  bool has_exact_chunks;     // chunks are equal and their places matter; else they start at multiples of 16 bytes
+  bool
+      has_exact_chunks;  // chunks are equal and their places matter; else they start at multiples of 16 bytes
 };
 
 struct ProgramPlan {

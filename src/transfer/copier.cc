@@ -23,7 +23,9 @@ Result<CUstream> copy_stream(const CudaDriver& driver, int device) {
   return stream;
 }
 
-CUdeviceptr address(const void* pointer) { return reinterpret_cast<CUdeviceptr>(pointer); }
+CUdeviceptr address(const void* pointer) {
+  return reinterpret_cast<CUdeviceptr>(pointer);
+}
 
 Status cuda_copy(void* to, const void* from, uint64_t bytes, int device) {
   CopyQueue queue(device);
@@ -63,7 +65,8 @@ Status CopyQueue::copy(void* to, const void* from, uint64_t bytes) {
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   WEFT_TRY_ASSIGN(CudaContext context, CudaContext::enter(device_));
   WEFT_TRY_ASSIGN(CUstream stream, copy_stream(*driver, device_));
-  WEFT_TRY(cuda_status(driver->cuMemcpyAsync(address(to), address(from), bytes, stream), "copying {} bytes", bytes));
+  WEFT_TRY(cuda_status(driver->cuMemcpyAsync(address(to), address(from), bytes, stream), "copying {} bytes",
+                       bytes));
   is_pending_ = true;
   return {};
 }
@@ -74,7 +77,8 @@ Status CopyQueue::seal() {
   WEFT_TRY_ASSIGN(CudaContext context, CudaContext::enter(device_));
   WEFT_TRY_ASSIGN(CUstream stream, copy_stream(*driver, device_));
   CUevent event = static_cast<CUevent>(event_);
-  if (!event) WEFT_TRY(cuda_status(driver->cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "making a copy event"));
+  if (!event)
+    WEFT_TRY(cuda_status(driver->cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "making a copy event"));
   event_ = event;
   return cuda_status(driver->cuEventRecord(event, stream), "recording a copy event");
 }
@@ -94,8 +98,8 @@ Status CopyQueue::finish() {
   WEFT_TRY(seal());
   is_pending_ = false;
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  return cuda_status(driver->cuEventSynchronize(static_cast<CUevent>(event_)), "copying between host and device {}",
-                     device_);
+  return cuda_status(driver->cuEventSynchronize(static_cast<CUevent>(event_)),
+                     "copying between host and device {}", device_);
 }
 
 Result<char*> PinnedBuffer::allocate(uint64_t bytes, int device) {
@@ -104,7 +108,8 @@ Result<char*> PinnedBuffer::allocate(uint64_t bytes, int device) {
     WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
     WEFT_TRY_ASSIGN(CudaContext context, CudaContext::enter(device));
     void* made = nullptr;
-    WEFT_TRY(cuda_status(driver->cuMemHostAlloc(&made, bytes, kCuMemHostAllocPortable), "pinning {} bytes", bytes));
+    WEFT_TRY(cuda_status(driver->cuMemHostAlloc(&made, bytes, kCuMemHostAllocPortable), "pinning {} bytes",
+                         bytes));
     pinned_ = made;
     return static_cast<char*>(made);
   }

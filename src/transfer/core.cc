@@ -29,13 +29,16 @@ std::string default_name() {
 
 }  // namespace
 
-Core::Core(Options given) : options(std::move(given)), id(random_id()), staging_(std::make_unique<Staging>(*this)) {
+Core::Core(Options given)
+    : options(std::move(given)), id(random_id()), staging_(std::make_unique<Staging>(*this)) {
   name = options.name.empty() ? default_name() : options.name;
   events_.resize(kEventBatch);
   slots_.resize(kPeersMax);
 }
 
-Core::~Core() { close(); }
+Core::~Core() {
+  close();
+}
 
 Status Core::open() {
   message_bytes_ = 8192;
@@ -123,7 +126,9 @@ bool Core::wants_staging(const Memory& memory, const Remote& remote, size_t piec
   return staging_->wants(memory, remote, pieces, bytes);
 }
 
-Status Core::closed_status() const { return Status::make(Code::kClosed, "transfer engine '{}': is closed", name); }
+Status Core::closed_status() const {
+  return Status::make(Code::kClosed, "transfer engine '{}': is closed", name);
+}
 
 void Core::submit(std::shared_ptr<Transfer> transfer) {
   if (token.try_take()) {  // nobody is at it: post right here
@@ -178,7 +183,8 @@ void Core::run_worker() {
   unsigned idle = 0;
   while (!stopping_.load(std::memory_order_acquire)) {
     bool busy = false;
-    if (waiters_.load(std::memory_order_relaxed) > 0) {  // they make progress; each wake-up here would cost them
+    if (waiters_.load(std::memory_order_relaxed) >
+        0) {  // they make progress; each wake-up here would cost them
       std::this_thread::sleep_for(std::chrono::microseconds(500));
       continue;
     }
@@ -255,8 +261,9 @@ void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
     if (event.peer_gone) lose_peer(*peer, PeerState::kLost, Status(Code::kPeerLost, event.text));
     if (use == Flight::Use::kPack && transfer) staging_->on_post_failed(*peer, slot, *transfer);
     if (transfer && !transfer->is_finished())
-      fail(*transfer, Status::make(Code::kSystem, "transfer.{}: to peer '{}' on {}: {}", to_string(transfer->kind_),
-                                   peer->name(), rail.rail->nic().name, event.text));
+      fail(*transfer,
+           Status::make(Code::kSystem, "transfer.{}: to peer '{}' on {}: {}", to_string(transfer->kind_),
+                        peer->name(), rail.rail->nic().name, event.text));
     return;
   }
   if (use == Flight::Use::kPack) staging_->on_posted(*peer, slot);
@@ -268,9 +275,12 @@ void Core::on_imm_event(uint32_t imm) {
   if (!peer || !peer->is_alive()) return log_debug("transfer: an immediate of a connection that is gone");
   peer->heard_ = last_tick_;
   switch (imm_class(imm)) {
-    case ImmClass::kCount: return count_imm(*peer, imm_id(imm), 1);
-    case ImmClass::kStage: return staging_->on_filled(*peer, imm_id(imm));
-    default: log_debug("transfer: an immediate of unknown class from '{}'", peer->name());
+    case ImmClass::kCount:
+      return count_imm(*peer, imm_id(imm), 1);
+    case ImmClass::kStage:
+      return staging_->on_filled(*peer, imm_id(imm));
+    default:
+      log_debug("transfer: an immediate of unknown class from '{}'", peer->name());
   }
 }
 
@@ -316,7 +326,8 @@ void Core::orphan(Flight& flight) {
 }
 
 void Core::post_receive(Flight& flight) {
-  const Posted posted = rails[0].rail->post_recv(flight.buffer, message_bytes_, arena_registration_.lkey, &flight);
+  const Posted posted =
+      rails[0].rail->post_recv(flight.buffer, message_bytes_, arena_registration_.lkey, &flight);
   if (posted == Posted::kAgain) unposted_receives_.push_back(&flight);
   if (posted == Posted::kFatal) log_warn("transfer: cannot post a receive: {}", rails[0].rail->refusal());
 }
@@ -337,9 +348,11 @@ std::string Core::dump() {
   HoldToken hold(token);
   std::string out = text("transfer engine '{}' ({}), {} rails\n", name, to_text(id), rails.size());
   for (const auto& [engine, peer] : peers_)
-    out += text("  peer '{}' ({}): {}, life {}\n", peer->name(), peer->id(), to_string(peer->state()), peer->life_);
+    out += text("  peer '{}' ({}): {}, life {}\n", peer->name(), peer->id(), to_string(peer->state()),
+                peer->life_);
   for (Transfer* t = active_; t; t = t->active_next_)
-    out += text("  {} of {} bytes: {}, {}\n", to_string(t->kind_), t->bytes_, to_string(t->phase()), describe_progress(*t));
+    out += text("  {} of {} bytes: {}, {}\n", to_string(t->kind_), t->bytes_, to_string(t->phase()),
+                describe_progress(*t));
   return out;
 }
 

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The inside of an Engine. Every member that is not atomic is touched only by the holder of the progress token.
+// The inside of an Engine. Every member that is not atomic is touched only by the holder of the progress
+// token.
 //
 //   user thread: submit(transfer) -> list of submissions -> takes the token if it is free -> progress_held()
 //   worker:      takes the token if it is free -> progress_held()
 //   progress_held(): start what was submitted, poll every rail, post what fits, tick once in a while
 //
-// Files: core.cc (token, worker, events, clock), operations.cc (from submission to the end), peers.cc (connections,
-// messages, memory of peers), staging.cc (packed writes through pinned memory).
+// Files: core.cc (token, worker, events, clock), operations.cc (from submission to the end), peers.cc
+// (connections, messages, memory of peers), staging.cc (packed writes through pinned memory).
 #pragma once
 
 #include <atomic>
@@ -65,10 +66,10 @@ struct Flight : Context {
   Use use = Use::kFree;
   bool is_orphan = false;  // given up; if it comes back, only its slot is of interest
   uint32_t rail = 0;
-  uint32_t slot = 0;               // kPack: staging slot
-  Transfer* transfer = nullptr;    // kPiece, kNotice, kShortSend, kPack
-  Peer* peer = nullptr;            // all but kReceive
-  char* buffer = nullptr;          // kMessage, kShortSend, kReceive
+  uint32_t slot = 0;             // kPack: staging slot
+  Transfer* transfer = nullptr;  // kPiece, kNotice, kShortSend, kPack
+  Peer* peer = nullptr;          // all but kReceive
+  char* buffer = nullptr;        // kMessage, kShortSend, kReceive
   Flight* next_free = nullptr;
 };
 

@@ -26,12 +26,14 @@ Clock::time_point coarse_now() {
   return Clock::time_point(std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec));
 }
 
-bool fits(uint64_t offset, uint64_t bytes, uint64_t all) { return offset <= all && bytes <= all - offset; }
+bool fits(uint64_t offset, uint64_t bytes, uint64_t all) {
+  return offset <= all && bytes <= all - offset;
+}
 
 Status check_range(const char* argument, uint64_t offset, uint64_t bytes, uint64_t all, const char* what) {
   if (fits(offset, bytes, all)) return {};
-  return Status::invalid("{}: got {} bytes at offset {}, allowed: within the {} bytes of the {}", argument, bytes,
-                         offset, all, what);
+  return Status::invalid("{}: got {} bytes at offset {}, allowed: within the {} bytes of the {}", argument,
+                         bytes, offset, all, what);
 }
 
 Status check_handle(const char* argument, bool is_given) {
@@ -49,7 +51,8 @@ How imm_only(uint32_t id) {
 // Makes one Transfer from one request; runs on the user's thread, without the token.
 class Builder {
  public:
-  Builder(Core& core, OpKind kind, How& how) : core_(core), how_(how), made_(std::allocate_shared<Transfer>(PoolAllocator<Transfer>())) {
+  Builder(Core& core, OpKind kind, How& how)
+      : core_(core), how_(how), made_(std::allocate_shared<Transfer>(PoolAllocator<Transfer>())) {
     made_->kind_ = kind;
   }
 
@@ -66,8 +69,10 @@ class Builder {
     if (core_.is_closed()) return core_.closed_status();
     if (memory && !memory->is_registered())
       return Status::invalid("memory: got memory that was unregistered, allowed: registered memory");
-    if (how_.imm && !is_imm_allowed) return Status::invalid("imm: got {}, allowed: none with {}", *how_.imm, to_string(made_->kind_));
-    if (how_.imm && *how_.imm > kImmIdMax) return Status::invalid("imm: got {}, allowed: 0 to {}", *how_.imm, kImmIdMax);
+    if (how_.imm && !is_imm_allowed)
+      return Status::invalid("imm: got {}, allowed: none with {}", *how_.imm, to_string(made_->kind_));
+    if (how_.imm && *how_.imm > kImmIdMax)
+      return Status::invalid("imm: got {}, allowed: 0 to {}", *how_.imm, kImmIdMax);
     if (how_.rail != kAnyRail && how_.rail >= core_.rail_count())
       return Status::invalid("rail: got {}, allowed: 0 to {}", how_.rail, core_.rail_count() - 1);
     if (how_.timeout_s < 0) return Status::invalid("timeout_s: got {}, allowed: above 0", how_.timeout_s);
@@ -81,8 +86,9 @@ class Builder {
       return Status::invalid("remote: got memory that peer '{}' has taken back, allowed: a live descriptor",
                              remote->peer()->name());
     if (!(remote->access() & wanted))
-      return Status::invalid("remote: got memory of peer '{}' without remote {} access, allowed: memory registered for it",
-                             remote->peer()->name(), wanted == kRemoteWrite ? "write" : "read");
+      return Status::invalid(
+          "remote: got memory of peer '{}' without remote {} access, allowed: memory registered for it",
+          remote->peer()->name(), wanted == kRemoteWrite ? "write" : "read");
     if (!made_->remote_) {
       made_->remote_ = std::move(remote);
       return 0u;
@@ -106,9 +112,11 @@ class Builder {
     const uint32_t first = how_.rail == kAnyRail ? next_rail(all) : how_.rail;
     const uint64_t piece_max = core_.write_bytes_max();
     if (rails == 1 || how_.rail != kAnyRail) {
-      if (bytes <= piece_max) return add_piece({local, remote, bytes, target, static_cast<uint16_t>(first), false});
+      if (bytes <= piece_max)
+        return add_piece({local, remote, bytes, target, static_cast<uint16_t>(first), false});
       for (const Shard& s : shard_range(bytes, {1, core_.options.shard_bytes_min, piece_max}, 0))
-        add_piece({local + s.offset, remote + s.offset, s.bytes, target, static_cast<uint16_t>(first), false});
+        add_piece(
+            {local + s.offset, remote + s.offset, s.bytes, target, static_cast<uint16_t>(first), false});
       return;
     }
     for (const Shard& s : shard_range(bytes, {rails, core_.options.shard_bytes_min, piece_max}, first))
@@ -120,7 +128,8 @@ class Builder {
     if (made_->kind_ == OpKind::kWrite) choose_path();
     if (made_->has_imm_ && !made_->staged_ && made_->kind_ == OpKind::kWrite) place_imms();
     made_->submitted_ = coarse_now();
-    made_->deadline_ = made_->submitted_ + to_duration(how_.timeout_s > 0 ? how_.timeout_s : core_.options.timeout_s);
+    made_->deadline_ =
+        made_->submitted_ + to_duration(how_.timeout_s > 0 ? how_.timeout_s : core_.options.timeout_s);
     made_->counter_ = std::move(how_.counter);
     made_->callback_ = std::move(how_.callback);
     core_.submit(made_);
@@ -130,12 +139,14 @@ class Builder {
   Transfer* operator->() { return made_.get(); }
 
  private:
-  uint32_t next_rail(uint32_t rails) { return rails == 1 ? 0 : core_.next_rail.fetch_add(1, std::memory_order_relaxed) % rails; }
+  uint32_t next_rail(uint32_t rails) {
+    return rails == 1 ? 0 : core_.next_rail.fetch_add(1, std::memory_order_relaxed) % rails;
+  }
 
   void choose_path() {
     for (uint32_t target = 0; target <= made_->more_.size(); ++target)
-      made_->staged_ = made_->staged_ ||
-                       core_.wants_staging(*made_->memory_, *made_->remote(target), made_->pieces(), made_->bytes_);
+      made_->staged_ = made_->staged_ || core_.wants_staging(*made_->memory_, *made_->remote(target),
+                                                             made_->pieces(), made_->bytes_);
   }
 
   void place_imms() {
@@ -161,7 +172,8 @@ class Builder {
 
   bool is_one_ordered_stream(const std::vector<Transfer::Piece*>& pieces, const Remote&) const {
     if (!core_.rails[pieces[0]->rail].rail->caps().ordered_writes) return false;
-    return std::all_of(pieces.begin(), pieces.end(), [&](const auto* piece) { return piece->rail == pieces[0]->rail; });
+    return std::all_of(pieces.begin(), pieces.end(),
+                       [&](const auto* piece) { return piece->rail == pieces[0]->rail; });
   }
 
   Core& core_;
@@ -171,7 +183,9 @@ class Builder {
 };
 
 Engine::Engine(std::unique_ptr<Core> core) : core_(std::move(core)) {}
-Engine::~Engine() { close(); }
+Engine::~Engine() {
+  close();
+}
 
 Result<std::unique_ptr<Engine>> Engine::open(Options options) {
   if (!options.provider) return Status::invalid("provider: got nothing, allowed: a provider");
@@ -185,8 +199,12 @@ Result<std::unique_ptr<Engine>> Engine::open(Options options) {
   return std::unique_ptr<Engine>(new Engine(std::move(core)));
 }
 
-const std::string& Engine::name() const { return core_->name; }
-std::string Engine::address() const { return core_->address_bytes(); }
+const std::string& Engine::name() const {
+  return core_->name;
+}
+std::string Engine::address() const {
+  return core_->address_bytes();
+}
 RailPlan Engine::rail_plan() const {
   return {core_->rail_count(), core_->options.shard_bytes_min, core_->write_bytes_max()};
 }
@@ -207,7 +225,8 @@ Result<std::shared_ptr<Memory>> Engine::enroll(const provider::Range& range, uin
 Result<std::string> Engine::describe(const Memory& memory) const {
   if (!memory.is_registered()) return Status::invalid("memory: got memory that was unregistered");
   if (memory.access() == kLocal)
-    return Status::invalid("memory: got memory for local use, allowed: memory registered for remote reads or writes");
+    return Status::invalid(
+        "memory: got memory for local use, allowed: memory registered for remote reads or writes");
   return to_bytes(core_->describe(memory));
 }
 
@@ -219,7 +238,9 @@ Status Engine::unregister(const std::shared_ptr<Memory>& memory, Deadline until)
 Result<std::shared_ptr<Peer>> Engine::connect(std::string_view address, Deadline until) {
   return core_->connect(address, until);
 }
-std::vector<std::shared_ptr<Peer>> Engine::peers() const { return core_->connected_peers(); }
+std::vector<std::shared_ptr<Peer>> Engine::peers() const {
+  return core_->connected_peers();
+}
 Result<std::shared_ptr<Remote>> Engine::attach(std::string_view descriptor, Deadline until) {
   return core_->attach(descriptor, until);
 }
@@ -247,7 +268,8 @@ Result<std::shared_ptr<Transfer>> Engine::read(ReadRequest r) {
   WEFT_TRY(check_range("dst_offset", r.dst_offset, r.bytes, r.dst->bytes(), "destination"));
   WEFT_TRY(check_range("src_offset", r.src_offset, r.bytes, r.src->bytes(), "source"));
   if (r.dst->is_staged() || r.src->is_staged())
-    return Status::make(Code::kUnsupported, "read: device memory that no NIC reaches cannot be read; let its owner write");
+    return Status::make(Code::kUnsupported,
+                        "read: device memory that no NIC reaches cannot be read; let its owner write");
   WEFT_TRY(build.begin(std::move(r.dst), false));
   WEFT_TRY(build.add_target(std::move(r.src), kRemoteRead).status());
   build.add_range(0, r.dst_offset, r.src_offset, r.bytes, core_->rail_count());
@@ -259,9 +281,11 @@ Result<std::shared_ptr<Transfer>> Engine::paged(OpKind kind, PagedRequest r) {
   WEFT_TRY(check_handle("remote", r.remote != nullptr));
   const bool is_write = kind == OpKind::kWrite;
   if (!is_write && (r.local->is_staged() || r.remote->is_staged()))
-    return Status::make(Code::kUnsupported, "read: device memory that no NIC reaches cannot be read; let its owner write");
+    return Status::make(Code::kUnsupported,
+                        "read: device memory that no NIC reaches cannot be read; let its owner write");
   const bool is_each = r.how.imm && r.how.notify == Notify::kEach;
-  WEFT_TRY_ASSIGN(const std::vector<PagePair> pairs, pair_pages(r.local_pages, r.remote_pages, r.page_bytes, !is_each));
+  WEFT_TRY_ASSIGN(const std::vector<PagePair> pairs,
+                  pair_pages(r.local_pages, r.remote_pages, r.page_bytes, !is_each));
   if (pairs.empty()) return Status::invalid("pages: got none, allowed: 1 or more");
   for (const PagePair& pair : pairs) {
     WEFT_TRY(check_range("local_pages", pair.src, pair.bytes, r.local->bytes(), "local memory"));
@@ -275,8 +299,12 @@ Result<std::shared_ptr<Transfer>> Engine::paged(OpKind kind, PagedRequest r) {
   return build.submit();
 }
 
-Result<std::shared_ptr<Transfer>> Engine::write_pages(PagedRequest r) { return paged(OpKind::kWrite, std::move(r)); }
-Result<std::shared_ptr<Transfer>> Engine::read_pages(PagedRequest r) { return paged(OpKind::kRead, std::move(r)); }
+Result<std::shared_ptr<Transfer>> Engine::write_pages(PagedRequest r) {
+  return paged(OpKind::kWrite, std::move(r));
+}
+Result<std::shared_ptr<Transfer>> Engine::read_pages(PagedRequest r) {
+  return paged(OpKind::kRead, std::move(r));
+}
 
 Result<std::shared_ptr<Transfer>> Engine::scatter(ScatterRequest r) {
   WEFT_TRY(check_handle("src", r.src != nullptr));
@@ -339,18 +367,20 @@ Status Engine::wait_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_
   WEFT_TRY(check_handle("counter", counter != nullptr));
   const double allowed_s = until.left_s();
   const bool came = core_->wait(until, [&] {
-    return counter->value() >= at_least || counter->lost_.load(std::memory_order_acquire) || core_->is_closed();
+    return counter->value() >= at_least || counter->lost_.load(std::memory_order_acquire) ||
+           core_->is_closed();
   });
   if (counter->value() >= at_least) return {};
   const std::shared_ptr<Peer> peer = counter->peer_.lock();
   const std::string who = peer ? peer->name() : "?";
   if (!came)
-    return logged(Status::make(Code::kPeerLost,
-                               "transfer.wait_imm: '{}' waited {} s for peer '{}', immediate {}: expected {}, saw {}",
-                               core_->name, allowed_s, who, counter->id(), at_least, counter->value()));
+    return logged(
+        Status::make(Code::kPeerLost,
+                     "transfer.wait_imm: '{}' waited {} s for peer '{}', immediate {}: expected {}, saw {}",
+                     core_->name, allowed_s, who, counter->id(), at_least, counter->value()));
   if (counter->lost_.load(std::memory_order_acquire))
-    return Status::make(Code::kPeerLost, "transfer.wait_imm: immediate {}: expected {}, saw {}: {}", counter->id(),
-                        at_least, counter->value(), counter->why_.message());
+    return Status::make(Code::kPeerLost, "transfer.wait_imm: immediate {}: expected {}, saw {}: {}",
+                        counter->id(), at_least, counter->value(), counter->why_.message());
   return core_->closed_status();
 }
 
@@ -376,7 +406,8 @@ Status Engine::wait(const std::shared_ptr<Transfer>& transfer, Deadline until) {
   if (transfer->is_finished()) return transfer->status();
   const double allowed_s = until.left_s();
   if (core_->wait(until, [&] { return transfer->is_finished(); })) return transfer->status();
-  return Status::make(Code::kPeerLost, "transfer.wait: waited {} s for a {} of {} bytes: expected done, saw {}", allowed_s,
+  return Status::make(Code::kPeerLost,
+                      "transfer.wait: waited {} s for a {} of {} bytes: expected done, saw {}", allowed_s,
                       to_string(transfer->kind()), transfer->bytes(), to_string(transfer->phase()));
 }
 
@@ -384,8 +415,9 @@ Status Engine::wait(const Counter& counter, uint64_t finished_at_least, Deadline
   const bool is_there = counter.finished() >= finished_at_least;
   const double allowed_s = is_there ? 0 : until.left_s();
   if (!is_there && !core_->wait(until, [&] { return counter.finished() >= finished_at_least; }))
-    return Status::make(Code::kPeerLost, "transfer.wait: waited {} s for transfers: expected {} finished, saw {}",
-                        allowed_s, finished_at_least, counter.finished());
+    return Status::make(Code::kPeerLost,
+                        "transfer.wait: waited {} s for transfers: expected {} finished, saw {}", allowed_s,
+                        finished_at_least, counter.finished());
   return counter.failed() ? counter.first_failure() : Status();
 }
 
@@ -393,9 +425,17 @@ void Engine::on_done(const std::shared_ptr<Transfer>& transfer, std::function<vo
   if (transfer) core_->on_done(*transfer, std::move(callback));
 }
 
-Phase Engine::cancel(const std::shared_ptr<Transfer>& transfer) { return core_->cancel(transfer); }
-void Engine::progress() { core_->progress(); }
-std::string Engine::dump() const { return core_->dump(); }
-void Engine::close() { core_->close(); }
+Phase Engine::cancel(const std::shared_ptr<Transfer>& transfer) {
+  return core_->cancel(transfer);
+}
+void Engine::progress() {
+  core_->progress();
+}
+std::string Engine::dump() const {
+  return core_->dump();
+}
+void Engine::close() {
+  core_->close();
+}
 
 }  // namespace weft::transfer

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Engine moves bytes between processes: one-sided writes and reads on registered memory, sends and receives, counted
-// immediates, barriers; over any provider, with one to many NICs ("rails"), which need not be as many on both sides.
+// Engine moves bytes between processes: one-sided writes and reads on registered memory, sends and receives,
+// counted immediates, barriers; over any provider, with one to many NICs ("rails"), which need not be as many
+// on both sides.
 //
 //   Result<std::unique_ptr<Engine>> engine = Engine::open({.provider = network, .nics = {nic}});
 //   std::shared_ptr<Memory> mine = *(*engine)->enroll({data, bytes}, kRemoteWrite);
@@ -11,12 +12,13 @@
 //   (*engine)->write({mine, 0, theirs, 0, bytes, {.imm = 7}});
 //   // there:  (*engine)->wait_imm(*(*engine)->imm_counter(peer, 7), 1, deadline)
 //
-// One engine per device: it owns that device's rails, one worker thread and one progress token. Whoever holds the token
-// posts and polls; a thread that waits takes it and so makes its own progress, the worker does so when nobody waits.
-// Order: none between transfers. The immediate of a write is counted after all bytes of that write are visible.
-// Errors: a mistake in arguments is a kInvalid Status of the call, and nothing is written. Later failures belong to the
-// Transfer; those of a lost peer are kPeerLost and name it. The engine stays usable.
-// Threads: every method from any thread. Callbacks run on a thread of their own and may call every method but close().
+// One engine per device: it owns that device's rails, one worker thread and one progress token. Whoever holds
+// the token posts and polls; a thread that waits takes it and so makes its own progress, the worker does so
+// when nobody waits. Order: none between transfers. The immediate of a write is counted after all bytes of
+// that write are visible. Errors: a mistake in arguments is a kInvalid Status of the call, and nothing is
+// written. Later failures belong to the Transfer; those of a lost peer are kPeerLost and name it. The engine
+// stays usable. Threads: every method from any thread. Callbacks run on a thread of their own and may call
+// every method but close().
 #pragma once
 
 #include <functional>
@@ -42,27 +44,27 @@ struct Options {
   std::shared_ptr<provider::Provider> provider;
   std::vector<provider::Nic> nics;  // one rail each, in this order; a NIC may appear more than once
   std::string name;                 // what error messages of peers call this engine; empty: host:process
-  double timeout_s = config().timeout_s;        // of transfers that do not say otherwise
-  double heartbeat_s = config().heartbeat_s;    // longest silence towards a peer
-  double peer_dead_s = config().peer_dead_s;    // longest silence of a peer
-  uint64_t shard_bytes_min = 8192;              // a write is cut over rails in multiples of this
+  double timeout_s = config().timeout_s;      // of transfers that do not say otherwise
+  double heartbeat_s = config().heartbeat_s;  // longest silence towards a peer
+  double peer_dead_s = config().peer_dead_s;  // longest silence of a peer
+  uint64_t shard_bytes_min = 8192;            // a write is cut over rails in multiples of this
   bool has_worker = true;  // false: progress only inside of calls that wait, and in progress()
   int worker_cpu = -1;     // pin the worker; -1: wherever the system likes
   uint32_t stage_slots = 4;
   uint32_t stage_slot_bytes = 128 << 10;  // small enough that all slots stay in a core's cache
-  uint32_t tx_depth = 0;  // operations in flight per rail; 0: what the rail likes
+  uint32_t tx_depth = 0;                  // operations in flight per rail; 0: what the rail likes
 };
 
 constexpr uint32_t kAnyRail = UINT32_MAX;
 
 // How to carry out one request and how to tell of its end.
 struct How {
-  std::optional<uint32_t> imm;      // 0 to kImmIdMax
+  std::optional<uint32_t> imm;  // 0 to kImmIdMax
   Notify notify = Notify::kOnce;
-  uint32_t rail = kAnyRail;         // pin to one local rail
-  double timeout_s = 0;             // 0: the engine's
-  std::shared_ptr<Counter> counter;                 // is advanced, or
-  std::function<void(const Status&)> callback;      // is called once, on the callback thread
+  uint32_t rail = kAnyRail;                     // pin to one local rail
+  double timeout_s = 0;                         // 0: the engine's
+  std::shared_ptr<Counter> counter;             // is advanced, or
+  std::function<void(const Status&)> callback;  // is called once, on the callback thread
 };
 
 struct WriteRequest {
@@ -112,16 +114,18 @@ class Engine {
   std::vector<const provider::Rail*> rails() const;
   RailPlan rail_plan() const;  // for expected_imms()
 
-  // Memory. `range` must stay allocated until unregister() or close() has returned. Device memory that no rail can
-  // reach is staged through pinned host memory. Errors: kInvalid, kSystem (the provider refused).
+  // Memory. `range` must stay allocated until unregister() or close() has returned. Device memory that no
+  // rail can reach is staged through pinned host memory. Errors: kInvalid, kSystem (the provider refused).
   Result<std::shared_ptr<Memory>> enroll(const provider::Range& range, uint32_t access);
   // Bytes that let a connected peer attach. Errors: kInvalid for memory without remote access.
   Result<std::string> describe(const Memory& memory) const;
-  // Takes the memory back: peers that attached it are told and confirm, after which none can touch it. Errors:
-  // kPeerLost names peers that did not confirm until the deadline; the memory is unregistered in any case.
+  // Takes the memory back: peers that attached it are told and confirm, after which none can touch it.
+  // Errors: kPeerLost names peers that did not confirm until the deadline; the memory is unregistered in any
+  // case.
   Status unregister(const std::shared_ptr<Memory>& memory, Deadline until);
 
-  // Peers. connect() gives the same Peer until that is lost, and makes a new life of the connection afterwards.
+  // Peers. connect() gives the same Peer until that is lost, and makes a new life of the connection
+  // afterwards.
   Result<std::shared_ptr<Peer>> connect(std::string_view address, Deadline until);
   std::vector<std::shared_ptr<Peer>> peers() const;  // connected ones, also those that connected to us
   Result<std::shared_ptr<Remote>> attach(std::string_view descriptor, Deadline until);
@@ -133,7 +137,8 @@ class Engine {
   Result<std::shared_ptr<Transfer>> read(ReadRequest request);
   Result<std::shared_ptr<Transfer>> read_pages(PagedRequest request);
   Result<std::shared_ptr<Transfer>> notify(const std::shared_ptr<Peer>& peer, How how);  // an immediate alone
-  // Two-sided. Messages of one peer arrive in order. `bytes` of memory at `offset`; long ones are read by the receiver.
+  // Two-sided. Messages of one peer arrive in order. `bytes` of memory at `offset`; long ones are read by the
+  // receiver.
   Result<std::shared_ptr<Transfer>> send(const std::shared_ptr<Peer>& peer, std::shared_ptr<Memory> src,
                                          uint64_t offset, uint64_t bytes, How how);
   // From `peer`, or from anyone when null, into memory. Fails with kCapacity when what arrives is longer.
@@ -153,8 +158,8 @@ class Engine {
   Status wait(const Counter& counter, uint64_t finished_at_least, Deadline until);
   // Calls once when the transfer has ended; at once if it has. Adds to what How::callback does.
   void on_done(const std::shared_ptr<Transfer>& transfer, std::function<void(const Status&)> callback);
-  // kQueued: dropped, nothing was written. kPosted: the rest is dropped, wait for the end. Finished: no effect.
-  // Returns the phase that cancel() found.
+  // kQueued: dropped, nothing was written. kPosted: the rest is dropped, wait for the end. Finished: no
+  // effect. Returns the phase that cancel() found.
   Phase cancel(const std::shared_ptr<Transfer>& transfer);
 
   // One round of posting and polling, if nobody else is at it. For engines without a worker.

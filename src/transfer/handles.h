@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What users of the transfer engine hold: registered memory, attached remote memory, peers, transfers, counters.
-// All are shared pointers to the classes below. Threads: every public method may be called from any thread.
-// Lifetime: a handle may outlive its engine; it then answers as after close().
+// What users of the transfer engine hold: registered memory, attached remote memory, peers, transfers,
+// counters. All are shared pointers to the classes below. Threads: every public method may be called from any
+// thread. Lifetime: a handle may outlive its engine; it then answers as after close().
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,8 @@ namespace weft::transfer {
 
 class Core;
 
-// Memory of this process that the engine may read and write; with remote access, also what a descriptor names.
+// Memory of this process that the engine may read and write; with remote access, also what a descriptor
+// names.
 class Memory {
  public:
   void* data() const { return range_.data; }
@@ -69,8 +70,8 @@ class Remote {
   bool must_stage_ = false;
   std::vector<RailKey> rails_;
   std::atomic<bool> revoked_{false};
-  bool owner_waits_ = false;   // the owner asked for it back; answer once users_ is 0
-  uint32_t users_ = 0;         // operations under way that touch it
+  bool owner_waits_ = false;  // the owner asked for it back; answer once users_ is 0
+  uint32_t users_ = 0;        // operations under way that touch it
 };
 
 // Counts a peer's immediates with one id. The value only grows; early arrivals are kept.
@@ -91,7 +92,7 @@ class ImmCounter {
   std::weak_ptr<Peer> peer_;
   std::atomic<uint64_t> value_{0};
   std::atomic<bool> lost_{false};
-  Status why_;                 // written before lost_
+  Status why_;                  // written before lost_
   std::vector<Reach> reaches_;  // under the token
 };
 
@@ -127,14 +128,15 @@ class Peer {
   mutable std::mutex why_mutex_;
   Status why_;
 
-  uint32_t life_ = 0;        // how often this connection was made
-  uint32_t slot_here_ = 0;   // number of this peer in immediates that come to us
-  uint32_t slot_there_ = 0;  // our number there
-  std::vector<provider::Route> routes_;     // per local rail
-  std::vector<uint32_t> rail_there_;        // per local rail: the remote rail it talks to
-  std::vector<std::pair<uint32_t, provider::Route>> more_routes_;  // remote rails beyond ours, which only talk to us
-  std::vector<RailKey> inbox_;              // per remote rail
-  uint32_t next_out_ = 1, next_in_ = 1;     // sequence of ordered messages
+  uint32_t life_ = 0;                    // how often this connection was made
+  uint32_t slot_here_ = 0;               // number of this peer in immediates that come to us
+  uint32_t slot_there_ = 0;              // our number there
+  std::vector<provider::Route> routes_;  // per local rail
+  std::vector<uint32_t> rail_there_;     // per local rail: the remote rail it talks to
+  std::vector<std::pair<uint32_t, provider::Route>>
+      more_routes_;                                  // remote rails beyond ours, which only talk to us
+  std::vector<RailKey> inbox_;                       // per remote rail
+  uint32_t next_out_ = 1, next_in_ = 1;              // sequence of ordered messages
   std::unordered_map<uint32_t, std::string> early_;  // messages that overtook others, by sequence
   Clock::time_point gap_since_{};
   Clock::time_point heard_{}, told_{};
@@ -174,8 +176,8 @@ const char* to_string(Phase phase);
 enum class OpKind : uint8_t { kWrite, kRead, kNotify, kSend, kRecv };
 const char* to_string(OpKind kind);
 
-// One submitted transfer. Terminal (done, failed, cancelled) means: the engine and the NIC are through with the local
-// memory. kDone of a write does not say that the peer has seen it; an immediate does.
+// One submitted transfer. Terminal (done, failed, cancelled) means: the engine and the NIC are through with
+// the local memory. kDone of a write does not say that the peer has seen it; an immediate does.
 class Transfer {
  public:
   Phase phase() const { return phase_.load(std::memory_order_acquire); }
@@ -200,25 +202,27 @@ class Transfer {
     uint16_t rail = 0;
     bool has_imm = false;
   };
-  const std::shared_ptr<Remote>& remote(uint32_t target) const { return target == 0 ? remote_ : more_[target - 1]; }
+  const std::shared_ptr<Remote>& remote(uint32_t target) const {
+    return target == 0 ? remote_ : more_[target - 1];
+  }
   const Piece& piece(size_t i) const { return i == 0 ? first_ : rest_[i - 1]; }
   size_t pieces() const { return 1 + rest_.size(); }
 
   OpKind kind_ = OpKind::kWrite;
   std::atomic<Phase> phase_{Phase::kQueued};
-  bool delivered_ = false;      // pieces complete only when visible at the target
+  bool delivered_ = false;  // pieces complete only when visible at the target
   bool has_imm_ = false;
   bool staged_ = false;
-  bool listed_ = false;         // in the core's list of active transfers
-  bool waiting_ = false;        // in the core's list of transfers with unposted pieces
+  bool listed_ = false;   // in the core's list of active transfers
+  bool waiting_ = false;  // in the core's list of transfers with unposted pieces
   bool cancelled_ = false;
-  bool notices_open_ = false;   // everything else is delivered
-  bool is_offered_ = false;     // a receive that reads what ticket_ offers
+  bool notices_open_ = false;  // everything else is delivered
+  bool is_offered_ = false;    // a receive that reads what ticket_ offers
   uint32_t imm_ = 0;
   Notify notify_ = Notify::kOnce;
   uint64_t bytes_ = 0;
   std::shared_ptr<Memory> memory_;
-  std::shared_ptr<Peer> peer_;      // the only peer, or null for a scatter to several and a receive from anyone
+  std::shared_ptr<Peer> peer_;  // the only peer, or null for a scatter to several and a receive from anyone
   std::shared_ptr<Remote> remote_;  // first target
   std::vector<std::shared_ptr<Remote>> more_;
   Piece first_;
@@ -228,8 +232,8 @@ class Transfer {
   uint32_t in_flight_ = 0;
   uint64_t ticket_ = 0;
   uint32_t packs_left_ = 0;  // answers of the peer still to come: packed writes, a long send
-  std::string payload_;                                // a short send
-  std::vector<provider::Registration> offered_;        // a long send
+  std::string payload_;      // a short send
+  std::vector<provider::Registration> offered_;  // a long send
   uint64_t recv_offset_ = 0;
   Deadline::Clock::time_point submitted_, deadline_;
   Status status_;

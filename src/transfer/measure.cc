@@ -12,15 +12,19 @@ namespace {
 
 constexpr uint32_t kScatterWays = 8;
 
-double now_s() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
+double now_s() {
+  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+}
 
-Status timed_out(const char* what) { return Status::make(Code::kPeerLost, "measure: {} took too long", what); }
+Status timed_out(const char* what) {
+  return Status::make(Code::kPeerLost, "measure: {} took too long", what);
+}
 
 // One repetition after another over one engine.
 class Runner {
  public:
-  Runner(Engine& engine, const std::shared_ptr<Memory>& memory, const std::shared_ptr<Remote>& remote, const Load& load,
-         Deadline until)
+  Runner(Engine& engine, const std::shared_ptr<Memory>& memory, const std::shared_ptr<Remote>& remote,
+         const Load& load, Deadline until)
       : engine_(engine), memory_(memory), remote_(remote), load_(load), until_(until) {
     room_ = std::min(memory->bytes(), remote->bytes());
   }
@@ -56,10 +60,14 @@ class Runner {
     how.counter = done;
     const uint64_t at = place_of(i, load_.bytes, room_);
     switch (load_.kind) {
-      case LoadKind::kRead: return engine_.read({memory_, at, remote_, at, load_.bytes, std::move(how)}).status();
-      case LoadKind::kPaged: return submit_pages(std::move(how));
-      case LoadKind::kScatter: return submit_scatter(at, std::move(how));
-      default: return engine_.write({memory_, at, remote_, at, load_.bytes, std::move(how)}).status();
+      case LoadKind::kRead:
+        return engine_.read({memory_, at, remote_, at, load_.bytes, std::move(how)}).status();
+      case LoadKind::kPaged:
+        return submit_pages(std::move(how));
+      case LoadKind::kScatter:
+        return submit_scatter(at, std::move(how));
+      default:
+        return engine_.write({memory_, at, remote_, at, load_.bytes, std::move(how)}).status();
     }
   }
 
@@ -68,7 +76,8 @@ class Runner {
       pages_here_ = {0, load_.bytes, random_pages(load_.count, load_.pool, 1), 0};
       pages_there_ = {0, load_.bytes, random_pages(load_.count, load_.pool, 2), 0};
     }
-    return engine_.write_pages({memory_, pages_here_, remote_, pages_there_, load_.bytes, std::move(how)}).status();
+    return engine_.write_pages({memory_, pages_here_, remote_, pages_there_, load_.bytes, std::move(how)})
+        .status();
   }
 
   Status submit_scatter(uint64_t at, How how) {
@@ -130,7 +139,8 @@ Result<std::vector<double>> measure(Engine& engine, const std::shared_ptr<Memory
                                     const std::shared_ptr<Remote>& remote, const Load& load, Deadline until) {
   const uint64_t needs = load.kind == LoadKind::kPaged ? load.bytes * load.count * load.pool : load.bytes;
   if (needs > std::min(memory->bytes(), remote->bytes()))
-    return Status::invalid("bytes: got {}, allowed: up to the {} bytes of the buffers", needs, memory->bytes());
+    return Status::invalid("bytes: got {}, allowed: up to the {} bytes of the buffers", needs,
+                           memory->bytes());
   return Runner(engine, memory, remote, load, until).run();
 }
 

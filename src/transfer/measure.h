@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The loops of `weft bench transfer`, in C++ so that they measure the engine and not Python.
-// The client runs a Load; the server answers its "are you there" immediates in serve(), so that a repetition ends when
-// everything it wrote is visible over there:
+// The client runs a Load; the server answers its "are you there" immediates in serve(), so that a repetition
+// ends when everything it wrote is visible over there:
 //   std::vector<double> seconds = *measure(engine, memory, remote, peer, load, until);
 // Threads: one caller per engine while a loop runs.
 #pragma once
@@ -18,10 +18,10 @@ constexpr uint32_t kStopImm = kImmIdMax - 1;  // the server leaves serve()
 
 enum class LoadKind { kWrite, kRead, kPaged, kScatter, kLatency };
 
-// One repetition is `count` operations of `bytes`, at most `window` under way, then one echo. kLatency: `count` round
-// trips of a write of `bytes` with an immediate. kPaged: one operation of `count` pages, picked at random on both sides
-// out of `pool` times as many.
-// kScatter: `count` scatters of 8 targets of `bytes` / 8 each.
+// One repetition is `count` operations of `bytes`, at most `window` under way, then one echo. kLatency:
+// `count` round trips of a write of `bytes` with an immediate. kPaged: one operation of `count` pages, picked
+// at random on both sides out of `pool` times as many. kScatter: `count` scatters of 8 targets of `bytes` / 8
+// each.
 struct Load {
   LoadKind kind = LoadKind::kWrite;
   uint64_t bytes = 0;
@@ -52,8 +52,8 @@ Status stop_serving(Engine& engine, const std::shared_ptr<Peer>& peer, Deadline 
 // The same loads as plain fi_writemsg() and fi_readmsg() on one endpoint, without an engine: the baseline.
 class RawLoop {
  public:
-  static Result<std::unique_ptr<RawLoop>> open(provider::Provider& provider, const provider::Nic& nic, void* data,
-                                               uint64_t bytes);
+  static Result<std::unique_ptr<RawLoop>> open(provider::Provider& provider, const provider::Nic& nic,
+                                               void* data, uint64_t bytes);
   ~RawLoop();
   std::string address() const;  // bytes for connect() of the other side
   Status connect(std::string_view address);

@@ -11,37 +11,51 @@
 namespace weft::transfer {
 namespace {
 
-constexpr uint32_t kPiecesPerTurn = 32;   // of one transfer, before others get theirs
+constexpr uint32_t kPiecesPerTurn = 32;  // of one transfer, before others get theirs
 constexpr uint32_t kPagesPerPost = 1024;
 
 // Under the token nobody else writes it: cheaper than an atomic addition.
 void add(std::atomic<uint32_t>& number, int32_t change) {
-  number.store(number.load(std::memory_order_relaxed) + static_cast<uint32_t>(change), std::memory_order_release);
+  number.store(number.load(std::memory_order_relaxed) + static_cast<uint32_t>(change),
+               std::memory_order_release);
 }
 
-double seconds(Clock::duration d) { return std::chrono::duration<double>(d).count(); }
+double seconds(Clock::duration d) {
+  return std::chrono::duration<double>(d).count();
+}
 
 }  // namespace
 
 const char* to_string(Phase phase) {
   switch (phase) {
-    case Phase::kQueued: return "queued";
-    case Phase::kPosted: return "posted";
-    case Phase::kDraining: return "draining";
-    case Phase::kDone: return "done";
-    case Phase::kFailed: return "failed";
-    case Phase::kCancelled: return "cancelled";
+    case Phase::kQueued:
+      return "queued";
+    case Phase::kPosted:
+      return "posted";
+    case Phase::kDraining:
+      return "draining";
+    case Phase::kDone:
+      return "done";
+    case Phase::kFailed:
+      return "failed";
+    case Phase::kCancelled:
+      return "cancelled";
   }
   return "?";
 }
 
 const char* to_string(OpKind kind) {
   switch (kind) {
-    case OpKind::kWrite: return "write";
-    case OpKind::kRead: return "read";
-    case OpKind::kNotify: return "notify";
-    case OpKind::kSend: return "send";
-    case OpKind::kRecv: return "recv";
+    case OpKind::kWrite:
+      return "write";
+    case OpKind::kRead:
+      return "read";
+    case OpKind::kNotify:
+      return "notify";
+    case OpKind::kSend:
+      return "send";
+    case OpKind::kRecv:
+      return "recv";
   }
   return "?";
 }
@@ -63,7 +77,8 @@ std::string Core::describe_peer(const Transfer& transfer) const {
   if (!transfer.remote_) return "anyone";
   std::string names = text("peer '{}'", transfer.remote_->peer_->name());
   for (const auto& remote : transfer.more_)
-    if (names.find(remote->peer_->name()) == std::string::npos) names += text(", '{}'", remote->peer_->name());
+    if (names.find(remote->peer_->name()) == std::string::npos)
+      names += text(", '{}'", remote->peer_->name());
   return names;
 }
 
@@ -71,7 +86,8 @@ std::string Core::describe_progress(const Transfer& transfer) const {
   if (transfer.kind_ == OpKind::kRecv && !transfer.is_offered_) return "expected 1 message, saw none";
   if (transfer.packs_left_) return text("expected {} more answers of the peer", transfer.packs_left_);
   const size_t all = transfer.pieces() + transfer.notices_.size();
-  const size_t done = transfer.next_piece_ + transfer.next_notice_ - std::min<size_t>(transfer.in_flight_, all);
+  const size_t done =
+      transfer.next_piece_ + transfer.next_notice_ - std::min<size_t>(transfer.in_flight_, all);
   return text("expected {} pieces done, saw {}", all, std::min(done, all));
 }
 
@@ -81,8 +97,8 @@ Status Core::check_start(const Transfer& transfer) const {
     return Status::invalid("memory: got memory that was unregistered, allowed: registered memory");
   auto check_peer = [&](const Peer& peer) {
     if (peer.is_alive()) return Status();
-    return Status::make(Code::kPeerLost, "transfer.{}: peer '{}' is {}: {}", to_string(transfer.kind_), peer.name(),
-                        to_string(peer.state()), peer.why().message());
+    return Status::make(Code::kPeerLost, "transfer.{}: peer '{}' is {}: {}", to_string(transfer.kind_),
+                        peer.name(), to_string(peer.state()), peer.why().message());
   };
   if (transfer.peer_ && !transfer.peer_->is_alive()) return check_peer(*transfer.peer_);
   for (uint32_t target = 0; target <= transfer.more_.size(); ++target) {
@@ -174,8 +190,9 @@ bool Core::post_pieces(Transfer& transfer, uint32_t quota) {
     if (posted == Posted::kAgain) return false;
     if (posted == Posted::kFatal) {
       const Rail& rail = *rails[piece.rail].rail;
-      fail(transfer, Status::make(Code::kSystem, "transfer.{}: to peer '{}' on {}: {}", to_string(transfer.kind_),
-                                  peer_of(transfer, piece.target).name(), rail.nic().name, rail.refusal()));
+      fail(transfer,
+           Status::make(Code::kSystem, "transfer.{}: to peer '{}' on {}: {}", to_string(transfer.kind_),
+                        peer_of(transfer, piece.target).name(), rail.nic().name, rail.refusal()));
       return true;
     }
     transfer.next_piece_ += run;
@@ -184,8 +201,8 @@ bool Core::post_pieces(Transfer& transfer, uint32_t quota) {
     const Posted posted = post_notice(transfer, transfer.notices_[transfer.next_notice_]);
     if (posted == Posted::kAgain) return false;
     if (posted == Posted::kFatal) {
-      fail(transfer, Status::make(Code::kSystem, "transfer.{}: immediate to {}: refused", to_string(transfer.kind_),
-                                  describe_peer(transfer)));
+      fail(transfer, Status::make(Code::kSystem, "transfer.{}: immediate to {}: refused",
+                                  to_string(transfer.kind_), describe_peer(transfer)));
       return true;
     }
     ++transfer.next_notice_;
@@ -205,7 +222,8 @@ uint32_t Core::page_run(const Transfer& transfer) const {
   if (left < 2 || transfer.kind_ != OpKind::kWrite) return 1;
   const Transfer::Piece& first = transfer.piece(transfer.next_piece_);
   const RailState& state = rails[first.rail];
-  const uint32_t limit = std::min(kPagesPerPost, state.rail->pages_per_post(peer_of(transfer, first.target).routes_[first.rail]));
+  const uint32_t limit = std::min(
+      kPagesPerPost, state.rail->pages_per_post(peer_of(transfer, first.target).routes_[first.rail]));
   uint32_t run = 0;
   while (run < std::min<size_t>(limit, left)) {
     const Transfer::Piece& piece = transfer.piece(transfer.next_piece_ + run);
@@ -226,10 +244,11 @@ Posted Core::post_page_run(Transfer& transfer, uint32_t run) {
   for (uint32_t i = 0; i < run; ++i) {
     const Transfer::Piece& piece = transfer.piece(transfer.next_piece_ + i);
     page_list_[i] = {static_cast<char*>(transfer.memory_->range_.data) + piece.local, here.lkey,
-                 there.base + piece.remote, there.rkey, piece.bytes};
+                     there.base + piece.remote, there.rkey, piece.bytes};
   }
   Flight* flight = take_flight(Flight::Use::kPiece, first.rail, remote.peer_.get(), &transfer);
-  const Posted posted = state.rail->post_pages(remote.peer_->routes_[first.rail], page_list_.data(), run, flight);
+  const Posted posted =
+      state.rail->post_pages(remote.peer_->routes_[first.rail], page_list_.data(), run, flight);
   if (posted != Posted::kOk) {
     free_flight(flight);
     return posted;
@@ -255,7 +274,8 @@ Posted Core::post_piece(Transfer& transfer, const Transfer::Piece& piece) {
   if (piece.has_imm) op.imm = encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_);
   op.delivered = transfer.delivered_;
   op.context = flight;
-  const Posted posted = transfer.kind_ == OpKind::kWrite ? state.rail->post_write(op) : state.rail->post_read(op);
+  const Posted posted =
+      transfer.kind_ == OpKind::kWrite ? state.rail->post_write(op) : state.rail->post_read(op);
   if (posted != Posted::kOk) {
     free_flight(flight);
     return posted;
@@ -274,7 +294,8 @@ Posted Core::post_notice(Transfer& transfer, uint32_t target) {
     send_message(peer, MessageType::kNotify, to_body(Notified{transfer.imm_, 1}), &transfer);
     return Posted::kOk;
   }
-  return post_imm(peer, encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_), transfer, transfer.first_.rail);
+  return post_imm(peer, encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_), transfer,
+                  transfer.first_.rail);
 }
 
 Posted Core::post_imm(Peer& peer, uint32_t imm, Transfer& transfer, uint32_t rail) {
@@ -310,10 +331,11 @@ void Core::start_send(Transfer& transfer) {
     return send_message(*transfer.peer_, MessageType::kEager, payload, &transfer);
   }
   if (memory.is_staged())
-    return fail(transfer, Status::make(Code::kUnsupported,
-                                       "send: {} bytes of device memory that no NIC reaches, allowed: up to {} bytes; "
-                                       "write them instead",
-                                       transfer.bytes_, message_bytes_ - kHeadBytes));
+    return fail(transfer,
+                Status::make(Code::kUnsupported,
+                             "send: {} bytes of device memory that no NIC reaches, allowed: up to {} bytes; "
+                             "write them instead",
+                             transfer.bytes_, message_bytes_ - kHeadBytes));
   Offer offer{next_ticket_++, transfer.bytes_, {}};
   provider::Range range = memory.range_;
   range.data = from;
@@ -356,7 +378,8 @@ void Core::match(Transfer& receive, Arrived arrived) {
     Status status = Status::make(Code::kCapacity, "transfer.recv: peer '{}' sent {} bytes, allowed: up to {}",
                                  arrived.peer->name(), came, receive.bytes_);
     if (arrived.is_offer)
-      send_message(*arrived.peer, MessageType::kTaken, to_body(Outcome{arrived.offer.ticket, 0, status.message()}));
+      send_message(*arrived.peer, MessageType::kTaken,
+                   to_body(Outcome{arrived.offer.ticket, 0, status.message()}));
     return fail(receive, std::move(status));
   }
   receive.bytes_ = came;
@@ -371,8 +394,10 @@ void Core::read_offer(Transfer& receive, Peer& peer, const Offer& offer) {
   receive.is_offered_ = true;
   receive.ticket_ = offer.ticket;
   if (receive.memory_->is_staged())
-    return fail(receive, Status::make(Code::kUnsupported, "recv: {} bytes into device memory that no NIC reaches; let "
-                                      "the peer write them instead", offer.bytes));
+    return fail(receive, Status::make(Code::kUnsupported,
+                                      "recv: {} bytes into device memory that no NIC reaches; let "
+                                      "the peer write them instead",
+                                      offer.bytes));
   if (offer.rails.size() != peer.address_.rails.size())
     return fail(receive, Status::invalid("recv: peer '{}' offered keys for {} rails, it has {}", peer.name(),
                                          offer.rails.size(), peer.address_.rails.size()));
@@ -384,8 +409,12 @@ void Core::read_offer(Transfer& receive, Peer& peer, const Offer& offer) {
   const RailPlan plan{rail_count(), options.shard_bytes_min, write_bytes_max_};
   const std::vector<Shard> shards = shard_range(offer.bytes, plan, 0);
   for (size_t i = 0; i < shards.size(); ++i) {
-    const Transfer::Piece piece{receive.recv_offset_ + shards[i].offset, shards[i].offset, shards[i].bytes, 0,
-                                static_cast<uint16_t>(shards[i].rail), false};
+    const Transfer::Piece piece{receive.recv_offset_ + shards[i].offset,
+                                shards[i].offset,
+                                shards[i].bytes,
+                                0,
+                                static_cast<uint16_t>(shards[i].rail),
+                                false};
     if (i == 0)
       receive.first_ = piece;
     else
@@ -429,7 +458,8 @@ void Core::finish(Transfer& transfer, Phase phase, Status status) {
   }
   if (transfer.kind_ == OpKind::kRecv) {
     if (transfer.is_offered_ && transfer.peer_->is_alive())
-      send_message(*transfer.peer_, MessageType::kTaken, to_body(Outcome{transfer.ticket_, 0, status.message()}));
+      send_message(*transfer.peer_, MessageType::kTaken,
+                   to_body(Outcome{transfer.ticket_, 0, status.message()}));
     if (phase != Phase::kDone)
       receives_.erase(std::remove(receives_.begin(), receives_.end(), keep), receives_.end());
   }
@@ -457,7 +487,8 @@ void Core::on_done(Transfer& transfer, std::function<void(const Status&)> callba
   } else if (!transfer.callback_) {
     transfer.callback_ = std::move(callback);
   } else {
-    transfer.callback_ = [first = std::move(transfer.callback_), second = std::move(callback)](const Status& status) {
+    transfer.callback_ = [first = std::move(transfer.callback_),
+                          second = std::move(callback)](const Status& status) {
       first(status);
       second(status);
     };
@@ -481,9 +512,9 @@ void Core::check_deadlines(Clock::time_point now) {
     if (t->deadline_ <= now) late.push_back(t->self_);
   for (auto& transfer : late) {
     if (transfer->is_finished()) continue;
-    Status status = Status::make(Code::kPeerLost, "transfer.{}: waited {} s for {}: {}", to_string(transfer->kind_),
-                                 seconds(now - transfer->submitted_), describe_peer(*transfer),
-                                 describe_progress(*transfer));
+    Status status = Status::make(Code::kPeerLost, "transfer.{}: waited {} s for {}: {}",
+                                 to_string(transfer->kind_), seconds(now - transfer->submitted_),
+                                 describe_peer(*transfer), describe_progress(*transfer));
     orphan_flights_of(*transfer);
     fail(*transfer, logged(std::move(status)));
   }

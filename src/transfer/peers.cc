@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Connections and what is said on them: hello, heartbeats, attaching and taking back memory, ordered messages.
+// Connections and what is said on them: hello, heartbeats, attaching and taking back memory, ordered
+// messages.
 #include <algorithm>
 #include <cstring>
 
@@ -28,10 +29,14 @@ bool is_ordered(MessageType type) {
 
 const char* to_string(PeerState state) {
   switch (state) {
-    case PeerState::kConnecting: return "connecting";
-    case PeerState::kConnected: return "connected";
-    case PeerState::kLost: return "lost";
-    case PeerState::kClosed: return "closed";
+    case PeerState::kConnecting:
+      return "connecting";
+    case PeerState::kConnected:
+      return "connected";
+    case PeerState::kLost:
+      return "lost";
+    case PeerState::kClosed:
+      return "closed";
   }
   return "?";
 }
@@ -46,9 +51,9 @@ Result<std::shared_ptr<Memory>> Core::enroll(const provider::Range& range, uint3
   std::memcpy(memory->secret_.data(), secret.bytes.data(), secret.bytes.size());
   HoldToken hold(token);
   if (is_closed()) return closed_status();
-  const bool is_reachable =
-      range.kind == provider::MemoryKind::kHost ||
-      std::all_of(rails.begin(), rails.end(), [](const RailState& r) { return r.rail->caps().device_memory; });
+  const bool is_reachable = range.kind == provider::MemoryKind::kHost ||
+                            std::all_of(rails.begin(), rails.end(),
+                                        [](const RailState& r) { return r.rail->caps().device_memory; });
   for (size_t i = 0; i < rails.size() && is_reachable; ++i) {
     auto made = rails[i].rail->enroll(range, access);
     if (!made.ok()) {
@@ -86,7 +91,8 @@ Status Core::unregister(const std::shared_ptr<Memory>& memory, Deadline until) {
     memory->alive_.store(false, std::memory_order_release);
     left = found->second.users_left;
     left->store(static_cast<uint32_t>(found->second.users.size()), std::memory_order_relaxed);
-    for (Peer* peer : found->second.users) send_message(*peer, MessageType::kRevoke, number_body(memory->id_));
+    for (Peer* peer : found->second.users)
+      send_message(*peer, MessageType::kRevoke, number_body(memory->id_));
   }
   const bool came = wait(until, [&] {
     return left->load(std::memory_order_acquire) == 0 && memory->users_.load(std::memory_order_acquire) == 0;
@@ -101,15 +107,17 @@ Status Core::unregister(const std::shared_ptr<Memory>& memory, Deadline until) {
     if (t->memory_ == memory) own_transfers.push_back(t->self_);
   for (auto& transfer : own_transfers) {
     orphan_flights_of(*transfer);
-    fail(*transfer, Status::make(Code::kClosed, "transfer.{}: its memory was unregistered", to_string(transfer->kind_)));
+    fail(*transfer,
+         Status::make(Code::kClosed, "transfer.{}: its memory was unregistered", to_string(transfer->kind_)));
   }
   release_rails(*memory);
   regions_.erase(memory->id_);
   if (came) return {};
-  return logged(Status::make(Code::kPeerLost,
-                             "transfer.unregister: expected all users to let go, saw {} own transfers under way and no "
-                             "answer of:{}; the memory is unregistered all the same",
-                             own, silent));
+  return logged(
+      Status::make(Code::kPeerLost,
+                   "transfer.unregister: expected all users to let go, saw {} own transfers under way and no "
+                   "answer of:{}; the memory is unregistered all the same",
+                   own, silent));
 }
 
 // ---- connections
@@ -130,11 +138,13 @@ std::vector<std::shared_ptr<Peer>> Core::connected_peers() {
 // A peer, connecting, with routes and a slot; known ones get new ones.
 Result<std::shared_ptr<Peer>> Core::make_peer(const Address& address) {
   for (auto at = peers_.begin(); at != peers_.end();)  // forget the dead whom nobody holds
-    at = at->second->state() >= PeerState::kLost && at->second.use_count() == 1 ? peers_.erase(at) : std::next(at);
+    at = at->second->state() >= PeerState::kLost && at->second.use_count() == 1 ? peers_.erase(at)
+                                                                                : std::next(at);
   uint32_t slot = kPeersMax;
   for (uint32_t i = 0; i < kPeersMax && slot == kPeersMax; ++i)
     if (const uint32_t candidate = (next_slot_ + i) % kPeersMax; !slots_[candidate]) slot = candidate;
-  if (slot == kPeersMax) return Status::make(Code::kCapacity, "peers: {} are connected, allowed: {}", kPeersMax, kPeersMax);
+  if (slot == kPeersMax)
+    return Status::make(Code::kCapacity, "peers: {} are connected, allowed: {}", kPeersMax, kPeersMax);
   std::shared_ptr<Peer> peer = find_peer(address.engine);
   if (!peer) peer = std::make_shared<Peer>();
   peer->engine_ = address.engine;
@@ -155,8 +165,8 @@ Result<std::shared_ptr<Peer>> Core::make_peer(const Address& address) {
   return peer;
 }
 
-// Local rail i talks to remote rail i, or i modulo theirs; remote rails beyond ours are resolved as well, because some
-// networks let only known initiators write.
+// Local rail i talks to remote rail i, or i modulo theirs; remote rails beyond ours are resolved as well,
+// because some networks let only known initiators write.
 Status Core::route_to(Peer& peer) {
   const std::vector<std::string>& there = peer.address_.rails;
   peer.routes_.clear();
@@ -187,10 +197,11 @@ std::string Core::hello_body(const Peer& peer) const {
 
 Result<std::shared_ptr<Peer>> Core::connect(std::string_view bytes, Deadline until) {
   WEFT_TRY_ASSIGN(const Address address, parse_address(bytes));
-  if (address.engine == id) return Status::invalid("address: got this engine's own, allowed: another engine's");
+  if (address.engine == id)
+    return Status::invalid("address: got this engine's own, allowed: another engine's");
   if (address.provider != options.provider->name())
-    return Status::invalid("address: got one of provider {}, allowed: {}, which this engine uses", address.provider,
-                           options.provider->name());
+    return Status::invalid("address: got one of provider {}, allowed: {}, which this engine uses",
+                           address.provider, options.provider->name());
   std::shared_ptr<Peer> peer;
   {
     HoldToken hold(token);
@@ -208,7 +219,8 @@ Result<std::shared_ptr<Peer>> Core::connect(std::string_view bytes, Deadline unt
     if (peer->state() != PeerState::kConnecting || is_closed()) return true;
     if (const auto now = Clock::now(); now >= next_hello) {
       HoldToken hold(token);
-      if (peer->state() == PeerState::kConnecting) send_message(*peer, MessageType::kHello, hello_body(*peer));
+      if (peer->state() == PeerState::kConnecting)
+        send_message(*peer, MessageType::kHello, hello_body(*peer));
       next_hello = now + pause;
       pause = std::min(pause * 2, to_duration(2.0));
     }
@@ -217,9 +229,11 @@ Result<std::shared_ptr<Peer>> Core::connect(std::string_view bytes, Deadline unt
   if (peer->is_alive()) return peer;
   if (is_closed()) return closed_status();
   if (is_settled)
-    return Status::make(Code::kPeerLost, "transfer.connect: peer '{}': {}", address.name, peer->why().message());
-  Status status = Status::make(Code::kPeerLost, "transfer.connect: no answer of peer '{}' ({}) over {} in time",
-                               address.name, to_text(address.engine), address.provider);
+    return Status::make(Code::kPeerLost, "transfer.connect: peer '{}': {}", address.name,
+                        peer->why().message());
+  Status status =
+      Status::make(Code::kPeerLost, "transfer.connect: no answer of peer '{}' ({}) over {} in time",
+                   address.name, to_text(address.engine), address.provider);
   HoldToken hold(token);
   if (peer->state() == PeerState::kConnecting) lose_peer(*peer, PeerState::kLost, status);
   return peer->is_alive() ? Result<std::shared_ptr<Peer>>(peer) : logged(std::move(status));
@@ -228,7 +242,8 @@ Result<std::shared_ptr<Peer>> Core::connect(std::string_view bytes, Deadline unt
 void Core::on_hello(const MessageHead& head, std::string_view body) {
   auto hello = parse_hello(body);
   if (!hello.ok() || !(hello->address.engine == head.sender) || head.sender == id)
-    return log_warn("transfer: a bad hello: {}", hello.ok() ? "not from whom it says" : hello.status().message());
+    return log_warn("transfer: a bad hello: {}",
+                    hello.ok() ? "not from whom it says" : hello.status().message());
   std::shared_ptr<Peer> peer = find_peer(head.sender);
   const bool is_new_life = !peer || peer->state() >= PeerState::kLost || head.life > peer->life_;
   if (peer && is_new_life && peer->state() <= PeerState::kConnected) {
@@ -241,12 +256,14 @@ void Core::on_hello(const MessageHead& head, std::string_view body) {
   if (!peer || peer->state() >= PeerState::kLost) {
     const uint32_t life = std::max(head.life, peer ? peer->life_ + 1 : 1);
     auto made = make_peer(hello->address);
-    if (!made.ok()) return log_warn("transfer: cannot take '{}': {}", hello->address.name, made.status().message());
+    if (!made.ok())
+      return log_warn("transfer: cannot take '{}': {}", hello->address.name, made.status().message());
     peer = *made;
     peer->life_ = life;
   }
   become_connected(*peer, *hello, peer->life_);
-  send_message(*peer, MessageType::kWelcome, hello_body(*peer));  // again for every hello: the last may be lost
+  send_message(*peer, MessageType::kWelcome,
+               hello_body(*peer));  // again for every hello: the last may be lost
   on_ordered(*peer, {}, {});
 }
 
@@ -257,7 +274,8 @@ void Core::become_connected(Peer& peer, const Hello& hello, uint32_t life) {
   peer.slot_there_ = hello.slot;
   peer.inbox_ = hello.inbox;
   peer.state_.store(PeerState::kConnected, std::memory_order_release);
-  log_info("transfer: '{}' is connected to peer '{}' ({}), life {}", name, peer.name(), peer.id(), peer.life_);
+  log_info("transfer: '{}' is connected to peer '{}' ({}), life {}", name, peer.name(), peer.id(),
+           peer.life_);
 }
 
 void Core::disconnect(const std::shared_ptr<Peer>& peer) {
@@ -268,7 +286,8 @@ void Core::disconnect(const std::shared_ptr<Peer>& peer) {
     flush_messages();
     poll_rails();
   }
-  if (peer->is_alive()) lose_peer(*peer, PeerState::kClosed, Status(Code::kPeerLost, "this side disconnected"));
+  if (peer->is_alive())
+    lose_peer(*peer, PeerState::kClosed, Status(Code::kPeerLost, "this side disconnected"));
 }
 
 // Ends one life of a connection: everything that involves the peer fails with its name, nothing else does.
@@ -301,15 +320,18 @@ void Core::lose_peer(Peer& peer, PeerState state, Status why) {
     if (involves(*t, peer)) involved.push_back(t->self_);
   for (auto& transfer : involved)
     if (!transfer->is_finished())
-      fail(*transfer, Status::make(Code::kPeerLost, "transfer.{}: peer '{}' is lost: {}; {}", to_string(transfer->kind_),
-                                   peer.name(), why.message(), describe_progress(*transfer)));
+      fail(*transfer,
+           Status::make(Code::kPeerLost, "transfer.{}: peer '{}' is lost: {}; {}", to_string(transfer->kind_),
+                        peer.name(), why.message(), describe_progress(*transfer)));
   for (auto& [ticket, pending] : attaches_) {
     if (pending->peer.get() != &peer) continue;
-    pending->status = Status::make(Code::kPeerLost, "transfer.attach: peer '{}' is lost: {}", peer.name(), why.message());
+    pending->status =
+        Status::make(Code::kPeerLost, "transfer.attach: peer '{}' is lost: {}", peer.name(), why.message());
     pending->is_answered.store(true, std::memory_order_release);
   }
   for (auto& [region, entry] : regions_)
-    if (entry.users.erase(&peer)) entry.users_left->fetch_sub(entry.users_left->load() ? 1 : 0, std::memory_order_release);
+    if (entry.users.erase(&peer))
+      entry.users_left->fetch_sub(entry.users_left->load() ? 1 : 0, std::memory_order_release);
   for (auto& [region, weak] : peer.remotes_)
     if (auto remote = weak.lock()) remote->revoked_.store(true, std::memory_order_release);
   peer.remotes_.clear();
@@ -331,18 +353,21 @@ void Core::lose_peer(Peer& peer, PeerState state, Status why) {
   peer.more_routes_.clear();
 }
 
-// Heartbeats out, silence in. `slept`: since the last look; a process that was stopped must not blame its peers.
+// Heartbeats out, silence in. `slept`: since the last look; a process that was stopped must not blame its
+// peers.
 void Core::check_peers(Clock::time_point now, Clock::duration slept) {
   const Clock::duration dead_after = to_duration(options.peer_dead_s);
   std::vector<std::pair<std::shared_ptr<Peer>, std::string>> lost;
   for (auto& [engine, peer] : peers_) {
     if (!peer->is_alive()) continue;
     if (slept > dead_after / 4) peer->heard_ += slept;
-    if (now - peer->told_ >= to_duration(options.heartbeat_s)) send_message(*peer, MessageType::kHeartbeat, "");
+    if (now - peer->told_ >= to_duration(options.heartbeat_s))
+      send_message(*peer, MessageType::kHeartbeat, "");
     if (now - peer->heard_ > dead_after)
       lost.emplace_back(peer, text("no sign of life for {} s", options.peer_dead_s));
     else if (!peer->early_.empty() && now - peer->gap_since_ > dead_after)
-      lost.emplace_back(peer, text("a message is missing: expected number {}, saw later ones", peer->next_in_));
+      lost.emplace_back(peer,
+                        text("a message is missing: expected number {}, saw later ones", peer->next_in_));
   }
   for (auto& [peer, why] : lost) lose_peer(*peer, PeerState::kLost, logged(Status(Code::kPeerLost, why)));
 }
@@ -380,13 +405,13 @@ void Core::flush_messages() {
 bool Core::post_message(OutMessage& message) {
   if (free_buffers_.empty() || rails[0].in_flight >= rails[0].in_flight_max) return false;
   if (message.peer->routes_.empty()) return true;  // lost in between
-  Flight* flight = take_flight(message.transfer ? Flight::Use::kShortSend : Flight::Use::kMessage, 0, message.peer,
-                               message.transfer);
+  Flight* flight = take_flight(message.transfer ? Flight::Use::kShortSend : Flight::Use::kMessage, 0,
+                               message.peer, message.transfer);
   flight->buffer = free_buffers_.back();
   free_buffers_.pop_back();
   std::memcpy(flight->buffer, message.bytes.data(), message.bytes.size());
-  const Posted posted = rails[0].rail->post_send(message.peer->routes_[0], flight->buffer, message.bytes.size(),
-                                                 arena_registration_.lkey, flight);
+  const Posted posted = rails[0].rail->post_send(message.peer->routes_[0], flight->buffer,
+                                                 message.bytes.size(), arena_registration_.lkey, flight);
   if (posted == Posted::kOk) {
     ++rails[0].in_flight;
     return true;
@@ -394,7 +419,8 @@ bool Core::post_message(OutMessage& message) {
   free_buffers_.push_back(flight->buffer);
   free_flight(flight);
   if (posted == Posted::kAgain) return false;
-  log_warn("transfer: a message to peer '{}' cannot be sent: {}", message.peer->name(), rails[0].rail->refusal());
+  log_warn("transfer: a message to peer '{}' cannot be sent: {}", message.peer->name(),
+           rails[0].rail->refusal());
   if (message.transfer) {
     Transfer& transfer = *message.transfer;
     --transfer.in_flight_;
@@ -402,7 +428,8 @@ bool Core::post_message(OutMessage& message) {
     fail(transfer, Status::make(Code::kSystem, "transfer.{}: to peer '{}': {}", to_string(transfer.kind_),
                                 message.peer->name(), rails[0].rail->refusal()));
   }
-  if (message.peer->is_alive()) lose_peer(*message.peer, PeerState::kLost, Status(Code::kPeerLost, rails[0].rail->refusal()));
+  if (message.peer->is_alive())
+    lose_peer(*message.peer, PeerState::kLost, Status(Code::kPeerLost, rails[0].rail->refusal()));
   return true;
 }
 
@@ -420,13 +447,18 @@ void Core::on_message(std::string_view message) {
     become_connected(*peer, *hello, head->life);
     return on_ordered(*peer, {}, {});
   }
-  if (head->life != peer->life_) return log_debug("transfer: a message of another life of '{}'", peer->name());
+  if (head->life != peer->life_)
+    return log_debug("transfer: a message of another life of '{}'", peer->name());
   peer->heard_ = last_tick_;
   switch (head->type) {
-    case MessageType::kHeartbeat: return;
-    case MessageType::kBye: return lose_peer(*peer, PeerState::kClosed, Status(Code::kPeerLost, "it closed its engine"));
-    case MessageType::kReject: return lose_peer(*peer, PeerState::kLost, Status(Code::kPeerLost, std::string(body)));
-    default: return on_ordered(*peer, *head, message);
+    case MessageType::kHeartbeat:
+      return;
+    case MessageType::kBye:
+      return lose_peer(*peer, PeerState::kClosed, Status(Code::kPeerLost, "it closed its engine"));
+    case MessageType::kReject:
+      return lose_peer(*peer, PeerState::kLost, Status(Code::kPeerLost, std::string(body)));
+    default:
+      return on_ordered(*peer, *head, message);
   }
 }
 
@@ -438,7 +470,8 @@ void Core::on_ordered(Peer& peer, const MessageHead& head, std::string_view mess
     if (head.sequence > peer.next_in_ || !peer.is_alive()) {
       if (peer.early_.empty()) peer.gap_since_ = Clock::now();
       if (peer.early_.size() >= kEarlyMax)
-        return lose_peer(peer, PeerState::kLost, Status::make(Code::kPeerLost, "message {} is missing", peer.next_in_));
+        return lose_peer(peer, PeerState::kLost,
+                         Status::make(Code::kPeerLost, "message {} is missing", peer.next_in_));
       peer.early_.emplace(head.sequence, std::string(message));
       return;
     }
@@ -452,7 +485,8 @@ void Core::on_ordered(Peer& peer, const MessageHead& head, std::string_view mess
     peer.early_.erase(next);
     peer.gap_since_ = Clock::now();
     ++peer.next_in_;
-    if (const auto again = parse_head(bytes); again.ok()) handle(keep, *again, std::string_view(bytes).substr(kHeadBytes));
+    if (const auto again = parse_head(bytes); again.ok())
+      handle(keep, *again, std::string_view(bytes).substr(kHeadBytes));
   }
 }
 
@@ -469,11 +503,13 @@ void Core::handle(const std::shared_ptr<Peer>& peer, const MessageHead& head, st
       return match(*receive, std::move(arrived));
     }
     if (arrived_.size() >= kArrivedMax)
-      return lose_peer(*peer, PeerState::kLost, Status::make(Code::kPeerLost, "{} messages wait for recv()", kArrivedMax));
+      return lose_peer(*peer, PeerState::kLost,
+                       Status::make(Code::kPeerLost, "{} messages wait for recv()", kArrivedMax));
     arrived_.push_back(std::move(arrived));
   };
   switch (head.type) {
-    case MessageType::kEager: return take_in({peer, std::string(body), false, {}});
+    case MessageType::kEager:
+      return take_in({peer, std::string(body), false, {}});
     case MessageType::kOffer:
       return use(parse_offer(body), [&](const Offer& offer) { take_in({peer, "", true, offer}); });
     case MessageType::kTaken:
@@ -483,27 +519,35 @@ void Core::handle(const std::shared_ptr<Peer>& peer, const MessageHead& head, st
         const std::shared_ptr<Transfer> transfer = found->second;
         transfer->packs_left_ = 0;
         if (outcome.refusal.empty()) return settle(*transfer);
-        fail(*transfer, Status::make(Code::kCapacity, "transfer.send: peer '{}' refused it: {}", peer->name(), outcome.refusal));
+        fail(*transfer, Status::make(Code::kCapacity, "transfer.send: peer '{}' refused it: {}", peer->name(),
+                                     outcome.refusal));
       });
     case MessageType::kNotify:
       return use(parse_notify(body), [&](const Notified& n) { count_imm(*peer, n.id, n.count); });
-    case MessageType::kAttach: return use(parse_attach(body), [&](const Attach& attach) { on_attach(*peer, attach); });
-    case MessageType::kAttached: return use(parse_attached(body), [&](const Attached& a) { on_attached(a); });
-    case MessageType::kRevoke: return use(parse_number(body), [&](uint64_t region) { on_revoke(*peer, region); });
+    case MessageType::kAttach:
+      return use(parse_attach(body), [&](const Attach& attach) { on_attach(*peer, attach); });
+    case MessageType::kAttached:
+      return use(parse_attached(body), [&](const Attached& a) { on_attached(a); });
+    case MessageType::kRevoke:
+      return use(parse_number(body), [&](uint64_t region) { on_revoke(*peer, region); });
     case MessageType::kRevoked:
       return use(parse_number(body), [&](uint64_t region) {
         const auto found = regions_.find(region);
         if (found == regions_.end() || !found->second.users.erase(peer.get())) return;
-        if (found->second.users_left->load()) found->second.users_left->fetch_sub(1, std::memory_order_release);
+        if (found->second.users_left->load())
+          found->second.users_left->fetch_sub(1, std::memory_order_release);
       });
-    case MessageType::kStageAsk: return staging_->on_ask(*peer);
+    case MessageType::kStageAsk:
+      return staging_->on_ask(*peer);
     case MessageType::kStageGrant:
       return use(parse_stage_grant(body), [&](const StageGrant& grant) { staging_->on_grant(*peer, grant); });
     case MessageType::kStageFilled:
-      return use(parse_number(body), [&](uint64_t slot) { staging_->on_filled(*peer, static_cast<uint32_t>(slot)); });
+      return use(parse_number(body),
+                 [&](uint64_t slot) { staging_->on_filled(*peer, static_cast<uint32_t>(slot)); });
     case MessageType::kStageDone:
       return use(parse_outcome(body), [&](const Outcome& outcome) { staging_->on_done(*peer, outcome); });
-    default: return;
+    default:
+      return;
   }
 }
 
@@ -516,7 +560,8 @@ Result<std::shared_ptr<Remote>> Core::attach(std::string_view bytes, Deadline un
   {
     HoldToken hold(token);
     if (is_closed()) return closed_status();
-    if (descriptor.engine == id) return Status::invalid("descriptor: got memory of this engine, allowed: a peer's");
+    if (descriptor.engine == id)
+      return Status::invalid("descriptor: got memory of this engine, allowed: a peer's");
     pending->peer = find_peer(descriptor.engine);
     if (!pending->peer || !pending->peer->is_alive())
       return Status::invalid("descriptor: got memory of engine {}, which is not connected; connect() first",
@@ -526,14 +571,17 @@ Result<std::shared_ptr<Remote>> Core::attach(std::string_view bytes, Deadline un
     ticket = next_ticket_++;
     pending->region = descriptor.region;
     attaches_[ticket] = pending;
-    send_message(*pending->peer, MessageType::kAttach, to_body(Attach{ticket, descriptor.region, descriptor.secret}));
+    send_message(*pending->peer, MessageType::kAttach,
+                 to_body(Attach{ticket, descriptor.region, descriptor.secret}));
   }
-  const bool came = wait(until, [&] { return pending->is_answered.load(std::memory_order_acquire) || is_closed(); });
+  const bool came =
+      wait(until, [&] { return pending->is_answered.load(std::memory_order_acquire) || is_closed(); });
   HoldToken hold(token);
   attaches_.erase(ticket);
   if (is_closed()) return closed_status();
   if (!came)
-    return Status::make(Code::kPeerLost, "transfer.attach: no answer of peer '{}' in time", pending->peer->name());
+    return Status::make(Code::kPeerLost, "transfer.attach: no answer of peer '{}' in time",
+                        pending->peer->name());
   WEFT_TRY(Status(pending->status));
   return pending->remote;
 }
@@ -565,7 +613,8 @@ void Core::on_attached(const Attached& attached) {
   PendingAttach& pending = *found->second;
   Peer& peer = *pending.peer;
   if (!attached.refusal.empty()) {
-    pending.status = Status::invalid("descriptor: got memory that peer '{}' refuses: {}", peer.name(), attached.refusal);
+    pending.status =
+        Status::invalid("descriptor: got memory that peer '{}' refuses: {}", peer.name(), attached.refusal);
   } else if (!attached.must_stage && attached.rails.size() != peer.address_.rails.size()) {
     pending.status = Status::invalid("descriptor: peer '{}' gave keys for {} rails, it has {}", peer.name(),
                                      attached.rails.size(), peer.address_.rails.size());

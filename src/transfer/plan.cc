@@ -6,12 +6,15 @@
 namespace weft::transfer {
 namespace {
 
-uint64_t ceil_div(uint64_t a, uint64_t b) { return a / b + (a % b != 0); }
+uint64_t ceil_div(uint64_t a, uint64_t b) {
+  return a / b + (a % b != 0);
+}
 
 uint64_t shard_bytes(uint64_t bytes, const RailPlan& plan) {
   const uint64_t even = ceil_div(bytes, std::max<uint32_t>(plan.rails, 1));
   const uint64_t unit = std::max<uint64_t>(plan.shard_bytes_min, 1);
-  return plan.rails <= 1 ? std::max<uint64_t>(bytes, 1) : std::max<uint64_t>(ceil_div(even, unit) * unit, unit);
+  return plan.rails <= 1 ? std::max<uint64_t>(bytes, 1)
+                         : std::max<uint64_t>(ceil_div(even, unit) * unit, unit);
 }
 
 }  // namespace
@@ -37,15 +40,17 @@ std::vector<Shard> shard_range(uint64_t bytes, const RailPlan& plan, uint32_t fi
   return out;
 }
 
-Result<std::vector<PagePair>> pair_pages(const Pages& src, const Pages& dst, uint64_t page_bytes, bool merge) {
+Result<std::vector<PagePair>> pair_pages(const Pages& src, const Pages& dst, uint64_t page_bytes,
+                                         bool merge) {
   if (src.size() != dst.size())
-    return Status::invalid("pages: got {} source and {} destination pages, allowed: as many of each", src.size(),
-                           dst.size());
+    return Status::invalid("pages: got {} source and {} destination pages, allowed: as many of each",
+                           src.size(), dst.size());
   std::vector<PagePair> pairs;
   pairs.reserve(src.size());
   auto place = [](const Pages& pages, uint64_t i, uint64_t& at) {
     const uint64_t index = pages.indices.empty() ? i : pages.indices[i];
-    return !__builtin_mul_overflow(pages.stride_bytes, index, &at) && !__builtin_add_overflow(at, pages.offset, &at);
+    return !__builtin_mul_overflow(pages.stride_bytes, index, &at) &&
+           !__builtin_add_overflow(at, pages.offset, &at);
   };
   for (uint64_t i = 0; i < src.size(); ++i) {
     PagePair pair{0, 0, page_bytes};
@@ -60,7 +65,9 @@ Result<std::vector<PagePair>> pair_pages(const Pages& src, const Pages& dst, uin
   return pairs;
 }
 
-uint64_t expected_imms(uint64_t bytes, const RailPlan& sender) { return shard_range(bytes, sender, 0).size(); }
+uint64_t expected_imms(uint64_t bytes, const RailPlan& sender) {
+  return shard_range(bytes, sender, 0).size();
+}
 
 uint64_t expected_page_imms(uint64_t pages, uint64_t page_bytes, const RailPlan& sender) {
   const RailPlan one_rail{1, sender.shard_bytes_min, sender.piece_bytes_max};

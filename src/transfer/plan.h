@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How a request becomes wire writes: which bytes, on which rail, and how many immediates the target will count.
+// How a request becomes wire writes: which bytes, on which rail, and how many immediates the target will
+// count.
 //   for (const Shard& s : shard_range(bytes, {.rails = 4}, first)) post(s.rail, s.offset, s.bytes);
 // Pure functions, so both sides of a transfer can compute the same numbers.
 #pragma once
@@ -18,9 +19,9 @@ namespace weft::transfer {
 enum class Notify : uint8_t { kOnce, kEach };
 
 struct RailPlan {
-  uint32_t rails = 1;                      // local rails to spread over
-  uint64_t shard_bytes_min = 8192;         // no shard is smaller, and shards start at multiples of this
-  uint64_t piece_bytes_max = UINT64_MAX;   // longest wire write
+  uint32_t rails = 1;                     // local rails to spread over
+  uint64_t shard_bytes_min = 8192;        // no shard is smaller, and shards start at multiples of this
+  uint64_t piece_bytes_max = UINT64_MAX;  // longest wire write
 };
 
 struct Shard {
@@ -29,8 +30,9 @@ struct Shard {
   uint32_t rail = 0;
 };
 
-// Cuts [0, bytes) into at most `rails` shards of nearly equal size and those into pieces; a range of zero bytes is one
-// piece of zero bytes. Pieces of different rails alternate. The first shard goes to `first_rail`.
+// Cuts [0, bytes) into at most `rails` shards of nearly equal size and those into pieces; a range of zero
+// bytes is one piece of zero bytes. Pieces of different rails alternate. The first shard goes to
+// `first_rail`.
 std::vector<Shard> shard_range(uint64_t bytes, const RailPlan& plan, uint32_t first_rail);
 
 // A list of pages: page i lies at offset + stride_bytes * (indices.empty() ? i : indices[i]).
@@ -48,12 +50,12 @@ struct PagePair {
   uint64_t dst = 0;
   uint64_t bytes = 0;
 };
-// Pairs the pages of both sides; neighbours in both become one piece when `merge`. Errors: kInvalid when the lists
-// differ in length or an offset does not fit 64 bits.
+// Pairs the pages of both sides; neighbours in both become one piece when `merge`. Errors: kInvalid when the
+// lists differ in length or an offset does not fit 64 bits.
 Result<std::vector<PagePair>> pair_pages(const Pages& src, const Pages& dst, uint64_t page_bytes, bool merge);
 
 // Immediates that a target counts for one request with Notify::kEach (with kOnce it is 1).
-uint64_t expected_imms(uint64_t bytes, const RailPlan& sender);                              // single write
-uint64_t expected_page_imms(uint64_t pages, uint64_t page_bytes, const RailPlan& sender);    // paged write
+uint64_t expected_imms(uint64_t bytes, const RailPlan& sender);                            // single write
+uint64_t expected_page_imms(uint64_t pages, uint64_t page_bytes, const RailPlan& sender);  // paged write
 
 }  // namespace weft::transfer

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// PoolAllocator keeps freed objects of one type in a list per thread: make_shared without malloc once it is warm.
+// PoolAllocator keeps freed objects of one type in a list per thread: make_shared without malloc once it is
+// warm.
 //   std::allocate_shared<Transfer>(PoolAllocator<Transfer>());
-// A thread keeps at most kKept of them; what it frees beyond goes back to the system. Threads: any; an object may be
-// freed by another thread than the one that made it.
+// A thread keeps at most kKept of them; what it frees beyond goes back to the system. Threads: any; an object
+// may be freed by another thread than the one that made it.
 #pragma once
 
 #include <cstddef>

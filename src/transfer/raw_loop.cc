@@ -18,7 +18,9 @@ constexpr size_t kEntries = 32;
 constexpr size_t kContexts = 8192;
 constexpr uint64_t kEchoData = 1, kStopData = 2;
 
-double now_s() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
+double now_s() {
+  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+}
 
 struct Card {  // what the two sides exchange
   uint64_t base = 0;
@@ -69,7 +71,8 @@ struct RawLoop::Impl {
     return came ? Status() : Status::make(Code::kPeerLost, "raw loop: no answer in time");
   }
 
-  Status post(bool is_read, uint64_t here, uint64_t remote, uint64_t length, uint64_t flags, uint64_t imm, Deadline until) {
+  Status post(bool is_read, uint64_t here, uint64_t remote, uint64_t length, uint64_t flags, uint64_t imm,
+              Deadline until) {
     iovec from{data + here, length};
     fi::RmaIov into{there.base + remote, length, there.rkey};
     void* desc = mine.lkey;
@@ -91,19 +94,21 @@ struct RawLoop::Impl {
     return poll_until(until, [&] { return echoes >= expected; });
   }
 
-  Status post_load(const Load& load, uint32_t i, const std::vector<uint32_t>& here, const std::vector<uint32_t>& away,
-                   Deadline until) {
+  Status post_load(const Load& load, uint32_t i, const std::vector<uint32_t>& here,
+                   const std::vector<uint32_t>& away, Deadline until) {
     const uint64_t at = place_of(i, load.bytes, std::min(bytes, there.bytes));
     if (load.kind == LoadKind::kPaged)
       return post(false, here[i] * load.bytes, away[i] * load.bytes, load.bytes, 0, 0, until);
-    if (load.kind != LoadKind::kScatter) return post(load.kind == LoadKind::kRead, at, at, load.bytes, 0, 0, until);
+    if (load.kind != LoadKind::kScatter)
+      return post(load.kind == LoadKind::kRead, at, at, load.bytes, 0, 0, until);
     const uint64_t each = load.bytes / kScatterWays;
     for (uint32_t k = 0; k < kScatterWays; ++k)
       WEFT_TRY(post(false, at + (kScatterWays - 1 - k) * each, at + k * each, each, 0, 0, until));
     return {};
   }
 
-  Status repeat(const Load& load, const std::vector<uint32_t>& here, const std::vector<uint32_t>& away, Deadline until) {
+  Status repeat(const Load& load, const std::vector<uint32_t>& here, const std::vector<uint32_t>& away,
+                Deadline until) {
     if (load.kind == LoadKind::kLatency) {
       for (uint32_t i = 0; i < load.count; ++i) WEFT_TRY(echo(load.bytes, until));
       return {};
@@ -123,10 +128,12 @@ struct RawLoop::Impl {
 
 RawLoop::RawLoop(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-RawLoop::~RawLoop() { impl_->rail->release(impl_->mine); }
+RawLoop::~RawLoop() {
+  impl_->rail->release(impl_->mine);
+}
 
-Result<std::unique_ptr<RawLoop>> RawLoop::open(provider::Provider& provider, const provider::Nic& nic, void* data,
-                                               uint64_t bytes) {
+Result<std::unique_ptr<RawLoop>> RawLoop::open(provider::Provider& provider, const provider::Nic& nic,
+                                               void* data, uint64_t bytes) {
   auto impl = std::make_unique<Impl>();
   WEFT_TRY_ASSIGN(impl->rail, provider.open(nic, {}));
   impl->objects = provider::fabric_objects(*impl->rail);
@@ -144,7 +151,8 @@ std::string RawLoop::address() const {
 }
 
 Status RawLoop::connect(std::string_view address) {
-  if (address.size() <= sizeof(Card)) return Status::invalid("address: got {} bytes, allowed: a raw loop's", address.size());
+  if (address.size() <= sizeof(Card))
+    return Status::invalid("address: got {} bytes, allowed: a raw loop's", address.size());
   std::memcpy(&impl_->there, address.data(), sizeof(Card));
   WEFT_TRY_ASSIGN(const provider::Route route, impl_->rail->resolve(address.substr(sizeof(Card))));
   impl_->peer = provider::fabric_address(*impl_->rail, route);
@@ -169,8 +177,9 @@ Result<std::vector<double>> RawLoop::measure(const Load& load, Deadline until) {
 
 Status RawLoop::serve(Deadline until) {
   while (true) {
-    WEFT_TRY(impl_->poll_until(
-        until, [&] { return impl_->echoes > impl_->answered.echoes || impl_->stops > impl_->answered.stops; }));
+    WEFT_TRY(impl_->poll_until(until, [&] {
+      return impl_->echoes > impl_->answered.echoes || impl_->stops > impl_->answered.stops;
+    }));
     if (impl_->echoes == impl_->answered.echoes) {
       ++impl_->answered.stops;
       return {};

@@ -8,8 +8,8 @@
 namespace weft::transfer {
 namespace {
 
-constexpr size_t kPackPiecesMin = 8;             // fewer pages travel as they are
-constexpr uint64_t kPackPageBytesMax = 32 << 10; // longer ones too
+constexpr size_t kPackPiecesMin = 8;              // fewer pages travel as they are
+constexpr uint64_t kPackPageBytesMax = 32 << 10;  // longer ones too
 constexpr uint32_t kPiecesPerPack = 1024;
 constexpr size_t kTicketsKept = 4096;
 
@@ -88,7 +88,8 @@ void Staging::make_packs(Peer& peer, Peer::StageOut& out, const std::shared_ptr<
         pack.payload_bytes += take;
         room -= take + kPackedPieceBytes;
         done += take;
-        if (done == piece.bytes && transfer.has_imm_ && transfer.notify_ == Notify::kEach) ++pack.head.imm_each;
+        if (done == piece.bytes && transfer.has_imm_ && transfer.notify_ == Notify::kEach)
+          ++pack.head.imm_each;
         if (piece.bytes == 0) break;
       }
     }
@@ -124,7 +125,8 @@ void Staging::on_grant(Peer& peer, const StageGrant& grant) {
   out->grant = grant;
   Status status = grant.refusal.empty() ? Status() : Status(Code::kSystem, grant.refusal);
   if (status.ok() && grant.rails.size() != peer.address_.rails.size())
-    status = Status::invalid("stage grant: keys for {} rails of {}", grant.rails.size(), peer.address_.rails.size());
+    status = Status::invalid("stage grant: keys for {} rails of {}", grant.rails.size(),
+                             peer.address_.rails.size());
   if (status.ok()) status = open_out(peer, *out);
   std::deque<std::shared_ptr<Transfer>> unpacked;
   unpacked.swap(out->unpacked);
@@ -252,8 +254,8 @@ void Staging::on_done(Peer& peer, const Outcome& outcome) {
     if (outcome.refusal.empty())
       core_.settle(*transfer);
     else
-      core_.fail(*transfer, Status::make(Code::kInvalid, "transfer.write: peer '{}' refused it: {}", peer.name(),
-                                         outcome.refusal));
+      core_.fail(*transfer, Status::make(Code::kInvalid, "transfer.write: peer '{}' refused it: {}",
+                                         peer.name(), outcome.refusal));
   }
   pump(peer);
 }
@@ -326,7 +328,8 @@ Status Staging::check(const Peer& peer, const PackHead& head) const {
     if (found == core_.regions_.end() || found->second.users.count(const_cast<Peer*>(&peer)) == 0)
       return Status::invalid("the memory was taken back or never attached");
     const Memory& memory = *found->second.memory;
-    if (!(memory.access() & kRemoteWrite)) return Status::invalid("the memory is not registered for remote writes");
+    if (!(memory.access() & kRemoteWrite))
+      return Status::invalid("the memory is not registered for remote writes");
     if (piece.offset > memory.bytes() || piece.bytes > memory.bytes() - piece.offset)
       return Status::invalid("{} bytes at {} reach beyond the {} bytes registered", piece.bytes, piece.offset,
                              memory.bytes());

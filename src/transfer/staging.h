@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Packed writes: many small pages, or device memory that no NIC reaches, travel as large writes into slots that the
-// receiver lends, and the receiver puts them in place.
+// Packed writes: many small pages, or device memory that no NIC reaches, travel as large writes into slots
+// that the receiver lends, and the receiver puts them in place.
 //
 //   sender: gather pages into a slot's twin -> one write with an immediate (class stage, id = slot)
-//   receiver: check every piece against what this peer attached -> copy -> count the user's immediate -> "slot done"
+//   receiver: check every piece against what this peer attached -> copy -> count the user's immediate ->
+//   "slot done"
 //
-// Several slots are in flight, so that gathering, the wire and placing overlap. A staged transfer is done when its pages
-// are in place over there. Nothing of a pack is written unless all of it may be.
-// Threads: the holder of the token.
+// Several slots are in flight, so that gathering, the wire and placing overlap. A staged transfer is done
+// when its pages are in place over there. Nothing of a pack is written unless all of it may be. Threads: the
+// holder of the token.
 #pragma once
 
 #include <deque>
@@ -52,7 +53,7 @@ struct Peer::StageIn {
   char* base = nullptr;
   uint32_t slots = 0, slot_bytes = 0;
   std::vector<provider::Registration> rails;
-  std::vector<uint64_t> last_turn;  // per slot: an immediate that arrives twice is told by it
+  std::vector<uint64_t> last_turn;          // per slot: an immediate that arrives twice is told by it
   std::map<uint64_t, uint32_t> packs_seen;  // by ticket
   struct Placing {
     uint32_t slot;

@@ -21,7 +21,8 @@ uint64_t load_acquire(const uint64_t* number) {
 }  // namespace
 
 Result<std::shared_ptr<Watch>> Watcher::watch(std::function<bool(uint64_t, uint64_t)> changed) {
-  if (!changed) return Status::invalid("callback: got nothing, allowed: a function of the old and the new value");
+  if (!changed)
+    return Status::invalid("callback: got nothing, allowed: a function of the old and the new value");
   std::lock_guard lock(mutex_);
   if (stopping_) return Status(Code::kClosed, "watcher: is closed");
   if (free_.empty()) {

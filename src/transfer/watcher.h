@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Watches numbers that kernels write: a kernel stores how far it is, a callback starts the transfer of what is ready.
+// Watches numbers that kernels write: a kernel stores how far it is, a callback starts the transfer of what
+// is ready.
 //   Watcher watcher({.cpu = 3});
-//   std::shared_ptr<Watch> watch = *watcher.watch([](uint64_t was, uint64_t is) { start_layers(was, is); return true; });
-//   kernel<<<...>>>(watch->address());   // stores 1, 2, 3, ... with system-scope release
-// Level-triggered: values in between may be skipped, the last one never is; the first value is 0. The callback runs on
-// the watcher's thread and ends the watch by returning false.
-// Memory: one page of 512 numbers per allocation, pinned and mapped when `device` is given.
-// Threads: watch() and release() from any; not from inside a callback of the same watch.
+//   std::shared_ptr<Watch> watch = *watcher.watch([](uint64_t was, uint64_t is) { start_layers(was, is);
+//   return true; }); kernel<<<...>>>(watch->address());   // stores 1, 2, 3, ... with system-scope release
+// Level-triggered: values in between may be skipped, the last one never is; the first value is 0. The
+// callback runs on the watcher's thread and ends the watch by returning false. Memory: one page of 512
+// numbers per allocation, pinned and mapped when `device` is given. Threads: watch() and release() from any;
+// not from inside a callback of the same watch.
 #pragma once
 
 #include <atomic>
@@ -57,7 +58,7 @@ class Watcher {
   void end(Watch& watch);
 
   Options options_;
-  std::mutex mutex_;       // pages, places, and callbacks while they run
+  std::mutex mutex_;  // pages, places, and callbacks while they run
   std::vector<std::unique_ptr<PinnedBuffer>> pages_;
   std::vector<uint64_t*> free_;
   std::vector<std::shared_ptr<Watch>> active_;

@@ -39,8 +39,8 @@ class Writer {
   std::string bytes_;
 };
 
-// Reads from bytes that anybody may have sent. After the first thing that does not fit, everything reads as zero and
-// done() says so.
+// Reads from bytes that anybody may have sent. After the first thing that does not fit, everything reads as
+// zero and done() says so.
 class Reader {
  public:
   explicit Reader(std::string_view bytes) : bytes_(bytes) {}
@@ -107,8 +107,8 @@ Status check_front(Reader& in, uint32_t magic, const char* what) {
   if (in.get<uint32_t>() != magic) return Status::invalid("{}: these bytes are not a Weft {}", what, what);
   const uint32_t version = in.get<uint32_t>();
   if (version != kWireVersion)
-    return Status::invalid("{}: made by wire version {}, allowed: {} (both sides need the same Weft)", what, version,
-                           kWireVersion);
+    return Status::invalid("{}: made by wire version {}, allowed: {} (both sides need the same Weft)", what,
+                           version, kWireVersion);
   return {};
 }
 
@@ -197,7 +197,10 @@ std::string to_bytes(const MessageHead& head, std::string_view body) {
   Writer out;
   out.put(kMessageMagic).put<uint16_t>(kWireVersion).put(static_cast<uint8_t>(head.type)).put<uint8_t>(0);
   out.raw(head.sender.bytes.data(), 16).put(head.life).put(head.sequence);
-  return out.put<uint32_t>(static_cast<uint32_t>(body.size())).put<uint32_t>(0).raw(body.data(), body.size()).take();
+  return out.put<uint32_t>(static_cast<uint32_t>(body.size()))
+      .put<uint32_t>(0)
+      .raw(body.data(), body.size())
+      .take();
 }
 
 Result<MessageHead> parse_head(std::string_view message) {
@@ -212,10 +215,12 @@ Result<MessageHead> parse_head(std::string_view message) {
   in.get(head.sequence);
   in.get(head.body_bytes);
   (void)in.get<uint32_t>();
-  if (in.failed()) return Status::invalid("message: {} bytes, allowed: {} or more", message.size(), kHeadBytes);
+  if (in.failed())
+    return Status::invalid("message: {} bytes, allowed: {} or more", message.size(), kHeadBytes);
   if (version != kWireVersion)
-    return Status::make(Code::kUnsupported, "message: wire version {}, allowed: {} (both sides need the same Weft)",
-                        version, kWireVersion);
+    return Status::make(Code::kUnsupported,
+                        "message: wire version {}, allowed: {} (both sides need the same Weft)", version,
+                        kWireVersion);
   if (type == 0 || type > static_cast<uint8_t>(MessageType::kLast))
     return Status::invalid("message: unknown type {}", static_cast<int>(type));
   if (head.body_bytes != in.left())
@@ -237,9 +242,11 @@ Result<Hello> parse_hello(std::string_view body) {
   in.get(hello.slot);
   in.keys(hello.inbox);
   WEFT_TRY(in.done("hello"));
-  if (hello.slot >= kPeersMax) return Status::invalid("hello: slot {}, allowed: below {}", hello.slot, kPeersMax);
+  if (hello.slot >= kPeersMax)
+    return Status::invalid("hello: slot {}, allowed: below {}", hello.slot, kPeersMax);
   if (hello.inbox.size() != hello.address.rails.size())
-    return Status::invalid("hello: {} inbox keys for {} rails", hello.inbox.size(), hello.address.rails.size());
+    return Status::invalid("hello: {} inbox keys for {} rails", hello.inbox.size(),
+                           hello.address.rails.size());
   return hello;
 }
 
@@ -296,7 +303,9 @@ Result<Outcome> parse_outcome(std::string_view body) {
   return finish(in, "outcome", std::move(outcome));
 }
 
-std::string to_body(const Notified& notified) { return Writer().put(notified.id).put(notified.count).take(); }
+std::string to_body(const Notified& notified) {
+  return Writer().put(notified.id).put(notified.count).take();
+}
 Result<Notified> parse_notify(std::string_view body) {
   Reader in(body);
   Notified notify;
@@ -318,12 +327,15 @@ Result<StageGrant> parse_stage_grant(std::string_view body) {
   in.get(grant.slot_bytes);
   in.keys(grant.rails);
   WEFT_TRY(in.done("stage grant"));
-  if (grant.refusal.empty() && (grant.slots == 0 || grant.slots > 1024 || grant.slot_bytes < 2 * kPackHeadBytes))
+  if (grant.refusal.empty() &&
+      (grant.slots == 0 || grant.slots > 1024 || grant.slot_bytes < 2 * kPackHeadBytes))
     return Status::invalid("stage grant: {} slots of {} bytes", grant.slots, grant.slot_bytes);
   return grant;
 }
 
-std::string number_body(uint64_t number) { return Writer().put(number).take(); }
+std::string number_body(uint64_t number) {
+  return Writer().put(number).take();
+}
 Result<uint64_t> parse_number(std::string_view body) {
   Reader in(body);
   const uint64_t number = in.get<uint64_t>();

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Every byte that two transfer engines exchange, in one place: addresses, descriptors, messages, packed pages.
+// Every byte that two transfer engines exchange, in one place: addresses, descriptors, messages, packed
+// pages.
 //   std::string bytes = to_bytes(descriptor);
 //   Result<Descriptor> again = parse_descriptor(bytes);   // bytes from outside: every length is checked
-// Numbers are little-endian; texts and lists carry a 32-bit count. kWireVersion changes when anything here does, and
-// engines of different versions refuse each other by name.
-// Threads: pure functions. The fuzz target tests/fuzz/wire_fuzz.cc calls every parser here.
+// Numbers are little-endian; texts and lists carry a 32-bit count. kWireVersion changes when anything here
+// does, and engines of different versions refuse each other by name. Threads: pure functions. The fuzz target
+// tests/fuzz/wire_fuzz.cc calls every parser here.
 #pragma once
 
 #include <array>
@@ -34,9 +35,15 @@ constexpr uint32_t kPeersMax = 1u << 10;
 constexpr uint32_t encode_imm(ImmClass kind, uint32_t sender, uint32_t id) {
   return static_cast<uint32_t>(kind) << 30 | sender << kImmIdBits | id;
 }
-constexpr ImmClass imm_class(uint32_t imm) { return static_cast<ImmClass>(imm >> 30); }
-constexpr uint32_t imm_sender(uint32_t imm) { return imm >> kImmIdBits & (kPeersMax - 1); }
-constexpr uint32_t imm_id(uint32_t imm) { return imm & kImmIdMax; }
+constexpr ImmClass imm_class(uint32_t imm) {
+  return static_cast<ImmClass>(imm >> 30);
+}
+constexpr uint32_t imm_sender(uint32_t imm) {
+  return imm >> kImmIdBits & (kPeersMax - 1);
+}
+constexpr uint32_t imm_id(uint32_t imm) {
+  return imm & kImmIdMax;
+}
 
 struct EngineId {
   std::array<uint8_t, 16> bytes{};
@@ -92,8 +99,9 @@ enum class MessageType : uint8_t {
   kLast = kStageDone,
 };
 
-// Head of every message: magic 4 | version 2 | type 1 | flags 1 | sender 16 | life 4 | sequence 4 | body bytes 4 | 0 4.
-// `sequence` counts the ordered messages of one life of a connection from 1; 0 marks those outside of it.
+// Head of every message: magic 4 | version 2 | type 1 | flags 1 | sender 16 | life 4 | sequence 4 | body
+// bytes 4 | 0 4. `sequence` counts the ordered messages of one life of a connection from 1; 0 marks those
+// outside of it.
 struct MessageHead {
   MessageType type = MessageType::kHeartbeat;
   EngineId sender;
@@ -149,8 +157,8 @@ struct PackedPiece {
 };
 // Head of a staging slot; the pieces' bytes follow one another right behind it.
 struct PackHead {
-  uint64_t ticket = 0;    // the transfer, at its sender
-  uint32_t pack = 0;      // of `packs`
+  uint64_t ticket = 0;  // the transfer, at its sender
+  uint32_t pack = 0;    // of `packs`
   uint32_t packs = 0;
   bool has_imm = false;
   uint32_t imm_id = 0;

@@ -46,7 +46,8 @@ Wire& wire() {
   return one;
 }
 
-void complete(ib::Cq* cq, uint64_t wr_id, int status, int opcode, uint32_t bytes, uint32_t qp, uint32_t imm = 0) {
+void complete(ib::Cq* cq, uint64_t wr_id, int status, int opcode, uint32_t bytes, uint32_t qp,
+              uint32_t imm = 0) {
   ib::Wc wc{};
   wc.wr_id = wr_id;
   wc.status = status;
@@ -61,16 +62,19 @@ bool is_reachable(const ib::SendWr& wr, const ib::Sge& part, int wanted) {
   const auto found = wire().keys.find(wr.wr.rdma.rkey);
   if (found == wire().keys.end() || !(wire().access[wr.wr.rdma.rkey] & wanted)) return false;
   const uint64_t base = reinterpret_cast<uint64_t>(found->second->addr), at = wr.wr.rdma.remote_addr;
-  return at >= base && part.length <= found->second->length && at - base <= found->second->length - part.length;
+  return at >= base && part.length <= found->second->length &&
+         at - base <= found->second->length - part.length;
 }
 
 int send_datagram(FakeQp& from, const ib::SendWr& wr) {
   complete(from.send_cq, wr.wr_id, 0, ib::kOpSend, 0, from.qp_num);
   const auto to = wire().qps.find(wr.wr.ud.remote_qpn);
-  if (++wire().datagrams % 3 == 1 || to == wire().qps.end() || to->second->receives.empty()) return 0;  // lost
+  if (++wire().datagrams % 3 == 1 || to == wire().qps.end() || to->second->receives.empty())
+    return 0;  // lost
   const Received receive = to->second->receives.front();
   to->second->receives.pop_front();
-  std::memcpy(reinterpret_cast<char*>(receive.part.addr) + 40, reinterpret_cast<void*>(wr.sg_list->addr), wr.sg_list->length);
+  std::memcpy(reinterpret_cast<char*>(receive.part.addr) + 40, reinterpret_cast<void*>(wr.sg_list->addr),
+              wr.sg_list->length);
   complete(to->second->recv_cq, receive.wr_id, 0, ib::kWcRecv, 40 + wr.sg_list->length, to->second->qp_num);
   return 0;
 }
@@ -84,7 +88,8 @@ int send_reliable(FakeQp& from, const ib::SendWr& wr) {
     return 0;
   };
   const auto found = wire().qps.find(from.peer);
-  if (found == wire().qps.end() || found->second->state < ib::kStateRtr || found->second->state == ib::kStateError)
+  if (found == wire().qps.end() || found->second->state < ib::kStateRtr ||
+      found->second->state == ib::kStateError)
     return fail(ib::kWcRetryExceeded);
   FakeQp& to = *found->second;
   if (part.length && wire().keys.count(part.lkey) == 0) return fail(4);
@@ -102,8 +107,8 @@ int send_reliable(FakeQp& from, const ib::SendWr& wr) {
     const Received receive = receives.front();
     receives.pop_front();
     if (wr.opcode == ib::kOpSend) std::memcpy(reinterpret_cast<void*>(receive.part.addr), here, part.length);
-    complete(to.recv_cq, receive.wr_id, 0, wr.opcode == ib::kOpSend ? ib::kWcRecv : ib::kWcRecvWriteImm, part.length,
-             to.qp_num, wr.imm_data);
+    complete(to.recv_cq, receive.wr_id, 0, wr.opcode == ib::kOpSend ? ib::kWcRecv : ib::kWcRecvWriteImm,
+             part.length, to.qp_num, wr.imm_data);
   }
   complete(from.send_cq, wr.wr_id, 0, wr.opcode, part.length, from.qp_num);
   return 0;
@@ -188,10 +193,13 @@ int modify_qp(ib::Qp* base, ib::QpAttr* attr, int mask) {
   std::lock_guard lock(wire().mutex);
   FakeQp& qp = *static_cast<FakeQp*>(base);
   const bool is_rc = qp.type == ib::kTypeRc;
-  const int to_rtr = ib::kMaskAv | ib::kMaskMtu | ib::kMaskDestQpn | ib::kMaskRqPsn | ib::kMaskDestRdAtomic | ib::kMaskRnrTimer;
-  const int to_rts = ib::kMaskTimeout | ib::kMaskRetry | ib::kMaskRnrRetry | ib::kMaskSqPsn | ib::kMaskRdAtomic;
+  const int to_rtr = ib::kMaskAv | ib::kMaskMtu | ib::kMaskDestQpn | ib::kMaskRqPsn | ib::kMaskDestRdAtomic |
+                     ib::kMaskRnrTimer;
+  const int to_rts =
+      ib::kMaskTimeout | ib::kMaskRetry | ib::kMaskRnrRetry | ib::kMaskSqPsn | ib::kMaskRdAtomic;
   int needs = ib::kMaskState;
-  if (attr->qp_state == ib::kStateInit) needs |= ib::kMaskPkey | ib::kMaskPort | (is_rc ? ib::kMaskAccess : ib::kMaskQkey);
+  if (attr->qp_state == ib::kStateInit)
+    needs |= ib::kMaskPkey | ib::kMaskPort | (is_rc ? ib::kMaskAccess : ib::kMaskQkey);
   if (attr->qp_state == ib::kStateRtr && is_rc) needs |= to_rtr;
   if (attr->qp_state == ib::kStateRts) needs |= is_rc ? to_rts : ib::kMaskSqPsn;
   const bool is_next = attr->qp_state == qp.state + 1 || attr->qp_state == ib::kStateError;
@@ -278,10 +286,14 @@ ib::Library fake_verbs_library() {
   library.query_port = query_port;
   library.query_gid = query_gid;
   library.wc_status_str = [](int) { return "fake status"; };
-  library.gid_type = [](const std::string&, int, int index) { return std::string(index == 3 ? "RoCE v2" : "IB/RoCE v1"); };
+  library.gid_type = [](const std::string&, int, int index) {
+    return std::string(index == 3 ? "RoCE v2" : "IB/RoCE v1");
+  };
   return library;
 }
 
-std::shared_ptr<provider::Provider> make_fake_verbs() { return provider::make_verbs(fake_verbs_library()); }
+std::shared_ptr<provider::Provider> make_fake_verbs() {
+  return provider::make_verbs(fake_verbs_library());
+}
 
 }  // namespace weft::transfer::testing

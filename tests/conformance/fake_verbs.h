@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// libibverbs without hardware: two devices on one wire in this process, which check what a NIC checks (queue pair states,
-// keys, bounds, datagrams that get lost). For the verbs provider's tests.
+// libibverbs without hardware: two devices on one wire in this process, which check what a NIC checks (queue
+// pair states, keys, bounds, datagrams that get lost). For the verbs provider's tests.
 #pragma once
 
 #include <memory>

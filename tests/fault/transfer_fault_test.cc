@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The transfer engine over a network that misbehaves: lost, doubled, overtaking and refused packets, dead peers.
+// The transfer engine over a network that misbehaves: lost, doubled, overtaking and refused packets, dead
+// peers.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -192,12 +193,15 @@ TEST(TransferFault, GarbageFromTheNetworkIsDropped) {
   const std::unique_ptr<provider::Rail> stranger = std::move(*opened);
   const provider::Route to_b = *stranger->resolve(parse_address(pair.b.engine->address())->rails[0]);
   std::mt19937 random(7);
-  const std::string real = to_bytes(MessageHead{MessageType::kHello, random_id(), 1, 0, 0}, std::string(100, 'x'));
+  const std::string real =
+      to_bytes(MessageHead{MessageType::kHello, random_id(), 1, 0, 0}, std::string(100, 'x'));
   provider::Context contexts[300];
   for (int i = 0; i < 300; ++i) {
     std::string bytes = i % 2 ? real : std::string(random() % 300, '\0');
-    for (int k = 0; k < 4 && !bytes.empty(); ++k) bytes[random() % bytes.size()] = static_cast<char>(random());
-    while (stranger->post_send(to_b, bytes.data(), bytes.size(), nullptr, &contexts[i]) != provider::Posted::kOk) {
+    for (int k = 0; k < 4 && !bytes.empty(); ++k)
+      bytes[random() % bytes.size()] = static_cast<char>(random());
+    while (stranger->post_send(to_b, bytes.data(), bytes.size(), nullptr, &contexts[i]) !=
+           provider::Posted::kOk) {
       provider::Event events[8];
       (void)stranger->poll(events, 8);
     }
@@ -229,8 +233,10 @@ TEST(TransferFault, SoakAccountsForEveryByte) {
         sizes[slot] = sizes[slot] / page * page;
         if (sizes[slot] == 0) sizes[slot] = page;
         Pages pages{at, page, {}, sizes[slot] / page};
-        ASSERT_OK(pair.a.engine->write_pages({pair.a.memory, pages, pair.remote, pages, page,
-                                              with_imm(static_cast<uint32_t>(slot))}).status());
+        ASSERT_OK(pair.a.engine
+                      ->write_pages({pair.a.memory, pages, pair.remote, pages, page,
+                                     with_imm(static_cast<uint32_t>(slot))})
+                      .status());
       } else {
         WriteRequest request = pair.write(at, at, sizes[slot]);
         request.how = with_imm(static_cast<uint32_t>(slot));
@@ -240,7 +246,9 @@ TEST(TransferFault, SoakAccountsForEveryByte) {
     }
     for (uint64_t slot = 0; slot < kSlots; ++slot) {
       ASSERT_OK(pair.wait_imm(static_cast<uint32_t>(slot), expected[slot]));
-      ASSERT_EQ(std::memcmp(pair.a.buffer.data() + slot * kSlotBytes, pair.b.buffer.data() + slot * kSlotBytes, sizes[slot]), 0);
+      ASSERT_EQ(std::memcmp(pair.a.buffer.data() + slot * kSlotBytes,
+                            pair.b.buffer.data() + slot * kSlotBytes, sizes[slot]),
+                0);
       ASSERT_EQ(pair.b.buffer.data()[slot * kSlotBytes + sizes[slot]], 0);
     }
   }

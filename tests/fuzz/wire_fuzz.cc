@@ -53,7 +53,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     case 9:
       if (auto g = parse_stage_grant(bytes); g.ok()) require(to_body(*g) == bytes);
       break;
-    case 10: (void)parse_number(bytes); break;
+    case 10:
+      (void)parse_number(bytes);
+      break;
     case 11:
       if (auto p = parse_pack(bytes); p.ok()) {
         uint64_t payload = 0;

@@ -46,7 +46,9 @@ def _all_calls(rank: Rank, sizes: list[int]) -> None:
             reduced = comm.reduce(own.clone(), root)
             assert torch.equal(reduced, everyone.sum(0) if me == root else own)
             gathered = comm.gather(own, root)
-            assert (gathered is None) == (me != root) and (gathered is None or torch.equal(gathered, everyone))
+            assert (gathered is None) == (me != root) and (
+                gathered is None or torch.equal(gathered, everyone)
+            )
             out = torch.empty(elems)
             comm.scatter(own if me == root else None, out, root)
             assert torch.equal(out, parts[root, me])
@@ -105,7 +107,7 @@ def _library(rank: Rank, names: list[str]) -> None:
         entry = entries()[name]
         if not entry.applies(rank.size):
             continue
-        for protocol, instances in (("Simple", 1), ("LL", 1), ("LL", 2)):
+        for protocol, instances in (("Simple", 1), ("LL", 1), ("LL128", 2)):
             try:
                 algorithm = entry.program(rank.size, protocol=protocol, instances=instances).compile()
             except Error:
@@ -133,7 +135,14 @@ def _run_against_contract(executor: Executor, algorithm: Algorithm, rank: int, c
     for index, value in enumerate(wanted):
         if value is not None:
             found = out[index * chunk_elems : (index + 1) * chunk_elems]
-            assert (found == number(value)).all(), (algorithm.name, algorithm.protocol, rank, index, found, value)
+            assert (found == number(value)).all(), (
+                algorithm.name,
+                algorithm.protocol,
+                rank,
+                index,
+                found,
+                value,
+            )
 
 
 @pytest.mark.parametrize("ranks", [4, 8])

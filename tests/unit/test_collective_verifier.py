@@ -51,4 +51,7 @@ def test_deadlock_story_names_the_circle() -> None:
     with pytest.raises(VerificationError) as caught:
         verify(case.algorithm)
     story = str(caught.value)
-    assert "rank 0, block 1, step 0 (r from rank 1)" in story and "rank 1, block 1, step 0 (r from rank 0)" in story
+    assert (
+        "rank 0, block 1, step 0 (r from rank 1)" in story
+        and "rank 1, block 1, step 0 (r from rank 0)" in story
+    )

@@ -58,20 +58,30 @@ def test_library_algorithm_survives_the_round_trip(name: str) -> None:
     assert _shape(again) == _shape(algorithm)
     assert to_xml(again) == text
     assert verify(again).steps == verify(algorithm).steps
-    assert "\t" not in text and "  " not in text.replace("\n      ", "\n").replace("\n    ", "\n").replace("\n  ", "\n")
+    assert "\t" not in text and "  " not in text.replace("\n      ", "\n").replace("\n    ", "\n").replace(
+        "\n  ", "\n"
+    )
 
 
 def test_microsofts_dialect_has_an_exclusive_limit_and_fewer_attributes() -> None:
     text = EXAMPLE.replace(' outofplace="0"', "")
     algorithm = from_xml(text, "m.xml")
     assert (algorithm.inplace, algorithm.outofplace, algorithm.max_bytes) == (True, False, 32767)
-    spelled = to_xml(build("reducescatter_allpairs", 2).compile()).replace("reducescatter", "reduce_scatter", 2)
+    spelled = to_xml(build("reducescatter_allpairs", 2).compile()).replace(
+        "reducescatter", "reduce_scatter", 2
+    )
     assert from_xml(spelled).collective == "reducescatter"
 
 
 def test_missing_attributes_are_derived() -> None:
     text = EXAMPLE
-    for gone in (' hasdep="0"', ' hasdep="1"', ' nchannels="2"', ' ngpus="3"', ' i_chunks="1" o_chunks="0" s_chunks="2"'):
+    for gone in (
+        ' hasdep="0"',
+        ' hasdep="1"',
+        ' nchannels="2"',
+        ' ngpus="3"',
+        ' i_chunks="1" o_chunks="0" s_chunks="2"',
+    ):
         text = text.replace(gone, "")
     algorithm = from_xml(text)
     assert verify(algorithm).result_checked and algorithm.ranks[0].scratch_chunks == 2

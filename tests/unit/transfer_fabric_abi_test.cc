@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// providers/fabric/abi.h against libfabric's own headers, where they are installed. All checks are at compile time.
+// providers/fabric/abi.h against libfabric's own headers, where they are installed. All checks are at compile
+// time.
 #include "providers/fabric/abi.h"
 
 #include <gtest/gtest.h>
@@ -115,9 +116,13 @@ SAME_PLACE(Endpoint::RmaOps, writemsg, fi_ops_rma, writemsg);
 SAME_PLACE(Endpoint::RmaOps, writedata, fi_ops_rma, writedata);
 SAME_PLACE(MsgRma, context, fi_msg_rma, context);
 
-TEST(FabricAbi, AgreesWithTheHeaders) { SUCCEED() << "checked at compile time"; }
+TEST(FabricAbi, AgreesWithTheHeaders) {
+  SUCCEED() << "checked at compile time";
+}
 
 }  // namespace weft::provider::fi
 #else
-TEST(FabricAbi, AgreesWithTheHeaders) { GTEST_SKIP() << "libfabric's headers are not installed (package libfabric-dev)"; }
+TEST(FabricAbi, AgreesWithTheHeaders) {
+  GTEST_SKIP() << "libfabric's headers are not installed (package libfabric-dev)";
+}
 #endif

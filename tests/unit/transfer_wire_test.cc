@@ -14,7 +14,9 @@ namespace {
 
 using ::testing::HasSubstr;
 
-Address some_address() { return {random_id(), "decode-1", "fabric:tcp", {"rail zero", "rail one"}}; }
+Address some_address() {
+  return {random_id(), "decode-1", "fabric:tcp", {"rail zero", "rail one"}};
+}
 
 TEST(Wire, AddressSurvivesTheTrip) {
   const Address address = some_address();
@@ -26,7 +28,8 @@ TEST(Wire, AddressSurvivesTheTrip) {
 }
 
 TEST(Wire, EveryTruncationIsRefused) {
-  const std::string bytes[] = {to_bytes(some_address()), to_bytes(Descriptor{random_id(), 7, {1, 2}, 4096, 3})};
+  const std::string bytes[] = {to_bytes(some_address()),
+                               to_bytes(Descriptor{random_id(), 7, {1, 2}, 4096, 3})};
   for (size_t length = 0; length < bytes[0].size(); ++length)
     EXPECT_FALSE(parse_address(std::string_view(bytes[0]).substr(0, length)).ok()) << length;
   for (size_t length = 0; length < bytes[1].size(); ++length)

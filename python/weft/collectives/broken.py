@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that are broken on purpose, each in one way, with what the verifier must say about it.
 
-    for case in broken_programs():
-        ...                      # verify(case.algorithm) raises VerificationError of case.kind that contains case.says
+for case in broken_programs():
+    ...                      # verify(case.algorithm) raises VerificationError of case.kind that contains case.says
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def _wrong_place() -> Broken:
 
 def _wrong_source() -> Broken:
     library = build("allgather_allpairs", 3).compile()
-    rank, number, at = next(
-        (r, b, s) for r, b, s, step in library.steps() if step.op is Op.COPY and r == 1
-    )
+    rank, number, at = next((r, b, s) for r, b, s, step in library.steps() if step.op is Op.COPY and r == 1)
     broken = _change(library, rank, number, at, dst=Span(_O, 1), src=Span(_I, 0), op=Op.REDUCE)
     return Broken("adds to an output that was never written", broken, "result", "holds nothing")
 
@@ -192,7 +190,10 @@ def _sender_operand() -> Broken:
         [Step(Op.SEND, Span(_I, 0), Span(_O, 0))],
         [Step(Op.RECV_REDUCE_COPY, Span(_I, 1), Span(_O, 0))],
     )
-    ranks = [RankProgram(r, 2, 1, 0, [Block(1 - r if r == 0 else -1, -1 if r == 0 else 0, 0, steps[r])]) for r in (0, 1)]
+    ranks = [
+        RankProgram(r, 2, 1, 0, [Block(1 - r if r == 0 else -1, -1 if r == 0 else 0, 0, steps[r])])
+        for r in (0, 1)
+    ]
     broken = Algorithm("operand", "custom", "Simple", 2, False, True, ranks, _SumOfFirst(2))
     return Broken("adds the sender's index instead of the receiver's", broken, "result", "C(1,1)")
 

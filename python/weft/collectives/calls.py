@@ -87,7 +87,12 @@ class Collectives:
     # -- symmetric ---------------------------------------------------------------------------------------------
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None, algorithm: Algorithm | None = None
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: Algorithm | None = None,
     ) -> torch.Tensor:
         """Reduce over all ranks, in place or into ``out`` (same shape and dtype); return the result."""
         if out is None:
@@ -109,7 +114,12 @@ class Collectives:
         return out
 
     def reduce_scatter(
-        self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None, algorithm: Algorithm | None = None
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: Algorithm | None = None,
     ) -> torch.Tensor:
         """Reduce over all ranks; return part ``rank`` of the result. The first dimension divides by the ranks."""
         part = self._part_shape(tensor)
@@ -147,9 +157,13 @@ class Collectives:
 
     # -- with a root -------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: torch.Tensor, root: int = 0, *, algorithm: Algorithm | None = None) -> torch.Tensor:
+    def broadcast(
+        self, tensor: torch.Tensor, root: int = 0, *, algorithm: Algorithm | None = None
+    ) -> torch.Tensor:
         """Overwrite ``tensor`` with rank ``root``'s; return it."""
-        self._run("broadcast", tensor, tensor, tensor.numel(), tensor.numel(), None, algorithm, root, inplace=True)
+        self._run(
+            "broadcast", tensor, tensor, tensor.numel(), tensor.numel(), None, algorithm, root, inplace=True
+        )
         return tensor
 
     def reduce(self, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
@@ -159,7 +173,9 @@ class Collectives:
             self._average(op, tensor)
         return tensor
 
-    def gather(self, tensor: torch.Tensor, root: int = 0, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
+    def gather(
+        self, tensor: torch.Tensor, root: int = 0, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Return all ranks' tensors as [ranks, *shape] on rank ``root``, None elsewhere."""
         elems = tensor.numel()
         if self.rank == root:
@@ -249,7 +265,9 @@ class Collectives:
     ) -> tuple[Loaded, Choice]:
         if algorithm is not None:
             if not (algorithm.inplace if inplace else algorithm.outofplace):
-                raise invalid("algorithm", algorithm.name, f"one that works {'in' if inplace else 'out of'} place")
+                raise invalid(
+                    "algorithm", algorithm.name, f"one that works {'in' if inplace else 'out of'} place"
+                )
             return self._load(algorithm), Choice(algorithm)
         key = (collective, num_bytes, root, inplace)
         known = self._choices.get(key)
@@ -308,7 +326,9 @@ class Collectives:
 
     def _average(self, op: str, out: torch.Tensor) -> None:
         if op == "average" and self._executor is not None and out.numel():
-            self._executor.scale(_DTYPES[out.dtype], out.data_ptr(), out.numel(), float(self.size), self._stream())
+            self._executor.scale(
+                _DTYPES[out.dtype], out.data_ptr(), out.numel(), float(self.size), self._stream()
+            )
 
     def _stream(self) -> int:
         return 0 if self._is_cpu else int(torch.cuda.current_stream(self.device).cuda_stream)
@@ -337,7 +357,9 @@ class Collectives:
 
     def _part_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         if tensor.dim() == 0 or tensor.shape[0] % self.size:
-            raise invalid("tensor.shape", tuple(tensor.shape), f"a first dimension that divides by {self.size} ranks")
+            raise invalid(
+                "tensor.shape", tuple(tensor.shape), f"a first dimension that divides by {self.size} ranks"
+            )
         return (tensor.shape[0] // self.size, *tensor.shape[1:])
 
 

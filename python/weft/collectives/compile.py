@@ -5,7 +5,7 @@
     weft compile allreduce_allpairs --ranks 8           # a library algorithm
     weft compile algo.xml                               # check a file, and write it again
 
-A Python file either defines ``program(ranks, ...)``, which returns a Program, or enters a Program when it runs, as MSCCL's
+A Python file either defines ``program(ranks, ...)``, which enters a Program, or enters one when it runs, as MSCCL's
 scripts do; those see the names of MSCCL's modules and get ``--args`` as their arguments.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import weft.collectives
-from weft.collectives import contract, language, topology
+from weft.collectives import contract, language, topology, values
 from weft.collectives.ir import Algorithm
 from weft.collectives.language import Program, collect
 from weft.collectives.library import build, entries
@@ -36,7 +36,9 @@ from weft.errors import Error, invalid
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("source", nargs="?", help="a .py, .xml or .json file, or the name of a library algorithm")
+    parser.add_argument(
+        "source", nargs="?", help="a .py, .xml or .json file, or the name of a library algorithm"
+    )
     parser.add_argument("--list", action="store_true", help="list the library and return")
     parser.add_argument("--ranks", type=int, default=0)
     parser.add_argument("-o", "--output", metavar="FILE", help="write XML there; default: print it")
@@ -44,9 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instances", type=int)
     parser.add_argument("--in-place", action="store_true", help="of a library algorithm: the in-place form")
     parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=NUMBER", help="an option of the algorithm's own"
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="an option of the algorithm's own",
     )
-    parser.add_argument("--args", default="", metavar="TEXT", help="the arguments of an MSCCL script, as one text")
+    parser.add_argument(
+        "--args", default="", metavar="TEXT", help="the arguments of an MSCCL script, as one text"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(text)
     blocks = max(len(program.blocks) for program in algorithm.ranks)
-    result = "result, races and deadlock" if report.result_checked else "races and deadlock (custom: no contract)"
+    result = (
+        "result, races and deadlock" if report.result_checked else "races and deadlock (custom: no contract)"
+    )
     print(
         f"{algorithm.name}: {algorithm.collective}, {algorithm.num_ranks} ranks, {algorithm.chunks} chunks, "
         f"{report.steps} steps in up to {blocks} blocks, {algorithm.channels} channels; {' and '.join(report.forms)}; "
@@ -121,7 +131,9 @@ def _program_of(path: Path, ranks: int, options: dict[str, Any], arguments: Sequ
             known = inspect.signature(maker).parameters
             maker(ranks, **{name: value for name, value in options.items() if name in known})
     if len(programs) != 1:
-        raise Error(f"{path.name}: {len(programs)} programs, allowed: one; define program(ranks) or enter one Program")
+        raise Error(
+            f"{path.name}: {len(programs)} programs, allowed: one; define program(ranks) or enter one Program"
+        )
     return programs[0]
 
 
@@ -141,9 +153,15 @@ def _msccl_names() -> Iterator[None]:
     for name in weft.collectives.__all__:
         named[name] = getattr(weft.collectives, name)
     policy = types.SimpleNamespace(auto="auto", manual="manual")
-    named |= {"ThreadblockPolicy": policy, "ReduceChunk": contract.Value}
+    named |= {"ThreadblockPolicy": policy, "ReduceChunk": values.Value}
     names = (
-        *("msccl", "msccl.language", "msccl.language.collectives", "msccl.language.buffer", "msccl.language.types"),
+        *(
+            "msccl",
+            "msccl.language",
+            "msccl.language.collectives",
+            "msccl.language.buffer",
+            "msccl.language.types",
+        ),
         *("msccl.topologies", "msccl.collectives"),
     )
     before = {name: sys.modules.get(name) for name in names}

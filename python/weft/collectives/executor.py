@@ -95,7 +95,9 @@ class Executor:
         Raises: Error when it is for another number of ranks.
         """
         if algorithm.num_ranks != self.size:
-            raise invalid("algorithm", f"{algorithm.name} for {algorithm.num_ranks} ranks", f"{self.size} ranks")
+            raise invalid(
+                "algorithm", f"{algorithm.name} for {algorithm.num_ranks} ranks", f"{self.size} ranks"
+            )
         if algorithm.channels > self._runner.channels:
             self._runner = self._new_runner(algorithm.channels)
             for known in self._loaded:
@@ -133,7 +135,14 @@ class Executor:
         most = max((length for _, length in (*input_chunks, *output_chunks)), default=0)
         if most:
             self._runner.run_with_sizes(
-                program.number, call.element, program.protocol, call.input, call.output, most, *tables, call.stream
+                program.number,
+                call.element,
+                program.protocol,
+                call.input,
+                call.output,
+                most,
+                *tables,
+                call.stream,
             )
 
     def scale(self, element: int, address: int, elems: int, divisor: float, stream: int) -> None:
@@ -158,12 +167,20 @@ def chunks_of_part(algorithm: Algorithm) -> int:
 def _flatten(program: RankProgram) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """Return blocks, steps and waits as rows of numbers, in the order of the structs of program_args.h."""
     needed = {wait for block in program.blocks for step in block.steps for wait in step.depends}
-    blocks, steps, waits = [], [], []
+    blocks: list[list[int]] = []
+    steps: list[list[int]] = []
+    waits: list[list[int]] = []
     for number, block in enumerate(program.blocks):
         blocks.append([block.send, block.recv, block.channel, len(steps), len(block.steps)])
         for at, step in enumerate(block.steps):
             src, dst = step.src, step.dst
-            row = [_OPS[step.op], _BUFFERS[src.buffer], max(src.index, 0), _BUFFERS[dst.buffer], max(dst.index, 0)]
+            row = [
+                _OPS[step.op],
+                _BUFFERS[src.buffer],
+                max(src.index, 0),
+                _BUFFERS[dst.buffer],
+                max(dst.index, 0),
+            ]
             steps.append([*row, step.count, len(waits), len(step.depends), int((number, at) in needed)])
             waits += [list(wait) for wait in step.depends]
     return blocks, steps, waits

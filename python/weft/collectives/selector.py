@@ -99,7 +99,11 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
         Variant("broadcast_scatter_allgather", "Simple"),
         Variant("broadcast_chain", "Simple"),
     ),
-    "reduce": (Variant("reduce_flat", "LL"), Variant("reduce_flat", "Simple"), Variant("reduce_chain", "Simple")),
+    "reduce": (
+        Variant("reduce_flat", "LL"),
+        Variant("reduce_flat", "Simple"),
+        Variant("reduce_chain", "Simple"),
+    ),
     "gather": (Variant("gather_flat", "LL"), Variant("gather_flat", "Simple")),
     "scatter": (Variant("scatter_flat", "LL"), Variant("scatter_flat", "Simple")),
     "sendrecv": (Variant("sendrecv", "Simple"),),
@@ -115,7 +119,11 @@ def build_variant(variant: Variant, ranks: int, inplace: bool, root: int = 0) ->
         options["root"] = root
     contract = {"root": root} if entry.collective in ("broadcast", "reduce", "gather", "scatter") else {}
     program = entry.program(
-        ranks, inplace=inplace, protocol=variant.protocol, instances=variant.instances, **{**options, **contract}
+        ranks,
+        inplace=inplace,
+        protocol=variant.protocol,
+        instances=variant.instances,
+        **{**options, **contract},
     )
     return program.compile()
 
@@ -151,11 +159,15 @@ class Selector:
             or self._from_model(collective, num_bytes, inplace, root, reasons)
         )
         if choice is None:
-            raise Error(f"{collective} of {num_bytes} bytes on {self.ranks} ranks: no algorithm; {'; '.join(reasons)}")
+            raise Error(
+                f"{collective} of {num_bytes} bytes on {self.ranks} ranks: no algorithm; {'; '.join(reasons)}"
+            )
         self._tell(collective, num_bytes, choice, reasons)
         return choice
 
-    def _from_files(self, collective: str, num_bytes: int, inplace: bool, reasons: list[str]) -> Choice | None:
+    def _from_files(
+        self, collective: str, num_bytes: int, inplace: bool, reasons: list[str]
+    ) -> Choice | None:
         for algorithm in self._files:
             reason = _unfit(algorithm, collective, num_bytes, inplace)
             if reason is None:
@@ -166,7 +178,9 @@ class Selector:
     def _from_table(
         self, collective: str, num_bytes: int, inplace: bool, root: int, reasons: list[str]
     ) -> Choice | None:
-        rows = [row for row in self._rows if row["collective"] == collective and row["ranks"] in (self.ranks, 0)]
+        rows = [
+            row for row in self._rows if row["collective"] == collective and row["ranks"] in (self.ranks, 0)
+        ]
         for row in sorted(rows, key=lambda r: (r["ranks"] == 0, r["max_bytes"] is None, r["max_bytes"] or 0)):
             if row["max_bytes"] is not None and num_bytes > row["max_bytes"]:
                 continue
@@ -255,7 +269,7 @@ def table_name(machine: str, key: str, ranks: int) -> str:
 
 
 def read_table(path: Path, key: str) -> list[dict[str, Any]]:
-    """Return the rows of a table: collective, ranks (0 = any), max_bytes (None = all), variant. Bad: none, and a log."""
+    """Return a table's rows: collective, ranks (0 = any), max_bytes (None = all), variant. Bad: none, and a log."""
     if not path.is_file():
         return []
     try:

@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bytes", type=size, default="1M", help="of the algorithm buffer, for the times")
     parser.add_argument("--machine", choices=sorted(MACHINES), default="nvlink", help="of the cost model")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the drawing there as SVG")
-    parser.add_argument("--html", metavar="FILE", help="write a page whose steps say what they do under the mouse")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page whose steps say what they do under the mouse"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,12 +88,17 @@ def summary(algorithm: Algorithm, num_bytes: int, machine: Machine) -> str:
     for (src, _), count in links.items():
         sent[src] += count
     blocks = [len(program.blocks) for program in algorithm.ranks]
-    forms = [name for name, is_on in (("in place", algorithm.inplace), ("out of place", algorithm.outofplace)) if is_on]
+    forms = [
+        name
+        for name, is_on in (("in place", algorithm.inplace), ("out of place", algorithm.outofplace))
+        if is_on
+    ]
     lines = [
         f"{algorithm.name}: {algorithm.collective}, {algorithm.protocol}, {' and '.join(forms)}",
         f"  ranks {algorithm.num_ranks}, chunks {algorithm.chunks}, blocks per rank {min(blocks)} to {max(blocks)}, "
         f"channels {algorithm.channels}, scratch chunks {max(p.scratch_chunks for p in algorithm.ranks)}",
-        f"  steps {sum(kinds.values())}: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
+        f"  steps {sum(kinds.values())}: "
+        + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
         f"  critical path {guess.critical_steps} steps",
         f"  for {num_bytes} bytes: {len(links)} links, at most {most[1]} bytes on one ({most[0][0]} to {most[0][1]}), "
         f"at most {max(sent.values(), default=0)} bytes out of a rank",
@@ -141,8 +148,12 @@ def _lane_labels(algorithm: Algorithm, lanes: dict[tuple[int, int], int]) -> lis
     parts = []
     for rank, number, block in algorithm.blocks():
         y = lanes[rank, number]
-        peers = (f" to {block.send}" if block.send >= 0 else "") + (f" from {block.recv}" if block.recv >= 0 else "")
-        parts.append(f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - 20}" height="{_ROW - 2}" fill="#f4f4f4"/>')
+        peers = (f" to {block.send}" if block.send >= 0 else "") + (
+            f" from {block.recv}" if block.recv >= 0 else ""
+        )
+        parts.append(
+            f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - 20}" height="{_ROW - 2}" fill="#f4f4f4"/>'
+        )
         parts.append(f'<text x="10" y="{y + 11}">rank {rank} block {number}{peers}</text>')
     return parts
 

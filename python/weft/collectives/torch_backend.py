@@ -4,9 +4,9 @@
     import weft.collectives.torch_backend                       # or weft.collectives.register_torch_backend()
     torch.distributed.init_process_group(backend="weft")
 
-It serves every collective that DDP and FSDP call, on CPU and CUDA tensors of ranks that map each other's memory. On the CPU
-a collective is finished when the call returns; on CUDA it is in the current stream's order. Sends and receives run beside
-each other, so batched ones may come in any order. Reductions: SUM, PRODUCT, MIN, MAX, AVG.
+It serves every collective that DDP and FSDP call, on CPU and CUDA tensors of ranks that map each other's memory. On the
+CPU a collective is finished when the call returns; on CUDA it is in the current stream's order. Sends and receives run
+beside each other, so batched ones may come in any order. Reductions: SUM, PRODUCT, MIN, MAX, AVG.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ _OPS = {
 }
 
 
+# Untyped: torch has two signatures for each method, and calls the older ones here.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
 def _op(options: Any) -> str:
     given = getattr(options, "reduceOp", dist.ReduceOp.SUM)
     for known, name in _OPS.items():
@@ -52,7 +56,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-class WeftGroup(dist.ProcessGroup):
+class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives are Weft's. Threads: one caller at a time, as with every process group."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -72,7 +76,7 @@ class WeftGroup(dist.ProcessGroup):
     def rank(self) -> int:
         return self._rank
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+    def getBackendName(self) -> str:
         return "weft"
 
     @property
@@ -104,7 +108,9 @@ class WeftGroup(dist.ProcessGroup):
         return self._p2p[kind]
 
     def _make(self, device: str, name: str) -> Collectives:
-        bootstrap = _Store(dist.PrefixStore(f"weft/{name}", self._store), self._rank, self._size)
+        bootstrap = _Store(
+            torch._C._distributed_c10d.PrefixStore(f"weft/{name}", self._store), self._rank, self._size
+        )
         return Collectives(connect(None, bootstrap, device, self._timeout_s))
 
     # -- collectives -------------------------------------------------------------------------------------------
@@ -127,7 +133,9 @@ class WeftGroup(dist.ProcessGroup):
             self._in_place(tensor, lambda t: self._of(t).reduce(t, opts.rootRank, _op(opts)))
         return _work(list(tensors))
 
-    def allgather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
+    def allgather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Any:
         for parts, tensor in zip(outputs, inputs, strict=True):
             given = _real(tensor).contiguous()
             gathered = self._of(given).all_gather(given.view(-1))
@@ -191,14 +199,19 @@ class WeftGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Any:
         given = _real(tensor).contiguous()
-        splits = {"input_splits": input_splits or None, "output_splits": output_splits or None}
+        splits: dict[str, Any] = {
+            "input_splits": input_splits or None,
+            "output_splits": output_splits or None,
+        }
         self._into(output, lambda out: self._of(given).all_to_all(given, out=out, **splits))
         return _work(output)
 
     def all_to_all_single(self, *args: Any, **options: Any) -> Any:
         return self.alltoall_base(*args, **options)
 
-    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
+    def alltoall(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Any:
         given = torch.cat([_real(part).contiguous().view(-1) for part in inputs])
         sizes_out = [_real(part).numel() for part in outputs]
         found = self._of(given).all_to_all(
@@ -208,7 +221,9 @@ class WeftGroup(dist.ProcessGroup):
             _real(part).copy_(piece.view(_real(part).shape))
         return _work(list(outputs))
 
-    def gather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any) -> Any:
+    def gather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any
+    ) -> Any:
         given = _real(inputs[0]).contiguous()
         found = self._of(given).gather(given.view(-1), opts.rootRank)
         if found is not None:
@@ -216,7 +231,9 @@ class WeftGroup(dist.ProcessGroup):
                 _real(part).copy_(row.view(_real(part).shape))
         return _work([list(parts) for parts in outputs])
 
-    def scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any) -> Any:
+    def scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any
+    ) -> Any:
         given = None
         if self._rank == opts.rootRank:
             given = torch.cat([_real(part).contiguous().view(-1) for part in inputs[0]])
@@ -241,7 +258,9 @@ class WeftGroup(dist.ProcessGroup):
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Any:
         target = _real(tensors[0])
         if not target.is_contiguous():
-            raise invalid("tensor", f"strides {tuple(target.stride())}", "a contiguous tensor to receive into")
+            raise invalid(
+                "tensor", f"strides {tuple(target.stride())}", "a contiguous tensor to receive into"
+            )
         return self._beside(self._receivers, target, lambda calls: calls.recv(target, src))
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Any:

@@ -5,8 +5,8 @@
     weft tune --calls all_reduce --max-bytes 4M --output table.json
 
 Each size of each collective is measured for every variant that exists for the rank count, after its result was compared
-with an oracle; a sample is the slowest rank's, the winner has the least median. A size is a row of the table until the next
-one; between two sizes with different winners the crossover is their geometric mean.
+with an oracle; a sample is the slowest rank's, the winner has the least median. A size is a row of the table until the
+next one; between two sizes with different winners the crossover is their geometric mean.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def table_rows(found: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(me: Rank, calls: list[str], sizes: list[int], is_cuda: bool, journal: str) -> list[dict[str, Any]]:
+def measure(
+    me: Rank, calls: list[str], sizes: list[int], is_cuda: bool, journal: str
+) -> list[dict[str, Any]]:
     """Return the winner of every call and size; collective over ``me.group``."""
     import torch
 
@@ -163,7 +165,9 @@ def _winner(
     return best
 
 
-def _time(me: Rank, collectives: Any, call: str, num_bytes: int, variant: Variant, device: Any) -> float | None:
+def _time(
+    me: Rank, collectives: Any, call: str, num_bytes: int, variant: Variant, device: Any
+) -> float | None:
     """Return the median microseconds of the slowest rank; None where the variant does not exist."""
     import torch
     import torch.distributed as dist
@@ -175,7 +179,9 @@ def _time(me: Rank, collectives: Any, call: str, num_bytes: int, variant: Varian
     except Error:
         return None
     elems = max(1, num_bytes // 4 // me.size)
-    tensor = torch.full((elems if call == "all_gather" else elems * me.size,), float(me.rank + 1), device=device)
+    tensor = torch.full(
+        (elems if call == "all_gather" else elems * me.size,), float(me.rank + 1), device=device
+    )
     function: Callable[..., Any] = getattr(collectives, call)
     result = function(tensor.clone(), algorithm=algorithm)
     _check(me, call, result, elems)

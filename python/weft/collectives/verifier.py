@@ -122,8 +122,9 @@ def _check_step(algorithm: Algorithm, rank: int, number: int, at: int, step: Ste
         size = _usable(algorithm, rank, span.buffer, length[span.buffer])
         if span.index < 0 or end > size:
             raise _broken(f"{where}: {span.buffer}[{span.index}:{end}], but that buffer has {size} chunks")
-    if step.src != step.dst and len(used) == 2 and step.src.buffer == step.dst.buffer:
-        if abs(step.src.index - step.dst.index) < step.count:
+    if len(used) == 2 and step.src.buffer == step.dst.buffer and step.src != step.dst:
+        overlaps = abs(step.src.index - step.dst.index) < step.count
+        if overlaps:
             raise _broken(f"{where}: {step.src} and {step.dst} overlap over {step.count} chunks")
     for dep_block, dep_step in step.depends:
         exists = 0 <= dep_block < len(program.blocks) and 0 <= dep_step < len(program.blocks[dep_block].steps)

@@ -4,15 +4,15 @@
     algorithm = from_xml(text, "ring.xml")          # Error: file, line, what is wrong and what is allowed
     text = to_xml(algorithm)                        # every attribute that either reader requires
 
-A file with ``outofplace`` is Azure's dialect (maxBytes is inclusive, 0 is none), else microsoft's (exclusive). The IR has
-no nops: reading folds a chain of nops into the waits of the step that follows, writing makes them again.
+A file with ``outofplace`` is Azure's dialect (maxBytes is inclusive, 0 is none), else microsoft's (exclusive). The IR
+has no nops: reading folds a chain of nops into the waits of the step that follows, writing makes them again.
 Reading checks the form; ``weft.collectives.verify`` checks what the algorithm does.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from xml.parsers import expat
 
@@ -78,7 +78,9 @@ def _parse(text: str, file: str) -> _Element:
         if name not in _PARENTS:
             raise element.error(f"unknown element, allowed: {', '.join(_PARENTS)}")
         if _PARENTS[name] != parent:
-            raise element.error(f"stands in {parent or 'the file'}, allowed: in {_PARENTS[name] or 'the file'}")
+            raise element.error(
+                f"stands in {parent or 'the file'}, allowed: in {_PARENTS[name] or 'the file'}"
+            )
         if open_elements:
             open_elements[-1].children.append(element)
         else:
@@ -147,7 +149,9 @@ def _size_range(algo: _Element) -> tuple[int, int | None, list[str]]:
     if "outofplace" in algo.attributes:
         return low, high or None, []
     if high == 0:
-        raise algo.error("maxBytes: got 0, allowed: 1 or more where outofplace is missing (the limit is exclusive there)")
+        raise algo.error(
+            "maxBytes: got 0, allowed: 1 or more where outofplace is missing (the limit is exclusive there)"
+        )
     return low, high - 1, []
 
 
@@ -215,7 +219,9 @@ def _read_step(element: _Element) -> _XmlStep:
         raise element.error(f"depid {block} and deps {step}: allowed: both, or both -1")
     dependent = bool(element.number("hasdep", 0, 0, 1)) if "hasdep" in element.attributes else None
     count = element.number("cnt", 1, 0, _MAX_COUNT)
-    return _XmlStep(element, kind, spans[0], spans[1], count, (block, step) if block >= 0 else None, dependent)
+    return _XmlStep(
+        element, kind, spans[0], spans[1], count, (block, step) if block >= 0 else None, dependent
+    )
 
 
 def _check_waits(steps: dict[int, list[_XmlStep]]) -> None:
@@ -229,7 +235,9 @@ def _check_waits(steps: dict[int, list[_XmlStep]]) -> None:
             if block == number:
                 raise step.element.error("waits for a step of its own tb")
             if steps[block][at].has_dependent is False:
-                raise step.element.error(f"waits for step {at} of tb {block}, which has hasdep=0 and never tells")
+                raise step.element.error(
+                    f"waits for step {at} of tb {block}, which has hasdep=0 and never tells"
+                )
 
 
 def _fold_nops(blocks: dict[int, Block], steps: dict[int, list[_XmlStep]]) -> None:
@@ -250,7 +258,9 @@ def _fold_nops(blocks: dict[int, Block], steps: dict[int, list[_XmlStep]]) -> No
                 nops += 1
                 continue
             if nops and step.wait is None:
-                raise step.element.error("follows nops but waits for nothing itself: their waits would be lost")
+                raise step.element.error(
+                    "follows nops but waits for nothing itself: their waits would be lost"
+                )
             where = f"{step.element.file}:{step.element.line}"
             depends = tuple(sorted(set(waits)))
             blocks[number].steps.append(Step(Op(step.kind), step.src, step.dst, step.count, depends, where))
@@ -328,12 +338,23 @@ def _xml_numbers(program: RankProgram) -> dict[tuple[int, int], int]:
 
 
 def _step_lines(
-    program: RankProgram, number: int, numbering: dict[tuple[int, int], int], needed: set[tuple[int, int, int]]
+    program: RankProgram,
+    number: int,
+    numbering: dict[tuple[int, int], int],
+    needed: set[tuple[int, int, int]],
 ) -> Iterator[str]:
     for position, step in enumerate(program.blocks[number].steps):
         first = numbering[number, position] - max(0, len(step.depends) - 1)
         for extra, wait in enumerate(step.depends[:-1]):
-            nop = {"s": first + extra, "type": "nop", "srcbuf": "i", "srcoff": -1, "dstbuf": "o", "dstoff": -1, "cnt": 0}
+            nop = {
+                "s": first + extra,
+                "type": "nop",
+                "srcbuf": "i",
+                "srcoff": -1,
+                "dstbuf": "o",
+                "dstoff": -1,
+                "cnt": 0,
+            }
             yield _tag("step", {**nop, **_wait(wait, numbering), "hasdep": 0}, "/>")
         last = _wait(step.depends[-1], numbering) if step.depends else {"depid": -1, "deps": -1}
         fields = {
@@ -352,15 +373,24 @@ def _step_lines(
 
 def _wait(wait: tuple[int, int], numbering: dict[tuple[int, int], int]) -> dict[str, int]:
     if wait[0] > _MAX_WAIT_BLOCK:
-        raise XmlError(f"a step waits for block {wait[0]}; MSCCL XML names blocks up to {_MAX_WAIT_BLOCK} only")
+        raise XmlError(
+            f"a step waits for block {wait[0]}; MSCCL XML names blocks up to {_MAX_WAIT_BLOCK} only"
+        )
     return {"depid": wait[0], "deps": numbering[wait]}
 
 
-def _tag(name: str, attributes: dict[str, object] | dict[str, int], end: str = ">") -> str:
+def _tag(name: str, attributes: Mapping[str, object], end: str = ">") -> str:
     return f"<{name} " + " ".join(f'{key}="{_escape(str(value))}"' for key, value in attributes.items()) + end
 
 
 def _escape(text: str) -> str:
-    for plain, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;"), ("\n", " "), ("\t", " ")):
+    for plain, escaped in (
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        (">", "&gt;"),
+        ('"', "&quot;"),
+        ("\n", " "),
+        ("\t", " "),
+    ):
         text = text.replace(plain, escaped)
     return text

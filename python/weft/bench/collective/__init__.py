@@ -34,7 +34,9 @@ def size(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
-    parser.add_argument("--calls", default=",".join(CALLS[:4]), help=f"comma-separated, or all: {', '.join(CALLS)}")
+    parser.add_argument(
+        "--calls", default=",".join(CALLS[:4]), help=f"comma-separated, or all: {', '.join(CALLS)}"
+    )
     parser.add_argument("-b", "--min-bytes", type=size, default="1K")
     parser.add_argument("-e", "--max-bytes", type=size, default="64M")
     parser.add_argument("-f", "--factor", type=int, default=4, help="from one size to the next")
@@ -68,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     if unknown:
         raise invalid("calls", unknown, ", ".join(CALLS))
     if args.factor < 2 or args.min_bytes < 1 or args.max_bytes < args.min_bytes:
-        raise invalid("sizes", (args.min_bytes, args.max_bytes, args.factor), "min <= max and a factor of 2 or more")
+        raise invalid(
+            "sizes", (args.min_bytes, args.max_bytes, args.factor), "min <= max and a factor of 2 or more"
+        )
     options = Options(
         calls=calls,
         min_bytes=args.min_bytes,
@@ -98,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     report = Report("weft bench collective", extra_columns=("ranks", "algorithm", "algbw_gbs", "busbw_gbs"))
     for row in rows:
         report.add(row)
-    report.note("bytes: the full buffer; algbw = bytes / time; busbw as nccl-tests defines it; floor: see --help")
+    report.note(
+        "bytes: the full buffer; algbw = bytes / time; busbw as nccl-tests defines it; floor: see --help"
+    )
     report.finish(args.json, args.plot)
     return 0

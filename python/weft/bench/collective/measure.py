@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How ``weft bench collective`` measures.
 
-Every sample is the slowest rank's. Weft and the baseline take turns, sample by sample, so that whatever else the machine
-does disturbs both. On the CPU a sample is the mean of some calls between two barriers; on GPUs it is the mean of 20 calls
-in a CUDA graph, by events (eager: 20 calls on the stream). Before timing, the result is compared with an oracle.
+Every sample is the slowest rank's. Weft and the baseline take turns, sample by sample, so that whatever else the
+machine does disturbs both. On the CPU a sample is the mean of some calls in a row, after two that bring the ranks into
+step; on GPUs it is the mean of 20 calls in a CUDA graph, by events (eager: 20 calls on the stream). Before timing, the
+result is compared with an oracle.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -117,7 +119,15 @@ def _measure_one(
     baselines = {}
     if len(times) > 1:
         baselines[baseline] = sorted(times[1])[len(times[1]) // 2]
-    row = Row(call, options.dtype, None, num_bytes, times[0], _floor_us(call, num_bytes, me.size, cases.device), checked)
+    row = Row(
+        call,
+        options.dtype,
+        None,
+        num_bytes,
+        times[0],
+        _floor_us(call, num_bytes, me.size, cases.device),
+        checked,
+    )
     row.baselines = baselines
     gbs = num_bytes / row.us / 1e3
     row.extra = {
@@ -138,7 +148,9 @@ def _agrees(me: Rank, case: Case, call: str, num_bytes: int) -> bool:
     answers: list[Any] = [None] * me.size
     dist.all_gather_object(answers, ok, group=me.group)
     if not all(answers):
-        raise Error(f"{call} of {num_bytes} bytes: wrong result on ranks {[r for r, a in enumerate(answers) if not a]}")
+        raise Error(
+            f"{call} of {num_bytes} bytes: wrong result on ranks {[r for r, a in enumerate(answers) if not a]}"
+        )
     case.reset()
     return True
 
@@ -272,7 +284,9 @@ class Cases:
         tensor, out, reset = self._tensors(elems, elems)
         op, reduce_op = self.options.op, _OPS[self.options.op]
         target = out if self.options.out_of_place else None
-        baseline = (lambda: dist.all_reduce(tensor, reduce_op, group=self.group)) if self._has_baseline() else None
+        baseline = (
+            (lambda: dist.all_reduce(tensor, reduce_op, group=self.group)) if self._has_baseline() else None
+        )
         return Case(
             lambda: self.weft.all_reduce(tensor, op, out=target),
             baseline,
@@ -312,7 +326,9 @@ class Cases:
             lambda: self.weft.all_to_all(tensor, out=out),
             lambda: dist.all_to_all_single(out, tensor, group=self.group),
             lambda: out,
-            lambda: torch.cat([self._values(q, part * ranks).view(ranks, part)[self.me.rank] for q in range(ranks)]),
+            lambda: torch.cat(
+                [self._values(q, part * ranks).view(ranks, part)[self.me.rank] for q in range(ranks)]
+            ),
             reset,
         )
 
@@ -347,7 +363,9 @@ class Cases:
             lambda: self.weft.gather(tensor, 0, out=target),
             lambda: dist.gather(tensor, parts, 0, group=self.group),
             lambda: out,
-            lambda: torch.cat([self._values(r, part) for r in range(self.me.size)]) if self.me.rank == 0 else None,
+            lambda: (
+                torch.cat([self._values(r, part) for r in range(self.me.size)]) if self.me.rank == 0 else None
+            ),
             reset,
         )
 
@@ -399,7 +417,7 @@ def _floor_us(call: str, num_bytes: int, ranks: int, device: torch.device) -> fl
         return None
     per_peer = num_bytes / ranks
     exchange = per_peer * (ranks - 1) / (_H200_EGRESS_GBS * 1e3)
-    for low, high in zip(_H200_FLOOR, _H200_FLOOR[1:], strict=False):
+    for low, high in itertools.pairwise(_H200_FLOOR):
         if per_peer <= high[0]:
             share = max(0.0, (per_peer - low[0]) / (high[0] - low[0]))
             exchange = low[1] + share * (high[1] - low[1])

@@ -3,9 +3,9 @@
 
 The order is a list schedule by (depth from the start, longest path to the end, program order). It respects the data,
 takes messages from every connection in the order in which they were sent, and never has more groups of chunks in a
-connection than fit. Blocks take their steps in this order, so whatever blocks the next pass forms, the order itself is an
-execution that finishes: the program cannot deadlock. Where a receive would have to overtake another on its connection, its
-chain moves to a channel of its own and the scheduling starts again.
+connection than fit. Blocks take their steps in this order, so whatever blocks the next pass forms, the order itself
+is an execution that finishes: the program cannot deadlock. Where a receive would have to overtake another on its
+connection, its chain moves to a channel of its own and the scheduling starts again.
 """
 
 from __future__ import annotations

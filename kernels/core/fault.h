@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A FaultBox is where a kernel says why it gave up: one record, in memory that the host can read while the kernel
-// runs. The first to raise writes it; later ones are dropped. Host and device share this header.
+// A FaultBox is where a kernel says why it gave up: one record, in memory that the host can read while the
+// kernel runs. The first to raise writes it; later ones are dropped. Host and device share this header.
 #pragma once
 
 #include "kernels/target/target.h"
@@ -11,23 +11,23 @@ namespace weft {
 // Which wait failed. The host turns it into words (src/moe/fault_text.cc).
 enum class Site : uint32_t {
   kNone = 0,
-  kCounts,           // dispatch: the counts of a peer
-  kCountsDisagree,   // dispatch: a peer's sizes differ from this rank's
-  kDispatchReady,    // dispatch: a peer's address for its rows
-  kDispatchRecv,     // dispatch: the rows of a peer
-  kDispatchCapacity, // dispatch: more rows came than num_worst_tokens allows
-  kCombineReady,     // combine: a peer's address for its rows
-  kCombineRecv,      // combine: the rows of a peer
-  kCombineHandle,    // combine: the peer combines another dispatch than this rank
-  kDispatchHandle,   // cached dispatch: the peer repeats another dispatch than this rank
-  kLowLatencyDispatchSlot,   // low latency: the peer has not read the messages of two calls ago
+  kCounts,                  // dispatch: the counts of a peer
+  kCountsDisagree,          // dispatch: a peer's sizes differ from this rank's
+  kDispatchReady,           // dispatch: a peer's address for its rows
+  kDispatchRecv,            // dispatch: the rows of a peer
+  kDispatchCapacity,        // dispatch: more rows came than num_worst_tokens allows
+  kCombineReady,            // combine: a peer's address for its rows
+  kCombineRecv,             // combine: the rows of a peer
+  kCombineHandle,           // combine: the peer combines another dispatch than this rank
+  kDispatchHandle,          // cached dispatch: the peer repeats another dispatch than this rank
+  kLowLatencyDispatchSlot,  // low latency: the peer has not read the messages of two calls ago
   kLowLatencyDispatchRecv,
   kLowLatencyCombineSlot,
   kLowLatencyCombineRecv,
   kLowLatencyCapacity,  // low latency: local expert `peer` received more rows than its output holds
   kLowLatencyAgree,  // low latency: the peer was called with other sizes; waited_ns is the index of the first
   kBarrier,
-  kCollective,       // a collective program's step
+  kCollective,  // a collective program's step
 };
 
 struct FaultBox {
@@ -43,8 +43,8 @@ struct FaultBox {
 };
 static_assert(sizeof(FaultBox) == 48);
 
-WEFT_DEVICE void raise(FaultBox* box, Site site, uint32_t self, uint32_t peer, uint64_t expected, uint64_t seen,
-                       uint64_t waited_ns, uint32_t detail = 0) {
+WEFT_DEVICE void raise(FaultBox* box, Site site, uint32_t self, uint32_t peer, uint64_t expected,
+                       uint64_t seen, uint64_t waited_ns, uint32_t detail = 0) {
   if (exchange_local(&box->claimed, uint32_t{1}) != 0) return;
   box->site = site;
   box->self = self;

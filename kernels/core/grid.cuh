@@ -7,8 +7,8 @@
 
 namespace weft {
 
-// Kept in local device memory, zero before the first launch. `epoch` numbers the finished launches of one kernel, so
-// a captured graph that is replayed goes on counting.
+// Kept in local device memory, zero before the first launch. `epoch` numbers the finished launches of one
+// kernel, so a captured graph that is replayed goes on counting.
 struct GridState {
   uint64_t epoch;
   uint32_t arrived;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// wait.cuh: the one way device code waits for a signal. Signals are 64-bit counters in local memory that only grow;
-// a wait acquires, so everything its writer released is visible after it. Every wait is bounded: when the time is
-// up, or another warp has already raised a fault, it returns false.
+// wait.cuh: the one way device code waits for a signal. Signals are 64-bit counters in local memory that only
+// grow; a wait acquires, so everything its writer released is visible after it. Every wait is bounded: when
+// the time is up, or another warp has already raised a fault, it returns false.
 #pragma once
 
 #include "kernels/core/fault.h"
@@ -34,11 +34,12 @@ WEFT_DEVICE bool poll_signal(const uint64_t* signal, uint64_t want, const WaitRu
   }
 }
 
-// Waits until signal(peer) reaches `want` for every peer that `expects(peer)`; peers are shared out over the lanes.
-// Returns false in every lane when one of them gave up. on_lost(peer, seen, waited_ns) runs in the lane that did.
+// Waits until signal(peer) reaches `want` for every peer that `expects(peer)`; peers are shared out over the
+// lanes. Returns false in every lane when one of them gave up. on_lost(peer, seen, waited_ns) runs in the
+// lane that did.
 template <class SignalOf, class Expects, class OnLost>
-WEFT_DEVICE bool wait_peers(Warp warp, uint32_t peers, uint64_t want, const WaitRule& rule, SignalOf signal_of,
-                            Expects expects, OnLost on_lost) {
+WEFT_DEVICE bool wait_peers(Warp warp, uint32_t peers, uint64_t want, const WaitRule& rule,
+                            SignalOf signal_of, Expects expects, OnLost on_lost) {
   bool lost = false;
   for (uint32_t peer = warp.rank(); peer < peers; peer += warp.size()) {
     if (!expects(peer)) continue;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What host and device share for high-throughput dispatch and combine on one node. Offsets are positions in a window;
-// plain pointers are memory of this rank. R ranks, T tokens here, K slots per token, N rows received here.
+// What host and device share for high-throughput dispatch and combine on one node. Offsets are positions in a
+// window; plain pointers are memory of this rank. R ranks, T tokens here, K slots per token, N rows received
+// here.
 #pragma once
 
 #include "kernels/core/fault.h"
@@ -11,8 +12,9 @@
 
 namespace weft {
 
-// Where each exchange stands in every rank's window. Records have two parities: a peer that is one call ahead does
-// not overwrite what this rank still reads, and none can be two ahead, since each call waits for all records.
+// Where each exchange stands in every rank's window. Records have two parities: a peer that is one call ahead
+// does not overwrite what this rank still reads, and none can be two ahead, since each call waits for all
+// records.
 struct HighThroughputOffsets {
   uint64_t count_signal;    // u64[R]            by source: epoch of its counts
   uint64_t count_record;    // u32[2][R][words]  by parity, source
@@ -45,9 +47,9 @@ struct ReadyRecord {
   uint64_t rows_at;
   uint64_t meta_at;
   uint64_t capacity_rows;
-  uint64_t handle;     // these three must agree on all ranks
+  uint64_t handle;  // these three must agree on all ranks
   uint64_t row_bytes;
-  uint64_t extras;     // what else travels with a row: see row_extras()
+  uint64_t extras;  // what else travels with a row: see row_extras()
   uint64_t reserved[2];
 };
 static_assert(sizeof(ReadyRecord) == 64);
@@ -68,8 +70,8 @@ struct RankCounts {
   uint64_t staging_bytes;
 };
 
-// Written by the notify kernel into memory that the host can read, then `epoch`. RankCounts[R] and the tokens of each
-// local expert, i32[local experts], follow it.
+// Written by the notify kernel into memory that the host can read, then `epoch`. RankCounts[R] and the tokens
+// of each local expert, i32[local experts], follow it.
 struct CountReport {
   uint64_t epoch;
   uint32_t disagreeing_word;  // index into CountHeader of the first value that differs, or kAgreedWords
@@ -88,9 +90,11 @@ struct ReceiveLayout {
   uint64_t rows_bytes;
   uint64_t meta_bytes;
 };
-WEFT_DEVICE constexpr uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
-WEFT_DEVICE constexpr ReceiveLayout receive_layout(uint64_t rows, uint64_t row_bytes, uint64_t scale_words, uint64_t top_k,
-                                                   uint64_t id_bytes) {
+WEFT_DEVICE constexpr uint64_t round_up(uint64_t value, uint64_t to) {
+  return (value + to - 1) / to * to;
+}
+WEFT_DEVICE constexpr ReceiveLayout receive_layout(uint64_t rows, uint64_t row_bytes, uint64_t scale_words,
+                                                   uint64_t top_k, uint64_t id_bytes) {
   ReceiveLayout layout{};
   layout.scales = round_up(rows * row_bytes, 16);
   layout.rows_bytes = layout.scales + round_up(rows * scale_words * 4, 16);
@@ -167,17 +171,17 @@ struct CombineArgs {
   HighThroughputOffsets at;
   WaitRule wait;
   GridState* state;
-  const std::byte* x;          // [N] rows
-  const float* topk_weights;   // [N][K], or null
-  const int32_t* slot;         // [N] place in the owner's staging
-  const int32_t* send_row;     // [T][R]
-  const int32_t* slot_base;    // [T]
-  const int32_t* prefix;       // [R][R]
-  const std::byte* bias[2];    // [T] rows each, or null
-  std::byte* combined;         // [T] rows
-  float* combined_weights;     // [T][K], or null
+  const std::byte* x;         // [N] rows
+  const float* topk_weights;  // [N][K], or null
+  const int32_t* slot;        // [N] place in the owner's staging
+  const int32_t* send_row;    // [T][R]
+  const int32_t* slot_base;   // [T]
+  const int32_t* prefix;      // [R][R]
+  const std::byte* bias[2];   // [T] rows each, or null
+  std::byte* combined;        // [T] rows
+  float* combined_weights;    // [T][K], or null
   uint64_t tokens;
-  ReadyRecord mine;            // rows_at: staging rows; meta_at: staging weights, f32[capacity][K]
+  ReadyRecord mine;  // rows_at: staging rows; meta_at: staging weights, f32[capacity][K]
   WarpRange push_warps;
   WarpRange sum_warps;
   WarpRange watch_warps;  // one warp that waits for the whole block, or none: sum warps wait themselves
@@ -189,14 +193,15 @@ struct HighThroughputShape {
   int64_t piece_bytes;  // a row moves in pieces of at most this
   int64_t scale_words;
   int64_t top_k;
-  int64_t element;      // kElementBf16 or kElementFp32: what combine sums
+  int64_t element;  // kElementBf16 or kElementFp32: what combine sums
 };
 inline constexpr int64_t kElementBf16 = 0;
 inline constexpr int64_t kElementFp32 = 1;
 inline constexpr uint32_t kPipeStages = 4;
 inline constexpr uint32_t kPipeBarrierBytes = 128;
 
-// Shared memory of dispatch_rows and combine_rows: four words, a PeerPlace for each rank, a RowPipe for each row warp.
+// Shared memory of dispatch_rows and combine_rows: four words, a PeerPlace for each rank, a RowPipe for each
+// row warp.
 struct PeerPlace {
   std::byte* rows;
   std::byte* scales;

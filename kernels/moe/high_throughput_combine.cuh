@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // high_throughput_combine.cuh: rows return to their tokens and are summed there.
-// Steps: 1 all ranks say where their staging is   2 push warps send rows to their owners, chunk by chunk, a signal each
-// 3 one watch warp per block follows the signals   4 sum warps add a token's rows as soon as their chunks came.
-// Waits: step 1 for every peer's address, step 3 for the chunks of every peer, step 4 for step 3 in shared memory.
-// Why a watch warp: an acquire, or any fence, takes some 10 us in an SM whose other warps keep loads and stores in
-// flight. When each sum warp acquired each token's chunks, combine took 7 ms on 4 H200 instead of 0.5 ms.
-// Sums: float32, from the bias on, ranks ascending, one rounding. Rows of this rank itself are read where they are.
-// Cost: per (token, other rank): row_bytes + 4 * K bytes over the link, written and read once more at the owner.
+// Steps: 1 all ranks say where their staging is   2 push warps send rows to their owners, chunk by chunk, a
+// signal each 3 one watch warp per block follows the signals   4 sum warps add a token's rows as soon as
+// their chunks came. Waits: step 1 for every peer's address, step 3 for the chunks of every peer, step 4 for
+// step 3 in shared memory. Why a watch warp: an acquire, or any fence, takes some 10 us in an SM whose other
+// warps keep loads and stores in flight. When each sum warp acquired each token's chunks, combine took 7 ms
+// on 4 H200 instead of 0.5 ms. Sums: float32, from the bias on, ranks ascending, one rounding. Rows of this
+// rank itself are read where they are. Cost: per (token, other rank): row_bytes + 4 * K bytes over the link,
+// written and read once more at the owner.
 #pragma once
 
 #include "kernels/core/numbers.cuh"
@@ -42,8 +43,8 @@ WEFT_DEVICE Staging staging_of(const ReadyExchange& x, const MeshT& mesh, uint64
 
 // One chunk of the rows that belong to `owner`, then its signal.
 template <class MeshT, class Shape, class Pipe>
-WEFT_DEVICE void push_chunk(const CombineArgs& a, const ReadyExchange& x, Warp warp, const MeshT& mesh, const Shape& shape,
-                            Pipe& pipe, uint64_t epoch, uint32_t owner, uint32_t chunk) {
+WEFT_DEVICE void push_chunk(const CombineArgs& a, const ReadyExchange& x, Warp warp, const MeshT& mesh,
+                            const Shape& shape, Pipe& pipe, uint64_t epoch, uint32_t owner, uint32_t chunk) {
   const RowSpan span = row_span(a.prefix, mesh.ranks(), owner, mesh.rank());
   const uint32_t size = chunk_rows(span.count);
   if (chunk * size >= span.count) return;
@@ -54,11 +55,13 @@ WEFT_DEVICE void push_chunk(const CombineArgs& a, const ReadyExchange& x, Warp w
   pipe.run(
       rows * pieces.per_row(),
       [&](uint64_t item) {
-        return RowPiece{a.x + (first + pieces.row(item)) * pieces.row_bytes + pieces.offset(item), pieces.bytes(item)};
+        return RowPiece{a.x + (first + pieces.row(item)) * pieces.row_bytes + pieces.offset(item),
+                        pieces.bytes(item)};
       },
       [&](uint64_t item, RowPiece stage) {
         const uint64_t slot = static_cast<uint32_t>(a.slot[first + pieces.row(item)]);
-        pipe.store(warp.rank() == 0 ? staging.rows + slot * pieces.row_bytes + pieces.offset(item) : nullptr, stage);
+        pipe.store(warp.rank() == 0 ? staging.rows + slot * pieces.row_bytes + pieces.offset(item) : nullptr,
+                   stage);
       });
   for (uint64_t i = warp.rank(); a.topk_weights && i < rows * shape.top_k; i += warp.size()) {
     const uint64_t row = first + i / shape.top_k;
@@ -68,18 +71,21 @@ WEFT_DEVICE void push_chunk(const CombineArgs& a, const ReadyExchange& x, Warp w
   pipe.drain();
   if (warp.rank() != 0) return;
   const WindowOffset signal_at = a.at.chunk_signal + (uint64_t{mesh.rank()} * kMaxChunks + chunk) * 8;
-  if (a.topk_weights) mesh.to(owner).signal(signal_at, epoch);  // plain stores: a release must order them
-  else mesh.to(owner).signal_drained(signal_at, epoch);
+  if (a.topk_weights)
+    mesh.to(owner).signal(signal_at, epoch);  // plain stores: a release must order them
+  else
+    mesh.to(owner).signal_drained(signal_at, epoch);
 }
 
-// Chunk 0 of every owner first, then chunk 1, ...: owners start with this rank's successor, so links share the load.
+// Chunk 0 of every owner first, then chunk 1, ...: owners start with this rank's successor, so links share
+// the load.
 template <class MeshT, class Shape>
-WEFT_DEVICE void push_rows(const CombineArgs& a, const ReadyExchange& x, Block block, Warp warp, const MeshT& mesh,
-                           const Shape& shape, uint64_t epoch) {
+WEFT_DEVICE void push_rows(const CombineArgs& a, const ReadyExchange& x, Block block, Warp warp,
+                           const MeshT& mesh, const Shape& shape, uint64_t epoch) {
   const Share share = share_of(block, warp, a.push_warps);
   if (!share.active) return;
-  std::byte* stages =
-      block.shared() + pipes_at(mesh.ranks()) + (warp.index() - a.push_warps.first) * pipe_bytes(shape.piece_bytes);
+  std::byte* stages = block.shared() + pipes_at(mesh.ranks()) +
+                      (warp.index() - a.push_warps.first) * pipe_bytes(shape.piece_bytes);
   RowPipe<kPipeStages> pipe(warp, stages, shape.piece_bytes);
   uint32_t most_rows = 0;
   for (uint32_t owner = 0; owner < mesh.ranks(); ++owner) {
@@ -87,14 +93,16 @@ WEFT_DEVICE void push_rows(const CombineArgs& a, const ReadyExchange& x, Block b
     most_rows = rows > most_rows ? rows : most_rows;
   }
   const uint64_t peers = mesh.ranks() - 1;
-  const uint64_t chunks = most_rows < kMaxChunks * kMinChunkRows ? (most_rows + kMinChunkRows - 1) / kMinChunkRows : kMaxChunks;
+  const uint64_t chunks =
+      most_rows < kMaxChunks * kMinChunkRows ? (most_rows + kMinChunkRows - 1) / kMinChunkRows : kMaxChunks;
   for (uint64_t task = share.index; task < chunks * peers; task += share.total) {
     const uint32_t owner = static_cast<uint32_t>((mesh.rank() + 1 + task % peers) % mesh.ranks());
     push_chunk(a, x, warp, mesh, shape, pipe, epoch, owner, static_cast<uint32_t>(task / peers));
   }
 }
 
-// The rows of one token: `count` of them, consecutive in staging, but number `mine` (if any) is in this rank's x.
+// The rows of one token: `count` of them, consecutive in staging, but number `mine` (if any) is in this
+// rank's x.
 struct TokenRows {
   const std::byte* staging;
   const std::byte* own_row;
@@ -109,8 +117,10 @@ struct TokenRows {
 };
 
 template <class MeshT>
-WEFT_DEVICE const uint64_t* chunk_signal(const CombineArgs& a, const MeshT& mesh, uint32_t peer, uint32_t chunk) {
-  return reinterpret_cast<const uint64_t*>(mesh.local() + a.at.chunk_signal) + uint64_t{peer} * kMaxChunks + chunk;
+WEFT_DEVICE const uint64_t* chunk_signal(const CombineArgs& a, const MeshT& mesh, uint32_t peer,
+                                         uint32_t chunk) {
+  return reinterpret_cast<const uint64_t*>(mesh.local() + a.at.chunk_signal) + uint64_t{peer} * kMaxChunks +
+         chunk;
 }
 
 // What one look at the signals of a lane's peers found.
@@ -121,9 +131,11 @@ struct Look {
   uint32_t missing_chunks;  // of that peer
 };
 
-// Follows the signals of the peers that fall to this lane, as far as they have come. Only looks: watch_chunks acquires.
+// Follows the signals of the peers that fall to this lane, as far as they have come. Only looks: watch_chunks
+// acquires.
 template <class MeshT>
-WEFT_DEVICE Look look_at_signals(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch, uint32_t* chunks_seen) {
+WEFT_DEVICE Look look_at_signals(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch,
+                                 uint32_t* chunks_seen) {
   Look look{};
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     if (peer == mesh.rank()) continue;
@@ -144,7 +156,8 @@ WEFT_DEVICE Look look_at_signals(const CombineArgs& a, Warp warp, const MeshT& m
 
 // The watch warp: until every chunk is here, or none has come for too long.
 template <class MeshT>
-WEFT_DEVICE void watch_chunks(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch, const Progress& progress) {
+WEFT_DEVICE void watch_chunks(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch,
+                              const Progress& progress) {
   if (a.watch_warps.count == 0 || warp.index() != a.watch_warps.first) return;
   uint64_t last_moved_ns = now_ns();
   for (;;) {
@@ -156,19 +169,22 @@ WEFT_DEVICE void watch_chunks(const CombineArgs& a, Warp warp, const MeshT& mesh
       last_moved_ns = now_ns();
     }
     if (!warp.any(look.is_missing)) return;
-    // Seldom while there is much to come, since each look that finds something costs a fence; often at the end.
+    // Seldom while there is much to come, since each look that finds something costs a fence; often at the
+    // end.
     pause_ns(warp.max(look.missing_chunks) * kLookEveryNsPerChunk);
     const uint64_t waited_ns = now_ns() - last_moved_ns;
     const bool gives_up = waited_ns > a.wait.timeout_ns || load_relaxed(&a.wait.fault->raised) != 0;
     if (!warp.any(gives_up)) continue;
-    if (look.is_missing) raise(a.wait.fault, Site::kCombineRecv, a.wait.self, look.missing_peer, epoch, epoch - 1, waited_ns);
+    if (look.is_missing)
+      raise(a.wait.fault, Site::kCombineRecv, a.wait.self, look.missing_peer, epoch, epoch - 1, waited_ns);
     if (warp.rank() == 0) store_release_block(progress.failed, 1);
     return;
   }
 }
 
 template <class MeshT>
-WEFT_DEVICE bool wait_for_signals(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch, const int32_t* send_row) {
+WEFT_DEVICE bool wait_for_signals(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch,
+                                  const int32_t* send_row) {
   return wait_peers(
       warp, mesh.ranks(), epoch, a.wait,
       [&](uint32_t peer) {
@@ -182,8 +198,8 @@ WEFT_DEVICE bool wait_for_signals(const CombineArgs& a, Warp warp, const MeshT& 
 }
 
 template <class MeshT>
-WEFT_DEVICE bool wait_for_token(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch, const Progress& progress,
-                                uint64_t token) {
+WEFT_DEVICE bool wait_for_token(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch,
+                                const Progress& progress, uint64_t token) {
   const int32_t* send_row = a.send_row + token * mesh.ranks();
   if (a.watch_warps.count == 0) return wait_for_signals(a, warp, mesh, epoch, send_row);
   bool failed = false;
@@ -191,7 +207,8 @@ WEFT_DEVICE bool wait_for_token(const CombineArgs& a, Warp warp, const MeshT& me
     if (peer == mesh.rank() || send_row[peer] < 0) continue;
     const uint32_t size = chunk_rows(row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count);
     const uint32_t chunk = static_cast<uint32_t>(send_row[peer]) / size;
-    while (!failed && load_acquire_block(&progress.chunks_here[peer]) <= chunk) {  // bounded by the watch warp
+    while (!failed &&
+           load_acquire_block(&progress.chunks_here[peer]) <= chunk) {  // bounded by the watch warp
       pause_ns(kSharedPollNs);
       failed = load_acquire_block(progress.failed) != 0;
     }
@@ -219,27 +236,32 @@ WEFT_DEVICE TokenRows rows_of_token(const CombineArgs& a, Warp warp, const MeshT
     rows.mine = rows.count;
     return rows;
   }
-  rows.x_row = row_span(a.prefix, mesh.ranks(), mesh.rank(), mesh.rank()).first + static_cast<uint32_t>(send_row[mesh.rank()]);
+  rows.x_row = row_span(a.prefix, mesh.ranks(), mesh.rank(), mesh.rank()).first +
+               static_cast<uint32_t>(send_row[mesh.rank()]);
   rows.own_row = a.x + rows.x_row * shape.row_bytes;
   return rows;
 }
 
 // The sum of a token's rows at vectors v, v + stride, ...; kVecs of them at once keep enough loads in flight.
 template <class Element, uint32_t kVecs, class Shape>
-WEFT_DEVICE void sum_vectors(const CombineArgs& a, const Shape& shape, const TokenRows& rows, uint64_t token, uint64_t v,
-                             uint64_t stride) {
+WEFT_DEVICE void sum_vectors(const CombineArgs& a, const Shape& shape, const TokenRows& rows, uint64_t token,
+                             uint64_t v, uint64_t stride) {
   float sums[kVecs][Element::kPerVec] = {};
   const uint64_t row_bytes = shape.row_bytes;
-  auto vec = [&](const std::byte* row, uint32_t j) { return reinterpret_cast<const Vec16*>(row) + v + j * stride; };
+  auto vec = [&](const std::byte* row, uint32_t j) {
+    return reinterpret_cast<const Vec16*>(row) + v + j * stride;
+  };
   for (const std::byte* bias : a.bias)
-    for (uint32_t j = 0; bias && j < kVecs; ++j) Element::add(sums[j], load_vec(vec(bias + token * row_bytes, j)));
+    for (uint32_t j = 0; bias && j < kVecs; ++j)
+      Element::add(sums[j], load_vec(vec(bias + token * row_bytes, j)));
   for (uint32_t first = 0; first < rows.count; first += kRowsInFlight) {
     Vec16 held[kRowsInFlight][kVecs];
     WEFT_UNROLL
     for (uint32_t i = 0; i < kRowsInFlight; ++i) {
       if (first + i >= rows.count) continue;
       WEFT_UNROLL
-      for (uint32_t j = 0; j < kVecs; ++j) held[i][j] = load_vec_streaming(vec(rows.row(first + i, row_bytes), j));
+      for (uint32_t j = 0; j < kVecs; ++j)
+        held[i][j] = load_vec_streaming(vec(rows.row(first + i, row_bytes), j));
     }
     WEFT_UNROLL
     for (uint32_t i = 0; i < kRowsInFlight; ++i) {
@@ -254,7 +276,8 @@ WEFT_DEVICE void sum_vectors(const CombineArgs& a, const Shape& shape, const Tok
 }
 
 template <class Element, class Shape>
-WEFT_DEVICE void sum_rows(const CombineArgs& a, Warp warp, const Shape& shape, const TokenRows& rows, uint64_t token) {
+WEFT_DEVICE void sum_rows(const CombineArgs& a, Warp warp, const Shape& shape, const TokenRows& rows,
+                          uint64_t token) {
   const uint64_t vectors = shape.row_bytes / 16;
   const uint64_t stride = warp.size();
   uint64_t v = warp.rank();
@@ -276,16 +299,18 @@ WEFT_DEVICE void sum_weights(const CombineArgs& a, Warp warp, const Shape& shape
 }
 
 template <class MeshT, class Shape>
-WEFT_DEVICE void sum_tokens(const CombineArgs& a, const ReadyExchange& x, Block block, Warp warp, const MeshT& mesh,
-                            const Shape& shape, uint64_t epoch, const Progress& progress) {
+WEFT_DEVICE void sum_tokens(const CombineArgs& a, const ReadyExchange& x, Block block, Warp warp,
+                            const MeshT& mesh, const Shape& shape, uint64_t epoch, const Progress& progress) {
   const Share share = share_of(block, warp, a.sum_warps);
   if (!share.active) return;
   const Staging staging = staging_of(x, mesh, epoch, mesh.rank());
   for (uint64_t token = share.index; token < a.tokens; token += share.total) {
     if (!wait_for_token(a, warp, mesh, epoch, progress, token)) return;
     const TokenRows rows = rows_of_token(a, warp, mesh, shape, staging, token);
-    if (shape.element == kElementFp32) sum_rows<Fp32>(a, warp, shape, rows, token);
-    else sum_rows<Bf16>(a, warp, shape, rows, token);
+    if (shape.element == kElementFp32)
+      sum_rows<Fp32>(a, warp, shape, rows, token);
+    else
+      sum_rows<Bf16>(a, warp, shape, rows, token);
     if (a.topk_weights) sum_weights(a, warp, shape, staging, rows, token);
   }
 }
@@ -297,13 +322,15 @@ WEFT_KERNEL void combine_rows(const CombineArgs& a, const MeshT& mesh, const Sha
   const Block block;
   const Warp warp;
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
-  auto* counters = reinterpret_cast<uint32_t*>(block.shared() + 128);  // where dispatch_rows has its PeerPlaces
+  auto* counters =
+      reinterpret_cast<uint32_t*>(block.shared() + 128);  // where dispatch_rows has its PeerPlaces
   const combine::Progress progress{&flags[2], counters, counters + mesh.ranks()};
   for (uint32_t i = block.rank(); i < 2 * mesh.ranks(); i += block.size()) counters[i] = 0;
   if (block.rank() == 0) *progress.failed = 0;
 
   const uint64_t epoch = a.state->epoch + 1;
-  const ReadyExchange ready{a.at.combine_signal, a.at.combine_record, Site::kCombineReady, Site::kCombineHandle};
+  const ReadyExchange ready{a.at.combine_signal, a.at.combine_record, Site::kCombineReady,
+                            Site::kCombineHandle};
   if (!exchange_ready(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0]))
     return finish_launch(block, a.state, &flags[1]);  // where ranks disagree all know it, and stay in step
   combine::push_rows(a, ready, block, warp, mesh, shape, epoch);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // high_throughput_dispatch.cuh: every row goes once to each rank that needs it, straight to its final place.
-// Steps: 1 all ranks say where their rows go   2 row warps push rows, meta warps push ids, weights, scales and origins
-// 3 the last block to finish signals every peer and waits for all of theirs.
-// Waits: step 1 for every peer's address, step 3 for every peer's rows. No staging, no copy at the receiver.
-// Cost: per (token, rank): row_bytes + 4 * scale_words + K * (id_bytes + 4) + 8 bytes; 2 signals per peer.
+// Steps: 1 all ranks say where their rows go   2 row warps push rows, meta warps push ids, weights, scales
+// and origins 3 the last block to finish signals every peer and waits for all of theirs. Waits: step 1 for
+// every peer's address, step 3 for every peer's rows. No staging, no copy at the receiver. Cost: per (token,
+// rank): row_bytes + 4 * scale_words + K * (id_bytes + 4) + 8 bytes; 2 signals per peer.
 #pragma once
 
 #include "kernels/moe/high_throughput_layout.cuh"
@@ -36,7 +36,8 @@ WEFT_DEVICE void place_peers(const DispatchArgs& a, const ReadyExchange& x, Bloc
 }
 
 // The row at `peer` for this token, or -1 where it does not go or there is no room.
-WEFT_DEVICE int64_t row_at(const DispatchArgs& a, const PeerPlace* places, uint32_t ranks, uint64_t token, uint32_t peer) {
+WEFT_DEVICE int64_t row_at(const DispatchArgs& a, const PeerPlace* places, uint32_t ranks, uint64_t token,
+                           uint32_t peer) {
   const int32_t at = a.send_row[token * ranks + peer];
   if (at < 0) return -1;
   const uint64_t row = places[peer].first_row + static_cast<uint32_t>(at);
@@ -49,7 +50,8 @@ WEFT_DEVICE void send_rows(const DispatchArgs& a, Block block, Warp warp, uint32
   const Share share = share_of(block, warp, a.row_warps);
   if (!share.active) return;
   const Pieces pieces{static_cast<uint64_t>(shape.row_bytes), static_cast<uint64_t>(shape.piece_bytes)};
-  std::byte* stages = block.shared() + pipes_at(ranks) + (warp.index() - a.row_warps.first) * pipe_bytes(shape.piece_bytes);
+  std::byte* stages =
+      block.shared() + pipes_at(ranks) + (warp.index() - a.row_warps.first) * pipe_bytes(shape.piece_bytes);
   RowPipe<kPipeStages> pipe(warp, stages, shape.piece_bytes);
   auto token_of = [&](uint64_t item) { return share.index + pieces.row(item) * share.total; };
   pipe.run(
@@ -61,22 +63,24 @@ WEFT_DEVICE void send_rows(const DispatchArgs& a, Block block, Warp warp, uint32
         for (uint32_t first = 0; first < ranks; first += warp.size()) {
           const uint32_t peer = first + warp.rank();
           const int64_t row = peer < ranks ? row_at(a, places, ranks, token_of(item), peer) : -1;
-          pipe.store(row < 0 ? nullptr : places[peer].rows + row * pieces.row_bytes + pieces.offset(item), stage);
+          pipe.store(row < 0 ? nullptr : places[peer].rows + row * pieces.row_bytes + pieces.offset(item),
+                     stage);
         }
       });
   pipe.drain();
 }
 
 template <class Shape>
-WEFT_DEVICE void send_routes(const DispatchArgs& a, Warp warp, const Shape& shape, const PeerPlace& place, uint32_t peer,
-                             uint64_t token, int64_t row) {
+WEFT_DEVICE void send_routes(const DispatchArgs& a, Warp warp, const Shape& shape, const PeerPlace& place,
+                             uint32_t peer, uint64_t token, int64_t row) {
   const int64_t first_expert = int64_t{peer} * a.experts_per_rank;
   for (uint32_t k = warp.rank(); k < shape.top_k; k += warp.size()) {
     const int64_t expert = expert_at(a.topk_idx, a.id_bytes, token * shape.top_k + k) - first_expert;
     const bool is_local = expert >= 0 && expert < a.experts_per_rank;
     const uint64_t at = row * shape.top_k + k;
     if (a.id_bytes == 8) reinterpret_cast<int64_t*>(place.ids)[at] = is_local ? expert : -1;
-    if (a.id_bytes == 4) reinterpret_cast<int32_t*>(place.ids)[at] = is_local ? static_cast<int32_t>(expert) : -1;
+    if (a.id_bytes == 4)
+      reinterpret_cast<int32_t*>(place.ids)[at] = is_local ? static_cast<int32_t>(expert) : -1;
     reinterpret_cast<float*>(place.weights)[at] = is_local ? a.topk_weights[token * shape.top_k + k] : 0.0f;
   }
 }
@@ -106,8 +110,8 @@ WEFT_DEVICE void send_meta(const DispatchArgs& a, Block block, Warp warp, uint32
 
 // Rows that nobody sends have no experts.
 template <class Shape>
-WEFT_DEVICE void fill_tail(const DispatchArgs& a, Block block, uint32_t ranks, uint32_t self, const Shape& shape,
-                           const PeerPlace& mine) {
+WEFT_DEVICE void fill_tail(const DispatchArgs& a, Block block, uint32_t ranks, uint32_t self,
+                           const Shape& shape, const PeerPlace& mine) {
   const uint64_t received = static_cast<uint32_t>(a.prefix[(ranks - 1) * ranks + self]);
   if (received > mine.capacity_rows && block.index() == 0 && block.rank() == 0)
     raise(a.wait.fault, Site::kDispatchCapacity, self, self, mine.capacity_rows, received, 0);
@@ -125,7 +129,8 @@ WEFT_DEVICE void signal_and_wait(const DispatchArgs& a, Warp warp, const MeshT& 
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size())
     mesh.to(peer).signal(a.at.arrived_signal + mesh.rank() * 8, epoch);
   const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + a.at.arrived_signal);
-  wait_all_peers(warp, mesh.ranks(), epoch, Site::kDispatchRecv, a.wait, [&](uint32_t peer) { return signals + peer; });
+  wait_all_peers(warp, mesh.ranks(), epoch, Site::kDispatchRecv, a.wait,
+                 [&](uint32_t peer) { return signals + peer; });
   if (warp.rank() == 0) a.state->epoch = epoch;
 }
 
@@ -139,13 +144,14 @@ WEFT_KERNEL void dispatch_rows(const DispatchArgs& a, const MeshT& mesh, const S
   auto* places = reinterpret_cast<PeerPlace*>(block.shared() + 128);
   if (a.report && a.report->disagreeing_word != kAgreedWords) {
     if (block.index() == 0 && block.rank() == 0)
-      raise(a.wait.fault, Site::kCountsDisagree, mesh.rank(), a.report->disagreeing_rank, a.report->mine, a.report->theirs,
-            a.report->disagreeing_word);
+      raise(a.wait.fault, Site::kCountsDisagree, mesh.rank(), a.report->disagreeing_rank, a.report->mine,
+            a.report->theirs, a.report->disagreeing_word);
     return;
   }
 
   const uint64_t epoch = a.state->epoch + 1;
-  const ReadyExchange ready{a.at.ready_signal, a.at.ready_record, Site::kDispatchReady, Site::kDispatchHandle};
+  const ReadyExchange ready{a.at.ready_signal, a.at.ready_record, Site::kDispatchReady,
+                            Site::kDispatchHandle};
   if (!exchange_ready(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0]))
     return finish_launch(block, a.state, &flags[1]);  // where ranks disagree all know it, and stay in step
   dispatch::place_peers(a, ready, block, mesh, shape, epoch, places);

@@ -3,9 +3,10 @@
 // high_throughput_layout.cuh: who gets what, before any row moves.
 //   dispatch_layout  counts tokens per rank and per expert and marks which token goes to which rank
 //   dispatch_notify  gives every row its place, and tells all ranks how many rows go where
-// dispatch_notify's steps: 1 one block scans the tokens of one peer at a time   2 the last block to finish sends this
-// rank's counts to all peers   3 it waits for theirs, sums them up, and reports to the host.
-// Waits: step 3 waits for the counts of every rank. Cost: one record of 48 + 4 * (R + local experts) bytes per peer.
+// dispatch_notify's steps: 1 one block scans the tokens of one peer at a time   2 the last block to finish
+// sends this rank's counts to all peers   3 it waits for theirs, sums them up, and reports to the host.
+// Waits: step 3 waits for the counts of every rank. Cost: one record of 48 + 4 * (R + local experts) bytes
+// per peer.
 #pragma once
 
 #include "kernels/core/channel.cuh"
@@ -49,7 +50,8 @@ WEFT_KERNEL void dispatch_layout(const LayoutArgs& a, const MeshT&, const Shape&
   for (uint32_t i = block.rank(); i < a.ranks + a.experts; i += block.size()) per_rank[i] = 0;
   block.sync();
   const uint64_t threads = uint64_t{block.count()} * block.size();
-  for (uint64_t token = uint64_t{block.index()} * block.size() + block.rank(); token < a.tokens; token += threads)
+  for (uint64_t token = uint64_t{block.index()} * block.size() + block.rank(); token < a.tokens;
+       token += threads)
     layout::count_token(a, token, per_rank, per_expert);
   block.sync();
   for (uint32_t i = block.rank(); i < a.ranks; i += block.size())
@@ -60,10 +62,11 @@ WEFT_KERNEL void dispatch_layout(const LayoutArgs& a, const MeshT&, const Shape&
 
 namespace notify {
 
-// Exclusive scan over the tokens of value_of(token), by the whole block; place(token, value, before) gets each result.
-// Returns the total in every thread. shared: u32[warps + 1].
+// Exclusive scan over the tokens of value_of(token), by the whole block; place(token, value, before) gets
+// each result. Returns the total in every thread. shared: u32[warps + 1].
 template <class ValueOf, class Place>
-WEFT_DEVICE uint32_t scan_tokens(Block block, Warp warp, uint32_t* shared, uint64_t tokens, ValueOf value_of, Place place) {
+WEFT_DEVICE uint32_t scan_tokens(Block block, Warp warp, uint32_t* shared, uint64_t tokens, ValueOf value_of,
+                                 Place place) {
   uint32_t total = 0;
   for (uint64_t first = 0; first < tokens; first += block.size()) {
     const uint64_t token = first + block.rank();
@@ -83,9 +86,11 @@ WEFT_DEVICE uint32_t scan_tokens(Block block, Warp warp, uint32_t* shared, uint6
   return total;
 }
 
-WEFT_DEVICE void scan_peer(const NotifyArgs& a, Block block, Warp warp, uint32_t* shared, uint32_t ranks, uint32_t peer) {
+WEFT_DEVICE void scan_peer(const NotifyArgs& a, Block block, Warp warp, uint32_t* shared, uint32_t ranks,
+                           uint32_t peer) {
   const uint32_t rows = scan_tokens(
-      block, warp, shared, a.mine.tokens, [&](uint64_t token) { return uint32_t{a.token_in_rank[token * ranks + peer] != 0}; },
+      block, warp, shared, a.mine.tokens,
+      [&](uint64_t token) { return uint32_t{a.token_in_rank[token * ranks + peer] != 0}; },
       [&](uint64_t token, uint32_t goes, uint32_t before) {
         a.send_row[token * ranks + peer] = goes ? static_cast<int32_t>(before) : -1;
       });
@@ -103,7 +108,8 @@ WEFT_DEVICE void scan_slots(const NotifyArgs& a, Block block, Warp warp, uint32_
       [&](uint64_t token, uint32_t, uint32_t before) { a.slot_base[token] = static_cast<int32_t>(before); });
 }
 
-WEFT_DEVICE uint64_t record_at(const HighThroughputOffsets& at, uint64_t epoch, uint32_t ranks, uint32_t source) {
+WEFT_DEVICE uint64_t record_at(const HighThroughputOffsets& at, uint64_t epoch, uint32_t ranks,
+                               uint32_t source) {
   return at.count_record + ((epoch & 1) * ranks + source) * at.record_words * 4;
 }
 
@@ -117,9 +123,11 @@ WEFT_DEVICE void send_counts(const NotifyArgs& a, Block block, Warp warp, const 
     const auto* header = reinterpret_cast<const uint32_t*>(&a.mine);
     constexpr uint32_t kHeaderWords = sizeof(CountHeader) / 4;
     for (uint32_t i = warp.rank(); i < kHeaderWords; i += warp.size()) record[i] = header[i];
-    for (uint32_t i = warp.rank(); i < ranks; i += warp.size()) record[kHeaderWords + i] = static_cast<uint32_t>(a.rows_to[i]);
+    for (uint32_t i = warp.rank(); i < ranks; i += warp.size())
+      record[kHeaderWords + i] = static_cast<uint32_t>(a.rows_to[i]);
     const uint32_t first_expert = peer * a.experts_per_rank;
-    for (uint32_t i = warp.rank(); i < a.experts_per_rank && first_expert + i < a.mine.experts; i += warp.size())
+    for (uint32_t i = warp.rank(); i < a.experts_per_rank && first_expert + i < a.mine.experts;
+         i += warp.size())
       record[kHeaderWords + ranks + i] = static_cast<uint32_t>(a.tokens_per_expert[first_expert + i]);
     warp.sync();
     if (warp.rank() == 0) channel.signal(a.at.count_signal + mesh.rank() * 8, epoch);
@@ -147,7 +155,8 @@ WEFT_DEVICE void sum_counts(const NotifyArgs& a, Block block, const MeshT& mesh,
     per_rank[rank] = totals;
   }
   const uint32_t first_expert = mesh.rank() * a.experts_per_rank;
-  for (uint32_t i = block.rank(); i < a.experts_per_rank && first_expert + i < a.mine.experts; i += block.size()) {
+  for (uint32_t i = block.rank(); i < a.experts_per_rank && first_expert + i < a.mine.experts;
+       i += block.size()) {
     uint32_t tokens = 0;
     for (uint32_t source = 0; source < ranks; ++source) tokens += record_of(source)[kHeaderWords + ranks + i];
     per_expert[i] = static_cast<int32_t>(tokens);
@@ -160,7 +169,8 @@ WEFT_DEVICE void compare_headers(const NotifyArgs& a, const MeshT& mesh, uint64_
   const auto* mine = reinterpret_cast<const uint32_t*>(&a.mine);
   a.report->disagreeing_word = kAgreedWords;
   for (uint32_t rank = 0; rank < mesh.ranks(); ++rank) {
-    const auto* theirs = reinterpret_cast<const uint32_t*>(mesh.local() + record_at(a.at, epoch, mesh.ranks(), rank));
+    const auto* theirs =
+        reinterpret_cast<const uint32_t*>(mesh.local() + record_at(a.at, epoch, mesh.ranks(), rank));
     for (uint32_t word = 0; word < kAgreedWords; ++word) {
       if (theirs[word] == mine[word]) continue;
       a.report->disagreeing_word = word;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ready.cuh: the exchange that starts every transfer of rows. Each rank tells all peers where its rows go and which
-// dispatch it means; nobody writes to a peer before that peer has said so.
+// ready.cuh: the exchange that starts every transfer of rows. Each rank tells all peers where its rows go and
+// which dispatch it means; nobody writes to a peer before that peer has said so.
 #pragma once
 
 #include "kernels/core/channel.cuh"
@@ -17,14 +17,16 @@ struct ReadyExchange {
 };
 
 template <class MeshT>
-WEFT_DEVICE const ReadyRecord* ready_record(const ReadyExchange& x, const MeshT& mesh, uint64_t epoch, uint32_t peer) {
+WEFT_DEVICE const ReadyRecord* ready_record(const ReadyExchange& x, const MeshT& mesh, uint64_t epoch,
+                                            uint32_t peer) {
   const auto* records = reinterpret_cast<const ReadyRecord*>(mesh.local() + x.record_at);
   return records + (epoch & 1) * mesh.ranks() + peer;
 }
 
 // One lane per peer.
 template <class MeshT>
-WEFT_DEVICE void post_ready(const ReadyExchange& x, Warp warp, const MeshT& mesh, const ReadyRecord& mine, uint64_t epoch) {
+WEFT_DEVICE void post_ready(const ReadyExchange& x, Warp warp, const MeshT& mesh, const ReadyRecord& mine,
+                            uint64_t epoch) {
   const uint64_t offset = x.record_at + ((epoch & 1) * mesh.ranks() + mesh.rank()) * sizeof(ReadyRecord);
   const auto* words = reinterpret_cast<const uint64_t*>(&mine);
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
@@ -39,8 +41,8 @@ WEFT_DEVICE bool agrees(const ReadyRecord& theirs, const ReadyRecord& mine) {
   return theirs.handle == mine.handle && theirs.row_bytes == mine.row_bytes && theirs.extras == mine.extras;
 }
 
-WEFT_DEVICE void raise_mistaken(const ReadyExchange& x, const WaitRule& rule, uint32_t peer, const ReadyRecord& mine,
-                                const ReadyRecord& theirs) {
+WEFT_DEVICE void raise_mistaken(const ReadyExchange& x, const WaitRule& rule, uint32_t peer,
+                                const ReadyRecord& mine, const ReadyRecord& theirs) {
   if (theirs.handle != mine.handle)
     raise(rule.fault, x.mistaken, rule.self, peer, mine.handle, theirs.handle, kOtherHandle);
   else if (theirs.row_bytes != mine.row_bytes)
@@ -51,12 +53,14 @@ WEFT_DEVICE void raise_mistaken(const ReadyExchange& x, const WaitRule& rule, ui
 
 // Returns, in every thread of the block, whether all peers are ready for the same transfer as this rank.
 template <class MeshT>
-WEFT_DEVICE bool exchange_ready(const ReadyExchange& x, Block block, Warp warp, const MeshT& mesh, const ReadyRecord& mine,
-                                uint64_t epoch, const WaitRule& rule, uint32_t* shared_flag) {
+WEFT_DEVICE bool exchange_ready(const ReadyExchange& x, Block block, Warp warp, const MeshT& mesh,
+                                const ReadyRecord& mine, uint64_t epoch, const WaitRule& rule,
+                                uint32_t* shared_flag) {
   if (warp.index() == 0) {
     if (block.index() == 0) post_ready(x, warp, mesh, mine, epoch);
     const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + x.signal_at);
-    bool ready = wait_all_peers(warp, mesh.ranks(), epoch, x.silent, rule, [&](uint32_t peer) { return signals + peer; });
+    bool ready = wait_all_peers(warp, mesh.ranks(), epoch, x.silent, rule,
+                                [&](uint32_t peer) { return signals + peer; });
     bool same = true;
     for (uint32_t peer = warp.rank(); ready && peer < mesh.ranks(); peer += warp.size()) {
       const ReadyRecord* theirs = ready_record(x, mesh, epoch, peer);
@@ -71,7 +75,8 @@ WEFT_DEVICE bool exchange_ready(const ReadyExchange& x, Block block, Warp warp, 
   return *shared_flag != 0;
 }
 
-// The first row at `rank` that comes from `source`, and how many do. prefix is i32[R][R], inclusive over sources.
+// The first row at `rank` that comes from `source`, and how many do. prefix is i32[R][R], inclusive over
+// sources.
 struct RowSpan {
   uint32_t first;
   uint32_t count;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA target, for NVRTC: sm_80 and newer, bulk copies (TMA) from sm_90. Inline PTX only; no header is needed.
-// See target.h for what the targets have in common. Instruction meanings: PTX ISA 8.x, sections 9.7.8 (memory),
-// 9.7.9.25 (bulk copies), 9.7.12 (barriers).
+// The CUDA target, for NVRTC: sm_80 and newer, bulk copies (TMA) from sm_90. Inline PTX only; no header is
+// needed. See target.h for what the targets have in common. Instruction meanings: PTX ISA 8.x, sections 9.7.8
+// (memory), 9.7.9.25 (bulk copies), 9.7.12 (barriers).
 #pragma once
 
 #define WEFT_DEVICE __device__ __forceinline__
 #define WEFT_KERNEL __device__ __forceinline__
-#define WEFT_UNROLL _Pragma("unroll")  // before a loop whose trip count is constant
+#define WEFT_UNROLL _Pragma("unroll")         // before a loop whose trip count is constant
 #define WEFT_STREAM_LOOP _Pragma("unroll 4")  // before a loop whose iterations are independent
 
 #if defined(__CUDACC_RTC__)
@@ -33,7 +33,8 @@ enum class byte : unsigned char {};
 
 namespace weft {
 
-// ---- groups ------------------------------------------------------------------------------------------------------
+// ---- groups
+// ------------------------------------------------------------------------------------------------------
 
 struct Block {
   WEFT_DEVICE uint32_t index() const { return blockIdx.x; }
@@ -101,7 +102,8 @@ struct Warp {
   WEFT_DEVICE bool any(bool value) const { return __any_sync(0xffffffffu, value); }
 };
 
-// ---- memory ------------------------------------------------------------------------------------------------------
+// ---- memory
+// ------------------------------------------------------------------------------------------------------
 
 struct alignas(16) Vec16 {
   uint32_t words[4];
@@ -128,8 +130,8 @@ WEFT_DEVICE uint64_t load_relaxed(const uint64_t* at) {
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
   return value;
 }
-// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then. Device
-// scope suffices to see it: local memory is coherent in this GPU's L2, where the peer's store arrives.
+// A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
+// Device scope suffices to see it: local memory is coherent in this GPU's L2, where the peer's store arrives.
 WEFT_DEVICE uint64_t peek(const uint64_t* at) {
   uint64_t value;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
@@ -167,17 +169,27 @@ WEFT_DEVICE void store_release_block(uint32_t* at, uint32_t value) {
   asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 // Within one device. `at` may be in shared memory.
-WEFT_DEVICE uint32_t add_local(uint32_t* at, uint32_t value) { return atomicAdd(at, value); }
-WEFT_DEVICE int32_t add_local(int32_t* at, int32_t value) { return atomicAdd(at, value); }
-WEFT_DEVICE uint64_t add_local(uint64_t* at, uint64_t value) { return atomicAdd(at, value); }
+WEFT_DEVICE uint32_t add_local(uint32_t* at, uint32_t value) {
+  return atomicAdd(at, value);
+}
+WEFT_DEVICE int32_t add_local(int32_t* at, int32_t value) {
+  return atomicAdd(at, value);
+}
+WEFT_DEVICE uint64_t add_local(uint64_t* at, uint64_t value) {
+  return atomicAdd(at, value);
+}
 WEFT_DEVICE uint32_t add_local_acq_rel(uint32_t* at, uint32_t value) {
   uint32_t old;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(at), "r"(value) : "memory");
   return old;
 }
-WEFT_DEVICE uint32_t exchange_local(uint32_t* at, uint32_t value) { return atomicExch(at, value); }
+WEFT_DEVICE uint32_t exchange_local(uint32_t* at, uint32_t value) {
+  return atomicExch(at, value);
+}
 // Orders everything before it against everything after it, for peers too.
-WEFT_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+WEFT_DEVICE void fence_system() {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
 
 WEFT_DEVICE Vec16 load_vec(const Vec16* at) {
   Vec16 v;
@@ -208,14 +220,23 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
 }
 
 // Asks for a line to be brought near; may do nothing.
-WEFT_DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+WEFT_DEVICE void prefetch(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
 
-// ---- numbers -----------------------------------------------------------------------------------------------------
+// ---- numbers
+// -----------------------------------------------------------------------------------------------------
 
 // One rounding each: the compiler may not fuse them, so that every target gives the same bits.
-WEFT_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
-WEFT_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
-WEFT_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
+WEFT_DEVICE float multiply(float a, float b) {
+  return __fmul_rn(a, b);
+}
+WEFT_DEVICE float add(float a, float b) {
+  return __fadd_rn(a, b);
+}
+WEFT_DEVICE float divide(float a, float b) {
+  return __fdiv_rn(a, b);
+}
 
 // Four floats as float8_e4m3fn, first in the low byte: nearest even; above 448 it is 448.
 WEFT_DEVICE uint32_t e4m3x4(float a, float b, float c, float d) {
@@ -252,13 +273,13 @@ WEFT_DEVICE Vec16 load_line(const Vec16* at) {
   return v;
 }
 WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]), "r"(v.words[1]),
-               "r"(v.words[2]), "r"(v.words[3])
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]),
+               "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3])
                : "memory");
 }
 
-// The eight bf16 of a Vec16 and their float32 sums: sums[0..3] belong to the low halves of the words, sums[4..7] to the
-// high ones. Rounding is to nearest, ties to even.
+// The eight bf16 of a Vec16 and their float32 sums: sums[0..3] belong to the low halves of the words,
+// sums[4..7] to the high ones. Rounding is to nearest, ties to even.
 WEFT_DEVICE void add_bf16x8(float (&sums)[8], const Vec16& vec) {
   WEFT_UNROLL
   for (uint32_t i = 0; i < 4; ++i) {
@@ -274,14 +295,17 @@ WEFT_DEVICE Vec16 round_bf16x8(const float (&sums)[8]) {
   return vec;
 }
 
-// ---- row pipe ----------------------------------------------------------------------------------------------------
+// ---- row pipe
+// ----------------------------------------------------------------------------------------------------
 
 struct RowPiece {
   const std::byte* src;
   uint32_t bytes;  // multiple of 16
 };
 
-WEFT_DEVICE uint32_t shared_address(const void* at) { return static_cast<uint32_t>(__cvta_generic_to_shared(at)); }
+WEFT_DEVICE uint32_t shared_address(const void* at) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(at));
+}
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 namespace bulk {
@@ -290,7 +314,9 @@ WEFT_DEVICE void barrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 // Makes initialised barriers and finished generic accesses visible to the bulk copy engine.
-WEFT_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+WEFT_DEVICE void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 WEFT_DEVICE void load(std::byte* stage, const std::byte* src, uint32_t bytes, uint64_t* barrier) {
   const uint32_t b = shared_address(barrier);
@@ -312,11 +338,13 @@ WEFT_DEVICE void wait_loaded(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 WEFT_DEVICE void store(std::byte* dst, const std::byte* stage, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(shared_address(stage)),
-               "r"(bytes)
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst),
+               "r"(shared_address(stage)), "r"(bytes)
                : "memory");
 }
-WEFT_DEVICE void commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+WEFT_DEVICE void commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 template <uint32_t kPending>
 WEFT_DEVICE void wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -330,8 +358,9 @@ WEFT_DEVICE void wait_written() {
 
 // Streams items (rows or pieces of rows) to one or more places each.
 //   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage).
-// All lanes call run(), sink() and store(); each lane gives store() its own place, or null. Loads run ahead of stores by
-// half the stages. After drain() every store is visible to a peer that acquires a later release by this warp.
+// All lanes call run(), sink() and store(); each lane gives store() its own place, or null. Loads run ahead
+// of stores by half the stages. After drain() every store is visible to a peer that acquires a later release
+// by this warp.
 template <uint32_t kStages>
 class RowPipe {
  public:
@@ -340,7 +369,9 @@ class RowPipe {
   static_assert(kStages * 8 <= kBarrierBytes && kStages >= 2);
 
   WEFT_DEVICE RowPipe(Warp warp, std::byte* shared, uint32_t piece_bytes)
-      : barriers_(reinterpret_cast<uint64_t*>(shared)), stages_(shared + kBarrierBytes), piece_bytes_(piece_bytes),
+      : barriers_(reinterpret_cast<uint64_t*>(shared)),
+        stages_(shared + kBarrierBytes),
+        piece_bytes_(piece_bytes),
         warp_(warp) {
     if (warp_.rank() == 0) {
       for (uint32_t i = 0; i < kStages; ++i) bulk::barrier_init(&barriers_[i]);
@@ -377,7 +408,8 @@ class RowPipe {
     warp_.sync();
     if (warp_.rank() == 0) {
       const uint64_t turn = first_ + i;
-      bulk::load(stages_ + (turn % kStages) * piece_bytes_, piece.src, piece.bytes, &barriers_[turn % kStages]);
+      bulk::load(stages_ + (turn % kStages) * piece_bytes_, piece.src, piece.bytes,
+                 &barriers_[turn % kStages]);
     }
   }
 
@@ -417,7 +449,8 @@ class RowPipe {
 };
 #endif
 
-// ---- time --------------------------------------------------------------------------------------------------------
+// ---- time
+// --------------------------------------------------------------------------------------------------------
 
 WEFT_DEVICE uint64_t now_ns() {
   uint64_t now;
@@ -426,7 +459,9 @@ WEFT_DEVICE uint64_t now_ns() {
 }
 
 // For measuring waits: cycles of this multiprocessor.
-WEFT_DEVICE uint64_t cycles() { return static_cast<uint64_t>(clock64()); }
+WEFT_DEVICE uint64_t cycles() {
+  return static_cast<uint64_t>(clock64());
+}
 
 // About that long, at most 1 ms; for polls that are in no hurry.
 WEFT_DEVICE void pause_ns(uint32_t ns) {

@@ -286,8 +286,8 @@ WEFT_DEVICE uint32_t bf16_bits_of(float value) {
 
 }  // namespace detail
 
-// The eight bf16 of a Vec16 and their float32 sums: sums[0..3] belong to the low halves of the words, sums[4..7] to the
-// high ones. Rounding is to nearest, ties to even.
+// The eight bf16 of a Vec16 and their float32 sums: sums[0..3] belong to the low halves of the words,
+// sums[4..7] to the high ones. Rounding is to nearest, ties to even.
 WEFT_DEVICE void add_bf16x8(float (&sums)[8], const Vec16& vec) {
   WEFT_UNROLL
   for (uint32_t i = 0; i < 4; ++i) {
@@ -298,7 +298,8 @@ WEFT_DEVICE void add_bf16x8(float (&sums)[8], const Vec16& vec) {
 WEFT_DEVICE Vec16 round_bf16x8(const float (&sums)[8]) {
   Vec16 vec;
   WEFT_UNROLL
-  for (uint32_t i = 0; i < 4; ++i) vec.words[i] = detail::bf16_bits_of(sums[i]) | detail::bf16_bits_of(sums[4 + i]) << 16;
+  for (uint32_t i = 0; i < 4; ++i)
+    vec.words[i] = detail::bf16_bits_of(sums[i]) | detail::bf16_bits_of(sums[4 + i]) << 16;
   return vec;
 }
 

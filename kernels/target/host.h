@@ -25,9 +25,11 @@
 
 namespace weft {
 
-// ---- groups ------------------------------------------------------------------------------------------------------
+// ---- groups
+// ------------------------------------------------------------------------------------------------------
 
-// A barrier for the threads of one block. Yields while it waits: blocks may have more threads than there are cores.
+// A barrier for the threads of one block. Yields while it waits: blocks may have more threads than there are
+// cores.
 class BlockBarrier {
  public:
   explicit BlockBarrier(uint32_t threads) : threads_(threads) {}
@@ -105,7 +107,8 @@ struct Warp {
   bool any(bool value) const { return value; }
 };
 
-// ---- memory ------------------------------------------------------------------------------------------------------
+// ---- memory
+// ------------------------------------------------------------------------------------------------------
 
 struct alignas(16) Vec16 {
   uint32_t words[4];
@@ -121,7 +124,9 @@ T load_relaxed(const T* at) {
   return std::atomic_ref<T>(*const_cast<T*>(at)).load(std::memory_order_relaxed);
 }
 // A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
-inline uint64_t peek(const uint64_t* at) { return load_relaxed(at); }
+inline uint64_t peek(const uint64_t* at) {
+  return load_relaxed(at);
+}
 // Streaming stores are not ordered by a release on x86; a store fence before it makes them so.
 inline void publish_streaming_stores() {
 #if defined(__SSE2__)
@@ -143,7 +148,9 @@ T add_release(T* at, T value) {
   return std::atomic_ref<T>(*at).fetch_add(value, std::memory_order_release);
 }
 // Block scope; `at` is usually in shared memory.
-inline uint32_t load_acquire_block(const uint32_t* at) { return load_acquire(at); }
+inline uint32_t load_acquire_block(const uint32_t* at) {
+  return load_acquire(at);
+}
 inline void store_release_block(uint32_t* at, uint32_t value) {
   std::atomic_ref<uint32_t>(*at).store(value, std::memory_order_release);
 }
@@ -162,11 +169,19 @@ T exchange_local(T* at, T value) {
   return std::atomic_ref<T>(*at).exchange(value, std::memory_order_acq_rel);
 }
 // Orders everything before it against everything after it, for peers too.
-inline void fence_system() { publish_streaming_stores(); }
+inline void fence_system() {
+  publish_streaming_stores();
+}
 
-inline Vec16 load_vec(const Vec16* at) { return *at; }
-inline Vec16 load_vec_streaming(const Vec16* at) { return *at; }
-inline void store_vec(Vec16* at, Vec16 value) { *at = value; }
+inline Vec16 load_vec(const Vec16* at) {
+  return *at;
+}
+inline Vec16 load_vec_streaming(const Vec16* at) {
+  return *at;
+}
+inline void store_vec(Vec16* at, Vec16 value) {
+  *at = value;
+}
 inline void store_vec_streaming(Vec16* at, Vec16 value) {
 #if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
   __m128i bits;
@@ -195,14 +210,23 @@ inline void copy_row_streaming(std::byte* dst, const std::byte* src, uint64_t by
 }
 
 // Asks for a line to be brought near; may do nothing.
-inline void prefetch(const void* at) { __builtin_prefetch(at); }
+inline void prefetch(const void* at) {
+  __builtin_prefetch(at);
+}
 
-// ---- numbers -----------------------------------------------------------------------------------------------------
+// ---- numbers
+// -----------------------------------------------------------------------------------------------------
 
 // One rounding each, as on the other targets.
-inline float multiply(float a, float b) { return a * b; }
-inline float add(float a, float b) { return a + b; }
-inline float divide(float a, float b) { return a / b; }
+inline float multiply(float a, float b) {
+  return a * b;
+}
+inline float add(float a, float b) {
+  return a + b;
+}
+inline float divide(float a, float b) {
+  return a / b;
+}
 
 // Four floats as float8_e4m3fn, first in the low byte: nearest even; above 448 it is 448.
 inline uint32_t e4m3x4(float a, float b, float c, float d) {
@@ -248,8 +272,8 @@ inline Word4 bf16_bits_of(Float4 values) {
 
 }  // namespace detail
 
-// The eight bf16 of a Vec16 and their float32 sums: sums[0..3] belong to the low halves of the words, sums[4..7] to the
-// high ones. Rounding is to nearest, ties to even.
+// The eight bf16 of a Vec16 and their float32 sums: sums[0..3] belong to the low halves of the words,
+// sums[4..7] to the high ones. Rounding is to nearest, ties to even.
 inline void add_bf16x8(float (&sums)[8], const Vec16& vec) {
   detail::Float4 low, high;
   detail::Word4 words;
@@ -271,9 +295,11 @@ inline Vec16 round_bf16x8(const float (&sums)[8]) {
   return vec;
 }
 
-// ---- row pipe ----------------------------------------------------------------------------------------------------
+// ---- row pipe
+// ----------------------------------------------------------------------------------------------------
 
-// Streams items (rows or pieces of rows) to one or more places each. On the host the source itself is the stage.
+// Streams items (rows or pieces of rows) to one or more places each. On the host the source itself is the
+// stage.
 //   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage).
 // All lanes call run(), sink() and store(); each lane gives store() its own place, or null.
 // After drain() every store is visible to a peer that acquires a later release by this warp.
@@ -297,7 +323,8 @@ class RowPipe {
   void drain() {}
 };
 
-// ---- time --------------------------------------------------------------------------------------------------------
+// ---- time
+// --------------------------------------------------------------------------------------------------------
 
 inline uint64_t now_ns() {
   timespec now;
@@ -306,16 +333,18 @@ inline uint64_t now_ns() {
 }
 
 // For measuring waits. There is no portable cycle counter, so these are nanoseconds.
-inline uint64_t cycles() { return now_ns(); }
+inline uint64_t cycles() {
+  return now_ns();
+}
 
 // About that long, at most 1 ms; for polls that are in no hurry.
 inline void pause_ns(uint32_t /*ns*/) {
   sched_yield();
 }
 
-// One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields soon; and
-// there may be more busy processes than cores, who would be given a whole time slice for every yield, so it then sleeps:
-// who sleeps is woken before those.
+// One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields
+// soon; and there may be more busy processes than cores, who would be given a whole time slice for every
+// yield, so it then sleeps: who sleeps is woken before those.
 inline void pause(uint32_t polls) {
   if (polls < 16) return;
   if (polls < 128) {

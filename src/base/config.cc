@@ -14,7 +14,8 @@ namespace {
 
 std::string variable_name(const char* option) {
   std::string name = "WEFT_";
-  for (const char* c = option; *c; ++c) name += static_cast<char>(std::toupper(static_cast<unsigned char>(*c)));
+  for (const char* c = option; *c; ++c)
+    name += static_cast<char>(std::toupper(static_cast<unsigned char>(*c)));
   return name;
 }
 
@@ -37,9 +38,15 @@ bool parse(const char* given, double& out) {
   return true;
 }
 
-const char* type_name(const std::string&) { return "text"; }
-const char* type_name(int64_t) { return "whole number, 0 or more"; }
-const char* type_name(double) { return "number above 0"; }
+const char* type_name(const std::string&) {
+  return "text";
+}
+const char* type_name(int64_t) {
+  return "whole number, 0 or more";
+}
+const char* type_name(double) {
+  return "number above 0";
+}
 
 // Reads one option; a value that does not parse keeps the default and says so in its row.
 template <class T>
@@ -74,9 +81,15 @@ Loaded& loaded() {
 
 }  // namespace
 
-const Config& config() { return loaded().config; }
-std::vector<OptionRow> config_table() { return loaded().rows; }
-void config_reload() { loaded() = load(); }
+const Config& config() {
+  return loaded().config;
+}
+std::vector<OptionRow> config_table() {
+  return loaded().rows;
+}
+void config_reload() {
+  loaded() = load();
+}
 
 std::string expand_home(std::string_view path) {
   if (!path.starts_with("~/")) return std::string(path);

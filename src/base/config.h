@@ -35,7 +35,7 @@ namespace weft {
   WEFT_OPTION(heartbeat_s, double, 1.0, "longest silence of the transfer engine towards a peer") \
   WEFT_OPTION(peer_dead_s, double, 10.0, "silence after which the transfer engine takes a peer for lost") \
   WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty lets the system's loader look") \
-  WEFT_OPTION(libibverbs, std::string, "", "path of libibverbs; empty lets the system's loader look") \
+  WEFT_OPTION(libibverbs, std::string, "", "path of libibverbs; empty lets the system's loader look")
 
 // clang-format on
 #define WEFT_OPTIONS(WEFT_OPTION)                                                                            \

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Deadline is a point in time that a wait may not pass; wait_until() is the one host-side way to poll for something.
+// Deadline is a point in time that a wait may not pass; wait_until() is the one host-side way to poll for
+// something.
 //   Deadline until = Deadline::after_s(config().timeout_s);
 //   if (!wait_until(until, [&] { return done.load(); })) return Status::make(Code::kPeerLost, ...);
-// Waiting spins briefly, then yields, then sleeps: with more waiting threads than cores a bare spin starves the peer.
+// Waiting spins briefly, then yields, then sleeps: with more waiting threads than cores a bare spin starves
+// the peer.
 #pragma once
 
 #include <sched.h>
@@ -18,8 +20,8 @@ class Deadline {
   using Clock = std::chrono::steady_clock;
 
   static Deadline after_s(double seconds) {
-    return Deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                       std::chrono::duration<double>(seconds)));
+    return Deadline(Clock::now() +
+                    std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
   }
   bool passed() const { return Clock::now() >= at_; }
   double left_s() const { return std::chrono::duration<double>(at_ - Clock::now()).count(); }

@@ -29,10 +29,14 @@ LogLevel level_from_config() {
 
 const char* label(LogLevel level) {
   switch (level) {
-    case LogLevel::kError: return "error";
-    case LogLevel::kWarn: return "warning";
-    case LogLevel::kInfo: return "info";
-    case LogLevel::kDebug: return "debug";
+    case LogLevel::kError:
+      return "error";
+    case LogLevel::kWarn:
+      return "warning";
+    case LogLevel::kInfo:
+      return "info";
+    case LogLevel::kDebug:
+      return "debug";
   }
   return "?";
 }
@@ -44,7 +48,9 @@ void set_log_sink(LogSink replacement) {
   sink().sink = std::move(replacement);
 }
 
-bool log_enabled(LogLevel level) { return level <= level_from_config(); }
+bool log_enabled(LogLevel level) {
+  return level <= level_from_config();
+}
 
 void log_line(LogLevel level, const std::string& line) {
   std::lock_guard lock(sink().mutex);

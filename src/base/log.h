@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// log_warn("fabric: provider {} is missing", name) writes one line to standard error, or to the sink that Python sets.
-// Threads: any. The level comes from WEFT_LOG.
+// log_warn("fabric: provider {} is missing", name) writes one line to standard error, or to the sink that
+// Python sets. Threads: any. The level comes from WEFT_LOG.
 #pragma once
 
 #include <functional>

@@ -7,13 +7,20 @@ namespace weft {
 
 const char* to_string(Code code) {
   switch (code) {
-    case Code::kOk: return "ok";
-    case Code::kInvalid: return "invalid";
-    case Code::kCapacity: return "capacity";
-    case Code::kPeerLost: return "peer_lost";
-    case Code::kUnsupported: return "unsupported";
-    case Code::kSystem: return "system";
-    case Code::kClosed: return "closed";
+    case Code::kOk:
+      return "ok";
+    case Code::kInvalid:
+      return "invalid";
+    case Code::kCapacity:
+      return "capacity";
+    case Code::kPeerLost:
+      return "peer_lost";
+    case Code::kUnsupported:
+      return "unsupported";
+    case Code::kSystem:
+      return "system";
+    case Code::kClosed:
+      return "closed";
   }
   return "unknown";
 }

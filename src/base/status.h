@@ -3,8 +3,8 @@
 // Status says whether an operation worked and, if not, why; Result<T> is a Status or a value.
 //   Result<Window> w = Window::create(comm, bytes);
 //   if (!w.ok()) return w.status();
-// Threads: values, no shared state. The first to know a cause logs it (logged()); callers pass it on in silence.
-// Nothing in Weft aborts; exceptions start at the Python boundary, where Code picks the exception.
+// Threads: values, no shared state. The first to know a cause logs it (logged()); callers pass it on in
+// silence. Nothing in Weft aborts; exceptions start at the Python boundary, where Code picks the exception.
 #pragma once
 
 #include <optional>
@@ -79,17 +79,17 @@ class [[nodiscard]] Result {
 }  // namespace weft
 
 // Returns the Status of `expr` from the enclosing function unless it is ok.
-#define WEFT_TRY(expr)                                      \
-  do {                                                      \
-    ::weft::Status weft_try_status = (expr);                \
-    if (!weft_try_status.ok()) return weft_try_status;      \
+#define WEFT_TRY(expr)                                 \
+  do {                                                 \
+    ::weft::Status weft_try_status = (expr);           \
+    if (!weft_try_status.ok()) return weft_try_status; \
   } while (false)
 
 #define WEFT_CONCAT_(a, b) a##b
 #define WEFT_CONCAT(a, b) WEFT_CONCAT_(a, b)
 // Declares or assigns `lhs` from a Result, or returns its Status.
 #define WEFT_TRY_ASSIGN(lhs, expr) WEFT_TRY_ASSIGN_(WEFT_CONCAT(weft_result_, __LINE__), lhs, expr)
-#define WEFT_TRY_ASSIGN_(result, lhs, expr)   \
-  auto result = (expr);                       \
-  if (!result.ok()) return result.status();   \
+#define WEFT_TRY_ASSIGN_(result, lhs, expr) \
+  auto result = (expr);                     \
+  if (!result.ok()) return result.status(); \
   lhs = std::move(*result)

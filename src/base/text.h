@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// text("rank {} waited for {}", 3, peer) replaces each {} in order. std::format arrives with g++ 13; Weft builds with 12.
+// text("rank {} waited for {}", 3, peer) replaces each {} in order. std::format arrives with g++ 13; Weft
+// builds with 12.
 #pragma once
 
 #include <sstream>

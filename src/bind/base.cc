@@ -14,7 +14,8 @@ namespace weft {
 void check(const Status& status) {
   if (status.ok()) return;
   nb::gil_scoped_acquire gil;
-  nb::object error = nb::module_::import_("weft.errors").attr("from_core")(to_string(status.code()), status.message());
+  nb::object error =
+      nb::module_::import_("weft.errors").attr("from_core")(to_string(status.code()), status.message());
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   throw nb::python_error();
 }

@@ -33,7 +33,8 @@ using View = nb::ndarray<uint8_t, nb::ndim<1>>;
 View view(MoeBuffer& buffer, uint64_t offset, uint64_t bytes, nb::object owner) {
   const Device device = buffer.communicator()->device();
   const int kind = device.is_host() ? nb::device::cpu::value : nb::device::cuda::value;
-  return View(buffer.window().local() + offset, {bytes}, owner, {}, nb::dtype<uint8_t>(), kind, device.ordinal);
+  return View(buffer.window().local() + offset, {bytes}, owner, {}, nb::dtype<uint8_t>(), kind,
+              device.ordinal);
 }
 
 }  // namespace
@@ -41,17 +42,20 @@ View view(MoeBuffer& buffer, uint64_t offset, uint64_t bytes, nb::object owner) 
 void bind_moe(nb::module_& module) {
   nb::class_<RowFormat>(module, "RowFormat")
       .def(nb::init<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>(), nb::arg("row_bytes"),
-           nb::arg("scale_words"), nb::arg("top_k"), nb::arg("id_bytes"), nb::arg("element"), nb::arg("combine_row_bytes"))
+           nb::arg("scale_words"), nb::arg("top_k"), nb::arg("id_bytes"), nb::arg("element"),
+           nb::arg("combine_row_bytes"))
       .def_ro("row_bytes", &RowFormat::row_bytes)
       .def_ro("scale_words", &RowFormat::scale_words)
       .def_ro("top_k", &RowFormat::top_k)
       .def_ro("id_bytes", &RowFormat::id_bytes);
   nb::class_<HandleMemory>(module, "HandleMemory")
-      .def("__init__",
-           [](HandleMemory* self, uint64_t send_row, uint64_t slot_base, uint64_t prefix) {
-             new (self) HandleMemory{pointer<int32_t>(send_row), pointer<int32_t>(slot_base), pointer<int32_t>(prefix)};
-           },
-           nb::arg("send_row"), nb::arg("slot_base"), nb::arg("prefix"));
+      .def(
+          "__init__",
+          [](HandleMemory* self, uint64_t send_row, uint64_t slot_base, uint64_t prefix) {
+            new (self) HandleMemory{pointer<int32_t>(send_row), pointer<int32_t>(slot_base),
+                                    pointer<int32_t>(prefix)};
+          },
+          nb::arg("send_row"), nb::arg("slot_base"), nb::arg("prefix"));
   nb::class_<Notified>(module, "Notified")
       .def_ro("handle_id", &Notified::handle_id)
       .def_ro("received_rows", &Notified::received_rows)
@@ -70,66 +74,85 @@ void bind_moe(nb::module_& module) {
       .def_ro("layout", &Received::layout);
 
   nb::class_<MoeBuffer>(module, "MoeBuffer")
-      .def_static("create",
-                  [](std::shared_ptr<Communicator> comm, uint64_t heap_bytes, uint64_t low_latency_bytes, double timeout_s) {
-                    return value_or_throw(without_gil(
-                        [&] { return MoeBuffer::create(comm, {heap_bytes, low_latency_bytes, timeout_s}); }));
-                  },
-                  nb::arg("communicator"), nb::arg("heap_bytes"), nb::arg("low_latency_bytes"), nb::arg("timeout_s"))
-      .def("layout",
-           [](MoeBuffer& self, uint64_t topk_idx, uint32_t id_bytes, uint32_t tokens, uint32_t top_k, uint32_t experts,
-              uint64_t tokens_per_rank, uint64_t tokens_per_expert, uint64_t token_in_rank, uint64_t stream) {
-             check(without_gil([&] {
-               return self.layout({pointer<void>(topk_idx), id_bytes, tokens, top_k, experts,
-                                   pointer<int32_t>(tokens_per_rank), pointer<int32_t>(tokens_per_expert),
-                                   pointer<uint8_t>(token_in_rank), pointer<void>(stream)});
-             }));
-           },
-           nb::kw_only(), nb::arg("topk_idx"), nb::arg("id_bytes"), nb::arg("tokens"), nb::arg("top_k"),
-           nb::arg("experts"), nb::arg("tokens_per_rank"), nb::arg("tokens_per_expert"), nb::arg("token_in_rank"),
-           nb::arg("stream"))
-      .def("notify",
-           [](MoeBuffer& self, const RowFormat& format, uint64_t token_in_rank, uint64_t tokens_per_expert,
-              uint32_t tokens, uint32_t experts, const HandleMemory& handle, bool wait, uint64_t stream) {
-             return value_or_throw(without_gil([&] {
-               return self.notify({format, pointer<uint8_t>(token_in_rank), pointer<int32_t>(tokens_per_expert), tokens,
-                                   experts, handle, wait, pointer<void>(stream)});
-             }));
-           },
-           nb::kw_only(), nb::arg("format"), nb::arg("token_in_rank"), nb::arg("tokens_per_expert"), nb::arg("tokens"),
-           nb::arg("experts"), nb::arg("handle"), nb::arg("wait"), nb::arg("stream"))
-      .def("dispatch",
-           [](MoeBuffer& self, const RowFormat& format, uint64_t x, uint64_t scales, int64_t scale_token_stride,
-              int64_t scale_word_stride, uint64_t topk_idx, uint64_t topk_weights, uint32_t tokens, uint32_t experts,
-              const HandleMemory& handle, uint64_t handle_id, uint64_t rows, uint64_t staging_rows, bool counts_unknown,
-              uint32_t num_sms, uint64_t stream) {
-             return value_or_throw(without_gil([&] {
-               return self.dispatch({format, pointer<std::byte>(x), pointer<uint32_t>(scales), scale_token_stride,
-                                     scale_word_stride, pointer<void>(topk_idx), pointer<float>(topk_weights), tokens,
-                                     experts, handle, handle_id, rows, staging_rows, counts_unknown, num_sms,
-                                     pointer<void>(stream)});
-             }));
-           },
-           nb::kw_only(), nb::arg("format"), nb::arg("x"), nb::arg("scales"), nb::arg("scale_token_stride"),
-           nb::arg("scale_word_stride"), nb::arg("topk_idx"), nb::arg("topk_weights"), nb::arg("tokens"),
-           nb::arg("experts"), nb::arg("handle"), nb::arg("handle_id"), nb::arg("rows"), nb::arg("staging_rows"),
-           nb::arg("counts_unknown"), nb::arg("num_sms"), nb::arg("stream"))
-      .def("combine",
-           [](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element, uint64_t x, uint64_t topk_weights,
-              uint64_t slot, uint64_t bias0, uint64_t bias1, uint64_t combined, uint64_t combined_weights,
-              uint32_t tokens, const HandleMemory& handle, uint64_t handle_id, uint64_t staging_rows, uint32_t num_sms,
-              uint64_t stream) {
-             check(without_gil([&] {
-               return self.combine({row_bytes, top_k, element, pointer<std::byte>(x), pointer<float>(topk_weights),
-                                    pointer<int32_t>(slot), {pointer<std::byte>(bias0), pointer<std::byte>(bias1)},
-                                    pointer<std::byte>(combined), pointer<float>(combined_weights), tokens, handle,
-                                    handle_id, staging_rows, num_sms, pointer<void>(stream)});
-             }));
-           },
-           nb::kw_only(), nb::arg("row_bytes"), nb::arg("top_k"), nb::arg("element"), nb::arg("x"),
-           nb::arg("topk_weights"), nb::arg("slot"), nb::arg("bias0"), nb::arg("bias1"), nb::arg("combined"),
-           nb::arg("combined_weights"), nb::arg("tokens"), nb::arg("handle"), nb::arg("handle_id"),
-           nb::arg("staging_rows"), nb::arg("num_sms"), nb::arg("stream"))
+      .def_static(
+          "create",
+          [](std::shared_ptr<Communicator> comm, uint64_t heap_bytes, uint64_t low_latency_bytes,
+             double timeout_s) {
+            return value_or_throw(without_gil(
+                [&] { return MoeBuffer::create(comm, {heap_bytes, low_latency_bytes, timeout_s}); }));
+          },
+          nb::arg("communicator"), nb::arg("heap_bytes"), nb::arg("low_latency_bytes"), nb::arg("timeout_s"))
+      .def(
+          "layout",
+          [](MoeBuffer& self, uint64_t topk_idx, uint32_t id_bytes, uint32_t tokens, uint32_t top_k,
+             uint32_t experts, uint64_t tokens_per_rank, uint64_t tokens_per_expert, uint64_t token_in_rank,
+             uint64_t stream) {
+            check(without_gil([&] {
+              return self.layout({pointer<void>(topk_idx), id_bytes, tokens, top_k, experts,
+                                  pointer<int32_t>(tokens_per_rank), pointer<int32_t>(tokens_per_expert),
+                                  pointer<uint8_t>(token_in_rank), pointer<void>(stream)});
+            }));
+          },
+          nb::kw_only(), nb::arg("topk_idx"), nb::arg("id_bytes"), nb::arg("tokens"), nb::arg("top_k"),
+          nb::arg("experts"), nb::arg("tokens_per_rank"), nb::arg("tokens_per_expert"),
+          nb::arg("token_in_rank"), nb::arg("stream"))
+      .def(
+          "notify",
+          [](MoeBuffer& self, const RowFormat& format, uint64_t token_in_rank, uint64_t tokens_per_expert,
+             uint32_t tokens, uint32_t experts, const HandleMemory& handle, bool wait, uint64_t stream) {
+            return value_or_throw(without_gil([&] {
+              return self.notify({format, pointer<uint8_t>(token_in_rank),
+                                  pointer<int32_t>(tokens_per_expert), tokens, experts, handle, wait,
+                                  pointer<void>(stream)});
+            }));
+          },
+          nb::kw_only(), nb::arg("format"), nb::arg("token_in_rank"), nb::arg("tokens_per_expert"),
+          nb::arg("tokens"), nb::arg("experts"), nb::arg("handle"), nb::arg("wait"), nb::arg("stream"))
+      .def(
+          "dispatch",
+          [](MoeBuffer& self, const RowFormat& format, uint64_t x, uint64_t scales,
+             int64_t scale_token_stride, int64_t scale_word_stride, uint64_t topk_idx, uint64_t topk_weights,
+             uint32_t tokens, uint32_t experts, const HandleMemory& handle, uint64_t handle_id, uint64_t rows,
+             uint64_t staging_rows, bool counts_unknown, uint32_t num_sms, uint64_t stream) {
+            return value_or_throw(without_gil([&] {
+              return self.dispatch({format, pointer<std::byte>(x), pointer<uint32_t>(scales),
+                                    scale_token_stride, scale_word_stride, pointer<void>(topk_idx),
+                                    pointer<float>(topk_weights), tokens, experts, handle, handle_id, rows,
+                                    staging_rows, counts_unknown, num_sms, pointer<void>(stream)});
+            }));
+          },
+          nb::kw_only(), nb::arg("format"), nb::arg("x"), nb::arg("scales"), nb::arg("scale_token_stride"),
+          nb::arg("scale_word_stride"), nb::arg("topk_idx"), nb::arg("topk_weights"), nb::arg("tokens"),
+          nb::arg("experts"), nb::arg("handle"), nb::arg("handle_id"), nb::arg("rows"),
+          nb::arg("staging_rows"), nb::arg("counts_unknown"), nb::arg("num_sms"), nb::arg("stream"))
+      .def(
+          "combine",
+          [](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element, uint64_t x,
+             uint64_t topk_weights, uint64_t slot, uint64_t bias0, uint64_t bias1, uint64_t combined,
+             uint64_t combined_weights, uint32_t tokens, const HandleMemory& handle, uint64_t handle_id,
+             uint64_t staging_rows, uint32_t num_sms, uint64_t stream) {
+            check(without_gil([&] {
+              return self.combine({row_bytes,
+                                   top_k,
+                                   element,
+                                   pointer<std::byte>(x),
+                                   pointer<float>(topk_weights),
+                                   pointer<int32_t>(slot),
+                                   {pointer<std::byte>(bias0), pointer<std::byte>(bias1)},
+                                   pointer<std::byte>(combined),
+                                   pointer<float>(combined_weights),
+                                   tokens,
+                                   handle,
+                                   handle_id,
+                                   staging_rows,
+                                   num_sms,
+                                   pointer<void>(stream)});
+            }));
+          },
+          nb::kw_only(), nb::arg("row_bytes"), nb::arg("top_k"), nb::arg("element"), nb::arg("x"),
+          nb::arg("topk_weights"), nb::arg("slot"), nb::arg("bias0"), nb::arg("bias1"), nb::arg("combined"),
+          nb::arg("combined_weights"), nb::arg("tokens"), nb::arg("handle"), nb::arg("handle_id"),
+          nb::arg("staging_rows"), nb::arg("num_sms"), nb::arg("stream"))
       .def("view", &view, nb::arg("offset"), nb::arg("bytes"), nb::arg("owner"))
       .def("give_back", &MoeBuffer::give_back, nb::arg("offset"))
       .def("check_fault", [](MoeBuffer& self) { check(self.fault()); })

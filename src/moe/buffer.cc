@@ -16,31 +16,36 @@ namespace weft {
 namespace {
 
 constexpr uint64_t kGrowthStep = uint64_t{2} << 20;
-// A dispatch that exchanges counts leaves room for this many of its size, itself included: calls that exchange none
-// (cached handles, as in a backward pass) can't grow the window.
+// A dispatch that exchanges counts leaves room for this many of its size, itself included: calls that
+// exchange none (cached handles, as in a backward pass) can't grow the window.
 constexpr uint64_t kRoomFor = 3;
 
 uint64_t report_bytes(uint32_t ranks) {
   return sizeof(CountReport) + ranks * sizeof(RankCounts) + kMaxExpertsPerRank * sizeof(int32_t);
 }
 
-const RankCounts* rank_counts(const CountReport* report) { return reinterpret_cast<const RankCounts*>(report + 1); }
+const RankCounts* rank_counts(const CountReport* report) {
+  return reinterpret_cast<const RankCounts*>(report + 1);
+}
 
 // What the machine gives the kernels of one rank.
 Result<ComputeLimits> limits_of(const Communicator& comm) {
   if (comm.device().is_host()) {
     const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
     const auto wanted = static_cast<uint32_t>(config().host_threads);
-    return ComputeLimits{false, 1, wanted ? wanted : std::max(1u, cores / static_cast<unsigned>(comm.size())), 0};
+    return ComputeLimits{false, 1, wanted ? wanted : std::max(1u, cores / static_cast<unsigned>(comm.size())),
+                         0};
   }
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   int sms = 0;
   int shared_bytes = 0;
-  WEFT_TRY(cuda_status(driver->cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, comm.device().ordinal),
-                       "read the number of SMs"));
-  WEFT_TRY(cuda_status(driver->cuDeviceGetAttribute(&shared_bytes, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
-                                                    comm.device().ordinal),
-                       "read the shared memory per block"));
+  WEFT_TRY(cuda_status(
+      driver->cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, comm.device().ordinal),
+      "read the number of SMs"));
+  WEFT_TRY(cuda_status(
+      driver->cuDeviceGetAttribute(&shared_bytes, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+                                   comm.device().ordinal),
+      "read the shared memory per block"));
   return ComputeLimits{true, static_cast<uint32_t>(sms), 1, static_cast<uint32_t>(shared_bytes)};
 }
 
@@ -48,7 +53,9 @@ uint64_t staging_bytes_of(uint64_t rows, uint64_t row_bytes, uint64_t top_k) {
   return round_up(rows * row_bytes, 16) + rows * top_k * sizeof(float);
 }
 
-uint64_t heap_bytes_of(uint64_t bytes) { return round_up(std::max<uint64_t>(bytes, 1), Heap::kAlignment); }
+uint64_t heap_bytes_of(uint64_t bytes) {
+  return round_up(std::max<uint64_t>(bytes, 1), Heap::kAlignment);
+}
 
 }  // namespace
 
@@ -66,7 +73,8 @@ constexpr char kCombineFile[] = "kernels/moe/high_throughput_combine.cuh";
 }  // namespace
 
 MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window,
-                     std::unique_ptr<HostVisible> visible, const MoeOptions& options, const HighThroughputControl& control)
+                     std::unique_ptr<HostVisible> visible, const MoeOptions& options,
+                     const HighThroughputControl& control)
     : comm_(std::move(comm)),
       window_(std::move(window)),
       visible_(std::move(visible)),
@@ -81,13 +89,16 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
   unawaited_report_ = visible_->at<CountReport>(carver.take(report_bytes(comm_->size())));
 }
 
-Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicator> comm, const MoeOptions& options) {
+Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicator> comm,
+                                                     const MoeOptions& options) {
   const auto ranks = static_cast<uint32_t>(comm->size());
   if (static_cast<uint32_t>(comm->mapped_ranks().size()) != ranks)
-    return Status::make(Code::kUnsupported, "group: got {} ranks of which rank {} maps {}, allowed: ranks of one node",
-                        ranks, comm->rank(), comm->mapped_ranks().size());
+    return Status::make(Code::kUnsupported,
+                        "group: got {} ranks of which rank {} maps {}, allowed: ranks of one node", ranks,
+                        comm->rank(), comm->mapped_ranks().size());
   const HighThroughputControl control = plan_control(ranks);
-  const uint64_t bytes = round_up(control.end, 4096) + round_up(options.low_latency_bytes, 4096) + options.heap_bytes;
+  const uint64_t bytes =
+      round_up(control.end, 4096) + round_up(options.low_latency_bytes, 4096) + options.heap_bytes;
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 3 + 2 * report_bytes(ranks)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
   WEFT_TRY_ASSIGN(ComputeLimits limits, limits_of(*comm));
@@ -126,12 +137,13 @@ Status MoeBuffer::zero(void* at, uint64_t bytes, void* stream) {
     return {};
   }
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  return cuda_status(driver->cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(at), 0, bytes, static_cast<CUstream>(stream)),
-                     "zero counts");
+  return cuda_status(
+      driver->cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(at), 0, bytes, static_cast<CUstream>(stream)),
+      "zero counts");
 }
 
-Status MoeBuffer::launch(const KernelChoice& choice, const GridPlan& grid, const void* args, size_t args_bytes,
-                         const HighThroughputShape& shape, void* stream) {
+Status MoeBuffer::launch(const KernelChoice& choice, const GridPlan& grid, const void* args,
+                         size_t args_bytes, const HighThroughputShape& shape, void* stream) {
   const KernelKey key{choice.file,
                       choice.name,
                       choice.args_type,
@@ -153,13 +165,21 @@ Status MoeBuffer::launch(const KernelChoice& choice, const GridPlan& grid, const
 Status MoeBuffer::layout(const LayoutCall& call) {
   WEFT_TRY(fault());
   const auto ranks = static_cast<uint32_t>(comm_->size());
-  const LayoutArgs args{call.topk_idx, call.tokens, call.top_k, call.id_bytes, ranks, call.experts,
-                        experts_per_rank(call.experts), 0, call.tokens_per_rank, call.tokens_per_expert,
+  const LayoutArgs args{call.topk_idx,
+                        call.tokens,
+                        call.top_k,
+                        call.id_bytes,
+                        ranks,
+                        call.experts,
+                        experts_per_rank(call.experts),
+                        0,
+                        call.tokens_per_rank,
+                        call.tokens_per_expert,
                         call.token_in_rank};
   WEFT_TRY(zero(call.tokens_per_rank, ranks * sizeof(int32_t), call.stream));
   WEFT_TRY(zero(call.tokens_per_expert, call.experts * sizeof(int32_t), call.stream));
-  return launch({kLayoutFile, "dispatch_layout", "LayoutArgs"}, plan_layout(call.tokens, ranks, call.experts, limits_), &args, sizeof(args), {},
-                call.stream);
+  return launch({kLayoutFile, "dispatch_layout", "LayoutArgs"},
+                plan_layout(call.tokens, ranks, call.experts, limits_), &args, sizeof(args), {}, call.stream);
 }
 
 Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
@@ -174,16 +194,16 @@ Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
   args.state = reinterpret_cast<GridState*>(window_->local() + control_.notify_state);
   args.token_in_rank = call.token_in_rank;
   args.tokens_per_expert = call.tokens_per_expert;
-  args.mine = {format.row_bytes, format.scale_words, format.top_k, call.experts, format.element, call.tokens, {0, 0},
-               heap_.largest(), staging_bytes_};
+  args.mine = {format.row_bytes, format.scale_words, format.top_k,  call.experts, format.element, call.tokens,
+               {0, 0},           heap_.largest(),    staging_bytes_};
   args.experts_per_rank = experts_per_rank(call.experts);
   args.send_row = call.handle.send_row;
   args.slot_base = call.handle.slot_base;
   args.prefix = call.handle.prefix;
   args.report = report;
   args.rows_to = reinterpret_cast<int32_t*>(window_->local() + control_.rows_to);
-  WEFT_TRY(launch({kLayoutFile, "dispatch_notify", "NotifyArgs"}, plan_notify(ranks, limits_), &args, sizeof(args), {},
-                  call.stream));
+  WEFT_TRY(launch({kLayoutFile, "dispatch_notify", "NotifyArgs"}, plan_notify(ranks, limits_), &args,
+                  sizeof(args), {}, call.stream));
   return collect(call, report, ++dispatches_);
 }
 
@@ -198,8 +218,10 @@ Result<Notified> MoeBuffer::collect(const NotifyCall& call, const CountReport* r
   });
   WEFT_TRY(fault());
   if (!came)
-    return logged(Status::make(Code::kPeerLost, "rank {}, dispatch.counts, waited {} s for this rank's own kernel: "
-                               "the stream has not reached it", comm_->rank(), 2 * timeout_s_));
+    return logged(Status::make(Code::kPeerLost,
+                               "rank {}, dispatch.counts, waited {} s for this rank's own kernel: "
+                               "the stream has not reached it",
+                               comm_->rank(), 2 * timeout_s_));
   WEFT_TRY(compare(*report));
   const RankCounts* counts = rank_counts(report);
   WEFT_TRY(make_room(call, counts));
@@ -214,7 +236,8 @@ Result<Notified> MoeBuffer::collect(const NotifyCall& call, const CountReport* r
 
 Status MoeBuffer::compare(const CountReport& report) const {
   if (report.disagreeing_word == kAgreedWords) return {};
-  return logged(disagreement(report.disagreeing_word, comm_->rank(), report.mine, report.disagreeing_rank, report.theirs));
+  return logged(disagreement(report.disagreeing_word, comm_->rank(), report.mine, report.disagreeing_rank,
+                             report.theirs));
 }
 
 // Every rank sees everyone's counts and free memory, so all decide alike whether to grow, and by how much.
@@ -222,8 +245,8 @@ Status MoeBuffer::make_room(const NotifyCall& call, const RankCounts* counts) {
   const RowFormat& format = call.format;
   uint64_t growth = 0;
   for (int rank = 0; rank < comm_->size(); ++rank) {
-    const ReceiveLayout layout =
-        receive_layout(counts[rank].received_rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
+    const ReceiveLayout layout = receive_layout(counts[rank].received_rows, format.row_bytes,
+                                                format.scale_words, format.top_k, format.id_bytes);
     const uint64_t staging = staging_bytes_of(counts[rank].sent_rows, format.combine_row_bytes, format.top_k);
     uint64_t need = heap_bytes_of(layout.rows_bytes) + heap_bytes_of(layout.meta_bytes);
     if (staging > counts[rank].staging_bytes) need += heap_bytes_of(staging);
@@ -239,10 +262,11 @@ Status MoeBuffer::make_room(const NotifyCall& call, const RankCounts* counts) {
 
 Result<uint64_t> MoeBuffer::take(uint64_t bytes, const char* what) {
   if (std::optional<uint64_t> at = heap_.take(std::max<uint64_t>(bytes, 1))) return *at;
-  return logged(Status::make(Code::kCapacity,
-                             "num_nvl_bytes: {} needs {} bytes in one piece, the buffer has {} free of {}; make it larger, "
-                             "free earlier outputs, or let dispatch wait for counts (num_worst_tokens=0), which grows it",
-                             what, bytes, heap_.largest(), window_->bytes() - low_latency_end_));
+  return logged(Status::make(
+      Code::kCapacity,
+      "num_nvl_bytes: {} needs {} bytes in one piece, the buffer has {} free of {}; make it larger, "
+      "free earlier outputs, or let dispatch wait for counts (num_worst_tokens=0), which grows it",
+      what, bytes, heap_.largest(), window_->bytes() - low_latency_end_));
 }
 
 Status MoeBuffer::ensure_staging(uint64_t bytes) {
@@ -259,7 +283,8 @@ Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
   const auto ranks = static_cast<uint32_t>(comm_->size());
   const RowFormat& format = call.format;
   Received received{};
-  received.layout = receive_layout(call.rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
+  received.layout =
+      receive_layout(call.rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
   WEFT_TRY(ensure_staging(staging_bytes_of(call.staging_rows, format.combine_row_bytes, format.top_k)));
   WEFT_TRY_ASSIGN(received.rows_at, take(received.layout.rows_bytes, "dispatch"));
   Result<uint64_t> meta_at = take(received.layout.meta_bytes, "dispatch");
@@ -269,8 +294,8 @@ Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
   }
   received.meta_at = *meta_at;
 
-  const HighThroughputShape shape{format.row_bytes, plan_piece_bytes(format.row_bytes), format.scale_words, format.top_k,
-                                  kElementBf16};
+  const HighThroughputShape shape{format.row_bytes, plan_piece_bytes(format.row_bytes), format.scale_words,
+                                  format.top_k, kElementBf16};
   const GridPlan grid = plan_dispatch(ranks, static_cast<uint32_t>(shape.piece_bytes), call.num_sms, limits_);
   DispatchArgs args{};
   args.at = control_.offsets;
@@ -287,8 +312,13 @@ Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
   args.slot_base = call.handle.slot_base;
   args.prefix = call.handle.prefix;
   args.report = call.counts_unknown ? unawaited_report_ : nullptr;
-  args.mine = {received.rows_at, received.meta_at, call.rows, call.handle_id, format.row_bytes,
-               row_extras(format.scale_words, format.top_k, format.top_k ? format.id_bytes : 0), {}};
+  args.mine = {received.rows_at,
+               received.meta_at,
+               call.rows,
+               call.handle_id,
+               format.row_bytes,
+               row_extras(format.scale_words, format.top_k, format.top_k ? format.id_bytes : 0),
+               {}};
   args.experts = call.experts;
   args.experts_per_rank = experts_per_rank(call.experts);
   args.id_bytes = format.id_bytes;
@@ -307,7 +337,8 @@ Status MoeBuffer::combine(const CombineCall& call) {
   WEFT_TRY(fault());
   const auto ranks = static_cast<uint32_t>(comm_->size());
   WEFT_TRY(ensure_staging(staging_bytes_of(call.staging_rows, call.row_bytes, call.top_k)));
-  const HighThroughputShape shape{call.row_bytes, plan_piece_bytes(call.row_bytes), 0, call.top_k, call.element};
+  const HighThroughputShape shape{call.row_bytes, plan_piece_bytes(call.row_bytes), 0, call.top_k,
+                                  call.element};
   const GridPlan grid = plan_combine(ranks, static_cast<uint32_t>(shape.piece_bytes), call.num_sms, limits_);
   CombineArgs args{};
   args.at = control_.offsets;
@@ -324,8 +355,13 @@ Status MoeBuffer::combine(const CombineCall& call) {
   args.combined = call.combined;
   args.combined_weights = call.combined_weights;
   args.tokens = call.tokens;
-  args.mine = {staging_at_, staging_at_ + round_up(call.staging_rows * call.row_bytes, 16), call.staging_rows,
-               call.handle_id, call.row_bytes, row_extras(0, call.top_k, 0), {}};
+  args.mine = {staging_at_,
+               staging_at_ + round_up(call.staging_rows * call.row_bytes, 16),
+               call.staging_rows,
+               call.handle_id,
+               call.row_bytes,
+               row_extras(0, call.top_k, 0),
+               {}};
   args.push_warps = grid.first_role;
   args.sum_warps = grid.second_role;
   args.watch_warps = grid.watch_role;

@@ -3,13 +3,13 @@
 // MoeBuffer is the host side of expert-parallel dispatch and combine on ranks that map each other's windows.
 //   WEFT_TRY_ASSIGN(auto buffer, MoeBuffer::create(comm, options));
 //   WEFT_TRY_ASSIGN(Notified counts, buffer->notify(call));       // who sends how many rows to whom
-//   WEFT_TRY_ASSIGN(Received rows, buffer->dispatch(rows_call));  // rows in this rank's window, until give_back()
-//   WEFT_TRY(buffer->combine(combine_call));
-// Pointers are memory of this rank's device; nothing is checked here that Python has checked. Calls are collective and
-// in the same order on all ranks. On CUDA they enqueue on `stream`; on the host they return when they are done.
-// Threads: one caller at a time; give_back() from any thread.
-// Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on epochs. Where ranks
-// disagree about a call, kInvalid on all of them, and the next call may succeed.
+//   WEFT_TRY_ASSIGN(Received rows, buffer->dispatch(rows_call));  // rows in this rank's window, until
+//   give_back() WEFT_TRY(buffer->combine(combine_call));
+// Pointers are memory of this rank's device; nothing is checked here that Python has checked. Calls are
+// collective and in the same order on all ranks. On CUDA they enqueue on `stream`; on the host they return
+// when they are done. Threads: one caller at a time; give_back() from any thread. Errors: kPeerLost names the
+// silent rank, after which every call fails: the ranks no longer agree on epochs. Where ranks disagree about
+// a call, kInvalid on all of them, and the next call may succeed.
 #pragma once
 
 #include <memory>
@@ -32,15 +32,16 @@ struct MoeOptions {
 };
 
 struct RowFormat {
-  uint32_t row_bytes;    // multiple of 16
-  uint32_t scale_words;  // 4-byte words of scales per row
-  uint32_t top_k;        // 0 when no ids travel
-  uint32_t id_bytes;     // 4 or 8
-  uint32_t element;      // bytes of one element of x: ranks must agree
+  uint32_t row_bytes;          // multiple of 16
+  uint32_t scale_words;        // 4-byte words of scales per row
+  uint32_t top_k;              // 0 when no ids travel
+  uint32_t id_bytes;           // 4 or 8
+  uint32_t element;            // bytes of one element of x: ranks must agree
   uint32_t combine_row_bytes;  // of the rows that combine will send back
 };
 
-// The places that a dispatch's handle keeps. R ranks, T tokens: send_row i32[T][R], slot_base i32[T], prefix i32[R][R].
+// The places that a dispatch's handle keeps. R ranks, T tokens: send_row i32[T][R], slot_base i32[T], prefix
+// i32[R][R].
 struct HandleMemory {
   int32_t* send_row;
   int32_t* slot_base;
@@ -71,15 +72,15 @@ struct DispatchCall {
   const uint32_t* scales;
   int64_t scale_token_stride;  // in words
   int64_t scale_word_stride;
-  const void* topk_idx;       // null: no ids travel
+  const void* topk_idx;  // null: no ids travel
   const float* topk_weights;
   uint32_t tokens;
   uint32_t experts;
   HandleMemory handle;
   uint64_t handle_id;
-  uint64_t rows;             // to make room for here
-  uint64_t staging_rows;     // sent rows that combine will get back, at most
-  bool counts_unknown;       // num_worst_tokens: fill the tail, and stop if ranks disagree
+  uint64_t rows;          // to make room for here
+  uint64_t staging_rows;  // sent rows that combine will get back, at most
+  bool counts_unknown;    // num_worst_tokens: fill the tail, and stop if ranks disagree
   uint32_t num_sms;
   void* stream;
 };
@@ -94,13 +95,13 @@ struct Received {
 struct CombineCall {
   uint32_t row_bytes;
   uint32_t top_k;
-  int64_t element;             // kElementBf16 or kElementFp32
-  const std::byte* x;          // [N] rows
-  const float* topk_weights;   // [N][K], or null
-  const int32_t* slot;         // [N], from the dispatch
+  int64_t element;            // kElementBf16 or kElementFp32
+  const std::byte* x;         // [N] rows
+  const float* topk_weights;  // [N][K], or null
+  const int32_t* slot;        // [N], from the dispatch
   const std::byte* bias[2];
-  std::byte* combined;         // [T] rows
-  float* combined_weights;     // [T][K], or null
+  std::byte* combined;      // [T] rows
+  float* combined_weights;  // [T][K], or null
   uint32_t tokens;
   HandleMemory handle;
   uint64_t handle_id;
@@ -123,14 +124,16 @@ struct LayoutCall {
 
 class MoeBuffer {
  public:
-  static Result<std::unique_ptr<MoeBuffer>> create(std::shared_ptr<Communicator> comm, const MoeOptions& options);
+  static Result<std::unique_ptr<MoeBuffer>> create(std::shared_ptr<Communicator> comm,
+                                                   const MoeOptions& options);
 
   Status layout(const LayoutCall& call);
   Result<Notified> notify(const NotifyCall& call);
   Result<Received> dispatch(const DispatchCall& call);
   Status combine(const CombineCall& call);
 
-  // Frees what a dispatch returned. On CUDA: when every use on any stream is ordered before the next dispatch.
+  // Frees what a dispatch returned. On CUDA: when every use on any stream is ordered before the next
+  // dispatch.
   void give_back(uint64_t offset) { heap_.give(offset); }
   // Reports a fault that a kernel raised since; later calls report it too.
   Status fault();
@@ -147,8 +150,9 @@ class MoeBuffer {
   WaitRule wait_rule() const;
 
  private:
-  MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window, std::unique_ptr<HostVisible> visible,
-            const MoeOptions& options, const HighThroughputControl& control);
+  MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window,
+            std::unique_ptr<HostVisible> visible, const MoeOptions& options,
+            const HighThroughputControl& control);
 
   struct KernelChoice;
   Status launch(const KernelChoice& choice, const GridPlan& grid, const void* args, size_t args_bytes,

@@ -11,24 +11,42 @@ namespace {
 
 const char* operation(Site site) {
   switch (site) {
-    case Site::kNone: return "nothing";
-    case Site::kCounts: return "dispatch.counts";
-    case Site::kCountsDisagree: return "dispatch.counts";
-    case Site::kDispatchReady: return "dispatch.ready";
-    case Site::kDispatchRecv: return "dispatch.recv";
-    case Site::kDispatchCapacity: return "dispatch.capacity";
-    case Site::kCombineReady: return "combine.ready";
-    case Site::kCombineRecv: return "combine.recv";
-    case Site::kCombineHandle: return "combine.handle";
-    case Site::kDispatchHandle: return "dispatch.handle";
-    case Site::kLowLatencyDispatchSlot: return "low_latency_dispatch.slot";
-    case Site::kLowLatencyDispatchRecv: return "low_latency_dispatch.recv";
-    case Site::kLowLatencyCombineSlot: return "low_latency_combine.slot";
-    case Site::kLowLatencyCombineRecv: return "low_latency_combine.recv";
-    case Site::kLowLatencyCapacity: return "low_latency_dispatch.capacity";
-    case Site::kLowLatencyAgree: return "low_latency.agree";
-    case Site::kBarrier: return "barrier";
-    case Site::kCollective: return "collective";
+    case Site::kNone:
+      return "nothing";
+    case Site::kCounts:
+      return "dispatch.counts";
+    case Site::kCountsDisagree:
+      return "dispatch.counts";
+    case Site::kDispatchReady:
+      return "dispatch.ready";
+    case Site::kDispatchRecv:
+      return "dispatch.recv";
+    case Site::kDispatchCapacity:
+      return "dispatch.capacity";
+    case Site::kCombineReady:
+      return "combine.ready";
+    case Site::kCombineRecv:
+      return "combine.recv";
+    case Site::kCombineHandle:
+      return "combine.handle";
+    case Site::kDispatchHandle:
+      return "dispatch.handle";
+    case Site::kLowLatencyDispatchSlot:
+      return "low_latency_dispatch.slot";
+    case Site::kLowLatencyDispatchRecv:
+      return "low_latency_dispatch.recv";
+    case Site::kLowLatencyCombineSlot:
+      return "low_latency_combine.slot";
+    case Site::kLowLatencyCombineRecv:
+      return "low_latency_combine.recv";
+    case Site::kLowLatencyCapacity:
+      return "low_latency_dispatch.capacity";
+    case Site::kLowLatencyAgree:
+      return "low_latency.agree";
+    case Site::kBarrier:
+      return "barrier";
+    case Site::kCollective:
+      return "collective";
   }
   return "unknown";
 }
@@ -58,27 +76,30 @@ const char* mistaken_name(uint64_t what) {
 }
 
 Status differ(const char* argument, uint32_t self, uint64_t mine, uint32_t peer, uint64_t theirs) {
-  return Status::invalid("{}: got {} on rank {} and {} on rank {}, allowed: the same on all ranks", argument, mine, self,
-                         theirs, peer);
+  return Status::invalid("{}: got {} on rank {} and {} on rank {}, allowed: the same on all ranks", argument,
+                         mine, self, theirs, peer);
 }
 
 }  // namespace
 
 Status disagreement(uint64_t word, uint32_t self, uint64_t mine, uint32_t peer, uint64_t theirs) {
   static constexpr const char* kNames[kAgreedWords] = {"x (bytes per row)", "x (scale words per row)",
-                                                       "topk_idx (top-k)", "num_experts", "x (bytes per element)"};
+                                                       "topk_idx (top-k)", "num_experts",
+                                                       "x (bytes per element)"};
   return differ(word < kAgreedWords ? kNames[word] : "arguments", self, mine, peer, theirs);
 }
 
 Status fault_status(const FaultBox& box) {
   const char* what = operation(box.site);
   if (box.site == Site::kDispatchCapacity)
-    return Status::make(Code::kCapacity, "num_worst_tokens: got {}, allowed: at least the {} rows that rank {} received",
+    return Status::make(Code::kCapacity,
+                        "num_worst_tokens: got {}, allowed: at least the {} rows that rank {} received",
                         box.expected, box.seen, box.self);
   if (box.site == Site::kLowLatencyCapacity)
-    return Status::invalid("topk_idx: rank {}: {} rows for its expert {}, allowed: {}; tokens that name an expert more than "
-                           "once need a larger num_max_dispatch_tokens_per_rank",
-                           box.self, box.seen, box.peer, box.expected);
+    return Status::invalid(
+        "topk_idx: rank {}: {} rows for its expert {}, allowed: {}; tokens that name an expert more than "
+        "once need a larger num_max_dispatch_tokens_per_rank",
+        box.self, box.seen, box.peer, box.expected);
   if (box.site == Site::kLowLatencyAgree)
     return Status::invalid("{}: rank {} was given {}, rank {} {}, allowed: the same on all ranks",
                            hello_name(box.waited_ns), box.self, box.expected, box.peer, box.seen);
@@ -86,8 +107,8 @@ Status fault_status(const FaultBox& box) {
     return differ(mistaken_name(box.waited_ns), box.self, box.expected, box.peer, box.seen);
   if (box.site == Site::kCountsDisagree)
     return disagreement(box.waited_ns, box.self, box.expected, box.peer, box.seen);
-  return Status::make(Code::kPeerLost, "rank {}, {}, waited {} s for rank {}: expected epoch {}, saw {}", box.self, what,
-                      seconds(box.waited_ns), box.peer, box.expected, box.seen);
+  return Status::make(Code::kPeerLost, "rank {}, {}, waited {} s for rank {}: expected epoch {}, saw {}",
+                      box.self, what, seconds(box.waited_ns), box.peer, box.expected, box.seen);
 }
 
 }  // namespace weft

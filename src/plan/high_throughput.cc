@@ -8,7 +8,8 @@
 namespace weft {
 namespace {
 
-constexpr uint32_t kMaxPieceBytes = 16 * 1024;  // one bulk-copy warp per SM with 16 KiB pieces fills the links
+constexpr uint32_t kMaxPieceBytes =
+    16 * 1024;  // one bulk-copy warp per SM with 16 KiB pieces fills the links
 constexpr uint32_t kCudaWarp = 32;
 
 // On the host every warp takes both roles in turn.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decisions of high-throughput dispatch and combine: where the exchanges stand in a window, how rows are cut, what grid
-// runs. Pure functions: no device, no environment, no clock. Units are in names.
+// Decisions of high-throughput dispatch and combine: where the exchanges stand in a window, how rows are cut,
+// what grid runs. Pure functions: no device, no environment, no clock. Units are in names.
 #pragma once
 
 #include <cstdint>
@@ -27,9 +27,9 @@ HighThroughputControl plan_control(uint32_t ranks);
 // What the machine offers to one rank's kernels.
 struct ComputeLimits {
   bool is_cuda;
-  uint32_t max_blocks;          // SMs, or 1 on the host
-  uint32_t host_threads;        // per rank, on the host
-  uint32_t shared_bytes;        // per block
+  uint32_t max_blocks;    // SMs, or 1 on the host
+  uint32_t host_threads;  // per rank, on the host
+  uint32_t shared_bytes;  // per block
 };
 
 struct GridPlan {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// High-throughput dispatch and combine on the host target, ranks as threads of one process, against plain indexing.
+// High-throughput dispatch and combine on the host target, ranks as threads of one process, against plain
+// indexing.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -67,26 +68,41 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
   void run_rank(MoeBuffer& buffer, uint32_t rank, std::vector<RankData>& all) {
     const Case& c = GetParam();
     RankData& mine = all[rank];
-    ASSERT_EQ(buffer.layout({mine.ids.data(), 8, mine.tokens, c.top_k, c.experts, mine.per_rank.data(),
-                             mine.per_expert.data(), mine.in_rank.data(), nullptr}).message(), "");
+    ASSERT_EQ(buffer
+                  .layout({mine.ids.data(), 8, mine.tokens, c.top_k, c.experts, mine.per_rank.data(),
+                           mine.per_expert.data(), mine.in_rank.data(), nullptr})
+                  .message(),
+              "");
     const RowFormat format{c.row_bytes, c.scale_words, c.top_k, 8, 2, c.row_bytes};
-    Result<Notified> counts = buffer.notify({format, mine.in_rank.data(), mine.per_expert.data(), mine.tokens, c.experts,
-                                             mine.handle(), true, nullptr});
+    Result<Notified> counts = buffer.notify({format, mine.in_rank.data(), mine.per_expert.data(), mine.tokens,
+                                             c.experts, mine.handle(), true, nullptr});
     ASSERT_EQ(counts.status().message(), "");
     Result<Received> received = buffer.dispatch(
-        {format, reinterpret_cast<std::byte*>(mine.x.data()), mine.scales.data(), c.scale_words, 1, mine.ids.data(),
-         mine.weights.data(), mine.tokens, c.experts, mine.handle(), counts->handle_id, counts->received_rows,
-         counts->sent_rows, false, 0, nullptr});
+        {format, reinterpret_cast<std::byte*>(mine.x.data()), mine.scales.data(), c.scale_words, 1,
+         mine.ids.data(), mine.weights.data(), mine.tokens, c.experts, mine.handle(), counts->handle_id,
+         counts->received_rows, counts->sent_rows, false, 0, nullptr});
     ASSERT_EQ(received.status().message(), "");
     check_received(buffer, rank, all, *counts, *received);
 
     const std::byte* meta = buffer.window().local() + received->meta_at;
-    ASSERT_EQ(buffer.combine({c.row_bytes, c.top_k, kElementBf16, buffer.window().local() + received->rows_at,
-                              reinterpret_cast<const float*>(meta + received->layout.weights),
-                              reinterpret_cast<const int32_t*>(meta + received->layout.slot),
-                              {nullptr, nullptr},
-                              reinterpret_cast<std::byte*>(mine.combined.data()), mine.combined_weights.data(),
-                              mine.tokens, mine.handle(), counts->handle_id, counts->sent_rows, 0, nullptr}).message(), "");
+    ASSERT_EQ(buffer
+                  .combine({c.row_bytes,
+                            c.top_k,
+                            kElementBf16,
+                            buffer.window().local() + received->rows_at,
+                            reinterpret_cast<const float*>(meta + received->layout.weights),
+                            reinterpret_cast<const int32_t*>(meta + received->layout.slot),
+                            {nullptr, nullptr},
+                            reinterpret_cast<std::byte*>(mine.combined.data()),
+                            mine.combined_weights.data(),
+                            mine.tokens,
+                            mine.handle(),
+                            counts->handle_id,
+                            counts->sent_rows,
+                            0,
+                            nullptr})
+                  .message(),
+              "");
     check_combined(mine);
     buffer.give_back(received->rows_at);
     buffer.give_back(received->meta_at);
@@ -103,8 +119,8 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
     return false;
   }
 
-  void check_received(MoeBuffer& buffer, uint32_t rank, const std::vector<RankData>& all, const Notified& counts,
-                      const Received& received) {
+  void check_received(MoeBuffer& buffer, uint32_t rank, const std::vector<RankData>& all,
+                      const Notified& counts, const Received& received) {
     const Case& c = GetParam();
     const std::byte* rows = buffer.window().local() + received.rows_at;
     const std::byte* meta = buffer.window().local() + received.meta_at;
@@ -117,11 +133,14 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
       for (uint32_t token = 0; token < source.tokens; ++token) {
         if (!goes(source, token, rank)) continue;
         ASSERT_LT(row, counts.received_rows);
-        ASSERT_EQ(std::memcmp(rows + row * c.row_bytes, source.x.data() + uint64_t{token} * c.row_bytes / 2, c.row_bytes), 0);
+        ASSERT_EQ(std::memcmp(rows + row * c.row_bytes, source.x.data() + uint64_t{token} * c.row_bytes / 2,
+                              c.row_bytes),
+                  0);
         ASSERT_EQ(token_of[row], static_cast<int32_t>(token));
         if (c.scale_words) {
-          ASSERT_EQ(std::memcmp(scales + row * c.scale_words, source.scales.data() + uint64_t{token} * c.scale_words,
-                                c.scale_words * 4), 0);
+          ASSERT_EQ(std::memcmp(scales + row * c.scale_words,
+                                source.scales.data() + uint64_t{token} * c.scale_words, c.scale_words * 4),
+                    0);
         }
         for (uint32_t k = 0; k < c.top_k; ++k) {
           const int64_t expert = source.ids[uint64_t{token} * c.top_k + k];
@@ -177,9 +196,10 @@ TEST_P(HighThroughput, RowsGoOutAndComeBack) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, HighThroughput,
-                         ::testing::Values(Case{1, 16, 1, 1, 5, 0}, Case{2, 256, 2, 8, 33, 0}, Case{3, 48, 4, 7, 20, 3},
-                                           Case{5, 16, 32, 64, 17, 0}, Case{7, 34 * 1024 + 16, 3, 14, 9, 1},
-                                           Case{17, 112, 8, 40, 12, 0}, Case{4, 1024, 8, 32, 700, 2}));
+                         ::testing::Values(Case{1, 16, 1, 1, 5, 0}, Case{2, 256, 2, 8, 33, 0},
+                                           Case{3, 48, 4, 7, 20, 3}, Case{5, 16, 32, 64, 17, 0},
+                                           Case{7, 34 * 1024 + 16, 3, 14, 9, 1}, Case{17, 112, 8, 40, 12, 0},
+                                           Case{4, 1024, 8, 32, 700, 2}));
 
 }  // namespace
 }  // namespace weft

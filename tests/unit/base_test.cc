@@ -10,9 +10,13 @@
 namespace weft {
 namespace {
 
-TEST(Text, ReplacesBracesInOrder) { EXPECT_EQ(text("rank {} of {}", 3, 8), "rank 3 of 8"); }
+TEST(Text, ReplacesBracesInOrder) {
+  EXPECT_EQ(text("rank {} of {}", 3, 8), "rank 3 of 8");
+}
 
-TEST(Text, KeepsWhatHasNoBraces) { EXPECT_EQ(text("plain"), "plain"); }
+TEST(Text, KeepsWhatHasNoBraces) {
+  EXPECT_EQ(text("plain"), "plain");
+}
 
 TEST(Status, CarriesCodeAndMessage) {
   const Status status = Status::invalid("x: got {}, allowed: {}", 3, "1 or 2");

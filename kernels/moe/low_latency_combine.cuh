@@ -189,7 +189,10 @@ WEFT_DEVICE uint32_t range_word(GroupRange range) {
 WEFT_DEVICE void store_lane_bf16(const float (&values)[kLaneElems], std::byte* out) {
   for (uint32_t v = 0; v < kLaneElems / 8; ++v) {
     float eight[Bf16::kPerVec];
-    for (uint32_t i = 0; i < Bf16::kPerVec; ++i) eight[i] = values[Bf16::kPerVec * v + i];
+    for (uint32_t i = 0; i < 4; ++i) {  // the low halves of the words first, then the high ones
+      eight[i] = values[Bf16::kPerVec * v + 2 * i];
+      eight[4 + i] = values[Bf16::kPerVec * v + 2 * i + 1];
+    }
     store_vec(reinterpret_cast<Vec16*>(out) + v, Bf16::round(eight));
   }
 }

@@ -124,11 +124,20 @@ class _Samples:
         sample("memcpy combine", self.copy_back.copy)
 
 
+_META_BYTES = 1024  # at least the scales, ids and weights of a row
+_MOST_OUTPUTS = 24
+
+
 def _make_buffer(bench: Bench, kind: Any) -> Any:
     me, hidden_bytes = bench.me, bench.options.hidden * 2
     configs = (kind.get_dispatch_config(me.size), kind.get_combine_config(me.size))
     nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, me.size) for config in configs)
     rdma_bytes = max(config.get_rdma_buffer_size_hint(hidden_bytes, me.size) for config in configs)
+    if kind is weft.Buffer and bench.options.is_captured:
+        # A captured call exchanges no counts with the host, so it can't grow the window, and its graph keeps its
+        # outputs: room for those of every graph, each of the worst case.
+        worst_bytes = bench.options.tokens * me.size * (hidden_bytes + _META_BYTES)
+        nvl_bytes = max(nvl_bytes, _MOST_OUTPUTS * worst_bytes)
     return kind(me.group, nvl_bytes, rdma_bytes, explicitly_destroy=True)
 
 

@@ -1,14 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // high_throughput_combine.cuh: rows return to their tokens and are summed there.
-// Steps: 1 all ranks say where their staging is   2 push warps send rows to their owners, chunk by chunk, a
-// signal each 3 one watch warp per block follows the signals   4 sum warps add a token's rows as soon as
-// their chunks came. Waits: step 1 for every peer's address, step 3 for the chunks of every peer, step 4 for
-// step 3 in shared memory. Why a watch warp: an acquire, or any fence, takes some 10 us in an SM whose other
-// warps keep loads and stores in flight. When each sum warp acquired each token's chunks, combine took 7 ms
-// on 4 H200 instead of 0.5 ms. Sums: float32, from the bias on, ranks ascending, one rounding. Rows of this
-// rank itself are read where they are. Cost: per (token, other rank): row_bytes + 4 * K bytes over the link,
-// written and read once more at the owner.
+//
+// Steps: 1. All ranks say where their staging is.
+//        2. Push warps send rows to their owners, chunk by chunk, a signal each.
+//        3. One watch warp per block follows the signals.
+//        4. Sum warps add a token's rows as soon as their chunks came.
+//
+// Waits: step 1 for every peer's address, step 3 for the chunks of every peer, step 4 for step 3 in shared
+// memory.
+//
+// Why a watch warp: when every sum warp polled and acquired its own chunks, combine slowed down severely
+// (seen on 4 H200). Why exactly is open: rows that are summed while others arrive still cost more than both
+// alone.
+//
+// Sums: float32, from the bias on, ranks ascending, one rounding. Rows of this rank itself are read in place.
+//
+// Cost: per (token, other rank): row_bytes + 4 * K bytes over the link, written and read once more at the
+// owner.
 #pragma once
 
 #include "kernels/core/numbers.cuh"
@@ -163,7 +172,7 @@ WEFT_DEVICE void watch_chunks(const CombineArgs& a, Warp warp, const MeshT& mesh
   for (;;) {
     const Look look = look_at_signals(a, warp, mesh, epoch, progress.chunks_seen);
     if (warp.any(look.has_moved)) {
-      fence_system();  // one for all the chunks that this look found: fences are what costs
+      fence_system();  // one for all the chunks that this look found
       for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size())
         store_release_block(&progress.chunks_here[peer], progress.chunks_seen[peer]);
       last_moved_ns = now_ns();

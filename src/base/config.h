@@ -38,27 +38,6 @@ namespace weft {
   WEFT_OPTION(libibverbs, std::string, "", "path of libibverbs; empty lets the system's loader look")
 
 // clang-format on
-#define WEFT_OPTIONS(WEFT_OPTION)                                                                            \
-  WEFT_OPTION(timeout_s, double, 100.0, "give up on a silent peer after this many seconds")                  \
-  WEFT_OPTION(log, std::string, "warn", "least severe message to log: error, warn, info or debug")           \
-  WEFT_OPTION(cache_dir, std::string, "~/.cache/weft", "compiled kernels; safe to delete")                   \
-  WEFT_OPTION(transport, std::string, "auto", "transport to use for every peer, or auto")                    \
-  WEFT_OPTION(ranks_per_node, int64_t, 0, "pretend that nodes have this many ranks; 0 asks the machine")     \
-  WEFT_OPTION(cuda_sharing, std::string, "auto", "how GPUs share memory: auto, vmm or ipc")                  \
-  WEFT_OPTION(window_reserve_bytes, int64_t, 0,                                                              \
-              "addresses to set aside per window and rank; 0 takes 256 GiB")                                 \
-  WEFT_OPTION(window_bytes, int64_t, 0,                                                                      \
-              "least bytes of a buffer's window; 0 takes what the buffer asks for")                          \
-  WEFT_OPTION(host_threads, int64_t, 0, "threads a host kernel runs on per rank; 0 lets the planner choose") \
-  WEFT_OPTION(num_sms, int64_t, 0, "SMs that communication kernels use; 0 lets the planner choose")          \
-  WEFT_OPTION(nvrtc, std::string, "", "path of libnvrtc; empty looks in Python packages, then the system")   \
-  WEFT_OPTION(cuda_include, std::string, "", "CUDA headers for kernels; empty looks beside libnvrtc")        \
-  WEFT_OPTION(algorithm_dir, std::string, "", "folder of collective algorithms to load (XML or JSON)")       \
-  WEFT_OPTION(fabric_provider, std::string, "auto", "libfabric provider: auto, efa, verbs, tcp, shm, cxi")   \
-  WEFT_OPTION(heartbeat_s, double, 1.0, "longest silence of the transfer engine towards a peer")             \
-  WEFT_OPTION(peer_dead_s, double, 10.0, "silence after which the transfer engine takes a peer for lost")    \
-  WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty lets the system's loader look")          \
-  WEFT_OPTION(libibverbs, std::string, "", "path of libibverbs; empty lets the system's loader look")
 
 struct Config {
 #define WEFT_OPTION(name, type, initial, help) type name = initial;

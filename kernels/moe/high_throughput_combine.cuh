@@ -260,9 +260,11 @@ WEFT_DEVICE void sum_vectors(const CombineArgs& a, const Shape& shape, const Tok
   auto vec = [&](const std::byte* row, uint32_t j) {
     return reinterpret_cast<const Vec16*>(row) + v + j * stride;
   };
-  for (const std::byte* bias : a.bias)
-    for (uint32_t j = 0; bias && j < kVecs; ++j)
-      Element::add(sums[j], load_vec(vec(bias + token * row_bytes, j)));
+  for (const std::byte* bias : a.bias) {
+    if (!bias) continue;
+    WEFT_UNROLL
+    for (uint32_t j = 0; j < kVecs; ++j) Element::add(sums[j], load_vec(vec(bias + token * row_bytes, j)));
+  }
   for (uint32_t first = 0; first < rows.count; first += kRowsInFlight) {
     Vec16 held[kRowsInFlight][kVecs];
     WEFT_UNROLL

@@ -46,14 +46,20 @@ struct Place {
 
 // The datagram of the handshake.
 struct Greeting {
-  char tag[4] = {'w', 'g', 'r', '1'};
-  uint32_t is_answer = 0;
+  char tag[4] = {'w', 'g', 'r', '2'};
+  uint16_t is_answer = 0;
+  uint16_t is_up = 0;  // the sender's queue pair takes what comes from the receiver's
   Place from;
   uint32_t qpn = 0;
   uint32_t psn = 0;
 };
 
-enum class LinkState { kGreeting, kConnected, kBroken };
+// kUp: our queue pair is connected, but theirs may not be yet, so that nothing may be sent.
+enum class LinkState { kGreeting, kUp, kConnected, kBroken };
+
+bool is_joining(LinkState state) {
+  return state == LinkState::kGreeting || state == LinkState::kUp;
+}
 
 struct Link {
   LinkState state = LinkState::kGreeting;
@@ -349,6 +355,7 @@ class VerbsRail : public Rail {
     if (is_sending_greeting_) return;  // one buffer; it is repeated anyway
     Greeting greeting;
     greeting.is_answer = is_answer;
+    greeting.is_up = link.state != LinkState::kGreeting;
     greeting.from = place_;
     greeting.qpn = link.qp->qp_num;
     greeting.psn = link.psn;
@@ -370,7 +377,7 @@ class VerbsRail : public Rail {
   void greet() {
     const auto now = Clock::now();
     for (Link& link : links_) {
-      if (link.state != LinkState::kGreeting || now < link.next_greeting) continue;
+      if (!is_joining(link.state) || now < link.next_greeting) continue;
       send_greeting(link, false);
       link.next_greeting = now + link.pause;
       link.pause = std::min<Clock::duration>(link.pause * 2, kGreetLast);
@@ -384,12 +391,14 @@ class VerbsRail : public Rail {
     if (is_whole)
       std::memcpy(static_cast<void*>(&greeting), greeting_buffer(i) + kRouteHeaderBytes, sizeof greeting);
     repost_greeting(i);
-    if (!is_whole || std::memcmp(greeting.tag, "wgr1", 4) != 0 ||
+    if (!is_whole || std::memcmp(greeting.tag, "wgr2", 4) != 0 ||
         std::memcmp(greeting.from.tag, "ibv1", 4) != 0)
       return;
     auto found = link_to(greeting.from);
     if (!found.ok()) return;
-    if (links_[*found].state == LinkState::kConnected && links_[*found].their_qpn != greeting.qpn) {
+    const bool is_ours_up =
+        links_[*found].state == LinkState::kUp || links_[*found].state == LinkState::kConnected;
+    if (is_ours_up && links_[*found].their_qpn != greeting.qpn) {
       if (greeting.is_answer) return;
       break_link(links_[*found]);  // they start anew; the engine hears of it by their hello
       found = link_to(greeting.from);
@@ -399,8 +408,10 @@ class VerbsRail : public Rail {
     if (link.state == LinkState::kGreeting) {
       if (!bring_up(link, greeting.qpn, greeting.psn)) return break_link(link);
       link.their_qpn = greeting.qpn;
-      link.state = LinkState::kConnected;
+      link.state = LinkState::kUp;
     }
+    if (link.state == LinkState::kUp && greeting.is_up && link.their_qpn == greeting.qpn)
+      link.state = LinkState::kConnected;
     if (link.their_qpn == greeting.qpn && !greeting.is_answer) send_greeting(link, true);
   }
 
@@ -418,7 +429,7 @@ class VerbsRail : public Rail {
   }
 
   Posted post(Link& link, ib::SendWr& wr, ib::Sge& part, Context* context) {
-    if (link.state == LinkState::kGreeting) return Posted::kAgain;
+    if (is_joining(link.state)) return Posted::kAgain;
     if (link.state == LinkState::kBroken) {
       refusal_ = text("verbs: the connection on {} is broken", nic_.name);
       return Posted::kFatal;

@@ -86,7 +86,7 @@ Input make_input(const Case& c, uint32_t rank, uint32_t seed) {
 template <class T>
 std::vector<T> poisoned(uint64_t elements) {
   std::vector<T> memory(elements);
-  std::memset(memory.data(), kPoison, elements * sizeof(T));
+  if (elements) std::memset(memory.data(), kPoison, elements * sizeof(T));
   return memory;
 }
 

@@ -5,16 +5,17 @@
 // the time is up, or another warp has already raised a fault, it returns false.
 #pragma once
 
-#include "kernels/core/fault.h"
+#include "kernels/core/trace.cuh"
 
 namespace weft {
 
-// What a kernel needs to wait: for how long, and where to say why it gave up.
+// What every kernel is told: how long to wait, where to say why it gave up, where to note what took how long.
 struct WaitRule {
   uint64_t timeout_ns;
   FaultBox* fault;
   uint32_t self;
   uint32_t reserved;
+  TraceLog* trace = nullptr;  // null: nowhere
 };
 
 // Polls one signal from one thread. Returns whether it reached `want`; `seen` is the last value read.
@@ -38,13 +39,14 @@ WEFT_DEVICE bool poll_signal(const uint64_t* signal, uint64_t want, const WaitRu
 // lanes. Returns false in every lane when one of them gave up. on_lost(peer, seen, waited_ns) runs in the
 // lane that did.
 template <class SignalOf, class Expects, class OnLost>
-WEFT_DEVICE bool wait_peers(Warp warp, uint32_t peers, uint64_t want, const WaitRule& rule,
+WEFT_DEVICE bool wait_peers(Warp warp, uint32_t peers, uint64_t want, Site site, const WaitRule& rule,
                             SignalOf signal_of, Expects expects, OnLost on_lost) {
   bool lost = false;
   for (uint32_t peer = warp.rank(); peer < peers; peer += warp.size()) {
     if (!expects(peer)) continue;
     uint64_t seen = 0;
     uint64_t waited_ns = 0;
+    const Span span(rule.trace, site, peer);
     if (poll_signal(signal_of(peer), want, rule, seen, waited_ns)) continue;
     on_lost(peer, seen, waited_ns);
     lost = true;
@@ -57,7 +59,7 @@ template <class SignalOf>
 WEFT_DEVICE bool wait_all_peers(Warp warp, uint32_t peers, uint64_t want, Site site, const WaitRule& rule,
                                 SignalOf signal_of) {
   return wait_peers(
-      warp, peers, want, rule, signal_of, [](uint32_t) { return true; },
+      warp, peers, want, site, rule, signal_of, [](uint32_t) { return true; },
       [&](uint32_t peer, uint64_t seen, uint64_t waited_ns) {
         raise(rule.fault, site, rule.self, peer, want, seen, waited_ns);
       });

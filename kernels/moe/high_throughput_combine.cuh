@@ -61,6 +61,7 @@ WEFT_DEVICE void push_chunk(const CombineArgs& a, const ReadyExchange& x, Warp w
   const uint64_t rows = span.count - chunk * size < size ? span.count - chunk * size : size;
   const Pieces pieces{static_cast<uint64_t>(shape.row_bytes), static_cast<uint64_t>(shape.piece_bytes)};
   const Staging staging = staging_of(x, mesh, epoch, owner);
+  const Span traced(a.wait.trace, Work::kPushChunk, warp.rank() == 0, owner);
   pipe.run(
       rows * pieces.per_row(),
       [&](uint64_t item) {
@@ -172,6 +173,7 @@ WEFT_DEVICE void watch_chunks(const CombineArgs& a, Warp warp, const MeshT& mesh
   for (;;) {
     const Look look = look_at_signals(a, warp, mesh, epoch, progress.chunks_seen);
     if (warp.any(look.has_moved)) {
+      const Span traced(a.wait.trace, Work::kLook, warp.rank() == 0);
       fence_system();  // one for all the chunks that this look found
       for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size())
         store_release_block(&progress.chunks_here[peer], progress.chunks_seen[peer]);
@@ -195,7 +197,7 @@ template <class MeshT>
 WEFT_DEVICE bool wait_for_signals(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch,
                                   const int32_t* send_row) {
   return wait_peers(
-      warp, mesh.ranks(), epoch, a.wait,
+      warp, mesh.ranks(), epoch, Site::kCombineRecv, a.wait,
       [&](uint32_t peer) {
         const uint32_t size = chunk_rows(row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count);
         return chunk_signal(a, mesh, peer, static_cast<uint32_t>(send_row[peer]) / size);
@@ -214,6 +216,7 @@ WEFT_DEVICE bool wait_for_token(const CombineArgs& a, Warp warp, const MeshT& me
   bool failed = false;
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     if (peer == mesh.rank() || send_row[peer] < 0) continue;
+    const Span traced(a.wait.trace, Site::kCombineRecv, peer);
     const uint32_t size = chunk_rows(row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count);
     const uint32_t chunk = static_cast<uint32_t>(send_row[peer]) / size;
     while (!failed &&
@@ -266,7 +269,7 @@ WEFT_DEVICE void sum_vectors(const CombineArgs& a, const Shape& shape, const Tok
     for (uint32_t j = 0; j < kVecs; ++j) Element::add(sums[j], load_vec(vec(bias + token * row_bytes, j)));
   }
   for (uint32_t first = 0; first < rows.count; first += kRowsInFlight) {
-    Vec16 held[kRowsInFlight][kVecs];
+    Vec16 held[kRowsInFlight][kVecs] = {};
     WEFT_UNROLL
     for (uint32_t i = 0; i < kRowsInFlight; ++i) {
       if (first + i >= rows.count) continue;
@@ -317,6 +320,7 @@ WEFT_DEVICE void sum_tokens(const CombineArgs& a, const ReadyExchange& x, Block 
   const Staging staging = staging_of(x, mesh, epoch, mesh.rank());
   for (uint64_t token = share.index; token < a.tokens; token += share.total) {
     if (!wait_for_token(a, warp, mesh, epoch, progress, token)) return;
+    const Span traced(a.wait.trace, Work::kSum, warp.rank() == 0);
     const TokenRows rows = rows_of_token(a, warp, mesh, shape, staging, token);
     if (shape.element == kElementFp32)
       sum_rows<Fp32>(a, warp, shape, rows, token);
@@ -332,6 +336,7 @@ template <class MeshT, class Shape>
 WEFT_KERNEL void combine_rows(const CombineArgs& a, const MeshT& mesh, const Shape& shape) {
   const Block block;
   const Warp warp;
+  const Span traced(a.wait.trace, Work::kCombine, block.rank() == 0);
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   auto* counters =
       reinterpret_cast<uint32_t*>(block.shared() + 128);  // where dispatch_rows has its PeerPlaces

@@ -49,6 +49,7 @@ WEFT_DEVICE void send_rows(const DispatchArgs& a, Block block, Warp warp, uint32
                            const PeerPlace* places) {
   const Share share = share_of(block, warp, a.row_warps);
   if (!share.active) return;
+  const Span traced(a.wait.trace, Work::kPushRows, warp.rank() == 0);
   const Pieces pieces{static_cast<uint64_t>(shape.row_bytes), static_cast<uint64_t>(shape.piece_bytes)};
   std::byte* stages =
       block.shared() + pipes_at(ranks) + (warp.index() - a.row_warps.first) * pipe_bytes(shape.piece_bytes);
@@ -90,6 +91,7 @@ WEFT_DEVICE void send_meta(const DispatchArgs& a, Block block, Warp warp, uint32
                            const PeerPlace* places) {
   const Share share = share_of(block, warp, a.meta_warps);
   if (!share.active) return;
+  const Span traced(a.wait.trace, Work::kPushMeta, warp.rank() == 0);
   for (uint64_t token = share.index; token < a.tokens; token += share.total) {
     int32_t slot = a.slot_base[token];
     for (uint32_t peer = 0; peer < ranks; ++peer) {
@@ -140,6 +142,7 @@ template <class MeshT, class Shape>
 WEFT_KERNEL void dispatch_rows(const DispatchArgs& a, const MeshT& mesh, const Shape& shape) {
   const Block block;
   const Warp warp;
+  const Span traced(a.wait.trace, Work::kDispatch, block.rank() == 0);
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   auto* places = reinterpret_cast<PeerPlace*>(block.shared() + 128);
   if (a.report && a.report->disagreeing_word != kAgreedWords) {

@@ -189,6 +189,7 @@ WEFT_KERNEL void dispatch_notify(const NotifyArgs& a, const MeshT& mesh, const S
   const Block block;
   const Warp warp;
   auto* shared = reinterpret_cast<uint32_t*>(block.shared());  // u32[warps + 2]
+  const Span traced(a.wait.trace, Work::kNotify, block.rank() == 0);
   const uint32_t ranks = mesh.ranks();
   const uint64_t epoch = a.state->epoch + 1;
 

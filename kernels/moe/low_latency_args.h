@@ -42,7 +42,7 @@ struct LowLatencyCall {
   LowLatencyHello hello;  // dispatch_epoch is filled in by the kernel
   uint64_t* wait_cycles;  // u64[R] or null: cycles spent waiting for each source are added
 };
-static_assert(sizeof(LowLatencyCall) == 128);
+static_assert(sizeof(LowLatencyCall) == 136);
 
 // Outputs are [Le][R * M] rows; only the first counts[e] rows of each expert are written.
 struct LowLatencyDispatchArgs {
@@ -67,7 +67,7 @@ struct LowLatencyDispatchArgs {
   uint32_t receive_splits;  // warps that share one message
   uint32_t reserved;
 };
-static_assert(sizeof(LowLatencyDispatchArgs) == 264);
+static_assert(sizeof(LowLatencyDispatchArgs) == 272);
 
 struct LowLatencyCombineArgs {
   LowLatencyCall call;
@@ -80,7 +80,7 @@ struct LowLatencyCombineArgs {
   uint32_t pieces;          // warps that share one reply: the same on all ranks
   uint32_t receive_splits;  // warps that share one token's sum: a multiple of pieces
 };
-static_assert(sizeof(LowLatencyCombineArgs) == 176);
+static_assert(sizeof(LowLatencyCombineArgs) == 184);
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.
 struct LowLatencyDispatchShape {

@@ -54,6 +54,7 @@ WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint6
     return seen >= want;
   }
   uint64_t waited_ns = 0;
+  const Span traced(call.wait.trace, site, peer);
   if (poll_signal(signal, want, call.wait, seen, waited_ns)) return true;
   if (call.may_mask) {
     store_relaxed(call.masked + peer, uint32_t{1});
@@ -99,6 +100,7 @@ WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT&
 template <class MeshT>
 WEFT_DEVICE void begin_call(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh,
                             uint64_t* shared_epoch, uint32_t* present, Site site) {
+  const Span traced(call.wait.trace, Work::kLowLatencyBegin, warp.rank() == 0);
   uint64_t number = warp.rank() == 0 ? join_launch(call, block, mesh) : 0;
   // While that is under way, lanes look at both halves' acknowledgements: mostly they came long ago.
   const auto* consumed = reinterpret_cast<const uint64_t*>(mesh.local() + call.region +

@@ -349,6 +349,7 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
   const uint64_t lane_at = uint64_t{owner} * c.lanes().count + lane;
   const auto messages = static_cast<uint32_t>(c.a.routes[routes.counts + lane_at]);
   if (messages == 0 || c.present()[owner] == 0) return;
+  const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
   prefetch_rows(c, c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words, piece);
   if (is_reduced(c.shape.reply) && !owner_agrees(c, owner)) return;
   for (uint32_t index = 0; index < messages; ++index) {
@@ -418,6 +419,7 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   const uint32_t count = list_rows(
       c, [&](uint32_t k) { return await_reply(c, token, k, piece) ? static_cast<int32_t>(k) : -1; },
       [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
+  const Span traced(c.a.call.wait.trace, Work::kLowLatencySum, c.warp.rank() == 0);
   auto reply_of = [&](uint32_t i) -> const std::byte* {
     return c.mesh.local() + c.reply_at(token, c.rows()[i]);
   };
@@ -461,6 +463,7 @@ WEFT_DEVICE void sum_tokens(const C& c) {
 template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT& mesh, const Shape& shape) {
   low_latency::Combine<MeshT, Shape> c{a, mesh, shape, Block{}, Warp{}, {}};
+  const Span traced(a.call.wait.trace, Work::kLowLatencyCall, c.block.rank() == 0);
   auto* shared_epoch = c.template at<uint64_t>(0);
   if (c.warp.index() == 0)
     low_latency::begin_call(a.call, c.block, c.warp, mesh, shared_epoch, c.present(),

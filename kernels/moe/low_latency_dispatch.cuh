@@ -261,6 +261,7 @@ WEFT_DEVICE void move_words(const D& d, uint32_t lane, uint64_t done) {
 // One lane's tokens, in order. The block. `is_counted`: so_far() is already what earlier lanes choose.
 template <class D>
 WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
+  const Span traced(d.a.call.wait.trace, Work::kSendLane, d.block.rank() == 0);
   const Range tokens = lane_tokens(d, lane);
   for (uint32_t i = d.block.rank(); i < d.ranks(); i += d.block.size()) d.sent()[i] = 0;
   if (!is_counted) {
@@ -445,6 +446,7 @@ WEFT_DEVICE void copy_scales(const D& d, const uint32_t* scales, uint32_t split)
 template <class D>
 WEFT_DEVICE void unpack_messages(const D& d, uint32_t source, uint32_t lane, uint32_t split, uint32_t first,
                                  uint32_t last) {
+  const Span traced(d.a.call.wait.trace, Work::kUnpack, d.warp.rank() == 0, source);
   const MessageLayout message = d.message();
   const RoutesLayout routes = d.routes();
   for (uint32_t index = first; index < last; ++index) {
@@ -525,6 +527,7 @@ template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const MeshT& mesh,
                                       const Shape& shape) {
   low_latency::Dispatch<MeshT, Shape> d{a, mesh, shape, Block{}, Warp{}, {}};
+  const Span traced(a.call.wait.trace, Work::kLowLatencyCall, d.block.rank() == 0);
   auto* shared_epoch = d.template at<uint64_t>(0);
   const bool sends = (a.call.phases & kPhaseSend) != 0;
   if (sends) low_latency::clear_choices(d, d.ranks() * d.local_experts());

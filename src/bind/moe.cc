@@ -3,12 +3,14 @@
 // weft._core.MoeBuffer: addresses and integers in; offsets, counts and views of the window out.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind.h"
 #include "moe/buffer.h"
+#include "moe/fault_text.h"
 
 namespace nb = nanobind;
 
@@ -99,15 +101,16 @@ void bind_moe(nb::module_& module) {
       .def(
           "notify",
           [](MoeBuffer& self, const RowFormat& format, uint64_t token_in_rank, uint64_t tokens_per_expert,
-             uint32_t tokens, uint32_t experts, const HandleMemory& handle, bool wait, uint64_t stream) {
+             uint32_t tokens, uint32_t experts, const HandleMemory& handle, uint64_t worst_rows,
+             uint64_t stream) {
             return value_or_throw(without_gil([&] {
               return self.notify({format, pointer<uint8_t>(token_in_rank),
-                                  pointer<int32_t>(tokens_per_expert), tokens, experts, handle, wait,
+                                  pointer<int32_t>(tokens_per_expert), tokens, experts, handle, worst_rows,
                                   pointer<void>(stream)});
             }));
           },
           nb::kw_only(), nb::arg("format"), nb::arg("token_in_rank"), nb::arg("tokens_per_expert"),
-          nb::arg("tokens"), nb::arg("experts"), nb::arg("handle"), nb::arg("wait"), nb::arg("stream"))
+          nb::arg("tokens"), nb::arg("experts"), nb::arg("handle"), nb::arg("worst_rows"), nb::arg("stream"))
       .def(
           "dispatch",
           [](MoeBuffer& self, const RowFormat& format, uint64_t x, uint64_t scales,
@@ -156,9 +159,14 @@ void bind_moe(nb::module_& module) {
       .def("view", &view, nb::arg("offset"), nb::arg("bytes"), nb::arg("owner"))
       .def("give_back", &MoeBuffer::give_back, nb::arg("offset"))
       .def("check_fault", [](MoeBuffer& self) { check(self.fault()); })
+      .def_prop_ro(
+          "trace_at",
+          [](MoeBuffer& self) { return reinterpret_cast<std::byte*>(self.trace()) - self.window().local(); })
+      .def_prop_ro("trace_bytes", &MoeBuffer::trace_bytes)
       .def_prop_ro("window_bytes", [](MoeBuffer& self) { return self.window().bytes(); })
       .def_prop_ro("low_latency_begin", &MoeBuffer::low_latency_begin)
       .def_prop_ro("low_latency_end", &MoeBuffer::low_latency_end);
+  module.def("span_name", &span_name, nb::arg("what"));
 }
 
 }  // namespace weft

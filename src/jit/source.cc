@@ -8,6 +8,7 @@
 #include <sstream>
 #include <string_view>
 
+#include "base/config.h"
 #include "jit/host_kernels.h"
 
 namespace weft {
@@ -38,6 +39,7 @@ std::vector<std::string> included_names(std::string_view text, char open, char c
 
 std::string kernel_source(const KernelKey& key, size_t args_bytes, size_t mesh_bytes) {
   std::ostringstream out;
+  if (config().trace_spans > 0) out << "#define WEFT_TRACE\n";
   out << "#include \"" << key.file << "\"\n";
   if (const std::string_view mesh = mesh_file(key.mesh_type); !mesh.empty())
     out << "#include \"" << mesh << "\"\n";

@@ -10,14 +10,15 @@
 #include "base/deadline.h"
 #include "base/log.h"
 #include "kernels/core/carver.h"
+#include "memory/device_memory.h"
 #include "moe/fault_text.h"
 
 namespace weft {
 namespace {
 
 constexpr uint64_t kGrowthStep = uint64_t{2} << 20;
-// A dispatch that exchanges counts leaves room for this many of its size, itself included: calls that
-// exchange none (cached handles, as in a backward pass) can't grow the window.
+// A dispatch with a new handle leaves room for this many of its size, itself included: calls with a cached
+// handle, as in a backward pass, can't grow the window.
 constexpr uint64_t kRoomFor = 3;
 
 uint64_t report_bytes(uint32_t ranks) {
@@ -51,6 +52,10 @@ Result<ComputeLimits> limits_of(const Communicator& comm) {
 
 uint64_t staging_bytes_of(uint64_t rows, uint64_t row_bytes, uint64_t top_k) {
   return round_up(rows * row_bytes, 16) + rows * top_k * sizeof(float);
+}
+
+uint64_t trace_bytes_of(int64_t spans) {
+  return spans > 0 ? sizeof(TraceLog) + static_cast<uint64_t>(spans) * sizeof(TraceSpan) : 0;
 }
 
 uint64_t heap_bytes_of(uint64_t bytes) {
@@ -97,15 +102,31 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
                         "group: got {} ranks of which rank {} maps {}, allowed: ranks of one node", ranks,
                         comm->rank(), comm->mapped_ranks().size());
   const HighThroughputControl control = plan_control(ranks);
-  const uint64_t bytes =
-      round_up(control.end, 4096) + round_up(options.low_latency_bytes, 4096) + options.heap_bytes;
+  const uint64_t bytes = round_up(control.end, 4096) + round_up(options.low_latency_bytes, 4096) +
+                         options.heap_bytes + heap_bytes_of(trace_bytes_of(config().trace_spans));
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 3 + 2 * report_bytes(ranks)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
   WEFT_TRY_ASSIGN(ComputeLimits limits, limits_of(*comm));
   std::unique_ptr<MoeBuffer> buffer(
       new MoeBuffer(std::move(comm), std::move(window), std::move(visible), options, control));
   buffer->limits_ = limits;
+  WEFT_TRY(buffer->open_trace());
   return buffer;
+}
+
+Status MoeBuffer::open_trace() {
+  trace_bytes_ = trace_bytes_of(config().trace_spans);
+  if (trace_bytes_ == 0) return {};
+  WEFT_TRY_ASSIGN(trace_at_, take(trace_bytes_, "trace"));
+  const TraceLog log{0, static_cast<uint32_t>(config().trace_spans), 0};
+  if (!comm_->device().is_host())
+    return copy_to_device(comm_->device().ordinal, window_->local() + trace_at_, &log, sizeof log);
+  std::memcpy(window_->local() + trace_at_, &log, sizeof log);
+  return {};
+}
+
+TraceLog* MoeBuffer::trace() const {
+  return trace_bytes_ == 0 ? nullptr : reinterpret_cast<TraceLog*>(window_->local() + trace_at_);
 }
 
 MappedMesh MoeBuffer::mesh() const {
@@ -113,7 +134,7 @@ MappedMesh MoeBuffer::mesh() const {
 }
 
 WaitRule MoeBuffer::wait_rule() const {
-  return {static_cast<uint64_t>(timeout_s_ * 1e9), fault_, static_cast<uint32_t>(comm_->rank()), 0};
+  return {static_cast<uint64_t>(timeout_s_ * 1e9), fault_, static_cast<uint32_t>(comm_->rank()), 0, trace()};
 }
 
 uint32_t MoeBuffer::experts_per_rank(uint32_t experts) const {
@@ -184,10 +205,12 @@ Status MoeBuffer::layout(const LayoutCall& call) {
 
 Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
   WEFT_TRY(fault());
+  const bool waits = call.worst_rows == 0;
+  if (!waits) WEFT_TRY(make_room_for_worst(call));
   const auto ranks = static_cast<uint32_t>(comm_->size());
   const RowFormat& format = call.format;
-  CountReport* report = call.wait ? awaited_report_ : unawaited_report_;
-  if (call.wait) store_relaxed(&report->epoch, uint64_t{0});
+  CountReport* report = waits ? awaited_report_ : unawaited_report_;
+  if (waits) store_relaxed(&report->epoch, uint64_t{0});
   NotifyArgs args{};
   args.at = control_.offsets;
   args.wait = wait_rule();
@@ -211,7 +234,7 @@ Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
 Result<Notified> MoeBuffer::collect(const NotifyCall& call, const CountReport* report, uint64_t handle_id) {
   Notified notified;
   notified.handle_id = handle_id;
-  if (!call.wait) return notified;
+  if (call.worst_rows != 0) return notified;
   // The kernel itself gives up at timeout_s_ and says why; the second half is for a kernel that never starts.
   const bool came = wait_until(Deadline::after_s(2 * timeout_s_), [&] {
     return load_acquire(&report->epoch) != 0 || load_acquire(&fault_->raised) != 0;
@@ -252,8 +275,39 @@ Status MoeBuffer::make_room(const NotifyCall& call, const RankCounts* counts) {
     if (staging > counts[rank].staging_bytes) need += heap_bytes_of(staging);
     if (kRoomFor * need > counts[rank].free_bytes) growth = std::max(growth, kRoomFor * need);
   }
-  if (growth == 0) return {};
-  const uint64_t bytes = round_up(window_->bytes() + growth, kGrowthStep);
+  return growth == 0 ? Status() : grow(window_->bytes() + growth);
+}
+
+// Without counts, every rank decides by what is the same everywhere: the worst case and the window's size.
+// Their hosts meet here, once; a captured call can't, and takes what earlier ones left.
+Status MoeBuffer::make_room_for_worst(const NotifyCall& call) {
+  const RowFormat& format = call.format;
+  const ReceiveLayout layout =
+      receive_layout(call.worst_rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
+  const uint64_t staging = staging_bytes_of(call.worst_rows, format.combine_row_bytes, format.top_k);
+  const uint64_t need = kRoomFor * (heap_bytes_of(layout.rows_bytes) + heap_bytes_of(layout.meta_bytes)) +
+                        heap_bytes_of(staging);
+  if (low_latency_end_ + need <= window_->bytes()) return {};
+  WEFT_TRY_ASSIGN(const bool capturing, is_capturing(call.stream));
+  if (capturing) return {};
+  const Status grown = grow(low_latency_end_ + need);
+  if (grown.code() != Code::kInvalid) return grown;
+  return logged(
+      Status::invalid("num_worst_tokens: got {} rows of {} bytes, allowed: the same on all ranks ({})",
+                      call.worst_rows, format.row_bytes, grown.message()));
+}
+
+Result<bool> MoeBuffer::is_capturing(void* stream) const {
+  if (comm_->device().is_host()) return false;
+  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  int state = 0;
+  WEFT_TRY(cuda_status(driver->cuStreamIsCapturing(static_cast<CUstream>(stream), &state),
+                       "ask whether a stream is captured"));
+  return state != 0;
+}
+
+Status MoeBuffer::grow(uint64_t at_least_bytes) {
+  const uint64_t bytes = round_up(at_least_bytes, kGrowthStep);
   log_info("rank {}: growing the window from {} to {} bytes", comm_->rank(), window_->bytes(), bytes);
   WEFT_TRY(window_->grow(bytes));
   heap_.extend(window_->bytes());
@@ -265,7 +319,7 @@ Result<uint64_t> MoeBuffer::take(uint64_t bytes, const char* what) {
   return logged(Status::make(
       Code::kCapacity,
       "num_nvl_bytes: {} needs {} bytes in one piece, the buffer has {} free of {}; make it larger, "
-      "free earlier outputs, or let dispatch wait for counts (num_worst_tokens=0), which grows it",
+      "free earlier outputs, or dispatch once with a new handle and outside a graph, which grows it",
       what, bytes, heap_.largest(), window_->bytes() - low_latency_end_));
 }
 

@@ -55,7 +55,7 @@ struct NotifyCall {
   uint32_t tokens;
   uint32_t experts;
   HandleMemory handle;
-  bool wait;  // block until the counts are known; no for num_worst_tokens
+  uint64_t worst_rows;  // 0: block until the counts are known; else the same on all ranks, and nothing waits
   void* stream;
 };
 
@@ -144,6 +144,10 @@ class MoeBuffer {
   uint64_t low_latency_begin() const { return low_latency_begin_; }
   uint64_t low_latency_end() const { return low_latency_end_; }
   FaultBox* fault_box() { return fault_; }
+  // Where kernels note what took how long, and its bytes: null and 0 unless the option trace_spans asks for
+  // it.
+  TraceLog* trace() const;
+  uint64_t trace_bytes() const { return trace_bytes_; }
   const ComputeLimits& limits() const { return limits_; }
   double timeout_s() const { return timeout_s_; }
   MappedMesh mesh() const;
@@ -157,10 +161,14 @@ class MoeBuffer {
   struct KernelChoice;
   Status launch(const KernelChoice& choice, const GridPlan& grid, const void* args, size_t args_bytes,
                 const HighThroughputShape& shape, void* stream);
+  Status open_trace();
   Status zero(void* at, uint64_t bytes, void* stream);
   Result<Notified> collect(const NotifyCall& call, const CountReport* report, uint64_t handle_id);
   Status compare(const CountReport& report) const;
   Status make_room(const NotifyCall& call, const RankCounts* counts);
+  Status make_room_for_worst(const NotifyCall& call);
+  Result<bool> is_capturing(void* stream) const;
+  Status grow(uint64_t bytes);
   Status ensure_staging(uint64_t bytes);
   Result<uint64_t> take(uint64_t bytes, const char* what);
   uint32_t experts_per_rank(uint32_t experts) const;
@@ -178,6 +186,8 @@ class MoeBuffer {
   CountReport* awaited_report_;    // of calls that wait
   CountReport* unawaited_report_;  // of calls that don't: such calls may overlap with the host's reads
   uint64_t dispatches_ = 0;
+  uint64_t trace_at_ = 0;
+  uint64_t trace_bytes_ = 0;
   uint64_t staging_at_ = 0;
   uint64_t staging_bytes_ = 0;
   Status broken_;

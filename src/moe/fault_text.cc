@@ -51,6 +51,40 @@ const char* operation(Site site) {
   return "unknown";
 }
 
+const char* work_name(Work work) {
+  switch (work) {
+    case Work::kNotify:
+      return "dispatch.notify";
+    case Work::kPushRows:
+      return "dispatch.rows";
+    case Work::kPushMeta:
+      return "dispatch.meta";
+    case Work::kDispatch:
+      return "dispatch";
+    case Work::kPushChunk:
+      return "combine.push";
+    case Work::kLook:
+      return "combine.look";
+    case Work::kSum:
+      return "combine.sum";
+    case Work::kCombine:
+      return "combine";
+    case Work::kSendLane:
+      return "low_latency_dispatch.send";
+    case Work::kUnpack:
+      return "low_latency_dispatch.unpack";
+    case Work::kLowLatencyBegin:
+      return "low_latency.begin";
+    case Work::kAnswer:
+      return "low_latency_combine.answer";
+    case Work::kLowLatencySum:
+      return "low_latency_combine.sum";
+    case Work::kLowLatencyCall:
+      return "low_latency";
+  }
+  return "unknown";
+}
+
 // What LowLatencyHello::words hold.
 const char* hello_name(uint64_t word) {
   static constexpr const char* kNames[] = {"num_max_dispatch_tokens_per_rank",
@@ -109,6 +143,11 @@ Status fault_status(const FaultBox& box) {
     return disagreement(box.waited_ns, box.self, box.expected, box.peer, box.seen);
   return Status::make(Code::kPeerLost, "rank {}, {}, waited {} s for rank {}: expected epoch {}, saw {}",
                       box.self, what, seconds(box.waited_ns), box.peer, box.expected, box.seen);
+}
+
+std::string span_name(uint32_t what) {
+  if (what >= kFirstWork) return work_name(static_cast<Work>(what - kFirstWork));
+  return std::string("wait ") + operation(static_cast<Site>(what));
 }
 
 }  // namespace weft

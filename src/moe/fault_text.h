@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Turns the record of a kernel that gave up into the sentence that users read.
+// Turns what kernels record, when they give up or are traced, into the words that users read.
 #pragma once
 
 #include "base/status.h"
-#include "kernels/core/fault.h"
+#include "kernels/core/trace.h"
 
 namespace weft {
 
@@ -14,5 +14,8 @@ Status fault_status(const FaultBox& box);
 
 // The error for sizes on which ranks disagree: `word` counts the members of CountHeader.
 Status disagreement(uint64_t word, uint32_t self, uint64_t mine, uint32_t peer, uint64_t theirs);
+
+// What TraceSpan::what stands for: "combine.push", or "wait dispatch.ready" for a Site.
+std::string span_name(uint32_t what);
 
 }  // namespace weft

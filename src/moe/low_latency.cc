@@ -96,7 +96,7 @@ Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const Lo
 LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, uint32_t tokens, uint32_t phases,
                                   uint32_t ticket) const {
   LowLatencyCall call{};
-  call.wait = {static_cast<uint64_t>(waits_.timeout_s * 1e9), waits_.fault, rank(), 0};
+  call.wait = {static_cast<uint64_t>(waits_.timeout_s * 1e9), waits_.fault, rank(), 0, waits_.trace};
   call.region = begin_;
   call.half_bytes = low_latency_half_bytes(ranks(), end_ - begin_);
   call.masked = waits_.may_mask ? masks() : nullptr;

@@ -30,6 +30,7 @@ struct LowLatencyWaits {
   FaultBox* fault;  // memory that host and device see
   double timeout_s;
   bool may_mask;  // a silent peer is masked and left out from then on, instead of a fault
+  TraceLog* trace = nullptr;
 };
 
 // R ranks, T tokens, M = max_tokens, K = top_k, H channels, Le experts per rank (rounded up).

@@ -36,9 +36,9 @@ struct GridPlan {
   uint32_t blocks;
   uint32_t threads_per_block;
   uint32_t shared_bytes;
-  WarpRange first_role;   // rows to push
-  WarpRange second_role;  // dispatch: ids, weights, scales; combine: sums
-  WarpRange watch_role;   // combine: waits for the block; none on the host
+  WarpRange first_role;    // rows to push
+  WarpRange second_role;   // dispatch: ids, weights, scales; combine: sums
+  WarpRange watch_role{};  // combine: waits for the block; none on the host
 };
 
 // A row moves in pieces of one pipe stage: as few as fit, equal, a multiple of 16 bytes.

@@ -55,6 +55,22 @@ def test_bench_moe_checks_measures_and_writes(
     assert (tmp_path / "out.png").is_file()
 
 
+@pytest.mark.parametrize(
+    ("mode", "wait"), [("ht", "wait dispatch.ready"), ("ll", "wait low_latency_dispatch.recv")]
+)
+def test_bench_moe_traces_and_names_the_slow_rank(mode: str, wait: str, tmp_path: Path) -> None:
+    shape = ["--tokens", "20", "--hidden", "64", "--top-k", "3", "--experts", "12", "--ranks", "3"]
+    slow = ["--iterations", "2", "--trace", "trace.json", "--straggler", "--delay", "1:100000"]
+    printed = run([*WEFT, "bench", "moe", "--device", "cpu", "--mode", mode, *shape, *slow], tmp_path)
+    assert "weft dispatch: rank 1 is slow" in printed and wait in printed
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {span["pid"] for span in spans} == {0, 1, 2}
+    assert all(span["dur"] >= 0 and span["ts"] >= 0 for span in spans)
+    waited = max(span["dur"] for span in spans if span["name"] == wait and span["args"]["peer"] == 1)
+    assert waited > 50_000
+
+
 def test_bench_moe_runs_under_torchrun(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--tokens", "8", "--hidden", "64", "--top-k", "2", "--experts", "4"]
     run(
@@ -69,6 +85,7 @@ def test_bench_moe_runs_under_torchrun(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["bench", "moe", "--tokens", "-1"], "tokens: got -1"),
+        (["bench", "moe", "--delay", "soon"], "delay: got soon"),
         (["bench", "moe", "--top-k", "9", "--experts", "8"], "top-k: got 9"),
         (["bench", "moe", "--dtype", "fp8", "--hidden", "200"], "hidden: got 200"),
         (["demo", "--steps", "0"], "steps: got 0"),

@@ -177,6 +177,34 @@ def test_worst_tokens_gives_a_fixed_number_of_rows(pair: RankPool, num_worst_tok
     pair.run(check_worst_tokens, SMALL, num_worst_tokens)
 
 
+def check_worst_tokens_grow(rank: Rank, case: MoeCase) -> None:
+    buffer = weft.Buffer(rank.group, num_nvl_bytes=0, explicitly_destroy=True)
+    kept = []
+    for _ in range(3):
+        recv_x, recv_idx, _, _, handle, _ = dispatch(buffer, case, rank.rank, num_worst_tokens=20000)
+        kept.append((recv_x, recv_idx))
+        check_combined(case, rank.rank, buffer.combine(expert_output(recv_x, rank.rank), handle)[0])
+    assert all(torch.equal(ids, kept[0][1]) for _, ids in kept)
+    buffer.destroy()
+
+
+def test_worst_tokens_grow_the_buffer_without_counts(pair: RankPool) -> None:
+    pair.run(check_worst_tokens_grow, SMALL)
+
+
+def check_worst_tokens_differ(rank: Rank, case: MoeCase) -> None:
+    buffer = weft.Buffer(rank.group, num_nvl_bytes=0, explicitly_destroy=True)
+    with pytest.raises(weft.Error, match=r"num_worst_tokens.*same on all ranks"):
+        dispatch(buffer, case, rank.rank, num_worst_tokens=100_000 * (1 + rank.rank))
+    barrier(rank)
+    check_round_trip(rank, case)
+    buffer.destroy()
+
+
+def test_worst_tokens_that_differ_are_reported_on_all_ranks(pair: RankPool) -> None:
+    pair.run(check_worst_tokens_differ, SMALL)
+
+
 def check_cached(rank: Rank, case: MoeCase) -> None:
     buffer = kept_buffer(rank)
     recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)

@@ -118,7 +118,7 @@ class Report:
         self._extra_columns = tuple(extra_columns)
         self._command = command or shlex.join(["weft", *sys.argv[1:]])
         # In a file or a pipe nobody sees a width; the table is not squeezed into one there.
-        self._console = console or (Console() if sys.stdout.isatty() else Console(width=WIDE))
+        self.console = console or (Console() if sys.stdout.isatty() else Console(width=WIDE))
         self._notes: list[str] = []
 
     def add(self, row: Row) -> None:
@@ -141,18 +141,18 @@ class Report:
 
     def finish(self, json_path: str | Path | None = None, plot_path: str | Path | None = None) -> None:
         """Print the table, then write the files that were asked for and say so."""
-        self._console.print(self.table())
+        self.console.print(self.table())
         for line in self._notes:
-            self._console.print(f"  {line}", highlight=False, soft_wrap=True)
+            self.console.print(f"  {line}", highlight=False, soft_wrap=True)
         if json_path:
             path = Path(json_path)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-            self._console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+            self.console.print(f"wrote {path}", highlight=False, soft_wrap=True)
         if plot_path:
             Path(plot_path).parent.mkdir(parents=True, exist_ok=True)
             plot_rows(self.title, self.rows, Path(plot_path))
-            self._console.print(f"wrote {plot_path}", highlight=False, soft_wrap=True)
+            self.console.print(f"wrote {plot_path}", highlight=False, soft_wrap=True)
 
     def table(self) -> Table:
         """Return the rows as a rich table: one column per baseline, with the ratio to it."""
@@ -195,10 +195,13 @@ class Report:
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json FILE`` and ``--plot FILE``."""
+    """Add ``--json FILE`` and ``--plot FILE``, also called ``--compare``."""
     parser.add_argument("--json", metavar="FILE", help="write the result there as JSON")
     parser.add_argument(
-        "--plot", metavar="FILE", help="write a picture of the result there (needs matplotlib)"
+        "--plot",
+        "--compare",
+        metavar="FILE",
+        help="write a picture of the result there, beside the peers that were measured (needs matplotlib)",
     )
 
 

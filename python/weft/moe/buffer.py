@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import Error, invalid
-from weft.moe import arguments, high_throughput
+from weft.moe import arguments, high_throughput, trace
 from weft.moe.config import (
     Config,
     align,
@@ -200,6 +200,21 @@ class Buffer(LowLatencyCalls):
                 "size", f"{list(shape)}: {shape.numel()} elements", f"at most {room} after the offset"
             )
         return engine.permanent_view(begin + offset, shape.numel() * dtype.itemsize).view(dtype).view(shape)
+
+    def take_trace(self) -> trace.Trace:
+        """Return what kernels on this buffer's device noted since the last look, once they have all finished.
+
+        With WEFT_TRACE_SPANS above 0 in the environment kernels note when each warp did or awaited what: see
+        ``weft.moe.trace.Span``. That costs them a few percent.
+        Raises: weft.Error without that option.
+        """
+        engine = self._alive()
+        log = engine.trace_log()
+        if log is None:
+            raise invalid("WEFT_TRACE_SPANS", 0, "room for the spans of a trace, such as 100000")
+        if engine.is_cuda:
+            torch.cuda.synchronize(engine.device)
+        return trace.take(log)
 
     def _alive(self) -> Engine:
         if self.runtime is None:

@@ -158,6 +158,11 @@ class Engine:
         """Return a context in which empty() allocates for the communication stream, if asked to."""
         return self.on_comm_stream() if on_comm_stream else nullcontext()
 
+    def trace_log(self) -> torch.Tensor | None:
+        """Return the bytes where kernels note what took how long; None unless WEFT_TRACE_SPANS asks for it."""
+        num_bytes = int(self.core.trace_bytes)
+        return self.permanent_view(int(self.core.trace_at), num_bytes) if num_bytes else None
+
     def synchronize(self) -> None:
         """Wait, on the host, until the communication stream has done all it got."""
         if self.is_cuda:

@@ -81,7 +81,7 @@ def dispatch(
         tokens=num_tokens,
         experts=num_tokens_per_expert.size(0),
         handle=memory,
-        wait=not counts_unknown,
+        worst_rows=num_worst_tokens,
         stream=engine.stream,
     )
     most_copies = min(num_ranks, row_format.top_k) if row_format.top_k else num_ranks

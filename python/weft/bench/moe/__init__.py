@@ -13,11 +13,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.bench.moe.trace import SPANS_PER_BUFFER, print_phases, straggler_lines, write_chrome
 from weft.bench.report import Report, Row, add_report_arguments
 from weft.errors import invalid
 
 if TYPE_CHECKING:
-    from weft.bench.moe.setting import Options
+    from weft.bench.moe.setting import Measured, Options
     from weft.testing.ranks import Rank
 
 DEADLINE_S = 1800.0
@@ -40,6 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=3, help="samples before those")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="on GPUs: no CUDA graphs")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="also note when each warp does what: a table, and FILE for ui.perfetto.dev",
+    )
+    parser.add_argument("--straggler", action="store_true", help="also look for a rank that keeps the others")
+    parser.add_argument(
+        "--delay", metavar="RANK:US", help="make a rank start every sample late, to see how that looks"
+    )
     add_report_arguments(parser)
 
 
@@ -53,13 +63,15 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # one per rank; also, ranks are forked from here and a fork inherits none
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
     options = _options(args, gpus)
+    if options.trace:
+        os.environ.setdefault("WEFT_TRACE_SPANS", str(SPANS_PER_BUFFER))
     if args.transport != "auto":  # read when the extension is first used, which is in the ranks
         os.environ["WEFT_TRANSPORT"] = args.transport
     if torch.distributed.is_torchelastic_launched():
         torch.distributed.init_process_group("gloo")
         world = torch.distributed.group.WORLD
         me = Rank(torch.distributed.get_rank(), torch.distributed.get_world_size(), world, Path())
-        rows, notes = measure(me, options)
+        measured = measure(me, options)
         torch.distributed.destroy_process_group()
         if me.rank:
             return 0
@@ -67,13 +79,13 @@ def run(args: argparse.Namespace) -> int:
         num_ranks = args.ranks or gpus or 4
         if num_ranks < 1 or (gpus and num_ranks > gpus):
             raise invalid("ranks", num_ranks, f"1 to {gpus}, one per GPU" if gpus else "1 or more")
-        rows, notes = run_ranks(num_ranks, measure, options, deadline_s=DEADLINE_S)[0]
-    _report(args, rows, notes)
+        measured = run_ranks(num_ranks, measure, options, deadline_s=DEADLINE_S)[0]
+    _report(args, measured, options)
     return 0
 
 
-def measure(me: Rank, options: Options) -> tuple[list[Row], list[str]]:
-    """Measure on this rank; collective over ``me.group``. Returns (rows, notes), for rank 0 to report."""
+def measure(me: Rank, options: Options) -> Measured:
+    """Measure on this rank; collective over ``me.group``. The result is for rank 0 to report."""
     from weft.bench.moe import high_throughput, low_latency
     from weft.bench.moe.setting import Bench, Inputs
 
@@ -114,17 +126,39 @@ def _options(args: argparse.Namespace, gpus: int) -> Options:
         warmup=args.warmup,
         seed=args.seed,
         eager=args.eager,
+        trace=bool(args.trace or args.straggler),
+        **_delay(args.delay),
     )
 
 
-def _report(args: argparse.Namespace, rows: list[Row], notes: list[str]) -> None:
+def _delay(given: str | None) -> dict[str, int]:
+    if given is None:
+        return {}
+    rank, _, us = given.partition(":")
+    if not (rank.isdecimal() and us.isdecimal()):
+        raise invalid("delay", given, "a rank and microseconds, such as 2:500")
+    return {"delayed_rank": int(rank), "delay_us": int(us)}
+
+
+def _report(args: argparse.Namespace, measured: Measured, options: Options) -> None:
     report = Report("weft bench moe", extra_columns=("ranks", "logical_gbs", "egress_gbs"))
-    for row in rows:
+    for row in measured.rows:
         report.add(row)
-    for line in notes:
+    for line in measured.notes:
         report.note(line)
-    report.note(round_trip(rows))
+    report.note(round_trip(measured.rows))
+    if options.trace:
+        report.note(
+            "kernels were compiled to note what they do: a little slower than without --trace, --straggler"
+        )
+    if args.straggler:
+        for line in straggler_lines(measured.traces):
+            report.note(line)
     report.finish(args.json, args.plot)
+    if args.trace:
+        print_phases(report.console, measured.traces)
+        write_chrome(Path(args.trace), measured.traces, clock_is_shared=options.device == "cpu")
+        report.console.print(f"wrote {args.trace}: open it at https://ui.perfetto.dev", highlight=False)
 
 
 def round_trip(rows: list[Row]) -> str:

@@ -14,13 +14,13 @@ from torch import Tensor
 import weft
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, row_bytes
-from weft.bench.moe.setting import Bench, Inputs, count_rows, make_row, method_notes, shape_columns
+from weft.bench.moe.setting import Bench, Inputs, Measured, count_rows, make_row, method_notes, shape_columns
 from weft.bench.report import Row, progress
 from weft.testing import oracle
 
 
-def measure(bench: Bench, inputs: Inputs) -> tuple[list[Row], list[str]]:
-    """Check, measure, check again. Collective. Returns (rows, notes), meant for rank 0 to report."""
+def measure(bench: Bench, inputs: Inputs) -> Measured:
+    """Check, measure, check again. Collective. The result is meant for rank 0 to report."""
     o, me = bench.options, bench.me
     payload: peers.Payload = inputs.mine if o.dtype == "bf16" else oracle.quantize_fp8(inputs.mine)
     buffers = {"weft": weft.Buffer}
@@ -37,18 +37,23 @@ def measure(bench: Bench, inputs: Inputs) -> tuple[list[Row], list[str]]:
 
     traffic = inputs.traffic(o.experts)
     sent = _Samples(bench, inputs, payload, calls, traffic)
+
+    def take(index: int) -> None:
+        sent.take(inputs.routes[index % len(inputs.routes)][me.rank])
+
     with progress(enabled=me.rank == 0) as bar:
         task = bar.add_task(f"{o.mode}, {me.size} ranks", total=o.warmup + o.iterations)
         for index in range(o.warmup + o.iterations):
             if index == o.warmup:
                 bench.forget()
-            sent.take(inputs.routes[index % len(inputs.routes)][me.rank])
+            take(index)
             bar.advance(task)
     _check(bench, inputs, payload, calls["weft"])
     rows = _rows(bench, traffic, bench.samples_us())
+    traces = bench.traces(calls["weft"].buffer, take)
     for of_peer in calls.values():
         of_peer.buffer.destroy()
-    return rows, method_notes(bench, deep_ep is not None)
+    return Measured(rows, method_notes(bench, deep_ep is not None), traces)
 
 
 class _Samples:
@@ -114,6 +119,8 @@ class _Samples:
         sample(f"{name} cached", lambda: of_peer.dispatch_cached(self.payload, handle))
 
     def _take_baselines(self) -> None:
+        if self.bench.tracer:
+            return
         sample, peer = self.bench.sample, self.all_to_all
         payload, topk_idx, weights = self.payload, self.topk_idx, self.weights
         results = sample("all_to_all dispatch", lambda: peer.dispatch(payload, topk_idx, weights))

@@ -13,16 +13,16 @@ from torch import Tensor
 import weft
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, row_bytes
-from weft.bench.moe.setting import Bench, Inputs, count_rows, make_row, method_notes
-from weft.bench.report import Row, progress
+from weft.bench.moe.setting import Bench, Inputs, Measured, count_rows, make_row, method_notes
+from weft.bench.report import progress
 from weft.testing import oracle
 
 FEW_TOKENS = 512  # up to this many, a sample on the CPU is the mean of several calls in a row
 CALLS_IN_A_ROW = 10
 
 
-def measure(bench: Bench, inputs: Inputs) -> tuple[list[Row], list[str]]:
-    """Check, measure, check again. Collective. Returns (rows, notes), meant for rank 0 to report."""
+def measure(bench: Bench, inputs: Inputs) -> Measured:
+    """Check, measure, check again. Collective. The result is meant for rank 0 to report."""
     o, me = bench.options, bench.me
     buffers = {"weft": weft.Buffer}
     deep_ep = peers.real_deep_ep() if bench.on_gpu else None
@@ -37,12 +37,16 @@ def measure(bench: Bench, inputs: Inputs) -> tuple[list[Row], list[str]]:
     traffic = inputs.traffic(o.experts)
     in_a_row = CALLS_IN_A_ROW if o.tokens <= FEW_TOKENS and not bench.on_gpu else 1
     sent = _Samples(bench, inputs, calls, traffic, in_a_row)
+
+    def take(index: int) -> None:
+        sent.take(inputs.routes[index % len(inputs.routes)][me.rank])
+
     with progress(enabled=me.rank == 0) as bar:
         task = bar.add_task(f"{o.mode}, {me.size} ranks", total=o.warmup + o.iterations)
         for index in range(o.warmup + o.iterations):
             if index == o.warmup:
                 bench.forget()
-            sent.take(inputs.routes[index % len(inputs.routes)][me.rank])
+            take(index)
             bar.advance(task)
     _check(bench, inputs, calls["weft"])
     us = bench.samples_us(in_a_row)
@@ -51,9 +55,10 @@ def measure(bench: Bench, inputs: Inputs) -> tuple[list[Row], list[str]]:
         bytes_per_row = row_bytes(dtype, o.hidden)
         logical, egress = traffic.selections * bytes_per_row, traffic.egress * bytes_per_row
         rows.append(make_row(bench, "ll", step, dtype, us, logical, egress))
+    traces = bench.traces(calls["weft"].buffer, take)
     for of_peer in calls.values():
         of_peer.buffer.destroy()
-    return rows, method_notes(bench, deep_ep is not None)
+    return Measured(rows, method_notes(bench, deep_ep is not None), traces)
 
 
 class _Samples:
@@ -107,13 +112,17 @@ class _Samples:
         self.topk_idx.copy_(topk_idx)
         for name, of_peer in self.calls.items():
             self.bench.line_up()
-            for _ in range(self.in_a_row):
+            for _ in range(1 if self.bench.tracer else self.in_a_row):
                 if name in self.replays:
                     self.bench.timed(f"{name} dispatch", self.replays[name][0])
                     self.bench.line_up()
                     self.bench.timed(f"{name} combine", self.replays[name][1])
                 else:
                     self._pair(name, of_peer)
+        if not self.bench.tracer:
+            self._take_baselines()
+
+    def _take_baselines(self) -> None:
         self.bench.line_up()
         for _ in range(self.in_a_row):
             self._all_to_all_pair()

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -22,6 +22,7 @@ from torch import Tensor
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, h200_floor_us, traffic_of
 from weft.bench.moe.routes import make_routes
+from weft.bench.moe.trace import TRACED_SAMPLES, CallsOfRanks, Tracer
 from weft.bench.report import Row, slowest_rank
 from weft.testing.ranks import Rank
 
@@ -46,6 +47,9 @@ class Options:
     warmup: int
     seed: int
     eager: bool
+    trace: bool = False  # also take samples of which kernels note what they do when
+    delayed_rank: int = -1  # this rank starts every sample late, on purpose
+    delay_us: int = 0
 
     @property
     def is_captured(self) -> bool:
@@ -70,6 +74,7 @@ class Bench:
             self._flushed = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
             self._token = torch.zeros(1, device=self.device)
         self._samples: dict[str, list[Any]] = {}
+        self.tracer: Tracer | None = None  # then calls of Weft are traced instead of timed
 
     def line_up(self) -> None:
         """Start together with the other ranks; on a GPU also empty the L2 cache."""
@@ -78,9 +83,13 @@ class Bench:
             torch.distributed.all_reduce(self._token, group=self.group)
         else:
             torch.distributed.barrier(group=self.group)
+        if self.me.rank == self.options.delayed_rank:
+            time.sleep(self.options.delay_us / 1e6)
 
     def timed(self, name: str, call: Callable[[], Any]) -> Any:
         """Return ``call()``; keep how long it took as a sample of ``name``."""
+        if self.tracer:
+            return self.tracer.traced(name, call) if name.startswith("weft ") else call()
         if self.on_gpu:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -97,6 +106,18 @@ class Bench:
         """Line up, then time one call."""
         self.line_up()
         return self.timed(name, call)
+
+    def traces(self, buffer: Any, take_sample: Callable[[int], None]) -> CallsOfRanks:
+        """Take a few more samples, and return what kernels noted of Weft's calls. Collective; [] unless asked for."""
+        if not self.options.trace:
+            return []
+        self.tracer = Tracer(buffer)
+        for index in range(TRACED_SAMPLES):
+            take_sample(index)
+        of_ranks: CallsOfRanks = [[] for _ in range(self.me.size)]
+        torch.distributed.all_gather_object(of_ranks, self.tracer.calls, group=self.me.group)
+        self.tracer = None
+        return of_ranks
 
     def forget(self) -> None:
         """Drop the samples so far: they were warm-up."""
@@ -125,6 +146,14 @@ class Bench:
         graph.replay()  # capturing computes nothing, and the next call to be captured may read these results
         torch.cuda.synchronize()
         return graph.replay, results
+
+
+class Measured(NamedTuple):
+    """What rank 0 reports."""
+
+    rows: list[Row]
+    notes: list[str]
+    traces: CallsOfRanks  # [] unless asked for
 
 
 @dataclass

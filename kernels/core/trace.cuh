@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// trace.cuh: where a kernel's time goes. A Span notes when its scope began and ended, in a log of this rank;
+// one that is full drops what comes after. On GPUs kernels hold this code only when they are compiled with
+// tracing (WEFT_TRACE_SPANS above 0); on the host a null log turns it off.
+//   const Span span(a.wait.trace, Work::kPush, warp.rank() == 0, owner);   // until the end of this scope
+#pragma once
+
+#include "kernels/core/trace.h"
+
+namespace weft {
+
+#ifdef WEFT_TRACE
+inline constexpr bool kMayTrace = true;
+#else
+inline constexpr bool kMayTrace = Warp::kMaxSize == 1;  // the host
+#endif
+
+class Span {
+ public:
+  // Of the threads that make one, those with `notes` set write; mostly one per warp.
+  WEFT_DEVICE Span(TraceLog* log, Work work, bool notes, uint32_t peer = kNoPeer)
+      : Span(log, kFirstWork + static_cast<uint32_t>(work), notes, peer) {}
+  // A wait for `peer`, in the thread that waits.
+  WEFT_DEVICE Span(TraceLog* log, Site site, uint32_t peer)
+      : Span(log, static_cast<uint32_t>(site), true, peer) {}
+
+  WEFT_DEVICE ~Span() {
+    if constexpr (kMayTrace)
+      if (log_) note();
+  }
+  Span(const Span&) = delete;
+
+ private:
+  WEFT_DEVICE Span(TraceLog* log, uint32_t what, bool notes, uint32_t peer) {
+    if constexpr (!kMayTrace) return;
+    log_ = notes ? log : nullptr;
+    if (!log_) return;
+    span_ = {now_ns(), 0, static_cast<uint16_t>(what), static_cast<uint16_t>(peer),
+             static_cast<uint16_t>(Block{}.index()), static_cast<uint16_t>(Warp{}.index())};
+  }
+
+  WEFT_DEVICE void note() {
+    const uint32_t at = add_local(&log_->count, uint32_t{1});
+    if (at >= log_->capacity) return;
+    span_.end_ns = now_ns();
+    log_->spans()[at] = span_;
+  }
+
+  TraceLog* log_ = nullptr;
+  TraceSpan span_{};
+};
+
+}  // namespace weft

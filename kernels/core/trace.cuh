@@ -36,8 +36,12 @@ class Span {
     if constexpr (!kMayTrace) return;
     log_ = notes ? log : nullptr;
     if (!log_) return;
-    span_ = {now_ns(), 0, static_cast<uint16_t>(what), static_cast<uint16_t>(peer),
-             static_cast<uint16_t>(Block{}.index()), static_cast<uint16_t>(Warp{}.index())};
+    span_ = {now_ns(),
+             0,
+             static_cast<uint16_t>(what),
+             static_cast<uint16_t>(peer),
+             static_cast<uint16_t>(Block{}.index()),
+             static_cast<uint16_t>(Warp{}.index())};
   }
 
   WEFT_DEVICE void note() {

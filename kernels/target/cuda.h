@@ -149,6 +149,11 @@ WEFT_DEVICE void store_relaxed(uint32_t* at, uint32_t value) {
 WEFT_DEVICE void store_relaxed(uint64_t* at, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
+// A release of what a RowPipe has drained, and of nothing else: a fence would wait for all that the SM has in
+// flight, but drained rows have arrived.
+WEFT_DEVICE void store_drained(uint64_t* at, uint64_t value) {
+  store_relaxed(at, value);
+}
 WEFT_DEVICE uint32_t add_release(uint32_t* at, uint32_t value) {
   uint32_t old;
   asm volatile("atom.add.release.sys.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(at), "r"(value) : "memory");
@@ -359,8 +364,8 @@ WEFT_DEVICE void wait_written() {
 // Streams items (rows or pieces of rows) to one or more places each.
 //   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage).
 // All lanes call run(), sink() and store(); each lane gives store() its own place, or null. Loads run ahead
-// of stores by half the stages. After drain() every store is visible to a peer that acquires a later release
-// by this warp.
+// of stores by half the stages. After drain() every store is visible to a peer that acquires a later release,
+// or store_drained(), by this warp.
 template <uint32_t kStages>
 class RowPipe {
  public:

@@ -169,6 +169,11 @@ WEFT_DEVICE void store_relaxed(uint32_t* at, uint32_t value) {
 WEFT_DEVICE void store_relaxed(uint64_t* at, uint64_t value) {
   __hip_atomic_store(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
+// A release of what a RowPipe has drained, and of nothing else: a fence would wait for all that the SM has in
+// flight, but drained rows have arrived.
+WEFT_DEVICE void store_drained(uint64_t* at, uint64_t value) {
+  store_relaxed(at, value);
+}
 WEFT_DEVICE uint32_t add_release(uint32_t* at, uint32_t value) {
   return __hip_atomic_fetch_add(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
 }
@@ -315,8 +320,8 @@ struct RowPiece {
 // source: CDNA has no engine that a kernel could hand a whole row to.
 //   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage) for
 //   each place.
-// After drain() every store made so far is visible to a peer that acquires a later release by lane 0 of this
-// warp.
+// After drain() every store made so far is visible to a peer that acquires a later release, or
+// store_drained(), by lane 0 of this warp.
 template <uint32_t kStages>
 class RowPipe {
  public:

@@ -142,6 +142,10 @@ template <class T>
 void store_relaxed(T* at, T value) {
   std::atomic_ref<T>(*at).store(value, std::memory_order_relaxed);
 }
+// A release of what a RowPipe has drained, and of nothing else.
+inline void store_drained(uint64_t* at, uint64_t value) {
+  store_release(at, value);
+}
 template <class T>
 T add_release(T* at, T value) {
   publish_streaming_stores();
@@ -302,7 +306,8 @@ inline Vec16 round_bf16x8(const float (&sums)[8]) {
 // stage.
 //   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage).
 // All lanes call run(), sink() and store(); each lane gives store() its own place, or null.
-// After drain() every store is visible to a peer that acquires a later release by this warp.
+// After drain() every store is visible to a peer that acquires a later release, or store_drained(), by this
+// warp.
 struct RowPiece {
   const std::byte* src;
   uint32_t bytes;  // multiple of 16

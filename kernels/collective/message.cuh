@@ -15,10 +15,12 @@ struct Piece {
   uint64_t bytes = 0;
 };
 
-// One slot of a connection, either end. Null: not used.
+// Where a message is or goes: a slot of a connection, or of a direct message the memory itself, of which
+// `bytes` exist. Null: not used.
 struct Slot {
   std::byte* at = nullptr;
   uint64_t number = 0;  // of the message
+  uint64_t bytes = ~uint64_t{0};
 };
 
 struct Movement {
@@ -37,31 +39,39 @@ WEFT_DEVICE bool is_aligned(const std::byte* at) {
   return reinterpret_cast<uint64_t>(at) % 16 == 0;
 }
 
-// Units that lie whole and aligned in a piece; all of them where the piece is not used.
-WEFT_DEVICE uint64_t whole_units(const Piece& piece, uint64_t units) {
-  if (!piece.at) return units;
-  if (!is_aligned(piece.at)) return 0;
-  const uint64_t whole = piece.bytes / 16;
+// Units that lie whole and aligned in a piece or slot; all of them where it is not used.
+template <class Memory>
+WEFT_DEVICE uint64_t whole_units(const Memory& memory, uint64_t units) {
+  if (!memory.at) return units;
+  if (!is_aligned(memory.at)) return 0;
+  const uint64_t whole = memory.bytes / 16;
   return whole < units ? whole : units;
 }
 
 // A unit that may be unaligned or run over the end, where it reads zero and is not written.
 WEFT_DEVICE Vec16 load_ragged(const Piece& piece, uint64_t unit) {
-  std::byte bytes[16];
-  for (uint32_t i = 0; i < 16; ++i) {
-    const uint64_t at = unit * 16 + i;
-    bytes[i] = at < piece.bytes ? piece.at[at] : std::byte{0};
-  }
   struct Bytes {
     std::byte values[16];
-  };
-  return __builtin_bit_cast(Vec16, *reinterpret_cast<Bytes*>(bytes));
+  } bytes;
+  if (unit * 16 + 16 <= piece.bytes) {
+    __builtin_memcpy(bytes.values, piece.at + unit * 16, 16);
+    return __builtin_bit_cast(Vec16, bytes);
+  }
+  for (uint32_t i = 0; i < 16; ++i) {
+    const uint64_t at = unit * 16 + i;
+    bytes.values[i] = at < piece.bytes ? piece.at[at] : std::byte{0};
+  }
+  return __builtin_bit_cast(Vec16, bytes);
 }
 WEFT_DEVICE void store_ragged(const Piece& piece, uint64_t unit, const Vec16& value) {
   struct Bytes {
     std::byte values[16];
   };
   const auto bytes = __builtin_bit_cast(Bytes, value);
+  if (unit * 16 + 16 <= piece.bytes) {
+    __builtin_memcpy(piece.at + unit * 16, bytes.values, 16);
+    return;
+  }
   for (uint32_t i = 0; i < 16; ++i)
     if (unit * 16 + i < piece.bytes) piece.at[unit * 16 + i] = bytes.values[i];
 }
@@ -71,10 +81,10 @@ struct SimpleWire {
   static constexpr bool kIsPlain = true;
   template <class GiveUp>
   WEFT_DEVICE static Vec16 take(const Slot& slot, uint64_t unit, GiveUp) {
-    return load_vec(reinterpret_cast<const Vec16*>(slot.at) + unit);
+    return load_ragged({slot.at, slot.bytes}, unit);
   }
   WEFT_DEVICE static void put(const Slot& slot, uint64_t unit, const Vec16& value) {
-    store_vec(reinterpret_cast<Vec16*>(slot.at) + unit, value);
+    store_ragged({slot.at, slot.bytes}, unit, value);
   }
 };
 
@@ -170,8 +180,9 @@ WEFT_DEVICE void stream(Block block, const Movement& m, uint64_t units) {
 template <class Wire, class Shape, class GiveUp>
 WEFT_DEVICE void move(Block block, const Shape& shape, const Movement& m, GiveUp gives_up) {
   uint64_t whole = message::whole_units(m.src, m.units);
-  const uint64_t whole_dst = message::whole_units(m.dst, m.units);
-  if (whole_dst < whole) whole = whole_dst;
+  whole = message::whole_units(m.dst, whole);
+  whole = message::whole_units(m.in, whole);
+  whole = message::whole_units(m.out, whole);
   auto run = [&](auto combiner) {
     using Combiner = decltype(combiner);
     if constexpr (Wire::kIsPlain) {

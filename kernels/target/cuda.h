@@ -219,6 +219,11 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
                : "memory");
 }
 
+// Processes read each other's memory on the host only.
+WEFT_DEVICE bool read_process(uint32_t /*process*/, void* /*dst*/, uint64_t /*src*/, uint64_t /*bytes*/) {
+  return false;
+}
+
 // Asks for a line to be brought near; may do nothing.
 WEFT_DEVICE void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));

@@ -226,6 +226,11 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
                               reinterpret_cast<detail::NativeVec16*>(at));
 }
 
+// Processes read each other's memory on the host only.
+WEFT_DEVICE bool read_process(uint32_t /*process*/, void* /*dst*/, uint64_t /*src*/, uint64_t /*bytes*/) {
+  return false;
+}
+
 // Asks for a line to be brought near; may do nothing.
 WEFT_DEVICE void prefetch(const void* at) {
   __builtin_prefetch(at);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <sched.h>
+#include <sys/uio.h>
 #include <time.h>
 
 #include <atomic>
@@ -207,6 +208,19 @@ inline void copy_row_streaming(std::byte* dst, const std::byte* src, uint64_t by
 #else
   std::memcpy(dst, src, bytes);
 #endif
+}
+
+// Copies bytes of another process's memory here; false where that is not allowed or not there. Linux's
+// process_vm_readv(2): one copy, no memory that both must map.
+inline bool read_process(uint32_t process, void* dst, uint64_t src, uint64_t bytes) {
+  for (uint64_t done = 0; done < bytes;) {
+    const iovec local{static_cast<std::byte*>(dst) + done, bytes - done};
+    const iovec remote{reinterpret_cast<void*>(src + done), bytes - done};
+    const ssize_t got = process_vm_readv(static_cast<pid_t>(process), &local, 1, &remote, 1, 0);
+    if (got <= 0) return false;
+    done += static_cast<uint64_t>(got);
+  }
+  return true;
 }
 
 // Asks for a line to be brought near; may do nothing.

@@ -23,8 +23,8 @@ std::byte* pointer(uint64_t address) {
   return reinterpret_cast<std::byte*>(address);
 }
 
-ProgramText program_text(std::string name, const std::vector<std::array<int64_t, 5>>& blocks,
-                         const std::vector<std::array<int64_t, 9>>& steps,
+ProgramText program_text(std::string name, const std::vector<std::array<int64_t, 6>>& blocks,
+                         const std::vector<std::array<int64_t, 12>>& steps,
                          const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks) {
   ProgramText text;
   text.name = std::move(name);
@@ -32,11 +32,12 @@ ProgramText program_text(std::string name, const std::vector<std::array<int64_t,
   for (const auto& b : blocks)
     text.blocks.push_back({static_cast<int32_t>(b[0]), static_cast<int32_t>(b[1]),
                            static_cast<uint32_t>(b[2]), static_cast<uint32_t>(b[3]),
-                           static_cast<uint32_t>(b[4])});
+                           static_cast<uint32_t>(b[4]), static_cast<uint32_t>(b[5])});
   auto number = [](int64_t value) { return static_cast<uint32_t>(value); };
   for (const auto& s : steps)
     text.steps.push_back({number(s[0]), number(s[1]), number(s[2]), number(s[3]), number(s[4]), number(s[5]),
-                          number(s[6]), number(s[7]), number(s[8])});
+                          number(s[6]), number(s[7]), number(s[8]), number(s[9]), number(s[10]),
+                          number(s[11])});
   for (const auto& w : waits) text.waits.push_back({number(w[0]), number(w[1])});
   return text;
 }
@@ -58,8 +59,8 @@ void bind_collective(nb::module_& module) {
       .def_prop_ro("channels", &CollectiveRunner::channels)
       .def(
           "load",
-          [](CollectiveRunner& self, std::string name, const std::vector<std::array<int64_t, 5>>& blocks,
-             const std::vector<std::array<int64_t, 9>>& steps,
+          [](CollectiveRunner& self, std::string name, const std::vector<std::array<int64_t, 6>>& blocks,
+             const std::vector<std::array<int64_t, 12>>& steps,
              const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks) {
             return value_or_throw(
                 self.load(program_text(std::move(name), blocks, steps, waits, scratch_chunks)));

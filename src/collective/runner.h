@@ -8,9 +8,11 @@
 // safety needs. All ranks load and run the same programs in the same order. On CUDA run() enqueues on
 // `stream`, and one stream at a time may use a runner; on the host it returns when it is done. All protocol
 // state is in device memory, so a captured run may be replayed. Threads: one caller at a time; programs that
-// only send to, or only receive from, different ranks than others under way, and use no scratch, may run
-// beside them. Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer
-// agree on message numbers.
+// only send to, or only receive from, different ranks than others under way, reduce nothing and use no
+// scratch, may run beside them. Buffers in windows of the communicator are read and written by peers
+// directly, and so is other host memory where the system lets processes read each other: one copy instead of
+// two. Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on
+// message numbers.
 #pragma once
 
 #include <deque>
@@ -89,6 +91,9 @@ class CollectiveRunner {
   CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window)
       : comm_(std::move(comm)), window_(std::move(window)) {}
   Status check(const ProgramText& text) const;
+  Status probe_process_reads();
+  Result<DirectRule> direct_rule();
+  void place(BufferLayout& layout) const;
   const Program* find(uint32_t number);
   Status launch(const char* name, const char* args_type, const GridPlan& grid, const void* args,
                 size_t args_bytes, const ProgramShape& shape, void* stream);
@@ -100,6 +105,8 @@ class CollectiveRunner {
   std::unique_ptr<Window> window_;
   std::unique_ptr<HostVisible> visible_;
   std::unique_ptr<LocalMemory> counters_;  // sent, received, grid state
+  std::unique_ptr<LocalMemory> direct_;    // windows, processes, readers and the bounce buffer of DirectRule
+  std::vector<std::byte* const*> known_windows_;  // what direct_ holds
   std::vector<std::unique_ptr<LocalMemory>>
       scratch_;  // the last one is in use; captured graphs may use earlier ones
   std::unique_ptr<LocalMemory> input_table_, output_table_;

@@ -28,6 +28,8 @@ RingPlan plan_rings(const RingOptions& options) {
   Carver carver;
   plan.layout.arrived_at = carver.take(connections * sizeof(uint64_t), 4096);
   plan.layout.freed_at = carver.take(kProtocols * connections * sizeof(uint64_t), 4096);
+  plan.layout.headers_at = carver.take(connections * kSlots * sizeof(MessageHeader), 4096);
+  plan.layout.grants_at = carver.take(connections * sizeof(Grant), 4096);
   for (uint32_t protocol = 0; protocol < kProtocols; ++protocol) {
     plan.layout.slot_bytes[protocol] = options.slot_bytes[protocol];
     plan.layout.slots_at[protocol] = carver.take(connections * kSlots * options.slot_bytes[protocol], 4096);

@@ -17,6 +17,7 @@ from typing import Any
 
 from weft import _core
 from weft.collectives.contract import Buffer
+from weft.collectives.direct import DirectMessages, Send, direct_messages
 from weft.collectives.ir import Algorithm, Op, RankProgram
 from weft.errors import invalid
 
@@ -40,6 +41,7 @@ REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3, "average": 0}
 _PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
 _BUFFERS = {Buffer.input: 0, Buffer.output: 1, Buffer.scratch: 2}
 _OPS = {op: number for number, op in enumerate(Op)}
+_MAY_REFER, _MAY_STORE, _MAY_BE_STORED = 1, 2, 4
 _FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
 
 
@@ -154,7 +156,8 @@ class Executor:
 
     def _load(self, algorithm: Algorithm) -> int:
         scratch = max(program.scratch_chunks for program in algorithm.ranks)
-        return int(self._runner.load(algorithm.name, *_flatten(algorithm.ranks[self.rank]), scratch))
+        direct = direct_messages(algorithm)
+        return int(self._runner.load(algorithm.name, *_flatten(algorithm.ranks[self.rank], direct), scratch))
 
 
 def chunks_of_part(algorithm: Algorithm) -> int:
@@ -164,14 +167,18 @@ def chunks_of_part(algorithm: Algorithm) -> int:
     return algorithm.chunks
 
 
-def _flatten(program: RankProgram) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+def _flatten(
+    program: RankProgram, direct: DirectMessages
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """Return blocks, steps and waits as rows of numbers, in the order of the structs of program_args.h."""
     needed = {wait for block in program.blocks for step in block.steps for wait in step.depends}
     blocks: list[list[int]] = []
     steps: list[list[int]] = []
     waits: list[list[int]] = []
     for number, block in enumerate(program.blocks):
-        blocks.append([block.send, block.recv, block.channel, len(steps), len(block.steps)])
+        places = [(program.rank, number, at) for at in range(len(block.steps))]
+        grants = any(place in direct.stored_receives for place in places)
+        blocks.append([block.send, block.recv, block.channel, len(steps), len(block.steps), int(grants)])
         for at, step in enumerate(block.steps):
             src, dst = step.src, step.dst
             row = [
@@ -181,6 +188,16 @@ def _flatten(program: RankProgram) -> tuple[list[list[int]], list[list[int]], li
                 _BUFFERS[dst.buffer],
                 max(dst.index, 0),
             ]
-            steps.append([*row, step.count, len(waits), len(step.depends), int((number, at) in needed)])
+            row += [step.count, len(waits), len(step.depends), int((number, at) in needed)]
+            steps.append(row + _direct_row(direct, places[at]))
             waits += [list(wait) for wait in step.depends]
     return blocks, steps, waits
+
+
+def _direct_row(direct: DirectMessages, place: tuple[int, int, int]) -> list[int]:
+    send = direct.sends.get(place, Send(False, False, None))
+    bits = _MAY_REFER * send.may_refer + _MAY_STORE * send.may_store
+    bits += _MAY_BE_STORED * (place in direct.stored_receives)
+    if send.remote is None:
+        return [bits, 0, 0]
+    return [bits, _BUFFERS[send.remote.buffer], send.remote.index]

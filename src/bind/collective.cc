@@ -49,13 +49,13 @@ void bind_collective(nb::module_& module) {
       .def_static(
           "create",
           [](std::shared_ptr<Communicator> comm, uint32_t channels, uint64_t simple_slot_bytes,
-             uint64_t ll_slot_bytes, double timeout_s) {
+             uint64_t ll_slot_bytes, double timeout_s, uint64_t direct_bytes) {
             nb::gil_scoped_release no_gil;
             return value_or_throw(CollectiveRunner::create(
-                std::move(comm), {channels, simple_slot_bytes, ll_slot_bytes, timeout_s}));
+                std::move(comm), {channels, simple_slot_bytes, ll_slot_bytes, timeout_s, direct_bytes}));
           },
           "communicator"_a, "channels"_a, "simple_slot_bytes"_a = 0, "ll_slot_bytes"_a = 0,
-          "timeout_s"_a = 0.0)
+          "timeout_s"_a = 0.0, "direct_bytes"_a = 0)
       .def_prop_ro("channels", &CollectiveRunner::channels)
       .def(
           "load",

@@ -92,6 +92,9 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   runner->limits_ = limits;
   runner->rings_ = plan.layout;
   runner->timeout_s_ = options.timeout_s > 0 ? options.timeout_s : comm->timeout_s();
+  runner->direct_bytes_ = options.direct_bytes ? options.direct_bytes
+                          : is_host            ? kHostDirectBytes
+                                               : kCudaDirectBytes;
   const DirectTables tables = direct_tables(ranks, is_host);
   WEFT_TRY_ASSIGN(runner->direct_, LocalMemory::create(device, tables.end));
   if (is_host) WEFT_TRY(runner->probe_process_reads());
@@ -145,7 +148,7 @@ Result<DirectRule> CollectiveRunner::direct_rule() {
   rule.readers = direct_->at<uint32_t>(tables.readers_at);
   rule.bounce = direct_->at<std::byte>(tables.bounce_at);
   rule.bounce_bytes = kBounceBytes;
-  rule.least_bytes = is_host ? kHostDirectBytes : kCudaDirectBytes;
+  rule.least_bytes = direct_bytes_;
   rule.prefers_stores = !is_host;
   return rule;
 }
@@ -265,7 +268,9 @@ Status CollectiveRunner::scale(Element element, std::byte* data, uint64_t elems,
                                void* stream) {
   const ScaleArgs args{data, elems, divisor};
   const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>(elems / 4096, 1, limits_.max_blocks));
-  const GridPlan grid{limits_.is_cuda ? blocks : 1, limits_.is_cuda ? 512u : 1u, 0, {}, {}};
+  GridPlan grid{};
+  grid.blocks = limits_.is_cuda ? blocks : 1;
+  grid.threads_per_block = limits_.is_cuda ? 512 : 1;
   return launch("scale_buffer", "ScaleArgs", grid, &args, sizeof(args), {static_cast<int64_t>(element), 0, 0},
                 stream);
 }

@@ -34,7 +34,8 @@ struct RunnerOptions {
   uint32_t channels = 4;
   uint64_t simple_slot_bytes = 0;  // 0: chosen for the device
   uint64_t ll_slot_bytes = 0;
-  double timeout_s = 0;  // 0 takes the communicator's
+  double timeout_s = 0;       // 0 takes the communicator's
+  uint64_t direct_bytes = 0;  // least message that may bypass its slot; 0: chosen for the device
 };
 
 // One rank's program, as weft.collectives.executor flattens it.
@@ -115,6 +116,7 @@ class CollectiveRunner {
   RingLayout rings_{};
   ComputeLimits limits_{};
   double timeout_s_ = 0;
+  uint64_t direct_bytes_ = 0;
   std::string last_program_;
   Status broken_;
 };

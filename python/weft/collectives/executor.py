@@ -79,15 +79,17 @@ class Executor:
 
     Args:
         core: the core communicator; all its ranks must map each other's memory. timeout_s: None takes its own.
+        direct_bytes: least message that may bypass its slot (docs/collectives.md); 0 takes what suits the device.
     Raises: Error when they do not; PeerLost.
     """
 
-    def __init__(self, core: Any, timeout_s: float | None = None) -> None:
+    def __init__(self, core: Any, timeout_s: float | None = None, direct_bytes: int = 0) -> None:
         self.core = core
         self.rank = int(core.rank)
         self.size = int(core.size)
         self._is_cpu = str(core.device) == "cpu"
         self._timeout_s = timeout_s or 0.0
+        self._direct_bytes = direct_bytes
         self._loaded: list[Algorithm] = []
         self._runner = self._new_runner(_FIRST_CHANNELS[self._is_cpu])
 
@@ -152,7 +154,9 @@ class Executor:
         self._runner.scale(element, address, elems, divisor, stream)
 
     def _new_runner(self, channels: int) -> Any:
-        return _core.CollectiveRunner.create(self.core, channels=channels, timeout_s=self._timeout_s)
+        return _core.CollectiveRunner.create(
+            self.core, channels=channels, timeout_s=self._timeout_s, direct_bytes=self._direct_bytes
+        )
 
     def _load(self, algorithm: Algorithm) -> int:
         scratch = max(program.scratch_chunks for program in algorithm.ranks)

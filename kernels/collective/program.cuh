@@ -49,10 +49,23 @@ struct Shared {
   Route route;
 };
 
+// A program in memory, which run_program interprets. What run_compiled runs has the same form, as constants.
+struct InMemory {
+  const ProgramArgs& a;
+  // Calls f(block, step, the step's waits).
+  template <class F>
+  WEFT_DEVICE auto with_step(uint32_t number, uint32_t at, F f) const {
+    const ProgramBlock& block = a.blocks[number];
+    const ProgramStep& step = a.steps[block.first_step + at];
+    return f(block, step, a.waits + step.first_wait);
+  }
+};
+
 // What one program block needs to know in a visit.
 struct Turn {
   const ProgramBlock* block;
   const ProgramStep* step;
+  const ProgramWait* waits;
   bool sends;
   bool receives;
   uint32_t chunks;  // of this message
@@ -103,10 +116,12 @@ WEFT_DEVICE Piece piece_of(const ProgramArgs& a, uint32_t bytes_per_elem, uint32
 }
 
 template <class Shape>
-WEFT_DEVICE Turn turn_of(const ProgramArgs& a, const Shape& shape, const Cursor& cursor) {
+WEFT_DEVICE Turn turn_of(const ProgramArgs& a, const Shape& shape, const Cursor& cursor,
+                         const ProgramBlock& block, const ProgramStep& step, const ProgramWait* waits) {
   Turn turn;
-  turn.block = &a.blocks[cursor.number];
-  turn.step = &a.steps[turn.block->first_step + cursor.step];
+  turn.block = &block;
+  turn.step = &step;
+  turn.waits = waits;
   const auto op = static_cast<StepOp>(turn.step->op);
   turn.sends = op_sends(op);
   turn.receives = op_receives(op);
@@ -196,8 +211,8 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
                          const Turn& turn, uint64_t epoch, bool may_wait_in_data, Lack& lack) {
   if (cursor.chunk == 0) {
     for (uint32_t i = 0; i < turn.step->waits; ++i) {
-      const ProgramWait& wait = a.waits[turn.step->first_wait + i];
-      const uint64_t want = progress_value(epoch, cursor.iteration, a.blocks[wait.block].steps, wait.step);
+      const ProgramWait& wait = turn.waits[i];
+      const uint64_t want = progress_value(epoch, cursor.iteration, wait.steps, wait.step);
       const uint64_t seen = load_acquire(&a.progress[wait.block]);
       if (seen < want) return lack = {mesh.rank(), want, seen}, false;
     }
@@ -212,8 +227,10 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
       if (seen <= cursor.received) return lack = {peer, cursor.received + 1, seen}, false;
     } else if (!may_wait_in_data && turn.units > 0) {
       const Slot slot{mesh.local() + ring.slot_at, cursor.received};
-      if (!message::LlWire::arrived(slot, turn.units - 1))
-        return lack = {peer, cursor.received + 1, cursor.received}, false;
+      const bool has_arrived = shape.protocol == static_cast<int64_t>(Protocol::kLl)
+                                   ? message::LlWire::arrived(slot, turn.units - 1)
+                                   : message::Ll128Wire::arrived(slot, turn.units - 1);
+      if (!has_arrived) return lack = {peer, cursor.received + 1, cursor.received}, false;
     }
   }
   if (turn.sends) {
@@ -413,8 +430,10 @@ WEFT_DEVICE void carry_out(const ProgramArgs& a, const Shape& shape, Block block
   auto move_all = [&](const Movement& all) {
     if (shape.protocol == static_cast<int64_t>(Protocol::kSimple))
       move<message::SimpleWire>(block, shape, all, gives_up);
-    else
+    else if (shape.protocol == static_cast<int64_t>(Protocol::kLl))
       move<message::LlWire>(block, shape, all, gives_up);
+    else
+      move_ll128(block, shape, all, gives_up);
   };
   if (route.in_process)
     carry_from_process(a, cursor, turn, route, m, move_all);
@@ -534,20 +553,27 @@ WEFT_DEVICE Verdict finish(const ProgramArgs& a, const MeshT& mesh, const Shape&
 }
 
 // One visit to a program block; kGo when it moved on.
-template <class MeshT, class Shape>
-WEFT_DEVICE Verdict visit(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Block block,
-                          Shared* shared, Cursor& cursor, uint64_t epoch, bool is_alone) {
+template <class Program, class MeshT, class Shape>
+WEFT_DEVICE Verdict visit(const Program& program, const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
+                          Block block, Shared* shared, Cursor& cursor, uint64_t epoch, bool is_alone) {
   if (cursor.finishes) return finish(a, mesh, shape, block, shared, cursor, is_alone);
-  const Turn turn = turn_of(a, shape, cursor);
-  const bool is_empty = a.skip_empty && turn.units == 0;
-  if (block.rank() == 0) prepare(a, mesh, shape, shared, cursor, turn, is_empty, epoch, is_alone);
-  block.sync();
-  const auto verdict = static_cast<Verdict>(shared->verdict);
-  if (verdict == kGo && !is_empty) carry_out(a, shape, block, cursor, turn, shared->route);
-  block.sync();
-  if (verdict == kGo && block.rank() == 0) conclude(a, mesh, shape, cursor, turn, epoch, !is_empty);
-  block.sync();
-  return verdict;
+  const uint32_t number = cursor.number, at = cursor.step;
+  return program.with_step(number, at,
+                           [&](const ProgramBlock& own, const ProgramStep& step, const ProgramWait* waits) {
+                             const Turn turn = turn_of(a, shape, cursor, own, step, waits);
+                             const bool is_empty = a.skip_empty && turn.units == 0;
+                             if (block.rank() == 0)
+                               prepare(a, mesh, shape, shared, cursor, turn, is_empty, epoch, is_alone);
+                             block.sync();
+                             const auto verdict = static_cast<Verdict>(shared->verdict);
+                             if (verdict == kGo && !is_empty)
+                               carry_out(a, shape, block, cursor, turn, shared->route);
+                             block.sync();
+                             if (verdict == kGo && block.rank() == 0)
+                               conclude(a, mesh, shape, cursor, turn, epoch, !is_empty);
+                             block.sync();
+                             return verdict;
+                           });
 }
 
 }  // namespace program
@@ -557,8 +583,10 @@ WEFT_DEVICE constexpr uint32_t program_shared_bytes(uint32_t owned) {
   return static_cast<uint32_t>(sizeof(program::Shared) + owned * sizeof(program::Cursor));
 }
 
-template <class MeshT, class Shape>
-WEFT_KERNEL void run_program(const ProgramArgs& a, const MeshT& mesh, const Shape& shape) {
+// Runs a program, wherever its steps are.
+template <class Program, class MeshT, class Shape>
+WEFT_DEVICE void run_steps(const Program& steps, const ProgramArgs& a, const MeshT& mesh,
+                           const Shape& shape) {
   const Block block;
   auto* shared = reinterpret_cast<program::Shared*>(block.shared());
   auto* cursors = reinterpret_cast<program::Cursor*>(shared + 1);
@@ -578,7 +606,7 @@ WEFT_KERNEL void run_program(const ProgramArgs& a, const MeshT& mesh, const Shap
     for (uint32_t i = 0; i < owned && !is_broken; ++i) {
       if (cursors[i].is_done) continue;
       const program::Verdict verdict =
-          program::visit(a, mesh, shape, block, shared, cursors[i], epoch, unfinished == 1);
+          program::visit(steps, a, mesh, shape, block, shared, cursors[i], epoch, unfinished == 1);
       is_broken = verdict == program::kFault;
       moved = moved || verdict == program::kGo;
       unfinished -= cursors[i].is_done;
@@ -590,6 +618,11 @@ WEFT_KERNEL void run_program(const ProgramArgs& a, const MeshT& mesh, const Shap
   if (block.rank() == 0)
     for (uint32_t i = 0; i < owned; ++i) program::close(a, mesh, shape, cursors[i]);
   finish_launch(block, a.state, &shared->last_block);
+}
+
+template <class MeshT, class Shape>
+WEFT_KERNEL void run_program(const ProgramArgs& a, const MeshT& mesh, const Shape& shape) {
+  run_steps(program::InMemory{a}, a, mesh, shape);
 }
 
 // Divides a buffer by a number: what is left to do for an average.

@@ -8,7 +8,7 @@
 // that from a counter in its own window. Each protocol has rings of its own:
 //   Simple   a message is bytes; a counter in the receiver's window says how many have arrived
 //   LL       a 16-byte line holds 8 bytes and the message's number twice; a line is there when both agree
-//   LL128    for now LL's wire, in rings of its own
+//   LL128    a 128-byte line holds 120 bytes and the message's number; needs stores of a line to arrive whole
 // Direct messages. A Simple message need not lie in its slot: a header beside every slot says where the bytes
 // are. The receiver may read them from the sender's memory, or the sender may have stored them at their
 // destination, of which the receiver tells it in a grant at the start of a run. Steps carry what their
@@ -78,6 +78,7 @@ struct ProgramStep {
 struct ProgramWait {
   uint32_t block;
   uint32_t step;
+  uint32_t steps;  // that the block has
 };
 
 struct ProgramBlock {

@@ -223,6 +223,12 @@ inline bool read_process(uint32_t process, void* dst, uint64_t src, uint64_t byt
   return true;
 }
 
+// Copies a few bytes between places of any alignment.
+template <uint32_t kBytes>
+void copy_few(void* dst, const void* src) {
+  std::memcpy(dst, src, kBytes);
+}
+
 // Asks for a line to be brought near; may do nothing.
 inline void prefetch(const void* at) {
   __builtin_prefetch(at);
@@ -267,6 +273,16 @@ inline void store_line(Vec16* at, Vec16 v) {
   auto* halves = reinterpret_cast<uint64_t*>(at);
   store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
   store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
+}
+// A part of a line whose last word says that the whole line is there; `is_last` for that part.
+inline void store_line_part(Vec16* at, Vec16 v, bool is_last) {
+  auto* halves = reinterpret_cast<uint64_t*>(at);
+  store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
+  const uint64_t high = v.words[2] | uint64_t{v.words[3]} << 32;
+  if (is_last)
+    store_release(halves + 1, high);
+  else
+    store_relaxed(halves + 1, high);
 }
 
 namespace detail {

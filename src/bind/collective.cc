@@ -11,6 +11,7 @@
 #include <array>
 
 #include "bind/bind.h"
+#include "collective/compiled.h"
 #include "collective/runner.h"
 
 namespace nb = nanobind;
@@ -38,13 +39,22 @@ ProgramText program_text(std::string name, const std::vector<std::array<int64_t,
     text.steps.push_back({number(s[0]), number(s[1]), number(s[2]), number(s[3]), number(s[4]), number(s[5]),
                           number(s[6]), number(s[7]), number(s[8]), number(s[9]), number(s[10]),
                           number(s[11])});
-  for (const auto& w : waits) text.waits.push_back({number(w[0]), number(w[1])});
+  for (const auto& w : waits) text.waits.push_back({number(w[0]), number(w[1]), 0});
   return text;
 }
 
 }  // namespace
 
 void bind_collective(nb::module_& module) {
+  module.def(
+      "program_source",
+      [](const std::vector<std::array<int64_t, 6>>& blocks, const std::vector<std::array<int64_t, 12>>& steps,
+         const std::vector<std::array<int64_t, 2>>& waits) {
+        ProgramText text = program_text("", blocks, steps, waits, 0);
+        for (ProgramWait& wait : text.waits) wait.steps = text.blocks.at(wait.block).steps;
+        return program_source(text);
+      },
+      "blocks"_a, "steps"_a, "waits"_a, "The source of a program's own kernel: a KernelKey's prelude.");
   nb::class_<CollectiveRunner>(module, "CollectiveRunner")
       .def_static(
           "create",
@@ -70,7 +80,8 @@ void bind_collective(nb::module_& module) {
           "run",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t reduction,
              uint32_t protocol, uint64_t input, uint64_t output, uint64_t part_elems, uint64_t per_part,
-             bool has_exact_chunks, uint32_t slice_bytes, uint32_t num_sms, uint64_t stream) {
+             bool has_exact_chunks, uint32_t slice_bytes, uint32_t num_sms, uint64_t stream,
+             bool is_compiled) {
             nb::gil_scoped_release no_gil;
             check(self.run({program,
                             static_cast<Element>(element),
@@ -85,10 +96,12 @@ void bind_collective(nb::module_& module) {
                             {},
                             slice_bytes,
                             num_sms,
-                            pointer(stream)}));
+                            pointer(stream),
+                            is_compiled}));
           },
           "program"_a, "element"_a, "reduction"_a, "protocol"_a, "input"_a, "output"_a, "part_elems"_a,
-          "per_part"_a, "has_exact_chunks"_a, "slice_bytes"_a, "num_sms"_a, "stream"_a)
+          "per_part"_a, "has_exact_chunks"_a, "slice_bytes"_a, "num_sms"_a, "stream"_a,
+          "is_compiled"_a = false)
       .def(
           "run_with_sizes",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t protocol, uint64_t input,

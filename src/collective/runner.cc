@@ -9,6 +9,7 @@
 #include "base/config.h"
 #include "base/cuda_driver.h"
 #include "base/log.h"
+#include "collective/compiled.h"
 #include "kernels/collective/element.cuh"
 #include "kernels/core/carver.h"
 
@@ -190,6 +191,7 @@ Status CollectiveRunner::check(const ProgramText& text) const {
 
 Result<uint32_t> CollectiveRunner::load(ProgramText text) {
   WEFT_TRY(check(text));
+  for (ProgramWait& wait : text.waits) wait.steps = text.blocks[wait.block].steps;
   Carver carver;
   const uint64_t blocks_at = carver.take(text.blocks.size() * sizeof(ProgramBlock));
   const uint64_t steps_at = carver.take(text.steps.size() * sizeof(ProgramStep));
@@ -207,8 +209,18 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
   args.progress = memory->at<uint64_t>(progress_at);
   args.state = memory->at<GridState>(state_at);
   args.num_blocks = static_cast<uint32_t>(text.blocks.size());
+  std::string source = can_compile(text) ? program_source(text) : std::string();
+  Program program{std::move(text.name), std::move(memory), args, text.scratch_chunks, std::move(source), {}};
+  for (const ProgramStep& step : text.steps) {
+    auto touch = [&](uint32_t buffer, uint32_t index) {
+      if (buffer < 2)
+        program.used_chunks[buffer] = std::max<uint64_t>(program.used_chunks[buffer], index + step.count);
+    };
+    touch(step.src_buffer, step.src_index);
+    touch(step.dst_buffer, step.dst_index);
+  }
   std::lock_guard lock(programs_mutex_);
-  programs_.push_back({std::move(text.name), std::move(memory), args, text.scratch_chunks});
+  programs_.push_back(std::move(program));
   return static_cast<uint32_t>(programs_.size() - 1);
 }
 
@@ -246,6 +258,7 @@ Status CollectiveRunner::run(const RunCall& call) {
     args.buffers[2] = {memory, scratch_elems, program.scratch_chunks, nullptr, 0, 0, 0};
   }
   for (BufferLayout& layout : args.buffers) place(layout);
+  if (comm_->device().is_host()) ask_huge_pages(program, call);
   if (!call.input_table.empty()) {
     args.skip_empty = 1;
     args.group = 1;
@@ -254,7 +267,19 @@ Status CollectiveRunner::run(const RunCall& call) {
   }
   const ProgramShape shape{static_cast<int64_t>(call.element), static_cast<int64_t>(call.reduction),
                            static_cast<int64_t>(call.protocol)};
-  return launch("run_program", "ProgramArgs", plan.grid, &args, sizeof(args), shape, call.stream);
+  if (call.is_compiled && program.source.empty())
+    return Status::make(Code::kUnsupported, "{} has more than the {} steps that are compiled", program.name,
+                        kMaxCompiledSteps);
+  return launch(call.is_compiled ? "run_compiled" : "run_program", "ProgramArgs", plan.grid, &args,
+                sizeof(args), shape, call.stream, call.is_compiled ? program.source : std::string());
+}
+
+void CollectiveRunner::ask_huge_pages(const Program& program, const RunCall& call) {
+  if (!call.input_table.empty()) return;
+  const uint64_t part_bytes = call.part_elems * element_bytes(call.element);
+  auto bytes_of = [&](uint64_t chunks) { return (chunks + call.per_part - 1) / call.per_part * part_bytes; };
+  huge_pages_.used(call.input, bytes_of(program.used_chunks[0]));
+  if (call.output != call.input) huge_pages_.used(call.output, bytes_of(program.used_chunks[1]));
 }
 
 const CollectiveRunner::Program* CollectiveRunner::find(uint32_t number) {
@@ -276,8 +301,8 @@ Status CollectiveRunner::scale(Element element, std::byte* data, uint64_t elems,
 }
 
 Status CollectiveRunner::launch(const char* name, const char* args_type, const GridPlan& grid,
-                                const void* args, size_t args_bytes, const ProgramShape& shape,
-                                void* stream) {
+                                const void* args, size_t args_bytes, const ProgramShape& shape, void* stream,
+                                const std::string& source) {
   const KernelKey key{
       kFile,
       name,
@@ -285,7 +310,8 @@ Status CollectiveRunner::launch(const char* name, const char* args_type, const G
       "MappedMesh",
       {{"element", shape.element}, {"reduction", shape.reduction}, {"protocol", shape.protocol}},
       grid.threads_per_block,
-      1};
+      1,
+      source};
   Jit& jit = Jit::of(comm_->device());
   WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key));
   const Launch how{grid.blocks, grid.threads_per_block, grid.shared_bytes, stream, false};

@@ -23,6 +23,7 @@
 
 #include "jit/jit.h"
 #include "memory/host_visible.h"
+#include "memory/huge_pages.h"
 #include "memory/local_memory.h"
 #include "memory/window.h"
 #include "plan/collective.h"
@@ -63,6 +64,7 @@ struct RunCall {
   uint32_t slice_bytes;  // 0: what a slot holds
   uint32_t num_sms;      // 0: one per block of the program
   void* stream;
+  bool is_compiled = false;  // by the program's own kernel (compiled.h), where it can be compiled
 };
 
 class CollectiveRunner {
@@ -88,6 +90,8 @@ class CollectiveRunner {
     std::unique_ptr<LocalMemory> memory;
     ProgramArgs args;  // its tables and progress; the rest is filled per call
     uint64_t scratch_chunks;
+    std::string source;       // of its own kernel; empty where it has too many steps
+    uint64_t used_chunks[2];  // of input and output, up to the last that some step touches
   };
   CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window)
       : comm_(std::move(comm)), window_(std::move(window)) {}
@@ -95,9 +99,10 @@ class CollectiveRunner {
   Status probe_process_reads();
   Result<DirectRule> direct_rule();
   void place(BufferLayout& layout) const;
+  void ask_huge_pages(const Program& program, const RunCall& call);
   const Program* find(uint32_t number);
   Status launch(const char* name, const char* args_type, const GridPlan& grid, const void* args,
-                size_t args_bytes, const ProgramShape& shape, void* stream);
+                size_t args_bytes, const ProgramShape& shape, void* stream, const std::string& source = {});
   Result<std::byte*> scratch(uint64_t bytes);
   Result<const uint64_t*> table(const std::vector<uint64_t>& entries, std::unique_ptr<LocalMemory>& memory);
   std::string sentence() const;
@@ -113,6 +118,7 @@ class CollectiveRunner {
   std::unique_ptr<LocalMemory> input_table_, output_table_;
   std::mutex programs_mutex_;
   std::deque<Program> programs_;  // addresses stay
+  HugePages huge_pages_;
   RingLayout rings_{};
   ComputeLimits limits_{};
   double timeout_s_ = 0;

@@ -40,8 +40,8 @@ RingPlan plan_rings(const RingOptions& options) {
 
 uint64_t slot_payload_bytes(const RingLayout& layout, Protocol protocol) {
   const uint64_t bytes = layout.slot_bytes[static_cast<uint32_t>(protocol)];
-  // LL128 travels over LL's wire: half of a line is payload.
-  return protocol == Protocol::kSimple ? bytes : bytes / 2;
+  if (protocol == Protocol::kSimple) return bytes;
+  return protocol == Protocol::kLl ? bytes / 2 : bytes / 128 * 120;
 }
 
 ProgramPlan plan_program(const ProgramSize& size, Element element, Protocol protocol, const RingLayout& rings,

@@ -18,7 +18,7 @@ from typing import Any
 from weft import _core
 from weft.collectives.contract import Buffer
 from weft.collectives.direct import DirectMessages, Send, direct_messages
-from weft.collectives.ir import Algorithm, Op, RankProgram
+from weft.collectives.ir import Algorithm, Op
 from weft.errors import invalid
 
 # The numbers of kernels/collective/program_args.h.
@@ -62,6 +62,8 @@ class Call:
     ``part_elems`` counts the whole buffer where the collective has no parts (all_reduce, broadcast, ...); for a custom
     collective it divides by the chunks.
     ``slice_bytes`` 0 takes what a slot holds; ``num_sms`` 0 one for each block; ``stream`` is a CUDA stream.
+    ``compiled``: run the program's own kernel, with its steps as constants, instead of the interpreter; programs of up
+    to 48 steps, and on the CPU only where there is a C++ compiler.
     """
 
     input: int
@@ -72,6 +74,7 @@ class Call:
     slice_bytes: int = 0
     num_sms: int = 0
     stream: int = 0
+    compiled: bool = False
 
 
 class Executor:
@@ -125,6 +128,7 @@ class Executor:
             call.slice_bytes,
             call.num_sms,
             call.stream,
+            call.compiled,
         )
 
     def run_with_sizes(
@@ -160,8 +164,7 @@ class Executor:
 
     def _load(self, algorithm: Algorithm) -> int:
         scratch = max(program.scratch_chunks for program in algorithm.ranks)
-        direct = direct_messages(algorithm)
-        return int(self._runner.load(algorithm.name, *_flatten(algorithm.ranks[self.rank], direct), scratch))
+        return int(self._runner.load(algorithm.name, *program_rows(algorithm, self.rank), scratch))
 
 
 def chunks_of_part(algorithm: Algorithm) -> int:
@@ -171,10 +174,9 @@ def chunks_of_part(algorithm: Algorithm) -> int:
     return algorithm.chunks
 
 
-def _flatten(
-    program: RankProgram, direct: DirectMessages
-) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Return blocks, steps and waits as rows of numbers, in the order of the structs of program_args.h."""
+def program_rows(algorithm: Algorithm, rank: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Return a rank's blocks, steps and waits as rows of numbers, in the order of the structs of program_args.h."""
+    program, direct = algorithm.ranks[rank], direct_messages(algorithm)
     needed = {wait for block in program.blocks for step in block.steps for wait in step.depends}
     blocks: list[list[int]] = []
     steps: list[list[int]] = []

@@ -3,7 +3,8 @@
 // SharedMemory is memory that processes of one host share. It has no name in the file system, so nothing is
 // left behind when a process is killed; another process opens it by what name() says.
 //   Result<SharedMemory> mine = SharedMemory::create(bytes);  give(mine->name());
-//   Result<SharedMemory> same = SharedMemory::open(name, bytes);  // over there; kSystem where it is not allowed
+//   Result<SharedMemory> same = SharedMemory::open(name, bytes);  // over there; kSystem where it is not
+//   allowed
 // Threads: a value; move it to hand it over.
 #pragma once
 

@@ -163,6 +163,7 @@ bool Core::progress() {
 
 bool Core::progress_held() {
   start_submitted();
+  if (rails.empty()) return false;  // closed
   const bool any = poll_rails();
   if (!unposted_receives_.empty()) post_receives_again();
   if (!waiting_.empty()) pump();

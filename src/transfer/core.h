@@ -8,7 +8,7 @@
 //   progress_held(): start what was submitted, poll every rail, post what fits, tick once in a while
 //
 // Files: core.cc (token, worker, events, clock), operations.cc (from submission to the end), peers.cc
-// (connections, messages, memory of peers), staging.cc (packed writes through pinned memory).
+// (connections), messages.cc, memory.cc, immediates.cc, staging.cc (packed writes through slots of the peer).
 #pragma once
 
 #include <atomic>
@@ -126,7 +126,7 @@ class Core {
   void finish(Transfer& transfer, Phase phase, Status status);
   void on_done(Transfer& transfer, std::function<void(const Status&)> callback);
 
-  // ---- peers.cc
+  // ---- peers.cc, memory.cc, immediates.cc
   Result<std::shared_ptr<Peer>> connect(std::string_view address, Deadline until);
   Result<std::shared_ptr<Remote>> attach(std::string_view descriptor, Deadline until);
   void disconnect(const std::shared_ptr<Peer>& peer);
@@ -212,7 +212,7 @@ class Core {
   void begin_use(Transfer& transfer);
   void end_use(Transfer& transfer);
 
-  // peers.cc
+  // peers.cc, messages.cc, memory.cc, immediates.cc
   std::shared_ptr<Peer> find_peer(const EngineId& engine) const;
   Result<std::shared_ptr<Peer>> make_peer(const Address& address);
   Status route_to(Peer& peer);

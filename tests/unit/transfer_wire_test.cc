@@ -124,6 +124,21 @@ TEST(Plan, ShardsCoverEveryByteOnce) {
       }
 }
 
+TEST(Plan, MemoryIsReachedAsTheWorstNicAllows) {
+  using provider::MemoryKind;
+  provider::Nic exports, peers, blind;
+  exports.caps.device_memory = exports.caps.dmabuf = true;
+  peers.caps.device_memory = true;
+  blind.provider = "fabric:tcp";
+  blind.name = "lo";
+  EXPECT_EQ(choose_memory_path(MemoryKind::kHost, {blind}).path, MemoryPath::kHost);
+  EXPECT_EQ(choose_memory_path(MemoryKind::kCuda, {exports, exports}).path, MemoryPath::kDmabuf);
+  EXPECT_EQ(choose_memory_path(MemoryKind::kCuda, {exports, peers}).path, MemoryPath::kPeerMemory);
+  const MemoryChoice staged = choose_memory_path(MemoryKind::kCuda, {exports, blind});
+  EXPECT_EQ(staged.path, MemoryPath::kStaged);
+  EXPECT_EQ(staged.reason, "fabric:tcp on lo does not reach device memory");
+}
+
 TEST(Plan, PagesMergeOnlyWhereBothSidesTouch) {
   const auto merged = pair_pages({0, 100, {3, 4, 5, 9}, 0}, {50, 100, {0, 1, 7, 8}, 0}, 100, true);
   ASSERT_TRUE(merged.ok());

@@ -88,9 +88,8 @@ int send_reliable(FakeQp& from, const ib::SendWr& wr) {
     return 0;
   };
   const auto found = wire().qps.find(from.peer);
-  if (found == wire().qps.end() || found->second->state < ib::kStateRtr ||
-      found->second->state == ib::kStateError)
-    return fail(ib::kWcRetryExceeded);
+  if (found == wire().qps.end() || found->second->state == ib::kStateError) return fail(ib::kWcRetryExceeded);
+  if (found->second->state < ib::kStateRtr) return ENOMEM;  // a NIC goes on trying for a while
   FakeQp& to = *found->second;
   if (part.length && wire().keys.count(part.lkey) == 0) return fail(4);
   std::deque<Received>& receives = static_cast<FakeSrq*>(to.srq)->receives;

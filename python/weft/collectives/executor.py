@@ -164,6 +164,16 @@ def chunks_of_part(algorithm: Algorithm) -> int:
     return algorithm.chunks
 
 
+def protocol_number(algorithm: Algorithm) -> int:
+    """Return the algorithm's protocol as a number of kernels/collective/program_args.h."""
+    return _PROTOCOLS[algorithm.protocol]
+
+
+def flat_rank(algorithm: Algorithm, rank: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Return a rank's blocks, steps and waits as rows of numbers, in the order of the structs of program_args.h."""
+    return _flatten(algorithm.ranks[rank])
+
+
 def _flatten(program: RankProgram) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """Return blocks, steps and waits as rows of numbers, in the order of the structs of program_args.h."""
     needed = {wait for block in program.blocks for step in block.steps for wait in step.depends}

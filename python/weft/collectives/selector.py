@@ -187,6 +187,11 @@ class Selector:
             try:
                 variant = row["variant"]
                 algorithm = build_variant(variant, self.ranks, inplace, root)
+                reasons += [
+                    f"{label}: slower, measured {us:.1f} us"
+                    for label, us in sorted(row["measured_us"].items(), key=lambda item: item[1])
+                    if label != variant.label()
+                ]
                 return Choice(algorithm, variant.slice_bytes, variant.num_sms)
             except Error as error:
                 reasons.append(f"{row['variant'].label()}: {error}")
@@ -278,7 +283,7 @@ def read_table(path: Path, key: str) -> list[dict[str, Any]]:
             log.info("table %s is for %s, version %s: not used", path, document["key"], document["version"])
             return []
         return [_row(row) for row in document["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("table %s is not used: %s: %s", path, type(error).__name__, error)
         return []
 
@@ -301,6 +306,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
         "ranks": int(row.get("ranks", 0)),
         "max_bytes": None if limit is None else int(limit),
         "variant": variant,
+        "measured_us": {str(label): float(us) for label, us in row.get("measured_us", {}).items()},
     }
 
 

@@ -96,10 +96,10 @@ class Collectives:
         algorithm: Algorithm | None = None,
     ) -> torch.Tensor:
         """Reduce over all ranks, in place or into ``out`` (same shape and dtype); return the result."""
+        self._element("tensor", tensor)
         if out is None:
             out = tensor
         else:
-            self._element("tensor", tensor)
             self._check_like("out", out, tensor.numel(), tensor)
             out.copy_(tensor)
         self._run("allreduce", out, out, out.numel(), out.numel(), op, algorithm, inplace=True)

@@ -31,7 +31,7 @@ namespace weft {
   WEFT_OPTION(trace_spans, int64_t, 0, "room for spans of in-kernel traces per buffer; 0 compiles kernels without") \
   WEFT_OPTION(nvrtc, std::string, "", "path of libnvrtc; empty looks in Python packages, then the system") \
   WEFT_OPTION(cuda_include, std::string, "", "CUDA headers for kernels; empty looks beside libnvrtc") \
-  WEFT_OPTION(algorithm_dir, std::string, "", "folder of collective algorithms to load (XML or JSON)") \
+  WEFT_OPTION(algorithm_dir, std::string, "", "collective algorithms to load (XML or JSON): folders and files, with colons between; empty takes MSCCL_ALGO_DIR or MSCCL_XML_FILES") \
   WEFT_OPTION(nccl_library, std::string, "", "path of the real NCCL that compat/nccl forwards to, or none; empty looks in Python packages, then the system") \
   WEFT_OPTION(nccl_forward, std::string, "", "NCCL functions that the real library is to serve, as ncclAllReduce,ncclSend, or all") \
   WEFT_OPTION(nccl_device, std::string, "auto", "what communicators of compat/nccl work on: auto (the current CUDA device, if any) or cpu") \

@@ -75,7 +75,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
               "");
     const RowFormat format{c.row_bytes, c.scale_words, c.top_k, 8, 2, c.row_bytes};
     Result<Notified> counts = buffer.notify({format, mine.in_rank.data(), mine.per_expert.data(), mine.tokens,
-                                             c.experts, mine.handle(), true, nullptr});
+                                             c.experts, mine.handle(), 0, nullptr});
     ASSERT_EQ(counts.status().message(), "");
     Result<Received> received = buffer.dispatch(
         {format, reinterpret_cast<std::byte*>(mine.x.data()), mine.scales.data(), c.scale_words, 1,

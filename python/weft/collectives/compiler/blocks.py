@@ -88,7 +88,7 @@ def _named_block(blocks: list[OpenBlock], node: Node) -> OpenBlock:
 
 def _block_of_newest(node: Node, home: dict[Node, OpenBlock], blocks: list[OpenBlock]) -> OpenBlock:
     """Return the block of the last instruction that a local one waits for, which saves a wait."""
-    newest = max(node.before & home.keys(), key=lambda n: len(home[n].nodes), default=None)
+    newest = max(node.before & home.keys(), key=lambda n: (len(home[n].nodes), n.seq), default=None)
     if newest is not None:
         return home[newest]
     for block in blocks:

@@ -64,8 +64,11 @@ def _waits(order: list[Node], blocks: list[list[OpenBlock]]) -> dict[Node, tuple
             if block != number and (block not in latest or position[latest[block]][1] < step):
                 latest[block] = earlier
         waits = []
-        # Newest first, so that what a later wait implies is dropped.
-        for earlier in sorted(latest.values(), key=lambda n: -sum(known[n].values()) - position[n][1]):
+        # Newest first, so that what a later wait implies is dropped; then by place, so that all ranks, which compile
+        # for themselves, agree on every rank's program.
+        for earlier in sorted(
+            latest.values(), key=lambda n: (-sum(known[n].values()) - position[n][1], position[n])
+        ):
             block, step = position[earlier]
             if seen.get(block, -1) >= step:
                 continue

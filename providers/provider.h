@@ -32,8 +32,9 @@ struct Caps {
   bool device_memory = false;   // register() takes CUDA memory
   bool dmabuf = false;          // CUDA memory is registered through DMA-BUF rather than peer memory
   bool manual_progress = true;  // nothing moves, also at the target, unless poll() is called
-  bool packs_small_pages =
-      false;  // a message costs more than copying a page: small pages travel better packed
+  // A message costs more than copying a page: small pages travel better packed.
+  bool packs_small_pages = false;
+  bool same_host = false;  // reaches processes of this host alone: packs travel through shared memory
   uint64_t write_bytes_max = UINT64_MAX;  // longest write or read
   uint64_t message_bytes_max = 8192;      // longest send
   uint64_t imm_only_bytes = 0;            // bytes a write must have to carry an immediate (0: none)
@@ -102,6 +103,7 @@ struct RmaOp {
 
 enum class Posted {
   kOk,
+  kDone,   // writes and reads: through with it already, no event follows
   kAgain,  // no room now: poll, then try again
   kFatal,  // refused for good; refusal() says why
 };

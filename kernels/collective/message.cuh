@@ -15,10 +15,12 @@ struct Piece {
   uint64_t bytes = 0;
 };
 
-// One slot of a connection, either end. Null: not used.
+// Where a message is or goes: a slot of a connection, or of a direct message the memory itself, of which
+// `bytes` exist. Null: not used.
 struct Slot {
   std::byte* at = nullptr;
   uint64_t number = 0;  // of the message
+  uint64_t bytes = ~uint64_t{0};
 };
 
 struct Movement {
@@ -37,31 +39,39 @@ WEFT_DEVICE bool is_aligned(const std::byte* at) {
   return reinterpret_cast<uint64_t>(at) % 16 == 0;
 }
 
-// Units that lie whole and aligned in a piece; all of them where the piece is not used.
-WEFT_DEVICE uint64_t whole_units(const Piece& piece, uint64_t units) {
-  if (!piece.at) return units;
-  if (!is_aligned(piece.at)) return 0;
-  const uint64_t whole = piece.bytes / 16;
+// Units that lie whole and aligned in a piece or slot; all of them where it is not used.
+template <class Memory>
+WEFT_DEVICE uint64_t whole_units(const Memory& memory, uint64_t units) {
+  if (!memory.at) return units;
+  if (!is_aligned(memory.at)) return 0;
+  const uint64_t whole = memory.bytes / 16;
   return whole < units ? whole : units;
 }
 
 // A unit that may be unaligned or run over the end, where it reads zero and is not written.
 WEFT_DEVICE Vec16 load_ragged(const Piece& piece, uint64_t unit) {
-  std::byte bytes[16];
-  for (uint32_t i = 0; i < 16; ++i) {
-    const uint64_t at = unit * 16 + i;
-    bytes[i] = at < piece.bytes ? piece.at[at] : std::byte{0};
-  }
   struct Bytes {
     std::byte values[16];
-  };
-  return __builtin_bit_cast(Vec16, *reinterpret_cast<Bytes*>(bytes));
+  } bytes;
+  if (unit * 16 + 16 <= piece.bytes) {
+    copy_few<16>(bytes.values, piece.at + unit * 16);
+    return __builtin_bit_cast(Vec16, bytes);
+  }
+  for (uint32_t i = 0; i < 16; ++i) {
+    const uint64_t at = unit * 16 + i;
+    bytes.values[i] = at < piece.bytes ? piece.at[at] : std::byte{0};
+  }
+  return __builtin_bit_cast(Vec16, bytes);
 }
 WEFT_DEVICE void store_ragged(const Piece& piece, uint64_t unit, const Vec16& value) {
   struct Bytes {
     std::byte values[16];
   };
   const auto bytes = __builtin_bit_cast(Bytes, value);
+  if (unit * 16 + 16 <= piece.bytes) {
+    copy_few<16>(piece.at + unit * 16, bytes.values);
+    return;
+  }
   for (uint32_t i = 0; i < 16; ++i)
     if (unit * 16 + i < piece.bytes) piece.at[unit * 16 + i] = bytes.values[i];
 }
@@ -71,10 +81,10 @@ struct SimpleWire {
   static constexpr bool kIsPlain = true;
   template <class GiveUp>
   WEFT_DEVICE static Vec16 take(const Slot& slot, uint64_t unit, GiveUp) {
-    return load_vec(reinterpret_cast<const Vec16*>(slot.at) + unit);
+    return load_ragged({slot.at, slot.bytes}, unit);
   }
   WEFT_DEVICE static void put(const Slot& slot, uint64_t unit, const Vec16& value) {
-    store_vec(reinterpret_cast<Vec16*>(slot.at) + unit, value);
+    store_ragged({slot.at, slot.bytes}, unit, value);
   }
 };
 
@@ -110,6 +120,112 @@ struct LlWire {
     return is_there(slot, load_line(lines)) && is_there(slot, load_line(lines + 1));
   }
 };
+
+// Lines of 128 bytes: 15 words of 8 bytes, then the message's number plus one. Eight neighbours of a warp
+// write a line with one instruction each of 16 bytes at the same time, and NVLink delivers such a line whole;
+// on the host the number is stored last.
+struct Ll128Wire {
+  static constexpr bool kIsPlain = false;
+  static constexpr uint32_t kLineBytes = 128, kLineWords = 15, kLanes = 8;
+  WEFT_DEVICE static const uint64_t* number_of(const Slot& slot, uint64_t line) {
+    return reinterpret_cast<const uint64_t*>(slot.at + line * kLineBytes) + kLineWords;
+  }
+  WEFT_DEVICE static bool is_there(const Slot& slot, uint64_t line) {
+    return load_acquire(number_of(slot, line)) == slot.number + 1;
+  }
+  // Whether the line with a unit's end has arrived, without waiting.
+  WEFT_DEVICE static bool arrived(const Slot& slot, uint64_t unit) {
+    return is_there(slot, (2 * unit + 1) / kLineWords);
+  }
+};
+
+WEFT_DEVICE uint64_t load_word(const Piece& piece, uint64_t word) {
+  uint64_t value = 0;
+  if (word * 8 + 8 <= piece.bytes) {
+    if (reinterpret_cast<uint64_t>(piece.at) % 8 == 0)
+      return reinterpret_cast<const uint64_t*>(piece.at)[word];
+    copy_few<8>(&value, piece.at + word * 8);
+    return value;
+  }
+  for (uint64_t at = word * 8; at < piece.bytes; ++at)
+    value |= static_cast<uint64_t>(piece.at[at]) << (8 * (at - word * 8));
+  return value;
+}
+WEFT_DEVICE void store_word(const Piece& piece, uint64_t word, uint64_t value) {
+  if (word * 8 + 8 <= piece.bytes) {
+    if (reinterpret_cast<uint64_t>(piece.at) % 8 == 0)
+      reinterpret_cast<uint64_t*>(piece.at)[word] = value;
+    else
+      copy_few<8>(piece.at + word * 8, &value);
+    return;
+  }
+  for (uint64_t at = word * 8; at < piece.bytes; ++at)
+    piece.at[at] = static_cast<std::byte>(value >> (8 * (at - word * 8)));
+}
+
+// Two neighbouring words of a line, as one vector; a line's last vector has one word.
+struct Pair {
+  uint64_t first;  // word
+  bool has_second;
+};
+WEFT_DEVICE Vec16 load_pair(const Piece& piece, const Pair& pair) {
+  const uint64_t low = load_word(piece, pair.first);
+  const uint64_t high = pair.has_second ? load_word(piece, pair.first + 1) : 0;
+  return {{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+           static_cast<uint32_t>(high >> 32)}};
+}
+WEFT_DEVICE uint64_t word_of(const Vec16& value, uint32_t which) {
+  return value.words[2 * which] | static_cast<uint64_t>(value.words[2 * which + 1]) << 32;
+}
+
+// One pair of a message's words over lines of 128 bytes.
+template <class Combiner, class GiveUp>
+WEFT_DEVICE Vec16 move_pair(const Movement& m, uint64_t line, uint32_t lane, const Pair& pair,
+                            GiveUp gives_up) {
+  Vec16 value;
+  if (m.in.at) {
+    for (uint32_t polls = 0; !Ll128Wire::is_there(m.in, line); ++polls)
+      if (gives_up(polls)) break;
+    value = load_line(reinterpret_cast<const Vec16*>(m.in.at + line * Ll128Wire::kLineBytes) + lane);
+    if (m.src.at) value = Combiner::apply(value, load_pair(m.src, pair));
+  } else {
+    value = load_pair(m.src, pair);
+    if (m.adds_dst) value = Combiner::apply(load_pair(m.dst, pair), value);
+  }
+  if (m.dst.at) {
+    store_word(m.dst, pair.first, word_of(value, 0));
+    if (pair.has_second) store_word(m.dst, pair.first + 1, word_of(value, 1));
+  }
+  return value;
+}
+
+// All lanes of a warp go around together, so that the eight of a line store it at once.
+template <class Combiner, class GiveUp>
+WEFT_DEVICE void move_lines(Block block, const Movement& m, GiveUp gives_up) {
+  const Warp warp;
+  const uint64_t lines = (m.units * 2 + Ll128Wire::kLineWords - 1) / Ll128Wire::kLineWords;
+  const uint64_t items = lines * Ll128Wire::kLanes;
+  const uint64_t turns = (items + warp.size() - 1) / warp.size() * warp.size();
+  for (uint64_t item = block.rank(); item < turns; item += block.size()) {
+    const uint64_t line = item / Ll128Wire::kLanes;
+    const auto lane = static_cast<uint32_t>(item % Ll128Wire::kLanes);
+    const bool has_second = lane + 1 < Ll128Wire::kLanes;
+    Vec16 value{};
+    if (item < items)
+      value =
+          move_pair<Combiner>(m, line, lane, {line * Ll128Wire::kLineWords + 2 * lane, has_second}, gives_up);
+    if (!m.out.at) continue;
+    const uint64_t number = m.out.number + 1;
+    if (!has_second) {
+      value.words[2] = static_cast<uint32_t>(number);
+      value.words[3] = static_cast<uint32_t>(number >> 32);
+    }
+    warp.sync();
+    if (item < items)
+      store_line_part(reinterpret_cast<Vec16*>(m.out.at + line * Ll128Wire::kLineBytes) + lane, value,
+                      !has_second);
+  }
+}
 
 // Units that are not whole in some piece, or whose wire is not plain memory.
 template <class Wire, class Combiner, class GiveUp>
@@ -166,12 +282,19 @@ WEFT_DEVICE void stream(Block block, const Movement& m, uint64_t units) {
 
 }  // namespace message
 
+// Moves all units of a message over lines of 128 bytes.
+template <class Shape, class GiveUp>
+WEFT_DEVICE void move_ll128(Block block, const Shape& shape, const Movement& m, GiveUp gives_up) {
+  with_combiner(shape, [&](auto combiner) { message::move_lines<decltype(combiner)>(block, m, gives_up); });
+}
+
 // Moves all units of a message by the whole block. gives_up(polls) is asked while a unit has not arrived.
 template <class Wire, class Shape, class GiveUp>
 WEFT_DEVICE void move(Block block, const Shape& shape, const Movement& m, GiveUp gives_up) {
   uint64_t whole = message::whole_units(m.src, m.units);
-  const uint64_t whole_dst = message::whole_units(m.dst, m.units);
-  if (whole_dst < whole) whole = whole_dst;
+  whole = message::whole_units(m.dst, whole);
+  whole = message::whole_units(m.in, whole);
+  whole = message::whole_units(m.out, whole);
   auto run = [&](auto combiner) {
     using Combiner = decltype(combiner);
     if constexpr (Wire::kIsPlain) {

@@ -3,9 +3,10 @@
 // program.cuh: run_program interprets a collective program. Every block of the launch owns some blocks of the
 // program and goes around them; a program block takes its steps in order, once per slice of the chunks. Steps
 // of a visit: 1 one thread asks whether the step's dependencies, its message and a free slot are there   2
-// the whole block moves the piece   3 one thread tells the peers and the other blocks. Waits: only in 1, and
-// for single lines of LL messages in 2; bounded by the wait rule, which names rank, peer, program block and
-// step. Cost: two block barriers per message.
+// the whole block moves the piece   3 one thread tells the peers and the other blocks. A program block that
+// referred to its own memory is done when the receivers have read it. Waits: only in 1, and for single lines
+// of LL messages in 2; bounded by the wait rule, which names rank, peer, program block and step. Cost: three
+// block barriers per message.
 #pragma once
 
 #include "kernels/collective/message.cuh"
@@ -20,26 +21,51 @@ namespace program {
 struct Cursor {
   uint64_t sent;
   uint64_t received;
+  uint64_t first_sent;  // of this run
   uint64_t iteration;
   uint64_t waiting_since_ns;  // 0: it does not wait
   uint32_t number;            // of the program block
   uint32_t step;
   uint32_t chunk;  // of the step
   uint32_t is_done;
+  uint32_t refers;    // it has referred to its own memory
+  uint32_t finishes;  // all steps are taken; what it referred to is being read
 };
 
 enum Verdict : uint32_t { kNotYet = 0, kGo, kFault };
 
+// How the bytes of a visit travel. Decided by one thread, as peers' headers and grants say.
+struct Route {
+  Slot in;              // null: nothing comes, or it lies at the destination already
+  Slot out;             // null: nothing to write, the receiver reads it
+  uint64_t in_process;  // address in the sender's process; 0: not that way
+  uint32_t is_there;    // the sender has stored the message at its destination
+  uint32_t refers;
+};
+
 struct Shared {
   uint32_t verdict;
   uint32_t last_block;
-  uint64_t reserved;
+  Route route;
+};
+
+// A program in memory, which run_program interprets. What run_compiled runs has the same form, as constants.
+struct InMemory {
+  const ProgramArgs& a;
+  // Calls f(block, step, the step's waits).
+  template <class F>
+  WEFT_DEVICE auto with_step(uint32_t number, uint32_t at, F f) const {
+    const ProgramBlock& block = a.blocks[number];
+    const ProgramStep& step = a.steps[block.first_step + at];
+    return f(block, step, a.waits + step.first_wait);
+  }
 };
 
 // What one program block needs to know in a visit.
 struct Turn {
   const ProgramBlock* block;
   const ProgramStep* step;
+  const ProgramWait* waits;
   bool sends;
   bool receives;
   uint32_t chunks;  // of this message
@@ -62,10 +88,9 @@ WEFT_DEVICE bool op_writes_dst(StepOp op) {
   return op != StepOp::kSend && op != StepOp::kRecvReduceSend;
 }
 
-// Chunks [index, index + chunks) of a buffer, of each the slice of this iteration.
-WEFT_DEVICE Piece piece_of(const ProgramArgs& a, uint32_t bytes_per_elem, uint32_t buffer, uint32_t index,
-                           uint32_t chunks, uint64_t iteration) {
-  const BufferLayout& layout = a.buffers[buffer];
+// Chunks [index, index + chunks) of a buffer at `base`, of each the slice of this iteration.
+WEFT_DEVICE Piece piece_in(const ProgramArgs& a, const BufferLayout& layout, std::byte* base,
+                           uint32_t bytes_per_elem, uint32_t index, uint32_t chunks, uint64_t iteration) {
   uint64_t first;
   uint64_t length;
   if (layout.table) {
@@ -82,14 +107,21 @@ WEFT_DEVICE Piece piece_of(const ProgramArgs& a, uint32_t bytes_per_elem, uint32
   const uint64_t at = iteration * a.slice_elems;
   const uint64_t rest = length > at ? length - at : 0;
   const uint64_t most = chunks > 1 ? rest : a.slice_elems;
-  return {layout.base + (first + at) * bytes_per_elem, (rest < most ? rest : most) * bytes_per_elem};
+  return {base + (first + at) * bytes_per_elem, (rest < most ? rest : most) * bytes_per_elem};
+}
+WEFT_DEVICE Piece piece_of(const ProgramArgs& a, uint32_t bytes_per_elem, uint32_t buffer, uint32_t index,
+                           uint32_t chunks, uint64_t iteration) {
+  const BufferLayout& layout = a.buffers[buffer];
+  return piece_in(a, layout, layout.base, bytes_per_elem, index, chunks, iteration);
 }
 
 template <class Shape>
-WEFT_DEVICE Turn turn_of(const ProgramArgs& a, const Shape& shape, const Cursor& cursor) {
+WEFT_DEVICE Turn turn_of(const ProgramArgs& a, const Shape& shape, const Cursor& cursor,
+                         const ProgramBlock& block, const ProgramStep& step, const ProgramWait* waits) {
   Turn turn;
-  turn.block = &a.blocks[cursor.number];
-  turn.step = &a.steps[turn.block->first_step + cursor.step];
+  turn.block = &block;
+  turn.step = &step;
+  turn.waits = waits;
   const auto op = static_cast<StepOp>(turn.step->op);
   turn.sends = op_sends(op);
   turn.receives = op_receives(op);
@@ -135,12 +167,35 @@ WEFT_DEVICE RingPlace ring_of(const ProgramArgs& a, const MeshT& mesh, const Sha
   return {protocol * connections + mine, a.rings.slots_at[protocol] + slot * a.rings.slot_bytes[protocol]};
 }
 template <class MeshT>
+WEFT_DEVICE uint64_t header_at(const ProgramArgs& a, const MeshT& mesh, uint32_t channel, uint32_t sender,
+                               uint64_t number) {
+  const uint64_t ring = uint64_t{channel} * mesh.ranks() + sender;
+  return a.rings.headers_at + (ring * a.rings.slots + number % a.rings.slots) * sizeof(MessageHeader);
+}
+template <class MeshT>
 WEFT_DEVICE uint64_t ring_index(const MeshT& mesh, uint32_t channel, uint32_t sender) {
   return uint64_t{channel} * mesh.ranks() + sender;
 }
 
 WEFT_DEVICE uint64_t progress_value(uint64_t epoch, uint64_t iteration, uint32_t steps, uint32_t step) {
   return (epoch << 40) + iteration * steps + step + 1;
+}
+
+// Whether a message of the step may bypass its slot at all: both ends see it alike.
+template <class Shape>
+WEFT_DEVICE bool may_be_direct(const ProgramArgs& a, const Shape& shape, uint64_t units) {
+  return shape.protocol == static_cast<int64_t>(Protocol::kSimple) && !a.skip_empty &&
+         units * 16 >= a.direct.least_bytes;
+}
+// Whether the sender waits for a grant, to store the message itself.
+template <class Shape>
+WEFT_DEVICE bool wants_grant(const ProgramArgs& a, const Shape& shape, const Turn& turn) {
+  const bool is_worth_it = a.direct.prefers_stores || !(turn.step->direct & kMayRefer);
+  return (turn.step->direct & kMayStore) && is_worth_it && may_be_direct(a, shape, turn.units);
+}
+template <class MeshT>
+WEFT_DEVICE const Grant* grant_of(const ProgramArgs& a, const MeshT& mesh, uint32_t channel, uint32_t peer) {
+  return reinterpret_cast<const Grant*>(mesh.local() + a.rings.grants_at) + ring_index(mesh, channel, peer);
 }
 
 // What a program block waits for; kept for the report when time is up.
@@ -156,8 +211,8 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
                          const Turn& turn, uint64_t epoch, bool may_wait_in_data, Lack& lack) {
   if (cursor.chunk == 0) {
     for (uint32_t i = 0; i < turn.step->waits; ++i) {
-      const ProgramWait& wait = a.waits[turn.step->first_wait + i];
-      const uint64_t want = progress_value(epoch, cursor.iteration, a.blocks[wait.block].steps, wait.step);
+      const ProgramWait& wait = turn.waits[i];
+      const uint64_t want = progress_value(epoch, cursor.iteration, wait.steps, wait.step);
       const uint64_t seen = load_acquire(&a.progress[wait.block]);
       if (seen < want) return lack = {mesh.rank(), want, seen}, false;
     }
@@ -172,8 +227,10 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
       if (seen <= cursor.received) return lack = {peer, cursor.received + 1, seen}, false;
     } else if (!may_wait_in_data && turn.units > 0) {
       const Slot slot{mesh.local() + ring.slot_at, cursor.received};
-      if (!message::LlWire::arrived(slot, turn.units - 1))
-        return lack = {peer, cursor.received + 1, cursor.received}, false;
+      const bool has_arrived = shape.protocol == static_cast<int64_t>(Protocol::kLl)
+                                   ? message::LlWire::arrived(slot, turn.units - 1)
+                                   : message::Ll128Wire::arrived(slot, turn.units - 1);
+      if (!has_arrived) return lack = {peer, cursor.received + 1, cursor.received}, false;
     }
   }
   if (turn.sends) {
@@ -183,8 +240,97 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
     const uint64_t seen = load_acquire(&freed[ring.counter]);
     if (seen + a.rings.slots <= cursor.sent)
       return lack = {peer, cursor.sent + 1 - a.rings.slots, seen}, false;
+    if (wants_grant(a, shape, turn)) {
+      const uint64_t granted = load_acquire(&grant_of(a, mesh, channel, peer)->number);
+      if (granted <= cursor.first_sent) return lack = {peer, cursor.first_sent + 1, granted}, false;
+    }
   }
   return true;
+}
+
+// Whether the receivers have read all that the block referred to. One thread.
+template <class MeshT, class Shape>
+WEFT_DEVICE bool all_is_read(const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
+                             const Cursor& cursor, Lack& lack) {
+  const ProgramBlock& block = a.blocks[cursor.number];
+  const auto peer = static_cast<uint32_t>(block.send_peer);
+  const RingPlace ring = ring_of(a, mesh, shape, block.channel, peer, true, cursor.sent);
+  const uint64_t seen =
+      load_acquire(reinterpret_cast<const uint64_t*>(mesh.local() + a.rings.freed_at) + ring.counter);
+  return seen >= cursor.sent || (lack = {peer, cursor.sent, seen}, false);
+}
+
+// Where the message that came is, by its header.
+template <class MeshT, class Shape>
+WEFT_DEVICE void route_in(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, const Cursor& cursor,
+                          const Turn& turn, Route& route) {
+  const uint32_t channel = turn.block->channel;
+  const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
+  route.in = {mesh.local() + ring_of(a, mesh, shape, channel, peer, false, cursor.received).slot_at,
+              cursor.received};
+  if (shape.protocol != static_cast<int64_t>(Protocol::kSimple)) return;
+  const auto* header = reinterpret_cast<const MessageHeader*>(
+      mesh.local() + header_at(a, mesh, channel, peer, cursor.received));
+  if (header->place == Place::kSlot) return;
+  route.in = {nullptr, cursor.received, header->bytes};
+  if (header->place == Place::kDestination) route.is_there = 1;
+  if (header->place == Place::kWindow)
+    route.in.at = a.direct.windows[header->window - 1][peer] + header->address;
+  if (header->place == Place::kProcess) {
+    if (a.direct.processes[peer] == a.direct.processes[mesh.rank()])  // ranks are threads
+      route.in.at = reinterpret_cast<std::byte*>(header->address);
+    else
+      route.in_process = header->address;
+  }
+}
+
+// The peer's destination of the message, or null where the peer's buffer is in no window.
+template <class MeshT, class Shape>
+WEFT_DEVICE Piece granted_piece(const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
+                                const Cursor& cursor, const Turn& turn) {
+  const auto peer = static_cast<uint32_t>(turn.block->send_peer);
+  const Grant* grant = grant_of(a, mesh, turn.block->channel, peer);
+  const uint32_t buffer = turn.step->remote_buffer;
+  if (grant->window[buffer] == 0) return {};
+  std::byte* base = a.direct.windows[grant->window[buffer] - 1][peer] + grant->window_at[buffer];
+  return piece_in(a, a.buffers[buffer], base, element_bytes(static_cast<Element>(shape.element)),
+                  turn.step->remote_index + cursor.chunk, turn.chunks, cursor.iteration);
+}
+
+// Decides how the message goes, and writes its header: stored at its destination, referred to where it is, or
+// through the slot.
+template <class MeshT, class Shape>
+WEFT_DEVICE void route_out(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, const Cursor& cursor,
+                           const Turn& turn, Route& route) {
+  const uint32_t channel = turn.block->channel;
+  const auto peer = static_cast<uint32_t>(turn.block->send_peer);
+  route.out = {mesh.to(peer).mapped() + ring_of(a, mesh, shape, channel, peer, true, cursor.sent).slot_at,
+               cursor.sent};
+  if (shape.protocol != static_cast<int64_t>(Protocol::kSimple)) return;
+  MessageHeader header{Place::kSlot, 0, 0, 0};
+  if (wants_grant(a, shape, turn)) {
+    if (const Piece target = granted_piece(a, mesh, shape, cursor, turn); target.at) {
+      header.place = Place::kDestination;
+      route.out = {target.at, cursor.sent, target.bytes};
+    }
+  }
+  const bool is_small = turn.units * 16 < a.direct.least_bytes;
+  if (header.place == Place::kSlot && (turn.step->direct & kMayRefer) && !is_small) {
+    const bool is_send = static_cast<StepOp>(turn.step->op) == StepOp::kSend;
+    const Piece& kept = is_send ? turn.src : turn.dst;
+    const BufferLayout& layout = a.buffers[is_send ? turn.step->src_buffer : turn.step->dst_buffer];
+    if (layout.window)
+      header = {Place::kWindow, layout.window,
+                layout.window_at + static_cast<uint64_t>(kept.at - layout.base), kept.bytes};
+    else if (a.direct.readers[peer])
+      header = {Place::kProcess, 0, reinterpret_cast<uint64_t>(kept.at), kept.bytes};
+    if (header.place != Place::kSlot) {
+      route.out = {};
+      route.refers = 1;
+    }
+  }
+  *reinterpret_cast<MessageHeader*>(mesh.to(peer).mapped() +
+                                    header_at(a, mesh, channel, mesh.rank(), cursor.sent)) = header;
 }
 
 WEFT_DEVICE void give_up(const ProgramArgs& a, const Cursor& cursor, const Lack& lack, uint64_t waited_ns) {
@@ -192,13 +338,12 @@ WEFT_DEVICE void give_up(const ProgramArgs& a, const Cursor& cursor, const Lack&
         cursor.number << 16 | cursor.step);
 }
 
-// Looks once, or until it is there if nothing else is left to do. One thread.
-template <class MeshT, class Shape>
-WEFT_DEVICE Verdict look(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Cursor& cursor,
-                         const Turn& turn, uint64_t epoch, bool is_alone) {
+// Looks once, or until it is there if nothing else is left to do. One thread. has(lack): one look.
+template <class Has>
+WEFT_DEVICE Verdict look(const ProgramArgs& a, uint32_t self, Cursor& cursor, bool is_alone, Has has) {
   Lack lack{};
   for (uint32_t polls = 0;; ++polls) {
-    if (has_all(a, mesh, shape, cursor, turn, epoch, is_alone, lack)) {
+    if (has(lack)) {
       cursor.waiting_since_ns = 0;
       return kGo;
     }
@@ -207,7 +352,7 @@ WEFT_DEVICE Verdict look(const ProgramArgs& a, const MeshT& mesh, const Shape& s
     const uint64_t now = now_ns();
     if (cursor.waiting_since_ns == 0) cursor.waiting_since_ns = now;
     // A block that waits for another of its rank leaves it to that one to say which peer is missing.
-    const uint64_t allowed_ns = lack.peer == mesh.rank() ? 2 * a.wait.timeout_ns : a.wait.timeout_ns;
+    const uint64_t allowed_ns = lack.peer == self ? 2 * a.wait.timeout_ns : a.wait.timeout_ns;
     const bool is_late = now - cursor.waiting_since_ns > allowed_ns;
     if (is_late) give_up(a, cursor, lack, now - cursor.waiting_since_ns);
     if (is_late || load_relaxed(&a.wait.fault->raised) != 0) return kFault;
@@ -215,28 +360,62 @@ WEFT_DEVICE Verdict look(const ProgramArgs& a, const MeshT& mesh, const Shape& s
   }
 }
 
+// A message that lies in another process is read into its destination or, to be combined, bit by bit into
+// memory that stays in the caches. Host only.
+template <class Move>
+WEFT_DEVICE void carry_from_process(const ProgramArgs& a, const Cursor& cursor, const Turn& turn,
+                                    const Route& route, Movement m, Move move_all) {
+  const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
+  auto read = [&](std::byte* to, uint64_t at, uint64_t bytes) {
+    const uint64_t rest = route.in.bytes > at ? route.in.bytes - at : 0;
+    const uint64_t there = bytes < rest ? bytes : rest;
+    for (uint64_t i = there; i < bytes; ++i) to[i] = std::byte{0};  // past the sender's end
+    if (there == 0 || read_process(a.direct.processes[peer], to, route.in_process + at, there)) return true;
+    raise(a.wait.fault, Site::kPeerMemory, a.wait.self, peer, there, 0, 0, cursor.number << 16 | cursor.step);
+    return false;
+  };
+  if (!m.src.at && m.dst.at) {
+    if (!read(m.dst.at, 0, m.dst.bytes) || !m.out.at) return;
+    m.src = m.dst;
+    m.dst = {};
+    return move_all(m);
+  }
+  auto advance = [](auto& memory, uint64_t bytes) {
+    if (!memory.at) return;
+    memory.at += bytes;
+    memory.bytes = memory.bytes > bytes ? memory.bytes - bytes : 0;
+  };
+  for (uint64_t at = 0; at < turn.units * 16; at += a.direct.bounce_bytes) {
+    const uint64_t left = turn.units * 16 - at;
+    const uint64_t bytes = left < a.direct.bounce_bytes ? left : a.direct.bounce_bytes;
+    if (!read(a.direct.bounce, at, bytes)) return;
+    m.in = {a.direct.bounce, cursor.received, bytes};
+    m.units = bytes / 16;
+    move_all(m);
+    advance(m.src, bytes);
+    advance(m.dst, bytes);
+    advance(m.out, bytes);
+  }
+}
+
 // Moves the piece, by the whole block.
-template <class MeshT, class Shape>
-WEFT_DEVICE void carry_out(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Block block,
-                           const Cursor& cursor, const Turn& turn) {
+template <class Shape>
+WEFT_DEVICE void carry_out(const ProgramArgs& a, const Shape& shape, Block block, const Cursor& cursor,
+                           const Turn& turn, const Route& route) {
   Movement m;
   m.units = turn.units;
   m.src = turn.src;
   m.dst = turn.dst;
+  m.in = route.in;
+  m.out = route.out;
   m.adds_dst = static_cast<StepOp>(turn.step->op) == StepOp::kReduce;
   m.streams = a.streams_output != 0 && turn.dst.at && !m.adds_dst && turn.step->needed == 0 &&
               turn.step->dst_buffer != static_cast<uint32_t>(BufferId::kScratch);
-  const uint32_t channel = turn.block->channel;
-  if (turn.receives) {
-    const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
-    m.in = {mesh.local() + ring_of(a, mesh, shape, channel, peer, false, cursor.received).slot_at,
-            cursor.received};
+  if (route.is_there) {  // nothing to do but to forward
+    m.src = turn.dst;
+    m.dst = {};
   }
-  if (turn.sends) {
-    const auto peer = static_cast<uint32_t>(turn.block->send_peer);
-    m.out = {mesh.to(peer).mapped() + ring_of(a, mesh, shape, channel, peer, true, cursor.sent).slot_at,
-             cursor.sent};
-  }
+  if (!m.dst.at && !m.out.at) return;
   uint64_t since_ns = 0;
   auto gives_up = [&](uint32_t polls) {
     pause(polls);
@@ -248,10 +427,18 @@ WEFT_DEVICE void carry_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
               now - since_ns);
     return load_relaxed(&a.wait.fault->raised) != 0;
   };
-  if (shape.protocol == static_cast<int64_t>(Protocol::kSimple))
-    move<message::SimpleWire>(block, shape, m, gives_up);
+  auto move_all = [&](const Movement& all) {
+    if (shape.protocol == static_cast<int64_t>(Protocol::kSimple))
+      move<message::SimpleWire>(block, shape, all, gives_up);
+    else if (shape.protocol == static_cast<int64_t>(Protocol::kLl))
+      move<message::LlWire>(block, shape, all, gives_up);
+    else
+      move_ll128(block, shape, all, gives_up);
+  };
+  if (route.in_process)
+    carry_from_process(a, cursor, turn, route, m, move_all);
   else
-    move<message::LlWire>(block, shape, m, gives_up);
+    move_all(m);
 }
 
 // Tells peers and other blocks, and moves the cursor on. One thread.
@@ -283,7 +470,22 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
   if (cursor.step < turn.block->steps) return;
   cursor.step = 0;
   cursor.iteration += 1;
-  cursor.is_done = cursor.iteration == a.iterations;
+  if (cursor.iteration < a.iterations) return;
+  cursor.finishes = cursor.refers;
+  cursor.is_done = !cursor.refers;
+}
+
+// Tells the sender where this rank's buffers are: it may store into them from now on.
+template <class MeshT>
+WEFT_DEVICE void grant(const ProgramArgs& a, const MeshT& mesh, const ProgramBlock& block, uint64_t number) {
+  auto* there =
+      reinterpret_cast<Grant*>(mesh.to(static_cast<uint32_t>(block.recv_peer)).mapped() + a.rings.grants_at) +
+      ring_index(mesh, block.channel, mesh.rank());
+  for (uint32_t i = 0; i < 3; ++i) {
+    there->window[i] = a.buffers[i].window;
+    there->window_at[i] = a.buffers[i].window_at;
+  }
+  store_release(&there->number, number + 1);
 }
 
 // Reads a program block's message numbers. One thread.
@@ -298,10 +500,14 @@ WEFT_DEVICE void open(const ProgramArgs& a, const MeshT& mesh, const Shape& shap
     cursor.sent =
         a.sent[ring_of(a, mesh, shape, block.channel, static_cast<uint32_t>(block.send_peer), true, 0)
                    .counter];
+  cursor.first_sent = cursor.sent;
   if (block.recv_peer >= 0)
     cursor.received =
         a.received[ring_of(a, mesh, shape, block.channel, static_cast<uint32_t>(block.recv_peer), false, 0)
                        .counter];
+  if (block.grants && !cursor.is_done && !a.skip_empty &&
+      shape.protocol == static_cast<int64_t>(Protocol::kSimple))
+    grant(a, mesh, block, cursor.received);
 }
 template <class MeshT, class Shape>
 WEFT_DEVICE void close(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, const Cursor& cursor) {
@@ -314,26 +520,60 @@ WEFT_DEVICE void close(const ProgramArgs& a, const MeshT& mesh, const Shape& sha
                    .counter] = cursor.received;
 }
 
-// One visit to a program block; kGo when it moved on.
+// The step's part of a visit by one thread: whether it can run and, if so, how its bytes travel.
 template <class MeshT, class Shape>
-WEFT_DEVICE Verdict visit(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Block block,
-                          Shared* shared, Cursor& cursor, uint64_t epoch, bool is_alone) {
-  const Turn turn = turn_of(a, shape, cursor);
-  const bool is_empty = a.skip_empty && turn.units == 0;
+WEFT_DEVICE void prepare(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Shared* shared,
+                         Cursor& cursor, Turn turn, bool is_empty, uint64_t epoch, bool is_alone) {
+  // An empty piece sends nothing, so nothing but the order of steps is left of it.
+  turn.sends = turn.sends && !is_empty;
+  turn.receives = turn.receives && !is_empty;
+  shared->verdict = look(a, mesh.rank(), cursor, is_alone, [&](Lack& lack) {
+    return has_all(a, mesh, shape, cursor, turn, epoch, is_alone, lack);
+  });
+  shared->route = {};
+  if (shared->verdict != kGo) return;
+  if (turn.receives) route_in(a, mesh, shape, cursor, turn, shared->route);
+  if (turn.sends) route_out(a, mesh, shape, cursor, turn, shared->route);
+  cursor.refers |= shared->route.refers;
+}
+
+// A visit to a program block whose steps are all taken.
+template <class MeshT, class Shape>
+WEFT_DEVICE Verdict finish(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Block block,
+                           Shared* shared, Cursor& cursor, bool is_alone) {
   if (block.rank() == 0) {
-    // An empty piece sends nothing, so nothing but the order of steps is left of it.
-    Turn order = turn;
-    order.sends = turn.sends && !is_empty;
-    order.receives = turn.receives && !is_empty;
-    shared->verdict = look(a, mesh, shape, cursor, order, epoch, is_alone);
+    shared->verdict = look(a, mesh.rank(), cursor, is_alone,
+                           [&](Lack& lack) { return all_is_read(a, mesh, shape, cursor, lack); });
+    cursor.is_done = shared->verdict == kGo;
   }
   block.sync();
   const auto verdict = static_cast<Verdict>(shared->verdict);
-  if (verdict == kGo && !is_empty) carry_out(a, mesh, shape, block, cursor, turn);
-  block.sync();
-  if (verdict == kGo && block.rank() == 0) conclude(a, mesh, shape, cursor, turn, epoch, !is_empty);
   block.sync();
   return verdict;
+}
+
+// One visit to a program block; kGo when it moved on.
+template <class Program, class MeshT, class Shape>
+WEFT_DEVICE Verdict visit(const Program& program, const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
+                          Block block, Shared* shared, Cursor& cursor, uint64_t epoch, bool is_alone) {
+  if (cursor.finishes) return finish(a, mesh, shape, block, shared, cursor, is_alone);
+  const uint32_t number = cursor.number, at = cursor.step;
+  return program.with_step(number, at,
+                           [&](const ProgramBlock& own, const ProgramStep& step, const ProgramWait* waits) {
+                             const Turn turn = turn_of(a, shape, cursor, own, step, waits);
+                             const bool is_empty = a.skip_empty && turn.units == 0;
+                             if (block.rank() == 0)
+                               prepare(a, mesh, shape, shared, cursor, turn, is_empty, epoch, is_alone);
+                             block.sync();
+                             const auto verdict = static_cast<Verdict>(shared->verdict);
+                             if (verdict == kGo && !is_empty)
+                               carry_out(a, shape, block, cursor, turn, shared->route);
+                             block.sync();
+                             if (verdict == kGo && block.rank() == 0)
+                               conclude(a, mesh, shape, cursor, turn, epoch, !is_empty);
+                             block.sync();
+                             return verdict;
+                           });
 }
 
 }  // namespace program
@@ -343,8 +583,10 @@ WEFT_DEVICE constexpr uint32_t program_shared_bytes(uint32_t owned) {
   return static_cast<uint32_t>(sizeof(program::Shared) + owned * sizeof(program::Cursor));
 }
 
-template <class MeshT, class Shape>
-WEFT_KERNEL void run_program(const ProgramArgs& a, const MeshT& mesh, const Shape& shape) {
+// Runs a program, wherever its steps are.
+template <class Program, class MeshT, class Shape>
+WEFT_DEVICE void run_steps(const Program& steps, const ProgramArgs& a, const MeshT& mesh,
+                           const Shape& shape) {
   const Block block;
   auto* shared = reinterpret_cast<program::Shared*>(block.shared());
   auto* cursors = reinterpret_cast<program::Cursor*>(shared + 1);
@@ -364,7 +606,7 @@ WEFT_KERNEL void run_program(const ProgramArgs& a, const MeshT& mesh, const Shap
     for (uint32_t i = 0; i < owned && !is_broken; ++i) {
       if (cursors[i].is_done) continue;
       const program::Verdict verdict =
-          program::visit(a, mesh, shape, block, shared, cursors[i], epoch, unfinished == 1);
+          program::visit(steps, a, mesh, shape, block, shared, cursors[i], epoch, unfinished == 1);
       is_broken = verdict == program::kFault;
       moved = moved || verdict == program::kGo;
       unfinished -= cursors[i].is_done;
@@ -376,6 +618,11 @@ WEFT_KERNEL void run_program(const ProgramArgs& a, const MeshT& mesh, const Shap
   if (block.rank() == 0)
     for (uint32_t i = 0; i < owned; ++i) program::close(a, mesh, shape, cursors[i]);
   finish_launch(block, a.state, &shared->last_block);
+}
+
+template <class MeshT, class Shape>
+WEFT_KERNEL void run_program(const ProgramArgs& a, const MeshT& mesh, const Shape& shape) {
+  run_steps(program::InMemory{a}, a, mesh, shape);
 }
 
 // Divides a buffer by a number: what is left to do for an average.

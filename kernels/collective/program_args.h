@@ -8,7 +8,12 @@
 // that from a counter in its own window. Each protocol has rings of its own:
 //   Simple   a message is bytes; a counter in the receiver's window says how many have arrived
 //   LL       a 16-byte line holds 8 bytes and the message's number twice; a line is there when both agree
-//   LL128    for now LL's wire, in rings of its own
+//   LL128    a 128-byte line holds 120 bytes and the message's number; needs stores of a line to arrive whole
+// Direct messages. A Simple message need not lie in its slot: a header beside every slot says where the bytes
+// are. The receiver may read them from the sender's memory, or the sender may have stored them at their
+// destination, of which the receiver tells it in a grant at the start of a run. Steps carry what their
+// program allows (weft.collectives.direct); where the buffers are decides between that and the slot, per
+// message, so ranks need not agree on it.
 #pragma once
 
 #include "kernels/core/grid.cuh"
@@ -46,6 +51,13 @@ enum class Protocol : uint32_t { kSimple = 0, kLl, kLl128 };
 inline constexpr uint32_t kProtocols = 3;
 enum class BufferId : uint32_t { kInput = 0, kOutput, kScratch };
 
+// What a step's messages may be instead of bytes in a slot; bits of ProgramStep::direct.
+enum Direct : uint32_t {
+  kMayRefer = 1,     // nothing overwrites the source before the receiver has read it
+  kMayStore = 2,     // nothing touches the destination before: the sender may write it
+  kMayBeStored = 4,  // the receiving end of such a message
+};
+
 // One instruction. Indices and counts are in chunks.
 struct ProgramStep {
   uint32_t op;
@@ -57,12 +69,16 @@ struct ProgramStep {
   uint32_t first_wait;  // into the list of waits
   uint32_t waits;
   uint32_t needed;  // 1 if another block waits for this step
+  uint32_t direct;
+  uint32_t remote_buffer;  // of kMayStore: where the receiver puts the message
+  uint32_t remote_index;
 };
 
 // A step of another block that must be finished.
 struct ProgramWait {
   uint32_t block;
   uint32_t step;
+  uint32_t steps;  // that the block has
 };
 
 struct ProgramBlock {
@@ -71,6 +87,7 @@ struct ProgramBlock {
   uint32_t channel;
   uint32_t first_step;
   uint32_t steps;
+  uint32_t grants;  // 1 if some of its receives may be stored by the sender
 };
 
 // Where chunk c of a buffer is. Uniform: `parts` of part_elems elements, each cut into per_part chunks of
@@ -80,7 +97,28 @@ struct BufferLayout {
   uint64_t part_elems;
   uint64_t per_part;
   const uint64_t* table;
+  uint64_t window_at;  // offset of base in the window that holds it
+  uint32_t window;     // the window's number plus one; 0: in none that peers map
+  uint32_t reserved;
 };
+
+// Where the bytes of a Simple message are.
+enum class Place : uint32_t { kSlot = 0, kDestination, kWindow, kProcess };
+struct MessageHeader {
+  Place place;
+  uint32_t window;   // number plus one
+  uint64_t address;  // offset in the sender's window, or address in the sender's process
+  uint64_t bytes;    // that exist there
+};
+
+// Where a receiver's buffers are during one run; in the sender's window.
+struct Grant {
+  uint64_t number;  // of the run's first message, plus one
+  uint64_t window_at[3];
+  uint32_t window[3];
+  uint32_t reserved[5];
+};
+static_assert(sizeof(Grant) == 64);
 
 // Offsets in every rank's window, and sizes.
 struct RingLayout {
@@ -90,6 +128,20 @@ struct RingLayout {
   uint32_t channels;
   uint64_t arrived_at;  // u64[channels * ranks], of the receiver
   uint64_t freed_at;    // u64[kProtocols * channels * ranks], of the sender
+  uint64_t headers_at;  // MessageHeader[slots] of every Simple ring, of the receiver
+  uint64_t grants_at;   // Grant[channels * ranks], of the sender
+};
+
+// How messages may bypass their slots.
+struct DirectRule {
+  std::byte* const* const* windows;  // [window]: base addresses by rank
+  const uint32_t* processes;         // [rank]: the process whose memory this rank can read, or 0; host only
+  const uint32_t* readers;           // [rank]: 1 if that rank can read this process's memory
+  std::byte* bounce;                 // what is read from another process to be reduced
+  uint64_t bounce_bytes;             // multiple of 16
+  uint64_t least_bytes;              // of a message; smaller ones go through slots
+  uint32_t prefers_stores;  // where both work: stores pay on GPUs; on the host there is nothing to wait for
+  uint32_t reserved;
 };
 
 struct ProgramArgs {
@@ -109,6 +161,7 @@ struct ProgramArgs {
   uint32_t skip_empty;      // sizes differ by chunk: nothing is sent for an empty slice
   uint32_t streams_output;  // results are too large for the caches: write past them
   RingLayout rings;
+  DirectRule direct;
   WaitRule wait;
 };
 

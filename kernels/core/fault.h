@@ -28,6 +28,7 @@ enum class Site : uint32_t {
   kLowLatencyAgree,  // low latency: the peer was called with other sizes; waited_ns is the index of the first
   kBarrier,
   kCollective,  // a collective program's step
+  kPeerMemory,  // a collective program: the memory of the peer's process cannot be read
 };
 
 struct FaultBox {

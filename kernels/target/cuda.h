@@ -224,6 +224,19 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
                : "memory");
 }
 
+// Processes read each other's memory on the host only.
+WEFT_DEVICE bool read_process(uint32_t /*process*/, void* /*dst*/, uint64_t /*src*/, uint64_t /*bytes*/) {
+  return false;
+}
+
+// Copies a few bytes between places of any alignment.
+template <uint32_t kBytes>
+WEFT_DEVICE void copy_few(void* dst, const void* src) {
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < kBytes; ++i)
+    static_cast<unsigned char*>(dst)[i] = static_cast<const unsigned char*>(src)[i];
+}
+
 // Asks for a line to be brought near; may do nothing.
 WEFT_DEVICE void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
@@ -281,6 +294,10 @@ WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]),
                "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3])
                : "memory");
+}
+// A part of a 128-byte line that the lanes of a warp store with one instruction, so that it arrives whole.
+WEFT_DEVICE void store_line_part(Vec16* at, Vec16 v, bool /*is_last*/) {
+  store_line(at, v);
 }
 
 // The eight bf16 of a Vec16 and their float32 sums: sums[0..3] belong to the low halves of the words,

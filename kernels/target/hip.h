@@ -231,6 +231,19 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
                               reinterpret_cast<detail::NativeVec16*>(at));
 }
 
+// Processes read each other's memory on the host only.
+WEFT_DEVICE bool read_process(uint32_t /*process*/, void* /*dst*/, uint64_t /*src*/, uint64_t /*bytes*/) {
+  return false;
+}
+
+// Copies a few bytes between places of any alignment.
+template <uint32_t kBytes>
+WEFT_DEVICE void copy_few(void* dst, const void* src) {
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < kBytes; ++i)
+    static_cast<unsigned char*>(dst)[i] = static_cast<const unsigned char*>(src)[i];
+}
+
 // Asks for a line to be brought near; may do nothing.
 WEFT_DEVICE void prefetch(const void* at) {
   __builtin_prefetch(at);
@@ -279,6 +292,10 @@ WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
   auto* halves = reinterpret_cast<uint64_t*>(at);
   store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
   store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
+}
+// A part of a line whose last word says that the whole line is there; `is_last` for that part.
+WEFT_DEVICE void store_line_part(Vec16* at, Vec16 v, bool /*is_last*/) {
+  store_line(at, v);
 }
 
 namespace detail {

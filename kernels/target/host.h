@@ -5,6 +5,7 @@
 #pragma once
 
 #include <sched.h>
+#include <sys/uio.h>
 #include <time.h>
 
 #include <atomic>
@@ -213,6 +214,25 @@ inline void copy_row_streaming(std::byte* dst, const std::byte* src, uint64_t by
 #endif
 }
 
+// Copies bytes of another process's memory here; false where that is not allowed or not there. Linux's
+// process_vm_readv(2): one copy, no memory that both must map.
+inline bool read_process(uint32_t process, void* dst, uint64_t src, uint64_t bytes) {
+  for (uint64_t done = 0; done < bytes;) {
+    const iovec local{static_cast<std::byte*>(dst) + done, bytes - done};
+    const iovec remote{reinterpret_cast<void*>(src + done), bytes - done};
+    const ssize_t got = process_vm_readv(static_cast<pid_t>(process), &local, 1, &remote, 1, 0);
+    if (got <= 0) return false;
+    done += static_cast<uint64_t>(got);
+  }
+  return true;
+}
+
+// Copies a few bytes between places of any alignment.
+template <uint32_t kBytes>
+void copy_few(void* dst, const void* src) {
+  std::memcpy(dst, src, kBytes);
+}
+
 // Asks for a line to be brought near; may do nothing.
 inline void prefetch(const void* at) {
   __builtin_prefetch(at);
@@ -257,6 +277,16 @@ inline void store_line(Vec16* at, Vec16 v) {
   auto* halves = reinterpret_cast<uint64_t*>(at);
   store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
   store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
+}
+// A part of a line whose last word says that the whole line is there; `is_last` for that part.
+inline void store_line_part(Vec16* at, Vec16 v, bool is_last) {
+  auto* halves = reinterpret_cast<uint64_t*>(at);
+  store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
+  const uint64_t high = v.words[2] | uint64_t{v.words[3]} << 32;
+  if (is_last)
+    store_release(halves + 1, high);
+  else
+    store_relaxed(halves + 1, high);
 }
 
 namespace detail {

@@ -298,9 +298,11 @@ struct Endpoint {
                      void* context);
     Slot writev;
     ssize_t (*writemsg)(Endpoint*, const MsgRma*, uint64_t flags);
-    Slot inject;
+    ssize_t (*inject)(Endpoint*, const void*, size_t, uint64_t to, uint64_t addr, uint64_t key);
     ssize_t (*writedata)(Endpoint*, const void*, size_t, void* desc, uint64_t data, uint64_t to,
                          uint64_t addr, uint64_t key, void* context);
+    ssize_t (*injectdata)(Endpoint*, const void*, size_t, uint64_t data, uint64_t to, uint64_t addr,
+                          uint64_t key);
   }* rma;
 };
 

@@ -3,12 +3,10 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <climits>
 #include <cstring>
 #include <deque>
 #include <fstream>
@@ -16,29 +14,20 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "providers/fabric/library.h"
+#include "providers/fabric/same_host.h"
 
 namespace weft::provider {
 namespace {
 
 constexpr uint32_t kTxDepthMax = 1024;
-constexpr uint32_t kPagesPerCall = 1024;  // IOV_MAX
 constexpr size_t kEntriesPerRead = 32;
-
-// The same on two processes that can name each other by process number.
-uint64_t host_mark() {
-  std::string mark;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), mark);
-  char link[64] = {};
-  if (readlink("/proc/self/ns/pid", link, sizeof link - 1) > 0) mark += link;
-  return std::hash<std::string>()(mark);
-}
 
 // What address() gives: this, then libfabric's own bytes.
 struct AddressHead {
   char tag[4] = {'f', 'a', 'b', '1'};
   uint32_t pid = 0;
   uint64_t host = 0;
-  uint64_t witness_at = 0;  // address of a random number in that process, to try reaching its memory
+  uint64_t witness_at = 0;
   uint64_t witness = 0;
 };
 
@@ -65,7 +54,8 @@ Caps caps_of(const fi::Info& info, const std::string& kind) {
   caps.write_imm = info.domain_attr->cq_data_size >= 4 && kind != "cxi";
   caps.device_memory = (info.caps & fi::kHmem) != 0;
   caps.manual_progress = info.domain_attr->data_progress == fi::kProgressManual;
-  caps.packs_small_pages = kind == "tcp";
+  caps.same_host = kind == "shm";
+  caps.packs_small_pages = kind == "tcp" || kind == "shm";
   caps.write_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, uint64_t{1} << 40);
   caps.message_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, 8192);
   caps.tx_depth = static_cast<uint32_t>(std::min<size_t>(info.tx_attr->size, kTxDepthMax));
@@ -112,7 +102,7 @@ bool means_peer_gone(int error) {
 class FabricRail : public Rail {
  public:
   FabricRail(const fi::Library& library, Nic nic, bool may_copy_across)
-      : fi_(library), nic_(std::move(nic)), may_copy_across_(may_copy_across), witness_(random_key()) {}
+      : fi_(library), nic_(std::move(nic)), may_copy_across_(may_copy_across) {}
 
   ~FabricRail() override {
     for (fi::Fid* fid : {ep_ ? &ep_->fid : nullptr, cq_ ? &cq_->fid : nullptr, av_ ? &av_->fid : nullptr,
@@ -126,6 +116,7 @@ class FabricRail : public Rail {
     };
     mr_mode_ = info.domain_attr->mr_mode;
     key_bytes_ = info.domain_attr->mr_key_size;
+    if (!nic_.caps.device_memory) inject_bytes_ = info.tx_attr->inject_size;  // it copies by the CPU
     WEFT_TRY(step("fi_fabric", fi_.fabric(info.fabric_attr, &fabric_, nullptr)));
     WEFT_TRY(step("fi_domain", fabric_->ops->domain(fabric_, &info, &domain_, nullptr)));
     fi::CqAttr cq{};
@@ -152,11 +143,12 @@ class FabricRail : public Rail {
   uint64_t address_of(Route route) const { return destinations_[route].address; }
 
   std::string address() const override {
+    const Neighbour self = this_process();
     AddressHead head;
-    head.pid = static_cast<uint32_t>(getpid());
-    head.host = host_mark();
-    head.witness_at = reinterpret_cast<uint64_t>(&witness_);
-    head.witness = witness_;
+    head.pid = static_cast<uint32_t>(self.pid);
+    head.host = self.host;
+    head.witness_at = self.witness_at;
+    head.witness = self.witness;
     return std::string(reinterpret_cast<const char*>(&head), sizeof head) + own_address_;
   }
 
@@ -176,8 +168,9 @@ class FabricRail : public Rail {
     if (inserted != 1)
       return logged(
           fi::failure(fi_, inserted < 0 ? inserted : -EINVAL, text("fabric: fi_av_insert on {}", nic_.name)));
-    if (may_copy_across_ && head.host == host_mark() && (mr_mode_ & fi::kMrVirtAddr))
-      destination.pid = try_reach(head) ? static_cast<pid_t>(head.pid) : 0;
+    const Neighbour neighbour{static_cast<pid_t>(head.pid), head.host, head.witness_at, head.witness};
+    if (may_copy_across_ && (mr_mode_ & fi::kMrVirtAddr) && can_copy_across(neighbour))
+      destination.pid = neighbour.pid;
     for (Route route = 0; route < destinations_.size(); ++route) {
       if (destinations_[route].is_used) continue;
       destinations_[route] = destination;
@@ -233,7 +226,9 @@ class FabricRail : public Rail {
   Posted post_write(const RmaOp& op) override {
     const Piece& p = op.piece;
     const uint64_t to = destinations_[op.to].address;
+    if (destinations_[op.to].pid && !op.has_imm) return post_across(Across::kWrite, op);
     if (op.delivered) return post_delivered(op, to);
+    if (p.bytes <= inject_bytes_) return post_inject(op, to);
     if (op.has_imm)
       return answer(
           ep_->rma->writedata(ep_, p.local, p.bytes, p.lkey, op.imm, to, p.remote, p.rkey, op.context));
@@ -242,6 +237,7 @@ class FabricRail : public Rail {
 
   Posted post_read(const RmaOp& op) override {
     const Piece& p = op.piece;
+    if (destinations_[op.to].pid) return post_across(Across::kRead, op);
     return answer(ep_->rma->read(ep_, p.local, p.bytes, p.lkey, destinations_[op.to].address, p.remote,
                                  p.rkey, op.context));
   }
@@ -256,34 +252,22 @@ class FabricRail : public Rail {
 
   std::string refusal() const override { return fi::failure(fi_, refused_with_, "fabric").message(); }
 
-  uint32_t pages_per_post(Route to) const override { return destinations_[to].pid ? kPagesPerCall : 1; }
+  uint32_t pages_per_post(Route to) const override { return destinations_[to].pid ? kStretchesMax : 1; }
 
-  // One system call copies all pages into the peer, as the shm provider itself does for a single large write.
-  // The kernel looks up the peer's memory once per stretch of it, so pages go in the order of their addresses
-  // over there and neighbours become one stretch.
+  // One system call for all pages. The kernel looks up the peer's memory once per stretch of it, so pages go
+  // in the order of their addresses over there and neighbours become one stretch.
   Posted post_pages(Route to, Piece* pieces, uint32_t count, Context* context) override {
     std::sort(pieces, pieces + count, [](const Piece& a, const Piece& b) { return a.remote < b.remote; });
-    iovec from[kPagesPerCall], into[kPagesPerCall];
-    size_t left = 0, stretches = 0;
+    iovec from[kStretchesMax], into[kStretchesMax];
+    size_t stretches = 0;
     for (uint32_t i = 0; i < count; ++i) {
       from[i] = {pieces[i].local, pieces[i].bytes};
-      left += pieces[i].bytes;
       if (i > 0 && pieces[i - 1].remote + pieces[i - 1].bytes == pieces[i].remote)
         into[stretches - 1].iov_len += pieces[i].bytes;
       else
         into[stretches++] = {reinterpret_cast<void*>(pieces[i].remote), pieces[i].bytes};
     }
-    const ssize_t moved = process_vm_writev(destinations_[to].pid, from, count, into, stretches, 0);
-    Event event;
-    event.kind = moved == static_cast<ssize_t>(left) ? EventKind::kDone : EventKind::kFailed;
-    event.context = context;
-    if (event.kind == EventKind::kFailed) {
-      const int error = moved < 0 ? errno : EFAULT;
-      event.peer_gone = error == ESRCH;
-      event.text = text("process_vm_writev: {} of {} bytes: {}", moved, left, std::strerror(error));
-    }
-    ready_.push_back(std::move(event));
-    return Posted::kOk;
+    return across(copy_across(Across::kWrite, destinations_[to].pid, from, count, into, stretches), context);
   }
 
   size_t poll(Event* events, size_t max) override {
@@ -309,11 +293,32 @@ class FabricRail : public Rail {
     bool is_used = true;
   };
 
-  static bool try_reach(const AddressHead& head) {
-    uint64_t seen = 0;
-    iovec here{&seen, sizeof seen}, there{reinterpret_cast<void*>(head.witness_at), sizeof seen};
-    return process_vm_readv(static_cast<pid_t>(head.pid), &here, 1, &there, 1, 0) == sizeof seen &&
-           seen == head.witness;
+  // A copy by one system call, which is what the shm provider makes of a write or read too; without its
+  // queue.
+  Posted post_across(Across way, const RmaOp& op) {
+    iovec here{op.piece.local, op.piece.bytes};
+    iovec there{reinterpret_cast<void*>(op.piece.remote), op.piece.bytes};
+    return across(copy_across(way, destinations_[op.to].pid, &here, 1, &there, 1), op.context);
+  }
+
+  Posted across(int error, Context* context) {
+    if (error == 0) return Posted::kDone;
+    Event event;
+    event.kind = EventKind::kFailed;
+    event.context = context;
+    event.peer_gone = error == ESRCH;
+    event.text = text("copying between processes: {}", std::strerror(error));
+    ready_.push_back(std::move(event));
+    return Posted::kOk;
+  }
+
+  // The source is reusable at once, and there is no completion to wait for.
+  Posted post_inject(const RmaOp& op, uint64_t to) {
+    const Piece& p = op.piece;
+    const Posted posted =
+        answer(op.has_imm ? ep_->rma->injectdata(ep_, p.local, p.bytes, op.imm, to, p.remote, p.rkey)
+                          : ep_->rma->inject(ep_, p.local, p.bytes, to, p.remote, p.rkey));
+    return posted == Posted::kOk ? Posted::kDone : posted;
   }
 
   uint64_t make_key() const {
@@ -370,7 +375,6 @@ class FabricRail : public Rail {
   const fi::Library& fi_;
   Nic nic_;
   bool may_copy_across_;
-  uint64_t witness_;
   fi::Fabric* fabric_ = nullptr;
   fi::Domain* domain_ = nullptr;
   fi::Cq* cq_ = nullptr;
@@ -378,6 +382,7 @@ class FabricRail : public Rail {
   fi::Endpoint* ep_ = nullptr;
   int mr_mode_ = 0;
   size_t key_bytes_ = 8;
+  size_t inject_bytes_ = 0;
   std::string own_address_;
   std::vector<Destination> destinations_;
   std::deque<Event> ready_;

@@ -32,6 +32,8 @@ namespace weft {
   WEFT_OPTION(nvrtc, std::string, "", "path of libnvrtc; empty looks in Python packages, then the system") \
   WEFT_OPTION(cuda_include, std::string, "", "CUDA headers for kernels; empty looks beside libnvrtc") \
   WEFT_OPTION(algorithm_dir, std::string, "", "folder of collective algorithms to load (XML or JSON)") \
+  WEFT_OPTION(process_reads, int64_t, 1, "1: ranks on the CPU read each other's memory where the system allows it") \
+  WEFT_OPTION(huge_pages, int64_t, 1, "1: ask for huge pages under large CPU buffers that collectives use again") \
   WEFT_OPTION(heartbeat_s, double, 1.0, "longest silence of the transfer engine towards a peer") \
   WEFT_OPTION(peer_dead_s, double, 10.0, "silence after which the transfer engine takes a peer for lost") \
   WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty lets the system's loader look") \

@@ -41,14 +41,21 @@ inline void back_off(unsigned polls) {
   std::this_thread::sleep_for(std::chrono::microseconds(50));
 }
 
-// Polls `ready` until it is true or the deadline passes; returns whether it became true.
-template <class Ready>
-bool wait_until(Deadline until, Ready ready) {
-  for (unsigned polls = 0; !ready(); ++polls) {
+// Polls `ready` until it is true or the deadline passes; returns whether it became true. In between it calls
+// `progress`, and pauses less when that returned true: something has come of it.
+template <class Ready, class Progress>
+bool wait_until(Deadline until, Ready ready, Progress progress) {
+  for (unsigned polls = 0, idle = 0; !ready(); ++polls) {
     if ((polls & 63) == 63 && until.passed()) return ready();
-    back_off(polls);
+    idle = progress() ? 0 : idle + 1;
+    back_off(idle);
   }
   return true;
+}
+
+template <class Ready>
+bool wait_until(Deadline until, Ready ready) {
+  return wait_until(until, ready, [] { return false; });
 }
 
 }  // namespace weft

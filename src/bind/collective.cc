@@ -11,6 +11,7 @@
 #include <array>
 
 #include "bind/bind.h"
+#include "collective/compiled.h"
 #include "collective/runner.h"
 
 namespace nb = nanobind;
@@ -23,8 +24,8 @@ std::byte* pointer(uint64_t address) {
   return reinterpret_cast<std::byte*>(address);
 }
 
-ProgramText program_text(std::string name, const std::vector<std::array<int64_t, 5>>& blocks,
-                         const std::vector<std::array<int64_t, 9>>& steps,
+ProgramText program_text(std::string name, const std::vector<std::array<int64_t, 6>>& blocks,
+                         const std::vector<std::array<int64_t, 12>>& steps,
                          const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks) {
   ProgramText text;
   text.name = std::move(name);
@@ -32,34 +33,44 @@ ProgramText program_text(std::string name, const std::vector<std::array<int64_t,
   for (const auto& b : blocks)
     text.blocks.push_back({static_cast<int32_t>(b[0]), static_cast<int32_t>(b[1]),
                            static_cast<uint32_t>(b[2]), static_cast<uint32_t>(b[3]),
-                           static_cast<uint32_t>(b[4])});
+                           static_cast<uint32_t>(b[4]), static_cast<uint32_t>(b[5])});
   auto number = [](int64_t value) { return static_cast<uint32_t>(value); };
   for (const auto& s : steps)
     text.steps.push_back({number(s[0]), number(s[1]), number(s[2]), number(s[3]), number(s[4]), number(s[5]),
-                          number(s[6]), number(s[7]), number(s[8])});
-  for (const auto& w : waits) text.waits.push_back({number(w[0]), number(w[1])});
+                          number(s[6]), number(s[7]), number(s[8]), number(s[9]), number(s[10]),
+                          number(s[11])});
+  for (const auto& w : waits) text.waits.push_back({number(w[0]), number(w[1]), 0});
   return text;
 }
 
 }  // namespace
 
 void bind_collective(nb::module_& module) {
+  module.def(
+      "program_source",
+      [](const std::vector<std::array<int64_t, 6>>& blocks, const std::vector<std::array<int64_t, 12>>& steps,
+         const std::vector<std::array<int64_t, 2>>& waits) {
+        ProgramText text = program_text("", blocks, steps, waits, 0);
+        for (ProgramWait& wait : text.waits) wait.steps = text.blocks.at(wait.block).steps;
+        return program_source(text);
+      },
+      "blocks"_a, "steps"_a, "waits"_a, "The source of a program's own kernel: a KernelKey's prelude.");
   nb::class_<CollectiveRunner>(module, "CollectiveRunner")
       .def_static(
           "create",
           [](std::shared_ptr<Communicator> comm, uint32_t channels, uint64_t simple_slot_bytes,
-             uint64_t ll_slot_bytes, double timeout_s) {
+             uint64_t ll_slot_bytes, double timeout_s, uint64_t direct_bytes) {
             nb::gil_scoped_release no_gil;
             return value_or_throw(CollectiveRunner::create(
-                std::move(comm), {channels, simple_slot_bytes, ll_slot_bytes, timeout_s}));
+                std::move(comm), {channels, simple_slot_bytes, ll_slot_bytes, timeout_s, direct_bytes}));
           },
           "communicator"_a, "channels"_a, "simple_slot_bytes"_a = 0, "ll_slot_bytes"_a = 0,
-          "timeout_s"_a = 0.0)
+          "timeout_s"_a = 0.0, "direct_bytes"_a = 0)
       .def_prop_ro("channels", &CollectiveRunner::channels)
       .def(
           "load",
-          [](CollectiveRunner& self, std::string name, const std::vector<std::array<int64_t, 5>>& blocks,
-             const std::vector<std::array<int64_t, 9>>& steps,
+          [](CollectiveRunner& self, std::string name, const std::vector<std::array<int64_t, 6>>& blocks,
+             const std::vector<std::array<int64_t, 12>>& steps,
              const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks) {
             return value_or_throw(
                 self.load(program_text(std::move(name), blocks, steps, waits, scratch_chunks)));
@@ -69,7 +80,8 @@ void bind_collective(nb::module_& module) {
           "run",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t reduction,
              uint32_t protocol, uint64_t input, uint64_t output, uint64_t part_elems, uint64_t per_part,
-             bool has_exact_chunks, uint32_t slice_bytes, uint32_t num_sms, uint64_t stream) {
+             bool has_exact_chunks, uint32_t slice_bytes, uint32_t num_sms, uint64_t stream,
+             bool is_compiled) {
             nb::gil_scoped_release no_gil;
             check(self.run({program,
                             static_cast<Element>(element),
@@ -84,10 +96,12 @@ void bind_collective(nb::module_& module) {
                             {},
                             slice_bytes,
                             num_sms,
-                            pointer(stream)}));
+                            pointer(stream),
+                            is_compiled}));
           },
           "program"_a, "element"_a, "reduction"_a, "protocol"_a, "input"_a, "output"_a, "part_elems"_a,
-          "per_part"_a, "has_exact_chunks"_a, "slice_bytes"_a, "num_sms"_a, "stream"_a)
+          "per_part"_a, "has_exact_chunks"_a, "slice_bytes"_a, "num_sms"_a, "stream"_a,
+          "is_compiled"_a = false)
       .def(
           "run_with_sizes",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t protocol, uint64_t input,

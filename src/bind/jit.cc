@@ -36,13 +36,14 @@ void bind_keys(nb::module_& module) {
           "__init__",
           [](KernelKey* key, std::string file, std::string name, std::string args_type, std::string mesh_type,
              std::vector<std::pair<std::string, int64_t>> shape, uint32_t threads_per_block,
-             uint32_t blocks_per_sm) {
+             uint32_t blocks_per_sm, std::string prelude) {
             new (key)
                 KernelKey{std::move(file),  std::move(name),   std::move(args_type), std::move(mesh_type),
-                          std::move(shape), threads_per_block, blocks_per_sm};
+                          std::move(shape), threads_per_block, blocks_per_sm,        std::move(prelude)};
           },
           nb::kw_only(), nb::arg("file"), nb::arg("name"), nb::arg("args_type"), nb::arg("mesh_type"),
-          nb::arg("shape"), nb::arg("threads_per_block"), nb::arg("blocks_per_sm") = 1)
+          nb::arg("shape"), nb::arg("threads_per_block"), nb::arg("blocks_per_sm") = 1,
+          nb::arg("prelude") = "")
       .def_ro("file", &KernelKey::file)
       .def_ro("name", &KernelKey::name)
       .def_ro("args_type", &KernelKey::args_type)

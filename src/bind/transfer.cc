@@ -124,7 +124,8 @@ void bind_handles(nb::module_& module) {
       .def_prop_ro("address", [](const Memory& m) { return reinterpret_cast<uint64_t>(m.data()); })
       .def_prop_ro("bytes", &Memory::bytes)
       .def_prop_ro("is_registered", &Memory::is_registered)
-      .def_prop_ro("is_staged", &Memory::is_staged)
+      .def_prop_ro("path", [](const Memory& memory) { return to_string(memory.path().path); })
+      .def_prop_ro("path_reason", [](const Memory& memory) { return memory.path().reason; })
       .def_prop_ro("access", &Memory::access);
   nb::class_<Peer>(module, "TransferPeer")
       .def_prop_ro("name", &Peer::name)

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "collective/runner.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 
+#include "base/config.h"
 #include "base/cuda_driver.h"
 #include "base/log.h"
+#include "collective/compiled.h"
 #include "kernels/collective/element.cuh"
 #include "kernels/core/carver.h"
 
@@ -17,6 +21,34 @@ constexpr char kFile[] = "kernels/collective/program.cuh";
 // slot is worth several microseconds of a link.
 constexpr uint64_t kHostSlotBytes[kProtocols] = {256 << 10, 16 << 10, 16 << 10};
 constexpr uint64_t kCudaSlotBytes[kProtocols] = {256 << 10, 64 << 10, 64 << 10};
+
+// A message of this size is worth a system call, or a look into the peer's window, instead of two copies.
+constexpr uint64_t kHostDirectBytes = 16 << 10, kCudaDirectBytes = 16 << 10;
+constexpr uint64_t kBounceBytes = 64 << 10;  // with source and result it fits a core's second cache
+constexpr uint64_t kMaxWindows = 1024;       // of a communicator, whose memory peers may use directly
+
+// What direct_ holds.
+struct DirectTables {
+  uint64_t windows_at, processes_at, readers_at, bounce_at, end;
+};
+DirectTables direct_tables(uint64_t ranks, bool is_host) {
+  Carver carver;
+  DirectTables tables{};
+  tables.windows_at = carver.take(kMaxWindows * sizeof(std::byte* const*));
+  tables.processes_at = carver.take(ranks * sizeof(uint32_t));
+  tables.readers_at = carver.take(ranks * sizeof(uint32_t));
+  tables.bounce_at = carver.take(is_host ? kBounceBytes : 16, 4096);
+  tables.end = carver.end();
+  return tables;
+}
+
+// Each rank shows a number in its own memory; who can read it may read everything there.
+struct ProcessCard {
+  uint32_t process;
+  uint32_t reserved;
+  uint64_t address;
+  uint64_t number;
+};
 
 // A result of this size leaves the caches of a core before anybody reads it.
 constexpr uint64_t kStreamBytes = 1 << 20;
@@ -61,7 +93,72 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   runner->limits_ = limits;
   runner->rings_ = plan.layout;
   runner->timeout_s_ = options.timeout_s > 0 ? options.timeout_s : comm->timeout_s();
+  runner->direct_bytes_ = options.direct_bytes ? options.direct_bytes
+                          : is_host            ? kHostDirectBytes
+                                               : kCudaDirectBytes;
+  const DirectTables tables = direct_tables(ranks, is_host);
+  WEFT_TRY_ASSIGN(runner->direct_, LocalMemory::create(device, tables.end));
+  if (is_host) WEFT_TRY(runner->probe_process_reads());
   return runner;
+}
+
+// Whether ranks can read each other's memory, found by trying. Collective. The cards stand where the grants
+// will, which are zero again before anybody runs.
+Status CollectiveRunner::probe_process_reads() {
+  const int ranks = comm_->size(), self = comm_->rank();
+  const DirectTables tables = direct_tables(static_cast<uint64_t>(ranks), true);
+  auto* processes = direct_->at<uint32_t>(tables.processes_at);
+  auto* readers = direct_->at<uint32_t>(tables.readers_at);
+  auto card_of = [&](int rank) {
+    return reinterpret_cast<ProcessCard*>(window_->base(rank) + rings_.grants_at);
+  };
+  const uint64_t number = uint64_t{0x9e3779b97f4a7c15} * static_cast<uint64_t>(getpid() + 1);
+  *card_of(self) = {static_cast<uint32_t>(getpid()), 0, reinterpret_cast<uint64_t>(&number), number};
+  WEFT_TRY(comm_->barrier());
+  for (int rank = 0; rank < ranks && config().process_reads; ++rank) {
+    const ProcessCard card = *card_of(rank);
+    uint64_t seen = 0;
+    const bool can = read_process(card.process, &seen, card.address, sizeof(seen)) && seen == card.number;
+    processes[rank] = can ? card.process : 0;
+  }
+  WEFT_TRY(comm_->barrier());
+  auto* told = reinterpret_cast<uint32_t*>(window_->local() + rings_.grants_at);
+  *card_of(self) = {};
+  WEFT_TRY(comm_->barrier());
+  for (int rank = 0; rank < ranks; ++rank)
+    reinterpret_cast<uint32_t*>(window_->base(rank) + rings_.grants_at)[self] = processes[rank] != 0;
+  WEFT_TRY(comm_->barrier());
+  std::copy_n(told, ranks, readers);
+  std::fill_n(told, ranks, 0u);
+  return comm_->barrier();
+}
+
+// The rule for a run; brings the table of windows up to date, which a captured graph must not need.
+Result<DirectRule> CollectiveRunner::direct_rule() {
+  const bool is_host = comm_->device().is_host();
+  const DirectTables tables = direct_tables(static_cast<uint64_t>(comm_->size()), is_host);
+  std::vector<std::byte* const*> windows = comm_->window_tables();
+  windows.resize(std::min<size_t>(windows.size(), kMaxWindows));
+  if (windows != known_windows_) {
+    WEFT_TRY(direct_->write(tables.windows_at, windows.data(), windows.size() * sizeof(windows[0])));
+    known_windows_ = std::move(windows);
+  }
+  DirectRule rule{};
+  rule.windows = direct_->at<std::byte* const*>(tables.windows_at);
+  rule.processes = direct_->at<uint32_t>(tables.processes_at);
+  rule.readers = direct_->at<uint32_t>(tables.readers_at);
+  rule.bounce = direct_->at<std::byte>(tables.bounce_at);
+  rule.bounce_bytes = kBounceBytes;
+  rule.least_bytes = direct_bytes_;
+  rule.prefers_stores = !is_host;
+  return rule;
+}
+
+void CollectiveRunner::place(BufferLayout& layout) const {
+  const Communicator::WindowPlace found = comm_->find_window(layout.base);
+  if (found.number < 0 || found.number >= static_cast<int>(kMaxWindows)) return;
+  layout.window = static_cast<uint32_t>(found.number) + 1;
+  layout.window_at = found.offset;
 }
 
 Status CollectiveRunner::check(const ProgramText& text) const {
@@ -82,6 +179,10 @@ Status CollectiveRunner::check(const ProgramText& text) const {
         uint64_t{step.first_wait} + step.waits > text.waits.size())
       return Status::invalid("{}: operation {} with waits up to {} of {}", text.name, step.op,
                              step.first_wait + step.waits, text.waits.size());
+  for (const ProgramStep& step : text.steps)
+    if (step.remote_buffer > 2)
+      return Status::invalid("{}: a step stores into buffer {}, allowed: 0 to 2", text.name,
+                             step.remote_buffer);
   for (const ProgramWait& wait : text.waits)
     if (wait.block >= text.blocks.size())
       return Status::invalid("{}: waits for block {} of {}", text.name, wait.block, text.blocks.size());
@@ -90,6 +191,7 @@ Status CollectiveRunner::check(const ProgramText& text) const {
 
 Result<uint32_t> CollectiveRunner::load(ProgramText text) {
   WEFT_TRY(check(text));
+  for (ProgramWait& wait : text.waits) wait.steps = text.blocks[wait.block].steps;
   Carver carver;
   const uint64_t blocks_at = carver.take(text.blocks.size() * sizeof(ProgramBlock));
   const uint64_t steps_at = carver.take(text.steps.size() * sizeof(ProgramStep));
@@ -107,8 +209,18 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
   args.progress = memory->at<uint64_t>(progress_at);
   args.state = memory->at<GridState>(state_at);
   args.num_blocks = static_cast<uint32_t>(text.blocks.size());
+  std::string source = can_compile(text) ? program_source(text) : std::string();
+  Program program{std::move(text.name), std::move(memory), args, text.scratch_chunks, std::move(source), {}};
+  for (const ProgramStep& step : text.steps) {
+    auto touch = [&](uint32_t buffer, uint32_t index) {
+      if (buffer < 2)
+        program.used_chunks[buffer] = std::max<uint64_t>(program.used_chunks[buffer], index + step.count);
+    };
+    touch(step.src_buffer, step.src_index);
+    touch(step.dst_buffer, step.dst_index);
+  }
   std::lock_guard lock(programs_mutex_);
-  programs_.push_back({std::move(text.name), std::move(memory), args, text.scratch_chunks});
+  programs_.push_back(std::move(program));
   return static_cast<uint32_t>(programs_.size() - 1);
 }
 
@@ -136,14 +248,17 @@ Status CollectiveRunner::run(const RunCall& call) {
   args.rings = rings_;
   args.wait = {static_cast<uint64_t>(timeout_s_ * 1e9), visible_->at<FaultBox>(0),
                static_cast<uint32_t>(comm_->rank()), 0};
-  args.buffers[0] = {call.input, call.part_elems, call.per_part, nullptr};
-  args.buffers[1] = {call.output, call.part_elems, call.per_part, nullptr};
+  WEFT_TRY_ASSIGN(args.direct, direct_rule());
+  args.buffers[0] = {call.input, call.part_elems, call.per_part, nullptr, 0, 0, 0};
+  args.buffers[1] = {call.output, call.part_elems, call.per_part, nullptr, 0, 0, 0};
   const uint64_t scratch_elems = program.scratch_chunks * plan.chunk_elems;
   if (scratch_elems) {
     WEFT_TRY_ASSIGN(std::byte * memory, scratch(scratch_elems * element_bytes(call.element)));
     // One part of all chunks: every scratch chunk has its full size.
-    args.buffers[2] = {memory, scratch_elems, program.scratch_chunks, nullptr};
+    args.buffers[2] = {memory, scratch_elems, program.scratch_chunks, nullptr, 0, 0, 0};
   }
+  for (BufferLayout& layout : args.buffers) place(layout);
+  if (comm_->device().is_host()) ask_huge_pages(program, call);
   if (!call.input_table.empty()) {
     args.skip_empty = 1;
     args.group = 1;
@@ -152,7 +267,19 @@ Status CollectiveRunner::run(const RunCall& call) {
   }
   const ProgramShape shape{static_cast<int64_t>(call.element), static_cast<int64_t>(call.reduction),
                            static_cast<int64_t>(call.protocol)};
-  return launch("run_program", "ProgramArgs", plan.grid, &args, sizeof(args), shape, call.stream);
+  if (call.is_compiled && program.source.empty())
+    return Status::make(Code::kUnsupported, "{} has more than the {} steps that are compiled", program.name,
+                        kMaxCompiledSteps);
+  return launch(call.is_compiled ? "run_compiled" : "run_program", "ProgramArgs", plan.grid, &args,
+                sizeof(args), shape, call.stream, call.is_compiled ? program.source : std::string());
+}
+
+void CollectiveRunner::ask_huge_pages(const Program& program, const RunCall& call) {
+  if (!call.input_table.empty()) return;
+  const uint64_t part_bytes = call.part_elems * element_bytes(call.element);
+  auto bytes_of = [&](uint64_t chunks) { return (chunks + call.per_part - 1) / call.per_part * part_bytes; };
+  huge_pages_.used(call.input, bytes_of(program.used_chunks[0]));
+  if (call.output != call.input) huge_pages_.used(call.output, bytes_of(program.used_chunks[1]));
 }
 
 const CollectiveRunner::Program* CollectiveRunner::find(uint32_t number) {
@@ -166,14 +293,16 @@ Status CollectiveRunner::scale(Element element, std::byte* data, uint64_t elems,
                                void* stream) {
   const ScaleArgs args{data, elems, divisor};
   const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>(elems / 4096, 1, limits_.max_blocks));
-  const GridPlan grid{limits_.is_cuda ? blocks : 1, limits_.is_cuda ? 512u : 1u, 0, {}, {}};
+  GridPlan grid{};
+  grid.blocks = limits_.is_cuda ? blocks : 1;
+  grid.threads_per_block = limits_.is_cuda ? 512 : 1;
   return launch("scale_buffer", "ScaleArgs", grid, &args, sizeof(args), {static_cast<int64_t>(element), 0, 0},
                 stream);
 }
 
 Status CollectiveRunner::launch(const char* name, const char* args_type, const GridPlan& grid,
-                                const void* args, size_t args_bytes, const ProgramShape& shape,
-                                void* stream) {
+                                const void* args, size_t args_bytes, const ProgramShape& shape, void* stream,
+                                const std::string& source) {
   const KernelKey key{
       kFile,
       name,
@@ -181,7 +310,8 @@ Status CollectiveRunner::launch(const char* name, const char* args_type, const G
       "MappedMesh",
       {{"element", shape.element}, {"reduction", shape.reduction}, {"protocol", shape.protocol}},
       grid.threads_per_block,
-      1};
+      1,
+      source};
   Jit& jit = Jit::of(comm_->device());
   WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key));
   const Launch how{grid.blocks, grid.threads_per_block, grid.shared_bytes, stream, false};
@@ -218,6 +348,10 @@ Status CollectiveRunner::fault() {
 
 std::string CollectiveRunner::sentence() const {
   const FaultBox& box = *visible_->at<FaultBox>(0);
+  if (box.site == Site::kPeerMemory)
+    return text(
+        "rank {}, collective {}, block {}, step {}: {} bytes of rank {}'s memory cannot be read any more",
+        box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.expected, box.peer);
   const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
   return text("rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}",
               box.self, last_program_, box.detail >> 16, box.detail & 0xffff,

@@ -8,9 +8,11 @@
 // safety needs. All ranks load and run the same programs in the same order. On CUDA run() enqueues on
 // `stream`, and one stream at a time may use a runner; on the host it returns when it is done. All protocol
 // state is in device memory, so a captured run may be replayed. Threads: one caller at a time; programs that
-// only send to, or only receive from, different ranks than others under way, and use no scratch, may run
-// beside them. Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer
-// agree on message numbers.
+// only send to, or only receive from, different ranks than others under way, reduce nothing and use no
+// scratch, may run beside them. Buffers in windows of the communicator are read and written by peers
+// directly, and so is other host memory where the system lets processes read each other: one copy instead of
+// two. Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on
+// message numbers.
 #pragma once
 
 #include <deque>
@@ -21,6 +23,7 @@
 
 #include "jit/jit.h"
 #include "memory/host_visible.h"
+#include "memory/huge_pages.h"
 #include "memory/local_memory.h"
 #include "memory/window.h"
 #include "plan/collective.h"
@@ -32,7 +35,8 @@ struct RunnerOptions {
   uint32_t channels = 4;
   uint64_t simple_slot_bytes = 0;  // 0: chosen for the device
   uint64_t ll_slot_bytes = 0;
-  double timeout_s = 0;  // 0 takes the communicator's
+  double timeout_s = 0;       // 0 takes the communicator's
+  uint64_t direct_bytes = 0;  // least message that may bypass its slot; 0: chosen for the device
 };
 
 // One rank's program, as weft.collectives.executor flattens it.
@@ -60,6 +64,7 @@ struct RunCall {
   uint32_t slice_bytes;  // 0: what a slot holds
   uint32_t num_sms;      // 0: one per block of the program
   void* stream;
+  bool is_compiled = false;  // by the program's own kernel (compiled.h), where it can be compiled
 };
 
 class CollectiveRunner {
@@ -85,13 +90,19 @@ class CollectiveRunner {
     std::unique_ptr<LocalMemory> memory;
     ProgramArgs args;  // its tables and progress; the rest is filled per call
     uint64_t scratch_chunks;
+    std::string source;       // of its own kernel; empty where it has too many steps
+    uint64_t used_chunks[2];  // of input and output, up to the last that some step touches
   };
   CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window)
       : comm_(std::move(comm)), window_(std::move(window)) {}
   Status check(const ProgramText& text) const;
+  Status probe_process_reads();
+  Result<DirectRule> direct_rule();
+  void place(BufferLayout& layout) const;
+  void ask_huge_pages(const Program& program, const RunCall& call);
   const Program* find(uint32_t number);
   Status launch(const char* name, const char* args_type, const GridPlan& grid, const void* args,
-                size_t args_bytes, const ProgramShape& shape, void* stream);
+                size_t args_bytes, const ProgramShape& shape, void* stream, const std::string& source = {});
   Result<std::byte*> scratch(uint64_t bytes);
   Result<const uint64_t*> table(const std::vector<uint64_t>& entries, std::unique_ptr<LocalMemory>& memory);
   std::string sentence() const;
@@ -100,14 +111,18 @@ class CollectiveRunner {
   std::unique_ptr<Window> window_;
   std::unique_ptr<HostVisible> visible_;
   std::unique_ptr<LocalMemory> counters_;  // sent, received, grid state
+  std::unique_ptr<LocalMemory> direct_;    // windows, processes, readers and the bounce buffer of DirectRule
+  std::vector<std::byte* const*> known_windows_;  // what direct_ holds
   std::vector<std::unique_ptr<LocalMemory>>
       scratch_;  // the last one is in use; captured graphs may use earlier ones
   std::unique_ptr<LocalMemory> input_table_, output_table_;
   std::mutex programs_mutex_;
   std::deque<Program> programs_;  // addresses stay
+  HugePages huge_pages_;
   RingLayout rings_{};
   ComputeLimits limits_{};
   double timeout_s_ = 0;
+  uint64_t direct_bytes_ = 0;
   std::string last_program_;
   Status broken_;
 };

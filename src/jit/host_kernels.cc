@@ -50,10 +50,10 @@ constexpr const char* kLowLatencyReplies =
     "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 reply=0 weights=1; "
     "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 reply=0 weights=1";
 
-// float32 sum, bfloat16 maximum and FP8 product, over both wires.
+// float32 sum, bfloat16 maximum and sum, and FP8 product, over every wire.
 constexpr const char* kPrograms =
     "element=0 reduction=0 protocol=0; element=0 reduction=0 protocol=1; element=2 reduction=3 protocol=1; "
-    "element=3 reduction=1 protocol=0";
+    "element=3 reduction=1 protocol=0; element=2 reduction=0 protocol=2";
 
 const KernelRow kKernels[] = {
     WEFT_HOST_KERNEL("kernels/moe/high_throughput_layout.cuh", dispatch_layout, LayoutArgs, MappedMesh,

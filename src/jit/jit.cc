@@ -10,9 +10,11 @@
 #include "base/cuda_driver.h"
 #include "base/log.h"
 #include "jit/compile.h"
+#include "jit/host_compile.h"
 #include "jit/host_kernels.h"
 #include "jit/host_launch.h"
 #include "jit/source.h"
+#include "kernels/target/host.h"
 
 namespace weft {
 
@@ -22,8 +24,9 @@ class Kernel {
       : key(std::move(kernel_key)), row(find_kernel(key.name, key.mesh_type)) {}
 
   const KernelKey key;
-  const KernelRow* const row;     // null for a kernel that only GPUs have
-  CUfunction function = nullptr;  // null on the host
+  const KernelRow* const row;      // null for a kernel that only GPUs have, or that is generated
+  HostEntry host_entry = nullptr;  // of a generated kernel, on the host
+  CUfunction function = nullptr;   // null on the host
   KernelResources resources;
 };
 
@@ -39,7 +42,11 @@ namespace {
 
 // ---- host ------------------------------------------------------------------------------------------------
 
-Status prepare_on_host(const Kernel& kernel) {
+Status prepare_on_host(Kernel& kernel) {
+  if (!kernel.key.prelude.empty()) {
+    WEFT_TRY_ASSIGN(kernel.host_entry, compile_on_host(kernel.key));
+    return Status();
+  }
   if (!kernel.row || !kernel.row->run)
     return Status::make(Code::kUnsupported, "kernel {} with {} has no host version", kernel.key.name,
                         kernel.key.mesh_type);
@@ -182,6 +189,7 @@ Status Jit::launch(const Kernel& kernel, const Launch& launch, const void* args,
   if (impl_->device.kind == Device::Kind::kCuda)
     return launch_on_cuda(impl_->device.ordinal, kernel, launch, args, mesh);
   const HostGrid grid{launch.blocks, launch.threads_per_block, launch.shared_bytes};
+  if (kernel.host_entry) return run_on_host(grid, [&] { kernel.host_entry(args, mesh, &host_thread); });
   return run_on_host(grid, [&] { kernel.row->run(args, mesh, shape_on_host); });
 }
 

@@ -6,8 +6,8 @@
 //   stream}, args, mesh, shape));
 // CUDA: about ten generated lines around the kernel's source are compiled by NVRTC for the device's
 // architecture, kept on disk (cache.h) and loaded with the driver. Host: the kernel was compiled with Weft
-// (host_kernels.h); a launch runs its warps as threads (host_launch.h) and returns when all have finished.
-// Threads: any. Kernels live as long as the process.
+// (host_kernels.h), or is generated source (host_compile.h); a launch runs its warps as threads
+// (host_launch.h) and returns when all have finished. Threads: any. Kernels live as long as the process.
 #pragma once
 
 #include <compare>
@@ -33,6 +33,9 @@ struct KernelKey {
   std::vector<std::pair<std::string, int64_t>> shape;
   uint32_t threads_per_block = 0;  // the most that a launch uses; ignored on the host
   uint32_t blocks_per_sm = 1;      // how many must fit on one SM: the second number of __launch_bounds__
+  // Generated source that follows the includes and defines the function. On the host such a kernel is
+  // compiled when it is first asked for, which needs a C++ compiler (`c++`) there; else kUnsupported.
+  std::string prelude = {};
 
   auto operator<=>(const KernelKey&) const = default;
 };

@@ -43,7 +43,7 @@ std::string kernel_source(const KernelKey& key, size_t args_bytes, size_t mesh_b
   out << "#include \"" << key.file << "\"\n";
   if (const std::string_view mesh = mesh_file(key.mesh_type); !mesh.empty())
     out << "#include \"" << mesh << "\"\n";
-  out << "struct Shape {\n";
+  out << key.prelude << "struct Shape {\n";
   for (const auto& [name, value] : key.shape)
     out << "  static constexpr int64_t " << name << " = " << value << ";\n";
   out << "};\n";

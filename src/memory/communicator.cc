@@ -172,4 +172,37 @@ Status Communicator::barrier() {
   return parcels_->all_gather({}, "barrier", deadline()).status();
 }
 
+Communicator::WindowPlace Communicator::find_window(const std::byte* address) const {
+  std::lock_guard lock(windows_mutex_);
+  for (size_t i = 0; i < windows_.size(); ++i) {
+    const KnownWindow& window = windows_[i];
+    if (window.base && address >= window.base && address < window.base + window.bytes)
+      return {static_cast<int>(i), static_cast<uint64_t>(address - window.base)};
+  }
+  return {};
+}
+
+std::vector<std::byte* const*> Communicator::window_tables() const {
+  std::lock_guard lock(windows_mutex_);
+  std::vector<std::byte* const*> tables;
+  for (const KnownWindow& window : windows_) tables.push_back(window.base ? window.table : nullptr);
+  return tables;
+}
+
+int Communicator::add_window(const std::byte* base, uint64_t bytes, std::byte* const* table) {
+  std::lock_guard lock(windows_mutex_);
+  windows_.push_back({base, bytes, table});
+  return static_cast<int>(windows_.size()) - 1;
+}
+
+void Communicator::resize_window(int number, uint64_t bytes) {
+  std::lock_guard lock(windows_mutex_);
+  windows_[static_cast<size_t>(number)].bytes = bytes;
+}
+
+void Communicator::remove_window(int number) {
+  std::lock_guard lock(windows_mutex_);
+  windows_[static_cast<size_t>(number)].base = nullptr;
+}
+
 }  // namespace weft

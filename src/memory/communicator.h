@@ -8,6 +8,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -47,6 +48,20 @@ class Communicator {
   // Bytes and descriptors among mapped_ranks().
   ParcelExchange& parcels() { return *parcels_; }
 
+  // The window that holds [address, address + 1) of this rank, by its number among the windows of this
+  // communicator, the same on all ranks; -1 where none does. Threads: any.
+  struct WindowPlace {
+    int number = -1;
+    uint64_t offset = 0;
+  };
+  WindowPlace find_window(const std::byte* address) const;
+  // Base addresses by rank of every window, by number; null where it is gone. Windows come and go through
+  // these.
+  std::vector<std::byte* const*> window_tables() const;
+  int add_window(const std::byte* base, uint64_t bytes, std::byte* const* table);
+  void resize_window(int number, uint64_t bytes);
+  void remove_window(int number);
+
   // Waits until every rank has called it; what a rank wrote to mapped host memory before it is seen after it.
   // Says nothing about work queued on a GPU. Errors: kPeerLost, naming the rank that is gone or stayed away.
   Status barrier();
@@ -65,6 +80,14 @@ class Communicator {
   Sharing sharing_ = Sharing::kHostMemory;
   double timeout_s_ = 0;
   int rank_ = 0;
+
+  struct KnownWindow {
+    const std::byte* base;  // null: gone
+    uint64_t bytes;
+    std::byte* const* table;
+  };
+  mutable std::mutex windows_mutex_;
+  std::vector<KnownWindow> windows_;  // in the order of their creation
 };
 
 }  // namespace weft

@@ -92,17 +92,21 @@ Status common_failure(const std::vector<SegmentOffer>& offers, const std::vector
 Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Communicator> comm, uint64_t bytes) {
   auto window = std::unique_ptr<Window>(new Window(std::move(comm)));
   WEFT_TRY(window->change_size(bytes, "window.create"));
+  window->number_ = window->comm_->add_window(window->local(), window->bytes(), window->table());
   return window;
 }
 
 Window::~Window() {
+  if (number_ >= 0) comm_->remove_window(number_);
   // Kernels in flight may still use what is about to be unmapped; their waits are bounded, so this one is
   // too.
   if (!comm_->device().is_host() && bytes_ > 0) (void)logged(wait_for_device(comm_->device().ordinal));
 }
 
 Status Window::grow(uint64_t at_least_bytes) {
-  return change_size(at_least_bytes, "window.grow");
+  WEFT_TRY(change_size(at_least_bytes, "window.grow"));
+  comm_->resize_window(number_, bytes_);
+  return Status();
 }
 
 // Every rank adds a segment and offers it, all import all offers, all agree that it worked. A failure

@@ -61,6 +61,7 @@ class Window {
 
   std::shared_ptr<Communicator> comm_;
   uint64_t bytes_ = 0;
+  int number_ = -1;  // among the communicator's windows
   std::shared_ptr<MappedRange> own_;
   std::vector<std::shared_ptr<MappedRange>> ranges_;    // by rank; null where not mapped
   std::vector<std::shared_ptr<MappedRange>> imported_;  // those of ranges_ that this rank maps for itself

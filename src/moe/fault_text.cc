@@ -46,6 +46,7 @@ const char* operation(Site site) {
     case Site::kBarrier:
       return "barrier";
     case Site::kCollective:
+    case Site::kPeerMemory:
       return "collective";
   }
   return "unknown";

@@ -28,6 +28,8 @@ RingPlan plan_rings(const RingOptions& options) {
   Carver carver;
   plan.layout.arrived_at = carver.take(connections * sizeof(uint64_t), 4096);
   plan.layout.freed_at = carver.take(kProtocols * connections * sizeof(uint64_t), 4096);
+  plan.layout.headers_at = carver.take(connections * kSlots * sizeof(MessageHeader), 4096);
+  plan.layout.grants_at = carver.take(connections * sizeof(Grant), 4096);
   for (uint32_t protocol = 0; protocol < kProtocols; ++protocol) {
     plan.layout.slot_bytes[protocol] = options.slot_bytes[protocol];
     plan.layout.slots_at[protocol] = carver.take(connections * kSlots * options.slot_bytes[protocol], 4096);
@@ -38,8 +40,8 @@ RingPlan plan_rings(const RingOptions& options) {
 
 uint64_t slot_payload_bytes(const RingLayout& layout, Protocol protocol) {
   const uint64_t bytes = layout.slot_bytes[static_cast<uint32_t>(protocol)];
-  // LL128 travels over LL's wire: half of a line is payload.
-  return protocol == Protocol::kSimple ? bytes : bytes / 2;
+  if (protocol == Protocol::kSimple) return bytes;
+  return protocol == Protocol::kLl ? bytes / 2 : bytes / 128 * 120;
 }
 
 ProgramPlan plan_program(const ProgramSize& size, Element element, Protocol protocol, const RingLayout& rings,

@@ -17,6 +17,7 @@ namespace {
 constexpr uint32_t kMessageBuffers = 64;  // of each kind, send and receive
 constexpr size_t kEventBatch = 32;
 constexpr uint32_t kCallsPerTick = 64;
+constexpr uint32_t kSubmissionsPerPoll = 32;  // who only submits must hear its peers, too
 constexpr auto kTickEvery = std::chrono::milliseconds(5);
 constexpr size_t kInboxBytes = 4096;
 constexpr unsigned kIdlePolls = 20000;  // of a worker with nothing under way, before it sleeps longer
@@ -134,6 +135,7 @@ void Core::submit(std::shared_ptr<Transfer> transfer) {
   if (token.try_take()) {  // nobody is at it: post right here
     start_submitted();
     start(std::move(transfer));
+    if (++submissions_ % kSubmissionsPerPoll == 0) progress_held();
     token.give();
     return;
   }
@@ -149,18 +151,20 @@ void Core::submit(std::shared_ptr<Transfer> transfer) {
   }
 }
 
-void Core::progress() {
+bool Core::progress() {
+  bool any = false;
   do {
-    if (!token.try_take()) return;
-    progress_held();
+    if (!token.try_take()) return any;
+    any = progress_held() || any;
     token.give();
   } while (submitted_.load(std::memory_order_relaxed));
+  return any;
 }
 
-void Core::progress_held() {
-  if (rails.empty()) return start_submitted();
+bool Core::progress_held() {
   start_submitted();
-  poll_rails();
+  if (rails.empty()) return false;  // closed
+  const bool any = poll_rails();
   if (!unposted_receives_.empty()) post_receives_again();
   if (!waiting_.empty()) pump();
   if (staging_->is_busy()) staging_->pump_all();
@@ -169,6 +173,7 @@ void Core::progress_held() {
     const Clock::time_point now = Clock::now();
     if (now - last_tick_ >= kTickEvery) tick(now);
   }
+  return any;
 }
 
 // The worker leaves the token to threads that wait, and sleeps longer the longer nothing has happened.

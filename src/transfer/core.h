@@ -8,7 +8,7 @@
 //   progress_held(): start what was submitted, poll every rail, post what fits, tick once in a while
 //
 // Files: core.cc (token, worker, events, clock), operations.cc (from submission to the end), peers.cc
-// (connections, messages, memory of peers), staging.cc (packed writes through pinned memory).
+// (connections), messages.cc, memory.cc, immediates.cc, staging.cc (packed writes through slots of the peer).
 #pragma once
 
 #include <atomic>
@@ -81,7 +81,6 @@ struct RailState {
   uint32_t in_flight_max = 0;
   std::string address;
   provider::Registration inbox;
-  bool is_blocked = false;  // said kAgain in this round
 };
 
 class Core {
@@ -101,17 +100,14 @@ class Core {
   bool is_closed() const { return closed_.load(std::memory_order_acquire); }
   Status closed_status() const;
   void submit(std::shared_ptr<Transfer> transfer);
-  // Progress by the caller if the token is free.
-  void progress();
+  // Progress by the caller if the token is free; whether anything came of it.
+  bool progress();
   // Polls `ready` with progress until it is true or `until` has passed.
   template <class Ready>
   bool wait(Deadline until, Ready ready) {
     if (ready()) return true;
     waiters_.fetch_add(1, std::memory_order_relaxed);
-    const bool came = wait_until(until, [&] {
-      progress();
-      return ready();
-    });
+    const bool came = wait_until(until, ready, [this] { return progress(); });
     waiters_.fetch_sub(1, std::memory_order_relaxed);
     return came;
   }
@@ -130,7 +126,7 @@ class Core {
   void finish(Transfer& transfer, Phase phase, Status status);
   void on_done(Transfer& transfer, std::function<void(const Status&)> callback);
 
-  // ---- peers.cc
+  // ---- peers.cc, memory.cc, immediates.cc
   Result<std::shared_ptr<Peer>> connect(std::string_view address, Deadline until);
   Result<std::shared_ptr<Remote>> attach(std::string_view descriptor, Deadline until);
   void disconnect(const std::shared_ptr<Peer>& peer);
@@ -171,7 +167,7 @@ class Core {
   };
 
   // core.cc
-  void progress_held();
+  bool progress_held();
   void run_worker();
   void start_submitted();
   bool poll_rails();
@@ -192,6 +188,7 @@ class Core {
   void unlist_active(Transfer& transfer);
   void pump();
   bool post_pieces(Transfer& transfer, uint32_t quota);
+  Posted book(Flight* flight, Posted posted);
   Posted post_piece(Transfer& transfer, const Transfer::Piece& piece);
   Posted post_page_run(Transfer& transfer, uint32_t run);
   uint32_t page_run(const Transfer& transfer) const;
@@ -215,7 +212,7 @@ class Core {
   void begin_use(Transfer& transfer);
   void end_use(Transfer& transfer);
 
-  // peers.cc
+  // peers.cc, messages.cc, memory.cc, immediates.cc
   std::shared_ptr<Peer> find_peer(const EngineId& engine) const;
   Result<std::shared_ptr<Peer>> make_peer(const Address& address);
   Status route_to(Peer& peer);
@@ -245,6 +242,7 @@ class Core {
   std::atomic<bool> stopping_{false};
   bool write_imm_ = true;
   uint32_t progress_calls_ = 0;
+  uint32_t submissions_ = 0;
   Clock::time_point last_tick_{};
   std::vector<Event> events_;
   std::vector<provider::Piece> page_list_;  // of the post_pages() under way

@@ -51,7 +51,7 @@ struct Options {
   bool has_worker = true;  // false: progress only inside of calls that wait, and in progress()
   int worker_cpu = -1;     // pin the worker; -1: wherever the system likes
   uint32_t stage_slots = 4;
-  uint32_t stage_slot_bytes = 128 << 10;  // small enough that all slots stay in a core's cache
+  uint32_t stage_slot_bytes = 256 << 10;  // small enough that all slots stay in a core's cache
   uint32_t tx_depth = 0;                  // operations in flight per rail; 0: what the rail likes
 };
 

@@ -30,8 +30,9 @@ class Memory {
   uint64_t bytes() const { return range_.bytes; }
   bool is_registered() const { return alive_.load(std::memory_order_acquire); }
   bool is_device_memory() const { return range_.kind != provider::MemoryKind::kHost; }
-  // True when the NICs cannot reach it and transfers go through pinned host memory.
-  bool is_staged() const { return staged_; }
+  // How transfers reach it, and why that way.
+  const MemoryChoice& path() const { return path_; }
+  bool is_staged() const { return path_.path == MemoryPath::kStaged; }
   uint32_t access() const { return access_; }
 
  private:
@@ -41,7 +42,7 @@ class Memory {
   uint64_t id_ = 0;
   provider::Range range_;
   uint32_t access_ = 0;
-  bool staged_ = false;
+  MemoryChoice path_;
   Secret secret_{};
   std::atomic<bool> alive_{true};
   std::vector<provider::Registration> rails_;  // empty when staged

@@ -247,15 +247,20 @@ Posted Core::post_page_run(Transfer& transfer, uint32_t run) {
                      there.base + piece.remote, there.rkey, piece.bytes};
   }
   Flight* flight = take_flight(Flight::Use::kPiece, first.rail, remote.peer_.get(), &transfer);
-  const Posted posted =
-      state.rail->post_pages(remote.peer_->routes_[first.rail], page_list_.data(), run, flight);
-  if (posted != Posted::kOk) {
+  return book(flight,
+              state.rail->post_pages(remote.peer_->routes_[first.rail], page_list_.data(), run, flight));
+}
+
+// After a post: counts what the network has taken; everything else gives its flight back.
+Posted Core::book(Flight* flight, Posted posted) {
+  if (flight->transfer && posted <= Posted::kDone)
+    flight->transfer->phase_.store(Phase::kPosted, std::memory_order_relaxed);
+  if (posted == Posted::kOk) {
+    ++rails[flight->rail].in_flight;
+    if (flight->transfer) ++flight->transfer->in_flight_;
+  } else {
     free_flight(flight);
-    return posted;
   }
-  ++state.in_flight;
-  ++transfer.in_flight_;
-  transfer.phase_.store(Phase::kPosted, std::memory_order_relaxed);
   return posted;
 }
 
@@ -274,23 +279,15 @@ Posted Core::post_piece(Transfer& transfer, const Transfer::Piece& piece) {
   if (piece.has_imm) op.imm = encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_);
   op.delivered = transfer.delivered_;
   op.context = flight;
-  const Posted posted =
-      transfer.kind_ == OpKind::kWrite ? state.rail->post_write(op) : state.rail->post_read(op);
-  if (posted != Posted::kOk) {
-    free_flight(flight);
-    return posted;
-  }
-  ++state.in_flight;
-  ++transfer.in_flight_;
-  transfer.phase_.store(Phase::kPosted, std::memory_order_relaxed);
-  return posted;
+  return book(flight,
+              transfer.kind_ == OpKind::kWrite ? state.rail->post_write(op) : state.rail->post_read(op));
 }
 
 // The immediate of a target whose bytes are all delivered.
 Posted Core::post_notice(Transfer& transfer, uint32_t target) {
   Peer& peer = peer_of(transfer, target);
-  transfer.phase_.store(Phase::kPosted, std::memory_order_relaxed);
   if (!write_imm_) {
+    transfer.phase_.store(Phase::kPosted, std::memory_order_relaxed);
     send_message(peer, MessageType::kNotify, to_body(Notified{transfer.imm_, 1}), &transfer);
     return Posted::kOk;
   }
@@ -308,15 +305,8 @@ Posted Core::post_imm(Peer& peer, uint32_t imm, Transfer& transfer, uint32_t rai
   op.has_imm = true;
   op.imm = imm;
   op.context = flight;
-  const Posted posted = rails[rail].rail->post_write(op);
-  if (posted != Posted::kOk) {
-    free_flight(flight);
-    return posted;
-  }
-  ++rails[rail].in_flight;
-  ++transfer.in_flight_;
   peer.told_ = last_tick_;
-  return posted;
+  return book(flight, rails[rail].rail->post_write(op));
 }
 
 void Core::start_send(Transfer& transfer) {

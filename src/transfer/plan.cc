@@ -65,6 +65,32 @@ Result<std::vector<PagePair>> pair_pages(const Pages& src, const Pages& dst, uin
   return pairs;
 }
 
+const char* to_string(MemoryPath path) {
+  switch (path) {
+    case MemoryPath::kHost:
+      return "host";
+    case MemoryPath::kDmabuf:
+      return "dmabuf";
+    case MemoryPath::kPeerMemory:
+      return "peer memory";
+    case MemoryPath::kStaged:
+      return "staged";
+  }
+  return "?";
+}
+
+MemoryChoice choose_memory_path(provider::MemoryKind kind, const std::vector<provider::Nic>& nics) {
+  if (kind == provider::MemoryKind::kHost) return {MemoryPath::kHost, "host memory"};
+  bool all_export = true;
+  for (const provider::Nic& nic : nics) {
+    if (!nic.caps.device_memory)
+      return {MemoryPath::kStaged, text("{} on {} does not reach device memory", nic.provider, nic.name)};
+    all_export = all_export && nic.caps.dmabuf;
+  }
+  if (all_export) return {MemoryPath::kDmabuf, "every NIC takes DMA-BUF"};
+  return {MemoryPath::kPeerMemory, "every NIC reaches device memory, not every one by DMA-BUF"};
+}
+
 uint64_t expected_imms(uint64_t bytes, const RailPlan& sender) {
   return shard_range(bytes, sender, 0).size();
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "providers/provider.h"
 
 namespace weft::transfer {
 
@@ -53,6 +54,21 @@ struct PagePair {
 // Pairs the pages of both sides; neighbours in both become one piece when `merge`. Errors: kInvalid when the
 // lists differ in length or an offset does not fit 64 bits.
 Result<std::vector<PagePair>> pair_pages(const Pages& src, const Pages& dst, uint64_t page_bytes, bool merge);
+
+// How transfers reach registered memory, and why that way.
+enum class MemoryPath : uint8_t {
+  kHost,        // host memory, straight by the NICs
+  kDmabuf,      // device memory, exported to the NICs' driver
+  kPeerMemory,  // device memory, through a kernel module of the device's maker
+  kStaged,      // device memory, packed through pinned host memory
+};
+const char* to_string(MemoryPath path);
+struct MemoryChoice {
+  MemoryPath path = MemoryPath::kHost;
+  std::string reason;
+};
+// `nics`: those of every rail; one that cannot reach the memory makes all of them go through the host.
+MemoryChoice choose_memory_path(provider::MemoryKind kind, const std::vector<provider::Nic>& nics);
 
 // Immediates that a target counts for one request with Notify::kEach (with kOnce it is 1).
 uint64_t expected_imms(uint64_t bytes, const RailPlan& sender);                            // single write

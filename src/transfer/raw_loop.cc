@@ -44,7 +44,8 @@ struct RawLoop::Impl {
   Answered answered;
   Status error;
 
-  void poll() {
+  // Whether anything came.
+  bool poll() {
     fi::CqDataEntry entries[kEntries];
     const ssize_t count = objects.cq->ops->read(objects.cq, entries, kEntries);
     if (count == -fi::kErrAvail) {
@@ -58,15 +59,12 @@ struct RawLoop::Impl {
       else
         ++done;
     }
+    return count > 0;
   }
 
   template <class Ready>
   Status poll_until(Deadline until, Ready ready) {
-    const bool came = wait_until(until, [&] {
-      if (ready()) return true;
-      poll();
-      return ready() || !error.ok();
-    });
+    const bool came = wait_until(until, [&] { return ready() || !error.ok(); }, [this] { return poll(); });
     WEFT_TRY(Status(error));
     return came ? Status() : Status::make(Code::kPeerLost, "raw loop: no answer in time");
   }

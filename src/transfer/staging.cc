@@ -12,6 +12,12 @@ constexpr size_t kPackPiecesMin = 8;              // fewer pages travel as they 
 constexpr uint64_t kPackPageBytesMax = 32 << 10;  // longer ones too
 constexpr uint32_t kPiecesPerPack = 1024;
 constexpr size_t kTicketsKept = 4096;
+constexpr size_t kPrefetchedLines = 16;
+
+// The beginning of a page that is copied next: the processor finds no page in a random order by itself.
+void prefetch(const char* page) {
+  for (size_t line = 0; line < kPrefetchedLines; ++line) __builtin_prefetch(page + 64 * line);
+}
 
 }  // namespace
 
@@ -29,6 +35,11 @@ int Staging::pin_device() const {
   for (const auto& [id, region] : core_.regions_)
     if (region.memory->is_device_memory()) return region.memory->range_.device;
   return -1;
+}
+
+bool Staging::is_same_host() const {
+  return std::all_of(core_.rails.begin(), core_.rails.end(),
+                     [](const RailState& state) { return state.rail->caps().same_host; });
 }
 
 void Staging::start(Transfer& transfer) {
@@ -108,7 +119,17 @@ void Staging::make_packs(Peer& peer, Peer::StageOut& out, const std::shared_ptr<
 
 Status Staging::open_out(Peer& peer, Peer::StageOut& out) {
   const uint64_t bytes = uint64_t{out.grant.slots} * out.grant.slot_bytes;
-  WEFT_TRY_ASSIGN(out.base, out.buffer.allocate(bytes, pin_device()));
+  if (out.grant.shared.pid && is_same_host()) {
+    auto opened = SharedMemory::open(out.grant.shared, bytes);
+    if (opened.ok())
+      out.shared = std::move(*opened);
+    else
+      log_info("transfer: packs to peer '{}' are copied: {}", peer.name(), opened.status().message());
+  }
+  out.base = out.shared.data();
+  if (!out.base) {
+    WEFT_TRY_ASSIGN(out.base, out.buffer.allocate(bytes, pin_device()));
+  }
   for (RailState& state : core_.rails) {
     auto made = state.rail->enroll({out.base, bytes}, kLocal);
     if (!made.ok()) return made.status();
@@ -184,12 +205,12 @@ bool Staging::gather(Peer::StageOut& out, uint32_t index) {
   Memory& memory = *pack.transfer->memory_;
   const char* from = static_cast<const char*>(memory.range_.data);
   Status status;
+  const bool is_host = !memory.is_device_memory();
   for (size_t i = 0; i < pack.sources.size() && status.ok(); ++i) {
     const uint64_t bytes = pack.head.pieces[i].bytes;
-    if (memory.is_device_memory())
-      status = slot.copies->copy(at, from + pack.sources[i], bytes);
-    else
-      status = copy_to_host(at, from + pack.sources[i], bytes, memory.range_);
+    if (is_host && i + 1 < pack.sources.size()) prefetch(from + pack.sources[i + 1]);
+    status = is_host ? copy_to_host(at, from + pack.sources[i], bytes, memory.range_)
+                     : slot.copies->copy(at, from + pack.sources[i], bytes);
     at += bytes;
   }
   if (status.ok()) status = slot.copies->seal();
@@ -199,34 +220,31 @@ bool Staging::gather(Peer::StageOut& out, uint32_t index) {
   return status.ok();
 }
 
-bool Staging::post(Peer& peer, Peer::StageOut& out, uint32_t index) {
+void Staging::post(Peer& peer, Peer::StageOut& out, uint32_t index) {
   Slot& slot = out.slots[index];
   const uint32_t rail = out.next_rail % core_.rail_count();
-  if (!core_.has_room(rail)) return false;
+  if (!core_.has_room(rail)) return;
   const uint64_t offset = uint64_t{index} * out.grant.slot_bytes;
   const RailKey& there = out.grant.rails[peer.rail_there_[rail]];
   Flight* flight = core_.take_flight(Flight::Use::kPack, rail, &peer, slot.pack.transfer.get());
   flight->slot = index;
   provider::RmaOp op;
   op.to = peer.routes_[rail];
-  op.piece = {out.base + offset, out.rails[rail].lkey, there.base + offset, there.rkey, slot.bytes};
+  op.piece = {out.base + offset, out.rails[rail].lkey, there.base + offset, there.rkey,
+              out.shared.data() ? 0 : slot.bytes};
   op.has_imm = core_.write_imm_;
   op.imm = encode_imm(ImmClass::kStage, peer.slot_there_, index);
   op.delivered = !core_.write_imm_;
   op.context = flight;
-  const Posted posted = core_.rails[rail].rail->post_write(op);
-  if (posted != Posted::kOk) {
-    core_.free_flight(flight);
+  const Posted posted = core_.book(flight, core_.rails[rail].rail->post_write(op));
+  if (posted == Posted::kFatal) {
     const std::shared_ptr<Transfer> transfer = slot.pack.transfer;
-    if (posted == Posted::kFatal && transfer)
-      core_.fail(*transfer, Status(Code::kSystem, core_.rails[rail].rail->refusal()));
-    return false;
+    if (transfer) core_.fail(*transfer, Status(Code::kSystem, core_.rails[rail].rail->refusal()));
   }
-  ++core_.rails[rail].in_flight;
-  if (slot.pack.transfer) ++slot.pack.transfer->in_flight_;
+  if (posted > Posted::kDone) return;
   slot.use = Slot::Use::kPosted;
   ++out.next_rail;
-  return true;
+  if (posted == Posted::kDone) on_posted(peer, index);
 }
 
 void Staging::on_posted(Peer& peer, uint32_t slot) {
@@ -300,25 +318,32 @@ void Staging::on_ask(Peer& peer) {
   area->slots = core_.options.stage_slots;
   area->slot_bytes = core_.options.stage_slot_bytes;
   area->last_turn.resize(area->slots);
-  StageGrant grant{"", area->slots, area->slot_bytes, {}};
-  const uint64_t bytes = uint64_t{area->slots} * area->slot_bytes;
-  auto base = area->buffer.allocate(bytes, pin_device());
-  Status status = base.status();
-  if (base.ok()) area->base = *base;
-  for (size_t i = 0; i < core_.rails.size() && status.ok(); ++i) {
-    auto made = core_.rails[i].rail->enroll({area->base, bytes}, kRemoteWrite);
-    status = made.status();
-    if (!made.ok()) break;
-    area->rails.push_back(*made);
-    grant.rails.push_back({made->base, made->rkey});
-  }
+  StageGrant grant{"", area->slots, area->slot_bytes, {}, {}};
+  const Status status = open_in(*area, grant);
   peer.stage_in_ = area;
   if (!status.ok()) {
-    grant = {status.message(), 0, 0, {}};
+    grant = {status.message(), 0, 0, {}, {}};
     for (size_t i = 0; i < area->rails.size(); ++i) core_.rails[i].rail->release(area->rails[i]);
     peer.stage_in_.reset();
   }
   core_.send_message(peer, MessageType::kStageGrant, to_body(grant));
+}
+
+Status Staging::open_in(Peer::StageIn& in, StageGrant& grant) {
+  const uint64_t bytes = uint64_t{in.slots} * in.slot_bytes;
+  if (is_same_host() && pin_device() < 0) {
+    WEFT_TRY_ASSIGN(in.shared, SharedMemory::create(bytes));
+    grant.shared = in.shared.name();
+    in.base = in.shared.data();
+  } else {
+    WEFT_TRY_ASSIGN(in.base, in.buffer.allocate(bytes, pin_device()));
+  }
+  for (RailState& state : core_.rails) {
+    WEFT_TRY_ASSIGN(const provider::Registration made, state.rail->enroll({in.base, bytes}, kRemoteWrite));
+    in.rails.push_back(made);
+    grant.rails.push_back({made.base, made.rkey});
+  }
+  return {};
 }
 
 // Whether this peer may write all pieces of a pack.
@@ -355,10 +380,18 @@ void Staging::place(Peer& peer, uint32_t slot, PackHead head) {
   auto copies = std::make_unique<CopyQueue>(pin_device());
   bool on_device = false;
   Status status;
-  for (const PackedPiece& piece : head.pieces) {
-    const Memory& memory = *core_.regions_.at(piece.region).memory;
-    char* to = static_cast<char*>(memory.range_.data) + piece.offset;
+  auto memory_of = [this](const PackedPiece& piece) -> const Memory& {
+    return *core_.regions_.at(piece.region).memory;
+  };
+  auto place_of = [&](const PackedPiece& piece) {
+    return static_cast<char*>(memory_of(piece).range_.data) + piece.offset;
+  };
+  for (size_t i = 0; i < head.pieces.size(); ++i) {
+    const PackedPiece& piece = head.pieces[i];
+    const Memory& memory = memory_of(piece);
+    char* to = place_of(piece);
     on_device = on_device || memory.is_device_memory();
+    if (!on_device && i + 1 < head.pieces.size()) prefetch(place_of(head.pieces[i + 1]));
     status = memory.is_device_memory() ? copies->copy(to, from, piece.bytes)
                                        : copy_from_host(to, from, piece.bytes, memory.range_);
     if (!status.ok()) break;

@@ -7,6 +7,8 @@
 //   receiver: check every piece against what this peer attached -> copy -> count the user's immediate ->
 //   "slot done"
 //
+// On one host the slots are shared memory: the sender gathers straight into them and writes the immediate
+// alone.
 // Several slots are in flight, so that gathering, the wire and placing overlap. A staged transfer is done
 // when its pages are in place over there. Nothing of a pack is written unless all of it may be. Threads: the
 // holder of the token.
@@ -38,7 +40,8 @@ struct Peer::StageOut {
     uint64_t bytes = 0;
   };
   StageGrant grant;
-  PinnedBuffer buffer;
+  SharedMemory shared;  // the peer's slots themselves, or
+  PinnedBuffer buffer;  // a twin of them
   char* base = nullptr;
   std::vector<provider::Registration> rails;
   std::vector<Slot> slots;
@@ -49,6 +52,7 @@ struct Peer::StageOut {
 };
 
 struct Peer::StageIn {
+  SharedMemory shared;  // where the peer may open it, or
   PinnedBuffer buffer;
   char* base = nullptr;
   uint32_t slots = 0, slot_bytes = 0;
@@ -87,16 +91,18 @@ class Staging {
  private:
   using Slot = Peer::StageOut::Slot;
 
+  Status open_in(Peer::StageIn& in, StageGrant& grant);
   Status open_out(Peer& peer, Peer::StageOut& out);
   void make_packs(Peer& peer, Peer::StageOut& out, const std::shared_ptr<Transfer>& transfer);
   bool gather(Peer::StageOut& out, uint32_t slot);
-  bool post(Peer& peer, Peer::StageOut& out, uint32_t slot);
+  void post(Peer& peer, Peer::StageOut& out, uint32_t slot);
   Status check(const Peer& peer, const PackHead& head) const;
   void place(Peer& peer, uint32_t slot, PackHead head);
   void finish_placing(Peer& peer, const PackHead& head, uint32_t slot, const Status& status);
   void mark_busy(Peer& peer);
   bool advance_placing(Peer& peer);
   int pin_device() const;
+  bool is_same_host() const;
 
   Core& core_;
   std::vector<Peer*> busy_;  // peers with packs under way in either direction

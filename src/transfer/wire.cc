@@ -317,7 +317,15 @@ Result<Notified> parse_notify(std::string_view body) {
 }
 
 std::string to_body(const StageGrant& grant) {
-  return Writer().text(grant.refusal).put(grant.slots).put(grant.slot_bytes).keys(grant.rails).take();
+  return Writer()
+      .text(grant.refusal)
+      .put(grant.slots)
+      .put(grant.slot_bytes)
+      .keys(grant.rails)
+      .put(grant.shared.pid)
+      .put(grant.shared.fd)
+      .put(grant.shared.key)
+      .take();
 }
 Result<StageGrant> parse_stage_grant(std::string_view body) {
   Reader in(body);
@@ -326,6 +334,9 @@ Result<StageGrant> parse_stage_grant(std::string_view body) {
   in.get(grant.slots);
   in.get(grant.slot_bytes);
   in.keys(grant.rails);
+  in.get(grant.shared.pid);
+  in.get(grant.shared.fd);
+  in.get(grant.shared.key);
   WEFT_TRY(in.done("stage grant"));
   if (grant.refusal.empty() &&
       (grant.slots == 0 || grant.slots > 1024 || grant.slot_bytes < 2 * kPackHeadBytes))

@@ -15,11 +15,12 @@
 #include <string_view>
 #include <vector>
 
+#include "base/shared_memory.h"
 #include "base/status.h"
 
 namespace weft::transfer {
 
-constexpr uint32_t kWireVersion = 1;
+constexpr uint32_t kWireVersion = 2;
 
 // Limits that a parser enforces before it allocates.
 constexpr uint32_t kRailsMax = 64;
@@ -148,6 +149,7 @@ struct StageGrant {
   uint32_t slots = 0;
   uint32_t slot_bytes = 0;
   std::vector<RailKey> rails;
+  SharedMemory::Name shared;  // of the slots, where the sender can open it; pid 0: it cannot
 };
 
 struct PackedPiece {

@@ -127,7 +127,8 @@ TYPED_TEST(ChannelTest, PutWithSignalAroundTheRing) {
   });
 }
 
-// Rows take another way to memory than signals do, so the last bytes of each are looked at as soon as it shows.
+// Rows take another way to memory than signals do, so the last bytes of each are looked at as soon as it
+// shows.
 TYPED_TEST(ChannelTest, DrainedRowsAreThereWhenTheirSignalIs) {
   this->on_ranks([](auto& rank) {
     constexpr uint32_t kRowBytes = 272, kRounds = 1000;

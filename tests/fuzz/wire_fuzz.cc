@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// libFuzzer target: every parser of bytes that come from another process. Build and run for a minute:
-//   clang++ -std=c++20 -g -O1 -fsanitize=fuzzer,address,undefined -Isrc -I. tests/fuzz/wire_fuzz.cc \
-//     src/transfer/wire.cc src/base/*.cc -ldl -o build/wire_fuzz && build/wire_fuzz -max_total_time=60
-// tools/fuzz does that. What parses must also survive being written again.
+// libFuzzer target: every parser of bytes that come from another process. tools/fuzz builds and runs it, from
+// one valid message of each kind on (tests/fuzz/corpus; the first byte chooses the parser). What parses must
+// also survive being written again.
 #include <cstdlib>
 
 #include "transfer/wire.h"

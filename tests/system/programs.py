@@ -10,6 +10,7 @@ from pathlib import Path
 
 import weft
 
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = [sys.executable]
 WEFT = [*PYTHON, "-m", "weft"]
 
@@ -19,11 +20,14 @@ def torchrun(num_ranks: int) -> list[str]:
     return [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
 
 
+def environment() -> dict[str, str]:
+    """Return this process's environment, in which a program of another folder finds the same Weft."""
+    path = [str(Path(weft.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
 def run_program(command: list[str], folder: Path, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
     """Run ``command`` in ``folder`` and return what it printed."""
-    # An absolute path to the Weft that this process uses: the program runs in another folder.
-    path = [str(Path(weft.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout_s
     )

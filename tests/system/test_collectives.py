@@ -7,13 +7,12 @@ import random
 
 import pytest
 import torch
+from random_programs import mutated, random_algorithm, run_against_contract
 
-from weft.collectives import Buffer, Collective, Program, VerificationError, verify
+from weft.collectives import VerificationError, verify
 from weft.collectives.calls import Collectives
-from weft.collectives.executor import Call, Executor
-from weft.collectives.ir import Algorithm, Op, Span
+from weft.collectives.executor import Executor
 from weft.collectives.library import entries
-from weft.collectives.values import Chunk, Value
 from weft.errors import Error, PeerLost
 from weft.runtime.communicator import Communicator
 from weft.testing.ranks import Rank, RankError, run_ranks
@@ -114,35 +113,7 @@ def _library(rank: Rank, names: list[str]) -> None:
                 assert instances == 2
                 continue
             for chunk_elems in (1, 40, 20_000):
-                _run_against_contract(executor, algorithm, rank.rank, chunk_elems)
-
-
-def _run_against_contract(executor: Executor, algorithm: Algorithm, rank: int, chunk_elems: int) -> None:
-    """Fill every chunk with what its symbol says, run, and compare every chunk that the contract fixes."""
-    contract = algorithm.contract
-    assert contract is not None
-
-    def number(value: Value) -> float:
-        return float(sum(1 + r * 31 % 17 + c * 7 % 11 for r, c in value.parts))
-
-    inputs = [0.0 if v is None else number(v) for v in contract.before(rank)]
-    wanted = contract.after(rank)
-    program = executor.load(algorithm)
-    tensor = torch.tensor(inputs).repeat_interleave(chunk_elems)
-    out = torch.full((len(wanted) * chunk_elems,), -1.0)
-    part = chunk_elems * program.per_part
-    executor.run(program, Call(tensor.data_ptr(), out.data_ptr(), part, 0))
-    for index, value in enumerate(wanted):
-        if value is not None:
-            found = out[index * chunk_elems : (index + 1) * chunk_elems]
-            assert (found == number(value)).all(), (
-                algorithm.name,
-                algorithm.protocol,
-                rank,
-                index,
-                found,
-                value,
-            )
+                run_against_contract(executor, algorithm, rank.rank, chunk_elems)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -151,83 +122,12 @@ def test_library_algorithms_do_what_their_contracts_say(ranks: int) -> None:
     run_ranks(ranks, _library, [name for name in entries() if name not in big], deadline_s=280)
 
 
-class Whatever(Collective):
-    """The contract of a random program: what it happens to compute."""
-
-    def __init__(self, ranks: int, chunks: int, result: list[list[Value | None]] | None = None) -> None:
-        super().__init__(ranks, chunks)
-        self.result = result
-
-    def before(self, rank: int) -> list[Value | None]:
-        return [Chunk(rank, c) for c in range(self.chunk_factor)]
-
-    def after(self, rank: int) -> list[Value | None]:
-        return self.result[rank] if self.result else [None] * self.chunk_factor
-
-
-def random_algorithm(seed: int, ranks: int) -> Algorithm:
-    """Return the compiled form of random copies and reductions whose result is its own contract."""
-    generator = random.Random(seed)
-    chunks = generator.choice([1, 2, 4])
-    contract = Whatever(ranks, chunks)
-    protocol = generator.choice(["Simple", "LL"])
-    with Program(f"random {seed}", contract, protocol=protocol) as program:
-        for _ in range(generator.randrange(4, 24)):
-            size = generator.randrange(1, chunks + 1)
-            src = program.chunk(
-                generator.randrange(ranks),
-                generator.choice([Buffer.input, Buffer.output, "x"]),
-                generator.randrange(chunks - size + 1),
-                size,
-            )
-            if src is None:
-                continue
-            dst_rank, buffer = generator.randrange(ranks), generator.choice([Buffer.output, "x", "y"])
-            at = generator.randrange(chunks - size + 1)
-            if (dst_rank, buffer) == (src.rank, src.buffer):
-                continue
-            old = program.chunk(dst_rank, buffer, at, size)
-            small = old is not None and sum(len(v.parts) for v in program._contents(old._place, size)) < 40
-            if old is not None and small and generator.random() < 0.6:
-                old.reduce(src)
-            else:
-                src.copy(dst_rank, buffer, at)
-    contract.result = [program.buffers[rank][Buffer.output] for rank in range(ranks)]
-    return program.compile()
-
-
-def mutated(algorithm: Algorithm, generator: random.Random) -> Algorithm:
-    """Return a copy with one random change of a step: other waits, place, count or order."""
-    import copy
-    import dataclasses
-
-    changed = copy.deepcopy(algorithm)
-    blocks = [block for _, _, block in changed.blocks() if block.steps]
-    block = generator.choice(blocks)
-    at = generator.randrange(len(block.steps))
-    step = block.steps[at]
-    kind = generator.randrange(5)
-    if kind == 0:
-        block.steps[at] = dataclasses.replace(step, depends=step.depends[1:])
-    elif kind == 1:
-        block.steps[at] = dataclasses.replace(step, src=Span(step.src.buffer, generator.randrange(4)))
-    elif kind == 2:
-        block.steps[at] = dataclasses.replace(step, dst=Span(step.dst.buffer, generator.randrange(4)))
-    elif kind == 3:
-        other = generator.randrange(len(block.steps))
-        block.steps[at], block.steps[other] = block.steps[other], block.steps[at]
-    else:
-        twin = {Op.RECV_REDUCE_COPY: Op.RECV, Op.COPY: Op.REDUCE, Op.REDUCE: Op.COPY}.get(step.op, step.op)
-        block.steps[at] = dataclasses.replace(step, op=twin)
-    return changed
-
-
 def _random_programs(rank: Rank, first: int, count: int) -> int:
-    executor = Executor(Communicator(rank.group, timeout_s=60).core)
+    executor = Executor(Communicator(rank.group, timeout_s=60).core, direct_bytes=16)
     survived = 0
     for seed in range(first, first + count):
         algorithm = random_algorithm(seed, rank.size)
-        _run_against_contract(executor, algorithm, rank.rank, random.Random(seed).choice([1, 5, 300]))
+        run_against_contract(executor, algorithm, rank.rank, random.Random(seed).choice([1, 5, 300]))
         if not any(True for _ in algorithm.steps()):
             continue
         changed = mutated(algorithm, random.Random(seed))
@@ -235,15 +135,18 @@ def _random_programs(rank: Rank, first: int, count: int) -> int:
             verify(changed)
         except VerificationError:
             continue
-        _run_against_contract(executor, changed, rank.rank, 7)
+        run_against_contract(executor, changed, rank.rank, 7)
         survived += 1
     return survived
 
 
 @pytest.mark.parametrize(("ranks", "first"), [(2, 0), (3, 1000), (4, 2000), (5, 3000)])
-def test_random_programs_are_exact_and_mutations_rejected_or_still_right(ranks: int, first: int) -> None:
-    survived = run_ranks(ranks, _random_programs, first, 250, deadline_s=280)
-    assert len(set(survived)) == 1 and 0 < survived[0] < 250
+def test_random_programs_are_exact_and_mutations_rejected_or_still_right(
+    ranks: int, first: int, request: pytest.FixtureRequest
+) -> None:
+    count = request.config.getoption("--random-programs") // 4
+    survived = run_ranks(ranks, _random_programs, first, count, deadline_s=280)
+    assert len(set(survived)) == 1 and 0 < survived[0] < count
 
 
 def _missing_rank(rank: Rank) -> str:

@@ -151,6 +151,8 @@ def test_a_closed_peer_is_named(pair: Pair) -> None:
         (lambda p: p.a.write(p.src_memory, p.remote, 8, rail=4), "rail: got 4, allowed: 0 to 0"),
         (lambda p: p.a.write(p.src_memory, p.remote, 8, notify="twice"), "notify: got 'twice'"),
         (lambda p: p.a.write(p.src_memory, p.remote, 8, timeout_s=-1), "timeout_s: got -1"),
+        (lambda p: p.a.write(p.src_memory, p.remote, -1), "nbytes: got -1"),
+        (lambda p: p.a.read(p.src_memory, p.remote, src_offset=-8), "src_offset: got -8"),
         (lambda p: p.a.scatter(p.src_memory, []), "targets: got none"),
         (lambda p: p.a.register(b"read-only"), "source: got a read-only"),
         (lambda p: p.a.register(bytearray()), "source: got 0 bytes"),
@@ -195,6 +197,11 @@ def test_a_tensor_is_registered_as_it_lies() -> None:
         assert torch.equal(src, dst)
         with pytest.raises(Error, match="strides"):
             a.register(src.t())
+
+
+def test_memory_says_how_it_is_reached(pair: Pair) -> None:
+    assert (pair.src_memory.path, pair.src_memory.path_reason) == ("host", "host memory")
+    assert not pair.src_memory.is_staged
 
 
 def test_several_rails_of_unequal_number() -> None:

@@ -41,7 +41,8 @@ TEST(Wire, EveryTruncationIsRefused) {
 TEST(Wire, OtherVersionsAreNamed) {
   std::string bytes = to_bytes(Descriptor{});
   bytes[4] = 9;
-  EXPECT_THAT(parse_descriptor(bytes).status().message(), HasSubstr("wire version 9, allowed: 1"));
+  EXPECT_THAT(parse_descriptor(bytes).status().message(),
+              HasSubstr(text("wire version 9, allowed: {} ", kWireVersion)));
   std::string message = to_bytes(MessageHead{MessageType::kBye, random_id(), 1, 0, 0}, "");
   message[4] = 9;
   EXPECT_EQ(parse_head(message).status().code(), Code::kUnsupported);
@@ -121,6 +122,21 @@ TEST(Plan, ShardsCoverEveryByteOnce) {
         }
         EXPECT_EQ(expected_imms(bytes, {rails, 8192, piece}), shards.size());
       }
+}
+
+TEST(Plan, MemoryIsReachedAsTheWorstNicAllows) {
+  using provider::MemoryKind;
+  provider::Nic exports, peers, blind;
+  exports.caps.device_memory = exports.caps.dmabuf = true;
+  peers.caps.device_memory = true;
+  blind.provider = "fabric:tcp";
+  blind.name = "lo";
+  EXPECT_EQ(choose_memory_path(MemoryKind::kHost, {blind}).path, MemoryPath::kHost);
+  EXPECT_EQ(choose_memory_path(MemoryKind::kCuda, {exports, exports}).path, MemoryPath::kDmabuf);
+  EXPECT_EQ(choose_memory_path(MemoryKind::kCuda, {exports, peers}).path, MemoryPath::kPeerMemory);
+  const MemoryChoice staged = choose_memory_path(MemoryKind::kCuda, {exports, blind});
+  EXPECT_EQ(staged.path, MemoryPath::kStaged);
+  EXPECT_EQ(staged.reason, "fabric:tcp on lo does not reach device memory");
 }
 
 TEST(Plan, PagesMergeOnlyWhereBothSidesTouch) {

@@ -30,7 +30,7 @@ class Machine:
 
 CPU = Machine("cpu", 5.0, 2.0, 4.0, 4.0, 4.0, 2.0, 0.5)
 NVLINK = Machine("nvlink", 3.0, 1.3, 330.0, 25.0, 60.0, 2.0, 1.0)
-_LL128_FACTOR = 128 / 112
+_LL128_FACTOR = 128 / 120
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import Any
 
 from weft import _core
 from weft.collectives.contract import Buffer
-from weft.collectives.ir import Algorithm, Op, RankProgram
+from weft.collectives.direct import DirectMessages, Send, direct_messages
+from weft.collectives.ir import Algorithm, Op
 from weft.errors import invalid
 
 # The numbers of kernels/collective/program_args.h.
@@ -40,6 +41,7 @@ REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3, "average": 0}
 _PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
 _BUFFERS = {Buffer.input: 0, Buffer.output: 1, Buffer.scratch: 2}
 _OPS = {op: number for number, op in enumerate(Op)}
+_MAY_REFER, _MAY_STORE, _MAY_BE_STORED = 1, 2, 4
 _FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
 
 
@@ -60,6 +62,8 @@ class Call:
     ``part_elems`` counts the whole buffer where the collective has no parts (all_reduce, broadcast, ...); for a custom
     collective it divides by the chunks.
     ``slice_bytes`` 0 takes what a slot holds; ``num_sms`` 0 one for each block; ``stream`` is a CUDA stream.
+    ``compiled``: run the program's own kernel, with its steps as constants, instead of the interpreter; programs of up
+    to 48 steps, and on the CPU only where there is a C++ compiler.
     """
 
     input: int
@@ -70,6 +74,7 @@ class Call:
     slice_bytes: int = 0
     num_sms: int = 0
     stream: int = 0
+    compiled: bool = False
 
 
 class Executor:
@@ -77,15 +82,17 @@ class Executor:
 
     Args:
         core: the core communicator; all its ranks must map each other's memory. timeout_s: None takes its own.
+        direct_bytes: least message that may bypass its slot (docs/collectives.md); 0 takes what suits the device.
     Raises: Error when they do not; PeerLost.
     """
 
-    def __init__(self, core: Any, timeout_s: float | None = None) -> None:
+    def __init__(self, core: Any, timeout_s: float | None = None, direct_bytes: int = 0) -> None:
         self.core = core
         self.rank = int(core.rank)
         self.size = int(core.size)
         self._is_cpu = str(core.device) == "cpu"
         self._timeout_s = timeout_s or 0.0
+        self._direct_bytes = direct_bytes
         self._loaded: list[Algorithm] = []
         self._runner = self._new_runner(_FIRST_CHANNELS[self._is_cpu])
 
@@ -121,6 +128,7 @@ class Executor:
             call.slice_bytes,
             call.num_sms,
             call.stream,
+            call.compiled,
         )
 
     def run_with_sizes(
@@ -150,11 +158,13 @@ class Executor:
         self._runner.scale(element, address, elems, divisor, stream)
 
     def _new_runner(self, channels: int) -> Any:
-        return _core.CollectiveRunner.create(self.core, channels=channels, timeout_s=self._timeout_s)
+        return _core.CollectiveRunner.create(
+            self.core, channels=channels, timeout_s=self._timeout_s, direct_bytes=self._direct_bytes
+        )
 
     def _load(self, algorithm: Algorithm) -> int:
         scratch = max(program.scratch_chunks for program in algorithm.ranks)
-        return int(self._runner.load(algorithm.name, *_flatten(algorithm.ranks[self.rank]), scratch))
+        return int(self._runner.load(algorithm.name, *program_rows(algorithm, self.rank), scratch))
 
 
 def chunks_of_part(algorithm: Algorithm) -> int:
@@ -164,14 +174,17 @@ def chunks_of_part(algorithm: Algorithm) -> int:
     return algorithm.chunks
 
 
-def _flatten(program: RankProgram) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Return blocks, steps and waits as rows of numbers, in the order of the structs of program_args.h."""
+def program_rows(algorithm: Algorithm, rank: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Return a rank's blocks, steps and waits as rows of numbers, in the order of the structs of program_args.h."""
+    program, direct = algorithm.ranks[rank], direct_messages(algorithm)
     needed = {wait for block in program.blocks for step in block.steps for wait in step.depends}
     blocks: list[list[int]] = []
     steps: list[list[int]] = []
     waits: list[list[int]] = []
     for number, block in enumerate(program.blocks):
-        blocks.append([block.send, block.recv, block.channel, len(steps), len(block.steps)])
+        places = [(program.rank, number, at) for at in range(len(block.steps))]
+        grants = any(place in direct.stored_receives for place in places)
+        blocks.append([block.send, block.recv, block.channel, len(steps), len(block.steps), int(grants)])
         for at, step in enumerate(block.steps):
             src, dst = step.src, step.dst
             row = [
@@ -181,6 +194,16 @@ def _flatten(program: RankProgram) -> tuple[list[list[int]], list[list[int]], li
                 _BUFFERS[dst.buffer],
                 max(dst.index, 0),
             ]
-            steps.append([*row, step.count, len(waits), len(step.depends), int((number, at) in needed)])
+            row += [step.count, len(waits), len(step.depends), int((number, at) in needed)]
+            steps.append(row + _direct_row(direct, places[at]))
             waits += [list(wait) for wait in step.depends]
     return blocks, steps, waits
+
+
+def _direct_row(direct: DirectMessages, place: tuple[int, int, int]) -> list[int]:
+    send = direct.sends.get(place, Send(False, False, None))
+    bits = _MAY_REFER * send.may_refer + _MAY_STORE * send.may_store
+    bits += _MAY_BE_STORED * (place in direct.stored_receives)
+    if send.remote is None:
+        return [bits, 0, 0]
+    return [bits, _BUFFERS[send.remote.buffer], send.remote.index]

@@ -64,7 +64,7 @@ def verify(algorithm: Algorithm) -> Report:
         )
     messages = 0
     for form in forms:
-        messages = _Interpreter(algorithm, form == "in place", connections).run()
+        messages = Interpreter(algorithm, form == "in place", connections).run()
     steps = sum(1 for _ in algorithm.steps())
     return Report(steps, messages, tuple(forms), algorithm.contract is not None, tuple(warnings))
 
@@ -217,7 +217,7 @@ class _Message:
 
 
 @dataclasses.dataclass
-class _Running:
+class Running:
     """A block's state: the step and chunk it is at, and what it knows of all blocks (a vector clock)."""
 
     identity: BlockId
@@ -230,7 +230,7 @@ class _Running:
     waits_on: BlockId | None = None
 
 
-class _Interpreter:
+class Interpreter:
     """Runs the steps with finite connections, one chunk at a time."""
 
     def __init__(
@@ -248,7 +248,7 @@ class _Interpreter:
         identities = [(rank, number) for rank, number, _ in algorithm.blocks()]
         self._number = {identity: i for i, identity in enumerate(identities)}
         zero = np.zeros(len(identities), np.int32)
-        self._blocks = {i: _Running(i, _block(algorithm, i), zero.copy()) for i in identities}
+        self._blocks = {i: Running(i, _block(algorithm, i), zero.copy()) for i in identities}
         self._needed = algorithm.needed_steps()
         self._finished: dict[tuple[int, int, int], np.ndarray] = {}
         self._waiting: dict[object, list[BlockId]] = {}
@@ -267,7 +267,7 @@ class _Interpreter:
         self._check_result()
         return self._messages
 
-    def _advance(self, running: _Running) -> bool:
+    def _advance(self, running: Running) -> bool:
         """Run one chunk of the block's step; False when the block is finished or must wait."""
         if running.step == len(running.block.steps):
             return False
@@ -283,7 +283,7 @@ class _Interpreter:
             self._finish_step(running)
         return True
 
-    def _dependencies_met(self, running: _Running, step: Step) -> bool:
+    def _dependencies_met(self, running: Running, step: Step) -> bool:
         rank = running.identity[0]
         for dep in step.depends:
             clock = self._finished.get((rank, *dep))
@@ -293,7 +293,7 @@ class _Interpreter:
             np.maximum(running.clock, clock, out=running.clock)
         return True
 
-    def _connections_ready(self, running: _Running, step: Step) -> bool:
+    def _connections_ready(self, running: Running, step: Step) -> bool:
         rank, block = running.identity[0], running.block
         if step.op.receives:
             key = (block.recv, rank, block.channel)
@@ -307,7 +307,7 @@ class _Interpreter:
                 return self._wait(running, ("place", key), what, self._connections[key][1])
         return True
 
-    def _wait(self, running: _Running, key: object, what: str, on: BlockId) -> bool:
+    def _wait(self, running: Running, key: object, what: str, on: BlockId) -> bool:
         running.waits_for, running.waits_on = what, on
         self._waiting.setdefault(key, []).append(running.identity)
         return False
@@ -315,7 +315,7 @@ class _Interpreter:
     def _wake(self, key: object) -> None:
         self._ready.extend(self._waiting.pop(key, ()))
 
-    def _execute(self, running: _Running, step: Step) -> None:
+    def _execute(self, running: Running, step: Step) -> None:
         rank, block = running.identity[0], running.block
         me = self._number[running.identity]
         value: Value | None = None
@@ -341,7 +341,7 @@ class _Interpreter:
             self._messages += 1
             self._wake(("message", key))
 
-    def _finish_step(self, running: _Running) -> None:
+    def _finish_step(self, running: Running) -> None:
         key = (*running.identity, running.step)
         if key in self._needed:
             self._finished[key] = running.clock.copy()
@@ -354,7 +354,7 @@ class _Interpreter:
             buffer, index = self._contract.alias(rank, buffer, index)
         return rank, buffer, index
 
-    def _load(self, running: _Running, buffer: str, index: int) -> Value:
+    def _load(self, running: Running, buffer: str, index: int) -> Value:
         slot = self._slot(running.identity[0], buffer, index)
         place = self._place(running)
         self._ordered_after_write(running, slot, f"{place} reads {buffer}[{index}]")
@@ -365,7 +365,7 @@ class _Interpreter:
             )
         return self._values[slot]
 
-    def _save(self, running: _Running, buffer: str, index: int, value: Value) -> None:
+    def _save(self, running: Running, buffer: str, index: int, value: Value) -> None:
         slot = self._slot(running.identity[0], buffer, index)
         place = self._place(running)
         self._ordered_after_write(running, slot, f"{place} writes {buffer}[{index}]")
@@ -375,18 +375,18 @@ class _Interpreter:
         self._written[slot] = (self._number[running.identity], running.time, place)
         self._values[slot] = value
 
-    def _ordered_after_write(self, running: _Running, slot: Slot, what: str) -> None:
+    def _ordered_after_write(self, running: Running, slot: Slot, what: str) -> None:
         if slot in self._written:
             block, time, other = self._written[slot]
             if running.clock[block] < time:
                 raise _race(other, "writes it", what)
 
-    def _place(self, running: _Running) -> str:
+    def _place(self, running: Running) -> str:
         return self._algorithm.place(*running.identity, running.step)
 
-    def _story(self, first: _Running) -> str:
+    def _story(self, first: Running) -> str:
         """Follow who waits for whom until it closes, and tell that circle."""
-        seen: list[_Running] = []
+        seen: list[Running] = []
         at = first
         while at not in seen:
             seen.append(at)

@@ -31,6 +31,18 @@ def _close_all() -> None:
         engine.close()
 
 
+def _length(nbytes: int | None, whole: int, **offsets: int) -> int:
+    """Return ``nbytes``, or what is left of ``whole`` bytes behind the first offset."""
+    for name, offset in offsets.items():
+        if offset < 0:
+            raise invalid(name, offset, "0 or more")
+    if nbytes is None:
+        return max(whole - next(iter(offsets.values())), 0)
+    if nbytes < 0:
+        raise invalid("nbytes", nbytes, "0 or more")
+    return nbytes
+
+
 def _to_error(outcome: tuple[str, str] | None) -> Error | None:
     return None if outcome is None else from_core(*outcome)
 
@@ -113,9 +125,19 @@ class Memory:
         return self.span.bytes
 
     @property
+    def path(self) -> str:
+        """How NICs reach it: ``host``, ``dmabuf``, ``peer memory``, or ``staged`` through pinned host memory."""
+        return str(self.core.path)
+
+    @property
+    def path_reason(self) -> str:
+        """Why that way: the NIC that cannot reach it, or what its driver said."""
+        return str(self.core.path_reason)
+
+    @property
     def is_staged(self) -> bool:
         """Whether no NIC reaches it, so that transfers go through pinned host memory."""
-        return bool(self.core.is_staged)
+        return self.path == "staged"
 
     @property
     def descriptor(self) -> bytes:
@@ -420,8 +442,8 @@ class TransferEngine:
         Raises: weft.Error at once for a wrong argument, and nothing is written.
         """
         how = self._how(imm, notify, rail, timeout_s, counter, callback)
-        count = src.nbytes - src_offset if nbytes is None else nbytes
-        return Transfer(self, self.core.write(src.core, src_offset, dst.core, dst_offset, max(count, 0), how))
+        count = _length(nbytes, src.nbytes, src_offset=src_offset, dst_offset=dst_offset)
+        return Transfer(self, self.core.write(src.core, src_offset, dst.core, dst_offset, count, how))
 
     def read(
         self,
@@ -438,8 +460,8 @@ class TransferEngine:
     ) -> Transfer:
         """Read ``nbytes`` (default: all of ``src`` from ``src_offset`` on). The peer is not told of it."""
         how = self._how(None, "once", rail, timeout_s, counter, callback)
-        count = src.nbytes - src_offset if nbytes is None else nbytes
-        return Transfer(self, self.core.read(dst.core, dst_offset, src.core, src_offset, max(count, 0), how))
+        count = _length(nbytes, src.nbytes, src_offset=src_offset, dst_offset=dst_offset)
+        return Transfer(self, self.core.read(dst.core, dst_offset, src.core, src_offset, count, how))
 
     def write_pages(
         self,
@@ -526,8 +548,8 @@ class TransferEngine:
     ) -> Transfer:
         """Send a message, of any length; messages of one peer are received in the order they were sent."""
         how = self._how(None, "once", ANY_RAIL, timeout_s, counter, callback)
-        count = src.nbytes - offset if nbytes is None else nbytes
-        return Transfer(self, self.core.send(peer.core, src.core, offset, max(count, 0), how))
+        count = _length(nbytes, src.nbytes, offset=offset)
+        return Transfer(self, self.core.send(peer.core, src.core, offset, count, how))
 
     def recv(
         self,
@@ -542,9 +564,9 @@ class TransferEngine:
     ) -> Transfer:
         """Receive the next message from ``peer``, or from anyone; fails if it is longer than ``nbytes``."""
         how = self._how(None, "once", ANY_RAIL, timeout_s, counter, callback)
-        count = dst.nbytes - offset if nbytes is None else nbytes
+        count = _length(nbytes, dst.nbytes, offset=offset)
         core_peer = None if peer is None else peer.core
-        return Transfer(self, self.core.recv(core_peer, dst.core, offset, max(count, 0), how))
+        return Transfer(self, self.core.recv(core_peer, dst.core, offset, count, how))
 
     # ---- immediates, counters, watchers
 

@@ -43,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-d", "--dtype", choices=DTYPES, default="float32")
     parser.add_argument("-o", "--op", choices=("sum", "product", "min", "max", "average"), default="sum")
     parser.add_argument("--out-of-place", action="store_true", help="all_reduce into another tensor")
+    parser.add_argument(
+        "--memory",
+        choices=("auto", "ordinary", "window"),
+        default="auto",
+        help="where Weft's tensors lie: torch's memory, or a window, which peers reach directly "
+        "(auto: ordinary on the CPU, a window on GPUs); the baseline's are torch's",
+    )
     parser.add_argument("--ranks", type=int, default=0, help="default: torchrun's, all GPUs, or 4")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("-n", "--iterations", type=int, default=0, help="samples (default by size)")
@@ -87,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         check=not args.no_check,
         baseline=not args.no_baseline,
         eager=args.eager,
+        in_window=args.memory == "window" or (args.memory == "auto" and bool(gpus)),
     )
     if torch.distributed.is_torchelastic_launched():
         torch.distributed.init_process_group("gloo")
@@ -103,7 +111,9 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         report.add(row)
     report.note(
-        "bytes: the full buffer; algbw = bytes / time; busbw as nccl-tests defines it; floor: see --help"
+        "bytes: the full buffer; algbw = bytes / time; busbw as nccl-tests defines it; floor: on the CPU, "
+        "all ranks copying the bytes that the call makes each of them move; on 8 H200, the one-shot "
+        "exchange of docs/benchmarks.md"
     )
     report.finish(args.json, args.plot)
     return 0

@@ -9,6 +9,7 @@ result is compared with an oracle.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import time
@@ -23,7 +24,7 @@ from torch import Tensor
 from weft.bench.report import Row, progress, slowest_rank
 from weft.collectives.calls import Collectives
 from weft.errors import Error
-from weft.runtime.communicator import Communicator
+from weft.runtime.communicator import Communicator, Window
 from weft.testing.ranks import Rank
 
 _GRAPH_CALLS = 20
@@ -57,6 +58,18 @@ class Options:
     check: bool
     baseline: bool
     eager: bool
+    in_window: bool
+
+
+@dataclass
+class Tensors:
+    """What Weft's call is given and fills, and what the baseline's is: the same, unless Weft's are in a window."""
+
+    tensor: Tensor
+    out: Tensor
+    theirs: Tensor
+    into: Tensor
+    reset: Callable[[], None]
 
 
 @dataclass
@@ -80,7 +93,8 @@ def measure(me: Rank, options: Options) -> list[Row]:
         baseline_group, name = dist.new_group(backend="nccl"), "nccl"
     comm = Communicator(me.group, device=device)
     collectives = Collectives(comm.core)
-    cases = Cases(me, collectives, baseline_group, device, options)
+    window = Window(comm, 4 * options.max_bytes + (1 << 20)) if options.in_window else None
+    cases = Cases(me, collectives, baseline_group, device, options, window)
     sizes = []
     size = options.min_bytes
     while size <= options.max_bytes:
@@ -125,7 +139,9 @@ def _measure_one(
         None,
         num_bytes,
         times[0],
-        _floor_us(call, num_bytes, me.size, cases.device),
+        _floor_us(call, num_bytes, me.size, cases.device)
+        if options.device == "cuda"
+        else _copy_floor_us(call, num_bytes, me, comm),
         checked,
     )
     row.baselines = baselines
@@ -233,9 +249,15 @@ class Cases:
     """Makes the tensors and functions of each call."""
 
     def __init__(
-        self, me: Rank, collectives: Collectives, group: Any, device: torch.device, options: Options
+        self,
+        me: Rank,
+        collectives: Collectives,
+        group: Any,
+        device: torch.device,
+        options: Options,
+        window: Window | None,
     ) -> None:
-        self.me, self.weft, self.group, self.device = me, collectives, group, device
+        self.me, self.weft, self.group, self.device, self.window = me, collectives, group, device, window
         self.options = options
         self.dtype: torch.dtype = getattr(torch, options.dtype)
 
@@ -266,138 +288,145 @@ class Cases:
             out = stacked.sum(0) / (self.me.size if op == "average" else 1)
         return out.to(self.dtype)
 
-    def _tensors(self, given: int, taken: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
+    def _tensors(self, given: int, taken: int) -> Tensors:
         own = self._values(self.me.rank, given).to(self.device)
-        tensor, out = own.clone(), torch.empty(taken, dtype=self.dtype, device=self.device)
+        theirs, into = own.clone(), torch.empty(taken, dtype=self.dtype, device=self.device)
+        tensor, out = theirs, into
+        if self.window is not None:
+            place = -(-given * self.dtype.itemsize // 4096) * 4096
+            tensor = self.window.tensor(self.me.rank, (given,), self.dtype)
+            out = self.window.tensor(self.me.rank, (taken,), self.dtype, place)
 
         def reset() -> None:
-            tensor.copy_(own)
-            out.fill_(0)
+            for held in (tensor, theirs):
+                held.copy_(own)
+            for held in (out, into):
+                held.fill_(0)
 
-        return tensor, out, reset
+        return Tensors(tensor, out, theirs, into, reset)
 
     def _has_baseline(self, *, average: bool = True) -> bool:
         return self.options.op != "average" or (self.device.type == "cuda" and average)
 
     def _all_reduce(self, part: int) -> Case:
         elems = part * self.me.size
-        tensor, out, reset = self._tensors(elems, elems)
+        m = self._tensors(elems, elems)
         op, reduce_op = self.options.op, _OPS[self.options.op]
-        target = out if self.options.out_of_place else None
+        target = m.out if self.options.out_of_place else None
         baseline = (
-            (lambda: dist.all_reduce(tensor, reduce_op, group=self.group)) if self._has_baseline() else None
+            (lambda: dist.all_reduce(m.theirs, reduce_op, group=self.group)) if self._has_baseline() else None
         )
         return Case(
-            lambda: self.weft.all_reduce(tensor, op, out=target),
+            lambda: self.weft.all_reduce(m.tensor, op, out=target),
             baseline,
-            lambda: tensor if target is None else out,
+            lambda: m.tensor if target is None else m.out,
             lambda: self._reduced(elems),
-            reset,
+            m.reset,
         )
 
     def _all_gather(self, part: int) -> Case:
-        tensor, out, reset = self._tensors(part, part * self.me.size)
+        m = self._tensors(part, part * self.me.size)
         return Case(
-            lambda: self.weft.all_gather(tensor, out=out),
-            lambda: dist.all_gather_into_tensor(out, tensor, group=self.group),
-            lambda: out,
+            lambda: self.weft.all_gather(m.tensor, out=m.out),
+            lambda: dist.all_gather_into_tensor(m.into, m.theirs, group=self.group),
+            lambda: m.out,
             lambda: torch.cat([self._values(rank, part) for rank in range(self.me.size)]),
-            reset,
+            m.reset,
         )
 
     def _reduce_scatter(self, part: int) -> Case:
-        tensor, out, reset = self._tensors(part * self.me.size, part)
+        m = self._tensors(part * self.me.size, part)
         op, reduce_op = self.options.op, _OPS[self.options.op]
         baseline = None
         if self._has_baseline():
-            baseline = lambda: dist.reduce_scatter_tensor(out, tensor, reduce_op, group=self.group)  # noqa: E731
+            baseline = lambda: dist.reduce_scatter_tensor(m.into, m.theirs, reduce_op, group=self.group)  # noqa: E731
         return Case(
-            lambda: self.weft.reduce_scatter(tensor, op, out=out),
+            lambda: self.weft.reduce_scatter(m.tensor, op, out=m.out),
             baseline,
-            lambda: out,
+            lambda: m.out,
             lambda: self._reduced(part * self.me.size).view(self.me.size, part)[self.me.rank],
-            reset,
+            m.reset,
         )
 
     def _all_to_all(self, part: int) -> Case:
         ranks = self.me.size
-        tensor, out, reset = self._tensors(part * ranks, part * ranks)
+        m = self._tensors(part * ranks, part * ranks)
         return Case(
-            lambda: self.weft.all_to_all(tensor, out=out),
-            lambda: dist.all_to_all_single(out, tensor, group=self.group),
-            lambda: out,
+            lambda: self.weft.all_to_all(m.tensor, out=m.out),
+            lambda: dist.all_to_all_single(m.into, m.theirs, group=self.group),
+            lambda: m.out,
             lambda: torch.cat(
                 [self._values(q, part * ranks).view(ranks, part)[self.me.rank] for q in range(ranks)]
             ),
-            reset,
+            m.reset,
         )
 
     def _broadcast(self, part: int) -> Case:
         elems = part * self.me.size
-        tensor, _, reset = self._tensors(elems, 1)
+        m = self._tensors(elems, 1)
         return Case(
-            lambda: self.weft.broadcast(tensor, 0),
-            lambda: dist.broadcast(tensor, 0, group=self.group),
-            lambda: tensor,
+            lambda: self.weft.broadcast(m.tensor, 0),
+            lambda: dist.broadcast(m.theirs, 0, group=self.group),
+            lambda: m.tensor,
             lambda: self._values(0, elems),
-            reset,
+            m.reset,
         )
 
     def _reduce(self, part: int) -> Case:
         elems = part * self.me.size
-        tensor, _, reset = self._tensors(elems, 1)
+        m = self._tensors(elems, 1)
         op, reduce_op = self.options.op, _OPS[self.options.op]
         return Case(
-            lambda: self.weft.reduce(tensor, 0, op),
-            (lambda: dist.reduce(tensor, 0, reduce_op, group=self.group)) if self._has_baseline() else None,
-            lambda: tensor,
+            lambda: self.weft.reduce(m.tensor, 0, op),
+            (lambda: dist.reduce(m.theirs, 0, reduce_op, group=self.group)) if self._has_baseline() else None,
+            lambda: m.tensor,
             lambda: self._reduced(elems) if self.me.rank == 0 else None,
-            reset,
+            m.reset,
         )
 
     def _gather(self, part: int) -> Case:
-        tensor, out, reset = self._tensors(part, part * self.me.size)
-        target = out if self.me.rank == 0 else None
-        parts = list(out.view(self.me.size, part)) if self.me.rank == 0 else None
+        m = self._tensors(part, part * self.me.size)
+        target = m.out if self.me.rank == 0 else None
+        parts = list(m.into.view(self.me.size, part)) if self.me.rank == 0 else None
         return Case(
-            lambda: self.weft.gather(tensor, 0, out=target),
-            lambda: dist.gather(tensor, parts, 0, group=self.group),
-            lambda: out,
+            lambda: self.weft.gather(m.tensor, 0, out=target),
+            lambda: dist.gather(m.theirs, parts, 0, group=self.group),
+            lambda: m.out,
             lambda: (
                 torch.cat([self._values(r, part) for r in range(self.me.size)]) if self.me.rank == 0 else None
             ),
-            reset,
+            m.reset,
         )
 
     def _scatter(self, part: int) -> Case:
-        tensor, out, reset = self._tensors(part * self.me.size, part)
-        given = tensor if self.me.rank == 0 else None
-        parts = list(tensor.view(self.me.size, part)) if self.me.rank == 0 else None
+        m = self._tensors(part * self.me.size, part)
+        given = m.tensor if self.me.rank == 0 else None
+        parts = list(m.theirs.view(self.me.size, part)) if self.me.rank == 0 else None
         return Case(
-            lambda: self.weft.scatter(given, out, 0),
-            lambda: dist.scatter(out, parts, 0, group=self.group),
-            lambda: out,
+            lambda: self.weft.scatter(given, m.out, 0),
+            lambda: dist.scatter(m.into, parts, 0, group=self.group),
+            lambda: m.out,
             lambda: self._values(0, part * self.me.size).view(self.me.size, part)[self.me.rank],
-            reset,
+            m.reset,
         )
 
     def _send_recv(self, part: int) -> Case:
         ranks, rank = self.me.size, self.me.rank
         elems = part * ranks
-        tensor, out, reset = self._tensors(elems, elems)
+        m = self._tensors(elems, elems)
 
         def baseline() -> None:
-            sends = dist.P2POp(dist.isend, tensor, (rank + 1) % ranks, group=self.group)
-            recvs = dist.P2POp(dist.irecv, out, (rank - 1) % ranks, group=self.group)
+            sends = dist.P2POp(dist.isend, m.theirs, (rank + 1) % ranks, group=self.group)
+            recvs = dist.P2POp(dist.irecv, m.into, (rank - 1) % ranks, group=self.group)
             for work in dist.batch_isend_irecv([sends, recvs]):
                 work.wait()
 
         return Case(
-            lambda: self.weft.send_recv(tensor, out=out),
+            lambda: self.weft.send_recv(m.tensor, out=m.out),
             baseline,
-            lambda: out,
+            lambda: m.out,
             lambda: self._values((rank - 1) % ranks, elems),
-            reset,
+            m.reset,
         )
 
 
@@ -407,6 +436,32 @@ def _bus_factor(call: str, ranks: int) -> float:
     if call in ("all_gather", "reduce_scatter", "all_to_all"):
         return (ranks - 1) / ranks
     return 1.0
+
+
+def _copy_floor_us(call: str, num_bytes: int, me: Rank, comm: Communicator) -> float | None:
+    """Return how long all ranks take, at the same time, to copy the bytes that the call makes each of them move.
+
+    A rank must read and write every byte of its result once; of all_reduce it reads its share of every rank's
+    input, and everyone's sums; reads and writes of memory are taken to cost alike.
+    """
+    n = me.size
+    copies = {"all_gather": 1.0, "all_to_all": 1.0, "all_reduce": ((2 * n - 1) / n + 1) / 2}.get(call)
+    copies = (1 + 1 / n) / 2 if call == "reduce_scatter" else copies
+    if copies is None:
+        return None
+    own = torch.ones(max(1, int(num_bytes * copies)), dtype=torch.uint8)
+    into = torch.zeros_like(own)
+    repeats = max(1, min(1000, (1 << 24) // own.numel()))
+    took = []
+    for _ in range(5):
+        comm.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            ctypes.memmove(into.data_ptr(), own.data_ptr(), own.numel())
+        took.append((time.perf_counter() - start) / repeats * 1e6)
+    gathered: list[Any] = [None] * n
+    dist.all_gather_object(gathered, sorted(took)[2], group=me.group)
+    return float(max(gathered))
 
 
 def _floor_us(call: str, num_bytes: int, ranks: int, device: torch.device) -> float | None:

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// SharedMemory is memory that processes of one host share. It has no name in the file system, so nothing is
+// left behind when a process is killed; another process opens it by what name() says.
+//   Result<SharedMemory> mine = SharedMemory::create(bytes);  give(mine->name());
+//   Result<SharedMemory> same = SharedMemory::open(name, bytes);  // over there; kSystem where it is not
+//   allowed
+// Threads: a value; move it to hand it over.
+#pragma once
+
+#include <cstdint>
+
+#include "base/file_descriptor.h"
+#include "base/status.h"
+
+namespace weft {
+
+class SharedMemory {
+ public:
+  struct Name {
+    uint32_t pid = 0;
+    uint32_t fd = 0;
+    uint64_t key = 0;  // what the memory begins with until its owner writes there: tells it from any other
+  };
+
+  SharedMemory() = default;
+  SharedMemory(SharedMemory&& other) noexcept { *this = std::move(other); }
+  SharedMemory& operator=(SharedMemory&& other) noexcept;
+  ~SharedMemory() { release(); }
+
+  static Result<SharedMemory> create(uint64_t bytes);  // zero but for the key
+  static Result<SharedMemory> open(const Name& name, uint64_t bytes);
+
+  char* data() const { return data_; }  // null: none
+  Name name() const { return name_; }
+  void release();
+
+ private:
+  Status map(uint64_t bytes);
+  FileDescriptor fd_;
+  char* data_ = nullptr;
+  uint64_t bytes_ = 0;
+  Name name_;
+};
+
+}  // namespace weft

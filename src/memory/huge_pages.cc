@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "memory/huge_pages.h"
+
+#include <sys/mman.h>
+
+#include "base/config.h"
+
+namespace weft {
+namespace {
+
+constexpr uint64_t kPageBytes = uint64_t{2} << 20;
+constexpr size_t kMaxSeen = 1024;
+// Before Linux 6.1 the header lacks it and the kernel refuses it; huge pages then come with time.
+constexpr int kCollapse = 25;
+
+}  // namespace
+
+void HugePages::used(std::byte* address, uint64_t bytes) {
+  if (bytes < kPageBytes || config().huge_pages == 0) return;
+  if (seen_.size() >= kMaxSeen) seen_.clear();
+  Seen& seen = seen_[address];
+  if (seen.bytes != bytes) seen = {bytes, 0};
+  if (++seen.uses != 2) return;
+  const uint64_t start = reinterpret_cast<uint64_t>(address);
+  const uint64_t first = (start + kPageBytes - 1) / kPageBytes * kPageBytes;
+  const uint64_t end = (start + bytes) / kPageBytes * kPageBytes;
+  if (end <= first) return;
+  madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+  madvise(reinterpret_cast<void*>(first), end - first, kCollapse);
+}
+
+}  // namespace weft

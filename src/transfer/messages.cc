@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What peers say to each other: messages in order, once each, and what each of them means.
+#include <algorithm>
+#include <cstring>
+
+#include "base/log.h"
+#include "transfer/core.h"
+#include "transfer/staging.h"
+
+namespace weft::transfer {
+
+namespace {
+
+constexpr size_t kEarlyMax = 4096;     // messages kept that overtook an earlier one
+constexpr size_t kArrivedMax = 65536;  // messages kept that no recv() waits for
+
+bool is_ordered(MessageType type) {
+  return type != MessageType::kHello && type != MessageType::kWelcome && type != MessageType::kReject &&
+         type != MessageType::kHeartbeat && type != MessageType::kBye;
+}
+
+}  // namespace
+
+void Core::send_message(Peer& peer, MessageType type, std::string_view body, Transfer* transfer) {
+  MessageHead head{type, id, peer.life_, 0, 0};
+  if (is_ordered(type)) head.sequence = peer.next_out_++;
+  if (transfer) ++transfer->in_flight_;
+  out_messages_.push_back({&peer, to_bytes(head, body), transfer});
+  peer.told_ = last_tick_;
+  flush_messages();
+}
+
+void Core::flush_messages() {
+  if (is_flushing_) return;  // a failing message may make the engine say something
+  is_flushing_ = true;
+  std::vector<Peer*> full;  // a peer that takes nothing, perhaps for ever, must not hold up the others
+  std::deque<OutMessage> later;
+  while (!out_messages_.empty()) {
+    OutMessage message = std::move(out_messages_.front());
+    out_messages_.pop_front();
+    const bool must_wait = std::find(full.begin(), full.end(), message.peer) != full.end();
+    if (!must_wait && post_message(message)) continue;
+    if (!must_wait) full.push_back(message.peer);
+    if (message.peer->routes_.empty()) continue;  // lost while this was on its way
+    later.push_back(std::move(message));
+  }
+  for (; !later.empty(); later.pop_back()) out_messages_.push_front(std::move(later.back()));
+  is_flushing_ = false;
+}
+
+// False when there is no room; a message that cannot be posted at all costs the connection.
+bool Core::post_message(OutMessage& message) {
+  if (free_buffers_.empty() || rails[0].in_flight >= rails[0].in_flight_max) return false;
+  if (message.peer->routes_.empty()) return true;  // lost in between
+  Flight* flight = take_flight(message.transfer ? Flight::Use::kShortSend : Flight::Use::kMessage, 0,
+                               message.peer, message.transfer);
+  flight->buffer = free_buffers_.back();
+  free_buffers_.pop_back();
+  std::memcpy(flight->buffer, message.bytes.data(), message.bytes.size());
+  const Posted posted = rails[0].rail->post_send(message.peer->routes_[0], flight->buffer,
+                                                 message.bytes.size(), arena_registration_.lkey, flight);
+  if (posted == Posted::kOk) {
+    ++rails[0].in_flight;
+    return true;
+  }
+  free_buffers_.push_back(flight->buffer);
+  free_flight(flight);
+  if (posted == Posted::kAgain) return false;
+  log_warn("transfer: a message to peer '{}' cannot be sent: {}", message.peer->name(),
+           rails[0].rail->refusal());
+  if (message.transfer) {
+    Transfer& transfer = *message.transfer;
+    --transfer.in_flight_;
+    message.transfer = nullptr;
+    fail(transfer, Status::make(Code::kSystem, "transfer.{}: to peer '{}': {}", to_string(transfer.kind_),
+                                message.peer->name(), rails[0].rail->refusal()));
+  }
+  if (message.peer->is_alive())
+    lose_peer(*message.peer, PeerState::kLost, Status(Code::kPeerLost, rails[0].rail->refusal()));
+  return true;
+}
+
+void Core::on_message(std::string_view message) {
+  const auto head = parse_head(message);
+  if (!head.ok()) return log_warn("transfer: '{}' drops a message: {}", name, head.status().message());
+  const std::string_view body = message.substr(kHeadBytes);
+  if (head->type == MessageType::kHello) return on_hello(*head, body);
+  const std::shared_ptr<Peer> peer = find_peer(head->sender);
+  if (!peer || peer->state() >= PeerState::kLost) return;
+  if (head->type == MessageType::kWelcome) {
+    const auto hello = parse_hello(body);
+    if (!hello.ok()) return log_warn("transfer: a bad welcome: {}", hello.status().message());
+    if (head->life < peer->life_) return;
+    become_connected(*peer, *hello, head->life);
+    return on_ordered(*peer, {}, {});
+  }
+  if (head->life != peer->life_)
+    return log_debug("transfer: a message of another life of '{}'", peer->name());
+  peer->heard_ = last_tick_;
+  switch (head->type) {
+    case MessageType::kHeartbeat:
+      return;
+    case MessageType::kBye:
+      return lose_peer(*peer, PeerState::kClosed, Status(Code::kPeerLost, "it closed its engine"));
+    case MessageType::kReject:
+      return lose_peer(*peer, PeerState::kLost, Status(Code::kPeerLost, std::string(body)));
+    default:
+      return on_ordered(*peer, *head, message);
+  }
+}
+
+// Hands on messages in the order of their numbers, once each.
+void Core::on_ordered(Peer& peer, const MessageHead& head, std::string_view message) {
+  const std::shared_ptr<Peer> keep = find_peer(peer.engine_);
+  if (!message.empty()) {
+    if (head.sequence < peer.next_in_) return;  // again
+    if (head.sequence > peer.next_in_ || !peer.is_alive()) {
+      if (peer.early_.empty()) peer.gap_since_ = Clock::now();
+      if (peer.early_.size() >= kEarlyMax)
+        return lose_peer(peer, PeerState::kLost,
+                         Status::make(Code::kPeerLost, "message {} is missing", peer.next_in_));
+      peer.early_.emplace(head.sequence, std::string(message));
+      return;
+    }
+    ++peer.next_in_;
+    handle(keep, head, message.substr(kHeadBytes));
+  }
+  while (peer.is_alive() && !peer.early_.empty()) {
+    const auto next = peer.early_.find(peer.next_in_);
+    if (next == peer.early_.end()) return;
+    const std::string bytes = std::move(next->second);
+    peer.early_.erase(next);
+    peer.gap_since_ = Clock::now();
+    ++peer.next_in_;
+    if (const auto again = parse_head(bytes); again.ok())
+      handle(keep, *again, std::string_view(bytes).substr(kHeadBytes));
+  }
+}
+
+void Core::handle(const std::shared_ptr<Peer>& peer, const MessageHead& head, std::string_view body) {
+  auto use = [&](auto parsed, auto&& then) {
+    if (parsed.ok()) return then(*parsed);
+    lose_peer(*peer, PeerState::kLost, Status(Code::kPeerLost, parsed.status().message()));
+  };
+  auto take_in = [&](Arrived arrived) {
+    for (auto at = receives_.begin(); at != receives_.end(); ++at) {
+      if ((*at)->peer_ && (*at)->peer_ != peer) continue;
+      const std::shared_ptr<Transfer> receive = std::move(*at);
+      receives_.erase(at);
+      return match(*receive, std::move(arrived));
+    }
+    if (arrived_.size() >= kArrivedMax)
+      return lose_peer(*peer, PeerState::kLost,
+                       Status::make(Code::kPeerLost, "{} messages wait for recv()", kArrivedMax));
+    arrived_.push_back(std::move(arrived));
+  };
+  switch (head.type) {
+    case MessageType::kEager:
+      return take_in({peer, std::string(body), false, {}});
+    case MessageType::kOffer:
+      return use(parse_offer(body), [&](const Offer& offer) { take_in({peer, "", true, offer}); });
+    case MessageType::kTaken:
+      return use(parse_outcome(body), [&](const Outcome& outcome) {
+        const auto found = by_ticket_.find(outcome.ticket);
+        if (found == by_ticket_.end() || found->second->peer_ != peer) return;
+        const std::shared_ptr<Transfer> transfer = found->second;
+        transfer->packs_left_ = 0;
+        if (outcome.refusal.empty()) return settle(*transfer);
+        fail(*transfer, Status::make(Code::kCapacity, "transfer.send: peer '{}' refused it: {}", peer->name(),
+                                     outcome.refusal));
+      });
+    case MessageType::kNotify:
+      return use(parse_notify(body), [&](const Notified& n) { count_imm(*peer, n.id, n.count); });
+    case MessageType::kAttach:
+      return use(parse_attach(body), [&](const Attach& attach) { on_attach(*peer, attach); });
+    case MessageType::kAttached:
+      return use(parse_attached(body), [&](const Attached& a) { on_attached(a); });
+    case MessageType::kRevoke:
+      return use(parse_number(body), [&](uint64_t region) { on_revoke(*peer, region); });
+    case MessageType::kRevoked:
+      return use(parse_number(body), [&](uint64_t region) {
+        const auto found = regions_.find(region);
+        if (found == regions_.end() || !found->second.users.erase(peer.get())) return;
+        if (found->second.users_left->load())
+          found->second.users_left->fetch_sub(1, std::memory_order_release);
+      });
+    case MessageType::kStageAsk:
+      return staging_->on_ask(*peer);
+    case MessageType::kStageGrant:
+      return use(parse_stage_grant(body), [&](const StageGrant& grant) { staging_->on_grant(*peer, grant); });
+    case MessageType::kStageFilled:
+      return use(parse_number(body),
+                 [&](uint64_t slot) { staging_->on_filled(*peer, static_cast<uint32_t>(slot)); });
+    case MessageType::kStageDone:
+      return use(parse_outcome(body), [&](const Outcome& outcome) { staging_->on_done(*peer, outcome); });
+    default:
+      return;
+  }
+}
+
+}  // namespace weft::transfer

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives on 2, 4 and 8 GPUs against plain torch: every call, odd sizes, types, memory, graphs, programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_ranks import num_gpus, run_on_gpus
+
+import weft
+from weft.collectives import Algorithm
+from weft.collectives.calls import Collectives
+from weft.collectives.executor import Call, Executor
+from weft.collectives.library import build, entries
+from weft.errors import PeerLost
+from weft.runtime.communicator import Communicator
+from weft.testing.ranks import Rank
+
+DTYPES = (
+    *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2),
+)
+SIZES = (1, 3, 64, 1000, 5003, 90_001, 1 << 20)  # elements of one rank's part
+_WINDOW_BYTES = 512 << 20
+
+Place = Callable[[torch.Tensor], torch.Tensor]  # copies a CPU tensor to where the test wants its buffers
+
+
+def counts() -> list[int]:
+    """Return the rank counts that this machine can run; 2 if it has no GPU, where the tests are skipped."""
+    return [n for n in (2, 4, 8) if n <= num_gpus()] or [2]
+
+
+def _comm(rank: Rank, timeout_s: float = 30) -> Communicator:
+    return Communicator(rank.group, device=torch.device("cuda", rank.rank), timeout_s=timeout_s)
+
+
+def _on_gpu(rank: Rank, comm: Communicator) -> Place:
+    return lambda tensor: tensor.cuda()
+
+
+def _in_window(rank: Rank, comm: Communicator) -> Place:
+    window = weft.Window(comm, _WINDOW_BYTES)
+    at = [0]
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        num_bytes = -(-max(tensor.numel() * tensor.element_size(), 1) // 256) * 256
+        if at[0] + num_bytes > _WINDOW_BYTES:
+            at[0] = 0
+        at[0] += num_bytes
+        held = window.tensor(rank.rank, tuple(tensor.shape), tensor.dtype, at[0] - num_bytes)
+        return held.copy_(tensor)
+
+    return place
+
+
+PLACES = [_on_gpu, _in_window]
+
+
+def _values(rank: int, elems: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return ((torch.arange(elems) * 7 + rank * 5) % 13 % 3 + 1).to(dtype)
+
+
+def _every_call(rank: Rank, memory: Callable[[Rank, Communicator], Place]) -> None:
+    comm = _comm(rank)
+    call, place = Collectives(comm.core), memory(rank, comm)
+    n, me = rank.size, rank.rank
+    for elems in SIZES:
+        everyone = torch.stack([_values(r, elems * n) for r in range(n)])
+        own, parts = everyone[me], everyone.view(n, n, elems)
+
+        def same(found: torch.Tensor, wanted: torch.Tensor, what: str, elems: int = elems) -> None:
+            assert torch.equal(found.cpu(), wanted), (what, elems)
+
+        def blank(*shape: int) -> torch.Tensor:
+            return place(torch.full(shape, -1.0))
+
+        same(call.all_reduce(place(own)), everyone.sum(0), "all_reduce")
+        same(call.all_reduce(place(own), out=blank(elems * n)), everyone.sum(0), "all_reduce out of place")
+        same(call.all_gather(place(own), out=blank(n, elems * n)), everyone, "all_gather")
+        scattered = call.reduce_scatter(place(own.view(n, elems)), out=blank(1, elems))
+        same(scattered, parts.sum(0)[me : me + 1], "reduce_scatter")
+        same(call.all_to_all(place(own.view(n, elems)), out=blank(n, elems)), parts[:, me], "all_to_all")
+        same(call.send_recv(place(own), out=blank(elems * n)), everyone[me - 1], "send_recv")
+        for root in {0, n - 1}:
+            same(call.broadcast(place(own), root), everyone[root], "broadcast")
+            same(call.reduce(place(own), root), everyone.sum(0) if me == root else own, "reduce")
+            gathered = call.gather(place(own), root, out=blank(n, elems * n) if me == root else None)
+            if gathered is not None:
+                same(gathered, everyone, "gather")
+            out = call.scatter(place(own) if me == root else None, blank(elems), root)
+            same(out, parts[root, me], "scatter")
+
+
+@pytest.mark.parametrize("ranks", counts())
+@pytest.mark.parametrize("memory", PLACES)
+def test_every_call_agrees_with_torch(memory: Callable[[Rank, Communicator], Place], ranks: int) -> None:
+    run_on_gpus(ranks, _every_call, memory)
+
+
+def _types(rank: Rank) -> None:
+    call = Collectives(_comm(rank).core)
+    for dtype in DTYPES:
+        for elems in (45, 100_003):
+            everyone = torch.stack([_values(r, elems, dtype).double() for r in range(rank.size)])
+            for op, wanted in (
+                ("sum", everyone.sum(0)),
+                ("product", everyone.prod(0)),
+                ("min", everyone.amin(0)),
+                ("max", everyone.amax(0)),
+                ("average", everyone.mean(0)),
+            ):
+                if op == "product" and rank.size > 3 and dtype.itemsize == 1:
+                    continue  # beyond the type's range
+                found = call.all_reduce(_values(rank.rank, elems, dtype).cuda(), op)
+                exact = wanted if dtype.is_floating_point else wanted.trunc()
+                assert torch.equal(found.cpu().double(), exact.to(dtype).double()), (op, dtype, elems)
+
+
+@pytest.mark.parametrize("ranks", counts())
+def test_every_type_and_reduction(ranks: int) -> None:
+    run_on_gpus(ranks, _types)
+
+
+def _uneven(rank: Rank) -> None:
+    call = Collectives(_comm(rank).core)
+    n, me = rank.size, rank.rank
+    for most in (3, 3000, 300_000):
+        rows = [[(r * 7 + q * 11 + most) % most for q in range(n)] for r in range(n)]
+        tensor = torch.cat([torch.full((rows[me][q], 3), float(me * 100 + q)) for q in range(n)]).cuda()
+        came = [rows[q][me] for q in range(n)]
+        found = call.all_to_all(tensor, input_splits=rows[me], output_splits=came)
+        wanted = torch.cat([torch.full((came[q], 3), float(q * 100 + me)) for q in range(n)])
+        assert torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("ranks", counts())
+def test_all_to_all_with_uneven_splits(ranks: int) -> None:
+    run_on_gpus(ranks, _uneven)
+
+
+def _graph(rank: Rank, memory: Callable[[Rank, Communicator], Place]) -> None:
+    """All calls in one captured graph, replayed with other data, between eager calls."""
+    comm = _comm(rank)
+    call, place = Collectives(comm.core), memory(rank, comm)
+    n, me = rank.size, rank.rank
+    for elems in (33, 50_001):
+        tensor = place(torch.zeros(n, elems))
+        total, gathered = place(torch.zeros(n, elems)), place(torch.zeros(n, n, elems))
+        part, swapped = place(torch.zeros(1, elems)), place(torch.zeros(n, elems))
+
+        def step(
+            tensor: torch.Tensor = tensor,
+            total: torch.Tensor = total,
+            gathered: torch.Tensor = gathered,
+            part: torch.Tensor = part,
+            swapped: torch.Tensor = swapped,
+        ) -> None:
+            call.all_reduce(tensor, out=total)
+            call.all_gather(tensor, out=gathered)
+            call.reduce_scatter(tensor, out=part)
+            call.all_to_all(tensor, out=swapped)
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for turn in range(5):
+            everyone = torch.stack([_values(r + turn, n * elems).view(n, elems) for r in range(n)])
+            tensor.copy_(everyone[me])
+            if turn % 3 == 2:
+                step()
+            else:
+                graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(total.cpu(), everyone.sum(0)), (turn, elems)
+            assert torch.equal(gathered.cpu(), everyone)
+            assert torch.equal(part.cpu(), everyone.sum(0)[me : me + 1])
+            assert torch.equal(swapped.cpu(), everyone[:, me])
+            comm.barrier()  # nobody overwrites its input before all have compared
+
+
+@pytest.mark.parametrize("ranks", counts())
+@pytest.mark.parametrize("memory", PLACES)
+def test_captured_calls_replay(memory: Callable[[Rank, Communicator], Place], ranks: int) -> None:
+    run_on_gpus(ranks, _graph, memory)
+
+
+def _expected(algorithm: Algorithm, rank: int) -> tuple[list[float], list[float | None]]:
+    """Return a number per input chunk, and what every output chunk must hold (None: anything)."""
+    contract = algorithm.contract
+    assert contract is not None
+
+    def number(value: Any) -> float:
+        return float(sum(1 + r * 31 % 17 + c * 7 % 11 for r, c in value.parts))
+
+    before = [0.0 if v is None else number(v) for v in contract.before(rank)]
+    return before, [None if v is None else number(v) for v in contract.after(rank)]
+
+
+def _library(rank: Rank, memory: Callable[[Rank, Communicator], Place], names: list[str]) -> None:
+    comm = _comm(rank)
+    executor, place = Executor(comm.core, direct_bytes=16), memory(rank, comm)
+    for name in names:
+        if not entries()[name].applies(rank.size):
+            continue
+        for protocol in ("Simple", "LL", "LL128"):
+            algorithm = build(name, rank.size, protocol=protocol).compile()
+            program = executor.load(algorithm)
+            before, after = _expected(algorithm, rank.rank)
+            for elems in (1, 41, 20_000):
+                tensor = place(torch.tensor(before or [0.0]).repeat_interleave(elems))
+                out = place(torch.full((max(len(after), 1) * elems,), -1.0))
+                stream = int(torch.cuda.current_stream().cuda_stream)
+                call = Call(tensor.data_ptr(), out.data_ptr(), elems * program.per_part, 0, stream=stream)
+                executor.run(program, call)
+                torch.cuda.synchronize()
+                found = out.cpu().view(-1, elems)
+                for chunk, value in enumerate(after):
+                    assert value is None or (found[chunk] == value).all(), (name, protocol, elems, chunk)
+
+
+@pytest.mark.parametrize("ranks", counts())
+@pytest.mark.parametrize("memory", PLACES)
+def test_library_algorithms_do_what_their_contracts_say(
+    memory: Callable[[Rank, Communicator], Place], ranks: int
+) -> None:
+    big = {"allreduce_a100_allpairs"} if ranks > 4 else set()
+    run_on_gpus(ranks, _library, memory, [name for name in entries() if name not in big])
+
+
+def _missing_rank(rank: Rank) -> str:
+    comm = Communicator(rank.group, device=torch.device("cuda", rank.rank), timeout_s=30)
+    call = Collectives(comm.core, timeout_s=1.0)
+    call.all_reduce(torch.ones(8, device="cuda"))
+    torch.cuda.synchronize()
+    if rank.rank == rank.size - 1:
+        import time
+
+        time.sleep(5)
+        return ""
+    call.all_reduce(torch.ones(8, device="cuda"))
+    torch.cuda.synchronize()
+    with pytest.raises(PeerLost) as caught:
+        call.all_reduce(torch.ones(8, device="cuda"))
+    return str(caught.value)
+
+
+def test_a_rank_that_stays_away_is_named_within_the_deadline() -> None:
+    ranks = counts()[-1]
+    stories = run_on_gpus(ranks, _missing_rank)
+    assert all("collective" in story for story in stories[:-1])
+    assert any(f"for rank {ranks - 1}" in story for story in stories)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collective programs with their steps as constants compile for every GPU architecture, without spills."""
+
+from __future__ import annotations
+
+import pytest
+from test_compile_all import ARCHITECTURES, needs_nvrtc, parse_usage
+
+from weft import _core
+from weft.collectives.executor import program_rows
+from weft.collectives.library import build
+
+PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
+CASES = [  # a step takes NVRTC some seconds
+    ("allreduce_1step", 2, "LL"),
+    ("allgather_allpairs", 3, "Simple"),
+    ("reducescatter_allpairs", 2, "LL128"),
+]
+
+
+def key(name: str, ranks: int, protocol: str, rank: int = 1) -> _core.KernelKey:
+    """Return the key that the runner compiles for this rank's program, float32 sums."""
+    algorithm = build(name, ranks, protocol=protocol).compile()
+    row = next(row for row in _core.kernel_table() if row.name == "run_program")
+    return _core.KernelKey(
+        file=row.file,
+        name="run_compiled",
+        args_type=row.args_type,
+        mesh_type=row.mesh_type,
+        shape=[("element", 0), ("reduction", 0), ("protocol", PROTOCOLS[protocol])],
+        threads_per_block=row.threads_per_block,
+        prelude=_core.program_source(*program_rows(algorithm, rank)),
+    )
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "ranks", "protocol"), CASES)
+def test_compiled_program_compiles_without_spills(
+    name: str, ranks: int, protocol: str, architecture: str
+) -> None:
+    compiled = _core.compile_kernel(key(name, ranks, protocol), architecture)
+    usage = parse_usage(compiled.log)
+    print(f"{architecture}: {usage}, cubin of {len(compiled.cubin)} bytes")
+    assert usage.spill_bytes == 0, compiled.log
+
+
+def test_the_source_holds_every_step_as_constants() -> None:
+    source = _core.program_source(*program_rows(build("allreduce_1step", 3, protocol="LL").compile(), 0))
+    steps = sum(len(b.steps) for b in build("allreduce_1step", 3, protocol="LL").compile().ranks[0].blocks)
+    assert source.count("const ProgramStep step{") == steps
+    assert "a.steps" not in source

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random collective programs, their mutations, and running any program against its own contract."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable
+
+import torch
+
+from weft.collectives import Buffer, Collective, Program
+from weft.collectives.executor import Call, Executor
+from weft.collectives.ir import Algorithm, Op, Span
+from weft.collectives.values import Chunk, Value
+
+Empty = Callable[[int], torch.Tensor]  # makes a float32 tensor of so many elements
+
+
+def run_against_contract(
+    executor: Executor, algorithm: Algorithm, rank: int, chunk_elems: int, empty: Empty = torch.empty
+) -> None:
+    """Fill every chunk with what its symbol says, run, and compare every chunk that the contract fixes."""
+    contract = algorithm.contract
+    assert contract is not None
+
+    def number(value: Value) -> float:
+        return float(sum(1 + r * 31 % 17 + c * 7 % 11 for r, c in value.parts))
+
+    inputs = [0.0 if v is None else number(v) for v in contract.before(rank)]
+    wanted = contract.after(rank)
+    program = executor.load(algorithm)
+    tensor = empty(max(len(inputs) * chunk_elems, 1))
+    tensor[: len(inputs) * chunk_elems] = torch.tensor(inputs).repeat_interleave(chunk_elems)
+    out = empty(max(len(wanted) * chunk_elems, 1)).fill_(-1.0)
+    part = chunk_elems * program.per_part
+    executor.run(program, Call(tensor.data_ptr(), out.data_ptr(), part, 0))
+    for index, value in enumerate(wanted):
+        if value is not None:
+            found = out[index * chunk_elems : (index + 1) * chunk_elems]
+            assert (found == number(value)).all(), (
+                algorithm.name,
+                algorithm.protocol,
+                rank,
+                index,
+                found,
+                value,
+            )
+
+
+class Whatever(Collective):
+    """The contract of a random program: what it happens to compute."""
+
+    def __init__(self, ranks: int, chunks: int, result: list[list[Value | None]] | None = None) -> None:
+        super().__init__(ranks, chunks)
+        self.result = result
+
+    def before(self, rank: int) -> list[Value | None]:
+        return [Chunk(rank, c) for c in range(self.chunk_factor)]
+
+    def after(self, rank: int) -> list[Value | None]:
+        return self.result[rank] if self.result else [None] * self.chunk_factor
+
+
+def random_algorithm(seed: int, ranks: int) -> Algorithm:
+    """Return the compiled form of random copies and reductions whose result is its own contract."""
+    generator = random.Random(seed)
+    chunks = generator.choice([1, 2, 4])
+    contract = Whatever(ranks, chunks)
+    protocol = generator.choice(["Simple", "LL"])
+    with Program(f"random {seed}", contract, protocol=protocol) as program:
+        for _ in range(generator.randrange(4, 24)):
+            size = generator.randrange(1, chunks + 1)
+            src = program.chunk(
+                generator.randrange(ranks),
+                generator.choice([Buffer.input, Buffer.output, "x"]),
+                generator.randrange(chunks - size + 1),
+                size,
+            )
+            if src is None:
+                continue
+            dst_rank, buffer = generator.randrange(ranks), generator.choice([Buffer.output, "x", "y"])
+            at = generator.randrange(chunks - size + 1)
+            if (dst_rank, buffer) == (src.rank, src.buffer):
+                continue
+            old = program.chunk(dst_rank, buffer, at, size)
+            small = old is not None and sum(len(v.parts) for v in program._contents(old._place, size)) < 40
+            if old is not None and small and generator.random() < 0.6:
+                old.reduce(src)
+            else:
+                src.copy(dst_rank, buffer, at)
+    contract.result = [program.buffers[rank][Buffer.output] for rank in range(ranks)]
+    return program.compile()
+
+
+def mutated(algorithm: Algorithm, generator: random.Random) -> Algorithm:
+    """Return a copy with one random change of a step: other waits, place, count or order."""
+    changed = copy.deepcopy(algorithm)
+    blocks = [block for _, _, block in changed.blocks() if block.steps]
+    block = generator.choice(blocks)
+    at = generator.randrange(len(block.steps))
+    step = block.steps[at]
+    kind = generator.randrange(5)
+    if kind == 0:
+        block.steps[at] = dataclasses.replace(step, depends=step.depends[1:])
+    elif kind == 1:
+        block.steps[at] = dataclasses.replace(step, src=Span(step.src.buffer, generator.randrange(4)))
+    elif kind == 2:
+        block.steps[at] = dataclasses.replace(step, dst=Span(step.dst.buffer, generator.randrange(4)))
+    elif kind == 3:
+        other = generator.randrange(len(block.steps))
+        block.steps[at], block.steps[other] = block.steps[other], block.steps[at]
+    else:
+        twin = {Op.RECV_REDUCE_COPY: Op.RECV, Op.COPY: Op.REDUCE, Op.REDUCE: Op.COPY}.get(step.op, step.op)
+        block.steps[at] = dataclasses.replace(step, op=twin)
+    return changed

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages that bypass their slots: read from a peer's window or process, or stored at their destination."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from random_programs import Empty, random_algorithm, run_against_contract
+
+from weft import _core
+from weft.collectives.calls import Collectives
+from weft.collectives.direct import direct_messages
+from weft.collectives.executor import Executor
+from weft.collectives.library import build, entries
+from weft.errors import Error
+from weft.runtime.communicator import Communicator, Window
+from weft.testing.ranks import Rank, run_ranks
+
+_WINDOW_BYTES = 64 << 20
+
+
+def _in_window(rank: Rank, comm: Communicator) -> Empty:
+    """Return a maker of tensors in this rank's window, at places that differ from rank to rank."""
+    window = Window(comm, _WINDOW_BYTES)
+    at = [4096 * rank.rank]
+
+    def empty(elems: int) -> torch.Tensor:
+        num_bytes = -(-elems * 4 // 256) * 256
+        if at[0] + num_bytes > _WINDOW_BYTES:
+            at[0] = 0
+        at[0] += num_bytes
+        return window.tensor(rank.rank, (elems,), torch.float32, at[0] - num_bytes)
+
+    return empty
+
+
+def _mixed(rank: Rank, comm: Communicator) -> Empty:
+    """Return a maker that takes the window or ordinary memory by turns, in another order on every rank."""
+    in_window, generator = _in_window(rank, comm), random.Random(rank.rank)
+    return lambda elems: (in_window if generator.random() < 0.5 else torch.empty)(elems)
+
+
+def _ordinary(rank: Rank, comm: Communicator) -> Empty:
+    return torch.empty
+
+
+def _check(rank: Rank, memory: Callable[[Rank, Communicator], Empty], reads: int) -> None:
+    os.environ["WEFT_PROCESS_READS"] = str(reads)
+    _core.config_reload()
+    comm = Communicator(rank.group, timeout_s=30)
+    empty = memory(rank, comm)
+    executor = Executor(comm.core, direct_bytes=16)
+    for seed in range(40):
+        run_against_contract(
+            executor, random_algorithm(seed, rank.size), rank.rank, (1, 5, 300)[seed % 3], empty
+        )
+    for name, entry in entries().items():
+        if entry.applies(rank.size):
+            algorithm = build(name, rank.size).compile()
+            for elems in (3, 40_001):
+                run_against_contract(executor, algorithm, rank.rank, elems, empty)
+
+
+@pytest.mark.parametrize("reads", [1, 0])
+@pytest.mark.parametrize("memory", [_ordinary, _in_window, _mixed])
+def test_programs_are_exact_wherever_their_buffers_are(
+    memory: Callable[[Rank, Communicator], Empty], reads: int
+) -> None:
+    run_ranks(4, _check, memory, reads, deadline_s=200)
+
+
+def _overwritten_at_once(rank: Rank) -> None:
+    """What a call read may change as soon as the call has returned, and results may be used at once."""
+    comm = Collectives(Communicator(rank.group, timeout_s=30).core)
+    for turn in range(60):
+        own = torch.full((rank.size * 30_000,), float(turn * 10 + rank.rank))
+        gathered = comm.all_gather(own)
+        own.fill_(-1.0)
+        wanted = [float(turn * 10 + r) for r in range(rank.size)]
+        assert gathered[:, 0].tolist() == wanted and gathered[:, -1].tolist() == wanted
+        gathered.fill_(-2.0)
+        own.fill_(float(turn + rank.rank))
+        comm.all_reduce(own)
+        assert own.unique().tolist() == [float(rank.size * turn + sum(range(rank.size)))]
+
+
+def test_buffers_belong_to_the_caller_again_when_a_call_returns() -> None:
+    run_ranks(4, _overwritten_at_once)
+
+
+def test_who_may_bypass_a_slot() -> None:
+    ring = direct_messages(build("allgather_ring", 4).compile())
+    assert len(ring.sends) == 12 and all(s.may_refer and s.may_store for s in ring.sends.values())
+    # The sum arrives where the input lies that was sent: nobody may read the input later, all may be stored for.
+    one_step = direct_messages(build("allreduce_1step", 4, inplace=True).compile())
+    assert one_step.sends and not any(send.may_refer for send in one_step.sends.values())
+    # What is added to the receiver's own chunk has no destination of its own.
+    reduced = direct_messages(build("reducescatter_allpairs", 4).compile())
+    assert all(send.may_refer and not send.may_store for send in reduced.sends.values())
+
+
+def _peer_dies(rank: Rank) -> str:
+    comm = Collectives(Communicator(rank.group, timeout_s=5).core, timeout_s=2.0)
+    big = torch.ones(1 << 20)
+    comm.all_reduce(big)
+    if rank.rank == 2:
+        os._exit(3)
+    with pytest.raises(Error) as caught:
+        for _ in range(3):
+            comm.all_reduce(big)
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    stories = run_ranks(3, _peer_dies, lost=[2])
+    assert any("rank 2" in story for story in stories if story), stories

@@ -118,7 +118,11 @@ def _program_words(algorithm: Algorithm) -> list[int]:
 
 def _tables(algorithm: Algorithm, rank: int) -> tuple[list[list[int]], ...]:
     blocks, steps, waits = program_rows(algorithm, rank)
-    return blocks, steps, [[*wait, 0] for wait in waits]  # the runner fills in the last: the steps of that block
+    return (
+        blocks,
+        steps,
+        [[*wait, 0] for wait in waits],
+    )  # the runner fills in the last: the steps of that block
 
 
 def _widths(programs: Iterable[Algorithm]) -> list[int]:

@@ -6,6 +6,8 @@ from weft import __version__ as _weft_version
 from weft.moe.buffer import Buffer
 from weft.moe.config import Config
 from weft.moe.domains import get_logical_domain_size, get_physical_domain_size
+from weft.moe.elastic import ElasticBuffer
+from weft.moe.elastic_handle import EPHandle
 from weft.moe.events import EventHandle, EventOverlap
 
 __version__ = f"2.1.0+weft.{_weft_version}"
@@ -13,6 +15,8 @@ __version__ = f"2.1.0+weft.{_weft_version}"
 __all__ = [
     "Buffer",
     "Config",
+    "EPHandle",
+    "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
     "__version__",

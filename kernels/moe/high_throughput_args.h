@@ -125,6 +125,7 @@ struct LayoutArgs {
   int32_t* tokens_per_rank;    // [R], zeroed before
   int32_t* tokens_per_expert;  // [experts], zeroed before
   uint8_t* token_in_rank;      // [T][R]
+  int32_t* sum_place;          // [T][R], or null: when combine adds a rank's row, by its right-most slot
 };
 
 struct NotifyArgs {
@@ -158,11 +159,14 @@ struct DispatchArgs {
   const int32_t* slot_base;
   const int32_t* prefix;
   const CountReport* report;  // a disagreement stops the dispatch
+  const int32_t* sum_place;   // [T][R], or null: ranks ascending
   ReadyRecord mine;
   uint32_t experts;
   uint32_t experts_per_rank;
   uint32_t id_bytes;
-  uint32_t fill_tail;  // 1: set the ids of rows that nobody sends to -1
+  uint32_t fill_tail;     // 1: set the ids of rows that nobody sends to -1
+  uint32_t keep_weights;  // 1: a slot whose expert is elsewhere keeps its weight, else 0 arrives
+  uint32_t reserved;
   WarpRange row_warps;
   WarpRange meta_warps;
 };
@@ -177,6 +181,7 @@ struct CombineArgs {
   const int32_t* send_row;    // [T][R]
   const int32_t* slot_base;   // [T]
   const int32_t* prefix;      // [R][R]
+  const int32_t* sum_place;   // [T][R], or null: ranks ascending
   const std::byte* bias[2];   // [T] rows each, or null
   std::byte* combined;        // [T] rows
   float* combined_weights;    // [T][K], or null

@@ -14,7 +14,8 @@
 // (seen on 4 H200). Why exactly is open: rows that are summed while others arrive still cost more than both
 // alone.
 //
-// Sums: float32, from the bias on, ranks ascending, one rounding. Rows of this rank itself are read in place.
+// Sums: float32, from the bias on, ranks ascending or as sum_place says, one rounding. Rows of this rank
+// itself are read in place.
 //
 // Cost: per (token, other rank): row_bytes + 4 * K bytes over the link, written and read once more at the
 // owner.
@@ -242,6 +243,7 @@ WEFT_DEVICE TokenRows rows_of_token(const CombineArgs& a, Warp warp, const MeshT
   TokenRows rows{};
   rows.count = warp.sum(count);
   rows.mine = warp.sum(before_mine);
+  if (a.sum_place) rows.mine = static_cast<uint32_t>(a.sum_place[token * mesh.ranks() + mesh.rank()]);
   rows.staging_row = static_cast<uint32_t>(a.slot_base[token]);
   rows.staging = staging.rows + rows.staging_row * shape.row_bytes;
   if (send_row[mesh.rank()] < 0) {

@@ -82,7 +82,8 @@ WEFT_DEVICE void send_routes(const DispatchArgs& a, Warp warp, const Shape& shap
     if (a.id_bytes == 8) reinterpret_cast<int64_t*>(place.ids)[at] = is_local ? expert : -1;
     if (a.id_bytes == 4)
       reinterpret_cast<int32_t*>(place.ids)[at] = is_local ? static_cast<int32_t>(expert) : -1;
-    reinterpret_cast<float*>(place.weights)[at] = is_local ? a.topk_weights[token * shape.top_k + k] : 0.0f;
+    reinterpret_cast<float*>(place.weights)[at] =
+        is_local || a.keep_weights ? a.topk_weights[token * shape.top_k + k] : 0.0f;
   }
 }
 
@@ -93,10 +94,11 @@ WEFT_DEVICE void send_meta(const DispatchArgs& a, Block block, Warp warp, uint32
   if (!share.active) return;
   const Span traced(a.wait.trace, Work::kPushMeta, warp.rank() == 0);
   for (uint64_t token = share.index; token < a.tokens; token += share.total) {
-    int32_t slot = a.slot_base[token];
+    int32_t copies = 0;
     for (uint32_t peer = 0; peer < ranks; ++peer) {
       if (a.send_row[token * ranks + peer] < 0) continue;
-      const int32_t this_slot = slot++;
+      const int32_t place = a.sum_place ? a.sum_place[token * ranks + peer] : copies;
+      ++copies;
       const int64_t row = row_at(a, places, ranks, token, peer);
       if (row < 0) continue;
       if (a.topk_idx) send_routes(a, warp, shape, places[peer], peer, token, row);
@@ -105,7 +107,7 @@ WEFT_DEVICE void send_meta(const DispatchArgs& a, Block block, Warp warp, uint32
         scales[i] = a.scales[static_cast<int64_t>(token) * a.scale_token_stride + i * a.scale_word_stride];
       if (warp.rank() != 0) continue;
       reinterpret_cast<int32_t*>(places[peer].token)[row] = static_cast<int32_t>(token);
-      reinterpret_cast<int32_t*>(places[peer].slot)[row] = this_slot;
+      reinterpret_cast<int32_t*>(places[peer].slot)[row] = a.slot_base[token] + place;
     }
   }
 }

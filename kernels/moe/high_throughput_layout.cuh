@@ -39,6 +39,21 @@ WEFT_DEVICE void count_token(const LayoutArgs& a, uint64_t token, int32_t* per_r
   }
 }
 
+// A rank's row takes the place of its right-most slot among those of the token's other ranks.
+WEFT_DEVICE void place_token(const LayoutArgs& a, uint64_t token) {
+  auto rank_of = [&](uint32_t k) {
+    const int64_t expert = expert_at(a.topk_idx, a.id_bytes, token * a.top_k + k);
+    return expert < 0 || expert >= a.experts ? -1 : static_cast<int32_t>(expert / a.experts_per_rank);
+  };
+  int32_t next = 0;
+  for (uint32_t k = 0; k < a.top_k; ++k) {
+    const int32_t rank = rank_of(k);
+    bool is_last = rank >= 0;
+    for (uint32_t later = k + 1; is_last && later < a.top_k; ++later) is_last = rank_of(later) != rank;
+    if (is_last) a.sum_place[token * a.ranks + static_cast<uint32_t>(rank)] = next++;
+  }
+}
+
 }  // namespace layout
 
 // Blocks count in shared memory, i32[R + experts], and add what they have: few atomics meet in global memory.
@@ -51,8 +66,10 @@ WEFT_KERNEL void dispatch_layout(const LayoutArgs& a, const MeshT&, const Shape&
   block.sync();
   const uint64_t threads = uint64_t{block.count()} * block.size();
   for (uint64_t token = uint64_t{block.index()} * block.size() + block.rank(); token < a.tokens;
-       token += threads)
+       token += threads) {
     layout::count_token(a, token, per_rank, per_expert);
+    if (a.sum_place) layout::place_token(a, token);
+  }
   block.sync();
   for (uint32_t i = block.rank(); i < a.ranks; i += block.size())
     if (per_rank[i] != 0) add_local(&a.tokens_per_rank[i], per_rank[i]);

@@ -13,6 +13,8 @@ from weft.runtime.communicator import Communicator, Window
 if TYPE_CHECKING:
     from weft.moe.buffer import Buffer
     from weft.moe.config import Config
+    from weft.moe.elastic import ElasticBuffer
+    from weft.moe.elastic_handle import EPHandle
     from weft.moe.events import EventHandle, EventOverlap
 
 __version__ = "0.1.0"
@@ -20,6 +22,8 @@ __all__ = [
     "Buffer",
     "Communicator",
     "Config",
+    "EPHandle",
+    "ElasticBuffer",
     "Error",
     "EventHandle",
     "EventOverlap",
@@ -33,6 +37,8 @@ nvrtc.install()
 _NEEDS_TORCH = {  # imported at first use: `import weft` takes milliseconds and works without torch
     "Buffer": "weft.moe.buffer",
     "Config": "weft.moe.config",
+    "EPHandle": "weft.moe.elastic_handle",
+    "ElasticBuffer": "weft.moe.elastic",
     "EventHandle": "weft.moe.events",
     "EventOverlap": "weft.moe.events",
 }

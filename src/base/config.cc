@@ -65,12 +65,26 @@ struct Loaded {
   std::vector<OptionRow> rows;
 };
 
+// MSCCL's own variables name algorithms, too, where WEFT_ALGORITHM_DIR does not.
+void take_msccl_variables(std::string& algorithm_dir, OptionRow& row) {
+  for (const char* name : {"NCCL_MSCCL_ENABLE", "RCCL_MSCCL_ENABLE"})
+    if (const char* given = std::getenv(name); given && std::string_view(given) == "0") return;
+  for (const char* name : {"MSCCL_ALGO_DIR", "MSCCL_XML_FILES"}) {
+    const char* given = std::getenv(name);
+    if (!algorithm_dir.empty() || !given || !*given) continue;
+    algorithm_dir = row.value = given;
+    row.source = text("environment ({})", name);
+  }
+}
+
 Loaded load() {
   Loaded loaded;
 #define WEFT_OPTION(name, type, initial, help) \
   loaded.rows.push_back(read_option(#name, help, loaded.config.name));
   WEFT_OPTIONS(WEFT_OPTION)
 #undef WEFT_OPTION
+  for (OptionRow& row : loaded.rows)
+    if (row.variable == "WEFT_ALGORITHM_DIR") take_msccl_variables(loaded.config.algorithm_dir, row);
   return loaded;
 }
 

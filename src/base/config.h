@@ -31,9 +31,15 @@ namespace weft {
   WEFT_OPTION(trace_spans, int64_t, 0, "room for spans of in-kernel traces per buffer; 0 compiles kernels without") \
   WEFT_OPTION(nvrtc, std::string, "", "path of libnvrtc; empty looks in Python packages, then the system") \
   WEFT_OPTION(cuda_include, std::string, "", "CUDA headers for kernels; empty looks beside libnvrtc") \
-  WEFT_OPTION(algorithm_dir, std::string, "", "folder of collective algorithms to load (XML or JSON)") \
   WEFT_OPTION(process_reads, int64_t, 1, "1: ranks on the CPU read each other's memory where the system allows it") \
   WEFT_OPTION(huge_pages, int64_t, 1, "1: ask for huge pages under large CPU buffers that collectives use again") \
+  WEFT_OPTION(algorithm_dir, std::string, "", "collective algorithms to load (XML or JSON): folders and files, with colons between; empty takes MSCCL_ALGO_DIR or MSCCL_XML_FILES") \
+  WEFT_OPTION(nccl_library, std::string, "", "path of the real NCCL that compat/nccl forwards to, or none; empty looks in Python packages, then the system") \
+  WEFT_OPTION(nccl_forward, std::string, "", "NCCL functions that the real library is to serve, as ncclAllReduce,ncclSend, or all") \
+  WEFT_OPTION(nccl_device, std::string, "auto", "what communicators of compat/nccl work on: auto (the current CUDA device, if any) or cpu") \
+  WEFT_OPTION(nccl_interface, std::string, "", "network interface where ranks of compat/nccl meet; empty takes the first that is up") \
+  WEFT_OPTION(nccl_report, int64_t, 0, "1 logs at exit which NCCL calls Weft served and which the real library") \
+  WEFT_OPTION(program_book, std::string, "", "file of compiled collectives for compat/nccl; empty takes what weft tune wrote, then the built-in one") \
   WEFT_OPTION(heartbeat_s, double, 1.0, "longest silence of the transfer engine towards a peer") \
   WEFT_OPTION(peer_dead_s, double, 10.0, "silence after which the transfer engine takes a peer for lost") \
   WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty lets the system's loader look") \

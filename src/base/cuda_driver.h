@@ -183,6 +183,7 @@ struct CUlaunchConfig {
   WEFT_CUDA_FUNCTION(cuCtxGetCurrent, cuCtxGetCurrent, (CUcontext*))                                        \
   WEFT_CUDA_FUNCTION(cuCtxPushCurrent, cuCtxPushCurrent_v2, (CUcontext))                                    \
   WEFT_CUDA_FUNCTION(cuCtxPopCurrent, cuCtxPopCurrent_v2, (CUcontext*))                                     \
+  WEFT_CUDA_FUNCTION(cuCtxGetDevice, cuCtxGetDevice, (CUdevice*))                                           \
   WEFT_CUDA_FUNCTION(cuCtxSynchronize, cuCtxSynchronize, ())                                                \
   WEFT_CUDA_FUNCTION(cuCtxEnablePeerAccess, cuCtxEnablePeerAccess, (CUcontext, unsigned))                   \
   WEFT_CUDA_FUNCTION(cuMemAlloc, cuMemAlloc_v2, (CUdeviceptr*, size_t))                                     \

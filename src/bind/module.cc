@@ -6,6 +6,8 @@
 #include "bind/bind.h"
 
 NB_MODULE(_core, module) {
+  // torch keeps process groups, and so what belongs to them, until after the interpreter's end.
+  nanobind::set_leak_warnings(false);
   weft::bind_base(module);
   weft::bind_collective(module);
   weft::bind_jit(module);

@@ -53,11 +53,11 @@ void bind_moe(nb::module_& module) {
   nb::class_<HandleMemory>(module, "HandleMemory")
       .def(
           "__init__",
-          [](HandleMemory* self, uint64_t send_row, uint64_t slot_base, uint64_t prefix) {
+          [](HandleMemory* self, uint64_t send_row, uint64_t slot_base, uint64_t prefix, uint64_t sum_place) {
             new (self) HandleMemory{pointer<int32_t>(send_row), pointer<int32_t>(slot_base),
-                                    pointer<int32_t>(prefix)};
+                                    pointer<int32_t>(prefix), pointer<int32_t>(sum_place)};
           },
-          nb::arg("send_row"), nb::arg("slot_base"), nb::arg("prefix"));
+          nb::arg("send_row"), nb::arg("slot_base"), nb::arg("prefix"), nb::arg("sum_place") = 0);
   nb::class_<Notified>(module, "Notified")
       .def_ro("handle_id", &Notified::handle_id)
       .def_ro("received_rows", &Notified::received_rows)
@@ -88,16 +88,17 @@ void bind_moe(nb::module_& module) {
           "layout",
           [](MoeBuffer& self, uint64_t topk_idx, uint32_t id_bytes, uint32_t tokens, uint32_t top_k,
              uint32_t experts, uint64_t tokens_per_rank, uint64_t tokens_per_expert, uint64_t token_in_rank,
-             uint64_t stream) {
+             uint64_t sum_place, uint64_t stream) {
             check(without_gil([&] {
               return self.layout({pointer<void>(topk_idx), id_bytes, tokens, top_k, experts,
                                   pointer<int32_t>(tokens_per_rank), pointer<int32_t>(tokens_per_expert),
-                                  pointer<uint8_t>(token_in_rank), pointer<void>(stream)});
+                                  pointer<uint8_t>(token_in_rank), pointer<int32_t>(sum_place),
+                                  pointer<void>(stream)});
             }));
           },
           nb::kw_only(), nb::arg("topk_idx"), nb::arg("id_bytes"), nb::arg("tokens"), nb::arg("top_k"),
           nb::arg("experts"), nb::arg("tokens_per_rank"), nb::arg("tokens_per_expert"),
-          nb::arg("token_in_rank"), nb::arg("stream"))
+          nb::arg("token_in_rank"), nb::arg("sum_place"), nb::arg("stream"))
       .def(
           "notify",
           [](MoeBuffer& self, const RowFormat& format, uint64_t token_in_rank, uint64_t tokens_per_expert,
@@ -116,18 +117,21 @@ void bind_moe(nb::module_& module) {
           [](MoeBuffer& self, const RowFormat& format, uint64_t x, uint64_t scales,
              int64_t scale_token_stride, int64_t scale_word_stride, uint64_t topk_idx, uint64_t topk_weights,
              uint32_t tokens, uint32_t experts, const HandleMemory& handle, uint64_t handle_id, uint64_t rows,
-             uint64_t staging_rows, bool counts_unknown, uint32_t num_sms, uint64_t stream) {
+             uint64_t staging_rows, bool counts_unknown, bool keep_weights, uint32_t num_sms,
+             uint64_t stream) {
             return value_or_throw(without_gil([&] {
               return self.dispatch({format, pointer<std::byte>(x), pointer<uint32_t>(scales),
                                     scale_token_stride, scale_word_stride, pointer<void>(topk_idx),
                                     pointer<float>(topk_weights), tokens, experts, handle, handle_id, rows,
-                                    staging_rows, counts_unknown, num_sms, pointer<void>(stream)});
+                                    staging_rows, counts_unknown, keep_weights, num_sms,
+                                    pointer<void>(stream)});
             }));
           },
           nb::kw_only(), nb::arg("format"), nb::arg("x"), nb::arg("scales"), nb::arg("scale_token_stride"),
           nb::arg("scale_word_stride"), nb::arg("topk_idx"), nb::arg("topk_weights"), nb::arg("tokens"),
           nb::arg("experts"), nb::arg("handle"), nb::arg("handle_id"), nb::arg("rows"),
-          nb::arg("staging_rows"), nb::arg("counts_unknown"), nb::arg("num_sms"), nb::arg("stream"))
+          nb::arg("staging_rows"), nb::arg("counts_unknown"), nb::arg("keep_weights"), nb::arg("num_sms"),
+          nb::arg("stream"))
       .def(
           "combine",
           [](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element, uint64_t x,

@@ -346,12 +346,18 @@ Status CollectiveRunner::fault() {
   return broken_;
 }
 
+void CollectiveRunner::stop() {
+  const auto self = static_cast<uint32_t>(comm_->rank());
+  raise(visible_->at<FaultBox>(0), Site::kNone, self, self, 0, 0, 0);
+}
+
 std::string CollectiveRunner::sentence() const {
   const FaultBox& box = *visible_->at<FaultBox>(0);
   if (box.site == Site::kPeerMemory)
     return text(
         "rank {}, collective {}, block {}, step {}: {} bytes of rank {}'s memory cannot be read any more",
         box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.expected, box.peer);
+  if (box.site == Site::kNone) return text("rank {}, collective {}: stopped", box.self, last_program_);
   const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
   return text("rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}",
               box.self, last_program_, box.detail >> 16, box.detail & 0xffff,

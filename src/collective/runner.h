@@ -81,6 +81,8 @@ class CollectiveRunner {
 
   // Reports a fault that a kernel raised since; later calls report it too.
   Status fault();
+  // Makes runs under way give up soon, as if a peer were lost; every later call fails. From any thread.
+  void stop();
   uint32_t channels() const { return rings_.channels; }
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
 

@@ -196,7 +196,8 @@ Status MoeBuffer::layout(const LayoutCall& call) {
                         0,
                         call.tokens_per_rank,
                         call.tokens_per_expert,
-                        call.token_in_rank};
+                        call.token_in_rank,
+                        call.sum_place};
   WEFT_TRY(zero(call.tokens_per_rank, ranks * sizeof(int32_t), call.stream));
   WEFT_TRY(zero(call.tokens_per_expert, call.experts * sizeof(int32_t), call.stream));
   return launch({kLayoutFile, "dispatch_layout", "LayoutArgs"},
@@ -377,6 +378,8 @@ Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
   args.experts_per_rank = experts_per_rank(call.experts);
   args.id_bytes = format.id_bytes;
   args.fill_tail = call.counts_unknown ? 1 : 0;
+  args.keep_weights = call.keep_weights ? 1 : 0;
+  args.sum_place = call.handle.sum_place;
   args.row_warps = grid.first_role;
   args.meta_warps = grid.second_role;
   const Status launched =
@@ -404,6 +407,7 @@ Status MoeBuffer::combine(const CombineCall& call) {
   args.send_row = call.handle.send_row;
   args.slot_base = call.handle.slot_base;
   args.prefix = call.handle.prefix;
+  args.sum_place = call.handle.sum_place;
   args.bias[0] = call.bias[0];
   args.bias[1] = call.bias[1];
   args.combined = call.combined;

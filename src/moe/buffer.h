@@ -41,11 +41,12 @@ struct RowFormat {
 };
 
 // The places that a dispatch's handle keeps. R ranks, T tokens: send_row i32[T][R], slot_base i32[T], prefix
-// i32[R][R].
+// i32[R][R], sum_place i32[T][R] or null: combine adds ranks ascending.
 struct HandleMemory {
   int32_t* send_row;
   int32_t* slot_base;
   int32_t* prefix;
+  const int32_t* sum_place = nullptr;
 };
 
 struct NotifyCall {
@@ -81,6 +82,7 @@ struct DispatchCall {
   uint64_t rows;          // to make room for here
   uint64_t staging_rows;  // sent rows that combine will get back, at most
   bool counts_unknown;    // num_worst_tokens: fill the tail, and stop if ranks disagree
+  bool keep_weights;      // also those of slots whose expert is elsewhere
   uint32_t num_sms;
   void* stream;
 };
@@ -119,6 +121,7 @@ struct LayoutCall {
   int32_t* tokens_per_rank;    // [R]
   int32_t* tokens_per_expert;  // [experts]
   uint8_t* token_in_rank;      // [T][R]
+  int32_t* sum_place;          // [T][R], or null
   void* stream;
 };
 

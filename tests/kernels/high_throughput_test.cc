@@ -70,7 +70,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
     RankData& mine = all[rank];
     ASSERT_EQ(buffer
                   .layout({mine.ids.data(), 8, mine.tokens, c.top_k, c.experts, mine.per_rank.data(),
-                           mine.per_expert.data(), mine.in_rank.data(), nullptr})
+                           mine.per_expert.data(), mine.in_rank.data(), nullptr, nullptr})
                   .message(),
               "");
     const RowFormat format{c.row_bytes, c.scale_words, c.top_k, 8, 2, c.row_bytes};
@@ -80,7 +80,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
     Result<Received> received = buffer.dispatch(
         {format, reinterpret_cast<std::byte*>(mine.x.data()), mine.scales.data(), c.scale_words, 1,
          mine.ids.data(), mine.weights.data(), mine.tokens, c.experts, mine.handle(), counts->handle_id,
-         counts->received_rows, counts->sent_rows, false, 0, nullptr});
+         counts->received_rows, counts->sent_rows, false, false, 0, nullptr});
     ASSERT_EQ(received.status().message(), "");
     check_received(buffer, rank, all, *counts, *received);
 

@@ -49,7 +49,7 @@ def test_every_promised_name_exists(module: str) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("name", ["HybridEPBuffer", "ElasticBuffer"])
+@pytest.mark.parametrize("name", ["HybridEPBuffer"])
 def test_what_is_not_implemented_is_absent(name: str) -> None:
     assert not hasattr(deep_ep, name)
 

@@ -2,8 +2,9 @@
 """Collectives on torch tensors, CPU and CUDA.
 
     comm = weft.Communicator(group)
-    comm.collectives.all_reduce(t)                 # in place
-    out = comm.collectives.all_gather(t)
+    comm.all_reduce(t)                             # in place
+    out = comm.all_gather(t)
+    comm.collectives.all_reduce(t, algorithm=mine) # Collectives, with all options
 
 Tensors are contiguous and on the communicator's device; every rank passes the same dtype and number of elements, except
 where sizes are said to differ. On CUDA a call is enqueued on the current stream and may be captured in a graph; one
@@ -95,6 +96,7 @@ class Collectives:
         algorithm: Algorithm | None = None,
     ) -> torch.Tensor:
         """Reduce over all ranks, in place or into ``out`` (same shape and dtype); return the result."""
+        self._element("tensor", tensor)
         if out is None:
             out = tensor
         else:
@@ -108,6 +110,7 @@ class Collectives:
         self, tensor: torch.Tensor, *, out: torch.Tensor | None = None, algorithm: Algorithm | None = None
     ) -> torch.Tensor:
         """Return all ranks' tensors as [ranks, *shape], in rank order. ``out`` has ranks times the elements."""
+        self._element("tensor", tensor)
         elems = tensor.numel()
         out = self._out(out, (self.size, *tensor.shape), tensor)
         self._run("allgather", tensor, out, elems, elems * self.size, None, algorithm)
@@ -122,6 +125,7 @@ class Collectives:
         algorithm: Algorithm | None = None,
     ) -> torch.Tensor:
         """Reduce over all ranks; return part ``rank`` of the result. The first dimension divides by the ranks."""
+        self._element("tensor", tensor)
         part = self._part_shape(tensor)
         out = self._out(out, part, tensor)
         self._run("reducescatter", tensor, out, out.numel(), tensor.numel(), op, algorithm)
@@ -142,6 +146,7 @@ class Collectives:
         Parts are equal shares of the first dimension, or have ``input_splits`` rows each; ``output_splits`` then says
         how many rows come from each rank.
         """
+        self._element("tensor", tensor)
         if input_splits is not None or output_splits is not None:
             return self._all_to_all_v(tensor, out, input_splits, output_splits)
         self._part_shape(tensor)
@@ -151,6 +156,7 @@ class Collectives:
 
     def send_recv(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Pass ``tensor`` to the next rank; return what the previous one passed."""
+        self._element("tensor", tensor)
         out = self._out(out, tuple(tensor.shape), tensor)
         self._run("sendrecv", tensor, out, tensor.numel(), tensor.numel(), None, None)
         return out
@@ -161,6 +167,7 @@ class Collectives:
         self, tensor: torch.Tensor, root: int = 0, *, algorithm: Algorithm | None = None
     ) -> torch.Tensor:
         """Overwrite ``tensor`` with rank ``root``'s; return it."""
+        self._element("tensor", tensor)
         self._run(
             "broadcast", tensor, tensor, tensor.numel(), tensor.numel(), None, algorithm, root, inplace=True
         )
@@ -168,6 +175,7 @@ class Collectives:
 
     def reduce(self, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
         """Reduce over all ranks into rank ``root``'s ``tensor``, in place; other ranks' tensors stay."""
+        self._element("tensor", tensor)
         self._run("reduce", tensor, tensor, tensor.numel(), tensor.numel(), op, None, root, inplace=True)
         if self.rank == root:
             self._average(op, tensor)
@@ -177,6 +185,7 @@ class Collectives:
         self, tensor: torch.Tensor, root: int = 0, *, out: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """Return all ranks' tensors as [ranks, *shape] on rank ``root``, None elsewhere."""
+        self._element("tensor", tensor)
         elems = tensor.numel()
         if self.rank == root:
             out = self._out(out, (self.size, *tensor.shape), tensor)
@@ -185,6 +194,7 @@ class Collectives:
 
     def scatter(self, tensor: torch.Tensor | None, out: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Fill ``out`` with part ``rank`` of rank ``root``'s ``tensor``; other ranks pass None."""
+        self._element("out", out)
         if self.rank == root:
             if tensor is None:
                 raise invalid("tensor", None, f"a tensor on rank {root}, the root")
@@ -334,6 +344,8 @@ class Collectives:
         return 0 if self._is_cpu else int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def _element(self, name: str, tensor: torch.Tensor) -> int:
+        if not isinstance(tensor, torch.Tensor):
+            raise invalid(name, type(tensor).__name__, "a torch.Tensor")
         element = _DTYPES.get(tensor.dtype)
         if element is None:
             raise invalid(f"{name}.dtype", tensor.dtype, ", ".join(str(dtype) for dtype in _DTYPES))

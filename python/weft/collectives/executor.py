@@ -174,6 +174,11 @@ def chunks_of_part(algorithm: Algorithm) -> int:
     return algorithm.chunks
 
 
+def protocol_number(algorithm: Algorithm) -> int:
+    """Return the algorithm's protocol as a number of kernels/collective/program_args.h."""
+    return _PROTOCOLS[algorithm.protocol]
+
+
 def program_rows(algorithm: Algorithm, rank: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """Return a rank's blocks, steps and waits as rows of numbers, in the order of the structs of program_args.h."""
     program, direct = algorithm.ranks[rank], direct_messages(algorithm)

@@ -136,7 +136,7 @@ class Selector:
         machine: "cpu" or "nvlink": the cost model's constants, and the shipped table.
         key: names the machine in measured tables; a table with another key is not used.
         folder: where `weft tune` keeps its tables; None for no measured tables.
-        algorithm_dir: a folder of XML or JSON algorithms that join the candidates; "" for none.
+        algorithm_dir: XML or JSON algorithms that join the candidates, as for read_algorithms.
     """
 
     def __init__(
@@ -187,6 +187,11 @@ class Selector:
             try:
                 variant = row["variant"]
                 algorithm = build_variant(variant, self.ranks, inplace, root)
+                reasons += [
+                    f"{label}: slower, measured {us:.1f} us"
+                    for label, us in sorted(row["measured_us"].items(), key=lambda item: item[1])
+                    if label != variant.label()
+                ]
                 return Choice(algorithm, variant.slice_bytes, variant.num_sms)
             except Error as error:
                 reasons.append(f"{row['variant'].label()}: {error}")
@@ -235,31 +240,36 @@ def _unfit(algorithm: Algorithm, collective: str, num_bytes: int, inplace: bool)
     return None
 
 
-def read_algorithms(folder: str, ranks: int) -> list[Algorithm]:
-    """Return the verified algorithms of a folder that are for ``ranks``, by file name; the others are logged."""
-    if not folder:
-        return []
-    path = Path(folder).expanduser()
-    if not path.is_dir():
-        log.warning("algorithm folder %s does not exist; the built-in algorithms are used", path)
-        return []
+def read_algorithms(places: str, ranks: int) -> list[Algorithm]:
+    """Return the verified algorithms for ``ranks``, by file name within each place; the others are logged.
+
+    Args: places: folders and files, with colons between; "" for none.
+    """
+    found = []
+    for place in filter(None, places.split(":")):
+        path = Path(place).expanduser()
+        if not path.exists():
+            log.warning("algorithms: %s does not exist; the built-in ones are used", path)
+        files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+        for file in files:
+            if file.suffix in (".xml", ".json"):
+                found += _read_algorithm(file, ranks)
+    return found
+
+
+def _read_algorithm(file: Path, ranks: int) -> list[Algorithm]:
     from weft.collectives.load import load_file
 
-    found = []
-    for file in sorted(path.iterdir()):
-        if file.suffix not in (".xml", ".json"):
-            continue
-        try:
-            algorithm = load_file(file)
-            verify(algorithm)
-        except (Error, OSError) as error:
-            log.warning("%s is not used: %s", file.name, error)
-            continue
-        if algorithm.num_ranks == ranks:
-            found.append(algorithm)
-        else:
-            log.info("%s is not used: it is for %d ranks, not %d", file.name, algorithm.num_ranks, ranks)
-    return found
+    try:
+        algorithm = load_file(file)
+        verify(algorithm)
+    except (Error, OSError) as error:
+        log.warning("%s is not used: %s", file.name, error)
+        return []
+    if algorithm.num_ranks != ranks:
+        log.info("%s is not used: it is for %d ranks, not %d", file.name, algorithm.num_ranks, ranks)
+        return []
+    return [algorithm]
 
 
 def table_name(machine: str, key: str, ranks: int) -> str:
@@ -278,7 +288,7 @@ def read_table(path: Path, key: str) -> list[dict[str, Any]]:
             log.info("table %s is for %s, version %s: not used", path, document["key"], document["version"])
             return []
         return [_row(row) for row in document["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("table %s is not used: %s: %s", path, type(error).__name__, error)
         return []
 
@@ -301,6 +311,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
         "ranks": int(row.get("ranks", 0)),
         "max_bytes": None if limit is None else int(limit),
         "variant": variant,
+        "measured_us": {str(label): float(us) for label, us in row.get("measured_us", {}).items()},
     }
 
 

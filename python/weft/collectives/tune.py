@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,11 @@ from weft.bench.report import progress, slowest_rank
 from weft.errors import Error, invalid
 
 if TYPE_CHECKING:
+    from weft.collectives.book import Part
     from weft.collectives.selector import Variant
     from weft.testing.ranks import Rank
+
+log = logging.getLogger("weft.collectives")
 
 _CALLS = {
     "all_reduce": "allreduce",
@@ -53,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and write the table. Returns 0."""
     import torch
 
+    from weft.collectives.book import Part
     from weft.collectives.calls import machine_key
     from weft.collectives.selector import table_name, write_table
     from weft.testing.ranks import run_ranks
@@ -66,9 +71,11 @@ def run(args: argparse.Namespace) -> int:
     ranks = args.ranks or gpus or 4
     machine = "nvlink" if gpus else "cpu"
     key = run_ranks(1, _key, with_group=False)[0] if gpus else machine_key("cpu")
-    cache = Path(_core.config().cache_dir).expanduser()
+    config = _core.config()
+    cache = Path(config.cache_dir).expanduser()
     target = Path(args.output) if args.output else cache / table_name(machine, key, ranks)
     journal = target.with_suffix(".journal")
+    target.parent.mkdir(parents=True, exist_ok=True)
     if args.restart:
         journal.unlink(missing_ok=True)
     sizes = []
@@ -78,11 +85,23 @@ def run(args: argparse.Namespace) -> int:
         at *= args.factor
     found = run_ranks(ranks, measure, calls, sizes, bool(gpus), str(journal), deadline_s=_DEADLINE_S)[0]
     write_table(target, key, table_rows(found, ranks))
+    _write_book(target.with_suffix(".book"), Part(machine, ranks, key, target.parent, config.algorithm_dir))
     for row in found:
         print(f"{row['call']:16} {row['bytes']:>11} bytes  {row['us']:>10.1f} us  {row['label']}")
     print(f"wrote {target}")
     journal.unlink(missing_ok=True)
     return 0
+
+
+def _write_book(path: Path, part: Part) -> None:
+    """Write what libnccl reads (compat/nccl); without it that library has its built-in choices."""
+    from weft.collectives.book import write_book
+
+    try:
+        write_book(path, [part])
+        print(f"wrote {path}")
+    except (Error, OSError) as error:
+        log.warning("%s is not written: %s", path, error)
 
 
 def _key(rank: Rank) -> str:
@@ -100,7 +119,8 @@ def table_rows(found: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
             if later is not None and later["label"] == row["label"]:
                 continue
             limit = None if later is None else int((row["bytes"] * later["bytes"]) ** 0.5)
-            rows.append({"collective": _CALLS[call], "ranks": ranks, "max_bytes": limit, **row["variant"]})
+            about = {"collective": _CALLS[call], "ranks": ranks, "max_bytes": limit}
+            rows.append({**about, **row["variant"], "measured_us": row.get("measured_us", {})})
     return rows
 
 
@@ -137,16 +157,25 @@ def measure(
 
 def _read_journal(journal: str) -> dict[tuple[str, int], dict[str, Any]]:
     path = Path(journal)
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    return {(row["call"], row["bytes"]): row for row in rows}
+    rows = {}
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            row = json.loads(line)
+            rows[row["call"], row["bytes"]] = row
+        except (ValueError, KeyError, TypeError):  # the line that an interrupted run was writing
+            log.warning("%s: a damaged line is left out: %.60s", path, line)
+    return rows
 
 
 def _winner(
     me: Rank, collectives: Any, call: str, num_bytes: int, variants: tuple[Variant, ...], device: Any
 ) -> dict[str, Any]:
     best: dict[str, Any] | None = None
+    measured_us: dict[str, float] = {}
     for variant in variants:
         timed = _time(me, collectives, call, num_bytes, variant, device)
+        if timed is not None:
+            measured_us[variant.label()] = round(timed, 1)
         if timed is not None and (best is None or timed < best["us"]):
             best = {
                 "call": call,
@@ -162,7 +191,7 @@ def _winner(
             }
     if best is None:
         raise Error(f"{call} of {num_bytes} bytes: no variant exists for {me.size} ranks")
-    return best
+    return {**best, "measured_us": measured_us}
 
 
 def _time(

@@ -122,6 +122,17 @@ def check_expert_ids(topk_idx: Tensor, num_experts: int) -> None:
         )
 
 
+def check_distinct_experts(topk_idx: Tensor) -> None:
+    """Refuse a token that names an expert twice. On CUDA that is not looked at: it would stall the stream."""
+    if topk_idx.device.type == "cuda" or topk_idx.numel() == 0:
+        return
+    ids = topk_idx.sort(dim=1).values
+    twice = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
+    if twice.any():
+        token = int(twice.any(dim=1).nonzero()[0])
+        raise invalid("topk_idx", f"token {token} with an expert twice", "different experts, with do_expand")
+
+
 def check_config(value: object) -> Config | None:
     """Return value, a Config or None."""
     if value is None or isinstance(value, Config):

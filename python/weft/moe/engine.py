@@ -10,6 +10,7 @@ Threads: one caller at a time; tensors may die in any thread.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -145,6 +146,24 @@ class Engine:
                 tensor.record_stream(self.comm_stream)
                 tensor.record_stream(torch.cuda.current_stream(self.device))
         return EventOverlap(EventHandle(self.comm_stream))
+
+    def order_after(self, event: EventHandle | None) -> None:
+        """Make what the communication stream gets from now on wait for an event too."""
+        if self.is_cuda and event is not None:
+            event.stream_wait(self.comm_stream)
+
+    def hand_over(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Tell torch that tensors allocated for the communication stream are used on the current one."""
+        for tensor in tensors:
+            if self.is_cuda and tensor is not None:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+
+    @property
+    def num_sms(self) -> int:
+        """How many SMs the device has; on the CPU, no bound."""
+        if not self.is_cuda:
+            return 1 << 16
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor, allocated for the stream that is current."""

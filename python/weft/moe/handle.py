@@ -18,7 +18,8 @@ class DispatchState:
 
     send_row i32[T, R]: a token's place among the rows for a rank, or -1. slot_base i32[T]: its first place in
     the staging of combine. prefix i32[R, R]: rows that rank j gets from ranks 0..i. slot i32[N]: a received
-    row's place in its owner's staging. token i32[N]: its row at its source.
+    row's place in its owner's staging. token i32[N]: its row at its source. sum_place i32[T, R]: when combine
+    adds a rank's row; None: ranks ascending.
     """
 
     buffer: Any
@@ -35,10 +36,14 @@ class DispatchState:
     prefix: torch.Tensor
     slot: torch.Tensor
     token: torch.Tensor
+    sum_place: torch.Tensor | None = None
 
     def memory(self) -> Any:
         """Return the addresses for the core."""
-        return _core.HandleMemory(self.send_row.data_ptr(), self.slot_base.data_ptr(), self.prefix.data_ptr())
+        sum_place = 0 if self.sum_place is None else self.sum_place.data_ptr()
+        return _core.HandleMemory(
+            self.send_row.data_ptr(), self.slot_base.data_ptr(), self.prefix.data_ptr(), sum_place
+        )
 
 
 class DispatchHandle(Sequence[torch.Tensor]):

@@ -18,12 +18,18 @@ Payload = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """What a dispatch sends: rows [T, hidden], maybe 4-byte scales [T, n] of any strides, ids and weights."""
+    """What a dispatch sends: rows [T, hidden], maybe 4-byte scales [T, n] of any strides, ids and weights.
+
+    keep_weights: a slot whose expert is elsewhere keeps its weight; else 0 arrives.
+    combine_rows: how many rows of this size combine will bring back for each.
+    """
 
     x: Tensor
     scales: Tensor | None
     topk_idx: Tensor | None = None
     topk_weights: Tensor | None = None
+    keep_weights: bool = False
+    combine_rows: int = 1
 
     def format(self) -> Any:
         """Return the core's description. Combine brings back bf16, or float32 for wider elements."""
@@ -34,12 +40,17 @@ class Rows:
             top_k=self.topk_idx.size(1) if self.topk_idx is not None else 0,
             id_bytes=self.topk_idx.element_size() if self.topk_idx is not None else 8,
             element=element_bytes,
-            combine_row_bytes=num_elements * (2 if element_bytes <= 2 else 4),
+            combine_row_bytes=num_elements * (2 if element_bytes <= 2 else 4) * self.combine_rows,
         )
 
 
-def layout(engine: Engine, topk_idx: Tensor, counts: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Fill counts: i32[ranks], i32[experts], bool[T, ranks]."""
+def layout(
+    engine: Engine,
+    topk_idx: Tensor,
+    counts: tuple[Tensor, Tensor, Tensor],
+    sum_place: Tensor | None = None,
+) -> None:
+    """Fill counts: i32[ranks], i32[experts], bool[T, ranks]; and sum_place i32[T, ranks], by right-most slot."""
     per_rank, per_expert, in_rank = counts
     engine.core.layout(
         topk_idx=topk_idx.data_ptr(),
@@ -50,6 +61,7 @@ def layout(engine: Engine, topk_idx: Tensor, counts: tuple[Tensor, Tensor, Tenso
         tokens_per_rank=per_rank.data_ptr(),
         tokens_per_expert=per_expert.data_ptr(),
         token_in_rank=in_rank.data_ptr(),
+        sum_place=address(sum_place),
         stream=engine.stream,
     )
 
@@ -62,6 +74,7 @@ def dispatch(
     num_tokens_per_expert: Tensor,
     num_worst_tokens: int,
     num_sms: int,
+    sum_place: Tensor | None = None,
 ) -> tuple[Received, DispatchState, list[int]]:
     """Exchange counts, then rows. Returns what came, the routes, and the slots of each local expert.
 
@@ -71,7 +84,9 @@ def dispatch(
     send_row = engine.empty(num_tokens, num_ranks, dtype=torch.int32)
     slot_base = engine.empty(num_tokens, dtype=torch.int32)
     prefix = engine.empty(num_ranks, num_ranks, dtype=torch.int32)
-    memory = _core.HandleMemory(send_row.data_ptr(), slot_base.data_ptr(), prefix.data_ptr())
+    memory = _core.HandleMemory(
+        send_row.data_ptr(), slot_base.data_ptr(), prefix.data_ptr(), address(sum_place)
+    )
     counts_unknown = num_worst_tokens > 0
     row_format = rows.format()
     notified = engine.core.notify(
@@ -111,6 +126,7 @@ def dispatch(
         prefix=prefix,
         slot=received.slot(),
         token=received.token(),
+        sum_place=sum_place,
     )
     return received, state, list(notified.tokens_per_local_expert)
 
@@ -157,6 +173,7 @@ def _send(
         rows=num_rows,
         staging_rows=staging_rows,
         counts_unknown=counts_unknown,
+        keep_weights=rows.keep_weights,
         num_sms=num_sms,
         stream=engine.stream,
     )

@@ -4,6 +4,7 @@
     comm = weft.Communicator(group, device="cuda:0", timeout_s=30)
     window = weft.Window(comm, 1 << 20)
     window.tensor(peer, (4, 1024), torch.bfloat16).copy_(rows)     # a store into the peer's memory
+    comm.all_reduce(gradients, "average")                          # and the other collectives
     comm.barrier()
 
 Threads: collective calls (making, growing, ``barrier``) one at a time per communicator and in the same order
@@ -13,6 +14,7 @@ on all ranks; everything else from any thread.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from weft import _core
@@ -21,6 +23,8 @@ from weft.runtime.bootstrap import Bootstrap, find_bootstrap
 
 if TYPE_CHECKING:
     import torch
+
+    from weft.collectives.calls import Collectives
 
 
 def device_name(device: Any) -> str:
@@ -85,6 +89,7 @@ class Communicator:
         self.core = _core.Communicator.create(
             self.bootstrap, device_name(device), timeout_s or 0.0, transport or ""
         )
+        self._collectives: Collectives | None = None
 
     @property
     def rank(self) -> int:
@@ -122,6 +127,88 @@ class Communicator:
         Raises: PeerLost.
         """
         self.core.barrier()
+
+    # -- collectives on torch tensors: weft.collectives.calls has all details and errors ------------------------------
+
+    @property
+    def collectives(self) -> Collectives:
+        """What serves the calls below, with more options. Made at the first use, which is collective."""
+        if self._collectives is None:
+            from weft.collectives.calls import Collectives
+
+            self._collectives = Collectives(self.core, self.timeout_s)
+        return self._collectives
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Reduce over all ranks, in place or into ``out`` (same shape and dtype); return the result.
+
+        Args:
+            tensor: contiguous, on this communicator's device; the same dtype and number of elements on all ranks.
+            op: sum, product, min, max or average.
+        Collective, as all that follow. On CUDA in the current stream's order, and may be captured; on the CPU finished
+        on return. One caller at a time. Raises: Error for a wrong argument, before anything moves; PeerLost.
+        """
+        return self.collectives.all_reduce(tensor, op, out=out)
+
+    def all_gather(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return all ranks' tensors as [ranks, *shape], in rank order; ``out`` has that many elements."""
+        return self.collectives.all_gather(tensor, out=out)
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Reduce over all ranks; return part ``rank`` of the first dimension, which divides by the ranks."""
+        return self.collectives.reduce_scatter(tensor, op, out=out)
+
+    def all_to_all(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        input_splits: Sequence[int] | None = None,
+        output_splits: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Send part q of ``tensor`` to rank q; return the parts that came, in rank order.
+
+        Parts are equal shares of the first dimension, or have ``input_splits`` rows each; ``output_splits`` then says
+        how many rows come from each rank.
+        """
+        return self.collectives.all_to_all(
+            tensor, out=out, input_splits=input_splits, output_splits=output_splits
+        )
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """Overwrite ``tensor`` with rank ``root``'s; return it."""
+        return self.collectives.broadcast(tensor, root)
+
+    def reduce(self, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
+        """Reduce over all ranks into rank ``root``'s ``tensor``, in place; return it. Other ranks' tensors stay."""
+        return self.collectives.reduce(tensor, root, op)
+
+    def gather(
+        self, tensor: torch.Tensor, root: int = 0, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return all ranks' tensors as [ranks, *shape] on rank ``root``, None elsewhere."""
+        return self.collectives.gather(tensor, root, out=out)
+
+    def scatter(self, tensor: torch.Tensor | None, out: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """Fill ``out`` with part ``rank`` of rank ``root``'s ``tensor`` and return it; other ranks pass None."""
+        return self.collectives.scatter(tensor, out, root)
+
+    def send_recv(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Pass ``tensor`` to the next rank; return what the previous one passed."""
+        return self.collectives.send_recv(tensor, out=out)
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        """Send to rank ``dst``, which calls recv(); the other ranks do nothing. The first use of a communicator's
+        collectives must not be a send or recv, unless all ranks take part: see ``collectives``."""
+        self.collectives.send(tensor, dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        """Fill ``tensor`` with what rank ``src`` sends; return it."""
+        return self.collectives.recv(tensor, src)
 
     def __repr__(self) -> str:
         return f"weft.Communicator(rank {self.rank} of {self.size}, {self.device})"

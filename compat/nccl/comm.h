@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What an ncclComm_t points to: Weft's communicator, and a shadow of it in the real library for what Weft
+// does not serve. Every decision between the two uses only what all ranks agreed on when the communicator was
+// made, or what NCCL wants to be the same on all ranks: else ranks would go different ways and wait for each
+// other.
+//   auto comm = std::make_unique<ncclComm>(device);
+//   WEFT_TRY(comm->init(ids, rank, size, config));          // collective
+//   WEFT_TRY(comm->run(operations));                        // what a group holds for this communicator
+// Threads: run() and split() one at a time; stop(), async_error() from any.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/cuda_driver.h"
+#include "bootstrap/tcp_bootstrap.h"
+#include "collective/program_book.h"
+#include "collective/runner.h"
+#include "compat/nccl/nccl.h"
+#include "compat/nccl/operation.h"
+
+namespace weft::nccl {
+
+// A reduction made by ncclRedOpCreatePreMulSum.
+struct PreMulSum {
+  ncclDataType_t type;
+  const void* pointer;  // the scalar is read when a call runs; null: it is `bits`
+  uint64_t bits;
+  ncclRedOp_t real;  // the same operation of the real library
+  bool is_alive;
+};
+
+// The device that a new communicator of this thread works on: the current CUDA device, or the host.
+Device current_device();
+
+}  // namespace weft::nccl
+
+struct ncclComm {
+ public:
+  explicit ncclComm(weft::Device device) : device_(device) {}
+  ~ncclComm();
+
+  // Collective over the ranks of the meeting that the id names. Errors: kUnsupported when neither Weft nor
+  // the real library can serve; kPeerLost.
+  weft::Status init(const ncclUniqueId& id, int rank, int size, const ncclConfig_t* config);
+  // The same over the ranks of this one with the same color. Collective over this one; null for no color.
+  weft::Result<ncclUniqueId> split(int color, int key, int& rank, int& size);
+  // A communicator that only the real library knows.
+  void adopt(ncclComm_t real);
+
+  weft::Status run(const std::vector<weft::nccl::Operation>& operations);
+
+  // Makes everything that waits give up soon, on this rank; nothing works afterwards.
+  void stop();
+  ncclResult_t async_error();
+  void note(const weft::Status& status);
+
+  weft::Result<ncclRedOp_t> add_op(const weft::nccl::PreMulSum& op);
+  weft::nccl::PreMulSum* find_op(ncclRedOp_t op);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  weft::Device device() const { return device_; }
+  ncclComm_t real() const { return real_; }
+  const std::string& last_error() const { return last_error_; }
+
+ private:
+  using Operation = weft::nccl::Operation;
+  using Status = weft::Status;
+
+  Status meet(const ncclUniqueId& id, ncclUniqueId& real_id, bool& all_have_real);
+  Status make_runners();
+  Status make_shadow(const ncclUniqueId& real_id, const ncclConfig_t* config);
+  // Whether all ranks say yes; errors: kPeerLost.
+  weft::Result<bool> agree(bool mine);
+
+  bool serves(const Operation& operation);
+  Status serve(const Operation& operation);
+  Status serve_alone(const Operation& operation);
+  Status forward(const std::vector<Operation>& operations);
+  Status forward_one(const Operation& operation);
+  weft::Result<const std::byte*> premultiplied(const Operation& operation, uint64_t elems);
+  Status run_program(const Operation& operation, weft::BookCollective collective, const std::byte* input,
+                     std::byte* output, uint64_t total_elems, int root);
+  Status average(const Operation& operation, std::byte* data, uint64_t elems);
+  Status exchange(const std::vector<Operation>& operations);
+  Status exchange_round(const std::vector<const Operation*>& sends,
+                        const std::vector<const Operation*>& recvs, cudaStream_t stream);
+  std::vector<Operation> as_transfers(const Operation& operation) const;
+  weft::Result<uint32_t> load(weft::CollectiveRunner& runner, uint32_t program, int root);
+  Status copy(void* dst, const void* src, uint64_t bytes, cudaStream_t stream);
+  weft::Result<std::byte*> staging(uint64_t bytes);
+  Status enter_stream(cudaStream_t stream);
+  Status leave_stream(cudaStream_t stream);
+  bool is_capturing(cudaStream_t stream) const;
+
+  const weft::Device device_;
+  int rank_ = 0, size_ = 1;
+  bool is_weft_ = false;  // Weft serves; agreed
+  std::shared_ptr<weft::Bootstrap> bootstrap_;
+  std::shared_ptr<weft::Communicator> comm_;
+  std::unique_ptr<weft::ProgramBook> book_;
+  std::unique_ptr<weft::CollectiveRunner> collectives_, pairs_;
+  std::map<std::pair<uint32_t, int>, uint32_t> loaded_;  // by (program of the book, root)
+  std::vector<std::unique_ptr<weft::LocalMemory>> staging_;
+  weft::CUevent last_event_ = nullptr, table_event_ = nullptr;
+  cudaStream_t last_stream_ = nullptr;
+  ncclComm_t real_ = nullptr;
+  std::vector<weft::nccl::PreMulSum> ops_;
+  std::mutex mutex_;
+  std::atomic<bool> is_stopped_{false};
+  std::atomic<ncclResult_t> async_error_{ncclSuccess};
+  std::string last_error_;
+};

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The real NCCL library, opened when it is first needed: what Weft does not serve goes there.
+//   if (auto* all_reduce = real<decltype(&ncclAllReduce)>("ncclAllReduce")) return all_reduce(...);
+// It is WEFT_NCCL_LIBRARY; else that of the Python packages that are loaded, else the system's. Threads: any.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace weft::nccl {
+
+// The address of a function, or null where the library or the function is missing.
+void* real_symbol(const char* name);
+
+template <class Function>
+Function real(const char* name) {
+  return reinterpret_cast<Function>(real_symbol(name));
+}
+
+// Its path; empty, with what was tried in the log, where there is none.
+const std::string& real_path();
+
+// The folders "site-packages/nvidia" of the Python packages that are loaded in this process, and of the one
+// that this library lies in.
+std::vector<std::string> nvidia_packages();
+
+// The folder of this library.
+std::string own_folder();
+
+}  // namespace weft::nccl

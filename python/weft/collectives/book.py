@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the algorithms that programs without Python run (compat/nccl) into one file, a program book.
+
+    write_book(Path("programs.weft"), [Part("nvlink", 8), Part("cpu", 4)])
+
+Every program in it was verified here. src/collective/program_book.h reads it; docs/decisions/program-book.md has the
+reasons. Which algorithm serves which size is the selector's choice: from a table that `weft tune` measured, else from
+the cost model. Programs with a root are for root 0: the reader renumbers ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from weft.collectives.executor import chunks_of_part, program_rows, protocol_number
+from weft.collectives.ir import Algorithm
+from weft.collectives.selector import Choice, Selector
+from weft.collectives.verifier import verify
+
+MAGIC = b"weftbook"
+VERSION = 1
+_MACHINES = {"cpu": 0, "nvlink": 1}
+# Collective, its number in src/collective/program_book.h, and whether its programs work in place.
+_SERVED = (
+    ("allreduce", 0, True),
+    ("allgather", 1, True),
+    ("reducescatter", 2, False),
+    ("alltoall", 3, False),
+    ("broadcast", 4, True),
+    ("reduce", 5, True),
+    ("alltoallv", 6, False),
+)
+_MAY_ALIAS = ("reducescatter",)  # whose in-place calls the out-of-place programs serve, too
+_SIZES = tuple(1 << exponent for exponent in range(10, 29, 2))
+_NO_LIMIT = (1 << 64) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a book holds for one number of ranks on "cpu" or "nvlink". The other fields: as for Selector."""
+
+    machine: str
+    ranks: int
+    key: str = ""
+    folder: Path | None = None
+    algorithm_dir: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Which choice serves a collective up to a size of the whole buffer, in bytes."""
+
+    machine: int
+    ranks: int
+    collective: int
+    max_bytes: int
+    choice: Choice
+
+
+def write_book(path: Path, parts: Iterable[Part]) -> int:
+    """Compile and write, atomically; return the number of programs. Raises: Error, OSError."""
+    rows = [row for part in parts for row in _rows(part)]
+    programs = list({id(row.choice.algorithm): row.choice.algorithm for row in rows}.values())
+    numbers = {id(algorithm): number for number, algorithm in enumerate(programs)}
+    texts = [_program_words(algorithm) for algorithm in programs]
+    widths = _widths(programs)
+    words = [VERSION, *widths, len(programs), len(rows)]
+    for text in texts:
+        words += [len(text), *text]
+    for row in rows:
+        number = numbers[id(row.choice.algorithm)]
+        words += [row.machine, row.ranks, row.collective, number]
+        words += [row.choice.slice_bytes, row.choice.num_sms, row.max_bytes & 0xFFFFFFFF, row.max_bytes >> 32]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{id(rows)}.tmp")
+    temporary.write_bytes(MAGIC + struct.pack(f"={len(words)}I", *(word & 0xFFFFFFFF for word in words)))
+    temporary.replace(path)
+    return len(programs)
+
+
+def _rows(part: Part) -> Iterator[Row]:
+    selector = Selector(part.ranks, part.machine, part.key, part.folder, part.algorithm_dir)
+    machine = _MACHINES[part.machine]
+    for collective, number, inplace in _SERVED:
+        sizes = _SIZES if collective != "alltoallv" else _SIZES[-1:]
+        chosen = [(size, selector.choose(collective, size, inplace)) for size in sizes]
+        for (size, choice), (later, next_choice) in zip(chosen, [*chosen[1:], (0, None)], strict=True):
+            if next_choice == choice:
+                continue
+            _check(collective, choice.algorithm)
+            limit = int((size * later) ** 0.5) if later else _NO_LIMIT
+            yield Row(machine, part.ranks, number, limit, choice)
+
+
+def _check(collective: str, algorithm: Algorithm) -> None:
+    """Prove what the caller relies on beyond the algorithm's own claims. Raises: VerificationError."""
+    if collective in _MAY_ALIAS and not algorithm.inplace:
+        verify(dataclasses.replace(algorithm, inplace=True, outofplace=False))
+
+
+def _program_words(algorithm: Algorithm) -> list[int]:
+    name = algorithm.name.encode()
+    scratch = max(program.scratch_chunks for program in algorithm.ranks)
+    words = [algorithm.num_ranks, protocol_number(algorithm), chunks_of_part(algorithm)]
+    words += [algorithm.channels, scratch, len(name)]
+    padded = name + bytes(-len(name) % 4)
+    words += struct.unpack(f"={len(padded) // 4}I", padded)
+    for rank in range(algorithm.num_ranks):
+        tables = _tables(algorithm, rank)
+        words += [len(table) for table in tables]
+        words += [number for table in tables for row in table for number in row]
+    return words
+
+
+def _tables(algorithm: Algorithm, rank: int) -> tuple[list[list[int]], ...]:
+    blocks, steps, waits = program_rows(algorithm, rank)
+    return (
+        blocks,
+        steps,
+        [[*wait, 0] for wait in waits],
+    )  # the runner fills in the last: the steps of that block
+
+
+def _widths(programs: Iterable[Algorithm]) -> list[int]:
+    """Return the words of a block, a step and a wait."""
+    widths = [0, 0, 3]
+    for algorithm in programs:
+        for rank in range(algorithm.num_ranks):
+            for at, table in enumerate(_tables(algorithm, rank)):
+                widths[at] = max([widths[at], *(len(row) for row in table)])
+    return widths
+
+
+def main() -> None:
+    """python -m weft.collectives.book FILE [--ranks 2-16]: what the build runs."""
+    parser = argparse.ArgumentParser(description="compile the built-in algorithms into a program book")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--ranks", default="2-16", help="FIRST-LAST")
+    args = parser.parse_args()
+    first, last = (int(number) for number in args.ranks.split("-"))
+    parts = [Part(machine, ranks) for ranks in range(first, last + 1) for machine in _MACHINES]
+    write_book(args.file, parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EPHandle: what an elastic dispatch leaves for its combine and for cached dispatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.moe.elastic_layout import Expansion, ExpertCounts
+from weft.moe.handle import DispatchState
+
+
+@dataclass(frozen=True)
+class EPHandle:
+    """The routes of one ``ElasticBuffer.dispatch``. T tokens, K slots, N rows here, R ranks, Le local experts.
+
+    topk_idx: [T, K], a clone where dispatch got do_handle_copy, else the caller's tensor itself.
+    num_recv_tokens: N; num_expanded_tokens: rows of the expanded layout, 0 without it. Both are the worst case
+        when the host did not wait for counts.
+    num_recv_tokens_per_expert_list: aligned counts; empty when the host did not wait.
+    psum_num_recv_tokens_per_scaleup_rank: i32[R], inclusive over source ranks.
+    psum_num_recv_tokens_per_expert: i32[Le]. Expanded: where a segment's real rows end; else the inclusive sum
+        of aligned counts.
+    num_unaligned_recv_tokens_per_expert: i32[Le].
+    recv_src_metadata: i32[N, K + 2]: source rank * num_max_tokens_per_rank + source token; source rank * K +
+        right-most local slot; per slot its expanded row, -1 for none. Undefined in the tail of a worst case.
+    dst_buffer_slot_idx: i32[T, K]: a slot's row among those that this rank sends to its expert's rank, or -1.
+    token_metadata_at_forward, channel_linked_list: None; they belong to forwarding between nodes.
+    state, expansion, recv_topk_idx: of Weft's own calls.
+    """
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: Tensor
+    num_recv_tokens: int
+    num_expanded_tokens: int
+    num_recv_tokens_per_expert_list: list[int]
+    psum_num_recv_tokens_per_scaleup_rank: Tensor
+    psum_num_recv_tokens_per_expert: Tensor
+    num_unaligned_recv_tokens_per_expert: Tensor
+    recv_src_metadata: Tensor
+    dst_buffer_slot_idx: Tensor
+    state: DispatchState
+    expansion: Expansion | None
+    recv_topk_idx: Tensor
+    token_metadata_at_forward: None = None
+    channel_linked_list: None = None
+
+    def deterministic_sort(self) -> None:
+        """Do nothing: rows always come in ascending order of source rank and token."""
+
+
+def expert_psum(counts: ExpertCounts, do_expand: bool) -> Tensor:
+    """Return psum_num_recv_tokens_per_expert."""
+    return (counts.begins + counts.slots if do_expand else counts.ends).to(torch.int32)
+
+
+def source_metadata(
+    state: DispatchState, rank: int, recv_topk_idx: Tensor, expansion: Expansion | None, max_tokens: int
+) -> Tensor:
+    """Return recv_src_metadata of the rows that ``rank`` received."""
+    num_rows, top_k = recv_topk_idx.shape
+    device = recv_topk_idx.device
+    ends = state.prefix[:, rank].contiguous()
+    rows = torch.arange(num_rows, dtype=torch.int32, device=device)
+    src_rank = torch.searchsorted(ends, rows, right=True).to(torch.int32)
+    slots = torch.arange(top_k, dtype=torch.int32, device=device)
+    right_most = slots.expand(num_rows, top_k).masked_fill(recv_topk_idx < 0, -1).amax(dim=1)
+    row_of_slot = torch.full_like(recv_topk_idx, -1) if expansion is None else expansion.row_of_slot
+    origin = torch.stack((src_rank * max_tokens + state.token, src_rank * top_k + right_most), dim=1)
+    return torch.cat((origin, row_of_slot.to(torch.int32)), dim=1)
+
+
+def destination_slots(topk_idx: Tensor, send_row: Tensor, experts_per_rank: int) -> Tensor:
+    """Return dst_buffer_slot_idx."""
+    owner = topk_idx.long().clamp(min=0).div(experts_per_rank, rounding_mode="floor")
+    owner = owner.clamp(max=send_row.size(1) - 1)
+    return send_row.gather(1, owner).masked_fill(topk_idx < 0, -1)

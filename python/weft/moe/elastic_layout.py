@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The expanded layout: one row per (token, local expert), and its way back to one row per token.
+
+Received rows [N, hidden] with local expert ids [N, K] become rows [X, hidden] grouped by expert. Segments start
+at multiples of an alignment; inside one, rows keep the order of source rank, source token and slot. Sizes are
+fixed beforehand and nothing here waits for a GPU, so it can be captured in a graph.
+Threads: any; work goes to the current stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.moe.config import align
+
+
+@dataclass(frozen=True)
+class ExpertCounts:
+    """Of one rank's experts: slots i32[Le]; where aligned segments begin, and end with their padding, i64[Le]."""
+
+    slots: Tensor
+    begins: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """row_of_slot i32[N, K]: a slot's expanded row, or -1. slot_of_row i64[X]: its inverse, -1 for padding."""
+
+    row_of_slot: Tensor
+    slot_of_row: Tensor
+
+
+def count_experts(topk_idx: Tensor, num_local_experts: int, alignment: int) -> ExpertCounts:
+    """Count the slots of each local expert in ids [N, K], -1 elsewhere."""
+    keys = _expert_keys(topk_idx, num_local_experts)
+    slots = keys.new_zeros(num_local_experts + 1).scatter_add_(0, keys, torch.ones_like(keys))
+    slots = slots[:num_local_experts]
+    padded = (slots + alignment - 1).div(alignment, rounding_mode="floor") * alignment
+    ends = padded.cumsum(0)
+    return ExpertCounts(slots.to(torch.int32), ends - padded, ends)
+
+
+def expand(topk_idx: Tensor, counts: ExpertCounts, num_rows: int) -> Expansion:
+    """Give every slot with a local expert its row. Rows past ``num_rows`` are dropped."""
+    num_experts = counts.slots.size(0)
+    keys = _expert_keys(topk_idx, num_experts)
+    by_expert = keys.argsort(stable=True)
+    first = torch.nn.functional.pad(counts.slots.long().cumsum(0) - counts.slots, (0, 1))
+    begins = torch.nn.functional.pad(counts.begins, (0, 1))
+    sorted_keys = keys[by_expert]
+    slots = torch.arange(keys.size(0), device=keys.device)
+    sorted_rows = begins[sorted_keys] + slots - first[sorted_keys]
+    is_lost = (sorted_keys == num_experts) | (sorted_rows >= num_rows)
+    rows = torch.empty_like(keys).scatter_(0, by_expert, sorted_rows.masked_fill(is_lost, -1))
+    slot_of_row = keys.new_full((num_rows + 1,), -1)  # the last one takes what has no row
+    slot_of_row.scatter_(0, rows.masked_fill(rows < 0, num_rows), slots)
+    return Expansion(rows.to(torch.int32).view(topk_idx.shape), slot_of_row[:num_rows])
+
+
+def most_expanded_rows(num_rows: int, top_k: int, num_local_experts: int, alignment: int) -> int:
+    """Return the rows that any routes of ``num_rows`` tokens with different experts need."""
+    slots = num_rows * min(top_k, num_local_experts)
+    return align(slots + (alignment - 1) * num_local_experts, alignment)
+
+
+def take_rows(rows: Tensor, row_of: Tensor, fill_zero: bool) -> Tensor:
+    """Return rows[row_of]: any type, contiguous [N, ...]; where row_of is -1, 0 or, without fill_zero, anything."""
+    words = _widest_words(rows)
+    if rows.size(0) == 0:
+        taken = words.new_zeros((row_of.size(0), *words.shape[1:]))
+    else:
+        taken = words.index_select(0, row_of.clamp(min=0).long())
+        if fill_zero:
+            taken.masked_fill_((row_of < 0).view(-1, *[1] * (words.dim() - 1)), 0)
+    return taken.view(rows.dtype)
+
+
+def reduce_slots(y: Tensor, row_of_slot: Tensor) -> Tensor:
+    """Return y's type [N, hidden]: per token its rows of y [X, hidden], summed in slot order, rounded once."""
+    total = torch.zeros((row_of_slot.size(0), y.size(1)), dtype=torch.float32, device=y.device)
+    for slot in range(row_of_slot.size(1)):
+        total += take_rows(y, row_of_slot[:, slot], fill_zero=True)
+    return total.to(y.dtype)
+
+
+def column_major(scales: Tensor) -> Tensor:
+    """Return [N, n] column-major, its token dimension padded to a multiple of 4 rows (16 bytes)."""
+    num_rows, words = scales.shape
+    storage = scales.new_zeros((words, align(num_rows, 4)))
+    storage[:, :num_rows] = scales.T
+    return storage[:, :num_rows].T
+
+
+def _expert_keys(topk_idx: Tensor, num_local_experts: int) -> Tensor:
+    ids = topk_idx.reshape(-1).long()
+    return ids.masked_fill(ids < 0, num_local_experts)
+
+
+def _widest_words(rows: Tensor) -> Tensor:
+    """Return rows as integers that torch can index: 8 bytes where a row has a whole number of them."""
+    if rows.dim() == 1 or rows.size(-1) * rows.element_size() % 8:
+        return rows.view(
+            {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
+        )
+    return rows.view(torch.int64) if rows.storage_offset() * rows.element_size() % 8 == 0 else rows

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Barriers and all-gather sessions of an ElasticBuffer: dispatches that send every row to every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import Error, invalid
+from weft.moe import arguments, high_throughput
+from weft.moe.buffer import Buffer
+from weft.moe.config import align, ceil_div, check_whole
+from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
+from weft.moe.engine import Engine
+from weft.moe.events import EventOverlap
+from weft.moe.high_throughput import Rows
+
+_ROW_BYTES = 4096
+_MOST_GATHERS = 32
+_NUM_SMS = 20
+Shapes = Sequence[int] | Sequence[Sequence[int]]
+
+
+class GatherSessions:
+    """The part of ElasticBuffer that moves the same bytes to all ranks. See there for what all calls share."""
+
+    _base: Buffer
+    num_ranks: int
+
+    def __init__(self) -> None:
+        self._session_bytes = 0
+        self._session_gathers = 0
+        self._left: tuple[int, int] | None = None  # (bytes, gathers) of the open session
+
+    def barrier(
+        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
+    ) -> None:
+        """Wait until all ranks have come here: the stream, and with ``with_cpu_sync`` the host too.
+
+        use_comm_stream, sequential: taken; the current stream waits for the communication stream in any case.
+        On the CPU the host waits.
+        """
+        engine = self._base._alive()
+        if engine.is_cuda:
+            engine.begin(None)
+            _gather_rows(engine, self._base, torch.zeros((1, 16), dtype=torch.uint8, device=engine.device))
+            engine.finish(False, ())
+        if with_cpu_sync or not engine.is_cuda:
+            engine.synchronize()
+            engine.communicator.barrier()
+
+    @staticmethod
+    def get_agrs_num_max_session_bytes(group: Any, shapes: Shapes, dtype: torch.dtype) -> int:
+        """Return the bytes that all-gathers of tensors of these shapes take together, from all ranks."""
+        return sum(_padded(math.prod(shape) * dtype.itemsize) for shape in _each(shapes)) * int(group.size())
+
+    @staticmethod
+    def get_agrs_buffer_size_hint(group: Any, num_max_session_bytes: int) -> int:
+        """Return num_bytes of a buffer for sessions of so many bytes."""
+        return align(check_whole("num_max_session_bytes", num_max_session_bytes, 0), BUFFER_ALIGNMENT_BYTES)
+
+    def agrs_set_config(self, num_max_session_bytes: int, num_max_all_gathers_per_session: int) -> None:
+        """Set what one session may take: received bytes, and all-gathers, at most 32. Same on all ranks."""
+        self._session_bytes = check_whole("num_max_session_bytes", num_max_session_bytes, 0)
+        self._session_gathers = check_whole(
+            "num_max_all_gathers_per_session", num_max_all_gathers_per_session, 1, _MOST_GATHERS
+        )
+
+    def create_agrs_session(self) -> None:
+        """Open a session. Raises: weft.Error while one is open, or before agrs_set_config()."""
+        if self._left is not None or self._session_gathers == 0:
+            state = "an open session" if self._left is not None else "no agrs_set_config()"
+            raise invalid("session", state, "agrs_set_config() first, one session at a time")
+        self._left = (self._session_bytes, self._session_gathers)
+
+    def destroy_agrs_session(self) -> None:
+        """Close the session; tensors gathered in it stay valid. Raises: weft.Error when none is open."""
+        self._require_session()
+        self._left = None
+
+    @contextmanager
+    def agrs_new_session(self, enabled: bool = True) -> Iterator[None]:
+        """Open a session for the block, if enabled."""
+        if enabled:
+            self.create_agrs_session()
+        try:
+            yield
+        finally:
+            if enabled:
+                self.destroy_agrs_session()
+
+    def agrs_get_inplace_tensor(self, shapes: Shapes, dtype: torch.dtype) -> Any:
+        """Return a tensor, or a tuple of them for several shapes, to fill and give to all_gather()."""
+        self._require_session()
+        device = self._base.device
+        tensors = tuple(torch.empty(tuple(shape), dtype=dtype, device=device) for shape in _each(shapes))
+        return tensors[0] if _is_one(shapes) else tensors
+
+    def all_gather(self, tensors: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return (gathered [R, ...] for each tensor, then wait()). All ranks give the same shapes and types.
+
+        The gathered tensors may be read on the current stream after wait(), a function without arguments.
+        Raises: weft.Error outside a session, or past what agrs_set_config() allows (code capacity).
+        """
+        left_bytes, left_gathers = self._require_session()
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not given:
+            raise invalid("tensors", "none", "at least one tensor")
+        engine = self._base._engine("tensors", given[0])
+        for tensor in given:
+            arguments.check_tensor("tensors", tensor, tuple(tensor.shape), (), engine.device)
+        sizes = [_padded(tensor.numel() * tensor.element_size()) for tensor in given]
+        taken = sum(sizes) * self.num_ranks
+        if taken > left_bytes or left_gathers < 1:
+            allowed = (
+                f"{left_bytes} bytes and {left_gathers} calls, what agrs_set_config() leaves the session"
+            )
+            raise Error(f"tensors: got {taken} bytes in one more call, allowed: {allowed}", "capacity")
+        self._left = (left_bytes - taken, left_gathers - 1)
+        engine.begin(None)
+        with engine.on_comm_stream():
+            received = _gather_rows(engine, self._base, _as_rows(given, sizes))
+            flat = received.view(self.num_ranks, -1)
+            gathered = [_part(flat, sum(sizes[:i]), tensor) for i, tensor in enumerate(given)]
+        event = engine.finish(True, tuple(given))
+        engine.hand_over([*gathered])
+        return (*gathered, _waiter(event))
+
+    def _require_session(self) -> tuple[int, int]:
+        if self._left is None:
+            raise invalid("session", "none", "calls inside agrs_new_session() or after create_agrs_session()")
+        return self._left
+
+
+def _gather_rows(engine: Engine, buffer: Buffer, rows: Tensor) -> Tensor:
+    """Return uint8[R * rows, bytes]: every rank's rows, by one dispatch that goes everywhere."""
+    ranks = int(engine.communicator.size)
+    with engine.on_comm_stream():
+        in_rank = torch.ones((rows.size(0), ranks), dtype=torch.bool, device=engine.device)
+        per_expert = torch.zeros(1, dtype=torch.int32, device=engine.device)
+        total = rows.size(0) * ranks
+        received, _, _ = high_throughput.dispatch(
+            engine, buffer, Rows(rows, None, combine_rows=0), in_rank, per_expert, total, _NUM_SMS
+        )
+        payload = received.payload()
+    assert isinstance(payload, Tensor)
+    return payload
+
+
+def _as_rows(tensors: list[Tensor], sizes: list[int]) -> Tensor:
+    """Return uint8[n, row bytes]: the tensors one after the other, each padded to its size."""
+    total = sum(sizes)
+    row_bytes = min(_ROW_BYTES, max(total, 16))
+    storage = torch.zeros(align(max(total, 16), row_bytes), dtype=torch.uint8, device=tensors[0].device)
+    for i, tensor in enumerate(tensors):
+        begin = sum(sizes[:i])
+        storage[begin : begin + tensor.numel() * tensor.element_size()] = tensor.reshape(-1).view(torch.uint8)
+    return storage.view(ceil_div(max(total, 16), row_bytes), row_bytes)
+
+
+def _part(flat: Tensor, begin: int, like: Tensor) -> Tensor:
+    num_bytes = like.numel() * like.element_size()
+    piece = flat[:, begin : begin + num_bytes].contiguous()
+    return piece.view(-1).view(like.dtype).view(flat.size(0), *like.shape)
+
+
+def _waiter(event: EventOverlap) -> Callable[[], None]:
+    return event.current_stream_wait
+
+
+def _padded(num_bytes: int) -> int:
+    return align(num_bytes, 16)
+
+
+def _is_one(shapes: Shapes) -> bool:
+    return all(isinstance(size, int) for size in shapes)
+
+
+def _each(shapes: Shapes) -> list[Sequence[int]]:
+    return [shapes] if _is_one(shapes) else list(shapes)  # type: ignore[list-item,arg-type]

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes an ElasticBuffer asks for. Arithmetic only, by DeepEP's formula: callers compare the figures."""
+
+from __future__ import annotations
+
+from weft.moe.config import align, ceil_div, check_whole
+
+BUFFER_ALIGNMENT_BYTES = 2 << 20
+_HINTED_TOP_K = 32
+
+
+def elastic_size_hint(
+    num_ranks: int,
+    num_max_tokens_per_rank: int,
+    hidden: int,
+    num_topk: int = 0,
+    use_fp8_dispatch: bool = False,
+    allow_multiple_reduction: bool = True,
+) -> int:
+    """Return num_bytes for this shape on one node. num_topk 0 counts as 32."""
+    num_ranks = check_whole("num_ranks", num_ranks, 1)
+    tokens = check_whole("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
+    hidden = check_whole("hidden", hidden, 0)
+    top_k = check_whole("num_topk", num_topk, 0) or _HINTED_TOP_K
+    scales = ceil_div(hidden, 32) if use_fp8_dispatch else 0
+    element_bytes = 1 if use_fp8_dispatch else 2
+    dispatch_row = align(hidden * element_bytes, 32) + align(4 * scales, 32) + align(12 * top_k + 4, 32)
+    combine_row = align(2 * hidden, 32) + align(8 * top_k, 32)
+    copies = min(num_ranks, top_k) if allow_multiple_reduction else top_k
+    return align(
+        max(dispatch_row * tokens * num_ranks, combine_row * tokens * copies), BUFFER_ALIGNMENT_BYTES
+    )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ElasticBuffer on GPUs: both layouts against the oracle, and combine's rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_ranks import num_gpus, run_on_gpus
+
+import weft
+from weft.testing import oracle
+from weft.testing.cases import MoeCase
+from weft.testing.elastic_refs import combine as combine_reference
+from weft.testing.ranks import Rank
+
+ALIGNMENT = 16
+
+
+def check_layouts(rank: Rank, case: MoeCase, sync: bool) -> None:
+    me = rank.rank
+    buffer = weft.ElasticBuffer(
+        rank.group, num_bytes=256 << 20, num_gpu_timeout_secs=30, num_cpu_timeout_secs=30
+    )
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, me)
+    x, ids, weights = case.x(me).cuda(), case.topk_idx(me).cuda(), case.topk_weights(me).cuda()
+    for do_expand in (False, True):
+        recv, idx, recv_weights, handle, _ = buffer.dispatch(
+            x,
+            ids,
+            weights,
+            num_experts=case.num_experts,
+            num_max_tokens_per_rank=max(case.tokens),
+            expert_alignment=ALIGNMENT,
+            do_expand=do_expand,
+            do_zero_padding=do_expand,
+            do_cpu_sync=sync,
+        )
+        n = len(rows.src_rank)
+        if not do_expand:
+            assert torch.equal(recv[:n].cpu(), rows.take(case.all_x()))
+            assert torch.equal(idx[:n].cpu(), rows.topk_idx)
+        else:
+            begin = 0
+            for expert, count in enumerate(rows.per_expert):
+                row = (rows.topk_idx == expert).nonzero()[:, 0]
+                assert torch.equal(recv[begin : begin + count].cpu(), rows.take(case.all_x())[row])
+                begin += -(-count // ALIGNMENT) * ALIGNMENT
+        combined, back, _ = buffer.combine(recv, handle, topk_weights=recv_weights)
+        if do_expand:
+            y = case.x(me).unsqueeze(1).repeat(1, case.top_k, 1)
+            expected = combine_reference(y, case.topk_idx(me), 1, rank.size, case.num_experts)
+            assert torch.equal(combined.cpu(), expected)
+        assert torch.equal(back.cpu(), case.topk_weights(me).masked_fill(case.topk_idx(me) < 0, 0))
+        again = buffer.dispatch(x, handle=handle, do_expand=do_expand, do_zero_padding=do_expand)[0]
+        assert torch.equal(again[: n if not do_expand else None], recv[: n if not do_expand else None])
+    buffer.barrier(with_cpu_sync=True)
+    buffer.agrs_set_config(1 << 20, 1)
+    with buffer.agrs_new_session():
+        gathered, wait = buffer.all_gather(torch.full((33,), me, device="cuda"))
+        wait()
+        assert gathered[:, 0].tolist() == list(range(rank.size))
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_layouts_and_rounding(sync: bool) -> None:
+    ranks = num_gpus()
+    case = MoeCase(tuple(500 + 7 * r for r in range(ranks)), 7168, 8, 32 * ranks)
+    run_on_gpus(ranks, check_layouts, case, sync)

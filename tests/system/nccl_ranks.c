@@ -1,0 +1,513 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * A program written for NCCL, on host memory: every call of compat/nccl, against results computed here.
+ * Usage: nccl_ranks TEST RANK RANKS ID_FILE. Returns 0, or 1 after a line that says what differed.
+ */
+#include <nccl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static int rank, ranks;
+static const char* id_file;
+
+#define FAIL(...)                              \
+  do {                                         \
+    fprintf(stderr, "rank %d: ", rank);        \
+    fprintf(stderr, __VA_ARGS__);              \
+    fprintf(stderr, " (line %d)\n", __LINE__); \
+    exit(1);                                   \
+  } while (0)
+#define OK(call)                                                                                        \
+  do {                                                                                                  \
+    ncclResult_t result_ = (call);                                                                      \
+    if (result_ != ncclSuccess)                                                                         \
+      FAIL("%s: %d, %s: %s", #call, (int)result_, ncclGetErrorString(result_), ncclGetLastError(NULL)); \
+  } while (0)
+#define MUST(condition)                               \
+  do {                                                \
+    if (!(condition)) FAIL("not so: %s", #condition); \
+  } while (0)
+
+static ncclComm_t join(void) {
+  ncclUniqueId id;
+  char written[512];
+  snprintf(written, sizeof written, "%s.tmp", id_file);
+  if (rank == 0) {
+    OK(ncclGetUniqueId(&id));
+    FILE* file = fopen(written, "wb");
+    MUST(file && fwrite(&id, sizeof id, 1, file) == 1 && fclose(file) == 0);
+    MUST(rename(written, id_file) == 0);
+  } else {
+    for (int tries = 0; access(id_file, R_OK) != 0; ++tries) {
+      MUST(tries < 3000);
+      usleep(10000);
+    }
+    FILE* file = fopen(id_file, "rb");
+    MUST(file && fread(&id, sizeof id, 1, file) == 1);
+    fclose(file);
+  }
+  ncclComm_t comm;
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  if (rank % 2)
+    OK(ncclCommInitRank(&comm, ranks, id, rank));
+  else
+    OK(ncclCommInitRankConfig(&comm, ranks, id, rank, &config));
+  return comm;
+}
+
+/* ---- numbers: small integers, which every type holds exactly ---- */
+
+static const ncclDataType_t kTypes[] = {ncclInt8,    ncclUint8,    ncclInt32,      ncclUint32,
+                                        ncclInt64,   ncclUint64,   ncclFloat16,    ncclFloat32,
+                                        ncclFloat64, ncclBfloat16, ncclFloat8e4m3, ncclFloat8e5m2};
+static const size_t kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+
+/* Bits of a small float with `mantissa` bits and an exponent that is biased by `bias`; exact where it fits.
+ */
+static uint64_t small_float(double value, int mantissa, int bias) {
+  if (value == 0) return 0;
+  int exponent = 0;
+  while (value >= 2) value /= 2, ++exponent;
+  while (value < 1) value *= 2, --exponent;
+  return ((uint64_t)(exponent + bias) << mantissa) | (uint64_t)((value - 1) * (double)(1 << mantissa));
+}
+static void put(void* buffer, size_t at, ncclDataType_t type, double value) {
+  union {
+    int64_t i;
+    uint64_t u;
+    float f;
+    double d;
+  } x;
+  switch (type) {
+    case ncclFloat16:
+      x.u = small_float(value, 10, 15);
+      break;
+    case ncclBfloat16:
+      x.u = small_float(value, 7, 127);
+      break;
+    case ncclFloat8e4m3:
+      x.u = small_float(value, 3, 7);
+      break;
+    case ncclFloat8e5m2:
+      x.u = small_float(value, 2, 15);
+      break;
+    case ncclFloat32:
+      x.f = (float)value;
+      break;
+    case ncclFloat64:
+      x.d = value;
+      break;
+    default:
+      x.i = (int64_t)value;
+  }
+  memcpy((char*)buffer + at * kBytes[type], &x, kBytes[type]);
+}
+static int is(const void* buffer, size_t at, ncclDataType_t type, double value) {
+  char wanted[8];
+  put(wanted, 0, type, value);
+  return memcmp((const char*)buffer + at * kBytes[type], wanted, kBytes[type]) == 0;
+}
+/* 1 or 2, so that sums, products and averages of up to 5 ranks stay exact in 8 bits or are known. */
+static double value(int of_rank, size_t at) {
+  return 1 + (double)((of_rank + at) % 2);
+}
+static void fill(void* buffer, size_t count, ncclDataType_t type, int of_rank) {
+  for (size_t i = 0; i < count; ++i) put(buffer, i, type, value(of_rank, i));
+}
+static double reduced(ncclRedOp_t op, size_t at) {
+  double sum = 0, product = 1, most = 1, least = 2;
+  for (int r = 0; r < ranks; ++r) {
+    const double v = value(r, at);
+    sum += v;
+    product *= v;
+    most = v > most ? v : most;
+    least = v < least ? v : least;
+  }
+  return op == ncclSum    ? sum
+         : op == ncclProd ? product
+         : op == ncclMax  ? most
+         : op == ncclMin  ? least
+                          : sum / ranks;
+}
+
+static void reductions(ncclComm_t comm, size_t count, ncclDataType_t type, ncclRedOp_t op) {
+  const size_t all = count * (size_t)ranks, bytes = kBytes[type];
+  char *src = calloc(all + 1, bytes), *dst = calloc(all + 1, bytes), *kept = calloc(all + 1, bytes);
+  fill(src, all, type, rank);
+  memcpy(kept, src, all * bytes);
+  dst[all * bytes] = 'x';
+  OK(ncclAllReduce(src, dst, all, type, op, comm, NULL));
+  for (size_t i = 0; i < all; ++i)
+    if (!is(dst, i, type, reduced(op, i)))
+      FAIL("all reduce of %zu, type %d, op %d, at %zu", all, type, op, i);
+  MUST(memcmp(src, kept, all * bytes) == 0 && dst[all * bytes] == 'x');
+  memcpy(dst, src, all * bytes);
+  OK(ncclAllReduce(dst, dst, all, type, op, comm, NULL));
+  for (size_t i = 0; i < all; ++i) MUST(is(dst, i, type, reduced(op, i)));
+  memset(dst, 7, all * bytes);
+  OK(ncclReduceScatter(src, dst, count, type, op, comm, NULL));
+  for (size_t i = 0; i < count; ++i) MUST(is(dst, i, type, reduced(op, (size_t)rank * count + i)));
+  MUST(memcmp(src, kept, all * bytes) == 0);
+  memcpy(dst, src, all * bytes);
+  OK(ncclReduceScatter(dst, dst + (size_t)rank * count * bytes, count, type, op, comm, NULL));
+  for (size_t i = 0; i < count; ++i)
+    MUST(is(dst, (size_t)rank * count + i, type, reduced(op, (size_t)rank * count + i)));
+  for (int root = 0; root < ranks; root += ranks > 1 ? ranks - 1 : 1) {
+    memset(dst, 7, all * bytes);
+    OK(ncclReduce(src, rank == root ? dst : NULL, all, type, op, root, comm, NULL));
+    MUST(memcmp(src, kept, all * bytes) == 0);
+    if (rank == root)
+      for (size_t i = 0; i < all; ++i) MUST(is(dst, i, type, reduced(op, i)));
+  }
+  free(src), free(dst), free(kept);
+}
+
+static void movements(ncclComm_t comm, size_t count, ncclDataType_t type) {
+  const size_t all = count * (size_t)ranks, bytes = kBytes[type];
+  char *src = calloc(all + 1, bytes), *dst = calloc(all + 1, bytes);
+  fill(src, all, type, rank);
+  OK(ncclAllGather(src, dst, count, type, comm, NULL));
+  for (int r = 0; r < ranks; ++r)
+    for (size_t i = 0; i < count; ++i) MUST(is(dst, (size_t)r * count + i, type, value(r, i)));
+  memset(dst, 7, all * bytes);
+  memcpy(dst + (size_t)rank * count * bytes, src, count * bytes);
+  OK(ncclAllGather(dst + (size_t)rank * count * bytes, dst, count, type, comm, NULL));
+  for (int r = 0; r < ranks; ++r)
+    for (size_t i = 0; i < count; ++i) MUST(is(dst, (size_t)r * count + i, type, value(r, i)));
+  for (int form = 0; form < 2; ++form) {
+    memset(dst, 7, all * bytes);
+    OK((form ? ncclAllToAll : ncclAlltoAll)(src, dst, count, type, comm, NULL));
+    for (int r = 0; r < ranks; ++r)
+      for (size_t i = 0; i < count; ++i)
+        MUST(is(dst, (size_t)r * count + i, type, value(r, (size_t)rank * count + i)));
+  }
+  for (int root = 0; root < ranks; ++root) {
+    memset(dst, 7, all * bytes);
+    OK(ncclBroadcast(rank == root ? src : NULL, dst, all, type, root, comm, NULL));
+    for (size_t i = 0; i < all; ++i) MUST(is(dst, i, type, value(root, i)));
+    memcpy(dst, src, all * bytes);
+    OK(ncclBcast(dst, all, type, root, comm, NULL));
+    for (size_t i = 0; i < all; ++i) MUST(is(dst, i, type, value(root, i)));
+    memset(dst, 7, all * bytes);
+    OK(ncclGather(src, rank == root ? dst : NULL, count, type, root, comm, NULL));
+    if (rank == root)
+      for (int r = 0; r < ranks; ++r)
+        for (size_t i = 0; i < count; ++i) MUST(is(dst, (size_t)r * count + i, type, value(r, i)));
+    memset(dst, 7, all * bytes);
+    OK(ncclScatter(rank == root ? src : NULL, dst, count, type, root, comm, NULL));
+    for (size_t i = 0; i < count; ++i) MUST(is(dst, i, type, value(root, (size_t)rank * count + i)));
+  }
+  free(src), free(dst);
+}
+
+static void collectives(void) {
+  ncclComm_t comm = join();
+  const size_t counts[] = {1, 3, 1025, 50001};
+  for (size_t t = 0; t < sizeof kTypes / sizeof kTypes[0]; ++t)
+    for (int op = ncclSum; op <= ncclAvg; ++op) {
+      const int is_exact = op != ncclAvg || ranks == 2 || ranks == 4 || kTypes[t] <= ncclUint64;
+      if (kTypes[t] == ncclFloat8e5m2 && (op == ncclSum || op == ncclAvg) && ranks > 2)
+        continue; /* 5, 7: inexact */
+      if (op == ncclAvg && (!is_exact || kTypes[t] > ncclUint64) && kTypes[t] != ncclFloat32) continue;
+      if (op == ncclAvg && ranks == 3 && kTypes[t] == ncclFloat32) continue;
+      reductions(comm, 45, kTypes[t], (ncclRedOp_t)op);
+    }
+  for (size_t t = 0; t < sizeof kTypes / sizeof kTypes[0]; ++t) movements(comm, 45, kTypes[t]);
+  for (size_t c = 0; c < sizeof counts / sizeof counts[0]; ++c) {
+    reductions(comm, counts[c], ncclFloat32, ncclSum);
+    reductions(comm, counts[c], ncclFloat16, ncclMax);
+    movements(comm, counts[c], ncclFloat32);
+  }
+  reductions(comm, 400000, ncclFloat32, ncclSum);
+  /* Zero elements: nothing happens, null pointers too. */
+  OK(ncclAllReduce(NULL, NULL, 0, ncclFloat32, ncclSum, comm, NULL));
+  OK(ncclAllGather(NULL, NULL, 0, ncclFloat32, comm, NULL));
+  OK(ncclSend(NULL, 0, ncclFloat32, (rank + 1) % ranks, comm, NULL));
+  weftNcclCount_t rows[32];
+  const int count = weftNcclCounts(rows, 32);
+  int found = 0;
+  for (int i = 0; i < count; ++i)
+    if (!strcmp(rows[i].name, "ncclAllReduce")) found = rows[i].served > 10 && rows[i].forwarded == 0;
+  MUST(found);
+  OK(ncclCommFinalize(comm));
+  OK(ncclCommDestroy(comm));
+}
+
+static void operators(void) {
+  ncclComm_t comm = join();
+  float in[5], out[5], third = 0.25f;
+  int32_t whole[3], sum[3], factor = -3;
+  uint16_t half = 0x4000, halves[2]; /* 2.0 */
+  ncclRedOp_t op, integer, small;
+  OK(ncclRedOpCreatePreMulSum(&op, &third, ncclFloat32, ncclScalarHostImmediate, comm));
+  OK(ncclRedOpCreatePreMulSum(&integer, &factor, ncclInt32, ncclScalarDevice, comm));
+  OK(ncclRedOpCreatePreMulSum(&small, &half, ncclFloat16, ncclScalarHostImmediate, comm));
+  MUST(op >= ncclNumOps && integer != op);
+  for (int i = 0; i < 5; ++i) in[i] = (float)(4 * rank + 8 * i);
+  OK(ncclAllReduce(in, out, 5, ncclFloat32, op, comm, NULL));
+  for (int i = 0; i < 5; ++i) MUST(out[i] == (float)(ranks * (ranks - 1) / 2 + 2 * i * ranks));
+  for (int i = 0; i < 3; ++i) whole[i] = rank - i;
+  OK(ncclReduce(whole, sum, 3, ncclInt32, integer, ranks - 1, comm, NULL));
+  for (int i = 0; i < 3; ++i) {
+    MUST(whole[i] == rank - i);
+    if (rank == ranks - 1) MUST(sum[i] == -3 * (ranks * (ranks - 1) / 2 - ranks * i));
+  }
+  put(halves, 0, ncclFloat16, 1);
+  put(halves, 1, ncclFloat16, 3);
+  OK(ncclAllReduce(halves, halves, 2, ncclFloat16, small, comm, NULL));
+  MUST(is(halves, 0, ncclFloat16, 2 * ranks) && is(halves, 1, ncclFloat16, 6 * ranks));
+  MUST(ncclAllReduce(whole, sum, 3, ncclInt32, op, comm, NULL) == ncclInvalidArgument);
+  OK(ncclRedOpDestroy(op, comm));
+  MUST(ncclAllReduce(in, out, 5, ncclFloat32, op, comm, NULL) == ncclInvalidArgument);
+  MUST(ncclRedOpDestroy(op, comm) == ncclInvalidArgument);
+  OK(ncclCommDestroy(comm));
+}
+
+static void transfers(void) {
+  ncclComm_t comm = join();
+  const size_t most = 700001;
+  float* out = malloc(most * 4);
+  float* in = malloc(most * 4 * (size_t)ranks);
+  const int next = (rank + 1) % ranks, previous = (rank + ranks - 1) % ranks;
+  const size_t counts[] = {1, 1000, 700001};
+  for (int c = 0; c < 3; ++c) {
+    const size_t count = counts[c];
+    for (size_t i = 0; i < count; ++i) out[i] = (float)(rank * 10 + (int)(i % 7));
+    /* Around the ring at once. */
+    OK(ncclGroupStart());
+    OK(ncclSend(out, count, ncclFloat32, next, comm, NULL));
+    OK(ncclRecv(in, count, ncclFloat32, previous, comm, NULL));
+    OK(ncclGroupEnd());
+    for (size_t i = 0; i < count; ++i) MUST(in[i] == (float)(previous * 10 + (int)(i % 7)));
+    /* Everybody to everybody, itself included, receives first; the count differs by pair. */
+    OK(ncclGroupStart());
+    for (int r = 0; r < ranks; ++r)
+      OK(ncclRecv(in + (size_t)r * most, count / (size_t)(1 + (r + rank) % 3), ncclFloat32, r, comm, NULL));
+    OK(ncclGroupStart());
+    for (int r = 0; r < ranks; ++r)
+      OK(ncclSend(out, count / (size_t)(1 + (r + rank) % 3), ncclFloat32, r, comm, NULL));
+    OK(ncclGroupEnd());
+    OK(ncclGroupEnd());
+    for (int r = 0; r < ranks; ++r)
+      for (size_t i = 0; i < count / (size_t)(1 + (r + rank) % 3); ++i)
+        MUST(in[(size_t)r * most + i] == (float)(r * 10 + (int)(i % 7)));
+  }
+  /* Several messages between two ranks: grouped on one side, one by one on the other, bytes at odd addresses.
+   */
+  char bytes[3][301];
+  if (rank == 0) {
+    for (int i = 0; i < 3; ++i) memset(bytes[i], 'a' + i, sizeof bytes[i]);
+    OK(ncclGroupStart());
+    for (int i = 0; i < 3; ++i) OK(ncclSend(bytes[i] + 1, 300, ncclInt8, 1, comm, NULL));
+    OK(ncclGroupEnd());
+  } else if (rank == 1) {
+    memset(bytes, 0, sizeof bytes);
+    for (int i = 0; i < 3; ++i) OK(ncclRecv(bytes[i] + 1, 300, ncclInt8, 0, comm, NULL));
+    for (int i = 0; i < 3; ++i) MUST(bytes[i][0] == 0 && bytes[i][1] == 'a' + i && bytes[i][300] == 'a' + i);
+  }
+  /* A collective and a transfer in one group. */
+  float one = 1, total = 0;
+  OK(ncclGroupStart());
+  OK(ncclSend(out, 3, ncclFloat32, next, comm, NULL));
+  OK(ncclAllReduce(&one, &total, 1, ncclFloat32, ncclSum, comm, NULL));
+  OK(ncclRecv(in, 3, ncclFloat32, previous, comm, NULL));
+  OK(ncclGroupEnd());
+  MUST(total == (float)ranks && in[0] == (float)(previous * 10));
+  /* Sizes of their own. */
+  size_t src_counts[16], src_places[16], dst_counts[16], dst_places[16], at = 0, came = 0;
+  for (int r = 0; r < ranks; ++r) {
+    src_counts[r] = (size_t)(rank * r + r), dst_counts[r] = (size_t)(r * rank + rank);
+    src_places[r] = at, dst_places[r] = came;
+    at += src_counts[r], came += dst_counts[r];
+  }
+  for (int r = 0; r < ranks; ++r)
+    for (size_t i = 0; i < src_counts[r]; ++i) out[src_places[r] + i] = (float)(rank * 100 + r);
+  OK(ncclAllToAllv(out, src_counts, src_places, in, dst_counts, dst_places, ncclFloat32, comm, NULL));
+  for (int r = 0; r < ranks; ++r)
+    for (size_t i = 0; i < dst_counts[r]; ++i) MUST(in[dst_places[r] + i] == (float)(r * 100 + rank));
+  free(out), free(in);
+  OK(ncclCommDestroy(comm));
+}
+
+static void splits(void) {
+  ncclComm_t comm = join(), half = NULL, none = (ncclComm_t)&comm, again = NULL;
+  /* Keys turn the order of ranks around. */
+  OK(ncclCommSplit(comm, rank % 2, -rank, &half, NULL));
+  int count = 0, mine = -1, device = -1;
+  OK(ncclCommCount(half, &count));
+  OK(ncclCommUserRank(half, &mine));
+  OK(ncclCommCuDevice(half, &device));
+  const int members = (ranks + 1 - rank % 2) / 2;
+  MUST(count == members && mine == members - 1 - rank / 2 && device == 0);
+  int one = rank, sum = 0, wanted = 0;
+  OK(ncclAllReduce(&one, &sum, 1, ncclInt32, ncclSum, half, NULL));
+  for (int r = rank % 2; r < ranks; r += 2) wanted += r;
+  MUST(sum == wanted);
+  OK(ncclCommSplit(comm, rank == 0 ? NCCL_SPLIT_NOCOLOR : 3, 0, &none, NULL));
+  MUST((none == NULL) == (rank == 0));
+  if (none) {
+    OK(ncclAllReduce(&one, &sum, 1, ncclInt32, ncclSum, none, NULL));
+    MUST(sum == ranks * (ranks - 1) / 2);
+    OK(ncclCommDestroy(none));
+  }
+  OK(ncclCommSplit(half, 0, mine, &again, NULL)); /* of a split */
+  OK(ncclAllReduce(&one, &sum, 1, ncclInt32, ncclSum, again, NULL));
+  MUST(sum == wanted);
+  OK(ncclCommDestroy(again));
+  OK(ncclCommDestroy(half));
+  OK(ncclAllReduce(&one, &sum, 1, ncclInt32, ncclSum, comm, NULL));
+  MUST(sum == ranks * (ranks - 1) / 2);
+  OK(ncclCommDestroy(comm));
+}
+
+static void errors(void) {
+  int version = 0;
+  OK(ncclGetVersion(&version));
+  MUST(version >= 22000);
+  ncclUniqueId strange;
+  memset(&strange, 1, sizeof strange);
+  ncclComm_t comm = NULL;
+  MUST(ncclCommInitRank(&comm, 2, strange, 0) == ncclInvalidArgument && comm == NULL);
+  MUST(strstr(ncclGetLastError(NULL), "commId"));
+  MUST(ncclCommInitRank(&comm, 2, strange, 2) == ncclInvalidArgument);
+  comm = join();
+  float x[4] = {0};
+  MUST(ncclAllReduce(x, x, 4, (ncclDataType_t)12, ncclSum, comm, NULL) == ncclInvalidArgument);
+  MUST(strstr(ncclGetLastError(comm), "datatype: got 12"));
+  MUST(ncclAllReduce(x, x, 4, ncclFloat32, (ncclRedOp_t)77, comm, NULL) == ncclInvalidArgument);
+  MUST(ncclAllReduce(NULL, x, 4, ncclFloat32, ncclSum, comm, NULL) == ncclInvalidArgument);
+  MUST(ncclAllReduce(x, x, 4, ncclFloat32, ncclSum, NULL, NULL) == ncclInvalidArgument);
+  MUST(ncclBroadcast(x, x, 4, ncclFloat32, ranks, comm, NULL) == ncclInvalidArgument);
+  MUST(strstr(ncclGetLastError(comm), "allowed: 0 to"));
+  MUST(ncclSend(x, 4, ncclFloat32, rank, comm, NULL) == ncclInvalidUsage);
+  MUST(ncclGroupEnd() == ncclInvalidUsage);
+  MUST(ncclPutSignal(x, 1, ncclFloat32, 0, NULL, 0, 0, 0, 0, comm, NULL) == ncclInvalidUsage);
+  MUST(strstr(ncclGetLastError(comm), "needs the real NCCL"));
+  MUST(!strcmp(ncclGetErrorString(ncclSuccess), "no error") && ncclGetErrorString((ncclResult_t)99));
+  ncclResult_t state = ncclInternalError;
+  OK(ncclCommGetAsyncError(comm, &state));
+  MUST(state == ncclSuccess);
+  void *memory = NULL, *handle = NULL, *back = NULL;
+  ncclWindow_t window = NULL;
+  OK(ncclMemAlloc(&memory, 100000));
+  OK(ncclCommRegister(comm, memory, 100000, &handle));
+  OK(ncclCommWindowRegister(comm, memory, 100000, &window, NCCL_WIN_COLL_SYMMETRIC));
+  OK(ncclWinGetUserPtr(comm, window, &back));
+  MUST(back == memory);
+  OK(ncclAllGather(memory, memory, 0, ncclFloat32, comm, NULL));
+  OK(ncclCommWindowDeregister(comm, window));
+  OK(ncclCommDeregister(comm, handle));
+  OK(ncclMemFree(memory));
+  OK(ncclCommDestroy(comm));
+  OK(ncclCommDestroy(NULL));
+}
+
+/* The last rank stays away; the others find out by their deadline (WEFT_TIMEOUT_S). */
+static void lost(void) {
+  ncclComm_t comm = join();
+  float x = 1, y = 0;
+  OK(ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, comm, NULL));
+  if (rank == ranks - 1) return;
+  MUST(ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, comm, NULL) == ncclRemoteError);
+  MUST(strstr(ncclGetLastError(comm), "waited"));
+  ncclResult_t state = ncclSuccess;
+  OK(ncclCommGetAsyncError(comm, &state));
+  MUST(state == ncclRemoteError);
+  MUST(ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, comm, NULL) == ncclRemoteError);
+  OK(ncclCommAbort(comm));
+}
+
+static void* abort_soon(void* comm) {
+  usleep(300000);
+  OK(ncclCommAbort(comm));
+  return NULL;
+}
+/* One thread waits for a rank that never comes, another aborts; far before the deadline. */
+static void aborts(void) {
+  ncclComm_t comm = join();
+  float x = 1, y = 0;
+  OK(ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, comm, NULL));
+  if (rank == ranks - 1) {
+    sleep(2);
+    OK(ncclCommAbort(comm));
+    return;
+  }
+  pthread_t thread;
+  MUST(pthread_create(&thread, NULL, abort_soon, comm) == 0);
+  MUST(ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, comm, NULL) != ncclSuccess);
+  pthread_join(thread, NULL);
+}
+
+/* One process, several communicators: as nccl-tests with -g. */
+static void in_one_process(void) {
+  enum { kComms = 3 };
+  ncclComm_t comms[kComms], named[kComms];
+  int devices[kComms] = {0, 0, 0};
+  OK(ncclCommInitAll(comms, kComms, devices));
+  float in[kComms][1000], out[kComms][1000];
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    for (int c = 0; c < kComms; ++c)
+      for (int i = 0; i < 1000; ++i) in[c][i] = (float)(c + i);
+    OK(ncclGroupStart());
+    for (int c = 0; c < kComms; ++c)
+      OK(ncclAllReduce(in[c], out[c], 1000, ncclFloat32, ncclSum, comms[c], NULL));
+    OK(ncclGroupEnd());
+    for (int c = 0; c < kComms; ++c)
+      for (int i = 0; i < 1000; ++i) MUST(out[c][i] == (float)(3 + 3 * i));
+  }
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  OK(ncclGroupStart());
+  for (int c = 0; c < kComms; ++c) OK(ncclCommInitRankScalable(&named[c], kComms, c, 1, &id, NULL));
+  OK(ncclGroupEnd());
+  for (int c = 0; c < kComms; ++c) {
+    int mine = -1;
+    OK(ncclCommUserRank(named[c], &mine));
+    MUST(mine == c);
+    OK(ncclCommDestroy(named[c]));
+    OK(ncclCommDestroy(comms[c]));
+  }
+  OK(ncclCommInitAll(comms, 1, NULL));
+  in[0][0] = 5;
+  OK(ncclAllReduce(in[0], out[0], 1, ncclFloat32, ncclAvg, comms[0], NULL));
+  MUST(out[0][0] == 5);
+  OK(ncclGroupStart());
+  OK(ncclSend(in[0], 10, ncclFloat32, 0, comms[0], NULL));
+  OK(ncclRecv(out[0], 10, ncclFloat32, 0, comms[0], NULL));
+  OK(ncclGroupEnd());
+  MUST(memcmp(in[0], out[0], 40) == 0);
+  OK(ncclCommDestroy(comms[0]));
+}
+
+/* What the ABI fixes. */
+static void abi(void) {
+  MUST(sizeof(ncclUniqueId) == 128 && sizeof(ncclConfig_t) == 96 && sizeof(ncclSimInfo_t) == 24);
+  MUST(offsetof(ncclConfig_t, netName) == 32 && offsetof(ncclConfig_t, commName) == 48);
+  MUST(ncclFloat8e5m2 == 11 && ncclAvg == 4 && sizeof(ncclRedOp_t) == 4);
+}
+
+int main(int count, char** arguments) {
+  if (count != 5) return 2;
+  rank = atoi(arguments[2]);
+  ranks = atoi(arguments[3]);
+  id_file = arguments[4];
+  const struct {
+    const char* name;
+    void (*run)(void);
+  } tests[] = {{"collectives", collectives},
+               {"operators", operators},
+               {"transfers", transfers},
+               {"splits", splits},
+               {"errors", errors},
+               {"lost", lost},
+               {"aborts", aborts},
+               {"in_one_process", in_one_process},
+               {"abi", abi}};
+  for (size_t i = 0; i < sizeof tests / sizeof tests[0]; ++i)
+    if (!strcmp(tests[i].name, arguments[1])) return tests[i].run(), 0;
+  return 2;
+}

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ElasticBuffer against the oracle: both layouts, cached and worst-case calls, rounding, sessions, bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft.testing import oracle
+from weft.testing.cases import MoeCase
+from weft.testing.elastic_refs import combine as combine_reference
+from weft.testing.ranks import Rank, RankPool
+
+ALIGNMENT = 8
+
+
+@pytest.fixture(scope="module", params=(1, 2, 3, 4))
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with RankPool(request.param, with_gpus=False) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    with RankPool(2, with_gpus=False) as ranks:
+        yield ranks
+
+
+def kept_buffer(rank: Rank, multiple: bool = True) -> weft.ElasticBuffer:
+    """Return this rank's buffer of the pool, made at its first use."""
+    key = f"elastic {multiple}"
+    if key not in rank.kept:
+        rank.kept[key] = weft.ElasticBuffer(
+            rank.group, num_bytes=16 << 20, allow_multiple_reduction=multiple, num_gpu_timeout_secs=30
+        )
+    return rank.kept[key]
+
+
+def case_for(num_ranks: int, **options: Any) -> MoeCase:
+    tokens = tuple((7, 0, 12, 5)[r] for r in range(num_ranks))
+    return MoeCase(**{"tokens": tokens, "hidden": 72, "top_k": 4, "num_experts": 4 * num_ranks, **options})
+
+
+def dispatch(buffer: weft.ElasticBuffer, case: MoeCase, x: Any = None, **options: Any) -> Any:
+    me = buffer.rank_idx
+    return buffer.dispatch(
+        case.x(me) if x is None else x,
+        case.topk_idx(me),
+        case.topk_weights(me),
+        num_experts=case.num_experts,
+        num_max_tokens_per_rank=max(case.tokens),
+        **options,
+    )
+
+
+def slot_values(case: MoeCase, rank: int) -> Tensor:
+    """Return bf16 [tokens, top_k, hidden]: what each slot's expert makes of the token; any rank computes it.
+
+    Two slots cancel and are so large that the others vanish beside them: any other order of adding shows.
+    """
+    factors = 1 + case.topk_idx(rank).float() / 7
+    for slot, factor in ((1, 2.0**26), (2, -(2.0**26))):
+        factors[:, slot : slot + 1] = factor
+    return (case.x(rank).float().unsqueeze(1) * factors.unsqueeze(2)).bfloat16()
+
+
+def reference(case: MoeCase, rank: int, multiple: bool, biases: tuple[Tensor, Tensor]) -> Tensor:
+    values, ids = slot_values(case, rank), case.topk_idx(rank)
+    return combine_reference(values, ids, 1, case.num_ranks, case.num_experts, biases, multiple)
+
+
+def check_rows(rank: Rank, case: MoeCase, **options: Any) -> None:
+    buffer, me = kept_buffer(rank), rank.rank
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, me)
+    n, most = len(rows.src_rank), max(case.tokens)
+    x, idx, weights, handle, event = dispatch(buffer, case, **options)
+    assert event.event is None
+    assert torch.equal(x[:n], rows.take(case.all_x()))
+    assert torch.equal(idx[:n], rows.topk_idx)
+    assert torch.equal(weights[:n], rows.take(case.all_weights()))  # unmasked
+    assert torch.equal(handle.recv_src_metadata[:n, 0].long(), rows.src_rank * most + rows.src_token)
+    slots = torch.arange(case.top_k).expand_as(rows.topk_idx).masked_fill(rows.topk_idx < 0, -1)
+    assert torch.equal(
+        handle.recv_src_metadata[:n, 1].long(), rows.src_rank * case.top_k + slots.amax(1, keepdim=True)[:, 0]
+    )
+    assert (handle.recv_src_metadata[:, 2:] == -1).all()
+    assert torch.equal(handle.psum_num_recv_tokens_per_scaleup_rank.long(), rows.per_source.cumsum(0))
+    aligned = [-(-count // ALIGNMENT) * ALIGNMENT for count in rows.per_expert]
+    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == rows.per_expert
+    assert handle.psum_num_recv_tokens_per_expert.tolist() == torch.tensor(aligned).cumsum(0).tolist()
+    if options.get("do_cpu_sync") is False:
+        assert handle.num_recv_tokens == len(x) == max(rank.size * most, 1)
+        assert handle.num_recv_tokens_per_expert_list == []
+        assert (idx[n:] == -1).all()
+    else:
+        assert handle.num_recv_tokens == len(x) == n
+        assert handle.num_recv_tokens_per_expert_list == aligned
+
+    y = torch.zeros_like(x)
+    values = [slot_values(case, r) for r in range(rank.size)]
+    held = rows.take(values)
+    total = torch.zeros_like(held[:, 0], dtype=torch.float32)
+    for k in range(case.top_k):
+        total += held[:, k].float().masked_fill(rows.topk_idx[:, k : k + 1] < 0, 0)
+    y[:n] = total.bfloat16()
+    biases = (case.bias(me, 0), case.bias(me, 1))
+    combined, back, _ = buffer.combine(y, handle, topk_weights=weights, bias=biases)
+    assert torch.equal(combined, reference(case, me, True, biases))
+    assert torch.equal(back, case.topk_weights(me).masked_fill(case.topk_idx(me) < 0, 0))
+
+    cached = buffer.dispatch(case.x(me), topk_weights=case.topk_weights(me), handle=handle)
+    assert cached[3] is handle
+    assert torch.equal(cached[0][:n], x[:n])
+    assert torch.equal(cached[1], idx)
+    assert torch.equal(cached[2][:n], weights[:n])
+    assert buffer.dispatch(case.x(me), handle=handle)[2] is None
+
+
+def check_expanded(rank: Rank, case: MoeCase, multiple: bool = True, **options: Any) -> None:
+    buffer, me = kept_buffer(rank, multiple), rank.rank
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, me)
+    n = len(rows.src_rank)
+    x, idx, weights, handle, _ = dispatch(buffer, case, do_expand=True, do_zero_padding=True, **options)
+    assert idx is None
+    y = torch.full_like(x, float("nan"))  # padding must not matter
+    sources, source_weights = rows.take(case.all_x()), rows.take(case.all_weights())
+    values = rows.take([slot_values(case, r) for r in range(rank.size)])
+    expected = torch.full_like(rows.topk_idx, -1)
+    begin, seen = 0, torch.zeros(len(x), dtype=torch.bool)
+    for expert, count in enumerate(rows.per_expert):
+        row, slot = (rows.topk_idx == expert).nonzero(as_tuple=True)
+        at = begin + torch.arange(count)
+        assert torch.equal(x[at], sources[row])
+        assert torch.equal(weights[at], source_weights[row, slot])
+        assert handle.psum_num_recv_tokens_per_expert[expert] == begin + count
+        y[at], expected[row, slot], seen[at] = values[row, slot], at, True
+        begin += -(-count // ALIGNMENT) * ALIGNMENT
+    assert (x[~seen] == 0).all()
+    assert (weights[~seen] == 0).all()
+    assert torch.equal(handle.recv_src_metadata[:n, 2:].long(), expected)
+    if options.get("do_cpu_sync") is False:
+        local = len(rows.per_expert)
+        slots = max(rank.size * max(case.tokens), 1) * min(case.top_k, local)
+        assert len(x) == -(-(slots + (ALIGNMENT - 1) * local) // ALIGNMENT) * ALIGNMENT
+    else:
+        assert len(x) == begin == sum(handle.num_recv_tokens_per_expert_list)
+    assert handle.num_expanded_tokens == len(x)
+
+    biases = (case.bias(me, 0), case.bias(me, 1))
+    combined, back, _ = buffer.combine(y, handle, topk_weights=weights if multiple else None, bias=biases)
+    assert torch.equal(combined, reference(case, me, multiple, biases))
+    if multiple:
+        assert torch.equal(back, case.topk_weights(me).masked_fill(case.topk_idx(me) < 0, 0))
+    again = buffer.dispatch(
+        case.x(me), topk_weights=case.topk_weights(me), handle=handle, do_expand=True, do_zero_padding=True
+    )
+    assert torch.equal(again[0], x)
+    assert torch.equal(again[2], weights)
+
+
+@pytest.mark.parametrize("sync", [None, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"routing": "any"},
+        {"routing": "none"},
+        {"routing": "one expert"},
+        {"top_k": 1},
+        {"empty_share": 0.9},
+    ],
+    ids=str,
+)
+def test_rows_per_rank(pool: RankPool, options: dict[str, Any], sync: bool | None) -> None:
+    check = partial(check_rows, expert_alignment=ALIGNMENT, do_cpu_sync=sync)
+    pool.run(check, case_for(pool.num_ranks, **options))
+
+
+@pytest.mark.parametrize("sync", [None, False])
+@pytest.mark.parametrize("multiple", [True, False])
+@pytest.mark.parametrize("options", [{}, {"empty_share": 0.9}, {"routing": "none"}, {"top_k": 1}], ids=str)
+def test_rows_per_expert(pool: RankPool, options: dict[str, Any], multiple: bool, sync: bool | None) -> None:
+    case = case_for(pool.num_ranks, **options)
+    check = partial(check_expanded, expert_alignment=ALIGNMENT, do_cpu_sync=sync)
+    pool.run(check, case, multiple)
+
+
+def test_no_tokens_anywhere(pair: RankPool) -> None:
+    case = case_for(2, tokens=(0, 0))
+    for check in (check_rows, check_expanded):
+        pair.run(partial(check, expert_alignment=ALIGNMENT), case)
+
+
+def test_experts_that_ranks_do_not_divide(pair: RankPool) -> None:
+    case = case_for(2, num_experts=7)
+    pair.run(check_received_only, case)
+
+
+def check_received_only(rank: Rank, case: MoeCase) -> None:
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    x, idx, _, handle, _ = dispatch(kept_buffer(rank), case)
+    assert torch.equal(x, rows.take(case.all_x()))
+    assert torch.equal(idx, rows.topk_idx)
+    assert handle.num_recv_tokens_per_expert_list == rows.per_expert
+
+
+def check_scales(rank: Rank, case: MoeCase, col_major: bool, do_expand: bool) -> None:
+    quantized = [x.to(torch.float8_e4m3fn) for x in case.all_x()]
+    scales = [case.scales(r, 3) for r in range(rank.size)]
+    me = rank.rank
+    mine = scales[me].T.contiguous().T
+    buffer = kept_buffer(rank)
+    (x, sf), _, _, _, _ = dispatch(
+        buffer, case, (quantized[me], mine), do_expand=do_expand, use_tma_aligned_col_major_sf=col_major
+    )
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, me)
+    bytes_of, scales_of = rows.take([q.view(torch.uint8) for q in quantized]), rows.take(scales)
+    if do_expand:
+        row = torch.cat([(rows.topk_idx == e).nonzero()[:, 0] for e in range(len(rows.per_expert))])
+        bytes_of, scales_of = bytes_of[row], scales_of[row]
+    assert x.dtype == torch.float8_e4m3fn
+    assert torch.equal(x.view(torch.uint8), bytes_of)
+    assert torch.equal(sf, scales_of)
+    if col_major:
+        assert sf.stride() == (1, -(-sf.size(0) // 4) * 4)
+    else:
+        assert sf.is_contiguous()
+
+
+@pytest.mark.parametrize("col_major", [False, True])
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_fp8_rows_bring_their_scales(pair: RankPool, col_major: bool, do_expand: bool) -> None:
+    pair.run(check_scales, case_for(2, hidden=384, tokens=(6, 9)), col_major, do_expand)
+
+
+def check_repeats(rank: Rank, case: MoeCase) -> None:
+    buffer = kept_buffer(rank)
+    first = dispatch(buffer, case, do_expand=True, do_zero_padding=True)
+    combined = buffer.combine(first[0], first[3])[0]
+    for _ in range(5):
+        again = dispatch(buffer, case, do_expand=True, do_zero_padding=True)
+        again[3].deterministic_sort()
+        assert torch.equal(again[0], first[0])
+        assert torch.equal(again[3].recv_src_metadata, first[3].recv_src_metadata)
+        assert torch.equal(buffer.combine(again[0], again[3])[0], combined)
+
+
+def test_repeats_are_bitwise_equal(pool: RankPool) -> None:
+    pool.run(check_repeats, case_for(pool.num_ranks))
+
+
+def check_stats_and_copies(rank: Rank, case: MoeCase) -> None:
+    buffer, me = kept_buffer(rank), rank.rank
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, me)
+    stats = torch.full((len(rows.per_expert),), 5, dtype=torch.int32)
+    ids = case.topk_idx(me)
+    for copies in (True, False):
+        handle = buffer.dispatch(
+            case.x(me),
+            ids,
+            cumulative_local_expert_recv_stats=stats,
+            num_experts=case.num_experts,
+            num_max_tokens_per_rank=max(case.tokens),
+            do_handle_copy=copies,
+        )[3]
+        assert (handle.topk_idx.data_ptr() != ids.data_ptr()) == copies
+        sent = handle.dst_buffer_slot_idx
+        assert torch.equal(sent >= 0, ids >= 0)
+    assert stats.tolist() == [5 + 2 * count for count in rows.per_expert]
+
+
+def test_stats_are_added_to_and_ids_are_copied_when_asked(pair: RankPool) -> None:
+    pair.run(check_stats_and_copies, case_for(2, tokens=(6, 9)))
+
+
+def check_sessions(rank: Rank) -> None:
+    buffer = kept_buffer(rank)
+    mine = [torch.full((3, 5), rank.rank + 1.0), torch.arange(7) + rank.rank, torch.rand(5000)]
+    everyone: list[Any] = [None] * rank.size
+    torch.distributed.all_gather_object(everyone, mine, group=rank.group)
+    limit = sum(buffer.get_agrs_num_max_session_bytes(rank.group, tuple(t.shape), t.dtype) for t in mine)
+    buffer.agrs_set_config(limit, 2)
+    with buffer.agrs_new_session():
+        *gathered, wait = buffer.all_gather(mine)
+        wait()
+        for i, result in enumerate(gathered):
+            assert torch.equal(result, torch.stack([theirs[i] for theirs in everyone]))
+        with pytest.raises(weft.Error, match="agrs_set_config") as refused:
+            buffer.all_gather(mine)
+        assert refused.value.code == "capacity"
+    with buffer.agrs_new_session():
+        tensor = buffer.agrs_get_inplace_tensor((4,), torch.int32)
+        tensor.fill_(rank.rank)
+        result, wait = buffer.all_gather(tensor)
+        wait()
+        assert result[:, 0].tolist() == list(range(rank.size))
+    with pytest.raises(weft.Error, match="session"):
+        buffer.all_gather(mine)
+    buffer.barrier()
+    buffer.barrier(with_cpu_sync=True)
+
+
+def test_sessions_gather_in_rank_order(pool: RankPool) -> None:
+    pool.run(check_sessions)
+
+
+def check_refusals(rank: Rank, case: MoeCase) -> None:
+    buffer, me = kept_buffer(rank), rank.rank
+    x, ids = case.x(me), case.topk_idx(me)
+    few: dict[str, Any] = {"num_experts": case.num_experts, "num_max_tokens_per_rank": 1}
+    with pytest.raises(weft.Error, match="num_max_tokens_per_rank"):
+        buffer.dispatch(x, ids, **few)
+    good = {**few, "num_max_tokens_per_rank": 99}
+    with pytest.raises(weft.Error, match="num_experts"):
+        buffer.dispatch(x, ids, num_max_tokens_per_rank=99)
+    with pytest.raises(weft.Error, match="expert twice"):
+        buffer.dispatch(x, torch.ones_like(ids), do_expand=True, **good)
+    with pytest.raises(weft.Error, match="topk_idx"):
+        buffer.dispatch(x, ids[:-1], **good)
+    with pytest.raises(weft.Error, match="expert_alignment"):
+        buffer.dispatch(x, ids, expert_alignment=0, **good)
+    y, _, _, handle, _ = dispatch(buffer, case)
+    with pytest.raises(weft.Error, match="do_expand"):
+        buffer.dispatch(x, handle=handle, do_expand=True)
+    with pytest.raises(weft.Error, match="topk_idx"):
+        buffer.dispatch(x, ids, handle=handle)
+    with pytest.raises(weft.Error, match="x: got"):
+        buffer.combine(y[:-1], handle)
+    with pytest.raises(weft.Error, match="x: got"):
+        buffer.combine(y.float(), handle)
+    with pytest.raises(weft.Error, match="another buffer"):
+        kept_buffer(rank, False).combine(y, handle)
+    with pytest.raises(weft.Error, match="num_bytes"):
+        weft.ElasticBuffer(rank.group, num_bytes=5)
+    with pytest.raises(weft.Error, match="num_bytes"):
+        weft.ElasticBuffer(rank.group)
+    assert torch.equal(buffer.combine(y, handle)[0].isnan().any(), torch.tensor(False))
+
+
+def test_bad_arguments_are_named_and_leave_the_buffer_usable(pair: RankPool) -> None:
+    pair.run(check_refusals, case_for(2, tokens=(6, 9)))

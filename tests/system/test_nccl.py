@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""compat/nccl on host memory: a C program for NCCL, linked with our libnccl, as several processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import weft
+
+SOURCE = Path(__file__).with_name("nccl_ranks.c")
+LIBRARY = Path(weft.__file__).parent / "nccl"
+HEADER = Path(__file__).parents[2] / "compat" / "nccl"
+
+pytestmark = pytest.mark.skipif(
+    not (LIBRARY / "libnccl.so.2").exists() or not shutil.which("cc"),
+    reason="needs a build with libnccl.so.2, and a C compiler",
+)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("nccl") / "nccl_ranks"
+    flags = ["-std=gnu11", "-O1", "-Wall", "-Werror", "-I", str(HEADER), "-pthread"]
+    subprocess.run(
+        ["cc", *flags, str(SOURCE), "-o", str(target), str(LIBRARY / "libnccl.so.2")], check=True, timeout=100
+    )
+    return target
+
+
+def _run(program: Path, test: str, ranks: int, folder: Path, **options: str) -> list[tuple[int, str]]:
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(LIBRARY),
+        "WEFT_NCCL_LIBRARY": "none",
+        "WEFT_NCCL_DEVICE": "cpu",
+        "WEFT_CACHE_DIR": str(folder / "cache"),
+        "WEFT_TIMEOUT_S": "60",
+        **options,
+    }
+    processes = [
+        subprocess.Popen(
+            [program, test, str(rank), str(ranks), str(folder / "id")],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        return [(p.wait(), p.stderr.read()) for p in processes for _ in [0] if p.stderr]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _pass(program: Path, test: str, ranks: int, folder: Path, **options: str) -> str:
+    answers = _run(program, test, ranks, folder, **options)
+    assert [code for code, _ in answers] == [0] * ranks, answers
+    return answers[0][1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_collective_type_and_reduction(program: Path, tmp_path: Path, ranks: int) -> None:
+    _pass(program, "collectives", ranks, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("test", ["operators", "transfers", "splits"])
+def test_calls(program: Path, tmp_path: Path, test: str, ranks: int) -> None:
+    _pass(program, test, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_errors_are_results_and_sentences(program: Path, tmp_path: Path, ranks: int) -> None:
+    _pass(program, "errors", ranks, tmp_path)
+
+
+def test_a_silent_rank_is_an_error_by_the_deadline(program: Path, tmp_path: Path) -> None:
+    _pass(program, "lost", 3, tmp_path, WEFT_TIMEOUT_S="2", WEFT_LOG="error")
+
+
+def test_abort_ends_a_call_of_another_thread(program: Path, tmp_path: Path) -> None:
+    _pass(program, "aborts", 3, tmp_path, WEFT_LOG="error")
+
+
+def test_several_communicators_in_one_process(program: Path, tmp_path: Path) -> None:
+    _pass(program, "in_one_process", 1, tmp_path)
+
+
+def test_layouts_are_those_of_the_abi(program: Path, tmp_path: Path) -> None:
+    _pass(program, "abi", 1, tmp_path)
+
+
+def test_the_report_counts_what_was_served(program: Path, tmp_path: Path) -> None:
+    report = _pass(program, "operators", 2, tmp_path, WEFT_NCCL_REPORT="1")
+    assert "ncclAllReduce 2 + 0; ncclReduce 1 + 0;" in report
+
+
+def test_a_bad_program_book_is_named_and_left_out(program: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.book"
+    bad.write_bytes(b"weftbook" + bytes(40))
+    said = _pass(program, "operators", 2, tmp_path, WEFT_PROGRAM_BOOK=str(bad))
+    assert "bad.book" in said and "not used" in said
+
+
+def test_every_name_of_the_real_library_is_exported() -> None:
+    """What a program or PyTorch may import from NCCL, by its header."""
+    names = subprocess.run(
+        ["nm", "-D", "--defined-only", LIBRARY / "libnccl.so.2"], capture_output=True, text=True, check=True
+    ).stdout
+    ours = {line.split()[-1] for line in names.splitlines()}
+    assert {name for name in ours if not name.startswith(("nccl", "pnccl", "weftNccl"))} == set()
+    torch = pytest.importorskip("torch")
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    if not library.exists():
+        pytest.skip("this torch has no CUDA, so it imports nothing of NCCL")
+    wanted = subprocess.run(["nm", "-D", "-u", library], capture_output=True, text=True, check=True).stdout
+    imported = {line.split()[-1].split("@")[0] for line in wanted.splitlines() if " nccl" in line}
+    assert imported <= ours, sorted(imported - ours)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The selector: files and tables join, bad ones are named and left out, and the log says why candidates lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.collectives.book import Part, write_book
+from weft.collectives.library import build
+from weft.collectives.selector import Selector, read_algorithms, table_name, write_table
+from weft.collectives.tune import table_rows
+from weft.collectives.xml import to_xml
+
+
+def test_folders_and_files_join_and_bad_ones_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = tmp_path / "ring.xml"
+    good.write_text(to_xml(build("allreduce_a100_ring", 3, inplace=True).compile()))
+    (tmp_path / "bad.xml").write_text("<algo")
+    caplog.set_level(logging.INFO, "weft.collectives")
+    found = read_algorithms(f"{tmp_path}:{good}:/nowhere", 3)
+    assert [algorithm.num_ranks for algorithm in found] == [3, 3]
+    assert "bad.xml is not used" in caplog.text and "/nowhere does not exist" in caplog.text
+    assert read_algorithms(str(good), 4) == [] and "for 3 ranks, not 4" in caplog.text
+    choice = Selector(3, "cpu", algorithm_dir=str(good)).choose("allreduce", 3 << 10, inplace=True)
+    assert "ring" in choice.algorithm.name
+
+
+def test_msccls_own_variables_name_algorithms() -> None:
+    show = "import weft._core as c; print(c.config().algorithm_dir)"
+
+    def value(**variables: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+        return subprocess.run(
+            [sys.executable, "-c", show], env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert value(MSCCL_ALGO_DIR="/a") == "/a"
+    assert value(MSCCL_XML_FILES="/a.xml:/b.xml") == "/a.xml:/b.xml"
+    assert value(MSCCL_ALGO_DIR="/a", NCCL_MSCCL_ENABLE="0") == ""
+    assert value(MSCCL_ALGO_DIR="/a", WEFT_ALGORITHM_DIR="/w") == "/w"
+
+
+def _measured() -> list[dict[str, object]]:
+    variant = {"algorithm": "allreduce_1step", "protocol": "LL", "instances": 1, "slice_bytes": 0}
+    times = {"allreduce_1step LL x1": 5.0, "allreduce_allpairs LL x1": 9.0}
+    row = {"call": "all_reduce", "bytes": 1024, "us": 5.0, "label": "allreduce_1step LL x1"}
+    return [{**row, "variant": variant, "measured_us": times}]
+
+
+def test_a_tuned_table_decides_and_the_log_has_what_the_others_took(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_table(tmp_path / table_name("cpu", "here", 4), "here", table_rows(_measured(), 4))
+    caplog.set_level(logging.DEBUG, "weft.collectives")
+    choice = Selector(4, "cpu", "here", tmp_path).choose("allreduce", 64 << 20, inplace=True)
+    assert choice.algorithm.name == "allreduce_1step"
+    assert "allreduce_allpairs LL x1: slower, measured 9.0 us" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"version": 1, "key": "here", "rows": [{}]})])
+def test_a_bad_table_is_left_out(tmp_path: Path, text: str) -> None:
+    (tmp_path / table_name("cpu", "here", 4)).write_text(text)
+    assert Selector(4, "cpu", "here", tmp_path).choose("allreduce", 1024, inplace=True).algorithm
+
+
+def test_a_book_is_written_from_a_table(tmp_path: Path) -> None:
+    write_table(tmp_path / table_name("cpu", "here", 2), "here", table_rows(_measured(), 2))
+    assert write_book(tmp_path / "b.book", [Part("cpu", 2, "here", tmp_path)]) >= 7
+    assert (tmp_path / "b.book").read_bytes().startswith(b"weftbook")

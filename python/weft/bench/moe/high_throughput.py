@@ -24,8 +24,8 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     o, me = bench.options, bench.me
     payload: peers.Payload = inputs.mine
     if o.dtype == "fp8":  # as the check does it: a GPU's torch divides a little differently
-        rows, scales = oracle.quantize_fp8(inputs.rows[me.rank])
-        payload = (rows.to(bench.device), scales.to(bench.device))
+        quantized, scales = oracle.quantize_fp8(inputs.rows[me.rank])
+        payload = (quantized.to(bench.device), scales.to(bench.device))
     buffers = {"weft": weft.Buffer}
     deep_ep = peers.real_deep_ep() if bench.on_gpu else None
     if deep_ep is not None:

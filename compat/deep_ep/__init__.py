@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weft under the names that programs written for DeepEP import. Nothing is implemented here."""
 
+from deep_ep import utils
 from deep_ep._C import topk_idx_t
 from weft import __version__ as _weft_version
 from weft.moe.buffer import Buffer
@@ -23,4 +24,5 @@ __all__ = [
     "get_logical_domain_size",
     "get_physical_domain_size",
     "topk_idx_t",
+    "utils",
 ]

@@ -67,6 +67,8 @@ struct ncclComm {
   int size() const { return size_; }
   weft::Device device() const { return device_; }
   ncclComm_t real() const { return real_; }
+  void note_finalized() { is_finalized_ = true; }
+  bool is_finalized() const { return is_finalized_; }
   const std::string& last_error() const { return last_error_; }
 
  private:
@@ -114,6 +116,7 @@ struct ncclComm {
   std::vector<weft::nccl::PreMulSum> ops_;
   std::mutex mutex_;
   std::atomic<bool> is_stopped_{false};
+  std::atomic<bool> is_finalized_{false};
   std::atomic<ncclResult_t> async_error_{ncclSuccess};
   std::string last_error_;
 };

@@ -106,8 +106,8 @@ WEFT_DEVICE constexpr ReceiveLayout receive_layout(uint64_t rows, uint64_t row_b
 }
 
 // Combine is pipelined in chunks of rows of one (source, owner) pair, each with its own signal.
-inline constexpr uint32_t kMaxChunks = 256;
-inline constexpr uint32_t kMinChunkRows = 16;
+inline constexpr uint32_t kMaxChunks = 1024;
+inline constexpr uint32_t kMinChunkRows = 4;
 WEFT_DEVICE constexpr uint32_t chunk_rows(uint32_t pair_rows) {
   const uint32_t even = (pair_rows + kMaxChunks - 1) / kMaxChunks;
   return even > kMinChunkRows ? even : kMinChunkRows;

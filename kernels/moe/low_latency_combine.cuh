@@ -71,6 +71,7 @@ WEFT_DEVICE void send_weights(const C& c) {
     if (c.takes_own_weights()) copy_bytes(c.block, theirs, c.a.topk_weights, choices * sizeof(float));
     c.block.sync();
     if (c.block.rank() == 0) greet(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
+    c.block.sync();  // the greeting would wait for all that the block's warps answer by then
   }
 }
 

@@ -88,43 +88,49 @@ struct Dispatch {
 // --------------------------------------------------------------------------------------------------------
 
 template <class D>
-WEFT_DEVICE void clear_choices(const D& d, uint32_t experts) {
-  for (uint32_t i = d.block.rank(); i < experts; i += d.block.size()) d.so_far()[i] = 0;
+WEFT_DEVICE void clear_choices(const D& d) {
+  for (uint32_t i = d.block.rank(); i < d.ranks() * d.local_experts(); i += d.block.size()) d.so_far()[i] = 0;
 }
 
-// Adds up, in so_far()[expert - first_expert], what `entries` entries of topk_idx choose of `experts`
-// experts. Thread `rank` of the `size` that share the work.
+// Adds up, in so_far(), what `entries` entries of topk_idx choose. Thread `rank` of the `size` that share the
+// work.
 template <class D>
-WEFT_DEVICE void add_choices(const D& d, uint64_t entries, uint32_t first_expert, uint32_t experts,
-                             uint32_t rank, uint32_t size) {
+WEFT_DEVICE void add_choices(const D& d, uint64_t entries, uint32_t rank, uint32_t size) {
   for (uint64_t i = rank; i < entries; i += size) {
     const int64_t expert = expert_at(d.a.call.topk_idx, d.a.call.id_bytes, i);
-    if (expert >= first_expert && expert < int64_t{first_expert} + experts && expert < d.a.call.experts)
-      add_local(&d.so_far()[expert - first_expert], uint32_t{1});
+    if (expert >= 0 && expert < d.a.call.experts) add_local(&d.so_far()[expert], uint32_t{1});
   }
 }
 
-// The last blocks count, one peer each: they have the fewest lanes.
+// The last blocks tell peers the counts: those without a lane, or the very last one.
 template <class D>
-WEFT_DEVICE uint32_t first_counted_peer(const D& d) {
-  return d.block.count() - 1 - d.block.index();
+WEFT_DEVICE Range counting_blocks(const D& d) {
+  const uint32_t free = d.block.count() > d.lanes().count ? d.block.count() - d.lanes().count : 1;
+  const uint32_t count = free < d.ranks() ? free : d.ranks();
+  return {d.block.count() - count, d.block.count()};
 }
 
+// One warp per peer. `is_counted`: so_far() is already what all tokens choose.
 template <class D>
-WEFT_DEVICE void send_counts(const D& d) {
-  for (uint32_t peer = first_counted_peer(d); peer < d.ranks(); peer += d.block.count()) {
+WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
+  const Range blocks = counting_blocks(d);
+  if (d.block.index() < blocks.first) return;
+  if (!is_counted) {
+    add_choices(d, uint64_t{d.a.call.tokens} * d.top_k(), d.block.rank(), d.block.size());
+    d.block.sync();
+  }
+  const auto share = static_cast<uint32_t>(blocks.last - blocks.first);
+  const auto first = static_cast<uint32_t>(d.block.index() - blocks.first) + d.warp.index() * share;
+  for (uint32_t peer = first; peer < d.ranks(); peer += d.block.warps() * share) {
     if (d.present()[peer] == 0) continue;
-    clear_choices(d, d.local_experts());
-    d.block.sync();
-    add_choices(d, uint64_t{d.a.call.tokens} * d.top_k(), peer * d.local_experts(), d.local_experts(),
-                d.block.rank(), d.block.size());
-    d.block.sync();
     auto* theirs = reinterpret_cast<uint32_t*>(d.mesh.to(peer).mapped() + d.half_at() + d.half().counts) +
                    uint64_t{d.mesh.rank()} * d.local_experts();
-    for (uint32_t i = d.block.rank(); i < d.local_experts(); i += d.block.size()) theirs[i] = d.so_far()[i];
-    d.block.sync();
-    if (d.block.rank() == 0) greet(d.a.call, d.mesh, d.epoch, peer, 0);
+    for (uint32_t i = d.warp.rank(); i < d.local_experts(); i += d.warp.size())
+      theirs[i] = d.so_far()[peer * d.local_experts() + i];
+    d.warp.sync();
+    if (d.warp.rank() == 0) greet(d.a.call, d.mesh, d.epoch, peer, 0);
   }
+  d.block.sync();  // a greeting would wait for all that the block sends by then
 }
 
 // ---- step 2
@@ -265,10 +271,9 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
   const Range tokens = lane_tokens(d, lane);
   for (uint32_t i = d.block.rank(); i < d.ranks(); i += d.block.size()) d.sent()[i] = 0;
   if (!is_counted) {
-    clear_choices(d, d.ranks() * d.local_experts());
+    clear_choices(d);
     d.block.sync();
-    add_choices(d, tokens.first * d.top_k(), 0, d.ranks() * d.local_experts(), d.block.rank(),
-                d.block.size());
+    add_choices(d, tokens.first * d.top_k(), d.block.rank(), d.block.size());
   }
   d.block.sync();
   for (uint64_t t = tokens.first; t < tokens.last; ++t) {
@@ -502,22 +507,23 @@ WEFT_DEVICE void receive_lanes(const D& d) {
 }
 
 // What a block can do before it knows the call's number: bring its first row near, and count what tokens
-// before that one choose. Returns whether it counted. Warps from the second on, unless there is but one,
-// since the first is busy.
+// before that one choose, or what all tokens choose where it has no lane. Returns whether it counted; a block
+// that needs both counts later. Warps from the second on, unless there is but one, since the first is busy.
 template <class D>
-WEFT_DEVICE bool prepare_lane(const D& d) {
-  if (d.block.index() >= d.lanes().count) return false;
-  const Range tokens = lane_tokens(d, d.block.index());
-  const bool counts = first_counted_peer(d) >= d.ranks();  // else so_far() is needed for send_counts()
+WEFT_DEVICE bool prepare_send(const D& d) {
+  const bool has_lane = d.block.index() < d.lanes().count;
+  const bool tells = d.block.index() >= counting_blocks(d).first;
+  const bool counts = has_lane != tells;
   const uint32_t apart = d.block.warps() > 1 ? d.warp.size() : 0;
   if (d.block.rank() < apart) return counts;
   const uint32_t rank = d.block.rank() - apart;
   const uint32_t size = d.block.size() - apart;
+  const Range tokens = has_lane ? lane_tokens(d, d.block.index()) : Range{d.a.call.tokens, d.a.call.tokens};
   constexpr uint32_t kLineBytes = 128;
   if (tokens.first < tokens.last)
     for (uint64_t at = rank * kLineBytes; at < d.a.x_row_bytes; at += size * kLineBytes)
       prefetch(d.a.x + tokens.first * d.a.x_row_bytes + at);
-  if (counts) add_choices(d, tokens.first * d.top_k(), 0, d.ranks() * d.local_experts(), rank, size);
+  if (counts) add_choices(d, tokens.first * d.top_k(), rank, size);
   return counts;
 }
 
@@ -530,17 +536,17 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
   const Span traced(a.call.wait.trace, Work::kLowLatencyCall, d.block.rank() == 0);
   auto* shared_epoch = d.template at<uint64_t>(0);
   const bool sends = (a.call.phases & kPhaseSend) != 0;
-  if (sends) low_latency::clear_choices(d, d.ranks() * d.local_experts());
+  if (sends) low_latency::clear_choices(d);
   if (d.block.rank() == 0) *d.found() = 0;
   d.block.sync();
   if (d.warp.index() == 0)
     low_latency::begin_call(a.call, d.block, d.warp, mesh, shared_epoch, d.present(),
                             Site::kLowLatencyDispatchSlot);
-  const bool is_counted = sends && low_latency::prepare_lane(d);
+  const bool is_counted = sends && low_latency::prepare_send(d);
   d.block.sync();
   d.epoch = {*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};
   if (sends) {
-    low_latency::send_counts(d);
+    low_latency::send_counts(d, is_counted);
     low_latency::send_lanes(d, is_counted);
   }
   if (a.call.phases & kPhaseReceive) {

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""compute-sanitizer finds nothing in a small job of two ranks."""
+"""compute-sanitizer finds nothing in a small job of two ranks.
+
+Not its racecheck: it knows barriers, but not a release and acquire of a flag in shared memory, by which warps of
+low-latency dispatch and of combine hand over. ThreadSanitizer knows both, and watches the same code on the host.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ _TOOL = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-saniti
 
 
 @pytest.mark.skipif(not Path(_TOOL).exists(), reason="compute-sanitizer is not installed")
-@pytest.mark.parametrize("check", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("check", ["memcheck", "synccheck"])
 def test_the_sanitizer_finds_nothing(check: str) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [_TOOL, "--tool", check, "--target-processes", "all", "--error-exitcode", "99", *launcher]
@@ -30,4 +34,4 @@ def test_the_sanitizer_finds_nothing(check: str) -> None:
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-6000:]
     assert said.count("all agreed") == 2
-    assert "ERROR SUMMARY: 0 errors" in said or "0 hazards displayed" in said, said[-2000:]
+    assert "ERROR SUMMARY: 0 errors" in said, said[-2000:]

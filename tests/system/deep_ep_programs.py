@@ -169,7 +169,7 @@ def prefill(buffer: deep_ep.Buffer, rank: Rank, case: MoeCase, device: str) -> N
         handle=handle,
         topk_weights=None,
         config=buffer.get_combine_config(rank.size),
-        previous_event=previous_event,
+        previous_event=deep_ep.Buffer.capture(),
         async_finish=False,
         allocate_on_comm_stream=False,
     )

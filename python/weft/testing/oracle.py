@@ -190,7 +190,8 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
 
 def unpack_ue8m0(words: Tensor) -> Tensor:
     """Return float32 [..., 4 n] of packed biased exponents; the inverse of pack_ue8m0."""
-    exponents = (words.unsqueeze(-1) >> torch.tensor([0, 8, 16, 24], dtype=torch.int32)) & 0xFF
+    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32, device=words.device)
+    exponents = (words.unsqueeze(-1) >> shifts) & 0xFF
     return (exponents.flatten(-2) << 23).view(torch.float32)
 
 

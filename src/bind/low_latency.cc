@@ -13,11 +13,6 @@ namespace nb = nanobind;
 namespace weft {
 namespace {
 
-template <class T>
-T* pointer(uint64_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 // An attribute that takes a pointer as an integer.
 template <class Call, class T>
 void def_address(nb::class_<Call>& into, const char* name, T* Call::* field) {

@@ -7,11 +7,13 @@
 #include <algorithm>
 
 #include "kernels/collective/program.cuh"
+#include "kernels/moe/engram.cuh"
 #include "kernels/moe/high_throughput_combine.cuh"
 #include "kernels/moe/high_throughput_dispatch.cuh"
 #include "kernels/moe/high_throughput_layout.cuh"
 #include "kernels/moe/low_latency_combine.cuh"
 #include "kernels/moe/low_latency_dispatch.cuh"
+#include "kernels/moe/ring.cuh"
 #include "transports/mapped/channel.cuh"
 
 namespace weft {
@@ -68,6 +70,11 @@ const KernelRow kKernels[] = {
                      MappedMesh, LowLatencyDispatchShape, 512, kLowLatencyRows),
     WEFT_HOST_KERNEL("kernels/moe/low_latency_combine.cuh", low_latency_combine, LowLatencyCombineArgs,
                      MappedMesh, LowLatencyCombineShape, 512, kLowLatencyReplies),
+    WEFT_HOST_KERNEL("kernels/moe/ring.cuh", ring_send, RingArgs, MappedMesh, RingShape, 96,
+                     "whole_vecs=1; whole_vecs=0"),
+    WEFT_HOST_KERNEL("kernels/moe/ring.cuh", ring_receive, RingArgs, MappedMesh, RingShape, 96,
+                     "whole_vecs=1; whole_vecs=0"),
+    WEFT_HOST_KERNEL("kernels/moe/engram.cuh", engram_fetch, EngramArgs, MappedMesh, EngramShape, 512, ""),
     WEFT_HOST_KERNEL("kernels/collective/program.cuh", run_program, ProgramArgs, MappedMesh, ProgramShape,
                      512, kPrograms),
     WEFT_HOST_KERNEL("kernels/collective/program.cuh", scale_buffer, ScaleArgs, MappedMesh, ProgramShape, 512,

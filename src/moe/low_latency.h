@@ -18,11 +18,10 @@
 #include <cstdint>
 
 #include "base/status.h"
-#include "jit/jit.h"
 #include "kernels/moe/low_latency_args.h"
 #include "memory/window.h"
+#include "moe/fault_text.h"
 #include "plan/low_latency.h"
-#include "transports/mapped/channel.cuh"
 
 namespace weft {
 
@@ -104,9 +103,8 @@ class LowLatency {
   Status clear_masks(void* stream);
   Status query_masks(int32_t* out, void* stream);  // i32[R], device memory
 
-  // What a kernel gave up for, if one did: kPeerLost naming the silent rank; kInvalid, once, where ranks
-  // disagree.
-  Status fault();
+  // What a kernel gave up for since the last look: see take_fault().
+  Status fault() { return take_fault(*waits_.fault); }
 
   LowLatencySizes sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
   uint64_t routes_words(uint32_t max_tokens, uint32_t top_k, uint32_t experts, bool has_weights) const {
@@ -121,7 +119,7 @@ class LowLatency {
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
   LowLatencyCall common(const LowLatencySizes& sizes, uint32_t tokens, uint32_t phases,
                         uint32_t ticket) const;
-  Status launch(const KernelKey& key, const LowLatencyPlan& plan, const void* args, size_t args_bytes,
+  Status launch(KernelKey key, const LowLatencyPlan& plan, const void* args, size_t args_bytes,
                 const void* shape, void* stream);
   Status write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream);
 

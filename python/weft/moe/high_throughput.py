@@ -68,7 +68,6 @@ def layout(
 
 def dispatch(
     engine: Engine,
-    buffer: Any,
     rows: Rows,
     is_token_in_rank: Tensor,
     num_tokens_per_expert: Tensor,
@@ -112,7 +111,8 @@ def dispatch(
         num_sms,
     )
     state = DispatchState(
-        buffer=buffer,
+        engine_id=engine.identity,
+        rank=int(engine.communicator.rank),
         handle_id=notified.handle_id,
         num_experts=num_tokens_per_expert.size(0),
         top_k=row_format.top_k,

@@ -22,8 +22,9 @@ from torch import Tensor
 from weft import _core
 from weft.errors import Error, invalid
 from weft.moe import arguments
-from weft.moe.config import ceil_div, check_whole
+from weft.moe.config import check_whole, local_experts
 from weft.moe.engine import Engine, address
+from weft.moe.engines import Engines
 from weft.moe.events import EventOverlap
 
 SCALE_GROUP = 128  # channels that share an FP8 scale or a LogFMT range
@@ -36,8 +37,7 @@ Hook = Callable[[], None]
 class LowLatencyState:
     """What a dispatch leaves for its combine."""
 
-    buffer: Any
-    device: torch.device
+    engine_id: object
     max_tokens: int
     num_tokens: int
     top_k: int
@@ -73,16 +73,11 @@ class LowLatencyCalls:
     accordingly smaller.
     """
 
+    _engines: Engines
     rank: int
     group_size: int
     low_latency_mode: bool
     enable_shrink: bool
-
-    def _engine(self, argument: str, value: object) -> Engine:
-        raise NotImplementedError  # weft.Buffer has it
-
-    def _alive(self) -> Engine:
-        raise NotImplementedError  # weft.Buffer has it
 
     def _check_num_experts(self, num_experts: object) -> int:
         raise NotImplementedError  # weft.Buffer has it
@@ -201,8 +196,7 @@ class LowLatencyCalls:
             call.scale_expert_stride, call.scale_row_stride, call.scale_word_stride = scales.stride()
 
         state = LowLatencyState(
-            buffer=self,
-            device=engine.device,
+            engine_id=engine.identity,
             max_tokens=sizes.max_tokens,
             num_tokens=rows.size(0),
             top_k=ids.size(1),
@@ -353,10 +347,10 @@ class LowLatencyCalls:
 
     def _low_latency_engine(self, argument: str, value: object) -> Engine:
         """Return the engine for a tensor's device, or of the buffer's own for None."""
-        engine = self._alive()
+        engine = self._engines.alive()
         if not self.low_latency_mode:
             raise invalid("low_latency_mode", False, "True, when the buffer is made, for low-latency calls")
-        return engine if argument == "buffer" else self._engine(argument, value)
+        return engine if argument == "buffer" else self._engines.of(argument, value)
 
     def _shrinking_engine(self) -> Engine:
         engine = self._low_latency_engine("buffer", None)
@@ -365,14 +359,8 @@ class LowLatencyCalls:
         return engine
 
     def _check_low_latency_handle(self, handle: object, engine: Engine) -> LowLatencyState:
-        allowed = "what low_latency_dispatch() of this buffer returned"
-        if not isinstance(handle, LowLatencyHandle):
-            raise invalid("handle", arguments.describe(handle), allowed)
-        if handle.state.buffer is not self:
-            raise invalid("handle", "the handle of another buffer", allowed)
-        if handle.state.device != engine.device:
-            raise invalid("handle", f"one on {handle.state.device}", f"one on {engine.device}")
-        return handle.state
+        state: LowLatencyState = engine.check_handle(handle, LowLatencyHandle, "low_latency_dispatch")
+        return state
 
 
 @dataclass(frozen=True)
@@ -385,8 +373,7 @@ class _Sizes:
     @property
     def local_experts(self) -> int:
         """Experts that this rank owns."""
-        block = ceil_div(self.num_experts, self.num_ranks)
-        return max(min(block, self.num_experts - self.rank * block), 0)
+        return local_experts(self.num_experts, self.num_ranks, self.rank)
 
     @property
     def rows(self) -> int:

@@ -79,8 +79,15 @@ struct LowLatencyCombineArgs {
   std::byte* combined;      // bf16[T][H]
   uint32_t pieces;          // warps that share one reply: the same on all ranks
   uint32_t receive_splits;  // warps that share one token's sum: a multiple of pieces
+  // u32, written by this rank's other kernels: the rows behind one are there once it has reached
+  // signal_value.
+  const uint32_t* signals;  // [Le][signals_per_expert], or null: all rows are there
+  uint32_t signal_value;
+  uint32_t signals_per_expert;
+  uint32_t signal_rows;  // of an expert, that one signal stands for
+  uint32_t reserved;
 };
-static_assert(sizeof(LowLatencyCombineArgs) == 184);
+static_assert(sizeof(LowLatencyCombineArgs) == 208);
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.
 struct LowLatencyDispatchShape {

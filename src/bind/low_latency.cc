@@ -67,12 +67,17 @@ void bind_combine_call(nb::module_& module) {
       .def_rw("row_bytes", &Call::row_bytes)
       .def_rw("dispatch_had_weights", &Call::dispatch_had_weights)
       .def_rw("x_row_bytes", &Call::x_row_bytes)
+      .def_rw("signal_value", &Call::signal_value)
+      .def_rw("signals_per_expert", &Call::signals_per_expert)
+      .def_rw("signal_rows", &Call::signal_rows)
+      .def_rw("num_sms", &Call::num_sms)
       .def_rw("ticket", &Call::ticket);
   def_address(call, "topk_idx", &Call::topk_idx);
   def_address(call, "topk_weights", &Call::topk_weights);
   def_address(call, "x", &Call::x);
   def_address(call, "routes", &Call::routes);
   def_address(call, "combined", &Call::combined);
+  def_address(call, "signals", &Call::signals);
   def_address(call, "wait_cycles", &Call::wait_cycles);
   def_address(call, "stream", &Call::stream);
 }

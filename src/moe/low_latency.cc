@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/low_latency.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 
@@ -150,7 +151,10 @@ Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
   const LowLatencySizes all = sizes(call.max_tokens, call.top_k, call.experts);
   const LowLatencyCombineShape shape{ranks(),    all.experts_per_rank(),           call.top_k, call.row_bytes,
                                      call.reply, call.dispatch_had_weights ? 1 : 0};
-  const LowLatencyPlan plan = plan_low_latency_combine(all, shape, call.tokens, limits_);
+  ComputeLimits limits = limits_;
+  if (call.num_sms != 0 && (phases & kPhaseSend) != 0)
+    limits.max_blocks = std::min(limits.max_blocks, call.num_sms);
+  const LowLatencyPlan plan = plan_low_latency_combine(all, shape, call.tokens, limits);
   WEFT_TRY(check(all, call.tokens, plan));
   LowLatencyCombineArgs args{};
   args.call = common(all, call.tokens, phases, call.ticket);
@@ -166,6 +170,10 @@ Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
   args.combined = static_cast<std::byte*>(call.combined);
   args.pieces = plan.pieces;
   args.receive_splits = plan.receive_splits;
+  args.signals = static_cast<const uint32_t*>(call.signals);
+  args.signal_value = call.signal_value;
+  args.signals_per_expert = call.signals_per_expert;
+  args.signal_rows = call.signal_rows;
   return launch(key_of(shape), plan, &args, sizeof(args), &shape, call.stream);
 }
 

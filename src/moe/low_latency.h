@@ -79,6 +79,12 @@ struct LowLatencyCombineCall {
   const int32_t* routes = nullptr;
   void* combined = nullptr;         // bf16[T][H]
   uint64_t* wait_cycles = nullptr;  // [R], added to, or null
+  // u32[Le][signals_per_expert], or null: when rows of x are there; see LowLatencyCombineArgs.
+  const void* signals = nullptr;
+  uint32_t signal_value = 0;
+  uint32_t signals_per_expert = 0;
+  uint32_t signal_rows = 0;
+  uint32_t num_sms = 0;  // that the send phase may take; 0: all
   uint32_t ticket = 0;
   void* stream = nullptr;
 };

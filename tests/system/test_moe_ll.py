@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -742,3 +744,98 @@ def check_local_view(rank: Rank, case: MoeCase) -> None:
 
 def test_its_memory_may_be_zeroed_between_calls(pair: RankPool) -> None:
     pair.run(check_local_view, SMALL)
+
+
+def raise_signals(y: Tensor, rows: Tensor, signals: Tensor, rows_per_signal: int, value: int) -> None:
+    """What the kernels of an overlapped layer do: fill a block of rows, then say so, last block first."""
+    per_expert = signals.numel() // y.size(0)
+    for at in reversed(range(signals.numel())):
+        expert, first = at // per_expert, at % per_expert * rows_per_signal
+        y[expert, first : first + rows_per_signal] = rows[expert, first : first + rows_per_signal]
+        for step in range(1, value + 1):
+            signals.view(-1)[at] = step
+        time.sleep(0.002)
+
+
+def check_overlap(rank: Rank, by_block: bool, options: dict[str, Any], hook: bool) -> None:
+    buffer, case = ll_buffer(rank), SMALL
+    topk_idx, weights = case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    recv, counts, handle, _, _ = buffer.low_latency_dispatch(
+        case.x(rank.rank), topk_idx, MOST_TOKENS, case.num_experts, use_fp8=False
+    )
+    rows = torch.zeros_like(recv)
+    for expert, count in enumerate(counts.tolist()):
+        rows[expert, :count] = recv[expert, :count] * 0.5
+    expected, _, _ = buffer.low_latency_combine(rows, topk_idx, weights, handle, **options)
+    block_m = 5
+    blocks = -(-rows.size(1) // block_m)
+    for _ in range(3):
+        y = torch.full_like(rows, float("nan"))
+        if by_block:
+            signals = torch.zeros(rows.size(0) * blocks, dtype=torch.int32)
+            how: dict[str, Any] = {
+                "comp_signal": signals,
+                "block_m": block_m,
+                "threshold": 3,
+                "packed_recv_count": counts,
+                "num_sms": 3,
+            }
+        else:
+            signals = torch.zeros(rows.size(0), dtype=torch.uint32)
+            how = {"src_signals": signals, "src_signal_expect_value": 3}
+        layer = Thread(
+            target=raise_signals, args=(y, rows, signals, block_m if by_block else rows.size(1), 3)
+        )
+        layer.start()
+        combined, _, receive = buffer.low_latency_combine(
+            y, topk_idx, weights, handle, overlap=True, return_recv_hook=hook, **how, **options
+        )
+        if receive is not None:
+            receive()
+        layer.join()
+        assert torch.equal(combined, expected)
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("options", [{}, {"exact": True}, {"use_logfmt": True}], ids=str)
+@pytest.mark.parametrize("by_block", [False, True])
+def test_combine_sends_rows_as_their_signals_come(
+    pair: RankPool, by_block: bool, options: dict[str, Any], hook: bool
+) -> None:
+    pair.run(check_overlap, by_block, options, hook)
+
+
+def refuse_signals(rank: Rank) -> None:
+    buffer, case = ll_buffer(rank), SMALL
+    topk_idx, weights = case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    recv, _, handle, _, _ = buffer.low_latency_dispatch(
+        case.x(rank.rank), topk_idx, MOST_TOKENS, case.num_experts, use_fp8=False
+    )
+    local, rows = recv.shape[:2]
+    good = torch.zeros(local, dtype=torch.int32)
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({}, "overlap: got True with neither"),
+        ({"src_signals": good, "comp_signal": good}, "overlap: got True with both"),
+        ({"src_signals": good[1:]}, "src_signals"),
+        ({"src_signals": good.float()}, "src_signals"),
+        ({"src_signals": good, "src_signal_expect_value": -1}, "src_signal_expect_value"),
+        ({"comp_signal": good}, rf"comp_signal: got .*, allowed: .*\[{local * -(-rows // 64)}\]")
+        if rows > 64
+        else ({"comp_signal": good[1:]}, "comp_signal"),
+        ({"comp_signal": good, "block_m": 0}, "block_m"),
+        ({"comp_signal": good, "block_m": rows, "threshold": 1.5}, "threshold"),
+        ({"src_signals": good, "packed_recv_count": good[1:]}, "packed_recv_count"),
+        ({"src_signals": good, "num_sms": -1}, "num_sms"),
+    ]
+    for options, message in bad:
+        with pytest.raises(weft.Error, match=message):
+            buffer.low_latency_combine(recv, topk_idx, weights, handle, overlap=True, **options)
+    # Without overlap nobody looks at them.
+    combined, _, _ = buffer.low_latency_combine(
+        torch.zeros_like(recv), topk_idx, weights, handle, src_signals=good, src_signal_expect_value=9
+    )
+    assert not combined.any()
+
+
+def test_bad_signals_are_refused(pair: RankPool) -> None:
+    pair.run(refuse_signals)

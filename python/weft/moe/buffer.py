@@ -14,6 +14,7 @@ experts from r * ceil(E / R) on; the last ranks own fewer where E is not a multi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -287,7 +288,8 @@ class Buffer(LowLatencyCalls):
 
         Args:
             x: [T, hidden], contiguous, rows of whole 16-byte words, any element type; or (rows, scales),
-                scales float32 or int32 [T, n] in any strides.
+                scales float32 or int32 [T, n] in any strides; or NVFP4: (int32 [T, hidden / 8], E4M3 scales of 16
+                channels as int32 [T, hidden / 64] in any strides, the global scale float32 [1], [T] or [T, 1]).
             handle: of an earlier dispatch: repeat its routes, without ids and counts.
             num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert: what
                 get_dispatch_layout() returned; not with a handle.
@@ -298,7 +300,8 @@ class Buffer(LowLatencyCalls):
                 rest of such rows undefined. Needs topk_idx. weft.Error, code capacity, when more rows came.
             config: only its num_sms matters.
             previous_event, async_finish, allocate_on_comm_stream: see the class.
-        Returns: (recv_x [N, hidden] or (rows, scales [N, n]), recv_topk_idx [N, K]: local expert ids, -1
+        Returns: (recv_x [N, hidden], (rows, scales [N, n]) or (rows, scales, global scales
+            [N, 1]); recv_topk_idx [N, K]: local expert ids, -1
             elsewhere, or None; recv_topk_weights float32 [N, K]: 0 elsewhere, or None; slots for each local
             expert, or [] with num_worst_tokens; handle; event). Rows come in order of source rank, then of
             source token. With a handle: (recv_x, None, None, None, None, event).
@@ -306,7 +309,7 @@ class Buffer(LowLatencyCalls):
         Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E.
         """
         engine = self._engines.of("x", x)
-        rows = high_throughput.Rows(*arguments.check_rows_with_scales(x, "tokens", engine.device))
+        rows = _check_payload(x, engine)
         previous = handle_of(previous_event, "previous_event")
         arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
         arguments.check_deterministic_fill(engine.device)
@@ -329,7 +332,7 @@ class Buffer(LowLatencyCalls):
                 "topk_idx", "None with num_worst_tokens", "expert ids, to tell rows from their tail"
             )
         engine.begin(previous)
-        rows = high_throughput.Rows(rows.x, rows.scales, ids, weights)
+        rows = replace(rows, topk_idx=ids, topk_weights=weights)
         received, state, counts = high_throughput.dispatch(
             engine, rows, in_rank, per_expert, num_worst_tokens, num_sms
         )
@@ -511,3 +514,11 @@ class Buffer(LowLatencyCalls):
     def _require_config(config: object) -> None:
         if not isinstance(config, Config):
             raise invalid("config", arguments.describe(config), "a Config")
+
+
+def _check_payload(x: Payload, engine: Engine) -> high_throughput.Rows:
+    """Return the rows of x: a tensor, a pair with scales, or an NVFP4 triple."""
+    if isinstance(x, (tuple, list)) and len(x) == 3:
+        rows, scales = arguments.check_nvfp4_rows(x, "tokens", engine.device)
+        return high_throughput.Rows(rows, scales, has_global_scale=True)
+    return high_throughput.Rows(*arguments.check_rows_with_scales(x, "tokens", engine.device))

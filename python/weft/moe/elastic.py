@@ -218,7 +218,8 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             )
             del received
         event = engine.finish(bool(async_with_compute_stream), (data, scales, ids, weights, handle.topk_idx))
-        engine.hand_over(_flat(outputs))
+        data_out = outputs[0] if isinstance(outputs[0], tuple) else (outputs[0],)
+        engine.hand_over([*data_out, *outputs[1:]])
         return (*outputs, handle, event)
 
     # -- combine ---------------------------------------------------------------------------------------------
@@ -321,8 +322,3 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         local = local_experts(num_experts, self.num_ranks, self.rank_idx)
         name = "cumulative_local_expert_recv_stats"
         return arguments.check_tensor(name, stats, (local,), (torch.int32,), engine.device)
-
-
-def _flat(outputs: tuple[Payload, Tensor | None, Tensor | None]) -> list[Tensor | None]:
-    data, *rest = outputs
-    return [*(data if isinstance(data, tuple) else (data,)), *rest]

@@ -90,8 +90,7 @@ def outputs(
     received: Received, handle: EPHandle, has_weights: bool, zero_padding: bool, col_major: bool
 ) -> tuple[Payload, Tensor | None, Tensor | None]:
     """Return rows, ids and weights in the handle's layout."""
-    payload = received.payload()
-    data, scales = payload if isinstance(payload, tuple) else (payload, None)
+    data, scales = received.parts()
     weights = received.weights() if has_weights else None
     expansion = handle.expansion
     if expansion is not None:

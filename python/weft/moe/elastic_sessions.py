@@ -148,9 +148,7 @@ def _gather_rows(engine: Engine, rows: Tensor) -> Tensor:
         received, _, _ = high_throughput.dispatch(
             engine, Rows(rows, None, combine_rows=0), in_rank, per_expert, total, _NUM_SMS
         )
-        payload = received.payload()
-    assert isinstance(payload, Tensor)
-    return payload
+    return received.parts()[0]
 
 
 def _as_rows(tensors: list[Tensor], sizes: list[int]) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from weft import _core
 from weft.errors import Error, invalid
 from weft.moe import arguments
-from weft.moe.config import check_whole, local_experts
+from weft.moe.config import ceil_div, check_whole, local_experts
 from weft.moe.engine import Engine, address
 from weft.moe.engines import Engines
 from weft.moe.events import EventOverlap
@@ -229,6 +229,14 @@ class LowLatencyCalls:
         combine_wait_recv_cost_stats: Tensor | None = None,
         *,
         exact: bool = False,
+        overlap: bool = False,
+        src_signals: Tensor | None = None,
+        src_signal_expect_value: int = 0,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int | None = None,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Return each token the weighted sum of its experts' rows.
 
@@ -246,9 +254,19 @@ class LowLatencyCalls:
             exact: every expert's row travels, and slots are summed in order in float32 with one rounding; so
                 too with use_logfmt. Otherwise a rank first sums its rows of a token, in float32, and rounds
                 that to bf16 as well: fewer bytes, one more rounding per rank.
+            overlap: rows of x may still be under way in other kernels of this rank, which raise signals; rows
+                travel as theirs are seen. Give src_signals or comp_signal. For it to help, call on a stream that
+                does not wait for those kernels, with return_recv_hook. The other arguments count only with it.
+            src_signals: int32 or uint32 [Le]: expert e's rows are there once src_signals[e] has reached
+                src_signal_expect_value.
+            comp_signal: int32 or uint32, Le * ceil(R * M / block_m) elements, expert-major: so many rows of an
+                expert are there once its block's has reached threshold. packed_recv_count: taken, int32 [Le].
+            num_sms: SMs that the send may take, so that the other kernels find some; None: 3 with comp_signal,
+                else all. On the CPU not looked at.
         Returns: (combined_x bf16 [T, hidden], event, hook or None). Slots of -1, and of masked ranks, add
         nothing.
-        Raises: weft.Error also, on all ranks, when they answer different dispatches.
+        Raises: weft.Error also, on all ranks, when they answer different dispatches. weft.PeerLost also on a rank
+        whose own signals stay away, naming the expert.
         """
         engine = self._low_latency_engine("x", x)
         arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
@@ -281,9 +299,27 @@ class LowLatencyCalls:
             torch.int64,
             engine.device,
         )
+        signals = _NO_SIGNALS
+        if overlap:
+            signals = _check_signals(
+                engine.device,
+                state.rows_shape,
+                src_signals,
+                src_signal_expect_value,
+                comp_signal,
+                block_m,
+                threshold,
+                num_sms,
+            )
+            _check_optional(
+                "packed_recv_count", packed_recv_count, (state.rows_shape[0],), torch.int32, engine.device
+            )
         combined = _output(engine, "out", out, (state.num_tokens, state.hidden), torch.bfloat16)
 
         call = _core.LowLatencyCombineCall()
+        call.signals, call.signal_value = address(signals.tensor), signals.value
+        call.signals_per_expert, call.signal_rows = signals.per_expert, signals.rows
+        call.num_sms = signals.num_sms
         call.max_tokens, call.tokens, call.top_k = state.max_tokens, state.num_tokens, state.top_k
         call.experts, call.id_bytes = state.num_experts, ids.element_size()
         call.row_bytes = call.x_row_bytes = state.hidden * 2
@@ -294,7 +330,7 @@ class LowLatencyCalls:
         call.dispatch_had_weights = state.had_weights
         call.x, call.routes, call.combined = address(rows), address(state.routes), address(combined)
         call.wait_cycles = address(costs)
-        used = (rows, ids, weights, costs, state.routes, combined)
+        used = (rows, ids, weights, costs, state.routes, signals.tensor, combined)
         event, hook = _launch(engine, engine.low_latency.combine, call, used, async_finish, return_recv_hook)
         return combined, event, hook
 
@@ -379,6 +415,59 @@ class _Sizes:
     def rows(self) -> int:
         """Rows of one expert at most."""
         return self.max_tokens * self.num_ranks
+
+
+@dataclass(frozen=True)
+class _Signals:
+    """When rows that a combine sends are there. tensor: int32 or uint32 [Le, per_expert], each for so many rows."""
+
+    tensor: Tensor | None
+    value: int
+    per_expert: int
+    rows: int
+    num_sms: int
+
+
+_NO_SIGNALS = _Signals(None, 0, 0, 0, 0)
+_SIGNALS = (torch.int32, torch.uint32)
+_MOST_SIGNAL = (1 << 31) - 1
+_OVERLAP_SMS = 3  # of a combine whose kernels raise signals block by block
+
+
+def _check_signals(
+    device: torch.device,
+    rows_shape: tuple[int, int, int],
+    src_signals: Tensor | None,
+    src_signal_expect_value: int,
+    comp_signal: Tensor | None,
+    block_m: int,
+    threshold: int,
+    num_sms: int | None,
+) -> _Signals:
+    """Check what low_latency_combine() was given with overlap."""
+    if (src_signals is None) == (comp_signal is None):
+        both = src_signals is not None
+        raise invalid(
+            "overlap",
+            f"True with {'both' if both else 'neither'} of src_signals and comp_signal",
+            "one of them",
+        )
+    local, rows = rows_shape[:2]
+    if src_signals is not None:
+        value = check_whole("src_signal_expect_value", src_signal_expect_value, 0, _MOST_SIGNAL)
+        tensor = arguments.check_tensor("src_signals", src_signals, (local,), _SIGNALS, device)
+        return _Signals(tensor, value, 1, rows, check_whole("num_sms", num_sms or 0, 0))
+    block = check_whole("block_m", block_m, 1, _MOST_SIGNAL)
+    value = check_whole("threshold", threshold, 0, _MOST_SIGNAL)
+    per_expert = ceil_div(rows, block)
+    sms = check_whole("num_sms", _OVERLAP_SMS if num_sms is None else num_sms, 0)
+    flat = (
+        comp_signal.view(-1)
+        if isinstance(comp_signal, Tensor) and comp_signal.is_contiguous()
+        else comp_signal
+    )
+    tensor = arguments.check_tensor("comp_signal", flat, (local * per_expert,), _SIGNALS, device)
+    return _Signals(tensor, value, per_expert, block, sms)
 
 
 def _payload(x: Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> int:

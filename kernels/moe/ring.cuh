@@ -49,23 +49,22 @@ WEFT_DEVICE void move_message(const RingArgs& a, Block block, Warp warp, const S
                               const std::byte* src) {
   const Pieces pieces{a.bytes, kRingPieceBytes};
   const Share share = share_of(block, warp, {0, block.warps()});
-  auto piece_of = [&](uint64_t item) { return share.index + item * share.total; };
   if (shape.whole_vecs == 0) {
-    for (uint64_t item = 0; item < share.count(pieces.per_row()); ++item) {
-      const uint64_t at = pieces.offset(piece_of(item));
-      copy_any(warp, dst + at, src + at, pieces.bytes(piece_of(item)));
-    }
+    for (uint64_t item = share.index; item < pieces.per_row(); item += share.total)
+      copy_any(warp, dst + pieces.offset(item), src + pieces.offset(item), pieces.bytes(item));
     return;
   }
   RowPipe<kPipeStages> pipe(
       warp, block.shared() + kPipeBarrierBytes + warp.index() * pipe_bytes(kRingPieceBytes), kRingPieceBytes);
+  Tasks tasks(warp, share, a.state);
   pipe.run(
-      share.count(pieces.per_row()),
-      [&](uint64_t item) {
-        return RowPiece{src + pieces.offset(piece_of(item)), pieces.bytes(piece_of(item))};
+      [&] {
+        const uint64_t item = tasks.take();
+        if (item >= pieces.per_row()) return RowItem<uint64_t>{};
+        return RowItem<uint64_t>{{src + pieces.offset(item), pieces.bytes(item)}, item};
       },
       [&](uint64_t item, RowPiece stage) {
-        pipe.store(warp.rank() == 0 ? dst + pieces.offset(piece_of(item)) : nullptr, stage);
+        pipe.store(warp.rank() == 0 ? dst + pieces.offset(item) : nullptr, stage);
       });
   pipe.drain();
 }
@@ -85,7 +84,7 @@ WEFT_KERNEL void ring_send(const RingArgs& a, const MeshT& mesh, const Shape& sh
   if (!last_block(block, &a.state->arrived, flag) || block.rank() != 0) return;
   store_relaxed(reinterpret_cast<uint64_t*>(window + ring::size_at(a, number)), a.bytes);
   mesh.to(a.peer).signal(a.at.arrived + a.side * sizeof(uint64_t), number);
-  a.state->epoch = number;
+  advance(a.state);
 }
 
 // A message of another size than this rank expects is dropped, and a fault says so.
@@ -105,7 +104,7 @@ WEFT_KERNEL void ring_receive(const RingArgs& a, const MeshT& mesh, const Shape&
   }
   if (!last_block(block, &a.state->arrived, flag) || block.rank() != 0) return;
   mesh.to(a.peer).signal(a.at.released + a.side * sizeof(uint64_t), number);
-  a.state->epoch = number;
+  advance(a.state);
 }
 
 }  // namespace weft

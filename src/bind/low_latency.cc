@@ -36,6 +36,7 @@ void bind_dispatch_call(nb::module_& module) {
       .def_rw("scale_expert_stride", &Call::scale_expert_stride)
       .def_rw("scale_row_stride", &Call::scale_row_stride)
       .def_rw("scale_word_stride", &Call::scale_word_stride)
+      .def_rw("tiled_scales", &Call::tiled_scales)
       .def_rw("ticket", &Call::ticket);
   def_address(call, "topk_idx", &Call::topk_idx);
   def_address(call, "topk_weights", &Call::topk_weights);
@@ -93,6 +94,9 @@ void bind_low_latency(nb::module_& module) {
   module.attr("PAYLOAD_FP8") = kPayloadFp8;
   module.attr("PAYLOAD_FP8_ROUNDED") = kPayloadFp8Rounded;
   module.attr("PAYLOAD_FP8_EXPONENT") = kPayloadFp8Exponent;
+  module.attr("PAYLOAD_MXFP8") = kPayloadMxfp8;
+  module.attr("PAYLOAD_NVFP4") = kPayloadNvfp4;
+  module.attr("PAYLOAD_NVFP4_EXPONENT") = kPayloadNvfp4Exponent;
   module.attr("REPLY_REDUCED") = kReplyReduced;
   module.attr("REPLY_EXACT") = kReplyExact;
   module.attr("REPLY_EXACT_LOG") = kReplyExactLog;

@@ -123,7 +123,7 @@ Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases)
                       static_cast<uint32_t>(call.payload * 2 + shape.weights)},
                      0};
   args.x = static_cast<const std::byte*>(call.x);
-  args.x_row_bytes = uint64_t{call.row_bytes} * (call.payload == kPayloadCopy ? 1 : 2);
+  args.x_row_bytes = call.row_bytes * shrinks_by(call.payload);
   args.x_scales = static_cast<const std::byte*>(call.x_scales);
   args.topk_weights = call.topk_weights;
   args.out = static_cast<std::byte*>(call.out);
@@ -131,6 +131,7 @@ Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases)
   args.scale_expert_stride = call.scale_expert_stride;
   args.scale_row_stride = call.scale_row_stride;
   args.scale_word_stride = call.scale_word_stride;
+  args.tiled_scales = call.tiled_scales ? 1 : 0;
   args.src_info = call.src_info;
   args.layout_range = call.layout_range;
   args.counts = call.counts;

@@ -44,13 +44,14 @@ struct LowLatencyDispatchCall {
   uint32_t scale_bytes = 0;        // of its scales on the wire: a multiple of 4
   const void* topk_idx = nullptr;  // [T][K], -1 = none
   const float* topk_weights = nullptr;  // [T][K]; null: none travel. On all ranks or on none
-  const void* x = nullptr;              // [T] rows: bf16[H] with FP8, else row_bytes
-  const void* x_scales = nullptr;       // [T] rows of scale_bytes, with kPayloadCopy
+  const void* x = nullptr;              // [T] rows: row_bytes with kPayloadCopy, else bf16[H]
+  const void* x_scales = nullptr;       // [T] rows of scale_bytes, with kPayloadCopy; f32 with NVFP4
   void* out = nullptr;                  // [Le][R * M] rows
   void* out_scales = nullptr;           // 4-byte words, with these strides in words
   uint64_t scale_expert_stride = 0;
   uint64_t scale_row_stride = 0;
   uint64_t scale_word_stride = 0;
+  bool tiled_scales = false;        // instead of the last two strides: see tiled_word()
   int32_t* src_info = nullptr;      // [Le][R * M]
   int64_t* layout_range = nullptr;  // [Le][R]
   int32_t* counts = nullptr;        // [Le]

@@ -26,9 +26,7 @@ from weft.moe.config import ceil_div, check_whole, local_experts
 from weft.moe.engine import Engine, address
 from weft.moe.engines import Engines
 from weft.moe.events import EventOverlap
-
-SCALE_GROUP = 128  # channels that share an FP8 scale or a LogFMT range
-GROUPS_PER_WORD = 4  # exponents in one int32
+from weft.moe.low_latency_formats import SCALE_GROUP, find_format, take_output
 
 Hook = Callable[[], None]
 
@@ -99,6 +97,10 @@ class LowLatencyCalls:
         return_recv_hook: bool = False,
         *,
         topk_weights: Tensor | None = None,
+        use_mxfp8: bool = False,
+        use_nvfp4: bool = False,
+        x_global_scale: Tensor | None = None,
+        use_ue8m0_for_sf: bool = False,
         out_packed_recv_x: Tensor | None = None,
         out_src_info: Tensor | None = None,
         out_layout_range: Tensor | None = None,
@@ -121,12 +123,20 @@ class LowLatencyCalls:
             return_recv_hook: send now, on the current stream; the results are there after hook(), which
                 receives on the same stream. In between no SM is in use. Not with async_finish.
             topk_weights: float32 [T, K], to travel along; two more results then.
-            out_packed_recv_x, out_src_info, out_layout_range, out_count: where to put results.
+            use_mxfp8: quantise per 32 channels to FP8 with power-of-two scales; hidden a multiple of 128.
+            use_nvfp4: quantise per 16 channels to 4 bits, with E4M3 scales (use_ue8m0_for_sf: powers of two)
+                relative to x_global_scale, float32 of one element, the same on all ranks (None: 1): a channel is
+                code * scale / x_global_scale. hidden a multiple of 64. These two go before use_fp8.
+            out_packed_recv_x, out_src_info, out_layout_range, out_count: where to put results, as rows lie in memory.
         Returns: (recv_x [Le, R * M, hidden], or with FP8 (recv_x float8_e4m3fn, scales); counts int32 [Le];
             with topk_weights then weights float32 [Le, R * M] and source ranks int32 [Le, R * M]; handle;
             event; hook or None). Rows [0, counts[e]) of expert e are valid, those of one source together; the
             order is otherwise free. Scales are float32 [Le, R * M, hidden / 128], or with UE8M0 int32
-            [Le, R * M, hidden / 512] whose byte j of word p is the exponent of group 4 p + j; column-major.
+            [Le, R * M, hidden / 512] whose byte j of word p is the exponent of group 4 p + j; column-major. MXFP8
+            has those of 32 channels, [Le, R * M, hidden / 128]. NVFP4 comes as matrix units take it: rows uint8
+            [R * M, hidden / 2, Le], the even channel in the low bits, each expert's in one piece, and scales
+            float8_e4m3fn (int8 exponents) [32, 4, ceil(R * M / 128), 4, hidden / 64, Le]: row 128 a + 32 b + c,
+            block 4 d + e at [c, b, a, e, d].
         Raises: weft.Error also, on all ranks, when they disagree about sizes or format; capacity when the
             buffer's num_rdma_bytes are too few, or an expert got more than R * M rows.
         """
@@ -141,7 +151,16 @@ class LowLatencyCalls:
         rows = arguments.check_rows("x", x, "tokens", (torch.bfloat16,), engine.device)
         ids = arguments.check_topk_idx(topk_idx, rows.size(0), engine.device)
         arguments.check_expert_ids(ids, sizes.num_experts)
-        payload = _payload(rows, bool(use_fp8), bool(round_scale), bool(use_ue8m0))
+        form = find_format(
+            rows.size(1),
+            use_fp8=bool(use_fp8),
+            round_scale=bool(round_scale),
+            use_ue8m0=bool(use_ue8m0),
+            use_mxfp8=bool(use_mxfp8),
+            use_nvfp4=bool(use_nvfp4),
+            use_ue8m0_for_sf=bool(use_ue8m0_for_sf),
+        )
+        global_scale = _check_global_scale(x_global_scale, use_nvfp4, engine)
         stats = _check_optional(
             "cumulative_local_expert_recv_stats",
             cumulative_local_expert_recv_stats,
@@ -162,22 +181,19 @@ class LowLatencyCalls:
 
         call = _core.LowLatencyDispatchCall()
         call.max_tokens, call.tokens, call.top_k = sizes.max_tokens, rows.size(0), ids.size(1)
-        call.experts, call.id_bytes, call.payload = sizes.num_experts, ids.element_size(), payload
-        is_fp8 = payload != _core.PAYLOAD_COPY
-        call.row_bytes = rows.size(1) * (1 if is_fp8 else 2)
-        call.scale_bytes = _scale_bytes(payload, rows.size(1))
+        call.experts, call.id_bytes, call.payload = sizes.num_experts, ids.element_size(), form.payload
+        call.row_bytes, call.scale_bytes = form.row_bytes, form.scale_bytes
         call.topk_idx, call.x, call.topk_weights = address(ids), address(rows), address(weights)
+        call.x_scales, call.tiled_scales = address(global_scale), form.is_tiled
         call.expert_stats, call.wait_cycles = address(stats), address(costs)
         engine.low_latency.check_dispatch(call)
 
         shape = (sizes.local_experts, sizes.rows, rows.size(1))
-        row_type = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
-        recv_x = _output(engine, "out_packed_recv_x", out_packed_recv_x, shape, row_type)
-        src_info = _output(engine, "out_src_info", out_src_info, shape[:2], torch.int32)
+        memory, scale_memory, recv_x, scales = form.take(engine, out_packed_recv_x, shape[:2])
+        src_info = take_output(engine, "out_src_info", out_src_info, shape[:2], torch.int32)
         ranges_shape = (sizes.local_experts, self.group_size)
-        layout_range = _output(engine, "out_layout_range", out_layout_range, ranges_shape, torch.int64)
-        counts = _output(engine, "out_count", out_count, (sizes.local_experts,), torch.int32)
-        scales = _empty_scales(engine, payload, shape)
+        layout_range = take_output(engine, "out_layout_range", out_layout_range, ranges_shape, torch.int64)
+        counts = take_output(engine, "out_count", out_count, (sizes.local_experts,), torch.int32)
         extras: tuple[Tensor, ...] = ()
         if weights is not None:
             extras = (
@@ -189,11 +205,16 @@ class LowLatencyCalls:
             sizes.max_tokens, ids.size(1), sizes.num_experts, weights is not None
         )
         routes = engine.empty(int(num_words), dtype=torch.int32)
-        call.out, call.src_info, call.counts = address(recv_x), address(src_info), address(counts)
+        call.out, call.src_info, call.counts = address(memory), address(src_info), address(counts)
         call.layout_range, call.routes = address(layout_range), address(routes)
-        if scales is not None:
-            call.out_scales = address(scales)
-            call.scale_expert_stride, call.scale_row_stride, call.scale_word_stride = scales.stride()
+        if scale_memory is not None:
+            call.out_scales = address(scale_memory)
+            if form.is_tiled:
+                call.scale_expert_stride = scale_memory.stride(0) // 4
+            else:
+                call.scale_expert_stride, call.scale_row_stride, call.scale_word_stride = (
+                    scale_memory.stride()
+                )
 
         state = LowLatencyState(
             engine_id=engine.identity,
@@ -206,8 +227,8 @@ class LowLatencyCalls:
             had_weights=weights is not None,
             routes=routes,
         )
-        outputs = (recv_x, scales, src_info, layout_range, counts, *extras, routes)
-        used = (rows, ids, weights, stats, costs, *outputs)
+        outputs = (memory, scale_memory, src_info, layout_range, counts, *extras, routes)
+        used = (rows, ids, weights, global_scale, stats, costs, *outputs)
         event, hook = _launch(engine, engine.low_latency.dispatch, call, used, async_finish, return_recv_hook)
         payload_out = recv_x if scales is None else (recv_x, scales)
         handle = LowLatencyHandle(state, src_info, layout_range)
@@ -314,7 +335,7 @@ class LowLatencyCalls:
             _check_optional(
                 "packed_recv_count", packed_recv_count, (state.rows_shape[0],), torch.int32, engine.device
             )
-        combined = _output(engine, "out", out, (state.num_tokens, state.hidden), torch.bfloat16)
+        combined = take_output(engine, "out", out, (state.num_tokens, state.hidden), torch.bfloat16)
 
         call = _core.LowLatencyCombineCall()
         call.signals, call.signal_value = address(signals.tensor), signals.value
@@ -470,54 +491,25 @@ def _check_signals(
     return _Signals(tensor, value, per_expert, block, sms)
 
 
-def _payload(x: Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> int:
-    """Return the core's number for how rows travel."""
-    if use_ue8m0 and not (use_fp8 and round_scale):
-        raise invalid(
-            "use_ue8m0", f"True with use_fp8={use_fp8}, round_scale={round_scale}", "True with both"
-        )
-    if round_scale and not use_fp8:
-        raise invalid("round_scale", "True without use_fp8", "True with use_fp8")
-    if not use_fp8:
-        return int(_core.PAYLOAD_COPY)
-    multiple = SCALE_GROUP * (GROUPS_PER_WORD if use_ue8m0 else 1)
-    if x.size(1) % multiple:
-        raise invalid("x", f"hidden {x.size(1)}", f"a multiple of {multiple}, one group of scales")
-    if use_ue8m0:
-        return int(_core.PAYLOAD_FP8_EXPONENT)
-    return int(_core.PAYLOAD_FP8_ROUNDED if round_scale else _core.PAYLOAD_FP8)
-
-
-def _scale_bytes(payload: int, hidden: int) -> int:
-    if payload == _core.PAYLOAD_COPY:
-        return 0
-    return hidden // SCALE_GROUP * (1 if payload == _core.PAYLOAD_FP8_EXPONENT else 4)
-
-
-def _empty_scales(engine: Engine, payload: int, shape: tuple[int, int, int]) -> Tensor | None:
-    """Return scales [Le, R * M, words], column-major, or None for rows without."""
-    num_words = _scale_bytes(payload, shape[2]) // 4
-    if num_words == 0:
+def _check_global_scale(value: Tensor | None, is_nvfp4: bool, engine: Engine) -> Tensor | None:
+    """Return the float32 that NVFP4 scales are relative to, on the device."""
+    if not is_nvfp4:
+        if value is not None:
+            raise invalid("x_global_scale", arguments.describe(value), "None without use_nvfp4")
         return None
-    dtype = torch.int32 if payload == _core.PAYLOAD_FP8_EXPONENT else torch.float32
-    return engine.empty(shape[0], num_words, shape[1], dtype=dtype).transpose(1, 2)
+    if value is None:
+        return torch.ones(1, dtype=torch.float32, device=engine.device)
+    shape = tuple(value.shape) if isinstance(value, Tensor) else (1,)
+    scale = arguments.check_tensor("x_global_scale", value, shape, (torch.float32,), engine.device)
+    if scale.numel() != 1:
+        raise invalid("x_global_scale", arguments.describe(value), "float32 of one element")
+    return scale
 
 
 def _check_optional(
     argument: str, value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
     return None if value is None else arguments.check_tensor(argument, value, shape, (dtype,), device)
-
-
-def _output(
-    engine: Engine, argument: str, given: object, shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """Return the tensor that the caller wants filled, or a new one."""
-    if given is None:
-        return engine.empty(*shape, dtype=dtype)
-    return arguments.check_alignment(
-        argument, arguments.check_tensor(argument, given, shape, (dtype,), engine.device)
-    )
 
 
 def _launch(

@@ -39,13 +39,13 @@ void bind_elastic(nb::module_& module) {
   def_message(ring, "receive", &Ring::receive);
 
   nb::class_<Engram>(module, "Engram")
-      .def_static(
-          "create",
-          [](MoeBuffer& buffer, uint64_t entries_per_rank, uint64_t row_bytes) {
-            return value_or_throw(
-                without_gil([&] { return Engram::create(buffer, entries_per_rank, row_bytes); }));
+      .def(nb::init<MoeBuffer&>(), nb::arg("buffer"), nb::keep_alive<1, 2>())
+      .def(
+          "resize",
+          [](Engram& self, uint64_t entries_per_rank, uint64_t row_bytes) {
+            check(without_gil([&] { return self.resize(entries_per_rank, row_bytes); }));
           },
-          nb::arg("buffer"), nb::arg("entries_per_rank"), nb::arg("row_bytes"), nb::keep_alive<0, 1>())
+          nb::arg("entries_per_rank"), nb::arg("row_bytes"))
       .def(
           "local",
           [](nb::handle self) {

@@ -8,13 +8,17 @@
 
 namespace weft {
 
-Result<std::unique_ptr<Engram>> Engram::create(MoeBuffer& buffer, uint64_t entries_per_rank,
-                                               uint64_t row_bytes) {
-  WEFT_TRY(buffer.communicator()->agree(
+Status Engram::resize(uint64_t entries_per_rank, uint64_t row_bytes) {
+  WEFT_TRY(buffer_.communicator()->agree(
       "engram_write", {{"storage (entries)", entries_per_rank}, {"storage (bytes per entry)", row_bytes}}));
-  const uint64_t bytes = std::max<uint64_t>(entries_per_rank * row_bytes, 1);
-  WEFT_TRY_ASSIGN(auto window, Window::create(buffer.communicator(), bytes));
-  return std::unique_ptr<Engram>(new Engram(buffer, std::move(window), entries_per_rank, row_bytes));
+  if (window_ && entries_per_rank == entries_per_rank_ && row_bytes == row_bytes_) return {};
+  entries_per_rank_ = row_bytes_ = 0;
+  window_.reset();  // the new one may need its memory
+  WEFT_TRY_ASSIGN(
+      window_, Window::create(buffer_.communicator(), std::max<uint64_t>(entries_per_rank * row_bytes, 1)));
+  entries_per_rank_ = entries_per_rank;
+  row_bytes_ = row_bytes;
+  return {};
 }
 
 Status Engram::fetch(const EngramFetch& call) {

@@ -125,6 +125,8 @@ def refuse(rank: Rank) -> None:
             buffer.engram_fetch(indices + wrong)
     with pytest.raises(weft.Error, match="indices: got"):
         buffer.engram_fetch(indices.float())
+    with pytest.raises(weft.Error, match=r"storage \(entries\): got \d on rank 0 and \d on rank 1"):
+        buffer.engram_write(entries[: 2 + rank.rank])  # the table stays what it was
     data, _ = buffer.engram_fetch(indices + last - 1)()
     assert same_bytes(data, entries_of(rank.size - 1, 4, 8, torch.bfloat16)[3:4])
 

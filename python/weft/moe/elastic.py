@@ -119,6 +119,8 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
     def destroy(self) -> None:
         """Wait for all ranks, then give the memory back. Raises: weft.Error unless explicitly_destroy."""
         self._engines.destroy()
+        self._drop_ring()
+        self._drop_table()
 
     @staticmethod
     def capture() -> EventHandle:

@@ -72,8 +72,10 @@ class EngramReads:
             shape = (entries.size(0) * self._engines.size, "words")
             arguments.check_tensor("sf", sf, shape, arguments.SCALES, engine.device, contiguous=False)
         engine.synchronize_current()
-        # Meeting for the new table's memory, all ranks have left the old one alone.
-        table = _core.Engram.create(engine.core, entries.size(0), entry_bytes)
+        table = self._table or _core.Engram(engine.core)
+        table.resize(
+            entries.size(0), entry_bytes
+        )  # all ranks have left the old entries alone when they meet here
         if entries.size(0) > 0:
             torch.utils.dlpack.from_dlpack(table.local()).copy_(entries.view(torch.uint8).view(-1))
         engine.synchronize_current()
@@ -122,6 +124,9 @@ class EngramReads:
             return data, scales
 
         return hook
+
+    def _drop_table(self) -> None:
+        self._table = self._entry_scales = None
 
     def _fetch_scales(self, ids: Tensor, is_column_major: bool) -> Tensor | None:
         if self._entry_scales is None:

@@ -83,6 +83,9 @@ class RingMessages:
         ring, message = self._message("src_rank_idx", t, src_rank_idx, num_sms)
         ring.receive(**message)
 
+    def _drop_ring(self) -> None:
+        self._ring = None
+
     def _message(self, argument: str, t: Tensor, peer: int, num_sms: int) -> tuple[Any, dict[str, int]]:
         """Check a message. Return what carries it, and its description for the core."""
         engine = self._engines.alive()

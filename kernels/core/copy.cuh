@@ -34,4 +34,15 @@ WEFT_DEVICE void copy_bytes(Group group, void* dst, const void* src, uint64_t by
     static_cast<uint32_t*>(dst)[i] = static_cast<const uint32_t*>(src)[i];
 }
 
+// The same for any size and any alignment.
+template <class Group>
+WEFT_DEVICE void copy_any(Group group, void* dst, const void* src, uint64_t bytes) {
+  const uint64_t places = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src);
+  const uint64_t word = places % 16 == 0 ? 16 : places % 4 == 0 ? 4 : 1;
+  const uint64_t whole = word == 1 ? 0 : bytes / word * word;
+  copy_bytes(group, dst, src, whole);
+  for (uint64_t i = whole + group.rank(); i < bytes; i += group.size())
+    static_cast<std::byte*>(dst)[i] = static_cast<const std::byte*>(src)[i];
+}
+
 }  // namespace weft

@@ -29,6 +29,12 @@ enum class Site : uint32_t {
   kBarrier,
   kCollective,  // a collective program's step
   kPeerMemory,  // a collective program: the memory of the peer's process cannot be read
+  kRingSend,    // a neighbour has not read the message whose slot is needed
+  kRingReceive,
+  kRingBytes,         // the neighbour sent a message of another size
+  kEngramIndex,       // engram: an index names no entry
+  kLowLatencySignal,  // low latency: this rank's own kernels have not said that the rows of expert `peer` are
+                      // there
 };
 
 struct FaultBox {

@@ -35,6 +35,17 @@ WEFT_DEVICE float float_of_e4m3(uint32_t bits) {
   return float_of_bits(sign | ((magnitude << 20) + (120u << 23)));
 }
 
+// FP4 with 2 exponent bits, in 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; nearest, ties to even;
+// above 6, NaN too, it is 6.
+WEFT_DEVICE uint32_t e2m1_bits(float value) {
+  const uint32_t bits = bits_of_float(value);
+  const float size = float_of_bits(bits & 0x7fffffffu);
+  if (!(size <= 5.0f)) return 7u | (bits >> 28 & 8u);
+  const uint32_t code =
+      (size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) + (size > 2.5f) + (size >= 3.5f);
+  return code | (bits >> 28 & 8u);
+}
+
 // The elements of one Vec16 in float32: the low halves of its words, then the high ones.
 struct Bf16 {
   static constexpr uint32_t kPerVec = 8;

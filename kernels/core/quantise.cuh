@@ -3,8 +3,10 @@
 // quantise.cuh: how rows are made smaller for the wire. The same bits on every target: only single roundings
 // are used.
 //   FP8      float8_e4m3fn with one scale per 128 channels, float32 or (power of two only) its exponent byte
-//   LogFMT   sign and 9 bits of a logarithm, on a grid between the smallest and the largest magnitude of 128
-//   channels
+//   MXFP8    float8_e4m3fn with the exponent byte of a power of two per 32 channels
+//   NVFP4    4-bit floats with an E4M3 (or exponent) byte per 16 channels, relative to a scale of the whole
+//   tensor LogFMT   sign and 9 bits of a logarithm, on a grid between the smallest and the largest magnitude
+//   of 128 channels
 // A group of 128 channels is shared by kGroupLanes neighbouring lanes, each with kLaneElems consecutive
 // channels.
 #pragma once
@@ -20,10 +22,11 @@ inline constexpr uint32_t kLaneElems = kGroupElems / kGroupLanes;
 // ---- bf16 rows to lanes
 // --------------------------------------------------------------------------------------------
 
-// kLaneElems bf16 elements as float32, from a 16-byte aligned place; zeros where it is null.
-WEFT_DEVICE void load_lane(float (&values)[kLaneElems], const std::byte* row) {
+// A lane's bf16 elements as float32, from a 16-byte aligned place; zeros where it is null.
+template <uint32_t kElems>
+WEFT_DEVICE void load_lane(float (&values)[kElems], const std::byte* row) {
   WEFT_UNROLL
-  for (uint32_t v = 0; v < kLaneElems / 8; ++v) {
+  for (uint32_t v = 0; v < kElems / 8; ++v) {
     const Vec16 vec = row ? load_vec(reinterpret_cast<const Vec16*>(row) + v) : Vec16{};
     for (uint32_t i = 0; i < 4; ++i) {
       values[8 * v + 2 * i] = float_of_bits(vec.words[i] << 16);
@@ -79,6 +82,68 @@ WEFT_DEVICE Fp8Lane fp8_lane(const float (&values)[kLaneElems], float factor) {
                multiply(values[4 * i + 2], factor), multiply(values[4 * i + 3], factor));
   return lane;
 }
+
+// ---- blocks of 32 and 16 channels
+// ---------------------------------------------------------------------------------------------------
+
+// A quantiser turns units of kUnitElems channels, one lane each, into kBytes bytes and kBlocks scale bytes.
+inline constexpr uint32_t kUnitElems = 32;
+
+WEFT_DEVICE float largest_of(const float* values, uint32_t elems) {
+  float largest = 0;
+  for (uint32_t i = 0; i < elems; ++i)
+    largest = magnitude(values[i]) > largest ? magnitude(values[i]) : largest;
+  return largest;
+}
+
+// The biased exponent of the least power of two that is at least `value`, which is not negative; at most 254.
+WEFT_DEVICE uint32_t exponent_above(float value) {
+  const uint32_t exponent = (bits_of_float(value) + 0x7fffffu) >> 23;
+  return exponent < 254u ? exponent : 254u;
+}
+// 2 to the minus that exponent.
+WEFT_DEVICE float inverse_power(uint32_t exponent) {
+  return float_of_bits(exponent < 254u ? (254u - exponent) << 23 : 0x00400000u);
+}
+
+struct Mxfp8 {
+  static constexpr uint32_t kBlocks = 1;
+  static constexpr uint32_t kBytes = kUnitElems;
+
+  // A block's codes, 4 to a word. Returns the exponent of its largest magnitude / 448, rounded up, so that
+  // nothing saturates.
+  WEFT_DEVICE uint32_t encode(const float* values, uint32_t* words) const {
+    const uint32_t exponent = exponent_above(divide(largest_of(values, kUnitElems), 448.0f));
+    const float factor = inverse_power(exponent);
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kUnitElems / 4; ++i)
+      words[i] = e4m3x4(multiply(values[4 * i], factor), multiply(values[4 * i + 1], factor),
+                        multiply(values[4 * i + 2], factor), multiply(values[4 * i + 3], factor));
+    return exponent;
+  }
+};
+
+struct Nvfp4 {
+  static constexpr uint32_t kBlocks = 2;
+  static constexpr uint32_t kBytes = kUnitElems / 2;
+  float global;       // a channel is code * scale / global
+  bool power_of_two;  // scales are exponents, rounded up, instead of E4M3, to nearest
+
+  // A block's codes, 8 to a word, the first in the low bits. Returns its scale byte.
+  WEFT_DEVICE uint32_t encode(const float* values, uint32_t* words) const {
+    constexpr uint32_t kElems = kUnitElems / kBlocks;
+    const float wanted = multiply(divide(largest_of(values, kElems), 6.0f), global);
+    const uint32_t scale = power_of_two ? exponent_above(wanted) : e4m3x4(wanted, 0, 0, 0) & 0xffu;
+    const float given = power_of_two ? float_of_bits(scale << 23) : float_of_e4m3(scale);
+    const float factor = given > 0.0f ? divide(global, given) : 0.0f;
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kElems / 8; ++i) {
+      words[i] = 0;
+      for (uint32_t c = 0; c < 8; ++c) words[i] |= e2m1_bits(multiply(values[8 * i + c], factor)) << (4 * c);
+    }
+    return scale;
+  }
+};
 
 // ---- LogFMT
 // --------------------------------------------------------------------------------------------------------

@@ -18,21 +18,25 @@ struct WaitRule {
   TraceLog* trace = nullptr;  // null: nowhere
 };
 
-// Polls one signal from one thread. Returns whether it reached `want`; `seen` is the last value read.
-WEFT_DEVICE bool poll_signal(const uint64_t* signal, uint64_t want, const WaitRule& rule, uint64_t& seen,
-                             uint64_t& waited_ns) {
+// Looks, from one thread, until came() says so. False: time is up, or another warp has raised a fault.
+template <class Came>
+WEFT_DEVICE bool poll(const WaitRule& rule, uint64_t& waited_ns, Came came) {
   const uint64_t start_ns = now_ns();
   for (uint32_t polls = 0;; ++polls) {
-    seen = peek(signal);
-    if (seen >= want) {
-      load_acquire(signal);
-      return true;
-    }
+    if (came()) return true;
     pause(polls);
     if ((polls & 63) != 63) continue;
     waited_ns = now_ns() - start_ns;
     if (waited_ns > rule.timeout_ns || load_relaxed(&rule.fault->raised) != 0) return false;
   }
+}
+
+// Polls one signal from one thread. Returns whether it reached `want`; `seen` is the last value read.
+WEFT_DEVICE bool poll_signal(const uint64_t* signal, uint64_t want, const WaitRule& rule, uint64_t& seen,
+                             uint64_t& waited_ns) {
+  if (!poll(rule, waited_ns, [&] { return (seen = peek(signal)) >= want; })) return false;
+  load_acquire(signal);
+  return true;
 }
 
 // Waits until signal(peer) reaches `want` for every peer that `expects(peer)`; peers are shared out over the

@@ -17,6 +17,13 @@ inline constexpr int64_t kPayloadCopy = 0;         // dispatch: as it is, with o
 inline constexpr int64_t kPayloadFp8 = 1;          // dispatch: bf16 -> e4m3, float32 scales
 inline constexpr int64_t kPayloadFp8Rounded = 2;   // the same, scales are powers of two
 inline constexpr int64_t kPayloadFp8Exponent = 3;  // the same, as exponent bytes
+inline constexpr int64_t kPayloadMxfp8 = 4;        // dispatch: bf16 -> e4m3, an exponent byte per 32 channels
+inline constexpr int64_t kPayloadNvfp4 = 5;        // dispatch: bf16 -> e2m1, an E4M3 byte per 16 channels
+inline constexpr int64_t kPayloadNvfp4Exponent = 6;  // the same, as exponent bytes
+// bf16 bytes of x that become one byte of a row.
+WEFT_DEVICE constexpr uint64_t shrinks_by(int64_t payload) {
+  return payload == kPayloadCopy ? 1 : payload >= kPayloadNvfp4 ? 4 : 2;
+}
 inline constexpr int64_t kReplyReduced =
     0;  // combine: bf16, one reply per (token, rank): weighted sum of its rows
 inline constexpr int64_t kReplyExact =
@@ -49,7 +56,7 @@ struct LowLatencyDispatchArgs {
   LowLatencyCall call;
   const std::byte* x;  // [T] rows of x_row_bytes
   uint64_t x_row_bytes;
-  const std::byte* x_scales;  // [T] rows of scale bytes, with kPayloadCopy
+  const std::byte* x_scales;  // [T] rows of scale bytes, with kPayloadCopy; f32, the global scale, with NVFP4
   const float* topk_weights;  // [T][K], with weights = 1 in the shape
   std::byte* out;
   uint32_t*
@@ -65,9 +72,15 @@ struct LowLatencyDispatchArgs {
   int32_t* expert_stats;    // [Le] added to, or null
   int32_t* routes;          // RoutesLayout
   uint32_t receive_splits;  // warps that share one message
-  uint32_t reserved;
+  uint32_t tiled_scales;    // 1: scales stand in tiles of 128 rows and one word: see tiled_word()
 };
 static_assert(sizeof(LowLatencyDispatchArgs) == 272);
+
+// Where matrix units of Blackwell want word `word` of row `row` of an expert's scales, `words` to a row:
+// tiles [row / 128][word] of 128 words, in which rows 32 apart are neighbours.
+WEFT_DEVICE constexpr uint64_t tiled_word(uint64_t row, uint64_t word, uint64_t words) {
+  return (row / 128 * words + word) * 128 + row % 32 * 4 + row % 128 / 32;
+}
 
 struct LowLatencyCombineArgs {
   LowLatencyCall call;
@@ -79,8 +92,15 @@ struct LowLatencyCombineArgs {
   std::byte* combined;      // bf16[T][H]
   uint32_t pieces;          // warps that share one reply: the same on all ranks
   uint32_t receive_splits;  // warps that share one token's sum: a multiple of pieces
+  // u32, written by this rank's other kernels: the rows behind one are there once it has reached
+  // signal_value.
+  const uint32_t* signals;  // [Le][signals_per_expert], or null: all rows are there
+  uint32_t signal_value;
+  uint32_t signals_per_expert;
+  uint32_t signal_rows;  // of an expert, that one signal stands for
+  uint32_t reserved;
 };
-static_assert(sizeof(LowLatencyCombineArgs) == 184);
+static_assert(sizeof(LowLatencyCombineArgs) == 208);
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.
 struct LowLatencyDispatchShape {

@@ -9,9 +9,10 @@
 // Sums:     float32. Reduced: slots of one rank in order, rounded to bf16, then ranks in the order of their
 // first slots,
 //           one rounding. Exact: slots in order, one rounding.
-// Waits:    for the peers' reading of the call before last; step 2 for an owner's weights; step 3 for words.
+// Waits:    for the peers' reading of the call before last; step 2 for an owner's weights, and, where other
+//           kernels of this rank raise signals, for those of the rows it sends; step 3 for words.
 // Cost:     per (token, rank) (exact: per slot) one row; per rank 4 * T * K bytes of weights; per (lane,
-// piece, rank) a word.
+//           piece, rank) a word.
 #pragma once
 
 #include "kernels/core/quantise.cuh"
@@ -333,6 +334,29 @@ WEFT_DEVICE void prefetch_rows(const C& c, const int32_t* record, uint32_t piece
   }
 }
 
+// Waits until this rank's own kernels have said that the rows of a message are there. The warp.
+template <class C>
+WEFT_DEVICE bool await_rows(const C& c, const int32_t* record) {
+  const uint64_t rows_per_expert = uint64_t{c.ranks()} * c.a.call.max_tokens;
+  bool all_there = true;
+  for (uint32_t k = c.warp.rank(); k < c.top_k(); k += c.warp.size()) {
+    if (record[1 + k] < 0) continue;
+    const auto row = static_cast<uint64_t>(record[1 + k]);
+    const auto expert = static_cast<uint32_t>(row / rows_per_expert);
+    const uint32_t* signal =
+        c.a.signals + uint64_t{expert} * c.a.signals_per_expert + row % rows_per_expert / c.a.signal_rows;
+    uint32_t seen = 0;
+    uint64_t waited_ns = 0;
+    if (poll(c.a.call.wait, waited_ns, [&] { return (seen = load_acquire(signal)) >= c.a.signal_value; }))
+      continue;
+    raise(c.a.call.wait.fault, Site::kLowLatencySignal, c.a.call.wait.self, expert, c.a.signal_value, seen,
+          waited_ns);
+    all_there = false;
+  }
+  c.warp.sync();
+  return !c.warp.any(!all_there);
+}
+
 // Waits for an owner's weights, and checks that it means the same dispatch. The warp.
 template <class C>
 WEFT_DEVICE bool owner_agrees(const C& c, uint32_t owner) {
@@ -351,11 +375,13 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
   const auto messages = static_cast<uint32_t>(c.a.routes[routes.counts + lane_at]);
   if (messages == 0 || c.present()[owner] == 0) return;
   const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
-  prefetch_rows(c, c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words, piece);
+  if (!c.a.signals)
+    prefetch_rows(c, c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words, piece);
   if (is_reduced(c.shape.reply) && !owner_agrees(c, owner)) return;
   for (uint32_t index = 0; index < messages; ++index) {
     const int32_t* record =
         c.a.routes + routes.records + (lane_at * c.lanes().capacity + index) * routes.record_words;
+    if (c.a.signals && !await_rows(c, record)) return;
     if (is_reduced(c.shape.reply)) {
       answer_reduced(c, owner, record, piece);
     } else {

@@ -229,6 +229,50 @@ WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row) {
   }
 }
 
+template <class D>
+WEFT_DEVICE void send_scale_byte(const D& d, uint32_t block, uint8_t scale) {
+  for (uint32_t k = 0; k < d.top_k(); ++k)
+    if (std::byte* place = d.place()[k])
+      reinterpret_cast<uint8_t*>(place + d.message().scales)[block] = scale;
+}
+
+// Each lane takes a unit of channels at a time.
+template <class Q, class D>
+WEFT_DEVICE void send_row_in_blocks(const D& d, const std::byte* row, Q quantiser) {
+  constexpr uint32_t kWords = Q::kBytes / 4;
+  const uint32_t units = static_cast<uint32_t>(d.shape.row_bytes) / Q::kBytes;
+  for (uint32_t unit = d.block.rank(); unit < units; unit += d.block.size()) {
+    float values[kUnitElems];
+    load_lane(values, row + uint64_t{unit} * kUnitElems * 2);
+    uint32_t words[kWords];
+    WEFT_UNROLL
+    for (uint32_t b = 0; b < Q::kBlocks; ++b) {
+      const uint32_t scale =
+          quantiser.encode(values + b * (kUnitElems / Q::kBlocks), words + b * (kWords / Q::kBlocks));
+      send_scale_byte(d, unit * Q::kBlocks + b, static_cast<uint8_t>(scale));
+    }
+    for (uint32_t v = 0; v < kWords / 4; ++v)
+      store_to_all(d, d.message().row + uint64_t{unit} * Q::kBytes + v * 16,
+                   Vec16{{words[4 * v], words[4 * v + 1], words[4 * v + 2], words[4 * v + 3]}});
+  }
+}
+
+// Sends the current token's row in the payload's form. The block.
+template <class D>
+WEFT_DEVICE void send_row(const D& d, uint64_t token) {
+  const std::byte* row = d.a.x + token * d.a.x_row_bytes;
+  if (d.shape.payload == kPayloadCopy) {
+    send_row_as_is(d, row, d.a.x_scales + token * d.shape.scale_bytes);
+  } else if (d.shape.payload == kPayloadMxfp8) {
+    send_row_in_blocks(d, row, Mxfp8{});
+  } else if (d.shape.payload >= kPayloadNvfp4) {
+    const float global = *reinterpret_cast<const float*>(d.a.x_scales);
+    send_row_in_blocks(d, row, Nvfp4{global, d.shape.payload == kPayloadNvfp4Exponent});
+  } else {
+    send_row_as_fp8(d, row);
+  }
+}
+
 // Word `index` of the head of the current token's message to `rank`.
 template <class D>
 WEFT_DEVICE uint32_t head_word(const D& d, uint32_t token, uint32_t rank, uint32_t index) {
@@ -280,12 +324,7 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
     const auto token = static_cast<uint32_t>(t);
     if (d.warp.index() == 0) route_token(d, lane, token);
     d.block.sync();
-    const std::byte* row = d.a.x + t * d.a.x_row_bytes;
-    if (d.shape.payload == kPayloadCopy) {
-      send_row_as_is(d, row, d.a.x_scales + t * d.shape.scale_bytes);
-    } else {
-      send_row_as_fp8(d, row);
-    }
+    send_row(d, t);
     send_heads(d, token);
     d.block.sync();
     if (d.warp.index() != 0) continue;
@@ -440,10 +479,11 @@ WEFT_DEVICE void copy_scales(const D& d, const uint32_t* scales, uint32_t split)
   for (uint32_t k = 0; k < d.top_k(); ++k) {
     if (d.rows()[k] < 0) continue;
     const auto row = static_cast<uint64_t>(d.rows()[k]);
-    uint32_t* out = d.a.out_scales + row / d.rows_per_expert() * d.a.scale_expert_stride +
-                    row % d.rows_per_expert() * d.a.scale_row_stride;
+    uint32_t* out = d.a.out_scales + row / d.rows_per_expert() * d.a.scale_expert_stride;
+    const uint64_t in_expert = row % d.rows_per_expert();
     for (uint64_t i = part.first + d.warp.rank(); i < part.last; i += d.warp.size())
-      out[i * d.a.scale_word_stride] = scales[i];
+      out[d.a.tiled_scales ? tiled_word(in_expert, i, d.shape.scale_bytes / 4)
+                           : in_expert * d.a.scale_row_stride + i * d.a.scale_word_stride] = scales[i];
   }
 }
 

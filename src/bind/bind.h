@@ -4,18 +4,39 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 
 #include "base/status.h"
+#include "memory/window.h"
 
 namespace weft {
 
 void bind_base(nanobind::module_& module);
 void bind_collective(nanobind::module_& module);
+void bind_elastic(nanobind::module_& module);
 void bind_jit(nanobind::module_& module);
 void bind_low_latency(nanobind::module_& module);
 void bind_moe(nanobind::module_& module);
 void bind_runtime(nanobind::module_& module);
 void bind_transfer(nanobind::module_& module);
+
+// Addresses cross as integers.
+template <class T>
+T* pointer(uint64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Lets Python threads, the peers' in a test among them, run while a call waits for other ranks.
+template <class Call>
+auto without_gil(Call call) {
+  nanobind::gil_scoped_release released;
+  return call();
+}
+
+// uint8[bytes] of this rank's part of a window from `offset` on; `owner` lives as long as the view's memory
+// is used.
+using WindowView = nanobind::ndarray<uint8_t, nanobind::ndim<1>>;
+WindowView view_of(const Window& window, uint64_t offset, uint64_t bytes, nanobind::object owner);
 
 // Throws what weft.errors.from_core(code, message) returns, unless ok.
 void check(const Status& status);

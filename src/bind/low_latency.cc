@@ -13,11 +13,6 @@ namespace nb = nanobind;
 namespace weft {
 namespace {
 
-template <class T>
-T* pointer(uint64_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 // An attribute that takes a pointer as an integer.
 template <class Call, class T>
 void def_address(nb::class_<Call>& into, const char* name, T* Call::* field) {
@@ -41,6 +36,7 @@ void bind_dispatch_call(nb::module_& module) {
       .def_rw("scale_expert_stride", &Call::scale_expert_stride)
       .def_rw("scale_row_stride", &Call::scale_row_stride)
       .def_rw("scale_word_stride", &Call::scale_word_stride)
+      .def_rw("tiled_scales", &Call::tiled_scales)
       .def_rw("ticket", &Call::ticket);
   def_address(call, "topk_idx", &Call::topk_idx);
   def_address(call, "topk_weights", &Call::topk_weights);
@@ -72,12 +68,17 @@ void bind_combine_call(nb::module_& module) {
       .def_rw("row_bytes", &Call::row_bytes)
       .def_rw("dispatch_had_weights", &Call::dispatch_had_weights)
       .def_rw("x_row_bytes", &Call::x_row_bytes)
+      .def_rw("signal_value", &Call::signal_value)
+      .def_rw("signals_per_expert", &Call::signals_per_expert)
+      .def_rw("signal_rows", &Call::signal_rows)
+      .def_rw("num_sms", &Call::num_sms)
       .def_rw("ticket", &Call::ticket);
   def_address(call, "topk_idx", &Call::topk_idx);
   def_address(call, "topk_weights", &Call::topk_weights);
   def_address(call, "x", &Call::x);
   def_address(call, "routes", &Call::routes);
   def_address(call, "combined", &Call::combined);
+  def_address(call, "signals", &Call::signals);
   def_address(call, "wait_cycles", &Call::wait_cycles);
   def_address(call, "stream", &Call::stream);
 }
@@ -93,6 +94,9 @@ void bind_low_latency(nb::module_& module) {
   module.attr("PAYLOAD_FP8") = kPayloadFp8;
   module.attr("PAYLOAD_FP8_ROUNDED") = kPayloadFp8Rounded;
   module.attr("PAYLOAD_FP8_EXPONENT") = kPayloadFp8Exponent;
+  module.attr("PAYLOAD_MXFP8") = kPayloadMxfp8;
+  module.attr("PAYLOAD_NVFP4") = kPayloadNvfp4;
+  module.attr("PAYLOAD_NVFP4_EXPONENT") = kPayloadNvfp4Exponent;
   module.attr("REPLY_REDUCED") = kReplyReduced;
   module.attr("REPLY_EXACT") = kReplyExact;
   module.attr("REPLY_EXACT_LOG") = kReplyExactLog;

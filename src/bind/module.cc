@@ -13,6 +13,7 @@ NB_MODULE(_core, module) {
   weft::bind_jit(module);
   weft::bind_moe(module);
   weft::bind_low_latency(module);
+  weft::bind_elastic(module);
   weft::bind_runtime(module);
   weft::bind_transfer(module);
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // weft._core.MoeBuffer: addresses and integers in; offsets, counts and views of the window out.
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -15,31 +14,11 @@
 namespace nb = nanobind;
 
 namespace weft {
-namespace {
-
-template <class T>
-T* pointer(uint64_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-// Lets Python threads, the peers' in a test among them, run while a call waits for other ranks.
-template <class Call>
-auto without_gil(Call call) {
-  nb::gil_scoped_release released;
-  return call();
-}
-
-using View = nb::ndarray<uint8_t, nb::ndim<1>>;
-
-// uint8[bytes] of the local window from `offset` on; `owner` lives as long as the view's memory is used.
-View view(MoeBuffer& buffer, uint64_t offset, uint64_t bytes, nb::object owner) {
-  const Device device = buffer.communicator()->device();
+WindowView view_of(const Window& window, uint64_t offset, uint64_t bytes, nb::object owner) {
+  const Device device = window.communicator()->device();
   const int kind = device.is_host() ? nb::device::cpu::value : nb::device::cuda::value;
-  return View(buffer.window().local() + offset, {bytes}, owner, {}, nb::dtype<uint8_t>(), kind,
-              device.ordinal);
+  return WindowView(window.local() + offset, {bytes}, owner, {}, nb::dtype<uint8_t>(), kind, device.ordinal);
 }
-
-}  // namespace
 
 void bind_moe(nb::module_& module) {
   nb::class_<RowFormat>(module, "RowFormat")
@@ -160,7 +139,12 @@ void bind_moe(nb::module_& module) {
           nb::arg("topk_weights"), nb::arg("slot"), nb::arg("bias0"), nb::arg("bias1"), nb::arg("combined"),
           nb::arg("combined_weights"), nb::arg("tokens"), nb::arg("handle"), nb::arg("handle_id"),
           nb::arg("staging_rows"), nb::arg("num_sms"), nb::arg("stream"))
-      .def("view", &view, nb::arg("offset"), nb::arg("bytes"), nb::arg("owner"))
+      .def(
+          "view",
+          [](MoeBuffer& self, uint64_t offset, uint64_t bytes, nb::object owner) {
+            return view_of(self.window(), offset, bytes, std::move(owner));
+          },
+          nb::arg("offset"), nb::arg("bytes"), nb::arg("owner"))
       .def("give_back", &MoeBuffer::give_back, nb::arg("offset"))
       .def("check_fault", [](MoeBuffer& self) { check(self.fault()); })
       .def_prop_ro(
@@ -170,6 +154,7 @@ void bind_moe(nb::module_& module) {
       .def_prop_ro("window_bytes", [](MoeBuffer& self) { return self.window().bytes(); })
       .def_prop_ro("low_latency_begin", &MoeBuffer::low_latency_begin)
       .def_prop_ro("low_latency_end", &MoeBuffer::low_latency_end);
+  module.def("worst_case_bytes", &worst_case_bytes, nb::arg("format"), nb::arg("rows"));
   module.def("span_name", &span_name, nb::arg("what"));
 }
 

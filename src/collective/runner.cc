@@ -7,7 +7,6 @@
 #include <cstring>
 
 #include "base/config.h"
-#include "base/cuda_driver.h"
 #include "base/log.h"
 #include "collective/compiled.h"
 #include "kernels/collective/element.cuh"
@@ -53,16 +52,6 @@ struct ProcessCard {
 // A result of this size leaves the caches of a core before anybody reads it.
 constexpr uint64_t kStreamBytes = 1 << 20;
 
-Result<ComputeLimits> limits_of(const Communicator& comm) {
-  if (comm.device().is_host()) return ComputeLimits{false, 1, 1, 0};
-  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  int sms = 0;
-  WEFT_TRY(cuda_status(
-      driver->cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, comm.device().ordinal),
-      "read the number of SMs"));
-  return ComputeLimits{true, static_cast<uint32_t>(sms), 1, 48 << 10};
-}
-
 }  // namespace
 
 Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_ptr<Communicator> comm,
@@ -83,7 +72,7 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   const RingPlan plan = plan_rings(wanted);
   const Device device = comm->device();
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(device, sizeof(FaultBox)));
-  WEFT_TRY_ASSIGN(ComputeLimits limits, limits_of(*comm));
+  WEFT_TRY_ASSIGN(ComputeLimits limits, compute_limits(*comm));
   const uint64_t counters = uint64_t{kProtocols} * ranks * options.channels * sizeof(uint64_t);
   WEFT_TRY_ASSIGN(auto memory, LocalMemory::create(device, 2 * counters + sizeof(GridState)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, plan.end));
@@ -303,21 +292,11 @@ Status CollectiveRunner::scale(Element element, std::byte* data, uint64_t elems,
 Status CollectiveRunner::launch(const char* name, const char* args_type, const GridPlan& grid,
                                 const void* args, size_t args_bytes, const ProgramShape& shape, void* stream,
                                 const std::string& source) {
-  const KernelKey key{
-      kFile,
-      name,
-      args_type,
-      "MappedMesh",
-      {{"element", shape.element}, {"reduction", shape.reduction}, {"protocol", shape.protocol}},
-      grid.threads_per_block,
-      1,
-      source};
-  Jit& jit = Jit::of(comm_->device());
-  WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key));
+  KernelKey key{kFile, name, args_type};
+  key.shape = {{"element", shape.element}, {"reduction", shape.reduction}, {"protocol", shape.protocol}};
+  key.prelude = source;
   const Launch how{grid.blocks, grid.threads_per_block, grid.shared_bytes, stream, false};
-  const MappedMesh mesh{window_->table(), static_cast<uint32_t>(comm_->rank()),
-                        static_cast<uint32_t>(comm_->size())};
-  WEFT_TRY(jit.launch(*kernel, how, args, args_bytes, &mesh, sizeof(mesh), &shape));
+  WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, args, args_bytes, &shape));
   return comm_->device().is_host() ? fault() : Status();
 }
 

@@ -7,11 +7,13 @@
 #include <algorithm>
 
 #include "kernels/collective/program.cuh"
+#include "kernels/moe/engram.cuh"
 #include "kernels/moe/high_throughput_combine.cuh"
 #include "kernels/moe/high_throughput_dispatch.cuh"
 #include "kernels/moe/high_throughput_layout.cuh"
 #include "kernels/moe/low_latency_combine.cuh"
 #include "kernels/moe/low_latency_dispatch.cuh"
+#include "kernels/moe/ring.cuh"
 #include "transports/mapped/channel.cuh"
 
 namespace weft {
@@ -41,7 +43,10 @@ constexpr const char* kLowLatencyRows =
     "ranks=8 experts_per_rank=36 top_k=8 row_bytes=7168 scale_bytes=56 payload=3 weights=0; "
     "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 scale_bytes=0 payload=0 weights=0; "
     "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 scale_bytes=4 payload=0 weights=1; "
-    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 scale_bytes=128 payload=2 weights=1";
+    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 scale_bytes=128 payload=2 weights=1; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=7168 scale_bytes=224 payload=4 weights=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=3584 scale_bytes=448 payload=5 weights=0; "
+    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=32 scale_bytes=4 payload=6 weights=1";
 constexpr const char* kLowLatencyReplies =
     "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=0 weights=0; "
     "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=1 weights=0; "
@@ -68,6 +73,11 @@ const KernelRow kKernels[] = {
                      MappedMesh, LowLatencyDispatchShape, 512, kLowLatencyRows),
     WEFT_HOST_KERNEL("kernels/moe/low_latency_combine.cuh", low_latency_combine, LowLatencyCombineArgs,
                      MappedMesh, LowLatencyCombineShape, 512, kLowLatencyReplies),
+    WEFT_HOST_KERNEL("kernels/moe/ring.cuh", ring_send, RingArgs, MappedMesh, RingShape, 96,
+                     "whole_vecs=1; whole_vecs=0"),
+    WEFT_HOST_KERNEL("kernels/moe/ring.cuh", ring_receive, RingArgs, MappedMesh, RingShape, 96,
+                     "whole_vecs=1; whole_vecs=0"),
+    WEFT_HOST_KERNEL("kernels/moe/engram.cuh", engram_fetch, EngramArgs, MappedMesh, EngramShape, 512, ""),
     WEFT_HOST_KERNEL("kernels/collective/program.cuh", run_program, ProgramArgs, MappedMesh, ProgramShape,
                      512, kPrograms),
     WEFT_HOST_KERNEL("kernels/collective/program.cuh", scale_buffer, ScaleArgs, MappedMesh, ProgramShape, 512,

@@ -27,10 +27,10 @@ struct KernelKey {
   std::string name;       // "dispatch_rows": template <class Mesh, class Shape>
                           //   WEFT_KERNEL void dispatch_rows(const DispatchArgs&, const Mesh&, const Shape&)
   std::string args_type;  // "DispatchArgs"; all names are inside namespace weft
-  std::string mesh_type;  // "MappedMesh", or "NoMesh"; its header is found in host_kernels.cc
+  std::string mesh_type = {};  // "MappedMesh", or "NoMesh"; its header is found in host_kernels.cc
   // Compile-time constants on GPUs: struct Shape { static constexpr int64_t row_bytes = 14336; ... }.
   // Ignored on the host, where launch() gets the Shape as a struct of run-time fields.
-  std::vector<std::pair<std::string, int64_t>> shape;
+  std::vector<std::pair<std::string, int64_t>> shape = {};
   uint32_t threads_per_block = 0;  // the most that a launch uses; ignored on the host
   uint32_t blocks_per_sm = 1;      // how many must fit on one SM: the second number of __launch_bounds__
   // Generated source that follows the includes and defines the function. On the host such a kernel is

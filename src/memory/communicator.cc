@@ -172,6 +172,26 @@ Status Communicator::barrier() {
   return parcels_->all_gather({}, "barrier", deadline()).status();
 }
 
+Status Communicator::agree(std::string_view operation, const std::vector<Agreed>& mine) {
+  std::string shown;
+  for (const Agreed& number : mine)
+    shown.append(reinterpret_cast<const char*>(&number.value), sizeof(number.value));
+  parcels_->begin_call();
+  WEFT_TRY_ASSIGN(const std::vector<Parcel> all, parcels_->all_gather({shown, {}}, operation, deadline()));
+  for (size_t i = 0; i < mine.size(); ++i)
+    for (int rank : mapped_ranks_) {
+      if (all[rank].bytes.size() != shown.size())
+        return Status::invalid("rank {} makes another call on this communicator", rank);
+      uint64_t first = 0, value = 0;
+      std::memcpy(&first, all[mapped_ranks_[0]].bytes.data() + i * sizeof(first), sizeof(first));
+      std::memcpy(&value, all[rank].bytes.data() + i * sizeof(value), sizeof(value));
+      if (value != first)
+        return Status::invalid("{}: got {} on rank {} and {} on rank {}, allowed: the same on all ranks",
+                               mine[i].name, first, mapped_ranks_[0], value, rank);
+    }
+  return {};
+}
+
 Communicator::WindowPlace Communicator::find_window(const std::byte* address) const {
   std::lock_guard lock(windows_mutex_);
   for (size_t i = 0; i < windows_.size(); ++i) {

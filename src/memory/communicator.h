@@ -66,6 +66,14 @@ class Communicator {
   // Says nothing about work queued on a GPU. Errors: kPeerLost, naming the rank that is gone or stayed away.
   Status barrier();
 
+  // A barrier at which every rank shows the same numbers. Errors: those of barrier(); kInvalid, on all ranks,
+  // naming the first that differs and two ranks.
+  struct Agreed {
+    const char* name;
+    uint64_t value;
+  };
+  Status agree(std::string_view operation, const std::vector<Agreed>& mine);
+
  private:
   Communicator() = default;
   Status meet(std::string_view transport);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <thread>
 
 #include "base/config.h"
 #include "base/cuda_driver.h"
@@ -16,6 +15,9 @@
 namespace weft {
 namespace {
 
+constexpr char kLayoutFile[] = "kernels/moe/high_throughput_layout.cuh";
+constexpr char kDispatchFile[] = "kernels/moe/high_throughput_dispatch.cuh";
+constexpr char kCombineFile[] = "kernels/moe/high_throughput_combine.cuh";
 constexpr uint64_t kGrowthStep = uint64_t{2} << 20;
 // A dispatch with a new handle leaves room for this many of its size, itself included: calls with a cached
 // handle, as in a backward pass, can't grow the window.
@@ -27,27 +29,6 @@ uint64_t report_bytes(uint32_t ranks) {
 
 const RankCounts* rank_counts(const CountReport* report) {
   return reinterpret_cast<const RankCounts*>(report + 1);
-}
-
-// What the machine gives the kernels of one rank.
-Result<ComputeLimits> limits_of(const Communicator& comm) {
-  if (comm.device().is_host()) {
-    const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
-    const auto wanted = static_cast<uint32_t>(config().host_threads);
-    return ComputeLimits{false, 1, wanted ? wanted : std::max(1u, cores / static_cast<unsigned>(comm.size())),
-                         0};
-  }
-  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  int sms = 0;
-  int shared_bytes = 0;
-  WEFT_TRY(cuda_status(
-      driver->cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, comm.device().ordinal),
-      "read the number of SMs"));
-  WEFT_TRY(cuda_status(
-      driver->cuDeviceGetAttribute(&shared_bytes, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
-                                   comm.device().ordinal),
-      "read the shared memory per block"));
-  return ComputeLimits{true, static_cast<uint32_t>(sms), 1, static_cast<uint32_t>(shared_bytes)};
 }
 
 uint64_t staging_bytes_of(uint64_t rows, uint64_t row_bytes, uint64_t top_k) {
@@ -64,18 +45,13 @@ uint64_t heap_bytes_of(uint64_t bytes) {
 
 }  // namespace
 
-// Which kernel, with what structs; the shape's constants come from HighThroughputShape.
-struct MoeBuffer::KernelChoice {
-  const char* file;
-  const char* name;
-  const char* args_type;
-};
-
-namespace {
-constexpr char kLayoutFile[] = "kernels/moe/high_throughput_layout.cuh";
-constexpr char kDispatchFile[] = "kernels/moe/high_throughput_dispatch.cuh";
-constexpr char kCombineFile[] = "kernels/moe/high_throughput_combine.cuh";
-}  // namespace
+uint64_t worst_case_bytes(const RowFormat& format, uint64_t rows) {
+  const ReceiveLayout layout =
+      receive_layout(rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
+  const uint64_t staging = staging_bytes_of(rows, format.combine_row_bytes, format.top_k);
+  return kRoomFor * (heap_bytes_of(layout.rows_bytes) + heap_bytes_of(layout.meta_bytes)) +
+         heap_bytes_of(staging);
+}
 
 MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window,
                      std::unique_ptr<HostVisible> visible, const MoeOptions& options,
@@ -106,7 +82,7 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
                          options.heap_bytes + heap_bytes_of(trace_bytes_of(config().trace_spans));
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 3 + 2 * report_bytes(ranks)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
-  WEFT_TRY_ASSIGN(ComputeLimits limits, limits_of(*comm));
+  WEFT_TRY_ASSIGN(ComputeLimits limits, compute_limits(*comm));
   std::unique_ptr<MoeBuffer> buffer(
       new MoeBuffer(std::move(comm), std::move(window), std::move(visible), options, control));
   buffer->limits_ = limits;
@@ -129,10 +105,6 @@ TraceLog* MoeBuffer::trace() const {
   return trace_bytes_ == 0 ? nullptr : reinterpret_cast<TraceLog*>(window_->local() + trace_at_);
 }
 
-MappedMesh MoeBuffer::mesh() const {
-  return {window_->table(), static_cast<uint32_t>(comm_->rank()), static_cast<uint32_t>(comm_->size())};
-}
-
 WaitRule MoeBuffer::wait_rule() const {
   return {static_cast<uint64_t>(timeout_s_ * 1e9), fault_, static_cast<uint32_t>(comm_->rank()), 0, trace()};
 }
@@ -140,16 +112,6 @@ WaitRule MoeBuffer::wait_rule() const {
 uint32_t MoeBuffer::experts_per_rank(uint32_t experts) const {
   const auto ranks = static_cast<uint32_t>(comm_->size());
   return (experts + ranks - 1) / ranks;
-}
-
-Status MoeBuffer::fault() {
-  if (!broken_.ok() || load_acquire(&fault_->raised) == 0) return broken_;
-  const Status status = logged(fault_status(*fault_));
-  if (status.code() == Code::kPeerLost) return broken_ = status;
-  // All ranks gave this call up and still count calls alike, so the next one may succeed.
-  store_relaxed(&fault_->raised, uint32_t{0});
-  store_release(&fault_->claimed, uint32_t{0});
-  return status;
 }
 
 Status MoeBuffer::zero(void* at, uint64_t bytes, void* stream) {
@@ -163,23 +125,15 @@ Status MoeBuffer::zero(void* at, uint64_t bytes, void* stream) {
       "zero counts");
 }
 
-Status MoeBuffer::launch(const KernelChoice& choice, const GridPlan& grid, const void* args,
-                         size_t args_bytes, const HighThroughputShape& shape, void* stream) {
-  const KernelKey key{choice.file,
-                      choice.name,
-                      choice.args_type,
-                      "MappedMesh",
-                      {{"row_bytes", shape.row_bytes},
-                       {"piece_bytes", shape.piece_bytes},
-                       {"scale_words", shape.scale_words},
-                       {"top_k", shape.top_k},
-                       {"element", shape.element}},
-                      grid.threads_per_block,
-                      1};
-  WEFT_TRY_ASSIGN(const Kernel* kernel, jit().get(key));
+Status MoeBuffer::launch(KernelKey key, const GridPlan& grid, const void* args, size_t args_bytes,
+                         const HighThroughputShape& shape, void* stream) {
+  key.shape = {{"row_bytes", shape.row_bytes},
+               {"piece_bytes", shape.piece_bytes},
+               {"scale_words", shape.scale_words},
+               {"top_k", shape.top_k},
+               {"element", shape.element}};
   const Launch how{grid.blocks, grid.threads_per_block, grid.shared_bytes, stream, false};
-  const MappedMesh peers = mesh();
-  WEFT_TRY(jit().launch(*kernel, how, args, args_bytes, &peers, sizeof(peers), &shape));
+  WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, args, args_bytes, &shape));
   return comm_->device().is_host() ? fault() : Status();
 }
 
@@ -283,11 +237,7 @@ Status MoeBuffer::make_room(const NotifyCall& call, const RankCounts* counts) {
 // Their hosts meet here, once; a captured call can't, and takes what earlier ones left.
 Status MoeBuffer::make_room_for_worst(const NotifyCall& call) {
   const RowFormat& format = call.format;
-  const ReceiveLayout layout =
-      receive_layout(call.worst_rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
-  const uint64_t staging = staging_bytes_of(call.worst_rows, format.combine_row_bytes, format.top_k);
-  const uint64_t need = kRoomFor * (heap_bytes_of(layout.rows_bytes) + heap_bytes_of(layout.meta_bytes)) +
-                        heap_bytes_of(staging);
+  const uint64_t need = worst_case_bytes(format, call.worst_rows);
   if (low_latency_end_ + need <= window_->bytes()) return {};
   WEFT_TRY_ASSIGN(const bool capturing, is_capturing(call.stream));
   if (capturing) return {};

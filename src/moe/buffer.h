@@ -15,13 +15,12 @@
 #include <memory>
 #include <vector>
 
-#include "jit/jit.h"
 #include "kernels/moe/high_throughput_args.h"
 #include "memory/heap.h"
 #include "memory/host_visible.h"
 #include "memory/window.h"
+#include "moe/fault_text.h"
 #include "plan/high_throughput.h"
-#include "transports/mapped/channel.cuh"
 
 namespace weft {
 
@@ -39,6 +38,9 @@ struct RowFormat {
   uint32_t element;            // bytes of one element of x: ranks must agree
   uint32_t combine_row_bytes;  // of the rows that combine will send back
 };
+
+// Room in the heap with which a dispatch of `rows` rows at most and its combine need not grow the window.
+uint64_t worst_case_bytes(const RowFormat& format, uint64_t rows);
 
 // The places that a dispatch's handle keeps. R ranks, T tokens: send_row i32[T][R], slot_base i32[T], prefix
 // i32[R][R], sum_place i32[T][R] or null: combine adds ranks ascending.
@@ -138,12 +140,11 @@ class MoeBuffer {
   // Frees what a dispatch returned. On CUDA: when every use on any stream is ordered before the next
   // dispatch.
   void give_back(uint64_t offset) { heap_.give(offset); }
-  // Reports a fault that a kernel raised since; later calls report it too.
-  Status fault();
+  // What a kernel gave up for since the last look: see take_fault().
+  Status fault() { return take_fault(*fault_); }
 
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
   Window& window() { return *window_; }
-  Jit& jit() { return Jit::of(comm_->device()); }
   uint64_t low_latency_begin() const { return low_latency_begin_; }
   uint64_t low_latency_end() const { return low_latency_end_; }
   FaultBox* fault_box() { return fault_; }
@@ -153,7 +154,6 @@ class MoeBuffer {
   uint64_t trace_bytes() const { return trace_bytes_; }
   const ComputeLimits& limits() const { return limits_; }
   double timeout_s() const { return timeout_s_; }
-  MappedMesh mesh() const;
   WaitRule wait_rule() const;
 
  private:
@@ -161,8 +161,7 @@ class MoeBuffer {
             std::unique_ptr<HostVisible> visible, const MoeOptions& options,
             const HighThroughputControl& control);
 
-  struct KernelChoice;
-  Status launch(const KernelChoice& choice, const GridPlan& grid, const void* args, size_t args_bytes,
+  Status launch(KernelKey key, const GridPlan& grid, const void* args, size_t args_bytes,
                 const HighThroughputShape& shape, void* stream);
   Status open_trace();
   Status zero(void* at, uint64_t bytes, void* stream);
@@ -193,7 +192,6 @@ class MoeBuffer {
   uint64_t trace_bytes_ = 0;
   uint64_t staging_at_ = 0;
   uint64_t staging_bytes_ = 0;
-  Status broken_;
 };
 
 }  // namespace weft

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <iterator>
 
+#include "base/log.h"
 #include "kernels/moe/high_throughput_args.h"
 
 namespace weft {
@@ -45,6 +46,16 @@ const char* operation(Site site) {
       return "low_latency.agree";
     case Site::kBarrier:
       return "barrier";
+    case Site::kRingSend:
+      return "pp_send";
+    case Site::kRingReceive:
+      return "pp_recv";
+    case Site::kRingBytes:
+      return "pp_recv.bytes";
+    case Site::kEngramIndex:
+      return "engram_fetch";
+    case Site::kLowLatencySignal:
+      return "low_latency_combine.signal";
     case Site::kCollective:
     case Site::kPeerMemory:
       return "collective";
@@ -136,12 +147,33 @@ Status fault_status(const FaultBox& box) {
   if (box.site == Site::kLowLatencyAgree)
     return Status::invalid("{}: rank {} was given {}, rank {} {}, allowed: the same on all ranks",
                            hello_name(box.waited_ns), box.self, box.expected, box.peer, box.seen);
+  if (box.site == Site::kRingBytes)
+    return Status::invalid("t: rank {} receives {} bytes, rank {} sent {}, allowed: the same on both",
+                           box.self, box.expected, box.peer, box.seen);
+  if (box.site == Site::kEngramIndex)
+    return Status::invalid("indices: rank {} was given entry {}, allowed: 0 to {}", box.self,
+                           static_cast<int64_t>(box.seen), static_cast<int64_t>(box.expected) - 1);
+  if (box.site == Site::kLowLatencySignal)
+    return Status::make(
+        Code::kPeerLost,
+        "rank {}, low_latency_combine.signal, waited {} s for this rank's own kernels: local expert "
+        "{}: expected signal {}, saw {}",
+        box.self, seconds(box.waited_ns), box.peer, box.expected, box.seen);
   if (box.site == Site::kCombineHandle || box.site == Site::kDispatchHandle)
     return differ(mistaken_name(box.waited_ns), box.self, box.expected, box.peer, box.seen);
   if (box.site == Site::kCountsDisagree)
     return disagreement(box.waited_ns, box.self, box.expected, box.peer, box.seen);
   return Status::make(Code::kPeerLost, "rank {}, {}, waited {} s for rank {}: expected epoch {}, saw {}",
                       box.self, what, seconds(box.waited_ns), box.peer, box.expected, box.seen);
+}
+
+Status take_fault(FaultBox& box) {
+  if (load_acquire(&box.raised) == 0) return {};
+  Status status = logged(fault_status(box));
+  if (status.code() == Code::kPeerLost) return status;
+  store_relaxed(&box.raised, uint32_t{0});
+  store_release(&box.claimed, uint32_t{0});
+  return status;
 }
 
 std::string span_name(uint32_t what) {

@@ -12,6 +12,11 @@ namespace weft {
 // "rank 3, dispatch.recv, waited 30.0 s for rank 5: expected epoch 41, saw 40"
 Status fault_status(const FaultBox& box);
 
+// What a kernel gave up for, if one did; logged. A lost peer stays in the box, and every later look reports
+// it. Anything else is cleared: all ranks gave that call up and still count calls alike, so the next may
+// succeed.
+Status take_fault(FaultBox& box);
+
 // The error for sizes on which ranks disagree: `word` counts the members of CountHeader.
 Status disagreement(uint64_t word, uint32_t self, uint64_t mine, uint32_t peer, uint64_t theirs);
 

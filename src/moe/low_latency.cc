@@ -1,47 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/low_latency.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 
 #include "base/cuda_driver.h"
-#include "base/log.h"
-#include "moe/fault_text.h"
 
 namespace weft {
 namespace {
 
 constexpr uint32_t kCombineForms = 16;  // so that a dispatch and a combine that meet do not agree
 
-KernelKey key_of(const LowLatencyDispatchShape& shape, const LowLatencyPlan& plan) {
-  return {"kernels/moe/low_latency_dispatch.cuh",
-          "low_latency_dispatch",
-          "LowLatencyDispatchArgs",
-          "MappedMesh",
-          {{"ranks", shape.ranks},
-           {"experts_per_rank", shape.experts_per_rank},
-           {"top_k", shape.top_k},
-           {"row_bytes", shape.row_bytes},
-           {"scale_bytes", shape.scale_bytes},
-           {"payload", shape.payload},
-           {"weights", shape.weights}},
-          plan.threads_per_block,
-          1};
+KernelKey key_of(const LowLatencyDispatchShape& shape) {
+  KernelKey key{"kernels/moe/low_latency_dispatch.cuh", "low_latency_dispatch", "LowLatencyDispatchArgs"};
+  key.shape = {{"ranks", shape.ranks},
+               {"experts_per_rank", shape.experts_per_rank},
+               {"top_k", shape.top_k},
+               {"row_bytes", shape.row_bytes},
+               {"scale_bytes", shape.scale_bytes},
+               {"payload", shape.payload},
+               {"weights", shape.weights}};
+  return key;
 }
 
-KernelKey key_of(const LowLatencyCombineShape& shape, const LowLatencyPlan& plan) {
-  return {"kernels/moe/low_latency_combine.cuh",
-          "low_latency_combine",
-          "LowLatencyCombineArgs",
-          "MappedMesh",
-          {{"ranks", shape.ranks},
-           {"experts_per_rank", shape.experts_per_rank},
-           {"top_k", shape.top_k},
-           {"row_bytes", shape.row_bytes},
-           {"reply", shape.reply},
-           {"weights", shape.weights}},
-          plan.threads_per_block,
-          1};
+KernelKey key_of(const LowLatencyCombineShape& shape) {
+  KernelKey key{"kernels/moe/low_latency_combine.cuh", "low_latency_combine", "LowLatencyCombineArgs"};
+  key.shape = {{"ranks", shape.ranks}, {"experts_per_rank", shape.experts_per_rank},
+               {"top_k", shape.top_k}, {"row_bytes", shape.row_bytes},
+               {"reply", shape.reply}, {"weights", shape.weights}};
+  return key;
 }
 
 }  // namespace
@@ -56,17 +44,6 @@ LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t 
 
 uint32_t* LowLatency::masks() const {
   return reinterpret_cast<uint32_t*>(window_->local() + begin_ + low_latency_control(ranks()).masked);
-}
-
-Status LowLatency::fault() {
-  FaultBox* box = waits_.fault;
-  if (load_acquire(&box->raised) == 0) return {};
-  Status status = logged(fault_status(*box));
-  if (status.code() != Code::kInvalid) return status;
-  // Ranks that disagree left each other out and still count calls alike, so the next call may succeed.
-  store_relaxed(&box->raised, uint32_t{0});
-  store_release(&box->claimed, uint32_t{0});
-  return status;
 }
 
 Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const {
@@ -109,13 +86,10 @@ LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, uint32_t tokens,
   return call;
 }
 
-Status LowLatency::launch(const KernelKey& key, const LowLatencyPlan& plan, const void* args,
-                          size_t args_bytes, const void* shape, void* stream) {
-  Jit& jit = Jit::of(window_->communicator()->device());
-  WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key));
+Status LowLatency::launch(KernelKey key, const LowLatencyPlan& plan, const void* args, size_t args_bytes,
+                          const void* shape, void* stream) {
   const Launch how{plan.blocks, plan.threads_per_block, plan.shared_bytes, stream, false};
-  const MappedMesh mesh{window_->table(), rank(), ranks()};
-  WEFT_TRY(jit.launch(*kernel, how, args, args_bytes, &mesh, sizeof(mesh), shape));
+  WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, args, args_bytes, shape));
   return limits_.is_cuda ? Status() : fault();
 }
 
@@ -149,7 +123,7 @@ Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases)
                       static_cast<uint32_t>(call.payload * 2 + shape.weights)},
                      0};
   args.x = static_cast<const std::byte*>(call.x);
-  args.x_row_bytes = uint64_t{call.row_bytes} * (call.payload == kPayloadCopy ? 1 : 2);
+  args.x_row_bytes = call.row_bytes * shrinks_by(call.payload);
   args.x_scales = static_cast<const std::byte*>(call.x_scales);
   args.topk_weights = call.topk_weights;
   args.out = static_cast<std::byte*>(call.out);
@@ -157,6 +131,7 @@ Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases)
   args.scale_expert_stride = call.scale_expert_stride;
   args.scale_row_stride = call.scale_row_stride;
   args.scale_word_stride = call.scale_word_stride;
+  args.tiled_scales = call.tiled_scales ? 1 : 0;
   args.src_info = call.src_info;
   args.layout_range = call.layout_range;
   args.counts = call.counts;
@@ -165,7 +140,7 @@ Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases)
   args.expert_stats = call.expert_stats;
   args.routes = call.routes;
   args.receive_splits = plan.receive_splits;
-  return launch(key_of(shape, plan), plan, &args, sizeof(args), &shape, call.stream);
+  return launch(key_of(shape), plan, &args, sizeof(args), &shape, call.stream);
 }
 
 Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
@@ -177,7 +152,10 @@ Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
   const LowLatencySizes all = sizes(call.max_tokens, call.top_k, call.experts);
   const LowLatencyCombineShape shape{ranks(),    all.experts_per_rank(),           call.top_k, call.row_bytes,
                                      call.reply, call.dispatch_had_weights ? 1 : 0};
-  const LowLatencyPlan plan = plan_low_latency_combine(all, shape, call.tokens, limits_);
+  ComputeLimits limits = limits_;
+  if (call.num_sms != 0 && (phases & kPhaseSend) != 0)
+    limits.max_blocks = std::min(limits.max_blocks, call.num_sms);
+  const LowLatencyPlan plan = plan_low_latency_combine(all, shape, call.tokens, limits);
   WEFT_TRY(check(all, call.tokens, plan));
   LowLatencyCombineArgs args{};
   args.call = common(all, call.tokens, phases, call.ticket);
@@ -193,7 +171,11 @@ Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
   args.combined = static_cast<std::byte*>(call.combined);
   args.pieces = plan.pieces;
   args.receive_splits = plan.receive_splits;
-  return launch(key_of(shape, plan), plan, &args, sizeof(args), &shape, call.stream);
+  args.signals = static_cast<const uint32_t*>(call.signals);
+  args.signal_value = call.signal_value;
+  args.signals_per_expert = call.signals_per_expert;
+  args.signal_rows = call.signal_rows;
+  return launch(key_of(shape), plan, &args, sizeof(args), &shape, call.stream);
 }
 
 Status LowLatency::write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream) {

@@ -18,11 +18,10 @@
 #include <cstdint>
 
 #include "base/status.h"
-#include "jit/jit.h"
 #include "kernels/moe/low_latency_args.h"
 #include "memory/window.h"
+#include "moe/fault_text.h"
 #include "plan/low_latency.h"
-#include "transports/mapped/channel.cuh"
 
 namespace weft {
 
@@ -45,13 +44,14 @@ struct LowLatencyDispatchCall {
   uint32_t scale_bytes = 0;        // of its scales on the wire: a multiple of 4
   const void* topk_idx = nullptr;  // [T][K], -1 = none
   const float* topk_weights = nullptr;  // [T][K]; null: none travel. On all ranks or on none
-  const void* x = nullptr;              // [T] rows: bf16[H] with FP8, else row_bytes
-  const void* x_scales = nullptr;       // [T] rows of scale_bytes, with kPayloadCopy
+  const void* x = nullptr;              // [T] rows: row_bytes with kPayloadCopy, else bf16[H]
+  const void* x_scales = nullptr;       // [T] rows of scale_bytes, with kPayloadCopy; f32 with NVFP4
   void* out = nullptr;                  // [Le][R * M] rows
   void* out_scales = nullptr;           // 4-byte words, with these strides in words
   uint64_t scale_expert_stride = 0;
   uint64_t scale_row_stride = 0;
   uint64_t scale_word_stride = 0;
+  bool tiled_scales = false;        // instead of the last two strides: see tiled_word()
   int32_t* src_info = nullptr;      // [Le][R * M]
   int64_t* layout_range = nullptr;  // [Le][R]
   int32_t* counts = nullptr;        // [Le]
@@ -80,6 +80,12 @@ struct LowLatencyCombineCall {
   const int32_t* routes = nullptr;
   void* combined = nullptr;         // bf16[T][H]
   uint64_t* wait_cycles = nullptr;  // [R], added to, or null
+  // u32[Le][signals_per_expert], or null: when rows of x are there; see LowLatencyCombineArgs.
+  const void* signals = nullptr;
+  uint32_t signal_value = 0;
+  uint32_t signals_per_expert = 0;
+  uint32_t signal_rows = 0;
+  uint32_t num_sms = 0;  // that the send phase may take; 0: all
   uint32_t ticket = 0;
   void* stream = nullptr;
 };
@@ -104,9 +110,8 @@ class LowLatency {
   Status clear_masks(void* stream);
   Status query_masks(int32_t* out, void* stream);  // i32[R], device memory
 
-  // What a kernel gave up for, if one did: kPeerLost naming the silent rank; kInvalid, once, where ranks
-  // disagree.
-  Status fault();
+  // What a kernel gave up for since the last look: see take_fault().
+  Status fault() { return take_fault(*waits_.fault); }
 
   LowLatencySizes sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
   uint64_t routes_words(uint32_t max_tokens, uint32_t top_k, uint32_t experts, bool has_weights) const {
@@ -121,7 +126,7 @@ class LowLatency {
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
   LowLatencyCall common(const LowLatencySizes& sizes, uint32_t tokens, uint32_t phases,
                         uint32_t ticket) const;
-  Status launch(const KernelKey& key, const LowLatencyPlan& plan, const void* args, size_t args_bytes,
+  Status launch(KernelKey key, const LowLatencyPlan& plan, const void* args, size_t args_bytes,
                 const void* shape, void* stream);
   Status write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream);
 

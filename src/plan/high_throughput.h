@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "jit/mesh_launch.h"
 #include "kernels/moe/high_throughput_args.h"
 
 namespace weft {
@@ -23,14 +24,6 @@ struct HighThroughputControl {
   uint64_t end;
 };
 HighThroughputControl plan_control(uint32_t ranks);
-
-// What the machine offers to one rank's kernels.
-struct ComputeLimits {
-  bool is_cuda;
-  uint32_t max_blocks;    // SMs, or 1 on the host
-  uint32_t host_threads;  // per rank, on the host
-  uint32_t shared_bytes;  // per block
-};
 
 struct GridPlan {
   uint32_t blocks;

@@ -138,3 +138,32 @@ def test_a_rank_that_dies_before_construction_fails_the_others() -> None:
     results = run_ranks(3, die_before_construction, lost={LOST}, deadline_s=30, with_gpus=False)
     assert results[0]
     assert results[2]
+
+
+def forget_signals(rank: Rank) -> tuple[str, float]:
+    """The kernels of rank LOST never say that their rows are there."""
+    buffer = make_buffer(rank)
+    recv, counts, handle, _, _ = ll_dispatch(buffer, rank.rank)
+    signals = torch.full_like(counts, 0 if rank.rank == LOST else 1)
+    start = time.monotonic()
+    with pytest.raises(weft.PeerLost) as raised:
+        buffer.low_latency_combine(
+            torch.zeros_like(recv),
+            CASE.topk_idx(rank.rank),
+            CASE.topk_weights(rank.rank),
+            handle,
+            overlap=True,
+            src_signals=signals,
+            src_signal_expect_value=1,
+        )
+    return str(raised.value), time.monotonic() - start
+
+
+def test_signals_that_stay_away_are_named() -> None:
+    for rank, (message, waited_s) in enumerate(run_ranks(3, forget_signals, deadline_s=60, with_gpus=False)):
+        if rank == LOST:
+            assert f"rank {LOST}, low_latency_combine.signal" in message
+            assert "expected signal 1, saw 0" in message
+        else:
+            assert f"for rank {LOST}" in message
+        assert waited_s < TIMEOUT_S + 15

@@ -66,3 +66,47 @@ def test_layouts_and_rounding(sync: bool) -> None:
     ranks = num_gpus()
     case = MoeCase(tuple(500 + 7 * r for r in range(ranks)), 7168, 8, 32 * ranks)
     run_on_gpus(ranks, check_layouts, case, sync)
+
+
+def check_ring(rank: Rank) -> None:
+    """Messages of many sizes to both neighbours, more under way than one; offsets off any alignment."""
+    buffer = weft.ElasticBuffer(
+        rank.group, num_bytes=2 << 20, num_gpu_timeout_secs=30, num_cpu_timeout_secs=30
+    )
+    buffer.pp_set_config(64 << 20, 3)
+    ahead, behind = (rank.rank + 1) % rank.size, (rank.rank - 1) % rank.size
+    for num_bytes in (1, 17, 4096, (1 << 20) + 3, 64 << 20):
+        for offset in (0, 3):
+            size = num_bytes - offset if num_bytes > offset else num_bytes
+            for step in range(3):
+                fill = torch.arange(size + offset, device="cuda").add(rank.rank + step).byte()
+                buffer.pp_send(fill[offset:], ahead)
+                buffer.pp_send(fill[offset:], behind)
+                for peer in (behind, ahead):
+                    got = torch.zeros(size + offset, dtype=torch.uint8, device="cuda")
+                    buffer.pp_recv(got[offset:], peer)
+                    expected = torch.arange(size + offset, device="cuda").add(peer + step).byte()
+                    assert torch.equal(got[offset:], expected[offset:])
+
+
+def test_messages_between_neighbours() -> None:
+    run_on_gpus(num_gpus(), check_ring)
+
+
+def check_engram(rank: Rank) -> None:
+    buffer = weft.ElasticBuffer(
+        rank.group, num_bytes=2 << 20, num_gpu_timeout_secs=30, num_cpu_timeout_secs=30
+    )
+    for num_entries, hidden in ((1000, 256), (33, 7)):
+        whole = torch.randn(
+            rank.size * num_entries, hidden, generator=torch.Generator().manual_seed(hidden)
+        ).bfloat16()
+        mine = whole[rank.rank * num_entries : (rank.rank + 1) * num_entries].cuda()
+        buffer.engram_write(mine)
+        indices = torch.randint(0, len(whole), (512, 8), dtype=torch.int32)
+        data, _ = buffer.engram_fetch(indices.cuda())()
+        assert torch.equal(data.cpu(), whole[indices.view(-1)].view(512, -1))
+
+
+def test_reads_of_a_spread_table() -> None:
+    run_on_gpus(num_gpus(), check_engram)

@@ -245,3 +245,55 @@ def serve_like_sglang(rank: Rank, case: MoeCase, device: str) -> None:
     assert calc_diff(back.cpu(), rows.take(case.all_x())) < 1e-3
     combined, _, _ = buffer.combine(back, handle, previous_event=event, config=config)
     assert combined.shape == case.x(rank.rank).shape
+
+
+def overlap_like_sglang(rank: Rank, case: MoeCase, device: str) -> None:
+    """Decode with NVFP4 rows, and a combine that follows the signals of either kind of expert kernel."""
+    most, ranks, experts = 32, rank.size, case.num_experts
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(most, case.hidden, ranks, experts)
+    buffer = deep_ep.Buffer(
+        rank.group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=experts // ranks, allow_mnnvl=True
+    )
+    x, ids = case.x(rank.rank).to(device), case.topk_idx(rank.rank).to(device)
+    weights = case.topk_weights(rank.rank).to(device)
+    scale = torch.tensor([448.0 * 6 / 8], device=device)
+    (codes, scales), counts, handle, _, hook = buffer.low_latency_dispatch(
+        x,
+        ids,
+        most,
+        experts,
+        use_fp8=False,
+        use_nvfp4=True,
+        x_global_scale=scale,
+        use_ue8m0_for_sf=False,
+        async_finish=False,
+        return_recv_hook=True,
+    )
+    hook()
+    local = experts // ranks
+    assert codes.shape == (ranks * most, case.hidden // 2, local)
+    linear = scales.permute(5, 2, 1, 0, 4, 3).reshape(local, -1, case.hidden // 16)[:, : ranks * most].float()
+    halves = codes.permute(2, 0, 1).cpu()
+    values = oracle.fp4_values(torch.stack((halves & 15, halves >> 4), dim=-1).flatten(-2))
+    rows = (values * linear.cpu().repeat_interleave(16, dim=-1) / scale.item()).bfloat16()
+    for expert, count in enumerate(counts.tolist()):
+        rows[expert, count:] = 0
+    rows = rows.to(device)
+    by_expert = torch.ones(local, dtype=torch.uint32, device=device)
+    by_block = torch.full((local * -(-ranks * most // 64),), 7, dtype=torch.int32, device=device)
+    total = weights.masked_fill(ids < 0, 0).sum(dim=1, keepdim=True)
+    for signals in (
+        {"src_signals": by_expert, "src_signal_expect_value": 1},
+        {"packed_recv_count": counts, "comp_signal": by_block, "block_m": 64, "threshold": 7, "num_sms": 3},
+    ):
+        combined, _, hook = buffer.low_latency_combine(
+            x=rows,
+            topk_idx=ids,
+            topk_weights=weights,
+            handle=handle,
+            return_recv_hook=True,
+            overlap=True,
+            **signals,
+        )
+        hook()
+        assert calc_diff(combined, x.float() * total) < 2e-2

@@ -345,3 +345,34 @@ def check_refusals(rank: Rank, case: MoeCase) -> None:
 
 def test_bad_arguments_are_named_and_leave_the_buffer_usable(pair: RankPool) -> None:
     pair.run(check_refusals, case_for(2, tokens=(6, 9)))
+
+
+def check_first_room(rank: Rank, use_fp8: bool, multiple: bool) -> None:
+    """A buffer made with the MoE sizes has room for the worst case: a captured first call could not grow it."""
+    tokens, hidden, top_k = 1536, 2048, 4
+    buffer = weft.ElasticBuffer(
+        rank.group,
+        num_max_tokens_per_rank=tokens,
+        hidden=hidden,
+        num_topk=top_k,
+        use_fp8_dispatch=use_fp8,
+        allow_multiple_reduction=multiple,
+        num_gpu_timeout_secs=30,
+    )
+    assert buffer.runtime is not None
+    room = buffer.runtime.core.window_bytes
+    case = MoeCase((tokens,) * rank.size, hidden, top_k, 4 * rank.size, empty_share=0)
+    x: Any = case.x(rank.rank)
+    if use_fp8:
+        x = (x.to(torch.float8_e4m3fn), torch.ones(tokens, hidden // 128))
+    recv, _, _, handle, _ = dispatch(buffer, case, x, do_cpu_sync=False, do_expand=True)
+    rows = recv[0] if use_fp8 else recv
+    buffer.combine(torch.zeros(rows.shape, dtype=torch.bfloat16), handle)
+    buffer.dispatch(x, handle=handle, do_expand=True)
+    assert buffer.runtime.core.window_bytes == room
+
+
+@pytest.mark.parametrize("multiple", [True, False])
+@pytest.mark.parametrize("use_fp8", [True, False])
+def test_moe_sizes_give_the_first_call_room(pair: RankPool, use_fp8: bool, multiple: bool) -> None:
+    pair.run(check_first_room, use_fp8, multiple)

@@ -82,3 +82,53 @@ def serve(rank: Rank, case: MoeCase) -> None:
 def test_a_program_for_deep_ep_2_runs_unchanged(num_ranks: int) -> None:
     case = MoeCase(tuple(9 + r for r in range(num_ranks)), 128, 4, 4 * num_ranks)
     run_ranks(num_ranks, serve, case, with_gpus=False)
+
+
+def pipeline(rank: Rank, num_bytes: int, in_flight: int) -> None:
+    import deep_ep
+
+    size = deep_ep.ElasticBuffer.get_pp_buffer_size_hint(num_bytes, in_flight)
+    assert size % (2 << 20) == 0
+    buffer = deep_ep.ElasticBuffer(
+        rank.group, explicitly_destroy=True, allow_hybrid_mode=False, num_bytes=size
+    )
+    buffer.pp_set_config(num_bytes, in_flight)
+    ahead, behind = (rank.rank + 1) % rank.size, (rank.rank - 1) % rank.size
+    for step in range(4):
+        buffer.pp_send(torch.full((num_bytes // 2,), rank.rank + step, dtype=torch.bfloat16), ahead)
+        got = torch.empty(num_bytes // 2, dtype=torch.bfloat16)
+        buffer.pp_recv(got, behind)
+        assert (got == behind + step).all()
+    buffer.destroy()
+
+
+def look_up(rank: Rank, num_entries: int, hidden: int, per_token: int) -> None:
+    import deep_ep
+    from deep_ep.utils.math import per_token_cast_to_fp8
+
+    gpu_bytes, cpu_bytes = deep_ep.ElasticBuffer.get_engram_storage_size_hint(
+        num_entries, hidden, 12, torch.bfloat16
+    )
+    buffer = deep_ep.ElasticBuffer(
+        rank.group, num_bytes=gpu_bytes + cpu_bytes, num_cpu_bytes=cpu_bytes, explicitly_destroy=True
+    )
+    torch.manual_seed(7)
+    table = torch.randn(rank.size * num_entries, hidden).bfloat16()
+    mine = slice(rank.rank * num_entries, (rank.rank + 1) * num_entries)
+    indices = torch.randint(0, len(table), (3, per_token), dtype=torch.int32)
+    buffer.engram_write(table[mine].contiguous())
+    data, sf = buffer.engram_fetch(indices)()
+    assert sf is None
+    assert torch.equal(data, table[indices.view(-1)].view(3, -1))
+    quantised, scales = per_token_cast_to_fp8(table)
+    buffer.engram_write(quantised[mine].contiguous(), scales)
+    data, sf = buffer.engram_fetch(indices, use_tma_aligned_col_major_sf=True)()
+    assert torch.equal(data.view(torch.uint8), quantised.view(torch.uint8)[indices.view(-1)].view(3, -1))
+    assert torch.equal(sf, scales[indices.view(-1)].view(3, -1))
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_pipelines_and_tables_of_deep_ep_2_run_unchanged(num_ranks: int) -> None:
+    run_ranks(num_ranks, pipeline, 2000, 2, with_gpus=False)
+    run_ranks(num_ranks, look_up, 10, 256, 4, with_gpus=False)

@@ -122,6 +122,44 @@ def test_scales_travel_with_rows_in_any_stride(
     pair.run(check_scales, SMALL, words, dtype, column_major)
 
 
+def check_nvfp4(rank: Rank, case: MoeCase, per_row: bool, column_major: bool) -> None:
+    """x is (eight 4-bit channels an int32, four scales an int32, the float32 that scales are relative to)."""
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    packed = [x.view(torch.int32)[:, : case.hidden // 8].contiguous() for x in case.all_x()]
+    scales = [case.scales(r, case.hidden // 64).view(torch.int32) for r in range(rank.size)]
+    factors = [case.scales(r, 1) if per_row else torch.tensor([2.5 + r]) for r in range(rank.size)]
+    mine = scales[rank.rank].T.contiguous().T if column_major else scales[rank.rank]
+    x = (packed[rank.rank], mine, factors[rank.rank])
+    buffer = kept_buffer(rank)
+    (recv_x, recv_scales, recv_factors), idx, _, _, handle, _ = dispatch(buffer, case, rank.rank, x)
+    assert torch.equal(recv_x, rows.take(packed))
+    assert torch.equal(recv_scales, rows.take(scales))
+    assert torch.equal(idx, rows.topk_idx)
+    tokens = [len(x) for x in packed]
+    of_rows = [factor.view(-1, 1).expand(n, 1) for factor, n in zip(factors, tokens, strict=True)]
+    assert recv_factors.dtype == torch.float32
+    assert torch.equal(recv_factors, rows.take(of_rows))
+    again = buffer.dispatch(x, handle=handle)[0]
+    assert all(torch.equal(a, b) for a, b in zip(again, (recv_x, recv_scales, recv_factors), strict=True))
+    y = expert_output(rows.take(case.all_x()), rank.rank)
+    check_combined(case, rank.rank, buffer.combine(y, handle)[0])
+    for wrong, argument in (
+        ((packed[rank.rank].float(), mine, factors[rank.rank]), "x"),
+        ((packed[rank.rank][:, :-4].contiguous(), mine, factors[rank.rank]), "x"),
+        ((packed[rank.rank], mine[:, :-1], factors[rank.rank]), r"x \(scales\)"),
+        ((packed[rank.rank], mine, torch.ones(3)), r"x \(global scale\)"),
+        ((packed[rank.rank], mine, 1.0), r"x \(global scale\)"),
+    ):
+        with pytest.raises(weft.Error, match=f"^{argument}: got"):
+            buffer.dispatch(wrong, handle=handle)
+
+
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_nvfp4_rows_bring_both_kinds_of_scales(pair: RankPool, per_row: bool, column_major: bool) -> None:
+    pair.run(check_nvfp4, MoeCase(tokens=(6, 9), hidden=192, top_k=3, num_experts=8), per_row, column_major)
+
+
 def check_int32_routes(rank: Rank, case: MoeCase) -> None:
     buffer, topk_idx = kept_buffer(rank), case.topk_idx(rank.rank).int()
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, case.num_experts)

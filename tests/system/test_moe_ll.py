@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -742,3 +744,228 @@ def check_local_view(rank: Rank, case: MoeCase) -> None:
 
 def test_its_memory_may_be_zeroed_between_calls(pair: RankPool) -> None:
     pair.run(check_local_view, SMALL)
+
+
+def raise_signals(y: Tensor, rows: Tensor, signals: Tensor, rows_per_signal: int, value: int) -> None:
+    """What the kernels of an overlapped layer do: fill a block of rows, then say so, last block first."""
+    per_expert = signals.numel() // y.size(0)
+    for at in reversed(range(signals.numel())):
+        expert, first = at // per_expert, at % per_expert * rows_per_signal
+        y[expert, first : first + rows_per_signal] = rows[expert, first : first + rows_per_signal]
+        for step in range(1, value + 1):
+            signals.view(-1)[at] = step
+        time.sleep(0.002)
+
+
+def check_overlap(rank: Rank, by_block: bool, options: dict[str, Any], hook: bool) -> None:
+    buffer, case = ll_buffer(rank), SMALL
+    topk_idx, weights = case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    recv, counts, handle, _, _ = buffer.low_latency_dispatch(
+        case.x(rank.rank), topk_idx, MOST_TOKENS, case.num_experts, use_fp8=False
+    )
+    rows = torch.zeros_like(recv)
+    for expert, count in enumerate(counts.tolist()):
+        rows[expert, :count] = recv[expert, :count] * 0.5
+    expected, _, _ = buffer.low_latency_combine(rows, topk_idx, weights, handle, **options)
+    block_m = 5
+    blocks = -(-rows.size(1) // block_m)
+    for _ in range(3):
+        y = torch.full_like(rows, float("nan"))
+        if by_block:
+            signals = torch.zeros(rows.size(0) * blocks, dtype=torch.int32)
+            how: dict[str, Any] = {
+                "comp_signal": signals,
+                "block_m": block_m,
+                "threshold": 3,
+                "packed_recv_count": counts,
+                "num_sms": 3,
+            }
+        else:
+            signals = torch.zeros(rows.size(0), dtype=torch.uint32)
+            how = {"src_signals": signals, "src_signal_expect_value": 3}
+        layer = Thread(
+            target=raise_signals, args=(y, rows, signals, block_m if by_block else rows.size(1), 3)
+        )
+        layer.start()
+        combined, _, receive = buffer.low_latency_combine(
+            y, topk_idx, weights, handle, overlap=True, return_recv_hook=hook, **how, **options
+        )
+        if receive is not None:
+            receive()
+        layer.join()
+        assert torch.equal(combined, expected)
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("options", [{}, {"exact": True}, {"use_logfmt": True}], ids=str)
+@pytest.mark.parametrize("by_block", [False, True])
+def test_combine_sends_rows_as_their_signals_come(
+    pair: RankPool, by_block: bool, options: dict[str, Any], hook: bool
+) -> None:
+    pair.run(check_overlap, by_block, options, hook)
+
+
+def refuse_signals(rank: Rank) -> None:
+    buffer, case = ll_buffer(rank), SMALL
+    topk_idx, weights = case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    recv, _, handle, _, _ = buffer.low_latency_dispatch(
+        case.x(rank.rank), topk_idx, MOST_TOKENS, case.num_experts, use_fp8=False
+    )
+    local, rows = recv.shape[:2]
+    good = torch.zeros(local, dtype=torch.int32)
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({}, "overlap: got True with neither"),
+        ({"src_signals": good, "comp_signal": good}, "overlap: got True with both"),
+        ({"src_signals": good[1:]}, "src_signals"),
+        ({"src_signals": good.float()}, "src_signals"),
+        ({"src_signals": good, "src_signal_expect_value": -1}, "src_signal_expect_value"),
+        ({"comp_signal": good}, rf"comp_signal: got .*, allowed: .*\[{local * -(-rows // 64)}\]")
+        if rows > 64
+        else ({"comp_signal": good[1:]}, "comp_signal"),
+        ({"comp_signal": good, "block_m": 0}, "block_m"),
+        ({"comp_signal": good, "block_m": rows, "threshold": 1.5}, "threshold"),
+        ({"src_signals": good, "packed_recv_count": good[1:]}, "packed_recv_count"),
+        ({"src_signals": good, "num_sms": -1}, "num_sms"),
+    ]
+    for options, message in bad:
+        with pytest.raises(weft.Error, match=message):
+            buffer.low_latency_combine(recv, topk_idx, weights, handle, overlap=True, **options)
+    # Without overlap nobody looks at them.
+    combined, _, _ = buffer.low_latency_combine(
+        torch.zeros_like(recv), topk_idx, weights, handle, src_signals=good, src_signal_expect_value=9
+    )
+    assert not combined.any()
+
+
+def test_bad_signals_are_refused(pair: RankPool) -> None:
+    pair.run(refuse_signals)
+
+
+BLOCK_TOKENS = 70  # of each rank at most: two ranks give more rows than one tile of scales has
+BLOCK_CASES = [
+    ("use_mxfp8", 128, False),
+    ("use_mxfp8", 896, False),
+    ("use_nvfp4", 64, False),
+    ("use_nvfp4", 1024, False),
+    ("use_nvfp4", 192, True),
+]
+
+
+def wide_x(case: MoeCase, rank: int) -> Tensor:
+    """Return x with empty blocks, and with rows that are very large, very small and on the grid of FP4."""
+    x = case.x(rank)
+    for row, factor in enumerate((0.0, 1e20, 1e-20)):
+        x[row : row + 1] *= factor
+    x[:, :16] = 0
+    grid = torch.tensor([0.25, 0.75, -1.25, 1.75, 2.5, -3.5, 5.0, 6.0]).bfloat16()
+    x[3:4, 16:32] = grid.repeat(2)
+    return x
+
+
+def check_blocks(rank: Rank, case: MoeCase, form: str, exponents: bool, with_output: bool) -> None:
+    """Every byte that arrives is the oracle's, and combine takes what was dequantised."""
+    buffer, me, hidden = ll_buffer(rank), rank.rank, case.hidden
+    factor = 3.25
+    everyone = [wide_x(case, r) for r in range(rank.size)]
+    topk_idx, weights = case.topk_idx(me), case.topk_weights(me)
+    options: dict[str, Any] = {form: True}
+    if form == "use_nvfp4":
+        options |= {"x_global_scale": torch.tensor([factor]), "use_ue8m0_for_sf": exponents}
+    local = len(oracle.local_experts(case.num_experts, rank.size, me))
+    if with_output:
+        columns, dtype = (hidden // 2, torch.uint8) if form == "use_nvfp4" else (hidden, torch.float8_e4m3fn)
+        memory = torch.zeros((local, rank.size * BLOCK_TOKENS, columns), dtype=torch.uint8).view(dtype)
+        options["out_packed_recv_x"] = memory
+    (recv, scales), counts, handle, _, _ = buffer.low_latency_dispatch(
+        everyone[me], topk_idx, BLOCK_TOKENS, case.num_experts, use_fp8=False, **options
+    )
+    if with_output:
+        assert recv.data_ptr() == memory.data_ptr()
+    rows_per_expert = rank.size * BLOCK_TOKENS
+    if form == "use_nvfp4":
+        assert recv.shape == (rows_per_expert, hidden // 2, local)
+        assert recv.dtype == torch.uint8
+        tiles = -(-rows_per_expert // 128)
+        assert scales.shape == (32, 4, tiles, 4, hidden // 64, local)
+        assert scales.dtype == (torch.int8 if exponents else torch.float8_e4m3fn)
+        recv = recv.permute(2, 0, 1)
+        codes = torch.stack((recv & 15, recv >> 4), dim=-1).flatten(-2)
+        flat = scales.contiguous().view(torch.uint8).permute(5, 2, 1, 0, 4, 3)
+        flat = flat.reshape(local, tiles * 128, hidden // 16)[:, :rows_per_expert].contiguous()
+        given = (
+            (flat.int() << 23).view(torch.float32) if exponents else flat.view(torch.float8_e4m3fn).float()
+        )
+        quantised = [oracle.quantize_nvfp4(x, factor, exponents) for x in everyone]
+        values = [oracle.fp4_values(q) for q, _ in quantised]
+        block, unit = 16, 1 / factor
+    else:
+        assert recv.shape == (local, rows_per_expert, hidden)
+        assert scales.stride()[1] == 1
+        codes, given = recv.view(torch.uint8), oracle.unpack_ue8m0(scales)
+        quantised = [oracle.quantize_mxfp8(x) for x in everyone]
+        values = [q.float() for q, _ in quantised]
+        quantised = [(q.view(torch.uint8), s) for q, s in quantised]
+        block, unit = 32, 1.0
+    restored = [
+        v * s.repeat_interleave(block, dim=-1) * unit for v, (_, s) in zip(values, quantised, strict=True)
+    ]
+    y = torch.zeros((local, rows_per_expert, hidden), dtype=torch.bfloat16)
+    segments = oracle.ll_dispatch(case.routes(), case.num_experts, me)
+    for expert in range(local):
+        assert counts[expert] == sum(len(tokens) for tokens in segments[expert])
+        for source in range(rank.size):
+            packed = int(handle[1][expert, source])
+            rows = slice(packed >> 32, (packed >> 32) + (packed & 0xFFFFFFFF))
+            tokens = handle[0][expert, rows].long()
+            assert torch.equal(tokens.sort().values, segments[expert][source].sort().values)
+            assert torch.equal(codes[expert, rows], quantised[source][0][tokens])
+            assert torch.equal(given[expert, rows], quantised[source][1][tokens])
+            y[expert, rows] = restored[source][tokens].bfloat16()
+    combined, _, _ = buffer.low_latency_combine(y, topk_idx, weights, handle)
+    slots = restored[me].bfloat16().unsqueeze(1).expand(-1, case.top_k, -1)
+    expected = oracle.ll_combine(slots, topk_idx, weights)
+    assert torch.allclose(combined.float(), expected.float(), rtol=0.02, atol=1e-30)
+
+
+@pytest.mark.parametrize("with_output", [False, True])
+@pytest.mark.parametrize(("form", "hidden", "exponents"), BLOCK_CASES)
+def test_block_formats_match_the_oracle_byte_for_byte(
+    pair: RankPool, form: str, hidden: int, exponents: bool, with_output: bool
+) -> None:
+    case = MoeCase(tokens=(70, 33), hidden=hidden, top_k=3, num_experts=5)
+    pair.run(check_blocks, case, form, exponents, with_output)
+
+
+@pytest.mark.parametrize(("form", "hidden", "exponents"), BLOCK_CASES[1::2])
+def test_block_formats_on_any_number_of_ranks(
+    pool: RankPool, form: str, hidden: int, exponents: bool
+) -> None:
+    tokens = tuple((9 * r) % 23 for r in range(pool.num_ranks))
+    pool.run(check_blocks, MoeCase(tokens, hidden, 4, pool.num_ranks + 2), form, exponents, False)
+
+
+def refuse_blocks(rank: Rank) -> None:
+    buffer, case = ll_buffer(rank), SMALL
+    x, topk_idx = case.x(rank.rank), case.topk_idx(rank.rank)
+    one = torch.ones(1)
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"use_mxfp8": True, "use_nvfp4": True}, "use_mxfp8"),
+        ({"use_mxfp8": True, "round_scale": True}, "use_mxfp8"),
+        ({"use_nvfp4": True, "use_ue8m0": True, "round_scale": True}, "use_nvfp4"),
+        ({"use_ue8m0_for_sf": True}, "use_ue8m0_for_sf"),
+        ({"x_global_scale": one}, "x_global_scale"),
+        ({"use_nvfp4": True, "x_global_scale": torch.ones(2)}, "x_global_scale"),
+        ({"use_nvfp4": True, "x_global_scale": 2.0}, "x_global_scale"),
+    ]
+    for options, argument in bad:
+        with pytest.raises(weft.Error, match=f"^{argument}: got"):
+            buffer.low_latency_dispatch(x, topk_idx, MOST_TOKENS, case.num_experts, **options)
+    for form, width, multiple in (("use_mxfp8", 96, 128), ("use_nvfp4", 32, 64)):
+        with pytest.raises(weft.Error, match=f"x: got hidden {width}, allowed: a multiple of {multiple}"):
+            buffer.low_latency_dispatch(
+                x[:, :width].contiguous(), topk_idx, MOST_TOKENS, case.num_experts, **{form: True}
+            )
+
+
+def test_bad_block_formats_are_refused(pair: RankPool) -> None:
+    pair.run(refuse_blocks)

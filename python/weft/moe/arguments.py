@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import Error, invalid
-from weft.moe.config import Config
+from weft.moe.config import Config, ceil_div
 
 ROW_ALIGNMENT_BYTES = 16
 IDS = (torch.int64, torch.int32)
@@ -100,6 +100,30 @@ def check_rows_with_scales(
     if scales.size(1) == 0:
         raise invalid("x (scales)", describe(scales), "at least one scale per row")
     return rows, scales
+
+
+def check_nvfp4_rows(
+    value: Sequence[object], num_rows: int | str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return (rows, scales) of x, a triple of NVFP4 rows: the global scale becomes the last scale of every row.
+
+    value: (int32 [T, hidden / 8]: eight 4-bit channels each; int32 [T, hidden / 64]: four E4M3 scales each, of 16
+    channels; float32 of one element, or one for each row, [T] or [T, 1]).
+    """
+    packed, scales, global_scale = value
+    rows = check_rows("x", packed, num_rows, (torch.int32,), device)
+    words = (rows.size(0), ceil_div(rows.size(1), 8))
+    if rows.size(1) % 8:
+        raise invalid(
+            "x", describe(rows), "int32 rows of a multiple of 8 elements: 64 channels, one word of scales"
+        )
+    i32 = (torch.int32,)
+    blocks = check_tensor("x (scales)", scales, words, i32, device, contiguous=False)
+    if not isinstance(global_scale, Tensor) or global_scale.numel() not in (1, rows.size(0)):
+        raise invalid("x (global scale)", describe(global_scale), f"float32 of 1 or {rows.size(0)} elements")
+    check_tensor("x (global scale)", global_scale, tuple(global_scale.shape), (torch.float32,), device)
+    column = global_scale.view(torch.int32).view(-1, 1).expand(rows.size(0), 1)
+    return rows, torch.cat((blocks, column), dim=1)
 
 
 def check_topk_idx(value: object, num_tokens: int | str, device: torch.device) -> Tensor:

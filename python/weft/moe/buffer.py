@@ -14,12 +14,13 @@ experts from r * ceil(E / R) on; the last ranks own fewer where E is not a multi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from weft.errors import Error, invalid
+from weft.errors import invalid
 from weft.moe import arguments, high_throughput, trace
 from weft.moe.config import (
     Config,
@@ -31,13 +32,12 @@ from weft.moe.config import (
     recommended_dispatch_config,
 )
 from weft.moe.engine import Engine
-from weft.moe.events import EventHandle, EventOverlap, handle_of
+from weft.moe.engines import Engines
+from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
 from weft.moe.high_throughput import Payload
 from weft.moe.low_latency import LowLatencyCalls
-from weft.runtime.communicator import connect
 
-PreviousEvent = EventOverlap | EventHandle | None
 _RANKS_PER_RDMA_GROUP = 8  # what num_tokens_per_rdma_rank counts by
 
 
@@ -90,10 +90,6 @@ class Buffer(LowLatencyCalls):
         timeout_s: float = 0.0,
         device: torch.device | str | None = None,
     ) -> None:
-        if group is None and comm is None:
-            raise invalid(
-                "group", "None", "a torch.distributed process group, or comm: an mpi4py communicator"
-            )
         if not timeout_s >= 0:
             raise invalid("timeout_s", timeout_s, "0 or more seconds")
         self.group = group
@@ -103,13 +99,19 @@ class Buffer(LowLatencyCalls):
         self.low_latency_mode = bool(low_latency_mode)
         self.explicitly_destroy = bool(explicitly_destroy)
         self.enable_shrink = bool(enable_shrink)
-        self.device = _device(device)
-        self._comm = comm
-        self._timeout_s = float(timeout_s)
-        self._engines: dict[torch.device, Engine] = {}
-        self.runtime: Engine | None = self._connect(self.device)
-        self.rank = int(self.runtime.communicator.rank)
-        self.group_size = int(self.runtime.communicator.size)
+        self._engines = Engines(
+            "Buffer",
+            group,
+            comm,
+            device=device,
+            heap_bytes=lambda _: self.num_nvl_bytes,
+            low_latency_bytes=self.num_rdma_bytes if self.low_latency_mode else 0,
+            timeout_s=float(timeout_s),
+            may_mask=self.enable_shrink,
+            explicitly_destroy=self.explicitly_destroy,
+        )
+        self.device = self._engines.device
+        self.rank, self.group_size = self._engines.rank, self._engines.size
 
     # -- statics ---------------------------------------------------------------------------------------------
 
@@ -150,25 +152,21 @@ class Buffer(LowLatencyCalls):
 
     # -- life ------------------------------------------------------------------------------------------------
 
+    @property
+    def runtime(self) -> Engine | None:
+        """What calls run on; None after destroy()."""
+        return self._engines.main
+
     def destroy(self) -> None:
         """Wait for all ranks, then give the memory back; tensors that live in it stay valid until they go.
 
         Raises: weft.Error unless made with ``explicitly_destroy``, or when called twice.
         """
-        if not self.explicitly_destroy:
-            raise invalid("explicitly_destroy", False, "True for a buffer that is destroyed by hand")
-        engine = self._alive()
-        engine.synchronize()
-        try:
-            engine.communicator.barrier()
-        finally:
-            self.runtime = None
-            self._engines.clear()
+        self._engines.destroy()
 
     def get_comm_stream(self) -> Any:
         """Return the torch.cuda.Stream that calls run on; on the CPU, the current torch.cpu.Stream."""
-        engine = self._alive()
-        return engine.comm_stream if engine.is_cuda else torch.cpu.current_stream()
+        return self._engines.comm_stream()
 
     def get_local_buffer_tensor(
         self,
@@ -186,7 +184,7 @@ class Buffer(LowLatencyCalls):
         """
         if not isinstance(dtype, torch.dtype):
             raise invalid("dtype", arguments.describe(dtype), "a torch.dtype")
-        engine = self._alive()
+        engine = self._engines.alive()
         begin, num_bytes = (
             engine.low_latency_part() if use_rdma_buffer else engine.rows_part(self.num_nvl_bytes)
         )
@@ -208,41 +206,13 @@ class Buffer(LowLatencyCalls):
         ``weft.moe.trace.Span``. That costs them a few percent.
         Raises: weft.Error without that option.
         """
-        engine = self._alive()
+        engine = self._engines.alive()
         log = engine.trace_log()
         if log is None:
             raise invalid("WEFT_TRACE_SPANS", 0, "room for the spans of a trace, such as 100000")
         if engine.is_cuda:
             torch.cuda.synchronize(engine.device)
         return trace.take(log)
-
-    def _alive(self) -> Engine:
-        if self.runtime is None:
-            raise Error("Buffer: used after destroy(), allowed: calls before it", "closed")
-        return self.runtime
-
-    def _connect(self, device: torch.device) -> Engine:
-        """Return what this buffer has on a device; made, collectively, when its tensors first come."""
-        if device not in self._engines:
-            self._engines[device] = Engine(
-                connect(self.group, self._comm if self.group is None else None, device, self._timeout_s),
-                device,
-                self.num_nvl_bytes,
-                self.num_rdma_bytes if self.low_latency_mode else 0,
-                self._timeout_s,
-                self.enable_shrink,
-            )
-        return self._engines[device]
-
-    def _engine(self, argument: str, value: object) -> Engine:
-        """Return the engine for a tensor's device."""
-        self._alive()
-        tensor = value[0] if isinstance(value, (tuple, list)) and value else value
-        if not isinstance(tensor, Tensor):
-            raise invalid(argument, arguments.describe(value), f"a tensor on {self.device}")
-        if tensor.device != self.device and tensor.device.type != "cpu":
-            raise invalid(argument, arguments.describe(tensor), f"a tensor on {self.device} or the CPU")
-        return self._connect(tensor.device)
 
     # -- layout ----------------------------------------------------------------------------------------------
 
@@ -265,7 +235,7 @@ class Buffer(LowLatencyCalls):
         Returns: (tokens per rank i32[R], tokens per group of 8 ranks i32[ceil(R / 8)] or None for up to 8
             ranks, slots per expert i32[E], is token in rank bool[T, R], event).
         """
-        engine = self._engine("topk_idx", topk_idx)
+        engine = self._engines.of("topk_idx", topk_idx)
         topk_idx = arguments.check_topk_idx(topk_idx, "tokens", engine.device)
         num_experts = self._check_num_experts(num_experts)
         arguments.check_expert_ids(topk_idx, num_experts)
@@ -318,7 +288,8 @@ class Buffer(LowLatencyCalls):
 
         Args:
             x: [T, hidden], contiguous, rows of whole 16-byte words, any element type; or (rows, scales),
-                scales float32 or int32 [T, n] in any strides.
+                scales float32 or int32 [T, n] in any strides; or NVFP4: (int32 [T, hidden / 8], E4M3 scales of 16
+                channels as int32 [T, hidden / 64] in any strides, the global scale float32 [1], [T] or [T, 1]).
             handle: of an earlier dispatch: repeat its routes, without ids and counts.
             num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert: what
                 get_dispatch_layout() returned; not with a handle.
@@ -329,15 +300,16 @@ class Buffer(LowLatencyCalls):
                 rest of such rows undefined. Needs topk_idx. weft.Error, code capacity, when more rows came.
             config: only its num_sms matters.
             previous_event, async_finish, allocate_on_comm_stream: see the class.
-        Returns: (recv_x [N, hidden] or (rows, scales [N, n]), recv_topk_idx [N, K]: local expert ids, -1
+        Returns: (recv_x [N, hidden], (rows, scales [N, n]) or (rows, scales, global scales
+            [N, 1]); recv_topk_idx [N, K]: local expert ids, -1
             elsewhere, or None; recv_topk_weights float32 [N, K]: 0 elsewhere, or None; slots for each local
             expert, or [] with num_worst_tokens; handle; event). Rows come in order of source rank, then of
             source token. With a handle: (recv_x, None, None, None, None, event).
             Received tensors live in the buffer's memory, which stays theirs as long as they do.
         Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E.
         """
-        engine = self._engine("x", x)
-        rows = high_throughput.Rows(*arguments.check_rows_with_scales(x, "tokens", engine.device))
+        engine = self._engines.of("x", x)
+        rows = _check_payload(x, engine)
         previous = handle_of(previous_event, "previous_event")
         arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
         arguments.check_deterministic_fill(engine.device)
@@ -360,9 +332,9 @@ class Buffer(LowLatencyCalls):
                 "topk_idx", "None with num_worst_tokens", "expert ids, to tell rows from their tail"
             )
         engine.begin(previous)
-        rows = high_throughput.Rows(rows.x, rows.scales, ids, weights)
+        rows = replace(rows, topk_idx=ids, topk_weights=weights)
         received, state, counts = high_throughput.dispatch(
-            engine, self, rows, in_rank, per_expert, num_worst_tokens, num_sms
+            engine, rows, in_rank, per_expert, num_worst_tokens, num_sms
         )
         used = (rows.x, rows.scales, ids, weights, in_rank, per_expert)
         event = engine.finish(async_finish, (*used, state.send_row, state.slot_base, state.prefix))
@@ -425,16 +397,8 @@ class Buffer(LowLatencyCalls):
         return state
 
     def _check_handle(self, handle: object, engine: Engine) -> DispatchState:
-        allowed = "what dispatch() of this buffer returned"
-        if not isinstance(handle, DispatchHandle):
-            raise invalid("handle", arguments.describe(handle), allowed)
-        if handle.state.buffer is not self:
-            raise invalid("handle", "the handle of another buffer", allowed)
-        if handle.state.send_row.device != engine.device:
-            raise invalid(
-                "handle", f"one of a dispatch on {handle.state.send_row.device}", f"on {engine.device}"
-            )
-        return handle.state
+        state: DispatchState = engine.check_handle(handle, DispatchHandle, "dispatch")
+        return state
 
     def _num_sms(self, config: object) -> int:
         given = arguments.check_config(config)
@@ -466,7 +430,7 @@ class Buffer(LowLatencyCalls):
             float32 [T, K], or None; event).
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
         """
-        engine = self._engine("x", x)
+        engine = self._engines.of("x", x)
         state = self._check_handle(handle, engine)
         x = arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, engine.device)
         shape = (state.num_tokens, x.size(1))
@@ -552,13 +516,9 @@ class Buffer(LowLatencyCalls):
             raise invalid("config", arguments.describe(config), "a Config")
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    """Return the device a buffer computes on, with its index."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    if chosen.type not in ("cpu", "cuda"):
-        raise invalid("device", chosen, "a CPU or CUDA device")
-    return chosen
+def _check_payload(x: Payload, engine: Engine) -> high_throughput.Rows:
+    """Return the rows of x: a tensor, a pair with scales, or an NVFP4 triple."""
+    if isinstance(x, (tuple, list)) and len(x) == 3:
+        rows, scales = arguments.check_nvfp4_rows(x, "tokens", engine.device)
+        return high_throughput.Rows(rows, scales, has_global_scale=True)
+    return high_throughput.Rows(*arguments.check_rows_with_scales(x, "tokens", engine.device))

@@ -28,6 +28,12 @@ def ceil_div(x: int, y: int) -> int:
     return -(-x // y)
 
 
+def local_experts(num_experts: int, num_ranks: int, rank: int) -> int:
+    """Return how many experts a rank owns: blocks of ceil(experts / ranks), the last ones shorter or empty."""
+    block = ceil_div(num_experts, num_ranks)
+    return max(min(block, num_experts - rank * block), 0)
+
+
 def align(x: int, y: int) -> int:
     """Return the least multiple of y that is not below x, for y > 0."""
     return ceil_div(x, y) * y

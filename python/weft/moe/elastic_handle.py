@@ -28,7 +28,8 @@ class EPHandle:
         right-most local slot; per slot its expanded row, -1 for none. Undefined in the tail of a worst case.
     dst_buffer_slot_idx: i32[T, K]: a slot's row among those that this rank sends to its expert's rank, or -1.
     token_metadata_at_forward, channel_linked_list: None; they belong to forwarding between nodes.
-    state, expansion, recv_topk_idx: of Weft's own calls.
+    state, expansion, recv_topk_idx, sums_at_owner: of Weft's own calls; the last says that combine brings back
+        every slot's row, to be summed at the token's rank.
     """
 
     do_expand: bool
@@ -48,6 +49,7 @@ class EPHandle:
     state: DispatchState
     expansion: Expansion | None
     recv_topk_idx: Tensor
+    sums_at_owner: bool
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
 

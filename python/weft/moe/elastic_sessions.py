@@ -13,10 +13,10 @@ from torch import Tensor
 
 from weft.errors import Error, invalid
 from weft.moe import arguments, high_throughput
-from weft.moe.buffer import Buffer
 from weft.moe.config import align, ceil_div, check_whole
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
 from weft.moe.engine import Engine
+from weft.moe.engines import Engines
 from weft.moe.events import EventOverlap
 from weft.moe.high_throughput import Rows
 
@@ -29,10 +29,11 @@ Shapes = Sequence[int] | Sequence[Sequence[int]]
 class GatherSessions:
     """The part of ElasticBuffer that moves the same bytes to all ranks. See there for what all calls share."""
 
-    _base: Buffer
+    _engines: Engines
     num_ranks: int
 
     def __init__(self) -> None:
+        super().__init__()
         self._session_bytes = 0
         self._session_gathers = 0
         self._left: tuple[int, int] | None = None  # (bytes, gathers) of the open session
@@ -45,10 +46,10 @@ class GatherSessions:
         use_comm_stream, sequential: taken; the current stream waits for the communication stream in any case.
         On the CPU the host waits.
         """
-        engine = self._base._alive()
+        engine = self._engines.alive()
         if engine.is_cuda:
             engine.begin(None)
-            _gather_rows(engine, self._base, torch.zeros((1, 16), dtype=torch.uint8, device=engine.device))
+            _gather_rows(engine, torch.zeros((1, 16), dtype=torch.uint8, device=engine.device))
             engine.finish(False, ())
         if with_cpu_sync or not engine.is_cuda:
             engine.synchronize()
@@ -97,7 +98,7 @@ class GatherSessions:
     def agrs_get_inplace_tensor(self, shapes: Shapes, dtype: torch.dtype) -> Any:
         """Return a tensor, or a tuple of them for several shapes, to fill and give to all_gather()."""
         self._require_session()
-        device = self._base.device
+        device = self._engines.device
         tensors = tuple(torch.empty(tuple(shape), dtype=dtype, device=device) for shape in _each(shapes))
         return tensors[0] if _is_one(shapes) else tensors
 
@@ -111,7 +112,7 @@ class GatherSessions:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if not given:
             raise invalid("tensors", "none", "at least one tensor")
-        engine = self._base._engine("tensors", given[0])
+        engine = self._engines.of("tensors", given[0])
         for tensor in given:
             arguments.check_tensor("tensors", tensor, tuple(tensor.shape), (), engine.device)
         sizes = [_padded(tensor.numel() * tensor.element_size()) for tensor in given]
@@ -124,7 +125,7 @@ class GatherSessions:
         self._left = (left_bytes - taken, left_gathers - 1)
         engine.begin(None)
         with engine.on_comm_stream():
-            received = _gather_rows(engine, self._base, _as_rows(given, sizes))
+            received = _gather_rows(engine, _as_rows(given, sizes))
             flat = received.view(self.num_ranks, -1)
             gathered = [_part(flat, sum(sizes[:i]), tensor) for i, tensor in enumerate(given)]
         event = engine.finish(True, tuple(given))
@@ -137,7 +138,7 @@ class GatherSessions:
         return self._left
 
 
-def _gather_rows(engine: Engine, buffer: Buffer, rows: Tensor) -> Tensor:
+def _gather_rows(engine: Engine, rows: Tensor) -> Tensor:
     """Return uint8[R * rows, bytes]: every rank's rows, by one dispatch that goes everywhere."""
     ranks = int(engine.communicator.size)
     with engine.on_comm_stream():
@@ -145,11 +146,9 @@ def _gather_rows(engine: Engine, buffer: Buffer, rows: Tensor) -> Tensor:
         per_expert = torch.zeros(1, dtype=torch.int32, device=engine.device)
         total = rows.size(0) * ranks
         received, _, _ = high_throughput.dispatch(
-            engine, buffer, Rows(rows, None, combine_rows=0), in_rank, per_expert, total, _NUM_SMS
+            engine, Rows(rows, None, combine_rows=0), in_rank, per_expert, total, _NUM_SMS
         )
-        payload = received.payload()
-    assert isinstance(payload, Tensor)
-    return payload
+    return received.parts()[0]
 
 
 def _as_rows(tensors: list[Tensor], sizes: list[int]) -> Tensor:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes an ElasticBuffer asks for. Arithmetic only, by DeepEP's formula: callers compare the figures."""
+"""How many bytes an ElasticBuffer asks for. Arithmetic only."""
 
 from __future__ import annotations
 
+from weft import _core
 from weft.moe.config import align, ceil_div, check_whole
 
 BUFFER_ALIGNMENT_BYTES = 2 << 20
@@ -17,7 +18,10 @@ def elastic_size_hint(
     use_fp8_dispatch: bool = False,
     allow_multiple_reduction: bool = True,
 ) -> int:
-    """Return num_bytes for this shape on one node. num_topk 0 counts as 32."""
+    """Return num_bytes for this shape on one node, by DeepEP's formula: callers compare the figures.
+
+    num_topk 0 counts as 32.
+    """
     num_ranks = check_whole("num_ranks", num_ranks, 1)
     tokens = check_whole("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
     hidden = check_whole("hidden", hidden, 0)
@@ -30,3 +34,27 @@ def elastic_size_hint(
     return align(
         max(dispatch_row * tokens * num_ranks, combine_row * tokens * copies), BUFFER_ALIGNMENT_BYTES
     )
+
+
+def elastic_heap_bytes(
+    num_ranks: int,
+    num_max_tokens_per_rank: int,
+    hidden: int,
+    num_topk: int = 0,
+    use_fp8_dispatch: bool = False,
+    allow_multiple_reduction: bool = True,
+) -> int:
+    """Return room for rows with which a first dispatch that waits for no counts need not grow the window.
+
+    Such a call may be captured in a graph, where nothing can grow. num_topk 0 counts as 32.
+    """
+    top_k = num_topk or _HINTED_TOP_K
+    row_format = _core.RowFormat(
+        row_bytes=align(hidden * (1 if use_fp8_dispatch else 2), 16),
+        scale_words=ceil_div(hidden, 32) if use_fp8_dispatch else 0,
+        top_k=top_k,
+        id_bytes=8,
+        element=1 if use_fp8_dispatch else 2,
+        combine_row_bytes=align(2 * hidden, 16) * (1 if allow_multiple_reduction else top_k),
+    )
+    return int(_core.worst_case_bytes(row_format, num_ranks * num_max_tokens_per_rank))

@@ -18,6 +18,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from weft import _core
+from weft.errors import invalid
+from weft.moe.arguments import describe
 from weft.moe.events import EventHandle, EventOverlap
 
 _NOWHERE = 16
@@ -58,6 +60,7 @@ class Engine:
         timeout_s: float,
         may_mask: bool = False,
     ) -> None:
+        self.identity = object()  # what handles know it by, without keeping it
         self.device = device
         self.communicator = communicator
         self.is_cuda = device.type == "cuda"
@@ -65,6 +68,15 @@ class Engine:
         self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
         self.low_latency = _core.LowLatency(self.core, may_mask)
         self._released: list[tuple[int, Any]] = []
+
+    def check_handle(self, handle: object, kind: type, call: str) -> Any:
+        """Return the state of a handle that ``call``() on this engine returned, or raise weft.Error."""
+        allowed = f"what {call}() of this buffer returned, on {self.device}"
+        if not isinstance(handle, kind):
+            raise invalid("handle", describe(handle), allowed)
+        if handle.state.engine_id is not self.identity:  # type: ignore[attr-defined]
+            raise invalid("handle", "the handle of another buffer or device", allowed)
+        return handle.state  # type: ignore[attr-defined]
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -181,6 +193,12 @@ class Engine:
         """Return the bytes where kernels note what took how long; None unless WEFT_TRACE_SPANS asks for it."""
         num_bytes = int(self.core.trace_bytes)
         return self.permanent_view(int(self.core.trace_at), num_bytes) if num_bytes else None
+
+    def synchronize_current(self) -> None:
+        """Wait, on the host, until the current and the communication stream have done all they got."""
+        if self.is_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+        self.synchronize()
 
     def synchronize(self) -> None:
         """Wait, on the host, until the communication stream has done all it got."""

@@ -103,7 +103,10 @@ class EventOverlap:
             self.current_stream_wait(release_handle)
 
 
-def handle_of(previous_event: EventOverlap | EventHandle | None, argument: str) -> EventHandle | None:
+PreviousEvent = EventOverlap | EventHandle | None
+
+
+def handle_of(previous_event: PreviousEvent, argument: str) -> EventHandle | None:
     """Return the event to wait for, or None; weft.Error naming ``argument`` for any other type."""
     event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
     if event is None or isinstance(event, EventHandle):

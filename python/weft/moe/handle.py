@@ -22,7 +22,8 @@ class DispatchState:
     adds a rank's row; None: ranks ascending.
     """
 
-    buffer: Any
+    engine_id: object
+    rank: int
     handle_id: int
     num_experts: int
     top_k: int  # 0 where no expert ids travelled
@@ -70,7 +71,7 @@ class DispatchHandle(Sequence[torch.Tensor]):
         return [self._entry(i) for i in chosen] if isinstance(chosen, range) else self._entry(chosen)
 
     def _entry(self, index: int) -> torch.Tensor:
-        state, rank = self.state, self.state.buffer.rank
+        state, rank = self.state, self.state.rank
         if index == 1:
             sent_up_to = state.prefix[rank].view(-1, 1)
             return sent_up_to - state.prefix[rank - 1].view(-1, 1) if rank else sent_up_to

@@ -13,13 +13,15 @@ from weft import _core
 from weft.moe.engine import Engine, address
 from weft.moe.handle import DispatchState
 
-Payload = Tensor | tuple[Tensor, Tensor]
+Payload = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Rows:
     """What a dispatch sends: rows [T, hidden], maybe 4-byte scales [T, n] of any strides, ids and weights.
 
+    has_global_scale: the last scale of a row is the float32 that all of its others are relative to, and x holds
+        eight 4-bit channels in each int32.
     keep_weights: a slot whose expert is elsewhere keeps its weight; else 0 arrives.
     combine_rows: how many rows of this size combine will bring back for each.
     """
@@ -30,17 +32,19 @@ class Rows:
     topk_weights: Tensor | None = None
     keep_weights: bool = False
     combine_rows: int = 1
+    has_global_scale: bool = False
 
     def format(self) -> Any:
         """Return the core's description. Combine brings back bf16, or float32 for wider elements."""
         num_elements, element_bytes = self.x.size(1), self.x.element_size()
+        summed_bytes = 16 if self.has_global_scale else 2 if element_bytes <= 2 else 4
         return _core.RowFormat(
             row_bytes=num_elements * element_bytes,
             scale_words=self.scales.size(1) if self.scales is not None else 0,
             top_k=self.topk_idx.size(1) if self.topk_idx is not None else 0,
             id_bytes=self.topk_idx.element_size() if self.topk_idx is not None else 8,
             element=element_bytes,
-            combine_row_bytes=num_elements * (2 if element_bytes <= 2 else 4) * self.combine_rows,
+            combine_row_bytes=num_elements * summed_bytes * self.combine_rows,
         )
 
 
@@ -68,7 +72,6 @@ def layout(
 
 def dispatch(
     engine: Engine,
-    buffer: Any,
     rows: Rows,
     is_token_in_rank: Tensor,
     num_tokens_per_expert: Tensor,
@@ -112,7 +115,8 @@ def dispatch(
         num_sms,
     )
     state = DispatchState(
-        buffer=buffer,
+        engine_id=engine.identity,
+        rank=int(engine.communicator.rank),
         handle_id=notified.handle_id,
         num_experts=num_tokens_per_expert.size(0),
         top_k=row_format.top_k,
@@ -226,10 +230,19 @@ class Received:
         self._sent = sent
 
     def payload(self) -> Payload:
-        """Return rows [N, hidden] and, if scales were sent, (rows, scales [N, n])."""
+        """Return rows [N, hidden]; (rows, scales [N, n]); or (rows, scales, global scales f32[N, 1])."""
+        rows, scales = self.parts()
+        if scales is None:
+            return rows
+        if not self._sent.has_global_scale:
+            return rows, scales
+        return rows, scales[:, :-1].contiguous(), scales[:, -1:].contiguous().view(torch.float32)
+
+    def parts(self) -> tuple[Tensor, Tensor | None]:
+        """Return rows [N, hidden], and scales [N, n] or None, as they came."""
         rows = self._view(self._rows, 0, self._sent.x)
         if self._sent.scales is None:
-            return rows
+            return rows, None
         return rows, self._view(self._rows, self._layout.scales, self._sent.scales)
 
     def ids(self) -> Tensor | None:

@@ -22,12 +22,11 @@ from torch import Tensor
 from weft import _core
 from weft.errors import Error, invalid
 from weft.moe import arguments
-from weft.moe.config import ceil_div, check_whole
+from weft.moe.config import ceil_div, check_whole, local_experts
 from weft.moe.engine import Engine, address
+from weft.moe.engines import Engines
 from weft.moe.events import EventOverlap
-
-SCALE_GROUP = 128  # channels that share an FP8 scale or a LogFMT range
-GROUPS_PER_WORD = 4  # exponents in one int32
+from weft.moe.low_latency_formats import SCALE_GROUP, find_format, take_output
 
 Hook = Callable[[], None]
 
@@ -36,8 +35,7 @@ Hook = Callable[[], None]
 class LowLatencyState:
     """What a dispatch leaves for its combine."""
 
-    buffer: Any
-    device: torch.device
+    engine_id: object
     max_tokens: int
     num_tokens: int
     top_k: int
@@ -73,16 +71,11 @@ class LowLatencyCalls:
     accordingly smaller.
     """
 
+    _engines: Engines
     rank: int
     group_size: int
     low_latency_mode: bool
     enable_shrink: bool
-
-    def _engine(self, argument: str, value: object) -> Engine:
-        raise NotImplementedError  # weft.Buffer has it
-
-    def _alive(self) -> Engine:
-        raise NotImplementedError  # weft.Buffer has it
 
     def _check_num_experts(self, num_experts: object) -> int:
         raise NotImplementedError  # weft.Buffer has it
@@ -104,6 +97,10 @@ class LowLatencyCalls:
         return_recv_hook: bool = False,
         *,
         topk_weights: Tensor | None = None,
+        use_mxfp8: bool = False,
+        use_nvfp4: bool = False,
+        x_global_scale: Tensor | None = None,
+        use_ue8m0_for_sf: bool = False,
         out_packed_recv_x: Tensor | None = None,
         out_src_info: Tensor | None = None,
         out_layout_range: Tensor | None = None,
@@ -126,12 +123,20 @@ class LowLatencyCalls:
             return_recv_hook: send now, on the current stream; the results are there after hook(), which
                 receives on the same stream. In between no SM is in use. Not with async_finish.
             topk_weights: float32 [T, K], to travel along; two more results then.
-            out_packed_recv_x, out_src_info, out_layout_range, out_count: where to put results.
+            use_mxfp8: quantise per 32 channels to FP8 with power-of-two scales; hidden a multiple of 128.
+            use_nvfp4: quantise per 16 channels to 4 bits, with E4M3 scales (use_ue8m0_for_sf: powers of two)
+                relative to x_global_scale, float32 of one element, the same on all ranks (None: 1): a channel is
+                code * scale / x_global_scale. hidden a multiple of 64. These two go before use_fp8.
+            out_packed_recv_x, out_src_info, out_layout_range, out_count: where to put results, as rows lie in memory.
         Returns: (recv_x [Le, R * M, hidden], or with FP8 (recv_x float8_e4m3fn, scales); counts int32 [Le];
             with topk_weights then weights float32 [Le, R * M] and source ranks int32 [Le, R * M]; handle;
             event; hook or None). Rows [0, counts[e]) of expert e are valid, those of one source together; the
             order is otherwise free. Scales are float32 [Le, R * M, hidden / 128], or with UE8M0 int32
-            [Le, R * M, hidden / 512] whose byte j of word p is the exponent of group 4 p + j; column-major.
+            [Le, R * M, hidden / 512] whose byte j of word p is the exponent of group 4 p + j; column-major. MXFP8
+            has those of 32 channels, [Le, R * M, hidden / 128]. NVFP4 comes as matrix units take it: rows uint8
+            [R * M, hidden / 2, Le], the even channel in the low bits, each expert's in one piece, and scales
+            float8_e4m3fn (int8 exponents) [32, 4, ceil(R * M / 128), 4, hidden / 64, Le]: row 128 a + 32 b + c,
+            block 4 d + e at [c, b, a, e, d].
         Raises: weft.Error also, on all ranks, when they disagree about sizes or format; capacity when the
             buffer's num_rdma_bytes are too few, or an expert got more than R * M rows.
         """
@@ -146,7 +151,16 @@ class LowLatencyCalls:
         rows = arguments.check_rows("x", x, "tokens", (torch.bfloat16,), engine.device)
         ids = arguments.check_topk_idx(topk_idx, rows.size(0), engine.device)
         arguments.check_expert_ids(ids, sizes.num_experts)
-        payload = _payload(rows, bool(use_fp8), bool(round_scale), bool(use_ue8m0))
+        form = find_format(
+            rows.size(1),
+            use_fp8=bool(use_fp8),
+            round_scale=bool(round_scale),
+            use_ue8m0=bool(use_ue8m0),
+            use_mxfp8=bool(use_mxfp8),
+            use_nvfp4=bool(use_nvfp4),
+            use_ue8m0_for_sf=bool(use_ue8m0_for_sf),
+        )
+        global_scale = _check_global_scale(x_global_scale, use_nvfp4, engine)
         stats = _check_optional(
             "cumulative_local_expert_recv_stats",
             cumulative_local_expert_recv_stats,
@@ -167,22 +181,19 @@ class LowLatencyCalls:
 
         call = _core.LowLatencyDispatchCall()
         call.max_tokens, call.tokens, call.top_k = sizes.max_tokens, rows.size(0), ids.size(1)
-        call.experts, call.id_bytes, call.payload = sizes.num_experts, ids.element_size(), payload
-        is_fp8 = payload != _core.PAYLOAD_COPY
-        call.row_bytes = rows.size(1) * (1 if is_fp8 else 2)
-        call.scale_bytes = _scale_bytes(payload, rows.size(1))
+        call.experts, call.id_bytes, call.payload = sizes.num_experts, ids.element_size(), form.payload
+        call.row_bytes, call.scale_bytes = form.row_bytes, form.scale_bytes
         call.topk_idx, call.x, call.topk_weights = address(ids), address(rows), address(weights)
+        call.x_scales, call.tiled_scales = address(global_scale), form.is_tiled
         call.expert_stats, call.wait_cycles = address(stats), address(costs)
         engine.low_latency.check_dispatch(call)
 
         shape = (sizes.local_experts, sizes.rows, rows.size(1))
-        row_type = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
-        recv_x = _output(engine, "out_packed_recv_x", out_packed_recv_x, shape, row_type)
-        src_info = _output(engine, "out_src_info", out_src_info, shape[:2], torch.int32)
+        memory, scale_memory, recv_x, scales = form.take(engine, out_packed_recv_x, shape[:2])
+        src_info = take_output(engine, "out_src_info", out_src_info, shape[:2], torch.int32)
         ranges_shape = (sizes.local_experts, self.group_size)
-        layout_range = _output(engine, "out_layout_range", out_layout_range, ranges_shape, torch.int64)
-        counts = _output(engine, "out_count", out_count, (sizes.local_experts,), torch.int32)
-        scales = _empty_scales(engine, payload, shape)
+        layout_range = take_output(engine, "out_layout_range", out_layout_range, ranges_shape, torch.int64)
+        counts = take_output(engine, "out_count", out_count, (sizes.local_experts,), torch.int32)
         extras: tuple[Tensor, ...] = ()
         if weights is not None:
             extras = (
@@ -194,15 +205,19 @@ class LowLatencyCalls:
             sizes.max_tokens, ids.size(1), sizes.num_experts, weights is not None
         )
         routes = engine.empty(int(num_words), dtype=torch.int32)
-        call.out, call.src_info, call.counts = address(recv_x), address(src_info), address(counts)
+        call.out, call.src_info, call.counts = address(memory), address(src_info), address(counts)
         call.layout_range, call.routes = address(layout_range), address(routes)
-        if scales is not None:
-            call.out_scales = address(scales)
-            call.scale_expert_stride, call.scale_row_stride, call.scale_word_stride = scales.stride()
+        if scale_memory is not None:
+            call.out_scales = address(scale_memory)
+            if form.is_tiled:
+                call.scale_expert_stride = scale_memory.stride(0) // 4
+            else:
+                call.scale_expert_stride, call.scale_row_stride, call.scale_word_stride = (
+                    scale_memory.stride()
+                )
 
         state = LowLatencyState(
-            buffer=self,
-            device=engine.device,
+            engine_id=engine.identity,
             max_tokens=sizes.max_tokens,
             num_tokens=rows.size(0),
             top_k=ids.size(1),
@@ -212,8 +227,8 @@ class LowLatencyCalls:
             had_weights=weights is not None,
             routes=routes,
         )
-        outputs = (recv_x, scales, src_info, layout_range, counts, *extras, routes)
-        used = (rows, ids, weights, stats, costs, *outputs)
+        outputs = (memory, scale_memory, src_info, layout_range, counts, *extras, routes)
+        used = (rows, ids, weights, global_scale, stats, costs, *outputs)
         event, hook = _launch(engine, engine.low_latency.dispatch, call, used, async_finish, return_recv_hook)
         payload_out = recv_x if scales is None else (recv_x, scales)
         handle = LowLatencyHandle(state, src_info, layout_range)
@@ -235,6 +250,14 @@ class LowLatencyCalls:
         combine_wait_recv_cost_stats: Tensor | None = None,
         *,
         exact: bool = False,
+        overlap: bool = False,
+        src_signals: Tensor | None = None,
+        src_signal_expect_value: int = 0,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int | None = None,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Return each token the weighted sum of its experts' rows.
 
@@ -252,9 +275,19 @@ class LowLatencyCalls:
             exact: every expert's row travels, and slots are summed in order in float32 with one rounding; so
                 too with use_logfmt. Otherwise a rank first sums its rows of a token, in float32, and rounds
                 that to bf16 as well: fewer bytes, one more rounding per rank.
+            overlap: rows of x may still be under way in other kernels of this rank, which raise signals; rows
+                travel as theirs are seen. Give src_signals or comp_signal. For it to help, call on a stream that
+                does not wait for those kernels, with return_recv_hook. The other arguments count only with it.
+            src_signals: int32 or uint32 [Le]: expert e's rows are there once src_signals[e] has reached
+                src_signal_expect_value.
+            comp_signal: int32 or uint32, Le * ceil(R * M / block_m) elements, expert-major: so many rows of an
+                expert are there once its block's has reached threshold. packed_recv_count: taken, int32 [Le].
+            num_sms: SMs that the send may take, so that the other kernels find some; None: 3 with comp_signal,
+                else all. On the CPU not looked at.
         Returns: (combined_x bf16 [T, hidden], event, hook or None). Slots of -1, and of masked ranks, add
         nothing.
-        Raises: weft.Error also, on all ranks, when they answer different dispatches.
+        Raises: weft.Error also, on all ranks, when they answer different dispatches. weft.PeerLost also on a rank
+        whose own signals stay away, naming the expert.
         """
         engine = self._low_latency_engine("x", x)
         arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
@@ -287,9 +320,27 @@ class LowLatencyCalls:
             torch.int64,
             engine.device,
         )
-        combined = _output(engine, "out", out, (state.num_tokens, state.hidden), torch.bfloat16)
+        signals = _NO_SIGNALS
+        if overlap:
+            signals = _check_signals(
+                engine.device,
+                state.rows_shape,
+                src_signals,
+                src_signal_expect_value,
+                comp_signal,
+                block_m,
+                threshold,
+                num_sms,
+            )
+            _check_optional(
+                "packed_recv_count", packed_recv_count, (state.rows_shape[0],), torch.int32, engine.device
+            )
+        combined = take_output(engine, "out", out, (state.num_tokens, state.hidden), torch.bfloat16)
 
         call = _core.LowLatencyCombineCall()
+        call.signals, call.signal_value = address(signals.tensor), signals.value
+        call.signals_per_expert, call.signal_rows = signals.per_expert, signals.rows
+        call.num_sms = signals.num_sms
         call.max_tokens, call.tokens, call.top_k = state.max_tokens, state.num_tokens, state.top_k
         call.experts, call.id_bytes = state.num_experts, ids.element_size()
         call.row_bytes = call.x_row_bytes = state.hidden * 2
@@ -300,7 +351,7 @@ class LowLatencyCalls:
         call.dispatch_had_weights = state.had_weights
         call.x, call.routes, call.combined = address(rows), address(state.routes), address(combined)
         call.wait_cycles = address(costs)
-        used = (rows, ids, weights, costs, state.routes, combined)
+        used = (rows, ids, weights, costs, state.routes, signals.tensor, combined)
         event, hook = _launch(engine, engine.low_latency.combine, call, used, async_finish, return_recv_hook)
         return combined, event, hook
 
@@ -353,10 +404,10 @@ class LowLatencyCalls:
 
     def _low_latency_engine(self, argument: str, value: object) -> Engine:
         """Return the engine for a tensor's device, or of the buffer's own for None."""
-        engine = self._alive()
+        engine = self._engines.alive()
         if not self.low_latency_mode:
             raise invalid("low_latency_mode", False, "True, when the buffer is made, for low-latency calls")
-        return engine if argument == "buffer" else self._engine(argument, value)
+        return engine if argument == "buffer" else self._engines.of(argument, value)
 
     def _shrinking_engine(self) -> Engine:
         engine = self._low_latency_engine("buffer", None)
@@ -365,14 +416,8 @@ class LowLatencyCalls:
         return engine
 
     def _check_low_latency_handle(self, handle: object, engine: Engine) -> LowLatencyState:
-        allowed = "what low_latency_dispatch() of this buffer returned"
-        if not isinstance(handle, LowLatencyHandle):
-            raise invalid("handle", arguments.describe(handle), allowed)
-        if handle.state.buffer is not self:
-            raise invalid("handle", "the handle of another buffer", allowed)
-        if handle.state.device != engine.device:
-            raise invalid("handle", f"one on {handle.state.device}", f"one on {engine.device}")
-        return handle.state
+        state: LowLatencyState = engine.check_handle(handle, LowLatencyHandle, "low_latency_dispatch")
+        return state
 
 
 @dataclass(frozen=True)
@@ -385,8 +430,7 @@ class _Sizes:
     @property
     def local_experts(self) -> int:
         """Experts that this rank owns."""
-        block = ceil_div(self.num_experts, self.num_ranks)
-        return max(min(block, self.num_experts - self.rank * block), 0)
+        return local_experts(self.num_experts, self.num_ranks, self.rank)
 
     @property
     def rows(self) -> int:
@@ -394,54 +438,78 @@ class _Sizes:
         return self.max_tokens * self.num_ranks
 
 
-def _payload(x: Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> int:
-    """Return the core's number for how rows travel."""
-    if use_ue8m0 and not (use_fp8 and round_scale):
+@dataclass(frozen=True)
+class _Signals:
+    """When rows that a combine sends are there. tensor: int32 or uint32 [Le, per_expert], each for so many rows."""
+
+    tensor: Tensor | None
+    value: int
+    per_expert: int
+    rows: int
+    num_sms: int
+
+
+_NO_SIGNALS = _Signals(None, 0, 0, 0, 0)
+_SIGNALS = (torch.int32, torch.uint32)
+_MOST_SIGNAL = (1 << 31) - 1
+_OVERLAP_SMS = 3  # of a combine whose kernels raise signals block by block
+
+
+def _check_signals(
+    device: torch.device,
+    rows_shape: tuple[int, int, int],
+    src_signals: Tensor | None,
+    src_signal_expect_value: int,
+    comp_signal: Tensor | None,
+    block_m: int,
+    threshold: int,
+    num_sms: int | None,
+) -> _Signals:
+    """Check what low_latency_combine() was given with overlap."""
+    if (src_signals is None) == (comp_signal is None):
+        both = src_signals is not None
         raise invalid(
-            "use_ue8m0", f"True with use_fp8={use_fp8}, round_scale={round_scale}", "True with both"
+            "overlap",
+            f"True with {'both' if both else 'neither'} of src_signals and comp_signal",
+            "one of them",
         )
-    if round_scale and not use_fp8:
-        raise invalid("round_scale", "True without use_fp8", "True with use_fp8")
-    if not use_fp8:
-        return int(_core.PAYLOAD_COPY)
-    multiple = SCALE_GROUP * (GROUPS_PER_WORD if use_ue8m0 else 1)
-    if x.size(1) % multiple:
-        raise invalid("x", f"hidden {x.size(1)}", f"a multiple of {multiple}, one group of scales")
-    if use_ue8m0:
-        return int(_core.PAYLOAD_FP8_EXPONENT)
-    return int(_core.PAYLOAD_FP8_ROUNDED if round_scale else _core.PAYLOAD_FP8)
+    local, rows = rows_shape[:2]
+    if src_signals is not None:
+        value = check_whole("src_signal_expect_value", src_signal_expect_value, 0, _MOST_SIGNAL)
+        tensor = arguments.check_tensor("src_signals", src_signals, (local,), _SIGNALS, device)
+        return _Signals(tensor, value, 1, rows, check_whole("num_sms", num_sms or 0, 0))
+    block = check_whole("block_m", block_m, 1, _MOST_SIGNAL)
+    value = check_whole("threshold", threshold, 0, _MOST_SIGNAL)
+    per_expert = ceil_div(rows, block)
+    sms = check_whole("num_sms", _OVERLAP_SMS if num_sms is None else num_sms, 0)
+    flat = (
+        comp_signal.view(-1)
+        if isinstance(comp_signal, Tensor) and comp_signal.is_contiguous()
+        else comp_signal
+    )
+    tensor = arguments.check_tensor("comp_signal", flat, (local * per_expert,), _SIGNALS, device)
+    return _Signals(tensor, value, per_expert, block, sms)
 
 
-def _scale_bytes(payload: int, hidden: int) -> int:
-    if payload == _core.PAYLOAD_COPY:
-        return 0
-    return hidden // SCALE_GROUP * (1 if payload == _core.PAYLOAD_FP8_EXPONENT else 4)
-
-
-def _empty_scales(engine: Engine, payload: int, shape: tuple[int, int, int]) -> Tensor | None:
-    """Return scales [Le, R * M, words], column-major, or None for rows without."""
-    num_words = _scale_bytes(payload, shape[2]) // 4
-    if num_words == 0:
+def _check_global_scale(value: Tensor | None, is_nvfp4: bool, engine: Engine) -> Tensor | None:
+    """Return the float32 that NVFP4 scales are relative to, on the device."""
+    if not is_nvfp4:
+        if value is not None:
+            raise invalid("x_global_scale", arguments.describe(value), "None without use_nvfp4")
         return None
-    dtype = torch.int32 if payload == _core.PAYLOAD_FP8_EXPONENT else torch.float32
-    return engine.empty(shape[0], num_words, shape[1], dtype=dtype).transpose(1, 2)
+    if value is None:
+        return torch.ones(1, dtype=torch.float32, device=engine.device)
+    shape = tuple(value.shape) if isinstance(value, Tensor) else (1,)
+    scale = arguments.check_tensor("x_global_scale", value, shape, (torch.float32,), engine.device)
+    if scale.numel() != 1:
+        raise invalid("x_global_scale", arguments.describe(value), "float32 of one element")
+    return scale
 
 
 def _check_optional(
     argument: str, value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
     return None if value is None else arguments.check_tensor(argument, value, shape, (dtype,), device)
-
-
-def _output(
-    engine: Engine, argument: str, given: object, shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """Return the tensor that the caller wants filled, or a new one."""
-    if given is None:
-        return engine.empty(*shape, dtype=dtype)
-    return arguments.check_alignment(
-        argument, arguments.check_tensor(argument, given, shape, (dtype,), engine.device)
-    )
 
 
 def _launch(

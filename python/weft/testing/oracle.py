@@ -165,6 +165,41 @@ def quantize_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     return quantized.to(torch.float8_e4m3fn), scales.squeeze(-1)
 
 
+def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (float8_e4m3fn like x, float32 scales [..., hidden / 32], powers of two) so that x ~ q * scale."""
+    groups = x.float().unflatten(-1, (-1, 32))
+    amax = groups.abs().amax(dim=-1, keepdim=True)
+    scales = torch.where(amax > 0, _power_of_two_above(amax / FP8_MAX), 0.0)
+    factors = torch.where(amax > 0, 1.0 / scales, 0.0)
+    return (groups * factors).flatten(-2).to(torch.float8_e4m3fn), scales.squeeze(-1)
+
+
+def quantize_nvfp4(x: Tensor, global_scale: float, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Return (codes uint8 like x, float32 scales [..., hidden / 16]).
+
+    x ~ fp4_values(codes) * scales / global_scale. Scales are E4M3 numbers, to nearest, or powers of two, rounded
+    up.
+    """
+    groups = x.float().unflatten(-1, (-1, 16))
+    amax = groups.abs().amax(dim=-1, keepdim=True)
+    wanted = amax / 6 * torch.tensor(global_scale)
+    scales = wanted.clamp(max=FP8_MAX).to(torch.float8_e4m3fn).float()
+    if power_of_two:
+        scales = torch.where(amax > 0, _power_of_two_above(wanted), 0.0)
+    factors = torch.where(scales > 0, torch.tensor(global_scale) / scales, 0.0)
+    scaled = (groups * factors).flatten(-2)
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    below, above = (torch.bucketize(scaled.abs(), middles, right=right) for right in (False, True))
+    codes = torch.where(below % 2 == 0, below, above)  # they differ on ties, of which the even code is taken
+    return (codes + 8 * torch.signbit(scaled)).to(torch.uint8), scales.squeeze(-1)
+
+
+def fp4_values(codes: Tensor) -> Tensor:
+    """Return float32 of 4-bit codes: a sign, two bits of exponent, one of mantissa."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])[codes.long() % 8]
+    return torch.where(codes >= 8, -magnitudes, magnitudes)
+
+
 def _power_of_two_above(x: Tensor) -> Tensor:
     mantissa, exponent = torch.frexp(x)  # mantissa in [0.5, 1)
     return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).int())

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engram reads of an ElasticBuffer: entries of a table that is spread over the ranks, fetched by number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft import _core
+from weft.errors import Error, invalid
+from weft.moe import arguments
+from weft.moe.config import align, check_whole
+from weft.moe.elastic_layout import column_major
+from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
+from weft.moe.engine import address
+from weft.moe.engines import Engines
+
+Fetched = tuple[Tensor, Tensor | None]
+_ENTRY_ALIGNMENT_BYTES = 32
+_FP8 = torch.float8_e4m3fn
+
+
+class EngramReads:
+    """The part of ElasticBuffer that reads a table of R times n entries; rank r holds entries r * n to r * n + n - 1.
+
+    A fetch needs nothing of other ranks: it reads their windows. See ElasticBuffer for what calls share.
+    """
+
+    _engines: Engines
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._table: Any = None
+        self._entry_type = torch.bfloat16
+        self._entry_scales: Tensor | None = None
+
+    @staticmethod
+    def get_engram_storage_size_hint(
+        num_entries: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[int, int]:
+        """Return bytes for fetched entries and for a rank's stored ones, multiples of 2 MiB, by DeepEP's formula.
+
+        The table has memory of its own, on the device, which engram_write() takes.
+        """
+        entry_bytes = align(check_whole("hidden", hidden, 0) * dtype.itemsize, _ENTRY_ALIGNMENT_BYTES)
+        fetched = entry_bytes * check_whole("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
+        stored = entry_bytes * check_whole("num_entries", num_entries, 0)
+        return align(fetched, BUFFER_ALIGNMENT_BYTES), align(stored, BUFFER_ALIGNMENT_BYTES)
+
+    def engram_write(self, storage: Tensor, sf: Tensor | None = None) -> None:
+        """Store this rank's entries. Collective; earlier fetches are done before, and every rank's entries are
+        there after it. The host waits.
+
+        Args:
+            storage: [n, hidden], contiguous, on the buffer's device, any type; n and hidden as on all ranks.
+            sf: float32 or int32 [R * n, words], scales of all ranks' entries; with float8_e4m3fn entries, and only
+                with them. It is kept, not copied.
+        Raises: weft.Error, on all ranks where they disagree about n or hidden; weft.PeerLost naming a rank that
+        stays away.
+        """
+        engine = self._engines.alive()
+        entries = arguments.check_tensor("storage", storage, ("entries", "hidden"), (), engine.device)
+        entry_bytes = entries.size(1) * entries.element_size()
+        if entry_bytes == 0:
+            raise invalid("storage", arguments.describe(storage), "entries of at least one element")
+        if (sf is None) == (entries.dtype == _FP8):
+            raise invalid("sf", arguments.describe(sf), "scales with float8_e4m3fn entries, None with others")
+        if sf is not None:
+            shape = (entries.size(0) * self._engines.size, "words")
+            arguments.check_tensor("sf", sf, shape, arguments.SCALES, engine.device, contiguous=False)
+        engine.synchronize_current()
+        table = self._table or _core.Engram(engine.core)
+        table.resize(
+            entries.size(0), entry_bytes
+        )  # all ranks have left the old entries alone when they meet here
+        if entries.size(0) > 0:
+            torch.utils.dlpack.from_dlpack(table.local()).copy_(entries.view(torch.uint8).view(-1))
+        engine.synchronize_current()
+        engine.communicator.barrier()
+        self._table, self._entry_type, self._entry_scales = table, entries.dtype, sf
+
+    def engram_fetch(
+        self, indices: Tensor, num_qps: int = 0, use_tma_aligned_col_major_sf: bool = False
+    ) -> Callable[[], Fetched]:
+        """Start to read entries; the function that is returned gives them. Not collective.
+
+        Args:
+            indices: int32 or int64 [T, k], contiguous: which entries each of T tokens reads.
+            num_qps: taken. use_tma_aligned_col_major_sf: scales are column-major, their token dimension padded
+                to 4.
+        Returns: a function without arguments. It makes the current stream wait and returns (data of the stored
+        type [T, k * hidden], each token's entries one after the other; scales [T, k * words], or None).
+        Raises: weft.Error for an index outside [0, R * n), on CUDA at a later call; before engram_write().
+        """
+        engine = self._engines.alive()
+        check_whole("num_qps", num_qps, 0)
+        if self._table is None:
+            raise Error("engram_write: got no call yet, allowed: reads after it")
+        ids = arguments.check_tensor("indices", indices, ("tokens", "entries"), arguments.IDS, engine.device)
+        table, total = self._table, int(self._table.entries_per_rank) * self._engines.size
+        if not engine.is_cuda and ids.numel() > 0 and not (int(ids.min()) >= 0 and int(ids.max()) < total):
+            worst = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            raise invalid("indices", f"entry {worst}", f"0 to {total - 1}")
+        engine.begin(None)
+        with engine.on_comm_stream():
+            hidden = int(table.row_bytes) // self._entry_type.itemsize
+            data = engine.empty(ids.size(0), ids.size(1) * hidden, dtype=self._entry_type)
+            table.fetch(
+                indices=address(ids),
+                id_bytes=ids.element_size(),
+                count=ids.numel(),
+                out=address(data),
+                stream=engine.stream,
+            )
+            scales = self._fetch_scales(ids, bool(use_tma_aligned_col_major_sf))
+        event = engine.finish(True, (ids,))
+        engine.hand_over([data, scales])
+
+        def hook() -> Fetched:
+            event.current_stream_wait()
+            return data, scales
+
+        return hook
+
+    def _drop_table(self) -> None:
+        self._table = self._entry_scales = None
+
+    def _fetch_scales(self, ids: Tensor, is_column_major: bool) -> Tensor | None:
+        if self._entry_scales is None:
+            return None
+        words = self._entry_scales.size(1)
+        inside = ids.view(-1).clamp(0, max(self._entry_scales.size(0) - 1, 0))
+        scales = self._entry_scales[inside].view(ids.size(0), ids.size(1) * words)
+        return column_major(scales) if is_column_major else scales

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an ElasticBuffer says about its ranks and about good sizes. Nothing here is collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.moe.config import align, ceil_div, check_whole
+from weft.moe.elastic_sizes import elastic_size_hint
+from weft.moe.engines import Engines
+
+
+class ElasticFacts:
+    """The part of ElasticBuffer that only answers questions."""
+
+    _engines: Engines
+    num_rdma_ranks: int
+    num_nvlink_ranks: int
+    num_scaleout_ranks: int
+    num_scaleup_ranks: int
+    num_allocated_qps: int
+    prefer_overlap_with_compute: bool
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Return (nodes, ranks of one node)."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Return (scale-out ranks, scale-up ranks)."""
+        return self.num_scaleout_ranks, self.num_scaleup_ranks
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Return num_bytes for this shape, a multiple of 2 MiB. Not collective."""
+        return elastic_size_hint(
+            group.size(),
+            num_max_tokens_per_rank,
+            hidden,
+            num_topk,
+            use_fp8_dispatch,
+            allow_multiple_reduction,
+        )
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """Return how many SMs it takes to fill the links: even, at least 4, 64 unless overlap is preferred.
+
+        One SM writes ``sm_write_gbs``; ``nvlink_gbs`` 0 counts as 400.
+        """
+        check_whole("num_experts", num_experts, 1)
+        check_whole("num_topk", num_topk, 1)
+        needed = align(ceil_div(int(nvlink_gbs or 400), max(int(sm_write_gbs), 1)), 2)
+        number = max(needed, 4 if self.prefer_overlap_with_compute else 64)
+        return min(number, self._engines.alive().num_sms)
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Return 0 to num_allocated_qps; among ranks of one node none is used."""
+        return min(self.num_allocated_qps, check_whole("num_sms", num_sms, 0))

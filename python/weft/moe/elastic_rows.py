@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What elastic dispatch and combine do once their arguments are checked: rows to their layout, and back.
+
+Work goes to the engine's communication stream; nothing here waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.moe import elastic_layout, high_throughput
+from weft.moe.config import align, ceil_div, local_experts
+from weft.moe.elastic_handle import EPHandle, destination_slots, expert_psum, source_metadata
+from weft.moe.elastic_layout import Expansion, ExpertCounts
+from weft.moe.engine import Engine
+from weft.moe.events import EventHandle
+from weft.moe.high_throughput import Payload, Received, Rows
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a dispatch with new routes is to be laid out; see ElasticBuffer.dispatch."""
+
+    num_experts: int
+    num_max_tokens: int
+    alignment: int
+    num_sms: int
+    do_expand: bool
+    sums_at_owner: bool
+    do_handle_copy: bool
+    counts_unknown: bool
+
+
+def first_dispatch(engine: Engine, rows: Rows, wanted: Wanted) -> tuple[Received, EPHandle]:
+    """Send rows along new routes. Returns what came, one row per (token, rank), and the handle."""
+    assert rows.topk_idx is not None
+    ids, ranks, rank = rows.topk_idx, int(engine.communicator.size), int(engine.communicator.rank)
+    num_tokens, top_k = ids.shape
+    with engine.on_comm_stream():
+        counted = (
+            engine.empty(ranks, dtype=torch.int32),
+            engine.empty(wanted.num_experts, dtype=torch.int32),
+            engine.empty(num_tokens, ranks, dtype=torch.bool),
+        )
+        sum_place = engine.empty(num_tokens, ranks, dtype=torch.int32)
+        high_throughput.layout(engine, ids, counted, sum_place)
+        worst = max(ranks * wanted.num_max_tokens, 1) if wanted.counts_unknown else 0
+        received, state, slots = high_throughput.dispatch(
+            engine, rows, counted[2], counted[1], worst, wanted.num_sms, sum_place
+        )
+        recv_idx = received.ids()
+        assert recv_idx is not None
+        num_local = local_experts(wanted.num_experts, ranks, rank)
+        experts: ExpertCounts = elastic_layout.count_experts(recv_idx, num_local, wanted.alignment)
+        aligned = [align(count, wanted.alignment) for count in slots]
+        expansion: Expansion | None = None
+        if wanted.do_expand:
+            most = elastic_layout.most_expanded_rows(worst, top_k, num_local, wanted.alignment)
+            expansion = elastic_layout.expand(
+                recv_idx, experts, most if wanted.counts_unknown else sum(aligned)
+            )
+        handle = EPHandle(
+            do_expand=wanted.do_expand,
+            num_experts=wanted.num_experts,
+            expert_alignment=wanted.alignment,
+            num_max_tokens_per_rank=wanted.num_max_tokens,
+            num_sms=wanted.num_sms,
+            topk_idx=ids.clone() if wanted.do_handle_copy else ids,
+            num_recv_tokens=state.num_rows,
+            num_expanded_tokens=expansion.slot_of_row.size(0) if expansion else 0,
+            num_recv_tokens_per_expert_list=[] if wanted.counts_unknown else aligned,
+            psum_num_recv_tokens_per_scaleup_rank=state.prefix[:, rank].contiguous(),
+            psum_num_recv_tokens_per_expert=expert_psum(experts, wanted.do_expand),
+            num_unaligned_recv_tokens_per_expert=experts.slots,
+            recv_src_metadata=source_metadata(state, rank, recv_idx, expansion, wanted.num_max_tokens),
+            dst_buffer_slot_idx=destination_slots(ids, state.send_row, ceil_div(wanted.num_experts, ranks)),
+            state=state,
+            expansion=expansion,
+            recv_topk_idx=recv_idx,
+            sums_at_owner=wanted.sums_at_owner,
+        )
+    engine.hand_over([value for value in vars(handle).values() if isinstance(value, Tensor)])
+    return received, handle
+
+
+def outputs(
+    received: Received, handle: EPHandle, has_weights: bool, zero_padding: bool, col_major: bool
+) -> tuple[Payload, Tensor | None, Tensor | None]:
+    """Return rows, ids and weights in the handle's layout."""
+    data, scales = received.parts()
+    weights = received.weights() if has_weights else None
+    expansion = handle.expansion
+    if expansion is not None:
+        slot_of_row, top_k = expansion.slot_of_row, handle.topk_idx.size(1)
+        row_of = torch.where(slot_of_row < 0, -1, slot_of_row.div(top_k, rounding_mode="floor"))
+        data = elastic_layout.take_rows(data, row_of, zero_padding)
+        if scales is not None:
+            scales = elastic_layout.take_rows(scales, row_of, zero_padding)
+        if weights is not None:
+            weights = elastic_layout.take_rows(weights.view(-1), slot_of_row, zero_padding)
+    if scales is not None and col_major:
+        scales = elastic_layout.column_major(scales)
+    idx = None if handle.do_expand else handle.recv_topk_idx
+    return (data if scales is None else (data, scales)), idx, weights
+
+
+def combine(
+    engine: Engine,
+    x: Tensor,
+    topk_weights: Tensor | None,
+    biases: tuple[Tensor, ...],
+    handle: EPHandle,
+    before_epilogue: EventHandle | None,
+    num_sms: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Return bf16 [T, hidden], and f32 [T, K] where weights come back too."""
+    state, expansion, top_k, hidden = handle.state, handle.expansion, handle.topk_idx.size(1), x.size(1)
+    with engine.on_comm_stream():
+        rows, weights, sent_biases = x, topk_weights, biases
+        if expansion is not None:
+            row_of = expansion.row_of_slot.view(-1)
+            if handle.sums_at_owner:
+                rows = elastic_layout.take_rows(x, row_of, True).view(state.num_rows, top_k * hidden)
+                sent_biases = ()
+            else:
+                rows = elastic_layout.reduce_slots(x, expansion.row_of_slot)
+            if weights is not None:
+                weights = elastic_layout.take_rows(weights, row_of, True).view(-1, top_k)
+        elif weights is not None:
+            weights = weights.masked_fill(handle.recv_topk_idx < 0, 0.0)
+        combined = engine.empty(state.num_tokens, rows.size(1), dtype=x.dtype)
+        combined_weights = None
+        if weights is not None:
+            combined_weights = engine.empty(state.num_tokens, top_k, dtype=torch.float32)
+        engine.order_after(before_epilogue)
+        results = (combined, combined_weights)
+        high_throughput.combine(engine, rows, weights, sent_biases, state, results, num_sms)
+        if handle.sums_at_owner:
+            combined = _sum_slots(combined.view(-1, top_k, hidden), biases)
+    return combined, combined_weights
+
+
+def _sum_slots(slots: Tensor, biases: tuple[Tensor, ...]) -> Tensor:
+    """Return bf16 [T, hidden]: biases plus slots [T, K, hidden] in ascending order, in float32."""
+    total = torch.zeros_like(slots[:, 0], dtype=torch.float32)
+    for term in (*biases, *slots.unbind(1)):
+        total += term.float()
+    return total.to(slots.dtype)

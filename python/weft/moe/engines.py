@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of one buffer, one per device, and the buffer's life: what ``Buffer`` and ``ElasticBuffer`` share.
+
+engines = Engines("Buffer", group, None, device=None, heap_bytes=lambda ranks: ranks << 28)
+engine = engines.of("x", x)      # checks that the buffer lives and that the tensor is on a device of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import Error, invalid
+from weft.moe import arguments
+from weft.moe.engine import Engine
+from weft.runtime.communicator import connect
+
+
+class Engines:
+    """Engines by device. That of the buffer's own device is made at once, collectively; that of the CPU when a
+    CPU tensor first comes.
+
+    Args:
+        owner: the class that messages name. group, comm: the ranks, as for weft.Buffer.
+        device: what this rank computes on; None is torch's current GPU, or the CPU where there is none.
+        heap_bytes: room for rows at first, for so many ranks.
+        low_latency_bytes, timeout_s, may_mask: as for Engine.
+        explicitly_destroy: destroy() is allowed.
+    Raises: weft.Error naming a wrong argument; weft.PeerLost naming ranks that stayed away.
+    Threads: one caller at a time.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        group: Any,
+        comm: Any,
+        *,
+        device: torch.device | str | None,
+        heap_bytes: Callable[[int], int],
+        low_latency_bytes: int = 0,
+        timeout_s: float = 0.0,
+        may_mask: bool = False,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        if group is None and comm is None:
+            raise invalid(
+                "group", "None", "a torch.distributed process group, or comm: an mpi4py communicator"
+            )
+        self.device = _device(device)
+        self._owner = owner
+        self._ranks = (group, comm if group is None else None)
+        self._sizes = (heap_bytes, low_latency_bytes, timeout_s, may_mask)
+        self._explicitly_destroy = explicitly_destroy
+        self._by_device: dict[torch.device, Engine] = {}
+        self.main: Engine | None = self._on(self.device)  # None after destroy()
+        self.rank = int(self.main.communicator.rank)
+        self.size = int(self.main.communicator.size)
+
+    def alive(self) -> Engine:
+        """Return the engine of the buffer's own device. Raises: weft.Error, code closed, after destroy()."""
+        if self.main is None:
+            raise Error(f"{self._owner}: used after destroy(), allowed: calls before it", "closed")
+        return self.main
+
+    def of(self, argument: str, value: object) -> Engine:
+        """Return the engine for the device of a tensor, or of the first of a tuple.
+
+        Raises: weft.Error naming ``argument`` for anything else, and for other devices than the buffer's or the
+        CPU.
+        """
+        self.alive()
+        tensor = value[0] if isinstance(value, (tuple, list)) and value else value
+        if not isinstance(tensor, Tensor):
+            raise invalid(argument, arguments.describe(value), f"a tensor on {self.device}")
+        if tensor.device != self.device and tensor.device.type != "cpu":
+            raise invalid(argument, arguments.describe(tensor), f"a tensor on {self.device} or the CPU")
+        return self._on(tensor.device)
+
+    def destroy(self) -> None:
+        """Wait for all ranks, then let go of the memory. Raises: weft.Error unless explicitly_destroy."""
+        if not self._explicitly_destroy:
+            raise invalid("explicitly_destroy", False, "True for a buffer that is destroyed by hand")
+        engine = self.alive()
+        engine.synchronize()
+        try:
+            engine.communicator.barrier()
+        finally:
+            self.main = None
+            self._by_device.clear()
+
+    def comm_stream(self) -> Any:
+        """Return the torch.cuda.Stream that calls run on; on the CPU, the current torch.cpu.Stream."""
+        engine = self.alive()
+        return engine.comm_stream if engine.is_cuda else torch.cpu.current_stream()
+
+    def _on(self, device: torch.device) -> Engine:
+        if device not in self._by_device:
+            heap_bytes, low_latency_bytes, timeout_s, may_mask = self._sizes
+            communicator = connect(*self._ranks, device, timeout_s)
+            room = heap_bytes(int(communicator.size))
+            engine = Engine(communicator, device, room, low_latency_bytes, timeout_s, may_mask)
+            self._by_device[device] = engine
+        return self._by_device[device]
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """Return the device a buffer computes on, with its index."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    if chosen.type not in ("cpu", "cuda"):
+        raise invalid("device", chosen, "a CPU or CUDA device")
+    return chosen

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How rows travel in a low-latency dispatch, and the tensors in which they arrive. Shapes only; any thread.
+
+    form = find_format(hidden, use_fp8=True, round_scale=False, use_ue8m0=False)
+    rows, scales = form.take(engine, None, (local_experts, rows_per_expert))
+
+hidden channels H; L local experts, N rows of one of them at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft import _core
+from weft.errors import invalid
+from weft.moe import arguments
+from weft.moe.config import ceil_div
+from weft.moe.engine import Engine
+
+SCALE_GROUP = 128  # channels that share an FP8 scale or a LogFMT range
+_MX_BLOCK = 32
+_NV_BLOCK = 16
+_TILE_ROWS = 128  # of scales for matrix units
+_BYTES_PER_WORD = 4
+
+
+@dataclass(frozen=True)
+class Format:
+    """A payload of the core: bytes of a row and of its scales, and the types in which both arrive."""
+
+    payload: int
+    hidden: int
+    row_bytes: int
+    row_type: torch.dtype
+    scale_bytes: int = 0
+    scale_type: torch.dtype | None = None  # None: the rows have no scales
+    is_tiled: bool = False
+
+    def take(
+        self, engine: Engine, given: object, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Return memory for rows [L, N, ...] and scales, and how the caller sees them: (memory, memory, rows, scales).
+
+        given: the caller's out_packed_recv_x, or None.
+        """
+        columns = self.row_bytes // self.row_type.itemsize
+        rows = take_output(engine, "out_packed_recv_x", given, (*shape, columns), self.row_type)
+        if self.scale_type is None:
+            return rows, None, rows, None
+        words = self.scale_bytes // _BYTES_PER_WORD
+        if not self.is_tiled:
+            scales = engine.empty(shape[0], words, shape[1], dtype=self.scale_type).transpose(1, 2)
+            return rows, scales, rows, scales
+        tiles = ceil_div(shape[1], _TILE_ROWS)
+        memory = engine.empty(shape[0], tiles, words, 32, 4, 4, dtype=torch.uint8)
+        seen = memory.view(self.scale_type).permute(3, 4, 1, 5, 2, 0)
+        return rows, memory, rows.permute(1, 2, 0), seen
+
+
+def find_format(
+    hidden: int,
+    *,
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+    use_mxfp8: bool = False,
+    use_nvfp4: bool = False,
+    use_ue8m0_for_sf: bool = False,
+) -> Format:
+    """Return what low_latency_dispatch()'s options ask for. Raises: weft.Error where they don't go together."""
+    for name, wanted in (("use_mxfp8", use_mxfp8), ("use_nvfp4", use_nvfp4)):
+        if wanted and (round_scale or use_ue8m0 or (use_mxfp8 and use_nvfp4)):
+            raise invalid(name, "True with another format", "one of use_mxfp8, use_nvfp4 and FP8's options")
+    if use_ue8m0_for_sf and not use_nvfp4:
+        raise invalid("use_ue8m0_for_sf", "True without use_nvfp4", "True with it")
+    if use_mxfp8:
+        _check_hidden(hidden, _MX_BLOCK * _BYTES_PER_WORD)
+        return _fp8(_core.PAYLOAD_MXFP8, hidden, hidden // _MX_BLOCK, torch.int32)
+    if use_nvfp4:
+        _check_hidden(hidden, _NV_BLOCK * _BYTES_PER_WORD)
+        payload = _core.PAYLOAD_NVFP4_EXPONENT if use_ue8m0_for_sf else _core.PAYLOAD_NVFP4
+        scale_type = torch.int8 if use_ue8m0_for_sf else torch.float8_e4m3fn
+        return Format(
+            int(payload), hidden, hidden // 2, torch.uint8, hidden // _NV_BLOCK, scale_type, is_tiled=True
+        )
+    if use_ue8m0 and not (use_fp8 and round_scale):
+        raise invalid(
+            "use_ue8m0", f"True with use_fp8={use_fp8}, round_scale={round_scale}", "True with both"
+        )
+    if round_scale and not use_fp8:
+        raise invalid("round_scale", "True without use_fp8", "True with use_fp8")
+    if not use_fp8:
+        return Format(int(_core.PAYLOAD_COPY), hidden, hidden * 2, torch.bfloat16)
+    groups = hidden // SCALE_GROUP
+    if use_ue8m0:
+        _check_hidden(hidden, SCALE_GROUP * _BYTES_PER_WORD)
+        return _fp8(_core.PAYLOAD_FP8_EXPONENT, hidden, groups, torch.int32)
+    _check_hidden(hidden, SCALE_GROUP)
+    payload = _core.PAYLOAD_FP8_ROUNDED if round_scale else _core.PAYLOAD_FP8
+    return _fp8(payload, hidden, groups * torch.float32.itemsize, torch.float32)
+
+
+def take_output(
+    engine: Engine, argument: str, given: object, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Return the tensor that the caller wants filled, or a new one."""
+    if given is None:
+        return engine.empty(*shape, dtype=dtype)
+    return arguments.check_alignment(
+        argument, arguments.check_tensor(argument, given, shape, (dtype,), engine.device)
+    )
+
+
+def _fp8(payload: int, hidden: int, scale_bytes: int, scale_type: torch.dtype) -> Format:
+    return Format(int(payload), hidden, hidden, torch.float8_e4m3fn, scale_bytes, scale_type)
+
+
+def _check_hidden(hidden: int, multiple: int) -> None:
+    if hidden % multiple:
+        raise invalid("x", f"hidden {hidden}", f"a multiple of {multiple}, one word of scales")

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "jit/mesh_launch.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "base/config.h"
+#include "base/cuda_driver.h"
+#include "transports/mapped/channel.cuh"
+
+namespace weft {
+
+Result<ComputeLimits> compute_limits(const Communicator& comm) {
+  if (comm.device().is_host()) {
+    const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
+    const auto wanted = static_cast<uint32_t>(config().host_threads);
+    return ComputeLimits{false, 1, wanted ? wanted : std::max(1u, cores / static_cast<unsigned>(comm.size())),
+                         0};
+  }
+  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  int sms = 0;
+  int shared_bytes = 0;
+  WEFT_TRY(cuda_status(
+      driver->cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, comm.device().ordinal),
+      "read the number of SMs"));
+  WEFT_TRY(cuda_status(
+      driver->cuDeviceGetAttribute(&shared_bytes, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+                                   comm.device().ordinal),
+      "read the shared memory per block"));
+  return ComputeLimits{true, static_cast<uint32_t>(sms), 1, static_cast<uint32_t>(shared_bytes)};
+}
+
+Status launch_on_mesh(const Window& window, KernelKey key, const Launch& how, const void* args,
+                      size_t args_bytes, const void* shape_on_host) {
+  const Communicator& comm = *window.communicator();
+  key.mesh_type = "MappedMesh";
+  key.threads_per_block = how.threads_per_block;
+  Jit& jit = Jit::of(comm.device());
+  WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key));
+  const MappedMesh mesh{window.table(), static_cast<uint32_t>(comm.rank()),
+                        static_cast<uint32_t>(comm.size())};
+  return jit.launch(*kernel, how, args, args_bytes, &mesh, sizeof(mesh), shape_on_host);
+}
+
+}  // namespace weft

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How kernels run on ranks that map each other's windows: their mesh is the window.
+//   KernelKey key{.file = "kernels/moe/ring.cuh", .name = "ring_send", .args_type = "RingArgs"};
+//   WEFT_TRY(launch_on_mesh(window, std::move(key), how, &args, sizeof(args), &shape));
+// Threads: any. Lifetime: on CUDA the window outlives the kernel.
+#pragma once
+
+#include "jit/jit.h"
+#include "memory/window.h"
+
+namespace weft {
+
+// What the machine offers to one rank's kernels.
+struct ComputeLimits {
+  bool is_cuda;
+  uint32_t max_blocks;    // SMs, or 1 on the host
+  uint32_t host_threads;  // per rank, on the host
+  uint32_t shared_bytes;  // per block
+};
+
+// Of a communicator's own device. On the host WEFT_HOST_THREADS, or the rank's share of the cores.
+// Errors: kSystem from the driver.
+Result<ComputeLimits> compute_limits(const Communicator& comm);
+
+// Jit::get and Jit::launch on the window's device with a MappedMesh of the window; fills in the key's mesh
+// and threads. Errors: theirs.
+Status launch_on_mesh(const Window& window, KernelKey key, const Launch& how, const void* args,
+                      size_t args_bytes, const void* shape_on_host);
+
+}  // namespace weft

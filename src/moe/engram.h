@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Engram is a table whose entries are spread over the ranks, and read by any of them without the owner's
+// help.
+//   Engram table(buffer);
+//   WEFT_TRY(table.resize(entries_per_rank, row_bytes));
+//   ... fill table.window().local(), meet the other ranks ...
+//   WEFT_TRY(table.fetch({indices, 4, count, out, stream}));
+// Entry e is entry e % entries_per_rank of rank e / entries_per_rank. On CUDA fetch() enqueues on `stream`
+// and can be captured in a graph; on the host it returns when it is done. Threads: one caller at a time.
+// Lifetime: must not outlive the buffer, whose faults it shares. Errors: kInvalid for an index that names no
+// entry, on CUDA at the next call; that entry's place in `out` is left as it was.
+#pragma once
+
+#include <memory>
+
+#include "moe/buffer.h"
+
+namespace weft {
+
+struct EngramFetch {
+  const void* indices;  // [count]
+  uint32_t id_bytes;    // 4 or 8
+  uint64_t count;
+  std::byte* out;  // [count] entries
+  void* stream;
+};
+
+class Engram {
+ public:
+  explicit Engram(MoeBuffer& buffer) : buffer_(buffer) {}
+
+  // Makes room for so many entries; what it held is gone, unless nothing changes. Collective: every rank with
+  // the same sizes, else kInvalid, and the table is as before. Errors otherwise those of Window::create,
+  // after which the table is empty.
+  Status resize(uint64_t entries_per_rank, uint64_t row_bytes);
+
+  Status fetch(const EngramFetch& call);
+
+  Window& window() { return *window_; }  // once resize() has succeeded
+  uint64_t entries_per_rank() const { return entries_per_rank_; }
+  uint64_t row_bytes() const { return row_bytes_; }
+
+ private:
+  MoeBuffer& buffer_;
+  std::unique_ptr<Window> window_;
+  uint64_t entries_per_rank_ = 0;
+  uint64_t row_bytes_ = 0;
+};
+
+}  // namespace weft

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Decisions of what an elastic buffer has besides dispatch and combine: messages between neighbours, reads of
+// a table. Pure functions: no device, no environment, no clock.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/moe/ring_args.h"
+#include "plan/high_throughput.h"
+
+namespace weft {
+
+// Where the slots stand, from offset 0 of every window. slot_bytes is rounded up to whole lines.
+struct NeighbourPlan {
+  NeighbourLayout at;
+  uint64_t slot_bytes;
+};
+NeighbourPlan plan_neighbours(uint64_t max_bytes, uint32_t in_flight);
+
+// Who sends to whom: the side of `peer` that takes what `rank` sends, or -1 where they are no neighbours.
+// Where a rank is both neighbours of another, it is the previous one.
+int ring_side(uint32_t rank, uint32_t peer, uint32_t ranks);
+
+// num_sms 0: as many as a message of this size is worth.
+GridPlan plan_ring_message(uint64_t bytes, uint32_t num_sms, const ComputeLimits& limits);
+GridPlan plan_engram_fetch(uint64_t count, const ComputeLimits& limits);
+
+}  // namespace weft

@@ -29,7 +29,7 @@ struct Movement {
   Piece dst;
   Slot out;
   bool adds_dst = false;  // dst = dst + src
-  bool streams = false;   // dst is written past the caches: it is large, and not read soon
+  bool streams = false;   // what moves is too large for the caches, and not read soon
   uint64_t units = 0;
 };
 
@@ -276,7 +276,7 @@ WEFT_DEVICE void stream(Block block, const Movement& m, uint64_t units) {
   if (b && second) return stream_units<Combiner, true, true, kStreams>(block, a, b, first, second, units);
   if (b) return stream_units<Combiner, true, false, kStreams>(block, a, b, first, nullptr, units);
   if (second) return stream_units<Combiner, false, true, kStreams>(block, a, nullptr, first, second, units);
-  if (kStreams) return stream_units<Combiner, false, false, true>(block, a, nullptr, first, nullptr, units);
+  if (kStreams && block.size() == 1 && copy_cold(first, a, units * 16)) return;
   copy_bytes(block, first, a, units * 16);
 }
 

@@ -10,6 +10,7 @@ namespace weft {
 // Copies `bytes` between 4-byte aligned places with the widest accesses that both alignments allow.
 template <class Group>
 WEFT_DEVICE void copy_bytes(Group group, void* dst, const void* src, uint64_t bytes) {
+  if (group.size() == 1 && copy_alone(dst, src, bytes)) return;
   const uint64_t bits = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | bytes;
   if (bits % 16 == 0) {
     for (uint64_t i = group.rank(); i < bytes / 16; i += group.size())

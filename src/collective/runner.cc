@@ -24,6 +24,9 @@ constexpr uint64_t kCudaSlotBytes[kProtocols] = {256 << 10, 64 << 10, 64 << 10};
 
 // A message of this size is worth a system call, or a look into the peer's window, instead of two copies.
 constexpr uint64_t kHostDirectBytes = 16 << 10, kCudaDirectBytes = 16 << 10;
+// Messages that all go by reference need not fit a slot: the larger, the fewer turns that ranks which share
+// cores wait for each other. What is reduced had better stay in the caches between two messages.
+constexpr uint64_t kHostMessageBytes = 4 << 20;
 constexpr uint64_t kBounceBytes = 64 << 10;  // with source and result it fits a core's second cache
 constexpr uint64_t kMaxWindows = 1024;       // of a communicator, whose memory peers may use directly
 
@@ -130,7 +133,19 @@ Status CollectiveRunner::probe_process_reads() {
   WEFT_TRY(comm_->barrier());
   std::copy_n(told, ranks, readers);
   std::fill_n(told, ranks, 0u);
-  return comm_->barrier();
+  const bool i_read_all = std::all_of(processes, processes + ranks, [](uint32_t p) { return p != 0; });
+  WEFT_TRY_ASSIGN(const std::vector<std::string> answers,
+                  comm_->bootstrap().all_gather(i_read_all ? "1" : "0", comm_->deadline()));
+  all_read_all_ =
+      std::all_of(answers.begin(), answers.end(), [](const std::string& answer) { return answer == "1"; });
+  return {};
+}
+
+// The most that a message may have, or 0 for what its slot holds. From what all ranks know alike.
+uint64_t CollectiveRunner::message_bytes(const Program& program, Protocol protocol) const {
+  const bool is_free = program.refers_only && all_read_all_ && protocol == Protocol::kSimple &&
+                       direct_bytes_ <= rings_.slot_bytes[0];
+  return is_free ? kHostMessageBytes : 0;
 }
 
 // The rule for a run; brings the table of windows up to date, which a captured graph must not need.
@@ -210,7 +225,8 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
   args.state = memory->at<GridState>(state_at);
   args.num_blocks = static_cast<uint32_t>(text.blocks.size());
   std::string source = can_compile(text) ? program_source(text) : std::string();
-  Program program{std::move(text.name), std::move(memory), args, text.scratch_chunks, std::move(source), {}};
+  Program program{std::move(text.name), std::move(memory), args, text.scratch_chunks,
+                  text.refers_only,     std::move(source), {}};
   for (const ProgramStep& step : text.steps) {
     auto touch = [&](uint32_t buffer, uint32_t index) {
       if (buffer < 2)
@@ -235,7 +251,8 @@ Status CollectiveRunner::run(const RunCall& call) {
                            call.per_part, program.name);
   ProgramArgs args = program.args;
   const ProgramPlan plan =
-      plan_program({call.part_elems, call.per_part, args.num_blocks, call.slice_bytes, call.has_exact_chunks},
+      plan_program({call.part_elems, call.per_part, args.num_blocks, call.slice_bytes, call.has_exact_chunks,
+                    call.input_table.empty() ? message_bytes(program, call.protocol) : 0},
                    call.element, call.protocol, rings_, call.num_sms, limits_);
   args.chunk_elems = plan.chunk_elems;
   args.slice_elems = plan.slice_elems;

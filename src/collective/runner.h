@@ -46,6 +46,8 @@ struct ProgramText {
   std::vector<ProgramStep> steps;
   std::vector<ProgramWait> waits;
   uint64_t scratch_chunks = 0;
+  // Every message, of every rank, may be referred to, and nothing is reduced. The same on all ranks.
+  bool refers_only = false;
 };
 
 struct RunCall {
@@ -92,6 +94,7 @@ class CollectiveRunner {
     std::unique_ptr<LocalMemory> memory;
     ProgramArgs args;  // its tables and progress; the rest is filled per call
     uint64_t scratch_chunks;
+    bool refers_only;
     std::string source;       // of its own kernel; empty where it has too many steps
     uint64_t used_chunks[2];  // of input and output, up to the last that some step touches
   };
@@ -99,6 +102,7 @@ class CollectiveRunner {
       : comm_(std::move(comm)), window_(std::move(window)) {}
   Status check(const ProgramText& text) const;
   Status probe_process_reads();
+  uint64_t message_bytes(const Program& program, Protocol protocol) const;
   Result<DirectRule> direct_rule();
   void place(BufferLayout& layout) const;
   void ask_huge_pages(const Program& program, const RunCall& call);
@@ -125,6 +129,7 @@ class CollectiveRunner {
   ComputeLimits limits_{};
   double timeout_s_ = 0;
   uint64_t direct_bytes_ = 0;
+  bool all_read_all_ = false;  // every process can read every other's memory; agreed
   std::string last_program_;
   Status broken_;
 };

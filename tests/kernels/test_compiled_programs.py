@@ -7,8 +7,9 @@ import pytest
 from test_compile_all import ARCHITECTURES, needs_nvrtc, parse_usage
 
 from weft import _core
-from weft.collectives.executor import program_rows
+from weft.collectives.direct import direct_messages
 from weft.collectives.library import build
+from weft.collectives.rows import program_rows
 
 PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
 CASES = [  # a step takes NVRTC some seconds
@@ -29,7 +30,7 @@ def key(name: str, ranks: int, protocol: str, rank: int = 1) -> _core.KernelKey:
         mesh_type=row.mesh_type,
         shape=[("element", 0), ("reduction", 0), ("protocol", PROTOCOLS[protocol])],
         threads_per_block=row.threads_per_block,
-        prelude=_core.program_source(*program_rows(algorithm, rank)),
+        prelude=_core.program_source(*program_rows(algorithm, rank, direct_messages(algorithm))),
     )
 
 
@@ -46,7 +47,8 @@ def test_compiled_program_compiles_without_spills(
 
 
 def test_the_source_holds_every_step_as_constants() -> None:
-    source = _core.program_source(*program_rows(build("allreduce_1step", 3, protocol="LL").compile(), 0))
-    steps = sum(len(b.steps) for b in build("allreduce_1step", 3, protocol="LL").compile().ranks[0].blocks)
+    algorithm = build("allreduce_1step", 3, protocol="LL").compile()
+    source = _core.program_source(*program_rows(algorithm, 0, direct_messages(algorithm)))
+    steps = sum(len(block.steps) for block in algorithm.ranks[0].blocks)
     assert source.count("const ProgramStep step{") == steps
     assert "a.steps" not in source

@@ -37,10 +37,14 @@ class Send:
 
 @dataclasses.dataclass(frozen=True)
 class DirectMessages:
-    """By (rank, block, step): the sends that may bypass the slots, and the receives that are stored for."""
+    """By (rank, block, step): the sends that may bypass the slots, and the receives that are stored for.
+
+    ``refers_only``: every message of every rank may be referred to, and nothing is reduced.
+    """
 
     sends: dict[StepId, Send]
     stored_receives: frozenset[StepId]
+    refers_only: bool = False
 
 
 def direct_messages(algorithm: Algorithm) -> DirectMessages:
@@ -63,7 +67,11 @@ def direct_messages(algorithm: Algorithm) -> DirectMessages:
             sends[sender] = Send(may_refer, may_store, remote)
         if may_store:
             stored.add(receiver)
-    return DirectMessages(sends, frozenset(stored))
+    refers_only = all(
+        not step.op.reduces and (not step.op.sends or ((r, b, at) in sends and sends[r, b, at].may_refer))
+        for r, b, at, step in algorithm.steps()
+    )
+    return DirectMessages(sends, frozenset(stored), refers_only)
 
 
 @dataclasses.dataclass

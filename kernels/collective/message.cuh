@@ -254,15 +254,33 @@ WEFT_DEVICE void move_unit(const Movement& m, uint64_t unit, bool is_ragged, Giv
 template <class Combiner, bool kHasB, bool kTwoPlaces, bool kStreams>
 WEFT_DEVICE void stream_units(Block block, const Vec16* a, const Vec16* b, Vec16* first, Vec16* second,
                               uint64_t units) {
-  WEFT_STREAM_LOOP
-  for (uint64_t i = block.rank(); i < units; i += block.size()) {
-    Vec16 value = load_vec(a + i);
-    if constexpr (kHasB) value = Combiner::apply(value, load_vec(b + i));
+  const uint64_t step = block.size();
+  auto put = [&](uint64_t i, Vec16 value) {
     if constexpr (kStreams)
       store_vec_streaming(first + i, value);
     else
       store_vec(first + i, value);
     if constexpr (kTwoPlaces) store_vec(second + i, value);
+  };
+  uint64_t i = block.rank();
+  for (; i + (kLoadsInFlight - 1) * step < units; i += kLoadsInFlight * step) {
+    Vec16 x[kLoadsInFlight], y[kLoadsInFlight];
+    WEFT_UNROLL
+    for (uint32_t j = 0; j < kLoadsInFlight; ++j) x[j] = load_vec(a + i + j * step);
+    if constexpr (kHasB) {
+      WEFT_UNROLL
+      for (uint32_t j = 0; j < kLoadsInFlight; ++j) y[j] = load_vec(b + i + j * step);
+    }
+    WEFT_UNROLL
+    for (uint32_t j = 0; j < kLoadsInFlight; ++j) {
+      if constexpr (kHasB) x[j] = Combiner::apply(x[j], y[j]);
+      put(i + j * step, x[j]);
+    }
+  }
+  for (; i < units; i += step) {
+    Vec16 value = load_vec(a + i);
+    if constexpr (kHasB) value = Combiner::apply(value, load_vec(b + i));
+    put(i, value);
   }
 }
 

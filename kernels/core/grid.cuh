@@ -12,7 +12,7 @@ namespace weft {
 struct GridState {
   uint64_t epoch;
   uint32_t arrived;
-  uint32_t arrived_early;  // a second meeting point inside the same launch
+  uint32_t taken;  // Tasks of this launch
 };
 static_assert(sizeof(GridState) == 16);
 
@@ -31,9 +31,15 @@ WEFT_DEVICE bool last_block(Block block, uint32_t* arrived, uint32_t* shared_fla
   return last;
 }
 
-// Ends a launch: the last block to come advances the epoch. Every block has read it by then.
+// By one thread of the last block: every block has read the epoch and taken its tasks.
+WEFT_DEVICE void advance(GridState* state) {
+  state->taken = 0;
+  state->epoch += 1;
+}
+
+// Ends a launch: the last block to come advances the epoch.
 WEFT_DEVICE void finish_launch(Block block, GridState* state, uint32_t* shared_flag) {
-  if (last_block(block, &state->arrived, shared_flag) && block.rank() == 0) state->epoch += 1;
+  if (last_block(block, &state->arrived, shared_flag) && block.rank() == 0) advance(state);
 }
 
 }  // namespace weft

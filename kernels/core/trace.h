@@ -14,8 +14,7 @@ enum class Work : uint32_t {
   kPushRows,         // dispatch: a warp's rows to all peers
   kPushMeta,         // dispatch: a warp's ids, weights, scales and origins
   kDispatch,         // dispatch: a block, start to end
-  kPushChunk,        // combine: a chunk of rows to `peer`
-  kLook,             // combine: a look of the watch warp that found new chunks
+  kPushBack,         // combine: a warp's rows to their owners
   kSum,              // combine: the rows of one token
   kCombine,          // combine: a block, start to end
   kSendLane,         // low-latency dispatch: one lane's tokens to all peers

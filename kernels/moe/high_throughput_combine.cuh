@@ -29,7 +29,8 @@ namespace combine {
 
 inline constexpr uint32_t kRowsInFlight = 4;
 inline constexpr uint32_t kVecsInFlight = 2;
-inline constexpr uint32_t kLookEveryNsPerChunk = 64;
+inline constexpr uint32_t kChunksAtOnce = 8;  // signals of a peer that a look asks for: memory is far
+inline constexpr uint32_t kLookEveryNs = 500;
 inline constexpr uint32_t kSharedPollNs = 200;
 
 // In shared memory: how far the chunks of each peer have come.
@@ -51,65 +52,146 @@ WEFT_DEVICE Staging staging_of(const ReadyExchange& x, const MeshT& mesh, uint64
   return {window + theirs->rows_at, reinterpret_cast<float*>(window + theirs->meta_at)};
 }
 
-// One chunk of the rows that belong to `owner`, then its signal.
-template <class MeshT, class Shape, class Pipe>
-WEFT_DEVICE void push_chunk(const CombineArgs& a, const ReadyExchange& x, Warp warp, const MeshT& mesh,
-                            const Shape& shape, Pipe& pipe, uint64_t epoch, uint32_t owner, uint32_t chunk) {
+// Rows of one owner that share a signal.
+struct Chunk {
+  uint32_t owner;
+  uint32_t number;
+  uint64_t first_row;
+  uint64_t rows;  // 0: the owner has no such chunk
+};
+
+// Task 0 is chunk 0 of the first owner, task 1 chunk 0 of the next one, ...: owners start with this rank's
+// successor, so links share the load.
+template <class MeshT>
+WEFT_DEVICE Chunk chunk_of(const CombineArgs& a, const MeshT& mesh, uint64_t task) {
+  const uint64_t peers = mesh.ranks() - 1;
+  const uint32_t owner = static_cast<uint32_t>((mesh.rank() + 1 + task % peers) % mesh.ranks());
+  const auto number = static_cast<uint32_t>(task / peers);
   const RowSpan span = row_span(a.prefix, mesh.ranks(), owner, mesh.rank());
-  const uint32_t size = chunk_rows(span.count);
-  if (chunk * size >= span.count) return;
-  const uint64_t first = span.first + chunk * size;
-  const uint64_t rows = span.count - chunk * size < size ? span.count - chunk * size : size;
-  const Pieces pieces{static_cast<uint64_t>(shape.row_bytes), static_cast<uint64_t>(shape.piece_bytes)};
-  const Staging staging = staging_of(x, mesh, epoch, owner);
-  const Span traced(a.wait.trace, Work::kPushChunk, warp.rank() == 0, owner);
-  pipe.run(
-      rows * pieces.per_row(),
-      [&](uint64_t item) {
-        return RowPiece{a.x + (first + pieces.row(item)) * pieces.row_bytes + pieces.offset(item),
-                        pieces.bytes(item)};
-      },
-      [&](uint64_t item, RowPiece stage) {
-        const uint64_t slot = static_cast<uint32_t>(a.slot[first + pieces.row(item)]);
-        pipe.store(warp.rank() == 0 ? staging.rows + slot * pieces.row_bytes + pieces.offset(item) : nullptr,
-                   stage);
-      });
-  for (uint64_t i = warp.rank(); a.topk_weights && i < rows * shape.top_k; i += warp.size()) {
-    const uint64_t row = first + i / shape.top_k;
-    staging.weights[uint64_t{static_cast<uint32_t>(a.slot[row])} * shape.top_k + i % shape.top_k] =
-        a.topk_weights[row * shape.top_k + i % shape.top_k];
-  }
-  pipe.drain();
-  if (warp.rank() != 0) return;
-  const WindowOffset signal_at = a.at.chunk_signal + (uint64_t{mesh.rank()} * kMaxChunks + chunk) * 8;
-  if (a.topk_weights)
-    mesh.to(owner).signal(signal_at, epoch);  // plain stores: a release must order them
-  else
-    mesh.to(owner).signal_drained(signal_at, epoch);
+  const uint64_t size = chunk_rows(span.count);
+  if (number * size >= span.count) return {owner, number, 0, 0};
+  const uint64_t left = span.count - number * size;
+  return {owner, number, span.first + number * size, left < size ? left : size};
 }
 
-// Chunk 0 of every owner first, then chunk 1, ...: owners start with this rank's successor, so links share
-// the load.
-template <class MeshT, class Shape>
-WEFT_DEVICE void push_rows(const CombineArgs& a, const ReadyExchange& x, Block block, Warp warp,
-                           const MeshT& mesh, const Shape& shape, uint64_t epoch) {
-  const Share share = share_of(block, warp, a.push_warps);
-  if (!share.active) return;
-  std::byte* stages = block.shared() + pipes_at(mesh.ranks()) +
-                      (warp.index() - a.push_warps.first) * pipe_bytes(shape.piece_bytes);
-  RowPipe<kPipeStages> pipe(warp, stages, shape.piece_bytes);
+template <class MeshT>
+WEFT_DEVICE uint64_t most_chunks(const CombineArgs& a, const MeshT& mesh) {
   uint32_t most_rows = 0;
   for (uint32_t owner = 0; owner < mesh.ranks(); ++owner) {
     const uint32_t rows = row_span(a.prefix, mesh.ranks(), owner, mesh.rank()).count;
     most_rows = rows > most_rows ? rows : most_rows;
   }
-  const uint64_t peers = mesh.ranks() - 1;
-  const uint64_t chunks =
-      most_rows < kMaxChunks * kMinChunkRows ? (most_rows + kMinChunkRows - 1) / kMinChunkRows : kMaxChunks;
-  for (uint64_t task = share.index; task < chunks * peers; task += share.total) {
-    const uint32_t owner = static_cast<uint32_t>((mesh.rank() + 1 + task % peers) % mesh.ranks());
-    push_chunk(a, x, warp, mesh, shape, pipe, epoch, owner, static_cast<uint32_t>(task / peers));
+  return most_rows < kMaxChunks * kMinChunkRows ? (most_rows + kMinChunkRows - 1) / kMinChunkRows
+                                                : kMaxChunks;
+}
+
+// Tells owners that chunks have come, each a few items later than its last row left: by then it has arrived,
+// and the warp need not stop for it.
+template <class MeshT>
+class ChunkSignals {
+ public:
+  WEFT_DEVICE ChunkSignals(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch)
+      : a_(a), warp_(warp), mesh_(mesh), epoch_(epoch) {}
+
+  // After each item that is stored; `ends` with the last one of a chunk.
+  template <class Pipe>
+  WEFT_DEVICE void stored(Pipe& pipe, bool ends, uint32_t owner, uint32_t chunk) {
+    if (is_owed_ && ++items_since_ > kItemsInFlight) {
+      pipe.template drain_but<kItemsInFlight>();
+      tell();
+    }
+    if (!ends) return;
+    if (is_owed_) finish(pipe);  // chunks of a few rows
+    is_owed_ = true;
+    items_since_ = 0;
+    owner_ = owner;
+    chunk_ = chunk;
   }
+  template <class Pipe>
+  WEFT_DEVICE void finish(Pipe& pipe) {
+    if (!is_owed_) return;
+    pipe.drain();
+    tell();
+  }
+
+ private:
+  static constexpr uint32_t kItemsInFlight = 6;
+
+  WEFT_DEVICE void tell() {
+    is_owed_ = false;
+    if (warp_.rank() != 0) return;
+    const WindowOffset signal_at = a_.at.chunk_signal + (uint64_t{mesh_.rank()} * kMaxChunks + chunk_) * 8;
+    if (a_.topk_weights)
+      mesh_.to(owner_).signal(signal_at, epoch_);  // plain stores: a release must order them
+    else
+      mesh_.to(owner_).signal_drained(signal_at, epoch_);
+  }
+
+  const CombineArgs& a_;
+  Warp warp_;
+  const MeshT& mesh_;
+  uint64_t epoch_;
+  bool is_owed_ = false;
+  uint32_t items_since_ = 0;
+  uint32_t owner_ = 0;
+  uint32_t chunk_ = 0;
+};
+
+template <class Shape>
+WEFT_DEVICE void push_weights(const CombineArgs& a, Warp warp, const Shape& shape, float* staging,
+                              const Chunk& chunk) {
+  for (uint64_t i = warp.rank(); i < chunk.rows * shape.top_k; i += warp.size()) {
+    const uint64_t row = chunk.first_row + i / shape.top_k;
+    staging[uint64_t{static_cast<uint32_t>(a.slot[row])} * shape.top_k + i % shape.top_k] =
+        a.topk_weights[row * shape.top_k + i % shape.top_k];
+  }
+}
+
+struct PushTag {
+  std::byte* to;
+  uint32_t owner;
+  uint32_t chunk;
+  bool ends_chunk;
+};
+
+template <class MeshT, class Shape>
+WEFT_DEVICE void push_rows(const CombineArgs& a, const ReadyExchange& x, Block block, Warp warp,
+                           const MeshT& mesh, const Shape& shape, uint64_t epoch) {
+  const Share share = share_of(block, warp, a.push_warps);
+  if (!share.active || mesh.ranks() == 1) return;
+  const Span traced(a.wait.trace, Work::kPushBack, warp.rank() == 0);
+  std::byte* stages = block.shared() + pipes_at(mesh.ranks()) +
+                      (warp.index() - a.push_warps.first) * pipe_bytes(shape.piece_bytes);
+  RowPipe<kPipeStages> pipe(warp, stages, shape.piece_bytes);
+  const Pieces pieces{static_cast<uint64_t>(shape.row_bytes), static_cast<uint64_t>(shape.piece_bytes)};
+  const uint64_t num_tasks = most_chunks(a, mesh) * (mesh.ranks() - 1);
+  Tasks tasks(warp, share, a.state);
+  ChunkSignals signals(a, warp, mesh, epoch);
+  Chunk chunk{};
+  Staging staging{};
+  uint64_t item = 0;  // of the chunk
+  pipe.run(
+      [&]() -> RowItem<PushTag> {
+        while (item == chunk.rows * pieces.per_row()) {
+          const uint64_t task = tasks.take();
+          if (task >= num_tasks) return {};
+          chunk = chunk_of(a, mesh, task);
+          staging = staging_of(x, mesh, epoch, chunk.owner);
+          if (a.topk_weights) push_weights(a, warp, shape, staging.weights, chunk);
+          item = 0;
+        }
+        const uint64_t row = chunk.first_row + pieces.row(item);
+        const uint64_t at = pieces.offset(item);
+        const uint64_t slot = static_cast<uint32_t>(a.slot[row]);
+        const RowPiece piece{a.x + row * pieces.row_bytes + at, pieces.bytes(item)};
+        const bool ends = ++item == chunk.rows * pieces.per_row();
+        return {piece, {staging.rows + slot * pieces.row_bytes + at, chunk.owner, chunk.number, ends}};
+      },
+      [&](const PushTag& tag, RowPiece stage) {
+        pipe.store(warp.rank() == 0 ? tag.to : nullptr, stage);
+        signals.stored(pipe, tag.ends_chunk, tag.owner, tag.chunk);
+      });
+  signals.finish(pipe);
 }
 
 // The rows of one token: `count` of them, consecutive in staging, but number `mine` (if any) is in this
@@ -134,16 +216,34 @@ WEFT_DEVICE const uint64_t* chunk_signal(const CombineArgs& a, const MeshT& mesh
          chunk;
 }
 
+// How many of a peer's chunks from `first` on have come, one after the other: kChunksAtOnce at most. What
+// they brought is visible afterwards. One thread.
+WEFT_DEVICE uint32_t chunks_come(const uint64_t* signals, uint64_t epoch, uint32_t first, uint32_t chunks) {
+  uint64_t seen[kChunksAtOnce];
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < kChunksAtOnce; ++i) seen[i] = first + i < chunks ? peek(signals + first + i) : 0;
+  bool has_come[kChunksAtOnce];
+  uint32_t count = 0;
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < kChunksAtOnce; ++i) {
+    has_come[i] = seen[i] >= epoch && count == i;
+    count += has_come[i];
+  }
+  // Not a fence, which would also wait for all that the SM is sending.
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < kChunksAtOnce; ++i)
+    if (has_come[i]) load_acquire(signals + first + i);
+  return count;
+}
+
 // What one look at the signals of a lane's peers found.
 struct Look {
   bool has_moved;
   bool is_missing;
   uint32_t missing_peer;
-  uint32_t missing_chunks;  // of that peer
 };
 
-// Follows the signals of the peers that fall to this lane, as far as they have come. Only looks: watch_chunks
-// acquires.
+// Follows the signals of the peers that fall to this lane.
 template <class MeshT>
 WEFT_DEVICE Look look_at_signals(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch,
                                  uint32_t* chunks_seen) {
@@ -152,15 +252,12 @@ WEFT_DEVICE Look look_at_signals(const CombineArgs& a, Warp warp, const MeshT& m
     if (peer == mesh.rank()) continue;
     const uint32_t rows = row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count;
     const uint32_t chunks = (rows + chunk_rows(rows) - 1) / chunk_rows(rows);
-    uint32_t& seen = chunks_seen[peer];
-    while (seen < chunks && peek(chunk_signal(a, mesh, peer, seen)) >= epoch) {
-      ++seen;
-      look.has_moved = true;
-    }
-    if (seen == chunks) continue;
+    const uint32_t came = chunks_come(chunk_signal(a, mesh, peer, 0), epoch, chunks_seen[peer], chunks);
+    chunks_seen[peer] += came;
+    look.has_moved = look.has_moved || came != 0;
+    if (chunks_seen[peer] == chunks) continue;
     look.is_missing = true;
     look.missing_peer = peer;
-    look.missing_chunks = chunks - seen;
   }
   return look;
 }
@@ -171,19 +268,16 @@ WEFT_DEVICE void watch_chunks(const CombineArgs& a, Warp warp, const MeshT& mesh
                               const Progress& progress) {
   if (a.watch_warps.count == 0 || warp.index() != a.watch_warps.first) return;
   uint64_t last_moved_ns = now_ns();
-  for (;;) {
+  for (uint32_t looks = 0;; ++looks) {
     const Look look = look_at_signals(a, warp, mesh, epoch, progress.chunks_seen);
     if (warp.any(look.has_moved)) {
-      const Span traced(a.wait.trace, Work::kLook, warp.rank() == 0);
-      fence_system();  // one for all the chunks that this look found
       for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size())
         store_release_block(&progress.chunks_here[peer], progress.chunks_seen[peer]);
       last_moved_ns = now_ns();
     }
     if (!warp.any(look.is_missing)) return;
-    // Seldom while there is much to come, since each look that finds something costs a fence; often at the
-    // end.
-    pause_ns(warp.max(look.missing_chunks) * kLookEveryNsPerChunk);
+    pause_ns(kLookEveryNs);
+    if ((looks & 63) != 63) continue;
     const uint64_t waited_ns = now_ns() - last_moved_ns;
     const bool gives_up = waited_ns > a.wait.timeout_ns || load_relaxed(&a.wait.fault->raised) != 0;
     if (!warp.any(gives_up)) continue;

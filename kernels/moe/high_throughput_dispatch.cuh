@@ -54,16 +54,24 @@ WEFT_DEVICE void send_rows(const DispatchArgs& a, Block block, Warp warp, uint32
   std::byte* stages =
       block.shared() + pipes_at(ranks) + (warp.index() - a.row_warps.first) * pipe_bytes(shape.piece_bytes);
   RowPipe<kPipeStages> pipe(warp, stages, shape.piece_bytes);
-  auto token_of = [&](uint64_t item) { return share.index + pieces.row(item) * share.total; };
+  Tasks tokens(warp, share, a.state);
+  uint64_t item = 0;
+  uint64_t end = 0;  // of the token's items
   pipe.run(
-      share.count(a.tokens) * pieces.per_row(),
-      [&](uint64_t item) {
-        return RowPiece{a.x + token_of(item) * pieces.row_bytes + pieces.offset(item), pieces.bytes(item)};
+      [&]() -> RowItem<uint64_t> {
+        if (item == end) {
+          item = tokens.take() * pieces.per_row();
+          end = item + pieces.per_row();
+        }
+        if (item >= a.tokens * pieces.per_row()) return {};
+        const std::byte* src = a.x + pieces.row(item) * pieces.row_bytes + pieces.offset(item);
+        const uint64_t tag = item++;
+        return {{src, pieces.bytes(tag)}, tag};
       },
       [&](uint64_t item, RowPiece stage) {
         for (uint32_t first = 0; first < ranks; first += warp.size()) {
           const uint32_t peer = first + warp.rank();
-          const int64_t row = peer < ranks ? row_at(a, places, ranks, token_of(item), peer) : -1;
+          const int64_t row = peer < ranks ? row_at(a, places, ranks, pieces.row(item), peer) : -1;
           pipe.store(row < 0 ? nullptr : places[peer].rows + row * pieces.row_bytes + pieces.offset(item),
                      stage);
         }
@@ -135,7 +143,7 @@ WEFT_DEVICE void signal_and_wait(const DispatchArgs& a, Warp warp, const MeshT& 
   const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + a.at.arrived_signal);
   wait_all_peers(warp, mesh.ranks(), epoch, Site::kDispatchRecv, a.wait,
                  [&](uint32_t peer) { return signals + peer; });
-  if (warp.rank() == 0) a.state->epoch = epoch;
+  if (warp.rank() == 0) advance(a.state);
 }
 
 }  // namespace dispatch

@@ -329,11 +329,6 @@ WEFT_DEVICE Vec16 round_bf16x8(const float (&sums)[8]) {
 // ---- row pipe
 // ----------------------------------------------------------------------------------------------------
 
-struct RowPiece {
-  const std::byte* src;
-  uint32_t bytes;  // multiple of 16
-};
-
 WEFT_DEVICE uint32_t shared_address(const void* at) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }
@@ -380,18 +375,20 @@ template <uint32_t kPending>
 WEFT_DEVICE void wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
+template <uint32_t kPending>
 WEFT_DEVICE void wait_written() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 }  // namespace bulk
 
 // Streams items (rows or pieces of rows) to one or more places each.
-//   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage).
-// All lanes call run(), sink() and store(); each lane gives store() its own place, or null. Loads run ahead
-// of stores by half the stages. After drain() every store is visible to a peer that acquires a later release,
-// or store_drained(), by this warp.
+//   pipe.run(next, sink): next() -> RowItem, one without a source ends; sink(tag, stage) calls
+//   pipe.store(dst, stage).
+// All lanes call run(), next(), sink() and store(); each lane gives store() its own place, or null. Loads run
+// ahead of stores by half the stages. After drain() every store is visible to a peer that acquires a later
+// release, or store_drained(), by this warp; after drain_but<n>() every store but those of the last n items.
 template <uint32_t kStages>
 class RowPipe {
  public:
@@ -411,44 +408,51 @@ class RowPipe {
     warp_.sync();
   }
 
-  template <class Source, class Sink>
-  WEFT_DEVICE void run(uint64_t items, Source source, Sink sink) {
-    for (uint64_t i = 0; i < items + kAhead; ++i) {
-      if (i < items) load(i, source(i));
-      if (i < kAhead) continue;
-      const uint64_t done = i - kAhead;
-      const uint64_t turn = first_ + done;
-      bulk::wait_loaded(&barriers_[turn % kStages], static_cast<uint32_t>(turn / kStages) & 1);
-      sink(done, RowPiece{stages_ + (turn % kStages) * piece_bytes_, source(done).bytes});
+  template <class Next, class Sink>
+  WEFT_DEVICE void run(Next next, Sink sink) {
+    decltype(next()) loading[kAhead] = {};  // oldest first
+    for (bool more = true; more || stored_ != loaded_;) {
+      const auto oldest = loading[0];
+      WEFT_UNROLL
+      for (uint32_t i = 1; i < kAhead; ++i) loading[i - 1] = loading[i];
+      loading[kAhead - 1] = {};
+      if (more) loading[kAhead - 1] = next();
+      more = more && loading[kAhead - 1].piece.src;
+      if (more) load(loading[kAhead - 1].piece);
+      if (!oldest.piece.src) continue;
+      bulk::wait_loaded(&barriers_[stored_ % kStages], (stored_ / kStages) & 1);
+      sink(oldest.tag, RowPiece{stages_ + (stored_ % kStages) * piece_bytes_, oldest.piece.bytes});
       bulk::commit();
+      ++stored_;
     }
-    first_ += items;
   }
   WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
     if (dst) bulk::store(dst, stage.src, stage.bytes);
   }
-  WEFT_DEVICE void drain() {
-    bulk::wait_written();
+  template <uint32_t kItems>
+  WEFT_DEVICE void drain_but() {
+    bulk::wait_written<kItems>();
     warp_.sync();
   }
+  WEFT_DEVICE void drain() { drain_but<0>(); }
 
  private:
-  WEFT_DEVICE void load(uint64_t i, RowPiece piece) {
-    // The stage was last stored kStages items ago; kStages - kAhead - 1 items were committed since.
+  WEFT_DEVICE void load(RowPiece piece) {
+    // The stage was last stored kStages items ago; at most kStages - kAhead - 1 items were committed since.
     bulk::wait_read<kStages - kAhead - 1>();
     warp_.sync();
-    if (warp_.rank() == 0) {
-      const uint64_t turn = first_ + i;
-      bulk::load(stages_ + (turn % kStages) * piece_bytes_, piece.src, piece.bytes,
-                 &barriers_[turn % kStages]);
-    }
+    if (warp_.rank() == 0)
+      bulk::load(stages_ + (loaded_ % kStages) * piece_bytes_, piece.src, piece.bytes,
+                 &barriers_[loaded_ % kStages]);
+    ++loaded_;
   }
 
   uint64_t* barriers_;
   std::byte* stages_;
   uint32_t piece_bytes_;
   Warp warp_;
-  uint64_t first_ = 0;  // items of earlier runs: stages and barrier phases continue across runs
+  uint32_t loaded_ = 0;  // items so far: stages and barrier phases continue across runs
+  uint32_t stored_ = 0;
 };
 #else
 // Before sm_90 the same object copies with loads and stores, straight from the source.
@@ -457,9 +461,9 @@ class RowPipe {
  public:
   WEFT_DEVICE RowPipe(Warp warp, std::byte* /*shared*/, uint32_t /*piece_bytes*/) : warp_(warp) {}
 
-  template <class Source, class Sink>
-  WEFT_DEVICE void run(uint64_t items, Source source, Sink sink) {
-    for (uint64_t i = 0; i < items; ++i) sink(i, source(i));
+  template <class Next, class Sink>
+  WEFT_DEVICE void run(Next next, Sink sink) {
+    for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);
   }
   WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
     const auto* from = reinterpret_cast<const Vec16*>(stage.src);
@@ -470,10 +474,12 @@ class RowPipe {
         store_vec(to + i, load_vec(from + i));
     }
   }
-  WEFT_DEVICE void drain() {
+  template <uint32_t kItems>
+  WEFT_DEVICE void drain_but() {
     fence_system();
     warp_.sync();
   }
+  WEFT_DEVICE void drain() { drain_but<0>(); }
 
  private:
   Warp warp_;

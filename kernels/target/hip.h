@@ -337,25 +337,20 @@ WEFT_DEVICE Vec16 round_bf16x8(const float (&sums)[8]) {
 // ---- row pipe
 // ----------------------------------------------------------------------------------------------------
 
-struct RowPiece {
-  const std::byte* src;
-  uint32_t bytes;  // multiple of 16
-};
-
 // Streams items (rows or pieces of rows) to one or more places each, with loads and stores straight from the
 // source: CDNA has no engine that a kernel could hand a whole row to.
-//   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage) for
-//   each place.
+//   pipe.run(next, sink): next() -> RowItem, one without a source ends; sink(tag, stage) calls
+//   pipe.store(dst, stage) for each place.
 // After drain() every store made so far is visible to a peer that acquires a later release, or
-// store_drained(), by lane 0 of this warp.
+// store_drained(), by lane 0 of this warp; drain_but() does the same here.
 template <uint32_t kStages>
 class RowPipe {
  public:
   WEFT_DEVICE RowPipe(Warp warp, std::byte* /*shared*/, uint32_t /*piece_bytes*/) : warp_(warp) {}
 
-  template <class Source, class Sink>
-  WEFT_DEVICE void run(uint64_t items, Source source, Sink sink) {
-    for (uint64_t i = 0; i < items; ++i) sink(i, source(i));
+  template <class Next, class Sink>
+  WEFT_DEVICE void run(Next next, Sink sink) {
+    for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);
   }
   WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
     const auto* from = reinterpret_cast<const Vec16*>(stage.src);
@@ -363,10 +358,12 @@ class RowPipe {
     for (uint32_t i = warp_.rank(); i < stage.bytes / 16; i += warp_.size())
       store_vec(to + i, load_vec_streaming(from + i));
   }
-  WEFT_DEVICE void drain() {
+  template <uint32_t kItems>
+  WEFT_DEVICE void drain_but() {
     fence_system();
     warp_.sync();
   }
+  WEFT_DEVICE void drain() { drain_but<0>(); }
 
  private:
   Warp warp_;

@@ -364,27 +364,25 @@ inline Vec16 round_bf16x8(const float (&sums)[8]) {
 
 // Streams items (rows or pieces of rows) to one or more places each. On the host the source itself is the
 // stage.
-//   pipe.run(items, source, sink): source(i) -> RowPiece; sink(i, stage) calls pipe.store(dst, stage).
-// All lanes call run(), sink() and store(); each lane gives store() its own place, or null.
+//   pipe.run(next, sink): next() -> RowItem, one without a source ends; sink(tag, stage) calls
+//   pipe.store(dst, stage).
+// All lanes call run(), next(), sink() and store(); each lane gives store() its own place, or null.
 // After drain() every store is visible to a peer that acquires a later release, or store_drained(), by this
-// warp.
-struct RowPiece {
-  const std::byte* src;
-  uint32_t bytes;  // multiple of 16
-};
-
+// warp; after drain_but<n>() every store but those of the last n items.
 template <uint32_t kStages>
 class RowPipe {
  public:
   RowPipe(Warp, std::byte* /*shared*/, uint32_t /*piece_bytes*/) {}
 
-  template <class Source, class Sink>
-  void run(uint64_t items, Source source, Sink sink) {
-    for (uint64_t i = 0; i < items; ++i) sink(i, source(i));
+  template <class Next, class Sink>
+  void run(Next next, Sink sink) {
+    for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);
   }
   void store(std::byte* dst, RowPiece stage) {
     if (dst) copy_row_streaming(dst, stage.src, stage.bytes);
   }
+  template <uint32_t kItems>
+  void drain_but() {}
   void drain() {}
 };
 

@@ -5,6 +5,17 @@
 
 namespace weft {
 
+// What a RowPipe moves, and what its sink is told of it.
+struct RowPiece {
+  const std::byte* src;
+  uint32_t bytes;  // multiple of 16
+};
+template <class Tag>
+struct RowItem {
+  RowPiece piece;
+  Tag tag;
+};
+
 WEFT_DEVICE float float_of_bits(uint32_t bits) {
   return __builtin_bit_cast(float, bits);
 }

@@ -62,10 +62,8 @@ const char* work_name(Work work) {
       return "dispatch.meta";
     case Work::kDispatch:
       return "dispatch";
-    case Work::kPushChunk:
+    case Work::kPushBack:
       return "combine.push";
-    case Work::kLook:
-      return "combine.look";
     case Work::kSum:
       return "combine.sum";
     case Work::kCombine:

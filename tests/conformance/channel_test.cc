@@ -139,9 +139,14 @@ TYPED_TEST(ChannelTest, DrainedRowsAreThereWhenTheirSignalIs) {
     for (uint64_t round = 1; round <= kRounds; ++round) {
       std::memset(row.data(), static_cast<int>(round), kRowBytes);
       auto right = rank.to(rank.right());
+      bool is_sent = false;
       pipe.run(
-          1, [&](uint64_t) { return RowPiece{reinterpret_cast<std::byte*>(row.data()), kRowBytes}; },
-          [&](uint64_t, RowPiece stage) { pipe.store(right.mapped() + kData, stage); });
+          [&] {
+            const auto* src = is_sent ? nullptr : reinterpret_cast<std::byte*>(row.data());
+            is_sent = true;
+            return RowItem<int>{{src, kRowBytes}, 0};
+          },
+          [&](int, RowPiece stage) { pipe.store(right.mapped() + kData, stage); });
       pipe.drain();
       right.signal_drained(rank.signal_of(rank.self()), round);
       ASSERT_TRUE(rank.wait(rank.signal_of(rank.left()), round)) << "saw " << rank.seen;

@@ -23,6 +23,7 @@ DTYPES = (
     *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2),
 )
+EVERY_REDUCTION = (torch.float32, torch.bfloat16, torch.int32)
 SIZES = (1, 3, 64, 1000, 5003, 90_001, 1 << 20)  # elements of one rank's part
 _WINDOW_BYTES = 512 << 20
 
@@ -113,8 +114,8 @@ def _types(rank: Rank) -> None:
                 ("max", everyone.amax(0)),
                 ("average", everyone.mean(0)),
             ):
-                if op == "product" and rank.size > 3 and dtype.itemsize == 1:
-                    continue  # beyond the type's range
+                if op not in ("sum", "average") and dtype not in EVERY_REDUCTION:
+                    continue  # each is a kernel of its own, which takes a second to compile
                 found = call.all_reduce(_values(rank.rank, elems, dtype).cuda(), op)
                 exact = wanted if dtype.is_floating_point else wanted.trunc()
                 assert torch.equal(found.cpu().double(), exact.to(dtype).double()), (op, dtype, elems)

@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs written for DeepEP, in the manner of its best-known callers, run on the drop-in package."""
+"""The drop-in package: its surface, and programs written for DeepEP."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from moe_checks import check_combined, expert_output
-from torch import Tensor
+from deep_ep_programs import serve_like_sglang, serve_like_vllm, train_one_step
 
 import deep_ep
-from weft.testing import oracle
 from weft.testing.cases import MoeCase
-from weft.testing.numerics import calc_diff
-from weft.testing.ranks import Rank, RankPool
+from weft.testing.ranks import RankPool
 
 SURFACE = {
     "deep_ep": "Buffer EventOverlap EventHandle Config topk_idx_t get_physical_domain_size "
@@ -89,242 +85,16 @@ def quad() -> Iterator[RankPool]:
         yield pool
 
 
-# A training framework: an autograd function around dispatch and one around combine
-
-
-class FusedDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, idx: Tensor, probs: Tensor, experts: int, buffer: Any) -> Any:
-        previous_event = deep_ep.utils.EventOverlap(deep_ep.utils.EventHandle())
-        per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(
-            idx, experts, previous_event=previous_event, async_finish=True, allocate_on_comm_stream=True
-        )
-        recv_x, recv_idx, recv_probs, counts, handle, after = buffer.dispatch(
-            x,
-            topk_idx=idx,
-            topk_weights=probs,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            previous_event=event,
-            async_finish=True,
-            allocate_on_comm_stream=True,
-        )
-        after.current_stream_wait()
-        ctx.buffer, ctx.handle = buffer, handle
-        return recv_x, recv_idx, recv_probs, torch.tensor(counts), handle
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _idx: Any, grad_probs: Tensor, _counts: Any, _handle: Any) -> Any:
-        grad_x, grad_weights, _ = ctx.buffer.combine(
-            grad.contiguous(), ctx.handle, topk_weights=grad_probs.float()
-        )
-        return grad_x, None, grad_weights, None, None
-
-
-class FusedCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, handle: Any, buffer: Any) -> Tensor:
-        ctx.buffer, ctx.handle = buffer, handle
-        return buffer.combine(x, handle=handle)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        grad_x = ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle)[0]
-        return grad_x, None, None
-
-
-def megatron_buffer(group: Any, hidden_bytes: int) -> deep_ep.Buffer:
-    configs = (
-        deep_ep.Buffer.get_dispatch_config(group.size()),
-        deep_ep.Buffer.get_combine_config(group.size()),
-    )
-    nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, group.size()) for config in configs)
-    rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, group.size()) for config in configs)
-    buffer = deep_ep.Buffer(group, nvl, rdma)
-    assert buffer.num_nvl_bytes >= nvl
-    assert buffer.num_rdma_bytes >= rdma
-    return buffer
-
-
-def train_one_step(rank: Rank, case: MoeCase) -> None:
-    """A layer whose expert e multiplies by 2^e: gradients must equal those of the same layer on one rank."""
-    buffer = megatron_buffer(rank.group, case.hidden * 2)
-    experts = oracle.local_experts(case.num_experts, rank.size, rank.rank)
-    x = case.x(rank.rank).requires_grad_()
-    probs = case.topk_weights(rank.rank).requires_grad_()
-    idx = case.topk_idx(rank.rank)
-    recv_x, recv_idx, recv_probs, counts, handle = FusedDispatch.apply(
-        x, idx, probs, case.num_experts, buffer
-    )
-    assert counts.tolist() == [int((recv_idx == e).sum()) for e in range(len(experts))]
-    factors = 2.0 ** torch.arange(experts.start, experts.start + len(experts) + 1)
-    per_slot = factors[recv_idx.clamp(min=0)].masked_fill(recv_idx < 0, 0.0)
-    factor = (recv_probs * per_slot).sum(dim=1, keepdim=True)
-    combined = FusedCombine.apply((recv_x.float() * factor).bfloat16(), handle, buffer)
-    combined.float().square().sum().backward()
-
-    x_alone = case.x(rank.rank).requires_grad_()
-    probs_alone = case.topk_weights(rank.rank).requires_grad_()
-    chosen = (2.0 ** idx.clamp(min=0)).masked_fill(idx < 0, 0.0)
-    alone = (x_alone.float() * (probs_alone * chosen).sum(dim=1, keepdim=True)).bfloat16()
-    alone.float().square().sum().backward()
-    assert calc_diff(combined.detach(), alone.detach()) < 1e-4
-    assert x.grad is not None
-    assert x_alone.grad is not None
-    assert calc_diff(x.grad, x_alone.grad) < 1e-4
-    assert probs.grad is not None
-    assert probs_alone.grad is not None
-    assert calc_diff(probs.grad, probs_alone.grad.masked_fill(idx < 0, 0.0)) < 1e-3
+CASE = MoeCase((20, 7, 0, 31), 512, 2, 8)
 
 
 def test_a_training_step_in_the_manner_of_megatron(quad: RankPool) -> None:
-    quad.run(train_one_step, MoeCase((20, 7, 0, 31), 64, 2, 8))
-
-
-# Inference engines: prefill by high throughput, decode by low latency
-
-
-def serve_like_vllm(rank: Rank, case: MoeCase) -> None:
-    most_tokens, local = 64, case.num_experts // rank.size
-    num_rdma_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank=most_tokens,
-        hidden=case.hidden,
-        num_ranks=rank.size,
-        num_experts=case.num_experts,
-    )
-    buffer = deep_ep.Buffer(
-        group=rank.group,
-        num_nvl_bytes=64 << 20,
-        num_rdma_bytes=num_rdma_bytes,
-        low_latency_mode=True,
-        num_qps_per_rank=local,
-        explicitly_destroy=True,
-        allow_nvlink_for_low_latency_mode=True,
-        allow_mnnvl=False,
-    )
-    buffer.set_num_sms(20)
-    prefill(buffer, rank, case)
-    buffer.clean_low_latency_buffer(most_tokens, case.hidden, case.num_experts)
-    decode(buffer, rank, case, most_tokens)
-    buffer.destroy()
-
-
-def prefill(buffer: deep_ep.Buffer, rank: Rank, case: MoeCase) -> None:
-    previous_event = deep_ep.Buffer.capture()
-    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(
-        topk_idx=case.topk_idx(rank.rank),
-        num_experts=case.num_experts,
-        previous_event=previous_event,
-        async_finish=False,
-        allocate_on_comm_stream=False,
-    )
-    recv_x, recv_idx, _, counts, handle, event = buffer.dispatch(
-        x=case.x(rank.rank),
-        handle=None,
-        num_tokens_per_rank=per_rank,
-        num_tokens_per_rdma_rank=per_node,
-        is_token_in_rank=in_rank,
-        num_tokens_per_expert=per_expert,
-        topk_idx=case.topk_idx(rank.rank),
-        topk_weights=case.topk_weights(rank.rank),
-        expert_alignment=1,
-        config=buffer.get_dispatch_config(rank.size),
-        previous_event=previous_event,
-        async_finish=True,
-        allocate_on_comm_stream=False,
-    )
-    if event.event is not None:
-        event.current_stream_wait()
-    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
-    assert torch.equal(recv_idx, rows.topk_idx)
-    assert counts == rows.per_expert
-    combined, _, event = buffer.combine(
-        x=expert_output(recv_x, rank.rank),
-        handle=handle,
-        topk_weights=None,
-        config=buffer.get_combine_config(rank.size),
-        previous_event=previous_event,
-        async_finish=False,
-        allocate_on_comm_stream=False,
-    )
-    check_combined(case, rank.rank, combined)
-
-
-def decode(buffer: deep_ep.Buffer, rank: Rank, case: MoeCase, most_tokens: int) -> None:
-    x, topk_idx = case.x(rank.rank), case.topk_idx(rank.rank)
-    (q, scales), counts, handle, _, hook = buffer.low_latency_dispatch(
-        x,
-        topk_idx,
-        most_tokens,
-        case.num_experts,
-        use_fp8=True,
-        round_scale=False,
-        use_ue8m0=False,
-        async_finish=False,
-        return_recv_hook=True,
-    )
-    hook()
-    assert q.dtype == torch.float8_e4m3fn
-    results = torch.zeros(q.shape, dtype=torch.bfloat16)
-    for expert, count in enumerate(counts.tolist()):
-        results[expert, :count] = oracle.dequantize_fp8(q[expert, :count], scales[expert, :count]).bfloat16()
-    output = torch.empty_like(x)
-    _, _, hook = buffer.low_latency_combine(
-        results,
-        topk_idx,
-        case.topk_weights(rank.rank),
-        handle,
-        async_finish=False,
-        zero_copy=False,
-        return_recv_hook=True,
-        out=output,
-    )
-    hook()
-    total = case.topk_weights(rank.rank).masked_fill(topk_idx < 0, 0).sum(dim=1, keepdim=True)
-    assert calc_diff(output, x.float() * total) < 1e-3
+    quad.run(train_one_step, MoeCase((20, 7, 0, 31), 64, 2, 8), "cpu")
 
 
 def test_prefill_and_decode_in_the_manner_of_vllm(quad: RankPool) -> None:
-    quad.run(serve_like_vllm, MoeCase((20, 7, 0, 31), 512, 2, 8))
-
-
-def serve_like_sglang(rank: Rank, case: MoeCase) -> None:
-    """Packed int32 scales, column-major; Config from a JSON file; events of the layout passed on."""
-    buffer = deep_ep.Buffer(rank.group, 64 << 20, 0, allow_mnnvl=True)
-    settings = {"num_sms": 24, "num_max_nvl_chunked_send_tokens": 8, "num_max_nvl_chunked_recv_tokens": 256}
-    config = deep_ep.Config(**settings)
-    assert deep_ep.Buffer.num_sms % 2 == 0
-    assert not buffer.low_latency_mode
-    assert buffer.group_size == rank.size
-    quantized = [oracle.quantize_fp8(x, round_scale=True) for x in case.all_x()]
-    packed = [oracle.pack_ue8m0(scales) for _, scales in quantized]
-    mine = packed[rank.rank].T.contiguous().T
-    topk_idx = case.topk_idx(rank.rank)
-    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(topk_idx, case.num_experts)
-    (recv_q, recv_scales), _, _, counts, handle, event = buffer.dispatch(
-        (quantized[rank.rank][0], mine),
-        topk_idx=topk_idx,
-        topk_weights=case.topk_weights(rank.rank),
-        num_tokens_per_rank=per_rank,
-        num_tokens_per_rdma_rank=per_node,
-        is_token_in_rank=in_rank,
-        num_tokens_per_expert=per_expert,
-        previous_event=event,
-        async_finish=False,
-        allocate_on_comm_stream=False,
-        expert_alignment=128,
-        config=config,
-    )
-    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
-    assert torch.equal(recv_scales, rows.take(packed))
-    assert counts == [-(-n // 128) * 128 for n in rows.per_expert]
-    back = oracle.dequantize_fp8(recv_q, recv_scales).bfloat16()
-    assert calc_diff(back, rows.take(case.all_x())) < 1e-3
-    combined, _, _ = buffer.combine(back, handle, previous_event=event, config=config)
-    assert combined.shape == case.x(rank.rank).shape
+    quad.run(serve_like_vllm, CASE, "cpu")
 
 
 def test_packed_scales_in_the_manner_of_sglang(quad: RankPool) -> None:
-    quad.run(serve_like_sglang, MoeCase((20, 7, 0, 31), 512, 2, 8))
+    quad.run(serve_like_sglang, CASE, "cpu")

@@ -23,7 +23,8 @@ static_assert(sizeof(AhAttr) == sizeof(ibv_ah_attr));
 static_assert(sizeof(QpInitAttr) == sizeof(ibv_qp_init_attr));
 static_assert(sizeof(QpAttr) == sizeof(ibv_qp_attr));
 static_assert(sizeof(SrqInitAttr) == sizeof(ibv_srq_init_attr));
-static_assert(sizeof(PortAttr) <= sizeof(ibv_port_attr));  // rdma-core 56 appended a field; the old symbol leaves it alone
+static_assert(sizeof(PortAttr) <=
+              sizeof(ibv_port_attr));  // rdma-core 56 appended a field; the old symbol leaves it alone
 SAME_PLACE(Context, ops.poll_cq, ibv_context, ops.poll_cq);
 SAME_PLACE(Context, ops.post_srq_recv, ibv_context, ops.post_srq_recv);
 SAME_PLACE(Context, ops.post_send, ibv_context, ops.post_send);

@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import sys
@@ -243,8 +244,9 @@ def versions() -> dict[str, str]:
         found["cuda"] = str(torch.version.cuda)
         found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
     driver = Path("/proc/driver/nvidia/version")
-    if driver.is_file():
-        found["nvidia_driver"] = driver.read_text().splitlines()[0].split("Module")[-1].split()[0]
+    version = re.search(r"\d+\.[\d.]*\d", driver.read_text()) if driver.is_file() else None
+    if version is not None:
+        found["nvidia_driver"] = version[0]
     return found
 
 

@@ -134,7 +134,7 @@ struct RingLayout {
 
 // How messages may bypass their slots.
 struct DirectRule {
-  std::byte* const* const* windows;  // [window]: base addresses by rank
+  std::byte* const* const* windows;  // [window]: base addresses by rank; null: this rank destroyed it
   const uint32_t* processes;         // [rank]: the process whose memory this rank can read, or 0; host only
   const uint32_t* readers;           // [rank]: 1 if that rank can read this process's memory
   std::byte* bounce;                 // what is read from another process to be reduced

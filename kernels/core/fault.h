@@ -29,6 +29,7 @@ enum class Site : uint32_t {
   kBarrier,
   kCollective,  // a collective program's step
   kPeerMemory,  // a collective program: the memory of the peer's process cannot be read
+  kPeerWindow,  // a collective program: the peer's message lies in a window that this rank has destroyed
 };
 
 struct FaultBox {

@@ -279,8 +279,8 @@ Status CollectiveRunner::run(const RunCall& call) {
   if (!call.input_table.empty()) {
     args.skip_empty = 1;
     args.group = 1;
-    WEFT_TRY_ASSIGN(args.buffers[0].table, table(call.input_table, input_table_));
-    WEFT_TRY_ASSIGN(args.buffers[1].table, table(call.output_table, output_table_));
+    WEFT_TRY_ASSIGN(args.buffers[0].table, table(call.input_table, input_table_, call.stream));
+    WEFT_TRY_ASSIGN(args.buffers[1].table, table(call.output_table, output_table_, call.stream));
   }
   const ProgramShape shape{static_cast<int64_t>(call.element), static_cast<int64_t>(call.reduction),
                            static_cast<int64_t>(call.protocol)};
@@ -347,19 +347,39 @@ Result<std::byte*> CollectiveRunner::scratch(uint64_t bytes) {
   return scratch_.back()->data();
 }
 
+// Sizes of chunks in device memory. Runs that are under way on `stream` still read the earlier ones there, so
+// they are replaced in stream order; what a graph captures copies them again at every replay, from here.
 Result<const uint64_t*> CollectiveRunner::table(const std::vector<uint64_t>& entries,
-                                                std::unique_ptr<LocalMemory>& memory) {
+                                                std::unique_ptr<LocalMemory>& memory, void* stream) {
   const uint64_t bytes = entries.size() * sizeof(uint64_t);
+  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(stream));
   if (!memory || memory->bytes() < bytes) {
+    if (is_captured)
+      return Status::make(Code::kUnsupported,
+                          "sizes of {} chunks while a graph is captured, allowed: after a call without one",
+                          entries.size() / 2);
+    if (memory) old_tables_.push_back(std::move(memory));
     WEFT_TRY_ASSIGN(memory, LocalMemory::create(comm_->device(), bytes));
   }
-  WEFT_TRY(memory->write(0, entries.data(), bytes));
+  const std::vector<uint64_t>* source = &entries;
+  if (is_captured) source = &captured_tables_.emplace_back(entries);
+  WEFT_TRY(memory->write_in_order(0, source->data(), bytes, stream));
   return memory->at<uint64_t>(0);
 }
 
+Result<bool> CollectiveRunner::is_capturing(void* stream) const {
+  if (comm_->device().is_host()) return false;
+  WEFT_TRY_ASSIGN(CudaContext context, CudaContext::enter(comm_->device().ordinal));
+  int state = CU_STREAM_CAPTURE_STATUS_NONE;
+  WEFT_TRY(cuda_status(context.driver().cuStreamIsCapturing(static_cast<CUstream>(stream), &state),
+                       "ask whether a stream is captured"));
+  return state != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
 Status CollectiveRunner::fault() {
-  if (broken_.ok() && load_acquire(&visible_->at<FaultBox>(0)->raised) != 0)
-    broken_ = logged(Status(Code::kPeerLost, sentence()));
+  const FaultBox& box = *visible_->at<FaultBox>(0);
+  if (broken_.ok() && load_acquire(&box.raised) != 0)
+    broken_ = logged(Status(box.site == Site::kPeerWindow ? Code::kClosed : Code::kPeerLost, sentence()));
   return broken_;
 }
 
@@ -374,6 +394,11 @@ std::string CollectiveRunner::sentence() const {
     return text(
         "rank {}, collective {}, block {}, step {}: {} bytes of rank {}'s memory cannot be read any more",
         box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.expected, box.peer);
+  if (box.site == Site::kPeerWindow)
+    return text(
+        "rank {}, collective {}, block {}, step {}: rank {} passed memory of window {}, which this rank has "
+        "destroyed, allowed: windows that all ranks still have",
+        box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.peer, box.expected);
   if (box.site == Site::kNone) return text("rank {}, collective {}: stopped", box.self, last_program_);
   const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
   return text("rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}",

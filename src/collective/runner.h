@@ -11,8 +11,9 @@
 // only send to, or only receive from, different ranks than others under way, reduce nothing and use no
 // scratch, may run beside them. Buffers in windows of the communicator are read and written by peers
 // directly, and so is other host memory where the system lets processes read each other: one copy instead of
-// two. Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on
-// message numbers.
+// two. A window must not be destroyed on some ranks while others still pass memory in it. Errors: kPeerLost
+// names the silent rank, kClosed the window that this rank no longer has and the rank that used it; after
+// either every call fails: the ranks no longer agree on message numbers.
 #pragma once
 
 #include <deque>
@@ -110,7 +111,9 @@ class CollectiveRunner {
   Status launch(const char* name, const char* args_type, const GridPlan& grid, const void* args,
                 size_t args_bytes, const ProgramShape& shape, void* stream, const std::string& source = {});
   Result<std::byte*> scratch(uint64_t bytes);
-  Result<const uint64_t*> table(const std::vector<uint64_t>& entries, std::unique_ptr<LocalMemory>& memory);
+  Result<const uint64_t*> table(const std::vector<uint64_t>& entries, std::unique_ptr<LocalMemory>& memory,
+                                void* stream);
+  Result<bool> is_capturing(void* stream) const;
   std::string sentence() const;
 
   std::shared_ptr<Communicator> comm_;
@@ -122,6 +125,8 @@ class CollectiveRunner {
   std::vector<std::unique_ptr<LocalMemory>>
       scratch_;  // the last one is in use; captured graphs may use earlier ones
   std::unique_ptr<LocalMemory> input_table_, output_table_;
+  std::vector<std::unique_ptr<LocalMemory>> old_tables_;  // too small; runs under way may read them
+  std::deque<std::vector<uint64_t>> captured_tables_;     // that graphs copy from; addresses stay
   std::mutex programs_mutex_;
   std::deque<Program> programs_;  // addresses stay
   HugePages huge_pages_;

@@ -47,6 +47,7 @@ const char* operation(Site site) {
       return "barrier";
     case Site::kCollective:
     case Site::kPeerMemory:
+    case Site::kPeerWindow:
       return "collective";
   }
   return "unknown";

@@ -12,10 +12,12 @@ from weft.collectives.library import build
 from weft.collectives.rows import program_rows
 
 PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
-CASES = [  # a step takes NVRTC some seconds
-    ("allreduce_1step", 2, "LL"),
-    ("allgather_allpairs", 3, "Simple"),
-    ("reducescatter_allpairs", 2, "LL128"),
+# A step takes NVRTC some seconds. The three protocols share everything but their wires, so one goes through all
+# architectures; the others show that theirs compile as constants, too.
+CASES = [
+    *(("allreduce_1step", "LL", architecture) for architecture in ARCHITECTURES),
+    ("allgather_allpairs", "Simple", "sm_90a"),
+    ("reducescatter_allpairs", "LL128", "sm_90a"),
 ]
 
 
@@ -35,12 +37,9 @@ def key(name: str, ranks: int, protocol: str, rank: int = 1) -> _core.KernelKey:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("name", "ranks", "protocol"), CASES)
-def test_compiled_program_compiles_without_spills(
-    name: str, ranks: int, protocol: str, architecture: str
-) -> None:
-    compiled = _core.compile_kernel(key(name, ranks, protocol), architecture)
+@pytest.mark.parametrize(("name", "protocol", "architecture"), CASES)
+def test_compiled_program_compiles_without_spills(name: str, protocol: str, architecture: str) -> None:
+    compiled = _core.compile_kernel(key(name, 2, protocol), architecture)
     usage = parse_usage(compiled.log)
     print(f"{architecture}: {usage}, cubin of {len(compiled.cubin)} bytes")
     assert usage.spill_bytes == 0, compiled.log

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from weft.collectives.book import Part, write_book
+from weft.collectives.cost import CPU, estimate
 from weft.collectives.library import build
 from weft.collectives.selector import Selector, read_algorithms, table_name, write_table
 from weft.collectives.tune import table_rows
@@ -76,3 +78,15 @@ def test_a_book_is_written_from_a_table(tmp_path: Path) -> None:
     write_table(tmp_path / table_name("cpu", "here", 2), "here", table_rows(_measured(), 2))
     assert write_book(tmp_path / "b.book", [Part("cpu", 2, "here", tmp_path)]) >= 7
     assert (tmp_path / "b.book").read_bytes().startswith(b"weftbook")
+
+
+def test_the_model_knows_which_messages_are_referred_to() -> None:
+    exchange = build("alltoall_allpairs", 4).compile()
+    through_slots = dataclasses.replace(CPU, refer_bytes=0)
+    assert (
+        estimate(exchange, 1 << 20, CPU).total_us < 0.7 * estimate(exchange, 1 << 20, through_slots).total_us
+    )
+    # Too small to be referred to; and every message of this one is overwritten too early.
+    one_step = build("allreduce_1step", 4, inplace=True).compile()
+    for algorithm, num_bytes in ((exchange, 4096), (one_step, 1 << 20)):
+        assert estimate(algorithm, num_bytes, CPU) == estimate(algorithm, num_bytes, through_slots)

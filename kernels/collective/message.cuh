@@ -298,7 +298,45 @@ WEFT_DEVICE void stream(Block block, const Movement& m, uint64_t units) {
   copy_bytes(block, first, a, units * 16);
 }
 
+// dst += every source, in their order, in one pass. Loads of some sources are under way together.
+template <class Combiner>
+WEFT_DEVICE void add_sources(Block block, const Piece& dst, const Piece* sources, uint32_t count,
+                             uint64_t units) {
+  constexpr uint32_t kTogether = 4;
+  uint64_t whole = whole_units(dst, units);
+  for (uint32_t i = 0; i < count; ++i) whole = whole_units(sources[i], whole);
+  for (uint64_t unit = block.rank(); unit < units; unit += block.size()) {
+    const bool is_ragged = unit >= whole;
+    auto load = [&](const Piece& piece) {
+      return is_ragged ? load_ragged(piece, unit) : load_vec(reinterpret_cast<const Vec16*>(piece.at) + unit);
+    };
+    Vec16 sum = load(dst);
+    for (uint32_t first = 0; first < count; first += kTogether) {
+      Vec16 held[kTogether];
+      WEFT_UNROLL
+      for (uint32_t i = 0; i < kTogether; ++i)
+        if (first + i < count) held[i] = load(sources[first + i]);
+      WEFT_UNROLL
+      for (uint32_t i = 0; i < kTogether; ++i)
+        if (first + i < count) sum = Combiner::apply(sum, held[i]);
+    }
+    if (is_ragged)
+      store_ragged(dst, unit, sum);
+    else
+      store_vec(reinterpret_cast<Vec16*>(dst.at) + unit, sum);
+  }
+}
+
 }  // namespace message
+
+// Adds all sources to dst.
+template <class Shape>
+WEFT_DEVICE void move_sums(Block block, const Shape& shape, const Piece& dst, const Piece* sources,
+                           uint32_t count, uint64_t units) {
+  with_combiner(shape, [&](auto combiner) {
+    message::add_sources<decltype(combiner)>(block, dst, sources, count, units);
+  });
+}
 
 // Moves all units of a message over lines of 128 bytes.
 template <class Shape, class GiveUp>

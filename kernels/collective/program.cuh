@@ -52,7 +52,7 @@ struct Shared {
 // A program in memory, which run_program interprets. What run_compiled runs has the same form, as constants.
 struct InMemory {
   const ProgramArgs& a;
-  // Calls f(block, step, the step's waits).
+  // Calls f(block, step, the step's waits); steps that are fused with it follow it in memory.
   template <class F>
   WEFT_DEVICE auto with_step(uint32_t number, uint32_t at, F f) const {
     const ProgramBlock& block = a.blocks[number];
@@ -408,10 +408,24 @@ WEFT_DEVICE void carry_from_process(const ProgramArgs& a, const Cursor& cursor, 
   }
 }
 
+// Adds the sources of a sum that several steps make together, by the whole block.
+template <class Shape>
+WEFT_DEVICE void add_fused(const ProgramArgs& a, const Shape& shape, Block block, const Cursor& cursor,
+                           const Turn& turn) {
+  const uint32_t bytes = element_bytes(static_cast<Element>(shape.element));
+  Piece sources[kMaxSources];
+  const uint32_t count = turn.step->fused + 1;
+  for (uint32_t i = 0; i < count; ++i)
+    sources[i] = piece_of(a, bytes, turn.step[i].src_buffer, turn.step[i].src_index + cursor.chunk,
+                          turn.chunks, cursor.iteration);
+  move_sums(block, shape, turn.dst, sources, count, turn.units);
+}
+
 // Moves the piece, by the whole block.
 template <class Shape>
 WEFT_DEVICE void carry_out(const ProgramArgs& a, const Shape& shape, Block block, const Cursor& cursor,
                            const Turn& turn, const Route& route) {
+  if (turn.step->fused) return add_fused(a, shape, block, cursor, turn);
   Movement m;
   m.units = turn.units;
   m.src = turn.src;
@@ -472,7 +486,8 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
   }
   cursor.chunk += turn.chunks;
   if (cursor.chunk < turn.step->count) return;
-  if (turn.step->needed)
+  cursor.step += turn.step->fused;  // the last of them is the one that others wait for
+  if (turn.step[turn.step->fused].needed)
     store_release(&a.progress[cursor.number],
                   progress_value(epoch, cursor.iteration, turn.block->steps, cursor.step));
   cursor.chunk = 0;

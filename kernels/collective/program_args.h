@@ -72,7 +72,9 @@ struct ProgramStep {
   uint32_t direct;
   uint32_t remote_buffer;  // of kMayStore: where the receiver puts the message
   uint32_t remote_index;
+  uint32_t fused;  // of kReduce: so many steps that follow add to the same chunks, all in one pass
 };
+inline constexpr uint32_t kMaxSources = 16;  // of such a pass
 
 // A step of another block that must be finished.
 struct ProgramWait {

@@ -194,6 +194,12 @@ Status CollectiveRunner::check(const ProgramText& text) const {
         uint64_t{step.first_wait} + step.waits > text.waits.size())
       return Status::invalid("{}: operation {} with waits up to {} of {}", text.name, step.op,
                              step.first_wait + step.waits, text.waits.size());
+  for (const ProgramBlock& block : text.blocks)
+    for (uint32_t at = 0; at < block.steps; ++at)
+      if (const uint32_t fused = text.steps[block.first_step + at].fused;
+          fused && (fused >= kMaxSources || at + fused >= block.steps))
+        return Status::invalid("{}: a step is fused with {} more, allowed: up to {}, in its block", text.name,
+                               fused, kMaxSources - 1);
   for (const ProgramStep& step : text.steps)
     if (step.remote_buffer > 2)
       return Status::invalid("{}: a step stores into buffer {}, allowed: 0 to 2", text.name,

@@ -48,6 +48,7 @@ def test_compiled_program_compiles_without_spills(name: str, protocol: str, arch
 def test_the_source_holds_every_step_as_constants() -> None:
     algorithm = build("allreduce_1step", 3, protocol="LL").compile()
     source = _core.program_source(*program_rows(algorithm, 0, direct_messages(algorithm)))
-    steps = sum(len(block.steps) for block in algorithm.ranks[0].blocks)
-    assert source.count("const ProgramStep step{") == steps
+    # Two sums into the same chunks are one visit.
+    visits = sum(len(block.steps) for block in algorithm.ranks[0].blocks) - 1
+    assert source.count("const ProgramStep steps[] = {") == visits
     assert "a.steps" not in source

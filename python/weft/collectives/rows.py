@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from weft.collectives.contract import Buffer
 from weft.collectives.direct import DirectMessages, Send
-from weft.collectives.ir import Algorithm, Op
+from weft.collectives.ir import Algorithm, Block, Op, Step
 
 # The numbers of kernels/collective/program_args.h.
 ELEMENTS = {
@@ -34,6 +34,8 @@ REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3, "average": 0}
 _PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
 _BUFFERS = {Buffer.input: 0, Buffer.output: 1, Buffer.scratch: 2}
 _OPS = {op: number for number, op in enumerate(Op)}
+_MAX_SOURCES = 16  # of one pass over a sum
+_WAITS, _FUSED = 7, 12  # columns of a step
 _MAY_REFER, _MAY_STORE, _MAY_BE_STORED = 1, 2, 4
 
 
@@ -72,9 +74,43 @@ def program_rows(
                 max(dst.index, 0),
             ]
             row += [step.count, len(waits), len(step.depends), int((number, at) in needed)]
-            steps.append(row + _direct_row(direct, places[at]))
+            steps.append([*row, *_direct_row(direct, places[at]), 0])
             waits += [list(wait) for wait in step.depends]
+        _fuse_sums(
+            algorithm,
+            block,
+            steps[len(steps) - len(block.steps) :],
+            {at for owner, at in needed if owner == number},
+        )
     return blocks, steps, waits
+
+
+def _fuse_sums(algorithm: Algorithm, block: Block, rows: list[list[int]], needed: set[int]) -> None:
+    """Let local sums into the same chunks that follow each other be one pass, which waits for what all of them need.
+
+    Nobody waits for one of them but the last, so what they wait for cannot depend on them; and no source is changed.
+    """
+    at = 0
+    while at < len(rows):
+        first, count = block.steps[at], 0
+        while count + 1 < _MAX_SOURCES and at + count + 1 < len(rows) and at + count not in needed:
+            later = block.steps[at + count + 1]
+            pair = (block.steps[at + count], later)
+            if any(step.op is not Op.REDUCE or _may_overlap(algorithm, step) for step in pair):
+                break
+            if (later.dst, later.count) != (first.dst, first.count):
+                break
+            count += 1
+        rows[at][_FUSED] = count
+        rows[at][_WAITS] = sum(row[_WAITS] for row in rows[at : at + count + 1])  # they stand in a row
+        at += count + 1
+
+
+def _may_overlap(algorithm: Algorithm, step: Step) -> bool:
+    src, dst = step.src, step.dst
+    if src.buffer == dst.buffer:
+        return abs(src.index - dst.index) < step.count
+    return algorithm.inplace and Buffer.scratch not in (src.buffer, dst.buffer)
 
 
 def _direct_row(direct: DirectMessages, place: tuple[int, int, int]) -> list[int]:

@@ -36,6 +36,7 @@ class Machine:
 CPU = Machine("cpu", 5.0, 2.0, 4.0, 4.0, 4.0, 2.0, 0.5, refer_bytes=16 << 10, one_thread=True)
 NVLINK = Machine("nvlink", 3.0, 1.3, 330.0, 25.0, 60.0, 2.0, 1.0)
 _LL128_FACTOR = 128 / 120
+_SLICE_BYTES = 1 << 18
 _REFERRED_SLICE_BYTES = 4 << 20  # of programs that refer to everything and only copy
 _NOTHING_DIRECT = DirectMessages({}, frozenset())
 
@@ -61,25 +62,66 @@ class Estimate:
     critical_steps: int
 
 
-def estimate(algorithm: Algorithm, num_bytes: int, machine: Machine, slice_bytes: int = 1 << 18) -> Estimate:
+@dataclasses.dataclass(frozen=True)
+class _Played:
+    """One slice of every chunk: when the last step ends, and how long the busiest block, egress or thread works."""
+
+    algorithm: Algorithm  # what it is kept under is its id()
+    first_us: float
+    busiest_us: float
+
+
+_played: dict[tuple[int, int, Machine], _Played] = {}
+_MOST_PLAYED = 1024
+
+
+def predict_us(algorithm: Algorithm, num_bytes: int, machine: Machine) -> float:
+    """Return estimate().total_us; what sizes of more than one slice have in common is worked out once."""
+    chunk, piece, direct = _pieces(algorithm, num_bytes, machine, _SLICE_BYTES)
+    key = id(algorithm), piece, machine
+    known = _played.get(key)
+    if known is None:
+        clock = _Clock(algorithm, piece, machine, direct)
+        events = clock.play()
+        if len(_played) >= _MOST_PLAYED:
+            _played.clear()
+        known = _played[key] = _Played(algorithm, _last_us(events), clock.busiest_us())
+    return _total_us(machine, known.first_us, known.busiest_us, chunk, piece)
+
+
+def estimate(
+    algorithm: Algorithm, num_bytes: int, machine: Machine, slice_bytes: int = _SLICE_BYTES
+) -> Estimate:
     """Play one slice of ``algorithm`` for an algorithm buffer of ``num_bytes`` and add the slices that follow."""
-    chunk = max(1, -(-num_bytes // algorithm.chunks))
-    direct = _NOTHING_DIRECT
-    if machine.refer_bytes and chunk >= machine.refer_bytes and algorithm.protocol == "Simple":
-        direct = direct_messages(algorithm)
-    piece = min(chunk, _REFERRED_SLICE_BYTES if direct.refers_only else slice_bytes)
+    chunk, piece, direct = _pieces(algorithm, num_bytes, machine, slice_bytes)
     clock = _Clock(algorithm, piece, machine, direct)
     events = clock.play()
-    first = max((event.end_us for event in events), default=0.0)
-    slices = -(-chunk // piece)
-    busiest = clock.busiest_us()
     links: dict[tuple[int, int], int] = defaultdict(int)
     for rank, _, block in algorithm.blocks():
         for step in block.steps:
             if step.op.sends:
                 links[rank, block.send] += step.count * chunk
-    total = machine.launch_us + first + (slices - 1) * busiest
+    total = _total_us(machine, _last_us(events), clock.busiest_us(), chunk, piece)
     return Estimate(total, tuple(events), dict(links), clock.critical_steps)
+
+
+def _pieces(
+    algorithm: Algorithm, num_bytes: int, machine: Machine, slice_bytes: int
+) -> tuple[int, int, DirectMessages]:
+    """Return the bytes of a chunk and of a slice, and which messages are referred to."""
+    chunk = max(1, -(-num_bytes // algorithm.chunks))
+    direct = _NOTHING_DIRECT
+    if machine.refer_bytes and chunk >= machine.refer_bytes and algorithm.protocol == "Simple":
+        direct = direct_messages(algorithm)
+    return chunk, min(chunk, _REFERRED_SLICE_BYTES if direct.refers_only else slice_bytes), direct
+
+
+def _last_us(events: list[Event]) -> float:
+    return max((event.end_us for event in events), default=0.0)
+
+
+def _total_us(machine: Machine, first_us: float, busiest_us: float, chunk: int, piece: int) -> float:
+    return machine.launch_us + first_us + (-(-chunk // piece) - 1) * busiest_us
 
 
 class _Connection:

@@ -298,32 +298,30 @@ WEFT_DEVICE void stream(Block block, const Movement& m, uint64_t units) {
   copy_bytes(block, first, a, units * 16);
 }
 
-// dst += every source, in their order, in one pass. Loads of some sources are under way together.
+// dst += every source, in their order, in one pass. Loads of two sources are under way together; more cost
+// registers that element types with long conversions do not have.
 template <class Combiner>
 WEFT_DEVICE void add_sources(Block block, const Piece& dst, const Piece* sources, uint32_t count,
                              uint64_t units) {
-  constexpr uint32_t kTogether = 4;
   uint64_t whole = whole_units(dst, units);
   for (uint32_t i = 0; i < count; ++i) whole = whole_units(sources[i], whole);
-  for (uint64_t unit = block.rank(); unit < units; unit += block.size()) {
-    const bool is_ragged = unit >= whole;
-    auto load = [&](const Piece& piece) {
-      return is_ragged ? load_ragged(piece, unit) : load_vec(reinterpret_cast<const Vec16*>(piece.at) + unit);
-    };
-    Vec16 sum = load(dst);
-    for (uint32_t first = 0; first < count; first += kTogether) {
-      Vec16 held[kTogether];
-      WEFT_UNROLL
-      for (uint32_t i = 0; i < kTogether; ++i)
-        if (first + i < count) held[i] = load(sources[first + i]);
-      WEFT_UNROLL
-      for (uint32_t i = 0; i < kTogether; ++i)
-        if (first + i < count) sum = Combiner::apply(sum, held[i]);
+  auto load = [](const Piece& piece, uint64_t unit) {
+    return load_vec(reinterpret_cast<const Vec16*>(piece.at) + unit);
+  };
+  for (uint64_t unit = block.rank(); unit < whole; unit += block.size()) {
+    Vec16 sum = load(dst, unit);
+    Vec16 next = load(sources[0], unit);
+    for (uint32_t i = 1; i <= count; ++i) {
+      const Vec16 held = next;
+      if (i < count) next = load(sources[i], unit);
+      sum = Combiner::apply(sum, held);
     }
-    if (is_ragged)
-      store_ragged(dst, unit, sum);
-    else
-      store_vec(reinterpret_cast<Vec16*>(dst.at) + unit, sum);
+    store_vec(reinterpret_cast<Vec16*>(dst.at) + unit, sum);
+  }
+  for (uint64_t unit = whole + block.rank(); unit < units; unit += block.size()) {
+    Vec16 sum = load_ragged(dst, unit);
+    for (uint32_t i = 0; i < count; ++i) sum = Combiner::apply(sum, load_ragged(sources[i], unit));
+    store_ragged(dst, unit, sum);
   }
 }
 

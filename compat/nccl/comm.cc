@@ -58,7 +58,6 @@ ncclComm::~ncclComm() {
   auto context = weft::CudaContext::enter(device_.ordinal);
   if (!context.ok()) return;
   context->driver().cuEventDestroy(last_event_);
-  context->driver().cuEventDestroy(table_event_);
 }
 
 Status ncclComm::init(const ncclUniqueId& id, int rank, int size, const ncclConfig_t* config) {
@@ -146,10 +145,8 @@ Status ncclComm::make_runners() {
   }
   if (device_.is_host()) return {};
   WEFT_TRY_ASSIGN(weft::CudaContext context, weft::CudaContext::enter(device_.ordinal));
-  for (weft::CUevent* event : {&last_event_, &table_event_})
-    WEFT_TRY(weft::cuda_status(context.driver().cuEventCreate(event, weft::CU_EVENT_DISABLE_TIMING),
-                               "create an event"));
-  return {};
+  return weft::cuda_status(context.driver().cuEventCreate(&last_event_, weft::CU_EVENT_DISABLE_TIMING),
+                           "create an event");
 }
 
 Status ncclComm::make_shadow(const ncclUniqueId& real_id, const ncclConfig_t* config) {

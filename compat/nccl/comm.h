@@ -110,7 +110,7 @@ struct ncclComm {
   std::unique_ptr<weft::CollectiveRunner> collectives_, pairs_;
   std::map<std::pair<uint32_t, int>, uint32_t> loaded_;  // by (program of the book, root)
   std::vector<std::unique_ptr<weft::LocalMemory>> staging_;
-  weft::CUevent last_event_ = nullptr, table_event_ = nullptr;
+  weft::CUevent last_event_ = nullptr;
   cudaStream_t last_stream_ = nullptr;
   ncclComm_t real_ = nullptr;
   std::vector<weft::nccl::PreMulSum> ops_;

@@ -378,18 +378,9 @@ Status ncclComm::exchange_round(const std::vector<const Operation*>& sends,
   const weft::BookChoice* choice = book_->choose(BookCollective::kExchange, 0);
   WEFT_TRY_ASSIGN(const uint32_t number, load(*pairs_, choice->program, 0));
   weft::nccl::Table out = weft::nccl::table_of(sends, size_), in = weft::nccl::table_of(recvs, size_);
-  if (!device_.is_host()) {  // the runner has one table: the last run must have read it
-    WEFT_TRY_ASSIGN(weft::CudaContext context, weft::CudaContext::enter(device_.ordinal));
-    WEFT_TRY(weft::cuda_status(context.driver().cuEventSynchronize(table_event_), "wait for an exchange"));
-  }
-  WEFT_TRY(pairs_->run({number, Element::kUint8, Reduction::kSum, book_->program(choice->program).protocol,
-                        out.base, in.base, std::max(out.most, in.most), 1, false, std::move(out.entries),
-                        std::move(in.entries), 0, 0, stream}));
-  if (device_.is_host()) return {};
-  WEFT_TRY_ASSIGN(weft::CudaContext context, weft::CudaContext::enter(device_.ordinal));
-  return weft::cuda_status(
-      context.driver().cuEventRecord(table_event_, reinterpret_cast<weft::CUstream>(stream)),
-      "record an event");
+  return pairs_->run({number, Element::kUint8, Reduction::kSum, book_->program(choice->program).protocol,
+                      out.base, in.base, std::max(out.most, in.most), 1, false, std::move(out.entries),
+                      std::move(in.entries), 0, 0, stream});
 }
 
 Result<uint32_t> ncclComm::load(weft::CollectiveRunner& runner, uint32_t program, int root) {

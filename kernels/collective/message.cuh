@@ -29,7 +29,7 @@ struct Movement {
   Piece dst;
   Slot out;
   bool adds_dst = false;  // dst = dst + src
-  bool streams = false;   // dst is written past the caches: it is large, and not read soon
+  bool streams = false;   // what moves is too large for the caches, and not read soon
   uint64_t units = 0;
 };
 
@@ -294,11 +294,47 @@ WEFT_DEVICE void stream(Block block, const Movement& m, uint64_t units) {
   if (b && second) return stream_units<Combiner, true, true, kStreams>(block, a, b, first, second, units);
   if (b) return stream_units<Combiner, true, false, kStreams>(block, a, b, first, nullptr, units);
   if (second) return stream_units<Combiner, false, true, kStreams>(block, a, nullptr, first, second, units);
-  if (kStreams) return stream_units<Combiner, false, false, true>(block, a, nullptr, first, nullptr, units);
+  if (kStreams && block.size() == 1 && copy_cold(first, a, units * 16)) return;
   copy_bytes(block, first, a, units * 16);
 }
 
+// dst += every source, in their order, in one pass. Loads of two sources are under way together; more cost
+// registers that element types with long conversions do not have.
+template <class Combiner>
+WEFT_DEVICE void add_sources(Block block, const Piece& dst, const Piece* sources, uint32_t count,
+                             uint64_t units) {
+  uint64_t whole = whole_units(dst, units);
+  for (uint32_t i = 0; i < count; ++i) whole = whole_units(sources[i], whole);
+  auto load = [](const Piece& piece, uint64_t unit) {
+    return load_vec(reinterpret_cast<const Vec16*>(piece.at) + unit);
+  };
+  for (uint64_t unit = block.rank(); unit < whole; unit += block.size()) {
+    Vec16 sum = load(dst, unit);
+    Vec16 next = load(sources[0], unit);
+    for (uint32_t i = 1; i <= count; ++i) {
+      const Vec16 held = next;
+      if (i < count) next = load(sources[i], unit);
+      sum = Combiner::apply(sum, held);
+    }
+    store_vec(reinterpret_cast<Vec16*>(dst.at) + unit, sum);
+  }
+  for (uint64_t unit = whole + block.rank(); unit < units; unit += block.size()) {
+    Vec16 sum = load_ragged(dst, unit);
+    for (uint32_t i = 0; i < count; ++i) sum = Combiner::apply(sum, load_ragged(sources[i], unit));
+    store_ragged(dst, unit, sum);
+  }
+}
+
 }  // namespace message
+
+// Adds all sources to dst.
+template <class Shape>
+WEFT_DEVICE void move_sums(Block block, const Shape& shape, const Piece& dst, const Piece* sources,
+                           uint32_t count, uint64_t units) {
+  with_combiner(shape, [&](auto combiner) {
+    message::add_sources<decltype(combiner)>(block, dst, sources, count, units);
+  });
+}
 
 // Moves all units of a message over lines of 128 bytes.
 template <class Shape, class GiveUp>

@@ -52,7 +52,7 @@ struct Shared {
 // A program in memory, which run_program interprets. What run_compiled runs has the same form, as constants.
 struct InMemory {
   const ProgramArgs& a;
-  // Calls f(block, step, the step's waits).
+  // Calls f(block, step, the step's waits); steps that are fused with it follow it in memory.
   template <class F>
   WEFT_DEVICE auto with_step(uint32_t number, uint32_t at, F f) const {
     const ProgramBlock& block = a.blocks[number];
@@ -260,31 +260,39 @@ WEFT_DEVICE bool all_is_read(const ProgramArgs& a, const MeshT& mesh, const Shap
   return seen >= cursor.sent || (lack = {peer, cursor.sent, seen}, false);
 }
 
-// Where the message that came is, by its header.
+// Where the message that came is, by its header; false where that cannot be reached, which is raised.
 template <class MeshT, class Shape>
-WEFT_DEVICE void route_in(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, const Cursor& cursor,
+WEFT_DEVICE bool route_in(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, const Cursor& cursor,
                           const Turn& turn, Route& route) {
   const uint32_t channel = turn.block->channel;
   const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
   route.in = {mesh.local() + ring_of(a, mesh, shape, channel, peer, false, cursor.received).slot_at,
               cursor.received};
-  if (shape.protocol != static_cast<int64_t>(Protocol::kSimple)) return;
+  if (shape.protocol != static_cast<int64_t>(Protocol::kSimple)) return true;
   const auto* header = reinterpret_cast<const MessageHeader*>(
       mesh.local() + header_at(a, mesh, channel, peer, cursor.received));
-  if (header->place == Place::kSlot) return;
+  if (header->place == Place::kSlot) return true;
   route.in = {nullptr, cursor.received, header->bytes};
   if (header->place == Place::kDestination) route.is_there = 1;
-  if (header->place == Place::kWindow)
-    route.in.at = a.direct.windows[header->window - 1][peer] + header->address;
+  if (header->place == Place::kWindow) {
+    std::byte* const* bases = a.direct.windows[header->window - 1];
+    if (!bases) {
+      raise(a.wait.fault, Site::kPeerWindow, a.wait.self, peer, header->window - 1, 0, 0,
+            cursor.number << 16 | cursor.step);
+      return false;
+    }
+    route.in.at = bases[peer] + header->address;
+  }
   if (header->place == Place::kProcess) {
     if (a.direct.processes[peer] == a.direct.processes[mesh.rank()])  // ranks are threads
       route.in.at = reinterpret_cast<std::byte*>(header->address);
     else
       route.in_process = header->address;
   }
+  return true;
 }
 
-// The peer's destination of the message, or null where the peer's buffer is in no window.
+// The peer's destination of the message, or null where the peer's buffer is in no window that is left here.
 template <class MeshT, class Shape>
 WEFT_DEVICE Piece granted_piece(const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
                                 const Cursor& cursor, const Turn& turn) {
@@ -292,7 +300,9 @@ WEFT_DEVICE Piece granted_piece(const ProgramArgs& a, const MeshT& mesh, const S
   const Grant* grant = grant_of(a, mesh, turn.block->channel, peer);
   const uint32_t buffer = turn.step->remote_buffer;
   if (grant->window[buffer] == 0) return {};
-  std::byte* base = a.direct.windows[grant->window[buffer] - 1][peer] + grant->window_at[buffer];
+  std::byte* const* bases = a.direct.windows[grant->window[buffer] - 1];
+  if (!bases) return {};
+  std::byte* base = bases[peer] + grant->window_at[buffer];
   return piece_in(a, a.buffers[buffer], base, element_bytes(static_cast<Element>(shape.element)),
                   turn.step->remote_index + cursor.chunk, turn.chunks, cursor.iteration);
 }
@@ -398,10 +408,24 @@ WEFT_DEVICE void carry_from_process(const ProgramArgs& a, const Cursor& cursor, 
   }
 }
 
+// Adds the sources of a sum that several steps make together, by the whole block.
+template <class Shape>
+WEFT_DEVICE void add_fused(const ProgramArgs& a, const Shape& shape, Block block, const Cursor& cursor,
+                           const Turn& turn) {
+  const uint32_t bytes = element_bytes(static_cast<Element>(shape.element));
+  Piece sources[kMaxSources];
+  const uint32_t count = turn.step->fused + 1;
+  for (uint32_t i = 0; i < count; ++i)
+    sources[i] = piece_of(a, bytes, turn.step[i].src_buffer, turn.step[i].src_index + cursor.chunk,
+                          turn.chunks, cursor.iteration);
+  move_sums(block, shape, turn.dst, sources, count, turn.units);
+}
+
 // Moves the piece, by the whole block.
 template <class Shape>
 WEFT_DEVICE void carry_out(const ProgramArgs& a, const Shape& shape, Block block, const Cursor& cursor,
                            const Turn& turn, const Route& route) {
+  if (turn.step->fused) return add_fused(a, shape, block, cursor, turn);
   Movement m;
   m.units = turn.units;
   m.src = turn.src;
@@ -462,7 +486,8 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
   }
   cursor.chunk += turn.chunks;
   if (cursor.chunk < turn.step->count) return;
-  if (turn.step->needed)
+  cursor.step += turn.step->fused;  // the last of them is the one that others wait for
+  if (turn.step[turn.step->fused].needed)
     store_release(&a.progress[cursor.number],
                   progress_value(epoch, cursor.iteration, turn.block->steps, cursor.step));
   cursor.chunk = 0;
@@ -532,7 +557,10 @@ WEFT_DEVICE void prepare(const ProgramArgs& a, const MeshT& mesh, const Shape& s
   });
   shared->route = {};
   if (shared->verdict != kGo) return;
-  if (turn.receives) route_in(a, mesh, shape, cursor, turn, shared->route);
+  if (turn.receives && !route_in(a, mesh, shape, cursor, turn, shared->route)) {
+    shared->verdict = kFault;
+    return;
+  }
   if (turn.sends) route_out(a, mesh, shape, cursor, turn, shared->route);
   cursor.refers |= shared->route.refers;
 }

@@ -72,7 +72,9 @@ struct ProgramStep {
   uint32_t direct;
   uint32_t remote_buffer;  // of kMayStore: where the receiver puts the message
   uint32_t remote_index;
+  uint32_t fused;  // of kReduce: so many steps that follow add to the same chunks, all in one pass
 };
+inline constexpr uint32_t kMaxSources = 16;  // of such a pass
 
 // A step of another block that must be finished.
 struct ProgramWait {
@@ -134,7 +136,7 @@ struct RingLayout {
 
 // How messages may bypass their slots.
 struct DirectRule {
-  std::byte* const* const* windows;  // [window]: base addresses by rank
+  std::byte* const* const* windows;  // [window]: base addresses by rank; null: this rank destroyed it
   const uint32_t* processes;         // [rank]: the process whose memory this rank can read, or 0; host only
   const uint32_t* readers;           // [rank]: 1 if that rank can read this process's memory
   std::byte* bounce;                 // what is read from another process to be reduced

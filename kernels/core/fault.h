@@ -35,6 +35,7 @@ enum class Site : uint32_t {
   kEngramIndex,       // engram: an index names no entry
   kLowLatencySignal,  // low latency: this rank's own kernels have not said that the rows of expert `peer` are
                       // there
+  kPeerWindow,  // a collective program: the peer's message lies in a window that this rank has destroyed
 };
 
 struct FaultBox {

@@ -236,6 +236,15 @@ WEFT_DEVICE bool read_process(uint32_t /*process*/, void* /*dst*/, uint64_t /*sr
   return false;
 }
 
+// One thread has nothing better here than a loop over vectors.
+WEFT_DEVICE bool copy_alone(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/) {
+  return false;
+}
+
+WEFT_DEVICE bool copy_cold(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/) {
+  return false;
+}
+
 // Copies a few bytes between places of any alignment.
 template <uint32_t kBytes>
 WEFT_DEVICE void copy_few(void* dst, const void* src) {

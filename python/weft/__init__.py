@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from weft.errors import Error, PeerLost
-from weft.runtime import nvrtc
-from weft.runtime.communicator import Communicator, Window
 
 if TYPE_CHECKING:
     from weft.moe.buffer import Buffer
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from weft.moe.elastic import ElasticBuffer
     from weft.moe.elastic_handle import EPHandle
     from weft.moe.events import EventHandle, EventOverlap
+    from weft.runtime.communicator import Communicator, Window
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,9 +32,11 @@ __all__ = [
     "__version__",
 ]
 
-nvrtc.install()
-
-_NEEDS_TORCH = {  # imported at first use: `import weft` takes milliseconds and works without torch
+# Imported at first use: `import weft` takes milliseconds and works without torch, and writing, verifying and drawing
+# collective programs works without the extension, which a build does before it has one.
+_LAZY = {
+    "Communicator": "weft.runtime.communicator",
+    "Window": "weft.runtime.communicator",
     "Buffer": "weft.moe.buffer",
     "Config": "weft.moe.config",
     "EPHandle": "weft.moe.elastic_handle",
@@ -45,8 +47,19 @@ _NEEDS_TORCH = {  # imported at first use: `import weft` takes milliseconds and 
 
 
 def __getattr__(name: str) -> object:
-    if name not in _NEEDS_TORCH:
+    if name == "_core":  # `from weft import _core` comes here first
+        return _load_core()
+    if name not in _LAZY:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    value = getattr(import_module(_NEEDS_TORCH[name]), name)
+    value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
+
+
+def _load_core() -> ModuleType:
+    """Import the extension and tell it where the compiler of kernels is."""
+    core = import_module("weft._core")
+    from weft.runtime import nvrtc
+
+    nvrtc.install(core)
+    return core

@@ -25,9 +25,11 @@ std::byte* pointer(uint64_t address) {
 }
 
 ProgramText program_text(std::string name, const std::vector<std::array<int64_t, 6>>& blocks,
-                         const std::vector<std::array<int64_t, 12>>& steps,
-                         const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks) {
+                         const std::vector<std::array<int64_t, 13>>& steps,
+                         const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks,
+                         bool refers_only) {
   ProgramText text;
+  text.refers_only = refers_only;
   text.name = std::move(name);
   text.scratch_chunks = scratch_chunks;
   for (const auto& b : blocks)
@@ -38,7 +40,7 @@ ProgramText program_text(std::string name, const std::vector<std::array<int64_t,
   for (const auto& s : steps)
     text.steps.push_back({number(s[0]), number(s[1]), number(s[2]), number(s[3]), number(s[4]), number(s[5]),
                           number(s[6]), number(s[7]), number(s[8]), number(s[9]), number(s[10]),
-                          number(s[11])});
+                          number(s[11]), number(s[12])});
   for (const auto& w : waits) text.waits.push_back({number(w[0]), number(w[1]), 0});
   return text;
 }
@@ -48,9 +50,9 @@ ProgramText program_text(std::string name, const std::vector<std::array<int64_t,
 void bind_collective(nb::module_& module) {
   module.def(
       "program_source",
-      [](const std::vector<std::array<int64_t, 6>>& blocks, const std::vector<std::array<int64_t, 12>>& steps,
+      [](const std::vector<std::array<int64_t, 6>>& blocks, const std::vector<std::array<int64_t, 13>>& steps,
          const std::vector<std::array<int64_t, 2>>& waits) {
-        ProgramText text = program_text("", blocks, steps, waits, 0);
+        ProgramText text = program_text("", blocks, steps, waits, 0, false);
         for (ProgramWait& wait : text.waits) wait.steps = text.blocks.at(wait.block).steps;
         return program_source(text);
       },
@@ -70,12 +72,12 @@ void bind_collective(nb::module_& module) {
       .def(
           "load",
           [](CollectiveRunner& self, std::string name, const std::vector<std::array<int64_t, 6>>& blocks,
-             const std::vector<std::array<int64_t, 12>>& steps,
-             const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks) {
+             const std::vector<std::array<int64_t, 13>>& steps,
+             const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks, bool refers_only) {
             return value_or_throw(
-                self.load(program_text(std::move(name), blocks, steps, waits, scratch_chunks)));
+                self.load(program_text(std::move(name), blocks, steps, waits, scratch_chunks, refers_only)));
           },
-          "name"_a, "blocks"_a, "steps"_a, "waits"_a, "scratch_chunks"_a)
+          "name"_a, "blocks"_a, "steps"_a, "waits"_a, "scratch_chunks"_a, "refers_only"_a)
       .def(
           "run",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t reduction,

@@ -16,16 +16,21 @@ std::string waits_source(const ProgramText& text, const ProgramStep& step) {
   return weft::text("const ProgramWait waits[] = {{}};", rows);
 }
 
+std::string row_source(const ProgramStep& s) {
+  return weft::text("{{}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}}", s.op, s.src_buffer, s.src_index,
+                    s.dst_buffer, s.dst_index, s.count, s.first_wait, s.waits, s.needed, s.direct,
+                    s.remote_buffer, s.remote_index, s.fused);
+}
+
 std::string step_source(const ProgramText& text, uint32_t number, uint32_t at) {
   const ProgramBlock& b = text.blocks[number];
-  const ProgramStep& s = text.steps[b.first_step + at];
+  const ProgramStep* s = &text.steps[b.first_step + at];
   std::string out = weft::text("      case {}: {\n", number << 16 | at);
   out += weft::text("        const ProgramBlock block{{}, {}, {}, {}, {}, {}};\n", b.send_peer, b.recv_peer,
                     b.channel, b.first_step, b.steps, b.grants);
-  out += weft::text("        const ProgramStep step{{}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};\n", s.op,
-                    s.src_buffer, s.src_index, s.dst_buffer, s.dst_index, s.count, s.first_wait, s.waits,
-                    s.needed, s.direct, s.remote_buffer, s.remote_index);
-  out += "        " + waits_source(text, s) + "\n        return f(block, step, waits);\n      }\n";
+  out += "        const ProgramStep steps[] = {";
+  for (uint32_t i = 0; i <= s->fused; ++i) out += (i ? ", " : "") + row_source(s[i]);
+  out += "};\n        " + waits_source(text, *s) + "\n        return f(block, steps[0], waits);\n      }\n";
   return out;
 }
 
@@ -38,7 +43,10 @@ bool can_compile(const ProgramText& text) {
 std::string program_source(const ProgramText& text) {
   std::string cases;
   for (uint32_t number = 0; number < text.blocks.size(); ++number)
-    for (uint32_t at = 0; at < text.blocks[number].steps; ++at) cases += step_source(text, number, at);
+    for (uint32_t at = 0; at < text.blocks[number].steps; ++at) {
+      cases += step_source(text, number, at);
+      at += text.steps[text.blocks[number].first_step + at].fused;
+    }
   return "namespace weft {\n"
          "// A collective program, as constants.\n"
          "struct ConstantSteps {\n"

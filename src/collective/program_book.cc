@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // After the magic: version, words of a block, of a step, of a wait, number of programs, number of choices.
-// A program: words that follow, ranks, protocol, chunks per part, channels, scratch chunks, bytes of the
-// name, the name padded to words; then for every rank the numbers of blocks, steps and waits, and their
-// words. A choice: machine, ranks, collective, program (counted over the whole file), slice bytes, SMs, and
-// the limit in bytes, low word first.
+// A program: words that follow, ranks, protocol, chunks per part, channels, scratch chunks, whether no
+// message needs to fit a slot, bytes of the name, the name padded to words; then for every rank the numbers
+// of blocks, steps and waits, and their words. A choice: machine, ranks, collective, program (counted over
+// the whole file), slice bytes, SMs, and the limit in bytes, low word first.
 #include "collective/program_book.h"
 
 #include <cstring>
@@ -14,7 +14,7 @@ namespace weft {
 namespace {
 
 constexpr char kMagic[8] = {'w', 'e', 'f', 't', 'b', 'o', 'o', 'k'};
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr size_t kBlockWords = sizeof(ProgramBlock) / 4, kStepWords = sizeof(ProgramStep) / 4,
                  kWaitWords = sizeof(ProgramWait) / 4;
 constexpr uint64_t kMaxFileBytes = 256 << 20;
@@ -97,6 +97,7 @@ Result<ProgramBook> ProgramBook::read(const std::string& path, uint32_t ranks, B
       program.per_part = in.next();
       program.channels = in.next();
       program.scratch_chunks = in.next();
+      program.refers_only = in.next() != 0;
       program.name = in.name(in.next());
       program.first_word = in.at();
       for (uint32_t rank = 0; rank < ranks; ++rank) {
@@ -145,6 +146,7 @@ ProgramText ProgramBook::text(uint32_t number, uint32_t rank, uint32_t root) con
   ProgramText text;
   text.name = program.name;
   text.scratch_chunks = program.scratch_chunks;
+  text.refers_only = program.refers_only;
   const uint32_t wanted = (rank + ranks_ - root) % ranks_;
   const uint32_t* at = &words_[program.first_word];
   for (uint32_t r = 0; r <= wanted; ++r) {

@@ -38,6 +38,7 @@ struct BookProgram {
   uint32_t per_part;
   uint32_t channels;
   uint32_t scratch_chunks;
+  bool refers_only;   // as in ProgramText
   size_t first_word;  // of the ranks' texts
 };
 

@@ -23,6 +23,9 @@ constexpr uint64_t kCudaSlotBytes[kProtocols] = {256 << 10, 64 << 10, 64 << 10};
 
 // A message of this size is worth a system call, or a look into the peer's window, instead of two copies.
 constexpr uint64_t kHostDirectBytes = 16 << 10, kCudaDirectBytes = 16 << 10;
+// Messages that all go by reference need not fit a slot: the larger, the fewer turns that ranks which share
+// cores wait for each other. What is reduced had better stay in the caches between two messages.
+constexpr uint64_t kHostMessageBytes = 4 << 20;
 constexpr uint64_t kBounceBytes = 64 << 10;  // with source and result it fits a core's second cache
 constexpr uint64_t kMaxWindows = 1024;       // of a communicator, whose memory peers may use directly
 
@@ -119,7 +122,19 @@ Status CollectiveRunner::probe_process_reads() {
   WEFT_TRY(comm_->barrier());
   std::copy_n(told, ranks, readers);
   std::fill_n(told, ranks, 0u);
-  return comm_->barrier();
+  const bool i_read_all = std::all_of(processes, processes + ranks, [](uint32_t p) { return p != 0; });
+  WEFT_TRY_ASSIGN(const std::vector<std::string> answers,
+                  comm_->bootstrap().all_gather(i_read_all ? "1" : "0", comm_->deadline()));
+  all_read_all_ =
+      std::all_of(answers.begin(), answers.end(), [](const std::string& answer) { return answer == "1"; });
+  return {};
+}
+
+// The most that a message may have, or 0 for what its slot holds. From what all ranks know alike.
+uint64_t CollectiveRunner::message_bytes(const Program& program, Protocol protocol) const {
+  const bool is_free = program.refers_only && all_read_all_ && protocol == Protocol::kSimple &&
+                       direct_bytes_ <= rings_.slot_bytes[0];
+  return is_free ? kHostMessageBytes : 0;
 }
 
 // The rule for a run; brings the table of windows up to date, which a captured graph must not need.
@@ -168,6 +183,12 @@ Status CollectiveRunner::check(const ProgramText& text) const {
         uint64_t{step.first_wait} + step.waits > text.waits.size())
       return Status::invalid("{}: operation {} with waits up to {} of {}", text.name, step.op,
                              step.first_wait + step.waits, text.waits.size());
+  for (const ProgramBlock& block : text.blocks)
+    for (uint32_t at = 0; at < block.steps; ++at)
+      if (const uint32_t fused = text.steps[block.first_step + at].fused;
+          fused && (fused >= kMaxSources || at + fused >= block.steps))
+        return Status::invalid("{}: a step is fused with {} more, allowed: up to {}, in its block", text.name,
+                               fused, kMaxSources - 1);
   for (const ProgramStep& step : text.steps)
     if (step.remote_buffer > 2)
       return Status::invalid("{}: a step stores into buffer {}, allowed: 0 to 2", text.name,
@@ -199,7 +220,8 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
   args.state = memory->at<GridState>(state_at);
   args.num_blocks = static_cast<uint32_t>(text.blocks.size());
   std::string source = can_compile(text) ? program_source(text) : std::string();
-  Program program{std::move(text.name), std::move(memory), args, text.scratch_chunks, std::move(source), {}};
+  Program program{std::move(text.name), std::move(memory), args, text.scratch_chunks,
+                  text.refers_only,     std::move(source), {}};
   for (const ProgramStep& step : text.steps) {
     auto touch = [&](uint32_t buffer, uint32_t index) {
       if (buffer < 2)
@@ -224,7 +246,8 @@ Status CollectiveRunner::run(const RunCall& call) {
                            call.per_part, program.name);
   ProgramArgs args = program.args;
   const ProgramPlan plan =
-      plan_program({call.part_elems, call.per_part, args.num_blocks, call.slice_bytes, call.has_exact_chunks},
+      plan_program({call.part_elems, call.per_part, args.num_blocks, call.slice_bytes, call.has_exact_chunks,
+                    call.input_table.empty() ? message_bytes(program, call.protocol) : 0},
                    call.element, call.protocol, rings_, call.num_sms, limits_);
   args.chunk_elems = plan.chunk_elems;
   args.slice_elems = plan.slice_elems;
@@ -251,8 +274,8 @@ Status CollectiveRunner::run(const RunCall& call) {
   if (!call.input_table.empty()) {
     args.skip_empty = 1;
     args.group = 1;
-    WEFT_TRY_ASSIGN(args.buffers[0].table, table(call.input_table, input_table_));
-    WEFT_TRY_ASSIGN(args.buffers[1].table, table(call.output_table, output_table_));
+    WEFT_TRY_ASSIGN(args.buffers[0].table, table(call.input_table, input_table_, call.stream));
+    WEFT_TRY_ASSIGN(args.buffers[1].table, table(call.output_table, output_table_, call.stream));
   }
   const ProgramShape shape{static_cast<int64_t>(call.element), static_cast<int64_t>(call.reduction),
                            static_cast<int64_t>(call.protocol)};
@@ -309,19 +332,39 @@ Result<std::byte*> CollectiveRunner::scratch(uint64_t bytes) {
   return scratch_.back()->data();
 }
 
+// Sizes of chunks in device memory. Runs that are under way on `stream` still read the earlier ones there, so
+// they are replaced in stream order; what a graph captures copies them again at every replay, from here.
 Result<const uint64_t*> CollectiveRunner::table(const std::vector<uint64_t>& entries,
-                                                std::unique_ptr<LocalMemory>& memory) {
+                                                std::unique_ptr<LocalMemory>& memory, void* stream) {
   const uint64_t bytes = entries.size() * sizeof(uint64_t);
+  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(stream));
   if (!memory || memory->bytes() < bytes) {
+    if (is_captured)
+      return Status::make(Code::kUnsupported,
+                          "sizes of {} chunks while a graph is captured, allowed: after a call without one",
+                          entries.size() / 2);
+    if (memory) old_tables_.push_back(std::move(memory));
     WEFT_TRY_ASSIGN(memory, LocalMemory::create(comm_->device(), bytes));
   }
-  WEFT_TRY(memory->write(0, entries.data(), bytes));
+  const std::vector<uint64_t>* source = &entries;
+  if (is_captured) source = &captured_tables_.emplace_back(entries);
+  WEFT_TRY(memory->write_in_order(0, source->data(), bytes, stream));
   return memory->at<uint64_t>(0);
 }
 
+Result<bool> CollectiveRunner::is_capturing(void* stream) const {
+  if (comm_->device().is_host()) return false;
+  WEFT_TRY_ASSIGN(CudaContext context, CudaContext::enter(comm_->device().ordinal));
+  int state = CU_STREAM_CAPTURE_STATUS_NONE;
+  WEFT_TRY(cuda_status(context.driver().cuStreamIsCapturing(static_cast<CUstream>(stream), &state),
+                       "ask whether a stream is captured"));
+  return state != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
 Status CollectiveRunner::fault() {
-  if (broken_.ok() && load_acquire(&visible_->at<FaultBox>(0)->raised) != 0)
-    broken_ = logged(Status(Code::kPeerLost, sentence()));
+  const FaultBox& box = *visible_->at<FaultBox>(0);
+  if (broken_.ok() && load_acquire(&box.raised) != 0)
+    broken_ = logged(Status(box.site == Site::kPeerWindow ? Code::kClosed : Code::kPeerLost, sentence()));
   return broken_;
 }
 
@@ -336,6 +379,11 @@ std::string CollectiveRunner::sentence() const {
     return text(
         "rank {}, collective {}, block {}, step {}: {} bytes of rank {}'s memory cannot be read any more",
         box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.expected, box.peer);
+  if (box.site == Site::kPeerWindow)
+    return text(
+        "rank {}, collective {}, block {}, step {}: rank {} passed memory of window {}, which this rank has "
+        "destroyed, allowed: windows that all ranks still have",
+        box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.peer, box.expected);
   if (box.site == Site::kNone) return text("rank {}, collective {}: stopped", box.self, last_program_);
   const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
   return text("rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}",

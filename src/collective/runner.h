@@ -11,8 +11,9 @@
 // only send to, or only receive from, different ranks than others under way, reduce nothing and use no
 // scratch, may run beside them. Buffers in windows of the communicator are read and written by peers
 // directly, and so is other host memory where the system lets processes read each other: one copy instead of
-// two. Errors: kPeerLost names the silent rank, after which every call fails: the ranks no longer agree on
-// message numbers.
+// two. A window must not be destroyed on some ranks while others still pass memory in it. Errors: kPeerLost
+// names the silent rank, kClosed the window that this rank no longer has and the rank that used it; after
+// either every call fails: the ranks no longer agree on message numbers.
 #pragma once
 
 #include <deque>
@@ -46,6 +47,8 @@ struct ProgramText {
   std::vector<ProgramStep> steps;
   std::vector<ProgramWait> waits;
   uint64_t scratch_chunks = 0;
+  // Every message, of every rank, may be referred to, and nothing is reduced. The same on all ranks.
+  bool refers_only = false;
 };
 
 struct RunCall {
@@ -92,6 +95,7 @@ class CollectiveRunner {
     std::unique_ptr<LocalMemory> memory;
     ProgramArgs args;  // its tables and progress; the rest is filled per call
     uint64_t scratch_chunks;
+    bool refers_only;
     std::string source;       // of its own kernel; empty where it has too many steps
     uint64_t used_chunks[2];  // of input and output, up to the last that some step touches
   };
@@ -99,6 +103,7 @@ class CollectiveRunner {
       : comm_(std::move(comm)), window_(std::move(window)) {}
   Status check(const ProgramText& text) const;
   Status probe_process_reads();
+  uint64_t message_bytes(const Program& program, Protocol protocol) const;
   Result<DirectRule> direct_rule();
   void place(BufferLayout& layout) const;
   void ask_huge_pages(const Program& program, const RunCall& call);
@@ -106,7 +111,9 @@ class CollectiveRunner {
   Status launch(const char* name, const char* args_type, const GridPlan& grid, const void* args,
                 size_t args_bytes, const ProgramShape& shape, void* stream, const std::string& source = {});
   Result<std::byte*> scratch(uint64_t bytes);
-  Result<const uint64_t*> table(const std::vector<uint64_t>& entries, std::unique_ptr<LocalMemory>& memory);
+  Result<const uint64_t*> table(const std::vector<uint64_t>& entries, std::unique_ptr<LocalMemory>& memory,
+                                void* stream);
+  Result<bool> is_capturing(void* stream) const;
   std::string sentence() const;
 
   std::shared_ptr<Communicator> comm_;
@@ -118,6 +125,8 @@ class CollectiveRunner {
   std::vector<std::unique_ptr<LocalMemory>>
       scratch_;  // the last one is in use; captured graphs may use earlier ones
   std::unique_ptr<LocalMemory> input_table_, output_table_;
+  std::vector<std::unique_ptr<LocalMemory>> old_tables_;  // too small; runs under way may read them
+  std::deque<std::vector<uint64_t>> captured_tables_;     // that graphs copy from; addresses stay
   std::mutex programs_mutex_;
   std::deque<Program> programs_;  // addresses stay
   HugePages huge_pages_;
@@ -125,6 +134,7 @@ class CollectiveRunner {
   ComputeLimits limits_{};
   double timeout_s_ = 0;
   uint64_t direct_bytes_ = 0;
+  bool all_read_all_ = false;  // every process can read every other's memory; agreed
   std::string last_program_;
   Status broken_;
 };

@@ -10,6 +10,7 @@ namespace {
 
 constexpr uint64_t kPageBytes = uint64_t{2} << 20;
 constexpr size_t kMaxSeen = 1024;
+constexpr uint32_t kAskAgain = 16;
 // Before Linux 6.1 the header lacks it and the kernel refuses it; huge pages then come with time.
 constexpr int kCollapse = 25;
 
@@ -20,7 +21,8 @@ void HugePages::used(std::byte* address, uint64_t bytes) {
   if (seen_.size() >= kMaxSeen) seen_.clear();
   Seen& seen = seen_[address];
   if (seen.bytes != bytes) seen = {bytes, 0};
-  if (++seen.uses != 2) return;
+  // Again now and then: other memory may lie at the address by then. Of huge pages it costs microseconds.
+  if (++seen.uses != 2 && seen.uses % kAskAgain != 0) return;
   const uint64_t start = reinterpret_cast<uint64_t>(address);
   const uint64_t first = (start + kPageBytes - 1) / kPageBytes * kPageBytes;
   const uint64_t end = (start + bytes) / kPageBytes * kPageBytes;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // HugePages asks the system for huge pages under host buffers that are used again and again.
-//   pages.used(buffer, bytes);      // before each use; acts at the second one
+//   pages.used(buffer, bytes);      // before each use; acts at the second one, and at every 16th
 // Reading another process's memory, or writing what it gave, costs a look-up per page: with pages of 4 KiB a
 // fifth of the time. Only the whole, aligned 2 MiB pieces inside a buffer change, which the buffer fills
 // anyway; contents and addresses stay. Where the system refuses, nothing happens. WEFT_HUGE_PAGES=0 turns it

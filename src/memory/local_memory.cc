@@ -60,4 +60,15 @@ Status LocalMemory::write(uint64_t offset, const void* src, uint64_t bytes) {
   return cuda_status(driver->cuCtxSynchronize(), "copy a collective program to the device");
 }
 
+// The driver stages pageable memory before it returns, so `src` is free again.
+Status LocalMemory::write_in_order(uint64_t offset, const void* src, uint64_t bytes, void* stream) {
+  if (device_.is_host()) return write(offset, src, bytes);
+  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
+  WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(device_.ordinal));
+  return cuda_status(
+      driver->cuMemcpyAsync(reinterpret_cast<CUdeviceptr>(data_ + offset), reinterpret_cast<CUdeviceptr>(src),
+                            bytes, static_cast<CUstream>(stream)),
+      "copy sizes to the device");
+}
+
 }  // namespace weft

@@ -30,6 +30,9 @@ class LocalMemory {
   }
   // Copies host memory to [offset, offset + bytes); returns when it is there. Not while a graph is captured.
   Status write(uint64_t offset, const void* src, uint64_t bytes);
+  // The same in the order of `stream`: kernels launched there before see the old bytes. `src` may change when
+  // this returns; of a stream that is captured it must live as long as the graph, which copies it again.
+  Status write_in_order(uint64_t offset, const void* src, uint64_t bytes, void* stream);
 
  private:
   LocalMemory(Device device, std::byte* data, uint64_t bytes) : device_(device), data_(data), bytes_(bytes) {}

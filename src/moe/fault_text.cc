@@ -58,6 +58,7 @@ const char* operation(Site site) {
       return "low_latency_combine.signal";
     case Site::kCollective:
     case Site::kPeerMemory:
+    case Site::kPeerWindow:
       return "collective";
   }
   return "unknown";

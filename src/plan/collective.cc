@@ -51,7 +51,7 @@ ProgramPlan plan_program(const ProgramSize& size, Element element, Protocol prot
   const uint64_t unit_elems = kUnitBytes / bytes;
   plan.chunk_elems = ceil_div(size.part_elems, size.per_part);
   if (!size.has_exact_chunks) plan.chunk_elems = ceil_div(plan.chunk_elems, unit_elems) * unit_elems;
-  uint64_t payload = slot_payload_bytes(rings, protocol);
+  uint64_t payload = size.message_bytes ? size.message_bytes : slot_payload_bytes(rings, protocol);
   if (size.max_slice_bytes)
     payload = std::min<uint64_t>(payload, std::max<uint64_t>(size.max_slice_bytes, kUnitBytes));
   plan.slice_elems = payload / kUnitBytes * unit_elems;

@@ -31,9 +31,10 @@ struct ProgramSize {
   uint64_t part_elems;  // elements of one part (of everything, where there is one part)
   uint64_t per_part;    // chunks of a part
   uint32_t num_blocks;
-  uint32_t max_slice_bytes;  // 0: as much as a slot holds
+  uint32_t max_slice_bytes;  // 0: as much as a message may have
   bool
       has_exact_chunks;  // chunks are equal and their places matter; else they start at multiples of 16 bytes
+  uint64_t message_bytes = 0;  // most of a message; 0: what a slot holds
 };
 
 struct ProgramPlan {

@@ -143,6 +143,44 @@ def test_all_to_all_with_uneven_splits(ranks: int) -> None:
     run_on_gpus(ranks, _uneven)
 
 
+def _uneven_in_a_row(rank: Rank) -> None:
+    """Many exchanges with other sizes each, none waited for; then one in a graph that others run between."""
+    comm = _comm(rank)
+    n, width = rank.size, 5000
+
+    def exchange(turn: int, out: torch.Tensor) -> None:
+        sent = [(turn + 3 * rank.rank + 5 * q) % 40 for q in range(n)]
+        came = [(turn + 3 * q + 5 * rank.rank) % 40 for q in range(n)]
+        sent[rank.rank] = came[rank.rank]
+        rows = torch.full((sum(sent), width), float(turn * 10 + rank.rank), device="cuda")
+        kept.append(rows)  # the allocator must not hand it out while the exchange reads it
+        comm.collectives.all_to_all(rows, out=out[: sum(came)], input_splits=sent, output_splits=came)
+        wanted.append((out, torch.repeat_interleave(turn * 10.0 + torch.arange(n), torch.tensor(came))))
+
+    kept: list[torch.Tensor] = []
+    wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
+    outs = [torch.zeros((40 * n, width), device="cuda") for _ in range(31)]
+    for turn in range(30):
+        exchange(turn, outs[turn])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        exchange(30, outs[30])
+    for turn in range(3):
+        graph.replay()
+        exchange(turn, outs[turn])
+    torch.cuda.synchronize()
+    for out, rows in wanted:
+        assert torch.equal(out[: rows.numel(), 0].cpu(), rows) and torch.equal(
+            out[: rows.numel(), -1].cpu(), rows
+        )
+
+
+@pytest.mark.parametrize("ranks", counts())
+def test_uneven_exchanges_in_a_row_and_in_a_graph_keep_their_sizes(ranks: int) -> None:
+    run_on_gpus(ranks, _uneven_in_a_row)
+
+
 def _graph(rank: Rank, memory: Callable[[Rank, Communicator], Place]) -> None:
     """All calls in one captured graph, replayed with other data, between eager calls."""
     comm = _comm(rank)

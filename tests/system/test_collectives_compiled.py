@@ -8,8 +8,9 @@ import shutil
 import pytest
 import torch
 
-from weft.collectives.executor import ELEMENTS, REDUCTIONS, Call, Executor
+from weft.collectives.executor import Call, Executor
 from weft.collectives.library import build
+from weft.collectives.rows import ELEMENTS, REDUCTIONS
 from weft.errors import Error
 from weft.runtime.communicator import Communicator
 from weft.testing.ranks import Rank, run_ranks

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from random_programs import Empty, random_algorithm, run_against_contract
 from weft import _core
 from weft.collectives.calls import Collectives
 from weft.collectives.direct import direct_messages
-from weft.collectives.executor import Executor
+from weft.collectives.executor import Call, Executor
 from weft.collectives.library import build, entries
+from weft.collectives.rows import ELEMENTS
 from weft.errors import Error
 from weft.runtime.communicator import Communicator, Window
 from weft.testing.ranks import Rank, run_ranks
@@ -118,3 +120,47 @@ def _peer_dies(rank: Rank) -> str:
 def test_a_rank_that_dies_is_named() -> None:
     stories = run_ranks(3, _peer_dies, lost=[2])
     assert any("rank 2" in story for story in stories if story), stories
+
+
+def _passes_a_window_that_a_peer_destroyed(rank: Rank) -> tuple[str, str]:
+    comm = Communicator(rank.group, timeout_s=30)
+    collectives = Collectives(comm.core, timeout_s=2.0)
+    window: Window | None = Window(comm, 1 << 20)
+    own = window.tensor(rank.rank, (1 << 16,), torch.float32) if window else torch.empty(0)
+    own.fill_(rank.rank)
+    assert collectives.all_gather(own)[:, 0].tolist() == [0.0, 1.0, 2.0]
+    if rank.rank == 1:
+        own, window = torch.ones(1 << 16), None
+        gc.collect()
+    try:
+        collectives.all_gather(own)
+    except Error as error:
+        return error.code, str(error)
+    return "", ""
+
+
+def test_a_window_that_some_rank_has_destroyed_is_named() -> None:
+    told = run_ranks(3, _passes_a_window_that_a_peer_destroyed)
+    assert told[1][0] == "closed" and "memory of window" in told[1][1] and "destroyed" in told[1][1], told
+    assert all(code == "peer_lost" and "rank 1" in text for code, text in (told[0], told[2])), told
+
+
+def _stores_only_where_it_still_can(rank: Rank) -> list[float]:
+    """Return what a rank receives in a window that the sender has destroyed: through the slots then."""
+    comm = Communicator(rank.group, timeout_s=30)
+    executor = Executor(comm.core, direct_bytes=16)
+    algorithm = build("allreduce_1step", rank.size, inplace=True).compile()
+    loaded = executor.load(algorithm)
+    window: Window | None = Window(comm, 1 << 20)
+    data = window.tensor(rank.rank, (1 << 16,), torch.float32) if window else torch.empty(0)
+    if rank.rank == 0:
+        data, window = torch.empty(1 << 16), None
+        gc.collect()
+    for _ in range(2):
+        data.fill_(rank.rank + 1)
+        executor.run(loaded, Call(data.data_ptr(), data.data_ptr(), data.numel(), ELEMENTS["float32"]))
+    return [data.min().item(), data.max().item()]
+
+
+def test_a_sender_without_the_window_takes_the_slot() -> None:
+    assert run_ranks(2, _stores_only_where_it_still_can) == [[3.0, 3.0]] * 2

@@ -43,7 +43,7 @@ def device_dir(tmp_path: Path):  # type: ignore[no-untyped-def]
     (folder / "kernels/probe/probe_args.h").write_text(ARGS)
     use_sources(folder)
     yield folder
-    nvrtc.install()
+    nvrtc.install(_core)
 
 
 def use_sources(folder: Path) -> None:

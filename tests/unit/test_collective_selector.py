@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from weft.collectives.book import Part, write_book
+from weft.collectives.cost import CPU, NVLINK, estimate, predict_us
 from weft.collectives.library import build
 from weft.collectives.selector import Selector, read_algorithms, table_name, write_table
 from weft.collectives.tune import table_rows
@@ -76,3 +78,41 @@ def test_a_book_is_written_from_a_table(tmp_path: Path) -> None:
     write_table(tmp_path / table_name("cpu", "here", 2), "here", table_rows(_measured(), 2))
     assert write_book(tmp_path / "b.book", [Part("cpu", 2, "here", tmp_path)]) >= 7
     assert (tmp_path / "b.book").read_bytes().startswith(b"weftbook")
+
+
+def test_the_model_knows_which_messages_are_referred_to() -> None:
+    exchange = build("alltoall_allpairs", 4).compile()
+    through_slots = dataclasses.replace(CPU, refer_bytes=0)
+    assert (
+        estimate(exchange, 1 << 20, CPU).total_us < 0.7 * estimate(exchange, 1 << 20, through_slots).total_us
+    )
+    # Too small to be referred to; and every message of this one is overwritten too early.
+    one_step = build("allreduce_1step", 4, inplace=True).compile()
+    for algorithm, num_bytes in ((exchange, 4096), (one_step, 1 << 20)):
+        assert estimate(algorithm, num_bytes, CPU) == estimate(algorithm, num_bytes, through_slots)
+
+
+def test_a_prediction_is_the_estimate_of_every_size() -> None:
+    for algorithm in (build("alltoall_allpairs", 4).compile(), build("allreduce_a100_ring", 3).compile()):
+        for num_bytes in (1, 1 << 10, 3 << 20, 5 << 24):
+            for machine in (CPU, NVLINK):
+                assert (
+                    predict_us(algorithm, num_bytes, machine)
+                    == estimate(algorithm, num_bytes, machine).total_us
+                )
+
+
+def test_programs_are_written_drawn_and_put_into_books_without_the_extension(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.modules['weft._core'] = None\n"
+        "from pathlib import Path\n"
+        "from weft.cli import main\n"
+        "from weft.collectives.book import Part, write_book\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "assert main(['compile', 'allgather_ring', '--ranks', '3', '-o', str(folder / 'ring.xml')]) == 0\n"
+        "assert main(['show', str(folder / 'ring.xml'), '--html', str(folder / 'ring.html')]) == 0\n"
+        "assert write_book(folder / 'book', [Part('cpu', 2)]) > 0\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -263,17 +263,22 @@ def check_document(document: dict[str, Any]) -> list[str]:
 
 
 def plot_rows(title: str, rows: Sequence[Row], path: Path) -> None:
-    """Draw bars beside their baselines, or lines over bytes where a call was measured at several sizes."""
+    """Draw bars beside their baselines; where a call was measured at several sizes, times and speed-ups over bytes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     sizes = {row.call: {r.bytes for r in rows if r.call == row.call} for row in rows}
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     if any(len(of_call) > 2 for of_call in sizes.values()):
+        panels = 2 if any(row.baselines for row in rows) else 1
+        figure, grid = pyplot.subplots(panels, figsize=(9, 5 * panels), layout="constrained", squeeze=False)
+        axes, *below = grid[:, 0]
         _plot_lines(axes, rows)
+        for axis in below:
+            _plot_speed_ups(axis, rows)
     else:
+        figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
         _plot_bars(axes, rows)
     axes.set_title(title)
     axes.legend()
@@ -289,6 +294,18 @@ def _plot_lines(axes: Any, rows: Sequence[Row]) -> None:
             points = [(row.bytes, row.baselines[name]) for row in mine if name in row.baselines]
             axes.plot(*zip(*points, strict=True), linestyle="--", label=f"{call}, {name}")
     axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="microseconds (median, slowest rank)")
+
+
+def _plot_speed_ups(axes: Any, rows: Sequence[Row]) -> None:
+    for call in dict.fromkeys(row.call for row in rows):
+        for name in sorted({name for row in rows if row.call == call for name in row.baselines}):
+            mine = [row for row in rows if row.call == call and name in row.baselines]
+            points = sorted((row.bytes, row.baselines[name] / row.us) for row in mine)
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"{call}: time of {name} / ours")
+    for level, style in ((1, "-"), (2, ":")):
+        axes.axhline(level, color="gray", linewidth=0.8, linestyle=style)
+    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="speed-up")
+    axes.legend()
 
 
 def _plot_bars(axes: Any, rows: Sequence[Row]) -> None:

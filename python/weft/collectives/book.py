@@ -16,13 +16,14 @@ import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from weft.collectives.executor import chunks_of_part, program_rows, protocol_number
+from weft.collectives.direct import direct_messages
 from weft.collectives.ir import Algorithm
+from weft.collectives.rows import chunks_of_part, program_rows, protocol_number
 from weft.collectives.selector import Choice, Selector
 from weft.collectives.verifier import verify
 
 MAGIC = b"weftbook"
-VERSION = 1
+VERSION = 2
 _MACHINES = {"cpu": 0, "nvlink": 1}
 # Collective, its number in src/collective/program_book.h, and whether its programs work in place.
 _SERVED = (
@@ -66,9 +67,11 @@ def write_book(path: Path, parts: Iterable[Part]) -> int:
     rows = [row for part in parts for row in _rows(part)]
     programs = list({id(row.choice.algorithm): row.choice.algorithm for row in rows}.values())
     numbers = {id(algorithm): number for number, algorithm in enumerate(programs)}
-    texts = [_program_words(algorithm) for algorithm in programs]
-    widths = _widths(programs)
-    words = [VERSION, *widths, len(programs), len(rows)]
+    tables = [_tables(algorithm) for algorithm in programs]
+    texts = [
+        _program_words(algorithm, of_ranks) for algorithm, of_ranks in zip(programs, tables, strict=True)
+    ]
+    words = [VERSION, *_widths(tables), len(programs), len(rows)]
     for text in texts:
         words += [len(text), *text]
     for row in rows:
@@ -102,35 +105,39 @@ def _check(collective: str, algorithm: Algorithm) -> None:
         verify(dataclasses.replace(algorithm, inplace=True, outofplace=False))
 
 
-def _program_words(algorithm: Algorithm) -> list[int]:
+Tables = tuple[list[list[int]], list[list[int]], list[list[int]]]  # blocks, steps, waits
+
+
+def _tables(algorithm: Algorithm) -> tuple[list[Tables], bool]:
+    """Return every rank's rows, and whether no message needs to fit a slot."""
+    direct = direct_messages(algorithm)
+    of_ranks = []
+    for rank in range(algorithm.num_ranks):
+        blocks, steps, waits = program_rows(algorithm, rank, direct)
+        of_ranks.append((blocks, steps, [[*wait, 0] for wait in waits]))  # the runner fills in the last word
+    return of_ranks, direct.refers_only
+
+
+def _program_words(algorithm: Algorithm, tables: tuple[list[Tables], bool]) -> list[int]:
+    of_ranks, refers_only = tables
     name = algorithm.name.encode()
     scratch = max(program.scratch_chunks for program in algorithm.ranks)
     words = [algorithm.num_ranks, protocol_number(algorithm), chunks_of_part(algorithm)]
-    words += [algorithm.channels, scratch, len(name)]
+    words += [algorithm.channels, scratch, int(refers_only), len(name)]
     padded = name + bytes(-len(name) % 4)
     words += struct.unpack(f"={len(padded) // 4}I", padded)
-    for rank in range(algorithm.num_ranks):
-        tables = _tables(algorithm, rank)
-        words += [len(table) for table in tables]
-        words += [number for table in tables for row in table for number in row]
+    for of_rank in of_ranks:
+        words += [len(table) for table in of_rank]
+        words += [number for table in of_rank for row in table for number in row]
     return words
 
 
-def _tables(algorithm: Algorithm, rank: int) -> tuple[list[list[int]], ...]:
-    blocks, steps, waits = program_rows(algorithm, rank)
-    return (
-        blocks,
-        steps,
-        [[*wait, 0] for wait in waits],
-    )  # the runner fills in the last: the steps of that block
-
-
-def _widths(programs: Iterable[Algorithm]) -> list[int]:
+def _widths(programs: Iterable[tuple[list[Tables], bool]]) -> list[int]:
     """Return the words of a block, a step and a wait."""
     widths = [0, 0, 3]
-    for algorithm in programs:
-        for rank in range(algorithm.num_ranks):
-            for at, table in enumerate(_tables(algorithm, rank)):
+    for of_ranks, _ in programs:
+        for of_rank in of_ranks:
+            for at, table in enumerate(of_rank):
                 widths[at] = max([widths[at], *(len(row) for row in table)])
     return widths
 

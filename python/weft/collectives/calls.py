@@ -26,9 +26,10 @@ import torch
 
 from weft import _core
 from weft.collectives.contract import Buffer, Collective, Slots
-from weft.collectives.executor import ELEMENTS, REDUCTIONS, Call, Executor, Loaded
+from weft.collectives.executor import Call, Executor, Loaded
 from weft.collectives.ir import Algorithm
 from weft.collectives.language import Program
+from weft.collectives.rows import ELEMENTS, REDUCTIONS
 from weft.collectives.selector import Choice, Selector
 from weft.collectives.values import Chunk
 from weft.errors import Error, invalid

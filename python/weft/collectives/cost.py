@@ -2,16 +2,19 @@
 """The cost model: how long an algorithm should take on a machine, by playing its steps on a clock.
 
 A message takes the link's latency plus its bytes over the link's bandwidth; a block does one thing at a time; all
-messages out of a rank share its egress; slices of a chunk overlap. It ranks candidates that nobody has measured, and
-feeds ``weft show``; measurement decides.
+messages out of a rank share its egress; slices of a chunk overlap. Where ranks read each other's memory (the CPU), a
+message that may be referred to costs its sender nothing but the notice (``weft.collectives.direct``); on GPUs that
+depends on where the buffers are, which ranks need not agree on, so messages are taken to go through their slots. The
+model ranks candidates that nobody has measured, and feeds ``weft show``; measurement decides.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import defaultdict, deque
 
-from weft.collectives.ir import Algorithm, Op
+from weft.collectives.direct import DirectMessages, direct_messages
+from weft.collectives.ir import Algorithm, Block, Op, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +29,16 @@ class Machine:
     local_gbs: float  # copies and reductions inside a rank, of one block
     ll_factor: float  # wire bytes per byte with LL
     simple_sync_us: float  # what Simple's separate flag adds
+    refer_bytes: int = 0  # least message that is referred to wherever the program allows it; 0: none is
+    one_thread: bool = False  # the blocks of a rank take turns
 
 
-CPU = Machine("cpu", 5.0, 2.0, 4.0, 4.0, 4.0, 2.0, 0.5)
+CPU = Machine("cpu", 5.0, 2.0, 4.0, 4.0, 4.0, 2.0, 0.5, refer_bytes=16 << 10, one_thread=True)
 NVLINK = Machine("nvlink", 3.0, 1.3, 330.0, 25.0, 60.0, 2.0, 1.0)
 _LL128_FACTOR = 128 / 120
+_SLICE_BYTES = 1 << 18
+_REFERRED_SLICE_BYTES = 4 << 20  # of programs that refer to everything and only copy
+_NOTHING_DIRECT = DirectMessages({}, frozenset())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,98 +62,169 @@ class Estimate:
     critical_steps: int
 
 
-def estimate(algorithm: Algorithm, num_bytes: int, machine: Machine, slice_bytes: int = 1 << 18) -> Estimate:
+@dataclasses.dataclass(frozen=True)
+class _Played:
+    """One slice of every chunk: when the last step ends, and how long the busiest block, egress or thread works."""
+
+    algorithm: Algorithm  # what it is kept under is its id()
+    first_us: float
+    busiest_us: float
+
+
+_played: dict[tuple[int, int, Machine], _Played] = {}
+_MOST_PLAYED = 1024
+
+
+def predict_us(algorithm: Algorithm, num_bytes: int, machine: Machine) -> float:
+    """Return estimate().total_us; what sizes of more than one slice have in common is worked out once."""
+    chunk, piece, direct = _pieces(algorithm, num_bytes, machine, _SLICE_BYTES)
+    key = id(algorithm), piece, machine
+    known = _played.get(key)
+    if known is None:
+        clock = _Clock(algorithm, piece, machine, direct)
+        events = clock.play()
+        if len(_played) >= _MOST_PLAYED:
+            _played.clear()
+        known = _played[key] = _Played(algorithm, _last_us(events), clock.busiest_us())
+    return _total_us(machine, known.first_us, known.busiest_us, chunk, piece)
+
+
+def estimate(
+    algorithm: Algorithm, num_bytes: int, machine: Machine, slice_bytes: int = _SLICE_BYTES
+) -> Estimate:
     """Play one slice of ``algorithm`` for an algorithm buffer of ``num_bytes`` and add the slices that follow."""
-    chunk = max(1, -(-num_bytes // algorithm.chunks))
-    piece = min(chunk, slice_bytes)
-    clock = _Clock(algorithm, piece, machine)
+    chunk, piece, direct = _pieces(algorithm, num_bytes, machine, slice_bytes)
+    clock = _Clock(algorithm, piece, machine, direct)
     events = clock.play()
-    first = max((event.end_us for event in events), default=0.0)
-    slices = -(-chunk // piece)
-    busiest = max((clock.busy_us(rank) for rank in range(algorithm.num_ranks)), default=0.0)
     links: dict[tuple[int, int], int] = defaultdict(int)
     for rank, _, block in algorithm.blocks():
         for step in block.steps:
             if step.op.sends:
                 links[rank, block.send] += step.count * chunk
-    total = machine.launch_us + first + (slices - 1) * busiest
+    total = _total_us(machine, _last_us(events), clock.busiest_us(), chunk, piece)
     return Estimate(total, tuple(events), dict(links), clock.critical_steps)
 
 
+def _pieces(
+    algorithm: Algorithm, num_bytes: int, machine: Machine, slice_bytes: int
+) -> tuple[int, int, DirectMessages]:
+    """Return the bytes of a chunk and of a slice, and which messages are referred to."""
+    chunk = max(1, -(-num_bytes // algorithm.chunks))
+    direct = _NOTHING_DIRECT
+    if machine.refer_bytes and chunk >= machine.refer_bytes and algorithm.protocol == "Simple":
+        direct = direct_messages(algorithm)
+    return chunk, min(chunk, _REFERRED_SLICE_BYTES if direct.refers_only else slice_bytes), direct
+
+
+def _last_us(events: list[Event]) -> float:
+    return max((event.end_us for event in events), default=0.0)
+
+
+def _total_us(machine: Machine, first_us: float, busiest_us: float, chunk: int, piece: int) -> float:
+    return machine.launch_us + first_us + (-(-chunk // piece) - 1) * busiest_us
+
+
+class _Connection:
+    """Messages under way: when each arrives, and how many steps led to it."""
+
+    def __init__(self) -> None:
+        self.messages: deque[tuple[float, int]] = deque()
+
+
+class _Lane:
+    """A block on the clock: its steps that are done, when each ended, and how many steps led to it."""
+
+    def __init__(self, rank: int, number: int, block: Block, out: _Connection, into: _Connection) -> None:
+        self.rank, self.number, self.steps = rank, number, block.steps
+        self.out, self.into = out, into
+        self.ends: list[float] = []
+        self.depths: list[int] = []
+        self.busy_us = 0.0
+
+
 class _Clock:
-    def __init__(self, algorithm: Algorithm, piece: int, machine: Machine) -> None:
-        self._algorithm = algorithm
-        self._piece = piece
+    def __init__(self, algorithm: Algorithm, piece: int, machine: Machine, direct: DirectMessages) -> None:
         self._machine = machine
-        self._wire = {"Simple": 1.0, "LL": machine.ll_factor, "LL128": _LL128_FACTOR}[algorithm.protocol]
+        self._direct = direct
+        wire = {"Simple": 1.0, "LL": machine.ll_factor, "LL128": _LL128_FACTOR}[algorithm.protocol]
         self._sync = machine.simple_sync_us if algorithm.protocol == "Simple" else 0.0
-        self._free: dict[tuple[int, int], float] = defaultdict(float)
-        self._egress: dict[int, float] = defaultdict(float)
-        self._block_busy: dict[tuple[int, int], float] = defaultdict(float)
-        self._done: dict[tuple[int, int, int], float] = {}
-        self._depth: dict[tuple[int, int, int], int] = {}
-        self._messages: dict[tuple[int, int, int], list[tuple[float, int]]] = defaultdict(list)
+        self._wire_us = piece * wire / (machine.egress_gbs * 1e3)  # of one chunk
+        self._local_us = piece / (machine.local_gbs * 1e3)
+        self._block_us = piece * wire / (machine.block_gbs * 1e3)
+        self._egress = [0.0] * algorithm.num_ranks
+        self._sent_us = [0.0] * algorithm.num_ranks
+        self._thread = [0.0] * algorithm.num_ranks
+        self._worked_us = [0.0] * algorithm.num_ranks
+        connections: dict[tuple[int, int, int], _Connection] = defaultdict(_Connection)
+        self._lanes = [
+            _Lane(
+                *(rank, number, block),
+                connections[rank, block.send, block.channel],
+                connections[block.recv, rank, block.channel],
+            )
+            for rank, number, block in algorithm.blocks()
+        ]
+        self._lane_of = {(lane.rank, lane.number): lane for lane in self._lanes}
         self.critical_steps = 0
 
     def play(self) -> list[Event]:
         """Return all steps with their times; ends early where the algorithm deadlocks."""
         events: list[Event] = []
-        position = {(rank, number): 0 for rank, number, _ in self._algorithm.blocks()}
-        taken: dict[tuple[int, int, int], int] = defaultdict(int)
-        progress = True
-        while progress:
-            progress = False
-            for rank, number, block in self._algorithm.blocks():
-                while position[rank, number] < len(block.steps):
-                    event = self._try(rank, number, position[rank, number], taken)
+        waiting = self._lanes
+        while waiting:
+            before = len(events)
+            for lane in waiting:
+                while len(lane.ends) < len(lane.steps):
+                    event = self._try(lane, lane.steps[len(lane.ends)])
                     if event is None:
                         break
                     events.append(event)
-                    position[rank, number] += 1
-                    progress = True
-        self.critical_steps = max(self._depth.values(), default=0)
+            if len(events) == before:
+                break
+            waiting = [lane for lane in waiting if len(lane.ends) < len(lane.steps)]
+        self.critical_steps = max((depth for lane in self._lanes for depth in lane.depths), default=0)
         return events
 
-    def busy_us(self, rank: int) -> float:
-        """Return how long the busiest resource of a rank works on one slice."""
-        blocks = [busy for (owner, _), busy in self._block_busy.items() if owner == rank]
-        return max([*blocks, self._egress_work(rank)], default=0.0)
+    def busiest_us(self) -> float:
+        """Return how long the busiest block, rank's egress or rank's only thread works on one slice."""
+        lanes = (lane.busy_us for lane in self._lanes)
+        return max([*lanes, *self._sent_us, *self._worked_us], default=0.0)
 
-    def _egress_work(self, rank: int) -> float:
-        sent = sum(step.count for r, _, _, step in self._algorithm.steps() if r == rank and step.op.sends)
-        return sent * self._piece * self._wire / (self._machine.egress_gbs * 1e3)
-
-    def _try(self, rank: int, number: int, at: int, taken: dict[tuple[int, int, int], int]) -> Event | None:
-        block = self._algorithm.ranks[rank].blocks[number]
-        step = block.steps[at]
-        before = [(rank, *dep) for dep in step.depends]
-        if any(key not in self._done for key in before):
-            return None
-        ready = max([self._free[rank, number], *(self._done[key] for key in before)])
-        depth = max([self._depth[key] for key in before], default=0)
-        if at:
-            depth = max(depth, self._depth[rank, number, at - 1])
-        if step.op.receives:
-            key = (block.recv, rank, block.channel)
-            if taken[key] >= len(self._messages[key]):
+    def _try(self, lane: _Lane, step: Step) -> Event | None:
+        at = len(lane.ends)
+        ready, depth = (lane.ends[-1], lane.depths[-1]) if at else (0.0, 0)
+        for number, needed in step.depends:
+            other = self._lane_of[lane.rank, number]
+            if len(other.ends) <= needed:
                 return None
-            arrives, sender_depth = self._messages[key][taken[key]]
-            taken[key] += 1
+            ready, depth = max(ready, other.ends[needed]), max(depth, other.depths[needed])
+        if step.op.receives:
+            if not lane.into.messages:
+                return None
+            arrives, sender_depth = lane.into.messages.popleft()
             ready, depth = max(ready, arrives), max(depth, sender_depth)
-        end = ready + self._work_us(step.op, step.count)
+        send = self._direct.sends.get((lane.rank, lane.number, at))
+        is_referred = send is not None and send.may_refer
+        work_us = self._work_us(step, is_referred)
+        if self._machine.one_thread:
+            ready = max(ready, self._thread[lane.rank])
+            self._thread[lane.rank] = ready + work_us
+            self._worked_us[lane.rank] += work_us
+        end = ready + work_us
         if step.op.sends:
-            wire = step.count * self._piece * self._wire / (self._machine.egress_gbs * 1e3)
-            self._egress[rank] = max(self._egress[rank], ready) + wire
-            end = max(end, self._egress[rank])
-            arrival = end + self._machine.message_us + self._sync
-            self._messages[rank, block.send, block.channel].append((arrival, depth + 1))
-        self._block_busy[rank, number] += end - ready
-        self._free[rank, number] = end
-        self._done[rank, number, at] = end
-        self._depth[rank, number, at] = depth + 1
-        return Event(rank, number, at, ready, end)
+            if not is_referred:
+                wire_us = step.count * self._wire_us
+                self._sent_us[lane.rank] += wire_us
+                self._egress[lane.rank] = max(self._egress[lane.rank], ready) + wire_us
+                end = max(end, self._egress[lane.rank])
+            lane.out.messages.append((end + self._machine.message_us + self._sync, depth + 1))
+        lane.busy_us += end - ready
+        lane.ends.append(end)
+        lane.depths.append(depth + 1)
+        return Event(lane.rank, lane.number, at, ready, end)
 
-    def _work_us(self, op: Op, count: int) -> float:
-        is_local = op in (Op.COPY, Op.REDUCE)
-        rate = self._machine.local_gbs if is_local else self._machine.block_gbs / self._wire
-        return count * self._piece / (rate * 1e3) + self._sync
+    def _work_us(self, step: Step, is_referred: bool) -> float:
+        if is_referred and step.op is Op.SEND:
+            return self._sync
+        is_local = step.op in (Op.COPY, Op.REDUCE)
+        return step.count * (self._local_us if is_local else self._block_us) + self._sync

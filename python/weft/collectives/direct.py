@@ -24,6 +24,7 @@ from weft.collectives.verifier import BlockId, Connection, Interpreter, Running,
 StepId = tuple[int, int, int]  # rank, block, step
 Connections = dict[Connection, tuple[BlockId, BlockId]]
 _MOST_CLOCKS = 1 << 26  # entries of all vector clocks; larger programs keep their slots
+_MOST_KNOWN = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +38,35 @@ class Send:
 
 @dataclasses.dataclass(frozen=True)
 class DirectMessages:
-    """By (rank, block, step): the sends that may bypass the slots, and the receives that are stored for."""
+    """By (rank, block, step): the sends that may bypass the slots, and the receives that are stored for.
+
+    ``refers_only``: every message of every rank may be referred to, and nothing is reduced.
+    """
 
     sends: dict[StepId, Send]
     stored_receives: frozenset[StepId]
+    refers_only: bool = False
+
+
+_known: dict[
+    int, tuple[Algorithm, DirectMessages]
+] = {}  # by id(); holds the algorithm, so that it stays its own
 
 
 def direct_messages(algorithm: Algorithm) -> DirectMessages:
-    """Analyse a verified algorithm, in every form that it claims; without a contract nothing bypasses its slots."""
+    """Analyse a verified algorithm, in every form that it claims; without a contract nothing bypasses its slots.
+
+    The answer is kept: the cost model asks for every size, the executor once more. Threads: any.
+    """
+    known = _known.get(id(algorithm))
+    if known is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        known = _known[id(algorithm)] = algorithm, _analyse(algorithm)
+    return known[1]
+
+
+def _analyse(algorithm: Algorithm) -> DirectMessages:
     connections = check_structure(algorithm)
     blocks = sum(1 for _ in algorithm.blocks())
     work = sum(step.count for *_, step in algorithm.steps())
@@ -63,7 +85,11 @@ def direct_messages(algorithm: Algorithm) -> DirectMessages:
             sends[sender] = Send(may_refer, may_store, remote)
         if may_store:
             stored.add(receiver)
-    return DirectMessages(sends, frozenset(stored))
+    refers_only = all(
+        not step.op.reduces and (not step.op.sends or ((r, b, at) in sends and sends[r, b, at].may_refer))
+        for r, b, at, step in algorithm.steps()
+    )
+    return DirectMessages(sends, frozenset(stored), refers_only)
 
 
 @dataclasses.dataclass

@@ -16,32 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft import _core
-from weft.collectives.contract import Buffer
-from weft.collectives.direct import DirectMessages, Send, direct_messages
-from weft.collectives.ir import Algorithm, Op
+from weft.collectives.direct import direct_messages
+from weft.collectives.ir import Algorithm
+from weft.collectives.rows import chunks_of_part, program_rows, protocol_number
 from weft.errors import invalid
 
-# The numbers of kernels/collective/program_args.h.
-ELEMENTS = {
-    "float32": 0,
-    "float16": 1,
-    "bfloat16": 2,
-    "float8_e4m3fn": 3,
-    "float8_e5m2": 4,
-    "float64": 5,
-    "int8": 6,
-    "uint8": 7,
-    "int32": 8,
-    "uint32": 9,
-    "int64": 10,
-    "uint64": 11,
-    "bool": 7,
-}
-REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3, "average": 0}
-_PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
-_BUFFERS = {Buffer.input: 0, Buffer.output: 1, Buffer.scratch: 2}
-_OPS = {op: number for number, op in enumerate(Op)}
-_MAY_REFER, _MAY_STORE, _MAY_BE_STORED = 1, 2, 4
 _FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
 
 
@@ -111,7 +90,7 @@ class Executor:
                 self._load(known)
         self._loaded.append(algorithm)
         number = self._load(algorithm)
-        return Loaded(algorithm, number, _PROTOCOLS[algorithm.protocol], chunks_of_part(algorithm))
+        return Loaded(algorithm, number, protocol_number(algorithm), chunks_of_part(algorithm))
 
     def run(self, program: Loaded, call: Call) -> None:
         """Run on every rank. Raises: PeerLost, naming the rank, block and step that waited and for whom."""
@@ -164,51 +143,6 @@ class Executor:
 
     def _load(self, algorithm: Algorithm) -> int:
         scratch = max(program.scratch_chunks for program in algorithm.ranks)
-        return int(self._runner.load(algorithm.name, *program_rows(algorithm, self.rank), scratch))
-
-
-def chunks_of_part(algorithm: Algorithm) -> int:
-    """Return the chunks of one rank's part; of the whole buffer where the collective has no parts."""
-    if algorithm.collective in ("allgather", "reducescatter", "reduce_scatter", "alltoall", "alltoallv"):
-        return algorithm.chunks // algorithm.num_ranks
-    return algorithm.chunks
-
-
-def protocol_number(algorithm: Algorithm) -> int:
-    """Return the algorithm's protocol as a number of kernels/collective/program_args.h."""
-    return _PROTOCOLS[algorithm.protocol]
-
-
-def program_rows(algorithm: Algorithm, rank: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Return a rank's blocks, steps and waits as rows of numbers, in the order of the structs of program_args.h."""
-    program, direct = algorithm.ranks[rank], direct_messages(algorithm)
-    needed = {wait for block in program.blocks for step in block.steps for wait in step.depends}
-    blocks: list[list[int]] = []
-    steps: list[list[int]] = []
-    waits: list[list[int]] = []
-    for number, block in enumerate(program.blocks):
-        places = [(program.rank, number, at) for at in range(len(block.steps))]
-        grants = any(place in direct.stored_receives for place in places)
-        blocks.append([block.send, block.recv, block.channel, len(steps), len(block.steps), int(grants)])
-        for at, step in enumerate(block.steps):
-            src, dst = step.src, step.dst
-            row = [
-                _OPS[step.op],
-                _BUFFERS[src.buffer],
-                max(src.index, 0),
-                _BUFFERS[dst.buffer],
-                max(dst.index, 0),
-            ]
-            row += [step.count, len(waits), len(step.depends), int((number, at) in needed)]
-            steps.append(row + _direct_row(direct, places[at]))
-            waits += [list(wait) for wait in step.depends]
-    return blocks, steps, waits
-
-
-def _direct_row(direct: DirectMessages, place: tuple[int, int, int]) -> list[int]:
-    send = direct.sends.get(place, Send(False, False, None))
-    bits = _MAY_REFER * send.may_refer + _MAY_STORE * send.may_store
-    bits += _MAY_BE_STORED * (place in direct.stored_receives)
-    if send.remote is None:
-        return [bits, 0, 0]
-    return [bits, _BUFFERS[send.remote.buffer], send.remote.index]
+        direct = direct_messages(algorithm)
+        rows = program_rows(algorithm, self.rank, direct)
+        return int(self._runner.load(algorithm.name, *rows, scratch, direct.refers_only))

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.collectives.cost import CPU, NVLINK, Machine, estimate
+from weft.collectives.cost import CPU, NVLINK, Machine, predict_us
 from weft.collectives.ir import Algorithm
 from weft.collectives.library import entries
 from weft.collectives.verifier import verify
@@ -216,7 +216,7 @@ class Selector:
             except Error as error:
                 reasons.append(f"{variant.label()}: {error}")
                 continue
-            us = estimate(algorithm, num_bytes, self.machine).total_us
+            us = predict_us(algorithm, num_bytes, self.machine)
             predicted.append((us, variant.label()))
             if best is None or us < best[0]:
                 best = us, Choice(algorithm, variant.slice_bytes, variant.num_sms)

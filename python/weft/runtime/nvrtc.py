@@ -13,8 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import weft._core as _core
+from types import ModuleType
 
 SYSTEM_CUDA = Path("/usr/local/cuda")
 
@@ -35,10 +34,10 @@ def find() -> Toolchain:
     return Toolchain(None, (), _device_dir())
 
 
-def install() -> None:
-    """Tell the core where the toolchain is. Called when weft is imported; it is no error to find none."""
+def install(core: ModuleType) -> None:
+    """Tell the core where the toolchain is. Called when it is first imported; it is no error to find none."""
     found = find()
-    _core.set_toolchain(
+    core.set_toolchain(
         nvrtc=str(found.nvrtc or ""),
         include_dirs=[str(folder) for folder in found.include_dirs],
         device_dir=str(found.device_dir),
@@ -80,5 +79,7 @@ def _existing(*folders: Path) -> tuple[Path, ...]:
 
 def _device_dir() -> Path:
     # Beside the extension in an installed package; beside this source in an editable one.
-    places = [Path(_core.__file__).parent / "device", Path(__file__).resolve().parents[1] / "device"]
+    core = importlib.util.find_spec("weft._core")
+    beside = Path(core.origin).parent if core and core.origin else Path(__file__).parents[1]
+    places = [beside / "device", Path(__file__).resolve().parents[1] / "device"]
     return next((place for place in places if (place / "kernels").is_dir()), places[0])

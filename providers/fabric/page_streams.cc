@@ -355,7 +355,7 @@ void PageStreams::progress(std::deque<Event>& events) {
     if (!receive(*in)) {
       incoming_.erase(fd);
       ::close(fd);
-    } else if (in->is_inside()) {
+    } else if (in->is_busy()) {
       arriving_.push_back(in);
     }
   }

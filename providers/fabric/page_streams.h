@@ -98,7 +98,12 @@ class PageStreams {
     uint64_t skip_bytes = 0;  // of a refused frame
     bool is_refused = false;
     std::vector<char> replies;  // not taken by the kernel yet
-    bool is_inside() const { return !heads.empty() || !replies.empty(); }
+    // Worth a look at every turn: pages are coming that may be written. Whoever says less than that has to
+    // wait.
+    bool is_busy() const {
+      const bool has_heads = heads_bytes > sizeof(FrameHead) && heads.size() == heads_bytes;
+      return (has_heads && !is_refused) || !replies.empty();
+    }
   };
   enum class Came { kNothing, kSome, kEnd };
 

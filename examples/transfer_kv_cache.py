@@ -21,9 +21,11 @@ from multiprocessing.connection import Connection
 import torch
 from rich.progress import Progress
 
-from weft.transfer import Pages, TransferEngine
+from weft.errors import Error
+from weft.transfer import Pages, Peer, TransferEngine
 
 PAGE_TOKENS = 16
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,17 @@ def prefill(shape: Shape, provider: str, line: Connection) -> None:
     engine.close()
 
 
+def first_peer(engine: TransferEngine) -> Peer:
+    """Wait for somebody to connect."""
+    give_up = time.monotonic() + PATIENCE_S
+    while not engine.peers:
+        if time.monotonic() > give_up:
+            raise SystemExit(f"nobody connected to {engine.name} in {PATIENCE_S:.0f} s")
+        engine.progress()
+        time.sleep(0.001)
+    return engine.peers[0]
+
+
 def decode(shape: Shape, provider: str, line: Connection) -> float:
     """Use each layer as it arrives; return GB/s from the first layer to the last."""
     torch.manual_seed(2)
@@ -97,10 +110,7 @@ def decode(shape: Shape, provider: str, line: Connection) -> float:
     table = torch.randperm(shape.pool_pages)[: shape.pages].tolist()
     memory = engine.register(pool, remote_write=True)
     line.send((engine.address, memory.descriptor, table))
-    while not engine.peers:
-        engine.progress()
-        time.sleep(0.001)
-    (peer,) = engine.peers
+    peer = first_peer(engine)
     began = time.perf_counter()
     with Progress() as bar:
         task = bar.add_task("KV cache, layers", total=shape.layers)
@@ -124,14 +134,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--provider", default="tcp", choices=["tcp", "shm"])
     args = parser.parse_args()
+    if args.layers < 1 or args.tokens < PAGE_TOKENS or args.tokens % PAGE_TOKENS:
+        parser.error(
+            f"--layers, --tokens: got {args.layers}, {args.tokens}; allowed: 1 or more, multiples of {PAGE_TOKENS}"
+        )
     shape = Shape(args.layers, args.tokens)
     provider = f"fabric:{args.provider}"
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=prefill, args=(shape, provider, theirs))
+    process = context.Process(target=prefill, args=(shape, provider, theirs), daemon=True)
     process.start()
-    speed = decode(shape, provider, ours)
-    process.join()
+    theirs.close()  # so that ours ends when prefill does
+    try:
+        speed = decode(shape, provider, ours)
+    except (Error, EOFError, OSError) as error:
+        raise SystemExit(f"decode lost prefill: {error or 'it has ended'}") from None
+    process.join(PATIENCE_S)
     print(
         f"{shape.layers} layers of {shape.pages} pages of {shape.page_bytes} bytes verified, {speed:.2f} GB/s"
     )

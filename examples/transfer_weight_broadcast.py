@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 import torch
 from rich.progress import Progress
 
+from weft.errors import Error
 from weft.transfer import TransferEngine
 
 UPDATED, SWITCHED = 1, 2
@@ -55,7 +56,7 @@ def worker(rank: int, megabytes: int, updates: int, provider: str, line: Connect
 
 
 def main() -> None:
-    """Start the workers and be the trainer."""
+    """Read the arguments, and say whom the trainer lost if it did."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,6 +65,16 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--provider", default="shm", choices=["tcp", "shm"])
     args = parser.parse_args()
+    if min(args.workers, args.megabytes, args.updates) < 1:
+        parser.error("--workers, --megabytes, --updates: allowed: 1 or more")
+    try:
+        train(args)
+    except (Error, EOFError, OSError) as error:
+        raise SystemExit(f"the trainer lost a worker: {error or 'it has ended'}") from None
+
+
+def train(args: argparse.Namespace) -> None:
+    """Start the workers and be the trainer."""
     provider = f"fabric:{args.provider}"
     context = multiprocessing.get_context("spawn")
     engine = TransferEngine(provider, name="trainer")
@@ -74,8 +85,9 @@ def main() -> None:
     for rank in range(args.workers):
         ours, theirs = context.Pipe()
         arguments = (rank, args.megabytes, args.updates, provider, theirs)
-        processes.append(context.Process(target=worker, args=arguments))
+        processes.append(context.Process(target=worker, args=arguments, daemon=True))
         processes[-1].start()
+        theirs.close()  # so that ours ends when the worker does
         address, descriptors = ours.recv()
         peers.append(engine.connect(address))
         remotes.append([engine.attach(descriptor) for descriptor in descriptors])

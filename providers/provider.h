@@ -34,7 +34,8 @@ struct Caps {
   bool manual_progress = true;  // nothing moves, also at the target, unless poll() is called
   // A message costs more than copying a page: small pages travel better packed.
   bool packs_small_pages = false;
-  bool same_host = false;  // reaches processes of this host alone: packs travel through shared memory
+  bool pages_apart = false;  // post_pages() takes another way than writes: no order between the two
+  bool same_host = false;    // reaches processes of this host alone: packs travel through shared memory
   uint64_t write_bytes_max = UINT64_MAX;  // longest write or read
   uint64_t message_bytes_max = 8192;      // longest send
   uint64_t imm_only_bytes = 0;            // bytes a write must have to carry an immediate (0: none)
@@ -150,7 +151,8 @@ class Rail {
   // How many pieces post_pages() moves to `to` in one call for the price of one write; 1 means: do not call
   // it.
   virtual uint32_t pages_per_post(Route to) const { return 1; }
-  // Writes all pieces, no immediate; one event for all. Only where pages_per_post(to) > 1.
+  // Writes all pieces, no immediate; one event for all, kDone only once they are visible at the target. Only
+  // where pages_per_post(to) > 1.
   // May reorder `pieces`.
   virtual Posted post_pages(Route to, Piece* pieces, uint32_t count, Context* context) {
     return Posted::kFatal;

@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "providers/fabric/library.h"
+#include "providers/fabric/page_streams.h"
 #include "providers/fabric/same_host.h"
 
 namespace weft::provider {
@@ -24,11 +25,12 @@ constexpr size_t kEntriesPerRead = 32;
 
 // What address() gives: this, then libfabric's own bytes.
 struct AddressHead {
-  char tag[4] = {'f', 'a', 'b', '1'};
+  char tag[4] = {'f', 'a', 'b', '2'};
   uint32_t pid = 0;
   uint64_t host = 0;
   uint64_t witness_at = 0;
   uint64_t witness = 0;
+  uint64_t page_port = 0;  // where it takes pages; 0: nowhere
 };
 
 std::string interface_address(const fi::Info& info) {
@@ -36,6 +38,13 @@ std::string interface_address(const fi::Info& info) {
   if (info.addr_format == fi::kFormatSockaddrIn && info.src_addrlen >= sizeof(sockaddr_in))
     inet_ntop(AF_INET, &static_cast<const sockaddr_in*>(info.src_addr)->sin_addr, text, sizeof text);
   return text;
+}
+
+// Of an address as libfabric gives it for sockets.
+in_addr interface_of(const std::string& bytes) {
+  sockaddr_in address{};
+  std::memcpy(&address, bytes.data(), std::min(bytes.size(), sizeof address));
+  return address.sin_addr;
 }
 
 // The name by which a NIC is chosen again: the domain, and for sockets the interface's address.
@@ -55,7 +64,8 @@ Caps caps_of(const fi::Info& info, const std::string& kind) {
   caps.device_memory = (info.caps & fi::kHmem) != 0;
   caps.manual_progress = info.domain_attr->data_progress == fi::kProgressManual;
   caps.same_host = kind == "shm";
-  caps.packs_small_pages = kind == "tcp" || kind == "shm";
+  caps.packs_small_pages = kind == "shm";
+  caps.pages_apart = kind == "tcp";
   caps.write_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, uint64_t{1} << 40);
   caps.message_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, 8192);
   caps.tx_depth = static_cast<uint32_t>(std::min<size_t>(info.tx_attr->size, kTxDepthMax));
@@ -134,6 +144,9 @@ class FabricRail : public Rail {
     size_t count = sizeof bytes;
     WEFT_TRY(step("fi_getname", ep_->cm->getname(&ep_->fid, bytes, &count)));
     own_address_.assign(bytes, count);
+    if (nic_.caps.pages_apart) {
+      WEFT_TRY_ASSIGN(pages_, PageStreams::listen(interface_of(own_address_)));
+    }
     return {};
   }
 
@@ -149,6 +162,7 @@ class FabricRail : public Rail {
     head.host = self.host;
     head.witness_at = self.witness_at;
     head.witness = self.witness;
+    head.page_port = pages_ ? pages_->port() : 0;
     return std::string(reinterpret_cast<const char*>(&head), sizeof head) + own_address_;
   }
 
@@ -171,6 +185,10 @@ class FabricRail : public Rail {
     const Neighbour neighbour{static_cast<pid_t>(head.pid), head.host, head.witness_at, head.witness};
     if (may_copy_across_ && (mr_mode_ & fi::kMrVirtAddr) && can_copy_across(neighbour))
       destination.pid = neighbour.pid;
+    if (pages_ && head.page_port) {
+      destination.has_pages = true;
+      destination.pages = pages_->open(interface_of(bytes), static_cast<uint16_t>(head.page_port));
+    }
     for (Route route = 0; route < destinations_.size(); ++route) {
       if (destinations_[route].is_used) continue;
       destinations_[route] = destination;
@@ -185,6 +203,7 @@ class FabricRail : public Rail {
     // Removing the address of a peer that was killed can block some providers' progress; it is left to the
     // rail's end.
     destinations_[route].is_used = false;
+    if (destinations_[route].has_pages) pages_->close(destinations_[route].pages);
   }
 
   Result<Registration> enroll(const Range& range, uint32_t access) override {
@@ -215,10 +234,12 @@ class FabricRail : public Rail {
     made.lkey = mr->mem_desc;
     made.rkey = mr->key;
     made.base = (mr_mode_ & fi::kMrVirtAddr) ? reinterpret_cast<uint64_t>(range.data) : 0;
+    if (pages_) pages_->allow(made, range, access);
     return made;
   }
 
   void release(Registration& registration) override {
+    if (pages_ && registration.handle) pages_->forbid(registration);
     if (registration.handle) fi::close(static_cast<fi::Mr*>(registration.handle)->fid);
     registration = {};
   }
@@ -252,25 +273,19 @@ class FabricRail : public Rail {
 
   std::string refusal() const override { return fi::failure(fi_, refused_with_, "fabric").message(); }
 
-  uint32_t pages_per_post(Route to) const override { return destinations_[to].pid ? kStretchesMax : 1; }
+  uint32_t pages_per_post(Route to) const override {
+    if (destinations_[to].pid) return kStretchesMax;
+    return destinations_[to].has_pages ? kPagesPerFrame : 1;
+  }
 
-  // One system call for all pages. The kernel looks up the peer's memory once per stretch of it, so pages go
-  // in the order of their addresses over there and neighbours become one stretch.
   Posted post_pages(Route to, Piece* pieces, uint32_t count, Context* context) override {
-    std::sort(pieces, pieces + count, [](const Piece& a, const Piece& b) { return a.remote < b.remote; });
-    iovec from[kStretchesMax], into[kStretchesMax];
-    size_t stretches = 0;
-    for (uint32_t i = 0; i < count; ++i) {
-      from[i] = {pieces[i].local, pieces[i].bytes};
-      if (i > 0 && pieces[i - 1].remote + pieces[i - 1].bytes == pieces[i].remote)
-        into[stretches - 1].iov_len += pieces[i].bytes;
-      else
-        into[stretches++] = {reinterpret_cast<void*>(pieces[i].remote), pieces[i].bytes};
-    }
-    return across(copy_across(Across::kWrite, destinations_[to].pid, from, count, into, stretches), context);
+    if (destinations_[to].pid) return post_pages_across(to, pieces, count, context);
+    pages_->post(destinations_[to].pages, pieces, count, context);
+    return Posted::kOk;
   }
 
   size_t poll(Event* events, size_t max) override {
+    if (pages_) pages_->progress(ready_);
     size_t made = 0;
     while (made < max && !ready_.empty()) {
       events[made++] = std::move(ready_.front());
@@ -290,8 +305,26 @@ class FabricRail : public Rail {
   struct Destination {
     uint64_t address = 0;
     pid_t pid = 0;  // of a process whose memory this one may write; 0: it may not
+    bool has_pages = false;
+    size_t pages = 0;  // the page stream there
     bool is_used = true;
   };
+
+  // One system call for all pages. The kernel looks up the peer's memory once per stretch of it, so pages go
+  // in the order of their addresses over there and neighbours become one stretch.
+  Posted post_pages_across(Route to, Piece* pieces, uint32_t count, Context* context) {
+    std::sort(pieces, pieces + count, [](const Piece& a, const Piece& b) { return a.remote < b.remote; });
+    iovec from[kStretchesMax], into[kStretchesMax];
+    size_t stretches = 0;
+    for (uint32_t i = 0; i < count; ++i) {
+      from[i] = {pieces[i].local, pieces[i].bytes};
+      if (i > 0 && pieces[i - 1].remote + pieces[i - 1].bytes == pieces[i].remote)
+        into[stretches - 1].iov_len += pieces[i].bytes;
+      else
+        into[stretches++] = {reinterpret_cast<void*>(pieces[i].remote), pieces[i].bytes};
+    }
+    return across(copy_across(Across::kWrite, destinations_[to].pid, from, count, into, stretches), context);
+  }
 
   // A copy by one system call, which is what the shm provider makes of a write or read too; without its
   // queue.
@@ -384,6 +417,7 @@ class FabricRail : public Rail {
   size_t key_bytes_ = 8;
   size_t inject_bytes_ = 0;
   std::string own_address_;
+  std::unique_ptr<PageStreams> pages_;
   std::vector<Destination> destinations_;
   std::deque<Event> ready_;
   int refused_with_ = 0;

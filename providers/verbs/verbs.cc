@@ -9,6 +9,8 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <random>
+#include <unordered_map>
 
 #include "base/cuda_driver.h"
 #include "base/log.h"
@@ -23,14 +25,15 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t kReceives = 512;  // shared by messages and immediates
 constexpr uint32_t kMessageBytes = 4096;
-constexpr uint32_t kGreetings = 64;         // datagram receives
+constexpr uint32_t kGreetings = 64;         // datagram receives, and as many sends
 constexpr uint32_t kRouteHeaderBytes = 40;  // in front of every datagram
 constexpr uint32_t kSendDepth = 512;
 constexpr uint32_t kQkey = 0x57454654;
 constexpr uint8_t kTimeout = 14, kRetries = 7, kRnrTimer = 12, kReadDepth = 16, kHopLimit = 255;
 constexpr uint8_t kRoceServiceLevel = 3, kRoceTrafficClass = 104;
-constexpr auto kGreetFirst = std::chrono::milliseconds(5), kGreetLast = std::chrono::milliseconds(500);
-constexpr uint64_t kGreetingId = 1;  // wr_id of datagram sends: no context has this address
+constexpr auto kGreetFirst = std::chrono::milliseconds(5), kGreetLast = std::chrono::milliseconds(200);
+constexpr auto kJoinFor = std::chrono::seconds(60);    // a link that the engine never asked for
+constexpr uint64_t kGreetingSent = uint64_t{1} << 32;  // wr_id of datagram sends, plus the buffer
 
 // Where a rail is reached: what address() returns.
 struct Place {
@@ -40,9 +43,11 @@ struct Place {
   uint16_t lid = 0;
   uint8_t mtu = 0;
   uint8_t is_ethernet = 0;
-  uint64_t life = 0;  // another process at the same place has another one
+  uint32_t unused = 0;  // places are compared byte by byte: no gap that nobody wrote
+  uint64_t life = 0;    // another process at the same place has another one
   bool same_as(const Place& o) const { return std::memcmp(this, &o, sizeof *this) == 0; }
 };
+static_assert(sizeof(Place) == 40);
 
 // The datagram of the handshake.
 struct Greeting {
@@ -69,6 +74,11 @@ struct Link {
   ib::Ah* ah = nullptr;
   uint32_t psn = 0;
   uint32_t their_qpn = 0;
+  uint32_t under_way = 0;    // posted and not come back
+  bool owes_answer = false;  // to their greeting
+  bool answers_again = false;
+  Clock::time_point next_answer{};
+  Clock::time_point made = Clock::now();
   Clock::time_point next_greeting{};
   Clock::duration pause = kGreetFirst;
 };
@@ -113,15 +123,17 @@ class VerbsRail : public Rail {
     place_.life = random_key();
     if (gid_index >= 0)
       WEFT_TRY(step("ibv_query_gid", ib_.query_gid(context_, port, gid_index, &place_.gid) == 0));
-    const size_t greeting_room = kRouteHeaderBytes + sizeof(Greeting);
-    arena_ = std::make_unique<char[]>(size_t{kReceives} * kMessageBytes + (kGreetings + 1) * greeting_room);
-    arena_mr_ =
-        ib_.reg_mr(pd_, arena_.get(), size_t{kReceives} * kMessageBytes + (kGreetings + 1) * greeting_room,
-                   ib::kAccessLocalWrite);
+    const size_t arena_bytes =
+        size_t{kReceives} * kMessageBytes + 2 * kGreetings * (kRouteHeaderBytes + sizeof(Greeting));
+    arena_ = std::make_unique<char[]>(arena_bytes);
+    arena_mr_ = ib_.reg_mr(pd_, arena_.get(), arena_bytes, ib::kAccessLocalWrite);
     WEFT_TRY(step("ibv_reg_mr", arena_mr_));
     WEFT_TRY(open_greeter());
     for (uint32_t i = 0; i < kReceives; ++i) WEFT_TRY(step("ibv_post_srq_recv", repost(i)));
-    for (uint32_t i = 0; i < kGreetings; ++i) WEFT_TRY(step("ibv_post_recv", repost_greeting(i)));
+    for (uint32_t i = 0; i < kGreetings; ++i) {
+      WEFT_TRY(step("ibv_post_recv", repost_greeting(i)));
+      free_greetings_.push_back(kGreetings + i);
+    }
     return {};
   }
 
@@ -214,7 +226,7 @@ class VerbsRail : public Rail {
   };
 
   static uint32_t key_of(void* lkey) { return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lkey)); }
-  char* greeting_buffer(uint32_t i) {  // the last one is for sending
+  char* greeting_buffer(uint32_t i) {  // the first half is for receiving
     return arena_.get() + size_t{kReceives} * kMessageBytes + i * (kRouteHeaderBytes + sizeof(Greeting));
   }
 
@@ -309,13 +321,19 @@ class VerbsRail : public Rail {
       if (link.ah) ib_.destroy_ah(link.ah);
       return logged(std::move(status));
     }
-    for (size_t i = 0; i < links_.size(); ++i) {
-      if (links_[i].state != LinkState::kBroken || links_[i].is_used || links_[i].qp) continue;
-      links_[i] = link;
-      return i;
-    }
-    links_.push_back(link);
-    return links_.size() - 1;
+    size_t index = 0;
+    while (index < links_.size() &&
+           (links_[index].state != LinkState::kBroken || links_[index].is_used || links_[index].qp))
+      ++index;
+    if (index == links_.size()) links_.emplace_back();
+    links_[index] = link;
+    by_qp_[link.qp->qp_num] = index;
+    return index;
+  }
+
+  Link* link_of(uint32_t qpn) {
+    const auto found = by_qp_.find(qpn);
+    return found == by_qp_.end() ? nullptr : &links_[found->second];
   }
 
   bool bring_up(Link& link, uint32_t qpn, uint32_t psn) {
@@ -344,26 +362,40 @@ class VerbsRail : public Rail {
 
   void break_link(Link& link) {
     link.state = LinkState::kBroken;
+    link.owes_answer = link.answers_again = false;
     ib::QpAttr attr{};
     attr.qp_state = ib::kStateError;
     if (link.qp) ib_.modify_qp(link.qp, &attr, ib::kMaskState);  // what is under way comes back flushed
+    retire(link);
+  }
+
+  // Gives a broken link's queue pair back once nothing is under way on it.
+  void retire(Link& link) {
+    if (link.state != LinkState::kBroken || link.under_way || !link.qp) return;
+    by_qp_.erase(link.qp->qp_num);
+    ib_.destroy_qp(link.qp);
+    ib_.destroy_ah(link.ah);
+    link.qp = nullptr;
+    link.ah = nullptr;
   }
 
   // ---- handshake
 
-  void send_greeting(Link& link, bool is_answer) {
-    if (is_sending_greeting_) return;  // one buffer; it is repeated anyway
+  // False when there is no room now.
+  bool send_greeting(Link& link, bool is_answer) {
+    if (free_greetings_.empty()) return false;
+    const uint32_t index = free_greetings_.back();
     Greeting greeting;
     greeting.is_answer = is_answer;
     greeting.is_up = link.state != LinkState::kGreeting;
     greeting.from = place_;
     greeting.qpn = link.qp->qp_num;
     greeting.psn = link.psn;
-    char* buffer = greeting_buffer(kGreetings);
+    char* buffer = greeting_buffer(index);
     std::memcpy(buffer, &greeting, sizeof greeting);
     ib::Sge part{reinterpret_cast<uint64_t>(buffer), sizeof greeting, arena_mr_->lkey};
     ib::SendWr wr{}, *bad = nullptr;
-    wr.wr_id = kGreetingId;
+    wr.wr_id = kGreetingSent + index;
     wr.sg_list = &part;
     wr.num_sge = 1;
     wr.opcode = ib::kOpSend;
@@ -371,17 +403,33 @@ class VerbsRail : public Rail {
     wr.wr.ud.ah = link.ah;
     wr.wr.ud.remote_qpn = link.there.greeter_qpn;
     wr.wr.ud.remote_qkey = kQkey;
-    is_sending_greeting_ = context_->ops.post_send(greeter_, &wr, &bad) == 0;
+    if (context_->ops.post_send(greeter_, &wr, &bad) != 0) return false;
+    free_greetings_.pop_back();
+    return true;
   }
 
+  // Datagrams may be lost: answers wait for room, greetings are repeated until the other side is known to be
+  // up, and some answers are given twice, all at irregular times. Links in step would lose the same datagrams
+  // again and again on a network that loses them in a pattern.
   void greet() {
     const auto now = Clock::now();
     for (Link& link : links_) {
-      if (!is_joining(link.state) || now < link.next_greeting) continue;
-      send_greeting(link, false);
-      link.next_greeting = now + link.pause;
-      link.pause = std::min<Clock::duration>(link.pause * 2, kGreetLast);
+      if (link.owes_answer && send_greeting(link, true)) link.owes_answer = false;
+      if (link.answers_again && now >= link.next_answer && send_greeting(link, true))
+        link.answers_again = false;
+      if (!is_joining(link.state)) continue;
+      if (!link.is_used && now - link.made > kJoinFor) {
+        break_link(link);
+      } else if (now >= link.next_greeting && send_greeting(link, false)) {
+        link.next_greeting = now + some_time(link.pause);
+        link.pause = std::min<Clock::duration>(link.pause * 2, kGreetLast);
+      }
     }
+  }
+
+  // Half of it to one and a half.
+  Clock::duration some_time(Clock::duration usual) {
+    return usual / 2 + usual * static_cast<int64_t>(random_()) / static_cast<int64_t>(random_.max());
   }
 
   void on_greeting(const ib::Wc& wc) {
@@ -412,7 +460,10 @@ class VerbsRail : public Rail {
     }
     if (link.state == LinkState::kUp && greeting.is_up && link.their_qpn == greeting.qpn)
       link.state = LinkState::kConnected;
-    if (link.their_qpn == greeting.qpn && !greeting.is_answer) send_greeting(link, true);
+    if (link.their_qpn != greeting.qpn || greeting.is_answer) return;
+    link.owes_answer = !send_greeting(link, true);
+    link.answers_again = random_() % 2 == 0;
+    link.next_answer = Clock::now() + some_time(kGreetFirst);
   }
 
   // ---- data
@@ -440,7 +491,10 @@ class VerbsRail : public Rail {
     wr.send_flags = ib::kSendSignaled;
     ib::SendWr* bad = nullptr;
     const int error = context_->ops.post_send(link.qp, &wr, &bad);
-    if (error == 0) return Posted::kOk;
+    if (error == 0) {
+      ++link.under_way;
+      return Posted::kOk;
+    }
     if (error == ENOMEM || error == EAGAIN) return Posted::kAgain;
     refusal_ = text("verbs: posting on {}: {}", nic_.name, std::strerror(error));
     return Posted::kFatal;
@@ -450,23 +504,30 @@ class VerbsRail : public Rail {
     event.peer_gone = false;
     const bool is_receive = wc.status == 0 && (wc.opcode & ib::kWcRecv);
     if (wc.qp_num == greeter_->qp_num) {
-      if (wc.wr_id == kGreetingId && !is_receive)
-        is_sending_greeting_ = false;
+      if (wc.wr_id >= kGreetingSent)
+        free_greetings_.push_back(static_cast<uint32_t>(wc.wr_id - kGreetingSent));
       else if (is_receive)
         on_greeting(wc);
       return false;
     }
-    if (is_receive) return take_receive(wc, event);
+    Link* const link = link_of(wc.qp_num);
+    if (is_receive) {
+      if (link && link->state == LinkState::kUp) link->state = LinkState::kConnected;  // who sends is up
+      return take_receive(wc, event);
+    }
     if (wc.status != 0 && wc.wr_id < kReceives) return false;  // a receive that was flushed
+    if (link) --link->under_way;
     event.context = reinterpret_cast<Context*>(wc.wr_id);
     event.kind = wc.status == 0 ? EventKind::kDone : EventKind::kFailed;
     event.bytes = wc.byte_len;
-    if (wc.status == 0) return true;
+    if (wc.status == 0) {
+      if (link) retire(*link);
+      return true;
+    }
     event.peer_gone =
         wc.status == ib::kWcRetryExceeded || wc.status == ib::kWcRnrExceeded || wc.status == ib::kWcFlushed;
     event.text = text("{} (status {}, vendor {})", ib_.wc_status_str(wc.status), wc.status, wc.vendor_err);
-    for (Link& link : links_)  // a queue pair is in error after any failure
-      if (link.qp && link.qp->qp_num == wc.qp_num) link.state = LinkState::kBroken;
+    if (link) break_link(*link);  // a queue pair is in error after any failure
     return true;
   }
 
@@ -511,8 +572,10 @@ class VerbsRail : public Rail {
   uint8_t port_ = 1;
   int gid_index_ = -1;
   Place place_;
-  bool is_sending_greeting_ = false;
+  std::vector<uint32_t> free_greetings_;  // buffers for sending
+  std::minstd_rand random_{static_cast<uint32_t>(random_key())};
   std::deque<Link> links_;
+  std::unordered_map<uint32_t, size_t> by_qp_;
   std::deque<Receive> receives_;
   std::deque<std::string> messages_;
   std::string refusal_;

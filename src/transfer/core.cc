@@ -18,6 +18,7 @@ constexpr uint32_t kMessageBuffers = 64;  // of each kind, send and receive
 constexpr size_t kEventBatch = 32;
 constexpr uint32_t kCallsPerTick = 64;
 constexpr uint32_t kSubmissionsPerPoll = 32;  // who only submits must hear its peers, too
+constexpr auto kBufferRest = std::chrono::seconds(2);
 constexpr auto kTickEvery = std::chrono::milliseconds(5);
 constexpr size_t kInboxBytes = 4096;
 constexpr unsigned kIdlePolls = 20000;  // of a worker with nothing under way, before it sleeps longer
@@ -254,6 +255,7 @@ void Core::on_event(RailState& rail, Event& event) {
 void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
   if (flight.buffer) free_buffers_.push_back(flight.buffer);
   if (flight.is_orphan) return free_flight(&flight);
+  if (flight.carries_message()) --flight.peer->messages_out_;
   --rail.in_flight;
   Transfer* transfer = flight.transfer;
   Peer* peer = flight.peer;
@@ -292,6 +294,8 @@ void Core::on_imm_event(uint32_t imm) {
 void Core::tick(Clock::time_point now) {
   const Clock::duration slept = now - last_tick_;
   last_tick_ = now;
+  for (; !resting_buffers_.empty() && resting_buffers_.front().until <= now; resting_buffers_.pop_front())
+    free_buffers_.push_back(resting_buffers_.front().buffer);
   check_deadlines(now);
   check_peers(now, slept);
 }
@@ -320,12 +324,18 @@ void Core::free_flight(Flight* flight) {
   free_flights_ = flight;
 }
 
-// The network still holds it, but nobody waits for it any more.
+// The network still holds it, but nobody waits for it any more. It may never come back: a message's buffer is
+// used again after a while.
 void Core::orphan(Flight& flight) {
   if (flight.use == Flight::Use::kFree || flight.use == Flight::Use::kReceive || flight.is_orphan) return;
   flight.is_orphan = true;
   --rails[flight.rail].in_flight;
   if (flight.transfer) --flight.transfer->in_flight_;
+  if (flight.carries_message()) {
+    --flight.peer->messages_out_;
+    resting_buffers_.push_back({flight.buffer, Clock::now() + kBufferRest});
+    flight.buffer = nullptr;
+  }
   flight.transfer = nullptr;
   flight.peer = nullptr;
 }

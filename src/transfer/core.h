@@ -71,6 +71,7 @@ struct Flight : Context {
   Peer* peer = nullptr;          // all but kReceive
   char* buffer = nullptr;        // kMessage, kShortSend, kReceive
   Flight* next_free = nullptr;
+  bool carries_message() const { return use == Use::kMessage || use == Use::kShortSend; }
 };
 
 constexpr uint32_t kFlightBlock = 256;
@@ -252,6 +253,11 @@ class Core {
   std::unique_ptr<char[]> arena_;  // message buffers
   provider::Registration arena_registration_;
   std::vector<char*> free_buffers_;
+  struct Resting {
+    char* buffer;
+    Clock::time_point until;
+  };
+  std::deque<Resting> resting_buffers_;  // of messages to peers that are gone: a NIC may still hold them
   std::vector<Flight*> unposted_receives_;
   std::vector<char> inbox_page_;
   uint64_t message_bytes_ = 0;

@@ -171,7 +171,8 @@ class Builder {
   }
 
   bool is_one_ordered_stream(const std::vector<Transfer::Piece*>& pieces, const Remote&) const {
-    if (!core_.rails[pieces[0]->rail].rail->caps().ordered_writes) return false;
+    const provider::Caps& caps = core_.rails[pieces[0]->rail].rail->caps();
+    if (!caps.ordered_writes || caps.pages_apart) return false;
     return std::all_of(pieces.begin(), pieces.end(),
                        [&](const auto* piece) { return piece->rail == pieces[0]->rail; });
   }

@@ -141,6 +141,7 @@ class Peer {
   std::unordered_map<uint32_t, std::string> early_;  // messages that overtook others, by sequence
   Clock::time_point gap_since_{};
   Clock::time_point heard_{}, told_{};
+  uint32_t messages_out_ = 0;  // with the network
   std::unordered_map<uint32_t, std::shared_ptr<ImmCounter>> imms_;
   std::unordered_map<uint64_t, std::weak_ptr<Remote>> remotes_;  // by region, of this life
   std::shared_ptr<StageOut> stage_out_;

@@ -62,6 +62,7 @@ bool Core::post_message(OutMessage& message) {
                                                  message.bytes.size(), arena_registration_.lkey, flight);
   if (posted == Posted::kOk) {
     ++rails[0].in_flight;
+    ++message.peer->messages_out_;
     return true;
   }
   free_buffers_.push_back(flight->buffer);

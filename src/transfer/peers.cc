@@ -63,6 +63,7 @@ Result<std::shared_ptr<Peer>> Core::make_peer(const Address& address) {
   WEFT_TRY(route_to(*peer));
   peer->slot_here_ = slot;
   peer->next_out_ = peer->next_in_ = 1;
+  peer->messages_out_ = 0;
   peer->heard_ = peer->told_ = Clock::now();
   {
     std::lock_guard lock(peer->why_mutex_);
@@ -271,7 +272,8 @@ void Core::check_peers(Clock::time_point now, Clock::duration slept) {
   for (auto& [engine, peer] : peers_) {
     if (!peer->is_alive()) continue;
     if (slept > dead_after / 4) peer->heard_ += slept;
-    if (now - peer->told_ >= to_duration(options.heartbeat_s))
+    // What a silent peer has not taken yet will tell it as much as another heartbeat.
+    if (now - peer->told_ >= to_duration(options.heartbeat_s) && peer->messages_out_ == 0)
       send_message(*peer, MessageType::kHeartbeat, "");
     if (now - peer->heard_ > dead_after)
       lost.emplace_back(peer, text("no sign of life for {} s", options.peer_dead_s));

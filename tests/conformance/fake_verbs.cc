@@ -32,6 +32,10 @@ struct FakePd {
   ib::Context* context;
 };
 
+bool lose_every_third(uint32_t datagram) {
+  return datagram % 3 == 1;
+}
+
 struct Wire {
   std::mutex mutex;
   std::map<uint32_t, FakeQp*> qps;
@@ -39,6 +43,7 @@ struct Wire {
   std::map<uint32_t, int> access;
   uint32_t next = 100;
   uint32_t datagrams = 0;
+  std::function<bool(uint32_t)> is_lost = lose_every_third;
   const char* names[2] = {"fake0", "fake1"};
 };
 Wire& wire() {
@@ -69,7 +74,7 @@ bool is_reachable(const ib::SendWr& wr, const ib::Sge& part, int wanted) {
 int send_datagram(FakeQp& from, const ib::SendWr& wr) {
   complete(from.send_cq, wr.wr_id, 0, ib::kOpSend, 0, from.qp_num);
   const auto to = wire().qps.find(wr.wr.ud.remote_qpn);
-  if (++wire().datagrams % 3 == 1 || to == wire().qps.end() || to->second->receives.empty())
+  if (wire().is_lost(++wire().datagrams) || to == wire().qps.end() || to->second->receives.empty())
     return 0;  // lost
   const Received receive = to->second->receives.front();
   to->second->receives.pop_front();
@@ -290,6 +295,20 @@ ib::Library fake_verbs_library() {
     return std::string(index == 3 ? "RoCE v2" : "IB/RoCE v1");
   };
   return library;
+}
+
+FakeVerbsLoss::FakeVerbsLoss(std::function<bool(uint32_t)> is_lost) {
+  std::lock_guard lock(wire().mutex);
+  wire().is_lost = std::move(is_lost);
+}
+FakeVerbsLoss::~FakeVerbsLoss() {
+  std::lock_guard lock(wire().mutex);
+  wire().is_lost = lose_every_third;
+}
+
+size_t fake_verbs_queue_pairs() {
+  std::lock_guard lock(wire().mutex);
+  return wire().qps.size();
 }
 
 std::shared_ptr<provider::Provider> make_fake_verbs() {

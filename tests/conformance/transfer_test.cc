@@ -124,9 +124,11 @@ TEST_P(TransferTest, PagesLandWhereTheListsSay) {
   for (Notify notify : {Notify::kOnce, Notify::kEach}) {
     std::memset(pair.b.buffer.data(), 0xEE, pair.b.buffer.bytes());
     const uint32_t imm = 10 + static_cast<uint32_t>(notify);
-    ASSERT_OK(pair.a.engine->write_pages({pair.a.memory, src, pair.remote, dst, kPage, with_imm(imm, notify)})
-                  .status());
+    auto written =
+        pair.a.engine->write_pages({pair.a.memory, src, pair.remote, dst, kPage, with_imm(imm, notify)});
+    ASSERT_OK(written.status());
     ASSERT_OK(pair.wait_imm(imm, expected[static_cast<int>(notify)]));
+    ASSERT_OK(pair.a.engine->wait(*written, soon()));  // the source is free
     for (uint64_t i = 0; i < kPages; ++i)
       ASSERT_EQ(std::memcmp(pair.b.buffer.data() + dst.at(i), pair.a.buffer.data() + src.at(i), kPage), 0)
           << i;

@@ -142,6 +142,31 @@ TEST(TransferFault, SilentPeerIsFoundByItsHeartbeatAndFailsExactlyItsOwn) {
   c.engine->close();
 }
 
+// What was sent to the dead never comes back; it must not use up what the living need.
+TEST(TransferFault, ManyDeadPeersLeaveRoomForMessages) {
+  auto network = std::make_shared<Loopback>();
+  Options options;
+  options.heartbeat_s = 0.01;
+  options.peer_dead_s = 0.08;
+  Side a = Side::open(network, 1, 1000, Pair::named(options, "a"));
+  for (int i = 0; i < 40; ++i) {
+    Side victim = Side::open(network, 1, 1000, Pair::named(options, "victim"));
+    auto peer = a.engine->connect(victim.engine->address(), soon());
+    ASSERT_OK(peer.status());
+    network->kill(parse_address(victim.engine->address())->rails[0]);
+    for (int k = 0; k < 4; ++k) (void)a.engine->send(*peer, a.memory, 0, 10, {});
+    ASSERT_TRUE(wait_until(soon(), [&] { return !(*peer)->is_alive(); }));
+    victim.engine->close();
+  }
+  Side b = Side::open(network, 1, 1000, Pair::named(options, "b"));
+  auto peer = a.engine->connect(b.engine->address(), soon());
+  ASSERT_OK(peer.status());
+  auto send = *a.engine->send(*peer, a.memory, 0, 10, {});
+  EXPECT_OK(a.engine->wait(send, soon()));
+  a.engine->close();
+  b.engine->close();
+}
+
 TEST(TransferFault, QuietPeersStayAliveByTheirHeartbeats) {
   auto network = std::make_shared<Loopback>();
   Pair pair(network, 1, 1, 1000, impatient());

@@ -39,6 +39,7 @@ from rich.table import Table
 import weft
 
 WIDE = 200
+MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 
 # What a row must hold, and the types that JSON may carry for it.
 ROW_FIELDS: dict[str, tuple[type, ...]] = {
@@ -234,7 +235,7 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of Weft, Python, and the packages that a figure may depend on."""
     found = {"weft": weft.__version__, "python": platform.python_version()}
-    for package in ("torch", "numpy", "deep_ep", "nixl", "mooncake-transfer-engine"):
+    for package in ("torch", "numpy", "deep_ep", "nixl", *MOONCAKE):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

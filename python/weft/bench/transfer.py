@@ -11,7 +11,9 @@ order on both sides; ``pool`` says out of how many times as many; its baseline `
 the same bytes), ``write_rate`` (8 B to 4 KiB, a window of 64) and ``write_imm_latency`` (half a round trip of a write
 with an immediate). ``us`` is per operation. The baseline ``raw`` is plain ``fi_writemsg`` / ``fi_readmsg`` on
 one endpoint in the same two processes; the two alternate, so that a busy machine disturbs both. What one
-operation of each call moved is compared byte for byte afterwards (``checked``).
+operation of each call moved is compared byte for byte afterwards (``checked``). NIXL and Mooncake, where both sides
+have them installed, do ``write``, ``read`` and ``paged_write`` at the end of the same run (their threads would disturb
+the others): baselines ``nixl`` and ``mooncake``.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ import argparse
 import base64
 import contextlib
 import ctypes
-import importlib.util
 import json
 import mmap
 import multiprocessing
 import os
+import random
 import socket
 import statistics
 import struct
@@ -34,6 +36,7 @@ from typing import Any
 
 from weft import _core
 from weft.bench.report import Report, Row, add_report_arguments, progress
+from weft.bench.transfer_others import Other, open_others
 from weft.errors import Error, PeerLost, invalid
 from weft.transfer import Pages, Span, TransferEngine
 
@@ -112,6 +115,12 @@ class Line:
         self._connection = connection
         connection.settimeout(TIMEOUT_S)
 
+    @property
+    def host(self) -> str:
+        """This side's address as the other side knows it."""
+        name = self._connection.getsockname()
+        return str(name[0]) if self._connection.family == socket.AF_INET else "127.0.0.1"
+
     def send(self, message: dict[str, Any]) -> None:
         body = json.dumps(message, default=to_json).encode()
         self._connection.sendall(struct.pack("<I", len(body)) + body)
@@ -143,6 +152,7 @@ class Side:
     memory: Any = field(init=False)
     peer: Any = field(init=False, default=None)
     remote: Any = field(init=False, default=None)
+    others: dict[str, Other] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.memory = self.engine.register(self.span, remote_read=True, remote_write=True)
@@ -162,11 +172,17 @@ class Side:
         if self.raw is not None and card["raw"] is not None:
             self.raw.connect(card["raw"])
 
+    def open_others(self, host: str) -> dict[str, Any]:
+        """Open other engines on the same buffer; return their cards, or why they are absent."""
+        self.others, absent = open_others(self.span.address, BUFFER_BYTES, host)
+        return {"cards": {name: other.card() for name, other in self.others.items()}, "absent": absent}
 
-def pin(cpu: int) -> None:
-    """Keep this process on one CPU; unpinned runs swing by hundreds of microseconds."""
-    available = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {available[cpu % len(available)]})
+
+def pin(cpu: int) -> set[int]:
+    """Keep this process on one CPU; unpinned runs swing by hundreds of microseconds. Return those it had."""
+    available = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(available)[cpu % len(available)]})
+    return available
 
 
 def open_side(args: argparse.Namespace, name: str) -> Side:
@@ -220,6 +236,12 @@ def serve(line: Line, args: argparse.Namespace) -> None:
         elif order["do"] == "fill":
             side.buffer[:] = bytes([order["with"]]) * BUFFER_BYTES
             line.send({"filled": True})
+        elif order["do"] == "open others":
+            opened = side.open_others(line.host)
+            line.send(opened)
+            for name, card in order["cards"].items():
+                if name in side.others:
+                    side.others[name].meet(card)
         elif order["do"] == "show":
             line.send({"bytes": side.buffer[order["at"] : order["at"] + order["count"]]})
     side.engine.close()
@@ -365,6 +387,46 @@ def measure_load(client: Client, load: Load, rounds: int) -> Row:
     )
 
 
+def pairs_of(load: Load) -> list[tuple[int, int]]:
+    """Return the offsets, here and there, of what one request of another engine moves."""
+    if load.call == "paged_write":
+        chance = random.Random(1)
+        here, there = (chance.sample(range(load.count * load.pool), load.count) for _ in range(2))
+        return [(a * load.nbytes, b * load.nbytes) for a, b in zip(here, there, strict=True)]
+    places = max(BUFFER_BYTES // load.nbytes, 1)
+    return [(i % places * load.nbytes,) * 2 for i in range(load.count)]
+
+
+def measure_others(client: Client, loads: Sequence[Load], rows: Sequence[Row], rounds: int) -> list[str]:
+    """Add what other engines need for the same work to the rows; return notes about them."""
+    side = client.side
+    opened = side.open_others(client.line.host)
+    theirs = client.order({"do": "open others", "cards": opened["cards"]})
+    absent: dict[str, str] = {**theirs["absent"], **opened["absent"]}
+    for name, other in side.others.items():
+        if name in absent:
+            continue
+        try:
+            other.meet(theirs["cards"][name])
+            for load, row in zip(loads, rows, strict=True):
+                if load.call not in ("write", "read", "paged_write"):
+                    continue
+                pairs, kind = pairs_of(load), "read" if load.call == "read" else "write"
+                taken = other.seconds(kind, pairs, load.nbytes, 1 + rounds * REPEATS)[
+                    1:
+                ]  # the first connects
+                operations = 1 if load.call == "paged_write" else len(pairs)
+                row.baselines[name] = statistics.median(taken) / operations * 1e6
+        except Exception as error:  # a foreign package's; what was measured without it stays
+            absent[name] = f"gave up: {error}"
+    notes = [f"{name}: {why}." for name, why in sorted(absent.items())]
+    if set(side.others) - set(absent):
+        notes.append(
+            "nixl, mooncake: their Python interfaces, all operations of a repetition as one request."
+        )
+    return notes
+
+
 def run_client(line: Line, args: argparse.Namespace) -> int:
     """Measure everything, print and write it. Returns 0 when all that arrived was right."""
     client = Client(line, args)
@@ -380,6 +442,7 @@ def run_client(line: Line, args: argparse.Namespace) -> int:
             bar.update(task, description=f"{load.call} {load.nbytes} B")
             report.add(measure_load(client, load, args.rounds))
             bar.advance(task)
+    notes = measure_others(client, loads, report.rows, args.rounds)
     line.send({"do": "quit"})
     client.side.engine.close()
     report.note("raw: plain fi_writemsg / fi_readmsg in the same processes, alternating with the engine.")
@@ -387,11 +450,10 @@ def run_client(line: Line, args: argparse.Namespace) -> int:
         "of_raw: raw's time over the engine's (1 is equal, more is faster), median over rounds; _best: of the minima."
     )
     report.note("us is per operation; latency is half a round trip.")
-    for name, module in (("NIXL", "nixl"), ("Mooncake", "mooncake")):
-        installed = importlib.util.find_spec(module) is not None
-        report.note(
-            f"{name}: {'installed, not measured by this command yet' if installed else 'not installed'}."
-        )
+    for note in notes:
+        report.note(note)
+    if cpus := getattr(args, "cpus", None):
+        os.sched_setaffinity(0, cpus)  # the report tells how many the machine has
     report.finish(args.json, args.plot)
     return 0 if all(row.checked for row in report.rows) else 1
 
@@ -458,7 +520,7 @@ def run_local(args: argparse.Namespace) -> int:
     server.start()
     theirs.close()
     if not args.no_pin:
-        pin(0)
+        args.cpus = pin(0)
     try:
         return run_client(Line(ours), args)
     finally:

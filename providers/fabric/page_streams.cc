@@ -1,0 +1,364 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "providers/fabric/page_streams.h"
+
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/log.h"
+
+namespace weft::provider {
+namespace {
+
+constexpr size_t kPartsPerCall = 256;   // each call hands the list to the kernel again
+constexpr uint32_t kCallsPerLook = 8;   // of progress(), before it looks at quiet sockets
+constexpr size_t kStreamsMax = 4096;    // that strangers may open
+constexpr int kCallsPerTurn = 64;       // of one stream, before others get theirs
+constexpr size_t kRepliesKept = 65536;  // bytes, for a peer that does not read them
+constexpr uint64_t kSkippedAtOnce = 65536;
+constexpr uint64_t kListenerMark = UINT64_MAX;
+
+bool must_wait() {
+  return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+}
+
+int new_socket() {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  const int one = 1;
+  if (fd >= 0) setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+  return fd;
+}
+
+// Drops what has moved from the front of a list; true when nothing is left.
+bool advance(std::vector<iovec>& parts, size_t& next, size_t bytes) {
+  while (next < parts.size() && bytes >= parts[next].iov_len) bytes -= parts[next++].iov_len;
+  if (next == parts.size()) return true;
+  parts[next].iov_base = static_cast<char*>(parts[next].iov_base) + bytes;
+  parts[next].iov_len -= bytes;
+  return false;
+}
+
+msghdr message_of(std::vector<iovec>& parts, size_t next) {
+  msghdr message{};
+  message.msg_iov = &parts[next];
+  message.msg_iovlen = std::min(parts.size() - next, kPartsPerCall);
+  return message;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<PageStreams>> PageStreams::listen(in_addr interface) {
+  std::unique_ptr<PageStreams> streams(new PageStreams());
+  auto failed = [](const char* what) {
+    return logged(Status::from_errno(errno, "fabric: {} for pages", what));
+  };
+  streams->listener_ = new_socket();
+  if (streams->listener_ < 0) return failed("making a socket");
+  sockaddr_in self{};
+  self.sin_family = AF_INET;
+  self.sin_addr = interface;
+  socklen_t length = sizeof self;
+  auto* const address = reinterpret_cast<sockaddr*>(&self);
+  if (bind(streams->listener_, address, length) != 0) return failed("binding a socket");
+  if (::listen(streams->listener_, SOMAXCONN) != 0) return failed("listening");
+  if (getsockname(streams->listener_, address, &length) != 0) return failed("asking for the port");
+  streams->port_ = ntohs(self.sin_port);
+  streams->idle_ = epoll_create1(EPOLL_CLOEXEC);
+  epoll_event mark{EPOLLIN, {.u64 = kListenerMark}};
+  if (streams->idle_ < 0 || epoll_ctl(streams->idle_, EPOLL_CTL_ADD, streams->listener_, &mark) != 0)
+    return failed("watching sockets");
+  return streams;
+}
+
+PageStreams::~PageStreams() {
+  for (Outgoing& out : outgoing_)
+    if (out.fd >= 0) ::close(out.fd);
+  for (auto& [fd, in] : incoming_) ::close(fd);
+  if (listener_ >= 0) ::close(listener_);
+  if (idle_ >= 0) ::close(idle_);
+}
+
+void PageStreams::allow(const Registration& registration, const Range& range, uint32_t access) {
+  if (range.kind == MemoryKind::kHost)
+    regions_[registration.rkey] = {static_cast<char*>(range.data), range.bytes, registration.base,
+                                   (access & kRemoteWrite) != 0};
+}
+
+void PageStreams::forbid(const Registration& registration) {
+  const auto found = regions_.find(registration.rkey);
+  if (found == regions_.end()) return;
+  const Region region = found->second;
+  regions_.erase(found);
+  auto touches = [&](const std::vector<iovec>& parts, size_t from) {
+    return std::any_of(parts.begin() + static_cast<std::ptrdiff_t>(from), parts.end(),
+                       [&](const iovec& part) {
+                         const auto* at = static_cast<const char*>(part.iov_base);
+                         return at >= region.data && at < region.data + region.bytes;
+                       });
+  };
+  for (Outgoing& out : outgoing_)
+    if (std::any_of(out.frames.begin(), out.frames.end(),
+                    [&](const Frame& frame) { return touches(frame.parts, frame.next); }))
+      fail(out, "the memory of a frame was released", false, failed_);
+  for (size_t i = arriving_.size(); i-- > 0;) {
+    if (!touches(arriving_[i]->into, arriving_[i]->next)) continue;
+    const int fd = arriving_[i]->fd;
+    arriving_.erase(arriving_.begin() + static_cast<std::ptrdiff_t>(i));
+    incoming_.erase(fd);
+    ::close(fd);
+  }
+}
+
+// ---- sending
+
+size_t PageStreams::open(in_addr interface, uint16_t port) {
+  Outgoing out;
+  out.to.sin_family = AF_INET;
+  out.to.sin_addr = interface;
+  out.to.sin_port = htons(port);
+  for (size_t i = 0; i < outgoing_.size(); ++i) {
+    if (outgoing_[i].is_used) continue;
+    outgoing_[i] = std::move(out);
+    return i;
+  }
+  outgoing_.push_back(std::move(out));
+  return outgoing_.size() - 1;
+}
+
+void PageStreams::close(size_t stream) {
+  fail(outgoing_[stream], "the peer was let go", false, failed_);
+  outgoing_[stream].is_used = false;
+}
+
+bool PageStreams::connect(Outgoing& out) {
+  out.fd = new_socket();
+  if (out.fd < 0) return false;
+  const auto* to = reinterpret_cast<const sockaddr*>(&out.to);
+  return ::connect(out.fd, to, sizeof out.to) == 0 || errno == EINPROGRESS;
+}
+
+void PageStreams::post(size_t stream, const Piece* pieces, uint32_t count, Context* context) {
+  Frame frame;
+  FrameHead head;
+  head.pages = count;
+  frame.heads.resize(sizeof head + count * sizeof(PageHead));
+  std::memcpy(frame.heads.data(), &head, sizeof head);
+  frame.parts.reserve(count + 1);
+  frame.parts.push_back({frame.heads.data(), frame.heads.size()});
+  for (uint32_t i = 0; i < count; ++i) {
+    const PageHead page{pieces[i].remote, pieces[i].rkey, pieces[i].bytes};
+    std::memcpy(frame.heads.data() + sizeof head + i * sizeof page, &page, sizeof page);
+    if (pieces[i].bytes) frame.parts.push_back({pieces[i].local, pieces[i].bytes});
+  }
+  frame.context = context;
+  Outgoing& out = outgoing_[stream];
+  out.frames.push_back(std::move(frame));
+  ++unanswered_;
+  if (out.fd < 0 && !connect(out))
+    return fail(out, text("connecting: {}", std::strerror(errno)), true, failed_);
+  send_frames(out, failed_);
+}
+
+void PageStreams::fail(Outgoing& out, const std::string& why, bool peer_gone, std::deque<Event>& events) {
+  if (out.fd >= 0) ::close(out.fd);
+  out.fd = -1;
+  for (const Frame& frame : out.frames) {
+    Event event;
+    event.kind = EventKind::kFailed;
+    event.peer_gone = peer_gone;
+    event.context = frame.context;
+    event.text = text("pages over tcp: {}", why);
+    events.push_back(std::move(event));
+  }
+  unanswered_ -= out.frames.size();
+  out.frames.clear();
+  out.sent = 0;
+  out.reply_bytes = 0;
+}
+
+void PageStreams::send_frames(Outgoing& out, std::deque<Event>& events) {
+  while (out.sent < out.frames.size()) {
+    Frame& frame = out.frames[out.sent];
+    const msghdr message = message_of(frame.parts, frame.next);
+    const ssize_t sent = sendmsg(out.fd, &message, MSG_NOSIGNAL);
+    if (sent < 0 && must_wait()) return;
+    if (sent < 0) return fail(out, std::strerror(errno), true, events);
+    if (advance(frame.parts, frame.next, static_cast<size_t>(sent))) ++out.sent;
+  }
+}
+
+void PageStreams::take_replies(Outgoing& out, std::deque<Event>& events) {
+  while (!out.frames.empty()) {
+    char* const at = reinterpret_cast<char*>(&out.reply) + out.reply_bytes;
+    const ssize_t came = recv(out.fd, at, sizeof out.reply - out.reply_bytes, 0);
+    if (came < 0 && must_wait()) return;
+    if (came <= 0) return fail(out, came ? std::strerror(errno) : "the peer closed its end", true, events);
+    out.reply_bytes += static_cast<size_t>(came);
+    if (out.reply_bytes < sizeof out.reply) continue;
+    out.reply_bytes = 0;
+    if (std::memcmp(out.reply.tag, FrameReply().tag, sizeof out.reply.tag) != 0 || out.sent == 0)
+      return fail(out, "the peer answered what it was not asked", true, events);
+    Event event;
+    event.kind = out.reply.is_refused ? EventKind::kFailed : EventKind::kDone;
+    event.context = out.frames.front().context;
+    if (out.reply.is_refused) event.text = "pages over tcp: the peer does not let this memory be written";
+    events.push_back(std::move(event));
+    out.frames.pop_front();
+    --out.sent;
+    --unanswered_;
+  }
+}
+
+// ---- receiving
+
+void PageStreams::accept_all() {
+  while (true) {
+    const int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) return;
+    epoll_event mark{EPOLLIN, {.u64 = static_cast<uint64_t>(fd)}};
+    if (incoming_.size() >= kStreamsMax || epoll_ctl(idle_, EPOLL_CTL_ADD, fd, &mark) != 0) {
+      ::close(fd);
+      continue;
+    }
+    const int one = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    incoming_[fd] = std::make_unique<Incoming>();
+    incoming_[fd]->fd = fd;
+  }
+}
+
+// Where a page goes; null when the peer may not write there.
+char* PageStreams::place(const PageHead& page) const {
+  const auto found = regions_.find(page.rkey);
+  if (found == regions_.end() || !found->second.is_writable || page.remote < found->second.base)
+    return nullptr;
+  const uint64_t offset = page.remote - found->second.base;
+  const bool is_inside = offset <= found->second.bytes && page.bytes <= found->second.bytes - offset;
+  return is_inside ? found->second.data + offset : nullptr;
+}
+
+PageStreams::Came PageStreams::receive_heads(Incoming& in) {
+  const size_t have = in.heads.size();
+  in.heads.resize(in.heads_bytes);
+  const ssize_t came = recv(in.fd, in.heads.data() + have, in.heads_bytes - have, 0);
+  in.heads.resize(have + static_cast<size_t>(std::max<ssize_t>(came, 0)));
+  if (came < 0 && must_wait()) return Came::kNothing;
+  return came > 0 ? Came::kSome : Came::kEnd;
+}
+
+// Once all heads are there; false for what is no frame.
+bool PageStreams::begin_pages(Incoming& in) {
+  in.into.clear();
+  in.next = 0;
+  uint64_t bytes = 0;
+  for (size_t at = sizeof(FrameHead); at < in.heads_bytes; at += sizeof(PageHead)) {
+    PageHead page;
+    std::memcpy(&page, in.heads.data() + at, sizeof page);
+    char* const to = place(page);
+    in.is_refused = in.is_refused || !to;
+    if (to && page.bytes) in.into.push_back({to, page.bytes});
+    if (__builtin_add_overflow(bytes, page.bytes, &bytes)) return false;
+  }
+  if (!in.is_refused) return true;
+  in.into.clear();
+  in.skip_bytes = bytes;
+  return true;
+}
+
+PageStreams::Came PageStreams::receive_pages(Incoming& in) {
+  char skipped[kSkippedAtOnce];
+  ssize_t came = 0;
+  if (in.skip_bytes) {
+    came = recv(in.fd, skipped, std::min(in.skip_bytes, kSkippedAtOnce), 0);
+    if (came > 0) in.skip_bytes -= static_cast<uint64_t>(came);
+  } else {
+    msghdr message = message_of(in.into, in.next);
+    came = recvmsg(in.fd, &message, 0);
+    if (came > 0) advance(in.into, in.next, static_cast<size_t>(came));
+  }
+  if (came < 0 && must_wait()) return Came::kNothing;
+  return came > 0 ? Came::kSome : Came::kEnd;
+}
+
+bool PageStreams::end_frame(Incoming& in) {
+  FrameReply reply;
+  reply.is_refused = in.is_refused;
+  const char* bytes = reinterpret_cast<const char*>(&reply);
+  in.replies.insert(in.replies.end(), bytes, bytes + sizeof reply);
+  in.heads.clear();
+  in.heads_bytes = sizeof(FrameHead);
+  in.is_refused = false;
+  return send_replies(in);
+}
+
+bool PageStreams::send_replies(Incoming& in) {
+  if (in.replies.empty()) return true;
+  const ssize_t sent = send(in.fd, in.replies.data(), in.replies.size(), MSG_NOSIGNAL);
+  if (sent < 0) return must_wait();
+  in.replies.erase(in.replies.begin(), in.replies.begin() + sent);
+  return true;
+}
+
+// Takes what has come on one stream; false when the stream has ended or is not worth listening to.
+bool PageStreams::receive(Incoming& in) {
+  if (!send_replies(in) || in.replies.size() > kRepliesKept) return false;
+  for (int calls = 0; calls < kCallsPerTurn; ++calls) {
+    const bool is_in_heads = in.heads.size() < in.heads_bytes;
+    const Came came = is_in_heads ? receive_heads(in) : receive_pages(in);
+    if (came != Came::kSome) return came == Came::kNothing;
+    if (is_in_heads) {
+      if (in.heads.size() < in.heads_bytes) continue;
+      if (in.heads_bytes == sizeof(FrameHead)) {
+        FrameHead head;
+        std::memcpy(&head, in.heads.data(), sizeof head);
+        const bool is_head = std::memcmp(head.tag, FrameHead().tag, sizeof head.tag) == 0;
+        if (!is_head || head.pages == 0 || head.pages > kPagesPerFrame) return false;
+        in.heads_bytes += head.pages * sizeof(PageHead);
+        continue;
+      }
+      if (!begin_pages(in)) return false;
+    }
+    if (in.next == in.into.size() && in.skip_bytes == 0 && !end_frame(in)) return false;
+  }
+  return true;
+}
+
+void PageStreams::progress(std::deque<Event>& events) {
+  for (; !failed_.empty(); failed_.pop_front()) events.push_back(std::move(failed_.front()));
+  if (unanswered_)
+    for (Outgoing& out : outgoing_) {
+      if (out.frames.empty()) continue;
+      send_frames(out, events);
+      take_replies(out, events);
+    }
+  std::vector<Incoming*> look;
+  look.swap(arriving_);
+  if (++quiet_calls_ % kCallsPerLook == 0) {
+    epoll_event ready[16];
+    const int count = epoll_wait(idle_, ready, 16, 0);
+    for (int i = 0; i < count; ++i) {
+      if (ready[i].data.u64 == kListenerMark) {
+        accept_all();
+        continue;
+      }
+      Incoming* in = incoming_.at(static_cast<int>(ready[i].data.u64)).get();
+      if (std::find(look.begin(), look.end(), in) == look.end()) look.push_back(in);
+    }
+  }
+  for (Incoming* in : look) {
+    const int fd = in->fd;
+    if (!receive(*in)) {
+      incoming_.erase(fd);
+      ::close(fd);
+    } else if (in->is_busy()) {
+      arriving_.push_back(in);
+    }
+  }
+}
+
+}  // namespace weft::provider

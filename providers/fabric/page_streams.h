@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// PageStreams carries lists of pages over TCP connections of its own. libfabric's tcp takes at most four
+// pages per message and its messages cost more than copying a page; here a thousand pages are one message,
+// which the kernel gathers from their places on one side and scatters to their places on the other. No page
+// is copied twice.
+//   auto streams = PageStreams::listen(interface);
+//   streams->allow(registration, range, access);             // what peers may write to
+//   size_t to = streams->open(their_interface, their_port);
+//   streams->post(to, pieces, count, context);               // one event in progress() once all are in place
+//
+// Wire: the sender's FrameHead, its PageHeads, then the pages' bytes; the receiver answers every frame with
+// one FrameReply, in order. A frame of which any page may not be written is refused as a whole and skipped.
+// Threads: one at a time.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include <netinet/in.h>
+#include <sys/uio.h>
+
+#include "providers/provider.h"
+
+namespace weft::provider {
+
+constexpr uint32_t kPagesPerFrame = 1024;
+
+struct FrameHead {
+  char tag[4] = {'w', 'p', 'g', '1'};
+  uint32_t pages = 0;  // 1 to kPagesPerFrame
+};
+struct PageHead {
+  uint64_t remote = 0;  // as in Piece
+  uint64_t rkey = 0;
+  uint64_t bytes = 0;
+};
+struct FrameReply {
+  char tag[4] = {'w', 'p', 'g', 'r'};
+  uint32_t is_refused = 0;
+};
+static_assert(sizeof(FrameHead) == 8 && sizeof(PageHead) == 24 && sizeof(FrameReply) == 8);
+
+class PageStreams {
+ public:
+  // Listens on `interface` (an IPv4 address in network order), on a port that the system chooses.
+  static Result<std::unique_ptr<PageStreams>> listen(in_addr interface);
+  ~PageStreams();
+  PageStreams(const PageStreams&) = delete;
+  PageStreams& operator=(const PageStreams&) = delete;
+
+  uint16_t port() const { return port_; }
+
+  void allow(const Registration& registration, const Range& range, uint32_t access);
+  // From here on nothing writes to this memory or reads from it: frames that still would are cut off.
+  void forbid(const Registration& registration);
+
+  // A connection to a peer's port, made with the first frame. close() fails what is under way on it.
+  size_t open(in_addr interface, uint16_t port);
+  void close(size_t stream);
+  // Queues one frame; its pages must stay as they are until its event. A frame waits for room by itself.
+  void post(size_t stream, const Piece* pieces, uint32_t count, Context* context);
+
+  // Sends and receives what it can; cheap while nothing is under way. Appends an event for each frame that
+  // ended: kDone when its pages are in place over there.
+  void progress(std::deque<Event>& events);
+
+ private:
+  struct Region {
+    char* data;
+    uint64_t bytes;
+    uint64_t base;
+    bool is_writable;
+  };
+  struct Frame {
+    std::vector<char> heads;
+    std::vector<iovec> parts;  // heads, then pages
+    size_t next = 0;           // part that is being sent
+    Context* context = nullptr;
+  };
+  struct Outgoing {
+    sockaddr_in to{};
+    int fd = -1;
+    bool is_used = true;
+    std::deque<Frame> frames;  // not answered yet
+    size_t sent = 0;           // of which so many are with the kernel
+    FrameReply reply;
+    size_t reply_bytes = 0;
+  };
+  struct Incoming {
+    int fd = -1;
+    std::vector<char> heads;  // of the frame that arrives, so far
+    size_t heads_bytes = sizeof(FrameHead);
+    std::vector<iovec> into;  // its pages
+    size_t next = 0;
+    uint64_t skip_bytes = 0;  // of a refused frame
+    bool is_refused = false;
+    std::vector<char> replies;  // not taken by the kernel yet
+    // Worth a look at every turn: pages are coming that may be written. Whoever says less than that has to
+    // wait.
+    bool is_busy() const {
+      const bool has_heads = heads_bytes > sizeof(FrameHead) && heads.size() == heads_bytes;
+      return (has_heads && !is_refused) || !replies.empty();
+    }
+  };
+  enum class Came { kNothing, kSome, kEnd };
+
+  PageStreams() = default;
+  bool connect(Outgoing& out);
+  void fail(Outgoing& out, const std::string& why, bool peer_gone, std::deque<Event>& events);
+  void send_frames(Outgoing& out, std::deque<Event>& events);
+  void take_replies(Outgoing& out, std::deque<Event>& events);
+  void accept_all();
+  bool receive(Incoming& in);
+  Came receive_heads(Incoming& in);
+  Came receive_pages(Incoming& in);
+  bool begin_pages(Incoming& in);
+  bool end_frame(Incoming& in);
+  bool send_replies(Incoming& in);
+  char* place(const PageHead& page) const;
+
+  int listener_ = -1;
+  int idle_ = -1;  // an epoll instance: which of the quiet sockets has something
+  uint16_t port_ = 0;
+  uint32_t quiet_calls_ = 0;
+  std::unordered_map<uint64_t, Region> regions_;  // by rkey
+  std::deque<Outgoing> outgoing_;
+  size_t unanswered_ = 0;  // frames of all outgoing streams
+  std::unordered_map<int, std::unique_ptr<Incoming>> incoming_;
+  std::vector<Incoming*> arriving_;  // in the middle of a frame
+  std::deque<Event> failed_;         // outside of progress()
+};
+
+}  // namespace weft::provider

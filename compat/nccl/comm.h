@@ -67,8 +67,8 @@ struct ncclComm {
   int size() const { return size_; }
   weft::Device device() const { return device_; }
   ncclComm_t real() const { return real_; }
-  void note_finalized() { is_finalized_ = true; }
-  bool is_finalized() const { return is_finalized_; }
+  // False where this is a communicator of the real library.
+  bool is_ours() const { return magic_ == kMagic; }
   const std::string& last_error() const { return last_error_; }
 
  private:
@@ -101,6 +101,8 @@ struct ncclComm {
   Status leave_stream(cudaStream_t stream);
   bool is_capturing(cudaStream_t stream) const;
 
+  static constexpr uint64_t kMagic = 0x5745465443434f4d;
+  const uint64_t magic_ = kMagic;  // first, where the real library's communicators have another number
   const weft::Device device_;
   int rank_ = 0, size_ = 1;
   bool is_weft_ = false;  // Weft serves; agreed
@@ -116,7 +118,6 @@ struct ncclComm {
   std::vector<weft::nccl::PreMulSum> ops_;
   std::mutex mutex_;
   std::atomic<bool> is_stopped_{false};
-  std::atomic<bool> is_finalized_{false};
   std::atomic<ncclResult_t> async_error_{ncclSuccess};
   std::string last_error_;
 };

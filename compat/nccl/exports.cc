@@ -376,9 +376,7 @@ WEFT_NCCL_API ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId* id
 WEFT_NCCL_API ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   if (!comm) return answer(Status::invalid("comm: got null"));
   const auto function = real<decltype(&ncclCommFinalize)>("ncclCommFinalize");
-  const ncclResult_t result = comm->real() && function ? function(comm->real()) : ncclSuccess;
-  if (result == ncclSuccess) comm->note_finalized();
-  return result;
+  return comm->real() && function ? function(comm->real()) : ncclSuccess;
 }
 
 namespace {
@@ -415,11 +413,11 @@ WEFT_NCCL_API ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t s
 
 WEFT_NCCL_API ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
   if (!comm || !error) return answer(Status::invalid("comm or asyncError: got null"));
-  *error = comm->async_error();
   const auto function = real<decltype(&ncclCommGetAsyncError)>("ncclCommGetAsyncError");
-  // The real library lets go of what it would look at when it finalizes.
-  const bool asks = *error == ncclSuccess && comm->real() && !comm->is_finalized() && function;
-  return asks ? function(comm->real(), error) : ncclSuccess;
+  // The real library asks about its own communicators through the dynamic linker, which finds this function.
+  if (!comm->is_ours()) return function ? function(comm, error) : ncclInvalidArgument;
+  *error = comm->async_error();
+  return *error == ncclSuccess && comm->real() && function ? function(comm->real(), error) : ncclSuccess;
 }
 WEFT_NCCL_API ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
   if (!comm || !count) return answer(Status::invalid("comm or count: got null"));

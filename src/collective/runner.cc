@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "base/config.h"
+#include "base/cuda_driver.h"
 #include "base/log.h"
 #include "collective/compiled.h"
 #include "kernels/collective/element.cuh"

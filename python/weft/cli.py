@@ -82,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(parsed.run(parsed))
     except Error as error:
+        print(f"weft: {error.one_line()}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a file that cannot be read or written
         print(f"weft: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

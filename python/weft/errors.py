@@ -16,6 +16,10 @@ class Error(ValueError, RuntimeError):
         super().__init__(message)
         self.code = code
 
+    def one_line(self) -> str:
+        """Return what a command prints of it."""
+        return str(self)
+
 
 class PeerLost(Error):
     """A peer died or stayed silent past the deadline. The message names it and says what was waited for."""

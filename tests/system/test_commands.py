@@ -95,6 +95,11 @@ def test_bench_moe_runs_under_torchrun(tmp_path: Path) -> None:
         (["bench", "moe", "--top-k", "9", "--experts", "8"], "top-k: got 9"),
         (["bench", "moe", "--dtype", "fp8", "--hidden", "200"], "hidden: got 200"),
         (["demo", "--steps", "0"], "steps: got 0"),
+        (["demo", "--out", "/proc/none"], "[Errno 2]"),
+        # What the ranks find out; all of them say the same.
+        (["bench", "moe", "--hidden", "60", "--tokens", "4", "--ranks", "2"], "x: got rows of 120 bytes"),
+        (["bench", "moe", "--routes", "none.npy", "--tokens", "4", "--ranks", "2"], "routes: got none.npy"),
+        (["bench", "moe", "--transport", "none", "--tokens", "4", "--ranks", "2"], "transport: got 'none'"),
     ],
 )
 def test_a_wrong_option_is_one_line(options: list[str], message: str, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -15,13 +17,14 @@ from weft.testing.cases import MoeCase
 from weft.testing.ranks import RankPool
 
 SURFACE = {
-    "deep_ep": "Buffer EventOverlap EventHandle Config topk_idx_t get_physical_domain_size "
-    "get_logical_domain_size __version__",
+    "deep_ep": "Buffer ElasticBuffer EPHandle EventOverlap EventHandle Config topk_idx_t "
+    "get_physical_domain_size get_logical_domain_size __version__",
     "deep_ep._C": "Config EventHandle topk_idx_t is_sm90_compiled get_low_latency_rdma_size_hint",
     "deep_ep_cpp": "Config EventHandle topk_idx_t is_sm90_compiled get_low_latency_rdma_size_hint",
     "deep_ep.buffer": "Buffer Config EventHandle EventOverlap",
     "deep_ep.buffers.legacy": "Buffer",
-    "deep_ep.buffers.elastic": "EventHandle",
+    "deep_ep.buffers.elastic": "ElasticBuffer EPHandle EventHandle EventOverlap get_physical_domain_size "
+    "get_logical_domain_size",
     "deep_ep.utils": "EventHandle EventOverlap check_nvlink_connections",
     "deep_ep.utils.math": "calc_diff safe_div ceil_div align per_token_cast_to_fp8 per_token_cast_back "
     "inplace_unique create_grouped_scores hash_tensor hash_tensors count_bytes",
@@ -43,6 +46,66 @@ def test_every_promised_name_exists(module: str) -> None:
     imported = importlib.import_module(module)
     missing = [name for name in SURFACE[module].split() if not hasattr(imported, name)]
     assert missing == []
+
+
+STREAMS = "previous_event=None, async_finish=False, allocate_on_comm_stream=False"
+ROUTES = (
+    "num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, is_token_in_rank=None, "
+    "num_tokens_per_expert=None, topk_idx=None, topk_weights=None, expert_alignment=1, num_worst_tokens=0"
+)
+ELASTIC_STREAMS = (
+    "num_sms=0, num_qps=0, previous_event=None, previous_event_before_epilogue=None, "
+    "async_with_compute_stream=False, allocate_on_comm_stream=False"
+)
+SIGNATURES = {
+    "Buffer": "group=None, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24, "
+    "allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False, enable_shrink=False, "
+    "comm=None",
+    "Buffer.get_dispatch_layout": f"topk_idx, num_experts, {STREAMS}",
+    "Buffer.dispatch": f"x, handle=None, {ROUTES}, config=None, {STREAMS}",
+    "Buffer.internode_dispatch": f"x, handle=None, {ROUTES}, config=None, {STREAMS}",
+    "Buffer.combine": f"x, handle, topk_weights=None, bias=None, config=None, {STREAMS}",
+    "Buffer.internode_combine": f"x, handle, topk_weights=None, bias=None, config=None, {STREAMS}",
+    "Buffer.get_local_buffer_tensor": "dtype, size=None, offset=0, use_rdma_buffer=False",
+    "Buffer.get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts",
+    "Buffer.low_latency_dispatch": "x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, "
+    "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True, "
+    "round_scale=False, use_ue8m0=False, async_finish=False, return_recv_hook=False",
+    "Buffer.low_latency_combine": "x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, "
+    "async_finish=False, return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None",
+    "Buffer.clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank, hidden, num_experts",
+    "Buffer.low_latency_update_mask_buffer": "rank_to_mask, mask=False",
+    "ElasticBuffer": "group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, num_topk=0, "
+    "use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, allow_multiple_reduction=True, "
+    "prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300, "
+    "num_gpu_timeout_secs=100, explicitly_destroy=False",
+    "ElasticBuffer.get_buffer_size_hint": "group, num_max_tokens_per_rank, hidden, num_topk=0, "
+    "use_fp8_dispatch=False, allow_hybrid_mode=True, allow_multiple_reduction=True",
+    "ElasticBuffer.barrier": "use_comm_stream=True, with_cpu_sync=False, sequential=True",
+    "ElasticBuffer.get_theoretical_num_sms": "num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, "
+    "nvlink_gbs=0, sm_read_gbs=200, sm_write_gbs=50",
+    "ElasticBuffer.dispatch": "x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None, "
+    f"num_experts=None, num_max_tokens_per_rank=None, expert_alignment=None, {ELASTIC_STREAMS}, handle=None, "
+    "do_handle_copy=True, do_cpu_sync=None, do_expand=False, do_zero_padding=False, "
+    "use_tma_aligned_col_major_sf=False",
+    "ElasticBuffer.combine": f"x, handle, topk_weights=None, bias=None, {ELASTIC_STREAMS}",
+    "ElasticBuffer.engram_fetch": "indices, num_qps=0, use_tma_aligned_col_major_sf=False",
+    "ElasticBuffer.pp_send": "t, dst_rank_idx, num_sms=0",
+    "Config": "num_sms=20, num_max_nvl_chunked_send_tokens=6, num_max_nvl_chunked_recv_tokens=256, "
+    "num_max_rdma_chunked_send_tokens=6, num_max_rdma_chunked_recv_tokens=256",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_positions_names_and_defaults_are_those_of_deep_ep(name: str) -> None:
+    """Weft's own options are keywords alone, after them."""
+    call = functools.reduce(getattr, name.split("."), deep_ep)
+    taken = [
+        parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
+        for parameter in inspect.signature(call).parameters.values()
+        if parameter.name != "self" and parameter.kind is not parameter.KEYWORD_ONLY
+    ]
+    assert ", ".join(taken) == SIGNATURES[name]
 
 
 @pytest.mark.parametrize("name", ["HybridEPBuffer"])

@@ -83,6 +83,14 @@ def test_bench_counts_its_calls() -> None:
     assert 0 < least_s <= mean_s <= greatest_s
 
 
+def test_bench_kineto_stands_back_for_nvidia_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EP_USE_NVIDIA_TOOLS", "1")
+    calls: list[int] = []
+    assert timing.bench_kineto(lambda: calls.append(1), "dispatch") == 1.0
+    two = timing.bench_kineto(lambda: calls.append(1), ("dispatch", "combine"), num_kernels_per_period=2)
+    assert two == ([1.0, 1.0], [1.0, 1.0]) and len(calls) == 2
+
+
 def test_bench_kineto_gives_one_result_per_name() -> None:
     assert timing.bench_kineto(lambda: None, "dispatch", num_tests=3) > 0
     two = timing.bench_kineto(lambda: None, ("dispatch", "combine"), num_tests=3, num_kernels_per_period=2)

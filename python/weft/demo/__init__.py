@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from weft.testing.ranks import run_ranks
 
     num_ranks, plan = _plan(args)
+    args.out.mkdir(parents=True, exist_ok=True)  # a folder that can't be written is told before the training
     shape = plan.shape
     print(
         f"{shape.layers} layers of {shape.experts} experts, top-{shape.top_k}, hidden {shape.hidden}; "
@@ -95,7 +96,6 @@ def _report(folder: Path, num_ranks: int, plan: Plan, alone: Outcome, over_ranks
     agreement = compare(alone.losses, over_ranks.losses)
     verdict = "they agree" if agreement.holds else "THEY DISAGREE"
     console.print(f"{verdict}: {agreement.sentence()}", highlight=False, soft_wrap=True)
-    folder.mkdir(parents=True, exist_ok=True)
     losses = {name: outcome.losses for name, outcome in runs.items()}
     (folder / "losses.json").write_text(json.dumps({"losses": losses, "rows": over_ranks.rows}) + "\n")
     draw(folder / "demo.png", losses, over_ranks.rows, plan.shape.experts // num_ranks)

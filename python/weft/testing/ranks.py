@@ -44,12 +44,18 @@ _GRACE_S = 5.0  # for the other ranks to report once one has failed
 class RankError(Error):
     """One or more ranks failed, died or passed the deadline; the message has each one's story.
 
-    ``ranks`` names them, the first to fail first.
+    ``ranks`` names them, the first to fail first. ``refusal`` is what all of them raised as a weft.Error, or None
+    where they did not agree.
     """
 
-    def __init__(self, message: str, ranks: list[int]) -> None:
+    def __init__(self, message: str, ranks: list[int], refusal: str | None = None) -> None:
         super().__init__(message, "system")
         self.ranks = ranks
+        self.refusal = refusal
+
+    def one_line(self) -> str:
+        """Return the refusal that all ranks share, as their user made one mistake; else every story."""
+        return self.refusal or str(self)
 
 
 @dataclass
@@ -154,6 +160,7 @@ class RankPool:
         """Wait for the run under way; return its results in rank order. Raises: RankError."""
         results: list[Any] = [None] * self.num_ranks
         failures: dict[int, str] = {}
+        refusals: set[str | None] = set()
         pending = {self._connections[r]: r for r in range(self.num_ranks) if r not in lost}
         until = time.monotonic() + self._deadline_s
         while pending and time.monotonic() < until:
@@ -164,16 +171,19 @@ class RankPool:
                 if ok:
                     results[rank] = value
                 else:
-                    failures[rank] = value
+                    failures[rank], refusal = value
+                    refusals.add(refusal)
                     until = min(until, time.monotonic() + _GRACE_S)
         for rank in pending.values():
             failures[rank] = "no answer; it was at\n" + self._stack(rank)
+            refusals.add(None)
         for rank in lost:
             self._processes[rank].kill()
         if failures:
             self.close(grace_s=0)
             stories = [f"rank {rank} of {self.num_ranks}: {story}" for rank, story in failures.items()]
-            raise RankError("\n\n".join(stories), list(failures))
+            shared = refusals.pop() if len(refusals) == 1 else None
+            raise RankError("\n\n".join(stories), list(failures), shared)
         return results
 
     def kill(self) -> None:
@@ -208,7 +218,7 @@ class RankPool:
             return bool(ok), value
         except EOFError:
             self._processes[rank].join(_GRACE_S)
-            return False, f"died with exit code {self._processes[rank].exitcode}"
+            return False, (f"died with exit code {self._processes[rank].exitcode}", None)
 
     def _stack(self, rank: int) -> str:
         try:
@@ -250,8 +260,9 @@ def _serve(
             connection.send_bytes(pickle.dumps((True, function(me, *args))))
     except EOFError:
         _leave(me)
-    except BaseException:
-        connection.send_bytes(pickle.dumps((False, "raised\n" + traceback.format_exc())))
+    except BaseException as error:
+        refusal = str(error) if isinstance(error, Error) else None
+        connection.send_bytes(pickle.dumps((False, ("raised\n" + traceback.format_exc(), refusal))))
 
 
 def _gloo_group(me: Rank, deadline_s: float) -> Any:

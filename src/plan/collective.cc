@@ -28,12 +28,15 @@ uint64_t ceil_div(uint64_t a, uint64_t b) {
   return (a + b - 1) / b;
 }
 
+bool pushes(const ExchangeSize& size) {
+  return size.kind == Exchange::kAllGather || size.kind == Exchange::kAllToAll;
+}
+
 uint32_t exchange_blocks(const ExchangeSize& size, uint64_t units, uint64_t slice,
                          const ExchangeLayout& layout, uint32_t num_sms, const ComputeLimits& limits) {
   if (!limits.is_cuda) return layout.blocks;
-  const bool pushes = size.kind == Exchange::kAllGather || size.kind == Exchange::kAllToAll;
   uint64_t useful = ceil_div(units, slice);
-  if (size.meets) useful = pushes ? kPushBlocks : ceil_div(units, kExchangeThreads);
+  if (size.meets) useful = pushes(size) ? kPushBlocks : ceil_div(units, kExchangeThreads);
   const uint64_t most = std::min({layout.blocks, limits.max_blocks, num_sms ? num_sms : ~0u});
   // One may ask for more blocks than are useful on their own.
   if (size.meets && num_sms) useful = most;
@@ -113,7 +116,7 @@ ExchangePlan plan_exchange(const ExchangeSize& size, const ExchangeLayout& layou
   const uint64_t piece = pushed / (uint64_t{plan.grid.blocks} * plan.pipe_warps * kPiecesPerPipe) / 128 * 128;
   plan.piece_bytes = static_cast<uint32_t>(std::clamp(piece, kLeastPieceBytes, kMostPieceBytes));
   plan.grid.shared_bytes = exchange::places_bytes(size.ranks);
-  if (size.meets && limits.is_cuda)
+  if (size.meets && pushes(size) && limits.is_cuda)
     plan.grid.shared_bytes += plan.pipe_warps * exchange::pipe_bytes(plan.piece_bytes);
   return plan;
 }

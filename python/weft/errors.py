@@ -24,6 +24,11 @@ class PeerLost(Error):
         super().__init__(message, "peer_lost")
 
 
+def shortened(value: object) -> str:
+    """Return a value's type and text on one line, short enough for a message."""
+    return " ".join(f"{type(value).__name__} {value!r}".split())[:80]
+
+
 def invalid(argument: str, given: object, allowed: str) -> Error:
     """Return the error for a bad argument: its name, what was given, what is allowed."""
     return Error(f"{argument}: got {given}, allowed: {allowed}")

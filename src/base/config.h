@@ -27,7 +27,6 @@ namespace weft {
   WEFT_OPTION(window_reserve_bytes, int64_t, 0, "addresses to set aside per window and rank; 0 takes 256 GiB") \
   WEFT_OPTION(window_bytes, int64_t, 0, "least bytes of a buffer's window; 0 takes what the buffer asks for") \
   WEFT_OPTION(host_threads, int64_t, 0, "threads a host kernel runs on per rank; 0 lets the planner choose") \
-  WEFT_OPTION(num_sms, int64_t, 0, "SMs that communication kernels use; 0 lets the planner choose") \
   WEFT_OPTION(trace_spans, int64_t, 0, "room for spans of in-kernel traces per buffer; 0 compiles kernels without") \
   WEFT_OPTION(nvrtc, std::string, "", "path of libnvrtc; empty looks in Python packages, then the system") \
   WEFT_OPTION(cuda_include, std::string, "", "CUDA headers for kernels; empty looks beside libnvrtc") \

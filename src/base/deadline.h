@@ -10,18 +10,23 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
 namespace weft {
+
+// Longer waits are cut to this, eleven days: clocks count nanoseconds, and "forever" must not wrap into the
+// past.
+inline constexpr double kLongestWait_s = 1e6;
 
 class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
 
   static Deadline after_s(double seconds) {
-    return Deadline(Clock::now() +
-                    std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
+    const std::chrono::duration<double> wait(std::min(seconds, 2 * kLongestWait_s));
+    return Deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(wait));
   }
   bool passed() const { return Clock::now() >= at_; }
   double left_s() const { return std::chrono::duration<double>(at_ - Clock::now()).count(); }

@@ -113,7 +113,7 @@ Result<std::shared_ptr<Communicator>> Communicator::create(std::shared_ptr<Boots
   auto comm = std::shared_ptr<Communicator>(new Communicator);
   comm->rank_ = bootstrap->rank();
   comm->bootstrap_ = std::move(bootstrap);
-  comm->timeout_s_ = timeout_s > 0 ? timeout_s : config().timeout_s;
+  comm->timeout_s_ = std::min(timeout_s > 0 ? timeout_s : config().timeout_s, kLongestWait_s);
   WEFT_TRY_ASSIGN(RankFacts mine, rank_facts(comm->rank_, device));
   comm->facts_.assign(1, std::move(mine));
   const std::string wanted(transport.empty() ? std::string_view(config().transport) : transport);

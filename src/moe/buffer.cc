@@ -60,7 +60,7 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
       window_(std::move(window)),
       visible_(std::move(visible)),
       control_(control),
-      timeout_s_(options.timeout_s > 0 ? options.timeout_s : comm_->timeout_s()),
+      timeout_s_(options.timeout_s > 0 ? std::min(options.timeout_s, kLongestWait_s) : comm_->timeout_s()),
       low_latency_begin_(round_up(control.end, 4096)),
       low_latency_end_(low_latency_begin_ + round_up(options.low_latency_bytes, 4096)),
       heap_(low_latency_end_, window_->bytes()) {

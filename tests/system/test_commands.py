@@ -43,12 +43,15 @@ def test_bench_moe_checks_measures_and_writes(
 ) -> None:
     options = ["--mode", mode, "--dtype", dtype, "--hidden", "512", "--iterations", "2", "--warmup", "1"]
     files = ["--json", "out.json", "--plot", "out.png", "--device", "cpu"]
+    if mode == "ht":
+        files += ["--sms", "6"]
     run([*WEFT, "bench", "moe", *options, *shape, *files], tmp_path)
     document = json.loads((tmp_path / "out.json").read_text())
     assert check_document(document) == []
     calls = {row["call"]: row for row in document["rows"]}
     assert set(calls) == {f"{mode}_dispatch", f"{mode}_combine"} | ({"ht_layout"} if mode == "ht" else set())
     assert calls[f"{mode}_dispatch"]["dtype"] == dtype
+    assert all(row.get("sms") == (6 if mode == "ht" else None) for row in calls.values())
     for step in ("dispatch", "combine"):
         row = calls[f"{mode}_{step}"]
         assert row["checked"] and row["floor_us"] > 0 and set(row["baselines"]) == {"gloo", "memcpy"}
@@ -86,6 +89,9 @@ def test_bench_moe_runs_under_torchrun(tmp_path: Path) -> None:
     [
         (["bench", "moe", "--tokens", "-1"], "tokens: got -1"),
         (["bench", "moe", "--delay", "soon"], "delay: got soon"),
+        (["bench", "moe", "--sms", "7"], "sms: got 7"),
+        (["bench", "moe", "--mode", "ll", "--sms", "8"], "sms: got 8"),
+        (["bench", "moe", "--iterations", "0"], "iterations: got 0"),
         (["bench", "moe", "--top-k", "9", "--experts", "8"], "top-k: got 9"),
         (["bench", "moe", "--dtype", "fp8", "--hidden", "200"], "hidden: got 200"),
         (["demo", "--steps", "0"], "steps: got 0"),

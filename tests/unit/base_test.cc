@@ -40,6 +40,7 @@ TEST(Config, EnvironmentOverridesDefault) {
 TEST(Deadline, WaitEndsWhenItPasses) {
   EXPECT_FALSE(wait_until(Deadline::after_s(0.01), [] { return false; }));
   EXPECT_TRUE(wait_until(Deadline::after_s(10), [] { return true; }));
+  EXPECT_FALSE(Deadline::after_s(1e18).passed());
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +31,7 @@ def test_rdma_receive_tokens_round_up_to_a_multiple_of_send() -> None:
 
 
 @pytest.mark.parametrize("field", range(5))
-@pytest.mark.parametrize("value", [0, -1, 2.5, "8", True])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "8", True, torch.zeros(2), torch.zeros(2, dtype=torch.int32)])
 def test_a_field_that_is_not_a_whole_number_above_zero_is_named(field: int, value: object) -> None:
     values: list[object] = [20, 6, 256, 6, 256]
     values[field] = value

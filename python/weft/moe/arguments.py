@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.errors import Error, invalid
-from weft.moe.config import Config, ceil_div
+from weft.errors import Error, invalid, shortened
+from weft.moe.config import Config, ceil_div, check_flags, check_whole
 
 ROW_ALIGNMENT_BYTES = 16
 IDS = (torch.int64, torch.int32)
@@ -36,7 +36,7 @@ def describe(value: object) -> str:
         if value.layout != torch.strided:
             return f"{text}, {value.layout}"
         return text if value.is_contiguous() else f"{text} with strides {tuple(value.stride())}"
-    return f"{type(value).__name__} {value!r}"[:80] if value is not None else "None"
+    return "None" if value is None else shortened(value)
 
 
 def check_tensor(
@@ -57,6 +57,7 @@ def check_tensor(
             and (not dtypes or value.dtype in dtypes)
             and value.device == device
             and (not contiguous or value.is_contiguous())
+            and not (value.is_quantized or value.is_conj())  # their memory is not what they say
         )
     if not good:
         types = " or ".join(_name(dtype) for dtype in dtypes) or "a tensor "
@@ -65,6 +66,13 @@ def check_tensor(
         raise invalid(argument, describe(value), f"{kind}{types}[{sizes}] on {device}")
     assert isinstance(value, Tensor)
     return value
+
+
+def check_optional(
+    argument: str, value: object, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Return value: None, or a contiguous tensor of this shape, type and device."""
+    return None if value is None else check_tensor(argument, value, shape, (dtype,), device)
 
 
 def check_rows(
@@ -157,6 +165,29 @@ def check_distinct_experts(topk_idx: Tensor) -> None:
         raise invalid("topk_idx", f"token {token} with an expert twice", "different experts, with do_expand")
 
 
+def check_dtype(argument: str, value: object) -> torch.dtype:
+    """Return value, a torch.dtype."""
+    if not isinstance(value, torch.dtype):
+        raise invalid(argument, describe(value), "a torch.dtype")
+    return value
+
+
+def check_shape(argument: str, value: Any) -> torch.Size:
+    """Return value, a sequence of sizes of 0 or more."""
+    try:
+        return torch.Size([check_whole(argument, size, 0, MAX_ROWS) for size in value])
+    except TypeError:
+        raise invalid(argument, describe(value), "a sequence of sizes") from None
+
+
+def group_size(group: Any) -> int:
+    """Return how many ranks a torch process group has."""
+    try:
+        return int(group.size())
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        raise invalid("group", describe(group), "a torch.distributed process group") from None
+
+
 def check_config(value: object) -> Config | None:
     """Return value, a Config or None."""
     if value is None or isinstance(value, Config):
@@ -177,13 +208,15 @@ def check_bias(
 
 
 def check_not_both(first: str, is_first: bool, second: str, is_second: bool) -> None:
-    """Refuse two options that exclude each other."""
+    """Refuse two options that exclude each other, or are no options at all."""
+    check_flags(**{first: is_first, second: is_second})
     if is_first and is_second:
         raise Error(f"{first}: got True together with {second}, allowed: one of the two")
 
 
 def check_allocation(allocate_on_comm_stream: bool, previous_event: object, async_finish: bool) -> None:
     """Refuse outputs of the communication stream that nothing orders with the caller's."""
+    check_flags(allocate_on_comm_stream=allocate_on_comm_stream, async_finish=async_finish)
     if allocate_on_comm_stream and not (previous_event is not None and async_finish):
         raise invalid(
             "allocate_on_comm_stream",

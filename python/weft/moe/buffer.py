@@ -23,9 +23,14 @@ from torch import Tensor
 from weft.errors import invalid
 from weft.moe import arguments, high_throughput, trace
 from weft.moe.config import (
+    MAX_ALIGNMENT,
+    MAX_BYTES,
+    MAX_SMS,
     Config,
     align,
     ceil_div,
+    check_flags,
+    check_number,
     check_whole,
     low_latency_size_hint,
     recommended_combine_config,
@@ -61,9 +66,10 @@ class Buffer(LowLatencyCalls):
             tensors are always taken too.
     Raises: weft.Error naming a wrong argument; weft.PeerLost naming ranks that stayed away.
 
-    Every method but the statics, get_comm_stream() and get_local_buffer_tensor() is collective: all ranks
-    call it, in the same order. Exceptions of a wrong argument are raised before anything is written or sent,
-    so the call can be repeated. After PeerLost only destroy() makes sense.
+    Every method is collective, that is called by all ranks in the same order, but the statics, get_comm_stream(),
+    get_local_buffer_tensor(), get_dispatch_layout(), take_trace() and those of masks. Exceptions of a wrong
+    argument are raised before anything is written or sent, so the call can be repeated. After PeerLost only
+    destroy() makes sense.
     Streams: on CUDA, calls run on a communication stream that first waits for ``previous_event`` or, without
     one, for the current stream. With ``async_finish`` the caller waits for the returned event; otherwise the
     current stream has, and the returned event is empty. On the CPU a call is finished when it returns.
@@ -90,11 +96,15 @@ class Buffer(LowLatencyCalls):
         timeout_s: float = 0.0,
         device: torch.device | str | None = None,
     ) -> None:
-        if not timeout_s >= 0:
-            raise invalid("timeout_s", timeout_s, "0 or more seconds")
+        timeout_s = check_number("timeout_s", timeout_s, 0)
+        check_flags(
+            low_latency_mode=low_latency_mode,
+            explicitly_destroy=explicitly_destroy,
+            enable_shrink=enable_shrink,
+        )
         self.group = group
-        self.num_nvl_bytes = check_whole("num_nvl_bytes", num_nvl_bytes, 0)
-        self.num_rdma_bytes = check_whole("num_rdma_bytes", num_rdma_bytes, 0)
+        self.num_nvl_bytes = check_whole("num_nvl_bytes", num_nvl_bytes, 0, MAX_BYTES)
+        self.num_rdma_bytes = check_whole("num_rdma_bytes", num_rdma_bytes, 0, MAX_BYTES)
         check_whole("num_qps_per_rank", num_qps_per_rank, 0)
         self.low_latency_mode = bool(low_latency_mode)
         self.explicitly_destroy = bool(explicitly_destroy)
@@ -106,7 +116,7 @@ class Buffer(LowLatencyCalls):
             device=device,
             heap_bytes=lambda _: self.num_nvl_bytes,
             low_latency_bytes=self.num_rdma_bytes if self.low_latency_mode else 0,
-            timeout_s=float(timeout_s),
+            timeout_s=timeout_s,
             may_mask=self.enable_shrink,
             explicitly_destroy=self.explicitly_destroy,
         )
@@ -123,7 +133,7 @@ class Buffer(LowLatencyCalls):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Set how many SMs high-throughput calls use unless their config says: an even number above 0."""
-        number = check_whole("num_sms", new_num_sms, 2)
+        number = check_whole("num_sms", new_num_sms, 2, MAX_SMS)
         if number % 2:
             raise invalid("num_sms", number, "an even number above 0")
         Buffer.num_sms = number
@@ -182,8 +192,8 @@ class Buffer(LowLatencyCalls):
             use_rdma_buffer: of the num_rdma_bytes for low-latency calls, instead of the num_nvl_bytes.
         Its contents belong to calls: whoever writes must know that none is under way or still to be read.
         """
-        if not isinstance(dtype, torch.dtype):
-            raise invalid("dtype", arguments.describe(dtype), "a torch.dtype")
+        arguments.check_dtype("dtype", dtype)
+        check_flags(use_rdma_buffer=use_rdma_buffer)
         engine = self._engines.alive()
         begin, num_bytes = (
             engine.low_latency_part() if use_rdma_buffer else engine.rows_part(self.num_nvl_bytes)
@@ -192,7 +202,7 @@ class Buffer(LowLatencyCalls):
         if offset % dtype.itemsize:
             raise invalid("offset", offset, f"a multiple of the element's {dtype.itemsize} bytes")
         room = (num_bytes - offset) // dtype.itemsize
-        shape = torch.Size((room,)) if size is None else torch.Size(size)
+        shape = torch.Size((room,)) if size is None else arguments.check_shape("size", size)
         if shape.numel() > room:
             raise invalid(
                 "size", f"{list(shape)}: {shape.numel()} elements", f"at most {room} after the offset"
@@ -325,7 +335,7 @@ class Buffer(LowLatencyCalls):
             rows.x, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
         )
         ids, weights = self._check_top_k(rows.x, topk_idx, topk_weights, per_expert.size(0))
-        alignment = check_whole("expert_alignment", expert_alignment, 1)
+        alignment = check_whole("expert_alignment", expert_alignment, 1, MAX_ALIGNMENT)
         num_worst_tokens = check_whole("num_worst_tokens", num_worst_tokens, 0, arguments.MAX_ROWS)
         if num_worst_tokens > 0 and ids is None:
             raise invalid(

@@ -10,11 +10,17 @@ arguments, so a buffer made for the larger of two shapes serves both.
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import dataclass, fields
 
 from weft import _core
-from weft.errors import invalid
+from weft.errors import invalid, shortened
 
+MAX_BYTES = 1 << 48  # of any size that a caller gives: what a machine can address
+MAX_SMS = 1 << 16
+MAX_LOW_LATENCY_TOKENS = 1 << 20  # of a rank
+MAX_ALIGNMENT = 1 << 20  # of the rows of an expert
 TOPK_IDX_BYTES = 8  # torch.int64, the type that deep_ep.topk_idx_t names
 _BUFFER_ALIGNMENT_BYTES = 128
 _RANKS_PER_NODE = 8  # of the legacy hints, which know no topology
@@ -42,19 +48,44 @@ def align(x: int, y: int) -> int:
 def check_whole(argument: str, value: object, least: int, most: int | None = None) -> int:
     """Return ``value`` as an int; weft.Error unless it is a whole number in [least, most]."""
     allowed = f"a whole number, {least} or more" if most is None else f"a whole number from {least} to {most}"
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise invalid(argument, repr(value), allowed)
-    number = int(value.__index__())
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # also a tensor of several elements
+        raise invalid(argument, shortened(value), allowed) from None
+    if isinstance(value, bool):
+        raise invalid(argument, value, allowed)
     if number < least or (most is not None and number > most):
         raise invalid(argument, number, allowed)
     return number
+
+
+def check_number(argument: str, value: object, least: float) -> float:
+    """Return ``value`` as a float; weft.Error unless it is a finite number of ``least`` or more."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if isinstance(value, (bool, str, bytes)) or not least <= number < math.inf:
+        raise invalid(argument, shortened(value), f"a number, {least:g} or more")
+    return number
+
+
+def check_flags(**flags: object) -> None:
+    """Refuse options that are neither True nor False (nor 1, 0 or None, which callers pass for them)."""
+    for name, value in flags.items():
+        try:
+            is_flag = value in (None, False, True)
+        except (TypeError, ValueError, RuntimeError):  # tensors and arrays of several elements
+            is_flag = False
+        if not is_flag:
+            raise invalid(name, shortened(value), "True or False")
 
 
 @dataclass(frozen=True)
 class Config:
     """How many SMs a high-throughput call uses, and how many tokens it keeps in flight on each kind of link.
 
-    Args (positional or keyword, all whole numbers above 0):
+    Args (positional or keyword, all whole numbers from 1 to 65536):
         num_sms: SMs of the communication kernels; on the CPU a hint for the number of threads.
         num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens: tokens sent at a time, and room for
             tokens at the receiver, per channel over peer memory; send < recv.
@@ -74,7 +105,9 @@ class Config:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            object.__setattr__(self, field.name, check_whole(field.name, getattr(self, field.name), 1))
+            object.__setattr__(
+                self, field.name, check_whole(field.name, getattr(self, field.name), 1, MAX_SMS)
+            )
         rdma_send = self.num_max_rdma_chunked_send_tokens
         rdma_recv = align(self.num_max_rdma_chunked_recv_tokens, rdma_send)
         object.__setattr__(self, "num_max_rdma_chunked_recv_tokens", rdma_recv)
@@ -167,9 +200,11 @@ def low_latency_size_hint(
         num_ranks, num_experts: of the whole group.
     Enough for up to 32 slots per token; for large shapes a small part of what DeepEP would ask for.
     """
-    tokens = check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 0)
-    hidden = check_whole("hidden", hidden, 1)
-    num_ranks = check_whole("num_ranks", num_ranks, 1)
-    experts = check_whole("num_experts", num_experts, 1)
+    tokens = check_whole(
+        "num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 0, MAX_LOW_LATENCY_TOKENS
+    )
+    hidden = check_whole("hidden", hidden, 1, 1 << 26)
+    num_ranks = check_whole("num_ranks", num_ranks, 1, 1 << 14)
+    experts = check_whole("num_experts", num_experts, 1, 1 << 26)
     need_bytes = _core.low_latency_hint_bytes(num_ranks, max(tokens, 1), _HINTED_TOP_K, experts, hidden)
     return align(int(need_bytes), _BUFFER_ALIGNMENT_BYTES)

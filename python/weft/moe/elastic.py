@@ -19,19 +19,28 @@ from torch import Tensor
 
 from weft.errors import invalid
 from weft.moe import arguments, elastic_rows, high_throughput
-from weft.moe.config import check_whole, local_experts
+from weft.moe.config import (
+    MAX_ALIGNMENT,
+    MAX_BYTES,
+    MAX_SMS,
+    check_flags,
+    check_number,
+    check_whole,
+    local_experts,
+)
 from weft.moe.elastic_engram import EngramReads
 from weft.moe.elastic_facts import ElasticFacts
 from weft.moe.elastic_handle import EPHandle
 from weft.moe.elastic_ring import RingMessages
 from weft.moe.elastic_sessions import GatherSessions
-from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES, elastic_heap_bytes, elastic_size_hint
+from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES, MAX_HIDDEN, elastic_heap_bytes, elastic_size_hint
 from weft.moe.engine import Engine
 from weft.moe.engines import Engines
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, handle_of
 from weft.moe.high_throughput import Payload, Rows
 
 _DEFAULT_SMS = 20
+_LEAST_TIMEOUT_S = 1e-3
 
 
 class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
@@ -75,16 +84,32 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         *,
         device: torch.device | str | None = None,
     ) -> None:
-        self.num_max_tokens_per_rank = check_whole("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
+        self.num_max_tokens_per_rank = check_whole(
+            "num_max_tokens_per_rank", num_max_tokens_per_rank, 0, arguments.MAX_ROWS
+        )
+        check_whole("hidden", hidden, 0, MAX_HIDDEN)
+        check_whole("num_topk", num_topk, 0, arguments.MAX_TOP_K)
         if num_bytes is None and not (num_max_tokens_per_rank and hidden):
             raise invalid("num_bytes", "None", "bytes, or num_max_tokens_per_rank and hidden above 0")
-        if num_bytes is not None and check_whole("num_bytes", num_bytes, 0) % BUFFER_ALIGNMENT_BYTES:
+        if (
+            num_bytes is not None
+            and check_whole("num_bytes", num_bytes, 0, MAX_BYTES) % BUFFER_ALIGNMENT_BYTES
+        ):
             raise invalid("num_bytes", num_bytes, f"a multiple of {BUFFER_ALIGNMENT_BYTES}")
         check_whole("num_cpu_bytes", num_cpu_bytes, 0)
         self.num_allocated_qps = check_whole("num_allocated_qps", num_allocated_qps, 0)
-        timeout_s = max(float(num_cpu_timeout_secs), float(num_gpu_timeout_secs))
-        if not timeout_s > 0:
-            raise invalid("num_gpu_timeout_secs", num_gpu_timeout_secs, "a number of seconds above 0")
+        timeout_s = max(
+            check_number("num_cpu_timeout_secs", num_cpu_timeout_secs, _LEAST_TIMEOUT_S),
+            check_number("num_gpu_timeout_secs", num_gpu_timeout_secs, _LEAST_TIMEOUT_S),
+        )
+        check_flags(
+            use_fp8_dispatch=use_fp8_dispatch,
+            deterministic=deterministic,
+            allow_hybrid_mode=allow_hybrid_mode,
+            allow_multiple_reduction=allow_multiple_reduction,
+            prefer_overlap_with_compute=prefer_overlap_with_compute,
+            explicitly_destroy=explicitly_destroy,
+        )
         shape = (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction)
         self._engines = Engines(
             "ElasticBuffer",
@@ -185,7 +210,15 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         previous = handle_of(previous_event, "previous_event")
         before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
         arguments.check_deterministic_fill(engine.device)
-        sms = check_whole("num_sms", num_sms, 0) or _DEFAULT_SMS
+        check_flags(
+            async_with_compute_stream=async_with_compute_stream,
+            do_handle_copy=do_handle_copy,
+            do_cpu_sync=do_cpu_sync,
+            do_expand=do_expand,
+            do_zero_padding=do_zero_padding,
+            use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
+        )
+        sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or _DEFAULT_SMS
         check_whole("num_qps", num_qps, 0)
         if handle is not None:
             self._check_repeat(handle, engine, data, topk_idx, cumulative_local_expert_recv_stats, do_expand)
@@ -199,14 +232,21 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             weights = self._check_weights(topk_weights, ids)
             most = self._check_max_tokens(num_max_tokens_per_rank, data.size(0))
             alignment = check_whole(
-                "expert_alignment", 1 if expert_alignment is None else expert_alignment, 1
+                "expert_alignment", 1 if expert_alignment is None else expert_alignment, 1, MAX_ALIGNMENT
             )
             stats = self._check_stats(cumulative_local_expert_recv_stats, experts, engine)
             sent = torch.zeros_like(ids, dtype=torch.float32) if weights is None else weights
             at_owner = do_expand and not self.allow_multiple_reduction
             rows = Rows(data, scales, ids, sent, True, ids.size(1) if at_owner else 1)
             wanted = elastic_rows.Wanted(
-                experts, most, alignment, sms, do_expand, at_owner, do_handle_copy, do_cpu_sync is False
+                experts,
+                most,
+                alignment,
+                sms,
+                do_expand,
+                at_owner,
+                do_handle_copy,
+                do_cpu_sync is not None and not do_cpu_sync,
             )
             engine.begin(previous)
             received, handle = elastic_rows.first_dispatch(engine, rows, wanted)
@@ -264,7 +304,8 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             arguments.check_tensor("topk_weights", topk_weights, shape, (torch.float32,), engine.device)
         previous = handle_of(previous_event, "previous_event")
         before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
-        sms = check_whole("num_sms", num_sms, 0) or handle.num_sms
+        check_flags(async_with_compute_stream=async_with_compute_stream)
+        sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or handle.num_sms
         check_whole("num_qps", num_qps, 0)
         arguments.check_deterministic_fill(engine.device)
         engine.begin(previous)
@@ -312,7 +353,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         most = (
             self.num_max_tokens_per_rank
             if given is None
-            else check_whole("num_max_tokens_per_rank", given, 0)
+            else check_whole("num_max_tokens_per_rank", given, 0, arguments.MAX_ROWS)
         )
         if most < num_tokens:
             raise invalid("num_max_tokens_per_rank", most, f"at least the {num_tokens} tokens of x")

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft import _core
 from weft.errors import Error, invalid
 from weft.moe import arguments
-from weft.moe.config import align, check_whole
+from weft.moe.config import align, check_flags, check_whole
 from weft.moe.elastic_layout import column_major
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
 from weft.moe.engine import address
@@ -45,6 +45,7 @@ class EngramReads:
 
         The table has memory of its own, on the device, which engram_write() takes.
         """
+        arguments.check_dtype("dtype", dtype)
         entry_bytes = align(check_whole("hidden", hidden, 0) * dtype.itemsize, _ENTRY_ALIGNMENT_BYTES)
         fetched = entry_bytes * check_whole("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
         stored = entry_bytes * check_whole("num_entries", num_entries, 0)
@@ -97,6 +98,7 @@ class EngramReads:
         """
         engine = self._engines.alive()
         check_whole("num_qps", num_qps, 0)
+        check_flags(use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf)
         if self._table is None:
             raise Error("engram_write: got no call yet, allowed: reads after it")
         ids = arguments.check_tensor("indices", indices, ("tokens", "entries"), arguments.IDS, engine.device)

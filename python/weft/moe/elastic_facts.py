@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from weft.moe.config import align, ceil_div, check_whole
+from weft.moe.arguments import group_size
+from weft.moe.config import MAX_SMS, align, check_number, check_whole
 from weft.moe.elastic_sizes import elastic_size_hint
 from weft.moe.engines import Engines
+
+_NVLINK_GBS = 400.0  # of one GPU, where the caller does not say
 
 
 class ElasticFacts:
@@ -41,7 +45,7 @@ class ElasticFacts:
     ) -> int:
         """Return num_bytes for this shape, a multiple of 2 MiB. Not collective."""
         return elastic_size_hint(
-            group.size(),
+            group_size(group),
             num_max_tokens_per_rank,
             hidden,
             num_topk,
@@ -65,10 +69,11 @@ class ElasticFacts:
         """
         check_whole("num_experts", num_experts, 1)
         check_whole("num_topk", num_topk, 1)
-        needed = align(ceil_div(int(nvlink_gbs or 400), max(int(sm_write_gbs), 1)), 2)
+        links = check_number("nvlink_gbs", nvlink_gbs, 0) or _NVLINK_GBS
+        needed = align(math.ceil(links / check_number("sm_write_gbs", sm_write_gbs, 1)), 2)
         number = max(needed, 4 if self.prefer_overlap_with_compute else 64)
         return min(number, self._engines.alive().num_sms)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Return 0 to num_allocated_qps; among ranks of one node none is used."""
-        return min(self.num_allocated_qps, check_whole("num_sms", num_sms, 0))
+        return min(self.num_allocated_qps, check_whole("num_sms", num_sms, 0, MAX_SMS))

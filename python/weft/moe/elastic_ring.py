@@ -10,7 +10,7 @@ from torch import Tensor
 from weft import _core
 from weft.errors import Error
 from weft.moe import arguments
-from weft.moe.config import align, check_whole
+from weft.moe.config import MAX_SMS, align, check_whole
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
 from weft.moe.engine import address
 from weft.moe.engines import Engines
@@ -97,6 +97,6 @@ class RingMessages:
             "data": address(t),
             "bytes": t.numel() * t.element_size(),
             "peer": check_whole(argument, peer, 0, self._engines.size - 1),
-            "num_sms": check_whole("num_sms", num_sms, 0),
+            "num_sms": check_whole("num_sms", num_sms, 0, MAX_SMS),
             "stream": engine.current_stream,
         }

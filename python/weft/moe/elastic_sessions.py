@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.errors import Error, invalid
 from weft.moe import arguments, high_throughput
-from weft.moe.config import align, ceil_div, check_whole
+from weft.moe.config import align, ceil_div, check_flags, check_whole
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
 from weft.moe.engine import Engine
 from weft.moe.engines import Engines
@@ -47,6 +47,7 @@ class GatherSessions:
         On the CPU the host waits.
         """
         engine = self._engines.alive()
+        check_flags(use_comm_stream=use_comm_stream, with_cpu_sync=with_cpu_sync, sequential=sequential)
         if engine.is_cuda:
             engine.begin(None)
             _gather_rows(engine, torch.zeros((1, 16), dtype=torch.uint8, device=engine.device))
@@ -58,7 +59,9 @@ class GatherSessions:
     @staticmethod
     def get_agrs_num_max_session_bytes(group: Any, shapes: Shapes, dtype: torch.dtype) -> int:
         """Return the bytes that all-gathers of tensors of these shapes take together, from all ranks."""
-        return sum(_padded(math.prod(shape) * dtype.itemsize) for shape in _each(shapes)) * int(group.size())
+        item_bytes = arguments.check_dtype("dtype", dtype).itemsize
+        each = sum(_padded(math.prod(shape) * item_bytes) for shape in _each(shapes))
+        return each * arguments.group_size(group)
 
     @staticmethod
     def get_agrs_buffer_size_hint(group: Any, num_max_session_bytes: int) -> int:
@@ -74,6 +77,7 @@ class GatherSessions:
 
     def create_agrs_session(self) -> None:
         """Open a session. Raises: weft.Error while one is open, or before agrs_set_config()."""
+        self._engines.alive()
         if self._left is not None or self._session_gathers == 0:
             state = "an open session" if self._left is not None else "no agrs_set_config()"
             raise invalid("session", state, "agrs_set_config() first, one session at a time")
@@ -97,9 +101,16 @@ class GatherSessions:
 
     def agrs_get_inplace_tensor(self, shapes: Shapes, dtype: torch.dtype) -> Any:
         """Return a tensor, or a tuple of them for several shapes, to fill and give to all_gather()."""
-        self._require_session()
+        left_bytes, _ = self._require_session()
         device = self._engines.device
-        tensors = tuple(torch.empty(tuple(shape), dtype=dtype, device=device) for shape in _each(shapes))
+        item_bytes = arguments.check_dtype("dtype", dtype).itemsize
+        each = _each(shapes)
+        most = max((math.prod(shape) * item_bytes for shape in each), default=0)
+        if most > left_bytes:
+            raise invalid(
+                "shapes", f"a tensor of {most} bytes", f"at most the {left_bytes} left in the session"
+            )
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=device) for shape in each)
         return tensors[0] if _is_one(shapes) else tensors
 
     def all_gather(self, tensors: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
@@ -109,9 +120,10 @@ class GatherSessions:
         Raises: weft.Error outside a session, or past what agrs_set_config() allows (code capacity).
         """
         left_bytes, left_gathers = self._require_session()
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if not given:
-            raise invalid("tensors", "none", "at least one tensor")
+        several = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+        given = [tensor for tensor in several if isinstance(tensor, Tensor)]
+        if not given or len(given) < len(several):
+            raise invalid("tensors", arguments.describe(tensors), "a tensor, or a list of at least one")
         engine = self._engines.of("tensors", given[0])
         for tensor in given:
             arguments.check_tensor("tensors", tensor, tuple(tensor.shape), (), engine.device)
@@ -180,5 +192,11 @@ def _is_one(shapes: Shapes) -> bool:
     return all(isinstance(size, int) for size in shapes)
 
 
-def _each(shapes: Shapes) -> list[Sequence[int]]:
-    return [shapes] if _is_one(shapes) else list(shapes)  # type: ignore[list-item,arg-type]
+def _each(shapes: Shapes) -> list[torch.Size]:
+    """Return shapes, one or several, each a tuple of sizes."""
+    try:
+        several: list[Any] = [shapes] if _is_one(shapes) else list(shapes)
+    except TypeError:
+        allowed = "a sequence of sizes, or of such sequences"
+        raise invalid("shapes", arguments.describe(shapes), allowed) from None
+    return [arguments.check_shape("shapes", shape) for shape in several]

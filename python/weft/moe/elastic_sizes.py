@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from weft import _core
-from weft.moe.config import align, ceil_div, check_whole
+from weft.errors import invalid
+from weft.moe.config import MAX_BYTES, align, ceil_div, check_flags, check_whole
 
 BUFFER_ALIGNMENT_BYTES = 2 << 20
+MAX_HIDDEN = 1 << 28  # rows stay below 2 GiB, whatever their type
 _HINTED_TOP_K = 32
 
 
@@ -22,6 +24,7 @@ def elastic_size_hint(
 
     num_topk 0 counts as 32.
     """
+    check_flags(use_fp8_dispatch=use_fp8_dispatch, allow_multiple_reduction=allow_multiple_reduction)
     num_ranks = check_whole("num_ranks", num_ranks, 1)
     tokens = check_whole("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
     hidden = check_whole("hidden", hidden, 0)
@@ -48,6 +51,12 @@ def elastic_heap_bytes(
 
     Such a call may be captured in a graph, where nothing can grow. num_topk 0 counts as 32.
     """
+    shape = (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction)
+    wanted = elastic_size_hint(num_ranks, *shape)
+    if wanted > MAX_BYTES:
+        raise invalid(
+            "num_max_tokens_per_rank", f"sizes that take {wanted} bytes", f"up to {MAX_BYTES} bytes"
+        )
     top_k = num_topk or _HINTED_TOP_K
     row_format = _core.RowFormat(
         row_bytes=align(hidden * (1 if use_fp8_dispatch else 2), 16),

@@ -111,7 +111,10 @@ def _device(device: torch.device | str | None) -> torch.device:
     """Return the device a buffer computes on, with its index."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except (TypeError, ValueError, RuntimeError):
+        raise invalid("device", arguments.describe(device), "a CPU or CUDA device") from None
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
     if chosen.type not in ("cpu", "cuda"):

@@ -12,56 +12,23 @@ T tokens here, M tokens per rank at most, R ranks, E experts, Le experts of this
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft import _core
-from weft.errors import Error, invalid
+from weft.errors import invalid
 from weft.moe import arguments
-from weft.moe.config import ceil_div, check_whole, local_experts
+from weft.moe.config import MAX_LOW_LATENCY_TOKENS, check_flags, check_whole
 from weft.moe.engine import Engine, address
 from weft.moe.engines import Engines
 from weft.moe.events import EventOverlap
+from weft.moe.low_latency_dispatch import Filled, Outputs, Sent, Sizes, check_global_scale
 from weft.moe.low_latency_formats import SCALE_GROUP, find_format, take_output
-
-Hook = Callable[[], None]
-
-
-@dataclass
-class LowLatencyState:
-    """What a dispatch leaves for its combine."""
-
-    engine_id: object
-    max_tokens: int
-    num_tokens: int
-    top_k: int
-    hidden: int
-    num_experts: int
-    rows_shape: tuple[int, int, int]  # of the received rows: Le, R * M, hidden
-    had_weights: bool
-    routes: Tensor
-    combine_rows: Tensor | None = None  # what get_next_low_latency_combine_buffer() gave
-
-
-class LowLatencyHandle(tuple):  # type: ignore[type-arg]
-    """The handle of a low-latency dispatch: (src_info, layout_range, M, hidden, E).
-
-    src_info i32[Le, R * M]: each row's token at its source. layout_range i64[Le, R]: count (low 32 bits) and
-    first row (high 32 bits) of the rows from each source.
-    """
-
-    state: LowLatencyState
-
-    def __new__(cls, state: LowLatencyState, src_info: Tensor, layout_range: Tensor) -> LowLatencyHandle:
-        """Return the handle with its state beside the tensors."""
-        entries = (src_info, layout_range, state.max_tokens, state.hidden, state.num_experts)
-        handle = super().__new__(cls, entries)
-        handle.state = state
-        return handle
+from weft.moe.low_latency_handle import LowLatencyHandle, LowLatencyState
+from weft.moe.low_latency_phases import Hook, launch
+from weft.moe.low_latency_signals import NO_SIGNALS, check_signals
 
 
 class LowLatencyCalls:
@@ -121,7 +88,8 @@ class LowLatencyCalls:
             round_scale: scales become powers of two, rounded up. use_ue8m0: and travel as exponents only.
             async_finish: the caller waits for the event, which keeps all tensors alive.
             return_recv_hook: send now, on the current stream; the results are there after hook(), which
-                receives on the same stream. In between no SM is in use. Not with async_finish.
+                receives on the same stream. In between no SM is in use. Not with async_finish. Of two calls
+                with a hook pending the first one's has to run before a third: all ranks would wait for it.
             topk_weights: float32 [T, K], to travel along; two more results then.
             use_mxfp8: quantise per 32 channels to FP8 with power-of-two scales; hidden a multiple of 128.
             use_nvfp4: quantise per 16 channels to 4 bits, with E4M3 scales (use_ue8m0_for_sf: powers of two)
@@ -142,14 +110,28 @@ class LowLatencyCalls:
         """
         engine = self._low_latency_engine("x", x)
         arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
-        sizes = _Sizes(
-            check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1, 1 << 20),
+        check_flags(
+            use_fp8=use_fp8,
+            round_scale=round_scale,
+            use_ue8m0=use_ue8m0,
+            use_mxfp8=use_mxfp8,
+            use_nvfp4=use_nvfp4,
+            use_ue8m0_for_sf=use_ue8m0_for_sf,
+        )
+        sizes = Sizes(
+            check_whole(
+                "num_max_dispatch_tokens_per_rank",
+                num_max_dispatch_tokens_per_rank,
+                1,
+                MAX_LOW_LATENCY_TOKENS,
+            ),
             self._check_num_experts(num_experts),
             self.rank,
             self.group_size,
         )
-        rows = arguments.check_rows("x", x, "tokens", (torch.bfloat16,), engine.device)
-        ids = arguments.check_topk_idx(topk_idx, rows.size(0), engine.device)
+        device = engine.device
+        rows = arguments.check_rows("x", x, "tokens", (torch.bfloat16,), device)
+        ids = arguments.check_topk_idx(topk_idx, rows.size(0), device)
         arguments.check_expert_ids(ids, sizes.num_experts)
         form = find_format(
             rows.size(1),
@@ -160,62 +142,25 @@ class LowLatencyCalls:
             use_nvfp4=bool(use_nvfp4),
             use_ue8m0_for_sf=bool(use_ue8m0_for_sf),
         )
-        global_scale = _check_global_scale(x_global_scale, use_nvfp4, engine)
-        stats = _check_optional(
-            "cumulative_local_expert_recv_stats",
-            cumulative_local_expert_recv_stats,
-            (sizes.local_experts,),
-            torch.int32,
-            engine.device,
+        stats, costs = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        per_expert, per_rank = (sizes.local_experts,), (self.group_size,)
+        sent = Sent(
+            rows,
+            ids,
+            arguments.check_optional("topk_weights", topk_weights, tuple(ids.shape), torch.float32, device),
+            check_global_scale(x_global_scale, use_nvfp4, engine),
+            arguments.check_optional(
+                "cumulative_local_expert_recv_stats", stats, per_expert, torch.int32, device
+            ),
+            arguments.check_optional("dispatch_wait_recv_cost_stats", costs, per_rank, torch.int64, device),
         )
-        costs = _check_optional(
-            "dispatch_wait_recv_cost_stats",
-            dispatch_wait_recv_cost_stats,
-            (self.group_size,),
-            torch.int64,
-            engine.device,
-        )
-        weights = _check_optional(
-            "topk_weights", topk_weights, tuple(ids.shape), torch.float32, engine.device
-        )
-
         call = _core.LowLatencyDispatchCall()
-        call.max_tokens, call.tokens, call.top_k = sizes.max_tokens, rows.size(0), ids.size(1)
-        call.experts, call.id_bytes, call.payload = sizes.num_experts, ids.element_size(), form.payload
-        call.row_bytes, call.scale_bytes = form.row_bytes, form.scale_bytes
-        call.topk_idx, call.x, call.topk_weights = address(ids), address(rows), address(weights)
-        call.x_scales, call.tiled_scales = address(global_scale), form.is_tiled
-        call.expert_stats, call.wait_cycles = address(stats), address(costs)
+        sent.describe(call, sizes, form)
         engine.low_latency.check_dispatch(call)
 
-        shape = (sizes.local_experts, sizes.rows, rows.size(1))
-        memory, scale_memory, recv_x, scales = form.take(engine, out_packed_recv_x, shape[:2])
-        src_info = take_output(engine, "out_src_info", out_src_info, shape[:2], torch.int32)
-        ranges_shape = (sizes.local_experts, self.group_size)
-        layout_range = take_output(engine, "out_layout_range", out_layout_range, ranges_shape, torch.int64)
-        counts = take_output(engine, "out_count", out_count, (sizes.local_experts,), torch.int32)
-        extras: tuple[Tensor, ...] = ()
-        if weights is not None:
-            extras = (
-                engine.empty(*shape[:2], dtype=torch.float32),
-                engine.empty(*shape[:2], dtype=torch.int32),
-            )
-            call.out_weights, call.out_source = (address(extra) for extra in extras)
-        num_words = engine.low_latency.routes_words(
-            sizes.max_tokens, ids.size(1), sizes.num_experts, weights is not None
-        )
-        routes = engine.empty(int(num_words), dtype=torch.int32)
-        call.out, call.src_info, call.counts = address(memory), address(src_info), address(counts)
-        call.layout_range, call.routes = address(layout_range), address(routes)
-        if scale_memory is not None:
-            call.out_scales = address(scale_memory)
-            if form.is_tiled:
-                call.scale_expert_stride = scale_memory.stride(0) // 4
-            else:
-                call.scale_expert_stride, call.scale_row_stride, call.scale_word_stride = (
-                    scale_memory.stride()
-                )
-
+        wanted = Outputs(out_packed_recv_x, out_src_info, out_layout_range, out_count)
+        filled = Filled.take(engine, sizes, form, sent, wanted)
+        filled.describe(call, form)
         state = LowLatencyState(
             engine_id=engine.identity,
             max_tokens=sizes.max_tokens,
@@ -223,16 +168,15 @@ class LowLatencyCalls:
             top_k=ids.size(1),
             hidden=rows.size(1),
             num_experts=sizes.num_experts,
-            rows_shape=shape,
-            had_weights=weights is not None,
-            routes=routes,
+            rows_shape=(sizes.local_experts, sizes.rows, rows.size(1)),
+            had_weights=sent.topk_weights is not None,
+            routes=filled.routes,
         )
-        outputs = (memory, scale_memory, src_info, layout_range, counts, *extras, routes)
-        used = (rows, ids, weights, global_scale, stats, costs, *outputs)
-        event, hook = _launch(engine, engine.low_latency.dispatch, call, used, async_finish, return_recv_hook)
-        payload_out = recv_x if scales is None else (recv_x, scales)
-        handle = LowLatencyHandle(state, src_info, layout_range)
-        return payload_out, counts, *extras, handle, event, hook
+        used = (*sent.tensors(), *filled.tensors())
+        event, hook = launch(engine, engine.low_latency.dispatch, call, used, async_finish, return_recv_hook)
+        payload = filled.rows if filled.scales is None else (filled.rows, filled.scales)
+        handle = LowLatencyHandle(state, filled.src_info, filled.layout_range)
+        return payload, filled.counts, *filled.extras, handle, event, hook
 
     # -- combine ---------------------------------------------------------------------------------------------
 
@@ -292,6 +236,7 @@ class LowLatencyCalls:
         engine = self._low_latency_engine("x", x)
         arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
         arguments.check_not_both("zero_copy", zero_copy, "use_logfmt", use_logfmt)
+        check_flags(exact=exact, overlap=overlap)
         state = self._check_low_latency_handle(handle, engine)
         bf16 = (torch.bfloat16,)
         rows = arguments.check_tensor("x", x, state.rows_shape, bf16, engine.device, contiguous=not zero_copy)
@@ -304,7 +249,7 @@ class LowLatencyCalls:
             "topk_idx", topk_idx, (state.num_tokens, state.top_k), arguments.IDS, engine.device
         )
         arguments.check_expert_ids(ids, state.num_experts)
-        weights = _check_optional(
+        weights = arguments.check_optional(
             "topk_weights", topk_weights, tuple(ids.shape), torch.float32, engine.device
         )
         if weights is None and (exact or not state.had_weights):
@@ -313,16 +258,16 @@ class LowLatencyCalls:
             )
         if use_logfmt and state.hidden % SCALE_GROUP:
             raise invalid("use_logfmt", f"True for hidden {state.hidden}", f"multiples of {SCALE_GROUP}")
-        costs = _check_optional(
+        costs = arguments.check_optional(
             "combine_wait_recv_cost_stats",
             combine_wait_recv_cost_stats,
             (self.group_size,),
             torch.int64,
             engine.device,
         )
-        signals = _NO_SIGNALS
+        signals = NO_SIGNALS
         if overlap:
-            signals = _check_signals(
+            signals = check_signals(
                 engine.device,
                 state.rows_shape,
                 src_signals,
@@ -332,7 +277,7 @@ class LowLatencyCalls:
                 threshold,
                 num_sms,
             )
-            _check_optional(
+            arguments.check_optional(
                 "packed_recv_count", packed_recv_count, (state.rows_shape[0],), torch.int32, engine.device
             )
         combined = take_output(engine, "out", out, (state.num_tokens, state.hidden), torch.bfloat16)
@@ -352,7 +297,7 @@ class LowLatencyCalls:
         call.x, call.routes, call.combined = address(rows), address(state.routes), address(combined)
         call.wait_cycles = address(costs)
         used = (rows, ids, weights, costs, state.routes, signals.tensor, combined)
-        event, hook = _launch(engine, engine.low_latency.combine, call, used, async_finish, return_recv_hook)
+        event, hook = launch(engine, engine.low_latency.combine, call, used, async_finish, return_recv_hook)
         return combined, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
@@ -385,6 +330,7 @@ class LowLatencyCalls:
         """
         engine = self._shrinking_engine()
         rank = check_whole("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        check_flags(mask=mask)
         engine.low_latency.set_mask(rank, bool(mask), engine.current_stream)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
@@ -418,135 +364,3 @@ class LowLatencyCalls:
     def _check_low_latency_handle(self, handle: object, engine: Engine) -> LowLatencyState:
         state: LowLatencyState = engine.check_handle(handle, LowLatencyHandle, "low_latency_dispatch")
         return state
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    max_tokens: int
-    num_experts: int
-    rank: int
-    num_ranks: int
-
-    @property
-    def local_experts(self) -> int:
-        """Experts that this rank owns."""
-        return local_experts(self.num_experts, self.num_ranks, self.rank)
-
-    @property
-    def rows(self) -> int:
-        """Rows of one expert at most."""
-        return self.max_tokens * self.num_ranks
-
-
-@dataclass(frozen=True)
-class _Signals:
-    """When rows that a combine sends are there. tensor: int32 or uint32 [Le, per_expert], each for so many rows."""
-
-    tensor: Tensor | None
-    value: int
-    per_expert: int
-    rows: int
-    num_sms: int
-
-
-_NO_SIGNALS = _Signals(None, 0, 0, 0, 0)
-_SIGNALS = (torch.int32, torch.uint32)
-_MOST_SIGNAL = (1 << 31) - 1
-_OVERLAP_SMS = 3  # of a combine whose kernels raise signals block by block
-
-
-def _check_signals(
-    device: torch.device,
-    rows_shape: tuple[int, int, int],
-    src_signals: Tensor | None,
-    src_signal_expect_value: int,
-    comp_signal: Tensor | None,
-    block_m: int,
-    threshold: int,
-    num_sms: int | None,
-) -> _Signals:
-    """Check what low_latency_combine() was given with overlap."""
-    if (src_signals is None) == (comp_signal is None):
-        both = src_signals is not None
-        raise invalid(
-            "overlap",
-            f"True with {'both' if both else 'neither'} of src_signals and comp_signal",
-            "one of them",
-        )
-    local, rows = rows_shape[:2]
-    if src_signals is not None:
-        value = check_whole("src_signal_expect_value", src_signal_expect_value, 0, _MOST_SIGNAL)
-        tensor = arguments.check_tensor("src_signals", src_signals, (local,), _SIGNALS, device)
-        return _Signals(tensor, value, 1, rows, check_whole("num_sms", num_sms or 0, 0))
-    block = check_whole("block_m", block_m, 1, _MOST_SIGNAL)
-    value = check_whole("threshold", threshold, 0, _MOST_SIGNAL)
-    per_expert = ceil_div(rows, block)
-    sms = check_whole("num_sms", _OVERLAP_SMS if num_sms is None else num_sms, 0)
-    flat = (
-        comp_signal.view(-1)
-        if isinstance(comp_signal, Tensor) and comp_signal.is_contiguous()
-        else comp_signal
-    )
-    tensor = arguments.check_tensor("comp_signal", flat, (local * per_expert,), _SIGNALS, device)
-    return _Signals(tensor, value, per_expert, block, sms)
-
-
-def _check_global_scale(value: Tensor | None, is_nvfp4: bool, engine: Engine) -> Tensor | None:
-    """Return the float32 that NVFP4 scales are relative to, on the device."""
-    if not is_nvfp4:
-        if value is not None:
-            raise invalid("x_global_scale", arguments.describe(value), "None without use_nvfp4")
-        return None
-    if value is None:
-        return torch.ones(1, dtype=torch.float32, device=engine.device)
-    shape = tuple(value.shape) if isinstance(value, Tensor) else (1,)
-    scale = arguments.check_tensor("x_global_scale", value, shape, (torch.float32,), engine.device)
-    if scale.numel() != 1:
-        raise invalid("x_global_scale", arguments.describe(value), "float32 of one element")
-    return scale
-
-
-def _check_optional(
-    argument: str, value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
-    return None if value is None else arguments.check_tensor(argument, value, shape, (dtype,), device)
-
-
-def _launch(
-    engine: Engine,
-    start: Callable[[Any, int], None],
-    call: Any,
-    tensors: tuple[Tensor | None, ...],
-    async_finish: bool,
-    return_recv_hook: bool,
-) -> tuple[EventOverlap, Hook | None]:
-    """Run both phases on the communication stream, or send on the current one and return the hook."""
-    call.ticket = engine.low_latency.next_ticket()
-    if return_recv_hook:
-        call.stream = engine.current_stream
-        start(call, _core.PHASE_SEND)
-        return EventOverlap(), _ReceiveHook(start, call, tensors)
-    engine.begin(None)
-    call.stream = engine.stream
-    start(call, _core.PHASE_SEND | _core.PHASE_RECEIVE)
-    event = engine.finish(async_finish, tensors)
-    if async_finish:
-        event.extra_tensors = tuple(tensor for tensor in tensors if tensor is not None)
-    return event, None
-
-
-class _ReceiveHook:
-    """Launches the receive phase, once, and keeps the call's tensors alive until then."""
-
-    def __init__(
-        self, start: Callable[[Any, int], None], call: Any, tensors: tuple[Tensor | None, ...]
-    ) -> None:
-        self._start = start
-        self._call = call
-        self._tensors: tuple[Tensor | None, ...] | None = tensors
-
-    def __call__(self) -> None:
-        if self._tensors is None:
-            raise Error("hook: called a second time, allowed: once for each call that returned one")
-        self._start(self._call, _core.PHASE_RECEIVE)
-        self._tensors = None

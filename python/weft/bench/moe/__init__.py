@@ -2,8 +2,9 @@
 """``weft bench moe``: dispatch and combine of a mixture-of-experts layer, checked, beside their peers in the
 same run.
 
-Started by itself it makes its own ranks (``--ranks``); started by torchrun it takes torchrun's. How it
-measures is told in ``weft.bench.moe.measure``.
+Started by itself it makes its own ranks (``--ranks``); started by torchrun it takes torchrun's. MB are the bytes
+of the rows that a rank receives, its own included, mean over ranks (low latency: of its (token, expert)
+pairs). How it measures is told in ``weft.bench.moe.setting``.
 """
 
 from __future__ import annotations
@@ -29,14 +30,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
     parser.add_argument("--mode", choices=("ht", "ll"), default="ht", help="high throughput or low latency")
     parser.add_argument("--tokens", type=int, help="per rank (default 4096 for ht, 128 for ll)")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256, help="over all ranks")
+    parser.add_argument("--hidden", type=int, default=7168, help="elements of a row (default 7168)")
+    parser.add_argument("--top-k", type=int, default=8, help="experts per token (default 8)")
+    parser.add_argument("--experts", type=int, default=256, help="over all ranks (default 256)")
     parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of the dispatched rows")
     parser.add_argument("--ranks", type=int, default=0, help="default: torchrun's, all GPUs, or 4")
     parser.add_argument("--transport", default="auto", help="as WEFT_TRANSPORT")
-    parser.add_argument("--routes", default="uniform", metavar="KIND", help="uniform, zipf or a .npy file")
+    parser.add_argument(
+        "--routes",
+        default="uniform",
+        metavar="KIND",
+        help="uniform, zipf or FILE, a .npy of [ranks, tokens, top-k]",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--sms", type=int, help="of ht on GPUs (default: weft.Buffer.num_sms)")
     parser.add_argument("--iterations", type=int, help="samples (default 10 on the CPU, 50 on GPUs)")
     parser.add_argument("--warmup", type=int, default=3, help="samples before those")
     parser.add_argument("--seed", type=int, default=0)
@@ -102,7 +109,7 @@ def _options(args: argparse.Namespace, gpus: int) -> Options:
     if args.device == "cuda" and not gpus:
         raise invalid("device", "cuda", "cpu: torch sees no GPU here")
     tokens = TOKENS[args.mode] if args.tokens is None else args.tokens
-    iterations = args.iterations or (50 if gpus else 10)
+    iterations = (50 if gpus else 10) if args.iterations is None else args.iterations
     at_least = {"tokens": 0, "hidden": 8, "top_k": 1, "experts": 1, "warmup": 0}
     given = {"tokens": tokens, **{name: getattr(args, name) for name in list(at_least)[1:]}}
     for name, least in at_least.items():
@@ -112,6 +119,10 @@ def _options(args: argparse.Namespace, gpus: int) -> Options:
         raise invalid("top-k", args.top_k, f"at most the number of experts, {args.experts}")
     if args.dtype == "fp8" and args.hidden % 128:
         raise invalid("hidden", args.hidden, "a multiple of 128 for fp8: a scale covers 128 channels")
+    if args.sms is not None and (args.mode != "ht" or args.sms < 2 or args.sms % 2):
+        raise invalid("sms", f"{args.sms} with mode {args.mode}", "an even number above 0, with mode ht")
+    if iterations < 1:
+        raise invalid("iterations", iterations, "1 or more")
     return Options(
         mode=args.mode,
         tokens=tokens,
@@ -126,6 +137,7 @@ def _options(args: argparse.Namespace, gpus: int) -> Options:
         warmup=args.warmup,
         seed=args.seed,
         eager=args.eager,
+        sms=args.sms,
         trace=bool(args.trace or args.straggler),
         **_delay(args.delay),
     )

@@ -30,6 +30,9 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     deep_ep = peers.real_deep_ep() if bench.on_gpu else None
     if deep_ep is not None:
         buffers["deep_ep"] = deep_ep.Buffer
+    if o.sms is not None:
+        for kind in buffers.values():
+            kind.set_num_sms(o.sms)
     worst_rows = o.tokens * me.size if o.is_captured else 0
     calls = {
         name: peers.HighThroughput(_make_buffer(bench, kind), o.experts, worst_rows)
@@ -173,6 +176,9 @@ def _rows(bench: Bench, traffic: Traffic, us: dict[str, list[float]]) -> list[Ro
     for step, dtype, bytes_per_row in (("dispatch", o.dtype, sent_bytes), ("combine", "bf16", back_bytes)):
         logical, egress = traffic.received * bytes_per_row, traffic.egress * bytes_per_row
         rows.append(make_row(bench, "ht", step, dtype, us, logical, egress))
+    if bench.on_gpu or o.sms is not None:
+        for row in rows:
+            row.extra["sms"] = weft.Buffer.num_sms
     rows[1].extra["cached_us"] = round(statistics.median(us["weft cached"]), 3)
     if "deep_ep layout" in us:
         rows[0].baselines["deep_ep"] = statistics.median(us["deep_ep layout"])

@@ -48,6 +48,7 @@ class Options:
     warmup: int
     seed: int
     eager: bool
+    sms: int | None = None  # of high-throughput calls, Weft's and DeepEP's; None: their defaults
     trace: bool = False  # also take samples of which kernels note what they do when
     delayed_rank: int = -1  # this rank starts every sample late, on purpose
     delay_us: int = 0

@@ -121,6 +121,7 @@ Load to_load(const std::string& kind, uint64_t bytes, uint32_t count, uint32_t w
 
 void bind_handles(nb::module_& module) {
   nb::class_<Memory>(module, "TransferMemory")
+      .def_prop_ro("id", &Memory::id)  // of its registration, unique in the engine
       .def_prop_ro("address", [](const Memory& m) { return reinterpret_cast<uint64_t>(m.data()); })
       .def_prop_ro("bytes", &Memory::bytes)
       .def_prop_ro("is_registered", &Memory::is_registered)
@@ -263,7 +264,7 @@ void bind_engine(nb::module_& module) {
            })
       .def("disconnect",
            [](Engine& e, const std::shared_ptr<Peer>& peer) {
-             released([&] { return e.disconnect(peer), 0; });
+             check(released([&] { return e.disconnect(peer); }));
            })
       .def("peers", [](Engine& e) { return released([&] { return e.peers(); }); })
       .def("attach",
@@ -292,14 +293,15 @@ void bind_engine(nb::module_& module) {
              return value_or_throw(released(
                  [&] { return is_write ? e.write_pages(std::move(r)) : e.read_pages(std::move(r)); }));
            })
-      .def("scatter",
-           [](Engine& e, std::shared_ptr<Memory> src,
+      .def("spread",
+           [](Engine& e, bool is_write, std::shared_ptr<Memory> local,
               const std::vector<std::tuple<std::shared_ptr<Remote>, uint64_t, uint64_t, uint64_t>>& targets,
               HowTuple how) {
-             ScatterRequest r{std::move(src), {}, to_how(how)};
-             for (const auto& [dst, dst_offset, src_offset, bytes] : targets)
-               r.targets.push_back({dst, dst_offset, src_offset, bytes});
-             return value_or_throw(released([&] { return e.scatter(std::move(r)); }));
+             ScatterRequest r{std::move(local), {}, to_how(how)};
+             for (const auto& [remote, remote_offset, local_offset, bytes] : targets)
+               r.targets.push_back({remote, remote_offset, local_offset, bytes});
+             return value_or_throw(
+                 released([&] { return is_write ? e.scatter(std::move(r)) : e.gather(std::move(r)); }));
            })
       .def("notify",
            [](Engine& e, const std::shared_ptr<Peer>& peer, HowTuple how) {

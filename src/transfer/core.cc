@@ -3,12 +3,12 @@
 // The token, the worker, and what comes back from the rails.
 #include "transfer/core.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
 
 #include "base/log.h"
+#include "base/threads.h"
 #include "transfer/staging.h"
 
 namespace weft::transfer {
@@ -23,6 +23,11 @@ constexpr auto kTickEvery = std::chrono::milliseconds(5);
 constexpr size_t kInboxBytes = 4096;
 constexpr unsigned kIdlePolls = 20000;  // of a worker with nothing under way, before it sleeps longer
 
+uint64_t next_serial() {
+  static std::atomic<uint64_t> made{0};
+  return ++made;
+}
+
 std::string default_name() {
   char host[256] = {};
   gethostname(host, sizeof host - 1);
@@ -32,7 +37,10 @@ std::string default_name() {
 }  // namespace
 
 Core::Core(Options given)
-    : options(std::move(given)), id(random_id()), staging_(std::make_unique<Staging>(*this)) {
+    : options(std::move(given)),
+      id(random_id()),
+      serial(next_serial()),
+      staging_(std::make_unique<Staging>(*this)) {
   name = options.name.empty() ? default_name() : options.name;
   events_.resize(kEventBatch);
   slots_.resize(kPeersMax);
@@ -128,6 +136,11 @@ bool Core::wants_staging(const Memory& memory, const Remote& remote, size_t piec
   return staging_->wants(memory, remote, pieces, bytes);
 }
 
+Status Core::check_own(const char* argument, uint64_t maker) const {
+  if (maker == serial) return {};
+  return Status::invalid("{}: got one of another engine, allowed: one that engine '{}' made", argument, name);
+}
+
 Status Core::closed_status() const {
   return Status::make(Code::kClosed, "transfer engine '{}': is closed", name);
 }
@@ -179,13 +192,7 @@ bool Core::progress_held() {
 
 // The worker leaves the token to threads that wait, and sleeps longer the longer nothing has happened.
 void Core::run_worker() {
-  if (options.worker_cpu >= 0) {
-    cpu_set_t cpus;
-    CPU_ZERO(&cpus);
-    CPU_SET(options.worker_cpu, &cpus);
-    if (pthread_setaffinity_np(pthread_self(), sizeof cpus, &cpus) != 0)
-      log_warn("transfer: cannot pin the worker of '{}' to CPU {}", name, options.worker_cpu);
-  }
+  if (options.worker_cpu >= 0) pin_this_thread(options.worker_cpu, "a worker of the transfer engine");
   unsigned idle = 0;
   while (!stopping_.load(std::memory_order_acquire)) {
     bool busy = false;
@@ -283,7 +290,8 @@ void Core::on_imm_event(uint32_t imm) {
   peer->heard_ = last_tick_;
   switch (imm_class(imm)) {
     case ImmClass::kCount:
-      return count_imm(*peer, imm_id(imm), 1);
+    case ImmClass::kBarrier:
+      return count_imm(*peer, counter_key(imm_class(imm), imm_id(imm)), 1);
     case ImmClass::kStage:
       return staging_->on_filled(*peer, imm_id(imm));
     default:

@@ -94,6 +94,7 @@ class Core {
   Token token;
   Options options;
   EngineId id;
+  const uint64_t serial;  // of this engine in this process; its handles carry it
   std::string name;
   Callbacks callbacks;
 
@@ -135,10 +136,12 @@ class Core {
   Result<std::shared_ptr<Memory>> enroll(const provider::Range& range, uint32_t access);
   Status unregister(const std::shared_ptr<Memory>& memory, Deadline until);
   Descriptor describe(const Memory& memory) const;
-  Result<std::shared_ptr<ImmCounter>> imm_counter(const std::shared_ptr<Peer>& peer, uint32_t id);
+  Result<std::shared_ptr<ImmCounter>> imm_counter(const std::shared_ptr<Peer>& peer, uint32_t key);
   Status on_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_least,
                 std::function<void(const Status&)> callback);
   uint64_t next_barrier_round(const std::shared_ptr<Peer>& peer, uint32_t id);
+  // Refuses handles that another engine made: their insides are not ours to touch.
+  Status check_own(const char* argument, uint64_t maker) const;
 
  private:
   friend class Staging;
@@ -152,6 +155,7 @@ class Core {
     std::shared_ptr<Peer> peer;
     std::shared_ptr<Remote> remote;
     uint64_t region = 0;
+    Secret secret{};
     Status status;
     std::atomic<bool> is_answered{false};
   };
@@ -231,9 +235,9 @@ class Core {
   void on_revoke(Peer& peer, uint64_t region);
   void answer_revoke_if_idle(Remote& remote);
   void lose_peer(Peer& peer, PeerState state, Status why);
-  void count_imm(Peer& peer, uint32_t imm_id, uint32_t count);
+  void count_imm(Peer& peer, uint32_t key, uint32_t count);
   void check_peers(Clock::time_point now, Clock::duration slept);
-  std::shared_ptr<ImmCounter> counter_of(const std::shared_ptr<Peer>& peer, uint32_t id);
+  std::shared_ptr<ImmCounter> counter_of(const std::shared_ptr<Peer>& peer, uint32_t key);
   void release_rails(Memory& memory);
 
   std::atomic<bool> closed_{false};

@@ -16,8 +16,8 @@ constexpr size_t kEarlyMax = 4096;     // messages kept that overtook an earlier
 constexpr size_t kArrivedMax = 65536;  // messages kept that no recv() waits for
 
 bool is_ordered(MessageType type) {
-  return type != MessageType::kHello && type != MessageType::kWelcome && type != MessageType::kReject &&
-         type != MessageType::kHeartbeat && type != MessageType::kBye;
+  return type != MessageType::kHello && type != MessageType::kWelcome && type != MessageType::kHeartbeat &&
+         type != MessageType::kBye;
 }
 
 }  // namespace
@@ -104,8 +104,6 @@ void Core::on_message(std::string_view message) {
       return;
     case MessageType::kBye:
       return lose_peer(*peer, PeerState::kClosed, Status(Code::kPeerLost, "it closed its engine"));
-    case MessageType::kReject:
-      return lose_peer(*peer, PeerState::kLost, Status(Code::kPeerLost, std::string(body)));
     default:
       return on_ordered(*peer, *head, message);
   }
@@ -172,7 +170,7 @@ void Core::handle(const std::shared_ptr<Peer>& peer, const MessageHead& head, st
                                      outcome.refusal));
       });
     case MessageType::kNotify:
-      return use(parse_notify(body), [&](const Notified& n) { count_imm(*peer, n.id, n.count); });
+      return use(parse_notify(body), [&](const Notified& n) { count_imm(*peer, n.key, n.count); });
     case MessageType::kAttach:
       return use(parse_attach(body), [&](const Attach& attach) { on_attach(*peer, attach); });
     case MessageType::kAttached:

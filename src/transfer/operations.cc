@@ -276,7 +276,7 @@ Posted Core::post_piece(Transfer& transfer, const Transfer::Piece& piece) {
   op.piece = {static_cast<char*>(transfer.memory_->range_.data) + piece.local,
               transfer.memory_->rails_[piece.rail].lkey, there.base + piece.remote, there.rkey, piece.bytes};
   op.has_imm = piece.has_imm;
-  if (piece.has_imm) op.imm = encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_);
+  if (piece.has_imm) op.imm = encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_key_);
   op.delivered = transfer.delivered_;
   op.context = flight;
   return book(flight,
@@ -288,11 +288,11 @@ Posted Core::post_notice(Transfer& transfer, uint32_t target) {
   Peer& peer = peer_of(transfer, target);
   if (!write_imm_) {
     transfer.phase_.store(Phase::kPosted, std::memory_order_relaxed);
-    send_message(peer, MessageType::kNotify, to_body(Notified{transfer.imm_, 1}), &transfer);
+    send_message(peer, MessageType::kNotify, to_body(Notified{transfer.imm_key_, 1}), &transfer);
     return Posted::kOk;
   }
-  return post_imm(peer, encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_), transfer,
-                  transfer.first_.rail);
+  const uint32_t imm = encode_imm(key_class(transfer.imm_key_), peer.slot_there_, imm_id(transfer.imm_key_));
+  return post_imm(peer, imm, transfer, transfer.first_.rail);
 }
 
 Posted Core::post_imm(Peer& peer, uint32_t imm, Transfer& transfer, uint32_t rail) {

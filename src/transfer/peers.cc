@@ -58,6 +58,7 @@ Result<std::shared_ptr<Peer>> Core::make_peer(const Address& address) {
   std::shared_ptr<Peer> peer = find_peer(address.engine);
   if (!peer) peer = std::make_shared<Peer>();
   peer->engine_ = address.engine;
+  peer->maker_ = serial;
   peer->name_ = address.name;
   peer->address_ = address;
   WEFT_TRY(route_to(*peer));

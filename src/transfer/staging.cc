@@ -109,7 +109,7 @@ void Staging::make_packs(Peer& peer, Peer::StageOut& out, const std::shared_ptr<
       head.pack = static_cast<uint32_t>(i);
       head.packs = static_cast<uint32_t>(packs.size());
       head.has_imm = transfer.has_imm_;
-      head.imm_id = transfer.imm_;
+      head.imm_id = transfer.imm_key_;
       head.imm_last = transfer.has_imm_ && transfer.notify_ == Notify::kOnce;
       out.waiting.push_back(std::move(packs[i]));
     }

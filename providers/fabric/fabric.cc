@@ -273,6 +273,8 @@ class FabricRail : public Rail {
 
   std::string refusal() const override { return fi::failure(fi_, refused_with_, "fabric").message(); }
 
+  bool is_route_broken() const override { return means_peer_gone(-refused_with_); }
+
   uint32_t pages_per_post(Route to) const override {
     if (destinations_[to].pid) return kStretchesMax;
     return destinations_[to].has_pages ? kPagesPerFrame : 1;

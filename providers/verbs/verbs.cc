@@ -202,6 +202,7 @@ class VerbsRail : public Rail {
   }
 
   std::string refusal() const override { return refusal_; }
+  bool is_route_broken() const override { return is_route_broken_; }
 
   size_t poll(Event* events, size_t max) override {
     greet();
@@ -483,6 +484,7 @@ class VerbsRail : public Rail {
     if (is_joining(link.state)) return Posted::kAgain;
     if (link.state == LinkState::kBroken) {
       refusal_ = text("verbs: the connection on {} is broken", nic_.name);
+      is_route_broken_ = true;
       return Posted::kFatal;
     }
     wr.wr_id = reinterpret_cast<uint64_t>(context);
@@ -497,6 +499,7 @@ class VerbsRail : public Rail {
     }
     if (error == ENOMEM || error == EAGAIN) return Posted::kAgain;
     refusal_ = text("verbs: posting on {}: {}", nic_.name, std::strerror(error));
+    is_route_broken_ = false;
     return Posted::kFatal;
   }
 
@@ -579,6 +582,7 @@ class VerbsRail : public Rail {
   std::deque<Receive> receives_;
   std::deque<std::string> messages_;
   std::string refusal_;
+  bool is_route_broken_ = false;  // what refusal_ says
 };
 
 class Verbs : public Provider {

@@ -16,6 +16,7 @@ namespace {
 
 constexpr uint32_t kMessageBuffers = 64;  // of each kind, send and receive
 constexpr size_t kEventBatch = 32;
+constexpr uint64_t kPieceBytesMax = 1 << 30;  // so that a path that works shows it now and then
 constexpr uint32_t kCallsPerTick = 64;
 constexpr uint32_t kSubmissionsPerPoll = 32;  // who only submits must hear its peers, too
 constexpr auto kBufferRest = std::chrono::seconds(2);
@@ -62,7 +63,7 @@ Status Core::open() {
     state.in_flight_max = std::min(state.in_flight_max, std::max(caps.cq_depth, 2u) - 1);
     state.address = state.rail->address();
     message_bytes_ = std::min(message_bytes_, caps.message_bytes_max);
-    write_bytes_max_ = std::min(write_bytes_max_, caps.write_bytes_max);
+    write_bytes_max_ = std::min({write_bytes_max_, caps.write_bytes_max, kPieceBytesMax});
     write_imm_ = write_imm_ && caps.write_imm && caps.imm_only_bytes == 0;
     rails.push_back(std::move(state));
   }
@@ -75,15 +76,18 @@ Status Core::open() {
     if (!inbox.ok()) return inbox.status();
     state.inbox = *inbox;
   }
-  arena_ = std::make_unique<char[]>(2 * kMessageBuffers * message_bytes_);
-  auto arena = rails[0].rail->enroll({arena_.get(), 2 * kMessageBuffers * message_bytes_}, kLocal);
-  if (!arena.ok()) return arena.status();
-  arena_registration_ = *arena;
-  for (uint32_t i = 0; i < kMessageBuffers; ++i) {
-    free_buffers_.push_back(arena_.get() + i * message_bytes_);
-    Flight* flight = take_flight(Flight::Use::kReceive, 0, nullptr, nullptr);
-    flight->buffer = arena_.get() + (kMessageBuffers + i) * message_bytes_;
-    post_receive(*flight);
+  // One set of buffers for sending, and one for receiving per rail: messages may come by any.
+  const uint64_t arena_bytes = (1 + rails.size()) * kMessageBuffers * message_bytes_;
+  arena_ = std::make_unique<char[]>(arena_bytes);
+  char* buffer = arena_.get();
+  for (uint32_t i = 0; i < kMessageBuffers; ++i, buffer += message_bytes_) free_buffers_.push_back(buffer);
+  for (uint32_t rail = 0; rail < rail_count(); ++rail) {
+    WEFT_TRY_ASSIGN(rails[rail].arena, rails[rail].rail->enroll({arena_.get(), arena_bytes}, kLocal));
+    for (uint32_t i = 0; i < kMessageBuffers; ++i, buffer += message_bytes_) {
+      Flight* flight = take_flight(Flight::Use::kReceive, rail, nullptr, nullptr);
+      flight->buffer = buffer;
+      post_receive(*flight);
+    }
   }
   last_tick_ = Clock::now();
   if (options.has_worker) worker_ = std::thread([this] { run_worker(); });
@@ -123,8 +127,10 @@ void Core::close() {
       release_rails(*entry.memory);
     }
     regions_.clear();
-    for (auto& state : rails) state.rail->release(state.inbox);
-    if (!rails.empty() && arena_registration_.handle) rails[0].rail->release(arena_registration_);
+    for (auto& state : rails) {
+      if (state.inbox.handle) state.rail->release(state.inbox);
+      if (state.arena.handle) state.rail->release(state.arena);
+    }
     for (auto& state : rails) state.rail.reset();
     rails.clear();
     peers_.clear();
@@ -260,10 +266,12 @@ void Core::on_event(RailState& rail, Event& event) {
 }
 
 void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
+  // The path goes first, and takes what is under way on it along, this flight too.
+  if (event.kind == EventKind::kFailed && event.peer_gone && !flight.is_orphan)
+    lose_path(*flight.peer, flight.rail, event.text);
   if (flight.buffer) free_buffers_.push_back(flight.buffer);
   if (flight.is_orphan) return free_flight(&flight);
-  if (flight.carries_message()) --flight.peer->messages_out_;
-  --rail.in_flight;
+  count_out(flight, false);
   Transfer* transfer = flight.transfer;
   Peer* peer = flight.peer;
   const Flight::Use use = flight.use;
@@ -272,7 +280,6 @@ void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
   if (transfer) --transfer->in_flight_;
   if (event.kind == EventKind::kFailed) {
     const std::shared_ptr<Transfer> keep = transfer ? transfer->self_ : nullptr;
-    if (event.peer_gone) lose_peer(*peer, PeerState::kLost, Status(Code::kPeerLost, event.text));
     if (use == Flight::Use::kPack && transfer) staging_->on_post_failed(*peer, slot, *transfer);
     if (transfer && !transfer->is_finished())
       fail(*transfer,
@@ -319,6 +326,7 @@ Flight* Core::take_flight(Flight::Use use, uint32_t rail, Peer* peer, Transfer* 
   flight->rail = rail;
   flight->peer = peer;
   flight->transfer = transfer;
+  flight->bytes = 0;
   return flight;
 }
 
@@ -337,10 +345,9 @@ void Core::free_flight(Flight* flight) {
 void Core::orphan(Flight& flight) {
   if (flight.use == Flight::Use::kFree || flight.use == Flight::Use::kReceive || flight.is_orphan) return;
   flight.is_orphan = true;
-  --rails[flight.rail].in_flight;
+  count_out(flight, false);
   if (flight.transfer) --flight.transfer->in_flight_;
   if (flight.carries_message()) {
-    --flight.peer->messages_out_;
     resting_buffers_.push_back({flight.buffer, Clock::now() + kBufferRest});
     flight.buffer = nullptr;
   }
@@ -348,11 +355,22 @@ void Core::orphan(Flight& flight) {
   flight.peer = nullptr;
 }
 
+// Keeps count of what the network holds, per rail and path.
+void Core::count_out(const Flight& flight, bool has_left) {
+  const uint32_t change = has_left ? 1 : UINT32_MAX;
+  rails[flight.rail].in_flight += change;
+  if (flight.peer->paths_.empty()) return;
+  Peer::Path& path = flight.peer->paths_[flight.rail];
+  if (!has_left || path.in_flight == 0) path.moved = last_tick_;
+  path.in_flight += change;
+  if (flight.carries_message()) path.messages_out += change;
+}
+
 void Core::post_receive(Flight& flight) {
-  const Posted posted =
-      rails[0].rail->post_recv(flight.buffer, message_bytes_, arena_registration_.lkey, &flight);
+  RailState& state = rails[flight.rail];
+  const Posted posted = state.rail->post_recv(flight.buffer, message_bytes_, state.arena.lkey, &flight);
   if (posted == Posted::kAgain) unposted_receives_.push_back(&flight);
-  if (posted == Posted::kFatal) log_warn("transfer: cannot post a receive: {}", rails[0].rail->refusal());
+  if (posted == Posted::kFatal) log_warn("transfer: cannot post a receive: {}", state.rail->refusal());
 }
 
 void Core::post_receives_again() {

@@ -127,6 +127,16 @@ class Peer {
   struct StageIn;
   using Clock = Deadline::Clock;
 
+  // The way from one local rail to one of the peer's.
+  struct Path {
+    provider::Route route = 0;
+    uint32_t rail_there = 0;
+    bool is_down = false;       // broken: what would have gone this way takes another one
+    uint32_t in_flight = 0;     // operations and messages with the network,
+    uint32_t messages_out = 0;  // and of these the messages
+    Clock::time_point moved{};  // when it last had nothing under way, or something ended
+  };
+
   EngineId engine_;
   uint64_t maker_ = 0;
   std::string name_;
@@ -135,11 +145,10 @@ class Peer {
   mutable std::mutex why_mutex_;
   Status why_;
 
-  uint32_t life_ = 0;                    // how often this connection was made
-  uint32_t slot_here_ = 0;               // number of this peer in immediates that come to us
-  uint32_t slot_there_ = 0;              // our number there
-  std::vector<provider::Route> routes_;  // per local rail
-  std::vector<uint32_t> rail_there_;     // per local rail: the remote rail it talks to
+  uint32_t life_ = 0;        // how often this connection was made
+  uint32_t slot_here_ = 0;   // number of this peer in immediates that come to us
+  uint32_t slot_there_ = 0;  // our number there
+  std::vector<Path> paths_;  // per local rail; empty once the peer is lost
   std::vector<std::pair<uint32_t, provider::Route>>
       more_routes_;                                  // remote rails beyond ours, which only talk to us
   std::vector<RailKey> inbox_;                       // per remote rail
@@ -147,7 +156,6 @@ class Peer {
   std::unordered_map<uint32_t, std::string> early_;  // messages that overtook others, by sequence
   Clock::time_point gap_since_{};
   Clock::time_point heard_{}, told_{};
-  uint32_t messages_out_ = 0;                                       // with the network
   std::unordered_map<uint32_t, std::shared_ptr<ImmCounter>> imms_;  // by counter_key()
   std::unordered_map<uint64_t, std::weak_ptr<Remote>> remotes_;     // by region, of this life
   std::shared_ptr<StageOut> stage_out_;

@@ -43,6 +43,7 @@ from weft.transfer import Pages, Span, TransferEngine
 MIB = 1 << 20
 BUFFER_BYTES = 64 * MIB
 TIMEOUT_S = 120.0
+DIAL_S = 20.0
 PAGE_BYTES, PAGES = 4096, 1000
 REPEATS = 3  # of the engine and of each baseline, before the other has its turn
 RATE_BYTES = (8, 64, 512, 4096)
@@ -79,7 +80,7 @@ class Load:
 
 
 def plan_loads(calls: Sequence[str] | None, quick: bool) -> list[Load]:
-    """Return the rows to measure, in order."""
+    """Return the rows to measure, in order. Raises: weft.Error for calls that there are none of."""
     volume = (8 if quick else 64) * MIB
     large = [Load(call, n, max(volume // n, 1), 16) for call in ("write", "read") for n in LARGE_BYTES]
     loads = [Load("write_imm_latency", n, 200 if quick else 1000, 1) for n in (8, 4096)]
@@ -87,6 +88,10 @@ def plan_loads(calls: Sequence[str] | None, quick: bool) -> list[Load]:
     loads += [Load("paged_write", PAGE_BYTES, PAGES, 64, pool) for pool in (1, 4)]
     loads += large
     loads += [Load("scatter", n, max(volume // n // 4, 1), 16) for n in (64 << 10, MIB)]
+    known = list(dict.fromkeys(load.call for load in loads))
+    for call in calls or ():
+        if call not in known:
+            raise invalid("--calls", call, ", ".join(known))
     return [load for load in loads if not calls or load.call in calls]
 
 
@@ -206,9 +211,11 @@ def open_side(args: argparse.Namespace, name: str) -> Side:
 
 def choose_nics(provider: str, local: bool) -> list[str]:
     """Return the NIC to use: on one machine the loopback interface, where there is a choice."""
-    usable = [n["name"] for n in _core.transfer_find_provider(provider).probe() if not n["unusable_because"]]
+    nics = _core.transfer_find_provider(provider).probe()
+    usable = [nic["name"] for nic in nics if not nic["unusable_because"]]
     if not usable:
-        raise invalid("--provider", provider, "one that `weft info` shows as usable")
+        whys = "; ".join(nic["unusable_because"] for nic in nics)
+        raise invalid("--provider", f"{provider} (unusable here: {whys})", "another one")
     local_ones = [name for name in usable if name.endswith("@127.0.0.1")]
     return local_ones[:1] if local and local_ones else usable[:1]
 
@@ -216,6 +223,8 @@ def choose_nics(provider: str, local: bool) -> list[str]:
 def serve(line: Line, args: argparse.Namespace) -> None:
     """Be the passive side of one run: do what the client says until it says goodbye."""
     side = open_side(args, "server")
+    if args.command == "server":
+        print(describe_nics(side.engine), flush=True)
     line.send(side.card())
     side.meet(line.recv())
     answered = _core.TransferAnswered()
@@ -252,8 +261,8 @@ class Client:
 
     def __init__(self, line: Line, args: argparse.Namespace) -> None:
         self.line, self.args = line, args
+        self.side = open_side(args, "client")  # first: what is wrong with the provider is said here
         theirs = line.recv()
-        self.side = open_side(args, "client")
         line.send(self.side.card())
         self.side.meet(theirs)
         self.side.buffer[:] = os.urandom(MIB) * (BUFFER_BYTES // MIB)
@@ -372,6 +381,9 @@ def measure_load(client: Client, load: Load, rounds: int) -> Row:
         "gbit_per_s": round(load.moved_bytes * 8 / median / 1e3, 3),
         "mops": round(1 / median, 4),
     }
+    link_gbit_per_s = sum(nic.gbit_per_s for nic in client.side.engine.nics)
+    if link_gbit_per_s:
+        extra["of_link"] = round(extra["gbit_per_s"] / link_gbit_per_s, 3)
     if raw_us:
         extra["of_raw"] = round(ratio_by_round(raw_us, engine_us), 3)
         extra["of_raw_best"] = round(min(raw_us) / min(engine_us), 3)
@@ -427,15 +439,38 @@ def measure_others(client: Client, loads: Sequence[Load], rows: Sequence[Row], r
     return notes
 
 
+def describe_nics(engine: TransferEngine) -> str:
+    """Return one line: the NICs in use, what they say of themselves, and what they carry together."""
+    nics = engine.nics
+    each = (
+        f"{nic.name} (NUMA node {nic.numa_node if nic.numa_node >= 0 else '-'}, {nic.gbit_per_s or '?'} Gbit/s)"
+        for nic in nics
+    )
+    total = sum(nic.gbit_per_s for nic in nics)
+    return f"{nics[0].provider}, {len(nics)} rails: {', '.join(each)}; {total or '?'} Gbit/s in all"
+
+
+def dial(address: str | None) -> socket.socket:
+    """Connect to a server. Raises: weft.Error for what is no address, PeerLost when nobody answers."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise invalid("address", address or "nothing", "HOST:PORT that the server printed")
+    try:
+        return socket.create_connection((host, int(port)), DIAL_S)
+    except OSError as error:
+        raise PeerLost(f"bench transfer: no server answers at {address}: {error}") from None
+
+
 def run_client(line: Line, args: argparse.Namespace) -> int:
     """Measure everything, print and write it. Returns 0 when all that arrived was right."""
+    loads = plan_loads(args.calls.split(",") if args.calls else None, args.quick)
     client = Client(line, args)
     nic = client.side.engine.nics[0]
+    of_link = ("of_link",) if nic.gbit_per_s else ()
     report = Report(
         f"weft bench transfer, {nic.provider} on {nic.name}",
-        ("gbit_per_s", "mops", "of_raw", "of_raw_best", "added_us", "pool", "of_one_write"),
+        ("gbit_per_s", *of_link, "mops", "of_raw", "of_raw_best", "added_us", "pool", "of_one_write"),
     )
-    loads = plan_loads(args.calls.split(",") if args.calls else None, args.quick)
     with progress() as bar:
         task = bar.add_task("transfer", total=len(loads))
         for load in loads:
@@ -445,6 +480,7 @@ def run_client(line: Line, args: argparse.Namespace) -> int:
     notes = measure_others(client, loads, report.rows, args.rounds)
     line.send({"do": "quit"})
     client.side.engine.close()
+    report.note(describe_nics(client.side.engine))
     report.note("raw: plain fi_writemsg / fi_readmsg in the same processes, alternating with the engine.")
     report.note(
         "of_raw: raw's time over the engine's (1 is equal, more is faster), median over rounds; _best: of the minima."
@@ -486,15 +522,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one side, or both."""
+    if args.rounds < 1:
+        raise invalid("--rounds", args.rounds, "1 or more")
     if args.local == bool(args.command):
         raise invalid("command", args.command or "nothing", "server, client ADDRESS, or --local")
     if args.command == "server":
         return run_server(args)
     if args.command == "client":
-        if not args.address or ":" not in args.address:
-            raise invalid("address", args.address, "HOST:PORT that the server printed")
-        host, port = args.address.rsplit(":", 1)
-        return run_client(Line(socket.create_connection((host, int(port)), TIMEOUT_S)), args)
+        with dial(args.address) as connection:
+            return run_client(Line(connection), args)
     return run_local(args)
 
 

@@ -16,7 +16,8 @@ Writes are one-sided; nothing orders two transfers; the immediate of a write is 
 from __future__ import annotations
 
 from weft.transfer.buffers import Pages, Span
-from weft.transfer.engine import (
+from weft.transfer.engine import TransferEngine
+from weft.transfer.handles import (
     Counter,
     ImmCounter,
     Memory,
@@ -25,7 +26,6 @@ from weft.transfer.engine import (
     Source,
     Target,
     Transfer,
-    TransferEngine,
     Watch,
 )
 from weft.transfer.providers import FaultPlan, LoopbackNetwork, Nic, nics, provider_names

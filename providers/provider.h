@@ -75,6 +75,7 @@ struct Registration {
   void* lkey = nullptr;    // goes into WriteOp::lkey
   uint64_t base = 0;       // what a peer adds its offset to
   uint64_t rkey = 0;       // what a peer must show
+  bool is_dmabuf = false;  // device memory that was exported, where the rail knows
 };
 
 using Route = uint64_t;  // a peer's rail as this rail knows it

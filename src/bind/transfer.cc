@@ -110,8 +110,9 @@ nb::dict nic_dict(const Nic& nic) {
 }
 
 Load to_load(const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool,
-             uint32_t repeats) {
+             uint32_t repeats, int64_t rail = -1) {
   Load load{LoadKind::kWrite, bytes, count, window, pool, repeats};
+  if (rail >= 0) load.rail = static_cast<uint32_t>(rail);
   if (kind == "read") load.kind = LoadKind::kRead;
   if (kind == "paged_write") load.kind = LoadKind::kPaged;
   if (kind == "scatter") load.kind = LoadKind::kScatter;
@@ -240,9 +241,10 @@ void bind_engine(nb::module_& module) {
                      return nics;
                    })
       .def("expected_imms",
-           [](const Engine& e, uint64_t pages, uint64_t bytes) {
-             return pages ? expected_page_imms(pages, bytes, e.rail_plan())
-                          : expected_imms(bytes, e.rail_plan());
+           [](const Engine& e, uint64_t pages, uint64_t bytes, uint32_t sender_rails) {
+             RailPlan plan = e.rail_plan();
+             if (sender_rails) plan.rails = sender_rails;
+             return pages ? expected_page_imms(pages, bytes, plan) : expected_imms(bytes, plan);
            })
       .def("enroll",
            [](Engine& e, uint64_t address, uint64_t bytes, int device, uint32_t access) {
@@ -400,8 +402,8 @@ void bind_measure(nb::module_& module) {
   module.def("transfer_measure",
              [](Engine& e, const std::shared_ptr<Memory>& memory, const std::shared_ptr<Remote>& remote,
                 const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool,
-                uint32_t repeats, double timeout_s) {
-               const Load load = to_load(kind, bytes, count, window, pool, repeats);
+                uint32_t repeats, int64_t rail, double timeout_s) {
+               const Load load = to_load(kind, bytes, count, window, pool, repeats, rail);
                return value_or_throw(
                    released([&] { return measure(e, memory, remote, load, Deadline::after_s(timeout_s)); }));
              });

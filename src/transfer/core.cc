@@ -67,6 +67,9 @@ Status Core::open() {
     write_imm_ = write_imm_ && caps.write_imm && caps.imm_only_bytes == 0;
     rails.push_back(std::move(state));
   }
+  for (const RailState& state : rails)
+    log_info("transfer: '{}' uses {} on {}", name, state.rail->nic().provider, state.rail->nic().name);
+  if (!write_imm_) log_info("transfer: '{}': writes carry no immediates here, they follow as messages", name);
   if (address_bytes().size() + kHeadBytes + 32 * rails.size() > message_bytes_)
     return Status::invalid("nics: got {}, whose addresses do not fit one message of {} bytes", rails.size(),
                            message_bytes_);

@@ -22,6 +22,9 @@ Result<std::shared_ptr<Memory>> Core::enroll(const provider::Range& range, uint3
   for (size_t i = 0; i < rails.size() && !memory->is_staged(); ++i) {
     auto made = rails[i].rail->enroll(range, access);
     if (made.ok()) {
+      if (memory->path_.path == MemoryPath::kDmabuf && !made->is_dmabuf)
+        memory->path_ = {MemoryPath::kPeerMemory,
+                         text("{} could not take its DMA-BUF", rails[i].rail->nic().name)};
       memory->rails_.push_back(*made);
       continue;
     }

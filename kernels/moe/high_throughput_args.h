@@ -105,9 +105,10 @@ WEFT_DEVICE constexpr ReceiveLayout receive_layout(uint64_t rows, uint64_t row_b
   return layout;
 }
 
-// Combine is pipelined in chunks of rows of one (source, owner) pair, each with its own signal.
+// Combine is pipelined in chunks of rows of one (source, owner) pair, each with its own signal: at least so
+// many rows that a warp still has some to send while its release of the chunk before waits for the link.
 inline constexpr uint32_t kMaxChunks = 1024;
-inline constexpr uint32_t kMinChunkRows = 4;
+inline constexpr uint32_t kMinChunkRows = 8;
 WEFT_DEVICE constexpr uint32_t chunk_rows(uint32_t pair_rows) {
   const uint32_t even = (pair_rows + kMaxChunks - 1) / kMaxChunks;
   return even > kMinChunkRows ? even : kMinChunkRows;

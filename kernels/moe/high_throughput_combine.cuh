@@ -85,8 +85,8 @@ WEFT_DEVICE uint64_t most_chunks(const CombineArgs& a, const MeshT& mesh) {
                                                 : kMaxChunks;
 }
 
-// Tells owners that chunks have come, each a few items later than its last row left: by then it has arrived,
-// and the warp need not stop for it.
+// Tells owners that chunks have come, each a few items later than its last row left: the release finds it
+// arrived, and those items travel while it waits.
 template <class MeshT>
 class ChunkSignals {
  public:
@@ -121,10 +121,7 @@ class ChunkSignals {
     is_owed_ = false;
     if (warp_.rank() != 0) return;
     const WindowOffset signal_at = a_.at.chunk_signal + (uint64_t{mesh_.rank()} * kMaxChunks + chunk_) * 8;
-    if (a_.topk_weights)
-      mesh_.to(owner_).signal(signal_at, epoch_);  // plain stores: a release must order them
-    else
-      mesh_.to(owner_).signal_drained(signal_at, epoch_);
+    mesh_.to(owner_).signal(signal_at, epoch_);
   }
 
   const CombineArgs& a_;

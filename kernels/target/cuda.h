@@ -149,11 +149,6 @@ WEFT_DEVICE void store_relaxed(uint32_t* at, uint32_t value) {
 WEFT_DEVICE void store_relaxed(uint64_t* at, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
-// A release of what a RowPipe has drained, and of nothing else: a fence would wait for all that the SM has in
-// flight, but drained rows have arrived.
-WEFT_DEVICE void store_drained(uint64_t* at, uint64_t value) {
-  store_relaxed(at, value);
-}
 WEFT_DEVICE uint32_t add_release(uint32_t* at, uint32_t value) {
   uint32_t old;
   asm volatile("atom.add.release.sys.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(at), "r"(value) : "memory");
@@ -388,7 +383,8 @@ WEFT_DEVICE void wait_written() {
 //   pipe.store(dst, stage).
 // All lanes call run(), next(), sink() and store(); each lane gives store() its own place, or null. Loads run
 // ahead of stores by half the stages. After drain() every store is visible to a peer that acquires a later
-// release, or store_drained(), by this warp; after drain_but<n>() every store but those of the last n items.
+// release by lane 0 of this warp; after drain_but<n>() every store but those of the last n items. A relaxed
+// store may overtake drained rows on NVLink (seen on H200).
 template <uint32_t kStages>
 class RowPipe {
  public:

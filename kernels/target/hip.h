@@ -169,11 +169,6 @@ WEFT_DEVICE void store_relaxed(uint32_t* at, uint32_t value) {
 WEFT_DEVICE void store_relaxed(uint64_t* at, uint64_t value) {
   __hip_atomic_store(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
-// A release of what a RowPipe has drained, and of nothing else: a fence would wait for all that the SM has in
-// flight, but drained rows have arrived.
-WEFT_DEVICE void store_drained(uint64_t* at, uint64_t value) {
-  store_relaxed(at, value);
-}
 WEFT_DEVICE uint32_t add_release(uint32_t* at, uint32_t value) {
   return __hip_atomic_fetch_add(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
 }
@@ -341,8 +336,8 @@ WEFT_DEVICE Vec16 round_bf16x8(const float (&sums)[8]) {
 // source: CDNA has no engine that a kernel could hand a whole row to.
 //   pipe.run(next, sink): next() -> RowItem, one without a source ends; sink(tag, stage) calls
 //   pipe.store(dst, stage) for each place.
-// After drain() every store made so far is visible to a peer that acquires a later release, or
-// store_drained(), by lane 0 of this warp; drain_but() does the same here.
+// After drain() every store made so far is visible to a peer that acquires a later release by lane 0 of this
+// warp; drain_but() does the same here.
 template <uint32_t kStages>
 class RowPipe {
  public:

@@ -143,10 +143,6 @@ template <class T>
 void store_relaxed(T* at, T value) {
   std::atomic_ref<T>(*at).store(value, std::memory_order_relaxed);
 }
-// A release of what a RowPipe has drained, and of nothing else.
-inline void store_drained(uint64_t* at, uint64_t value) {
-  store_release(at, value);
-}
 template <class T>
 T add_release(T* at, T value) {
   publish_streaming_stores();
@@ -367,8 +363,8 @@ inline Vec16 round_bf16x8(const float (&sums)[8]) {
 //   pipe.run(next, sink): next() -> RowItem, one without a source ends; sink(tag, stage) calls
 //   pipe.store(dst, stage).
 // All lanes call run(), next(), sink() and store(); each lane gives store() its own place, or null.
-// After drain() every store is visible to a peer that acquires a later release, or store_drained(), by this
-// warp; after drain_but<n>() every store but those of the last n items.
+// After drain() every store is visible to a peer that acquires a later release by this warp; after
+// drain_but<n>() every store but those of the last n items.
 template <uint32_t kStages>
 class RowPipe {
  public:

@@ -274,9 +274,16 @@ struct MsgRma {
   void* context;
   uint64_t data;
 };
+constexpr int kOptEndpoint = 0;  // level
+constexpr int kOptCudaApiPermitted = 10, kOptSharedMemoryPermitted = 11;
+
 struct Endpoint {
   Fid fid;
-  void* ops;
+  struct Ops {
+    size_t size;
+    Slot cancel, getopt;
+    int (*setopt)(Fid*, int level, int option, const void* value, size_t bytes);
+  }* ops;
   struct CmOps {
     size_t size;
     Slot setname;

@@ -139,6 +139,7 @@ class FabricRail : public Rail {
     WEFT_TRY(step("fi_endpoint", domain_->ops->endpoint(domain_, &info, &ep_, nullptr)));
     WEFT_TRY(step("binding addresses", ep_->fid.ops->bind(&ep_->fid, &av_->fid, 0)));
     WEFT_TRY(step("binding completions", ep_->fid.ops->bind(&ep_->fid, &cq_->fid, fi::kSend | fi::kRecv)));
+    if (nic_.provider == "fabric:efa") forbid_detours();
     WEFT_TRY(step("fi_enable", ep_->fid.ops->control(&ep_->fid, fi::kControlEnable, nullptr)));
     char bytes[512];
     size_t count = sizeof bytes;
@@ -273,6 +274,8 @@ class FabricRail : public Rail {
 
   std::string refusal() const override { return fi::failure(fi_, refused_with_, "fabric").message(); }
 
+  bool is_route_broken() const override { return means_peer_gone(-refused_with_); }
+
   uint32_t pages_per_post(Route to) const override {
     if (destinations_[to].pid) return kStretchesMax;
     return destinations_[to].has_pages ? kPagesPerFrame : 1;
@@ -403,6 +406,18 @@ class FabricRail : public Rail {
     if (event.context) return 1;
     log_info("fabric: {}: {}", nic_.name, event.text);
     return 0;
+  }
+
+  // efa would send to processes of this host through shared memory, of which write-before-immediate is not
+  // promised, and call CUDA from the thread that posts. Releases that know no such option do not do it
+  // either.
+  void forbid_detours() {
+    const bool is_permitted = false;
+    for (int option : {fi::kOptSharedMemoryPermitted, fi::kOptCudaApiPermitted}) {
+      const int code =
+          ep_->ops->setopt(&ep_->fid, fi::kOptEndpoint, option, &is_permitted, sizeof is_permitted);
+      if (code != 0) log_info("fabric: option {} on {}: {}", option, nic_.name, fi_.strerror(-code));
+    }
   }
 
   const fi::Library& fi_;

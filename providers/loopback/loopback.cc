@@ -33,6 +33,7 @@ struct Inbox {
   uint64_t polls = 0;
   uint64_t sent = 0;
   bool dead = false;
+  bool is_unplugged = false;
 };
 
 constexpr char kAddressTag[] = "loop";
@@ -49,6 +50,16 @@ struct Loopback::Impl {
   std::mt19937_64 random;
   std::map<uint64_t, Inbox> inboxes;
   uint64_t next_id = 1;
+
+  // Changes the inbox of a rail, by its address.
+  template <class Change>
+  void at(std::string_view address, Change change) {
+    uint64_t id = 0;
+    if (address.size() != 12) return;
+    std::memcpy(&id, address.data() + 4, sizeof id);
+    std::lock_guard lock(mutex);
+    if (auto found = inboxes.find(id); found != inboxes.end()) change(found->second);
+  }
 
   bool chance(double probability) {
     return probability > 0 && std::uniform_real_distribution<double>(0, 1)(random) < probability;
@@ -197,11 +208,13 @@ class LoopbackRail : public Rail {
     if (in_flight_ >= nic_.caps.tx_depth) return Posted::kAgain;
     packet.from = id_;
     std::lock_guard lock(impl_.mutex);
-    if (impl_.inboxes.count(to) == 0) {  // the process is gone, and its machine says so
+    const auto there = impl_.inboxes.find(to);
+    const bool is_gone = there == impl_.inboxes.end();  // the process, and its machine says so
+    if (is_gone || there->second.is_unplugged || impl_.inboxes[id_].is_unplugged) {
       Packet reply;
       reply.kind = Kind::kReply;
       reply.op = packet.op;
-      reply.refusal = "loopback: connection refused";
+      reply.refusal = is_gone ? "loopback: connection refused" : "loopback: no link";
       reply.peer_gone = true;
       impl_.inboxes[id_].packets.push_back(std::move(reply));
     } else if (!impl_.transmit(id_, to, std::move(packet))) {
@@ -349,11 +362,14 @@ void Loopback::set_plan(const FaultPlan& plan) {
 }
 
 void Loopback::kill(std::string_view address) {
-  uint64_t id = 0;
-  if (address.size() != 12) return;
-  std::memcpy(&id, address.data() + 4, sizeof id);
-  std::lock_guard lock(impl_->mutex);
-  if (auto found = impl_->inboxes.find(id); found != impl_->inboxes.end()) found->second.dead = true;
+  impl_->at(address, [](Inbox& inbox) { inbox.dead = true; });
+}
+
+void Loopback::unplug(std::string_view address) {
+  impl_->at(address, [](Inbox& inbox) {
+    inbox.is_unplugged = true;
+    inbox.packets.clear();
+  });
 }
 
 }  // namespace weft::provider

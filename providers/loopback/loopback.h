@@ -52,6 +52,8 @@ class Loopback : public Provider, public std::enable_shared_from_this<Loopback> 
   void set_plan(const FaultPlan& plan);
   // The rail with this address neither sends nor receives any more: what a killed process looks like from
   // outside.
+  // Breaks the cable of a rail: operations to and from it fail at once, and those under way are lost.
+  void unplug(std::string_view address);
   void kill(std::string_view address);
 
  private:

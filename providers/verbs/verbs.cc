@@ -12,6 +12,7 @@
 #include <random>
 #include <unordered_map>
 
+#include "base/config.h"
 #include "base/cuda_driver.h"
 #include "base/log.h"
 #include "base/random.h"
@@ -29,8 +30,8 @@ constexpr uint32_t kGreetings = 64;         // datagram receives, and as many se
 constexpr uint32_t kRouteHeaderBytes = 40;  // in front of every datagram
 constexpr uint32_t kSendDepth = 512;
 constexpr uint32_t kQkey = 0x57454654;
-constexpr uint8_t kTimeout = 14, kRetries = 7, kRnrTimer = 12, kReadDepth = 16, kHopLimit = 255;
-constexpr uint8_t kRoceServiceLevel = 3, kRoceTrafficClass = 104;
+constexpr uint8_t kRnrRetriesForEver = 7, kReadDepth = 16, kHopLimit = 255;
+constexpr int64_t kRoceServiceLevel = 3, kRoceTrafficClass = 104;
 constexpr auto kGreetFirst = std::chrono::milliseconds(5), kGreetLast = std::chrono::milliseconds(200);
 constexpr auto kJoinFor = std::chrono::seconds(60);    // a link that the engine never asked for
 constexpr uint64_t kGreetingSent = uint64_t{1} << 32;  // wr_id of datagram sends, plus the buffer
@@ -58,6 +59,27 @@ struct Greeting {
   uint32_t qpn = 0;
   uint32_t psn = 0;
 };
+
+// What goes into a few bits of a queue pair must fit them.
+Status check_settings() {
+  struct Setting {
+    const char* name;
+    int64_t value, least, most;
+  };
+  const Config& c = config();
+  for (const Setting& s : {Setting{"WEFT_SERVICE_LEVEL", c.service_level, -1, 15},
+                           {"WEFT_TRAFFIC_CLASS", c.traffic_class, -1, 255},
+                           {"WEFT_RC_TIMEOUT", c.rc_timeout, 1, 31},
+                           {"WEFT_RC_RETRY", c.rc_retry, 0, 7},
+                           {"WEFT_RNR_TIMER", c.rnr_timer, 0, 31}})
+    if (s.value < s.least || s.value > s.most)
+      return Status::invalid("{}: got {}, allowed: {} to {}", s.name, s.value, s.least, s.most);
+  return {};
+}
+
+uint8_t given_or(int64_t given, int64_t usual) {
+  return static_cast<uint8_t>(given >= 0 ? given : usual);
+}
 
 // kUp: our queue pair is connected, but theirs may not be yet, so that nothing may be sent.
 enum class LinkState { kGreeting, kUp, kConnected, kBroken };
@@ -104,8 +126,11 @@ class VerbsRail : public Rail {
     auto step = [&](const char* what, bool worked) {
       return worked ? Status() : logged(Status::from_errno(errno, "verbs: {} on {}", what, nic_.name));
     };
+    WEFT_TRY(check_settings());
     port_ = port;
     gid_index_ = gid_index;
+    log_info("verbs: {} port {}, GID {} ({})", nic_.name, static_cast<int>(port), gid_index,
+             gid_index < 0 ? "none" : ib_.gid_type(nic_.name, port, gid_index));
     context_ = ib_.open_device(device);
     WEFT_TRY(step("ibv_open_device", context_));
     ib::PortAttr attr{};
@@ -165,6 +190,7 @@ class VerbsRail : public Rail {
     if (access & kRemoteRead) flags |= ib::kAccessRemoteRead;
     if (access & kRemoteWrite) flags |= ib::kAccessRemoteWrite;
     ib::Mr* mr = range.kind == MemoryKind::kCuda ? enroll_cuda(range, flags) : nullptr;
+    const bool is_dmabuf = mr != nullptr;
     if (!mr && ib_.reg_mr_iova2)
       mr = ib_.reg_mr_iova2(pd_, range.data, range.bytes, reinterpret_cast<uint64_t>(range.data),
                             static_cast<unsigned>(flags | ib::kAccessRelaxedOrdering));
@@ -176,6 +202,7 @@ class VerbsRail : public Rail {
     made.lkey = reinterpret_cast<void*>(static_cast<uintptr_t>(mr->lkey));
     made.base = reinterpret_cast<uint64_t>(range.data);
     made.rkey = mr->rkey;
+    made.is_dmabuf = is_dmabuf;
     return made;
   }
 
@@ -202,6 +229,7 @@ class VerbsRail : public Rail {
   }
 
   std::string refusal() const override { return refusal_; }
+  bool is_route_broken() const override { return is_route_broken_; }
 
   size_t poll(Event* events, size_t max) override {
     greet();
@@ -288,13 +316,13 @@ class VerbsRail : public Rail {
     ib::AhAttr ah{};
     ah.port_num = port_;
     ah.dlid = there.lid;
-    ah.sl = there.is_ethernet ? kRoceServiceLevel : 0;
+    ah.sl = given_or(config().service_level, there.is_ethernet ? kRoceServiceLevel : 0);
     ah.is_global = gid_index_ >= 0 && (there.is_ethernet || there.lid == 0);
     if (ah.is_global) {
       ah.grh.dgid = there.gid;
       ah.grh.sgid_index = static_cast<uint8_t>(gid_index_);
       ah.grh.hop_limit = kHopLimit;
-      ah.grh.traffic_class = there.is_ethernet ? kRoceTrafficClass : 0;
+      ah.grh.traffic_class = given_or(config().traffic_class, there.is_ethernet ? kRoceTrafficClass : 0);
     }
     return ah;
   }
@@ -343,16 +371,16 @@ class VerbsRail : public Rail {
     attr.dest_qp_num = qpn;
     attr.rq_psn = psn;
     attr.max_dest_rd_atomic = kReadDepth;
-    attr.min_rnr_timer = kRnrTimer;
+    attr.min_rnr_timer = static_cast<uint8_t>(config().rnr_timer);
     attr.ah_attr = route_to(link.there);
     int mask = ib::kMaskState | ib::kMaskAv | ib::kMaskMtu | ib::kMaskDestQpn | ib::kMaskRqPsn |
                ib::kMaskDestRdAtomic | ib::kMaskRnrTimer;
     if (ib_.modify_qp(link.qp, &attr, mask) != 0) return false;
     attr = {};
     attr.qp_state = ib::kStateRts;
-    attr.timeout = kTimeout;
-    attr.retry_cnt = kRetries;
-    attr.rnr_retry = kRetries;  // 7: as often as it takes; a receiver that is behind is not an error
+    attr.timeout = static_cast<uint8_t>(config().rc_timeout);
+    attr.retry_cnt = static_cast<uint8_t>(config().rc_retry);
+    attr.rnr_retry = kRnrRetriesForEver;  // a receiver that is behind is not an error
     attr.sq_psn = link.psn;
     attr.max_rd_atomic = kReadDepth;
     mask = ib::kMaskState | ib::kMaskTimeout | ib::kMaskRetry | ib::kMaskRnrRetry | ib::kMaskSqPsn |
@@ -483,6 +511,7 @@ class VerbsRail : public Rail {
     if (is_joining(link.state)) return Posted::kAgain;
     if (link.state == LinkState::kBroken) {
       refusal_ = text("verbs: the connection on {} is broken", nic_.name);
+      is_route_broken_ = true;
       return Posted::kFatal;
     }
     wr.wr_id = reinterpret_cast<uint64_t>(context);
@@ -497,6 +526,7 @@ class VerbsRail : public Rail {
     }
     if (error == ENOMEM || error == EAGAIN) return Posted::kAgain;
     refusal_ = text("verbs: posting on {}: {}", nic_.name, std::strerror(error));
+    is_route_broken_ = false;
     return Posted::kFatal;
   }
 
@@ -579,6 +609,7 @@ class VerbsRail : public Rail {
   std::deque<Receive> receives_;
   std::deque<std::string> messages_;
   std::string refusal_;
+  bool is_route_broken_ = false;  // what refusal_ says
 };
 
 class Verbs : public Provider {
@@ -643,15 +674,20 @@ class Verbs : public Provider {
 
   Nic look_at(ib::Context* context, const std::string& name, uint8_t& port, int& gid_index) {
     ib::PortAttr attr{};
+    const int64_t wanted = config().ib_port;
     for (port = 1; library_->query_port(context, port, &attr) == 0; ++port)
-      if (attr.state == ib::kPortActive) break;
-    if (attr.state != ib::kPortActive) return unusable(name, "no port is active");
+      if (attr.state == ib::kPortActive && (wanted == 0 || wanted == port)) break;
+    if (library_->query_port(context, port, &attr) != 0 || attr.state != ib::kPortActive)
+      return unusable(name, wanted ? text("port {} (WEFT_IB_PORT) is not active", wanted)
+                                   : std::string("no port is active"));
     std::vector<ib::GidEntry> gids;
     for (int i = 0; i < attr.gid_tbl_len; ++i) {
       ib::GidEntry entry{i, {}, library_->gid_type(name, port, i)};
       if (library_->query_gid(context, port, i, &entry.gid) == 0) gids.push_back(entry);
     }
-    gid_index = ib::choose_gid(gids);
+    gid_index = config().gid_index >= 0 ? static_cast<int>(config().gid_index) : ib::choose_gid(gids);
+    if (gid_index >= attr.gid_tbl_len)
+      return unusable(name, text("GID {} (WEFT_GID_INDEX) is beyond its {}", gid_index, attr.gid_tbl_len));
     if (gid_index < 0 && attr.link_layer == ib::kLinkEthernet)
       return unusable(name, "its port has no usable GID");
     Nic nic;

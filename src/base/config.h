@@ -42,7 +42,14 @@ namespace weft {
   WEFT_OPTION(heartbeat_s, double, 1.0, "longest silence of the transfer engine towards a peer") \
   WEFT_OPTION(peer_dead_s, double, 10.0, "silence after which the transfer engine takes a peer for lost") \
   WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty lets the system's loader look") \
-  WEFT_OPTION(libibverbs, std::string, "", "path of libibverbs; empty lets the system's loader look")
+  WEFT_OPTION(libibverbs, std::string, "", "path of libibverbs; empty lets the system's loader look") \
+  WEFT_OPTION(ib_port, int64_t, 0, "port that verbs uses; 0 takes the first that is active") \
+  WEFT_OPTION(gid_index, int64_t, -1, "GID that verbs uses; -1 prefers RoCE v2 and IPv4") \
+  WEFT_OPTION(service_level, int64_t, -1, "service level of verbs; -1 takes 3 on RoCE, 0 on InfiniBand") \
+  WEFT_OPTION(traffic_class, int64_t, -1, "traffic class of verbs on RoCE; -1 takes 104") \
+  WEFT_OPTION(rc_timeout, int64_t, 14, "verbs asks again after 4.096 us times 2 to the power of this") \
+  WEFT_OPTION(rc_retry, int64_t, 7, "how often verbs asks again before a connection is broken") \
+  WEFT_OPTION(rnr_timer, int64_t, 12, "pause of verbs for receivers that are behind, as a code of InfiniBand; 12 is 0.64 ms")
 
 // clang-format on
 

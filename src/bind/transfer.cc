@@ -110,8 +110,9 @@ nb::dict nic_dict(const Nic& nic) {
 }
 
 Load to_load(const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool,
-             uint32_t repeats) {
+             uint32_t repeats, int64_t rail = -1) {
   Load load{LoadKind::kWrite, bytes, count, window, pool, repeats};
+  if (rail >= 0) load.rail = static_cast<uint32_t>(rail);
   if (kind == "read") load.kind = LoadKind::kRead;
   if (kind == "paged_write") load.kind = LoadKind::kPaged;
   if (kind == "scatter") load.kind = LoadKind::kScatter;
@@ -121,6 +122,7 @@ Load to_load(const std::string& kind, uint64_t bytes, uint32_t count, uint32_t w
 
 void bind_handles(nb::module_& module) {
   nb::class_<Memory>(module, "TransferMemory")
+      .def_prop_ro("id", &Memory::id)  // of its registration, unique in the engine
       .def_prop_ro("address", [](const Memory& m) { return reinterpret_cast<uint64_t>(m.data()); })
       .def_prop_ro("bytes", &Memory::bytes)
       .def_prop_ro("is_registered", &Memory::is_registered)
@@ -239,9 +241,10 @@ void bind_engine(nb::module_& module) {
                      return nics;
                    })
       .def("expected_imms",
-           [](const Engine& e, uint64_t pages, uint64_t bytes) {
-             return pages ? expected_page_imms(pages, bytes, e.rail_plan())
-                          : expected_imms(bytes, e.rail_plan());
+           [](const Engine& e, uint64_t pages, uint64_t bytes, uint32_t sender_rails) {
+             RailPlan plan = e.rail_plan();
+             if (sender_rails) plan.rails = sender_rails;
+             return pages ? expected_page_imms(pages, bytes, plan) : expected_imms(bytes, plan);
            })
       .def("enroll",
            [](Engine& e, uint64_t address, uint64_t bytes, int device, uint32_t access) {
@@ -263,7 +266,7 @@ void bind_engine(nb::module_& module) {
            })
       .def("disconnect",
            [](Engine& e, const std::shared_ptr<Peer>& peer) {
-             released([&] { return e.disconnect(peer), 0; });
+             check(released([&] { return e.disconnect(peer); }));
            })
       .def("peers", [](Engine& e) { return released([&] { return e.peers(); }); })
       .def("attach",
@@ -292,14 +295,15 @@ void bind_engine(nb::module_& module) {
              return value_or_throw(released(
                  [&] { return is_write ? e.write_pages(std::move(r)) : e.read_pages(std::move(r)); }));
            })
-      .def("scatter",
-           [](Engine& e, std::shared_ptr<Memory> src,
+      .def("spread",
+           [](Engine& e, bool is_write, std::shared_ptr<Memory> local,
               const std::vector<std::tuple<std::shared_ptr<Remote>, uint64_t, uint64_t, uint64_t>>& targets,
               HowTuple how) {
-             ScatterRequest r{std::move(src), {}, to_how(how)};
-             for (const auto& [dst, dst_offset, src_offset, bytes] : targets)
-               r.targets.push_back({dst, dst_offset, src_offset, bytes});
-             return value_or_throw(released([&] { return e.scatter(std::move(r)); }));
+             ScatterRequest r{std::move(local), {}, to_how(how)};
+             for (const auto& [remote, remote_offset, local_offset, bytes] : targets)
+               r.targets.push_back({remote, remote_offset, local_offset, bytes});
+             return value_or_throw(
+                 released([&] { return is_write ? e.scatter(std::move(r)) : e.gather(std::move(r)); }));
            })
       .def("notify",
            [](Engine& e, const std::shared_ptr<Peer>& peer, HowTuple how) {
@@ -398,8 +402,8 @@ void bind_measure(nb::module_& module) {
   module.def("transfer_measure",
              [](Engine& e, const std::shared_ptr<Memory>& memory, const std::shared_ptr<Remote>& remote,
                 const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool,
-                uint32_t repeats, double timeout_s) {
-               const Load load = to_load(kind, bytes, count, window, pool, repeats);
+                uint32_t repeats, int64_t rail, double timeout_s) {
+               const Load load = to_load(kind, bytes, count, window, pool, repeats, rail);
                return value_or_throw(
                    released([&] { return measure(e, memory, remote, load, Deadline::after_s(timeout_s)); }));
              });

@@ -17,6 +17,7 @@ namespace weft {
 namespace {
 
 constexpr char kFile[] = "kernels/collective/program.cuh";
+constexpr char kExchangeFile[] = "kernels/collective/exchange.cuh";
 // Host ranks share cores, so a slot is worth a turn of the scheduler, and all rings fit the last cache; a GPU
 // slot is worth several microseconds of a link.
 constexpr uint64_t kHostSlotBytes[kProtocols] = {256 << 10, 16 << 10, 16 << 10};
@@ -29,6 +30,13 @@ constexpr uint64_t kHostDirectBytes = 16 << 10, kCudaDirectBytes = 16 << 10;
 constexpr uint64_t kHostMessageBytes = 4 << 20;
 constexpr uint64_t kBounceBytes = 64 << 10;  // with source and result it fits a core's second cache
 constexpr uint64_t kMaxWindows = 1024;       // of a communicator, whose memory peers may use directly
+
+// Blocks of an exchange, and what one of them sends to a peer in one round: on GPUs 512 KiB in all. The host
+// has few of both, so that small buffers take several rounds as large ones do on GPUs.
+constexpr uint32_t kHostExchangeBlocks = 2, kCudaExchangeBlocks = 128;
+constexpr uint32_t kHostRegionUnits = 64, kCudaRegionUnits = 256;
+constexpr const char* kExchangeNames[kExchanges] = {"all_reduce", "all_gather", "reduce_scatter",
+                                                    "all_to_all"};
 
 // What direct_ holds.
 struct DirectTables {
@@ -73,6 +81,8 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
                                   : is_host ? kHostSlotBytes[protocol]
                                             : kCudaSlotBytes[protocol];
   }
+  wanted.exchange_blocks = is_host ? kHostExchangeBlocks : kCudaExchangeBlocks;
+  wanted.region_units = is_host ? kHostRegionUnits : kCudaRegionUnits;
   const RingPlan plan = plan_rings(wanted);
   const Device device = comm->device();
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(device, sizeof(FaultBox)));
@@ -85,6 +95,9 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   runner->counters_ = std::move(memory);
   runner->limits_ = limits;
   runner->rings_ = plan.layout;
+  runner->exchange_ = plan.exchange;
+  WEFT_TRY_ASSIGN(runner->exchange_states_,
+                  LocalMemory::create(device, wanted.exchange_blocks * sizeof(ExchangeState)));
   runner->timeout_s_ = options.timeout_s > 0 ? options.timeout_s : comm->timeout_s();
   runner->direct_bytes_ = options.direct_bytes ? options.direct_bytes
                           : is_host            ? kHostDirectBytes
@@ -138,16 +151,22 @@ uint64_t CollectiveRunner::message_bytes(const Program& program, Protocol protoc
   return is_free ? kHostMessageBytes : 0;
 }
 
-// The rule for a run; brings the table of windows up to date, which a captured graph must not need.
-Result<DirectRule> CollectiveRunner::direct_rule() {
-  const bool is_host = comm_->device().is_host();
-  const DirectTables tables = direct_tables(static_cast<uint64_t>(comm_->size()), is_host);
+// Brings the table of windows up to date, which a captured graph must not need.
+Status CollectiveRunner::bring_up_windows() {
+  const DirectTables tables = direct_tables(static_cast<uint64_t>(comm_->size()), comm_->device().is_host());
   std::vector<std::byte* const*> windows = comm_->window_tables();
   windows.resize(std::min<size_t>(windows.size(), kMaxWindows));
-  if (windows != known_windows_) {
-    WEFT_TRY(direct_->write(tables.windows_at, windows.data(), windows.size() * sizeof(windows[0])));
-    known_windows_ = std::move(windows);
-  }
+  if (windows == known_windows_) return {};
+  WEFT_TRY(direct_->write(tables.windows_at, windows.data(), windows.size() * sizeof(windows[0])));
+  known_windows_ = std::move(windows);
+  return {};
+}
+
+// The rule for a run.
+Result<DirectRule> CollectiveRunner::direct_rule() {
+  WEFT_TRY(bring_up_windows());
+  const bool is_host = comm_->device().is_host();
+  const DirectTables tables = direct_tables(static_cast<uint64_t>(comm_->size()), is_host);
   DirectRule rule{};
   rule.windows = direct_->at<std::byte* const*>(tables.windows_at);
   rule.processes = direct_->at<uint32_t>(tables.processes_at);
@@ -285,6 +304,59 @@ Status CollectiveRunner::run(const RunCall& call) {
                         kMaxCompiledSteps);
   return launch(call.is_compiled ? "run_compiled" : "run_program", "ProgramArgs", plan.grid, &args,
                 sizeof(args), shape, call.stream, call.is_compiled ? program.source : std::string());
+}
+
+// Where peers find a buffer, as in a card; sets the table of its window, which direct_ holds already.
+uint64_t CollectiveRunner::card(std::byte* memory, std::byte* const** bases) const {
+  const Communicator::WindowPlace found = comm_->find_window(memory);
+  const bool fits = found.number >= 0 && found.number + 1 < (1 << kCardWindowBits) &&
+                    static_cast<size_t>(found.number) < known_windows_.size() && found.offset % 16 == 0 &&
+                    found.offset / 16 < uint64_t{1} << kCardOffsetBits;
+  if (!fits) return 0;
+  *bases = known_windows_[static_cast<size_t>(found.number)];
+  return (static_cast<uint64_t>(found.number) + 1) << kCardOffsetBits | found.offset / 16;
+}
+
+Status CollectiveRunner::exchange(const ExchangeCall& call) {
+  WEFT_TRY(fault());
+  if (call.part_elems == 0) return {};
+  last_program_ = kExchangeNames[static_cast<uint32_t>(call.kind)];
+  const auto ranks = static_cast<uint32_t>(comm_->size());
+  ExchangeArgs args{};
+  args.input = call.input;
+  args.output = call.output;
+  args.bytes = call.part_elems * element_bytes(call.element);
+  args.is_one_shot = call.is_one_shot;
+  args.meets = call.meets && args.bytes % 16 == 0;
+  WEFT_TRY(bring_up_windows());
+  args.windows = direct_->at<std::byte* const*>(
+      direct_tables(static_cast<uint64_t>(ranks), comm_->device().is_host()).windows_at);
+  const bool is_aligned =
+      (reinterpret_cast<uint64_t>(call.input) | reinterpret_cast<uint64_t>(call.output)) % 16 == 0;
+  if (args.meets && is_aligned) {
+    args.places[0] = card(call.input, &args.own_windows[0]);
+    args.places[1] = card(call.output, &args.own_windows[1]);
+  }
+  args.states = exchange_states_->at<ExchangeState>(0);
+  args.layout = exchange_;
+  args.wait = {static_cast<uint64_t>(timeout_s_ * 1e9), visible_->at<FaultBox>(0),
+               static_cast<uint32_t>(comm_->rank()), 0};
+  const ExchangePlan plan = plan_exchange({call.kind, args.bytes, ranks, call.is_one_shot, args.meets != 0},
+                                          exchange_, call.num_sms, limits_);
+  args.slice_units = plan.slice_units;
+  args.piece_bytes = plan.piece_bytes;
+  args.pipe_warps = plan.pipe_warps;
+  const bool adds = call.kind == Exchange::kAllReduce || call.kind == Exchange::kReduceScatter;
+  const ExchangeShape shape{static_cast<int64_t>(call.kind), adds ? static_cast<int64_t>(call.element) : 0,
+                            adds ? static_cast<int64_t>(call.reduction) : 0, ranks};
+  KernelKey key{kExchangeFile, "run_exchange", "ExchangeArgs"};
+  key.shape = {{"exchange", shape.exchange},
+               {"element", shape.element},
+               {"reduction", shape.reduction},
+               {"ranks", shape.ranks}};
+  const Launch how{plan.grid.blocks, plan.grid.threads_per_block, plan.grid.shared_bytes, call.stream, false};
+  WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, &args, sizeof(args), &shape));
+  return comm_->device().is_host() ? fault() : Status();
 }
 
 void CollectiveRunner::ask_huge_pages(const Program& program, const RunCall& call) {

@@ -70,6 +70,20 @@ struct RunCall {
   bool is_compiled = false;  // by the program's own kernel (compiled.h), where it can be compiled
 };
 
+// A collective as one kernel (kernels/collective/exchange.cuh) instead of a program.
+struct ExchangeCall {
+  Exchange kind;
+  Element element;
+  Reduction reduction;
+  std::byte* input;
+  std::byte* output;
+  uint64_t part_elems;  // what goes from one rank to another; all_reduce: the whole buffer
+  bool is_one_shot;     // all_reduce: everyone sends everything to everyone
+  bool meets;           // in place where all ranks' buffers lie in windows; else by lines through inboxes
+  uint32_t num_sms;     // 0: as many as suit the size
+  void* stream;
+};
+
 class CollectiveRunner {
  public:
   // Collective. Errors: kUnsupported when some rank is not mapped; those of Window::create.
@@ -79,6 +93,8 @@ class CollectiveRunner {
   // Keeps a program; its number counts from 0. Errors: kInvalid for peers, channels or waits out of range.
   Result<uint32_t> load(ProgramText text);
   Status run(const RunCall& call);
+  // Every rank passes the same but for input, output and stream. In place as in MSCCL, all_to_all not.
+  Status exchange(const ExchangeCall& call);
   // data[0, elems) /= divisor, in stream order: the last step of an average.
   Status scale(Element element, std::byte* data, uint64_t elems, double divisor, void* stream);
 
@@ -110,6 +126,8 @@ class CollectiveRunner {
   const Program* find(uint32_t number);
   Status launch(const char* name, const char* args_type, const GridPlan& grid, const void* args,
                 size_t args_bytes, const ProgramShape& shape, void* stream, const std::string& source = {});
+  Status bring_up_windows();
+  uint64_t card(std::byte* memory, std::byte* const** bases) const;
   Result<std::byte*> scratch(uint64_t bytes);
   Result<const uint64_t*> table(const std::vector<uint64_t>& entries, std::unique_ptr<LocalMemory>& memory,
                                 void* stream);
@@ -120,7 +138,8 @@ class CollectiveRunner {
   std::unique_ptr<Window> window_;
   std::unique_ptr<HostVisible> visible_;
   std::unique_ptr<LocalMemory> counters_;  // sent, received, grid state
-  std::unique_ptr<LocalMemory> direct_;    // windows, processes, readers and the bounce buffer of DirectRule
+  std::unique_ptr<LocalMemory> exchange_states_;
+  std::unique_ptr<LocalMemory> direct_;  // windows, processes, readers and the bounce buffer of DirectRule
   std::vector<std::byte* const*> known_windows_;  // what direct_ holds
   std::vector<std::unique_ptr<LocalMemory>>
       scratch_;  // the last one is in use; captured graphs may use earlier ones
@@ -131,6 +150,7 @@ class CollectiveRunner {
   std::deque<Program> programs_;  // addresses stay
   HugePages huge_pages_;
   RingLayout rings_{};
+  ExchangeLayout exchange_{};
   ComputeLimits limits_{};
   double timeout_s_ = 0;
   uint64_t direct_bytes_ = 0;

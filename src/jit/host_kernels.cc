@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "kernels/collective/exchange.cuh"
 #include "kernels/collective/program.cuh"
 #include "kernels/moe/engram.cuh"
 #include "kernels/moe/high_throughput_combine.cuh"
@@ -60,6 +61,12 @@ constexpr const char* kPrograms =
     "element=0 reduction=0 protocol=0; element=0 reduction=0 protocol=1; element=2 reduction=3 protocol=1; "
     "element=3 reduction=1 protocol=0; element=2 reduction=0 protocol=2";
 
+// Every exchange of float32 sums on 8 ranks; bfloat16 sums and FP8 products, on other numbers of ranks, too.
+constexpr const char* kExchangeShapes =
+    "exchange=0 element=0 reduction=0 ranks=8; exchange=1 element=0 reduction=0 ranks=8; "
+    "exchange=2 element=0 reduction=0 ranks=8; exchange=3 element=0 reduction=0 ranks=8; "
+    "exchange=0 element=2 reduction=0 ranks=4; exchange=0 element=3 reduction=1 ranks=17";
+
 const KernelRow kKernels[] = {
     WEFT_HOST_KERNEL("kernels/moe/high_throughput_layout.cuh", dispatch_layout, LayoutArgs, MappedMesh,
                      HighThroughputShape, 256, ""),
@@ -80,6 +87,8 @@ const KernelRow kKernels[] = {
     WEFT_HOST_KERNEL("kernels/moe/engram.cuh", engram_fetch, EngramArgs, MappedMesh, EngramShape, 512, ""),
     WEFT_HOST_KERNEL("kernels/collective/program.cuh", run_program, ProgramArgs, MappedMesh, ProgramShape,
                      512, kPrograms),
+    WEFT_HOST_KERNEL("kernels/collective/exchange.cuh", run_exchange, ExchangeArgs, MappedMesh, ExchangeShape,
+                     256, kExchangeShapes),
     WEFT_HOST_KERNEL("kernels/collective/program.cuh", scale_buffer, ScaleArgs, MappedMesh, ProgramShape, 512,
                      "element=0 reduction=0 protocol=0; element=2 reduction=0 protocol=0"),
 };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "kernels/collective/exchange.cuh"
 #include "kernels/collective/program.cuh"
 #include "kernels/core/carver.h"
 
@@ -14,8 +15,32 @@ constexpr uint32_t kSlots = 8;
 constexpr uint32_t kMaxGroup = 71;
 constexpr uint64_t kUnitBytes = 16;
 
+// Of an exchange: one value per thread and round where there are blocks enough. A thread that adds eight
+// sources at once needs more registers than blocks of 512 threads leave it.
+constexpr uint32_t kExchangeThreads = 256;
+constexpr uint32_t kLeastSliceUnits = 8;
+// Bulk copies fill the links from few SMs, loads and stores need most (docs/hardware.md).
+constexpr uint32_t kPushBlocks = 64, kPipeWarps = 2;
+constexpr uint64_t kLeastPieceBytes = 2048, kMostPieceBytes = 16384;
+constexpr uint64_t kPiecesPerPipe = 4;
+
 uint64_t ceil_div(uint64_t a, uint64_t b) {
   return (a + b - 1) / b;
+}
+
+bool pushes(const ExchangeSize& size) {
+  return size.kind == Exchange::kAllGather || size.kind == Exchange::kAllToAll;
+}
+
+uint32_t exchange_blocks(const ExchangeSize& size, uint64_t units, uint64_t slice,
+                         const ExchangeLayout& layout, uint32_t num_sms, const ComputeLimits& limits) {
+  if (!limits.is_cuda) return layout.blocks;
+  uint64_t useful = ceil_div(units, slice);
+  if (size.meets) useful = pushes(size) ? kPushBlocks : ceil_div(units, kExchangeThreads);
+  const uint64_t most = std::min({layout.blocks, limits.max_blocks, num_sms ? num_sms : ~0u});
+  // One may ask for more blocks than are useful on their own.
+  if (size.meets && num_sms) useful = most;
+  return static_cast<uint32_t>(std::clamp<uint64_t>(useful, 1, most));
 }
 
 }  // namespace
@@ -34,6 +59,12 @@ RingPlan plan_rings(const RingOptions& options) {
     plan.layout.slot_bytes[protocol] = options.slot_bytes[protocol];
     plan.layout.slots_at[protocol] = carver.take(connections * kSlots * options.slot_bytes[protocol], 4096);
   }
+  plan.exchange.blocks = options.exchange_blocks;
+  plan.exchange.region_units = options.region_units;
+  const uint64_t regions = uint64_t{2} * options.ranks * options.exchange_blocks;
+  plan.exchange.inbox_at = carver.take(regions * options.region_units * 2 * kUnitBytes, 4096);
+  plan.exchange.cards_at = carver.take(regions * 2 * sizeof(uint64_t), 4096);
+  plan.exchange.done_at = carver.take(regions / 2 * sizeof(uint64_t), 4096);
   plan.end = carver.end();
   return plan;
 }
@@ -66,6 +97,27 @@ ProgramPlan plan_program(const ProgramSize& size, Element element, Protocol prot
   plan.grid.threads_per_block = limits.is_cuda ? 512 : 1;
   plan.grid.shared_bytes =
       program_shared_bytes(static_cast<uint32_t>(ceil_div(size.num_blocks, plan.grid.blocks)));
+  return plan;
+}
+
+ExchangePlan plan_exchange(const ExchangeSize& size, const ExchangeLayout& layout, uint32_t num_sms,
+                           const ComputeLimits& limits) {
+  ExchangePlan plan{};
+  uint64_t units = ceil_div(size.bytes, kUnitBytes);
+  if (size.kind == Exchange::kAllReduce && !size.is_one_shot) units = ceil_div(units, size.ranks);
+  const uint64_t wanted = std::max(kLeastSliceUnits, kExchangeThreads / (size.ranks - 1) / 8 * 8);
+  plan.grid.blocks = exchange_blocks(size, units, wanted, layout, num_sms, limits);
+  plan.grid.threads_per_block = limits.is_cuda ? kExchangeThreads : 1;
+  const uint64_t fair = ceil_div(units, plan.grid.blocks);
+  plan.slice_units = static_cast<uint32_t>(std::min<uint64_t>(
+      layout.region_units, size.meets ? fair : std::max<uint64_t>(fair, kLeastSliceUnits)));
+  plan.pipe_warps = limits.is_cuda ? kPipeWarps : 1;
+  const uint64_t pushed = size.bytes * (size.kind == Exchange::kAllToAll ? size.ranks : 1);
+  const uint64_t piece = pushed / (uint64_t{plan.grid.blocks} * plan.pipe_warps * kPiecesPerPipe) / 128 * 128;
+  plan.piece_bytes = static_cast<uint32_t>(std::clamp(piece, kLeastPieceBytes, kMostPieceBytes));
+  plan.grid.shared_bytes = exchange::places_bytes(size.ranks);
+  if (size.meets && pushes(size) && limits.is_cuda)
+    plan.grid.shared_bytes += plan.pipe_warps * exchange::pipe_bytes(plan.piece_bytes);
   return plan;
 }
 

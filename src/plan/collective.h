@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decisions of the executor of collective programs: where the rings stand in a window, how a buffer is cut
+// Decisions of the executor of collectives: where rings and inboxes stand in a window, how a buffer is cut
 // into chunks and slices, what grid runs. Pure functions: no device, no environment, no clock.
 #pragma once
 
 #include <cstdint>
 
+#include "kernels/collective/exchange_args.h"
 #include "kernels/collective/program_args.h"
 #include "plan/high_throughput.h"
 
@@ -15,11 +16,14 @@ struct RingOptions {
   uint32_t ranks;
   uint32_t channels;
   uint64_t slot_bytes[kProtocols];  // multiples of 256
+  uint32_t exchange_blocks = 0;
+  uint32_t region_units = 0;  // of a block's region in an inbox
 };
 
 // Rings and counters, from offset 0 of every window.
 struct RingPlan {
   RingLayout layout;
+  ExchangeLayout exchange;
   uint64_t end;
 };
 RingPlan plan_rings(const RingOptions& options);
@@ -46,5 +50,23 @@ struct ProgramPlan {
 };
 ProgramPlan plan_program(const ProgramSize& size, Element element, Protocol protocol, const RingLayout& rings,
                          uint32_t num_sms, const ComputeLimits& limits);
+
+struct ExchangeSize {
+  Exchange kind;
+  uint64_t bytes;  // of one part; all_reduce: of the whole buffer
+  uint32_t ranks;
+  bool is_one_shot;
+  bool meets;
+};
+
+struct ExchangePlan {
+  uint32_t slice_units;
+  uint32_t piece_bytes;
+  uint32_t pipe_warps;
+  GridPlan grid;
+};
+// How many blocks share an exchange, and how. From what all ranks know alike: their blocks meet by number.
+ExchangePlan plan_exchange(const ExchangeSize& size, const ExchangeLayout& layout, uint32_t num_sms,
+                           const ComputeLimits& limits);
 
 }  // namespace weft

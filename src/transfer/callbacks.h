@@ -2,34 +2,30 @@
 //
 // Runs users' callbacks on one thread of their own, so that a slow one never holds up the network.
 //   callbacks.post([cb, status] { cb(status); });
-// The thread starts with the first callback. Order: as posted. Threads: post() from any.
+// The thread starts with the first callback. Order: as posted. Threads: every method from any, also from
+// inside callbacks.
 #pragma once
 
-#include <condition_variable>
-#include <deque>
 #include <functional>
-#include <mutex>
+#include <memory>
 #include <thread>
 
 namespace weft::transfer {
 
 class Callbacks {
  public:
-  Callbacks() = default;
+  Callbacks();
   ~Callbacks() { stop(); }
-
   void post(std::function<void()> call);
-  // Runs what was posted, then ends the thread. Not from inside a callback.
+  // Runs what was posted, then ends the thread. From inside a callback it returns at once, and the rest
+  // follows when that one has returned.
   void stop();
 
  private:
-  void run();
-
-  std::mutex mutex_;
-  std::condition_variable posted_;
-  std::deque<std::function<void()>> calls_;
-  std::thread thread_;
-  bool stopping_ = false;
+  struct Queue;
+  static void run(const std::shared_ptr<Queue>& queue);
+  std::shared_ptr<Queue> queue_;  // the thread's, too: it may outlive this object
+  std::thread thread_;            // under the queue's mutex until stop()
 };
 
 }  // namespace weft::transfer

@@ -3,12 +3,12 @@
 // The token, the worker, and what comes back from the rails.
 #include "transfer/core.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
 
 #include "base/log.h"
+#include "base/threads.h"
 #include "transfer/staging.h"
 
 namespace weft::transfer {
@@ -16,12 +16,18 @@ namespace {
 
 constexpr uint32_t kMessageBuffers = 64;  // of each kind, send and receive
 constexpr size_t kEventBatch = 32;
+constexpr uint64_t kPieceBytesMax = 1 << 30;  // so that a path that works shows it now and then
 constexpr uint32_t kCallsPerTick = 64;
 constexpr uint32_t kSubmissionsPerPoll = 32;  // who only submits must hear its peers, too
 constexpr auto kBufferRest = std::chrono::seconds(2);
 constexpr auto kTickEvery = std::chrono::milliseconds(5);
 constexpr size_t kInboxBytes = 4096;
 constexpr unsigned kIdlePolls = 20000;  // of a worker with nothing under way, before it sleeps longer
+
+uint64_t next_serial() {
+  static std::atomic<uint64_t> made{0};
+  return ++made;
+}
 
 std::string default_name() {
   char host[256] = {};
@@ -32,7 +38,10 @@ std::string default_name() {
 }  // namespace
 
 Core::Core(Options given)
-    : options(std::move(given)), id(random_id()), staging_(std::make_unique<Staging>(*this)) {
+    : options(std::move(given)),
+      id(random_id()),
+      serial(next_serial()),
+      staging_(std::make_unique<Staging>(*this)) {
   name = options.name.empty() ? default_name() : options.name;
   events_.resize(kEventBatch);
   slots_.resize(kPeersMax);
@@ -54,10 +63,13 @@ Status Core::open() {
     state.in_flight_max = std::min(state.in_flight_max, std::max(caps.cq_depth, 2u) - 1);
     state.address = state.rail->address();
     message_bytes_ = std::min(message_bytes_, caps.message_bytes_max);
-    write_bytes_max_ = std::min(write_bytes_max_, caps.write_bytes_max);
+    write_bytes_max_ = std::min({write_bytes_max_, caps.write_bytes_max, kPieceBytesMax});
     write_imm_ = write_imm_ && caps.write_imm && caps.imm_only_bytes == 0;
     rails.push_back(std::move(state));
   }
+  for (const RailState& state : rails)
+    log_info("transfer: '{}' uses {} on {}", name, state.rail->nic().provider, state.rail->nic().name);
+  if (!write_imm_) log_info("transfer: '{}': writes carry no immediates here, they follow as messages", name);
   if (address_bytes().size() + kHeadBytes + 32 * rails.size() > message_bytes_)
     return Status::invalid("nics: got {}, whose addresses do not fit one message of {} bytes", rails.size(),
                            message_bytes_);
@@ -67,15 +79,18 @@ Status Core::open() {
     if (!inbox.ok()) return inbox.status();
     state.inbox = *inbox;
   }
-  arena_ = std::make_unique<char[]>(2 * kMessageBuffers * message_bytes_);
-  auto arena = rails[0].rail->enroll({arena_.get(), 2 * kMessageBuffers * message_bytes_}, kLocal);
-  if (!arena.ok()) return arena.status();
-  arena_registration_ = *arena;
-  for (uint32_t i = 0; i < kMessageBuffers; ++i) {
-    free_buffers_.push_back(arena_.get() + i * message_bytes_);
-    Flight* flight = take_flight(Flight::Use::kReceive, 0, nullptr, nullptr);
-    flight->buffer = arena_.get() + (kMessageBuffers + i) * message_bytes_;
-    post_receive(*flight);
+  // One set of buffers for sending, and one for receiving per rail: messages may come by any.
+  const uint64_t arena_bytes = (1 + rails.size()) * kMessageBuffers * message_bytes_;
+  arena_ = std::make_unique<char[]>(arena_bytes);
+  char* buffer = arena_.get();
+  for (uint32_t i = 0; i < kMessageBuffers; ++i, buffer += message_bytes_) free_buffers_.push_back(buffer);
+  for (uint32_t rail = 0; rail < rail_count(); ++rail) {
+    WEFT_TRY_ASSIGN(rails[rail].arena, rails[rail].rail->enroll({arena_.get(), arena_bytes}, kLocal));
+    for (uint32_t i = 0; i < kMessageBuffers; ++i, buffer += message_bytes_) {
+      Flight* flight = take_flight(Flight::Use::kReceive, rail, nullptr, nullptr);
+      flight->buffer = buffer;
+      post_receive(*flight);
+    }
   }
   last_tick_ = Clock::now();
   if (options.has_worker) worker_ = std::thread([this] { run_worker(); });
@@ -115,8 +130,10 @@ void Core::close() {
       release_rails(*entry.memory);
     }
     regions_.clear();
-    for (auto& state : rails) state.rail->release(state.inbox);
-    if (!rails.empty() && arena_registration_.handle) rails[0].rail->release(arena_registration_);
+    for (auto& state : rails) {
+      if (state.inbox.handle) state.rail->release(state.inbox);
+      if (state.arena.handle) state.rail->release(state.arena);
+    }
     for (auto& state : rails) state.rail.reset();
     rails.clear();
     peers_.clear();
@@ -126,6 +143,11 @@ void Core::close() {
 
 bool Core::wants_staging(const Memory& memory, const Remote& remote, size_t pieces, uint64_t bytes) const {
   return staging_->wants(memory, remote, pieces, bytes);
+}
+
+Status Core::check_own(const char* argument, uint64_t maker) const {
+  if (maker == serial) return {};
+  return Status::invalid("{}: got one of another engine, allowed: one that engine '{}' made", argument, name);
 }
 
 Status Core::closed_status() const {
@@ -179,13 +201,7 @@ bool Core::progress_held() {
 
 // The worker leaves the token to threads that wait, and sleeps longer the longer nothing has happened.
 void Core::run_worker() {
-  if (options.worker_cpu >= 0) {
-    cpu_set_t cpus;
-    CPU_ZERO(&cpus);
-    CPU_SET(options.worker_cpu, &cpus);
-    if (pthread_setaffinity_np(pthread_self(), sizeof cpus, &cpus) != 0)
-      log_warn("transfer: cannot pin the worker of '{}' to CPU {}", name, options.worker_cpu);
-  }
+  if (options.worker_cpu >= 0) pin_this_thread(options.worker_cpu, "a worker of the transfer engine");
   unsigned idle = 0;
   while (!stopping_.load(std::memory_order_acquire)) {
     bool busy = false;
@@ -253,10 +269,12 @@ void Core::on_event(RailState& rail, Event& event) {
 }
 
 void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
+  // The path goes first, and takes what is under way on it along, this flight too.
+  if (event.kind == EventKind::kFailed && event.peer_gone && !flight.is_orphan)
+    lose_path(*flight.peer, flight.rail, event.text);
   if (flight.buffer) free_buffers_.push_back(flight.buffer);
   if (flight.is_orphan) return free_flight(&flight);
-  if (flight.carries_message()) --flight.peer->messages_out_;
-  --rail.in_flight;
+  count_out(flight, false);
   Transfer* transfer = flight.transfer;
   Peer* peer = flight.peer;
   const Flight::Use use = flight.use;
@@ -265,7 +283,6 @@ void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
   if (transfer) --transfer->in_flight_;
   if (event.kind == EventKind::kFailed) {
     const std::shared_ptr<Transfer> keep = transfer ? transfer->self_ : nullptr;
-    if (event.peer_gone) lose_peer(*peer, PeerState::kLost, Status(Code::kPeerLost, event.text));
     if (use == Flight::Use::kPack && transfer) staging_->on_post_failed(*peer, slot, *transfer);
     if (transfer && !transfer->is_finished())
       fail(*transfer,
@@ -283,7 +300,8 @@ void Core::on_imm_event(uint32_t imm) {
   peer->heard_ = last_tick_;
   switch (imm_class(imm)) {
     case ImmClass::kCount:
-      return count_imm(*peer, imm_id(imm), 1);
+    case ImmClass::kBarrier:
+      return count_imm(*peer, counter_key(imm_class(imm), imm_id(imm)), 1);
     case ImmClass::kStage:
       return staging_->on_filled(*peer, imm_id(imm));
     default:
@@ -311,6 +329,7 @@ Flight* Core::take_flight(Flight::Use use, uint32_t rail, Peer* peer, Transfer* 
   flight->rail = rail;
   flight->peer = peer;
   flight->transfer = transfer;
+  flight->bytes = 0;
   return flight;
 }
 
@@ -329,10 +348,9 @@ void Core::free_flight(Flight* flight) {
 void Core::orphan(Flight& flight) {
   if (flight.use == Flight::Use::kFree || flight.use == Flight::Use::kReceive || flight.is_orphan) return;
   flight.is_orphan = true;
-  --rails[flight.rail].in_flight;
+  count_out(flight, false);
   if (flight.transfer) --flight.transfer->in_flight_;
   if (flight.carries_message()) {
-    --flight.peer->messages_out_;
     resting_buffers_.push_back({flight.buffer, Clock::now() + kBufferRest});
     flight.buffer = nullptr;
   }
@@ -340,11 +358,22 @@ void Core::orphan(Flight& flight) {
   flight.peer = nullptr;
 }
 
+// Keeps count of what the network holds, per rail and path.
+void Core::count_out(const Flight& flight, bool has_left) {
+  const uint32_t change = has_left ? 1 : UINT32_MAX;
+  rails[flight.rail].in_flight += change;
+  if (flight.peer->paths_.empty()) return;
+  Peer::Path& path = flight.peer->paths_[flight.rail];
+  if (!has_left || path.in_flight == 0) path.moved = last_tick_;
+  path.in_flight += change;
+  if (flight.carries_message()) path.messages_out += change;
+}
+
 void Core::post_receive(Flight& flight) {
-  const Posted posted =
-      rails[0].rail->post_recv(flight.buffer, message_bytes_, arena_registration_.lkey, &flight);
+  RailState& state = rails[flight.rail];
+  const Posted posted = state.rail->post_recv(flight.buffer, message_bytes_, state.arena.lkey, &flight);
   if (posted == Posted::kAgain) unposted_receives_.push_back(&flight);
-  if (posted == Posted::kFatal) log_warn("transfer: cannot post a receive: {}", rails[0].rail->refusal());
+  if (posted == Posted::kFatal) log_warn("transfer: cannot post a receive: {}", state.rail->refusal());
 }
 
 void Core::post_receives_again() {

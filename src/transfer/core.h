@@ -70,6 +70,7 @@ struct Flight : Context {
   Transfer* transfer = nullptr;  // kPiece, kNotice, kShortSend, kPack
   Peer* peer = nullptr;          // all but kReceive
   char* buffer = nullptr;        // kMessage, kShortSend, kReceive
+  uint32_t bytes = 0;            // kMessage, kShortSend: in the buffer
   Flight* next_free = nullptr;
   bool carries_message() const { return use == Use::kMessage || use == Use::kShortSend; }
 };
@@ -82,6 +83,7 @@ struct RailState {
   uint32_t in_flight_max = 0;
   std::string address;
   provider::Registration inbox;
+  provider::Registration arena;
 };
 
 class Core {
@@ -94,6 +96,7 @@ class Core {
   Token token;
   Options options;
   EngineId id;
+  const uint64_t serial;  // of this engine in this process; its handles carry it
   std::string name;
   Callbacks callbacks;
 
@@ -135,10 +138,12 @@ class Core {
   Result<std::shared_ptr<Memory>> enroll(const provider::Range& range, uint32_t access);
   Status unregister(const std::shared_ptr<Memory>& memory, Deadline until);
   Descriptor describe(const Memory& memory) const;
-  Result<std::shared_ptr<ImmCounter>> imm_counter(const std::shared_ptr<Peer>& peer, uint32_t id);
+  Result<std::shared_ptr<ImmCounter>> imm_counter(const std::shared_ptr<Peer>& peer, uint32_t key);
   Status on_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_least,
                 std::function<void(const Status&)> callback);
   uint64_t next_barrier_round(const std::shared_ptr<Peer>& peer, uint32_t id);
+  // Refuses handles that another engine made: their insides are not ours to touch.
+  Status check_own(const char* argument, uint64_t maker) const;
 
  private:
   friend class Staging;
@@ -152,6 +157,7 @@ class Core {
     std::shared_ptr<Peer> peer;
     std::shared_ptr<Remote> remote;
     uint64_t region = 0;
+    Secret secret{};
     Status status;
     std::atomic<bool> is_answered{false};
   };
@@ -159,6 +165,7 @@ class Core {
     Peer* peer;
     std::string bytes;
     Transfer* transfer;  // completes with the message; null for the engine's own
+    uint32_t rail;       // kAnyRail: the first whose path is up
   };
   struct Arrived {  // a message that no recv() waits for yet
     std::shared_ptr<Peer> peer;
@@ -179,6 +186,7 @@ class Core {
   Flight* take_flight(Flight::Use use, uint32_t rail, Peer* peer, Transfer* transfer);
   void free_flight(Flight* flight);
   void orphan(Flight& flight);
+  void count_out(const Flight& flight, bool has_left);
   void post_receive(Flight& flight);
   void post_receives_again();
 
@@ -194,7 +202,7 @@ class Core {
   Posted post_page_run(Transfer& transfer, uint32_t run);
   uint32_t page_run(const Transfer& transfer) const;
   Posted post_notice(Transfer& transfer, uint32_t target);
-  Posted post_imm(Peer& peer, uint32_t imm_id, Transfer& transfer, uint32_t rail);
+  Posted post_imm(Peer& peer, uint32_t imm, Transfer& transfer, uint32_t wanted_rail);
   void start_send(Transfer& transfer);
   void start_recv(std::shared_ptr<Transfer> transfer);
   void match(Transfer& receive, Arrived arrived);
@@ -208,6 +216,10 @@ class Core {
   bool involves(const Transfer& transfer, const Peer& peer) const;
   Peer& peer_of(const Transfer& transfer, uint32_t target) const;
   bool has_room(uint32_t rail) const;
+  // `rail`, or the next one whose path to the peer is up.
+  uint32_t rail_to(const Peer& peer, uint32_t rail) const;
+  bool has_other_path(const Peer& peer, uint32_t rail) const;
+  bool leave_broken_path(Peer& peer, uint32_t rail);
   std::string describe_progress(const Transfer& transfer) const;
   std::string describe_peer(const Transfer& transfer) const;
   void begin_use(Transfer& transfer);
@@ -217,9 +229,11 @@ class Core {
   std::shared_ptr<Peer> find_peer(const EngineId& engine) const;
   Result<std::shared_ptr<Peer>> make_peer(const Address& address);
   Status route_to(Peer& peer);
-  void send_message(Peer& peer, MessageType type, std::string_view body, Transfer* transfer = nullptr);
+  void send_message(Peer& peer, MessageType type, std::string_view body, Transfer* transfer = nullptr,
+                    uint32_t rail = kAnyRail);
+  void greet(Peer& peer, MessageType type);
   void flush_messages();
-  bool post_message(OutMessage& message);
+  bool post_message(OutMessage& message, uint32_t number);
   void on_message(std::string_view bytes);
   void on_ordered(Peer& peer, const MessageHead& head, std::string_view message);
   void handle(const std::shared_ptr<Peer>& peer, const MessageHead& head, std::string_view body);
@@ -231,9 +245,12 @@ class Core {
   void on_revoke(Peer& peer, uint64_t region);
   void answer_revoke_if_idle(Remote& remote);
   void lose_peer(Peer& peer, PeerState state, Status why);
-  void count_imm(Peer& peer, uint32_t imm_id, uint32_t count);
+  void lose_path(Peer& peer, uint32_t rail, const std::string& why);
+  void send_heartbeats(Peer& peer);
+  int find_stuck_path(const Peer& peer, Clock::time_point now) const;
+  void count_imm(Peer& peer, uint32_t key, uint32_t count);
   void check_peers(Clock::time_point now, Clock::duration slept);
-  std::shared_ptr<ImmCounter> counter_of(const std::shared_ptr<Peer>& peer, uint32_t id);
+  std::shared_ptr<ImmCounter> counter_of(const std::shared_ptr<Peer>& peer, uint32_t key);
   void release_rails(Memory& memory);
 
   std::atomic<bool> closed_{false};
@@ -251,7 +268,6 @@ class Core {
   std::deque<std::unique_ptr<Flight[]>> flight_blocks_;
   Flight* free_flights_ = nullptr;
   std::unique_ptr<char[]> arena_;  // message buffers
-  provider::Registration arena_registration_;
   std::vector<char*> free_buffers_;
   struct Resting {
     char* buffer;

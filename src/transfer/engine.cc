@@ -40,6 +40,12 @@ Status check_handle(const char* argument, bool is_given) {
   return is_given ? Status() : Status::invalid("{}: got nothing, allowed: a handle of this engine", argument);
 }
 
+Status check_readable(const Memory& local, const Remote& remote) {
+  if (!local.is_staged() && !remote.is_staged()) return {};
+  return Status::make(Code::kUnsupported,
+                      "read: device memory that no NIC reaches cannot be read; let its owner write");
+}
+
 How imm_only(uint32_t id) {
   How how;
   how.imm = id;
@@ -54,19 +60,21 @@ class Builder {
   Builder(Core& core, OpKind kind, How& how)
       : core_(core), how_(how), made_(std::allocate_shared<Transfer>(PoolAllocator<Transfer>())) {
     made_->kind_ = kind;
+    made_->maker_ = core.serial;
   }
 
   Status begin(std::shared_ptr<Memory> memory, bool is_imm_allowed = true) {
     if (Status status = check(memory, is_imm_allowed); !status.ok()) return status;
     made_->memory_ = std::move(memory);
     made_->has_imm_ = how_.imm.has_value();
-    made_->imm_ = how_.imm.value_or(0);
+    made_->imm_key_ = counter_key(ImmClass::kCount, how_.imm.value_or(0));
     made_->notify_ = how_.notify;
     return {};
   }
 
   Status check(const std::shared_ptr<Memory>& memory, bool is_imm_allowed) const {
     if (core_.is_closed()) return core_.closed_status();
+    if (memory) WEFT_TRY(core_.check_own("memory", memory->maker_));
     if (memory && !memory->is_registered())
       return Status::invalid("memory: got memory that was unregistered, allowed: registered memory");
     if (how_.imm && !is_imm_allowed)
@@ -79,9 +87,17 @@ class Builder {
     return {};
   }
 
+  Status set_peer(const std::shared_ptr<Peer>& peer) {
+    WEFT_TRY(check_handle("peer", peer != nullptr));
+    WEFT_TRY(core_.check_own("peer", peer->maker_));
+    made_->peer_ = peer;
+    return {};
+  }
+
   // Adds a target; its pieces follow by add_piece() with the number that this returns.
   Result<uint32_t> add_target(std::shared_ptr<Remote> remote, Access wanted) {
     if (!remote) return Status::invalid("remote: got nothing, allowed: attached memory of a peer");
+    WEFT_TRY(core_.check_own("remote", remote->peer()->maker_));
     if (remote->is_revoked())
       return Status::invalid("remote: got memory that peer '{}' has taken back, allowed: a live descriptor",
                              remote->peer()->name());
@@ -224,6 +240,7 @@ Result<std::shared_ptr<Memory>> Engine::enroll(const provider::Range& range, uin
 }
 
 Result<std::string> Engine::describe(const Memory& memory) const {
+  WEFT_TRY(core_->check_own("memory", memory.maker_));
   if (!memory.is_registered()) return Status::invalid("memory: got memory that was unregistered");
   if (memory.access() == kLocal)
     return Status::invalid(
@@ -233,6 +250,7 @@ Result<std::string> Engine::describe(const Memory& memory) const {
 
 Status Engine::unregister(const std::shared_ptr<Memory>& memory, Deadline until) {
   WEFT_TRY(check_handle("memory", memory != nullptr));
+  WEFT_TRY(core_->check_own("memory", memory->maker_));
   return core_->unregister(memory, until);
 }
 
@@ -245,8 +263,11 @@ std::vector<std::shared_ptr<Peer>> Engine::peers() const {
 Result<std::shared_ptr<Remote>> Engine::attach(std::string_view descriptor, Deadline until) {
   return core_->attach(descriptor, until);
 }
-void Engine::disconnect(const std::shared_ptr<Peer>& peer) {
-  if (peer) core_->disconnect(peer);
+Status Engine::disconnect(const std::shared_ptr<Peer>& peer) {
+  WEFT_TRY(check_handle("peer", peer != nullptr));
+  WEFT_TRY(core_->check_own("peer", peer->maker_));
+  core_->disconnect(peer);
+  return {};
 }
 
 Result<std::shared_ptr<Transfer>> Engine::write(WriteRequest r) {
@@ -265,12 +286,10 @@ Result<std::shared_ptr<Transfer>> Engine::write(WriteRequest r) {
 Result<std::shared_ptr<Transfer>> Engine::read(ReadRequest r) {
   WEFT_TRY(check_handle("dst", r.dst != nullptr));
   WEFT_TRY(check_handle("src", r.src != nullptr));
+  WEFT_TRY(check_readable(*r.dst, *r.src));
   Builder build(*core_, OpKind::kRead, r.how);
   WEFT_TRY(check_range("dst_offset", r.dst_offset, r.bytes, r.dst->bytes(), "destination"));
   WEFT_TRY(check_range("src_offset", r.src_offset, r.bytes, r.src->bytes(), "source"));
-  if (r.dst->is_staged() || r.src->is_staged())
-    return Status::make(Code::kUnsupported,
-                        "read: device memory that no NIC reaches cannot be read; let its owner write");
   WEFT_TRY(build.begin(std::move(r.dst), false));
   WEFT_TRY(build.add_target(std::move(r.src), kRemoteRead).status());
   build.add_range(0, r.dst_offset, r.src_offset, r.bytes, core_->rail_count());
@@ -281,9 +300,8 @@ Result<std::shared_ptr<Transfer>> Engine::paged(OpKind kind, PagedRequest r) {
   WEFT_TRY(check_handle("local", r.local != nullptr));
   WEFT_TRY(check_handle("remote", r.remote != nullptr));
   const bool is_write = kind == OpKind::kWrite;
-  if (!is_write && (r.local->is_staged() || r.remote->is_staged()))
-    return Status::make(Code::kUnsupported,
-                        "read: device memory that no NIC reaches cannot be read; let its owner write");
+  if (!is_write) WEFT_TRY(check_readable(*r.local, *r.remote));
+  if (r.page_bytes == 0) return Status::invalid("page_bytes: got 0, allowed: 1 or more");
   const bool is_each = r.how.imm && r.how.notify == Notify::kEach;
   WEFT_TRY_ASSIGN(const std::vector<PagePair> pairs,
                   pair_pages(r.local_pages, r.remote_pages, r.page_bytes, !is_each));
@@ -307,41 +325,56 @@ Result<std::shared_ptr<Transfer>> Engine::read_pages(PagedRequest r) {
   return paged(OpKind::kRead, std::move(r));
 }
 
-Result<std::shared_ptr<Transfer>> Engine::scatter(ScatterRequest r) {
-  WEFT_TRY(check_handle("src", r.src != nullptr));
+Result<std::shared_ptr<Transfer>> Engine::spread(OpKind kind, ScatterRequest r) {
+  WEFT_TRY(check_handle("local", r.local != nullptr));
+  const bool is_write = kind == OpKind::kWrite;
   if (r.targets.empty()) return Status::invalid("targets: got none, allowed: 1 or more");
-  Builder build(*core_, OpKind::kWrite, r.how);
   for (const ScatterTarget& target : r.targets) {
-    WEFT_TRY(check_handle("dst", target.dst != nullptr));
-    WEFT_TRY(check_range("src_offset", target.src_offset, target.bytes, r.src->bytes(), "source"));
-    WEFT_TRY(check_range("dst_offset", target.dst_offset, target.bytes, target.dst->bytes(), "destination"));
+    WEFT_TRY(check_handle("remote", target.remote != nullptr));
+    WEFT_TRY(
+        check_range("local_offset", target.local_offset, target.bytes, r.local->bytes(), "local memory"));
+    WEFT_TRY(check_range("remote_offset", target.remote_offset, target.bytes, target.remote->bytes(),
+                         "remote memory"));
+    if (!is_write) WEFT_TRY(check_readable(*r.local, *target.remote));
   }
-  WEFT_TRY(build.begin(std::move(r.src)));
+  Builder build(*core_, kind, r.how);
+  WEFT_TRY(build.begin(std::move(r.local), is_write));
   for (ScatterTarget& target : r.targets) {
-    WEFT_TRY_ASSIGN(const uint32_t number, build.add_target(std::move(target.dst), kRemoteWrite));
-    build.add_range(number, target.src_offset, target.dst_offset, target.bytes, 1);
+    WEFT_TRY_ASSIGN(const uint32_t number,
+                    build.add_target(std::move(target.remote), is_write ? kRemoteWrite : kRemoteRead));
+    build.add_range(number, target.local_offset, target.remote_offset, target.bytes, 1);
   }
   return build.submit();
 }
 
+Result<std::shared_ptr<Transfer>> Engine::scatter(ScatterRequest r) {
+  return spread(OpKind::kWrite, std::move(r));
+}
+Result<std::shared_ptr<Transfer>> Engine::gather(ScatterRequest r) {
+  return spread(OpKind::kRead, std::move(r));
+}
+
 Result<std::shared_ptr<Transfer>> Engine::notify(const std::shared_ptr<Peer>& peer, How how) {
-  WEFT_TRY(check_handle("peer", peer != nullptr));
+  return signal(peer, ImmClass::kCount, std::move(how));
+}
+
+Result<std::shared_ptr<Transfer>> Engine::signal(const std::shared_ptr<Peer>& peer, ImmClass kind, How how) {
   if (!how.imm) return Status::invalid("imm: got none, allowed: 0 to {}", kImmIdMax);
   Builder build(*core_, OpKind::kNotify, how);
+  WEFT_TRY(build.set_peer(peer));
   WEFT_TRY(build.begin(nullptr));
-  build->peer_ = peer;
+  build->imm_key_ = counter_key(kind, *how.imm);
   build->first_.rail = static_cast<uint16_t>(how.rail == kAnyRail ? 0 : how.rail);
   return build.submit();
 }
 
 Result<std::shared_ptr<Transfer>> Engine::send(const std::shared_ptr<Peer>& peer, std::shared_ptr<Memory> src,
                                                uint64_t offset, uint64_t bytes, How how) {
-  WEFT_TRY(check_handle("peer", peer != nullptr));
   WEFT_TRY(check_handle("src", src != nullptr));
   WEFT_TRY(check_range("offset", offset, bytes, src->bytes(), "source"));
   Builder build(*core_, OpKind::kSend, how);
+  WEFT_TRY(build.set_peer(peer));
   WEFT_TRY(build.begin(std::move(src), false));
-  build->peer_ = peer;
   build.add_piece({offset, 0, bytes, 0, 0, false});
   return build.submit();
 }
@@ -352,20 +385,27 @@ Result<std::shared_ptr<Transfer>> Engine::recv(const std::shared_ptr<Peer>& peer
   WEFT_TRY(check_range("offset", offset, bytes, dst->bytes(), "destination"));
   Builder build(*core_, OpKind::kRecv, how);
   WEFT_TRY(build.begin(std::move(dst), false));
-  build->peer_ = peer;
+  if (peer) WEFT_TRY(build.set_peer(peer));
   build->recv_offset_ = offset;
   build.add_piece({offset, 0, bytes, 0, 0, false});
   return build.submit();
 }
 
 Result<std::shared_ptr<ImmCounter>> Engine::imm_counter(const std::shared_ptr<Peer>& peer, uint32_t id) {
+  return counter(peer, ImmClass::kCount, id);
+}
+
+Result<std::shared_ptr<ImmCounter>> Engine::counter(const std::shared_ptr<Peer>& peer, ImmClass kind,
+                                                    uint32_t id) {
   WEFT_TRY(check_handle("peer", peer != nullptr));
+  WEFT_TRY(core_->check_own("peer", peer->maker_));
   if (id > kImmIdMax) return Status::invalid("imm: got {}, allowed: 0 to {}", id, kImmIdMax);
-  return core_->imm_counter(peer, id);
+  return core_->imm_counter(peer, counter_key(kind, id));
 }
 
 Status Engine::wait_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_least, Deadline until) {
   WEFT_TRY(check_handle("counter", counter != nullptr));
+  WEFT_TRY(core_->check_own("counter", counter->maker_));
   const double allowed_s = until.left_s();
   const bool came = core_->wait(until, [&] {
     return counter->value() >= at_least || counter->lost_.load(std::memory_order_acquire) ||
@@ -374,13 +414,13 @@ Status Engine::wait_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_
   if (counter->value() >= at_least) return {};
   const std::shared_ptr<Peer> peer = counter->peer_.lock();
   const std::string who = peer ? peer->name() : "?";
+  const char* what = key_class(counter->key_) == ImmClass::kBarrier ? "barrier" : "immediate";
   if (!came)
-    return logged(
-        Status::make(Code::kPeerLost,
-                     "transfer.wait_imm: '{}' waited {} s for peer '{}', immediate {}: expected {}, saw {}",
-                     core_->name, allowed_s, who, counter->id(), at_least, counter->value()));
+    return logged(Status::make(
+        Code::kPeerLost, "transfer.wait_imm: '{}' waited {} s for peer '{}', {} {}: expected {}, saw {}",
+        core_->name, allowed_s, who, what, counter->id(), at_least, counter->value()));
   if (counter->lost_.load(std::memory_order_acquire))
-    return Status::make(Code::kPeerLost, "transfer.wait_imm: immediate {}: expected {}, saw {}: {}",
+    return Status::make(Code::kPeerLost, "transfer.wait_imm: {} {}: expected {}, saw {}: {}", what,
                         counter->id(), at_least, counter->value(), counter->why_.message());
   return core_->closed_status();
 }
@@ -388,22 +428,24 @@ Status Engine::wait_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_
 Status Engine::on_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_least,
                       std::function<void(const Status&)> callback) {
   WEFT_TRY(check_handle("counter", counter != nullptr));
+  WEFT_TRY(core_->check_own("counter", counter->maker_));
   return core_->on_imm(counter, at_least, std::move(callback));
 }
 
 Status Engine::barrier(const std::vector<std::shared_ptr<Peer>>& group, uint32_t id, Deadline until) {
   std::vector<std::pair<std::shared_ptr<ImmCounter>, uint64_t>> expected;
   for (const auto& peer : group) {
-    WEFT_TRY_ASSIGN(std::shared_ptr<ImmCounter> counter, imm_counter(peer, id));
-    WEFT_TRY(notify(peer, imm_only(id)).status());
-    expected.emplace_back(std::move(counter), core_->next_barrier_round(peer, id));
+    WEFT_TRY_ASSIGN(std::shared_ptr<ImmCounter> arrivals, counter(peer, ImmClass::kBarrier, id));
+    WEFT_TRY(signal(peer, ImmClass::kBarrier, imm_only(id)).status());
+    expected.emplace_back(std::move(arrivals), core_->next_barrier_round(peer, id));
   }
-  for (auto& [counter, round] : expected) WEFT_TRY(wait_imm(counter, round, until));
+  for (auto& [arrivals, round] : expected) WEFT_TRY(wait_imm(arrivals, round, until));
   return {};
 }
 
 Status Engine::wait(const std::shared_ptr<Transfer>& transfer, Deadline until) {
   WEFT_TRY(check_handle("transfer", transfer != nullptr));
+  WEFT_TRY(core_->check_own("transfer", transfer->maker_));
   if (transfer->is_finished()) return transfer->status();
   const double allowed_s = until.left_s();
   if (core_->wait(until, [&] { return transfer->is_finished(); })) return transfer->status();
@@ -423,11 +465,14 @@ Status Engine::wait(const Counter& counter, uint64_t finished_at_least, Deadline
 }
 
 void Engine::on_done(const std::shared_ptr<Transfer>& transfer, std::function<void(const Status&)> callback) {
-  if (transfer) core_->on_done(*transfer, std::move(callback));
+  Status own = check_handle("transfer", transfer != nullptr);
+  if (own.ok()) own = core_->check_own("transfer", transfer->maker_);
+  if (own.ok()) return core_->on_done(*transfer, std::move(callback));
+  core_->callbacks.post([call = std::move(callback), own] { call(own); });
 }
 
 Phase Engine::cancel(const std::shared_ptr<Transfer>& transfer) {
-  return core_->cancel(transfer);
+  return transfer->maker_ == core_->serial ? core_->cancel(transfer) : transfer->phase();
 }
 void Engine::progress() {
   core_->progress();

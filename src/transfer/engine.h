@@ -17,8 +17,9 @@
 // when nobody waits. Order: none between transfers. The immediate of a write is counted after all bytes of
 // that write are visible. Errors: a mistake in arguments is a kInvalid Status of the call, and nothing is
 // written. Later failures belong to the Transfer; those of a lost peer are kPeerLost and name it. The engine
-// stays usable. Threads: every method from any thread. Callbacks run on a thread of their own and may call
-// every method but close().
+// stays usable. Handles (memory, peers, transfers, counters) go to the engine that made them; others are
+// kInvalid. Threads: every method from any thread. Callbacks run on a thread of their own and may call
+// every method.
 #pragma once
 
 #include <functional>
@@ -92,14 +93,14 @@ struct PagedRequest {
   How how;
 };
 struct ScatterTarget {
-  std::shared_ptr<Remote> dst;
-  uint64_t dst_offset = 0;
-  uint64_t src_offset = 0;
+  std::shared_ptr<Remote> remote;
+  uint64_t remote_offset = 0;
+  uint64_t local_offset = 0;
   uint64_t bytes = 0;
 };
 struct ScatterRequest {
-  std::shared_ptr<Memory> src;
-  std::vector<ScatterTarget> targets;  // one immediate for each, also when two share a peer
+  std::shared_ptr<Memory> local;
+  std::vector<ScatterTarget> targets;  // scatter(): one immediate for each, also when two share a peer
   How how;
 };
 
@@ -129,13 +130,14 @@ class Engine {
   Result<std::shared_ptr<Peer>> connect(std::string_view address, Deadline until);
   std::vector<std::shared_ptr<Peer>> peers() const;  // connected ones, also those that connected to us
   Result<std::shared_ptr<Remote>> attach(std::string_view descriptor, Deadline until);
-  void disconnect(const std::shared_ptr<Peer>& peer);
+  Status disconnect(const std::shared_ptr<Peer>& peer);
 
   Result<std::shared_ptr<Transfer>> write(WriteRequest request);
   Result<std::shared_ptr<Transfer>> write_pages(PagedRequest request);
   Result<std::shared_ptr<Transfer>> scatter(ScatterRequest request);
   Result<std::shared_ptr<Transfer>> read(ReadRequest request);
   Result<std::shared_ptr<Transfer>> read_pages(PagedRequest request);
+  Result<std::shared_ptr<Transfer>> gather(ScatterRequest request);  // reads; the opposite of scatter()
   Result<std::shared_ptr<Transfer>> notify(const std::shared_ptr<Peer>& peer, How how);  // an immediate alone
   // Two-sided. Messages of one peer arrive in order. `bytes` of memory at `offset`; long ones are read by the
   // receiver.
@@ -151,12 +153,13 @@ class Engine {
   // Calls once when the counter has reached `at_least`, or its peer is lost.
   Status on_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_least,
                 std::function<void(const Status&)> callback);
-  // Waits until every peer of the group has called barrier() with this id as often as this engine has.
+  // Waits until every peer of the group has called barrier() with this id as often as this engine has. Ids of
+  // barriers, 0 to kImmIdMax, have nothing to do with those of immediates.
   Status barrier(const std::vector<std::shared_ptr<Peer>>& group, uint32_t id, Deadline until);
 
   Status wait(const std::shared_ptr<Transfer>& transfer, Deadline until);
   Status wait(const Counter& counter, uint64_t finished_at_least, Deadline until);
-  // Calls once when the transfer has ended; at once if it has. Adds to what How::callback does.
+  // Calls once when the transfer has ended, also if it has already. Adds to what How::callback does.
   void on_done(const std::shared_ptr<Transfer>& transfer, std::function<void(const Status&)> callback);
   // kQueued: dropped, nothing was written. kPosted: the rest is dropped, wait for the end. Finished: no
   // effect. Returns the phase that cancel() found.
@@ -173,6 +176,9 @@ class Engine {
 
  private:
   Result<std::shared_ptr<Transfer>> paged(OpKind kind, PagedRequest request);
+  Result<std::shared_ptr<Transfer>> spread(OpKind kind, ScatterRequest request);
+  Result<std::shared_ptr<Transfer>> signal(const std::shared_ptr<Peer>& peer, ImmClass kind, How how);
+  Result<std::shared_ptr<ImmCounter>> counter(const std::shared_ptr<Peer>& peer, ImmClass kind, uint32_t id);
   explicit Engine(std::unique_ptr<Core> core);
   std::unique_ptr<Core> core_;
 };

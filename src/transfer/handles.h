@@ -28,6 +28,7 @@ class Memory {
  public:
   void* data() const { return range_.data; }
   uint64_t bytes() const { return range_.bytes; }
+  uint64_t id() const { return id_; }  // of this registration, unique in its engine
   bool is_registered() const { return alive_.load(std::memory_order_acquire); }
   bool is_device_memory() const { return range_.kind != provider::MemoryKind::kHost; }
   // How transfers reach it, and why that way.
@@ -38,8 +39,10 @@ class Memory {
  private:
   friend class Core;
   friend class Engine;
+  friend class Builder;
   friend class Staging;
   uint64_t id_ = 0;
+  uint64_t maker_ = 0;  // Core::serial, as in all handles
   provider::Range range_;
   uint32_t access_ = 0;
   MemoryChoice path_;
@@ -66,6 +69,7 @@ class Remote {
   friend class Staging;
   std::shared_ptr<Peer> peer_;
   uint64_t region_ = 0;
+  Secret secret_{};
   uint64_t bytes_ = 0;
   uint32_t access_ = 0;
   bool must_stage_ = false;
@@ -79,7 +83,7 @@ class Remote {
 class ImmCounter {
  public:
   uint64_t value() const { return value_.load(std::memory_order_acquire); }
-  uint32_t id() const { return id_; }
+  uint32_t id() const { return imm_id(key_); }
 
  private:
   friend class Core;
@@ -89,7 +93,8 @@ class ImmCounter {
     uint64_t at_least;
     std::function<void(const Status&)> callback;
   };
-  uint32_t id_ = 0;
+  uint32_t key_ = 0;
+  uint64_t maker_ = 0;
   std::weak_ptr<Peer> peer_;
   std::atomic<uint64_t> value_{0};
   std::atomic<bool> lost_{false};
@@ -122,18 +127,28 @@ class Peer {
   struct StageIn;
   using Clock = Deadline::Clock;
 
+  // The way from one local rail to one of the peer's.
+  struct Path {
+    provider::Route route = 0;
+    uint32_t rail_there = 0;
+    bool is_down = false;       // broken: what would have gone this way takes another one
+    uint32_t in_flight = 0;     // operations and messages with the network,
+    uint32_t messages_out = 0;  // and of these the messages
+    Clock::time_point moved{};  // when it last had nothing under way, or something ended
+  };
+
   EngineId engine_;
+  uint64_t maker_ = 0;
   std::string name_;
   Address address_;
   std::atomic<PeerState> state_{PeerState::kConnecting};
   mutable std::mutex why_mutex_;
   Status why_;
 
-  uint32_t life_ = 0;                    // how often this connection was made
-  uint32_t slot_here_ = 0;               // number of this peer in immediates that come to us
-  uint32_t slot_there_ = 0;              // our number there
-  std::vector<provider::Route> routes_;  // per local rail
-  std::vector<uint32_t> rail_there_;     // per local rail: the remote rail it talks to
+  uint32_t life_ = 0;        // how often this connection was made
+  uint32_t slot_here_ = 0;   // number of this peer in immediates that come to us
+  uint32_t slot_there_ = 0;  // our number there
+  std::vector<Path> paths_;  // per local rail; empty once the peer is lost
   std::vector<std::pair<uint32_t, provider::Route>>
       more_routes_;                                  // remote rails beyond ours, which only talk to us
   std::vector<RailKey> inbox_;                       // per remote rail
@@ -141,9 +156,8 @@ class Peer {
   std::unordered_map<uint32_t, std::string> early_;  // messages that overtook others, by sequence
   Clock::time_point gap_since_{};
   Clock::time_point heard_{}, told_{};
-  uint32_t messages_out_ = 0;  // with the network
-  std::unordered_map<uint32_t, std::shared_ptr<ImmCounter>> imms_;
-  std::unordered_map<uint64_t, std::weak_ptr<Remote>> remotes_;  // by region, of this life
+  std::unordered_map<uint32_t, std::shared_ptr<ImmCounter>> imms_;  // by counter_key()
+  std::unordered_map<uint64_t, std::weak_ptr<Remote>> remotes_;     // by region, of this life
   std::shared_ptr<StageOut> stage_out_;
   std::shared_ptr<StageIn> stage_in_;
 };
@@ -220,7 +234,8 @@ class Transfer {
   bool cancelled_ = false;
   bool notices_open_ = false;  // everything else is delivered
   bool is_offered_ = false;    // a receive that reads what ticket_ offers
-  uint32_t imm_ = 0;
+  uint32_t imm_key_ = 0;       // counter_key()
+  uint64_t maker_ = 0;
   Notify notify_ = Notify::kOnce;
   uint64_t bytes_ = 0;
   std::shared_ptr<Memory> memory_;

@@ -5,23 +5,21 @@
 
 namespace weft::transfer {
 
-std::shared_ptr<ImmCounter> Core::counter_of(const std::shared_ptr<Peer>& peer, uint32_t imm) {
-  std::shared_ptr<ImmCounter>& counter = peer->imms_[imm];
+std::shared_ptr<ImmCounter> Core::counter_of(const std::shared_ptr<Peer>& peer, uint32_t key) {
+  std::shared_ptr<ImmCounter>& counter = peer->imms_[key];
   if (!counter) {
     counter = std::make_shared<ImmCounter>();
-    counter->id_ = imm;
+    counter->key_ = key;
+    counter->maker_ = serial;
     counter->peer_ = peer;
   }
   return counter;
 }
 
-void Core::count_imm(Peer& peer, uint32_t imm, uint32_t count) {
-  std::shared_ptr<ImmCounter>& counter = peer.imms_[imm];
-  if (!counter) {
-    counter = std::make_shared<ImmCounter>();
-    counter->id_ = imm;
-    counter->peer_ = find_peer(peer.engine_);
-  }
+void Core::count_imm(Peer& peer, uint32_t key, uint32_t count) {
+  const auto known = peer.imms_.find(key);
+  const std::shared_ptr<ImmCounter> counter =
+      known == peer.imms_.end() ? counter_of(find_peer(peer.engine_), key) : known->second;
   const uint64_t value = counter->value_.load(std::memory_order_relaxed) + count;
   counter->value_.store(value, std::memory_order_release);
   auto& reaches = counter->reaches_;
@@ -35,13 +33,13 @@ void Core::count_imm(Peer& peer, uint32_t imm, uint32_t count) {
   }
 }
 
-Result<std::shared_ptr<ImmCounter>> Core::imm_counter(const std::shared_ptr<Peer>& peer, uint32_t imm) {
+Result<std::shared_ptr<ImmCounter>> Core::imm_counter(const std::shared_ptr<Peer>& peer, uint32_t key) {
   HoldToken hold(token);
   if (is_closed()) return closed_status();
   if (peer->state() >= PeerState::kLost)
     return Status::make(Code::kPeerLost, "transfer.imm_counter: peer '{}' is {}: {}", peer->name(),
                         to_string(peer->state()), peer->why().message());
-  return counter_of(peer, imm);
+  return counter_of(peer, key);
 }
 
 Status Core::on_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_least,
@@ -58,9 +56,9 @@ Status Core::on_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_leas
   return {};
 }
 
-uint64_t Core::next_barrier_round(const std::shared_ptr<Peer>& peer, uint32_t imm) {
+uint64_t Core::next_barrier_round(const std::shared_ptr<Peer>& peer, uint32_t id) {
   HoldToken hold(token);
-  return ++barrier_rounds_[{peer.get(), imm}];
+  return ++barrier_rounds_[{peer.get(), id}];
 }
 
 }  // namespace weft::transfer

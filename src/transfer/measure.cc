@@ -58,6 +58,7 @@ class Runner {
   Status submit(uint32_t i, const std::shared_ptr<Counter>& done) {
     How how;
     how.counter = done;
+    how.rail = load_.rail;
     const uint64_t at = place_of(i, load_.bytes, room_);
     switch (load_.kind) {
       case LoadKind::kRead:

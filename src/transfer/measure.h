@@ -29,6 +29,7 @@ struct Load {
   uint32_t window = 64;
   uint32_t pool = 1;
   uint32_t repeats = 5;
+  uint32_t rail = kAnyRail;  // pin the engine's operations to one
 };
 
 // Where operation i begins in a buffer of `room` bytes: one after another, then round again.

@@ -11,6 +11,7 @@ namespace weft::transfer {
 
 Result<std::shared_ptr<Memory>> Core::enroll(const provider::Range& range, uint32_t access) {
   auto memory = std::make_shared<Memory>();
+  memory->maker_ = serial;
   memory->range_ = range;
   memory->access_ = access;
   const EngineId secret = random_id();
@@ -21,6 +22,9 @@ Result<std::shared_ptr<Memory>> Core::enroll(const provider::Range& range, uint3
   for (size_t i = 0; i < rails.size() && !memory->is_staged(); ++i) {
     auto made = rails[i].rail->enroll(range, access);
     if (made.ok()) {
+      if (memory->path_.path == MemoryPath::kDmabuf && !made->is_dmabuf)
+        memory->path_ = {MemoryPath::kPeerMemory,
+                         text("{} could not take its DMA-BUF", rails[i].rail->nic().name)};
       memory->rails_.push_back(*made);
       continue;
     }
@@ -101,9 +105,12 @@ Result<std::shared_ptr<Remote>> Core::attach(std::string_view bytes, Deadline un
       return Status::invalid("descriptor: got memory of engine {}, which is not connected; connect() first",
                              to_text(descriptor.engine));
     if (auto known = pending->peer->remotes_.find(descriptor.region); known != pending->peer->remotes_.end())
-      if (auto remote = known->second.lock(); remote && !remote->is_revoked()) return remote;
+      if (auto remote = known->second.lock();
+          remote && !remote->is_revoked() && same_secret(remote->secret_, descriptor.secret))
+        return remote;
     ticket = next_ticket_++;
     pending->region = descriptor.region;
+    pending->secret = descriptor.secret;
     attaches_[ticket] = pending;
     send_message(*pending->peer, MessageType::kAttach,
                  to_body(Attach{ticket, descriptor.region, descriptor.secret}));
@@ -152,8 +159,13 @@ void Core::on_attached(const Attached& attached) {
   } else if (!attached.must_stage && attached.rails.size() != peer.address_.rails.size()) {
     pending.status = Status::invalid("descriptor: peer '{}' gave keys for {} rails, it has {}", peer.name(),
                                      attached.rails.size(), peer.address_.rails.size());
+  } else if (auto known = peer.remotes_.find(pending.region); known != peer.remotes_.end() &&
+                                                              !known->second.expired() &&
+                                                              !known->second.lock()->is_revoked()) {
+    pending.remote = known->second.lock();  // attached twice at once: one handle, which the owner can revoke
   } else {
     pending.remote = std::make_shared<Remote>();
+    pending.remote->secret_ = pending.secret;
     pending.remote->peer_ = pending.peer;
     pending.remote->region_ = pending.region;
     pending.remote->bytes_ = attached.bytes;

@@ -15,18 +15,21 @@ namespace {
 constexpr size_t kEarlyMax = 4096;     // messages kept that overtook an earlier one
 constexpr size_t kArrivedMax = 65536;  // messages kept that no recv() waits for
 
+using Way = std::pair<Peer*, uint32_t>;  // and the local rail
+
 bool is_ordered(MessageType type) {
-  return type != MessageType::kHello && type != MessageType::kWelcome && type != MessageType::kReject &&
-         type != MessageType::kHeartbeat && type != MessageType::kBye;
+  return type != MessageType::kHello && type != MessageType::kWelcome && type != MessageType::kHeartbeat &&
+         type != MessageType::kBye;
 }
 
 }  // namespace
 
-void Core::send_message(Peer& peer, MessageType type, std::string_view body, Transfer* transfer) {
+void Core::send_message(Peer& peer, MessageType type, std::string_view body, Transfer* transfer,
+                        uint32_t rail) {
   MessageHead head{type, id, peer.life_, 0, 0};
   if (is_ordered(type)) head.sequence = peer.next_out_++;
   if (transfer) ++transfer->in_flight_;
-  out_messages_.push_back({&peer, to_bytes(head, body), transfer});
+  out_messages_.push_back({&peer, to_bytes(head, body), transfer, rail});
   peer.told_ = last_tick_;
   flush_messages();
 }
@@ -34,15 +37,16 @@ void Core::send_message(Peer& peer, MessageType type, std::string_view body, Tra
 void Core::flush_messages() {
   if (is_flushing_) return;  // a failing message may make the engine say something
   is_flushing_ = true;
-  std::vector<Peer*> full;  // a peer that takes nothing, perhaps for ever, must not hold up the others
+  std::vector<Way> full;  // a path that takes nothing, perhaps for ever, must not hold up the others
   std::deque<OutMessage> later;
   while (!out_messages_.empty()) {
     OutMessage message = std::move(out_messages_.front());
     out_messages_.pop_front();
-    const bool must_wait = std::find(full.begin(), full.end(), message.peer) != full.end();
-    if (!must_wait && post_message(message)) continue;
-    if (!must_wait) full.push_back(message.peer);
-    if (message.peer->routes_.empty()) continue;  // lost while this was on its way
+    const Way way{message.peer, rail_to(*message.peer, message.rail == kAnyRail ? 0 : message.rail)};
+    const bool must_wait = std::find(full.begin(), full.end(), way) != full.end();
+    if (!must_wait && post_message(message, way.second)) continue;
+    if (!must_wait) full.push_back(way);
+    if (message.peer->paths_.empty()) continue;  // lost while this was on its way
     later.push_back(std::move(message));
   }
   for (; !later.empty(); later.pop_back()) out_messages_.push_front(std::move(later.back()));
@@ -50,35 +54,36 @@ void Core::flush_messages() {
 }
 
 // False when there is no room; a message that cannot be posted at all costs the connection.
-bool Core::post_message(OutMessage& message) {
-  if (free_buffers_.empty() || rails[0].in_flight >= rails[0].in_flight_max) return false;
-  if (message.peer->routes_.empty()) return true;  // lost in between
-  Flight* flight = take_flight(message.transfer ? Flight::Use::kShortSend : Flight::Use::kMessage, 0,
+bool Core::post_message(OutMessage& message, uint32_t number) {
+  RailState& state = rails[number];
+  if (free_buffers_.empty() || state.in_flight >= state.in_flight_max) return false;
+  if (message.peer->paths_.empty()) return true;  // lost in between
+  Flight* flight = take_flight(message.transfer ? Flight::Use::kShortSend : Flight::Use::kMessage, number,
                                message.peer, message.transfer);
+  flight->bytes = static_cast<uint32_t>(message.bytes.size());
   flight->buffer = free_buffers_.back();
   free_buffers_.pop_back();
   std::memcpy(flight->buffer, message.bytes.data(), message.bytes.size());
-  const Posted posted = rails[0].rail->post_send(message.peer->routes_[0], flight->buffer,
-                                                 message.bytes.size(), arena_registration_.lkey, flight);
+  const Posted posted = state.rail->post_send(message.peer->paths_[number].route, flight->buffer,
+                                              message.bytes.size(), state.arena.lkey, flight);
   if (posted == Posted::kOk) {
-    ++rails[0].in_flight;
-    ++message.peer->messages_out_;
+    count_out(*flight, true);
     return true;
   }
   free_buffers_.push_back(flight->buffer);
   free_flight(flight);
-  if (posted == Posted::kAgain) return false;
+  if (posted == Posted::kAgain || leave_broken_path(*message.peer, number)) return false;
   log_warn("transfer: a message to peer '{}' cannot be sent: {}", message.peer->name(),
-           rails[0].rail->refusal());
+           state.rail->refusal());
   if (message.transfer) {
     Transfer& transfer = *message.transfer;
     --transfer.in_flight_;
     message.transfer = nullptr;
     fail(transfer, Status::make(Code::kSystem, "transfer.{}: to peer '{}': {}", to_string(transfer.kind_),
-                                message.peer->name(), rails[0].rail->refusal()));
+                                message.peer->name(), state.rail->refusal()));
   }
   if (message.peer->is_alive())
-    lose_peer(*message.peer, PeerState::kLost, Status(Code::kPeerLost, rails[0].rail->refusal()));
+    lose_peer(*message.peer, PeerState::kLost, Status(Code::kPeerLost, state.rail->refusal()));
   return true;
 }
 
@@ -104,8 +109,6 @@ void Core::on_message(std::string_view message) {
       return;
     case MessageType::kBye:
       return lose_peer(*peer, PeerState::kClosed, Status(Code::kPeerLost, "it closed its engine"));
-    case MessageType::kReject:
-      return lose_peer(*peer, PeerState::kLost, Status(Code::kPeerLost, std::string(body)));
     default:
       return on_ordered(*peer, *head, message);
   }
@@ -172,7 +175,7 @@ void Core::handle(const std::shared_ptr<Peer>& peer, const MessageHead& head, st
                                      outcome.refusal));
       });
     case MessageType::kNotify:
-      return use(parse_notify(body), [&](const Notified& n) { count_imm(*peer, n.id, n.count); });
+      return use(parse_notify(body), [&](const Notified& n) { count_imm(*peer, n.key, n.count); });
     case MessageType::kAttach:
       return use(parse_attach(body), [&](const Attach& attach) { on_attach(*peer, attach); });
     case MessageType::kAttached:

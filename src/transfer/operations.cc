@@ -143,8 +143,8 @@ void Core::unlist_active(Transfer& transfer) {
 }
 
 void Core::start(std::shared_ptr<Transfer> shared) {
-  Transfer& transfer = *shared;
-  transfer.self_ = std::move(shared);
+  Transfer& transfer = *shared;  // which may end, and be dropped by everyone else, before this returns
+  transfer.self_ = shared;
   begin_use(transfer);
   list_active(transfer);
   if (Status status = check_start(transfer); !status.ok()) return fail(transfer, std::move(status));
@@ -185,22 +185,29 @@ bool Core::post_pieces(Transfer& transfer, uint32_t quota) {
   while (transfer.next_piece_ < transfer.pieces()) {
     if (quota-- == 0) return false;
     const Transfer::Piece& piece = transfer.piece(transfer.next_piece_);
+    Peer& peer = peer_of(transfer, piece.target);
+    const uint32_t rail = rail_to(peer, piece.rail);
     const uint32_t run = page_run(transfer);
     const Posted posted = run > 1 ? post_page_run(transfer, run) : post_piece(transfer, piece);
     if (posted == Posted::kAgain) return false;
     if (posted == Posted::kFatal) {
-      const Rail& rail = *rails[piece.rail].rail;
+      if (leave_broken_path(peer, rail)) continue;
+      if (transfer.phase() >= Phase::kDraining) return true;  // with its peer
       fail(transfer,
            Status::make(Code::kSystem, "transfer.{}: to peer '{}' on {}: {}", to_string(transfer.kind_),
-                        peer_of(transfer, piece.target).name(), rail.nic().name, rail.refusal()));
+                        peer.name(), rails[rail].rail->nic().name, rails[rail].rail->refusal()));
       return true;
     }
     transfer.next_piece_ += run;
   }
   while (transfer.notices_open_ && transfer.next_notice_ < transfer.notices_.size()) {
+    Peer& peer = peer_of(transfer, transfer.notices_[transfer.next_notice_]);
+    const uint32_t rail = rail_to(peer, transfer.first_.rail);
     const Posted posted = post_notice(transfer, transfer.notices_[transfer.next_notice_]);
     if (posted == Posted::kAgain) return false;
     if (posted == Posted::kFatal) {
+      if (leave_broken_path(peer, rail)) continue;
+      if (transfer.phase() >= Phase::kDraining) return true;  // with its peer
       fail(transfer, Status::make(Code::kSystem, "transfer.{}: immediate to {}: refused",
                                   to_string(transfer.kind_), describe_peer(transfer)));
       return true;
@@ -212,8 +219,21 @@ bool Core::post_pieces(Transfer& transfer, uint32_t quota) {
 
 bool Core::has_room(uint32_t rail) const {
   const RailState& state = rails[rail];
-  const uint32_t reserved = rail == 0 ? state.in_flight_max / 8 : 0;  // messages must get through
+  const uint32_t reserved = state.in_flight_max / 8;  // messages must get through
   return state.in_flight + reserved < state.in_flight_max;
+}
+
+uint32_t Core::rail_to(const Peer& peer, uint32_t rail) const {
+  for (uint32_t i = 0; i < peer.paths_.size() && peer.paths_[rail].is_down; ++i)
+    rail = (rail + 1) % static_cast<uint32_t>(peer.paths_.size());
+  return rail;
+}
+
+// After a post was refused: whether that was because the path is broken, and another one is left to try.
+bool Core::leave_broken_path(Peer& peer, uint32_t rail) {
+  if (!rails[rail].rail->is_route_broken()) return false;
+  lose_path(peer, rail, rails[rail].rail->refusal());
+  return peer.is_alive();
 }
 
 // Pieces from the next one on that one post_pages() can take.
@@ -221,13 +241,13 @@ uint32_t Core::page_run(const Transfer& transfer) const {
   const size_t left = transfer.pieces() - transfer.next_piece_;
   if (left < 2 || transfer.kind_ != OpKind::kWrite) return 1;
   const Transfer::Piece& first = transfer.piece(transfer.next_piece_);
-  const RailState& state = rails[first.rail];
-  const uint32_t limit = std::min(
-      kPagesPerPost, state.rail->pages_per_post(peer_of(transfer, first.target).routes_[first.rail]));
+  const Peer& peer = peer_of(transfer, first.target);
+  const uint32_t rail = rail_to(peer, first.rail);
+  const uint32_t limit = std::min(kPagesPerPost, rails[rail].rail->pages_per_post(peer.paths_[rail].route));
   uint32_t run = 0;
   while (run < std::min<size_t>(limit, left)) {
     const Transfer::Piece& piece = transfer.piece(transfer.next_piece_ + run);
-    if (piece.has_imm || piece.rail != first.rail || piece.target != first.target) break;
+    if (piece.has_imm || piece.rail != first.rail || &peer_of(transfer, piece.target) != &peer) break;
     ++run;
   }
   return std::max(run, 1u);
@@ -235,20 +255,19 @@ uint32_t Core::page_run(const Transfer& transfer) const {
 
 Posted Core::post_page_run(Transfer& transfer, uint32_t run) {
   const Transfer::Piece& first = transfer.piece(transfer.next_piece_);
-  if (!has_room(first.rail)) return Posted::kAgain;
-  RailState& state = rails[first.rail];
-  const Remote& remote = *transfer.remote(first.target);
-  const RailKey& there = remote.rails_[remote.peer_->rail_there_[first.rail]];
-  const provider::Registration& here = transfer.memory_->rails_[first.rail];
+  Peer& peer = peer_of(transfer, first.target);
+  const uint32_t rail = rail_to(peer, first.rail);
+  if (!has_room(rail)) return Posted::kAgain;
+  const provider::Registration& here = transfer.memory_->rails_[rail];
   page_list_.resize(run);
   for (uint32_t i = 0; i < run; ++i) {
     const Transfer::Piece& piece = transfer.piece(transfer.next_piece_ + i);
+    const RailKey& there = transfer.remote(piece.target)->rails_[peer.paths_[rail].rail_there];
     page_list_[i] = {static_cast<char*>(transfer.memory_->range_.data) + piece.local, here.lkey,
                      there.base + piece.remote, there.rkey, piece.bytes};
   }
-  Flight* flight = take_flight(Flight::Use::kPiece, first.rail, remote.peer_.get(), &transfer);
-  return book(flight,
-              state.rail->post_pages(remote.peer_->routes_[first.rail], page_list_.data(), run, flight));
+  Flight* flight = take_flight(Flight::Use::kPiece, rail, &peer, &transfer);
+  return book(flight, rails[rail].rail->post_pages(peer.paths_[rail].route, page_list_.data(), run, flight));
 }
 
 // After a post: counts what the network has taken; everything else gives its flight back.
@@ -256,7 +275,7 @@ Posted Core::book(Flight* flight, Posted posted) {
   if (flight->transfer && posted <= Posted::kDone)
     flight->transfer->phase_.store(Phase::kPosted, std::memory_order_relaxed);
   if (posted == Posted::kOk) {
-    ++rails[flight->rail].in_flight;
+    count_out(*flight, true);
     if (flight->transfer) ++flight->transfer->in_flight_;
   } else {
     free_flight(flight);
@@ -265,22 +284,23 @@ Posted Core::book(Flight* flight, Posted posted) {
 }
 
 Posted Core::post_piece(Transfer& transfer, const Transfer::Piece& piece) {
-  if (!has_room(piece.rail)) return Posted::kAgain;
-  RailState& state = rails[piece.rail];
   const Remote& remote = *transfer.remote(piece.target);
   Peer& peer = *remote.peer_;
-  const RailKey& there = remote.rails_[peer.rail_there_[piece.rail]];
-  Flight* flight = take_flight(Flight::Use::kPiece, piece.rail, &peer, &transfer);
+  const uint32_t number = rail_to(peer, piece.rail);
+  if (!has_room(number)) return Posted::kAgain;
+  Rail& rail = *rails[number].rail;
+  const Peer::Path& path = peer.paths_[number];
+  const RailKey& there = remote.rails_[path.rail_there];
+  Flight* flight = take_flight(Flight::Use::kPiece, number, &peer, &transfer);
   provider::RmaOp op;
-  op.to = peer.routes_[piece.rail];
+  op.to = path.route;
   op.piece = {static_cast<char*>(transfer.memory_->range_.data) + piece.local,
-              transfer.memory_->rails_[piece.rail].lkey, there.base + piece.remote, there.rkey, piece.bytes};
+              transfer.memory_->rails_[number].lkey, there.base + piece.remote, there.rkey, piece.bytes};
   op.has_imm = piece.has_imm;
-  if (piece.has_imm) op.imm = encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_);
+  if (piece.has_imm) op.imm = encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_key_);
   op.delivered = transfer.delivered_;
   op.context = flight;
-  return book(flight,
-              transfer.kind_ == OpKind::kWrite ? state.rail->post_write(op) : state.rail->post_read(op));
+  return book(flight, transfer.kind_ == OpKind::kWrite ? rail.post_write(op) : rail.post_read(op));
 }
 
 // The immediate of a target whose bytes are all delivered.
@@ -288,19 +308,20 @@ Posted Core::post_notice(Transfer& transfer, uint32_t target) {
   Peer& peer = peer_of(transfer, target);
   if (!write_imm_) {
     transfer.phase_.store(Phase::kPosted, std::memory_order_relaxed);
-    send_message(peer, MessageType::kNotify, to_body(Notified{transfer.imm_, 1}), &transfer);
+    send_message(peer, MessageType::kNotify, to_body(Notified{transfer.imm_key_, 1}), &transfer);
     return Posted::kOk;
   }
-  return post_imm(peer, encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_), transfer,
-                  transfer.first_.rail);
+  const uint32_t imm = encode_imm(key_class(transfer.imm_key_), peer.slot_there_, imm_id(transfer.imm_key_));
+  return post_imm(peer, imm, transfer, transfer.first_.rail);
 }
 
-Posted Core::post_imm(Peer& peer, uint32_t imm, Transfer& transfer, uint32_t rail) {
+Posted Core::post_imm(Peer& peer, uint32_t imm, Transfer& transfer, uint32_t wanted_rail) {
+  const uint32_t rail = rail_to(peer, wanted_rail);
   if (!has_room(rail)) return Posted::kAgain;
-  const RailKey& inbox = peer.inbox_[peer.rail_there_[rail]];
+  const RailKey& inbox = peer.inbox_[peer.paths_[rail].rail_there];
   Flight* flight = take_flight(Flight::Use::kNotice, rail, &peer, &transfer);
   provider::RmaOp op;
-  op.to = peer.routes_[rail];
+  op.to = peer.paths_[rail].route;
   op.piece = {inbox_page_.data(), rails[rail].inbox.lkey, inbox.base, inbox.rkey, 0};
   op.has_imm = true;
   op.imm = imm;

@@ -58,12 +58,12 @@ Result<std::shared_ptr<Peer>> Core::make_peer(const Address& address) {
   std::shared_ptr<Peer> peer = find_peer(address.engine);
   if (!peer) peer = std::make_shared<Peer>();
   peer->engine_ = address.engine;
+  peer->maker_ = serial;
   peer->name_ = address.name;
   peer->address_ = address;
   WEFT_TRY(route_to(*peer));
   peer->slot_here_ = slot;
   peer->next_out_ = peer->next_in_ = 1;
-  peer->messages_out_ = 0;
   peer->heard_ = peer->told_ = Clock::now();
   {
     std::lock_guard lock(peer->why_mutex_);
@@ -80,14 +80,15 @@ Result<std::shared_ptr<Peer>> Core::make_peer(const Address& address) {
 // because some networks let only known initiators write.
 Status Core::route_to(Peer& peer) {
   const std::vector<std::string>& there = peer.address_.rails;
-  peer.routes_.clear();
-  peer.rail_there_.clear();
+  peer.paths_.clear();
   peer.more_routes_.clear();
   for (uint32_t i = 0; i < rail_count(); ++i) {
     const uint32_t remote = i % static_cast<uint32_t>(there.size());
     WEFT_TRY_ASSIGN(const provider::Route route, rails[i].rail->resolve(there[remote]));
-    peer.routes_.push_back(route);
-    peer.rail_there_.push_back(remote);
+    Peer::Path path;
+    path.route = route;
+    path.rail_there = remote;
+    peer.paths_.push_back(path);
   }
   for (uint32_t k = rail_count(); k < there.size(); ++k) {
     const uint32_t i = k % rail_count();
@@ -130,8 +131,7 @@ Result<std::shared_ptr<Peer>> Core::connect(std::string_view bytes, Deadline unt
     if (peer->state() != PeerState::kConnecting || is_closed()) return true;
     if (const auto now = Clock::now(); now >= next_hello) {
       HoldToken hold(token);
-      if (peer->state() == PeerState::kConnecting)
-        send_message(*peer, MessageType::kHello, hello_body(*peer));
+      if (peer->state() == PeerState::kConnecting) greet(*peer, MessageType::kHello);
       next_hello = now + pause;
       pause = std::min(pause * 2, to_duration(2.0));
     }
@@ -173,8 +173,7 @@ void Core::on_hello(const MessageHead& head, std::string_view body) {
     peer->life_ = life;
   }
   become_connected(*peer, *hello, peer->life_);
-  send_message(*peer, MessageType::kWelcome,
-               hello_body(*peer));  // again for every hello: the last may be lost
+  greet(*peer, MessageType::kWelcome);  // again for every hello: the last may be lost
   on_ordered(*peer, {}, {});
 }
 
@@ -258,10 +257,71 @@ void Core::lose_peer(Peer& peer, PeerState state, Status why) {
   for (auto at = barrier_rounds_.begin(); at != barrier_rounds_.end();)
     at = at->first.first == &peer ? barrier_rounds_.erase(at) : std::next(at);
   staging_->drop(peer);
-  for (uint32_t i = 0; i < peer.routes_.size(); ++i) rails[i].rail->forget(peer.routes_[i]);
+  for (uint32_t i = 0; i < peer.paths_.size(); ++i) rails[i].rail->forget(peer.paths_[i].route);
   for (auto& [rail, route] : peer.more_routes_) rails[rail].rail->forget(route);
-  peer.routes_.clear();
+  peer.paths_.clear();
   peer.more_routes_.clear();
+}
+
+bool Core::has_other_path(const Peer& peer, uint32_t rail) const {
+  for (uint32_t i = 0; i < peer.paths_.size(); ++i)
+    if (i != rail && !peer.paths_[i].is_down) return true;
+  return false;
+}
+
+// Takes one rail out of the traffic with a peer; the last one takes the peer along. What the network holds
+// there fails, but for messages: these are numbered, so that they can be sent again by another path.
+void Core::lose_path(Peer& peer, uint32_t rail, const std::string& why) {
+  if (peer.state() >= PeerState::kLost || peer.paths_[rail].is_down) return;
+  if (!has_other_path(peer, rail)) return lose_peer(peer, PeerState::kLost, Status(Code::kPeerLost, why));
+  peer.paths_[rail].is_down = true;
+  const std::string& nic = rails[rail].rail->nic().name;
+  log_warn("transfer: '{}' leaves the path to peer '{}' on {}, rail {}: {}", name, peer.name(), nic, rail,
+           why);
+  std::vector<std::shared_ptr<Transfer>> hit;
+  for (auto& block : flight_blocks_)
+    for (uint32_t i = 0; i < kFlightBlock; ++i) {
+      Flight& flight = block[i];
+      if (flight.peer != &peer || flight.rail != rail) continue;
+      Transfer* const transfer = flight.transfer;
+      if (flight.carries_message()) {
+        if (transfer) ++transfer->in_flight_;
+        out_messages_.push_back({&peer, std::string(flight.buffer, flight.bytes), transfer, kAnyRail});
+      } else if (transfer) {
+        if (flight.use == Flight::Use::kPack) staging_->on_post_failed(peer, flight.slot, *transfer);
+        hit.push_back(transfer->self_);
+      }
+      orphan(flight);
+    }
+  for (auto& transfer : hit)
+    fail(*transfer, Status::make(Code::kSystem, "transfer.{}: to peer '{}' on {}: {}",
+                                 to_string(transfer->kind_), peer.name(), nic, why));
+  flush_messages();
+}
+
+// Hellos and welcomes take every path: nothing is known of them yet.
+void Core::greet(Peer& peer, MessageType type) {
+  const std::string body = hello_body(peer);
+  for (uint32_t rail = 0; rail < peer.paths_.size(); ++rail) send_message(peer, type, body, nullptr, rail);
+}
+
+// One on every path, so that each is known to work. What a silent peer has not taken yet will tell it as much
+// as another heartbeat.
+void Core::send_heartbeats(Peer& peer) {
+  for (uint32_t rail = 0; rail < peer.paths_.size(); ++rail)
+    if (!peer.paths_[rail].is_down && peer.paths_[rail].messages_out == 0)
+      send_message(peer, MessageType::kHeartbeat, "", nullptr, rail);
+}
+
+// A path on which something is under way and nothing has ended for longer than a peer may be silent; -1:
+// none.
+int Core::find_stuck_path(const Peer& peer, Clock::time_point now) const {
+  for (uint32_t rail = 0; rail < peer.paths_.size(); ++rail) {
+    const Peer::Path& path = peer.paths_[rail];
+    const bool is_stuck = path.in_flight > 0 && now - path.moved > to_duration(options.peer_dead_s);
+    if (!path.is_down && is_stuck && has_other_path(peer, rail)) return static_cast<int>(rail);
+  }
+  return -1;
 }
 
 // Heartbeats out, silence in. `slept`: since the last look; a process that was stopped must not blame its
@@ -269,18 +329,24 @@ void Core::lose_peer(Peer& peer, PeerState state, Status why) {
 void Core::check_peers(Clock::time_point now, Clock::duration slept) {
   const Clock::duration dead_after = to_duration(options.peer_dead_s);
   std::vector<std::pair<std::shared_ptr<Peer>, std::string>> lost;
+  std::vector<std::pair<std::shared_ptr<Peer>, uint32_t>> stuck;
   for (auto& [engine, peer] : peers_) {
     if (!peer->is_alive()) continue;
-    if (slept > dead_after / 4) peer->heard_ += slept;
-    // What a silent peer has not taken yet will tell it as much as another heartbeat.
-    if (now - peer->told_ >= to_duration(options.heartbeat_s) && peer->messages_out_ == 0)
-      send_message(*peer, MessageType::kHeartbeat, "");
+    if (slept > dead_after / 4) {
+      peer->heard_ += slept;
+      for (Peer::Path& path : peer->paths_) path.moved += slept;
+    }
+    if (now - peer->told_ >= to_duration(options.heartbeat_s)) send_heartbeats(*peer);
+    if (const int rail = find_stuck_path(*peer, now); rail >= 0)
+      stuck.emplace_back(peer, static_cast<uint32_t>(rail));
     if (now - peer->heard_ > dead_after)
       lost.emplace_back(peer, text("no sign of life for {} s", options.peer_dead_s));
     else if (!peer->early_.empty() && now - peer->gap_since_ > dead_after)
       lost.emplace_back(peer,
                         text("a message is missing: expected number {}, saw later ones", peer->next_in_));
   }
+  for (auto& [peer, rail] : stuck)
+    lose_path(*peer, rail, text("nothing has ended there for {} s", options.peer_dead_s));
   for (auto& [peer, why] : lost) lose_peer(*peer, PeerState::kLost, logged(Status(Code::kPeerLost, why)));
 }
 

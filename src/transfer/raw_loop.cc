@@ -51,7 +51,8 @@ struct RawLoop::Impl {
     if (count == -fi::kErrAvail) {
       fi::CqErrEntry entry{};
       objects.cq->ops->readerr(objects.cq, &entry, 0);
-      error = Status::make(Code::kSystem, "raw loop: completion error {} ({})", entry.err, entry.prov_errno);
+      error = Status::make(Code::kPeerLost, "raw loop: the other side is lost: {} (error {}, provider {})",
+                           std::strerror(entry.err), entry.err, entry.prov_errno);
     }
     for (ssize_t i = 0; i < count; ++i) {
       if ((entries[i].flags & fi::kRemoteCqData) && !(entries[i].flags & fi::kWrite))

@@ -109,7 +109,7 @@ void Staging::make_packs(Peer& peer, Peer::StageOut& out, const std::shared_ptr<
       head.pack = static_cast<uint32_t>(i);
       head.packs = static_cast<uint32_t>(packs.size());
       head.has_imm = transfer.has_imm_;
-      head.imm_id = transfer.imm_;
+      head.imm_id = transfer.imm_key_;
       head.imm_last = transfer.has_imm_ && transfer.notify_ == Notify::kOnce;
       out.waiting.push_back(std::move(packs[i]));
     }
@@ -222,14 +222,14 @@ bool Staging::gather(Peer::StageOut& out, uint32_t index) {
 
 void Staging::post(Peer& peer, Peer::StageOut& out, uint32_t index) {
   Slot& slot = out.slots[index];
-  const uint32_t rail = out.next_rail % core_.rail_count();
+  const uint32_t rail = core_.rail_to(peer, out.next_rail % core_.rail_count());
   if (!core_.has_room(rail)) return;
   const uint64_t offset = uint64_t{index} * out.grant.slot_bytes;
-  const RailKey& there = out.grant.rails[peer.rail_there_[rail]];
+  const RailKey& there = out.grant.rails[peer.paths_[rail].rail_there];
   Flight* flight = core_.take_flight(Flight::Use::kPack, rail, &peer, slot.pack.transfer.get());
   flight->slot = index;
   provider::RmaOp op;
-  op.to = peer.routes_[rail];
+  op.to = peer.paths_[rail].route;
   op.piece = {out.base + offset, out.rails[rail].lkey, there.base + offset, there.rkey,
               out.shared.data() ? 0 : slot.bytes};
   op.has_imm = core_.write_imm_;
@@ -238,6 +238,7 @@ void Staging::post(Peer& peer, Peer::StageOut& out, uint32_t index) {
   op.context = flight;
   const Posted posted = core_.book(flight, core_.rails[rail].rail->post_write(op));
   if (posted == Posted::kFatal) {
+    if (core_.leave_broken_path(peer, rail)) return;
     const std::shared_ptr<Transfer> transfer = slot.pack.transfer;
     if (transfer) core_.fail(*transfer, Status(Code::kSystem, core_.rails[rail].rail->refusal()));
   }

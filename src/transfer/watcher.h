@@ -7,8 +7,8 @@
 //   return true; }); kernel<<<...>>>(watch->address());   // stores 1, 2, 3, ... with system-scope release
 // Level-triggered: values in between may be skipped, the last one never is; the first value is 0. The
 // callback runs on the watcher's thread and ends the watch by returning false. Memory: one page of 512
-// numbers per allocation, pinned and mapped when `device` is given. Threads: watch() and release() from any;
-// not from inside a callback of the same watch.
+// numbers per allocation, pinned and mapped when `device` is given. Threads: every method from any, also from
+// inside callbacks.
 #pragma once
 
 #include <atomic>
@@ -33,6 +33,7 @@ class Watch {
   friend class Watcher;
   uint64_t* number_ = nullptr;
   uint64_t last_ = 0;
+  bool is_released_ = false;  // by a callback: ends once the watcher's thread comes by
   std::atomic<bool> active_{true};
   std::function<bool(uint64_t was, uint64_t is)> changed_;
 };
@@ -44,26 +45,23 @@ class Watcher {
     int cpu = -1;     // pin the thread
   };
   Watcher() : Watcher(Options()) {}
-  explicit Watcher(Options options) : options_(options) {}
+  explicit Watcher(Options options);
   ~Watcher() { close(); }
 
   // Errors: kSystem and kUnsupported when pinned memory cannot be had.
   Result<std::shared_ptr<Watch>> watch(std::function<bool(uint64_t was, uint64_t is)> changed);
-  // After it returns the callback does not run any more and the number's place may be used again.
+  // After it returns the callback does not run any more (but for the one that this is called from, which
+  // returns first), and the number's place may be used again.
   void release(const std::shared_ptr<Watch>& watch);
   void close();
 
  private:
-  void run();
-  void end(Watch& watch);
+  struct State;
+  static void run(const std::shared_ptr<State>& state);
+  bool is_own_thread() const { return thread_.get_id() == std::this_thread::get_id(); }
 
-  Options options_;
-  std::mutex mutex_;  // pages, places, and callbacks while they run
-  std::vector<std::unique_ptr<PinnedBuffer>> pages_;
-  std::vector<uint64_t*> free_;
-  std::vector<std::shared_ptr<Watch>> active_;
-  std::thread thread_;
-  std::atomic<bool> stopping_{false};
+  std::shared_ptr<State> state_;  // the thread's, too: it may outlive this object
+  std::thread thread_;            // under the state's mutex until close()
 };
 
 }  // namespace weft::transfer

@@ -304,15 +304,16 @@ Result<Outcome> parse_outcome(std::string_view body) {
 }
 
 std::string to_body(const Notified& notified) {
-  return Writer().put(notified.id).put(notified.count).take();
+  return Writer().put(notified.key).put(notified.count).take();
 }
 Result<Notified> parse_notify(std::string_view body) {
   Reader in(body);
   Notified notify;
-  in.get(notify.id);
+  in.get(notify.key);
   in.get(notify.count);
   WEFT_TRY(in.done("notify"));
-  if (notify.id > kImmIdMax) return Status::invalid("notify: id {}, allowed: 0 to {}", notify.id, kImmIdMax);
+  if (notify.key > kCounterKeyMax)
+    return Status::invalid("notify: counter {}, allowed: 0 to {}", notify.key, kCounterKeyMax);
   return notify;
 }
 

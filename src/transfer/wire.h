@@ -20,7 +20,7 @@
 
 namespace weft::transfer {
 
-constexpr uint32_t kWireVersion = 2;
+constexpr uint32_t kWireVersion = 3;
 
 // Limits that a parser enforces before it allocates.
 constexpr uint32_t kRailsMax = 64;
@@ -29,7 +29,7 @@ constexpr uint32_t kRailAddressBytesMax = 1024;
 constexpr uint32_t kTextBytesMax = 2048;
 
 // The 32 bits of an immediate: class 2 | number of the sender at the receiver 10 | id 20.
-enum class ImmClass : uint32_t { kCount = 0, kOrdered = 1, kStage = 2 };
+enum class ImmClass : uint32_t { kCount = 0, kBarrier = 1, kStage = 2 };
 constexpr uint32_t kImmIdBits = 20;
 constexpr uint32_t kImmIdMax = (1u << kImmIdBits) - 1;
 constexpr uint32_t kPeersMax = 1u << 10;
@@ -45,6 +45,14 @@ constexpr uint32_t imm_sender(uint32_t imm) {
 constexpr uint32_t imm_id(uint32_t imm) {
   return imm & kImmIdMax;
 }
+// What a counter is found by: barriers do not count where writes do, whatever their ids.
+constexpr uint32_t counter_key(ImmClass kind, uint32_t id) {
+  return static_cast<uint32_t>(kind) << kImmIdBits | id;
+}
+constexpr ImmClass key_class(uint32_t key) {
+  return static_cast<ImmClass>(key >> kImmIdBits);
+}
+constexpr uint32_t kCounterKeyMax = counter_key(ImmClass::kBarrier, kImmIdMax);
 
 struct EngineId {
   std::array<uint8_t, 16> bytes{};
@@ -82,7 +90,6 @@ struct RailKey {
 enum class MessageType : uint8_t {
   kHello = 1,
   kWelcome,
-  kReject,
   kHeartbeat,
   kBye,
   kAttach,
@@ -140,8 +147,8 @@ struct Outcome {  // kTaken, kStageDone
   uint32_t slot = 0;
   std::string refusal;
 };
-struct Notified {  // an immediate where writes cannot carry one
-  uint32_t id = 0;
+struct Notified {    // an immediate where writes cannot carry one
+  uint32_t key = 0;  // counter_key()
   uint32_t count = 0;
 };
 struct StageGrant {

@@ -148,7 +148,7 @@ TYPED_TEST(ChannelTest, DrainedRowsAreThereWhenTheirSignalIs) {
           },
           [&](int, RowPiece stage) { pipe.store(right.mapped() + kData, stage); });
       pipe.drain();
-      right.signal_drained(rank.signal_of(rank.self()), round);
+      right.signal(rank.signal_of(rank.self()), round);
       ASSERT_TRUE(rank.wait(rank.signal_of(rank.left()), round)) << "saw " << rank.seen;
       for (uint64_t at = kRowBytes; at > 0; at -= 16)
         ASSERT_EQ(rank.at(kData + at - 1), static_cast<std::byte>(round)) << "byte " << at - 1;

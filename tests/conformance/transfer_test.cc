@@ -171,6 +171,32 @@ TEST_P(TransferTest, ScatterReachesEveryTargetOnce) {
   for (Side* side : {&a, &b, &c}) side->engine->close();
 }
 
+TEST_P(TransferTest, GatherReadsFromEveryPeer) {
+  Side a = Side::open(provider_, 2, 10000), b = Side::open(provider_, 1, 10000),
+       c = Side::open(provider_, 2, 10000);
+  std::vector<ScatterTarget> sources;
+  std::vector<Side*> sides = {&b, &c};
+  for (Side* side : sides) {
+    side->buffer.randomize(static_cast<uint32_t>(sources.size()));
+    ASSERT_OK(a.engine->connect(side->engine->address(), soon()).status());
+    auto remote = a.engine->attach(side->descriptor(), soon());
+    ASSERT_OK(remote.status());
+    sources.push_back({*remote, 7, sources.size() * 3000, 2500 + sources.size()});
+  }
+  auto transfer = a.engine->gather({a.memory, sources, {}});
+  ASSERT_OK(transfer.status());
+  ASSERT_OK(a.engine->wait(*transfer, soon()));
+  for (size_t i = 0; i < sides.size(); ++i) {
+    EXPECT_EQ(std::memcmp(a.buffer.data() + i * 3000, sides[i]->buffer.data() + 7, 2500 + i), 0);
+    EXPECT_EQ(a.buffer.data()[i * 3000 + 2500 + i], 0xEE);
+  }
+  sources[1].bytes = 9999;
+  EXPECT_THAT(a.engine->gather({a.memory, sources, {}}).status().message(), HasSubstr("local_offset"));
+  EXPECT_THAT(a.engine->gather({a.memory, {sources[0]}, with_imm(1)}).status().message(),
+              HasSubstr("none with read"));
+  for (Side* side : {&a, &b, &c}) side->engine->close();
+}
+
 TEST_P(TransferTest, MessagesArriveInOrderWhateverTheirLength) {
   Pair pair(provider_, 1, 2, 1 << 20);
   pair.a.buffer.randomize(4);
@@ -235,6 +261,16 @@ TEST_P(TransferTest, BarrierHoldsUntilAllHaveCome) {
     });
   for (auto& thread : threads) thread.join();
   for (auto& side : sides) side.engine->close();
+}
+
+TEST_P(TransferTest, BarriersDoNotCountAmongImmediates) {
+  Pair pair(provider_, 1, 1, 64);
+  ASSERT_OK(pair.a.engine->notify(pair.b_at_a, with_imm(5)).status());
+  ASSERT_OK(pair.wait_imm(5, 1));
+  EXPECT_THAT(pair.b.engine->barrier({pair.a_at_b}, 5, soon(0.05)).message(),
+              HasSubstr("for peer 'a', barrier 5: expected 1, saw 0"));
+  EXPECT_OK(pair.a.engine->barrier({pair.b_at_a}, 5, soon()));
+  EXPECT_EQ((*pair.b.engine->imm_counter(pair.a_at_b, 5))->value(), 1u);
 }
 
 TEST_P(TransferTest, CountersAndCallbacksSeeEveryEndOnce) {
@@ -325,10 +361,55 @@ TEST_P(TransferTest, DescriptorNeedsItsKeyAndItsAccess) {
               HasSubstr("without remote write access"));
   Descriptor forged = *parse_descriptor(*pair.b.engine->describe(*read_only));
   forged.secret[3] ^= 1;
-  pair.a.engine->disconnect(pair.b_at_a);
+  EXPECT_THAT(pair.a.engine->attach(to_bytes(forged), soon()).status().message(),
+              HasSubstr("its key is wrong"));  // also of memory that is attached already
+  ASSERT_OK(pair.a.engine->disconnect(pair.b_at_a));
   pair.connect();
   EXPECT_THAT(pair.a.engine->attach(to_bytes(forged), soon()).status().message(),
               HasSubstr("its key is wrong"));
+}
+
+TEST_P(TransferTest, HandlesOfOtherEnginesAreRefused) {
+  Pair pair(provider_, 1, 1, 1000);
+  Engine& a = *pair.a.engine;
+  auto expect_refused = [](const Status& status) {
+    EXPECT_EQ(status.code(), Code::kInvalid);
+    EXPECT_THAT(status.message(), HasSubstr("got one of another engine, allowed: one that engine 'a' made"));
+  };
+  expect_refused(a.write({pair.b.memory, 0, pair.remote, 0, 10, {}}).status());
+  expect_refused(a.describe(*pair.b.memory).status());
+  expect_refused(a.unregister(pair.b.memory, soon()));
+  expect_refused(a.notify(pair.a_at_b, with_imm(1)).status());
+  expect_refused(a.send(pair.a_at_b, pair.a.memory, 0, 10, {}).status());
+  expect_refused(a.recv(pair.a_at_b, pair.a.memory, 0, 10, {}).status());
+  expect_refused(a.imm_counter(pair.a_at_b, 1).status());
+  expect_refused(a.barrier({pair.a_at_b}, 1, soon()));
+  expect_refused(a.disconnect(pair.a_at_b));
+  expect_refused(a.wait_imm(*pair.b.engine->imm_counter(pair.a_at_b, 1), 1, soon()));
+  auto theirs = *pair.b.engine->recv(nullptr, pair.b.memory, 0, 10, {});
+  expect_refused(a.wait(theirs, soon()));
+  EXPECT_EQ(a.cancel(theirs), theirs->phase());
+  EXPECT_FALSE(theirs->is_finished());
+  auto back = pair.b.engine->attach(*a.describe(*pair.a.memory), soon());
+  ASSERT_OK(back.status());
+  expect_refused(a.write({pair.a.memory, 0, *back, 0, 10, {}}).status());
+}
+
+TEST_P(TransferTest, AttachedTwiceAtOnceIsTakenBackFromBoth) {
+  Pair pair(provider_, 1, 1, 1000);
+  Buffer lent(500);
+  auto memory = *pair.b.engine->enroll({lent.data(), 500}, kRemoteWrite);
+  const std::string descriptor = *pair.b.engine->describe(*memory);
+  std::vector<std::shared_ptr<Remote>> remotes(4);
+  std::vector<std::thread> threads;
+  for (auto& remote : remotes)
+    threads.emplace_back([&] { remote = *pair.a.engine->attach(descriptor, soon()); });
+  for (auto& thread : threads) thread.join();
+  ASSERT_OK(pair.b.engine->unregister(memory, soon()));
+  for (auto& remote : remotes) {
+    EXPECT_TRUE(remote->is_revoked());
+    EXPECT_EQ(pair.a.engine->write({pair.a.memory, 0, remote, 0, 10, {}}).status().code(), Code::kInvalid);
+  }
 }
 
 TEST_P(TransferTest, MemoryTakenBackIsNeverTouchedAgain) {
@@ -348,7 +429,7 @@ TEST_P(TransferTest, DisconnectedPeerFailsByNameAndComesBack) {
   Pair pair(provider_, 1, 1, 1000);
   auto receive = pair.b.engine->recv(pair.a_at_b, pair.b.memory, 0, 10, {});
   auto counter = *pair.b.engine->imm_counter(pair.a_at_b, 3);
-  pair.a.engine->disconnect(pair.b_at_a);
+  ASSERT_OK(pair.a.engine->disconnect(pair.b_at_a));
   const Status status = pair.b.engine->wait(*receive, soon());
   EXPECT_EQ(status.code(), Code::kPeerLost);
   EXPECT_THAT(status.message(), HasSubstr("peer 'a' is lost"));
@@ -404,6 +485,19 @@ TEST_P(TransferTest, ClosingFailsWhatIsUnderWay) {
   EXPECT_EQ(pair.b.engine->recv(nullptr, pair.b.memory, 0, 10, {}).status().code(), Code::kClosed);
   EXPECT_TRUE(wait_until(soon(), [&] { return !pair.b_at_a->is_alive(); }));
   EXPECT_THAT(pair.b_at_a->why().message(), HasSubstr("closed its engine"));
+}
+
+TEST_P(TransferTest, CallbackMayCloseItsEngine) {
+  Pair pair(provider_, 1, 1, 1000);
+  std::atomic<bool> is_closed{false};
+  WriteRequest request = pair.write(0, 0, 10);
+  request.how.callback = [&](const Status&) {
+    pair.a.engine->close();
+    is_closed = true;
+  };
+  ASSERT_OK(pair.a.engine->write(request).status());
+  EXPECT_TRUE(wait_until(soon(), [&] { return is_closed.load(); }));
+  EXPECT_EQ(pair.a.engine->write(pair.write(0, 0, 10)).status().code(), Code::kClosed);
 }
 
 }  // namespace weft::transfer::testing

@@ -167,6 +167,116 @@ TEST(TransferFault, ManyDeadPeersLeaveRoomForMessages) {
   b.engine->close();
 }
 
+struct TwoRails {
+  std::shared_ptr<Loopback> network = std::make_shared<Loopback>();
+  Pair pair{network, 2, 2, 300000, impatient()};
+  std::string rail_of_b(size_t i) { return parse_address(pair.b.engine->address())->rails[i]; }
+
+  // One write over all rails, and whether it arrived.
+  Status write_all(uint32_t imm) {
+    pair.a.buffer.randomize(imm);
+    WriteRequest request = pair.write(0, 0, 300000);
+    request.how = with_imm(imm);
+    request.how.timeout_s = 2;
+    WEFT_TRY_ASSIGN(auto transfer, pair.a.engine->write(request));
+    WEFT_TRY(pair.a.engine->wait(transfer, soon()));
+    WEFT_TRY(pair.wait_imm(imm, 1));
+    const bool is_equal = std::memcmp(pair.a.buffer.data(), pair.b.buffer.data(), 300000) == 0;
+    return is_equal ? Status() : Status::make(Code::kSystem, "arrived damaged");
+  }
+  Status exchange_message() {
+    WEFT_TRY_ASSIGN(auto sent, pair.a.engine->send(pair.b_at_a, pair.a.memory, 0, 100, {}));
+    WEFT_TRY_ASSIGN(auto came, pair.b.engine->recv(pair.a_at_b, pair.b.memory, 0, 100, {}));
+    WEFT_TRY(pair.a.engine->wait(sent, soon()));
+    return pair.b.engine->wait(came, soon());
+  }
+};
+
+TEST(TransferFault, BrokenRailIsLeftAndTheOthersCarryItsTraffic) {
+  for (size_t broken : {0, 1}) {
+    TwoRails t;
+    ASSERT_OK(t.write_all(1));
+    t.network->unplug(t.rail_of_b(broken));
+    // What was on its way there is lost, unless a heartbeat has found the rail broken before.
+    if (const Status status = t.write_all(2); !status.ok())
+      EXPECT_THAT(status.message(), HasSubstr("to peer 'b' on loop0: loopback: no link"));
+    EXPECT_TRUE(t.pair.b_at_a->is_alive());
+    for (uint32_t imm = 3; imm < 20; ++imm) ASSERT_OK(t.write_all(imm));
+    EXPECT_OK(t.exchange_message());
+    EXPECT_OK(t.pair.a.engine->unregister(t.pair.a.memory, soon()));
+    std::this_thread::sleep_for(std::chrono::milliseconds(600));  // heartbeats need the rail no more
+    EXPECT_TRUE(t.pair.b_at_a->is_alive());
+    EXPECT_TRUE(t.pair.a_at_b->is_alive());
+  }
+}
+
+TEST(TransferFault, SilentRailIsLeftAndTheOthersCarryItsTraffic) {
+  for (size_t silent : {0, 1}) {
+    TwoRails t;
+    ASSERT_OK(t.write_all(1));
+    t.network->kill(t.rail_of_b(silent));
+    (void)t.write_all(2);  // fails, unless a heartbeat has found the rail silent before
+    EXPECT_TRUE(t.pair.b_at_a->is_alive());
+    for (uint32_t imm = 3; imm < 20; ++imm) ASSERT_OK(t.write_all(imm));
+    EXPECT_OK(t.exchange_message());
+  }
+}
+
+// Messages that a broken rail held are sent again by another one, and arrive once and in order.
+TEST(TransferFault, MessagesSurviveABrokenRail) {
+  TwoRails t;
+  FaultPlan slow{.delay = 1, .delay_polls = 1000};
+  t.network->set_plan(slow);
+  std::vector<std::shared_ptr<Transfer>> sent;
+  for (uint8_t i = 0; i < 20; ++i) {
+    t.pair.a.buffer.data()[i] = i;
+    sent.push_back(*t.pair.a.engine->send(t.pair.b_at_a, t.pair.a.memory, i, 1, {}));
+  }
+  t.network->kill(t.rail_of_b(0));
+  t.network->set_plan({});
+  for (uint8_t i = 0; i < 20; ++i) {
+    auto came = *t.pair.b.engine->recv(t.pair.a_at_b, t.pair.b.memory, 0, 1, {});
+    ASSERT_OK(t.pair.b.engine->wait(came, soon()));
+    EXPECT_EQ(t.pair.b.buffer.data()[0], i);
+  }
+  for (auto& transfer : sent) EXPECT_OK(t.pair.a.engine->wait(transfer, soon()));
+}
+
+TEST(TransferFault, PagesTakeTheRailsThatAreLeft) {
+  TwoRails t;
+  t.network->unplug(t.rail_of_b(1));
+  (void)t.write_all(1);
+  t.pair.a.buffer.randomize(9);
+  Pages pages{0, 1000, {}, 300};
+  auto written = t.pair.a.engine->write_pages(
+      {t.pair.a.memory, pages, t.pair.remote, {0, 1000, {}, 300}, 1000, with_imm(30, Notify::kEach)});
+  ASSERT_OK(written.status());
+  ASSERT_OK(t.pair.wait_imm(30, 300));
+  EXPECT_EQ(std::memcmp(t.pair.a.buffer.data(), t.pair.b.buffer.data(), 300000), 0);
+}
+
+TEST(TransferFault, LastRailTakesThePeerAlong) {
+  TwoRails t;
+  t.network->unplug(t.rail_of_b(0));
+  t.network->unplug(t.rail_of_b(1));
+  EXPECT_FALSE(t.write_all(1).ok());
+  EXPECT_TRUE(wait_until(soon(), [&] { return !t.pair.b_at_a->is_alive(); }));
+  EXPECT_THAT(t.pair.b_at_a->why().message(), HasSubstr("no link"));
+}
+
+TEST(TransferFault, ConnectFindsTheRailThatWorks) {
+  auto network = std::make_shared<Loopback>();
+  Side a = Side::open(network, 2, 100, Pair::named(impatient(), "a"));
+  Side b = Side::open(network, 2, 100, Pair::named(impatient(), "b"));
+  network->kill(parse_address(b.engine->address())->rails[0]);
+  auto peer = a.engine->connect(b.engine->address(), soon());
+  ASSERT_OK(peer.status());
+  auto remote = a.engine->attach(b.descriptor(), soon());
+  EXPECT_OK(remote.status());
+  a.engine->close();
+  b.engine->close();
+}
+
 TEST(TransferFault, QuietPeersStayAliveByTheirHeartbeats) {
   auto network = std::make_shared<Loopback>();
   Pair pair(network, 1, 1, 1000, impatient());

@@ -15,6 +15,7 @@ from weft.collectives import Algorithm
 from weft.collectives.calls import Collectives
 from weft.collectives.executor import Call, Executor
 from weft.collectives.library import build, entries
+from weft.collectives.selector import Choice, parse_variant
 from weft.errors import PeerLost
 from weft.runtime.communicator import Communicator
 from weft.testing.ranks import Rank
@@ -100,6 +101,41 @@ def _every_call(rank: Rank, memory: Callable[[Rank, Communicator], Place]) -> No
 @pytest.mark.parametrize("memory", PLACES)
 def test_every_call_agrees_with_torch(memory: Callable[[Rank, Communicator], Place], ranks: int) -> None:
     run_on_gpus(ranks, _every_call, memory)
+
+
+def _exchanges(rank: Rank, memory: Callable[[Rank, Communicator], Place]) -> None:
+    """Both ways of every exchange, by lines and in place, whichever the selector would take."""
+    comm = _comm(rank)
+    call, place = Collectives(comm.core), memory(rank, comm)
+    n, me = rank.size, rank.rank
+    for elems in (1, 5, 5003, 90_000, 1 << 20):
+        everyone = torch.stack([_values(r, elems * n) for r in range(n)])
+        own, parts = everyone[me], everyone.view(n, n, elems)
+        for protocol in ("LL", "Simple"):
+
+            def choice(name: str, inplace: bool = False, protocol: str = protocol) -> Choice:
+                return parse_variant(f"{name} {protocol} exchange").choice(n, inplace)
+
+            def same(found: torch.Tensor, wanted: torch.Tensor, what: Any = (protocol, elems)) -> None:
+                assert torch.equal(found.cpu(), wanted), what
+
+            same(call.all_reduce(place(own), algorithm=choice("allreduce_allpairs", True)), everyone.sum(0))
+            gathered = place(torch.zeros(n, elems * n))
+            same(call.all_gather(place(own), out=gathered, algorithm=choice("allgather_allpairs")), everyone)
+            part = place(torch.zeros(1, elems))
+            given = place(own.view(n, elems))
+            scattered = call.reduce_scatter(given, out=part, algorithm=choice("reducescatter_allpairs"))
+            same(scattered, parts.sum(0)[me : me + 1])
+            swapped = place(torch.zeros(n, elems))
+            same(call.all_to_all(given, out=swapped, algorithm=choice("alltoall_allpairs")), parts[:, me])
+        at_once = parse_variant("allreduce_1step LL exchange").choice(n, True)
+        assert torch.equal(call.all_reduce(place(own), algorithm=at_once).cpu(), everyone.sum(0)), elems
+
+
+@pytest.mark.parametrize("ranks", counts())
+@pytest.mark.parametrize("memory", PLACES)
+def test_exchanges_agree_with_torch(memory: Callable[[Rank, Communicator], Place], ranks: int) -> None:
+    run_on_gpus(ranks, _exchanges, memory)
 
 
 def _types(rank: Rank) -> None:

@@ -55,14 +55,18 @@ def _check_shape(rank: Rank, tokens: int, hidden: int, top_k: int, per_rank: int
         assert counts == want.per_expert
         cached = buffer.dispatch(x, handle=handle)[0]
         assert torch.equal(cached.cpu(), want_x), "cached"
-        combined, combined_weights, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
         sent_back = [
             oracle.ht_dispatch(routes, experts, r).take([inputs[0] for inputs in every])
             for r in range(rank.size)
         ]
-        assert torch.equal(combined.cpu(), oracle.ht_combine(sent_back, routes, experts, rank.rank)), (
-            "combined"
-        )
+        # Other rows every time, at first into memory that was never written: a signal that is early shows.
+        factor = repeat - 3
+        combined = buffer.combine(recv_x * factor, handle)[0]
+        want_sums = oracle.ht_combine([rows * factor for rows in sent_back], routes, experts, rank.rank)
+        assert torch.equal(combined.cpu(), want_sums), f"combined alone, repeat {repeat}"
+        combined, combined_weights, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
+        want_sums = oracle.ht_combine(sent_back, routes, experts, rank.rank)
+        assert torch.equal(combined.cpu(), want_sums), f"combined with weights, repeat {repeat}"
         chosen = idx >= 0
         assert torch.equal(combined_weights[chosen], weights[chosen])
         assert int((combined_weights[~chosen] != 0).sum()) == 0

@@ -26,8 +26,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
-def run_program(command: list[str], folder: Path, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` in ``folder`` and return what it printed."""
+def run_program(
+    command: list[str], folder: Path, timeout_s: float = 240, more: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` in ``folder``, with ``more`` in its environment, and return what it printed."""
     return subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout_s
+        command,
+        cwd=folder,
+        env=environment() | (more or {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
     )

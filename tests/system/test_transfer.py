@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,17 @@ from typing import Any
 import pytest
 
 from weft.errors import Error, PeerLost
-from weft.transfer import LoopbackNetwork, Memory, Pages, Peer, Remote, Target, TransferEngine, nics
+from weft.transfer import (
+    LoopbackNetwork,
+    Memory,
+    Pages,
+    Peer,
+    Remote,
+    Source,
+    Target,
+    TransferEngine,
+    nics,
+)
 
 PROVIDERS = ["loopback", "fabric:tcp", "fabric:shm"]
 TIMEOUT_S = 30.0
@@ -78,6 +90,16 @@ def test_scatter_and_counter(pair: Pair) -> None:
         assert pair.dst[100 * i : 100 * i + 10] == pair.src[i : i + 10]
 
 
+def test_gather_reads_what_scatter_wrote(pair: Pair) -> None:
+    pair.dst[:] = bytes(reversed(pair.src))
+    pair.src[:] = bytes(len(pair.src))
+    sources = [Source(pair.remote, 10, src_offset=100 * i, dst_offset=20 * i) for i in range(5)]
+    pair.a.gather(pair.src_memory, sources).wait()
+    for i in range(5):
+        assert pair.src[20 * i : 20 * i + 10] == pair.dst[100 * i : 100 * i + 10]
+        assert pair.src[20 * i + 10 : 20 * i + 20] == bytes(10)
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 5000, 16384])
 def test_messages_of_any_length(pair: Pair, nbytes: int) -> None:
     sent = pair.a.send(pair.b_at_a, pair.src_memory, nbytes)
@@ -126,6 +148,65 @@ def test_a_watched_number_starts_a_transfer(pair: Pair) -> None:
     watch.release()
 
 
+def test_a_watch_may_be_released_by_its_own_callback(pair: Pair) -> None:
+    seen: list[int] = []
+    released = threading.Event()
+
+    def once(was: int, now: int) -> bool:
+        seen.append(now)
+        watch.release()
+        released.set()
+        return True
+
+    watch = pair.a.watch(once)
+    watch.store(1)
+    assert released.wait(TIMEOUT_S)
+    watch.store(2)
+    pair.a.close()
+    assert seen == [1]
+
+
+def test_a_callback_may_close_its_engine(pair: Pair) -> None:
+    closed = threading.Event()
+
+    def close(error: Error | None) -> None:
+        pair.a.close()
+        closed.set()
+
+    pair.a.write(pair.src_memory, pair.remote, 8, callback=close)
+    assert closed.wait(TIMEOUT_S)
+    with pytest.raises(Error, match="is closed"):
+        pair.a.write(pair.src_memory, pair.remote, 8)
+
+
+def test_registered_memory_lives_until_it_is_taken_back(pair: Pair) -> None:
+    class Owner(bytearray):
+        pass
+
+    owner = Owner(64)
+    gone = weakref.ref(owner)
+    memory = pair.b.register(owner, remote_write=True)
+    remote = pair.a.attach(memory.descriptor)
+    span_id = memory.core.id
+    del owner, memory
+    gc.collect()
+    assert gone() is not None
+    pair.a.write(pair.src_memory, remote, 64, imm=9)
+    pair.b.imm(pair.a_at_b, 9).wait(1)
+    assert bytes(gone() or b"") == bytes(range(64))
+    assert span_id in pair.b._kept
+    pair.b.close()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_write_finishes_though_its_source_was_dropped(pair: Pair) -> None:
+    for i in range(50):
+        pair.a.write(pair.a.register(bytearray([i]) * 4096), pair.remote, 4096, imm=1)
+    pair.b.imm(pair.a_at_b, 1).wait(50)
+    assert set(pair.dst[:4096]) <= set(range(50))
+
+
 def test_memory_taken_back_cannot_be_written(pair: Pair) -> None:
     pair.dst_memory.unregister()
     with pytest.raises(Error, match="peer 'b' has taken back"):
@@ -152,6 +233,30 @@ def test_a_closed_peer_is_named(pair: Pair) -> None:
         (lambda p: p.a.write(p.src_memory, p.remote, 8, notify="twice"), "notify: got 'twice'"),
         (lambda p: p.a.write(p.src_memory, p.remote, 8, timeout_s=-1), "timeout_s: got -1"),
         (lambda p: p.a.write(p.src_memory, p.remote, -1), "nbytes: got -1"),
+        (lambda p: p.a.write(p.src_memory, p.remote, 1.5), "nbytes: got 1.5, allowed: a whole number"),
+        (lambda p: p.a.write(p.src_memory, p.remote, 8, imm=-1), "imm: got -1, allowed: 0 to"),
+        (lambda p: p.a.write(p.src, p.remote, 8), "src: got bytearray, allowed: Memory"),
+        (lambda p: p.a.write(p.dst_memory, p.remote, 8), "memory: got one of another engine"),
+        (lambda p: p.a.notify(p.a_at_b, 1), "peer: got one of another engine"),
+        (lambda p: p.a.unregister(p.dst_memory), "memory: got memory of another engine"),
+        (lambda p: p.a.imm(p.b_at_a, -1), "imm: got -1"),
+        (lambda p: p.a.barrier([p.b_at_a], 1 << 20), "id: got 1048576"),
+        (lambda p: p.a.gather(p.src_memory, [Source(p.remote, -5)]), "nbytes: got -5"),
+        (lambda p: p.a.connect("text"), "address: got str, allowed: bytes"),
+        (
+            lambda p: p.a.write_pages(p.src_memory, Pages([-1], 8), p.remote, Pages([0], 8), 8),
+            "indices: got -1 to -1",
+        ),
+        (
+            lambda p: p.a.write_pages(p.src_memory, Pages([0.5], 8), p.remote, Pages([0], 8), 8),
+            "indices: got something else, allowed: whole numbers",
+        ),
+        (
+            lambda p: p.a.write_pages(p.src_memory, Pages([0], 8), p.remote, Pages([0], 8), 0),
+            "page_bytes: got 0",
+        ),
+        (lambda p: TransferEngine("loopback", timeout_s=-1), "timeout_s: got -1"),
+        (lambda p: TransferEngine("loopback", heartbeat_s=5, peer_dead_s=1), "heartbeat_s: got 5"),
         (lambda p: p.a.read(p.src_memory, p.remote, src_offset=-8), "src_offset: got -8"),
         (lambda p: p.a.scatter(p.src_memory, []), "targets: got none"),
         (lambda p: p.a.register(b"read-only"), "source: got a read-only"),
@@ -211,7 +316,9 @@ def test_several_rails_of_unequal_number() -> None:
         memory = b.register(dst, remote_write=True)
         a.connect(b.address)
         a.write(a.register(src), a.attach(memory.descriptor), imm=1, notify="each")
-        b.imm(b.connect(a.address), 1).wait(a.expected_imms(100000))
+        sender = b.connect(a.address)
+        b.imm(sender, 1).wait(b.expected_imms(100000, sender=sender))
+        assert (sender.rails, b.imm(sender, 1).value) == (3, a.expected_imms(100000))
         assert dst == src
         assert a.expected_imms(100000) == 3
         assert a.expected_imms(4096, pages=10) == 10

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,63 @@ def test_bench_transfer_runs_as_server_and_client(tmp_path: Path) -> None:
         assert server.wait(30) == 0
     finally:
         server.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "command: got nothing, allowed: server, client ADDRESS, or --local"),
+        (["client"], "address: got nothing, allowed: HOST:PORT"),
+        (["client", "127.0.0.1:http"], "address: got 127.0.0.1:http, allowed: HOST:PORT"),
+        (["client", "127.0.0.1:1"], "no server answers at 127.0.0.1:1"),
+        (["client", "no-such-host.invalid:99"], "no server answers at no-such-host.invalid:99"),
+        (["--local", "--provider", "pigeon"], "provider: got pigeon, allowed: auto, fabric:efa"),
+        (["--local", "--nics", "eth99"], "nics: got eth99, allowed with fabric:tcp:"),
+        (["--local", "--calls", "wriet"], "--calls: got wriet, allowed: write_imm_latency, write_rate"),
+        (["--local", "--rounds", "0"], "--rounds: got 0, allowed: 1 or more"),
+    ],
+)
+def test_bench_transfer_names_mistakes_in_one_line(arguments: list[str], says: str, tmp_path: Path) -> None:
+    skip_unless_usable("tcp")
+    ran = run_program([*WEFT, "bench", "transfer", *arguments], tmp_path)
+    assert ran.returncode == 1
+    assert says in ran.stderr
+    assert len(ran.stderr.strip().splitlines()) == 1, ran.stderr
+
+
+def test_bench_transfer_says_when_the_library_is_missing(tmp_path: Path) -> None:
+    missing = {"WEFT_LIBFABRIC": "/nowhere/libfabric.so"}
+    ran = run_program([*WEFT, "bench", "transfer", "--local"], tmp_path, more=missing)
+    assert ran.returncode == 1
+    assert "/nowhere/libfabric.so: cannot open shared object file" in ran.stderr
+    assert len(ran.stderr.strip().splitlines()) == 1, ran.stderr
+
+
+def test_bench_transfer_client_survives_a_killed_server(tmp_path: Path) -> None:
+    skip_unless_usable("tcp")
+    server = subprocess.Popen(
+        [*WEFT, "bench", "transfer", "server", "--no-pin"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    port = server.stdout.readline().strip().rsplit(":", 1)[1]
+    client = subprocess.Popen(
+        [*WEFT, "bench", "transfer", "client", f"127.0.0.1:{port}", "--calls", "write", "--rounds", "1000"],
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout.readline().startswith("fabric:tcp, 1 rails: ")  # the client is there
+    time.sleep(2)
+    server.kill()
+    server.wait(30)
+    _, said = client.communicate(timeout=60)
+    assert client.returncode == 1
+    assert "peer 'server' is lost" in said or "the other side closed its connection" in said
 
 
 @pytest.mark.parametrize("provider", ["tcp", "shm"])

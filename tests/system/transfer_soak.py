@@ -19,6 +19,7 @@ import platform
 import random
 import time
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -228,6 +229,7 @@ def main() -> None:
     args = parser.parse_args()
     accounts = [soak_killed_peers("fabric:tcp", args.seconds / 2), soak_loopback(args.seconds / 2)]
     document = {
+        "date": datetime.now(timezone.utc).date().isoformat(),
         "machine": {"cpu_count": os.cpu_count(), "platform": platform.platform()},
         "command": "tests/system/transfer_soak.py",
         "runs": [asdict(account) for account in accounts],

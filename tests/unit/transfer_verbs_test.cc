@@ -4,7 +4,9 @@
 // installed.
 #include <gtest/gtest.h>
 
+#include "base/config.h"
 #include "providers/verbs/verbs.h"
+#include "tests/conformance/fake_verbs.h"
 
 #if __has_include(<infiniband/verbs.h>)
 #include <infiniband/verbs.h>
@@ -116,6 +118,42 @@ TEST(VerbsGid, PrefersRoceV2OverV1AndIpv4OverIpv6) {
   EXPECT_EQ(choose_gid({local, v1}), 1);
   EXPECT_EQ(choose_gid({local}), -1);
   EXPECT_EQ(choose_gid({}), -1);
+}
+
+// One setting of the environment while it lives.
+class Setting {
+ public:
+  Setting(const char* variable, const char* value) : variable_(variable) {
+    setenv(variable, value, 1);
+    config_reload();
+  }
+  ~Setting() {
+    unsetenv(variable_);
+    config_reload();
+  }
+
+ private:
+  const char* variable_;
+};
+
+TEST(VerbsProbe, PortAndGidCanBeGiven) {
+  const auto fake = transfer::testing::make_fake_verbs();
+  const auto whys = [&](const char* variable, const char* value) {
+    const Setting setting(variable, value);
+    return fake->probe()[0].unusable_because;
+  };
+  EXPECT_EQ(whys("WEFT_IB_PORT", "2"), "");
+  EXPECT_EQ(whys("WEFT_IB_PORT", "1"), "port 1 (WEFT_IB_PORT) is not active");
+  EXPECT_EQ(whys("WEFT_IB_PORT", "9"), "port 9 (WEFT_IB_PORT) is not active");
+  EXPECT_EQ(whys("WEFT_GID_INDEX", "2"), "");
+  EXPECT_EQ(whys("WEFT_GID_INDEX", "4"), "GID 4 (WEFT_GID_INDEX) is beyond its 4");
+}
+
+TEST(VerbsProbe, SettingsThatDoNotFitAreRefused) {
+  const Setting setting("WEFT_RC_RETRY", "8");
+  const auto fake = transfer::testing::make_fake_verbs();
+  const auto rail = fake->open(fake->probe()[0], {});
+  EXPECT_EQ(rail.status().message(), "WEFT_RC_RETRY: got 8, allowed: 0 to 7");
 }
 
 TEST(VerbsProbe, SaysWhyNothingIsUsable) {

@@ -91,6 +91,14 @@ TEST(Wire, RandomBytesNeverPass) {
   }
 }
 
+TEST(Wire, CountersOfBarriersAndImmediatesDiffer) {
+  EXPECT_NE(counter_key(ImmClass::kBarrier, 7), counter_key(ImmClass::kCount, 7));
+  EXPECT_EQ(key_class(counter_key(ImmClass::kBarrier, kImmIdMax)), ImmClass::kBarrier);
+  EXPECT_EQ(imm_id(counter_key(ImmClass::kBarrier, kImmIdMax)), kImmIdMax);
+  EXPECT_TRUE(parse_notify(to_body(Notified{kCounterKeyMax, 1})).ok());
+  EXPECT_FALSE(parse_notify(to_body(Notified{kCounterKeyMax + 1, 1})).ok());
+}
+
 TEST(Wire, ImmediateKeepsItsParts) {
   for (uint32_t sender : {0u, 1u, kPeersMax - 1})
     for (uint32_t id : {0u, 77u, kImmIdMax}) {

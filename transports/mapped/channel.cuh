@@ -26,10 +26,6 @@ class MappedChannel {
   WEFT_DEVICE void signal(WindowOffset at, uint64_t value) {
     store_release(reinterpret_cast<uint64_t*>(peer_ + at), value);
   }
-  // A signal for rows that a RowPipe has put and drained.
-  WEFT_DEVICE void signal_drained(WindowOffset at, uint64_t value) {
-    store_drained(reinterpret_cast<uint64_t*>(peer_ + at), value);
-  }
   WEFT_DEVICE void atomic_add(WindowOffset at, uint64_t value) {
     add_release(reinterpret_cast<uint64_t*>(peer_ + at), value);
   }

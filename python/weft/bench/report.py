@@ -9,10 +9,10 @@
                    baselines={"gloo": gloo_us}, extra={"ranks": 4, "egress_gbs": gbs}))
     report.finish(args.json, args.plot)
 
-The JSON is ``{"machine": {...}, "versions": {...}, "command": "...", "rows": [...]}``. A row holds ``call``,
-``dtype``, ``tokens`` (null where it means nothing), ``bytes``, ``us`` (median), ``us_min``, ``us_max``,
-``floor_us`` (null where no floor is known), ``checked``, ``baselines`` (name -> median microseconds), and
-whatever ``extra`` adds (ranks, hidden, ...).
+The JSON is ``{"date": "2026-01-31", "machine": {...}, "versions": {...}, "command": "...", "notes": [...],
+"rows": [...]}``. A row holds ``call``, ``dtype``, ``tokens`` (null where it means nothing), ``bytes``, ``us``
+(median), ``us_min``, ``us_max``, ``floor_us`` (null where no floor is known), ``checked``, ``baselines`` (name ->
+median microseconds), and whatever ``extra`` adds (ranks, hidden, ...).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Return the whole document."""
         return {
+            "date": datetime.now(timezone.utc).date().isoformat(),
             "machine": machine(),
             "versions": versions(),
             "command": self._command,
@@ -251,9 +253,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+_PARTS = ("date", "machine", "versions", "command", "rows")
+
+
 def check_document(document: dict[str, Any]) -> list[str]:
     """Return what is wrong with a benchmark's JSON, one sentence each; an empty list when nothing is."""
-    wrong = [f"{key} is missing" for key in ("machine", "versions", "command", "rows") if key not in document]
+    wrong = [f"{key} is missing" for key in _PARTS if key not in document]
     for index, row in enumerate(document.get("rows", [])):
         for name, types in ROW_FIELDS.items():
             if name not in row:

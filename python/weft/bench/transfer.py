@@ -39,13 +39,16 @@ from weft.bench.report import Report, Row, add_report_arguments, progress
 from weft.bench.transfer_others import Other, open_others
 from weft.errors import Error, PeerLost, invalid
 from weft.transfer import Pages, Span, TransferEngine
+from weft.transfer.engine import ANY_RAIL
 
 MIB = 1 << 20
 BUFFER_BYTES = 64 * MIB
 TIMEOUT_S = 120.0
+DIAL_S = 20.0
 PAGE_BYTES, PAGES = 4096, 1000
 REPEATS = 3  # of the engine and of each baseline, before the other has its turn
 RATE_BYTES = (8, 64, 512, 4096)
+RAIL_BYTES = 16 * MIB
 LARGE_BYTES = (64 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 PROVIDERS = {"tcp": "fabric:tcp", "shm": "fabric:shm"}
 
@@ -59,6 +62,7 @@ class Load:
     count: int
     window: int
     pool: int = 1  # paged_write: pages are picked out of so many times as many
+    rail: int = ANY_RAIL  # of the engine; the raw loop has but one
 
     @property
     def kind(self) -> str:
@@ -78,15 +82,24 @@ class Load:
         return 2 * self.count if self.call == "write_imm_latency" else self.count
 
 
-def plan_loads(calls: Sequence[str] | None, quick: bool) -> list[Load]:
-    """Return the rows to measure, in order."""
+def plan_loads(calls: Sequence[str] | None, quick: bool, rails: int) -> list[Load]:
+    """Return the rows to measure, in order. Raises: weft.Error for calls that there are none of.
+
+    With several rails there is a row for each alone, too.
+    """
     volume = (8 if quick else 64) * MIB
     large = [Load(call, n, max(volume // n, 1), 16) for call in ("write", "read") for n in LARGE_BYTES]
     loads = [Load("write_imm_latency", n, 200 if quick else 1000, 1) for n in (8, 4096)]
     loads += [Load("write_rate", n, 1000 if quick else 5000, 64) for n in RATE_BYTES]
     loads += [Load("paged_write", PAGE_BYTES, PAGES, 64, pool) for pool in (1, 4)]
     loads += large
+    if rails > 1:
+        loads += [Load("write", RAIL_BYTES, max(volume // RAIL_BYTES, 1), 16, rail=i) for i in range(rails)]
     loads += [Load("scatter", n, max(volume // n // 4, 1), 16) for n in (64 << 10, MIB)]
+    known = list(dict.fromkeys(load.call for load in loads))
+    for call in calls or ():
+        if call not in known:
+            raise invalid("--calls", call, ", ".join(known))
     return [load for load in loads if not calls or load.call in calls]
 
 
@@ -206,9 +219,11 @@ def open_side(args: argparse.Namespace, name: str) -> Side:
 
 def choose_nics(provider: str, local: bool) -> list[str]:
     """Return the NIC to use: on one machine the loopback interface, where there is a choice."""
-    usable = [n["name"] for n in _core.transfer_find_provider(provider).probe() if not n["unusable_because"]]
+    nics = _core.transfer_find_provider(provider).probe()
+    usable = [nic["name"] for nic in nics if not nic["unusable_because"]]
     if not usable:
-        raise invalid("--provider", provider, "one that `weft info` shows as usable")
+        whys = "; ".join(nic["unusable_because"] for nic in nics)
+        raise invalid("--provider", f"{provider} (unusable here: {whys})", "another one")
     local_ones = [name for name in usable if name.endswith("@127.0.0.1")]
     return local_ones[:1] if local and local_ones else usable[:1]
 
@@ -216,6 +231,8 @@ def choose_nics(provider: str, local: bool) -> list[str]:
 def serve(line: Line, args: argparse.Namespace) -> None:
     """Be the passive side of one run: do what the client says until it says goodbye."""
     side = open_side(args, "server")
+    if args.command == "server":
+        print(describe_nics(side.engine), flush=True)
     line.send(side.card())
     side.meet(line.recv())
     answered = _core.TransferAnswered()
@@ -252,8 +269,8 @@ class Client:
 
     def __init__(self, line: Line, args: argparse.Namespace) -> None:
         self.line, self.args = line, args
+        self.side = open_side(args, "client")  # first: what is wrong with the provider is said here
         theirs = line.recv()
-        self.side = open_side(args, "client")
         line.send(self.side.card())
         self.side.meet(theirs)
         self.side.buffer[:] = os.urandom(MIB) * (BUFFER_BYTES // MIB)
@@ -290,6 +307,7 @@ class Client:
                     load.window,
                     load.pool,
                     repeats,
+                    load.rail,
                     TIMEOUT_S,
                 )
             )
@@ -332,6 +350,7 @@ class Client:
                 1,
                 1,
                 1,
+                ANY_RAIL,
                 TIMEOUT_S,
             )
         return bytes(self.order({"do": "show", "at": 0, "count": count})["bytes"])
@@ -372,12 +391,17 @@ def measure_load(client: Client, load: Load, rounds: int) -> Row:
         "gbit_per_s": round(load.moved_bytes * 8 / median / 1e3, 3),
         "mops": round(1 / median, 4),
     }
+    link_gbit_per_s = sum(nic.gbit_per_s for nic in client.side.engine.nics)
+    if link_gbit_per_s:
+        extra["of_link"] = round(extra["gbit_per_s"] / link_gbit_per_s, 3)
     if raw_us:
         extra["of_raw"] = round(ratio_by_round(raw_us, engine_us), 3)
         extra["of_raw_best"] = round(min(raw_us) / min(engine_us), 3)
     if load.call == "write_imm_latency" and raw_us:
         extra["added_us"] = round(median - statistics.median(raw_us), 3)
         extra["added_us_best"] = round(min(engine_us) - min(raw_us), 3)
+    if load.rail != ANY_RAIL:
+        extra["rail"] = load.rail
     if one_write_us:
         extra["pool"] = load.pool
         extra["of_one_write"] = round(ratio_by_round(one_write_us, engine_us), 3)
@@ -427,15 +451,40 @@ def measure_others(client: Client, loads: Sequence[Load], rows: Sequence[Row], r
     return notes
 
 
+def describe_nics(engine: TransferEngine) -> str:
+    """Return one line: the NICs in use, what they say of themselves, and what they carry together."""
+    nics = engine.nics
+    each = (
+        f"{nic.name} (NUMA node {nic.numa_node if nic.numa_node >= 0 else '-'}, {nic.gbit_per_s or '?'} Gbit/s)"
+        for nic in nics
+    )
+    total = sum(nic.gbit_per_s for nic in nics)
+    return f"{nics[0].provider}, {len(nics)} rails: {', '.join(each)}; {total or '?'} Gbit/s in all"
+
+
+def dial(address: str | None) -> socket.socket:
+    """Connect to a server. Raises: weft.Error for what is no address, PeerLost when nobody answers."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise invalid("address", address or "nothing", "HOST:PORT that the server printed")
+    try:
+        return socket.create_connection((host, int(port)), DIAL_S)
+    except OSError as error:
+        raise PeerLost(f"bench transfer: no server answers at {address}: {error}") from None
+
+
 def run_client(line: Line, args: argparse.Namespace) -> int:
     """Measure everything, print and write it. Returns 0 when all that arrived was right."""
+    calls = args.calls.split(",") if args.calls else None
+    loads = plan_loads(calls, args.quick, len(args.nics.split(",")) if args.nics else 1)
     client = Client(line, args)
     nic = client.side.engine.nics[0]
+    of_link = ("of_link",) if nic.gbit_per_s else ()
+    rail = ("rail",) if len(client.side.engine.nics) > 1 else ()
     report = Report(
         f"weft bench transfer, {nic.provider} on {nic.name}",
-        ("gbit_per_s", "mops", "of_raw", "of_raw_best", "added_us", "pool", "of_one_write"),
+        (*rail, "gbit_per_s", *of_link, "mops", "of_raw", "of_raw_best", "added_us", "pool", "of_one_write"),
     )
-    loads = plan_loads(args.calls.split(",") if args.calls else None, args.quick)
     with progress() as bar:
         task = bar.add_task("transfer", total=len(loads))
         for load in loads:
@@ -443,8 +492,10 @@ def run_client(line: Line, args: argparse.Namespace) -> int:
             report.add(measure_load(client, load, args.rounds))
             bar.advance(task)
     notes = measure_others(client, loads, report.rows, args.rounds)
+    in_use = describe_nics(client.side.engine)
     line.send({"do": "quit"})
     client.side.engine.close()
+    report.note(in_use)
     report.note("raw: plain fi_writemsg / fi_readmsg in the same processes, alternating with the engine.")
     report.note(
         "of_raw: raw's time over the engine's (1 is equal, more is faster), median over rounds; _best: of the minima."
@@ -486,15 +537,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one side, or both."""
+    if args.rounds < 1:
+        raise invalid("--rounds", args.rounds, "1 or more")
     if args.local == bool(args.command):
         raise invalid("command", args.command or "nothing", "server, client ADDRESS, or --local")
     if args.command == "server":
         return run_server(args)
     if args.command == "client":
-        if not args.address or ":" not in args.address:
-            raise invalid("address", args.address, "HOST:PORT that the server printed")
-        host, port = args.address.rsplit(":", 1)
-        return run_client(Line(socket.create_connection((host, int(port)), TIMEOUT_S)), args)
+        with dial(args.address) as connection:
+            return run_client(Line(connection), args)
     return run_local(args)
 
 

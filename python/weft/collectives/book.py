@@ -19,7 +19,7 @@ from pathlib import Path
 from weft.collectives.direct import direct_messages
 from weft.collectives.ir import Algorithm
 from weft.collectives.rows import chunks_of_part, program_rows, protocol_number
-from weft.collectives.selector import Choice, Selector
+from weft.collectives.selector import PROGRAM, Choice, Selector
 from weft.collectives.verifier import verify
 
 MAGIC = b"weftbook"
@@ -86,7 +86,9 @@ def write_book(path: Path, parts: Iterable[Part]) -> int:
 
 
 def _rows(part: Part) -> Iterator[Row]:
-    selector = Selector(part.ranks, part.machine, part.key, part.folder, part.algorithm_dir)
+    selector = Selector(
+        *(part.ranks, part.machine, part.key, part.folder, part.algorithm_dir), modes=(PROGRAM,)
+    )
     machine = _MACHINES[part.machine]
     for collective, number, inplace in _SERVED:
         sizes = _SIZES if collective != "alltoallv" else _SIZES[-1:]

@@ -9,7 +9,8 @@
 Tensors are contiguous and on the communicator's device; every rank passes the same dtype and number of elements, except
 where sizes are said to differ. On CUDA a call is enqueued on the current stream and may be captured in a graph; one
 stream at a time. On the CPU it is finished on return.
-"op" is one of sum, product, min, max, average. "algorithm" is an Algorithm to use instead of the chosen one.
+"op" is one of sum, product, min, max, average. "algorithm" is an Algorithm to use instead of the chosen one, or a
+selector's Choice, which also says how it runs.
 Threads: one caller at a time, the same order of calls on all ranks.
 Raises: Error for a wrong argument, before anything moves; PeerLost, naming the rank that was waited for.
 """
@@ -26,11 +27,11 @@ import torch
 
 from weft import _core
 from weft.collectives.contract import Buffer, Collective, Slots
-from weft.collectives.executor import Call, Executor, Loaded
+from weft.collectives.executor import EXCHANGES, Call, Executor, Loaded
 from weft.collectives.ir import Algorithm
 from weft.collectives.language import Program
 from weft.collectives.rows import ELEMENTS, REDUCTIONS
-from weft.collectives.selector import Choice, Selector
+from weft.collectives.selector import COMPILED, EXCHANGE, Choice, Selector
 from weft.collectives.values import Chunk
 from weft.errors import Error, invalid
 
@@ -84,7 +85,7 @@ class Collectives:
         )
         self._loaded: dict[int, Loaded] = {}
         self._kept: list[Algorithm] = []  # keeps the ids that _loaded is keyed by alive
-        self._choices: dict[tuple[str, int, int, bool], tuple[Loaded, Choice]] = {}
+        self._choices: dict[tuple[str, int, int, bool], Choice] = {}
 
     # -- symmetric ---------------------------------------------------------------------------------------------
 
@@ -94,21 +95,28 @@ class Collectives:
         op: str = "sum",
         *,
         out: torch.Tensor | None = None,
-        algorithm: Algorithm | None = None,
+        algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor:
         """Reduce over all ranks, in place or into ``out`` (same shape and dtype); return the result."""
         self._element("tensor", tensor)
+        elems = tensor.numel()
         if out is None:
             out = tensor
         else:
-            self._check_like("out", out, tensor.numel(), tensor)
-            out.copy_(tensor)
-        self._run("allreduce", out, out, out.numel(), out.numel(), op, algorithm, inplace=True)
+            self._check_like("out", out, elems, tensor)
+            if not self._is_exchange("allreduce", elems * tensor.element_size(), algorithm):
+                out.copy_(tensor)
+                tensor = out
+        self._run("allreduce", tensor, out, elems, elems, op, algorithm, inplace=True)
         self._average(op, out)
         return out
 
     def all_gather(
-        self, tensor: torch.Tensor, *, out: torch.Tensor | None = None, algorithm: Algorithm | None = None
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor:
         """Return all ranks' tensors as [ranks, *shape], in rank order. ``out`` has ranks times the elements."""
         self._element("tensor", tensor)
@@ -123,7 +131,7 @@ class Collectives:
         op: str = "sum",
         *,
         out: torch.Tensor | None = None,
-        algorithm: Algorithm | None = None,
+        algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor:
         """Reduce over all ranks; return part ``rank`` of the result. The first dimension divides by the ranks."""
         self._element("tensor", tensor)
@@ -140,7 +148,7 @@ class Collectives:
         out: torch.Tensor | None = None,
         input_splits: Sequence[int] | None = None,
         output_splits: Sequence[int] | None = None,
-        algorithm: Algorithm | None = None,
+        algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor:
         """Send part q of ``tensor`` to rank q; return the parts that came, in rank order.
 
@@ -165,7 +173,7 @@ class Collectives:
     # -- with a root -------------------------------------------------------------------------------------------
 
     def broadcast(
-        self, tensor: torch.Tensor, root: int = 0, *, algorithm: Algorithm | None = None
+        self, tensor: torch.Tensor, root: int = 0, *, algorithm: Algorithm | Choice | None = None
     ) -> torch.Tensor:
         """Overwrite ``tensor`` with rank ``root``'s; return it."""
         self._element("tensor", tensor)
@@ -216,10 +224,10 @@ class Collectives:
         return tensor
 
     def chosen(self, collective: str, num_bytes: int) -> list[str]:
-        """Return what serves calls of that collective and size so far, as "name protocol"."""
+        """Return what serves calls of that collective and size so far, as "name protocol", and the mode."""
         return [
-            f"{loaded.algorithm.name} {loaded.algorithm.protocol}"
-            for (name, size, _, _), (loaded, _) in self._choices.items()
+            choice.label()
+            for (name, size, _, _), choice in self._choices.items()
             if (name, size) == (collective, num_bytes)
         ]
 
@@ -242,7 +250,7 @@ class Collectives:
         part_elems: int,
         total_elems: int,
         op: str | None,
-        algorithm: Algorithm | None,
+        algorithm: Algorithm | Choice | None,
         root: int = 0,
         inplace: bool = False,
     ) -> None:
@@ -258,7 +266,7 @@ class Collectives:
                 out.view(-1).copy_(tensor.view(-1))
             return
         num_bytes = total_elems * tensor.element_size()
-        loaded, choice = self._choose(collective, num_bytes, root, inplace, algorithm)
+        choice = self._choose(collective, num_bytes, root, inplace, algorithm)
         call = Call(
             tensor.data_ptr(),
             out.data_ptr(),
@@ -268,27 +276,45 @@ class Collectives:
             choice.slice_bytes,
             choice.num_sms,
             self._stream(),
+            choice.mode == COMPILED,
         )
-        self._executor.run(loaded, call)
+        if choice.mode == EXCHANGE:
+            chosen = choice.algorithm
+            self._executor.exchange(EXCHANGES[chosen.name], call, meets=chosen.protocol == "Simple")
+        else:
+            self._executor.run(self._load(choice.algorithm), call)
 
     def _choose(
-        self, collective: str, num_bytes: int, root: int, inplace: bool, algorithm: Algorithm | None
-    ) -> tuple[Loaded, Choice]:
+        self,
+        collective: str,
+        num_bytes: int,
+        root: int,
+        inplace: bool,
+        algorithm: Algorithm | Choice | None,
+    ) -> Choice:
         if algorithm is not None:
-            if not (algorithm.inplace if inplace else algorithm.outofplace):
+            choice = algorithm if isinstance(algorithm, Choice) else Choice(algorithm)
+            given = choice.algorithm
+            if not (given.inplace if inplace else given.outofplace):
                 raise invalid(
-                    "algorithm", algorithm.name, f"one that works {'in' if inplace else 'out of'} place"
+                    "algorithm", given.name, f"one that works {'in' if inplace else 'out of'} place"
                 )
-            return self._load(algorithm), Choice(algorithm)
+            if choice.mode == EXCHANGE and given.name not in EXCHANGES:
+                raise invalid("algorithm", choice.label(), f"an exchange: {', '.join(EXCHANGES)}")
+            return choice
         key = (collective, num_bytes, root, inplace)
         known = self._choices.get(key)
         if known is None:
-            choice = self._selector.choose(collective, num_bytes, inplace, root)
-            known = self._load(choice.algorithm), choice
+            known = self._selector.choose(collective, num_bytes, inplace, root)
             if len(self._choices) >= _CACHED_SHAPES:
                 self._choices.clear()
             self._choices[key] = known
         return known
+
+    def _is_exchange(self, collective: str, num_bytes: int, algorithm: Algorithm | Choice | None) -> bool:
+        return self._executor is not None and (
+            self._choose(collective, num_bytes, 0, True, algorithm).mode == EXCHANGE
+        )
 
     def _load(self, algorithm: Algorithm) -> Loaded:
         loaded = self._loaded.get(id(algorithm))
@@ -321,7 +347,7 @@ class Collectives:
             return out
         if sent[self.rank] != came[self.rank]:
             raise invalid("output_splits", came[self.rank], f"{sent[self.rank]} from this rank to itself")
-        loaded, _ = self._choose("alltoallv", 0, 0, False, None)
+        loaded = self._load(self._choose("alltoallv", 0, 0, False, None).algorithm)
         call = Call(tensor.data_ptr(), out.data_ptr(), 0, element, stream=self._stream())
         self._executor.run_with_sizes(loaded, call, _places(sent, row_elems), _places(came, row_elems))
         return out

@@ -31,10 +31,12 @@ class Machine:
     simple_sync_us: float  # what Simple's separate flag adds
     refer_bytes: int = 0  # least message that is referred to wherever the program allows it; 0: none is
     one_thread: bool = False  # the blocks of a rank take turns
+    step_us: float = 0.0  # of a step besides: its look, its barriers, its notices
+    trip_us: float = 0.0  # of an exchange: from a store to the peer that has seen it
 
 
 CPU = Machine("cpu", 5.0, 2.0, 4.0, 4.0, 4.0, 2.0, 0.5, refer_bytes=16 << 10, one_thread=True)
-NVLINK = Machine("nvlink", 3.0, 1.3, 330.0, 25.0, 60.0, 2.0, 1.0)
+NVLINK = Machine("nvlink", 3.0, 1.3, 330.0, 25.0, 60.0, 2.0, 1.0, step_us=1.5, trip_us=2.0)
 _LL128_FACTOR = 128 / 120
 _SLICE_BYTES = 1 << 18
 _REFERRED_SLICE_BYTES = 4 << 20  # of programs that refer to everything and only copy
@@ -87,6 +89,28 @@ def predict_us(algorithm: Algorithm, num_bytes: int, machine: Machine) -> float:
             _played.clear()
         known = _played[key] = _Played(algorithm, _last_us(events), clock.busiest_us())
     return _total_us(machine, known.first_us, known.busiest_us, chunk, piece)
+
+
+# Trips on the critical path of the exchange kernel: with LL one for each exchange; in place the meeting, the transfer,
+# and the signal after it, which a reader sends without waiting for its stores.
+_LL_TRIPS = {"allreduce": 2.0}
+_PLACE_TRIPS = {"allreduce": 3.0, "reducescatter": 2.75}
+
+
+def predict_exchange_us(algorithm: Algorithm, num_bytes: int, machine: Machine) -> float:
+    """Return how long the exchange kernel should take for what ``algorithm`` does, with its protocol."""
+    ranks = algorithm.num_ranks
+    collective = algorithm.collective.replace("_", "")
+    sent = num_bytes * (ranks - 1) / ranks
+    trips = _PLACE_TRIPS.get(collective, 2.5)
+    if algorithm.protocol == "LL":
+        trips = _LL_TRIPS.get(collective, 1.0)
+        sent *= machine.ll_factor
+    if collective == "allreduce":
+        is_one_shot = algorithm.name.startswith("allreduce_1step")
+        trips = 1.0 if is_one_shot else trips
+        sent *= ranks if is_one_shot else 2
+    return machine.launch_us + trips * machine.trip_us + sent / (machine.egress_gbs * 1e3)
 
 
 def estimate(
@@ -225,6 +249,7 @@ class _Clock:
 
     def _work_us(self, step: Step, is_referred: bool) -> float:
         if is_referred and step.op is Op.SEND:
-            return self._sync
+            return self._sync + self._machine.step_us
         is_local = step.op in (Op.COPY, Op.REDUCE)
-        return step.count * (self._local_us if is_local else self._block_us) + self._sync
+        work_us = step.count * (self._local_us if is_local else self._block_us)
+        return work_us + self._sync + self._machine.step_us

@@ -25,6 +25,24 @@ _FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What a program's own exchange kernel is asked for; ``number`` as in kernels/collective/exchange_args.h."""
+
+    number: int
+    is_one_shot: bool = False
+
+
+# Programs that one kernel does as a whole (kernels/collective/exchange.cuh), by name.
+EXCHANGES = {
+    "allreduce_1step": Exchange(0, is_one_shot=True),
+    "allreduce_allpairs": Exchange(0),
+    "allgather_allpairs": Exchange(1),
+    "reducescatter_allpairs": Exchange(2),
+    "alltoall_allpairs": Exchange(3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class Loaded:
     """An algorithm that the executor knows; ``number`` is the core's name for it."""
 
@@ -108,6 +126,21 @@ class Executor:
             call.num_sms,
             call.stream,
             call.compiled,
+        )
+
+    def exchange(self, kind: Exchange, call: Call, meets: bool) -> None:
+        """Run a collective as one kernel, with sums in the order of ranks.
+
+        Args:
+            call: ``part_elems`` is what goes from one rank to another, the whole buffer of an all_reduce; not
+                ``compiled``, no ``slice_bytes``.
+            meets: ranks use each other's buffers in place where all lie in windows; else values travel beside flags
+                through inboxes: less latency, twice the bytes. The same on all ranks, as is ``num_sms``.
+        Raises: PeerLost.
+        """
+        self._runner.exchange(
+            *(kind.number, call.element, call.reduction, call.input, call.output, call.part_elems),
+            *(kind.is_one_shot, meets, call.num_sms, call.stream),
         )
 
     def run_with_sizes(

@@ -19,15 +19,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.collectives.cost import CPU, NVLINK, Machine, predict_us
+from weft.collectives.cost import CPU, NVLINK, Machine, predict_exchange_us, predict_us
 from weft.collectives.ir import Algorithm
 from weft.collectives.library import entries
 from weft.collectives.verifier import verify
-from weft.errors import Error
+from weft.errors import Error, invalid
 
 log = logging.getLogger("weft.collectives")
 
 TABLE_VERSION = 1
+PROGRAM, COMPILED, EXCHANGE = MODES = ("program", "compiled", "exchange")
 MACHINES = {"cpu": CPU, "nvlink": NVLINK}
 _TABLES = Path(__file__).parent / "tuned"
 _MAX_LOGGED = 1000
@@ -40,11 +41,24 @@ class Choice:
     algorithm: Algorithm
     slice_bytes: int = 0
     num_sms: int = 0
+    mode: str = PROGRAM
+
+    def label(self) -> str:
+        """Say what runs, such as "allgather_allpairs LL exchange"."""
+        return f"{self.algorithm.name} {self.algorithm.protocol}{_suffix(self.mode, self.num_sms)}"
+
+
+def _suffix(mode: str, num_sms: int) -> str:
+    return (f" {mode}" if mode != PROGRAM else "") + (f" sms={num_sms}" if num_sms else "")
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How to build a candidate: a library name or a file, and its parameters. Rows of a table hold the same."""
+    """How to build a candidate: a library name or a file, and its parameters. Rows of a table hold the same.
+
+    ``mode``: "program" is interpreted, "compiled" runs in a kernel of its own, "exchange" is done as a whole by the
+    exchange kernel (protocol LL: through inboxes; Simple: in place).
+    """
 
     name: str
     protocol: str = "Simple"
@@ -52,16 +66,56 @@ class Variant:
     slice_bytes: int = 0
     num_sms: int = 0
     options: tuple[tuple[str, int], ...] = ()
+    mode: str = PROGRAM
 
     def label(self) -> str:
         extra = "".join(f" {key}={value}" for key, value in self.options)
         cut = f" slice={self.slice_bytes}" if self.slice_bytes else ""
-        return f"{self.name} {self.protocol} x{self.instances}{extra}{cut}"
+        return f"{self.name} {self.protocol} x{self.instances}{extra}{cut}{_suffix(self.mode, self.num_sms)}"
+
+    def choice(self, ranks: int, inplace: bool, root: int = 0) -> Choice:
+        """Build it. Raises: Error when it does not exist for the ranks or the form."""
+        algorithm = build_variant(self, ranks, inplace, root)
+        return Choice(algorithm, self.slice_bytes, self.num_sms, self.mode)
+
+
+def _exchange(name: str, protocol: str, num_sms: int = 0) -> Variant:
+    return Variant(name, protocol, num_sms=num_sms, mode=EXCHANGE)
+
+
+def parse_variant(text: str) -> Variant:
+    """Read a Variant from words such as "allgather_allpairs LL x4 compiled" or "... Simple exchange sms=64".
+
+    Raises: Error.
+    """
+    name, *words = text.split() or [""]
+    fields: dict[str, Any] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if word in ("Simple", "LL", "LL128"):
+            fields["protocol"] = word
+        elif word in MODES:
+            fields["mode"] = word
+        elif word[0] == "x" and word[1:].isdigit():
+            fields["instances"] = int(word[1:])
+        elif key in ("sms", "slice") and value.isdigit():
+            fields["num_sms" if key == "sms" else "slice_bytes"] = int(value)
+        else:
+            raise invalid(
+                "algorithm", word, f"Simple, LL, LL128, x<instances>, sms=, slice=, {', '.join(MODES)}"
+            )
+    if name not in entries():
+        raise invalid("algorithm", name, "a name that weft compile --list shows")
+    return Variant(name, **fields)
 
 
 # What is tried where nothing was measured, and what `weft tune` measures.
 VARIANTS: dict[str, tuple[Variant, ...]] = {
     "allreduce": (
+        _exchange("allreduce_1step", "LL"),
+        _exchange("allreduce_allpairs", "LL"),
+        _exchange("allreduce_allpairs", "Simple"),
+        Variant("allreduce_allpairs", "LL", mode=COMPILED),
         Variant("allreduce_1step", "LL"),
         Variant("allreduce_allpairs", "LL"),
         Variant("allreduce_a100_allpairs_v2", "LL"),
@@ -75,6 +129,9 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
         Variant("allreduce_recursive_doubling_halving", "LL"),
     ),
     "allgather": (
+        _exchange("allgather_allpairs", "LL"),
+        _exchange("allgather_allpairs", "Simple"),
+        Variant("allgather_allpairs", "LL", mode=COMPILED),
         Variant("allgather_allpairs", "LL"),
         Variant("allgather_allpairs", "Simple"),
         Variant("allgather_allpairs", "Simple", 2),
@@ -84,6 +141,9 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
         Variant("allgather_ring", "Simple"),
     ),
     "reducescatter": (
+        _exchange("reducescatter_allpairs", "LL"),
+        _exchange("reducescatter_allpairs", "Simple"),
+        Variant("reducescatter_allpairs", "LL", mode=COMPILED),
         Variant("reducescatter_allpairs", "LL"),
         Variant("reducescatter_allpairs", "Simple"),
         Variant("reducescatter_allpairs", "Simple", 4),
@@ -93,6 +153,9 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
         Variant("reducescatter_ring", "Simple"),
     ),
     "alltoall": (
+        _exchange("alltoall_allpairs", "LL"),
+        _exchange("alltoall_allpairs", "Simple"),
+        Variant("alltoall_allpairs", "LL", mode=COMPILED),
         Variant("alltoall_allpairs", "LL"),
         Variant("alltoall_allpairs", "Simple"),
         Variant("alltoall_allpairs", "Simple", 2),
@@ -145,12 +208,20 @@ class Selector:
         key: names the machine in measured tables; a table with another key is not used.
         folder: where `weft tune` keeps its tables; None for no measured tables.
         algorithm_dir: XML or JSON algorithms that join the candidates, as for read_algorithms.
+        modes: what the caller can run.
     """
 
     def __init__(
-        self, ranks: int, machine: str, key: str = "", folder: Path | None = None, algorithm_dir: str = ""
+        self,
+        ranks: int,
+        machine: str,
+        key: str = "",
+        folder: Path | None = None,
+        algorithm_dir: str = "",
+        modes: Sequence[str] = MODES,
     ) -> None:
         self.ranks = ranks
+        self._modes = modes
         self.machine: Machine = MACHINES[machine]
         self._rows = read_table(_TABLES / f"{machine}.json", "")
         if folder is not None:
@@ -187,20 +258,24 @@ class Selector:
         self, collective: str, num_bytes: int, inplace: bool, root: int, reasons: list[str]
     ) -> Choice | None:
         rows = [
-            row for row in self._rows if row["collective"] == collective and row["ranks"] in (self.ranks, 0)
+            row
+            for row in self._rows
+            if row["collective"] == collective
+            and row["ranks"] in (self.ranks, 0)
+            and row["variant"].mode in self._modes
         ]
         for row in sorted(rows, key=lambda r: (r["ranks"] == 0, r["max_bytes"] is None, r["max_bytes"] or 0)):
             if row["max_bytes"] is not None and num_bytes > row["max_bytes"]:
                 continue
             try:
                 variant = row["variant"]
-                algorithm = build_variant(variant, self.ranks, inplace, root)
+                choice: Choice = variant.choice(self.ranks, inplace, root)
                 reasons += [
                     f"{label}: slower, measured {us:.1f} us"
                     for label, us in sorted(row["measured_us"].items(), key=lambda item: item[1])
                     if label != variant.label()
                 ]
-                return Choice(algorithm, variant.slice_bytes, variant.num_sms)
+                return choice
             except Error as error:
                 reasons.append(f"{row['variant'].label()}: {error}")
         return None
@@ -211,27 +286,40 @@ class Selector:
         best: tuple[float, Choice] | None = None
         predicted: list[tuple[float, str]] = []
         for variant in VARIANTS.get(collective, ()):
+            reason = self._unpredicted(variant)
+            if reason is not None:
+                reasons.append(f"{variant.label()}: {reason}")
+                continue
             try:
-                algorithm = build_variant(variant, self.ranks, inplace, root)
+                choice = variant.choice(self.ranks, inplace, root)
             except Error as error:
                 reasons.append(f"{variant.label()}: {error}")
                 continue
-            us = predict_us(algorithm, num_bytes, self.machine)
+            predict = predict_exchange_us if variant.mode == EXCHANGE else predict_us
+            us = predict(choice.algorithm, num_bytes, self.machine)
             predicted.append((us, variant.label()))
             if best is None or us < best[0]:
-                best = us, Choice(algorithm, variant.slice_bytes, variant.num_sms)
+                best = us, choice
         reasons += [f"{label}: slower, predicted {us:.1f} us" for us, label in sorted(predicted)[1:]]
         return best[1] if best else None
+
+    def _unpredicted(self, variant: Variant) -> str | None:
+        if variant.mode not in self._modes:
+            return f"mode {variant.mode} is not served here"
+        if variant.mode == COMPILED:
+            return "compiled programs are used where they were measured"
+        if variant.mode == EXCHANGE and self.machine.one_thread:
+            return "many threads share an exchange, and a CPU rank has one"
+        return None
 
     def _tell(self, collective: str, num_bytes: int, choice: Choice, reasons: Sequence[str]) -> None:
         shape = (collective, num_bytes)
         if shape in self._logged or len(self._logged) > _MAX_LOGGED:
             return
         self._logged.add(shape)
-        algorithm = choice.algorithm
         log.debug(
-            "%s of %d bytes on %d ranks: %s %s; lost: %s",
-            *(collective, num_bytes, self.ranks, algorithm.name, algorithm.protocol),
+            "%s of %d bytes on %d ranks: %s; lost: %s",
+            *(collective, num_bytes, self.ranks, choice.label()),
             "; ".join(reasons) or "nothing else was tried",
         )
 
@@ -310,7 +398,10 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
         int(row.get("slice_bytes", 0)),
         int(row.get("num_sms", 0)),
         options,
+        row.get("mode", PROGRAM),
     )
+    if variant.mode not in MODES:
+        raise ValueError(f"no mode {variant.mode!r}")
     if variant.name not in entries():
         raise ValueError(f"no algorithm {variant.name!r}")
     limit = row.get("max_bytes")

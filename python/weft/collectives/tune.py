@@ -187,6 +187,8 @@ def _winner(
                     "protocol": variant.protocol,
                     "instances": variant.instances,
                     "slice_bytes": variant.slice_bytes,
+                    "num_sms": variant.num_sms,
+                    "mode": variant.mode,
                 },
             }
     if best is None:
@@ -201,10 +203,12 @@ def _time(
     import torch
     import torch.distributed as dist
 
-    from weft.collectives.selector import build_variant
+    from weft.collectives.selector import PROGRAM
 
+    if variant.mode != PROGRAM and device.type != "cuda":
+        return None  # one thread does an exchange slowly, and compiled programs ask for a C++ compiler
     try:
-        algorithm = build_variant(variant, me.size, call == "all_reduce")
+        choice = variant.choice(me.size, call == "all_reduce")
     except Error:
         return None
     elems = max(1, num_bytes // 4 // me.size)
@@ -212,13 +216,13 @@ def _time(
         (elems if call == "all_gather" else elems * me.size,), float(me.rank + 1), device=device
     )
     function: Callable[..., Any] = getattr(collectives, call)
-    result = function(tensor.clone(), algorithm=algorithm)
+    result = function(tensor.clone(), algorithm=choice)
     _check(me, call, result, elems)
 
     def once() -> float:
         dist.barrier(group=me.group)
         start = time.perf_counter()
-        function(tensor, algorithm=algorithm)
+        function(tensor, algorithm=choice)
         if device.type == "cuda":
             torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e6

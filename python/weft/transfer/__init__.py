@@ -16,15 +16,16 @@ Writes are one-sided; nothing orders two transfers; the immediate of a write is 
 from __future__ import annotations
 
 from weft.transfer.buffers import Pages, Span
-from weft.transfer.engine import (
+from weft.transfer.engine import TransferEngine
+from weft.transfer.handles import (
     Counter,
     ImmCounter,
     Memory,
     Peer,
     Remote,
+    Source,
     Target,
     Transfer,
-    TransferEngine,
     Watch,
 )
 from weft.transfer.providers import FaultPlan, LoopbackNetwork, Nic, nics, provider_names
@@ -39,6 +40,7 @@ __all__ = [
     "Pages",
     "Peer",
     "Remote",
+    "Source",
     "Span",
     "Target",
     "Transfer",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,10 +42,31 @@ class Pages:
     offset: int = 0
 
     def to_core(self) -> tuple[int, int, list[int], int]:
-        """Return (offset, stride, indices, count) as the extension takes them."""
+        """Return (offset, stride, indices, count) as the extension takes them.
+
+        Raises: weft.Error for negative numbers and for indices that are no whole numbers below 2**32.
+        """
+        offset, stride = whole("offset", self.offset), whole("stride", self.stride)
         if isinstance(self.indices, int):
-            return (self.offset, self.stride, [], self.indices)
-        return (self.offset, self.stride, [int(i) for i in self.indices], 0)
+            return (offset, stride, [], whole("indices", self.indices))
+        try:
+            indices = list(map(operator.index, self.indices))
+        except TypeError:
+            raise invalid("indices", "something else", "whole numbers") from None
+        if indices and not 0 <= min(indices) <= max(indices) < 1 << 32:
+            raise invalid("indices", f"{min(indices)} to {max(indices)}", "0 to 4294967295")
+        return (offset, stride, indices, 0)
+
+
+def whole(argument: str, value: object, largest: int = (1 << 63) - 1) -> int:
+    """Return ``value`` as an integer from 0 to ``largest``. Raises: weft.Error for anything else."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise invalid(argument, repr(value), "a whole number") from None
+    if not 0 <= number <= largest:
+        raise invalid(argument, number, f"0 to {largest}")
+    return number
 
 
 def span_of(source: Any) -> Span:
@@ -56,6 +78,13 @@ def span_of(source: Any) -> Span:
             ``bytearray``, ``memoryview``, ``mmap``).
     Raises: weft.Error naming what is wrong with it.
     """
+    span = _span_of_any(source)
+    if span.bytes == 0:
+        raise invalid("source", "0 bytes", "1 or more")
+    return span
+
+
+def _span_of_any(source: Any) -> Span:
     if isinstance(source, Span):
         return source
     if hasattr(source, "data_ptr") and hasattr(source, "is_contiguous"):
@@ -70,13 +99,13 @@ def span_of(source: Any) -> Span:
         ) from None
     if view.readonly or not view.c_contiguous:
         raise invalid("source", "a read-only or strided buffer", "a writable, contiguous one")
-    if view.nbytes == 0:
-        raise invalid("source", "0 bytes", "1 or more")
-    address = ctypes.addressof(ctypes.c_char.from_buffer(view.cast("B")))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view.cast("B"))) if view.nbytes else 0
     return Span(address, view.nbytes, HOST, (source, view))
 
 
 def _span_of_tensor(tensor: Any) -> Span:
+    if "strided" not in str(tensor.layout):
+        raise invalid("source", f"a tensor with layout {tensor.layout}", "a strided, contiguous one")
     if not tensor.is_contiguous():
         raise invalid("source", f"a tensor with strides {tuple(tensor.stride())}", "a contiguous one")
     kind = tensor.device.type

@@ -3,24 +3,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from weft import _core
-from weft.errors import Error, from_core, invalid
-from weft.transfer.buffers import Pages, Span, span_of
+from weft.errors import invalid
+from weft.transfer.buffers import Pages, Span, span_of, whole
+from weft.transfer.handles import (
+    Completion,
+    Counter,
+    ImmCounter,
+    Memory,
+    Peer,
+    Remote,
+    Source,
+    Target,
+    Transfer,
+    Watch,
+    for_core,
+)
 from weft.transfer.providers import LoopbackNetwork, Nic
 
 REMOTE_READ = 1
 REMOTE_WRITE = 2
 ANY_RAIL = -1
-
-Completion = Callable[[Error | None], None]
+IMM_MAX = (1 << 20) - 1
 
 _open_engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
 
@@ -31,279 +41,36 @@ def _close_all() -> None:
         engine.close()
 
 
-def _length(nbytes: int | None, whole: int, **offsets: int) -> int:
-    """Return ``nbytes``, or what is left of ``whole`` bytes behind the first offset."""
+def _length(nbytes: int | None, of: Memory | Remote, **offsets: int) -> int:
+    """Return ``nbytes``, or how many bytes of ``of`` lie behind the first offset."""
     for name, offset in offsets.items():
-        if offset < 0:
-            raise invalid(name, offset, "0 or more")
+        whole(name, offset)
     if nbytes is None:
-        return max(whole - next(iter(offsets.values())), 0)
-    if nbytes < 0:
-        raise invalid("nbytes", nbytes, "0 or more")
-    return nbytes
+        return max(of.nbytes - next(iter(offsets.values())), 0)
+    return whole("nbytes", nbytes)
 
 
-def _to_error(outcome: tuple[str, str] | None) -> Error | None:
-    return None if outcome is None else from_core(*outcome)
+def _handle(argument: str, given: Any, wanted: type[Any]) -> Any:
+    """Return what the extension knows ``given`` by. Raises: weft.Error unless it is of the type ``wanted``."""
+    if not isinstance(given, wanted):
+        raise invalid(argument, type(given).__name__, wanted.__name__)
+    return given.core
 
 
-def _for_core(callback: Completion | None) -> Callable[[tuple[str, str] | None], None] | None:
-    if callback is None:
-        return None
-    return lambda outcome: callback(_to_error(outcome))
+def _text(argument: str, given: Any) -> bytes:
+    if not isinstance(given, bytes | bytearray | memoryview):
+        raise invalid(argument, type(given).__name__, "bytes")
+    return bytes(given)
 
 
-def _settle(future: asyncio.Future[None], error: Error | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+def _places(remote_offset: int, local_offset: int, nbytes: int) -> tuple[int, int, int]:
+    return whole("offset", remote_offset), whole("offset", local_offset), whole("nbytes", nbytes)
 
 
-def _future_of(register: Callable[[Completion], None]) -> asyncio.Future[None]:
-    """Return a future of the running loop that ``register``'s callback settles from another thread."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: Error | None) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(_settle, future, error)
-
-    register(settle)
-    return future
-
-
-class Peer:
-    """Another engine that this one is connected to."""
-
-    def __init__(self, core: Any) -> None:
-        """Made by ``TransferEngine.connect``."""
-        self.core = core
-
-    @property
-    def name(self) -> str:
-        """What the peer calls itself."""
-        return str(self.core.name)
-
-    @property
-    def state(self) -> str:
-        """``connecting``, ``connected``, ``lost`` or ``closed``."""
-        return str(self.core.state)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether transfers to it can be started."""
-        return bool(self.core.is_alive)
-
-    @property
-    def why(self) -> str:
-        """Why it is lost; empty while it is not."""
-        return str(self.core.why)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Peer) and self.core is other.core
-
-    def __hash__(self) -> int:
-        return id(self.core)
-
-    def __repr__(self) -> str:
-        return f"Peer({self.name!r}, {self.state})"
-
-
-class Memory:
-    """Memory of this process that an engine may read and write. Keeps the tensor or array alive."""
-
-    def __init__(self, engine: TransferEngine, core: Any, span: Span) -> None:
-        """Made by ``TransferEngine.register``."""
-        self.engine, self.core, self.span = engine, core, span
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes are registered."""
-        return self.span.bytes
-
-    @property
-    def path(self) -> str:
-        """How NICs reach it: ``host``, ``dmabuf``, ``peer memory``, or ``staged`` through pinned host memory."""
-        return str(self.core.path)
-
-    @property
-    def path_reason(self) -> str:
-        """Why that way: the NIC that cannot reach it, or what its driver said."""
-        return str(self.core.path_reason)
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether no NIC reaches it, so that transfers go through pinned host memory."""
-        return self.path == "staged"
-
-    @property
-    def descriptor(self) -> bytes:
-        """Bytes with which a connected peer attaches this memory. They hold its key: treat them as a secret.
-
-        Raises: weft.Error when it was registered without remote access.
-        """
-        return bytes(self.engine.core.describe(self.core))
-
-    def unregister(self, timeout_s: float = 10.0) -> None:
-        """Take the memory back; returns once no peer can touch it any more.
-
-        Raises: weft.PeerLost naming peers that did not confirm in time; it is unregistered all the same.
-        """
-        self.engine.core.unregister(self.core, timeout_s)
-
-
-class Remote:
-    """Memory of a peer that this engine may read or write."""
-
-    def __init__(self, core: Any) -> None:
-        """Made by ``TransferEngine.attach``."""
-        self.core = core
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes its owner registered."""
-        return int(self.core.bytes)
-
-    @property
-    def peer(self) -> Peer:
-        """Its owner."""
-        return Peer(self.core.peer)
-
-    @property
-    def is_revoked(self) -> bool:
-        """Whether its owner has taken it back or is lost."""
-        return bool(self.core.is_revoked)
-
-
-@dataclass(frozen=True)
-class Target:
-    """One destination of a scatter: ``nbytes`` bytes from ``src_offset`` to ``dst_offset`` of ``dst``."""
-
-    dst: Remote
-    nbytes: int
-    src_offset: int = 0
-    dst_offset: int = 0
-
-
-class Counter:
-    """Counts transfers that have ended; pass one to any number of transfers."""
-
-    def __init__(self, engine: TransferEngine) -> None:
-        """Made by ``TransferEngine.counter``."""
-        self.engine, self.core = engine, _core.TransferCounter()
-
-    @property
-    def finished(self) -> int:
-        """Transfers that have ended, also those that failed."""
-        return int(self.core.finished)
-
-    @property
-    def failed(self) -> int:
-        """Transfers that have failed."""
-        return int(self.core.failed)
-
-    def wait(self, finished: int, timeout_s: float | None = None) -> None:
-        """Wait until that many have ended. Raises: the first failure, or PeerLost at the deadline."""
-        self.engine.core.wait_counter(self.core, finished, self.engine.timeout(timeout_s))
-
-
-class ImmCounter:
-    """Counts the immediates with one id from one peer. The value only grows; early arrivals are kept."""
-
-    def __init__(self, engine: TransferEngine, core: Any) -> None:
-        """Made by ``TransferEngine.imm``."""
-        self.engine, self.core = engine, core
-
-    @property
-    def value(self) -> int:
-        """Immediates that have arrived since the connection was made."""
-        return int(self.core.value)
-
-    def wait(self, at_least: int, timeout_s: float | None = None) -> None:
-        """Wait for a value of at least that. Raises: PeerLost with the peer, what was expected and seen."""
-        self.engine.core.wait_imm(self.core, at_least, self.engine.timeout(timeout_s))
-
-    def on_reach(self, at_least: int, callback: Completion) -> None:
-        """Call ``callback(None)`` once the value is that or more, ``callback(error)`` if the peer is lost."""
-        self.engine.core.on_imm(self.core, at_least, _for_core(callback))
-
-    def reach(self, at_least: int) -> asyncio.Future[None]:
-        """Return an asyncio future for the same: ``await counter.reach(3)``."""
-        return _future_of(lambda settle: self.on_reach(at_least, settle))
-
-
-class Transfer:
-    """One submitted transfer: wait for it, await it, cancel it."""
-
-    def __init__(self, engine: TransferEngine, core: Any) -> None:
-        """Made by the methods of ``TransferEngine``."""
-        self.engine, self.core = engine, core
-
-    @property
-    def phase(self) -> str:
-        """``queued``, ``posted``, ``draining``, ``done``, ``failed`` or ``cancelled``."""
-        return str(self.core.phase)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the engine and the NIC are through with the local memory."""
-        return bool(self.core.is_finished)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to move; of a finished receive, those that arrived."""
-        return int(self.core.bytes)
-
-    @property
-    def peer(self) -> Peer | None:
-        """Of a finished receive: the sender."""
-        return None if self.core.peer is None else Peer(self.core.peer)
-
-    @property
-    def error(self) -> Error | None:
-        """Why it failed; None while it has not."""
-        return _to_error(self.core.outcome)
-
-    def wait(self, timeout_s: float | None = None) -> Transfer:
-        """Wait for the end and return self. Raises: weft.Error, or PeerLost naming the peer."""
-        self.engine.core.wait(self.core, self.engine.timeout(timeout_s))
-        return self
-
-    def cancel(self) -> str:
-        """Drop what is not posted; return the phase that was found. Buffers are free once ``is_finished``."""
-        return str(self.engine.core.cancel(self.core))
-
-    def on_done(self, callback: Completion) -> None:
-        """Call ``callback(None)`` or ``callback(error)`` at its end, on the engine's callback thread."""
-        self.engine.core.on_done(self.core, _for_core(callback))
-
-    def __await__(self) -> Generator[Any, None, Transfer]:
-        yield from _future_of(self.on_done).__await__()
-        return self
-
-
-class Watch:
-    """A 64-bit number that a kernel (or the host) writes, and a callback that sees it grow."""
-
-    def __init__(self, watcher: Any, core: Any) -> None:
-        """Made by ``TransferEngine.watch``."""
-        self._watcher, self.core = watcher, core
-
-    @property
-    def address(self) -> int:
-        """Where to store the number: valid on the host and, on the engine's device, in kernels."""
-        return int(self.core.address)
-
-    def store(self, value: int) -> None:
-        """Store ``value`` from the host, as a kernel would."""
-        self.core.store(value)
-
-    def release(self) -> None:
-        """End it; the callback does not run any more afterwards."""
-        self._watcher.release(self.core)
+def _seconds(argument: str, given: float | None) -> float | None:
+    if given is not None and not given > 0:
+        raise invalid(argument, given, "above 0")
+    return given
 
 
 class TransferEngine:
@@ -345,25 +112,32 @@ class TransferEngine:
                 whys = "; ".join(nic["unusable_because"] for nic in core_provider.probe())
                 raise invalid("provider", f"{core_provider.name} (unusable here: {whys})", "another one")
             nics = usable[:1]
-        self._device = -1 if device is None else device
-        self._timeout_s = _core.config().timeout_s if timeout_s is None else timeout_s
+        self._device = -1 if device is None else whole("device", device, 1 << 16)
+        self._timeout_s = _seconds("timeout_s", timeout_s) or _core.config().timeout_s
         self._watcher: Any = None
+        self._kept: dict[int, Span] = {}  # what is registered, by its id
+        beat = _seconds("heartbeat_s", heartbeat_s) or _core.config().heartbeat_s
+        dead = _seconds("peer_dead_s", peer_dead_s) or _core.config().peer_dead_s
+        if heartbeat_s is not None and beat >= dead:
+            raise invalid("heartbeat_s", heartbeat_s, f"below peer_dead_s, {dead:g}")
+        if peer_dead_s is not None and heartbeat_s is None:
+            beat = min(beat, dead / 4)
         self.core = _core.transfer_open(
             core_provider,
             list(nics),
             name,
             self._timeout_s,
-            heartbeat_s or 0.0,
-            peer_dead_s or 0.0,
+            beat,
+            dead,
             worker,
-            -1 if worker_cpu is None else worker_cpu,
-            shard_bytes_min,
+            -1 if worker_cpu is None else whole("worker_cpu", worker_cpu, 1 << 16),
+            whole("shard_bytes_min", shard_bytes_min),
         )
         _open_engines.add(self)
 
     def timeout(self, timeout_s: float | None) -> float:
         """Return ``timeout_s``, or the engine's where that is None."""
-        return self._timeout_s if timeout_s is None else timeout_s
+        return self._timeout_s if timeout_s is None else float(timeout_s)
 
     @property
     def name(self) -> str:
@@ -385,23 +159,40 @@ class TransferEngine:
     def register(self, source: Any, *, remote_read: bool = False, remote_write: bool = False) -> Memory:
         """Register memory: a contiguous torch tensor, array, writable buffer, or ``Span``.
 
-        Without remote access it can be the source of writes and the target of reads only.
+        Without remote access it can be the source of writes and the target of reads only. It is kept alive
+        until ``unregister`` or ``close``.
         Raises: weft.Error for what cannot be registered.
         """
         span = span_of(source)
         access = (REMOTE_READ if remote_read else 0) | (REMOTE_WRITE if remote_write else 0)
-        return Memory(self, self.core.enroll(span.address, span.bytes, span.device, access), span)
+        core = self.core.enroll(span.address, span.bytes, span.device, access)
+        self._kept[core.id] = span
+        return Memory(self, core, span)
+
+    def unregister(self, memory: Memory, timeout_s: float = 10.0) -> None:
+        """Take memory back; returns once no peer can touch it any more. The same as ``memory.unregister()``.
+
+        Raises: weft.PeerLost naming peers that did not confirm in time; it is unregistered all the same.
+        """
+        core = _handle("memory", memory, Memory)
+        if memory.engine is not self:
+            raise invalid("memory", "memory of another engine", f"memory that {self.name!r} registered")
+        try:
+            self.core.unregister(core, self.timeout(timeout_s))
+        finally:
+            if not core.is_registered:
+                self._kept.pop(core.id, None)
 
     def connect(self, address: bytes, timeout_s: float | None = None) -> Peer:
         """Connect to the engine with that ``address``; the same Peer until it is lost, a new life afterwards.
 
         Raises: PeerLost when it does not answer; weft.Error for bytes that are no address of this provider.
         """
-        return Peer(self.core.connect(address, self.timeout(timeout_s)))
+        return Peer(self.core.connect(_text("address", address), self.timeout(timeout_s)))
 
     def disconnect(self, peer: Peer) -> None:
         """End the connection; on both sides everything under way with the other fails."""
-        self.core.disconnect(peer.core)
+        self.core.disconnect(_handle("peer", peer, Peer))
 
     @property
     def peers(self) -> list[Peer]:
@@ -413,7 +204,7 @@ class TransferEngine:
 
         Raises: weft.Error when its owner refuses (taken back, wrong key); PeerLost when it does not answer.
         """
-        return Remote(self.core.attach(descriptor, self.timeout(timeout_s)))
+        return Remote(self.core.attach(_text("descriptor", descriptor), self.timeout(timeout_s)))
 
     # ---- transfers
 
@@ -441,9 +232,10 @@ class TransferEngine:
             counter, callback: told of the end, besides the returned Transfer.
         Raises: weft.Error at once for a wrong argument, and nothing is written.
         """
+        core_src, core_dst = _handle("src", src, Memory), _handle("dst", dst, Remote)
         how = self._how(imm, notify, rail, timeout_s, counter, callback)
-        count = _length(nbytes, src.nbytes, src_offset=src_offset, dst_offset=dst_offset)
-        return Transfer(self, self.core.write(src.core, src_offset, dst.core, dst_offset, count, how))
+        count = _length(nbytes, src, src_offset=src_offset, dst_offset=dst_offset)
+        return Transfer(self, self.core.write(core_src, src_offset, core_dst, dst_offset, count, how))
 
     def read(
         self,
@@ -459,9 +251,10 @@ class TransferEngine:
         callback: Completion | None = None,
     ) -> Transfer:
         """Read ``nbytes`` (default: all of ``src`` from ``src_offset`` on). The peer is not told of it."""
+        core_dst, core_src = _handle("dst", dst, Memory), _handle("src", src, Remote)
         how = self._how(None, "once", rail, timeout_s, counter, callback)
-        count = _length(nbytes, src.nbytes, src_offset=src_offset, dst_offset=dst_offset)
-        return Transfer(self, self.core.read(dst.core, dst_offset, src.core, src_offset, count, how))
+        count = _length(nbytes, src, src_offset=src_offset, dst_offset=dst_offset)
+        return Transfer(self, self.core.read(core_dst, dst_offset, core_src, src_offset, count, how))
 
     def write_pages(
         self,
@@ -480,12 +273,7 @@ class TransferEngine:
     ) -> Transfer:
         """Write page i of ``src_pages`` to page i of ``dst_pages``, ``page_bytes`` each, as one transfer."""
         how = self._how(imm, notify, rail, timeout_s, counter, callback)
-        return Transfer(
-            self,
-            self.core.paged(
-                True, src.core, src_pages.to_core(), dst.core, dst_pages.to_core(), page_bytes, how
-            ),
-        )
+        return self._paged(True, src, src_pages, dst, dst_pages, page_bytes, how)
 
     def read_pages(
         self,
@@ -502,12 +290,7 @@ class TransferEngine:
     ) -> Transfer:
         """Read page i of ``src_pages`` into page i of ``dst_pages``, ``page_bytes`` each, as one transfer."""
         how = self._how(None, "once", rail, timeout_s, counter, callback)
-        return Transfer(
-            self,
-            self.core.paged(
-                False, dst.core, dst_pages.to_core(), src.core, src_pages.to_core(), page_bytes, how
-            ),
-        )
+        return self._paged(False, dst, dst_pages, src, src_pages, page_bytes, how)
 
     def scatter(
         self,
@@ -526,14 +309,32 @@ class TransferEngine:
         ``imm`` is counted once per target.
         """
         how = self._how(imm, notify, rail, timeout_s, counter, callback)
-        rows = [(t.dst.core, t.dst_offset, t.src_offset, t.nbytes) for t in targets]
-        return Transfer(self, self.core.scatter(src.core, rows, how))
+        rows = [
+            (_handle("dst", t.dst, Remote), *_places(t.dst_offset, t.src_offset, t.nbytes)) for t in targets
+        ]
+        return Transfer(self, self.core.spread(True, _handle("src", src, Memory), rows, how))
+
+    def gather(
+        self,
+        dst: Memory,
+        sources: Sequence[Source],
+        *,
+        rail: int = ANY_RAIL,
+        timeout_s: float | None = None,
+        counter: Counter | None = None,
+        callback: Completion | None = None,
+    ) -> Transfer:
+        """Read ranges of memory of one or many peers into ``dst``, as one transfer: the opposite of ``scatter``."""
+        how = self._how(None, "once", rail, timeout_s, counter, callback)
+        rows = [
+            (_handle("src", s.src, Remote), *_places(s.src_offset, s.dst_offset, s.nbytes)) for s in sources
+        ]
+        return Transfer(self, self.core.spread(False, _handle("dst", dst, Memory), rows, how))
 
     def notify(self, peer: Peer, imm: int, timeout_s: float | None = None) -> Transfer:
         """Send an immediate alone."""
-        return Transfer(
-            self, self.core.notify(peer.core, self._how(imm, "once", ANY_RAIL, timeout_s, None, None))
-        )
+        how = self._how(whole("imm", imm, IMM_MAX), "once", ANY_RAIL, timeout_s, None, None)
+        return Transfer(self, self.core.notify(_handle("peer", peer, Peer), how))
 
     def send(
         self,
@@ -548,8 +349,9 @@ class TransferEngine:
     ) -> Transfer:
         """Send a message, of any length; messages of one peer are received in the order they were sent."""
         how = self._how(None, "once", ANY_RAIL, timeout_s, counter, callback)
-        count = _length(nbytes, src.nbytes, offset=offset)
-        return Transfer(self, self.core.send(peer.core, src.core, offset, count, how))
+        core_peer, core_src = _handle("peer", peer, Peer), _handle("src", src, Memory)
+        count = _length(nbytes, src, offset=offset)
+        return Transfer(self, self.core.send(core_peer, core_src, offset, count, how))
 
     def recv(
         self,
@@ -564,27 +366,36 @@ class TransferEngine:
     ) -> Transfer:
         """Receive the next message from ``peer``, or from anyone; fails if it is longer than ``nbytes``."""
         how = self._how(None, "once", ANY_RAIL, timeout_s, counter, callback)
-        count = _length(nbytes, dst.nbytes, offset=offset)
-        core_peer = None if peer is None else peer.core
-        return Transfer(self, self.core.recv(core_peer, dst.core, offset, count, how))
+        core_dst = _handle("dst", dst, Memory)
+        core_peer = None if peer is None else _handle("peer", peer, Peer)
+        count = _length(nbytes, dst, offset=offset)
+        return Transfer(self, self.core.recv(core_peer, core_dst, offset, count, how))
 
     # ---- immediates, counters, watchers
 
     def imm(self, peer: Peer, id: int) -> ImmCounter:
-        """Return the counter of immediates ``id`` from ``peer``."""
-        return ImmCounter(self, self.core.imm_counter(peer.core, id))
+        """Return the counter of immediates ``id`` (0 to 1048575) from ``peer``."""
+        return ImmCounter(self, self.core.imm_counter(_handle("peer", peer, Peer), whole("imm", id, IMM_MAX)))
 
-    def expected_imms(self, nbytes: int, pages: int = 0) -> int:
-        """Return how many immediates a peer counts for one write by this engine with ``notify="each"``.
+    def expected_imms(self, nbytes: int, pages: int = 0, sender: Peer | None = None) -> int:
+        """Return how many immediates the target of one write with ``notify="each"`` counts.
 
         Args:
             nbytes: of the write, or of one page when ``pages`` is given.
+            sender: whose write it is, if not this engine's own: a peer with the same NICs' limits and
+                ``shard_bytes_min``, but its own number of rails.
         """
-        return int(self.core.expected_imms(pages, nbytes))
+        rails = 0 if sender is None else _handle("sender", sender, Peer).rails
+        return int(self.core.expected_imms(whole("pages", pages), whole("nbytes", nbytes), rails))
 
     def barrier(self, peers: Sequence[Peer], id: int, timeout_s: float | None = None) -> None:
-        """Wait until each of ``peers`` has called ``barrier`` with this id as often as this engine has."""
-        self.core.barrier([peer.core for peer in peers], id, self.timeout(timeout_s))
+        """Wait until each of ``peers`` has called ``barrier`` with this id as often as this engine has.
+
+        Ids are 0 to 1048575 and have nothing to do with those of immediates.
+        Raises: PeerLost naming the first peer that did not come in time.
+        """
+        group = [_handle("peers", peer, Peer) for peer in peers]
+        self.core.barrier(group, whole("id", id, IMM_MAX), self.timeout(timeout_s))
 
     def counter(self) -> Counter:
         """Return a new counter of finished transfers."""
@@ -611,11 +422,16 @@ class TransferEngine:
         return str(self.core.dump())
 
     def close(self) -> None:
-        """Fail what is under way, tell peers, stop the threads. Not from inside a callback. Idempotent."""
+        """Fail what is under way, tell peers, stop the threads, let go of registered memory. Idempotent."""
         if self._watcher is not None:
             self._watcher.close()
         self.core.close()
+        self._kept.clear()
         _open_engines.discard(self)
+
+    def __del__(self) -> None:
+        if hasattr(self, "core"):
+            self.close()
 
     def __enter__(self) -> TransferEngine:
         return self
@@ -636,9 +452,26 @@ class TransferEngine:
     ) -> tuple[Any, ...]:
         if notify not in ("once", "each"):
             raise invalid("notify", repr(notify), "'once' or 'each'")
-        if imm is not None and not 0 <= imm < 1 << 20:
-            raise invalid("imm", imm, "0 to 1048575")
-        if timeout_s is not None and timeout_s <= 0:
-            raise invalid("timeout_s", timeout_s, "above 0")
-        core_counter = None if counter is None else counter.core
-        return (imm, notify == "each", rail, timeout_s or 0.0, core_counter, _for_core(callback))
+        if imm is not None:
+            imm = whole("imm", imm, IMM_MAX)
+        if rail != ANY_RAIL:
+            rail = whole("rail", rail, 1 << 16)
+        deadline_s = _seconds("timeout_s", timeout_s) or 0.0
+        core_counter = None if counter is None else _handle("counter", counter, Counter)
+        return (imm, notify == "each", rail, float(deadline_s), core_counter, for_core(callback))
+
+    def _paged(
+        self,
+        is_write: bool,
+        local: Memory,
+        local_pages: Pages,
+        remote: Remote,
+        remote_pages: Pages,
+        page_bytes: int,
+        how: tuple[Any, ...],
+    ) -> Transfer:
+        names = ("src", "dst") if is_write else ("dst", "src")
+        core_local, core_remote = _handle(names[0], local, Memory), _handle(names[1], remote, Remote)
+        here, there = local_pages.to_core(), remote_pages.to_core()
+        nbytes = whole("page_bytes", page_bytes)
+        return Transfer(self, self.core.paged(is_write, core_local, here, core_remote, there, nbytes, how))

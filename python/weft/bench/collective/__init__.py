@@ -50,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where Weft's tensors lie: torch's memory, or a window, which peers reach directly "
         "(auto: ordinary on the CPU, a window on GPUs); the baseline's are torch's",
     )
+    parser.add_argument(
+        "--algorithm",
+        metavar="NAME [LL|LL128] [xN] [compiled|exchange] [sms=N]",
+        default="",
+        help="what serves the one call of --calls, instead of Weft's choice",
+    )
     parser.add_argument("--ranks", type=int, default=0, help="default: torchrun's, all GPUs, or 4")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("-n", "--iterations", type=int, default=0, help="samples (default by size)")
@@ -80,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
         raise invalid(
             "sizes", (args.min_bytes, args.max_bytes, args.factor), "min <= max and a factor of 2 or more"
         )
+    if args.algorithm and len(calls) != 1:
+        raise invalid("calls", args.calls, "one call, where --algorithm says what serves it")
     options = Options(
         calls=calls,
         min_bytes=args.min_bytes,
@@ -94,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
         check=not args.no_check,
         baseline=not args.no_baseline,
         eager=args.eager,
+        algorithm=args.algorithm,
         in_window=args.memory == "window" or (args.memory == "auto" and bool(gpus)),
     )
     if torch.distributed.is_torchelastic_launched():

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from weft.bench.report import Row, progress, slowest_rank
 from weft.collectives.calls import Collectives
+from weft.collectives.selector import Choice, parse_variant
 from weft.errors import Error
 from weft.runtime.communicator import Communicator, Window
 from weft.testing.ranks import Rank
@@ -59,6 +60,7 @@ class Options:
     baseline: bool
     eager: bool
     in_window: bool
+    algorithm: str = ""  # as for parse_variant; "": Weft chooses
 
 
 @dataclass
@@ -260,9 +262,15 @@ class Cases:
         self.me, self.weft, self.group, self.device, self.window = me, collectives, group, device, window
         self.options = options
         self.dtype: torch.dtype = getattr(torch, options.dtype)
+        self.choice: Choice | None = None
+        if options.algorithm:
+            inplace = options.calls[0] in ("all_reduce", "broadcast")
+            self.choice = parse_variant(options.algorithm).choice(me.size, inplace)
 
     def algorithm(self, call: str, num_bytes: int) -> str:
         """Return what Weft chose last for the call."""
+        if self.choice is not None:
+            return self.choice.label()
         name = call.replace("send_recv", "sendrecv").replace("_", "")
         return next((str(key) for key in self.weft.chosen(name, num_bytes)), "")
 
@@ -317,7 +325,7 @@ class Cases:
             (lambda: dist.all_reduce(m.theirs, reduce_op, group=self.group)) if self._has_baseline() else None
         )
         return Case(
-            lambda: self.weft.all_reduce(m.tensor, op, out=target),
+            lambda: self.weft.all_reduce(m.tensor, op, out=target, algorithm=self.choice),
             baseline,
             lambda: m.tensor if target is None else m.out,
             lambda: self._reduced(elems),
@@ -327,7 +335,7 @@ class Cases:
     def _all_gather(self, part: int) -> Case:
         m = self._tensors(part, part * self.me.size)
         return Case(
-            lambda: self.weft.all_gather(m.tensor, out=m.out),
+            lambda: self.weft.all_gather(m.tensor, out=m.out, algorithm=self.choice),
             lambda: dist.all_gather_into_tensor(m.into, m.theirs, group=self.group),
             lambda: m.out,
             lambda: torch.cat([self._values(rank, part) for rank in range(self.me.size)]),
@@ -341,7 +349,7 @@ class Cases:
         if self._has_baseline():
             baseline = lambda: dist.reduce_scatter_tensor(m.into, m.theirs, reduce_op, group=self.group)  # noqa: E731
         return Case(
-            lambda: self.weft.reduce_scatter(m.tensor, op, out=m.out),
+            lambda: self.weft.reduce_scatter(m.tensor, op, out=m.out, algorithm=self.choice),
             baseline,
             lambda: m.out,
             lambda: self._reduced(part * self.me.size).view(self.me.size, part)[self.me.rank],
@@ -352,7 +360,7 @@ class Cases:
         ranks = self.me.size
         m = self._tensors(part * ranks, part * ranks)
         return Case(
-            lambda: self.weft.all_to_all(m.tensor, out=m.out),
+            lambda: self.weft.all_to_all(m.tensor, out=m.out, algorithm=self.choice),
             lambda: dist.all_to_all_single(m.into, m.theirs, group=self.group),
             lambda: m.out,
             lambda: torch.cat(
@@ -365,7 +373,7 @@ class Cases:
         elems = part * self.me.size
         m = self._tensors(elems, 1)
         return Case(
-            lambda: self.weft.broadcast(m.tensor, 0),
+            lambda: self.weft.broadcast(m.tensor, 0, algorithm=self.choice),
             lambda: dist.broadcast(m.theirs, 0, group=self.group),
             lambda: m.tensor,
             lambda: self._values(0, elems),

@@ -1,0 +1,497 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// exchange.cuh: all_reduce, all_gather, reduce_scatter and all_to_all where every rank maps every other, each
+// as one kernel without steps to decode. Two ways:
+//   lines   every value travels beside its flag into the receiver's inbox, which needs no hand-shake and no
+//           fence; on the critical path are one look at the block's counter and one trip to the peer
+//           (all_reduce of larger buffers: two trips). The least latency; twice the bytes.
+//   places  ranks tell each other where their buffers are; then all_gather and all_to_all push straight into
+//           the peers' outputs by bulk copies, reduce_scatter and all_reduce read the peers' inputs, add in
+//           registers and write straight into the outputs. Every byte crosses a link once (all_reduce:
+//           twice). Two trips more than lines. Where some rank's buffers are in no window, all ranks see it
+//           and take lines instead.
+// Sums are in the order of ranks, so all ranks get the same bits. Waits: for lines, cards and the last
+// signals of every peer; bounded by the wait rule. exchange_args.h says why slots may be reused without
+// asking.
+#pragma once
+
+#include "kernels/collective/exchange_args.h"
+#include "kernels/collective/message.cuh"
+#include "kernels/core/channel.cuh"
+
+namespace weft {
+
+namespace exchange {
+
+inline constexpr uint32_t kPipeStages = 4;
+// Looks at a flag before the first pause: what is waited for is mostly under way.
+inline constexpr uint32_t kEagerLooks = Warp::kMaxSize == 1 ? 0 : 64;
+// Sources that one thread has under way while it adds; registers bound it, of which conversions take many.
+template <class Combiner>
+inline constexpr uint32_t kSourcesInFlight = Combiner::kPerVec > 8 ? 2 : 8;
+
+WEFT_DEVICE constexpr uint32_t pipe_bytes(uint32_t piece_bytes) {
+  return 128 + kPipeStages * ((piece_bytes + 127) / 128 * 128);
+}
+
+// Places of all ranks' inputs and outputs, in shared memory after a meeting.
+struct Met {
+  uint32_t all_have_places;
+  uint32_t all_came;
+  uint32_t reserved[2];
+};
+WEFT_DEVICE constexpr uint32_t places_bytes(uint32_t ranks) {
+  return (static_cast<uint32_t>(sizeof(Met)) + 2 * ranks * 8 + 127) / 128 * 128;
+}
+
+template <class MeshT, class Shape>
+struct Run {
+  const ExchangeArgs& a;
+  const MeshT& mesh;
+  const Shape& shape;
+  Block block;
+  uint32_t self;
+  uint32_t ranks;
+
+  WEFT_DEVICE Exchange kind() const { return static_cast<Exchange>(shape.exchange); }
+  WEFT_DEVICE uint32_t
+  peer(uint32_t step) const {  // step counts from 1: every rank starts with its neighbour
+    const uint32_t rank = self + step;
+    return rank < ranks ? rank : rank - ranks;
+  }
+  WEFT_DEVICE bool pushes() const { return kind() == Exchange::kAllGather || kind() == Exchange::kAllToAll; }
+  // Whether peers touch this buffer.
+  WEFT_DEVICE bool needs(uint32_t which) const {
+    return kind() == Exchange::kAllReduce || which == (pushes() ? 1 : 0);
+  }
+  WEFT_DEVICE Met* met() const { return reinterpret_cast<Met*>(block.shared()); }
+  WEFT_DEVICE std::byte** places(uint32_t which) const {  // 0: inputs, 1: outputs; by rank
+    return reinterpret_cast<std::byte**>(met() + 1) + which * ranks;
+  }
+};
+
+// One more look at what `peer` owes has failed. True: time is up, or another thread has raised a fault.
+struct Patience {
+  const WaitRule& rule;
+  uint32_t block;
+  uint64_t since_ns = 0;
+
+  WEFT_DEVICE bool ends(uint32_t looks, uint32_t peer, uint64_t expected, uint64_t seen) {
+    if (looks >= kEagerLooks) pause(looks - kEagerLooks);
+    if ((looks & 63) != 63) return false;
+    const uint64_t now = now_ns();
+    if (since_ns == 0) since_ns = now;
+    if (now - since_ns > rule.timeout_ns)
+      raise(rule.fault, Site::kCollective, rule.self, peer, expected, seen, now - since_ns, block << 16);
+    return load_relaxed(&rule.fault->raised) != 0;
+  }
+};
+
+// ---- lines
+
+// The block's regions of one round: in a peer's inbox, and for a peer in the own one. `number` counts from 1.
+template <class R>
+struct Round {
+  const R& run;
+  uint64_t number;
+
+  WEFT_DEVICE uint64_t region(uint32_t sender) const {
+    const ExchangeLayout& layout = run.a.layout;
+    const uint64_t at = ((number & 1) * run.ranks + sender) * layout.blocks + run.block.index();
+    return layout.inbox_at + at * layout.region_units * 32;
+  }
+  WEFT_DEVICE Slot to(uint32_t peer) const { return {run.mesh.to(peer).mapped() + region(run.self), number}; }
+  WEFT_DEVICE Slot from(uint32_t peer) const { return {run.mesh.local() + region(peer), number}; }
+};
+
+// Units [first, first + count) of every part that moves in a round.
+struct Slice {
+  uint64_t first;
+  uint32_t count;
+};
+
+WEFT_DEVICE Vec16 load_unit(const Piece& piece, uint64_t unit) {
+  if (unit < message::whole_units(piece, unit + 1))
+    return load_vec(reinterpret_cast<const Vec16*>(piece.at) + unit);
+  return message::load_ragged(piece, unit);
+}
+WEFT_DEVICE void store_unit(const Piece& piece, uint64_t unit, const Vec16& value) {
+  if (unit < message::whole_units(piece, unit + 1))
+    return store_vec(reinterpret_cast<Vec16*>(piece.at) + unit, value);
+  message::store_ragged(piece, unit, value);
+}
+
+WEFT_DEVICE Piece part_of(std::byte* base, uint64_t bytes, uint64_t part) {
+  return {base + part * bytes, bytes};
+}
+// Part `rank` of an all_reduce in two exchanges: equal numbers of units, of which the last parts may lack
+// some.
+WEFT_DEVICE Piece share_of_buffer(std::byte* base, uint64_t bytes, uint64_t share_units, uint64_t rank) {
+  const uint64_t at = rank * share_units * 16;
+  const uint64_t start = at < bytes ? at : bytes;
+  const uint64_t rest = bytes - start;
+  return {base + start, rest < share_units * 16 ? rest : share_units * 16};
+}
+WEFT_DEVICE uint64_t share_units_of(uint64_t bytes, uint32_t ranks) {
+  return ((bytes + 15) / 16 + ranks - 1) / ranks;
+}
+
+// Sends the slice of piece_for(peer) to every peer.
+template <class R, class PieceFor>
+WEFT_DEVICE void send_lines(const Round<R>& round, Slice slice, PieceFor piece_for) {
+  const R& run = round.run;
+  const uint32_t items = slice.count * (run.ranks - 1);
+  for (uint32_t item = run.block.rank(); item < items; item += run.block.size()) {
+    const uint32_t step = item / slice.count, unit = item - step * slice.count;
+    const uint32_t peer = run.peer(step + 1);
+    message::LlWire::put(round.to(peer), unit, load_unit(piece_for(peer), slice.first + unit));
+  }
+}
+
+// Stores what every peer sends into piece_from(peer).
+template <class R, class PieceFrom>
+WEFT_DEVICE void receive_lines(const Round<R>& round, Slice slice, PieceFrom piece_from) {
+  const R& run = round.run;
+  Patience patience{run.a.wait, run.block.index()};
+  const uint32_t items = slice.count * (run.ranks - 1);
+  for (uint32_t item = run.block.rank(); item < items; item += run.block.size()) {
+    const uint32_t step = item / slice.count, unit = item - step * slice.count;
+    const uint32_t peer = run.peer(step + 1);
+    const Vec16 value = message::LlWire::take(round.from(peer), unit, [&](uint32_t looks) {
+      return patience.ends(looks, peer, round.number, round.number - 1);
+    });
+    store_unit(piece_from(peer), slice.first + unit, value);
+  }
+}
+
+// This rank's unit plus every peer's, in the order of ranks.
+template <class Combiner, class R>
+WEFT_DEVICE Vec16 sum_of_lines(const Round<R>& round, uint32_t unit, const Vec16& own, Patience& patience) {
+  const R& run = round.run;
+  constexpr uint32_t kInFlight = kSourcesInFlight<Combiner>;
+  Vec16 sum{};
+  // Regions of neighbouring senders stand one stride apart.
+  const std::byte* lines = round.from(0).at + unit * 32;
+  const uint64_t stride = uint64_t{run.a.layout.blocks} * run.a.layout.region_units * 32;
+  for (uint32_t first = 0; first < run.ranks; first += kInFlight) {
+    Vec16 low[kInFlight], high[kInFlight];
+    auto is_peer = [&](uint32_t j) { return first + j < run.ranks && first + j != run.self; };
+    for (uint32_t looks = 0;; ++looks) {
+      WEFT_UNROLL
+      for (uint32_t j = 0; j < kInFlight; ++j) {
+        if (!is_peer(j)) continue;
+        const auto* line = reinterpret_cast<const Vec16*>(lines + (first + j) * stride);
+        low[j] = load_line(line);
+        high[j] = load_line(line + 1);
+      }
+      uint32_t missing = run.ranks;
+      WEFT_UNROLL
+      for (uint32_t j = 0; j < kInFlight; ++j) {
+        const Slot slot{nullptr, round.number};
+        if (is_peer(j) &&
+            !(message::LlWire::is_there(slot, low[j]) && message::LlWire::is_there(slot, high[j])))
+          missing = first + j;
+      }
+      if (missing == run.ranks || patience.ends(looks, missing, round.number, round.number - 1)) break;
+    }
+    WEFT_UNROLL
+    for (uint32_t j = 0; j < kInFlight; ++j) {
+      if (first + j >= run.ranks) continue;
+      const Vec16 value =
+          is_peer(j) ? Vec16{{low[j].words[0], low[j].words[2], high[j].words[0], high[j].words[2]}} : own;
+      sum = first + j == 0 ? value : Combiner::apply(sum, value);
+    }
+  }
+  return sum;
+}
+
+// Adds the slices that came to this rank's and stores the sums; then(unit, sum) is called for each.
+template <class R, class Then>
+WEFT_DEVICE void add_lines(const Round<R>& round, Slice slice, const Piece& own, const Piece& into,
+                           Then then) {
+  const R& run = round.run;
+  with_combiner(run.shape, [&](auto combiner) {
+    Patience patience{run.a.wait, run.block.index()};
+    for (uint32_t unit = run.block.rank(); unit < slice.count; unit += run.block.size()) {
+      const Vec16 mine = load_unit(own, slice.first + unit);
+      const Vec16 sum = sum_of_lines<decltype(combiner)>(round, unit, mine, patience);
+      store_unit(into, slice.first + unit, sum);
+      then(unit, sum);
+    }
+  });
+}
+
+template <class R>
+WEFT_DEVICE void copy_own(const R& run, Slice slice, const Piece& from, const Piece& to) {
+  if (from.at == to.at) return;
+  for (uint32_t unit = run.block.rank(); unit < slice.count; unit += run.block.size())
+    store_unit(to, slice.first + unit, load_unit(from, slice.first + unit));
+}
+
+template <class R>
+WEFT_DEVICE void gather_slice(const R& run, uint64_t number, Slice slice) {
+  const ExchangeArgs& a = run.a;
+  const Round<R> round{run, number};
+  send_lines(round, slice, [&](uint32_t) { return Piece{a.input, a.bytes}; });
+  copy_own(run, slice, {a.input, a.bytes}, part_of(a.output, a.bytes, run.self));
+  receive_lines(round, slice, [&](uint32_t peer) { return part_of(a.output, a.bytes, peer); });
+}
+
+template <class R>
+WEFT_DEVICE void swap_slice(const R& run, uint64_t number, Slice slice) {
+  const ExchangeArgs& a = run.a;
+  const Round<R> round{run, number};
+  send_lines(round, slice, [&](uint32_t peer) { return part_of(a.input, a.bytes, peer); });
+  copy_own(run, slice, part_of(a.input, a.bytes, run.self), part_of(a.output, a.bytes, run.self));
+  receive_lines(round, slice, [&](uint32_t peer) { return part_of(a.output, a.bytes, peer); });
+}
+
+template <class R>
+WEFT_DEVICE void scatter_slice(const R& run, uint64_t number, Slice slice) {
+  const ExchangeArgs& a = run.a;
+  const Round<R> round{run, number};
+  send_lines(round, slice, [&](uint32_t peer) { return part_of(a.input, a.bytes, peer); });
+  add_lines(round, slice, part_of(a.input, a.bytes, run.self), {a.output, a.bytes},
+            [](uint32_t, const Vec16&) {});
+}
+
+template <class R>
+WEFT_DEVICE void reduce_slice_at_once(const R& run, uint64_t number, Slice slice) {
+  const ExchangeArgs& a = run.a;
+  const Round<R> round{run, number};
+  send_lines(round, slice, [&](uint32_t) { return Piece{a.input, a.bytes}; });
+  add_lines(round, slice, {a.input, a.bytes}, {a.output, a.bytes}, [](uint32_t, const Vec16&) {});
+}
+
+// Two rounds: the parts to their owners, whose threads send each sum on as soon as they have it.
+template <class R>
+WEFT_DEVICE void reduce_slice(const R& run, uint64_t number, Slice slice) {
+  const ExchangeArgs& a = run.a;
+  const uint64_t units = share_units_of(a.bytes, run.ranks);
+  auto share = [&](std::byte* base, uint32_t rank) { return share_of_buffer(base, a.bytes, units, rank); };
+  const Round<R> round{run, number};
+  const Round<R> back{run, number + 1};
+  send_lines(round, slice, [&](uint32_t peer) { return share(a.input, peer); });
+  add_lines(round, slice, share(a.input, run.self), share(a.output, run.self),
+            [&](uint32_t unit, const Vec16& sum) {
+              for (uint32_t step = 1; step < run.ranks; ++step)
+                message::LlWire::put(back.to(run.peer(step)), unit, sum);
+            });
+  receive_lines(back, slice, [&](uint32_t peer) { return share(a.output, peer); });
+}
+
+template <class R>
+WEFT_DEVICE void run_lines(const R& run) {
+  const ExchangeArgs& a = run.a;
+  const bool is_two_shot = run.kind() == Exchange::kAllReduce && !a.is_one_shot;
+  const uint64_t units = is_two_shot ? share_units_of(a.bytes, run.ranks) : (a.bytes + 15) / 16;
+  ExchangeState& state = a.states[run.block.index()];
+  uint64_t number = state.rounds + 1;
+  for (uint64_t first = uint64_t{run.block.index()} * a.slice_units; first < units;
+       first += uint64_t{run.block.count()} * a.slice_units) {
+    const uint64_t left = units - first;
+    const Slice slice{first, static_cast<uint32_t>(left < a.slice_units ? left : a.slice_units)};
+    if (run.kind() == Exchange::kAllGather)
+      gather_slice(run, number, slice);
+    else if (run.kind() == Exchange::kAllToAll)
+      swap_slice(run, number, slice);
+    else if (run.kind() == Exchange::kReduceScatter)
+      scatter_slice(run, number, slice);
+    else if (a.is_one_shot)
+      reduce_slice_at_once(run, number, slice);
+    else
+      reduce_slice(run, number, slice);
+    number += is_two_shot ? 2 : 1;
+    run.block.sync();  // everybody has read this round
+  }
+  if (run.block.rank() == 0) state.rounds = number - 1;
+}
+
+// ---- places
+
+// The buffer that a peer's card tells of; false where it is in a window that this rank no longer has.
+template <class R>
+WEFT_DEVICE bool read_card(const R& run, uint64_t card, uint32_t peer, uint32_t which, std::byte*& place) {
+  const ExchangeArgs& a = run.a;
+  const uint64_t window = card >> kCardOffsetBits & ((1u << kCardWindowBits) - 1);
+  const uint64_t offset = (card & ((uint64_t{1} << kCardOffsetBits) - 1)) * 16;
+  place = nullptr;
+  if (window == 0) return true;
+  // Mostly the peer's buffer is in the same window as this rank's.
+  const bool is_same = window == (a.places[which] >> kCardOffsetBits);
+  std::byte* const* bases = is_same ? a.own_windows[which] : a.windows[window - 1];
+  if (!bases) {
+    raise(a.wait.fault, Site::kPeerWindow, a.wait.self, peer, window - 1, 0, 0, run.block.index() << 16);
+    return false;
+  }
+  place = bases[peer] + offset;
+  return true;
+}
+
+// Exchanges cards with every peer's block. Afterwards places() holds every rank's buffers, all peers have
+// started the call, and met() says whether all buffers have places. False: a peer did not come.
+template <class R>
+WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
+  const ExchangeArgs& a = run.a;
+  const ExchangeLayout& layout = a.layout;
+  const uint64_t cards = layout.cards_at + ((meeting & 1) * layout.blocks + run.block.index()) * run.ranks *
+                                               2 * sizeof(uint64_t);
+  const uint64_t mark = (meeting & 0xffff) << 48;
+  for (uint32_t i = run.block.rank(); i < 2 * run.ranks; i += run.block.size()) {
+    const uint32_t peer = i / 2, which = i % 2;
+    auto* there = reinterpret_cast<uint64_t*>(run.mesh.to(peer).mapped() + cards) + run.self * 2 + which;
+    store_release(there, a.places[which] | mark);
+  }
+  if (run.block.rank() == 0) *run.met() = {1, 1, {}};
+  run.block.sync();
+  Patience patience{a.wait, run.block.index()};
+  for (uint32_t i = run.block.rank(); i < 2 * run.ranks; i += run.block.size()) {
+    const uint32_t peer = i / 2, which = i % 2;
+    const auto* here = reinterpret_cast<const uint64_t*>(run.mesh.local() + cards) + i;
+    uint64_t card = load_acquire(here);
+    bool came = true;
+    for (uint32_t looks = 0; (card ^ mark) >> 48 != 0 && came; ++looks) {
+      came = !patience.ends(looks, peer, meeting, meeting - 1);
+      card = load_acquire(here);
+    }
+    std::byte* place = nullptr;
+    if (!came || !read_card(run, card, peer, which, place)) store_release_block(&run.met()->all_came, 0);
+    if (!place && run.needs(which)) store_release_block(&run.met()->all_have_places, 0);
+    run.places(which)[peer] = place;
+  }
+  run.block.sync();
+  return run.met()->all_came != 0;
+}
+
+// Tells every peer's block that this one is done with its buffers, and waits for all of them.
+template <class R>
+WEFT_DEVICE void part(const R& run, uint64_t meeting) {
+  const ExchangeArgs& a = run.a;
+  const uint64_t done = a.layout.done_at + uint64_t{run.block.index()} * run.ranks * sizeof(uint64_t);
+  run.block.sync();
+  for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size())
+    run.mesh.to(peer).signal(done + run.self * sizeof(uint64_t), meeting);
+  Patience patience{a.wait, run.block.index()};
+  for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size()) {
+    const auto* signal = reinterpret_cast<const uint64_t*>(run.mesh.local() + done) + peer;
+    uint64_t seen = load_acquire(signal);
+    for (uint32_t looks = 0; seen < meeting && !patience.ends(looks, peer, meeting, seen); ++looks)
+      seen = load_acquire(signal);
+  }
+  run.block.sync();
+}
+
+// A piece of a part on its way: to one rank, or to all.
+struct Copy {
+  uint64_t at;  // in the part
+  uint32_t peer;
+};
+
+// all_gather: pieces of the input go to all outputs; all_to_all: each part of it to one.
+template <class R>
+WEFT_DEVICE void push(const R& run) {
+  const ExchangeArgs& a = run.a;
+  const Warp warp;
+  if (warp.index() >= a.pipe_warps) return;
+  const bool is_gather = run.kind() == Exchange::kAllGather;
+  std::byte* stages = run.block.shared() + places_bytes(run.ranks) + warp.index() * pipe_bytes(a.piece_bytes);
+  RowPipe<kPipeStages> pipe(warp, stages, a.piece_bytes);
+  const uint64_t pieces = (a.bytes + a.piece_bytes - 1) / a.piece_bytes;
+  const uint64_t items = is_gather ? pieces : pieces * run.ranks;
+  const uint64_t step = uint64_t{run.block.count()} * a.pipe_warps;
+  uint64_t item = uint64_t{warp.index()} * run.block.count() + run.block.index();
+  pipe.run(
+      [&]() -> RowItem<Copy> {
+        if (item >= items) return {};
+        const uint64_t piece = is_gather ? item : item / run.ranks;
+        const uint32_t peer = is_gather ? 0 : run.peer(static_cast<uint32_t>(item - piece * run.ranks));
+        const uint64_t at = piece * a.piece_bytes, left = a.bytes - at;
+        item += step;
+        const std::byte* src = a.input + (is_gather ? 0 : peer * a.bytes) + at;
+        return {{src, static_cast<uint32_t>(left < a.piece_bytes ? left : a.piece_bytes)}, {at, peer}};
+      },
+      [&](const Copy& copy, RowPiece stage) {
+        if (!is_gather) {
+          std::byte* dst = run.places(1)[copy.peer] + run.self * a.bytes + copy.at;
+          return pipe.store(warp.rank() == 0 ? dst : nullptr, stage);
+        }
+        for (uint32_t first = 0; first < run.ranks; first += warp.size()) {
+          const uint32_t peer = first + warp.rank();
+          std::byte* dst = peer < run.ranks ? run.places(1)[peer] + run.self * a.bytes + copy.at : nullptr;
+          pipe.store(dst == a.input + copy.at ? nullptr : dst, stage);
+        }
+      });
+  pipe.drain();
+}
+
+// The sum of unit `unit` over all ranks' inputs from `at` on, in the order of ranks.
+template <class Combiner, class R>
+WEFT_DEVICE Vec16 sum_of_inputs(const R& run, uint64_t at, uint64_t unit) {
+  constexpr uint32_t kInFlight = kSourcesInFlight<Combiner>;
+  Vec16 sum{};
+  for (uint32_t first = 0; first < run.ranks; first += kInFlight) {
+    Vec16 values[kInFlight];
+    WEFT_UNROLL
+    for (uint32_t j = 0; j < kInFlight; ++j)
+      if (first + j < run.ranks)
+        values[j] = load_vec_streaming(reinterpret_cast<const Vec16*>(run.places(0)[first + j] + at) + unit);
+    WEFT_UNROLL
+    for (uint32_t j = 0; j < kInFlight; ++j)
+      if (first + j < run.ranks) sum = first + j == 0 ? values[j] : Combiner::apply(sum, values[j]);
+  }
+  return sum;
+}
+
+// This rank's part of the sum, to its own output or to all.
+template <class R>
+WEFT_DEVICE void pull(const R& run) {
+  const ExchangeArgs& a = run.a;
+  const bool is_all = run.kind() == Exchange::kAllReduce;
+  const Piece share = share_of_buffer(nullptr, a.bytes, share_units_of(a.bytes, run.ranks), run.self);
+  const uint64_t at = is_all ? run.self * share_units_of(a.bytes, run.ranks) * 16 : run.self * a.bytes;
+  const uint64_t units = (is_all ? share.bytes : a.bytes) / 16;
+  const uint64_t threads = uint64_t{run.block.count()} * run.block.size();
+  with_combiner(run.shape, [&](auto combiner) {
+    for (uint64_t unit = uint64_t{run.block.index()} * run.block.size() + run.block.rank(); unit < units;
+         unit += threads) {
+      const Vec16 sum = sum_of_inputs<decltype(combiner)>(run, at, unit);
+      if (!is_all) {
+        store_vec(reinterpret_cast<Vec16*>(a.output) + unit, sum);
+        continue;
+      }
+      for (uint32_t step = 0; step < run.ranks; ++step)
+        store_vec(reinterpret_cast<Vec16*>(run.places(1)[run.peer(step)] + at) + unit, sum);
+    }
+  });
+}
+
+template <class R>
+WEFT_DEVICE void run_places(const R& run) {
+  ExchangeState& state = run.a.states[run.block.index()];
+  const uint64_t meeting = state.meetings + 1;
+  if (!meet(run, meeting)) return;
+  if (run.met()->all_have_places) {
+    if (run.pushes())
+      push(run);
+    else
+      pull(run);
+    part(run, meeting);
+  } else {
+    run_lines(run);
+  }
+  if (run.block.rank() == 0) state.meetings = meeting;
+}
+
+}  // namespace exchange
+
+template <class MeshT, class Shape>
+WEFT_KERNEL void run_exchange(const ExchangeArgs& a, const MeshT& mesh, const Shape& shape) {
+  const exchange::Run<MeshT, Shape> run{a,       mesh,        shape,
+                                        Block{}, mesh.rank(), static_cast<uint32_t>(shape.ranks)};
+  if (a.meets)
+    exchange::run_places(run);
+  else
+    exchange::run_lines(run);
+}
+
+}  // namespace weft

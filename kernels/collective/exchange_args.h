@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// exchange_args.h: what the exchange kernel is given. Host and device share it.
+//
+// Rounds. Each block of a launch owns a region of every rank's inbox, twice: rounds alternate. Rounds of one
+// block are numbered for ever, alike on all ranks, since all make the same calls with the same grids. In a
+// round a block sends to every peer's block of the same number and receives from every one, so whoever starts
+// round n knows that all have read round n - 2: no slot needs to be freed.
+// Meetings. Before ranks touch each other's buffers, every block tells every peer's where they are, in cards:
+// one word for each buffer. After it, every block tells that it is done.
+#pragma once
+
+#include "kernels/core/wait.cuh"
+
+namespace weft {
+
+enum class Exchange : uint32_t { kAllReduce = 0, kAllGather, kReduceScatter, kAllToAll };
+inline constexpr uint32_t kExchanges = 4;
+
+// Offsets in every rank's window.
+struct ExchangeLayout {
+  uint64_t inbox_at;  // LL lines, 2 per unit: [2][ranks][blocks][region_units]
+  uint64_t cards_at;  // u64[2][blocks][ranks][2]: input and output
+  uint64_t done_at;   // u64[blocks][ranks]: the meeting that is over
+  uint32_t blocks;    // the most of a launch
+  uint32_t region_units;
+};
+
+// Of one block, in local memory; zero at first.
+struct ExchangeState {
+  uint64_t rounds;
+  uint64_t meetings;
+};
+
+// A buffer's place for peers: its window's number plus one in bits 36 to 47, its offset in 16-byte units
+// below; 0: in no window, or not aligned. Bits 48 to 63 of a card say for which meeting it is.
+inline constexpr uint32_t kCardOffsetBits = 36, kCardWindowBits = 12;
+
+struct ExchangeArgs {
+  std::byte* input;
+  std::byte* output;
+  uint64_t bytes;        // of one part: what goes from one rank to another; all_reduce: the whole buffer
+  uint32_t slice_units;  // 16-byte units of a part that a block sends in one round, at most region_units
+  uint32_t piece_bytes;  // of a bulk copy
+  uint32_t pipe_warps;   // of a block, that make bulk copies
+  uint32_t is_one_shot;  // all_reduce: everyone sends everything to everyone
+  uint32_t meets;        // buffers are read and written in place where all ranks' lie in windows
+  uint32_t reserved;
+  uint64_t places[2];                // of input and output, as in a card
+  std::byte* const* own_windows[2];  // the tables of the windows that hold them; null: in none
+  std::byte* const* const* windows;  // [window]: base addresses by rank; null: this rank destroyed it
+  ExchangeState* states;             // [layout.blocks]
+  ExchangeLayout layout;
+  WaitRule wait;
+};
+
+// Constants on GPUs, fields on the host.
+struct ExchangeShape {
+  int64_t exchange;
+  int64_t element;
+  int64_t reduction;
+  int64_t ranks;
+};
+
+}  // namespace weft

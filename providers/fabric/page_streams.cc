@@ -15,8 +15,12 @@
 namespace weft::provider {
 namespace {
 
-constexpr size_t kPartsPerCall = 256;   // each call hands the list to the kernel again
-constexpr uint32_t kCallsPerLook = 8;   // of progress(), before it looks at quiet sockets
+constexpr size_t kPartsPerCall = 256;  // each call hands the list to the kernel again
+// Calls of progress() before it looks at quiet sockets, which costs a system call. On a rail that is used for
+// other things it also waits for some time to pass.
+constexpr uint32_t kCallsPerLook = 8;
+constexpr uint32_t kIdleLooks = 256;
+constexpr auto kIdlePause = std::chrono::microseconds(100);
 constexpr size_t kStreamsMax = 4096;    // that strangers may open
 constexpr int kCallsPerTurn = 64;       // of one stream, before others get theirs
 constexpr size_t kRepliesKept = 65536;  // bytes, for a peer that does not read them
@@ -328,6 +332,14 @@ bool PageStreams::receive(Incoming& in) {
   return true;
 }
 
+bool PageStreams::is_time_to_look() {
+  if (idle_looks_ < kIdleLooks) return true;
+  const auto now = std::chrono::steady_clock::now();
+  if (now - looked_ < kIdlePause) return false;
+  looked_ = now;
+  return true;
+}
+
 void PageStreams::progress(std::deque<Event>& events) {
   for (; !failed_.empty(); failed_.pop_front()) events.push_back(std::move(failed_.front()));
   if (unanswered_)
@@ -338,9 +350,10 @@ void PageStreams::progress(std::deque<Event>& events) {
     }
   std::vector<Incoming*> look;
   look.swap(arriving_);
-  if (++quiet_calls_ % kCallsPerLook == 0) {
+  if (++quiet_calls_ % kCallsPerLook == 0 && is_time_to_look()) {
     epoll_event ready[16];
     const int count = epoll_wait(idle_, ready, 16, 0);
+    idle_looks_ = count > 0 || unanswered_ ? 0 : idle_looks_ + 1;
     for (int i = 0; i < count; ++i) {
       if (ready[i].data.u64 == kListenerMark) {
         accept_all();

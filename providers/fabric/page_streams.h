@@ -14,6 +14,7 @@
 // Threads: one at a time.
 #pragma once
 
+#include <chrono>
 #include <deque>
 #include <memory>
 #include <unordered_map>
@@ -120,11 +121,14 @@ class PageStreams {
   bool end_frame(Incoming& in);
   bool send_replies(Incoming& in);
   char* place(const PageHead& page) const;
+  bool is_time_to_look();
 
   int listener_ = -1;
   int idle_ = -1;  // an epoll instance: which of the quiet sockets has something
   uint16_t port_ = 0;
   uint32_t quiet_calls_ = 0;
+  uint32_t idle_looks_ = 0;  // at quiet sockets, that found nothing, in a row
+  std::chrono::steady_clock::time_point looked_{};
   std::unordered_map<uint64_t, Region> regions_;  // by rkey
   std::deque<Outgoing> outgoing_;
   size_t unanswered_ = 0;  // frames of all outgoing streams

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// libFuzzer target: what a stranger may send to the port that takes pages. tools/fuzz builds and runs it. The
+// input goes over a real connection, in pieces as its first byte says; memory around what may be written must
+// stay as it was, and nothing may be written without the right key.
+#include <arpa/inet.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "providers/fabric/page_streams.h"
+
+using namespace weft;
+using namespace weft::provider;
+
+namespace {
+
+constexpr uint64_t kKey = 0x1122334455667788;  // in the corpus, so that frames with it are found
+constexpr size_t kGuard = 64, kBytes = 256;
+char memory[kGuard + kBytes + kGuard];
+
+void require(bool holds) {
+  if (!holds) std::abort();  // what libFuzzer reports
+}
+
+int dial(uint16_t port) {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  to.sin_port = htons(port);
+  to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  require(connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof to) == 0);
+  const linger at_once{1, 0};  // no port is left waiting
+  setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+  return fd;
+}
+
+PageStreams& streams() {
+  static std::unique_ptr<PageStreams> made = [] {
+    in_addr here{};
+    here.s_addr = htonl(INADDR_LOOPBACK);
+    auto listening = PageStreams::listen(here);
+    require(listening.ok());
+    Registration registration;
+    registration.rkey = kKey;
+    (*listening)->allow(registration, {memory + kGuard, kBytes}, kRemoteWrite);
+    return std::move(*listening);
+  }();
+  return *made;
+}
+
+bool has_key(const uint8_t* data, size_t size) {
+  for (size_t at = 0; at + sizeof kKey <= size; ++at)
+    if (std::memcmp(data + at, &kKey, sizeof kKey) == 0) return true;
+  return false;
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  if (size == 0) return 0;
+  std::memset(memory, 0x5A, sizeof memory);
+  const int fd = dial(streams().port());
+  std::deque<Event> events;
+  const size_t step = data[0] ? data[0] : size;
+  for (size_t at = 1; at < size; at += step) {
+    (void)!send(fd, data + at, std::min(step, size - at), MSG_NOSIGNAL);
+    for (int i = 0; i < 20; ++i) streams().progress(events);
+  }
+  close(fd);
+  for (int i = 0; i < 300; ++i) streams().progress(events);
+  require(events.empty());
+  for (size_t i = 0; i < kGuard; ++i) require(memory[i] == 0x5A && memory[kGuard + kBytes + i] == 0x5A);
+  for (size_t i = 0; i < kBytes && !has_key(data, size); ++i) require(memory[kGuard + i] == 0x5A);
+  return 0;
+}

@@ -95,6 +95,7 @@ bool means_peer_gone(int error) {
     case ECONNRESET:
     case ECONNREFUSED:
     case ECONNABORTED:
+    case ECANCELED:  // what was under way when tcp's connection broke
     case ENOTCONN:
     case ESHUTDOWN:
     case EPIPE:

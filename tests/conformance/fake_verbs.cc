@@ -111,7 +111,8 @@ int send_reliable(FakeQp& from, const ib::SendWr& wr) {
   if (takes_receive) {
     const Received receive = receives.front();
     receives.pop_front();
-    if (wr.opcode == ib::kOpSend) std::memcpy(reinterpret_cast<void*>(receive.part.addr), here, part.length);
+    if (wr.opcode == ib::kOpSend && part.length)
+      std::memcpy(reinterpret_cast<void*>(receive.part.addr), here, part.length);
     complete(to.recv_cq, receive.wr_id, 0, wr.opcode == ib::kOpSend ? ib::kWcRecv : ib::kWcRecvWriteImm,
              part.length, to.qp_num, wr.imm_data);
   }

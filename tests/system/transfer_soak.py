@@ -30,6 +30,11 @@ SLOTS, SLOT_BYTES = 8, 50000
 TIMEOUT_S = 30.0
 LOST_AFTER_S = 0.5  # the deadline of one operation on the loopback, where some are dropped
 GROWTH_KIB_MAX = 16 << 10
+# libfabric's completion queue over tcp is a ring of so many entries of 48 bytes, whose pages become resident in
+# its first lap (seen with 1.17): a long run goes around once before it looks at what the process occupies.
+FIRST_LAP = 1 << 18
+GROWTH_KIB_MAX_OF_LONG = 2 << 10
+LONG_S = 120.0
 
 
 @dataclass
@@ -45,13 +50,14 @@ class Account:
     stuck_operations: int = 0
     rss_kib_at_quarter: int = 0
     rss_kib_at_end: int = 0
+    growth_kib_max: int = GROWTH_KIB_MAX
 
     def check(self) -> None:
         """Raise AssertionError unless all is accounted for."""
         assert self.verified_bytes > 0, self
         assert self.stuck_operations == 0, self
         grown = self.rss_kib_at_end - self.rss_kib_at_quarter
-        assert grown < GROWTH_KIB_MAX, f"memory grew by {grown} KiB: {self}"
+        assert grown < self.growth_kib_max, f"memory grew by {grown} KiB: {self}"
 
 
 class Clock:
@@ -134,6 +140,12 @@ class Mirror:
         self.line.close()
 
 
+def go_around_once(engine: TransferEngine, memory: Memory, remote: Remote) -> None:
+    """Fill the completion queue's ring for the first time; writes small enough to be injected leave no entry."""
+    for _ in range(FIRST_LAP):
+        engine.write(memory, remote, 1024).wait()
+
+
 def soak_killed_peers(provider: str, seconds: float) -> Account:
     """Write to two processes that are killed now and then and replaced."""
     account = Account(provider)
@@ -142,6 +154,9 @@ def soak_killed_peers(provider: str, seconds: float) -> Account:
     source = bytearray(SLOTS * SLOT_BYTES)
     memory = engine.register(source)
     mirrors = [Mirror(engine, provider) for _ in range(2)]
+    if seconds >= LONG_S:
+        go_around_once(engine, memory, mirrors[0].remote)
+        account.growth_kib_max = GROWTH_KIB_MAX_OF_LONG
     clock = Clock(account, seconds)
     kill_every = max(seconds / 40, 2.0)
     next_kill = kill_every
@@ -191,6 +206,8 @@ def soak_loopback(seconds: float) -> Account:
     a.connect(b.address, TIMEOUT_S)
     remote, sender = a.attach(goal.descriptor, TIMEOUT_S), b.connect(a.address, TIMEOUT_S)
     network.set_plan(FaultPlan(seed=6, drop=1e-4, fail=1e-3, reorder=0.3, delay=0.05, spare_messages=True))
+    if seconds >= LONG_S:
+        account.growth_kib_max = GROWTH_KIB_MAX_OF_LONG
     counts: dict[int, int] = {}
     fresh = 0  # a failed write may still be counted: its slot goes on with another immediate
     imms = list(range(SLOTS))

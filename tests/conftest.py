@@ -13,5 +13,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--random-programs",
         type=int,
         default=120,
-        help="random collective programs to verify, run and mutate; 1000 shows what issue 5 asks for",
+        help="random collective programs to verify, run and mutate; 1000 for a thorough run",
     )

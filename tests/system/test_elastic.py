@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,18 +17,6 @@ from weft.testing.elastic_refs import combine as combine_reference
 from weft.testing.ranks import Rank, RankPool
 
 ALIGNMENT = 8
-
-
-@pytest.fixture(scope="module", params=(1, 2, 3, 4))
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param, with_gpus=False) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2, with_gpus=False) as ranks:
-        yield ranks
 
 
 def kept_buffer(rank: Rank, multiple: bool = True) -> weft.ElasticBuffer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,18 +12,6 @@ import torch
 
 import weft
 from weft.testing.ranks import Rank, RankPool, run_ranks
-
-
-@pytest.fixture(scope="module", params=(1, 2, 3, 4))
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param, with_gpus=False) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2, with_gpus=False) as ranks:
-        yield ranks
 
 
 def kept_buffer(rank: Rank) -> weft.ElasticBuffer:

@@ -19,12 +19,6 @@ MAX_BYTES = 300_000
 IN_FLIGHT = 3
 
 
-@pytest.fixture(scope="module", params=(1, 2, 3, 4))
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param, with_gpus=False) as ranks:
-        yield ranks
-
-
 @pytest.fixture(scope="module")
 def trio() -> Iterator[RankPool]:
     with RankPool(3, with_gpus=False) as ranks:

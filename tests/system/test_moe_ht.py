@@ -33,12 +33,6 @@ RANK_COUNTS = (1, 2, 3, 5, 6, 7, 17)
 SMALL = MoeCase(tokens=(6, 9), hidden=64, top_k=3, num_experts=8)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2, with_gpus=False) as pool:
-        yield pool
-
-
 @pytest.fixture(scope="module", params=RANK_COUNTS)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     with RankPool(request.param, with_gpus=False) as ranks:

@@ -45,12 +45,6 @@ BF16, FP8, ROUNDED, UE8M0 = Format(), Format(True), Format(True, True), Format(T
 FORMATS = (BF16, FP8, ROUNDED, UE8M0)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2, with_gpus=False) as pool:
-        yield pool
-
-
 @pytest.fixture(scope="module", params=RANK_COUNTS)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     with RankPool(request.param, with_gpus=False) as ranks:

@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -40,24 +42,31 @@ def test_bench_transfer_measures_checks_and_writes(provider: str, tmp_path: Path
     assert (tmp_path / "out.png").is_file()
 
 
-def test_bench_transfer_runs_as_server_and_client(tmp_path: Path) -> None:
+@contextmanager
+def bench_server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a server of the benchmark; yield it and its address."""
     skip_unless_usable("tcp")
     server = subprocess.Popen(
         [*WEFT, "bench", "transfer", "server", "--no-pin"],
-        cwd=tmp_path,
+        cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         assert server.stdout is not None
-        port = server.stdout.readline().strip().rsplit(":", 1)[1]
-        client = ["bench", "transfer", "client", f"127.0.0.1:{port}", "--calls", "write_rate", *QUICK]
+        yield server, "127.0.0.1:" + server.stdout.readline().strip().rsplit(":", 1)[1]
+    finally:
+        server.kill()
+        server.wait(30)
+
+
+def test_bench_transfer_runs_as_server_and_client(tmp_path: Path) -> None:
+    with bench_server(tmp_path) as (server, address):
+        client = ["bench", "transfer", "client", address, "--calls", "write_rate", *QUICK]
         ran = run_program([*WEFT, *client], tmp_path)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert server.wait(30) == 0
-    finally:
-        server.kill()
 
 
 @pytest.mark.parametrize(
@@ -91,27 +100,17 @@ def test_bench_transfer_says_when_the_library_is_missing(tmp_path: Path) -> None
 
 
 def test_bench_transfer_client_survives_a_killed_server(tmp_path: Path) -> None:
-    skip_unless_usable("tcp")
-    server = subprocess.Popen(
-        [*WEFT, "bench", "transfer", "server", "--no-pin"],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stdout is not None
-    port = server.stdout.readline().strip().rsplit(":", 1)[1]
-    client = subprocess.Popen(
-        [*WEFT, "bench", "transfer", "client", f"127.0.0.1:{port}", "--calls", "write", "--rounds", "1000"],
-        cwd=tmp_path,
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stdout.readline().startswith("fabric:tcp, 1 rails: ")  # the client is there
-    time.sleep(2)
-    server.kill()
-    server.wait(30)
+    with bench_server(tmp_path) as (server, address):
+        client = subprocess.Popen(
+            [*WEFT, "bench", "transfer", "client", address, "--calls", "write", "--rounds", "1000"],
+            cwd=tmp_path,
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("fabric:tcp, 1 rails: ")  # the client is there
+        time.sleep(2)
     _, said = client.communicate(timeout=60)
     assert client.returncode == 1
     # The engine's words, the raw loop's, or the control connection's: whichever was under way.

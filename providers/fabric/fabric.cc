@@ -119,7 +119,8 @@ class FabricRail : public Rail {
   ~FabricRail() override {
     for (fi::Fid* fid : {ep_ ? &ep_->fid : nullptr, cq_ ? &cq_->fid : nullptr, av_ ? &av_->fid : nullptr,
                          domain_ ? &domain_->fid : nullptr, fabric_ ? &fabric_->fid : nullptr})
-      if (fid) fi::close(*fid);
+      if (const int code = fid ? fi::close(*fid) : 0; code != 0)  // something of it was not closed before
+        log_warn("fabric: closing a part of {}: {}", nic_.name, fi_.strerror(-code));
   }
 
   Status open(fi::Info& info) {

@@ -100,8 +100,9 @@ def test_a_late_rank_is_waited_for() -> None:
 
 def shrink(rank: Rank, number: int) -> None:
     """With shrink enabled the lost rank is masked, and the others go on among themselves."""
-    buffer = make_buffer(rank, enable_shrink=True)
+    buffer = make_buffer(rank, enable_shrink=True, explicitly_destroy=True)
     ll_combine(buffer, rank.rank, ll_dispatch(buffer, rank.rank))
+    survivors = torch.distributed.new_group([r for r in range(rank.size) if r != LOST])
     torch.distributed.barrier(group=rank.group)
     if rank.rank == LOST:
         os.kill(os.getpid(), number)
@@ -119,6 +120,9 @@ def shrink(rank: Rank, number: int) -> None:
         slot_rows = CASE.x(rank.rank).unsqueeze(1).expand(-1, CASE.top_k, -1)
         assert calc_diff(combined, oracle.ll_combine(slot_rows, kept_idx, weights)) < 1e-5
     assert time.monotonic() - start < 2 * TIMEOUT_S, "a masked rank is not waited for again"
+    torch.distributed.barrier(group=survivors)
+    buffer.destroy()  # by all that are left
+    assert buffer.runtime is None
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])

@@ -170,7 +170,8 @@ class Buffer(LowLatencyCalls):
     def destroy(self) -> None:
         """Wait for all ranks, then give the memory back; tensors that live in it stay valid until they go.
 
-        Raises: weft.Error unless made with ``explicitly_destroy``, or when called twice.
+        Raises: weft.Error unless made with ``explicitly_destroy``, or when called twice; weft.PeerLost naming a
+        rank that is gone, unless made with ``enable_shrink``: the memory is given back all the same.
         """
         self._engines.destroy()
 

@@ -85,6 +85,8 @@ class Bench:
             torch.distributed.all_reduce(self._token, group=self.group)
         else:
             torch.distributed.barrier(group=self.group)
+        if self.tracer:
+            self.tracer.line_up()
         if self.me.rank == self.options.delayed_rank:
             time.sleep(self.options.delay_us / 1e6)
 
@@ -113,7 +115,7 @@ class Bench:
         """Take a few more samples, and return what kernels noted of Weft's calls. Collective; [] unless asked for."""
         if not self.options.trace:
             return []
-        self.tracer = Tracer(buffer)
+        self.tracer = Tracer(buffer, self.on_gpu)
         for index in range(TRACED_SAMPLES):
             take_sample(index)
         of_ranks: CallsOfRanks = [[] for _ in range(self.me.size)]

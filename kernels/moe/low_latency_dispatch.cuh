@@ -126,7 +126,7 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
     auto* theirs = reinterpret_cast<uint32_t*>(d.mesh.to(peer).mapped() + d.half_at() + d.half().counts) +
                    uint64_t{d.mesh.rank()} * d.local_experts();
     for (uint32_t i = d.warp.rank(); i < d.local_experts(); i += d.warp.size())
-      theirs[i] = d.so_far()[peer * d.local_experts() + i];
+      store_relaxed(&theirs[i], d.so_far()[peer * d.local_experts() + i]);  // they may look before they are told
     d.warp.sync();
     if (d.warp.rank() == 0) greet(d.a.call, d.mesh, d.epoch, peer, 0);
   }

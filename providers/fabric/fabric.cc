@@ -15,6 +15,7 @@
 #include "base/random.h"
 #include "providers/fabric/library.h"
 #include "providers/fabric/page_streams.h"
+#include "providers/fabric/region_name.h"
 #include "providers/fabric/same_host.h"
 
 namespace weft::provider {
@@ -463,6 +464,7 @@ class Fabric : public Provider {
 
   Result<std::unique_ptr<Rail>> open(const Nic& nic, const RailOptions&) override {
     WEFT_TRY_ASSIGN(const fi::Library* library, fi::open_library());
+    if (kind_ == "shm") remove_regions_of_the_dead();
     WEFT_TRY_ASSIGN(const fi::InfoList found, fi::find_networks(*library, kind_));
     for (fi::Info* info = found.first(); info; info = info->next) {
       if (nic_name(*info) != nic.name) continue;

@@ -8,6 +8,7 @@
 
 #include "base/config.h"
 #include "base/log.h"
+#include "providers/fabric/region_name.h"
 
 namespace weft::provider::fi {
 namespace {
@@ -76,13 +77,16 @@ Status failure(const Library& library, ssize_t code, const std::string& what) {
 
 Result<InfoList> find_networks(const Library& library, const std::string& kind) {
   int code = 0;
-  const bool may_reach_devices = !is_sockets(kind) && kind != "shm";
+  const bool is_shm = kind == "shm";
+  const bool may_reach_devices = !is_sockets(kind) && !is_shm;
+  const std::string name = is_shm ? fresh_region_name() : "";
+  const char* const node = is_shm ? name.c_str() : nullptr;
   for (bool device_memory : {true, false}) {
     if (device_memory && !may_reach_devices) continue;
     Info* hints = make_hints(library, kind, device_memory);
     if (!hints) return Status(Code::kSystem, "libfabric: no memory for hints");
     Info* found = nullptr;
-    code = library.getinfo(kApiVersion, nullptr, nullptr, 0, hints, &found);
+    code = library.getinfo(kApiVersion, node, nullptr, node ? kSource : 0, hints, &found);
     library.freeinfo(hints);
     if (code == 0) return InfoList(library, found);
   }

@@ -51,7 +51,8 @@ class InfoList {
   Info* first_;
 };
 
-// What libfabric has for one kind of network: "tcp", "shm", "efa", "verbs", "cxi".
+// What libfabric has for one kind of network: "tcp", "shm", "efa", "verbs", "cxi". One endpoint can be opened
+// from each answer of "shm", as the answer has the endpoint's name.
 Result<InfoList> find_networks(const Library& library, const std::string& kind);
 
 }  // namespace weft::provider::fi

@@ -144,7 +144,7 @@ constexpr int kOpWrite = 0, kOpWriteImm = 1, kOpSend = 2, kOpRead = 4;
 constexpr unsigned kSendSignaled = 2, kSendInline = 8;
 constexpr int kWcRecv = 128, kWcRecvWriteImm = 129;
 constexpr int kWcFlushed = 5, kWcRetryExceeded = 12, kWcRnrExceeded = 13;
-constexpr int kStateInit = 1, kStateRtr = 2, kStateRts = 3, kStateError = 6;
+constexpr int kStateReset = 0, kStateInit = 1, kStateRtr = 2, kStateRts = 3, kStateError = 6;
 constexpr int kTypeRc = 2, kTypeUd = 4;
 constexpr int kAccessLocalWrite = 1, kAccessRemoteWrite = 2, kAccessRemoteRead = 4,
               kAccessRelaxedOrdering = 1 << 20;

@@ -50,14 +50,16 @@ struct Place {
 };
 static_assert(sizeof(Place) == 40);
 
-// The datagram of the handshake.
+// The datagram of the handshake. It may be lost, and it may wait to be read until its sender's link is long
+// gone.
 struct Greeting {
-  char tag[4] = {'w', 'g', 'r', '2'};
-  uint16_t is_answer = 0;
-  uint16_t is_up = 0;  // the sender's queue pair takes what comes from the receiver's
+  char tag[4] = {'w', 'g', 'r', '3'};
+  uint32_t is_answer = 0;
   Place from;
   uint32_t qpn = 0;
   uint32_t psn = 0;
+  uint32_t number = 0;     // of the sender's link: a later one has a higher number
+  uint32_t heard_qpn = 0;  // the sender's queue pair takes what comes from this one; 0: from none yet
 };
 
 // What goes into a few bits of a queue pair must fit them.
@@ -95,7 +97,9 @@ struct Link {
   ib::Qp* qp = nullptr;
   ib::Ah* ah = nullptr;
   uint32_t psn = 0;
-  uint32_t their_qpn = 0;
+  uint32_t number = 0;
+  uint32_t their_qpn = 0;  // 0: joined to none yet
+  uint32_t their_number = 0;
   uint32_t under_way = 0;    // posted and not come back
   bool owes_answer = false;  // to their greeting
   bool answers_again = false;
@@ -327,23 +331,24 @@ class VerbsRail : public Rail {
     return ah;
   }
 
+  Link* live_link(const Place& there) {
+    for (Link& link : links_)
+      if (link.state != LinkState::kBroken && link.there.same_as(there)) return &link;
+    return nullptr;
+  }
+
   // The live link to a place, made if there is none. Errors: kSystem.
   Result<size_t> link_to(const Place& there) {
-    for (size_t i = 0; i < links_.size(); ++i)
-      if (links_[i].state != LinkState::kBroken && links_[i].there.same_as(there)) return i;
+    if (const Link* known = live_link(there)) return by_qp_.at(known->qp->qp_num);
     Link link;
     link.there = there;
     link.psn = static_cast<uint32_t>(random_key()) & 0xffffff;
+    link.number = ++links_made_;
     ib::AhAttr ah = route_to(there);
     link.ah = ib_.create_ah(pd_, &ah);
     ib::QpInitAttr init{nullptr, cq_, cq_, srq_, {kSendDepth, 0, 1, 1, 0}, ib::kTypeRc, 1};
     if (link.ah) link.qp = ib_.create_qp(pd_, &init);
-    ib::QpAttr attr{};
-    attr.qp_state = ib::kStateInit;
-    attr.port_num = port_;
-    attr.qp_access_flags = ib::kAccessRemoteRead | ib::kAccessRemoteWrite;
-    const int mask = ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskAccess;
-    if (!link.qp || ib_.modify_qp(link.qp, &attr, mask) != 0) {
+    if (!link.qp || !to_init(link.qp)) {
       Status status = Status::from_errno(errno, "verbs: making a queue pair on {}", nic_.name);
       if (link.qp) ib_.destroy_qp(link.qp);
       if (link.ah) ib_.destroy_ah(link.ah);
@@ -362,6 +367,27 @@ class VerbsRail : public Rail {
   Link* link_of(uint32_t qpn) {
     const auto found = by_qp_.find(qpn);
     return found == by_qp_.end() ? nullptr : &links_[found->second];
+  }
+
+  bool to_init(ib::Qp* qp) {
+    ib::QpAttr attr{};
+    attr.qp_state = ib::kStateInit;
+    attr.port_num = port_;
+    attr.qp_access_flags = ib::kAccessRemoteRead | ib::kAccessRemoteWrite;
+    return ib_.modify_qp(qp, &attr, ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskAccess) == 0;
+  }
+
+  // Joins a link on which nothing was posted yet to the queue pair of a greeting.
+  bool join(Link& link, const Greeting& greeting) {
+    if (link.state == LinkState::kUp) {  // to one that has been given up since
+      ib::QpAttr attr{};
+      attr.qp_state = ib::kStateReset;
+      if (ib_.modify_qp(link.qp, &attr, ib::kMaskState) != 0 || !to_init(link.qp)) return false;
+    }
+    link.state = LinkState::kUp;
+    link.their_qpn = greeting.qpn;
+    link.their_number = greeting.number;
+    return bring_up(link, greeting.qpn, greeting.psn);
   }
 
   bool bring_up(Link& link, uint32_t qpn, uint32_t psn) {
@@ -415,10 +441,11 @@ class VerbsRail : public Rail {
     const uint32_t index = free_greetings_.back();
     Greeting greeting;
     greeting.is_answer = is_answer;
-    greeting.is_up = link.state != LinkState::kGreeting;
     greeting.from = place_;
     greeting.qpn = link.qp->qp_num;
     greeting.psn = link.psn;
+    greeting.number = link.number;
+    greeting.heard_qpn = link.their_qpn;
     char* buffer = greeting_buffer(index);
     std::memcpy(buffer, &greeting, sizeof greeting);
     ib::Sge part{reinterpret_cast<uint64_t>(buffer), sizeof greeting, arena_mr_->lkey};
@@ -467,28 +494,27 @@ class VerbsRail : public Rail {
     if (is_whole)
       std::memcpy(static_cast<void*>(&greeting), greeting_buffer(i) + kRouteHeaderBytes, sizeof greeting);
     repost_greeting(i);
-    if (!is_whole || std::memcmp(greeting.tag, "wgr2", 4) != 0 ||
+    if (!is_whole || std::memcmp(greeting.tag, "wgr3", 4) != 0 ||
         std::memcmp(greeting.from.tag, "ibv1", 4) != 0)
       return;
-    auto found = link_to(greeting.from);
-    if (!found.ok()) return;
-    const bool is_ours_up =
-        links_[*found].state == LinkState::kUp || links_[*found].state == LinkState::kConnected;
-    if (is_ours_up && links_[*found].their_qpn != greeting.qpn) {
-      if (greeting.is_answer) return;
-      break_link(links_[*found]);  // they start anew; the engine hears of it by their hello
-      found = link_to(greeting.from);
-      if (!found.ok()) return;
-    }
-    Link& link = links_[*found];
-    if (link.state == LinkState::kGreeting) {
-      if (!bring_up(link, greeting.qpn, greeting.psn)) return break_link(link);
-      link.their_qpn = greeting.qpn;
-      link.state = LinkState::kUp;
-    }
-    if (link.state == LinkState::kUp && greeting.is_up && link.their_qpn == greeting.qpn)
-      link.state = LinkState::kConnected;
-    if (link.their_qpn != greeting.qpn || greeting.is_answer) return;
+    if (Link* const link = link_for(greeting)) heed(*link, greeting);
+  }
+
+  // Null: the greeting is of a link, or for one, that is gone.
+  Link* link_for(const Greeting& greeting) {
+    Link* const known = live_link(greeting.from);
+    if (greeting.is_answer && (!known || greeting.heard_qpn != known->qp->qp_num)) return nullptr;
+    if (known && greeting.number < known->their_number) return nullptr;
+    if (known && known->state == LinkState::kConnected && greeting.qpn != known->their_qpn)
+      break_link(*known);  // they start anew; the engine hears of it by their hello
+    const auto found = link_to(greeting.from);
+    return found.ok() ? &links_[*found] : nullptr;
+  }
+
+  void heed(Link& link, const Greeting& greeting) {
+    if (link.their_qpn != greeting.qpn && !join(link, greeting)) return break_link(link);
+    if (greeting.heard_qpn == link.qp->qp_num) link.state = LinkState::kConnected;
+    if (greeting.is_answer) return;
     link.owes_answer = !send_greeting(link, true);
     link.answers_again = random_() % 2 == 0;
     link.next_answer = Clock::now() + some_time(kGreetFirst);
@@ -605,6 +631,7 @@ class VerbsRail : public Rail {
   std::vector<uint32_t> free_greetings_;  // buffers for sending
   std::minstd_rand random_{static_cast<uint32_t>(random_key())};
   std::deque<Link> links_;
+  uint32_t links_made_ = 0;
   std::unordered_map<uint32_t, size_t> by_qp_;
   std::deque<Receive> receives_;
   std::deque<std::string> messages_;

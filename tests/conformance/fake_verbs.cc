@@ -94,7 +94,7 @@ int send_reliable(FakeQp& from, const ib::SendWr& wr) {
   };
   const auto found = wire().qps.find(from.peer);
   if (found == wire().qps.end() || found->second->state < ib::kStateRtr ||
-      found->second->state == ib::kStateError)
+      found->second->state == ib::kStateError || found->second->peer != from.qp_num)
     return fail(ib::kWcRetryExceeded);
   FakeQp& to = *found->second;
   if (part.length && wire().keys.count(part.lkey) == 0) return fail(4);
@@ -208,7 +208,8 @@ int modify_qp(ib::Qp* base, ib::QpAttr* attr, int mask) {
     needs |= ib::kMaskPkey | ib::kMaskPort | (is_rc ? ib::kMaskAccess : ib::kMaskQkey);
   if (attr->qp_state == ib::kStateRtr && is_rc) needs |= to_rtr;
   if (attr->qp_state == ib::kStateRts) needs |= is_rc ? to_rts : ib::kMaskSqPsn;
-  const bool is_next = attr->qp_state == qp.state + 1 || attr->qp_state == ib::kStateError;
+  const bool is_next = attr->qp_state == qp.state + 1 || attr->qp_state == ib::kStateError ||
+                       attr->qp_state == ib::kStateReset;
   if (mask != needs || !is_next) {
     errno = EINVAL;
     return EINVAL;

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
@@ -88,4 +89,22 @@ def test_the_survivor_names_the_victim_and_goes_on(provider: str, how: signal.Si
     finally:
         process.kill()
         other.kill()
+        scene.engine.close()
+
+
+def test_what_the_killed_leave_in_shared_memory_is_removed_and_never_in_the_way() -> None:
+    scene = Scene("fabric:shm")
+    folder = Path("/dev/shm")
+    taken = folder / f"{os.getpid()}:{os.getuid()}:0"  # as libfabric alone would name the next region
+    taken.touch()
+    try:
+        process, _, _ = scene.start()
+        left = [path for path in folder.glob("weft-*") if f"-{process.pid}-" in path.name]
+        assert left
+        process.kill()
+        process.join()
+        TransferEngine("fabric:shm").close()
+        assert not [path for path in left if path.exists()]
+    finally:
+        taken.unlink()
         scene.engine.close()

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <random>
 
 #include "base/deadline.h"
 #include "tests/conformance/fake_verbs.h"
@@ -13,6 +14,7 @@ namespace {
 
 using provider::Context;
 using provider::Event;
+using provider::EventKind;
 using provider::Posted;
 using provider::Rail;
 using provider::Route;
@@ -95,6 +97,56 @@ TEST(VerbsHandshake, LossInAPatternKeepsNobodyApart) {
         }
       for (auto& rail : rails) poll(*rail);
     }
+}
+
+// Polls both until a write from one to the other was done. Nothing that was posted may fail.
+void expect_write_arrives(Rail& from, Rail& to, Route route) {
+  Context context;
+  bool is_posted = false, is_done = false;
+  const auto advance = [&] {
+    const Posted posted = is_posted ? Posted::kOk : try_write(from, route, context);
+    ASSERT_NE(posted, Posted::kFatal) << from.refusal();
+    is_posted = posted == Posted::kOk;
+    poll(to);
+    std::array<Event, 32> events;
+    const size_t count = from.poll(events.data(), events.size());
+    for (size_t i = 0; i < count; ++i) {
+      ASSERT_EQ(events[i].kind, EventKind::kDone) << events[i].text;
+      is_done = is_done || events[i].context == &context;
+    }
+  };
+  const bool came = wait_until(
+      Deadline::after_s(20), [&] { return is_done || ::testing::Test::HasFatalFailure(); },
+      [&] {
+        advance();
+        return false;
+      });
+  EXPECT_TRUE(came);
+}
+
+Route start_anew(Rail& rail, const std::string& place) {
+  rail.forget(*rail.resolve(place));
+  return *rail.resolve(place);
+}
+
+// Both sides start anew again and again, so that what was said to links that are gone is read by those after.
+TEST(VerbsHandshake, WordsOfLinksThatAreGoneJoinNobody) {
+  const FakeVerbsLoss none([](uint32_t) { return false; });
+  std::minstd_rand random(7);
+  for (int round = 0; round < 40 && !HasFailure(); ++round) {
+    SCOPED_TRACE(round);
+    const std::unique_ptr<Rail> a = open_rail(), b = open_rail();
+    for (int step = 0; step < 12; ++step) {
+      const bool is_a = random() % 2;
+      if (random() % 2)
+        poll(is_a ? *a : *b);
+      else
+        start_anew(is_a ? *a : *b, (is_a ? b : a)->address());
+    }
+    const Route a_to_b = start_anew(*a, b->address()), b_to_a = start_anew(*b, a->address());
+    expect_write_arrives(*a, *b, a_to_b);
+    expect_write_arrives(*b, *a, b_to_a);
+  }
 }
 
 TEST(VerbsHandshake, ForgottenPeersLeaveNoQueuePairs) {

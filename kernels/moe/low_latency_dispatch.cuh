@@ -125,9 +125,9 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
     if (d.present()[peer] == 0) continue;
     auto* theirs = reinterpret_cast<uint32_t*>(d.mesh.to(peer).mapped() + d.half_at() + d.half().counts) +
                    uint64_t{d.mesh.rank()} * d.local_experts();
+    // Word by word: the peer may look before it is told.
     for (uint32_t i = d.warp.rank(); i < d.local_experts(); i += d.warp.size())
-      store_relaxed(&theirs[i],
-                    d.so_far()[peer * d.local_experts() + i]);  // they may look before they are told
+      store_relaxed(&theirs[i], d.so_far()[peer * d.local_experts() + i]);
     d.warp.sync();
     if (d.warp.rank() == 0) greet(d.a.call, d.mesh, d.epoch, peer, 0);
   }

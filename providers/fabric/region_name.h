@@ -4,7 +4,9 @@
 //   getinfo(version, fresh_region_name().c_str(), nullptr, kSource, hints, &found);
 // Left alone libfabric names a region by its process number. What a killed process leaves behind then stops
 // the next process with that number from opening an endpoint (-FI_EBUSY), which containers, whose numbers
-// start low, meet at every restart. Threads: any.
+// start low, meet at every restart.
+//
+// Threads: any.
 #pragma once
 
 #include <string>

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "base/cuda_driver.h"
+#include "base/log.h"
 
 namespace weft {
 namespace {
@@ -36,7 +37,7 @@ KernelKey key_of(const LowLatencyCombineShape& shape) {
 
 LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
                        const LowLatencyWaits& waits)
-    : window_(&window), begin_(begin), end_(end), limits_(limits), waits_(waits) {}
+    : window_(&window), begin_(begin), end_(end), limits_(limits), waits_(waits), known_masked_(ranks()) {}
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
   return {ranks(), max_tokens, top_k, experts};
@@ -90,7 +91,20 @@ Status LowLatency::launch(KernelKey key, const LowLatencyPlan& plan, const void*
                           const void* shape, void* stream) {
   const Launch how{plan.blocks, plan.threads_per_block, plan.shared_bytes, stream, false};
   WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, args, args_bytes, shape));
-  return limits_.is_cuda ? Status() : fault();
+  if (limits_.is_cuda) return {};
+  if (waits_.may_mask) warn_of_masked();
+  return fault();
+}
+
+// Only of kernels on the host: a look at what a GPU has masked would have to wait for it.
+void LowLatency::warn_of_masked() {
+  for (uint32_t peer = 0; peer < ranks(); ++peer) {
+    const bool masked = load_relaxed(masks() + peer) != 0;
+    if (masked && !known_masked_[peer])
+      log_warn("rank {}: rank {} stayed silent for {} s in a low-latency call and is masked from now on",
+               rank(), peer, waits_.timeout_s);
+    known_masked_[peer] = masked;
+  }
 }
 
 LowLatencyDispatchShape LowLatency::shape_of(const LowLatencyDispatchCall& call) const {
@@ -191,10 +205,12 @@ Status LowLatency::write_words(uint32_t* at, uint32_t value, uint64_t words, voi
 
 Status LowLatency::set_mask(uint32_t rank, bool masked, void* stream) {
   if (rank >= ranks()) return Status::invalid("rank_to_mask: got {}, allowed: 0 to {}", rank, ranks() - 1);
+  known_masked_[rank] = masked;
   return write_words(masks() + rank, masked ? 1 : 0, 1, stream);
 }
 
 Status LowLatency::clear_masks(void* stream) {
+  known_masked_.assign(ranks(), false);
   return write_words(masks(), 0, ranks(), stream);
 }
 

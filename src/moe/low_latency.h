@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "base/status.h"
 #include "kernels/moe/low_latency_args.h"
@@ -28,7 +29,7 @@ namespace weft {
 struct LowLatencyWaits {
   FaultBox* fault;  // memory that host and device see
   double timeout_s;
-  bool may_mask;  // a silent peer is masked and left out from then on, instead of a fault
+  bool may_mask;  // a silent peer is masked and left out from then on, instead of a fault; the host logs it
   TraceLog* trace = nullptr;
 };
 
@@ -128,6 +129,7 @@ class LowLatency {
                         uint32_t ticket) const;
   Status launch(KernelKey key, const LowLatencyPlan& plan, const void* args, size_t args_bytes,
                 const void* shape, void* stream);
+  void warn_of_masked();
   Status write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream);
 
   Window* window_;
@@ -136,6 +138,7 @@ class LowLatency {
   ComputeLimits limits_;
   LowLatencyWaits waits_;
   uint32_t ticket_ = 0;
+  std::vector<bool> known_masked_;  // on the host: by the caller, or told of
 };
 
 }  // namespace weft

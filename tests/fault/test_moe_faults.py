@@ -99,9 +99,12 @@ def test_a_late_rank_is_waited_for() -> None:
 
 
 def shrink(rank: Rank, number: int) -> None:
-    """With shrink enabled the lost rank is masked, and the others go on among themselves."""
-    buffer = make_buffer(rank, enable_shrink=True)
+    """With shrink enabled the lost rank is masked, which is logged once, and the others go on among themselves."""
+    log = rank.folder / f"log-{rank.rank}"
+    os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
+    buffer = make_buffer(rank, enable_shrink=True, explicitly_destroy=True)
     ll_combine(buffer, rank.rank, ll_dispatch(buffer, rank.rank))
+    survivors = torch.distributed.new_group([r for r in range(rank.size) if r != LOST])
     torch.distributed.barrier(group=rank.group)
     if rank.rank == LOST:
         os.kill(os.getpid(), number)
@@ -119,6 +122,10 @@ def shrink(rank: Rank, number: int) -> None:
         slot_rows = CASE.x(rank.rank).unsqueeze(1).expand(-1, CASE.top_k, -1)
         assert calc_diff(combined, oracle.ll_combine(slot_rows, kept_idx, weights)) < 1e-5
     assert time.monotonic() - start < 2 * TIMEOUT_S, "a masked rank is not waited for again"
+    assert log.read_text().count(f"rank {LOST} stayed silent for {TIMEOUT_S} s in a low-latency call") == 1
+    torch.distributed.barrier(group=survivors)
+    buffer.destroy()  # by all that are left
+    assert buffer.runtime is None
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])

@@ -247,6 +247,29 @@ def serve_like_sglang(rank: Rank, case: MoeCase, device: str) -> None:
     assert combined.shape == case.x(rank.rank).shape
 
 
+# It asks for the scales that this machine's matrix units take, whatever format the layer's rows have.
+SCALES_OF_THE_MACHINE = {"round_scale": True, "use_ue8m0": True}
+
+
+def decode_bf16_like_sglang(rank: Rank, case: MoeCase, device: str) -> None:
+    """Decode with rows that are not quantised."""
+    most, ranks, experts = 32, rank.size, case.num_experts
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(most, case.hidden, ranks, experts)
+    buffer = deep_ep.Buffer(rank.group, 0, num_bytes, low_latency_mode=True)
+    x, ids = case.x(rank.rank).to(device), case.topk_idx(rank.rank).to(device)
+    weights = case.topk_weights(rank.rank).to(device)
+    rows, _, handle, event, hook = buffer.low_latency_dispatch(
+        x, ids, most, experts, use_fp8=False, async_finish=True, **SCALES_OF_THE_MACHINE
+    )
+    event.current_stream_wait()
+    assert hook is None
+    assert rows.dtype == torch.bfloat16
+    combined, event, _ = buffer.low_latency_combine(rows, ids, weights, handle, async_finish=True)
+    event.current_stream_wait()
+    total = weights.masked_fill(ids < 0, 0).sum(dim=1, keepdim=True)
+    assert calc_diff(combined, x.float() * total) < 1e-5
+
+
 def overlap_like_sglang(rank: Rank, case: MoeCase, device: str) -> None:
     """Decode with NVFP4 rows, and a combine that follows the signals of either kind of expert kernel."""
     most, ranks, experts = 32, rank.size, case.num_experts
@@ -268,6 +291,7 @@ def overlap_like_sglang(rank: Rank, case: MoeCase, device: str) -> None:
         use_ue8m0_for_sf=False,
         async_finish=False,
         return_recv_hook=True,
+        **SCALES_OF_THE_MACHINE,
     )
     hook()
     local = experts // ranks

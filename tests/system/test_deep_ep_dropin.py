@@ -10,7 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from deep_ep_programs import overlap_like_sglang, serve_like_sglang, serve_like_vllm, train_one_step
+from deep_ep_programs import (
+    decode_bf16_like_sglang,
+    overlap_like_sglang,
+    serve_like_sglang,
+    serve_like_vllm,
+    train_one_step,
+)
 
 import deep_ep
 from weft.testing.cases import MoeCase
@@ -161,6 +167,10 @@ def test_prefill_and_decode_in_the_manner_of_vllm(quad: RankPool) -> None:
 
 def test_packed_scales_in_the_manner_of_sglang(quad: RankPool) -> None:
     quad.run(serve_like_sglang, CASE, "cpu")
+
+
+def test_plain_rows_with_fp8s_options_in_the_manner_of_sglang(quad: RankPool) -> None:
+    quad.run(decode_bf16_like_sglang, CASE, "cpu")
 
 
 def test_fp4_rows_and_overlap_in_the_manner_of_sglang(quad: RankPool) -> None:

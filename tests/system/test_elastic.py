@@ -315,8 +315,19 @@ def check_refusals(rank: Rank, case: MoeCase) -> None:
     y, _, _, handle, _ = dispatch(buffer, case)
     with pytest.raises(weft.Error, match="do_expand"):
         buffer.dispatch(x, handle=handle, do_expand=True)
+    others = {"num_experts": 99, "num_max_tokens_per_rank": 98, "expert_alignment": 3}
+    for name, value in others.items():
+        held = getattr(handle, name)
+        with pytest.raises(weft.Error, match=f"^{name}: .*allowed: {held}, as in the handle's"):
+            buffer.dispatch(x, handle=handle, **{name: value})
+    same = {name: getattr(handle, name) for name in others}
+    assert torch.equal(buffer.dispatch(x, handle=handle, **same)[0], y)
     with pytest.raises(weft.Error, match="topk_idx"):
         buffer.dispatch(x, ids, handle=handle)
+    with pytest.raises(weft.Error, match="allocate_on_comm_stream"):
+        buffer.dispatch(x, handle=handle, allocate_on_comm_stream="yes")
+    with pytest.raises(weft.Error, match="allocate_on_comm_stream"):
+        buffer.combine(y, handle, allocate_on_comm_stream="yes")
     with pytest.raises(weft.Error, match="x: got"):
         buffer.combine(y[:-1], handle)
     with pytest.raises(weft.Error, match="x: got"):

@@ -710,6 +710,37 @@ def test_a_hook_runs_once(pair: RankPool) -> None:
     pair.run(check_used_up_hook, SMALL)
 
 
+def check_forgotten_hook(rank: Rank, case: MoeCase, shrink: bool) -> None:
+    """Rank 1 runs its first hook too late: it is told so at its third call, and the others notice nothing."""
+    num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(
+        MOST_TOKENS, case.hidden, rank.size, case.num_experts
+    )
+    buffer = weft.Buffer(rank.group, 0, num_bytes, low_latency_mode=True, enable_shrink=shrink, timeout_s=60)
+    arguments = good_dispatch(case, rank.rank)
+    forgotten = buffer.low_latency_dispatch(**arguments, return_recv_hook=True)
+    if rank.rank != 1:
+        forgotten[-1]()
+    buffer.low_latency_dispatch(**arguments)
+    if rank.rank == 1:
+        late = "^hook: got none run of the low_latency_dispatch.. before the last call"
+        for hooks in (False, True):
+            with pytest.raises(weft.Error, match=late):
+                buffer.low_latency_dispatch(**arguments, return_recv_hook=hooks)
+        forgotten[-1]()
+    recv, counts, handle, _, _ = buffer.low_latency_dispatch(**arguments)
+    for results in (forgotten[:3], (recv, counts, handle)):
+        check_dispatched(case, rank.rank, MOST_TOKENS, BF16, *results)
+    if shrink:
+        status = torch.ones(rank.size, dtype=torch.int32)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [0] * rank.size
+
+
+@pytest.mark.parametrize("shrink", [False, True])
+def test_a_forgotten_hook_is_told_of_and_can_still_run(pair: RankPool, shrink: bool) -> None:
+    pair.run(check_forgotten_hook, SMALL, shrink)
+
+
 def check_too_many_rows(rank: Rank, case: MoeCase) -> None:
     """A row that names an expert three times sends it three rows: more than there is room for."""
     with pytest.raises(weft.Error, match="num_max_dispatch_tokens_per_rank"):
@@ -944,8 +975,6 @@ def refuse_blocks(rank: Rank) -> None:
     one = torch.ones(1)
     bad: list[tuple[dict[str, Any], str]] = [
         ({"use_mxfp8": True, "use_nvfp4": True}, "use_mxfp8"),
-        ({"use_mxfp8": True, "round_scale": True}, "use_mxfp8"),
-        ({"use_nvfp4": True, "use_ue8m0": True, "round_scale": True}, "use_nvfp4"),
         ({"use_ue8m0_for_sf": True}, "use_ue8m0_for_sf"),
         ({"x_global_scale": one}, "x_global_scale"),
         ({"use_nvfp4": True, "x_global_scale": torch.ones(2)}, "x_global_scale"),

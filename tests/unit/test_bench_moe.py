@@ -9,7 +9,10 @@ import torch
 
 from weft.bench.moe import check, floors
 from weft.bench.moe.routes import make_routes
+from weft.bench.moe.straggler import straggler_lines
+from weft.bench.moe.trace import TracedCall
 from weft.errors import Error
+from weft.moe.trace import Span
 from weft.testing import oracle
 
 
@@ -101,3 +104,43 @@ def test_combine_check_agrees_with_the_oracle_and_tells_ranks_apart() -> None:
     swapped = [back[0] * check.rank_factor(1) / check.rank_factor(0), back[1]]
     with pytest.raises(check.Mismatch, match="combined_x"):
         check.check_ht_combine(oracle.ht_combine(swapped, routes, 4, rank=0), inputs[0], routes[0], 4, 2)
+
+
+def traced(rank: int, lined_up_us: float, begin_us: float, core_wait_us: float | None) -> TracedCall:
+    """Return a call in which rank 1 is awaited until 3050 us, or it waits for nobody; it works for 20 us itself."""
+    wait = (
+        begin_us,
+        max(begin_us, 3050.0 if rank != 1 else begin_us),
+        "wait dispatch.ready",
+        1 - min(rank, 1),
+    )
+    work = (wait[1], wait[1] + 20, "dispatch.rows", None)
+    spans = [
+        Span(name, round(begin * 1e3), round(end * 1e3), peer, 0, 0)
+        for begin, end, name, peer in (wait, work)
+    ]
+    return TracedCall("weft dispatch", spans, 0, round(lined_up_us * 1e3), core_wait_us)
+
+
+@pytest.mark.parametrize(
+    ("core_wait_us", "is_slow"), [(0.0, True), (None, True), (3040.0, False), (9000.0, False)]
+)
+def test_a_rank_that_waits_for_a_core_is_not_called_slow(core_wait_us: float | None, is_slow: bool) -> None:
+    """Rank 1 begins 3 ms after the others: by itself, on a GPU, or because no core was free."""
+    others = None if core_wait_us is None else 0.0
+    of_ranks = [
+        [traced(rank, 0, 3040 if rank == 1 else 40, core_wait_us if rank == 1 else others) for _ in range(5)]
+        for rank in range(4)
+    ]
+    lines = straggler_lines(of_ranks)
+    told = "weft dispatch: rank 1 is slow: its peers wait 3010 us for it"
+    assert (told in lines) == is_slow
+    assert ("no rank is slow" in lines) != is_slow
+    assert any(line.startswith("ranks share cores here") for line in lines) == bool(core_wait_us)
+
+
+def test_a_rank_that_is_not_late_every_time_is_not_called_slow_on_the_cpu() -> None:
+    of_ranks = [
+        [traced(rank, 0, 3040 if rank == 1 and at < 4 else 40, 0.0) for at in range(5)] for rank in range(4)
+    ]
+    assert straggler_lines(of_ranks)[-1] == "no rank is slow"

@@ -3,9 +3,10 @@ from __future__ import annotations
 
 import torch
 
-from weft.demo import agreement
+from weft.demo import _speed, agreement
 from weft.demo.model import ByteModel, Local, Shape
 from weft.demo.text import batch, load_text
+from weft.demo.train import Outcome
 
 SMALL = Shape(hidden=32, layers=1, heads=2, length=16, experts=4, top_k=2, expert_hidden=32)
 
@@ -61,3 +62,8 @@ def test_agreement_has_a_limit_at_each_end() -> None:
     assert not agreement.compare(alone, [5.1] + [2.0] * 9).holds
     assert not agreement.compare(alone, [5.0] + [2.2] * 9).holds
     assert agreement.compare(alone, [5.0] + [2.2] * 5 + [2.0] * 4).holds
+
+
+def test_a_run_of_one_step_claims_no_speed() -> None:
+    assert _speed(Outcome([5.0, 4.0], 1234.5, 0.48)) == ("1,234", "48%")
+    assert _speed(Outcome([5.0], 0.0, 0.0)) == ("-", "-")

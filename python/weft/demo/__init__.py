@@ -84,22 +84,24 @@ def _report(folder: Path, num_ranks: int, plan: Plan, alone: Outcome, over_ranks
     for column in ("run", "first loss", "last loss", "tokens/s", "in communication"):
         table.add_column(column, justify="left" if column == "run" else "right", no_wrap=column == "run")
     for name, outcome in runs.items():
-        table.add_row(
-            name,
-            f"{outcome.losses[0]:.4f}",
-            f"{last_mean(outcome.losses):.4f}",
-            f"{outcome.tokens_per_s:,.0f}",
-            f"{outcome.communication_share:.0%}",
-        )
+        losses = (f"{outcome.losses[0]:.4f}", f"{last_mean(outcome.losses):.4f}")
+        table.add_row(name, *losses, *_speed(outcome))
     console = Console()
     console.print(table)
     agreement = compare(alone.losses, over_ranks.losses)
     verdict = "they agree" if agreement.holds else "THEY DISAGREE"
     console.print(f"{verdict}: {agreement.sentence()}", highlight=False, soft_wrap=True)
-    losses = {name: outcome.losses for name, outcome in runs.items()}
-    (folder / "losses.json").write_text(json.dumps({"losses": losses, "rows": over_ranks.rows}) + "\n")
-    draw(folder / "demo.png", losses, over_ranks.rows, plan.shape.experts // num_ranks)
+    curves = {name: outcome.losses for name, outcome in runs.items()}
+    (folder / "losses.json").write_text(json.dumps({"losses": curves, "rows": over_ranks.rows}) + "\n")
+    draw(folder / "demo.png", curves, over_ranks.rows, plan.shape.experts // num_ranks)
     console.print(
         f"wrote {folder / 'demo.png'} and {folder / 'losses.json'}", highlight=False, soft_wrap=True
     )
     return 0 if agreement.holds else 1
+
+
+def _speed(outcome: Outcome) -> tuple[str, str]:
+    """Return tokens/s and the share of communication; the first step is not timed, so of one step nothing is known."""
+    if len(outcome.losses) < 2:
+        return "-", "-"
+    return f"{outcome.tokens_per_s:,.0f}", f"{outcome.communication_share:.0%}"

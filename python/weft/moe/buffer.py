@@ -14,8 +14,11 @@ experts from r * ceil(E / R) on; the last ranks own fewer where E is not a multi
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +47,27 @@ from weft.moe.high_throughput import Payload
 from weft.moe.low_latency import LowLatencyCalls
 
 _RANKS_PER_RDMA_GROUP = 8  # what num_tokens_per_rdma_rank counts by
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _with_config(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return ``call`` with its config required."""
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def with_config(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        config = signature.bind(*args, **kwargs).arguments.get("config")
+        if config is None:
+            raise invalid("config", arguments.describe(config), "a Config")
+        return call(*args, **kwargs)
+
+    with_config.__name__ = f"internode_{call.__name__}"
+    with_config.__qualname__ = f"Buffer.{with_config.__name__}"
+    with_config.__doc__ = f"The same as {call.__name__}(), with config required."
+    return with_config
 
 
 class Buffer(LowLatencyCalls):
@@ -170,7 +194,8 @@ class Buffer(LowLatencyCalls):
     def destroy(self) -> None:
         """Wait for all ranks, then give the memory back; tensors that live in it stay valid until they go.
 
-        Raises: weft.Error unless made with ``explicitly_destroy``, or when called twice.
+        Raises: weft.Error unless made with ``explicitly_destroy``, or when called twice; weft.PeerLost naming a
+        rank that is gone, unless made with ``enable_shrink``: the memory is given back all the same.
         """
         self._engines.destroy()
 
@@ -467,63 +492,8 @@ class Buffer(LowLatencyCalls):
 
     # -- across nodes, by their older names ------------------------------------------------------------------
 
-    def internode_dispatch(
-        self,
-        x: Payload,
-        handle: DispatchHandle | None = None,
-        num_tokens_per_rank: Tensor | None = None,
-        num_tokens_per_rdma_rank: Tensor | None = None,
-        is_token_in_rank: Tensor | None = None,
-        num_tokens_per_expert: Tensor | None = None,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        expert_alignment: int = 1,
-        num_worst_tokens: int = 0,
-        config: Config | None = None,
-        previous_event: PreviousEvent = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]:
-        """The same as dispatch(), with config required."""
-        self._require_config(config)
-        return self.dispatch(
-            x,
-            handle,
-            num_tokens_per_rank,
-            num_tokens_per_rdma_rank,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-            expert_alignment,
-            num_worst_tokens,
-            config,
-            previous_event,
-            async_finish,
-            allocate_on_comm_stream,
-        )
-
-    def internode_combine(
-        self,
-        x: Tensor,
-        handle: DispatchHandle,
-        topk_weights: Tensor | None = None,
-        bias: Tensor | tuple[Tensor, Tensor] | None = None,
-        config: Config | None = None,
-        previous_event: PreviousEvent = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """The same as combine(), with config required."""
-        self._require_config(config)
-        return self.combine(
-            x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream
-        )
-
-    @staticmethod
-    def _require_config(config: object) -> None:
-        if not isinstance(config, Config):
-            raise invalid("config", arguments.describe(config), "a Config")
+    internode_dispatch = _with_config(dispatch)
+    internode_combine = _with_config(combine)
 
 
 def _check_payload(x: Payload, engine: Engine) -> high_throughput.Rows:

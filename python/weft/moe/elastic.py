@@ -188,9 +188,8 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             topk_idx: int64 or int32 [T, K], -1 for an empty slot; not with a handle. topk_weights: float32
                 [T, K] or None; with a handle too. All ranks give weights, or none does.
             cumulative_local_expert_recv_stats: i32[Le], added to; not with a handle.
-            num_experts: on all ranks the same; None with a handle.
-            num_max_tokens_per_rank: M, on all ranks the same, at least T; None: the buffer's.
-            expert_alignment: None: 1, or the handle's.
+            num_experts: on all ranks the same. num_max_tokens_per_rank: M, on all ranks the same, at least T; None:
+                the buffer's. expert_alignment: None: 1. With a handle these three are its own, or None.
             handle: repeat the routes and the layout of an earlier dispatch of this buffer.
             do_handle_copy: the handle keeps a clone of topk_idx, else topk_idx itself.
             do_cpu_sync: None: wait on the host for the counts, unless there is a handle. False: the worst case
@@ -212,6 +211,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         arguments.check_deterministic_fill(engine.device)
         check_flags(
             async_with_compute_stream=async_with_compute_stream,
+            allocate_on_comm_stream=allocate_on_comm_stream,
             do_handle_copy=do_handle_copy,
             do_cpu_sync=do_cpu_sync,
             do_expand=do_expand,
@@ -222,6 +222,12 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         check_whole("num_qps", num_qps, 0)
         if handle is not None:
             self._check_repeat(handle, engine, data, topk_idx, cumulative_local_expert_recv_stats, do_expand)
+            _check_same(
+                handle,
+                num_experts=num_experts,
+                num_max_tokens_per_rank=num_max_tokens_per_rank,
+                expert_alignment=expert_alignment,
+            )
             weights = self._check_weights(topk_weights, handle.topk_idx)
             ids = handle.topk_idx if weights is not None else None
             rows = Rows(data, scales, ids, weights, True)
@@ -304,7 +310,10 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             arguments.check_tensor("topk_weights", topk_weights, shape, (torch.float32,), engine.device)
         previous = handle_of(previous_event, "previous_event")
         before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
-        check_flags(async_with_compute_stream=async_with_compute_stream)
+        check_flags(
+            async_with_compute_stream=async_with_compute_stream,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
         sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or handle.num_sms
         check_whole("num_qps", num_qps, 0)
         arguments.check_deterministic_fill(engine.device)
@@ -365,3 +374,11 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         local = local_experts(num_experts, self.num_ranks, self.rank_idx)
         name = "cumulative_local_expert_recv_stats"
         return arguments.check_tensor(name, stats, (local,), (torch.int32,), engine.device)
+
+
+def _check_same(handle: EPHandle, **sizes: object) -> None:
+    """Refuse sizes that a cached dispatch is given otherwise than its handle has them; None is as there."""
+    for argument, value in sizes.items():
+        held = getattr(handle, argument)
+        if value is not None and check_whole(argument, value, 0) != held:
+            raise invalid(argument, value, f"{held}, as in the handle's dispatch")

@@ -67,6 +67,8 @@ class Engine:
         self.core = _core.MoeBuffer.create(communicator, heap_bytes, low_latency_bytes, timeout_s)
         self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
         self.low_latency = _core.LowLatency(self.core, may_mask)
+        self.low_latency_calls = 0
+        self.unreceived: dict[int, str] = {}  # by number, those whose hook has not run
         self._released: list[tuple[int, Any]] = []
 
     def check_handle(self, handle: object, kind: type, call: str) -> Any:
@@ -82,8 +84,7 @@ class Engine:
 
     def piece(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return uint8[num_bytes] of the window; the piece is given back when the last view of it is gone."""
-        is_permanent = self.is_cuda and torch.cuda.is_current_stream_capturing()
-        lease = _Lease(self, offset, is_permanent)
+        lease = _Lease(self, offset, self.is_capturing)
         view: torch.Tensor = from_dlpack(self.core.view(offset, max(num_bytes, 16), lease))
         return view
 
@@ -109,14 +110,14 @@ class Engine:
         """Give a piece back, on CUDA after what the current stream has queued."""
         if not self.is_cuda:
             self.core.give_back(offset)
-        elif torch.cuda.is_current_stream_capturing():  # an event of a capture means nothing outside it
+        elif self.is_capturing:  # an event of a capture means nothing outside it
             self._released.append((offset, None))
         else:
             self._released.append((offset, torch.cuda.current_stream(self.device).record_event()))
 
     def reclaim(self) -> None:
         """Make pieces that were given back usable by work that the communication stream gets from now on."""
-        while self._released and not torch.cuda.is_current_stream_capturing():
+        while self._released and not self.is_capturing:
             offset, event = self._released.pop()
             if event is None:
                 self.comm_stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -130,6 +131,11 @@ class Engine:
     def stream(self) -> int:
         """The communication stream for the core; 0 on the CPU, where calls finish before they return."""
         return int(self.comm_stream.cuda_stream) if self.is_cuda else 0
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a CUDA graph: then nothing runs yet."""
+        return self.is_cuda and bool(torch.cuda.is_current_stream_capturing())
 
     @property
     def current_stream(self) -> int:

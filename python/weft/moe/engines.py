@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.errors import Error, invalid
+from weft.errors import Error, PeerLost, invalid
 from weft.moe import arguments
 from weft.moe.engine import Engine
 from weft.runtime.communicator import connect
@@ -53,7 +53,8 @@ class Engines:
         self.device = _device(device)
         self._owner = owner
         self._ranks = (group, comm if group is None else None)
-        self._sizes = (heap_bytes, low_latency_bytes, timeout_s, may_mask)
+        self._sizes = (heap_bytes, low_latency_bytes, timeout_s)
+        self._may_mask = may_mask
         self._explicitly_destroy = explicitly_destroy
         self._by_device: dict[torch.device, Engine] = {}
         self.main: Engine | None = self._on(self.device)  # None after destroy()
@@ -81,13 +82,16 @@ class Engines:
         return self._on(tensor.device)
 
     def destroy(self) -> None:
-        """Wait for all ranks, then let go of the memory. Raises: weft.Error unless explicitly_destroy."""
+        """Wait for all ranks, then let go of the memory; see Buffer.destroy()."""
         if not self._explicitly_destroy:
             raise invalid("explicitly_destroy", False, "True for a buffer that is destroyed by hand")
         engine = self.alive()
         engine.synchronize()
         try:
             engine.communicator.barrier()
+        except PeerLost:
+            if not self._may_mask:
+                raise  # else calls have gone on without that rank, and so may this one
         finally:
             self.main = None
             self._by_device.clear()
@@ -99,10 +103,10 @@ class Engines:
 
     def _on(self, device: torch.device) -> Engine:
         if device not in self._by_device:
-            heap_bytes, low_latency_bytes, timeout_s, may_mask = self._sizes
+            heap_bytes, low_latency_bytes, timeout_s = self._sizes
             communicator = connect(*self._ranks, device, timeout_s)
             room = heap_bytes(int(communicator.size))
-            engine = Engine(communicator, device, room, low_latency_bytes, timeout_s, may_mask)
+            engine = Engine(communicator, device, room, low_latency_bytes, timeout_s, self._may_mask)
             self._by_device[device] = engine
         return self._by_device[device]
 

@@ -85,11 +85,12 @@ class LowLatencyCalls:
             dispatch_wait_recv_cost_stats: int64 [R], which clock cycles spent waiting for each source are
                 added to.
             use_fp8: quantise per 128 channels: scale = max(1e-4, largest magnitude) / 448.
-            round_scale: scales become powers of two, rounded up. use_ue8m0: and travel as exponents only.
+            round_scale: scales become powers of two, rounded up. use_ue8m0: and travel as exponents only. Without
+                FP8 neither counts.
             async_finish: the caller waits for the event, which keeps all tensors alive.
             return_recv_hook: send now, on the current stream; the results are there after hook(), which
-                receives on the same stream. In between no SM is in use. Not with async_finish. Of two calls
-                with a hook pending the first one's has to run before a third: all ranks would wait for it.
+                receives on the same stream. In between no SM is in use. Not with async_finish. A hook has to run
+                before the second call after its own, which is refused until then.
             topk_weights: float32 [T, K], to travel along; two more results then.
             use_mxfp8: quantise per 32 channels to FP8 with power-of-two scales; hidden a multiple of 128.
             use_nvfp4: quantise per 16 channels to 4 bits, with E4M3 scales (use_ue8m0_for_sf: powers of two)
@@ -173,7 +174,7 @@ class LowLatencyCalls:
             routes=filled.routes,
         )
         used = (*sent.tensors(), *filled.tensors())
-        event, hook = launch(engine, engine.low_latency.dispatch, call, used, async_finish, return_recv_hook)
+        event, hook = launch(engine, "dispatch", call, used, async_finish, return_recv_hook)
         payload = filled.rows if filled.scales is None else (filled.rows, filled.scales)
         handle = LowLatencyHandle(state, filled.src_info, filled.layout_range)
         return payload, filled.counts, *filled.extras, handle, event, hook
@@ -297,7 +298,7 @@ class LowLatencyCalls:
         call.x, call.routes, call.combined = address(rows), address(state.routes), address(combined)
         call.wait_cycles = address(costs)
         used = (rows, ids, weights, costs, state.routes, signals.tensor, combined)
-        event, hook = launch(engine, engine.low_latency.combine, call, used, async_finish, return_recv_hook)
+        event, hook = launch(engine, "combine", call, used, async_finish, return_recv_hook)
         return combined, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:

@@ -70,10 +70,12 @@ def find_format(
     use_nvfp4: bool = False,
     use_ue8m0_for_sf: bool = False,
 ) -> Format:
-    """Return what low_latency_dispatch()'s options ask for. Raises: weft.Error where they don't go together."""
-    for name, wanted in (("use_mxfp8", use_mxfp8), ("use_nvfp4", use_nvfp4)):
-        if wanted and (round_scale or use_ue8m0 or (use_mxfp8 and use_nvfp4)):
-            raise invalid(name, "True with another format", "one of use_mxfp8, use_nvfp4 and FP8's options")
+    """Return what low_latency_dispatch()'s options ask for. Raises: weft.Error where they don't go together.
+
+    round_scale and use_ue8m0 are for FP8 alone: callers give them for a machine, whichever format a layer has.
+    """
+    if use_mxfp8 and use_nvfp4:
+        raise invalid("use_mxfp8", "True with use_nvfp4", "one of the two")
     if use_ue8m0_for_sf and not use_nvfp4:
         raise invalid("use_ue8m0_for_sf", "True without use_nvfp4", "True with it")
     if use_mxfp8:
@@ -86,14 +88,10 @@ def find_format(
         return Format(
             int(payload), hidden, hidden // 2, torch.uint8, hidden // _NV_BLOCK, scale_type, is_tiled=True
         )
-    if use_ue8m0 and not (use_fp8 and round_scale):
-        raise invalid(
-            "use_ue8m0", f"True with use_fp8={use_fp8}, round_scale={round_scale}", "True with both"
-        )
-    if round_scale and not use_fp8:
-        raise invalid("round_scale", "True without use_fp8", "True with use_fp8")
     if not use_fp8:
         return Format(int(_core.PAYLOAD_COPY), hidden, hidden * 2, torch.bfloat16)
+    if use_ue8m0 and not round_scale:
+        raise invalid("use_ue8m0", "True without round_scale", "True with it")
     groups = hidden // SCALE_GROUP
     if use_ue8m0:
         _check_hidden(hidden, SCALE_GROUP * _BYTES_PER_WORD)

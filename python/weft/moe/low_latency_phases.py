@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -18,21 +18,27 @@ Hook = Callable[[], None]
 
 def launch(
     engine: Engine,
-    start: Callable[[Any, int], None],
+    name: Literal["dispatch", "combine"],
     call: Any,
     tensors: tuple[Tensor | None, ...],
     async_finish: bool,
     return_recv_hook: bool,
 ) -> tuple[EventOverlap, Hook | None]:
-    """Run both phases on the communication stream, or send on the current one and return the hook."""
+    """Run both phases on the communication stream, or send on the current one and return the hook.
+
+    Raises: weft.Error, with nothing sent, while the hook of the call before the last one is still to be run.
+    """
+    _check_hooks(engine)
+    start = getattr(engine.low_latency, name)
     call.ticket = engine.low_latency.next_ticket()
     if return_recv_hook:
         call.stream = engine.current_stream
         start(call, _core.PHASE_SEND)
-        return EventOverlap(), _ReceiveHook(start, call, tensors)
+        return EventOverlap(), _ReceiveHook(engine, name, call, tensors)
     engine.begin(None)
     call.stream = engine.stream
     start(call, _core.PHASE_SEND | _core.PHASE_RECEIVE)
+    _count(engine)
     event = engine.finish(async_finish, tensors)
     if async_finish:
         event.extra_tensors = tuple(tensor for tensor in tensors if tensor is not None)
@@ -42,15 +48,41 @@ def launch(
 class _ReceiveHook:
     """Launches the receive phase, once, and keeps the call's tensors alive until then."""
 
-    def __init__(
-        self, start: Callable[[Any, int], None], call: Any, tensors: tuple[Tensor | None, ...]
-    ) -> None:
-        self._start = start
+    def __init__(self, engine: Engine, name: str, call: Any, tensors: tuple[Tensor | None, ...]) -> None:
+        self._engine = engine
+        self._start: Callable[[Any, int], None] = getattr(engine.low_latency, name)
         self._call = call
         self._tensors: tuple[Tensor | None, ...] | None = tensors
+        self._number = _count(engine)
+        if self._number is not None:
+            engine.unreceived[self._number] = f"low_latency_{name}"
 
     def __call__(self) -> None:
         if self._tensors is None:
             raise Error("hook: called a second time, allowed: once for each call that returned one")
+        if self._number is not None:
+            self._engine.unreceived.pop(self._number, None)
         self._start(self._call, _core.PHASE_RECEIVE)
         self._tensors = None
+
+
+# Ranks tell each other what they have received, and a call waits, on every rank, until all have received the
+# call before the last one. A hook that is forgotten would therefore stall everybody until the deadline, and
+# then look like a lost rank, or with enable_shrink mask this one. This rank alone can tell the difference.
+
+
+def _check_hooks(engine: Engine) -> None:
+    late = [name for number, name in engine.unreceived.items() if number < engine.low_latency_calls]
+    if late and not engine.is_capturing:
+        raise Error(
+            f"hook: got none run of the {late[0]}() before the last call, allowed: a hook runs before the "
+            "second call after its own; where it was dropped, destroy the buffer"
+        )
+
+
+def _count(engine: Engine) -> int | None:
+    """Count a call that was sent. Return its number; None for a captured one, which sends nothing yet."""
+    if engine.is_capturing:
+        return None
+    engine.low_latency_calls += 1
+    return engine.low_latency_calls

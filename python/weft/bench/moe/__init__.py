@@ -14,7 +14,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.bench.moe.trace import SPANS_PER_BUFFER, print_phases, straggler_lines, write_chrome
+from weft.bench.moe.straggler import straggler_lines
+from weft.bench.moe.trace import SPANS_PER_BUFFER, print_phases, write_chrome
 from weft.bench.report import Report, Row, add_report_arguments
 from weft.errors import invalid
 

@@ -15,7 +15,7 @@ import weft
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, row_bytes
 from weft.bench.moe.setting import Bench, Inputs, Measured, count_rows, make_row, method_notes, shape_columns
-from weft.bench.report import Row, progress
+from weft.bench.report import Row
 from weft.testing import oracle
 
 
@@ -47,13 +47,7 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     def take(index: int) -> None:
         sent.take(inputs.routes[index % len(inputs.routes)][me.rank])
 
-    with progress(enabled=me.rank == 0) as bar:
-        task = bar.add_task(f"{o.mode}, {me.size} ranks", total=o.warmup + o.iterations)
-        for index in range(o.warmup + o.iterations):
-            if index == o.warmup:
-                bench.forget()
-            take(index)
-            bar.advance(task)
+    bench.run(take)
     _check(bench, inputs, payload, calls["weft"])
     rows = _rows(bench, traffic, bench.samples_us())
     traces = bench.traces(calls["weft"].buffer, take)

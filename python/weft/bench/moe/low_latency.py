@@ -14,7 +14,6 @@ import weft
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, row_bytes
 from weft.bench.moe.setting import Bench, Inputs, Measured, count_rows, make_row, method_notes
-from weft.bench.report import progress
 from weft.testing import oracle
 
 FEW_TOKENS = 512  # up to this many, a sample on the CPU is the mean of several calls in a row
@@ -41,13 +40,7 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     def take(index: int) -> None:
         sent.take(inputs.routes[index % len(inputs.routes)][me.rank])
 
-    with progress(enabled=me.rank == 0) as bar:
-        task = bar.add_task(f"{o.mode}, {me.size} ranks", total=o.warmup + o.iterations)
-        for index in range(o.warmup + o.iterations):
-            if index == o.warmup:
-                bench.forget()
-            take(index)
-            bar.advance(task)
+    bench.run(take)
     _check(bench, inputs, calls["weft"])
     us = bench.samples_us(in_a_row)
     rows = []

@@ -23,7 +23,7 @@ from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, h200_floor_us, traffic_of
 from weft.bench.moe.routes import make_routes
 from weft.bench.moe.trace import TRACED_SAMPLES, CallsOfRanks, Tracer
-from weft.bench.report import Row, slowest_rank
+from weft.bench.report import Row, progress, slowest_rank
 from weft.testing.ranks import Rank
 
 # Writing it takes some 300 us, in which the host gets ahead of the GPU: else ranks start when their hosts get to it.
@@ -85,6 +85,8 @@ class Bench:
             torch.distributed.all_reduce(self._token, group=self.group)
         else:
             torch.distributed.barrier(group=self.group)
+        if self.tracer:
+            self.tracer.line_up()
         if self.me.rank == self.options.delayed_rank:
             time.sleep(self.options.delay_us / 1e6)
 
@@ -109,21 +111,28 @@ class Bench:
         self.line_up()
         return self.timed(name, call)
 
+    def run(self, take_sample: Callable[[int], None]) -> None:
+        """Take the warm-up's samples, which are dropped, and those that count, under a progress bar."""
+        o, me = self.options, self.me
+        with progress(enabled=me.rank == 0) as bar:
+            task = bar.add_task(f"{o.mode}, {me.size} ranks", total=o.warmup + o.iterations)
+            for index in range(o.warmup + o.iterations):
+                if index == o.warmup:
+                    self._samples.clear()
+                take_sample(index)
+                bar.advance(task)
+
     def traces(self, buffer: Any, take_sample: Callable[[int], None]) -> CallsOfRanks:
         """Take a few more samples, and return what kernels noted of Weft's calls. Collective; [] unless asked for."""
         if not self.options.trace:
             return []
-        self.tracer = Tracer(buffer)
+        self.tracer = Tracer(buffer, self.on_gpu)
         for index in range(TRACED_SAMPLES):
             take_sample(index)
         of_ranks: CallsOfRanks = [[] for _ in range(self.me.size)]
         torch.distributed.all_gather_object(of_ranks, self.tracer.calls, group=self.me.group)
         self.tracer = None
         return of_ranks
-
-    def forget(self) -> None:
-        """Drop the samples so far: they were warm-up."""
-        self._samples.clear()
 
     def samples_us(self, calls_in_a_row: int = 1) -> dict[str, list[float]]:
         """Return the slowest rank's samples, each the mean of so many calls. Collective."""

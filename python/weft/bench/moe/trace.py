@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of calls goes: ``weft bench moe --trace FILE`` and ``--straggler``.
+"""Where the time of calls goes: ``weft bench moe --trace FILE``.
 
 After the measured samples a few more are taken of every call, and what the kernels noted of them is gathered
 (Buffer.take_trace). Spans of one sample lie side by side over all ranks: on the CPU by the clock that ranks
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,19 +26,22 @@ from weft.moe.trace import Span
 SPANS_PER_BUFFER = 1 << 18
 TRACED_SAMPLES = 5
 _GAP_NS = 20_000  # between calls in the picture
-_WAIT = "wait "
-# A rank is slow when others wait for it by this much longer than for the others, and by this share of the call.
-_SLOW_US = 5.0
-_SLOW_SHARE = 0.2
+WAIT = "wait "  # how the names of spans begin that are waits
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """What one rank noted of one call."""
+    """What one rank noted of one call.
+
+    lined_up_ns: by the same clock as the spans on the CPU: since when the rank was free to make the call.
+    core_wait_us: how long its threads, together, waited for a core since then; None where nobody knows.
+    """
 
     name: str
     spans: list[Span]
     num_dropped: int
+    lined_up_ns: int = 0
+    core_wait_us: float | None = None
 
     def began_ns(self) -> int:
         """Return when its first span began."""
@@ -49,7 +53,7 @@ class TracedCall:
 
     def met_ns(self) -> int:
         """Return when its first exchange with all peers was over."""
-        waits = [span for span in self.spans if span.name.startswith(_WAIT)]
+        waits = [span for span in self.spans if span.name.startswith(WAIT)]
         first = min(waits, key=lambda span: span.end_ns, default=None)
         return max((s.end_ns for s in waits if first and s.name == first.name), default=self.began_ns())
 
@@ -57,17 +61,37 @@ class TracedCall:
 class Tracer:
     """Takes what one rank's kernels note of each call. One per rank; not collective."""
 
-    def __init__(self, buffer: Any) -> None:
+    def __init__(self, buffer: Any, on_gpu: bool) -> None:
         self._buffer = buffer
+        self._on_gpu = on_gpu
         self.calls: list[TracedCall] = []
         buffer.take_trace()
+        self.line_up()
+
+    def line_up(self) -> None:
+        """Note that this rank is free to make its next call."""
+        self._lined_up_ns = time.monotonic_ns()
+        self._core_wait_us = self._core_wait_so_far_us()
 
     def traced(self, name: str, call: Callable[[], Any]) -> Any:
         """Return ``call()``, and keep what was noted meanwhile under ``name``."""
         result = call()
         trace = self._buffer.take_trace()
-        self.calls.append(TracedCall(name, trace.spans, trace.num_dropped))
+        before_us, now_us = self._core_wait_us, self._core_wait_so_far_us()
+        waited_us = None if before_us is None or now_us is None else max(now_us - before_us, 0.0)
+        self.calls.append(TracedCall(name, trace.spans, trace.num_dropped, self._lined_up_ns, waited_us))
+        self.line_up()
         return result
+
+    def _core_wait_so_far_us(self) -> float | None:
+        """Return how long threads of this process were ready to run and did not: for kernels on the CPU."""
+        if self._on_gpu:
+            return None
+        try:
+            files = list(Path("/proc/self/task").glob("*/schedstat"))
+            return sum(int(file.read_text().split()[1]) for file in files) / 1e3 if files else None
+        except (OSError, ValueError, IndexError):  # a thread that ended meanwhile, or another kernel's format
+            return None
 
 
 CallsOfRanks = list[list[TracedCall]]  # [rank][call]; all ranks made the same calls
@@ -152,49 +176,3 @@ def _phases(of_ranks: CallsOfRanks) -> Iterator[tuple[tuple[str, str], list[str]
 
 def _mean(values: Any) -> float:
     return statistics.fmean(values)
-
-
-def straggler_lines(of_ranks: CallsOfRanks) -> list[str]:
-    """Say, for every call, how much longer each rank keeps its peers than they keep it, and which one is slow."""
-    lines = []
-    for name in dict.fromkeys(call.name for call in of_ranks[0]):
-        late_us, call_us = _lateness_us(of_ranks, name)
-        told = ", ".join(f"rank {rank} {us:.1f}" for rank, us in enumerate(late_us))
-        lines.append(f"{name}: keeps its peers longer than they keep it, us: {told}")
-        limit_us = max(_SLOW_US, _SLOW_SHARE * call_us, max(late_us) / 2)
-        slow = [rank for rank, us in enumerate(late_us) if us > limit_us]
-        lines += [
-            f"{name}: rank {rank} is slow: its peers wait {late_us[rank]:.0f} us for it" for rank in slow
-        ]
-    if not any(" is slow: " in line for line in lines):
-        lines.append("no rank is slow")
-    return lines
-
-
-def _lateness_us(of_ranks: CallsOfRanks, name: str) -> tuple[list[float], float]:
-    """Return per rank how long it keeps its peers beyond what they keep it, and how long its own calls take."""
-    keeps: dict[int, list[float]] = defaultdict(list)
-    is_kept: dict[int, list[float]] = defaultdict(list)
-    lengths_us = []
-    for observer, calls in enumerate(of_ranks):
-        for call in (call for call in calls if call.name == name):
-            lengths_us.append((call.ended_ns() - call.began_ns()) / 1e3)
-            for peer, us in _waited_us(call, observer).items():
-                keeps[peer].append(us)
-                is_kept[observer].append(us)
-    late_us = [_median(keeps[rank]) - _median(is_kept[rank]) for rank in range(len(of_ranks))]
-    return [max(us, 0.0) for us in late_us], min(lengths_us)
-
-
-def _median(values: list[float]) -> float:
-    return statistics.median(values) if values else 0.0
-
-
-def _waited_us(call: TracedCall, observer: int) -> dict[int, float]:
-    """Return the longest wait for each peer."""
-    longest: dict[int, float] = defaultdict(float)
-    for span in call.spans:
-        if span.peer is None or span.peer == observer or not span.name.startswith(_WAIT):
-            continue
-        longest[span.peer] = max(longest[span.peer], (span.end_ns - span.begin_ns) / 1e3)
-    return longest

@@ -23,13 +23,16 @@ struct Slot {
   uint64_t bytes = ~uint64_t{0};
 };
 
+// GPUs are never told to stream, and need not compile for it.
+inline constexpr bool kMayStream = Warp::kMaxSize == 1;
+
 struct Movement {
   Slot in;
   Piece src;  // combined with `in` where both are there
   Piece dst;
   Slot out;
   bool adds_dst = false;  // dst = dst + src
-  bool streams = false;   // what moves is too large for the caches, and not read soon
+  bool streams = false;   // what moves is too large for the caches, and not read soon; on the host only
   uint64_t units = 0;
 };
 
@@ -359,8 +362,8 @@ WEFT_DEVICE void move(Block block, const Shape& shape, const Movement& m, GiveUp
   auto run = [&](auto combiner) {
     using Combiner = decltype(combiner);
     if constexpr (Wire::kIsPlain) {
-      if (m.streams)
-        message::stream<Combiner, true>(block, m, whole);
+      if (kMayStream && m.streams)
+        message::stream<Combiner, kMayStream>(block, m, whole);
       else
         message::stream<Combiner, false>(block, m, whole);
       for (uint64_t unit = whole + block.rank(); unit < m.units; unit += block.size())

@@ -459,10 +459,10 @@ WEFT_DEVICE void carry_out(const ProgramArgs& a, const Shape& shape, Block block
     else
       move_ll128(block, shape, all, gives_up);
   };
-  if (route.in_process)
-    carry_from_process(a, cursor, turn, route, m, move_all);
-  else
-    move_all(m);
+  if constexpr (kReadsProcesses) {
+    if (route.in_process) return carry_from_process(a, cursor, turn, route, m, move_all);
+  }
+  move_all(m);
 }
 
 // Tells peers and other blocks, and moves the cursor on. One thread.

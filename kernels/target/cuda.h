@@ -220,6 +220,7 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
 }
 
 // Processes read each other's memory on the host only.
+inline constexpr bool kReadsProcesses = false;
 WEFT_DEVICE bool read_process(uint32_t /*process*/, void* /*dst*/, uint64_t /*src*/, uint64_t /*bytes*/) {
   return false;
 }

@@ -212,6 +212,7 @@ inline void copy_row_streaming(std::byte* dst, const std::byte* src, uint64_t by
 
 // Copies bytes of another process's memory here; false where that is not allowed or not there. Linux's
 // process_vm_readv(2): one copy, no memory that both must map.
+inline constexpr bool kReadsProcesses = true;
 inline bool read_process(uint32_t process, void* dst, uint64_t src, uint64_t bytes) {
   for (uint64_t done = 0; done < bytes;) {
     const iovec local{static_cast<std::byte*>(dst) + done, bytes - done};

@@ -201,10 +201,19 @@ void bind_communicator(nb::module_& module) {
              const Transport* transport = comm.transport_to(peer);
              return transport ? nb::cast(transport->name) : nb::none();
            })
-      .def("barrier", [](Communicator& comm) {
-        nb::gil_scoped_release no_gil;
-        check(comm.barrier());
-      });
+      .def("barrier",
+           [](Communicator& comm) {
+             nb::gil_scoped_release no_gil;
+             check(comm.barrier());
+           })
+      // Every rank's text, in rank order. Collective, and no faster than the bootstrap: for set-up.
+      .def(
+          "all_gather_text",
+          [](Communicator& comm, const std::string& mine) {
+            nb::gil_scoped_release no_gil;
+            return value_or_throw(comm.bootstrap().all_gather(mine, comm.deadline()));
+          },
+          "mine"_a);
 }
 
 Status check_range(const Window& window, int rank, uint64_t offset, uint64_t bytes) {

@@ -7,6 +7,9 @@ import functools
 import re
 import shutil
 import subprocess
+import tempfile
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -29,13 +32,14 @@ def compile_with(compiler: str, source: str, folder: Path) -> subprocess.Complet
 
 
 @functools.cache
-def working_compiler(folder: Path) -> tuple[str | None, str]:
+def working_compiler() -> tuple[str | None, str]:
     """Return the newest clang that makes code for the architecture, else None and why each one failed."""
     why = []
     for name in COMPILERS:
         if shutil.which(name) is None:
             continue
-        tried = compile_with(name, "__attribute__((global)) void weft_kernel() {}\n", folder)
+        with tempfile.TemporaryDirectory() as folder:
+            tried = compile_with(name, "__attribute__((global)) void weft_kernel() {}\n", Path(folder))
         if tried.returncode == 0:
             return name, ""
         why.append(f"{name}: {tried.stderr.strip().splitlines()[0] if tried.stderr else 'failed'}")
@@ -43,20 +47,30 @@ def working_compiler(folder: Path) -> tuple[str | None, str]:
     return None, f"no clang with lld that compiles for {ARCHITECTURE}: {found}"
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
-    name, why = working_compiler(tmp_path_factory.mktemp("probe"))
-    if name is None:
-        pytest.skip(why)
-    return name
+@dataclass(frozen=True)
+class Compilation:
+    """One kernel by clang: what it printed, and the first bytes of what it made."""
+
+    case: Case
+
+    def __str__(self) -> str:
+        return str(self.case)
+
+    def run(self) -> tuple[str, bytes]:
+        compiler, why = working_compiler()
+        if compiler is None:
+            pytest.skip(why)
+        with tempfile.TemporaryDirectory() as folder:
+            done = compile_with(compiler, _core.kernel_source(self.case.key()), Path(folder))
+            assert done.returncode == 0, done.stderr
+            return done.stderr, (Path(folder) / "kernel.o").read_bytes()[:4]
 
 
-@pytest.mark.parametrize("case", all_cases(), ids=str)
-def test_kernel_compiles_without_spills(case: Case, compiler: str, tmp_path: Path) -> None:
-    done = compile_with(compiler, _core.kernel_source(case.key()), tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "kernel.o").read_bytes()[:4] == b"\x7fELF"
-    usage = dict(re.findall(r"remark:\s+([\w /\[\]]+): (\d+)", done.stderr))
+@pytest.mark.parametrize("compiling", [*map(Compilation, all_cases())], ids=str, indirect=True)
+def test_kernel_compiles_without_spills(compiling: Future[tuple[str, bytes]]) -> None:
+    log, start_of_object = compiling.result()
+    assert start_of_object == b"\x7fELF"
+    usage = dict(re.findall(r"remark:\s+([\w /\[\]]+): (\d+)", log))
     print(f"{ARCHITECTURE}: {usage}")
     assert usage["VGPRs Spill"] == "0", "registers spill to memory"
-    assert "warning:" not in done.stderr, done.stderr
+    assert "warning:" not in log, log

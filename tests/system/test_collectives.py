@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from random_programs import mutated, random_algorithm, run_against_contract
 
-from weft.collectives import VerificationError, verify
+from weft.collectives import Algorithm, VerificationError, calls, verify
 from weft.collectives.calls import Collectives
 from weft.collectives.executor import Executor
 from weft.collectives.library import entries
+from weft.collectives.xml import to_xml
 from weft.errors import Error, PeerLost
 from weft.runtime.communicator import Communicator
 from weft.testing.ranks import Rank, RankError, run_ranks
@@ -180,6 +183,10 @@ def test_a_rank_that_stays_away_is_named_within_the_deadline() -> None:
         assert f"rank {rank}, collective" in stories[rank] and "for rank 2" in stories[rank]
 
 
+def _built(name: str, inplace: bool) -> Algorithm:
+    return entries()[name].program(3, inplace=inplace).compile()
+
+
 def _bad_arguments(rank: Rank) -> None:
     comm = Collectives(Communicator(rank.group, timeout_s=20).core)
     good = torch.ones(6, 2)
@@ -192,6 +199,14 @@ def _bad_arguments(rank: Rank) -> None:
         (lambda: comm.all_gather(good, out=torch.ones(3)), "out: got"),
         (lambda: comm.all_to_all(good, input_splits=[1, 2, 4]), "input_splits"),
         (lambda: comm.send(good, rank.rank), "peer"),
+        (lambda: comm.broadcast(good, 0.5), "root: got 0.5"),  # type: ignore[arg-type]
+        (lambda: comm.all_reduce(torch.ones(3, device="meta")), "device"),
+        (lambda: comm.all_reduce(torch.ones(3).to_sparse()), "torch.sparse_coo"),
+        (lambda: comm.all_reduce(torch._neg_view(good)), "negated"),
+        (lambda: comm.all_reduce(torch.ones(3).bool(), "average"), "torch.bool"),
+        # Programs of another collective or root would write past the tensors.
+        (lambda: comm.all_reduce(good, algorithm=_built("allgather_allpairs", True)), "for allgather"),
+        (lambda: comm.broadcast(good, 1, algorithm=_built("broadcast_flat", True)), "for root 0, not 1"),
     ):
         with pytest.raises(Error) as caught:
             act()
@@ -201,6 +216,70 @@ def _bad_arguments(rank: Rank) -> None:
 
 def test_bad_arguments_are_refused_before_anything_moves() -> None:
     run_ranks(3, _bad_arguments)
+
+
+def _shared_memory(rank: Rank, elems: int) -> None:
+    comm = Collectives(Communicator(rank.group, timeout_s=20).core)
+    ranks, me = rank.size, rank.rank
+    mine = slice(me * elems, (me + 1) * elems)
+    everyone = [torch.arange(float(ranks * elems)) + 1000 * q for q in range(ranks)]
+
+    whole = everyone[me].clone()
+    comm.all_gather(whole[mine], out=whole)
+    assert torch.equal(whole, torch.cat([t[q * elems : (q + 1) * elems] for q, t in enumerate(everyone)]))
+    whole = everyone[me].clone()
+    comm.reduce_scatter(whole, out=whole[mine])
+    assert torch.equal(whole[mine], sum(everyone)[mine])
+    whole = everyone[me].clone()
+    comm.all_to_all(whole, out=whole)
+    assert torch.equal(whole, torch.cat([t[mine] for t in everyone]))
+    splits = [elems] * ranks
+    whole = everyone[me].clone()
+    comm.all_to_all(whole, out=whole, input_splits=splits, output_splits=splits)
+    assert torch.equal(whole, torch.cat([t[mine] for t in everyone]))
+
+    shifted = torch.cat([everyone[me], torch.zeros(3)])
+    comm.all_reduce(shifted[:-3], out=shifted[3:])
+    assert torch.equal(shifted[3:], sum(everyone))
+    shifted = torch.cat([everyone[me], torch.zeros(3)])
+    comm.send_recv(shifted[:-3], out=shifted[3:])
+    assert torch.equal(shifted[3:], everyone[me - 1])
+
+
+@pytest.mark.parametrize("elems", [5, 1 << 18])
+def test_outputs_may_share_memory_with_inputs(elems: int) -> None:
+    run_ranks(3, _shared_memory, elems)
+
+
+def _bools(rank: Rank) -> None:
+    comm = Collectives(Communicator(rank.group, timeout_s=20).core)
+    given = torch.tensor([True, rank.rank == 1, False])
+    assert comm.all_reduce(given.clone()).sum() == 2  # bytes other than 0 and 1 would count twice
+    assert comm.all_reduce(given.clone(), "product").tolist() == [True, False, False]
+
+
+def test_sums_of_bools_are_bools() -> None:
+    run_ranks(3, _bools)
+
+
+def _other_files(rank: Rank, folder: str) -> tuple[list[str], str]:
+    said: list[str] = []
+    calls.log = SimpleNamespace(warning=lambda text, *args: said.append(text % args))  # type: ignore[assignment]
+    given = SimpleNamespace(cache_dir="/nowhere", algorithm_dir=folder if rank.rank == 1 else "")
+    calls._core = SimpleNamespace(config=lambda: given)  # type: ignore[assignment]
+    comm = Collectives(Communicator(rank.group, timeout_s=20).core)
+    ones = torch.ones(1024)
+    comm.all_reduce(ones)
+    assert torch.equal(ones, torch.full((1024,), 2.0))
+    return said, comm.chosen("allreduce", 4096)[0]
+
+
+def test_ranks_that_read_other_files_choose_alike(tmp_path: Path) -> None:
+    ring = entries()["allreduce_a100_ring"].program(2, inplace=True).compile()
+    (tmp_path / "ring.xml").write_text(to_xml(ring))
+    (said, chosen), (_, other) = run_ranks(2, _other_files, str(tmp_path))
+    assert "ranks [1] read other tables" in said[0]
+    assert chosen == other and "ring" not in chosen
 
 
 def test_a_wrong_program_never_reaches_the_executor() -> None:

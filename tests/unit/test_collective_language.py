@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 
+from weft import cli
 from weft.collectives import (
     AllGather,
     AllReduce,
@@ -144,3 +146,21 @@ def test_orders_that_disagree_move_to_another_channel() -> None:
             for c in (0, 1):
                 chunk(rank, Buffer.input, c).copy(1 - rank, Buffer.output, 2 * rank + c, ch=c)
     assert program.compile().channels == 2
+
+
+@pytest.mark.parametrize(
+    ("last_line", "says"),
+    [
+        ("chunk(0, Buffer.output, 0).copy(1)", "bad.py:3: AttributeError"),
+        ("chunk(0, Buffer.input, 0).copy(9)", "bad.py:3: rank 9 is not one"),
+        ("chunk(0, Buffer.input, 0).copy(", "bad.py:3: SyntaxError"),
+        ("import no_such_module", "bad.py:3: ModuleNotFoundError"),
+    ],
+)
+def test_weft_compile_names_the_line_of_any_mistake(
+    last_line: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "bad.py"
+    program.write_text(f"from weft.collectives import *\nwith Program('p', AllGather(2)):\n    {last_line}\n")
+    assert cli.main(["compile", str(program)]) == 1
+    assert says in capsys.readouterr().err

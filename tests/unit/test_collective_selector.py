@@ -36,6 +36,15 @@ def test_folders_and_files_join_and_bad_ones_are_named(
     assert "ring" in choice.algorithm.name
 
 
+def test_a_file_with_a_root_serves_that_root_only(tmp_path: Path) -> None:
+    chain = tmp_path / "chain.xml"
+    chain.write_text(to_xml(build("broadcast_chain", 3, inplace=True).compile()))
+    selector = Selector(3, "cpu", algorithm_dir=str(chain))
+    assert "chain" in selector.choose("broadcast", 1024, inplace=True).algorithm.name
+    other = selector.choose("broadcast", 1024, inplace=True, root=2).algorithm
+    assert other.contract is not None and other.contract.root == 2
+
+
 def test_msccls_own_variables_name_algorithms() -> None:
     show = "import weft._core as c; print(c.config().algorithm_dir)"
 

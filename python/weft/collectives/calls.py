@@ -6,11 +6,11 @@
     out = comm.all_gather(t)
     comm.collectives.all_reduce(t, algorithm=mine) # Collectives, with all options
 
-Tensors are contiguous and on the communicator's device; every rank passes the same dtype and number of elements, except
-where sizes are said to differ. On CUDA a call is enqueued on the current stream and may be captured in a graph; one
-stream at a time. On the CPU it is finished on return.
-"op" is one of sum, product, min, max, average. "algorithm" is an Algorithm to use instead of the chosen one, or a
-selector's Choice, which also says how it runs.
+Tensors are contiguous and on the communicator's device; outputs may share memory with inputs. Every rank passes the
+same dtype and number of elements, except where sizes are said to differ. On CUDA a call is enqueued on the current
+stream and may be captured in a graph; one stream at a time. On the CPU it is finished on return.
+"op" is one of sum, product, min, max, average; a sum of torch.bool is "or", a product "and". "algorithm" is an
+Algorithm to use instead of the chosen one, or a selector's Choice, which also says how it runs.
 Threads: one caller at a time, the same order of calls on all ranks.
 Raises: Error for a wrong argument, before anything moves; PeerLost, naming the rank that was waited for.
 """
@@ -18,6 +18,7 @@ Raises: Error for a wrong argument, before anything moves; PeerLost, naming the 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,12 +29,14 @@ import torch
 from weft import _core
 from weft.collectives.contract import Buffer, Collective, Slots
 from weft.collectives.executor import EXCHANGES, Call, Executor, Loaded
-from weft.collectives.ir import Algorithm
+from weft.collectives.ir import Algorithm, Op, Span
 from weft.collectives.language import Program
 from weft.collectives.rows import ELEMENTS, REDUCTIONS
-from weft.collectives.selector import COMPILED, EXCHANGE, Choice, Selector
+from weft.collectives.selector import COMPILED, EXCHANGE, Choice, Selector, misfit
 from weft.collectives.values import Chunk
 from weft.errors import Error, invalid
+
+log = logging.getLogger("weft.collectives")
 
 _DTYPES = {getattr(torch, name): number for name, number in ELEMENTS.items() if hasattr(torch, name)}
 _CACHED_SHAPES = 4096
@@ -74,17 +77,12 @@ class Collectives:
         self.size = int(core.size)
         self.device = str(core.device)
         self._is_cpu = self.device == "cpu"
+        self._ordinal = -1 if self._is_cpu else torch.device(self.device).index
         self._executor = Executor(core, timeout_s) if self.size > 1 else None
-        config = _core.config()
-        self._selector = Selector(
-            self.size,
-            "cpu" if self._is_cpu else "nvlink",
-            machine_key(self.device),
-            Path(config.cache_dir).expanduser(),
-            config.algorithm_dir,
-        )
+        self._selector = _agreed_selector(core, "cpu" if self._is_cpu else "nvlink")
         self._loaded: dict[int, Loaded] = {}
-        self._kept: list[Algorithm] = []  # keeps the ids that _loaded is keyed by alive
+        self._keeps: dict[int, bool] = {}
+        self._kept: list[Algorithm] = []  # keeps the ids that the two are keyed by alive
         self._choices: dict[tuple[str, int, int, bool], Choice] = {}
 
     # -- symmetric ---------------------------------------------------------------------------------------------
@@ -104,8 +102,9 @@ class Collectives:
             out = tensor
         else:
             self._check_like("out", out, elems, tensor)
-            if not self._is_exchange("allreduce", elems * tensor.element_size(), algorithm):
-                out.copy_(tensor)
+            num_bytes = elems * tensor.element_size()
+            if not (_are_apart(tensor, out) and self._is_exchange("allreduce", num_bytes, algorithm)):
+                _copy(out, tensor)
                 tensor = out
         self._run("allreduce", tensor, out, elems, elems, op, algorithm, inplace=True)
         self._average(op, out)
@@ -235,7 +234,8 @@ class Collectives:
 
     def _transfer(self, tensor: torch.Tensor, src: int, dst: int) -> None:
         peer = dst if src == self.rank else src
-        if not 0 <= peer < self.size or peer == self.rank:
+        self._check_rank("peer", peer)
+        if peer == self.rank:
             raise invalid("peer", peer, f"another rank of {self.size}")
         element = self._element("tensor", tensor)
         loaded = self._load(transfer(self.size, src, dst))
@@ -255,24 +255,24 @@ class Collectives:
         inplace: bool = False,
     ) -> None:
         element = self._element("tensor", tensor)
-        if op is not None and op not in REDUCTIONS:
-            raise invalid("op", op, ", ".join(REDUCTIONS))
-        if not 0 <= root < self.size:
-            raise invalid("root", root, f"0 to {self.size - 1}")
+        reduction = _reduction(op, tensor.dtype) if op is not None else 0
+        self._check_rank("root", root)
         if part_elems == 0:
             return
         if self._executor is None:
-            if out.data_ptr() != tensor.data_ptr():
-                out.view(-1).copy_(tensor.view(-1))
+            _copy(out, tensor)
             return
         num_bytes = total_elems * tensor.element_size()
         choice = self._choose(collective, num_bytes, root, inplace, algorithm)
+        target = out
+        if not inplace:
+            tensor, target = self._apart(collective, tensor, out, root, choice.algorithm)
         call = Call(
             tensor.data_ptr(),
-            out.data_ptr(),
+            target.data_ptr(),
             part_elems,
             element,
-            REDUCTIONS[op] if op else 0,
+            reduction,
             choice.slice_bytes,
             choice.num_sms,
             self._stream(),
@@ -283,6 +283,8 @@ class Collectives:
             self._executor.exchange(EXCHANGES[chosen.name], call, meets=chosen.protocol == "Simple")
         else:
             self._executor.run(self._load(choice.algorithm), call)
+        if target is not out:
+            out.copy_(target)
 
     def _choose(
         self,
@@ -295,10 +297,8 @@ class Collectives:
         if algorithm is not None:
             choice = algorithm if isinstance(algorithm, Choice) else Choice(algorithm)
             given = choice.algorithm
-            if not (given.inplace if inplace else given.outofplace):
-                raise invalid(
-                    "algorithm", given.name, f"one that works {'in' if inplace else 'out of'} place"
-                )
+            if mismatch := misfit(given, collective, inplace, root):
+                raise invalid("algorithm", f"{given.name}, which {mismatch}", f"one for {collective}")
             if choice.mode == EXCHANGE and given.name not in EXCHANGES:
                 raise invalid("algorithm", choice.label(), f"an exchange: {', '.join(EXCHANGES)}")
             return choice
@@ -310,6 +310,39 @@ class Collectives:
                 self._choices.clear()
             self._choices[key] = known
         return known
+
+    def _apart(
+        self, collective: str, tensor: torch.Tensor, out: torch.Tensor, root: int, algorithm: Algorithm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what to run on where input and output share memory: a copy of the smaller one, as peers may read an
+        input late and write an output early. Ranks need not agree on it."""
+        is_unused = collective in ("gather", "scatter") and self.rank != root
+        if _are_apart(tensor, out) or is_unused:
+            return tensor, out
+        is_own_part = out.data_ptr() + self.rank * tensor.nbytes == tensor.data_ptr()
+        if collective == "allgather" and is_own_part and algorithm and self._keeps_own_part(algorithm):
+            return tensor, out
+        return (tensor, torch.empty_like(out)) if out.nbytes < tensor.nbytes else (tensor.clone(), out)
+
+    def _keeps_own_part(self, algorithm: Algorithm) -> bool:
+        """Return whether this rank's part of an all_gather's output is written by copying the input there only."""
+        known = self._keeps.get(id(algorithm))
+        if known is None:
+            program = algorithm.ranks[self.rank]
+            first = self.rank * program.input_chunks
+            own = {(Buffer.output, first + c) for c in range(program.input_chunks)}
+            writers = [step for block in program.blocks for step in block.steps if own & {*step.writes()}]
+            known = all(
+                step.op is Op.COPY and step.src == Span(Buffer.input, step.dst.index - first)
+                for step in writers
+            )
+            self._keeps[id(algorithm)] = known
+            self._kept.append(algorithm)
+        return known
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        if not (hasattr(rank, "__index__") and 0 <= rank < self.size):
+            raise invalid(name, rank, f"0 to {self.size - 1}")
 
     def _is_exchange(self, collective: str, num_bytes: int, algorithm: Algorithm | Choice | None) -> bool:
         return self._executor is not None and (
@@ -343,13 +376,16 @@ class Collectives:
         came = self._splits("output_splits", output_splits, rows_out)
         out = self._out(out, (rows_out, *tensor.shape[1:]), tensor)
         if self._executor is None:
-            out.copy_(tensor)
+            _copy(out, tensor)
             return out
         if sent[self.rank] != came[self.rank]:
             raise invalid("output_splits", came[self.rank], f"{sent[self.rank]} from this rank to itself")
         loaded = self._load(self._choose("alltoallv", 0, 0, False, None).algorithm)
-        call = Call(tensor.data_ptr(), out.data_ptr(), 0, element, stream=self._stream())
+        tensor, target = self._apart("alltoallv", tensor, out, 0, None)
+        call = Call(tensor.data_ptr(), target.data_ptr(), 0, element, stream=self._stream())
         self._executor.run_with_sizes(loaded, call, _places(sent, row_elems), _places(came, row_elems))
+        if target is not out:
+            out.copy_(target)
         return out
 
     def _splits(self, name: str, splits: Sequence[int] | None, rows: int) -> list[int]:
@@ -376,10 +412,10 @@ class Collectives:
         element = _DTYPES.get(tensor.dtype)
         if element is None:
             raise invalid(f"{name}.dtype", tensor.dtype, ", ".join(str(dtype) for dtype in _DTYPES))
-        if not tensor.is_contiguous():
-            raise invalid(name, f"strides {tuple(tensor.stride())}", "a contiguous tensor")
-        if tensor.is_cuda == self._is_cpu:
+        if not (tensor.is_cpu if self._is_cpu else tensor.is_cuda and tensor.get_device() == self._ordinal):
             raise invalid(f"{name}.device", tensor.device, self.device)
+        if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_neg():
+            raise invalid(name, _form(tensor), "a contiguous tensor")
         return element
 
     def _out(self, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -402,12 +438,57 @@ class Collectives:
         return (tensor.shape[0] // self.size, *tensor.shape[1:])
 
 
+def _agreed_selector(core: Any, machine: str) -> Selector:
+    """Return a selector that chooses as every other rank's does. Collective."""
+    config = _core.config()
+    cache = Path(config.cache_dir).expanduser()
+    ranks = int(core.size)
+    selector = Selector(ranks, machine, machine_key(str(core.device)), cache, config.algorithm_dir)
+    prints = core.all_gather_text(selector.fingerprint()) if ranks > 1 else []
+    others = [rank for rank, theirs in enumerate(prints) if theirs != prints[0]]
+    if not others:
+        return selector
+    log.warning(
+        "ranks %s read other tables or algorithms than rank 0 (WEFT_CACHE_DIR, WEFT_ALGORITHM_DIR): "
+        "no rank uses any",
+        others,
+    )
+    return Selector(ranks, machine)
+
+
 def _places(rows: Sequence[int], row_elems: int) -> list[tuple[int, int]]:
     places, at = [], 0
     for count in rows:
         places.append((at, count * row_elems))
         at += count * row_elems
     return places
+
+
+def _form(tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    return "a negated view" if tensor.is_neg() else f"strides {tuple(tensor.stride())}"
+
+
+def _are_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
+    first, second = a.data_ptr(), b.data_ptr()
+    return first + a.nbytes <= second or second + b.nbytes <= first
+
+
+def _copy(out: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy between contiguous tensors of one size, which may overlap."""
+    if out.data_ptr() != tensor.data_ptr():
+        out.view(-1).copy_((tensor if _are_apart(tensor, out) else tensor.clone()).view(-1))
+
+
+def _reduction(op: str, dtype: torch.dtype) -> int:
+    if op not in REDUCTIONS:
+        raise invalid("op", op, ", ".join(REDUCTIONS))
+    if dtype is not torch.bool:
+        return REDUCTIONS[op]
+    if op == "average":
+        raise invalid("op", op, "sum, product, min or max of torch.bool")
+    return REDUCTIONS[{"sum": "max", "product": "min"}.get(op, op)]  # or, and: a byte of a bool is 0 or 1
 
 
 def machine_key(device: str) -> str:

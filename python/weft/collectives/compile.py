@@ -16,6 +16,7 @@ import inspect
 import runpy
 import shlex
 import sys
+import traceback
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -26,7 +27,7 @@ from typing import Any
 import weft.collectives
 from weft.collectives import contract, language, topology, values
 from weft.collectives.ir import Algorithm
-from weft.collectives.language import Program, collect
+from weft.collectives.language import Program, ProgramError, collect
 from weft.collectives.library import build, entries
 from weft.collectives.load import load_file
 from weft.collectives.verifier import verify
@@ -123,18 +124,34 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 def _program_of(path: Path, ranks: int, options: dict[str, Any], arguments: Sequence[str]) -> Program:
     printed = StringIO()
     with collect() as programs, _msccl_names(), _arguments([str(path), *arguments]), redirect_stdout(printed):
-        names = runpy.run_path(str(path), run_name="__main__")
-        maker = names.get("program")
-        if callable(maker) and not programs:
-            if ranks < 1:
-                raise invalid("ranks", ranks, f"how many ranks, since {path.name} defines program(ranks)")
-            known = inspect.signature(maker).parameters
-            maker(ranks, **{name: value for name, value in options.items() if name in known})
+        try:
+            _run(path, ranks, options, programs)
+        except Error:
+            raise
+        except Exception as error:  # the user's own mistake
+            raise ProgramError(f"{_user_place(path, error)}: {type(error).__name__}: {error}") from error
     if len(programs) != 1:
         raise Error(
             f"{path.name}: {len(programs)} programs, allowed: one; define program(ranks) or enter one Program"
         )
     return programs[0]
+
+
+def _run(path: Path, ranks: int, options: dict[str, Any], programs: list[Program]) -> None:
+    maker = runpy.run_path(str(path), run_name="__main__").get("program")
+    if callable(maker) and not programs:
+        if ranks < 1:
+            raise invalid("ranks", ranks, f"how many ranks, since {path.name} defines program(ranks)")
+        known = inspect.signature(maker).parameters
+        maker(ranks, **{name: value for name, value in options.items() if name in known})
+
+
+def _user_place(path: Path, error: Exception) -> str:
+    """Return file:line of the last line of the user's file that the error came through."""
+    if isinstance(error, SyntaxError):
+        return f"{Path(error.filename or path).name}:{error.lineno}"
+    lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == str(path)]
+    return f"{path.name}:{lines[-1]}" if lines else path.name
 
 
 @contextmanager

@@ -134,7 +134,6 @@ class Algorithm:
     min_bytes: int = 0
     max_bytes: int | None = None
     threads: int = 0
-    root: int = 0
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property

@@ -5,14 +5,15 @@
     choice = selector.choose("allreduce", num_bytes=65536)
 
 The decision uses only what all ranks of a call agree on (collective, bytes, ranks, machine, the tables and files that
-all ranks read alike), so all choose alike. Every candidate that lost is logged with its reason, once per call shape.
-Missing and bad files are never fatal: each is named in one warning and left out.
+were read), so all choose alike; fingerprint() tells whether they read alike. Every candidate that lost is logged with
+its reason, once per call shape. Missing and bad files are never fatal: each is named in one warning and left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -229,11 +230,16 @@ class Selector:
         self._files = read_algorithms(algorithm_dir, ranks)
         self._logged: set[tuple[str, int]] = set()
 
+    def fingerprint(self) -> str:
+        """Return what is alike exactly where the same tables and files were read."""
+        read = repr((self._rows, self._files))
+        return hashlib.sha256(read.encode()).hexdigest()
+
     def choose(self, collective: str, num_bytes: int, inplace: bool = False, root: int = 0) -> Choice:
         """Return what serves a call whose algorithm buffer has ``num_bytes``. Raises: Error when nothing does."""
         reasons: list[str] = []
         choice = (
-            self._from_files(collective, num_bytes, inplace, reasons)
+            self._from_files(collective, num_bytes, inplace, root, reasons)
             or self._from_table(collective, num_bytes, inplace, root, reasons)
             or self._from_model(collective, num_bytes, inplace, root, reasons)
         )
@@ -245,10 +251,10 @@ class Selector:
         return choice
 
     def _from_files(
-        self, collective: str, num_bytes: int, inplace: bool, reasons: list[str]
+        self, collective: str, num_bytes: int, inplace: bool, root: int, reasons: list[str]
     ) -> Choice | None:
         for algorithm in self._files:
-            reason = _unfit(algorithm, collective, num_bytes, inplace)
+            reason = misfit(algorithm, collective, inplace, root) or _unfit(algorithm, num_bytes)
             if reason is None:
                 return Choice(algorithm)
             reasons.append(f"{algorithm.name}: {reason}")
@@ -324,11 +330,18 @@ class Selector:
         )
 
 
-def _unfit(algorithm: Algorithm, collective: str, num_bytes: int, inplace: bool) -> str | None:
+def misfit(algorithm: Algorithm, collective: str, inplace: bool, root: int) -> str | None:
+    """Return why an algorithm cannot do a call at any size, or None."""
     if algorithm.collective != collective:
         return f"is for {algorithm.collective}"
+    if algorithm.contract is not None and algorithm.contract.root != root:
+        return f"is for root {algorithm.contract.root}, not {root}"
     if not (algorithm.inplace if inplace else algorithm.outofplace):
         return f"does not serve {'in-place' if inplace else 'out-of-place'} calls"
+    return None
+
+
+def _unfit(algorithm: Algorithm, num_bytes: int) -> str | None:
     if num_bytes < algorithm.min_bytes:
         return f"from {algorithm.min_bytes} bytes"
     if algorithm.max_bytes is not None and num_bytes > algorithm.max_bytes:

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     config = _core.config()
     cache = Path(config.cache_dir).expanduser()
     target = Path(args.output) if args.output else cache / table_name(machine, key, ranks)
-    journal = target.with_suffix(".journal")
+    journal = target.with_suffix(f".{machine}-{ranks}.journal")
     target.parent.mkdir(parents=True, exist_ok=True)
     if args.restart:
         journal.unlink(missing_ok=True)

@@ -33,7 +33,6 @@ def lower(graph: Graph, order: list[Node], blocks: list[list[OpenBlock]]) -> Alg
         contract=collective,
         min_bytes=program.min_bytes,
         max_bytes=program.max_bytes,
-        root=collective.root,
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 from weft.collectives.book import Part, write_book
 from weft.collectives.cost import CPU, NVLINK, estimate, predict_us
 from weft.collectives.library import build
-from weft.collectives.selector import Selector, read_algorithms, table_name, write_table
+from weft.collectives.selector import Selector, read_algorithms, rows_besides, table_name, write_table
 from weft.collectives.tune import table_rows
 from weft.collectives.xml import to_xml
 
@@ -75,6 +75,14 @@ def test_a_tuned_table_decides_and_the_log_has_what_the_others_took(
     choice = Selector(4, "cpu", "here", tmp_path).choose("allreduce", 64 << 20, inplace=True)
     assert choice.algorithm.name == "allreduce_1step"
     assert "allreduce_allpairs LL x1: slower, measured 9.0 us" in caplog.text
+
+
+def test_a_table_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
+    rows = [*table_rows(_measured(), 4), *table_rows(_measured(), 2)]
+    write_table(tmp_path / "t.json", "here", rows)
+    assert rows_besides(tmp_path / "t.json", "here", ["allgather"], 4) == rows
+    assert rows_besides(tmp_path / "t.json", "here", ["allgather", "allreduce"], 4) == rows[1:]
+    assert rows_besides(tmp_path / "t.json", "elsewhere", ["allgather"], 4) == []
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"version": 1, "key": "here", "rows": [{}]})])

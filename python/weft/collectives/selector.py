@@ -16,6 +16,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -389,6 +390,19 @@ def table_name(machine: str, key: str, ranks: int) -> str:
 
 def read_table(path: Path, key: str) -> list[dict[str, Any]]:
     """Return a table's rows: collective, ranks (0 = any), max_bytes (None = all), variant. Bad: none, and a log."""
+    return [row for _, row in _read_rows(path, key)]
+
+
+def rows_besides(path: Path, key: str, collectives: Iterable[str], ranks: int) -> list[dict[str, Any]]:
+    """Return a table's rows but those of ``collectives`` on ``ranks`` ranks, as write_table() takes them."""
+    without = {(collective, ranks) for collective in collectives}
+    return [
+        written for written, row in _read_rows(path, key) if (row["collective"], row["ranks"]) not in without
+    ]
+
+
+def _read_rows(path: Path, key: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the rows of a table, as they are written and as they are used."""
     if not path.is_file():
         return []
     try:
@@ -396,7 +410,7 @@ def read_table(path: Path, key: str) -> list[dict[str, Any]]:
         if document["version"] != TABLE_VERSION or (key and document["key"] != key):
             log.info("table %s is for %s, version %s: not used", path, document["key"], document["version"])
             return []
-        return [_row(row) for row in document["rows"]]
+        return [(row, _row(row)) for row in document["rows"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("table %s is not used: %s: %s", path, type(error).__name__, error)
         return []
@@ -431,6 +445,6 @@ def write_table(path: Path, key: str, rows: Iterable[dict[str, Any]]) -> None:
     """Write a table; atomically, so that a reader sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"version": TABLE_VERSION, "key": key, "rows": list(rows)}
-    temporary = path.with_suffix(f".{id(document)}.tmp")
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(document, indent=1) + "\n")
     temporary.replace(path)

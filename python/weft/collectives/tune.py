@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
     from weft.collectives.book import Part
     from weft.collectives.calls import machine_key
-    from weft.collectives.selector import table_name, write_table
+    from weft.collectives.selector import rows_besides, table_name, write_table
     from weft.testing.ranks import run_ranks
 
     torch.set_num_threads(1)
@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
         sizes.append(at)
         at *= args.factor
     found = run_ranks(ranks, measure, calls, sizes, bool(gpus), str(journal), deadline_s=_DEADLINE_S)[0]
-    write_table(target, key, table_rows(found, ranks))
+    others = rows_besides(target, key, (_CALLS[call] for call in calls), ranks)
+    write_table(target, key, [*others, *table_rows(found, ranks)])
     _write_book(target.with_suffix(".book"), Part(machine, ranks, key, target.parent, config.algorithm_dir))
     for row in found:
         print(f"{row['call']:16} {row['bytes']:>11} bytes  {row['us']:>10.1f} us  {row['label']}")

@@ -115,6 +115,7 @@ enum class EventKind : uint8_t {
   kFailed,    // the same, failed; text and peer_gone say why
   kReceived,  // a posted receive holds `bytes` bytes
   kImm,       // a peer's write with an immediate has arrived
+  kServed,    // bytes of a peer came or went; polling again soon is worth while. Not every rail can tell
 };
 
 struct Event {

@@ -291,8 +291,8 @@ class FabricRail : public Rail {
   }
 
   size_t poll(Event* events, size_t max) override {
-    if (pages_) pages_->progress(ready_);
     size_t made = 0;
+    if (pages_ && pages_->progress(ready_) && max > 0) events[made++].kind = EventKind::kServed;
     while (made < max && !ready_.empty()) {
       events[made++] = std::move(ready_.front());
       ready_.pop_front();

@@ -26,6 +26,7 @@ constexpr int kCallsPerTurn = 64;       // of one stream, before others get thei
 constexpr size_t kRepliesKept = 65536;  // bytes, for a peer that does not read them
 constexpr uint64_t kSkippedAtOnce = 65536;
 constexpr uint64_t kListenerMark = UINT64_MAX;
+constexpr uint32_t kTurnsAfterFrame = 64;
 
 bool must_wait() {
   return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
@@ -296,6 +297,7 @@ bool PageStreams::end_frame(Incoming& in) {
   in.replies.insert(in.replies.end(), bytes, bytes + sizeof reply);
   in.heads.clear();
   in.heads_bytes = sizeof(FrameHead);
+  in.turns_left = in.is_refused ? 0 : kTurnsAfterFrame;
   in.is_refused = false;
   return send_replies(in);
 }
@@ -314,7 +316,11 @@ bool PageStreams::receive(Incoming& in) {
   for (int calls = 0; calls < kCallsPerTurn; ++calls) {
     const bool is_in_heads = in.heads.size() < in.heads_bytes;
     const Came came = is_in_heads ? receive_heads(in) : receive_pages(in);
-    if (came != Came::kSome) return came == Came::kNothing;
+    if (came != Came::kSome) {
+      in.turns_left -= in.turns_left > 0 ? 1 : 0;
+      return came == Came::kNothing;
+    }
+    has_come_ = true;
     if (is_in_heads) {
       if (in.heads.size() < in.heads_bytes) continue;
       if (in.heads_bytes == sizeof(FrameHead)) {
@@ -340,7 +346,8 @@ bool PageStreams::is_time_to_look() {
   return true;
 }
 
-void PageStreams::progress(std::deque<Event>& events) {
+bool PageStreams::progress(std::deque<Event>& events) {
+  has_come_ = false;
   for (; !failed_.empty(); failed_.pop_front()) events.push_back(std::move(failed_.front()));
   if (unanswered_)
     for (Outgoing& out : outgoing_) {
@@ -372,6 +379,7 @@ void PageStreams::progress(std::deque<Event>& events) {
       arriving_.push_back(in);
     }
   }
+  return has_come_;
 }
 
 }  // namespace weft::provider

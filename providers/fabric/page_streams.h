@@ -65,8 +65,8 @@ class PageStreams {
   void post(size_t stream, const Piece* pieces, uint32_t count, Context* context);
 
   // Sends and receives what it can; cheap while nothing is under way. Appends an event for each frame that
-  // ended: kDone when its pages are in place over there.
-  void progress(std::deque<Event>& events);
+  // ended: kDone when its pages are in place over there. Returns whether anything of a peer's came in.
+  bool progress(std::deque<Event>& events);
 
  private:
   struct Region {
@@ -98,12 +98,13 @@ class PageStreams {
     size_t next = 0;
     uint64_t skip_bytes = 0;  // of a refused frame
     bool is_refused = false;
+    uint32_t turns_left = 0;    // after a frame that was written: where one came, more come
     std::vector<char> replies;  // not taken by the kernel yet
     // Worth a look at every turn: pages are coming that may be written. Whoever says less than that has to
     // wait.
     bool is_busy() const {
       const bool has_heads = heads_bytes > sizeof(FrameHead) && heads.size() == heads_bytes;
-      return (has_heads && !is_refused) || !replies.empty();
+      return (has_heads && !is_refused) || !replies.empty() || turns_left > 0;
     }
   };
   enum class Came { kNothing, kSome, kEnd };
@@ -135,6 +136,7 @@ class PageStreams {
   std::unordered_map<int, std::unique_ptr<Incoming>> incoming_;
   std::vector<Incoming*> arriving_;  // in the middle of a frame
   std::deque<Event> failed_;         // outside of progress()
+  bool has_come_ = false;            // something, in this progress()
 };
 
 }  // namespace weft::provider

@@ -50,10 +50,10 @@ class Loopback : public Provider, public std::enable_shared_from_this<Loopback> 
 
   // From now on, or from the next packet on, as the new plan says. Threads: any.
   void set_plan(const FaultPlan& plan);
-  // The rail with this address neither sends nor receives any more: what a killed process looks like from
-  // outside.
   // Breaks the cable of a rail: operations to and from it fail at once, and those under way are lost.
   void unplug(std::string_view address);
+  // The rail with this address neither sends nor receives any more: what a killed process looks like from
+  // outside.
   void kill(std::string_view address);
 
  private:

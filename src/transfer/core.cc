@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/log.h"
 #include "base/threads.h"
@@ -116,9 +117,7 @@ void Core::close() {
     for (auto& peer : all)
       if (peer->state() <= PeerState::kConnected) lose_peer(*peer, PeerState::kClosed, closed_status());
     while (active_) {
-      for (auto& block : flight_blocks_)
-        for (uint32_t i = 0; i < kFlightBlock; ++i)
-          if (block[i].transfer == active_) orphan(block[i]);
+      orphan_flights_of(*active_);
       active_->packs_left_ = 0;
       active_->in_flight_ = 0;
       fail(*active_, closed_status());
@@ -248,6 +247,7 @@ void Core::start_submitted() {
 
 bool Core::poll_rails() {
   bool any = false;
+  ++turn_;
   for (size_t i = 0; i < rails.size(); ++i) {
     const size_t came = rails[i].rail->poll(events_.data(), events_.size());
     for (size_t e = 0; e < came; ++e) on_event(rails[i], events_[e]);
@@ -258,7 +258,7 @@ bool Core::poll_rails() {
 
 void Core::on_event(RailState& rail, Event& event) {
   if (event.kind == EventKind::kImm) return on_imm_event(event.imm);
-  if (!event.context) return;
+  if (event.kind == EventKind::kServed || !event.context) return;
   Flight& flight = *static_cast<Flight*>(event.context);
   if (flight.use != Flight::Use::kReceive) return on_flight_end(rail, flight, event);
   if (event.kind == EventKind::kReceived)
@@ -275,22 +275,30 @@ void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
   if (flight.buffer) free_buffers_.push_back(flight.buffer);
   if (flight.is_orphan) return free_flight(&flight);
   count_out(flight, false);
-  Transfer* transfer = flight.transfer;
-  Peer* peer = flight.peer;
-  const Flight::Use use = flight.use;
-  const uint32_t slot = flight.slot;
+  const Flight ended = flight;
   free_flight(&flight);
+  Transfer* transfer = ended.transfer;
+  do {
+    Transfer* const next = transfer ? std::exchange(transfer->next_gathered_, nullptr) : nullptr;
+    on_part_end(rail, ended, transfer, event);
+    transfer = next;
+  } while (transfer);
+}
+
+// What the end of a flight means for one transfer that it carried, if it carried any.
+void Core::on_part_end(RailState& rail, const Flight& ended, Transfer* transfer, const Event& event) {
   if (transfer) --transfer->in_flight_;
   if (event.kind == EventKind::kFailed) {
     const std::shared_ptr<Transfer> keep = transfer ? transfer->self_ : nullptr;
-    if (use == Flight::Use::kPack && transfer) staging_->on_post_failed(*peer, slot, *transfer);
+    if (ended.use == Flight::Use::kPack && transfer)
+      staging_->on_post_failed(*ended.peer, ended.slot, *transfer);
     if (transfer && !transfer->is_finished())
       fail(*transfer,
            Status::make(Code::kSystem, "transfer.{}: to peer '{}' on {}: {}", to_string(transfer->kind_),
-                        peer->name(), rail.rail->nic().name, event.text));
+                        ended.peer->name(), rail.rail->nic().name, event.text));
     return;
   }
-  if (use == Flight::Use::kPack) staging_->on_posted(*peer, slot);
+  if (ended.use == Flight::Use::kPack) staging_->on_posted(*ended.peer, ended.slot);
   if (transfer) settle(*transfer);
 }
 
@@ -330,6 +338,7 @@ Flight* Core::take_flight(Flight::Use use, uint32_t rail, Peer* peer, Transfer* 
   flight->peer = peer;
   flight->transfer = transfer;
   flight->bytes = 0;
+  flight->carries = 1;
   return flight;
 }
 
@@ -349,7 +358,7 @@ void Core::orphan(Flight& flight) {
   if (flight.use == Flight::Use::kFree || flight.use == Flight::Use::kReceive || flight.is_orphan) return;
   flight.is_orphan = true;
   count_out(flight, false);
-  if (flight.transfer) --flight.transfer->in_flight_;
+  for (Transfer* t = flight.transfer; t; t = std::exchange(t->next_gathered_, nullptr)) --t->in_flight_;
   if (flight.carries_message()) {
     resting_buffers_.push_back({flight.buffer, Clock::now() + kBufferRest});
     flight.buffer = nullptr;
@@ -360,12 +369,12 @@ void Core::orphan(Flight& flight) {
 
 // Keeps count of what the network holds, per rail and path.
 void Core::count_out(const Flight& flight, bool has_left) {
-  const uint32_t change = has_left ? 1 : UINT32_MAX;
+  const uint32_t change = has_left ? 1 : UINT32_MAX;  // or one less
   rails[flight.rail].in_flight += change;
   if (flight.peer->paths_.empty()) return;
   Peer::Path& path = flight.peer->paths_[flight.rail];
   if (!has_left || path.in_flight == 0) path.moved = last_tick_;
-  path.in_flight += change;
+  path.in_flight += change * flight.carries;
   if (flight.carries_message()) path.messages_out += change;
 }
 

@@ -62,12 +62,13 @@ class HoldToken {
 
 // Something the network holds: its address is the context of the operation.
 struct Flight : Context {
-  enum class Use : uint8_t { kFree, kPiece, kNotice, kShortSend, kMessage, kReceive, kPack };
+  enum class Use : uint8_t { kFree, kPiece, kNotice, kShortSend, kMessage, kReceive, kPack, kGathered };
   Use use = Use::kFree;
   bool is_orphan = false;  // given up; if it comes back, only its slot is of interest
   uint32_t rail = 0;
   uint32_t slot = 0;             // kPack: staging slot
-  Transfer* transfer = nullptr;  // kPiece, kNotice, kShortSend, kPack
+  uint32_t carries = 1;          // kGathered: so many transfers
+  Transfer* transfer = nullptr;  // kPiece, kNotice, kShortSend, kPack; kGathered: the first of a list
   Peer* peer = nullptr;          // all but kReceive
   char* buffer = nullptr;        // kMessage, kShortSend, kReceive
   uint32_t bytes = 0;            // kMessage, kShortSend: in the buffer
@@ -181,6 +182,7 @@ class Core {
   bool poll_rails();
   void on_event(RailState& rail, Event& event);
   void on_flight_end(RailState& rail, Flight& flight, Event& event);
+  void on_part_end(RailState& rail, const Flight& ended, Transfer* transfer, const Event& event);
   void on_imm_event(uint32_t imm);
   void tick(Clock::time_point now);
   Flight* take_flight(Flight::Use use, uint32_t rail, Peer* peer, Transfer* transfer);
@@ -198,10 +200,16 @@ class Core {
   void pump();
   bool post_pieces(Transfer& transfer, uint32_t quota);
   Posted book(Flight* flight, Posted posted);
+  void count_at_once(Peer::Path& path);
   Posted post_piece(Transfer& transfer, const Transfer::Piece& piece);
   Posted post_page_run(Transfer& transfer, uint32_t run);
   uint32_t page_run(const Transfer& transfer) const;
   Posted post_notice(Transfer& transfer, uint32_t target);
+  bool can_gather(const Transfer& transfer) const;
+  bool is_path_busy(const Transfer& transfer) const;
+  size_t count_gathered(size_t limit) const;
+  size_t post_gathered(size_t limit);
+  provider::Piece wire_piece(const Transfer& transfer, const Transfer::Piece& piece, uint32_t rail) const;
   Posted post_imm(Peer& peer, uint32_t imm, Transfer& transfer, uint32_t wanted_rail);
   void start_send(Transfer& transfer);
   void start_recv(std::shared_ptr<Transfer> transfer);
@@ -210,6 +218,7 @@ class Core {
   void release_offer(Transfer& transfer);
   void fail(Transfer& transfer, Status status);
   void settle(Transfer& transfer);
+  void leave_flight(Flight& flight, Transfer& transfer);
   void orphan_flights_of(Transfer& transfer);
   void wait_for_turn(Transfer& transfer);
   void check_deadlines(Clock::time_point now);
@@ -261,6 +270,7 @@ class Core {
   bool write_imm_ = true;
   uint32_t progress_calls_ = 0;
   uint32_t submissions_ = 0;
+  uint32_t turn_ = 0;  // of polling
   Clock::time_point last_tick_{};
   std::vector<Event> events_;
   std::vector<provider::Piece> page_list_;  // of the post_pages() under way

@@ -98,6 +98,9 @@ class Builder {
   Result<uint32_t> add_target(std::shared_ptr<Remote> remote, Access wanted) {
     if (!remote) return Status::invalid("remote: got nothing, allowed: attached memory of a peer");
     WEFT_TRY(core_.check_own("remote", remote->peer()->maker_));
+    if (const Peer& peer = *remote->peer(); !peer.is_alive())
+      return Status::make(Code::kPeerLost, "transfer.{}: peer '{}' is {}: {}", to_string(made_->kind_),
+                          peer.name(), to_string(peer.state()), peer.why().message());
     if (remote->is_revoked())
       return Status::invalid("remote: got memory that peer '{}' has taken back, allowed: a live descriptor",
                              remote->peer()->name());

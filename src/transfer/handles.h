@@ -105,7 +105,8 @@ class ImmCounter {
 enum class PeerState : uint8_t { kConnecting, kConnected, kLost, kClosed };
 const char* to_string(PeerState state);
 
-class Peer {
+// Shared from this: Python hands peers back, and who keeps a weak pointer must share its owner with them.
+class Peer : public std::enable_shared_from_this<Peer> {
  public:
   const std::string& name() const { return name_; }
   std::string id() const { return to_text(engine_); }
@@ -132,9 +133,11 @@ class Peer {
     provider::Route route = 0;
     uint32_t rail_there = 0;
     bool is_down = false;       // broken: what would have gone this way takes another one
-    uint32_t in_flight = 0;     // operations and messages with the network,
+    uint32_t in_flight = 0;     // writes, reads and messages with the network,
     uint32_t messages_out = 0;  // and of these the messages
     Clock::time_point moved{};  // when it last had nothing under way, or something ended
+    uint32_t at_once = 0;       // writes that ended as they were posted,
+    uint32_t at_once_turn = 0;  // in this turn of the engine
   };
 
   EngineId engine_;
@@ -260,6 +263,7 @@ class Transfer {
   Transfer* next_submitted_ = nullptr;  // in the submission list
   Transfer* active_next_ = nullptr;
   Transfer* active_prev_ = nullptr;
+  Transfer* next_gathered_ = nullptr;  // in the flight that carries several
 };
 
 }  // namespace weft::transfer

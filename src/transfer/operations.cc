@@ -2,6 +2,7 @@
 //
 // The life of a transfer: start, post piece by piece, settle when the network is through, finish once.
 #include <algorithm>
+#include <utility>
 
 #include "base/log.h"
 #include "transfer/copier.h"
@@ -13,6 +14,12 @@ namespace {
 
 constexpr uint32_t kPiecesPerTurn = 32;  // of one transfer, before others get theirs
 constexpr uint32_t kPagesPerPost = 1024;
+// Small writes over a path with so much under way wait for the next turn; from kGatheredMin on those that
+// have come together until then travel as one message. Large ones gain nothing, and few ones would only be
+// later.
+constexpr uint32_t kBusyPath = 16;
+constexpr uint32_t kGatheredMin = 4, kGatheredMax = 64;
+constexpr uint64_t kGatheredBytesMax = 8192;  // of each
 
 // Under the token nobody else writes it: cheaper than an atomic addition.
 void add(std::atomic<uint32_t>& number, int32_t change) {
@@ -156,7 +163,8 @@ void Core::start(std::shared_ptr<Transfer> shared) {
     transfer.notices_ = {0};
     transfer.notices_open_ = true;
   }
-  if (!waiting_.empty() || !post_pieces(transfer, kPiecesPerTurn)) return wait_for_turn(transfer);
+  const bool is_early = !waiting_.empty() || (can_gather(transfer) && is_path_busy(transfer));
+  if (is_early || !post_pieces(transfer, kPiecesPerTurn)) return wait_for_turn(transfer);
   if (transfer.in_flight_ == 0) settle(transfer);
 }
 
@@ -168,6 +176,10 @@ void Core::wait_for_turn(Transfer& transfer) {
 
 void Core::pump() {
   for (size_t turns = waiting_.size(); turns > 0; --turns) {
+    if (const size_t gathered = post_gathered(turns); gathered > 0) {
+      turns -= gathered - 1;
+      continue;
+    }
     std::shared_ptr<Transfer> transfer = std::move(waiting_.front());
     waiting_.pop_front();
     const bool is_over = transfer->phase() >= Phase::kDraining;
@@ -253,19 +265,83 @@ uint32_t Core::page_run(const Transfer& transfer) const {
   return std::max(run, 1u);
 }
 
+provider::Piece Core::wire_piece(const Transfer& transfer, const Transfer::Piece& piece,
+                                 uint32_t rail) const {
+  const Remote& remote = *transfer.remote(piece.target);
+  const RailKey& there = remote.rails_[remote.peer_->paths_[rail].rail_there];
+  return {static_cast<char*>(transfer.memory_->range_.data) + piece.local,
+          transfer.memory_->rails_[rail].lkey, there.base + piece.remote, there.rkey, piece.bytes};
+}
+
+// One small write without an immediate, not posted yet, over a rail that carries several as one message.
+bool Core::can_gather(const Transfer& transfer) const {
+  if (transfer.kind_ != OpKind::kWrite || transfer.phase() != Phase::kQueued || transfer.pieces() != 1 ||
+      transfer.has_imm_ || transfer.next_piece_ > 0 || transfer.bytes_ > kGatheredBytesMax)
+    return false;
+  const Peer& peer = *transfer.remote_->peer_;
+  const uint32_t number = rail_to(peer, transfer.first_.rail);
+  const Rail& rail = *rails[number].rail;
+  return rail.caps().pages_apart && rail.pages_per_post(peer.paths_[number].route) > 1;
+}
+
+bool Core::is_path_busy(const Transfer& transfer) const {
+  const Peer& peer = *transfer.remote_->peer_;
+  const Peer::Path& path = peer.paths_[rail_to(peer, transfer.first_.rail)];
+  return path.in_flight + (path.at_once_turn == turn_ ? path.at_once : 0) >= kBusyPath;
+}
+
+// How many of the waiting transfers, from the first one on, can travel as one message.
+size_t Core::count_gathered(size_t limit) const {
+  if (limit < kGatheredMin || !can_gather(*waiting_.front())) return 0;
+  const Peer& peer = *waiting_.front()->remote_->peer_;
+  const uint32_t rail = rail_to(peer, waiting_.front()->first_.rail);
+  size_t run = 1;
+  for (; run < std::min<size_t>(limit, kGatheredMax); ++run) {
+    const Transfer& next = *waiting_[run];
+    if (!can_gather(next) || next.remote_->peer_.get() != &peer || rail_to(peer, next.first_.rail) != rail)
+      break;
+  }
+  return run < kGatheredMin ? 0 : run;
+}
+
+// Posts waiting transfers as one message; how many, which may be none.
+size_t Core::post_gathered(size_t limit) {
+  const size_t run = count_gathered(limit);
+  if (run == 0) return 0;
+  Peer& peer = *waiting_.front()->remote_->peer_;
+  const uint32_t rail = rail_to(peer, waiting_.front()->first_.rail);
+  if (!has_room(rail)) return 0;
+  page_list_.clear();
+  for (size_t i = 0; i < run; ++i) page_list_.push_back(wire_piece(*waiting_[i], waiting_[i]->first_, rail));
+  Flight* flight = take_flight(Flight::Use::kGathered, rail, &peer, nullptr);
+  flight->carries = static_cast<uint32_t>(run);
+  const Posted posted = book(flight, rails[rail].rail->post_pages(peer.paths_[rail].route, page_list_.data(),
+                                                                  flight->carries, flight));
+  if (posted > Posted::kDone) return 0;
+  for (size_t i = 0; i < run; ++i) {
+    const std::shared_ptr<Transfer> transfer = std::move(waiting_.front());
+    waiting_.pop_front();
+    transfer->waiting_ = false;
+    transfer->next_piece_ = 1;
+    transfer->phase_.store(Phase::kPosted, std::memory_order_relaxed);
+    if (posted == Posted::kDone) {
+      settle(*transfer);
+      continue;
+    }
+    transfer->in_flight_ = 1;
+    transfer->next_gathered_ = std::exchange(flight->transfer, transfer.get());
+  }
+  return run;
+}
+
 Posted Core::post_page_run(Transfer& transfer, uint32_t run) {
   const Transfer::Piece& first = transfer.piece(transfer.next_piece_);
   Peer& peer = peer_of(transfer, first.target);
   const uint32_t rail = rail_to(peer, first.rail);
   if (!has_room(rail)) return Posted::kAgain;
-  const provider::Registration& here = transfer.memory_->rails_[rail];
-  page_list_.resize(run);
-  for (uint32_t i = 0; i < run; ++i) {
-    const Transfer::Piece& piece = transfer.piece(transfer.next_piece_ + i);
-    const RailKey& there = transfer.remote(piece.target)->rails_[peer.paths_[rail].rail_there];
-    page_list_[i] = {static_cast<char*>(transfer.memory_->range_.data) + piece.local, here.lkey,
-                     there.base + piece.remote, there.rkey, piece.bytes};
-  }
+  page_list_.clear();
+  for (uint32_t i = 0; i < run; ++i)
+    page_list_.push_back(wire_piece(transfer, transfer.piece(transfer.next_piece_ + i), rail));
   Flight* flight = take_flight(Flight::Use::kPiece, rail, &peer, &transfer);
   return book(flight, rails[rail].rail->post_pages(peer.paths_[rail].route, page_list_.data(), run, flight));
 }
@@ -278,24 +354,27 @@ Posted Core::book(Flight* flight, Posted posted) {
     count_out(*flight, true);
     if (flight->transfer) ++flight->transfer->in_flight_;
   } else {
+    if (posted == Posted::kDone && flight->peer) count_at_once(flight->peer->paths_[flight->rail]);
     free_flight(flight);
   }
   return posted;
 }
 
+void Core::count_at_once(Peer::Path& path) {
+  if (path.at_once_turn != turn_) path.at_once = 0;
+  path.at_once_turn = turn_;
+  ++path.at_once;
+}
+
 Posted Core::post_piece(Transfer& transfer, const Transfer::Piece& piece) {
-  const Remote& remote = *transfer.remote(piece.target);
-  Peer& peer = *remote.peer_;
+  Peer& peer = *transfer.remote(piece.target)->peer_;
   const uint32_t number = rail_to(peer, piece.rail);
   if (!has_room(number)) return Posted::kAgain;
   Rail& rail = *rails[number].rail;
-  const Peer::Path& path = peer.paths_[number];
-  const RailKey& there = remote.rails_[path.rail_there];
   Flight* flight = take_flight(Flight::Use::kPiece, number, &peer, &transfer);
   provider::RmaOp op;
-  op.to = path.route;
-  op.piece = {static_cast<char*>(transfer.memory_->range_.data) + piece.local,
-              transfer.memory_->rails_[number].lkey, there.base + piece.remote, there.rkey, piece.bytes};
+  op.to = peer.paths_[number].route;
+  op.piece = wire_piece(transfer, piece, number);
   op.has_imm = piece.has_imm;
   if (piece.has_imm) op.imm = encode_imm(ImmClass::kCount, peer.slot_there_, transfer.imm_key_);
   op.delivered = transfer.delivered_;
@@ -506,10 +585,24 @@ void Core::on_done(Transfer& transfer, std::function<void(const Status&)> callba
   }
 }
 
+// Gives up one of several transfers in a flight; the others still wait for its end.
+void Core::leave_flight(Flight& flight, Transfer& transfer) {
+  if (flight.transfer == &transfer && !transfer.next_gathered_)
+    return;  // the last one: the flight is given up
+  for (Transfer** at = &flight.transfer; *at; at = &(*at)->next_gathered_) {
+    if (*at != &transfer) continue;
+    *at = std::exchange(transfer.next_gathered_, nullptr);
+    --transfer.in_flight_;
+    return;
+  }
+}
+
 void Core::orphan_flights_of(Transfer& transfer) {
   for (auto& block : flight_blocks_)
-    for (uint32_t i = 0; i < kFlightBlock; ++i)
+    for (uint32_t i = 0; i < kFlightBlock; ++i) {
+      if (block[i].use == Flight::Use::kGathered) leave_flight(block[i], transfer);
       if (block[i].transfer == &transfer) orphan(block[i]);
+    }
   for (OutMessage& message : out_messages_)
     if (message.transfer == &transfer) {
       message.transfer = nullptr;

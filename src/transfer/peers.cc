@@ -219,20 +219,19 @@ void Core::lose_peer(Peer& peer, PeerState state, Status why) {
     if (at->transfer) --at->transfer->in_flight_;
     at = out_messages_.erase(at);
   }
+  std::vector<std::pair<std::shared_ptr<Transfer>, std::string>> involved;  // and how far each got
+  for (Transfer* t = active_; t; t = t->active_next_)
+    if (involves(*t, peer)) involved.emplace_back(t->self_, describe_progress(*t));
   for (auto& block : flight_blocks_)
     for (uint32_t i = 0; i < kFlightBlock; ++i)
       if (block[i].peer == &peer) orphan(block[i]);
   arrived_.erase(std::remove_if(arrived_.begin(), arrived_.end(),
                                 [&](const Arrived& a) { return a.peer.get() == &peer && a.is_offer; }),
                  arrived_.end());
-  std::vector<std::shared_ptr<Transfer>> involved;
-  for (Transfer* t = active_; t; t = t->active_next_)
-    if (involves(*t, peer)) involved.push_back(t->self_);
-  for (auto& transfer : involved)
+  for (auto& [transfer, progress] : involved)
     if (!transfer->is_finished())
-      fail(*transfer,
-           Status::make(Code::kPeerLost, "transfer.{}: peer '{}' is lost: {}; {}", to_string(transfer->kind_),
-                        peer.name(), why.message(), describe_progress(*transfer)));
+      fail(*transfer, Status::make(Code::kPeerLost, "transfer.{}: peer '{}' is lost: {}; {}",
+                                   to_string(transfer->kind_), peer.name(), why.message(), progress));
   for (auto& [ticket, pending] : attaches_) {
     if (pending->peer.get() != &peer) continue;
     pending->status =
@@ -289,7 +288,7 @@ void Core::lose_path(Peer& peer, uint32_t rail, const std::string& why) {
         out_messages_.push_back({&peer, std::string(flight.buffer, flight.bytes), transfer, kAnyRail});
       } else if (transfer) {
         if (flight.use == Flight::Use::kPack) staging_->on_post_failed(peer, flight.slot, *transfer);
-        hit.push_back(transfer->self_);
+        for (Transfer* t = transfer; t; t = t->next_gathered_) hit.push_back(t->self_);
       }
       orphan(flight);
     }

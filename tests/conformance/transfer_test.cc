@@ -38,6 +38,10 @@ std::vector<Backend> backends() {
   all.push_back({"loopback_no_imm", loopback([](O& o) { o.caps.write_imm = false; })});
   all.push_back({"loopback_packing", loopback([](O& o) { o.caps.packs_small_pages = true; })});
   all.push_back({"loopback_pages", loopback([](O& o) { o.pages_per_post = 100; })});
+  all.push_back({"loopback_pages_apart", loopback([](O& o) {
+                   o.pages_per_post = 100;
+                   o.caps.pages_apart = true;
+                 })});
   all.push_back(
       {"verbs_fake", []() -> Result<std::shared_ptr<provider::Provider>> { return make_fake_verbs(); }});
   for (const char* name : {"fabric:tcp", "fabric:shm"}) {
@@ -290,6 +294,30 @@ TEST_P(TransferTest, CountersAndCallbacksSeeEveryEndOnce) {
   EXPECT_EQ(counter->finished(), static_cast<uint64_t>(writes));
 }
 
+TEST_P(TransferTest, BurstsOfSmallWritesArriveWhole) {
+  const uint32_t writes = GetParam().is_slow ? 100 : 800;
+  constexpr uint64_t kStep = 700;
+  Pair pair(provider_, 2, 2, writes * kStep);
+  pair.a.buffer.randomize(3);
+  std::vector<uint8_t> expected(pair.b.buffer.data(), pair.b.buffer.data() + writes * kStep);
+  auto counter = std::make_shared<Counter>();
+  uint64_t with_imms = 0;
+  for (uint32_t i = 0; i < writes; ++i) {
+    const uint64_t bytes = i % 7 == 0 ? 8 : i % (kStep - 1);
+    WriteRequest request = pair.write(i * kStep, i * kStep + 1, bytes);
+    if (i % 50 == 49) request.how.imm = 4;
+    with_imms += i % 50 == 49;
+    request.how.counter = counter;
+    ASSERT_OK(pair.a.engine->write(request).status());
+    std::copy_n(pair.a.buffer.data() + i * kStep, bytes, expected.data() + i * kStep + 1);
+  }
+  ASSERT_OK(pair.a.engine->wait(*counter, writes, soon()));
+  ASSERT_OK(pair.wait_imm(4, with_imms));
+  EXPECT_TRUE(wait_until(
+      soon(), [&] { return std::memcmp(pair.b.buffer.data(), expected.data(), expected.size()) == 0; }));
+  EXPECT_TRUE(pair.b.buffer.guards_hold());
+}
+
 TEST_P(TransferTest, ImmediatesThatComeEarlyAreKept) {
   Pair pair(provider_, 1, 1, 64);
   for (int i = 0; i < 3; ++i) ASSERT_OK(pair.a.engine->notify(pair.b_at_a, with_imm(kImmIdMax)).status());
@@ -434,8 +462,11 @@ TEST_P(TransferTest, DisconnectedPeerFailsByNameAndComesBack) {
   EXPECT_EQ(status.code(), Code::kPeerLost);
   EXPECT_THAT(status.message(), HasSubstr("peer 'a' is lost"));
   EXPECT_EQ(pair.b.engine->wait_imm(counter, 1, soon()).code(), Code::kPeerLost);
-  EXPECT_EQ(pair.a.engine->write(pair.write(0, 0, 10)).status().code(), Code::kInvalid);  // attach again
+  EXPECT_EQ(pair.a.engine->write(pair.write(0, 0, 10)).status().code(), Code::kPeerLost);
+  const std::shared_ptr<Remote> old = pair.remote;
   pair.connect();
+  WriteRequest to_old{pair.a.memory, 0, old, 0, 10, {}};
+  EXPECT_EQ(pair.a.engine->write(to_old).status().code(), Code::kInvalid);  // attach again
   WriteRequest request = pair.write(0, 0, 10);
   request.how = with_imm(3);
   ASSERT_OK(pair.a.engine->write(request).status());

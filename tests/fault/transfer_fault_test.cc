@@ -138,7 +138,7 @@ TEST(TransferFault, SilentPeerIsFoundByItsHeartbeatAndFailsExactlyItsOwn) {
   auto fine = *pair.a.engine->write({pair.a.memory, 0, c_remote, 0, 100, {}});
   EXPECT_OK(pair.a.engine->wait(fine, soon()));
   EXPECT_TRUE(c_at_a->is_alive());
-  EXPECT_EQ(pair.a.engine->write(pair.write(0, 0, 10)).status().code(), Code::kInvalid);
+  EXPECT_EQ(pair.a.engine->write(pair.write(0, 0, 10)).status().code(), Code::kPeerLost);
   c.engine->close();
 }
 
@@ -318,6 +318,108 @@ TEST(TransferFault, CancelledWriteIsQuietOnceItHasEnded) {
   f.plan({});
   EXPECT_FALSE(f.pair.a.engine->wait(transfer, soon()).ok());
   EXPECT_EQ(transfer->phase(), Phase::kCancelled);
+}
+
+// A burst of small writes of which most travel in a few messages.
+struct Burst {
+  static constexpr size_t kWrites = 64;
+  std::shared_ptr<Loopback> network;
+  Pair pair;
+  std::vector<std::shared_ptr<Transfer>> writes;
+
+  explicit Burst(double timeout_s = kPatience_s, uint32_t rails = 1)
+      : network(std::make_shared<Loopback>(options())),
+        pair(network, rails, rails, 64 * kWrites, lasting(timeout_s)) {}
+  static Options lasting(double timeout_s) {
+    Options made;
+    made.timeout_s = timeout_s;
+    made.peer_dead_s = 10;
+    return made;
+  }
+  static Loopback::Options options() {
+    Loopback::Options made;
+    made.pages_per_post = 100;
+    made.caps.pages_apart = true;
+    return made;
+  }
+  void start(FaultPlan plan, std::function<void(size_t, How&)> change = {}) {
+    plan.spare_messages = true;
+    network->set_plan(plan);
+    for (size_t i = 0; i < kWrites; ++i) {
+      WriteRequest request = pair.write(64 * i, 64 * i, 64);
+      request.how.rail = 0;
+      if (change) change(i, request.how);
+      writes.push_back(*pair.a.engine->write(request));
+    }
+    pair.a.engine->progress();
+  }
+  // How many ended as `phase`, each with the peer's name in its error if that is a failure.
+  size_t ended_as(Phase phase) {
+    size_t count = 0;
+    for (auto& transfer : writes) {
+      const Status status = pair.a.engine->wait(transfer, soon());
+      if (!status.ok() && transfer->phase() == Phase::kFailed)
+        EXPECT_THAT(status.message(), HasSubstr("peer 'b'"));
+      count += transfer->phase() == phase;
+    }
+    return count;
+  }
+  void expect_that_it_goes_on() {
+    network->set_plan({});
+    WriteRequest request = pair.write(0, 0, 100);
+    request.how = with_imm(1);
+    ASSERT_OK(pair.a.engine->write(request).status());
+    EXPECT_OK(pair.wait_imm(1, 1));
+  }
+};
+
+TEST(TransferFault, LateWriteLeavesTheOthersOfItsMessage) {
+  Burst burst(1.5);
+  burst.start({.drop = 1}, [](size_t i, How& how) { how.timeout_s = i == 40 ? 0.1 : 0; });
+  const Status late = burst.pair.a.engine->wait(burst.writes[40], soon());
+  EXPECT_EQ(late.code(), Code::kPeerLost);
+  EXPECT_THAT(late.message(), HasSubstr("for peer 'b': expected 1 pieces done, saw 0"));
+  EXPECT_FALSE(burst.writes[39]->is_finished());
+  EXPECT_FALSE(burst.writes[41]->is_finished());
+  EXPECT_EQ(burst.ended_as(Phase::kFailed), Burst::kWrites);
+  burst.expect_that_it_goes_on();
+}
+
+TEST(TransferFault, CancelledWriteLeavesTheOthersOfItsMessage) {
+  Burst burst;
+  burst.start({.delay = 1, .delay_polls = 20000});
+  EXPECT_EQ(burst.pair.a.engine->cancel(burst.writes[40]), Phase::kPosted);
+  EXPECT_EQ(burst.ended_as(Phase::kDone), Burst::kWrites - 1);
+  EXPECT_EQ(burst.writes[40]->phase(), Phase::kCancelled);
+  burst.expect_that_it_goes_on();
+}
+
+TEST(TransferFault, RefusedMessageFailsAllItsWrites) {
+  Burst burst;
+  burst.start({.fail = 1});
+  EXPECT_EQ(burst.ended_as(Phase::kFailed), Burst::kWrites);
+  burst.expect_that_it_goes_on();
+}
+
+TEST(TransferFault, GatheredWritesFailWithTheirPeer) {
+  Burst burst;
+  burst.start({.drop = 1});
+  burst.pair.b.engine->close();
+  EXPECT_EQ(burst.ended_as(Phase::kFailed), Burst::kWrites);
+}
+
+TEST(TransferFault, GatheredWritesFailWithTheirRail) {
+  Burst burst(kPatience_s, 2);
+  burst.start({.drop = 1});
+  burst.network->set_plan({});
+  burst.network->unplug(parse_address(burst.pair.b.engine->address())->rails[0]);
+  WriteRequest request = burst.pair.write(0, 0, 100);
+  request.how.rail = 0;
+  auto finder = *burst.pair.a.engine->write(request);  // finds the rail broken; it may be lost with it
+  EXPECT_EQ(burst.ended_as(Phase::kFailed), Burst::kWrites);
+  (void)burst.pair.a.engine->wait(finder, soon());
+  EXPECT_TRUE(burst.pair.b_at_a->is_alive());
+  burst.expect_that_it_goes_on();
 }
 
 // Strangers may send anything: the engine must not care.

@@ -222,6 +222,32 @@ def test_a_closed_peer_is_named(pair: Pair) -> None:
         waiting.wait()
     with pytest.raises(Error, match="closed"):
         pair.b.notify(pair.a_at_b, 1)
+    with pytest.raises(PeerLost, match="peer 'b' is closed: it closed its engine"):
+        pair.a.write(pair.src_memory, pair.remote, 8)
+
+
+def test_a_wait_for_an_immediate_names_the_peer(pair: Pair) -> None:
+    with pytest.raises(PeerLost, match="for peer 'a', immediate 77: expected 1, saw 0"):
+        pair.b.imm(pair.a_at_b, 77).wait(1, 0.05)
+
+
+def test_a_burst_of_small_writes_is_awaited(pair: Pair) -> None:
+    writes = [
+        pair.a.write(pair.src_memory, pair.remote, 40, src_offset=40 * i, dst_offset=40 * i)
+        for i in range(400)
+    ]
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*writes)
+        pair.a.write(pair.src_memory, pair.remote, 8, imm=1)
+        await pair.b.imm(pair.a_at_b, 1).reach(1)
+
+    asyncio.run(all_of_them())
+    for _ in range(1000):
+        if pair.dst[:16000] == pair.src[:16000]:
+            break
+        pair.b.progress()
+    assert pair.dst[:16000] == pair.src[:16000]
 
 
 @pytest.mark.parametrize(
@@ -264,6 +290,17 @@ def test_a_closed_peer_is_named(pair: Pair) -> None:
         (lambda p: p.a.register(3), "source: got int"),
         (lambda p: p.a.register(bytearray(5)).descriptor, "registered for remote reads or writes"),
         (lambda p: p.a.attach(b"x"), "not a Weft descriptor"),
+        (lambda p: p.a.write_pages(p.src_memory, [0], p.remote, Pages([0], 8), 8), "src_pages: got list"),
+        (lambda p: p.a.scatter(p.src_memory, [(p.remote, 8)]), "allowed: a sequence of Target"),
+        (lambda p: p.a.gather(p.src_memory, 3), "sources: got 3, allowed: a sequence of Source"),
+        (lambda p: p.a.barrier([None], 1), "allowed: a sequence of Peer"),
+        (lambda p: p.a.write(p.src_memory, p.remote, 8, timeout_s="1"), "timeout_s: got '1'"),
+        (lambda p: p.a.connect(p.b.address, -1), "timeout_s: got -1, allowed: seconds, 0 or more"),
+        (lambda p: p.a.imm(p.b_at_a, 1).wait(1, "x"), "timeout_s: got 'x'"),
+        (lambda p: p.a.write(p.src_memory, p.remote, 8, callback=3), "callback: got 3"),
+        (lambda p: p.a.watch("x"), "callback: got 'x'"),
+        (lambda p: TransferEngine(3), "provider: got 3, allowed: a LoopbackNetwork"),
+        (lambda p: TransferEngine("loopback", "loop0"), "nics: got 'loop0', allowed: a sequence"),
         (lambda p: p.a.connect(p.a.address), "this engine's own"),
         (lambda p: p.a.attach(p.src_memory.descriptor), "memory of this engine"),
     ],

@@ -25,7 +25,7 @@ from weft.transfer.handles import (
     Watch,
     for_core,
 )
-from weft.transfer.providers import LoopbackNetwork, Nic
+from weft.transfer.providers import LoopbackNetwork, Nic, provider_names
 
 REMOTE_READ = 1
 REMOTE_WRITE = 2
@@ -68,9 +68,32 @@ def _places(remote_offset: int, local_offset: int, nbytes: int) -> tuple[int, in
 
 
 def _seconds(argument: str, given: float | None) -> float | None:
-    if given is not None and not given > 0:
-        raise invalid(argument, given, "above 0")
-    return given
+    if given is None:
+        return None
+    if not isinstance(given, int | float) or not given > 0:
+        raise invalid(argument, repr(given), "seconds above 0")
+    return float(given)
+
+
+def _pages(argument: str, given: Any) -> tuple[int, int, list[int], int]:
+    if not isinstance(given, Pages):
+        raise invalid(argument, type(given).__name__, "Pages")
+    return given.to_core()
+
+
+def _each(argument: str, given: Any, wanted: type[Any]) -> list[Any]:
+    """Return ``given`` as a list. Raises: weft.Error unless all of it is of the type ``wanted``."""
+    if not isinstance(given, Sequence) or not all(isinstance(one, wanted) for one in given):
+        raise invalid(argument, repr(given), f"a sequence of {wanted.__name__}")
+    return list(given)
+
+
+def _core_provider(given: Any) -> Any:
+    if isinstance(given, LoopbackNetwork):
+        return given.core
+    if not isinstance(given, str):
+        raise invalid("provider", repr(given), f"a LoopbackNetwork, or one of {', '.join(provider_names())}")
+    return _core.transfer_find_provider(given)
 
 
 class TransferEngine:
@@ -103,15 +126,15 @@ class TransferEngine:
         worker_cpu: int | None = None,
         shard_bytes_min: int = 8192,
     ) -> None:
-        core_provider = (
-            provider.core if isinstance(provider, LoopbackNetwork) else _core.transfer_find_provider(provider)
-        )
+        core_provider = _core_provider(provider)
         if nics is None:
             usable = [nic["name"] for nic in core_provider.probe() if not nic["unusable_because"]]
             if not usable:
                 whys = "; ".join(nic["unusable_because"] for nic in core_provider.probe())
                 raise invalid("provider", f"{core_provider.name} (unusable here: {whys})", "another one")
             nics = usable[:1]
+        if isinstance(nics, str):
+            raise invalid("nics", repr(nics), "a sequence of names")
         self._device = -1 if device is None else whole("device", device, 1 << 16)
         self._timeout_s = _seconds("timeout_s", timeout_s) or _core.config().timeout_s
         self._watcher: Any = None
@@ -137,7 +160,11 @@ class TransferEngine:
 
     def timeout(self, timeout_s: float | None) -> float:
         """Return ``timeout_s``, or the engine's where that is None."""
-        return self._timeout_s if timeout_s is None else float(timeout_s)
+        if timeout_s is None:
+            return self._timeout_s
+        if not isinstance(timeout_s, int | float) or not timeout_s >= 0:
+            raise invalid("timeout_s", repr(timeout_s), "seconds, 0 or more")
+        return float(timeout_s)
 
     @property
     def name(self) -> str:
@@ -310,7 +337,8 @@ class TransferEngine:
         """
         how = self._how(imm, notify, rail, timeout_s, counter, callback)
         rows = [
-            (_handle("dst", t.dst, Remote), *_places(t.dst_offset, t.src_offset, t.nbytes)) for t in targets
+            (_handle("dst", t.dst, Remote), *_places(t.dst_offset, t.src_offset, t.nbytes))
+            for t in _each("targets", targets, Target)
         ]
         return Transfer(self, self.core.spread(True, _handle("src", src, Memory), rows, how))
 
@@ -327,7 +355,8 @@ class TransferEngine:
         """Read ranges of memory of one or many peers into ``dst``, as one transfer: the opposite of ``scatter``."""
         how = self._how(None, "once", rail, timeout_s, counter, callback)
         rows = [
-            (_handle("src", s.src, Remote), *_places(s.src_offset, s.dst_offset, s.nbytes)) for s in sources
+            (_handle("src", s.src, Remote), *_places(s.src_offset, s.dst_offset, s.nbytes))
+            for s in _each("sources", sources, Source)
         ]
         return Transfer(self, self.core.spread(False, _handle("dst", dst, Memory), rows, how))
 
@@ -394,7 +423,7 @@ class TransferEngine:
         Ids are 0 to 1048575 and have nothing to do with those of immediates.
         Raises: PeerLost naming the first peer that did not come in time.
         """
-        group = [_handle("peers", peer, Peer) for peer in peers]
+        group = [peer.core for peer in _each("peers", peers, Peer)]
         self.core.barrier(group, whole("id", id, IMM_MAX), self.timeout(timeout_s))
 
     def counter(self) -> Counter:
@@ -407,6 +436,8 @@ class TransferEngine:
         Level-triggered: values in between may be skipped. Return False to end it. ``cpu`` pins the watching
         thread and counts for the first watch of an engine.
         """
+        if not callable(callback):
+            raise invalid("callback", repr(callback), "something to call")
         if self._watcher is None:
             self._watcher = _core.TransferWatcher(self._device, cpu)
         return Watch(self._watcher, self._watcher.watch(callback))
@@ -472,6 +503,6 @@ class TransferEngine:
     ) -> Transfer:
         names = ("src", "dst") if is_write else ("dst", "src")
         core_local, core_remote = _handle(names[0], local, Memory), _handle(names[1], remote, Remote)
-        here, there = local_pages.to_core(), remote_pages.to_core()
+        here, there = _pages(f"{names[0]}_pages", local_pages), _pages(f"{names[1]}_pages", remote_pages)
         nbytes = whole("page_bytes", page_bytes)
         return Transfer(self, self.core.paged(is_write, core_local, here, core_remote, there, nbytes, how))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft import _core
-from weft.errors import Error, from_core
+from weft.errors import Error, from_core, invalid
 from weft.transfer.buffers import Span, whole
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ def _to_error(outcome: tuple[str, str] | None) -> Error | None:
 def for_core(callback: Completion | None) -> Callable[[tuple[str, str] | None], None] | None:
     if callback is None:
         return None
+    if not callable(callback):
+        raise invalid("callback", repr(callback), "something to call")
     return lambda outcome: callback(_to_error(outcome))
 
 

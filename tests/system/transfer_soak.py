@@ -102,6 +102,18 @@ def some_write(
     return engine.write_pages(memory, pages, remote, pages, page, imm=imm), length
 
 
+def burst(
+    chance: random.Random, engine: TransferEngine, memory: Memory, remote: Remote, slot: int, imm: int
+) -> tuple[Transfer, int]:
+    """Write a slot by many small writes, which a busy path sends together; return the last one and all bytes."""
+    at, size = slot * SLOT_BYTES, chance.randrange(1, 1000)
+    *first, last = range(at, at + size * chance.randrange(2, SLOT_BYTES // 1000), size)
+    under_way = [engine.write(memory, remote, size, src_offset=place, dst_offset=place) for place in first]
+    for transfer in under_way:
+        transfer.wait()
+    return engine.write(memory, remote, size, src_offset=last, dst_offset=last, imm=imm), last + size - at
+
+
 # ---- real peers over a fabric, killed
 
 
@@ -170,7 +182,8 @@ def soak_killed_peers(provider: str, seconds: float) -> Account:
             next_kill += kill_every
             one.process.kill()
         try:
-            transfer, length = some_write(chance, engine, memory, one.remote, slot, slot)
+            write = burst if chance.random() < 0.3 else some_write
+            transfer, length = write(chance, engine, memory, one.remote, slot, slot)
             account.operations += 1
             transfer.wait()
             one.counts[slot] += 1

@@ -422,9 +422,10 @@ void bind_measure(nb::module_& module) {
       .def("connect", [](RawLoop& raw, const nb::bytes& address) { check(raw.connect(view(address))); })
       .def("measure",
            [](RawLoop& raw, const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window,
-              uint32_t pool, uint32_t repeats, double timeout_s) {
+              uint32_t pool, uint32_t repeats, const std::shared_ptr<Peer>& beside, double timeout_s) {
              const Load load = to_load(kind, bytes, count, window, pool, repeats);
-             return value_or_throw(released([&] { return raw.measure(load, Deadline::after_s(timeout_s)); }));
+             return value_or_throw(
+                 released([&] { return raw.measure(load, beside, Deadline::after_s(timeout_s)); }));
            })
       .def("serve",
            [](RawLoop& raw, double timeout_s) {

@@ -58,7 +58,8 @@ class RawLoop {
   ~RawLoop();
   std::string address() const;  // bytes for connect() of the other side
   Status connect(std::string_view address);
-  Result<std::vector<double>> measure(const Load& load, Deadline until);
+  // `beside`: the same other side as an engine knows it; the loop ends when that is lost.
+  Result<std::vector<double>> measure(const Load& load, std::shared_ptr<Peer> beside, Deadline until);
   Status serve(Deadline until);
   Status stop_serving(Deadline until);
 

@@ -43,6 +43,7 @@ struct RawLoop::Impl {
   uint64_t done = 0, echoes = 0, stops = 0;
   Answered answered;
   Status error;
+  std::shared_ptr<Peer> beside;  // null: nobody is watched
 
   // Whether anything came.
   bool poll() {
@@ -63,9 +64,16 @@ struct RawLoop::Impl {
     return count > 0;
   }
 
+  // No event tells of a peer that dies while nothing is under way; heartbeats of the engine beside do.
+  bool is_well() {
+    if (error.ok() && beside && !beside->is_alive())
+      error = Status::make(Code::kPeerLost, "raw loop: the other side is lost: {}", beside->why().message());
+    return error.ok();
+  }
+
   template <class Ready>
   Status poll_until(Deadline until, Ready ready) {
-    const bool came = wait_until(until, [&] { return ready() || !error.ok(); }, [this] { return poll(); });
+    const bool came = wait_until(until, [&] { return ready() || !is_well(); }, [this] { return poll(); });
     WEFT_TRY(Status(error));
     return came ? Status() : Status::make(Code::kPeerLost, "raw loop: no answer in time");
   }
@@ -81,8 +89,9 @@ struct RawLoop::Impl {
       code = is_read ? objects.endpoint->rma->readmsg(objects.endpoint, &message, flags)
                      : objects.endpoint->rma->writemsg(objects.endpoint, &message, flags);
       if (code == -EAGAIN) poll();
-      return code != -EAGAIN;
+      return code != -EAGAIN || !is_well();
     });
+    WEFT_TRY(Status(error));
     if (!came) return Status::make(Code::kPeerLost, "raw loop: the endpoint stays full");
     return code == 0 ? Status() : Status::make(Code::kSystem, "raw loop: posting: error {}", -code);
   }
@@ -158,7 +167,8 @@ Status RawLoop::connect(std::string_view address) {
   return {};
 }
 
-Result<std::vector<double>> RawLoop::measure(const Load& load, Deadline until) {
+Result<std::vector<double>> RawLoop::measure(const Load& load, std::shared_ptr<Peer> beside, Deadline until) {
+  impl_->beside = std::move(beside);
   std::vector<uint32_t> here, away;
   if (load.kind == LoadKind::kPaged) {
     here = random_pages(load.count, load.pool, 1);

@@ -291,7 +291,14 @@ class Client:
         with self.served("raw"):
             return list(
                 self.side.raw.measure(
-                    load.kind, load.nbytes, load.count, load.window, load.pool, repeats, TIMEOUT_S
+                    load.kind,
+                    load.nbytes,
+                    load.count,
+                    load.window,
+                    load.pool,
+                    repeats,
+                    self.side.peer.core,
+                    TIMEOUT_S,
                 )
             )
 

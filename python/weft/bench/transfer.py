@@ -69,6 +69,10 @@ class Load:
         """What the loops in C++ call it."""
         return "write" if self.call == "write_rate" else self.call
 
+    def to_core(self, repeats: int) -> tuple[str, int, int, int, int, int]:
+        """Return what both loops in C++ take, in their order."""
+        return (self.kind, self.nbytes, self.count, self.window, self.pool, repeats)
+
     @property
     def moved_bytes(self) -> int:
         """Bytes of one operation."""
@@ -289,18 +293,7 @@ class Client:
 
     def raw_seconds(self, load: Load, repeats: int) -> list[float]:
         with self.served("raw"):
-            return list(
-                self.side.raw.measure(
-                    load.kind,
-                    load.nbytes,
-                    load.count,
-                    load.window,
-                    load.pool,
-                    repeats,
-                    self.side.peer.core,
-                    TIMEOUT_S,
-                )
-            )
+            return list(self.side.raw.measure(*load.to_core(repeats), self.side.peer.core, TIMEOUT_S))
 
     def engine_seconds(self, load: Load, repeats: int) -> list[float]:
         with self.served("engine"):
@@ -309,12 +302,7 @@ class Client:
                     self.side.engine.core,
                     self.side.memory.core,
                     self.side.remote.core,
-                    load.kind,
-                    load.nbytes,
-                    load.count,
-                    load.window,
-                    load.pool,
-                    repeats,
+                    *load.to_core(repeats),
                     load.rail,
                     TIMEOUT_S,
                 )

@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 
+from weft.bench.exchange_floor import h200_exchange_us
 from weft.bench.moe import check, floors
 from weft.bench.moe.routes import make_routes
 from weft.bench.moe.straggler import straggler_lines
@@ -63,12 +64,13 @@ def test_traffic_counts_each_row_once_per_rank() -> None:
 
 def test_h200_floor_follows_the_measured_exchange() -> None:
     gpus = ["NVIDIA H200"] * 8
-    assert floors.h200_floor_us(7 * 602_112, 8, gpus) == pytest.approx(15.4)
-    assert floors.h200_floor_us(7 * 4_000_000, 8, gpus) == pytest.approx(28e6 / 358e3)
-    between = floors.h200_floor_us(7 * 1_000_000, 8, gpus)
+    assert h200_exchange_us(7 * 602_112, gpus) == pytest.approx(15.4)
+    assert h200_exchange_us(7 * 4_000_000, gpus) == pytest.approx(28e6 / 358e3)
+    between = h200_exchange_us(7 * 1_000_000, gpus)
     assert between is not None and 21.1 < between < 25.9
-    assert floors.h200_floor_us(7 * 602_112, 4, gpus) is None
-    assert floors.h200_floor_us(7 * 602_112, 8, ["NVIDIA A100"] * 8) is None
+    assert h200_exchange_us(7 * 602_112, gpus[:4]) == pytest.approx(15.4)
+    for others in (gpus[:1], gpus + gpus, ["NVIDIA A100"] * 8):
+        assert h200_exchange_us(7 * 602_112, others) is None
 
 
 def a_dispatch() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[object]]:

@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         report.add(row)
     report.note(
         "bytes: the full buffer; algbw = bytes / time; busbw as nccl-tests defines it; floor: on the CPU, "
-        "all ranks copying the bytes that the call makes each of them move; on 8 H200, the one-shot "
+        "all ranks copying the bytes that the call makes each of them move; on H200, the one-shot "
         "exchange of docs/benchmarks.md"
     )
     report.finish(args.json, args.plot)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.bench.exchange_floor import h200_exchange_us
 from weft.bench.report import Row, progress, slowest_rank
 from weft.collectives.calls import Collectives
 from weft.collectives.selector import Choice, parse_variant
@@ -37,9 +37,6 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "average": dist.ReduceOp.AVG,
 }
-# One-shot exchange floors of eight H200, microseconds by bytes per peer (bare kernels; docs/hardware.md).
-_H200_FLOOR = ((16, 3.8), (16384, 5.4), (131072, 6.1), (602112, 15.4), (1204224, 25.9), (3670016, 71.6))
-_H200_EGRESS_GBS = 356.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ def _measure_one(
         None,
         num_bytes,
         times[0],
-        _floor_us(call, num_bytes, me.size, cases.device)
+        _exchange_floor_us(call, num_bytes, me.size, cases.device)
         if options.device == "cuda"
         else _copy_floor_us(call, num_bytes, me, comm),
         checked,
@@ -472,17 +469,10 @@ def _copy_floor_us(call: str, num_bytes: int, me: Rank, comm: Communicator) -> f
     return float(max(gathered))
 
 
-def _floor_us(call: str, num_bytes: int, ranks: int, device: torch.device) -> float | None:
-    """Return the one-shot exchange floor of eight H200; None elsewhere. all_reduce is two exchanges."""
-    if device.type != "cuda" or ranks != 8 or "H200" not in torch.cuda.get_device_name(device):
-        return None
+def _exchange_floor_us(call: str, num_bytes: int, ranks: int, device: torch.device) -> float | None:
+    """Return the floor of one exchange between H200s, of two for all_reduce; None elsewhere."""
     if call not in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter"):
         return None
-    per_peer = num_bytes / ranks
-    exchange = per_peer * (ranks - 1) / (_H200_EGRESS_GBS * 1e3)
-    for low, high in itertools.pairwise(_H200_FLOOR):
-        if per_peer <= high[0]:
-            share = max(0.0, (per_peer - low[0]) / (high[0] - low[0]))
-            exchange = low[1] + share * (high[1] - low[1])
-            break
-    return exchange * (2 if call == "all_reduce" else 1)
+    egress = num_bytes / ranks * (ranks - 1)
+    exchange = h200_exchange_us(egress, [torch.cuda.get_device_name(device)] * ranks)
+    return None if exchange is None else exchange * (2 if call == "all_reduce" else 1)

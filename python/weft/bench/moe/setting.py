@@ -19,8 +19,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from weft.bench.exchange_floor import h200_exchange_us
 from weft.bench.moe import check, peers
-from weft.bench.moe.floors import Traffic, h200_floor_us, traffic_of
+from weft.bench.moe.floors import Traffic, traffic_of
 from weft.bench.moe.routes import make_routes
 from weft.bench.moe.trace import TRACED_SAMPLES, CallsOfRanks, Tracer
 from weft.bench.report import Row, progress, slowest_rank
@@ -220,8 +221,7 @@ def make_row(
     measured = {name: us.get(f"{key} {step}") for key, name in names.items()}
     made.baselines = {name: statistics.median(samples) for name, samples in measured.items() if samples}
     if bench.on_gpu:
-        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        made.floor_us = h200_floor_us(egress_bytes, bench.me.size, gpus)
+        made.floor_us = h200_exchange_us(egress_bytes, [torch.cuda.get_device_name()] * bench.me.size)
     else:
         made.floor_us = min(us[f"memcpy {step}"])
     made.extra = shape_columns(bench)
@@ -260,7 +260,7 @@ def method_notes(bench: Bench, has_deep_ep: bool) -> list[str]:
         "the bytes that a rank receives, each row once, one thread per rank, all ranks at once",
     ]
     if bench.on_gpu:
-        lines.append("floor: bare one-shot exchange between 8 H200 (docs/benchmarks.md); none elsewhere")
+        lines.append("floor: bare one-shot exchange between H200 (docs/benchmarks.md); none elsewhere")
     else:
         lines.append("floor: the fastest of the memcpy samples")
     if not has_deep_ep:

@@ -70,20 +70,19 @@ struct Run {
   }
 };
 
-// One more look at what `peer` owes has failed. True: time is up, or another thread has raised a fault.
-struct Patience {
-  const WaitRule& rule;
+// For what peers owe to a block.
+struct PeerPatience {
+  Patience patience;
   uint32_t block;
-  uint64_t since_ns = 0;
 
+  // One more look at what `peer` owes was in vain. True: time is up, or another thread has raised a fault.
   WEFT_DEVICE bool ends(uint32_t looks, uint32_t peer, uint64_t expected, uint64_t seen) {
     if (looks >= kEagerLooks) pause(looks - kEagerLooks);
-    if ((looks & 63) != 63) return false;
-    const uint64_t now = now_ns();
-    if (since_ns == 0) since_ns = now;
-    if (now - since_ns > rule.timeout_ns)
-      raise(rule.fault, Site::kCollective, rule.self, peer, expected, seen, now - since_ns, block << 16);
-    return load_relaxed(&rule.fault->raised) != 0;
+    if (!patience.ends(looks)) return false;
+    const WaitRule& rule = patience.rule;
+    if (patience.is_late())
+      raise(rule.fault, Site::kCollective, rule.self, peer, expected, seen, patience.waited_ns, block << 16);
+    return true;
   }
 };
 
@@ -152,7 +151,7 @@ WEFT_DEVICE void send_lines(const Round<R>& round, Slice slice, PieceFor piece_f
 template <class R, class PieceFrom>
 WEFT_DEVICE void receive_lines(const Round<R>& round, Slice slice, PieceFrom piece_from) {
   const R& run = round.run;
-  Patience patience{run.a.wait, run.block.index()};
+  PeerPatience patience{{run.a.wait}, run.block.index()};
   const uint32_t items = slice.count * (run.ranks - 1);
   for (uint32_t item = run.block.rank(); item < items; item += run.block.size()) {
     const uint32_t step = item / slice.count, unit = item - step * slice.count;
@@ -166,7 +165,7 @@ WEFT_DEVICE void receive_lines(const Round<R>& round, Slice slice, PieceFrom pie
 
 // This rank's unit plus every peer's, in the order of ranks.
 template <class Combiner, class R>
-WEFT_DEVICE Vec16 sum_of_lines(const Round<R>& round, uint32_t unit, const Vec16& own, Patience& patience) {
+WEFT_DEVICE Vec16 sum_of_lines(const Round<R>& round, uint32_t unit, const Vec16& own, PeerPatience& patience) {
   const R& run = round.run;
   constexpr uint32_t kInFlight = kSourcesInFlight<Combiner>;
   Vec16 sum{};
@@ -211,7 +210,7 @@ WEFT_DEVICE void add_lines(const Round<R>& round, Slice slice, const Piece& own,
                            Then then) {
   const R& run = round.run;
   with_combiner(run.shape, [&](auto combiner) {
-    Patience patience{run.a.wait, run.block.index()};
+    PeerPatience patience{{run.a.wait}, run.block.index()};
     for (uint32_t unit = run.block.rank(); unit < slice.count; unit += run.block.size()) {
       const Vec16 mine = load_unit(own, slice.first + unit);
       const Vec16 sum = sum_of_lines<decltype(combiner)>(round, unit, mine, patience);
@@ -344,7 +343,7 @@ WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
   }
   if (run.block.rank() == 0) *run.met() = {1, 1, {}};
   run.block.sync();
-  Patience patience{a.wait, run.block.index()};
+  PeerPatience patience{{a.wait}, run.block.index()};
   for (uint32_t i = run.block.rank(); i < 2 * run.ranks; i += run.block.size()) {
     const uint32_t peer = i / 2, which = i % 2;
     const auto* here = reinterpret_cast<const uint64_t*>(run.mesh.local() + cards) + i;
@@ -371,7 +370,7 @@ WEFT_DEVICE void part(const R& run, uint64_t meeting) {
   run.block.sync();
   for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size())
     run.mesh.to(peer).signal(done + run.self * sizeof(uint64_t), meeting);
-  Patience patience{a.wait, run.block.index()};
+  PeerPatience patience{{a.wait}, run.block.index()};
   for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size()) {
     const auto* signal = reinterpret_cast<const uint64_t*>(run.mesh.local() + done) + peer;
     uint64_t seen = load_acquire(signal);

@@ -358,7 +358,7 @@ WEFT_DEVICE Verdict look(const ProgramArgs& a, uint32_t self, Cursor& cursor, bo
       return kGo;
     }
     if (is_alone) pause(polls);
-    if (is_alone && (polls & 63) != 63) continue;
+    if (is_alone && !is_check_due(polls)) continue;
     const uint64_t now = now_ns();
     if (cursor.waiting_since_ns == 0) cursor.waiting_since_ns = now;
     // A block that waits for another of its rank leaves it to that one to say which peer is missing.
@@ -440,16 +440,14 @@ WEFT_DEVICE void carry_out(const ProgramArgs& a, const Shape& shape, Block block
     m.dst = {};
   }
   if (!m.dst.at && !m.out.at) return;
-  uint64_t since_ns = 0;
+  Patience patience{a.wait};
   auto gives_up = [&](uint32_t polls) {
     pause(polls);
-    if ((polls & 63) != 63) return false;
-    const uint64_t now = now_ns();
-    if (since_ns == 0) since_ns = now;
-    if (now - since_ns > a.wait.timeout_ns)
+    if (!patience.ends(polls)) return false;
+    if (patience.is_late())
       give_up(a, cursor, {static_cast<uint32_t>(turn.block->recv_peer), cursor.received + 1, cursor.received},
-              now - since_ns);
-    return load_relaxed(&a.wait.fault->raised) != 0;
+              patience.waited_ns);
+    return true;
   };
   auto move_all = [&](const Movement& all) {
     if (shape.protocol == static_cast<int64_t>(Protocol::kSimple))

@@ -18,17 +18,39 @@ struct WaitRule {
   TraceLog* trace = nullptr;  // null: nowhere
 };
 
+// Whether a loop that has looked `looks` times in vain looks at the clock and the fault box as well.
+WEFT_DEVICE constexpr bool is_check_due(uint32_t looks) {
+  return looks % kLooksPerCheck == kFirstCheck;
+}
+
+// How long one thread waits for one thing.
+struct Patience {
+  const WaitRule& rule;
+  uint64_t since_ns = 0;
+  uint64_t waited_ns = 0;
+
+  // After look number `looks` in vain. True: time is up, or another warp has raised a fault.
+  WEFT_DEVICE bool ends(uint32_t looks) {
+    if (!is_check_due(looks)) return false;
+    const uint64_t now = now_ns();
+    if (since_ns == 0) since_ns = now;
+    waited_ns = now - since_ns;
+    return is_late() || load_relaxed(&rule.fault->raised) != 0;
+  }
+  WEFT_DEVICE bool is_late() const { return waited_ns > rule.timeout_ns; }
+};
+
 // Looks, from one thread, until came() says so. False: time is up, or another warp has raised a fault.
 template <class Came>
 WEFT_DEVICE bool poll(const WaitRule& rule, uint64_t& waited_ns, Came came) {
-  const uint64_t start_ns = now_ns();
-  for (uint32_t polls = 0;; ++polls) {
-    if (came()) return true;
-    pause(polls);
-    if ((polls & 63) != 63) continue;
-    waited_ns = now_ns() - start_ns;
-    if (waited_ns > rule.timeout_ns || load_relaxed(&rule.fault->raised) != 0) return false;
+  Patience patience{rule};
+  for (uint32_t looks = 0; !came(); ++looks) {
+    pause(looks);
+    if (!patience.ends(looks)) continue;
+    waited_ns = patience.waited_ns;
+    return false;
   }
+  return true;
 }
 
 // Polls one signal from one thread. Returns whether it reached `want`; `seen` is the last value read.

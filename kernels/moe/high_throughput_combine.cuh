@@ -264,22 +264,20 @@ template <class MeshT>
 WEFT_DEVICE void watch_chunks(const CombineArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch,
                               const Progress& progress) {
   if (a.watch_warps.count == 0 || warp.index() != a.watch_warps.first) return;
-  uint64_t last_moved_ns = now_ns();
+  Patience patience{a.wait};
   for (uint32_t looks = 0;; ++looks) {
     const Look look = look_at_signals(a, warp, mesh, epoch, progress.chunks_seen);
     if (warp.any(look.has_moved)) {
       for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size())
         store_release_block(&progress.chunks_here[peer], progress.chunks_seen[peer]);
-      last_moved_ns = now_ns();
+      patience.since_ns = 0;
     }
     if (!warp.any(look.is_missing)) return;
     pause_ns(kLookEveryNs);
-    if ((looks & 63) != 63) continue;
-    const uint64_t waited_ns = now_ns() - last_moved_ns;
-    const bool gives_up = waited_ns > a.wait.timeout_ns || load_relaxed(&a.wait.fault->raised) != 0;
-    if (!warp.any(gives_up)) continue;
+    if (!warp.any(patience.ends(looks))) continue;
     if (look.is_missing)
-      raise(a.wait.fault, Site::kCombineRecv, a.wait.self, look.missing_peer, epoch, epoch - 1, waited_ns);
+      raise(a.wait.fault, Site::kCombineRecv, a.wait.self, look.missing_peer, epoch, epoch - 1,
+            patience.waited_ns);
     if (warp.rank() == 0) store_release_block(progress.failed, 1);
     return;
   }

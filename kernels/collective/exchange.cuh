@@ -165,7 +165,8 @@ WEFT_DEVICE void receive_lines(const Round<R>& round, Slice slice, PieceFrom pie
 
 // This rank's unit plus every peer's, in the order of ranks.
 template <class Combiner, class R>
-WEFT_DEVICE Vec16 sum_of_lines(const Round<R>& round, uint32_t unit, const Vec16& own, PeerPatience& patience) {
+WEFT_DEVICE Vec16 sum_of_lines(const Round<R>& round, uint32_t unit, const Vec16& own,
+                               PeerPatience& patience) {
   const R& run = round.run;
   constexpr uint32_t kInFlight = kSourcesInFlight<Combiner>;
   Vec16 sum{};

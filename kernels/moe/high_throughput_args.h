@@ -70,8 +70,8 @@ struct RankCounts {
   uint64_t staging_bytes;
 };
 
-// Written by the notify kernel into memory that the host can read, then `epoch`. RankCounts[R] and the tokens
-// of each local expert, i32[local experts], follow it.
+// Written by the notify kernel, then `epoch`; in memory that the host can read if it waits for the counts.
+// RankCounts[R] and the tokens of each local expert, i32[local experts], follow it.
 struct CountReport {
   uint64_t epoch;
   uint32_t disagreeing_word;  // index into CountHeader of the first value that differs, or kAgreedWords

@@ -33,6 +33,10 @@ GridPlan cuda_grid(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, uint3
 
 }  // namespace
 
+uint64_t report_bytes(uint32_t ranks) {
+  return sizeof(CountReport) + ranks * sizeof(RankCounts) + kMaxExpertsPerRank * sizeof(int32_t);
+}
+
 HighThroughputControl plan_control(uint32_t ranks) {
   HighThroughputControl control{};
   HighThroughputOffsets& at = control.offsets;
@@ -50,6 +54,7 @@ HighThroughputControl plan_control(uint32_t ranks) {
   control.dispatch_state = carver.take(sizeof(GridState));
   control.combine_state = carver.take(sizeof(GridState));
   control.rows_to = carver.take(ranks * sizeof(int32_t));
+  control.unawaited_report = carver.take(report_bytes(ranks));
   control.end = carver.end();
   return control;
 }

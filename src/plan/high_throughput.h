@@ -14,13 +14,17 @@ namespace weft {
 // A rank owns at most this many experts: the counts of its experts travel in a record of fixed size.
 inline constexpr uint32_t kMaxExpertsPerRank = 4096;
 
+// Of a CountReport and what follows it.
+uint64_t report_bytes(uint32_t ranks);
+
 // The part of every rank's window that exchanges use, from offset 0. States are local, but live there too.
 struct HighThroughputControl {
   HighThroughputOffsets offsets;
   uint64_t notify_state;
   uint64_t dispatch_state;
   uint64_t combine_state;
-  uint64_t rows_to;  // i32[R], scratch of notify
+  uint64_t rows_to;           // i32[R], scratch of notify
+  uint64_t unawaited_report;  // of calls whose counts the host does not wait for; the dispatch reads it
   uint64_t end;
 };
 HighThroughputControl plan_control(uint32_t ranks);

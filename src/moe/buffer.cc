@@ -11,6 +11,7 @@
 #include "kernels/core/carver.h"
 #include "memory/device_memory.h"
 #include "moe/fault_text.h"
+#include "topology/gpus.h"
 
 namespace weft {
 namespace {
@@ -81,6 +82,10 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
   std::unique_ptr<MoeBuffer> buffer(
       new MoeBuffer(std::move(comm), std::move(window), std::move(visible), options, control));
   buffer->limits_ = limits;
+  if (limits.is_cuda) {
+    WEFT_TRY_ASSIGN(const GpuFacts gpu, gpu_facts(buffer->comm_->device().ordinal));
+    buffer->planned_sms_ = plan_num_sms(gpu.nvlinks, gpu.compute_major, limits);
+  }
   WEFT_TRY(buffer->open_trace());
   return buffer;
 }

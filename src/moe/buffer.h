@@ -153,6 +153,8 @@ class MoeBuffer {
   TraceLog* trace() const;
   uint64_t trace_bytes() const { return trace_bytes_; }
   const ComputeLimits& limits() const { return limits_; }
+  // Of calls whose caller names no number: plan_num_sms(). On the host it means nothing.
+  uint32_t planned_sms() const { return planned_sms_; }
   double timeout_s() const { return timeout_s_; }
   WaitRule wait_rule() const;
 
@@ -182,6 +184,7 @@ class MoeBuffer {
   std::unique_ptr<HostVisible> visible_;
   HighThroughputControl control_;
   ComputeLimits limits_{};
+  uint32_t planned_sms_ = 1;
   double timeout_s_;
   uint64_t low_latency_begin_;
   uint64_t low_latency_end_;

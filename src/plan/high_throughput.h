@@ -38,6 +38,12 @@ struct GridPlan {
   WarpRange watch_role{};  // combine: waits for the block; none on the host
 };
 
+// SMs of a dispatch or combine whose caller names no number: as many as fill a GPU's links, and a third more
+// for what goes beside the rows. `nvlinks`: that are up, -1 where nobody can say; `compute_major`: 9 on
+// Hopper. Sources: bare bulk copies and stores between 8 H200 (docs/performance.md, SMs); A100's and B200's
+// links as NVIDIA states them, in the same proportion.
+uint32_t plan_num_sms(int nvlinks, int compute_major, const ComputeLimits& limits);
+
 // A row moves in pieces of one pipe stage: as few as fit, equal, a multiple of 16 bytes.
 uint32_t plan_piece_bytes(uint64_t row_bytes);
 GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits);

@@ -79,19 +79,46 @@ WEFT_DEVICE void send_rows(const DispatchArgs& a, Block block, Warp warp, uint32
   pipe.drain();
 }
 
+// One slot of a row: the local expert, or -1 where it is elsewhere, and its weight.
 template <class Shape>
-WEFT_DEVICE void send_routes(const DispatchArgs& a, Warp warp, const Shape& shape, const PeerPlace& place,
-                             uint32_t peer, uint64_t token, int64_t row) {
-  const int64_t first_expert = int64_t{peer} * a.experts_per_rank;
-  for (uint32_t k = warp.rank(); k < shape.top_k; k += warp.size()) {
-    const int64_t expert = expert_at(a.topk_idx, a.id_bytes, token * shape.top_k + k) - first_expert;
-    const bool is_local = expert >= 0 && expert < a.experts_per_rank;
-    const uint64_t at = row * shape.top_k + k;
-    if (a.id_bytes == 8) reinterpret_cast<int64_t*>(place.ids)[at] = is_local ? expert : -1;
-    if (a.id_bytes == 4)
-      reinterpret_cast<int32_t*>(place.ids)[at] = is_local ? static_cast<int32_t>(expert) : -1;
-    reinterpret_cast<float*>(place.weights)[at] =
-        is_local || a.keep_weights ? a.topk_weights[token * shape.top_k + k] : 0.0f;
+WEFT_DEVICE void send_route(const DispatchArgs& a, const Shape& shape, const PeerPlace& place, uint32_t peer,
+                            uint64_t token, int64_t row, uint32_t k) {
+  const int64_t expert =
+      expert_at(a.topk_idx, a.id_bytes, token * shape.top_k + k) - int64_t{peer} * a.experts_per_rank;
+  const float weight = a.topk_weights[token * shape.top_k + k];
+  const bool is_local = expert >= 0 && expert < a.experts_per_rank;
+  const uint64_t at = row * shape.top_k + k;
+  if (a.id_bytes == 8) reinterpret_cast<int64_t*>(place.ids)[at] = is_local ? expert : -1;
+  if (a.id_bytes == 4)
+    reinterpret_cast<int32_t*>(place.ids)[at] = is_local ? static_cast<int32_t>(expert) : -1;
+  reinterpret_cast<float*>(place.weights)[at] = is_local || a.keep_weights ? weight : 0.0f;
+}
+
+// What goes beside a token's rows to `count` peers, one lane each: `peer` is the lane's, `row` its row there
+// or -1. Lanes share all slots of all peers, then all scales: memory is far, and loads wait for each other as
+// little as can be.
+template <class Shape>
+WEFT_DEVICE void send_meta_of(const DispatchArgs& a, Warp warp, const Shape& shape, const PeerPlace* places,
+                              uint64_t token, uint32_t first_peer, uint32_t count, int64_t row) {
+  const auto top_k = static_cast<uint32_t>(shape.top_k);
+  for (uint32_t first = 0; a.topk_idx && first < count * top_k; first += warp.size()) {
+    const uint32_t slot = first + warp.rank();
+    const uint32_t lane = slot < count * top_k ? slot / top_k : 0;
+    const int64_t to = warp.broadcast(row, lane);
+    if (to < 0 || slot >= count * top_k) continue;
+    send_route(a, shape, places[first_peer + lane], first_peer + lane, token, to, slot % top_k);
+  }
+  for (uint32_t first = 0; first < shape.scale_words; first += warp.size()) {
+    const uint32_t word = first + warp.rank();
+    const bool is_word = word < shape.scale_words;
+    const uint32_t scale =
+        is_word ? a.scales[static_cast<int64_t>(token) * a.scale_token_stride + word * a.scale_word_stride]
+                : 0;
+    for (uint32_t lane = 0; lane < count; ++lane) {
+      const int64_t to = warp.broadcast(row, lane);
+      if (to < 0 || !is_word) continue;
+      reinterpret_cast<uint32_t*>(places[first_peer + lane].scales)[to * shape.scale_words + word] = scale;
+    }
   }
 }
 
@@ -102,20 +129,20 @@ WEFT_DEVICE void send_meta(const DispatchArgs& a, Block block, Warp warp, uint32
   if (!share.active) return;
   const Span traced(a.wait.trace, Work::kPushMeta, warp.rank() == 0);
   for (uint64_t token = share.index; token < a.tokens; token += share.total) {
-    int32_t copies = 0;
-    for (uint32_t peer = 0; peer < ranks; ++peer) {
-      if (a.send_row[token * ranks + peer] < 0) continue;
-      const int32_t place = a.sum_place ? a.sum_place[token * ranks + peer] : copies;
-      ++copies;
-      const int64_t row = row_at(a, places, ranks, token, peer);
-      if (row < 0) continue;
-      if (a.topk_idx) send_routes(a, warp, shape, places[peer], peer, token, row);
-      auto* scales = reinterpret_cast<uint32_t*>(places[peer].scales) + row * shape.scale_words;
-      for (uint32_t i = warp.rank(); i < shape.scale_words; i += warp.size())
-        scales[i] = a.scales[static_cast<int64_t>(token) * a.scale_token_stride + i * a.scale_word_stride];
-      if (warp.rank() != 0) continue;
-      reinterpret_cast<int32_t*>(places[peer].token)[row] = static_cast<int32_t>(token);
-      reinterpret_cast<int32_t*>(places[peer].slot)[row] = a.slot_base[token] + place;
+    uint32_t copies = 0;  // to peers before
+    for (uint32_t first = 0; first < ranks; first += warp.size()) {
+      const uint32_t peer = first + warp.rank();
+      const bool goes = peer < ranks && a.send_row[token * ranks + peer] >= 0;
+      const int64_t row = goes ? row_at(a, places, ranks, token, peer) : -1;
+      const uint32_t before = copies + warp.scan_exclusive(goes ? 1u : 0u);
+      copies += warp.sum(goes ? 1u : 0u);
+      if (row >= 0) {
+        const int32_t place = a.sum_place ? a.sum_place[token * ranks + peer] : static_cast<int32_t>(before);
+        reinterpret_cast<int32_t*>(places[peer].token)[row] = static_cast<int32_t>(token);
+        reinterpret_cast<int32_t*>(places[peer].slot)[row] = a.slot_base[token] + place;
+      }
+      const uint32_t left = ranks - first;
+      send_meta_of(a, warp, shape, places, token, first, left < warp.size() ? left : warp.size(), row);
     }
   }
 }

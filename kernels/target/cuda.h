@@ -507,10 +507,10 @@ WEFT_DEVICE void pause(uint32_t polls) {
   __nanosleep(polls < 4 ? 50 : 300);
 }
 
-// A loop that waits looks at the clock and the fault box after so many looks in vain, for the first time after
-// kFirstCheck. The box is in host memory: reads of it take some 0.6 us each, one after the other, so that all
-// warps of a GPU together take more than a millisecond. Where waits of less led to a check, one late call made
-// the peers' warps check, which made the next call late (seen on H200).
+// A loop that waits looks at the clock and the fault box after so many looks in vain, for the first time
+// after kFirstCheck. The box is in host memory: reads of it take some 0.6 us each, one after the other, so
+// that all warps of a GPU together take more than a millisecond. Where waits of less led to a check, one late
+// call made the peers' warps check, which made the next call late (seen on H200).
 inline constexpr uint32_t kLooksPerCheck = 4096, kFirstCheck = kLooksPerCheck - 1;
 
 }  // namespace weft

@@ -402,8 +402,8 @@ inline void pause_ns(uint32_t /*ns*/) {
   sched_yield();
 }
 
-// A loop that waits looks at the clock and the fault box after so many looks in vain, for the first time after
-// kFirstCheck. Both are near here.
+// A loop that waits looks at the clock and the fault box after so many looks in vain, for the first time
+// after kFirstCheck. Both are near here.
 inline constexpr uint32_t kLooksPerCheck = 64, kFirstCheck = 0;
 
 // One pause of a polling loop that has polled `polls` times. There may be more ranks than cores, so it yields

@@ -63,6 +63,7 @@ void bind_moe(nb::module_& module) {
                 [&] { return MoeBuffer::create(comm, {heap_bytes, low_latency_bytes, timeout_s}); }));
           },
           nb::arg("communicator"), nb::arg("heap_bytes"), nb::arg("low_latency_bytes"), nb::arg("timeout_s"))
+      .def_prop_ro("planned_sms", &MoeBuffer::planned_sms)
       .def(
           "layout",
           [](MoeBuffer& self, uint64_t topk_idx, uint32_t id_bytes, uint32_t tokens, uint32_t top_k,

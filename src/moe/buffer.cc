@@ -11,6 +11,7 @@
 #include "kernels/core/carver.h"
 #include "memory/device_memory.h"
 #include "moe/fault_text.h"
+#include "topology/gpus.h"
 
 namespace weft {
 namespace {
@@ -22,10 +23,6 @@ constexpr uint64_t kGrowthStep = uint64_t{2} << 20;
 // A dispatch with a new handle leaves room for this many of its size, itself included: calls with a cached
 // handle, as in a backward pass, can't grow the window.
 constexpr uint64_t kRoomFor = 3;
-
-uint64_t report_bytes(uint32_t ranks) {
-  return sizeof(CountReport) + ranks * sizeof(RankCounts) + kMaxExpertsPerRank * sizeof(int32_t);
-}
 
 const RankCounts* rank_counts(const CountReport* report) {
   return reinterpret_cast<const RankCounts*>(report + 1);
@@ -67,7 +64,6 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
   Carver carver;
   fault_ = visible_->at<FaultBox>(carver.take(sizeof(FaultBox)));
   awaited_report_ = visible_->at<CountReport>(carver.take(report_bytes(comm_->size())));
-  unawaited_report_ = visible_->at<CountReport>(carver.take(report_bytes(comm_->size())));
 }
 
 Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicator> comm,
@@ -80,12 +76,16 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
   const HighThroughputControl control = plan_control(ranks);
   const uint64_t bytes = round_up(control.end, 4096) + round_up(options.low_latency_bytes, 4096) +
                          options.heap_bytes + heap_bytes_of(trace_bytes_of(config().trace_spans));
-  WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 3 + 2 * report_bytes(ranks)));
+  WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 2 + report_bytes(ranks)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
   WEFT_TRY_ASSIGN(ComputeLimits limits, compute_limits(*comm));
   std::unique_ptr<MoeBuffer> buffer(
       new MoeBuffer(std::move(comm), std::move(window), std::move(visible), options, control));
   buffer->limits_ = limits;
+  if (limits.is_cuda) {
+    WEFT_TRY_ASSIGN(const GpuFacts gpu, gpu_facts(buffer->comm_->device().ordinal));
+    buffer->planned_sms_ = plan_num_sms(gpu.nvlinks, gpu.compute_major, limits);
+  }
   WEFT_TRY(buffer->open_trace());
   return buffer;
 }
@@ -103,6 +103,10 @@ Status MoeBuffer::open_trace() {
 
 TraceLog* MoeBuffer::trace() const {
   return trace_bytes_ == 0 ? nullptr : reinterpret_cast<TraceLog*>(window_->local() + trace_at_);
+}
+
+CountReport* MoeBuffer::unawaited_report() const {
+  return reinterpret_cast<CountReport*>(window_->local() + control_.unawaited_report);
 }
 
 WaitRule MoeBuffer::wait_rule() const {
@@ -164,7 +168,7 @@ Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
   if (!waits) WEFT_TRY(make_room_for_worst(call));
   const auto ranks = static_cast<uint32_t>(comm_->size());
   const RowFormat& format = call.format;
-  CountReport* report = waits ? awaited_report_ : unawaited_report_;
+  CountReport* report = waits ? awaited_report_ : unawaited_report();
   if (waits) store_relaxed(&report->epoch, uint64_t{0});
   NotifyArgs args{};
   args.at = control_.offsets;
@@ -316,7 +320,7 @@ Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
   args.send_row = call.handle.send_row;
   args.slot_base = call.handle.slot_base;
   args.prefix = call.handle.prefix;
-  args.report = call.counts_unknown ? unawaited_report_ : nullptr;
+  args.report = call.counts_unknown ? unawaited_report() : nullptr;
   args.mine = {received.rows_at,
                received.meta_at,
                call.rows,

@@ -153,6 +153,8 @@ class MoeBuffer {
   TraceLog* trace() const;
   uint64_t trace_bytes() const { return trace_bytes_; }
   const ComputeLimits& limits() const { return limits_; }
+  // Of calls whose caller names no number: plan_num_sms(). On the host it means nothing.
+  uint32_t planned_sms() const { return planned_sms_; }
   double timeout_s() const { return timeout_s_; }
   WaitRule wait_rule() const;
 
@@ -164,6 +166,8 @@ class MoeBuffer {
   Status launch(KernelKey key, const GridPlan& grid, const void* args, size_t args_bytes,
                 const HighThroughputShape& shape, void* stream);
   Status open_trace();
+  // Of calls whose counts the host does not wait for: near the kernels, which read it for themselves.
+  CountReport* unawaited_report() const;
   Status zero(void* at, uint64_t bytes, void* stream);
   Result<Notified> collect(const NotifyCall& call, const CountReport* report, uint64_t handle_id);
   Status compare(const CountReport& report) const;
@@ -180,13 +184,13 @@ class MoeBuffer {
   std::unique_ptr<HostVisible> visible_;
   HighThroughputControl control_;
   ComputeLimits limits_{};
+  uint32_t planned_sms_ = 1;
   double timeout_s_;
   uint64_t low_latency_begin_;
   uint64_t low_latency_end_;
   Heap heap_;
   FaultBox* fault_;
-  CountReport* awaited_report_;    // of calls that wait
-  CountReport* unawaited_report_;  // of calls that don't: such calls may overlap with the host's reads
+  CountReport* awaited_report_;
   uint64_t dispatches_ = 0;
   uint64_t trace_at_ = 0;
   uint64_t trace_bytes_ = 0;

@@ -2,6 +2,7 @@
 #include "plan/high_throughput.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "kernels/core/carver.h"
 
@@ -33,6 +34,10 @@ GridPlan cuda_grid(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, uint3
 
 }  // namespace
 
+uint64_t report_bytes(uint32_t ranks) {
+  return sizeof(CountReport) + ranks * sizeof(RankCounts) + kMaxExpertsPerRank * sizeof(int32_t);
+}
+
 HighThroughputControl plan_control(uint32_t ranks) {
   HighThroughputControl control{};
   HighThroughputOffsets& at = control.offsets;
@@ -50,6 +55,7 @@ HighThroughputControl plan_control(uint32_t ranks) {
   control.dispatch_state = carver.take(sizeof(GridState));
   control.combine_state = carver.take(sizeof(GridState));
   control.rows_to = carver.take(ranks * sizeof(int32_t));
+  control.unawaited_report = carver.take(report_bytes(ranks));
   control.end = carver.end();
   return control;
 }
@@ -57,6 +63,17 @@ HighThroughputControl plan_control(uint32_t ranks) {
 uint32_t plan_piece_bytes(uint64_t row_bytes) {
   const uint64_t pieces = std::max<uint64_t>(1, (row_bytes + kMaxPieceBytes - 1) / kMaxPieceBytes);
   return static_cast<uint32_t>(round_up((row_bytes + pieces - 1) / pieces, 16));
+}
+
+uint32_t plan_num_sms(int nvlinks, int compute_major, const ComputeLimits& limits) {
+  constexpr uint32_t kUnknown = 20;  // DeepEP's default
+  if (nvlinks < 0) return std::min(kUnknown, limits.max_blocks);
+  const double link_gbs = compute_major >= 10 ? 53.1 : compute_major == 9 ? 26.6 : 25.0;
+  constexpr double kPcieGbs = 64, kUsable = 0.75;  // of a link's raw rate
+  const double egress_gbs = kUsable * (nvlinks > 0 ? nvlinks * link_gbs : kPcieGbs);
+  const double push_gbs = compute_major >= 9 ? 32 : 18;  // one SM: bulk copies, or 16-byte stores
+  const auto pairs = static_cast<uint32_t>(std::ceil(egress_gbs / push_gbs * 4 / 3 / 2));
+  return std::min(2 * std::max(pairs, 2u), limits.max_blocks);
 }
 
 GridPlan plan_layout(uint64_t tokens, uint32_t ranks, uint32_t experts, const ComputeLimits& limits) {

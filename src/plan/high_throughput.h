@@ -14,13 +14,17 @@ namespace weft {
 // A rank owns at most this many experts: the counts of its experts travel in a record of fixed size.
 inline constexpr uint32_t kMaxExpertsPerRank = 4096;
 
+// Of a CountReport and what follows it.
+uint64_t report_bytes(uint32_t ranks);
+
 // The part of every rank's window that exchanges use, from offset 0. States are local, but live there too.
 struct HighThroughputControl {
   HighThroughputOffsets offsets;
   uint64_t notify_state;
   uint64_t dispatch_state;
   uint64_t combine_state;
-  uint64_t rows_to;  // i32[R], scratch of notify
+  uint64_t rows_to;           // i32[R], scratch of notify
+  uint64_t unawaited_report;  // of calls whose counts the host does not wait for; the dispatch reads it
   uint64_t end;
 };
 HighThroughputControl plan_control(uint32_t ranks);
@@ -33,6 +37,12 @@ struct GridPlan {
   WarpRange second_role;   // dispatch: ids, weights, scales; combine: sums
   WarpRange watch_role{};  // combine: waits for the block; none on the host
 };
+
+// SMs of a dispatch or combine whose caller names no number: as many as fill a GPU's links, and a third more
+// for what goes beside the rows. `nvlinks`: that are up, -1 where nobody can say; `compute_major`: 9 on
+// Hopper. Sources: bare bulk copies and stores between 8 H200 (docs/performance.md, SMs); A100's and B200's
+// links as NVIDIA states them, in the same proportion.
+uint32_t plan_num_sms(int nvlinks, int compute_major, const ComputeLimits& limits);
 
 // A row moves in pieces of one pipe stage: as few as fit, equal, a multiple of 16 bytes.
 uint32_t plan_piece_bytes(uint64_t row_bytes);

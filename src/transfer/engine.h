@@ -62,7 +62,7 @@ constexpr uint32_t kAnyRail = UINT32_MAX;
 struct How {
   std::optional<uint32_t> imm;  // 0 to kImmIdMax
   Notify notify = Notify::kOnce;
-  uint32_t rail = kAnyRail;                     // pin to one local rail
+  uint32_t rail = kAnyRail;                     // pin to one local rail, while its path to the peer works
   double timeout_s = 0;                         // 0: the engine's
   std::shared_ptr<Counter> counter;             // is advanced, or
   std::function<void(const Status&)> callback;  // is called once, on the callback thread

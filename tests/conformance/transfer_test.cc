@@ -508,7 +508,9 @@ TEST_P(TransferTest, ManyThreadsMayUseOneEngine) {
 }
 
 TEST_P(TransferTest, ClosingFailsWhatIsUnderWay) {
-  Pair pair(provider_, 1, 1, 1000);
+  Options options;  // without heartbeats: one might find b gone before its farewell has come
+  options.heartbeat_s = options.peer_dead_s = 10 * kPatience_s;
+  Pair pair(provider_, 1, 1, 1000, options);
   auto receive = *pair.b.engine->recv(pair.a_at_b, pair.b.memory, 0, 10, {});
   pair.b.engine->close();
   EXPECT_TRUE(receive->is_finished());

@@ -16,12 +16,15 @@ from weft.errors import PeerLost
 from weft.transfer import Peer, Remote, TransferEngine, nics
 
 TIMEOUT_S = 30.0
+PEER_DEAD_S = 4.0  # who waits for a turn on a busy machine is not dead
 BYTES = 1 << 20
 
 
 def victim(provider: str, line: Connection) -> None:
     """Offer memory, then write into the parent's for ever."""
-    engine = TransferEngine(provider, name="victim", timeout_s=TIMEOUT_S, heartbeat_s=0.1, peer_dead_s=2.0)
+    engine = TransferEngine(
+        provider, name="victim", timeout_s=TIMEOUT_S, heartbeat_s=0.1, peer_dead_s=PEER_DEAD_S
+    )
     buffer = bytearray(BYTES)
     memory = engine.register(buffer, remote_read=True, remote_write=True)
     line.send((engine.address, memory.descriptor))
@@ -42,7 +45,7 @@ class Scene:
             pytest.skip(f"{provider} is unusable here")
         self.provider = provider
         self.engine = TransferEngine(
-            provider, name="survivor", timeout_s=TIMEOUT_S, heartbeat_s=0.1, peer_dead_s=2.0
+            provider, name="survivor", timeout_s=TIMEOUT_S, heartbeat_s=0.1, peer_dead_s=PEER_DEAD_S
         )
         self.buffer = bytearray(BYTES)
         self.memory = self.engine.register(self.buffer, remote_read=True, remote_write=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_ranks import num_gpus, run_on_gpus
+from low_latency_blocks import BLOCK_CASES, BLOCK_TOKENS, check_blocks
 
 import weft
 from weft.testing import oracle
@@ -123,6 +124,19 @@ def _check_shape(rank: Rank, shape: tuple[int, int, int, int]) -> None:
 def test_rows_go_out_and_come_back(shape: tuple[int, int, int, int]) -> None:
     for num_ranks in sorted({2, num_gpus()}):
         run_on_gpus(num_ranks, _check_shape, shape)
+
+
+def _check_blocks(rank: Rank) -> None:
+    for form, hidden, exponents in BLOCK_CASES:
+        case = MoeCase(tuple((29 * r + 8) % 71 for r in range(rank.size)), hidden, 3, 5)
+        buffer = _buffer(rank, case, BLOCK_TOKENS)
+        for with_output in (False, True):
+            check_blocks(buffer, rank, case, form, exponents, with_output, "cuda")
+
+
+def test_block_formats_match_the_oracle_byte_for_byte() -> None:
+    for num_ranks in sorted({2, num_gpus()}):
+        run_on_gpus(num_ranks, _check_blocks)
 
 
 def _check_graph(rank: Rank) -> None:

@@ -28,6 +28,8 @@ from weft.transfer import FaultPlan, LoopbackNetwork, Memory, Pages, Remote, Tra
 
 SLOTS, SLOT_BYTES = 8, 50000
 TIMEOUT_S = 30.0
+PEER_DEAD_S = 4.0  # who waits for a turn on a busy machine is not dead
+KILLS_MIN = 2  # however long a new process takes to start
 LOST_AFTER_S = 0.5  # the deadline of one operation on the loopback, where some are dropped
 GROWTH_KIB_MAX = 16 << 10
 # libfabric's completion queue over tcp is a ring of so many entries of 48 bytes, whose pages become resident in
@@ -119,7 +121,9 @@ def burst(
 
 def mirror(provider: str, line: Connection) -> None:
     """Receive into a buffer and say what is in it, until killed."""
-    engine = TransferEngine(provider, name="mirror", timeout_s=TIMEOUT_S, heartbeat_s=0.1, peer_dead_s=2.0)
+    engine = TransferEngine(
+        provider, name="mirror", timeout_s=TIMEOUT_S, heartbeat_s=0.1, peer_dead_s=PEER_DEAD_S
+    )
     buffer = bytearray(SLOTS * SLOT_BYTES)
     line.send((engine.address, engine.register(buffer, remote_read=True, remote_write=True).descriptor))
     peer = engine.connect(line.recv())
@@ -162,7 +166,9 @@ def soak_killed_peers(provider: str, seconds: float) -> Account:
     """Write to two processes that are killed now and then and replaced."""
     account = Account(provider)
     chance = random.Random(4)
-    engine = TransferEngine(provider, name="soak", timeout_s=TIMEOUT_S, heartbeat_s=0.1, peer_dead_s=2.0)
+    engine = TransferEngine(
+        provider, name="soak", timeout_s=TIMEOUT_S, heartbeat_s=0.1, peer_dead_s=PEER_DEAD_S
+    )
     source = bytearray(SLOTS * SLOT_BYTES)
     memory = engine.register(source)
     mirrors = [Mirror(engine, provider) for _ in range(2)]
@@ -172,7 +178,7 @@ def soak_killed_peers(provider: str, seconds: float) -> Account:
     clock = Clock(account, seconds)
     kill_every = max(seconds / 40, 2.0)
     next_kill = kill_every
-    while clock.goes_on():
+    while clock.goes_on() or account.peers_killed < KILLS_MIN:
         one = chance.choice(mirrors)
         slot = chance.randrange(SLOTS)
         at = slot * SLOT_BYTES

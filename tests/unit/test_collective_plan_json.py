@@ -97,3 +97,16 @@ def test_bad_plans_say_what_and_where() -> None:
         from_plan("{", "p.json")
     with pytest.raises(Error, match="a field is missing"):
         from_plan('{"gpus": []}', "p.json")
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e400", "-1", "0", "100000000000"])
+def test_absurd_numbers_are_refused(number: str) -> None:
+    text = json.dumps(all_gather_plan())
+    assert '"input_chunks": 1,' in text
+    with pytest.raises(Error, match=r"p\.json"):
+        from_plan(text.replace('"input_chunks": 1,', f'"input_chunks": {number},'), "p.json")
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(Error, match="not JSON"):
+        from_plan("[" * 100_000, "p.json")

@@ -27,10 +27,14 @@ def test_folders_and_files_join_and_bad_ones_are_named(
     good = tmp_path / "ring.xml"
     good.write_text(to_xml(build("allreduce_a100_ring", 3, inplace=True).compile()))
     (tmp_path / "bad.xml").write_text("<algo")
+    (tmp_path / "bytes.xml").write_bytes(bytes(range(128, 256)))
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     caplog.set_level(logging.INFO, "weft.collectives")
     found = read_algorithms(f"{tmp_path}:{good}:/nowhere", 3)
     assert [algorithm.num_ranks for algorithm in found] == [3, 3]
-    assert "bad.xml is not used" in caplog.text and "/nowhere does not exist" in caplog.text
+    for file in ("bad.xml", "bytes.xml", "deep.json"):
+        assert f"{file} is not used" in caplog.text
+    assert "/nowhere does not exist" in caplog.text
     assert read_algorithms(str(good), 4) == [] and "for 3 ranks, not 4" in caplog.text
     choice = Selector(3, "cpu", algorithm_dir=str(good)).choose("allreduce", 3 << 10, inplace=True)
     assert "ring" in choice.algorithm.name

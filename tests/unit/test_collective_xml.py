@@ -100,6 +100,12 @@ def test_missing_attributes_are_derived() -> None:
         ('depid="1" deps="1"', 'depid="1" deps="0"', "hasdep=0 and never tells"),
         ('depid="1" deps="1"', 'depid="7" deps="0"', "which does not exist"),
         ("</algo>", "", "not XML"),
+        (
+            'nchunksperloop="1"',
+            'nchunksperloop="2000000000"',
+            "nchunksperloop: got 2000000000, allowed: 1 to 65536",
+        ),
+        (' i_chunks="1"', ' i_chunks="2000000000"', "i_chunks: got 2000000000, allowed: 0 to 65536"),
         ('cnt="1"', 'cnt="72"', "cnt: got 72"),
         ('<step s="2"', '<step s="3"', "its place in the tb"),
     ],

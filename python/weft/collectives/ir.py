@@ -16,6 +16,7 @@ from enum import Enum
 from weft.collectives.contract import Collective
 
 PROTOCOLS = ("Simple", "LL", "LL128")
+MAX_CHUNKS = 1 << 16  # of a buffer: far more than algorithms have, and few enough to verify
 MAX_COUNT = 71  # of chunks in one step, a limit of the XML format
 MAX_CHANNELS = 32
 FIFO_STEPS = 8  # per connection; a group of chunks takes 1, or 4 with Simple

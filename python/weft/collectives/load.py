@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weft.collectives.ir import Algorithm
 from weft.collectives.xml import from_xml
-from weft.errors import invalid
+from weft.errors import Error, invalid
 
 
 def load_file(path: str | Path) -> Algorithm:
@@ -17,9 +17,16 @@ def load_file(path: str | Path) -> Algorithm:
     """
     file = Path(path)
     if file.suffix == ".xml":
-        return from_xml(file.read_text(), file.name)
+        return from_xml(_text(file), file.name)
     if file.suffix == ".json":
         from weft.collectives.plan_json import from_plan
 
-        return from_plan(file.read_text(), file.name)
+        return from_plan(_text(file), file.name)
     raise invalid("file", file.name, "a name that ends in .xml (MSCCL) or .json (MSCCL++ plan)")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Error(f"{file.name}: not text: {error}") from None

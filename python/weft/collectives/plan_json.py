@@ -17,7 +17,7 @@ from collections import defaultdict
 from typing import Any
 
 from weft.collectives.contract import standard
-from weft.collectives.ir import Algorithm
+from weft.collectives.ir import MAX_CHUNKS, Algorithm
 from weft.collectives.language import Program
 from weft.errors import Error
 
@@ -34,11 +34,11 @@ def from_plan(text: str, file: str = "plan.json") -> Algorithm:
     """Read a plan; return it compiled and verified. Raises: Error, ProgramError, VerificationError."""
     try:
         plan = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Error(f"{file}: not JSON: {error}") from None
     try:
         return _Play(plan, file).run()
-    except (KeyError, IndexError, TypeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise Error(
             f"{file}: a field is missing or of a wrong form: {type(error).__name__}: {error}"
         ) from None
@@ -50,6 +50,8 @@ class _Play:
         self._gpus: list[dict[str, Any]] = sorted(plan["gpus"], key=lambda gpu: int(gpu["id"]))
         name = str(plan["collective"]).lower()
         chunks = int(self._gpus[0]["input_chunks"])
+        if not 1 <= chunks <= MAX_CHUNKS:
+            raise Error(f"{file}: input_chunks: got {chunks}, allowed: 1 to {MAX_CHUNKS}")
         ranks = len(self._gpus)
         contract = standard(
             name, ranks, chunks * ranks if name == "allgather" else chunks, bool(plan["inplace"])

@@ -413,7 +413,7 @@ def _read_rows(path: Path, key: str) -> list[tuple[dict[str, Any], dict[str, Any
             log.info("table %s is for %s, version %s: not used", path, document["key"], document["version"])
             return []
         return [(row, _row(row)) for row in document["rows"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         log.warning("table %s is not used: %s: %s", path, type(error).__name__, error)
         return []
 

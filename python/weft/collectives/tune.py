@@ -159,7 +159,7 @@ def measure(
 def _read_journal(journal: str) -> dict[tuple[str, int], dict[str, Any]]:
     path = Path(journal)
     rows = {}
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
             row = json.loads(line)
             rows[row["call"], row["bytes"]] = row

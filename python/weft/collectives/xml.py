@@ -17,7 +17,17 @@ from pathlib import PurePath
 from xml.parsers import expat
 
 from weft.collectives.contract import Collective, standard
-from weft.collectives.ir import PROTOCOLS, Algorithm, Block, Op, RankProgram, Span, Step
+from weft.collectives.ir import (
+    MAX_CHUNKS,
+    MAX_COUNT,
+    PROTOCOLS,
+    Algorithm,
+    Block,
+    Op,
+    RankProgram,
+    Span,
+    Step,
+)
 from weft.errors import Error
 
 _COLLECTIVES = (
@@ -25,7 +35,6 @@ _COLLECTIVES = (
     *("reduce", "broadcast", "gather", "scatter", "send", "recv", "sendrecv", "custom"),
 )
 _PARENTS = {"algo": None, "gpu": "algo", "tb": "gpu", "step": "tb"}
-_MAX_COUNT = 71
 _MAX_WAIT_BLOCK = 127  # the format's readers keep depid in a signed byte
 
 
@@ -106,7 +115,7 @@ def from_xml(text: str, file: str = "algorithm.xml") -> Algorithm:
         raise algo.error(f"ngpus: got {ranks}, but there are {len(algo.children)} gpu elements")
     collective = algo.text("coll", _COLLECTIVES)
     collective = "reducescatter" if collective == "reduce_scatter" else collective
-    chunks = algo.number("nchunksperloop", low=1)
+    chunks = algo.number("nchunksperloop", low=1, high=MAX_CHUNKS)
     inplace = bool(algo.number("inplace", 0, 0, 1))
     outofplace = bool(algo.number("outofplace", int(not inplace), 0, 1))
     min_bytes, max_bytes, notes = _size_range(algo)
@@ -180,9 +189,9 @@ def _sizes(gpu: _Element, blocks: dict[int, Block]) -> tuple[int, int, int]:
             for buffer, index in (*step.reads(), *step.writes()):
                 used[buffer] = max(used[buffer], index + 1)
     return (
-        gpu.number("i_chunks", used["i"]),
-        gpu.number("o_chunks", used["o"]),
-        gpu.number("s_chunks", used["s"]),
+        gpu.number("i_chunks", used["i"], high=MAX_CHUNKS),
+        gpu.number("o_chunks", used["o"], high=MAX_CHUNKS),
+        gpu.number("s_chunks", used["s"], high=MAX_CHUNKS),
     )
 
 
@@ -218,7 +227,7 @@ def _read_step(element: _Element) -> _XmlStep:
     if (block < 0) != (step < 0):
         raise element.error(f"depid {block} and deps {step}: allowed: both, or both -1")
     dependent = bool(element.number("hasdep", 0, 0, 1)) if "hasdep" in element.attributes else None
-    count = element.number("cnt", 1, 0, _MAX_COUNT)
+    count = element.number("cnt", 1, 0, MAX_COUNT)
     return _XmlStep(
         element, kind, spans[0], spans[1], count, (block, step) if block >= 0 else None, dependent
     )

@@ -100,7 +100,8 @@ class Buffer(LowLatencyCalls):
     Threads: one caller at a time; waiting for a peer releases the interpreter's lock.
     """
 
-    num_sms: ClassVar[int] = 20
+    num_sms: ClassVar[int] = 20  # of the configurations that get_dispatch_config() and its twin recommend
+    _asked_sms: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -156,11 +157,14 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set how many SMs high-throughput calls use unless their config says: an even number above 0."""
+        """Set how many SMs high-throughput calls use unless their config says: an even number above 0.
+
+        Until then a call without a config uses as many as fill the GPU's links.
+        """
         number = check_whole("num_sms", new_num_sms, 2, MAX_SMS)
         if number % 2:
             raise invalid("num_sms", number, "an even number above 0")
-        Buffer.num_sms = number
+        Buffer.num_sms = Buffer._asked_sms = number
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -348,7 +352,7 @@ class Buffer(LowLatencyCalls):
         previous = handle_of(previous_event, "previous_event")
         arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
         arguments.check_deterministic_fill(engine.device)
-        num_sms = self._num_sms(config)
+        num_sms = self._num_sms(config, engine)
         if handle is not None:
             state = self._check_repeat(handle, rows, topk_idx, topk_weights, engine)
             engine.begin(previous)
@@ -435,9 +439,9 @@ class Buffer(LowLatencyCalls):
         state: DispatchState = engine.check_handle(handle, DispatchHandle, "dispatch")
         return state
 
-    def _num_sms(self, config: object) -> int:
+    def _num_sms(self, config: object, engine: Engine) -> int:
         given = arguments.check_config(config)
-        return given.num_sms if given is not None else self.num_sms
+        return given.num_sms if given is not None else self._asked_sms or engine.planned_sms
 
     # -- combine ---------------------------------------------------------------------------------------------
 
@@ -478,7 +482,7 @@ class Buffer(LowLatencyCalls):
         previous = handle_of(previous_event, "previous_event")
         arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
         arguments.check_deterministic_fill(engine.device)
-        num_sms = self._num_sms(config)
+        num_sms = self._num_sms(config, engine)
         engine.begin(previous)
         with engine.allocating(allocate_on_comm_stream):
             combined = engine.empty(*shape, dtype=x.dtype)

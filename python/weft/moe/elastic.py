@@ -39,7 +39,6 @@ from weft.moe.engines import Engines
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, handle_of
 from weft.moe.high_throughput import Payload, Rows
 
-_DEFAULT_SMS = 20
 _LEAST_TIMEOUT_S = 1e-3
 
 
@@ -218,7 +217,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             do_zero_padding=do_zero_padding,
             use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
         )
-        sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or _DEFAULT_SMS
+        sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or engine.planned_sms
         check_whole("num_qps", num_qps, 0)
         if handle is not None:
             self._check_repeat(handle, engine, data, topk_idx, cumulative_local_expert_recv_stats, do_expand)

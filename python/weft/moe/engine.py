@@ -183,6 +183,11 @@ class Engine:
             return 1 << 16
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
+    @property
+    def planned_sms(self) -> int:
+        """SMs of a high-throughput call whose caller names no number: what fills the links; 1 on the CPU."""
+        return int(self.core.planned_sms)
+
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor, allocated for the stream that is current."""
         return torch.empty(shape, dtype=dtype, device=self.device)

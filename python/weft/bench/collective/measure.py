@@ -219,6 +219,7 @@ def _time_cuda(functions: list[Callable[[], Any]], options: Options) -> list[lis
             torch.cuda.synchronize()
             dist.barrier()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            run()  # brings the GPUs in step, which leave the barrier tens of microseconds apart
             start.record()
             run()
             end.record()

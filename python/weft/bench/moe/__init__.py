@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="uniform, zipf or FILE, a .npy of [ranks, tokens, top-k]",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--sms", type=int, help="of ht on GPUs (default: weft.Buffer.num_sms)")
+    parser.add_argument("--sms", type=int, help="of ht on GPUs (default: what fills the links)")
     parser.add_argument("--iterations", type=int, help="samples (default 10 on the CPU, 50 on GPUs)")
     parser.add_argument("--warmup", type=int, default=3, help="samples before those")
     parser.add_argument("--seed", type=int, default=0)

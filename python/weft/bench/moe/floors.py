@@ -16,6 +16,7 @@ from weft.testing import oracle
 
 FP8_GROUP = 128
 
+
 @dataclass(frozen=True)
 class Traffic:
     """Rows of one set of routes, means over the ranks.

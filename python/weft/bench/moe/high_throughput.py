@@ -49,7 +49,8 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
 
     bench.run(take)
     _check(bench, inputs, payload, calls["weft"])
-    rows = _rows(bench, traffic, bench.samples_us())
+    engine = calls["weft"].buffer.runtime
+    rows = _rows(bench, traffic, bench.samples_us(), o.sms or engine.planned_sms)
     traces = bench.traces(calls["weft"].buffer, take)
     for of_peer in calls.values():
         of_peer.buffer.destroy()
@@ -161,7 +162,7 @@ def _check(bench: Bench, inputs: Inputs, payload: peers.Payload, calls: peers.Hi
     check.check_ht_combine(combined, inputs.rows[me.rank], routes[me.rank], o.experts, me.size)
 
 
-def _rows(bench: Bench, traffic: Traffic, us: dict[str, list[float]]) -> list[Row]:
+def _rows(bench: Bench, traffic: Traffic, us: dict[str, list[float]], num_sms: int) -> list[Row]:
     o = bench.options
     sent_bytes, back_bytes = row_bytes(o.dtype, o.hidden), row_bytes("bf16", o.hidden)
     layout = Row("ht_layout", "int64", o.tokens, o.tokens * o.top_k * 8, us["weft layout"], checked=True)
@@ -172,7 +173,7 @@ def _rows(bench: Bench, traffic: Traffic, us: dict[str, list[float]]) -> list[Ro
         rows.append(make_row(bench, "ht", step, dtype, us, logical, egress))
     if bench.on_gpu or o.sms is not None:
         for row in rows:
-            row.extra["sms"] = weft.Buffer.num_sms
+            row.extra["sms"] = num_sms
     rows[1].extra["cached_us"] = round(statistics.median(us["weft cached"]), 3)
     if "deep_ep layout" in us:
         rows[0].baselines["deep_ep"] = statistics.median(us["deep_ep layout"])

@@ -136,10 +136,12 @@ Status ncclComm::make_runners() {
       return weft::logged(Status::invalid("program book: ranks read different ones"));
   book_ = std::make_unique<weft::ProgramBook>(std::move(*book));
   WEFT_TRY_ASSIGN(collectives_, weft::CollectiveRunner::create(comm_, {.channels = book_->channels(false)}));
-  WEFT_TRY_ASSIGN(pairs_, weft::CollectiveRunner::create(comm_, {.channels = book_->channels(true)}));
+  WEFT_TRY_ASSIGN(pairs_, weft::CollectiveRunner::create(
+                              comm_, {.channels = book_->channels(true), .has_exchanges = false}));
   if (!book_->choose(weft::BookCollective::kExchange, 0))
     return Status::invalid("program book: has no exchange");
   for (const weft::BookChoice& choice : book_->choices()) {
+    if (choice.mode != weft::BookMode::kProgram) continue;
     const bool is_exchange = choice.collective == weft::BookCollective::kExchange;
     WEFT_TRY(load(is_exchange ? *pairs_ : *collectives_, choice.program, 0).status());
   }

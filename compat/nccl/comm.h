@@ -86,6 +86,8 @@ struct ncclComm {
   Status serve_alone(const Operation& operation);
   Status forward(const std::vector<Operation>& operations);
   Status forward_one(const Operation& operation);
+  const weft::BookChoice* exchange_for(const Operation& operation) const;
+  Status run_exchange(const Operation& operation, const weft::BookChoice& choice);
   weft::Result<const std::byte*> premultiplied(const Operation& operation, uint64_t elems);
   Status run_program(const Operation& operation, weft::BookCollective collective, const std::byte* input,
                      std::byte* output, uint64_t total_elems, int root);

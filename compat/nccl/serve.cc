@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How a communicator carries out operations. Collectives are programs of the book; sends and receives of a
-// group become rounds of one exchange program, the k-th message between two ranks in the k-th round.
+// How a communicator carries out operations. Collectives are exchanges or programs, as the book says; sends
+// and receives of a group become rounds of one exchange program, the k-th message between two ranks in the
+// k-th round.
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <sstream>
 
 #include "base/config.h"
@@ -49,6 +51,26 @@ bool reduces(Function function) {
 
 bool is_transfer(Function function) {
   return function == Function::kSend || function == Function::kRecv;
+}
+
+// The kernel, and the row of the book, for a function that the exchange kernel can serve.
+struct ExchangeOf {
+  Exchange kind;
+  BookCollective collective;
+};
+std::optional<ExchangeOf> exchange_of(Function function) {
+  switch (function) {
+    case Function::kAllReduce:
+      return ExchangeOf{Exchange::kAllReduce, BookCollective::kAllReduce};
+    case Function::kAllGather:
+      return ExchangeOf{Exchange::kAllGather, BookCollective::kAllGather};
+    case Function::kReduceScatter:
+      return ExchangeOf{Exchange::kReduceScatter, BookCollective::kReduceScatter};
+    case Function::kAllToAll:
+      return ExchangeOf{Exchange::kAllToAll, BookCollective::kAllToAll};
+    default:
+      return {};
+  }
 }
 
 // WEFT_NCCL_FORWARD names functions; "all" means every one.
@@ -207,6 +229,10 @@ Status ncclComm::serve(const Operation& o) {
   const uint64_t bytes = o.count * weft::nccl::bytes_of(o.type);
   const auto ranks = static_cast<uint64_t>(size_);
   WEFT_TRY(enter_stream(o.stream));
+  if (const weft::BookChoice* choice = exchange_for(o)) {
+    WEFT_TRY(run_exchange(o, *choice));
+    return leave_stream(o.stream);
+  }
   switch (o.function) {
     case Function::kAllReduce: {
       WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count));
@@ -250,6 +276,29 @@ Status ncclComm::serve(const Operation& o) {
       WEFT_TRY(exchange(as_transfers(o)));
   }
   return leave_stream(o.stream);
+}
+
+// What the book says of a collective that one kernel does as a whole; null: a program serves it.
+const weft::BookChoice* ncclComm::exchange_for(const Operation& o) const {
+  const auto kind = weft::nccl::exchange_of(o.function);
+  if (!kind) return nullptr;
+  const uint64_t parts = kind->kind == weft::Exchange::kAllReduce ? 1 : static_cast<uint64_t>(size_);
+  const weft::BookChoice* choice =
+      book_->choose(kind->collective, o.count * parts * weft::nccl::bytes_of(o.type));
+  return choice && choice->mode != weft::BookMode::kProgram ? choice : nullptr;
+}
+
+// In place and out of place alike; the average is part of it.
+Status ncclComm::run_exchange(const Operation& o, const weft::BookChoice& choice) {
+  const weft::Exchange kind = weft::nccl::exchange_of(o.function)->kind;
+  const uint64_t parts = kind == weft::Exchange::kReduceScatter ? static_cast<uint64_t>(size_) : 1;
+  WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count * parts));
+  const bool is_in_place = choice.mode == weft::BookMode::kPlaces;
+  return collectives_->exchange(
+      {kind, weft::nccl::element_of(o.type),
+       o.op == ncclAvg ? Reduction::kAverage : weft::nccl::reduction_of(o.op), const_cast<std::byte*>(src),
+       o.dst, o.count, choice.mode == weft::BookMode::kLinesAtOnce,
+       is_in_place ? weft::ExchangeWay::kPlaces : weft::ExchangeWay::kLines, choice.num_sms, o.stream});
 }
 
 // One rank: every collective is a copy.

@@ -109,6 +109,20 @@ struct Max {
   }
 };
 
+// An element divided by a number. Integers round towards zero.
+template <class Format>
+WEFT_DEVICE typename Format::Stored divided(typename Format::Stored stored, double divisor) {
+  using Value = typename Format::Value;
+  return Format::store(static_cast<Value>(Format::load(stored) / static_cast<Value>(divisor)));
+}
+
+// Adds; the finished sum is divided by the number of summands.
+struct Average : Sum {};
+template <class Op>
+inline constexpr bool kDivides = false;
+template <>
+inline constexpr bool kDivides<Average> = true;
+
 // Combines two vectors element by element.
 template <class Format, class Op>
 struct Combiner {
@@ -125,6 +139,17 @@ struct Combiner {
       out.values[i] = Format::store(Op::apply(Format::load(x.values[i]), Format::load(y.values[i])));
     return __builtin_bit_cast(Vec16, out);
   }
+  // What is left to do when everything is combined: the same as dividing the stored sums.
+  WEFT_DEVICE static Vec16 finish(const Vec16& combined, [[maybe_unused]] uint32_t summands) {
+    if constexpr (kDivides<Op>) {
+      auto lanes = __builtin_bit_cast(Lanes, combined);
+      WEFT_UNROLL
+      for (uint32_t i = 0; i < kPerVec; ++i) lanes.values[i] = divided<Format>(lanes.values[i], summands);
+      return __builtin_bit_cast(Vec16, lanes);
+    } else {
+      return combined;
+    }
+  }
 };
 
 template <class Format, class F>
@@ -138,6 +163,8 @@ WEFT_DEVICE void with_reduction(Reduction reduction, F f) {
       return f(Combiner<Format, Min>{});
     case Reduction::kMax:
       return f(Combiner<Format, Max>{});
+    case Reduction::kAverage:
+      return f(Combiner<Format, Average>{});
   }
 }
 

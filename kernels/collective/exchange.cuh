@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // exchange.cuh: all_reduce, all_gather, reduce_scatter and all_to_all where every rank maps every other, each
-// as one kernel without steps to decode. Two ways:
+// as one kernel without steps to decode. Three ways:
 //   lines   every value travels beside its flag into the receiver's inbox, which needs no hand-shake and no
 //           fence; on the critical path are one look at the block's counter and one trip to the peer
 //           (all_reduce of larger buffers: two trips). The least latency; twice the bytes.
@@ -9,10 +9,13 @@
 //           the peers' outputs by bulk copies, reduce_scatter and all_reduce read the peers' inputs, add in
 //           registers and write straight into the outputs. Every byte crosses a link once (all_reduce:
 //           twice). Two trips more than lines. Where some rank's buffers are in no window, all ranks see it
-//           and take lines instead.
-// Sums are in the order of ranks, so all ranks get the same bits. Waits: for lines, cards and the last
-// signals of every peer; bounded by the wait rule. exchange_args.h says why slots may be reused without
-// asking.
+//           and take stages instead.
+//   stages  the data goes in slices through staging areas of the receivers' windows, one signal for each
+//           slice: every byte crosses a link once (all_reduce: twice), and is copied once more where it
+//           arrives, while the next slice is under way. No byte of the buffers is touched by a peer, so they
+//           may lie anywhere and have any alignment.
+// Sums are in the order of ranks, so all ranks get the same bits. Waits: for lines, cards and signals of
+// every peer; bounded by the wait rule. exchange_args.h says why slots may be reused without asking.
 #pragma once
 
 #include "kernels/collective/exchange_args.h"
@@ -88,6 +91,33 @@ struct PeerPatience {
 
 // ---- lines
 
+// Lines that one sender has in a round: the first halves of all units, then the second ones, so that
+// neighbouring threads store neighbouring lines and a link carries whole packets.
+struct Lines {
+  Vec16* first;
+  uint32_t second_at;  // from a unit's first line to its second
+  uint64_t number;
+
+  WEFT_DEVICE bool is_there(const Vec16& line) const {
+    return message::LlWire::is_there({nullptr, number}, line);
+  }
+  WEFT_DEVICE void put(uint32_t unit, const Vec16& value) const {
+    const uint32_t flag = message::LlWire::flag({nullptr, number});
+    store_line(first + unit, {{value.words[0], flag, value.words[1], flag}});
+    store_line(first + second_at + unit, {{value.words[2], flag, value.words[3], flag}});
+  }
+  template <class GiveUp>
+  WEFT_DEVICE Vec16 take(uint32_t unit, GiveUp gives_up) const {
+    Vec16 low{}, high{};
+    for (uint32_t looks = 0;; ++looks) {
+      low = load_line(first + unit);
+      high = load_line(first + second_at + unit);
+      if ((is_there(low) && is_there(high)) || gives_up(looks)) break;
+    }
+    return {{low.words[0], low.words[2], high.words[0], high.words[2]}};
+  }
+};
+
 // The block's regions of one round: in a peer's inbox, and for a peer in the own one. `number` counts from 1.
 template <class R>
 struct Round {
@@ -99,9 +129,29 @@ struct Round {
     const uint64_t at = ((number & 1) * run.ranks + sender) * layout.blocks + run.block.index();
     return layout.inbox_at + at * layout.region_units * 32;
   }
-  WEFT_DEVICE Slot to(uint32_t peer) const { return {run.mesh.to(peer).mapped() + region(run.self), number}; }
-  WEFT_DEVICE Slot from(uint32_t peer) const { return {run.mesh.local() + region(peer), number}; }
+  WEFT_DEVICE Lines lines_at(std::byte* window, uint32_t sender) const {
+    return {reinterpret_cast<Vec16*>(window + region(sender)), run.a.layout.region_units, number};
+  }
+  WEFT_DEVICE Lines to(uint32_t peer) const { return lines_at(run.mesh.to(peer).mapped(), run.self); }
+  WEFT_DEVICE Lines from(uint32_t peer) const { return lines_at(run.mesh.local(), peer); }
 };
+
+// The sum of load(rank) over all ranks, in their order.
+template <class Combiner, class R, class Load>
+WEFT_DEVICE Vec16 sum_of(const R& run, Load load) {
+  constexpr uint32_t kInFlight = kSourcesInFlight<Combiner>;
+  Vec16 sum{};
+  for (uint32_t first = 0; first < run.ranks; first += kInFlight) {
+    Vec16 values[kInFlight];
+    WEFT_UNROLL
+    for (uint32_t j = 0; j < kInFlight; ++j)
+      if (first + j < run.ranks) values[j] = load(first + j);
+    WEFT_UNROLL
+    for (uint32_t j = 0; j < kInFlight; ++j)
+      if (first + j < run.ranks) sum = first + j == 0 ? values[j] : Combiner::apply(sum, values[j]);
+  }
+  return Combiner::finish(sum, run.ranks);
+}
 
 // Units [first, first + count) of every part that moves in a round.
 struct Slice {
@@ -143,7 +193,7 @@ WEFT_DEVICE void send_lines(const Round<R>& round, Slice slice, PieceFor piece_f
   for (uint32_t item = run.block.rank(); item < items; item += run.block.size()) {
     const uint32_t step = item / slice.count, unit = item - step * slice.count;
     const uint32_t peer = run.peer(step + 1);
-    message::LlWire::put(round.to(peer), unit, load_unit(piece_for(peer), slice.first + unit));
+    round.to(peer).put(unit, load_unit(piece_for(peer), slice.first + unit));
   }
 }
 
@@ -156,9 +206,8 @@ WEFT_DEVICE void receive_lines(const Round<R>& round, Slice slice, PieceFrom pie
   for (uint32_t item = run.block.rank(); item < items; item += run.block.size()) {
     const uint32_t step = item / slice.count, unit = item - step * slice.count;
     const uint32_t peer = run.peer(step + 1);
-    const Vec16 value = message::LlWire::take(round.from(peer), unit, [&](uint32_t looks) {
-      return patience.ends(looks, peer, round.number, round.number - 1);
-    });
+    const Vec16 value = round.from(peer).take(
+        unit, [&](uint32_t looks) { return patience.ends(looks, peer, round.number, round.number - 1); });
     store_unit(piece_from(peer), slice.first + unit, value);
   }
 }
@@ -171,8 +220,8 @@ WEFT_DEVICE Vec16 sum_of_lines(const Round<R>& round, uint32_t unit, const Vec16
   constexpr uint32_t kInFlight = kSourcesInFlight<Combiner>;
   Vec16 sum{};
   // Regions of neighbouring senders stand one stride apart.
-  const std::byte* lines = round.from(0).at + unit * 32;
-  const uint64_t stride = uint64_t{run.a.layout.blocks} * run.a.layout.region_units * 32;
+  const Lines lines = round.from(0);
+  const uint64_t stride = uint64_t{run.a.layout.blocks} * run.a.layout.region_units * 2;
   for (uint32_t first = 0; first < run.ranks; first += kInFlight) {
     Vec16 low[kInFlight], high[kInFlight];
     auto is_peer = [&](uint32_t j) { return first + j < run.ranks && first + j != run.self; };
@@ -180,17 +229,14 @@ WEFT_DEVICE Vec16 sum_of_lines(const Round<R>& round, uint32_t unit, const Vec16
       WEFT_UNROLL
       for (uint32_t j = 0; j < kInFlight; ++j) {
         if (!is_peer(j)) continue;
-        const auto* line = reinterpret_cast<const Vec16*>(lines + (first + j) * stride);
+        const Vec16* line = lines.first + (first + j) * stride + unit;
         low[j] = load_line(line);
-        high[j] = load_line(line + 1);
+        high[j] = load_line(line + lines.second_at);
       }
       uint32_t missing = run.ranks;
       WEFT_UNROLL
       for (uint32_t j = 0; j < kInFlight; ++j) {
-        const Slot slot{nullptr, round.number};
-        if (is_peer(j) &&
-            !(message::LlWire::is_there(slot, low[j]) && message::LlWire::is_there(slot, high[j])))
-          missing = first + j;
+        if (is_peer(j) && !(lines.is_there(low[j]) && lines.is_there(high[j]))) missing = first + j;
       }
       if (missing == run.ranks || patience.ends(looks, missing, round.number, round.number - 1)) break;
     }
@@ -202,7 +248,7 @@ WEFT_DEVICE Vec16 sum_of_lines(const Round<R>& round, uint32_t unit, const Vec16
       sum = first + j == 0 ? value : Combiner::apply(sum, value);
     }
   }
-  return sum;
+  return Combiner::finish(sum, run.ranks);
 }
 
 // Adds the slices that came to this rank's and stores the sums; then(unit, sum) is called for each.
@@ -274,8 +320,7 @@ WEFT_DEVICE void reduce_slice(const R& run, uint64_t number, Slice slice) {
   send_lines(round, slice, [&](uint32_t peer) { return share(a.input, peer); });
   add_lines(round, slice, share(a.input, run.self), share(a.output, run.self),
             [&](uint32_t unit, const Vec16& sum) {
-              for (uint32_t step = 1; step < run.ranks; ++step)
-                message::LlWire::put(back.to(run.peer(step)), unit, sum);
+              for (uint32_t step = 1; step < run.ranks; ++step) back.to(run.peer(step)).put(unit, sum);
             });
   receive_lines(back, slice, [&](uint32_t peer) { return share(a.output, peer); });
 }
@@ -305,6 +350,186 @@ WEFT_DEVICE void run_lines(const R& run) {
     run.block.sync();  // everybody has read this round
   }
   if (run.block.rank() == 0) state.rounds = number - 1;
+}
+
+// ---- stages
+
+// The staging area of one sender and slice in a block's part of a window, kStageAreas of them by turns.
+// Slices of an all_reduce are half as large: the second half of an area is for sums.
+template <class R>
+struct Stage {
+  const R& run;
+  uint64_t number;  // of the signal that publishes it
+
+  WEFT_DEVICE uint64_t area(uint32_t sender) const {
+    const ExchangeLayout& layout = run.a.layout;
+    const uint64_t at = ((number % kStageAreas) * run.ranks + sender) * layout.blocks + run.block.index();
+    return layout.stages_at + at * layout.stage_units * sizeof(Vec16);
+  }
+  WEFT_DEVICE Vec16* to(uint32_t peer) const {
+    return reinterpret_cast<Vec16*>(run.mesh.to(peer).mapped() + area(run.self));
+  }
+  WEFT_DEVICE const Vec16* from(uint32_t peer) const {
+    return reinterpret_cast<const Vec16*>(run.mesh.local() + area(peer));
+  }
+  WEFT_DEVICE uint32_t sums_at() const { return run.a.layout.stage_units / 2; }
+
+  // Tells every peer's block that the area, and the sums in it, are filled.
+  WEFT_DEVICE void publish() const {
+    run.block.sync();
+    for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size())
+      if (peer != run.self) run.mesh.to(peer).signal(signal_of(run.self), number);
+  }
+  // Waits until all peers have published theirs.
+  WEFT_DEVICE void wait() const {
+    PeerPatience patience{{run.a.wait}, run.block.index()};
+    for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size()) {
+      if (peer == run.self) continue;
+      const auto* signal = reinterpret_cast<const uint64_t*>(run.mesh.local() + signal_of(peer));
+      uint64_t seen = load_acquire(signal);
+      for (uint32_t looks = 0; seen < number && !patience.ends(looks, peer, number, seen); ++looks)
+        seen = load_acquire(signal);
+    }
+    run.block.sync();
+  }
+
+ private:
+  WEFT_DEVICE uint64_t signal_of(uint32_t sender) const {
+    return run.a.layout.staged_at + (uint64_t{run.block.index()} * run.ranks + sender) * sizeof(uint64_t);
+  }
+};
+
+// store(unit, load(unit)) for the units of a slice, with several loads of a thread under way.
+template <class Load, class Store>
+WEFT_DEVICE void move_units(Block block, uint32_t count, Load load, Store store) {
+  const uint32_t step = block.size();
+  uint32_t unit = block.rank();
+  for (; unit + (kLoadsInFlight - 1) * step < count; unit += kLoadsInFlight * step) {
+    Vec16 held[kLoadsInFlight];
+    WEFT_UNROLL
+    for (uint32_t j = 0; j < kLoadsInFlight; ++j) held[j] = load(unit + j * step);
+    WEFT_UNROLL
+    for (uint32_t j = 0; j < kLoadsInFlight; ++j) store(unit + j * step, held[j]);
+  }
+  for (; unit < count; unit += step) store(unit, load(unit));
+}
+
+// What of this rank's buffers belongs to a peer: sent to it, and where what it sends is kept.
+template <class R>
+struct Parts {
+  const R& run;
+  uint64_t share_units;  // of an all_reduce
+
+  WEFT_DEVICE Piece input_for(uint32_t peer) const {
+    const ExchangeArgs& a = run.a;
+    if (run.kind() == Exchange::kAllGather) return {a.input, a.bytes};
+    return run.kind() == Exchange::kAllReduce ? share_of_buffer(a.input, a.bytes, share_units, peer)
+                                              : part_of(a.input, a.bytes, peer);
+  }
+  WEFT_DEVICE Piece output_of(uint32_t peer) const {
+    const ExchangeArgs& a = run.a;
+    if (run.kind() == Exchange::kReduceScatter) return {a.output, a.bytes};
+    return run.kind() == Exchange::kAllReduce ? share_of_buffer(a.output, a.bytes, share_units, peer)
+                                              : part_of(a.output, a.bytes, peer);
+  }
+};
+
+template <class R>
+WEFT_DEVICE void fill_stages(const Stage<R>& stage, const Parts<R>& parts, Slice slice) {
+  const R& run = stage.run;
+  if (run.kind() == Exchange::kAllGather) {
+    const Piece own = parts.input_for(run.self);
+    return move_units(
+        run.block, slice.count, [&](uint32_t unit) { return load_unit(own, slice.first + unit); },
+        [&](uint32_t unit, const Vec16& value) {
+          for (uint32_t step = 1; step < run.ranks; ++step) store_vec(stage.to(run.peer(step)) + unit, value);
+        });
+  }
+  for (uint32_t step = 1; step < run.ranks; ++step) {
+    const Piece piece = parts.input_for(run.peer(step));
+    Vec16* area = stage.to(run.peer(step));
+    move_units(
+        run.block, slice.count, [&](uint32_t unit) { return load_unit(piece, slice.first + unit); },
+        [&](uint32_t unit, const Vec16& value) { store_vec(area + unit, value); });
+  }
+}
+
+// Keeps what every peer has put `at` units into its area.
+template <class R>
+WEFT_DEVICE void empty_stages(const Stage<R>& stage, const Parts<R>& parts, Slice slice, uint32_t at) {
+  const R& run = stage.run;
+  for (uint32_t step = 1; step < run.ranks; ++step) {
+    const Piece piece = parts.output_of(run.peer(step));
+    const Vec16* area = stage.from(run.peer(step)) + at;
+    move_units(
+        run.block, slice.count, [&](uint32_t unit) { return load_vec(area + unit); },
+        [&](uint32_t unit, const Vec16& value) { store_unit(piece, slice.first + unit, value); });
+  }
+}
+
+// Adds what every peer has put into its area to this rank's, keeps the sums and calls then(unit, sum).
+template <class R, class Then>
+WEFT_DEVICE void add_stages(const Stage<R>& stage, const Parts<R>& parts, Slice slice, Then then) {
+  const R& run = stage.run;
+  const Piece own = parts.input_for(run.self), into = parts.output_of(run.self);
+  const Vec16* areas = stage.from(0);
+  const uint64_t stride = uint64_t{run.a.layout.blocks} * run.a.layout.stage_units;
+  with_combiner(run.shape, [&](auto combiner) {
+    for (uint32_t unit = run.block.rank(); unit < slice.count; unit += run.block.size()) {
+      const Vec16 sum = sum_of<decltype(combiner)>(run, [&](uint32_t rank) {
+        return rank == run.self ? load_unit(own, slice.first + unit) : load_vec(areas + rank * stride + unit);
+      });
+      store_unit(into, slice.first + unit, sum);
+      then(unit, sum);
+    }
+  });
+}
+
+// Slices of a block, one after the other; slice i is filled while slice i - 1 is emptied. Signal number n
+// says that the slice of its turn is filled (all_reduce: and the sums of the one before). Whoever fills the
+// areas of number n has seen the signals n - 2 of all peers, each of which had emptied n - 4 before.
+template <class R>
+WEFT_DEVICE void run_stages(const R& run) {
+  const ExchangeArgs& a = run.a;
+  const bool is_all_reduce = run.kind() == Exchange::kAllReduce;
+  const Parts<R> parts{run, share_units_of(a.bytes, run.ranks)};
+  const uint64_t units = is_all_reduce ? parts.share_units : (a.bytes + 15) / 16;
+  const uint64_t step = uint64_t{run.block.count()} * a.stage_slice_units;
+  const uint64_t start = uint64_t{run.block.index()} * a.stage_slice_units;
+  const uint64_t turns = start < units ? (units - start + step - 1) / step : 0;
+  if (turns == 0) return;
+  auto slice_of = [&](uint64_t turn) -> Slice {
+    const uint64_t first = start + turn * step, left = units - first;
+    return {first, static_cast<uint32_t>(left < a.stage_slice_units ? left : a.stage_slice_units)};
+  };
+  ExchangeState& state = a.states[run.block.index()];
+  const uint64_t first_number = state.stages + 1;
+  const uint64_t signals = turns + (is_all_reduce ? 1 : 0);
+  for (uint64_t turn = 0; turn <= signals; ++turn) {
+    const Stage<R> stage{run, first_number + turn}, before{run, first_number + turn - 1};
+    if (turn < turns) {
+      fill_stages(stage, parts, slice_of(turn));
+      if (run.pushes()) copy_own(run, slice_of(turn), parts.input_for(run.self), parts.output_of(run.self));
+    }
+    if (is_all_reduce && turn > 0) before.wait();
+    if (is_all_reduce && turn > 0 && turn <= turns)
+      add_stages(before, parts, slice_of(turn - 1), [&](uint32_t unit, const Vec16& sum) {
+        for (uint32_t to = 1; to < run.ranks; ++to)
+          store_vec(stage.to(run.peer(to)) + stage.sums_at() + unit, sum);
+      });
+    if (turn < signals) stage.publish();
+    if (is_all_reduce) {
+      if (turn > 1) empty_stages(before, parts, slice_of(turn - 2), before.sums_at());
+    } else if (turn > 0) {
+      before.wait();
+      if (run.pushes())
+        empty_stages(before, parts, slice_of(turn - 1), 0);
+      else
+        add_stages(before, parts, slice_of(turn - 1), [](uint32_t, const Vec16&) {});
+    }
+  }
+  run.block.sync();
+  if (run.block.rank() == 0) state.stages += signals;
 }
 
 // ---- places
@@ -424,24 +649,6 @@ WEFT_DEVICE void push(const R& run) {
   pipe.drain();
 }
 
-// The sum of unit `unit` over all ranks' inputs from `at` on, in the order of ranks.
-template <class Combiner, class R>
-WEFT_DEVICE Vec16 sum_of_inputs(const R& run, uint64_t at, uint64_t unit) {
-  constexpr uint32_t kInFlight = kSourcesInFlight<Combiner>;
-  Vec16 sum{};
-  for (uint32_t first = 0; first < run.ranks; first += kInFlight) {
-    Vec16 values[kInFlight];
-    WEFT_UNROLL
-    for (uint32_t j = 0; j < kInFlight; ++j)
-      if (first + j < run.ranks)
-        values[j] = load_vec_streaming(reinterpret_cast<const Vec16*>(run.places(0)[first + j] + at) + unit);
-    WEFT_UNROLL
-    for (uint32_t j = 0; j < kInFlight; ++j)
-      if (first + j < run.ranks) sum = first + j == 0 ? values[j] : Combiner::apply(sum, values[j]);
-  }
-  return sum;
-}
-
 // This rank's part of the sum, to its own output or to all.
 template <class R>
 WEFT_DEVICE void pull(const R& run) {
@@ -454,7 +661,9 @@ WEFT_DEVICE void pull(const R& run) {
   with_combiner(run.shape, [&](auto combiner) {
     for (uint64_t unit = uint64_t{run.block.index()} * run.block.size() + run.block.rank(); unit < units;
          unit += threads) {
-      const Vec16 sum = sum_of_inputs<decltype(combiner)>(run, at, unit);
+      const Vec16 sum = sum_of<decltype(combiner)>(run, [&](uint32_t rank) {
+        return load_vec_streaming(reinterpret_cast<const Vec16*>(run.places(0)[rank] + at) + unit);
+      });
       if (!is_all) {
         store_vec(reinterpret_cast<Vec16*>(a.output) + unit, sum);
         continue;
@@ -477,7 +686,7 @@ WEFT_DEVICE void run_places(const R& run) {
       pull(run);
     part(run, meeting);
   } else {
-    run_lines(run);
+    run_stages(run);
   }
   if (run.block.rank() == 0) state.meetings = meeting;
 }
@@ -488,10 +697,14 @@ template <class MeshT, class Shape>
 WEFT_KERNEL void run_exchange(const ExchangeArgs& a, const MeshT& mesh, const Shape& shape) {
   const exchange::Run<MeshT, Shape> run{a,       mesh,        shape,
                                         Block{}, mesh.rank(), static_cast<uint32_t>(shape.ranks)};
-  if (a.meets)
-    exchange::run_places(run);
-  else
-    exchange::run_lines(run);
+  switch (a.way) {
+    case ExchangeWay::kLines:
+      return exchange::run_lines(run);
+    case ExchangeWay::kPlaces:
+      return exchange::run_places(run);
+    case ExchangeWay::kStages:
+      return exchange::run_stages(run);
+  }
 }
 
 }  // namespace weft

@@ -6,6 +6,8 @@
 // block are numbered for ever, alike on all ranks, since all make the same calls with the same grids. In a
 // round a block sends to every peer's block of the same number and receives from every one, so whoever starts
 // round n knows that all have read round n - 2: no slot needs to be freed.
+// Slices. The same for staging areas, of which there are four by turns, since one is filled while the one
+// before is emptied (run_stages).
 // Meetings. Before ranks touch each other's buffers, every block tells every peer's where they are, in cards:
 // one word for each buffer. After it, every block tells that it is done.
 #pragma once
@@ -16,20 +18,27 @@ namespace weft {
 
 enum class Exchange : uint32_t { kAllReduce = 0, kAllGather, kReduceScatter, kAllToAll };
 inline constexpr uint32_t kExchanges = 4;
+enum class ExchangeWay : uint32_t { kLines = 0, kPlaces, kStages };
+inline constexpr uint32_t kStageAreas = 4;
 
 // Offsets in every rank's window.
 struct ExchangeLayout {
-  uint64_t inbox_at;  // LL lines, 2 per unit: [2][ranks][blocks][region_units]
-  uint64_t cards_at;  // u64[2][blocks][ranks][2]: input and output
-  uint64_t done_at;   // u64[blocks][ranks]: the meeting that is over
-  uint32_t blocks;    // the most of a launch
+  uint64_t inbox_at;   // LL lines, 2 per unit: [2][ranks][blocks][region_units]
+  uint64_t cards_at;   // u64[2][blocks][ranks][2]: input and output
+  uint64_t done_at;    // u64[blocks][ranks]: the meeting that is over
+  uint64_t stages_at;  // units: [kStageAreas][ranks][blocks][stage_units]
+  uint64_t staged_at;  // u64[blocks][ranks]: the last slice that a sender has filled
+  uint32_t blocks;     // the most of a launch
   uint32_t region_units;
+  uint32_t stage_units;  // even
+  uint32_t reserved;
 };
 
 // Of one block, in local memory; zero at first.
 struct ExchangeState {
   uint64_t rounds;
   uint64_t meetings;
+  uint64_t stages;  // slices that were published
 };
 
 // A buffer's place for peers: its window's number plus one in bits 36 to 47, its offset in 16-byte units
@@ -41,11 +50,11 @@ struct ExchangeArgs {
   std::byte* output;
   uint64_t bytes;        // of one part: what goes from one rank to another; all_reduce: the whole buffer
   uint32_t slice_units;  // 16-byte units of a part that a block sends in one round, at most region_units
-  uint32_t piece_bytes;  // of a bulk copy
-  uint32_t pipe_warps;   // of a block, that make bulk copies
-  uint32_t is_one_shot;  // all_reduce: everyone sends everything to everyone
-  uint32_t meets;        // buffers are read and written in place where all ranks' lie in windows
-  uint32_t reserved;
+  uint32_t stage_slice_units;        // the same by stages: at most stage_units, for all_reduce half of them
+  uint32_t piece_bytes;              // of a bulk copy
+  uint32_t pipe_warps;               // of a block, that make bulk copies
+  uint32_t is_one_shot;              // all_reduce by lines: everyone sends everything to everyone
+  ExchangeWay way;                   // kPlaces where not all ranks' buffers lie in windows: kStages
   uint64_t places[2];                // of input and output, as in a card
   std::byte* const* own_windows[2];  // the tables of the windows that hold them; null: in none
   std::byte* const* const* windows;  // [window]: base addresses by rank; null: this rank destroyed it

@@ -660,9 +660,8 @@ WEFT_KERNEL void scale_buffer(const ScaleArgs& a, const MeshT&, const Shape& sha
   element::with_format(static_cast<Element>(shape.element), [&](auto format) {
     using Format = decltype(format);
     auto* data = reinterpret_cast<typename Format::Stored*>(a.data);
-    const auto divisor = static_cast<typename Format::Value>(a.divisor);
     for (uint64_t i = first; i < a.elems; i += threads)
-      data[i] = Format::store(static_cast<typename Format::Value>(Format::load(data[i]) / divisor));
+      data[i] = element::divided<Format>(data[i], a.divisor);
   });
 }
 

@@ -46,7 +46,7 @@ enum class Element : uint32_t {
   kInt64,
   kUint64,
 };
-enum class Reduction : uint32_t { kSum = 0, kProduct, kMin, kMax };
+enum class Reduction : uint32_t { kSum = 0, kProduct, kMin, kMax, kAverage };
 enum class Protocol : uint32_t { kSimple = 0, kLl, kLl128 };
 inline constexpr uint32_t kProtocols = 3;
 enum class BufferId : uint32_t { kInput = 0, kOutput, kScratch };

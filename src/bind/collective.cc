@@ -119,15 +119,16 @@ void bind_collective(nb::module_& module) {
       .def(
           "exchange",
           [](CollectiveRunner& self, uint32_t kind, uint32_t element, uint32_t reduction, uint64_t input,
-             uint64_t output, uint64_t part_elems, bool is_one_shot, bool meets, uint32_t num_sms,
+             uint64_t output, uint64_t part_elems, bool is_one_shot, uint32_t way, uint32_t num_sms,
              uint64_t stream) {
             nb::gil_scoped_release no_gil;
-            check(self.exchange({static_cast<Exchange>(kind), static_cast<Element>(element),
-                                 static_cast<Reduction>(reduction), pointer(input), pointer(output),
-                                 part_elems, is_one_shot, meets, num_sms, pointer(stream)}));
+            check(
+                self.exchange({static_cast<Exchange>(kind), static_cast<Element>(element),
+                               static_cast<Reduction>(reduction), pointer(input), pointer(output), part_elems,
+                               is_one_shot, static_cast<ExchangeWay>(way), num_sms, pointer(stream)}));
           },
           "kind"_a, "element"_a, "reduction"_a, "input"_a, "output"_a, "part_elems"_a, "is_one_shot"_a,
-          "meets"_a, "num_sms"_a, "stream"_a)
+          "way"_a, "num_sms"_a, "stream"_a)
       .def(
           "scale",
           [](CollectiveRunner& self, uint32_t element, uint64_t data, uint64_t elems, double divisor,

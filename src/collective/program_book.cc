@@ -3,8 +3,8 @@
 // After the magic: version, words of a block, of a step, of a wait, number of programs, number of choices.
 // A program: words that follow, ranks, protocol, chunks per part, channels, scratch chunks, whether no
 // message needs to fit a slot, bytes of the name, the name padded to words; then for every rank the numbers
-// of blocks, steps and waits, and their words. A choice: machine, ranks, collective, program (counted over
-// the whole file), slice bytes, SMs, and the limit in bytes, low word first.
+// of blocks, steps and waits, and their words. A choice: machine, ranks, collective, mode, program (counted
+// over the whole file), slice bytes, SMs, and the limit in bytes, low word first.
 #include "collective/program_book.h"
 
 #include <cstring>
@@ -14,7 +14,7 @@ namespace weft {
 namespace {
 
 constexpr char kMagic[8] = {'w', 'e', 'f', 't', 'b', 'o', 'o', 'k'};
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 constexpr size_t kBlockWords = sizeof(ProgramBlock) / 4, kStepWords = sizeof(ProgramStep) / 4,
                  kWaitWords = sizeof(ProgramWait) / 4;
 constexpr uint64_t kMaxFileBytes = 256 << 20;
@@ -115,14 +115,18 @@ Result<ProgramBook> ProgramBook::read(const std::string& path, uint32_t ranks, B
     const auto on = static_cast<BookMachine>(in.next());
     const uint32_t of_ranks = in.next();
     const auto collective = static_cast<BookCollective>(in.next());
+    const auto mode = static_cast<BookMode>(in.next());
     const uint32_t number = in.next();
-    BookChoice choice{collective, 0, 0, in.next(), in.next()};
+    BookChoice choice{collective, mode, 0, 0, in.next(), in.next()};
     choice.max_bytes = in.next();
     choice.max_bytes |= uint64_t{in.next()} << 32;
     if (on != machine || of_ranks != ranks) continue;
-    if (number >= numbers.size() || numbers[number] == ~0u || collective > BookCollective::kExchange)
+    const bool is_program = mode == BookMode::kProgram;
+    const bool is_known = is_program ? number < numbers.size() && numbers[number] != ~0u
+                                     : mode <= BookMode::kPlaces && collective <= BookCollective::kAllToAll;
+    if (!is_known || collective > BookCollective::kExchange)
       return Status::invalid("{}: choice {} is damaged", path, i);
-    choice.program = numbers[number];
+    if (is_program) choice.program = numbers[number];
     book.choices_.push_back(choice);
   }
   if (!in.ok()) return Status::invalid("{}: ends too soon", path);
@@ -168,7 +172,7 @@ ProgramText ProgramBook::text(uint32_t number, uint32_t rank, uint32_t root) con
 uint32_t ProgramBook::channels(bool of_exchange) const {
   uint32_t most = 1;
   for (const BookChoice& choice : choices_)
-    if ((choice.collective == BookCollective::kExchange) == of_exchange)
+    if (choice.mode == BookMode::kProgram && (choice.collective == BookCollective::kExchange) == of_exchange)
       most = std::max(most, programs_[choice.program].channels);
   return most;
 }

@@ -42,11 +42,15 @@ struct BookProgram {
   size_t first_word;  // of the ranks' texts
 };
 
+// What serves a call: a program, or the exchange kernel, all_reduce by lines in one step or in two.
+enum class BookMode : uint32_t { kProgram = 0, kLinesAtOnce, kLines, kPlaces };
+
 // Serves calls of up to max_bytes of the full buffer.
 struct BookChoice {
   BookCollective collective;
+  BookMode mode;
   uint64_t max_bytes;
-  uint32_t program;
+  uint32_t program;  // where mode is kProgram
   uint32_t slice_bytes;
   uint32_t num_sms;
 };

@@ -35,6 +35,7 @@ constexpr uint64_t kMaxWindows = 1024;       // of a communicator, whose memory 
 // has few of both, so that small buffers take several rounds as large ones do on GPUs.
 constexpr uint32_t kHostExchangeBlocks = 2, kCudaExchangeBlocks = 128;
 constexpr uint32_t kHostRegionUnits = 64, kCudaRegionUnits = 256;
+constexpr uint32_t kHostStageUnits = 256, kCudaStageUnits = 1024;
 constexpr const char* kExchangeNames[kExchanges] = {"all_reduce", "all_gather", "reduce_scatter",
                                                     "all_to_all"};
 
@@ -81,8 +82,9 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
                                   : is_host ? kHostSlotBytes[protocol]
                                             : kCudaSlotBytes[protocol];
   }
-  wanted.exchange_blocks = is_host ? kHostExchangeBlocks : kCudaExchangeBlocks;
+  wanted.exchange_blocks = !options.has_exchanges ? 0 : is_host ? kHostExchangeBlocks : kCudaExchangeBlocks;
   wanted.region_units = is_host ? kHostRegionUnits : kCudaRegionUnits;
+  wanted.stage_units = is_host ? kHostStageUnits : kCudaStageUnits;
   const RingPlan plan = plan_rings(wanted);
   const Device device = comm->device();
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(device, sizeof(FaultBox)));
@@ -97,7 +99,7 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   runner->rings_ = plan.layout;
   runner->exchange_ = plan.exchange;
   WEFT_TRY_ASSIGN(runner->exchange_states_,
-                  LocalMemory::create(device, wanted.exchange_blocks * sizeof(ExchangeState)));
+                  LocalMemory::create(device, (wanted.exchange_blocks + 1) * sizeof(ExchangeState)));
   runner->timeout_s_ = options.timeout_s > 0 ? options.timeout_s : comm->timeout_s();
   runner->direct_bytes_ = options.direct_bytes ? options.direct_bytes
                           : is_host            ? kHostDirectBytes
@@ -319,6 +321,8 @@ uint64_t CollectiveRunner::card(std::byte* memory, std::byte* const** bases) con
 
 Status CollectiveRunner::exchange(const ExchangeCall& call) {
   WEFT_TRY(fault());
+  if (exchange_.blocks == 0)
+    return Status::make(Code::kUnsupported, "an exchange, allowed: of a runner that was made for exchanges");
   if (call.part_elems == 0) return {};
   last_program_ = kExchangeNames[static_cast<uint32_t>(call.kind)];
   const auto ranks = static_cast<uint32_t>(comm_->size());
@@ -327,13 +331,13 @@ Status CollectiveRunner::exchange(const ExchangeCall& call) {
   args.output = call.output;
   args.bytes = call.part_elems * element_bytes(call.element);
   args.is_one_shot = call.is_one_shot;
-  args.meets = call.meets && args.bytes % 16 == 0;
+  args.way = call.way == ExchangeWay::kPlaces && args.bytes % 16 != 0 ? ExchangeWay::kStages : call.way;
   WEFT_TRY(bring_up_windows());
   args.windows = direct_->at<std::byte* const*>(
       direct_tables(static_cast<uint64_t>(ranks), comm_->device().is_host()).windows_at);
   const bool is_aligned =
       (reinterpret_cast<uint64_t>(call.input) | reinterpret_cast<uint64_t>(call.output)) % 16 == 0;
-  if (args.meets && is_aligned) {
+  if (args.way == ExchangeWay::kPlaces && is_aligned) {
     args.places[0] = card(call.input, &args.own_windows[0]);
     args.places[1] = card(call.output, &args.own_windows[1]);
   }
@@ -341,9 +345,10 @@ Status CollectiveRunner::exchange(const ExchangeCall& call) {
   args.layout = exchange_;
   args.wait = {static_cast<uint64_t>(timeout_s_ * 1e9), visible_->at<FaultBox>(0),
                static_cast<uint32_t>(comm_->rank()), 0};
-  const ExchangePlan plan = plan_exchange({call.kind, args.bytes, ranks, call.is_one_shot, args.meets != 0},
+  const ExchangePlan plan = plan_exchange({call.kind, args.bytes, ranks, call.is_one_shot, args.way},
                                           exchange_, call.num_sms, limits_);
   args.slice_units = plan.slice_units;
+  args.stage_slice_units = plan.stage_slice_units;
   args.piece_bytes = plan.piece_bytes;
   args.pipe_warps = plan.pipe_warps;
   const bool adds = call.kind == Exchange::kAllReduce || call.kind == Exchange::kReduceScatter;

@@ -38,6 +38,7 @@ struct RunnerOptions {
   uint64_t ll_slot_bytes = 0;
   double timeout_s = 0;       // 0 takes the communicator's
   uint64_t direct_bytes = 0;  // least message that may bypass its slot; 0: chosen for the device
+  bool has_exchanges = true;  // room for exchange(), tens of MiB on GPUs
 };
 
 // One rank's program, as weft.collectives.executor flattens it.
@@ -79,8 +80,9 @@ struct ExchangeCall {
   std::byte* output;
   uint64_t part_elems;  // what goes from one rank to another; all_reduce: the whole buffer
   bool is_one_shot;     // all_reduce: everyone sends everything to everyone
-  bool meets;           // in place where all ranks' buffers lie in windows; else by lines through inboxes
-  uint32_t num_sms;     // 0: as many as suit the size
+  // kPlaces: in place where all ranks' buffers are aligned and lie in windows, else by stages.
+  ExchangeWay way;
+  uint32_t num_sms;  // 0: as many as suit the size
   void* stream;
 };
 
@@ -93,7 +95,8 @@ class CollectiveRunner {
   // Keeps a program; its number counts from 0. Errors: kInvalid for peers, channels or waits out of range.
   Result<uint32_t> load(ProgramText text);
   Status run(const RunCall& call);
-  // Every rank passes the same but for input, output and stream. In place as in MSCCL, all_to_all not.
+  // For runners that has_exchanges. Every rank passes the same but for input, output and stream. In place as
+  // in MSCCL, all_to_all not.
   Status exchange(const ExchangeCall& call);
   // data[0, elems) /= divisor, in stream order: the last step of an average.
   Status scale(Element element, std::byte* data, uint64_t elems, double divisor, void* stream);

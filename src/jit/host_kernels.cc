@@ -61,11 +61,12 @@ constexpr const char* kPrograms =
     "element=0 reduction=0 protocol=0; element=0 reduction=0 protocol=1; element=2 reduction=3 protocol=1; "
     "element=3 reduction=1 protocol=0; element=2 reduction=0 protocol=2";
 
-// Every exchange of float32 sums on 8 ranks; bfloat16 sums and FP8 products, on other numbers of ranks, too.
+// Every exchange of float32 sums on 8 ranks; bfloat16 sums, FP8 products and averages, too.
 constexpr const char* kExchangeShapes =
     "exchange=0 element=0 reduction=0 ranks=8; exchange=1 element=0 reduction=0 ranks=8; "
     "exchange=2 element=0 reduction=0 ranks=8; exchange=3 element=0 reduction=0 ranks=8; "
-    "exchange=0 element=2 reduction=0 ranks=4; exchange=0 element=3 reduction=1 ranks=17";
+    "exchange=0 element=2 reduction=0 ranks=4; exchange=0 element=3 reduction=1 ranks=17; "
+    "exchange=0 element=2 reduction=4 ranks=8; exchange=2 element=3 reduction=4 ranks=8";
 
 const KernelRow kKernels[] = {
     WEFT_HOST_KERNEL("kernels/moe/high_throughput_layout.cuh", dispatch_layout, LayoutArgs, MappedMesh,

@@ -23,6 +23,9 @@ constexpr uint32_t kLeastSliceUnits = 8;
 constexpr uint32_t kPushBlocks = 64, kPipeWarps = 2;
 constexpr uint64_t kLeastPieceBytes = 2048, kMostPieceBytes = 16384;
 constexpr uint64_t kPiecesPerPipe = 4;
+// What a block stages goes in so many slices, that filling one and emptying another overlap, unless they
+// would be so small that their signals count.
+constexpr uint64_t kSlicesPerBlock = 4, kLeastStagedUnits = 256;
 
 uint64_t ceil_div(uint64_t a, uint64_t b) {
   return (a + b - 1) / b;
@@ -36,10 +39,11 @@ uint32_t exchange_blocks(const ExchangeSize& size, uint64_t units, uint64_t slic
                          const ExchangeLayout& layout, uint32_t num_sms, const ComputeLimits& limits) {
   if (!limits.is_cuda) return layout.blocks;
   uint64_t useful = ceil_div(units, slice);
-  if (size.meets) useful = pushes(size) ? kPushBlocks : ceil_div(units, kExchangeThreads);
+  const bool has_large_slices = size.way != ExchangeWay::kLines;
+  if (has_large_slices) useful = pushes(size) ? kPushBlocks : ceil_div(units, kExchangeThreads);
   const uint64_t most = std::min({layout.blocks, limits.max_blocks, num_sms ? num_sms : ~0u});
   // One may ask for more blocks than are useful on their own.
-  if (size.meets && num_sms) useful = most;
+  if (has_large_slices && num_sms) useful = most;
   return static_cast<uint32_t>(std::clamp<uint64_t>(useful, 1, most));
 }
 
@@ -61,10 +65,13 @@ RingPlan plan_rings(const RingOptions& options) {
   }
   plan.exchange.blocks = options.exchange_blocks;
   plan.exchange.region_units = options.region_units;
+  plan.exchange.stage_units = options.stage_units;
   const uint64_t regions = uint64_t{2} * options.ranks * options.exchange_blocks;
   plan.exchange.inbox_at = carver.take(regions * options.region_units * 2 * kUnitBytes, 4096);
   plan.exchange.cards_at = carver.take(regions * 2 * sizeof(uint64_t), 4096);
   plan.exchange.done_at = carver.take(regions / 2 * sizeof(uint64_t), 4096);
+  plan.exchange.stages_at = carver.take(regions / 2 * kStageAreas * options.stage_units * kUnitBytes, 4096);
+  plan.exchange.staged_at = carver.take(regions / 2 * sizeof(uint64_t), 4096);
   plan.end = carver.end();
   return plan;
 }
@@ -109,14 +116,17 @@ ExchangePlan plan_exchange(const ExchangeSize& size, const ExchangeLayout& layou
   plan.grid.blocks = exchange_blocks(size, units, wanted, layout, num_sms, limits);
   plan.grid.threads_per_block = limits.is_cuda ? kExchangeThreads : 1;
   const uint64_t fair = ceil_div(units, plan.grid.blocks);
-  plan.slice_units = static_cast<uint32_t>(std::min<uint64_t>(
-      layout.region_units, size.meets ? fair : std::max<uint64_t>(fair, kLeastSliceUnits)));
+  plan.slice_units = static_cast<uint32_t>(
+      std::min<uint64_t>(layout.region_units, std::max<uint64_t>(fair, kLeastSliceUnits)));
+  const uint64_t staged = std::max(ceil_div(fair, kSlicesPerBlock), kLeastStagedUnits);
+  const uint32_t most_staged = layout.stage_units / (size.kind == Exchange::kAllReduce ? 2 : 1);
+  plan.stage_slice_units = static_cast<uint32_t>(std::min<uint64_t>(staged, most_staged));
   plan.pipe_warps = limits.is_cuda ? kPipeWarps : 1;
   const uint64_t pushed = size.bytes * (size.kind == Exchange::kAllToAll ? size.ranks : 1);
   const uint64_t piece = pushed / (uint64_t{plan.grid.blocks} * plan.pipe_warps * kPiecesPerPipe) / 128 * 128;
   plan.piece_bytes = static_cast<uint32_t>(std::clamp(piece, kLeastPieceBytes, kMostPieceBytes));
   plan.grid.shared_bytes = exchange::places_bytes(size.ranks);
-  if (size.meets && pushes(size) && limits.is_cuda)
+  if (size.way == ExchangeWay::kPlaces && pushes(size) && limits.is_cuda)
     plan.grid.shared_bytes += plan.pipe_warps * exchange::pipe_bytes(plan.piece_bytes);
   return plan;
 }

@@ -18,6 +18,7 @@ struct RingOptions {
   uint64_t slot_bytes[kProtocols];  // multiples of 256
   uint32_t exchange_blocks = 0;
   uint32_t region_units = 0;  // of a block's region in an inbox
+  uint32_t stage_units = 0;   // of a block's staging area for one sender
 };
 
 // Rings and counters, from offset 0 of every window.
@@ -56,11 +57,12 @@ struct ExchangeSize {
   uint64_t bytes;  // of one part; all_reduce: of the whole buffer
   uint32_t ranks;
   bool is_one_shot;
-  bool meets;
+  ExchangeWay way;
 };
 
 struct ExchangePlan {
   uint32_t slice_units;
+  uint32_t stage_slice_units;
   uint32_t piece_bytes;
   uint32_t pipe_warps;
   GridPlan grid;

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 static int rank, ranks;
+static size_t shift; /* elements from an aligned address to a buffer */
 static const char* id_file;
 
 #define FAIL(...)                              \
@@ -136,7 +137,9 @@ static double reduced(ncclRedOp_t op, size_t at) {
 
 static void reductions(ncclComm_t comm, size_t count, ncclDataType_t type, ncclRedOp_t op) {
   const size_t all = count * (size_t)ranks, bytes = kBytes[type];
-  char *src = calloc(all + 1, bytes), *dst = calloc(all + 1, bytes), *kept = calloc(all + 1, bytes);
+  char *src = calloc(all + 1 + shift, bytes), *dst = calloc(all + 1 + shift, bytes);
+  char* kept = calloc(all + 1, bytes);
+  src += shift * bytes, dst += shift * bytes;
   fill(src, all, type, rank);
   memcpy(kept, src, all * bytes);
   dst[all * bytes] = 'x';
@@ -163,12 +166,13 @@ static void reductions(ncclComm_t comm, size_t count, ncclDataType_t type, ncclR
     if (rank == root)
       for (size_t i = 0; i < all; ++i) MUST(is(dst, i, type, reduced(op, i)));
   }
-  free(src), free(dst), free(kept);
+  free(src - shift * bytes), free(dst - shift * bytes), free(kept);
 }
 
 static void movements(ncclComm_t comm, size_t count, ncclDataType_t type) {
   const size_t all = count * (size_t)ranks, bytes = kBytes[type];
-  char *src = calloc(all + 1, bytes), *dst = calloc(all + 1, bytes);
+  char *src = calloc(all + 1 + shift, bytes), *dst = calloc(all + 1 + shift, bytes);
+  src += shift * bytes, dst += shift * bytes;
   fill(src, all, type, rank);
   OK(ncclAllGather(src, dst, count, type, comm, NULL));
   for (int r = 0; r < ranks; ++r)
@@ -201,7 +205,7 @@ static void movements(ncclComm_t comm, size_t count, ncclDataType_t type) {
     OK(ncclScatter(rank == root ? src : NULL, dst, count, type, root, comm, NULL));
     for (size_t i = 0; i < count; ++i) MUST(is(dst, i, type, value(root, (size_t)rank * count + i)));
   }
-  free(src), free(dst);
+  free(src - shift * bytes), free(dst - shift * bytes);
 }
 
 static void collectives(void) {
@@ -223,6 +227,13 @@ static void collectives(void) {
     movements(comm, counts[c], ncclFloat32);
   }
   reductions(comm, 400000, ncclFloat32, ncclSum);
+  for (shift = 1; shift < 4; shift += 2) {
+    reductions(comm, 1025, ncclUint8, ncclSum);
+    reductions(comm, 9001, ncclBfloat16, ncclMax);
+    movements(comm, 9001, ncclUint8);
+    movements(comm, 16384, ncclFloat32);
+  }
+  shift = 0;
   /* Zero elements: nothing happens, null pointers too. */
   OK(ncclAllReduce(NULL, NULL, 0, ncclFloat32, ncclSum, comm, NULL));
   OK(ncclAllGather(NULL, NULL, 0, ncclFloat32, comm, NULL));

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange kernel: collectives as a whole, by lines through inboxes and in place, against plain torch."""
+"""The exchange kernel: collectives as a whole, by lines, in place and by stages, against plain torch.
+
+Memory outside windows, and parts that are no whole vectors, go by stages where a choice says in place.
+"""
 
 from __future__ import annotations
 
@@ -130,10 +133,54 @@ def test_every_type_and_reduction() -> None:
     run_ranks(2, _types)
 
 
+def _averages(rank: Rank) -> None:
+    """Every type's average has the bits of its sum, divided."""
+    comm = Communicator(rank.group, timeout_s=60)
+    call, in_window = Collectives(comm.core), _in_window(rank, comm)
+    names = [
+        f"{kind}{bits}" for kind, sizes in (("int", (8, 32, 64)), ("float", (16, 32, 64))) for bits in sizes
+    ]
+    for name in (*names, "uint8", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        dtype = getattr(torch, name)
+        generator = torch.Generator().manual_seed(rank.rank)
+        given = (torch.randn(rank.size, 1001, generator=generator) * 9).to(dtype)
+        for empty in (in_window, _ordinary(rank, comm)):
+
+            def place(tensor: torch.Tensor, empty: Empty = empty) -> torch.Tensor:
+                return empty(tensor.numel(), tensor.dtype).copy_(tensor.reshape(-1)).view(tensor.shape)
+
+            for choice in (
+                *_choices("allreduce_1step", rank.size, inplace=True),
+                *_choices("allreduce_allpairs", rank.size, inplace=True),
+            ):
+                found = call.all_reduce(place(given), "average", algorithm=choice)
+                total = call.all_reduce(place(given), "sum", algorithm=choice)
+                assert _same_bits(found, _divided(total, rank.size)), (name, choice.label())
+            for choice in _choices("reducescatter_allpairs", rank.size):
+                found = call.reduce_scatter(place(given), "average", algorithm=choice)
+                total = call.reduce_scatter(place(given), "sum", algorithm=choice)
+                assert _same_bits(found, _divided(total, rank.size)), (name, choice.label())
+
+
+def _divided(total: torch.Tensor, divisor: int) -> torch.Tensor:
+    if not total.dtype.is_floating_point:
+        return total.div(divisor, rounding_mode="trunc")
+    wide = total if total.dtype.itemsize >= 4 else total.float()
+    return (wide / divisor).to(total.dtype)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def test_averages_have_the_bits_of_divided_sums() -> None:
+    run_ranks(3, _averages, deadline_s=200)
+
+
 def _in_step(rank: Rank) -> list[bytes]:
     """Calls of all kinds and sizes in a row, whose rounds and meetings share counters; sums that round."""
     comm = Communicator(rank.group, timeout_s=60)
-    call, empty = Collectives(comm.core), _in_window(rank, comm)
+    call, empty = Collectives(comm.core), _mixed(rank, comm)
     generator, chooser = torch.Generator().manual_seed(rank.rank), random.Random(7)
     names = ("allreduce_1step", "allreduce_allpairs")
     results = []

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import weft
+from weft.collectives.book import Part, write_book
+from weft.collectives.selector import table_name, write_table
 
 SOURCE = Path(__file__).with_name("nccl_ranks.c")
 LIBRARY = Path(weft.__file__).parent / "nccl"
@@ -73,6 +75,48 @@ def test_every_collective_type_and_reduction(program: Path, tmp_path: Path, rank
 @pytest.mark.parametrize("test", ["operators", "transfers", "splits"])
 def test_calls(program: Path, tmp_path: Path, test: str, ranks: int) -> None:
     _pass(program, test, ranks, tmp_path)
+
+
+@pytest.fixture(scope="module", params=["LL", "Simple"])
+def exchanges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a program book for CPUs in which exchanges serve the four calls that have them."""
+    folder, names = tmp_path_factory.mktemp("book"), ("allreduce", "allgather", "reducescatter", "alltoall")
+    steps = ("1step", "allpairs") if request.param == "LL" else ("allpairs",)
+    for ranks in (2, 3, 4, 5):
+        rows = [
+            {
+                "collective": name,
+                "ranks": ranks,
+                "max_bytes": 4096 if at == 0 and len(steps) == 2 and name == "allreduce" else None,
+                "algorithm": f"{name}_{step}",
+                "protocol": request.param,
+                "mode": "exchange",
+            }
+            for name in names
+            for at, step in enumerate(steps if name == "allreduce" else ("allpairs",))
+        ]
+        write_table(folder / table_name("cpu", "test", ranks), "test", rows)
+    write_book(folder / "exchanges.book", [Part("cpu", ranks, "test", folder) for ranks in (2, 3, 4, 5)])
+    return str(folder / "exchanges.book")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_call_by_exchanges(program: Path, tmp_path: Path, exchanges: str, ranks: int) -> None:
+    _pass(program, "collectives", ranks, tmp_path, WEFT_PROGRAM_BOOK=exchanges)
+
+
+@pytest.mark.parametrize("test", ["operators", "transfers", "splits"])
+def test_calls_by_exchanges(program: Path, tmp_path: Path, exchanges: str, test: str) -> None:
+    _pass(program, test, 3, tmp_path, WEFT_PROGRAM_BOOK=exchanges)
+
+
+def test_a_silent_rank_and_an_abort_end_an_exchange(program: Path, tmp_path: Path, exchanges: str) -> None:
+    options = {"WEFT_PROGRAM_BOOK": exchanges}
+    answers = _run(program, "lost", 3, tmp_path, WEFT_TIMEOUT_S="2", WEFT_LOG="error", **options)
+    assert [code for code, _ in answers] == [0] * 3, answers
+    assert "collective all_reduce," in answers[0][1], answers  # an exchange's name; programs have others
+    (tmp_path / "id").unlink()
+    _pass(program, "aborts", 3, tmp_path, WEFT_LOG="error", **options)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

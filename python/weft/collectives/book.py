@@ -5,7 +5,7 @@
 
 Every program in it was verified here. src/collective/program_book.h reads it; docs/decisions/program-book.md has the
 reasons. Which algorithm serves which size is the selector's choice: from a table that `weft tune` measured, else from
-the cost model. Programs with a root are for root 0: the reader renumbers ranks.
+the cost model; an exchange is a row without a program. Programs with a root are for root 0: the reader renumbers ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from weft.collectives.direct import direct_messages
+from weft.collectives.exchanges import EXCHANGES
 from weft.collectives.ir import Algorithm
 from weft.collectives.rows import chunks_of_part, program_rows, protocol_number
-from weft.collectives.selector import PROGRAM, Choice, Selector
+from weft.collectives.selector import EXCHANGE, PROGRAM, Choice, Selector
 from weft.collectives.verifier import verify
 
 MAGIC = b"weftbook"
-VERSION = 2
+VERSION = 3
 _MACHINES = {"cpu": 0, "nvlink": 1}
 # Collective, its number in src/collective/program_book.h, and whether its programs work in place.
 _SERVED = (
@@ -37,6 +38,8 @@ _SERVED = (
 )
 _MAY_ALIAS = ("reducescatter",)  # whose in-place calls the out-of-place programs serve, too
 _SIZES = tuple(1 << exponent for exponent in range(10, 29, 2))
+_HALVINGS = 6  # of the span between two sizes with different choices, until its middle is the limit
+_NO_PROGRAM = (1 << 32) - 1  # an exchange needs none
 _NO_LIMIT = (1 << 64) - 1
 
 
@@ -65,7 +68,8 @@ class Row:
 def write_book(path: Path, parts: Iterable[Part]) -> int:
     """Compile and write, atomically; return the number of programs. Raises: Error, OSError."""
     rows = [row for part in parts for row in _rows(part)]
-    programs = list({id(row.choice.algorithm): row.choice.algorithm for row in rows}.values())
+    algorithms = (row.choice.algorithm for row in rows if row.choice.mode == PROGRAM)
+    programs = list({id(algorithm): algorithm for algorithm in algorithms}.values())
     numbers = {id(algorithm): number for number, algorithm in enumerate(programs)}
     tables = [_tables(algorithm) for algorithm in programs]
     texts = [
@@ -75,8 +79,8 @@ def write_book(path: Path, parts: Iterable[Part]) -> int:
     for text in texts:
         words += [len(text), *text]
     for row in rows:
-        number = numbers[id(row.choice.algorithm)]
-        words += [row.machine, row.ranks, row.collective, number]
+        number = numbers.get(id(row.choice.algorithm), _NO_PROGRAM)
+        words += [row.machine, row.ranks, row.collective, _mode(row.choice), number]
         words += [row.choice.slice_bytes, row.choice.num_sms, row.max_bytes & 0xFFFFFFFF, row.max_bytes >> 32]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{id(rows)}.tmp")
@@ -85,9 +89,18 @@ def write_book(path: Path, parts: Iterable[Part]) -> int:
     return len(programs)
 
 
+def _mode(choice: Choice) -> int:
+    """Return the number of BookMode in src/collective/program_book.h."""
+    if choice.mode != EXCHANGE:
+        return 0
+    if choice.algorithm.protocol != "LL":
+        return 3
+    return 1 if EXCHANGES[choice.algorithm.name].is_one_shot else 2
+
+
 def _rows(part: Part) -> Iterator[Row]:
     selector = Selector(
-        *(part.ranks, part.machine, part.key, part.folder, part.algorithm_dir), modes=(PROGRAM,)
+        *(part.ranks, part.machine, part.key, part.folder, part.algorithm_dir), modes=(PROGRAM, EXCHANGE)
     )
     machine = _MACHINES[part.machine]
     for collective, number, inplace in _SERVED:
@@ -96,9 +109,22 @@ def _rows(part: Part) -> Iterator[Row]:
         for (size, choice), (later, next_choice) in zip(chosen, [*chosen[1:], (0, None)], strict=True):
             if next_choice == choice:
                 continue
-            _check(collective, choice.algorithm)
-            limit = int((size * later) ** 0.5) if later else _NO_LIMIT
+            if choice.mode == PROGRAM:
+                _check(collective, choice.algorithm)
+            limit = _limit(selector, collective, inplace, size, later) if later else _NO_LIMIT
             yield Row(machine, part.ranks, number, limit, choice)
+
+
+def _limit(selector: Selector, collective: str, inplace: bool, size: int, later: int) -> int:
+    """Return about where what serves ``size`` ceases to be chosen, before ``later``."""
+    choice = selector.choose(collective, size, inplace)
+    for _ in range(_HALVINGS):
+        middle = (size + later) // 2
+        if selector.choose(collective, middle, inplace) == choice:
+            size = middle
+        else:
+            later = middle
+    return size
 
 
 def _check(collective: str, algorithm: Algorithm) -> None:

@@ -17,6 +17,7 @@ Raises: Error for a wrong argument, before anything moves; PeerLost, naming the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -28,7 +29,8 @@ import torch
 
 from weft import _core
 from weft.collectives.contract import Buffer, Collective, Slots
-from weft.collectives.executor import EXCHANGES, Call, Executor, Loaded
+from weft.collectives.exchanges import EXCHANGES, LINES, PLACES
+from weft.collectives.executor import Call, Executor, Loaded
 from weft.collectives.ir import Algorithm, Op, Span
 from weft.collectives.language import Program
 from weft.collectives.rows import ELEMENTS, REDUCTIONS
@@ -107,7 +109,6 @@ class Collectives:
                 _copy(out, tensor)
                 tensor = out
         self._run("allreduce", tensor, out, elems, elems, op, algorithm, inplace=True)
-        self._average(op, out)
         return out
 
     def all_gather(
@@ -137,7 +138,6 @@ class Collectives:
         part = self._part_shape(tensor)
         out = self._out(out, part, tensor)
         self._run("reducescatter", tensor, out, out.numel(), tensor.numel(), op, algorithm)
-        self._average(op, out)
         return out
 
     def all_to_all(
@@ -185,8 +185,6 @@ class Collectives:
         """Reduce over all ranks into rank ``root``'s ``tensor``, in place; other ranks' tensors stay."""
         self._element("tensor", tensor)
         self._run("reduce", tensor, tensor, tensor.numel(), tensor.numel(), op, None, root, inplace=True)
-        if self.rank == root:
-            self._average(op, tensor)
         return tensor
 
     def gather(
@@ -280,11 +278,24 @@ class Collectives:
         )
         if choice.mode == EXCHANGE:
             chosen = choice.algorithm
-            self._executor.exchange(EXCHANGES[chosen.name], call, meets=chosen.protocol == "Simple")
+            self._executor.exchange(
+                EXCHANGES[chosen.name], call, LINES if chosen.protocol == "LL" else PLACES
+            )
         else:
-            self._executor.run(self._load(choice.algorithm), call)
+            self._run_program(
+                choice.algorithm, call, target.numel(), collective != "reduce" or self.rank == root
+            )
         if target is not out:
             out.copy_(target)
+
+    def _run_program(self, algorithm: Algorithm, call: Call, out_elems: int, has_result: bool) -> None:
+        """Run a program; of an average, the sum first."""
+        executor, is_average = self._need_executor(), call.reduction == REDUCTIONS["average"]
+        if is_average:
+            call = dataclasses.replace(call, reduction=REDUCTIONS["sum"])
+        executor.run(self._load(algorithm), call)
+        if is_average and has_result:
+            executor.scale(call.element, call.output, out_elems, float(self.size), call.stream)
 
     def _choose(
         self,
@@ -396,12 +407,6 @@ class Collectives:
         if len(splits) != self.size or min(splits) < 0 or sum(splits) != rows:
             raise invalid(name, list(splits), f"{self.size} numbers of rows that sum to {rows}")
         return list(splits)
-
-    def _average(self, op: str, out: torch.Tensor) -> None:
-        if op == "average" and self._executor is not None and out.numel():
-            self._executor.scale(
-                _DTYPES[out.dtype], out.data_ptr(), out.numel(), float(self.size), self._stream()
-            )
 
     def _stream(self) -> int:
         return 0 if self._is_cpu else int(torch.cuda.current_stream(self.device).cuda_stream)

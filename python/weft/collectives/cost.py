@@ -32,11 +32,11 @@ class Machine:
     refer_bytes: int = 0  # least message that is referred to wherever the program allows it; 0: none is
     one_thread: bool = False  # the blocks of a rank take turns
     step_us: float = 0.0  # of a step besides: its look, its barriers, its notices
-    trip_us: float = 0.0  # of an exchange: from a store to the peer that has seen it
 
 
 CPU = Machine("cpu", 5.0, 2.0, 4.0, 4.0, 4.0, 2.0, 0.5, refer_bytes=16 << 10, one_thread=True)
-NVLINK = Machine("nvlink", 3.0, 1.3, 330.0, 25.0, 60.0, 2.0, 1.0, step_us=1.5, trip_us=2.0)
+# Of programs; exchanges have costs of their own below.
+NVLINK = Machine("nvlink", 6.0, 1.3, 260.0, 25.0, 60.0, 2.0, 1.0, step_us=3.0)
 _LL128_FACTOR = 128 / 120
 _SLICE_BYTES = 1 << 18
 _REFERRED_SLICE_BYTES = 4 << 20  # of programs that refer to everything and only copy
@@ -91,26 +91,32 @@ def predict_us(algorithm: Algorithm, num_bytes: int, machine: Machine) -> float:
     return _total_us(machine, known.first_us, known.busiest_us, chunk, piece)
 
 
-# Trips on the critical path of the exchange kernel: with LL one for each exchange; in place the meeting, the transfer,
-# and the signal after it, which a reader sends without waiting for its stores.
-_LL_TRIPS = {"allreduce": 2.0}
-_PLACE_TRIPS = {"allreduce": 3.0, "reducescatter": 2.75}
+# Of the exchange kernel over NVLink, by algorithm and protocol: microseconds of the least call, and GB/s of what a rank
+# sends beyond it. Fitted to 4 H200 in CUDA graphs (bench/results/h200-x4-exchanges.json): lines up to 2 MiB, places up
+# to 64 MiB, the one-step all_reduce around 64 KiB, where it ends.
+_EXCHANGE_COSTS = {
+    ("allreduce_1step", "LL"): (4.3, 65.0),
+    ("allreduce_allpairs", "LL"): (6.0, 135.0),
+    ("allreduce_allpairs", "Simple"): (7.9, 305.0),
+    ("allgather_allpairs", "LL"): (4.3, 115.0),
+    ("allgather_allpairs", "Simple"): (8.4, 325.0),
+    ("reducescatter_allpairs", "LL"): (4.2, 115.0),
+    ("reducescatter_allpairs", "Simple"): (7.4, 300.0),
+    ("alltoall_allpairs", "LL"): (4.2, 115.0),
+    ("alltoall_allpairs", "Simple"): (8.5, 325.0),
+}
 
 
-def predict_exchange_us(algorithm: Algorithm, num_bytes: int, machine: Machine) -> float:
-    """Return how long the exchange kernel should take for what ``algorithm`` does, with its protocol."""
+def predict_exchange_us(algorithm: Algorithm, num_bytes: int) -> float:
+    """Return how long the exchange kernel should take over NVLink for what ``algorithm`` does, with its protocol."""
     ranks = algorithm.num_ranks
-    collective = algorithm.collective.replace("_", "")
     sent = num_bytes * (ranks - 1) / ranks
-    trips = _PLACE_TRIPS.get(collective, 2.5)
-    if algorithm.protocol == "LL":
-        trips = _LL_TRIPS.get(collective, 1.0)
-        sent *= machine.ll_factor
-    if collective == "allreduce":
-        is_one_shot = algorithm.name.startswith("allreduce_1step")
-        trips = 1.0 if is_one_shot else trips
-        sent *= ranks if is_one_shot else 2
-    return machine.launch_us + trips * machine.trip_us + sent / (machine.egress_gbs * 1e3)
+    if algorithm.name == "allreduce_1step":
+        sent *= ranks
+    elif algorithm.name == "allreduce_allpairs":
+        sent *= 2
+    least_us, sent_gbs = _EXCHANGE_COSTS[algorithm.name, algorithm.protocol]
+    return least_us + sent / (sent_gbs * 1e3)
 
 
 def estimate(

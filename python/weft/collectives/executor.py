@@ -17,29 +17,12 @@ from typing import Any
 
 from weft import _core
 from weft.collectives.direct import direct_messages
+from weft.collectives.exchanges import Exchange
 from weft.collectives.ir import Algorithm
 from weft.collectives.rows import chunks_of_part, program_rows, protocol_number
 from weft.errors import invalid
 
 _FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """What a program's own exchange kernel is asked for; ``number`` as in kernels/collective/exchange_args.h."""
-
-    number: int
-    is_one_shot: bool = False
-
-
-# Programs that one kernel does as a whole (kernels/collective/exchange.cuh), by name.
-EXCHANGES = {
-    "allreduce_1step": Exchange(0, is_one_shot=True),
-    "allreduce_allpairs": Exchange(0),
-    "allgather_allpairs": Exchange(1),
-    "reducescatter_allpairs": Exchange(2),
-    "alltoall_allpairs": Exchange(3),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +42,7 @@ class Call:
     ``part_elems`` counts the whole buffer where the collective has no parts (all_reduce, broadcast, ...); for a custom
     collective it divides by the chunks.
     ``slice_bytes`` 0 takes what a slot holds; ``num_sms`` 0 one for each block; ``stream`` is a CUDA stream.
+    ``reduction`` as in ``weft.collectives.rows``; an average is for exchange() only.
     ``compiled``: run the program's own kernel, with its steps as constants, instead of the interpreter; programs of up
     to 48 steps, and on the CPU only where there is a C++ compiler.
     """
@@ -128,19 +112,20 @@ class Executor:
             call.compiled,
         )
 
-    def exchange(self, kind: Exchange, call: Call, meets: bool) -> None:
+    def exchange(self, kind: Exchange, call: Call, way: int) -> None:
         """Run a collective as one kernel, with sums in the order of ranks.
 
         Args:
             call: ``part_elems`` is what goes from one rank to another, the whole buffer of an all_reduce; not
                 ``compiled``, no ``slice_bytes``.
-            meets: ranks use each other's buffers in place where all lie in windows; else values travel beside flags
-                through inboxes: less latency, twice the bytes. The same on all ranks, as is ``num_sms``.
+            way: LINES: values travel beside flags, with the least latency and twice the bytes. PLACES: ranks use each
+                other's buffers in place where all lie in windows, else as STAGES: through staging areas, with one more
+                local copy. The same on all ranks, as is ``num_sms``.
         Raises: PeerLost.
         """
         self._runner.exchange(
             *(kind.number, call.element, call.reduction, call.input, call.output, call.part_elems),
-            *(kind.is_one_shot, meets, call.num_sms, call.stream),
+            *(kind.is_one_shot, way, call.num_sms, call.stream),
         )
 
     def run_with_sizes(

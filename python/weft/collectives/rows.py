@@ -30,7 +30,7 @@ ELEMENTS = {
     "uint64": 11,
     "bool": 7,
 }
-REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3, "average": 0}
+REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3, "average": 4}
 _PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
 _BUFFERS = {Buffer.input: 0, Buffer.output: 1, Buffer.scratch: 2}
 _OPS = {op: number for number, op in enumerate(Op)}

@@ -302,8 +302,10 @@ class Selector:
             except Error as error:
                 reasons.append(f"{variant.label()}: {error}")
                 continue
-            predict = predict_exchange_us if variant.mode == EXCHANGE else predict_us
-            us = predict(choice.algorithm, num_bytes, self.machine)
+            if variant.mode == EXCHANGE:
+                us = predict_exchange_us(choice.algorithm, num_bytes)
+            else:
+                us = predict_us(choice.algorithm, num_bytes, self.machine)
             predicted.append((us, variant.label()))
             if best is None or us < best[0]:
                 best = us, choice

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The collectives that one kernel does as a whole (kernels/collective/exchange.cuh), by their programs' names.
+
+Numbers as in kernels/collective/exchange_args.h. Needs no core, so that books can be written where none is built yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+LINES, PLACES, STAGES = range(3)  # the ways of an exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What a program's own exchange kernel is asked for."""
+
+    number: int
+    is_one_shot: bool = False
+
+
+EXCHANGES = {
+    "allreduce_1step": Exchange(0, is_one_shot=True),
+    "allreduce_allpairs": Exchange(0),
+    "allgather_allpairs": Exchange(1),
+    "reducescatter_allpairs": Exchange(2),
+    "alltoall_allpairs": Exchange(3),
+}

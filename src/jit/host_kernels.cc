@@ -49,12 +49,16 @@ constexpr const char* kLowLatencyRows =
     "ranks=8 experts_per_rank=32 top_k=8 row_bytes=3584 scale_bytes=448 payload=5 weights=0; "
     "ranks=3 experts_per_rank=2 top_k=1 row_bytes=32 scale_bytes=4 payload=6 weights=1";
 constexpr const char* kLowLatencyReplies =
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=0 weights=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=1 weights=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=2 weights=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=3 weights=0; "
-    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 reply=0 weights=1; "
-    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 reply=0 weights=1";
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=0 weights=0 lines=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=1 weights=0 lines=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=2 weights=0 lines=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=3 weights=0 lines=0; "
+    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 reply=0 weights=1 lines=0; "
+    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 reply=0 weights=1 lines=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=0 weights=0 lines=1; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=1 weights=0 lines=1; "
+    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 reply=0 weights=1 lines=1; "
+    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 reply=0 weights=1 lines=1";
 
 // float32 sum, bfloat16 maximum and sum, and FP8 product, over every wire.
 constexpr const char* kPrograms =

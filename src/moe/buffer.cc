@@ -11,6 +11,7 @@
 #include "kernels/core/carver.h"
 #include "memory/device_memory.h"
 #include "moe/fault_text.h"
+#include "moe/low_latency.h"
 
 namespace weft {
 namespace {
@@ -82,10 +83,12 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
                          options.heap_bytes + heap_bytes_of(trace_bytes_of(config().trace_spans));
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 3 + 2 * report_bytes(ranks)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
+  WEFT_TRY_ASSIGN(const bool lines, agree_on_lines(*comm));
   WEFT_TRY_ASSIGN(ComputeLimits limits, compute_limits(*comm));
   std::unique_ptr<MoeBuffer> buffer(
       new MoeBuffer(std::move(comm), std::move(window), std::move(visible), options, control));
   buffer->limits_ = limits;
+  buffer->lines_ = lines;
   WEFT_TRY(buffer->open_trace());
   return buffer;
 }

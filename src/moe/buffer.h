@@ -153,6 +153,8 @@ class MoeBuffer {
   TraceLog* trace() const;
   uint64_t trace_bytes() const { return trace_bytes_; }
   const ComputeLimits& limits() const { return limits_; }
+  // Whether rows of low-latency mode travel as lines: see agree_on_lines().
+  bool lines() const { return lines_; }
   double timeout_s() const { return timeout_s_; }
   WaitRule wait_rule() const;
 
@@ -180,6 +182,7 @@ class MoeBuffer {
   std::unique_ptr<HostVisible> visible_;
   HighThroughputControl control_;
   ComputeLimits limits_{};
+  bool lines_ = false;
   double timeout_s_;
   uint64_t low_latency_begin_;
   uint64_t low_latency_end_;

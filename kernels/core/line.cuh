@@ -77,6 +77,19 @@ WEFT_DEVICE void keep_part(std::byte* row, const LinePart& at, const Vec16& vec)
   *reinterpret_cast<uint64_t*>(place + 8 * at.half) = vec.words[0] | uint64_t{vec.words[1]} << 32;
 }
 
+// Word `word`, of 4 bytes, of a row that came on lines.
+WEFT_DEVICE uint32_t load_line_word(const Vec16* lines, uint32_t word) {
+  const uint32_t sheet = word / 4 / kSheetVecs;
+  const uint32_t vec = word / 4 % kSheetVecs;
+  const uint32_t beside_tags = kSheetLines * (kLineParts - 1);
+  const auto* words = reinterpret_cast<const uint32_t*>(lines + uint64_t{sheet} * kSheetParts);
+  if (vec < beside_tags)
+    return load_relaxed(words + (vec / (kLineParts - 1) * kLineParts + vec % (kLineParts - 1)) * 4 +
+                        word % 4);
+  const uint32_t line = (vec - beside_tags) * 2 + word % 4 / 2;
+  return load_relaxed(words + (line * kLineParts + kLineParts - 1) * 4 + word % 2);
+}
+
 // Whether a line has come: its tag is looked at alone, which costs a quarter of the line's way through the
 // caches. What this thread, and lanes that it meets, load_line() after that is the line's; parts loaded at
 // the same time as the tag may be older.

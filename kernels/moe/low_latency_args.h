@@ -113,6 +113,7 @@ struct LowLatencyDispatchShape {
   int64_t scale_bytes;  // of a message; a multiple of 4
   int64_t payload;
   int64_t weights;  // 1: top-k weights travel too
+  int64_t lines;    // 1: messages are lines that say themselves that they came
 };
 struct LowLatencyCombineShape {
   int64_t ranks;
@@ -123,6 +124,11 @@ struct LowLatencyCombineShape {
   int64_t weights;  // 1: routes hold the dispatch's weights
   int64_t lines;    // 1: replies are lines that say themselves that they came, and no words move; not LogFMT
 };
+
+// What a message takes in memory, of whole vectors or of lines that hold them.
+WEFT_DEVICE constexpr uint64_t wire_bytes(uint64_t message_bytes, bool lines) {
+  return lines ? lines_of_vecs(message_bytes / sizeof(Vec16)) * kLineBytes : message_bytes;
+}
 
 // LogFMT is decided per block of channels: 1024, or the largest power of two that divides H; each must be
 // whole groups.
@@ -141,7 +147,7 @@ WEFT_DEVICE constexpr bool is_reduced(int64_t reply) {
 // A reply: the row (a LogFMT block stands at the start of its bf16 place), then per 128 channels bf16
 // {largest, smallest}; or the row as lines.
 WEFT_DEVICE constexpr uint64_t reply_bytes(uint64_t row_bytes, int64_t reply, bool lines) {
-  if (lines) return lines_of_vecs(row_bytes / sizeof(Vec16)) * kLineBytes;
+  if (lines) return wire_bytes(row_bytes, true);
   return row_bytes + (is_log(reply) ? round_up_16(row_bytes / 256 * 4) : 0);
 }
 

@@ -545,11 +545,14 @@ WEFT_DEVICE uint32_t await_replies(const C& c, uint32_t token, Range sheets, uin
   ReplyLines<C> lines{c, token, first, static_cast<uint32_t>(last - first)};
   constexpr Site kSite = Site::kLowLatencyCombineRecv;
   const uint64_t start = cycles();
-  for (uint32_t i = c.warp.rank(); c.a.call.wait_cycles && token == 0 && first == 0 && i < listed;
-       i += c.warp.size()) {
-    await_lines(c.a.call, c.mesh, c.epoch, kSite, lines, i * lines.count, i * lines.count + 1, 1);
-    note_wait(c, token, 0, lines.peer(i * lines.count), start);
+  // The last line of each, alone, for as long as it takes: a crowd that looks at all lines again and again is
+  // in the way of those that arrive.
+  for (uint32_t i = c.warp.rank(); i < listed; i += c.warp.size()) {
+    const uint32_t line = i * lines.count + lines.count - 1;
+    await_lines(c.a.call, c.mesh, c.epoch, kSite, lines, line, line + 1, 1);
+    if (c.a.call.wait_cycles && first == 0) note_wait(c, token, 0, lines.peer(line), start);
   }
+  c.warp.sync();
   await_lines(c.a.call, c.mesh, c.epoch, kSite, lines, c.warp.rank(), listed * lines.count, c.warp.size());
   c.warp.sync();
   if (!c.warp.any(lines.has_lost)) return listed;

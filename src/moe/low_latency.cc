@@ -24,7 +24,8 @@ KernelKey key_of(const LowLatencyDispatchShape& shape) {
                {"row_bytes", shape.row_bytes},
                {"scale_bytes", shape.scale_bytes},
                {"payload", shape.payload},
-               {"weights", shape.weights}};
+               {"weights", shape.weights},
+               {"lines", shape.lines}};
   return key;
 }
 
@@ -154,7 +155,8 @@ LowLatencyDispatchShape LowLatency::shape_of(const LowLatencyDispatchCall& call)
           call.row_bytes,
           call.scale_bytes,
           call.payload,
-          call.topk_weights ? 1 : 0};
+          call.topk_weights ? 1 : 0,
+          lines_ ? 1 : 0};
 }
 
 Status LowLatency::check(const LowLatencyDispatchCall& call) const {
@@ -174,7 +176,7 @@ Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases)
   args.call.id_bytes = call.id_bytes;
   args.call.wait_cycles = call.wait_cycles;
   args.call.hello = {{call.max_tokens, call.row_bytes, call.top_k, call.experts, call.scale_bytes,
-                      static_cast<uint32_t>(call.payload * 2 + shape.weights)},
+                      static_cast<uint32_t>(call.payload * 2 + shape.weights + shape.lines * kLineForms)},
                      0};
   args.x = static_cast<const std::byte*>(call.x);
   args.x_row_bytes = call.row_bytes * shrinks_by(call.payload);

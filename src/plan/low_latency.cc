@@ -33,13 +33,18 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   const Lanes lanes = lanes_of(sizes.max_tokens);
   const MessageLayout message =
       message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
-  plan.half_bytes = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, message.bytes).bytes;
+  const bool lines = shape.lines != 0;
+  plan.half_bytes =
+      dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, wire_bytes(message.bytes, lines)).bytes;
   const uint32_t warps = warps_per_block(plan, limits);
-  plan.shared_bytes =
-      static_cast<uint32_t>(dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps).bytes);
+  plan.shared_bytes = static_cast<uint32_t>(
+      dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps, lines ? &message : nullptr)
+          .bytes);
   plan.pieces = 1;
+  const auto sheets = static_cast<uint32_t>(sheets_of_vecs(message.bytes / sizeof(Vec16)));
+  const uint32_t most = lines ? std::min(kMostPieces, sheets) : kMostPieces;
   plan.receive_splits =
-      limits.is_cuda ? std::clamp(plan.blocks * warps / (sizes.ranks * lanes.count), 1u, kMostPieces) : 1;
+      limits.is_cuda ? std::clamp(plan.blocks * warps / (sizes.ranks * lanes.count), 1u, most) : 1;
   return plan;
 }
 
@@ -84,7 +89,8 @@ uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
   const MessageLayout message =
       message_layout(sizes.top_k, true, (hidden * 2 + 15) / 16 * 16, hidden / 16 * 4);
   const Lanes lanes = lanes_of(sizes.max_tokens);
-  const uint64_t dispatch = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, message.bytes).bytes;
+  const uint64_t wire = std::max(message.bytes, wire_bytes(message.bytes, true));
+  const uint64_t dispatch = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, wire).bytes;
   const uint64_t row_bytes = (hidden * 2 + 15) / 16 * 16;
   const uint64_t reply =
       std::max(reply_bytes(row_bytes, kReplyExactLog, false), reply_bytes(row_bytes, kReplyReduced, true));

@@ -9,16 +9,17 @@ namespace {
 constexpr ComputeLimits kH200{true, 132, 1, 227 * 1024};
 constexpr ComputeLimits kHost{false, 1, 2, 0};
 
-LowLatencyDispatchShape fp8(const LowLatencySizes& sizes, int64_t hidden) {
-  return {sizes.ranks, sizes.experts_per_rank(), sizes.top_k, hidden, hidden / 32, kPayloadFp8, 0};
+LowLatencyDispatchShape fp8(const LowLatencySizes& sizes, int64_t hidden, int64_t lines = 0) {
+  return {sizes.ranks, sizes.experts_per_rank(), sizes.top_k, hidden, hidden / 32, kPayloadFp8, 0, lines};
 }
 LowLatencyCombineShape bf16(const LowLatencySizes& sizes, int64_t hidden, int64_t reply = kReplyReduced,
                             int64_t lines = 0) {
   return {sizes.ranks, sizes.experts_per_rank(), sizes.top_k, hidden * 2, reply, 0, lines};
 }
 
-std::string dispatch_text(const LowLatencySizes& sizes, int64_t hidden, const ComputeLimits& limits) {
-  return to_text(plan_low_latency_dispatch(sizes, fp8(sizes, hidden), limits));
+std::string dispatch_text(const LowLatencySizes& sizes, int64_t hidden, const ComputeLimits& limits,
+                          int64_t lines = 0) {
+  return to_text(plan_low_latency_dispatch(sizes, fp8(sizes, hidden, lines), limits));
 }
 std::string combine_text(const LowLatencySizes& sizes, int64_t hidden, uint32_t tokens,
                          const ComputeLimits& limits, int64_t lines = 0) {
@@ -46,6 +47,10 @@ TEST(LowLatencyPlan, GoldenPlansOfLines) {
             "half 15761408 bytes, 132 blocks of 512 threads, 1072 bytes shared, 2 pieces, 16 receive splits");
   EXPECT_EQ(combine_text(four, 7168, 128, kH200, 1),
             "half 15745024 bytes, 132 blocks of 512 threads, 1056 bytes shared, 4 pieces, 16 receive splits");
+  EXPECT_EQ(dispatch_text(four, 7168, kH200, 1),
+            "half 4129792 bytes, 132 blocks of 512 threads, 10912 bytes shared, 1 pieces, 4 receive splits");
+  EXPECT_EQ(dispatch_text(four, 128, kHost, 1),
+            "half 132096 bytes, 2 blocks of 1 threads, 3184 bytes shared, 1 pieces, 1 receive splits");
   EXPECT_EQ(combine_text(four, 7168, 1, kH200, 1),
             "half 15745024 bytes, 132 blocks of 512 threads, 1056 bytes shared, 4 pieces, 30 receive splits");
   EXPECT_EQ(combine_text(four, 8, 128, kH200, 1),
@@ -87,6 +92,8 @@ TEST(LowLatencyPlan, TheHintHoldsEveryFormat) {
       copy.scale_bytes = 2048 / 16 * 4;
       copy.payload = kPayloadCopy;
       copy.weights = 1;
+      EXPECT_LE(plan_low_latency_dispatch(sizes, copy, kH200).half_bytes, half);
+      copy.lines = 1;
       EXPECT_LE(plan_low_latency_dispatch(sizes, copy, kH200).half_bytes, half);
       EXPECT_LE(plan_low_latency_dispatch(sizes, fp8(sizes, 2048), kH200).half_bytes, half);
       for (int64_t reply = kReplyReduced; reply <= kReplyExactLog; ++reply)

@@ -6,7 +6,6 @@
 
 #include "kernels/collective/element.cuh"
 #include "kernels/core/copy.cuh"
-#include "kernels/core/line.cuh"
 
 namespace weft {
 
@@ -125,9 +124,12 @@ struct LlWire {
   }
 };
 
-// Lines of 128 bytes (line.cuh), words in order, whose tag is the message's number plus one.
+// Lines of 128 bytes: 15 words of 8 bytes, then the message's number plus one. Eight neighbours of a warp
+// write a line with one instruction each of 16 bytes at the same time, and NVLink delivers such a line whole;
+// on the host the number is stored last.
 struct Ll128Wire {
   static constexpr bool kIsPlain = false;
+  static constexpr uint32_t kLineBytes = 128, kLineWords = 15, kLanes = 8;
   WEFT_DEVICE static const uint64_t* number_of(const Slot& slot, uint64_t line) {
     return reinterpret_cast<const uint64_t*>(slot.at + line * kLineBytes) + kLineWords;
   }
@@ -187,7 +189,7 @@ WEFT_DEVICE Vec16 move_pair(const Movement& m, uint64_t line, uint32_t lane, con
   if (m.in.at) {
     for (uint32_t polls = 0; !Ll128Wire::is_there(m.in, line); ++polls)
       if (gives_up(polls)) break;
-    value = load_line(reinterpret_cast<const Vec16*>(m.in.at + line * kLineBytes) + lane);
+    value = load_line(reinterpret_cast<const Vec16*>(m.in.at + line * Ll128Wire::kLineBytes) + lane);
     if (m.src.at) value = Combiner::apply(value, load_pair(m.src, pair));
   } else {
     value = load_pair(m.src, pair);
@@ -204,16 +206,17 @@ WEFT_DEVICE Vec16 move_pair(const Movement& m, uint64_t line, uint32_t lane, con
 template <class Combiner, class GiveUp>
 WEFT_DEVICE void move_lines(Block block, const Movement& m, GiveUp gives_up) {
   const Warp warp;
-  const uint64_t lines = (m.units * 2 + kLineWords - 1) / kLineWords;
-  const uint64_t items = lines * kLineParts;
+  const uint64_t lines = (m.units * 2 + Ll128Wire::kLineWords - 1) / Ll128Wire::kLineWords;
+  const uint64_t items = lines * Ll128Wire::kLanes;
   const uint64_t turns = (items + warp.size() - 1) / warp.size() * warp.size();
   for (uint64_t item = block.rank(); item < turns; item += block.size()) {
-    const uint64_t line = item / kLineParts;
-    const auto lane = static_cast<uint32_t>(item % kLineParts);
-    const bool has_second = lane + 1 < kLineParts;
+    const uint64_t line = item / Ll128Wire::kLanes;
+    const auto lane = static_cast<uint32_t>(item % Ll128Wire::kLanes);
+    const bool has_second = lane + 1 < Ll128Wire::kLanes;
     Vec16 value{};
     if (item < items)
-      value = move_pair<Combiner>(m, line, lane, {line * kLineWords + 2 * lane, has_second}, gives_up);
+      value =
+          move_pair<Combiner>(m, line, lane, {line * Ll128Wire::kLineWords + 2 * lane, has_second}, gives_up);
     if (!m.out.at) continue;
     const uint64_t number = m.out.number + 1;
     if (!has_second) {
@@ -222,7 +225,8 @@ WEFT_DEVICE void move_lines(Block block, const Movement& m, GiveUp gives_up) {
     }
     warp.sync();
     if (item < items)
-      store_line_part(reinterpret_cast<Vec16*>(m.out.at + line * kLineBytes) + lane, value, !has_second);
+      store_line_part(reinterpret_cast<Vec16*>(m.out.at + line * Ll128Wire::kLineBytes) + lane, value,
+                      !has_second);
   }
 }
 

@@ -4,7 +4,6 @@
 // at most, K slots per token, H channels, Le experts per rank. Plain pointers are memory of this rank.
 #pragma once
 
-#include "kernels/core/line.cuh"
 #include "kernels/core/wait.cuh"
 #include "kernels/moe/low_latency_layout.h"
 
@@ -89,11 +88,10 @@ struct LowLatencyCombineArgs {
   uint64_t x_row_bytes;
   const float*
       topk_weights;  // [T][K]; null: those of the dispatch, with kReplyReduced and weights = 1 in the shape
-  const int32_t* routes;  // of the dispatch
-  std::byte* combined;    // bf16[T][H]
-  uint32_t pieces;        // warps that share one reply: the same on all ranks, unless replies are lines
-  uint32_t
-      receive_splits;  // warps that share one token's sum: a multiple of pieces, unless replies are lines
+  const int32_t* routes;    // of the dispatch
+  std::byte* combined;      // bf16[T][H]
+  uint32_t pieces;          // warps that share one reply: the same on all ranks
+  uint32_t receive_splits;  // warps that share one token's sum: a multiple of pieces
   // u32, written by this rank's other kernels: the rows behind one are there once it has reached
   // signal_value.
   const uint32_t* signals;  // [Le][signals_per_expert], or null: all rows are there
@@ -113,7 +111,6 @@ struct LowLatencyDispatchShape {
   int64_t scale_bytes;  // of a message; a multiple of 4
   int64_t payload;
   int64_t weights;  // 1: top-k weights travel too
-  int64_t lines;    // 1: messages are lines that say themselves that they came
 };
 struct LowLatencyCombineShape {
   int64_t ranks;
@@ -122,13 +119,7 @@ struct LowLatencyCombineShape {
   int64_t row_bytes;  // 2 * H, a multiple of 16
   int64_t reply;
   int64_t weights;  // 1: routes hold the dispatch's weights
-  int64_t lines;    // 1: replies are lines that say themselves that they came, and no words move; not LogFMT
 };
-
-// What a message takes in memory, of whole vectors or of lines that hold them.
-WEFT_DEVICE constexpr uint64_t wire_bytes(uint64_t message_bytes, bool lines) {
-  return lines ? lines_of_vecs(message_bytes / sizeof(Vec16)) * kLineBytes : message_bytes;
-}
 
 // LogFMT is decided per block of channels: 1024, or the largest power of two that divides H; each must be
 // whole groups.
@@ -145,9 +136,8 @@ WEFT_DEVICE constexpr bool is_reduced(int64_t reply) {
 }
 
 // A reply: the row (a LogFMT block stands at the start of its bf16 place), then per 128 channels bf16
-// {largest, smallest}; or the row as lines.
-WEFT_DEVICE constexpr uint64_t reply_bytes(uint64_t row_bytes, int64_t reply, bool lines) {
-  if (lines) return wire_bytes(row_bytes, true);
+// {largest, smallest}.
+WEFT_DEVICE constexpr uint64_t reply_bytes(uint64_t row_bytes, int64_t reply) {
   return row_bytes + (is_log(reply) ? round_up_16(row_bytes / 256 * 4) : 0);
 }
 

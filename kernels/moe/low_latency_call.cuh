@@ -45,16 +45,6 @@ WEFT_DEVICE bool is_masked(const LowLatencyCall& call, uint32_t peer) {
   return call.masked && load_relaxed(call.masked + peer) != 0;
 }
 
-// A peer stayed silent.
-WEFT_DEVICE void give_up_on(const LowLatencyCall& call, uint32_t peer, Site site, uint64_t want_epoch,
-                            uint64_t seen_epoch, uint64_t waited_ns) {
-  if (call.may_mask) {
-    store_relaxed(call.masked + peer, uint32_t{1});
-  } else {
-    raise(call.wait.fault, site, call.wait.self, peer, want_epoch, seen_epoch, waited_ns);
-  }
-}
-
 // Waits, in one thread, for a signal of a peer. False: the peer is masked, by now or before, or it is a
 // fault. `scale` turns values into epochs for the report.
 WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint64_t want, uint32_t peer,
@@ -66,7 +56,11 @@ WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint6
   uint64_t waited_ns = 0;
   const Span traced(call.wait.trace, site, peer);
   if (poll_signal(signal, want, call.wait, seen, waited_ns)) return true;
-  give_up_on(call, peer, site, want / scale, seen / scale, waited_ns);
+  if (call.may_mask) {
+    store_relaxed(call.masked + peer, uint32_t{1});
+  } else {
+    raise(call.wait.fault, site, call.wait.self, peer, want / scale, seen / scale, waited_ns);
+  }
   return false;
 }
 
@@ -169,67 +163,6 @@ WEFT_DEVICE bool await_greeting(const LowLatencyCall& call, const MeshT& mesh, E
   if (their_epoch == dispatch_epoch) return true;
   raise(call.wait.fault, Site::kCombineHandle, call.wait.self, source, dispatch_epoch, their_epoch, 0);
   return false;
-}
-
-// ---- lines
-// ---------------------------------------------------------------------------------------------------------
-
-// Lines that a thread looks at together: memory is far.
-inline constexpr uint32_t kLinesInFlight = 4;
-
-// Of up to kLinesInFlight lines, those that have not come.
-struct MissingLines {
-  uint32_t bits;
-
-  WEFT_DEVICE bool has(uint32_t i) const { return (bits >> i & 1) != 0; }
-  WEFT_DEVICE void drop(uint32_t i) { bits &= ~(1u << i); }
-
-  // Looks at all of them. line_at(i) is where the i-th begins.
-  template <class LineAt>
-  WEFT_DEVICE bool look(LineAt line_at, uint64_t tag) {
-    bool came[kLinesInFlight] = {};
-    WEFT_UNROLL
-    for (uint32_t i = 0; i < kLinesInFlight; ++i)
-      if (has(i)) came[i] = line_is_there(line_at(i), tag);
-    WEFT_UNROLL
-    for (uint32_t i = 0; i < kLinesInFlight; ++i)
-      if (came[i]) drop(i);
-    return bits == 0;
-  }
-};
-
-// Waits, in one thread, for lines first, first + step, ... below `last` of
-//   lines.at(i)     where line i begins
-//   lines.peer(i)   who sends it
-//   lines.lose(i)   called for what does not come: its peer is masked, by now or before, or it is a fault
-template <class MeshT, class Lines>
-WEFT_DEVICE void await_lines(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, Site site,
-                             Lines& lines, uint32_t first, uint32_t last, uint32_t step) {
-  const uint64_t tag = line_tag(epoch.number);
-  for (; first < last; first += kLinesInFlight * step) {
-    const uint32_t left = (last - first + step - 1) / step;
-    MissingLines missing{left < kLinesInFlight ? (1u << left) - 1 : (1u << kLinesInFlight) - 1};
-    auto look = [&] { return missing.look([&](uint32_t i) { return lines.at(first + i * step); }, tag); };
-    if (look()) continue;
-    for (uint32_t i = 0; call.masked && i < kLinesInFlight; ++i) {
-      if (!missing.has(i) || !is_masked(call, lines.peer(first + i * step))) continue;
-      lines.lose(first + i * step);
-      missing.drop(i);
-    }
-    uint64_t waited_ns = 0;
-    const Span traced(call.wait.trace, site, lines.peer(first));
-    if (missing.bits == 0 || poll(call.wait, waited_ns, look)) continue;
-    for (uint32_t i = 0; i < kLinesInFlight; ++i) {
-      if (!missing.has(i)) continue;
-      const uint32_t peer = lines.peer(first + i * step);
-      // A tag names its call to nobody else; the greeting says how far the peer has come.
-      const auto* greeted = reinterpret_cast<const uint64_t*>(
-          mesh.local() +
-          control_offset(call, low_latency_control(mesh.ranks()).ready, mesh.ranks(), epoch, peer));
-      give_up_on(call, peer, site, epoch.number, load_acquire(greeted), waited_ns);
-      lines.lose(first + i * step);
-    }
-  }
 }
 
 // The warps of all blocks, dealt so that consecutive jobs go to different blocks.

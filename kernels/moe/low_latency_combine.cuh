@@ -5,16 +5,14 @@
 //           2 every warp takes a piece of the messages of one (owner, lane), in the dispatch's terms: sums a
 //           message's rows with their weights and stores one reply per token (exact: one per row, as it is),
 //           then moves the lane's word
-//           (lines: a reply's lines say themselves that they came; no word moves)
-// Receive:  3 every warp takes a part of one token, waits for the lanes (lines: for the lines) that bring its
-//           replies, sums them
+// Receive:  3 every warp takes a part of one token, waits for the lanes that bring its replies, sums them
 // Sums:     float32. Reduced: slots of one rank in order, rounded to bf16, then ranks in the order of their
 // first slots,
 //           one rounding. Exact: slots in order, one rounding.
 // Waits:    for the peers' reading of the call before last; step 2 for an owner's weights, and, where other
-//           kernels of this rank raise signals, for those of the rows it sends; step 3 for words or lines.
+//           kernels of this rank raise signals, for those of the rows it sends; step 3 for words.
 // Cost:     per (token, rank) (exact: per slot) one row; per rank 4 * T * K bytes of weights; per (lane,
-//           piece, rank) a word; lines: 128/120 of the rows, and no words.
+//           piece, rank) a word.
 #pragma once
 
 #include "kernels/core/quantise.cuh"
@@ -35,9 +33,7 @@ struct Combine {
   WEFT_DEVICE uint32_t ranks() const { return static_cast<uint32_t>(shape.ranks); }
   WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
   WEFT_DEVICE Lanes lanes() const { return lanes_of(a.call.max_tokens); }
-  WEFT_DEVICE bool lines() const { return shape.lines != 0; }
-  WEFT_DEVICE uint64_t row_vecs() const { return shape.row_bytes / sizeof(Vec16); }
-  WEFT_DEVICE uint64_t reply_stride() const { return reply_bytes(shape.row_bytes, shape.reply, lines()); }
+  WEFT_DEVICE uint64_t reply_stride() const { return reply_bytes(shape.row_bytes, shape.reply); }
   WEFT_DEVICE CombineHalf half() const {
     return combine_half(shape.ranks, a.call.max_tokens, shape.top_k, reply_stride());
   }
@@ -110,26 +106,23 @@ inline constexpr uint32_t kSendVecs = kIsHost ? 16 : 4;
 inline constexpr uint32_t kSendRows = kIsHost ? 1 : 2;
 inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 2;
 inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;
-inline constexpr uint32_t kReceiveLineRows = kIsHost ? 1 : 6;
-inline constexpr uint32_t kSendLineVecs = kIsHost ? 16 : 2;
 
-// The sum of weight * element over the `count` listed rows, as bf16, for vectors `items` of what load(i,
-// item) gives of the i-th and store(item, vec) takes. kVecs vectors of kRows rows are loaded before any is
-// used. The warp, whose lanes call store() together, also for items beyond the last.
-template <uint32_t kVecs, uint32_t kRows, class C, class Load, class Store>
-WEFT_DEVICE void sum_rows(const C& c, Range items, uint32_t count, Load load, Store store) {
+// The sum of weight * element over the `count` listed rows, for this part of their vectors, as bf16 to `out`.
+// row_of(i) is where the i-th starts. kVecs vectors of kRows rows are loaded before any is used. The warp.
+template <uint32_t kVecs, uint32_t kRows, class C, class RowOf>
+WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, std::byte* out) {
   const uint32_t step = c.warp.size();
-  for (uint64_t base = items.first; base < items.last; base += kVecs * step) {
-    const uint64_t first = base + c.warp.rank();
+  for (uint64_t first = part.first + c.warp.rank(); first < part.last; first += kVecs * step) {
     float sums[kVecs][Bf16::kPerVec] = {};
     for (uint32_t row = 0; row < count; row += kRows) {
       Vec16 held[kRows][kVecs] = {};
       WEFT_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
         if (row + r >= count) continue;
+        const auto* vecs = reinterpret_cast<const Vec16*>(row_of(row + r));
         WEFT_UNROLL
         for (uint32_t v = 0; v < kVecs; ++v)
-          if (first + v * step < items.last) held[r][v] = load(row + r, first + v * step);
+          if (first + v * step < part.last) held[r][v] = load_vec(vecs + first + v * step);
       }
       WEFT_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
@@ -137,7 +130,7 @@ WEFT_DEVICE void sum_rows(const C& c, Range items, uint32_t count, Load load, St
         const float weight = c.weights()[row + r];
         WEFT_UNROLL
         for (uint32_t v = 0; v < kVecs; ++v) {
-          if (first + v * step >= items.last) continue;
+          if (first + v * step >= part.last) continue;
           float values[Bf16::kPerVec] = {};
           Bf16::add(values, held[r][v]);
           for (uint32_t e = 0; e < Bf16::kPerVec; ++e)
@@ -146,54 +139,10 @@ WEFT_DEVICE void sum_rows(const C& c, Range items, uint32_t count, Load load, St
       }
     }
     WEFT_UNROLL
-    for (uint32_t v = 0; v < kVecs; ++v) store(first + v * step, Bf16::round(sums[v]));
+    for (uint32_t v = 0; v < kVecs; ++v)
+      if (first + v * step < part.last)
+        store_vec(reinterpret_cast<Vec16*>(out) + first + v * step, Bf16::round(sums[v]));
   }
-}
-
-// The same from whole rows to a whole row. row_of(i) is where the i-th starts.
-template <uint32_t kVecs, uint32_t kRows, class C, class RowOf>
-WEFT_DEVICE void sum_vecs(const C& c, Range vecs, uint32_t count, RowOf row_of, std::byte* out) {
-  sum_rows<kVecs, kRows>(
-      c, vecs, count,
-      [&](uint32_t i, uint64_t vec) { return load_vec(reinterpret_cast<const Vec16*>(row_of(i)) + vec); },
-      [&](uint64_t vec, const Vec16& sum) {
-        if (vec < vecs.last) store_vec(reinterpret_cast<Vec16*>(out) + vec, sum);
-      });
-}
-
-// ... from rows to the lines of a reply.
-template <class C, class RowOf>
-WEFT_DEVICE void sum_to_lines(const C& c, Range sheets, uint32_t count, RowOf row_of, std::byte* reply) {
-  const Range parts{sheets.first * kSheetParts, sheets.last * kSheetParts};
-  const uint64_t tag = line_tag(c.epoch.number);
-  sum_rows<kSendLineVecs, kSendRows>(
-      c, parts, count,
-      [&](uint32_t i, uint32_t part) {
-        const uint32_t vec = line_part(part).vec;
-        return vec < c.row_vecs() ? load_vec(reinterpret_cast<const Vec16*>(row_of(i)) + vec) : Vec16{};
-      },
-      [&](uint32_t part, const Vec16& sum) {
-        const LinePart at = line_part(part);
-        c.warp.sync();
-        if (part < parts.last && at.travels(c.row_vecs()))
-          store_part(reinterpret_cast<Vec16*>(reply), part, at, sum, tag);
-      });
-}
-
-// ... and from the lines of replies, which have come, to a row.
-template <class C, class ReplyOf>
-WEFT_DEVICE void sum_from_lines(const C& c, Range sheets, uint32_t count, ReplyOf reply_of, std::byte* out) {
-  const Range parts{sheets.first * kSheetParts, sheets.last * kSheetParts};
-  sum_rows<kReceiveVecs, kReceiveLineRows>(
-      c, parts, count,
-      [&](uint32_t i, uint32_t part) {
-        const bool is_used = line_part(part).holds(c.row_vecs());
-        return is_used ? load_line(reinterpret_cast<const Vec16*>(reply_of(i)) + part) : Vec16{};
-      },
-      [&](uint32_t part, const Vec16& sum) {
-        const LinePart at = line_part(part);
-        if (part < parts.last && at.holds(c.row_vecs())) keep_part(out, at, sum);
-      });
 }
 
 WEFT_DEVICE LogGrid grid_of(uint32_t range) {
@@ -332,10 +281,9 @@ WEFT_DEVICE void decode_block(const C& c, uint32_t first_group, uint32_t groups,
 template <class C>
 WEFT_DEVICE void write_reply(const C& c, uint32_t piece, uint32_t count, std::byte* reply) {
   auto row_of = [&](uint32_t i) { return c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes; };
-  if (c.lines())
-    return sum_to_lines(c, part_of(sheets_of_vecs(c.row_vecs()), piece, c.a.pieces), count, row_of, reply);
   if (!is_log(c.shape.reply))
-    return sum_vecs<kSendVecs, kSendRows>(c, part_of(c.row_vecs(), piece, c.a.pieces), count, row_of, reply);
+    return sum_rows<kSendVecs, kSendRows>(c, part_of(c.shape.row_bytes / 16, piece, c.a.pieces), count,
+                                          row_of, reply);
   const auto block_elems = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2));
   const Range blocks = part_of(c.shape.row_bytes / 2 / block_elems, piece, c.a.pieces);
   for (uint64_t b = blocks.first; b < blocks.last; ++b)
@@ -376,7 +324,7 @@ WEFT_DEVICE void answer_exact(const C& c, uint32_t owner, const int32_t* record,
 template <class C>
 WEFT_DEVICE void prefetch_rows(const C& c, const int32_t* record, uint32_t piece) {
   constexpr uint32_t kLineBytes = 128;
-  const Range vecs = part_of(c.row_vecs(), piece, c.a.pieces);
+  const Range vecs = part_of(c.shape.row_bytes / 16, piece, c.a.pieces);
   for (uint32_t k = 0; k < c.top_k(); ++k) {
     if (record[1 + k] < 0) continue;
     const std::byte* row = c.a.x + static_cast<uint64_t>(record[1 + k]) * c.a.x_row_bytes;
@@ -419,8 +367,7 @@ WEFT_DEVICE bool owner_agrees(const C& c, uint32_t owner) {
   return !c.warp.any(!agrees);
 }
 
-// A piece of all replies to one lane of one owner, then the lane's word there, if they are no lines. The
-// warp.
+// A piece of all replies to one lane of one owner, then the lane's word there. The warp.
 template <class C>
 WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t piece) {
   const RoutesLayout routes = c.routes();
@@ -441,7 +388,6 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
       answer_exact(c, owner, record, piece);
     }
   }
-  if (c.lines()) return;
   // Exact replies need nothing of the owner, so they did not wait for it.
   if (!is_reduced(c.shape.reply) && !owner_agrees(c, owner)) return;
   c.warp.sync();
@@ -467,36 +413,18 @@ WEFT_DEVICE void answer_lanes(const C& c) {
 // ---- step 3
 // --------------------------------------------------------------------------------------------------------
 
-// Who replies to slot k of a token.
-template <class C>
-WEFT_DEVICE uint32_t replier(const C& c, uint32_t token, uint32_t k) {
-  return static_cast<uint32_t>(chosen_expert(c.a.call, c.top_k(), token, k)) /
-         static_cast<uint32_t>(c.shape.experts_per_rank);
-}
-
-// Whether slot k of a token has a reply of its own. One thread.
-template <class C>
-WEFT_DEVICE bool has_reply(const C& c, uint32_t token, uint32_t k) {
-  if (chosen_expert(c.a.call, c.top_k(), token, k) < 0) return false;
-  const uint32_t rank = replier(c, token, k);
-  if (c.present()[rank] == 0) return false;
-  for (uint32_t earlier = 0; is_reduced(c.shape.reply) && earlier < k; ++earlier)
-    if (chosen_expert(c.a.call, c.top_k(), token, earlier) >= 0 && replier(c, token, earlier) == rank)
-      return false;
-  return true;
-}
-
-template <class C>
-WEFT_DEVICE void note_wait(const C& c, uint32_t token, uint32_t piece, uint32_t rank, uint64_t since) {
-  if (c.a.call.wait_cycles && token == 0 && piece == 0)
-    add_local(&c.a.call.wait_cycles[rank], cycles() - since);
-}
-
 // Whether slot k of a token has a reply of its own, and has got it. One thread.
 template <class C>
 WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t piece) {
-  if (!has_reply(c, token, k)) return false;
-  const uint32_t rank = replier(c, token, k);
+  const auto experts_per_rank = static_cast<uint32_t>(c.shape.experts_per_rank);
+  const int64_t expert = chosen_expert(c.a.call, c.top_k(), token, k);
+  if (expert < 0) return false;
+  const uint32_t rank = static_cast<uint32_t>(expert) / experts_per_rank;
+  if (c.present()[rank] == 0) return false;
+  for (uint32_t earlier = 0; is_reduced(c.shape.reply) && earlier < k; ++earlier) {
+    const int64_t other = chosen_expert(c.a.call, c.top_k(), token, earlier);
+    if (other >= 0 && static_cast<uint32_t>(other) / experts_per_rank == rank) return false;
+  }
   const uint32_t lane = token / c.lanes().share(c.a.call.tokens);
   const auto* word = reinterpret_cast<const uint64_t*>(
       c.mesh.local() + word_offset(c.a.call, c.ranks(), c.epoch, rank, lane * c.a.pieces + piece));
@@ -504,77 +432,9 @@ WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t pi
   uint64_t seen = 0;
   const bool came = await(c.a.call, word, c.epoch.number * kWordEpoch + kWordDone, rank,
                           Site::kLowLatencyCombineRecv, kWordEpoch, seen);
-  note_wait(c, token, piece, rank, start);
+  if (c.a.call.wait_cycles && token == 0 && piece == 0)
+    add_local(&c.a.call.wait_cycles[rank], cycles() - start);
   return came;
-}
-
-template <class C>
-WEFT_DEVICE float reply_weight(const C& c, uint32_t token, uint32_t k) {
-  return is_reduced(c.shape.reply) ? 1.0f : c.a.topk_weights[uint64_t{token} * c.top_k() + k];
-}
-
-// Lines `first` to first + count - 1 of each of the listed replies to a token, one reply after the other.
-template <class C>
-struct ReplyLines {
-  const C& c;
-  uint32_t token;
-  uint64_t first;
-  uint32_t count;
-  bool has_lost = false;
-
-  // A listed slot whose reply does not come is negative from then on, and still says which it is.
-  WEFT_DEVICE int32_t& item(uint32_t i) { return c.rows()[i / count]; }
-  WEFT_DEVICE uint32_t slot(uint32_t i) { return static_cast<uint32_t>(item(i) < 0 ? ~item(i) : item(i)); }
-  WEFT_DEVICE const Vec16* at(uint32_t i) {
-    return reinterpret_cast<const Vec16*>(c.mesh.local() + c.reply_at(token, slot(i)) +
-                                          (first + i % count) * kLineBytes);
-  }
-  WEFT_DEVICE uint32_t peer(uint32_t i) { return replier(c, token, slot(i)); }
-  WEFT_DEVICE void lose(uint32_t i) {
-    item(i) = ~static_cast<int32_t>(slot(i));
-    has_lost = true;
-  }
-};
-
-// Waits for some sheets of the `listed` replies. Returns how many have come; they are listed then. The warp.
-template <class C>
-WEFT_DEVICE uint32_t await_replies(const C& c, uint32_t token, Range sheets, uint32_t listed) {
-  const uint64_t all = lines_of_vecs(c.row_vecs());
-  const uint64_t last = sheets.last * kSheetLines < all ? sheets.last * kSheetLines : all;
-  const uint64_t first = sheets.first * kSheetLines;
-  ReplyLines<C> lines{c, token, first, static_cast<uint32_t>(last - first)};
-  constexpr Site kSite = Site::kLowLatencyCombineRecv;
-  const uint64_t start = cycles();
-  // The last line of each, alone, for as long as it takes: a crowd that looks at all lines again and again is
-  // in the way of those that arrive.
-  for (uint32_t i = c.warp.rank(); i < listed; i += c.warp.size()) {
-    const uint32_t line = i * lines.count + lines.count - 1;
-    await_lines(c.a.call, c.mesh, c.epoch, kSite, lines, line, line + 1, 1);
-    if (c.a.call.wait_cycles && first == 0) note_wait(c, token, 0, lines.peer(line), start);
-  }
-  c.warp.sync();
-  await_lines(c.a.call, c.mesh, c.epoch, kSite, lines, c.warp.rank(), listed * lines.count, c.warp.size());
-  c.warp.sync();
-  if (!c.warp.any(lines.has_lost)) return listed;
-  return list_rows(
-      c, [&](uint32_t i) { return i < listed ? c.rows()[i] : -1; },
-      [&](uint32_t i) { return i < listed ? c.weights()[i] : 0.0f; });
-}
-
-// One part of one token's sum, of replies that are lines. The warp.
-template <class C>
-WEFT_DEVICE void sum_token_of_lines(const C& c, uint32_t token, uint32_t split) {
-  const Range sheets = part_of(sheets_of_vecs(c.row_vecs()), split, c.a.receive_splits);
-  const uint32_t listed = list_rows(
-      c, [&](uint32_t k) { return has_reply(c, token, k) ? static_cast<int32_t>(k) : -1; },
-      [&](uint32_t k) { return reply_weight(c, token, k); });
-  const uint32_t count = await_replies(c, token, sheets, listed);
-  const Span traced(c.a.call.wait.trace, Work::kLowLatencySum, c.warp.rank() == 0);
-  sum_from_lines(
-      c, sheets, count,
-      [&](uint32_t i) -> const std::byte* { return c.mesh.local() + c.reply_at(token, c.rows()[i]); },
-      c.a.combined + uint64_t{token} * c.shape.row_bytes);
-  c.warp.sync();
 }
 
 // One part of one token's sum. The warp.
@@ -582,9 +442,10 @@ template <class C>
 WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   const uint32_t per_piece = c.a.receive_splits / c.a.pieces;
   const uint32_t piece = split / per_piece;
+  const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
   const uint32_t count = list_rows(
       c, [&](uint32_t k) { return await_reply(c, token, k, piece) ? static_cast<int32_t>(k) : -1; },
-      [&](uint32_t k) { return reply_weight(c, token, k); });
+      [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
   const Span traced(c.a.call.wait.trace, Work::kLowLatencySum, c.warp.rank() == 0);
   auto reply_of = [&](uint32_t i) -> const std::byte* {
     return c.mesh.local() + c.reply_at(token, c.rows()[i]);
@@ -600,16 +461,16 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
     for (uint64_t b = part.first; b < part.last; ++b)
       decode_block(c, static_cast<uint32_t>(b) * groups, groups, count, reply_of, out);
   } else {
-    sum_vecs<kReceiveVecs, kReceiveRows>(c, part, count, reply_of, out);
+    sum_rows<kReceiveVecs, kReceiveRows>(c, part, count, reply_of, out);
   }
   c.warp.sync();
 }
 
-// The last warp of all, which has least to sum: a peer that brings no reply may mean another dispatch too.
-// What it raises ends the others' waits.
+// One warp of all: a peer that brings no reply may mean another dispatch too. What it raises ends the others'
+// waits.
 template <class C>
 WEFT_DEVICE void check_peers(const C& c) {
-  if (c.block.index() + 1 != c.block.count() || c.warp.index() + 1 != c.block.warps()) return;
+  if (c.block.index() + 1 != c.block.count() || c.warp.index() != 0) return;
   for (uint32_t peer = c.warp.rank(); peer < c.ranks(); peer += c.warp.size())
     if (c.present()[peer] != 0)
       await_greeting(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch(), Site::kLowLatencyCombineRecv);
@@ -619,14 +480,9 @@ WEFT_DEVICE void check_peers(const C& c) {
 template <class C>
 WEFT_DEVICE void sum_tokens(const C& c) {
   const WarpShare share = warp_share(c.block, c.warp);
-  for (uint64_t job = share.index; job < uint64_t{c.a.call.tokens} * c.a.receive_splits; job += share.total) {
-    const auto token = static_cast<uint32_t>(job / c.a.receive_splits);
-    const auto split = static_cast<uint32_t>(job % c.a.receive_splits);
-    if (c.lines())
-      sum_token_of_lines(c, token, split);
-    else
-      sum_token(c, token, split);
-  }
+  for (uint64_t job = share.index; job < uint64_t{c.a.call.tokens} * c.a.receive_splits; job += share.total)
+    sum_token(c, static_cast<uint32_t>(job / c.a.receive_splits),
+              static_cast<uint32_t>(job % c.a.receive_splits));
 }
 
 }  // namespace low_latency

@@ -1,21 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // low_latency_dispatch.cuh: every token once to each rank that owns one of its experts, into a fixed slot
-// there; the receiver copies it to the places of its experts.
-// Send:     1 some blocks count this rank's tokens per expert and tell each peer
-//           2 every block takes lanes of tokens: quantises a row and stores it to all its ranks at once, then
-//           moves the lane's word at every peer (lines: first the word, then it puts the message together in
-//           shared memory and stores lines, which say themselves that they came)
+// there; the receiver copies it to the places of its experts. Send:     1 some blocks count this rank's
+// tokens per expert and tell each peer   2 every block takes lanes of tokens:
+//           quantises a row and stores it to all its ranks at once, then moves the lane's word at every peer
 // Receive:  3 one warp of every block waits for all counts and finds where segments begin, while another
-//           still publishes the block's stores
-//           4 every warp takes (source, lane) pairs and copies messages out as their word moves (lines: and
-//           as they come)
+// still publishes
+//           the block's stores   4 every warp takes (source, lane) pairs and copies messages out as their
+//           word moves
 // Order:    rows of an expert by source, then by token, then by slot: the same in every run.
 // Waits:    for the peers' reading of the call before last; step 3 for every peer's counts; step 4 for a
-//           lane's word, and for lines.
-// Cost:     per (token, rank): row, scales and 16 + 8 * K bytes, as lines 128/120 of that; per (lane, rank)
-// one
-//           word (lines: per token and rank); per rank 4 * Le bytes.
+// lane's word. Cost:     per (token, rank): row, scales and 16 + 8 * K bytes; per (lane, rank) one word; per
+// rank 4 * Le bytes.
 #pragma once
 
 #include "kernels/core/quantise.cuh"
@@ -54,12 +50,8 @@ struct Dispatch {
   WEFT_DEVICE MessageLayout message() const {
     return message_layout(shape.top_k, has_weights(), shape.row_bytes, shape.scale_bytes);
   }
-  WEFT_DEVICE bool by_lines() const { return shape.lines != 0; }
-  WEFT_DEVICE uint32_t message_vecs() const { return static_cast<uint32_t>(message().bytes / sizeof(Vec16)); }
-  WEFT_DEVICE uint32_t head_vecs() const { return static_cast<uint32_t>(message().row / sizeof(Vec16)); }
-  WEFT_DEVICE uint64_t message_stride() const { return wire_bytes(message().bytes, by_lines()); }
   WEFT_DEVICE DispatchHalf half() const {
-    return dispatch_half(shape.ranks, shape.experts_per_rank, lanes(), message_stride());
+    return dispatch_half(shape.ranks, shape.experts_per_rank, lanes(), message().bytes);
   }
   WEFT_DEVICE RoutesLayout routes() const {
     return routes_layout(shape.ranks, lanes(), shape.top_k, has_weights());
@@ -68,13 +60,11 @@ struct Dispatch {
   // Offset in the window of message `index` of a lane of a source.
   WEFT_DEVICE uint64_t message_at(uint32_t source, uint32_t lane, uint32_t index) const {
     const uint64_t slot = (uint64_t{source} * lanes().count + lane) * lanes().capacity + index;
-    return half_at() + half().messages + slot * message_stride();
+    return half_at() + half().messages + slot * message().bytes;
   }
 
   WEFT_DEVICE DispatchShared shared() const {
-    const MessageLayout layout = message();
-    return dispatch_shared(shape.ranks, shape.experts_per_rank, shape.top_k, block.warps(),
-                           by_lines() ? &layout : nullptr);
+    return dispatch_shared(shape.ranks, shape.experts_per_rank, shape.top_k, block.warps());
   }
   template <class T>
   WEFT_DEVICE T* at(uint64_t offset) const {
@@ -92,8 +82,6 @@ struct Dispatch {
   WEFT_DEVICE uint32_t* slot_expert() const { return slot_rank() + top_k(); }
   WEFT_DEVICE uint32_t* slot_place() const { return slot_expert() + top_k(); }
   WEFT_DEVICE int32_t* rows() const { return at<int32_t>(shared().row) + warp.index() * top_k(); }
-  WEFT_DEVICE std::byte* head(uint32_t k) const { return at<std::byte>(shared().heads) + k * message().row; }
-  WEFT_DEVICE std::byte* image() const { return at<std::byte>(shared().image); }
 };
 
 // ---- step 1
@@ -192,23 +180,10 @@ WEFT_DEVICE void count_token(const D& d) {
   d.warp.sync();
 }
 
-// Calls store(place) with where the current token's message is put together: lines are made of an image of
-// it, else it is at its destinations.
-template <class D, class Store>
-WEFT_DEVICE void at_places(const D& d, Store store) {
-  if (d.by_lines()) return store(d.image());
-  for (uint32_t k = 0; k < d.top_k(); ++k)
-    if (std::byte* place = d.place()[k]) store(place);
-}
-
 template <class D>
 WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
-  at_places(d, [&](std::byte* place) {
-    if (d.by_lines())
-      *reinterpret_cast<Vec16*>(place + offset) = vec;
-    else
-      store_vec(reinterpret_cast<Vec16*>(place + offset), vec);
-  });
+  for (uint32_t k = 0; k < d.top_k(); ++k)
+    if (std::byte* place = d.place()[k]) store_vec(reinterpret_cast<Vec16*>(place + offset), vec);
 }
 
 template <class D>
@@ -218,20 +193,23 @@ WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byt
     store_to_all(d, message.row + i * 16, load_vec_streaming(reinterpret_cast<const Vec16*>(row) + i));
   for (uint32_t i = d.block.rank(); i < d.shape.scale_bytes / 4; i += d.block.size()) {
     const uint32_t word = reinterpret_cast<const uint32_t*>(scales)[i];
-    at_places(d, [&](std::byte* place) { reinterpret_cast<uint32_t*>(place + message.scales)[i] = word; });
+    for (uint32_t k = 0; k < d.top_k(); ++k)
+      if (std::byte* place = d.place()[k]) reinterpret_cast<uint32_t*>(place + message.scales)[i] = word;
   }
 }
 
 template <class D>
 WEFT_DEVICE void send_scale(const D& d, uint32_t group, float scale) {
   const uint64_t scales = d.message().scales;
-  at_places(d, [&](std::byte* place) {
+  for (uint32_t k = 0; k < d.top_k(); ++k) {
+    std::byte* place = d.place()[k];
+    if (!place) continue;
     if (d.shape.payload == kPayloadFp8Exponent) {
       reinterpret_cast<uint8_t*>(place + scales)[group] = ue8m0(scale);
     } else {
       reinterpret_cast<float*>(place + scales)[group] = scale;
     }
-  });
+  }
 }
 
 // kGroupLanes neighbours take a group of channels; a warp's lanes stay together, since they exchange maxima.
@@ -254,8 +232,9 @@ WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row) {
 
 template <class D>
 WEFT_DEVICE void send_scale_byte(const D& d, uint32_t block, uint8_t scale) {
-  at_places(d,
-            [&](std::byte* place) { reinterpret_cast<uint8_t*>(place + d.message().scales)[block] = scale; });
+  for (uint32_t k = 0; k < d.top_k(); ++k)
+    if (std::byte* place = d.place()[k])
+      reinterpret_cast<uint8_t*>(place + d.message().scales)[block] = scale;
 }
 
 // Each lane takes a unit of channels at a time.
@@ -316,84 +295,18 @@ WEFT_DEVICE void send_heads(const D& d, uint32_t token) {
     Vec16 vec;
     for (uint32_t w = 0; w < 4; ++w)
       vec.words[w] = head_word(d, token, d.slot_rank()[i / vecs], i % vecs * 4 + w);
-    if (d.by_lines())
-      reinterpret_cast<Vec16*>(d.head(i / vecs))[i % vecs] = vec;
-    else
-      store_vec(reinterpret_cast<Vec16*>(place) + i % vecs, vec);
+    store_vec(reinterpret_cast<Vec16*>(place) + i % vecs, vec);
   }
 }
 
-// Sends the current token's message from its image and heads to every place it goes to. Each warp takes whole
-// sheets. The block.
-template <class D>
-WEFT_DEVICE void send_lines(const D& d) {
-  const uint64_t tag = line_tag(d.epoch.number);
-  const auto sheets = static_cast<uint32_t>(sheets_of_vecs(d.message_vecs()));
-  const auto* image = reinterpret_cast<const Vec16*>(d.image());
-  for (uint32_t sheet = d.warp.index(); sheet < sheets; sheet += d.block.warps()) {
-    for (uint32_t in_sheet = d.warp.rank(); in_sheet < kSheetParts; in_sheet += d.warp.size()) {
-      const uint32_t part = sheet * kSheetParts + in_sheet;
-      const LinePart at = line_part(part);
-      const bool is_head = at.vec < d.head_vecs();
-      const Vec16 body = !is_head && at.holds(d.message_vecs()) ? image[at.vec] : Vec16{};
-      for (uint32_t k = 0; k < d.top_k(); ++k) {
-        std::byte* place = d.place()[k];
-        if (!place) continue;
-        const Vec16 vec = is_head ? reinterpret_cast<const Vec16*>(d.head(k))[at.vec] : body;
-        d.warp.sync();
-        if (at.travels(d.message_vecs())) store_part(reinterpret_cast<Vec16*>(place), part, at, vec, tag);
-      }
-    }
-  }
-}
-
-// Warp 0: tells peers how many messages of the lane they have, after the block's stores; or will have, where
-// messages are lines.
+// Warp 0, after the block's stores: tells peers how many messages of the lane they have.
 template <class D>
 WEFT_DEVICE void move_words(const D& d, uint32_t lane, uint64_t done) {
   for (uint32_t peer = d.warp.rank(); peer < d.ranks(); peer += d.warp.size()) {
     if (d.present()[peer] == 0) continue;
-    const uint64_t at = word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), lane);
-    const uint64_t word = d.epoch.number * kWordEpoch | done | d.sent()[peer];
-    auto channel = d.mesh.to(peer);
-    if (d.by_lines())
-      store_relaxed(reinterpret_cast<uint64_t*>(channel.mapped() + at), word);
-    else
-      channel.signal(at, word);
+    d.mesh.to(peer).signal(word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), lane),
+                           d.epoch.number * kWordEpoch | done | d.sent()[peer]);
   }
-}
-
-// A token's messages, put together at their places; the lane's words move when some have been sent. The
-// block.
-template <class D>
-WEFT_DEVICE void send_token_in_place(const D& d, uint32_t lane, uint32_t token, Range tokens) {
-  if (d.warp.index() == 0) route_token(d, lane, token);
-  d.block.sync();
-  send_row(d, token);
-  send_heads(d, token);
-  d.block.sync();
-  if (d.warp.index() != 0) return;
-  count_token(d);
-  if ((token - tokens.first) % kTokensPerWord == kTokensPerWord - 1 && token + 1 < tokens.last)
-    move_words(d, lane, 0);
-}
-
-// A token's messages as lines. Warp 0 finds where they go, and says that they will come, while the others put
-// the message together. The block.
-template <class D>
-WEFT_DEVICE void send_token_by_lines(const D& d, uint32_t lane, uint32_t token, Range tokens) {
-  if (d.warp.index() == 0) {
-    route_token(d, lane, token);
-    d.warp.sync();
-    count_token(d);
-    move_words(d, lane, token + 1 < tokens.last ? 0 : kWordDone);
-  }
-  send_row(d, token);
-  d.block.sync();
-  send_heads(d, token);
-  d.block.sync();
-  send_lines(d);
-  d.block.sync();
 }
 
 // One lane's tokens, in order. The block. `is_counted`: so_far() is already what earlier lanes choose.
@@ -409,14 +322,19 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
   }
   d.block.sync();
   for (uint64_t t = tokens.first; t < tokens.last; ++t) {
-    if (d.by_lines())
-      send_token_by_lines(d, lane, static_cast<uint32_t>(t), tokens);
-    else
-      send_token_in_place(d, lane, static_cast<uint32_t>(t), tokens);
+    const auto token = static_cast<uint32_t>(t);
+    if (d.warp.index() == 0) route_token(d, lane, token);
+    d.block.sync();
+    send_row(d, t);
+    send_heads(d, token);
+    d.block.sync();
+    if (d.warp.index() != 0) continue;
+    count_token(d);
+    if ((t - tokens.first) % kTokensPerWord == kTokensPerWord - 1 && t + 1 < tokens.last)
+      move_words(d, lane, 0);
   }
   // The other warps go on: publishing waits until the last store has arrived.
-  const bool is_told = d.by_lines() && tokens.first < tokens.last;
-  if (d.warp.index() == 0 && !is_told) move_words(d, lane, kWordDone);
+  if (d.warp.index() == 0) move_words(d, lane, kWordDone);
 }
 
 template <class D>
@@ -484,17 +402,16 @@ WEFT_DEVICE void await_segments(const D& d) {
 // ---- step 4
 // --------------------------------------------------------------------------------------------------------
 
-// One lane per slot: where the rows of a message go, and what the combine will need to know. head(i) is word
-// i of the message. The warp.
-template <class D, class Head>
-WEFT_DEVICE void place_message(const D& d, uint32_t source, Head head, int32_t* record) {
+// One lane per slot: where the rows of a message go, and what the combine will need to know. The warp.
+template <class D>
+WEFT_DEVICE void place_message(const D& d, uint32_t source, const uint32_t* head, int32_t* record) {
   const MessageLayout message = d.message();
   for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
     // All at once, whether they turn out to be needed or not: memory is far.
-    const uint32_t token = head(0);
-    const auto expert = static_cast<int32_t>(head(static_cast<uint32_t>(message.expert) + k));
-    const uint64_t place = head(static_cast<uint32_t>(message.place) + k);
-    const uint32_t weight = d.has_weights() ? head(static_cast<uint32_t>(message.weight) + k) : 0;
+    const uint32_t token = load_relaxed(head);
+    const auto expert = static_cast<int32_t>(load_relaxed(head + message.expert + k));
+    const uint64_t place = load_relaxed(head + message.place + k);
+    const uint32_t weight = d.has_weights() ? load_relaxed(head + message.weight + k) : 0;
     // A rank that disagrees about sizes, which the call reports, may have written over this message.
     const bool is_expert = static_cast<uint32_t>(expert) < d.own_experts();
     const uint64_t in_expert =
@@ -549,8 +466,7 @@ WEFT_DEVICE void unpack_message(const D& d, uint32_t source, const std::byte* at
   const uint32_t step = d.warp.size();
   uint64_t first = part.first + d.warp.rank();
   RowChunk chunk = load_chunk(row, first, part.last, step);
-  const auto* head = reinterpret_cast<const uint32_t*>(at);
-  place_message(d, source, [&](uint32_t i) { return load_relaxed(head + i); }, record);
+  place_message(d, source, reinterpret_cast<const uint32_t*>(at), record);
   while (first < part.last) {
     store_chunk(d, chunk, first, part.last, step);
     first += kVecsInFlight * step;
@@ -558,128 +474,24 @@ WEFT_DEVICE void unpack_message(const D& d, uint32_t source, const std::byte* at
   }
 }
 
-// Where the scales of one row of the output go.
-template <class D>
-struct ScaleRow {
-  const D& d;
-  uint64_t in_expert;
-  uint32_t* out;
-
-  WEFT_DEVICE ScaleRow(const D& dispatch, int32_t row)
-      : d(dispatch),
-        in_expert(static_cast<uint64_t>(row) % d.rows_per_expert()),
-        out(d.a.out_scales + static_cast<uint64_t>(row) / d.rows_per_expert() * d.a.scale_expert_stride) {}
-  WEFT_DEVICE void store(uint64_t word, uint32_t value) const {
-    out[d.a.tiled_scales ? tiled_word(in_expert, word, d.shape.scale_bytes / 4)
-                         : in_expert * d.a.scale_row_stride + word * d.a.scale_word_stride] = value;
-  }
-};
-
 template <class D>
 WEFT_DEVICE void copy_scales(const D& d, const uint32_t* scales, uint32_t split) {
   const Range part = part_of(d.shape.scale_bytes / 4, split, d.a.receive_splits);
   for (uint32_t k = 0; k < d.top_k(); ++k) {
     if (d.rows()[k] < 0) continue;
-    const ScaleRow<D> row(d, d.rows()[k]);
-    for (uint64_t i = part.first + d.warp.rank(); i < part.last; i += d.warp.size()) row.store(i, scales[i]);
+    const auto row = static_cast<uint64_t>(d.rows()[k]);
+    uint32_t* out = d.a.out_scales + row / d.rows_per_expert() * d.a.scale_expert_stride;
+    const uint64_t in_expert = row % d.rows_per_expert();
+    for (uint64_t i = part.first + d.warp.rank(); i < part.last; i += d.warp.size())
+      out[d.a.tiled_scales ? tiled_word(in_expert, i, d.shape.scale_bytes / 4)
+                           : in_expert * d.a.scale_row_stride + i * d.a.scale_word_stride] = scales[i];
   }
 }
 
-// ---- step 4, of messages that are lines
-// --------------------------------------------------------------------------------------------------------
-
-// Of one message: the first `head` lines, then those from `first` on.
-struct MessageLines {
-  const Vec16* lines;
-  uint32_t source;
-  uint32_t head;
-  uint32_t first;
-  bool has_lost = false;
-
-  WEFT_DEVICE const Vec16* at(uint32_t i) const {
-    return lines + uint64_t{i < head ? i : first + i - head} * kLineParts;
-  }
-  WEFT_DEVICE uint32_t peer(uint32_t /*i*/) const { return source; }
-  WEFT_DEVICE void lose(uint32_t /*i*/) { has_lost = true; }
-};
-
-// Waits for a message's head and for some of its sheets. The warp.
+// Unpacks messages first .. last-1 of a lane. The warp.
 template <class D>
-WEFT_DEVICE bool await_message(const D& d, uint32_t source, const Vec16* lines, Range sheets) {
-  auto last = static_cast<uint32_t>(lines_of_vecs(d.message_vecs()));
-  if (sheets.last * kSheetLines < last) last = static_cast<uint32_t>(sheets.last * kSheetLines);
-  const auto first = static_cast<uint32_t>(sheets.first * kSheetLines);
-  const auto head = static_cast<uint32_t>(lines_of_vecs(d.head_vecs()));
-  const bool meet = first < head;
-  MessageLines wanted{lines, source, meet ? 0 : head, meet ? 0 : first};
-  const uint32_t count = meet ? (head < last ? last : head) : head + last - first;
-  await_lines(d.a.call, d.mesh, d.epoch, Site::kLowLatencyDispatchRecv, wanted, d.warp.rank(), count,
-              d.warp.size());
-  d.warp.sync();
-  return !d.warp.any(wanted.has_lost);
-}
-
-// Parts first, first + step, ... below last of a message's lines, in one lane.
-template <class D>
-WEFT_DEVICE RowChunk load_parts(const D& d, const Vec16* lines, uint32_t first, uint32_t last) {
-  RowChunk chunk{};
-  WEFT_UNROLL
-  for (uint32_t i = 0; i < kVecsInFlight; ++i) {
-    const uint32_t part = first + i * d.warp.size();
-    if (part < last && line_part(part).holds(d.message_vecs())) chunk.held[i] = load_line(lines + part);
-  }
-  return chunk;
-}
-
-// Stores what a part of a message brings to one row of the output.
-template <class D>
-WEFT_DEVICE void store_message_part(const D& d, int32_t row, LinePart at, const Vec16& vec) {
-  const auto row_vecs = static_cast<uint32_t>(d.shape.row_bytes / sizeof(Vec16));
-  if (at.vec < d.head_vecs() || !at.holds(d.message_vecs())) return;
-  at.vec -= d.head_vecs();
-  if (at.vec < row_vecs) return keep_part(d.a.out + static_cast<uint64_t>(row) * d.shape.row_bytes, at, vec);
-  const ScaleRow<D> scales(d, row);
-  const uint64_t first = (at.vec - row_vecs) * 4 + (at.has_tag ? 2 * at.half : 0);
-  WEFT_UNROLL
-  for (uint32_t w = 0; w < 4; ++w)
-    if (first + w < static_cast<uint64_t>(d.shape.scale_bytes) / 4 && !(at.has_tag && w >= 2))
-      scales.store(first + w, vec.words[w]);
-}
-template <class D>
-WEFT_DEVICE void store_parts(const D& d, const RowChunk& chunk, uint32_t first, uint32_t last) {
-  for (uint32_t k = 0; k < d.top_k(); ++k) {
-    if (d.rows()[k] < 0) continue;
-    WEFT_UNROLL
-    for (uint32_t i = 0; i < kVecsInFlight; ++i) {
-      const uint32_t part = first + i * d.warp.size();
-      if (part < last) store_message_part(d, d.rows()[k], line_part(part), chunk.held[i]);
-    }
-  }
-}
-
-// Copies one part of a message to its places, and its record, if any. False: it did not come. The warp.
-template <class D>
-WEFT_DEVICE bool unpack_lines(const D& d, uint32_t source, const std::byte* at, int32_t* record,
-                              uint32_t split) {
-  const auto* lines = reinterpret_cast<const Vec16*>(at);
-  const Range sheets = part_of(sheets_of_vecs(d.message_vecs()), split, d.a.receive_splits);
-  if (!await_message(d, source, lines, sheets)) return false;
-  const auto last = static_cast<uint32_t>(sheets.last * kSheetParts);
-  auto first = static_cast<uint32_t>(sheets.first * kSheetParts) + d.warp.rank();
-  RowChunk chunk = load_parts(d, lines, first, last);
-  place_message(d, source, [&](uint32_t i) { return load_line_word(lines, i); }, record);
-  while (first < last) {
-    store_parts(d, chunk, first, last);
-    first += kVecsInFlight * d.warp.size();
-    chunk = load_parts(d, lines, first, last);
-  }
-  return true;
-}
-
-// Unpacks messages first .. last-1 of a lane. Returns the first that did not come. The warp.
-template <class D>
-WEFT_DEVICE uint32_t unpack_messages(const D& d, uint32_t source, uint32_t lane, uint32_t split,
-                                     uint32_t first, uint32_t last) {
+WEFT_DEVICE void unpack_messages(const D& d, uint32_t source, uint32_t lane, uint32_t split, uint32_t first,
+                                 uint32_t last) {
   const Span traced(d.a.call.wait.trace, Work::kUnpack, d.warp.rank() == 0, source);
   const MessageLayout message = d.message();
   const RoutesLayout routes = d.routes();
@@ -687,16 +499,11 @@ WEFT_DEVICE uint32_t unpack_messages(const D& d, uint32_t source, uint32_t lane,
     const std::byte* at = d.mesh.local() + d.message_at(source, lane, index);
     const uint64_t slot = (uint64_t{source} * d.lanes().count + lane) * d.lanes().capacity + index;
     int32_t* record = split == 0 ? d.a.routes + routes.records + slot * routes.record_words : nullptr;
-    if (d.by_lines()) {
-      if (!unpack_lines(d, source, at, record, split)) return index;
-    } else {
-      unpack_message(d, source, at, record, split);
-      if (d.shape.scale_bytes != 0)
-        copy_scales(d, reinterpret_cast<const uint32_t*>(at + message.scales), split);
-    }
+    unpack_message(d, source, at, record, split);
+    if (d.shape.scale_bytes != 0)
+      copy_scales(d, reinterpret_cast<const uint32_t*>(at + message.scales), split);
     d.warp.sync();
   }
-  return last;
 }
 
 // Follows one lane's word until all its messages are unpacked. The warp.
@@ -718,8 +525,9 @@ WEFT_DEVICE void receive_lane(const D& d, uint32_t source, uint32_t lane, uint32
     if (unpacked == 0 && lane == 0 && split == 0 && d.a.call.wait_cycles && d.warp.rank() == 0)
       add_local(&d.a.call.wait_cycles[source], cycles() - start);
     const auto arrived = static_cast<uint32_t>(seen & kMaxLaneTokens);
-    unpacked = unpack_messages(d, source, lane, split, unpacked, arrived);
-    is_done = (seen & kWordDone) != 0 || unpacked < arrived;
+    unpack_messages(d, source, lane, split, unpacked, arrived);
+    unpacked = arrived;
+    is_done = (seen & kWordDone) != 0;
   }
   if (split == 0 && d.warp.rank() == 0)
     d.a.routes[d.routes().counts + uint64_t{source} * d.lanes().count + lane] =

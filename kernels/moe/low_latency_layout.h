@@ -9,8 +9,7 @@
 // and only after its owner has said that it has read all of it.
 //
 // A source's tokens are dealt out to lanes, consecutive tokens to one lane. A lane's messages to one peer
-// stand in order, and one word in the peer's control area counts them: (epoch, all came, how many). Messages
-// that are lines (core/line.cuh) come after their word, others before it.
+// stand in order, and one word in the peer's control area counts them: (epoch, all came, how many).
 #pragma once
 
 #include "kernels/core/carver.h"
@@ -171,14 +170,10 @@ struct DispatchShared {
   uint64_t so_far;   // u32[R][Le] this rank's rows before the current token, by expert
   uint64_t begin;    // u32[R][Le] where segments begin, by source and local expert
   uint64_t row;      // i32[warps][K]  the current message's rows, by warp
-  uint64_t heads;    // lines: [K] heads of the current token's messages, by slot
-  uint64_t image;    // lines: the current token's message, but for its head
   uint64_t bytes;
 };
-// `message`: null where messages are no lines.
 WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t experts_per_rank,
-                                                     uint64_t top_k, uint64_t warps,
-                                                     const MessageLayout* message) {
+                                                     uint64_t top_k, uint64_t warps) {
   Carver carver(16);
   DispatchShared at{};
   at.present = carver.take(ranks * 4, 16);
@@ -190,8 +185,6 @@ WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t ex
   at.so_far = carver.take(ranks * experts_per_rank * 4, 16);
   at.begin = carver.take(ranks * experts_per_rank * 4, 16);
   at.row = carver.take(warps * top_k * 4, 16);
-  at.heads = carver.take(message ? top_k * message->row : 0, 16);
-  at.image = carver.take(message ? message->bytes : 0, 16);
   at.bytes = carver.end();
   return at;
 }

@@ -38,35 +38,23 @@ constexpr const char* kRows =
     "row_bytes=16 piece_bytes=16 scale_words=0 top_k=1 element=0; "
     "row_bytes=32768 piece_bytes=16384 scale_words=0 top_k=32 element=1";
 
-// DeepSeek-V3 on 8 ranks in every format; the smallest row; 17 ranks, top-32, uneven experts; over both
-// wires.
+// DeepSeek-V3 on 8 ranks in every format; the smallest row; 17 ranks, top-32, uneven experts.
 constexpr const char* kLowLatencyRows =
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=7168 scale_bytes=224 payload=1 weights=0 lines=0; "
-    "ranks=8 experts_per_rank=36 top_k=8 row_bytes=7168 scale_bytes=56 payload=3 weights=0 lines=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 scale_bytes=0 payload=0 weights=0 lines=0; "
-    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 scale_bytes=4 payload=0 weights=1 lines=0; "
-    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 scale_bytes=128 payload=2 weights=1 lines=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=7168 scale_bytes=224 payload=4 weights=0 lines=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=3584 scale_bytes=448 payload=5 weights=0 lines=0; "
-    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=32 scale_bytes=4 payload=6 weights=1 lines=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=7168 scale_bytes=224 payload=1 weights=0 lines=1; "
-    "ranks=8 experts_per_rank=36 top_k=8 row_bytes=7168 scale_bytes=56 payload=3 weights=0 lines=1; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 scale_bytes=0 payload=0 weights=0 lines=1; "
-    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 scale_bytes=4 payload=0 weights=1 lines=1; "
-    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 scale_bytes=128 payload=2 weights=1 lines=1; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=3584 scale_bytes=448 payload=5 weights=0 lines=1; "
-    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=32 scale_bytes=4 payload=6 weights=1 lines=1";
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=7168 scale_bytes=224 payload=1 weights=0; "
+    "ranks=8 experts_per_rank=36 top_k=8 row_bytes=7168 scale_bytes=56 payload=3 weights=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 scale_bytes=0 payload=0 weights=0; "
+    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 scale_bytes=4 payload=0 weights=1; "
+    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 scale_bytes=128 payload=2 weights=1; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=7168 scale_bytes=224 payload=4 weights=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=3584 scale_bytes=448 payload=5 weights=0; "
+    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=32 scale_bytes=4 payload=6 weights=1";
 constexpr const char* kLowLatencyReplies =
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=0 weights=0 lines=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=1 weights=0 lines=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=2 weights=0 lines=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=3 weights=0 lines=0; "
-    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 reply=0 weights=1 lines=0; "
-    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 reply=0 weights=1 lines=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=0 weights=0 lines=1; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=1 weights=0 lines=1; "
-    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 reply=0 weights=1 lines=1; "
-    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 reply=0 weights=1 lines=1";
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=0 weights=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=1 weights=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=2 weights=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=3 weights=0; "
+    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 reply=0 weights=1; "
+    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 reply=0 weights=1";
 
 // float32 sum, bfloat16 maximum and sum, and FP8 product, over every wire.
 constexpr const char* kPrograms =

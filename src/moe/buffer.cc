@@ -11,7 +11,6 @@
 #include "kernels/core/carver.h"
 #include "memory/device_memory.h"
 #include "moe/fault_text.h"
-#include "moe/low_latency.h"
 #include "topology/gpus.h"
 
 namespace weft {
@@ -79,7 +78,6 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
                          options.heap_bytes + heap_bytes_of(trace_bytes_of(config().trace_spans));
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 2 + report_bytes(ranks)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
-  WEFT_TRY_ASSIGN(const bool lines, agree_on_lines(*comm));
   WEFT_TRY_ASSIGN(ComputeLimits limits, compute_limits(*comm));
   std::unique_ptr<MoeBuffer> buffer(
       new MoeBuffer(std::move(comm), std::move(window), std::move(visible), options, control));
@@ -88,7 +86,6 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
     WEFT_TRY_ASSIGN(const GpuFacts gpu, gpu_facts(buffer->comm_->device().ordinal));
     buffer->planned_sms_ = plan_num_sms(gpu.nvlinks, gpu.compute_major, limits);
   }
-  buffer->lines_ = lines;
   WEFT_TRY(buffer->open_trace());
   return buffer;
 }

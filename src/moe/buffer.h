@@ -155,8 +155,6 @@ class MoeBuffer {
   const ComputeLimits& limits() const { return limits_; }
   // Of calls whose caller names no number: plan_num_sms(). On the host it means nothing.
   uint32_t planned_sms() const { return planned_sms_; }
-  // Whether rows of low-latency mode travel as lines: see agree_on_lines().
-  bool lines() const { return lines_; }
   double timeout_s() const { return timeout_s_; }
   WaitRule wait_rule() const;
 
@@ -187,7 +185,6 @@ class MoeBuffer {
   HighThroughputControl control_;
   ComputeLimits limits_{};
   uint32_t planned_sms_ = 1;
-  bool lines_ = false;
   double timeout_s_;
   uint64_t low_latency_begin_;
   uint64_t low_latency_end_;

@@ -5,16 +5,13 @@
 #include <cstring>
 #include <limits>
 
-#include "base/config.h"
 #include "base/cuda_driver.h"
 #include "base/log.h"
-#include "topology/nvml.h"
 
 namespace weft {
 namespace {
 
-// Added to the form of a call: a dispatch and a combine that meet do not agree, nor do lines and words.
-constexpr uint32_t kCombineForms = 16, kLineForms = 32;
+constexpr uint32_t kCombineForms = 16;  // so that a dispatch and a combine that meet do not agree
 
 KernelKey key_of(const LowLatencyDispatchShape& shape) {
   KernelKey key{"kernels/moe/low_latency_dispatch.cuh", "low_latency_dispatch", "LowLatencyDispatchArgs"};
@@ -24,8 +21,7 @@ KernelKey key_of(const LowLatencyDispatchShape& shape) {
                {"row_bytes", shape.row_bytes},
                {"scale_bytes", shape.scale_bytes},
                {"payload", shape.payload},
-               {"weights", shape.weights},
-               {"lines", shape.lines}};
+               {"weights", shape.weights}};
   return key;
 }
 
@@ -33,52 +29,15 @@ KernelKey key_of(const LowLatencyCombineShape& shape) {
   KernelKey key{"kernels/moe/low_latency_combine.cuh", "low_latency_combine", "LowLatencyCombineArgs"};
   key.shape = {{"ranks", shape.ranks}, {"experts_per_rank", shape.experts_per_rank},
                {"top_k", shape.top_k}, {"row_bytes", shape.row_bytes},
-               {"reply", shape.reply}, {"weights", shape.weights},
-               {"lines", shape.lines}};
+               {"reply", shape.reply}, {"weights", shape.weights}};
   return key;
-}
-
-// Links other than NVLink may deliver a line in pieces.
-bool keeps_lines_whole(const std::vector<RankFacts>& ranks) {
-  for (const RankFacts& from : ranks)
-    for (const RankFacts& to : ranks)
-      if (from.host != to.host || (from.gpu != to.gpu && !is_nvlink_pair(from.gpu, to.gpu))) return false;
-  return true;
-}
-
-Result<bool> choose_lines(const Communicator& comm) {
-  const std::string& wire = config().low_latency_wire;
-  if (wire != "auto" && wire != "lines" && wire != "words")
-    return Status::invalid("WEFT_LOW_LATENCY_WIRE: got {}, allowed: auto, lines or words", wire);
-  if (comm.device().is_host()) return wire == "lines";
-  const bool may = wire != "words" && keeps_lines_whole(comm.facts());
-  if (wire == "lines" && !may)
-    return Status::invalid(
-        "WEFT_LOW_LATENCY_WIRE: got lines, allowed: auto or words, since not all GPUs are joined by NVLink");
-  return may;
 }
 
 }  // namespace
 
-Result<bool> agree_on_lines(Communicator& comm) {
-  constexpr uint64_t kRefused = 2;  // so that all ranks fail where one does
-  const Result<bool> mine = choose_lines(comm);
-  const uint64_t shown = !mine.ok() ? kRefused : *mine ? 1 : 0;
-  const Status agreed = comm.agree("low_latency.wire", {{"WEFT_LOW_LATENCY_WIRE (1: lines)", shown}});
-  if (!mine.ok()) return mine.status();
-  WEFT_TRY(agreed);
-  return *mine;
-}
-
 LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
-                       const LowLatencyWaits& waits, bool lines)
-    : window_(&window),
-      begin_(begin),
-      end_(end),
-      limits_(limits),
-      waits_(waits),
-      lines_(lines),
-      known_masked_(ranks()) {}
+                       const LowLatencyWaits& waits)
+    : window_(&window), begin_(begin), end_(end), limits_(limits), waits_(waits), known_masked_(ranks()) {}
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
   return {ranks(), max_tokens, top_k, experts};
@@ -155,8 +114,7 @@ LowLatencyDispatchShape LowLatency::shape_of(const LowLatencyDispatchCall& call)
           call.row_bytes,
           call.scale_bytes,
           call.payload,
-          call.topk_weights ? 1 : 0,
-          lines_ ? 1 : 0};
+          call.topk_weights ? 1 : 0};
 }
 
 Status LowLatency::check(const LowLatencyDispatchCall& call) const {
@@ -176,7 +134,7 @@ Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases)
   args.call.id_bytes = call.id_bytes;
   args.call.wait_cycles = call.wait_cycles;
   args.call.hello = {{call.max_tokens, call.row_bytes, call.top_k, call.experts, call.scale_bytes,
-                      static_cast<uint32_t>(call.payload * 2 + shape.weights + shape.lines * kLineForms)},
+                      static_cast<uint32_t>(call.payload * 2 + shape.weights)},
                      0};
   args.x = static_cast<const std::byte*>(call.x);
   args.x_row_bytes = call.row_bytes * shrinks_by(call.payload);
@@ -206,13 +164,8 @@ Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
         "topk_weights: got none, allowed: float32 of the shape of topk_idx, or none for a reduced combine "
         "after a dispatch with weights");
   const LowLatencySizes all = sizes(call.max_tokens, call.top_k, call.experts);
-  const LowLatencyCombineShape shape{ranks(),
-                                     all.experts_per_rank(),
-                                     call.top_k,
-                                     call.row_bytes,
-                                     call.reply,
-                                     call.dispatch_had_weights ? 1 : 0,
-                                     lines_ && !is_log(call.reply) ? 1 : 0};
+  const LowLatencyCombineShape shape{ranks(),    all.experts_per_rank(),           call.top_k, call.row_bytes,
+                                     call.reply, call.dispatch_had_weights ? 1 : 0};
   ComputeLimits limits = limits_;
   if (call.num_sms != 0 && (phases & kPhaseSend) != 0)
     limits.max_blocks = std::min(limits.max_blocks, call.num_sms);
@@ -223,8 +176,7 @@ Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
   args.call.topk_idx = call.topk_idx;
   args.call.id_bytes = call.id_bytes;
   args.call.wait_cycles = call.wait_cycles;
-  const uint32_t form = kCombineForms + (shape.lines != 0 ? kLineForms : 0) +
-                        static_cast<uint32_t>(call.reply) * 2 + (call.topk_weights ? 1 : 0);
+  const uint32_t form = kCombineForms + static_cast<uint32_t>(call.reply) * 2 + (call.topk_weights ? 1 : 0);
   args.call.hello = {{call.max_tokens, call.row_bytes, call.top_k, call.experts, 0, form}, 0};
   args.x = static_cast<const std::byte*>(call.x);
   args.x_row_bytes = call.x_row_bytes;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // LowLatency is the host side of low-latency dispatch and combine: validate, plan, launch.
-//   LowLatency mode(window, begin, end, limits, {fault, timeout_s, false}, lines);
+//   LowLatency mode(window, begin, end, limits, {fault, timeout_s, false});
 //   LowLatencyDispatchCall call{...};
 //   call.ticket = mode.next_ticket();
 //   WEFT_TRY(mode.dispatch(call, kPhaseSend));      // x may be reused when the stream has passed
@@ -91,17 +91,10 @@ struct LowLatencyCombineCall {
   void* stream = nullptr;
 };
 
-// Whether a communicator's rows travel as lines, by the option low_latency_wire. Collective. Errors: kInvalid
-// for an unknown value, for lines where GPUs are not joined by NVLink, which alone keeps them whole, and
-// where ranks come to different answers.
-Result<bool> agree_on_lines(Communicator& comm);
-
 class LowLatency {
  public:
-  // `lines`: rows travel as lines that say themselves that they came (kernels/core/line.cuh), for which every
-  // rank must reach every other through memory or links that keep lines whole. The same on all ranks.
   LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
-             const LowLatencyWaits& waits, bool lines);
+             const LowLatencyWaits& waits);
 
   // Whether a dispatch of these sizes fits the region; reads only sizes.
   Status check(const LowLatencyDispatchCall& call) const;
@@ -144,7 +137,6 @@ class LowLatency {
   uint64_t end_;
   ComputeLimits limits_;
   LowLatencyWaits waits_;
-  bool lines_;
   uint32_t ticket_ = 0;
   std::vector<bool> known_masked_;  // on the host: by the caller, or told of
 };

@@ -33,39 +33,28 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   const Lanes lanes = lanes_of(sizes.max_tokens);
   const MessageLayout message =
       message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
-  const bool lines = shape.lines != 0;
-  plan.half_bytes =
-      dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, wire_bytes(message.bytes, lines)).bytes;
+  plan.half_bytes = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, message.bytes).bytes;
   const uint32_t warps = warps_per_block(plan, limits);
-  plan.shared_bytes = static_cast<uint32_t>(
-      dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps, lines ? &message : nullptr)
-          .bytes);
+  plan.shared_bytes =
+      static_cast<uint32_t>(dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps).bytes);
   plan.pieces = 1;
-  const auto sheets = static_cast<uint32_t>(sheets_of_vecs(message.bytes / sizeof(Vec16)));
-  const uint32_t most = lines ? std::min(kMostPieces, sheets) : kMostPieces;
   plan.receive_splits =
-      limits.is_cuda ? std::clamp(plan.blocks * warps / (sizes.ranks * lanes.count), 1u, most) : 1;
+      limits.is_cuda ? std::clamp(plan.blocks * warps / (sizes.ranks * lanes.count), 1u, kMostPieces) : 1;
   return plan;
 }
 
 LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowLatencyCombineShape& shape,
                                         uint32_t tokens, const ComputeLimits& limits) {
   LowLatencyPlan plan = grid_plan(limits);
-  const uint64_t reply = reply_bytes(shape.row_bytes, shape.reply, shape.lines != 0);
-  plan.half_bytes = combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply).bytes;
+  plan.half_bytes =
+      combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply_bytes(shape.row_bytes, shape.reply))
+          .bytes;
   const uint32_t warps = warps_per_block(plan, limits);
   plan.shared_bytes = static_cast<uint32_t>(combine_shared(sizes.ranks, sizes.top_k, warps).bytes);
   plan.pieces = 1;
   plan.receive_splits = 1;
   if (!limits.is_cuda) return plan;
-  const uint32_t lanes = lanes_of(sizes.max_tokens).count;
-  if (shape.lines != 0) {
-    const auto sheets = static_cast<uint32_t>(sheets_of_vecs(shape.row_bytes / sizeof(Vec16)));
-    plan.pieces = std::clamp(plan.blocks * warps / (sizes.ranks * lanes), 1u, std::min(kMostPieces, sheets));
-    plan.receive_splits = std::clamp(plan.blocks * warps / std::max(tokens, 1u), 1u, sheets);
-    return plan;
-  }
-  plan.pieces = std::clamp(kWordsPerSource / lanes, 1u, kMostPieces);
+  plan.pieces = std::clamp(kWordsPerSource / lanes_of(sizes.max_tokens).count, 1u, kMostPieces);
   const uint32_t sums = std::max(tokens, 1u) * plan.pieces;
   plan.receive_splits = plan.pieces * std::clamp(plan.blocks * warps / sums, 1u, kMostSplitsOfPiece);
   return plan;
@@ -89,11 +78,8 @@ uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
   const MessageLayout message =
       message_layout(sizes.top_k, true, (hidden * 2 + 15) / 16 * 16, hidden / 16 * 4);
   const Lanes lanes = lanes_of(sizes.max_tokens);
-  const uint64_t wire = std::max(message.bytes, wire_bytes(message.bytes, true));
-  const uint64_t dispatch = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, wire).bytes;
-  const uint64_t row_bytes = (hidden * 2 + 15) / 16 * 16;
-  const uint64_t reply =
-      std::max(reply_bytes(row_bytes, kReplyExactLog, false), reply_bytes(row_bytes, kReplyReduced, true));
+  const uint64_t dispatch = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, message.bytes).bytes;
+  const uint64_t reply = reply_bytes((hidden * 2 + 15) / 16 * 16, kReplyExactLog);
   const uint64_t combine = combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply).bytes;
   return low_latency_region_bytes(sizes.ranks, std::max(dispatch, combine));
 }

@@ -29,8 +29,7 @@ struct LowLatencyPlan {
   uint32_t threads_per_block;
   uint32_t shared_bytes;
   uint32_t pieces;  // combine: warps that share one reply; all ranks must use the same, so T plays no part
-  uint32_t receive_splits;  // warps that share one message or one token's sum; a multiple of pieces, unless
-                            // replies are lines
+  uint32_t receive_splits;  // warps that share one message or one token's sum; a multiple of pieces
 };
 
 // `tokens` are this rank's.

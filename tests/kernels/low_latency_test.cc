@@ -106,8 +106,8 @@ struct Output {
 // One rank of one test.
 class Rank {
  public:
-  Rank(std::shared_ptr<Bootstrap> boot, uint64_t region_bytes, uint32_t host_threads, bool lines,
-       bool may_mask = false, double timeout_s = kTimeoutS) {
+  Rank(std::shared_ptr<Bootstrap> boot, uint64_t region_bytes, uint32_t host_threads, bool may_mask = false,
+       double timeout_s = kTimeoutS) {
     auto comm = Communicator::create(boot, Device{Device::Kind::kHost, 0}, kTimeoutS);
     EXPECT_EQ(comm.status().message(), "");
     comm_ = *comm;
@@ -116,7 +116,7 @@ class Rank {
     window_ = std::move(*window);
     mode_ = std::make_unique<LowLatency>(*window_, kBegin, kBegin + region_bytes,
                                          ComputeLimits{false, 1, host_threads, 0},
-                                         LowLatencyWaits{&fault_, timeout_s, may_mask}, lines);
+                                         LowLatencyWaits{&fault_, timeout_s, may_mask});
   }
 
   uint32_t rank() const { return static_cast<uint32_t>(comm_->rank()); }
@@ -163,8 +163,6 @@ class RoundTrip {
     if (phases & kPhaseSend) make_results();
     return rank_.mode().combine(combine_, phases);
   }
-
-  const Output& out() const { return out_; }
 
   // Counts, ranges, sources and rows are those of plain indexing; nothing else was written.
   void check_dispatched() {
@@ -327,29 +325,20 @@ class RoundTrip {
 
 constexpr uint32_t kBoth = kPhaseSend | kPhaseReceive;
 
-void run_whole(const Case& c, Rank& rank, uint32_t seed, Output* out = nullptr) {
+void run_whole(const Case& c, Rank& rank, uint32_t seed) {
   RoundTrip trip(c, rank, seed);
   ASSERT_EQ(trip.dispatch(kBoth).message(), "");
   trip.check_dispatched();
   ASSERT_EQ(trip.combine(kBoth).message(), "");
   trip.check_combined();
-  if (out) *out = trip.out();
 }
 
 class LowLatencyCases : public ::testing::TestWithParam<Case> {};
 
-TEST_P(LowLatencyCases, ThreadsRoundTripWithTheSameBitsOverBothWires) {
+TEST_P(LowLatencyCases, ThreadsRoundTrip) {
   run_ranks(RanksAre::kThreads, GetParam().ranks, [](std::shared_ptr<Bootstrap> boot) {
-    Rank words(boot, region_for(GetParam()), GetParam().host_threads, false);
-    Rank lines(boot, region_for(GetParam()), GetParam().host_threads, true);
-    for (uint32_t seed = 0; seed < 4; ++seed) {
-      Output by_words, by_lines;
-      run_whole(GetParam(), words, seed, &by_words);
-      run_whole(GetParam(), lines, seed, &by_lines);
-      EXPECT_TRUE(by_words.rows == by_lines.rows);
-      EXPECT_TRUE(by_words.scales == by_lines.scales);
-      EXPECT_TRUE(by_words.combined == by_lines.combined);
-    }
+    Rank rank(boot, region_for(GetParam()), GetParam().host_threads);
+    for (uint32_t seed = 0; seed < 4; ++seed) run_whole(GetParam(), rank, seed);
   });
 }
 
@@ -366,38 +355,23 @@ INSTANTIATE_TEST_SUITE_P(Shapes, LowLatencyCases,
                                            Case{17, 8, 4, 34, 6},
                                            Case{6, 128, 2, 3, 4, kPayloadFp8, kReplyExact, 1, true}));
 
-// Rows of 28 to 31 vectors: around a sheet of lines.
-INSTANTIATE_TEST_SUITE_P(Sheets, LowLatencyCases,
-                         ::testing::Values(Case{2, 224, 3, 8, 9},
-                                           Case{2, 232, 3, 8, 9, kPayloadCopy, kReplyExact, 2},
-                                           Case{2, 240, 3, 8, 9},
-                                           Case{2, 248, 3, 8, 9, kPayloadCopy, kReplyExact}));
-
 INSTANTIATE_TEST_SUITE_P(
     Extremes, LowLatencyCases,
     ::testing::Values(Case{3, 8, 3, 6, 1500}, Case{3, 64, 1, 6, 40, kPayloadCopy, kReplyExact, 2, false, 4},
                       Case{4, 64, 3, 8, 16, kPayloadCopy, kReplyReduced, 1, false, -1, true}));
 
-// What holds of both wires.
-class LowLatencyWires : public ::testing::TestWithParam<bool> {
- protected:
-  static bool is_lines() { return GetParam(); }
-};
-INSTANTIATE_TEST_SUITE_P(Wires, LowLatencyWires, ::testing::Bool(),
-                         [](const auto& info) { return info.param ? "Lines" : "Words"; });
-
-TEST_P(LowLatencyWires, ProcessesRoundTrip) {
+TEST(LowLatency, ProcessesRoundTrip) {
   const Case c{3, 256, 4, 8, 12, kPayloadFp8};
   run_ranks(RanksAre::kProcesses, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1, is_lines());
+    Rank rank(boot, region_for(c), 1);
     for (uint32_t seed = 0; seed < 4; ++seed) run_whole(c, rank, seed);
   });
 }
 
-TEST_P(LowLatencyWires, TwoCallsMayBeOutstanding) {
+TEST(LowLatency, TwoCallsMayBeOutstanding) {
   const Case c{3, 128, 3, 6, 10};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 2, is_lines());
+    Rank rank(boot, region_for(c), 2);
     for (uint32_t turn = 0; turn < 5; ++turn) {
       RoundTrip a(c, rank, 2 * turn);
       RoundTrip b(c, rank, 2 * turn + 1);
@@ -417,20 +391,20 @@ TEST_P(LowLatencyWires, TwoCallsMayBeOutstanding) {
   });
 }
 
-TEST_P(LowLatencyWires, SizesMayChangeFromCallToCall) {
+TEST(LowLatency, SizesMayChangeFromCallToCall) {
   const Case big{3, 512, 8, 12, 40};
   const std::vector<Case> cases = {
       big, {3, 128, 3, 6, 10, kPayloadFp8}, {3, 8, 1, 3, 2, kPayloadCopy, kReplyExact}};
   run_ranks(RanksAre::kThreads, 3, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(big), 1, is_lines());
+    Rank rank(boot, region_for(big), 1);
     for (uint32_t turn = 0; turn < 12; ++turn) run_whole(cases[turn % 3], rank, turn);
   });
 }
 
-TEST_P(LowLatencyWires, SlowRanksAreWaitedFor) {
+TEST(LowLatency, SlowRanksAreWaitedFor) {
   const Case c{4, 64, 3, 8, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1, is_lines());
+    Rank rank(boot, region_for(c), 1);
     std::mt19937 random(rank.rank());
     for (uint32_t turn = 0; turn < 30; ++turn) {
       if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(random() % 4));
@@ -440,10 +414,10 @@ TEST_P(LowLatencyWires, SlowRanksAreWaitedFor) {
 }
 
 // Words and acknowledgements hold epochs far beyond 32 bits.
-TEST_P(LowLatencyWires, EpochsGoOnForYears) {
+TEST(LowLatency, EpochsGoOnForYears) {
   const Case c{2, 64, 2, 4, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 2, is_lines());
+    Rank rank(boot, region_for(c), 2);
     const uint64_t calls = uint64_t{1} << 44;
     const LowLatencyControl at = low_latency_control(c.ranks);
     std::byte* region = rank.window().local() + Rank::kBegin;
@@ -457,10 +431,10 @@ TEST_P(LowLatencyWires, EpochsGoOnForYears) {
   });
 }
 
-TEST_P(LowLatencyWires, SilentRankIsNamed) {
+TEST(LowLatency, SilentRankIsNamed) {
   const Case c{3, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1, is_lines(), false, kSilentS);
+    Rank rank(boot, region_for(c), 1, false, kSilentS);
     run_whole(c, rank, 0);
     if (rank.rank() == 2) return;
     RoundTrip trip(c, rank, 1);
@@ -473,10 +447,10 @@ TEST_P(LowLatencyWires, SilentRankIsNamed) {
   });
 }
 
-TEST_P(LowLatencyWires, SilentRankIsMaskedWhereAllowed) {
+TEST(LowLatency, SilentRankIsMaskedWhereAllowed) {
   const Case c{3, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1, is_lines(), true, kSilentS);
+    Rank rank(boot, region_for(c), 1, true, kSilentS);
     run_whole(c, rank, 0);
     if (rank.rank() == 1) return;
     for (uint32_t turn = 1; turn < 6; ++turn) {
@@ -490,10 +464,10 @@ TEST_P(LowLatencyWires, SilentRankIsMaskedWhereAllowed) {
   });
 }
 
-TEST_P(LowLatencyWires, RanksThatDisagreeAreToldAndMayGoOn) {
+TEST(LowLatency, RanksThatDisagreeAreToldAndMayGoOn) {
   const Case c{3, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(Case{3, 64, 3, 6, 9}), 1, is_lines());
+    Rank rank(boot, region_for(Case{3, 64, 3, 6, 9}), 1);
     run_whole(c, rank, 0);
     Case other = c;
     if (rank.rank() == 1) other.max_tokens = 9;
@@ -507,10 +481,10 @@ TEST_P(LowLatencyWires, RanksThatDisagreeAreToldAndMayGoOn) {
 }
 
 // Every token names one expert three times: more rows than its output has.
-TEST_P(LowLatencyWires, TooManyRowsForAnExpertAreReported) {
+TEST(LowLatency, TooManyRowsForAnExpertAreReported) {
   const Case c{2, 64, 3, 6, 6, kPayloadCopy, kReplyReduced, 1, false, 4};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1, is_lines());
+    Rank rank(boot, region_for(c), 1);
     RoundTrip trip(c, rank, 0);
     const Status status = trip.dispatch(kBoth);
     if (rank.rank() == 0) EXPECT_EQ(status.message(), "");
@@ -519,10 +493,10 @@ TEST_P(LowLatencyWires, TooManyRowsForAnExpertAreReported) {
   });
 }
 
-TEST_P(LowLatencyWires, CombineOfAnotherDispatchIsRefused) {
+TEST(LowLatency, CombineOfAnotherDispatchIsRefused) {
   const Case c{2, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1, is_lines());
+    Rank rank(boot, region_for(c), 1);
     RoundTrip first(c, rank, 0);
     ASSERT_EQ(first.dispatch(kBoth).message(), "");
     RoundTrip second(c, rank, 1);
@@ -534,28 +508,16 @@ TEST_P(LowLatencyWires, CombineOfAnotherDispatchIsRefused) {
   });
 }
 
-TEST_P(LowLatencyWires, TooSmallARegionIsRefusedBeforeAnythingIsSent) {
+TEST(LowLatency, TooSmallARegionIsRefusedBeforeAnythingIsSent) {
   const Case c{2, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1, is_lines());
+    Rank rank(boot, region_for(c), 1);
     const Case big{2, 4096, 3, 6, 600};
     RoundTrip trip(big, rank, 0);
     const Status status = trip.dispatch(kBoth);
     EXPECT_EQ(status.code(), Code::kCapacity);
     EXPECT_THAT(status.message(), HasSubstr("num_rdma_bytes"));
     run_whole(c, rank, 1);
-  });
-}
-
-TEST(LowLatency, RanksThatDisagreeAboutTheWireAreTold) {
-  const Case c{3, 64, 3, 6, 6};
-  run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1, boot->rank() == 1, false, 5.0);
-    RoundTrip trip(c, rank, 0);
-    const Status dispatched = trip.dispatch(kBoth);
-    const Status status = dispatched.ok() ? trip.combine(kBoth) : dispatched;
-    EXPECT_EQ(status.code(), Code::kInvalid);
-    EXPECT_THAT(status.message(), HasSubstr("form"));
   });
 }
 

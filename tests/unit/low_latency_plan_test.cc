@@ -9,21 +9,19 @@ namespace {
 constexpr ComputeLimits kH200{true, 132, 1, 227 * 1024};
 constexpr ComputeLimits kHost{false, 1, 2, 0};
 
-LowLatencyDispatchShape fp8(const LowLatencySizes& sizes, int64_t hidden, int64_t lines = 0) {
-  return {sizes.ranks, sizes.experts_per_rank(), sizes.top_k, hidden, hidden / 32, kPayloadFp8, 0, lines};
+LowLatencyDispatchShape fp8(const LowLatencySizes& sizes, int64_t hidden) {
+  return {sizes.ranks, sizes.experts_per_rank(), sizes.top_k, hidden, hidden / 32, kPayloadFp8, 0};
 }
-LowLatencyCombineShape bf16(const LowLatencySizes& sizes, int64_t hidden, int64_t reply = kReplyReduced,
-                            int64_t lines = 0) {
-  return {sizes.ranks, sizes.experts_per_rank(), sizes.top_k, hidden * 2, reply, 0, lines};
+LowLatencyCombineShape bf16(const LowLatencySizes& sizes, int64_t hidden, int64_t reply = kReplyReduced) {
+  return {sizes.ranks, sizes.experts_per_rank(), sizes.top_k, hidden * 2, reply, 0};
 }
 
-std::string dispatch_text(const LowLatencySizes& sizes, int64_t hidden, const ComputeLimits& limits,
-                          int64_t lines = 0) {
-  return to_text(plan_low_latency_dispatch(sizes, fp8(sizes, hidden, lines), limits));
+std::string dispatch_text(const LowLatencySizes& sizes, int64_t hidden, const ComputeLimits& limits) {
+  return to_text(plan_low_latency_dispatch(sizes, fp8(sizes, hidden), limits));
 }
 std::string combine_text(const LowLatencySizes& sizes, int64_t hidden, uint32_t tokens,
-                         const ComputeLimits& limits, int64_t lines = 0) {
-  return to_text(plan_low_latency_combine(sizes, bf16(sizes, hidden, kReplyReduced, lines), tokens, limits));
+                         const ComputeLimits& limits) {
+  return to_text(plan_low_latency_combine(sizes, bf16(sizes, hidden), tokens, limits));
 }
 
 TEST(LowLatencyPlan, GoldenPlansOfTypicalCalls) {
@@ -39,24 +37,6 @@ TEST(LowLatencyPlan, GoldenPlansOfTypicalCalls) {
             "half 919552 bytes, 132 blocks of 512 threads, 1072 bytes shared, 8 pieces, 128 receive splits");
   EXPECT_EQ(dispatch_text(few, 7168, kHost),
             "half 479232 bytes, 2 blocks of 1 threads, 2368 bytes shared, 1 pieces, 1 receive splits");
-}
-
-TEST(LowLatencyPlan, GoldenPlansOfLines) {
-  const LowLatencySizes deepseek{8, 128, 8, 256}, four{4, 128, 8, 256};
-  EXPECT_EQ(combine_text(deepseek, 7168, 128, kH200, 1),
-            "half 15761408 bytes, 132 blocks of 512 threads, 1072 bytes shared, 2 pieces, 16 receive splits");
-  EXPECT_EQ(combine_text(four, 7168, 128, kH200, 1),
-            "half 15745024 bytes, 132 blocks of 512 threads, 1056 bytes shared, 4 pieces, 16 receive splits");
-  EXPECT_EQ(dispatch_text(four, 7168, kH200, 1),
-            "half 4129792 bytes, 132 blocks of 512 threads, 10912 bytes shared, 1 pieces, 4 receive splits");
-  EXPECT_EQ(dispatch_text(four, 128, kHost, 1),
-            "half 132096 bytes, 2 blocks of 1 threads, 3184 bytes shared, 1 pieces, 1 receive splits");
-  EXPECT_EQ(combine_text(four, 7168, 1, kH200, 1),
-            "half 15745024 bytes, 132 blocks of 512 threads, 1056 bytes shared, 4 pieces, 30 receive splits");
-  EXPECT_EQ(combine_text(four, 8, 128, kH200, 1),
-            "half 147456 bytes, 132 blocks of 512 threads, 1056 bytes shared, 1 pieces, 1 receive splits");
-  EXPECT_EQ(combine_text(four, 7168, 128, kHost, 1),
-            "half 15745024 bytes, 2 blocks of 1 threads, 96 bytes shared, 1 pieces, 1 receive splits");
 }
 
 // Ranks must agree on everything about a reply, and not all have the same number of tokens.
@@ -93,14 +73,9 @@ TEST(LowLatencyPlan, TheHintHoldsEveryFormat) {
       copy.payload = kPayloadCopy;
       copy.weights = 1;
       EXPECT_LE(plan_low_latency_dispatch(sizes, copy, kH200).half_bytes, half);
-      copy.lines = 1;
-      EXPECT_LE(plan_low_latency_dispatch(sizes, copy, kH200).half_bytes, half);
       EXPECT_LE(plan_low_latency_dispatch(sizes, fp8(sizes, 2048), kH200).half_bytes, half);
       for (int64_t reply = kReplyReduced; reply <= kReplyExactLog; ++reply)
         EXPECT_LE(plan_low_latency_combine(sizes, bf16(sizes, 2048, reply), max_tokens, kH200).half_bytes,
-                  half);
-      for (int64_t reply : {kReplyReduced, kReplyExact})
-        EXPECT_LE(plan_low_latency_combine(sizes, bf16(sizes, 2048, reply, 1), max_tokens, kH200).half_bytes,
                   half);
     }
   }

@@ -140,7 +140,7 @@ Result<std::shared_ptr<Peer>> Core::connect(std::string_view bytes, Deadline unt
   if (peer->is_alive()) return peer;
   if (is_closed()) return closed_status();
   if (is_settled)
-    return Status::make(Code::kPeerLost, "transfer.connect: peer '{}': {}", address.name,
+    return Status::make(Code::kPeerLost, "transfer.connect: peer '{}' is lost: {}", address.name,
                         peer->why().message());
   Status status =
       Status::make(Code::kPeerLost, "transfer.connect: no answer of peer '{}' ({}) over {} in time",

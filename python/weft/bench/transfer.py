@@ -126,8 +126,19 @@ def from_json(value: dict[str, Any]) -> Any:
     return base64.b64decode(value["base64"]) if set(value) == {"base64"} else value
 
 
+@contextlib.contextmanager
+def naming_the_loss() -> Iterator[None]:
+    """Raise what breaks a connection inside the block as PeerLost."""
+    try:
+        yield
+    except TimeoutError:
+        raise PeerLost(f"bench transfer: the other side is lost: no word for {TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise PeerLost(f"bench transfer: the other side is lost: {error}") from None
+
+
 class Line:
-    """JSON messages over a connection, each with its length in front."""
+    """JSON messages over a connection, each with its length in front. A lost other side raises PeerLost."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -141,7 +152,8 @@ class Line:
 
     def send(self, message: dict[str, Any]) -> None:
         body = json.dumps(message, default=to_json).encode()
-        self._connection.sendall(struct.pack("<I", len(body)) + body)
+        with naming_the_loss():
+            self._connection.sendall(struct.pack("<I", len(body)) + body)
 
     def recv(self) -> Any:
         (count,) = struct.unpack("<I", self._exactly(4))
@@ -152,7 +164,8 @@ class Line:
     def _exactly(self, count: int) -> bytes:
         parts = bytearray()
         while len(parts) < count:
-            part = self._connection.recv(count - len(parts))
+            with naming_the_loss():
+                part = self._connection.recv(count - len(parts))
             if not part:
                 raise PeerLost("bench transfer: the other side closed its connection")
             parts += part
@@ -185,8 +198,8 @@ class Side:
 
     def meet(self, card: dict[str, Any]) -> None:
         """Connect to the side with that card."""
-        self.peer = self.engine.connect(card["address"], TIMEOUT_S)
-        self.remote = self.engine.attach(card["descriptor"], TIMEOUT_S)
+        self.peer = self.engine.connect(card["address"], DIAL_S)
+        self.remote = self.engine.attach(card["descriptor"], DIAL_S)
         if self.raw is not None and card["raw"] is not None:
             self.raw.connect(card["raw"])
 

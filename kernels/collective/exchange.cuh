@@ -142,7 +142,7 @@ WEFT_DEVICE Vec16 sum_of(const R& run, Load load) {
   constexpr uint32_t kInFlight = kSourcesInFlight<Combiner>;
   Vec16 sum{};
   for (uint32_t first = 0; first < run.ranks; first += kInFlight) {
-    Vec16 values[kInFlight];
+    Vec16 values[kInFlight] = {};
     WEFT_UNROLL
     for (uint32_t j = 0; j < kInFlight; ++j)
       if (first + j < run.ranks) values[j] = load(first + j);
@@ -267,11 +267,27 @@ WEFT_DEVICE void add_lines(const Round<R>& round, Slice slice, const Piece& own,
   });
 }
 
+// store(unit, load(unit)) for the units of a slice, with several loads of a thread under way.
+template <class Load, class Store>
+WEFT_DEVICE void move_units(Block block, uint32_t count, Load load, Store store) {
+  const uint32_t step = block.size();
+  uint32_t unit = block.rank();
+  for (; unit + (kLoadsInFlight - 1) * step < count; unit += kLoadsInFlight * step) {
+    Vec16 held[kLoadsInFlight];
+    WEFT_UNROLL
+    for (uint32_t j = 0; j < kLoadsInFlight; ++j) held[j] = load(unit + j * step);
+    WEFT_UNROLL
+    for (uint32_t j = 0; j < kLoadsInFlight; ++j) store(unit + j * step, held[j]);
+  }
+  for (; unit < count; unit += step) store(unit, load(unit));
+}
+
 template <class R>
 WEFT_DEVICE void copy_own(const R& run, Slice slice, const Piece& from, const Piece& to) {
   if (from.at == to.at) return;
-  for (uint32_t unit = run.block.rank(); unit < slice.count; unit += run.block.size())
-    store_unit(to, slice.first + unit, load_unit(from, slice.first + unit));
+  move_units(
+      run.block, slice.count, [&](uint32_t unit) { return load_unit(from, slice.first + unit); },
+      [&](uint32_t unit, const Vec16& value) { store_unit(to, slice.first + unit, value); });
 }
 
 template <class R>
@@ -398,21 +414,6 @@ struct Stage {
     return run.a.layout.staged_at + (uint64_t{run.block.index()} * run.ranks + sender) * sizeof(uint64_t);
   }
 };
-
-// store(unit, load(unit)) for the units of a slice, with several loads of a thread under way.
-template <class Load, class Store>
-WEFT_DEVICE void move_units(Block block, uint32_t count, Load load, Store store) {
-  const uint32_t step = block.size();
-  uint32_t unit = block.rank();
-  for (; unit + (kLoadsInFlight - 1) * step < count; unit += kLoadsInFlight * step) {
-    Vec16 held[kLoadsInFlight];
-    WEFT_UNROLL
-    for (uint32_t j = 0; j < kLoadsInFlight; ++j) held[j] = load(unit + j * step);
-    WEFT_UNROLL
-    for (uint32_t j = 0; j < kLoadsInFlight; ++j) store(unit + j * step, held[j]);
-  }
-  for (; unit < count; unit += step) store(unit, load(unit));
-}
 
 // What of this rank's buffers belongs to a peer: sent to it, and where what it sends is kept.
 template <class R>

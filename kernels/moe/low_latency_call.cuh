@@ -57,7 +57,8 @@ WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint6
   const Span traced(call.wait.trace, site, peer);
   if (poll_signal(signal, want, call.wait, seen, waited_ns)) return true;
   if (call.may_mask) {
-    store_relaxed(call.masked + peer, uint32_t{1});
+    // A wait that another warp's fault has ended says nothing of the peer.
+    if (waited_ns > call.wait.timeout_ns) store_relaxed(call.masked + peer, uint32_t{1});
   } else {
     raise(call.wait.fault, site, call.wait.self, peer, want / scale, seen / scale, waited_ns);
   }

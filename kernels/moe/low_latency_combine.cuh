@@ -466,11 +466,11 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   c.warp.sync();
 }
 
-// One warp of all: a peer that brings no reply may mean another dispatch too. What it raises ends the others'
-// waits.
+// The last warp of all, which has least to sum: a peer that brings no reply may mean another dispatch too.
+// What it raises ends the others' waits.
 template <class C>
 WEFT_DEVICE void check_peers(const C& c) {
-  if (c.block.index() + 1 != c.block.count() || c.warp.index() != 0) return;
+  if (c.block.index() + 1 != c.block.count() || c.warp.index() + 1 != c.block.warps()) return;
   for (uint32_t peer = c.warp.rank(); peer < c.ranks(); peer += c.warp.size())
     if (c.present()[peer] != 0)
       await_greeting(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch(), Site::kLowLatencyCombineRecv);

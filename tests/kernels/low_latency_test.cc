@@ -464,10 +464,10 @@ TEST(LowLatency, SilentRankIsMaskedWhereAllowed) {
   });
 }
 
-TEST(LowLatency, RanksThatDisagreeAreToldAndMayGoOn) {
+void disagree(bool may_mask) {
   const Case c{3, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(Case{3, 64, 3, 6, 9}), 1);
+    Rank rank(boot, region_for(Case{3, 64, 3, 6, 9}), 1, may_mask);
     run_whole(c, rank, 0);
     Case other = c;
     if (rank.rank() == 1) other.max_tokens = 9;
@@ -476,8 +476,17 @@ TEST(LowLatency, RanksThatDisagreeAreToldAndMayGoOn) {
     EXPECT_EQ(status.code(), Code::kInvalid);
     EXPECT_THAT(status.message(), HasSubstr("num_max_dispatch_tokens_per_rank"));
     EXPECT_THAT(status.message(), HasSubstr(rank.rank() == 1 ? "was given 9" : "rank 1 9"));
+    std::vector<int32_t> masks(c.ranks, 9);
+    ASSERT_EQ(rank.mode().query_masks(masks.data(), nullptr).message(), "");
+    EXPECT_EQ(masks, (std::vector<int32_t>{0, 0, 0}));
     for (uint32_t turn = 2; turn < 6; ++turn) run_whole(c, rank, turn);
   });
+}
+TEST(LowLatency, RanksThatDisagreeAreToldAndMayGoOn) {
+  disagree(false);
+}
+TEST(LowLatency, RanksThatDisagreeAreNotMasked) {
+  disagree(true);
 }
 
 // Every token names one expert three times: more rows than its output has.

@@ -105,36 +105,13 @@ WEFT_DEVICE constexpr ReceiveLayout receive_layout(uint64_t rows, uint64_t row_b
   return layout;
 }
 
-// Combine is pipelined in chunks of the rows of one (source, owner) pair, each with its own signal. Most are
-// long, since every release holds up the link; the last ones are short, so that the last sums start soon.
+// Combine is pipelined in chunks of rows of one (source, owner) pair, each with its own signal: at least so
+// many rows that a warp still has some to send while its release of the chunk before waits for the link.
 inline constexpr uint32_t kMaxChunks = 1024;
-inline constexpr uint32_t kLongChunkRows = 32;
-inline constexpr uint32_t kShortChunkRows = 8;
-struct ChunkGrid {
-  uint32_t rows;  // of the pair
-  uint32_t long_rows;
-  uint32_t long_chunks;
-  uint32_t short_rows;
-
-  WEFT_DEVICE constexpr uint32_t in_long() const { return long_chunks * long_rows; }
-  WEFT_DEVICE constexpr uint32_t count() const {
-    return long_chunks + (rows - in_long() + short_rows - 1) / short_rows;
-  }
-  WEFT_DEVICE constexpr uint32_t first_row(uint32_t chunk) const {
-    return chunk < long_chunks ? chunk * long_rows : in_long() + (chunk - long_chunks) * short_rows;
-  }
-  WEFT_DEVICE constexpr uint32_t of_row(uint32_t row) const {
-    return row < in_long() ? row / long_rows : long_chunks + (row - in_long()) / short_rows;
-  }
-};
-WEFT_DEVICE constexpr ChunkGrid chunk_grid(uint32_t rows) {
-  const uint32_t least = (rows + kMaxChunks - 1) / kMaxChunks;  // so that chunks of it are few enough
-  ChunkGrid grid{};
-  grid.rows = rows;
-  grid.long_rows = kLongChunkRows > least ? kLongChunkRows : least;
-  grid.short_rows = kShortChunkRows > least ? kShortChunkRows : least;
-  grid.long_chunks = rows / 4 * 3 / grid.long_rows;
-  return grid;
+inline constexpr uint32_t kMinChunkRows = 8;
+WEFT_DEVICE constexpr uint32_t chunk_rows(uint32_t pair_rows) {
+  const uint32_t even = (pair_rows + kMaxChunks - 1) / kMaxChunks;
+  return even > kMinChunkRows ? even : kMinChunkRows;
 }
 
 struct LayoutArgs {

@@ -68,20 +68,21 @@ WEFT_DEVICE Chunk chunk_of(const CombineArgs& a, const MeshT& mesh, uint64_t tas
   const uint32_t owner = static_cast<uint32_t>((mesh.rank() + 1 + task % peers) % mesh.ranks());
   const auto number = static_cast<uint32_t>(task / peers);
   const RowSpan span = row_span(a.prefix, mesh.ranks(), owner, mesh.rank());
-  const ChunkGrid grid = chunk_grid(span.count);
-  if (number >= grid.count()) return {owner, number, 0, 0};
-  const uint32_t first = grid.first_row(number), next = grid.first_row(number + 1);
-  return {owner, number, span.first + first, (next < span.count ? next : span.count) - first};
+  const uint64_t size = chunk_rows(span.count);
+  if (number * size >= span.count) return {owner, number, 0, 0};
+  const uint64_t left = span.count - number * size;
+  return {owner, number, span.first + number * size, left < size ? left : size};
 }
 
 template <class MeshT>
 WEFT_DEVICE uint64_t most_chunks(const CombineArgs& a, const MeshT& mesh) {
-  uint32_t most = 0;
+  uint32_t most_rows = 0;
   for (uint32_t owner = 0; owner < mesh.ranks(); ++owner) {
-    const uint32_t count = chunk_grid(row_span(a.prefix, mesh.ranks(), owner, mesh.rank()).count).count();
-    most = count > most ? count : most;
+    const uint32_t rows = row_span(a.prefix, mesh.ranks(), owner, mesh.rank()).count;
+    most_rows = rows > most_rows ? rows : most_rows;
   }
-  return most;
+  return most_rows < kMaxChunks * kMinChunkRows ? (most_rows + kMinChunkRows - 1) / kMinChunkRows
+                                                : kMaxChunks;
 }
 
 // Tells owners that chunks have come, each a few items later than its last row left: the release finds it
@@ -205,12 +206,6 @@ struct TokenRows {
   }
 };
 
-// The chunks in which a peer sends this rank its rows back.
-template <class MeshT>
-WEFT_DEVICE ChunkGrid grid_from(const CombineArgs& a, const MeshT& mesh, uint32_t peer) {
-  return chunk_grid(row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count);
-}
-
 template <class MeshT>
 WEFT_DEVICE const uint64_t* chunk_signal(const CombineArgs& a, const MeshT& mesh, uint32_t peer,
                                          uint32_t chunk) {
@@ -252,7 +247,8 @@ WEFT_DEVICE Look look_at_signals(const CombineArgs& a, Warp warp, const MeshT& m
   Look look{};
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     if (peer == mesh.rank()) continue;
-    const uint32_t chunks = grid_from(a, mesh, peer).count();
+    const uint32_t rows = row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count;
+    const uint32_t chunks = (rows + chunk_rows(rows) - 1) / chunk_rows(rows);
     const uint32_t came = chunks_come(chunk_signal(a, mesh, peer, 0), epoch, chunks_seen[peer], chunks);
     chunks_seen[peer] += came;
     look.has_moved = look.has_moved || came != 0;
@@ -293,8 +289,8 @@ WEFT_DEVICE bool wait_for_signals(const CombineArgs& a, Warp warp, const MeshT& 
   return wait_peers(
       warp, mesh.ranks(), epoch, Site::kCombineRecv, a.wait,
       [&](uint32_t peer) {
-        const uint32_t row = static_cast<uint32_t>(send_row[peer]);
-        return chunk_signal(a, mesh, peer, grid_from(a, mesh, peer).of_row(row));
+        const uint32_t size = chunk_rows(row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count);
+        return chunk_signal(a, mesh, peer, static_cast<uint32_t>(send_row[peer]) / size);
       },
       [&](uint32_t peer) { return peer != mesh.rank() && send_row[peer] >= 0; },
       [&](uint32_t peer, uint64_t seen, uint64_t waited_ns) {
@@ -311,7 +307,8 @@ WEFT_DEVICE bool wait_for_token(const CombineArgs& a, Warp warp, const MeshT& me
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     if (peer == mesh.rank() || send_row[peer] < 0) continue;
     const Span traced(a.wait.trace, Site::kCombineRecv, peer);
-    const uint32_t chunk = grid_from(a, mesh, peer).of_row(static_cast<uint32_t>(send_row[peer]));
+    const uint32_t size = chunk_rows(row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).count);
+    const uint32_t chunk = static_cast<uint32_t>(send_row[peer]) / size;
     while (!failed &&
            load_acquire_block(&progress.chunks_here[peer]) <= chunk) {  // bounded by the watch warp
       pause_ns(kSharedPollNs);

@@ -4,7 +4,6 @@
 // indexing.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -174,22 +173,6 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
     }
   }
 };
-
-// Every row is in one chunk, and a signal is there for each chunk.
-TEST(HighThroughputChunks, CoverThePairsRows) {
-  for (uint32_t rows : {0u, 1u, 7u, 8u, 33u, 128u, 3700u, 4096u, 32768u, 32769u, 1000003u}) {
-    const ChunkGrid grid = chunk_grid(rows);
-    ASSERT_LE(grid.count(), kMaxChunks) << rows;
-    uint32_t covered = 0;
-    for (uint32_t chunk = 0; chunk < grid.count(); ++chunk) {
-      ASSERT_EQ(grid.first_row(chunk), covered) << rows << " rows, chunk " << chunk;
-      covered = std::min(rows, grid.first_row(chunk + 1));
-      ASSERT_EQ(grid.of_row(grid.first_row(chunk)), chunk);
-      ASSERT_EQ(grid.of_row(covered - 1), chunk);
-    }
-    ASSERT_EQ(covered, rows);
-  }
-}
 
 TEST_P(HighThroughput, RowsGoOutAndComeBack) {
   const Case& c = GetParam();

@@ -45,7 +45,7 @@ struct Dispatch {
   }
   WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
   WEFT_DEVICE bool has_weights() const { return shape.weights != 0; }
-  WEFT_DEVICE uint64_t rows_per_expert() const { return uint64_t{ranks()} * a.call.max_tokens; }
+  WEFT_DEVICE uint32_t rows_per_expert() const { return ranks() * a.call.max_tokens; }
   WEFT_DEVICE Lanes lanes() const { return lanes_of(a.call.max_tokens); }
   WEFT_DEVICE MessageLayout message() const {
     return message_layout(shape.top_k, has_weights(), shape.row_bytes, shape.scale_bytes);
@@ -76,12 +76,18 @@ struct Dispatch {
   WEFT_DEVICE uint32_t* found() const { return at<uint32_t>(shared().found); }
   WEFT_DEVICE uint32_t* so_far() const { return at<uint32_t>(shared().so_far); }
   WEFT_DEVICE uint32_t* begin() const { return at<uint32_t>(shared().begin); }
-  WEFT_DEVICE std::byte** place() const { return at<std::byte*>(shared().place); }
   // Of the current token, by slot; a slot without an expert has rank R.
-  WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().slot); }
+  WEFT_DEVICE int32_t* slot_choice() const { return at<int32_t>(shared().slot); }
+  WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().slot) + top_k(); }
   WEFT_DEVICE uint32_t* slot_expert() const { return slot_rank() + top_k(); }
   WEFT_DEVICE uint32_t* slot_place() const { return slot_expert() + top_k(); }
+  // The ranks that the current token goes to.
+  WEFT_DEVICE uint32_t* targets() const { return at<uint32_t>(shared().targets); }
+  WEFT_DEVICE uint32_t* target() const { return at<uint32_t>(shared().target); }
+  WEFT_DEVICE std::byte** place() const { return at<std::byte*>(shared().place); }
+  // Where the warp's current message goes: rows, and the first word of each one's scales.
   WEFT_DEVICE int32_t* rows() const { return at<int32_t>(shared().row) + warp.index() * top_k(); }
+  WEFT_DEVICE uint64_t* scales_at() const { return at<uint64_t>(shared().scales) + warp.index() * top_k(); }
 };
 
 // ---- step 1
@@ -95,8 +101,8 @@ WEFT_DEVICE void clear_choices(const D& d) {
 // Adds up, in so_far(), what `entries` entries of topk_idx choose. Thread `rank` of the `size` that share the
 // work.
 template <class D>
-WEFT_DEVICE void add_choices(const D& d, uint64_t entries, uint32_t rank, uint32_t size) {
-  for (uint64_t i = rank; i < entries; i += size) {
+WEFT_DEVICE void add_choices(const D& d, uint32_t entries, uint32_t rank, uint32_t size) {
+  for (uint32_t i = rank; i < entries; i += size) {
     const int64_t expert = expert_at(d.a.call.topk_idx, d.a.call.id_bytes, i);
     if (expert >= 0 && expert < d.a.call.experts) add_local(&d.so_far()[expert], uint32_t{1});
   }
@@ -116,11 +122,12 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
   const Range blocks = counting_blocks(d);
   if (d.block.index() < blocks.first) return;
   if (!is_counted) {
-    add_choices(d, uint64_t{d.a.call.tokens} * d.top_k(), d.block.rank(), d.block.size());
+    add_choices(d, d.a.call.tokens * d.top_k(), d.block.rank(), d.block.size());
     d.block.sync();
   }
   const auto share = static_cast<uint32_t>(blocks.last - blocks.first);
   const auto first = static_cast<uint32_t>(d.block.index() - blocks.first) + d.warp.index() * share;
+  WEFT_ROLLED
   for (uint32_t peer = first; peer < d.ranks(); peer += d.block.warps() * share) {
     if (d.present()[peer] == 0) continue;
     auto* theirs = reinterpret_cast<uint32_t*>(d.mesh.to(peer).mapped() + d.half_at() + d.half().counts) +
@@ -140,50 +147,60 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
 // A lane's tokens: consecutive ones.
 template <class D>
 WEFT_DEVICE Range lane_tokens(const D& d, uint32_t lane) {
-  const uint64_t tokens = d.a.call.tokens;
-  const uint64_t share = d.lanes().share(d.a.call.tokens);
-  const uint64_t first = lane * share < tokens ? lane * share : tokens;
+  const uint32_t tokens = d.a.call.tokens;
+  const uint32_t share = d.lanes().share(tokens);
+  const uint32_t first = lane * share < tokens ? lane * share : tokens;
   return {first, first + share < tokens ? first + share : tokens};
 }
 
-// Warp 0: finds where a token goes. Its first slot for a rank carries the message.
+// Warp 0: finds where a token goes: its slots' ranks, experts and places there, and each rank once.
 template <class D>
 WEFT_DEVICE void route_token(const D& d, uint32_t lane, uint32_t token) {
-  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
-    const int64_t expert = chosen_expert(d.a.call, d.top_k(), token, k);
+  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
+    d.slot_choice()[k] = static_cast<int32_t>(chosen_expert(d.a.call, d.top_k(), token, k));
+  d.warp.sync();
+  uint32_t targets = 0;
+  for (uint32_t first = 0; first < d.top_k(); first += d.warp.size()) {
+    const uint32_t k = first + d.warp.rank();
+    const int32_t expert = k < d.top_k() ? d.slot_choice()[k] : -1;
     const uint32_t rank = expert < 0 ? d.ranks() : static_cast<uint32_t>(expert) / d.local_experts();
     uint32_t twins = 0;
     bool is_first = true;
-    for (uint32_t earlier = 0; earlier < k; ++earlier) {
-      const int64_t other = chosen_expert(d.a.call, d.top_k(), token, earlier);
-      if (other < 0) continue;
+    WEFT_ROLLED
+    for (uint32_t earlier = 0; earlier < k && expert >= 0; ++earlier) {
+      const int32_t other = d.slot_choice()[earlier];
       twins += other == expert ? 1 : 0;
-      is_first = is_first && static_cast<uint32_t>(other) / d.local_experts() != rank;
+      is_first = is_first && (other < 0 || static_cast<uint32_t>(other) / d.local_experts() != rank);
     }
     const bool goes = expert >= 0 && is_first && d.present()[rank] != 0;
-    d.slot_rank()[k] = rank;
-    d.slot_expert()[k] = expert < 0 ? 0 : static_cast<uint32_t>(expert) % d.local_experts();
-    d.slot_place()[k] = expert < 0 ? 0 : d.so_far()[expert] + twins;
-    d.place()[k] =
-        goes ? d.mesh.to(rank).mapped() + d.message_at(d.mesh.rank(), lane, d.sent()[rank]) : nullptr;
+    const uint32_t at = targets + d.warp.count_below(goes);
+    targets += d.warp.count(goes);
+    if (k < d.top_k()) {
+      d.slot_rank()[k] = rank;
+      d.slot_expert()[k] = expert < 0 ? 0 : static_cast<uint32_t>(expert) % d.local_experts();
+      d.slot_place()[k] = expert < 0 ? 0 : d.so_far()[expert] + twins;
+    }
+    if (!goes) continue;
+    d.target()[at] = rank;
+    d.place()[at] = d.mesh.to(rank).mapped() + d.message_at(d.mesh.rank(), lane, d.sent()[rank]);
   }
+  if (d.warp.rank() == 0) *d.targets() = targets;
 }
 
 // Warp 0, after every slot was routed: the next token comes after this one.
 template <class D>
 WEFT_DEVICE void count_token(const D& d) {
-  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
-    if (d.slot_rank()[k] == d.ranks()) continue;
-    add_local(&d.so_far()[d.slot_rank()[k] * d.local_experts() + d.slot_expert()[k]], uint32_t{1});
-    if (d.place()[k]) d.sent()[d.slot_rank()[k]] += 1;
-  }
+  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
+    if (d.slot_choice()[k] >= 0) add_local(&d.so_far()[d.slot_choice()[k]], uint32_t{1});
+  for (uint32_t i = d.warp.rank(); i < *d.targets(); i += d.warp.size()) d.sent()[d.target()[i]] += 1;
   d.warp.sync();
 }
 
 template <class D>
 WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
-  for (uint32_t k = 0; k < d.top_k(); ++k)
-    if (std::byte* place = d.place()[k]) store_vec(reinterpret_cast<Vec16*>(place + offset), vec);
+  const uint32_t targets = *d.targets();
+  WEFT_ROLLED
+  for (uint32_t i = 0; i < targets; ++i) store_vec(reinterpret_cast<Vec16*>(d.place()[i] + offset), vec);
 }
 
 template <class D>
@@ -193,21 +210,21 @@ WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byt
     store_to_all(d, message.row + i * 16, load_vec_streaming(reinterpret_cast<const Vec16*>(row) + i));
   for (uint32_t i = d.block.rank(); i < d.shape.scale_bytes / 4; i += d.block.size()) {
     const uint32_t word = reinterpret_cast<const uint32_t*>(scales)[i];
-    for (uint32_t k = 0; k < d.top_k(); ++k)
-      if (std::byte* place = d.place()[k]) reinterpret_cast<uint32_t*>(place + message.scales)[i] = word;
+    for (uint32_t t = 0; t < *d.targets(); ++t)
+      reinterpret_cast<uint32_t*>(d.place()[t] + message.scales)[i] = word;
   }
 }
 
 template <class D>
 WEFT_DEVICE void send_scale(const D& d, uint32_t group, float scale) {
   const uint64_t scales = d.message().scales;
-  for (uint32_t k = 0; k < d.top_k(); ++k) {
-    std::byte* place = d.place()[k];
-    if (!place) continue;
+  const uint32_t targets = *d.targets();
+  WEFT_ROLLED
+  for (uint32_t i = 0; i < targets; ++i) {
     if (d.shape.payload == kPayloadFp8Exponent) {
-      reinterpret_cast<uint8_t*>(place + scales)[group] = ue8m0(scale);
+      reinterpret_cast<uint8_t*>(d.place()[i] + scales)[group] = ue8m0(scale);
     } else {
-      reinterpret_cast<float*>(place + scales)[group] = scale;
+      reinterpret_cast<float*>(d.place()[i] + scales)[group] = scale;
     }
   }
 }
@@ -232,9 +249,8 @@ WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row) {
 
 template <class D>
 WEFT_DEVICE void send_scale_byte(const D& d, uint32_t block, uint8_t scale) {
-  for (uint32_t k = 0; k < d.top_k(); ++k)
-    if (std::byte* place = d.place()[k])
-      reinterpret_cast<uint8_t*>(place + d.message().scales)[block] = scale;
+  for (uint32_t i = 0; i < *d.targets(); ++i)
+    reinterpret_cast<uint8_t*>(d.place()[i] + d.message().scales)[block] = scale;
 }
 
 // Each lane takes a unit of channels at a time.
@@ -289,13 +305,11 @@ WEFT_DEVICE uint32_t head_word(const D& d, uint32_t token, uint32_t rank, uint32
 template <class D>
 WEFT_DEVICE void send_heads(const D& d, uint32_t token) {
   const uint32_t vecs = static_cast<uint32_t>(d.message().row / 16);
-  for (uint32_t i = d.block.rank(); i < d.top_k() * vecs; i += d.block.size()) {
-    std::byte* place = d.place()[i / vecs];
-    if (!place) continue;
+  for (uint32_t i = d.block.rank(); i < *d.targets() * vecs; i += d.block.size()) {
     Vec16 vec;
     for (uint32_t w = 0; w < 4; ++w)
-      vec.words[w] = head_word(d, token, d.slot_rank()[i / vecs], i % vecs * 4 + w);
-    store_vec(reinterpret_cast<Vec16*>(place) + i % vecs, vec);
+      vec.words[w] = head_word(d, token, d.target()[i / vecs], i % vecs * 4 + w);
+    store_vec(reinterpret_cast<Vec16*>(d.place()[i / vecs]) + i % vecs, vec);
   }
 }
 
@@ -321,16 +335,16 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
     add_choices(d, tokens.first * d.top_k(), d.block.rank(), d.block.size());
   }
   d.block.sync();
-  for (uint64_t t = tokens.first; t < tokens.last; ++t) {
-    const auto token = static_cast<uint32_t>(t);
+  WEFT_ROLLED
+  for (uint32_t token = tokens.first; token < tokens.last; ++token) {
     if (d.warp.index() == 0) route_token(d, lane, token);
     d.block.sync();
-    send_row(d, t);
+    send_row(d, token);
     send_heads(d, token);
     d.block.sync();
     if (d.warp.index() != 0) continue;
     count_token(d);
-    if ((t - tokens.first) % kTokensPerWord == kTokensPerWord - 1 && t + 1 < tokens.last)
+    if ((token - tokens.first) % kTokensPerWord == kTokensPerWord - 1 && token + 1 < tokens.last)
       move_words(d, lane, 0);
   }
   // The other warps go on: publishing waits until the last store has arrived.
@@ -339,6 +353,7 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
 
 template <class D>
 WEFT_DEVICE void send_lanes(const D& d, bool first_is_counted) {
+  WEFT_ROLLED
   for (uint32_t lane = d.block.index(); lane < d.lanes().count; lane += d.block.count()) {
     const bool is_first = lane == d.block.index();
     if (!is_first) d.block.sync();
@@ -350,15 +365,18 @@ WEFT_DEVICE void send_lanes(const D& d, bool first_is_counted) {
 // --------------------------------------------------------------------------------------------------------
 
 // One warp: waits for the counts of all sources; begin()[source][expert] becomes where its segment begins.
+// The last block, which has least to unpack, also reports, and finds out who disagrees (on the host, where
+// that is near, each does).
 template <class D>
 WEFT_DEVICE void find_segments(const D& d) {
+  const bool reports = d.block.index() + 1 == d.block.count();
   for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size()) {
-    const bool gives = d.present()[source] != 0 &&
-                       await_greeting(d.a.call, d.mesh, d.epoch, source, 0, Site::kLowLatencyDispatchRecv);
+    bool gives = d.present()[source] != 0 &&
+                 await_greeting(d.a.call, d.mesh, d.epoch, source, Site::kLowLatencyDispatchRecv);
+    if (gives && (reports || kIsHost)) gives = agrees(d.a.call, d.mesh, d.epoch, source, 0);
     d.gives()[source] = gives ? 1 : 0;
   }
   d.warp.sync();
-  const bool reports = d.block.index() == 0;
   const auto* counts = reinterpret_cast<const uint32_t*>(d.mesh.local() + d.half_at() + d.half().counts);
   for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size()) {
     uint32_t begin = 0;
@@ -395,32 +413,48 @@ WEFT_DEVICE void find_segments(const D& d) {
 // Every warp: waits until find_segments(), whose own waits are bounded, is done.
 template <class D>
 WEFT_DEVICE void await_segments(const D& d) {
-  for (uint32_t polls = 0; load_acquire_block(d.found()) == 0; ++polls) pause(polls);
+  for (uint32_t polls = 0; load_acquire_block(d.found()) == 0; ++polls) pause_near(polls);
   d.warp.sync();
 }
 
 // ---- step 4
 // --------------------------------------------------------------------------------------------------------
 
-// One lane per slot: where the rows of a message go, and what the combine will need to know. The warp.
+// Where the scales of a row begin, in words.
 template <class D>
-WEFT_DEVICE void place_message(const D& d, uint32_t source, const uint32_t* head, int32_t* record) {
+WEFT_DEVICE uint64_t scales_of(const D& d, uint32_t expert, uint64_t in_expert) {
+  const uint64_t row = d.a.tiled_scales ? tiled_row(in_expert, static_cast<uint64_t>(d.shape.scale_bytes) / 4)
+                                        : in_expert * d.a.scale_row_stride;
+  return expert * d.a.scale_expert_stride + row;
+}
+
+// One lane per slot: lists in rows() where the rows of a message go, and returns how many, and notes what the
+// combine will need to know. The warp.
+template <class D>
+WEFT_DEVICE uint32_t place_message(const D& d, uint32_t source, const uint32_t* head, int32_t* record) {
   const MessageLayout message = d.message();
-  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
+  uint32_t count = 0;
+  for (uint32_t first = 0; first < d.top_k(); first += d.warp.size()) {
+    const uint32_t k = first + d.warp.rank();
+    const uint32_t slot = k < d.top_k() ? k : 0;
     // All at once, whether they turn out to be needed or not: memory is far.
     const uint32_t token = load_relaxed(head);
-    const auto expert = static_cast<int32_t>(load_relaxed(head + message.expert + k));
-    const uint64_t place = load_relaxed(head + message.place + k);
-    const uint32_t weight = d.has_weights() ? load_relaxed(head + message.weight + k) : 0;
+    const auto expert = static_cast<int32_t>(load_relaxed(head + message.expert + slot));
+    const uint64_t place = load_relaxed(head + message.place + slot);
+    const uint32_t weight = d.has_weights() ? load_relaxed(head + message.weight + slot) : 0;
     // A rank that disagrees about sizes, which the call reports, may have written over this message.
-    const bool is_expert = static_cast<uint32_t>(expert) < d.own_experts();
-    const uint64_t in_expert =
-        !is_expert ? 0 : d.begin()[uint64_t{source} * d.local_experts() + expert] + place;
+    const bool is_expert = k < d.top_k() && static_cast<uint32_t>(expert) < d.own_experts();
+    const uint64_t in_expert = !is_expert ? 0 : d.begin()[source * d.local_experts() + expert] + place;
     const bool is_here = is_expert && in_expert < d.rows_per_expert();
-    const uint64_t row = is_here ? expert * d.rows_per_expert() + in_expert : 0;
-    d.rows()[k] = is_here ? static_cast<int32_t>(row) : -1;
-    if (!record) continue;
-    record[1 + k] = d.rows()[k];
+    const auto row = static_cast<int32_t>(is_here ? expert * d.rows_per_expert() + in_expert : 0);
+    const uint32_t at = count + d.warp.count_below(is_here);
+    count += d.warp.count(is_here);
+    if (is_here) {
+      d.rows()[at] = row;
+      d.scales_at()[at] = scales_of(d, static_cast<uint32_t>(expert), in_expert);
+    }
+    if (!record || k >= d.top_k()) continue;
+    record[1 + k] = is_here ? row : -1;
     if (k == 0) record[0] = static_cast<int32_t>(token);
     if (d.has_weights()) record[1 + d.top_k() + k] = static_cast<int32_t>(weight);
     if (!is_here) continue;
@@ -429,30 +463,42 @@ WEFT_DEVICE void place_message(const D& d, uint32_t source, const uint32_t* head
     if (d.a.out_source) d.a.out_source[row] = static_cast<int32_t>(source);
   }
   d.warp.sync();
+  return count;
 }
 
 // Vectors first, first + step, ... below last of a row, in one lane.
 struct RowChunk {
   Vec16 held[kVecsInFlight];
 };
-WEFT_DEVICE RowChunk load_chunk(const std::byte* row, uint64_t first, uint64_t last, uint32_t step) {
+WEFT_DEVICE RowChunk load_chunk(const std::byte* row, uint32_t first, uint32_t last, uint32_t step) {
   RowChunk chunk{};
   WEFT_UNROLL
   for (uint32_t i = 0; i < kVecsInFlight; ++i)
     if (first + i * step < last)
-      chunk.held[i] = load_vec(reinterpret_cast<const Vec16*>(row) + first + i * step);
+      chunk.held[i] = load_vec_fresh(reinterpret_cast<const Vec16*>(row) + first + i * step);
   return chunk;
 }
 template <class D>
-WEFT_DEVICE void store_chunk(const D& d, const RowChunk& chunk, uint64_t first, uint64_t last,
+WEFT_DEVICE void store_chunk(const D& d, uint32_t count, const RowChunk& chunk, uint32_t first, uint32_t last,
                              uint32_t step) {
-  for (uint32_t k = 0; k < d.top_k(); ++k) {
-    const int32_t to = d.rows()[k];
-    if (to < 0) continue;
-    auto* out = reinterpret_cast<Vec16*>(d.a.out + static_cast<uint64_t>(to) * d.shape.row_bytes);
+  WEFT_ROLLED
+  for (uint32_t k = 0; k < count; ++k) {
+    const auto to = static_cast<uint64_t>(d.rows()[k]);
+    auto* out = reinterpret_cast<Vec16*>(d.a.out + to * d.shape.row_bytes);
     WEFT_UNROLL
     for (uint32_t i = 0; i < kVecsInFlight; ++i)
       if (first + i * step < last) store_vec(out + first + i * step, chunk.held[i]);
+  }
+}
+
+template <class D>
+WEFT_DEVICE void copy_scales(const D& d, uint32_t count, const uint32_t* scales, uint32_t split) {
+  const Range part = part_of(static_cast<uint32_t>(d.shape.scale_bytes) / 4, split, d.a.receive_splits);
+  WEFT_ROLLED
+  for (uint32_t i = part.first + d.warp.rank(); i < part.last; i += d.warp.size()) {
+    const uint32_t word = load_relaxed(scales + i);
+    WEFT_ROLLED
+    for (uint32_t k = 0; k < count; ++k) d.a.out_scales[d.scales_at()[k] + i * d.a.scale_word_stride] = word;
   }
 }
 
@@ -462,30 +508,20 @@ template <class D>
 WEFT_DEVICE void unpack_message(const D& d, uint32_t source, const std::byte* at, int32_t* record,
                                 uint32_t split) {
   const std::byte* row = at + d.message().row;
-  const Range part = part_of(d.shape.row_bytes / 16, split, d.a.receive_splits);
+  const Range part = part_of(static_cast<uint32_t>(d.shape.row_bytes) / 16, split, d.a.receive_splits);
   const uint32_t step = d.warp.size();
-  uint64_t first = part.first + d.warp.rank();
+  uint32_t first = part.first + d.warp.rank();
   RowChunk chunk = load_chunk(row, first, part.last, step);
-  place_message(d, source, reinterpret_cast<const uint32_t*>(at), record);
+  const uint32_t count = place_message(d, source, reinterpret_cast<const uint32_t*>(at), record);
+  if (d.shape.scale_bytes != 0)
+    copy_scales(d, count, reinterpret_cast<const uint32_t*>(at + d.message().scales), split);
+  WEFT_ROLLED
   while (first < part.last) {
-    store_chunk(d, chunk, first, part.last, step);
+    store_chunk(d, count, chunk, first, part.last, step);
     first += kVecsInFlight * step;
     chunk = load_chunk(row, first, part.last, step);
   }
-}
-
-template <class D>
-WEFT_DEVICE void copy_scales(const D& d, const uint32_t* scales, uint32_t split) {
-  const Range part = part_of(d.shape.scale_bytes / 4, split, d.a.receive_splits);
-  for (uint32_t k = 0; k < d.top_k(); ++k) {
-    if (d.rows()[k] < 0) continue;
-    const auto row = static_cast<uint64_t>(d.rows()[k]);
-    uint32_t* out = d.a.out_scales + row / d.rows_per_expert() * d.a.scale_expert_stride;
-    const uint64_t in_expert = row % d.rows_per_expert();
-    for (uint64_t i = part.first + d.warp.rank(); i < part.last; i += d.warp.size())
-      out[d.a.tiled_scales ? tiled_word(in_expert, i, d.shape.scale_bytes / 4)
-                           : in_expert * d.a.scale_row_stride + i * d.a.scale_word_stride] = scales[i];
-  }
+  d.warp.sync();
 }
 
 // Unpacks messages first .. last-1 of a lane. The warp.
@@ -493,16 +529,13 @@ template <class D>
 WEFT_DEVICE void unpack_messages(const D& d, uint32_t source, uint32_t lane, uint32_t split, uint32_t first,
                                  uint32_t last) {
   const Span traced(d.a.call.wait.trace, Work::kUnpack, d.warp.rank() == 0, source);
-  const MessageLayout message = d.message();
   const RoutesLayout routes = d.routes();
+  WEFT_ROLLED
   for (uint32_t index = first; index < last; ++index) {
     const std::byte* at = d.mesh.local() + d.message_at(source, lane, index);
     const uint64_t slot = (uint64_t{source} * d.lanes().count + lane) * d.lanes().capacity + index;
     int32_t* record = split == 0 ? d.a.routes + routes.records + slot * routes.record_words : nullptr;
     unpack_message(d, source, at, record, split);
-    if (d.shape.scale_bytes != 0)
-      copy_scales(d, reinterpret_cast<const uint32_t*>(at + message.scales), split);
-    d.warp.sync();
   }
 }
 
@@ -538,12 +571,12 @@ WEFT_DEVICE void receive_lane(const D& d, uint32_t source, uint32_t lane, uint32
 template <class D>
 WEFT_DEVICE void receive_lanes(const D& d) {
   const WarpShare share = warp_share(d.block, d.warp);
-  const uint64_t per_source = uint64_t{d.lanes().count} * d.a.receive_splits;
-  for (uint64_t job = share.index; job < per_source * d.ranks(); job += share.total) {
-    const auto source = static_cast<uint32_t>((d.mesh.rank() + job / per_source) % d.ranks());
-    const uint64_t in_source = job % per_source;
-    receive_lane(d, source, static_cast<uint32_t>(in_source / d.a.receive_splits),
-                 static_cast<uint32_t>(in_source % d.a.receive_splits));
+  const uint32_t per_source = d.lanes().count * d.a.receive_splits;
+  WEFT_ROLLED
+  for (uint32_t job = share.index; job < per_source * d.ranks(); job += share.total) {
+    const uint32_t source = (d.mesh.rank() + job / per_source) % d.ranks();
+    const uint32_t in_source = job % per_source;
+    receive_lane(d, source, in_source / d.a.receive_splits, in_source % d.a.receive_splits);
   }
 }
 
@@ -561,9 +594,9 @@ WEFT_DEVICE bool prepare_send(const D& d) {
   const uint32_t size = d.block.size() - apart;
   const Range tokens = has_lane ? lane_tokens(d, d.block.index()) : Range{d.a.call.tokens, d.a.call.tokens};
   constexpr uint32_t kLineBytes = 128;
-  if (tokens.first < tokens.last)
-    for (uint64_t at = rank * kLineBytes; at < d.a.x_row_bytes; at += size * kLineBytes)
-      prefetch(d.a.x + tokens.first * d.a.x_row_bytes + at);
+  if (tokens.first < tokens.last) WEFT_ROLLED
+  for (uint64_t at = rank * kLineBytes; at < d.a.x_row_bytes; at += size * kLineBytes)
+    prefetch(d.a.x + uint64_t{tokens.first} * d.a.x_row_bytes + at);
   if (counts) add_choices(d, tokens.first * d.top_k(), rank, size);
   return counts;
 }
@@ -580,12 +613,10 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
   if (sends) low_latency::clear_choices(d);
   if (d.block.rank() == 0) *d.found() = 0;
   d.block.sync();
-  if (d.warp.index() == 0)
-    low_latency::begin_call(a.call, d.block, d.warp, mesh, shared_epoch, d.present(),
-                            Site::kLowLatencyDispatchSlot);
-  const bool is_counted = sends && low_latency::prepare_send(d);
-  d.block.sync();
-  d.epoch = {*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};
+  bool is_counted = false;
+  d.epoch = low_latency::begin_call(a.call, d.block, d.warp, mesh, shared_epoch, d.present(),
+                                    Site::kLowLatencyDispatchSlot,
+                                    [&] { is_counted = sends && low_latency::prepare_send(d); });
   if (sends) {
     low_latency::send_counts(d, is_counted);
     low_latency::send_lanes(d, is_counted);

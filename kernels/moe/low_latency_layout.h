@@ -165,11 +165,14 @@ struct DispatchShared {
   uint64_t gives;    // u32[R]   0: nothing comes from that rank
   uint64_t found;    // u32      1 once `begin` is there
   uint64_t sent;     // u32[R]   messages of the current lane, by peer
-  uint64_t place;    // std::byte*[K]  where the current token's message for slot k's rank goes, or null
-  uint64_t slot;     // u32[3][K]  of the current token: rank, local expert, place in its segment
+  uint64_t slot;  // u32[4][K]  of the current token: expert, its rank, its number there, place in its segment
+  uint64_t targets;  // u32      how many ranks the current token goes to
+  uint64_t target;   // u32[K]   which
+  uint64_t place;    // std::byte*[K]  where its message goes there
   uint64_t so_far;   // u32[R][Le] this rank's rows before the current token, by expert
   uint64_t begin;    // u32[R][Le] where segments begin, by source and local expert
   uint64_t row;      // i32[warps][K]  the current message's rows, by warp
+  uint64_t scales;   // u64[warps][K]  where the scales of each begin
   uint64_t bytes;
 };
 WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t experts_per_rank,
@@ -180,11 +183,14 @@ WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t ex
   at.gives = carver.take(ranks * 4, 16);
   at.found = carver.take(4, 16);
   at.sent = carver.take(ranks * 4, 16);
+  at.slot = carver.take(4 * top_k * 4, 16);
+  at.targets = carver.take(4, 16);
+  at.target = carver.take(top_k * 4, 16);
   at.place = carver.take(top_k * 8, 16);
-  at.slot = carver.take(3 * top_k * 4, 16);
   at.so_far = carver.take(ranks * experts_per_rank * 4, 16);
   at.begin = carver.take(ranks * experts_per_rank * 4, 16);
   at.row = carver.take(warps * top_k * 4, 16);
+  at.scales = carver.take(warps * top_k * 8, 16);
   at.bytes = carver.end();
   return at;
 }
@@ -192,7 +198,9 @@ WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t ex
 struct CombineShared {
   uint64_t present;
   uint64_t row;     // i32[warps][K]  what the warp sums: row numbers, or slots of replies
+  uint64_t slot;    // u32[warps][K]  which slots of the token these are
   uint64_t weight;  // f32[warps][K]
+  uint64_t rank;    // u32[warps][K]  where the slots of the warp's token went; R for nowhere
   uint64_t bytes;
 };
 WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_k, uint64_t warps) {
@@ -200,7 +208,9 @@ WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_
   CombineShared at{};
   at.present = carver.take(ranks * 4, 16);
   at.row = carver.take(warps * top_k * 4, 16);
+  at.slot = carver.take(warps * top_k * 4, 16);
   at.weight = carver.take(warps * top_k * 4, 16);
+  at.rank = carver.take(warps * top_k * 4, 16);
   at.bytes = carver.end();
   return at;
 }

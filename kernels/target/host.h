@@ -19,6 +19,7 @@
 #define WEFT_DEVICE inline
 #define WEFT_KERNEL inline
 #define WEFT_UNROLL  // before a loop whose trip count is constant; the compiler decides
+#define WEFT_ROLLED  // before a loop that is short and should stay small
 #define WEFT_STREAM_LOOP _Pragma("GCC ivdep")  // before a loop whose iterations are independent
 #define WEFT_HOST_TARGET 1
 
@@ -106,6 +107,9 @@ struct Warp {
     return T{};
   }
   bool any(bool value) const { return value; }
+  // Of how many threads, and of how many of lower rank, the value is true.
+  uint32_t count(bool value) const { return value ? 1 : 0; }
+  uint32_t count_below(bool /*value*/) const { return 0; }
 };
 
 // ---- memory
@@ -127,6 +131,11 @@ T load_relaxed(const T* at) {
 // A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
 inline uint64_t peek(const uint64_t* at) {
   return load_relaxed(at);
+}
+// A look at a signal after which the thread branches, and then only stores, or loads what the signal says is
+// there by load_relaxed() and load_vec_fresh(). Here it acquires.
+inline uint64_t load_signal(const uint64_t* at) {
+  return load_acquire(at);
 }
 // Streaming stores are not ordered by a release on x86; a store fence before it makes them so.
 inline void publish_streaming_stores() {
@@ -178,6 +187,10 @@ inline Vec16 load_vec(const Vec16* at) {
   return *at;
 }
 inline Vec16 load_vec_streaming(const Vec16* at) {
+  return *at;
+}
+// Of memory that a peer writes while the kernel runs: see load_signal().
+inline Vec16 load_vec_fresh(const Vec16* at) {
   return *at;
 }
 inline void store_vec(Vec16* at, Vec16 value) {
@@ -417,6 +430,10 @@ inline void pause(uint32_t polls) {
   }
   const timespec nap{0, 20'000};
   nanosleep(&nap, nullptr);
+}
+// The same for a word in shared memory.
+inline void pause_near(uint32_t polls) {
+  pause(polls);
 }
 
 }  // namespace weft

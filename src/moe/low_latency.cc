@@ -144,7 +144,7 @@ Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases)
   args.out_scales = static_cast<uint32_t*>(call.out_scales);
   args.scale_expert_stride = call.scale_expert_stride;
   args.scale_row_stride = call.scale_row_stride;
-  args.scale_word_stride = call.scale_word_stride;
+  args.scale_word_stride = call.tiled_scales ? kTiledWordStride : call.scale_word_stride;
   args.tiled_scales = call.tiled_scales ? 1 : 0;
   args.src_info = call.src_info;
   args.layout_range = call.layout_range;

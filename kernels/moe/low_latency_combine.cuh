@@ -120,12 +120,16 @@ inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;
 
 // The sum of weight * element over the `count` listed rows, for this part of their vectors, as bf16 to `out`.
 // row_of(i) is where the i-th starts, load(vec) reads of it. kVecs vectors of kRows rows are loaded before
-// any is used. The warp.
-template <uint32_t kVecs, uint32_t kRows, class C, class RowOf, class Load>
-WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, Load load, std::byte* out) {
+// any is used; get_ready() runs when the first of them are on their way, and no sum is made if it returns
+// false. The warp.
+template <uint32_t kVecs, uint32_t kRows, class C, class RowOf, class Load, class GetReady>
+WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, Load load, std::byte* out,
+                          GetReady get_ready) {
   const uint32_t step = c.warp.size();
+  bool is_ready = false;
   WEFT_ROLLED
-  for (uint32_t first = part.first + c.warp.rank(); first < part.last; first += kVecs * step) {
+  for (uint32_t base = part.first; base < part.last; base += kVecs * step) {
+    const uint32_t first = base + c.warp.rank();
     float sums[kVecs][Bf16::kPerVec] = {};
     WEFT_ROLLED
     for (uint32_t row = 0; row < count; row += kRows) {
@@ -138,6 +142,8 @@ WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, 
         for (uint32_t v = 0; v < kVecs; ++v)
           if (first + v * step < part.last) held[r][v] = load(vecs + first + v * step);
       }
+      if (!is_ready && !get_ready()) return false;
+      is_ready = true;
       WEFT_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
         if (row + r >= count) continue;
@@ -157,6 +163,7 @@ WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, 
       if (first + v * step < part.last)
         store_vec(reinterpret_cast<Vec16*>(out) + first + v * step, Bf16::round(sums[v]));
   }
+  return true;
 }
 
 WEFT_DEVICE LogGrid grid_of(uint32_t range) {
@@ -291,16 +298,20 @@ WEFT_DEVICE void decode_block(const C& c, uint32_t first_group, uint32_t groups,
 // ---- step 2
 // --------------------------------------------------------------------------------------------------------
 
-// This warp's piece of the listed rows' sum, to a reply.
-template <class C>
-WEFT_DEVICE void write_reply(const C& c, uint32_t piece, uint32_t count, std::byte* reply) {
+// This warp's piece of the listed rows' sum, to a reply, unless get_ready() returns false: it runs once,
+// before a weight is used.
+template <class C, class GetReady>
+WEFT_DEVICE bool write_reply(const C& c, uint32_t piece, uint32_t count, std::byte* reply,
+                             GetReady get_ready) {
   auto row_of = [&](uint32_t i) { return c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes; };
   if (!is_log(c.shape.reply))
-    return sum_rows<kSendVecs, kSendRows>(c, c.vecs_of(piece), count, row_of, load_vec, reply);
+    return sum_rows<kSendVecs, kSendRows>(c, c.vecs_of(piece), count, row_of, load_vec, reply, get_ready);
+  if (!get_ready()) return false;
   const auto block_elems = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2));
   const Range blocks = part_of(static_cast<uint32_t>(c.shape.row_bytes) / 2 / block_elems, piece, c.a.pieces);
   for (uint32_t b = blocks.first; b < blocks.last; ++b)
     encode_block(c, b * block_elems / kGroupElems, block_elems / kGroupElems, count, row_of, reply);
+  return true;
 }
 
 // Asks for this warp's piece of the listed rows while there is something else to wait for.
@@ -310,10 +321,12 @@ WEFT_DEVICE void prefetch_rows(const C& c, uint32_t piece, uint32_t count) {
   const Range vecs = c.vecs_of(piece);
   const uint32_t lines = ((vecs.last - vecs.first) * 16 + kLineBytes - 1) / kLineBytes;
   WEFT_ROLLED
-  for (uint32_t line = c.warp.rank(); line < lines; line += c.warp.size()) WEFT_ROLLED
-  for (uint32_t i = 0; i < count; ++i)
-    prefetch(c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes + vecs.first * 16 +
-             line * kLineBytes);
+  for (uint32_t i = 0; i < count; ++i) {
+    const std::byte* row = c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes + vecs.first * 16;
+    WEFT_ROLLED
+    for (uint32_t line = c.warp.rank(); line < lines; line += c.warp.size())
+      prefetch(row + line * kLineBytes);
+  }
 }
 
 // Waits until this rank's own kernels have said that the rows of a message are there. The warp.
@@ -351,37 +364,44 @@ WEFT_DEVICE bool owner_is_ready(const C& c, uint32_t owner) {
   return !c.warp.any(!is_ready);
 }
 
-// A message's rows, listed, and where its replies go.
-struct Answer {
+// A message of which this warp answers a piece.
+struct Message {
+  const int32_t* record;
   uint32_t owner;
-  uint32_t token;
-  uint32_t count;
+  uint32_t piece;
 };
 
-// One reply: the weighted sum of the message's rows, to the slot of the first of them.
-template <class C>
-WEFT_DEVICE void answer_reduced(const C& c, Answer answer, const int32_t* record, uint32_t piece) {
-  const auto* theirs = reinterpret_cast<const uint32_t*>(c.mesh.local() + c.half_at() + c.half().weights) +
-                       (uint64_t{answer.owner} * c.a.call.max_tokens + answer.token) * c.top_k();
-  const auto* of_dispatch = reinterpret_cast<const uint32_t*>(record) + 1 + c.top_k();
-  list_weights(c, answer.count, [&](uint32_t k) {
-    return float_of_bits(load_relaxed((c.takes_own_weights() ? theirs : of_dispatch) + k));
-  });
-  write_reply(c, piece, answer.count,
-              c.mesh.to(answer.owner).mapped() + c.reply_at(answer.token, c.slots()[0]));
-  c.warp.sync();
+// One reply: the weighted sum of the message's listed rows, to the slot of the first of them.
+template <class C, class GetReady>
+WEFT_DEVICE bool answer_reduced(const C& c, Message m, uint32_t count, GetReady get_ready) {
+  const auto token = static_cast<uint32_t>(m.record[0]);
+  const auto* of_owner = reinterpret_cast<const uint32_t*>(c.mesh.local() + c.half_at() + c.half().weights) +
+                         (uint64_t{m.owner} * c.a.call.max_tokens + token) * c.top_k();
+  const auto* of_dispatch = reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k();
+  auto get_weights = [&] {
+    if (!get_ready()) return false;
+    list_weights(c, count, [&](uint32_t k) {
+      return float_of_bits(load_relaxed((c.takes_own_weights() ? of_owner : of_dispatch) + k));
+    });
+    return true;
+  };
+  return write_reply(c, m.piece, count, c.mesh.to(m.owner).mapped() + c.reply_at(token, c.slots()[0]),
+                     get_weights);
 }
 
 // One reply per row, as it is.
-template <class C>
-WEFT_DEVICE void answer_exact(const C& c, Answer answer, const int32_t* record, uint32_t piece) {
+template <class C, class GetReady>
+WEFT_DEVICE bool answer_exact(const C& c, Message m, GetReady get_ready) {
+  const auto token = static_cast<uint32_t>(m.record[0]);
+  if (!get_ready()) return false;
   for (uint32_t slot = 0; slot < c.top_k(); ++slot) {
-    if (record[1 + slot] < 0) continue;
-    list_rows(c, [&](uint32_t k) { return k == slot ? record[1 + k] : -1; });
+    if (m.record[1 + slot] < 0) continue;
+    list_rows(c, [&](uint32_t k) { return k == slot ? m.record[1 + k] : -1; });
     list_weights(c, 1, [](uint32_t) { return 1.0f; });
-    write_reply(c, piece, 1, c.mesh.to(answer.owner).mapped() + c.reply_at(answer.token, slot));
+    write_reply(c, m.piece, 1, c.mesh.to(m.owner).mapped() + c.reply_at(token, slot), [] { return true; });
     c.warp.sync();
   }
+  return true;
 }
 
 // A piece of all replies to one lane of one owner, then the lane's word there. The warp.
@@ -389,23 +409,27 @@ template <class C>
 WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t piece) {
   const RoutesLayout routes = c.routes();
   const uint32_t lane_at = owner * c.lanes().count + lane;
-  const auto messages = static_cast<uint32_t>(c.a.routes[routes.counts + lane_at]);
+  Message m{c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words, owner, piece};
+  // The first record is asked for before it is known whether there is one: memory is far.
+  const uint32_t messages =
+      load_relaxed(reinterpret_cast<const uint32_t*>(c.a.routes) + routes.counts + lane_at);
+  uint32_t count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
   if (messages == 0 || c.present()[owner] == 0) return;
   const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
-  const int32_t* record = c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words;
+  bool is_ready = false;
+  auto get_ready = [&] {
+    if (!c.a.signals) prefetch_rows(c, piece, count);
+    is_ready = is_ready || owner_is_ready(c, owner);
+    return is_ready;
+  };
   WEFT_ROLLED
-  for (uint32_t index = 0; index < messages; ++index, record += routes.record_words) {
-    const auto token = static_cast<uint32_t>(record[0]);
-    const Answer answer{owner, token, list_rows(c, [&](uint32_t k) { return record[1 + k]; })};
-    if (!c.a.signals) prefetch_rows(c, piece, answer.count);
-    if (index == 0 && !owner_is_ready(c, owner)) return;
-    if (c.a.signals && !await_rows(c, record)) return;
-    if (answer.count == 0) continue;
-    if (is_reduced(c.shape.reply)) {
-      answer_reduced(c, answer, record, piece);
-    } else {
-      answer_exact(c, answer, record, piece);
-    }
+  for (uint32_t index = 0; index < messages; ++index, m.record += routes.record_words) {
+    if (index > 0) count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
+    if (c.a.signals && !await_rows(c, m.record)) return;
+    if (count == 0) continue;
+    if (!(is_reduced(c.shape.reply) ? answer_reduced(c, m, count, get_ready) : answer_exact(c, m, get_ready)))
+      return;
+    c.warp.sync();
   }
   if (c.warp.rank() == 0)
     c.mesh.to(owner).signal(
@@ -488,7 +512,7 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
     for (uint32_t b = part.first; b < part.last; ++b)
       decode_block(c, b * groups, groups, count, reply_of, out);
   } else {
-    sum_rows<kReceiveVecs, kReceiveRows>(c, part, count, reply_of, load_vec_fresh, out);
+    sum_rows<kReceiveVecs, kReceiveRows>(c, part, count, reply_of, load_vec_fresh, out, [] { return true; });
   }
   c.warp.sync();
 }

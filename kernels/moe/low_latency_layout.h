@@ -17,7 +17,7 @@
 namespace weft {
 
 inline constexpr uint32_t kMaxLanes = 128;  // one token each at 128 tokens: as many blocks as a GPU has SMs
-inline constexpr uint32_t kWordsPerSource = 384;  // lanes, or (lane, piece) pairs in combine
+inline constexpr uint32_t kWordsPerSource = 1024;  // lanes, or (lane, piece) pairs in combine
 inline constexpr uint32_t kTickets = 64;  // calls whose receive phase may be outstanding, far more than two
 
 // Names one call across its two launches, and counts launches. Local, zero before the first launch.

@@ -45,9 +45,9 @@ class Span {
   }
 
   WEFT_DEVICE void note() {
+    span_.end_ns = now_ns();  // before the count is asked for, which takes longer than some spans
     const uint32_t at = add_local(&log_->count, uint32_t{1});
     if (at >= log_->capacity) return;
-    span_.end_ns = now_ns();
     log_->spans()[at] = span_;
   }
 

@@ -153,18 +153,12 @@ WEFT_DEVICE Range lane_tokens(const D& d, uint32_t lane) {
   return {first, first + share < tokens ? first + share : tokens};
 }
 
-// One warp: reads what a token chose.
+// Warp 0: finds where a token goes: its slots' ranks, experts and places there, and each rank once.
 template <class D>
-WEFT_DEVICE void read_choices(const D& d, uint32_t token) {
+WEFT_DEVICE void route_token(const D& d, uint32_t lane, uint32_t token) {
   for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
     d.slot_choice()[k] = static_cast<int32_t>(chosen_expert(d.a.call, d.top_k(), token, k));
   d.warp.sync();
-}
-
-// Warp 0, when the choices were read: finds where a token goes: its slots' ranks, experts and places there,
-// and each rank once.
-template <class D>
-WEFT_DEVICE void route_token(const D& d, uint32_t lane) {
   uint32_t targets = 0;
   for (uint32_t first = 0; first < d.top_k(); first += d.warp.size()) {
     const uint32_t k = first + d.warp.rank();
@@ -209,39 +203,10 @@ WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
   for (uint32_t i = 0; i < targets; ++i) store_vec(reinterpret_cast<Vec16*>(d.place()[i] + offset), vec);
 }
 
-// What a thread of the block sends first of a row, which it asks for before it is known where the row goes:
-// with kPayloadCopy vectors a block's size apart, else the channels of its first unit.
-inline constexpr uint32_t kFirstVecs = (kLaneElems > kUnitElems ? kLaneElems : kUnitElems) / 8;
-struct FirstVecs {
-  Vec16 held[kFirstVecs];
-};
 template <class D>
-WEFT_DEVICE FirstVecs load_first_vecs(const D& d, uint32_t token) {
-  FirstVecs first{};
-  if (token >= d.a.call.tokens) return first;
-  const auto* row = reinterpret_cast<const Vec16*>(d.a.x + token * d.a.x_row_bytes);
-  const bool is_copy = d.shape.payload == kPayloadCopy;
-  const uint32_t unit_vecs = (d.shape.payload >= kPayloadMxfp8 ? kUnitElems : kLaneElems) / 8;
-  WEFT_UNROLL
-  for (uint32_t v = 0; v < kFirstVecs; ++v) {
-    const uint32_t at = is_copy ? d.block.rank() + v * d.block.size() : d.block.rank() * unit_vecs + v;
-    if ((is_copy || v < unit_vecs) && at < d.a.x_row_bytes / 16) first.held[v] = load_vec_streaming(row + at);
-  }
-  return first;
-}
-
-template <class D>
-WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byte* scales,
-                                const FirstVecs& first) {
+WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byte* scales) {
   const MessageLayout message = d.message();
-  const uint32_t vecs = static_cast<uint32_t>(d.shape.row_bytes) / 16;
-  const uint32_t step = d.block.size();
-  WEFT_UNROLL
-  for (uint32_t v = 0; v < kFirstVecs; ++v)
-    if (d.block.rank() + v * step < vecs)
-      store_to_all(d, message.row + (d.block.rank() + v * step) * 16, first.held[v]);
-  WEFT_ROLLED
-  for (uint32_t i = d.block.rank() + kFirstVecs * step; i < vecs; i += step)
+  for (uint32_t i = d.block.rank(); i < d.shape.row_bytes / 16; i += d.block.size())
     store_to_all(d, message.row + i * 16, load_vec_streaming(reinterpret_cast<const Vec16*>(row) + i));
   for (uint32_t i = d.block.rank(); i < d.shape.scale_bytes / 4; i += d.block.size()) {
     const uint32_t word = reinterpret_cast<const uint32_t*>(scales)[i];
@@ -264,26 +229,15 @@ WEFT_DEVICE void send_scale(const D& d, uint32_t group, float scale) {
   }
 }
 
-// A unit's channels: the first one's are there, others come from memory.
-template <uint32_t kElems>
-WEFT_DEVICE void take_unit(float (&values)[kElems], const FirstVecs& first, bool is_first,
-                           const std::byte* at) {
-  if (!is_first) return load_lane(values, at);
-  WEFT_UNROLL
-  for (uint32_t v = 0; v < kElems / 8; ++v) widen(values + 8 * v, first.held[v]);
-}
-
 // kGroupLanes neighbours take a group of channels; a warp's lanes stay together, since they exchange maxima.
 template <class D>
-WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row, const FirstVecs& first) {
+WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row) {
   const uint32_t units = static_cast<uint32_t>(d.shape.row_bytes) / kLaneElems;
-  WEFT_ROLLED
-  for (uint32_t base = d.warp.index() * d.warp.size(); base < units; base += d.block.size()) {
-    const uint32_t unit = base + d.warp.rank();
+  for (uint32_t first = d.warp.index() * d.warp.size(); first < units; first += d.block.size()) {
+    const uint32_t unit = first + d.warp.rank();
     const bool is_inside = unit < units;
     float values[kLaneElems];
-    take_unit(values, first, unit == d.block.rank(),
-              is_inside ? row + uint64_t{unit} * kLaneElems * 2 : nullptr);
+    load_lane(values, is_inside ? row + uint64_t{unit} * kLaneElems * 2 : nullptr);
     const Fp8Scale scale = fp8_scale(group_max(d.warp, values), d.shape.payload != kPayloadFp8);
     if (!is_inside) continue;
     const Fp8Lane lane = fp8_lane(values, scale.multiply);
@@ -301,13 +255,12 @@ WEFT_DEVICE void send_scale_byte(const D& d, uint32_t block, uint8_t scale) {
 
 // Each lane takes a unit of channels at a time.
 template <class Q, class D>
-WEFT_DEVICE void send_row_in_blocks(const D& d, const std::byte* row, const FirstVecs& first, Q quantiser) {
+WEFT_DEVICE void send_row_in_blocks(const D& d, const std::byte* row, Q quantiser) {
   constexpr uint32_t kWords = Q::kBytes / 4;
   const uint32_t units = static_cast<uint32_t>(d.shape.row_bytes) / Q::kBytes;
-  WEFT_ROLLED
   for (uint32_t unit = d.block.rank(); unit < units; unit += d.block.size()) {
     float values[kUnitElems];
-    take_unit(values, first, unit == d.block.rank(), row + uint64_t{unit} * kUnitElems * 2);
+    load_lane(values, row + uint64_t{unit} * kUnitElems * 2);
     uint32_t words[kWords];
     WEFT_UNROLL
     for (uint32_t b = 0; b < Q::kBlocks; ++b) {
@@ -323,17 +276,17 @@ WEFT_DEVICE void send_row_in_blocks(const D& d, const std::byte* row, const Firs
 
 // Sends the current token's row in the payload's form. The block.
 template <class D>
-WEFT_DEVICE void send_row(const D& d, uint64_t token, const FirstVecs& first) {
+WEFT_DEVICE void send_row(const D& d, uint64_t token) {
   const std::byte* row = d.a.x + token * d.a.x_row_bytes;
   if (d.shape.payload == kPayloadCopy) {
-    send_row_as_is(d, row, d.a.x_scales + token * d.shape.scale_bytes, first);
+    send_row_as_is(d, row, d.a.x_scales + token * d.shape.scale_bytes);
   } else if (d.shape.payload == kPayloadMxfp8) {
-    send_row_in_blocks(d, row, first, Mxfp8{});
+    send_row_in_blocks(d, row, Mxfp8{});
   } else if (d.shape.payload >= kPayloadNvfp4) {
     const float global = *reinterpret_cast<const float*>(d.a.x_scales);
-    send_row_in_blocks(d, row, first, Nvfp4{global, d.shape.payload == kPayloadNvfp4Exponent});
+    send_row_in_blocks(d, row, Nvfp4{global, d.shape.payload == kPayloadNvfp4Exponent});
   } else {
-    send_row_as_fp8(d, row, first);
+    send_row_as_fp8(d, row);
   }
 }
 
@@ -370,14 +323,13 @@ WEFT_DEVICE void move_words(const D& d, uint32_t lane, uint64_t done) {
   }
 }
 
-// One lane's tokens, in order. The block. `is_ready`: so_far() is already what earlier lanes choose, and the
-// first token's choices were read. `first` is of the first token.
+// One lane's tokens, in order. The block. `is_counted`: so_far() is already what earlier lanes choose.
 template <class D>
-WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_ready, FirstVecs first) {
+WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
   const Span traced(d.a.call.wait.trace, Work::kSendLane, d.block.rank() == 0);
   const Range tokens = lane_tokens(d, lane);
   for (uint32_t i = d.block.rank(); i < d.ranks(); i += d.block.size()) d.sent()[i] = 0;
-  if (!is_ready) {
+  if (!is_counted) {
     clear_choices(d);
     d.block.sync();
     add_choices(d, tokens.first * d.top_k(), d.block.rank(), d.block.size());
@@ -385,13 +337,9 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_ready, FirstVecs f
   d.block.sync();
   WEFT_ROLLED
   for (uint32_t token = tokens.first; token < tokens.last; ++token) {
-    if (token != tokens.first) first = load_first_vecs(d, token);
-    if (d.warp.index() == 0) {
-      if (!is_ready || token != tokens.first) read_choices(d, token);
-      route_token(d, lane);
-    }
+    if (d.warp.index() == 0) route_token(d, lane, token);
     d.block.sync();
-    send_row(d, token, first);
+    send_row(d, token);
     send_heads(d, token);
     d.block.sync();
     if (d.warp.index() != 0) continue;
@@ -404,13 +352,12 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_ready, FirstVecs f
 }
 
 template <class D>
-WEFT_DEVICE void send_lanes(const D& d, bool first_is_ready, const FirstVecs& first) {
+WEFT_DEVICE void send_lanes(const D& d, bool first_is_counted) {
   WEFT_ROLLED
   for (uint32_t lane = d.block.index(); lane < d.lanes().count; lane += d.block.count()) {
     const bool is_first = lane == d.block.index();
     if (!is_first) d.block.sync();
-    send_lane(d, lane, is_first && first_is_ready,
-              is_first ? first : load_first_vecs(d, lane_tokens(d, lane).first));
+    send_lane(d, lane, is_first && first_is_counted);
   }
 }
 
@@ -633,16 +580,9 @@ WEFT_DEVICE void receive_lanes(const D& d) {
   }
 }
 
-// The first token of the block's first lane; all tokens where it has none.
-template <class D>
-WEFT_DEVICE uint32_t first_token(const D& d) {
-  return d.block.index() < d.lanes().count ? lane_tokens(d, d.block.index()).first : d.a.call.tokens;
-}
-
-// What a block can do before it knows the call's number: read what its first token chose, and count what
-// tokens before that one choose, or what all tokens choose where it has no lane. Returns whether it did; a
-// block that needs both counts later. Warps from the second on, unless there is but one, since the first is
-// busy.
+// What a block can do before it knows the call's number: bring its first row near, and count what tokens
+// before that one choose, or what all tokens choose where it has no lane. Returns whether it counted; a block
+// that needs both counts later. Warps from the second on, unless there is but one, since the first is busy.
 template <class D>
 WEFT_DEVICE bool prepare_send(const D& d) {
   const bool has_lane = d.block.index() < d.lanes().count;
@@ -652,11 +592,13 @@ WEFT_DEVICE bool prepare_send(const D& d) {
   if (d.block.rank() < apart) return counts;
   const uint32_t rank = d.block.rank() - apart;
   const uint32_t size = d.block.size() - apart;
-  if (!counts) return false;
-  const uint32_t first = first_token(d);
-  if (rank < d.warp.size() && first < d.a.call.tokens) read_choices(d, first);
-  add_choices(d, first * d.top_k(), rank, size);
-  return true;
+  const Range tokens = has_lane ? lane_tokens(d, d.block.index()) : Range{d.a.call.tokens, d.a.call.tokens};
+  constexpr uint32_t kLineBytes = 128;
+  if (tokens.first < tokens.last) WEFT_ROLLED
+  for (uint64_t at = rank * kLineBytes; at < d.a.x_row_bytes; at += size * kLineBytes)
+    prefetch(d.a.x + uint64_t{tokens.first} * d.a.x_row_bytes + at);
+  if (counts) add_choices(d, tokens.first * d.top_k(), rank, size);
+  return counts;
 }
 
 }  // namespace low_latency
@@ -671,16 +613,13 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
   if (sends) low_latency::clear_choices(d);
   if (d.block.rank() == 0) *d.found() = 0;
   d.block.sync();
-  // Asked for at once; used when it is known where it goes.
-  const low_latency::FirstVecs first =
-      low_latency::load_first_vecs(d, sends ? low_latency::first_token(d) : a.call.tokens);
-  bool is_ready = false;
+  bool is_counted = false;
   d.epoch = low_latency::begin_call(a.call, d.block, d.warp, mesh, shared_epoch, d.present(),
                                     Site::kLowLatencyDispatchSlot,
-                                    [&] { is_ready = sends && low_latency::prepare_send(d); });
+                                    [&] { is_counted = sends && low_latency::prepare_send(d); });
   if (sends) {
-    low_latency::send_counts(d, is_ready);
-    low_latency::send_lanes(d, is_ready, first);
+    low_latency::send_counts(d, is_counted);
+    low_latency::send_lanes(d, is_counted);
   }
   if (a.call.phases & kPhaseReceive) {
     if (d.warp.index() == (d.block.warps() > 1 ? 1 : 0)) low_latency::find_segments(d);

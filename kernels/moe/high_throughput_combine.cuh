@@ -28,7 +28,7 @@ namespace weft {
 namespace combine {
 
 inline constexpr uint32_t kRowsInFlight = 4;
-inline constexpr uint32_t kVecsInFlight = 3;
+inline constexpr uint32_t kVecsInFlight = kSumVecs;
 inline constexpr uint32_t kChunksAtOnce = 8;  // signals of a peer that a look asks for: memory is far
 inline constexpr uint32_t kLookEveryNs = 500;
 inline constexpr uint32_t kSharedPollNs = 200;

@@ -266,6 +266,14 @@ WEFT_DEVICE void copy_few(void* dst, const void* src) {
     static_cast<unsigned char*>(dst)[i] = static_cast<const unsigned char*>(src)[i];
 }
 
+// How many vectors of each of four rows a thread sums at once: as many as fit into registers beside what a long
+// kernel keeps there. Memory is far.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr uint32_t kSumVecs = 4;
+#else
+inline constexpr uint32_t kSumVecs = 3;
+#endif
+
 // Asks for a line to be brought near; may do nothing.
 WEFT_DEVICE void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));

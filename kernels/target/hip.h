@@ -267,6 +267,9 @@ WEFT_DEVICE void copy_few(void* dst, const void* src) {
     static_cast<unsigned char*>(dst)[i] = static_cast<const unsigned char*>(src)[i];
 }
 
+// How many vectors of each of four rows a thread sums at once.
+inline constexpr uint32_t kSumVecs = 2;
+
 // Asks for a line to be brought near; may do nothing.
 WEFT_DEVICE void prefetch(const void* at) {
   __builtin_prefetch(at);

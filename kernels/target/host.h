@@ -273,6 +273,9 @@ void copy_few(void* dst, const void* src) {
   std::memcpy(dst, src, kBytes);
 }
 
+// How many vectors of each of four rows a thread sums at once.
+inline constexpr uint32_t kSumVecs = 2;
+
 // Asks for a line to be brought near; may do nothing.
 inline void prefetch(const void* at) {
   __builtin_prefetch(at);

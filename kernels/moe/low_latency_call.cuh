@@ -47,6 +47,16 @@ WEFT_DEVICE bool is_masked(const LowLatencyCall& call, uint32_t peer) {
   return call.masked && load_relaxed(call.masked + peer) != 0;
 }
 
+// A peer that was waited for in vain is masked, or it is a fault.
+WEFT_DEVICE void lose(const LowLatencyCall& call, uint32_t peer, Site site, uint64_t want, uint64_t seen,
+                      uint64_t waited_ns) {
+  if (!call.may_mask) {
+    raise(call.wait.fault, site, call.wait.self, peer, want, seen, waited_ns);
+  } else if (waited_ns > call.wait.timeout_ns) {  // else another warp's fault has ended the wait
+    store_relaxed(call.masked + peer, uint32_t{1});
+  }
+}
+
 // Waits, in one thread, for a signal of a peer; what may follow is what load_signal() allows. False: the peer
 // is masked, by now or before, or it is a fault. `scale` turns values into epochs for the report.
 WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint64_t want, uint32_t peer,
@@ -58,12 +68,7 @@ WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint6
   uint64_t waited_ns = 0;
   const Span traced(call.wait.trace, site, peer);
   if (poll(call.wait, waited_ns, [&] { return (seen = load_signal(signal)) >= want; })) return true;
-  if (call.may_mask) {
-    // A wait that another warp's fault has ended says nothing of the peer.
-    if (waited_ns > call.wait.timeout_ns) store_relaxed(call.masked + peer, uint32_t{1});
-  } else {
-    raise(call.wait.fault, site, call.wait.self, peer, want / scale, seen / scale, waited_ns);
-  }
+  lose(call, peer, site, want / scale, seen / scale, waited_ns);
   return false;
 }
 
@@ -89,8 +94,9 @@ WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT&
     const uint32_t peer = signal / 2;
     const Epoch half{0, signal % 2};
     if (is_masked(call, peer)) continue;
-    mesh.to(peer).signal(control_offset(call, consumed, mesh.ranks(), half, mesh.rank()),
-                         state->received[half.parity]);
+    std::byte* theirs =
+        mesh.to(peer).mapped() + control_offset(call, consumed, mesh.ranks(), half, mesh.rank());
+    store_after_launch(reinterpret_cast<uint64_t*>(theirs), state->received[half.parity]);
   }
   warp.sync();
 }

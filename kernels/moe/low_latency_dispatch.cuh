@@ -50,9 +50,7 @@ struct Dispatch {
   WEFT_DEVICE MessageLayout message() const {
     return message_layout(shape.top_k, has_weights(), shape.row_bytes, shape.scale_bytes);
   }
-  WEFT_DEVICE DispatchHalf half() const {
-    return dispatch_half(shape.ranks, shape.experts_per_rank, lanes(), message().bytes);
-  }
+  WEFT_DEVICE DispatchHalf half() const { return dispatch_half(shape.ranks, lanes(), message().bytes); }
   WEFT_DEVICE RoutesLayout routes() const {
     return routes_layout(shape.ranks, lanes(), shape.top_k, has_weights());
   }
@@ -61,6 +59,15 @@ struct Dispatch {
   WEFT_DEVICE uint64_t message_at(uint32_t source, uint32_t lane, uint32_t index) const {
     const uint64_t slot = (uint64_t{source} * lanes().count + lane) * lanes().capacity + index;
     return half_at() + half().messages + slot * message().bytes;
+  }
+
+  // Offset in the window of a source's first count_word().
+  WEFT_DEVICE uint64_t counts_at(uint32_t source) const {
+    return control_offset(a.call, low_latency_control(shape.ranks).counts, kMaxExperts, epoch,
+                          uint64_t{source} * local_experts());
+  }
+  WEFT_DEVICE const uint64_t* count_word_at(uint32_t source, uint32_t expert) const {
+    return reinterpret_cast<const uint64_t*>(mesh.local() + counts_at(source)) + expert;
   }
 
   WEFT_DEVICE DispatchShared shared() const {
@@ -130,11 +137,9 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
   WEFT_ROLLED
   for (uint32_t peer = first; peer < d.ranks(); peer += d.block.warps() * share) {
     if (d.present()[peer] == 0) continue;
-    auto* theirs = reinterpret_cast<uint32_t*>(d.mesh.to(peer).mapped() + d.half_at() + d.half().counts) +
-                   uint64_t{d.mesh.rank()} * d.local_experts();
-    // Word by word: the peer may look before it is told.
+    auto* theirs = reinterpret_cast<uint64_t*>(d.mesh.to(peer).mapped() + d.counts_at(d.mesh.rank()));
     for (uint32_t i = d.warp.rank(); i < d.local_experts(); i += d.warp.size())
-      store_relaxed(&theirs[i], d.so_far()[peer * d.local_experts() + i]);
+      store_relaxed(&theirs[i], count_word(d.epoch.number, d.so_far()[peer * d.local_experts() + i]));
     d.warp.sync();
     if (d.warp.rank() == 0) greet(d.a.call, d.mesh, d.epoch, peer, 0);
   }
@@ -153,12 +158,18 @@ WEFT_DEVICE Range lane_tokens(const D& d, uint32_t lane) {
   return {first, first + share < tokens ? first + share : tokens};
 }
 
-// Warp 0: finds where a token goes: its slots' ranks, experts and places there, and each rank once.
+// One warp: reads what a token chose.
 template <class D>
-WEFT_DEVICE void route_token(const D& d, uint32_t lane, uint32_t token) {
+WEFT_DEVICE void read_choices(const D& d, uint32_t token) {
   for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
     d.slot_choice()[k] = static_cast<int32_t>(chosen_expert(d.a.call, d.top_k(), token, k));
   d.warp.sync();
+}
+
+// Warp 0, when the choices were read: finds where a token goes: its slots' ranks, experts and places there,
+// and each rank once.
+template <class D>
+WEFT_DEVICE void route_token(const D& d, uint32_t lane) {
   uint32_t targets = 0;
   for (uint32_t first = 0; first < d.top_k(); first += d.warp.size()) {
     const uint32_t k = first + d.warp.rank();
@@ -203,10 +214,38 @@ WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
   for (uint32_t i = 0; i < targets; ++i) store_vec(reinterpret_cast<Vec16*>(d.place()[i] + offset), vec);
 }
 
+// What a thread of the block sends first of a row, which it asks for before it is known where the row goes:
+// with kPayloadCopy vectors a block's size apart, with FP8 the channels of its first unit, else nothing.
+inline constexpr uint32_t kFirstVecs = kLaneElems / 8;
+struct FirstVecs {
+  Vec16 held[kFirstVecs];
+};
 template <class D>
-WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byte* scales) {
+WEFT_DEVICE FirstVecs load_first_vecs(const D& d, uint32_t token) {
+  FirstVecs first{};
+  if (token >= d.a.call.tokens || d.shape.payload >= kPayloadMxfp8) return first;
+  const auto* row = reinterpret_cast<const Vec16*>(d.a.x + token * d.a.x_row_bytes);
+  const bool is_copy = d.shape.payload == kPayloadCopy;
+  WEFT_UNROLL
+  for (uint32_t v = 0; v < kFirstVecs; ++v) {
+    const uint32_t at = is_copy ? d.block.rank() + v * d.block.size() : d.block.rank() * kFirstVecs + v;
+    if (at < d.a.x_row_bytes / 16) first.held[v] = load_vec_streaming(row + at);
+  }
+  return first;
+}
+
+template <class D>
+WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byte* scales,
+                                const FirstVecs& first) {
   const MessageLayout message = d.message();
-  for (uint32_t i = d.block.rank(); i < d.shape.row_bytes / 16; i += d.block.size())
+  const uint32_t vecs = static_cast<uint32_t>(d.shape.row_bytes) / 16;
+  const uint32_t step = d.block.size();
+  WEFT_UNROLL
+  for (uint32_t v = 0; v < kFirstVecs; ++v)
+    if (d.block.rank() + v * step < vecs)
+      store_to_all(d, message.row + (d.block.rank() + v * step) * 16, first.held[v]);
+  WEFT_ROLLED
+  for (uint32_t i = d.block.rank() + kFirstVecs * step; i < vecs; i += step)
     store_to_all(d, message.row + i * 16, load_vec_streaming(reinterpret_cast<const Vec16*>(row) + i));
   for (uint32_t i = d.block.rank(); i < d.shape.scale_bytes / 4; i += d.block.size()) {
     const uint32_t word = reinterpret_cast<const uint32_t*>(scales)[i];
@@ -231,13 +270,19 @@ WEFT_DEVICE void send_scale(const D& d, uint32_t group, float scale) {
 
 // kGroupLanes neighbours take a group of channels; a warp's lanes stay together, since they exchange maxima.
 template <class D>
-WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row) {
+WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row, const FirstVecs& first) {
   const uint32_t units = static_cast<uint32_t>(d.shape.row_bytes) / kLaneElems;
-  for (uint32_t first = d.warp.index() * d.warp.size(); first < units; first += d.block.size()) {
-    const uint32_t unit = first + d.warp.rank();
+  WEFT_ROLLED
+  for (uint32_t base = d.warp.index() * d.warp.size(); base < units; base += d.block.size()) {
+    const uint32_t unit = base + d.warp.rank();
     const bool is_inside = unit < units;
     float values[kLaneElems];
-    load_lane(values, is_inside ? row + uint64_t{unit} * kLaneElems * 2 : nullptr);
+    if (unit == d.block.rank()) {
+      WEFT_UNROLL
+      for (uint32_t v = 0; v < kFirstVecs; ++v) widen(values + 8 * v, first.held[v]);
+    } else {
+      load_lane(values, is_inside ? row + uint64_t{unit} * kLaneElems * 2 : nullptr);
+    }
     const Fp8Scale scale = fp8_scale(group_max(d.warp, values), d.shape.payload != kPayloadFp8);
     if (!is_inside) continue;
     const Fp8Lane lane = fp8_lane(values, scale.multiply);
@@ -258,6 +303,7 @@ template <class Q, class D>
 WEFT_DEVICE void send_row_in_blocks(const D& d, const std::byte* row, Q quantiser) {
   constexpr uint32_t kWords = Q::kBytes / 4;
   const uint32_t units = static_cast<uint32_t>(d.shape.row_bytes) / Q::kBytes;
+  WEFT_ROLLED
   for (uint32_t unit = d.block.rank(); unit < units; unit += d.block.size()) {
     float values[kUnitElems];
     load_lane(values, row + uint64_t{unit} * kUnitElems * 2);
@@ -276,17 +322,17 @@ WEFT_DEVICE void send_row_in_blocks(const D& d, const std::byte* row, Q quantise
 
 // Sends the current token's row in the payload's form. The block.
 template <class D>
-WEFT_DEVICE void send_row(const D& d, uint64_t token) {
+WEFT_DEVICE void send_row(const D& d, uint64_t token, const FirstVecs& first) {
   const std::byte* row = d.a.x + token * d.a.x_row_bytes;
   if (d.shape.payload == kPayloadCopy) {
-    send_row_as_is(d, row, d.a.x_scales + token * d.shape.scale_bytes);
+    send_row_as_is(d, row, d.a.x_scales + token * d.shape.scale_bytes, first);
   } else if (d.shape.payload == kPayloadMxfp8) {
     send_row_in_blocks(d, row, Mxfp8{});
   } else if (d.shape.payload >= kPayloadNvfp4) {
     const float global = *reinterpret_cast<const float*>(d.a.x_scales);
     send_row_in_blocks(d, row, Nvfp4{global, d.shape.payload == kPayloadNvfp4Exponent});
   } else {
-    send_row_as_fp8(d, row);
+    send_row_as_fp8(d, row, first);
   }
 }
 
@@ -305,7 +351,9 @@ WEFT_DEVICE uint32_t head_word(const D& d, uint32_t token, uint32_t rank, uint32
 template <class D>
 WEFT_DEVICE void send_heads(const D& d, uint32_t token) {
   const uint32_t vecs = static_cast<uint32_t>(d.message().row / 16);
-  for (uint32_t i = d.block.rank(); i < *d.targets() * vecs; i += d.block.size()) {
+  // From the last thread on, which has least of the row.
+  WEFT_ROLLED
+  for (uint32_t i = d.block.size() - 1 - d.block.rank(); i < *d.targets() * vecs; i += d.block.size()) {
     Vec16 vec;
     for (uint32_t w = 0; w < 4; ++w)
       vec.words[w] = head_word(d, token, d.target()[i / vecs], i % vecs * 4 + w);
@@ -323,13 +371,14 @@ WEFT_DEVICE void move_words(const D& d, uint32_t lane, uint64_t done) {
   }
 }
 
-// One lane's tokens, in order. The block. `is_counted`: so_far() is already what earlier lanes choose.
+// One lane's tokens, in order. The block. `is_ready`: so_far() is already what earlier lanes choose, and the
+// first token's choices were read. `first` is of the first token.
 template <class D>
-WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
+WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_ready, FirstVecs first) {
   const Span traced(d.a.call.wait.trace, Work::kSendLane, d.block.rank() == 0);
   const Range tokens = lane_tokens(d, lane);
   for (uint32_t i = d.block.rank(); i < d.ranks(); i += d.block.size()) d.sent()[i] = 0;
-  if (!is_counted) {
+  if (!is_ready) {
     clear_choices(d);
     d.block.sync();
     add_choices(d, tokens.first * d.top_k(), d.block.rank(), d.block.size());
@@ -337,9 +386,13 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
   d.block.sync();
   WEFT_ROLLED
   for (uint32_t token = tokens.first; token < tokens.last; ++token) {
-    if (d.warp.index() == 0) route_token(d, lane, token);
+    if (token != tokens.first) first = load_first_vecs(d, token);
+    if (d.warp.index() == 0) {
+      if (!is_ready || token != tokens.first) read_choices(d, token);
+      route_token(d, lane);
+    }
     d.block.sync();
-    send_row(d, token);
+    send_row(d, token, first);
     send_heads(d, token);
     d.block.sync();
     if (d.warp.index() != 0) continue;
@@ -352,49 +405,88 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
 }
 
 template <class D>
-WEFT_DEVICE void send_lanes(const D& d, bool first_is_counted) {
+WEFT_DEVICE void send_lanes(const D& d, bool first_is_ready, const FirstVecs& first) {
   WEFT_ROLLED
   for (uint32_t lane = d.block.index(); lane < d.lanes().count; lane += d.block.count()) {
     const bool is_first = lane == d.block.index();
     if (!is_first) d.block.sync();
-    send_lane(d, lane, is_first && first_is_counted);
+    send_lane(d, lane, is_first && first_is_ready,
+              is_first ? first : load_first_vecs(d, lane_tokens(d, lane).first));
   }
 }
 
 // ---- step 3
 // --------------------------------------------------------------------------------------------------------
 
+// One lane: waits for what sources first .. first+kCountsInFlight-1 have for an expert here, and notes it in
+// begin(). A source that does not say gives nothing.
+template <class D>
+WEFT_DEVICE void await_counts(const D& d, uint32_t first, uint32_t expert) {
+  uint64_t words[kCountsInFlight] = {};
+  auto is_missing = [&](uint32_t i) {
+    return first + i < d.ranks() && d.present()[first + i] != 0 && !is_of_call(words[i], d.epoch.number);
+  };
+  auto all_came = [&] {
+    bool came = true;
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kCountsInFlight; ++i)
+      if (first + i < d.ranks()) words[i] = load_relaxed(d.count_word_at(first + i, expert));
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kCountsInFlight; ++i) came = came && !is_missing(i);
+    return came;
+  };
+  uint64_t waited_ns = 0;
+  const bool came = poll(d.a.call.wait, waited_ns, all_came);
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < kCountsInFlight; ++i)
+    if (first + i < d.ranks())
+      d.begin()[(first + i) * d.local_experts() + expert] = static_cast<uint32_t>(words[i]);
+  WEFT_ROLLED
+  for (uint32_t source = first; !came && source < d.ranks() && source < first + kCountsInFlight; ++source) {
+    const uint64_t word = load_relaxed(d.count_word_at(source, expert));
+    if (d.present()[source] == 0 || is_of_call(word, d.epoch.number)) continue;
+    lose(d.a.call, source, Site::kLowLatencyDispatchRecv, d.epoch.number, word >> 32, waited_ns);
+    d.gives()[source] = 0;
+  }
+}
+
+// The last block, which has least to unpack, finds out who means another call; on the host, where that is
+// near, each does. The warp.
+template <class D>
+WEFT_DEVICE void check_sources(const D& d) {
+  for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
+    if (d.gives()[source] != 0 &&
+        (!await_greeting(d.a.call, d.mesh, d.epoch, source, Site::kLowLatencyDispatchRecv) ||
+         !agrees(d.a.call, d.mesh, d.epoch, source, 0)))
+      d.gives()[source] = 0;
+  d.warp.sync();
+}
+
 // One warp: waits for the counts of all sources; begin()[source][expert] becomes where its segment begins.
-// The last block, which has least to unpack, also reports, and finds out who disagrees (on the host, where
-// that is near, each does).
+// The last block also reports them.
 template <class D>
 WEFT_DEVICE void find_segments(const D& d) {
   const bool reports = d.block.index() + 1 == d.block.count();
-  for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size()) {
-    bool gives = d.present()[source] != 0 &&
-                 await_greeting(d.a.call, d.mesh, d.epoch, source, Site::kLowLatencyDispatchRecv);
-    if (gives && (reports || kIsHost)) gives = agrees(d.a.call, d.mesh, d.epoch, source, 0);
-    d.gives()[source] = gives ? 1 : 0;
-  }
+  for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
+    d.gives()[source] = d.present()[source];
   d.warp.sync();
-  const auto* counts = reinterpret_cast<const uint32_t*>(d.mesh.local() + d.half_at() + d.half().counts);
+  WEFT_ROLLED
+  for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size()) WEFT_ROLLED
+  for (uint32_t first = 0; first < d.ranks(); first += kCountsInFlight) await_counts(d, first, expert);
+  d.warp.sync();
+  if (reports || kIsHost) check_sources(d);
+  WEFT_ROLLED
   for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size()) {
     uint32_t begin = 0;
-    for (uint32_t base = 0; base < d.ranks(); base += kCountsInFlight) {
-      uint32_t held[kCountsInFlight];
-      WEFT_UNROLL
-      for (uint32_t i = 0; i < kCountsInFlight; ++i)
-        held[i] =
-            base + i < d.ranks() ? load_relaxed(counts + uint64_t{base + i} * d.local_experts() + expert) : 0;
-      for (uint32_t i = 0; i < kCountsInFlight && base + i < d.ranks(); ++i) {
-        const uint32_t source = base + i;
-        const uint32_t count = d.gives()[source] != 0 ? held[i] : 0;
-        d.begin()[uint64_t{source} * d.local_experts() + expert] = begin;
-        if (reports)
-          d.a.layout_range[uint64_t{expert} * d.ranks() + source] =
-              static_cast<int64_t>(uint64_t{begin} << 32 | count);
-        begin += count;
-      }
+    WEFT_ROLLED
+    for (uint32_t source = 0; source < d.ranks(); ++source) {
+      uint32_t& segment = d.begin()[source * d.local_experts() + expert];
+      const uint32_t count = d.gives()[source] != 0 ? segment : 0;
+      segment = begin;
+      if (reports)
+        d.a.layout_range[uint64_t{expert} * d.ranks() + source] =
+            static_cast<int64_t>(uint64_t{begin} << 32 | count);
+      begin += count;
     }
     if (!reports) continue;
     // Only tokens that name an expert more than once can bring more rows than there are tokens.
@@ -433,6 +525,7 @@ WEFT_DEVICE uint64_t scales_of(const D& d, uint32_t expert, uint64_t in_expert) 
 template <class D>
 WEFT_DEVICE uint32_t place_message(const D& d, uint32_t source, const uint32_t* head, int32_t* record) {
   const MessageLayout message = d.message();
+  const auto* gives = d.gives();
   uint32_t count = 0;
   for (uint32_t first = 0; first < d.top_k(); first += d.warp.size()) {
     const uint32_t k = first + d.warp.rank();
@@ -442,8 +535,10 @@ WEFT_DEVICE uint32_t place_message(const D& d, uint32_t source, const uint32_t* 
     const auto expert = static_cast<int32_t>(load_relaxed(head + message.expert + slot));
     const uint64_t place = load_relaxed(head + message.place + slot);
     const uint32_t weight = d.has_weights() ? load_relaxed(head + message.weight + slot) : 0;
+    if (first == 0) await_segments(d);
     // A rank that disagrees about sizes, which the call reports, may have written over this message.
-    const bool is_expert = k < d.top_k() && static_cast<uint32_t>(expert) < d.own_experts();
+    const bool is_expert =
+        k < d.top_k() && static_cast<uint32_t>(expert) < d.own_experts() && gives[source] != 0;
     const uint64_t in_expert = !is_expert ? 0 : d.begin()[source * d.local_experts() + expert] + place;
     const bool is_here = is_expert && in_expert < d.rows_per_expert();
     const auto row = static_cast<int32_t>(is_here ? expert * d.rows_per_expert() + in_expert : 0);
@@ -491,14 +586,29 @@ WEFT_DEVICE void store_chunk(const D& d, uint32_t count, const RowChunk& chunk, 
   }
 }
 
+// A part of a message's scales: each lane's first word is asked for with the row.
+struct ScaleWords {
+  const uint32_t* at;
+  uint32_t index;
+  uint32_t last;
+  uint32_t word;
+};
 template <class D>
-WEFT_DEVICE void copy_scales(const D& d, uint32_t count, const uint32_t* scales, uint32_t split) {
+WEFT_DEVICE ScaleWords load_scales(const D& d, const std::byte* message, uint32_t split) {
   const Range part = part_of(static_cast<uint32_t>(d.shape.scale_bytes) / 4, split, d.a.receive_splits);
+  const auto* at = reinterpret_cast<const uint32_t*>(message + d.message().scales);
+  const uint32_t first = part.first + d.warp.rank();
+  return {at, first, part.last, first < part.last ? load_relaxed(at + first) : 0};
+}
+template <class D>
+WEFT_DEVICE void store_scales(const D& d, uint32_t count, ScaleWords scales) {
   WEFT_ROLLED
-  for (uint32_t i = part.first + d.warp.rank(); i < part.last; i += d.warp.size()) {
-    const uint32_t word = load_relaxed(scales + i);
+  while (scales.index < scales.last) {
     WEFT_ROLLED
-    for (uint32_t k = 0; k < count; ++k) d.a.out_scales[d.scales_at()[k] + i * d.a.scale_word_stride] = word;
+    for (uint32_t k = 0; k < count; ++k)
+      d.a.out_scales[d.scales_at()[k] + scales.index * d.a.scale_word_stride] = scales.word;
+    scales.index += d.warp.size();
+    if (scales.index < scales.last) scales.word = load_relaxed(scales.at + scales.index);
   }
 }
 
@@ -512,9 +622,9 @@ WEFT_DEVICE void unpack_message(const D& d, uint32_t source, const std::byte* at
   const uint32_t step = d.warp.size();
   uint32_t first = part.first + d.warp.rank();
   RowChunk chunk = load_chunk(row, first, part.last, step);
+  const ScaleWords scales = load_scales(d, at, split);
   const uint32_t count = place_message(d, source, reinterpret_cast<const uint32_t*>(at), record);
-  if (d.shape.scale_bytes != 0)
-    copy_scales(d, count, reinterpret_cast<const uint32_t*>(at + d.message().scales), split);
+  store_scales(d, count, scales);
   WEFT_ROLLED
   while (first < part.last) {
     store_chunk(d, count, chunk, first, part.last, step);
@@ -545,7 +655,7 @@ WEFT_DEVICE void receive_lane(const D& d, uint32_t source, uint32_t lane, uint32
   const auto* word = reinterpret_cast<const uint64_t*>(
       d.mesh.local() + word_offset(d.a.call, d.ranks(), d.epoch, source, lane));
   uint32_t unpacked = 0;
-  bool is_done = d.gives()[source] == 0;
+  bool is_done = d.present()[source] == 0;
   const uint64_t start = cycles();
   while (!is_done) {
     uint64_t seen = 0;
@@ -580,9 +690,16 @@ WEFT_DEVICE void receive_lanes(const D& d) {
   }
 }
 
-// What a block can do before it knows the call's number: bring its first row near, and count what tokens
-// before that one choose, or what all tokens choose where it has no lane. Returns whether it counted; a block
-// that needs both counts later. Warps from the second on, unless there is but one, since the first is busy.
+// The first token of the block's first lane; all tokens where it has none.
+template <class D>
+WEFT_DEVICE uint32_t first_token(const D& d) {
+  return d.block.index() < d.lanes().count ? lane_tokens(d, d.block.index()).first : d.a.call.tokens;
+}
+
+// What a block can do before it knows the call's number: read what its first token chose, and count what
+// tokens before that one choose, or what all tokens choose where it has no lane. Returns whether it did; a
+// block that needs both counts later. Warps from the second on, unless there is but one, since the first is
+// busy.
 template <class D>
 WEFT_DEVICE bool prepare_send(const D& d) {
   const bool has_lane = d.block.index() < d.lanes().count;
@@ -592,13 +709,11 @@ WEFT_DEVICE bool prepare_send(const D& d) {
   if (d.block.rank() < apart) return counts;
   const uint32_t rank = d.block.rank() - apart;
   const uint32_t size = d.block.size() - apart;
-  const Range tokens = has_lane ? lane_tokens(d, d.block.index()) : Range{d.a.call.tokens, d.a.call.tokens};
-  constexpr uint32_t kLineBytes = 128;
-  if (tokens.first < tokens.last) WEFT_ROLLED
-  for (uint64_t at = rank * kLineBytes; at < d.a.x_row_bytes; at += size * kLineBytes)
-    prefetch(d.a.x + uint64_t{tokens.first} * d.a.x_row_bytes + at);
-  if (counts) add_choices(d, tokens.first * d.top_k(), rank, size);
-  return counts;
+  if (!counts) return false;
+  const uint32_t first = first_token(d);
+  if (rank < d.warp.size() && first < d.a.call.tokens) read_choices(d, first);
+  add_choices(d, first * d.top_k(), rank, size);
+  return true;
 }
 
 }  // namespace low_latency
@@ -613,17 +728,19 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
   if (sends) low_latency::clear_choices(d);
   if (d.block.rank() == 0) *d.found() = 0;
   d.block.sync();
-  bool is_counted = false;
+  // Asked for at once; used when it is known where it goes.
+  const low_latency::FirstVecs first =
+      low_latency::load_first_vecs(d, sends ? low_latency::first_token(d) : a.call.tokens);
+  bool is_ready = false;
   d.epoch = low_latency::begin_call(a.call, d.block, d.warp, mesh, shared_epoch, d.present(),
                                     Site::kLowLatencyDispatchSlot,
-                                    [&] { is_counted = sends && low_latency::prepare_send(d); });
+                                    [&] { is_ready = sends && low_latency::prepare_send(d); });
   if (sends) {
-    low_latency::send_counts(d, is_counted);
-    low_latency::send_lanes(d, is_counted);
+    low_latency::send_counts(d, is_ready);
+    low_latency::send_lanes(d, is_ready, first);
   }
   if (a.call.phases & kPhaseReceive) {
     if (d.warp.index() == (d.block.warps() > 1 ? 1 : 0)) low_latency::find_segments(d);
-    low_latency::await_segments(d);
     low_latency::receive_lanes(d);
   }
 }

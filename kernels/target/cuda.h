@@ -164,6 +164,10 @@ WEFT_DEVICE void store_relaxed(uint32_t* at, uint32_t value) {
 WEFT_DEVICE void store_relaxed(uint64_t* at, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
+// Tells a peer of what launches before this one did, which their end has made visible and finished.
+WEFT_DEVICE void store_after_launch(uint64_t* at, uint64_t value) {
+  store_relaxed(at, value);
+}
 WEFT_DEVICE uint32_t add_release(uint32_t* at, uint32_t value) {
   uint32_t old;
   asm volatile("atom.add.release.sys.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(at), "r"(value) : "memory");
@@ -266,8 +270,8 @@ WEFT_DEVICE void copy_few(void* dst, const void* src) {
     static_cast<unsigned char*>(dst)[i] = static_cast<const unsigned char*>(src)[i];
 }
 
-// How many vectors of each of four rows a thread sums at once: as many as fit into registers beside what a long
-// kernel keeps there. Memory is far.
+// How many vectors of each of four rows a thread sums at once: as many as fit into registers beside what a
+// long kernel keeps there. Memory is far.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 inline constexpr uint32_t kSumVecs = 4;
 #else

@@ -213,6 +213,10 @@ WEFT_DEVICE uint64_t load_signal(const uint64_t* at) {
 WEFT_DEVICE uint32_t load_acquire_block(const uint32_t* at) {
   return __hip_atomic_load(at, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_WORKGROUP);
 }
+// Tells a peer of what launches before this one did, which their end has finished.
+WEFT_DEVICE void store_after_launch(uint64_t* at, uint64_t value) {
+  store_relaxed(at, value);
+}
 WEFT_DEVICE void store_release_block(uint32_t* at, uint32_t value) {
   __hip_atomic_store(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_WORKGROUP);
 }

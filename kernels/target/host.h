@@ -157,6 +157,10 @@ T add_release(T* at, T value) {
   publish_streaming_stores();
   return std::atomic_ref<T>(*at).fetch_add(value, std::memory_order_release);
 }
+// Tells a peer of what launches before this one did, which their end has finished.
+inline void store_after_launch(uint64_t* at, uint64_t value) {
+  store_release(at, value);
+}
 // Block scope; `at` is usually in shared memory.
 inline uint32_t load_acquire_block(const uint32_t* at) {
   return load_acquire(at);

@@ -43,7 +43,7 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   const Lanes lanes = lanes_of(sizes.max_tokens);
   const MessageLayout message =
       message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
-  plan.half_bytes = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, message.bytes).bytes;
+  plan.half_bytes = dispatch_half(sizes.ranks, lanes, message.bytes).bytes;
   const uint32_t warps = warps_per_block(plan, limits);
   plan.shared_bytes =
       static_cast<uint32_t>(dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps).bytes);
@@ -89,7 +89,7 @@ uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
   const MessageLayout message =
       message_layout(sizes.top_k, true, (hidden * 2 + 15) / 16 * 16, hidden / 16 * 4);
   const Lanes lanes = lanes_of(sizes.max_tokens);
-  const uint64_t dispatch = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, message.bytes).bytes;
+  const uint64_t dispatch = dispatch_half(sizes.ranks, lanes, message.bytes).bytes;
   const uint64_t reply = reply_bytes((hidden * 2 + 15) / 16 * 16, kReplyExactLog);
   const uint64_t combine = combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply).bytes;
   return low_latency_region_bytes(sizes.ranks, std::max(dispatch, combine));

@@ -30,6 +30,10 @@ class Span {
       if (log_) note();
   }
   Span(const Span&) = delete;
+  // Who it was, where that is known at the end only.
+  WEFT_DEVICE void set_peer(uint32_t peer) {
+    if constexpr (kMayTrace) span_.peer = static_cast<uint16_t>(peer);
+  }
 
  private:
   WEFT_DEVICE Span(TraceLog* log, uint32_t what, bool notes, uint32_t peer) {

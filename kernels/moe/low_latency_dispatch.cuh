@@ -422,6 +422,7 @@ WEFT_DEVICE void send_lanes(const D& d, bool first_is_ready, const FirstVecs& fi
 // begin(). A source that does not say gives nothing.
 template <class D>
 WEFT_DEVICE void await_counts(const D& d, uint32_t first, uint32_t expert) {
+  Span traced(d.a.call.wait.trace, Site::kLowLatencyDispatchRecv, first);
   uint64_t words[kCountsInFlight] = {};
   auto is_missing = [&](uint32_t i) {
     return first + i < d.ranks() && d.present()[first + i] != 0 && !is_of_call(words[i], d.epoch.number);
@@ -432,7 +433,11 @@ WEFT_DEVICE void await_counts(const D& d, uint32_t first, uint32_t expert) {
     for (uint32_t i = 0; i < kCountsInFlight; ++i)
       if (first + i < d.ranks()) words[i] = load_relaxed(d.count_word_at(first + i, expert));
     WEFT_UNROLL
-    for (uint32_t i = 0; i < kCountsInFlight; ++i) came = came && !is_missing(i);
+    for (uint32_t i = 0; i < kCountsInFlight; ++i) {
+      if (!is_missing(i)) continue;
+      traced.set_peer(first + i);
+      came = false;
+    }
     return came;
   };
   uint64_t waited_ns = 0;

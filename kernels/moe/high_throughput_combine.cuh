@@ -27,8 +27,10 @@
 namespace weft {
 namespace combine {
 
-inline constexpr uint32_t kRowsInFlight = 4;
-inline constexpr uint32_t kVecsInFlight = 2;
+// How many vectors of how many rows a lane loads before it uses any: memory is far, and registers are few. A
+// host core looks ahead by itself, and would rather add long pieces.
+inline constexpr uint32_t kRowsInFlight = Warp::kMaxSize == 1 ? 1 : 4;
+inline constexpr uint32_t kVecsInFlight = Warp::kMaxSize == 1 ? 8 : 2;
 inline constexpr uint32_t kChunksAtOnce = 8;  // signals of a peer that a look asks for: memory is far
 inline constexpr uint32_t kLookEveryNs = 500;
 inline constexpr uint32_t kSharedPollNs = 200;

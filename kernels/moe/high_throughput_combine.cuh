@@ -27,7 +27,9 @@
 namespace weft {
 namespace combine {
 
-inline constexpr uint32_t kRowsInFlight = 4;
+// Rows that a lane loads before it uses any: memory is far. A host core looks ahead by itself, and would rather
+// add long pieces of one row.
+inline constexpr uint32_t kRowsInFlight = Warp::kMaxSize == 1 ? 1 : 4;
 inline constexpr uint32_t kVecsInFlight = kSumVecs;
 inline constexpr uint32_t kChunksAtOnce = 8;  // signals of a peer that a look asks for: memory is far
 inline constexpr uint32_t kLookEveryNs = 500;

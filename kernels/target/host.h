@@ -210,23 +210,6 @@ inline void store_vec_streaming(Vec16* at, Vec16 value) {
 #endif
 }
 
-// Copies a row of whole Vec16 for a peer to read: past the caches, since this core will not read it again.
-inline void copy_row_streaming(std::byte* dst, const std::byte* src, uint64_t bytes) {
-#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
-  const auto* from = reinterpret_cast<const __m128i*>(src);
-  auto* to = reinterpret_cast<__m128i*>(dst);
-  uint64_t vectors = bytes / sizeof(__m128i);
-  for (; vectors >= 8; vectors -= 8, from += 8, to += 8) {
-    __m128i held[8];
-    for (int i = 0; i < 8; ++i) held[i] = _mm_loadu_si128(from + i);
-    for (int i = 0; i < 8; ++i) _mm_stream_si128(to + i, held[i]);
-  }
-  for (; vectors > 0; --vectors) _mm_stream_si128(to++, _mm_loadu_si128(from++));
-#else
-  std::memcpy(dst, src, bytes);
-#endif
-}
-
 // Copies bytes of another process's memory here; false where that is not allowed or not there. Linux's
 // process_vm_readv(2): one copy, no memory that both must map.
 inline constexpr bool kReadsProcesses = true;
@@ -277,8 +260,8 @@ void copy_few(void* dst, const void* src) {
   std::memcpy(dst, src, kBytes);
 }
 
-// How many vectors of each of four rows a thread sums at once.
-inline constexpr uint32_t kSumVecs = 2;
+// How many vectors of a row a thread sums at once.
+inline constexpr uint32_t kSumVecs = 8;
 
 // Asks for a line to be brought near; may do nothing.
 inline void prefetch(const void* at) {
@@ -396,7 +379,7 @@ class RowPipe {
     for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);
   }
   void store(std::byte* dst, RowPiece stage) {
-    if (dst) copy_row_streaming(dst, stage.src, stage.bytes);
+    if (dst) copy_cold(dst, stage.src, stage.bytes);
   }
   template <uint32_t kItems>
   void drain_but() {}

@@ -22,6 +22,9 @@ CASES = [
     ("allreduce_a100_ring", 2, "LL128", "bfloat16", "sum"),
     ("reducescatter_allpairs_fused", 2, "LL", "float16", "max"),
     ("alltoall_allpairs", 3, "Simple", "int32", "sum"),
+    ("allreduce_allpairs", 3, "LL", "float16", "average"),
+    ("allreduce_a100_ring", 3, "LL128", "bfloat16", "average"),
+    ("reducescatter_allpairs_fused", 3, "Simple", "int32", "average"),
 ]
 
 

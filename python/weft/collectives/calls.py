@@ -17,7 +17,6 @@ Raises: Error for a wrong argument, before anything moves; PeerLost, naming the 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -282,20 +281,9 @@ class Collectives:
                 EXCHANGES[chosen.name], call, LINES if chosen.protocol == "LL" else PLACES
             )
         else:
-            self._run_program(
-                choice.algorithm, call, target.numel(), collective != "reduce" or self.rank == root
-            )
+            self._executor.run(self._load(choice.algorithm), call)
         if target is not out:
             out.copy_(target)
-
-    def _run_program(self, algorithm: Algorithm, call: Call, out_elems: int, has_result: bool) -> None:
-        """Run a program; of an average, the sum first."""
-        executor, is_average = self._need_executor(), call.reduction == REDUCTIONS["average"]
-        if is_average:
-            call = dataclasses.replace(call, reduction=REDUCTIONS["sum"])
-        executor.run(self._load(algorithm), call)
-        if is_average and has_result:
-            executor.scale(call.element, call.output, out_elems, float(self.size), call.stream)
 
     def _choose(
         self,

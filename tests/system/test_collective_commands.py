@@ -38,6 +38,50 @@ def run(folder: Path, *arguments: str, fails: bool = False) -> str:
     return ran.stdout + ran.stderr
 
 
+REFUSED = [
+    (["ring.xml", "--ranks", "5"], "ranks: got 5, allowed: 2, as ring.xml says"),
+    (["ring.xml", "--in-place"], "options: got inplace, allowed: protocol, for ring.xml"),
+    (["ring.py", "--ranks", "3", "--option", "x=3"], "options: got x, allowed: protocol, instances"),
+    (["script.py", "--ranks", "3"], "allowed: --args: script.py has no program(ranks)"),
+    (["wrong.py", "--ranks", "3"], "wrong.py:5: chunk_factor: got 0"),
+    (["syntax.py", "--ranks", "3"], "syntax.py:1: SyntaxError: expected ':'"),
+    (["allreduce_1step", "--ranks", "3", "--instances", "0"], "instances: got 0"),
+    (
+        ["alltoallv_allpairs", "--ranks", "3", "--dialect", "microsoft"],
+        "does not exist in microsoft's dialect",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_compile_refuses_what_would_have_no_effect_and_names_the_users_line(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ring.py").write_text(RING)
+    (tmp_path / "ring.xml").write_text(to_xml(build("allreduce_1step", 2, inplace=True).compile()))
+    (tmp_path / "script.py").write_text("import sys\n")
+    (tmp_path / "wrong.py").write_text(
+        RING.replace("AllReduce(ranks, ranks)", "AllReduce(ranks, 0)").lstrip()
+    )
+    (tmp_path / "syntax.py").write_text("def program(ranks)\n")
+    assert main(["compile", *options]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("weft: ") and message in said.err and len(said.err.splitlines()) == 1
+    assert not said.out
+
+
+def test_show_takes_the_options_of_compile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    options = ["--ranks", "4", "--protocol", "LL", "--instances", "2", "--html", str(page)]
+    assert main(["show", "allreduce_allpairs", *options]) == 0
+    assert "allreduce, LL" in capsys.readouterr().out and page.read_text().count("<title>") > 80
+
+
 BENCH = ("bench", "collective", "--device", "cpu", "--ranks", "2")
 FEW = ("-e", "16K", "-n", "2", "-w", "1")
 
@@ -74,8 +118,14 @@ def test_bench_in_place(tmp_path: Path) -> None:
             ["--calls", "all_reduce", "--algorithm", "allgather_ring"],
             "allgather_ring, which is for allgather",
         ),
-        (["--calls", "all_reduce", "--algorithm", "three.xml"], "algorithm: got three.xml for 3 ranks"),
-        (["--calls", "all_reduce", "--algorithm", "three.xml x2"], "algorithm: got three.xml x2"),
+        (
+            ["--calls", "all_reduce", "--algorithm", "three.xml"],
+            "ranks: got 2, allowed: 3, as three.xml says",
+        ),
+        (
+            ["--calls", "all_reduce", "--ranks", "3", "--algorithm", "three.xml x2"],
+            "options: got instances, allowed: protocol",
+        ),
         (["--algorithm", "allreduce_1step"], "calls: got all_reduce,all_gather"),
         (["--calls", "broadcast", "--place", "out"], "place: got out, allowed: in for broadcast"),
     ],

@@ -100,7 +100,7 @@ def parse_variant(text: str) -> Variant:
 def parse_choice(text: str, ranks: int, inplace: bool) -> Choice:
     """Build what the words of parse_variant() say; the name may be that of a .py, .xml or .json file, too.
 
-    A file's own protocol stands unless the words name another, for which it is verified anew. Raises: Error, OSError.
+    A file's own protocol stands unless the words name another. Raises: Error, OSError.
     """
     name, *words = shlex.split(text) or [""]
     if not name.endswith((".py", ".xml", ".json")):
@@ -108,14 +108,8 @@ def parse_choice(text: str, ranks: int, inplace: bool) -> Choice:
     from weft.collectives.compile import read_source
 
     fields = _fields(words)
-    if "instances" in fields:
-        raise invalid(
-            "algorithm", text, f"a file without x{fields['instances']}: it says how many instances it has"
-        )
-    algorithm = read_source(name, ranks)
-    if algorithm.num_ranks != ranks:
-        raise invalid("algorithm", f"{name} for {algorithm.num_ranks} ranks", f"one for {ranks}")
-    algorithm = dataclasses.replace(algorithm, protocol=fields.pop("protocol", algorithm.protocol))
+    options: dict[str, Any] = {key: fields.pop(key) for key in ("protocol", "instances") if key in fields}
+    algorithm = read_source(name, ranks, options)
     verify(algorithm)
     return Choice(algorithm, **fields)
 

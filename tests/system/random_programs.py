@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from weft.collectives import AllReduce, Buffer, Collective, Program
+from weft.collectives import AllReduce, Buffer, Collective, Program, Reduce
 from weft.collectives.executor import Call, Executor
 from weft.collectives.ir import Algorithm, Op, Span
 from weft.collectives.language import Ref
@@ -109,6 +109,20 @@ def uneven_sums() -> Algorithm:
         part(1, 0).reduce(part(2, 0))
         for rank in (0, 2):
             part(1, 0, 2).copy(rank)
+    return program.compile()
+
+
+def reduce_chain_in_inputs(ranks: int, inplace: bool) -> Algorithm:
+    """Return a reduce to rank 0 that adds up in the inputs of the ranks on its way."""
+    with Program("chain in inputs", Reduce(ranks, 1, inplace=inplace)) as program:
+        ref = program.chunk(ranks - 1, Buffer.input, 0)
+        for rank in reversed(range(ranks - 1)):
+            own = program.chunk(rank, Buffer.input, 0)
+            assert own is not None and ref is not None
+            ref = own.reduce(ref)
+            # Kept in memory, so that what is sent on is not all that is left of it.
+            ref = ref.copy(rank, "kept", 0).copy(rank, Buffer.input, 0)
+        ref.copy(0, Buffer.output, 0)
     return program.compile()
 
 

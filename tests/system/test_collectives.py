@@ -10,7 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from random_programs import mutated, random_algorithm, run_against_contract, uneven_sums
+from random_programs import (
+    mutated,
+    random_algorithm,
+    reduce_chain_in_inputs,
+    run_against_contract,
+    uneven_sums,
+)
 
 from weft.collectives import Algorithm, VerificationError, calls, verify
 from weft.collectives.calls import Collectives
@@ -298,6 +304,42 @@ def _bools(rank: Rank) -> None:
 
 def test_sums_of_bools_are_bools() -> None:
     run_ranks(3, _bools)
+
+
+def _other_forms(rank: Rank) -> None:
+    """Algorithms of one's own in calls of the other form, and with roots."""
+    comm = Collectives(Communicator(rank.group, timeout_s=20).core)
+    everyone = torch.stack([_values(r, 60) for r in range(rank.size)])
+    own, total = everyone[rank.rank], everyone.sum(0)
+
+    def built(name: str, inplace: bool = False) -> Algorithm:
+        return build(name, rank.size, inplace=inplace).compile()
+
+    apart = built("allreduce_a100_ring")
+    assert not apart.inplace
+    assert torch.equal(comm.all_reduce(own.clone(), algorithm=apart), total)
+    given = own.clone()
+    assert torch.equal(comm.all_reduce(given, out=torch.zeros(60), algorithm=apart), total)
+    assert torch.equal(comm.broadcast(own.clone(), algorithm=built("broadcast_chain")), everyone[0])
+    for inplace in (True, False):
+        chain = reduce_chain_in_inputs(rank.size, inplace)
+        found = comm.reduce(own.clone(), algorithm=chain)
+        assert torch.equal(found, total if rank.rank == 0 else own)
+    assert torch.equal(comm.send_recv(own, algorithm=built("sendrecv")), everyone[rank.rank - 1])
+    gathered = comm.gather(own, algorithm=built("gather_flat"))
+    assert (gathered is not None and torch.equal(gathered, everyone)) or rank.rank != 0
+    out = torch.zeros(20)
+    comm.scatter(own if rank.rank == 0 else None, out, algorithm=built("scatter_flat"))
+    assert torch.equal(out, everyone[0].view(3, 20)[rank.rank])
+    rows, splits = own.view(60, 1), [20] * 3
+    swapped = comm.all_to_all(rows, input_splits=splits, algorithm=built("alltoallv_allpairs"))
+    assert torch.equal(swapped.view(3, 20), everyone.view(3, 3, 20)[:, rank.rank])
+    with pytest.raises(Error, match="which is for alltoall"):
+        comm.all_to_all(rows, input_splits=splits, algorithm=built("alltoall_allpairs"))
+
+
+def test_algorithms_serve_calls_of_the_other_form_and_with_a_root() -> None:
+    run_ranks(3, _other_forms)
 
 
 def _other_files(rank: Rank, folder: str) -> tuple[list[str], str]:

@@ -91,7 +91,6 @@ struct ncclComm {
   weft::Result<const std::byte*> premultiplied(const Operation& operation, uint64_t elems);
   Status run_program(const Operation& operation, weft::BookCollective collective, const std::byte* input,
                      std::byte* output, uint64_t total_elems, int root);
-  Status average(const Operation& operation, std::byte* data, uint64_t elems);
   Status exchange(const std::vector<Operation>& operations);
   Status exchange_round(const std::vector<const Operation*>& sends,
                         const std::vector<const Operation*>& recvs, cudaStream_t stream);

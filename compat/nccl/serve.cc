@@ -35,6 +35,8 @@ Reduction reduction_of(ncclRedOp_t op) {
       return Reduction::kMax;
     case ncclMin:
       return Reduction::kMin;
+    case ncclAvg:
+      return Reduction::kAverage;
     default:
       return Reduction::kSum;
   }
@@ -91,11 +93,10 @@ T bits_as(uint64_t bits) {
 template <class Format>
 void multiply_format(std::byte* data, uint64_t elems, double factor) {
   using Stored = typename Format::Stored;
-  using Value = typename Format::Value;
   for (uint64_t i = 0; i < elems; ++i) {
     Stored stored;
     std::memcpy(&stored, data + i * sizeof stored, sizeof stored);
-    stored = Format::store(static_cast<Value>(Format::load(stored) * static_cast<Value>(factor)));
+    stored = element::multiplied<Format>(stored, factor);
     std::memcpy(data + i * sizeof stored, &stored, sizeof stored);
   }
 }
@@ -238,13 +239,11 @@ Status ncclComm::serve(const Operation& o) {
       WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count));
       WEFT_TRY(copy(o.dst, src, bytes, o.stream));
       WEFT_TRY(run_program(o, BookCollective::kAllReduce, o.dst, o.dst, o.count, 0));
-      WEFT_TRY(average(o, o.dst, o.count));
       break;
     }
     case Function::kReduceScatter: {
       WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count * ranks));
       WEFT_TRY(run_program(o, BookCollective::kReduceScatter, src, o.dst, o.count * ranks, 0));
-      WEFT_TRY(average(o, o.dst, o.count));
       break;
     }
     case Function::kReduce: {
@@ -256,7 +255,6 @@ Status ncclComm::serve(const Operation& o) {
         WEFT_TRY(copy(data, src, bytes, o.stream));
       }
       WEFT_TRY(run_program(o, BookCollective::kReduce, data, data, o.count, o.peer));
-      if (rank_ == o.peer) WEFT_TRY(average(o, data, o.count));
       break;
     }
     case Function::kAllGather: {
@@ -288,15 +286,14 @@ const weft::BookChoice* ncclComm::exchange_for(const Operation& o) const {
   return choice && choice->mode != weft::BookMode::kProgram ? choice : nullptr;
 }
 
-// In place and out of place alike; the average is part of it.
+// In place and out of place alike.
 Status ncclComm::run_exchange(const Operation& o, const weft::BookChoice& choice) {
   const weft::Exchange kind = weft::nccl::exchange_of(o.function)->kind;
   const uint64_t parts = kind == weft::Exchange::kReduceScatter ? static_cast<uint64_t>(size_) : 1;
   WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count * parts));
   const bool is_in_place = choice.mode == weft::BookMode::kPlaces;
   return collectives_->exchange(
-      {kind, weft::nccl::element_of(o.type),
-       o.op == ncclAvg ? Reduction::kAverage : weft::nccl::reduction_of(o.op), const_cast<std::byte*>(src),
+      {kind, weft::nccl::element_of(o.type), weft::nccl::reduction_of(o.op), const_cast<std::byte*>(src),
        o.dst, o.count, choice.mode == weft::BookMode::kLinesAtOnce,
        is_in_place ? weft::ExchangeWay::kPlaces : weft::ExchangeWay::kLines, choice.num_sms, o.stream});
 }
@@ -334,7 +331,7 @@ Result<const std::byte*> ncclComm::premultiplied(const Operation& o, uint64_t el
     return data;
   }
   if (size_ == 1) return Status(Code::kUnsupported, "PreMulSum on one rank needs the real NCCL");
-  WEFT_TRY(collectives_->scale(weft::nccl::element_of(o.type), data, elems, 1 / scalar, o.stream));
+  WEFT_TRY(collectives_->scale(weft::nccl::element_of(o.type), data, elems, scalar, o.stream));
   return data;
 }
 
@@ -360,11 +357,6 @@ Status ncclComm::run_program(const Operation& o, BookCollective collective, cons
                             choice->slice_bytes,
                             choice->num_sms,
                             o.stream});
-}
-
-Status ncclComm::average(const Operation& o, std::byte* data, uint64_t elems) {
-  if (o.op != ncclAvg) return {};
-  return collectives_->scale(weft::nccl::element_of(o.type), data, elems, size_, o.stream);
 }
 
 // Gather, Scatter and AllToAllv as this rank's sends and receives.

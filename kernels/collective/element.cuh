@@ -111,9 +111,15 @@ struct Max {
 
 // An element divided by a number. Integers round towards zero.
 template <class Format>
-WEFT_DEVICE typename Format::Stored divided(typename Format::Stored stored, double divisor) {
+WEFT_DEVICE typename Format::Stored divided(typename Format::Stored stored, uint32_t divisor) {
   using Value = typename Format::Value;
   return Format::store(static_cast<Value>(Format::load(stored) / static_cast<Value>(divisor)));
+}
+// An element multiplied by a number.
+template <class Format>
+WEFT_DEVICE typename Format::Stored multiplied(typename Format::Stored stored, double factor) {
+  using Value = typename Format::Value;
+  return Format::store(static_cast<Value>(Format::load(stored) * static_cast<Value>(factor)));
 }
 
 // Adds; the finished sum is divided by the number of summands.
@@ -127,6 +133,7 @@ inline constexpr bool kDivides<Average> = true;
 template <class Format, class Op>
 struct Combiner {
   static constexpr uint32_t kPerVec = 16 / sizeof(typename Format::Stored);
+  static constexpr bool kIsAverage = kDivides<Op>;
   struct Lanes {
     typename Format::Stored values[kPerVec];
   };

@@ -33,6 +33,7 @@ struct Movement {
   Slot out;
   bool adds_dst = false;  // dst = dst + src
   bool streams = false;   // what moves is too large for the caches, and not read soon; on the host only
+  uint32_t divisor = 0;   // of what an average combines here for the last time; 0: not the last time
   uint64_t units = 0;
 };
 
@@ -49,6 +50,16 @@ WEFT_DEVICE uint64_t whole_units(const Memory& memory, uint64_t units) {
   if (!is_aligned(memory.at)) return 0;
   const uint64_t whole = memory.bytes / 16;
   return whole < units ? whole : units;
+}
+
+// What combining gave, divided where that ends an average.
+template <class Combiner>
+WEFT_DEVICE Vec16 combined(const Vec16& a, const Vec16& b, [[maybe_unused]] uint32_t divisor) {
+  const Vec16 value = Combiner::apply(a, b);
+  if constexpr (Combiner::kIsAverage) {
+    if (divisor) return Combiner::finish(value, divisor);
+  }
+  return value;
 }
 
 // A unit that may be unaligned or run over the end, where it reads zero and is not written.
@@ -190,10 +201,10 @@ WEFT_DEVICE Vec16 move_pair(const Movement& m, uint64_t line, uint32_t lane, con
     for (uint32_t polls = 0; !Ll128Wire::is_there(m.in, line); ++polls)
       if (gives_up(polls)) break;
     value = load_line(reinterpret_cast<const Vec16*>(m.in.at + line * Ll128Wire::kLineBytes) + lane);
-    if (m.src.at) value = Combiner::apply(value, load_pair(m.src, pair));
+    if (m.src.at) value = combined<Combiner>(value, load_pair(m.src, pair), m.divisor);
   } else {
     value = load_pair(m.src, pair);
-    if (m.adds_dst) value = Combiner::apply(load_pair(m.dst, pair), value);
+    if (m.adds_dst) value = combined<Combiner>(load_pair(m.dst, pair), value, m.divisor);
   }
   if (m.dst.at) {
     store_word(m.dst, pair.first, word_of(value, 0));
@@ -239,10 +250,10 @@ WEFT_DEVICE void move_unit(const Movement& m, uint64_t unit, bool is_ragged, Giv
   Vec16 value;
   if (m.in.at) {
     value = Wire::take(m.in, unit, gives_up);
-    if (m.src.at) value = Combiner::apply(value, load(m.src));
+    if (m.src.at) value = combined<Combiner>(value, load(m.src), m.divisor);
   } else {
     value = load(m.src);
-    if (m.adds_dst) value = Combiner::apply(load(m.dst), value);
+    if (m.adds_dst) value = combined<Combiner>(load(m.dst), value, m.divisor);
   }
   if (m.dst.at) {
     if (is_ragged)
@@ -259,37 +270,43 @@ constexpr uint32_t loads_in_flight() {
   return Combiner::kPerVec > 8 && kLoadsInFlight > 1 ? kLoadsInFlight / 2 : kLoadsInFlight;
 }
 
-// a, or a + b, to one or two places, all plain and whole.
+// Whole and aligned memory: a, or a + b, to one or two places.
+struct Streams {
+  const Vec16* a;
+  const Vec16* b;
+  Vec16* first;
+  Vec16* second;
+  uint32_t divisor;
+};
 template <class Combiner, bool kHasB, bool kTwoPlaces, bool kStreams>
-WEFT_DEVICE void stream_units(Block block, const Vec16* a, const Vec16* b, Vec16* first, Vec16* second,
-                              uint64_t units) {
+WEFT_DEVICE void stream_units(Block block, const Streams& s, uint64_t units) {
   constexpr uint32_t kAhead = kHasB ? loads_in_flight<Combiner>() : kLoadsInFlight;
   const uint64_t step = block.size();
   auto put = [&](uint64_t i, Vec16 value) {
     if constexpr (kStreams)
-      store_vec_streaming(first + i, value);
+      store_vec_streaming(s.first + i, value);
     else
-      store_vec(first + i, value);
-    if constexpr (kTwoPlaces) store_vec(second + i, value);
+      store_vec(s.first + i, value);
+    if constexpr (kTwoPlaces) store_vec(s.second + i, value);
   };
   uint64_t i = block.rank();
   for (; i + (kAhead - 1) * step < units; i += kAhead * step) {
     Vec16 x[kAhead], y[kAhead];
     WEFT_UNROLL
-    for (uint32_t j = 0; j < kAhead; ++j) x[j] = load_vec(a + i + j * step);
+    for (uint32_t j = 0; j < kAhead; ++j) x[j] = load_vec(s.a + i + j * step);
     if constexpr (kHasB) {
       WEFT_UNROLL
-      for (uint32_t j = 0; j < kAhead; ++j) y[j] = load_vec(b + i + j * step);
+      for (uint32_t j = 0; j < kAhead; ++j) y[j] = load_vec(s.b + i + j * step);
     }
     WEFT_UNROLL
     for (uint32_t j = 0; j < kAhead; ++j) {
-      if constexpr (kHasB) x[j] = Combiner::apply(x[j], y[j]);
+      if constexpr (kHasB) x[j] = combined<Combiner>(x[j], y[j], s.divisor);
       put(i + j * step, x[j]);
     }
   }
   for (; i < units; i += step) {
-    Vec16 value = load_vec(a + i);
-    if constexpr (kHasB) value = Combiner::apply(value, load_vec(b + i));
+    Vec16 value = load_vec(s.a + i);
+    if constexpr (kHasB) value = combined<Combiner>(value, load_vec(s.b + i), s.divisor);
     put(i, value);
   }
 }
@@ -297,41 +314,51 @@ WEFT_DEVICE void stream_units(Block block, const Vec16* a, const Vec16* b, Vec16
 template <class Combiner, bool kStreams>
 WEFT_DEVICE void stream(Block block, const Movement& m, uint64_t units) {
   auto vec = [](std::byte* at) { return reinterpret_cast<Vec16*>(at); };
-  const Vec16* a = vec(m.in.at ? m.in.at : m.adds_dst ? m.dst.at : m.src.at);
-  const Vec16* b = m.in.at || m.adds_dst ? vec(m.src.at) : nullptr;
-  Vec16* first = vec(m.dst.at ? m.dst.at : m.out.at);
-  Vec16* second = m.dst.at ? vec(m.out.at) : nullptr;
-  if (b && second) return stream_units<Combiner, true, true, kStreams>(block, a, b, first, second, units);
-  if (b) return stream_units<Combiner, true, false, kStreams>(block, a, b, first, nullptr, units);
-  if (second) return stream_units<Combiner, false, true, kStreams>(block, a, nullptr, first, second, units);
-  if (kStreams && block.size() == 1 && copy_cold(first, a, units * 16)) return;
-  copy_bytes(block, first, a, units * 16);
+  const Streams s{vec(m.in.at      ? m.in.at
+                      : m.adds_dst ? m.dst.at
+                                   : m.src.at),
+                  m.in.at || m.adds_dst ? vec(m.src.at) : nullptr, vec(m.dst.at ? m.dst.at : m.out.at),
+                  m.dst.at ? vec(m.out.at) : nullptr, m.divisor};
+  if (s.b && s.second) return stream_units<Combiner, true, true, kStreams>(block, s, units);
+  if (s.b) return stream_units<Combiner, true, false, kStreams>(block, s, units);
+  if (s.second) return stream_units<Combiner, false, true, kStreams>(block, s, units);
+  if (kStreams && block.size() == 1 && copy_cold(s.first, s.a, units * 16)) return;
+  copy_bytes(block, s.first, s.a, units * 16);
 }
 
-// dst += every source, in their order, in one pass. Loads of two sources are under way together; more cost
-// registers that element types with long conversions do not have.
+// A sum of up to kMaxSources pieces and what `dst` holds, in their order.
+struct FusedSum {
+  Piece dst;
+  Piece sources[kMaxSources];
+  uint32_t count;
+  uint32_t divisor;  // as in Movement
+};
+
+// dst += every source, in one pass. Loads of two sources are under way together; more cost registers that
+// element types with long conversions do not have.
 template <class Combiner>
-WEFT_DEVICE void add_sources(Block block, const Piece& dst, const Piece* sources, uint32_t count,
-                             uint64_t units) {
-  uint64_t whole = whole_units(dst, units);
-  for (uint32_t i = 0; i < count; ++i) whole = whole_units(sources[i], whole);
+WEFT_DEVICE void add_sources(Block block, const FusedSum& s, uint64_t units) {
+  uint64_t whole = whole_units(s.dst, units);
+  for (uint32_t i = 0; i < s.count; ++i) whole = whole_units(s.sources[i], whole);
   auto load = [](const Piece& piece, uint64_t unit) {
     return load_vec(reinterpret_cast<const Vec16*>(piece.at) + unit);
   };
+  auto divisor_after = [&](uint32_t added) { return added == s.count ? s.divisor : 0; };
   for (uint64_t unit = block.rank(); unit < whole; unit += block.size()) {
-    Vec16 sum = load(dst, unit);
-    Vec16 next = load(sources[0], unit);
-    for (uint32_t i = 1; i <= count; ++i) {
+    Vec16 sum = load(s.dst, unit);
+    Vec16 next = load(s.sources[0], unit);
+    for (uint32_t i = 1; i <= s.count; ++i) {
       const Vec16 held = next;
-      if (i < count) next = load(sources[i], unit);
-      sum = Combiner::apply(sum, held);
+      if (i < s.count) next = load(s.sources[i], unit);
+      sum = combined<Combiner>(sum, held, divisor_after(i));
     }
-    store_vec(reinterpret_cast<Vec16*>(dst.at) + unit, sum);
+    store_vec(reinterpret_cast<Vec16*>(s.dst.at) + unit, sum);
   }
   for (uint64_t unit = whole + block.rank(); unit < units; unit += block.size()) {
-    Vec16 sum = load_ragged(dst, unit);
-    for (uint32_t i = 0; i < count; ++i) sum = Combiner::apply(sum, load_ragged(sources[i], unit));
-    store_ragged(dst, unit, sum);
+    Vec16 sum = load_ragged(s.dst, unit);
+    for (uint32_t i = 0; i < s.count; ++i)
+      sum = combined<Combiner>(sum, load_ragged(s.sources[i], unit), divisor_after(i + 1));
+    store_ragged(s.dst, unit, sum);
   }
 }
 
@@ -339,11 +366,8 @@ WEFT_DEVICE void add_sources(Block block, const Piece& dst, const Piece* sources
 
 // Adds all sources to dst.
 template <class Shape>
-WEFT_DEVICE void move_sums(Block block, const Shape& shape, const Piece& dst, const Piece* sources,
-                           uint32_t count, uint64_t units) {
-  with_combiner(shape, [&](auto combiner) {
-    message::add_sources<decltype(combiner)>(block, dst, sources, count, units);
-  });
+WEFT_DEVICE void move_sums(Block block, const Shape& shape, const message::FusedSum& sum, uint64_t units) {
+  with_combiner(shape, [&](auto combiner) { message::add_sources<decltype(combiner)>(block, sum, units); });
 }
 
 // Moves all units of a message over lines of 128 bytes.

@@ -72,6 +72,7 @@ struct Turn {
   uint64_t units;
   Piece src;
   Piece dst;
+  uint32_t divisor;  // of an average that ends here, else 0
 };
 
 WEFT_DEVICE bool op_sends(StepOp op) {
@@ -116,12 +117,13 @@ WEFT_DEVICE Piece piece_of(const ProgramArgs& a, uint32_t bytes_per_elem, uint32
 }
 
 template <class Shape>
-WEFT_DEVICE Turn turn_of(const ProgramArgs& a, const Shape& shape, const Cursor& cursor,
+WEFT_DEVICE Turn turn_of(const ProgramArgs& a, const Shape& shape, uint32_t ranks, const Cursor& cursor,
                          const ProgramBlock& block, const ProgramStep& step, const ProgramWait* waits) {
   Turn turn;
   turn.block = &block;
   turn.step = &step;
   turn.waits = waits;
+  turn.divisor = turn.step[step.fused].ends_sum ? ranks : 0;
   const auto op = static_cast<StepOp>(turn.step->op);
   turn.sends = op_sends(op);
   turn.receives = op_receives(op);
@@ -413,12 +415,14 @@ template <class Shape>
 WEFT_DEVICE void add_fused(const ProgramArgs& a, const Shape& shape, Block block, const Cursor& cursor,
                            const Turn& turn) {
   const uint32_t bytes = element_bytes(static_cast<Element>(shape.element));
-  Piece sources[kMaxSources];
-  const uint32_t count = turn.step->fused + 1;
-  for (uint32_t i = 0; i < count; ++i)
-    sources[i] = piece_of(a, bytes, turn.step[i].src_buffer, turn.step[i].src_index + cursor.chunk,
-                          turn.chunks, cursor.iteration);
-  move_sums(block, shape, turn.dst, sources, count, turn.units);
+  message::FusedSum sum;
+  sum.dst = turn.dst;
+  sum.count = turn.step->fused + 1;
+  sum.divisor = turn.divisor;
+  for (uint32_t i = 0; i < sum.count; ++i)
+    sum.sources[i] = piece_of(a, bytes, turn.step[i].src_buffer, turn.step[i].src_index + cursor.chunk,
+                              turn.chunks, cursor.iteration);
+  move_sums(block, shape, sum, turn.units);
 }
 
 // Moves the piece, by the whole block.
@@ -428,6 +432,7 @@ WEFT_DEVICE void carry_out(const ProgramArgs& a, const Shape& shape, Block block
   if (turn.step->fused) return add_fused(a, shape, block, cursor, turn);
   Movement m;
   m.units = turn.units;
+  m.divisor = turn.divisor;
   m.src = turn.src;
   m.dst = turn.dst;
   m.in = route.in;
@@ -586,7 +591,7 @@ WEFT_DEVICE Verdict visit(const Program& program, const ProgramArgs& a, const Me
   const uint32_t number = cursor.number, at = cursor.step;
   return program.with_step(number, at,
                            [&](const ProgramBlock& own, const ProgramStep& step, const ProgramWait* waits) {
-                             const Turn turn = turn_of(a, shape, cursor, own, step, waits);
+                             const Turn turn = turn_of(a, shape, mesh.ranks(), cursor, own, step, waits);
                              const bool is_empty = a.skip_empty && turn.units == 0;
                              if (block.rank() == 0)
                                prepare(a, mesh, shape, shared, cursor, turn, is_empty, epoch, is_alone);
@@ -651,7 +656,7 @@ WEFT_KERNEL void run_program(const ProgramArgs& a, const MeshT& mesh, const Shap
   run_steps(program::InMemory{a}, a, mesh, shape);
 }
 
-// Divides a buffer by a number: what is left to do for an average.
+// Multiplies a buffer by a number.
 template <class MeshT, class Shape>
 WEFT_KERNEL void scale_buffer(const ScaleArgs& a, const MeshT&, const Shape& shape) {
   const Block block;
@@ -661,7 +666,7 @@ WEFT_KERNEL void scale_buffer(const ScaleArgs& a, const MeshT&, const Shape& sha
     using Format = decltype(format);
     auto* data = reinterpret_cast<typename Format::Stored*>(a.data);
     for (uint64_t i = first; i < a.elems; i += threads)
-      data[i] = element::divided<Format>(data[i], a.divisor);
+      data[i] = element::multiplied<Format>(data[i], a.factor);
   });
 }
 

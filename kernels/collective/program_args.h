@@ -72,7 +72,8 @@ struct ProgramStep {
   uint32_t direct;
   uint32_t remote_buffer;  // of kMayStore: where the receiver puts the message
   uint32_t remote_index;
-  uint32_t fused;  // of kReduce: so many steps that follow add to the same chunks, all in one pass
+  uint32_t fused;     // of kReduce: so many steps that follow add to the same chunks, all in one pass
+  uint32_t ends_sum;  // 1 if what it combines is then of all ranks: an average divides it here
 };
 inline constexpr uint32_t kMaxSources = 16;  // of such a pass
 
@@ -170,7 +171,7 @@ struct ProgramArgs {
 struct ScaleArgs {
   std::byte* data;
   uint64_t elems;
-  double divisor;
+  double factor;
 };
 
 // Constants on GPUs, fields on the host.

@@ -25,7 +25,7 @@ std::byte* pointer(uint64_t address) {
 }
 
 ProgramText program_text(std::string name, const std::vector<std::array<int64_t, 6>>& blocks,
-                         const std::vector<std::array<int64_t, 13>>& steps,
+                         const std::vector<std::array<int64_t, 14>>& steps,
                          const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks,
                          bool refers_only) {
   ProgramText text;
@@ -40,7 +40,7 @@ ProgramText program_text(std::string name, const std::vector<std::array<int64_t,
   for (const auto& s : steps)
     text.steps.push_back({number(s[0]), number(s[1]), number(s[2]), number(s[3]), number(s[4]), number(s[5]),
                           number(s[6]), number(s[7]), number(s[8]), number(s[9]), number(s[10]),
-                          number(s[11]), number(s[12])});
+                          number(s[11]), number(s[12]), number(s[13])});
   for (const auto& w : waits) text.waits.push_back({number(w[0]), number(w[1]), 0});
   return text;
 }
@@ -50,7 +50,7 @@ ProgramText program_text(std::string name, const std::vector<std::array<int64_t,
 void bind_collective(nb::module_& module) {
   module.def(
       "program_source",
-      [](const std::vector<std::array<int64_t, 6>>& blocks, const std::vector<std::array<int64_t, 13>>& steps,
+      [](const std::vector<std::array<int64_t, 6>>& blocks, const std::vector<std::array<int64_t, 14>>& steps,
          const std::vector<std::array<int64_t, 2>>& waits) {
         ProgramText text = program_text("", blocks, steps, waits, 0, false);
         for (ProgramWait& wait : text.waits) wait.steps = text.blocks.at(wait.block).steps;
@@ -72,7 +72,7 @@ void bind_collective(nb::module_& module) {
       .def(
           "load",
           [](CollectiveRunner& self, std::string name, const std::vector<std::array<int64_t, 6>>& blocks,
-             const std::vector<std::array<int64_t, 13>>& steps,
+             const std::vector<std::array<int64_t, 14>>& steps,
              const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks, bool refers_only) {
             return value_or_throw(
                 self.load(program_text(std::move(name), blocks, steps, waits, scratch_chunks, refers_only)));
@@ -129,14 +129,6 @@ void bind_collective(nb::module_& module) {
           },
           "kind"_a, "element"_a, "reduction"_a, "input"_a, "output"_a, "part_elems"_a, "is_one_shot"_a,
           "way"_a, "num_sms"_a, "stream"_a)
-      .def(
-          "scale",
-          [](CollectiveRunner& self, uint32_t element, uint64_t data, uint64_t elems, double divisor,
-             uint64_t stream) {
-            nb::gil_scoped_release no_gil;
-            check(self.scale(static_cast<Element>(element), pointer(data), elems, divisor, pointer(stream)));
-          },
-          "element"_a, "data"_a, "elems"_a, "divisor"_a, "stream"_a)
       .def("check_fault", [](CollectiveRunner& self) { check(self.fault()); });
 }
 

@@ -17,9 +17,9 @@ std::string waits_source(const ProgramText& text, const ProgramStep& step) {
 }
 
 std::string row_source(const ProgramStep& s) {
-  return weft::text("{{}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}}", s.op, s.src_buffer, s.src_index,
-                    s.dst_buffer, s.dst_index, s.count, s.first_wait, s.waits, s.needed, s.direct,
-                    s.remote_buffer, s.remote_index, s.fused);
+  return weft::text("{{}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}}", s.op, s.src_buffer,
+                    s.src_index, s.dst_buffer, s.dst_index, s.count, s.first_wait, s.waits, s.needed,
+                    s.direct, s.remote_buffer, s.remote_index, s.fused, s.ends_sum);
 }
 
 std::string step_source(const ProgramText& text, uint32_t number, uint32_t at) {

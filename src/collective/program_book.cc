@@ -14,7 +14,7 @@ namespace weft {
 namespace {
 
 constexpr char kMagic[8] = {'w', 'e', 'f', 't', 'b', 'o', 'o', 'k'};
-constexpr uint32_t kVersion = 3;
+constexpr uint32_t kVersion = 4;
 constexpr size_t kBlockWords = sizeof(ProgramBlock) / 4, kStepWords = sizeof(ProgramStep) / 4,
                  kWaitWords = sizeof(ProgramWait) / 4;
 constexpr uint64_t kMaxFileBytes = 256 << 20;

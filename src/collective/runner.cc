@@ -379,9 +379,9 @@ const CollectiveRunner::Program* CollectiveRunner::find(uint32_t number) {
   return &programs_[number];
 }
 
-Status CollectiveRunner::scale(Element element, std::byte* data, uint64_t elems, double divisor,
+Status CollectiveRunner::scale(Element element, std::byte* data, uint64_t elems, double factor,
                                void* stream) {
-  const ScaleArgs args{data, elems, divisor};
+  const ScaleArgs args{data, elems, factor};
   const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>(elems / 4096, 1, limits_.max_blocks));
   GridPlan grid{};
   grid.blocks = limits_.is_cuda ? blocks : 1;

@@ -98,8 +98,8 @@ class CollectiveRunner {
   // For runners that has_exchanges. Every rank passes the same but for input, output and stream. In place as
   // in MSCCL, all_to_all not.
   Status exchange(const ExchangeCall& call);
-  // data[0, elems) /= divisor, in stream order: the last step of an average.
-  Status scale(Element element, std::byte* data, uint64_t elems, double divisor, void* stream);
+  // data[0, elems) *= factor, in stream order.
+  Status scale(Element element, std::byte* data, uint64_t elems, double factor, void* stream);
 
   // Reports a fault that a kernel raised since; later calls report it too.
   Status fault();

@@ -56,10 +56,10 @@ constexpr const char* kLowLatencyReplies =
     "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 reply=0 weights=1; "
     "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 reply=0 weights=1";
 
-// float32 sum, bfloat16 maximum and sum, and FP8 product, over every wire.
+// float32 sum, bfloat16 maximum and average, and FP8 product, over every wire.
 constexpr const char* kPrograms =
     "element=0 reduction=0 protocol=0; element=0 reduction=0 protocol=1; element=2 reduction=3 protocol=1; "
-    "element=3 reduction=1 protocol=0; element=2 reduction=0 protocol=2";
+    "element=3 reduction=1 protocol=0; element=2 reduction=4 protocol=2";
 
 // Every exchange of float32 sums on 8 ranks; bfloat16 sums, FP8 products and averages, too.
 constexpr const char* kExchangeShapes =

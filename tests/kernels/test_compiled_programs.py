@@ -10,15 +10,23 @@ import pytest
 from test_compile_all import ARCHITECTURES, check_usage, needs_nvrtc
 
 from weft import _core
+from weft.collectives.average import ended_sums
 from weft.collectives.direct import direct_messages
+from weft.collectives.ir import Algorithm
 from weft.collectives.library import build
-from weft.collectives.rows import program_rows
+from weft.collectives.rows import REDUCTIONS, program_rows
 
 PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
 
 
-def key(name: str, ranks: int, protocol: str, rank: int = 1) -> _core.KernelKey:
-    """Return the key that the runner compiles for this rank's program, float32 sums."""
+def source_of(algorithm: Algorithm, rank: int) -> str:
+    """Return the source of this rank's program."""
+    sums = ended_sums(algorithm)
+    return str(_core.program_source(*program_rows(sums, rank, direct_messages(sums.algorithm))))
+
+
+def key(name: str, ranks: int, protocol: str, rank: int = 1, op: str = "sum") -> _core.KernelKey:
+    """Return the key that the runner compiles for this rank's program of float32."""
     algorithm = build(name, ranks, protocol=protocol).compile()
     row = next(row for row in _core.kernel_table() if row.name == "run_program")
     return _core.KernelKey(
@@ -26,9 +34,9 @@ def key(name: str, ranks: int, protocol: str, rank: int = 1) -> _core.KernelKey:
         name="run_compiled",
         args_type=row.args_type,
         mesh_type=row.mesh_type,
-        shape=[("element", 0), ("reduction", 0), ("protocol", PROTOCOLS[protocol])],
+        shape=[("element", 0), ("reduction", REDUCTIONS[op]), ("protocol", PROTOCOLS[protocol])],
         threads_per_block=row.threads_per_block,
-        prelude=_core.program_source(*program_rows(algorithm, rank, direct_messages(algorithm))),
+        prelude=source_of(algorithm, rank),
     )
 
 
@@ -39,12 +47,13 @@ class Compilation:
     name: str
     protocol: str
     architecture: str
+    op: str = "sum"
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.protocol}-{self.architecture}"
+        return f"{self.name}-{self.protocol}-{self.op}-{self.architecture}"
 
     def run(self) -> _core.Compiled:
-        return _core.compile_kernel(key(self.name, 2, self.protocol), self.architecture)
+        return _core.compile_kernel(key(self.name, 2, self.protocol, op=self.op), self.architecture)
 
 
 # A step takes NVRTC some seconds. The three protocols share everything but their wires, so one goes through all
@@ -52,7 +61,7 @@ class Compilation:
 CASES = [
     *(Compilation("allreduce_1step", "LL", architecture) for architecture in ARCHITECTURES),
     Compilation("allgather_allpairs", "Simple", "sm_90a"),
-    Compilation("reducescatter_allpairs", "LL128", "sm_90a"),
+    Compilation("reducescatter_allpairs", "LL128", "sm_90a", "average"),
 ]
 
 
@@ -64,7 +73,7 @@ def test_compiled_program_compiles_without_spills(compiling: Future[_core.Compil
 
 def test_the_source_holds_every_step_as_constants() -> None:
     algorithm = build("allreduce_1step", 3, protocol="LL").compile()
-    source = _core.program_source(*program_rows(algorithm, 0, direct_messages(algorithm)))
+    source = source_of(algorithm, 0)
     # Two sums into the same chunks are one visit.
     visits = sum(len(block.steps) for block in algorithm.ranks[0].blocks) - 1
     assert source.count("const ProgramStep steps[] = {") == visits

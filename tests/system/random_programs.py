@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from weft.collectives import Buffer, Collective, Program
+from weft.collectives import AllReduce, Buffer, Collective, Program, Reduce
 from weft.collectives.executor import Call, Executor
 from weft.collectives.ir import Algorithm, Op, Span
+from weft.collectives.language import Ref
 from weft.collectives.values import Chunk, Value
 
 Empty = Callable[[int], torch.Tensor]  # makes a float32 tensor of so many elements
@@ -91,6 +92,37 @@ def random_algorithm(seed: int, ranks: int) -> Algorithm:
             else:
                 src.copy(dst_rank, buffer, at)
     contract.result = [program.buffers[rank][Buffer.output] for rank in range(ranks)]
+    return program.compile()
+
+
+def uneven_sums() -> Algorithm:
+    """Return an all-reduce on 3 ranks, in place, one of whose steps ends the sum of one of its two chunks."""
+    with Program("uneven", AllReduce(3, 2, inplace=True)) as program:
+
+        def part(rank: int, first: int, size: int = 1) -> Ref:
+            ref = program.chunk(rank, Buffer.input, first, size)
+            assert ref is not None
+            return ref
+
+        part(1, 1).reduce(part(2, 1))
+        part(1, 0, 2).reduce(part(0, 0, 2))
+        part(1, 0).reduce(part(2, 0))
+        for rank in (0, 2):
+            part(1, 0, 2).copy(rank)
+    return program.compile()
+
+
+def reduce_chain_in_inputs(ranks: int, inplace: bool) -> Algorithm:
+    """Return a reduce to rank 0 that adds up in the inputs of the ranks on its way."""
+    with Program("chain in inputs", Reduce(ranks, 1, inplace=inplace)) as program:
+        ref = program.chunk(ranks - 1, Buffer.input, 0)
+        for rank in reversed(range(ranks - 1)):
+            own = program.chunk(rank, Buffer.input, 0)
+            assert own is not None and ref is not None
+            ref = own.reduce(ref)
+            # Kept in memory, so that what is sent on is not all that is left of it.
+            ref = ref.copy(rank, "kept", 0).copy(rank, Buffer.input, 0)
+        ref.copy(0, Buffer.output, 0)
     return program.compile()
 
 

@@ -3,18 +3,26 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from random_programs import mutated, random_algorithm, run_against_contract
+from random_programs import (
+    mutated,
+    random_algorithm,
+    reduce_chain_in_inputs,
+    run_against_contract,
+    uneven_sums,
+)
 
 from weft.collectives import Algorithm, VerificationError, calls, verify
 from weft.collectives.calls import Collectives
-from weft.collectives.executor import Executor
-from weft.collectives.library import entries
+from weft.collectives.executor import Call, Executor
+from weft.collectives.library import build, entries
+from weft.collectives.rows import ELEMENTS, REDUCTIONS
 from weft.collectives.xml import to_xml
 from weft.errors import Error, PeerLost
 from weft.runtime.communicator import Communicator
@@ -24,6 +32,10 @@ DTYPES = (
     *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2),
 )
+
+
+AVERAGED = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int32)
+REDUCING = ("allreduce", "reducescatter", "reduce")
 
 
 def _values(rank: int, elems: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -85,6 +97,38 @@ def _types(rank: Rank) -> None:
 
 def test_every_type_and_reduction() -> None:
     run_ranks(3, _types)
+
+
+def _averages(rank: Rank, names: list[str]) -> None:
+    executor = Executor(Communicator(rank.group, timeout_s=60).core, direct_bytes=4096)
+    n = rank.size
+    for name, dtype, protocol in itertools.product(names, AVERAGED, ("Simple", "LL", "LL128")):
+        algorithm = build(name, n, protocol=protocol).compile() if name else uneven_sums()
+        program = executor.load(algorithm)
+        contract = algorithm.contract
+        assert contract is not None
+        for elems in (1, 41, 5003):
+            generator = torch.Generator().manual_seed(rank.rank)
+            given = torch.randn(len(contract.before(rank.rank)) * elems, generator=generator) * 20
+            results = {}
+            for op in ("sum", "average"):
+                tensor = given.to(dtype, copy=True)
+                out = torch.zeros(len(contract.after(rank.rank)) * elems, dtype=dtype)
+                part, element = elems * program.per_part, ELEMENTS[str(dtype).removeprefix("torch.")]
+                executor.run(program, Call(tensor.data_ptr(), out.data_ptr(), part, element, REDUCTIONS[op]))
+                results[op] = tensor if algorithm.inplace and not algorithm.outofplace else out
+            total = results["sum"].double()
+            wanted = total / n if dtype.is_floating_point else torch.div(total, n, rounding_mode="trunc")
+            rounded = wanted.float().to(dtype)
+            if rank.rank == contract.root or algorithm.collective != "reduce":
+                assert torch.equal(results["average"].view(torch.uint8), rounded.view(torch.uint8)), (
+                    *(name, dtype, protocol, elems),
+                )
+
+
+def test_an_average_has_the_bits_of_a_sum_and_a_division() -> None:
+    names = [n for n, entry in entries().items() if entry.applies(3) and entry.collective in REDUCING]
+    run_ranks(3, _averages, [*names, ""], deadline_s=280)
 
 
 def _uneven(rank: Rank, seed: int, most: int) -> None:
@@ -260,6 +304,42 @@ def _bools(rank: Rank) -> None:
 
 def test_sums_of_bools_are_bools() -> None:
     run_ranks(3, _bools)
+
+
+def _other_forms(rank: Rank) -> None:
+    """Algorithms of one's own in calls of the other form, and with roots."""
+    comm = Collectives(Communicator(rank.group, timeout_s=20).core)
+    everyone = torch.stack([_values(r, 60) for r in range(rank.size)])
+    own, total = everyone[rank.rank], everyone.sum(0)
+
+    def built(name: str, inplace: bool = False) -> Algorithm:
+        return build(name, rank.size, inplace=inplace).compile()
+
+    apart = built("allreduce_a100_ring")
+    assert not apart.inplace
+    assert torch.equal(comm.all_reduce(own.clone(), algorithm=apart), total)
+    given = own.clone()
+    assert torch.equal(comm.all_reduce(given, out=torch.zeros(60), algorithm=apart), total)
+    assert torch.equal(comm.broadcast(own.clone(), algorithm=built("broadcast_chain")), everyone[0])
+    for inplace in (True, False):
+        chain = reduce_chain_in_inputs(rank.size, inplace)
+        found = comm.reduce(own.clone(), algorithm=chain)
+        assert torch.equal(found, total if rank.rank == 0 else own)
+    assert torch.equal(comm.send_recv(own, algorithm=built("sendrecv")), everyone[rank.rank - 1])
+    gathered = comm.gather(own, algorithm=built("gather_flat"))
+    assert (gathered is not None and torch.equal(gathered, everyone)) or rank.rank != 0
+    out = torch.zeros(20)
+    comm.scatter(own if rank.rank == 0 else None, out, algorithm=built("scatter_flat"))
+    assert torch.equal(out, everyone[0].view(3, 20)[rank.rank])
+    rows, splits = own.view(60, 1), [20] * 3
+    swapped = comm.all_to_all(rows, input_splits=splits, algorithm=built("alltoallv_allpairs"))
+    assert torch.equal(swapped.view(3, 20), everyone.view(3, 3, 20)[:, rank.rank])
+    with pytest.raises(Error, match="which is for alltoall"):
+        comm.all_to_all(rows, input_splits=splits, algorithm=built("alltoall_allpairs"))
+
+
+def test_algorithms_serve_calls_of_the_other_form_and_with_a_root() -> None:
+    run_ranks(3, _other_forms)
 
 
 def _other_files(rank: Rank, folder: str) -> tuple[list[str], str]:

@@ -7,51 +7,47 @@ import shutil
 
 import pytest
 import torch
+from program_modes import Case, chain, check_modes
 
 from weft.collectives.executor import Call, Executor
+from weft.collectives.ir import Op
 from weft.collectives.library import build
-from weft.collectives.rows import ELEMENTS, REDUCTIONS
 from weft.errors import Error
-from weft.runtime.communicator import Communicator
+from weft.runtime.communicator import Communicator, Window
 from weft.testing.ranks import Rank, run_ranks
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler (c++)")
 
+# The compiler takes some seconds for every rank of every case.
 CASES = [
-    ("allreduce_allpairs", 3, "Simple", "float32", "sum"),
-    ("allreduce_a100_ring", 2, "LL128", "bfloat16", "sum"),
-    ("reducescatter_allpairs_fused", 2, "LL", "float16", "max"),
-    ("alltoall_allpairs", 3, "Simple", "int32", "sum"),
+    (2, Case("chain", "Simple", "float16", "average")),
+    (3, Case("chain", "LL", "bfloat16", "average")),
+    (2, Case("reducescatter_allpairs_fused", "LL128", "int32", "max")),
+    (2, Case("alltoall_allpairs", "Simple", "float8_e4m3fn")),
 ]
 
 
-def _both_ways(rank: Rank, name: str, protocol: str, dtype: str, op: str) -> None:
-    executor = Executor(Communicator(rank.group, timeout_s=60).core, direct_bytes=4096)
-    algorithm = build(name, rank.size, protocol=protocol).compile()
-    program = executor.load(algorithm)
-    generator = torch.Generator().manual_seed(rank.rank)
-    kind: torch.dtype = getattr(torch, dtype)
-    for elems in (1, 1003, 70_001):
-        chunks = len(algorithm.contract.before(rank.rank)) if algorithm.contract else 0
-        after = len(algorithm.contract.after(rank.rank)) if algorithm.contract else 0
-        given = (torch.randn(chunks * elems, generator=generator) * 100).to(kind)
-        outs = []
-        for compiled in (False, True):
-            out = torch.zeros(after * elems, dtype=kind)
-            part = elems * program.per_part
-            call = Call(
-                given.data_ptr(), out.data_ptr(), part, ELEMENTS[dtype], REDUCTIONS[op], compiled=compiled
-            )
-            executor.run(program, call)
-            outs.append(out.view(torch.uint8))
-        assert torch.equal(*outs), (name, protocol, elems)
-        assert outs[0].any()
+def _both_modes(rank: Rank, case: Case) -> None:
+    comm = Communicator(rank.group, timeout_s=60)
+    window = Window(comm, 16 << 20)
+    at = [0]
+
+    def in_window(tensor: torch.Tensor) -> torch.Tensor:
+        first, at[0] = at[0], at[0] + -(-tensor.nbytes // 256) * 256
+        return window.tensor(rank.rank, tuple(tensor.shape), tensor.dtype, first).copy_(tensor)
+
+    check_modes(comm, [torch.Tensor.clone, in_window], case)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "ranks", "protocol", "dtype", "op"), CASES)
-def test_compiled_and_interpreted_agree(name: str, ranks: int, protocol: str, dtype: str, op: str) -> None:
-    run_ranks(ranks, _both_ways, name, protocol, dtype, op, deadline_s=200)
+@pytest.mark.parametrize(("ranks", "case"), CASES, ids=str)
+def test_compiled_and_interpreted_programs_are_exact_and_agree(ranks: int, case: Case) -> None:
+    run_ranks(ranks, _both_modes, case, deadline_s=200)
+
+
+def test_a_chain_has_nearly_every_operation_that_sends_or_receives() -> None:
+    used = {step.op for *_, step in chain(4, "LL").steps()}
+    assert used == {op for op in Op if op.sends or op.receives} - {Op.RECV_REDUCE_COPY}
 
 
 def _too_long(rank: Rank) -> None:

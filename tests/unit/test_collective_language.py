@@ -88,6 +88,21 @@ def test_stale_reference_is_an_error_at_its_line() -> None:
         assert str(caught.value).startswith(_here(-1))
 
 
+def test_an_empty_slot_is_named_where_it_was_asked_for() -> None:
+    with (
+        pytest.raises(ProgramError) as caught,
+        Program("empty", AllReduce(2, 1)),
+    ):
+        nothing = chunk(1, Buffer.output, 0)
+        nothing.copy(0)
+    here = _here()
+    line = int(here.split(":")[1])
+    assert str(caught.value).startswith(
+        f"test_collective_language.py:{line - 1}: no chunk to copy: chunk(1, 'o', 0)"
+    )
+    assert f"test_collective_language.py:{line - 2} is None" in str(caught.value)
+
+
 def test_mistakes_name_the_line() -> None:
     with Program("mistakes", AllGather(3), line(3)):
         one = chunk(0, Buffer.input, 0)
@@ -96,6 +111,8 @@ def test_mistakes_name_the_line() -> None:
             (lambda: chunk(0, Buffer.output, 2, 2), "that buffer has 3 chunks"),
             (lambda: one.copy(2, Buffer.output, 0), "no link from rank 0 to rank 2"),
             (lambda: one.split(2), "do not divide into 2 parts"),
+            (lambda: one.reduce(5), "reduce: got 5"),
+            (lambda: one.reduce(chunk(1, Buffer.output, 0)), "is None, since nothing was written there yet"),
             (lambda: one.copy(1, Buffer.output, 0, ch=40), "ch: got 40"),
         ):
             with pytest.raises(ProgramError, match="test_collective_language") as caught:
@@ -151,7 +168,7 @@ def test_orders_that_disagree_move_to_another_channel() -> None:
 @pytest.mark.parametrize(
     ("last_line", "says"),
     [
-        ("chunk(0, Buffer.output, 0).copy(1)", "bad.py:3: AttributeError"),
+        ("chunk(0, Buffer.output, 0).copy(1)", "bad.py:3: no chunk to copy"),
         ("chunk(0, Buffer.input, 0).copy(9)", "bad.py:3: rank 9 is not one"),
         ("chunk(0, Buffer.input, 0).copy(", "bad.py:3: SyntaxError"),
         ("import no_such_module", "bad.py:3: ModuleNotFoundError"),

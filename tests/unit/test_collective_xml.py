@@ -121,3 +121,14 @@ def test_file_whose_algorithm_is_wrong_is_read_but_not_verified() -> None:
     text = EXAMPLE.replace('srcbuf="s" srcoff="1" dstbuf="i"', 'srcbuf="s" srcoff="0" dstbuf="i"')
     with pytest.raises(VerificationError, match="result: in place, rank 0"):
         verify(from_xml(text))
+
+
+def test_microsofts_dialect_says_limits_and_names_its_way() -> None:
+    algorithm = build("reducescatter_allpairs", 3, min_bytes=64, max_bytes=4096).compile()
+    text = to_xml(algorithm, "microsoft")
+    assert 'coll="reduce_scatter"' in text and 'maxBytes="4097"' in text and "outofplace" not in text
+    assert _shape(from_xml(text)) == _shape(algorithm)
+    endless = to_xml(build("allreduce_1step", 3, inplace=True).compile(), "microsoft")
+    assert from_xml(endless).max_bytes is None and from_xml(endless).inplace
+    with pytest.raises(XmlError, match="alltoallv does not exist in microsoft's dialect"):
+        to_xml(build("alltoallv_allpairs", 3).compile(), "microsoft")

@@ -71,6 +71,7 @@ class Row:
         checked: whether this run compared the call's result with an oracle, and it agreed.
         baselines: what the same work took otherwise in the same run: name -> median microseconds.
         extra: more columns: numbers, texts, booleans.
+        series: what tells rows of one call and size apart in plots, such as an algorithm; "" where nothing does.
     """
 
     call: str
@@ -82,6 +83,12 @@ class Row:
     checked: bool = False
     baselines: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    series: str = ""
+
+    @property
+    def label(self) -> str:
+        """The call and the series, for a plot."""
+        return f"{self.call} {self.series}".rstrip()
 
     @property
     def us(self) -> float:
@@ -275,7 +282,9 @@ def plot_rows(title: str, rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    sizes = {row.call: {r.bytes for r in rows if r.call == row.call} for row in rows}
+    sizes: dict[str, set[int]] = {}
+    for row in rows:
+        sizes.setdefault(row.call, set()).add(row.bytes)
     if any(len(of_call) > 2 for of_call in sizes.values()):
         panels = 2 if any(row.baselines for row in rows) else 1
         figure, grid = pyplot.subplots(panels, figsize=(9, 5 * panels), layout="constrained", squeeze=False)
@@ -293,21 +302,23 @@ def plot_rows(title: str, rows: Sequence[Row], path: Path) -> None:
 
 
 def _plot_lines(axes: Any, rows: Sequence[Row]) -> None:
+    for label in dict.fromkeys(row.label for row in rows):
+        mine = sorted((row for row in rows if row.label == label), key=lambda row: row.bytes)
+        axes.plot([row.bytes for row in mine], [row.us for row in mine], marker="o", label=label)
     for call in dict.fromkeys(row.call for row in rows):
-        mine = sorted((row for row in rows if row.call == call), key=lambda row: row.bytes)
-        axes.plot([row.bytes for row in mine], [row.us for row in mine], marker="o", label=call)
+        mine = [row for row in rows if row.call == call]
         for name in sorted({name for row in mine for name in row.baselines}):
-            points = [(row.bytes, row.baselines[name]) for row in mine if name in row.baselines]
+            points = sorted({(row.bytes, row.baselines[name]) for row in mine if name in row.baselines})
             axes.plot(*zip(*points, strict=True), linestyle="--", label=f"{call}, {name}")
     axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="microseconds (median, slowest rank)")
 
 
 def _plot_speed_ups(axes: Any, rows: Sequence[Row]) -> None:
-    for call in dict.fromkeys(row.call for row in rows):
-        for name in sorted({name for row in rows if row.call == call for name in row.baselines}):
-            mine = [row for row in rows if row.call == call and name in row.baselines]
+    for label in dict.fromkeys(row.label for row in rows):
+        for name in sorted({name for row in rows if row.label == label for name in row.baselines}):
+            mine = [row for row in rows if row.label == label and name in row.baselines]
             points = sorted((row.bytes, row.baselines[name] / row.us) for row in mine)
-            axes.plot(*zip(*points, strict=True), marker="o", label=f"{call}: time of {name} / ours")
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"{label}: time of {name} / ours")
     for level, style in ((1, "-"), (2, ":")):
         axes.axhline(level, color="gray", linewidth=0.8, linestyle=style)
     axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="speed-up")
@@ -325,7 +336,7 @@ def _plot_bars(axes: Any, rows: Sequence[Row]) -> None:
     for index, (name, values) in enumerate(series.items()):
         places = [at - 0.4 + width * (index + 0.5) for at in range(len(rows))]
         axes.bar(places, values, width, label=name)
-    axes.set_xticks(range(len(rows)), [f"{row.call}\n{row.dtype}" for row in rows])
+    axes.set_xticks(range(len(rows)), [f"{row.label}\n{row.dtype}" for row in rows])
     axes.set(yscale="log", ylabel="microseconds (median, slowest rank)")
 
 

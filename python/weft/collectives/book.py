@@ -16,15 +16,17 @@ import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from weft.collectives.average import ended_sums
 from weft.collectives.direct import direct_messages
 from weft.collectives.exchanges import EXCHANGES
 from weft.collectives.ir import Algorithm
 from weft.collectives.rows import chunks_of_part, program_rows, protocol_number
 from weft.collectives.selector import EXCHANGE, PROGRAM, Choice, Selector
 from weft.collectives.verifier import verify
+from weft.errors import Error
 
 MAGIC = b"weftbook"
-VERSION = 3
+VERSION = 4
 _MACHINES = {"cpu": 0, "nvlink": 1}
 # Collective, its number in src/collective/program_book.h, and whether its programs work in place.
 _SERVED = (
@@ -36,6 +38,7 @@ _SERVED = (
     ("reduce", 5, True),
     ("alltoallv", 6, False),
 )
+_REDUCED = ("allreduce", "reducescatter", "reduce")
 _MAY_ALIAS = ("reducescatter",)  # whose in-place calls the out-of-place programs serve, too
 _SIZES = tuple(1 << exponent for exponent in range(10, 29, 2))
 _HALVINGS = 6  # of the span between two sizes with different choices, until its middle is the limit
@@ -128,9 +131,16 @@ def _limit(selector: Selector, collective: str, inplace: bool, size: int, later:
 
 
 def _check(collective: str, algorithm: Algorithm) -> None:
-    """Prove what the caller relies on beyond the algorithm's own claims. Raises: VerificationError."""
+    """Prove what the caller relies on beyond the algorithm's own claims. Raises: Error."""
+    served = algorithm
     if collective in _MAY_ALIAS and not algorithm.inplace:
         verify(dataclasses.replace(algorithm, inplace=True, outofplace=False))
+        served = dataclasses.replace(algorithm, inplace=True)
+    sums = ended_sums(algorithm)
+    if collective in _REDUCED and (not sums.has_average or ended_sums(served).ends != sums.ends):
+        raise Error(
+            f"{algorithm.name}: sums end at other steps in place than out of place, so nothing can average"
+        )
 
 
 Tables = tuple[list[list[int]], list[list[int]], list[list[int]]]  # blocks, steps, waits
@@ -138,10 +148,11 @@ Tables = tuple[list[list[int]], list[list[int]], list[list[int]]]  # blocks, ste
 
 def _tables(algorithm: Algorithm) -> tuple[list[Tables], bool]:
     """Return every rank's rows, and whether no message needs to fit a slot."""
-    direct = direct_messages(algorithm)
+    sums = ended_sums(algorithm)
+    direct = direct_messages(sums.algorithm)
     of_ranks = []
     for rank in range(algorithm.num_ranks):
-        blocks, steps, waits = program_rows(algorithm, rank, direct)
+        blocks, steps, waits = program_rows(sums, rank, direct)
         of_ranks.append((blocks, steps, [[*wait, 0] for wait in waits]))  # the runner fills in the last word
     return of_ranks, direct.refers_only
 

@@ -17,7 +17,6 @@ Raises: Error for a wrong argument, before anything moves; PeerLost, naming the 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -84,7 +83,8 @@ class Collectives:
         self._selector = _agreed_selector(core, "cpu" if self._is_cpu else "nvlink")
         self._loaded: dict[int, Loaded] = {}
         self._keeps: dict[int, bool] = {}
-        self._kept: list[Algorithm] = []  # keeps the ids that the two are keyed by alive
+        self._writes: dict[int, bool] = {}
+        self._kept: list[Algorithm] = []  # keeps the ids that these are keyed by alive
         self._choices: dict[tuple[str, int, int, bool], Choice] = {}
 
     # -- symmetric ---------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Collectives:
         else:
             self._check_like("out", out, elems, tensor)
             num_bytes = elems * tensor.element_size()
-            if not (_are_apart(tensor, out) and self._is_exchange("allreduce", num_bytes, algorithm)):
+            if not (_are_apart(tensor, out) and self._takes_both("allreduce", num_bytes, algorithm)):
                 _copy(out, tensor)
                 tensor = out
         self._run("allreduce", tensor, out, elems, elems, op, algorithm, inplace=True)
@@ -156,17 +156,23 @@ class Collectives:
         """
         self._element("tensor", tensor)
         if input_splits is not None or output_splits is not None:
-            return self._all_to_all_v(tensor, out, input_splits, output_splits)
+            return self._all_to_all_v(tensor, out, input_splits, output_splits, algorithm)
         self._part_shape(tensor)
         out = self._out(out, tuple(tensor.shape), tensor)
         self._run("alltoall", tensor, out, tensor.numel() // self.size, tensor.numel(), None, algorithm)
         return out
 
-    def send_recv(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def send_recv(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: Algorithm | Choice | None = None,
+    ) -> torch.Tensor:
         """Pass ``tensor`` to the next rank; return what the previous one passed."""
         self._element("tensor", tensor)
         out = self._out(out, tuple(tensor.shape), tensor)
-        self._run("sendrecv", tensor, out, tensor.numel(), tensor.numel(), None, None)
+        self._run("sendrecv", tensor, out, tensor.numel(), tensor.numel(), None, algorithm)
         return out
 
     # -- with a root -------------------------------------------------------------------------------------------
@@ -181,24 +187,44 @@ class Collectives:
         )
         return tensor
 
-    def reduce(self, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        algorithm: Algorithm | Choice | None = None,
+    ) -> torch.Tensor:
         """Reduce over all ranks into rank ``root``'s ``tensor``, in place; other ranks' tensors stay."""
         self._element("tensor", tensor)
-        self._run("reduce", tensor, tensor, tensor.numel(), tensor.numel(), op, None, root, inplace=True)
+        self._run("reduce", tensor, tensor, tensor.numel(), tensor.numel(), op, algorithm, root, inplace=True)
         return tensor
 
     def gather(
-        self, tensor: torch.Tensor, root: int = 0, *, out: torch.Tensor | None = None
+        self,
+        tensor: torch.Tensor,
+        root: int = 0,
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor | None:
         """Return all ranks' tensors as [ranks, *shape] on rank ``root``, None elsewhere."""
         self._element("tensor", tensor)
         elems = tensor.numel()
         if self.rank == root:
             out = self._out(out, (self.size, *tensor.shape), tensor)
-        self._run("gather", tensor, out if out is not None else tensor, elems, elems, None, None, root)
+        target = out if out is not None else tensor
+        self._run("gather", tensor, target, elems, elems, None, algorithm, root)
         return out if self.rank == root else None
 
-    def scatter(self, tensor: torch.Tensor | None, out: torch.Tensor, root: int = 0) -> torch.Tensor:
+    def scatter(
+        self,
+        tensor: torch.Tensor | None,
+        out: torch.Tensor,
+        root: int = 0,
+        *,
+        algorithm: Algorithm | Choice | None = None,
+    ) -> torch.Tensor:
         """Fill ``out`` with part ``rank`` of rank ``root``'s ``tensor``; other ranks pass None."""
         self._element("out", out)
         if self.rank == root:
@@ -206,7 +232,7 @@ class Collectives:
                 raise invalid("tensor", None, f"a tensor on rank {root}, the root")
             self._check_like("tensor", tensor, out.numel() * self.size, out)
         given = tensor if tensor is not None else out
-        self._run("scatter", given, out, out.numel(), out.numel(), None, None, root)
+        self._run("scatter", given, out, out.numel(), out.numel(), None, algorithm, root)
         return out
 
     # -- point to point ----------------------------------------------------------------------------------------
@@ -262,8 +288,10 @@ class Collectives:
             return
         num_bytes = total_elems * tensor.element_size()
         choice = self._choose(collective, num_bytes, root, inplace, algorithm)
+        if collective == "reduce" and self.rank != root and self._writes_buffers(choice.algorithm):
+            tensor = out = tensor.clone()
         target = out
-        if not inplace:
+        if not (inplace and choice.algorithm.inplace):
             tensor, target = self._apart(collective, tensor, out, root, choice.algorithm)
         call = Call(
             tensor.data_ptr(),
@@ -282,20 +310,9 @@ class Collectives:
                 EXCHANGES[chosen.name], call, LINES if chosen.protocol == "LL" else PLACES
             )
         else:
-            self._run_program(
-                choice.algorithm, call, target.numel(), collective != "reduce" or self.rank == root
-            )
+            self._executor.run(self._load(choice.algorithm), call)
         if target is not out:
             out.copy_(target)
-
-    def _run_program(self, algorithm: Algorithm, call: Call, out_elems: int, has_result: bool) -> None:
-        """Run a program; of an average, the sum first."""
-        executor, is_average = self._need_executor(), call.reduction == REDUCTIONS["average"]
-        if is_average:
-            call = dataclasses.replace(call, reduction=REDUCTIONS["sum"])
-        executor.run(self._load(algorithm), call)
-        if is_average and has_result:
-            executor.scale(call.element, call.output, out_elems, float(self.size), call.stream)
 
     def _choose(
         self,
@@ -308,7 +325,7 @@ class Collectives:
         if algorithm is not None:
             choice = algorithm if isinstance(algorithm, Choice) else Choice(algorithm)
             given = choice.algorithm
-            if mismatch := misfit(given, collective, inplace, root):
+            if mismatch := misfit(given, collective, inplace, root, may_copy=True):
                 raise invalid("algorithm", f"{given.name}, which {mismatch}", f"one for {collective}")
             if choice.mode == EXCHANGE and given.name not in EXCHANGES:
                 raise invalid("algorithm", choice.label(), f"an exchange: {', '.join(EXCHANGES)}")
@@ -355,10 +372,22 @@ class Collectives:
         if not (hasattr(rank, "__index__") and 0 <= rank < self.size):
             raise invalid(name, rank, f"0 to {self.size - 1}")
 
-    def _is_exchange(self, collective: str, num_bytes: int, algorithm: Algorithm | Choice | None) -> bool:
-        return self._executor is not None and (
-            self._choose(collective, num_bytes, 0, True, algorithm).mode == EXCHANGE
-        )
+    def _writes_buffers(self, algorithm: Algorithm) -> bool:
+        """Return whether this rank's program writes its input or output."""
+        known = self._writes.get(id(algorithm))
+        if known is None:
+            steps = (step for block in algorithm.ranks[self.rank].blocks for step in block.steps)
+            known = any(buffer != Buffer.scratch for step in steps for buffer, _ in step.writes())
+            self._writes[id(algorithm)] = known
+            self._kept.append(algorithm)
+        return known
+
+    def _takes_both(self, collective: str, num_bytes: int, algorithm: Algorithm | Choice | None) -> bool:
+        """Return whether what serves an in-place call also takes an output apart from its input."""
+        if self._executor is None:
+            return False
+        choice = self._choose(collective, num_bytes, 0, True, algorithm)
+        return choice.mode == EXCHANGE or not choice.algorithm.inplace
 
     def _load(self, algorithm: Algorithm) -> Loaded:
         loaded = self._loaded.get(id(algorithm))
@@ -379,6 +408,7 @@ class Collectives:
         out: torch.Tensor | None,
         input_splits: Sequence[int] | None,
         output_splits: Sequence[int] | None,
+        algorithm: Algorithm | Choice | None,
     ) -> torch.Tensor:
         element = self._element("tensor", tensor)
         row_elems = math.prod(tensor.shape[1:])
@@ -391,7 +421,7 @@ class Collectives:
             return out
         if sent[self.rank] != came[self.rank]:
             raise invalid("output_splits", came[self.rank], f"{sent[self.rank]} from this rank to itself")
-        loaded = self._load(self._choose("alltoallv", 0, 0, False, None).algorithm)
+        loaded = self._load(self._choose("alltoallv", 0, 0, False, algorithm).algorithm)
         tensor, target = self._apart("alltoallv", tensor, out, 0, None)
         call = Call(tensor.data_ptr(), target.data_ptr(), 0, element, stream=self._stream())
         self._executor.run_with_sizes(loaded, call, _places(sent, row_elems), _places(came, row_elems))
@@ -448,7 +478,8 @@ def _agreed_selector(core: Any, machine: str) -> Selector:
     config = _core.config()
     cache = Path(config.cache_dir).expanduser()
     ranks = int(core.size)
-    selector = Selector(ranks, machine, machine_key(str(core.device)), cache, config.algorithm_dir)
+    key = machine_key(str(core.device))
+    selector = Selector(ranks, machine, key, cache, config.algorithm_dir, may_copy=True)
     prints = core.all_gather_text(selector.fingerprint()) if ranks > 1 else []
     others = [rank for rank, theirs in enumerate(prints) if theirs != prints[0]]
     if not others:

@@ -12,6 +12,7 @@ scripts do; those see the names of MSCCL's modules and get ``--args`` as their a
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import runpy
 import shlex
@@ -26,24 +27,35 @@ from typing import Any
 
 import weft.collectives
 from weft.collectives import contract, language, topology, values
-from weft.collectives.ir import Algorithm
+from weft.collectives.ir import PROTOCOLS, Algorithm
 from weft.collectives.language import Program, ProgramError, collect
 from weft.collectives.library import build, entries
 from weft.collectives.load import load_file
 from weft.collectives.verifier import verify
-from weft.collectives.xml import to_xml
+from weft.collectives.xml import DIALECTS, to_xml
 from weft.errors import Error, invalid
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
+    parser.add_argument("--list", action="store_true", help="list the library and return")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write XML there; default: print it")
+    parser.add_argument(
+        "--dialect",
+        choices=DIALECTS,
+        default="azure",
+        help="whose readers the XML is for; they differ in maxBytes",
+    )
+    add_source_arguments(parser)
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what says which algorithm is meant, for read_arguments()."""
     parser.add_argument(
         "source", nargs="?", help="a .py, .xml or .json file, or the name of a library algorithm"
     )
-    parser.add_argument("--list", action="store_true", help="list the library and return")
     parser.add_argument("--ranks", type=int, default=0)
-    parser.add_argument("-o", "--output", metavar="FILE", help="write XML there; default: print it")
-    parser.add_argument("--protocol", choices=("Simple", "LL", "LL128"))
+    parser.add_argument("--protocol", choices=PROTOCOLS)
     parser.add_argument("--instances", type=int)
     parser.add_argument("--in-place", action="store_true", help="of a library algorithm: the in-place form")
     parser.add_argument(
@@ -65,11 +77,9 @@ def run(args: argparse.Namespace) -> int:
             options = f"  [{', '.join(entry.options)}]" if entry.options else ""
             print(f"{name:44} {entry.collective:14} {entry.summary}{options}")
         return 0
-    if not args.source:
-        raise invalid("source", None, "a file or the name of a library algorithm (--list shows them)")
-    algorithm = read_source(args.source, args.ranks, _options(args), shlex.split(args.args))
+    algorithm = read_arguments(args)
     report = verify(algorithm)
-    text = to_xml(algorithm)
+    text = to_xml(algorithm, args.dialect)
     if args.output:
         Path(args.output).write_text(text)
     else:
@@ -89,10 +99,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def read_arguments(args: argparse.Namespace) -> Algorithm:
+    """Return the algorithm that the command line names. Raises: Error, also for an option that would have no effect."""
+    if not args.source:
+        raise invalid("source", None, "a file or the name of a library algorithm (weft compile --list)")
+    return read_source(args.source, args.ranks, _options(args), shlex.split(args.args))
+
+
 def read_source(
     source: str, ranks: int = 0, options: dict[str, Any] | None = None, arguments: Sequence[str] = ()
 ) -> Algorithm:
-    """Return the algorithm that a file or a library name gives. Python files may give one program only."""
+    """Return the algorithm that a file or a library name gives. Python files may give one program only.
+
+    ``options``: of a library algorithm or a file's program(); an XML file or a plan takes a protocol, for which it has
+    to be verified again. Raises: Error.
+    """
     options = dict(options or {})
     if source in entries():
         if ranks < 1:
@@ -102,8 +123,18 @@ def read_source(
     if not path.is_file():
         raise invalid("source", source, "an existing file, or a name that weft compile --list shows")
     if path.suffix != ".py":
-        return load_file(path)
+        return _loaded(path, ranks, options)
     return _program_of(path, ranks, options, arguments).compile()
+
+
+def _loaded(path: Path, ranks: int, options: dict[str, Any]) -> Algorithm:
+    algorithm = load_file(path)
+    if ranks not in (0, algorithm.num_ranks):
+        raise invalid("ranks", ranks, f"{algorithm.num_ranks}, as {path.name} says")
+    protocol = options.pop("protocol", algorithm.protocol)
+    if options:
+        raise invalid("options", ", ".join(options), f"protocol, for {path.name}")
+    return dataclasses.replace(algorithm, protocol=protocol)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,10 +157,14 @@ def _program_of(path: Path, ranks: int, options: dict[str, Any], arguments: Sequ
     with collect() as programs, _msccl_names(), _arguments([str(path), *arguments]), redirect_stdout(printed):
         try:
             _run(path, ranks, options, programs)
-        except Error:
+        except ProgramError:
             raise
+        except Error as error:
+            place = _user_place(path, error)
+            raise ProgramError(f"{place}: {error}") if ":" in place else error from error
         except Exception as error:  # the user's own mistake
-            raise ProgramError(f"{_user_place(path, error)}: {type(error).__name__}: {error}") from error
+            said = error.msg if isinstance(error, SyntaxError) else error
+            raise ProgramError(f"{_user_place(path, error)}: {type(error).__name__}: {said}") from error
     if len(programs) != 1:
         raise Error(
             f"{path.name}: {len(programs)} programs, allowed: one; define program(ranks) or enter one Program"
@@ -142,8 +177,19 @@ def _run(path: Path, ranks: int, options: dict[str, Any], programs: list[Program
     if callable(maker) and not programs:
         if ranks < 1:
             raise invalid("ranks", ranks, f"how many ranks, since {path.name} defines program(ranks)")
-        known = inspect.signature(maker).parameters
-        maker(ranks, **{name: value for name, value in options.items() if name in known})
+        known = list(inspect.signature(maker).parameters)[1:]
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise invalid(
+                "options", ", ".join(unknown), ", ".join(known) or f"none for program() of {path.name}"
+            )
+        maker(ranks, **options)
+    elif ranks or options:
+        raise invalid(
+            "options",
+            ", ".join([*(["ranks"] if ranks else []), *options]),
+            f"--args: {path.name} has no program(ranks)",
+        )
 
 
 def _user_place(path: Path, error: Exception) -> str:

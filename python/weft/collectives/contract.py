@@ -327,7 +327,18 @@ class AllToNext(Collective):
 
 _BY_NAME: Mapping[str, Callable[..., Collective]] = {
     kind.name: kind
-    for kind in (AllReduce, Reduce, Broadcast, AllGather, Gather, ReduceScatter, Scatter, AllToAll, AllToAllV)
+    for kind in (
+        AllReduce,
+        Reduce,
+        Broadcast,
+        AllGather,
+        Gather,
+        ReduceScatter,
+        Scatter,
+        AllToAll,
+        AllToAllV,
+        SendRecv,
+    )
 }
 
 

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft import _core
+from weft.collectives.average import ended_sums
 from weft.collectives.direct import direct_messages
 from weft.collectives.exchanges import Exchange
 from weft.collectives.ir import Algorithm
-from weft.collectives.rows import chunks_of_part, program_rows, protocol_number
+from weft.collectives.rows import REDUCTIONS, chunks_of_part, program_rows, protocol_number
 from weft.errors import invalid
 
 _FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
@@ -27,12 +28,16 @@ _FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """An algorithm that the executor knows; ``number`` is the core's name for it."""
+    """An algorithm that the executor knows; ``number`` is the core's name for it.
+
+    ``has_average``: it can run with reduction "average".
+    """
 
     algorithm: Algorithm
     number: int
     protocol: int
     per_part: int
+    has_average: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +47,8 @@ class Call:
     ``part_elems`` counts the whole buffer where the collective has no parts (all_reduce, broadcast, ...); for a custom
     collective it divides by the chunks.
     ``slice_bytes`` 0 takes what a slot holds; ``num_sms`` 0 one for each block; ``stream`` is a CUDA stream.
-    ``reduction`` as in ``weft.collectives.rows``; an average is for exchange() only.
+    ``reduction`` as in ``weft.collectives.rows``. An average divides each sum where it is finished, rounded to the
+    element type as every sum is: the bits of a sum and a division. Integers round towards zero.
     ``compiled``: run the program's own kernel, with its steps as constants, instead of the interpreter; programs of up
     to 48 steps, and on the CPU only where there is a C++ compiler.
     """
@@ -92,10 +98,20 @@ class Executor:
                 self._load(known)
         self._loaded.append(algorithm)
         number = self._load(algorithm)
-        return Loaded(algorithm, number, protocol_number(algorithm), chunks_of_part(algorithm))
+        return Loaded(
+            *(algorithm, number, protocol_number(algorithm), chunks_of_part(algorithm)),
+            ended_sums(algorithm).has_average,
+        )
 
     def run(self, program: Loaded, call: Call) -> None:
-        """Run on every rank. Raises: PeerLost, naming the rank, block and step that waited and for whom."""
+        """Run on every rank.
+
+        Raises: Error for an average of a program without one; PeerLost, naming the rank, block and step that waited and
+            for whom.
+        """
+        if call.reduction == REDUCTIONS["average"] and not program.has_average:
+            allowed = "a program that reduces over all ranks, at the same steps in place and out of place"
+            raise invalid("reduction", f"average with {program.algorithm.name}", allowed)
         self._runner.run(
             program.number,
             call.element,
@@ -150,10 +166,6 @@ class Executor:
                 call.stream,
             )
 
-    def scale(self, element: int, address: int, elems: int, divisor: float, stream: int) -> None:
-        """Divide ``elems`` elements at ``address`` by ``divisor``, in stream order."""
-        self._runner.scale(element, address, elems, divisor, stream)
-
     def _new_runner(self, channels: int) -> Any:
         return _core.CollectiveRunner.create(
             self.core, channels=channels, timeout_s=self._timeout_s, direct_bytes=self._direct_bytes
@@ -161,6 +173,7 @@ class Executor:
 
     def _load(self, algorithm: Algorithm) -> int:
         scratch = max(program.scratch_chunks for program in algorithm.ranks)
-        direct = direct_messages(algorithm)
-        rows = program_rows(algorithm, self.rank, direct)
+        sums = ended_sums(algorithm)
+        direct = direct_messages(sums.algorithm)
+        rows = program_rows(sums, self.rank, direct)
         return int(self._runner.load(algorithm.name, *rows, scratch, direct.refers_only))

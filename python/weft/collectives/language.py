@@ -30,6 +30,7 @@ from weft.collectives.values import Value
 from weft.errors import Error
 
 _HERE = os.path.abspath(__file__)
+_MAX_OPERATIONS = 1 << 20  # of a program: far more than can be verified
 _local = threading.local()
 
 
@@ -185,6 +186,7 @@ class Program:
         self.buffers: list[dict[str, list[Value | None]]] = collective.start().buffers
         self._version: dict[tuple[int, str, int], int] = {}
         self._outer: Program | None = None
+        self._last_empty = ""
 
     def __enter__(self) -> Program:
         self._outer = getattr(_local, "program", None)
@@ -197,12 +199,17 @@ class Program:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _local.program = self._outer
+        if isinstance(error, AttributeError) and error.obj is None and self._last_empty:
+            place = _place_of(trace) or self.where
+            raise ProgramError(f"{place}: no chunk to {error.name}: {self._last_empty}") from error
 
     def chunk(self, rank: int, buffer: str, index: int, size: int = 1) -> Ref | None:
         """Return a reference to ``size`` chunks of ``buffer``; None if one of the slots is empty."""
         place = self._place(rank, buffer, index, size)
         slots = self.buffers[rank].get(place.buffer, [])
         if place.index + size > len(slots) or None in slots[place.index : place.index + size]:
+            slot = f"chunk({rank}, {buffer!r}, {index}" + (f", {size})" if size > 1 else ")")
+            self._last_empty = f"{slot} of {_user_line()} is None, since nothing was written there yet"
             return None
         return Ref(self, place, size)
 
@@ -252,6 +259,9 @@ class Program:
 
     def _reduce(self, ref: Ref, other: Ref, hints: tuple[int, int, int]) -> Ref:
         self._fresh(ref)
+        if not isinstance(other, Ref):
+            empty = f": {self._last_empty}" if other is None and self._last_empty else ""
+            raise _error(f"reduce: got {other!r}, allowed: what chunk() or copy() returned{empty}")
         self._fresh(other)
         if ref.size != other.size:
             raise _error(f"reduce: {ref!r} and {other!r} have different sizes")
@@ -276,6 +286,8 @@ class Program:
             raise _error(f"no link from rank {src.rank} to rank {dst.rank} in topology {self.topology.name}")
         if hints[2] >= MAX_CHANNELS:
             raise _error(f"ch: got {hints[2]}, allowed: 0 to {MAX_CHANNELS - 1}")
+        if len(self.operations) == _MAX_OPERATIONS:
+            raise _error(f"the program has more than {_MAX_OPERATIONS} operations")
         self.operations.append(Operation(reduces, src, dst, size, *hints, where))
 
     def _store(self, place: Place, values: list[Value]) -> None:
@@ -371,6 +383,15 @@ def _current() -> Program:
     if program is None:
         raise _error("no program: this must stand inside 'with Program(...)'")
     return program
+
+
+def _place_of(trace: TracebackType | None) -> str:
+    """Return file:line of the innermost line that a traceback passed through; "" for none."""
+    place = ""
+    while trace is not None:
+        place = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
 
 
 def _user_line() -> str:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program as numbers, in the order of the structs of kernels/collective/program_args.h.
 
-    direct = direct_messages(algorithm)
-    blocks, steps, waits = program_rows(algorithm, rank, direct)
+    sums = ended_sums(algorithm)
+    direct = direct_messages(sums.algorithm)
+    blocks, steps, waits = program_rows(sums, rank, direct)
 
 What the executor hands to the core, and what a program book holds. Needs no core, so that books can be written where
 none is built yet.
@@ -10,6 +11,7 @@ none is built yet.
 
 from __future__ import annotations
 
+from weft.collectives.average import EndedSums
 from weft.collectives.contract import Buffer
 from weft.collectives.direct import DirectMessages, Send
 from weft.collectives.ir import Algorithm, Block, Op, Step
@@ -52,9 +54,10 @@ def protocol_number(algorithm: Algorithm) -> int:
 
 
 def program_rows(
-    algorithm: Algorithm, rank: int, direct: DirectMessages
+    sums: EndedSums, rank: int, direct: DirectMessages
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Return a rank's blocks, steps and waits as rows of numbers; ``direct`` is direct_messages(algorithm)."""
+    """Return blocks, steps and waits of a rank of ``sums.algorithm``, which ``direct`` is of, as rows of numbers."""
+    algorithm = sums.algorithm
     program = algorithm.ranks[rank]
     needed = {wait for block in program.blocks for step in block.steps for wait in step.depends}
     blocks: list[list[int]] = []
@@ -74,7 +77,7 @@ def program_rows(
                 max(dst.index, 0),
             ]
             row += [step.count, len(waits), len(step.depends), int((number, at) in needed)]
-            steps.append([*row, *_direct_row(direct, places[at]), 0])
+            steps.append([*row, *_direct_row(direct, places[at]), 0, int(places[at] in sums.ends)])
             waits += [list(wait) for wait in step.depends]
         _fuse_sums(
             algorithm,

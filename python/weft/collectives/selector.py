@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,29 @@ def parse_variant(text: str) -> Variant:
     Raises: Error.
     """
     name, *words = text.split() or [""]
+    if name not in entries():
+        raise invalid("algorithm", name, "a name that weft compile --list shows")
+    return Variant(name, **_fields(words))
+
+
+def parse_choice(text: str, ranks: int, inplace: bool) -> Choice:
+    """Build what the words of parse_variant() say; the name may be that of a .py, .xml or .json file, too.
+
+    A file's own protocol stands unless the words name another. Raises: Error, OSError.
+    """
+    name, *words = shlex.split(text) or [""]
+    if not name.endswith((".py", ".xml", ".json")):
+        return parse_variant(text).choice(ranks, inplace)
+    from weft.collectives.compile import read_source
+
+    fields = _fields(words)
+    options: dict[str, Any] = {key: fields.pop(key) for key in ("protocol", "instances") if key in fields}
+    algorithm = read_source(name, ranks, options)
+    verify(algorithm)
+    return Choice(algorithm, **fields)
+
+
+def _fields(words: Sequence[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for word in words:
         key, _, value = word.partition("=")
@@ -106,9 +130,7 @@ def parse_variant(text: str) -> Variant:
             raise invalid(
                 "algorithm", word, f"Simple, LL, LL128, x<instances>, sms=, slice=, {', '.join(MODES)}"
             )
-    if name not in entries():
-        raise invalid("algorithm", name, "a name that weft compile --list shows")
-    return Variant(name, **fields)
+    return fields
 
 
 # What is tried where nothing was measured, and what `weft tune` measures.
@@ -211,6 +233,7 @@ class Selector:
         folder: where `weft tune` keeps its tables; None for no measured tables.
         algorithm_dir: XML or JSON algorithms that join the candidates, as for read_algorithms.
         modes: what the caller can run.
+        may_copy: the caller serves in-place calls by out-of-place algorithms, too.
     """
 
     def __init__(
@@ -221,8 +244,10 @@ class Selector:
         folder: Path | None = None,
         algorithm_dir: str = "",
         modes: Sequence[str] = MODES,
+        may_copy: bool = False,
     ) -> None:
         self.ranks = ranks
+        self._may_copy = may_copy
         self._modes = modes
         self.machine: Machine = MACHINES[machine]
         self._rows = read_table(_TABLES / f"{machine}.json", "")
@@ -255,7 +280,8 @@ class Selector:
         self, collective: str, num_bytes: int, inplace: bool, root: int, reasons: list[str]
     ) -> Choice | None:
         for algorithm in self._files:
-            reason = misfit(algorithm, collective, inplace, root) or _unfit(algorithm, num_bytes)
+            reason = misfit(algorithm, collective, inplace, root, self._may_copy)
+            reason = reason or _unfit(algorithm, num_bytes)
             if reason is None:
                 return Choice(algorithm)
             reasons.append(f"{algorithm.name}: {reason}")
@@ -333,13 +359,16 @@ class Selector:
         )
 
 
-def misfit(algorithm: Algorithm, collective: str, inplace: bool, root: int) -> str | None:
+def misfit(
+    algorithm: Algorithm, collective: str, inplace: bool, root: int, may_copy: bool = False
+) -> str | None:
     """Return why an algorithm cannot do a call at any size, or None."""
     if algorithm.collective != collective:
         return f"is for {algorithm.collective}"
     if algorithm.contract is not None and algorithm.contract.root != root:
         return f"is for root {algorithm.contract.root}, not {root}"
-    if not (algorithm.inplace if inplace else algorithm.outofplace):
+    serves = (algorithm.inplace or (may_copy and algorithm.outofplace)) if inplace else algorithm.outofplace
+    if not serves:
         return f"does not serve {'in-place' if inplace else 'out-of-place'} calls"
     return None
 

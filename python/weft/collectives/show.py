@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from weft.bench.collective import size
-from weft.collectives.compile import read_source
+from weft.collectives.compile import add_source_arguments, read_arguments
 from weft.collectives.cost import Estimate, Machine, estimate
 from weft.collectives.ir import Algorithm, Op
 from weft.collectives.selector import MACHINES
@@ -46,8 +46,7 @@ _ROW, _GAP, _LEFT, _TOP, _WIDTH = 16, 8, 150, 46, 1100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("source", help="a .py, .xml or .json file, or the name of a library algorithm")
-    parser.add_argument("--ranks", type=int, default=0)
+    add_source_arguments(parser)
     parser.add_argument("--bytes", type=size, default="1M", help="of the algorithm buffer, for the times")
     parser.add_argument("--machine", choices=sorted(MACHINES), default="nvlink", help="of the cost model")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the drawing there as SVG")
@@ -58,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the summary; write the drawings that were asked for. Returns 1 where the algorithm is wrong."""
-    algorithm = read_source(args.source, args.ranks)
+    algorithm = read_arguments(args)
     machine = MACHINES[args.machine]
     print(summary(algorithm, args.bytes, machine))
     drawing = svg(algorithm, estimate(algorithm, args.bytes, machine))

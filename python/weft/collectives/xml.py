@@ -3,6 +3,7 @@
 
     algorithm = from_xml(text, "ring.xml")          # Error: file, line, what is wrong and what is allowed
     text = to_xml(algorithm)                        # every attribute that either reader requires
+    text = to_xml(algorithm, "microsoft")           # for readers that take maxBytes as microsoft/msccl does
 
 A file with ``outofplace`` is Azure's dialect (maxBytes is inclusive, 0 is none), else microsoft's (exclusive). The IR
 has no nops: reading folds a chain of nops into the waits of the step that follows, writing makes them again.
@@ -34,7 +35,9 @@ _COLLECTIVES = (
     *("allreduce", "allgather", "reducescatter", "reduce_scatter", "alltoall", "alltoallv"),
     *("reduce", "broadcast", "gather", "scatter", "send", "recv", "sendrecv", "custom"),
 )
+DIALECTS = ("azure", "microsoft")
 _PARENTS = {"algo": None, "gpu": "algo", "tb": "gpu", "step": "tb"}
+_NO_END = 1 << 62  # microsoft's maxBytes of algorithms without a limit
 _MAX_WAIT_BLOCK = 127  # the format's readers keep depid in a signed byte
 
 
@@ -161,7 +164,7 @@ def _size_range(algo: _Element) -> tuple[int, int | None, list[str]]:
         raise algo.error(
             "maxBytes: got 0, allowed: 1 or more where outofplace is missing (the limit is exclusive there)"
         )
-    return low, high - 1, []
+    return low, None if high >= _NO_END else high - 1, []
 
 
 def _read_rank(gpu: _Element, ranks: int, chunks: int, collective: str) -> RankProgram:
@@ -299,12 +302,14 @@ def _resolve(
         yield from _resolve((block, at - 1), steps, renumbered, seen)
 
 
-def to_xml(algorithm: Algorithm) -> str:
+def to_xml(algorithm: Algorithm, dialect: str = "azure") -> str:
     """Return the algorithm as XML that every reader takes: all attributes, no prolog, single spaces.
 
+    ``dialect``: "azure", or "microsoft", which has one form, another spelling of reducescatter, exclusive limits and
+    neither gather, scatter nor alltoallv.
     Raises: XmlError where the format cannot say it (a wait on a block above 127).
     """
-    attributes = {
+    attributes: dict[str, object] = {
         "name": algorithm.name,
         "proto": algorithm.protocol,
         "nchannels": algorithm.channels,
@@ -318,6 +323,9 @@ def to_xml(algorithm: Algorithm) -> str:
     }
     if algorithm.threads:
         attributes["nthreads"] = algorithm.threads
+    if dialect == "microsoft":
+        attributes |= _microsoft(algorithm)
+        del attributes["outofplace"]
     lines = [_tag("algo", attributes)]
     needed = algorithm.needed_steps()
     for program in algorithm.ranks:
@@ -332,6 +340,15 @@ def to_xml(algorithm: Algorithm) -> str:
             lines.append("    </tb>")
         lines.append("  </gpu>")
     return "\n".join([*lines, "</algo>", ""])
+
+
+def _microsoft(algorithm: Algorithm) -> dict[str, object]:
+    """Return what microsoft/msccl's reader wants otherwise."""
+    if algorithm.collective in ("gather", "scatter", "alltoallv"):
+        raise XmlError(f"{algorithm.name}: {algorithm.collective} does not exist in microsoft's dialect")
+    renamed = {"reducescatter": "reduce_scatter", "sendrecv": "custom"}
+    end = _NO_END if algorithm.max_bytes is None else algorithm.max_bytes + 1
+    return {"coll": renamed.get(algorithm.collective, algorithm.collective), "maxBytes": end}
 
 
 def _xml_numbers(program: RankProgram) -> dict[tuple[int, int], int]:

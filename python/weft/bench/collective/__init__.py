@@ -18,6 +18,11 @@ CALLS = (
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter"),
     *("broadcast", "reduce", "gather", "scatter", "send_recv"),
 )
+# Calls that have one form only; send_recv into the same tensor is no benchmark of it.
+FIXED_PLACES = {
+    **dict.fromkeys(("broadcast", "reduce"), "in"),
+    **dict.fromkeys(("all_to_all", "gather", "scatter", "send_recv"), "out"),
+}
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64", "uint8", "int8")
 DEADLINE_S = 3000.0
 
@@ -42,7 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--factor", type=int, default=4, help="from one size to the next")
     parser.add_argument("-d", "--dtype", choices=DTYPES, default="float32")
     parser.add_argument("-o", "--op", choices=("sum", "product", "min", "max", "average"), default="sum")
-    parser.add_argument("--out-of-place", action="store_true", help="all_reduce into another tensor")
+    parser.add_argument(
+        "--place",
+        choices=("auto", "in", "out"),
+        default="auto",
+        help="in or out of place, as in nccl-tests: a part of all_gather's output is the input, a part of "
+        "reduce_scatter's input the output (auto: all_reduce in place, those two out of place)",
+    )
     parser.add_argument(
         "--memory",
         choices=("auto", "ordinary", "window"),
@@ -52,9 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--algorithm",
-        metavar="NAME [LL|LL128] [xN] [compiled|exchange] [sms=N]",
-        default="",
-        help="what serves the one call of --calls, instead of Weft's choice",
+        action="append",
+        default=[],
+        metavar="NAME|FILE [LL|LL128] [xN] [compiled|exchange] [sms=N] [slice=BYTES]",
+        help="what serves the one call of --calls, instead of Weft's choice: a library algorithm or a .py, .xml or "
+        ".json file, in one text; given several times, they take turns in one run (auto: Weft's choice)",
     )
     parser.add_argument("--ranks", type=int, default=0, help="default: torchrun's, all GPUs, or 4")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -86,6 +99,9 @@ def run(args: argparse.Namespace) -> int:
         raise invalid(
             "sizes", (args.min_bytes, args.max_bytes, args.factor), "min <= max and a factor of 2 or more"
         )
+    fixed = {call: where for call, where in FIXED_PLACES.items() if call in calls}
+    if args.place != "auto" and set(fixed.values()) - {args.place}:
+        raise invalid("place", args.place, ", ".join(f"{where} for {call}" for call, where in fixed.items()))
     if args.algorithm and len(calls) != 1:
         raise invalid("calls", args.calls, "one call, where --algorithm says what serves it")
     options = Options(
@@ -95,14 +111,14 @@ def run(args: argparse.Namespace) -> int:
         factor=args.factor,
         dtype=args.dtype,
         op=args.op,
-        out_of_place=args.out_of_place,
+        place=args.place,
         device="cuda" if gpus else "cpu",
         iterations=args.iterations,
         warmup=args.warmup,
         check=not args.no_check,
         baseline=not args.no_baseline,
         eager=args.eager,
-        algorithm=args.algorithm,
+        algorithms=tuple(args.algorithm),
         in_window=args.memory == "window" or (args.memory == "auto" and bool(gpus)),
     )
     if torch.distributed.is_torchelastic_launched():

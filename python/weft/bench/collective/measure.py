@@ -10,9 +10,11 @@ result is compared with an oracle.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from weft.bench.exchange_floor import h200_exchange_us
 from weft.bench.report import Row, progress, slowest_rank
 from weft.collectives.calls import Collectives
-from weft.collectives.selector import Choice, parse_variant
+from weft.collectives.selector import Choice, parse_choice
 from weft.errors import Error
 from weft.runtime.communicator import Communicator, Window
 from weft.testing.ranks import Rank
@@ -49,7 +51,7 @@ class Options:
     factor: int
     dtype: str
     op: str
-    out_of_place: bool
+    place: str  # auto, in or out
     device: str
     iterations: int
     warmup: int
@@ -57,7 +59,15 @@ class Options:
     baseline: bool
     eager: bool
     in_window: bool
-    algorithm: str = ""  # as for parse_variant; "": Weft chooses
+    algorithms: tuple[str, ...] = ()  # as for parse_choice, or "auto"; none: Weft chooses
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is to serve a call, as the command line says it: "auto" has no choice, Weft makes one."""
+
+    text: str
+    choice: Choice | None
 
 
 @dataclass
@@ -73,9 +83,10 @@ class Tensors:
 
 @dataclass
 class Case:
-    """One call at one size: Weft, the baseline (None where it has none), what to compare, and how to start afresh."""
+    """One call at one size: Weft by a choice (None: its own), the baseline (None where it has none), what to compare,
+    and how to start afresh."""
 
-    weft: Callable[[], Any]
+    weft: Callable[[Choice | None], Any]
     baseline: Callable[[], Any] | None
     result: Callable[[], Tensor]
     oracle: Callable[[], Tensor | None]
@@ -104,22 +115,21 @@ def measure(me: Rank, options: Options) -> list[Row]:
         task = bar.add_task("collectives", total=len(sizes) * len(options.calls))
         for call in options.calls:
             for num_bytes in sizes:
-                row = _measure_one(me, cases, comm, call, num_bytes, name, options)
-                if row is not None:
-                    rows.append(row)
+                rows += _measure_one(me, cases, comm, call, num_bytes, name, options)
                 bar.advance(task)
     return rows
 
 
 def _measure_one(
     me: Rank, cases: Cases, comm: Communicator, call: str, num_bytes: int, baseline: str, options: Options
-) -> Row | None:
+) -> list[Row]:
+    """Return a row for every algorithm; none where a rank's part has no element."""
     part = num_bytes // getattr(torch, options.dtype).itemsize // me.size
     if part == 0:
-        return None
+        return []
     case = cases.make(call, part)
-    checked = options.check and _agrees(me, case, call, num_bytes)
-    functions = [case.weft]
+    checked = [options.check and _agrees(me, case, given, call, num_bytes) for given in cases.given]
+    functions: list[Callable[[], Any]] = [functools.partial(case.weft, given.choice) for given in cases.given]
     if options.baseline and case.baseline is not None:
         functions.append(case.baseline)
     if options.device == "cuda":
@@ -130,48 +140,48 @@ def _measure_one(
     dist.all_gather_object(gathered, samples, group=me.group)
     times = [slowest_rank([of_rank[i] for of_rank in gathered]) for i in range(len(functions))]
     baselines = {}
-    if len(times) > 1:
-        baselines[baseline] = sorted(times[1])[len(times[1]) // 2]
-    row = Row(
-        call,
-        options.dtype,
-        None,
-        num_bytes,
-        times[0],
+    if len(times) > len(cases.given):
+        baselines[baseline] = statistics.median(times.pop())
+    is_cuda = options.device == "cuda"
+    floor_us = (
         _exchange_floor_us(call, num_bytes, me.size, cases.device)
-        if options.device == "cuda"
-        else _copy_floor_us(call, num_bytes, me, comm),
-        checked,
+        if is_cuda
+        else _copy_floor_us(call, num_bytes, me, comm)
     )
-    row.baselines = baselines
-    gbs = num_bytes / row.us / 1e3
-    row.extra = {
-        "ranks": me.size,
-        "algorithm": cases.algorithm(call, num_bytes),
-        "algbw_gbs": round(gbs, 3),
-        "busbw_gbs": round(gbs * _bus_factor(call, me.size), 3),
-        "in_place": call == "all_reduce" and not options.out_of_place,
-    }
-    return row
+    rows = []
+    for given, samples_us, is_checked in zip(cases.given, times, checked, strict=True):
+        row = Row(
+            *(call, options.dtype, None, num_bytes, samples_us, floor_us, is_checked, baselines),
+            series=given.text if options.algorithms else "",
+        )
+        gbs = num_bytes / row.us / 1e3
+        row.extra = {
+            "ranks": me.size,
+            "algorithm": cases.algorithm(given, call, num_bytes),
+            "algbw_gbs": round(gbs, 3),
+            "busbw_gbs": round(gbs * _bus_factor(call, me.size), 3),
+            "in_place": cases.is_in_place(call),
+        }
+        rows.append(row)
+    return rows
 
 
-def _agrees(me: Rank, case: Case, call: str, num_bytes: int) -> bool:
+def _agrees(me: Rank, case: Case, given: Given, call: str, num_bytes: int) -> bool:
     case.reset()
-    case.weft()
+    case.weft(given.choice)
     wanted = case.oracle()
     ok = wanted is None or torch.equal(case.result().cpu(), wanted.cpu())
     answers: list[Any] = [None] * me.size
     dist.all_gather_object(answers, ok, group=me.group)
     if not all(answers):
-        raise Error(
-            f"{call} of {num_bytes} bytes: wrong result on ranks {[r for r, a in enumerate(answers) if not a]}"
-        )
+        wrong = [rank for rank, answer in enumerate(answers) if not answer]
+        raise Error(f"{call} of {num_bytes} bytes by {given.text}: wrong result on ranks {wrong}")
     case.reset()
     return True
 
 
 def _time_cpu(
-    functions: list[Callable[[], Any]], me: Rank, comm: Communicator, options: Options
+    functions: Sequence[Callable[[], Any]], me: Rank, comm: Communicator, options: Options
 ) -> list[list[float]]:
     inner = [_calls_per_sample(function, me, comm) for function in functions]
     count = options.iterations or (15 if min(inner) > 1 else 7)
@@ -210,7 +220,7 @@ def _meet(function: Callable[[], Any], comm: Communicator) -> None:
     function()
 
 
-def _time_cuda(functions: list[Callable[[], Any]], options: Options) -> list[list[float]]:
+def _time_cuda(functions: Sequence[Callable[[], Any]], options: Options) -> list[list[float]]:
     count = options.iterations or 20
     runs = [_repeated(function, options.eager) for function in functions]
     samples: list[list[float]] = [[] for _ in functions]
@@ -260,15 +270,16 @@ class Cases:
         self.me, self.weft, self.group, self.device, self.window = me, collectives, group, device, window
         self.options = options
         self.dtype: torch.dtype = getattr(torch, options.dtype)
-        self.choice: Choice | None = None
-        if options.algorithm:
-            inplace = options.calls[0] in ("all_reduce", "broadcast")
-            self.choice = parse_variant(options.algorithm).choice(me.size, inplace)
+        inplace = options.calls[0] in ("all_reduce", "broadcast", "reduce")
+        self.given = [
+            Given(text, None if text == "auto" else parse_choice(text, me.size, inplace))
+            for text in options.algorithms or ("auto",)
+        ]
 
-    def algorithm(self, call: str, num_bytes: int) -> str:
-        """Return what Weft chose last for the call."""
-        if self.choice is not None:
-            return self.choice.label()
+    def algorithm(self, given: Given, call: str, num_bytes: int) -> str:
+        """Return what serves the call: what was given, or what Weft chose last."""
+        if given.choice is not None:
+            return given.text
         name = call.replace("send_recv", "sendrecv").replace("_", "")
         return next((str(key) for key in self.weft.chosen(name, num_bytes)), "")
 
@@ -276,6 +287,11 @@ class Cases:
         """Return the case of a call whose ranks have ``part`` elements each."""
         case: Case = getattr(self, f"_{call}")(part)
         return case
+
+    def is_in_place(self, call: str) -> bool:
+        """Return whether the call's result lies where its input is, or the other way round."""
+        default = "in" if call in ("all_reduce", "broadcast", "reduce") else "out"
+        return (self.options.place if self.options.place != "auto" else default) == "in"
 
     def _values(self, rank: int, elems: int) -> Tensor:
         period = 5 if self.options.op == "product" else 50
@@ -294,7 +310,8 @@ class Cases:
             out = stacked.sum(0) / (self.me.size if op == "average" else 1)
         return out.to(self.dtype)
 
-    def _tensors(self, given: int, taken: int) -> Tensors:
+    def _tensors(self, given: int, taken: int, in_place: bool = False) -> Tensors:
+        """Return tensors of so many elements; in place, the smaller is this rank's part of the larger."""
         own = self._values(self.me.rank, given).to(self.device)
         theirs, into = own.clone(), torch.empty(taken, dtype=self.dtype, device=self.device)
         tensor, out = theirs, into
@@ -303,11 +320,18 @@ class Cases:
             tensor = self.window.tensor(self.me.rank, (given,), self.dtype)
             out = self.window.tensor(self.me.rank, (taken,), self.dtype, place)
 
+        if in_place:
+            part, at = min(given, taken), self.me.rank * min(given, taken)
+            if given < taken:
+                tensor, theirs = out[at : at + part], into[at : at + part]
+            else:
+                out, into = tensor[at : at + part], theirs[at : at + part]
+
         def reset() -> None:
-            for held in (tensor, theirs):
-                held.copy_(own)
             for held in (out, into):
                 held.fill_(0)
+            for held in (tensor, theirs):
+                held.copy_(own)
 
         return Tensors(tensor, out, theirs, into, reset)
 
@@ -318,12 +342,12 @@ class Cases:
         elems = part * self.me.size
         m = self._tensors(elems, elems)
         op, reduce_op = self.options.op, _OPS[self.options.op]
-        target = m.out if self.options.out_of_place else None
+        target = None if self.is_in_place("all_reduce") else m.out
         baseline = (
             (lambda: dist.all_reduce(m.theirs, reduce_op, group=self.group)) if self._has_baseline() else None
         )
         return Case(
-            lambda: self.weft.all_reduce(m.tensor, op, out=target, algorithm=self.choice),
+            lambda choice: self.weft.all_reduce(m.tensor, op, out=target, algorithm=choice),
             baseline,
             lambda: m.tensor if target is None else m.out,
             lambda: self._reduced(elems),
@@ -331,9 +355,9 @@ class Cases:
         )
 
     def _all_gather(self, part: int) -> Case:
-        m = self._tensors(part, part * self.me.size)
+        m = self._tensors(part, part * self.me.size, self.is_in_place("all_gather"))
         return Case(
-            lambda: self.weft.all_gather(m.tensor, out=m.out, algorithm=self.choice),
+            lambda choice: self.weft.all_gather(m.tensor, out=m.out, algorithm=choice),
             lambda: dist.all_gather_into_tensor(m.into, m.theirs, group=self.group),
             lambda: m.out,
             lambda: torch.cat([self._values(rank, part) for rank in range(self.me.size)]),
@@ -341,13 +365,13 @@ class Cases:
         )
 
     def _reduce_scatter(self, part: int) -> Case:
-        m = self._tensors(part * self.me.size, part)
+        m = self._tensors(part * self.me.size, part, self.is_in_place("reduce_scatter"))
         op, reduce_op = self.options.op, _OPS[self.options.op]
         baseline = None
         if self._has_baseline():
             baseline = lambda: dist.reduce_scatter_tensor(m.into, m.theirs, reduce_op, group=self.group)  # noqa: E731
         return Case(
-            lambda: self.weft.reduce_scatter(m.tensor, op, out=m.out, algorithm=self.choice),
+            lambda choice: self.weft.reduce_scatter(m.tensor, op, out=m.out, algorithm=choice),
             baseline,
             lambda: m.out,
             lambda: self._reduced(part * self.me.size).view(self.me.size, part)[self.me.rank],
@@ -358,7 +382,7 @@ class Cases:
         ranks = self.me.size
         m = self._tensors(part * ranks, part * ranks)
         return Case(
-            lambda: self.weft.all_to_all(m.tensor, out=m.out, algorithm=self.choice),
+            lambda choice: self.weft.all_to_all(m.tensor, out=m.out, algorithm=choice),
             lambda: dist.all_to_all_single(m.into, m.theirs, group=self.group),
             lambda: m.out,
             lambda: torch.cat(
@@ -371,7 +395,7 @@ class Cases:
         elems = part * self.me.size
         m = self._tensors(elems, 1)
         return Case(
-            lambda: self.weft.broadcast(m.tensor, 0, algorithm=self.choice),
+            lambda choice: self.weft.broadcast(m.tensor, 0, algorithm=choice),
             lambda: dist.broadcast(m.theirs, 0, group=self.group),
             lambda: m.tensor,
             lambda: self._values(0, elems),
@@ -383,7 +407,7 @@ class Cases:
         m = self._tensors(elems, 1)
         op, reduce_op = self.options.op, _OPS[self.options.op]
         return Case(
-            lambda: self.weft.reduce(m.tensor, 0, op),
+            lambda choice: self.weft.reduce(m.tensor, 0, op, algorithm=choice),
             (lambda: dist.reduce(m.theirs, 0, reduce_op, group=self.group)) if self._has_baseline() else None,
             lambda: m.tensor,
             lambda: self._reduced(elems) if self.me.rank == 0 else None,
@@ -395,7 +419,7 @@ class Cases:
         target = m.out if self.me.rank == 0 else None
         parts = list(m.into.view(self.me.size, part)) if self.me.rank == 0 else None
         return Case(
-            lambda: self.weft.gather(m.tensor, 0, out=target),
+            lambda choice: self.weft.gather(m.tensor, 0, out=target, algorithm=choice),
             lambda: dist.gather(m.theirs, parts, 0, group=self.group),
             lambda: m.out,
             lambda: (
@@ -409,7 +433,7 @@ class Cases:
         given = m.tensor if self.me.rank == 0 else None
         parts = list(m.theirs.view(self.me.size, part)) if self.me.rank == 0 else None
         return Case(
-            lambda: self.weft.scatter(given, m.out, 0),
+            lambda choice: self.weft.scatter(given, m.out, 0, algorithm=choice),
             lambda: dist.scatter(m.into, parts, 0, group=self.group),
             lambda: m.out,
             lambda: self._values(0, part * self.me.size).view(self.me.size, part)[self.me.rank],
@@ -428,7 +452,7 @@ class Cases:
                 work.wait()
 
         return Case(
-            lambda: self.weft.send_recv(m.tensor, out=m.out),
+            lambda choice: self.weft.send_recv(m.tensor, out=m.out, algorithm=choice),
             baseline,
             lambda: m.out,
             lambda: self._values((rank - 1) % ranks, elems),

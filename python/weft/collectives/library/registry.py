@@ -70,6 +70,8 @@ class Entry:
         """Return the traced program. Raises: Error when it does not exist for ``ranks`` or the form."""
         if not self.applies(ranks):
             raise invalid("ranks", ranks, f"what {self.name} is written for: {self.summary}")
+        if instances < 1:
+            raise invalid("instances", instances, "1 or more")
         if inplace not in self.forms:
             raise invalid("inplace", inplace, f"{self.forms[0]} for {self.name}")
         known = {key: value for key, value in options.items() if key in self.options}

@@ -27,8 +27,8 @@
 namespace weft {
 namespace combine {
 
-// Rows that a lane loads before it uses any: memory is far. A host core looks ahead by itself, and would rather
-// add long pieces of one row.
+// Rows that a lane loads before it uses any: memory is far. A host core looks ahead by itself, and would
+// rather add long pieces of one row.
 inline constexpr uint32_t kRowsInFlight = Warp::kMaxSize == 1 ? 1 : 4;
 inline constexpr uint32_t kVecsInFlight = kSumVecs;
 inline constexpr uint32_t kChunksAtOnce = 8;  // signals of a peer that a look asks for: memory is far

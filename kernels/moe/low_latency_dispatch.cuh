@@ -425,7 +425,7 @@ WEFT_DEVICE void await_counts(const D& d, uint32_t first, uint32_t expert) {
   Span traced(d.a.call.wait.trace, Site::kLowLatencyDispatchRecv, first);
   uint64_t words[kCountsInFlight] = {};
   auto is_missing = [&](uint32_t i) {
-    return first + i < d.ranks() && d.present()[first + i] != 0 && !is_of_call(words[i], d.epoch.number);
+    return first + i < d.ranks() && d.gives()[first + i] != 0 && !is_of_call(words[i], d.epoch.number);
   };
   auto all_came = [&] {
     bool came = true;
@@ -449,7 +449,7 @@ WEFT_DEVICE void await_counts(const D& d, uint32_t first, uint32_t expert) {
   WEFT_ROLLED
   for (uint32_t source = first; !came && source < d.ranks() && source < first + kCountsInFlight; ++source) {
     const uint64_t word = load_relaxed(d.count_word_at(source, expert));
-    if (d.present()[source] == 0 || is_of_call(word, d.epoch.number)) continue;
+    if (d.gives()[source] == 0 || is_of_call(word, d.epoch.number)) continue;
     lose(d.a.call, source, Site::kLowLatencyDispatchRecv, d.epoch.number, word >> 32, waited_ns);
     d.gives()[source] = 0;
   }
@@ -475,11 +475,11 @@ WEFT_DEVICE void find_segments(const D& d) {
   for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
     d.gives()[source] = d.present()[source];
   d.warp.sync();
+  if (reports || kIsHost) check_sources(d);  // first: who means another call tells other counts
   WEFT_ROLLED
-  for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size()) WEFT_ROLLED
-  for (uint32_t first = 0; first < d.ranks(); first += kCountsInFlight) await_counts(d, first, expert);
+  for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size())
+    for (uint32_t first = 0; first < d.ranks(); first += kCountsInFlight) await_counts(d, first, expert);
   d.warp.sync();
-  if (reports || kIsHost) check_sources(d);
   WEFT_ROLLED
   for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size()) {
     uint32_t begin = 0;

@@ -69,7 +69,7 @@ struct Loaded {
 void take_msccl_variables(std::string& algorithm_dir, OptionRow& row) {
   for (const char* name : {"NCCL_MSCCL_ENABLE", "RCCL_MSCCL_ENABLE"})
     if (const char* given = std::getenv(name); given && std::string_view(given) == "0") return;
-  for (const char* name : {"MSCCL_ALGO_DIR", "MSCCL_XML_FILES"}) {
+  for (const char* name : {"MSCCL_ALGO_DIR", "MSCCL_XML_FILES", "MSCCL_CONFIG"}) {
     const char* given = std::getenv(name);
     if (!algorithm_dir.empty() || !given || !*given) continue;
     algorithm_dir = row.value = given;

@@ -40,6 +40,22 @@ def test_folders_and_files_join_and_bad_ones_are_named(
     assert "ring" in choice.algorithm.name
 
 
+def test_a_list_of_files_says_their_sizes_and_protocols(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring = build("allreduce_a100_ring", 3, inplace=True, min_bytes=1 << 20).compile()
+    (tmp_path / "ring.xml").write_text(to_xml(ring))
+    listed = tmp_path / "list.xml"
+    load = '<load path="ring.xml" minbytes="1024" maxbytes="4096" proto="LL"/>'
+    listed.write_text(f"<msccl_algos>\n  {load}\n</msccl_algos>\n")
+    (found,) = read_algorithms(str(listed), 3)
+    assert (found.min_bytes, found.max_bytes, found.protocol) == (1024, 4095, "LL")
+    listed.write_text(f"<msccl_algos>\n  {load.replace('LL', 'XX')}\n</msccl_algos>\n")
+    assert read_algorithms(str(listed), 3) == [] and "list.xml:2: load: proto: got 'XX'" in caplog.text
+    listed.write_text('<msccl_algos><load path="none.xml"/></msccl_algos>')
+    assert read_algorithms(str(listed), 3) == [] and "list.xml is not used: [Errno 2]" in caplog.text
+
+
 def test_a_file_with_a_root_serves_that_root_only(tmp_path: Path) -> None:
     chain = tmp_path / "chain.xml"
     chain.write_text(to_xml(build("broadcast_chain", 3, inplace=True).compile()))
@@ -60,6 +76,7 @@ def test_msccls_own_variables_name_algorithms() -> None:
 
     assert value(MSCCL_ALGO_DIR="/a") == "/a"
     assert value(MSCCL_XML_FILES="/a.xml:/b.xml") == "/a.xml:/b.xml"
+    assert value(MSCCL_CONFIG="/list.xml") == "/list.xml"
     assert value(MSCCL_ALGO_DIR="/a", NCCL_MSCCL_ENABLE="0") == ""
     assert value(MSCCL_ALGO_DIR="/a", WEFT_ALGORITHM_DIR="/w") == "/w"
 

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from weft.collectives.ir import Algorithm
-from weft.collectives.xml import from_xml
+from weft.collectives.xml import from_xml, is_list, read_list
 from weft.errors import Error, invalid
 
 
@@ -23,6 +24,32 @@ def load_file(path: str | Path) -> Algorithm:
 
         return from_plan(_text(file), file.name)
     raise invalid("file", file.name, "a name that ends in .xml (MSCCL) or .json (MSCCL++ plan)")
+
+
+def load_listed(path: str | Path) -> list[Algorithm]:
+    """Read the algorithms that a list of microsoft/msccl names, with the sizes and protocols that it gives them.
+
+    Paths are relative to the list. Raises: Error, naming file and place; OSError.
+    """
+    file = Path(path)
+    found = []
+    for listed in read_list(_text(file), file.name):
+        algorithm = load_file(file.parent / Path(listed.path).expanduser())
+        found.append(
+            dataclasses.replace(
+                algorithm,
+                min_bytes=listed.min_bytes,
+                max_bytes=listed.max_bytes,
+                protocol=listed.protocol or algorithm.protocol,
+            )
+        )
+    return found
+
+
+def is_listing(path: str | Path) -> bool:
+    """Return whether a file is such a list. Raises: Error, OSError."""
+    file = Path(path)
+    return file.suffix == ".xml" and is_list(_text(file))
 
 
 def _text(file: Path) -> str:

@@ -384,7 +384,7 @@ def _unfit(algorithm: Algorithm, num_bytes: int) -> str | None:
 def read_algorithms(places: str, ranks: int) -> list[Algorithm]:
     """Return the verified algorithms for ``ranks``, by file name within each place; the others are logged.
 
-    Args: places: folders and files, with colons between; "" for none.
+    Args: places: folders and files, with colons between; "" for none. A file may be a list of others (MSCCL_CONFIG).
     """
     found = []
     for place in filter(None, places.split(":")):
@@ -399,18 +399,19 @@ def read_algorithms(places: str, ranks: int) -> list[Algorithm]:
 
 
 def _read_algorithm(file: Path, ranks: int) -> list[Algorithm]:
-    from weft.collectives.load import load_file
+    from weft.collectives.load import is_listing, load_file, load_listed
 
     try:
-        algorithm = load_file(file)
-        verify(algorithm)
+        algorithms = load_listed(file) if is_listing(file) else [load_file(file)]
+        for algorithm in algorithms:
+            verify(algorithm)
     except (Error, OSError) as error:
         log.warning("%s is not used: %s", file.name, error)
         return []
-    if algorithm.num_ranks != ranks:
-        log.info("%s is not used: it is for %d ranks, not %d", file.name, algorithm.num_ranks, ranks)
-        return []
-    return [algorithm]
+    for algorithm in algorithms:
+        if algorithm.num_ranks != ranks:
+            log.info("%s is not used: it is for %d ranks, not %d", file.name, algorithm.num_ranks, ranks)
+    return [algorithm for algorithm in algorithms if algorithm.num_ranks == ranks]
 
 
 def table_name(machine: str, key: str, ranks: int) -> str:

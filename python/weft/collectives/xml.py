@@ -4,6 +4,7 @@
     algorithm = from_xml(text, "ring.xml")          # Error: file, line, what is wrong and what is allowed
     text = to_xml(algorithm)                        # every attribute that either reader requires
     text = to_xml(algorithm, "microsoft")           # for readers that take maxBytes as microsoft/msccl does
+    files = read_list(text, "algorithms.xml")       # what MSCCL_CONFIG names
 
 A file with ``outofplace`` is Azure's dialect (maxBytes is inclusive, 0 is none), else microsoft's (exclusive). The IR
 has no nops: reading folds a chain of nops into the waits of the step that follows, writing makes them again.
@@ -79,7 +80,7 @@ class _Element:
         return value
 
 
-def _parse(text: str, file: str) -> _Element:
+def _parse(text: str, file: str, parents: Mapping[str, str | None] = _PARENTS) -> _Element:
     parser = expat.ParserCreate()
     root: list[_Element] = []
     open_elements: list[_Element] = []
@@ -87,11 +88,11 @@ def _parse(text: str, file: str) -> _Element:
     def start(name: str, attributes: dict[str, str]) -> None:
         element = _Element(name, parser.CurrentLineNumber, file, attributes)
         parent = open_elements[-1].name if open_elements else None
-        if name not in _PARENTS:
-            raise element.error(f"unknown element, allowed: {', '.join(_PARENTS)}")
-        if _PARENTS[name] != parent:
+        if name not in parents:
+            raise element.error(f"unknown element, allowed: {', '.join(parents)}")
+        if parents[name] != parent:
             raise element.error(
-                f"stands in {parent or 'the file'}, allowed: in {_PARENTS[name] or 'the file'}"
+                f"stands in {parent or 'the file'}, allowed: in {parents[name] or 'the file'}"
             )
         if open_elements:
             open_elements[-1].children.append(element)
@@ -106,6 +107,36 @@ def _parse(text: str, file: str) -> _Element:
     except expat.ExpatError as error:
         raise XmlError(f"{file}:{error.lineno}: not XML: {expat.errors.messages[error.code]}") from None
     return root[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """A line of microsoft/msccl's list: a file, and sizes and protocol that stand instead of the file's own.
+
+    ``max_bytes`` is inclusive, None for no limit; ``protocol`` None: the file's.
+    """
+
+    path: str
+    min_bytes: int
+    max_bytes: int | None
+    protocol: str | None
+
+
+def is_list(text: str) -> bool:
+    """Return whether this is a list of algorithms (MSCCL_CONFIG) and not an algorithm."""
+    return "<msccl_algos" in text
+
+
+def read_list(text: str, file: str) -> list[Listed]:
+    """Read microsoft/msccl's list of files. Raises: XmlError, naming file and line."""
+    root = _parse(text, file, {"msccl_algos": None, "load": "msccl_algos"})
+    listed = []
+    for load in root.children:
+        end = load.number("maxbytes", -1, -1)
+        protocol = load.text("proto", PROTOCOLS) if "proto" in load.attributes else None
+        most = None if end < 0 else end - 1
+        listed.append(Listed(load.text("path"), load.number("minbytes", 0), most, protocol))
+    return listed
 
 
 def from_xml(text: str, file: str = "algorithm.xml") -> Algorithm:

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 torch.set_num_threads(1)  # ranks are forked from this process, and a fork inherits no OpenMP threads
+
+# Tests start a hundred programs that import torch. Where Python may keep no compiled modules beside it
+# (PYTHONDONTWRITEBYTECODE, a folder of the system), each would compile all of them anew, which takes seconds.
+if not (Path(torch.__file__).parent / "__pycache__").is_dir():
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / "build" / "pycache"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

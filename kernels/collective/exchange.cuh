@@ -170,6 +170,11 @@ WEFT_DEVICE void store_unit(const Piece& piece, uint64_t unit, const Vec16& valu
   message::store_ragged(piece, unit, value);
 }
 
+// What of a piece is in a slice and after it.
+WEFT_DEVICE Piece sliced(const Piece& piece, Slice slice) {
+  const uint64_t at = slice.first * 16, start = at < piece.bytes ? at : piece.bytes;
+  return {piece.at + start, piece.bytes - start};
+}
 WEFT_DEVICE Piece part_of(std::byte* base, uint64_t bytes, uint64_t part) {
   return {base + part * bytes, bytes};
 }
@@ -282,12 +287,23 @@ WEFT_DEVICE void move_units(Block block, uint32_t count, Load load, Store store)
   for (; unit < count; unit += step) store(unit, load(unit));
 }
 
+// Copies units. Those that are not whole or not aligned go apart from the others, one at a time: there are
+// few, and the code that moves them is long.
+WEFT_DEVICE void copy_units(Block block, uint32_t count, const Piece& from, const Piece& to) {
+  const uint64_t whole = message::whole_units(from, message::whole_units(to, count));
+  const auto* src = reinterpret_cast<const Vec16*>(from.at);
+  auto* dst = reinterpret_cast<Vec16*>(to.at);
+  move_units(
+      block, static_cast<uint32_t>(whole), [&](uint32_t unit) { return load_vec(src + unit); },
+      [&](uint32_t unit, const Vec16& value) { store_vec(dst + unit, value); });
+  for (uint64_t unit = whole + block.rank(); unit < count; unit += block.size())
+    store_unit(to, unit, load_unit(from, unit));
+}
+
 template <class R>
 WEFT_DEVICE void copy_own(const R& run, Slice slice, const Piece& from, const Piece& to) {
   if (from.at == to.at) return;
-  move_units(
-      run.block, slice.count, [&](uint32_t unit) { return load_unit(from, slice.first + unit); },
-      [&](uint32_t unit, const Vec16& value) { store_unit(to, slice.first + unit, value); });
+  copy_units(run.block, slice.count, sliced(from, slice), sliced(to, slice));
 }
 
 template <class R>
@@ -385,8 +401,8 @@ struct Stage {
   WEFT_DEVICE Vec16* to(uint32_t peer) const {
     return reinterpret_cast<Vec16*>(run.mesh.to(peer).mapped() + area(run.self));
   }
-  WEFT_DEVICE const Vec16* from(uint32_t peer) const {
-    return reinterpret_cast<const Vec16*>(run.mesh.local() + area(peer));
+  WEFT_DEVICE Vec16* from(uint32_t peer) const {
+    return reinterpret_cast<Vec16*>(run.mesh.local() + area(peer));
   }
   WEFT_DEVICE uint32_t sums_at() const { return run.a.layout.stage_units / 2; }
 
@@ -435,23 +451,31 @@ struct Parts {
   }
 };
 
+// The first units of an area as a piece.
+WEFT_DEVICE Piece units_of(Vec16* area, uint32_t count) {
+  return {reinterpret_cast<std::byte*>(area), uint64_t{count} * sizeof(Vec16)};
+}
+
 template <class R>
 WEFT_DEVICE void fill_stages(const Stage<R>& stage, const Parts<R>& parts, Slice slice) {
   const R& run = stage.run;
   if (run.kind() == Exchange::kAllGather) {
-    const Piece own = parts.input_for(run.self);
-    return move_units(
-        run.block, slice.count, [&](uint32_t unit) { return load_unit(own, slice.first + unit); },
-        [&](uint32_t unit, const Vec16& value) {
-          for (uint32_t step = 1; step < run.ranks; ++step) store_vec(stage.to(run.peer(step)) + unit, value);
-        });
+    const Piece own = sliced(parts.input_for(run.self), slice);
+    const auto whole = static_cast<uint32_t>(message::whole_units(own, slice.count));
+    auto put = [&](uint32_t unit, const Vec16& value) {
+      for (uint32_t step = 1; step < run.ranks; ++step) store_vec(stage.to(run.peer(step)) + unit, value);
+    };
+    move_units(
+        run.block, whole,
+        [&](uint32_t unit) { return load_vec(reinterpret_cast<const Vec16*>(own.at) + unit); }, put);
+    for (uint32_t unit = whole + run.block.rank(); unit < slice.count; unit += run.block.size())
+      put(unit, message::load_ragged(own, unit));
+    return;
   }
   for (uint32_t step = 1; step < run.ranks; ++step) {
-    const Piece piece = parts.input_for(run.peer(step));
-    Vec16* area = stage.to(run.peer(step));
-    move_units(
-        run.block, slice.count, [&](uint32_t unit) { return load_unit(piece, slice.first + unit); },
-        [&](uint32_t unit, const Vec16& value) { store_vec(area + unit, value); });
+    const uint32_t peer = run.peer(step);
+    copy_units(run.block, slice.count, sliced(parts.input_for(peer), slice),
+               units_of(stage.to(peer), slice.count));
   }
 }
 
@@ -460,11 +484,9 @@ template <class R>
 WEFT_DEVICE void empty_stages(const Stage<R>& stage, const Parts<R>& parts, Slice slice, uint32_t at) {
   const R& run = stage.run;
   for (uint32_t step = 1; step < run.ranks; ++step) {
-    const Piece piece = parts.output_of(run.peer(step));
-    const Vec16* area = stage.from(run.peer(step)) + at;
-    move_units(
-        run.block, slice.count, [&](uint32_t unit) { return load_vec(area + unit); },
-        [&](uint32_t unit, const Vec16& value) { store_unit(piece, slice.first + unit, value); });
+    const uint32_t peer = run.peer(step);
+    copy_units(run.block, slice.count, units_of(stage.from(peer) + at, slice.count),
+               sliced(parts.output_of(peer), slice));
   }
 }
 
@@ -477,8 +499,9 @@ WEFT_DEVICE void add_stages(const Stage<R>& stage, const Parts<R>& parts, Slice 
   const uint64_t stride = uint64_t{run.a.layout.blocks} * run.a.layout.stage_units;
   with_combiner(run.shape, [&](auto combiner) {
     for (uint32_t unit = run.block.rank(); unit < slice.count; unit += run.block.size()) {
+      const Vec16 mine = load_unit(own, slice.first + unit);
       const Vec16 sum = sum_of<decltype(combiner)>(run, [&](uint32_t rank) {
-        return rank == run.self ? load_unit(own, slice.first + unit) : load_vec(areas + rank * stride + unit);
+        return rank == run.self ? mine : load_vec(areas + rank * stride + unit);
       });
       store_unit(into, slice.first + unit, sum);
       then(unit, sum);

@@ -8,6 +8,19 @@ from dataclasses import dataclass
 
 from weft import _core
 
+# Constants that choose between pieces of code. The others are sizes: numbers in the same code.
+CHOICES = {
+    "element",
+    "exchange",
+    "payload",
+    "protocol",
+    "reduction",
+    "reply",
+    "scale_words",
+    "weights",
+    "whole_vecs",
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -19,6 +32,12 @@ class Case:
     def __str__(self) -> str:
         row = _core.kernel_table()[self.row]
         return "-".join([row.name, row.mesh_type, *re.findall(r"=(\d+)", self.constants)])
+
+    def choices(self) -> set[tuple[str, str]]:
+        """Return the constants that choose code, with their values."""
+        return {
+            (name, value) for name, value in re.findall(r"(\w+)=(\d+)", self.constants) if name in CHOICES
+        }
 
     def key(self, **changed: object) -> _core.KernelKey:
         """Return the key that the library would compile, with the fields in ``changed`` replaced."""
@@ -39,3 +58,17 @@ def all_cases() -> list[Case]:
     """Return every case, in the order of the list."""
     rows = enumerate(_core.kernel_table())
     return [Case(index, constants.strip()) for index, row in rows for constants in row.typical.split(";")]
+
+
+def covering_cases() -> list[Case]:
+    """Return some cases of each kernel in which every choice has each of the values that all cases give it."""
+    covering: list[Case] = []
+    for row in range(len(_core.kernel_table())):
+        # The last ones are the largest.
+        cases = [case for case in reversed(all_cases()) if case.row == row]
+        open_choices = set().union(*(case.choices() for case in cases))
+        chosen = cases[:1]
+        while missing := open_choices - set().union(*(case.choices() for case in chosen)):
+            chosen.append(max(cases, key=lambda case: len(case.choices() & missing)))
+        covering += reversed(chosen)
+    return covering

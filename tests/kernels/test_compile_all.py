@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel compiles for every GPU architecture, without a GPU, and spills nothing to local memory.
 
+sm_90a gets every typical set of constants; the other architectures get those that cover all choices of code.
 ``pytest -rP`` shows the registers, stack and shared memory of each.
 """
 
@@ -11,13 +12,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
-from kernel_cases import Case, all_cases
+from kernel_cases import Case, all_cases, covering_cases
 
 from weft import _core
 from weft.errors import Error
 from weft.runtime import nvrtc
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
+FULL_SWEEP = "sm_90a"
 
 needs_nvrtc = pytest.mark.skipif(
     nvrtc.find().nvrtc is None, reason="no NVRTC (pip install nvidia-cuda-nvrtc)"
@@ -58,6 +60,17 @@ class Compilation:
         return _core.compile_kernel(self.case.key(), self.architecture)
 
 
+def compilations() -> list[Compilation]:
+    """Return what is compiled."""
+    covering = set(covering_cases())
+    return [
+        Compilation(case, architecture)
+        for case in all_cases()
+        for architecture in ARCHITECTURES
+        if architecture == FULL_SWEEP or case in covering
+    ]
+
+
 def check_usage(compiled: _core.Compiled) -> None:
     """Spills, and whatever the compiler warns of, are failures."""
     assert compiled.cubin[:4] == b"\x7fELF"
@@ -73,13 +86,17 @@ def test_the_list_has_kernels() -> None:
     assert all(row.has_host_version for row in _core.kernel_table())
 
 
+def test_every_kernel_and_choice_is_compiled_for_every_architecture() -> None:
+    def choices(architecture: str) -> set[tuple[int, tuple[str, str] | None]]:
+        cases = [made.case for made in compilations() if made.architecture == architecture]
+        return {(case.row, choice) for case in cases for choice in [None, *case.choices()]}
+
+    assert {case for case, _ in choices(FULL_SWEEP)} == set(range(len(_core.kernel_table())))
+    assert all(choices(architecture) == choices(FULL_SWEEP) for architecture in ARCHITECTURES)
+
+
 @needs_nvrtc
-@pytest.mark.parametrize(
-    "compiling",
-    [Compilation(case, architecture) for case in all_cases() for architecture in ARCHITECTURES],
-    ids=str,
-    indirect=True,
-)
+@pytest.mark.parametrize("compiling", compilations(), ids=str, indirect=True)
 def test_kernel_compiles_without_spills(compiling: Future[_core.Compiled]) -> None:
     check_usage(compiling.result())
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/collective/program_args.h"
+#include "kernels/core/constant.cuh"
 #include "kernels/core/numbers.cuh"
 
 namespace weft {
@@ -159,60 +160,51 @@ struct Combiner {
   }
 };
 
-template <class Format, class F>
-WEFT_DEVICE void with_reduction(Reduction reduction, F f) {
-  switch (reduction) {
-    case Reduction::kSum:
-      return f(Combiner<Format, Sum>{});
-    case Reduction::kProduct:
-      return f(Combiner<Format, Product>{});
-    case Reduction::kMin:
-      return f(Combiner<Format, Min>{});
-    case Reduction::kMax:
-      return f(Combiner<Format, Max>{});
-    case Reduction::kAverage:
-      return f(Combiner<Format, Average>{});
-  }
-}
+template <Element kElement>
+struct FormatOf;
+template <Reduction kReduction>
+struct OpOf;
+// clang-format off
+template <> struct FormatOf<Element::kFp32> { using Type = Plain<float>; };
+template <> struct FormatOf<Element::kFp16> { using Type = Half; };
+template <> struct FormatOf<Element::kBf16> { using Type = Brain; };
+template <> struct FormatOf<Element::kE4m3> { using Type = E4m3; };
+template <> struct FormatOf<Element::kE5m2> { using Type = E5m2; };
+template <> struct FormatOf<Element::kFp64> { using Type = Plain<double>; };
+template <> struct FormatOf<Element::kInt8> { using Type = Plain<int8_t>; };
+template <> struct FormatOf<Element::kUint8> { using Type = Plain<uint8_t>; };
+template <> struct FormatOf<Element::kInt32> { using Type = Plain<int32_t>; };
+template <> struct FormatOf<Element::kUint32> { using Type = Plain<uint32_t>; };
+template <> struct FormatOf<Element::kInt64> { using Type = Plain<int64_t>; };
+template <> struct FormatOf<Element::kUint64> { using Type = Plain<uint64_t>; };
 
-// Calls f with the format of an element type.
-template <class F>
-WEFT_DEVICE void with_format(Element element, F f) {
-  switch (element) {
-    case Element::kFp32:
-      return f(Plain<float>{});
-    case Element::kFp16:
-      return f(Half{});
-    case Element::kBf16:
-      return f(Brain{});
-    case Element::kE4m3:
-      return f(E4m3{});
-    case Element::kE5m2:
-      return f(E5m2{});
-    case Element::kFp64:
-      return f(Plain<double>{});
-    case Element::kInt8:
-      return f(Plain<int8_t>{});
-    case Element::kUint8:
-      return f(Plain<uint8_t>{});
-    case Element::kInt32:
-      return f(Plain<int32_t>{});
-    case Element::kUint32:
-      return f(Plain<uint32_t>{});
-    case Element::kInt64:
-      return f(Plain<int64_t>{});
-    case Element::kUint64:
-      return f(Plain<uint64_t>{});
-  }
+template <> struct OpOf<Reduction::kSum> { using Type = Sum; };
+template <> struct OpOf<Reduction::kProduct> { using Type = Product; };
+template <> struct OpOf<Reduction::kMin> { using Type = Min; };
+template <> struct OpOf<Reduction::kMax> { using Type = Max; };
+template <> struct OpOf<Reduction::kAverage> { using Type = Average; };
+// clang-format on
+
+// Calls f with the format of the shape's element type.
+template <class Shape, class F>
+WEFT_DEVICE void with_format(const Shape& shape, F f) {
+  with_constant<Element, kElements>(
+      shape, [](const auto& s) { return s.element; },
+      [&](auto element) { f(typename FormatOf<decltype(element)::value>::Type{}); });
 }
 
 }  // namespace element
 
-// Calls f with the combiner of the shape's element type and reduction; a constant choice on GPUs.
+// Calls f with the combiner of the shape's element type and reduction.
 template <class Shape, class F>
 WEFT_DEVICE void with_combiner(const Shape& shape, F f) {
-  element::with_format(static_cast<Element>(shape.element), [&](auto format) {
-    element::with_reduction<decltype(format)>(static_cast<Reduction>(shape.reduction), f);
+  element::with_format(shape, [&](auto format) {
+    with_constant<Reduction, kReductions>(
+        shape, [](const auto& s) { return s.reduction; },
+        [&](auto reduction) {
+          using Op = typename element::OpOf<decltype(reduction)::value>::Type;
+          f(element::Combiner<decltype(format), Op>{});
+        });
   });
 }
 

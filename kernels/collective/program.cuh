@@ -662,7 +662,7 @@ WEFT_KERNEL void scale_buffer(const ScaleArgs& a, const MeshT&, const Shape& sha
   const Block block;
   const uint64_t threads = uint64_t{block.count()} * block.size();
   const uint64_t first = uint64_t{block.index()} * block.size() + block.rank();
-  element::with_format(static_cast<Element>(shape.element), [&](auto format) {
+  element::with_format(shape, [&](auto format) {
     using Format = decltype(format);
     auto* data = reinterpret_cast<typename Format::Stored*>(a.data);
     for (uint64_t i = first; i < a.elems; i += threads)

@@ -46,7 +46,9 @@ enum class Element : uint32_t {
   kInt64,
   kUint64,
 };
+inline constexpr uint32_t kElements = 12;
 enum class Reduction : uint32_t { kSum = 0, kProduct, kMin, kMax, kAverage };
+inline constexpr uint32_t kReductions = 5;
 enum class Protocol : uint32_t { kSimple = 0, kLl, kLl128 };
 inline constexpr uint32_t kProtocols = 3;
 enum class BufferId : uint32_t { kInput = 0, kOutput, kScratch };

@@ -22,16 +22,22 @@ inline constexpr uint32_t kLaneElems = kGroupElems / kGroupLanes;
 // ---- bf16 rows to lanes
 // --------------------------------------------------------------------------------------------
 
+// A vector's bf16 elements as float32, in the order of their channels.
+WEFT_DEVICE void widen(float* values, const Vec16& vec) {
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < 4; ++i) {
+    values[2 * i] = float_of_bits(vec.words[i] << 16);
+    values[2 * i + 1] = float_of_bits(vec.words[i] & 0xffff0000u);
+  }
+}
+
 // A lane's bf16 elements as float32, from a 16-byte aligned place; zeros where it is null.
-template <uint32_t kElems>
+template <bool kFresh = false, uint32_t kElems>
 WEFT_DEVICE void load_lane(float (&values)[kElems], const std::byte* row) {
   WEFT_UNROLL
   for (uint32_t v = 0; v < kElems / 8; ++v) {
-    const Vec16 vec = row ? load_vec(reinterpret_cast<const Vec16*>(row) + v) : Vec16{};
-    for (uint32_t i = 0; i < 4; ++i) {
-      values[8 * v + 2 * i] = float_of_bits(vec.words[i] << 16);
-      values[8 * v + 2 * i + 1] = float_of_bits(vec.words[i] & 0xffff0000u);
-    }
+    const auto* at = reinterpret_cast<const Vec16*>(row) + v;
+    widen(values + 8 * v, !row ? Vec16{} : kFresh ? load_vec_fresh(at) : load_vec(at));
   }
 }
 

@@ -30,6 +30,10 @@ class Span {
       if (log_) note();
   }
   Span(const Span&) = delete;
+  // Who it was, where that is known at the end only.
+  WEFT_DEVICE void set_peer(uint32_t peer) {
+    if constexpr (kMayTrace) span_.peer = static_cast<uint16_t>(peer);
+  }
 
  private:
   WEFT_DEVICE Span(TraceLog* log, uint32_t what, bool notes, uint32_t peer) {
@@ -45,9 +49,9 @@ class Span {
   }
 
   WEFT_DEVICE void note() {
+    span_.end_ns = now_ns();  // before the count is asked for, which takes longer than some spans
     const uint32_t at = add_local(&log_->count, uint32_t{1});
     if (at >= log_->capacity) return;
-    span_.end_ns = now_ns();
     log_->spans()[at] = span_;
   }
 

@@ -27,8 +27,10 @@
 namespace weft {
 namespace combine {
 
-inline constexpr uint32_t kRowsInFlight = 4;
-inline constexpr uint32_t kVecsInFlight = 2;
+// Rows that a lane loads before it uses any: memory is far. A host core looks ahead by itself, and would
+// rather add long pieces of one row.
+inline constexpr uint32_t kRowsInFlight = Warp::kMaxSize == 1 ? 1 : 4;
+inline constexpr uint32_t kVecsInFlight = kSumVecs;
 inline constexpr uint32_t kChunksAtOnce = 8;  // signals of a peer that a look asks for: memory is far
 inline constexpr uint32_t kLookEveryNs = 500;
 inline constexpr uint32_t kSharedPollNs = 200;
@@ -63,10 +65,10 @@ struct Chunk {
 // Task 0 is chunk 0 of the first owner, task 1 chunk 0 of the next one, ...: owners start with this rank's
 // successor, so links share the load.
 template <class MeshT>
-WEFT_DEVICE Chunk chunk_of(const CombineArgs& a, const MeshT& mesh, uint64_t task) {
-  const uint64_t peers = mesh.ranks() - 1;
-  const uint32_t owner = static_cast<uint32_t>((mesh.rank() + 1 + task % peers) % mesh.ranks());
-  const auto number = static_cast<uint32_t>(task / peers);
+WEFT_DEVICE Chunk chunk_of(const CombineArgs& a, const MeshT& mesh, uint32_t task) {
+  const uint32_t peers = mesh.ranks() - 1;
+  const uint32_t owner = (mesh.rank() + 1 + task % peers) % mesh.ranks();
+  const uint32_t number = task / peers;
   const RowSpan span = row_span(a.prefix, mesh.ranks(), owner, mesh.rank());
   const uint64_t size = chunk_rows(span.count);
   if (number * size >= span.count) return {owner, number, 0, 0};
@@ -172,7 +174,7 @@ WEFT_DEVICE void push_rows(const CombineArgs& a, const ReadyExchange& x, Block b
         while (item == chunk.rows * pieces.per_row()) {
           const uint64_t task = tasks.take();
           if (task >= num_tasks) return {};
-          chunk = chunk_of(a, mesh, task);
+          chunk = chunk_of(a, mesh, static_cast<uint32_t>(task));  // at most kMaxChunks * ranks of them
           staging = staging_of(x, mesh, epoch, chunk.owner);
           if (a.topk_weights) push_weights(a, warp, shape, staging.weights, chunk);
           item = 0;

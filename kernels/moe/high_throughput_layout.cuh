@@ -43,7 +43,9 @@ WEFT_DEVICE void count_token(const LayoutArgs& a, uint64_t token, int32_t* per_r
 WEFT_DEVICE void place_token(const LayoutArgs& a, uint64_t token) {
   auto rank_of = [&](uint32_t k) {
     const int64_t expert = expert_at(a.topk_idx, a.id_bytes, token * a.top_k + k);
-    return expert < 0 || expert >= a.experts ? -1 : static_cast<int32_t>(expert / a.experts_per_rank);
+    return expert < 0 || expert >= a.experts
+               ? -1
+               : static_cast<int32_t>(static_cast<uint32_t>(expert) / a.experts_per_rank);
   };
   int32_t next = 0;
   for (uint32_t k = 0; k < a.top_k; ++k) {

@@ -72,14 +72,16 @@ struct LowLatencyDispatchArgs {
   int32_t* expert_stats;    // [Le] added to, or null
   int32_t* routes;          // RoutesLayout
   uint32_t receive_splits;  // warps that share one message
-  uint32_t tiled_scales;    // 1: scales stand in tiles of 128 rows and one word: see tiled_word()
+  uint32_t tiled_scales;    // 1: rows of scales stand in tiles: see tiled_row()
 };
 static_assert(sizeof(LowLatencyDispatchArgs) == 272);
 
-// Where matrix units of Blackwell want word `word` of row `row` of an expert's scales, `words` to a row:
-// tiles [row / 128][word] of 128 words, in which rows 32 apart are neighbours.
-WEFT_DEVICE constexpr uint64_t tiled_word(uint64_t row, uint64_t word, uint64_t words) {
-  return (row / 128 * words + word) * 128 + row % 32 * 4 + row % 128 / 32;
+// Where matrix units of Blackwell want the first word of row `row` of an expert's scales, `words` to a row,
+// the others kTiledWordStride apart: tiles [row / 128][word] of 128 words, in which rows 32 apart are
+// neighbours.
+inline constexpr uint32_t kTiledWordStride = 128;
+WEFT_DEVICE constexpr uint64_t tiled_row(uint64_t row, uint64_t words) {
+  return row / 128 * words * kTiledWordStride + row % 32 * 4 + row % 128 / 32;
 }
 
 struct LowLatencyCombineArgs {

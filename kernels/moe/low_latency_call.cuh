@@ -13,6 +13,8 @@
 namespace weft {
 namespace low_latency {
 
+inline constexpr bool kIsHost = Warp::kMaxSize == 1;
+
 // Every launch with a send phase adds this much to LowLatencyState::started, its blocks together.
 inline constexpr uint64_t kLaunchShare = 1 << 16;
 
@@ -45,23 +47,28 @@ WEFT_DEVICE bool is_masked(const LowLatencyCall& call, uint32_t peer) {
   return call.masked && load_relaxed(call.masked + peer) != 0;
 }
 
-// Waits, in one thread, for a signal of a peer. False: the peer is masked, by now or before, or it is a
-// fault. `scale` turns values into epochs for the report.
+// A peer that was waited for in vain is masked, or it is a fault.
+WEFT_DEVICE void lose(const LowLatencyCall& call, uint32_t peer, Site site, uint64_t want, uint64_t seen,
+                      uint64_t waited_ns) {
+  if (!call.may_mask) {
+    raise(call.wait.fault, site, call.wait.self, peer, want, seen, waited_ns);
+  } else if (waited_ns > call.wait.timeout_ns) {  // else another warp's fault has ended the wait
+    store_relaxed(call.masked + peer, uint32_t{1});
+  }
+}
+
+// Waits, in one thread, for a signal of a peer; what may follow is what load_signal() allows. False: the peer
+// is masked, by now or before, or it is a fault. `scale` turns values into epochs for the report.
 WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint64_t want, uint32_t peer,
                        Site site, uint64_t scale, uint64_t& seen) {
   if (is_masked(call, peer)) {
-    seen = load_acquire(signal);
+    seen = load_signal(signal);
     return seen >= want;
   }
   uint64_t waited_ns = 0;
   const Span traced(call.wait.trace, site, peer);
-  if (poll_signal(signal, want, call.wait, seen, waited_ns)) return true;
-  if (call.may_mask) {
-    // A wait that another warp's fault has ended says nothing of the peer.
-    if (waited_ns > call.wait.timeout_ns) store_relaxed(call.masked + peer, uint32_t{1});
-  } else {
-    raise(call.wait.fault, site, call.wait.self, peer, want / scale, seen / scale, waited_ns);
-  }
+  if (poll(call.wait, waited_ns, [&] { return (seen = load_signal(signal)) >= want; })) return true;
+  lose(call, peer, site, want / scale, seen / scale, waited_ns);
   return false;
 }
 
@@ -77,42 +84,48 @@ WEFT_DEVICE uint64_t join_launch(const LowLatencyCall& call, Block block, const 
   return add_local(&state->started, share) / kLaunchShare + 1;
 }
 
-// One warp of the launch. Tells peers which calls this rank has read, and notes what this launch is about.
+// One warp of the launch: tells peers which calls this rank has read.
 template <class MeshT>
-WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT& mesh, Epoch epoch) {
+WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT& mesh) {
   LowLatencyState* state = state_of(call, mesh);
   const uint64_t consumed = low_latency_control(mesh.ranks()).consumed;
-  const uint64_t received[2] = {state->received[0], state->received[1]};
-  warp.sync();
-  for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
+  WEFT_ROLLED
+  for (uint32_t signal = warp.rank(); signal < 2 * mesh.ranks(); signal += warp.size()) {
+    const uint32_t peer = signal / 2;
+    const Epoch half{0, signal % 2};
     if (is_masked(call, peer)) continue;
-    for (uint32_t parity = 0; parity < 2; ++parity)
-      mesh.to(peer).signal(control_offset(call, consumed, mesh.ranks(), Epoch{0, parity}, mesh.rank()),
-                           received[parity]);
+    std::byte* theirs =
+        mesh.to(peer).mapped() + control_offset(call, consumed, mesh.ranks(), half, mesh.rank());
+    store_after_launch(reinterpret_cast<uint64_t*>(theirs), state->received[half.parity]);
   }
-  if (warp.rank() != 0) return;
+  warp.sync();
+}
+
+// One thread, after that: notes what this launch is about.
+template <class MeshT>
+WEFT_DEVICE void note_call(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch) {
+  LowLatencyState* state = state_of(call, mesh);
   if (call.phases & kPhaseSend) state->call_epoch[call.ticket] = epoch.number;
   if (call.phases & kPhaseReceive) state->received[epoch.parity] = epoch.number;
 }
 
-// Starts a launch, in one warp: finds its call number, and present[peer] for each peer that takes part.
-// Before a send phase it waits until all of them have read this half's last call. The block must meet before
-// anyone uses either.
+// Finds, in one warp, a launch's call number, and present[peer] for each peer that takes part. Before a send
+// phase it waits until all of them have read this half's last call.
 template <class MeshT>
-WEFT_DEVICE void begin_call(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh,
-                            uint64_t* shared_epoch, uint32_t* present, Site site) {
+WEFT_DEVICE void find_call(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh,
+                           uint64_t* shared_epoch, uint32_t* present, Site site) {
   const Span traced(call.wait.trace, Work::kLowLatencyBegin, warp.rank() == 0);
   uint64_t number = warp.rank() == 0 ? join_launch(call, block, mesh) : 0;
   // While that is under way, lanes look at both halves' acknowledgements: mostly they came long ago.
   const auto* consumed = reinterpret_cast<const uint64_t*>(mesh.local() + call.region +
                                                            low_latency_control(mesh.ranks()).consumed);
   const bool has_lane_peer = warp.rank() < mesh.ranks();
-  const uint64_t even = has_lane_peer ? load_acquire(consumed + warp.rank()) : 0;
-  const uint64_t odd = has_lane_peer ? load_acquire(consumed + mesh.ranks() + warp.rank()) : 0;
+  const uint64_t even = has_lane_peer ? load_signal(consumed + warp.rank()) : 0;
+  const uint64_t odd = has_lane_peer ? load_signal(consumed + mesh.ranks() + warp.rank()) : 0;
   number = warp.broadcast(number);
   const Epoch epoch{number, static_cast<uint32_t>(number & 1)};
-  if (block.index() + 1 == block.count()) acknowledge(call, warp, mesh, epoch);
   const uint64_t want = (call.phases & kPhaseSend) != 0 && number > 2 ? number - 2 : 0;
+  WEFT_ROLLED
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     bool takes_part = !is_masked(call, peer);
     const bool has_read = peer == warp.rank() && (epoch.parity != 0 ? odd : even) >= want;
@@ -122,6 +135,21 @@ WEFT_DEVICE void begin_call(const LowLatencyCall& call, Block block, Warp warp, 
     present[peer] = takes_part ? 1 : 0;
   }
   if (warp.rank() == 0) *shared_epoch = number;
+}
+
+// Starts a launch, in the block, and returns its number. The first warp finds it while the others prepare().
+// Meanwhile the last warp of all tells peers what was read before; they may be waiting for just that.
+template <class MeshT, class Prepare>
+WEFT_DEVICE Epoch begin_call(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh,
+                             uint64_t* shared_epoch, uint32_t* present, Site site, Prepare prepare) {
+  const bool is_last_warp = block.index() + 1 == block.count() && warp.index() + 1 == block.warps();
+  if (is_last_warp) acknowledge(call, warp, mesh);
+  if (warp.index() == 0) find_call(call, block, warp, mesh, shared_epoch, present, site);
+  prepare();
+  block.sync();
+  const Epoch epoch{*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};
+  if (is_last_warp && warp.rank() == 0) note_call(call, mesh, epoch);
+  return epoch;
 }
 
 // ---- hello
@@ -140,18 +168,25 @@ WEFT_DEVICE void greet(const LowLatencyCall& call, const MeshT& mesh, Epoch epoc
   channel.signal(control_offset(call, at.ready, mesh.ranks(), epoch, mesh.rank()), epoch.number);
 }
 
-// One thread: waits for a source's greeting and compares. False: leave that source out.
+// One thread: waits for a source's greeting. False: leave that source out.
 template <class MeshT>
 WEFT_DEVICE bool await_greeting(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t source,
-                                uint64_t dispatch_epoch, Site site) {
+                                Site site) {
   const LowLatencyControl at = low_latency_control(mesh.ranks());
   const auto* signal = reinterpret_cast<const uint64_t*>(
       mesh.local() + control_offset(call, at.ready, mesh.ranks(), epoch, source));
   uint64_t seen = 0;
-  if (!await(call, signal, epoch.number, source, site, 1, seen)) return false;
+  return await(call, signal, epoch.number, source, site, 1, seen);
+}
+
+// One thread, after that: whether the source means the same call; a fault if it does not.
+template <class MeshT>
+WEFT_DEVICE bool agrees(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t source,
+                        uint64_t dispatch_epoch) {
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
   const auto* vecs = reinterpret_cast<const Vec16*>(mesh.local() + call.region + at.hello) +
                      (epoch.parity * mesh.ranks() + source) * (sizeof(LowLatencyHello) / sizeof(Vec16));
-  const Vec16 held[2] = {load_vec(vecs), load_vec(vecs + 1)};  // both at once: memory is far
+  const Vec16 held[2] = {load_vec_fresh(vecs), load_vec_fresh(vecs + 1)};  // both at once: memory is far
   static_assert(LowLatencyHello::kWords == 6 && sizeof(LowLatencyHello) == 2 * sizeof(Vec16));
   WEFT_UNROLL
   for (uint32_t i = 0; i < LowLatencyHello::kWords; ++i) {
@@ -168,19 +203,20 @@ WEFT_DEVICE bool await_greeting(const LowLatencyCall& call, const MeshT& mesh, E
 
 // The warps of all blocks, dealt so that consecutive jobs go to different blocks.
 struct WarpShare {
-  uint64_t index;
-  uint64_t total;
+  uint32_t index;
+  uint32_t total;
 };
 WEFT_DEVICE WarpShare warp_share(Block block, Warp warp) {
-  return {uint64_t{warp.index()} * block.count() + block.index(), uint64_t{block.count()} * block.warps()};
+  return {warp.index() * block.count() + block.index(), block.count() * block.warps()};
 }
 
-// Part `part` of `parts` of `items`, as even as they come.
+// Part `part` of `parts` of `items`, as even as they come. All in 32 bits, like whatever is divided here: a
+// GPU takes a good part of a microsecond to divide 64 bits.
 struct Range {
-  uint64_t first;
-  uint64_t last;
+  uint32_t first;
+  uint32_t last;
 };
-WEFT_DEVICE constexpr Range part_of(uint64_t items, uint64_t part, uint64_t parts) {
+WEFT_DEVICE constexpr Range part_of(uint32_t items, uint32_t part, uint32_t parts) {
   return {items * part / parts, items * (part + 1) / parts};
 }
 

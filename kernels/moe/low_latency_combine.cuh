@@ -44,6 +44,10 @@ struct Combine {
   WEFT_DEVICE uint64_t dispatch_epoch() const {
     return *reinterpret_cast<const uint64_t*>(a.routes + routes().epoch);
   }
+  // The part of a row that makes one piece of a reply.
+  WEFT_DEVICE Range vecs_of(uint32_t piece) const {
+    return part_of(static_cast<uint32_t>(shape.row_bytes) / 16, piece, a.pieces);
+  }
   WEFT_DEVICE uint64_t reply_at(uint64_t token, uint64_t k) const {
     return half_at() + half().replies + (token * top_k() + k) * reply_stride();
   }
@@ -56,7 +60,9 @@ struct Combine {
   }
   WEFT_DEVICE uint32_t* present() const { return at<uint32_t>(shared().present); }
   WEFT_DEVICE int32_t* rows() const { return at<int32_t>(shared().row) + warp.index() * top_k(); }
+  WEFT_DEVICE uint32_t* slots() const { return at<uint32_t>(shared().slot) + warp.index() * top_k(); }
   WEFT_DEVICE float* weights() const { return at<float>(shared().weight) + warp.index() * top_k(); }
+  WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().rank) + warp.index() * top_k(); }
 };
 
 // ---- step 1
@@ -64,6 +70,7 @@ struct Combine {
 
 template <class C>
 WEFT_DEVICE void send_weights(const C& c) {
+  WEFT_ROLLED
   for (uint32_t peer = c.block.count() - 1 - c.block.index(); peer < c.ranks(); peer += c.block.count()) {
     if (c.present()[peer] == 0) continue;
     const uint64_t choices = uint64_t{c.a.call.tokens} * c.top_k();
@@ -79,41 +86,52 @@ WEFT_DEVICE void send_weights(const C& c) {
 // ---- sums
 // ----------------------------------------------------------------------------------------------------------
 
-// Lists, in the warp's rows() and weights(), what is to be summed: item_of(k) for every slot k where it is
-// not negative, in slot order. Returns how many. The warp.
-template <class C, class ItemOf, class WeightOf>
-WEFT_DEVICE uint32_t list_rows(const C& c, ItemOf item_of, WeightOf weight_of) {
+// Lists, in the warp's rows() and slots(), what is to be summed: item_of(k) for every slot k where it is not
+// negative, in slot order. Returns how many. The warp.
+template <class C, class ItemOf>
+WEFT_DEVICE uint32_t list_rows(const C& c, ItemOf item_of) {
   uint32_t count = 0;
   for (uint32_t first = 0; first < c.top_k(); first += c.warp.size()) {
     const uint32_t k = first + c.warp.rank();
     const int32_t item = k < c.top_k() ? item_of(k) : -1;
-    const float weight = k < c.top_k() ? weight_of(k) : 0.0f;
-    const uint32_t is_there = item < 0 ? 0 : 1;
-    const uint32_t at = count + c.warp.scan_exclusive(is_there);
-    count += c.warp.sum(is_there);
+    const uint32_t at = count + c.warp.count_below(item >= 0);
+    count += c.warp.count(item >= 0);
     if (item < 0) continue;
     c.rows()[at] = item;
-    c.weights()[at] = weight;
+    c.slots()[at] = k;
   }
   c.warp.sync();
   return count;
 }
 
+// The weights of what is listed, by slot. The warp.
+template <class C, class WeightOf>
+WEFT_DEVICE void list_weights(const C& c, uint32_t count, WeightOf weight_of) {
+  for (uint32_t i = c.warp.rank(); i < count; i += c.warp.size()) c.weights()[i] = weight_of(c.slots()[i]);
+  c.warp.sync();
+}
+
 // How many vectors of how many rows a lane loads before it uses any: memory is far, and registers are few. A
 // host core has neither trouble.
-inline constexpr bool kIsHost = Warp::kMaxSize == 1;
 inline constexpr uint32_t kSendVecs = kIsHost ? 16 : 4;
 inline constexpr uint32_t kSendRows = kIsHost ? 1 : 2;
 inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 2;
 inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;
 
 // The sum of weight * element over the `count` listed rows, for this part of their vectors, as bf16 to `out`.
-// row_of(i) is where the i-th starts. kVecs vectors of kRows rows are loaded before any is used. The warp.
-template <uint32_t kVecs, uint32_t kRows, class C, class RowOf>
-WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, std::byte* out) {
+// row_of(i) is where the i-th starts, load(vec) reads of it. kVecs vectors of kRows rows are loaded before
+// any is used; get_ready() runs when the first of them are on their way, and no sum is made if it returns
+// false. The warp.
+template <uint32_t kVecs, uint32_t kRows, class C, class RowOf, class Load, class GetReady>
+WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, Load load, std::byte* out,
+                          GetReady get_ready) {
   const uint32_t step = c.warp.size();
-  for (uint64_t first = part.first + c.warp.rank(); first < part.last; first += kVecs * step) {
+  bool is_ready = false;
+  WEFT_ROLLED
+  for (uint32_t base = part.first; base < part.last; base += kVecs * step) {
+    const uint32_t first = base + c.warp.rank();
     float sums[kVecs][Bf16::kPerVec] = {};
+    WEFT_ROLLED
     for (uint32_t row = 0; row < count; row += kRows) {
       Vec16 held[kRows][kVecs] = {};
       WEFT_UNROLL
@@ -122,8 +140,10 @@ WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, 
         const auto* vecs = reinterpret_cast<const Vec16*>(row_of(row + r));
         WEFT_UNROLL
         for (uint32_t v = 0; v < kVecs; ++v)
-          if (first + v * step < part.last) held[r][v] = load_vec(vecs + first + v * step);
+          if (first + v * step < part.last) held[r][v] = load(vecs + first + v * step);
       }
+      if (!is_ready && !get_ready()) return false;
+      is_ready = true;
       WEFT_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
         if (row + r >= count) continue;
@@ -143,6 +163,7 @@ WEFT_DEVICE void sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, 
       if (first + v * step < part.last)
         store_vec(reinterpret_cast<Vec16*>(out) + first + v * step, Bf16::round(sums[v]));
   }
+  return true;
 }
 
 WEFT_DEVICE LogGrid grid_of(uint32_t range) {
@@ -154,7 +175,7 @@ template <class C>
 WEFT_DEVICE bool block_fits(const C& c, const uint32_t* ranges, uint32_t groups) {
   bool fits = true;
   for (uint32_t group = c.warp.rank(); group < groups; group += c.warp.size())
-    fits = fits && grid_of(ranges[group]).fits();
+    fits = fits && grid_of(load_relaxed(ranges + group)).fits();
   return !c.warp.any(!fits);
 }
 
@@ -241,15 +262,15 @@ WEFT_DEVICE void encode_block(const C& c, uint32_t first_group, uint32_t groups,
 template <class C>
 WEFT_DEVICE void decode_lane(const C& c, float (&values)[kLaneElems], const std::byte* reply,
                              uint64_t block_at, uint32_t lane, bool fits) {
-  if (!fits) return load_lane(values, reply + block_at + uint64_t{lane} * kLaneElems * 2);
+  if (!fits) return load_lane<true>(values, reply + block_at + uint64_t{lane} * kLaneElems * 2);
   const auto* ranges =
       reinterpret_cast<const uint32_t*>(reply + c.shape.row_bytes) + block_at / (2 * kGroupElems);
   const auto* words =
       reinterpret_cast<const uint32_t*>(reply + block_at + uint64_t{lane / kGroupLanes} * kLogGroupBytes) +
       lane % kGroupLanes * kLogLaneWords;
   LogLane codes;
-  for (uint32_t w = 0; w < kLogLaneWords; ++w) codes.words[w] = words[w];
-  log_lane_values(values, grid_of(ranges[lane / kGroupLanes]), codes);
+  for (uint32_t w = 0; w < kLogLaneWords; ++w) codes.words[w] = load_relaxed(words + w);
+  log_lane_values(values, grid_of(load_relaxed(ranges + lane / kGroupLanes)), codes);
 }
 
 // Writes one block of channels of the listed replies' sum. The warp.
@@ -277,72 +298,46 @@ WEFT_DEVICE void decode_block(const C& c, uint32_t first_group, uint32_t groups,
 // ---- step 2
 // --------------------------------------------------------------------------------------------------------
 
-// This warp's piece of the listed rows' sum, to a reply.
-template <class C>
-WEFT_DEVICE void write_reply(const C& c, uint32_t piece, uint32_t count, std::byte* reply) {
+// This warp's piece of the listed rows' sum, to a reply, unless get_ready() returns false: it runs once,
+// before a weight is used.
+template <class C, class GetReady>
+WEFT_DEVICE bool write_reply(const C& c, uint32_t piece, uint32_t count, std::byte* reply,
+                             GetReady get_ready) {
   auto row_of = [&](uint32_t i) { return c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes; };
   if (!is_log(c.shape.reply))
-    return sum_rows<kSendVecs, kSendRows>(c, part_of(c.shape.row_bytes / 16, piece, c.a.pieces), count,
-                                          row_of, reply);
+    return sum_rows<kSendVecs, kSendRows>(c, c.vecs_of(piece), count, row_of, load_vec, reply, get_ready);
+  if (!get_ready()) return false;
   const auto block_elems = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2));
-  const Range blocks = part_of(c.shape.row_bytes / 2 / block_elems, piece, c.a.pieces);
-  for (uint64_t b = blocks.first; b < blocks.last; ++b)
-    encode_block(c, static_cast<uint32_t>(b * block_elems / kGroupElems), block_elems / kGroupElems, count,
-                 row_of, reply);
+  const Range blocks = part_of(static_cast<uint32_t>(c.shape.row_bytes) / 2 / block_elems, piece, c.a.pieces);
+  for (uint32_t b = blocks.first; b < blocks.last; ++b)
+    encode_block(c, b * block_elems / kGroupElems, block_elems / kGroupElems, count, row_of, reply);
+  return true;
 }
 
-// One reply to a message: the weighted sum of its rows, to the slot of the first of them.
+// Asks for this warp's piece of the listed rows while there is something else to wait for.
 template <class C>
-WEFT_DEVICE void answer_reduced(const C& c, uint32_t owner, const int32_t* record, uint32_t piece) {
-  const auto* weights = reinterpret_cast<const uint32_t*>(c.mesh.local() + c.half_at() + c.half().weights) +
-                        (uint64_t{owner} * c.a.call.max_tokens + record[0]) * c.top_k();
-  const auto* given = reinterpret_cast<const uint32_t*>(record) + 1 + c.top_k();  // those of the dispatch
-  const uint32_t count = list_rows(
-      c, [&](uint32_t k) { return record[1 + k]; },
-      [&](uint32_t k) {
-        return float_of_bits(load_relaxed(c.takes_own_weights() ? weights + k : given + k));
-      });
-  if (count == 0) return;
-  uint32_t first = 0;
-  while (record[1 + first] < 0) ++first;
-  write_reply(c, piece, count, c.mesh.to(owner).mapped() + c.reply_at(record[0], first));
-  c.warp.sync();
-}
-
-// One reply per row of a message, as it is.
-template <class C>
-WEFT_DEVICE void answer_exact(const C& c, uint32_t owner, const int32_t* record, uint32_t piece) {
-  for (uint32_t slot = 0; slot < c.top_k(); ++slot) {
-    if (record[1 + slot] < 0) continue;
-    list_rows(c, [&](uint32_t k) { return k == slot ? record[1 + k] : -1; }, [](uint32_t) { return 1.0f; });
-    write_reply(c, piece, 1, c.mesh.to(owner).mapped() + c.reply_at(record[0], slot));
-    c.warp.sync();
-  }
-}
-
-// Asks for this warp's piece of a message's rows while there is something else to wait for.
-template <class C>
-WEFT_DEVICE void prefetch_rows(const C& c, const int32_t* record, uint32_t piece) {
+WEFT_DEVICE void prefetch_rows(const C& c, uint32_t piece, uint32_t count) {
   constexpr uint32_t kLineBytes = 128;
-  const Range vecs = part_of(c.shape.row_bytes / 16, piece, c.a.pieces);
-  for (uint32_t k = 0; k < c.top_k(); ++k) {
-    if (record[1 + k] < 0) continue;
-    const std::byte* row = c.a.x + static_cast<uint64_t>(record[1 + k]) * c.a.x_row_bytes;
-    for (uint64_t at = vecs.first * 16 + c.warp.rank() * kLineBytes; at < vecs.last * 16;
-         at += c.warp.size() * kLineBytes)
-      prefetch(row + at);
+  const Range vecs = c.vecs_of(piece);
+  const uint32_t lines = ((vecs.last - vecs.first) * 16 + kLineBytes - 1) / kLineBytes;
+  WEFT_ROLLED
+  for (uint32_t i = 0; i < count; ++i) {
+    const std::byte* row = c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes + vecs.first * 16;
+    WEFT_ROLLED
+    for (uint32_t line = c.warp.rank(); line < lines; line += c.warp.size())
+      prefetch(row + line * kLineBytes);
   }
 }
 
 // Waits until this rank's own kernels have said that the rows of a message are there. The warp.
 template <class C>
 WEFT_DEVICE bool await_rows(const C& c, const int32_t* record) {
-  const uint64_t rows_per_expert = uint64_t{c.ranks()} * c.a.call.max_tokens;
+  const uint32_t rows_per_expert = c.ranks() * c.a.call.max_tokens;
   bool all_there = true;
   for (uint32_t k = c.warp.rank(); k < c.top_k(); k += c.warp.size()) {
     if (record[1 + k] < 0) continue;
-    const auto row = static_cast<uint64_t>(record[1 + k]);
-    const auto expert = static_cast<uint32_t>(row / rows_per_expert);
+    const auto row = static_cast<uint32_t>(record[1 + k]);
+    const uint32_t expert = row / rows_per_expert;
     const uint32_t* signal =
         c.a.signals + uint64_t{expert} * c.a.signals_per_expert + row % rows_per_expert / c.a.signal_rows;
     uint32_t seen = 0;
@@ -357,40 +352,85 @@ WEFT_DEVICE bool await_rows(const C& c, const int32_t* record) {
   return !c.warp.any(!all_there);
 }
 
-// Waits for an owner's weights, and checks that it means the same dispatch. The warp.
+// Waits for an owner's weights, if it sends any; the host, where that is near, also leaves out an owner that
+// means another call. The warp.
 template <class C>
-WEFT_DEVICE bool owner_agrees(const C& c, uint32_t owner) {
-  bool agrees = true;
-  if (c.warp.rank() == 0)
-    agrees =
-        await_greeting(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch(), Site::kLowLatencyCombineRecv);
-  return !c.warp.any(!agrees);
+WEFT_DEVICE bool owner_is_ready(const C& c, uint32_t owner) {
+  bool is_ready = true;
+  if ((c.takes_own_weights() || kIsHost) && c.warp.rank() == 0) {
+    is_ready = await_greeting(c.a.call, c.mesh, c.epoch, owner, Site::kLowLatencyCombineRecv);
+    if (is_ready && kIsHost) is_ready = agrees(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch());
+  }
+  return !c.warp.any(!is_ready);
+}
+
+// A message of which this warp answers a piece.
+struct Message {
+  const int32_t* record;
+  uint32_t owner;
+  uint32_t piece;
+};
+
+// One reply: the weighted sum of the message's listed rows, to the slot of the first of them.
+template <class C, class GetReady>
+WEFT_DEVICE bool answer_reduced(const C& c, Message m, uint32_t count, GetReady get_ready) {
+  const auto token = static_cast<uint32_t>(m.record[0]);
+  const auto* of_owner = reinterpret_cast<const uint32_t*>(c.mesh.local() + c.half_at() + c.half().weights) +
+                         (uint64_t{m.owner} * c.a.call.max_tokens + token) * c.top_k();
+  const auto* of_dispatch = reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k();
+  auto get_weights = [&] {
+    if (!get_ready()) return false;
+    list_weights(c, count, [&](uint32_t k) {
+      return float_of_bits(load_relaxed((c.takes_own_weights() ? of_owner : of_dispatch) + k));
+    });
+    return true;
+  };
+  return write_reply(c, m.piece, count, c.mesh.to(m.owner).mapped() + c.reply_at(token, c.slots()[0]),
+                     get_weights);
+}
+
+// One reply per row, as it is.
+template <class C, class GetReady>
+WEFT_DEVICE bool answer_exact(const C& c, Message m, GetReady get_ready) {
+  const auto token = static_cast<uint32_t>(m.record[0]);
+  if (!get_ready()) return false;
+  for (uint32_t slot = 0; slot < c.top_k(); ++slot) {
+    if (m.record[1 + slot] < 0) continue;
+    list_rows(c, [&](uint32_t k) { return k == slot ? m.record[1 + k] : -1; });
+    list_weights(c, 1, [](uint32_t) { return 1.0f; });
+    write_reply(c, m.piece, 1, c.mesh.to(m.owner).mapped() + c.reply_at(token, slot), [] { return true; });
+    c.warp.sync();
+  }
+  return true;
 }
 
 // A piece of all replies to one lane of one owner, then the lane's word there. The warp.
 template <class C>
 WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t piece) {
   const RoutesLayout routes = c.routes();
-  const uint64_t lane_at = uint64_t{owner} * c.lanes().count + lane;
-  const auto messages = static_cast<uint32_t>(c.a.routes[routes.counts + lane_at]);
+  const uint32_t lane_at = owner * c.lanes().count + lane;
+  Message m{c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words, owner, piece};
+  // The first record is asked for before it is known whether there is one: memory is far.
+  const uint32_t messages =
+      load_relaxed(reinterpret_cast<const uint32_t*>(c.a.routes) + routes.counts + lane_at);
+  uint32_t count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
   if (messages == 0 || c.present()[owner] == 0) return;
   const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
-  if (!c.a.signals)
-    prefetch_rows(c, c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words, piece);
-  if (is_reduced(c.shape.reply) && !owner_agrees(c, owner)) return;
-  for (uint32_t index = 0; index < messages; ++index) {
-    const int32_t* record =
-        c.a.routes + routes.records + (lane_at * c.lanes().capacity + index) * routes.record_words;
-    if (c.a.signals && !await_rows(c, record)) return;
-    if (is_reduced(c.shape.reply)) {
-      answer_reduced(c, owner, record, piece);
-    } else {
-      answer_exact(c, owner, record, piece);
-    }
+  bool is_ready = false;
+  auto get_ready = [&] {
+    if (!c.a.signals) prefetch_rows(c, piece, count);
+    is_ready = is_ready || owner_is_ready(c, owner);
+    return is_ready;
+  };
+  WEFT_ROLLED
+  for (uint32_t index = 0; index < messages; ++index, m.record += routes.record_words) {
+    if (index > 0) count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
+    if (c.a.signals && !await_rows(c, m.record)) return;
+    if (count == 0) continue;
+    if (!(is_reduced(c.shape.reply) ? answer_reduced(c, m, count, get_ready) : answer_exact(c, m, get_ready)))
+      return;
+    c.warp.sync();
   }
-  // Exact replies need nothing of the owner, so they did not wait for it.
-  if (!is_reduced(c.shape.reply) && !owner_agrees(c, owner)) return;
-  c.warp.sync();
   if (c.warp.rank() == 0)
     c.mesh.to(owner).signal(
         word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), lane * c.a.pieces + piece),
@@ -401,30 +441,40 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
 template <class C>
 WEFT_DEVICE void answer_lanes(const C& c) {
   const WarpShare share = warp_share(c.block, c.warp);
-  const uint64_t per_owner = uint64_t{c.lanes().count} * c.a.pieces;
-  for (uint64_t job = share.index; job < per_owner * c.ranks(); job += share.total) {
-    const auto owner = static_cast<uint32_t>((c.mesh.rank() + 1 + job / per_owner) % c.ranks());
-    const uint64_t in_owner = job % per_owner;
-    answer_lane(c, owner, static_cast<uint32_t>(in_owner / c.a.pieces),
-                static_cast<uint32_t>(in_owner % c.a.pieces));
+  const uint32_t per_owner = c.lanes().count * c.a.pieces;
+  WEFT_ROLLED
+  for (uint32_t job = share.index; job < per_owner * c.ranks(); job += share.total) {
+    const uint32_t owner = (c.mesh.rank() + 1 + job / per_owner) % c.ranks();
+    const uint32_t in_owner = job % per_owner;
+    answer_lane(c, owner, in_owner / c.a.pieces, in_owner % c.a.pieces);
   }
 }
 
 // ---- step 3
 // --------------------------------------------------------------------------------------------------------
 
-// Whether slot k of a token has a reply of its own, and has got it. One thread.
+// Notes in slot_rank() where a token's slots went. The warp.
+template <class C>
+WEFT_DEVICE void find_ranks(const C& c, uint32_t token) {
+  for (uint32_t k = c.warp.rank(); k < c.top_k(); k += c.warp.size()) {
+    const int64_t expert = chosen_expert(c.a.call, c.top_k(), token, k);
+    c.slot_rank()[k] = expert < 0
+                           ? c.ranks()
+                           : static_cast<uint32_t>(expert) / static_cast<uint32_t>(c.shape.experts_per_rank);
+  }
+  c.warp.sync();
+}
+
+// Whether slot k of the token has a reply of its own, and has got it. One thread.
 template <class C>
 WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t piece) {
-  const auto experts_per_rank = static_cast<uint32_t>(c.shape.experts_per_rank);
-  const int64_t expert = chosen_expert(c.a.call, c.top_k(), token, k);
-  if (expert < 0) return false;
-  const uint32_t rank = static_cast<uint32_t>(expert) / experts_per_rank;
-  if (c.present()[rank] == 0) return false;
-  for (uint32_t earlier = 0; is_reduced(c.shape.reply) && earlier < k; ++earlier) {
-    const int64_t other = chosen_expert(c.a.call, c.top_k(), token, earlier);
-    if (other >= 0 && static_cast<uint32_t>(other) / experts_per_rank == rank) return false;
-  }
+  const uint32_t rank = c.slot_rank()[k];
+  if (rank == c.ranks() || c.present()[rank] == 0) return false;
+  bool is_own = true;
+  WEFT_ROLLED
+  for (uint32_t earlier = 0; is_reduced(c.shape.reply) && earlier < k; ++earlier)
+    is_own = is_own && c.slot_rank()[earlier] != rank;
+  if (!is_own) return false;
   const uint32_t lane = token / c.lanes().share(c.a.call.tokens);
   const auto* word = reinterpret_cast<const uint64_t*>(
       c.mesh.local() + word_offset(c.a.call, c.ranks(), c.epoch, rank, lane * c.a.pieces + piece));
@@ -443,25 +493,26 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   const uint32_t per_piece = c.a.receive_splits / c.a.pieces;
   const uint32_t piece = split / per_piece;
   const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
+  find_ranks(c, token);
   const uint32_t count = list_rows(
-      c, [&](uint32_t k) { return await_reply(c, token, k, piece) ? static_cast<int32_t>(k) : -1; },
-      [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
+      c, [&](uint32_t k) { return await_reply(c, token, k, piece) ? static_cast<int32_t>(k) : -1; });
+  list_weights(c, count, [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
   const Span traced(c.a.call.wait.trace, Work::kLowLatencySum, c.warp.rank() == 0);
   auto reply_of = [&](uint32_t i) -> const std::byte* {
     return c.mesh.local() + c.reply_at(token, c.rows()[i]);
   };
   std::byte* out = c.a.combined + uint64_t{token} * c.shape.row_bytes;
   const bool log = is_log(c.shape.reply);
-  const uint64_t unit_bytes = log ? log_block_elems(c.shape.row_bytes / 2) * 2 : 16;
-  const Range units = part_of(c.shape.row_bytes / unit_bytes, piece, c.a.pieces);
+  const auto unit_bytes = static_cast<uint32_t>(log ? log_block_elems(c.shape.row_bytes / 2) * 2 : 16);
+  const Range units = part_of(static_cast<uint32_t>(c.shape.row_bytes) / unit_bytes, piece, c.a.pieces);
   Range part = part_of(units.last - units.first, split % per_piece, per_piece);
   part = {units.first + part.first, units.first + part.last};
   if (log) {
-    const auto groups = static_cast<uint32_t>(unit_bytes / (2 * kGroupElems));
-    for (uint64_t b = part.first; b < part.last; ++b)
-      decode_block(c, static_cast<uint32_t>(b) * groups, groups, count, reply_of, out);
+    const uint32_t groups = unit_bytes / (2 * kGroupElems);
+    for (uint32_t b = part.first; b < part.last; ++b)
+      decode_block(c, b * groups, groups, count, reply_of, out);
   } else {
-    sum_rows<kReceiveVecs, kReceiveRows>(c, part, count, reply_of, out);
+    sum_rows<kReceiveVecs, kReceiveRows>(c, part, count, reply_of, load_vec_fresh, out, [] { return true; });
   }
   c.warp.sync();
 }
@@ -472,17 +523,18 @@ template <class C>
 WEFT_DEVICE void check_peers(const C& c) {
   if (c.block.index() + 1 != c.block.count() || c.warp.index() + 1 != c.block.warps()) return;
   for (uint32_t peer = c.warp.rank(); peer < c.ranks(); peer += c.warp.size())
-    if (c.present()[peer] != 0)
-      await_greeting(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch(), Site::kLowLatencyCombineRecv);
+    if (c.present()[peer] != 0 &&
+        await_greeting(c.a.call, c.mesh, c.epoch, peer, Site::kLowLatencyCombineRecv))
+      agrees(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
   c.warp.sync();
 }
 
 template <class C>
 WEFT_DEVICE void sum_tokens(const C& c) {
   const WarpShare share = warp_share(c.block, c.warp);
-  for (uint64_t job = share.index; job < uint64_t{c.a.call.tokens} * c.a.receive_splits; job += share.total)
-    sum_token(c, static_cast<uint32_t>(job / c.a.receive_splits),
-              static_cast<uint32_t>(job % c.a.receive_splits));
+  WEFT_ROLLED
+  for (uint32_t job = share.index; job < c.a.call.tokens * c.a.receive_splits; job += share.total)
+    sum_token(c, job / c.a.receive_splits, job % c.a.receive_splits);
 }
 
 }  // namespace low_latency
@@ -492,11 +544,8 @@ WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT
   low_latency::Combine<MeshT, Shape> c{a, mesh, shape, Block{}, Warp{}, {}};
   const Span traced(a.call.wait.trace, Work::kLowLatencyCall, c.block.rank() == 0);
   auto* shared_epoch = c.template at<uint64_t>(0);
-  if (c.warp.index() == 0)
-    low_latency::begin_call(a.call, c.block, c.warp, mesh, shared_epoch, c.present(),
-                            Site::kLowLatencyCombineSlot);
-  c.block.sync();
-  c.epoch = {*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};
+  c.epoch = low_latency::begin_call(a.call, c.block, c.warp, mesh, shared_epoch, c.present(),
+                                    Site::kLowLatencyCombineSlot, [] {});
   if (a.call.phases & kPhaseSend) {
     low_latency::send_weights(c);
     low_latency::answer_lanes(c);

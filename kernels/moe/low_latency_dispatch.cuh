@@ -45,14 +45,12 @@ struct Dispatch {
   }
   WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
   WEFT_DEVICE bool has_weights() const { return shape.weights != 0; }
-  WEFT_DEVICE uint64_t rows_per_expert() const { return uint64_t{ranks()} * a.call.max_tokens; }
+  WEFT_DEVICE uint32_t rows_per_expert() const { return ranks() * a.call.max_tokens; }
   WEFT_DEVICE Lanes lanes() const { return lanes_of(a.call.max_tokens); }
   WEFT_DEVICE MessageLayout message() const {
     return message_layout(shape.top_k, has_weights(), shape.row_bytes, shape.scale_bytes);
   }
-  WEFT_DEVICE DispatchHalf half() const {
-    return dispatch_half(shape.ranks, shape.experts_per_rank, lanes(), message().bytes);
-  }
+  WEFT_DEVICE DispatchHalf half() const { return dispatch_half(shape.ranks, lanes(), message().bytes); }
   WEFT_DEVICE RoutesLayout routes() const {
     return routes_layout(shape.ranks, lanes(), shape.top_k, has_weights());
   }
@@ -61,6 +59,15 @@ struct Dispatch {
   WEFT_DEVICE uint64_t message_at(uint32_t source, uint32_t lane, uint32_t index) const {
     const uint64_t slot = (uint64_t{source} * lanes().count + lane) * lanes().capacity + index;
     return half_at() + half().messages + slot * message().bytes;
+  }
+
+  // Offset in the window of a source's first count_word().
+  WEFT_DEVICE uint64_t counts_at(uint32_t source) const {
+    return control_offset(a.call, low_latency_control(shape.ranks).counts, kMaxExperts, epoch,
+                          uint64_t{source} * local_experts());
+  }
+  WEFT_DEVICE const uint64_t* count_word_at(uint32_t source, uint32_t expert) const {
+    return reinterpret_cast<const uint64_t*>(mesh.local() + counts_at(source)) + expert;
   }
 
   WEFT_DEVICE DispatchShared shared() const {
@@ -76,12 +83,18 @@ struct Dispatch {
   WEFT_DEVICE uint32_t* found() const { return at<uint32_t>(shared().found); }
   WEFT_DEVICE uint32_t* so_far() const { return at<uint32_t>(shared().so_far); }
   WEFT_DEVICE uint32_t* begin() const { return at<uint32_t>(shared().begin); }
-  WEFT_DEVICE std::byte** place() const { return at<std::byte*>(shared().place); }
   // Of the current token, by slot; a slot without an expert has rank R.
-  WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().slot); }
+  WEFT_DEVICE int32_t* slot_choice() const { return at<int32_t>(shared().slot); }
+  WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().slot) + top_k(); }
   WEFT_DEVICE uint32_t* slot_expert() const { return slot_rank() + top_k(); }
   WEFT_DEVICE uint32_t* slot_place() const { return slot_expert() + top_k(); }
+  // The ranks that the current token goes to.
+  WEFT_DEVICE uint32_t* targets() const { return at<uint32_t>(shared().targets); }
+  WEFT_DEVICE uint32_t* target() const { return at<uint32_t>(shared().target); }
+  WEFT_DEVICE std::byte** place() const { return at<std::byte*>(shared().place); }
+  // Where the warp's current message goes: rows, and the first word of each one's scales.
   WEFT_DEVICE int32_t* rows() const { return at<int32_t>(shared().row) + warp.index() * top_k(); }
+  WEFT_DEVICE uint64_t* scales_at() const { return at<uint64_t>(shared().scales) + warp.index() * top_k(); }
 };
 
 // ---- step 1
@@ -95,8 +108,8 @@ WEFT_DEVICE void clear_choices(const D& d) {
 // Adds up, in so_far(), what `entries` entries of topk_idx choose. Thread `rank` of the `size` that share the
 // work.
 template <class D>
-WEFT_DEVICE void add_choices(const D& d, uint64_t entries, uint32_t rank, uint32_t size) {
-  for (uint64_t i = rank; i < entries; i += size) {
+WEFT_DEVICE void add_choices(const D& d, uint32_t entries, uint32_t rank, uint32_t size) {
+  for (uint32_t i = rank; i < entries; i += size) {
     const int64_t expert = expert_at(d.a.call.topk_idx, d.a.call.id_bytes, i);
     if (expert >= 0 && expert < d.a.call.experts) add_local(&d.so_far()[expert], uint32_t{1});
   }
@@ -116,18 +129,17 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
   const Range blocks = counting_blocks(d);
   if (d.block.index() < blocks.first) return;
   if (!is_counted) {
-    add_choices(d, uint64_t{d.a.call.tokens} * d.top_k(), d.block.rank(), d.block.size());
+    add_choices(d, d.a.call.tokens * d.top_k(), d.block.rank(), d.block.size());
     d.block.sync();
   }
   const auto share = static_cast<uint32_t>(blocks.last - blocks.first);
   const auto first = static_cast<uint32_t>(d.block.index() - blocks.first) + d.warp.index() * share;
+  WEFT_ROLLED
   for (uint32_t peer = first; peer < d.ranks(); peer += d.block.warps() * share) {
     if (d.present()[peer] == 0) continue;
-    auto* theirs = reinterpret_cast<uint32_t*>(d.mesh.to(peer).mapped() + d.half_at() + d.half().counts) +
-                   uint64_t{d.mesh.rank()} * d.local_experts();
-    // Word by word: the peer may look before it is told.
+    auto* theirs = reinterpret_cast<uint64_t*>(d.mesh.to(peer).mapped() + d.counts_at(d.mesh.rank()));
     for (uint32_t i = d.warp.rank(); i < d.local_experts(); i += d.warp.size())
-      store_relaxed(&theirs[i], d.so_far()[peer * d.local_experts() + i]);
+      store_relaxed(&theirs[i], count_word(d.epoch.number, d.so_far()[peer * d.local_experts() + i]));
     d.warp.sync();
     if (d.warp.rank() == 0) greet(d.a.call, d.mesh, d.epoch, peer, 0);
   }
@@ -140,87 +152,137 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
 // A lane's tokens: consecutive ones.
 template <class D>
 WEFT_DEVICE Range lane_tokens(const D& d, uint32_t lane) {
-  const uint64_t tokens = d.a.call.tokens;
-  const uint64_t share = d.lanes().share(d.a.call.tokens);
-  const uint64_t first = lane * share < tokens ? lane * share : tokens;
+  const uint32_t tokens = d.a.call.tokens;
+  const uint32_t share = d.lanes().share(tokens);
+  const uint32_t first = lane * share < tokens ? lane * share : tokens;
   return {first, first + share < tokens ? first + share : tokens};
 }
 
-// Warp 0: finds where a token goes. Its first slot for a rank carries the message.
+// One warp: reads what a token chose.
 template <class D>
-WEFT_DEVICE void route_token(const D& d, uint32_t lane, uint32_t token) {
-  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
-    const int64_t expert = chosen_expert(d.a.call, d.top_k(), token, k);
+WEFT_DEVICE void read_choices(const D& d, uint32_t token) {
+  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
+    d.slot_choice()[k] = static_cast<int32_t>(chosen_expert(d.a.call, d.top_k(), token, k));
+  d.warp.sync();
+}
+
+// Warp 0, when the choices were read: finds where a token goes: its slots' ranks, experts and places there,
+// and each rank once.
+template <class D>
+WEFT_DEVICE void route_token(const D& d, uint32_t lane) {
+  uint32_t targets = 0;
+  for (uint32_t first = 0; first < d.top_k(); first += d.warp.size()) {
+    const uint32_t k = first + d.warp.rank();
+    const int32_t expert = k < d.top_k() ? d.slot_choice()[k] : -1;
     const uint32_t rank = expert < 0 ? d.ranks() : static_cast<uint32_t>(expert) / d.local_experts();
     uint32_t twins = 0;
     bool is_first = true;
-    for (uint32_t earlier = 0; earlier < k; ++earlier) {
-      const int64_t other = chosen_expert(d.a.call, d.top_k(), token, earlier);
-      if (other < 0) continue;
+    WEFT_ROLLED
+    for (uint32_t earlier = 0; earlier < k && expert >= 0; ++earlier) {
+      const int32_t other = d.slot_choice()[earlier];
       twins += other == expert ? 1 : 0;
-      is_first = is_first && static_cast<uint32_t>(other) / d.local_experts() != rank;
+      is_first = is_first && (other < 0 || static_cast<uint32_t>(other) / d.local_experts() != rank);
     }
     const bool goes = expert >= 0 && is_first && d.present()[rank] != 0;
-    d.slot_rank()[k] = rank;
-    d.slot_expert()[k] = expert < 0 ? 0 : static_cast<uint32_t>(expert) % d.local_experts();
-    d.slot_place()[k] = expert < 0 ? 0 : d.so_far()[expert] + twins;
-    d.place()[k] =
-        goes ? d.mesh.to(rank).mapped() + d.message_at(d.mesh.rank(), lane, d.sent()[rank]) : nullptr;
+    const uint32_t at = targets + d.warp.count_below(goes);
+    targets += d.warp.count(goes);
+    if (k < d.top_k()) {
+      d.slot_rank()[k] = rank;
+      d.slot_expert()[k] = expert < 0 ? 0 : static_cast<uint32_t>(expert) % d.local_experts();
+      d.slot_place()[k] = expert < 0 ? 0 : d.so_far()[expert] + twins;
+    }
+    if (!goes) continue;
+    d.target()[at] = rank;
+    d.place()[at] = d.mesh.to(rank).mapped() + d.message_at(d.mesh.rank(), lane, d.sent()[rank]);
   }
+  if (d.warp.rank() == 0) *d.targets() = targets;
 }
 
 // Warp 0, after every slot was routed: the next token comes after this one.
 template <class D>
 WEFT_DEVICE void count_token(const D& d) {
-  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
-    if (d.slot_rank()[k] == d.ranks()) continue;
-    add_local(&d.so_far()[d.slot_rank()[k] * d.local_experts() + d.slot_expert()[k]], uint32_t{1});
-    if (d.place()[k]) d.sent()[d.slot_rank()[k]] += 1;
-  }
+  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
+    if (d.slot_choice()[k] >= 0) add_local(&d.so_far()[d.slot_choice()[k]], uint32_t{1});
+  for (uint32_t i = d.warp.rank(); i < *d.targets(); i += d.warp.size()) d.sent()[d.target()[i]] += 1;
   d.warp.sync();
 }
 
 template <class D>
 WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
-  for (uint32_t k = 0; k < d.top_k(); ++k)
-    if (std::byte* place = d.place()[k]) store_vec(reinterpret_cast<Vec16*>(place + offset), vec);
+  const uint32_t targets = *d.targets();
+  WEFT_ROLLED
+  for (uint32_t i = 0; i < targets; ++i) store_vec(reinterpret_cast<Vec16*>(d.place()[i] + offset), vec);
+}
+
+// What a thread of the block sends first of a row, which it asks for before it is known where the row goes:
+// with kPayloadCopy vectors a block's size apart, with FP8 the channels of its first unit, else nothing.
+inline constexpr uint32_t kFirstVecs = kLaneElems / 8;
+struct FirstVecs {
+  Vec16 held[kFirstVecs];
+};
+template <class D>
+WEFT_DEVICE FirstVecs load_first_vecs(const D& d, uint32_t token) {
+  FirstVecs first{};
+  if (token >= d.a.call.tokens || d.shape.payload >= kPayloadMxfp8) return first;
+  const auto* row = reinterpret_cast<const Vec16*>(d.a.x + token * d.a.x_row_bytes);
+  const bool is_copy = d.shape.payload == kPayloadCopy;
+  WEFT_UNROLL
+  for (uint32_t v = 0; v < kFirstVecs; ++v) {
+    const uint32_t at = is_copy ? d.block.rank() + v * d.block.size() : d.block.rank() * kFirstVecs + v;
+    if (at < d.a.x_row_bytes / 16) first.held[v] = load_vec_streaming(row + at);
+  }
+  return first;
 }
 
 template <class D>
-WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byte* scales) {
+WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byte* scales,
+                                const FirstVecs& first) {
   const MessageLayout message = d.message();
-  for (uint32_t i = d.block.rank(); i < d.shape.row_bytes / 16; i += d.block.size())
+  const uint32_t vecs = static_cast<uint32_t>(d.shape.row_bytes) / 16;
+  const uint32_t step = d.block.size();
+  WEFT_UNROLL
+  for (uint32_t v = 0; v < kFirstVecs; ++v)
+    if (d.block.rank() + v * step < vecs)
+      store_to_all(d, message.row + (d.block.rank() + v * step) * 16, first.held[v]);
+  WEFT_ROLLED
+  for (uint32_t i = d.block.rank() + kFirstVecs * step; i < vecs; i += step)
     store_to_all(d, message.row + i * 16, load_vec_streaming(reinterpret_cast<const Vec16*>(row) + i));
   for (uint32_t i = d.block.rank(); i < d.shape.scale_bytes / 4; i += d.block.size()) {
     const uint32_t word = reinterpret_cast<const uint32_t*>(scales)[i];
-    for (uint32_t k = 0; k < d.top_k(); ++k)
-      if (std::byte* place = d.place()[k]) reinterpret_cast<uint32_t*>(place + message.scales)[i] = word;
+    for (uint32_t t = 0; t < *d.targets(); ++t)
+      reinterpret_cast<uint32_t*>(d.place()[t] + message.scales)[i] = word;
   }
 }
 
 template <class D>
 WEFT_DEVICE void send_scale(const D& d, uint32_t group, float scale) {
   const uint64_t scales = d.message().scales;
-  for (uint32_t k = 0; k < d.top_k(); ++k) {
-    std::byte* place = d.place()[k];
-    if (!place) continue;
+  const uint32_t targets = *d.targets();
+  WEFT_ROLLED
+  for (uint32_t i = 0; i < targets; ++i) {
     if (d.shape.payload == kPayloadFp8Exponent) {
-      reinterpret_cast<uint8_t*>(place + scales)[group] = ue8m0(scale);
+      reinterpret_cast<uint8_t*>(d.place()[i] + scales)[group] = ue8m0(scale);
     } else {
-      reinterpret_cast<float*>(place + scales)[group] = scale;
+      reinterpret_cast<float*>(d.place()[i] + scales)[group] = scale;
     }
   }
 }
 
 // kGroupLanes neighbours take a group of channels; a warp's lanes stay together, since they exchange maxima.
 template <class D>
-WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row) {
+WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row, const FirstVecs& first) {
   const uint32_t units = static_cast<uint32_t>(d.shape.row_bytes) / kLaneElems;
-  for (uint32_t first = d.warp.index() * d.warp.size(); first < units; first += d.block.size()) {
-    const uint32_t unit = first + d.warp.rank();
+  WEFT_ROLLED
+  for (uint32_t base = d.warp.index() * d.warp.size(); base < units; base += d.block.size()) {
+    const uint32_t unit = base + d.warp.rank();
     const bool is_inside = unit < units;
     float values[kLaneElems];
-    load_lane(values, is_inside ? row + uint64_t{unit} * kLaneElems * 2 : nullptr);
+    if (unit == d.block.rank()) {
+      WEFT_UNROLL
+      for (uint32_t v = 0; v < kFirstVecs; ++v) widen(values + 8 * v, first.held[v]);
+    } else {
+      load_lane(values, is_inside ? row + uint64_t{unit} * kLaneElems * 2 : nullptr);
+    }
     const Fp8Scale scale = fp8_scale(group_max(d.warp, values), d.shape.payload != kPayloadFp8);
     if (!is_inside) continue;
     const Fp8Lane lane = fp8_lane(values, scale.multiply);
@@ -232,9 +294,8 @@ WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row) {
 
 template <class D>
 WEFT_DEVICE void send_scale_byte(const D& d, uint32_t block, uint8_t scale) {
-  for (uint32_t k = 0; k < d.top_k(); ++k)
-    if (std::byte* place = d.place()[k])
-      reinterpret_cast<uint8_t*>(place + d.message().scales)[block] = scale;
+  for (uint32_t i = 0; i < *d.targets(); ++i)
+    reinterpret_cast<uint8_t*>(d.place()[i] + d.message().scales)[block] = scale;
 }
 
 // Each lane takes a unit of channels at a time.
@@ -242,6 +303,7 @@ template <class Q, class D>
 WEFT_DEVICE void send_row_in_blocks(const D& d, const std::byte* row, Q quantiser) {
   constexpr uint32_t kWords = Q::kBytes / 4;
   const uint32_t units = static_cast<uint32_t>(d.shape.row_bytes) / Q::kBytes;
+  WEFT_ROLLED
   for (uint32_t unit = d.block.rank(); unit < units; unit += d.block.size()) {
     float values[kUnitElems];
     load_lane(values, row + uint64_t{unit} * kUnitElems * 2);
@@ -260,17 +322,17 @@ WEFT_DEVICE void send_row_in_blocks(const D& d, const std::byte* row, Q quantise
 
 // Sends the current token's row in the payload's form. The block.
 template <class D>
-WEFT_DEVICE void send_row(const D& d, uint64_t token) {
+WEFT_DEVICE void send_row(const D& d, uint64_t token, const FirstVecs& first) {
   const std::byte* row = d.a.x + token * d.a.x_row_bytes;
   if (d.shape.payload == kPayloadCopy) {
-    send_row_as_is(d, row, d.a.x_scales + token * d.shape.scale_bytes);
+    send_row_as_is(d, row, d.a.x_scales + token * d.shape.scale_bytes, first);
   } else if (d.shape.payload == kPayloadMxfp8) {
     send_row_in_blocks(d, row, Mxfp8{});
   } else if (d.shape.payload >= kPayloadNvfp4) {
     const float global = *reinterpret_cast<const float*>(d.a.x_scales);
     send_row_in_blocks(d, row, Nvfp4{global, d.shape.payload == kPayloadNvfp4Exponent});
   } else {
-    send_row_as_fp8(d, row);
+    send_row_as_fp8(d, row, first);
   }
 }
 
@@ -289,13 +351,13 @@ WEFT_DEVICE uint32_t head_word(const D& d, uint32_t token, uint32_t rank, uint32
 template <class D>
 WEFT_DEVICE void send_heads(const D& d, uint32_t token) {
   const uint32_t vecs = static_cast<uint32_t>(d.message().row / 16);
-  for (uint32_t i = d.block.rank(); i < d.top_k() * vecs; i += d.block.size()) {
-    std::byte* place = d.place()[i / vecs];
-    if (!place) continue;
+  // From the last thread on, which has least of the row.
+  WEFT_ROLLED
+  for (uint32_t i = d.block.size() - 1 - d.block.rank(); i < *d.targets() * vecs; i += d.block.size()) {
     Vec16 vec;
     for (uint32_t w = 0; w < 4; ++w)
-      vec.words[w] = head_word(d, token, d.slot_rank()[i / vecs], i % vecs * 4 + w);
-    store_vec(reinterpret_cast<Vec16*>(place) + i % vecs, vec);
+      vec.words[w] = head_word(d, token, d.target()[i / vecs], i % vecs * 4 + w);
+    store_vec(reinterpret_cast<Vec16*>(d.place()[i / vecs]) + i % vecs, vec);
   }
 }
 
@@ -309,28 +371,33 @@ WEFT_DEVICE void move_words(const D& d, uint32_t lane, uint64_t done) {
   }
 }
 
-// One lane's tokens, in order. The block. `is_counted`: so_far() is already what earlier lanes choose.
+// One lane's tokens, in order. The block. `is_ready`: so_far() is already what earlier lanes choose, and the
+// first token's choices were read. `first` is of the first token.
 template <class D>
-WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
+WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_ready, FirstVecs first) {
   const Span traced(d.a.call.wait.trace, Work::kSendLane, d.block.rank() == 0);
   const Range tokens = lane_tokens(d, lane);
   for (uint32_t i = d.block.rank(); i < d.ranks(); i += d.block.size()) d.sent()[i] = 0;
-  if (!is_counted) {
+  if (!is_ready) {
     clear_choices(d);
     d.block.sync();
     add_choices(d, tokens.first * d.top_k(), d.block.rank(), d.block.size());
   }
   d.block.sync();
-  for (uint64_t t = tokens.first; t < tokens.last; ++t) {
-    const auto token = static_cast<uint32_t>(t);
-    if (d.warp.index() == 0) route_token(d, lane, token);
+  WEFT_ROLLED
+  for (uint32_t token = tokens.first; token < tokens.last; ++token) {
+    if (token != tokens.first) first = load_first_vecs(d, token);
+    if (d.warp.index() == 0) {
+      if (!is_ready || token != tokens.first) read_choices(d, token);
+      route_token(d, lane);
+    }
     d.block.sync();
-    send_row(d, t);
+    send_row(d, token, first);
     send_heads(d, token);
     d.block.sync();
     if (d.warp.index() != 0) continue;
     count_token(d);
-    if ((t - tokens.first) % kTokensPerWord == kTokensPerWord - 1 && t + 1 < tokens.last)
+    if ((token - tokens.first) % kTokensPerWord == kTokensPerWord - 1 && token + 1 < tokens.last)
       move_words(d, lane, 0);
   }
   // The other warps go on: publishing waits until the last store has arrived.
@@ -338,45 +405,93 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_counted) {
 }
 
 template <class D>
-WEFT_DEVICE void send_lanes(const D& d, bool first_is_counted) {
+WEFT_DEVICE void send_lanes(const D& d, bool first_is_ready, const FirstVecs& first) {
+  WEFT_ROLLED
   for (uint32_t lane = d.block.index(); lane < d.lanes().count; lane += d.block.count()) {
     const bool is_first = lane == d.block.index();
     if (!is_first) d.block.sync();
-    send_lane(d, lane, is_first && first_is_counted);
+    send_lane(d, lane, is_first && first_is_ready,
+              is_first ? first : load_first_vecs(d, lane_tokens(d, lane).first));
   }
 }
 
 // ---- step 3
 // --------------------------------------------------------------------------------------------------------
 
+// One lane: waits for what sources first .. first+kCountsInFlight-1 have for an expert here, and notes it in
+// begin(). A source that does not say gives nothing.
+template <class D>
+WEFT_DEVICE void await_counts(const D& d, uint32_t first, uint32_t expert) {
+  Span traced(d.a.call.wait.trace, Site::kLowLatencyDispatchRecv, first);
+  uint64_t words[kCountsInFlight] = {};
+  auto is_missing = [&](uint32_t i) {
+    return first + i < d.ranks() && d.gives()[first + i] != 0 && !is_of_call(words[i], d.epoch.number);
+  };
+  auto all_came = [&] {
+    bool came = true;
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kCountsInFlight; ++i)
+      if (first + i < d.ranks()) words[i] = load_relaxed(d.count_word_at(first + i, expert));
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kCountsInFlight; ++i) {
+      if (!is_missing(i)) continue;
+      traced.set_peer(first + i);
+      came = false;
+    }
+    return came;
+  };
+  uint64_t waited_ns = 0;
+  const bool came = poll(d.a.call.wait, waited_ns, all_came);
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < kCountsInFlight; ++i)
+    if (first + i < d.ranks())
+      d.begin()[(first + i) * d.local_experts() + expert] = static_cast<uint32_t>(words[i]);
+  WEFT_ROLLED
+  for (uint32_t source = first; !came && source < d.ranks() && source < first + kCountsInFlight; ++source) {
+    const uint64_t word = load_relaxed(d.count_word_at(source, expert));
+    if (d.gives()[source] == 0 || is_of_call(word, d.epoch.number)) continue;
+    lose(d.a.call, source, Site::kLowLatencyDispatchRecv, d.epoch.number, word >> 32, waited_ns);
+    d.gives()[source] = 0;
+  }
+}
+
+// The last block, which has least to unpack, finds out who means another call; on the host, where that is
+// near, each does. The warp.
+template <class D>
+WEFT_DEVICE void check_sources(const D& d) {
+  for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
+    if (d.gives()[source] != 0 &&
+        (!await_greeting(d.a.call, d.mesh, d.epoch, source, Site::kLowLatencyDispatchRecv) ||
+         !agrees(d.a.call, d.mesh, d.epoch, source, 0)))
+      d.gives()[source] = 0;
+  d.warp.sync();
+}
+
 // One warp: waits for the counts of all sources; begin()[source][expert] becomes where its segment begins.
+// The last block also reports them.
 template <class D>
 WEFT_DEVICE void find_segments(const D& d) {
-  for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size()) {
-    const bool gives = d.present()[source] != 0 &&
-                       await_greeting(d.a.call, d.mesh, d.epoch, source, 0, Site::kLowLatencyDispatchRecv);
-    d.gives()[source] = gives ? 1 : 0;
-  }
+  const bool reports = d.block.index() + 1 == d.block.count();
+  for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
+    d.gives()[source] = d.present()[source];
   d.warp.sync();
-  const bool reports = d.block.index() == 0;
-  const auto* counts = reinterpret_cast<const uint32_t*>(d.mesh.local() + d.half_at() + d.half().counts);
+  if (reports || kIsHost) check_sources(d);  // first: who means another call tells other counts
+  WEFT_ROLLED
+  for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size())
+    for (uint32_t first = 0; first < d.ranks(); first += kCountsInFlight) await_counts(d, first, expert);
+  d.warp.sync();
+  WEFT_ROLLED
   for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size()) {
     uint32_t begin = 0;
-    for (uint32_t base = 0; base < d.ranks(); base += kCountsInFlight) {
-      uint32_t held[kCountsInFlight];
-      WEFT_UNROLL
-      for (uint32_t i = 0; i < kCountsInFlight; ++i)
-        held[i] =
-            base + i < d.ranks() ? load_relaxed(counts + uint64_t{base + i} * d.local_experts() + expert) : 0;
-      for (uint32_t i = 0; i < kCountsInFlight && base + i < d.ranks(); ++i) {
-        const uint32_t source = base + i;
-        const uint32_t count = d.gives()[source] != 0 ? held[i] : 0;
-        d.begin()[uint64_t{source} * d.local_experts() + expert] = begin;
-        if (reports)
-          d.a.layout_range[uint64_t{expert} * d.ranks() + source] =
-              static_cast<int64_t>(uint64_t{begin} << 32 | count);
-        begin += count;
-      }
+    WEFT_ROLLED
+    for (uint32_t source = 0; source < d.ranks(); ++source) {
+      uint32_t& segment = d.begin()[source * d.local_experts() + expert];
+      const uint32_t count = d.gives()[source] != 0 ? segment : 0;
+      segment = begin;
+      if (reports)
+        d.a.layout_range[uint64_t{expert} * d.ranks() + source] =
+            static_cast<int64_t>(uint64_t{begin} << 32 | count);
+      begin += count;
     }
     if (!reports) continue;
     // Only tokens that name an expert more than once can bring more rows than there are tokens.
@@ -395,32 +510,51 @@ WEFT_DEVICE void find_segments(const D& d) {
 // Every warp: waits until find_segments(), whose own waits are bounded, is done.
 template <class D>
 WEFT_DEVICE void await_segments(const D& d) {
-  for (uint32_t polls = 0; load_acquire_block(d.found()) == 0; ++polls) pause(polls);
+  for (uint32_t polls = 0; load_acquire_block(d.found()) == 0; ++polls) pause_near(polls);
   d.warp.sync();
 }
 
 // ---- step 4
 // --------------------------------------------------------------------------------------------------------
 
-// One lane per slot: where the rows of a message go, and what the combine will need to know. The warp.
+// Where the scales of a row begin, in words.
 template <class D>
-WEFT_DEVICE void place_message(const D& d, uint32_t source, const uint32_t* head, int32_t* record) {
+WEFT_DEVICE uint64_t scales_of(const D& d, uint32_t expert, uint64_t in_expert) {
+  const uint64_t row = d.a.tiled_scales ? tiled_row(in_expert, static_cast<uint64_t>(d.shape.scale_bytes) / 4)
+                                        : in_expert * d.a.scale_row_stride;
+  return expert * d.a.scale_expert_stride + row;
+}
+
+// One lane per slot: lists in rows() where the rows of a message go, and returns how many, and notes what the
+// combine will need to know. The warp.
+template <class D>
+WEFT_DEVICE uint32_t place_message(const D& d, uint32_t source, const uint32_t* head, int32_t* record) {
   const MessageLayout message = d.message();
-  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
+  const auto* gives = d.gives();
+  uint32_t count = 0;
+  for (uint32_t first = 0; first < d.top_k(); first += d.warp.size()) {
+    const uint32_t k = first + d.warp.rank();
+    const uint32_t slot = k < d.top_k() ? k : 0;
     // All at once, whether they turn out to be needed or not: memory is far.
     const uint32_t token = load_relaxed(head);
-    const auto expert = static_cast<int32_t>(load_relaxed(head + message.expert + k));
-    const uint64_t place = load_relaxed(head + message.place + k);
-    const uint32_t weight = d.has_weights() ? load_relaxed(head + message.weight + k) : 0;
+    const auto expert = static_cast<int32_t>(load_relaxed(head + message.expert + slot));
+    const uint64_t place = load_relaxed(head + message.place + slot);
+    const uint32_t weight = d.has_weights() ? load_relaxed(head + message.weight + slot) : 0;
+    if (first == 0) await_segments(d);
     // A rank that disagrees about sizes, which the call reports, may have written over this message.
-    const bool is_expert = static_cast<uint32_t>(expert) < d.own_experts();
-    const uint64_t in_expert =
-        !is_expert ? 0 : d.begin()[uint64_t{source} * d.local_experts() + expert] + place;
+    const bool is_expert =
+        k < d.top_k() && static_cast<uint32_t>(expert) < d.own_experts() && gives[source] != 0;
+    const uint64_t in_expert = !is_expert ? 0 : d.begin()[source * d.local_experts() + expert] + place;
     const bool is_here = is_expert && in_expert < d.rows_per_expert();
-    const uint64_t row = is_here ? expert * d.rows_per_expert() + in_expert : 0;
-    d.rows()[k] = is_here ? static_cast<int32_t>(row) : -1;
-    if (!record) continue;
-    record[1 + k] = d.rows()[k];
+    const auto row = static_cast<int32_t>(is_here ? expert * d.rows_per_expert() + in_expert : 0);
+    const uint32_t at = count + d.warp.count_below(is_here);
+    count += d.warp.count(is_here);
+    if (is_here) {
+      d.rows()[at] = row;
+      d.scales_at()[at] = scales_of(d, static_cast<uint32_t>(expert), in_expert);
+    }
+    if (!record || k >= d.top_k()) continue;
+    record[1 + k] = is_here ? row : -1;
     if (k == 0) record[0] = static_cast<int32_t>(token);
     if (d.has_weights()) record[1 + d.top_k() + k] = static_cast<int32_t>(weight);
     if (!is_here) continue;
@@ -429,30 +563,57 @@ WEFT_DEVICE void place_message(const D& d, uint32_t source, const uint32_t* head
     if (d.a.out_source) d.a.out_source[row] = static_cast<int32_t>(source);
   }
   d.warp.sync();
+  return count;
 }
 
 // Vectors first, first + step, ... below last of a row, in one lane.
 struct RowChunk {
   Vec16 held[kVecsInFlight];
 };
-WEFT_DEVICE RowChunk load_chunk(const std::byte* row, uint64_t first, uint64_t last, uint32_t step) {
+WEFT_DEVICE RowChunk load_chunk(const std::byte* row, uint32_t first, uint32_t last, uint32_t step) {
   RowChunk chunk{};
   WEFT_UNROLL
   for (uint32_t i = 0; i < kVecsInFlight; ++i)
     if (first + i * step < last)
-      chunk.held[i] = load_vec(reinterpret_cast<const Vec16*>(row) + first + i * step);
+      chunk.held[i] = load_vec_fresh(reinterpret_cast<const Vec16*>(row) + first + i * step);
   return chunk;
 }
 template <class D>
-WEFT_DEVICE void store_chunk(const D& d, const RowChunk& chunk, uint64_t first, uint64_t last,
+WEFT_DEVICE void store_chunk(const D& d, uint32_t count, const RowChunk& chunk, uint32_t first, uint32_t last,
                              uint32_t step) {
-  for (uint32_t k = 0; k < d.top_k(); ++k) {
-    const int32_t to = d.rows()[k];
-    if (to < 0) continue;
-    auto* out = reinterpret_cast<Vec16*>(d.a.out + static_cast<uint64_t>(to) * d.shape.row_bytes);
+  WEFT_ROLLED
+  for (uint32_t k = 0; k < count; ++k) {
+    const auto to = static_cast<uint64_t>(d.rows()[k]);
+    auto* out = reinterpret_cast<Vec16*>(d.a.out + to * d.shape.row_bytes);
     WEFT_UNROLL
     for (uint32_t i = 0; i < kVecsInFlight; ++i)
       if (first + i * step < last) store_vec(out + first + i * step, chunk.held[i]);
+  }
+}
+
+// A part of a message's scales: each lane's first word is asked for with the row.
+struct ScaleWords {
+  const uint32_t* at;
+  uint32_t index;
+  uint32_t last;
+  uint32_t word;
+};
+template <class D>
+WEFT_DEVICE ScaleWords load_scales(const D& d, const std::byte* message, uint32_t split) {
+  const Range part = part_of(static_cast<uint32_t>(d.shape.scale_bytes) / 4, split, d.a.receive_splits);
+  const auto* at = reinterpret_cast<const uint32_t*>(message + d.message().scales);
+  const uint32_t first = part.first + d.warp.rank();
+  return {at, first, part.last, first < part.last ? load_relaxed(at + first) : 0};
+}
+template <class D>
+WEFT_DEVICE void store_scales(const D& d, uint32_t count, ScaleWords scales) {
+  WEFT_ROLLED
+  while (scales.index < scales.last) {
+    WEFT_ROLLED
+    for (uint32_t k = 0; k < count; ++k)
+      d.a.out_scales[d.scales_at()[k] + scales.index * d.a.scale_word_stride] = scales.word;
+    scales.index += d.warp.size();
+    if (scales.index < scales.last) scales.word = load_relaxed(scales.at + scales.index);
   }
 }
 
@@ -462,30 +623,20 @@ template <class D>
 WEFT_DEVICE void unpack_message(const D& d, uint32_t source, const std::byte* at, int32_t* record,
                                 uint32_t split) {
   const std::byte* row = at + d.message().row;
-  const Range part = part_of(d.shape.row_bytes / 16, split, d.a.receive_splits);
+  const Range part = part_of(static_cast<uint32_t>(d.shape.row_bytes) / 16, split, d.a.receive_splits);
   const uint32_t step = d.warp.size();
-  uint64_t first = part.first + d.warp.rank();
+  uint32_t first = part.first + d.warp.rank();
   RowChunk chunk = load_chunk(row, first, part.last, step);
-  place_message(d, source, reinterpret_cast<const uint32_t*>(at), record);
+  const ScaleWords scales = load_scales(d, at, split);
+  const uint32_t count = place_message(d, source, reinterpret_cast<const uint32_t*>(at), record);
+  store_scales(d, count, scales);
+  WEFT_ROLLED
   while (first < part.last) {
-    store_chunk(d, chunk, first, part.last, step);
+    store_chunk(d, count, chunk, first, part.last, step);
     first += kVecsInFlight * step;
     chunk = load_chunk(row, first, part.last, step);
   }
-}
-
-template <class D>
-WEFT_DEVICE void copy_scales(const D& d, const uint32_t* scales, uint32_t split) {
-  const Range part = part_of(d.shape.scale_bytes / 4, split, d.a.receive_splits);
-  for (uint32_t k = 0; k < d.top_k(); ++k) {
-    if (d.rows()[k] < 0) continue;
-    const auto row = static_cast<uint64_t>(d.rows()[k]);
-    uint32_t* out = d.a.out_scales + row / d.rows_per_expert() * d.a.scale_expert_stride;
-    const uint64_t in_expert = row % d.rows_per_expert();
-    for (uint64_t i = part.first + d.warp.rank(); i < part.last; i += d.warp.size())
-      out[d.a.tiled_scales ? tiled_word(in_expert, i, d.shape.scale_bytes / 4)
-                           : in_expert * d.a.scale_row_stride + i * d.a.scale_word_stride] = scales[i];
-  }
+  d.warp.sync();
 }
 
 // Unpacks messages first .. last-1 of a lane. The warp.
@@ -493,16 +644,13 @@ template <class D>
 WEFT_DEVICE void unpack_messages(const D& d, uint32_t source, uint32_t lane, uint32_t split, uint32_t first,
                                  uint32_t last) {
   const Span traced(d.a.call.wait.trace, Work::kUnpack, d.warp.rank() == 0, source);
-  const MessageLayout message = d.message();
   const RoutesLayout routes = d.routes();
+  WEFT_ROLLED
   for (uint32_t index = first; index < last; ++index) {
     const std::byte* at = d.mesh.local() + d.message_at(source, lane, index);
     const uint64_t slot = (uint64_t{source} * d.lanes().count + lane) * d.lanes().capacity + index;
     int32_t* record = split == 0 ? d.a.routes + routes.records + slot * routes.record_words : nullptr;
     unpack_message(d, source, at, record, split);
-    if (d.shape.scale_bytes != 0)
-      copy_scales(d, reinterpret_cast<const uint32_t*>(at + message.scales), split);
-    d.warp.sync();
   }
 }
 
@@ -512,7 +660,7 @@ WEFT_DEVICE void receive_lane(const D& d, uint32_t source, uint32_t lane, uint32
   const auto* word = reinterpret_cast<const uint64_t*>(
       d.mesh.local() + word_offset(d.a.call, d.ranks(), d.epoch, source, lane));
   uint32_t unpacked = 0;
-  bool is_done = d.gives()[source] == 0;
+  bool is_done = d.present()[source] == 0;
   const uint64_t start = cycles();
   while (!is_done) {
     uint64_t seen = 0;
@@ -538,18 +686,25 @@ WEFT_DEVICE void receive_lane(const D& d, uint32_t source, uint32_t lane, uint32
 template <class D>
 WEFT_DEVICE void receive_lanes(const D& d) {
   const WarpShare share = warp_share(d.block, d.warp);
-  const uint64_t per_source = uint64_t{d.lanes().count} * d.a.receive_splits;
-  for (uint64_t job = share.index; job < per_source * d.ranks(); job += share.total) {
-    const auto source = static_cast<uint32_t>((d.mesh.rank() + job / per_source) % d.ranks());
-    const uint64_t in_source = job % per_source;
-    receive_lane(d, source, static_cast<uint32_t>(in_source / d.a.receive_splits),
-                 static_cast<uint32_t>(in_source % d.a.receive_splits));
+  const uint32_t per_source = d.lanes().count * d.a.receive_splits;
+  WEFT_ROLLED
+  for (uint32_t job = share.index; job < per_source * d.ranks(); job += share.total) {
+    const uint32_t source = (d.mesh.rank() + job / per_source) % d.ranks();
+    const uint32_t in_source = job % per_source;
+    receive_lane(d, source, in_source / d.a.receive_splits, in_source % d.a.receive_splits);
   }
 }
 
-// What a block can do before it knows the call's number: bring its first row near, and count what tokens
-// before that one choose, or what all tokens choose where it has no lane. Returns whether it counted; a block
-// that needs both counts later. Warps from the second on, unless there is but one, since the first is busy.
+// The first token of the block's first lane; all tokens where it has none.
+template <class D>
+WEFT_DEVICE uint32_t first_token(const D& d) {
+  return d.block.index() < d.lanes().count ? lane_tokens(d, d.block.index()).first : d.a.call.tokens;
+}
+
+// What a block can do before it knows the call's number: read what its first token chose, and count what
+// tokens before that one choose, or what all tokens choose where it has no lane. Returns whether it did; a
+// block that needs both counts later. Warps from the second on, unless there is but one, since the first is
+// busy.
 template <class D>
 WEFT_DEVICE bool prepare_send(const D& d) {
   const bool has_lane = d.block.index() < d.lanes().count;
@@ -559,13 +714,11 @@ WEFT_DEVICE bool prepare_send(const D& d) {
   if (d.block.rank() < apart) return counts;
   const uint32_t rank = d.block.rank() - apart;
   const uint32_t size = d.block.size() - apart;
-  const Range tokens = has_lane ? lane_tokens(d, d.block.index()) : Range{d.a.call.tokens, d.a.call.tokens};
-  constexpr uint32_t kLineBytes = 128;
-  if (tokens.first < tokens.last)
-    for (uint64_t at = rank * kLineBytes; at < d.a.x_row_bytes; at += size * kLineBytes)
-      prefetch(d.a.x + tokens.first * d.a.x_row_bytes + at);
-  if (counts) add_choices(d, tokens.first * d.top_k(), rank, size);
-  return counts;
+  if (!counts) return false;
+  const uint32_t first = first_token(d);
+  if (rank < d.warp.size() && first < d.a.call.tokens) read_choices(d, first);
+  add_choices(d, first * d.top_k(), rank, size);
+  return true;
 }
 
 }  // namespace low_latency
@@ -580,19 +733,19 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
   if (sends) low_latency::clear_choices(d);
   if (d.block.rank() == 0) *d.found() = 0;
   d.block.sync();
-  if (d.warp.index() == 0)
-    low_latency::begin_call(a.call, d.block, d.warp, mesh, shared_epoch, d.present(),
-                            Site::kLowLatencyDispatchSlot);
-  const bool is_counted = sends && low_latency::prepare_send(d);
-  d.block.sync();
-  d.epoch = {*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};
+  // Asked for at once; used when it is known where it goes.
+  const low_latency::FirstVecs first =
+      low_latency::load_first_vecs(d, sends ? low_latency::first_token(d) : a.call.tokens);
+  bool is_ready = false;
+  d.epoch = low_latency::begin_call(a.call, d.block, d.warp, mesh, shared_epoch, d.present(),
+                                    Site::kLowLatencyDispatchSlot,
+                                    [&] { is_ready = sends && low_latency::prepare_send(d); });
   if (sends) {
-    low_latency::send_counts(d, is_counted);
-    low_latency::send_lanes(d, is_counted);
+    low_latency::send_counts(d, is_ready);
+    low_latency::send_lanes(d, is_ready, first);
   }
   if (a.call.phases & kPhaseReceive) {
     if (d.warp.index() == (d.block.warps() > 1 ? 1 : 0)) low_latency::find_segments(d);
-    low_latency::await_segments(d);
     low_latency::receive_lanes(d);
   }
 }

@@ -17,7 +17,8 @@
 namespace weft {
 
 inline constexpr uint32_t kMaxLanes = 128;  // one token each at 128 tokens: as many blocks as a GPU has SMs
-inline constexpr uint32_t kWordsPerSource = 384;  // lanes, or (lane, piece) pairs in combine
+inline constexpr uint32_t kWordsPerSource = 1024;  // lanes, or (lane, piece) pairs in combine
+inline constexpr uint32_t kMaxExperts = 16384;
 inline constexpr uint32_t kTickets = 64;  // calls whose receive phase may be outstanding, far more than two
 
 // Names one call across its two launches, and counts launches. Local, zero before the first launch.
@@ -42,7 +43,8 @@ struct LowLatencyControl {
   uint64_t state;     // LowLatencyState of this rank
   uint64_t masked;    // u32[R] of this rank: 1 for peers to leave out
   uint64_t consumed;  // u64[2][R]          by half, peer: the last call that the peer has read whole
-  uint64_t ready;     // u64[2][R]          by half, source: the last call whose counts or weights came
+  uint64_t ready;     // u64[2][R]          by half, source: the last call whose greeting or weights came
+  uint64_t counts;    // u64[2][kMaxExperts] by half: [R][Le] by source: count_word() of my experts
   uint64_t hello;     // LowLatencyHello[2][R]
   uint64_t word;      // u64[2][R][kWordsPerSource]
   uint64_t end;
@@ -54,10 +56,20 @@ WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
   at.masked = carver.take(ranks * 4);
   at.consumed = carver.take(2 * ranks * 8);
   at.ready = carver.take(2 * ranks * 8);
+  at.counts = carver.take(uint64_t{2} * kMaxExperts * 8);
   at.hello = carver.take(2 * ranks * sizeof(LowLatencyHello));
   at.word = carver.take(2 * ranks * kWordsPerSource * 8);
   at.end = carver.take(0);
   return at;
+}
+
+// How many of a source's tokens chose an expert, and in which call: a peer that finds the call's number there
+// needs no other signal. The words' memory holds nothing else, ever.
+WEFT_DEVICE constexpr uint64_t count_word(uint64_t epoch, uint32_t count) {
+  return epoch << 32 | count;
+}
+WEFT_DEVICE constexpr bool is_of_call(uint64_t count_word, uint64_t epoch) {
+  return count_word >> 32 == (epoch & 0xffffffffu);
 }
 
 // A word's value: it grows within a call and from call to call.
@@ -105,15 +117,12 @@ WEFT_DEVICE constexpr MessageLayout message_layout(uint64_t top_k, bool has_weig
 
 // A half, for dispatch: offsets from its start.
 struct DispatchHalf {
-  uint64_t counts;    // u32[R][Le]  by source: tokens for each of my experts
   uint64_t messages;  // [R][lanes][capacity]
   uint64_t bytes;
 };
-WEFT_DEVICE constexpr DispatchHalf dispatch_half(uint64_t ranks, uint64_t experts_per_rank, Lanes lanes,
-                                                 uint64_t message_bytes) {
+WEFT_DEVICE constexpr DispatchHalf dispatch_half(uint64_t ranks, Lanes lanes, uint64_t message_bytes) {
   Carver carver;
   DispatchHalf at{};
-  at.counts = carver.take(ranks * experts_per_rank * 4);
   at.messages = carver.take(ranks * lanes.count * lanes.capacity * message_bytes);
   at.bytes = carver.end();
   return at;
@@ -165,11 +174,14 @@ struct DispatchShared {
   uint64_t gives;    // u32[R]   0: nothing comes from that rank
   uint64_t found;    // u32      1 once `begin` is there
   uint64_t sent;     // u32[R]   messages of the current lane, by peer
-  uint64_t place;    // std::byte*[K]  where the current token's message for slot k's rank goes, or null
-  uint64_t slot;     // u32[3][K]  of the current token: rank, local expert, place in its segment
+  uint64_t slot;  // u32[4][K]  of the current token: expert, its rank, its number there, place in its segment
+  uint64_t targets;  // u32      how many ranks the current token goes to
+  uint64_t target;   // u32[K]   which
+  uint64_t place;    // std::byte*[K]  where its message goes there
   uint64_t so_far;   // u32[R][Le] this rank's rows before the current token, by expert
   uint64_t begin;    // u32[R][Le] where segments begin, by source and local expert
   uint64_t row;      // i32[warps][K]  the current message's rows, by warp
+  uint64_t scales;   // u64[warps][K]  where the scales of each begin
   uint64_t bytes;
 };
 WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t experts_per_rank,
@@ -180,11 +192,14 @@ WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t ex
   at.gives = carver.take(ranks * 4, 16);
   at.found = carver.take(4, 16);
   at.sent = carver.take(ranks * 4, 16);
+  at.slot = carver.take(4 * top_k * 4, 16);
+  at.targets = carver.take(4, 16);
+  at.target = carver.take(top_k * 4, 16);
   at.place = carver.take(top_k * 8, 16);
-  at.slot = carver.take(3 * top_k * 4, 16);
   at.so_far = carver.take(ranks * experts_per_rank * 4, 16);
   at.begin = carver.take(ranks * experts_per_rank * 4, 16);
   at.row = carver.take(warps * top_k * 4, 16);
+  at.scales = carver.take(warps * top_k * 8, 16);
   at.bytes = carver.end();
   return at;
 }
@@ -192,7 +207,9 @@ WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t ex
 struct CombineShared {
   uint64_t present;
   uint64_t row;     // i32[warps][K]  what the warp sums: row numbers, or slots of replies
+  uint64_t slot;    // u32[warps][K]  which slots of the token these are
   uint64_t weight;  // f32[warps][K]
+  uint64_t rank;    // u32[warps][K]  where the slots of the warp's token went; R for nowhere
   uint64_t bytes;
 };
 WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_k, uint64_t warps) {
@@ -200,7 +217,9 @@ WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_
   CombineShared at{};
   at.present = carver.take(ranks * 4, 16);
   at.row = carver.take(warps * top_k * 4, 16);
+  at.slot = carver.take(warps * top_k * 4, 16);
   at.weight = carver.take(warps * top_k * 4, 16);
+  at.rank = carver.take(warps * top_k * 4, 16);
   at.bytes = carver.end();
   return at;
 }

@@ -8,6 +8,7 @@
 #define WEFT_DEVICE __device__ __forceinline__
 #define WEFT_KERNEL __device__ __forceinline__
 #define WEFT_UNROLL _Pragma("unroll")         // before a loop whose trip count is constant
+#define WEFT_ROLLED _Pragma("unroll 1")       // before a loop that is short: code is fetched from far, too
 #define WEFT_STREAM_LOOP _Pragma("unroll 4")  // before a loop whose iterations are independent
 
 #if defined(__CUDACC_RTC__)
@@ -100,6 +101,13 @@ struct Warp {
     return inclusive - value;
   }
   WEFT_DEVICE bool any(bool value) const { return __any_sync(0xffffffffu, value); }
+  // Of how many threads, and of how many of lower rank, the value is true.
+  WEFT_DEVICE uint32_t count(bool value) const {
+    return static_cast<uint32_t>(__popc(__ballot_sync(0xffffffffu, value)));
+  }
+  WEFT_DEVICE uint32_t count_below(bool value) const {
+    return static_cast<uint32_t>(__popc(__ballot_sync(0xffffffffu, value) & ((1u << rank()) - 1)));
+  }
 };
 
 // ---- memory
@@ -137,6 +145,13 @@ WEFT_DEVICE uint64_t peek(const uint64_t* at) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
   return value;
 }
+// A look at a signal after which the thread branches, and then only stores, or loads what the signal says is
+// there by load_relaxed() and load_vec_fresh(). Those go to L2, where the peer's stores arrived before its
+// signal, and start after the branch: an acquire would be one more trip to memory. NCCL's receivers rely on
+// the same.
+WEFT_DEVICE uint64_t load_signal(const uint64_t* at) {
+  return load_relaxed(at);
+}
 WEFT_DEVICE void store_release(uint32_t* at, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
@@ -148,6 +163,10 @@ WEFT_DEVICE void store_relaxed(uint32_t* at, uint32_t value) {
 }
 WEFT_DEVICE void store_relaxed(uint64_t* at, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+// Tells a peer of what launches before this one did, which their end has made visible and finished.
+WEFT_DEVICE void store_after_launch(uint64_t* at, uint64_t value) {
+  store_relaxed(at, value);
 }
 WEFT_DEVICE uint32_t add_release(uint32_t* at, uint32_t value) {
   uint32_t old;
@@ -208,6 +227,15 @@ WEFT_DEVICE Vec16 load_vec_streaming(const Vec16* at) {
                : "memory");
   return v;
 }
+// Of memory that a peer writes while the kernel runs: see load_signal().
+WEFT_DEVICE Vec16 load_vec_fresh(const Vec16* at) {
+  Vec16 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+               : "l"(at)
+               : "memory");
+  return v;
+}
 WEFT_DEVICE void store_vec(Vec16* at, Vec16 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]), "r"(v.words[1]),
                "r"(v.words[2]), "r"(v.words[3])
@@ -241,6 +269,14 @@ WEFT_DEVICE void copy_few(void* dst, const void* src) {
   for (uint32_t i = 0; i < kBytes; ++i)
     static_cast<unsigned char*>(dst)[i] = static_cast<const unsigned char*>(src)[i];
 }
+
+// How many vectors of each of four rows a thread sums at once: as many as fit into registers beside what a
+// long kernel keeps there. Memory is far.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr uint32_t kSumVecs = 4;
+#else
+inline constexpr uint32_t kSumVecs = 3;
+#endif
 
 // Asks for a line to be brought near; may do nothing.
 WEFT_DEVICE void prefetch(const void* at) {
@@ -506,6 +542,9 @@ WEFT_DEVICE void pause(uint32_t polls) {
   // Many warps that poll without a pause slow low-latency combine down severely (seen on H200).
   __nanosleep(polls < 4 ? 50 : 300);
 }
+
+// The same for a word in shared memory, at which a warp may look without disturbing others.
+WEFT_DEVICE void pause_near(uint32_t /*polls*/) {}
 
 // A loop that waits looks at the clock and the fault box after so many looks in vain, for the first time
 // after kFirstCheck. The box is in host memory: reads of it take some 0.6 us each, one after the other, so

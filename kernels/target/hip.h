@@ -39,6 +39,7 @@ enum class byte : unsigned char {};
 #define WEFT_DEVICE __attribute__((device, always_inline)) inline
 #define WEFT_KERNEL __attribute__((device, always_inline)) inline
 #define WEFT_UNROLL _Pragma("unroll")         // before a loop whose trip count is constant
+#define WEFT_ROLLED _Pragma("nounroll")       // before a loop that is short: code is fetched from far, too
 #define WEFT_STREAM_LOOP _Pragma("unroll 4")  // before a loop whose iterations are independent
 
 #include "kernels/target/portable.h"
@@ -122,6 +123,14 @@ struct Warp {
     return inclusive - value;
   }
   WEFT_DEVICE bool any(bool value) const { return __builtin_amdgcn_ballot_w64(value) != 0; }
+  // Of how many threads, and of how many of lower rank, the value is true.
+  WEFT_DEVICE uint32_t count(bool value) const {
+    return static_cast<uint32_t>(__builtin_popcountll(__builtin_amdgcn_ballot_w64(value)));
+  }
+  WEFT_DEVICE uint32_t count_below(bool value) const {
+    const uint64_t below = (uint64_t{1} << rank()) - 1;
+    return static_cast<uint32_t>(__builtin_popcountll(__builtin_amdgcn_ballot_w64(value) & below));
+  }
 
  private:
   // Lanes exchange 32-bit words; the lane number wraps at 64.
@@ -195,9 +204,18 @@ WEFT_DEVICE uint32_t exchange_local(uint32_t* at, uint32_t value) {
 WEFT_DEVICE uint64_t peek(const uint64_t* at) {
   return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
+// A look at a signal after which the thread branches, and then only stores, or loads what the signal says is
+// there by load_relaxed() and load_vec_fresh(). Here it acquires.
+WEFT_DEVICE uint64_t load_signal(const uint64_t* at) {
+  return load_acquire(at);
+}
 // Block scope; `at` is usually in shared memory.
 WEFT_DEVICE uint32_t load_acquire_block(const uint32_t* at) {
   return __hip_atomic_load(at, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+// Tells a peer of what launches before this one did, which their end has finished.
+WEFT_DEVICE void store_after_launch(uint64_t* at, uint64_t value) {
+  store_relaxed(at, value);
 }
 WEFT_DEVICE void store_release_block(uint32_t* at, uint32_t value) {
   __hip_atomic_store(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_WORKGROUP);
@@ -217,6 +235,10 @@ WEFT_DEVICE Vec16 load_vec(const Vec16* at) {
 WEFT_DEVICE Vec16 load_vec_streaming(const Vec16* at) {
   return __builtin_bit_cast(Vec16,
                             __builtin_nontemporal_load(reinterpret_cast<const detail::NativeVec16*>(at)));
+}
+// Of memory that a peer writes while the kernel runs: see load_signal().
+WEFT_DEVICE Vec16 load_vec_fresh(const Vec16* at) {
+  return load_vec(at);
 }
 WEFT_DEVICE void store_vec(Vec16* at, Vec16 v) {
   *at = v;
@@ -248,6 +270,9 @@ WEFT_DEVICE void copy_few(void* dst, const void* src) {
   for (uint32_t i = 0; i < kBytes; ++i)
     static_cast<unsigned char*>(dst)[i] = static_cast<const unsigned char*>(src)[i];
 }
+
+// How many vectors of each of four rows a thread sums at once.
+inline constexpr uint32_t kSumVecs = 2;
 
 // Asks for a line to be brought near; may do nothing.
 WEFT_DEVICE void prefetch(const void* at) {
@@ -387,6 +412,9 @@ WEFT_DEVICE void pause_ns(uint32_t ns) {
 WEFT_DEVICE void pause(uint32_t polls) {
   if (polls > 1024) __builtin_amdgcn_s_sleep(2);
 }
+
+// The same for a word in shared memory, at which a warp may look without disturbing others.
+WEFT_DEVICE void pause_near(uint32_t /*polls*/) {}
 
 // A loop that waits looks at the clock and the fault box after so many looks in vain, for the first time
 // after kFirstCheck. The box is in host memory: reads of it take some 0.6 us each, one after the other, so

@@ -19,6 +19,7 @@
 #define WEFT_DEVICE inline
 #define WEFT_KERNEL inline
 #define WEFT_UNROLL  // before a loop whose trip count is constant; the compiler decides
+#define WEFT_ROLLED  // before a loop that is short and should stay small
 #define WEFT_STREAM_LOOP _Pragma("GCC ivdep")  // before a loop whose iterations are independent
 #define WEFT_HOST_TARGET 1
 
@@ -106,6 +107,9 @@ struct Warp {
     return T{};
   }
   bool any(bool value) const { return value; }
+  // Of how many threads, and of how many of lower rank, the value is true.
+  uint32_t count(bool value) const { return value ? 1 : 0; }
+  uint32_t count_below(bool /*value*/) const { return 0; }
 };
 
 // ---- memory
@@ -128,6 +132,11 @@ T load_relaxed(const T* at) {
 inline uint64_t peek(const uint64_t* at) {
   return load_relaxed(at);
 }
+// A look at a signal after which the thread branches, and then only stores, or loads what the signal says is
+// there by load_relaxed() and load_vec_fresh(). Here it acquires.
+inline uint64_t load_signal(const uint64_t* at) {
+  return load_acquire(at);
+}
 // Streaming stores are not ordered by a release on x86; a store fence before it makes them so.
 inline void publish_streaming_stores() {
 #if defined(__SSE2__)
@@ -147,6 +156,10 @@ template <class T>
 T add_release(T* at, T value) {
   publish_streaming_stores();
   return std::atomic_ref<T>(*at).fetch_add(value, std::memory_order_release);
+}
+// Tells a peer of what launches before this one did, which their end has finished.
+inline void store_after_launch(uint64_t* at, uint64_t value) {
+  store_release(at, value);
 }
 // Block scope; `at` is usually in shared memory.
 inline uint32_t load_acquire_block(const uint32_t* at) {
@@ -180,6 +193,10 @@ inline Vec16 load_vec(const Vec16* at) {
 inline Vec16 load_vec_streaming(const Vec16* at) {
   return *at;
 }
+// Of memory that a peer writes while the kernel runs: see load_signal().
+inline Vec16 load_vec_fresh(const Vec16* at) {
+  return *at;
+}
 inline void store_vec(Vec16* at, Vec16 value) {
   *at = value;
 }
@@ -190,23 +207,6 @@ inline void store_vec_streaming(Vec16* at, Vec16 value) {
   _mm_stream_si128(reinterpret_cast<__m128i*>(at), bits);
 #else
   *at = value;
-#endif
-}
-
-// Copies a row of whole Vec16 for a peer to read: past the caches, since this core will not read it again.
-inline void copy_row_streaming(std::byte* dst, const std::byte* src, uint64_t bytes) {
-#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
-  const auto* from = reinterpret_cast<const __m128i*>(src);
-  auto* to = reinterpret_cast<__m128i*>(dst);
-  uint64_t vectors = bytes / sizeof(__m128i);
-  for (; vectors >= 8; vectors -= 8, from += 8, to += 8) {
-    __m128i held[8];
-    for (int i = 0; i < 8; ++i) held[i] = _mm_loadu_si128(from + i);
-    for (int i = 0; i < 8; ++i) _mm_stream_si128(to + i, held[i]);
-  }
-  for (; vectors > 0; --vectors) _mm_stream_si128(to++, _mm_loadu_si128(from++));
-#else
-  std::memcpy(dst, src, bytes);
 #endif
 }
 
@@ -259,6 +259,9 @@ template <uint32_t kBytes>
 void copy_few(void* dst, const void* src) {
   std::memcpy(dst, src, kBytes);
 }
+
+// How many vectors of a row a thread sums at once.
+inline constexpr uint32_t kSumVecs = 8;
 
 // Asks for a line to be brought near; may do nothing.
 inline void prefetch(const void* at) {
@@ -376,7 +379,7 @@ class RowPipe {
     for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);
   }
   void store(std::byte* dst, RowPiece stage) {
-    if (dst) copy_row_streaming(dst, stage.src, stage.bytes);
+    if (dst) copy_cold(dst, stage.src, stage.bytes);
   }
   template <uint32_t kItems>
   void drain_but() {}
@@ -417,6 +420,10 @@ inline void pause(uint32_t polls) {
   }
   const timespec nap{0, 20'000};
   nanosleep(&nap, nullptr);
+}
+// The same for a word in shared memory.
+inline void pause_near(uint32_t polls) {
+  pause(polls);
 }
 
 }  // namespace weft

@@ -37,8 +37,8 @@ Status launch_on_mesh(const Window& window, KernelKey key, const Launch& how, co
   key.threads_per_block = how.threads_per_block;
   Jit& jit = Jit::of(comm.device());
   WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key));
-  const MappedMesh mesh{window.table(), static_cast<uint32_t>(comm.rank()),
-                        static_cast<uint32_t>(comm.size())};
+  const MappedMesh mesh = MappedMesh::of(window.bases(), window.table(), static_cast<uint32_t>(comm.rank()),
+                                         static_cast<uint32_t>(comm.size()));
   return jit.launch(*kernel, how, args, args_bytes, &mesh, sizeof(mesh), shape_on_host);
 }
 

@@ -3,6 +3,8 @@
 
 #include <sys/mman.h>
 
+#include <span>
+
 #include "base/config.h"
 
 namespace weft {
@@ -14,7 +16,22 @@ constexpr uint32_t kAskAgain = 16;
 // Before Linux 6.1 the header lacks it and the kernel refuses it; huge pages then come with time.
 constexpr int kCollapse = 25;
 
+// The whole huge pages inside a buffer.
+std::span<std::byte> pages_inside(std::byte* address, uint64_t bytes) {
+  const uint64_t start = reinterpret_cast<uint64_t>(address);
+  const uint64_t first = (start + kPageBytes - 1) / kPageBytes * kPageBytes;
+  const uint64_t end = (start + bytes) / kPageBytes * kPageBytes;
+  if (end <= first) return {};
+  return {reinterpret_cast<std::byte*>(first), end - first};
+}
+
 }  // namespace
+
+void prefer_huge_pages(std::byte* address, uint64_t bytes) {
+  if (config().huge_pages == 0) return;
+  const std::span<std::byte> pages = pages_inside(address, bytes);
+  if (!pages.empty()) madvise(pages.data(), pages.size(), MADV_HUGEPAGE);
+}
 
 void HugePages::used(std::byte* address, uint64_t bytes) {
   if (bytes < kPageBytes || config().huge_pages == 0) return;
@@ -23,12 +40,10 @@ void HugePages::used(std::byte* address, uint64_t bytes) {
   if (seen.bytes != bytes) seen = {bytes, 0};
   // Again now and then: other memory may lie at the address by then. Of huge pages it costs microseconds.
   if (++seen.uses != 2 && seen.uses % kAskAgain != 0) return;
-  const uint64_t start = reinterpret_cast<uint64_t>(address);
-  const uint64_t first = (start + kPageBytes - 1) / kPageBytes * kPageBytes;
-  const uint64_t end = (start + bytes) / kPageBytes * kPageBytes;
-  if (end <= first) return;
-  madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
-  madvise(reinterpret_cast<void*>(first), end - first, kCollapse);
+  const std::span<std::byte> pages = pages_inside(address, bytes);
+  if (pages.empty()) return;
+  madvise(pages.data(), pages.size(), MADV_HUGEPAGE);
+  madvise(pages.data(), pages.size(), kCollapse);
 }
 
 }  // namespace weft

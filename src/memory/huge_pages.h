@@ -6,6 +6,10 @@
 // fifth of the time. Only the whole, aligned 2 MiB pieces inside a buffer change, which the buffer fills
 // anyway; contents and addresses stay. Where the system refuses, nothing happens. WEFT_HUGE_PAGES=0 turns it
 // off. Threads: one caller at a time.
+//
+//   prefer_huge_pages(output, bytes);   // before a large host buffer that may be fresh is written
+// The system then clears and maps its pages by 2 MiB: of 4 KiB each they cost more than what is written to
+// them. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -13,6 +17,8 @@
 #include <unordered_map>
 
 namespace weft {
+
+void prefer_huge_pages(std::byte* address, uint64_t bytes);
 
 class HugePages {
  public:

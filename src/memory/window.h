@@ -37,7 +37,8 @@ class Window {
   // This process' mapping of a rank's window; null where the rank is not mapped.
   std::byte* base(int rank) const { return bases_[rank]; }
   std::byte* local() const { return bases_[comm_->rank()]; }
-  // base() of all ranks, in memory that device code of this rank can read.
+  // base() of all ranks, and the same in memory that device code of this rank can read.
+  std::byte* const* bases() const { return bases_.data(); }
   std::byte* const* table() const { return table_; }
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
 

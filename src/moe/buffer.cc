@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "kernels/core/carver.h"
 #include "memory/device_memory.h"
+#include "memory/huge_pages.h"
 #include "moe/fault_text.h"
 #include "topology/gpus.h"
 
@@ -377,6 +378,7 @@ Status MoeBuffer::combine(const CombineCall& call) {
   args.push_warps = grid.first_role;
   args.sum_warps = grid.second_role;
   args.watch_warps = grid.watch_role;
+  if (comm_->device().is_host()) prefer_huge_pages(call.combined, call.tokens * call.row_bytes);
   return launch({kCombineFile, "combine_rows", "CombineArgs"}, grid, &args, sizeof(args), shape, call.stream);
 }
 

@@ -65,6 +65,9 @@ Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const Lo
         "num_max_dispatch_tokens_per_rank: got {}, allowed: at most {} rows received by all experts of a "
         "rank together",
         sizes.max_tokens, std::numeric_limits<int32_t>::max());
+  if (sizes.ranks * sizes.experts_per_rank() > kMaxExperts)
+    return Status::invalid("num_experts: got {}, allowed: at most {}, rounded up to a multiple of the ranks",
+                           sizes.experts, kMaxExperts);
   if (limits_.is_cuda && plan.shared_bytes > limits_.shared_bytes)
     return Status::invalid("num_experts: got {}, allowed: what fits {} bytes of shared memory, these take {}",
                            sizes.experts, limits_.shared_bytes, plan.shared_bytes);
@@ -144,7 +147,7 @@ Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases)
   args.out_scales = static_cast<uint32_t*>(call.out_scales);
   args.scale_expert_stride = call.scale_expert_stride;
   args.scale_row_stride = call.scale_row_stride;
-  args.scale_word_stride = call.scale_word_stride;
+  args.scale_word_stride = call.tiled_scales ? kTiledWordStride : call.scale_word_stride;
   args.tiled_scales = call.tiled_scales ? 1 : 0;
   args.src_info = call.src_info;
   args.layout_range = call.layout_range;

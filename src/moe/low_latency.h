@@ -52,7 +52,7 @@ struct LowLatencyDispatchCall {
   uint64_t scale_expert_stride = 0;
   uint64_t scale_row_stride = 0;
   uint64_t scale_word_stride = 0;
-  bool tiled_scales = false;        // instead of the last two strides: see tiled_word()
+  bool tiled_scales = false;        // instead of the last two strides: see tiled_row()
   int32_t* src_info = nullptr;      // [Le][R * M]
   int64_t* layout_range = nullptr;  // [Le][R]
   int32_t* counts = nullptr;        // [Le]

@@ -93,7 +93,7 @@ GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits) {
 
 GridPlan plan_dispatch(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits) {
   if (!limits.is_cuda) return host_grid(limits, pipes_at(ranks));
-  return cuda_grid(ranks, piece_bytes, num_sms, 3, 5, limits);
+  return cuda_grid(ranks, piece_bytes, num_sms, 3, 13, limits);
 }
 
 GridPlan plan_combine(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits) {

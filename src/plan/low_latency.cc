@@ -10,6 +10,9 @@ namespace {
 
 constexpr uint32_t kCudaThreads = 512;
 constexpr uint32_t kMostPieces = 8;
+static_assert(kMaxLanes * kMostPieces <= kWordsPerSource);
+// Combine cuts replies so that about so many warps have one: all of a large GPU. Ranks must agree on it.
+constexpr double kAnsweringWarps = 2048;
 constexpr uint32_t kMostSplitsOfPiece = 16;
 
 // One block per SM, all of them: the calls are short, and no block may wait for one that cannot start. On the
@@ -25,6 +28,13 @@ uint32_t warps_per_block(const LowLatencyPlan& plan, const ComputeLimits& limits
   return limits.is_cuda ? plan.threads_per_block / 32 : plan.threads_per_block;
 }
 
+// How many ranks a token goes to, in the mean, when it chooses experts at random.
+double ranks_of_token(const LowLatencySizes& sizes) {
+  double missed = 1;
+  for (uint32_t k = 0; k < sizes.top_k; ++k) missed *= 1 - 1.0 / sizes.ranks;
+  return sizes.ranks * (1 - missed);
+}
+
 }  // namespace
 
 LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const LowLatencyDispatchShape& shape,
@@ -33,7 +43,7 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   const Lanes lanes = lanes_of(sizes.max_tokens);
   const MessageLayout message =
       message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
-  plan.half_bytes = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, message.bytes).bytes;
+  plan.half_bytes = dispatch_half(sizes.ranks, lanes, message.bytes).bytes;
   const uint32_t warps = warps_per_block(plan, limits);
   plan.shared_bytes =
       static_cast<uint32_t>(dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps).bytes);
@@ -54,7 +64,8 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
   plan.pieces = 1;
   plan.receive_splits = 1;
   if (!limits.is_cuda) return plan;
-  plan.pieces = std::clamp(kWordsPerSource / lanes_of(sizes.max_tokens).count, 1u, kMostPieces);
+  const double messages = lanes_of(sizes.max_tokens).count * ranks_of_token(sizes);
+  plan.pieces = std::clamp(static_cast<uint32_t>(kAnsweringWarps / messages), 1u, kMostPieces);
   const uint32_t sums = std::max(tokens, 1u) * plan.pieces;
   plan.receive_splits = plan.pieces * std::clamp(plan.blocks * warps / sums, 1u, kMostSplitsOfPiece);
   return plan;
@@ -78,7 +89,7 @@ uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
   const MessageLayout message =
       message_layout(sizes.top_k, true, (hidden * 2 + 15) / 16 * 16, hidden / 16 * 4);
   const Lanes lanes = lanes_of(sizes.max_tokens);
-  const uint64_t dispatch = dispatch_half(sizes.ranks, sizes.experts_per_rank(), lanes, message.bytes).bytes;
+  const uint64_t dispatch = dispatch_half(sizes.ranks, lanes, message.bytes).bytes;
   const uint64_t reply = reply_bytes((hidden * 2 + 15) / 16 * 16, kReplyExactLog);
   const uint64_t combine = combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply).bytes;
   return low_latency_region_bytes(sizes.ranks, std::max(dispatch, combine));

@@ -27,16 +27,16 @@ std::string combine_text(const LowLatencySizes& sizes, int64_t hidden, uint32_t 
 TEST(LowLatencyPlan, GoldenPlansOfTypicalCalls) {
   const LowLatencySizes deepseek{8, 128, 8, 256};
   EXPECT_EQ(dispatch_text(deepseek, 7168, kH200),
-            "half 7652352 bytes, 132 blocks of 512 threads, 2848 bytes shared, 1 pieces, 2 receive splits");
+            "half 7651328 bytes, 132 blocks of 512 threads, 3952 bytes shared, 1 pieces, 2 receive splits");
   EXPECT_EQ(combine_text(deepseek, 7168, 128, kH200),
-            "half 14712832 bytes, 132 blocks of 512 threads, 1072 bytes shared, 3 pieces, 15 receive splits");
+            "half 14712832 bytes, 132 blocks of 512 threads, 2096 bytes shared, 3 pieces, 15 receive splits");
   EXPECT_EQ(combine_text(deepseek, 7168, 1, kH200),
-            "half 14712832 bytes, 132 blocks of 512 threads, 1072 bytes shared, 3 pieces, 48 receive splits");
+            "half 14712832 bytes, 132 blocks of 512 threads, 2096 bytes shared, 3 pieces, 48 receive splits");
   const LowLatencySizes few{8, 8, 8, 256};
   EXPECT_EQ(combine_text(few, 7168, 8, kH200),
-            "half 919552 bytes, 132 blocks of 512 threads, 1072 bytes shared, 8 pieces, 128 receive splits");
+            "half 919552 bytes, 132 blocks of 512 threads, 2096 bytes shared, 8 pieces, 128 receive splits");
   EXPECT_EQ(dispatch_text(few, 7168, kHost),
-            "half 479232 bytes, 2 blocks of 1 threads, 2368 bytes shared, 1 pieces, 1 receive splits");
+            "half 478208 bytes, 2 blocks of 1 threads, 2512 bytes shared, 1 pieces, 1 receive splits");
 }
 
 // Ranks must agree on everything about a reply, and not all have the same number of tokens.

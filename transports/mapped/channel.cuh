@@ -39,14 +39,26 @@ static_assert(Channel<MappedChannel>, "MappedChannel must model Channel");
 
 // The channels to all peers, when every peer is mapped. Passed to kernels by value.
 struct MappedMesh {
+  static constexpr uint32_t kNear = 16;
+
   std::byte* const* windows;  // [ranks], in memory that device code can read
   uint32_t self;
   uint32_t count;
+  std::byte* near[kNear];  // the first of them, which come with the launch: a kernel starts with these
 
-  WEFT_DEVICE MappedChannel to(uint32_t peer) const { return MappedChannel(windows[peer]); }
+  // `bases` can be read here, `windows` in kernels; both are [count].
+  static WEFT_DEVICE MappedMesh of(std::byte* const* bases, std::byte* const* windows, uint32_t self,
+                                   uint32_t count) {
+    MappedMesh mesh{windows, self, count, {}};
+    for (uint32_t peer = 0; peer < count && peer < kNear; ++peer) mesh.near[peer] = bases[peer];
+    return mesh;
+  }
+
+  WEFT_DEVICE std::byte* window(uint32_t peer) const { return peer < kNear ? near[peer] : windows[peer]; }
+  WEFT_DEVICE MappedChannel to(uint32_t peer) const { return MappedChannel(window(peer)); }
   WEFT_DEVICE uint32_t rank() const { return self; }
   WEFT_DEVICE uint32_t ranks() const { return count; }
-  WEFT_DEVICE std::byte* local() const { return windows[self]; }
+  WEFT_DEVICE std::byte* local() const { return window(self); }
 };
 static_assert(Mesh<MappedMesh>, "MappedMesh must model Mesh");
 

@@ -9,7 +9,8 @@ Result<MappedMesh> mapped_mesh(const Window& window) {
     if (!window.base(peer))
       return Status::make(Code::kUnsupported, "mapped: rank {} cannot load and store rank {}'s window",
                           comm.rank(), peer);
-  return MappedMesh{window.table(), static_cast<uint32_t>(comm.rank()), static_cast<uint32_t>(comm.size())};
+  return MappedMesh::of(window.bases(), window.table(), static_cast<uint32_t>(comm.rank()),
+                        static_cast<uint32_t>(comm.size()));
 }
 
 }  // namespace weft

@@ -75,6 +75,23 @@ def test_compile_refuses_what_would_have_no_effect_and_names_the_users_line(
     assert not said.out
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--calls", "none"], "calls: got ['none']"),
+        (["-b", "4K", "-e", "1K"], "sizes: got (4096, 1024, 4)"),
+        (["-f", "1"], "sizes: got (1024, 67108864, 1)"),
+        (["--ranks", "1"], "ranks: got 1"),
+    ],
+)
+def test_tune_refuses_in_one_line(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.json"
+    assert main(["tune", "--device", "cpu", "--output", str(table), *options]) == 1
+    assert capsys.readouterr().err.startswith(f"weft: {message}") and not table.exists()
+
+
 def test_show_takes_the_options_of_compile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     options = ["--ranks", "4", "--protocol", "LL", "--instances", "2", "--html", str(page)]

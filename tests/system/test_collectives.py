@@ -198,7 +198,7 @@ def _random_programs(rank: Rank, first: int, count: int) -> int:
 def test_random_programs_are_exact_and_mutations_rejected_or_still_right(
     ranks: int, first: int, request: pytest.FixtureRequest
 ) -> None:
-    count = request.config.getoption("--random-programs") // 4
+    count = (1000 if request.config.getoption("--thorough") else 120) // 4
     survived = run_ranks(ranks, _random_programs, first, count, deadline_s=280)
     assert len(set(survived)) == 1 and 0 < survived[0] < count
 

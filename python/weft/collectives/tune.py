@@ -68,6 +68,11 @@ def run(args: argparse.Namespace) -> int:
     unknown = sorted(set(calls) - _CALLS.keys())
     if unknown:
         raise invalid("calls", unknown, ", ".join(_CALLS))
+    if args.factor < 2 or args.min_bytes < 1 or args.max_bytes < args.min_bytes:
+        given = (args.min_bytes, args.max_bytes, args.factor)
+        raise invalid("sizes", given, "min <= max and a factor of 2 or more")
+    if args.ranks == 1 or args.ranks < 0:
+        raise invalid("ranks", args.ranks, "2 or more")
     ranks = args.ranks or gpus or 4
     machine = "nvlink" if gpus else "cpu"
     key = run_ranks(1, _key, with_group=False)[0] if gpus else machine_key("cpu")

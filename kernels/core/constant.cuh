@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// constant.cuh: a field of a shape as a type. On GPUs it is a constant, so only what it chooses is compiled: a
-// compiler that is given all choices finds late that the others are dead, and takes several times as long. On
-// the host it is a value, and every choice is compiled.
+// constant.cuh: a field of a shape as a type. On GPUs it is a constant, so only what it chooses is compiled:
+// a compiler that is given all choices finds late that the others are dead, and takes several times as long.
+// On the host it is a value, and every choice is compiled.
 #pragma once
 
 #include "kernels/target/target.h"

@@ -477,6 +477,7 @@ BAD_DISPATCH: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
     "tokens of float": ("num_max_dispatch_tokens_per_rank", lambda a: 8.0),
     "more bytes than the buffer has": ("num_max_dispatch_tokens_per_rank", lambda a: 1 << 20),
     "no experts": ("num_experts", lambda a: 0),
+    "more experts than there is room for counts": ("num_experts", lambda a: 16386),
     "stats of int64": ("cumulative_local_expert_recv_stats", lambda a: torch.zeros(4, dtype=torch.int64)),
     "stats of other length": (
         "cumulative_local_expert_recv_stats",

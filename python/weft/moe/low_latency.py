@@ -81,6 +81,7 @@ class LowLatencyCalls:
             topk_idx: int64 or int32 [T, K], -1 for an empty slot. A token that names an expert twice sends it
                 two rows.
             num_max_dispatch_tokens_per_rank: M; the same on all ranks, as are num_experts, K and the format.
+            num_experts: at most 16384 over all ranks.
             cumulative_local_expert_recv_stats: int32 [Le], which the counts are added to.
             dispatch_wait_recv_cost_stats: int64 [R], which clock cycles spent waiting for each source are
                 added to.

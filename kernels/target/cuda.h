@@ -272,7 +272,7 @@ WEFT_DEVICE void copy_few(void* dst, const void* src) {
 
 // How many vectors of each of four rows a thread sums at once: as many as fit into registers beside what a
 // long kernel keeps there. Memory is far.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 inline constexpr uint32_t kSumVecs = 4;
 #else
 inline constexpr uint32_t kSumVecs = 3;

@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 
 from weft.collectives.ir import Algorithm, Block, Step
+from weft.collectives.kept import kept
 from weft.collectives.values import total
 from weft.collectives.verifier import BlockId, Connection, Interpreter, Running, check_structure
 
 StepId = tuple[int, int, int]  # rank, block, step
 _REDUCING = ("allreduce", "reduce", "reducescatter", "reduce_scatter")
-_MOST_KNOWN = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,33 +35,18 @@ class EndedSums:
     has_average: bool
 
 
-_known: dict[int, tuple[Algorithm, EndedSums]] = {}  # by id(); holds the algorithm, so that it stays its own
-
-
+@kept
 def ended_sums(algorithm: Algorithm) -> EndedSums:
     """Analyse a verified algorithm. The answer is kept: every rank of a book asks for it. Threads: any."""
-    known = _known.get(id(algorithm))
-    if known is None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        known = _known[id(algorithm)] = algorithm, _analyse(algorithm)
-    return known[1]
-
-
-def _analyse(algorithm: Algorithm) -> EndedSums:
     nothing = EndedSums(algorithm, frozenset(), False)
     if algorithm.contract is None or algorithm.collective not in _REDUCING:
         return nothing
-    found = [_Adder(algorithm, form) for form in _forms(algorithm)]
+    found = [_Adder(algorithm, form) for form in algorithm.forms()]
     if any(adder.mixed for adder in found):
         algorithm = _one_chunk_a_step(algorithm)
-        found = [_Adder(algorithm, form) for form in _forms(algorithm)]
+        found = [_Adder(algorithm, form) for form in algorithm.forms()]
     ends = {frozenset(adder.ends) for adder in found}
     return EndedSums(algorithm, ends.pop(), True) if len(ends) == 1 else nothing
-
-
-def _forms(algorithm: Algorithm) -> list[bool]:
-    return [form for form, claimed in ((True, algorithm.inplace), (False, algorithm.outofplace)) if claimed]
 
 
 class _Adder(Interpreter):

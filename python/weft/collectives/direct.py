@@ -19,12 +19,12 @@ from collections import defaultdict, deque
 import numpy as np
 
 from weft.collectives.ir import Algorithm, Op, Span, Step
+from weft.collectives.kept import kept
 from weft.collectives.verifier import BlockId, Connection, Interpreter, Running, Slot, check_structure
 
 StepId = tuple[int, int, int]  # rank, block, step
 Connections = dict[Connection, tuple[BlockId, BlockId]]
 _MOST_CLOCKS = 1 << 26  # entries of all vector clocks; larger programs keep their slots
-_MOST_KNOWN = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,32 +48,18 @@ class DirectMessages:
     refers_only: bool = False
 
 
-_known: dict[
-    int, tuple[Algorithm, DirectMessages]
-] = {}  # by id(); holds the algorithm, so that it stays its own
-
-
+@kept
 def direct_messages(algorithm: Algorithm) -> DirectMessages:
     """Analyse a verified algorithm, in every form that it claims; without a contract nothing bypasses its slots.
 
     The answer is kept: the cost model asks for every size, the executor once more. Threads: any.
     """
-    known = _known.get(id(algorithm))
-    if known is None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        known = _known[id(algorithm)] = algorithm, _analyse(algorithm)
-    return known[1]
-
-
-def _analyse(algorithm: Algorithm) -> DirectMessages:
     connections = check_structure(algorithm)
     blocks = sum(1 for _ in algorithm.blocks())
     work = sum(step.count for *_, step in algorithm.steps())
     if algorithm.contract is None or blocks * work > _MOST_CLOCKS:
         return DirectMessages({}, frozenset())
-    forms = [form for form, claimed in ((True, algorithm.inplace), (False, algorithm.outofplace)) if claimed]
-    found = [_Tracer(algorithm, form, connections).messages() for form in forms]
+    found = [_Tracer(algorithm, form, connections).messages() for form in algorithm.forms()]
     sends: dict[StepId, Send] = {}
     stored = set()
     for sender, receiver in found[0]:

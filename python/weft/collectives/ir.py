@@ -145,6 +145,11 @@ class Algorithm:
     def channels(self) -> int:
         return 1 + max((b.channel for p in self.ranks for b in p.blocks), default=0)
 
+    def forms(self) -> list[bool]:
+        """Return the forms of call that it claims to serve: True for in place, False for out of place."""
+        claims = ((True, self.inplace), (False, self.outofplace))
+        return [form for form, is_claimed in claims if is_claimed]
+
     def blocks(self) -> Iterator[tuple[int, int, Block]]:
         """Yield (rank, block id, block)."""
         for program in self.ranks:

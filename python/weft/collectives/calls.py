@@ -28,12 +28,12 @@ import torch
 
 from weft import _core
 from weft.collectives.contract import Buffer, Collective, Slots
-from weft.collectives.exchanges import EXCHANGES, LINES, PLACES
+from weft.collectives.exchanges import EXCHANGES
 from weft.collectives.executor import Call, Executor, Loaded
 from weft.collectives.ir import Algorithm, Op, Span
 from weft.collectives.language import Program
 from weft.collectives.rows import ELEMENTS, REDUCTIONS
-from weft.collectives.selector import COMPILED, EXCHANGE, Choice, Selector, misfit
+from weft.collectives.selector import COMPILED, STAGED, Choice, Selector, misfit
 from weft.collectives.values import Chunk
 from weft.errors import Error, invalid
 
@@ -304,11 +304,8 @@ class Collectives:
             self._stream(),
             choice.mode == COMPILED,
         )
-        if choice.mode == EXCHANGE:
-            chosen = choice.algorithm
-            self._executor.exchange(
-                EXCHANGES[chosen.name], call, LINES if chosen.protocol == "LL" else PLACES
-            )
+        if choice.way is not None:
+            self._executor.exchange(EXCHANGES[choice.algorithm.name], call, choice.way)
         else:
             self._executor.run(self._load(choice.algorithm), call)
         if target is not out:
@@ -327,8 +324,10 @@ class Collectives:
             given = choice.algorithm
             if mismatch := misfit(given, collective, inplace, root, may_copy=True):
                 raise invalid("algorithm", f"{given.name}, which {mismatch}", f"one for {collective}")
-            if choice.mode == EXCHANGE and given.name not in EXCHANGES:
+            if choice.way is not None and given.name not in EXCHANGES:
                 raise invalid("algorithm", choice.label(), f"an exchange: {', '.join(EXCHANGES)}")
+            if choice.mode == STAGED and given.protocol != "Simple":
+                raise invalid("algorithm", choice.label(), "Simple with staged")
             return choice
         key = (collective, num_bytes, root, inplace)
         known = self._choices.get(key)
@@ -387,7 +386,7 @@ class Collectives:
         if self._executor is None:
             return False
         choice = self._choose(collective, num_bytes, 0, True, algorithm)
-        return choice.mode == EXCHANGE or not choice.algorithm.inplace
+        return choice.way is not None or not choice.algorithm.inplace
 
     def _load(self, algorithm: Algorithm) -> Loaded:
         loaded = self._loaded.get(id(algorithm))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.collectives.cost import CPU, NVLINK, Machine, predict_exchange_us, predict_us
+from weft.collectives.exchanges import LINES, PLACES, STAGES
 from weft.collectives.ir import Algorithm
 from weft.collectives.library import entries
 from weft.collectives.verifier import verify
@@ -31,7 +32,7 @@ from weft.errors import Error, invalid
 log = logging.getLogger("weft.collectives")
 
 TABLE_VERSION = 1
-PROGRAM, COMPILED, EXCHANGE = MODES = ("program", "compiled", "exchange")
+PROGRAM, COMPILED, EXCHANGE, STAGED = MODES = ("program", "compiled", "exchange", "staged")
 MACHINES = {"cpu": CPU, "nvlink": NVLINK}
 _TABLES = Path(__file__).parent / "tuned"
 _MAX_LOGGED = 1000
@@ -45,6 +46,13 @@ class Choice:
     slice_bytes: int = 0
     num_sms: int = 0
     mode: str = PROGRAM
+
+    @property
+    def way(self) -> int | None:
+        """How the exchange kernel goes, as in weft.collectives.exchanges; None: a program runs."""
+        if self.mode == EXCHANGE:
+            return LINES if self.algorithm.protocol == "LL" else PLACES
+        return STAGES if self.mode == STAGED else None
 
     def label(self) -> str:
         """Say what runs, such as "allgather_allpairs LL exchange"."""
@@ -60,7 +68,8 @@ class Variant:
     """How to build a candidate: a library name or a file, and its parameters. Rows of a table hold the same.
 
     ``mode``: "program" is interpreted, "compiled" runs in a kernel of its own, "exchange" is done as a whole by the
-    exchange kernel (protocol LL: through inboxes; Simple: in place).
+    exchange kernel (protocol LL: through inboxes; Simple: in place where all buffers lie in windows, else through
+    staging areas), "staged" by the same kernel through staging areas wherever the buffers lie.
     """
 
     name: str
@@ -82,8 +91,8 @@ class Variant:
         return Choice(algorithm, self.slice_bytes, self.num_sms, self.mode)
 
 
-def _exchange(name: str, protocol: str, num_sms: int = 0) -> Variant:
-    return Variant(name, protocol, num_sms=num_sms, mode=EXCHANGE)
+def _exchange(name: str, protocol: str) -> Variant:
+    return Variant(name, protocol, mode=EXCHANGE)
 
 
 def parse_variant(text: str) -> Variant:
@@ -139,6 +148,7 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
         _exchange("allreduce_1step", "LL"),
         _exchange("allreduce_allpairs", "LL"),
         _exchange("allreduce_allpairs", "Simple"),
+        Variant("allreduce_allpairs", "Simple", mode=STAGED),
         Variant("allreduce_allpairs", "LL", mode=COMPILED),
         Variant("allreduce_1step", "LL"),
         Variant("allreduce_allpairs", "LL"),
@@ -328,8 +338,8 @@ class Selector:
             except Error as error:
                 reasons.append(f"{variant.label()}: {error}")
                 continue
-            if variant.mode == EXCHANGE:
-                us = predict_exchange_us(choice.algorithm, num_bytes)
+            if choice.way is not None:
+                us = predict_exchange_us(choice.algorithm, choice.way, num_bytes)
             else:
                 us = predict_us(choice.algorithm, num_bytes, self.machine)
             predicted.append((us, variant.label()))
@@ -343,7 +353,7 @@ class Selector:
             return f"mode {variant.mode} is not served here"
         if variant.mode == COMPILED:
             return "compiled programs are used where they were measured"
-        if variant.mode == EXCHANGE and self.machine.one_thread:
+        if variant.mode in (EXCHANGE, STAGED) and self.machine.one_thread:
             return "many threads share an exchange, and a CPU rank has one"
         return None
 

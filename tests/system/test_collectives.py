@@ -18,7 +18,7 @@ from random_programs import (
     uneven_sums,
 )
 
-from weft.collectives import Algorithm, VerificationError, calls, verify
+from weft.collectives import AllToAll, Algorithm, Buffer, Program, VerificationError, calls, chunk, verify
 from weft.collectives.calls import Collectives
 from weft.collectives.executor import Call, Executor
 from weft.collectives.library import build, entries
@@ -313,6 +313,47 @@ def test_sums_of_bools_are_bools() -> None:
     run_ranks(3, _bools)
 
 
+def _made_in_place(comm: Collectives, everyone: torch.Tensor) -> None:
+    """Algorithms for in-place calls alone, with tensors that lie apart, in place, and elsewhere in one memory."""
+    n, me = comm.size, comm.rank
+    own, parts = everyone[me], everyone.view(n, n, -1)
+    elems = own.numel() // n
+
+    def built(name: str) -> Algorithm:
+        algorithm = build(name, n, inplace=True).compile()
+        assert not algorithm.outofplace
+        return algorithm
+
+    for name in ("allgather_allpairs", "allgather_ring"):
+        assert torch.equal(comm.all_gather(own, algorithm=built(name)), everyone)
+        for place in (me, (me + 1) % n):
+            whole = torch.zeros_like(everyone)
+            whole[place] = own
+            assert torch.equal(comm.all_gather(whole[place], out=whole, algorithm=built(name)), everyone)
+    for name in ("reducescatter_allpairs", "reducescatter_ring"):
+        for place in (None, me, (me + 1) % n):
+            given = own.clone().view(n, elems)
+            out = torch.zeros(1, elems) if place is None else given[place : place + 1]
+            assert torch.equal(comm.reduce_scatter(given, out=out, algorithm=built(name))[0], parts.sum(0)[me])
+            others = [part for part in range(n) if part != place]
+            assert torch.equal(given[others], own.view(n, elems)[others])
+    swap = _swap_in_place(n)
+    swapped, given = parts[:, me].reshape(-1), own.clone()
+    assert torch.equal(comm.all_to_all(given, algorithm=swap), swapped) and torch.equal(given, own)
+    assert torch.equal(comm.all_to_all(given, out=given, algorithm=swap), swapped)
+
+
+def _swap_in_place(ranks: int) -> Algorithm:
+    """An all_to_all whose output is its input: all parts are set aside before any is overwritten."""
+    pairs = list(itertools.product(range(ranks), repeat=2))
+    with Program("swap", AllToAll(ranks, inplace=True)) as program:
+        for src, dst in pairs:
+            chunk(src, Buffer.input, dst).copy(dst, "aside", src)
+        for src, dst in pairs:
+            chunk(dst, "aside", src).copy(dst, Buffer.output, src)
+    return program.compile()
+
+
 def _other_forms(rank: Rank) -> None:
     """Algorithms of one's own in calls of the other form, and with roots."""
     comm = Collectives(Communicator(rank.group, timeout_s=20).core)
@@ -328,6 +369,7 @@ def _other_forms(rank: Rank) -> None:
     given = own.clone()
     assert torch.equal(comm.all_reduce(given, out=torch.zeros(60), algorithm=apart), total)
     assert torch.equal(comm.broadcast(own.clone(), algorithm=built("broadcast_chain")), everyone[0])
+    _made_in_place(comm, everyone)
     for inplace in (True, False):
         chain = reduce_chain_in_inputs(rank.size, inplace)
         found = comm.reduce(own.clone(), algorithm=chain)

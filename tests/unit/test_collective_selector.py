@@ -75,6 +75,18 @@ def test_a_file_with_a_root_serves_that_root_only(tmp_path: Path) -> None:
     assert other.contract is not None and other.contract.root == 2
 
 
+def test_a_file_for_in_place_calls_serves_the_others_where_the_caller_may_copy(tmp_path: Path) -> None:
+    for name in ("allgather_ring", "reducescatter_ring", "gather_flat"):
+        (tmp_path / f"{name}.xml").write_text(to_xml(build(name, 3, inplace=True).compile()))
+    assert 'inplace="1" outofplace="0"' in (tmp_path / "allgather_ring.xml").read_text()
+    for collective, may_copy, serves in (
+        *(("allgather", True, True), ("reducescatter", True, True), ("allgather", False, False)),
+        ("gather", True, False),  # the root's input is in the output, and the other ranks have none
+    ):
+        selector = Selector(3, "cpu", algorithm_dir=str(tmp_path), may_copy=may_copy)
+        assert selector.choose(collective, 3 << 20).algorithm.inplace == serves, collective
+
+
 def test_msccls_own_variables_name_algorithms() -> None:
     show = "import weft._core as c; print(c.config().algorithm_dir)"
 

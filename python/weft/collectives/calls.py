@@ -291,7 +291,9 @@ class Collectives:
         if collective == "reduce" and self.rank != root and self._writes_buffers(choice.algorithm):
             tensor = out = tensor.clone()
         target = out
-        if not (inplace and choice.algorithm.inplace):
+        if not (inplace or choice.algorithm.outofplace or choice.way is not None):
+            tensor, target = self._joined(collective, tensor, out, choice.algorithm)
+        elif not (inplace and choice.algorithm.inplace):
             tensor, target = self._apart(collective, tensor, out, root, choice.algorithm)
         call = Call(
             tensor.data_ptr(),
@@ -350,6 +352,35 @@ class Collectives:
         if collective == "allgather" and is_own_part and algorithm and self._keeps_own_part(algorithm):
             return tensor, out
         return (tensor, torch.empty_like(out)) if out.nbytes < tensor.nbytes else (tensor.clone(), out)
+
+    def _joined(
+        self, collective: str, tensor: torch.Tensor, out: torch.Tensor, algorithm: Algorithm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what an algorithm for in-place calls alone runs on: the larger tensor and its own part of it. What
+        was not given so is copied there; an input that such an algorithm writes to is copied, too."""
+        if collective == "alltoall":
+            _copy(out, tensor)
+            return out, out
+        if collective == "allgather":
+            own = out.view(self.size, -1)[self.rank]
+            _copy(own, tensor)
+            return own, out
+        whole = tensor.view(self.size, -1)
+        if whole[self.rank].data_ptr() == out.data_ptr() and self._keeps_other_parts(algorithm):
+            return tensor, out
+        whole = whole.clone()
+        return whole, whole[self.rank].view(out.shape)
+
+    def _keeps_other_parts(self, algorithm: Algorithm) -> bool:
+        """Return whether this rank's in-place reduce_scatter leaves all of its input but its own part as it is."""
+        contract, program = algorithm.contract, algorithm.ranks[self.rank]
+        assert contract is not None
+        own = {contract.alias(self.rank, Buffer.output, c) for c in range(contract.output_chunks(self.rank))}
+        written = (slot for block in program.blocks for step in block.steps for slot in step.writes())
+        return all(
+            buffer == Buffer.scratch or contract.alias(self.rank, buffer, index) in own
+            for buffer, index in written
+        )
 
     def _keeps_own_part(self, algorithm: Algorithm) -> bool:
         """Return whether this rank's part of an all_gather's output is written by copying the input there only."""

@@ -34,6 +34,8 @@ log = logging.getLogger("weft.collectives")
 TABLE_VERSION = 1
 PROGRAM, COMPILED, EXCHANGE, STAGED = MODES = ("program", "compiled", "exchange", "staged")
 MACHINES = {"cpu": CPU, "nvlink": NVLINK}
+# Calls that a caller can bring into the in-place form by a copy, whatever tensors it was given.
+MADE_IN_PLACE = ("allgather", "reducescatter", "alltoall")
 _TABLES = Path(__file__).parent / "tuned"
 _MAX_LOGGED = 1000
 
@@ -243,7 +245,7 @@ class Selector:
         folder: where `weft tune` keeps its tables; None for no measured tables.
         algorithm_dir: XML or JSON algorithms that join the candidates, as for read_algorithms.
         modes: what the caller can run.
-        may_copy: the caller serves in-place calls by out-of-place algorithms, too.
+        may_copy: the caller copies where an algorithm is for calls of the other form, as misfit() says.
     """
 
     def __init__(
@@ -372,13 +374,19 @@ class Selector:
 def misfit(
     algorithm: Algorithm, collective: str, inplace: bool, root: int, may_copy: bool = False
 ) -> str | None:
-    """Return why an algorithm cannot do a call at any size, or None."""
+    """Return why an algorithm cannot do a call at any size, or None.
+
+    ``may_copy``: the caller copies to serve in-place calls by out-of-place algorithms, and calls of MADE_IN_PLACE by
+    in-place ones.
+    """
     if algorithm.collective != collective:
         return f"is for {algorithm.collective}"
     if algorithm.contract is not None and algorithm.contract.root != root:
         return f"is for root {algorithm.contract.root}, not {root}"
-    serves = (algorithm.inplace or (may_copy and algorithm.outofplace)) if inplace else algorithm.outofplace
-    if not serves:
+    serves, other = algorithm.outofplace, algorithm.inplace and collective in MADE_IN_PLACE
+    if inplace:
+        serves, other = algorithm.inplace, algorithm.outofplace
+    if not (serves or (may_copy and other)):
         return f"does not serve {'in-place' if inplace else 'out-of-place'} calls"
     return None
 

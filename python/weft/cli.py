@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,10 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(arguments)
     parsed = parser.parse_args(arguments[1:] if arguments[:1] == ["bench"] else arguments)
     try:
-        return int(parsed.run(parsed))
+        status = int(parsed.run(parsed))
+        sys.stdout.flush()
+        return status
     except Error as error:
         print(f"weft: {error.one_line()}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be flushed at the end
+        return 141  # as of a program that SIGPIPE ends
     except OSError as error:  # a file that cannot be read or written
         print(f"weft: {error}", file=sys.stderr)
         return 1

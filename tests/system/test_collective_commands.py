@@ -116,6 +116,23 @@ def test_tune_goes_on_where_it_stopped_and_leaves_what_is_for_other_calls_and_si
     assert not journal.exists()
 
 
+def test_a_file_may_use_its_own_program_and_still_be_compiled_for_other_ranks(tmp_path: Path) -> None:
+    """The example of docs/collectives.md: without ``--ranks`` it is what the file makes when it runs."""
+    page = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()
+    (tmp_path / "ring.py").write_text(
+        next(text for text in page.split("```python\n") if "def program(" in text).split("```")[0]
+    )
+    assert "ring: allgather, 8 ranks" in run(tmp_path, "compile", "ring.py", "--ranks", "8", "-o", "ring.xml")
+    assert "ring: allgather, 4 ranks" in run(tmp_path, "compile", "ring.py", "-o", "ring.xml")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    script = '"$@" | :; echo "${PIPESTATUS[0]}"'
+    for command in (["compile", "--list"], ["compile", "allgather_ring", "--ranks", "2"]):
+        ended = run_program(["bash", "-c", script, "-", *WEFT, *command], tmp_path)
+        assert ended.stdout == "141\n" and "Broken pipe" not in ended.stderr and "Error" not in ended.stderr
+
+
 def test_show_takes_the_options_of_compile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     options = ["--ranks", "4", "--protocol", "LL", "--instances", "2", "--html", str(page)]

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import run_program, torchrun
 from random_programs import (
     mutated,
     random_algorithm,
@@ -394,7 +396,7 @@ def test_algorithms_serve_calls_of_the_other_form_and_with_a_root() -> None:
 def _other_files(rank: Rank, folder: str) -> tuple[list[str], str]:
     said: list[str] = []
     calls.log = SimpleNamespace(warning=lambda text, *args: said.append(text % args))  # type: ignore[assignment]
-    given = SimpleNamespace(cache_dir="/nowhere", algorithm_dir=folder if rank.rank == 1 else "")
+    given = SimpleNamespace(log="warn", cache_dir="/nowhere", algorithm_dir=folder if rank.rank == 1 else "")
     calls._core = SimpleNamespace(config=lambda: given)  # type: ignore[assignment]
     comm = Collectives(Communicator(rank.group, timeout_s=20).core)
     ones = torch.ones(1024)
@@ -409,6 +411,24 @@ def test_ranks_that_read_other_files_choose_alike(tmp_path: Path) -> None:
     (said, chosen), (_, other) = run_ranks(2, _other_files, str(tmp_path))
     assert "ranks [1] read other tables" in said[0]
     assert chosen == other and "ring" not in chosen
+
+
+_REDUCES = """
+import torch, weft
+comm = weft.Communicator()
+print(comm.all_reduce(torch.ones(1024))[0].item())
+"""
+
+
+def test_the_log_says_what_was_chosen_and_why_the_others_lost(tmp_path: Path) -> None:
+    (tmp_path / "reduces.py").write_text(_REDUCES)
+    more = {"WEFT_LOG": "debug", "WEFT_ALGORITHM_DIR": "/nowhere", "WEFT_CACHE_DIR": str(tmp_path)}
+    ran = run_program([*torchrun(2), "reduces.py"], tmp_path, more=more)
+    # Ranks share a pipe, and a line's end may come apart from it.
+    assert ran.stdout.count("2.0") == 2, ran.stderr
+    assert ran.stderr.count("weft warning: algorithms: /nowhere does not exist") == 2
+    chosen = re.findall("weft debug: allreduce of 4096 bytes on 2 ranks: .*; lost: (.*)", ran.stderr)
+    assert chosen == ["all others: the table has no times of them"] * 2
 
 
 def test_a_wrong_program_never_reaches_the_executor() -> None:

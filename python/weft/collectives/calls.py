@@ -32,6 +32,7 @@ from weft.collectives.exchanges import EXCHANGES
 from weft.collectives.executor import Call, Executor, Loaded
 from weft.collectives.ir import Algorithm, Op, Span
 from weft.collectives.language import Program
+from weft.collectives.logs import follow
 from weft.collectives.rows import ELEMENTS, REDUCTIONS
 from weft.collectives.selector import COMPILED, STAGED, Choice, Selector, misfit
 from weft.collectives.values import Chunk
@@ -506,6 +507,7 @@ class Collectives:
 def _agreed_selector(core: Any, machine: str) -> Selector:
     """Return a selector that chooses as every other rank's does. Collective."""
     config = _core.config()
+    follow(config.log)
     cache = Path(config.cache_dir).expanduser()
     ranks = int(core.size)
     key = machine_key(str(core.device))

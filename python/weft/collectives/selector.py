@@ -319,7 +319,7 @@ class Selector:
                     f"{label}: slower, measured {us:.1f} us"
                     for label, us in sorted(row["measured_us"].items(), key=lambda item: item[1])
                     if label != variant.label()
-                ]
+                ] or ["all others: the table has no times of them"]
                 return choice
             except Error as error:
                 reasons.append(f"{row['variant'].label()}: {error}")

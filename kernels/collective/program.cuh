@@ -241,8 +241,7 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
     const RingPlace ring = ring_of(a, mesh, shape, channel, peer, true, cursor.sent);
     const auto* freed = reinterpret_cast<const uint64_t*>(mesh.local() + a.rings.freed_at);
     const uint64_t seen = load_acquire(&freed[ring.counter]);
-    if (seen + kRingSlots <= cursor.sent)
-      return lack = {peer, cursor.sent + 1 - kRingSlots, seen}, false;
+    if (seen + kRingSlots <= cursor.sent) return lack = {peer, cursor.sent + 1 - kRingSlots, seen}, false;
     if (wants_grant(a, shape, turn)) {
       const uint64_t granted = load_acquire(&grant_of(a, mesh, channel, peer)->number);
       if (granted <= cursor.first_sent) return lack = {peer, cursor.first_sent + 1, granted}, false;

@@ -100,7 +100,7 @@ struct ProgramBlock {
 struct BufferLayout {
   std::byte* base;
   uint64_t part_elems;
-  uint32_t per_part;  // 32 bits: every step divides by it, and a division of 64 bits takes a GPU hundreds of cycles
+  uint32_t per_part;  // 32 bits, as every step divides by it
   uint32_t window;    // the window's number plus one; 0: in none that peers map
   const uint64_t* table;
   uint64_t window_at;  // offset of base in the window that holds it

@@ -93,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"weft: {error.name} is not installed, which this command needs", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be flushed at the end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # what is left would be flushed at the end
         return 141  # as of a program that SIGPIPE ends
     except OSError as error:  # a file that cannot be read or written
         print(f"weft: {error}", file=sys.stderr)

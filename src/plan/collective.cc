@@ -58,7 +58,8 @@ RingPlan plan_rings(const RingOptions& options) {
   plan.layout.grants_at = carver.take(connections * sizeof(Grant), 4096);
   for (uint32_t protocol = 0; protocol < kProtocols; ++protocol) {
     plan.layout.slot_bytes[protocol] = options.slot_bytes[protocol];
-    plan.layout.slots_at[protocol] = carver.take(connections * kRingSlots * options.slot_bytes[protocol], 4096);
+    plan.layout.slots_at[protocol] =
+        carver.take(connections * kRingSlots * options.slot_bytes[protocol], 4096);
   }
   plan.exchange.blocks = options.exchange_blocks;
   plan.exchange.region_units = options.region_units;

@@ -20,7 +20,8 @@ from weft.runtime import nvrtc
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 FULL_SWEEP = "sm_90a"
-# A division of 64 bits is a routine of hundreds of cycles; these kernels would take it on the path of every step.
+# A division of 64 bits is a check, a division of 32 and a call of a long routine besides, which operands that fit 32
+# bits never need. It would stand on the path of every step of these kernels.
 WITHOUT_WIDE_DIVISIONS = {"run_program"}
 
 needs_nvrtc = pytest.mark.skipif(

@@ -20,7 +20,7 @@ from random_programs import (
     uneven_sums,
 )
 
-from weft.collectives import AllToAll, Algorithm, Buffer, Program, VerificationError, calls, chunk, verify
+from weft.collectives import Algorithm, AllToAll, Buffer, Program, VerificationError, calls, chunk, verify
 from weft.collectives.calls import Collectives
 from weft.collectives.executor import Call, Executor
 from weft.collectives.library import build, entries
@@ -336,7 +336,9 @@ def _made_in_place(comm: Collectives, everyone: torch.Tensor) -> None:
         for place in (None, me, (me + 1) % n):
             given = own.clone().view(n, elems)
             out = torch.zeros(1, elems) if place is None else given[place : place + 1]
-            assert torch.equal(comm.reduce_scatter(given, out=out, algorithm=built(name))[0], parts.sum(0)[me])
+            assert torch.equal(
+                comm.reduce_scatter(given, out=out, algorithm=built(name))[0], parts.sum(0)[me]
+            )
             others = [part for part in range(n) if part != place]
             assert torch.equal(given[others], own.view(n, elems)[others])
     swap = _swap_in_place(n)

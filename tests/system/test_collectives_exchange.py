@@ -55,7 +55,9 @@ def _values(rank: int, elems: int, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def _choices(name: str, ranks: int, *, inplace: bool = False) -> list[Choice]:
-    ways = ("LL exchange",) if name == "allreduce_1step" else ("LL exchange", "Simple exchange", "Simple staged")
+    ways = (
+        ("LL exchange",) if name == "allreduce_1step" else ("LL exchange", "Simple exchange", "Simple staged")
+    )
     return [parse_variant(f"{name} {way}").choice(ranks, inplace) for way in ways]
 
 

@@ -46,10 +46,16 @@ def test_error_is_one_line_and_status_one(
 
 @pytest.mark.parametrize(
     ("missing", "command"),
-    [("numpy", ["compile", "--list"]), ("torch", ["tune"]), ("torch", ["bench", "collective", "--device", "cpu"])],
+    [
+        ("numpy", ["compile", "--list"]),
+        ("torch", ["tune"]),
+        ("torch", ["bench", "collective", "--device", "cpu"]),
+    ],
 )
 def test_a_package_that_is_missing_is_named_in_one_line(missing: str, command: list[str]) -> None:
-    script = f"import sys; sys.modules[{missing!r}] = None; from weft.cli import main; sys.exit(main({command}))"
+    script = (
+        f"import sys; sys.modules[{missing!r}] = None; from weft.cli import main; sys.exit(main({command}))"
+    )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ran.returncode == 1 and not ran.stdout
     assert ran.stderr == f"weft: {missing} is not installed, which this command needs\n"

@@ -221,7 +221,9 @@ def test_a_book_has_the_exchanges_that_the_selector_chooses(tmp_path: Path) -> N
             choice = selector.choose(collective, num_bytes, inplace=True)
             row = next(row for row in rows if row[2] == number and num_bytes <= row[7] | row[8] << 32)
             large = 4 if choice.mode == STAGED else 3
-            assert row[3] == modes.get(f"{choice.algorithm.name} {choice.algorithm.protocol}", large), num_bytes
+            assert row[3] == modes.get(f"{choice.algorithm.name} {choice.algorithm.protocol}", large), (
+                num_bytes
+            )
     assert {row[3] for row in rows if row[2] == 0} == {1, 2, 3, 4}
     assert all(row[4] == 0xFFFFFFFF for row in rows if row[2] <= 3)
 

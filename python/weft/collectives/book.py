@@ -4,8 +4,9 @@
     write_book(Path("programs.weft"), [Part("nvlink", 8), Part("cpu", 4)])
 
 Every program in it was verified here. src/collective/program_book.h reads it; docs/decisions/0007-program-book.md has
-the reasons. Which algorithm serves which size is the selector's choice: from a table that `weft tune` measured, else from
-the cost model; an exchange is a row without a program. Programs with a root are for root 0: the reader renumbers ranks.
+the reasons. Which algorithm serves which size is the selector's choice: from a table that `weft tune` measured, else
+from the cost model; an exchange is a row without a program. Programs with a root are for root 0: the reader renumbers
+ranks.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def _mode(choice: Choice) -> int:
 
 def _rows(part: Part) -> Iterator[Row]:
     selector = Selector(
-        *(part.ranks, part.machine, part.key, part.folder, part.algorithm_dir), modes=(PROGRAM, EXCHANGE, STAGED)
+        *(part.ranks, part.machine, part.key, part.folder, part.algorithm_dir),
+        modes=(PROGRAM, EXCHANGE, STAGED),
     )
     machine = _MACHINES[part.machine]
     for collective, number, inplace in _SERVED:

@@ -5,8 +5,8 @@
     weft compile allreduce_allpairs --ranks 8           # a library algorithm
     weft compile algo.xml                               # check a file, and write it again
 
-A Python file either defines ``program(ranks, ...)``, which enters a Program and is called with ``--ranks``, or enters one
-when it runs, as MSCCL's scripts do; those see the names of MSCCL's modules and get ``--args`` as their arguments.
+A Python file either defines ``program(ranks, ...)``, which enters a Program and is called with ``--ranks``, or enters
+one when it runs, as MSCCL's scripts do; those see the names of MSCCL's modules and get ``--args`` as their arguments.
 """
 
 from __future__ import annotations

@@ -163,7 +163,9 @@ def measure(
 
 def forget(journal: Path, calls: list[str], sizes: list[int]) -> None:
     """Take out of the journal what a table has now; what a run with other calls or sizes left there stays for it."""
-    rest = [row for (call, size), row in _read_journal(journal).items() if call not in calls or size not in sizes]
+    rest = [
+        row for (call, size), row in _read_journal(journal).items() if call not in calls or size not in sizes
+    ]
     if rest:
         temporary = journal.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rest))

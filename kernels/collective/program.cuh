@@ -98,9 +98,10 @@ WEFT_DEVICE Piece piece_in(const ProgramArgs& a, const BufferLayout& layout, std
     first = layout.table[2 * index];
     length = layout.table[2 * index + 1];
   } else {
-    const uint64_t within = index % layout.per_part * a.chunk_elems;
+    const uint32_t part = index / layout.per_part;
+    const uint64_t within = (index - part * layout.per_part) * a.chunk_elems;
     const uint64_t start = within < layout.part_elems ? within : layout.part_elems;
-    first = index / layout.per_part * layout.part_elems + start;
+    first = part * layout.part_elems + start;
     length = layout.part_elems - start;
     const uint64_t most = chunks > 1 ? chunks * a.chunk_elems : a.chunk_elems;
     if (length > most || chunks > 1) length = most;
@@ -165,14 +166,14 @@ WEFT_DEVICE RingPlace ring_of(const ProgramArgs& a, const MeshT& mesh, const Sha
   const uint64_t connections = uint64_t{a.rings.channels} * mesh.ranks();
   const uint64_t mine = uint64_t{channel} * mesh.ranks() + peer;
   const uint64_t ring = uint64_t{channel} * mesh.ranks() + (is_sender ? mesh.rank() : peer);
-  const uint64_t slot = ring * a.rings.slots + number % a.rings.slots;
+  const uint64_t slot = ring * kRingSlots + number % kRingSlots;
   return {protocol * connections + mine, a.rings.slots_at[protocol] + slot * a.rings.slot_bytes[protocol]};
 }
 template <class MeshT>
 WEFT_DEVICE uint64_t header_at(const ProgramArgs& a, const MeshT& mesh, uint32_t channel, uint32_t sender,
                                uint64_t number) {
   const uint64_t ring = uint64_t{channel} * mesh.ranks() + sender;
-  return a.rings.headers_at + (ring * a.rings.slots + number % a.rings.slots) * sizeof(MessageHeader);
+  return a.rings.headers_at + (ring * kRingSlots + number % kRingSlots) * sizeof(MessageHeader);
 }
 template <class MeshT>
 WEFT_DEVICE uint64_t ring_index(const MeshT& mesh, uint32_t channel, uint32_t sender) {
@@ -240,8 +241,7 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
     const RingPlace ring = ring_of(a, mesh, shape, channel, peer, true, cursor.sent);
     const auto* freed = reinterpret_cast<const uint64_t*>(mesh.local() + a.rings.freed_at);
     const uint64_t seen = load_acquire(&freed[ring.counter]);
-    if (seen + a.rings.slots <= cursor.sent)
-      return lack = {peer, cursor.sent + 1 - a.rings.slots, seen}, false;
+    if (seen + kRingSlots <= cursor.sent) return lack = {peer, cursor.sent + 1 - kRingSlots, seen}, false;
     if (wants_grant(a, shape, turn)) {
       const uint64_t granted = load_acquire(&grant_of(a, mesh, channel, peer)->number);
       if (granted <= cursor.first_sent) return lack = {peer, cursor.first_sent + 1, granted}, false;

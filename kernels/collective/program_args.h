@@ -100,11 +100,10 @@ struct ProgramBlock {
 struct BufferLayout {
   std::byte* base;
   uint64_t part_elems;
-  uint64_t per_part;
+  uint32_t per_part;  // 32 bits, as every step divides by it
+  uint32_t window;    // the window's number plus one; 0: in none that peers map
   const uint64_t* table;
   uint64_t window_at;  // offset of base in the window that holds it
-  uint32_t window;     // the window's number plus one; 0: in none that peers map
-  uint32_t reserved;
 };
 
 // Where the bytes of a Simple message are.
@@ -125,15 +124,19 @@ struct Grant {
 };
 static_assert(sizeof(Grant) == 64);
 
+// Messages that a ring holds. A constant power of two, so that a message's slot needs no division.
+inline constexpr uint32_t kRingSlots = 8;
+static_assert((kRingSlots & (kRingSlots - 1)) == 0);
+
 // Offsets in every rank's window, and sizes.
 struct RingLayout {
   uint64_t slots_at[kProtocols];  // ring (channel * ranks + sender) of the receiver
   uint64_t slot_bytes[kProtocols];
-  uint32_t slots;
   uint32_t channels;
+  uint32_t reserved;
   uint64_t arrived_at;  // u64[channels * ranks], of the receiver
   uint64_t freed_at;    // u64[kProtocols * channels * ranks], of the sender
-  uint64_t headers_at;  // MessageHeader[slots] of every Simple ring, of the receiver
+  uint64_t headers_at;  // MessageHeader[kRingSlots] of every Simple ring, of the receiver
   uint64_t grants_at;   // Grant[channels * ranks], of the sender
 };
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -77,13 +78,25 @@ def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; a refusal prints one line and returns 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser(arguments)
-    parsed = parser.parse_args(arguments[1:] if arguments[:1] == ["bench"] else arguments)
     try:
-        return int(parsed.run(parsed))
+        parser = make_parser(arguments)
+        parsed = parser.parse_args(arguments[1:] if arguments[:1] == ["bench"] else arguments)
+        status = int(parsed.run(parsed))
+        sys.stdout.flush()
+        return status
     except Error as error:
         print(f"weft: {error.one_line()}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "weft":
+            raise
+        print(f"weft: {error.name} is not installed, which this command needs", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # what is left would be flushed at the end
+        return 141  # as of a program that SIGPIPE ends
     except OSError as error:  # a file that cannot be read or written
         print(f"weft: {error}", file=sys.stderr)
         return 1

@@ -26,7 +26,7 @@ std::byte* pointer(uint64_t address) {
 
 ProgramText program_text(std::string name, const std::vector<std::array<int64_t, 6>>& blocks,
                          const std::vector<std::array<int64_t, 14>>& steps,
-                         const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks,
+                         const std::vector<std::array<int64_t, 2>>& waits, uint32_t scratch_chunks,
                          bool refers_only) {
   ProgramText text;
   text.refers_only = refers_only;
@@ -73,7 +73,7 @@ void bind_collective(nb::module_& module) {
           "load",
           [](CollectiveRunner& self, std::string name, const std::vector<std::array<int64_t, 6>>& blocks,
              const std::vector<std::array<int64_t, 14>>& steps,
-             const std::vector<std::array<int64_t, 2>>& waits, uint64_t scratch_chunks, bool refers_only) {
+             const std::vector<std::array<int64_t, 2>>& waits, uint32_t scratch_chunks, bool refers_only) {
             return value_or_throw(
                 self.load(program_text(std::move(name), blocks, steps, waits, scratch_chunks, refers_only)));
           },
@@ -81,7 +81,7 @@ void bind_collective(nb::module_& module) {
       .def(
           "run",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t reduction,
-             uint32_t protocol, uint64_t input, uint64_t output, uint64_t part_elems, uint64_t per_part,
+             uint32_t protocol, uint64_t input, uint64_t output, uint64_t part_elems, uint32_t per_part,
              bool has_exact_chunks, uint32_t slice_bytes, uint32_t num_sms, uint64_t stream,
              bool is_compiled) {
             nb::gil_scoped_release no_gil;

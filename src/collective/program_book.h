@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A ProgramBook holds verified programs, and which of them serves what, for callers without Python. Python
-// compiles it (weft.collectives.book); docs/decisions/program-book.md says why.
+// compiles it (weft.collectives.book); docs/decisions/0007-program-book.md says why.
 //   WEFT_TRY_ASSIGN(ProgramBook book, ProgramBook::read(path, comm->size(), BookMachine::kNvlink));
 //   const BookChoice* choice = book.choose(BookCollective::kAllReduce, bytes);
 //   WEFT_TRY_ASSIGN(uint32_t id, runner->load(book.text(choice->program, rank, root)));
@@ -43,7 +43,7 @@ struct BookProgram {
 };
 
 // What serves a call: a program, or the exchange kernel, all_reduce by lines in one step or in two.
-enum class BookMode : uint32_t { kProgram = 0, kLinesAtOnce, kLines, kPlaces };
+enum class BookMode : uint32_t { kProgram = 0, kLinesAtOnce, kLines, kPlaces, kStages };
 
 // Serves calls of up to max_bytes of the full buffer.
 struct BookChoice {

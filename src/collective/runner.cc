@@ -263,6 +263,7 @@ Status CollectiveRunner::run(const RunCall& call) {
   const Program* found = find(call.program);
   if (!found) return Status::invalid("program: got {}, allowed: one that was loaded", call.program);
   const Program& program = *found;
+  if (call.per_part == 0) return Status::invalid("chunks of a part: got 0, allowed: 1 or more");
   if (call.has_exact_chunks && call.part_elems % call.per_part)
     return Status::invalid("elements: got {}, allowed: a multiple of the {} chunks of {}", call.part_elems,
                            call.per_part, program.name);
@@ -283,13 +284,13 @@ Status CollectiveRunner::run(const RunCall& call) {
   args.wait = {static_cast<uint64_t>(timeout_s_ * 1e9), visible_->at<FaultBox>(0),
                static_cast<uint32_t>(comm_->rank()), 0};
   WEFT_TRY_ASSIGN(args.direct, direct_rule());
-  args.buffers[0] = {call.input, call.part_elems, call.per_part, nullptr, 0, 0, 0};
-  args.buffers[1] = {call.output, call.part_elems, call.per_part, nullptr, 0, 0, 0};
+  args.buffers[0] = {call.input, call.part_elems, call.per_part, 0, nullptr, 0};
+  args.buffers[1] = {call.output, call.part_elems, call.per_part, 0, nullptr, 0};
   const uint64_t scratch_elems = program.scratch_chunks * plan.chunk_elems;
   if (scratch_elems) {
     WEFT_TRY_ASSIGN(std::byte * memory, scratch(scratch_elems * element_bytes(call.element)));
     // One part of all chunks: every scratch chunk has its full size.
-    args.buffers[2] = {memory, scratch_elems, program.scratch_chunks, nullptr, 0, 0, 0};
+    args.buffers[2] = {memory, scratch_elems, program.scratch_chunks, 0, nullptr, 0};
   }
   for (BufferLayout& layout : args.buffers) place(layout);
   if (comm_->device().is_host()) ask_huge_pages(program, call);

@@ -47,7 +47,7 @@ struct ProgramText {
   std::vector<ProgramBlock> blocks;
   std::vector<ProgramStep> steps;
   std::vector<ProgramWait> waits;
-  uint64_t scratch_chunks = 0;
+  uint32_t scratch_chunks = 0;
   // Every message, of every rank, may be referred to, and nothing is reduced. The same on all ranks.
   bool refers_only = false;
 };
@@ -60,7 +60,7 @@ struct RunCall {
   std::byte* input;
   std::byte* output;
   uint64_t part_elems;
-  uint64_t per_part;
+  uint32_t per_part;      // chunks of a part
   bool has_exact_chunks;  // part_elems divides by per_part, and chunk c starts at c * part_elems / per_part
   // Programs whose chunks have sizes of their own: offset and length in elements of every chunk; else empty.
   std::vector<uint64_t> input_table;
@@ -113,7 +113,7 @@ class CollectiveRunner {
     std::string name;
     std::unique_ptr<LocalMemory> memory;
     ProgramArgs args;  // its tables and progress; the rest is filled per call
-    uint64_t scratch_chunks;
+    uint32_t scratch_chunks;
     bool refers_only;
     std::string source;       // of its own kernel; empty where it has too many steps
     uint64_t used_chunks[2];  // of input and output, up to the last that some step touches

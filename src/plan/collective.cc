@@ -10,8 +10,6 @@
 namespace weft {
 namespace {
 
-// What programs are verified for: eight steps per connection, of which a Simple message takes four.
-constexpr uint32_t kSlots = 8;
 constexpr uint32_t kMaxGroup = 71;
 constexpr uint64_t kUnitBytes = 16;
 
@@ -52,16 +50,16 @@ uint32_t exchange_blocks(const ExchangeSize& size, uint64_t units, uint64_t slic
 RingPlan plan_rings(const RingOptions& options) {
   RingPlan plan{};
   const uint64_t connections = uint64_t{options.ranks} * options.channels;
-  plan.layout.slots = kSlots;
   plan.layout.channels = options.channels;
   Carver carver;
   plan.layout.arrived_at = carver.take(connections * sizeof(uint64_t), 4096);
   plan.layout.freed_at = carver.take(kProtocols * connections * sizeof(uint64_t), 4096);
-  plan.layout.headers_at = carver.take(connections * kSlots * sizeof(MessageHeader), 4096);
+  plan.layout.headers_at = carver.take(connections * kRingSlots * sizeof(MessageHeader), 4096);
   plan.layout.grants_at = carver.take(connections * sizeof(Grant), 4096);
   for (uint32_t protocol = 0; protocol < kProtocols; ++protocol) {
     plan.layout.slot_bytes[protocol] = options.slot_bytes[protocol];
-    plan.layout.slots_at[protocol] = carver.take(connections * kSlots * options.slot_bytes[protocol], 4096);
+    plan.layout.slots_at[protocol] =
+        carver.take(connections * kRingSlots * options.slot_bytes[protocol], 4096);
   }
   plan.exchange.blocks = options.exchange_blocks;
   plan.exchange.region_units = options.region_units;

@@ -105,19 +105,19 @@ def test_every_call_agrees_with_torch(memory: Callable[[Rank, Communicator], Pla
 
 
 def _exchanges(rank: Rank, memory: Callable[[Rank, Communicator], Place]) -> None:
-    """Both ways of every exchange, by lines and in place, whichever the selector would take."""
+    """Every way of every exchange, by lines, in place and by stages, whichever the selector would take."""
     comm = _comm(rank)
     call, place = Collectives(comm.core), memory(rank, comm)
     n, me = rank.size, rank.rank
     for elems in (1, 5, 5003, 90_000, 1 << 20):
         everyone = torch.stack([_values(r, elems * n) for r in range(n)])
         own, parts = everyone[me], everyone.view(n, n, elems)
-        for protocol in ("LL", "Simple"):
+        for way in ("LL exchange", "Simple exchange", "Simple staged"):
 
-            def choice(name: str, inplace: bool = False, protocol: str = protocol) -> Choice:
-                return parse_variant(f"{name} {protocol} exchange").choice(n, inplace)
+            def choice(name: str, inplace: bool = False, way: str = way) -> Choice:
+                return parse_variant(f"{name} {way}").choice(n, inplace)
 
-            def same(found: torch.Tensor, wanted: torch.Tensor, what: Any = (protocol, elems)) -> None:
+            def same(found: torch.Tensor, wanted: torch.Tensor, what: Any = (way, elems)) -> None:
                 assert torch.equal(found.cpu(), wanted), what
 
             same(call.all_reduce(place(own), algorithm=choice("allreduce_allpairs", True)), everyone.sum(0))

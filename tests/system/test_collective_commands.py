@@ -92,6 +92,47 @@ def test_tune_refuses_in_one_line(
     assert capsys.readouterr().err.startswith(f"weft: {message}") and not table.exists()
 
 
+def test_tune_goes_on_where_it_stopped_and_leaves_what_is_for_other_calls_and_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, journal = tmp_path / "table.json", tmp_path / "table.cpu-2.journal"
+    variant = {"algorithm": "allgather_ring", "protocol": "Simple", "instances": 1, "slice_bytes": 0}
+    of_gather, larger, of_all = (
+        {"call": call, "bytes": size, "us": 7.5, "label": "as measured before", "variant": variant}
+        for call, size in (("all_gather", 1024), ("all_gather", 4096), ("all_to_all", 1024))
+    )
+    lines = [json.dumps(row) + "\n" for row in (of_gather, larger, of_all)]
+    journal.write_text("".join(lines) + '{"call": "all_ga')
+    options = ["tune", "--device", "cpu", "--ranks", "2", "-b", "1K", "--output", str(table)]
+    assert main([*options, "-e", "1K", "--calls", "all_gather"]) == 0
+    assert "7.5 us  as measured before" in capsys.readouterr().out
+    assert [row["algorithm"] for row in json.loads(table.read_text())["rows"]] == ["allgather_ring"]
+    assert journal.read_text() == "".join(lines[1:])
+    # Each row that is left serves the run that it is for; then none is left.
+    assert main([*options, "-e", "4K", "--calls", "all_gather"]) == 0
+    assert capsys.readouterr().out.count("as measured before") == 1
+    assert journal.read_text() == lines[2]
+    assert main([*options, "-e", "1K", "--calls", "all_to_all"]) == 0
+    assert not journal.exists()
+
+
+def test_a_file_may_use_its_own_program_and_still_be_compiled_for_other_ranks(tmp_path: Path) -> None:
+    """The example of docs/collectives.md: without ``--ranks`` it is what the file makes when it runs."""
+    page = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()
+    (tmp_path / "ring.py").write_text(
+        next(text for text in page.split("```python\n") if "def program(" in text).split("```")[0]
+    )
+    assert "ring: allgather, 8 ranks" in run(tmp_path, "compile", "ring.py", "--ranks", "8", "-o", "ring.xml")
+    assert "ring: allgather, 4 ranks" in run(tmp_path, "compile", "ring.py", "-o", "ring.xml")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    script = '"$@" | :; echo "${PIPESTATUS[0]}"'
+    for command in (["compile", "--list"], ["compile", "allgather_ring", "--ranks", "2"]):
+        ended = run_program(["bash", "-c", script, "-", *WEFT, *command], tmp_path)
+        assert ended.stdout == "141\n" and "Broken pipe" not in ended.stderr and "Error" not in ended.stderr
+
+
 def test_show_takes_the_options_of_compile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     options = ["--ranks", "4", "--protocol", "LL", "--instances", "2", "--html", str(page)]

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import run_program, torchrun
 from random_programs import (
     mutated,
     random_algorithm,
@@ -18,7 +20,7 @@ from random_programs import (
     uneven_sums,
 )
 
-from weft.collectives import Algorithm, VerificationError, calls, verify
+from weft.collectives import Algorithm, AllToAll, Buffer, Program, VerificationError, calls, chunk, verify
 from weft.collectives.calls import Collectives
 from weft.collectives.executor import Call, Executor
 from weft.collectives.library import build, entries
@@ -313,6 +315,49 @@ def test_sums_of_bools_are_bools() -> None:
     run_ranks(3, _bools)
 
 
+def _made_in_place(comm: Collectives, everyone: torch.Tensor) -> None:
+    """Algorithms for in-place calls alone, with tensors that lie apart, in place, and elsewhere in one memory."""
+    n, me = comm.size, comm.rank
+    own, parts = everyone[me], everyone.view(n, n, -1)
+    elems = own.numel() // n
+
+    def built(name: str) -> Algorithm:
+        algorithm = build(name, n, inplace=True).compile()
+        assert not algorithm.outofplace
+        return algorithm
+
+    for name in ("allgather_allpairs", "allgather_ring"):
+        assert torch.equal(comm.all_gather(own, algorithm=built(name)), everyone)
+        for place in (me, (me + 1) % n):
+            whole = torch.zeros_like(everyone)
+            whole[place] = own
+            assert torch.equal(comm.all_gather(whole[place], out=whole, algorithm=built(name)), everyone)
+    for name in ("reducescatter_allpairs", "reducescatter_ring"):
+        for place in (None, me, (me + 1) % n):
+            given = own.clone().view(n, elems)
+            out = torch.zeros(1, elems) if place is None else given[place : place + 1]
+            assert torch.equal(
+                comm.reduce_scatter(given, out=out, algorithm=built(name))[0], parts.sum(0)[me]
+            )
+            others = [part for part in range(n) if part != place]
+            assert torch.equal(given[others], own.view(n, elems)[others])
+    swap = _swap_in_place(n)
+    swapped, given = parts[:, me].reshape(-1), own.clone()
+    assert torch.equal(comm.all_to_all(given, algorithm=swap), swapped) and torch.equal(given, own)
+    assert torch.equal(comm.all_to_all(given, out=given, algorithm=swap), swapped)
+
+
+def _swap_in_place(ranks: int) -> Algorithm:
+    """An all_to_all whose output is its input: all parts are set aside before any is overwritten."""
+    pairs = list(itertools.product(range(ranks), repeat=2))
+    with Program("swap", AllToAll(ranks, inplace=True)) as program:
+        for src, dst in pairs:
+            chunk(src, Buffer.input, dst).copy(dst, "aside", src)
+        for src, dst in pairs:
+            chunk(dst, "aside", src).copy(dst, Buffer.output, src)
+    return program.compile()
+
+
 def _other_forms(rank: Rank) -> None:
     """Algorithms of one's own in calls of the other form, and with roots."""
     comm = Collectives(Communicator(rank.group, timeout_s=20).core)
@@ -328,6 +373,7 @@ def _other_forms(rank: Rank) -> None:
     given = own.clone()
     assert torch.equal(comm.all_reduce(given, out=torch.zeros(60), algorithm=apart), total)
     assert torch.equal(comm.broadcast(own.clone(), algorithm=built("broadcast_chain")), everyone[0])
+    _made_in_place(comm, everyone)
     for inplace in (True, False):
         chain = reduce_chain_in_inputs(rank.size, inplace)
         found = comm.reduce(own.clone(), algorithm=chain)
@@ -352,7 +398,7 @@ def test_algorithms_serve_calls_of_the_other_form_and_with_a_root() -> None:
 def _other_files(rank: Rank, folder: str) -> tuple[list[str], str]:
     said: list[str] = []
     calls.log = SimpleNamespace(warning=lambda text, *args: said.append(text % args))  # type: ignore[assignment]
-    given = SimpleNamespace(cache_dir="/nowhere", algorithm_dir=folder if rank.rank == 1 else "")
+    given = SimpleNamespace(log="warn", cache_dir="/nowhere", algorithm_dir=folder if rank.rank == 1 else "")
     calls._core = SimpleNamespace(config=lambda: given)  # type: ignore[assignment]
     comm = Collectives(Communicator(rank.group, timeout_s=20).core)
     ones = torch.ones(1024)
@@ -367,6 +413,24 @@ def test_ranks_that_read_other_files_choose_alike(tmp_path: Path) -> None:
     (said, chosen), (_, other) = run_ranks(2, _other_files, str(tmp_path))
     assert "ranks [1] read other tables" in said[0]
     assert chosen == other and "ring" not in chosen
+
+
+_REDUCES = """
+import torch, weft
+comm = weft.Communicator()
+print(comm.all_reduce(torch.ones(1024))[0].item())
+"""
+
+
+def test_the_log_says_what_was_chosen_and_why_the_others_lost(tmp_path: Path) -> None:
+    (tmp_path / "reduces.py").write_text(_REDUCES)
+    more = {"WEFT_LOG": "debug", "WEFT_ALGORITHM_DIR": "/nowhere", "WEFT_CACHE_DIR": str(tmp_path)}
+    ran = run_program([*torchrun(2), "reduces.py"], tmp_path, more=more)
+    # Ranks share a pipe, and a line's end may come apart from it.
+    assert ran.stdout.count("2.0") == 2, ran.stderr
+    assert ran.stderr.count("weft warning: algorithms: /nowhere does not exist") == 2
+    chosen = re.findall("weft debug: allreduce of 4096 bytes on 2 ranks: .*; lost: (.*)", ran.stderr)
+    assert chosen == ["all others: the table has no times of them"] * 2
 
 
 def test_a_wrong_program_never_reaches_the_executor() -> None:

@@ -55,8 +55,10 @@ def _values(rank: int, elems: int, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def _choices(name: str, ranks: int, *, inplace: bool = False) -> list[Choice]:
-    protocols = ("LL",) if name == "allreduce_1step" else ("LL", "Simple")
-    return [parse_variant(f"{name} {protocol} exchange").choice(ranks, inplace) for protocol in protocols]
+    ways = (
+        ("LL exchange",) if name == "allreduce_1step" else ("LL exchange", "Simple exchange", "Simple staged")
+    )
+    return [parse_variant(f"{name} {way}").choice(ranks, inplace) for way in ways]
 
 
 def _every_exchange(rank: Rank, memory: Callable[[Rank, Communicator], Empty]) -> None:
@@ -199,10 +201,10 @@ def test_calls_of_all_kinds_follow_each_other_and_all_ranks_get_the_same_bits() 
     assert all(other == first for other in others)
 
 
-def _missing(rank: Rank, protocol: str) -> str:
+def _missing(rank: Rank, way: str) -> str:
     comm = Communicator(rank.group, timeout_s=30)
     call = Collectives(comm.core, timeout_s=0.5)
-    choice = parse_variant(f"allgather_allpairs {protocol} exchange").choice(rank.size, False)
+    choice = parse_variant(f"allgather_allpairs {way}").choice(rank.size, False)
     call.all_gather(torch.ones(64), algorithm=choice)
     if rank.rank == 1:
         return ""
@@ -211,17 +213,21 @@ def _missing(rank: Rank, protocol: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("protocol", ["LL", "Simple"])
-def test_a_rank_that_stays_away_is_named(protocol: str) -> None:
-    story = run_ranks(2, _missing, protocol)[0]
+@pytest.mark.parametrize("way", ["LL exchange", "Simple exchange", "Simple staged"])
+def test_a_rank_that_stays_away_is_named(way: str) -> None:
+    story = run_ranks(2, _missing, way)[0]
     assert "all_gather" in story and "for rank 1" in story
 
 
 def _not_an_exchange(rank: Rank) -> None:
     call = Collectives(Communicator(rank.group, timeout_s=30).core)
-    choice = parse_variant("allreduce_a100_ring LL exchange").choice(rank.size, True)
-    with pytest.raises(Error, match="an exchange"):
-        call.all_reduce(torch.ones(8), algorithm=choice)
+    for text, allowed in (
+        ("allreduce_a100_ring LL exchange", "an exchange"),
+        ("allreduce_a100_ring Simple staged", "an exchange"),
+        ("allreduce_allpairs LL staged", "Simple"),
+    ):
+        with pytest.raises(Error, match=f"allowed: {allowed}"):
+            call.all_reduce(torch.ones(8), algorithm=parse_variant(text).choice(rank.size, True))
 
 
 def test_a_program_that_is_no_exchange_is_refused() -> None:

@@ -44,6 +44,23 @@ def test_error_is_one_line_and_status_one(
     assert issubclass(Error, ValueError)
 
 
+@pytest.mark.parametrize(
+    ("missing", "command"),
+    [
+        ("numpy", ["compile", "--list"]),
+        ("torch", ["tune"]),
+        ("torch", ["bench", "collective", "--device", "cpu"]),
+    ],
+)
+def test_a_package_that_is_missing_is_named_in_one_line(missing: str, command: list[str]) -> None:
+    script = (
+        f"import sys; sys.modules[{missing!r}] = None; from weft.cli import main; sys.exit(main({command}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ran.returncode == 1 and not ran.stdout
+    assert ran.stderr == f"weft: {missing} is not installed, which this command needs\n"
+
+
 def test_the_command_itself_needs_no_torch() -> None:
     script = "import sys, weft.cli; weft.cli.make_parser(['--help']); print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

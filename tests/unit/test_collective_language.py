@@ -24,6 +24,7 @@ from weft.collectives import (
     verify,
 )
 from weft.collectives.ir import Op
+from weft.collectives.library import build
 from weft.collectives.topology import fully_connected, line
 
 
@@ -119,6 +120,18 @@ def test_mistakes_name_the_line() -> None:
                 act()
             assert says in str(caught.value)
         assert chunk(1, Buffer.output, 0) is None
+
+
+def test_what_can_never_be_verified_is_refused_while_it_is_written() -> None:
+    """Compiling what needs more blocks than the verifier takes would last half a minute, and more."""
+    for ranks, instances in ((200, 1), (100, 8)):
+        with pytest.raises(
+            ProgramError, match=f"connections: got .* allowed: 16384 blocks of all {ranks} ranks"
+        ):
+            build("allreduce_1step", ranks, instances=instances)
+    build("allreduce_1step", 100)
+    with pytest.raises(ProgramError, match="ranks: got 20000, allowed: up to 16384"):
+        build("allreduce_1step", 20_000)
 
 
 def test_program_that_does_something_else_is_refused() -> None:

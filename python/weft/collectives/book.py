@@ -3,9 +3,10 @@
 
     write_book(Path("programs.weft"), [Part("nvlink", 8), Part("cpu", 4)])
 
-Every program in it was verified here. src/collective/program_book.h reads it; docs/decisions/program-book.md has the
-reasons. Which algorithm serves which size is the selector's choice: from a table that `weft tune` measured, else from
-the cost model; an exchange is a row without a program. Programs with a root are for root 0: the reader renumbers ranks.
+Every program in it was verified here. src/collective/program_book.h reads it; docs/decisions/0007-program-book.md has
+the reasons. Which algorithm serves which size is the selector's choice: from a table that `weft tune` measured, else
+from the cost model; an exchange is a row without a program. Programs with a root are for root 0: the reader renumbers
+ranks.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pathlib import Path
 
 from weft.collectives.average import ended_sums
 from weft.collectives.direct import direct_messages
-from weft.collectives.exchanges import EXCHANGES
+from weft.collectives.exchanges import EXCHANGES, LINES, PLACES
 from weft.collectives.ir import Algorithm
 from weft.collectives.rows import chunks_of_part, program_rows, protocol_number
-from weft.collectives.selector import EXCHANGE, PROGRAM, Choice, Selector
+from weft.collectives.selector import EXCHANGE, PROGRAM, STAGED, Choice, Selector
 from weft.collectives.verifier import verify
 from weft.errors import Error
 
@@ -94,16 +95,17 @@ def write_book(path: Path, parts: Iterable[Part]) -> int:
 
 def _mode(choice: Choice) -> int:
     """Return the number of BookMode in src/collective/program_book.h."""
-    if choice.mode != EXCHANGE:
+    if choice.way is None:
         return 0
-    if choice.algorithm.protocol != "LL":
-        return 3
-    return 1 if EXCHANGES[choice.algorithm.name].is_one_shot else 2
+    if choice.way == LINES:
+        return 1 if EXCHANGES[choice.algorithm.name].is_one_shot else 2
+    return 3 if choice.way == PLACES else 4
 
 
 def _rows(part: Part) -> Iterator[Row]:
     selector = Selector(
-        *(part.ranks, part.machine, part.key, part.folder, part.algorithm_dir), modes=(PROGRAM, EXCHANGE)
+        *(part.ranks, part.machine, part.key, part.folder, part.algorithm_dir),
+        modes=(PROGRAM, EXCHANGE, STAGED),
     )
     machine = _MACHINES[part.machine]
     for collective, number, inplace in _SERVED:

@@ -28,12 +28,13 @@ import torch
 
 from weft import _core
 from weft.collectives.contract import Buffer, Collective, Slots
-from weft.collectives.exchanges import EXCHANGES, LINES, PLACES
+from weft.collectives.exchanges import EXCHANGES
 from weft.collectives.executor import Call, Executor, Loaded
 from weft.collectives.ir import Algorithm, Op, Span
 from weft.collectives.language import Program
+from weft.collectives.logs import follow
 from weft.collectives.rows import ELEMENTS, REDUCTIONS
-from weft.collectives.selector import COMPILED, EXCHANGE, Choice, Selector, misfit
+from weft.collectives.selector import COMPILED, STAGED, Choice, Selector, misfit
 from weft.collectives.values import Chunk
 from weft.errors import Error, invalid
 
@@ -291,7 +292,9 @@ class Collectives:
         if collective == "reduce" and self.rank != root and self._writes_buffers(choice.algorithm):
             tensor = out = tensor.clone()
         target = out
-        if not (inplace and choice.algorithm.inplace):
+        if not (inplace or choice.algorithm.outofplace or choice.way is not None):
+            tensor, target = self._joined(collective, tensor, out, choice.algorithm)
+        elif not (inplace and choice.algorithm.inplace):
             tensor, target = self._apart(collective, tensor, out, root, choice.algorithm)
         call = Call(
             tensor.data_ptr(),
@@ -304,11 +307,8 @@ class Collectives:
             self._stream(),
             choice.mode == COMPILED,
         )
-        if choice.mode == EXCHANGE:
-            chosen = choice.algorithm
-            self._executor.exchange(
-                EXCHANGES[chosen.name], call, LINES if chosen.protocol == "LL" else PLACES
-            )
+        if choice.way is not None:
+            self._executor.exchange(EXCHANGES[choice.algorithm.name], call, choice.way)
         else:
             self._executor.run(self._load(choice.algorithm), call)
         if target is not out:
@@ -327,8 +327,10 @@ class Collectives:
             given = choice.algorithm
             if mismatch := misfit(given, collective, inplace, root, may_copy=True):
                 raise invalid("algorithm", f"{given.name}, which {mismatch}", f"one for {collective}")
-            if choice.mode == EXCHANGE and given.name not in EXCHANGES:
+            if choice.way is not None and given.name not in EXCHANGES:
                 raise invalid("algorithm", choice.label(), f"an exchange: {', '.join(EXCHANGES)}")
+            if choice.mode == STAGED and given.protocol != "Simple":
+                raise invalid("algorithm", choice.label(), "Simple with staged")
             return choice
         key = (collective, num_bytes, root, inplace)
         known = self._choices.get(key)
@@ -351,6 +353,35 @@ class Collectives:
         if collective == "allgather" and is_own_part and algorithm and self._keeps_own_part(algorithm):
             return tensor, out
         return (tensor, torch.empty_like(out)) if out.nbytes < tensor.nbytes else (tensor.clone(), out)
+
+    def _joined(
+        self, collective: str, tensor: torch.Tensor, out: torch.Tensor, algorithm: Algorithm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what an algorithm for in-place calls alone runs on: the larger tensor and its own part of it. What
+        was not given so is copied there; an input that such an algorithm writes to is copied, too."""
+        if collective == "alltoall":
+            _copy(out, tensor)
+            return out, out
+        if collective == "allgather":
+            own = out.view(self.size, -1)[self.rank]
+            _copy(own, tensor)
+            return own, out
+        whole = tensor.view(self.size, -1)
+        if whole[self.rank].data_ptr() == out.data_ptr() and self._keeps_other_parts(algorithm):
+            return tensor, out
+        whole = whole.clone()
+        return whole, whole[self.rank].view(out.shape)
+
+    def _keeps_other_parts(self, algorithm: Algorithm) -> bool:
+        """Return whether this rank's in-place reduce_scatter leaves all of its input but its own part as it is."""
+        contract, program = algorithm.contract, algorithm.ranks[self.rank]
+        assert contract is not None
+        own = {contract.alias(self.rank, Buffer.output, c) for c in range(contract.output_chunks(self.rank))}
+        written = (slot for block in program.blocks for step in block.steps for slot in step.writes())
+        return all(
+            buffer == Buffer.scratch or contract.alias(self.rank, buffer, index) in own
+            for buffer, index in written
+        )
 
     def _keeps_own_part(self, algorithm: Algorithm) -> bool:
         """Return whether this rank's part of an all_gather's output is written by copying the input there only."""
@@ -387,7 +418,7 @@ class Collectives:
         if self._executor is None:
             return False
         choice = self._choose(collective, num_bytes, 0, True, algorithm)
-        return choice.mode == EXCHANGE or not choice.algorithm.inplace
+        return choice.way is not None or not choice.algorithm.inplace
 
     def _load(self, algorithm: Algorithm) -> Loaded:
         loaded = self._loaded.get(id(algorithm))
@@ -476,6 +507,7 @@ class Collectives:
 def _agreed_selector(core: Any, machine: str) -> Selector:
     """Return a selector that chooses as every other rank's does. Collective."""
     config = _core.config()
+    follow(config.log)
     cache = Path(config.cache_dir).expanduser()
     ranks = int(core.size)
     key = machine_key(str(core.device))

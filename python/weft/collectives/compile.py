@@ -5,8 +5,8 @@
     weft compile allreduce_allpairs --ranks 8           # a library algorithm
     weft compile algo.xml                               # check a file, and write it again
 
-A Python file either defines ``program(ranks, ...)``, which enters a Program, or enters one when it runs, as MSCCL's
-scripts do; those see the names of MSCCL's modules and get ``--args`` as their arguments.
+A Python file either defines ``program(ranks, ...)``, which enters a Program and is called with ``--ranks``, or enters
+one when it runs, as MSCCL's scripts do; those see the names of MSCCL's modules and get ``--args`` as their arguments.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ def _program_of(path: Path, ranks: int, options: dict[str, Any], arguments: Sequ
 
 def _run(path: Path, ranks: int, options: dict[str, Any], programs: list[Program]) -> None:
     maker = runpy.run_path(str(path), run_name="__main__").get("program")
-    if callable(maker) and not programs:
+    if callable(maker) and (ranks or not programs):
+        programs.clear()  # what the file made for itself when it ran
         if ranks < 1:
             raise invalid("ranks", ranks, f"how many ranks, since {path.name} defines program(ranks)")
         known = list(inspect.signature(maker).parameters)[1:]

@@ -14,6 +14,7 @@ import dataclasses
 from collections import defaultdict, deque
 
 from weft.collectives.direct import DirectMessages, direct_messages
+from weft.collectives.exchanges import LINES, PLACES, STAGES
 from weft.collectives.ir import Algorithm, Block, Op, Step
 
 
@@ -91,31 +92,34 @@ def predict_us(algorithm: Algorithm, num_bytes: int, machine: Machine) -> float:
     return _total_us(machine, known.first_us, known.busiest_us, chunk, piece)
 
 
-# Of the exchange kernel over NVLink, by algorithm and protocol: microseconds of the least call, and GB/s of what a rank
+# Of the exchange kernel over NVLink, by algorithm and way: microseconds of the least call, and GB/s of what a rank
 # sends beyond it. Fitted to 4 H200 in CUDA graphs (bench/results/h200-x4-exchanges.json): lines up to 2 MiB, places up
-# to 64 MiB, the one-step all_reduce around 64 KiB, where it ends.
+# to 64 MiB, the one-step all_reduce around 64 KiB, where it ends. Large all_reduce was measured both ways since, by
+# stages at 4 and 64 MiB: stages are from h200-x4-collective-ordinary.json, the GB/s of places from
+# h200-x4-collective.json. So stages are the faster way from about 24 MiB on 4 ranks.
 _EXCHANGE_COSTS = {
-    ("allreduce_1step", "LL"): (4.3, 65.0),
-    ("allreduce_allpairs", "LL"): (6.0, 135.0),
-    ("allreduce_allpairs", "Simple"): (7.9, 305.0),
-    ("allgather_allpairs", "LL"): (4.3, 115.0),
-    ("allgather_allpairs", "Simple"): (8.4, 325.0),
-    ("reducescatter_allpairs", "LL"): (4.2, 115.0),
-    ("reducescatter_allpairs", "Simple"): (7.4, 300.0),
-    ("alltoall_allpairs", "LL"): (4.2, 115.0),
-    ("alltoall_allpairs", "Simple"): (8.5, 325.0),
+    ("allreduce_1step", LINES): (4.3, 65.0),
+    ("allreduce_allpairs", LINES): (6.0, 135.0),
+    ("allreduce_allpairs", PLACES): (7.9, 326.0),
+    ("allreduce_allpairs", STAGES): (11.5, 337.0),
+    ("allgather_allpairs", LINES): (4.3, 115.0),
+    ("allgather_allpairs", PLACES): (8.4, 325.0),
+    ("reducescatter_allpairs", LINES): (4.2, 115.0),
+    ("reducescatter_allpairs", PLACES): (7.4, 300.0),
+    ("alltoall_allpairs", LINES): (4.2, 115.0),
+    ("alltoall_allpairs", PLACES): (8.5, 325.0),
 }
 
 
-def predict_exchange_us(algorithm: Algorithm, num_bytes: int) -> float:
-    """Return how long the exchange kernel should take over NVLink for what ``algorithm`` does, with its protocol."""
+def predict_exchange_us(algorithm: Algorithm, way: int, num_bytes: int) -> float:
+    """Return how long the exchange kernel should take over NVLink for what ``algorithm`` does, going that way."""
     ranks = algorithm.num_ranks
     sent = num_bytes * (ranks - 1) / ranks
     if algorithm.name == "allreduce_1step":
         sent *= ranks
     elif algorithm.name == "allreduce_allpairs":
         sent *= 2
-    least_us, sent_gbs = _EXCHANGE_COSTS[algorithm.name, algorithm.protocol]
+    least_us, sent_gbs = _EXCHANGE_COSTS[algorithm.name, way]
     return least_us + sent / (sent_gbs * 1e3)
 
 

@@ -136,7 +136,7 @@ class Executor:
                 ``compiled``, no ``slice_bytes``.
             way: LINES: values travel beside flags, with the least latency and twice the bytes. PLACES: ranks use each
                 other's buffers in place where all lie in windows, else as STAGES: through staging areas, with one more
-                local copy. The same on all ranks, as is ``num_sms``.
+                local copy, wherever the buffers lie. The same on all ranks, as is ``num_sms``.
         Raises: PeerLost.
         """
         self._runner.exchange(

@@ -19,6 +19,7 @@ PROTOCOLS = ("Simple", "LL", "LL128")
 MAX_CHUNKS = 1 << 16  # of a buffer: far more than algorithms have, and few enough to verify
 MAX_COUNT = 71  # of chunks in one step, a limit of the XML format
 MAX_CHANNELS = 32
+MAX_BLOCKS = 1 << 14  # of all ranks: what the verifier keeps of each about every other then takes 1 GiB
 FIFO_STEPS = 8  # per connection; a group of chunks takes 1, or 4 with Simple
 
 

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from weft.collectives.contract import Buffer, Collective, State
-from weft.collectives.ir import MAX_CHANNELS, PROTOCOLS, Algorithm
+from weft.collectives.ir import MAX_BLOCKS, MAX_CHANNELS, PROTOCOLS, Algorithm
 from weft.collectives.topology import Topology
 from weft.collectives.values import Value
 from weft.errors import Error
@@ -168,6 +168,8 @@ class Program:
             raise _error(f"protocol: got {protocol!r}, allowed: {', '.join(PROTOCOLS)}")
         if instances < 1:
             raise _error(f"instances: got {instances}, allowed: 1 or more")
+        if collective.num_ranks > MAX_BLOCKS:  # before start() lays out all ranks' buffers
+            raise _error(f"ranks: got {collective.num_ranks}, allowed: up to {MAX_BLOCKS}, one block on each")
         if topology is not None and topology.ranks != collective.num_ranks:
             raise _error(f"topology: has {topology.ranks} ranks, the collective has {collective.num_ranks}")
         self.name = name
@@ -185,6 +187,7 @@ class Program:
         self.operations: list[Operation] = []
         self.buffers: list[dict[str, list[Value | None]]] = collective.start().buffers
         self._version: dict[tuple[int, str, int], int] = {}
+        self._connections: set[tuple[int, int]] = set()
         self._outer: Program | None = None
         self._last_empty = ""
 
@@ -286,9 +289,22 @@ class Program:
             raise _error(f"no link from rank {src.rank} to rank {dst.rank} in topology {self.topology.name}")
         if hints[2] >= MAX_CHANNELS:
             raise _error(f"ch: got {hints[2]}, allowed: 0 to {MAX_CHANNELS - 1}")
+        if src.rank != dst.rank:
+            self._connect(src.rank, dst.rank)
         if len(self.operations) == _MAX_OPERATIONS:
             raise _error(f"the program has more than {_MAX_OPERATIONS} operations")
         self.operations.append(Operation(reduces, src, dst, size, *hints, where))
+
+    def _connect(self, src: int, dst: int) -> None:
+        """Count the sender's block that every connection needs, as verify() would after minutes of compiling."""
+        self._connections.add((src, dst))
+        most = MAX_BLOCKS // self.instances
+        if len(self._connections) > most:
+            each = f", each in {self.instances} instances" if self.instances > 1 else ""
+            raise _error(
+                f"connections: got more than {most} of a sender and a receiver{each}, "
+                f"allowed: {MAX_BLOCKS} blocks of all {self.num_ranks} ranks, and each takes one"
+            )
 
     def _store(self, place: Place, values: list[Value]) -> None:
         slots = self.buffers[place.rank].setdefault(place.buffer, [])

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.collectives.cost import CPU, NVLINK, Machine, predict_exchange_us, predict_us
+from weft.collectives.exchanges import LINES, PLACES, STAGES
 from weft.collectives.ir import Algorithm
 from weft.collectives.library import entries
 from weft.collectives.verifier import verify
@@ -31,8 +32,10 @@ from weft.errors import Error, invalid
 log = logging.getLogger("weft.collectives")
 
 TABLE_VERSION = 1
-PROGRAM, COMPILED, EXCHANGE = MODES = ("program", "compiled", "exchange")
+PROGRAM, COMPILED, EXCHANGE, STAGED = MODES = ("program", "compiled", "exchange", "staged")
 MACHINES = {"cpu": CPU, "nvlink": NVLINK}
+# Calls that a caller can bring into the in-place form by a copy, whatever tensors it was given.
+MADE_IN_PLACE = ("allgather", "reducescatter", "alltoall")
 _TABLES = Path(__file__).parent / "tuned"
 _MAX_LOGGED = 1000
 
@@ -45,6 +48,13 @@ class Choice:
     slice_bytes: int = 0
     num_sms: int = 0
     mode: str = PROGRAM
+
+    @property
+    def way(self) -> int | None:
+        """How the exchange kernel goes, as in weft.collectives.exchanges; None: a program runs."""
+        if self.mode == EXCHANGE:
+            return LINES if self.algorithm.protocol == "LL" else PLACES
+        return STAGES if self.mode == STAGED else None
 
     def label(self) -> str:
         """Say what runs, such as "allgather_allpairs LL exchange"."""
@@ -60,7 +70,8 @@ class Variant:
     """How to build a candidate: a library name or a file, and its parameters. Rows of a table hold the same.
 
     ``mode``: "program" is interpreted, "compiled" runs in a kernel of its own, "exchange" is done as a whole by the
-    exchange kernel (protocol LL: through inboxes; Simple: in place).
+    exchange kernel (protocol LL: through inboxes; Simple: in place where all buffers lie in windows, else through
+    staging areas), "staged" by the same kernel through staging areas wherever the buffers lie.
     """
 
     name: str
@@ -82,8 +93,8 @@ class Variant:
         return Choice(algorithm, self.slice_bytes, self.num_sms, self.mode)
 
 
-def _exchange(name: str, protocol: str, num_sms: int = 0) -> Variant:
-    return Variant(name, protocol, num_sms=num_sms, mode=EXCHANGE)
+def _exchange(name: str, protocol: str) -> Variant:
+    return Variant(name, protocol, mode=EXCHANGE)
 
 
 def parse_variant(text: str) -> Variant:
@@ -139,6 +150,7 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
         _exchange("allreduce_1step", "LL"),
         _exchange("allreduce_allpairs", "LL"),
         _exchange("allreduce_allpairs", "Simple"),
+        Variant("allreduce_allpairs", "Simple", mode=STAGED),
         Variant("allreduce_allpairs", "LL", mode=COMPILED),
         Variant("allreduce_1step", "LL"),
         Variant("allreduce_allpairs", "LL"),
@@ -233,7 +245,7 @@ class Selector:
         folder: where `weft tune` keeps its tables; None for no measured tables.
         algorithm_dir: XML or JSON algorithms that join the candidates, as for read_algorithms.
         modes: what the caller can run.
-        may_copy: the caller serves in-place calls by out-of-place algorithms, too.
+        may_copy: the caller copies where an algorithm is for calls of the other form, as misfit() says.
     """
 
     def __init__(
@@ -307,7 +319,7 @@ class Selector:
                     f"{label}: slower, measured {us:.1f} us"
                     for label, us in sorted(row["measured_us"].items(), key=lambda item: item[1])
                     if label != variant.label()
-                ]
+                ] or ["all others: the table has no times of them"]
                 return choice
             except Error as error:
                 reasons.append(f"{row['variant'].label()}: {error}")
@@ -328,8 +340,8 @@ class Selector:
             except Error as error:
                 reasons.append(f"{variant.label()}: {error}")
                 continue
-            if variant.mode == EXCHANGE:
-                us = predict_exchange_us(choice.algorithm, num_bytes)
+            if choice.way is not None:
+                us = predict_exchange_us(choice.algorithm, choice.way, num_bytes)
             else:
                 us = predict_us(choice.algorithm, num_bytes, self.machine)
             predicted.append((us, variant.label()))
@@ -343,7 +355,7 @@ class Selector:
             return f"mode {variant.mode} is not served here"
         if variant.mode == COMPILED:
             return "compiled programs are used where they were measured"
-        if variant.mode == EXCHANGE and self.machine.one_thread:
+        if variant.mode in (EXCHANGE, STAGED) and self.machine.one_thread:
             return "many threads share an exchange, and a CPU rank has one"
         return None
 
@@ -362,13 +374,19 @@ class Selector:
 def misfit(
     algorithm: Algorithm, collective: str, inplace: bool, root: int, may_copy: bool = False
 ) -> str | None:
-    """Return why an algorithm cannot do a call at any size, or None."""
+    """Return why an algorithm cannot do a call at any size, or None.
+
+    ``may_copy``: the caller copies to serve in-place calls by out-of-place algorithms, and calls of MADE_IN_PLACE by
+    in-place ones.
+    """
     if algorithm.collective != collective:
         return f"is for {algorithm.collective}"
     if algorithm.contract is not None and algorithm.contract.root != root:
         return f"is for root {algorithm.contract.root}, not {root}"
-    serves = (algorithm.inplace or (may_copy and algorithm.outofplace)) if inplace else algorithm.outofplace
-    if not serves:
+    serves, other = algorithm.outofplace, algorithm.inplace and collective in MADE_IN_PLACE
+    if inplace:
+        serves, other = algorithm.inplace, algorithm.outofplace
+    if not (serves or (may_copy and other)):
         return f"does not serve {'in-place' if inplace else 'out-of-place'} calls"
     return None
 

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     for row in found:
         print(f"{row['call']:16} {row['bytes']:>11} bytes  {row['us']:>10.1f} us  {row['label']}")
     print(f"wrote {target}")
-    journal.unlink(missing_ok=True)
+    forget(journal, calls, sizes)
     return 0
 
 
@@ -144,7 +144,7 @@ def measure(
     if is_cuda:
         torch.cuda.set_device(device)
     collectives = Collectives(Communicator(me.group, device=device).core)
-    known = _read_journal(journal)
+    known = _read_journal(Path(journal))
     winners = []
     with progress(enabled=me.rank == 0) as bar:
         task = bar.add_task("tune", total=len(calls) * len(sizes))
@@ -161,8 +161,20 @@ def measure(
     return winners
 
 
-def _read_journal(journal: str) -> dict[tuple[str, int], dict[str, Any]]:
-    path = Path(journal)
+def forget(journal: Path, calls: list[str], sizes: list[int]) -> None:
+    """Take out of the journal what a table has now; what a run with other calls or sizes left there stays for it."""
+    rest = [
+        row for (call, size), row in _read_journal(journal).items() if call not in calls or size not in sizes
+    ]
+    if rest:
+        temporary = journal.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rest))
+        temporary.replace(journal)
+    else:
+        journal.unlink(missing_ok=True)
+
+
+def _read_journal(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
     rows = {}
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
@@ -209,8 +221,10 @@ def _time(
     import torch
     import torch.distributed as dist
 
-    from weft.collectives.selector import PROGRAM
+    from weft.collectives.selector import PROGRAM, STAGED
 
+    if variant.mode == STAGED:
+        return None  # these tensors are in no window, so the same exchange goes by stages anyway
     if variant.mode != PROGRAM and device.type != "cuda":
         return None  # one thread does an exchange slowly, and compiled programs ask for a C++ compiler
     try:

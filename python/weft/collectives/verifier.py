@@ -21,14 +21,13 @@ from collections import deque
 import numpy as np
 
 from weft.collectives.contract import Buffer, Collective, State
-from weft.collectives.ir import MAX_CHANNELS, MAX_COUNT, Algorithm, Block, Op, Step, fifo_units
+from weft.collectives.ir import MAX_BLOCKS, MAX_CHANNELS, MAX_COUNT, Algorithm, Block, Op, Step, fifo_units
 from weft.collectives.values import Chunk, Value
 from weft.errors import Error
 
 Connection = tuple[int, int, int]  # sender, receiver, channel
 BlockId = tuple[int, int]  # rank, block number
 Slot = tuple[int, str, int]
-_MAX_BLOCKS = 1 << 14  # of all ranks: what each knows of every other then takes 1 GiB
 
 
 class VerificationError(Error):
@@ -76,8 +75,8 @@ def check_structure(algorithm: Algorithm) -> dict[Connection, tuple[BlockId, Blo
     Raises: VerificationError of kind structure.
     """
     blocks = sum(len(program.blocks) for program in algorithm.ranks)
-    if blocks > _MAX_BLOCKS:
-        raise _broken(f"{blocks} blocks on {algorithm.num_ranks} ranks, allowed: up to {_MAX_BLOCKS}")
+    if blocks > MAX_BLOCKS:
+        raise _broken(f"{blocks} blocks on {algorithm.num_ranks} ranks, allowed: up to {MAX_BLOCKS}")
     for rank, number, block in algorithm.blocks():
         _check_block(algorithm, rank, number, block)
     for rank, number, at, step in algorithm.steps():

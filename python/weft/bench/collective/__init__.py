@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--algorithm",
         action="append",
         default=[],
-        metavar="NAME|FILE [LL|LL128] [xN] [compiled|exchange] [sms=N] [slice=BYTES]",
+        metavar="NAME|FILE [LL|LL128] [xN] [compiled|exchange|staged] [sms=N] [slice=BYTES]",
         help="what serves the one call of --calls, instead of Weft's choice: a library algorithm or a .py, .xml or "
         ".json file, in one text; given several times, they take turns in one run (auto: Weft's choice)",
     )

@@ -247,6 +247,10 @@ Status MoeBuffer::make_room_for_worst(const NotifyCall& call) {
   WEFT_TRY_ASSIGN(const bool capturing, is_capturing(call.stream));
   if (capturing) return {};
   const Status grown = grow(low_latency_end_ + need);
+  if (grown.code() == Code::kCapacity)
+    return logged(Status::make(Code::kCapacity,
+                               "num_worst_tokens: got {} rows of {} bytes, allowed: what fits ({})",
+                               call.worst_rows, format.row_bytes, grown.message()));
   if (grown.code() != Code::kInvalid) return grown;
   return logged(
       Status::invalid("num_worst_tokens: got {} rows of {} bytes, allowed: the same on all ranks ({})",

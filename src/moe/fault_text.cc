@@ -113,16 +113,37 @@ std::string seconds(uint64_t ns) {
   return digits;
 }
 
-const char* mistaken_name(uint64_t what) {
-  static constexpr const char* kNames[] = {"handle (number of the dispatch)", "x (bytes per row)",
-                                           "topk_weights or scales (how many travel with a row)"};
-  static_assert(kOtherHandle == 0 && kOtherRowBytes == 1 && kOtherExtras == 2);
-  return what < std::size(kNames) ? kNames[what] : "arguments";
-}
-
 Status differ(const char* argument, uint32_t self, uint64_t mine, uint32_t peer, uint64_t theirs) {
   return Status::invalid("{}: got {} on rank {} and {} on rank {}, allowed: the same on all ranks", argument,
                          mine, self, theirs, peer);
+}
+
+// Of two row_extras(), what differs first.
+Status extras_differ(const FaultBox& box) {
+  struct Part {
+    const char* name;
+    uint32_t shift, bits;
+  };
+  static constexpr Part kParts[] = {
+      {"x (scale words per row)", 0, 32}, {"topk_idx (top-k)", 32, 24}, {"topk_idx (bytes per id)", 56, 8}};
+  static_assert(row_extras(1, 2, 3) == (1 | uint64_t{2} << 32 | uint64_t{3} << 56));
+  for (const Part& part : kParts) {
+    const uint64_t mask = (uint64_t{1} << part.bits) - 1;
+    const uint64_t mine = box.expected >> part.shift & mask, theirs = box.seen >> part.shift & mask;
+    const bool is_weights = part.bits == 24 && box.site == Site::kCombineHandle;
+    if (mine != theirs)
+      return differ(is_weights ? "topk_weights (how many travel with a row)" : part.name, box.self, mine,
+                    box.peer, theirs);
+  }
+  return differ("arguments", box.self, box.expected, box.peer, box.seen);
+}
+
+// What a rank refused a peer's ReadyRecord for.
+Status record_differs(const FaultBox& box) {
+  if (box.waited_ns == kOtherExtras) return extras_differ(box);
+  const char* name =
+      box.waited_ns == kOtherRowBytes ? "x (bytes per row)" : "handle (number of the dispatch)";
+  return differ(name, box.self, box.expected, box.peer, box.seen);
 }
 
 }  // namespace
@@ -160,8 +181,7 @@ Status fault_status(const FaultBox& box) {
         "rank {}, low_latency_combine.signal, waited {} s for this rank's own kernels: local expert "
         "{}: expected signal {}, saw {}",
         box.self, seconds(box.waited_ns), box.peer, box.expected, box.seen);
-  if (box.site == Site::kCombineHandle || box.site == Site::kDispatchHandle)
-    return differ(mistaken_name(box.waited_ns), box.self, box.expected, box.peer, box.seen);
+  if (box.site == Site::kCombineHandle || box.site == Site::kDispatchHandle) return record_differs(box);
   if (box.site == Site::kCountsDisagree)
     return disagreement(box.waited_ns, box.self, box.expected, box.peer, box.seen);
   return Status::make(Code::kPeerLost, "rank {}, {}, waited {} s for rank {}: expected epoch {}, saw {}",

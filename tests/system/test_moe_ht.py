@@ -618,9 +618,15 @@ BAD_DISPATCH: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
     "no num_tokens_per_expert": ("num_tokens_per_expert", lambda a: None),
     "num_tokens_per_expert of int64": ("num_tokens_per_expert", lambda a: a["num_tokens_per_expert"].long()),
     "num_tokens_per_expert of 2-D": ("num_tokens_per_expert", lambda a: a["num_tokens_per_expert"][None]),
+    "num_tokens_per_expert negative": ("num_tokens_per_expert", lambda a: -a["num_tokens_per_expert"] - 1),
+    "num_tokens_per_expert above all slots": (
+        "num_tokens_per_expert",
+        lambda a: a["num_tokens_per_expert"] + a["topk_idx"].numel() + 1,
+    ),
     "expert_alignment 0": ("expert_alignment", lambda a: 0),
     "expert_alignment of float": ("expert_alignment", lambda a: 1.5),
     "num_worst_tokens negative": ("num_worst_tokens", lambda a: -1),
+    "num_worst_tokens beyond all memory": ("num_worst_tokens", lambda a: (1 << 31) - 1),
     "config of another type": ("config", lambda a: 24),
     "previous_event of another type": ("previous_event", lambda a: 3),
     "handle of another type": ("handle", lambda a: (1, 2, 3)),
@@ -760,13 +766,16 @@ def check_disagreements(rank: Rank, case: MoeCase) -> None:
     buffer, is_first = kept_buffer(rank), rank.rank == 0
     recv_x, _, recv_weights, _, handle, _ = dispatch(buffer, case, rank.rank)
     x, words = case.x(rank.rank), case.scales(rank.rank, 4)
-    for call in (
-        lambda: buffer.combine(recv_x, handle, topk_weights=recv_weights if is_first else None),
-        lambda: buffer.combine(recv_x if is_first else recv_x[:, :32].contiguous(), handle),
-        lambda: buffer.dispatch(x if is_first else x[:, :32].contiguous(), handle),
-        lambda: buffer.dispatch((x, words) if is_first else x, handle),
+    for argument, call in (
+        (
+            "topk_weights .how many travel with a row.: got [03]",
+            lambda: buffer.combine(recv_x, handle, topk_weights=recv_weights if is_first else None),
+        ),
+        ("x", lambda: buffer.combine(recv_x if is_first else recv_x[:, :32].contiguous(), handle)),
+        ("x", lambda: buffer.dispatch(x if is_first else x[:, :32].contiguous(), handle)),
+        ("x .scale words per row.: got [04]", lambda: buffer.dispatch((x, words) if is_first else x, handle)),
     ):
-        with pytest.raises(weft.Error, match="allowed: the same on all ranks"):
+        with pytest.raises(weft.Error, match=f"^{argument}.*, allowed: the same on all ranks"):
             call()
         barrier(rank)
         combined, _, _ = buffer.combine(expert_output(recv_x, rank.rank), handle)
@@ -826,6 +835,21 @@ def check_element_mismatch(rank: Rank, case: MoeCase) -> None:
 
 def test_types_that_differ_between_ranks_raise_on_all(pair: RankPool) -> None:
     pair.run(check_element_mismatch, SMALL)
+
+
+def check_id_mismatch(rank: Rank, case: MoeCase) -> None:
+    """One rank's ids are int32, the others' int64."""
+    arguments = good_dispatch(kept_buffer(rank), case, rank.rank)
+    if rank.rank == 0:
+        arguments["topk_idx"] = arguments["topk_idx"].int()
+    with pytest.raises(weft.Error, match=r"topk_idx \(bytes per id\): got [48] on rank . and [48] on rank"):
+        kept_buffer(rank).dispatch(**arguments)
+    barrier(rank)
+    check_round_trip(rank, case)
+
+
+def test_id_types_that_differ_between_ranks_raise_on_all(pair: RankPool) -> None:
+    pair.run(check_id_mismatch, SMALL)
 
 
 def check_too_few_worst_tokens(rank: Rank, case: MoeCase) -> None:

@@ -364,6 +364,7 @@ class Buffer(LowLatencyCalls):
             rows.x, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
         )
         ids, weights = self._check_top_k(rows.x, topk_idx, topk_weights, per_expert.size(0))
+        arguments.check_slot_counts(per_expert, ids)
         alignment = check_whole("expert_alignment", expert_alignment, 1, MAX_ALIGNMENT)
         num_worst_tokens = check_whole("num_worst_tokens", num_worst_tokens, 0, arguments.MAX_ROWS)
         if num_worst_tokens > 0 and ids is None:

@@ -271,6 +271,20 @@ def check_handle_entries(rank: Rank, case: MoeCase) -> None:
         handle[6]
 
 
+def check_handle_entries_are_copies(rank: Rank, case: MoeCase) -> None:
+    recv_x, _, _, _, handle, _ = dispatch(kept_buffer(rank), case, rank.rank)
+    for entry in handle:
+        entry.fill_(1)
+    combined, _, _ = kept_buffer(rank).combine(expert_output(recv_x, rank.rank), handle)
+    check_combined(case, rank.rank, combined)
+    again, *_ = kept_buffer(rank).dispatch(case.x(rank.rank), handle)
+    assert torch.equal(again, recv_x)
+
+
+def test_writing_to_handle_entries_changes_no_routes(pair: RankPool) -> None:
+    pair.run(check_handle_entries_are_copies, SMALL)
+
+
 def test_handle_entries_are_those_of_deepep(pair: RankPool) -> None:
     pair.run(check_handle_entries, SMALL)
 

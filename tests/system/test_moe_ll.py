@@ -567,6 +567,35 @@ def test_bad_combine_arguments_are_named(pair: RankPool, name: str) -> None:
     pair.run(check_bad_combine, MoeCase((6, 6), 512, 3, 8), name)
 
 
+def check_shared_memory(rank: Rank, case: MoeCase) -> None:
+    """Where results go is nowhere that the call reads, or puts something else."""
+    buffer, arguments = ll_buffer(rank), good_dispatch(case, rank.rank)
+    experts = len(oracle.local_experts(case.num_experts, rank.size, rank.rank))
+    counts = torch.zeros(experts, dtype=torch.int32)
+    rows = torch.empty(experts, rank.size * MOST_TOKENS, case.hidden, dtype=torch.bfloat16)
+    inside = rows.flatten(0, 1)[: case.tokens[rank.rank]]
+    inside.copy_(arguments["x"])
+    for shared in (
+        {"out_count": counts, "cumulative_local_expert_recv_stats": counts},
+        {"out_packed_recv_x": rows, "x": inside},
+        {"out_packed_recv_x": rows, "out_count": rows.flatten().view(torch.int32)[:experts]},
+    ):
+        with pytest.raises(weft.Error, match="uses too, allowed: memory of its own"):
+            buffer.low_latency_dispatch(**{**arguments, **shared})
+    assert torch.equal(inside, arguments["x"])
+    assert not counts.any()
+    recv, _, handle, _, _ = buffer.low_latency_dispatch(**arguments)
+    routes = (case.topk_idx(rank.rank), case.topk_weights(rank.rank))
+    with pytest.raises(weft.Error, match=r"^out: got memory that x uses too"):
+        buffer.low_latency_combine(recv, *routes, handle, out=recv.flatten(0, 1)[: len(inside)])
+    combined, _, _ = buffer.low_latency_combine(outputs_of(recv), *routes, handle)
+    assert calc_diff(combined, expected_combined(case, rank.rank, BF16)) < 1e-5
+
+
+def test_results_share_memory_with_nothing(pair: RankPool) -> None:
+    pair.run(check_shared_memory, SMALL)
+
+
 def check_exclusive_combine(rank: Rank, case: MoeCase) -> None:
     buffer = ll_buffer(rank)
     recv, _, handle, _, _ = buffer.low_latency_dispatch(**good_dispatch(case, rank.rank))
@@ -710,6 +739,24 @@ def check_used_up_hook(rank: Rank, case: MoeCase) -> None:
 
 def test_a_hook_runs_once(pair: RankPool) -> None:
     pair.run(check_used_up_hook, SMALL)
+
+
+def check_combine_before_hook(rank: Rank, case: MoeCase) -> None:
+    """The handle's routes are there once the hook has run; until then every rank refuses to follow them."""
+    buffer, routes = ll_buffer(rank), (case.topk_idx(rank.rank), case.topk_weights(rank.rank))
+    recv, _, handle, _, hook = buffer.low_latency_dispatch(
+        **good_dispatch(case, rank.rank), return_recv_hook=True
+    )
+    for hooks in (False, True):
+        with pytest.raises(weft.Error, match="handle: got that of a dispatch whose hook has not run"):
+            buffer.low_latency_combine(recv, *routes, handle, return_recv_hook=hooks)
+    hook()
+    combined, _, _ = buffer.low_latency_combine(outputs_of(recv), *routes, handle)
+    assert calc_diff(combined, expected_combined(case, rank.rank, BF16)) < 1e-5
+
+
+def test_combining_before_the_hook_is_refused(pair: RankPool) -> None:
+    pair.run(check_combine_before_hook, SMALL)
 
 
 def check_forgotten_hook(rank: Rank, case: MoeCase, shrink: bool) -> None:

@@ -21,12 +21,46 @@ CPU = torch.device("cpu")
         torch.zeros(4, 2).T,
         torch.zeros(2, 4, device="meta"),
         torch.zeros(2, 4).to_sparse(),
+        torch.nested.nested_tensor([torch.zeros(4)] * 2, layout=torch.jagged),
+        torch._neg_view(torch.zeros(2, 4)),
     ],
-    ids=["none", "list", "shape", "dtype", "strides", "device", "sparse"],
+    ids=["none", "list", "shape", "dtype", "strides", "device", "sparse", "nested", "negated"],
 )
 def test_a_wrong_tensor_is_described_beside_what_is_allowed(value: object) -> None:
     with pytest.raises(weft.Error, match=r"^scores: got .*, allowed: contiguous float32\[2, 4\] on cpu$"):
         arguments.check_tensor("scores", value, (2, 4), (torch.float32,), CPU)
+
+
+def test_a_tensor_of_any_type_is_allowed_by_its_shape() -> None:
+    with pytest.raises(weft.Error, match=r"allowed: a contiguous tensor \[tokens, 4\] on cpu$"):
+        arguments.check_tensor("x", torch.zeros(4, 2).T, ("tokens", 4), (), CPU)
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused() -> None:
+    freed = torch.zeros(2, 4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(weft.Error, match=r"scores: got .* without memory"):
+        arguments.check_tensor("scores", freed, (2, 4), (torch.float32,), CPU)
+    arguments.check_tensor("scores", torch.zeros(0, 4), (0, 4), (torch.float32,), CPU)
+
+
+def test_outputs_share_memory_with_nothing() -> None:
+    memory = torch.zeros(8)
+    arguments.check_apart({"out": memory[:4]}, {"x": memory[4:], "weights": None})
+    arguments.check_apart({"out": memory[:4], "empty": memory[2:2]}, {"x": memory[4:], "same": memory[4:]})
+    with pytest.raises(weft.Error, match=r"^out: got memory that x uses too"):
+        arguments.check_apart({"out": memory[:5]}, {"x": memory[4:]})
+    with pytest.raises(weft.Error, match=r"^out: got memory that out_count uses too"):
+        arguments.check_apart({"out": memory, "out_count": memory[7:]}, {})
+
+
+@pytest.mark.parametrize("count", [-5, 13])
+def test_counts_that_no_layout_gives_are_refused(count: int) -> None:
+    counts, ids = torch.full((4,), count, dtype=torch.int32), torch.zeros((4, 3), dtype=torch.int64)
+    with pytest.raises(weft.Error, match=f"num_tokens_per_expert: got {count} slots.*, allowed: 0 to 12"):
+        arguments.check_slot_counts(counts, ids)
+    arguments.check_slot_counts(counts.clamp(0, 12), ids)
+    arguments.check_slot_counts(counts.abs(), None)
 
 
 def test_names_in_a_shape_stand_for_any_length() -> None:

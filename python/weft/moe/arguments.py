@@ -9,7 +9,7 @@ a GPU. Any thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ Shape = tuple[int | str, ...]  # a name stands for any length
 def describe(value: object) -> str:
     """Return what a caller gave, short enough for a message: type, shape and device of a tensor."""
     if isinstance(value, Tensor):
+        if value.is_nested:  # it has no shape
+            return f"a nested {_name(value.dtype)} tensor on {value.device}"
         text = f"{_name(value.dtype)}{list(value.shape)} on {value.device}"
         if value.layout != torch.strided:
             return f"{text}, {value.layout}"
@@ -48,7 +50,7 @@ def check_tensor(
     contiguous: bool = True,
 ) -> Tensor:
     """Return value, a tensor of this shape, one of these types (none: any type) and this device."""
-    good = isinstance(value, Tensor) and value.layout == torch.strided
+    good = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
     if good:
         assert isinstance(value, Tensor)
         good = (
@@ -57,14 +59,18 @@ def check_tensor(
             and (not dtypes or value.dtype in dtypes)
             and value.device == device
             and (not contiguous or value.is_contiguous())
-            and not (value.is_quantized or value.is_conj())  # their memory is not what they say
+            # The memory of these is not what they say.
+            and not (value.is_quantized or value.is_conj() or value.is_neg())
         )
     if not good:
-        types = " or ".join(_name(dtype) for dtype in dtypes) or "a tensor "
+        types = " or ".join(_name(dtype) for dtype in dtypes)
         kind = "contiguous " if contiguous else ""
         sizes = ", ".join(str(n) for n in shape)
-        raise invalid(argument, describe(value), f"{kind}{types}[{sizes}] on {device}")
+        allowed = f"{kind}{types}[{sizes}]" if types else f"a {kind}tensor [{sizes}]"
+        raise invalid(argument, describe(value), f"{allowed} on {device}")
     assert isinstance(value, Tensor)
+    if value.data_ptr() == 0 and value.numel() > 0:  # as FSDP leaves parameters that it has sharded again
+        raise invalid(argument, f"{describe(value)} without memory", "a tensor whose storage was not freed")
     return value
 
 
@@ -93,6 +99,20 @@ def check_alignment(argument: str, value: Tensor) -> Tensor:
     if value.data_ptr() % ROW_ALIGNMENT_BYTES:
         raise invalid(argument, f"address {value.data_ptr():#x}", "a 16-byte aligned address")
     return value
+
+
+def check_apart(outputs: Mapping[str, Tensor | None], others: Mapping[str, Tensor | None]) -> None:
+    """Refuse contiguous outputs that share memory with one another or with what the same call uses besides."""
+    spans = {
+        name: range(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
+        for name, tensor in {**others, **outputs}.items()
+        if tensor is not None
+    }
+    for output in outputs:
+        mine = spans.pop(output, range(0))
+        for name, theirs in spans.items():
+            if max(mine.start, theirs.start) < min(mine.stop, theirs.stop):
+                raise invalid(output, f"memory that {name} uses too", "memory of its own")
 
 
 def check_rows_with_scales(

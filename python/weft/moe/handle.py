@@ -53,7 +53,7 @@ class DispatchHandle(Sequence[torch.Tensor]):
     (rank_prefix_matrix i32[R, R], channel_prefix_matrix i32[R, 1], recv_channel_prefix_matrix i32[R, 1],
     recv_src_idx i32[N], is_token_in_rank bool[T, R], send_head i32[T, R]). Weft has one channel per rank
     pair. The first entry, at [i][rank], counts the rows that this rank got from ranks 0..i.
-    Entries are made when they are asked for, on the current stream.
+    Entries are made when they are asked for, on the current stream: writing to one changes no routes.
     """
 
     def __init__(self, state: DispatchState) -> None:
@@ -74,8 +74,8 @@ class DispatchHandle(Sequence[torch.Tensor]):
         state, rank = self.state, self.state.rank
         if index == 1:
             sent_up_to = state.prefix[rank].view(-1, 1)
-            return sent_up_to - state.prefix[rank - 1].view(-1, 1) if rank else sent_up_to
+            return sent_up_to - state.prefix[rank - 1].view(-1, 1) if rank else sent_up_to.clone()
         if index == 2:
-            return state.prefix[:, rank].contiguous().view(-1, 1)
+            return state.prefix[:, rank].clone().view(-1, 1)
         plain = {0: state.prefix, 3: state.token, 4: state.is_token_in_rank, 5: state.send_row}
-        return plain[index]
+        return plain[index].clone()

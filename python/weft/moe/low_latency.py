@@ -162,6 +162,7 @@ class LowLatencyCalls:
 
         wanted = Outputs(out_packed_recv_x, out_src_info, out_layout_range, out_count)
         filled = Filled.take(engine, sizes, form, sent, wanted)
+        filled.check_apart(wanted, sent)
         filled.describe(call, form)
         state = LowLatencyState(
             engine_id=engine.identity,
@@ -175,7 +176,7 @@ class LowLatencyCalls:
             routes=filled.routes,
         )
         used = (*sent.tensors(), *filled.tensors())
-        event, hook = launch(engine, "dispatch", call, used, async_finish, return_recv_hook)
+        event, hook = launch(engine, "dispatch", call, used, async_finish, return_recv_hook, state.receive)
         payload = filled.rows if filled.scales is None else (filled.rows, filled.scales)
         handle = LowLatencyHandle(state, filled.src_info, filled.layout_range)
         return payload, filled.counts, *filled.extras, handle, event, hook
@@ -211,7 +212,7 @@ class LowLatencyCalls:
             x: bf16 [Le, R * M, hidden], contiguous, in the places of recv_x.
             topk_idx, topk_weights: as given to the dispatch; weights float32 [T, K], or None when the
                 dispatch had them.
-            handle: what the dispatch returned.
+            handle: what the dispatch returned; its hook, if it returned one, has run.
             use_logfmt: rows travel as LogFMT-10, where a block of channels allows; hidden a multiple of 128.
             zero_copy: take the rows from get_next_low_latency_combine_buffer(handle) instead of x.
             async_finish, return_recv_hook: as in low_latency_dispatch().
@@ -240,6 +241,8 @@ class LowLatencyCalls:
         arguments.check_not_both("zero_copy", zero_copy, "use_logfmt", use_logfmt)
         check_flags(exact=exact, overlap=overlap)
         state = self._check_low_latency_handle(handle, engine)
+        if not state.is_received:
+            raise invalid("handle", "that of a dispatch whose hook has not run", "combining after hook()")
         bf16 = (torch.bfloat16,)
         rows = arguments.check_tensor("x", x, state.rows_shape, bf16, engine.device, contiguous=not zero_copy)
         if zero_copy:
@@ -283,6 +286,9 @@ class LowLatencyCalls:
                 "packed_recv_count", packed_recv_count, (state.rows_shape[0],), torch.int32, engine.device
             )
         combined = take_output(engine, "out", out, (state.num_tokens, state.hidden), torch.bfloat16)
+        if out is not None:
+            others = {"x": rows, "topk_idx": ids, "topk_weights": weights, "signals": signals.tensor}
+            arguments.check_apart({"out": combined}, {**others, "combine_wait_recv_cost_stats": costs})
 
         call = _core.LowLatencyCombineCall()
         call.signals, call.signal_value = address(signals.tensor), signals.value

@@ -61,16 +61,20 @@ class Sent:
         call.x_scales, call.tiled_scales = address(self.global_scale), form.is_tiled
         call.expert_stats, call.wait_cycles = address(self.expert_stats), address(self.wait_cycles)
 
+    def named(self) -> dict[str, Tensor | None]:
+        """Return all of them by the names that the caller knows."""
+        return {
+            "x": self.rows,
+            "topk_idx": self.topk_idx,
+            "topk_weights": self.topk_weights,
+            "x_global_scale": self.global_scale,
+            "cumulative_local_expert_recv_stats": self.expert_stats,
+            "dispatch_wait_recv_cost_stats": self.wait_cycles,
+        }
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return all of them, to be kept alive."""
-        return (
-            self.rows,
-            self.topk_idx,
-            self.topk_weights,
-            self.global_scale,
-            self.expert_stats,
-            self.wait_cycles,
-        )
+        return tuple(self.named().values())
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,15 @@ class Filled:
             extras=tuple(engine.empty(*shape, dtype=dtype) for dtype in extra_types),
             routes=engine.empty(int(num_words), dtype=i32),
         )
+
+    def check_apart(self, wanted: Outputs, sent: Sent) -> None:
+        """Refuse tensors of the caller's that share memory with one another or with what is sent."""
+        mine = (wanted.packed_recv_x, wanted.src_info, wanted.layout_range, wanted.count)
+        filled = (self.memory, self.src_info, self.layout_range, self.counts)
+        names = ("out_packed_recv_x", "out_src_info", "out_layout_range", "out_count")
+        given = {n: t for n, t, w in zip(names, filled, mine, strict=True) if w is not None}
+        if given:
+            arguments.check_apart(given, sent.named())
 
     def describe(self, call: Any, form: Format) -> None:
         """Fill in the core's description."""

@@ -21,7 +21,12 @@ class LowLatencyState:
     rows_shape: tuple[int, int, int]  # of the received rows: Le, R * M, hidden
     had_weights: bool
     routes: Tensor
+    is_received: bool = False  # else routes hold nothing yet: the hook is still to be run
     combine_rows: Tensor | None = None  # what get_next_low_latency_combine_buffer() gave
+
+    def receive(self) -> None:
+        """Note that the dispatch has received, or will before anything that is launched later."""
+        self.is_received = True
 
 
 class LowLatencyHandle(tuple):  # type: ignore[type-arg]

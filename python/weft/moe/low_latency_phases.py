@@ -23,9 +23,11 @@ def launch(
     tensors: tuple[Tensor | None, ...],
     async_finish: bool,
     return_recv_hook: bool,
+    on_receive: Callable[[], None] | None = None,
 ) -> tuple[EventOverlap, Hook | None]:
     """Run both phases on the communication stream, or send on the current one and return the hook.
 
+    on_receive: called once the receive phase is launched.
     Raises: weft.Error, with nothing sent, while the hook of the call before the last one is still to be run.
     """
     _check_hooks(engine)
@@ -34,11 +36,13 @@ def launch(
     if return_recv_hook:
         call.stream = engine.current_stream
         start(call, _core.PHASE_SEND)
-        return EventOverlap(), _ReceiveHook(engine, name, call, tensors)
+        return EventOverlap(), _ReceiveHook(engine, name, call, tensors, on_receive)
     engine.begin(None)
     call.stream = engine.stream
     start(call, _core.PHASE_SEND | _core.PHASE_RECEIVE)
     _count(engine)
+    if on_receive is not None:
+        on_receive()
     event = engine.finish(async_finish, tensors)
     if async_finish:
         event.extra_tensors = tuple(tensor for tensor in tensors if tensor is not None)
@@ -48,8 +52,16 @@ def launch(
 class _ReceiveHook:
     """Launches the receive phase, once, and keeps the call's tensors alive until then."""
 
-    def __init__(self, engine: Engine, name: str, call: Any, tensors: tuple[Tensor | None, ...]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        call: Any,
+        tensors: tuple[Tensor | None, ...],
+        on_receive: Callable[[], None] | None,
+    ) -> None:
         self._engine = engine
+        self._on_receive = on_receive
         self._start: Callable[[Any, int], None] = getattr(engine.low_latency, name)
         self._call = call
         self._tensors: tuple[Tensor | None, ...] | None = tensors
@@ -64,6 +76,8 @@ class _ReceiveHook:
             self._engine.unreceived.pop(self._number, None)
         self._start(self._call, _core.PHASE_RECEIVE)
         self._tensors = None
+        if self._on_receive is not None:
+            self._on_receive()
 
 
 # Ranks tell each other what they have received, and a call waits, on every rank, until all have received the

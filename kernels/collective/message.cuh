@@ -23,9 +23,6 @@ struct Slot {
   uint64_t bytes = ~uint64_t{0};
 };
 
-// GPUs are never told to stream, and need not compile for it.
-inline constexpr bool kMayStream = Warp::kMaxSize == 1;
-
 struct Movement {
   Slot in;
   Piece src;  // combined with `in` where both are there
@@ -386,8 +383,8 @@ WEFT_DEVICE void move(Block block, const Shape& shape, const Movement& m, GiveUp
   auto run = [&](auto combiner) {
     using Combiner = decltype(combiner);
     if constexpr (Wire::kIsPlain) {
-      if (kMayStream && m.streams)
-        message::stream<Combiner, kMayStream>(block, m, whole);
+      if (kWritesPastCaches && m.streams)
+        message::stream<Combiner, kWritesPastCaches>(block, m, whole);
       else
         message::stream<Combiner, false>(block, m, whole);
       for (uint64_t unit = whole + block.rank(); unit < m.units; unit += block.size())

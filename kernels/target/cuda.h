@@ -246,6 +246,9 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
                "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3])
                : "memory");
 }
+// Whether results too large for the caches may be written past them. GPUs are never told to, and need not
+// compile for it.
+inline constexpr bool kWritesPastCaches = false;
 
 // Processes read each other's memory on the host only.
 inline constexpr bool kReadsProcesses = false;

@@ -247,6 +247,9 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
   __builtin_nontemporal_store(__builtin_bit_cast(detail::NativeVec16, v),
                               reinterpret_cast<detail::NativeVec16*>(at));
 }
+// Whether results too large for the caches may be written past them. GPUs are never told to, and need not
+// compile for it.
+inline constexpr bool kWritesPastCaches = false;
 
 // Processes read each other's memory on the host only.
 inline constexpr bool kReadsProcesses = false;

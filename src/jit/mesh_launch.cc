@@ -6,7 +6,7 @@
 
 #include "base/config.h"
 #include "base/cuda_driver.h"
-#include "transports/mapped/channel.cuh"
+#include "transports/mapped/connection.h"
 
 namespace weft {
 
@@ -32,13 +32,11 @@ Result<ComputeLimits> compute_limits(const Communicator& comm) {
 
 Status launch_on_mesh(const Window& window, KernelKey key, const Launch& how, const void* args,
                       size_t args_bytes, const void* shape_on_host) {
-  const Communicator& comm = *window.communicator();
   key.mesh_type = "MappedMesh";
   key.threads_per_block = how.threads_per_block;
-  Jit& jit = Jit::of(comm.device());
+  Jit& jit = Jit::of(window.communicator()->device());
   WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key));
-  const MappedMesh mesh = MappedMesh::of(window.bases(), window.table(), static_cast<uint32_t>(comm.rank()),
-                                         static_cast<uint32_t>(comm.size()));
+  WEFT_TRY_ASSIGN(const MappedMesh mesh, mapped_mesh(window));
   return jit.launch(*kernel, how, args, args_bytes, &mesh, sizeof(mesh), shape_on_host);
 }
 

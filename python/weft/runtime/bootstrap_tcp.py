@@ -52,7 +52,8 @@ class TcpAddress:
         address: where rank 0 listens, reachable from every rank; IPv6 hosts in brackets.
         rank, size: this process, and how many there are.
         secret: the same bytes on every rank; None trusts whoever can reach the address.
-    Connects at the first all_gather. After an error it is closed. Raises: Error with the argument's name.
+    Connects at the first all_gather. Ranks may start in any order: whoever finds nobody listening tries again until
+    the deadline, as rank 0 may only be starting. After an error it is closed. Raises: Error with the argument's name.
     """
 
     def __init__(self, address: str, rank: int, size: int, secret: bytes | None = None) -> None:

@@ -32,6 +32,27 @@ def test_python_blocks_run(page: str, text: str, tmp_path: Path) -> None:
     assert sorted(re.findall(r"rank (\d): ", ran.stdout)) == ["0", "1", "2"]
 
 
+def run_example(name: str, folder: Path) -> str:
+    ran = run_program(
+        [*torchrun(2), str(ROOT / "examples" / name)], folder, more={"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return ran.stdout
+
+
+def test_the_example_of_collectives_runs(tmp_path: Path) -> None:
+    assert run_example("collectives.py", tmp_path) == "average 0.50, ranks [0, 1], to rank 0 [0, 10]\n"
+
+
+def test_the_training_examples_have_the_same_losses(tmp_path: Path) -> None:
+    ddp, fsdp2 = (
+        {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)  loss ([\d.]+)", printed)}
+        for printed in (run_example("ddp.py", tmp_path), run_example("fsdp2.py", tmp_path))
+    )
+    assert list(ddp) == [5, 10, 15, 20]
+    assert fsdp2 == pytest.approx(ddp, rel=1e-4)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):

@@ -55,7 +55,7 @@ class HostRange : public MappedRange {
   uint64_t local_name() const override { return name_; }
 
   Result<Parcel> extend(uint64_t bytes) override {
-    WEFT_TRY(check_room(bytes));
+    WEFT_TRY(check_room(*this, bytes, reserved_));
     FileDescriptor segment(memfd_create("weft-window", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (!segment.is_open()) return logged(Status::from_errno(errno, "memfd_create for a window"));
     if (ftruncate(segment.get(), static_cast<off_t>(bytes)) != 0)
@@ -67,7 +67,7 @@ class HostRange : public MappedRange {
   }
 
   Status import(const Parcel& offer, uint64_t bytes) override {
-    WEFT_TRY(check_room(bytes));
+    WEFT_TRY(check_room(*this, bytes, reserved_));
     struct stat info{};
     if (!offer.fd.is_open() || fstat(offer.fd.get(), &info) != 0 ||
         static_cast<uint64_t>(info.st_size) != bytes)
@@ -84,12 +84,6 @@ class HostRange : public MappedRange {
   }
 
  private:
-  Status check_room(uint64_t bytes) const {
-    if (bytes <= reserved_ - bytes_) return Status();
-    return Status::make(Code::kCapacity,
-                        "window: got {} bytes, allowed: at most the {} bytes of reserved addresses",
-                        bytes_ + bytes, reserved_);
-  }
   Status map(int fd, uint64_t bytes) {
     if (mmap(base_ + bytes_, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED)
       return logged(Status::from_errno(errno, "map a window segment of {} bytes", bytes));

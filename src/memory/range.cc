@@ -17,6 +17,13 @@ Result<std::shared_ptr<MappedRange>> make_range(const RangeOptions& options) {
   return Status::invalid("sharing: unknown");
 }
 
+Status check_room(const MappedRange& range, uint64_t more, uint64_t reserved_bytes) {
+  if (more <= reserved_bytes - range.bytes()) return {};
+  return Status::make(Code::kCapacity,
+                      "window: got {} bytes, allowed: at most the {} bytes of reserved addresses",
+                      range.bytes() + more, reserved_bytes);
+}
+
 Result<Sharing> choose_sharing(const std::vector<RankFacts>& facts, const std::vector<int>& members,
                                std::string_view wanted) {
   if (wanted != "auto" && wanted != "vmm" && wanted != "ipc")

@@ -83,6 +83,9 @@ std::shared_ptr<MappedRange> find_range(uint64_t local_name);
 Result<Sharing> choose_sharing(const std::vector<RankFacts>& facts, const std::vector<int>& members,
                                std::string_view wanted);
 
+// kCapacity where `more` bytes do not fit the addresses that were reserved for the range.
+Status check_room(const MappedRange& range, uint64_t more, uint64_t reserved_bytes);
+
 // One per way of sharing; make_range() picks.
 Result<std::shared_ptr<MappedRange>> make_host_range(const RangeOptions& options);
 Result<std::shared_ptr<MappedRange>> make_vmm_range(const RangeOptions& options);

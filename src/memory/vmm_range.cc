@@ -55,7 +55,7 @@ class VmmRange : public MappedRange {
   uint64_t granularity() const override { return granularity_; }
 
   Result<Parcel> extend(uint64_t bytes) override {
-    WEFT_TRY(check_room(bytes));
+    WEFT_TRY(check_room(*this, bytes, reserved_));
     WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal_));
     const CudaDriver& driver = current.driver();
     const CUmemAllocationProp properties = shareable_memory(ordinal_);
@@ -77,7 +77,7 @@ class VmmRange : public MappedRange {
   }
 
   Status import(const Parcel& offer, uint64_t bytes) override {
-    WEFT_TRY(check_room(bytes));
+    WEFT_TRY(check_room(*this, bytes, reserved_));
     if (!offer.fd.is_open())
       return logged(
           Status::make(Code::kSystem, "a peer's window segment came without its {} bytes of memory", bytes));
@@ -102,13 +102,6 @@ class VmmRange : public MappedRange {
   }
 
  private:
-  Status check_room(uint64_t bytes) const {
-    if (bytes <= reserved_ - bytes_) return Status();
-    return Status::make(Code::kCapacity,
-                        "window: got {} bytes, allowed: at most the {} bytes of reserved addresses",
-                        bytes_ + bytes, reserved_);
-  }
-
   Status map(const CudaDriver& driver, CUmemGenericAllocationHandle handle, uint64_t bytes) {
     const CUdeviceptr at = base_ + bytes_;
     WEFT_TRY(logged(

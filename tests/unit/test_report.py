@@ -31,6 +31,13 @@ def test_document_has_the_agreed_form() -> None:
     assert document["command"] == "weft bench test"
 
 
+def test_command_names_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/weft", "bench", "moe", "--json", "a file"])
+    monkeypatch.setenv("WEFT_HOST_THREADS", "2")
+    command = Report("test").to_json()["command"]
+    assert "WEFT_HOST_THREADS=2" in command and command.endswith("weft bench moe --json 'a file'")
+
+
 def test_check_document_names_what_is_wrong() -> None:
     document = a_report().to_json()
     del document["rows"][0]["baselines"]

@@ -12,7 +12,8 @@
 The JSON is ``{"date": "2026-01-31", "machine": {...}, "versions": {...}, "command": "...", "notes": [...],
 "rows": [...]}``. A row holds ``call``, ``dtype``, ``tokens`` (null where it means nothing), ``bytes``, ``us``
 (median), ``us_min``, ``us_max``, ``floor_us`` (null where no floor is known), ``checked``, ``baselines`` (name ->
-median microseconds), and whatever ``extra`` adds (ranks, hidden, ...).
+median microseconds), and whatever ``extra`` adds (ranks, hidden, ...). ``command`` begins with the WEFT_ variables that
+were set.
 """
 
 from __future__ import annotations
@@ -126,7 +127,10 @@ class Report:
         self.title = title
         self.rows: list[Row] = []
         self._extra_columns = tuple(extra_columns)
-        self._command = command or shlex.join(["weft", *sys.argv[1:]])
+        settings = [
+            f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("WEFT_")
+        ]
+        self._command = command or shlex.join([*settings, "weft", *sys.argv[1:]])
         # In a file or a pipe nobody sees a width; the table is not squeezed into one there.
         self.console = console or (Console() if sys.stdout.isatty() else Console(width=WIDE))
         self._notes: list[str] = []

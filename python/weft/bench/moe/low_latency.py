@@ -13,11 +13,13 @@ from torch import Tensor
 import weft
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, row_bytes
-from weft.bench.moe.setting import Bench, Inputs, Measured, count_rows, make_row, method_notes
+from weft.bench.moe.setting import Bench, Inputs, Measured, count_rows, make_row, method_notes, shape_columns
+from weft.bench.report import Row
 from weft.testing import oracle
 
-FEW_TOKENS = 512  # up to this many, a sample on the CPU is the mean of several calls in a row
+FEW_TOKENS = 512  # up to this many, calls are also measured in a row
 CALLS_IN_A_ROW = 10
+ROUND_TRIPS = 10  # pairs in one graph: what a pair takes without the events, and without an empty cache
 
 
 def measure(bench: Bench, inputs: Inputs) -> Measured:
@@ -48,10 +50,28 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
         bytes_per_row = row_bytes(dtype, o.hidden)
         logical, egress = traffic.selections * bytes_per_row, traffic.egress * bytes_per_row
         rows.append(make_row(bench, "ll", step, dtype, us, logical, egress))
+    if "weft round_trip" in us:
+        rows.append(_round_trip_row(bench, rows, us["weft round_trip"]))
     traces = bench.traces(calls["weft"].buffer, take)
     for of_peer in calls.values():
         of_peer.buffer.destroy()
     return Measured(rows, method_notes(bench, deep_ep is not None), traces)
+
+
+def _round_trip_row(bench: Bench, pair: list[Row], us_of_all: list[float]) -> Row:
+    made = Row(
+        "ll_round_trip",
+        bench.options.dtype,
+        bench.options.tokens,
+        sum(row.bytes for row in pair),
+        [us / ROUND_TRIPS for us in us_of_all],
+        checked=True,
+    )
+    floors = [row.floor_us for row in pair if row.floor_us is not None]
+    made.floor_us = sum(floors) if len(floors) == len(pair) else None
+    made.baselines = {name: sum(row.baselines[name] for row in pair) for name in pair[0].baselines}
+    made.extra = shape_columns(bench) | {"clock": f"events around a graph of {ROUND_TRIPS} pairs"}
+    return made
 
 
 class _Samples:
@@ -84,6 +104,8 @@ class _Samples:
         self.copy_back = peers.Memcpy(received * row_bytes("bf16", o.hidden), bench.device)
         captured = calls if o.is_captured else {}
         self.replays = {name: self._capture(of_peer) for name, of_peer in captured.items()}
+        has_round_trips = captured and o.tokens <= FEW_TOKENS
+        self.round_trips = self._capture_round_trips(calls["weft"]) if has_round_trips else None
 
     def _capture(self, of_peer: peers.LowLatency) -> tuple[Callable[[], None], Callable[[], None]]:
         # Captured one after the other, without a warm-up between: a dispatch is always followed by its
@@ -100,6 +122,15 @@ class _Samples:
         self._kept.append((results, combined))  # replays write there
         return dispatch.replay, combine.replay
 
+    def _capture_round_trips(self, weft_calls: peers.LowLatency) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(ROUND_TRIPS):
+                results = weft_calls.dispatch(self.x, self.topk_idx)
+                combined = weft_calls.combine(self.y, self.topk_idx, self.weights, results[2])
+        self._kept.append((results, combined))
+        return graph.replay
+
     def take(self, topk_idx: Tensor) -> None:
         """Take one sample of everything along this rank's routes."""
         self.topk_idx.copy_(topk_idx)
@@ -112,8 +143,11 @@ class _Samples:
                     self.bench.timed(f"{name} combine", self.replays[name][1])
                 else:
                     self._pair(name, of_peer)
-        if not self.bench.tracer:
-            self._take_baselines()
+        if self.bench.tracer:
+            return
+        if self.round_trips:
+            self.bench.sample("weft round_trip", self.round_trips)
+        self._take_baselines()
 
     def _take_baselines(self) -> None:
         self.bench.line_up()

@@ -53,6 +53,19 @@ WEFT_DEVICE bool poll(const WaitRule& rule, uint64_t& waited_ns, Came came) {
   return true;
 }
 
+// The same from a warp, which looks and gives up together: came() must say the same in every lane.
+template <class Came>
+WEFT_DEVICE bool poll_together(Warp warp, const WaitRule& rule, uint64_t& waited_ns, Came came) {
+  Patience patience{rule};
+  for (uint32_t looks = 0; !came(); ++looks) {
+    pause(looks);
+    if (!is_check_due(looks) || !warp.any(patience.ends(looks))) continue;
+    waited_ns = patience.waited_ns;
+    return false;
+  }
+  return true;
+}
+
 // Polls one signal from one thread. Returns whether it reached `want`; `seen` is the last value read.
 WEFT_DEVICE bool poll_signal(const uint64_t* signal, uint64_t want, const WaitRule& rule, uint64_t& seen,
                              uint64_t& waited_ns) {

@@ -45,11 +45,14 @@ struct LowLatencyCall {
   uint32_t experts;
   const void* topk_idx;  // [T][K] of id_bytes
   uint32_t id_bytes;
+  uint32_t lines;       // 1: all links keep lines whole (core/line.cuh)
+  Lanes lanes;          // of any source
+  Divisor lane_tokens;  // of this rank's tokens, in each lane but the last
   uint32_t reserved;
   LowLatencyHello hello;  // dispatch_epoch is filled in by the kernel
   uint64_t* wait_cycles;  // u64[R] or null: cycles spent waiting for each source are added
 };
-static_assert(sizeof(LowLatencyCall) == 136);
+static_assert(sizeof(LowLatencyCall) == 160);
 
 // Outputs are [Le][R * M] rows; only the first counts[e] rows of each expert are written.
 struct LowLatencyDispatchArgs {
@@ -64,17 +67,19 @@ struct LowLatencyDispatchArgs {
   uint64_t scale_expert_stride;
   uint64_t scale_row_stride;
   uint64_t scale_word_stride;
-  int32_t* src_info;        // [Le][R * M]  the row's token at its source
-  int64_t* layout_range;    // [Le][R]      begin << 32 | count
-  int32_t* counts;          // [Le]
-  float* out_weights;       // [Le][R * M], or null
-  int32_t* out_source;      // [Le][R * M], or null
-  int32_t* expert_stats;    // [Le] added to, or null
-  int32_t* routes;          // RoutesLayout
-  uint32_t receive_splits;  // warps that share one message
-  uint32_t tiled_scales;    // 1: rows of scales stand in tiles: see tiled_row()
+  int32_t* src_info;       // [Le][R * M]  the row's token at its source
+  int64_t* layout_range;   // [Le][R]      begin << 32 | count
+  int32_t* counts;         // [Le]
+  float* out_weights;      // [Le][R * M], or null
+  int32_t* out_source;     // [Le][R * M], or null
+  int32_t* expert_stats;   // [Le] added to, or null
+  int32_t* routes;         // RoutesLayout
+  Divisor receive_splits;  // warps that share one message
+  Divisor source_jobs;     // lanes times receive_splits
+  uint32_t tiled_scales;   // 1: rows of scales stand in tiles: see tiled_row()
+  uint32_t line_tokens;    // so many tokens, or fewer, leave as lines: at most one a lane
 };
-static_assert(sizeof(LowLatencyDispatchArgs) == 272);
+static_assert(sizeof(LowLatencyDispatchArgs) == 320);
 
 // Where matrix units of Blackwell want the first word of row `row` of an expert's scales, `words` to a row,
 // the others kTiledWordStride apart: tiles [row / 128][word] of 128 words, in which rows 32 apart are
@@ -90,10 +95,12 @@ struct LowLatencyCombineArgs {
   uint64_t x_row_bytes;
   const float*
       topk_weights;  // [T][K]; null: those of the dispatch, with kReplyReduced and weights = 1 in the shape
-  const int32_t* routes;    // of the dispatch
-  std::byte* combined;      // bf16[T][H]
-  uint32_t pieces;          // warps that share one reply: the same on all ranks
-  uint32_t receive_splits;  // warps that share one token's sum: a multiple of pieces
+  const int32_t* routes;   // of the dispatch
+  std::byte* combined;     // bf16[T][H]
+  Divisor pieces;          // warps that share one reply: the same on all ranks
+  Divisor owner_jobs;      // lanes times pieces
+  Divisor receive_splits;  // warps that share one token's sum: a multiple of pieces
+  Divisor piece_splits;    // receive_splits in each piece
   // u32, written by this rank's other kernels: the rows behind one are there once it has reached
   // signal_value.
   const uint32_t* signals;  // [Le][signals_per_expert], or null: all rows are there
@@ -102,7 +109,7 @@ struct LowLatencyCombineArgs {
   uint32_t signal_rows;  // of an expert, that one signal stands for
   uint32_t reserved;
 };
-static_assert(sizeof(LowLatencyCombineArgs) == 208);
+static_assert(sizeof(LowLatencyCombineArgs) == 272);
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.
 struct LowLatencyDispatchShape {
@@ -138,9 +145,9 @@ WEFT_DEVICE constexpr bool is_reduced(int64_t reply) {
 }
 
 // A reply: the row (a LogFMT block stands at the start of its bf16 place), then per 128 channels bf16
-// {largest, smallest}.
-WEFT_DEVICE constexpr uint64_t reply_bytes(uint64_t row_bytes, int64_t reply) {
-  return row_bytes + (is_log(reply) ? round_up_16(row_bytes / 256 * 4) : 0);
+// {largest, smallest}; or, unless it is LogFMT, the row as lines. Of either there is room for the larger.
+WEFT_DEVICE constexpr uint64_t reply_stride(uint64_t row_bytes, int64_t reply) {
+  return is_log(reply) ? row_bytes + round_up_16(row_bytes / 256 * 4) : line_bytes_of(row_bytes);
 }
 
 }  // namespace weft

@@ -72,16 +72,43 @@ WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint6
   return false;
 }
 
-// The launch's call number, in one thread. Blocks share out kLaunchShare so that all of them read the same
-// quotient: the last block adds what the others leave, and even all others together do not reach the next
-// one.
+// What the first warp of a block asks for as it starts: it is on its way while the block gets ready.
+struct Joined {
+  uint64_t started;  // in its first lane: what the call's number is made of
+  uint64_t even;     // each lane: the last call of either half that a peer has read
+  uint64_t odd;
+};
+
+// One thread. Blocks share out kLaunchShare so that all of them read the same quotient: the last block adds
+// what the others leave, and even all others together do not reach the next one.
 template <class MeshT>
 WEFT_DEVICE uint64_t join_launch(const LowLatencyCall& call, Block block, const MeshT& mesh) {
   LowLatencyState* state = state_of(call, mesh);
   if ((call.phases & kPhaseSend) == 0) return state->call_epoch[call.ticket];
   const bool is_last = block.index() + 1 == block.count();
-  const uint64_t share = is_last ? kLaunchShare - (block.count() - 1) : 1;
-  return add_local(&state->started, share) / kLaunchShare + 1;
+  return add_local(&state->started, is_last ? kLaunchShare - (block.count() - 1) : 1);
+}
+WEFT_DEVICE uint64_t call_number(const LowLatencyCall& call, uint64_t started) {
+  return (call.phases & kPhaseSend) == 0 ? started : started / kLaunchShare + 1;
+}
+template <class MeshT>
+WEFT_DEVICE const uint64_t* consumed_calls(const LowLatencyCall& call, const MeshT& mesh) {
+  return reinterpret_cast<const uint64_t*>(mesh.local() + call.region +
+                                           low_latency_control(mesh.ranks()).consumed);
+}
+
+template <class MeshT>
+WEFT_DEVICE Joined join(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh) {
+  Joined joined{};
+  if (warp.index() != 0) return joined;
+  if (warp.rank() == 0) joined.started = join_launch(call, block, mesh);
+  // Mostly these acknowledgements came long ago.
+  const uint64_t* consumed = consumed_calls(call, mesh);
+  if (warp.rank() < mesh.ranks()) {
+    joined.even = load_signal(consumed + warp.rank());
+    joined.odd = load_signal(consumed + mesh.ranks() + warp.rank());
+  }
+  return joined;
 }
 
 // One warp of the launch: tells peers which calls this rank has read.
@@ -112,23 +139,17 @@ WEFT_DEVICE void note_call(const LowLatencyCall& call, const MeshT& mesh, Epoch 
 // Finds, in one warp, a launch's call number, and present[peer] for each peer that takes part. Before a send
 // phase it waits until all of them have read this half's last call.
 template <class MeshT>
-WEFT_DEVICE void find_call(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh,
+WEFT_DEVICE void find_call(const LowLatencyCall& call, Warp warp, const MeshT& mesh, const Joined& joined,
                            uint64_t* shared_epoch, uint32_t* present, Site site) {
   const Span traced(call.wait.trace, Work::kLowLatencyBegin, warp.rank() == 0);
-  uint64_t number = warp.rank() == 0 ? join_launch(call, block, mesh) : 0;
-  // While that is under way, lanes look at both halves' acknowledgements: mostly they came long ago.
-  const auto* consumed = reinterpret_cast<const uint64_t*>(mesh.local() + call.region +
-                                                           low_latency_control(mesh.ranks()).consumed);
-  const bool has_lane_peer = warp.rank() < mesh.ranks();
-  const uint64_t even = has_lane_peer ? load_signal(consumed + warp.rank()) : 0;
-  const uint64_t odd = has_lane_peer ? load_signal(consumed + mesh.ranks() + warp.rank()) : 0;
-  number = warp.broadcast(number);
+  const uint64_t number = call_number(call, warp.broadcast(joined.started));
+  const uint64_t* consumed = consumed_calls(call, mesh);
   const Epoch epoch{number, static_cast<uint32_t>(number & 1)};
   const uint64_t want = (call.phases & kPhaseSend) != 0 && number > 2 ? number - 2 : 0;
   WEFT_ROLLED
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     bool takes_part = !is_masked(call, peer);
-    const bool has_read = peer == warp.rank() && (epoch.parity != 0 ? odd : even) >= want;
+    const bool has_read = peer == warp.rank() && (epoch.parity != 0 ? joined.odd : joined.even) >= want;
     uint64_t seen = 0;
     if (takes_part && !has_read)
       takes_part = await(call, consumed + epoch.parity * mesh.ranks() + peer, want, peer, site, 1, seen);
@@ -141,10 +162,11 @@ WEFT_DEVICE void find_call(const LowLatencyCall& call, Block block, Warp warp, c
 // Meanwhile the last warp of all tells peers what was read before; they may be waiting for just that.
 template <class MeshT, class Prepare>
 WEFT_DEVICE Epoch begin_call(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh,
-                             uint64_t* shared_epoch, uint32_t* present, Site site, Prepare prepare) {
+                             const Joined& joined, uint64_t* shared_epoch, uint32_t* present, Site site,
+                             Prepare prepare) {
   const bool is_last_warp = block.index() + 1 == block.count() && warp.index() + 1 == block.warps();
   if (is_last_warp) acknowledge(call, warp, mesh);
-  if (warp.index() == 0) find_call(call, block, warp, mesh, shared_epoch, present, site);
+  if (warp.index() == 0) find_call(call, warp, mesh, joined, shared_epoch, present, site);
   prepare();
   block.sync();
   const Epoch epoch{*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};
@@ -201,6 +223,48 @@ WEFT_DEVICE bool agrees(const LowLatencyCall& call, const MeshT& mesh, Epoch epo
   return false;
 }
 
+// ---- lines
+// ---------------------------------------------------------------------------------------------------------
+
+// One thread: a peer was waited for in vain that sends lines. They do not say which call they were last
+// written in; the peer's last greeting does.
+template <class MeshT>
+WEFT_DEVICE void lose_lines(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer,
+                            Site site, uint64_t waited_ns) {
+  const uint64_t ready = low_latency_control(mesh.ranks()).ready;
+  const auto* greeted = mesh.local() + control_offset(call, ready, mesh.ranks(), epoch, peer);
+  lose(call, peer, site, epoch.number, load_relaxed(reinterpret_cast<const uint64_t*>(greeted)), waited_ns);
+}
+
+// Waits, in the warp, for what a peer sends as lines: came() looks, and says the same in every lane. False:
+// it did not come, and the peer is masked, by now or before, or it is a fault.
+template <class MeshT, class Came>
+WEFT_DEVICE bool await_lines(const LowLatencyCall& call, Warp warp, const MeshT& mesh, Epoch epoch,
+                             uint32_t peer, Site site, Came came) {
+  uint64_t waited_ns = 0;
+  bool is_there = false;
+  const Span traced(warp.rank() == 0 ? call.wait.trace : nullptr, site, peer);
+  auto is_over = [&] { return (is_there = came()) || warp.any(is_masked(call, peer)); };
+  if (poll_together(warp, call.wait, waited_ns, is_over)) return is_there;
+  if (warp.rank() == 0) lose_lines(call, mesh, epoch, peer, site, waited_ns);
+  return false;
+}
+
+// One look of the warp at lines that hold `vecs` vectors, which go to `to` as far as they came. Returns, in
+// each lane, whether the lane's own did.
+WEFT_DEVICE bool take_lines(Warp warp, const Vec16* lines, uint32_t vecs, uint64_t tag, Vec16* to) {
+  bool came = true;
+  for (uint32_t i = warp.rank(); i < parts_of(vecs); i += warp.size()) {
+    const LinePart part{i};
+    Vec16 vec;
+    if (!load_part(lines, part, tag, vec))
+      came = false;
+    else if (part.holds(vecs))
+      to[part.vec()] = vec;
+  }
+  return came;
+}
+
 // The warps of all blocks, dealt so that consecutive jobs go to different blocks.
 struct WarpShare {
   uint32_t index;
@@ -216,9 +280,36 @@ struct Range {
   uint32_t first;
   uint32_t last;
 };
-WEFT_DEVICE constexpr Range part_of(uint32_t items, uint32_t part, uint32_t parts) {
+WEFT_DEVICE constexpr Range part_of(uint32_t items, uint32_t part, Divisor parts) {
   return {items * part / parts, items * (part + 1) / parts};
 }
+
+// How vectors travel: one after the other, or as lines, whose parts are counted then.
+struct Wire {
+  bool lines;
+  uint32_t vecs;
+  uint64_t tag;
+
+  WEFT_DEVICE bool holds(uint32_t index) const { return !lines || LinePart{index}.holds(vecs); }
+  WEFT_DEVICE uint32_t vec(uint32_t index) const { return lines ? LinePart{index}.vec() : index; }
+  WEFT_DEVICE Range range(uint32_t part, Divisor parts) const {
+    if (!lines) return part_of(vecs, part, parts);
+    const Range whole = part_of(lines_of(vecs), part, parts);
+    return {whole.first * kLineParts, whole.last * kLineParts};
+  }
+  WEFT_DEVICE void store(Vec16* to, uint32_t index, Vec16 value) const {
+    if (lines)
+      store_part(to, {index}, value, tag);
+    else
+      store_vec(to + index, value);
+  }
+  // False: it has not come.
+  WEFT_DEVICE bool load(const Vec16* from, uint32_t index, Vec16& value) const {
+    if (lines) return load_part(from, {index}, tag, value);
+    value = load_vec_fresh(from + index);
+    return true;
+  }
+};
 
 // A choice that names no expert counts as empty.
 WEFT_DEVICE int64_t chosen_expert(const LowLatencyCall& call, uint64_t top_k, uint64_t token, uint64_t k) {

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // low_latency_combine.cuh: the experts' rows return to their tokens and are summed there.
-// Send:     1 every rank tells its peers the weights of its tokens (exact: only that it has come)
-//           2 every warp takes a piece of the messages of one (owner, lane), in the dispatch's terms: sums a
-//           message's rows with their weights and stores one reply per token (exact: one per row, as it is),
-//           then moves the lane's word
-// Receive:  3 every warp takes a part of one token, waits for the lanes that bring its replies, sums them
-// Sums:     float32. Reduced: slots of one rank in order, rounded to bf16, then ranks in the order of their
-// first slots,
-//           one rounding. Exact: slots in order, one rounding.
-// Waits:    for the peers' reading of the call before last; step 2 for an owner's weights, and, where other
-//           kernels of this rank raise signals, for those of the rows it sends; step 3 for words.
-// Cost:     per (token, rank) (exact: per slot) one row; per rank 4 * T * K bytes of weights; per (lane,
-//           piece, rank) a word.
+// Send:    1 every rank tells its peers the weights of its tokens (exact: only that it has come)
+//          2 every warp takes a piece of the messages of one (owner, lane), in the dispatch's terms: sums a
+//            message's rows with their weights and stores one reply per token (exact: one per row, as it
+//            is), then moves the lane's word. What came as lines is answered as lines, and no word moves
+// Receive: 3 every warp takes a part of one token, waits for the lanes that bring its replies, or for
+//            lines, and sums them
+// Sums:    float32. Reduced: slots of one rank in order, rounded to bf16, then ranks in the order of their
+//          first slots, one rounding. Exact: slots in order, one rounding.
+// Waits:   for the peers' reading of the call before last; step 2 for an owner's weights, and, where other
+//          kernels of this rank raise signals, for those of the rows it sends; step 3 for words or lines.
+// Cost:    per (token, rank) (exact: per slot) one row, as lines 8/7 of it; per rank and token 4 * K bytes
+//          of weights, or a line; per (lane, piece, rank) a word.
 #pragma once
 
 #include "kernels/core/quantise.cuh"
@@ -32,10 +32,13 @@ struct Combine {
 
   WEFT_DEVICE uint32_t ranks() const { return static_cast<uint32_t>(shape.ranks); }
   WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
-  WEFT_DEVICE Lanes lanes() const { return lanes_of(a.call.max_tokens); }
-  WEFT_DEVICE uint64_t reply_stride() const { return reply_bytes(shape.row_bytes, shape.reply); }
+  WEFT_DEVICE Lanes lanes() const { return a.call.lanes; }
+  WEFT_DEVICE uint64_t stride() const { return reply_stride(shape.row_bytes, shape.reply); }
+  WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
+  // Whether this rank's tokens left as lines; replies come so, too, unless they are LogFMT.
+  WEFT_DEVICE bool sent_lines() const { return a.routes[routes().lines] != 0 && !is_log(shape.reply); }
   WEFT_DEVICE CombineHalf half() const {
-    return combine_half(shape.ranks, a.call.max_tokens, shape.top_k, reply_stride());
+    return combine_half(shape.ranks, a.call.max_tokens, shape.top_k, stride());
   }
   WEFT_DEVICE RoutesLayout routes() const {
     return routes_layout(shape.ranks, lanes(), shape.top_k, shape.weights != 0);
@@ -45,12 +48,23 @@ struct Combine {
     return *reinterpret_cast<const uint64_t*>(a.routes + routes().epoch);
   }
   // The part of a row that makes one piece of a reply.
-  WEFT_DEVICE Range vecs_of(uint32_t piece) const {
-    return part_of(static_cast<uint32_t>(shape.row_bytes) / 16, piece, a.pieces);
+  WEFT_DEVICE Range vecs_of(uint32_t piece) const { return part_of(row_vecs(), piece, a.pieces); }
+  WEFT_DEVICE uint32_t row_vecs() const { return static_cast<uint32_t>(shape.row_bytes / sizeof(Vec16)); }
+  // What a receiver takes at a time, of units that pieces are made of: a part of one piece.
+  WEFT_DEVICE Range part_of_units(uint32_t units, uint32_t split) const {
+    const Range piece = part_of(units, split / a.piece_splits, a.pieces);
+    const Range part = part_of(piece.last - piece.first, split % a.piece_splits, a.piece_splits);
+    return {piece.first + part.first, piece.first + part.last};
   }
   WEFT_DEVICE uint64_t reply_at(uint64_t token, uint64_t k) const {
-    return half_at() + half().replies + (token * top_k() + k) * reply_stride();
+    return half_at() + half().replies + (token * top_k() + k) * stride();
   }
+  // Offset in the window of the weights that `owner` sends for its token.
+  WEFT_DEVICE uint64_t weights_at(uint32_t owner, uint32_t token) const {
+    return half_at() + half().weights +
+           (uint64_t{owner} * a.call.max_tokens + token) * weights_stride(top_k());
+  }
+  WEFT_DEVICE uint32_t weight_vecs() const { return vecs_in(top_k() * sizeof(float)); }
   WEFT_DEVICE bool takes_own_weights() const { return is_reduced(shape.reply) && a.topk_weights; }
 
   WEFT_DEVICE CombineShared shared() const { return combine_shared(shape.ranks, shape.top_k, block.warps()); }
@@ -63,20 +77,47 @@ struct Combine {
   WEFT_DEVICE uint32_t* slots() const { return at<uint32_t>(shared().slot) + warp.index() * top_k(); }
   WEFT_DEVICE float* weights() const { return at<float>(shared().weight) + warp.index() * top_k(); }
   WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().rank) + warp.index() * top_k(); }
+  WEFT_DEVICE Vec16* owners_weights() const {
+    return at<Vec16>(shared().owners) + warp.index() * weight_vecs();
+  }
 };
 
 // ---- step 1
 // --------------------------------------------------------------------------------------------------------
+
+// The block.
+template <class C>
+WEFT_DEVICE void send_weights_to(const C& c, uint32_t peer) {
+  const uint32_t parts = c.a.call.lines != 0 ? parts_of(c.weight_vecs()) : c.weight_vecs();
+  WEFT_ROLLED
+  for (uint32_t i = c.block.rank(); i < c.a.call.tokens * parts; i += c.block.size()) {
+    const uint32_t token = i / parts;
+    const LinePart part{i % parts};
+    const uint32_t first = (c.a.call.lines != 0 ? part.vec() : part.index) * 4;
+    const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
+    Vec16 vec{};
+    WEFT_UNROLL
+    for (uint32_t w = 0; w < 4; ++w)
+      if (first + w < c.top_k()) vec.words[w] = bits_of_float(weights[first + w]);
+    auto* theirs = reinterpret_cast<Vec16*>(c.mesh.to(peer).mapped() + c.weights_at(c.mesh.rank(), token));
+    if (c.a.call.lines != 0)
+      store_part(theirs, part, vec, c.tag());
+    else
+      store_vec(theirs + part.index, vec);
+  }
+}
 
 template <class C>
 WEFT_DEVICE void send_weights(const C& c) {
   WEFT_ROLLED
   for (uint32_t peer = c.block.count() - 1 - c.block.index(); peer < c.ranks(); peer += c.block.count()) {
     if (c.present()[peer] == 0) continue;
-    const uint64_t choices = uint64_t{c.a.call.tokens} * c.top_k();
-    auto* theirs = reinterpret_cast<uint32_t*>(c.mesh.to(peer).mapped() + c.half_at() + c.half().weights) +
-                   uint64_t{c.mesh.rank()} * c.a.call.max_tokens * c.top_k();
-    if (c.takes_own_weights()) copy_bytes(c.block, theirs, c.a.topk_weights, choices * sizeof(float));
+    if (c.takes_own_weights()) send_weights_to(c, peer);
+    if (c.a.call.lines != 0) {  // nobody who answers waits for the greeting
+      if (c.block.rank() + c.warp.size() == c.block.size())
+        greet(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
+      continue;
+    }
     c.block.sync();
     if (c.block.rank() == 0) greet(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
     c.block.sync();  // the greeting would wait for all that the block's warps answer by then
@@ -115,18 +156,15 @@ WEFT_DEVICE void list_weights(const C& c, uint32_t count, WeightOf weight_of) {
 // host core has neither trouble.
 inline constexpr uint32_t kSendVecs = kIsHost ? 16 : 4;
 inline constexpr uint32_t kSendRows = kIsHost ? 1 : 2;
-inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 2;
+inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 1;
 inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;
 
-// The sum of weight * element over the `count` listed rows, for this part of their vectors, as bf16 to `out`.
-// row_of(i) is where the i-th starts, load(vec) reads of it. kVecs vectors of kRows rows are loaded before
-// any is used; get_ready() runs when the first of them are on their way, and no sum is made if it returns
-// false. The warp.
-template <uint32_t kVecs, uint32_t kRows, class C, class RowOf, class Load, class GetReady>
-WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, Load load, std::byte* out,
-                          GetReady get_ready) {
+// The sum of weight * element over the `count` listed rows, for this part of what the wire counts.
+// source(held, row, count, first, last) loads kVecs of kRows rows from `row` on, or returns false: no sum is
+// made then. put(index, vec) gets the sums as bf16. The warp.
+template <uint32_t kVecs, uint32_t kRows, class C, class Source, class Put>
+WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, Source source, Put put) {
   const uint32_t step = c.warp.size();
-  bool is_ready = false;
   WEFT_ROLLED
   for (uint32_t base = part.first; base < part.last; base += kVecs * step) {
     const uint32_t first = base + c.warp.rank();
@@ -134,16 +172,7 @@ WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, 
     WEFT_ROLLED
     for (uint32_t row = 0; row < count; row += kRows) {
       Vec16 held[kRows][kVecs] = {};
-      WEFT_UNROLL
-      for (uint32_t r = 0; r < kRows; ++r) {
-        if (row + r >= count) continue;
-        const auto* vecs = reinterpret_cast<const Vec16*>(row_of(row + r));
-        WEFT_UNROLL
-        for (uint32_t v = 0; v < kVecs; ++v)
-          if (first + v * step < part.last) held[r][v] = load(vecs + first + v * step);
-      }
-      if (!is_ready && !get_ready()) return false;
-      is_ready = true;
+      if (!source(held, row, count, first, part.last)) return false;
       WEFT_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
         if (row + r >= count) continue;
@@ -160,8 +189,7 @@ WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, RowOf row_of, 
     }
     WEFT_UNROLL
     for (uint32_t v = 0; v < kVecs; ++v)
-      if (first + v * step < part.last)
-        store_vec(reinterpret_cast<Vec16*>(out) + first + v * step, Bf16::round(sums[v]));
+      if (first + v * step < part.last) put(first + v * step, Bf16::round(sums[v]));
   }
   return true;
 }
@@ -298,14 +326,56 @@ WEFT_DEVICE void decode_block(const C& c, uint32_t first_group, uint32_t groups,
 // ---- step 2
 // --------------------------------------------------------------------------------------------------------
 
+// A message of which this warp answers a piece.
+struct Message {
+  const int32_t* record;
+  uint32_t owner;
+  uint32_t piece;
+  bool as_lines;
+};
+
+// Loads the experts' rows that are listed. get_ready() runs when the first are on their way, and before a
+// weight is used; no sum is made if it returns false.
+template <class C, class RowOf, class GetReady>
+struct RowSource {
+  const C& c;
+  const Wire& wire;
+  RowOf row_of;
+  GetReady get_ready;
+  bool is_ready = false;
+
+  template <uint32_t kRows, uint32_t kVecs>
+  WEFT_DEVICE bool operator()(Vec16 (&held)[kRows][kVecs], uint32_t row, uint32_t count, uint32_t first,
+                              uint32_t last) {
+    WEFT_UNROLL
+    for (uint32_t r = 0; r < kRows; ++r) {
+      if (row + r >= count) continue;
+      const auto* vecs = reinterpret_cast<const Vec16*>(row_of(row + r));
+      WEFT_UNROLL
+      for (uint32_t v = 0; v < kVecs; ++v) {
+        const uint32_t index = first + v * c.warp.size();
+        if (index < last && wire.holds(index)) held[r][v] = load_vec(vecs + wire.vec(index));
+      }
+    }
+    is_ready = is_ready || get_ready();
+    return is_ready;
+  }
+};
+
 // This warp's piece of the listed rows' sum, to a reply, unless get_ready() returns false: it runs once,
 // before a weight is used.
 template <class C, class GetReady>
-WEFT_DEVICE bool write_reply(const C& c, uint32_t piece, uint32_t count, std::byte* reply,
+WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::byte* reply,
                              GetReady get_ready) {
+  const uint32_t piece = m.piece;
   auto row_of = [&](uint32_t i) { return c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes; };
-  if (!is_log(c.shape.reply))
-    return sum_rows<kSendVecs, kSendRows>(c, c.vecs_of(piece), count, row_of, load_vec, reply, get_ready);
+  if (!is_log(c.shape.reply)) {
+    const Wire wire{m.as_lines, c.row_vecs(), c.tag()};
+    const RowSource<C, decltype(row_of), GetReady> source{c, wire, row_of, get_ready};
+    return sum_rows<kSendVecs, kSendRows>(
+        c, wire.range(piece, c.a.pieces), count, source,
+        [&](uint32_t index, Vec16 vec) { wire.store(reinterpret_cast<Vec16*>(reply), index, vec); });
+  }
   if (!get_ready()) return false;
   const auto block_elems = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2));
   const Range blocks = part_of(static_cast<uint32_t>(c.shape.row_bytes) / 2 / block_elems, piece, c.a.pieces);
@@ -352,67 +422,78 @@ WEFT_DEVICE bool await_rows(const C& c, const int32_t* record) {
   return !c.warp.any(!all_there);
 }
 
-// Waits for an owner's weights, if it sends any; the host, where that is near, also leaves out an owner that
-// means another call. The warp.
+// Waits for an owner's weights, if it sends any, unless these are lines; the host, where that is near, also
+// leaves out an owner that means another call. The warp.
 template <class C>
 WEFT_DEVICE bool owner_is_ready(const C& c, uint32_t owner) {
   bool is_ready = true;
-  if ((c.takes_own_weights() || kIsHost) && c.warp.rank() == 0) {
+  if (((c.takes_own_weights() && c.a.call.lines == 0) || kIsHost) && c.warp.rank() == 0) {
     is_ready = await_greeting(c.a.call, c.mesh, c.epoch, owner, Site::kLowLatencyCombineRecv);
     if (is_ready && kIsHost) is_ready = agrees(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch());
   }
   return !c.warp.any(!is_ready);
 }
 
-// A message of which this warp answers a piece.
-struct Message {
-  const int32_t* record;
-  uint32_t owner;
-  uint32_t piece;
-};
+// Waits for the weights of an owner's token, where they are lines, and lists them. The warp.
+template <class C>
+WEFT_DEVICE bool take_weight_lines(const C& c, uint32_t owner, uint32_t token, uint32_t count) {
+  const auto* lines = reinterpret_cast<const Vec16*>(c.mesh.local() + c.weights_at(owner, token));
+  auto look = [&] {
+    return !c.warp.any(!take_lines(c.warp, lines, c.weight_vecs(), c.tag(), c.owners_weights()));
+  };
+  if (!await_lines(c.a.call, c.warp, c.mesh, c.epoch, owner, Site::kLowLatencyCombineRecv, look))
+    return false;
+  c.warp.sync();
+  const auto* weights = reinterpret_cast<const float*>(c.owners_weights());
+  list_weights(c, count, [&](uint32_t k) { return weights[k]; });
+  return true;
+}
 
 // One reply: the weighted sum of the message's listed rows, to the slot of the first of them.
 template <class C, class GetReady>
-WEFT_DEVICE bool answer_reduced(const C& c, Message m, uint32_t count, GetReady get_ready) {
+WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, GetReady get_ready) {
   const auto token = static_cast<uint32_t>(m.record[0]);
-  const auto* of_owner = reinterpret_cast<const uint32_t*>(c.mesh.local() + c.half_at() + c.half().weights) +
-                         (uint64_t{m.owner} * c.a.call.max_tokens + token) * c.top_k();
-  const auto* of_dispatch = reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k();
   auto get_weights = [&] {
     if (!get_ready()) return false;
-    list_weights(c, count, [&](uint32_t k) {
-      return float_of_bits(load_relaxed((c.takes_own_weights() ? of_owner : of_dispatch) + k));
-    });
+    if (c.takes_own_weights() && c.a.call.lines != 0) return take_weight_lines(c, m.owner, token, count);
+    const auto* weights =
+        c.takes_own_weights()
+            ? reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token))
+            : reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k();
+    list_weights(c, count, [&](uint32_t k) { return float_of_bits(load_relaxed(weights + k)); });
     return true;
   };
-  return write_reply(c, m.piece, count, c.mesh.to(m.owner).mapped() + c.reply_at(token, c.slots()[0]),
-                     get_weights);
+  return write_reply(c, m, count, c.mesh.to(m.owner).mapped() + c.reply_at(token, c.slots()[0]), get_weights);
 }
 
 // One reply per row, as it is.
 template <class C, class GetReady>
-WEFT_DEVICE bool answer_exact(const C& c, Message m, GetReady get_ready) {
+WEFT_DEVICE bool answer_exact(const C& c, const Message& m, GetReady get_ready) {
   const auto token = static_cast<uint32_t>(m.record[0]);
   if (!get_ready()) return false;
   for (uint32_t slot = 0; slot < c.top_k(); ++slot) {
     if (m.record[1 + slot] < 0) continue;
     list_rows(c, [&](uint32_t k) { return k == slot ? m.record[1 + k] : -1; });
     list_weights(c, 1, [](uint32_t) { return 1.0f; });
-    write_reply(c, m.piece, 1, c.mesh.to(m.owner).mapped() + c.reply_at(token, slot), [] { return true; });
+    write_reply(c, m, 1, c.mesh.to(m.owner).mapped() + c.reply_at(token, slot), [] { return true; });
     c.warp.sync();
   }
   return true;
 }
 
-// A piece of all replies to one lane of one owner, then the lane's word there. The warp.
+// A piece of all replies to one lane of one owner, then, unless they are lines, the lane's word there. The
+// warp.
 template <class C>
 WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t piece) {
   const RoutesLayout routes = c.routes();
   const uint32_t lane_at = owner * c.lanes().count + lane;
-  Message m{c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words, owner, piece};
+  Message m{c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words, owner, piece,
+            false};
   // The first record is asked for before it is known whether there is one: memory is far.
-  const uint32_t messages =
+  const uint32_t noted =
       load_relaxed(reinterpret_cast<const uint32_t*>(c.a.routes) + routes.counts + lane_at);
+  const uint32_t messages = noted & kMaxLaneTokens;
+  m.as_lines = (noted & kCameAsLines) != 0 && !is_log(c.shape.reply);
   uint32_t count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
   if (messages == 0 || c.present()[owner] == 0) return;
   const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
@@ -431,9 +512,9 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
       return;
     c.warp.sync();
   }
-  if (c.warp.rank() == 0)
+  if (c.warp.rank() == 0 && !m.as_lines)
     c.mesh.to(owner).signal(
-        word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), lane * c.a.pieces + piece),
+        word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), lane * c.a.pieces.value + piece),
         c.epoch.number * kWordEpoch | kWordDone | messages);
 }
 
@@ -441,11 +522,10 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
 template <class C>
 WEFT_DEVICE void answer_lanes(const C& c) {
   const WarpShare share = warp_share(c.block, c.warp);
-  const uint32_t per_owner = c.lanes().count * c.a.pieces;
   WEFT_ROLLED
-  for (uint32_t job = share.index; job < per_owner * c.ranks(); job += share.total) {
-    const uint32_t owner = (c.mesh.rank() + 1 + job / per_owner) % c.ranks();
-    const uint32_t in_owner = job % per_owner;
+  for (uint32_t job = share.index; job < c.a.owner_jobs.value * c.ranks(); job += share.total) {
+    const uint32_t owner = (c.mesh.rank() + 1 + job / c.a.owner_jobs) % c.ranks();
+    const uint32_t in_owner = job % c.a.owner_jobs;
     answer_lane(c, owner, in_owner / c.a.pieces, in_owner % c.a.pieces);
   }
 }
@@ -465,19 +545,25 @@ WEFT_DEVICE void find_ranks(const C& c, uint32_t token) {
   c.warp.sync();
 }
 
-// Whether slot k of the token has a reply of its own, and has got it. One thread.
+// Whether slot k of the warp's token gets a reply of its own. One thread.
+template <class C>
+WEFT_DEVICE bool has_reply(const C& c, uint32_t k) {
+  const uint32_t rank = c.slot_rank()[k];
+  bool is_own = rank != c.ranks() && c.present()[rank] != 0;
+  WEFT_ROLLED
+  for (uint32_t earlier = 0; is_own && is_reduced(c.shape.reply) && earlier < k; ++earlier)
+    is_own = c.slot_rank()[earlier] != rank;
+  return is_own;
+}
+
+// Whether it has got it, where no lines come. One thread.
 template <class C>
 WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t piece) {
+  if (!has_reply(c, k)) return false;
   const uint32_t rank = c.slot_rank()[k];
-  if (rank == c.ranks() || c.present()[rank] == 0) return false;
-  bool is_own = true;
-  WEFT_ROLLED
-  for (uint32_t earlier = 0; is_reduced(c.shape.reply) && earlier < k; ++earlier)
-    is_own = is_own && c.slot_rank()[earlier] != rank;
-  if (!is_own) return false;
-  const uint32_t lane = token / c.lanes().share(c.a.call.tokens);
+  const uint32_t lane = token / c.a.call.lane_tokens;
   const auto* word = reinterpret_cast<const uint64_t*>(
-      c.mesh.local() + word_offset(c.a.call, c.ranks(), c.epoch, rank, lane * c.a.pieces + piece));
+      c.mesh.local() + word_offset(c.a.call, c.ranks(), c.epoch, rank, lane * c.a.pieces.value + piece));
   const uint64_t start = cycles();
   uint64_t seen = 0;
   const bool came = await(c.a.call, word, c.epoch.number * kWordEpoch + kWordDone, rank,
@@ -487,32 +573,120 @@ WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t pi
   return came;
 }
 
+// Loads the listed replies. Those that come as lines it waits for, and one that does not come counts as
+// zeros.
+template <class C>
+struct ReplySource {
+  const C& c;
+  const Wire& wire;
+  uint32_t token;
+
+  WEFT_DEVICE const Vec16* reply(uint32_t row) const {
+    return reinterpret_cast<const Vec16*>(c.mesh.local() +
+                                          c.reply_at(token, static_cast<uint32_t>(c.rows()[row])));
+  }
+  WEFT_DEVICE uint32_t peer(uint32_t row) const { return c.slot_rank()[c.slots()[row]]; }
+
+  template <uint32_t kRows, uint32_t kVecs>
+  WEFT_DEVICE bool operator()(Vec16 (&held)[kRows][kVecs], uint32_t row, uint32_t count, uint32_t first,
+                              uint32_t last) {
+    uint32_t missing = 0;  // rows of which not all came, in this lane
+    uint32_t lost = 0;     // rows of peers that are masked, or have become so
+    uint64_t waited_ns = 0;
+    auto look = [&] {
+      missing = 0;
+      WEFT_UNROLL
+      for (uint32_t r = 0; r < kRows; ++r) {
+        if (row + r >= count) continue;
+        WEFT_UNROLL
+        for (uint32_t v = 0; v < kVecs; ++v) {
+          const uint32_t index = first + v * c.warp.size();
+          if (index < last && !wire.load(reply(row + r), index, held[r][v])) missing |= 1u << r;
+        }
+      }
+      if (!wire.lines || !c.warp.any(missing != 0)) return true;
+      if (c.a.call.masked) lost |= masked_rows<kRows>(row, count);
+      return !c.warp.any((missing & ~lost) != 0);
+    };
+    if (!poll_together(c.warp, c.a.call.wait, waited_ns, look))
+      lost = lose_rows<kRows>(row, missing, waited_ns);
+    if (lost == 0) return true;
+    WEFT_UNROLL
+    for (uint32_t r = 0; r < kRows; ++r)
+      for (uint32_t v = 0; v < kVecs; ++v)
+        if ((lost >> r & 1) != 0) held[r][v] = Vec16{};
+    return true;
+  }
+
+  // The same in every lane.
+  template <uint32_t kRows>
+  WEFT_DEVICE uint32_t masked_rows(uint32_t row, uint32_t count) const {
+    uint32_t masked = 0;
+    WEFT_ROLLED
+    for (uint32_t r = 0; r < kRows && row + r < count; ++r)
+      if (c.warp.any(is_masked(c.a.call, peer(row + r)))) masked |= 1u << r;
+    return masked;
+  }
+  template <uint32_t kRows>
+  WEFT_DEVICE uint32_t lose_rows(uint32_t row, uint32_t missing, uint64_t waited_ns) const {
+    uint32_t lost = 0;
+    WEFT_ROLLED
+    for (uint32_t r = 0; r < kRows; ++r) {
+      if (!c.warp.any((missing >> r & 1) != 0)) continue;
+      lost |= 1u << r;
+      if (c.warp.rank() == 0)
+        lose_lines(c.a.call, c.mesh, c.epoch, peer(row + r), Site::kLowLatencyCombineRecv, waited_ns);
+    }
+    return lost;
+  }
+};
+
+// Statistics of a token's replies that come as lines: when the first part of each did. Lanes share them.
+template <class C>
+WEFT_DEVICE void note_waits(const C& c, const ReplySource<C>& source, uint32_t count) {
+  const uint64_t start = cycles();
+  for (uint32_t row = c.warp.rank(); row < count; row += c.warp.size()) {
+    Vec16 tag;
+    uint64_t waited_ns = 0;
+    const LinePart last{kLineVecs};
+    const uint32_t peer = source.peer(row);
+    if (is_masked(c.a.call, peer)) continue;
+    if (poll(c.a.call.wait, waited_ns, [&] { return load_part(source.reply(row), last, c.tag(), tag); }))
+      add_local(&c.a.call.wait_cycles[peer], cycles() - start);
+    else
+      lose_lines(c.a.call, c.mesh, c.epoch, peer, Site::kLowLatencyCombineRecv, waited_ns);
+  }
+  c.warp.sync();
+}
+
 // One part of one token's sum. The warp.
 template <class C>
 WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
-  const uint32_t per_piece = c.a.receive_splits / c.a.pieces;
-  const uint32_t piece = split / per_piece;
+  const uint32_t piece = split / c.a.piece_splits;
   const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
   find_ranks(c, token);
-  const uint32_t count = list_rows(
-      c, [&](uint32_t k) { return await_reply(c, token, k, piece) ? static_cast<int32_t>(k) : -1; });
+  const Wire wire{c.sent_lines(), c.row_vecs(), c.tag()};
+  const uint32_t count = list_rows(c, [&](uint32_t k) {
+    return (wire.lines ? has_reply(c, k) : await_reply(c, token, k, piece)) ? static_cast<int32_t>(k) : -1;
+  });
   list_weights(c, count, [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
   const Span traced(c.a.call.wait.trace, Work::kLowLatencySum, c.warp.rank() == 0);
-  auto reply_of = [&](uint32_t i) -> const std::byte* {
-    return c.mesh.local() + c.reply_at(token, c.rows()[i]);
-  };
+  const ReplySource<C> source{c, wire, token};
   std::byte* out = c.a.combined + uint64_t{token} * c.shape.row_bytes;
-  const bool log = is_log(c.shape.reply);
-  const auto unit_bytes = static_cast<uint32_t>(log ? log_block_elems(c.shape.row_bytes / 2) * 2 : 16);
-  const Range units = part_of(static_cast<uint32_t>(c.shape.row_bytes) / unit_bytes, piece, c.a.pieces);
-  Range part = part_of(units.last - units.first, split % per_piece, per_piece);
-  part = {units.first + part.first, units.first + part.last};
-  if (log) {
+  if (is_log(c.shape.reply)) {
+    const auto unit_bytes = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2) * 2);
+    const Range part = c.part_of_units(static_cast<uint32_t>(c.shape.row_bytes) / unit_bytes, split);
     const uint32_t groups = unit_bytes / (2 * kGroupElems);
+    auto reply_of = [&](uint32_t i) { return reinterpret_cast<const std::byte*>(source.reply(i)); };
     for (uint32_t b = part.first; b < part.last; ++b)
       decode_block(c, b * groups, groups, count, reply_of, out);
   } else {
-    sum_rows<kReceiveVecs, kReceiveRows>(c, part, count, reply_of, load_vec_fresh, out, [] { return true; });
+    if (wire.lines && c.a.call.wait_cycles && token == 0 && split == 0) note_waits(c, source, count);
+    const Range part =
+        wire.lines ? wire.range(split, c.a.receive_splits) : c.part_of_units(c.row_vecs(), split);
+    sum_rows<kReceiveVecs, kReceiveRows>(c, part, count, source, [&](uint32_t index, Vec16 vec) {
+      if (wire.holds(index)) store_vec(reinterpret_cast<Vec16*>(out) + wire.vec(index), vec);
+    });
   }
   c.warp.sync();
 }
@@ -533,7 +707,7 @@ template <class C>
 WEFT_DEVICE void sum_tokens(const C& c) {
   const WarpShare share = warp_share(c.block, c.warp);
   WEFT_ROLLED
-  for (uint32_t job = share.index; job < c.a.call.tokens * c.a.receive_splits; job += share.total)
+  for (uint32_t job = share.index; job < c.a.call.tokens * c.a.receive_splits.value; job += share.total)
     sum_token(c, job / c.a.receive_splits, job % c.a.receive_splits);
 }
 
@@ -543,8 +717,9 @@ template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT& mesh, const Shape& shape) {
   low_latency::Combine<MeshT, Shape> c{a, mesh, shape, Block{}, Warp{}, {}};
   const Span traced(a.call.wait.trace, Work::kLowLatencyCall, c.block.rank() == 0);
+  const low_latency::Joined joined = low_latency::join(a.call, c.block, c.warp, mesh);
   auto* shared_epoch = c.template at<uint64_t>(0);
-  c.epoch = low_latency::begin_call(a.call, c.block, c.warp, mesh, shared_epoch, c.present(),
+  c.epoch = low_latency::begin_call(a.call, c.block, c.warp, mesh, joined, shared_epoch, c.present(),
                                     Site::kLowLatencyCombineSlot, [] {});
   if (a.call.phases & kPhaseSend) {
     low_latency::send_weights(c);

@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // low_latency_dispatch.cuh: every token once to each rank that owns one of its experts, into a fixed slot
-// there; the receiver copies it to the places of its experts. Send:     1 some blocks count this rank's
-// tokens per expert and tell each peer   2 every block takes lanes of tokens:
-//           quantises a row and stores it to all its ranks at once, then moves the lane's word at every peer
-// Receive:  3 one warp of every block waits for all counts and finds where segments begin, while another
-// still publishes
-//           the block's stores   4 every warp takes (source, lane) pairs and copies messages out as their
-//           word moves
-// Order:    rows of an expert by source, then by token, then by slot: the same in every run.
-// Waits:    for the peers' reading of the call before last; step 3 for every peer's counts; step 4 for a
-// lane's word. Cost:     per (token, rank): row, scales and 16 + 8 * K bytes; per (lane, rank) one word; per
-// rank 4 * Le bytes.
+// there; the receiver copies it to the places of its experts.
+// Send:    1 some blocks count this rank's tokens per expert and tell each peer
+//          2 every block takes lanes of tokens: quantises a row and stores it to all its ranks at once, then
+//            moves the lane's word at every peer. Few tokens, one to a lane, leave as lines instead: put
+//            together in shared memory, stored with tags, no word after them
+// Receive: 3 one warp of every block waits for all counts and finds where segments begin, while another
+//            still publishes the block's stores
+//          4 every warp takes (source, lane) pairs and copies messages out as their word moves or their
+//            lines come
+// Order:   rows of an expert by source, then by token, then by slot: the same in every run.
+// Waits:   for the peers' reading of the call before last; step 3 for every peer's counts; step 4 for a
+//          lane's word or lines.
+// Cost:    per (token, rank): row, scales and 16 + 8 * K bytes, as lines 8/7 of that; per (lane, rank)
+//          one word; per rank 8 * Le bytes.
 #pragma once
 
 #include "kernels/core/quantise.cuh"
@@ -46,11 +49,14 @@ struct Dispatch {
   WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
   WEFT_DEVICE bool has_weights() const { return shape.weights != 0; }
   WEFT_DEVICE uint32_t rows_per_expert() const { return ranks() * a.call.max_tokens; }
-  WEFT_DEVICE Lanes lanes() const { return lanes_of(a.call.max_tokens); }
+  WEFT_DEVICE Lanes lanes() const { return a.call.lanes; }
   WEFT_DEVICE MessageLayout message() const {
     return message_layout(shape.top_k, has_weights(), shape.row_bytes, shape.scale_bytes);
   }
-  WEFT_DEVICE DispatchHalf half() const { return dispatch_half(shape.ranks, lanes(), message().bytes); }
+  // Whether this rank's tokens leave as lines: one lane has one token then, or none.
+  WEFT_DEVICE bool sends_lines() const { return a.call.tokens <= a.line_tokens; }
+  WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
+  WEFT_DEVICE DispatchHalf half() const { return dispatch_half(shape.ranks, lanes(), message().stride); }
   WEFT_DEVICE RoutesLayout routes() const {
     return routes_layout(shape.ranks, lanes(), shape.top_k, has_weights());
   }
@@ -58,7 +64,7 @@ struct Dispatch {
   // Offset in the window of message `index` of a lane of a source.
   WEFT_DEVICE uint64_t message_at(uint32_t source, uint32_t lane, uint32_t index) const {
     const uint64_t slot = (uint64_t{source} * lanes().count + lane) * lanes().capacity + index;
-    return half_at() + half().messages + slot * message().bytes;
+    return half_at() + half().messages + slot * message().stride;
   }
 
   // Offset in the window of a source's first count_word().
@@ -71,7 +77,8 @@ struct Dispatch {
   }
 
   WEFT_DEVICE DispatchShared shared() const {
-    return dispatch_shared(shape.ranks, shape.experts_per_rank, shape.top_k, block.warps());
+    return dispatch_shared(shape.ranks, shape.experts_per_rank, shape.top_k, block.warps(), message(),
+                           a.line_tokens != 0);
   }
   template <class T>
   WEFT_DEVICE T* at(uint64_t offset) const {
@@ -95,6 +102,11 @@ struct Dispatch {
   // Where the warp's current message goes: rows, and the first word of each one's scales.
   WEFT_DEVICE int32_t* rows() const { return at<int32_t>(shared().row) + warp.index() * top_k(); }
   WEFT_DEVICE uint64_t* scales_at() const { return at<uint64_t>(shared().scales) + warp.index() * top_k(); }
+  WEFT_DEVICE Vec16* head() const { return at<Vec16>(shared().head) + warp.index() * message().head_vecs(); }
+  WEFT_DEVICE std::byte* heads(uint32_t target) const {
+    return at<std::byte>(shared().heads) + target * message().row;
+  }
+  WEFT_DEVICE std::byte* image() const { return at<std::byte>(shared().image); }
 };
 
 // ---- step 1
@@ -153,7 +165,7 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
 template <class D>
 WEFT_DEVICE Range lane_tokens(const D& d, uint32_t lane) {
   const uint32_t tokens = d.a.call.tokens;
-  const uint32_t share = d.lanes().share(tokens);
+  const uint32_t share = d.a.call.lane_tokens.value;
   const uint32_t first = lane * share < tokens ? lane * share : tokens;
   return {first, first + share < tokens ? first + share : tokens};
 }
@@ -166,7 +178,7 @@ WEFT_DEVICE void read_choices(const D& d, uint32_t token) {
   d.warp.sync();
 }
 
-// Warp 0, when the choices were read: finds where a token goes: its slots' ranks, experts and places there,
+// One warp, when the choices were read: finds where a token goes: its slots' ranks, experts and places there,
 // and each rank once.
 template <class D>
 WEFT_DEVICE void route_token(const D& d, uint32_t lane) {
@@ -177,11 +189,12 @@ WEFT_DEVICE void route_token(const D& d, uint32_t lane) {
     const uint32_t rank = expert < 0 ? d.ranks() : static_cast<uint32_t>(expert) / d.local_experts();
     uint32_t twins = 0;
     bool is_first = true;
-    WEFT_ROLLED
-    for (uint32_t earlier = 0; earlier < k && expert >= 0; ++earlier) {
-      const int32_t other = d.slot_choice()[earlier];
-      twins += other == expert ? 1 : 0;
-      is_first = is_first && (other < 0 || static_cast<uint32_t>(other) / d.local_experts() != rank);
+    WEFT_STREAM_LOOP
+    for (uint32_t slot = 0; slot < d.top_k(); ++slot) {
+      const int32_t other = kIsHost ? d.slot_choice()[slot] : d.warp.broadcast(expert, slot);
+      const bool is_earlier = slot < k && other >= 0;
+      twins += is_earlier && other == expert ? 1 : 0;
+      is_first = is_first && !(is_earlier && static_cast<uint32_t>(other) / d.local_experts() == rank);
     }
     const bool goes = expert >= 0 && is_first && d.present()[rank] != 0;
     const uint32_t at = targets + d.warp.count_below(goes);
@@ -198,7 +211,7 @@ WEFT_DEVICE void route_token(const D& d, uint32_t lane) {
   if (d.warp.rank() == 0) *d.targets() = targets;
 }
 
-// Warp 0, after every slot was routed: the next token comes after this one.
+// The same warp, after every slot was routed: the next token comes after this one.
 template <class D>
 WEFT_DEVICE void count_token(const D& d) {
   for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
@@ -207,11 +220,19 @@ WEFT_DEVICE void count_token(const D& d) {
   d.warp.sync();
 }
 
-template <class D>
-WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
+// Calls store(place) with where the current token's message is put together: at all its destinations, or in
+// the image that lines are made of.
+template <class D, class Store>
+WEFT_DEVICE void at_places(const D& d, Store store) {
+  if (d.sends_lines()) return store(d.image());
   const uint32_t targets = *d.targets();
   WEFT_ROLLED
-  for (uint32_t i = 0; i < targets; ++i) store_vec(reinterpret_cast<Vec16*>(d.place()[i] + offset), vec);
+  for (uint32_t i = 0; i < targets; ++i) store(d.place()[i]);
+}
+
+template <class D>
+WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
+  at_places(d, [&](std::byte* place) { *reinterpret_cast<Vec16*>(place + offset) = vec; });
 }
 
 // What a thread of the block sends first of a row, which it asks for before it is known where the row goes:
@@ -249,23 +270,20 @@ WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byt
     store_to_all(d, message.row + i * 16, load_vec_streaming(reinterpret_cast<const Vec16*>(row) + i));
   for (uint32_t i = d.block.rank(); i < d.shape.scale_bytes / 4; i += d.block.size()) {
     const uint32_t word = reinterpret_cast<const uint32_t*>(scales)[i];
-    for (uint32_t t = 0; t < *d.targets(); ++t)
-      reinterpret_cast<uint32_t*>(d.place()[t] + message.scales)[i] = word;
+    at_places(d, [&](std::byte* place) { reinterpret_cast<uint32_t*>(place + message.scales)[i] = word; });
   }
 }
 
 template <class D>
 WEFT_DEVICE void send_scale(const D& d, uint32_t group, float scale) {
   const uint64_t scales = d.message().scales;
-  const uint32_t targets = *d.targets();
-  WEFT_ROLLED
-  for (uint32_t i = 0; i < targets; ++i) {
+  at_places(d, [&](std::byte* place) {
     if (d.shape.payload == kPayloadFp8Exponent) {
-      reinterpret_cast<uint8_t*>(d.place()[i] + scales)[group] = ue8m0(scale);
+      reinterpret_cast<uint8_t*>(place + scales)[group] = ue8m0(scale);
     } else {
-      reinterpret_cast<float*>(d.place()[i] + scales)[group] = scale;
+      reinterpret_cast<float*>(place + scales)[group] = scale;
     }
-  }
+  });
 }
 
 // kGroupLanes neighbours take a group of channels; a warp's lanes stay together, since they exchange maxima.
@@ -294,8 +312,8 @@ WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row, const FirstVe
 
 template <class D>
 WEFT_DEVICE void send_scale_byte(const D& d, uint32_t block, uint8_t scale) {
-  for (uint32_t i = 0; i < *d.targets(); ++i)
-    reinterpret_cast<uint8_t*>(d.place()[i] + d.message().scales)[block] = scale;
+  at_places(d,
+            [&](std::byte* place) { reinterpret_cast<uint8_t*>(place + d.message().scales)[block] = scale; });
 }
 
 // Each lane takes a unit of channels at a time.
@@ -336,29 +354,25 @@ WEFT_DEVICE void send_row(const D& d, uint64_t token, const FirstVecs& first) {
   }
 }
 
-// Word `index` of the head of the current token's message to `rank`.
+// One warp, when the token was routed: the heads of its messages, at their destinations, or in shared memory
+// for lines.
 template <class D>
-WEFT_DEVICE uint32_t head_word(const D& d, uint32_t token, uint32_t rank, uint32_t index) {
+WEFT_DEVICE void write_heads(const D& d, uint32_t token) {
   const MessageLayout message = d.message();
-  if (index < message.expert) return index == 0 ? token : 0;
-  const uint32_t k = (index - static_cast<uint32_t>(message.expert)) % d.top_k();
-  if (index < message.place) return d.slot_rank()[k] == rank ? d.slot_expert()[k] : ~uint32_t{0};
-  if (index < message.weight) return d.slot_place()[k];
-  const bool has_weight = d.has_weights() && index < message.weight + d.top_k();
-  return has_weight ? bits_of_float(d.a.topk_weights[uint64_t{token} * d.top_k() + k]) : 0;
-}
-
-template <class D>
-WEFT_DEVICE void send_heads(const D& d, uint32_t token) {
-  const uint32_t vecs = static_cast<uint32_t>(d.message().row / 16);
-  // From the last thread on, which has least of the row.
+  const uint32_t targets = *d.targets();
   WEFT_ROLLED
-  for (uint32_t i = d.block.size() - 1 - d.block.rank(); i < *d.targets() * vecs; i += d.block.size()) {
-    Vec16 vec;
-    for (uint32_t w = 0; w < 4; ++w)
-      vec.words[w] = head_word(d, token, d.target()[i / vecs], i % vecs * 4 + w);
-    store_vec(reinterpret_cast<Vec16*>(d.place()[i / vecs]) + i % vecs, vec);
+  for (uint32_t t = 0; t < targets; ++t) {
+    const uint32_t rank = d.target()[t];
+    auto* head = reinterpret_cast<uint32_t*>(d.sends_lines() ? d.heads(t) : d.place()[t]);
+    if (d.warp.rank() == 0) head[0] = token;
+    for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
+      head[message.expert + k] = d.slot_rank()[k] == rank ? d.slot_expert()[k] : ~uint32_t{0};
+      head[message.place + k] = d.slot_place()[k];
+      if (d.has_weights())
+        head[message.weight + k] = bits_of_float(d.a.topk_weights[uint64_t{token} * d.top_k() + k]);
+    }
   }
+  d.warp.sync();
 }
 
 // Warp 0, after the block's stores: tells peers how many messages of the lane they have.
@@ -369,6 +383,57 @@ WEFT_DEVICE void move_words(const D& d, uint32_t lane, uint64_t done) {
     d.mesh.to(peer).signal(word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), lane),
                            d.epoch.number * kWordEpoch | done | d.sent()[peer]);
   }
+}
+
+// One warp, when a lane's only token was routed, if it has one: tells the peers to whom nothing goes.
+template <class D>
+WEFT_DEVICE void move_empty_words(const D& d, uint32_t lane) {
+  for (uint32_t peer = d.warp.rank(); peer < d.ranks(); peer += d.warp.size()) {
+    if (d.present()[peer] == 0 || d.sent()[peer] != 0) continue;
+    std::byte* theirs =
+        d.mesh.to(peer).mapped() + word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), lane);
+    store_relaxed(reinterpret_cast<uint64_t*>(theirs), d.epoch.number * kWordEpoch | kWordDone);
+  }
+}
+
+// The current token's messages, from their image, as lines. The block.
+template <class D>
+WEFT_DEVICE void store_lines(const D& d) {
+  const uint32_t head_vecs = d.message().head_vecs(), body_vecs = d.message().body_vecs();
+  const uint32_t head = parts_of(head_vecs), parts = head + parts_of(body_vecs);
+  const auto* body = reinterpret_cast<const Vec16*>(d.image()) + head_vecs;
+  const uint32_t targets = *d.targets();
+  WEFT_ROLLED
+  for (uint32_t i = d.block.rank(); i < parts; i += d.block.size()) {
+    const bool is_head = i < head;
+    const LinePart part{is_head ? i : i - head};
+    Vec16 vec{};
+    if (!is_head && part.holds(body_vecs)) vec = body[part.vec()];
+    WEFT_ROLLED
+    for (uint32_t t = 0; t < targets; ++t) {
+      if (is_head && part.holds(head_vecs)) vec = reinterpret_cast<const Vec16*>(d.heads(t))[part.vec()];
+      store_part(reinterpret_cast<Vec16*>(d.place()[t]) + (is_head ? 0 : head), part, vec, d.tag());
+    }
+  }
+}
+
+// The block puts a message together in shared memory while its last warp, which has least of the row, finds
+// where it goes.
+template <class D>
+WEFT_DEVICE void send_token_as_lines(const D& d, uint32_t lane, uint32_t token, bool is_read,
+                                     const FirstVecs& first) {
+  if (d.warp.index() + 1 == d.block.warps()) {
+    if (!is_read) read_choices(d, token);
+    route_token(d, lane);
+    d.warp.sync();
+    write_heads(d, token);
+  }
+  send_row(d, token, first);
+  d.block.sync();
+  store_lines(d);
+  if (d.warp.index() + 1 != d.block.warps()) return;
+  count_token(d);
+  move_empty_words(d, lane);
 }
 
 // One lane's tokens, in order. The block. `is_ready`: so_far() is already what earlier lanes choose, and the
@@ -384,6 +449,11 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_ready, FirstVecs f
     add_choices(d, tokens.first * d.top_k(), d.block.rank(), d.block.size());
   }
   d.block.sync();
+  if (tokens.first == tokens.last) {
+    if (d.warp.index() == 0) move_empty_words(d, lane);
+    return;
+  }
+  if (d.sends_lines()) return send_token_as_lines(d, lane, tokens.first, is_ready, first);
   WEFT_ROLLED
   for (uint32_t token = tokens.first; token < tokens.last; ++token) {
     if (token != tokens.first) first = load_first_vecs(d, token);
@@ -393,7 +463,7 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_ready, FirstVecs f
     }
     d.block.sync();
     send_row(d, token, first);
-    send_heads(d, token);
+    if (d.warp.index() + 1 == d.block.warps()) write_heads(d, token);  // it has least of the row
     d.block.sync();
     if (d.warp.index() != 0) continue;
     count_token(d);
@@ -501,8 +571,10 @@ WEFT_DEVICE void find_segments(const D& d) {
     d.a.counts[expert] = static_cast<int32_t>(begin);
     if (d.a.expert_stats) d.a.expert_stats[expert] += static_cast<int32_t>(begin);
   }
-  if (reports && d.warp.rank() == 0)
+  if (reports && d.warp.rank() == 0) {
     *reinterpret_cast<uint64_t*>(d.a.routes + d.routes().epoch) = d.epoch.number;
+    d.a.routes[d.routes().lines] = d.sends_lines() ? 1 : 0;
+  }
   d.warp.sync();
   if (d.warp.rank() == 0) store_release_block(d.found(), uint32_t{1});
 }
@@ -525,172 +597,260 @@ WEFT_DEVICE uint64_t scales_of(const D& d, uint32_t expert, uint64_t in_expert) 
   return expert * d.a.scale_expert_stride + row;
 }
 
-// One lane per slot: lists in rows() where the rows of a message go, and returns how many, and notes what the
-// combine will need to know. The warp.
+// Where the row of slot k of the message in head() goes, or -1: not here.
+struct RowPlace {
+  int32_t row;
+  uint32_t expert;
+  uint64_t in_expert;
+};
 template <class D>
-WEFT_DEVICE uint32_t place_message(const D& d, uint32_t source, const uint32_t* head, int32_t* record) {
-  const MessageLayout message = d.message();
-  const auto* gives = d.gives();
+WEFT_DEVICE RowPlace row_place(const D& d, uint32_t source, uint32_t k) {
+  const auto* head = reinterpret_cast<const uint32_t*>(d.head());
+  const uint32_t expert = head[d.message().expert + k];
+  // A rank that disagrees about sizes, which the call reports, may have written over this message.
+  if (expert >= d.own_experts() || d.gives()[source] == 0) return {-1, 0, 0};
+  const uint64_t in_expert = d.begin()[source * d.local_experts() + expert] + head[d.message().place + k];
+  if (in_expert >= d.rows_per_expert()) return {-1, 0, 0};
+  return {static_cast<int32_t>(expert * d.rows_per_expert() + in_expert), expert, in_expert};
+}
+
+// One lane per slot: lists in rows() where the rows of the message in head() go, and returns how many. The
+// warp.
+template <class D>
+WEFT_DEVICE uint32_t place_message(const D& d, uint32_t source) {
+  await_segments(d);
   uint32_t count = 0;
   for (uint32_t first = 0; first < d.top_k(); first += d.warp.size()) {
     const uint32_t k = first + d.warp.rank();
-    const uint32_t slot = k < d.top_k() ? k : 0;
-    // All at once, whether they turn out to be needed or not: memory is far.
-    const uint32_t token = load_relaxed(head);
-    const auto expert = static_cast<int32_t>(load_relaxed(head + message.expert + slot));
-    const uint64_t place = load_relaxed(head + message.place + slot);
-    const uint32_t weight = d.has_weights() ? load_relaxed(head + message.weight + slot) : 0;
-    if (first == 0) await_segments(d);
-    // A rank that disagrees about sizes, which the call reports, may have written over this message.
-    const bool is_expert =
-        k < d.top_k() && static_cast<uint32_t>(expert) < d.own_experts() && gives[source] != 0;
-    const uint64_t in_expert = !is_expert ? 0 : d.begin()[source * d.local_experts() + expert] + place;
-    const bool is_here = is_expert && in_expert < d.rows_per_expert();
-    const auto row = static_cast<int32_t>(is_here ? expert * d.rows_per_expert() + in_expert : 0);
+    const RowPlace place = k < d.top_k() ? row_place(d, source, k) : RowPlace{-1, 0, 0};
+    const bool is_here = place.row >= 0;
     const uint32_t at = count + d.warp.count_below(is_here);
     count += d.warp.count(is_here);
-    if (is_here) {
-      d.rows()[at] = row;
-      d.scales_at()[at] = scales_of(d, static_cast<uint32_t>(expert), in_expert);
-    }
-    if (!record || k >= d.top_k()) continue;
-    record[1 + k] = is_here ? row : -1;
-    if (k == 0) record[0] = static_cast<int32_t>(token);
-    if (d.has_weights()) record[1 + d.top_k() + k] = static_cast<int32_t>(weight);
     if (!is_here) continue;
-    d.a.src_info[row] = static_cast<int32_t>(token);
-    if (d.a.out_weights && d.has_weights()) d.a.out_weights[row] = float_of_bits(weight);
-    if (d.a.out_source) d.a.out_source[row] = static_cast<int32_t>(source);
+    d.rows()[at] = place.row;
+    d.scales_at()[at] = scales_of(d, place.expert, place.in_expert);
   }
   d.warp.sync();
   return count;
 }
 
-// Vectors first, first + step, ... below last of a row, in one lane.
-struct RowChunk {
-  Vec16 held[kVecsInFlight];
-};
-WEFT_DEVICE RowChunk load_chunk(const std::byte* row, uint32_t first, uint32_t last, uint32_t step) {
-  RowChunk chunk{};
-  WEFT_UNROLL
-  for (uint32_t i = 0; i < kVecsInFlight; ++i)
-    if (first + i * step < last)
-      chunk.held[i] = load_vec_fresh(reinterpret_cast<const Vec16*>(row) + first + i * step);
-  return chunk;
-}
+// One lane per slot, when nobody waits any more: notes where the rows of the message in head() came from, and
+// what the combine will need to know. The warp.
 template <class D>
-WEFT_DEVICE void store_chunk(const D& d, uint32_t count, const RowChunk& chunk, uint32_t first, uint32_t last,
-                             uint32_t step) {
+WEFT_DEVICE void note_message(const D& d, uint32_t source, int32_t* record) {
+  const auto* head = reinterpret_cast<const uint32_t*>(d.head());
+  const auto token = static_cast<int32_t>(head[0]);
+  if (d.warp.rank() == 0) record[0] = token;
+  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
+    const RowPlace place = row_place(d, source, k);
+    const uint32_t weight = d.has_weights() ? head[d.message().weight + k] : 0;
+    record[1 + k] = place.row;
+    if (d.has_weights()) record[1 + d.top_k() + k] = static_cast<int32_t>(weight);
+    if (place.row < 0) continue;
+    d.a.src_info[place.row] = token;
+    if (d.a.out_weights && d.has_weights()) d.a.out_weights[place.row] = float_of_bits(weight);
+    if (d.a.out_source) d.a.out_source[place.row] = static_cast<int32_t>(source);
+  }
+}
+
+// Where the words of a row of scales go that vector `vec` of a message's body holds.
+template <class D>
+WEFT_DEVICE void store_scales(const D& d, uint32_t count, uint32_t vec, const Vec16& held) {
+  const uint32_t first = vec * 4 - static_cast<uint32_t>(d.shape.row_bytes / 4);
+  const auto words = static_cast<uint32_t>(d.shape.scale_bytes / 4);
   WEFT_ROLLED
   for (uint32_t k = 0; k < count; ++k) {
-    const auto to = static_cast<uint64_t>(d.rows()[k]);
-    auto* out = reinterpret_cast<Vec16*>(d.a.out + to * d.shape.row_bytes);
+    uint32_t* out = d.a.out_scales + d.scales_at()[k] + first * d.a.scale_word_stride;
+    WEFT_UNROLL
+    for (uint32_t w = 0; w < 4; ++w)
+      if (first + w < words) out[w * d.a.scale_word_stride] = held.words[w];
+  }
+}
+
+// Stores kVecsInFlight vectors of a message's body to the listed rows; of each, which it is, or one beyond
+// the body.
+template <class D>
+WEFT_DEVICE void store_body(const D& d, uint32_t count, const uint32_t (&vecs)[kVecsInFlight],
+                            const Vec16 (&held)[kVecsInFlight]) {
+  const auto row_vecs = static_cast<uint32_t>(d.shape.row_bytes / sizeof(Vec16));
+  WEFT_ROLLED
+  for (uint32_t k = 0; k < count; ++k) {
+    auto* row = reinterpret_cast<Vec16*>(d.a.out + static_cast<uint64_t>(d.rows()[k]) * d.shape.row_bytes);
     WEFT_UNROLL
     for (uint32_t i = 0; i < kVecsInFlight; ++i)
-      if (first + i * step < last) store_vec(out + first + i * step, chunk.held[i]);
+      if (vecs[i] < row_vecs) store_vec(row + vecs[i], held[i]);
   }
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < kVecsInFlight; ++i)
+    if (d.shape.scale_bytes != 0 && vecs[i] >= row_vecs && vecs[i] < d.message().body_vecs())
+      store_scales(d, count, vecs[i], held[i]);
 }
 
-// A part of a message's scales: each lane's first word is asked for with the row.
-struct ScaleWords {
-  const uint32_t* at;
-  uint32_t index;
-  uint32_t last;
-  uint32_t word;
-};
+// A message on its way here, of which this warp copies one part of the body.
 template <class D>
-WEFT_DEVICE ScaleWords load_scales(const D& d, const std::byte* message, uint32_t split) {
-  const Range part = part_of(static_cast<uint32_t>(d.shape.scale_bytes) / 4, split, d.a.receive_splits);
-  const auto* at = reinterpret_cast<const uint32_t*>(message + d.message().scales);
-  const uint32_t first = part.first + d.warp.rank();
-  return {at, first, part.last, first < part.last ? load_relaxed(at + first) : 0};
-}
-template <class D>
-WEFT_DEVICE void store_scales(const D& d, uint32_t count, ScaleWords scales) {
-  WEFT_ROLLED
-  while (scales.index < scales.last) {
+struct Incoming {
+  const D& d;
+  uint32_t source;
+  uint32_t lane;
+  uint32_t split;
+  Wire wire;  // of the body
+  Range part;
+  const Vec16* message = nullptr;
+  Vec16 held[kVecsInFlight] = {};  // of the part, from its first on
+  bool has_chunk = false;          // these were asked for
+  bool came = false;               // in this lane, all of these
+
+  WEFT_DEVICE Incoming(const D& dispatch, uint32_t from, uint32_t of_lane, uint32_t of_split)
+      : d(dispatch),
+        source(from),
+        lane(of_lane),
+        split(of_split),
+        wire{d.a.call.lines != 0, d.message().body_vecs(), d.tag()},
+        part(wire.range(split, d.a.receive_splits)) {}
+
+  WEFT_DEVICE void select(uint32_t index) {
+    message = reinterpret_cast<const Vec16*>(d.mesh.local() + d.message_at(source, lane, index));
+  }
+  WEFT_DEVICE void load(uint32_t first) {
+    const uint32_t head_vecs = d.message().head_vecs();
+    const Vec16* body = message + (wire.lines ? parts_of(head_vecs) : head_vecs);
+    came = true;
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kVecsInFlight; ++i) {
+      const uint32_t index = first + d.warp.rank() + i * d.warp.size();
+      if (index < part.last) came = wire.load(body, index, held[i]) && came;
+    }
+  }
+
+  // A look at the head of lines, and, if the others are likely to come with it, at the part. Each lane's own.
+  WEFT_DEVICE bool look(bool takes_chunk) {
+    has_chunk = takes_chunk;
+    if (takes_chunk) load(part.first);
+    const bool head_came = take_lines(d.warp, message, d.message().head_vecs(), d.tag(), d.head());
+    return head_came && (!takes_chunk || came);
+  }
+  // What a word says has come.
+  WEFT_DEVICE void take(uint32_t index) {
+    if (wire.lines) {
+      wire.lines = false;
+      part = wire.range(split, d.a.receive_splits);
+    }
+    select(index);
+    load(part.first);
+    has_chunk = true;
+    for (uint32_t i = d.warp.rank(); i < d.message().head_vecs(); i += d.warp.size())
+      d.head()[i] = load_vec_fresh(message + i);
+  }
+
+  // Copies the part to its places, and notes the record, if any, once the head has come. False: the rest of
+  // the lines did not. The warp.
+  WEFT_DEVICE bool unpack(int32_t* record) {
+    const Span traced(d.a.call.wait.trace, Work::kUnpack, d.warp.rank() == 0, source);
+    d.warp.sync();
+    const uint32_t count = place_message(d, source);
     WEFT_ROLLED
-    for (uint32_t k = 0; k < count; ++k)
-      d.a.out_scales[d.scales_at()[k] + scales.index * d.a.scale_word_stride] = scales.word;
-    scales.index += d.warp.size();
-    if (scales.index < scales.last) scales.word = load_relaxed(scales.at + scales.index);
+    for (uint32_t first = part.first; first < part.last; first += kVecsInFlight * d.warp.size()) {
+      if (!has_chunk) load(first);
+      has_chunk = false;
+      if (wire.lines && d.warp.any(!came) && !await_chunk(first)) return false;
+      uint32_t vecs[kVecsInFlight];
+      WEFT_UNROLL
+      for (uint32_t i = 0; i < kVecsInFlight; ++i) {
+        const uint32_t index = first + d.warp.rank() + i * d.warp.size();
+        vecs[i] = index < part.last && wire.holds(index) ? wire.vec(index) : ~uint32_t{0};
+      }
+      store_body(d, count, vecs, held);
+    }
+    if (record) note_message(d, source, record);
+    d.warp.sync();
+    return true;
   }
-}
+  WEFT_DEVICE bool await_chunk(uint32_t first) {
+    return await_lines(d.a.call, d.warp, d.mesh, d.epoch, source, Site::kLowLatencyDispatchRecv, [&] {
+      load(first);
+      return !d.warp.any(!came);
+    });
+  }
+};
 
-// Copies one part of a message to its places, and its record, if any. Most of the part is on its way before
-// the head says where to. The warp.
 template <class D>
-WEFT_DEVICE void unpack_message(const D& d, uint32_t source, const std::byte* at, int32_t* record,
-                                uint32_t split) {
-  const std::byte* row = at + d.message().row;
-  const Range part = part_of(static_cast<uint32_t>(d.shape.row_bytes) / 16, split, d.a.receive_splits);
-  const uint32_t step = d.warp.size();
-  uint32_t first = part.first + d.warp.rank();
-  RowChunk chunk = load_chunk(row, first, part.last, step);
-  const ScaleWords scales = load_scales(d, at, split);
-  const uint32_t count = place_message(d, source, reinterpret_cast<const uint32_t*>(at), record);
-  store_scales(d, count, scales);
-  WEFT_ROLLED
-  while (first < part.last) {
-    store_chunk(d, count, chunk, first, part.last, step);
-    first += kVecsInFlight * step;
-    chunk = load_chunk(row, first, part.last, step);
-  }
-  d.warp.sync();
+WEFT_DEVICE const uint64_t* lane_word(const D& d, uint32_t source, uint32_t lane) {
+  return reinterpret_cast<const uint64_t*>(d.mesh.local() +
+                                           word_offset(d.a.call, d.ranks(), d.epoch, source, lane));
 }
 
-// Unpacks messages first .. last-1 of a lane. The warp.
+// Waits until a lane's word reaches `want`, or, where lines may come instead, until the first message's do:
+// then the word is less. The warp. False: neither came.
 template <class D>
-WEFT_DEVICE void unpack_messages(const D& d, uint32_t source, uint32_t lane, uint32_t split, uint32_t first,
-                                 uint32_t last) {
-  const Span traced(d.a.call.wait.trace, Work::kUnpack, d.warp.rank() == 0, source);
-  const RoutesLayout routes = d.routes();
-  WEFT_ROLLED
-  for (uint32_t index = first; index < last; ++index) {
-    const std::byte* at = d.mesh.local() + d.message_at(source, lane, index);
-    const uint64_t slot = (uint64_t{source} * d.lanes().count + lane) * d.lanes().capacity + index;
-    int32_t* record = split == 0 ? d.a.routes + routes.records + slot * routes.record_words : nullptr;
-    unpack_message(d, source, at, record, split);
-  }
+WEFT_DEVICE bool await_either(const D& d, Incoming<D>& incoming, uint64_t want, uint64_t& word) {
+  const uint64_t* at = lane_word(d, incoming.source, incoming.lane);
+  const bool takes_chunk = d.sends_lines();  // who has few tokens has peers who have few
+  incoming.select(0);
+  auto look = [&] {
+    word = d.warp.rank() == 0 ? load_signal(at) : 0;
+    const bool came = incoming.look(takes_chunk);
+    return !d.warp.any(!came) || d.warp.any(word >= want);
+  };
+  const bool is_there =
+      await_lines(d.a.call, d.warp, d.mesh, d.epoch, incoming.source, Site::kLowLatencyDispatchRecv, look);
+  word = d.warp.broadcast(word);
+  return is_there;
+}
+template <class D>
+WEFT_DEVICE bool await_word(const D& d, const Incoming<D>& incoming, uint64_t want, uint64_t& word) {
+  word = 0;
+  if (d.warp.rank() == 0 && !await(d.a.call, lane_word(d, incoming.source, incoming.lane), want,
+                                   incoming.source, Site::kLowLatencyDispatchRecv, kWordEpoch, word))
+    word = 0;
+  word = d.warp.broadcast(word);
+  return word >= want;
 }
 
-// Follows one lane's word until all its messages are unpacked. The warp.
+// Follows one lane until all its messages are unpacked. Returns what is to be noted of it. The warp.
+template <class D>
+WEFT_DEVICE uint32_t receive_messages(const D& d, uint32_t source, uint32_t lane, uint32_t split) {
+  const uint64_t start = cycles();
+  Incoming<D> incoming(d, source, lane, split);
+  uint32_t unpacked = 0;
+  for (uint64_t word = 0; (word & kWordDone) == 0;) {
+    const uint64_t want = d.epoch.number * kWordEpoch + unpacked + 1;
+    const bool is_first = unpacked == 0;
+    if (!(is_first && incoming.wire.lines ? await_either(d, incoming, want, word)
+                                          : await_word(d, incoming, want, word)))
+      break;
+    if (is_first && lane == 0 && split == 0 && d.a.call.wait_cycles && d.warp.rank() == 0)
+      add_local(&d.a.call.wait_cycles[source], cycles() - start);
+    const bool are_lines = word < want;
+    if (are_lines) word = kWordDone | 1;  // a lane of lines has one message
+    const auto arrived = static_cast<uint32_t>(word & kMaxLaneTokens);
+    const RoutesLayout routes = d.routes();
+    const uint64_t slot = (uint64_t{source} * d.lanes().count + lane) * d.lanes().capacity;
+    WEFT_ROLLED
+    for (; unpacked < arrived; ++unpacked) {
+      if (!are_lines) incoming.take(unpacked);
+      int32_t* record = d.a.routes + routes.records + (slot + unpacked) * routes.record_words;
+      if (!incoming.unpack(split == 0 ? record : nullptr)) return 0;
+    }
+    if (are_lines) return 1 | kCameAsLines;
+  }
+  return unpacked;
+}
+
 template <class D>
 WEFT_DEVICE void receive_lane(const D& d, uint32_t source, uint32_t lane, uint32_t split) {
-  const auto* word = reinterpret_cast<const uint64_t*>(
-      d.mesh.local() + word_offset(d.a.call, d.ranks(), d.epoch, source, lane));
-  uint32_t unpacked = 0;
-  bool is_done = d.present()[source] == 0;
-  const uint64_t start = cycles();
-  while (!is_done) {
-    uint64_t seen = 0;
-    const uint64_t want = d.epoch.number * kWordEpoch + unpacked + 1;
-    if (d.warp.rank() == 0 &&
-        !await(d.a.call, word, want, source, Site::kLowLatencyDispatchRecv, kWordEpoch, seen))
-      seen = 0;
-    seen = d.warp.broadcast(seen);
-    if (seen < want) break;
-    if (unpacked == 0 && lane == 0 && split == 0 && d.a.call.wait_cycles && d.warp.rank() == 0)
-      add_local(&d.a.call.wait_cycles[source], cycles() - start);
-    const auto arrived = static_cast<uint32_t>(seen & kMaxLaneTokens);
-    unpack_messages(d, source, lane, split, unpacked, arrived);
-    unpacked = arrived;
-    is_done = (seen & kWordDone) != 0;
-  }
+  const uint32_t came = d.present()[source] == 0 ? 0 : receive_messages(d, source, lane, split);
   if (split == 0 && d.warp.rank() == 0)
-    d.a.routes[d.routes().counts + uint64_t{source} * d.lanes().count + lane] =
-        static_cast<int32_t>(unpacked);
+    d.a.routes[d.routes().counts + uint64_t{source} * d.lanes().count + lane] = static_cast<int32_t>(came);
 }
 
 // Each rank starts with itself and goes on with its successor, so that it follows the order of arrival.
 template <class D>
 WEFT_DEVICE void receive_lanes(const D& d) {
   const WarpShare share = warp_share(d.block, d.warp);
-  const uint32_t per_source = d.lanes().count * d.a.receive_splits;
   WEFT_ROLLED
-  for (uint32_t job = share.index; job < per_source * d.ranks(); job += share.total) {
-    const uint32_t source = (d.mesh.rank() + job / per_source) % d.ranks();
-    const uint32_t in_source = job % per_source;
+  for (uint32_t job = share.index; job < d.a.source_jobs.value * d.ranks(); job += share.total) {
+    const uint32_t source = (d.mesh.rank() + job / d.a.source_jobs) % d.ranks();
+    const uint32_t in_source = job % d.a.source_jobs;
     receive_lane(d, source, in_source / d.a.receive_splits, in_source % d.a.receive_splits);
   }
 }
@@ -727,6 +887,7 @@ template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const MeshT& mesh,
                                       const Shape& shape) {
   low_latency::Dispatch<MeshT, Shape> d{a, mesh, shape, Block{}, Warp{}, {}};
+  const low_latency::Joined joined = low_latency::join(a.call, d.block, d.warp, mesh);
   const Span traced(a.call.wait.trace, Work::kLowLatencyCall, d.block.rank() == 0);
   auto* shared_epoch = d.template at<uint64_t>(0);
   const bool sends = (a.call.phases & kPhaseSend) != 0;
@@ -737,7 +898,7 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
   const low_latency::FirstVecs first =
       low_latency::load_first_vecs(d, sends ? low_latency::first_token(d) : a.call.tokens);
   bool is_ready = false;
-  d.epoch = low_latency::begin_call(a.call, d.block, d.warp, mesh, shared_epoch, d.present(),
+  d.epoch = low_latency::begin_call(a.call, d.block, d.warp, mesh, joined, shared_epoch, d.present(),
                                     Site::kLowLatencyDispatchSlot,
                                     [&] { is_ready = sends && low_latency::prepare_send(d); });
   if (sends) {

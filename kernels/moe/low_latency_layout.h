@@ -9,10 +9,14 @@
 // and only after its owner has said that it has read all of it.
 //
 // A source's tokens are dealt out to lanes, consecutive tokens to one lane. A lane's messages to one peer
-// stand in order, and one word in the peer's control area counts them: (epoch, all came, how many).
+// stand in order, and one word in the peer's control area counts them: (epoch, all came, how many). A source
+// with few tokens, one to a lane, sends messages as lines (core/line.cuh), which no word follows; so do those
+// who answer it. Slots have room for either.
 #pragma once
 
 #include "kernels/core/carver.h"
+#include "kernels/core/divisor.h"
+#include "kernels/core/line.cuh"
 
 namespace weft {
 
@@ -93,8 +97,20 @@ WEFT_DEVICE constexpr uint64_t round_up_16(uint64_t bytes) {
   return (bytes + 15) / 16 * 16;
 }
 
-// A token on its way to one rank: u32 words {token, reserved x 3, local expert or -1 [K], place in its
-// segment [K], weight [K] if any}, the row, its scales.
+WEFT_DEVICE constexpr uint32_t vecs_in(uint64_t bytes) {
+  return static_cast<uint32_t>((bytes + sizeof(Vec16) - 1) / sizeof(Vec16));
+}
+// What bytes take that travel as lines.
+WEFT_DEVICE constexpr uint64_t line_bytes_of(uint64_t bytes) {
+  return uint64_t{lines_of(vecs_in(bytes))} * kLineBytes;
+}
+WEFT_DEVICE constexpr uint64_t larger(uint64_t a, uint64_t b) {
+  return a > b ? a : b;
+}
+
+// A token on its way to one rank: a head of u32 words {token, reserved x 3, local expert or -1 [K], place in
+// its segment [K], weight [K] if any}, and a body: the row, its scales. As lines, those of the head come
+// first.
 struct MessageLayout {
   uint64_t expert;  // in words
   uint64_t place;
@@ -102,6 +118,10 @@ struct MessageLayout {
   uint64_t row;  // in bytes
   uint64_t scales;
   uint64_t bytes;
+  uint64_t stride;  // of slots
+
+  WEFT_DEVICE constexpr uint32_t head_vecs() const { return vecs_in(row); }
+  WEFT_DEVICE constexpr uint32_t body_vecs() const { return vecs_in(bytes - row); }
 };
 WEFT_DEVICE constexpr MessageLayout message_layout(uint64_t top_k, bool has_weights, uint64_t row_bytes,
                                                    uint64_t scale_bytes) {
@@ -112,6 +132,7 @@ WEFT_DEVICE constexpr MessageLayout message_layout(uint64_t top_k, bool has_weig
   at.row = round_up_16((at.weight + (has_weights ? top_k : 0)) * 4);
   at.scales = at.row + row_bytes;
   at.bytes = at.scales + round_up_16(scale_bytes);
+  at.stride = larger((at.bytes + 127) / 128 * 128, line_bytes_of(at.row) + line_bytes_of(at.bytes - at.row));
   return at;
 }
 
@@ -120,10 +141,10 @@ struct DispatchHalf {
   uint64_t messages;  // [R][lanes][capacity]
   uint64_t bytes;
 };
-WEFT_DEVICE constexpr DispatchHalf dispatch_half(uint64_t ranks, Lanes lanes, uint64_t message_bytes) {
+WEFT_DEVICE constexpr DispatchHalf dispatch_half(uint64_t ranks, Lanes lanes, uint64_t message_stride) {
   Carver carver;
   DispatchHalf at{};
-  at.messages = carver.take(ranks * lanes.count * lanes.capacity * message_bytes);
+  at.messages = carver.take(ranks * lanes.count * lanes.capacity * message_stride);
   at.bytes = carver.end();
   return at;
 }
@@ -131,16 +152,19 @@ WEFT_DEVICE constexpr DispatchHalf dispatch_half(uint64_t ranks, Lanes lanes, ui
 // A half, for combine. A reply stands at the token's slot: the slot of its expert, or (reduced) the first of
 // its rank's.
 struct CombineHalf {
-  uint64_t weights;  // f32[R][M][K]  by owner: the weights of its tokens
+  uint64_t weights;  // [R][M] weights_stride(): by owner, f32[K] of its tokens, as lines where links allow it
   uint64_t replies;  // [M][K]
   uint64_t bytes;
 };
+WEFT_DEVICE constexpr uint64_t weights_stride(uint64_t top_k) {
+  return line_bytes_of(top_k * 4);
+}
 WEFT_DEVICE constexpr CombineHalf combine_half(uint64_t ranks, uint64_t max_tokens, uint64_t top_k,
-                                               uint64_t reply_bytes) {
+                                               uint64_t reply_stride) {
   Carver carver;
   CombineHalf at{};
-  at.weights = carver.take(ranks * max_tokens * top_k * 4);
-  at.replies = carver.take(max_tokens * top_k * reply_bytes);
+  at.weights = carver.take(ranks * max_tokens * weights_stride(top_k));
+  at.replies = carver.take(max_tokens * top_k * reply_stride);
   at.bytes = carver.end();
   return at;
 }
@@ -148,16 +172,19 @@ WEFT_DEVICE constexpr CombineHalf combine_half(uint64_t ranks, uint64_t max_toke
 // What a dispatch leaves for its combine, in 4-byte words: which rows answer which token. Offsets in words.
 struct RoutesLayout {
   uint64_t epoch;   // u64: the dispatch's call number
-  uint64_t counts;  // i32[R][lanes]
+  uint64_t lines;   // 1: this rank's tokens travelled as lines
+  uint64_t counts;  // i32[R][lanes], with kCameAsLines
   uint64_t
       records;  // [R][lanes][capacity] of record_words: token, row [K] of the output or -1, weight [K] if any
   uint64_t record_words;
   uint64_t words;
 };
+inline constexpr uint32_t kCameAsLines = 1 << 16;  // beyond kMaxLaneTokens
 WEFT_DEVICE constexpr RoutesLayout routes_layout(uint64_t ranks, Lanes lanes, uint64_t top_k,
                                                  bool has_weights) {
   RoutesLayout at{};
   at.epoch = 0;
+  at.lines = 2;
   at.counts = 4;
   at.records = at.counts + ranks * lanes.count;
   at.record_words = 1 + top_k * (has_weights ? 2 : 1);
@@ -182,10 +209,14 @@ struct DispatchShared {
   uint64_t begin;    // u32[R][Le] where segments begin, by source and local expert
   uint64_t row;      // i32[warps][K]  the current message's rows, by warp
   uint64_t scales;   // u64[warps][K]  where the scales of each begin
+  uint64_t head;     // [warps] the head of the current message, where it came as lines
+  uint64_t heads;    // [K] the heads of the current token's messages, where they leave as lines
+  uint64_t image;    // the current token's message, where it leaves as lines; its head is not used
   uint64_t bytes;
 };
 WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t experts_per_rank,
-                                                     uint64_t top_k, uint64_t warps) {
+                                                     uint64_t top_k, uint64_t warps,
+                                                     const MessageLayout& message, bool has_image) {
   Carver carver(16);
   DispatchShared at{};
   at.present = carver.take(ranks * 4, 16);
@@ -200,6 +231,9 @@ WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t ex
   at.begin = carver.take(ranks * experts_per_rank * 4, 16);
   at.row = carver.take(warps * top_k * 4, 16);
   at.scales = carver.take(warps * top_k * 8, 16);
+  at.head = carver.take(warps * message.row, 16);
+  at.heads = carver.take(has_image ? top_k * message.row : 0, 16);
+  at.image = carver.take(has_image ? message.bytes : 0, 16);
   at.bytes = carver.end();
   return at;
 }
@@ -210,6 +244,7 @@ struct CombineShared {
   uint64_t slot;    // u32[warps][K]  which slots of the token these are
   uint64_t weight;  // f32[warps][K]
   uint64_t rank;    // u32[warps][K]  where the slots of the warp's token went; R for nowhere
+  uint64_t owners;  // f32[warps][K, in whole vectors]  the weights that the owner of a message sent
   uint64_t bytes;
 };
 WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_k, uint64_t warps) {
@@ -220,6 +255,7 @@ WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_
   at.slot = carver.take(warps * top_k * 4, 16);
   at.weight = carver.take(warps * top_k * 4, 16);
   at.rank = carver.take(warps * top_k * 4, 16);
+  at.owners = carver.take(warps * round_up_16(top_k * 4), 16);
   at.bytes = carver.end();
   return at;
 }

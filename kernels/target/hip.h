@@ -326,6 +326,8 @@ WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
   store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
   store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
 }
+// Lanes that load the parts of a line at one time may get them from different times.
+inline constexpr bool kLoadsLinesWhole = false;
 // A part of a line whose last word says that the whole line is there; `is_last` for that part.
 WEFT_DEVICE void store_line_part(Vec16* at, Vec16 v, bool /*is_last*/) {
   store_line(at, v);

@@ -310,6 +310,8 @@ inline void store_line(Vec16* at, Vec16 v) {
   store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
   store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
 }
+// One thread loads the parts of a line one after the other.
+inline constexpr bool kLoadsLinesWhole = false;
 // A part of a line whose last word says that the whole line is there; `is_last` for that part.
 inline void store_line_part(Vec16* at, Vec16 v, bool is_last) {
   auto* halves = reinterpret_cast<uint64_t*>(at);

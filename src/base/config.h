@@ -24,6 +24,7 @@ namespace weft {
   WEFT_OPTION(transport, std::string, "auto", "transport to use for every peer, or auto") \
   WEFT_OPTION(ranks_per_node, int64_t, 0, "pretend that nodes have this many ranks; 0 asks the machine") \
   WEFT_OPTION(cuda_sharing, std::string, "auto", "how GPUs share memory: auto, vmm or ipc") \
+  WEFT_OPTION(low_latency_line_tokens, int64_t, -1, "tokens of a rank that low-latency calls send as lines without fences, at most, over NVLink or on the CPU; 0: none; -1: as many as are faster so") \
   WEFT_OPTION(window_reserve_bytes, int64_t, 0, "addresses to set aside per window and rank; 0 takes 256 GiB") \
   WEFT_OPTION(window_bytes, int64_t, 0, "least bytes of a buffer's window; 0 takes what the buffer asks for") \
   WEFT_OPTION(host_threads, int64_t, 0, "threads a host kernel runs on per rank; 0 lets the planner choose") \

@@ -113,9 +113,9 @@ void bind_low_latency(nb::module_& module) {
       .def(
           "__init__",
           [](LowLatency* self, MoeBuffer& buffer, bool may_mask) {
-            new (self) LowLatency(buffer.window(), buffer.low_latency_begin(), buffer.low_latency_end(),
-                                  buffer.limits(),
-                                  {buffer.fault_box(), buffer.timeout_s(), may_mask, buffer.trace()});
+            new (self) LowLatency(
+                buffer.window(), buffer.low_latency_begin(), buffer.low_latency_end(), buffer.limits(),
+                {buffer.fault_box(), buffer.timeout_s(), may_mask, buffer.trace()}, buffer.line_tokens());
           },
           nb::arg("buffer"), nb::arg("may_mask"), nb::keep_alive<1, 2>())
       .def(

@@ -12,6 +12,7 @@
 #include "memory/device_memory.h"
 #include "memory/huge_pages.h"
 #include "moe/fault_text.h"
+#include "moe/low_latency.h"
 #include "topology/gpus.h"
 
 namespace weft {
@@ -79,10 +80,12 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
                          options.heap_bytes + heap_bytes_of(trace_bytes_of(config().trace_spans));
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 2 + report_bytes(ranks)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
+  WEFT_TRY_ASSIGN(const uint32_t line_tokens, agree_on_line_tokens(*comm));
   WEFT_TRY_ASSIGN(ComputeLimits limits, compute_limits(*comm));
   std::unique_ptr<MoeBuffer> buffer(
       new MoeBuffer(std::move(comm), std::move(window), std::move(visible), options, control));
   buffer->limits_ = limits;
+  buffer->line_tokens_ = line_tokens;
   if (limits.is_cuda) {
     WEFT_TRY_ASSIGN(const GpuFacts gpu, gpu_facts(buffer->comm_->device().ordinal));
     buffer->planned_sms_ = plan_num_sms(gpu.nvlinks, gpu.compute_major, limits);

@@ -155,6 +155,8 @@ class MoeBuffer {
   const ComputeLimits& limits() const { return limits_; }
   // Of calls whose caller names no number: plan_num_sms(). On the host it means nothing.
   uint32_t planned_sms() const { return planned_sms_; }
+  // Of low-latency mode: see agree_on_line_tokens().
+  uint32_t line_tokens() const { return line_tokens_; }
   double timeout_s() const { return timeout_s_; }
   WaitRule wait_rule() const;
 
@@ -185,6 +187,7 @@ class MoeBuffer {
   HighThroughputControl control_;
   ComputeLimits limits_{};
   uint32_t planned_sms_ = 1;
+  uint32_t line_tokens_ = 0;
   double timeout_s_;
   uint64_t low_latency_begin_;
   uint64_t low_latency_end_;

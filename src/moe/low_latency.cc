@@ -5,8 +5,10 @@
 #include <cstring>
 #include <limits>
 
+#include "base/config.h"
 #include "base/cuda_driver.h"
 #include "base/log.h"
+#include "topology/nvml.h"
 
 namespace weft {
 namespace {
@@ -33,14 +35,45 @@ KernelKey key_of(const LowLatencyCombineShape& shape) {
   return key;
 }
 
+// Links other than NVLink may deliver a line in pieces.
+bool keeps_lines_whole(const std::vector<RankFacts>& ranks) {
+  for (const RankFacts& from : ranks)
+    for (const RankFacts& to : ranks)
+      if (from.host != to.host || (from.gpu != to.gpu && !is_nvlink_pair(from.gpu, to.gpu))) return false;
+  return true;
+}
+
 }  // namespace
 
+Result<uint32_t> agree_on_line_tokens(Communicator& comm) {
+  const int64_t wanted = config().low_latency_line_tokens;
+  const bool is_valid = wanted >= -1 && wanted <= kMaxLanes;
+  const bool may = comm.device().is_host() || keeps_lines_whole(comm.facts());
+  const uint32_t mine = !may || !is_valid ? 0
+                        : wanted < 0      ? kPlannedLineTokens
+                                          : static_cast<uint32_t>(wanted);
+  constexpr uint64_t kRefused = uint64_t{kPlannedLineTokens} + 1;  // so that all ranks fail where one does
+  const Status agreed =
+      comm.agree("low_latency.lines",
+                 {{"WEFT_LOW_LATENCY_LINE_TOKENS, where links allow it", is_valid ? mine : kRefused}});
+  if (!is_valid)
+    return Status::invalid("WEFT_LOW_LATENCY_LINE_TOKENS: got {}, allowed: -1 to {}", wanted, kMaxLanes);
+  WEFT_TRY(agreed);
+  return mine;
+}
+
 LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
-                       const LowLatencyWaits& waits)
-    : window_(&window), begin_(begin), end_(end), limits_(limits), waits_(waits), known_masked_(ranks()) {}
+                       const LowLatencyWaits& waits, uint32_t line_tokens)
+    : window_(&window),
+      begin_(begin),
+      end_(end),
+      limits_(limits),
+      waits_(waits),
+      line_tokens_(line_tokens),
+      known_masked_(ranks()) {}
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
-  return {ranks(), max_tokens, top_k, experts};
+  return {ranks(), max_tokens, top_k, experts, line_tokens_};
 }
 
 uint32_t* LowLatency::masks() const {
@@ -87,6 +120,9 @@ LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, uint32_t tokens,
   call.max_tokens = sizes.max_tokens;
   call.tokens = tokens;
   call.experts = sizes.experts;
+  call.lines = sizes.line_tokens != 0 ? 1 : 0;
+  call.lanes = lanes_of(sizes.max_tokens);
+  call.lane_tokens = Divisor::of(std::max(call.lanes.share(tokens), 1u));
   return call;
 }
 
@@ -156,7 +192,9 @@ Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases)
   args.out_source = call.out_source;
   args.expert_stats = call.expert_stats;
   args.routes = call.routes;
-  args.receive_splits = plan.receive_splits;
+  args.receive_splits = Divisor::of(plan.receive_splits);
+  args.source_jobs = Divisor::of(args.call.lanes.count * plan.receive_splits);
+  args.line_tokens = plan.line_tokens;
   return launch(key_of(shape), plan, &args, sizeof(args), &shape, call.stream);
 }
 
@@ -186,8 +224,10 @@ Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
   args.topk_weights = call.topk_weights;
   args.routes = call.routes;
   args.combined = static_cast<std::byte*>(call.combined);
-  args.pieces = plan.pieces;
-  args.receive_splits = plan.receive_splits;
+  args.pieces = Divisor::of(plan.pieces);
+  args.owner_jobs = Divisor::of(args.call.lanes.count * plan.pieces);
+  args.receive_splits = Divisor::of(plan.receive_splits);
+  args.piece_splits = Divisor::of(plan.receive_splits / plan.pieces);
   args.signals = static_cast<const uint32_t*>(call.signals);
   args.signal_value = call.signal_value;
   args.signals_per_expert = call.signals_per_expert;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // LowLatency is the host side of low-latency dispatch and combine: validate, plan, launch.
-//   LowLatency mode(window, begin, end, limits, {fault, timeout_s, false});
+//   LowLatency mode(window, begin, end, limits, {fault, timeout_s, false}, line_tokens);
 //   LowLatencyDispatchCall call{...};
 //   call.ticket = mode.next_ticket();
 //   WEFT_TRY(mode.dispatch(call, kPhaseSend));      // x may be reused when the stream has passed
@@ -91,10 +91,15 @@ struct LowLatencyCombineCall {
   void* stream = nullptr;
 };
 
+// How many tokens of a rank may travel as lines (core/line.cuh), 0 where links do not keep these whole. All
+// ranks call it together. Errors: kInvalid where the setting is out of range or ranks differ.
+Result<uint32_t> agree_on_line_tokens(Communicator& comm);
+
 class LowLatency {
  public:
+  // `line_tokens`: of agree_on_line_tokens(), the same on all ranks.
   LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
-             const LowLatencyWaits& waits);
+             const LowLatencyWaits& waits, uint32_t line_tokens);
 
   // Whether a dispatch of these sizes fits the region; reads only sizes.
   Status check(const LowLatencyDispatchCall& call) const;
@@ -137,6 +142,7 @@ class LowLatency {
   uint64_t end_;
   ComputeLimits limits_;
   LowLatencyWaits waits_;
+  uint32_t line_tokens_;
   uint32_t ticket_ = 0;
   std::vector<bool> known_masked_;  // on the host: by the caller, or told of
 };

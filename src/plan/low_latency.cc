@@ -35,6 +35,20 @@ double ranks_of_token(const LowLatencySizes& sizes) {
   return sizes.ranks * (1 - missed);
 }
 
+// Lines save a fence and a trip to memory each way, and cost a seventh of the bytes that leave. Both
+// constants are of H200: 4.1 to 4.9 us a round trip of 64 and 128 tokens beside what their lines cost
+// (docs/performance.md, two GPUs), and what pushes of all SMs reach among eight.
+uint32_t most_line_tokens(const LowLatencySizes& sizes, const LowLatencyDispatchShape& shape,
+                          const MessageLayout& message) {
+  constexpr double kSavedUs = 4.5;
+  constexpr double kEgressBytesPerUs = 350e3;
+  const double peers = ranks_of_token(sizes) * (sizes.ranks - 1) / sizes.ranks;
+  const double reply_bytes = static_cast<double>(shape.row_bytes) * shrinks_by(shape.payload);
+  const double extra_bytes = peers * (static_cast<double>(message.bytes) + reply_bytes) / kLineVecs;
+  const double tokens = kSavedUs * kEgressBytesPerUs / std::max(extra_bytes, 1.0);
+  return static_cast<uint32_t>(std::min<double>(tokens, kMaxLanes));
+}
+
 }  // namespace
 
 LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const LowLatencyDispatchShape& shape,
@@ -43,10 +57,17 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   const Lanes lanes = lanes_of(sizes.max_tokens);
   const MessageLayout message =
       message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
-  plan.half_bytes = dispatch_half(sizes.ranks, lanes, message.bytes).bytes;
+  plan.half_bytes = dispatch_half(sizes.ranks, lanes, message.stride).bytes;
   const uint32_t warps = warps_per_block(plan, limits);
-  plan.shared_bytes =
-      static_cast<uint32_t>(dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps).bytes);
+  auto shared_bytes = [&](bool has_image) {
+    return dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps, message, has_image)
+        .bytes;
+  };
+  const bool has_room = !limits.is_cuda || shared_bytes(true) <= limits.shared_bytes;
+  const uint32_t wanted =
+      sizes.line_tokens == kPlannedLineTokens ? most_line_tokens(sizes, shape, message) : sizes.line_tokens;
+  plan.line_tokens = has_room ? std::min(wanted, lanes.count) : 0;
+  plan.shared_bytes = static_cast<uint32_t>(shared_bytes(plan.line_tokens != 0));
   plan.pieces = 1;
   plan.receive_splits =
       limits.is_cuda ? std::clamp(plan.blocks * warps / (sizes.ranks * lanes.count), 1u, kMostPieces) : 1;
@@ -57,7 +78,7 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
                                         uint32_t tokens, const ComputeLimits& limits) {
   LowLatencyPlan plan = grid_plan(limits);
   plan.half_bytes =
-      combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply_bytes(shape.row_bytes, shape.reply))
+      combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply_stride(shape.row_bytes, shape.reply))
           .bytes;
   const uint32_t warps = warps_per_block(plan, limits);
   plan.shared_bytes = static_cast<uint32_t>(combine_shared(sizes.ranks, sizes.top_k, warps).bytes);
@@ -89,8 +110,10 @@ uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
   const MessageLayout message =
       message_layout(sizes.top_k, true, (hidden * 2 + 15) / 16 * 16, hidden / 16 * 4);
   const Lanes lanes = lanes_of(sizes.max_tokens);
-  const uint64_t dispatch = dispatch_half(sizes.ranks, lanes, message.bytes).bytes;
-  const uint64_t reply = reply_bytes((hidden * 2 + 15) / 16 * 16, kReplyExactLog);
+  const uint64_t dispatch = dispatch_half(sizes.ranks, lanes, message.stride).bytes;
+  const uint64_t row_bytes = (hidden * 2 + 15) / 16 * 16;
+  const uint64_t reply =
+      std::max(reply_stride(row_bytes, kReplyExact), reply_stride(row_bytes, kReplyExactLog));
   const uint64_t combine = combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply).bytes;
   return low_latency_region_bytes(sizes.ranks, std::max(dispatch, combine));
 }

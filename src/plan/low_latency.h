@@ -12,12 +12,16 @@
 
 namespace weft {
 
+// For LowLatencySizes::line_tokens: as many as are faster as lines.
+inline constexpr uint32_t kPlannedLineTokens = ~uint32_t{0};
+
 // What all ranks of a call agree on.
 struct LowLatencySizes {
   uint32_t ranks;
   uint32_t max_tokens;  // per rank
   uint32_t top_k;
   uint32_t experts;
+  uint32_t line_tokens = 0;  // a rank with so many tokens, or fewer, sends them as lines; 0: none
 
   // The last ranks own fewer, or none, where experts do not divide evenly.
   uint32_t experts_per_rank() const { return (experts + ranks - 1) / ranks; }
@@ -29,7 +33,8 @@ struct LowLatencyPlan {
   uint32_t threads_per_block;
   uint32_t shared_bytes;
   uint32_t pieces;  // combine: warps that share one reply; all ranks must use the same, so T plays no part
-  uint32_t receive_splits;  // warps that share one message or one token's sum; a multiple of pieces
+  uint32_t receive_splits;   // warps that share one message or one token's sum; a multiple of pieces
+  uint32_t line_tokens = 0;  // dispatch: this rank's tokens travel as lines if they are so few; 0: never
 };
 
 // `tokens` are this rank's.

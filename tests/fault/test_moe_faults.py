@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import weft
+from weft import _core
 from weft.testing import oracle
 from weft.testing.cases import MoeCase
 from weft.testing.numerics import calc_diff
@@ -52,8 +53,15 @@ def ll_combine(buffer: weft.Buffer, rank: int, state: Any) -> None:
     buffer.low_latency_combine(state[0], CASE.topk_idx(rank), CASE.topk_weights(rank), state[2])
 
 
-def lose_one(rank: Rank, call: str, number: int) -> tuple[str, float]:
+def use_wire(name: str) -> None:
+    """Have this process's few tokens of low-latency calls travel as "lines", or followed by "words"."""
+    os.environ["WEFT_LOW_LATENCY_LINE_TOKENS"] = "0" if name == "words" else "-1"
+    _core.config_reload()
+
+
+def lose_one(rank: Rank, call: str, number: int, wire: str) -> tuple[str, float]:
     """Every rank makes a round trip; then LOST gets the signal before ``call`` and the others make it."""
+    use_wire(wire)
     buffer = make_buffer(rank)
     first, second = (ht_dispatch, ht_combine) if call.startswith("ht") else (ll_dispatch, ll_combine)
     state = first(buffer, rank.rank)
@@ -73,9 +81,19 @@ def lose_one(rank: Rank, call: str, number: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])
-@pytest.mark.parametrize("call", ["ht_dispatch", "ht_combine", "ll_dispatch", "ll_combine"])
-def test_a_lost_rank_is_named_by_all_others(call: str, number: int) -> None:
-    results = run_ranks(3, lose_one, call, number, lost={LOST}, deadline_s=60, with_gpus=False)
+@pytest.mark.parametrize(
+    ("call", "wire"),
+    [
+        ("ht_dispatch", "words"),
+        ("ht_combine", "words"),
+        ("ll_dispatch", "words"),
+        ("ll_combine", "words"),
+        ("ll_dispatch", "lines"),
+        ("ll_combine", "lines"),
+    ],
+)
+def test_a_lost_rank_is_named_by_all_others(call: str, wire: str, number: int) -> None:
+    results = run_ranks(3, lose_one, call, number, wire, lost={LOST}, deadline_s=60, with_gpus=False)
     for rank, result in enumerate(results):
         if rank != LOST:
             message, waited_s = result
@@ -98,8 +116,9 @@ def test_a_late_rank_is_waited_for() -> None:
     run_ranks(3, return_late, deadline_s=60, with_gpus=False)
 
 
-def shrink(rank: Rank, number: int) -> None:
+def shrink(rank: Rank, number: int, wire: str) -> None:
     """With shrink enabled the lost rank is masked, which is logged once, and the others go on among themselves."""
+    use_wire(wire)
     log = rank.folder / f"log-{rank.rank}"
     os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
     buffer = make_buffer(rank, enable_shrink=True, explicitly_destroy=True)
@@ -128,9 +147,10 @@ def shrink(rank: Rank, number: int) -> None:
     assert buffer.runtime is None
 
 
+@pytest.mark.parametrize("wire", ["words", "lines"])
 @pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])
-def test_with_shrink_a_lost_rank_is_masked_and_work_goes_on(number: int) -> None:
-    run_ranks(3, shrink, number, lost={LOST}, deadline_s=60, with_gpus=False)
+def test_with_shrink_a_lost_rank_is_masked_and_work_goes_on(number: int, wire: str) -> None:
+    run_ranks(3, shrink, number, wire, lost={LOST}, deadline_s=60, with_gpus=False)
 
 
 def die_before_construction(rank: Rank) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from gpu_ranks import num_gpus, run_on_gpus
 from low_latency_blocks import BLOCK_CASES, BLOCK_TOKENS, check_blocks
 
 import weft
+from weft import _core
 from weft.testing import oracle
 from weft.testing.cases import MoeCase
 from weft.testing.numerics import calc_diff
@@ -137,6 +139,40 @@ def _check_blocks(rank: Rank) -> None:
 def test_block_formats_match_the_oracle_byte_for_byte() -> None:
     for num_ranks in sorted({2, num_gpus()}):
         run_on_gpus(num_ranks, _check_blocks)
+
+
+def _bits(rank: Rank, case: MoeCase, form: str, line_tokens: int) -> list[torch.Tensor]:
+    """Return the bytes of what a dispatch delivers, expert by expert, and of what its combine returns."""
+    os.environ["WEFT_LOW_LATENCY_LINE_TOKENS"] = str(line_tokens)
+    _core.config_reload()
+    me, most_tokens = rank.rank, case.tokens[0]
+    buffer = _buffer(rank, case, most_tokens)
+    idx, weights = case.topk_idx(me).cuda(), case.topk_weights(me).cuda()
+    recv, counts, handle, _, _ = buffer.low_latency_dispatch(
+        case.x(me).cuda(), idx, most_tokens, case.num_experts, **FORMATS[form]
+    )
+    results = _check_dispatched(case, me, form, recv, counts, handle)
+    combined, _, _ = buffer.low_latency_combine(results, idx, weights, handle)
+    exact, _, _ = buffer.low_latency_combine(results, idx, weights, handle, exact=True)
+    parts = recv if isinstance(recv, tuple) else (recv,)
+    rows = [part[e, :count] for part in parts for e, count in enumerate(counts.tolist())]
+    whole = (t.clone(memory_format=torch.contiguous_format) for t in (*rows, combined, exact))
+    return [t.view(torch.uint8).cpu() for t in whole]
+
+
+def _check_wires(rank: Rank) -> None:
+    for tokens, hidden in ((128, 7168), (33, 512), (2, 512)):
+        case = _case(rank.size, tokens, hidden, 8, 8)
+        for form in FORMATS:
+            # 20: ranks with few tokens send lines to ranks with more, who send words.
+            words, *others = (_bits(rank, case, form, line_tokens) for line_tokens in (0, 20, 128, -1))
+            for other in others:
+                assert all(torch.equal(a, b) for a, b in zip(words, other, strict=True))
+
+
+def test_lines_and_words_bring_the_same_bits() -> None:
+    """Over NVLink; elsewhere all are words."""
+    run_on_gpus(num_gpus(), _check_wires)
 
 
 def _check_graph(rank: Rank) -> None:

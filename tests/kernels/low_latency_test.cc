@@ -106,8 +106,8 @@ struct Output {
 // One rank of one test.
 class Rank {
  public:
-  Rank(std::shared_ptr<Bootstrap> boot, uint64_t region_bytes, uint32_t host_threads, bool may_mask = false,
-       double timeout_s = kTimeoutS) {
+  Rank(std::shared_ptr<Bootstrap> boot, uint64_t region_bytes, uint32_t host_threads, uint32_t line_tokens,
+       bool may_mask = false, double timeout_s = kTimeoutS) {
     auto comm = Communicator::create(boot, Device{Device::Kind::kHost, 0}, kTimeoutS);
     EXPECT_EQ(comm.status().message(), "");
     comm_ = *comm;
@@ -116,7 +116,7 @@ class Rank {
     window_ = std::move(*window);
     mode_ = std::make_unique<LowLatency>(*window_, kBegin, kBegin + region_bytes,
                                          ComputeLimits{false, 1, host_threads, 0},
-                                         LowLatencyWaits{&fault_, timeout_s, may_mask});
+                                         LowLatencyWaits{&fault_, timeout_s, may_mask}, line_tokens);
   }
 
   uint32_t rank() const { return static_cast<uint32_t>(comm_->rank()); }
@@ -323,6 +323,10 @@ class RoundTrip {
   LowLatencyCombineCall combine_;
 };
 
+// No lines, lines for ranks with few tokens beside ranks with more, and the usual: most cases have no more.
+constexpr uint32_t kUsual = 64;
+constexpr uint32_t kWires[] = {0, 5, kUsual};
+
 constexpr uint32_t kBoth = kPhaseSend | kPhaseReceive;
 
 void run_whole(const Case& c, Rank& rank, uint32_t seed) {
@@ -333,12 +337,17 @@ void run_whole(const Case& c, Rank& rank, uint32_t seed) {
   trip.check_combined();
 }
 
+class LowLatencyWires : public ::testing::TestWithParam<uint32_t> {};
+INSTANTIATE_TEST_SUITE_P(LineTokens, LowLatencyWires, ::testing::ValuesIn(kWires));
+
 class LowLatencyCases : public ::testing::TestWithParam<Case> {};
 
 TEST_P(LowLatencyCases, ThreadsRoundTrip) {
   run_ranks(RanksAre::kThreads, GetParam().ranks, [](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(GetParam()), GetParam().host_threads);
-    for (uint32_t seed = 0; seed < 4; ++seed) run_whole(GetParam(), rank, seed);
+    for (uint32_t line_tokens : kWires) {
+      Rank rank(boot, region_for(GetParam()), GetParam().host_threads, line_tokens);
+      for (uint32_t seed = 0; seed < 3; ++seed) run_whole(GetParam(), rank, seed);
+    }
   });
 }
 
@@ -363,15 +372,15 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(LowLatency, ProcessesRoundTrip) {
   const Case c{3, 256, 4, 8, 12, kPayloadFp8};
   run_ranks(RanksAre::kProcesses, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1);
+    Rank rank(boot, region_for(c), 1, kUsual);
     for (uint32_t seed = 0; seed < 4; ++seed) run_whole(c, rank, seed);
   });
 }
 
-TEST(LowLatency, TwoCallsMayBeOutstanding) {
+TEST_P(LowLatencyWires, TwoCallsMayBeOutstanding) {
   const Case c{3, 128, 3, 6, 10};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 2);
+    Rank rank(boot, region_for(c), 2, GetParam());
     for (uint32_t turn = 0; turn < 5; ++turn) {
       RoundTrip a(c, rank, 2 * turn);
       RoundTrip b(c, rank, 2 * turn + 1);
@@ -391,20 +400,20 @@ TEST(LowLatency, TwoCallsMayBeOutstanding) {
   });
 }
 
-TEST(LowLatency, SizesMayChangeFromCallToCall) {
+TEST_P(LowLatencyWires, SizesMayChangeFromCallToCall) {
   const Case big{3, 512, 8, 12, 40};
   const std::vector<Case> cases = {
       big, {3, 128, 3, 6, 10, kPayloadFp8}, {3, 8, 1, 3, 2, kPayloadCopy, kReplyExact}};
   run_ranks(RanksAre::kThreads, 3, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(big), 1);
+    Rank rank(boot, region_for(big), 1, GetParam());
     for (uint32_t turn = 0; turn < 12; ++turn) run_whole(cases[turn % 3], rank, turn);
   });
 }
 
-TEST(LowLatency, SlowRanksAreWaitedFor) {
+TEST_P(LowLatencyWires, SlowRanksAreWaitedFor) {
   const Case c{4, 64, 3, 8, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1);
+    Rank rank(boot, region_for(c), 1, GetParam());
     std::mt19937 random(rank.rank());
     for (uint32_t turn = 0; turn < 30; ++turn) {
       if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(random() % 4));
@@ -414,10 +423,10 @@ TEST(LowLatency, SlowRanksAreWaitedFor) {
 }
 
 // Words and acknowledgements hold epochs far beyond 32 bits.
-TEST(LowLatency, EpochsGoOnForYears) {
+TEST_P(LowLatencyWires, EpochsGoOnForYears) {
   const Case c{2, 64, 2, 4, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 2);
+    Rank rank(boot, region_for(c), 2, GetParam());
     const uint64_t calls = uint64_t{1} << 44;
     const LowLatencyControl at = low_latency_control(c.ranks);
     std::byte* region = rank.window().local() + Rank::kBegin;
@@ -431,10 +440,10 @@ TEST(LowLatency, EpochsGoOnForYears) {
   });
 }
 
-TEST(LowLatency, SilentRankIsNamed) {
+TEST_P(LowLatencyWires, SilentRankIsNamed) {
   const Case c{3, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1, false, kSilentS);
+    Rank rank(boot, region_for(c), 1, GetParam(), false, kSilentS);
     run_whole(c, rank, 0);
     if (rank.rank() == 2) return;
     RoundTrip trip(c, rank, 1);
@@ -447,10 +456,10 @@ TEST(LowLatency, SilentRankIsNamed) {
   });
 }
 
-TEST(LowLatency, SilentRankIsMaskedWhereAllowed) {
+TEST_P(LowLatencyWires, SilentRankIsMaskedWhereAllowed) {
   const Case c{3, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1, true, kSilentS);
+    Rank rank(boot, region_for(c), 1, GetParam(), true, kSilentS);
     run_whole(c, rank, 0);
     if (rank.rank() == 1) return;
     for (uint32_t turn = 1; turn < 6; ++turn) {
@@ -464,10 +473,10 @@ TEST(LowLatency, SilentRankIsMaskedWhereAllowed) {
   });
 }
 
-void disagree(bool may_mask) {
+void disagree(uint32_t line_tokens, bool may_mask) {
   const Case c{3, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(Case{3, 64, 3, 6, 9}), 1, may_mask);
+    Rank rank(boot, region_for(Case{3, 64, 3, 6, 9}), 1, line_tokens, may_mask);
     run_whole(c, rank, 0);
     Case other = c;
     if (rank.rank() == 1) other.max_tokens = 9;
@@ -483,18 +492,18 @@ void disagree(bool may_mask) {
     for (uint32_t turn = 2; turn < 6; ++turn) run_whole(c, rank, turn);
   });
 }
-TEST(LowLatency, RanksThatDisagreeAreToldAndMayGoOn) {
-  disagree(false);
+TEST_P(LowLatencyWires, RanksThatDisagreeAreToldAndMayGoOn) {
+  disagree(GetParam(), false);
 }
-TEST(LowLatency, RanksThatDisagreeAreNotMasked) {
-  disagree(true);
+TEST_P(LowLatencyWires, RanksThatDisagreeAreNotMasked) {
+  disagree(GetParam(), true);
 }
 
 // Every token names one expert three times: more rows than its output has.
 TEST(LowLatency, TooManyRowsForAnExpertAreReported) {
   const Case c{2, 64, 3, 6, 6, kPayloadCopy, kReplyReduced, 1, false, 4};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1);
+    Rank rank(boot, region_for(c), 1, kUsual);
     RoundTrip trip(c, rank, 0);
     const Status status = trip.dispatch(kBoth);
     if (rank.rank() == 0) EXPECT_EQ(status.message(), "");
@@ -506,7 +515,7 @@ TEST(LowLatency, TooManyRowsForAnExpertAreReported) {
 TEST(LowLatency, CombineOfAnotherDispatchIsRefused) {
   const Case c{2, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1);
+    Rank rank(boot, region_for(c), 1, kUsual);
     RoundTrip first(c, rank, 0);
     ASSERT_EQ(first.dispatch(kBoth).message(), "");
     RoundTrip second(c, rank, 1);
@@ -521,7 +530,7 @@ TEST(LowLatency, CombineOfAnotherDispatchIsRefused) {
 TEST(LowLatency, TooSmallARegionIsRefusedBeforeAnythingIsSent) {
   const Case c{2, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, region_for(c), 1);
+    Rank rank(boot, region_for(c), 1, kUsual);
     const Case big{2, 4096, 3, 6, 600};
     RoundTrip trip(big, rank, 0);
     const Status status = trip.dispatch(kBoth);

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
@@ -18,12 +20,14 @@ from moe_checks import barrier, check_round_trip
 from torch import Tensor
 
 import weft
+from weft import _core
 from weft.testing import oracle
 from weft.testing.cases import MoeCase
 from weft.testing.numerics import calc_diff
-from weft.testing.ranks import Rank, RankPool
+from weft.testing.ranks import Rank, RankPool, run_ranks
 
 RANK_COUNTS = (1, 2, 3, 5, 6, 7, 17)
+WIRES = ("lines", "words")
 SMALL = MoeCase(tokens=(6, 9), hidden=512, top_k=3, num_experts=8)
 MOST_TOKENS = 16
 LARGEST = (512, 1024, 96)  # tokens, hidden, experts that the kept buffer is sized for
@@ -46,9 +50,27 @@ BF16, FP8, ROUNDED, UE8M0 = Format(), Format(True), Format(True, True), Format(T
 FORMATS = (BF16, FP8, ROUNDED, UE8M0)
 
 
-@pytest.fixture(scope="module", params=RANK_COUNTS)
+@contextmanager
+def wire(name: str) -> Iterator[None]:
+    """Have few tokens travel as "lines", or followed by "words", among the ranks that are started meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_LOW_LATENCY_LINE_TOKENS", {"lines": "-1", "words": "0"}.get(name, name))
+        _core.config_reload()
+        yield
+    _core.config_reload()
+
+
+@pytest.fixture(scope="module", params=zip(RANK_COUNTS, itertools.cycle(WIRES)), ids=str)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param, with_gpus=False) as ranks:
+    num_ranks, name = request.param
+    with wire(name), RankPool(num_ranks, with_gpus=False) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module", params=WIRES)
+def pair(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Two ranks, over each wire in turn."""
+    with wire(request.param), RankPool(2, with_gpus=False) as ranks:
         yield ranks
 
 
@@ -215,9 +237,10 @@ def check_many_tokens(rank: Rank, case: MoeCase, most_tokens: int) -> None:
     check_ll_round_trip(rank, case, BF16, most_tokens)
 
 
-def test_more_than_1024_tokens_to_one_expert() -> None:
+@pytest.mark.parametrize("name", WIRES)
+def test_more_than_1024_tokens_to_one_expert(name: str) -> None:
     case = MoeCase((1500, 1300), 16, 1, 4, routing="one expert", empty_share=0)
-    with RankPool(2, with_gpus=False) as pool:
+    with wire(name), RankPool(2, with_gpus=False) as pool:
         pool.run(check_many_tokens, case, 1600)
 
 
@@ -427,9 +450,20 @@ def check_masks(rank: Rank, case: MoeCase) -> None:
     assert status.tolist() == [0] * rank.size
 
 
-def test_a_masked_rank_is_left_out() -> None:
-    with RankPool(3, with_gpus=False) as pool:
+@pytest.mark.parametrize("name", WIRES)
+def test_a_masked_rank_is_left_out(name: str) -> None:
+    with wire(name), RankPool(3, with_gpus=False) as pool:
         pool.run(check_masks, MoeCase((6, 9, 4), 128, 3, 6))
+
+
+def make_over_another_wire(rank: Rank, names: tuple[str, ...]) -> None:
+    with wire(names[rank.rank]), pytest.raises(weft.Error, match="WEFT_LOW_LATENCY_LINE_TOKENS"):
+        weft.Buffer(rank.group, 0, 1 << 20, low_latency_mode=True)
+
+
+@pytest.mark.parametrize("names", [("lines", "words"), ("words", "129")], ids=str)
+def test_ranks_must_agree_on_lines(names: tuple[str, ...]) -> None:
+    run_ranks(2, make_over_another_wire, names, with_gpus=False)
 
 
 def check_masks_need_shrink(rank: Rank) -> None:

@@ -27,16 +27,16 @@ std::string combine_text(const LowLatencySizes& sizes, int64_t hidden, uint32_t 
 TEST(LowLatencyPlan, GoldenPlansOfTypicalCalls) {
   const LowLatencySizes deepseek{8, 128, 8, 256};
   EXPECT_EQ(dispatch_text(deepseek, 7168, kH200),
-            "half 7651328 bytes, 132 blocks of 512 threads, 3952 bytes shared, 1 pieces, 2 receive splits");
+            "half 8781824 bytes, 132 blocks of 512 threads, 5232 bytes shared, 1 pieces, 2 receive splits");
   EXPECT_EQ(combine_text(deepseek, 7168, 128, kH200),
-            "half 14712832 bytes, 132 blocks of 512 threads, 2096 bytes shared, 3 pieces, 15 receive splits");
+            "half 16908288 bytes, 132 blocks of 512 threads, 2608 bytes shared, 3 pieces, 15 receive splits");
   EXPECT_EQ(combine_text(deepseek, 7168, 1, kH200),
-            "half 14712832 bytes, 132 blocks of 512 threads, 2096 bytes shared, 3 pieces, 48 receive splits");
+            "half 16908288 bytes, 132 blocks of 512 threads, 2608 bytes shared, 3 pieces, 48 receive splits");
   const LowLatencySizes few{8, 8, 8, 256};
   EXPECT_EQ(combine_text(few, 7168, 8, kH200),
-            "half 919552 bytes, 132 blocks of 512 threads, 2096 bytes shared, 8 pieces, 128 receive splits");
+            "half 1056768 bytes, 132 blocks of 512 threads, 2608 bytes shared, 8 pieces, 128 receive splits");
   EXPECT_EQ(dispatch_text(few, 7168, kHost),
-            "half 478208 bytes, 2 blocks of 1 threads, 2512 bytes shared, 1 pieces, 1 receive splits");
+            "half 548864 bytes, 2 blocks of 1 threads, 2592 bytes shared, 1 pieces, 1 receive splits");
 }
 
 // Ranks must agree on everything about a reply, and not all have the same number of tokens.
@@ -51,6 +51,24 @@ TEST(LowLatencyPlan, PiecesDoNotDependOnTheTokensOfARank) {
     }
     EXPECT_LE(lanes_of(max_tokens).count * pieces, kWordsPerSource);
   }
+}
+
+// Few tokens travel as lines: one to a lane, and only while the bytes that lines add cost less than they
+// save.
+TEST(LowLatencyPlan, LinesAreForFewTokens) {
+  auto line_tokens = [](LowLatencySizes sizes, uint32_t wanted, const ComputeLimits& limits) {
+    sizes.line_tokens = wanted;
+    return plan_low_latency_dispatch(sizes, fp8(sizes, 7168), limits).line_tokens;
+  };
+  EXPECT_EQ(line_tokens({8, 128, 8, 256}, kPlannedLineTokens, kH200), 110u);
+  EXPECT_EQ(line_tokens({2, 128, 8, 256}, kPlannedLineTokens, kH200), 128u);
+  EXPECT_EQ(line_tokens({8, 16, 8, 256}, kPlannedLineTokens, kH200), 16u);
+  EXPECT_EQ(line_tokens({8, 4096, 8, 256}, 64, kH200), 64u);
+  EXPECT_EQ(line_tokens({8, 300, 8, 256}, kMaxLanes, kH200), 100u);  // lanes of three tokens
+  EXPECT_EQ(line_tokens({8, 128, 8, 256}, 0, kH200), 0u);
+  ComputeLimits small = kH200;
+  small.shared_bytes = 8 * 1024;  // no room for the image of a message
+  EXPECT_EQ(line_tokens({8, 128, 8, 256}, 64, small), 0u);
 }
 
 TEST(LowLatencyPlan, LanesHoldEveryToken) {

@@ -75,11 +75,6 @@ std::optional<ExchangeOf> exchange_of(Function function) {
   }
 }
 
-ExchangeWay way_of(BookMode mode) {
-  if (mode == BookMode::kPlaces) return ExchangeWay::kPlaces;
-  return mode == BookMode::kStages ? ExchangeWay::kStages : ExchangeWay::kLines;
-}
-
 // WEFT_NCCL_FORWARD names functions; "all" means every one.
 bool is_forwarded_by_option(Function function) {
   std::istringstream names(config().nccl_forward);
@@ -296,10 +291,11 @@ Status ncclComm::run_exchange(const Operation& o, const weft::BookChoice& choice
   const weft::Exchange kind = weft::nccl::exchange_of(o.function)->kind;
   const uint64_t parts = kind == weft::Exchange::kReduceScatter ? static_cast<uint64_t>(size_) : 1;
   WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count * parts));
-  return collectives_->exchange({kind, weft::nccl::element_of(o.type), weft::nccl::reduction_of(o.op),
-                                 const_cast<std::byte*>(src), o.dst, o.count,
-                                 choice.mode == weft::BookMode::kLinesAtOnce, weft::nccl::way_of(choice.mode),
-                                 choice.num_sms, o.stream});
+  const bool is_in_place = choice.mode == weft::BookMode::kPlaces;
+  return collectives_->exchange(
+      {kind, weft::nccl::element_of(o.type), weft::nccl::reduction_of(o.op), const_cast<std::byte*>(src),
+       o.dst, o.count, choice.mode == weft::BookMode::kLinesAtOnce,
+       is_in_place ? weft::ExchangeWay::kPlaces : weft::ExchangeWay::kLines, choice.num_sms, o.stream});
 }
 
 // One rank: every collective is a copy.

@@ -123,7 +123,7 @@ Result<ProgramBook> ProgramBook::read(const std::string& path, uint32_t ranks, B
     if (on != machine || of_ranks != ranks) continue;
     const bool is_program = mode == BookMode::kProgram;
     const bool is_known = is_program ? number < numbers.size() && numbers[number] != ~0u
-                                     : mode <= BookMode::kStages && collective <= BookCollective::kAllToAll;
+                                     : mode <= BookMode::kPlaces && collective <= BookCollective::kAllToAll;
     if (!is_known || collective > BookCollective::kExchange)
       return Status::invalid("{}: choice {} is damaged", path, i);
     if (is_program) choice.program = numbers[number];

@@ -43,7 +43,7 @@ struct BookProgram {
 };
 
 // What serves a call: a program, or the exchange kernel, all_reduce by lines in one step or in two.
-enum class BookMode : uint32_t { kProgram = 0, kLinesAtOnce, kLines, kPlaces, kStages };
+enum class BookMode : uint32_t { kProgram = 0, kLinesAtOnce, kLines, kPlaces };
 
 // Serves calls of up to max_bytes of the full buffer.
 struct BookChoice {

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from weft.collectives.average import ended_sums
 from weft.collectives.direct import direct_messages
-from weft.collectives.exchanges import EXCHANGES, LINES, PLACES
+from weft.collectives.exchanges import EXCHANGES
 from weft.collectives.ir import Algorithm
 from weft.collectives.rows import chunks_of_part, program_rows, protocol_number
-from weft.collectives.selector import EXCHANGE, PROGRAM, STAGED, Choice, Selector
+from weft.collectives.selector import EXCHANGE, PROGRAM, Choice, Selector
 from weft.collectives.verifier import verify
 from weft.errors import Error
 
@@ -95,17 +95,16 @@ def write_book(path: Path, parts: Iterable[Part]) -> int:
 
 def _mode(choice: Choice) -> int:
     """Return the number of BookMode in src/collective/program_book.h."""
-    if choice.way is None:
+    if choice.mode != EXCHANGE:
         return 0
-    if choice.way == LINES:
-        return 1 if EXCHANGES[choice.algorithm.name].is_one_shot else 2
-    return 3 if choice.way == PLACES else 4
+    if choice.algorithm.protocol != "LL":
+        return 3
+    return 1 if EXCHANGES[choice.algorithm.name].is_one_shot else 2
 
 
 def _rows(part: Part) -> Iterator[Row]:
     selector = Selector(
-        *(part.ranks, part.machine, part.key, part.folder, part.algorithm_dir),
-        modes=(PROGRAM, EXCHANGE, STAGED),
+        *(part.ranks, part.machine, part.key, part.folder, part.algorithm_dir), modes=(PROGRAM, EXCHANGE)
     )
     machine = _MACHINES[part.machine]
     for collective, number, inplace in _SERVED:

@@ -14,7 +14,7 @@ import dataclasses
 from collections import defaultdict, deque
 
 from weft.collectives.direct import DirectMessages, direct_messages
-from weft.collectives.exchanges import LINES, PLACES, STAGES
+from weft.collectives.exchanges import LINES, PLACES
 from weft.collectives.ir import Algorithm, Block, Op, Step
 
 
@@ -94,14 +94,13 @@ def predict_us(algorithm: Algorithm, num_bytes: int, machine: Machine) -> float:
 
 # Of the exchange kernel over NVLink, by algorithm and way: microseconds of the least call, and GB/s of what a rank
 # sends beyond it. Fitted to 4 H200 in CUDA graphs (bench/results/h200-x4-exchanges.json): lines up to 2 MiB, places up
-# to 64 MiB, the one-step all_reduce around 64 KiB, where it ends. Large all_reduce was measured both ways since, by
-# stages at 4 and 64 MiB: stages are from h200-x4-collective-ordinary.json, the GB/s of places from
-# h200-x4-collective.json. So stages are the faster way from about 24 MiB on 4 ranks.
+# to 64 MiB, the one-step all_reduce around 64 KiB, where it ends; the GB/s of all_reduce's places are from a later run,
+# h200-x4-collective.json. Stages are nobody's choice: on 2 H200 all_reduce takes longer through them at every size, in
+# one run (h200-x2-collective-staged.json).
 _EXCHANGE_COSTS = {
     ("allreduce_1step", LINES): (4.3, 65.0),
     ("allreduce_allpairs", LINES): (6.0, 135.0),
     ("allreduce_allpairs", PLACES): (7.9, 326.0),
-    ("allreduce_allpairs", STAGES): (11.5, 337.0),
     ("allgather_allpairs", LINES): (4.3, 115.0),
     ("allgather_allpairs", PLACES): (8.4, 325.0),
     ("reducescatter_allpairs", LINES): (4.2, 115.0),

@@ -150,7 +150,6 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
         _exchange("allreduce_1step", "LL"),
         _exchange("allreduce_allpairs", "LL"),
         _exchange("allreduce_allpairs", "Simple"),
-        Variant("allreduce_allpairs", "Simple", mode=STAGED),
         Variant("allreduce_allpairs", "LL", mode=COMPILED),
         Variant("allreduce_1step", "LL"),
         Variant("allreduce_allpairs", "LL"),
@@ -355,7 +354,7 @@ class Selector:
             return f"mode {variant.mode} is not served here"
         if variant.mode == COMPILED:
             return "compiled programs are used where they were measured"
-        if variant.mode in (EXCHANGE, STAGED) and self.machine.one_thread:
+        if variant.mode == EXCHANGE and self.machine.one_thread:
             return "many threads share an exchange, and a CPU rank has one"
         return None
 

@@ -221,10 +221,8 @@ def _time(
     import torch
     import torch.distributed as dist
 
-    from weft.collectives.selector import PROGRAM, STAGED
+    from weft.collectives.selector import PROGRAM
 
-    if variant.mode == STAGED:
-        return None  # these tensors are in no window, so the same exchange goes by stages anyway
     if variant.mode != PROGRAM and device.type != "cuda":
         return None  # one thread does an exchange slowly, and compiled programs ask for a C++ compiler
     try:

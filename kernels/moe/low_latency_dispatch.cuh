@@ -232,7 +232,7 @@ WEFT_DEVICE void at_places(const D& d, Store store) {
 
 template <class D>
 WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
-  at_places(d, [&](std::byte* place) { *reinterpret_cast<Vec16*>(place + offset) = vec; });
+  at_places(d, [&](std::byte* place) { store_watched(reinterpret_cast<Vec16*>(place + offset), vec); });
 }
 
 // What a thread of the block sends first of a row, which it asks for before it is known where the row goes:
@@ -270,7 +270,9 @@ WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byt
     store_to_all(d, message.row + i * 16, load_vec_streaming(reinterpret_cast<const Vec16*>(row) + i));
   for (uint32_t i = d.block.rank(); i < d.shape.scale_bytes / 4; i += d.block.size()) {
     const uint32_t word = reinterpret_cast<const uint32_t*>(scales)[i];
-    at_places(d, [&](std::byte* place) { reinterpret_cast<uint32_t*>(place + message.scales)[i] = word; });
+    at_places(d, [&](std::byte* place) {
+      store_watched(reinterpret_cast<uint32_t*>(place + message.scales) + i, word);
+    });
   }
 }
 
@@ -279,9 +281,9 @@ WEFT_DEVICE void send_scale(const D& d, uint32_t group, float scale) {
   const uint64_t scales = d.message().scales;
   at_places(d, [&](std::byte* place) {
     if (d.shape.payload == kPayloadFp8Exponent) {
-      reinterpret_cast<uint8_t*>(place + scales)[group] = ue8m0(scale);
+      store_watched(reinterpret_cast<uint8_t*>(place + scales) + group, ue8m0(scale));
     } else {
-      reinterpret_cast<float*>(place + scales)[group] = scale;
+      store_watched(reinterpret_cast<uint32_t*>(place + scales) + group, bits_of_float(scale));
     }
   });
 }
@@ -312,8 +314,9 @@ WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row, const FirstVe
 
 template <class D>
 WEFT_DEVICE void send_scale_byte(const D& d, uint32_t block, uint8_t scale) {
-  at_places(d,
-            [&](std::byte* place) { reinterpret_cast<uint8_t*>(place + d.message().scales)[block] = scale; });
+  at_places(d, [&](std::byte* place) {
+    store_watched(reinterpret_cast<uint8_t*>(place + d.message().scales) + block, scale);
+  });
 }
 
 // Each lane takes a unit of channels at a time.
@@ -364,12 +367,13 @@ WEFT_DEVICE void write_heads(const D& d, uint32_t token) {
   for (uint32_t t = 0; t < targets; ++t) {
     const uint32_t rank = d.target()[t];
     auto* head = reinterpret_cast<uint32_t*>(d.sends_lines() ? d.heads(t) : d.place()[t]);
-    if (d.warp.rank() == 0) head[0] = token;
+    if (d.warp.rank() == 0) store_watched(head, token);
     for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
-      head[message.expert + k] = d.slot_rank()[k] == rank ? d.slot_expert()[k] : ~uint32_t{0};
-      head[message.place + k] = d.slot_place()[k];
+      store_watched(head + message.expert + k, d.slot_rank()[k] == rank ? d.slot_expert()[k] : ~uint32_t{0});
+      store_watched(head + message.place + k, d.slot_place()[k]);
       if (d.has_weights())
-        head[message.weight + k] = bits_of_float(d.a.topk_weights[uint64_t{token} * d.top_k() + k]);
+        store_watched(head + message.weight + k,
+                      bits_of_float(d.a.topk_weights[uint64_t{token} * d.top_k() + k]));
     }
   }
   d.warp.sync();

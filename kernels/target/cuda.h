@@ -339,6 +339,12 @@ WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
                "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3])
                : "memory");
 }
+// Where a peer may look for a line's tag at the same time, and find something else. `at` may be in shared
+// memory.
+template <class T>
+WEFT_DEVICE void store_watched(T* at, T value) {
+  *at = value;
+}
 // Lanes of a warp that load the parts of a 128-byte line with one instruction get what was there at one time.
 inline constexpr bool kLoadsLinesWhole = true;
 // A part of a 128-byte line that the lanes of a warp store with one instruction, so that it arrives whole.

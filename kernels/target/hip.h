@@ -326,6 +326,12 @@ WEFT_DEVICE void store_line(Vec16* at, Vec16 v) {
   store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
   store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
 }
+// Where a peer may look for a line's tag at the same time, and find something else. `at` may be in shared
+// memory.
+template <class T>
+WEFT_DEVICE void store_watched(T* at, T value) {
+  *at = value;
+}
 // Lanes that load the parts of a line at one time may get them from different times.
 inline constexpr bool kLoadsLinesWhole = false;
 // A part of a line whose last word says that the whole line is there; `is_last` for that part.

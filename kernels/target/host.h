@@ -310,6 +310,14 @@ inline void store_line(Vec16* at, Vec16 v) {
   store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
   store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
 }
+// Where a peer may look for a line's tag at the same time, and find something else.
+template <class T>
+inline void store_watched(T* at, T value) {
+  if constexpr (sizeof(T) == sizeof(Vec16))
+    store_line(at, value);
+  else
+    std::atomic_ref<T>(*at).store(value, std::memory_order_relaxed);
+}
 // One thread loads the parts of a line one after the other.
 inline constexpr bool kLoadsLinesWhole = false;
 // A part of a line whose last word says that the whole line is there; `is_last` for that part.

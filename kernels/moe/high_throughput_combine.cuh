@@ -31,6 +31,8 @@ namespace combine {
 // rather add long pieces of one row.
 inline constexpr uint32_t kRowsInFlight = Warp::kMaxSize == 1 ? 1 : 4;
 inline constexpr uint32_t kVecsInFlight = kSumVecs;
+// It is asked for the next token's rows while it sums one's: by itself it starts anew with every row.
+inline constexpr bool kAsksAhead = Warp::kMaxSize == 1;
 inline constexpr uint32_t kChunksAtOnce = 8;  // signals of a peer that a look asks for: memory is far
 inline constexpr uint32_t kLookEveryNs = 500;
 inline constexpr uint32_t kSharedPollNs = 200;
@@ -202,9 +204,14 @@ struct TokenRows {
   uint64_t x_row;
   uint32_t count;
   uint32_t mine;
+  uint32_t tokens_ahead;  // to the next token of this warp
 
   WEFT_DEVICE const std::byte* row(uint32_t i, uint64_t row_bytes) const {
     return i == mine ? own_row : staging + i * row_bytes;
+  }
+  // How far behind row i a row of the next token probably is: tokens lie in order, about as many rows each.
+  WEFT_DEVICE uint64_t ahead(uint32_t i, uint64_t row_bytes) const {
+    return uint64_t{tokens_ahead} * (i == mine ? 1 : count) * row_bytes;
   }
 };
 
@@ -322,7 +329,7 @@ WEFT_DEVICE bool wait_for_token(const CombineArgs& a, Warp warp, const MeshT& me
 
 template <class MeshT, class Shape>
 WEFT_DEVICE TokenRows rows_of_token(const CombineArgs& a, Warp warp, const MeshT& mesh, const Shape& shape,
-                                    const Staging& staging, uint64_t token) {
+                                    const Staging& staging, uint64_t token, uint32_t tokens_ahead) {
   const int32_t* send_row = a.send_row + token * mesh.ranks();
   uint32_t count = 0;
   uint32_t before_mine = 0;
@@ -332,6 +339,7 @@ WEFT_DEVICE TokenRows rows_of_token(const CombineArgs& a, Warp warp, const MeshT
     before_mine += peer < mesh.rank() ? goes : 0;
   }
   TokenRows rows{};
+  rows.tokens_ahead = tokens_ahead;
   rows.count = warp.sum(count);
   rows.mine = warp.sum(before_mine);
   if (a.sum_place) rows.mine = static_cast<uint32_t>(a.sum_place[token * mesh.ranks() + mesh.rank()]);
@@ -345,6 +353,13 @@ WEFT_DEVICE TokenRows rows_of_token(const CombineArgs& a, Warp warp, const MeshT
                static_cast<uint32_t>(send_row[mesh.rank()]);
   rows.own_row = a.x + rows.x_row * shape.row_bytes;
   return rows;
+}
+
+template <uint32_t kBytes>
+WEFT_DEVICE void prefetch_piece(const std::byte* piece) {
+  constexpr uint32_t kLineBytes = 64;
+  WEFT_UNROLL
+  for (uint32_t at = 0; at < kBytes; at += kLineBytes) prefetch(piece + at);
 }
 
 // The sum of a token's rows at vectors v, v + stride, ...; kVecs of them at once keep enough loads in flight.
@@ -366,9 +381,10 @@ WEFT_DEVICE void sum_vectors(const CombineArgs& a, const Shape& shape, const Tok
     WEFT_UNROLL
     for (uint32_t i = 0; i < kRowsInFlight; ++i) {
       if (first + i >= rows.count) continue;
+      const std::byte* row = rows.row(first + i, row_bytes);
+      if constexpr (kAsksAhead) prefetch_piece<kVecs * 16>(row + v * 16 + rows.ahead(first + i, row_bytes));
       WEFT_UNROLL
-      for (uint32_t j = 0; j < kVecs; ++j)
-        held[i][j] = load_vec_streaming(vec(rows.row(first + i, row_bytes), j));
+      for (uint32_t j = 0; j < kVecs; ++j) held[i][j] = load_vec_streaming(vec(row, j));
     }
     WEFT_UNROLL
     for (uint32_t i = 0; i < kRowsInFlight; ++i) {
@@ -414,7 +430,7 @@ WEFT_DEVICE void sum_tokens(const CombineArgs& a, const ReadyExchange& x, Block 
   for (uint64_t token = share.index; token < a.tokens; token += share.total) {
     if (!wait_for_token(a, warp, mesh, epoch, progress, token)) return;
     const Span traced(a.wait.trace, Work::kSum, warp.rank() == 0);
-    const TokenRows rows = rows_of_token(a, warp, mesh, shape, staging, token);
+    const TokenRows rows = rows_of_token(a, warp, mesh, shape, staging, token, share.total);
     if (shape.element == kElementFp32)
       sum_rows<Fp32>(a, warp, shape, rows, token);
     else

@@ -226,6 +226,12 @@ inline bool read_process(uint32_t process, void* dst, uint64_t src, uint64_t byt
   return true;
 }
 
+// Reads a byte. Linux maps shared memory page by page as it is first written, but 16 pages at once as it is
+// first read.
+inline void touch(const std::byte* at) {
+  (void)*static_cast<const volatile std::byte*>(at);
+}
+
 // Copies by one thread as the system's library does, which knows the machine's best way for every size;
 // false where a target has nothing better than a loop over vectors.
 inline bool copy_alone(void* dst, const void* src, uint64_t bytes) {
@@ -240,6 +246,9 @@ inline bool copy_cold(void* dst, const void* src, uint64_t bytes) {
   constexpr uint64_t kStep = 128, kSrcAhead = 2048, kDstAhead = 1024;
   const auto* from = static_cast<const std::byte*>(src);
   auto* to = static_cast<std::byte*>(dst);
+  if (bytes == 0) return true;
+  touch(to);
+  touch(to + bytes - 1);
   for (; bytes >= kStep; bytes -= kStep, from += kStep, to += kStep) {
     for (uint64_t line = 0; line < kStep; line += 64) {
       _mm_prefetch(reinterpret_cast<const char*>(from + kSrcAhead + line), _MM_HINT_T0);

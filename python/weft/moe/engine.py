@@ -21,6 +21,7 @@ from weft import _core
 from weft.errors import invalid
 from weft.moe.arguments import describe
 from weft.moe.events import EventHandle, EventOverlap
+from weft.moe.host_memory import HostMemory
 
 _NOWHERE = 16
 
@@ -70,6 +71,7 @@ class Engine:
         self.low_latency_calls = 0
         self.unreceived: dict[int, str] = {}  # by number, those whose hook has not run
         self._released: list[tuple[int, Any]] = []
+        self._host_memory = HostMemory()
 
     def check_handle(self, handle: object, kind: type, call: str) -> Any:
         """Return the state of a handle that ``call``() on this engine returned, or raise weft.Error."""
@@ -190,6 +192,8 @@ class Engine:
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor, allocated for the stream that is current."""
+        if not self.is_cuda:
+            return self._host_memory.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def on_comm_stream(self) -> AbstractContextManager[Any]:

@@ -73,13 +73,13 @@ WEFT_KERNEL void dispatch_layout(const LayoutArgs& a, const MeshT&, const Shape&
     if (a.sum_place) layout::place_token(a, token);
   }
   block.sync();
-  for (uint32_t i = block.rank(); i < a.ranks; i += block.size())
-    if (per_rank[i] != 0) add_local(&a.tokens_per_rank[i], per_rank[i]);
-  for (uint32_t i = block.rank(); i < a.experts; i += block.size())
-    if (per_expert[i] != 0) add_local(&a.tokens_per_expert[i], per_expert[i]);
+  for (uint32_t i = block.rank(); i < a.ranks + a.experts; i += block.size())
+    if (per_rank[i] != 0) add_local(&a.counts[i], per_rank[i]);
 }
 
 namespace notify {
+
+inline constexpr uint32_t kTokensAtOnce = 4;  // of a thread, one after the other: memory is far
 
 // Exclusive scan over the tokens of value_of(token), by the whole block; place(token, value, before) gets
 // each result. Returns the total in every thread. shared: u32[warps + 1].
@@ -87,19 +87,28 @@ template <class ValueOf, class Place>
 WEFT_DEVICE uint32_t scan_tokens(Block block, Warp warp, uint32_t* shared, uint64_t tokens, ValueOf value_of,
                                  Place place) {
   uint32_t total = 0;
-  for (uint64_t first = 0; first < tokens; first += block.size()) {
-    const uint64_t token = first + block.rank();
-    const uint32_t value = token < tokens ? value_of(token) : 0;
-    const uint32_t in_warp = warp.scan_exclusive(value);
-    const uint32_t warp_total = warp.sum(value);
+  for (uint64_t first = 0; first < tokens; first += uint64_t{block.size()} * kTokensAtOnce) {
+    const uint64_t token = first + uint64_t{block.rank()} * kTokensAtOnce;
+    uint32_t values[kTokensAtOnce];
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kTokensAtOnce; ++i) values[i] = token + i < tokens ? value_of(token + i) : 0;
+    uint32_t sum = 0;
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kTokensAtOnce; ++i) sum += values[i];
+    const uint32_t in_warp = warp.scan_exclusive(sum);
+    const uint32_t warp_total = warp.sum(sum);
     if (warp.rank() == 0) shared[warp.index()] = warp_total;
     block.sync();
-    uint32_t before = total;
+    uint32_t before = total + in_warp;
     for (uint32_t w = 0; w < block.warps(); ++w) {
       if (w < warp.index()) before += shared[w];
       total += shared[w];
     }
-    if (token < tokens) place(token, value, before + in_warp);
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kTokensAtOnce; ++i) {
+      if (token + i < tokens) place(token + i, values[i], before);
+      before += values[i];
+    }
     block.sync();
   }
   return total;
@@ -182,23 +191,38 @@ WEFT_DEVICE void sum_counts(const NotifyArgs& a, Block block, const MeshT& mesh,
   }
 }
 
-// Finds the first value on which some rank disagrees with this one. One thread.
+// The first word in which another rank's header differs from this one's, or kAgreedWords.
+WEFT_DEVICE uint32_t first_difference(const uint32_t* theirs, const uint32_t* mine) {
+  uint32_t found = kAgreedWords;
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < kAgreedWords; ++i) {
+    const uint32_t word = kAgreedWords - 1 - i;
+    if (theirs[word] != mine[word]) found = word;
+  }
+  return found;
+}
+
+// Reports the first rank that disagrees with this one, and about what. One warp.
 template <class MeshT>
-WEFT_DEVICE void compare_headers(const NotifyArgs& a, const MeshT& mesh, uint64_t epoch) {
+WEFT_DEVICE void compare_headers(const NotifyArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch) {
+  const uint32_t ranks = mesh.ranks();
   const auto* mine = reinterpret_cast<const uint32_t*>(&a.mine);
-  a.report->disagreeing_word = kAgreedWords;
-  for (uint32_t rank = 0; rank < mesh.ranks(); ++rank) {
-    const auto* theirs =
-        reinterpret_cast<const uint32_t*>(mesh.local() + record_at(a.at, epoch, mesh.ranks(), rank));
-    for (uint32_t word = 0; word < kAgreedWords; ++word) {
-      if (theirs[word] == mine[word]) continue;
+  for (uint32_t first = 0; first < ranks; first += warp.size()) {
+    const uint32_t rank = first + warp.rank();
+    const auto* theirs = reinterpret_cast<const uint32_t*>(
+        mesh.local() + record_at(a.at, epoch, ranks, rank < ranks ? rank : mesh.rank()));
+    const uint32_t word = first_difference(theirs, mine);
+    const uint32_t disagreeing = warp.min(word == kAgreedWords ? ranks : rank);
+    if (disagreeing == ranks) continue;
+    if (rank == disagreeing) {
       a.report->disagreeing_word = word;
       a.report->disagreeing_rank = rank;
       a.report->theirs = theirs[word];
       a.report->mine = mine[word];
-      return;
     }
+    return;
   }
+  if (warp.rank() == 0) a.report->disagreeing_word = kAgreedWords;
 }
 
 }  // namespace notify
@@ -226,7 +250,7 @@ WEFT_KERNEL void dispatch_notify(const NotifyArgs& a, const MeshT& mesh, const S
   block.sync();
   if (shared[block.warps() + 1] != 0) {
     notify::sum_counts(a, block, mesh, epoch);
-    if (block.rank() == 0) notify::compare_headers(a, mesh, epoch);
+    if (warp.index() == 0) notify::compare_headers(a, warp, mesh, epoch);
     block.sync();
   }
   if (block.rank() != 0) return;

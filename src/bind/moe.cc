@@ -67,18 +67,16 @@ void bind_moe(nb::module_& module) {
       .def(
           "layout",
           [](MoeBuffer& self, uint64_t topk_idx, uint32_t id_bytes, uint32_t tokens, uint32_t top_k,
-             uint32_t experts, uint64_t tokens_per_rank, uint64_t tokens_per_expert, uint64_t token_in_rank,
-             uint64_t sum_place, uint64_t stream) {
+             uint32_t experts, uint64_t counts, uint64_t token_in_rank, uint64_t sum_place, uint64_t stream) {
             check(without_gil([&] {
               return self.layout({pointer<void>(topk_idx), id_bytes, tokens, top_k, experts,
-                                  pointer<int32_t>(tokens_per_rank), pointer<int32_t>(tokens_per_expert),
-                                  pointer<uint8_t>(token_in_rank), pointer<int32_t>(sum_place),
-                                  pointer<void>(stream)});
+                                  pointer<int32_t>(counts), pointer<uint8_t>(token_in_rank),
+                                  pointer<int32_t>(sum_place), pointer<void>(stream)});
             }));
           },
           nb::kw_only(), nb::arg("topk_idx"), nb::arg("id_bytes"), nb::arg("tokens"), nb::arg("top_k"),
-          nb::arg("experts"), nb::arg("tokens_per_rank"), nb::arg("tokens_per_expert"),
-          nb::arg("token_in_rank"), nb::arg("sum_place"), nb::arg("stream"))
+          nb::arg("experts"), nb::arg("counts"), nb::arg("token_in_rank"), nb::arg("sum_place"),
+          nb::arg("stream"))
       .def(
           "notify",
           [](MoeBuffer& self, const RowFormat& format, uint64_t token_in_rank, uint64_t tokens_per_expert,

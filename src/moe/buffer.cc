@@ -156,12 +156,10 @@ Status MoeBuffer::layout(const LayoutCall& call) {
                         call.experts,
                         experts_per_rank(call.experts),
                         0,
-                        call.tokens_per_rank,
-                        call.tokens_per_expert,
+                        call.counts,
                         call.token_in_rank,
                         call.sum_place};
-  WEFT_TRY(zero(call.tokens_per_rank, ranks * sizeof(int32_t), call.stream));
-  WEFT_TRY(zero(call.tokens_per_expert, call.experts * sizeof(int32_t), call.stream));
+  WEFT_TRY(zero(call.counts, (ranks + call.experts) * sizeof(int32_t), call.stream));
   return launch({kLayoutFile, "dispatch_layout", "LayoutArgs"},
                 plan_layout(call.tokens, ranks, call.experts, limits_), &args, sizeof(args), {}, call.stream);
 }

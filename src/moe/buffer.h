@@ -120,10 +120,9 @@ struct LayoutCall {
   uint32_t tokens;
   uint32_t top_k;
   uint32_t experts;
-  int32_t* tokens_per_rank;    // [R]
-  int32_t* tokens_per_expert;  // [experts]
-  uint8_t* token_in_rank;      // [T][R]
-  int32_t* sum_place;          // [T][R], or null
+  int32_t* counts;         // [R + experts]: tokens per rank, then per expert
+  uint8_t* token_in_rank;  // [T][R]
+  int32_t* sum_place;      // [T][R], or null
   void* stream;
 };
 

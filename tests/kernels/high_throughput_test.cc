@@ -30,7 +30,7 @@ struct RankData {
   std::vector<uint32_t> scales;
   std::vector<int64_t> ids;
   std::vector<float> weights;
-  std::vector<int32_t> per_rank, per_expert;
+  std::vector<int32_t> counts;  // per rank, then per expert
   std::vector<uint8_t> in_rank;
   std::vector<int32_t> send_row, slot_base, prefix;
   std::vector<uint16_t> combined;
@@ -51,8 +51,7 @@ RankData make_rank(const Case& c, uint32_t rank, uint32_t seed) {
     data.ids.push_back(random() % 8 == 0 ? -1 : static_cast<int64_t>(random() % c.experts));
     data.weights.push_back(static_cast<float>(random() % 1000) / 1000.0f);
   }
-  data.per_rank.resize(c.ranks, -7);
-  data.per_expert.resize(c.experts, -7);
+  data.counts.resize(c.ranks + c.experts, -7);
   data.in_rank.resize(uint64_t{data.tokens} * c.ranks, 9);
   data.send_row.resize(uint64_t{data.tokens} * c.ranks);
   data.slot_base.resize(data.tokens);
@@ -69,13 +68,13 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
     const Case& c = GetParam();
     RankData& mine = all[rank];
     ASSERT_EQ(buffer
-                  .layout({mine.ids.data(), 8, mine.tokens, c.top_k, c.experts, mine.per_rank.data(),
-                           mine.per_expert.data(), mine.in_rank.data(), nullptr, nullptr})
+                  .layout({mine.ids.data(), 8, mine.tokens, c.top_k, c.experts, mine.counts.data(),
+                           mine.in_rank.data(), nullptr, nullptr})
                   .message(),
               "");
     const RowFormat format{c.row_bytes, c.scale_words, c.top_k, 8, 2, c.row_bytes};
-    Result<Notified> counts = buffer.notify({format, mine.in_rank.data(), mine.per_expert.data(), mine.tokens,
-                                             c.experts, mine.handle(), 0, nullptr});
+    Result<Notified> counts = buffer.notify({format, mine.in_rank.data(), mine.counts.data() + c.ranks,
+                                             mine.tokens, c.experts, mine.handle(), 0, nullptr});
     ASSERT_EQ(counts.status().message(), "");
     Result<Received> received = buffer.dispatch(
         {format, reinterpret_cast<std::byte*>(mine.x.data()), mine.scales.data(), c.scale_words, 1,

@@ -282,15 +282,12 @@ class Buffer(LowLatencyCalls):
         arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
         engine.begin(previous)
         with engine.allocating(allocate_on_comm_stream):
-            counts = (
-                engine.empty(self.group_size, dtype=torch.int32),
-                engine.empty(num_experts, dtype=torch.int32),
-                engine.empty(topk_idx.size(0), self.group_size, dtype=torch.bool),
-            )
-        high_throughput.layout(engine, topk_idx, counts)
-        per_node = self._count_per_node(engine, counts[2])
-        event = engine.finish(async_finish, (topk_idx, *counts, per_node))
-        return counts[0], per_node, counts[1], counts[2], event
+            counted = high_throughput.empty_layout(engine, topk_idx.size(0), num_experts)
+        high_throughput.layout(engine, topk_idx, counted)
+        per_node = self._count_per_node(engine, counted.is_token_in_rank)
+        event = engine.finish(async_finish, (topk_idx, *counted, per_node))
+        per_rank, per_expert = counted.split()
+        return per_rank, per_node, per_expert, counted.is_token_in_rank, event
 
     def _count_per_node(self, engine: Engine, in_rank: Tensor) -> Tensor | None:
         if self.group_size <= _RANKS_PER_RDMA_GROUP:

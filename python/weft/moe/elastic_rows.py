@@ -40,16 +40,12 @@ def first_dispatch(engine: Engine, rows: Rows, wanted: Wanted) -> tuple[Received
     ids, ranks, rank = rows.topk_idx, int(engine.communicator.size), int(engine.communicator.rank)
     num_tokens, top_k = ids.shape
     with engine.on_comm_stream():
-        counted = (
-            engine.empty(ranks, dtype=torch.int32),
-            engine.empty(wanted.num_experts, dtype=torch.int32),
-            engine.empty(num_tokens, ranks, dtype=torch.bool),
-        )
+        counted = high_throughput.empty_layout(engine, num_tokens, wanted.num_experts)
         sum_place = engine.empty(num_tokens, ranks, dtype=torch.int32)
         high_throughput.layout(engine, ids, counted, sum_place)
         worst = max(ranks * wanted.num_max_tokens, 1) if wanted.counts_unknown else 0
         received, state, slots = high_throughput.dispatch(
-            engine, rows, counted[2], counted[1], worst, wanted.num_sms, sum_place
+            engine, rows, counted.is_token_in_rank, counted.split()[1], worst, wanted.num_sms, sum_place
         )
         recv_idx = received.ids()
         assert recv_idx is not None

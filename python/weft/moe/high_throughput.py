@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,23 +48,37 @@ class Rows:
         )
 
 
-def layout(
-    engine: Engine,
-    topk_idx: Tensor,
-    counts: tuple[Tensor, Tensor, Tensor],
-    sum_place: Tensor | None = None,
-) -> None:
-    """Fill counts: i32[ranks], i32[experts], bool[T, ranks]; and sum_place i32[T, ranks], by right-most slot."""
-    per_rank, per_expert, in_rank = counts
+class Layout(NamedTuple):
+    """Who gets what."""
+
+    counts: Tensor  # i32[ranks + experts]: tokens per rank, then slots per expert
+    is_token_in_rank: Tensor  # bool[T, ranks]
+
+    def split(self) -> tuple[Tensor, Tensor]:
+        """Return (tokens per rank i32[ranks], slots per expert i32[experts])."""
+        num_ranks = self.is_token_in_rank.size(1)
+        return self.counts[:num_ranks], self.counts[num_ranks:]
+
+
+def empty_layout(engine: Engine, num_tokens: int, num_experts: int) -> Layout:
+    """Allocate what layout() fills, for the stream that is current."""
+    num_ranks = int(engine.communicator.size)
+    return Layout(
+        engine.empty(num_ranks + num_experts, dtype=torch.int32),
+        engine.empty(num_tokens, num_ranks, dtype=torch.bool),
+    )
+
+
+def layout(engine: Engine, topk_idx: Tensor, into: Layout, sum_place: Tensor | None = None) -> None:
+    """Fill ``into``, and sum_place i32[T, ranks], by right-most slot."""
     engine.core.layout(
         topk_idx=topk_idx.data_ptr(),
         id_bytes=topk_idx.element_size(),
         tokens=topk_idx.size(0),
         top_k=topk_idx.size(1),
-        experts=per_expert.size(0),
-        tokens_per_rank=per_rank.data_ptr(),
-        tokens_per_expert=per_expert.data_ptr(),
-        token_in_rank=in_rank.data_ptr(),
+        experts=into.counts.size(0) - into.is_token_in_rank.size(1),
+        counts=into.counts.data_ptr(),
+        token_in_rank=into.is_token_in_rank.data_ptr(),
         sum_place=address(sum_place),
         stream=engine.stream,
     )

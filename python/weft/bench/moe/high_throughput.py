@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures layout, dispatch, cached dispatch and combine. Routes change from sample to sample, and all peers
-take turns within a sample, so a machine that slows down slows all of them."""
+"""Measures layout, dispatch, both as one, cached dispatch and combine.
+
+Routes change from sample to sample, and all peers take turns within a sample, so a machine that slows down slows
+all of them."""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     traces = bench.traces(calls["weft"].buffer, take)
     for of_peer in calls.values():
         of_peer.buffer.destroy()
-    return Measured(rows, method_notes(bench, deep_ep is not None), traces)
+    notes = [*method_notes(bench, deep_ep is not None), _ways_of_dispatch(rows[1])]
+    return Measured(rows, notes, traces)
 
 
 class _Samples:
@@ -89,19 +92,21 @@ class _Samples:
             lambda: of_peer.dispatch(self.payload, self.topk_idx, self.weights, routes)
         )
         combine, combined = self.bench.captured(lambda: of_peer.combine(self.y, results[4]))
-        handle = peers.HighThroughput(of_peer.buffer, of_peer.experts).dispatch(
-            self.payload, self.topk_idx, self.weights, of_peer.layout(self.topk_idx)
-        )[4]
+        handle = self._lay_out_and_dispatch(peers.HighThroughput(of_peer.buffer, of_peer.experts))[4]
         cached, again = self.bench.captured(lambda: of_peer.dispatch_cached(self.payload, handle))
-        self._kept.append((routes, results, combined, handle, again))  # replays read and write there
-        return [layout, dispatch, combine, cached]
+        both, anew = self.bench.captured(lambda: self._lay_out_and_dispatch(of_peer))
+        self._kept.append((routes, results, combined, handle, again, anew))  # replays read and write there
+        return [layout, dispatch, combine, cached, both]
+
+    def _lay_out_and_dispatch(self, of_peer: peers.HighThroughput) -> Any:
+        return of_peer.dispatch(self.payload, self.topk_idx, self.weights, of_peer.layout(self.topk_idx))
 
     def take(self, topk_idx: Tensor) -> None:
         """Take one sample of everything along this rank's routes."""
         self.topk_idx.copy_(topk_idx)
         for name, of_peer in self.calls.items():
             if name in self.replays:
-                steps = ("layout", "dispatch", "combine", "cached")
+                steps = ("layout", "dispatch", "combine", "cached", "layout + dispatch")
                 for step, replay in zip(steps, self.replays[name], strict=True):
                     self.bench.sample(f"{name} {step}", replay)
             else:
@@ -118,6 +123,7 @@ class _Samples:
         del results
         sample(f"{name} combine", lambda: of_peer.combine(self.y[:count], handle))
         sample(f"{name} cached", lambda: of_peer.dispatch_cached(self.payload, handle))
+        sample(f"{name} layout + dispatch", lambda: self._lay_out_and_dispatch(of_peer))
 
     def _take_baselines(self) -> None:
         if self.bench.tracer:
@@ -162,6 +168,11 @@ def _check(bench: Bench, inputs: Inputs, payload: peers.Payload, calls: peers.Hi
     check.check_ht_combine(combined, inputs.rows[me.rank], routes[me.rank], o.experts, me.size)
 
 
+def _ways_of_dispatch(dispatch: Row) -> str:
+    with_layout, cached = dispatch.extra["with_layout_us"], dispatch.extra["cached_us"]
+    return f"layout and dispatch timed as one: {with_layout:,.1f} us; dispatch with a cached handle: {cached:,.1f} us"
+
+
 def _rows(bench: Bench, traffic: Traffic, us: dict[str, list[float]], num_sms: int) -> list[Row]:
     o = bench.options
     sent_bytes, back_bytes = row_bytes(o.dtype, o.hidden), row_bytes("bf16", o.hidden)
@@ -175,6 +186,7 @@ def _rows(bench: Bench, traffic: Traffic, us: dict[str, list[float]], num_sms: i
         for row in rows:
             row.extra["sms"] = num_sms
     rows[1].extra["cached_us"] = round(statistics.median(us["weft cached"]), 3)
+    rows[1].extra["with_layout_us"] = round(statistics.median(us["weft layout + dispatch"]), 3)
     if "deep_ep layout" in us:
         rows[0].baselines["deep_ep"] = statistics.median(us["deep_ep layout"])
     return rows

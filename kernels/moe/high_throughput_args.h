@@ -70,7 +70,7 @@ struct RankCounts {
   uint64_t staging_bytes;
 };
 
-// Written by the notify kernel, then `epoch`; in memory that the host can read if it waits for the counts.
+// Written by the notify kernel, then, where the host waits for it, `epoch`; in memory that it can read then.
 // RankCounts[R] and the tokens of each local expert, i32[local experts], follow it.
 struct CountReport {
   uint64_t epoch;
@@ -136,11 +136,11 @@ struct NotifyArgs {
   const int32_t* tokens_per_expert;  // [experts]
   CountHeader mine;
   uint32_t experts_per_rank;
-  uint32_t reserved;
-  int32_t* send_row;   // [T][R] the token's place among this rank's rows for a peer, or -1
-  int32_t* slot_base;  // [T] the token's first place in this rank's combine staging
-  int32_t* rows_to;    // [R] scratch
-  int32_t* prefix;     // [R][R] rows that rank j gets from ranks 0..i
+  uint32_t host_waits;  // for the report: 0, or 1
+  int32_t* send_row;    // [T][R] the token's place among this rank's rows for a peer, or -1
+  int32_t* slot_base;   // [T] the token's first place in this rank's combine staging
+  int32_t* rows_to;     // [R] scratch
+  int32_t* prefix;      // [R][R] rows that rank j gets from ranks 0..i
   CountReport* report;
 };
 

@@ -79,7 +79,7 @@ WEFT_KERNEL void dispatch_layout(const LayoutArgs& a, const MeshT&, const Shape&
 
 namespace notify {
 
-inline constexpr uint32_t kTokensAtOnce = 4;  // of a thread, one after the other: memory is far
+inline constexpr uint32_t kTokensAtOnce = 4;  // of a thread: memory is far
 
 // Exclusive scan over the tokens of value_of(token), by the whole block; place(token, value, before) gets
 // each result. Returns the total in every thread. shared: u32[warps + 1].
@@ -88,26 +88,31 @@ WEFT_DEVICE uint32_t scan_tokens(Block block, Warp warp, uint32_t* shared, uint6
                                  Place place) {
   uint32_t total = 0;
   for (uint64_t first = 0; first < tokens; first += uint64_t{block.size()} * kTokensAtOnce) {
-    const uint64_t token = first + uint64_t{block.rank()} * kTokensAtOnce;
+    const uint64_t token = first + uint64_t{warp.index()} * warp.size() * kTokensAtOnce + warp.rank();
     uint32_t values[kTokensAtOnce];
     WEFT_UNROLL
-    for (uint32_t i = 0; i < kTokensAtOnce; ++i) values[i] = token + i < tokens ? value_of(token + i) : 0;
-    uint32_t sum = 0;
+    for (uint32_t i = 0; i < kTokensAtOnce; ++i) {
+      const uint64_t at = token + i * warp.size();
+      values[i] = at < tokens ? value_of(at) : 0;
+    }
+    uint32_t before[kTokensAtOnce];
+    uint32_t warp_total = 0;
     WEFT_UNROLL
-    for (uint32_t i = 0; i < kTokensAtOnce; ++i) sum += values[i];
-    const uint32_t in_warp = warp.scan_exclusive(sum);
-    const uint32_t warp_total = warp.sum(sum);
+    for (uint32_t i = 0; i < kTokensAtOnce; ++i) {
+      before[i] = warp_total + warp.scan_exclusive(values[i]);
+      warp_total += warp.sum(values[i]);
+    }
     if (warp.rank() == 0) shared[warp.index()] = warp_total;
     block.sync();
-    uint32_t before = total + in_warp;
+    uint32_t before_warp = total;
     for (uint32_t w = 0; w < block.warps(); ++w) {
-      if (w < warp.index()) before += shared[w];
+      if (w < warp.index()) before_warp += shared[w];
       total += shared[w];
     }
     WEFT_UNROLL
     for (uint32_t i = 0; i < kTokensAtOnce; ++i) {
-      if (token + i < tokens) place(token + i, values[i], before);
-      before += values[i];
+      const uint64_t at = token + i * warp.size();
+      if (at < tokens) place(at, values[i], before_warp + before[i]);
     }
     block.sync();
   }
@@ -250,13 +255,12 @@ WEFT_KERNEL void dispatch_notify(const NotifyArgs& a, const MeshT& mesh, const S
   block.sync();
   if (shared[block.warps() + 1] != 0) {
     notify::sum_counts(a, block, mesh, epoch);
-    if (warp.index() == 0) notify::compare_headers(a, warp, mesh, epoch);
+    if (warp.index() == block.warps() - 1) notify::compare_headers(a, warp, mesh, epoch);
     block.sync();
   }
   if (block.rank() != 0) return;
-  fence_system();
   a.state->epoch = epoch;
-  store_release(&a.report->epoch, epoch);
+  if (a.host_waits) store_release(&a.report->epoch, epoch);
 }
 
 }  // namespace weft

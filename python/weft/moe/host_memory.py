@@ -10,7 +10,6 @@ Threads: any; tensors may die in any thread.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import weakref
 
@@ -28,14 +27,17 @@ class HostMemory:
         self._spare: dict[int, torch.Tensor] = {}  # by address, oldest first; who pops one has it
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor. Its memory is spare again when the last tensor that shares it is gone."""
+        """Return an uninitialised tensor; like that of received rows its storage can't be resized.
+
+        The memory is spare again when the last tensor that shares it is gone.
+        """
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _LARGE_BYTES:
             return torch.empty(shape, dtype=dtype)
         piece = self._take(num_bytes)
         if piece is None:
             piece = torch.empty(num_bytes, dtype=torch.uint8)
-        lent = (ctypes.c_uint8 * num_bytes).from_address(piece.data_ptr())
+        lent = piece.numpy().data[:num_bytes]
         weakref.finalize(lent, self._give, piece).atexit = False
         storage = torch.frombuffer(lent, dtype=torch.uint8).untyped_storage()  # which keeps `lent`
         return torch.empty(0, dtype=dtype).set_(storage).resize_(shape)

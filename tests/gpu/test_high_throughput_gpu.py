@@ -44,6 +44,11 @@ def _check_shape(rank: Rank, tokens: int, hidden: int, top_k: int, per_rank: int
     routes = [inputs[1] for inputs in every]
     want = oracle.ht_dispatch(routes, experts, rank.rank)
     want_x = want.take([inputs[0] for inputs in every])
+    want_weights = want.take_weights([inputs[2] for inputs in every])
+    sent_back = [
+        oracle.ht_dispatch(routes, experts, r).take([inputs[0] for inputs in every]) for r in range(rank.size)
+    ]
+    want_sums = oracle.ht_combine(sent_back, routes, experts, rank.rank)
     for repeat in range(3):
         layout = _dispatch_args(buffer, idx, experts)
         recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(
@@ -51,21 +56,16 @@ def _check_shape(rank: Rank, tokens: int, hidden: int, top_k: int, per_rank: int
         )
         assert torch.equal(recv_x.cpu(), want_x), f"rows, repeat {repeat}"
         assert torch.equal(recv_idx.cpu(), want.topk_idx)
-        assert torch.equal(recv_weights.cpu(), want.take_weights([inputs[2] for inputs in every]))
+        assert torch.equal(recv_weights.cpu(), want_weights)
         assert counts == want.per_expert
         cached = buffer.dispatch(x, handle=handle)[0]
         assert torch.equal(cached.cpu(), want_x), "cached"
-        sent_back = [
-            oracle.ht_dispatch(routes, experts, r).take([inputs[0] for inputs in every])
-            for r in range(rank.size)
-        ]
         # Other rows every time, at first into memory that was never written: a signal that is early shows.
         factor = repeat - 3
         combined = buffer.combine(recv_x * factor, handle)[0]
-        want_sums = oracle.ht_combine([rows * factor for rows in sent_back], routes, experts, rank.rank)
-        assert torch.equal(combined.cpu(), want_sums), f"combined alone, repeat {repeat}"
+        want_scaled = oracle.ht_combine([rows * factor for rows in sent_back], routes, experts, rank.rank)
+        assert torch.equal(combined.cpu(), want_scaled), f"combined alone, repeat {repeat}"
         combined, combined_weights, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
-        want_sums = oracle.ht_combine(sent_back, routes, experts, rank.rank)
         assert torch.equal(combined.cpu(), want_sums), f"combined with weights, repeat {repeat}"
         chosen = idx >= 0
         assert torch.equal(combined_weights[chosen], weights[chosen])

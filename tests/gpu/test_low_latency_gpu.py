@@ -57,10 +57,10 @@ def _sent(x: torch.Tensor, form: str) -> torch.Tensor:
     return oracle.dequantize_fp8(*oracle.quantize_fp8(x, form != "fp8"))
 
 
-def _received(recv: Any, expert: int) -> torch.Tensor:
+def _received(recv: Any, expert: int, count: int) -> torch.Tensor:
     if isinstance(recv, tuple):
-        return oracle.dequantize_fp8(recv[0][expert].cpu(), recv[1][expert].cpu())
-    return recv[expert].float().cpu()
+        return oracle.dequantize_fp8(recv[0][expert, :count].cpu(), recv[1][expert, :count].cpu())
+    return recv[expert, :count].float().cpu()
 
 
 def _check_dispatched(
@@ -72,16 +72,17 @@ def _check_dispatched(
     src_info, ranges = handle[0].cpu(), handle[1].cpu()
     delivered = [_sent(x, form) for x in case.all_x()]
     recv_x = recv[0] if isinstance(recv, tuple) else recv
-    results = torch.full(recv_x.shape, float("nan"), dtype=torch.bfloat16)
+    results = torch.full(recv_x.shape, float("nan"), dtype=torch.bfloat16, device=recv_x.device)
     for expert, sources in enumerate(expected):
-        rows = _received(recv, expert)
+        total = sum(len(tokens) for tokens in sources)
+        rows = _received(recv, expert, total)
         for source, tokens in enumerate(sources):
             begin, count = divmod(int(ranges[expert, source]), 1 << 32)
             found = src_info[expert, begin : begin + count].long()
             assert found.sort().values.tolist() == tokens.tolist()
             assert calc_diff(rows[begin : begin + count], delivered[source][found]) < 1e-6
-        results[expert] = (rows * 0.25).bfloat16()
-    return results.to(recv_x.device)
+        results[expert, :total] = (rows * 0.25).bfloat16()
+    return results
 
 
 def _expected(case: MoeCase, rank: int, form: str) -> torch.Tensor:

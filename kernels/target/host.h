@@ -226,11 +226,15 @@ inline bool read_process(uint32_t process, void* dst, uint64_t src, uint64_t byt
   return true;
 }
 
+namespace detail {
+
 // Reads a byte. Linux maps shared memory page by page as it is first written, but 16 pages at once as it is
 // first read.
 inline void touch(const std::byte* at) {
   (void)*static_cast<const volatile std::byte*>(at);
 }
+
+}  // namespace detail
 
 // Copies by one thread as the system's library does, which knows the machine's best way for every size;
 // false where a target has nothing better than a loop over vectors.
@@ -247,8 +251,8 @@ inline bool copy_cold(void* dst, const void* src, uint64_t bytes) {
   const auto* from = static_cast<const std::byte*>(src);
   auto* to = static_cast<std::byte*>(dst);
   if (bytes == 0) return true;
-  touch(to);
-  touch(to + bytes - 1);
+  detail::touch(to);
+  detail::touch(to + bytes - 1);
   for (; bytes >= kStep; bytes -= kStep, from += kStep, to += kStep) {
     for (uint64_t line = 0; line < kStep; line += 64) {
       _mm_prefetch(reinterpret_cast<const char*>(from + kSrcAhead + line), _MM_HINT_T0);

@@ -286,8 +286,7 @@ class Buffer(LowLatencyCalls):
         high_throughput.layout(engine, topk_idx, counted)
         per_node = self._count_per_node(engine, counted.is_token_in_rank)
         event = engine.finish(async_finish, (topk_idx, *counted, per_node))
-        per_rank, per_expert = counted.split()
-        return per_rank, per_node, per_expert, counted.is_token_in_rank, event
+        return counted.tokens_per_rank, per_node, counted.slots_per_expert, counted.is_token_in_rank, event
 
     def _count_per_node(self, engine: Engine, in_rank: Tensor) -> Tensor | None:
         if self.group_size <= _RANKS_PER_RDMA_GROUP:

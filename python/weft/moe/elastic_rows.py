@@ -45,7 +45,13 @@ def first_dispatch(engine: Engine, rows: Rows, wanted: Wanted) -> tuple[Received
         high_throughput.layout(engine, ids, counted, sum_place)
         worst = max(ranks * wanted.num_max_tokens, 1) if wanted.counts_unknown else 0
         received, state, slots = high_throughput.dispatch(
-            engine, rows, counted.is_token_in_rank, counted.split()[1], worst, wanted.num_sms, sum_place
+            engine,
+            rows,
+            counted.is_token_in_rank,
+            counted.slots_per_expert,
+            worst,
+            wanted.num_sms,
+            sum_place,
         )
         recv_idx = received.ids()
         assert recv_idx is not None

@@ -54,10 +54,15 @@ class Layout(NamedTuple):
     counts: Tensor  # i32[ranks + experts]: tokens per rank, then slots per expert
     is_token_in_rank: Tensor  # bool[T, ranks]
 
-    def split(self) -> tuple[Tensor, Tensor]:
-        """Return (tokens per rank i32[ranks], slots per expert i32[experts])."""
-        num_ranks = self.is_token_in_rank.size(1)
-        return self.counts[:num_ranks], self.counts[num_ranks:]
+    @property
+    def tokens_per_rank(self) -> Tensor:
+        """i32[ranks]."""
+        return self.counts[: self.is_token_in_rank.size(1)]
+
+    @property
+    def slots_per_expert(self) -> Tensor:
+        """i32[experts]."""
+        return self.counts[self.is_token_in_rank.size(1) :]
 
 
 def empty_layout(engine: Engine, num_tokens: int, num_experts: int) -> Layout:
@@ -76,7 +81,7 @@ def layout(engine: Engine, topk_idx: Tensor, into: Layout, sum_place: Tensor | N
         id_bytes=topk_idx.element_size(),
         tokens=topk_idx.size(0),
         top_k=topk_idx.size(1),
-        experts=into.counts.size(0) - into.is_token_in_rank.size(1),
+        experts=into.slots_per_expert.size(0),
         counts=into.counts.data_ptr(),
         token_in_rank=into.is_token_in_rank.data_ptr(),
         sum_place=address(sum_place),

@@ -126,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
         group = torch.distributed.group.WORLD
         me = Rank(torch.distributed.get_rank(), torch.distributed.get_world_size(), group, Path())
         rows = measure(me, options)
+        torch.distributed.barrier()  # a gloo thread that still holds the last tensor would abort the process as it ends
         torch.distributed.destroy_process_group()
         if me.rank:
             return 0

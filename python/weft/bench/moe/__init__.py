@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         world = torch.distributed.group.WORLD
         me = Rank(torch.distributed.get_rank(), torch.distributed.get_world_size(), world, Path())
         measured = measure(me, options)
+        torch.distributed.barrier()  # a gloo thread that still holds the last tensor would abort the process as it ends
         torch.distributed.destroy_process_group()
         if me.rank:
             return 0

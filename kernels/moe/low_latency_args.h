@@ -36,6 +36,7 @@ struct LowLatencyCall {
   WaitRule wait;
   uint64_t region;  // window offset
   uint64_t half_bytes;
+  uint64_t lines_at;  // in a half
   uint32_t* masked;   // u32[R]: peers to leave out; null where there is no shrinking
   uint32_t phases;    // kPhaseSend, kPhaseReceive, or both
   uint32_t ticket;    // ties the two launches of a call: < kTickets, different for calls outstanding together
@@ -45,14 +46,14 @@ struct LowLatencyCall {
   uint32_t experts;
   const void* topk_idx;  // [T][K] of id_bytes
   uint32_t id_bytes;
-  uint32_t lines;       // 1: all links keep lines whole (core/line.cuh)
+  uint32_t lines;       // 1: there may be lines: all links keep them whole (core/line.cuh), and they fit
   Lanes lanes;          // of any source
   Divisor lane_tokens;  // of this rank's tokens, in each lane but the last
   uint32_t reserved;
   LowLatencyHello hello;  // dispatch_epoch is filled in by the kernel
   uint64_t* wait_cycles;  // u64[R] or null: cycles spent waiting for each source are added
 };
-static_assert(sizeof(LowLatencyCall) == 160);
+static_assert(sizeof(LowLatencyCall) == 168);
 
 // Outputs are [Le][R * M] rows; only the first counts[e] rows of each expert are written.
 struct LowLatencyDispatchArgs {
@@ -79,7 +80,7 @@ struct LowLatencyDispatchArgs {
   uint32_t tiled_scales;   // 1: rows of scales stand in tiles: see tiled_row()
   uint32_t line_tokens;    // so many tokens, or fewer, leave as lines: at most one a lane
 };
-static_assert(sizeof(LowLatencyDispatchArgs) == 320);
+static_assert(sizeof(LowLatencyDispatchArgs) == 328);
 
 // Where matrix units of Blackwell want the first word of row `row` of an expert's scales, `words` to a row,
 // the others kTiledWordStride apart: tiles [row / 128][word] of 128 words, in which rows 32 apart are
@@ -109,7 +110,7 @@ struct LowLatencyCombineArgs {
   uint32_t signal_rows;  // of an expert, that one signal stands for
   uint32_t reserved;
 };
-static_assert(sizeof(LowLatencyCombineArgs) == 272);
+static_assert(sizeof(LowLatencyCombineArgs) == 280);
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.
 struct LowLatencyDispatchShape {
@@ -145,7 +146,7 @@ WEFT_DEVICE constexpr bool is_reduced(int64_t reply) {
 }
 
 // A reply: the row (a LogFMT block stands at the start of its bf16 place), then per 128 channels bf16
-// {largest, smallest}; or, unless it is LogFMT, the row as lines. Of either there is room for the larger.
+// {largest, smallest}; or, unless it is LogFMT, the row, for which there is as much room as for its lines.
 WEFT_DEVICE constexpr uint64_t reply_stride(uint64_t row_bytes, int64_t reply) {
   return is_log(reply) ? row_bytes + round_up_16(row_bytes / 256 * 4) : line_bytes_of(row_bytes);
 }

@@ -33,17 +33,20 @@ struct Combine {
   WEFT_DEVICE uint32_t ranks() const { return static_cast<uint32_t>(shape.ranks); }
   WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
   WEFT_DEVICE Lanes lanes() const { return a.call.lanes; }
-  WEFT_DEVICE uint64_t stride() const { return reply_stride(shape.row_bytes, shape.reply); }
   WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
-  // Whether this rank's tokens left as lines; replies come so, too, unless they are LogFMT.
-  WEFT_DEVICE bool sent_lines() const { return a.routes[routes().lines] != 0 && !is_log(shape.reply); }
-  WEFT_DEVICE CombineHalf half() const {
-    return combine_half(shape.ranks, a.call.max_tokens, shape.top_k, stride());
-  }
+  // Tokens that came as lines are answered so, unless the answers are LogFMT.
+  WEFT_DEVICE bool answers_lines() const { return a.call.lines != 0 && !is_log(shape.reply); }
+  WEFT_DEVICE bool sent_lines() const { return a.routes[routes().lines] != 0 && answers_lines(); }
   WEFT_DEVICE RoutesLayout routes() const {
     return routes_layout(shape.ranks, lanes(), shape.top_k, shape.weights != 0);
   }
-  WEFT_DEVICE uint64_t half_at() const { return half_offset(a.call, shape.ranks, epoch); }
+  WEFT_DEVICE uint64_t stride() const { return reply_stride(shape.row_bytes, shape.reply); }
+  WEFT_DEVICE CombineLayout layout() const {
+    return combine_layout(shape.ranks, a.call.max_tokens, shape.top_k, stride());
+  }
+  WEFT_DEVICE uint64_t part_at(bool lines) const {
+    return half_offset(a.call, shape.ranks, epoch) + (lines ? a.call.lines_at : 0);
+  }
   WEFT_DEVICE uint64_t dispatch_epoch() const {
     return *reinterpret_cast<const uint64_t*>(a.routes + routes().epoch);
   }
@@ -56,12 +59,12 @@ struct Combine {
     const Range part = part_of(piece.last - piece.first, split % a.piece_splits, a.piece_splits);
     return {piece.first + part.first, piece.first + part.last};
   }
-  WEFT_DEVICE uint64_t reply_at(uint64_t token, uint64_t k) const {
-    return half_at() + half().replies + (token * top_k() + k) * stride();
+  WEFT_DEVICE uint64_t reply_at(uint64_t token, uint64_t k, bool lines) const {
+    return part_at(lines) + layout().replies + (token * top_k() + k) * stride();
   }
   // Offset in the window of the weights that `owner` sends for its token.
   WEFT_DEVICE uint64_t weights_at(uint32_t owner, uint32_t token) const {
-    return half_at() + half().weights +
+    return part_at(a.call.lines != 0) + layout().weights +
            (uint64_t{owner} * a.call.max_tokens + token) * weights_stride(top_k());
   }
   WEFT_DEVICE uint32_t weight_vecs() const { return vecs_in(top_k() * sizeof(float)); }
@@ -463,7 +466,8 @@ WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, Ge
     list_weights(c, count, [&](uint32_t k) { return float_of_bits(load_relaxed(weights + k)); });
     return true;
   };
-  return write_reply(c, m, count, c.mesh.to(m.owner).mapped() + c.reply_at(token, c.slots()[0]), get_weights);
+  std::byte* reply = c.mesh.to(m.owner).mapped() + c.reply_at(token, c.slots()[0], m.as_lines);
+  return write_reply(c, m, count, reply, get_weights);
 }
 
 // One reply per row, as it is.
@@ -475,7 +479,8 @@ WEFT_DEVICE bool answer_exact(const C& c, const Message& m, GetReady get_ready) 
     if (m.record[1 + slot] < 0) continue;
     list_rows(c, [&](uint32_t k) { return k == slot ? m.record[1 + k] : -1; });
     list_weights(c, 1, [](uint32_t) { return 1.0f; });
-    write_reply(c, m, 1, c.mesh.to(m.owner).mapped() + c.reply_at(token, slot), [] { return true; });
+    std::byte* reply = c.mesh.to(m.owner).mapped() + c.reply_at(token, slot, m.as_lines);
+    write_reply(c, m, 1, reply, [] { return true; });
     c.warp.sync();
   }
   return true;
@@ -493,7 +498,7 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
   const uint32_t noted =
       load_relaxed(reinterpret_cast<const uint32_t*>(c.a.routes) + routes.counts + lane_at);
   const uint32_t messages = noted & kMaxLaneTokens;
-  m.as_lines = (noted & kCameAsLines) != 0 && !is_log(c.shape.reply);
+  m.as_lines = (noted & kCameAsLines) != 0 && c.answers_lines();
   uint32_t count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
   if (messages == 0 || c.present()[owner] == 0) return;
   const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
@@ -582,8 +587,8 @@ struct ReplySource {
   uint32_t token;
 
   WEFT_DEVICE const Vec16* reply(uint32_t row) const {
-    return reinterpret_cast<const Vec16*>(c.mesh.local() +
-                                          c.reply_at(token, static_cast<uint32_t>(c.rows()[row])));
+    return reinterpret_cast<const Vec16*>(
+        c.mesh.local() + c.reply_at(token, static_cast<uint32_t>(c.rows()[row]), wire.lines));
   }
   WEFT_DEVICE uint32_t peer(uint32_t row) const { return c.slot_rank()[c.slots()[row]]; }
 

@@ -56,7 +56,6 @@ struct Dispatch {
   // Whether this rank's tokens leave as lines: one lane has one token then, or none.
   WEFT_DEVICE bool sends_lines() const { return a.call.tokens <= a.line_tokens; }
   WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
-  WEFT_DEVICE DispatchHalf half() const { return dispatch_half(shape.ranks, lanes(), message().stride); }
   WEFT_DEVICE RoutesLayout routes() const {
     return routes_layout(shape.ranks, lanes(), shape.top_k, has_weights());
   }
@@ -64,7 +63,12 @@ struct Dispatch {
   // Offset in the window of message `index` of a lane of a source.
   WEFT_DEVICE uint64_t message_at(uint32_t source, uint32_t lane, uint32_t index) const {
     const uint64_t slot = (uint64_t{source} * lanes().count + lane) * lanes().capacity + index;
-    return half_at() + half().messages + slot * message().stride;
+    return half_at() + slot * message().stride;
+  }
+  // Where its only one stands if that comes as lines.
+  WEFT_DEVICE uint64_t line_message_at(uint32_t source, uint32_t lane) const {
+    const uint64_t slot = uint64_t{source} * lanes().count + lane;
+    return half_at() + a.call.lines_at + slot * message().line_bytes();
   }
 
   // Offset in the window of a source's first count_word().
@@ -206,7 +210,9 @@ WEFT_DEVICE void route_token(const D& d, uint32_t lane) {
     }
     if (!goes) continue;
     d.target()[at] = rank;
-    d.place()[at] = d.mesh.to(rank).mapped() + d.message_at(d.mesh.rank(), lane, d.sent()[rank]);
+    d.place()[at] =
+        d.mesh.to(rank).mapped() + (d.sends_lines() ? d.line_message_at(d.mesh.rank(), lane)
+                                                    : d.message_at(d.mesh.rank(), lane, d.sent()[rank]));
   }
   if (d.warp.rank() == 0) *d.targets() = targets;
 }
@@ -699,7 +705,7 @@ struct Incoming {
   uint32_t split;
   Wire wire;  // of the body
   Range part;
-  const Vec16* message = nullptr;
+  const Vec16* message;            // the lines, until a word says that there are others
   Vec16 held[kVecsInFlight] = {};  // of the part, from its first on
   bool has_chunk = false;          // these were asked for
   bool came = false;               // in this lane, all of these
@@ -710,11 +716,9 @@ struct Incoming {
         lane(of_lane),
         split(of_split),
         wire{d.a.call.lines != 0, d.message().body_vecs(), d.tag()},
-        part(wire.range(split, d.a.receive_splits)) {}
+        part(wire.range(split, d.a.receive_splits)),
+        message(reinterpret_cast<const Vec16*>(d.mesh.local() + d.line_message_at(source, lane))) {}
 
-  WEFT_DEVICE void select(uint32_t index) {
-    message = reinterpret_cast<const Vec16*>(d.mesh.local() + d.message_at(source, lane, index));
-  }
   WEFT_DEVICE void load(uint32_t first) {
     const uint32_t head_vecs = d.message().head_vecs();
     const Vec16* body = message + (wire.lines ? parts_of(head_vecs) : head_vecs);
@@ -739,7 +743,7 @@ struct Incoming {
       wire.lines = false;
       part = wire.range(split, d.a.receive_splits);
     }
-    select(index);
+    message = reinterpret_cast<const Vec16*>(d.mesh.local() + d.message_at(source, lane, index));
     load(part.first);
     has_chunk = true;
     for (uint32_t i = d.warp.rank(); i < d.message().head_vecs(); i += d.warp.size())
@@ -789,7 +793,6 @@ template <class D>
 WEFT_DEVICE bool await_either(const D& d, Incoming<D>& incoming, uint64_t want, uint64_t& word) {
   const uint64_t* at = lane_word(d, incoming.source, incoming.lane);
   const bool takes_chunk = d.sends_lines();  // who has few tokens has peers who have few
-  incoming.select(0);
   auto look = [&] {
     word = d.warp.rank() == 0 ? load_signal(at) : 0;
     const bool came = incoming.look(takes_chunk);

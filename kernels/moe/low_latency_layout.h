@@ -11,7 +11,8 @@
 // A source's tokens are dealt out to lanes, consecutive tokens to one lane. A lane's messages to one peer
 // stand in order, and one word in the peer's control area counts them: (epoch, all came, how many). A source
 // with few tokens, one to a lane, sends messages as lines (core/line.cuh), which no word follows; so do those
-// who answer it. Slots have room for either.
+// who answer it. Lines have the last part of each half, from lines_begin() on, for themselves, whatever the
+// sizes of a call: where other reads had left pieces of a line in a cache, a line would not be seen whole.
 #pragma once
 
 #include "kernels/core/carver.h"
@@ -122,6 +123,9 @@ struct MessageLayout {
 
   WEFT_DEVICE constexpr uint32_t head_vecs() const { return vecs_in(row); }
   WEFT_DEVICE constexpr uint32_t body_vecs() const { return vecs_in(bytes - row); }
+  WEFT_DEVICE constexpr uint64_t line_bytes() const {
+    return line_bytes_of(row) + line_bytes_of(bytes - row);
+  }
 };
 WEFT_DEVICE constexpr MessageLayout message_layout(uint64_t top_k, bool has_weights, uint64_t row_bytes,
                                                    uint64_t scale_bytes) {
@@ -132,40 +136,49 @@ WEFT_DEVICE constexpr MessageLayout message_layout(uint64_t top_k, bool has_weig
   at.row = round_up_16((at.weight + (has_weights ? top_k : 0)) * 4);
   at.scales = at.row + row_bytes;
   at.bytes = at.scales + round_up_16(scale_bytes);
-  at.stride = larger((at.bytes + 127) / 128 * 128, line_bytes_of(at.row) + line_bytes_of(at.bytes - at.row));
+  at.stride = (at.bytes + 127) / 128 * 128;
   return at;
 }
 
-// A half, for dispatch: offsets from its start.
-struct DispatchHalf {
-  uint64_t messages;  // [R][lanes][capacity]
-  uint64_t bytes;
-};
-WEFT_DEVICE constexpr DispatchHalf dispatch_half(uint64_t ranks, Lanes lanes, uint64_t message_stride) {
-  Carver carver;
-  DispatchHalf at{};
-  at.messages = carver.take(ranks * lanes.count * lanes.capacity * message_stride);
-  at.bytes = carver.end();
-  return at;
+// Where the lines of a half begin: it is shared out evenly, but lines get no more than 128 tokens per rank
+// need, or 16 ranks have, with rows of 64 KiB.
+WEFT_DEVICE constexpr uint64_t most_line_bytes(uint64_t ranks) {
+  return larger(ranks, 16) * kMaxLanes * 65536;
+}
+WEFT_DEVICE constexpr uint64_t lines_begin(uint64_t ranks, uint64_t half_bytes) {
+  const uint64_t even = half_bytes / 2 / kLineBytes * kLineBytes;
+  const uint64_t most = most_line_bytes(ranks);
+  return half_bytes - (even < most ? even : most);
 }
 
-// A half, for combine. A reply stands at the token's slot: the slot of its expert, or (reduced) the first of
-// its rank's.
-struct CombineHalf {
-  uint64_t weights;  // [R][M] weights_stride(): by owner, f32[K] of its tokens, as lines where links allow it
+// Dispatch: what messages take that words follow, [R][lanes][capacity] of stride, and those that are lines,
+// [R][lanes] of line_bytes().
+WEFT_DEVICE constexpr uint64_t message_bytes(uint64_t ranks, Lanes lanes, const MessageLayout& message) {
+  return ranks * lanes.count * lanes.capacity * message.stride;
+}
+WEFT_DEVICE constexpr uint64_t line_message_bytes(uint64_t ranks, Lanes lanes, const MessageLayout& message) {
+  return ranks * lanes.count * message.line_bytes();
+}
+
+// Combine: the same offsets from the start of a half, and from where its lines begin. A reply stands at the
+// token's slot: the slot of its expert, or (reduced) the first of its rank's.
+struct CombineLayout {
+  uint64_t weights;  // [R][M] weights_stride(): by owner, f32[K] of its tokens, as lines where there are any
   uint64_t replies;  // [M][K]
   uint64_t bytes;
+  uint64_t line_bytes;  // of lines: only who has no more tokens than lanes gets lines
 };
 WEFT_DEVICE constexpr uint64_t weights_stride(uint64_t top_k) {
   return line_bytes_of(top_k * 4);
 }
-WEFT_DEVICE constexpr CombineHalf combine_half(uint64_t ranks, uint64_t max_tokens, uint64_t top_k,
-                                               uint64_t reply_stride) {
+WEFT_DEVICE constexpr CombineLayout combine_layout(uint64_t ranks, uint64_t max_tokens, uint64_t top_k,
+                                                   uint64_t reply_stride) {
   Carver carver;
-  CombineHalf at{};
+  CombineLayout at{};
   at.weights = carver.take(ranks * max_tokens * weights_stride(top_k));
   at.replies = carver.take(max_tokens * top_k * reply_stride);
   at.bytes = carver.end();
+  at.line_bytes = at.replies + lanes_of(static_cast<uint32_t>(max_tokens)).count * top_k * reply_stride;
   return at;
 }
 

@@ -73,7 +73,8 @@ LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const Compu
       known_masked_(ranks()) {}
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
-  return {ranks(), max_tokens, top_k, experts, line_tokens_};
+  const uint64_t half_bytes = low_latency_half_bytes(ranks(), end_ - begin_);
+  return {ranks(), max_tokens, top_k, experts, line_tokens_, half_bytes - lines_begin(ranks(), half_bytes)};
 }
 
 uint32_t* LowLatency::masks() const {
@@ -82,7 +83,7 @@ uint32_t* LowLatency::masks() const {
 
 Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const {
   const uint64_t region = end_ - begin_;
-  if (plan.half_bytes > low_latency_half_bytes(ranks(), region))
+  if (plan.half_bytes > lines_begin(ranks(), low_latency_half_bytes(ranks(), region)))
     return Status::make(Code::kCapacity,
                         "num_rdma_bytes: got {}, allowed: at least {} for num_max_dispatch_tokens_per_rank "
                         "{}, num_experts {}, "
@@ -107,12 +108,13 @@ Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const Lo
   return {};
 }
 
-LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, uint32_t tokens, uint32_t phases,
-                                  uint32_t ticket) const {
+LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t tokens,
+                                  uint32_t phases, uint32_t ticket) const {
   LowLatencyCall call{};
   call.wait = {static_cast<uint64_t>(waits_.timeout_s * 1e9), waits_.fault, rank(), 0, waits_.trace};
   call.region = begin_;
   call.half_bytes = low_latency_half_bytes(ranks(), end_ - begin_);
+  call.lines_at = lines_begin(ranks(), call.half_bytes);
   call.masked = waits_.may_mask ? masks() : nullptr;
   call.phases = phases;
   call.ticket = ticket % kTickets;
@@ -120,7 +122,7 @@ LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, uint32_t tokens,
   call.max_tokens = sizes.max_tokens;
   call.tokens = tokens;
   call.experts = sizes.experts;
-  call.lines = sizes.line_tokens != 0 ? 1 : 0;
+  call.lines = plan.lines ? 1 : 0;
   call.lanes = lanes_of(sizes.max_tokens);
   call.lane_tokens = Divisor::of(std::max(call.lanes.share(tokens), 1u));
   return call;
@@ -168,7 +170,7 @@ Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases)
   const LowLatencyPlan plan = plan_low_latency_dispatch(all, shape, limits_);
   WEFT_TRY(check(all, call.tokens, plan));
   LowLatencyDispatchArgs args{};
-  args.call = common(all, call.tokens, phases, call.ticket);
+  args.call = common(all, plan, call.tokens, phases, call.ticket);
   args.call.topk_idx = call.topk_idx;
   args.call.id_bytes = call.id_bytes;
   args.call.wait_cycles = call.wait_cycles;
@@ -213,7 +215,7 @@ Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
   const LowLatencyPlan plan = plan_low_latency_combine(all, shape, call.tokens, limits);
   WEFT_TRY(check(all, call.tokens, plan));
   LowLatencyCombineArgs args{};
-  args.call = common(all, call.tokens, phases, call.ticket);
+  args.call = common(all, plan, call.tokens, phases, call.ticket);
   args.call.topk_idx = call.topk_idx;
   args.call.id_bytes = call.id_bytes;
   args.call.wait_cycles = call.wait_cycles;

@@ -109,8 +109,6 @@ class LowLatency {
   // Ties the phases of one call. A call captured in a graph keeps its ticket in every replay.
   uint32_t next_ticket() { return ticket_++ % kTickets; }
 
-  // Moves the end of the region, after the window grew.
-  void set_end(uint64_t end) { end_ = end; }
   // Masks, in stream order. Errors: kInvalid for a rank that does not exist; kSystem from the driver.
   Status set_mask(uint32_t rank, bool masked, void* stream);
   Status clear_masks(void* stream);
@@ -130,8 +128,8 @@ class LowLatency {
   uint32_t* masks() const;
   LowLatencyDispatchShape shape_of(const LowLatencyDispatchCall& call) const;
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
-  LowLatencyCall common(const LowLatencySizes& sizes, uint32_t tokens, uint32_t phases,
-                        uint32_t ticket) const;
+  LowLatencyCall common(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t tokens,
+                        uint32_t phases, uint32_t ticket) const;
   Status launch(KernelKey key, const LowLatencyPlan& plan, const void* args, size_t args_bytes,
                 const void* shape, void* stream);
   void warn_of_masked();

@@ -49,6 +49,10 @@ uint32_t most_line_tokens(const LowLatencySizes& sizes, const LowLatencyDispatch
   return static_cast<uint32_t>(std::min<double>(tokens, kMaxLanes));
 }
 
+bool may_have_lines(const LowLatencySizes& sizes, uint64_t line_bytes) {
+  return sizes.line_tokens != 0 && line_bytes <= sizes.line_room;
+}
+
 }  // namespace
 
 LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const LowLatencyDispatchShape& shape,
@@ -57,13 +61,14 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   const Lanes lanes = lanes_of(sizes.max_tokens);
   const MessageLayout message =
       message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
-  plan.half_bytes = dispatch_half(sizes.ranks, lanes, message.stride).bytes;
+  plan.half_bytes = message_bytes(sizes.ranks, lanes, message);
+  plan.lines = may_have_lines(sizes, line_message_bytes(sizes.ranks, lanes, message));
   const uint32_t warps = warps_per_block(plan, limits);
   auto shared_bytes = [&](bool has_image) {
     return dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps, message, has_image)
         .bytes;
   };
-  const bool has_room = !limits.is_cuda || shared_bytes(true) <= limits.shared_bytes;
+  const bool has_room = plan.lines && (!limits.is_cuda || shared_bytes(true) <= limits.shared_bytes);
   const uint32_t wanted =
       sizes.line_tokens == kPlannedLineTokens ? most_line_tokens(sizes, shape, message) : sizes.line_tokens;
   plan.line_tokens = has_room ? std::min(wanted, lanes.count) : 0;
@@ -77,9 +82,10 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
 LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowLatencyCombineShape& shape,
                                         uint32_t tokens, const ComputeLimits& limits) {
   LowLatencyPlan plan = grid_plan(limits);
-  plan.half_bytes =
-      combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply_stride(shape.row_bytes, shape.reply))
-          .bytes;
+  const CombineLayout layout =
+      combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, reply_stride(shape.row_bytes, shape.reply));
+  plan.half_bytes = layout.bytes;
+  plan.lines = may_have_lines(sizes, layout.line_bytes);
   const uint32_t warps = warps_per_block(plan, limits);
   plan.shared_bytes = static_cast<uint32_t>(combine_shared(sizes.ranks, sizes.top_k, warps).bytes);
   plan.pieces = 1;
@@ -97,12 +103,13 @@ uint64_t low_latency_routes_words(const LowLatencySizes& sizes, bool has_weights
 }
 
 uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t half_bytes) {
-  return low_latency_control(ranks).end + 2 * ((half_bytes + 127) / 128 * 128);
+  const uint64_t rounded = (half_bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+  return low_latency_control(ranks).end + 2 * (rounded + std::min(rounded, most_line_bytes(ranks)));
 }
 
 uint64_t low_latency_half_bytes(uint32_t ranks, uint64_t region_bytes) {
   const uint64_t control = low_latency_control(ranks).end;
-  return region_bytes <= control ? 0 : (region_bytes - control) / 2 / 128 * 128;
+  return region_bytes <= control ? 0 : (region_bytes - control) / 2 / kLineBytes * kLineBytes;
 }
 
 uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
@@ -110,12 +117,14 @@ uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
   const MessageLayout message =
       message_layout(sizes.top_k, true, (hidden * 2 + 15) / 16 * 16, hidden / 16 * 4);
   const Lanes lanes = lanes_of(sizes.max_tokens);
-  const uint64_t dispatch = dispatch_half(sizes.ranks, lanes, message.stride).bytes;
   const uint64_t row_bytes = (hidden * 2 + 15) / 16 * 16;
   const uint64_t reply =
       std::max(reply_stride(row_bytes, kReplyExact), reply_stride(row_bytes, kReplyExactLog));
-  const uint64_t combine = combine_half(sizes.ranks, sizes.max_tokens, sizes.top_k, reply).bytes;
-  return low_latency_region_bytes(sizes.ranks, std::max(dispatch, combine));
+  const CombineLayout combine = combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, reply);
+  const uint64_t words = std::max(message_bytes(sizes.ranks, lanes, message), combine.bytes);
+  const uint64_t lines = std::max(line_message_bytes(sizes.ranks, lanes, message), combine.line_bytes);
+  return low_latency_region_bytes(sizes.ranks,
+                                  std::max(words, std::min(lines, most_line_bytes(sizes.ranks))));
 }
 
 std::string to_text(const LowLatencyPlan& plan) {

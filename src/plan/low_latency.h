@@ -22,13 +22,15 @@ struct LowLatencySizes {
   uint32_t top_k;
   uint32_t experts;
   uint32_t line_tokens = 0;  // a rank with so many tokens, or fewer, sends them as lines; 0: none
+  uint64_t line_room = 0;    // bytes of a half that lines have; calls whose lines do not fit have none
 
   // The last ranks own fewer, or none, where experts do not divide evenly.
   uint32_t experts_per_rank() const { return (experts + ranks - 1) / ranks; }
 };
 
 struct LowLatencyPlan {
-  uint64_t half_bytes;  // of each half of the region
+  uint64_t half_bytes;  // of each half of the region, without lines
+  bool lines;           // whether some rank's tokens may travel as lines
   uint32_t blocks;
   uint32_t threads_per_block;
   uint32_t shared_bytes;
@@ -46,12 +48,13 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
 // 4-byte words that a dispatch leaves for its combine.
 uint64_t low_latency_routes_words(const LowLatencySizes& sizes, bool has_weights);
 
-// Bytes of a region whose halves have `half_bytes`, and the halves of a region of `region_bytes` (0 if it is
-// too small).
+// Bytes of the least region whose halves have room for `half_bytes` beside lines, and the halves of a region
+// of `region_bytes` (0 if it is too small).
 uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t half_bytes);
 uint64_t low_latency_half_bytes(uint32_t ranks, uint64_t region_bytes);
 
-// Enough for every dispatch and combine of these sizes, whatever the payload; rows of `hidden` bf16 channels.
+// Enough for every dispatch and combine of these sizes, as lines too, whatever the payload; rows of `hidden`
+// bf16 channels.
 // The zero-copy rows [Le][R * M] of zero_copy_row_bytes() are not part of it: they are local memory.
 uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden);
 WEFT_DEVICE constexpr uint64_t zero_copy_row_bytes(uint64_t hidden) {

@@ -215,6 +215,33 @@ def test_a_captured_graph_replays_with_new_routes() -> None:
         run_on_gpus(num_ranks, _check_graph)
 
 
+def _check_mixed_forms(rank: Rank) -> None:
+    """Words and lines take turns, with rows that change from call to call, so that older ones are noticed."""
+    most_tokens, me = 300, rank.rank
+    case = _case(rank.size, most_tokens, 1536, 11, 7)
+    buffer = _buffer(rank, case, most_tokens)
+    all_x, all_idx = case.x(me).cuda(), case.topk_idx(me).cuda()
+    all_weights = case.topk_weights(me).cuda()
+    steps = ((77, {}), (300, {}), (77, {"use_logfmt": True}), (77, {"exact": True}), (300, {"exact": True}))
+    for turn in range(40):
+        for tokens, options in steps:
+            tokens -= me
+            x = all_x.roll(turn, dims=1)[:tokens]
+            idx, weights = all_idx[:tokens].contiguous(), all_weights[:tokens].contiguous()
+            recv, _, handle, _, _ = buffer.low_latency_dispatch(
+                x.contiguous(), idx, most_tokens, case.num_experts, use_fp8=False
+            )
+            combined, _, _ = buffer.low_latency_combine(recv * 0.25, idx, weights, handle, **options)
+            expected = x.float() * 0.25 * weights.masked_fill(idx < 0, 0).sum(dim=1, keepdim=True)
+            off = calc_diff(combined, expected)
+            assert off < (9e-4 if "use_logfmt" in options else 1e-4), (turn, tokens, options, off)
+
+
+def test_lines_are_whole_where_other_forms_take_turns_with_them() -> None:
+    for num_ranks in sorted({2, num_gpus()}):
+        run_on_gpus(num_ranks, _check_mixed_forms)
+
+
 def _check_both_modes(rank: Rank) -> None:
     """Low-latency and high-throughput calls on one buffer, events and side streams in between."""
     case = _case(rank.size, 96, 1024, 4, 8)

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 namespace weft {
 namespace {
 
@@ -27,7 +29,7 @@ std::string combine_text(const LowLatencySizes& sizes, int64_t hidden, uint32_t 
 TEST(LowLatencyPlan, GoldenPlansOfTypicalCalls) {
   const LowLatencySizes deepseek{8, 128, 8, 256};
   EXPECT_EQ(dispatch_text(deepseek, 7168, kH200),
-            "half 8781824 bytes, 132 blocks of 512 threads, 5232 bytes shared, 1 pieces, 2 receive splits");
+            "half 7733248 bytes, 132 blocks of 512 threads, 5232 bytes shared, 1 pieces, 2 receive splits");
   EXPECT_EQ(combine_text(deepseek, 7168, 128, kH200),
             "half 16908288 bytes, 132 blocks of 512 threads, 2608 bytes shared, 3 pieces, 15 receive splits");
   EXPECT_EQ(combine_text(deepseek, 7168, 1, kH200),
@@ -36,7 +38,7 @@ TEST(LowLatencyPlan, GoldenPlansOfTypicalCalls) {
   EXPECT_EQ(combine_text(few, 7168, 8, kH200),
             "half 1056768 bytes, 132 blocks of 512 threads, 2608 bytes shared, 8 pieces, 128 receive splits");
   EXPECT_EQ(dispatch_text(few, 7168, kHost),
-            "half 548864 bytes, 2 blocks of 1 threads, 2592 bytes shared, 1 pieces, 1 receive splits");
+            "half 483328 bytes, 2 blocks of 1 threads, 2592 bytes shared, 1 pieces, 1 receive splits");
 }
 
 // Ranks must agree on everything about a reply, and not all have the same number of tokens.
@@ -58,6 +60,7 @@ TEST(LowLatencyPlan, PiecesDoNotDependOnTheTokensOfARank) {
 TEST(LowLatencyPlan, LinesAreForFewTokens) {
   auto line_tokens = [](LowLatencySizes sizes, uint32_t wanted, const ComputeLimits& limits) {
     sizes.line_tokens = wanted;
+    sizes.line_room = uint64_t{1} << 30;
     return plan_low_latency_dispatch(sizes, fp8(sizes, 7168), limits).line_tokens;
   };
   EXPECT_EQ(line_tokens({8, 128, 8, 256}, kPlannedLineTokens, kH200), 110u);
@@ -69,6 +72,28 @@ TEST(LowLatencyPlan, LinesAreForFewTokens) {
   ComputeLimits small = kH200;
   small.shared_bytes = 8 * 1024;  // no room for the image of a message
   EXPECT_EQ(line_tokens({8, 128, 8, 256}, 64, small), 0u);
+}
+
+// Lines have memory of their own, at the end of a half. A call whose lines do not fit there has none.
+TEST(LowLatencyPlan, LinesNeedRoomOfTheirOwn) {
+  LowLatencySizes sizes{8, 128, 8, 256, 128};
+  const LowLatencyDispatchShape shape = fp8(sizes, 7168);
+  const MessageLayout message = message_layout(8, false, 7168, 7168 / 32);
+  sizes.line_room = line_message_bytes(8, lanes_of(128), message);
+  EXPECT_TRUE(plan_low_latency_dispatch(sizes, shape, kH200).lines);
+  EXPECT_EQ(plan_low_latency_dispatch(sizes, shape, kH200).line_tokens, 128u);
+  sizes.line_room -= 1;
+  EXPECT_FALSE(plan_low_latency_dispatch(sizes, shape, kH200).lines);
+  EXPECT_EQ(plan_low_latency_dispatch(sizes, shape, kH200).line_tokens, 0u);
+  sizes.line_room = combine_layout(8, 128, 8, line_bytes_of(14336)).line_bytes;
+  EXPECT_TRUE(plan_low_latency_combine(sizes, bf16(sizes, 7168), 128, kH200).lines);
+  sizes.line_room -= 1;
+  EXPECT_FALSE(plan_low_latency_combine(sizes, bf16(sizes, 7168), 128, kH200).lines);
+  for (uint64_t half_bytes : {uint64_t{0}, uint64_t{128}, uint64_t{100'096}, uint64_t{1} << 33}) {
+    const uint64_t begin = lines_begin(8, half_bytes);
+    EXPECT_EQ(begin % kLineBytes, 0u);
+    EXPECT_LE(half_bytes - begin, std::min(half_bytes / 2, most_line_bytes(8)));
+  }
 }
 
 TEST(LowLatencyPlan, LanesHoldEveryToken) {
@@ -83,18 +108,24 @@ TEST(LowLatencyPlan, LanesHoldEveryToken) {
 TEST(LowLatencyPlan, TheHintHoldsEveryFormat) {
   for (uint32_t ranks : {1u, 3u, 8u, 17u, 64u}) {
     for (uint32_t max_tokens : {1u, 100u, 129u, 4096u}) {
-      const LowLatencySizes sizes{ranks, max_tokens, 32, 100};
-      const uint64_t half = low_latency_half_bytes(ranks, low_latency_hint_bytes(sizes, 2048));
+      LowLatencySizes sizes{ranks, max_tokens, 32, 100, kPlannedLineTokens};
+      const uint64_t whole_half = low_latency_half_bytes(ranks, low_latency_hint_bytes(sizes, 2048));
+      const uint64_t half = lines_begin(ranks, whole_half);
+      sizes.line_room = whole_half - half;
       EXPECT_LE(low_latency_region_bytes(ranks, half), low_latency_hint_bytes(sizes, 2048));
       LowLatencyDispatchShape copy = fp8(sizes, 4096);
       copy.scale_bytes = 2048 / 16 * 4;
       copy.payload = kPayloadCopy;
       copy.weights = 1;
       EXPECT_LE(plan_low_latency_dispatch(sizes, copy, kH200).half_bytes, half);
+      EXPECT_TRUE(plan_low_latency_dispatch(sizes, copy, kH200).lines);
       EXPECT_LE(plan_low_latency_dispatch(sizes, fp8(sizes, 2048), kH200).half_bytes, half);
-      for (int64_t reply = kReplyReduced; reply <= kReplyExactLog; ++reply)
-        EXPECT_LE(plan_low_latency_combine(sizes, bf16(sizes, 2048, reply), max_tokens, kH200).half_bytes,
-                  half);
+      for (int64_t reply = kReplyReduced; reply <= kReplyExactLog; ++reply) {
+        const LowLatencyPlan plan =
+            plan_low_latency_combine(sizes, bf16(sizes, 2048, reply), max_tokens, kH200);
+        EXPECT_LE(plan.half_bytes, half);
+        EXPECT_TRUE(plan.lines);
+      }
     }
   }
 }

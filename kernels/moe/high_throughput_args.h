@@ -27,7 +27,8 @@ struct HighThroughputOffsets {
   uint64_t record_words;
 };
 
-// Counts that a rank tells every peer, before `rows_to[R]` and the tokens for each of the peer's experts.
+// Counts that a rank tells every peer, before its rows for each rank and the tokens for each of the peer's
+// experts.
 struct CountHeader {
   uint32_t row_bytes;  // these five must agree on all ranks
   uint32_t scale_words;
@@ -139,7 +140,6 @@ struct NotifyArgs {
   uint32_t host_waits;  // for the report: 0, or 1
   int32_t* send_row;    // [T][R] the token's place among this rank's rows for a peer, or -1
   int32_t* slot_base;   // [T] the token's first place in this rank's combine staging
-  int32_t* rows_to;     // [R] scratch
   int32_t* prefix;      // [R][R] rows that rank j gets from ranks 0..i
   CountReport* report;
 };

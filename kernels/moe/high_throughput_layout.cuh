@@ -3,10 +3,10 @@
 // high_throughput_layout.cuh: who gets what, before any row moves.
 //   dispatch_layout  counts tokens per rank and per expert and marks which token goes to which rank
 //   dispatch_notify  gives every row its place, and tells all ranks how many rows go where
-// dispatch_notify's steps: 1 one block scans the tokens of one peer at a time   2 the last block to finish
-// sends this rank's counts to all peers   3 it waits for theirs, sums them up, and reports to the host.
-// Waits: step 3 waits for the counts of every rank. Cost: one record of 48 + 4 * (R + local experts) bytes
-// per peer.
+// dispatch_notify's blocks: the first counts the rows for each peer, sends this rank's counts to all of them,
+// waits for theirs, sums them up, and reports to the host; meanwhile the others scan the tokens, one peer at
+// a time, for the places of rows. Waits: the first block, for the counts of every rank. Cost: one record of
+// 48 + 4 * (R + local experts) bytes per peer.
 #pragma once
 
 #include "kernels/core/channel.cuh"
@@ -82,10 +82,10 @@ namespace notify {
 inline constexpr uint32_t kTokensAtOnce = 4;  // of a thread: memory is far
 
 // Exclusive scan over the tokens of value_of(token), by the whole block; place(token, value, before) gets
-// each result. Returns the total in every thread. shared: u32[warps + 1].
+// each result. shared: u32[warps].
 template <class ValueOf, class Place>
-WEFT_DEVICE uint32_t scan_tokens(Block block, Warp warp, uint32_t* shared, uint64_t tokens, ValueOf value_of,
-                                 Place place) {
+WEFT_DEVICE void scan_tokens(Block block, Warp warp, uint32_t* shared, uint64_t tokens, ValueOf value_of,
+                             Place place) {
   uint32_t total = 0;
   for (uint64_t first = 0; first < tokens; first += uint64_t{block.size()} * kTokensAtOnce) {
     const uint64_t token = first + uint64_t{warp.index()} * warp.size() * kTokensAtOnce + warp.rank();
@@ -116,18 +116,16 @@ WEFT_DEVICE uint32_t scan_tokens(Block block, Warp warp, uint32_t* shared, uint6
     }
     block.sync();
   }
-  return total;
 }
 
 WEFT_DEVICE void scan_peer(const NotifyArgs& a, Block block, Warp warp, uint32_t* shared, uint32_t ranks,
                            uint32_t peer) {
-  const uint32_t rows = scan_tokens(
+  scan_tokens(
       block, warp, shared, a.mine.tokens,
       [&](uint64_t token) { return uint32_t{a.token_in_rank[token * ranks + peer] != 0}; },
       [&](uint64_t token, uint32_t goes, uint32_t before) {
         a.send_row[token * ranks + peer] = goes ? static_cast<int32_t>(before) : -1;
       });
-  if (block.rank() == 0) a.rows_to[peer] = static_cast<int32_t>(rows);
 }
 
 WEFT_DEVICE void scan_slots(const NotifyArgs& a, Block block, Warp warp, uint32_t* shared, uint32_t ranks) {
@@ -146,9 +144,30 @@ WEFT_DEVICE uint64_t record_at(const HighThroughputOffsets& at, uint64_t epoch, 
   return at.count_record + ((epoch & 1) * ranks + source) * at.record_words * 4;
 }
 
+// rows_to[peer], u32[R] of shared memory, becomes how many tokens go to each peer. The block.
+WEFT_DEVICE void count_rows(const NotifyArgs& a, Block block, Warp warp, uint32_t* rows_to, uint32_t ranks) {
+  for (uint32_t i = block.rank(); i < ranks; i += block.size()) rows_to[i] = 0;
+  block.sync();
+  for (uint32_t first = 0; first < ranks; first += warp.size()) {  // a lane keeps the count of one of these
+    const uint32_t end = first + warp.size() < ranks ? first + warp.size() : ranks;
+    uint32_t rows = 0;
+    for (uint64_t base = uint64_t{warp.index()} * warp.size(); base < a.mine.tokens; base += block.size()) {
+      const uint64_t token = base + warp.rank();
+      for (uint32_t peer = first; peer < end; ++peer) {
+        const bool goes = token < a.mine.tokens && a.token_in_rank[token * ranks + peer] != 0;
+        const uint32_t going = warp.count(goes);
+        if (first + warp.rank() == peer) rows += going;
+      }
+    }
+    if (first + warp.rank() < end) add_local(&rows_to[first + warp.rank()], rows);
+  }
+  block.sync();
+}
+
 // One warp per peer writes this rank's record there, then its signal.
 template <class MeshT>
-WEFT_DEVICE void send_counts(const NotifyArgs& a, Block block, Warp warp, const MeshT& mesh, uint64_t epoch) {
+WEFT_DEVICE void send_counts(const NotifyArgs& a, Block block, Warp warp, const MeshT& mesh,
+                             const uint32_t* rows_to, uint64_t epoch) {
   const uint32_t ranks = mesh.ranks();
   for (uint32_t peer = warp.index(); peer < ranks; peer += block.warps()) {
     auto channel = mesh.to(peer);
@@ -156,8 +175,7 @@ WEFT_DEVICE void send_counts(const NotifyArgs& a, Block block, Warp warp, const 
     const auto* header = reinterpret_cast<const uint32_t*>(&a.mine);
     constexpr uint32_t kHeaderWords = sizeof(CountHeader) / 4;
     for (uint32_t i = warp.rank(); i < kHeaderWords; i += warp.size()) record[i] = header[i];
-    for (uint32_t i = warp.rank(); i < ranks; i += warp.size())
-      record[kHeaderWords + i] = static_cast<uint32_t>(a.rows_to[i]);
+    for (uint32_t i = warp.rank(); i < ranks; i += warp.size()) record[kHeaderWords + i] = rows_to[i];
     const uint32_t first_expert = peer * a.experts_per_rank;
     for (uint32_t i = warp.rank(); i < a.experts_per_rank && first_expert + i < a.mine.experts;
          i += warp.size())
@@ -230,37 +248,47 @@ WEFT_DEVICE void compare_headers(const NotifyArgs& a, Warp warp, const MeshT& me
   if (warp.rank() == 0) a.report->disagreeing_word = kAgreedWords;
 }
 
+// The block.
+template <class MeshT>
+WEFT_DEVICE void exchange_counts(const NotifyArgs& a, Block block, Warp warp, const MeshT& mesh,
+                                 uint32_t* shared) {
+  const uint32_t ranks = mesh.ranks();
+  const uint64_t epoch = a.state->epoch + 1;
+  uint32_t* all_came = shared;
+  uint32_t* rows_to = shared + 1;
+  count_rows(a, block, warp, rows_to, ranks);
+  send_counts(a, block, warp, mesh, rows_to, epoch);
+  if (warp.index() == 0) {
+    const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + a.at.count_signal);
+    const bool came = wait_all_peers(warp, ranks, epoch, Site::kCounts, a.wait,
+                                     [&](uint32_t peer) { return signals + peer; });
+    if (warp.rank() == 0) *all_came = came ? 1 : 0;
+  }
+  block.sync();
+  if (*all_came != 0) {
+    sum_counts(a, block, mesh, epoch);
+    if (warp.index() == block.warps() - 1) compare_headers(a, warp, mesh, epoch);
+  }
+  block.sync();
+  if (block.rank() != 0) return;
+  a.state->epoch = epoch;
+  if (a.host_waits) store_release(&a.report->epoch, epoch);
+}
+
 }  // namespace notify
 
 template <class MeshT, class Shape>
 WEFT_KERNEL void dispatch_notify(const NotifyArgs& a, const MeshT& mesh, const Shape&) {
   const Block block;
   const Warp warp;
-  auto* shared = reinterpret_cast<uint32_t*>(block.shared());  // u32[warps + 2]
+  auto* shared = reinterpret_cast<uint32_t*>(block.shared());  // u32[R + 1] or u32[warps]
   const Span traced(a.wait.trace, Work::kNotify, block.rank() == 0);
   const uint32_t ranks = mesh.ranks();
-  const uint64_t epoch = a.state->epoch + 1;
-
-  for (uint32_t job = block.index(); job <= ranks; job += block.count()) {
-    if (job < ranks) notify::scan_peer(a, block, warp, shared, ranks, job);
-    if (job == ranks) notify::scan_slots(a, block, warp, shared, ranks);
+  for (uint32_t job = block.index(); job < ranks + 2; job += block.count()) {
+    if (job == 0) notify::exchange_counts(a, block, warp, mesh, shared);
+    if (job == 1) notify::scan_slots(a, block, warp, shared, ranks);
+    if (job >= 2) notify::scan_peer(a, block, warp, shared, ranks, job - 2);
   }
-  if (!last_block(block, &a.state->arrived, &shared[block.warps()])) return;
-
-  notify::send_counts(a, block, warp, mesh, epoch);
-  const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + a.at.count_signal);
-  const bool all_came = warp.index() != 0 || wait_all_peers(warp, ranks, epoch, Site::kCounts, a.wait,
-                                                            [&](uint32_t peer) { return signals + peer; });
-  if (warp.index() == 0 && warp.rank() == 0) shared[block.warps() + 1] = all_came ? 1 : 0;
-  block.sync();
-  if (shared[block.warps() + 1] != 0) {
-    notify::sum_counts(a, block, mesh, epoch);
-    if (warp.index() == block.warps() - 1) notify::compare_headers(a, warp, mesh, epoch);
-    block.sync();
-  }
-  if (block.rank() != 0) return;
-  a.state->epoch = epoch;
-  if (a.host_waits) store_release(&a.report->epoch, epoch);
 }
 
 }  // namespace weft

@@ -186,7 +186,6 @@ Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
   args.prefix = call.handle.prefix;
   args.report = report;
   args.host_waits = waits ? 1 : 0;
-  args.rows_to = reinterpret_cast<int32_t*>(window_->local() + control_.rows_to);
   WEFT_TRY(launch({kLayoutFile, "dispatch_notify", "NotifyArgs"}, plan_notify(ranks, limits_), &args,
                   sizeof(args), {}, call.stream));
   return collect(call, report, ++dispatches_);

@@ -54,7 +54,6 @@ HighThroughputControl plan_control(uint32_t ranks) {
   control.notify_state = carver.take(sizeof(GridState));
   control.dispatch_state = carver.take(sizeof(GridState));
   control.combine_state = carver.take(sizeof(GridState));
-  control.rows_to = carver.take(ranks * sizeof(int32_t));
   control.unawaited_report = carver.take(report_bytes(ranks));
   control.end = carver.end();
   return control;
@@ -86,9 +85,9 @@ GridPlan plan_layout(uint64_t tokens, uint32_t ranks, uint32_t experts, const Co
 
 GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits) {
   const uint32_t warps = limits.is_cuda ? 32 : limits.host_threads;
-  const uint32_t shared_bytes = (warps + 2) * 4;
+  const uint32_t shared_bytes = std::max(warps, ranks + 1) * 4;
   if (!limits.is_cuda) return host_grid(limits, shared_bytes);
-  return {std::clamp(ranks + 1, 1u, limits.max_blocks), warps * kCudaWarp, shared_bytes, {}, {}, {}};
+  return {std::min(ranks + 2, limits.max_blocks), warps * kCudaWarp, shared_bytes, {}, {}, {}};
 }
 
 GridPlan plan_dispatch(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits) {

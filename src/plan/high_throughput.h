@@ -23,7 +23,6 @@ struct HighThroughputControl {
   uint64_t notify_state;
   uint64_t dispatch_state;
   uint64_t combine_state;
-  uint64_t rows_to;           // i32[R], scratch of notify
   uint64_t unawaited_report;  // of calls whose counts the host does not wait for; the dispatch reads it
   uint64_t end;
 };

@@ -646,7 +646,8 @@ struct ReplySource {
   }
 };
 
-// Statistics of a token's replies that come as lines: when the first part of each did. Lanes share them.
+// Statistics of a token's replies that come as lines: when the tag of the first line of each did. Lanes share
+// them.
 template <class C>
 WEFT_DEVICE void note_waits(const C& c, const ReplySource<C>& source, uint32_t count) {
   const uint64_t start = cycles();

@@ -248,7 +248,8 @@ WEFT_DEVICE void compare_headers(const NotifyArgs& a, Warp warp, const MeshT& me
   if (warp.rank() == 0) a.report->disagreeing_word = kAgreedWords;
 }
 
-// The block.
+// Tells all peers this rank's counts, waits for theirs, and reports what follows from them. The block;
+// shared: u32[R + 1].
 template <class MeshT>
 WEFT_DEVICE void exchange_counts(const NotifyArgs& a, Block block, Warp warp, const MeshT& mesh,
                                  uint32_t* shared) {

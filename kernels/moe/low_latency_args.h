@@ -36,7 +36,7 @@ struct LowLatencyCall {
   WaitRule wait;
   uint64_t region;  // window offset
   uint64_t half_bytes;
-  uint64_t lines_at;  // in a half
+  uint64_t lines_at;  // in a half: lines_begin()
   uint32_t* masked;   // u32[R]: peers to leave out; null where there is no shrinking
   uint32_t phases;    // kPhaseSend, kPhaseReceive, or both
   uint32_t ticket;    // ties the two launches of a call: < kTickets, different for calls outstanding together

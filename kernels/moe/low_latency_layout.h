@@ -140,19 +140,20 @@ WEFT_DEVICE constexpr MessageLayout message_layout(uint64_t top_k, bool has_weig
   return at;
 }
 
-// Where the lines of a half begin: it is shared out evenly, but lines get no more than 128 tokens per rank
-// need, or 16 ranks have, with rows of 64 KiB.
+// What lines get of a half at most: room for one token per lane of every rank, or of 16 ranks, in 64 KiB
+// each.
 WEFT_DEVICE constexpr uint64_t most_line_bytes(uint64_t ranks) {
   return larger(ranks, 16) * kMaxLanes * 65536;
 }
+// Where the lines of a half begin. Up to that, words and lines share it evenly.
 WEFT_DEVICE constexpr uint64_t lines_begin(uint64_t ranks, uint64_t half_bytes) {
   const uint64_t even = half_bytes / 2 / kLineBytes * kLineBytes;
   const uint64_t most = most_line_bytes(ranks);
   return half_bytes - (even < most ? even : most);
 }
 
-// Dispatch: what messages take that words follow, [R][lanes][capacity] of stride, and those that are lines,
-// [R][lanes] of line_bytes().
+// Bytes of a half that a dispatch takes: messages that words follow, [R][lanes][capacity] of stride, from its
+// start, and those that are lines, [R][lanes] of line_bytes(), from lines_begin().
 WEFT_DEVICE constexpr uint64_t message_bytes(uint64_t ranks, Lanes lanes, const MessageLayout& message) {
   return ranks * lanes.count * lanes.capacity * message.stride;
 }
@@ -160,13 +161,13 @@ WEFT_DEVICE constexpr uint64_t line_message_bytes(uint64_t ranks, Lanes lanes, c
   return ranks * lanes.count * message.line_bytes();
 }
 
-// Combine: the same offsets from the start of a half, and from where its lines begin. A reply stands at the
-// token's slot: the slot of its expert, or (reduced) the first of its rank's.
+// A combine: the same offsets from the start of a half for words, and from lines_begin() for lines. A reply
+// stands at the token's slot: the slot of its expert, or (reduced) the first of its rank's.
 struct CombineLayout {
   uint64_t weights;  // [R][M] weights_stride(): by owner, f32[K] of its tokens, as lines where there are any
-  uint64_t replies;  // [M][K]
-  uint64_t bytes;
-  uint64_t line_bytes;  // of lines: only who has no more tokens than lanes gets lines
+  uint64_t replies;  // [M][K]; as lines [lanes][K], since who has more tokens than lanes gets none
+  uint64_t word_bytes;
+  uint64_t line_bytes;
 };
 WEFT_DEVICE constexpr uint64_t weights_stride(uint64_t top_k) {
   return line_bytes_of(top_k * 4);
@@ -177,7 +178,7 @@ WEFT_DEVICE constexpr CombineLayout combine_layout(uint64_t ranks, uint64_t max_
   CombineLayout at{};
   at.weights = carver.take(ranks * max_tokens * weights_stride(top_k));
   at.replies = carver.take(max_tokens * top_k * reply_stride);
-  at.bytes = carver.end();
+  at.word_bytes = carver.end();
   at.line_bytes = at.replies + lanes_of(static_cast<uint32_t>(max_tokens)).count * top_k * reply_stride;
   return at;
 }

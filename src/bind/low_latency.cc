@@ -107,7 +107,7 @@ void bind_low_latency(nb::module_& module) {
       },
       nb::arg("ranks"), nb::arg("max_tokens"), nb::arg("top_k"), nb::arg("experts"), nb::arg("hidden"));
 
-  module.def("low_latency_region_bytes", &low_latency_region_bytes, nb::arg("ranks"), nb::arg("half_bytes"));
+  module.def("low_latency_region_bytes", &low_latency_region_bytes, nb::arg("ranks"), nb::arg("word_bytes"));
 
   nb::class_<LowLatency>(module, "LowLatency")
       .def(

@@ -73,8 +73,7 @@ LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const Compu
       known_masked_(ranks()) {}
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
-  const uint64_t half_bytes = low_latency_half_bytes(ranks(), end_ - begin_);
-  return {ranks(), max_tokens, top_k, experts, line_tokens_, half_bytes - lines_begin(ranks(), half_bytes)};
+  return {ranks(), max_tokens, top_k, experts, line_tokens_, half_bytes() - lines_at()};
 }
 
 uint32_t* LowLatency::masks() const {
@@ -82,13 +81,12 @@ uint32_t* LowLatency::masks() const {
 }
 
 Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const {
-  const uint64_t region = end_ - begin_;
-  if (plan.half_bytes > lines_begin(ranks(), low_latency_half_bytes(ranks(), region)))
+  if (plan.word_bytes > lines_at())
     return Status::make(Code::kCapacity,
                         "num_rdma_bytes: got {}, allowed: at least {} for num_max_dispatch_tokens_per_rank "
                         "{}, num_experts {}, "
                         "top-k {} and these rows",
-                        region, low_latency_region_bytes(ranks(), plan.half_bytes), sizes.max_tokens,
+                        end_ - begin_, low_latency_region_bytes(ranks(), plan.word_bytes), sizes.max_tokens,
                         sizes.experts, sizes.top_k);
   if (tokens > sizes.max_tokens)
     return Status::invalid("x: got {} tokens, allowed: at most num_max_dispatch_tokens_per_rank, {}", tokens,
@@ -113,8 +111,8 @@ LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, const LowLatency
   LowLatencyCall call{};
   call.wait = {static_cast<uint64_t>(waits_.timeout_s * 1e9), waits_.fault, rank(), 0, waits_.trace};
   call.region = begin_;
-  call.half_bytes = low_latency_half_bytes(ranks(), end_ - begin_);
-  call.lines_at = lines_begin(ranks(), call.half_bytes);
+  call.half_bytes = half_bytes();
+  call.lines_at = lines_at();
   call.masked = waits_.may_mask ? masks() : nullptr;
   call.phases = phases;
   call.ticket = ticket % kTickets;

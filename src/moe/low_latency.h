@@ -126,6 +126,8 @@ class LowLatency {
   uint32_t ranks() const { return static_cast<uint32_t>(window_->communicator()->size()); }
   uint32_t rank() const { return static_cast<uint32_t>(window_->communicator()->rank()); }
   uint32_t* masks() const;
+  uint64_t half_bytes() const { return low_latency_half_bytes(ranks(), end_ - begin_); }
+  uint64_t lines_at() const { return lines_begin(ranks(), half_bytes()); }  // in a half
   LowLatencyDispatchShape shape_of(const LowLatencyDispatchCall& call) const;
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
   LowLatencyCall common(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t tokens,

@@ -61,7 +61,7 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   const Lanes lanes = lanes_of(sizes.max_tokens);
   const MessageLayout message =
       message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
-  plan.half_bytes = message_bytes(sizes.ranks, lanes, message);
+  plan.word_bytes = message_bytes(sizes.ranks, lanes, message);
   plan.lines = may_have_lines(sizes, line_message_bytes(sizes.ranks, lanes, message));
   const uint32_t warps = warps_per_block(plan, limits);
   auto shared_bytes = [&](bool has_image) {
@@ -84,7 +84,7 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
   LowLatencyPlan plan = grid_plan(limits);
   const CombineLayout layout =
       combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, reply_stride(shape.row_bytes, shape.reply));
-  plan.half_bytes = layout.bytes;
+  plan.word_bytes = layout.word_bytes;
   plan.lines = may_have_lines(sizes, layout.line_bytes);
   const uint32_t warps = warps_per_block(plan, limits);
   plan.shared_bytes = static_cast<uint32_t>(combine_shared(sizes.ranks, sizes.top_k, warps).bytes);
@@ -102,8 +102,8 @@ uint64_t low_latency_routes_words(const LowLatencySizes& sizes, bool has_weights
   return routes_layout(sizes.ranks, lanes_of(sizes.max_tokens), sizes.top_k, has_weights).words;
 }
 
-uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t half_bytes) {
-  const uint64_t rounded = (half_bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t word_bytes) {
+  const uint64_t rounded = (word_bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
   return low_latency_control(ranks).end + 2 * (rounded + std::min(rounded, most_line_bytes(ranks)));
 }
 
@@ -121,15 +121,15 @@ uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
   const uint64_t reply =
       std::max(reply_stride(row_bytes, kReplyExact), reply_stride(row_bytes, kReplyExactLog));
   const CombineLayout combine = combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, reply);
-  const uint64_t words = std::max(message_bytes(sizes.ranks, lanes, message), combine.bytes);
+  const uint64_t words = std::max(message_bytes(sizes.ranks, lanes, message), combine.word_bytes);
   const uint64_t lines = std::max(line_message_bytes(sizes.ranks, lanes, message), combine.line_bytes);
   return low_latency_region_bytes(sizes.ranks,
                                   std::max(words, std::min(lines, most_line_bytes(sizes.ranks))));
 }
 
 std::string to_text(const LowLatencyPlan& plan) {
-  return text("half {} bytes, {} blocks of {} threads, {} bytes shared, {} pieces, {} receive splits",
-              plan.half_bytes, plan.blocks, plan.threads_per_block, plan.shared_bytes, plan.pieces,
+  return text("words {} bytes, {} blocks of {} threads, {} bytes shared, {} pieces, {} receive splits",
+              plan.word_bytes, plan.blocks, plan.threads_per_block, plan.shared_bytes, plan.pieces,
               plan.receive_splits);
 }
 

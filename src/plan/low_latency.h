@@ -29,7 +29,7 @@ struct LowLatencySizes {
 };
 
 struct LowLatencyPlan {
-  uint64_t half_bytes;  // of each half of the region, without lines
+  uint64_t word_bytes;  // of each half of the region, for what is no line
   bool lines;           // whether some rank's tokens may travel as lines
   uint32_t blocks;
   uint32_t threads_per_block;
@@ -48,9 +48,9 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
 // 4-byte words that a dispatch leaves for its combine.
 uint64_t low_latency_routes_words(const LowLatencySizes& sizes, bool has_weights);
 
-// Bytes of the least region whose halves have room for `half_bytes` beside lines, and the halves of a region
+// Bytes of the least region whose halves have `word_bytes` beside their lines, and of the halves of a region
 // of `region_bytes` (0 if it is too small).
-uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t half_bytes);
+uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t word_bytes);
 uint64_t low_latency_half_bytes(uint32_t ranks, uint64_t region_bytes);
 
 // Enough for every dispatch and combine of these sizes, as lines too, whatever the payload; rows of `hidden`

@@ -540,6 +540,25 @@ TEST(LowLatency, TooSmallARegionIsRefusedBeforeAnythingIsSent) {
   });
 }
 
+// What the refusal above asks for: it has room for words, and for lines as far as they take no more.
+TEST(LowLatency, TheLeastRegionServesEvenWhereOnlySomeLinesFit) {
+  const Case c{3, 64, 1, 3, 9};
+  const Lanes lanes = lanes_of(c.max_tokens);
+  const MessageLayout message = message_layout(c.top_k, false, c.row_bytes(), c.scale_bytes());
+  const CombineLayout combine =
+      combine_layout(c.ranks, c.max_tokens, c.top_k, reply_stride(c.hidden * 2, c.reply));
+  const uint64_t region =
+      low_latency_region_bytes(c.ranks, std::max(message_bytes(c.ranks, lanes, message), combine.word_bytes));
+  const uint64_t half = low_latency_half_bytes(c.ranks, region);
+  const uint64_t line_room = half - lines_begin(c.ranks, half);
+  ASSERT_GT(line_message_bytes(c.ranks, lanes, message), line_room);
+  ASSERT_LE(combine.line_bytes, line_room);
+  run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
+    Rank rank(boot, region, 1, kUsual);
+    for (uint32_t seed = 0; seed < 3; ++seed) run_whole(c, rank, seed);
+  });
+}
+
 // ---- numbers
 // -------------------------------------------------------------------------------------------------------
 

@@ -29,16 +29,19 @@ std::string combine_text(const LowLatencySizes& sizes, int64_t hidden, uint32_t 
 TEST(LowLatencyPlan, GoldenPlansOfTypicalCalls) {
   const LowLatencySizes deepseek{8, 128, 8, 256};
   EXPECT_EQ(dispatch_text(deepseek, 7168, kH200),
-            "half 7733248 bytes, 132 blocks of 512 threads, 5232 bytes shared, 1 pieces, 2 receive splits");
-  EXPECT_EQ(combine_text(deepseek, 7168, 128, kH200),
-            "half 16908288 bytes, 132 blocks of 512 threads, 2608 bytes shared, 3 pieces, 15 receive splits");
-  EXPECT_EQ(combine_text(deepseek, 7168, 1, kH200),
-            "half 16908288 bytes, 132 blocks of 512 threads, 2608 bytes shared, 3 pieces, 48 receive splits");
+            "words 7733248 bytes, 132 blocks of 512 threads, 5232 bytes shared, 1 pieces, 2 receive splits");
+  EXPECT_EQ(
+      combine_text(deepseek, 7168, 128, kH200),
+      "words 16908288 bytes, 132 blocks of 512 threads, 2608 bytes shared, 3 pieces, 15 receive splits");
+  EXPECT_EQ(
+      combine_text(deepseek, 7168, 1, kH200),
+      "words 16908288 bytes, 132 blocks of 512 threads, 2608 bytes shared, 3 pieces, 48 receive splits");
   const LowLatencySizes few{8, 8, 8, 256};
-  EXPECT_EQ(combine_text(few, 7168, 8, kH200),
-            "half 1056768 bytes, 132 blocks of 512 threads, 2608 bytes shared, 8 pieces, 128 receive splits");
+  EXPECT_EQ(
+      combine_text(few, 7168, 8, kH200),
+      "words 1056768 bytes, 132 blocks of 512 threads, 2608 bytes shared, 8 pieces, 128 receive splits");
   EXPECT_EQ(dispatch_text(few, 7168, kHost),
-            "half 483328 bytes, 2 blocks of 1 threads, 2592 bytes shared, 1 pieces, 1 receive splits");
+            "words 483328 bytes, 2 blocks of 1 threads, 2592 bytes shared, 1 pieces, 1 receive splits");
 }
 
 // Ranks must agree on everything about a reply, and not all have the same number of tokens.
@@ -117,13 +120,13 @@ TEST(LowLatencyPlan, TheHintHoldsEveryFormat) {
       copy.scale_bytes = 2048 / 16 * 4;
       copy.payload = kPayloadCopy;
       copy.weights = 1;
-      EXPECT_LE(plan_low_latency_dispatch(sizes, copy, kH200).half_bytes, half);
+      EXPECT_LE(plan_low_latency_dispatch(sizes, copy, kH200).word_bytes, half);
       EXPECT_TRUE(plan_low_latency_dispatch(sizes, copy, kH200).lines);
-      EXPECT_LE(plan_low_latency_dispatch(sizes, fp8(sizes, 2048), kH200).half_bytes, half);
+      EXPECT_LE(plan_low_latency_dispatch(sizes, fp8(sizes, 2048), kH200).word_bytes, half);
       for (int64_t reply = kReplyReduced; reply <= kReplyExactLog; ++reply) {
         const LowLatencyPlan plan =
             plan_low_latency_combine(sizes, bf16(sizes, 2048, reply), max_tokens, kH200);
-        EXPECT_LE(plan.half_bytes, half);
+        EXPECT_LE(plan.word_bytes, half);
         EXPECT_TRUE(plan.lines);
       }
     }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft import _core
+from weft.errors import Error
 from weft.moe.engine import Engine, address
 from weft.moe.handle import DispatchState
 
@@ -111,16 +112,20 @@ def dispatch(
     )
     counts_unknown = num_worst_tokens > 0
     row_format = rows.format()
-    notified = engine.core.notify(
-        format=row_format,
-        token_in_rank=is_token_in_rank.data_ptr(),
-        tokens_per_expert=num_tokens_per_expert.data_ptr(),
-        tokens=num_tokens,
-        experts=num_tokens_per_expert.size(0),
-        handle=memory,
-        worst_rows=num_worst_tokens,
-        stream=engine.stream,
-    )
+    try:
+        notified = engine.core.notify(
+            format=row_format,
+            token_in_rank=is_token_in_rank.data_ptr(),
+            tokens_per_expert=num_tokens_per_expert.data_ptr(),
+            tokens=num_tokens,
+            experts=num_tokens_per_expert.size(0),
+            handle=memory,
+            worst_rows=num_worst_tokens,
+            stream=engine.stream,
+        )
+    except Error:  # counts are known, or awaited in vain, while the kernel still writes places
+        engine.finish(True, (is_token_in_rank, num_tokens_per_expert, send_row, slot_base, prefix))
+        raise
     most_copies = min(num_ranks, row_format.top_k) if row_format.top_k else num_ranks
     received = _send(
         engine,

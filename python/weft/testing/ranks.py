@@ -101,6 +101,20 @@ def run_ranks(
         return pool.results(lost)
 
 
+def run_as_rank(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
+    """Run ``function(rank, *args)`` on this rank of torchrun's job; return (rank's number, its result).
+
+    Collective. The rank has a gloo group and no folder of its own. Raises: what the function raises.
+    """
+    torch.distributed.init_process_group("gloo")
+    group = torch.distributed.group.WORLD
+    me = Rank(torch.distributed.get_rank(), torch.distributed.get_world_size(), group, Path())
+    result = function(me, *args)
+    torch.distributed.barrier()  # a gloo thread that still holds the last tensor would abort the process as it ends
+    _leave(me)
+    return me.rank, result
+
+
 class RankPool:
     """Ranks that stay alive between runs, so that one run costs no fork and objects outlive it.
 

@@ -9,7 +9,6 @@ buffer: all ranks' parts of all_gather, reduce_scatter, all_to_all, gather and s
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from weft.bench.report import Report, add_report_arguments
 from weft.errors import invalid
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     import torch.distributed
 
     from weft.bench.collective.measure import Options, measure
-    from weft.testing.ranks import Rank, run_ranks
+    from weft.testing.ranks import run_as_rank, run_ranks
 
     torch.set_num_threads(1)
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
@@ -122,13 +121,8 @@ def run(args: argparse.Namespace) -> int:
         in_window=args.memory == "window" or (args.memory == "auto" and bool(gpus)),
     )
     if torch.distributed.is_torchelastic_launched():
-        torch.distributed.init_process_group("gloo")
-        group = torch.distributed.group.WORLD
-        me = Rank(torch.distributed.get_rank(), torch.distributed.get_world_size(), group, Path())
-        rows = measure(me, options)
-        torch.distributed.barrier()  # a gloo thread that still holds the last tensor would abort the process as it ends
-        torch.distributed.destroy_process_group()
-        if me.rank:
+        rank, rows = run_as_rank(measure, options)
+        if rank:
             return 0
     else:
         ranks = args.ranks or gpus or 4

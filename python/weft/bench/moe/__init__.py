@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     import torch.distributed
 
-    from weft.testing.ranks import Rank, run_ranks
+    from weft.testing.ranks import run_as_rank, run_ranks
 
     torch.set_num_threads(1)  # one per rank; also, ranks are forked from here and a fork inherits none
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
@@ -76,13 +76,8 @@ def run(args: argparse.Namespace) -> int:
     if args.transport != "auto":  # read when the extension is first used, which is in the ranks
         os.environ["WEFT_TRANSPORT"] = args.transport
     if torch.distributed.is_torchelastic_launched():
-        torch.distributed.init_process_group("gloo")
-        world = torch.distributed.group.WORLD
-        me = Rank(torch.distributed.get_rank(), torch.distributed.get_world_size(), world, Path())
-        measured = measure(me, options)
-        torch.distributed.barrier()  # a gloo thread that still holds the last tensor would abort the process as it ends
-        torch.distributed.destroy_process_group()
-        if me.rank:
+        rank, measured = run_as_rank(measure, options)
+        if rank:
             return 0
     else:
         num_ranks = args.ranks or gpus or 4

@@ -2,11 +2,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from weft import deep_ep_path
+
+sys.path.insert(0, str(deep_ep_path.folder()))  # as PYTHONPATH=$(python -m weft.deep_ep_path) does
 torch.set_num_threads(1)  # ranks are forked from this process, and a fork inherits no OpenMP threads
 
 # Tests start a hundred programs that import torch. Where Python may keep no compiled modules beside it

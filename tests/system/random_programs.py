@@ -11,10 +11,11 @@ from collections.abc import Callable
 import torch
 
 from weft.collectives import AllReduce, Buffer, Collective, Program, Reduce
-from weft.collectives.executor import Call, Executor
+from weft.collectives.executor import Call, Executor, Loaded
 from weft.collectives.ir import Algorithm, Op, Span
 from weft.collectives.language import Ref
 from weft.collectives.values import Chunk, Value
+from weft.collectives.verifier import Interpreter, check_structure
 
 Empty = Callable[[int], torch.Tensor]  # makes a float32 tensor of so many elements
 
@@ -22,19 +23,58 @@ Empty = Callable[[int], torch.Tensor]  # makes a float32 tensor of so many eleme
 def run_against_contract(
     executor: Executor, algorithm: Algorithm, rank: int, chunk_elems: int, empty: Empty = torch.empty
 ) -> None:
-    """Fill every chunk with what its symbol says, run, and compare every chunk that the contract fixes."""
-    contract = algorithm.contract
-    assert contract is not None
+    """Fill every chunk with what its symbol says, run in every form, and compare what the contract fixes."""
+    program = executor.load(algorithm)
+    for inplace in algorithm.forms():
+        assert algorithm.contract is not None
+        contract = algorithm.contract.in_form(inplace)
+        is_one = inplace and algorithm.collective == "custom"  # the others' forms are those of their calls
+        _run_once(executor, program, contract, rank, chunk_elems, is_one, empty)
+
+
+def run_as_computed(executor: Executor, algorithm: Algorithm, rank: int, chunk_elems: int) -> None:
+    """Run a program without a contract in every form, and compare with what the verifier says that it computes."""
+    program = executor.load(algorithm)
+    for inplace in algorithm.forms():
+        _run_once(executor, program, computed(algorithm, inplace), rank, chunk_elems, inplace, torch.empty)
+
+
+def computed(algorithm: Algorithm, inplace: bool) -> Whatever:
+    """Return what a program without a contract computes from its inputs, as a contract."""
+    interpreter = Interpreter(algorithm, inplace, check_structure(algorithm))
+    interpreter.run()
+
+    def known(value: Value | None) -> Value | None:
+        return value if value and all(index >= 0 for _, index in value.parts) else None
+
+    chunks = algorithm.chunks
+    return Whatever(
+        algorithm.num_ranks,
+        chunks,
+        [[known(interpreter.output(r, c)) for c in range(chunks)] for r in range(algorithm.num_ranks)],
+    )
+
+
+def _run_once(
+    executor: Executor,
+    program: Loaded,
+    contract: Collective,
+    rank: int,
+    chunk_elems: int,
+    is_one: bool,
+    empty: Empty,
+) -> None:
+    """Run once; ``is_one``: the input is the output."""
+    algorithm = program.algorithm
 
     def number(value: Value) -> float:
         return float(sum(1 + r * 31 % 17 + c * 7 % 11 for r, c in value.parts))
 
     inputs = [0.0 if v is None else number(v) for v in contract.before(rank)]
     wanted = contract.after(rank)
-    program = executor.load(algorithm)
     tensor = empty(max(len(inputs) * chunk_elems, 1))
     tensor[: len(inputs) * chunk_elems] = torch.tensor(inputs).repeat_interleave(chunk_elems)
-    out = empty(max(len(wanted) * chunk_elems, 1)).fill_(-1.0)
+    out = tensor if is_one else empty(max(len(wanted) * chunk_elems, 1)).fill_(-1.0)
     part = chunk_elems * program.per_part
     executor.run(program, Call(tensor.data_ptr(), out.data_ptr(), part, 0))
     for index, value in enumerate(wanted):
@@ -53,8 +93,14 @@ def run_against_contract(
 class Whatever(Collective):
     """The contract of a random program: what it happens to compute."""
 
-    def __init__(self, ranks: int, chunks: int, result: list[list[Value | None]] | None = None) -> None:
-        super().__init__(ranks, chunks)
+    def __init__(
+        self,
+        ranks: int,
+        chunks: int,
+        result: list[list[Value | None]] | None = None,
+        inplace: bool = False,
+    ) -> None:
+        super().__init__(ranks, chunks, inplace)
         self.result = result
 
     def before(self, rank: int) -> list[Value | None]:
@@ -68,7 +114,7 @@ def random_algorithm(seed: int, ranks: int) -> Algorithm:
     """Return the compiled form of random copies and reductions whose result is its own contract."""
     generator = random.Random(seed)
     chunks = generator.choice([1, 2, 4])
-    contract = Whatever(ranks, chunks)
+    contract = Whatever(ranks, chunks, inplace=seed % 3 == 0)
     protocol = generator.choice(["Simple", "LL"])
     with Program(f"random {seed}", contract, protocol=protocol) as program:
         for _ in range(generator.randrange(4, 24)):
@@ -83,7 +129,8 @@ def random_algorithm(seed: int, ranks: int) -> Algorithm:
                 continue
             dst_rank, buffer = generator.randrange(ranks), generator.choice([Buffer.output, "x", "y"])
             at = generator.randrange(chunks - size + 1)
-            if (dst_rank, buffer) == (src.rank, src.buffer):
+            held = Buffer.input if contract.inplace and buffer == Buffer.output else buffer
+            if (dst_rank, held) == (src.rank, src.buffer):
                 continue
             old = program.chunk(dst_rank, buffer, at, size)
             small = old is not None and sum(len(v.parts) for v in program._contents(old._place, size)) < 40
@@ -91,7 +138,8 @@ def random_algorithm(seed: int, ranks: int) -> Algorithm:
                 old.reduce(src)
             else:
                 src.copy(dst_rank, buffer, at)
-    contract.result = [program.buffers[rank][Buffer.output] for rank in range(ranks)]
+    held = Buffer.input if contract.inplace else Buffer.output
+    contract.result = [list(program.buffers[rank][held]) for rank in range(ranks)]
     return program.compile()
 
 

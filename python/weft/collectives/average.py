@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from weft.collectives.flow import size_limit
 from weft.collectives.ir import Algorithm, Block, Step
 from weft.collectives.kept import kept
 from weft.collectives.values import total
@@ -44,6 +45,8 @@ def ended_sums(algorithm: Algorithm) -> EndedSums:
     found = [_Adder(algorithm, form) for form in algorithm.forms()]
     if any(adder.mixed for adder in found):
         algorithm = _one_chunk_a_step(algorithm)
+        if size_limit(algorithm) is not None:  # its chunks must travel together
+            return nothing
         found = [_Adder(algorithm, form) for form in algorithm.forms()]
     ends = {frozenset(adder.ends) for adder in found}
     return EndedSums(algorithm, ends.pop(), True) if len(ends) == 1 else nothing

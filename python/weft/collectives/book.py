@@ -104,7 +104,9 @@ def _mode(choice: Choice) -> int:
 
 def _rows(part: Part) -> Iterator[Row]:
     selector = Selector(
-        *(part.ranks, part.machine, part.key, part.folder, part.algorithm_dir), modes=(PROGRAM, EXCHANGE)
+        *(part.ranks, part.machine, part.key, part.folder, part.algorithm_dir),
+        modes=(PROGRAM, EXCHANGE),
+        every_size=True,
     )
     machine = _MACHINES[part.machine]
     for collective, number, inplace in _SERVED:

@@ -107,17 +107,55 @@ def _receive_first() -> Broken:
     return Broken("both ranks receive before they send", broken, "deadlock", "waits for a message from rank")
 
 
-def _three_simple_sends() -> Broken:
+def sends_before_receives(chunks: int, count: int = 1, protocol: str = "Simple") -> Algorithm:
+    """Return an all-gather on two ranks that send all their chunks, ``count`` a step, before they receive any."""
     ranks = []
     for rank in range(2):
-        sends = [Step(Op.SEND, Span(_I, c), Span(_O, rank * 3 + c)) for c in range(3)]
-        recvs = [Step(Op.RECV, Span(_I, c), Span(_O, (1 - rank) * 3 + c)) for c in range(3)]
-        copies = [Step(Op.COPY, Span(_I, c), Span(_O, rank * 3 + c)) for c in range(3)]
+        mine, theirs = rank * chunks, (1 - rank) * chunks
+        first = range(0, chunks, count)
+        sends = [Step(Op.SEND, Span(_I, c), Span(_O, mine + c), count) for c in first]
+        recvs = [Step(Op.RECV, Span(_I, c), Span(_O, theirs + c), count) for c in first]
+        copies = [Step(Op.COPY, Span(_I, c), Span(_O, mine + c), count) for c in first]
         blocks = [Block(-1, -1, 0, copies), Block(1 - rank, 1 - rank, 0, sends + recvs)]
-        ranks.append(RankProgram(rank, 3, 6, 0, blocks))
-    contract = AllGather(2, 3)
-    broken = Algorithm("three", "allgather", "Simple", 6, False, True, ranks, contract)
-    return Broken("sends three Simple chunks before it receives", broken, "deadlock", "(2 are taken)")
+        ranks.append(RankProgram(rank, chunks, 2 * chunks, 0, blocks))
+    return Algorithm(
+        *(f"{chunks} by {count}", "allgather", protocol, 2 * chunks, False, True, ranks, AllGather(2, chunks))
+    )
+
+
+def _nine_sends() -> Broken:
+    broken = sends_before_receives(9)
+    return Broken("sends nine chunks before it receives", broken, "deadlock", "(8 are taken)")
+
+
+def _hangs_from_its_least_size() -> Broken:
+    broken = dataclasses.replace(sends_before_receives(16, 16), min_bytes=16 << 20)
+    return Broken("sends more than fits at every size it is for", broken, "deadlock", "from 4194305 bytes on")
+
+
+def _in_place(inplace: bool, outofplace: bool, *steps: Step) -> Algorithm:
+    """Return a program of one rank without a contract, each step in a block of its own."""
+    ranks = [RankProgram(0, 3, 3, 0, [Block(steps=[step]) for step in steps])]
+    return Algorithm("custom", "custom", "Simple", 3, inplace, outofplace, ranks)
+
+
+def _custom_race_in_place() -> Broken:
+    broken = _in_place(
+        *(True, False, Step(Op.COPY, Span(_I, 0), Span(_O, 1)), Step(Op.COPY, Span(_I, 1), Span(_O, 2)))
+    )
+    return Broken("overwrites in place, without a contract, what it reads", broken, "race", "nothing orders")
+
+
+def _custom_overlap_in_place() -> Broken:
+    broken = _in_place(True, False, Step(Op.COPY, Span(_I, 0), Span(_O, 1), 2))
+    return Broken("shifts its input in place", broken, "structure", "are one memory in place")
+
+
+def _custom_forms_differ() -> Broken:
+    first = Step(Op.COPY, Span(_I, 0), Span(_O, 1))
+    second = Step(Op.COPY, Span(_I, 1), Span(_O, 2), depends=((0, 0),))
+    broken = _in_place(True, True, first, second)
+    return Broken("computes other things in place than out of place", broken, "result", "claims both forms")
 
 
 def _circle_of_waits() -> Broken:
@@ -219,7 +257,8 @@ def _overlap() -> Broken:
 
 _MAKERS: tuple[Callable[[], Broken], ...] = (
     *(_wrong_place, _wrong_source, _added_twice, _forgotten_chunk, _without_waits, _write_after_read),
-    *(_receive_first, _three_simple_sends, _circle_of_waits),
+    *(_receive_first, _nine_sends, _hangs_from_its_least_size, _circle_of_waits),
+    *(_custom_race_in_place, _custom_overlap_in_place, _custom_forms_differ),
     *(_no_receiver, _two_senders, _more_sent, _sizes_differ, _out_of_bounds, _last_of_several_out_of_bounds),
     *(_own_peer, _no_peer, _missing_step, _sender_operand, _overlap),
 )

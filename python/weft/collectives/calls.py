@@ -34,7 +34,7 @@ from weft.collectives.ir import Algorithm, Op, Span
 from weft.collectives.language import Program
 from weft.collectives.logs import follow
 from weft.collectives.rows import ELEMENTS, REDUCTIONS
-from weft.collectives.selector import COMPILED, STAGED, Choice, Selector, misfit
+from weft.collectives.selector import COMPILED, STAGED, Choice, Selector, misfit, read_algorithms
 from weft.collectives.values import Chunk
 from weft.errors import Error, invalid
 
@@ -511,7 +511,8 @@ def _agreed_selector(core: Any, machine: str) -> Selector:
     cache = Path(config.cache_dir).expanduser()
     ranks = int(core.size)
     key = machine_key(str(core.device))
-    selector = Selector(ranks, machine, key, cache, config.algorithm_dir, may_copy=True)
+    places, is_first = config.algorithm_dir, int(core.rank) == 0
+    selector = Selector(ranks, machine, key, cache, places, may_copy=True, tells=is_first)
     prints = core.all_gather_text(selector.fingerprint()) if ranks > 1 else []
     others = [rank for rank, theirs in enumerate(prints) if theirs != prints[0]]
     if not others:
@@ -521,6 +522,8 @@ def _agreed_selector(core: Any, machine: str) -> Selector:
         "no rank uses any",
         others,
     )
+    if int(core.rank) in others:
+        read_algorithms(places, ranks)  # rank 0 told of its own files only
     return Selector(ranks, machine)
 
 

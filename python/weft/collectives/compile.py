@@ -85,13 +85,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(text)
     blocks = max(len(program.blocks) for program in algorithm.ranks)
-    result = (
-        "result, races and deadlock" if report.result_checked else "races and deadlock (custom: no contract)"
-    )
     print(
         f"{algorithm.name}: {algorithm.collective}, {algorithm.num_ranks} ranks, {algorithm.chunks} chunks, "
         f"{report.steps} steps in up to {blocks} blocks, {algorithm.channels} channels; {' and '.join(report.forms)}; "
-        f"verified: {result}",
+        f"verified: {report.proven}",
         file=sys.stderr,
     )
     for line in (*report.warnings, *algorithm.notes):

@@ -19,8 +19,9 @@ from weft import _core
 from weft.collectives.average import ended_sums
 from weft.collectives.direct import direct_messages
 from weft.collectives.exchanges import Exchange
+from weft.collectives.flow import run_limit
 from weft.collectives.ir import Algorithm
-from weft.collectives.rows import REDUCTIONS, chunks_of_part, program_rows, protocol_number
+from weft.collectives.rows import ELEMENT_BYTES, REDUCTIONS, chunks_of_part, program_rows, protocol_number
 from weft.errors import invalid
 
 _FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
@@ -106,9 +107,10 @@ class Executor:
     def run(self, program: Loaded, call: Call) -> None:
         """Run on every rank.
 
-        Raises: Error for an average of a program without one; PeerLost, naming the rank, block and step that waited and
-            for whom.
+        Raises: Error for an average of a program without one, and for a size at which the program would hang; PeerLost,
+            naming the rank, block and step that waited and for whom.
         """
+        self._check_size(program, call)
         if call.reduction == REDUCTIONS["average"] and not program.has_average:
             allowed = "a program that reduces over all ranks, at the same steps in place and out of place"
             raise invalid("reduction", f"average with {program.algorithm.name}", allowed)
@@ -127,6 +129,16 @@ class Executor:
             call.stream,
             call.compiled,
         )
+
+    def _check_size(self, program: Loaded, call: Call) -> None:
+        limit = run_limit(program.algorithm)
+        if limit is None:
+            return
+        parts = program.algorithm.chunks // program.per_part
+        num_bytes = call.part_elems * parts * ELEMENT_BYTES[call.element]
+        refusal = limit.refuses(num_bytes, program.algorithm.chunks, call.slice_bytes)
+        if refusal:
+            raise invalid("part_elems", f"{num_bytes} bytes in all", f"{program.algorithm.name}: {refusal}")
 
     def exchange(self, kind: Exchange, call: Call, way: int) -> None:
         """Run a collective as one kernel, with sums in the order of ranks.
@@ -152,6 +164,8 @@ class Executor:
         output_chunks: Sequence[tuple[int, int]],
     ) -> None:
         """Run a program without scratch whose chunks have sizes of their own: (offset, length) in elements."""
+        if run_limit(program.algorithm) is not None:
+            raise invalid("program", program.algorithm.name, "one that does not hang with unequal chunks")
         tables = [[number for pair in chunks for number in pair] for chunks in (input_chunks, output_chunks)]
         most = max((length for _, length in (*input_chunks, *output_chunks)), default=0)
         if most:

@@ -20,7 +20,12 @@ MAX_CHUNKS = 1 << 16  # of a buffer: far more than algorithms have, and few enou
 MAX_COUNT = 71  # of chunks in one step, a limit of the XML format
 MAX_CHANNELS = 32
 MAX_BLOCKS = 1 << 14  # of all ranks: what the verifier keeps of each about every other then takes 1 GiB
-FIFO_STEPS = 8  # per connection; a group of chunks takes 1, or 4 with Simple
+FIFO_STEPS = 8  # per connection of MSCCL's executors; a group of chunks takes 1, or 4 with Simple
+RING_SLOTS = 8  # messages that a connection of ours holds: kRingSlots of kernels/collective/program_args.h
+# What a message may have at least, on CPUs and GPUs: slot_payload_bytes() of src/plan/collective.cc.
+SLOT_PAYLOAD_BYTES = {"Simple": 256 << 10, "LL": 8 << 10, "LL128": 15 << 10}
+
+Connection = tuple[int, int, int]  # sender, receiver, channel
 
 
 class Op(Enum):
@@ -181,5 +186,5 @@ class Algorithm:
 
 
 def fifo_units(protocol: str) -> int:
-    """Return the groups of chunks that fit a connection before the receiver takes one."""
+    """Return the groups of chunks that fit a connection of MSCCL's executors, which schedules are made for."""
     return FIFO_STEPS // (4 if protocol == "Simple" else 1)

@@ -32,6 +32,7 @@ ELEMENTS = {
     "uint64": 11,
     "bool": 7,
 }
+ELEMENT_BYTES = (4, 2, 2, 1, 1, 8, 1, 1, 4, 4, 8, 8)  # by that number
 REDUCTIONS = {"sum": 0, "product": 1, "min": 2, "max": 3, "average": 4}
 _PROTOCOLS = {"Simple": 0, "LL": 1, "LL128": 2}
 _BUFFERS = {Buffer.input: 0, Buffer.output: 1, Buffer.scratch: 2}

@@ -24,6 +24,7 @@ from typing import Any
 
 from weft.collectives.cost import CPU, NVLINK, Machine, predict_exchange_us, predict_us
 from weft.collectives.exchanges import LINES, PLACES, STAGES
+from weft.collectives.flow import run_limit
 from weft.collectives.ir import Algorithm
 from weft.collectives.library import entries
 from weft.collectives.verifier import verify
@@ -245,6 +246,8 @@ class Selector:
         algorithm_dir: XML or JSON algorithms that join the candidates, as for read_algorithms.
         modes: what the caller can run.
         may_copy: the caller copies where an algorithm is for calls of the other form, as misfit() says.
+        every_size: leave out files' algorithms that run up to some size only (weft.collectives.flow).
+        tells: warn of files that cannot be used; one of a communicator's ranks does.
     """
 
     def __init__(
@@ -256,6 +259,8 @@ class Selector:
         algorithm_dir: str = "",
         modes: Sequence[str] = MODES,
         may_copy: bool = False,
+        every_size: bool = False,
+        tells: bool = True,
     ) -> None:
         self.ranks = ranks
         self._may_copy = may_copy
@@ -264,7 +269,8 @@ class Selector:
         self._rows = read_table(_TABLES / f"{machine}.json", "")
         if folder is not None:
             self._rows = read_table(folder / table_name(machine, key, ranks), key) or self._rows
-        self._files = read_algorithms(algorithm_dir, ranks)
+        files = read_algorithms(algorithm_dir, ranks, tells)
+        self._files = [file for file in files if not (every_size and run_limit(file))]
         self._logged: set[tuple[str, int]] = set()
 
     def fingerprint(self) -> str:
@@ -395,27 +401,30 @@ def _unfit(algorithm: Algorithm, num_bytes: int) -> str | None:
         return f"from {algorithm.min_bytes} bytes"
     if algorithm.max_bytes is not None and num_bytes > algorithm.max_bytes:
         return f"up to {algorithm.max_bytes} bytes"
-    return None
+    limit = run_limit(algorithm)
+    return limit.refuses(num_bytes, algorithm.chunks) if limit else None
 
 
-def read_algorithms(places: str, ranks: int) -> list[Algorithm]:
+def read_algorithms(places: str, ranks: int, tells: bool = True) -> list[Algorithm]:
     """Return the verified algorithms for ``ranks``, by file name within each place; the others are logged.
 
     Args: places: folders and files, with colons between; "" for none. A file may be a list of others (MSCCL_CONFIG).
+        tells: with warnings; else for WEFT_LOG=debug alone.
     """
     found = []
+    level = logging.WARNING if tells else logging.DEBUG
     for place in filter(None, places.split(":")):
         path = Path(place).expanduser()
         if not path.exists():
-            log.warning("algorithms: %s does not exist; the built-in ones are used", path)
+            log.log(level, "algorithms: %s does not exist; the built-in ones are used", path)
         files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
         for file in files:
             if file.suffix in (".xml", ".json"):
-                found += _read_algorithm(file, ranks)
+                found += _read_algorithm(file, ranks, level)
     return found
 
 
-def _read_algorithm(file: Path, ranks: int) -> list[Algorithm]:
+def _read_algorithm(file: Path, ranks: int, level: int) -> list[Algorithm]:
     from weft.collectives.load import is_listing, load_file, load_listed
 
     try:
@@ -423,7 +432,7 @@ def _read_algorithm(file: Path, ranks: int) -> list[Algorithm]:
         for algorithm in algorithms:
             verify(algorithm)
     except (Error, OSError) as error:
-        log.warning("%s is not used: %s", file.name, error)
+        log.log(level, "%s is not used: %s", file.name, error)
         return []
     for algorithm in algorithms:
         if algorithm.num_ranks != ranks:

@@ -10,7 +10,10 @@ is broken).
 
 One pass over the steps stands for all slices: slices touch disjoint parts of every chunk, connections are empty after
 each, and a blocking execution that can finish finishes under every timing. Groups of one chunk are the worst case: any
-larger group sends fewer messages through the same connections and orders more.
+larger group sends fewer messages through the same connections and orders more. A program that only hangs with groups
+of few chunks passes, and ``Report.limit`` says up to which size it runs (weft.collectives.flow).
+
+In place, input and output are one memory everywhere: as the contract's alias() says, chunk by chunk without one.
 """
 
 from __future__ import annotations
@@ -21,11 +24,21 @@ from collections import deque
 import numpy as np
 
 from weft.collectives.contract import Buffer, Collective, State
-from weft.collectives.ir import MAX_BLOCKS, MAX_CHANNELS, MAX_COUNT, Algorithm, Block, Op, Step, fifo_units
+from weft.collectives.flow import SizeLimit, size_limit
+from weft.collectives.ir import (
+    MAX_BLOCKS,
+    MAX_CHANNELS,
+    MAX_COUNT,
+    RING_SLOTS,
+    Algorithm,
+    Block,
+    Connection,
+    Op,
+    Step,
+)
 from weft.collectives.values import Chunk, Value
 from weft.errors import Error
 
-Connection = tuple[int, int, int]  # sender, receiver, channel
 BlockId = tuple[int, int]  # rank, block number
 Slot = tuple[int, str, int]
 
@@ -40,17 +53,32 @@ class VerificationError(Error):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was proven. ``result_checked`` is False when the collective is unknown (coll="custom" of a file)."""
+    """What was proven. ``result_checked`` is False when the collective is unknown (coll="custom" of a file).
+
+    ``limit``: up to which size it was proven not to hang; None for every size.
+    """
 
     steps: int
     messages: int
     forms: tuple[str, ...]
     result_checked: bool
     warnings: tuple[str, ...]
+    limit: SizeLimit | None = None
+
+    @property
+    def proven(self) -> str:
+        """Say what was proven, and what was not."""
+        if self.result_checked:
+            return "result, races and deadlock"
+        alike = "; both forms give the same" if len(self.forms) > 1 else ""
+        return f"races and deadlock{alike}; not proven: what it computes, as it has no contract"
 
 
-def verify(algorithm: Algorithm) -> Report:
-    """Check structure, races, deadlock and results, in every form that it claims. Raises: VerificationError."""
+def verify(algorithm: Algorithm, slots: int = RING_SLOTS) -> Report:
+    """Check structure, races, deadlock and results, in every form that it claims. Raises: VerificationError.
+
+    ``slots``: messages that a connection holds before the receiver takes one; the executor's rings hold RING_SLOTS.
+    """
     connections = check_structure(algorithm)
     warnings = _size_warnings(algorithm)
     forms = [
@@ -62,11 +90,43 @@ def verify(algorithm: Algorithm) -> Report:
         raise VerificationError(
             "structure", f"{algorithm.name} serves neither in-place nor out-of-place calls"
         )
-    messages = 0
-    for form in forms:
-        messages = Interpreter(algorithm, form == "in place", connections).run()
+    limit = _limit(algorithm, connections, slots)
+    found = [Interpreter(algorithm, form, connections) for form in algorithm.forms()]
+    messages = [interpreter.run() for interpreter in found]
+    if algorithm.contract is None and len(found) == 2:
+        _check_forms_agree(algorithm, *found)
     steps = sum(1 for _ in algorithm.steps())
-    return Report(steps, messages, tuple(forms), algorithm.contract is not None, tuple(warnings))
+    if limit is not None:
+        warnings.append(limit.says)
+    return Report(
+        *(steps, messages[-1], tuple(forms), algorithm.contract is not None, tuple(warnings)), limit=limit
+    )
+
+
+def _limit(
+    algorithm: Algorithm, connections: dict[Connection, tuple[BlockId, BlockId]], slots: int
+) -> SizeLimit | None:
+    """Return up to which size connections of ``slots`` messages suffice. Raises: VerificationError where for none."""
+    limit = size_limit(algorithm, slots)
+    is_any_left = limit is None or algorithm.min_bytes <= limit.most_bytes
+    if is_any_left:
+        return limit
+    story = Interpreter(algorithm, algorithm.forms()[0], connections, slots).hang()
+    assert limit is not None
+    raise VerificationError("deadlock", story if limit.group == 0 else f"{story}; {limit.says}")
+
+
+def _check_forms_agree(algorithm: Algorithm, inplace: Interpreter, apart: Interpreter) -> None:
+    """Check that a program without a contract computes in place what it computes out of place."""
+    for program in algorithm.ranks:
+        for index in range(program.output_chunks):
+            together, alone = (each.output(program.rank, index) for each in (inplace, apart))
+            if alone is not None and together != alone:
+                raise VerificationError(
+                    "result",
+                    f"rank {program.rank}: o[{index}] gets {together!r} in place and {alone!r} out of place, "
+                    "and the program claims both forms",
+                )
 
 
 def check_structure(algorithm: Algorithm) -> dict[Connection, tuple[BlockId, BlockId]]:
@@ -234,18 +294,23 @@ class Running:
 
 
 class Interpreter:
-    """Runs the steps with finite connections, one chunk at a time."""
+    """Runs the steps, one chunk at a time, with connections of ``slots`` messages; None: as many as are sent."""
 
     def __init__(
-        self, algorithm: Algorithm, inplace: bool, connections: dict[Connection, tuple[BlockId, BlockId]]
+        self,
+        algorithm: Algorithm,
+        inplace: bool,
+        connections: dict[Connection, tuple[BlockId, BlockId]],
+        slots: int | None = None,
     ) -> None:
         self._algorithm = algorithm
         self._contract = algorithm.contract.in_form(inplace) if algorithm.contract else None
+        self._inplace = inplace
         self._form = "in place" if inplace else "out of place"
         self._connections = connections
-        self._capacity = fifo_units(algorithm.protocol)
+        self._capacity = slots
         self._fifo: dict[Connection, deque[_Message]] = {key: deque() for key in connections}
-        self._values: dict[Slot, Value] = _initial(algorithm, self._contract)
+        self._values: dict[Slot, Value] = _initial(algorithm, self._contract, inplace)
         self._written: dict[Slot, tuple[int, int, str]] = {}
         self._read: dict[Slot, list[tuple[int, int, str]]] = {}
         identities = [(rank, number) for rank, number, _ in algorithm.blocks()]
@@ -260,23 +325,35 @@ class Interpreter:
 
     def run(self) -> int:
         """Return the number of messages. Raises: VerificationError."""
+        story = self.hang()
+        if story:
+            raise VerificationError("deadlock", story)
+        self._check_result()
+        return self._messages
+
+    def hang(self) -> str:
+        """Run until nothing moves; return who waits for whom then, "" where all is done. Raises: VerificationError."""
         while self._ready:
             running = self._blocks[self._ready.popleft()]
             while self._advance(running):
                 pass
         stuck = [running for running in self._blocks.values() if running.step < len(running.block.steps)]
-        if stuck:
-            raise VerificationError("deadlock", self._story(stuck[0]))
-        self._check_result()
-        return self._messages
+        return self._story(stuck[0]) if stuck else ""
+
+    def output(self, rank: int, index: int) -> Value | None:
+        """Return what chunk ``index`` of a rank's output got; None where nobody wrote it."""
+        slot = self._slot(rank, Buffer.output, index)
+        return self._values[slot] if slot in self._written else None
 
     def _advance(self, running: Running) -> bool:
         """Run one chunk of the block's step; False when the block is finished or must wait."""
         if running.step == len(running.block.steps):
             return False
         step = running.block.steps[running.step]
-        if running.chunk == 0 and not self._dependencies_met(running, step):
-            return False
+        if running.chunk == 0:
+            self._check_overlap(running, step)
+            if not self._dependencies_met(running, step):
+                return False
         if not self._connections_ready(running, step):
             return False
         running.time += 1
@@ -305,7 +382,7 @@ class Interpreter:
                 return self._wait(running, ("message", key), what, self._connections[key][0])
         if step.op.sends:
             key = (rank, block.send, block.channel)
-            if len(self._fifo[key]) >= self._capacity:
+            if self._capacity is not None and len(self._fifo[key]) >= self._capacity:
                 what = f"a free place towards rank {block.send} on channel {block.channel} ({self._capacity} are taken)"
                 return self._wait(running, ("place", key), what, self._connections[key][1])
         return True
@@ -355,7 +432,25 @@ class Interpreter:
     def _slot(self, rank: int, buffer: str, index: int) -> Slot:
         if self._contract is not None and buffer != Buffer.scratch:
             buffer, index = self._contract.alias(rank, buffer, index)
+        elif self._inplace and buffer == Buffer.output:
+            buffer = Buffer.input
         return rank, buffer, index
+
+    def _check_overlap(self, running: Running, step: Step) -> None:
+        """Check that a step of several chunks does not read, in another chunk, memory that it writes."""
+        is_apart = step.src.buffer == step.dst.buffer or Buffer.scratch in (step.src.buffer, step.dst.buffer)
+        if step.count == 1 or is_apart or not (step.op.reads_src and step.op.writes_dst):
+            return
+        rank = running.identity[0]
+        src, dst = (
+            {self._slot(rank, span.buffer, span.index + c): c for c in range(step.count)}
+            for span in (step.src, step.dst)
+        )
+        if any(src[slot] != dst[slot] for slot in src.keys() & dst.keys()):
+            raise _broken(
+                f"{self._place(running)}: {step.src} and {step.dst} are one memory {self._form} and overlap over "
+                f"{step.count} chunks"
+            )
 
     def _load(self, running: Running, buffer: str, index: int) -> Value:
         slot = self._slot(running.identity[0], buffer, index)
@@ -426,19 +521,14 @@ def _race(first: str, did: str, second: str) -> VerificationError:
     return VerificationError("race", f"{second} while {first} {did}; nothing orders the two")
 
 
-def _initial(algorithm: Algorithm, contract: Collective | None) -> dict[Slot, Value]:
+def _initial(algorithm: Algorithm, contract: Collective | None, inplace: bool) -> dict[Slot, Value]:
     values: dict[Slot, Value] = {}
     if contract is None:
         for program in algorithm.ranks:
-            values.update(
-                {(program.rank, Buffer.input, c): Chunk(program.rank, c) for c in range(program.input_chunks)}
-            )
-            values.update(
-                {
-                    (program.rank, Buffer.output, c): Chunk(program.rank, -1 - c)
-                    for c in range(program.output_chunks)
-                }
-            )
+            rank, inputs, outputs = program.rank, program.input_chunks, program.output_chunks
+            inputs, outputs = (max(inputs, outputs), 0) if inplace else (inputs, outputs)
+            values.update({(rank, Buffer.input, c): Chunk(rank, c) for c in range(inputs)})
+            values.update({(rank, Buffer.output, c): Chunk(rank, -1 - c) for c in range(outputs)})
         return values
     for rank, buffers in enumerate(contract.start().buffers):
         for buffer, slots in buffers.items():

@@ -30,11 +30,12 @@ def compile_program(program: Program) -> Algorithm:
         )
     algorithm = _lowered(program, MAX_COUNT)
     try:
-        verify(algorithm)
+        verify(algorithm, fifo_units(program.protocol))
     except VerificationError as error:
         if error.kind != "deadlock":
             raise
-        # Steps of several chunks overran a connection; small steps can be scheduled to fit it.
+        # Steps of several chunks overran a connection of MSCCL's, which the XML may be for; small steps can be
+        # scheduled to fit it.
         algorithm = _lowered(program, max(1, fifo_units(program.protocol) // 2))
         verify(algorithm)
     return algorithm

@@ -7,7 +7,7 @@ help:
 	@echo "make test    set up, then run every test that this machine can run"
 	@echo "make lint    set up, then run the formatters' checks, linters and type checks"
 	@echo "make format  set up, then format every source file"
-	@echo "make docs    set up, then write the API reference to build/api"
+	@echo "make docs    set up, then build the site in build/site"
 	@echo "make clean   remove .venv and build"
 
 setup:
@@ -27,8 +27,10 @@ format:
 	@tools/setup lint
 	@tools/format
 
-docs: setup
-	@.venv/bin/python tools/api_reference.py build/api
+docs:
+	@tools/setup docs
+	@.venv/bin/python -m sphinx -q -b html docs build/site
+	@echo "the site is build/site/index.html"
 
 clean:
 	rm -rf .venv build demo-out

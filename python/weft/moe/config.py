@@ -85,7 +85,8 @@ def check_flags(**flags: object) -> None:
 class Config:
     """How many SMs a high-throughput call uses, and how many tokens it keeps in flight on each kind of link.
 
-    Args (positional or keyword, all whole numbers from 1 to 65536):
+    Args:
+        Positional or by keyword, all whole numbers from 1 to 65536.
         num_sms: SMs of the communication kernels; on the CPU a hint for the number of threads.
         num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens: tokens sent at a time, and room for
             tokens at the receiver, per channel over peer memory; send < recv.

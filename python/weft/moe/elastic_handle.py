@@ -16,20 +16,21 @@ from weft.moe.handle import DispatchState
 class EPHandle:
     """The routes of one ``ElasticBuffer.dispatch``. T tokens, K slots, N rows here, R ranks, Le local experts.
 
-    topk_idx: [T, K], a clone where dispatch got do_handle_copy, else the caller's tensor itself.
-    num_recv_tokens: N; num_expanded_tokens: rows of the expanded layout, 0 without it. Both are the worst case
-        when the host did not wait for counts.
-    num_recv_tokens_per_expert_list: aligned counts; empty when the host did not wait.
-    psum_num_recv_tokens_per_scaleup_rank: i32[R], inclusive over source ranks.
-    psum_num_recv_tokens_per_expert: i32[Le]. Expanded: where a segment's real rows end; else the inclusive sum
-        of aligned counts.
-    num_unaligned_recv_tokens_per_expert: i32[Le].
-    recv_src_metadata: i32[N, K + 2]: source rank * num_max_tokens_per_rank + source token; source rank * K +
-        right-most local slot; per slot its expanded row, -1 for none. Undefined in the tail of a worst case.
-    dst_buffer_slot_idx: i32[T, K]: a slot's row among those that this rank sends to its expert's rank, or -1.
-    token_metadata_at_forward, channel_linked_list: None; they belong to forwarding between nodes.
-    state, expansion, recv_topk_idx, sums_at_owner: of Weft's own calls; the last says that combine brings back
-        every slot's row, to be summed at the token's rank.
+    Attributes:
+        topk_idx: [T, K], a clone where dispatch got do_handle_copy, else the caller's tensor itself.
+        num_recv_tokens: N; num_expanded_tokens: rows of the expanded layout, 0 without it. Both are the worst case
+            when the host did not wait for counts.
+        num_recv_tokens_per_expert_list: aligned counts; empty when the host did not wait.
+        psum_num_recv_tokens_per_scaleup_rank: i32[R], inclusive over source ranks.
+        psum_num_recv_tokens_per_expert: i32[Le]. Expanded: where a segment's real rows end; else the inclusive sum
+            of aligned counts.
+        num_unaligned_recv_tokens_per_expert: i32[Le].
+        recv_src_metadata: i32[N, K + 2]: source rank * num_max_tokens_per_rank + source token; source rank * K +
+            right-most local slot; per slot its expanded row, -1 for none. Undefined in the tail of a worst case.
+        dst_buffer_slot_idx: i32[T, K]: a slot's row among those that this rank sends to its expert's rank, or -1.
+        token_metadata_at_forward, channel_linked_list: None; they belong to forwarding between nodes.
+        state, expansion, recv_topk_idx, sums_at_owner: of Weft's own calls; the last says that combine brings back
+            every slot's row, to be summed at the token's rank.
     """
 
     do_expand: bool

@@ -66,6 +66,9 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
         help="an option of the algorithm's own",
     )
     parser.add_argument(
+        "--program", type=int, default=0, metavar="N", help="of a script that makes several: the Nth, from 1"
+    )
+    parser.add_argument(
         "--args", default="", metavar="TEXT", help="the arguments of an MSCCL script, as one text"
     )
 
@@ -77,11 +80,18 @@ def run(args: argparse.Namespace) -> int:
             options = f"  [{', '.join(entry.options)}]" if entry.options else ""
             print(f"{name:44} {entry.collective:14} {entry.summary}{options}")
         return 0
-    algorithm = read_arguments(args)
+    for number, algorithm in enumerate(_read_all(args), 1):
+        _write(algorithm, args, number)
+    return 0
+
+
+def _write(algorithm: Algorithm, args: argparse.Namespace, number: int) -> None:
+    """Verify and write the Nth algorithm of a source; the second to FILE-2.xml, and so on."""
     report = verify(algorithm)
     text = to_xml(algorithm, args.dialect)
     if args.output:
-        Path(args.output).write_text(text)
+        path = Path(args.output)
+        (path if number == 1 else path.with_stem(f"{path.stem}-{number}")).write_text(text)
     else:
         sys.stdout.write(text)
     blocks = max(len(program.blocks) for program in algorithm.ranks)
@@ -93,21 +103,35 @@ def run(args: argparse.Namespace) -> int:
     )
     for line in (*report.warnings, *algorithm.notes):
         print(f"note: {line}", file=sys.stderr)
-    return 0
+
+
+def _read_all(args: argparse.Namespace) -> list[Algorithm]:
+    """Return all algorithms of a source, or the one that --program names."""
+    if args.program or Path(args.source or "").suffix != ".py" or not Path(args.source).is_file():
+        return [read_arguments(args)]
+    programs = _programs_of(Path(args.source), args.ranks, _options(args), shlex.split(args.args))
+    if not programs:
+        raise Error(f"{args.source}: no program; define program(ranks) or enter a Program")
+    return [program.compile() for program in programs]
 
 
 def read_arguments(args: argparse.Namespace) -> Algorithm:
     """Return the algorithm that the command line names. Raises: Error, also for an option that would have no effect."""
     if not args.source:
         raise invalid("source", None, "a file or the name of a library algorithm (weft compile --list)")
-    return read_source(args.source, args.ranks, _options(args), shlex.split(args.args))
+    return read_source(args.source, args.ranks, _options(args), shlex.split(args.args), args.program)
 
 
 def read_source(
-    source: str, ranks: int = 0, options: dict[str, Any] | None = None, arguments: Sequence[str] = ()
+    source: str,
+    ranks: int = 0,
+    options: dict[str, Any] | None = None,
+    arguments: Sequence[str] = (),
+    number: int = 0,
 ) -> Algorithm:
-    """Return the algorithm that a file or a library name gives. Python files may give one program only.
+    """Return the algorithm that a file or a library name gives.
 
+    ``number``: which program of a Python file that makes several, from 1; 0: it makes one.
     ``options``: of a library algorithm or a file's program(); an XML file or a plan takes a protocol, for which it has
     to be verified again. Raises: Error.
     """
@@ -121,7 +145,11 @@ def read_source(
         raise invalid("source", source, "an existing file, or a name that weft compile --list shows")
     if path.suffix != ".py":
         return _loaded(path, ranks, options)
-    return _program_of(path, ranks, options, arguments).compile()
+    programs = _programs_of(path, ranks, options, arguments)
+    if not 1 <= (number or 1) <= len(programs) or (number == 0 and len(programs) > 1):
+        names = ", ".join(f"{at} {program.name!r}" for at, program in enumerate(programs, 1)) or "none"
+        raise Error(f"{path.name}: got program {number or 'without a number'}, allowed: --program of {names}")
+    return programs[(number or 1) - 1].compile()
 
 
 def _loaded(path: Path, ranks: int, options: dict[str, Any]) -> Algorithm:
@@ -149,7 +177,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def _program_of(path: Path, ranks: int, options: dict[str, Any], arguments: Sequence[str]) -> Program:
+def _programs_of(path: Path, ranks: int, options: dict[str, Any], arguments: Sequence[str]) -> list[Program]:
     printed = StringIO()
     with collect() as programs, _msccl_names(), _arguments([str(path), *arguments]), redirect_stdout(printed):
         try:
@@ -162,11 +190,7 @@ def _program_of(path: Path, ranks: int, options: dict[str, Any], arguments: Sequ
         except Exception as error:  # the user's own mistake
             said = error.msg if isinstance(error, SyntaxError) else error
             raise ProgramError(f"{_user_place(path, error)}: {type(error).__name__}: {said}") from error
-    if len(programs) != 1:
-        raise Error(
-            f"{path.name}: {len(programs)} programs, allowed: one; define program(ranks) or enter one Program"
-        )
-    return programs[0]
+    return programs
 
 
 def _run(path: Path, ranks: int, options: dict[str, Any], programs: list[Program]) -> None:
@@ -222,8 +246,11 @@ def _msccl_names() -> Iterator[None]:
             "msccl.language.collectives",
             "msccl.language.buffer",
             "msccl.language.types",
+            "msccl.language.chunk",
+            "msccl.language.ir",
         ),
-        *("msccl.topologies", "msccl.collectives"),
+        *("msccl.topologies", "msccl.topologies.distributed", "msccl.topologies.generic"),
+        *("msccl.topologies.nvidia", "msccl.topologies.amd", "msccl.collectives"),
     )
     before = {name: sys.modules.get(name) for name in names}
     for name in names:

@@ -97,6 +97,8 @@ class Collective:
 
     def alias(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
         """Return the slot that stands for this one; two names of one memory get the same answer."""
+        if type(self).get_buffer_index is not Collective.get_buffer_index:
+            return self.get_buffer_index(rank, buffer, index)
         if self.inplace and buffer == Buffer.output:
             return Buffer.input, index
         return buffer, index
@@ -138,7 +140,11 @@ class Collective:
     def problem(self, state: State) -> tuple[int, str, int, str] | None:
         """Return (rank, buffer, index, what is wrong) of the first slot that breaks the contract, or None."""
         if type(self).after is Collective.after:
-            return None if self.check(state) else (-1, Buffer.output, -1, "check() of the collective says no")
+            return (
+                None
+                if self.check(self._as_seen(state))
+                else (-1, Buffer.output, -1, "check() of the collective says no")
+            )
         for rank in range(self.num_ranks):
             for index, wanted in enumerate(self.after(rank)):
                 buffer, at = self.alias(rank, Buffer.output, index)
@@ -147,6 +153,22 @@ class Collective:
                 if wanted is not None and found != wanted:
                     return rank, Buffer.output, index, difference(found, wanted)
         return None
+
+    def shares_buffers(self) -> bool:
+        """Return whether init_buffers() lets alias() say what is one memory, and makes no two buffers itself."""
+        kind = type(self)
+        if kind.after is not Collective.after or kind.get_buffer_index is not Collective.get_buffer_index:
+            return True
+        return all(own.get(Buffer.output) is own.get(Buffer.input) for own in self.init_buffers())
+
+    def _as_seen(self, state: State) -> State:
+        """Return the state as a program sees it: outputs that share memory with inputs hold the same."""
+        seen = []
+        for rank, own in enumerate(state.buffers):
+            places = [self.alias(rank, Buffer.output, c) for c in range(self.output_chunks(rank))]
+            outputs = [own[buffer][at] if at < len(own[buffer]) else None for buffer, at in places]
+            seen.append({**own, Buffer.output: outputs})
+        return State(seen)
 
     # MSCCL's name for alias(), kept so that its custom collectives run.
     def get_buffer_index(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
@@ -277,7 +299,8 @@ class AllToAll(Collective):
         return self.num_ranks * self.chunk_factor
 
     def before(self, rank: int) -> Slots:
-        return _own(rank, self.num_ranks * self.chunk_factor)
+        k = self.chunk_factor
+        return [Chunk(rank, c, c // k, c % k + rank * k) for c in range(self.num_ranks * k)]
 
     def after(self, rank: int) -> Slots:
         k = self.chunk_factor

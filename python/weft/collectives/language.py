@@ -188,6 +188,8 @@ class Program:
         self.buffers: list[dict[str, list[Value | None]]] = collective.start().buffers
         self._version: dict[tuple[int, str, int], int] = {}
         self._connections: set[tuple[int, int]] = set()
+        self._follows_msccl = False
+        self.notes: list[str] = []
         self._outer: Program | None = None
         self._last_empty = ""
 
@@ -253,12 +255,21 @@ class Program:
             is_user = buffer in (Buffer.input, Buffer.output)
             in_range = 0 <= dst < self.num_ranks
             index = ref.index if is_user or not in_range else len(self.buffers[dst].get(buffer, []))
-        place = self._place(dst, buffer, index, ref.size)
+        place = self._target(ref, dst, buffer, index)
         if place == ref._place:
             return ref
         self._record(False, ref._place, place, ref.size, hints)
         self._store(place, list(self._contents(ref._place, ref.size)))
         return Ref(self, place, ref.size)
+
+    def _target(self, ref: Ref, dst: int, buffer: str, index: int) -> Place:
+        if self._follows_msccl and 0 <= dst < self.num_ranks:
+            # MSCCL takes an in-place index of the receiver for one of the sender's.
+            buffer, index = self.collective.get_buffer_index(ref.rank, buffer, index)
+            is_moved = buffer not in (Buffer.input, Buffer.output)
+            if not is_moved and 0 <= index <= len(self.buffers[dst].get(buffer, [])) - ref.size:
+                return Place(dst, buffer, index)
+        return self._place(dst, buffer, index, ref.size)
 
     def _reduce(self, ref: Ref, other: Ref, hints: tuple[int, int, int]) -> Ref:
         self._fresh(ref)
@@ -330,7 +341,7 @@ class Program:
     def _fresh(self, ref: Ref) -> None:
         if ref._program is not self:
             raise _error(f"{ref!r} belongs to program {ref._program.name!r}, not to {self.name!r}")
-        if ref._versions != self._versions(ref._place, ref.size):
+        if not self._follows_msccl and ref._versions != self._versions(ref._place, ref.size):
             raise _error(f"{ref!r} is stale: it was overwritten since this reference was made")
 
     def state(self) -> State:
@@ -373,10 +384,22 @@ def MSCCLProgram(
     check_xml: bool = True,
     dependence_nop: bool = False,
 ) -> Program:
-    """Make a Program from MSCCL's argument list. Placement is manual wherever an operation names it."""
-    return Program(
+    """Make a Program from MSCCL's argument list. Placement is manual wherever an operation names it.
+
+    As in MSCCL, a reference stands for its slots, whatever they hold by now, and an in-place index of another rank is
+    taken for one of the sender's. A custom collective that says in place, but whose init_buffers() makes an output of
+    its own, is checked and served out of place.
+    """
+    is_apart = collective.inplace and not collective.shares_buffers()
+    if is_apart:
+        collective = collective.in_form(False)
+    program = Program(
         name, collective, topo, instances, protocol, instr_fusion, interleaved_replication, dependence_nop
     )
+    if is_apart:
+        program.notes.append("init_buffers() makes an output of its own: serves out-of-place calls only")
+    program._follows_msccl = True
+    return program
 
 
 @contextlib.contextmanager

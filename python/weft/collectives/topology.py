@@ -28,7 +28,11 @@ class Topology:
         return (src, dst) in self._links
 
     def num_nodes(self) -> int:
-        return self.ranks // self.ranks_per_node
+        """Return the ranks, which MSCCL calls the nodes of a topology."""
+        return self.ranks
+
+    def nodes(self) -> range:
+        return range(self.ranks)
 
 
 def _both_ways(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -93,8 +97,11 @@ def nvlink_only(ranks: int = 8) -> Topology:
     return dgx1() if ranks == 8 else fully_connected(ranks)
 
 
-def distributed_fully_connected(local: Topology, nodes: int) -> Topology:
-    """``nodes`` copies of ``local``; every rank reaches every rank of the other nodes."""
+def distributed_fully_connected(local: Topology, nodes: int, remote_bw: float = 1) -> Topology:
+    """``nodes`` copies of ``local``; every rank reaches every rank of the other nodes.
+
+    ``remote_bw`` is taken for MSCCL's scripts; the cost model has figures of its own.
+    """
     per_node = local.ranks
     links = []
     for a in range(per_node * nodes):
@@ -105,6 +112,6 @@ def distributed_fully_connected(local: Topology, nodes: int) -> Topology:
     return Topology(f"distributed_{local.name}", per_node * nodes, links, per_node)
 
 
-def distributed_hub_and_spoke(local: Topology, nodes: int) -> Topology:
+def distributed_hub_and_spoke(local: Topology, nodes: int, remote_bw: float = 1) -> Topology:
     """``nodes`` copies of ``local`` on one switch."""
-    return distributed_fully_connected(local, nodes)
+    return distributed_fully_connected(local, nodes, remote_bw)

@@ -17,6 +17,16 @@ class Value:
     def __init__(self, parts: tuple[tuple[int, int], ...]) -> None:
         self.parts = parts
 
+    @property
+    def origin_rank(self) -> int:
+        """The rank that the chunk came from; of a sum, the lowest."""
+        return self.parts[0][0]
+
+    @property
+    def origin_index(self) -> int:
+        """The index that the chunk had where it came from; of a sum, that of the lowest rank's."""
+        return self.parts[0][1]
+
     def __add__(self, other: Value) -> Value:
         return Value(tuple(sorted(self.parts + other.parts)))
 
@@ -31,7 +41,7 @@ class Value:
 
 
 class Chunk(Value):
-    """Rank ``rank``'s original chunk ``index``. The destination is accepted for MSCCL programs and not compared."""
+    """Rank ``rank``'s original chunk ``index``. The destination is told to programs that ask, and not compared."""
 
     __slots__ = ("dst_index", "dst_rank")
 

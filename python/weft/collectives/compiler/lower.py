@@ -33,6 +33,7 @@ def lower(graph: Graph, order: list[Node], blocks: list[list[OpenBlock]]) -> Alg
         contract=collective,
         min_bytes=program.min_bytes,
         max_bytes=program.max_bytes,
+        notes=list(program.notes),
     )
 
 

@@ -144,6 +144,13 @@ void bind_moe(nb::module_& module) {
             return view_of(self.window(), offset, bytes, std::move(owner));
           },
           nb::arg("offset"), nb::arg("bytes"), nb::arg("owner"))
+      .def(
+          "make_room_for",
+          [](MoeBuffer& self, const RowFormat& format, uint64_t rows, uint64_t staging_rows) {
+            check(without_gil([&] { return self.make_room_for(format, rows, staging_rows); }));
+          },
+          nb::kw_only(), nb::arg("format"), nb::arg("rows"), nb::arg("staging_rows"))
+      .def_prop_ro("handle_buffer_key", &MoeBuffer::handle_buffer_key)
       .def("give_back", &MoeBuffer::give_back, nb::arg("offset"))
       .def("check_fault", [](MoeBuffer& self) { check(self.fault()); })
       .def_prop_ro(
@@ -154,6 +161,7 @@ void bind_moe(nb::module_& module) {
       .def_prop_ro("low_latency_begin", &MoeBuffer::low_latency_begin)
       .def_prop_ro("low_latency_end", &MoeBuffer::low_latency_end);
   module.def("worst_case_bytes", &worst_case_bytes, nb::arg("format"), nb::arg("rows"));
+  module.attr("HANDLE_NUMBER_BITS") = kHandleNumberBits;
   module.def("span_name", &span_name, nb::arg("what"));
 }
 

@@ -142,6 +142,7 @@ Status Communicator::meet(std::string_view transport) {
     facts_.push_back(to_facts(card, static_cast<int>(facts_.size())));
   }
   number_nodes(facts_, cards[0].ranks_per_node);
+  key_ = cards[0].parcels.key;
   return Status();
 }
 
@@ -173,23 +174,33 @@ Status Communicator::barrier() {
 }
 
 Status Communicator::agree(std::string_view operation, const std::vector<Agreed>& mine) {
-  std::string shown;
-  for (const Agreed& number : mine)
-    shown.append(reinterpret_cast<const char*>(&number.value), sizeof(number.value));
-  parcels_->begin_call();
-  WEFT_TRY_ASSIGN(const std::vector<Parcel> all, parcels_->all_gather({shown, {}}, operation, deadline()));
+  std::vector<uint64_t> values;
+  for (const Agreed& number : mine) values.push_back(number.value);
+  WEFT_TRY_ASSIGN(const auto all, show(operation, values));
   for (size_t i = 0; i < mine.size(); ++i)
     for (int rank : mapped_ranks_) {
-      if (all[rank].bytes.size() != shown.size())
-        return Status::invalid("rank {} makes another call on this communicator", rank);
-      uint64_t first = 0, value = 0;
-      std::memcpy(&first, all[mapped_ranks_[0]].bytes.data() + i * sizeof(first), sizeof(first));
-      std::memcpy(&value, all[rank].bytes.data() + i * sizeof(value), sizeof(value));
+      const uint64_t first = all[mapped_ranks_[0]][i], value = all[rank][i];
       if (value != first)
         return Status::invalid("{}: got {} on rank {} and {} on rank {}, allowed: the same on all ranks",
                                mine[i].name, first, mapped_ranks_[0], value, rank);
     }
   return {};
+}
+
+Result<std::vector<std::vector<uint64_t>>> Communicator::show(std::string_view operation,
+                                                              const std::vector<uint64_t>& mine) {
+  const std::string shown(reinterpret_cast<const char*>(mine.data()), mine.size() * sizeof(uint64_t));
+  parcels_->begin_call();
+  WEFT_TRY_ASSIGN(const std::vector<Parcel> all, parcels_->all_gather({shown, {}}, operation, deadline()));
+  std::vector<std::vector<uint64_t>> numbers(all.size());
+  for (int rank : mapped_ranks_) {
+    const std::string& theirs = all[rank].bytes;
+    if (theirs.size() != shown.size())
+      return Status::invalid("rank {} makes another call on this communicator", rank);
+    numbers[rank].resize(mine.size());
+    if (!theirs.empty()) std::memcpy(numbers[rank].data(), theirs.data(), theirs.size());
+  }
+  return numbers;
 }
 
 Communicator::WindowPlace Communicator::find_window(const std::byte* address) const {

@@ -34,6 +34,8 @@ class Communicator {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(facts_.size()); }
   Device device() const { return facts_[rank_].device; }
+  // A random number of this communicator, the same on all its ranks.
+  uint64_t key() const { return key_; }
   double timeout_s() const { return timeout_s_; }
   Deadline deadline() const { return Deadline::after_s(timeout_s_); }
   Bootstrap& bootstrap() { return *bootstrap_; }
@@ -73,6 +75,10 @@ class Communicator {
     uint64_t value;
   };
   Status agree(std::string_view operation, const std::vector<Agreed>& mine);
+  // A barrier at which every mapped rank shows as many numbers: returns them by rank, nothing of ranks that
+  // are not mapped. Errors: those of barrier(); kInvalid where a rank showed something else.
+  Result<std::vector<std::vector<uint64_t>>> show(std::string_view operation,
+                                                  const std::vector<uint64_t>& mine);
 
  private:
   Communicator() = default;
@@ -87,6 +93,7 @@ class Communicator {
   std::vector<int> mapped_ranks_;
   Sharing sharing_ = Sharing::kHostMemory;
   double timeout_s_ = 0;
+  uint64_t key_ = 0;
   int rank_ = 0;
 
   struct KnownWindow {

@@ -34,6 +34,8 @@ class Window {
   ~Window();
 
   uint64_t bytes() const { return bytes_; }
+  // Among the windows of its communicator, the same on all ranks.
+  int number() const { return number_; }
   // This process' mapping of a rank's window; null where the rank is not mapped.
   std::byte* base(int rank) const { return bases_[rank]; }
   std::byte* local() const { return bases_[comm_->rank()]; }

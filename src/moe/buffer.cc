@@ -62,7 +62,8 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
       timeout_s_(options.timeout_s > 0 ? std::min(options.timeout_s, kLongestWait_s) : comm_->timeout_s()),
       low_latency_begin_(round_up(control.end, 4096)),
       low_latency_end_(low_latency_begin_ + round_up(options.low_latency_bytes, 4096)),
-      heap_(low_latency_end_, window_->bytes()) {
+      heap_(low_latency_end_, window_->bytes()),
+      handle_key_(comm_->key() + static_cast<uint64_t>(window_->number())) {
   Carver carver;
   fault_ = visible_->at<FaultBox>(carver.take(sizeof(FaultBox)));
   awaited_report_ = visible_->at<CountReport>(carver.take(report_bytes(comm_->size())));
@@ -188,7 +189,7 @@ Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
   args.host_waits = waits ? 1 : 0;
   WEFT_TRY(launch({kLayoutFile, "dispatch_notify", "NotifyArgs"}, plan_notify(ranks, limits_), &args,
                   sizeof(args), {}, call.stream));
-  return collect(call, report, ++dispatches_);
+  return collect(call, report, handle_id(handle_key_, ++dispatches_));
 }
 
 // Waits for the kernel's report, where the caller wants it, and grows the window where some rank lacks room.
@@ -236,6 +237,19 @@ Status MoeBuffer::make_room(const NotifyCall& call, const RankCounts* counts) {
     if (staging > counts[rank].staging_bytes) need += heap_bytes_of(staging);
     if (kRoomFor * need > counts[rank].free_bytes) growth = std::max(growth, kRoomFor * need);
   }
+  return growth == 0 ? Status() : grow(window_->bytes() + growth);
+}
+
+Status MoeBuffer::make_room_for(const RowFormat& format, uint64_t rows, uint64_t staging_rows) {
+  const ReceiveLayout layout =
+      receive_layout(rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
+  const uint64_t staging = staging_bytes_of(staging_rows, format.combine_row_bytes, format.top_k);
+  uint64_t need = rows > 0 ? heap_bytes_of(layout.rows_bytes) + heap_bytes_of(layout.meta_bytes) : 0;
+  if (staging > staging_bytes_) need += heap_bytes_of(staging);
+  WEFT_TRY_ASSIGN(const auto shown, comm_->show("moe.make_room", {need, heap_.largest()}));
+  uint64_t growth = 0;
+  for (const std::vector<uint64_t>& of : shown)
+    if (of[0] > of[1]) growth = std::max(growth, kRoomFor * of[0]);
   return growth == 0 ? Status() : grow(window_->bytes() + growth);
 }
 

@@ -20,6 +20,7 @@
 #include "memory/host_visible.h"
 #include "memory/window.h"
 #include "moe/fault_text.h"
+#include "moe/handle_id.h"
 #include "plan/high_throughput.h"
 
 namespace weft {
@@ -63,7 +64,7 @@ struct NotifyCall {
 };
 
 struct Notified {
-  uint64_t handle_id = 0;      // names this dispatch on all ranks
+  uint64_t handle_id = 0;      // names this dispatch on all ranks: see handle_id.h
   uint64_t received_rows = 0;  // these only with `wait`
   uint64_t sent_rows = 0;
   std::vector<int32_t> tokens_per_local_expert;
@@ -135,6 +136,12 @@ class MoeBuffer {
   Result<Notified> notify(const NotifyCall& call);
   Result<Received> dispatch(const DispatchCall& call);
   Status combine(const CombineCall& call);
+  // Collective, for a handle of another buffer of the same ranks, which this window has not grown for: makes
+  // room for `rows` received rows and `staging_rows` that come back on every rank. Hosts meet; not to be
+  // captured.
+  Status make_room_for(const RowFormat& format, uint64_t rows, uint64_t staging_rows);
+  // handle_buffer() of the ids of this buffer's dispatches.
+  uint64_t handle_buffer_key() const { return handle_buffer(handle_id(handle_key_, 0)); }
 
   // Frees what a dispatch returned. On CUDA: when every use on any stream is ordered before the next
   // dispatch.
@@ -193,6 +200,7 @@ class MoeBuffer {
   Heap heap_;
   FaultBox* fault_;
   CountReport* awaited_report_;
+  uint64_t handle_key_;
   uint64_t dispatches_ = 0;
   uint64_t trace_at_ = 0;
   uint64_t trace_bytes_ = 0;

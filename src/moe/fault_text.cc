@@ -6,6 +6,7 @@
 
 #include "base/log.h"
 #include "kernels/moe/high_throughput_args.h"
+#include "moe/handle_id.h"
 
 namespace weft {
 namespace {
@@ -141,9 +142,14 @@ Status extras_differ(const FaultBox& box) {
 // What a rank refused a peer's ReadyRecord for.
 Status record_differs(const FaultBox& box) {
   if (box.waited_ns == kOtherExtras) return extras_differ(box);
-  const char* name =
-      box.waited_ns == kOtherRowBytes ? "x (bytes per row)" : "handle (number of the dispatch)";
-  return differ(name, box.self, box.expected, box.peer, box.seen);
+  if (box.waited_ns == kOtherRowBytes)
+    return differ("x (bytes per row)", box.self, box.expected, box.peer, box.seen);
+  if (handle_buffer(box.expected) != handle_buffer(box.seen))
+    return Status::invalid(
+        "handle: ranks {} and {} were given those of different buffers, allowed: of one dispatch", box.self,
+        box.peer);
+  return differ("handle (number of the dispatch)", box.self, handle_number(box.expected), box.peer,
+                handle_number(box.seen));
 }
 
 }  // namespace

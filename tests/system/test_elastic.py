@@ -297,6 +297,39 @@ def test_sessions_gather_in_rank_order(pool: RankPool) -> None:
     pool.run(check_sessions)
 
 
+def check_handle_outlives_its_buffer(rank: Rank, case: MoeCase, do_expand: bool, multiple: bool) -> None:
+    """A handle whose buffer is gone, on one that is wider, with the client's tensors overwritten and fields set."""
+    me, rows = rank.rank, oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    old = weft.ElasticBuffer(
+        rank.group, num_bytes=0, allow_multiple_reduction=multiple, explicitly_destroy=True
+    )
+    x, idx, weights, handle, _ = dispatch(old, case, do_expand=do_expand)
+    if idx is not None:
+        assert torch.equal(idx, rows.topk_idx)
+        idx.fill_(-1)
+    old.destroy()
+    handle.num_sms = 2
+    handle.note = "a client's own"
+    sent = None if do_expand and not multiple else weights
+    new = weft.ElasticBuffer(rank.group, num_bytes=0, allow_multiple_reduction=multiple)
+    for buffer in (new, kept_buffer(rank, multiple)):
+        combined, back, _ = buffer.combine(x, handle, topk_weights=sent)
+        assert combined.shape == (case.tokens[me], case.hidden)
+        if back is not None:
+            assert torch.equal(back, case.topk_weights(me).masked_fill(case.topk_idx(me) < 0, 0))
+        again, again_idx, _, same, _ = buffer.dispatch(case.x(me), handle=handle, do_expand=do_expand)
+        assert same is handle
+        assert torch.equal(again, x) or do_expand  # whose padding is anything
+        if again_idx is not None:
+            assert torch.equal(again_idx, rows.topk_idx)
+            again_idx.fill_(-1)
+
+
+@pytest.mark.parametrize(("do_expand", "multiple"), [(False, True), (True, True), (True, False)])
+def test_a_handle_belongs_to_its_dispatch(pair: RankPool, do_expand: bool, multiple: bool) -> None:
+    pair.run(check_handle_outlives_its_buffer, case_for(2), do_expand, multiple)
+
+
 def check_refusals(rank: Rank, case: MoeCase) -> None:
     buffer, me = kept_buffer(rank), rank.rank
     x, ids = case.x(me), case.topk_idx(me)
@@ -332,8 +365,11 @@ def check_refusals(rank: Rank, case: MoeCase) -> None:
         buffer.combine(y[:-1], handle)
     with pytest.raises(weft.Error, match="x: got"):
         buffer.combine(y.float(), handle)
-    with pytest.raises(weft.Error, match="another buffer"):
-        kept_buffer(rank, False).combine(y, handle)
+    group = torch.distributed.new_group([me], use_local_synchronization=True)
+    with pytest.raises(weft.Error, match=r"^handle: got the handle of other ranks"):
+        weft.ElasticBuffer(group, num_bytes=0).combine(y, handle)
+    with pytest.raises(weft.Error, match=r"^handle: got "):
+        buffer.combine(y, tuple(vars(handle).values()))
     with pytest.raises(weft.Error, match="num_bytes"):
         weft.ElasticBuffer(rank.group, num_bytes=5)
     with pytest.raises(weft.Error, match="num_bytes"):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -257,32 +258,15 @@ def check_handle_entries(rank: Rank, case: MoeCase) -> None:
     handle = dispatch(kept_buffer(rank), case, rank.rank)[4]
     rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
     per_rank, _, in_rank = oracle.layout(case.topk_idx(rank.rank), case.num_experts, rank.size)
-    prefix, sent, received, tokens, is_in_rank, send_head = handle
-    assert len(handle) == 6
+    assert isinstance(handle, tuple)
+    assert all(isinstance(entry, Tensor) for entry in handle)
+    prefix, sent, received, tokens, is_in_rank, send_head, *_ = handle
     assert prefix.shape == (rank.size, rank.size)
     assert sent.flatten().tolist() == per_rank.tolist()
     assert received.flatten().tolist() == rows.per_source.cumsum(0).tolist()
     assert tokens.tolist() == rows.src_token.tolist()
     assert torch.equal(is_in_rank, in_rank)
     assert torch.equal(send_head >= 0, in_rank)
-    assert torch.equal(handle[-6], prefix)
-    assert len(handle[1:3]) == 2
-    with pytest.raises(IndexError):
-        handle[6]
-
-
-def check_handle_entries_are_copies(rank: Rank, case: MoeCase) -> None:
-    recv_x, _, _, _, handle, _ = dispatch(kept_buffer(rank), case, rank.rank)
-    for entry in handle:
-        entry.fill_(1)
-    combined, _, _ = kept_buffer(rank).combine(expert_output(recv_x, rank.rank), handle)
-    check_combined(case, rank.rank, combined)
-    again, *_ = kept_buffer(rank).dispatch(case.x(rank.rank), handle)
-    assert torch.equal(again, recv_x)
-
-
-def test_writing_to_handle_entries_changes_no_routes(pair: RankPool) -> None:
-    pair.run(check_handle_entries_are_copies, SMALL)
 
 
 def test_handle_entries_are_those_of_deepep(pair: RankPool) -> None:
@@ -745,17 +729,109 @@ def test_bad_combine_arguments_are_named(pair: RankPool, name: str) -> None:
     pair.run(check_bad_combine, MoeCase((6, 6), 64, 3, 8), name)
 
 
+class SavesHandle(torch.autograd.Function):
+    """A dispatch that keeps its handle as autograd keeps tensors, and nothing else; returns it too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, buffers: list[weft.Buffer], case: MoeCase, rank: int) -> Any:
+        recv_x, _, _, _, handle, event = dispatch(buffers[0], case, rank, x, async_finish=True)
+        _prefix, *_ = handle  # before the event was waited for
+        event.current_stream_wait()
+        ctx.save_for_backward(*handle)
+        ctx.buffers = buffers
+        return recv_x, handle
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        handle = ctx.saved_tensors
+        assert type(handle) is tuple
+        back = ctx.buffers[0].combine(grad.contiguous(), handle)[0]
+        again = ctx.buffers[0].dispatch(back, handle=handle)[0]
+        assert again.shape == grad.shape
+        return back, None, None, None
+
+
+def check_saved_handle(rank: Rank, case: MoeCase, copies: bool) -> None:
+    """The backward pass has the handle's tensors alone, and a buffer that is made after the dispatch."""
+    buffers = [weft.Buffer(rank.group, 4 << 20)]
+    x = case.x(rank.rank).requires_grad_()
+    context = torch.autograd.graph.save_on_cpu() if copies else contextlib.nullcontext()
+    with context:
+        recv_x, _ = SavesHandle.apply(x, buffers, case, rank.rank)
+    y = recv_x.detach()
+    buffers[0] = weft.Buffer(rank.group, 16 << 20)  # and the old one is gone
+    recv_x.backward(torch.ones_like(recv_x))
+    assert x.grad is not None
+    in_rank = oracle.layout(case.topk_idx(rank.rank), case.num_experts, rank.size)[2]
+    assert torch.equal(x.grad, in_rank.sum(dim=1, dtype=x.dtype).view(-1, 1).expand_as(x))
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    assert torch.equal(y, rows.take(case.all_x()))
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_handle_is_the_tensors_that_autograd_saves(pair: RankPool, copies: bool) -> None:
+    pair.run(check_saved_handle, SMALL, copies)
+
+
+def test_autograd_keeps_handles_of_any_number_of_ranks() -> None:
+    for num_ranks in (1, 3):
+        case = MoeCase(tokens=(5, 0, 7)[:num_ranks], hidden=64, top_k=2, num_experts=6)
+        run_ranks(num_ranks, check_saved_handle, case, False, with_gpus=False)
+
+
+def check_another_buffer(rank: Rank, case: MoeCase) -> None:
+    """Wider rows, weights, biases and cached dispatches along the routes of a buffer that is smaller, then gone."""
+    small = weft.Buffer(rank.group, 0, explicitly_destroy=True)
+    recv_x, _, recv_weights, _, handle, _ = dispatch(small, case, rank.rank)
+    tiny = weft.Buffer(rank.group, 0)  # has to grow for what it did not dispatch
+    combined, weights, _ = tiny.combine(expert_output(recv_x, rank.rank), handle, topk_weights=recv_weights)
+    check_combined(case, rank.rank, combined)
+    assert torch.equal(weights > 0, case.topk_idx(rank.rank) >= 0)
+    small.destroy()
+    large = weft.Buffer(rank.group, WINDOW_BYTES)
+    wide = torch.cat([expert_output(recv_x, rank.rank)] * 40, dim=1)
+    for buffer in (large, tiny):
+        combined, _, _ = buffer.combine(wide, tuple(handle))
+        check_combined(case, rank.rank, combined[:, : case.hidden].contiguous())
+        again, *_ = buffer.dispatch(case.x(rank.rank).repeat(1, 40), list(handle))
+        assert torch.equal(again[:, : case.hidden], recv_x)
+
+
+def test_a_handle_serves_every_buffer_of_its_ranks(pair: RankPool) -> None:
+    pair.run(check_another_buffer, SMALL)
+
+
 def check_foreign_handle(rank: Rank, case: MoeCase) -> None:
-    other = weft.Buffer(rank.group, WINDOW_BYTES)
-    recv_x, _, _, _, handle, _ = dispatch(other, case, rank.rank)
-    with pytest.raises(weft.Error, match="handle"):
-        kept_buffer(rank).combine(recv_x, handle)
-    with pytest.raises(weft.Error, match="handle"):
-        kept_buffer(rank).dispatch(case.x(rank.rank), handle=handle)
-    check_combined(case, rank.rank, other.combine(expert_output(recv_x, rank.rank), handle)[0])
+    """What does not fit is refused by every rank before anything moves."""
+    alone = weft.Buffer(
+        torch.distributed.new_group([rank.rank], use_local_synchronization=True), WINDOW_BYTES
+    )
+    own_case = MoeCase(tokens=(6,), hidden=64, top_k=3, num_experts=4)
+    recv_x, _, _, _, handle, _ = dispatch(alone, own_case, 0)
+    buffer = kept_buffer(rank)
+    good = dispatch(buffer, case, rank.rank)
+    facts = good[4][-1].clone()
+    facts[0] += 1
+    moved = tuple(entry.to("meta") for entry in good[4])
+    for wrong in (
+        handle,
+        tuple(handle),
+        moved,
+        (*good[4][:-1], facts),
+        good[4][:-1],
+        (*good[4], facts),
+        good[4][0],
+    ):
+        with pytest.raises(
+            weft.Error, match=r"^handle: got .*, allowed: what dispatch\(\) returned to the same"
+        ):
+            buffer.combine(recv_x, wrong)
+        with pytest.raises(weft.Error, match=r"^handle: got "):
+            buffer.dispatch(case.x(rank.rank), handle=wrong)
+    check_combined(case, rank.rank, buffer.combine(expert_output(good[0], rank.rank), good[4])[0])
 
 
-def test_the_handle_of_another_buffer_is_refused(pair: RankPool) -> None:
+def test_a_handle_of_other_ranks_is_refused(pair: RankPool) -> None:
     pair.run(check_foreign_handle, SMALL)
 
 

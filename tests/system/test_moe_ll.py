@@ -630,6 +630,63 @@ def test_results_share_memory_with_nothing(pair: RankPool) -> None:
     pair.run(check_shared_memory, SMALL)
 
 
+def check_handle_is_tensors(rank: Rank, case: MoeCase, hooks: bool) -> None:
+    """Saved before its dispatch has received, as plain tensors, for a buffer that is made later; twice at once."""
+    first = ll_buffer(rank)
+    larger = weft.Buffer(rank.group, 0, 2 * first.num_rdma_bytes, low_latency_mode=True)
+    routes, arguments = (
+        (case.topk_idx(rank.rank), case.topk_weights(rank.rank)),
+        good_dispatch(case, rank.rank),
+    )
+    expected = expected_combined(case, rank.rank, BF16)
+    recv, _, handle, _, hook = first.low_latency_dispatch(**arguments, return_recv_hook=hooks)
+    assert isinstance(handle, tuple)
+    assert all(isinstance(entry, Tensor) for entry in handle)
+    assert [int(size) for size in handle[2:5]] == [MOST_TOKENS, case.hidden, case.num_experts]
+    leaf = torch.zeros(1, requires_grad=True)
+    node = KeepsTensors.apply(leaf, *handle)
+    if hook is not None:
+        with pytest.raises(weft.Error, match=r"^handle: got that of a dispatch whose hook has not run"):
+            first.low_latency_combine(arguments["x"].new_zeros(recv.shape), *routes, tuple(handle))
+        hook()
+    saved = node.grad_fn.saved_tensors
+    assert type(saved) is tuple
+    for buffer in (first, larger):
+        for same in (handle, saved, list(saved)):
+            combined, _, _ = buffer.low_latency_combine(outputs_of(recv), *routes, same)
+            assert calc_diff(combined, expected) < 1e-5
+        view = buffer.get_next_low_latency_combine_buffer(saved)
+        view.copy_(outputs_of(recv))
+        for same in (saved, handle):
+            ignored = torch.zeros_like(view)
+            combined, _, _ = buffer.low_latency_combine(ignored, *routes, same, zero_copy=True)
+            assert calc_diff(combined, expected) < 1e-5
+        del view
+    facts = saved[6].clone()
+    facts[1] += 1
+    for wrong in (saved[:-1], (*saved[:6], facts, saved[7]), tuple(entry.to("meta") for entry in saved)):
+        with pytest.raises(weft.Error, match=r"^handle: got .* allowed: what low_latency_dispatch"):
+            first.low_latency_combine(outputs_of(recv), *routes, wrong)
+
+
+class KeepsTensors(torch.autograd.Function):
+    """Saves what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, *([None] * len(ctx.saved_tensors))
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_handle_is_the_tensors_that_autograd_saves(pair: RankPool, hooks: bool) -> None:
+    pair.run(check_handle_is_tensors, SMALL, hooks)
+
+
 def check_exclusive_combine(rank: Rank, case: MoeCase) -> None:
     buffer = ll_buffer(rank)
     recv, _, handle, _, _ = buffer.low_latency_dispatch(**good_dispatch(case, rank.rank))
@@ -704,21 +761,20 @@ def test_exact_sums_round_once(pair: RankPool) -> None:
 
 
 def check_foreign_handle(rank: Rank, case: MoeCase) -> None:
-    num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(
-        MOST_TOKENS, case.hidden, rank.size, case.num_experts
+    """That of other ranks, though as many rows came."""
+    group = torch.distributed.new_group([rank.rank], use_local_synchronization=True)
+    alone = weft.Buffer(group, 0, ll_buffer(rank).num_rdma_bytes, low_latency_mode=True)
+    x, idx, weights = case.x(rank.rank), case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    recv, _, handle, _, _ = alone.low_latency_dispatch(
+        x, idx, 2 * MOST_TOKENS, case.num_experts, use_fp8=False
     )
-    other = weft.Buffer(rank.group, 0, num_bytes, low_latency_mode=True)
-    recv, _, handle, _, _ = other.low_latency_dispatch(**good_dispatch(case, rank.rank))
-    arguments = (outputs_of(recv), case.topk_idx(rank.rank), case.topk_weights(rank.rank), handle)
-    with pytest.raises(weft.Error, match="handle"):
-        ll_buffer(rank).low_latency_combine(*arguments)
-    with pytest.raises(weft.Error, match="handle"):
-        ll_buffer(rank).get_next_low_latency_combine_buffer(handle)
-    combined, _, _ = other.low_latency_combine(*arguments)
-    assert calc_diff(combined, expected_combined(case, rank.rank, BF16)) < 1e-5
+    with pytest.raises(weft.Error, match=r"^handle: got the handle of other ranks"):
+        ll_buffer(rank).low_latency_combine(recv, idx, weights, handle)
+    combined, _, _ = alone.low_latency_combine(recv, idx, weights, handle)
+    assert combined.shape == x.shape
 
 
-def test_the_handle_of_another_buffer_is_refused(pair: RankPool) -> None:
+def test_the_handle_of_other_ranks_is_refused(pair: RankPool) -> None:
     pair.run(check_foreign_handle, SMALL)
 
 

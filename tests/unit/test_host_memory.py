@@ -42,6 +42,23 @@ def test_results_are_ordinary_tensors():
     leaf = result.zero_().requires_grad_()
     (leaf * 2).sum().backward()
     assert (leaf.grad == 2).all()
+    storage = result.detach().untyped_storage()
+    assert storage.resizable()
+    num_bytes = storage.nbytes()
+    storage.resize_(0)
+    assert storage.nbytes() == 0
+    assert storage.resize_(num_bytes).nbytes() == num_bytes
+
+
+def test_a_storage_that_was_freed_is_not_lent():
+    memory = HostMemory()
+    memory.empty(_SHAPE, torch.bfloat16).untyped_storage().resize_(0)
+    assert memory.empty(_SHAPE, torch.bfloat16).fill_(1).sum() == 1024 * 2048
+
+
+def test_a_default_device_changes_nothing():
+    with torch.device("meta"):
+        assert HostMemory().empty(_SHAPE, torch.bfloat16).device.type == "cpu"
 
 
 def test_a_place_is_not_lent_for_much_less():

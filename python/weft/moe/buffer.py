@@ -351,6 +351,8 @@ class Buffer(LowLatencyCalls):
         num_sms = self._num_sms(config, engine)
         if handle is not None:
             state = self._check_repeat(handle, rows, topk_idx, topk_weights, engine)
+            if engine.lacks_room_for(state):
+                engine.make_room_for(state, rows.format(), state.num_rows)
             engine.begin(previous)
             received = high_throughput.repeat(engine, rows, state, num_sms)
             event = engine.finish(async_finish, (rows.x, rows.scales))
@@ -375,7 +377,9 @@ class Buffer(LowLatencyCalls):
         used = (rows.x, rows.scales, ids, weights, in_rank, per_expert)
         event = engine.finish(async_finish, (*used, state.send_row, state.slot_base, state.prefix))
         aligned = [align(count, alignment) for count in counts]
-        return received.payload(), received.ids(), received.weights(), aligned, DispatchHandle(state), event
+        assert num_tokens_per_rank is not None
+        handle = DispatchHandle(state, num_tokens_per_rank)
+        return received.payload(), received.ids(), received.weights(), aligned, handle, event
 
     def _check_layout(
         self,
@@ -480,6 +484,12 @@ class Buffer(LowLatencyCalls):
         arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
         arguments.check_deterministic_fill(engine.device)
         num_sms = self._num_sms(config, engine)
+        if engine.lacks_room_for(state):
+            engine.make_room_for(
+                state,
+                high_throughput.combined_format(x, 0 if topk_weights is None else topk_weights.size(1)),
+                0,
+            )
         engine.begin(previous)
         with engine.allocating(allocate_on_comm_stream):
             combined = engine.empty(*shape, dtype=x.dtype)

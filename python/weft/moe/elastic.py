@@ -230,6 +230,8 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             weights = self._check_weights(topk_weights, handle.topk_idx)
             ids = handle.topk_idx if weights is not None else None
             rows = Rows(data, scales, ids, weights, True)
+            if engine.lacks_room_for(handle.state):
+                engine.make_room_for(handle.state, rows.format(), handle.state.num_rows)
             engine.begin(previous)
             received = high_throughput.repeat(engine, rows, handle.state, sms)
         else:
@@ -316,6 +318,11 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or handle.num_sms
         check_whole("num_qps", num_qps, 0)
         arguments.check_deterministic_fill(engine.device)
+        if engine.lacks_room_for(state):
+            top_k = handle.topk_idx.size(1)
+            slots = top_k if handle.sums_at_owner else 1
+            row_format = high_throughput.combined_format(x, 0 if topk_weights is None else top_k, slots)
+            engine.make_room_for(state, row_format, 0)
         engine.begin(previous)
         combined, weights = elastic_rows.combine(
             engine, x, topk_weights, biases, handle, before_epilogue, sms

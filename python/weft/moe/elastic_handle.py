@@ -12,7 +12,7 @@ from weft.moe.elastic_layout import Expansion, ExpertCounts
 from weft.moe.handle import DispatchState
 
 
-@dataclass(frozen=True)
+@dataclass
 class EPHandle:
     """The routes of one ``ElasticBuffer.dispatch``. T tokens, K slots, N rows here, R ranks, Le local experts.
 
@@ -31,6 +31,8 @@ class EPHandle:
         token_metadata_at_forward, channel_linked_list: None; they belong to forwarding between nodes.
         state, expansion, recv_topk_idx, sums_at_owner: of Weft's own calls; the last says that combine brings back
             every slot's row, to be summed at the token's rank.
+
+    Fields can be set. A handle belongs to its dispatch, and serves every buffer of the same ranks on the same devices.
     """
 
     do_expand: bool
@@ -53,6 +55,10 @@ class EPHandle:
     sums_at_owner: bool
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
+
+    @staticmethod
+    def state_of(_entries: object) -> None:
+        """Return None: no collection of tensors stands for this handle."""
 
     def deterministic_sort(self) -> None:
         """Do nothing: rows always come in ascending order of source rank and token."""

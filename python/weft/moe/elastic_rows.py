@@ -105,7 +105,7 @@ def outputs(
             weights = elastic_layout.take_rows(weights.view(-1), slot_of_row, zero_padding)
     if scales is not None and col_major:
         scales = elastic_layout.column_major(scales)
-    idx = None if handle.do_expand else handle.recv_topk_idx
+    idx = None if handle.do_expand else handle.recv_topk_idx.clone()  # the caller may write to it
     return (data if scales is None else (data, scales)), idx, weights
 
 

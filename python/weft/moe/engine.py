@@ -9,6 +9,8 @@ Threads: one caller at a time; tensors may die in any thread.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -61,11 +63,12 @@ class Engine:
         timeout_s: float,
         may_mask: bool = False,
     ) -> None:
-        self.identity = object()  # what handles know it by, without keeping it
         self.device = device
+        self.group_key = _group_key(communicator)
         self.communicator = communicator
         self.is_cuda = device.type == "cuda"
         self.core = _core.MoeBuffer.create(communicator, heap_bytes, low_latency_bytes, timeout_s)
+        self._handle_buffer = int(self.core.handle_buffer_key)
         self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
         self.low_latency = _core.LowLatency(self.core, may_mask)
         self.low_latency_calls = 0
@@ -73,14 +76,27 @@ class Engine:
         self._released: list[tuple[int, Any]] = []
         self._host_memory = HostMemory()
 
-    def check_handle(self, handle: object, kind: type, call: str) -> Any:
-        """Return the state of a handle that ``call``() on this engine returned, or raise weft.Error."""
-        allowed = f"what {call}() of this buffer returned, on {self.device}"
-        if not isinstance(handle, kind):
+    def check_handle(self, handle: object, kind: Any, call: str) -> Any:
+        """Return the state of a handle that ``call``() returned to this group of ranks, on this device.
+
+        handle: of ``kind``, or the tensors that one consists of, as autograd saves them.
+        Raises: weft.Error for anything else.
+        """
+        allowed = f"what {call}() returned to the same {self.communicator.size} ranks, on {self.device}"
+        state = handle.state if isinstance(handle, kind) else kind.state_of(handle)
+        if state is None:
             raise invalid("handle", describe(handle), allowed)
-        if handle.state.engine_id is not self.identity:  # type: ignore[attr-defined]
-            raise invalid("handle", "the handle of another buffer or device", allowed)
-        return handle.state  # type: ignore[attr-defined]
+        if state.group_key != self.group_key:
+            raise invalid("handle", "the handle of other ranks, or of another device", allowed)
+        return state
+
+    def lacks_room_for(self, state: Any) -> bool:
+        """Return whether a handle comes from another buffer, so that this window has not grown for it yet."""
+        return state.handle_id >> _core.HANDLE_NUMBER_BITS != self._handle_buffer and not self.is_capturing
+
+    def make_room_for(self, state: Any, row_format: Any, num_rows: int) -> None:
+        """Grow the window for num_rows received rows and those that come back, if need be: ranks' hosts meet."""
+        self.core.make_room_for(format=row_format, rows=num_rows, staging_rows=state.staging_rows)
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -89,6 +105,23 @@ class Engine:
         lease = _Lease(self, offset, self.is_capturing)
         view: torch.Tensor = from_dlpack(self.core.view(offset, max(num_bytes, 16), lease))
         return view
+
+    def output(
+        self, piece: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a tensor of what peers wrote into a piece, from byte ``offset`` on.
+
+        It is a view of no other tensor. On CUDA it lies in the piece; on the CPU it is a copy with a storage of its
+        own, as torch can resize only what it has allocated.
+        """
+        if not self.is_cuda:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            copy = self.empty(*shape, dtype=dtype)
+            return copy.copy_(piece[offset : offset + num_bytes].view(dtype).view(shape))
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        begin = piece.storage_offset() + offset // dtype.itemsize
+        view = torch.empty(0, dtype=dtype, device=self.device)
+        return view.set_(piece.untyped_storage(), begin, shape, strides)
 
     def permanent_view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return uint8[num_bytes] of the window, which stays mapped as long as the view."""
@@ -219,3 +252,10 @@ class Engine:
         """Wait, on the host, until the communication stream has done all it got."""
         if self.is_cuda:
             self.comm_stream.synchronize()
+
+
+def _group_key(communicator: Any) -> int:
+    """Return a number of these ranks, in this order, on these devices, as this one of them sees it."""
+    ranks = [(facts["host"], facts["process"], facts["device"]) for facts in communicator.facts]
+    text = repr((communicator.rank, ranks)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1  # fits an int64

@@ -49,6 +49,22 @@ class Rows:
         )
 
 
+def combined_format(x: Tensor, top_k: int, slots: int = 1) -> Any:
+    """Return the core's description of rows that a combine brings back, each with top_k weights.
+
+    slots: how many rows of x make one of them.
+    """
+    row_bytes = x.size(1) * x.element_size() * slots
+    return _core.RowFormat(
+        row_bytes=row_bytes,
+        scale_words=0,
+        top_k=top_k,
+        id_bytes=8,
+        element=x.element_size(),
+        combine_row_bytes=row_bytes,
+    )
+
+
 class Layout(NamedTuple):
     """Who gets what."""
 
@@ -139,7 +155,7 @@ def dispatch(
         num_sms,
     )
     state = DispatchState(
-        engine_id=engine.identity,
+        group_key=engine.group_key,
         rank=int(engine.communicator.rank),
         handle_id=notified.handle_id,
         num_experts=num_tokens_per_expert.size(0),
@@ -244,10 +260,11 @@ _SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kEleme
 
 
 class Received:
-    """Typed views of the two pieces that a dispatch got: rows and scales; ids, weights and origins."""
+    """The results of a dispatch in the two pieces that it filled: rows and scales; ids, weights and origins."""
 
     def __init__(self, engine: Engine, received: Any, sent: Rows, num_rows: int) -> None:
         self.num_rows = num_rows
+        self._engine = engine
         self._layout = received.layout
         self._rows = engine.piece(received.rows_at, self._layout.rows_bytes)
         self._meta = engine.piece(received.meta_at, self._layout.meta_bytes)
@@ -264,20 +281,20 @@ class Received:
 
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """Return rows [N, hidden], and scales [N, n] or None, as they came."""
-        rows = self._view(self._rows, 0, self._sent.x)
+        rows = self._matrix(self._rows, 0, self._sent.x)
         if self._sent.scales is None:
             return rows, None
-        return rows, self._view(self._rows, self._layout.scales, self._sent.scales)
+        return rows, self._matrix(self._rows, self._layout.scales, self._sent.scales)
 
     def ids(self) -> Tensor | None:
         """Return local expert ids [N, top_k], -1 elsewhere."""
-        return None if self._sent.topk_idx is None else self._view(self._meta, 0, self._sent.topk_idx)
+        return None if self._sent.topk_idx is None else self._matrix(self._meta, 0, self._sent.topk_idx)
 
     def weights(self) -> Tensor | None:
         """Return float32 [N, top_k], 0 elsewhere."""
         if self._sent.topk_weights is None:
             return None
-        return self._view(self._meta, self._layout.weights, self._sent.topk_weights)
+        return self._matrix(self._meta, self._layout.weights, self._sent.topk_weights)
 
     def token(self) -> Tensor:
         """Return i32[N], each row's token at its source."""
@@ -287,9 +304,8 @@ class Received:
         """Return i32[N], each row's place in its owner's staging."""
         return self._column(self._layout.slot)
 
-    def _view(self, piece: Tensor, offset: int, like: Tensor) -> Tensor:
-        num_bytes = self.num_rows * like.size(1) * like.element_size()
-        return piece[offset : offset + num_bytes].view(like.dtype).view(self.num_rows, like.size(1))
+    def _matrix(self, piece: Tensor, offset: int, like: Tensor) -> Tensor:
+        return self._engine.output(piece, offset, (self.num_rows, like.size(1)), like.dtype)
 
     def _column(self, offset: int) -> Tensor:
-        return self._meta[offset : offset + self.num_rows * 4].view(torch.int32)
+        return self._engine.output(self._meta, offset, (self.num_rows,), torch.int32)

@@ -4,54 +4,64 @@
     rows = HostMemory().empty((4096, 7168), torch.bfloat16)
 
 The system clears fresh memory when it is first written, which takes as long as writing a result into it, and the C
-library gives large pieces back to the system as soon as they are free.
+library gives large pieces back to the system as soon as they are free. So the storages of the last results are kept
+here, beside whoever has the tensors, and lent again once nobody else has them. A result is an ordinary tensor: torch
+allocated its storage, which can be resized, and which it shares with no other result that is alive.
 Threads: any; tensors may die in any thread.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
+import sys
+import threading
 
 import torch
 
 _LARGE_BYTES = 2 << 20  # smaller pieces the C library keeps itself
-_MOST_SPARE = 3  # pieces: a call's results, and those of the call before it
+_MOST_LENT = 6  # storages that are remembered; older ones belong to their tensors alone
+_MOST_SPARE = 3  # of these, that nobody else has: a call's results, and those of the call before it
 _MOST_WASTE = 1.25
+
+# How many C++ objects have a storage, its one Python object included; where torch does not tell, every result gets
+# fresh memory. And how many references a list alone makes of that Python object.
+_holders = getattr(torch._C, "_storage_Use_Count", None)
+_one = [torch.UntypedStorage(0)]
+_ALONE = sys.getrefcount(_one[0])
 
 
 class HostMemory:
-    """Allocates results on the CPU, and keeps up to three pieces that were given back, for the next results."""
+    """Allocates results on the CPU, and lends up to three storages that are free again to the next results."""
 
     def __init__(self) -> None:
-        self._spare: dict[int, torch.Tensor] = {}  # by address, oldest first; who pops one has it
+        self._lent: list[torch.UntypedStorage] = []  # oldest first
+        self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor; like that of received rows its storage can't be resized.
-
-        The memory is spare again when the last tensor that shares it is gone.
-        """
+        """Return an uninitialised tensor, whose storage may be larger by a quarter."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes < _LARGE_BYTES:
-            return torch.empty(shape, dtype=dtype)
-        piece = self._take(num_bytes)
-        if piece is None:
-            piece = torch.empty(num_bytes, dtype=torch.uint8)
-        lent = piece.numpy().data[:num_bytes]
-        weakref.finalize(lent, self._give, piece).atexit = False
-        storage = torch.frombuffer(lent, dtype=torch.uint8).untyped_storage()  # which keeps `lent`
-        return torch.empty(0, dtype=dtype).set_(storage).resize_(shape)
+        if num_bytes < _LARGE_BYTES or _holders is None:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        storage = self._take(num_bytes)
+        if storage is None:
+            storage = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
+        result = torch.empty(0, dtype=dtype, device="cpu").set_(storage).resize_(shape)
+        with self._lock:
+            self._lent = [*self._lent[1 - _MOST_LENT :], storage]
+        return result
 
-    def _take(self, num_bytes: int) -> torch.Tensor | None:
-        for address, piece in list(self._spare.items()):
-            if (
-                num_bytes <= piece.numel() <= num_bytes * _MOST_WASTE
-                and self._spare.pop(address, None) is not None
-            ):
-                return piece
+    def _take(self, num_bytes: int) -> torch.UntypedStorage | None:
+        """Return a spare storage that fits, which nobody else can find any more, or None."""
+        with self._lock:
+            spare = [i for i in range(len(self._lent)) if self._is_spare(i)]
+            for i in reversed(spare[:-_MOST_SPARE]):
+                del self._lent[i]
+            for i in range(len(self._lent)):
+                fits = num_bytes <= self._lent[i].nbytes() <= num_bytes * _MOST_WASTE
+                if fits and self._is_spare(i):
+                    return self._lent.pop(i)
         return None
 
-    def _give(self, piece: torch.Tensor) -> None:
-        self._spare[piece.data_ptr()] = piece
-        for address in list(self._spare)[:-_MOST_SPARE]:
-            self._spare.pop(address, None)
+    def _is_spare(self, i: int) -> bool:
+        assert _holders is not None
+        return _holders(self._lent[i]._cdata) == 1 and sys.getrefcount(self._lent[i]) == _ALONE

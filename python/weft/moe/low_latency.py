@@ -165,7 +165,7 @@ class LowLatencyCalls:
         filled.check_apart(wanted, sent)
         filled.describe(call, form)
         state = LowLatencyState(
-            engine_id=engine.identity,
+            group_key=engine.group_key,
             max_tokens=sizes.max_tokens,
             num_tokens=rows.size(0),
             top_k=ids.size(1),
@@ -311,12 +311,13 @@ class LowLatencyCalls:
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return bf16 [Le, R * M, hidden] to be filled and then combined with ``zero_copy=True``."""
         engine = self._low_latency_engine(
-            "handle", handle[0] if isinstance(handle, tuple) and handle else handle
+            "handle", handle[0] if isinstance(handle, (tuple, list)) and handle else handle
         )
         state = self._check_low_latency_handle(handle, engine)
-        if state.combine_rows is None:
-            state.combine_rows = engine.empty(*state.rows_shape, dtype=torch.bfloat16)
-        return state.combine_rows
+        rows = state.combine_rows
+        if rows is None:
+            rows = state.combine_rows = engine.empty(*state.rows_shape, dtype=torch.bfloat16)
+        return rows
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int

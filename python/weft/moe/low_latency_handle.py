@@ -3,16 +3,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import itertools
+import weakref
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from weft.moe.handle import facts_of
+
+_KIND = 0x57454654_4C4C  # of the facts in a handle: another number than those of other handles
+_numbers = itertools.count(1)
+_combine_rows: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 @dataclass
 class LowLatencyState:
-    """What a dispatch leaves for its combine."""
+    """What a dispatch leaves for its combine.
 
-    engine_id: object
+    status i64[2] on the CPU: 1 once the dispatch has received, else routes hold nothing yet: the hook is still to be
+    run; and a number that no other handle of this process has. Handles that are the same tensors share it.
+    """
+
+    group_key: int
     max_tokens: int
     num_tokens: int
     top_k: int
@@ -21,26 +35,88 @@ class LowLatencyState:
     rows_shape: tuple[int, int, int]  # of the received rows: Le, R * M, hidden
     had_weights: bool
     routes: Tensor
-    is_received: bool = False  # else routes hold nothing yet: the hook is still to be run
-    combine_rows: Tensor | None = None  # what get_next_low_latency_combine_buffer() gave
+    status: Tensor = field(default_factory=lambda: torch.tensor((0, next(_numbers)), device="cpu"))
+    _kept_rows: Tensor | None = None
+
+    @property
+    def is_received(self) -> bool:
+        """Whether the routes are there, or will be before anything that is launched later."""
+        return bool(self.status[0])
 
     def receive(self) -> None:
         """Note that the dispatch has received, or will before anything that is launched later."""
-        self.is_received = True
+        self.status.numpy()[0] = 1  # autograd, which may have saved it, shall not take this for a change
+
+    @property
+    def combine_rows(self) -> Tensor | None:
+        """What get_next_low_latency_combine_buffer() gave for this handle."""
+        return _combine_rows.get(int(self.status[1]))
+
+    @combine_rows.setter
+    def combine_rows(self, rows: Tensor) -> None:
+        self._kept_rows = _combine_rows[int(self.status[1])] = rows
 
 
 class LowLatencyHandle(tuple):  # type: ignore[type-arg]
-    """The handle of a low-latency dispatch: (src_info, layout_range, M, hidden, E).
+    """The handle of a low-latency dispatch, a tuple of tensors: (src_info, layout_range, M, hidden, E, routes, facts,
+    status), of which DeepEP has the first five.
 
     src_info i32[Le, R * M]: each row's token at its source. layout_range i64[Le, R]: count (low 32 bits) and
-    first row (high 32 bits) of the rows from each source.
+    first row (high 32 bits) of the rows from each source. M, hidden, E: i64 of no dimension. These three, facts i64[8]
+    and status i64[2] are on the CPU.
+
+    The tensors are all that a handle is: ``ctx.save_for_backward(*handle)`` keeps one, and ``ctx.saved_tensors`` is one
+    again, for any buffer of the same ranks on the same devices.
     """
 
     state: LowLatencyState
 
     def __new__(cls, state: LowLatencyState, src_info: Tensor, layout_range: Tensor) -> LowLatencyHandle:
         """Return the handle with its state beside the tensors."""
-        entries = (src_info, layout_range, state.max_tokens, state.hidden, state.num_experts)
-        handle = super().__new__(cls, entries)
+        facts, sizes = _facts(
+            state.group_key,
+            state.num_tokens,
+            state.top_k,
+            state.had_weights,
+            state.max_tokens,
+            state.hidden,
+            state.num_experts,
+        )
+        handle = super().__new__(cls, (src_info, layout_range, *sizes, state.routes, facts, state.status))
         handle.state = state
         return handle
+
+    @staticmethod
+    def state_of(entries: object) -> LowLatencyState | None:
+        """Return the state that a handle's entries hold; None where these are not a handle's."""
+        if not isinstance(entries, (tuple, list)) or len(entries) != 8:
+            return None
+        src_info, _, _, _, _, routes, carried, status = entries
+        facts = facts_of(carried, _KIND, 8)
+        if facts is None or not all(isinstance(entry, Tensor) for entry in entries):
+            return None
+        if src_info.dim() != 2 or routes.dtype != torch.int32 or status.shape != (2,):
+            return None
+        if status.device.type != "cpu" or status.dtype != torch.int64 or routes.device != src_info.device:
+            return None
+        _, group_key, num_tokens, top_k, had_weights, max_tokens, hidden, num_experts = facts
+        rows_shape = (int(src_info.size(0)), int(src_info.size(1)), hidden)
+        return LowLatencyState(
+            group_key,
+            max_tokens,
+            num_tokens,
+            top_k,
+            hidden,
+            num_experts,
+            rows_shape,
+            bool(had_weights),
+            routes,
+            status,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _facts(*numbers: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return what handles of the same sizes share: facts, and M, hidden and E out of them."""
+    facts = torch.tensor((_KIND, *numbers), dtype=torch.int64, device="cpu")
+    return facts, (facts[5], facts[6], facts[7])

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calls return are ordinary tensors: storages of their own that can be resized, no views, needing no buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft.moe import autograd
+from weft.testing import oracle
+from weft.testing.cases import MoeCase
+from weft.testing.ranks import Rank, RankPool
+
+# Small ones, and rows of more than 2 MiB.
+CASES = (MoeCase((6, 9), 64, 3, 8), MoeCase((400, 500), 4096, 3, 8))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    with RankPool(2, with_gpus=False) as ranks:
+        yield ranks
+
+
+def high_throughput(rank: Rank, case: MoeCase, **options: Any) -> tuple[Any, dict[str, Tensor], Any]:
+    """Return (buffer, outputs by name, handle) of a dispatch of rows and scales, and a combine of other rows."""
+    buffer = weft.Buffer(rank.group, 1 << 20, explicitly_destroy=True)
+    idx, weights = case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, case.num_experts)
+    routes = {
+        "num_tokens_per_rank": per_rank,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+    }
+    x = (case.x(rank.rank), case.scales(rank.rank, 4))
+    (rows, scales), recv_idx, recv_weights, _, handle, _ = buffer.dispatch(
+        x, topk_idx=idx, topk_weights=weights, **routes, **options
+    )
+    combined, back, _ = buffer.combine(rows.clone(), handle, topk_weights=recv_weights.clone())
+    outputs = {"rows": rows, "scales": scales, "idx": recv_idx, "weights": recv_weights}
+    return buffer, {**outputs, "combined": combined, "back": back}, handle
+
+
+def low_latency(rank: Rank, case: MoeCase) -> tuple[Any, dict[str, Tensor], Any]:
+    """Return the same of the low-latency calls."""
+    most = max(case.tokens)
+    size = weft.Buffer.get_low_latency_rdma_size_hint(most, case.hidden, rank.size, case.num_experts)
+    buffer = weft.Buffer(rank.group, 0, size, low_latency_mode=True, explicitly_destroy=True)
+    x, idx, weights = case.x(rank.rank), case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    rows, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, most, case.num_experts, use_fp8=False)
+    combined, _, _ = buffer.low_latency_combine(rows.clone(), idx, weights, handle)
+    return buffer, {"rows": rows, "counts": counts, "combined": combined}, handle
+
+
+def elastic(rank: Rank, case: MoeCase, do_expand: bool) -> tuple[Any, dict[str, Tensor], Any]:
+    """Return the same of ElasticBuffer's calls."""
+    buffer = weft.ElasticBuffer(rank.group, num_bytes=0, explicitly_destroy=True)
+    x = (case.x(rank.rank), case.scales(rank.rank, 4))
+    (rows, scales), idx, weights, handle, _ = buffer.dispatch(
+        x,
+        case.topk_idx(rank.rank),
+        case.topk_weights(rank.rank),
+        num_experts=case.num_experts,
+        num_max_tokens_per_rank=max(case.tokens),
+        do_expand=do_expand,
+    )
+    combined, back, _ = buffer.combine(rows.clone(), handle, topk_weights=weights.clone())
+    outputs = {"rows": rows, "scales": scales, "weights": weights, "combined": combined, "back": back}
+    return buffer, outputs if idx is None else {**outputs, "idx": idx}, handle
+
+
+CALLS: dict[str, Any] = {
+    "high throughput": (high_throughput, {}),
+    "worst case": (high_throughput, {"num_worst_tokens": 2000}),
+    "low latency": (low_latency, {}),
+    "elastic": (elastic, {"do_expand": False}),
+    "elastic, expanded": (elastic, {"do_expand": True}),
+}
+
+
+def check_ordinary(rank: Rank, name: str, case: MoeCase) -> None:
+    """Free, fill and grow each output's storage: nobody else notices, and the handle still works."""
+    call, options = CALLS[name]
+    buffer, outputs, handle = call(rank, case, **options)
+    before = {name: output.clone() for name, output in outputs.items()}
+    for output in outputs.values():
+        assert output._base is None
+        assert output.untyped_storage().resizable()
+    rows = outputs["rows"].clone()
+    for output in outputs.values():
+        output.untyped_storage().resize_(0)
+    again = call(rank, case, **options)[1]  # into whatever memory the first ones had
+    for output, wanted in before.items():
+        storage = outputs[output].untyped_storage()
+        assert storage.nbytes() == 0
+        storage.resize_(wanted.numel() * wanted.element_size())
+        outputs[output].copy_(wanted)
+    places = {output.untyped_storage().data_ptr() for output in outputs.values()}
+    assert len(places) == len(outputs)
+    if name == "low latency":
+        idx, weights = case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+        combined, _, _ = buffer.low_latency_combine(rows, idx, weights, handle)
+    else:
+        combined, _, _ = buffer.combine(rows, handle)
+    assert torch.equal(combined, before["combined"])
+    buffer.destroy()
+    del buffer, handle
+    for key, wanted in before.items():
+        assert torch.equal(outputs[key].view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(again["combined"], combined)
+
+
+@pytest.mark.parametrize("case", CASES, ids=["small", "large"])
+@pytest.mark.parametrize("name", CALLS)
+def test_outputs_are_ordinary_tensors(pair: RankPool, name: str, case: MoeCase) -> None:
+    pair.run(check_ordinary, name, case)
+
+
+def check_changed_in_place(rank: Rank, case: MoeCase) -> None:
+    """What autograd's functions return may be changed in place, as the outputs of any layer."""
+    buffer = weft.Buffer(rank.group, 1 << 20)
+    x, weights = case.x(rank.rank).requires_grad_(), case.topk_weights(rank.rank).requires_grad_()
+    arrived = autograd.dispatch(buffer, x, case.topk_idx(rank.rank), weights, case.num_experts)
+    arrived.x.mul_(2)
+    arrived.topk_weights.mul_(3)
+    is_here = arrived.topk_idx >= 0
+    arrived.topk_idx.fill_(-1)
+    out = autograd.combine(buffer, arrived.x, arrived.handle)
+    out.mul_(2)
+    (out.float().sum() + arrived.topk_weights[is_here].sum()).backward()
+    in_rank = oracle.layout(case.topk_idx(rank.rank), case.num_experts, rank.size)[2]
+    wanted = 4 * in_rank.sum(dim=1, dtype=x.dtype).view(-1, 1).expand_as(x)
+    assert x.grad is not None
+    assert torch.equal(x.grad, wanted)
+    assert weights.grad is not None
+    assert torch.equal(weights.grad, 3 * (case.topk_idx(rank.rank) >= 0).float())
+
+
+def test_outputs_of_autograd_can_be_changed_in_place(pair: RankPool) -> None:
+    pair.run(check_changed_in_place, CASES[0])

@@ -9,6 +9,7 @@
 #include "bind/bind.h"
 #include "jit/compile.h"
 #include "jit/host_kernels.h"
+#include "jit/host_launch.h"
 #include "jit/source.h"
 #include "jit/toolchain.h"
 
@@ -93,6 +94,8 @@ void bind_jit(nb::module_& module) {
         return kernel_source(key, row ? row->args_bytes : 0, row ? row->mesh_bytes : 0);
       },
       nb::arg("key"), "The generated source that NVRTC gets for a key.");
+  module.def("host_kernel_ns", &host_kernel_ns,
+             "Processor time that the calling thread has spent in kernels on the host since it first asked.");
   module.def("nvrtc_identity", [] { return value_or_throw(Nvrtc::open())->identity(); });
   module.def("nvrtc_path", [] { return value_or_throw(Nvrtc::open())->path(); });
   module.def(

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <ctime>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -146,13 +147,42 @@ class Blocks {
   std::deque<BlockBarrier> barriers_;
 };
 
+// Of the calling thread. Asking the system for its processor time takes half a microsecond, so launches do it
+// only where somebody wants to know.
+thread_local bool kernels_are_timed = false;
+thread_local uint64_t kernel_ns = 0;
+
+uint64_t thread_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
+}
+
+class KernelClock {
+ public:
+  KernelClock() : began_ns_(kernels_are_timed ? thread_ns() : 0) {}
+  ~KernelClock() {
+    if (kernels_are_timed) kernel_ns += thread_ns() - began_ns_;
+  }
+  KernelClock(const KernelClock&) = delete;
+
+ private:
+  const uint64_t began_ns_;
+};
+
 }  // namespace
+
+uint64_t host_kernel_ns() {
+  kernels_are_timed = true;
+  return kernel_ns;
+}
 
 Status run_on_host(const HostGrid& grid, const std::function<void()>& body) {
   const uint64_t threads = uint64_t{grid.blocks} * grid.warps;
   if (threads == 0)
     return Status::invalid("grid: got {} blocks of {} warps, allowed: at least 1 of each", grid.blocks,
                            grid.warps);
+  const KernelClock clock;
   std::vector<Worker*> workers;
   if (threads > 1) WEFT_TRY(pool().take(threads - 1, workers));
   Blocks blocks(grid);

@@ -32,6 +32,16 @@ TEST(HostLaunch, TheCallerRunsTheFirstWarp) {
               }).ok());
 }
 
+TEST(HostLaunch, TheCallerKnowsHowLongItsKernelsRan) {
+  const uint64_t before = host_kernel_ns();
+  std::atomic<uint32_t> sum{0};
+  ASSERT_TRUE(run_on_host({.blocks = 1, .warps = 1}, [&] {
+                for (uint32_t i = 0; i < 100'000; ++i) sum.fetch_add(i);
+              }).ok());
+  EXPECT_GT(host_kernel_ns(), before);
+  std::thread([] { EXPECT_EQ(host_kernel_ns(), 0u); }).join();
+}
+
 TEST(HostLaunch, AnEmptyGridIsInvalid) {
   EXPECT_EQ(run_on_host({.blocks = 0, .warps = 4}, [] {}).code(), Code::kInvalid);
   EXPECT_EQ(run_on_host({.blocks = 4, .warps = 0}, [] {}).code(), Code::kInvalid);

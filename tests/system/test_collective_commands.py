@@ -165,6 +165,7 @@ def test_bench_in_place(tmp_path: Path) -> None:
     run(tmp_path, *BENCH, *FEW, "--calls", "all_gather,reduce_scatter", "--place", "in", "--json", "in.json")
     rows = json.loads((tmp_path / "in.json").read_text())["rows"]
     assert len(rows) == 6 and all(row["in_place"] and row["checked"] for row in rows)
+    assert all(min(row["enqueue_us"], row["eager_us"], row["gloo_eager_us"]) > 0 for row in rows)
 
 
 @pytest.mark.parametrize(

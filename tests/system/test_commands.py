@@ -55,6 +55,8 @@ def test_bench_moe_checks_measures_and_writes(
     for step in ("dispatch", "combine"):
         row = calls[f"{mode}_{step}"]
         assert row["checked"] and row["floor_us"] > 0 and set(row["baselines"]) == {"gloo", "memcpy"}
+        assert row["enqueue_us"] > 0 and row["eager_us"] > 0
+        assert row["gloo_eager_us"] > 0 and row["memcpy_eager_us"] > 0
     assert (tmp_path / "out.png").is_file()
 
 

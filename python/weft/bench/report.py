@@ -139,6 +139,10 @@ class Report:
         """Append a measured call."""
         self.rows.append(row)
 
+    def add_columns(self, names: Sequence[str]) -> None:
+        """Show more keys of ``Row.extra``."""
+        self._extra_columns += tuple(name for name in names if name not in self._extra_columns)
+
     def note(self, line: str) -> None:
         """Add a line under the table, such as what the floor means or why a baseline is absent."""
         self._notes.append(line)

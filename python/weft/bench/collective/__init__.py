@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     import torch.distributed
 
     from weft.bench.collective.measure import Options, measure
+    from weft.bench.eager import time_columns
     from weft.testing.ranks import run_as_rank, run_ranks
 
     torch.set_num_threads(1)
@@ -130,6 +131,11 @@ def run(args: argparse.Namespace) -> int:
     report = Report("weft bench collective", extra_columns=("ranks", "algorithm", "algbw_gbs", "busbw_gbs"))
     for row in rows:
         report.add(row)
+    report.add_columns(time_columns(rows))
+    report.note(
+        "enqueue_us: the host's part of an eager call, on the CPU without its kernel; eager_us: such calls one after "
+        "another, kernels included"
+    )
     report.note(
         "bytes: the full buffer; algbw = bytes / time; busbw as nccl-tests defines it; floor: on the CPU, "
         "all ranks copying the bytes that the call makes each of them move; on H200, the one-shot "

@@ -4,7 +4,7 @@
 Every sample is the slowest rank's. Weft and the baseline take turns, sample by sample, so that whatever else the
 machine does disturbs both. On the CPU a sample is the mean of some calls in a row, after two that bring the ranks into
 step; on GPUs it is the mean of 20 calls in a CUDA graph, by events (eager: 20 calls on the stream). Before timing, the
-result is compared with an oracle.
+result is compared with an oracle. What calls outside of graphs cost is measured afterwards (weft.bench.eager).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.bench.eager import Eager, Times, add_times
 from weft.bench.exchange_floor import h200_exchange_us
 from weft.bench.report import Row, progress, slowest_rank
 from weft.collectives.calls import Collectives
@@ -32,6 +33,7 @@ from weft.testing.ranks import Rank
 
 _GRAPH_CALLS = 20
 _SAMPLE_S = 0.03
+_EAGER_CALLS, _EAGER_WARMUP = 100, 5
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "product": dist.ReduceOp.PRODUCT,
@@ -139,9 +141,11 @@ def _measure_one(
     gathered: list[Any] = [None] * me.size
     dist.all_gather_object(gathered, samples, group=me.group)
     times = [slowest_rank([of_rank[i] for of_rank in gathered]) for i in range(len(functions))]
-    baselines = {}
+    eager = _time_in_a_row(functions, me, comm, options)
+    baselines, baseline_times = {}, {}
     if len(times) > len(cases.given):
         baselines[baseline] = statistics.median(times.pop())
+        baseline_times[baseline] = eager.pop()
     is_cuda = options.device == "cuda"
     floor_us = (
         _exchange_floor_us(call, num_bytes, me.size, cases.device)
@@ -149,7 +153,7 @@ def _measure_one(
         else _copy_floor_us(call, num_bytes, me, comm)
     )
     rows = []
-    for given, samples_us, is_checked in zip(cases.given, times, checked, strict=True):
+    for given, samples_us, is_checked, in_a_row in zip(cases.given, times, checked, eager, strict=True):
         row = Row(
             *(call, options.dtype, None, num_bytes, samples_us, floor_us, is_checked, baselines),
             series=given.text if options.algorithms else "",
@@ -162,6 +166,7 @@ def _measure_one(
             "busbw_gbs": round(gbs * _bus_factor(call, me.size), 3),
             "in_place": cases.is_in_place(call),
         }
+        add_times(row, in_a_row, baseline_times)
         rows.append(row)
     return rows
 
@@ -200,6 +205,24 @@ def _time_cpu(
     finally:
         gc.enable()
     return samples
+
+
+def _time_in_a_row(
+    functions: Sequence[Callable[[], Any]], me: Rank, comm: Communicator, options: Options
+) -> list[Times]:
+    """Return what each call costs outside of graphs, one after another."""
+    on_gpu = options.device == "cuda"
+    found = []
+    for function in functions:
+        rounds = _EAGER_CALLS if on_gpu else max(5, _calls_per_sample(function, me, comm))
+        comm.barrier()
+        clock = Eager(on_gpu)
+        for at in range(-_EAGER_WARMUP, rounds):
+            if at == 0:
+                clock.start(rounds, 1)
+            clock.call("", function)
+        found.append(clock.slowest(me.group)[""])
+    return found
 
 
 def _calls_per_sample(function: Callable[[], Any], me: Rank, comm: Communicator) -> int:

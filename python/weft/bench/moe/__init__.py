@@ -150,9 +150,12 @@ def _delay(given: str | None) -> dict[str, int]:
 
 
 def _report(args: argparse.Namespace, measured: Measured, options: Options) -> None:
+    from weft.bench.eager import time_columns
+
     report = Report("weft bench moe", extra_columns=("ranks", "logical_gbs", "egress_gbs"))
     for row in measured.rows:
         report.add(row)
+    report.add_columns(time_columns(measured.rows))
     for line in measured.notes:
         report.note(line)
     report.note(round_trip(measured.rows))

@@ -6,6 +6,7 @@ all of them."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +15,20 @@ import torch
 from torch import Tensor
 
 import weft
+from weft.bench.eager import Eager, Times, add_times
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, row_bytes
-from weft.bench.moe.setting import Bench, Inputs, Measured, count_rows, make_row, method_notes, shape_columns
+from weft.bench.moe.setting import (
+    Bench,
+    Inputs,
+    Measured,
+    Timed,
+    count_rows,
+    make_row,
+    method_notes,
+    shape_columns,
+    times_of_step,
+)
 from weft.bench.report import Row
 from weft.testing import oracle
 
@@ -50,9 +62,11 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
         sent.take(inputs.routes[index % len(inputs.routes)][me.rank])
 
     bench.run(take)
+    times = bench.in_a_row(sent.turns())
     _check(bench, inputs, payload, calls["weft"])
     engine = calls["weft"].buffer.runtime
     rows = _rows(bench, traffic, bench.samples_us(), o.sms or engine.planned_sms)
+    _add_times(bench, rows, times)
     traces = bench.traces(calls["weft"].buffer, take)
     for of_peer in calls.values():
         of_peer.buffer.destroy()
@@ -110,11 +124,21 @@ class _Samples:
                 for step, replay in zip(steps, self.replays[name], strict=True):
                     self.bench.sample(f"{name} {step}", replay)
             else:
-                self._take_eager(name, of_peer)
+                self._take_eager(name, of_peer, self.bench.sample)
         self._take_baselines()
 
-    def _take_eager(self, name: str, of_peer: peers.HighThroughput) -> None:
-        sample = self.bench.sample
+    def turns(self) -> list[Callable[[Eager], None]]:
+        """Return every peer's calls, to be made in a row; the host waits for counts."""
+        of_buffers = [
+            functools.partial(self._in_turn, name, peers.HighThroughput(of_peer.buffer, of_peer.experts))
+            for name, of_peer in self.calls.items()
+        ]
+        return [*of_buffers, lambda clock: self._take_others(clock.call)]
+
+    def _in_turn(self, name: str, of_peer: peers.HighThroughput, clock: Eager) -> None:
+        self._take_eager(name, of_peer, clock.call)
+
+    def _take_eager(self, name: str, of_peer: peers.HighThroughput, sample: Timed) -> None:
         layout = sample(f"{name} layout", lambda: of_peer.layout(self.topk_idx))
         results = sample(
             f"{name} dispatch", lambda: of_peer.dispatch(self.payload, self.topk_idx, self.weights, layout)
@@ -126,9 +150,11 @@ class _Samples:
         sample(f"{name} layout + dispatch", lambda: self._lay_out_and_dispatch(of_peer))
 
     def _take_baselines(self) -> None:
-        if self.bench.tracer:
-            return
-        sample, peer = self.bench.sample, self.all_to_all
+        if not self.bench.tracer:
+            self._take_others(self.bench.sample)
+
+    def _take_others(self, sample: Timed) -> None:
+        peer = self.all_to_all
         payload, topk_idx, weights = self.payload, self.topk_idx, self.weights
         results = sample("all_to_all dispatch", lambda: peer.dispatch(payload, topk_idx, weights))
         handle, count = results[3], count_rows(results[0])
@@ -171,6 +197,15 @@ def _check(bench: Bench, inputs: Inputs, payload: peers.Payload, calls: peers.Hi
 def _ways_of_dispatch(dispatch: Row) -> str:
     with_layout, cached = dispatch.extra["with_layout_us"], dispatch.extra["cached_us"]
     return f"layout and dispatch timed as one: {with_layout:,.1f} us; dispatch with a cached handle: {cached:,.1f} us"
+
+
+def _add_times(bench: Bench, rows: list[Row], times: dict[str, Times]) -> None:
+    """Add columns to the rows of layout, dispatch and combine; a cached dispatch has its own beside dispatch's."""
+    for row in rows:
+        add_times(row, *times_of_step(bench, row.call.removeprefix("ht_"), times))
+    cached, of_peers = times_of_step(bench, "cached", times)
+    named = {f"{peer}_cached": of_peer for peer, of_peer in of_peers.items()}
+    add_times(rows[1], None, named if cached is None else {"cached": cached, **named})
 
 
 def _rows(bench: Bench, traffic: Traffic, us: dict[str, list[float]], num_sms: int) -> list[Row]:

@@ -4,6 +4,7 @@ peers take turns within a sample, so a machine that slows down slows all of them
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,20 @@ import torch
 from torch import Tensor
 
 import weft
+from weft.bench.eager import Eager, add_times
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, row_bytes
-from weft.bench.moe.setting import Bench, Inputs, Measured, count_rows, make_row, method_notes, shape_columns
+from weft.bench.moe.setting import (
+    Bench,
+    Inputs,
+    Measured,
+    Timed,
+    count_rows,
+    make_row,
+    method_notes,
+    shape_columns,
+    times_of_step,
+)
 from weft.bench.report import Row
 from weft.testing import oracle
 
@@ -43,6 +55,7 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
         sent.take(inputs.routes[index % len(inputs.routes)][me.rank])
 
     bench.run(take)
+    times = bench.in_a_row(sent.turns())
     _check(bench, inputs, calls["weft"])
     us = bench.samples_us(in_a_row)
     rows = []
@@ -50,6 +63,7 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
         bytes_per_row = row_bytes(dtype, o.hidden)
         logical, egress = traffic.selections * bytes_per_row, traffic.egress * bytes_per_row
         rows.append(make_row(bench, "ll", step, dtype, us, logical, egress))
+        add_times(rows[-1], *times_of_step(bench, step, times))
     if "weft round_trip" in us:
         rows.append(_round_trip_row(bench, rows, us["weft round_trip"]))
     traces = bench.traces(calls["weft"].buffer, take)
@@ -142,29 +156,41 @@ class _Samples:
                     self.bench.line_up()
                     self.bench.timed(f"{name} combine", self.replays[name][1])
                 else:
-                    self._pair(name, of_peer)
+                    self._pair(name, of_peer, self.bench.timed)
         if self.bench.tracer:
             return
         if self.round_trips:
             self.bench.sample("weft round_trip", self.round_trips)
         self._take_baselines()
 
+    def turns(self) -> list[Callable[[Eager], None]]:
+        """Return every peer's calls, to be made in a row."""
+
+        def copies(clock: Eager) -> None:
+            clock.call("memcpy dispatch", self.copy_in.copy)
+            clock.call("memcpy combine", self.copy_back.copy)
+
+        of_buffers = [functools.partial(self._in_turn, name, of_peer) for name, of_peer in self.calls.items()]
+        return [*of_buffers, lambda clock: self._all_to_all_pair(clock.call), copies]
+
+    def _in_turn(self, name: str, of_peer: peers.LowLatency, clock: Eager) -> None:
+        self._pair(name, of_peer, clock.call)
+
     def _take_baselines(self) -> None:
         self.bench.line_up()
         for _ in range(self.in_a_row):
-            self._all_to_all_pair()
+            self._all_to_all_pair(self.bench.timed)
         for name, memcpy in (("memcpy dispatch", self.copy_in), ("memcpy combine", self.copy_back)):
             self.bench.line_up()
             for _ in range(self.in_a_row):
                 self.bench.timed(name, memcpy.copy)
 
-    def _pair(self, name: str, of_peer: peers.LowLatency) -> None:
-        timed = self.bench.timed
+    def _pair(self, name: str, of_peer: peers.LowLatency, timed: Timed) -> None:
         handle = timed(f"{name} dispatch", lambda: of_peer.dispatch(self.x, self.topk_idx))[2]
         timed(f"{name} combine", lambda: of_peer.combine(self.y, self.topk_idx, self.weights, handle))
 
-    def _all_to_all_pair(self) -> None:
-        timed, peer = self.bench.timed, self.all_to_all
+    def _all_to_all_pair(self, timed: Timed) -> None:
+        peer = self.all_to_all
         is_fp8 = self.bench.options.dtype == "fp8"
 
         def dispatch() -> Any:  # quantised inside, as the low-latency dispatch does

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from weft.bench.eager import Eager, Times
 from weft.bench.exchange_floor import h200_exchange_us
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, traffic_of
@@ -30,6 +31,8 @@ from weft.testing.ranks import Rank
 # Writing it takes some 300 us, in which the host gets ahead of the GPU: else ranks start when their hosts get to it.
 L2_FLUSH_BYTES = 1 << 30
 ROUTE_SETS = 8
+_MOST_CALLS = 8  # of a turn
+Timed = Callable[[str, Callable[[], Any]], Any]  # makes a call and keeps its time under a name
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,24 @@ class Bench:
                     self._samples.clear()
                 take_sample(index)
                 bar.advance(task)
+
+    def in_a_row(self, turns: Sequence[Callable[[Eager], None]]) -> dict[str, Times]:
+        """Return what calls cost that follow one another, outside of graphs: see weft.bench.eager. Collective.
+
+        Args: turns: each makes its calls once by the Eager it is given; they take turns after all rounds of one.
+        """
+        found: dict[str, Times] = {}
+        o = self.options
+        for turn in turns:
+            clock = Eager(self.on_gpu)
+            self.line_up()
+            for _ in range(o.warmup):
+                turn(clock)
+            clock.start(o.iterations, _MOST_CALLS)
+            for _ in range(o.iterations):
+                turn(clock)
+            found |= clock.slowest(self.me.group)
+        return found
 
     def traces(self, buffer: Any, take_sample: Callable[[int], None]) -> CallsOfRanks:
         """Take a few more samples, and return what kernels noted of Weft's calls. Collective; [] unless asked for."""
@@ -230,6 +251,13 @@ def make_row(
     return made
 
 
+def times_of_step(bench: Bench, step: str, times: dict[str, Times]) -> tuple[Times | None, dict[str, Times]]:
+    """Return Weft's times of a step, and those of the peers by the names of baselines."""
+    names = {"all_to_all": all_to_all_name(bench), "memcpy": "memcpy", "deep_ep": "deep_ep"}
+    of_peers = {name: times.get(f"{key} {step}") for key, name in names.items()}
+    return times.get(f"weft {step}"), {name: of for name, of in of_peers.items() if of is not None}
+
+
 def shape_columns(bench: Bench) -> dict[str, Any]:
     """Return what every row of a run repeats: the shape, the routes, the machine's side."""
     o = bench.options
@@ -259,6 +287,10 @@ def method_notes(bench: Bench, has_deep_ep: bool) -> list[str]:
         f"{all_to_all_name(bench)}: the same work with torch.distributed all-to-all; memcpy: a copy of "
         "the bytes that a rank receives, each row once, one thread per rank, all ranks at once",
     ]
+    lines.append(
+        "enqueue us: the host's part of an eager call, on the CPU without its kernels; eager us: such calls one after "
+        "another, kernels included"
+    )
     if bench.on_gpu:
         lines.append("floor: bare one-shot exchange between H200 (docs/benchmarks.md); none elsewhere")
     else:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls one after another, as a program without CUDA graphs makes them: what each costs the host, and how long it is.
+
+    clock = Eager(on_gpu=False)
+    for _ in range(20):
+        handle = clock.call("weft dispatch", lambda: buffer.low_latency_dispatch(x, ids, 64, 256))[2]
+        clock.call("weft combine", lambda: buffer.low_latency_combine(y, ids, weights, handle))
+    times = clock.slowest(group)["weft dispatch"]     # Times(enqueue_us=..., eager_us=...)
+
+``enqueue_us``: on a GPU, until the call returns, which is when its kernels are enqueued (a call that waits for counts
+returns later); on the CPU, the processor time of the call without that of its kernels.
+``eager_us``: from the end of the call before to the end of this one, on the GPU's clock where there is one; kernels
+included. Both are medians over the rounds, of each round's slowest rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed
+
+from weft import _core
+from weft.bench.report import Row, slowest_rank
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a call costs, in microseconds. ``enqueue_us`` is None where host and kernel cannot be told apart."""
+
+    enqueue_us: float | None
+    eager_us: float
+
+
+@dataclass
+class _Laps:
+    enqueue_us: list[float] = field(default_factory=list)
+    ends: list[tuple[Any, Any]] = field(default_factory=list)  # of the call before, and of this one
+
+
+class Eager:
+    """Takes the time of calls in a row; one caller.
+
+    Args: on_gpu: calls end on the current CUDA stream, else when they return.
+    """
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        # Ranks on the CPU share cores: what others do there is no part of a call.
+        self._clock = time.perf_counter_ns if on_gpu else time.thread_time_ns
+        self._laps: dict[str, _Laps] = {}
+        self._spare: list[Any] = []
+        self._last = self._mark()
+
+    def start(self, rounds: int, names: int) -> None:
+        """Forget what was measured of calls before, as a warm-up. Then so many rounds of so many calls are expected."""
+        self._laps.clear()
+        if self._on_gpu:  # an event is made when it is first recorded
+            self._spare = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * names + 1)]
+            for event in self._spare:
+                event.record()
+        self._last = self._mark()
+
+    def call(self, name: str, function: Callable[[], Any]) -> Any:
+        """Return ``function()``; keep its times under ``name``."""
+        kernel_ns, started = _core.host_kernel_ns(), self._clock()
+        result = function()
+        host_ns = self._clock() - started
+        kernel_ns = _core.host_kernel_ns() - kernel_ns
+        laps = self._laps.setdefault(name, _Laps())
+        if self._on_gpu or kernel_ns:
+            laps.enqueue_us.append((host_ns - kernel_ns) / 1e3)
+        before, self._last = self._last, self._mark()
+        laps.ends.append((before, self._last))
+        return result
+
+    def slowest(self, group: Any) -> dict[str, Times]:
+        """Return the times of every name. Collective over ``group``; every rank made the same calls."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        mine = {
+            name: (laps.enqueue_us, [self._between_us(*ends) for ends in laps.ends])
+            for name, laps in self._laps.items()
+        }
+        of_ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(of_ranks, mine, group=group)
+        found = {}
+        for name in mine:
+            enqueue_us, eager_us = (slowest_rank([of[name][kind] for of in of_ranks]) for kind in (0, 1))
+            found[name] = Times(
+                statistics.median(enqueue_us) if enqueue_us else None, statistics.median(eager_us)
+            )
+        return found
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter_ns()
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between_us(self, before: Any, after: Any) -> float:
+        return float(before.elapsed_time(after) * 1e3 if self._on_gpu else (after - before) / 1e3)
+
+
+def add_times(row: Row, mine: Times | None, of_peers: dict[str, Times]) -> None:
+    """Add Weft's times to a row's columns, and those of the peers as ``<peer>_enqueue_us`` and ``<peer>_eager_us``."""
+    of_all = {"": mine, **{f"{peer}_": times for peer, times in of_peers.items()}}
+    for prefix, times in of_all.items():
+        if times is None:
+            continue
+        if times.enqueue_us is not None:
+            row.extra[f"{prefix}enqueue_us"] = round(times.enqueue_us, 3)
+        row.extra[f"{prefix}eager_us"] = round(times.eager_us, 3)
+
+
+def time_columns(rows: list[Row]) -> list[str]:
+    """Return the columns that add_times() made, for the table; Weft's first."""
+    found = dict.fromkeys(
+        name for row in rows for name in row.extra if name.endswith(("enqueue_us", "eager_us"))
+    )
+    return sorted(found, key=lambda name: name not in ("enqueue_us", "eager_us"))

@@ -65,7 +65,7 @@ def test_info_shows_gpus_and_links(
     shown = out_of(capsys)
     for text in (
         "Loom 9000",
-        "141 GiB",
+        "141 ",
         "NVLink x18",
         "PCIe, no atomics",
         "vmm, ipc",

@@ -36,11 +36,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 import weft
+from weft.runtime.tables import Column, Table, add_wide_argument, make_console, size_text
 
-WIDE = 200
 MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 
 # What a row must hold, and the types that JSON may carry for it.
@@ -122,8 +121,12 @@ class Report:
         extra_columns: Sequence[str] = (),
         command: str | None = None,
         console: Console | None = None,
+        wide: bool = False,
     ) -> None:
-        """``extra_columns``: the keys of ``Row.extra`` to show. ``command``: None takes it from sys.argv."""
+        """``extra_columns``: the keys of ``Row.extra`` to show. ``command``: None takes it from sys.argv.
+
+        ``wide``: print one table, however wide.
+        """
         self.title = title
         self.rows: list[Row] = []
         self._extra_columns = tuple(extra_columns)
@@ -131,8 +134,7 @@ class Report:
             f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("WEFT_")
         ]
         self._command = command or shlex.join([*settings, "weft", *sys.argv[1:]])
-        # In a file or a pipe nobody sees a width; the table is not squeezed into one there.
-        self.console = console or (Console() if sys.stdout.isatty() else Console(width=WIDE))
+        self.console = console or make_console(wide)
         self._notes: list[str] = []
 
     def add(self, row: Row) -> None:
@@ -160,9 +162,9 @@ class Report:
 
     def finish(self, json_path: str | Path | None = None, plot_path: str | Path | None = None) -> None:
         """Print the table, then write the files that were asked for and say so."""
-        self.console.print(self.table())
+        self.table().print(self.console)
         for line in self._notes:
-            self.console.print(f"  {line}", highlight=False, soft_wrap=True)
+            self.console.print(f"  {line}", highlight=False)
         if json_path:
             path = Path(json_path)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,31 +176,27 @@ class Report:
             self.console.print(f"wrote {plot_path}", highlight=False, soft_wrap=True)
 
     def table(self) -> Table:
-        """Return the rows as a rich table: one column per baseline, with the ratio to it."""
+        """Return the rows as a table: one column per baseline, with its time as a multiple of the row's."""
         names = sorted({name for row in self.rows for name in row.baselines})
-        table = Table(title=self.title)
-        table.add_column("call")
-        table.add_column("dtype")
-        numeric = [
-            "tokens",
-            "MB",
-            "us",
-            "min",
-            "max",
-            "floor us",
-            "of floor",
-            *self._extra_columns,
-            *names,
-            "checked",
+        is_binary = all(row.bytes < 10_000 or row.bytes % 1024 == 0 for row in self.rows)
+        columns = [
+            Column("call", is_key=True),
+            Column("size" if is_binary else "MB", is_number=True, is_key=True),
+            Column("dtype"),
+            *(Column(head, is_number=True) for head in ("tokens", "us", "min us", "max us")),
+            *(Column(head, is_number=True) for head in ("floor us", "floor / us")),
+            *(Column(head_of(name), is_number=True) for name in self._extra_columns),
+            *(Column(f"{name} us (ratio)", is_number=True) for name in names),
+            Column("checked"),
         ]
-        for column in numeric:
-            table.add_column(column, justify="right")
+        table = Table(self.title, columns, fold_constants=True)
         for row in self.rows:
-            table.add_row(row.call, row.dtype, *self._cells(row, names))
+            size = size_text(row.bytes) if is_binary else f"{row.bytes / 1e6:.4g}"
+            table.add(row.call, size, row.dtype, *self._cells(row, names))
         return table
 
     def _cells(self, row: Row, baselines: Sequence[str]) -> list[str]:
-        cells = ["-" if row.tokens is None else str(row.tokens), f"{row.bytes / 1e6:.4g}"]
+        cells = ["-" if row.tokens is None else str(row.tokens)]
         cells += [f"{us:.1f}" for us in (row.us, min(row.samples_us), max(row.samples_us))]
         if row.floor_us:
             cells += [f"{row.floor_us:.1f}", f"{row.floor_us / row.us:.2f}"]
@@ -213,8 +211,20 @@ class Report:
         return [*cells, "yes" if row.checked else "no"]
 
 
+_UNITS = {"_gbs": " GB/s", "_us": " us", "gbit_per_s": "Gbit/s", "mops": "million/s"}
+
+
+def head_of(name: str) -> str:
+    """Return what stands above the column of an extra value: its name with a unit that people know."""
+    for end, unit in _UNITS.items():
+        if name.endswith(end):
+            return name.removesuffix(end).replace("_", " ") + unit
+    return name.replace("_", " ")
+
+
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json FILE`` and ``--plot FILE``, also called ``--compare``."""
+    """Add ``--json FILE``, ``--plot FILE``, also called ``--compare``, and ``--wide``."""
+    add_wide_argument(parser)
     parser.add_argument("--json", metavar="FILE", help="write the result there as JSON")
     parser.add_argument(
         "--plot",

@@ -493,6 +493,7 @@ def run_client(line: Line, args: argparse.Namespace) -> int:
     report = Report(
         f"weft bench transfer, {nic.provider} on {nic.name}",
         (*rail, "gbit_per_s", *of_link, "mops", "of_raw", "of_raw_best", "added_us", "pool", "of_one_write"),
+        wide=args.wide,
     )
     with progress() as bar:
         task = bar.add_task("transfer", total=len(loads))

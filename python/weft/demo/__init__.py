@@ -73,21 +73,20 @@ def _plan(args: argparse.Namespace) -> tuple[int, Plan]:
 
 
 def _report(folder: Path, num_ranks: int, plan: Plan, alone: Outcome, over_ranks: Outcome) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
     from weft.demo.agreement import compare, last_mean
     from weft.demo.picture import draw
+    from weft.runtime.tables import Column, Table, make_console
 
     runs = {"one rank, without Weft": alone, f"{num_ranks} ranks, through Weft": over_ranks}
-    table = Table(title="weft demo")
-    for column in ("run", "first loss", "last loss", "tokens/s", "in communication"):
-        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=column == "run")
+    numbers = ("first loss", "last loss", "tokens/s", "in communication")
+    table = Table(
+        "weft demo", [Column("run", is_key=True), *(Column(head, is_number=True) for head in numbers)]
+    )
     for name, outcome in runs.items():
         losses = (f"{outcome.losses[0]:.4f}", f"{last_mean(outcome.losses):.4f}")
-        table.add_row(name, *losses, *_speed(outcome))
-    console = Console()
-    console.print(table)
+        table.add(name, *losses, *_speed(outcome))
+    console = make_console()
+    table.print(console)
     agreement = compare(alone.losses, over_ranks.losses)
     verdict = "they agree" if agreement.holds else "THEY DISAGREE"
     console.print(f"{verdict}: {agreement.sentence()}", highlight=False, soft_wrap=True)

@@ -10,17 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 import weft
 from weft import _core
 from weft.bench.report import machine, versions
 from weft.errors import Error
 from weft.runtime import nvrtc
+from weft.runtime.tables import Column, Table, add_wide_argument, make_console
 
 _GIB = 2**30
 
@@ -31,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", action="store_true", help="show every setting, its value and where it is from"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_wide_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,11 +40,12 @@ def run(args: argparse.Namespace) -> int:
         json.dump(facts, sys.stdout, indent=2)
         print()
         return 0
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
+    console = make_console(args.wide)
     for table in [_config_table(facts["config"])] if args.config else _tables(facts):
-        console.print(table)
+        if isinstance(table, Table):
+            table.print(console)
+        else:
+            console.print(table, highlight=False, markup=False)
     return 0
 
 
@@ -128,29 +129,31 @@ def _tables(facts: dict[str, Any]) -> list[Table | str]:
     return tables
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+def _table(title: str, key: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
+    heads = [Column(head, is_number=head in numbers) for head in columns]
+    return Table(title, [Column(key, is_key=True, is_whole=True), *heads])
 
 
 def _pairs(title: str, facts: dict[str, Any]) -> Table:
     table = _table(title, "what", "value")
     for name, value in facts.items():
-        table.add_row(name.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value))
+        table.add(
+            name.replace("_gib", " GiB").replace("_", " "),
+            ", ".join(value) if isinstance(value, list) else str(value),
+        )
     return table
 
 
 def _gpu_table(gpus: list[dict[str, Any]]) -> Table:
-    columns = ("device", "name", "memory", "SMs", "compute", "PCI", "NUMA", "NVLinks", "shares memory by")
-    table = _table("GPUs", *columns)
+    numbers = ("memory GiB", "SMs", "compute", "NUMA", "NVLinks")
+    columns = ("device", "name", "memory GiB", "SMs", "compute", "PCI", "NUMA", "NVLinks", "shares memory by")
+    table = _table("GPUs", *columns, numbers=numbers)
     for gpu in gpus:
         ways = [way for way in ("vmm", "fabric") if gpu[f"can_share_{way}"]] + ["ipc"]
-        table.add_row(
+        table.add(
             f"cuda:{gpu['ordinal']}",
             gpu["name"],
-            f"{gpu['bytes'] / _GIB:.0f} GiB",
+            f"{gpu['bytes'] / _GIB:.0f}",
             str(gpu["sms"]),
             gpu["compute_capability"],
             gpu["pci_address"],
@@ -170,9 +173,7 @@ def _link_table(facts: dict[str, Any]) -> Table:
     table = _table("Links (row reaches column)", "", *names)
     for row, (name, links) in enumerate(zip(names, facts["links"], strict=True)):
         nvlinks = facts["gpus"][row]["nvlinks"]
-        table.add_row(
-            name, *("" if row == column else _link(link, nvlinks) for column, link in enumerate(links))
-        )
+        table.add(name, *("" if row == column else _link(link, nvlinks) for column, link in enumerate(links)))
     return table
 
 
@@ -186,34 +187,36 @@ def _link(link: dict[str, bool], nvlinks: int) -> str:
 def _nic_table(nics: list[dict[str, str]]) -> Table:
     table = _table("RDMA devices", "name", "state", "rate", "NUMA")
     for nic in nics:
-        table.add_row(nic["name"], nic["state"], nic["rate"], nic["numa_node"])
+        table.add(nic["name"], nic["state"], nic["rate"], nic["numa_node"])
     return table
 
 
 def _transport_table(device: str, transports: list[dict[str, Any]]) -> Table:
-    columns = ("name", "usable", "reach", "carried by", "atomics", "ordering", "latency", "bandwidth")
-    table = _table(f"Transports of {device} (latency and bandwidth are estimates)", *columns)
+    columns = ("name", "usable", "reach", "carried by", "atomics", "ordering")
+    estimates = ("latency us", "bandwidth GB/s")
+    title = f"Transports of {device} (latency and bandwidth are estimates)"
+    table = _table(title, *columns, *estimates, numbers=estimates)
     for transport in transports:
         why_not = transport["unusable_because"]
         usable = why_not == ""
-        table.add_row(
+        table.add(
             transport["name"],
             "yes" if usable else f"no: {why_not}",
             transport["reach"],
             transport["carried_by"],
             "yes" if transport["has_atomics"] else "no",
             transport["ordering"],
-            f"{transport['latency_us']:g} us" if usable else "",
-            f"{transport['bandwidth_gb_s']:g} GB/s" if usable else "",
+            f"{transport['latency_us']:g}" if usable else "",
+            f"{transport['bandwidth_gb_s']:g}" if usable else "",
         )
     return table
 
 
 def _config_table(rows: list[dict[str, str]]) -> Table:
-    table = _table(
-        "Settings (environment variables)", "variable", "value", "from", "default", "type", "what it does"
-    )
+    columns = ("variable", "value", "what it does")
+    table = _table("Settings (environment variables; --json also has types and defaults)", *columns)
     for row in rows:
-        cells = [row[name] for name in ("variable", "value", "source", "default", "type", "help")]
-        table.add_row(*cells, style=None if row["source"] == "default" else "bold")
+        is_default = row["source"] == "default"
+        value = row["value"] if is_default else f"{row['value']} ({row['source']}; default {row['default']})"
+        table.add(row["variable"], value, row["help"], style=None if is_default else "bold")
     return table

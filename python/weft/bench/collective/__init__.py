@@ -128,7 +128,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         ranks = args.ranks or gpus or 4
         rows = run_ranks(ranks, measure, options, deadline_s=DEADLINE_S)[0]
-    report = Report("weft bench collective", extra_columns=("ranks", "algorithm", "algbw_gbs", "busbw_gbs"))
+    columns = ("ranks", "algorithm", "algbw_gbs", "busbw_gbs")
+    report = Report("weft bench collective", extra_columns=columns, wide=args.wide)
     for row in rows:
         report.add(row)
     report.add_columns(time_columns(rows))

@@ -152,7 +152,7 @@ def _delay(given: str | None) -> dict[str, int]:
 def _report(args: argparse.Namespace, measured: Measured, options: Options) -> None:
     from weft.bench.eager import time_columns
 
-    report = Report("weft bench moe", extra_columns=("ranks", "logical_gbs", "egress_gbs"))
+    report = Report("weft bench moe", extra_columns=("ranks", "logical_gbs", "egress_gbs"), wide=args.wide)
     for row in measured.rows:
         report.add(row)
     report.add_columns(time_columns(measured.rows))

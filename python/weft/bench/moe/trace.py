@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from weft.moe.trace import Span
+from weft.runtime.tables import Column, Table
 
 SPANS_PER_BUFFER = 1 << 18
 TRACED_SAMPLES = 5
@@ -135,16 +135,15 @@ def _event(rank: int, span: Span, shift_ns: int) -> dict[str, Any]:
 
 def print_phases(console: Console, of_ranks: CallsOfRanks) -> None:
     """Print, for every call and kind of span: how many, how long, from when to when; means over samples."""
-    table = Table(title="where the time goes (per sample, mean over samples and ranks)")
-    for column in ("call", "span"):
-        table.add_column(column)
-    for column in ("spans", "warps", "us each", "us per warp", "first at us", "last until us"):
-        table.add_column(column, justify="right")
+    numbers = ("spans", "warps", "us each", "us per warp", "first at us", "last until us")
+    columns = [Column("call", is_key=True), Column("span", is_key=True, is_whole=True)]
+    columns += [Column(head, is_number=True) for head in numbers]
+    table = Table("where the time goes (per sample, mean over samples and ranks)", columns)
     last = ""
     for (call, span), cells in _phases(of_ranks):
-        table.add_row(call if call != last else "", span, *cells)
+        table.add(call if call != last else "", span, *cells)
         last = call
-    console.print(table)
+    table.print(console)
     dropped = sum(call.num_dropped for calls in of_ranks for call in calls)
     if dropped:
         console.print(f"  {dropped} spans were dropped: set WEFT_TRACE_SPANS higher", highlight=False)

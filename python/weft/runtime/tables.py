@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one way in which commands print tables: they fit the terminal, and 80 columns where nobody sees a width.
+
+    console = make_console(wide=args.wide)
+    table = Table("Transports of cpu", [Column("name", is_key=True), Column("latency us", is_number=True)])
+    table.add("mapped", "0.6")
+    table.print(console)
+
+Units stand in heads. A column without content is left out. A column that says the same in every row moves into a
+line above the table. What is still too wide becomes several tables, each of which repeats the key columns; only then
+are long texts folded. ``--wide`` prints one table, however wide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table as RichTable
+from rich.text import Text
+
+WIDTH = 80
+_UNBOUNDED = 100_000
+_FOLDED_TEXT = 26  # a text that is longer than this may be folded rather than start a new table
+_EMPTY = ("", "-")
+
+
+def add_wide_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--wide``."""
+    parser.add_argument("--wide", action="store_true", help="print each table as one, however wide it gets")
+
+
+def make_console(wide: bool = False) -> Console:
+    """Return a console on standard output: as wide as the terminal, or 80 columns; unbounded with ``wide``."""
+    if wide:
+        return Console(width=_UNBOUNDED)
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Args:
+        head: with the unit, such as ``latency us``.
+        is_number: aligned to the right, and never folded.
+        is_key: says which row this is: repeated where a table is divided, and never moved above it.
+        is_whole: a name to copy: never folded.
+    """
+
+    head: str
+    is_number: bool = False
+    is_key: bool = False
+    is_whole: bool = False
+
+
+@dataclass
+class Table:
+    """Rows under columns, and how they are printed.
+
+    Args:
+        title: one line.
+        columns: at least one.
+        fold_constants: say once, above the table, what all of two or more rows have in common.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    fold_constants: bool = False
+    _rows: list[tuple[str, ...]] = field(default_factory=list)
+    _styles: list[str | None] = field(default_factory=list)
+
+    def add(self, *cells: str, style: str | None = None) -> None:
+        """Append a row: a text for each column, "" or "-" for nothing."""
+        if len(cells) != len(self.columns):
+            raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
+        self._rows.append(cells)
+        self._styles.append(style)
+
+    def print(self, console: Console) -> None:
+        """Print the table, or the tables that it takes to fit ``console``."""
+        shown = [
+            index for index, column in enumerate(self.columns) if column.is_key or self._has_content(index)
+        ]
+        common = [index for index in shown if self._is_common(index)]
+        title = Text(self.title, "bold")  # a Text: brackets in what is printed are no markup
+        for group in self._groups([index for index in shown if index not in common], console.width):
+            console.print(title)
+            if common:
+                console.print(Text(f"  all: {self._line(common)}"))
+            console.print(self._table(group))
+            console.print()
+            title, common = Text(f"{self.title}, continued", "bold"), []
+
+    def _has_content(self, index: int) -> bool:
+        return any(row[index] not in _EMPTY for row in self._rows)
+
+    def _is_common(self, index: int) -> bool:
+        if not self.fold_constants or self.columns[index].is_key or len(self._rows) < 2:
+            return False
+        return len({row[index] for row in self._rows}) == 1
+
+    def _line(self, common: Sequence[int]) -> str:
+        return ", ".join(f"{self.columns[index].head} {self._rows[0][index]}" for index in common)
+
+    def _groups(self, shown: Sequence[int], width: int) -> list[list[int]]:
+        """Divide the columns into tables that are at most ``width`` wide with the keys before them."""
+        keys = [index for index in shown if self.columns[index].is_key]
+        groups: list[list[int]] = []
+        group = list(keys)
+        for index in shown:
+            if index in keys:
+                continue
+            if len(group) > len(keys) and self._width([*group, index]) > width:
+                groups.append(group)
+                group = list(keys)
+            group.append(index)
+        return [*groups, group]
+
+    def _width(self, group: Sequence[int]) -> int:
+        probe = Console(width=_UNBOUNDED)
+        return Measurement.get(probe, probe.options, self._table(group, _FOLDED_TEXT)).maximum
+
+    def _head(self, index: int) -> str:
+        """Return a number's head in lines that are no wider than its numbers, so that it costs no room."""
+        head = self.columns[index].head
+        if not self.columns[index].is_number:
+            return head
+        widths = [len(row[index]) for row in self._rows] + [len(word) for word in head.split()]
+        return "\n".join(textwrap.wrap(head, max(widths), break_on_hyphens=False))
+
+    def _table(self, group: Sequence[int], text_width: int | None = None) -> RichTable:
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+        for index in group:
+            column = self.columns[index]
+            is_rigid = column.is_number or column.is_whole
+            table.add_column(
+                self._head(index),
+                justify="right" if column.is_number else "left",
+                overflow="fold",
+                no_wrap=is_rigid,
+                max_width=None if is_rigid else text_width,
+            )
+        for row, style in zip(self._rows, self._styles, strict=True):
+            table.add_row(*(Text(row[index]) for index in group), style=style)
+        return table
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a size as people say it: 64 KiB, 1 MiB where it is a whole number of those, else 212 MB or 96 B."""
+    for unit, one in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= one and num_bytes % one == 0:
+            return f"{num_bytes // one} {unit}"
+    if num_bytes < 10_000:
+        return f"{num_bytes} B"
+    return f"{num_bytes / 1e6:.3g} MB"

@@ -36,6 +36,7 @@ from weft.collectives.logs import follow
 from weft.collectives.rows import ELEMENTS, REDUCTIONS
 from weft.collectives.selector import COMPILED, STAGED, Choice, Selector, misfit, read_algorithms
 from weft.collectives.values import Chunk
+from weft.collectives.verifier import verify
 from weft.errors import Error, invalid
 
 log = logging.getLogger("weft.collectives")
@@ -246,6 +247,88 @@ class Collectives:
         """Fill ``tensor`` with what rank ``src`` sends; return it."""
         self._transfer(tensor, src, self.rank)
         return tensor
+
+    # -- any program -------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        algorithm: Algorithm,
+        input: torch.Tensor | None,
+        output: torch.Tensor | None = None,
+        op: str = "sum",
+    ) -> torch.Tensor:
+        """Run a program of one's own, of any collective; return the output.
+
+        Args:
+            algorithm: verified when it is first used here, with the same result on all ranks.
+            input: its elements are cut into the program's input chunks; None for a rank that has none.
+            output: of as many elements for each of its chunks; None: a new one, of the input's shape if it has as many
+                chunks, or the input itself where the program serves in-place calls only. Memory that input and output
+                share must be what the program takes for one memory.
+        """
+        like = input if input is not None else output
+        if like is None:
+            raise invalid("input", None, "a tensor as input or output")
+        element = self._element("input" if input is not None else "output", like)
+        loaded = self._loaded_own(algorithm)
+        elems = self._chunk_elems(algorithm, like, is_input=input is not None)
+        chunks_in, chunks_out = chunk_counts(algorithm, self.rank)
+        if input is not None:
+            self._check_like("input", input, chunks_in * elems, like)
+        if output is None:
+            is_same = not algorithm.outofplace and input is not None and chunks_in == chunks_out
+            shape = like.shape if chunks_in == chunks_out else (chunks_out * elems,)
+            output = input if is_same else torch.empty(shape, dtype=like.dtype, device=like.device)
+        assert output is not None
+        self._check_like("output", output, chunks_out * elems, like)
+        if input is not None:
+            self._check_form(algorithm, input, output, elems)
+        source = output if input is None else input
+        part = elems * loaded.per_part
+        reduction = _reduction(op, like.dtype)
+        call = Call(source.data_ptr(), output.data_ptr(), part, element, reduction, stream=self._stream())
+        self._need_executor().run(loaded, call)
+        return output
+
+    def _loaded_own(self, algorithm: Algorithm) -> Loaded:
+        if not isinstance(algorithm, Algorithm):
+            raise invalid("algorithm", type(algorithm).__name__, "an Algorithm: compile() returns one")
+        if id(algorithm) not in self._loaded:
+            verify(algorithm)
+        return self._load(algorithm)
+
+    def _chunk_elems(self, algorithm: Algorithm, tensor: torch.Tensor, is_input: bool) -> int:
+        chunks = chunk_counts(algorithm, self.rank)[0 if is_input else 1]
+        if chunks == 0 or tensor.numel() == 0 or tensor.numel() % chunks:
+            name = "input" if is_input else "output"
+            allowed = (
+                f"a multiple of {chunks}, the chunks that rank {self.rank} of {algorithm.name} has there"
+            )
+            raise invalid(f"{name}'s elements", tensor.numel(), allowed)
+        return tensor.numel() // chunks
+
+    def _check_form(
+        self, algorithm: Algorithm, input: torch.Tensor, output: torch.Tensor, elems: int
+    ) -> None:
+        """Check that what input and output share is what the program was proven for."""
+        if _are_apart(input, output):
+            if not algorithm.outofplace:
+                raise invalid(
+                    "output", "apart from the input", f"the input, as {algorithm.name} works in place"
+                )
+            return
+        places = [0, 0]
+        if algorithm.contract is not None:
+            own = algorithm.contract.in_form(True)
+            for at, buffer in enumerate((Buffer.input, Buffer.output)):
+                to, index = own.alias(self.rank, buffer, 0)
+                if to != buffer:
+                    places[at] = index
+        chunk = elems * input.element_size()
+        begins_alike = input.data_ptr() - output.data_ptr() == (places[0] - places[1]) * chunk
+        if not (algorithm.inplace and begins_alike):
+            allowed = "memory apart from the input's" if algorithm.outofplace else "the input's memory"
+            raise invalid("output", "memory that the input shares", f"{allowed}, as {algorithm.name} says")
 
     def chosen(self, collective: str, num_bytes: int) -> list[str]:
         """Return what serves calls of that collective and size so far, as "name protocol", and the mode."""
@@ -502,6 +585,14 @@ class Collectives:
                 "tensor.shape", tuple(tensor.shape), f"a first dimension that divides by {self.size} ranks"
             )
         return (tensor.shape[0] // self.size, *tensor.shape[1:])
+
+
+def chunk_counts(algorithm: Algorithm, rank: int) -> tuple[int, int]:
+    """Return the chunks of a rank's input and output."""
+    contract, program = algorithm.contract, algorithm.ranks[rank]
+    if contract is None:
+        return program.input_chunks, program.output_chunks
+    return contract.input_chunks(rank), contract.output_chunks(rank)
 
 
 def _agreed_selector(core: Any, machine: str) -> Selector:

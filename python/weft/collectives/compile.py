@@ -194,7 +194,8 @@ def _programs_of(path: Path, ranks: int, options: dict[str, Any], arguments: Seq
 
 
 def _run(path: Path, ranks: int, options: dict[str, Any], programs: list[Program]) -> None:
-    maker = runpy.run_path(str(path), run_name="__main__").get("program")
+    # With --ranks a file need not run as a program of its own, which may start ranks.
+    maker = runpy.run_path(str(path), run_name="weft_program" if ranks else "__main__").get("program")
     if callable(maker) and (ranks or not programs):
         programs.clear()  # what the file made for itself when it ran
         if ranks < 1:

@@ -348,6 +348,57 @@ class AllToNext(Collective):
         return _own(source, self.chunk_factor)
 
 
+Slot = tuple[int, str, int]  # rank, buffer, index
+
+
+class Stated(Collective):
+    """A custom contract as tables: what a file says, or what another contract says of one size.
+
+    ``before`` and ``after`` are by rank; ``same`` names the slot that stands for one in place, where it is not the
+    input's chunk of the same index.
+    """
+
+    def __init__(
+        self,
+        chunks: int,
+        before: list[Slots],
+        after: list[Slots],
+        inplace: bool = False,
+        same: Mapping[Slot, tuple[str, int]] | None = None,
+    ) -> None:
+        super().__init__(len(before), chunks, inplace)
+        self._before, self._after, self._same = before, after, dict(same or {})
+
+    def before(self, rank: int) -> Slots:
+        return list(self._before[rank])
+
+    def after(self, rank: int) -> Slots:
+        return list(self._after[rank])
+
+    def alias(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
+        if self.inplace and (rank, buffer, index) in self._same:
+            return self._same[rank, buffer, index]
+        return super().alias(rank, buffer, index)
+
+    def scaled(self, instances: int) -> Collective:
+        def cut(of_ranks: list[Slots]) -> list[Slots]:
+            return [[_part(v, instances, i) for v in slots for i in range(instances)] for slots in of_ranks]
+
+        same = {
+            (rank, buffer, index * instances + i): (to, at * instances + i)
+            for (rank, buffer, index), (to, at) in self._same.items()
+            for i in range(instances)
+        }
+        chunks = self.chunk_factor * instances
+        return Stated(chunks, cut(self._before), cut(self._after), self.inplace, same)
+
+
+def _part(value: Value | None, parts: int, number: int) -> Value | None:
+    if value is None:
+        return None
+    return Value(tuple((rank, index * parts + number) for rank, index in value.parts))
+
+
 _BY_NAME: Mapping[str, Callable[..., Collective]] = {
     kind.name: kind
     for kind in (

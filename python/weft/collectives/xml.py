@@ -9,6 +9,11 @@
 A file with ``outofplace`` is Azure's dialect (maxBytes is inclusive, 0 is none), else microsoft's (exclusive). The IR
 has no nops: reading folds a chain of nops into the waits of the step that follows, writing makes them again.
 Reading checks the form; ``weft.collectives.verify`` checks what the algorithm does.
+
+The contract of a custom collective travels in an element ``contract``, which other readers ignore:
+``<slot rank="1" buf="o" off="0" sum="0.2 1.2"/>`` is a chunk that holds (buf i) or must hold (buf o) the sum of chunk 2
+of ranks 0 and 1; ``same="i 3"`` names the slot that is the same memory in place. A root that is not rank 0 is the
+attribute ``root``.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from xml.parsers import expat
 
-from weft.collectives.contract import Collective, standard
+from weft.collectives.contract import Buffer, Collective, Slots, Stated, standard
 from weft.collectives.ir import (
     MAX_CHUNKS,
     MAX_COUNT,
@@ -30,6 +35,7 @@ from weft.collectives.ir import (
     Span,
     Step,
 )
+from weft.collectives.values import Value
 from weft.errors import Error
 
 _COLLECTIVES = (
@@ -37,7 +43,12 @@ _COLLECTIVES = (
     *("reduce", "broadcast", "gather", "scatter", "send", "recv", "sendrecv", "custom"),
 )
 DIALECTS = ("azure", "microsoft")
-_PARENTS = {"algo": None, "gpu": "algo", "tb": "gpu", "step": "tb"}
+_PARENTS = {
+    **{"algo": None, "gpu": "algo", "tb": "gpu", "step": "tb"},
+    **{"contract": "algo", "slot": "contract"},
+}
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_MOST_TEXT = 240  # characters of an attribute that all readers take
 _NO_END = 1 << 62  # microsoft's maxBytes of algorithms without a limit
 _MAX_WAIT_BLOCK = 127  # the format's readers keep depid in a signed byte
 
@@ -144,16 +155,17 @@ def from_xml(text: str, file: str = "algorithm.xml") -> Algorithm:
     algo = _parse(text, file)
     if algo.name != "algo":
         raise algo.error("the outermost element must be algo")
-    ranks = algo.number("ngpus", len(algo.children), 1)
-    if ranks != len(algo.children):
-        raise algo.error(f"ngpus: got {ranks}, but there are {len(algo.children)} gpu elements")
+    gpus = [child for child in algo.children if child.name == "gpu"]
+    ranks = algo.number("ngpus", len(gpus), 1)
+    if ranks != len(gpus):
+        raise algo.error(f"ngpus: got {ranks}, but there are {len(gpus)} gpu elements")
     collective = algo.text("coll", _COLLECTIVES)
     collective = "reducescatter" if collective == "reduce_scatter" else collective
     chunks = algo.number("nchunksperloop", low=1, high=MAX_CHUNKS)
     inplace = bool(algo.number("inplace", 0, 0, 1))
     outofplace = bool(algo.number("outofplace", int(not inplace), 0, 1))
     min_bytes, max_bytes, notes = _size_range(algo)
-    programs = [_read_rank(gpu, ranks, chunks, collective) for gpu in algo.children]
+    programs = [_read_rank(gpu, ranks, chunks, collective) for gpu in gpus]
     programs.sort(key=lambda program: program.rank)
     if [program.rank for program in programs] != list(range(ranks)):
         raise algo.error(f"gpu ids are {[p.rank for p in programs]}, allowed: 0 to {ranks - 1}, each once")
@@ -165,7 +177,7 @@ def from_xml(text: str, file: str = "algorithm.xml") -> Algorithm:
         inplace=inplace,
         outofplace=outofplace,
         ranks=programs,
-        contract=_contract(algo, collective, ranks, chunks, inplace),
+        contract=_contract(algo, collective, programs, chunks, inplace),
         min_bytes=min_bytes,
         max_bytes=max_bytes,
         threads=algo.number("nthreads", 0, 0, 1024),
@@ -177,11 +189,53 @@ def from_xml(text: str, file: str = "algorithm.xml") -> Algorithm:
     return algorithm
 
 
-def _contract(algo: _Element, collective: str, ranks: int, chunks: int, inplace: bool) -> Collective | None:
+def _contract(
+    algo: _Element, collective: str, programs: list[RankProgram], chunks: int, inplace: bool
+) -> Collective | None:
+    stated = [child for child in algo.children if child.name == "contract"]
+    if stated:
+        return _read_contract(stated[0], programs, chunks, inplace)
+    options = {"root": algo.number("root", 0, 0, len(programs) - 1)} if collective in _ROOTED else {}
     try:
-        return standard(collective, ranks, chunks, inplace)
+        return standard(collective, len(programs), chunks, inplace, **options)
     except Error as error:
         raise algo.error(str(error)) from None
+
+
+def _read_contract(element: _Element, programs: list[RankProgram], chunks: int, inplace: bool) -> Collective:
+    lengths = {(p.rank, Buffer.input): p.input_chunks for p in programs}
+    lengths |= {(p.rank, Buffer.output): p.output_chunks for p in programs}
+    held: dict[tuple[int, str], Slots] = {place: [None] * length for place, length in lengths.items()}
+    same = {}
+    for slot in element.children:
+        rank = slot.number("rank", None, 0, len(programs) - 1)
+        buffer = slot.text("buf", (Buffer.input, Buffer.output))
+        at = slot.number("off", None, 0, lengths[rank, buffer] - 1)
+        parts = _pairs(slot)
+        known = held[rank, buffer][at]
+        if parts:
+            held[rank, buffer][at] = known + Value(parts) if known else Value(parts)
+        if "same" in slot.attributes:
+            same[rank, buffer, at] = _same_slot(slot, rank, lengths)
+    ranks = range(len(programs))
+    before, after = ([held[rank, buffer] for rank in ranks] for buffer in (Buffer.input, Buffer.output))
+    return Stated(chunks, before, after, inplace, same)
+
+
+def _pairs(slot: _Element) -> tuple[tuple[int, int], ...]:
+    words = slot.text("sum", default="").split()
+    numbers = [word.split(".") for word in words]
+    if not all(len(pair) == 2 and pair[0].isdigit() and pair[1].isdigit() for pair in numbers):
+        raise slot.error(f"sum: got {slot.attributes['sum']!r}, allowed: RANK.CHUNK and blanks between")
+    return tuple(sorted((int(rank), int(chunk)) for rank, chunk in numbers))
+
+
+def _same_slot(slot: _Element, rank: int, lengths: Mapping[tuple[int, str], int]) -> tuple[str, int]:
+    buffer, _, at = slot.text("same").partition(" ")
+    is_place = at.isdigit() and int(at) < lengths.get((rank, buffer), 0)
+    if not is_place:
+        raise slot.error(f"same: got {slot.attributes['same']!r}, allowed: a chunk of the rank, as in 'i 3'")
+    return buffer, int(at)
 
 
 def _size_range(algo: _Element) -> tuple[int, int | None, list[str]]:
@@ -352,6 +406,8 @@ def to_xml(algorithm: Algorithm, dialect: str = "azure") -> str:
         "minBytes": algorithm.min_bytes,
         "maxBytes": algorithm.max_bytes or 0,
     }
+    if algorithm.contract is not None and algorithm.collective in _ROOTED and algorithm.contract.root:
+        attributes["root"] = algorithm.contract.root
     if algorithm.threads:
         attributes["nthreads"] = algorithm.threads
     if dialect == "microsoft":
@@ -370,7 +426,50 @@ def to_xml(algorithm: Algorithm, dialect: str = "azure") -> str:
             lines += ["      " + line for line in _step_lines(program, number, numbering, needed)]
             lines.append("    </tb>")
         lines.append("  </gpu>")
+    if algorithm.contract is not None and algorithm.collective == "custom":
+        lines += _contract_lines(algorithm, algorithm.contract)
     return "\n".join([*lines, "</algo>", ""])
+
+
+def _contract_lines(algorithm: Algorithm, contract: Collective) -> Iterator[str]:
+    yield "  <contract>"
+    promised = _promised(algorithm, contract)
+    own = contract.in_form(True)
+    for rank, before in enumerate(contract.init_buffers()):
+        for buffer, slots in ((Buffer.input, before.get(Buffer.input, [])), (Buffer.output, promised[rank])):
+            for index, value in enumerate(slots):
+                place = {"rank": rank, "buf": buffer, "off": index}
+                stands = own.alias(rank, buffer, index)
+                if algorithm.inplace and stands not in ((buffer, index), (Buffer.input, index)):
+                    yield "    " + _tag("slot", {**place, "same": f"{stands[0]} {stands[1]}"}, "/>")
+                for text in _sum_texts(value):
+                    yield "    " + _tag("slot", {**place, "sum": text}, "/>")
+    yield "  </contract>"
+
+
+def _promised(algorithm: Algorithm, contract: Collective) -> list[Slots]:
+    """Return what every output must hold: what after() says or, where there is check() alone, what is computed."""
+    ranks = range(algorithm.num_ranks)
+    if type(contract).after is not Collective.after:
+        return [contract.after(rank) for rank in ranks]
+    from weft.collectives.verifier import Interpreter, check_structure
+
+    interpreter = Interpreter(algorithm, algorithm.forms()[0], check_structure(algorithm))
+    interpreter.run()
+    return [[interpreter.output(r, c) for c in range(contract.output_chunks(r))] for r in ranks]
+
+
+def _sum_texts(value: Value | None) -> Iterator[str]:
+    """Yield a sum in texts that fit an attribute."""
+    text = ""
+    for rank, index in value.parts if value else ():
+        word = f"{rank}.{index}"
+        if len(text) + len(word) >= _MOST_TEXT:
+            yield text
+            text = ""
+        text = f"{text} {word}".strip()
+    if text:
+        yield text
 
 
 def _microsoft(algorithm: Algorithm) -> dict[str, object]:

@@ -39,7 +39,10 @@ def size(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
     parser.add_argument(
-        "--calls", default=",".join(CALLS[:4]), help=f"comma-separated, or all: {', '.join(CALLS)}"
+        "--calls",
+        default="",
+        help=f"comma-separated, or all: {', '.join(CALLS)}; default: the first four, or what --algorithm is for, "
+        "custom collectives included",
     )
     parser.add_argument("-b", "--min-bytes", type=size, default="1K")
     parser.add_argument("-e", "--max-bytes", type=size, default="64M")
@@ -65,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME|FILE [LL|LL128] [xN] [compiled|exchange|staged] [sms=N] [slice=BYTES]",
-        help="what serves the one call of --calls, instead of Weft's choice: a library algorithm or a .py, .xml or "
+        help="what serves the one call, instead of Weft's choice: a library algorithm or a .py, .xml or "
         ".json file, in one text; given several times, they take turns in one run (auto: Weft's choice)",
     )
     parser.add_argument("--ranks", type=int, default=0, help="default: torchrun's, all GPUs, or 4")
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     import torch.distributed
 
-    from weft.bench.collective.measure import Options, measure
+    from weft.bench.collective.measure import Options, call_of, measure
     from weft.bench.eager import time_columns
     from weft.testing.ranks import run_as_rank, run_ranks
 
@@ -91,8 +94,10 @@ def run(args: argparse.Namespace) -> int:
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
     if args.device == "cuda" and not gpus:
         raise invalid("device", "cuda", "cpu: torch sees no GPU here")
-    calls = CALLS if args.calls == "all" else tuple(args.calls.split(","))
-    unknown = sorted(set(calls) - set(CALLS))
+    if args.algorithm and not args.calls:
+        args.calls, args.ranks = call_of(args.algorithm, args.ranks)
+    calls = CALLS if args.calls == "all" else tuple((args.calls or ",".join(CALLS[:4])).split(","))
+    unknown = sorted(set(calls) - {*CALLS, *(["custom"] if args.algorithm else [])})
     if unknown:
         raise invalid("calls", unknown, ", ".join(CALLS))
     if args.factor < 2 or args.min_bytes < 1 or args.max_bytes < args.min_bytes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,12 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.bench.collective import CALLS
 from weft.bench.eager import Eager, Times, add_times
 from weft.bench.exchange_floor import h200_exchange_us
 from weft.bench.report import Row, progress, slowest_rank
-from weft.collectives.calls import Collectives
+from weft.collectives.calls import Collectives, chunk_counts
+from weft.collectives.compile import read_source
+from weft.collectives.contract import Collective
+from weft.collectives.ir import Algorithm
+from weft.collectives.library import entries
 from weft.collectives.selector import Choice, parse_choice
-from weft.errors import Error
+from weft.errors import Error, invalid
 from weft.runtime.communicator import Communicator, Window
 from weft.testing.ranks import Rank
 
@@ -93,6 +99,20 @@ class Case:
     result: Callable[[], Tensor]
     oracle: Callable[[], Tensor | None]
     reset: Callable[[], None]
+
+
+def call_of(algorithms: Sequence[str], ranks: int) -> tuple[str, int]:
+    """Return the call that the first algorithm is for, and on how many ranks, where it says so. Raises: Error."""
+    words = shlex.split(algorithms[0])
+    if not words[0].endswith((".py", ".xml", ".json")):
+        collective = entries()[words[0]].collective if words[0] in entries() else ""
+    else:
+        algorithm = read_source(words[0], ranks if words[0].endswith(".py") else 0)
+        collective, ranks = algorithm.collective, algorithm.num_ranks
+    known = {call.replace("send_recv", "sendrecv").replace("_", ""): call for call in CALLS}
+    if collective not in (*known, "custom"):
+        raise invalid("calls", None, f"given, for {algorithms[0]!r}: one of {', '.join(CALLS)}")
+    return known.get(collective, collective), ranks
 
 
 def measure(me: Rank, options: Options) -> list[Row]:
@@ -481,6 +501,43 @@ class Cases:
             lambda: self._values((rank - 1) % ranks, elems),
             m.reset,
         )
+
+    def _custom(self, part: int) -> Case:
+        """A custom collective of one's own; in place where it serves nothing else."""
+        algorithm = next((g.choice.algorithm for g in self.given if g.choice is not None), None)
+        if algorithm is None or algorithm.collective != "custom":
+            raise invalid("algorithm", self.given[0].text, "one for a custom collective")
+        elems = part * self.me.size // algorithm.chunks
+        if elems == 0:
+            raise invalid("min-bytes", self.options.min_bytes, f"an element for {algorithm.chunks} chunks")
+        given, taken = (count * elems for count in chunk_counts(algorithm, self.me.rank))
+        m = self._tensors(given, taken)
+        result = m.out if algorithm.outofplace else m.tensor
+
+        def weft(choice: Choice | None) -> Any:
+            chosen = choice.algorithm if choice else algorithm
+            return self.weft.run(chosen, m.tensor if given else None, result, self.options.op)
+
+        return Case(weft, None, lambda: result, lambda: self._promised(algorithm, elems, result), m.reset)
+
+    def _promised(self, algorithm: Algorithm, elems: int, result: Tensor) -> Tensor | None:
+        """Return ``result`` with what the contract says of its chunks; None where nothing says it."""
+        contract = algorithm.contract
+        if contract is None or type(contract).after is Collective.after or self.options.op != "sum":
+            return None
+        places = {
+            value.parts[0]: (rank, at)
+            for rank in range(self.me.size)
+            for at, value in enumerate(contract.before(rank))
+            if value is not None
+        }
+        out = result.cpu().clone()
+        for at, value in enumerate(contract.after(self.me.rank)):
+            if value is not None:
+                parts = [places[part] for part in value.parts]
+                chunks = [self._values(rank, elems * (c + 1))[elems * c :] for rank, c in parts]
+                out[at * elems : (at + 1) * elems] = torch.stack(chunks).sum(0).to(self.dtype)
+        return out
 
 
 def _bus_factor(call: str, ranks: int) -> float:

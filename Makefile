@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# make demo and make test are all that a fresh clone needs; each sets up .venv first (tools/setup says what it does).
+# make demo and make test are all that a fresh clone needs. Each first installs the system's packages it needs (as root,
+# on Debian or Ubuntu; otherwise, and with PACKAGES=no, it lists them) and sets up .venv; tools/packages and tools/setup
+# say what they do.
 .PHONY: help setup demo test lint format docs clean
 
 help:
@@ -11,15 +13,19 @@ help:
 	@echo "make clean   remove .venv and build"
 
 setup:
+	@tools/packages build
 	@tools/setup
 
 demo: setup
 	@.venv/bin/weft demo
 
-test: setup
+test:
+	@tools/packages test
+	@tools/setup
 	@tools/run-tests
 
 lint:
+	@tools/packages build
 	@tools/setup lint
 	@tools/lint
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,26 @@ if not (Path(torch.__file__).parent / "__pycache__").is_dir():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpp-tests", metavar="PATH", help="the binary of the C++ tests; by default the newest")
     parser.addoption("--update", action="store_true", help="rewrite golden files, not compare")
     parser.addoption(
         "--thorough",
         action="store_true",
         help="1000 random collective programs instead of 120; the largest library algorithm on up to 16 ranks",
     )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what did not run and why: the reasons with their counts, most first."""
+    reasons = Counter(skip_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    if reasons:
+        terminalreporter.section(f"{reasons.total()} skipped, by reason")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5}  {reason}")
+
+
+def skip_reason(report: pytest.TestReport) -> str:
+    """Return why a test was skipped, on one line and without what differs from test to test."""
+    where = report.longrepr
+    reason = where[2] if isinstance(where, tuple) else str(where)
+    return " ".join(reason.removeprefix("Skipped: ").split())[:200]

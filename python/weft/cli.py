@@ -29,6 +29,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "weft.runtime.info",
         "what this machine has and which transports it can use; --config: settings",
     ),
+    "doctor": (
+        "weft.runtime.doctor",
+        "what is missing on this machine, for what, and the command that helps",
+    ),
     "compile": ("weft.collectives.compile", "compile and verify a collective program"),
     "show": ("weft.collectives.show", "show a compiled collective program"),
     "tune": (

@@ -67,8 +67,20 @@ def collect() -> dict[str, Any]:
         "no_gpus_because": why_no_gpus,
         "links": _links(len(gpus)),
         "nics": _rdma_nics(),
+        "providers": providers(),
         "transports": {device: _core.transports(device) for device in devices[:2]},
     }
+
+
+def providers() -> list[dict[str, Any]]:
+    """Return each provider's name, its usable NICs and, where it has none, why."""
+    found = []
+    for name in _core.transfer_provider_names():
+        nics = _core.transfer_find_provider(name).probe()
+        usable = [nic["name"] for nic in nics if not nic["unusable_because"]]
+        why = "" if usable else next((nic["unusable_because"] for nic in nics), "it found no NIC")
+        found.append({"name": name, "nics": usable, "unusable_because": why})
+    return found
 
 
 def _gpus() -> tuple[list[dict[str, Any]], str]:
@@ -126,6 +138,9 @@ def _tables(facts: dict[str, Any]) -> list[Table | str]:
     no_nics = "RDMA devices: none (the kernel lists nothing in /sys/class/infiniband)"
     tables.append(_nic_table(facts["nics"]) if facts["nics"] else no_nics)
     tables += [_transport_table(device, rows) for device, rows in facts["transports"].items()]
+    tables.append(_provider_table(facts["providers"]))
+    if any(not provider["nics"] for provider in facts["providers"]):
+        tables.append("`weft doctor` says what is missing for what, and which command helps.")
     return tables
 
 
@@ -209,6 +224,14 @@ def _transport_table(device: str, transports: list[dict[str, Any]]) -> Table:
             f"{transport['latency_us']:g}" if usable else "",
             f"{transport['bandwidth_gb_s']:g}" if usable else "",
         )
+    return table
+
+
+def _provider_table(rows: list[dict[str, Any]]) -> Table:
+    table = _table("Providers of the transfer engine", "name", "usable", "NICs")
+    for row in rows:
+        usable = "yes" if row["nics"] else f"no: {row['unusable_because']}"
+        table.add_row(row["name"], usable, ", ".join(row["nics"]))
     return table
 
 

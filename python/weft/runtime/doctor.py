@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``weft doctor``: what is missing on this machine, for what, and the command that helps.
+
+Each line says what works (``ok``), what does not and what that costs (``missing``), or what is wrong and has to be
+changed (``wrong``). The command's status is 1 if anything is wrong; what is missing is a choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from weft import _core
+from weft.errors import Error
+from weft.runtime import nvrtc
+from weft.runtime.info import providers
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Args:
+        state: "ok", "missing" or "wrong".
+        what: the part that was looked at.
+        serves: what it is for.
+        why: what was seen, where it is not ok.
+        remedy: a command, or what to do, where there is something to do.
+    """
+
+    state: str
+    what: str
+    serves: str
+    why: str = ""
+    remedy: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``weft doctor``."""
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of lines")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print every finding; return 1 if one is wrong, else 0."""
+    findings = examine()
+    if args.json:
+        json.dump([asdict(finding) for finding in findings], sys.stdout, indent=2)
+        print()
+    else:
+        for finding in findings:
+            print("\n".join(lines(finding)))
+    return 1 if any(finding.state == "wrong" for finding in findings) else 0
+
+
+def lines(finding: Finding) -> list[str]:
+    """Return what is printed of a finding: a line for people who scan, the rest indented below it."""
+    first = f"{finding.state:8} {finding.what}: {finding.serves}"
+    rest = [finding.why, f"-> {finding.remedy}" if finding.remedy else ""]
+    return [first, *(f"         {line}" for line in rest if line)]
+
+
+def examine() -> list[Finding]:
+    """Look at everything that Weft uses where it finds it."""
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _torch,
+        _gpus,
+        _host_compiler,
+        _cache,
+        _providers,
+        _plots,
+        _drop_in,
+    ]
+    return [finding for check in checks for finding in check()]
+
+
+def package_command(package: str) -> str:
+    """Return the line that installs a package of the system."""
+    sudo = "" if os.geteuid() == 0 else "sudo "
+    known = shutil.which("apt-get") is not None
+    return f"{sudo}apt-get install -y {package}" if known else f"install {package} (its name on Debian)"
+
+
+def _torch() -> Iterator[Finding]:
+    serves = "weft.Buffer, weft.Communicator, the backend of torch.distributed"
+    if importlib.util.find_spec("torch"):
+        yield Finding("ok", f"torch {metadata.version('torch')}", serves)
+    else:
+        yield Finding("missing", "torch", serves, remedy="pip install torch numpy")
+
+
+def _gpus() -> Iterator[Finding]:
+    serves = "kernels on NVIDIA GPUs; without, the same kernels run on the CPU"
+    try:
+        count = len(_core.gpus())
+        yield Finding("ok", f"{count} NVIDIA GPUs", serves)
+    except Error as error:
+        yield Finding(
+            "missing", "NVIDIA GPUs", serves, str(error), "install NVIDIA's driver where there is a GPU"
+        )
+        return
+    if _core.config().nvrtc or nvrtc.find().nvrtc:
+        yield Finding("ok", "NVRTC", "compiles kernels for GPUs")
+    else:
+        remedy = "pip install torch (its CUDA build brings NVRTC), or name a file with WEFT_NVRTC"
+        yield Finding(
+            "missing", "NVRTC", "compiles kernels for GPUs", "no Python package, no toolkit", remedy
+        )
+
+
+def _host_compiler() -> Iterator[Finding]:
+    serves = "collective programs compiled for the CPU; without, they are interpreted"
+    if found := shutil.which("c++"):
+        yield Finding("ok", f"C++ compiler {found}", serves)
+    else:
+        yield Finding("missing", "C++ compiler", serves, "no c++ on the path", package_command("g++"))
+
+
+def _cache() -> Iterator[Finding]:
+    folder = Path(os.path.expanduser(_core.config().cache_dir))
+    serves = "compiled kernels are kept for the next process"
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        why = f"{there} cannot be written: every process compiles its kernels anew"
+        yield Finding(
+            "wrong", f"cache {folder}", serves, why, "set WEFT_CACHE_DIR to a folder that can be written"
+        )
+    else:
+        yield Finding("ok", f"cache {folder}", serves)
+
+
+# What a provider needs from the system's packages, by what its name starts with.
+LIBRARIES = {"fabric": "libfabric1", "verbs": "libibverbs1 ibverbs-providers"}
+
+
+def _providers() -> Iterator[Finding]:
+    for provider in providers():
+        what, serves = (
+            f"provider {provider['name']}",
+            f"transfers over {NETWORKS.get(provider['name'], provider['name'])}",
+        )
+        if provider["nics"]:
+            yield Finding("ok", f"{what} ({', '.join(provider['nics'])})", serves)
+            continue
+        library = LIBRARIES.get(provider["name"].partition(":")[0], "")
+        is_library_missing = "cannot open shared object" in provider["unusable_because"]
+        remedy = package_command(library) if library and is_library_missing else ""
+        yield Finding("missing", what, serves, provider["unusable_because"], remedy)
+
+
+NETWORKS = {
+    "fabric:efa": "AWS's EFA",
+    "fabric:cxi": "HPE Slingshot",
+    "fabric:verbs": "InfiniBand and RoCE, through libfabric",
+    "fabric:tcp": "TCP",
+    "fabric:shm": "shared memory of one host",
+    "verbs": "InfiniBand and RoCE",
+    "loopback": "the memory of one process, for tests",
+}
+
+
+def _plots() -> Iterator[Finding]:
+    serves = "pictures of weft demo and weft bench --plot"
+    if importlib.util.find_spec("matplotlib"):
+        yield Finding("ok", "matplotlib", serves)
+    else:
+        yield Finding("missing", "matplotlib", serves, remedy="pip install matplotlib")
+
+
+def _drop_in() -> Iterator[Finding]:
+    installed = {name for name in ("weft-deep-ep", "deep-ep") if _is_installed(name)}
+    if len(installed) == 2:
+        why = "weft-deep-ep and deep_ep both own the folder deep_ep: what imports find is what was installed last"
+        remedy = "pip uninstall weft-deep-ep deep_ep, then install the one that import deep_ep is to find"
+        yield Finding("wrong", "deep_ep", "programs written for DeepEP", why, remedy)
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tools/packages``: what the system lacks is named with what it is for, and with the line that installs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from programs import ROOT
+
+TOOLS = ["bash", "sh", "env", "dirname", "id", "grep", "sed", "head", "awk", "cut", "ldconfig", "cat"]
+
+
+def packages(task: str, path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the script on a machine that has the programs in ``path`` alone."""
+    environment = {"PATH": str(path), "PACKAGES": "no"} | variables
+    return subprocess.run(
+        ["/bin/bash", ROOT / "tools" / "packages", task],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def bare(folder: Path) -> Path:
+    """Return a folder with the programs that every Debian has, and an apt-get that notes its arguments."""
+    folder.mkdir()
+    search = [*os.environ["PATH"].split(":"), "/usr/sbin", "/sbin"]
+    for name in TOOLS:
+        found = next(path for path in (Path(place) / name for place in search) if path.exists())
+        (folder / name).symlink_to(found)
+    program(folder, "apt-get", f'echo "$@" >>{folder}/asked')
+    program(folder, "apt-cache", 'case $2 in clang-2?|lld-2?) exit 1 ;; *) echo "Package: $2" ;; esac')
+    return folder
+
+
+def test_what_is_missing_is_listed_with_the_line_that_installs_it(tmp_path: Path) -> None:
+    path = bare(tmp_path / "bin")
+    ran = packages("test", path)
+    assert ran.returncode == 0, ran.stderr
+    assert "packages: missing: clang 17 or newer with lld: kernels compiled for AMD's GPUs" in ran.stdout
+    (line,) = (line for line in ran.stdout.splitlines() if "to install: " in line)
+    assert "apt-get install -y make" in line and "clang-19 lld-19" in line, line
+    assert not (path / "asked").exists()
+
+
+def test_root_installs_what_is_missing_and_says_so_first(tmp_path: Path) -> None:
+    path = bare(tmp_path / "bin")
+    (path / "id").unlink()
+    program(path, "id", "echo 0")
+    ran = packages("ci", path, PACKAGES="yes")
+    asked = (path / "asked").read_text().splitlines()
+    assert "update" in asked[0]
+    assert "install -y --no-install-recommends make" in asked[1] and " ccache" in asked[1]
+    assert ran.stdout.startswith(
+        "packages: installing with apt-get (PACKAGES=no leaves the system as it is): make"
+    )
+
+
+def test_nothing_is_asked_where_all_is_there(tmp_path: Path) -> None:
+    path = bare(tmp_path / "bin")
+    for name in ("make", "g++", "python3"):
+        program(path, name, 'case "$*" in *dumpversion*) echo 13 ;; esac; exit 0')
+    ran = packages("build", path, WEFT_CXX=str(path / "g++"))
+    assert ran.stdout == "packages: everything for 'build' is installed\n"

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -22,6 +23,7 @@ from weft import _core
 from weft.errors import Error
 from weft.runtime import nvrtc
 from weft.runtime.info import providers
+from weft.runtime.tables import WIDTH
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,19 @@ def run(args: argparse.Namespace) -> int:
 
 def lines(finding: Finding) -> list[str]:
     """Return what is printed of a finding: a line for people who scan, the rest indented below it."""
-    first = f"{finding.state:8} {finding.what}: {finding.serves}"
-    rest = [finding.why, f"-> {finding.remedy}" if finding.remedy else ""]
-    return [first, *(f"         {line}" for line in rest if line)]
+    told = _wrapped(f"{finding.state:8} {finding.what}: {finding.serves}", "")
+    told += _wrapped(finding.why, _INDENT) if finding.why else []
+    # A command stays on one line, to be copied.
+    return [*told, f"{_INDENT}-> {finding.remedy}"] if finding.remedy else told
+
+
+_INDENT = " " * 9
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=indent, subsequent_indent=_INDENT, break_long_words=False
+    )
 
 
 def examine() -> list[Finding]:

@@ -231,7 +231,7 @@ def _provider_table(rows: list[dict[str, Any]]) -> Table:
     table = _table("Providers of the transfer engine", "name", "usable", "NICs")
     for row in rows:
         usable = "yes" if row["nics"] else f"no: {row['unusable_because']}"
-        table.add_row(row["name"], usable, ", ".join(row["nics"]))
+        table.add(row["name"], usable, ", ".join(row["nics"]))
     return table
 
 

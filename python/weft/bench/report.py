@@ -108,6 +108,7 @@ class Row:
             "floor_us": None if self.floor_us is None else round(self.floor_us, 3),
             "checked": self.checked,
             "baselines": {name: round(us, 3) for name, us in self.baselines.items()},
+            **({"series": self.series} if self.series else {}),
             **self.extra,
         }
 
@@ -172,7 +173,9 @@ class Report:
             self.console.print(f"wrote {path}", highlight=False, soft_wrap=True)
         if plot_path:
             Path(plot_path).parent.mkdir(parents=True, exist_ok=True)
-            plot_rows(self.title, self.rows, Path(plot_path))
+            from weft.bench import pictures
+
+            pictures.draw_document(self.to_json(), Path(plot_path))
             self.console.print(f"wrote {plot_path}", highlight=False, soft_wrap=True)
 
     def table(self) -> Table:
@@ -291,71 +294,6 @@ def check_document(document: dict[str, Any]) -> list[str]:
             elif not isinstance(row[name], types) or (isinstance(row[name], bool) and bool not in types):
                 wrong.append(f"rows[{index}].{name} is {row[name]!r}")
     return wrong
-
-
-def plot_rows(title: str, rows: Sequence[Row], path: Path) -> None:
-    """Draw bars beside their baselines; where a call was measured at several sizes, times and speed-ups over bytes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    sizes: dict[str, set[int]] = {}
-    for row in rows:
-        sizes.setdefault(row.call, set()).add(row.bytes)
-    if any(len(of_call) > 2 for of_call in sizes.values()):
-        panels = 2 if any(row.baselines for row in rows) else 1
-        figure, grid = pyplot.subplots(panels, figsize=(9, 5 * panels), layout="constrained", squeeze=False)
-        axes, *below = grid[:, 0]
-        _plot_lines(axes, rows)
-        for axis in below:
-            _plot_speed_ups(axis, rows)
-    else:
-        figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-        _plot_bars(axes, rows)
-    axes.set_title(title)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _plot_lines(axes: Any, rows: Sequence[Row]) -> None:
-    for label in dict.fromkeys(row.label for row in rows):
-        mine = sorted((row for row in rows if row.label == label), key=lambda row: row.bytes)
-        axes.plot([row.bytes for row in mine], [row.us for row in mine], marker="o", label=label)
-    for call in dict.fromkeys(row.call for row in rows):
-        mine = [row for row in rows if row.call == call]
-        for name in sorted({name for row in mine for name in row.baselines}):
-            points = sorted({(row.bytes, row.baselines[name]) for row in mine if name in row.baselines})
-            axes.plot(*zip(*points, strict=True), linestyle="--", label=f"{call}, {name}")
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="microseconds (median, slowest rank)")
-
-
-def _plot_speed_ups(axes: Any, rows: Sequence[Row]) -> None:
-    for label in dict.fromkeys(row.label for row in rows):
-        for name in sorted({name for row in rows if row.label == label for name in row.baselines}):
-            mine = [row for row in rows if row.label == label and name in row.baselines]
-            points = sorted((row.bytes, row.baselines[name] / row.us) for row in mine)
-            axes.plot(*zip(*points, strict=True), marker="o", label=f"{label}: time of {name} / ours")
-    for level, style in ((1, "-"), (2, ":")):
-        axes.axhline(level, color="gray", linewidth=0.8, linestyle=style)
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="speed-up")
-    axes.legend()
-
-
-def _plot_bars(axes: Any, rows: Sequence[Row]) -> None:
-    names = sorted({name for row in rows for name in row.baselines})
-    series: dict[str, list[float]] = {
-        "floor": [row.floor_us or 0.0 for row in rows],
-        "weft": [row.us for row in rows],
-    }
-    series |= {name: [row.baselines.get(name, 0.0) for row in rows] for name in names}
-    width = 0.8 / len(series)
-    for index, (name, values) in enumerate(series.items()):
-        places = [at - 0.4 + width * (index + 0.5) for at in range(len(rows))]
-        axes.bar(places, values, width, label=name)
-    axes.set_xticks(range(len(rows)), [f"{row.label}\n{row.dtype}" for row in rows])
-    axes.set(yscale="log", ylabel="microseconds (median, slowest rank)")
 
 
 def _cpu_model() -> str:

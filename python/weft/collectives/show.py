@@ -20,6 +20,7 @@ from weft.collectives.cost import Estimate, Machine, estimate
 from weft.collectives.ir import Algorithm, Op
 from weft.collectives.selector import MACHINES
 from weft.collectives.verifier import VerificationError, verify
+from weft.runtime.tables import size_text
 
 _COLORS = {
     Op.SEND: "#4c78a8",
@@ -60,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
     algorithm = read_arguments(args)
     machine = MACHINES[args.machine]
     print(summary(algorithm, args.bytes, machine))
-    drawing = svg(algorithm, estimate(algorithm, args.bytes, machine))
+    guess = estimate(algorithm, args.bytes, machine)
+    drawing = svg(
+        algorithm, guess, f"{size_text(args.bytes)} on {machine.name}, {time_parts(guess, machine)}"
+    )
     if args.output:
         Path(args.output).write_text(drawing)
         print(f"wrote {args.output}")
@@ -101,13 +105,23 @@ def summary(algorithm: Algorithm, num_bytes: int, machine: Machine) -> str:
         f"  critical path {guess.critical_steps} steps",
         f"  for {num_bytes} bytes: {len(links)} links, at most {most[1]} bytes on one ({most[0][0]} to {most[0][1]}), "
         f"at most {max(sent.values(), default=0)} bytes out of a rank",
-        f"  predicted on {machine.name}: {guess.total_us:.1f} us",
+        f"  predicted on {machine.name}: {guess.total_us:.1f} us; {time_parts(guess, machine)}",
     ]
     return "\n".join(lines)
 
 
-def svg(algorithm: Algorithm, guess: Estimate) -> str:
-    """Return the drawing: a lane per block, a bar per step, an arrow per message."""
+def time_parts(guess: Estimate, machine: Machine) -> str:
+    """Return what the predicted time is made of: the drawing shows the first slice alone."""
+    drawn_us = max((event.end_us for event in guess.events), default=0.0)
+    parts = [f"launch {machine.launch_us:.1f} us", f"first slice, as drawn, {drawn_us:.1f} us"]
+    rest_us = guess.total_us - machine.launch_us - drawn_us
+    if rest_us > 0.05:
+        parts.append(f"further slices {rest_us:.1f} us")
+    return " + ".join(parts)
+
+
+def svg(algorithm: Algorithm, guess: Estimate, subtitle: str = "") -> str:
+    """Return the drawing: a lane per block, a bar per step, an arrow per message; ``subtitle`` under the title."""
     lanes: dict[tuple[int, int], int] = {}
     at = _TOP
     for rank, number, _ in algorithm.blocks():
@@ -126,6 +140,7 @@ def svg(algorithm: Algorithm, guess: Estimate) -> str:
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         f'<text x="10" y="18" font-size="14">{_text(algorithm.name)}: {algorithm.collective}, {algorithm.num_ranks} '
         f"ranks, {algorithm.protocol}</text>",
+        f'<text x="10" y="34" fill="#57606a">{_text(subtitle)}</text>',
     ]
     parts += _lane_labels(algorithm, lanes)
     parts += _bars(algorithm, guess, lanes, scale)

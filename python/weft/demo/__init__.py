@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,15 +41,34 @@ def run(args: argparse.Namespace) -> int:
 
     num_ranks, plan = _plan(args)
     args.out.mkdir(parents=True, exist_ok=True)  # a folder that can't be written is told before the training
+    print(settings_of(plan))
+    (alone,) = run_ranks(1, train.train_alone, plan, with_group=False, deadline_s=DEADLINE_S)
+    over_ranks = run_ranks(num_ranks, train.train_over_ranks, plan, deadline_s=DEADLINE_S)[0]
+    return _report(args.out, num_ranks, plan, alone, over_ranks)
+
+
+def settings_of(plan: Plan) -> str:
+    """Return in a line what is trained, on what."""
     shape = plan.shape
-    print(
+    return (
         f"{shape.layers} layers of {shape.experts} experts, top-{shape.top_k}, hidden {shape.hidden}; "
         f"{plan.steps} steps of {plan.sequences} x {shape.length} bytes of Python's standard library; "
         f"{plan.device}"
     )
-    (alone,) = run_ranks(1, train.train_alone, plan, with_group=False, deadline_s=DEADLINE_S)
-    over_ranks = run_ranks(num_ranks, train.train_over_ranks, plan, deadline_s=DEADLINE_S)[0]
-    return _report(args.out, num_ranks, plan, alone, over_ranks)
+
+
+def why_slower(alone: Outcome, over_ranks: Outcome, num_ranks: int, num_cores: int, device: str) -> str:
+    """Return why the run over ranks has fewer tokens per second, or "" where it has not."""
+    if len(alone.losses) < 2 or over_ranks.tokens_per_s >= alone.tokens_per_s:
+        return ""
+    share = f"{over_ranks.communication_share:.0%} of its time is exchange, which one rank has none of"
+    cores = (
+        f"; {num_ranks} ranks share {num_cores} cores" if device == "cpu" and num_cores < num_ranks else ""
+    )
+    return (
+        f"tokens/s is lower over {num_ranks} ranks: {share}{cores}. The model is tiny, so that this ends in "
+        "seconds: the demo shows that the sums agree, not speed."
+    )
 
 
 def _plan(args: argparse.Namespace) -> tuple[int, Plan]:
@@ -87,12 +107,15 @@ def _report(folder: Path, num_ranks: int, plan: Plan, alone: Outcome, over_ranks
         table.add(name, *losses, *_speed(outcome))
     console = make_console()
     table.print(console)
+    slower = why_slower(alone, over_ranks, num_ranks, len(os.sched_getaffinity(0)), plan.device)
+    if slower:
+        console.print(slower, highlight=False)
     agreement = compare(alone.losses, over_ranks.losses)
     verdict = "they agree" if agreement.holds else "THEY DISAGREE"
     console.print(f"{verdict}: {agreement.sentence()}", highlight=False, soft_wrap=True)
     curves = {name: outcome.losses for name, outcome in runs.items()}
     (folder / "losses.json").write_text(json.dumps({"losses": curves, "rows": over_ranks.rows}) + "\n")
-    draw(folder / "demo.png", curves, over_ranks.rows, plan.shape.experts // num_ranks)
+    draw(folder / "demo.png", curves, over_ranks.rows, plan.shape.experts // num_ranks, settings_of(plan))
     console.print(
         f"wrote {folder / 'demo.png'} and {folder / 'losses.json'}", highlight=False, soft_wrap=True
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,14 @@ def test_the_training_examples_have_the_same_losses(tmp_path: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    import readme_picture
+
+    readme = (ROOT / "README.md").read_text()
+    for figure in readme_picture.figures():
+        row = next(line for line in readme.splitlines() if line.endswith(f"| {figure.ratio:.1f}x |"))
+        for us in (figure.weft_us, figure.peer_us):
+            assert any(text in row for text in (f"{us:.3g} us", f"{us / 1e3:.2f} ms")), (row, us)

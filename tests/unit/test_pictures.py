@@ -28,9 +28,10 @@ def test_a_system_has_one_colour() -> None:
 
 
 def test_times_have_three_digits_and_a_unit() -> None:
-    assert [pictures.time_text(us) for us in (3.4519, 445, 1540, 2e6)] == [
+    assert [pictures.time_text(us) for us in (3.4519, 445, 999.6, 1540, 2e6)] == [
         "3.45 us",
         "445 us",
+        "1 ms",
         "1.54 ms",
         "2 s",
     ]

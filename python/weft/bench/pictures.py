@@ -48,9 +48,9 @@ def color_of(system: str) -> str:
 
 def time_text(us: float) -> str:
     """Return microseconds as three digits with a unit: 3.45 us, 124 ms."""
-    if us >= 1e6:
+    if us >= 999_500:
         return f"{us / 1e6:.3g} s"
-    return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.3g} us"
+    return f"{us / 1e3:.3g} ms" if us >= 999.5 else f"{us:.3g} us"
 
 
 def settings_of(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> str:

@@ -11,7 +11,13 @@ import pytest
 from programs import run_program, torchrun
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOLDERS = ["bench", "compat", "docs", "examples", "kernels", "providers", "python", "src", "tests", "tools"]
+FOLDERS += ["transports"]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / folder / "README.md" for folder in FOLDERS if folder != "docs"),
+]
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
@@ -72,3 +78,16 @@ def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
         row = next(line for line in readme.splitlines() if line.endswith(f"| {figure.ratio:.1f}x |"))
         for us in (figure.weft_us, figure.peer_us):
             assert any(text in row for text in (f"{us:.3g} us", f"{us / 1e3:.2f} ms")), (row, us)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_says_what_may_be_changed_and_how_it_is_tested(folder: str) -> None:
+    text = (ROOT / folder / "README.md").read_text()
+    assert all(head in text for head in ("What may be changed.", "How it is tested.", "A good first change."))
+    assert f"({folder}/README.md)" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_pre_commit_runs_the_checks_of_lint() -> None:
+    named = re.findall(r'^check "([^"]+)"', (ROOT / "tools/lint").read_text(), re.MULTILINE)
+    hooks = re.findall(r"^ +name: (.+)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE)
+    assert hooks == named

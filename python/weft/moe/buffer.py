@@ -45,20 +45,25 @@ from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
 from weft.moe.high_throughput import Payload
 from weft.moe.low_latency import LowLatencyCalls
-
-_RANKS_PER_RDMA_GROUP = 8  # what num_tokens_per_rdma_rank counts by
-
+from weft.moe.runtime_facts import RANKS_PER_RDMA_GROUP
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 def _with_config(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return ``call`` with its config required."""
+    """Return ``call`` with its config required.
+
+    By position, the config may also stand where num_worst_tokens does: versions of DeepEP differ in it.
+    """
     signature = inspect.signature(call)
+    names = list(signature.parameters)
+    worst_at = names.index("num_worst_tokens") if "num_worst_tokens" in names else len(names)
 
     @functools.wraps(call)
     def with_config(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if len(args) > worst_at and (args[worst_at] is None or isinstance(args[worst_at], Config)):
+            args = (*args[:worst_at], 0, *args[worst_at:])  # type: ignore[assignment]
         config = signature.bind(*args, **kwargs).arguments.get("config")
         if config is None:
             raise invalid("config", arguments.describe(config), "a Config")
@@ -127,7 +132,7 @@ class Buffer(LowLatencyCalls):
             explicitly_destroy=explicitly_destroy,
             enable_shrink=enable_shrink,
         )
-        self.group = group
+        self.group = comm if group is None else group
         self.num_nvl_bytes = check_whole("num_nvl_bytes", num_nvl_bytes, 0, MAX_BYTES)
         self.num_rdma_bytes = check_whole("num_rdma_bytes", num_rdma_bytes, 0, MAX_BYTES)
         check_whole("num_qps_per_rank", num_qps_per_rank, 0)
@@ -289,11 +294,11 @@ class Buffer(LowLatencyCalls):
         return counted.tokens_per_rank, per_node, counted.slots_per_expert, counted.is_token_in_rank, event
 
     def _count_per_node(self, engine: Engine, in_rank: Tensor) -> Tensor | None:
-        if self.group_size <= _RANKS_PER_RDMA_GROUP:
+        if self.group_size <= RANKS_PER_RDMA_GROUP:
             return None
-        padding = align(self.group_size, _RANKS_PER_RDMA_GROUP) - self.group_size
+        padding = align(self.group_size, RANKS_PER_RDMA_GROUP) - self.group_size
         with engine.on_comm_stream():
-            groups = torch.nn.functional.pad(in_rank, (0, padding)).unflatten(1, (-1, _RANKS_PER_RDMA_GROUP))
+            groups = torch.nn.functional.pad(in_rank, (0, padding)).unflatten(1, (-1, RANKS_PER_RDMA_GROUP))
             per_node: Tensor = groups.any(dim=2).sum(dim=0, dtype=torch.int32)
             return per_node
 
@@ -393,7 +398,7 @@ class Buffer(LowLatencyCalls):
         num_ranks, device, i32 = self.group_size, x.device, (torch.int32,)
         arguments.check_tensor("num_tokens_per_rank", num_tokens_per_rank, (num_ranks,), i32, device)
         if num_tokens_per_rdma_rank is not None:
-            shape = (ceil_div(num_ranks, _RANKS_PER_RDMA_GROUP),)
+            shape = (ceil_div(num_ranks, RANKS_PER_RDMA_GROUP),)
             arguments.check_tensor("num_tokens_per_rdma_rank", num_tokens_per_rdma_rank, shape, i32, device)
         in_rank = arguments.check_tensor(
             "is_token_in_rank", is_token_in_rank, (x.size(0), num_ranks), (torch.bool,), device

@@ -113,27 +113,27 @@ class GatherSessions:
         tensors = tuple(torch.empty(shape, dtype=dtype, device=device) for shape in each)
         return tensors[0] if _is_one(shapes) else tensors
 
-    def all_gather(self, tensors: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return (gathered [R, ...] for each tensor, then wait()). All ranks give the same shapes and types.
+    def all_gather(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return (gathered [R, ...] for each tensor of ``t``, then wait()). All ranks give the same shapes and types.
 
         The gathered tensors may be read on the current stream after wait(), a function without arguments.
         Raises: weft.Error outside a session, or past what agrs_set_config() allows (code capacity).
         """
         left_bytes, left_gathers = self._require_session()
-        several = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+        several = list(t) if isinstance(t, (list, tuple)) else [t]
         given = [tensor for tensor in several if isinstance(tensor, Tensor)]
         if not given or len(given) < len(several):
-            raise invalid("tensors", arguments.describe(tensors), "a tensor, or a list of at least one")
-        engine = self._engines.of("tensors", given[0])
+            raise invalid("t", arguments.describe(t), "a tensor, or a list of at least one")
+        engine = self._engines.of("t", given[0])
         for tensor in given:
-            arguments.check_tensor("tensors", tensor, tuple(tensor.shape), (), engine.device)
+            arguments.check_tensor("t", tensor, tuple(tensor.shape), (), engine.device)
         sizes = [_padded(tensor.numel() * tensor.element_size()) for tensor in given]
         taken = sum(sizes) * self.num_ranks
         if taken > left_bytes or left_gathers < 1:
             allowed = (
                 f"{left_bytes} bytes and {left_gathers} calls, what agrs_set_config() leaves the session"
             )
-            raise Error(f"tensors: got {taken} bytes in one more call, allowed: {allowed}", "capacity")
+            raise Error(f"t: got {taken} bytes in one more call, allowed: {allowed}", "capacity")
         self._left = (left_bytes - taken, left_gathers - 1)
         engine.begin(None)
         with engine.on_comm_stream():

@@ -24,6 +24,7 @@ from weft.errors import invalid
 from weft.moe.arguments import describe
 from weft.moe.events import EventHandle, EventOverlap
 from weft.moe.host_memory import HostMemory
+from weft.moe.runtime_facts import RuntimeFacts
 
 _NOWHERE = 16
 
@@ -46,7 +47,7 @@ class _Lease:
             self.engine.release(self.offset)
 
 
-class Engine:
+class Engine(RuntimeFacts):
     """The core buffer of one device and what orders work on it.
 
     Args:

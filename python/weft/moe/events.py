@@ -55,6 +55,8 @@ class EventOverlap:
     Args:
         event: what to wait for; None when the call has already finished for the current stream.
         extra_tensors: kept alive as long as this object, because the stream may still use them.
+    Attributes:
+        hook_after_wait: what the next wait calls, without arguments, and then forgets; None when there is nothing.
     """
 
     def __init__(
@@ -62,30 +64,32 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self._hook_after_wait: Callable[[], Any] | None = None
+        self.hook_after_wait: Callable[[], Any] | None = None
         self._release_on_exit = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """Make the current stream wait, then run and forget the hook.
 
         Args: release_handle: drop the event and the tensors it keeps alive afterwards.
-        Raises: weft.Error when there is no event.
+        Raises: weft.Error when there is no event; what the hook raises, which then stays for another wait.
         """
         if self.event is None:
             raise Error("event: got None, allowed: an EventHandle; the call that made it had finished")
         self.event.current_stream_wait()
-        hook, self._hook_after_wait = self._hook_after_wait, None
+        hook = self.hook_after_wait
         if hook is not None:
             hook()
+            if self.hook_after_wait is hook:  # else it has named the next one itself
+                self.hook_after_wait = None
         if release_handle:
             self.event = None
             self.extra_tensors = None
 
     def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
         """Run ``hook`` once, at the next wait. Raises: weft.Error when one is registered already."""
-        if self._hook_after_wait is not None:
+        if self.hook_after_wait is not None:
             raise invalid("hook", "a second hook", "one hook until the next wait")
-        self._hook_after_wait = hook
+        self.hook_after_wait = hook
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
         """Return this object; with ``release_handle`` the next ``with`` block drops its event as it ends."""

@@ -23,6 +23,7 @@ class NCCLCommHandle:
 
 
 _handles: dict[Any, NCCLCommHandle] = {}
+_num_ranks: dict[int, int] = {}
 
 
 def get_nccl_comm_handle(group: Any, force_new_comm: bool = False) -> NCCLCommHandle:
@@ -36,9 +37,18 @@ def get_nccl_comm_handle(group: Any, force_new_comm: bool = False) -> NCCLCommHa
         if not pointer or force_new_comm:
             raise Error("group: got one without an NCCL communicator, allowed: one that has used NCCL")
         _handles[group] = NCCLCommHandle(pointer)
+        _num_ranks[pointer] = group.size()
     return _handles[group]
+
+
+def num_ranks_of(nccl_comm: int) -> int:
+    """Return how many ranks a communicator has that get_nccl_comm_handle() gave. Raises: weft.Error for others."""
+    if nccl_comm not in _num_ranks:
+        raise Error(f"nccl_comm: got {nccl_comm!r}, allowed: what get_nccl_comm_handle(group).get() returned")
+    return _num_ranks[nccl_comm]
 
 
 def destroy_all_managed_nccl_comm() -> None:
     """Forget every handle."""
     _handles.clear()
+    _num_ranks.clear()

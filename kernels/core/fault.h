@@ -36,6 +36,7 @@ enum class Site : uint32_t {
   kLowLatencySignal,  // low latency: this rank's own kernels have not said that the rows of expert `peer` are
                       // there
   kPeerWindow,  // a collective program: the peer's message lies in a window that this rank has destroyed
+  kPeerDied,    // raised by the host: the peer's process is no more
 };
 
 struct FaultBox {

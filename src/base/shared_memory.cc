@@ -37,6 +37,17 @@ Status SharedMemory::map(uint64_t bytes) {
   return {};
 }
 
+// Only sealed memory is mapped: a file of that size could be cut short, or not be memory at all.
+Status SharedMemory::map_sealed(uint64_t bytes, const std::string& what) {
+  struct stat info{};
+  const int seals = fcntl(fd_.get(), F_GET_SEALS);
+  if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(fd_.get(), &info) != 0 ||
+      static_cast<uint64_t>(info.st_size) != bytes)
+    return Status::make(Code::kSystem, "shared memory: {} is not the {} bytes that a peer offered", what,
+                        bytes);
+  return map(bytes);
+}
+
 Result<SharedMemory> SharedMemory::create(uint64_t bytes) {
   SharedMemory made;
   made.fd_ = FileDescriptor(memfd_create("weft-shared", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -55,18 +66,24 @@ Result<SharedMemory> SharedMemory::open(const Name& name, uint64_t bytes) {
   const std::string path = text("/proc/{}/fd/{}", name.pid, name.fd);
   made.fd_ = FileDescriptor(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
   if (!made.fd_.is_open()) return Status::from_errno(errno, "open a peer's shared memory");
-  struct stat info{};
-  // Only sealed memory is mapped: a file of that size could be cut short, or not be memory at all.
-  const int seals = fcntl(made.fd_.get(), F_GET_SEALS);
-  if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(made.fd_.get(), &info) != 0 ||
-      static_cast<uint64_t>(info.st_size) != bytes)
-    return Status::make(Code::kSystem, "shared memory: {} is not the {} bytes that a peer offered", path,
-                        bytes);
-  WEFT_TRY(made.map(bytes));
+  WEFT_TRY(made.map_sealed(bytes, path));
   if (std::memcmp(made.data_, &name.key, sizeof name.key) != 0)
     return Status::make(Code::kSystem, "shared memory: {} does not begin with its key", path);
   made.name_ = name;
   return made;
+}
+
+Result<SharedMemory> SharedMemory::open(FileDescriptor fd, uint64_t bytes) {
+  SharedMemory made;
+  made.fd_ = std::move(fd);
+  WEFT_TRY(made.map_sealed(bytes, "the descriptor"));
+  return made;
+}
+
+Result<FileDescriptor> SharedMemory::descriptor() const {
+  FileDescriptor copy(fcntl(fd_.get(), F_DUPFD_CLOEXEC, 0));
+  if (!copy.is_open()) return Status::from_errno(errno, "name shared memory once more");
+  return copy;
 }
 
 }  // namespace weft

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "base/file_descriptor.h"
 #include "base/status.h"
@@ -30,13 +31,17 @@ class SharedMemory {
 
   static Result<SharedMemory> create(uint64_t bytes);  // zero but for the key
   static Result<SharedMemory> open(const Name& name, uint64_t bytes);
+  // The same memory by a descriptor that came from there instead: see descriptor().
+  static Result<SharedMemory> open(FileDescriptor fd, uint64_t bytes);
 
   char* data() const { return data_; }  // null: none
   Name name() const { return name_; }
+  Result<FileDescriptor> descriptor() const;  // one more, to send to another process
   void release();
 
  private:
   Status map(uint64_t bytes);
+  Status map_sealed(uint64_t bytes, const std::string& what);
   FileDescriptor fd_;
   char* data_ = nullptr;
   uint64_t bytes_ = 0;

@@ -116,6 +116,7 @@ void bind_low_latency(nb::module_& module) {
             new (self) LowLatency(
                 buffer.window(), buffer.low_latency_begin(), buffer.low_latency_end(), buffer.limits(),
                 {buffer.fault_box(), buffer.timeout_s(), may_mask, buffer.trace()}, buffer.line_tokens());
+            if (may_mask) buffer.outlive_peers();
           },
           nb::arg("buffer"), nb::arg("may_mask"), nb::keep_alive<1, 2>())
       .def(

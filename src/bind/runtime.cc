@@ -179,6 +179,7 @@ void bind_communicator(nb::module_& module) {
             return list;
           },
           "data"_a, "timeout_s"_a);
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&PeerWatch::process_ends));
   module.def("thread_bootstraps", &thread_bootstraps, "ranks"_a);
   nb::class_<Communicator>(module, "Communicator")
       .def_static("create", &create_communicator, "bootstrap"_a, "device"_a = "cpu", "timeout_s"_a = 0.0,

@@ -151,12 +151,8 @@ Result<bool> ParcelExchange::all_sent(const Parcel& mine, std::vector<bool>& sen
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
     if (!takes_part(peer) || sent[peer]) continue;
     WEFT_TRY_ASSIGN(const Sent now, try_send(peer, mine));
-    if (now == Sent::kPeerGone) {
-      WEFT_TRY(check_alive(operation));
-      return Status::make(Code::kPeerLost, "rank {}, {}: rank {} is gone (its socket is closed)", rank_,
-                          operation, peer);
-    }
-    sent[peer] = now == Sent::kDone;
+    if (now == Sent::kPeerGone) WEFT_TRY(check_alive(operation));
+    sent[peer] = now != Sent::kLater;  // who is gone, but gave its bytes before, needs none of ours
     all = all && sent[peer];
   }
   return all;
@@ -164,31 +160,38 @@ Result<bool> ParcelExchange::all_sent(const Parcel& mine, std::vector<bool>& sen
 
 bool ParcelExchange::all_received() const {
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
-    if (takes_part(peer) && !received_.count({sequence_, peer})) return false;
+    if (takes_part(peer) && !has_received(peer)) return false;
   return true;
 }
 
-// An empty datagram to a closed socket is refused: so a dead peer is found long before the deadline. Names
-// all that are gone: one of them may only have left because it noticed first.
-Status ParcelExchange::check_alive(std::string_view operation) const {
-  std::string gone;
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    if (!takes_part(peer) || received_.count({sequence_, peer})) continue;
-    const SocketName name(peers_[peer].socket_name);
-    const ssize_t sent = sendto(socket_.get(), "", 0, MSG_NOSIGNAL, name.get(), name.length);
-    if (sent < 0 && (errno == ECONNREFUSED || errno == ENOENT))
-      gone += text("{}rank {} is gone", gone.empty() ? "" : ", ", peer);
-  }
+// An empty datagram to a closed socket is refused. A forked child of a dead peer may keep the socket open.
+bool ParcelExchange::is_gone(int peer) const {
+  if (watch_ && watch_->is_over(peer)) return true;
+  const SocketName name(peers_[peer].socket_name);
+  const ssize_t sent = sendto(socket_.get(), "", 0, MSG_NOSIGNAL, name.get(), name.length);
+  return sent < 0 && (errno == ECONNREFUSED || errno == ENOENT);
+}
+
+// Finds dead peers long before the deadline. Names all that are gone: one of them may only have left because
+// it noticed first.
+Status ParcelExchange::check_alive(std::string_view operation) {
+  std::vector<int> gone;
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
+    if (takes_part(peer) && !has_received(peer) && is_gone(peer)) gone.push_back(peer);
   if (gone.empty()) return Status();
-  return logged(
-      Status::make(Code::kPeerLost, "rank {}, {}: {} (its socket is closed)", rank_, operation, gone));
+  WEFT_TRY(receive_waiting());  // what they sent just before they left
+  std::erase_if(gone, [&](int peer) { return has_received(peer); });
+  if (gone.empty()) return Status();
+  std::string fates = watch_ ? watch_->fates(gone, "is gone (its socket is closed)") : std::string();
+  for (size_t i = 0; !watch_ && i < gone.size(); ++i)
+    fates += text("{}rank {} is gone (its socket is closed)", i ? ", " : "", gone[i]);
+  return logged(Status::make(Code::kPeerLost, "rank {}, {}: {}", rank_, operation, fates));
 }
 
 std::string ParcelExchange::missing() const {
   std::string names;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
-    if (takes_part(peer) && !received_.count({sequence_, peer}))
-      names += text("{}rank {}", names.empty() ? "" : ", ", peer);
+    if (takes_part(peer) && !has_received(peer)) names += text("{}rank {}", names.empty() ? "" : ", ", peer);
   return names.empty() ? "room in peers' queues" : names;
 }
 

@@ -22,6 +22,7 @@
 #include "base/deadline.h"
 #include "base/file_descriptor.h"
 #include "base/status.h"
+#include "bootstrap/peer_watch.h"
 
 namespace weft {
 
@@ -51,9 +52,12 @@ class ParcelExchange {
   // that got different far are in step again at the next.
   void begin_call() { sequence_ = (sequence_ / kGathersPerCall + 1) * kGathersPerCall; }
 
+  // Who is asked about peers that stay away; must outlive the exchange's calls.
+  void ask(PeerWatch* watch) { watch_ = watch; }
+
   // Gives `mine` to every peer and returns everyone's in rank order (own bytes at the own place, without fd;
-  // nothing at ranks that take no part). Errors: kPeerLost as soon as a peer's socket is gone, or when
-  // `until` passes; both name the rank and `operation`.
+  // nothing at ranks that take no part). Errors: kPeerLost as soon as a peer that has not given its bytes is
+  // gone, or when `until` passes; both name the rank and `operation`.
   Result<std::vector<Parcel>> all_gather(const Parcel& mine, std::string_view operation, Deadline until);
 
  private:
@@ -66,7 +70,9 @@ class ParcelExchange {
   Status receive_waiting();
   Result<bool> all_sent(const Parcel& mine, std::vector<bool>& sent, std::string_view operation);
   bool all_received() const;
-  Status check_alive(std::string_view operation) const;
+  Status check_alive(std::string_view operation);
+  bool has_received(int peer) const { return received_.count({sequence_, peer}) != 0; }
+  bool is_gone(int peer) const;
   std::string missing() const;
   bool takes_part(int peer) const { return peer != rank_ && peers_[peer].key != 0; }
 
@@ -74,6 +80,7 @@ class ParcelExchange {
   FileDescriptor socket_;
   ParcelAddress address_;
   std::vector<ParcelAddress> peers_;
+  PeerWatch* watch_ = nullptr;
   uint64_t sequence_ = 0;                                // kGathersPerCall * call + all_gather of it
   std::map<std::pair<uint64_t, int>, Parcel> received_;  // by (sequence, rank)
 };

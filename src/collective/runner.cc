@@ -94,6 +94,10 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, plan.end));
   std::unique_ptr<CollectiveRunner> runner(new CollectiveRunner(comm, std::move(window)));
   runner->visible_ = std::move(visible);
+  runner->on_death_ = comm->peers().alarm(
+      [box = runner->visible_->at<FaultBox>(0), self = static_cast<uint32_t>(comm->rank())](int peer) {
+        raise(box, Site::kPeerDied, self, static_cast<uint32_t>(peer), 0, 0, 0);
+      });
   runner->counters_ = std::move(memory);
   runner->limits_ = limits;
   runner->rings_ = plan.layout;
@@ -454,10 +458,14 @@ void CollectiveRunner::stop() {
 
 std::string CollectiveRunner::sentence() const {
   const FaultBox& box = *visible_->at<FaultBox>(0);
+  PeerWatch& peers = comm_->peers();
+  if (box.site == Site::kPeerDied)
+    return text("rank {}, collective {}: {}", box.self, last_program_, peers.lost());
   if (box.site == Site::kPeerMemory)
     return text(
-        "rank {}, collective {}, block {}, step {}: {} bytes of rank {}'s memory cannot be read any more",
-        box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.expected, box.peer);
+        "rank {}, collective {}, block {}, step {}: {} bytes of rank {}'s memory cannot be read any more; {}",
+        box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.expected, box.peer,
+        peers.fates({static_cast<int>(box.peer)}, "is running"));
   if (box.site == Site::kPeerWindow)
     return text(
         "rank {}, collective {}, block {}, step {}: rank {} passed memory of window {}, which this rank has "
@@ -465,9 +473,14 @@ std::string CollectiveRunner::sentence() const {
         box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.peer, box.expected);
   if (box.site == Site::kNone) return text("rank {}, collective {}: stopped", box.self, last_program_);
   const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
-  return text("rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}",
-              box.self, last_program_, box.detail >> 16, box.detail & 0xffff,
-              static_cast<double>(box.waited_ns / 100'000'000) / 10, whom, box.expected, box.seen);
+  const std::string lost = peers.lost();
+  const std::string fate =
+      lost.empty() && box.peer != box.self ? peers.fate(static_cast<int>(box.peer)) : lost;
+  return text(
+      "rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}{}{}",
+      box.self, last_program_, box.detail >> 16, box.detail & 0xffff,
+      static_cast<double>(box.waited_ns / 100'000'000) / 10, whom, box.expected, box.seen,
+      fate.empty() ? "" : "; ", fate);
 }
 
 }  // namespace weft

@@ -160,6 +160,7 @@ class CollectiveRunner {
   bool all_read_all_ = false;  // every process can read every other's memory; agreed
   std::string last_program_;
   Status broken_;
+  PeerWatch::Alarm on_death_;
 };
 
 }  // namespace weft

@@ -119,6 +119,7 @@ Result<std::shared_ptr<Communicator>> Communicator::create(std::shared_ptr<Boots
   const std::string wanted(transport.empty() ? std::string_view(config().transport) : transport);
   WEFT_TRY(logged(comm->meet(wanted)));
   WEFT_TRY(logged(comm->connect(wanted)));
+  WEFT_TRY(logged(comm->watch_peers()));
   return comm;
 }
 
@@ -164,6 +165,16 @@ Status Communicator::connect(std::string_view transport) {
   parcels_->connect(addresses_);
   WEFT_TRY_ASSIGN(sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing));
   return Status();
+}
+
+// Ranks that are threads of this process die with it, and need no watching.
+Status Communicator::watch_peers() {
+  WEFT_TRY_ASSIGN(peers_, PeerWatch::open(rank_));
+  std::vector<bool> is_other_process;
+  for (const RankFacts& facts : facts_) is_other_process.push_back(facts.process != facts_[rank_].process);
+  WEFT_TRY(peers_->meet(*parcels_, is_other_process, deadline()));
+  parcels_->ask(peers_.get());
+  return {};
 }
 
 // Over the sockets where they reach everybody: faster, and a dead peer is found at once.

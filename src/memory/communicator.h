@@ -17,6 +17,7 @@
 #include "base/status.h"
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/parcel_exchange.h"
+#include "bootstrap/peer_watch.h"
 #include "memory/range.h"
 #include "transports/transport.h"
 
@@ -49,6 +50,8 @@ class Communicator {
   Sharing sharing() const { return sharing_; }
   // Bytes and descriptors among mapped_ranks().
   ParcelExchange& parcels() { return *parcels_; }
+  // Who of mapped_ranks() has died.
+  PeerWatch& peers() { return *peers_; }
 
   // The window that holds [address, address + 1) of this rank, by its number among the windows of this
   // communicator, the same on all ranks; -1 where none does. Threads: any.
@@ -84,9 +87,11 @@ class Communicator {
   Communicator() = default;
   Status meet(std::string_view transport);
   Status connect(std::string_view transport);
+  Status watch_peers();
 
   std::shared_ptr<Bootstrap> bootstrap_;
   std::unique_ptr<ParcelExchange> parcels_;
+  std::unique_ptr<PeerWatch> peers_;
   std::vector<RankFacts> facts_;
   std::vector<ParcelAddress> addresses_;
   std::vector<const Transport*> transports_;

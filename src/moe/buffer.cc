@@ -67,6 +67,9 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
   Carver carver;
   fault_ = visible_->at<FaultBox>(carver.take(sizeof(FaultBox)));
   awaited_report_ = visible_->at<CountReport>(carver.take(report_bytes(comm_->size())));
+  on_death_ = comm_->peers().alarm([box = fault_, self = static_cast<uint32_t>(comm_->rank())](int peer) {
+    raise(box, Site::kPeerDied, self, static_cast<uint32_t>(peer), 0, 0, 0);
+  });
 }
 
 Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicator> comm,

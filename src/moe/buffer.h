@@ -147,7 +147,9 @@ class MoeBuffer {
   // dispatch.
   void give_back(uint64_t offset) { heap_.give(offset); }
   // What a kernel gave up for since the last look: see take_fault().
-  Status fault() { return take_fault(*fault_); }
+  Status fault() { return take_fault(*fault_, comm_->peers()); }
+  // A rank that dies is no fault from now on: low-latency calls leave out who stays silent.
+  void outlive_peers() { on_death_ = {}; }
 
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
   Window& window() { return *window_; }
@@ -206,6 +208,7 @@ class MoeBuffer {
   uint64_t trace_bytes_ = 0;
   uint64_t staging_at_ = 0;
   uint64_t staging_bytes_ = 0;
+  PeerWatch::Alarm on_death_;
 };
 
 }  // namespace weft

@@ -60,6 +60,7 @@ const char* operation(Site site) {
     case Site::kCollective:
     case Site::kPeerMemory:
     case Site::kPeerWindow:
+    case Site::kPeerDied:
       return "collective";
   }
   return "unknown";
@@ -161,7 +162,7 @@ Status disagreement(uint64_t word, uint32_t self, uint64_t mine, uint32_t peer, 
   return differ(word < kAgreedWords ? kNames[word] : "arguments", self, mine, peer, theirs);
 }
 
-Status fault_status(const FaultBox& box) {
+Status fault_status(const FaultBox& box, PeerWatch& peers) {
   const char* what = operation(box.site);
   if (box.site == Site::kDispatchCapacity)
     return Status::make(Code::kCapacity,
@@ -190,13 +191,17 @@ Status fault_status(const FaultBox& box) {
   if (box.site == Site::kCombineHandle || box.site == Site::kDispatchHandle) return record_differs(box);
   if (box.site == Site::kCountsDisagree)
     return disagreement(box.waited_ns, box.self, box.expected, box.peer, box.seen);
-  return Status::make(Code::kPeerLost, "rank {}, {}, waited {} s for rank {}: expected epoch {}, saw {}",
-                      box.self, what, seconds(box.waited_ns), box.peer, box.expected, box.seen);
+  if (box.site == Site::kPeerDied)
+    return Status::make(Code::kPeerLost, "rank {}: {}", box.self, peers.lost());
+  const std::string lost = peers.lost();
+  return Status::make(Code::kPeerLost, "rank {}, {}, waited {} s for rank {}: expected epoch {}, saw {}; {}",
+                      box.self, what, seconds(box.waited_ns), box.peer, box.expected, box.seen,
+                      lost.empty() ? peers.fate(static_cast<int>(box.peer)) : lost);
 }
 
-Status take_fault(FaultBox& box) {
+Status take_fault(FaultBox& box, PeerWatch& peers) {
   if (load_acquire(&box.raised) == 0) return {};
-  Status status = logged(fault_status(box));
+  Status status = logged(fault_status(box, peers));
   if (status.code() == Code::kPeerLost) return status;
   store_relaxed(&box.raised, uint32_t{0});
   store_release(&box.claimed, uint32_t{0});

@@ -4,18 +4,20 @@
 #pragma once
 
 #include "base/status.h"
+#include "bootstrap/peer_watch.h"
 #include "kernels/core/trace.h"
 
 namespace weft {
 
-// kPeerLost for a silent peer, kInvalid for ranks that disagree, kCapacity for too many rows.
-// "rank 3, dispatch.recv, waited 30.0 s for rank 5: expected epoch 41, saw 40"
-Status fault_status(const FaultBox& box);
+// kPeerLost for a dead or silent peer, kInvalid for ranks that disagree, kCapacity for too many rows.
+// "rank 3, dispatch.recv, waited 30.0 s for rank 5: expected epoch 41, saw 40; rank 5 (pid 7 on a) is
+// stopped"
+Status fault_status(const FaultBox& box, PeerWatch& peers);
 
 // What a kernel gave up for, if one did; logged. A lost peer stays in the box, and every later look reports
 // it. Anything else is cleared: all ranks gave that call up and still count calls alike, so the next may
 // succeed.
-Status take_fault(FaultBox& box);
+Status take_fault(FaultBox& box, PeerWatch& peers);
 
 // The error for sizes on which ranks disagree: `word` counts the members of CountHeader.
 Status disagreement(uint64_t word, uint32_t self, uint64_t mine, uint32_t peer, uint64_t theirs);

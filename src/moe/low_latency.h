@@ -115,7 +115,7 @@ class LowLatency {
   Status query_masks(int32_t* out, void* stream);  // i32[R], device memory
 
   // What a kernel gave up for since the last look: see take_fault().
-  Status fault() { return take_fault(*waits_.fault); }
+  Status fault() { return take_fault(*waits_.fault, peers()); }
 
   LowLatencySizes sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
   uint64_t routes_words(uint32_t max_tokens, uint32_t top_k, uint32_t experts, bool has_weights) const {
@@ -134,6 +134,7 @@ class LowLatency {
                         uint32_t phases, uint32_t ticket) const;
   Status launch(KernelKey key, const LowLatencyPlan& plan, const void* args, size_t args_bytes,
                 const void* shape, void* stream);
+  PeerWatch& peers() { return window_->communicator()->peers(); }
   void warn_of_masked();
   Status write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream);
 

@@ -2,9 +2,9 @@
 //
 // Tells when another process of this host ends, and how.
 //   FileDescriptor process = open_process(pid);              // kept, it names this process for ever
-//   auto watch = ProcessWatch::shared();                     // one thread per process of ours, while
-//   somebody uint64_t number = watch->add(process.get(), [] { ... }); // holds it ProcessEnd end =
-//   process_end(process.get());
+//   auto watch = ProcessWatch::shared();                     // one thread of ours, while somebody holds it
+//   uint64_t number = watch->add(process.get(), [] { ... });
+//   ProcessEnd end = process_end(process.get());
 // Threads: every function from any. A forked child has none of its parent's watches, and leaves them alone.
 #pragma once
 

@@ -18,6 +18,7 @@ from weft.collectives.calls import Collectives
 from weft.collectives.executor import Executor
 from weft.collectives.flow import run_limit
 from weft.collectives.library import build
+from weft.collectives.plan_json import from_plan, to_plan
 from weft.collectives.xml import from_xml, to_xml
 from weft.errors import Error
 from weft.runtime.communicator import Communicator
@@ -88,7 +89,7 @@ def test_program_runs_up_to_the_size_at_which_it_would_hang() -> None:
     run_ranks(2, _limited, algorithm)
 
 
-def _through_xml(rank: Rank, first: int, count: int) -> int:
+def _through_files(rank: Rank, first: int, count: int) -> int:
     executor = Executor(Communicator(rank.group, timeout_s=60).core, direct_bytes=16)
     accepted = 0
     for seed in range(first, first + count):
@@ -97,6 +98,9 @@ def _through_xml(rank: Rank, first: int, count: int) -> int:
         again = from_xml(to_xml(algorithm, dialect))
         assert verify(again).result_checked and again.ranks == _without_lines(algorithm, again)
         run_against_contract(executor, again, rank.rank, 5)
+        planned = from_plan(to_plan(algorithm))
+        assert verify(planned).result_checked
+        run_against_contract(executor, planned, rank.rank, 5)
         changed = mutated(again, random.Random(seed))
         try:
             verify(changed)
@@ -126,11 +130,11 @@ def _without_lines(algorithm: Algorithm, named: Algorithm) -> list[object]:
 
 
 @pytest.mark.parametrize(("ranks", "first"), [(2, 5000), (3, 6000), (4, 7000)])
-def test_random_programs_survive_xml_with_their_contracts(
+def test_random_programs_survive_xml_and_plans_with_their_contracts(
     ranks: int, first: int, request: pytest.FixtureRequest
 ) -> None:
     count = 334 if request.config.getoption("--thorough") else 20
-    assert max(run_ranks(ranks, _through_xml, first, count, deadline_s=280)) > 0
+    assert max(run_ranks(ranks, _through_files, first, count, deadline_s=280)) > 0
 
 
 def test_root_survives_xml() -> None:

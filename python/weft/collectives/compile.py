@@ -31,6 +31,7 @@ from weft.collectives.ir import PROTOCOLS, Algorithm
 from weft.collectives.language import Program, ProgramError, collect
 from weft.collectives.library import build, entries
 from weft.collectives.load import load_file
+from weft.collectives.plan_json import to_plan
 from weft.collectives.verifier import verify
 from weft.collectives.xml import DIALECTS, to_xml
 from weft.errors import Error, invalid
@@ -39,7 +40,12 @@ from weft.errors import Error, invalid
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--list", action="store_true", help="list the library and return")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write XML there; default: print it")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write XML there, or an MSCCL++ plan where it ends in .json; default: print XML",
+    )
     parser.add_argument(
         "--dialect",
         choices=DIALECTS,
@@ -69,6 +75,11 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
         "--program", type=int, default=0, metavar="N", help="of a script that makes several: the Nth, from 1"
     )
     parser.add_argument(
+        "--reschedule",
+        action="store_true",
+        help="of an MSCCL++ plan: keep what it moves, and make blocks, channels and order anew",
+    )
+    parser.add_argument(
         "--args", default="", metavar="TEXT", help="the arguments of an MSCCL script, as one text"
     )
 
@@ -88,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
 def _write(algorithm: Algorithm, args: argparse.Namespace, number: int) -> None:
     """Verify and write the Nth algorithm of a source; the second to FILE-2.xml, and so on."""
     report = verify(algorithm)
-    text = to_xml(algorithm, args.dialect)
+    is_plan = str(args.output or "").endswith(".json")
+    text = to_plan(algorithm) if is_plan else to_xml(algorithm, args.dialect)
     if args.output:
         path = Path(args.output)
         (path if number == 1 else path.with_stem(f"{path.stem}-{number}")).write_text(text)
@@ -109,7 +121,7 @@ def _read_all(args: argparse.Namespace) -> list[Algorithm]:
     """Return all algorithms of a source, or the one that --program names."""
     if args.program or Path(args.source or "").suffix != ".py" or not Path(args.source).is_file():
         return [read_arguments(args)]
-    programs = _programs_of(Path(args.source), args.ranks, _options(args), shlex.split(args.args))
+    programs = programs_of(Path(args.source), args.ranks, _options(args), shlex.split(args.args))
     if not programs:
         raise Error(f"{args.source}: no program; define program(ranks) or enter a Program")
     return [program.compile() for program in programs]
@@ -145,7 +157,7 @@ def read_source(
         raise invalid("source", source, "an existing file, or a name that weft compile --list shows")
     if path.suffix != ".py":
         return _loaded(path, ranks, options)
-    programs = _programs_of(path, ranks, options, arguments)
+    programs = programs_of(path, ranks, options, arguments)
     if not 1 <= (number or 1) <= len(programs) or (number == 0 and len(programs) > 1):
         names = ", ".join(f"{at} {program.name!r}" for at, program in enumerate(programs, 1)) or "none"
         raise Error(f"{path.name}: got program {number or 'without a number'}, allowed: --program of {names}")
@@ -153,7 +165,7 @@ def read_source(
 
 
 def _loaded(path: Path, ranks: int, options: dict[str, Any]) -> Algorithm:
-    algorithm = load_file(path)
+    algorithm = load_file(path, bool(options.pop("reschedule", False)))
     if ranks not in (0, algorithm.num_ranks):
         raise invalid("ranks", ranks, f"{algorithm.num_ranks}, as {path.name} says")
     protocol = options.pop("protocol", algorithm.protocol)
@@ -174,10 +186,12 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
             options[name] = getattr(args, name)
     if args.in_place:
         options["inplace"] = True
+    if args.reschedule:
+        options["reschedule"] = True
     return options
 
 
-def _programs_of(path: Path, ranks: int, options: dict[str, Any], arguments: Sequence[str]) -> list[Program]:
+def programs_of(path: Path, ranks: int, options: dict[str, Any], arguments: Sequence[str]) -> list[Program]:
     printed = StringIO()
     with collect() as programs, _msccl_names(), _arguments([str(path), *arguments]), redirect_stdout(printed):
         try:

@@ -190,6 +190,7 @@ class Program:
         self._connections: set[tuple[int, int]] = set()
         self._follows_msccl = False
         self.notes: list[str] = []
+        self.place = ""  # of what is being read, where that is not the caller's line
         self._outer: Program | None = None
         self._last_empty = ""
 
@@ -290,7 +291,7 @@ class Program:
         return Ref(self, ref._place, ref.size)
 
     def _record(self, reduces: bool, src: Place, dst: Place, size: int, hints: tuple[int, int, int]) -> None:
-        where = _user_line()
+        where = self.place or _user_line()
         overlap = abs(src.index - dst.index) < size and (src.rank, src.buffer) == (dst.rank, dst.buffer)
         if overlap:
             raise _error(

@@ -11,8 +11,10 @@ from weft.collectives.xml import from_xml, is_list, read_list
 from weft.errors import Error, invalid
 
 
-def load_file(path: str | Path) -> Algorithm:
-    """Read MSCCL XML or an MSCCL++ JSON plan, by the ending. Not verified yet.
+def load_file(path: str | Path, reschedule: bool = False) -> Algorithm:
+    """Read MSCCL XML or an MSCCL++ JSON plan, by the ending. XML is not verified yet.
+
+    ``reschedule``: of a plan, let our compiler make blocks, channels and order anew.
 
     Raises: Error, naming file and place; OSError.
     """
@@ -22,7 +24,7 @@ def load_file(path: str | Path) -> Algorithm:
     if file.suffix == ".json":
         from weft.collectives.plan_json import from_plan
 
-        return from_plan(_text(file), file.name)
+        return from_plan(_text(file), file.name, reschedule)
     raise invalid("file", file.name, "a name that ends in .xml (MSCCL) or .json (MSCCL++ plan)")
 
 

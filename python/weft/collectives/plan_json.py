@@ -1,239 +1,520 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MSCCL++ JSON execution plans, in.
+"""MSCCL++ JSON execution plans, in and out.
 
-    algorithm = from_plan(text, "allreduce.json")     # Error: file, rank, block, operation, what is wrong
+    algorithm = from_plan(text, "allreduce.json")              # Error: file, rank, block, operation, what is wrong
+    algorithm = from_plan(text, "allreduce.json", reschedule=True)
+    text = to_plan(algorithm)
 
-A plan says with signals, waits and packets what a program of ours says with data. So a plan is played: every block
-runs until it must wait, data operations become copies and reductions of a traced program, and our compiler makes the
-schedule, which is verified like any other. What the plan's author chose as blocks and channels is not kept. A wait that
-nobody ends is reported as a deadlock. Synchronisation that is missing between two blocks is not: the order of the play
-is one that the plan allows, and the compiled program keeps it. Switch channels and thread block groups are refused.
+A plan moves data with puts and gets and orders them with signals, waits, barriers, semaphores and packets. It is
+played: every block runs until it must wait. The play follows who knows what of whom (vector clocks) and what every slot
+holds, so a wait that nobody ends, two accesses that no synchronisation of the plan orders, a packet that is written
+twice and a wrong result are refused, under every timing of the plan. Relaxed signals order execution, not data. What
+threads of one block do is taken to be in order.
+
+What then runs are the plan's own operations, in its blocks and their order: a put is a message of the block's own
+connection, and a step waits for the steps of its rank that touched its slots before. ``reschedule`` takes the data
+operations alone and lets our compiler make blocks, channels and order anew.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import defaultdict
 from typing import Any
 
-from weft.collectives.contract import standard
-from weft.collectives.ir import MAX_CHUNKS, Algorithm
-from weft.collectives.language import Program
+import numpy as np
+
+from weft.collectives.compiler import compile_in_order
+from weft.collectives.contract import Buffer, Collective, Stated, standard
+from weft.collectives.ir import MAX_CHANNELS, Algorithm, Op, Span
+from weft.collectives.language import Place, Program, ProgramError
+from weft.collectives.plan_form import Operand, Plan, PlanOp, read_plan
+from weft.collectives.values import Value
+from weft.collectives.verifier import promised
 from weft.errors import Error
 
-_PACKET_READS = ("upkt", "rppkt", "repkt", "recpkt", "respkt", "recspkt")
-_SKIPPED = ("nop", "flush")
-_REDUCTIONS = ("re", "res", "rre", "rres", "repkt", "recpkt", "respkt", "recspkt")
-_COPIES = ("put", "pws", "pwsf", "get", "copy", "ppkt", "rppkt", "cpkt", "upkt")
-_SWITCH = ("glre", "glres", "gstore", "gstorepkt")
-
-Slot = tuple[int, str, int, int]  # rank, buffer, first chunk, chunks
+_EXECUTION, _DATA = 0, 1  # rows of a clock: what happened before, and what of it is visible
 
 
-def from_plan(text: str, file: str = "plan.json") -> Algorithm:
-    """Read a plan; return it compiled and verified. Raises: Error, ProgramError, VerificationError."""
+def from_plan(text: str, file: str = "plan.json", reschedule: bool = False) -> Algorithm:
+    """Read a plan; return it verified. Raises: Error, VerificationError."""
     try:
-        plan = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Error(f"{file}: not JSON: {error}") from None
-    try:
-        return _Play(plan, file).run()
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-        raise Error(
-            f"{file}: a field is missing or of a wrong form: {type(error).__name__}: {error}"
-        ) from None
+        plan = read_plan(text, file)
+    except RecursionError:
+        raise Error(f"{file}: pipelines stand in pipelines too deeply") from None
+    return _Play(plan, file).run(reschedule)
+
+
+@dataclasses.dataclass
+class _Access:
+    block: int
+    time: int
+    place: str
+
+
+@dataclasses.dataclass
+class _Slot:
+    """Who wrote a slot last, and who read it since. ``packets``: times that packets were written there."""
+
+    write: _Access | None = None
+    reads: list[_Access] = dataclasses.field(default_factory=list)
+    packets: int = 0
+    clock: np.ndarray | None = None  # of the packets' writer
 
 
 class _Play:
-    def __init__(self, plan: dict[str, Any], file: str) -> None:
-        self._file = file
-        self._gpus: list[dict[str, Any]] = sorted(plan["gpus"], key=lambda gpu: int(gpu["id"]))
-        name = str(plan["collective"]).lower()
-        chunks = int(self._gpus[0]["input_chunks"])
-        if not 1 <= chunks <= MAX_CHUNKS:
-            raise Error(f"{file}: input_chunks: got {chunks}, allowed: 1 to {MAX_CHUNKS}")
-        ranks = len(self._gpus)
-        contract = standard(
-            name, ranks, chunks * ranks if name == "allgather" else chunks, bool(plan["inplace"])
-        )
-        if contract is None:
-            raise Error(f"{file}: collective: got {name!r}, allowed: those of MSCCL")
-        high = plan.get("max_message_size")
+    def __init__(self, plan: Plan, file: str) -> None:
+        self._plan, self._file = plan, file
         self._program = Program(
-            str(plan["name"]),
-            contract,
-            protocol=str(plan.get("protocol", "Simple")),
-            min_bytes=int(plan.get("min_message_size", 0)),
-            max_bytes=None if high is None or int(high) >= (1 << 64) - 1 else int(high),
+            *(plan.name, _contract(plan, file)),
+            protocol=plan.protocol,
+            min_bytes=plan.min_bytes,
+            max_bytes=plan.max_bytes,
         )
-        self._signals: dict[object, int] = defaultdict(int)
+        self._program.where = file
+        self._blocks = plan.blocks
+        self._clock = [np.zeros((2, len(plan.blocks)), np.int32) for _ in plan.blocks]
+        self._slots: dict[tuple[int, str, int], _Slot] = defaultdict(_Slot)
+        self._signals: dict[object, list[np.ndarray]] = defaultdict(list)
+        self._ends: dict[object, int] = {}
         self._waited: dict[object, int] = defaultdict(int)
-        self._semaphores: dict[tuple[int, int], int] = {}
-        self._packets: set[tuple[int, str, int]] = set()
-        self._arrived: dict[tuple[int, int], set[int]] = defaultdict(set)
-        for gpu in self._gpus:
-            for number, semaphore in enumerate(gpu.get("semaphores", [])):
-                self._semaphores[int(gpu["id"]), number] = int(semaphore["init_value"])
+        self._semaphores: dict[tuple[int, int], list[np.ndarray]] = {
+            key: [np.zeros((2, len(plan.blocks)), np.int32)] * count for key, count in plan.semaphores.items()
+        }
+        self._arrived: dict[tuple[int, int], dict[tuple[int, int], np.ndarray]] = defaultdict(dict)
+        self._hints: dict[object, int] = {}
+        self._first_peer: dict[int, int] = {}
+        self._channels: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
 
-    def run(self) -> Algorithm:
-        blocks = [(gpu, block, _flat(block["ops"])) for gpu in self._gpus for block in gpu["threadblocks"]]
-        at = [0] * len(blocks)
+    def run(self, reschedule: bool) -> Algorithm:
+        at = [0] * len(self._blocks)
         moved = True
         while moved:
             moved = False
-            for i, (gpu, block, ops) in enumerate(blocks):
-                while at[i] < len(ops) and self._step(gpu, block, at[i], ops[at[i]]):
+            for i, block in enumerate(self._blocks):
+                while at[i] < len(block.ops) and self._step(i, block.ops[at[i]], at[i]):
                     at[i] += 1
                     moved = True
-        for i, (gpu, block, ops) in enumerate(blocks):
-            if at[i] < len(ops):
-                raise Error(
-                    f"{self._place(gpu, block, at[i], ops[at[i]])}: deadlock: it waits for what never comes"
-                )
-        return self._program.compile()
+        for i, block in enumerate(self._blocks):
+            if at[i] < len(block.ops):
+                raise Error(f"{block.ops[at[i]].place}: deadlock: it waits for what never comes")
+        self._check_result()
+        return self._program.compile() if reschedule else compile_in_order(self._program)
 
-    def _place(self, gpu: dict[str, Any], block: dict[str, Any], at: int, op: dict[str, Any]) -> str:
-        return f"{self._file}: rank {gpu['id']}, block {block['id']}, operation {at} ({op['name']})"
-
-    def _step(self, gpu: dict[str, Any], block: dict[str, Any], at: int, op: dict[str, Any]) -> bool:
+    def _step(self, i: int, op: PlanOp, at: int) -> bool:
         """Run one operation; False when it must wait."""
-        name = op["name"]
-        place = self._place(gpu, block, at, op)
-        if name in _SWITCH:
-            raise Error(f"{place}: switch channels need multicast, which Weft does not use")
-        if int(op.get("tbg_info", {}).get("tbg_size", 1)) > 1:
-            raise Error(f"{place}: thread block groups are not supported")
-        if name in _SKIPPED:
-            return True
-        if name == "barrier":
-            return self._barrier(gpu, block, at, op)
-        if name in ("sem_acquire", "sem_release"):
-            return self._semaphore(gpu, op, name == "sem_acquire")
-        if name in ("signal", "rlxsignal"):
-            self._signal(gpu, block, op)
-            return True
-        if name in ("wait", "rlxwait"):
-            return self._wait(gpu, block, op)
-        if name not in _COPIES and name not in _REDUCTIONS:
-            raise Error(f"{place}: unknown operation")
-        if not self._data(gpu, block, op, place):
+        rank = self._blocks[i].rank
+        if op.kind == "barrier":
+            return self._barrier(i, op, at)
+        if op.kind in ("acquire", "release"):
+            return self._semaphore(i, op)
+        if op.kind == "wait":
+            return self._wait(i, op)
+        if op.kind == "move" and not self._packets_are_there(op):
             return False
-        if name in ("pws", "pwsf"):
-            self._signal(gpu, block, op)
+        if op.kind == "move":
+            self._clock[i][:, i] += 1
+            self._move(i, op)
+        if op.kind == "signal" or op.signals:
+            for kind, peer, number in op.ends:
+                self._signal(i, (kind, rank, peer, number), op)
         return True
 
     # -- synchronisation ---------------------------------------------------------------------------------------
 
-    def _barrier(self, gpu: dict[str, Any], block: dict[str, Any], at: int, op: dict[str, Any]) -> bool:
-        if "barrier_id" not in op:
-            return True  # of one block alone
-        key = int(gpu["id"]), int(op["barrier_id"])
-        count = int(op["num_threadblocks"])
-        mine = (int(block["id"]) << 16) + at
-        self._arrived[key].add(mine)
-        rounds = sum(1 for seen in self._arrived[key] if seen >> 16 == int(block["id"]))
-        return len(self._arrived[key]) >= rounds * count
+    def _join(self, i: int, clock: np.ndarray, is_strong: bool = True) -> None:
+        """Let block i know what ``clock`` knew; of a relaxed wait, not what of it is visible."""
+        rows = slice(None) if is_strong else slice(_EXECUTION, _DATA)
+        np.maximum(self._clock[i][rows], clock[rows], out=self._clock[i][rows])
 
-    def _semaphore(self, gpu: dict[str, Any], op: dict[str, Any], acquires: bool) -> bool:
-        keys = [(int(gpu["id"]), int(number)) for number in op["semaphore_ids"]]
-        if acquires and any(self._semaphores.get(key, 0) < 1 for key in keys):
+    def _barrier(self, i: int, op: PlanOp, at: int) -> bool:
+        number, count = op.barrier
+        arrived = self._arrived[self._blocks[i].rank, number]
+        if (i, at) not in arrived:
+            arrived[i, at] = self._clock[i].copy()
+        turn = sum(1 for block, _ in arrived if block == i)
+        if len(arrived) < turn * count:
             return False
-        for key in keys:
-            self._semaphores[key] = self._semaphores.get(key, 0) + (-1 if acquires else 1)
+        for clock in list(arrived.values())[: turn * count]:
+            self._join(i, clock)
         return True
 
-    def _connections(
-        self, gpu: dict[str, Any], block: dict[str, Any], op: dict[str, Any]
-    ) -> list[tuple[str, int, int]]:
-        """Return (type, peer, which of the channels to that peer) of the channels that an operation names."""
-        kind = op["channel_type"]
-        own = next(c for c in block["channels"] if c["channel_type"] == kind)["channel_ids"]
-        peers = next(c for c in gpu["channels"] if c["channel_type"] == kind)["connected_to"]
-        out = []
-        for index in op["channel_ids"]:
-            channel = own[index]
-            out.append((kind, int(peers[channel]), peers[:channel].count(peers[channel])))
-        return out
+    def _semaphore(self, i: int, op: PlanOp) -> bool:
+        keys = [(self._blocks[i].rank, number) for number in op.semaphores]
+        held = [self._semaphores.setdefault(key, []) for key in keys]
+        if op.kind == "release":
+            for one in held:
+                one.append(self._clock[i].copy())
+            return True
+        if not all(held):
+            return False
+        for one in held:
+            self._join(i, np.minimum.reduce(one))  # any of them may be the one that lets it pass
+            one.pop(0)
+        return True
 
-    def _signal(self, gpu: dict[str, Any], block: dict[str, Any], op: dict[str, Any]) -> None:
-        for kind, peer, number in self._connections(gpu, block, op):
-            self._signals[kind, int(gpu["id"]), peer, number] += 1
+    def _one_user(self, key: object, i: int, op: PlanOp) -> None:
+        if self._ends.setdefault(key, i) != i:
+            other = self._blocks[self._ends[key]]
+            raise Error(
+                f"{op.place}: block {other.number} uses the same end of the channel; allowed: one block"
+            )
 
-    def _wait(self, gpu: dict[str, Any], block: dict[str, Any], op: dict[str, Any]) -> bool:
-        keys = [
-            (kind, peer, int(gpu["id"]), number) for kind, peer, number in self._connections(gpu, block, op)
-        ]
-        if any(self._signals[key] <= self._waited[key] for key in keys):
+    def _signal(self, i: int, key: tuple[str, int, int, int], op: PlanOp) -> None:
+        self._one_user((*key, "signals"), i, op)
+        clock = self._clock[i].copy()
+        if not op.is_strong:
+            clock[_DATA] = 0
+        self._signals[key].append(clock)
+
+    def _wait(self, i: int, op: PlanOp) -> bool:
+        rank = self._blocks[i].rank
+        keys = [(kind, peer, rank, number) for kind, peer, number in op.ends]
+        if any(len(self._signals[key]) <= self._waited[key] for key in keys):
             return False
         for key in keys:
+            self._one_user((*key, "waits"), i, op)
+            self._join(i, self._signals[key][self._waited[key]], op.is_strong)
             self._waited[key] += 1
         return True
 
     # -- data --------------------------------------------------------------------------------------------------
 
-    def _slots(self, gpu: dict[str, Any], block: dict[str, Any], op: dict[str, Any], side: str) -> list[Slot]:
-        out = []
-        for operand in op.get(side, []):
-            index, count = int(operand["index"]), int(operand["size"])
-            if "buffer_id" not in operand:
-                out.append((int(gpu["id"]), _BUFFER_NAMES[operand["type"]], index, count))
-                continue
-            refs = next(
-                r for r in block["remote_buffer_refs"] if r["access_channel_type"] == op["channel_type"]
+    def _keys(self, operand: Operand, op: PlanOp) -> list[tuple[int, str, int]]:
+        if operand.buffer not in (Buffer.input, Buffer.output):
+            return [(operand.rank, operand.buffer, operand.index + c) for c in range(operand.size)]
+        contract = self._program.collective
+        is_input = operand.buffer == Buffer.input
+        length = (contract.input_chunks if is_input else contract.output_chunks)(operand.rank)
+        end = operand.index + operand.size
+        if end > length:
+            raise Error(
+                f"{op.place}: {operand.buffer}[{operand.index}:{end}] of rank {operand.rank}: that buffer has {length} "
+                f"chunks{self._cut_note()}"
             )
-            buffer = gpu["remote_buffers"][refs["remote_buffer_ids"][operand["buffer_id"]]]
-            out.append((int(buffer["rank"]), _BUFFER_NAMES[buffer["type"]], index, count))
-        return out
+        own = (contract.alias(operand.rank, operand.buffer, operand.index + c) for c in range(operand.size))
+        return [(operand.rank, *slot) for slot in own]
 
-    def _data(self, gpu: dict[str, Any], block: dict[str, Any], op: dict[str, Any], place: str) -> bool:
-        name = op["name"]
-        sources, targets = (self._slots(gpu, block, op, side) for side in ("src_buff", "dst_buff"))
-        if name in _PACKET_READS:
-            packets = sources if name in ("upkt", "rppkt") else sources[1:]
-            if any((r, b, i + c) not in self._packets for r, b, i, n in packets for c in range(n)):
-                return False
-        if not sources or not targets:
-            raise Error(f"{place}: it needs sources and destinations")
-        if name in _REDUCTIONS:
-            self._reduce(sources, targets[0], place)
+    def _cut_note(self) -> str:
+        return f", each cut into {self._plan.cut} for its thread block groups" if self._plan.cut > 1 else ""
+
+    def _packets_are_there(self, op: PlanOp) -> bool:
+        return all(
+            self._slots[key].packets for one in op.sources if one.is_packets for key in self._keys(one, op)
+        )
+
+    def _read(self, i: int, operand: Operand, op: PlanOp) -> None:
+        for key in self._keys(operand, op):
+            slot = self._slots[key]
+            if operand.is_packets and slot.clock is not None:
+                self._join(i, slot.clock)
+            write = slot.write
+            if write and self._clock[i][_DATA][write.block] < write.time:
+                raise self._race(op, f"reads {_name(operand)}", f"{write.place} writes it")
+            slot.reads.append(_Access(i, int(self._clock[i][_DATA][i]), op.place))
+
+    def _write(self, i: int, operand: Operand, op: PlanOp) -> None:
+        for key in self._keys(operand, op):
+            slot = self._slots[key]
+            for other, row, did in [
+                *((read, _EXECUTION, "reads") for read in slot.reads),
+                *([(slot.write, _DATA, "writes")] if slot.write else []),
+            ]:
+                if self._clock[i][row][other.block] < other.time:
+                    raise self._race(op, f"writes {_name(operand)}", f"{other.place} {did} it")
+            if operand.is_packets and slot.packets:
+                raise Error(
+                    f"{op.place}: writes packets twice into {_name(operand)}; a reader cannot tell them apart"
+                )
+            slot.packets = int(operand.is_packets)
+            slot.clock = self._clock[i].copy() if operand.is_packets else None
+            slot.write, slot.reads = _Access(i, int(self._clock[i][_DATA][i]), op.place), []
+
+    def _race(self, op: PlanOp, what: str, other: str) -> Error:
+        return Error(
+            f"{op.place}: race: it {what} while {other.removeprefix(f'{self._file}: ')}; nothing orders the two"
+        )
+
+    def _move(self, i: int, op: PlanOp) -> None:
+        for source in op.sources:
+            self._read(i, source, op)
+        for target in op.targets:
+            self._write(i, target, op)
+        sources, targets = op.sources, op.targets
+        if op.reduces:
+            self._reduce(i, op)
             sources, targets = [targets[0]], targets[1:]
-        elif len(sources) == 1:
+        if len(sources) == 1:
             sources = sources * len(targets)
-        for source, target in zip(
-            sources * len(targets) if name in _REDUCTIONS else sources, targets, strict=False
-        ):
-            self._copy(source, target, place)
-        if name.endswith("pkt") and name not in ("upkt", "repkt"):
-            for rank, buffer, index, count in targets:
-                self._packets.update((rank, buffer, index + c) for c in range(count))
-        return True
+        for source, target in zip(sources, targets, strict=True):
+            self._copy(i, source, target, op)
 
-    def _ref(self, slot: Slot, place: str) -> Any:
-        rank, buffer, index, count = slot
-        ref = self._program.chunk(rank, buffer, index, count)
+    def _reduce(self, i: int, op: PlanOp) -> None:
+        rest, target = list(op.sources), op.targets[0]
+        own = self._keys(target, op)
+        same = next((at for at, source in enumerate(rest) if self._keys(source, op) == own), None)
+        if same is None:
+            self._copy(i, rest.pop(0), target, op)
+        else:
+            rest.pop(same)
+        for source in rest:
+            self._trace(i, source, target, op, reduces=True)
+
+    def _copy(self, i: int, source: Operand, target: Operand, op: PlanOp) -> None:
+        if self._keys(source, op) != self._keys(target, op):
+            self._trace(i, source, target, op, reduces=False)
+
+    def _trace(self, i: int, source: Operand, target: Operand, op: PlanOp, reduces: bool) -> None:
+        """Add a copy or sum to the program, in the plan's own blocks."""
+        program = self._program
+        src, dst = self._ref(source, op), Place(target.rank, target.buffer, target.index)
+        hints = self._places(i, source.rank, target.rank)
+        program.place = op.place
+        try:
+            if reduces:
+                self._ref(target, op).reduce(src, *hints)
+            else:
+                src.copy(dst.rank, dst.buffer, dst.index, *hints)
+        except ProgramError as error:
+            raise Error(f"{op.place}: {str(error).partition(': ')[2]}") from None
+
+    def _ref(self, operand: Operand, op: PlanOp) -> Any:
+        ref = self._program.chunk(operand.rank, operand.buffer, operand.index, operand.size)
         if ref is None:
-            raise Error(f"{place}: rank {rank} {buffer}[{index}:{index + count}] holds nothing yet")
+            raise Error(f"{op.place}: {_name(operand)} holds nothing yet")
         return ref
 
-    def _copy(self, source: Slot, target: Slot, place: str) -> None:
-        self._ref(source, place).copy(target[0], target[1], target[2])
+    def _places(self, i: int, source: int, target: int) -> tuple[int, int, int]:
+        """Return (sendtb, recvtb, channel) of what block i moves: its own connection, while there are some.
 
-    def _reduce(self, sources: list[Slot], target: Slot, place: str) -> None:
-        rest = list(sources)
-        if target in rest:
-            rest.remove(target)
-        else:
-            self._copy(rest.pop(0), target, place)
-        for source in rest:
-            self._ref(target, place).reduce(self._ref(source, place))
+        A block of ours sends to one peer, so what a plan's block puts to others goes from further blocks. Whatever the
+        blocks, all take their steps in the order of the play, which is one that ends.
+        """
+        own = self._hint((source, "own", i))
+        if source == target:
+            return own, own, -1
+        known = self._channels[source, target]
+        channel = known.setdefault(i, len(known) % MAX_CHANNELS)
+        is_putting = self._blocks[i].rank == source and self._first_peer.setdefault(i, target) == target
+        sender = self._hints.setdefault(
+            (source, "to", target, channel), own if is_putting else len(self._hints)
+        )
+        return sender, self._hint((target, "from", source, channel)), channel
+
+    def _hint(self, key: object) -> int:
+        return self._hints.setdefault(key, len(self._hints))
+
+    def _check_result(self) -> None:
+        program = self._program
+        problem = program.collective.problem(program.state())
+        if problem is None:
+            return self._check_ends()
+        rank, buffer, index, what = problem
+        slot = self._slots[(rank, *program.collective.alias(rank, buffer, index))]
+        last = slot.write.place.removeprefix(f"{self._file}: ") if slot.write else "nobody"
+        raise Error(
+            f"{self._file}: the plan does not do {program.collective!r}: rank {rank} {buffer}[{index}] {what}; last "
+            f"written by {last}"
+        )
+
+    def _check_ends(self) -> None:
+        """Check that no rank ends before others have written all of its result."""
+        contract = self._program.collective
+        for rank in range(self._plan.ranks):
+            clocks = [self._clock[i][_DATA] for i, block in enumerate(self._blocks) if block.rank == rank]
+            known = np.maximum.reduce([np.zeros(len(self._blocks), np.int32), *clocks])
+            for index in range(contract.output_chunks(rank)):
+                write = self._slots[(rank, *contract.alias(rank, Buffer.output, index))].write
+                if write and known[write.block] < write.time:
+                    raise Error(
+                        f"{write.place}: race: rank {rank} may end before its o[{index}] is written; nothing tells it"
+                    )
 
 
-_BUFFER_NAMES = {"i": "i", "o": "o", "s": "scratch", "input": "i", "output": "o", "scratch": "scratch"}
+def _name(operand: Operand) -> str:
+    return f"{operand.buffer}[{operand.index}:{operand.index + operand.size}] of rank {operand.rank}"
 
 
-def _flat(ops: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the operations with pipelines unrolled: playing a body once moves all its units."""
-    out: list[dict[str, Any]] = []
-    for op in ops:
-        out += _flat(op["ops"]) if op["name"] == "pipeline" else [op]
-    return out
+def _contract(plan: Plan, file: str) -> Collective:
+    """Return what the plan promises. MSCCL++ counts a rank's chunks, of an in-place all_gather those of the output."""
+    if plan.contract is not None:
+        return _stated(plan, file)
+    taken, given = plan.chunks
+    name = {"all_gather": "allgather", "all_reduce": "allreduce"}.get(plan.collective, plan.collective)
+    if not plan.inplace and not (taken and given):
+        raise Error(f"{file}: got {taken} chunks of input and {given} of output, allowed: 1 or more of each")
+    chunks = taken or given
+    if name == "allgather":
+        is_whole = given == taken or not taken
+        chunks = (given or taken) if is_whole and max(given, taken) % plan.ranks == 0 else taken * plan.ranks
+    contract = standard(name, plan.ranks, chunks, plan.inplace)
+    if contract is None:
+        raise Error(
+            f"{file}: collective: got {plan.collective!r}, allowed: allreduce, allgather, reducescatter, alltoall, "
+            "broadcast, reduce, gather, scatter, sendrecv"
+        )
+    return contract
+
+
+def _stated(plan: Plan, file: str) -> Collective:
+    """Return a custom contract that to_plan() wrote."""
+
+    def value(parts: Any) -> Value | None:
+        return Value(tuple((int(rank), int(chunk)) for rank, chunk in parts)) if parts else None
+
+    try:
+        before, after = (
+            [[value(v) for v in own] for own in plan.contract[key]] for key in ("before", "after")
+        )
+        same = {(int(r), str(b), int(at)): (str(to), int(i)) for r, b, at, to, i in plan.contract["same"]}
+        chunks = int(plan.contract["chunks"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise Error(f"{file}: weft_contract: {type(error).__name__}: {error}") from None
+    if len(before) != plan.ranks or len(after) != plan.ranks:
+        raise Error(f"{file}: weft_contract: got {len(before)} ranks, allowed: {plan.ranks}")
+    return Stated(chunks, before, after, plan.inplace, same).scaled(plan.cut)
+
+
+def _contract_fields(algorithm: Algorithm, contract: Collective) -> dict[str, Any]:
+    def parts(slots: list[list[Value | None]]) -> list[Any]:
+        return [[value and [list(part) for part in value.parts] for value in own] for own in slots]
+
+    before = [own.get(Buffer.input, []) for own in contract.init_buffers()]
+    after = promised(algorithm, contract)
+    own = contract.in_form(True)
+    named = [
+        (rank, buffer, at, own.alias(rank, buffer, at))
+        for slots, buffer in ((before, Buffer.input), (after, Buffer.output))
+        for rank in range(algorithm.num_ranks)
+        for at in range(len(slots[rank]))
+    ]
+    same = [[r, b, at, *to] for r, b, at, to in named if algorithm.inplace and to not in ((b, at), ("i", at))]
+    return {"chunks": algorithm.chunks, "before": parts(before), "after": parts(after), "same": same}
+
+
+def to_plan(algorithm: Algorithm) -> str:
+    """Return the algorithm as an MSCCL++ plan, with the same blocks and order.
+
+    Every message has a place of its own in the receiver's scratch, is put there and signalled; other blocks of a rank
+    are waited for by semaphores.
+    """
+    return json.dumps(_Writer(algorithm).plan(), indent=1) + "\n"
+
+
+class _Writer:
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
+        self._inbox: dict[tuple[int, int, int], int] = {}  # of every connection, its first place in scratch
+        self._scratch = [program.scratch_chunks for program in algorithm.ranks]
+        for rank, _, block in algorithm.blocks():
+            chunks = sum(step.count for step in block.steps if step.op.receives)
+            if chunks:
+                self._inbox[block.recv, rank, block.channel] = self._scratch[rank]
+                self._scratch[rank] += chunks
+
+    def plan(self) -> dict[str, Any]:
+        algorithm = self._algorithm
+        gpus = [self._gpu(rank) for rank in range(algorithm.num_ranks)]
+        plan: dict[str, Any] = {
+            "name": algorithm.name,
+            "collective": algorithm.collective,
+            "protocol": "Simple",
+        }
+        plan |= {"inplace": algorithm.inplace, "min_message_size": algorithm.min_bytes}
+        if algorithm.max_bytes is not None:
+            plan["max_message_size"] = algorithm.max_bytes
+        if algorithm.collective == "custom" and algorithm.contract is not None:
+            plan["weft_contract"] = _contract_fields(algorithm, algorithm.contract)
+        return {**plan, "gpus": gpus}
+
+    def _gpu(self, rank: int) -> dict[str, Any]:
+        program = self._algorithm.ranks[rank]
+        edges = sorted(
+            {
+                (dep, (number, at))
+                for number, block in enumerate(program.blocks)
+                for at, step in enumerate(block.steps)
+                for dep in step.depends
+            }
+        )
+        # Both ends count a pair's channels alike: by the pair's own channels, in either direction.
+        links = sorted(
+            {
+                (peer, block.channel)
+                for block in program.blocks
+                for peer in (block.send, block.recv)
+                if peer >= 0
+            }
+            | {
+                (r, b.channel)
+                for r, _, b in self._algorithm.blocks()
+                if rank in (b.send, b.recv) and r != rank
+            }
+        )
+        peers = sorted({peer for peer, _ in links})
+        buffers = [{"rank": peer, "type": "s", "access_channel_types": ["memory"]} for peer in peers]
+        sizes = program.input_chunks, program.output_chunks, self._scratch[rank]
+        return {
+            "id": rank,
+            **dict(zip(("input_chunks", "output_chunks", "scratch_chunks"), sizes, strict=True)),
+            "threadblocks": [
+                {
+                    "id": number,
+                    "ops": self._ops(rank, number, edges, links, peers),
+                    "channels": [{"channel_type": "memory", "channel_ids": list(range(len(links)))}],
+                    "remote_buffer_refs": [
+                        {"access_channel_type": "memory", "remote_buffer_ids": list(range(len(peers)))}
+                    ],
+                }
+                for number in range(len(program.blocks))
+            ],
+            "channels": [{"channel_type": "memory", "connected_to": [peer for peer, _ in links]}],
+            "remote_buffers": buffers,
+            "semaphores": [{"init_value": 0} for _ in edges],
+        }
+
+    def _ops(
+        self, rank: int, number: int, edges: list[Any], links: list[tuple[int, int]], peers: list[int]
+    ) -> list[dict[str, Any]]:
+        block = self._algorithm.ranks[rank].blocks[number]
+        ops: list[dict[str, Any]] = []
+        received = sent = 0
+        for at, step in enumerate(block.steps):
+            acquired = [e for e, (_, to) in enumerate(edges) if to == (number, at)]
+            if acquired:
+                ops.append({"name": "sem_acquire", "semaphore_ids": acquired})
+            src, dst = _local(step.src, step.count), _local(step.dst, step.count)
+            kept = src
+            if step.op.receives:
+                first = self._inbox[block.recv, rank, block.channel] + received
+                came = _local(Span(Buffer.scratch, first), step.count)
+                received += step.count
+                ops.append(_channel("wait", links.index((block.recv, block.channel))))
+                kept = dst if step.op.writes_dst else came
+                if step.op.reads_src:
+                    ops.append({"name": "re", "src_buff": [src, came], "dst_buff": [kept]})
+                else:
+                    ops.append({"name": "copy", "src_buff": [came], "dst_buff": [dst]})
+            elif step.op is Op.COPY:
+                ops.append({"name": "copy", "src_buff": [src], "dst_buff": [dst]})
+            elif step.op is Op.REDUCE:
+                ops.append({"name": "re", "src_buff": [dst, src], "dst_buff": [dst]})
+            if step.op.sends:
+                there = self._inbox[rank, block.send, block.channel] + sent
+                sent += step.count
+                target = {"buffer_id": peers.index(block.send), "index": there, "size": step.count}
+                put = {"name": "put", "src_buff": [kept], "dst_buff": [target], "channel_type": "memory"}
+                ops += [put, _channel("signal", links.index((block.send, block.channel)))]
+            released = [e for e, (done, _) in enumerate(edges) if done == (number, at)]
+            if released:
+                ops.append({"name": "sem_release", "semaphore_ids": released})
+        return ops
+
+
+def _local(span: Span, size: int) -> dict[str, Any]:
+    return {"type": span.buffer, "index": max(span.index, 0), "size": size}
+
+
+def _channel(name: str, channel: int) -> dict[str, Any]:
+    return {"name": name, "channel_type": "memory", "channel_ids": [channel]}

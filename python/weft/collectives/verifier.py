@@ -23,7 +23,7 @@ from collections import deque
 
 import numpy as np
 
-from weft.collectives.contract import Buffer, Collective, State
+from weft.collectives.contract import Buffer, Collective, Slots, State
 from weft.collectives.flow import SizeLimit, size_limit
 from weft.collectives.ir import (
     MAX_BLOCKS,
@@ -515,6 +515,16 @@ class Interpreter:
             raise VerificationError(
                 "result", f"{self._form}, rank {rank}: {buffer}[{index}] {what}; last written by {last}"
             )
+
+
+def promised(algorithm: Algorithm, contract: Collective) -> list[Slots]:
+    """Return what every output must hold: what after() says or, where there is check() alone, what is computed."""
+    ranks = range(algorithm.num_ranks)
+    if type(contract).after is not Collective.after:
+        return [contract.after(rank) for rank in ranks]
+    interpreter = Interpreter(algorithm, algorithm.forms()[0], check_structure(algorithm))
+    interpreter.run()
+    return [[interpreter.output(r, c) for c in range(contract.output_chunks(r))] for r in ranks]
 
 
 def _race(first: str, did: str, second: str) -> VerificationError:

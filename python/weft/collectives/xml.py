@@ -36,6 +36,7 @@ from weft.collectives.ir import (
     Step,
 )
 from weft.collectives.values import Value
+from weft.collectives.verifier import promised
 from weft.errors import Error
 
 _COLLECTIVES = (
@@ -433,10 +434,10 @@ def to_xml(algorithm: Algorithm, dialect: str = "azure") -> str:
 
 def _contract_lines(algorithm: Algorithm, contract: Collective) -> Iterator[str]:
     yield "  <contract>"
-    promised = _promised(algorithm, contract)
+    outputs = promised(algorithm, contract)
     own = contract.in_form(True)
     for rank, before in enumerate(contract.init_buffers()):
-        for buffer, slots in ((Buffer.input, before.get(Buffer.input, [])), (Buffer.output, promised[rank])):
+        for buffer, slots in ((Buffer.input, before.get(Buffer.input, [])), (Buffer.output, outputs[rank])):
             for index, value in enumerate(slots):
                 place = {"rank": rank, "buf": buffer, "off": index}
                 stands = own.alias(rank, buffer, index)
@@ -445,18 +446,6 @@ def _contract_lines(algorithm: Algorithm, contract: Collective) -> Iterator[str]
                 for text in _sum_texts(value):
                     yield "    " + _tag("slot", {**place, "sum": text}, "/>")
     yield "  </contract>"
-
-
-def _promised(algorithm: Algorithm, contract: Collective) -> list[Slots]:
-    """Return what every output must hold: what after() says or, where there is check() alone, what is computed."""
-    ranks = range(algorithm.num_ranks)
-    if type(contract).after is not Collective.after:
-        return [contract.after(rank) for rank in ranks]
-    from weft.collectives.verifier import Interpreter, check_structure
-
-    interpreter = Interpreter(algorithm, algorithm.forms()[0], check_structure(algorithm))
-    interpreter.run()
-    return [[interpreter.output(r, c) for c in range(contract.output_chunks(r))] for r in ranks]
 
 
 def _sum_texts(value: Value | None) -> Iterator[str]:

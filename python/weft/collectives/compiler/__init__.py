@@ -16,7 +16,7 @@ from weft.collectives.ir import MAX_COUNT, Algorithm, fifo_units
 from weft.collectives.language import Program, ProgramError
 from weft.collectives.verifier import VerificationError, verify
 
-__all__ = ["compile_program", "replicate"]
+__all__ = ["compile_in_order", "compile_program", "replicate"]
 
 
 def compile_program(program: Program) -> Algorithm:
@@ -38,6 +38,19 @@ def compile_program(program: Program) -> Algorithm:
         # scheduled to fit it.
         algorithm = _lowered(program, max(1, fifo_units(program.protocol) // 2))
         verify(algorithm)
+    return algorithm
+
+
+def compile_in_order(program: Program) -> Algorithm:
+    """Lower ``program`` as it is written, in the blocks and on the channels that it names, and verify the result.
+
+    Raises: ProgramError, VerificationError.
+    """
+    graph = Graph(program)
+    for node in graph.nodes:
+        node.channel = max(node.channel_hint, 0)
+    algorithm = lower(graph, graph.nodes, assign_blocks(graph.nodes, program.num_ranks))
+    verify(algorithm)
     return algorithm
 
 

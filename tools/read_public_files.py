@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a folder of algorithm files that others wrote, and says how many load, verify and run. Fetches nothing.
+
+Usage: python tools/read_public_files.py FOLDER [--run] [--most-ranks 8] [--args ARGS]
+
+Files: MSCCL XML (.xml), MSCCL++ plans (.json) and MSCCL's scripts (.py; --args for all of them). --run runs what is
+verified on CPU ranks, with chunks of 1 and 1000 elements, and compares with the contract.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from weft.collectives.compile import programs_of
+from weft.collectives.ir import Algorithm
+from weft.collectives.load import load_file
+from weft.collectives.verifier import promised, verify
+from weft.errors import Error
+from weft.runtime.communicator import Communicator
+from weft.testing.ranks import Rank, RankError, run_ranks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--run", action="store_true")
+    parser.add_argument("--most-ranks", type=int, default=8)
+    parser.add_argument("--args", default="")
+    args = parser.parse_args()
+    counts = {"files": 0, "load": 0, "verify": 0, "run": 0}
+    for file in sorted(args.folder.rglob("*")):
+        if file.suffix not in (".xml", ".json", ".py"):
+            continue
+        counts["files"] += 1
+        print(f"{file.relative_to(args.folder)}: {_try(file, args, counts)}", flush=True)
+    print(", ".join(f"{name} {count}" for name, count in counts.items()))
+    return 0
+
+
+def _try(file: Path, args: argparse.Namespace, counts: dict[str, int]) -> str:
+    try:
+        algorithms = _load(file, shlex.split(args.args))
+        counts["load"] += 1
+        limits = [verify(algorithm).limit for algorithm in algorithms]
+        counts["verify"] += 1
+        if not args.run:
+            return "verified"
+        if any(a.num_ranks > args.most_ranks or a.contract is None for a in algorithms):
+            return "verified; not run: too many ranks, or no contract"
+        for algorithm, limit in zip(algorithms, limits, strict=True):
+            run_ranks(algorithm.num_ranks, _run, algorithm, [4] if limit else [1, 1000], deadline_s=280)
+        counts["run"] += 1
+        return "verified, ran"
+    except (Error, RankError, OSError, SystemExit) as error:
+        return str(error)
+
+
+def _load(file: Path, arguments: list[str]) -> list[Algorithm]:
+    if file.suffix != ".py":
+        return [load_file(file)]
+    return [program.compile() for program in programs_of(file, 0, {}, arguments)]
+
+
+def _run(rank: Rank, algorithm: Algorithm, sizes: list[int]) -> None:
+    collectives = Communicator(rank.group, device="cpu", timeout_s=60).collectives
+    contract = algorithm.contract
+    assert contract is not None
+    inplace = not algorithm.outofplace
+    wanted = promised(algorithm, contract)[rank.rank]
+
+    def number(parts: tuple[tuple[int, int], ...]) -> float:
+        return float(sum(1 + r * 31 % 17 + c * 7 % 11 for r, c in parts))
+
+    held = contract.in_form(False).before(rank.rank)
+    for elems in sizes:
+        tensor = torch.tensor([number(v.parts) if v else 0.0 for v in held]).repeat_interleave(elems)
+        out = None
+        if inplace and len(wanted) > len(held):  # the input is a part of the output
+            out = torch.zeros(len(wanted) * elems)
+            at = contract.in_form(True).alias(rank.rank, "i", 0)[1] * elems
+            out[at : at + len(tensor)] = tensor
+            tensor = out[at : at + len(tensor)]
+        elif inplace and len(wanted) < len(held):  # the other way round
+            at = contract.in_form(True).alias(rank.rank, "o", 0)[1] * elems
+            out = tensor[at : at + len(wanted) * elems]
+        found = collectives.run(algorithm, tensor, out)
+        for at, value in enumerate(wanted):
+            chunk = found[at * elems : (at + 1) * elems]
+            if value is not None and not (chunk == number(value.parts)).all():
+                raise Error(
+                    f"rank {rank.rank}, o[{at}], chunks of {elems}: got {chunk[0]}, should be {value}"
+                )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

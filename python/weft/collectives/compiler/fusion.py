@@ -84,18 +84,20 @@ def fuse_forwards(graph: Graph) -> None:
         for rank, program in enumerate(graph.program.buffers)
         for index in range(len(program.get(Buffer.output, [])))
     }
+    gone: set[Node] = set()
     for op in (Op.RECV_REDUCE_COPY, Op.RECV):
-        for node in list(graph.nodes):
+        for node in graph.nodes:
             if node.op is op:
-                _fuse_one(graph, node, uses, required)
+                _fuse_one(node, uses, required, gone)
+    graph.nodes = [node for node in graph.nodes if node not in gone]
     graph.link()
 
 
 def _fuse_one(
-    graph: Graph,
     node: Node,
     uses: dict[tuple[int, str, int], list[tuple[Node, bool, bool]]],
     required: set[tuple[int, str, int]],
+    gone: set[Node],
 ) -> None:
     for send in _sends_after(node, uses):
         if not _can_merge(node, send):
@@ -109,7 +111,7 @@ def _fuse_one(
         node.sent_to, send.sent_to.sent_by = send.sent_to, node
         node.block_hint = max(node.block_hint, send.block_hint)
         node.channel_hint = max(node.channel_hint, send.channel_hint)
-        graph.nodes.remove(send)
+        gone.add(send)
         for key in slots_read(send):
             uses[key] = [use for use in uses[key] if use[0] is not send]
         return

@@ -64,16 +64,17 @@ class Graph:
         reads: dict[tuple[int, str, int], list[Node]] = {}
         for node in self.nodes:
             node.before = set()
-            for key in slots_read(node):
+            read, written = slots_read(node), slots_written(node)
+            for key in read:
                 if key in last_write:
                     node.before.add(last_write[key])
-            for key in slots_written(node):
+            for key in written:
                 node.before.update(reads.pop(key, ()))
                 if key in last_write:
                     node.before.add(last_write[key])
                 last_write[key] = node
                 self.writer.setdefault(key, []).append(node)
-            for key in slots_read(node):
+            for key in read:
                 if last_write.get(key) is not node:
                     reads.setdefault(key, []).append(node)
             node.before.discard(node)
@@ -114,18 +115,21 @@ class Graph:
 
 
 def slots_read(node: Node) -> list[tuple[int, str, int]]:
-    spans = []
-    if node.op.reads_src:
-        spans.append(node.src)
-    if node.op is Op.REDUCE:
-        spans.append(node.dst)
-    return [(node.rank, span.buffer, span.index + c) for span in spans for c in range(node.count)]
+    slots = _slots(node, node.src) if node.op.reads_src else []
+    return slots + _slots(node, node.dst) if node.op is Op.REDUCE else slots
 
 
 def slots_written(node: Node) -> list[tuple[int, str, int]]:
     if not node.op.writes_dst:
         return []
-    return [(node.rank, node.dst.buffer, node.dst.index + c) for c in range(node.count)]
+    return _slots(node, node.dst)
+
+
+def _slots(node: Node, span: Span) -> list[tuple[int, str, int]]:
+    rank, buffer, first = node.rank, span.buffer, span.index
+    if node.count == 1:
+        return [(rank, buffer, first)]
+    return [(rank, buffer, at) for at in range(first, first + node.count)]
 
 
 def _scratch_bases(program: Program, rank: int) -> dict[str, int]:

@@ -23,9 +23,9 @@ SOURCES = ("*.h", "*.cc", "*.cuh")
 BASE = {"src/base", "include"}
 MACHINE = BASE | {"src/topology", "src/bootstrap"}
 KERNELS = {"kernels"}
-TRANSPORT_LIST = {"transports"}
-MEMORY = MACHINE | TRANSPORT_LIST | {"src/memory"}
-PLAN = MEMORY | KERNELS | {"src/jit", "src/plan"}
+PORTS = MACHINE | KERNELS | {"transports"}
+COMM = PORTS | {"src/memory", "src/comm"}
+PLAN = COMM | {"src/jit", "src/plan"}
 MAY_INCLUDE: dict[str, set[str]] = {
     "include": set(),
     "src/base": {"include"},
@@ -33,11 +33,12 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "src/bootstrap": BASE | {"src/topology"},
     "providers": MACHINE,
     "providers/*": MACHINE | {"providers"},
+    "src/memory": MACHINE,
     "src/transfer": MACHINE | {"providers", "src/memory"},
     "transports": MACHINE | KERNELS,
-    "transports/*": MEMORY | KERNELS | {"src/transfer"},
-    "src/memory": MACHINE | TRANSPORT_LIST,
-    "src/jit": MEMORY | KERNELS | {"transports/*"},  # their channel.cuh: host kernels are compiled with it
+    "transports/*": PORTS | {"src/memory", "src/transfer", "providers"},
+    "src/comm": PORTS | {"src/memory"},
+    "src/jit": COMM | {"transports/*"},  # their channel.cuh: host kernels are compiled with it
     "src/plan": PLAN,
     "src/moe": PLAN,
     "src/collective": PLAN,

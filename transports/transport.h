@@ -1,23 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A Transport is one way for ranks to reach each other. What it can do is data (Caps), and which one is used
-// for a peer is a pure function of that data and the facts of the two ranks.
-//   for (const Candidate& c : candidates(device)) show(c.transport->name, c.caps);       // `weft info`
+// A Transport is one way for ranks to reach each other. What it can do is data (Caps); which one is used for
+// a peer is a pure function of that data and the facts of the two ranks; and it connects: a Link is one
+// rank's half of the ways to all peers that a communicator reaches through one transport.
+//   for (const Candidate& c : candidates(device)) show(c.transport->name(), c.caps);       // `weft info`
 //   WEFT_TRY_ASSIGN(auto to_peer, select_transports(candidates(device), facts, rank, "auto"));
-// Adding one: a folder transports/<name>/ and one line in transports.cc.
-// Threads: any; everything here is constant or a value.
+//   WEFT_TRY_ASSIGN(std::unique_ptr<Link> link, transport->connect(group));
+//   offers = all ranks' link->offer(window); WEFT_TRY(link->accept(window, offers));
+//   WEFT_TRY_ASSIGN(MeshPart part, link->mesh(window));                  // what kernels are launched with
+// Adding one: a folder transports/<name>/ and one line in transports/list.h.
+// Threads: a Transport is constant; a Link is called by one thread at a time.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/device.h"
 #include "base/status.h"
+#include "bootstrap/bootstrap.h"
 #include "topology/topology.h"
 
 namespace weft {
+
+struct FaultBox;  // kernels/core/fault.h
 
 // How device code gets at a peer: by loads and stores into its window, or through something that carries them
 // out.
@@ -37,21 +46,77 @@ struct Caps {
   uint64_t max_put_bytes = 0;    // of one put
   double latency_us = 0;         // estimate: small put with signal until the peer sees it
   double bandwidth_gb_s = 0;     // estimate: large puts of one rank to all its peers, 10^9 bytes per second
+  std::string details;           // for people: what it goes through here, and how it is paced
   std::string unusable_because;  // empty where it can be used on this machine
 
   bool is_usable() const { return unusable_because.empty(); }
 };
 
-struct Transport {
-  const char* name;        // as in WEFT_TRANSPORT
-  const char* carried_by;  // one line for people
-  Caps (*caps)(Device);    // probes this machine; never fails: says why it is unusable instead
+// A window as a transport sees it.
+struct WindowView {
+  int number = 0;      // of the window in its communicator, the same on all ranks
+  uint64_t bytes = 0;  // of every rank's part
+  std::byte* local = nullptr;
+  std::byte* const* bases = nullptr;  // by rank; null where not mapped
+  std::byte* const* table = nullptr;  // the same, where kernels of this rank can read it
+};
+
+// What kernels are given to reach peers: a value of the device type `type`, which transports/list.h names.
+struct MeshPart {
+  std::string type;
+  std::vector<std::byte> value;
+};
+
+// The ranks of a communicator that is being made.
+struct Group {
+  int rank = 0;
+  const std::vector<RankFacts>* facts = nullptr;
+  std::vector<int> peers;  // those that this rank reaches through this transport
+  Bootstrap* bootstrap = nullptr;
+  double timeout_s = 0;
+};
+
+class Link {
+ public:
+  // Carries out what kernels have asked for, then lets go of the peers. Bounded.
+  virtual ~Link() = default;
+
+  // A window was made or has grown: what peers need to reach this rank's part. All ranks call it.
+  virtual Result<std::string> offer(const WindowView& window) { return std::string(); }
+  // ... and what the others offered, by rank. Afterwards, kernels of this rank may use the window.
+  virtual Status accept(const WindowView& window, const std::vector<std::string>& offers) { return {}; }
+  // The window's memory beyond the first `bytes` bytes is about to go away, 0 for all of it.
+  virtual void forget(int window, uint64_t bytes) {}
+
+  // For a window whose offers have been accepted; lives until forget().
+  virtual Result<MeshPart> mesh(const WindowView& window) = 0;
+
+  // ok while every peer is there: else who was lost, where, expected and seen.
+  virtual Status status() { return {}; }
+  // A box of kernels that wait on this link's peers: it is raised when one of them is lost. Null-safe to
+  // repeat; unwatch() before its memory goes.
+  virtual void watch(FaultBox* box) {}
+  virtual void unwatch(FaultBox* box) {}
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual const char* name() const = 0;        // as in WEFT_TRANSPORT
+  virtual const char* carried_by() const = 0;  // one line for people
+  // Probes this machine; never fails: says why it is unusable instead.
+  virtual Caps caps(Device device) const = 0;
+  // What this rank tells all others of itself before transports are chosen: RankFacts::cards.
+  virtual std::string card(Device device) const { return {}; }
   // Why it cannot carry data from `self` to `peer`; empty when it can. Pure.
-  std::string (*refuses)(const RankFacts& self, const RankFacts& peer);
+  virtual std::string refuses(const RankFacts& self, const RankFacts& peer) const = 0;
+  // Collective over all ranks of the group, those without peers here included. Errors: kPeerLost naming the
+  // rank that stayed away, kSystem, kUnsupported with the reason; the same ranks may disagree about it.
+  virtual Result<std::unique_ptr<Link>> connect(const Group& group) const = 0;
 };
 
 // Every transport that Weft has, best first.
-const std::vector<Transport>& transports();
+const std::vector<const Transport*>& transports();
 
 struct Candidate {
   const Transport* transport;
@@ -66,10 +131,13 @@ std::vector<Candidate> candidates(Device device);
 void number_nodes(std::vector<RankFacts>& facts, int64_t ranks_per_node);
 
 // The transport to each rank, in rank order; null at `self`. `wanted` is a name or "auto", which takes the
-// first usable candidate that does not refuse. Pure. Errors: kInvalid for a name that does not exist,
-// kUnsupported when a peer cannot be reached, with the reason of every candidate.
+// first usable candidate that refuses in neither direction. Pure. Errors: kInvalid for a name that does not
+// exist, kUnsupported when a peer cannot be reached, with the reason of every candidate.
 Result<std::vector<const Transport*>> select_transports(const std::vector<Candidate>& candidates,
                                                         const std::vector<RankFacts>& facts, int self,
                                                         std::string_view wanted);
+
+// A mesh of both parts: mapped peers through `mapped`, the others through `port`.
+MeshPart hybrid_mesh(const MeshPart& mapped, const MeshPart& port);
 
 }  // namespace weft

@@ -4,31 +4,33 @@
 #include <map>
 #include <utility>
 
-#include "transports/mapped/connection.h"
+#include "transports/list.h"
 
 namespace weft {
 namespace {
 
 std::string names_of(const std::vector<Candidate>& candidates) {
   std::string names = "auto";
-  for (const Candidate& candidate : candidates) names += text(", {}", candidate.transport->name);
+  for (const Candidate& candidate : candidates) names += text(", {}", candidate.transport->name());
   return names;
 }
 
 // Why `candidate` does not reach `peer` from `self`; empty when it does.
 std::string obstacle(const Candidate& candidate, const RankFacts& self, const RankFacts& peer) {
   if (!candidate.caps.is_usable()) return candidate.caps.unusable_because;
-  return candidate.transport->refuses(self, peer);
+  // Both ways: a peer that cannot answer the same way would take another one.
+  const std::string why = candidate.transport->refuses(self, peer);
+  return why.empty() ? candidate.transport->refuses(peer, self) : why;
 }
 
 Result<const Transport*> select_one(const std::vector<Candidate>& candidates, const RankFacts& self,
                                     const RankFacts& peer, std::string_view wanted) {
   std::string reasons;
   for (const Candidate& candidate : candidates) {
-    if (wanted != "auto" && wanted != candidate.transport->name) continue;
+    if (wanted != "auto" && wanted != candidate.transport->name()) continue;
     const std::string why = obstacle(candidate, self, peer);
     if (why.empty()) return candidate.transport;
-    reasons += text("{}{}: {}", reasons.empty() ? "" : "; ", candidate.transport->name, why);
+    reasons += text("{}{}: {}", reasons.empty() ? "" : "; ", candidate.transport->name(), why);
   }
   return Status::make(Code::kUnsupported, "transport '{}': rank {} cannot reach rank {} ({})", wanted,
                       self.rank, peer.rank, reasons);
@@ -36,16 +38,16 @@ Result<const Transport*> select_one(const std::vector<Candidate>& candidates, co
 
 }  // namespace
 
-const std::vector<Transport>& transports() {
-  static const std::vector<Transport> all = {
-      mapped_transport(),
-  };
+const std::vector<const Transport*>& transports() {
+#define WEFT_TRANSPORT(folder, Mesh) &folder##_transport(),
+  static const std::vector<const Transport*> all = {WEFT_TRANSPORTS(WEFT_TRANSPORT)};
+#undef WEFT_TRANSPORT
   return all;
 }
 
 std::vector<Candidate> candidates(Device device) {
   std::vector<Candidate> all;
-  for (const Transport& transport : transports()) all.push_back({&transport, transport.caps(device)});
+  for (const Transport* transport : transports()) all.push_back({transport, transport->caps(device)});
   return all;
 }
 
@@ -63,7 +65,7 @@ Result<std::vector<const Transport*>> select_transports(const std::vector<Candid
                                                         const std::vector<RankFacts>& facts, int self,
                                                         std::string_view wanted) {
   bool is_known = wanted == "auto";
-  for (const Candidate& candidate : candidates) is_known = is_known || wanted == candidate.transport->name;
+  for (const Candidate& candidate : candidates) is_known = is_known || wanted == candidate.transport->name();
   if (!is_known) return Status::invalid("transport: got '{}', allowed: {}", wanted, names_of(candidates));
   std::vector<const Transport*> chosen(facts.size(), nullptr);
   for (size_t peer = 0; peer < facts.size(); ++peer) {
@@ -71,6 +73,12 @@ Result<std::vector<const Transport*>> select_transports(const std::vector<Candid
     WEFT_TRY_ASSIGN(chosen[peer], select_one(candidates, facts[self], facts[peer], wanted));
   }
   return chosen;
+}
+
+MeshPart hybrid_mesh(const MeshPart& mapped, const MeshPart& port) {
+  MeshPart both{text("HybridMesh<weft::{}, weft::{}>", mapped.type, port.type), mapped.value};
+  both.value.insert(both.value.end(), port.value.begin(), port.value.end());
+  return both;
 }
 
 }  // namespace weft

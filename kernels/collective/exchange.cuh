@@ -410,7 +410,7 @@ struct Stage {
   WEFT_DEVICE void publish() const {
     run.block.sync();
     for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size())
-      if (peer != run.self) run.mesh.to(peer).signal(signal_of(run.self), number);
+      if (peer != run.self) run.mesh.to(peer).put_value(signal_of(run.self), number);
   }
   // Waits until all peers have published theirs.
   WEFT_DEVICE void wait() const {
@@ -619,7 +619,7 @@ WEFT_DEVICE void part(const R& run, uint64_t meeting) {
   const uint64_t done = a.layout.done_at + uint64_t{run.block.index()} * run.ranks * sizeof(uint64_t);
   run.block.sync();
   for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size())
-    run.mesh.to(peer).signal(done + run.self * sizeof(uint64_t), meeting);
+    run.mesh.to(peer).put_value(done + run.self * sizeof(uint64_t), meeting);
   PeerPatience patience{{a.wait}, run.block.index()};
   for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size()) {
     const auto* signal = reinterpret_cast<const uint64_t*>(run.mesh.local() + done) + peer;

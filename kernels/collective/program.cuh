@@ -477,7 +477,7 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
     const auto peer = static_cast<uint32_t>(turn.block->send_peer);
     cursor.sent += 1;
     if (shape.protocol == static_cast<int64_t>(Protocol::kSimple))
-      mesh.to(peer).signal(a.rings.arrived_at + ring_index(mesh, channel, mesh.rank()) * 8, cursor.sent);
+      mesh.to(peer).put_value(a.rings.arrived_at + ring_index(mesh, channel, mesh.rank()) * 8, cursor.sent);
   }
   if (moved && turn.receives) {
     const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
@@ -485,7 +485,7 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
     const uint64_t connections = uint64_t{a.rings.channels} * mesh.ranks();
     const uint64_t counter =
         static_cast<uint64_t>(shape.protocol) * connections + ring_index(mesh, channel, mesh.rank());
-    mesh.to(peer).signal(a.rings.freed_at + counter * 8, cursor.received);
+    mesh.to(peer).put_value(a.rings.freed_at + counter * 8, cursor.received);
   }
   cursor.chunk += turn.chunks;
   if (cursor.chunk < turn.step->count) return;

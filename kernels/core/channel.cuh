@@ -3,15 +3,20 @@
 // channel.cuh: what device code may ask of the way to one peer. Every transport's channel.cuh ends with
 //   static_assert(Channel<FooChannel>, "FooChannel must model Channel");
 //
-//   put(group, dst_offset, src, bytes)                    start moving bytes into the peer's window; 16-byte
-//   aligned put_with_signal(group, dst_offset, src, bytes, signal_offset, value)   the same; the signal is
-//   seen after the bytes signal(signal_offset, value)                          release: everything put before
-//   on this channel is visible first atomic_add(offset, value)                             64-bit add in the
-//   peer's window, ordered like signal flush()                                               sources may be
-//   reused; says nothing about the peer mapped()                                              the peer's
-//   window, or null where it can't be loaded and stored
-// signal and atomic_add are called by one thread, after the group that put has synchronised.
-// Waiting is the same for every transport, since it polls local memory: wait.cuh.
+//   put(group, dst, src, bytes)              start copying bytes of the own window, from offset src, into the
+//                                            peer's at dst; all three are multiples of 16
+//   put_with_signal(group, dst, src, bytes, word, value)   the same, then put_value(word, value)
+//   put_value(word, value)                   release: the peer's 64-bit word holds value once everything put
+//                                            before on this channel is visible there
+//   signal_add(word, n)                      the same, but adds n to the word: counters of several writers
+//   flush()                                  sources put before may be reused; says nothing about the peer
+// put_value and signal_add are called by one thread, after the group that put has synchronised; words are
+// 8-byte aligned. Two calls on one channel from different threads are in no order unless the threads are.
+//
+// Sources are places in the window, never bare pointers: a network must have been told of the memory first.
+// A mapped channel has one more, mapped(): the peer's window. Kernels that need it ask for MappedReach and
+// are built for meshes that have nothing else (src/jit/host_kernels.cc). Waiting is the same for every
+// transport, since it polls local memory: wait.cuh.
 #pragma once
 
 #include "kernels/target/target.h"
@@ -21,14 +26,16 @@ namespace weft {
 using WindowOffset = uint64_t;  // a byte position in a window
 
 template <class C>
-concept Channel = requires(C channel, Warp warp, WindowOffset offset, const std::byte* src, uint64_t n) {
-  channel.put(warp, offset, src, n);
-  channel.put_with_signal(warp, offset, src, n, offset, n);
-  channel.signal(offset, n);
-  channel.atomic_add(offset, n);
+concept Channel = requires(C channel, Warp warp, WindowOffset offset, uint64_t n) {
+  channel.put(warp, offset, offset, n);
+  channel.put_with_signal(warp, offset, offset, n, offset, n);
+  channel.put_value(offset, n);
+  channel.signal_add(offset, n);
   channel.flush();
-  static_cast<std::byte*>(channel.mapped());
 };
+
+template <class C>
+concept MappedReach = Channel<C> && requires(C channel) { static_cast<std::byte*>(channel.mapped()); };
 
 template <class M>
 concept Mesh = requires(M mesh, uint32_t peer) {
@@ -37,5 +44,9 @@ concept Mesh = requires(M mesh, uint32_t peer) {
   static_cast<uint32_t>(mesh.ranks());
   static_cast<std::byte*>(mesh.local());
 };
+
+template <class M>
+concept MappedMeshOnly =
+    Mesh<M> && requires(M mesh, uint32_t peer) { requires MappedReach<decltype(mesh.to(peer))>; };
 
 }  // namespace weft

@@ -125,7 +125,7 @@ class ChunkSignals {
     is_owed_ = false;
     if (warp_.rank() != 0) return;
     const WindowOffset signal_at = a_.at.chunk_signal + (uint64_t{mesh_.rank()} * kMaxChunks + chunk_) * 8;
-    mesh_.to(owner_).signal(signal_at, epoch_);
+    mesh_.to(owner_).put_value(signal_at, epoch_);
   }
 
   const CombineArgs& a_;

@@ -166,7 +166,7 @@ WEFT_DEVICE void fill_tail(const DispatchArgs& a, Block block, uint32_t ranks, u
 template <class MeshT>
 WEFT_DEVICE void signal_and_wait(const DispatchArgs& a, Warp warp, const MeshT& mesh, uint64_t epoch) {
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size())
-    mesh.to(peer).signal(a.at.arrived_signal + mesh.rank() * 8, epoch);
+    mesh.to(peer).put_value(a.at.arrived_signal + mesh.rank() * 8, epoch);
   const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + a.at.arrived_signal);
   wait_all_peers(warp, mesh.ranks(), epoch, Site::kDispatchRecv, a.wait,
                  [&](uint32_t peer) { return signals + peer; });

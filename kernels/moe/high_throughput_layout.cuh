@@ -181,7 +181,7 @@ WEFT_DEVICE void send_counts(const NotifyArgs& a, Block block, Warp warp, const 
          i += warp.size())
       record[kHeaderWords + ranks + i] = static_cast<uint32_t>(a.tokens_per_expert[first_expert + i]);
     warp.sync();
-    if (warp.rank() == 0) channel.signal(a.at.count_signal + mesh.rank() * 8, epoch);
+    if (warp.rank() == 0) channel.put_value(a.at.count_signal + mesh.rank() * 8, epoch);
   }
 }
 

@@ -187,7 +187,7 @@ WEFT_DEVICE void greet(const LowLatencyCall& call, const MeshT& mesh, Epoch epoc
                 epoch.parity * mesh.ranks() + mesh.rank();
   for (uint32_t i = 0; i < LowLatencyHello::kWords; ++i) store_relaxed(&hello->words[i], call.hello.words[i]);
   store_relaxed(&hello->dispatch_epoch, dispatch_epoch);
-  channel.signal(control_offset(call, at.ready, mesh.ranks(), epoch, mesh.rank()), epoch.number);
+  channel.put_value(control_offset(call, at.ready, mesh.ranks(), epoch, mesh.rank()), epoch.number);
 }
 
 // One thread: waits for a source's greeting. False: leave that source out.

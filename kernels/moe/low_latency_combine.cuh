@@ -518,7 +518,7 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
     c.warp.sync();
   }
   if (c.warp.rank() == 0 && !m.as_lines)
-    c.mesh.to(owner).signal(
+    c.mesh.to(owner).put_value(
         word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), lane * c.a.pieces.value + piece),
         c.epoch.number * kWordEpoch | kWordDone | messages);
 }

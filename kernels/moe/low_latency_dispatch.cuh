@@ -390,8 +390,8 @@ template <class D>
 WEFT_DEVICE void move_words(const D& d, uint32_t lane, uint64_t done) {
   for (uint32_t peer = d.warp.rank(); peer < d.ranks(); peer += d.warp.size()) {
     if (d.present()[peer] == 0) continue;
-    d.mesh.to(peer).signal(word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), lane),
-                           d.epoch.number * kWordEpoch | done | d.sent()[peer]);
+    d.mesh.to(peer).put_value(word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), lane),
+                              d.epoch.number * kWordEpoch | done | d.sent()[peer]);
   }
 }
 

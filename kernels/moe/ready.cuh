@@ -33,7 +33,7 @@ WEFT_DEVICE void post_ready(const ReadyExchange& x, Warp warp, const MeshT& mesh
     auto channel = mesh.to(peer);
     auto* record = reinterpret_cast<uint64_t*>(channel.mapped() + offset);
     for (uint32_t i = 0; i < sizeof(ReadyRecord) / 8; ++i) store_relaxed(record + i, words[i]);
-    channel.signal(x.signal_at + mesh.rank() * 8, epoch);
+    channel.put_value(x.signal_at + mesh.rank() * 8, epoch);
   }
 }
 

@@ -83,7 +83,7 @@ WEFT_KERNEL void ring_send(const RingArgs& a, const MeshT& mesh, const Shape& sh
   ring::move_message(a, block, warp, shape, window + ring::slot_at(a, number), a.data);
   if (!last_block(block, &a.state->arrived, flag) || block.rank() != 0) return;
   store_relaxed(reinterpret_cast<uint64_t*>(window + ring::size_at(a, number)), a.bytes);
-  mesh.to(a.peer).signal(a.at.arrived + a.side * sizeof(uint64_t), number);
+  mesh.to(a.peer).put_value(a.at.arrived + a.side * sizeof(uint64_t), number);
   advance(a.state);
 }
 
@@ -103,7 +103,7 @@ WEFT_KERNEL void ring_receive(const RingArgs& a, const MeshT& mesh, const Shape&
     raise(a.wait.fault, Site::kRingBytes, a.wait.self, a.peer, a.bytes, sent_bytes, 0);
   }
   if (!last_block(block, &a.state->arrived, flag) || block.rank() != 0) return;
-  mesh.to(a.peer).signal(a.at.released + a.side * sizeof(uint64_t), number);
+  mesh.to(a.peer).put_value(a.at.released + a.side * sizeof(uint64_t), number);
   advance(a.state);
 }
 

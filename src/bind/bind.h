@@ -7,7 +7,7 @@
 #include <nanobind/ndarray.h>
 
 #include "base/status.h"
-#include "memory/window.h"
+#include "comm/window.h"
 
 namespace weft {
 

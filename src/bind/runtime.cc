@@ -10,8 +10,8 @@
 
 #include "bind/bind.h"
 #include "bootstrap/bootstrap.h"
-#include "memory/communicator.h"
-#include "memory/window.h"
+#include "comm/communicator.h"
+#include "comm/window.h"
 #include "topology/gpus.h"
 
 namespace nb = nanobind;
@@ -148,8 +148,8 @@ void bind_topology(nb::module_& module) {
 nb::dict to_dict(const Candidate& candidate) {
   const Caps& caps = candidate.caps;
   nb::dict dict;
-  dict["name"] = candidate.transport->name;
-  dict["carried_by"] = candidate.transport->carried_by;
+  dict["name"] = candidate.transport->name();
+  dict["carried_by"] = candidate.transport->carried_by();
   dict["reach"] = caps.reach == Reach::kMapped ? "mapped" : "port";
   dict["needs_registration"] = caps.needs_registration;
   dict["has_atomics"] = caps.has_atomics;
@@ -157,6 +157,7 @@ nb::dict to_dict(const Candidate& candidate) {
   dict["max_put_bytes"] = caps.max_put_bytes;
   dict["latency_us"] = caps.latency_us;
   dict["bandwidth_gb_s"] = caps.bandwidth_gb_s;
+  dict["details"] = caps.details;
   dict["unusable_because"] = caps.unusable_because;
   return dict;
 }
@@ -200,7 +201,7 @@ void bind_communicator(nb::module_& module) {
              if (peer < 0 || peer >= comm.size())
                check(Status::invalid("peer: got {}, allowed: 0 to {}", peer, comm.size() - 1));
              const Transport* transport = comm.transport_to(peer);
-             return transport ? nb::cast(transport->name) : nb::none();
+             return transport ? nb::cast(transport->name()) : nb::none();
            })
       .def("barrier",
            [](Communicator& comm) {

@@ -70,10 +70,9 @@ constexpr uint64_t kStreamBytes = 1 << 20;
 Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_ptr<Communicator> comm,
                                                                    const RunnerOptions& options) {
   const auto ranks = static_cast<uint32_t>(comm->size());
-  if (comm->mapped_ranks().size() != ranks)
+  if (const std::string why = comm->why_not_all_mapped(); !why.empty())
     return Status::make(Code::kUnsupported,
-                        "collective programs need ranks that map each other's memory: rank {} maps {} of {}",
-                        comm->rank(), comm->mapped_ranks().size(), ranks);
+                        "collective programs need ranks that map each other's memory, and {}", why);
   RingOptions wanted{ranks, options.channels, {}};
   const bool is_host = comm->device().is_host();
   for (uint32_t protocol = 0; protocol < kProtocols; ++protocol) {

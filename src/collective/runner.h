@@ -22,11 +22,11 @@
 #include <string>
 #include <vector>
 
+#include "comm/window.h"
 #include "jit/jit.h"
 #include "memory/host_visible.h"
 #include "memory/huge_pages.h"
 #include "memory/local_memory.h"
-#include "memory/window.h"
 #include "plan/collective.h"
 #include "transports/mapped/channel.cuh"
 

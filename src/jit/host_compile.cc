@@ -36,7 +36,8 @@ std::string host_source(const KernelKey& key) {
   std::string shape;
   for (const auto& [name, value] : key.shape)
     shape += text("  static constexpr int64_t {} = {};\n", name, value);
-  std::string out = text("#include \"{}\"\n#include \"{}\"\n", key.file, mesh_file(key.mesh_type));
+  std::string out = text("#include \"{}\"\n", key.file);
+  for (const std::string_view header : mesh_headers(key.mesh_type)) out += text("#include \"{}\"\n", header);
   out += key.prelude + "struct Shape {\n" + shape + "};\n";
   out += text(
       "extern \"C\" __attribute__((visibility(\"default\")))\n"

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Adding a kernel: include its file, and add its row. The host version, the compile tests for every GPU
-// architecture and the checks of struct sizes follow from the row.
+// Adding a kernel: include its file, and add its row. The host versions (one for each mesh), the compile
+// tests for every GPU architecture and the checks of struct sizes follow from the row.
 #include "jit/host_kernels.h"
 
-#include <algorithm>
+#include <type_traits>
+#include <vector>
 
 #include "kernels/collective/exchange.cuh"
 #include "kernels/collective/program.cuh"
+#include "kernels/core/hybrid.cuh"
 #include "kernels/moe/engram.cuh"
 #include "kernels/moe/high_throughput_combine.cuh"
 #include "kernels/moe/high_throughput_dispatch.cuh"
@@ -15,20 +17,13 @@
 #include "kernels/moe/low_latency_combine.cuh"
 #include "kernels/moe/low_latency_dispatch.cuh"
 #include "kernels/moe/ring.cuh"
-#include "transports/mapped/channel.cuh"
+#include "transports/list.h"
 
 namespace weft {
 namespace {
 
-// WEFT_HOST_KERNEL(file, function, Args, Mesh, Shape, threads per block on GPUs, typical constants)
-#define WEFT_HOST_KERNEL(file, function, Args, Mesh, Shape, threads, typical)                     \
-  KernelRow {                                                                                     \
-    file, #function, #Args, #Mesh, #Shape, threads, typical, sizeof(Args), sizeof(Mesh),          \
-        [](const void* args, const void* mesh, const void* shape) {                               \
-          function<Mesh, Shape>(*static_cast<const Args*>(args), *static_cast<const Mesh*>(mesh), \
-                                *static_cast<const Shape*>(shape));                               \
-        }                                                                                         \
-  }
+// What a kernel must be able to do with its peers.
+enum class Needs { kPorts, kMapped };
 
 // DeepSeek-V3's rows in bf16 and in fp8 with scales; the smallest row; a row in float32 that takes several
 // pieces.
@@ -68,49 +63,91 @@ constexpr const char* kExchangeShapes =
     "exchange=0 element=2 reduction=0 ranks=4; exchange=0 element=3 reduction=1 ranks=17; "
     "exchange=0 element=2 reduction=4 ranks=8; exchange=2 element=3 reduction=4 ranks=8";
 
-const KernelRow kKernels[] = {
-    WEFT_HOST_KERNEL("kernels/moe/high_throughput_layout.cuh", dispatch_layout, LayoutArgs, MappedMesh,
-                     HighThroughputShape, 256, ""),
-    WEFT_HOST_KERNEL("kernels/moe/high_throughput_layout.cuh", dispatch_notify, NotifyArgs, MappedMesh,
-                     HighThroughputShape, 1024, ""),
-    WEFT_HOST_KERNEL("kernels/moe/high_throughput_dispatch.cuh", dispatch_rows, DispatchArgs, MappedMesh,
-                     HighThroughputShape, 256, kRows),
-    WEFT_HOST_KERNEL("kernels/moe/high_throughput_combine.cuh", combine_rows, CombineArgs, MappedMesh,
-                     HighThroughputShape, 512, kRows),
-    WEFT_HOST_KERNEL("kernels/moe/low_latency_dispatch.cuh", low_latency_dispatch, LowLatencyDispatchArgs,
-                     MappedMesh, LowLatencyDispatchShape, 512, kLowLatencyRows),
-    WEFT_HOST_KERNEL("kernels/moe/low_latency_combine.cuh", low_latency_combine, LowLatencyCombineArgs,
-                     MappedMesh, LowLatencyCombineShape, 512, kLowLatencyReplies),
-    WEFT_HOST_KERNEL("kernels/moe/ring.cuh", ring_send, RingArgs, MappedMesh, RingShape, 96,
-                     "whole_vecs=1; whole_vecs=0"),
-    WEFT_HOST_KERNEL("kernels/moe/ring.cuh", ring_receive, RingArgs, MappedMesh, RingShape, 96,
-                     "whole_vecs=1; whole_vecs=0"),
-    WEFT_HOST_KERNEL("kernels/moe/engram.cuh", engram_fetch, EngramArgs, MappedMesh, EngramShape, 512, ""),
-    WEFT_HOST_KERNEL("kernels/collective/program.cuh", run_program, ProgramArgs, MappedMesh, ProgramShape,
-                     512, kPrograms),
-    WEFT_HOST_KERNEL("kernels/collective/exchange.cuh", run_exchange, ExchangeArgs, MappedMesh, ExchangeShape,
-                     256, kExchangeShapes),
-    WEFT_HOST_KERNEL("kernels/collective/program.cuh", scale_buffer, ScaleArgs, MappedMesh, ProgramShape, 512,
-                     "element=0 reduction=0 protocol=0; element=2 reduction=0 protocol=0"),
+// A mesh, as kernels are built for it.
+template <class MeshT>
+struct MeshKind {
+  using type = MeshT;
+  std::string_view name;
 };
 
-// The header of each type that device code may be given as its mesh.
-const MeshRow kMeshes[] = {
-    {"MappedMesh", "transports/mapped/channel.cuh"},
-};
+template <Needs needs, class MeshT, class AddRow>
+void add_row(AddRow add) {
+  // A kernel that takes peers' addresses does not compile for a mesh that has none.
+  if constexpr (needs == Needs::kPorts || MappedMeshOnly<MeshT>) add();
+}
+
+// WEFT_HOST_KERNEL(what it needs, file, function, Args, Shape, threads per block on GPUs, typical constants)
+#define WEFT_HOST_KERNEL(needs, file, function, Args, Shape, threads, typical)                            \
+  add_row<Needs::needs, MeshT>([&]<class M = MeshT> {                                                     \
+    rows.push_back({file, #function, #Args, mesh.name, #Shape, threads, typical, sizeof(Args), sizeof(M), \
+                    [](const void* args, const void* device_mesh, const void* shape) {                    \
+                      function<M, Shape>(*static_cast<const Args*>(args),                                 \
+                                         *static_cast<const M*>(device_mesh),                             \
+                                         *static_cast<const Shape*>(shape));                              \
+                    }});                                                                                  \
+  })
+
+template <class MeshT>
+void add_kernels(std::vector<KernelRow>& rows, MeshKind<MeshT> mesh) {
+  WEFT_HOST_KERNEL(kPorts, "kernels/moe/high_throughput_layout.cuh", dispatch_layout, LayoutArgs,
+                   HighThroughputShape, 256, "");
+  WEFT_HOST_KERNEL(kMapped, "kernels/moe/high_throughput_layout.cuh", dispatch_notify, NotifyArgs,
+                   HighThroughputShape, 1024, "");
+  WEFT_HOST_KERNEL(kMapped, "kernels/moe/high_throughput_dispatch.cuh", dispatch_rows, DispatchArgs,
+                   HighThroughputShape, 256, kRows);
+  WEFT_HOST_KERNEL(kMapped, "kernels/moe/high_throughput_combine.cuh", combine_rows, CombineArgs,
+                   HighThroughputShape, 512, kRows);
+  WEFT_HOST_KERNEL(kMapped, "kernels/moe/low_latency_dispatch.cuh", low_latency_dispatch,
+                   LowLatencyDispatchArgs, LowLatencyDispatchShape, 512, kLowLatencyRows);
+  WEFT_HOST_KERNEL(kMapped, "kernels/moe/low_latency_combine.cuh", low_latency_combine, LowLatencyCombineArgs,
+                   LowLatencyCombineShape, 512, kLowLatencyReplies);
+  WEFT_HOST_KERNEL(kMapped, "kernels/moe/ring.cuh", ring_send, RingArgs, RingShape, 96,
+                   "whole_vecs=1; whole_vecs=0");
+  WEFT_HOST_KERNEL(kMapped, "kernels/moe/ring.cuh", ring_receive, RingArgs, RingShape, 96,
+                   "whole_vecs=1; whole_vecs=0");
+  WEFT_HOST_KERNEL(kMapped, "kernels/moe/engram.cuh", engram_fetch, EngramArgs, EngramShape, 512, "");
+  WEFT_HOST_KERNEL(kMapped, "kernels/collective/program.cuh", run_program, ProgramArgs, ProgramShape, 512,
+                   kPrograms);
+  WEFT_HOST_KERNEL(kMapped, "kernels/collective/exchange.cuh", run_exchange, ExchangeArgs, ExchangeShape, 256,
+                   kExchangeShapes);
+  WEFT_HOST_KERNEL(kPorts, "kernels/collective/program.cuh", scale_buffer, ScaleArgs, ProgramShape, 512,
+                   "element=0 reduction=0 protocol=0; element=2 reduction=0 protocol=0");
+}
+
+// Mapped peers beside ports.
+template <class PortMesh>
+void add_with_mapped(std::vector<KernelRow>& rows, std::string_view name) {
+  if constexpr (!std::is_same_v<PortMesh, MappedMesh>)
+    add_kernels(rows, MeshKind<HybridMesh<MappedMesh, PortMesh>>{name});
+}
+
+std::vector<KernelRow> make_table() {
+  std::vector<KernelRow> rows;
+#define WEFT_TRANSPORT(folder, MeshT)         \
+  add_kernels(rows, MeshKind<MeshT>{#MeshT}); \
+  add_with_mapped<MeshT>(rows, "HybridMesh<weft::MappedMesh, weft::" #MeshT ">");
+  WEFT_TRANSPORTS(WEFT_TRANSPORT)
+#undef WEFT_TRANSPORT
+  return rows;
+}
 
 }  // namespace
 
 std::span<const KernelRow> kernel_table() {
-  return kKernels;
-}
-std::span<const MeshRow> mesh_table() {
-  return kMeshes;
+  static const std::vector<KernelRow> rows = make_table();
+  return rows;
 }
 
-std::string_view mesh_file(std::string_view mesh_type) {
-  const auto found = std::ranges::find(kMeshes, mesh_type, &MeshRow::type);
-  return found == std::end(kMeshes) ? std::string_view() : found->file;
+// A mesh of several parts names them all.
+std::vector<std::string_view> mesh_headers(std::string_view mesh_type) {
+  std::vector<std::string_view> headers;
+#define WEFT_TRANSPORT(folder, MeshT)                   \
+  if (mesh_type.find(#MeshT) != std::string_view::npos) \
+    headers.push_back("transports/" #folder "/channel.cuh");
+  WEFT_TRANSPORTS(WEFT_TRANSPORT)
+#undef WEFT_TRANSPORT
+  if (mesh_type.starts_with("HybridMesh<")) headers.push_back("kernels/core/hybrid.cuh");
+  return headers;
 }
 
 const KernelRow* find_kernel(std::string_view name, std::string_view mesh_type) {

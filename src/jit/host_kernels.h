@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The list of every kernel that Weft has: where it is, how it is called on the host, and one or more typical
-// sets of compile-time constants that the tests compile it with for every GPU architecture. Rows are in
-// host_kernels.cc.
+// The list of every kernel that Weft has, once for each mesh that it can run with: where it is, how it is
+// called on the host, and one or more typical sets of compile-time constants that the tests compile it with
+// for every GPU architecture. Rows are in host_kernels.cc.
 //   for (const KernelRow& row : kernel_table()) ...
 #pragma once
 
@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <vector>
 
 namespace weft {
 
@@ -26,18 +27,10 @@ struct KernelRow {
   void (*run)(const void* args, const void* mesh, const void* shape);  // one host warp
 };
 
-// Every type that device code may be given as its mesh, and the header that defines it.
-struct MeshRow {
-  std::string_view type;
-  std::string_view file;
-};
-
 std::span<const KernelRow> kernel_table();
 
-std::span<const MeshRow> mesh_table();
-
-// The header of a mesh type; empty where none is listed.
-std::string_view mesh_file(std::string_view mesh_type);
+// The headers that define a mesh type; none for a type that is not listed.
+std::vector<std::string_view> mesh_headers(std::string_view mesh_type);
 
 // The row of a kernel with a mesh type, or null.
 const KernelRow* find_kernel(std::string_view name, std::string_view mesh_type);

@@ -48,8 +48,9 @@ Status prepare_on_host(Kernel& kernel) {
     return Status();
   }
   if (!kernel.row || !kernel.row->run)
-    return Status::make(Code::kUnsupported, "kernel {} with {} has no host version", kernel.key.name,
-                        kernel.key.mesh_type);
+    return Status::make(
+        Code::kUnsupported, "kernel {} has no version for {}{}", kernel.key.name, kernel.key.mesh_type,
+        find_kernel(kernel.key.name, "MappedMesh") ? ": it needs peers that are all mapped" : "");
   if (kernel.row->args_type != kernel.key.args_type)
     return Status::invalid("args_type of kernel {}: got {}, allowed: {}", kernel.key.name,
                            kernel.key.args_type, kernel.row->args_type);

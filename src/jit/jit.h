@@ -27,7 +27,7 @@ struct KernelKey {
   std::string name;       // "dispatch_rows": template <class Mesh, class Shape>
                           //   WEFT_KERNEL void dispatch_rows(const DispatchArgs&, const Mesh&, const Shape&)
   std::string args_type;  // "DispatchArgs"; all names are inside namespace weft
-  std::string mesh_type = {};  // "MappedMesh", or "NoMesh"; its header is found in host_kernels.cc
+  std::string mesh_type = {};  // "MappedMesh", or "NoMesh"; its headers: mesh_headers()
   // Compile-time constants on GPUs: struct Shape { static constexpr int64_t row_bytes = 14336; ... }.
   // Ignored on the host, where launch() gets the Shape as a struct of run-time fields.
   std::vector<std::pair<std::string, int64_t>> shape = {};

@@ -6,7 +6,6 @@
 
 #include "base/config.h"
 #include "base/cuda_driver.h"
-#include "transports/mapped/connection.h"
 
 namespace weft {
 
@@ -32,12 +31,15 @@ Result<ComputeLimits> compute_limits(const Communicator& comm) {
 
 Status launch_on_mesh(const Window& window, KernelKey key, const Launch& how, const void* args,
                       size_t args_bytes, const void* shape_on_host) {
-  key.mesh_type = "MappedMesh";
+  Link* ports = window.communicator()->port_link();
+  if (ports) WEFT_TRY(ports->status());
+  const MeshPart& mesh = window.mesh();
+  key.mesh_type = mesh.type;
   key.threads_per_block = how.threads_per_block;
   Jit& jit = Jit::of(window.communicator()->device());
   WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key));
-  WEFT_TRY_ASSIGN(const MappedMesh mesh, mapped_mesh(window));
-  return jit.launch(*kernel, how, args, args_bytes, &mesh, sizeof(mesh), shape_on_host);
+  WEFT_TRY(jit.launch(*kernel, how, args, args_bytes, mesh.value.data(), mesh.value.size(), shape_on_host));
+  return ports ? ports->status() : Status();
 }
 
 }  // namespace weft

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How kernels run on ranks that map each other's windows: their mesh is the window.
+// How kernels run on the ranks of a window: the window knows their mesh.
 //   KernelKey key{.file = "kernels/moe/ring.cuh", .name = "ring_send", .args_type = "RingArgs"};
 //   WEFT_TRY(launch_on_mesh(window, std::move(key), how, &args, sizeof(args), &shape));
 // Threads: any. Lifetime: on CUDA the window outlives the kernel.
 #pragma once
 
+#include "comm/window.h"
 #include "jit/jit.h"
-#include "memory/window.h"
 
 namespace weft {
 
@@ -23,8 +23,8 @@ struct ComputeLimits {
 // Errors: kSystem from the driver.
 Result<ComputeLimits> compute_limits(const Communicator& comm);
 
-// Jit::get and Jit::launch on the window's device with a MappedMesh of the window; fills in the key's mesh
-// and threads. Errors: theirs.
+// Jit::get and Jit::launch on the window's device with the window's mesh; fills in the key's mesh and
+// threads. Errors: theirs; kUnsupported for a kernel that needs mapped peers, on a window that has others.
 Status launch_on_mesh(const Window& window, KernelKey key, const Launch& how, const void* args,
                       size_t args_bytes, const void* shape_on_host);
 

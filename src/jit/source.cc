@@ -41,8 +41,7 @@ std::string kernel_source(const KernelKey& key, size_t args_bytes, size_t mesh_b
   std::ostringstream out;
   if (config().trace_spans > 0) out << "#define WEFT_TRACE\n";
   out << "#include \"" << key.file << "\"\n";
-  if (const std::string_view mesh = mesh_file(key.mesh_type); !mesh.empty())
-    out << "#include \"" << mesh << "\"\n";
+  for (const std::string_view header : mesh_headers(key.mesh_type)) out << "#include \"" << header << "\"\n";
   out << key.prelude << "struct Shape {\n";
   for (const auto& [name, value] : key.shape)
     out << "  static constexpr int64_t " << name << " = " << value << ";\n";

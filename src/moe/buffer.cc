@@ -75,10 +75,8 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
 Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicator> comm,
                                                      const MoeOptions& options) {
   const auto ranks = static_cast<uint32_t>(comm->size());
-  if (static_cast<uint32_t>(comm->mapped_ranks().size()) != ranks)
-    return Status::make(Code::kUnsupported,
-                        "group: got {} ranks of which rank {} maps {}, allowed: ranks of one node", ranks,
-                        comm->rank(), comm->mapped_ranks().size());
+  if (const std::string why = comm->why_not_all_mapped(); !why.empty())
+    return Status::make(Code::kUnsupported, "group: expert parallelism needs ranks of one node, and {}", why);
   const HighThroughputControl control = plan_control(ranks);
   const uint64_t bytes = round_up(control.end, 4096) + round_up(options.low_latency_bytes, 4096) +
                          options.heap_bytes + heap_bytes_of(trace_bytes_of(config().trace_spans));

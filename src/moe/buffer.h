@@ -15,10 +15,10 @@
 #include <memory>
 #include <vector>
 
+#include "comm/window.h"
 #include "kernels/moe/high_throughput_args.h"
 #include "memory/heap.h"
 #include "memory/host_visible.h"
-#include "memory/window.h"
 #include "moe/fault_text.h"
 #include "moe/handle_id.h"
 #include "plan/high_throughput.h"

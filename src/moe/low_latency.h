@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "base/status.h"
+#include "comm/window.h"
 #include "kernels/moe/low_latency_args.h"
-#include "memory/window.h"
 #include "moe/fault_text.h"
 #include "plan/low_latency.h"
 

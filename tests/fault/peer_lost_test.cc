@@ -8,7 +8,7 @@
 #include <atomic>
 #include <chrono>
 
-#include "memory/window.h"
+#include "comm/window.h"
 #include "support/ranks.h"
 
 namespace weft {

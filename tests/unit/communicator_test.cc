@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "memory/communicator.h"
+#include "comm/communicator.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 #include <cstring>
 
 #include "base/config.h"
-#include "memory/window.h"
+#include "comm/window.h"
 #include "support/ranks.h"
 
 namespace weft {

@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "memory/range.h"
-#include "transports/mapped/connection.h"
+#include "transports/mapped/caps.h"
 
 namespace weft {
 namespace {
@@ -13,17 +13,23 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-std::string never(const RankFacts&, const RankFacts&) {
-  return "";
-}
-std::string same_host(const RankFacts& self, const RankFacts& peer) {
-  return self.host == peer.host ? "" : "far away";
-}
-Caps no_caps(Device) {
-  return {};
-}
+class Fake : public Transport {
+ public:
+  Fake(const char* name, bool is_local) : name_(name), is_local_(is_local) {}
+  const char* name() const override { return name_; }
+  const char* carried_by() const override { return ""; }
+  Caps caps(Device) const override { return {}; }
+  std::string refuses(const RankFacts& self, const RankFacts& peer) const override {
+    return !is_local_ || self.host == peer.host ? "" : "far away";
+  }
+  Result<std::unique_ptr<Link>> connect(const Group&) const override { return std::unique_ptr<Link>(); }
 
-const Transport kNear{"near", "", no_caps, same_host}, kFar{"far", "", no_caps, never};
+ private:
+  const char* const name_;
+  const bool is_local_;
+};
+
+const Fake kNear("near", true), kFar("far", false);
 
 Candidate usable(const Transport& transport) {
   return {&transport, {}};
@@ -94,10 +100,6 @@ TEST(Nodes, ArePartsOfAHostWhenToldSo) {
   EXPECT_THAT(nodes_of(ranks_on({"a", "a", "a", "a", "a"}), 2), ElementsAre(0, 0, 1, 1, 2));
   EXPECT_THAT(nodes_of(ranks_on({"a", "b", "a", "b", "a"}), 2), ElementsAre(0, 1, 0, 1, 2));
   EXPECT_THAT(nodes_of(ranks_on({"a", "a"}), 8), ElementsAre(0, 0));
-}
-
-std::string mapped_refuses(const RankFacts& self, const RankFacts& peer) {
-  return mapped_transport().refuses(self, peer);
 }
 
 TEST(Mapped, ReachesRanksOfItsNode) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "memory/window.h"
+#include "comm/window.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

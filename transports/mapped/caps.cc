@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "transports/mapped/caps.h"
+
 #include "topology/gpus.h"
-#include "transports/mapped/connection.h"
 
 namespace weft {
 namespace {
@@ -39,11 +40,13 @@ Caps gpu_caps(Device device) {
   return caps;
 }
 
-Caps caps(Device device) {
+}  // namespace
+
+Caps mapped_caps(Device device) {
   return device.is_host() ? host_caps() : gpu_caps(device);
 }
 
-std::string refuses(const RankFacts& self, const RankFacts& peer) {
+std::string mapped_refuses(const RankFacts& self, const RankFacts& peer) {
   if (self.host != peer.host) return "the ranks are on different hosts, or in different network namespaces";
   if (self.node != peer.node)
     return "the ranks are on different nodes (WEFT_RANKS_PER_NODE divides the host)";
@@ -52,12 +55,6 @@ std::string refuses(const RankFacts& self, const RankFacts& peer) {
   if (!peer.gpu.empty() && self.gpus_beyond.find(peer.gpu + ",") != std::string::npos)
     return text("GPU {} has no peer access to GPU {}", self.gpu, peer.gpu);
   return "";
-}
-
-}  // namespace
-
-Transport mapped_transport() {
-  return {"mapped", "shared memory on the host; peer memory of GPUs", caps, refuses};
 }
 
 }  // namespace weft

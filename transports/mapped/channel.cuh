@@ -10,34 +10,36 @@ namespace weft {
 
 class MappedChannel {
  public:
-  WEFT_DEVICE explicit MappedChannel(std::byte* peer) : peer_(peer) {}
+  WEFT_DEVICE MappedChannel(std::byte* own, std::byte* peer) : own_(own), peer_(peer) {}
 
   template <class Group>
-  WEFT_DEVICE void put(Group group, WindowOffset dst, const std::byte* src, uint64_t bytes) {
-    copy_bytes(group, peer_ + dst, src, bytes);
+  WEFT_DEVICE void put(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes) {
+    copy_bytes(group, peer_ + dst, own_ + src, bytes);
   }
   template <class Group>
-  WEFT_DEVICE void put_with_signal(Group group, WindowOffset dst, const std::byte* src, uint64_t bytes,
-                                   WindowOffset at, uint64_t value) {
+  WEFT_DEVICE void put_with_signal(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes,
+                                   WindowOffset word, uint64_t value) {
     put(group, dst, src, bytes);
     group.sync();
-    if (group.rank() == 0) signal(at, value);
+    if (group.rank() == 0) put_value(word, value);
   }
-  WEFT_DEVICE void signal(WindowOffset at, uint64_t value) {
-    store_release(reinterpret_cast<uint64_t*>(peer_ + at), value);
+  WEFT_DEVICE void put_value(WindowOffset word, uint64_t value) {
+    store_release(reinterpret_cast<uint64_t*>(peer_ + word), value);
   }
-  WEFT_DEVICE void atomic_add(WindowOffset at, uint64_t value) {
-    add_release(reinterpret_cast<uint64_t*>(peer_ + at), value);
+  WEFT_DEVICE void signal_add(WindowOffset word, uint64_t n) {
+    add_release(reinterpret_cast<uint64_t*>(peer_ + word), n);
   }
   WEFT_DEVICE void flush() {}
   WEFT_DEVICE std::byte* mapped() const { return peer_; }
 
  private:
+  std::byte* own_;
   std::byte* peer_;
 };
-static_assert(Channel<MappedChannel>, "MappedChannel must model Channel");
+static_assert(MappedReach<MappedChannel>, "MappedChannel must model Channel");
 
-// The channels to all peers, when every peer is mapped. Passed to kernels by value.
+// The channels to all mapped peers. Passed to kernels by value. Beside ports (kernels/core/hybrid.cuh) the
+// window of a peer that is not mapped is null; alone, none is.
 struct MappedMesh {
   static constexpr uint32_t kNear = 16;
 
@@ -55,11 +57,11 @@ struct MappedMesh {
   }
 
   WEFT_DEVICE std::byte* window(uint32_t peer) const { return peer < kNear ? near[peer] : windows[peer]; }
-  WEFT_DEVICE MappedChannel to(uint32_t peer) const { return MappedChannel(window(peer)); }
+  WEFT_DEVICE MappedChannel to(uint32_t peer) const { return {local(), window(peer)}; }
   WEFT_DEVICE uint32_t rank() const { return self; }
   WEFT_DEVICE uint32_t ranks() const { return count; }
   WEFT_DEVICE std::byte* local() const { return window(self); }
 };
-static_assert(Mesh<MappedMesh>, "MappedMesh must model Mesh");
+static_assert(MappedMeshOnly<MappedMesh>, "MappedMesh must model Mesh");
 
 }  // namespace weft

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "memory/communicator.h"
+#include "comm/communicator.h"
 
 #include <algorithm>
 #include <cstring>
@@ -105,6 +105,11 @@ Reach reach_of(const std::vector<Candidate>& candidates, const Transport* transp
   return std::find_if(candidates.begin(), candidates.end(), is_it)->caps.reach;
 }
 
+// A Status that travels.
+std::string to_bytes(const Status& status) {
+  return std::string(1, static_cast<char>(status.code())) + status.message().substr(0, 400);
+}
+
 }  // namespace
 
 Result<std::shared_ptr<Communicator>> Communicator::create(std::shared_ptr<Bootstrap> bootstrap,
@@ -147,14 +152,50 @@ Status Communicator::meet(std::string_view transport) {
   return Status();
 }
 
+// Whether mapped memory, the best way, joins all ranks: then no network is looked for.
+bool Communicator::is_mapped_enough(std::string_view wanted) const {
+  const Transport& mapped = *transports().front();
+  if (wanted != "auto" && wanted != mapped.name()) return false;
+  for (const RankFacts& one : facts_)
+    for (const RankFacts& other : facts_)
+      if (one.rank != other.rank && !mapped.refuses(one, other).empty()) return false;
+  return true;
+}
+
+// Every rank learns what each transport of every other has to say of it.
+Status Communicator::exchange_cards() {
+  std::string mine;
+  for (const Transport* transport : transports()) mine += transport->card(device()) + '\0';
+  WEFT_TRY_ASSIGN(const std::vector<std::string> all, bootstrap_->all_gather(mine, deadline()));
+  for (int rank = 0; rank < size(); ++rank) {
+    size_t at = 0;
+    for (const Transport* transport : transports()) {
+      const size_t end = all[rank].find('\0', at);
+      if (end == std::string::npos)
+        return Status::make(Code::kInvalid, "rank {} runs another version of Weft", rank);
+      facts_[rank].cards[transport->name()] = all[rank].substr(at, end - at);
+      at = end + 1;
+    }
+  }
+  return Status();
+}
+
 // Chooses the transport to each peer and how the mapped ones share memory.
 Status Communicator::connect(std::string_view transport) {
-  const std::vector<Candidate> usable = candidates(device());
-  // What a peer cannot reach, this rank must know too: all ranks fail here, or none.
-  for (int rank = 0; rank < size(); ++rank) {
-    WEFT_TRY_ASSIGN(auto chosen, select_transports(usable, facts_, rank, transport));
-    if (rank == rank_) transports_ = std::move(chosen);
+  std::vector<Candidate> usable;
+  if (is_mapped_enough(transport)) {
+    usable.push_back({transports().front(), transports().front()->caps(device())});
+  } else {
+    WEFT_TRY(exchange_cards());
+    usable = candidates(device());
   }
+  // What a peer cannot reach, this rank must know too: all ranks fail here, or none.
+  std::vector<std::vector<const Transport*>> chosen;
+  for (int rank = 0; rank < size(); ++rank) {
+    WEFT_TRY_ASSIGN(auto of_rank, select_transports(usable, facts_, rank, transport));
+    chosen.push_back(std::move(of_rank));
+  }
+  transports_ = chosen[rank_];
   for (int peer = 0; peer < size(); ++peer) {
     const bool is_mapped = peer == rank_ || reach_of(usable, transports_[peer]) == Reach::kMapped;
     if (is_mapped)
@@ -164,7 +205,47 @@ Status Communicator::connect(std::string_view transport) {
   }
   parcels_->connect(addresses_);
   WEFT_TRY_ASSIGN(sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing));
-  return Status();
+  return open_links(chosen, usable);
+}
+
+// Every rank connects where any rank has a port peer, so that all call alike.
+Status Communicator::open_links(const std::vector<std::vector<const Transport*>>& chosen,
+                                const std::vector<Candidate>& candidates) {
+  const Transport* port = nullptr;
+  for (int rank = 0; rank < size(); ++rank)
+    for (int peer = 0; peer < size(); ++peer) {
+      const Transport* taken = chosen[rank][peer];
+      if (!taken || reach_of(candidates, taken) == Reach::kMapped) continue;
+      if (port && taken != port)
+        return Status::make(Code::kUnsupported, "transports: got {} and {}, allowed: one kind of port",
+                            port->name(), taken->name());
+      if (!port) port_pair_ = text("rank {} reaches rank {} through {}", rank, peer, taken->name());
+      port = taken;
+    }
+  Group group{rank_, &facts_, {}, bootstrap_.get(), timeout_s_};
+  WEFT_TRY_ASSIGN(mapped_link_, transports().front()->connect(group));
+  if (!port) return Status();
+  for (int peer = 0; peer < size(); ++peer)
+    if (transports_[peer] == port) group.peers.push_back(peer);
+  Result<std::unique_ptr<Link>> link = port->connect(group);
+  if (link.ok()) port_link_ = std::move(*link);
+  return agree_on_links(link.status());
+}
+
+// Links are connected on all ranks or on none.
+Status Communicator::agree_on_links(const Status& mine) {
+  WEFT_TRY_ASSIGN(const std::vector<std::string> all, bootstrap_->all_gather(to_bytes(mine), deadline()));
+  for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
+    const Code code = all[rank].empty() ? Code::kInvalid : static_cast<Code>(all[rank][0]);
+    if (code != Code::kOk)
+      return Status::make(code, "transport, on rank {}: {}", rank,
+                          all[rank].substr(all[rank].empty() ? 0 : 1));
+  }
+  return mine;
+}
+
+std::string Communicator::why_not_all_mapped() const {
+  return port_pair_;
 }
 
 // Ranks that are threads of this process die with it, and need no watching.
@@ -179,7 +260,7 @@ Status Communicator::watch_peers() {
 
 // Over the sockets where they reach everybody: faster, and a dead peer is found at once.
 Status Communicator::barrier() {
-  if (static_cast<int>(mapped_ranks_.size()) < size()) return bootstrap_->all_gather("", deadline()).status();
+  if (!port_pair_.empty()) return bootstrap_->all_gather("", deadline()).status();
   parcels_->begin_call();
   return parcels_->all_gather({}, "barrier", deadline()).status();
 }
@@ -189,29 +270,36 @@ Status Communicator::agree(std::string_view operation, const std::vector<Agreed>
   for (const Agreed& number : mine) values.push_back(number.value);
   WEFT_TRY_ASSIGN(const auto all, show(operation, values));
   for (size_t i = 0; i < mine.size(); ++i)
-    for (int rank : mapped_ranks_) {
-      const uint64_t first = all[mapped_ranks_[0]][i], value = all[rank][i];
+    for (int rank = 0; rank < size(); ++rank) {
+      const uint64_t first = all[0][i], value = all[rank][i];
       if (value != first)
         return Status::invalid("{}: got {} on rank {} and {} on rank {}, allowed: the same on all ranks",
-                               mine[i].name, first, mapped_ranks_[0], value, rank);
+                               mine[i].name, first, 0, value, rank);
     }
   return {};
 }
 
-Result<std::vector<std::vector<uint64_t>>> Communicator::show(std::string_view operation,
-                                                              const std::vector<uint64_t>& mine) {
   const std::string shown(reinterpret_cast<const char*>(mine.data()), mine.size() * sizeof(uint64_t));
-  parcels_->begin_call();
-  WEFT_TRY_ASSIGN(const std::vector<Parcel> all, parcels_->all_gather({shown, {}}, operation, deadline()));
+  WEFT_TRY_ASSIGN(const std::vector<std::string> all, show_all(operation, shown));
   std::vector<std::vector<uint64_t>> numbers(all.size());
-  for (int rank : mapped_ranks_) {
-    const std::string& theirs = all[rank].bytes;
+  for (int rank = 0; rank < size(); ++rank) {
+    const std::string& theirs = all[rank];
     if (theirs.size() != shown.size())
       return Status::invalid("rank {} makes another call on this communicator", rank);
     numbers[rank].resize(mine.size());
     if (!theirs.empty()) std::memcpy(numbers[rank].data(), theirs.data(), theirs.size());
   }
   return numbers;
+}
+
+// Every rank's bytes, by rank: over the sockets of mapped ranks, or over the bootstrap where not all are.
+Result<std::vector<std::string>> Communicator::show_all(std::string_view operation, const std::string& mine) {
+  if (!port_pair_.empty()) return bootstrap_->all_gather(mine, deadline());
+  parcels_->begin_call();
+  WEFT_TRY_ASSIGN(std::vector<Parcel> parcels, parcels_->all_gather({mine, {}}, operation, deadline()));
+  std::vector<std::string> all;
+  for (Parcel& parcel : parcels) all.push_back(std::move(parcel.bytes));
+  return all;
 }
 
 Communicator::WindowPlace Communicator::find_window(const std::byte* address) const {
@@ -231,10 +319,10 @@ std::vector<std::byte* const*> Communicator::window_tables() const {
   return tables;
 }
 
-int Communicator::add_window(const std::byte* base, uint64_t bytes, std::byte* const* table) {
+void Communicator::add_window(int number, const std::byte* base, uint64_t bytes, std::byte* const* table) {
   std::lock_guard lock(windows_mutex_);
-  windows_.push_back({base, bytes, table});
-  return static_cast<int>(windows_.size()) - 1;
+  if (windows_.size() <= static_cast<size_t>(number)) windows_.resize(static_cast<size_t>(number) + 1);
+  windows_[static_cast<size_t>(number)] = {base, bytes, table};
 }
 
 void Communicator::resize_window(int number, uint64_t bytes) {

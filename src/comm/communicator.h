@@ -45,6 +45,13 @@ class Communicator {
   const std::vector<RankFacts>& facts() const { return facts_; }
   // The transport to a peer; null for the own rank.
   const Transport* transport_to(int peer) const { return transports_[peer]; }
+  // This rank's half of the ways to mapped peers and to port peers; the latter null where no rank of the
+  // communicator has a port peer.
+  Link& mapped_link() const { return *mapped_link_; }
+  Link* port_link() const { return port_link_.get(); }
+  // "rank 0 reaches rank 2 through ports": why something that needs mapped peers only is refused; empty where
+  // every rank maps every other.
+  std::string why_not_all_mapped() const;
   // Ranks whose windows this rank can load from and store to, itself included, ascending.
   const std::vector<int>& mapped_ranks() const { return mapped_ranks_; }
   Sharing sharing() const { return sharing_; }
@@ -60,10 +67,12 @@ class Communicator {
     uint64_t offset = 0;
   };
   WindowPlace find_window(const std::byte* address) const;
+  // The number that the next window gets; every rank counts alike.
+  int take_window_number() { return next_window_++; }
   // Base addresses by rank of every window, by number; null where it is gone. Windows come and go through
   // these.
   std::vector<std::byte* const*> window_tables() const;
-  int add_window(const std::byte* base, uint64_t bytes, std::byte* const* table);
+  void add_window(int number, const std::byte* base, uint64_t bytes, std::byte* const* table);
   void resize_window(int number, uint64_t bytes);
   void remove_window(int number);
 
@@ -72,22 +81,28 @@ class Communicator {
   Status barrier();
 
   // A barrier at which every rank shows the same numbers. Errors: those of barrier(); kInvalid, on all ranks,
-  // naming the first that differs and two ranks.
+  // naming the first that differs and two ranks. Peers that are not mapped agree, too.
   struct Agreed {
     const char* name;
     uint64_t value;
   };
   Status agree(std::string_view operation, const std::vector<Agreed>& mine);
-  // A barrier at which every mapped rank shows as many numbers: returns them by rank, nothing of ranks that
-  // are not mapped. Errors: those of barrier(); kInvalid where a rank showed something else.
+  // A barrier at which every rank shows as many numbers: returns them by rank. Errors: those of barrier();
+  // kInvalid where a rank showed something else.
   Result<std::vector<std::vector<uint64_t>>> show(std::string_view operation,
                                                   const std::vector<uint64_t>& mine);
 
  private:
   Communicator() = default;
   Status meet(std::string_view transport);
+  bool is_mapped_enough(std::string_view wanted) const;
+  Status exchange_cards();
   Status connect(std::string_view transport);
   Status watch_peers();
+  Status open_links(const std::vector<std::vector<const Transport*>>& chosen,
+                    const std::vector<Candidate>& candidates);
+  Status agree_on_links(const Status& mine);
+  Result<std::vector<std::string>> show_all(std::string_view operation, const std::string& mine);
 
   std::shared_ptr<Bootstrap> bootstrap_;
   std::unique_ptr<ParcelExchange> parcels_;
@@ -97,17 +112,20 @@ class Communicator {
   std::vector<const Transport*> transports_;
   std::vector<int> mapped_ranks_;
   Sharing sharing_ = Sharing::kHostMemory;
+  std::string port_pair_;  // why_not_all_mapped()
+  std::unique_ptr<Link> mapped_link_, port_link_;
   double timeout_s_ = 0;
   uint64_t key_ = 0;
   int rank_ = 0;
 
   struct KnownWindow {
-    const std::byte* base;  // null: gone
-    uint64_t bytes;
-    std::byte* const* table;
+    const std::byte* base = nullptr;  // null: gone, or never came to be
+    uint64_t bytes = 0;
+    std::byte* const* table = nullptr;
   };
   mutable std::mutex windows_mutex_;
-  std::vector<KnownWindow> windows_;  // in the order of their creation
+  std::vector<KnownWindow> windows_;  // by number
+  int next_window_ = 0;
 };
 
 }  // namespace weft

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "memory/window.h"
+#include "comm/window.h"
 
 #include <algorithm>
 #include <cstring>
@@ -92,12 +92,14 @@ Status common_failure(const std::vector<SegmentOffer>& offers, const std::vector
 Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Communicator> comm, uint64_t bytes) {
   auto window = std::unique_ptr<Window>(new Window(std::move(comm)));
   WEFT_TRY(window->change_size(bytes, "window.create"));
-  window->number_ = window->comm_->add_window(window->local(), window->bytes(), window->table());
+  window->comm_->add_window(window->number_, window->local(), window->bytes(), window->table());
+  window->is_known_ = true;
   return window;
 }
 
 Window::~Window() {
-  if (number_ >= 0) comm_->remove_window(number_);
+  if (is_known_) comm_->remove_window(number_);
+  if (Link* ports = comm_->port_link()) ports->forget(number_, 0);
   // Kernels in flight may still use what is about to be unmapped; their waits are bounded, so this one is
   // too.
   if (!comm_->device().is_host() && bytes_ > 0) (void)logged(wait_for_device(comm_->device().ordinal));
@@ -110,19 +112,103 @@ Status Window::grow(uint64_t at_least_bytes) {
 }
 
 // Every rank adds a segment and offers it, all import all offers, all agree that it worked. A failure
-// anywhere is told in one of the two exchanges, and then every rank goes back to where it was.
+// anywhere is told in one of the exchanges, and then every rank goes back to where it was.
 Status Window::change_size(uint64_t at_least_bytes, std::string_view operation) {
   comm_->parcels().begin_call();
   SegmentOffer offer;
   offer.asked_bytes = at_least_bytes;
   Parcel segment;
   const Status added = add_segment(at_least_bytes, offer, segment);
-  const Status outcome = logged(exchange(added, offer, std::move(segment), operation));
-  if (outcome.ok())
-    bytes_ += offer.segment_bytes;
-  else
+  Status outcome = exchange(added, offer, std::move(segment), operation);
+  const uint64_t bytes = bytes_ + (outcome.ok() ? offer.segment_bytes : 0);
+  if (Link* ports = comm_->port_link()) {
+    outcome = exchange_ports(outcome, at_least_bytes, bytes, operation);
+    if (!outcome.ok()) ports->forget(number_, bytes_);
+  }
+  if (!logged(outcome).ok()) {
     cut_to(bytes_);
-  return outcome;
+    return outcome;
+  }
+  bytes_ = bytes;
+  return make_mesh();
+}
+
+WindowView Window::view(uint64_t bytes) const {
+  return {number_, bytes, local(), bases_.data(), table_};
+}
+
+namespace {
+
+// What a rank tells those that do not map it: how it went so far. What its ports need to know follows.
+struct PortOffer {
+  uint64_t asked_bytes = 0;
+  uint64_t bytes = 0;
+  uint64_t code = 0;
+  char message[320] = {};
+};
+
+std::string to_bytes(const Status& mine, PortOffer offer, const std::string& more) {
+  offer.code = static_cast<uint64_t>(mine.code());
+  std::memcpy(offer.message, mine.message().data(),
+              std::min(mine.message().size(), sizeof offer.message - 1));
+  return std::string(reinterpret_cast<const char*>(&offer), sizeof offer) + more;
+}
+
+// Cuts the PortOffers off. Errors: the failure of the lowest rank that has one; kInvalid when sizes differ.
+Status take_port_offers(std::vector<std::string>& all) {
+  PortOffer first;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    PortOffer offer;
+    if (all[rank].size() < sizeof offer)
+      return Status::make(Code::kInvalid, "rank {} makes another call on this communicator", rank);
+    std::memcpy(&offer, all[rank].data(), sizeof offer);
+    offer.message[sizeof offer.message - 1] = 0;
+    all[rank].erase(0, sizeof offer);
+    if (rank == 0) first = offer;
+    if (static_cast<Code>(offer.code) != Code::kOk)
+      return Status(static_cast<Code>(offer.code), offer.message);
+    if (offer.asked_bytes != first.asked_bytes || offer.bytes != first.bytes)
+      return Status::invalid("bytes: got {} on rank 0 and {} on rank {}, allowed: the same on all ranks",
+                             first.asked_bytes, offer.asked_bytes, rank);
+  }
+  return Status();
+}
+
+}  // namespace
+
+// The same among all ranks, through the bootstrap: ranks that map each other have done their part already.
+Status Window::exchange_ports(const Status& mapped, uint64_t asked_bytes, uint64_t bytes,
+                              std::string_view operation) {
+  Link& ports = *comm_->port_link();
+  const PortOffer offer{asked_bytes, bytes, 0, {}};
+  const auto named = [&](const Status& status) {
+    return status.ok() ? status
+                       : Status::make(status.code(), "{}, on rank {}: {}", operation, comm_->rank(),
+                                      status.message());
+  };
+  const Result<std::string> mine =
+      mapped.ok() ? ports.offer(view(bytes)) : Result<std::string>(std::string());
+  WEFT_TRY_ASSIGN(std::vector<std::string> offers,
+                  comm_->bootstrap().all_gather(to_bytes(mapped.ok() ? named(mine.status()) : mapped, offer,
+                                                         mine.ok() ? *mine : std::string()),
+                                                comm_->deadline()));
+  WEFT_TRY(take_port_offers(offers));
+  const Status accepted = named(ports.accept(view(bytes), offers));
+  WEFT_TRY_ASSIGN(std::vector<std::string> outcomes,
+                  comm_->bootstrap().all_gather(to_bytes(accepted, offer, ""), comm_->deadline()));
+  return take_port_offers(outcomes);
+}
+
+Status Window::make_mesh() {
+  WEFT_TRY_ASSIGN(MeshPart mapped, comm_->mapped_link().mesh(view(bytes_)));
+  Link* ports = comm_->port_link();
+  if (!ports) {
+    mesh_ = std::move(mapped);
+    return Status();
+  }
+  WEFT_TRY_ASSIGN(MeshPart port, ports->mesh(view(bytes_)));
+  mesh_ = comm_->mapped_ranks().size() > 1 ? hybrid_mesh(mapped, port) : std::move(port);
+  return Status();
 }
 
 Status Window::exchange(const Status& added, const SegmentOffer& offer, Parcel segment,

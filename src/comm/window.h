@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "base/status.h"
-#include "memory/communicator.h"
+#include "comm/communicator.h"
 #include "memory/device_memory.h"
 #include "memory/range.h"
 
@@ -43,6 +43,8 @@ class Window {
   std::byte* const* bases() const { return bases_.data(); }
   std::byte* const* table() const { return table_; }
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
+  // What kernels of this rank are given to reach every peer's part, mapped or through a port.
+  const MeshPart& mesh() const { return mesh_; }
 
   // Collective. Makes bytes() at least `at_least_bytes` (the same on all ranks); contents and addresses stay.
   // Not more than that: nothing changes. Errors as in create(), and kUnsupported with CUDA IPC; after an
@@ -50,7 +52,8 @@ class Window {
   Status grow(uint64_t at_least_bytes);
 
  private:
-  explicit Window(std::shared_ptr<Communicator> comm) : comm_(std::move(comm)) {}
+  explicit Window(std::shared_ptr<Communicator> comm)
+      : comm_(std::move(comm)), number_(comm_->take_window_number()) {}
   Status change_size(uint64_t at_least_bytes, std::string_view operation);
   Status add_segment(uint64_t at_least_bytes, SegmentOffer& offer, Parcel& segment);
   Status exchange(const Status& added, const SegmentOffer& offer, Parcel segment, std::string_view operation);
@@ -60,17 +63,23 @@ class Window {
   Status import_from(int rank, const SegmentOffer& offer, const Parcel& handle);
   Status agree(const Status& mine, std::string_view operation);
   Status publish_table();
+  Status exchange_ports(const Status& mapped, uint64_t asked_bytes, uint64_t bytes,
+                        std::string_view operation);
+  Status make_mesh();
+  WindowView view(uint64_t bytes) const;
   void cut_to(uint64_t bytes);
 
   std::shared_ptr<Communicator> comm_;
   uint64_t bytes_ = 0;
-  int number_ = -1;  // among the communicator's windows
+  int number_;             // among the communicator's windows
+  bool is_known_ = false;  // to the communicator, by that number
   std::shared_ptr<MappedRange> own_;
   std::vector<std::shared_ptr<MappedRange>> ranges_;    // by rank; null where not mapped
   std::vector<std::shared_ptr<MappedRange>> imported_;  // those of ranges_ that this rank maps for itself
   std::vector<std::byte*> bases_;                       // by rank
   std::unique_ptr<DeviceCopy> device_table_;            // bases_ in GPU memory; null on the host
   std::byte* const* table_ = nullptr;                   // bases_, or its copy in GPU memory
+  MeshPart mesh_;
 };
 
 }  // namespace weft

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The list of transports, best first: WEFT_TRANSPORT(folder, the device type of its mesh). The folder foo has
+// foo_transport() and, in channel.cuh, the mesh; its line here, with the include, is all that the rest of
+// Weft needs.
+#pragma once
+
+#include "transports/mapped/channel.cuh"
+#include "transports/transport.h"
+
+// clang-format off: one transport a line
+#define WEFT_TRANSPORTS(WEFT_TRANSPORT) \
+  WEFT_TRANSPORT(mapped, MappedMesh)
+// clang-format on
+
+namespace weft {
+
+#define WEFT_TRANSPORT(folder, Mesh) const Transport& folder##_transport();
+WEFT_TRANSPORTS(WEFT_TRANSPORT)
+#undef WEFT_TRANSPORT
+
+}  // namespace weft

@@ -345,7 +345,8 @@ class Buffer(LowLatencyCalls):
             elsewhere, or None; recv_topk_weights float32 [N, K]: 0 elsewhere, or None; slots for each local
             expert, or [] with num_worst_tokens; handle; event). Rows come in order of source rank, then of
             source token. With a handle: (recv_x, None, None, None, None, event).
-            Received tensors live in the buffer's memory, which stays theirs as long as they do.
+            On CUDA received tensors live in the buffer's memory, which stays theirs as long as they do, and until
+            streams that record_stream() named are done with it.
         Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E.
         """
         engine = self._engines.of("x", x)

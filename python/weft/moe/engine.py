@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Buffer has on one device: the core object, its communication stream, and views of its window.
 
-A tensor that a dispatch returns lives in the window, because peers write it there. Its memory goes back to
-the window's heap when the last tensor that shares it is gone; on CUDA the next call that takes memory first
-waits for what the current stream had queued at that moment.
+A tensor that a dispatch returns on CUDA lives in the window, because peers write it there. Its memory goes back to
+the window's heap when the last tensor that shares it is gone and streams are done with it: see window_pieces. On
+the CPU it is a copy.
 Threads: one caller at a time; tensors may die in any thread.
 """
 
@@ -25,6 +25,7 @@ from weft.moe.arguments import describe
 from weft.moe.events import EventHandle, EventOverlap
 from weft.moe.host_memory import HostMemory
 from weft.moe.runtime_facts import RuntimeFacts
+from weft.moe.window_pieces import CudaStreams, Lease, WindowPieces, watch_record_stream
 
 _NOWHERE = 16
 
@@ -34,17 +35,16 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
 
 
-class _Lease:
-    """Owns one piece of the window; the DLPack capsule of a view keeps it alive."""
+class _HostLease:
+    """Owns one piece of a window in host memory; the DLPack capsule of a view keeps it alive."""
 
-    def __init__(self, engine: Engine, offset: int, is_permanent: bool) -> None:
-        self.engine = engine
-        self.offset = offset
-        self.is_permanent = is_permanent  # a captured graph writes here at every replay
+    def __init__(self, engine: Engine, offset: int) -> None:
+        self._engine = engine
+        self._offset = offset
 
     def __del__(self) -> None:
-        if not self.is_permanent and not sys.is_finalizing():
-            self.engine.release(self.offset)
+        if not sys.is_finalizing():
+            self._engine.core.give_back(self._offset)
 
 
 class Engine(RuntimeFacts):
@@ -74,7 +74,10 @@ class Engine(RuntimeFacts):
         self.low_latency = _core.LowLatency(self.core, may_mask)
         self.low_latency_calls = 0
         self.unreceived: dict[int, str] = {}  # by number, those whose hook has not run
-        self._released: list[tuple[int, Any]] = []
+        self._pieces: WindowPieces | None = None
+        if self.is_cuda:
+            watch_record_stream()
+            self._pieces = WindowPieces(self.core.give_back, self.comm_stream, CudaStreams(device))
         self._host_memory = HostMemory()
 
     def check_handle(self, handle: object, kind: Any, call: str) -> Any:
@@ -103,8 +106,12 @@ class Engine(RuntimeFacts):
 
     def piece(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return uint8[num_bytes] of the window; the piece is given back when the last view of it is gone."""
-        lease = _Lease(self, offset, self.is_capturing)
+        if self.is_capturing:  # the graph writes here at every replay: the piece is never given back
+            return self.permanent_view(offset, max(num_bytes, 16))
+        lease = self._pieces.lend(self, offset) if self._pieces else _HostLease(self, offset)
         view: torch.Tensor = from_dlpack(self.core.view(offset, max(num_bytes, 16), lease))
+        if isinstance(lease, Lease):
+            lease.lies_at(view.untyped_storage().data_ptr())
         return view
 
     def output(
@@ -142,24 +149,13 @@ class Engine(RuntimeFacts):
         begin = int(self.core.low_latency_begin) + control_bytes
         return begin, max(int(self.core.low_latency_end) - begin, 0)
 
-    def release(self, offset: int) -> None:
-        """Give a piece back, on CUDA after what the current stream has queued."""
-        if not self.is_cuda:
-            self.core.give_back(offset)
-        elif self.is_capturing:  # an event of a capture means nothing outside it
-            self._released.append((offset, None))
-        else:
-            self._released.append((offset, torch.cuda.current_stream(self.device).record_event()))
+    def reclaim(self, wait: bool = False) -> bool:
+        """Make pieces that were given back usable by work that the communication stream gets from now on.
 
-    def reclaim(self) -> None:
-        """Make pieces that were given back usable by work that the communication stream gets from now on."""
-        while self._released and not self.is_capturing:
-            offset, event = self._released.pop()
-            if event is None:
-                self.comm_stream.wait_stream(torch.cuda.current_stream(self.device))
-            else:
-                self.comm_stream.wait_event(event)
-            self.core.give_back(offset)
+        wait: also those that recorded streams still use, after which the communication stream then waits.
+        Returns whether there were any.
+        """
+        return self._pieces is not None and not self.is_capturing and self._pieces.reclaim(wait)
 
     # -- order -----------------------------------------------------------------------------------------------
 

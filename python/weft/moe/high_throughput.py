@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -201,9 +203,9 @@ def _send(
     counts_unknown: bool,
     num_sms: int,
 ) -> Received:
-    row_format = rows.format()
-    received = engine.core.dispatch(
-        format=row_format,
+    call = functools.partial(
+        engine.core.dispatch,
+        format=rows.format(),
         x=rows.x.data_ptr(),
         scales=address(rows.scales),
         scale_token_stride=rows.scales.stride(0) if rows.scales is not None else 0,
@@ -221,7 +223,20 @@ def _send(
         num_sms=num_sms,
         stream=engine.stream,
     )
-    return Received(engine, received, rows, num_rows)
+    return Received(engine, _with_room(engine, call), rows, num_rows)
+
+
+def _with_room(engine: Engine, call: Callable[[], Any]) -> Any:
+    """Return call(); where the window is full of pieces that other streams still use, after these."""
+    try:
+        return call()
+    except Error as error:
+        is_room = error.code == "capacity" and str(error).startswith(
+            "num_nvl_bytes:"
+        )  # no fault of an earlier call
+        if not is_room or not engine.reclaim(wait=True):
+            raise
+    return call()
 
 
 def combine(
@@ -236,7 +251,8 @@ def combine(
     """Send x [N, hidden] back and sum it into outputs: [T, hidden] and, with weights, f32[T, top_k]."""
     combined, combined_weights = outputs
     bias_addresses = [bias.data_ptr() for bias in biases] + [0, 0]
-    engine.core.combine(
+    call = functools.partial(
+        engine.core.combine,
         row_bytes=x.size(1) * x.element_size(),
         top_k=topk_weights.size(1) if topk_weights is not None else 0,
         element=_SUMMED_ELEMENTS[x.dtype],
@@ -254,6 +270,7 @@ def combine(
         num_sms=num_sms,
         stream=engine.stream,
     )
+    _with_room(engine, call)
 
 
 _SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kElementFp32

@@ -21,7 +21,7 @@ version = release = weft.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 root_doc = "index"
-exclude_patterns = ["**/_*"]
+exclude_patterns = ["README.md", "**/_*"]  # docs/README.md is for those who change documents
 
 html_theme = "furo"
 html_title = f"Weft {weft.__version__}"

@@ -46,9 +46,19 @@ _LAZY = {
 }
 
 
+# Parts that come with their own names; `weft.transfer` needs no import of its own.
+_PARTS = ("collectives", "errors", "moe", "transfer")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_PARTS})
+
+
 def __getattr__(name: str) -> object:
     if name == "_core":  # `from weft import _core` comes here first
         return _load_core()
+    if name in _PARTS:
+        return import_module(f"weft.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)

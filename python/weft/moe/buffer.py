@@ -18,6 +18,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from types import TracebackType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -207,6 +208,20 @@ class Buffer(LowLatencyCalls):
         rank that is gone, unless made with ``enable_shrink``: the memory is given back all the same.
         """
         self._engines.destroy()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Destroy the buffer, made with ``explicitly_destroy`` or not; after an error without waiting for others."""
+        self._engines.close(is_clean=error is None)
+
+    def __repr__(self) -> str:
+        return self._engines.describe(
+            "Buffer", num_nvl_bytes=self.num_nvl_bytes, num_rdma_bytes=self.num_rdma_bytes
+        )
 
     def get_comm_stream(self) -> Any:
         """Return the torch.cuda.Stream that calls run on; on the CPU, the current torch.cpu.Stream."""

@@ -12,6 +12,7 @@ M = num_max_tokens_per_rank. It stands on the same engine and kernels as ``weft.
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -145,6 +146,20 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         self._engines.destroy()
         self._drop_ring()
         self._drop_table()
+
+    def __enter__(self) -> ElasticBuffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Destroy the buffer, made with ``explicitly_destroy`` or not; after an error without waiting for others."""
+        self._engines.close(is_clean=error is None)
+        self._drop_ring()
+        self._drop_table()
+
+    def __repr__(self) -> str:
+        return self._engines.describe("ElasticBuffer", num_bytes=self.num_bytes)
 
     @staticmethod
     def capture() -> EventHandle:

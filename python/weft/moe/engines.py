@@ -96,6 +96,28 @@ class Engines:
             self.main = None
             self._by_device.clear()
 
+    def close(self, is_clean: bool) -> None:
+        """Let go of the memory at the end of a ``with`` block, after all ranks if nothing was raised in it.
+
+        After an error the others may never come, so this rank does not wait for them.
+        """
+        if self.main is None:
+            return
+        engine = self.main
+        try:
+            if is_clean:
+                engine.synchronize()
+                engine.communicator.barrier()
+        finally:
+            self.main = None
+            self._by_device.clear()
+
+    def describe(self, name: str, **facts: object) -> str:
+        """Return the repr of a buffer on these engines."""
+        told = "".join(f", {key} {value}" for key, value in facts.items())
+        end = "" if self.main is not None else ", destroyed"
+        return f"weft.{name}(rank {self.rank} of {self.size}, {self.device}{told}{end})"
+
     def comm_stream(self) -> Any:
         """Return the torch.cuda.Stream that calls run on; on the CPU, the current torch.cpu.Stream."""
         engine = self.alive()

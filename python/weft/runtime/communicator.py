@@ -263,5 +263,8 @@ class Window:
         """
         self.core.grow(num_bytes)
 
+    def __repr__(self) -> str:
+        return f"weft.Window({self.num_bytes} bytes on each of {self.communicator.size} ranks)"
+
 
 __all__ = ["Communicator", "Window", "connect", "device_name"]

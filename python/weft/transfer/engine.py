@@ -464,6 +464,11 @@ class TransferEngine:
         if hasattr(self, "core"):
             self.close()
 
+    def __repr__(self) -> str:
+        return (
+            f"TransferEngine({self.name!r}, {', '.join(f'{nic.provider} {nic.name}' for nic in self.nics)})"
+        )
+
     def __enter__(self) -> TransferEngine:
         return self
 

@@ -105,6 +105,9 @@ class Memory:
         """Made by ``TransferEngine.register``."""
         self.engine, self.core, self.span = engine, core, span
 
+    def __repr__(self) -> str:
+        return f"Memory({self.nbytes} bytes, {self.path})"
+
     @property
     def nbytes(self) -> int:
         """How many bytes are registered."""
@@ -162,6 +165,9 @@ class Remote:
     def is_revoked(self) -> bool:
         """Whether its owner has taken it back or is lost."""
         return bool(self.core.is_revoked)
+
+    def __repr__(self) -> str:
+        return f"Remote({self.nbytes} bytes of {self.peer.name!r}{', revoked' if self.is_revoked else ''})"
 
 
 @dataclass(frozen=True)
@@ -237,6 +243,9 @@ class Transfer:
     def __init__(self, engine: TransferEngine, core: Any) -> None:
         """Made by the methods of ``TransferEngine``."""
         self.engine, self.core = engine, core
+
+    def __repr__(self) -> str:
+        return f"Transfer({self.nbytes} bytes, {self.phase})"
 
     @property
     def phase(self) -> str:

@@ -47,7 +47,7 @@ _LAZY = {
 
 
 # Parts that come with their own names; `weft.transfer` needs no import of its own.
-_PARTS = ("collectives", "errors", "moe", "transfer")
+_PARTS = ("collectives", "errors", "moe", "ops", "transfer")
 
 
 def __dir__() -> list[str]:

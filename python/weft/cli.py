@@ -34,6 +34,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "what is missing on this machine, for what, and the command that helps",
     ),
     "compile": ("weft.collectives.compile", "compile and verify a collective program"),
+    "synthesise": (
+        "weft.collectives.synthesis",
+        "search for a collective algorithm on a machine whose links are unequal",
+    ),
     "show": ("weft.collectives.show", "show a compiled collective program"),
     "tune": (
         "weft.collectives.tune",

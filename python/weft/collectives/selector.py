@@ -273,6 +273,10 @@ class Selector:
         self._files = [file for file in files if not (every_size and run_limit(file))]
         self._logged: set[tuple[str, int]] = set()
 
+    def use_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Choose by these rows of a table from now on; without any, by the cost model as where nothing was measured."""
+        self._rows = rows
+
     def fingerprint(self) -> str:
         """Return what is alike exactly where the same tables and files were read."""
         read = repr((self._rows, self._files))

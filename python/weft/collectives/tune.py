@@ -3,6 +3,7 @@
 
     weft tune --ranks 4                     # resumes where an earlier run stopped
     weft tune --calls all_reduce --max-bytes 4M --output table.json
+    weft tune --ranks 4 --report            # what was measured, beside the cost model
 
 Each size of each collective is measured for every variant that exists for the rank count, after its result was compared
 with an oracle; a sample is the slowest rank's, the winner has the least median. A size is a row of the table until the
@@ -50,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--factor", type=int, default=4)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--output", metavar="FILE", help="default: the table that this machine's calls read")
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="measure nothing: print what was measured here beside the cost model's times, and how good choices are",
+    )
     parser.add_argument("--restart", action="store_true", help="forget what an earlier run measured")
 
 
@@ -60,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from weft.collectives.book import Part
     from weft.collectives.calls import machine_key
     from weft.collectives.selector import rows_besides, table_name, write_table
+    from weft.collectives.tune_report import keep_measured, report
     from weft.testing.ranks import run_ranks
 
     torch.set_num_threads(1)
@@ -79,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
     config = _core.config()
     cache = Path(config.cache_dir).expanduser()
     target = Path(args.output) if args.output else cache / table_name(machine, key, ranks)
+    if args.report:
+        print("\n".join(report(target, _CALLS)))
+        return 0
     journal = target.with_suffix(f".{machine}-{ranks}.journal")
     target.parent.mkdir(parents=True, exist_ok=True)
     if args.restart:
@@ -91,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     found = run_ranks(ranks, measure, calls, sizes, bool(gpus), str(journal), deadline_s=_DEADLINE_S)[0]
     others = rows_besides(target, key, (_CALLS[call] for call in calls), ranks)
     write_table(target, key, [*others, *table_rows(found, ranks)])
+    keep_measured(target, machine, key, ranks, found)
     _write_book(target.with_suffix(".book"), Part(machine, ranks, key, target.parent, config.algorithm_dir))
     for row in found:
         print(f"{row['call']:16} {row['bytes']:>11} bytes  {row['us']:>10.1f} us  {row['label']}")

@@ -143,7 +143,7 @@ Status ncclComm::make_runners() {
   for (const weft::BookChoice& choice : book_->choices()) {
     if (choice.mode != weft::BookMode::kProgram) continue;
     const bool is_exchange = choice.collective == weft::BookCollective::kExchange;
-    WEFT_TRY(load(is_exchange ? *pairs_ : *collectives_, choice.program, 0).status());
+    WEFT_TRY(load(is_exchange ? *pairs_ : *collectives_, choice.collective, choice.program, 0).status());
   }
   if (device_.is_host()) return {};
   WEFT_TRY_ASSIGN(weft::CudaContext context, weft::CudaContext::enter(device_.ordinal));
@@ -225,7 +225,10 @@ void ncclComm::stop() {
 ncclResult_t ncclComm::async_error() {
   if (std::unique_lock lock(mutex_, std::try_to_lock); lock.owns_lock())
     for (auto* runner : {collectives_.get(), pairs_.get()})
-      if (runner) note(runner->fault());
+      if (const Status status = runner ? runner->fault() : Status(); !status.ok()) {
+        note(status);
+        if (status.code() == Code::kInvalid) async_error_ = ncclInvalidUsage;  // calls differ
+      }
   return async_error_;
 }
 

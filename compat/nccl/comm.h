@@ -95,7 +95,8 @@ struct ncclComm {
   Status exchange_round(const std::vector<const Operation*>& sends,
                         const std::vector<const Operation*>& recvs, cudaStream_t stream);
   std::vector<Operation> as_transfers(const Operation& operation) const;
-  weft::Result<uint32_t> load(weft::CollectiveRunner& runner, uint32_t program, int root);
+  weft::Result<uint32_t> load(weft::CollectiveRunner& runner, weft::BookCollective collective,
+                              uint32_t program, int root);
   Status copy(void* dst, const void* src, uint64_t bytes, cudaStream_t stream);
   weft::Result<std::byte*> staging(uint64_t bytes);
   Status enter_stream(cudaStream_t stream);

@@ -161,7 +161,7 @@ void multiply_integers(ncclDataType_t type, std::byte* data, uint64_t elems, uin
 // Offsets and lengths, in bytes from `base`, of what goes to or comes from each rank.
 struct Table {
   std::byte* base = nullptr;
-  std::vector<uint64_t> entries;
+  std::vector<weft::ChunkSpan> entries;
   uint64_t most = 0;
 };
 Table table_of(const std::vector<const Operation*>& operations, int ranks) {
@@ -171,13 +171,13 @@ Table table_of(const std::vector<const Operation*>& operations, int ranks) {
   };
   for (const Operation* o : operations)
     if (o && (!table.base || address(*o) < table.base)) table.base = address(*o);
-  table.entries.resize(2 * static_cast<size_t>(ranks));
+  table.entries.resize(static_cast<size_t>(ranks));
   for (int rank = 0; rank < ranks; ++rank) {
     const Operation* o = operations[rank];
     if (!o) continue;
-    table.entries[2 * rank] = static_cast<uint64_t>(address(*o) - table.base);
-    table.entries[2 * rank + 1] = o->count * bytes_of(o->type);
-    table.most = std::max(table.most, table.entries[2 * rank + 1]);
+    table.entries[rank] = {static_cast<uint64_t>(address(*o) - table.base), o->count * bytes_of(o->type),
+                           static_cast<uint32_t>(element_of(o->type)), 0};
+    table.most = std::max(table.most, table.entries[rank].length);
   }
   return table;
 }
@@ -342,7 +342,7 @@ Status ncclComm::run_program(const Operation& o, BookCollective collective, cons
     return Status::make(Code::kUnsupported, "program book: nothing for {}",
                         weft::nccl::kFunctionNames[static_cast<int>(o.function)]);
   const weft::BookProgram& program = book_->program(choice->program);
-  WEFT_TRY_ASSIGN(const uint32_t number, load(*collectives_, choice->program, root));
+  WEFT_TRY_ASSIGN(const uint32_t number, load(*collectives_, collective, choice->program, root));
   return collectives_->run({number,
                             weft::nccl::element_of(o.type),
                             weft::nccl::reduction_of(o.op),
@@ -417,18 +417,28 @@ Status ncclComm::exchange(const std::vector<Operation>& operations) {
 Status ncclComm::exchange_round(const std::vector<const Operation*>& sends,
                                 const std::vector<const Operation*>& recvs, cudaStream_t stream) {
   const weft::BookChoice* choice = book_->choose(BookCollective::kExchange, 0);
-  WEFT_TRY_ASSIGN(const uint32_t number, load(*pairs_, choice->program, 0));
+  WEFT_TRY_ASSIGN(const uint32_t number, load(*pairs_, BookCollective::kExchange, choice->program, 0));
   weft::nccl::Table out = weft::nccl::table_of(sends, size_), in = weft::nccl::table_of(recvs, size_);
   return pairs_->run({number, Element::kUint8, Reduction::kSum, book_->program(choice->program).protocol,
                       out.base, in.base, std::max(out.most, in.most), 1, false, std::move(out.entries),
                       std::move(in.entries), 0, 0, stream});
 }
 
-Result<uint32_t> ncclComm::load(weft::CollectiveRunner& runner, uint32_t program, int root) {
+Result<uint32_t> ncclComm::load(weft::CollectiveRunner& runner, BookCollective collective, uint32_t program,
+                                int root) {
   const auto found = loaded_.find({program, root});
   if (found != loaded_.end()) return found->second;
-  WEFT_TRY_ASSIGN(const uint32_t number, runner.load(book_->text(program, static_cast<uint32_t>(rank_),
-                                                                 static_cast<uint32_t>(root))));
+  weft::ProgramText text = book_->text(program, static_cast<uint32_t>(rank_), static_cast<uint32_t>(root));
+  constexpr const char* kCalls[] = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all",
+                                    "broadcast",  "reduce",     "send or recv"};
+  text.call = kCalls[static_cast<uint32_t>(collective)];
+  const bool has_root = collective == BookCollective::kBroadcast || collective == BookCollective::kReduce;
+  if (has_root) text.root = root;
+  text.is_reduction = collective == BookCollective::kAllReduce ||
+                      collective == BookCollective::kReduceScatter || collective == BookCollective::kReduce;
+  text.fingerprint = book_->digest() + program;
+  text.is_of_pairs = collective == BookCollective::kExchange;
+  WEFT_TRY_ASSIGN(const uint32_t number, runner.load(std::move(text)));
   loaded_[{program, root}] = number;
   return number;
 }

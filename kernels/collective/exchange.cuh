@@ -96,15 +96,15 @@ struct PeerPatience {
 struct Lines {
   Vec16* first;
   uint32_t second_at;  // from a unit's first line to its second
-  uint64_t number;
+  uint64_t tag;
 
   WEFT_DEVICE bool is_there(const Vec16& line) const {
-    return message::LlWire::is_there({nullptr, number}, line);
+    return message::LlWire::is_there({nullptr, tag}, line);
   }
   WEFT_DEVICE void put(uint32_t unit, const Vec16& value) const {
-    const uint32_t flag = message::LlWire::flag({nullptr, number});
-    store_line(first + unit, {{value.words[0], flag, value.words[1], flag}});
-    store_line(first + second_at + unit, {{value.words[2], flag, value.words[3], flag}});
+    const uint32_t flag = message::LlWire::flag(tag), salted = message::LlWire::salted_flag(tag);
+    store_line(first + unit, {{value.words[0], flag, value.words[1], salted}});
+    store_line(first + second_at + unit, {{value.words[2], flag, value.words[3], salted}});
   }
   template <class GiveUp>
   WEFT_DEVICE Vec16 take(uint32_t unit, GiveUp gives_up) const {
@@ -130,7 +130,8 @@ struct Round {
     return layout.inbox_at + at * layout.region_units * 32;
   }
   WEFT_DEVICE Lines lines_at(std::byte* window, uint32_t sender) const {
-    return {reinterpret_cast<Vec16*>(window + region(sender)), run.a.layout.region_units, number};
+    return {reinterpret_cast<Vec16*>(window + region(sender)), run.a.layout.region_units,
+            message_tag(number, run.a.digest)};
   }
   WEFT_DEVICE Lines to(uint32_t peer) const { return lines_at(run.mesh.to(peer).mapped(), run.self); }
   WEFT_DEVICE Lines from(uint32_t peer) const { return lines_at(run.mesh.local(), peer); }
@@ -406,11 +407,13 @@ struct Stage {
   }
   WEFT_DEVICE uint32_t sums_at() const { return run.a.layout.stage_units / 2; }
 
-  // Tells every peer's block that the area, and the sums in it, are filled.
-  WEFT_DEVICE void publish() const {
+  // Tells every peer's block that the area, and the sums in it, are filled: slice `slice` of the call.
+  WEFT_DEVICE void publish(uint64_t slice) const {
     run.block.sync();
+    const uint64_t shown = slice < kSlicesShown ? slice : kSlicesShown;
+    const uint64_t value = number << 32 | (run.a.digest & ~kSlicesShown) | shown;
     for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size())
-      if (peer != run.self) run.mesh.to(peer).put_value(signal_of(run.self), number);
+      if (peer != run.self) run.mesh.to(peer).put_value(signal_of(run.self), value);
   }
   // Waits until all peers have published theirs.
   WEFT_DEVICE void wait() const {
@@ -419,13 +422,21 @@ struct Stage {
       if (peer == run.self) continue;
       const auto* signal = reinterpret_cast<const uint64_t*>(run.mesh.local() + signal_of(peer));
       uint64_t seen = load_acquire(signal);
-      for (uint32_t looks = 0; seen < number && !patience.ends(looks, peer, number, seen); ++looks)
+      for (uint32_t looks = 0; !came(seen) && !patience.ends(looks, peer, number, seen >> 32); ++looks)
         seen = load_acquire(signal);
     }
     run.block.sync();
   }
 
  private:
+  // Whether a peer has filled this slice, of this call. Who is in a later call has left this one, and so has
+  // seen that it was the same; nobody is more than kSlicesShown slices ahead.
+  WEFT_DEVICE bool came(uint64_t seen) const {
+    const uint32_t ahead = static_cast<uint32_t>(seen >> 32) - static_cast<uint32_t>(number);
+    if (static_cast<int32_t>(ahead) < 0) return false;
+    const bool is_later_call = (seen & kSlicesShown) < ahead;
+    return is_later_call || ((static_cast<uint32_t>(seen) ^ run.a.digest) & ~kSlicesShown) == 0;
+  }
   WEFT_DEVICE uint64_t signal_of(uint32_t sender) const {
     return run.a.layout.staged_at + (uint64_t{run.block.index()} * run.ranks + sender) * sizeof(uint64_t);
   }
@@ -541,7 +552,7 @@ WEFT_DEVICE void run_stages(const R& run) {
         for (uint32_t to = 1; to < run.ranks; ++to)
           store_vec(stage.to(run.peer(to)) + stage.sums_at() + unit, sum);
       });
-    if (turn < signals) stage.publish();
+    if (turn < signals) stage.publish(turn);
     if (is_all_reduce) {
       if (turn > 1) empty_stages(before, parts, slice_of(turn - 2), before.sums_at());
     } else if (turn > 0) {
@@ -585,11 +596,14 @@ WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
   const ExchangeLayout& layout = a.layout;
   const uint64_t cards = layout.cards_at + ((meeting & 1) * layout.blocks + run.block.index()) * run.ranks *
                                                2 * sizeof(uint64_t);
-  const uint64_t mark = (meeting & 0xffff) << 48;
+  auto mark_of = [&](uint32_t which) {
+    const uint64_t half = which == 0 ? a.digest & 0xffff : a.digest >> 16;
+    return half << 48 | (meeting & ((1u << kCardMeetingBits) - 1)) << kCardMarkAt;
+  };
   for (uint32_t i = run.block.rank(); i < 2 * run.ranks; i += run.block.size()) {
     const uint32_t peer = i / 2, which = i % 2;
     auto* there = reinterpret_cast<uint64_t*>(run.mesh.to(peer).mapped() + cards) + run.self * 2 + which;
-    store_release(there, a.places[which] | mark);
+    store_release(there, a.places[which] | mark_of(which));
   }
   if (run.block.rank() == 0) *run.met() = {1, 1, {}};
   run.block.sync();
@@ -599,7 +613,7 @@ WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
     const auto* here = reinterpret_cast<const uint64_t*>(run.mesh.local() + cards) + i;
     uint64_t card = load_acquire(here);
     bool came = true;
-    for (uint32_t looks = 0; (card ^ mark) >> 48 != 0 && came; ++looks) {
+    for (uint32_t looks = 0; (card ^ mark_of(which)) >> kCardMarkAt != 0 && came; ++looks) {
       came = !patience.ends(looks, peer, meeting, meeting - 1);
       card = load_acquire(here);
     }

@@ -10,9 +10,11 @@
 // before is emptied (run_stages).
 // Meetings. Before ranks touch each other's buffers, every block tells every peer's where they are, in cards:
 // one word for each buffer. After it, every block tells that it is done.
+// Calls. Lines, signals of slices and cards carry a digest of the call (what, element type, operation, count,
+// way) beside their number, so ranks whose calls differ wait for each other in vain and touch nothing.
 #pragma once
 
-#include "kernels/core/wait.cuh"
+#include "kernels/collective/program_args.h"
 
 namespace weft {
 
@@ -41,20 +43,29 @@ struct ExchangeState {
   uint64_t stages;  // slices that were published
 };
 
-// A buffer's place for peers: its window's number plus one in bits 36 to 47, its offset in 16-byte units
-// below; 0: in no window, or not aligned. Bits 48 to 63 of a card say for which meeting it is.
-inline constexpr uint32_t kCardOffsetBits = 36, kCardWindowBits = 12;
+// A buffer's place for peers: its window's number plus one in bits 35 to 44, its offset in 16-byte units
+// below; 0: in no window, or not aligned. A card has above it the meeting's number (a place is used at every
+// second meeting) and, in bits 48 to 63, half of the call's digest: of the input the low one.
+inline constexpr uint32_t kCardOffsetBits = 35, kCardWindowBits = 10, kCardMeetingBits = 3;
+inline constexpr uint32_t kCardMarkAt = kCardOffsetBits + kCardWindowBits;
+static_assert(kCardMarkAt + kCardMeetingBits == 48);
+
+// The signal of a slice: its number in the high half; below it 30 bits of the call's digest, and how many
+// slices of the call came before it, 3 for more.
+inline constexpr uint32_t kSlicesShown = 3;
 
 struct ExchangeArgs {
   std::byte* input;
   std::byte* output;
   uint64_t bytes;        // of one part: what goes from one rank to another; all_reduce: the whole buffer
   uint32_t slice_units;  // 16-byte units of a part that a block sends in one round, at most region_units
-  uint32_t stage_slice_units;        // the same by stages: at most stage_units, for all_reduce half of them
-  uint32_t piece_bytes;              // of a bulk copy
-  uint32_t pipe_warps;               // of a block, that make bulk copies
-  uint32_t is_one_shot;              // all_reduce by lines: everyone sends everything to everyone
-  ExchangeWay way;                   // kPlaces where not all ranks' buffers lie in windows: kStages
+  uint32_t stage_slice_units;  // the same by stages: at most stage_units, for all_reduce half of them
+  uint32_t piece_bytes;        // of a bulk copy
+  uint32_t pipe_warps;         // of a block, that make bulk copies
+  uint32_t is_one_shot;        // all_reduce by lines: everyone sends everything to everyone
+  ExchangeWay way;             // kPlaces where not all ranks' buffers lie in windows: kStages
+  uint32_t digest;             // of the call
+  uint32_t reserved;
   uint64_t places[2];                // of input and output, as in a card
   std::byte* const* own_windows[2];  // the tables of the windows that hold them; null: in none
   std::byte* const* const* windows;  // [window]: base addresses by rank; null: this rank destroyed it

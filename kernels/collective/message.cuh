@@ -19,7 +19,7 @@ struct Piece {
 // `bytes` exist. Null: not used.
 struct Slot {
   std::byte* at = nullptr;
-  uint64_t number = 0;  // of the message
+  uint64_t tag = 0;  // of the message
   uint64_t bytes = ~uint64_t{0};
 };
 
@@ -99,13 +99,17 @@ struct SimpleWire {
   }
 };
 
-// Two lines of (4 bytes, flag, 4 bytes, flag) per unit. The flag is the message's number plus one, so memory
-// that was never written is no message.
+// Two lines of (4 bytes, flag, 4 bytes, flag) per unit. The first flag is the message's number plus one, so
+// memory that was never written is no message; the second is the same with the call's salt. A line's second
+// half is visible no later than its first, or memory moves whole lines.
 struct LlWire {
   static constexpr bool kIsPlain = false;
-  WEFT_DEVICE static uint32_t flag(const Slot& slot) { return static_cast<uint32_t>(slot.number) + 1; }
+  WEFT_DEVICE static uint32_t flag(uint64_t tag) { return static_cast<uint32_t>(tag) + 1; }
+  WEFT_DEVICE static uint32_t salted_flag(uint64_t tag) {
+    return flag(tag) ^ static_cast<uint32_t>(tag >> 32);
+  }
   WEFT_DEVICE static bool is_there(const Slot& slot, const Vec16& line) {
-    return line.words[1] == flag(slot) && line.words[3] == flag(slot);
+    return line.words[1] == flag(slot.tag) && line.words[3] == salted_flag(slot.tag);
   }
   template <class GiveUp>
   WEFT_DEVICE static Vec16 take(const Slot& slot, uint64_t unit, GiveUp gives_up) {
@@ -121,9 +125,9 @@ struct LlWire {
   }
   WEFT_DEVICE static void put(const Slot& slot, uint64_t unit, const Vec16& value) {
     auto* lines = reinterpret_cast<Vec16*>(slot.at) + 2 * unit;
-    const uint32_t number = flag(slot);
-    store_line(lines, {{value.words[0], number, value.words[1], number}});
-    store_line(lines + 1, {{value.words[2], number, value.words[3], number}});
+    const uint32_t number = flag(slot.tag), salted = salted_flag(slot.tag);
+    store_line(lines, {{value.words[0], number, value.words[1], salted}});
+    store_line(lines + 1, {{value.words[2], number, value.words[3], salted}});
   }
   // Whether a unit has arrived, without waiting.
   WEFT_DEVICE static bool arrived(const Slot& slot, uint64_t unit) {
@@ -132,17 +136,17 @@ struct LlWire {
   }
 };
 
-// Lines of 128 bytes: 15 words of 8 bytes, then the message's number plus one. Eight neighbours of a warp
+// Lines of 128 bytes: 15 words of 8 bytes, then the message's tag plus one. Eight neighbours of a warp
 // write a line with one instruction each of 16 bytes at the same time, and NVLink delivers such a line whole;
 // on the host the number is stored last.
 struct Ll128Wire {
   static constexpr bool kIsPlain = false;
   static constexpr uint32_t kLineBytes = 128, kLineWords = 15, kLanes = 8;
-  WEFT_DEVICE static const uint64_t* number_of(const Slot& slot, uint64_t line) {
+  WEFT_DEVICE static const uint64_t* tag_of(const Slot& slot, uint64_t line) {
     return reinterpret_cast<const uint64_t*>(slot.at + line * kLineBytes) + kLineWords;
   }
   WEFT_DEVICE static bool is_there(const Slot& slot, uint64_t line) {
-    return load_acquire(number_of(slot, line)) == slot.number + 1;
+    return load_acquire(tag_of(slot, line)) == slot.tag + 1;
   }
   // Whether the line with a unit's end has arrived, without waiting.
   WEFT_DEVICE static bool arrived(const Slot& slot, uint64_t unit) {
@@ -226,10 +230,10 @@ WEFT_DEVICE void move_lines(Block block, const Movement& m, GiveUp gives_up) {
       value =
           move_pair<Combiner>(m, line, lane, {line * Ll128Wire::kLineWords + 2 * lane, has_second}, gives_up);
     if (!m.out.at) continue;
-    const uint64_t number = m.out.number + 1;
+    const uint64_t tag = m.out.tag + 1;
     if (!has_second) {
-      value.words[2] = static_cast<uint32_t>(number);
-      value.words[3] = static_cast<uint32_t>(number >> 32);
+      value.words[2] = static_cast<uint32_t>(tag);
+      value.words[3] = static_cast<uint32_t>(tag >> 32);
     }
     warp.sync();
     if (item < items)

@@ -30,6 +30,7 @@ struct Cursor {
   uint32_t is_done;
   uint32_t refers;    // it has referred to its own memory
   uint32_t finishes;  // all steps are taken; what it referred to is being read
+  uint32_t salt;      // of the call's messages
 };
 
 enum Verdict : uint32_t { kNotYet = 0, kGo, kFault };
@@ -95,8 +96,8 @@ WEFT_DEVICE Piece piece_in(const ProgramArgs& a, const BufferLayout& layout, std
   uint64_t first;
   uint64_t length;
   if (layout.table) {
-    first = layout.table[2 * index];
-    length = layout.table[2 * index + 1];
+    first = layout.table[index].first;
+    length = layout.table[index].length;
   } else {
     const uint32_t part = index / layout.per_part;
     const uint64_t within = (index - part * layout.per_part) * a.chunk_elems;
@@ -184,6 +185,15 @@ WEFT_DEVICE uint64_t progress_value(uint64_t epoch, uint64_t iteration, uint32_t
   return (epoch << 40) + iteration * steps + step + 1;
 }
 
+// What the chunk of a message says of itself, where chunks have sizes of their own.
+WEFT_DEVICE uint32_t mark_of(const ProgramArgs& a, const Cursor& cursor, const Turn& turn) {
+  if (!a.skip_empty) return 0;
+  const bool is_src = turn.src.at != nullptr;
+  const BufferLayout& layout = a.buffers[is_src ? turn.step->src_buffer : turn.step->dst_buffer];
+  const uint32_t index = (is_src ? turn.step->src_index : turn.step->dst_index) + cursor.chunk;
+  return layout.table ? layout.table[index].mark : 0;
+}
+
 // Whether a message of the step may bypass its slot at all: both ends see it alike.
 template <class Shape>
 WEFT_DEVICE bool may_be_direct(const ProgramArgs& a, const Shape& shape, uint64_t units) {
@@ -229,7 +239,8 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
       const uint64_t seen = load_acquire(&arrived[ring_index(mesh, channel, peer)]);
       if (seen <= cursor.received) return lack = {peer, cursor.received + 1, seen}, false;
     } else if (!may_wait_in_data && turn.units > 0) {
-      const Slot slot{mesh.local() + ring.slot_at, cursor.received};
+      const Slot slot{mesh.local() + ring.slot_at,
+                      message_tag(cursor.received, cursor.salt + mark_of(a, cursor, turn))};
       const bool has_arrived = shape.protocol == static_cast<int64_t>(Protocol::kLl)
                                    ? message::LlWire::arrived(slot, turn.units - 1)
                                    : message::Ll128Wire::arrived(slot, turn.units - 1);
@@ -243,8 +254,9 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
     const uint64_t seen = load_acquire(&freed[ring.counter]);
     if (seen + kRingSlots <= cursor.sent) return lack = {peer, cursor.sent + 1 - kRingSlots, seen}, false;
     if (wants_grant(a, shape, turn)) {
-      const uint64_t granted = load_acquire(&grant_of(a, mesh, channel, peer)->number);
-      if (granted <= cursor.first_sent) return lack = {peer, cursor.first_sent + 1, granted}, false;
+      const uint64_t granted = load_acquire(&grant_of(a, mesh, channel, peer)->tag);
+      if (granted != message_tag(cursor.first_sent + 1, cursor.salt))
+        return lack = {peer, cursor.first_sent + 1, static_cast<uint32_t>(granted)}, false;
     }
   }
   return true;
@@ -262,17 +274,24 @@ WEFT_DEVICE bool all_is_read(const ProgramArgs& a, const MeshT& mesh, const Shap
   return seen >= cursor.sent || (lack = {peer, cursor.sent, seen}, false);
 }
 
-// Where the message that came is, by its header; false where that cannot be reached, which is raised.
+// Where the message that came is, by its header; false where it is of another call or cannot be reached,
+// which is raised.
 template <class MeshT, class Shape>
 WEFT_DEVICE bool route_in(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, const Cursor& cursor,
                           const Turn& turn, Route& route) {
   const uint32_t channel = turn.block->channel;
   const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
+  const uint32_t salt = cursor.salt + mark_of(a, cursor, turn);
   route.in = {mesh.local() + ring_of(a, mesh, shape, channel, peer, false, cursor.received).slot_at,
-              cursor.received};
+              message_tag(cursor.received, salt)};
   if (shape.protocol != static_cast<int64_t>(Protocol::kSimple)) return true;
   const auto* header = reinterpret_cast<const MessageHeader*>(
       mesh.local() + header_at(a, mesh, channel, peer, cursor.received));
+  if (header->salt != salt) {
+    raise(a.wait.fault, Site::kCollectiveCall, a.wait.self, peer, salt, header->salt, 0,
+          cursor.number << 16 | cursor.step);
+    return false;
+  }
   if (header->place == Place::kSlot) return true;
   route.in = {nullptr, cursor.received, header->bytes};
   if (header->place == Place::kDestination) route.is_there = 1;
@@ -316,10 +335,11 @@ WEFT_DEVICE void route_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
                            const Turn& turn, Route& route) {
   const uint32_t channel = turn.block->channel;
   const auto peer = static_cast<uint32_t>(turn.block->send_peer);
+  const uint32_t salt = cursor.salt + mark_of(a, cursor, turn);
   route.out = {mesh.to(peer).mapped() + ring_of(a, mesh, shape, channel, peer, true, cursor.sent).slot_at,
-               cursor.sent};
+               message_tag(cursor.sent, salt)};
   if (shape.protocol != static_cast<int64_t>(Protocol::kSimple)) return;
-  MessageHeader header{Place::kSlot, 0, 0, 0};
+  MessageHeader header{Place::kSlot, 0, salt, 0, 0};
   if (wants_grant(a, shape, turn)) {
     if (const Piece target = granted_piece(a, mesh, shape, cursor, turn); target.at) {
       header.place = Place::kDestination;
@@ -332,10 +352,10 @@ WEFT_DEVICE void route_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
     const Piece& kept = is_send ? turn.src : turn.dst;
     const BufferLayout& layout = a.buffers[is_send ? turn.step->src_buffer : turn.step->dst_buffer];
     if (layout.window)
-      header = {Place::kWindow, layout.window,
+      header = {Place::kWindow, static_cast<uint16_t>(layout.window), salt,
                 layout.window_at + static_cast<uint64_t>(kept.at - layout.base), kept.bytes};
     else if (a.direct.readers[peer])
-      header = {Place::kProcess, 0, reinterpret_cast<uint64_t>(kept.at), kept.bytes};
+      header = {Place::kProcess, 0, salt, reinterpret_cast<uint64_t>(kept.at), kept.bytes};
     if (header.place != Place::kSlot) {
       route.out = {};
       route.refers = 1;
@@ -503,9 +523,10 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
   cursor.is_done = !cursor.refers;
 }
 
-// Tells the sender where this rank's buffers are: it may store into them from now on.
+// Tells the sender where this rank's buffers are: if it makes the same call, it may store into them from now
+// on.
 template <class MeshT>
-WEFT_DEVICE void grant(const ProgramArgs& a, const MeshT& mesh, const ProgramBlock& block, uint64_t number) {
+WEFT_DEVICE void grant(const ProgramArgs& a, const MeshT& mesh, const ProgramBlock& block, uint64_t tag) {
   auto* there =
       reinterpret_cast<Grant*>(mesh.to(static_cast<uint32_t>(block.recv_peer)).mapped() + a.rings.grants_at) +
       ring_index(mesh, block.channel, mesh.rank());
@@ -513,16 +534,17 @@ WEFT_DEVICE void grant(const ProgramArgs& a, const MeshT& mesh, const ProgramBlo
     there->window[i] = a.buffers[i].window;
     there->window_at[i] = a.buffers[i].window_at;
   }
-  store_release(&there->number, number + 1);
+  store_release(&there->tag, tag);
 }
 
 // Reads a program block's message numbers. One thread.
 template <class MeshT, class Shape>
 WEFT_DEVICE void open(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Cursor& cursor,
-                      uint32_t number) {
+                      uint32_t number, uint32_t salt) {
   const ProgramBlock& block = a.blocks[number];
   cursor = {};
   cursor.number = number;
+  cursor.salt = salt;
   cursor.is_done = block.steps == 0 || a.iterations == 0;
   if (block.send_peer >= 0)
     cursor.sent =
@@ -535,7 +557,7 @@ WEFT_DEVICE void open(const ProgramArgs& a, const MeshT& mesh, const Shape& shap
                        .counter];
   if (block.grants && !cursor.is_done && !a.skip_empty &&
       shape.protocol == static_cast<int64_t>(Protocol::kSimple))
-    grant(a, mesh, block, cursor.received);
+    grant(a, mesh, block, message_tag(cursor.received + 1, salt));
 }
 template <class MeshT, class Shape>
 WEFT_DEVICE void close(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, const Cursor& cursor) {
@@ -624,9 +646,11 @@ WEFT_DEVICE void run_steps(const Program& steps, const ProgramArgs& a, const Mes
   const uint64_t epoch = a.state->epoch + 1;
   const uint32_t owned =
       a.num_blocks > block.index() ? (a.num_blocks - block.index() - 1) / block.count() + 1 : 0;
-  if (block.rank() == 0)
+  if (block.rank() == 0) {
+    const uint32_t salt = a.digest + (a.calls ? static_cast<uint32_t>(*a.calls) * kSaltOfCall : 0);
     for (uint32_t i = 0; i < owned; ++i)
-      program::open(a, mesh, shape, cursors[i], block.index() + i * block.count());
+      program::open(a, mesh, shape, cursors[i], block.index() + i * block.count(), salt);
+  }
   block.sync();
 
   uint32_t unfinished = 0;
@@ -648,7 +672,10 @@ WEFT_DEVICE void run_steps(const Program& steps, const ProgramArgs& a, const Mes
   block.sync();
   if (block.rank() == 0)
     for (uint32_t i = 0; i < owned; ++i) program::close(a, mesh, shape, cursors[i]);
-  finish_launch(block, a.state, &shared->last_block);
+  if (last_block(block, &a.state->arrived, &shared->last_block) && block.rank() == 0) {
+    advance(a.state);
+    if (a.calls) *a.calls += 1;
+  }
 }
 
 template <class MeshT, class Shape>

@@ -14,6 +14,11 @@
 // destination, of which the receiver tells it in a grant at the start of a run. Steps carry what their
 // program allows (weft.collectives.direct); where the buffers are decides between that and the slot, per
 // message, so ranks need not agree on it.
+// Calls. Every message carries a salt beside its number: a digest of the call (what, element type, operation,
+// count, root, algorithm) and of how many calls came before. A receiver takes a message only if the salt is
+// its own, so calls that do not belong together never exchange data, whatever numbers their messages have. An
+// LL line holds the number in its first half, alone, and in its second half together with the salt: the first
+// tells that the line is of this message, the second that it is of this call.
 #pragma once
 
 #include "kernels/core/grid.cuh"
@@ -95,34 +100,50 @@ struct ProgramBlock {
   uint32_t grants;  // 1 if some of its receives may be stored by the sender
 };
 
+// A chunk with a size of its own: elements [first, first + length). `mark` is the same where it is sent and
+// where it is received, and differs where the sizes do.
+struct ChunkSpan {
+  uint64_t first;
+  uint64_t length;
+  uint32_t mark;
+  uint32_t reserved;
+};
+
 // Where chunk c of a buffer is. Uniform: `parts` of part_elems elements, each cut into per_part chunks of
-// chunk_elems, the last ones shorter. With a table: elements [table[2c], table[2c] + table[2c + 1]).
+// chunk_elems, the last ones shorter. With a table: as table[c] says.
 struct BufferLayout {
   std::byte* base;
   uint64_t part_elems;
   uint32_t per_part;  // 32 bits, as every step divides by it
   uint32_t window;    // the window's number plus one; 0: in none that peers map
-  const uint64_t* table;
+  const ChunkSpan* table;
   uint64_t window_at;  // offset of base in the window that holds it
 };
 
 // Where the bytes of a Simple message are.
-enum class Place : uint32_t { kSlot = 0, kDestination, kWindow, kProcess };
+enum class Place : uint16_t { kSlot = 0, kDestination, kWindow, kProcess };
 struct MessageHeader {
   Place place;
-  uint32_t window;   // number plus one
+  uint16_t window;  // number plus one
+  uint32_t salt;
   uint64_t address;  // offset in the sender's window, or address in the sender's process
   uint64_t bytes;    // that exist there
 };
 
 // Where a receiver's buffers are during one run; in the sender's window.
 struct Grant {
-  uint64_t number;  // of the run's first message, plus one
+  uint64_t tag;  // message_tag of the run's first message, plus one
   uint64_t window_at[3];
   uint32_t window[3];
   uint32_t reserved[5];
 };
 static_assert(sizeof(Grant) == 64);
+
+// What a message is recognised by: its number in the low half, the salt of its call in the high one.
+WEFT_DEVICE constexpr uint64_t message_tag(uint64_t number, uint32_t salt) {
+  return uint64_t{salt} << 32 | static_cast<uint32_t>(number);
+}
+inline constexpr uint32_t kSaltOfCall = 0x9e3779b9;  // odd, so that 2^32 calls have salts of their own
 
 // Messages that a ring holds. A constant power of two, so that a message's slot needs no division.
 inline constexpr uint32_t kRingSlots = 8;
@@ -160,6 +181,8 @@ struct ProgramArgs {
   uint64_t* sent;      // u64[kProtocols * channels * ranks], local
   uint64_t* received;
   GridState* state;
+  uint64_t*
+      calls;  // that ran before, alike on all ranks; null: calls of pairs, which only their messages count
   BufferLayout buffers[3];
   uint64_t chunk_elems;
   uint64_t slice_elems;  // of every chunk, per iteration
@@ -168,6 +191,7 @@ struct ProgramArgs {
   uint32_t group;           // chunks of one message; above 1 only where chunks are contiguous
   uint32_t skip_empty;      // sizes differ by chunk: nothing is sent for an empty slice
   uint32_t streams_output;  // results are too large for the caches: write past them
+  uint32_t digest;          // of the call
   RingLayout rings;
   DirectRule direct;
   WaitRule wait;

@@ -35,8 +35,9 @@ enum class Site : uint32_t {
   kEngramIndex,       // engram: an index names no entry
   kLowLatencySignal,  // low latency: this rank's own kernels have not said that the rows of expert `peer` are
                       // there
-  kPeerWindow,  // a collective program: the peer's message lies in a window that this rank has destroyed
-  kPeerDied,    // raised by the host: the peer's process is no more
+  kPeerWindow,      // a collective program: the peer's message lies in a window that this rank has destroyed
+  kCollectiveCall,  // a collective program: the peer's message is of another call
+  kPeerDied,        // raised by the host: the peer's process is no more
 };
 
 struct FaultBox {

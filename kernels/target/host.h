@@ -318,10 +318,11 @@ inline Vec16 load_line(const Vec16* at) {
   return {{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
            static_cast<uint32_t>(high >> 32)}};
 }
+// The second half first: who sees the new first half sees the new second one.
 inline void store_line(Vec16* at, Vec16 v) {
   auto* halves = reinterpret_cast<uint64_t*>(at);
-  store_relaxed(halves, v.words[0] | uint64_t{v.words[1]} << 32);
   store_relaxed(halves + 1, v.words[2] | uint64_t{v.words[3]} << 32);
+  store_release(halves, v.words[0] | uint64_t{v.words[1]} << 32);
 }
 // Where a peer may look for a line's tag at the same time, and find something else.
 template <class T>

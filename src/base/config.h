@@ -31,6 +31,7 @@ namespace weft {
   WEFT_OPTION(trace_spans, int64_t, 0, "room for spans of in-kernel traces per buffer; 0 compiles kernels without") \
   WEFT_OPTION(nvrtc, std::string, "", "path of libnvrtc; empty looks in Python packages, then the system") \
   WEFT_OPTION(cuda_include, std::string, "", "CUDA headers for kernels; empty looks beside libnvrtc") \
+  WEFT_OPTION(check, int64_t, 0, "1: ranks compare what they call before a collective moves anything, and a call that differs is refused at once; slow") \
   WEFT_OPTION(process_reads, int64_t, 1, "1: ranks on the CPU read each other's memory where the system allows it") \
   WEFT_OPTION(huge_pages, int64_t, 1, "1: ask for huge pages under large CPU buffers that collectives use again or combine writes") \
   WEFT_OPTION(algorithm_dir, std::string, "", "collective algorithms to load (XML or JSON): folders and files, with colons between; empty takes MSCCL_ALGO_DIR, MSCCL_XML_FILES or MSCCL_CONFIG") \

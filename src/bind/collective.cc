@@ -24,6 +24,12 @@ std::byte* pointer(uint64_t address) {
   return reinterpret_cast<std::byte*>(address);
 }
 
+std::vector<ChunkSpan> spans(const std::vector<std::array<uint64_t, 2>>& chunks, uint32_t element) {
+  std::vector<ChunkSpan> spans;
+  for (const auto& [first, length] : chunks) spans.push_back({first, length, element, 0});
+  return spans;
+}
+
 ProgramText program_text(std::string name, const std::vector<std::array<int64_t, 6>>& blocks,
                          const std::vector<std::array<int64_t, 14>>& steps,
                          const std::vector<std::array<int64_t, 2>>& waits, uint32_t scratch_chunks,
@@ -73,11 +79,19 @@ void bind_collective(nb::module_& module) {
           "load",
           [](CollectiveRunner& self, std::string name, const std::vector<std::array<int64_t, 6>>& blocks,
              const std::vector<std::array<int64_t, 14>>& steps,
-             const std::vector<std::array<int64_t, 2>>& waits, uint32_t scratch_chunks, bool refers_only) {
-            return value_or_throw(
-                self.load(program_text(std::move(name), blocks, steps, waits, scratch_chunks, refers_only)));
+             const std::vector<std::array<int64_t, 2>>& waits, uint32_t scratch_chunks, bool refers_only,
+             std::string call, int32_t root, bool is_reduction, uint64_t fingerprint, bool is_of_pairs) {
+            ProgramText text =
+                program_text(std::move(name), blocks, steps, waits, scratch_chunks, refers_only);
+            text.call = std::move(call);
+            text.root = root;
+            text.is_reduction = is_reduction;
+            text.fingerprint = fingerprint;
+            text.is_of_pairs = is_of_pairs;
+            return value_or_throw(self.load(std::move(text)));
           },
-          "name"_a, "blocks"_a, "steps"_a, "waits"_a, "scratch_chunks"_a, "refers_only"_a)
+          "name"_a, "blocks"_a, "steps"_a, "waits"_a, "scratch_chunks"_a, "refers_only"_a, "call"_a, "root"_a,
+          "is_reduction"_a, "fingerprint"_a, "is_of_pairs"_a)
       .def(
           "run",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t reduction,
@@ -107,12 +121,13 @@ void bind_collective(nb::module_& module) {
       .def(
           "run_with_sizes",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t protocol, uint64_t input,
-             uint64_t output, uint64_t most_elems, std::vector<uint64_t> input_table,
-             std::vector<uint64_t> output_table, uint64_t stream) {
+             uint64_t output, uint64_t most_elems, const std::vector<std::array<uint64_t, 2>>& input_table,
+             const std::vector<std::array<uint64_t, 2>>& output_table, uint64_t stream) {
             nb::gil_scoped_release no_gil;
             check(self.run({program, static_cast<Element>(element), Reduction::kSum,
                             static_cast<Protocol>(protocol), pointer(input), pointer(output), most_elems, 1,
-                            false, std::move(input_table), std::move(output_table), 0, 0, pointer(stream)}));
+                            false, spans(input_table, element), spans(output_table, element), 0, 0,
+                            pointer(stream)}));
           },
           "program"_a, "element"_a, "protocol"_a, "input"_a, "output"_a, "most_elems"_a, "input_table"_a,
           "output_table"_a, "stream"_a)

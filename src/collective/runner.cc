@@ -38,6 +38,12 @@ constexpr uint32_t kHostRegionUnits = 64, kCudaRegionUnits = 256;
 constexpr uint32_t kHostStageUnits = 256, kCudaStageUnits = 1024;
 constexpr const char* kExchangeNames[kExchanges] = {"all_reduce", "all_gather", "reduce_scatter",
                                                     "all_to_all"};
+constexpr const char* kWayNames[] = {"an exchange by lines", "an exchange in place", "an exchange by stages"};
+
+// What both ends of a chunk know of it.
+uint32_t digest_of(const ChunkSpan& span) {
+  return CallDigest().add(span.length).add(span.mark).value();
+}
 
 // What direct_ holds.
 struct DirectTables {
@@ -89,8 +95,9 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(device, sizeof(FaultBox)));
   WEFT_TRY_ASSIGN(ComputeLimits limits, compute_limits(*comm));
   const uint64_t counters = uint64_t{kProtocols} * ranks * options.channels * sizeof(uint64_t);
-  WEFT_TRY_ASSIGN(auto memory, LocalMemory::create(device, 2 * counters + sizeof(GridState)));
+  WEFT_TRY_ASSIGN(auto memory, LocalMemory::create(device, 2 * counters + sizeof(uint64_t)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, plan.end));
+  WEFT_TRY_ASSIGN(auto board, CallBoard::create(*comm));
   std::unique_ptr<CollectiveRunner> runner(new CollectiveRunner(comm, std::move(window)));
   runner->visible_ = std::move(visible);
   runner->on_death_ = comm->peers().alarm(
@@ -98,6 +105,7 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
         raise(box, Site::kPeerDied, self, static_cast<uint32_t>(peer), 0, 0, 0);
       });
   runner->counters_ = std::move(memory);
+  runner->board_ = std::move(board);
   runner->limits_ = limits;
   runner->rings_ = plan.layout;
   runner->exchange_ = plan.exchange;
@@ -246,7 +254,20 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
   args.num_blocks = static_cast<uint32_t>(text.blocks.size());
   std::string source = can_compile(text) ? program_source(text) : std::string();
   Program program{std::move(text.name), std::move(memory), args, text.scratch_chunks,
-                  text.refers_only,     std::move(source), {}};
+                  text.refers_only,     std::move(source), {},   {},
+                  text.is_of_pairs,     text.is_reduction, {},   {}};
+  set_name(program.record, text.call.empty() ? program.name : text.call, program.name);
+  program.record.root = text.root;
+  program.record.digest = CallDigest()
+                              .add(std::string_view(program.record.call))
+                              .add(program.name)
+                              .add(text.fingerprint)
+                              .add(static_cast<uint64_t>(text.root))
+                              .value();
+  for (const ProgramBlock& block : text.blocks) {
+    if (block.send_peer >= 0) program.receivers.push_back(block.send_peer);
+    if (block.recv_peer >= 0) program.senders.push_back(block.recv_peer);
+  }
   for (const ProgramStep& step : text.steps) {
     auto touch = [&](uint32_t buffer, uint32_t index) {
       if (buffer < 2)
@@ -262,7 +283,7 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
 
 Status CollectiveRunner::run(const RunCall& call) {
   WEFT_TRY(fault());
-  if (call.part_elems == 0) return {};
+  if (call.part_elems == 0 && call.input_table.empty()) return {};
   const Program* found = find(call.program);
   if (!found) return Status::invalid("program: got {}, allowed: one that was loaded", call.program);
   const Program& program = *found;
@@ -270,6 +291,9 @@ Status CollectiveRunner::run(const RunCall& call) {
   if (call.has_exact_chunks && call.part_elems % call.per_part)
     return Status::invalid("elements: got {}, allowed: a multiple of the {} chunks of {}", call.part_elems,
                            call.per_part, program.name);
+  if (call.is_compiled && program.source.empty())
+    return Status::make(Code::kUnsupported, "{} has more than the {} steps that are compiled", program.name,
+                        kMaxCompiledSteps);
   ProgramArgs args = program.args;
   const ProgramPlan plan =
       plan_program({call.part_elems, call.per_part, args.num_blocks, call.slice_bytes, call.has_exact_chunks,
@@ -280,9 +304,10 @@ Status CollectiveRunner::run(const RunCall& call) {
   args.iterations = plan.iterations;
   args.group = plan.group;
   args.streams_output = !limits_.is_cuda && call.part_elems * element_bytes(call.element) >= kStreamBytes;
-  const uint64_t counters = counters_->bytes() / 2 - sizeof(GridState) / 2;
+  const uint64_t counters = uint64_t{kProtocols} * comm_->size() * rings_.channels * sizeof(uint64_t);
   args.sent = counters_->at<uint64_t>(0);
   args.received = counters_->at<uint64_t>(counters);
+  args.calls = program.is_of_pairs ? nullptr : counters_->at<uint64_t>(2 * counters);
   args.rings = rings_;
   args.wait = {static_cast<uint64_t>(timeout_s_ * 1e9), visible_->at<FaultBox>(0),
                static_cast<uint32_t>(comm_->rank()), 0};
@@ -305,11 +330,76 @@ Status CollectiveRunner::run(const RunCall& call) {
   }
   const ProgramShape shape{static_cast<int64_t>(call.element), static_cast<int64_t>(call.reduction),
                            static_cast<int64_t>(call.protocol)};
-  if (call.is_compiled && program.source.empty())
-    return Status::make(Code::kUnsupported, "{} has more than the {} steps that are compiled", program.name,
-                        kMaxCompiledSteps);
+  WEFT_TRY(announce(program, call, plan, args));
   return launch(call.is_compiled ? "run_compiled" : "run_program", "ProgramArgs", plan.grid, &args,
                 sizeof(args), shape, call.stream, call.is_compiled ? program.source : std::string());
+}
+
+// Writes down what this rank calls, and gives its digest to the kernel.
+Status CollectiveRunner::announce(const Program& program, const RunCall& call, const ProgramPlan& plan,
+                                  ProgramArgs& args) {
+  const bool has_sizes = !call.input_table.empty();
+  CallDigest digest;
+  digest.add(program.record.digest)
+      .add(static_cast<uint64_t>(call.element) << 32 | static_cast<uint64_t>(call.protocol) << 16 |
+           static_cast<uint64_t>(call.reduction))
+      .add(plan.slice_elems);
+  // Sizes that differ from rank to rank are compared chunk by chunk.
+  if (!has_sizes) digest.add(call.part_elems).add(uint64_t{call.per_part} << 32 | plan.group);
+  args.digest = digest.value();
+  CallRecord record = program.record;
+  record.digest = args.digest;
+  record.count = has_sizes ? ~uint64_t{0} : call.part_elems;
+  record.element = call.element;
+  if (program.is_reduction) record.reduction = static_cast<int32_t>(call.reduction);
+  if (!program.is_of_pairs) {
+    board_->post(record);
+    WEFT_TRY(compare_calls());
+  }
+  return has_sizes || program.is_of_pairs ? announce_messages(program, call, record) : Status();
+}
+
+// The same for messages between this rank and single others.
+Status CollectiveRunner::announce_messages(const Program& program, const RunCall& call,
+                                           const CallRecord& whole) {
+  const auto ranks = static_cast<size_t>(comm_->size());
+  const int self = comm_->rank();
+  auto each = [&](const std::vector<int>& peers, const std::vector<ChunkSpan>& table, const char* name,
+                  auto post) {
+    CallRecord record = whole;
+    set_name(record, name, program.name);
+    if (table.empty())
+      for (int peer : peers) post(peer, record);
+    for (size_t i = 0; i < table.size(); ++i) {
+      const int peer = static_cast<int>(i * ranks / table.size());
+      if (peer == self || table[i].length == 0) continue;
+      record.element = static_cast<Element>(table[i].mark);
+      record.count = table[i].length * element_bytes(call.element) / element_bytes(record.element);
+      record.digest = digest_of(table[i]);
+      post(peer, record);
+    }
+  };
+  each(program.receivers, call.input_table, program.is_of_pairs ? "send" : "all_to_all",
+       [&](int peer, const CallRecord& record) { board_->post_send(peer, record); });
+  each(program.senders, call.output_table, program.is_of_pairs ? "recv" : "all_to_all",
+       [&](int peer, const CallRecord& record) { board_->post_receive(peer, record); });
+  if (!config().check) return {};
+  Status status;
+  each(program.senders, call.output_table, "", [&](int peer, const CallRecord&) {
+    if (status.ok())
+      status = board_->compare_receive(peer, Deadline::after_s(timeout_s_), [this] { return is_stopped(); });
+  });
+  return status.ok() ? status : logged(status);
+}
+
+Status CollectiveRunner::compare_calls() {
+  if (!config().check) return {};
+  const Status status = board_->compare(Deadline::after_s(timeout_s_), [this] { return is_stopped(); });
+  return status.ok() ? status : logged(status);
+}
+
+bool CollectiveRunner::is_stopped() const {
+  return load_acquire(&visible_->at<FaultBox>(0)->raised) != 0;
 }
 
 // Where peers find a buffer, as in a card; sets the table of its window, which direct_ holds already.
@@ -355,6 +445,7 @@ Status CollectiveRunner::exchange(const ExchangeCall& call) {
   args.stage_slice_units = plan.stage_slice_units;
   args.piece_bytes = plan.piece_bytes;
   args.pipe_warps = plan.pipe_warps;
+  WEFT_TRY(announce_exchange(call, plan, args));
   const bool adds = call.kind == Exchange::kAllReduce || call.kind == Exchange::kReduceScatter;
   const ExchangeShape shape{static_cast<int64_t>(call.kind), adds ? static_cast<int64_t>(call.element) : 0,
                             adds ? static_cast<int64_t>(call.reduction) : 0, ranks};
@@ -366,6 +457,28 @@ Status CollectiveRunner::exchange(const ExchangeCall& call) {
   const Launch how{plan.grid.blocks, plan.grid.threads_per_block, plan.grid.shared_bytes, call.stream, false};
   WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, &args, sizeof(args), &shape));
   return comm_->device().is_host() ? fault() : Status();
+}
+
+Status CollectiveRunner::announce_exchange(const ExchangeCall& call, const ExchangePlan& plan,
+                                           ExchangeArgs& args) {
+  const bool adds = call.kind == Exchange::kAllReduce || call.kind == Exchange::kReduceScatter;
+  CallRecord record;
+  args.digest = CallDigest()
+                    .add(static_cast<uint64_t>(call.kind) << 32 | static_cast<uint64_t>(call.element) << 16 |
+                         (adds ? static_cast<uint64_t>(call.reduction) : 0))
+                    .add(call.part_elems)
+                    .add(static_cast<uint64_t>(args.way) << 1 | (call.is_one_shot ? 1 : 0))
+                    .add(uint64_t{plan.grid.blocks} << 32 | plan.slice_units)
+                    .add(uint64_t{plan.stage_slice_units} << 32 | plan.piece_bytes)
+                    .value();
+  record.digest = args.digest;
+  record.count = call.part_elems;
+  record.element = call.element;
+  if (adds) record.reduction = static_cast<int32_t>(call.reduction);
+  set_name(record, kExchangeNames[static_cast<uint32_t>(call.kind)],
+           kWayNames[static_cast<uint32_t>(args.way)]);
+  board_->post(record);
+  return compare_calls();
 }
 
 void CollectiveRunner::ask_huge_pages(const Program& program, const RunCall& call) {
@@ -416,22 +529,23 @@ Result<std::byte*> CollectiveRunner::scratch(uint64_t bytes) {
 
 // Sizes of chunks in device memory. Runs that are under way on `stream` still read the earlier ones there, so
 // they are replaced in stream order; what a graph captures copies them again at every replay, from here.
-Result<const uint64_t*> CollectiveRunner::table(const std::vector<uint64_t>& entries,
-                                                std::unique_ptr<LocalMemory>& memory, void* stream) {
-  const uint64_t bytes = entries.size() * sizeof(uint64_t);
+Result<const ChunkSpan*> CollectiveRunner::table(std::vector<ChunkSpan> entries,
+                                                 std::unique_ptr<LocalMemory>& memory, void* stream) {
+  const uint64_t bytes = entries.size() * sizeof(ChunkSpan);
+  for (ChunkSpan& span : entries) span.mark = digest_of(span);
   WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(stream));
   if (!memory || memory->bytes() < bytes) {
     if (is_captured)
       return Status::make(Code::kUnsupported,
                           "sizes of {} chunks while a graph is captured, allowed: after a call without one",
-                          entries.size() / 2);
+                          entries.size());
     if (memory) old_tables_.push_back(std::move(memory));
     WEFT_TRY_ASSIGN(memory, LocalMemory::create(comm_->device(), bytes));
   }
-  const std::vector<uint64_t>* source = &entries;
+  const std::vector<ChunkSpan>* source = &entries;
   if (is_captured) source = &captured_tables_.emplace_back(entries);
   WEFT_TRY(memory->write_in_order(0, source->data(), bytes, stream));
-  return memory->at<uint64_t>(0);
+  return memory->at<ChunkSpan>(0);
 }
 
 Result<bool> CollectiveRunner::is_capturing(void* stream) const {
@@ -445,9 +559,20 @@ Result<bool> CollectiveRunner::is_capturing(void* stream) const {
 
 Status CollectiveRunner::fault() {
   const FaultBox& box = *visible_->at<FaultBox>(0);
-  if (broken_.ok() && load_acquire(&box.raised) != 0)
-    broken_ = logged(Status(box.site == Site::kPeerWindow ? Code::kClosed : Code::kPeerLost, sentence()));
+  if (broken_.ok() && load_acquire(&box.raised) != 0) broken_ = logged(fault_status());
   return broken_;
+}
+
+Status CollectiveRunner::fault_status() const {
+  const FaultBox& box = *visible_->at<FaultBox>(0);
+  if (box.site == Site::kPeerWindow) return Status(Code::kClosed, sentence());
+  const bool may_differ = box.site == Site::kCollective || box.site == Site::kCollectiveCall;
+  if (!may_differ) return Status(Code::kPeerLost, sentence());
+  if (const std::string words = board_->mismatch(); !words.empty())
+    return Status::invalid("rank {}, {}", comm_->rank(), words);
+  if (box.site == Site::kCollectiveCall) return Status(Code::kInvalid, sentence());
+  if (box.peer == box.self) return Status(Code::kPeerLost, sentence());
+  return Status(Code::kPeerLost, sentence() + "; " + board_->progress(static_cast<int>(box.peer)));
 }
 
 void CollectiveRunner::stop() {
@@ -470,6 +595,11 @@ std::string CollectiveRunner::sentence() const {
         "rank {}, collective {}, block {}, step {}: rank {} passed memory of window {}, which this rank has "
         "destroyed, allowed: windows that all ranks still have",
         box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.peer, box.expected);
+  if (box.site == Site::kCollectiveCall)
+    return text(
+        "rank {}, collective {}, block {}, step {}: a message of rank {} is of another call, allowed: the "
+        "same call on all ranks",
+        box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.peer);
   if (box.site == Site::kNone) return text("rank {}, collective {}: stopped", box.self, last_program_);
   const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
   const std::string lost = peers.lost();

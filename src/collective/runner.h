@@ -12,8 +12,11 @@
 // scratch, may run beside them. Buffers in windows of the communicator are read and written by peers
 // directly, and so is other host memory where the system lets processes read each other: one copy instead of
 // two. A window must not be destroyed on some ranks while others still pass memory in it. Errors: kPeerLost
-// names the silent rank, kClosed the window that this rank no longer has and the rank that used it; after
-// either every call fails: the ranks no longer agree on message numbers.
+// names the silent rank, kClosed the window that this rank no longer has and the rank that used it, kInvalid
+// which rank called what where calls differ; after any of them every call fails: the ranks no longer agree on
+// message numbers. Ranks whose calls differ exchange no data: program_args.h says how. Where that leaves
+// nobody waiting, as for two broadcasts with different roots, the next call fails. Under WEFT_CHECK ranks
+// compare calls first; a call that differs then fails on all ranks, and nothing has happened.
 #pragma once
 
 #include <deque>
@@ -22,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "collective/call_board.h"
 #include "comm/window.h"
 #include "jit/jit.h"
 #include "memory/host_visible.h"
@@ -50,6 +54,13 @@ struct ProgramText {
   uint32_t scratch_chunks = 0;
   // Every message, of every rank, may be referred to, and nothing is reduced. The same on all ranks.
   bool refers_only = false;
+  std::string call;          // what a user calls it: "all_reduce"; empty: the name
+  int32_t root = -1;         // -1: none
+  bool is_reduction = true;  // for messages: it has an operation
+  // What all ranks' parts have in common, and no other program has.
+  uint64_t fingerprint = 0;
+  // A message from one rank to another, or some such: not a call of all ranks, so nobody counts it.
+  bool is_of_pairs = false;
 };
 
 struct RunCall {
@@ -62,9 +73,10 @@ struct RunCall {
   uint64_t part_elems;
   uint32_t per_part;      // chunks of a part
   bool has_exact_chunks;  // part_elems divides by per_part, and chunk c starts at c * part_elems / per_part
-  // Programs whose chunks have sizes of their own: offset and length in elements of every chunk; else empty.
-  std::vector<uint64_t> input_table;
-  std::vector<uint64_t> output_table;
+  // Programs whose chunks have sizes of their own: every chunk, with its true Element as mark; else empty.
+  // The chunks of rank r's part are those that go to r, or come from it.
+  std::vector<ChunkSpan> input_table;
+  std::vector<ChunkSpan> output_table;
   uint32_t slice_bytes;  // 0: what a slot holds
   uint32_t num_sms;      // 0: one per block of the program
   void* stream;
@@ -117,6 +129,10 @@ class CollectiveRunner {
     bool refers_only;
     std::string source;       // of its own kernel; empty where it has too many steps
     uint64_t used_chunks[2];  // of input and output, up to the last that some step touches
+    CallRecord record;        // what is the same in all its calls
+    bool is_of_pairs;
+    bool is_reduction;
+    std::vector<int> receivers, senders;  // whom this rank sends to and receives from
   };
   CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window)
       : comm_(std::move(comm)), window_(std::move(window)) {}
@@ -127,20 +143,27 @@ class CollectiveRunner {
   void place(BufferLayout& layout) const;
   void ask_huge_pages(const Program& program, const RunCall& call);
   const Program* find(uint32_t number);
+  Status announce(const Program& program, const RunCall& call, const ProgramPlan& plan, ProgramArgs& args);
+  Status announce_exchange(const ExchangeCall& call, const ExchangePlan& plan, ExchangeArgs& args);
+  Status announce_messages(const Program& program, const RunCall& call, const CallRecord& whole);
+  Status compare_calls();
+  bool is_stopped() const;
   Status launch(const char* name, const char* args_type, const GridPlan& grid, const void* args,
                 size_t args_bytes, const ProgramShape& shape, void* stream, const std::string& source = {});
   Status bring_up_windows();
   uint64_t card(std::byte* memory, std::byte* const** bases) const;
   Result<std::byte*> scratch(uint64_t bytes);
-  Result<const uint64_t*> table(const std::vector<uint64_t>& entries, std::unique_ptr<LocalMemory>& memory,
-                                void* stream);
+  Result<const ChunkSpan*> table(std::vector<ChunkSpan> entries, std::unique_ptr<LocalMemory>& memory,
+                                 void* stream);
   Result<bool> is_capturing(void* stream) const;
+  Status fault_status() const;
   std::string sentence() const;
 
   std::shared_ptr<Communicator> comm_;
   std::unique_ptr<Window> window_;
   std::unique_ptr<HostVisible> visible_;
-  std::unique_ptr<LocalMemory> counters_;  // sent, received, grid state
+  std::unique_ptr<CallBoard> board_;
+  std::unique_ptr<LocalMemory> counters_;  // sent, received, calls
   std::unique_ptr<LocalMemory> exchange_states_;
   std::unique_ptr<LocalMemory> direct_;  // windows, processes, readers and the bounce buffer of DirectRule
   std::vector<std::byte* const*> known_windows_;  // what direct_ holds
@@ -148,7 +171,7 @@ class CollectiveRunner {
       scratch_;  // the last one is in use; captured graphs may use earlier ones
   std::unique_ptr<LocalMemory> input_table_, output_table_;
   std::vector<std::unique_ptr<LocalMemory>> old_tables_;  // too small; runs under way may read them
-  std::deque<std::vector<uint64_t>> captured_tables_;     // that graphs copy from; addresses stay
+  std::deque<std::vector<ChunkSpan>> captured_tables_;    // that graphs copy from; addresses stay
   std::mutex programs_mutex_;
   std::deque<Program> programs_;  // addresses stay
   HugePages huge_pages_;

@@ -61,6 +61,7 @@ const char* operation(Site site) {
     case Site::kPeerMemory:
     case Site::kPeerWindow:
     case Site::kPeerDied:
+    case Site::kCollectiveCall:
       return "collective";
   }
   return "unknown";

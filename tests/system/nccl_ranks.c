@@ -432,6 +432,36 @@ static void lost(void) {
   OK(ncclCommAbort(comm));
 }
 
+/* Ranks call different things; each finds out by its deadline (WEFT_TIMEOUT_S), and gets no wrong number. */
+static void differ(void) {
+  ncclComm_t comm = join();
+  double x[5] = {1, 1, 1, 1, 1}, y[5] = {-1, -1, -1, -1, -1};
+  OK(ncclAllReduce(x, y, 5, ncclFloat64, ncclSum, comm, NULL));
+  MUST(y[4] == ranks);
+  y[0] = -1;
+  MUST(ncclAllReduce(x, y, rank == 0 ? 4 : 5, ncclFloat64, ncclSum, comm, NULL) != ncclSuccess);
+  MUST(strstr(ncclGetLastError(comm), "all_reduce of 4 float64 sum"));
+  MUST(strstr(ncclGetLastError(comm), "all_reduce of 5 float64 sum"));
+  MUST(ncclAllReduce(x, y, 5, ncclFloat64, ncclSum, comm, NULL) != ncclSuccess);
+  ncclResult_t state = ncclSuccess;
+  OK(ncclCommGetAsyncError(comm, &state));
+  MUST(state != ncclSuccess);
+  OK(ncclCommAbort(comm));
+}
+
+/* The same between two ranks: type and count of a message. */
+static void messages_differ(void) {
+  ncclComm_t comm = join();
+  float x[4] = {1, 1, 1, 1}, y[4] = {-1, -1, -1, -1};
+  if (rank == 0) OK(ncclSend(x, 4, ncclFloat32, 1, comm, NULL));
+  if (rank == 1) {
+    MUST(ncclRecv(y, 4, ncclInt32, 0, comm, NULL) != ncclSuccess);
+    MUST(y[0] == -1);
+    MUST(strstr(ncclGetLastError(comm), "rank 0 called send of 4 float32; rank 1 called recv of 4 int32"));
+  }
+  OK(ncclCommAbort(comm));
+}
+
 static void* abort_soon(void* comm) {
   usleep(300000);
   OK(ncclCommAbort(comm));
@@ -515,6 +545,8 @@ int main(int count, char** arguments) {
                {"splits", splits},
                {"errors", errors},
                {"lost", lost},
+               {"differ", differ},
+               {"messages_differ", messages_differ},
                {"aborts", aborts},
                {"in_one_process", in_one_process},
                {"abi", abi}};

@@ -128,6 +128,11 @@ def test_a_silent_rank_is_an_error_by_the_deadline(program: Path, tmp_path: Path
     _pass(program, "lost", 3, tmp_path, WEFT_TIMEOUT_S="2", WEFT_LOG="error")
 
 
+@pytest.mark.parametrize("test", ["differ", "messages_differ"])
+def test_calls_that_differ_are_errors(program: Path, tmp_path: Path, test: str) -> None:
+    _pass(program, test, 2, tmp_path, WEFT_TIMEOUT_S="4", WEFT_LOG="error")
+
+
 def test_abort_ends_a_call_of_another_thread(program: Path, tmp_path: Path) -> None:
     _pass(program, "aborts", 3, tmp_path, WEFT_LOG="error")
 

@@ -48,6 +48,8 @@ _CACHED_SHAPES = 4096
 class Transfer(Collective):
     """Rank ``src``'s buffer goes to rank ``dst``; the others do nothing."""
 
+    is_of_pairs = True
+
     def __init__(self, num_ranks: int, src: int, dst: int) -> None:
         super().__init__(num_ranks)
         self.src, self.dst = src, dst

@@ -12,6 +12,7 @@ the CPU it is finished when run() returns. Threads: one caller at a time.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +22,46 @@ from weft.collectives.direct import direct_messages
 from weft.collectives.exchanges import Exchange
 from weft.collectives.flow import run_limit
 from weft.collectives.ir import Algorithm
+from weft.collectives.kept import kept
 from weft.collectives.rows import ELEMENT_BYTES, REDUCTIONS, chunks_of_part, program_rows, protocol_number
 from weft.errors import invalid
 
+# Collectives as their callers name them, for messages; those with a root; those with an operation.
+_CALLS = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoallv": "all_to_all",
+    "sendrecv": "send_recv",
+}
+_WITH_ROOT = ("broadcast", "reduce", "gather", "scatter")
+_REDUCTIONS = ("allreduce", "reducescatter", "reduce_scatter", "reduce", "custom")
 _FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
+
+
+@kept
+def fingerprint(algorithm: Algorithm) -> int:
+    """Return a number that says what all ranks do, alike on all of them."""
+    steps = [
+        (
+            rank,
+            number,
+            at,
+            block.send,
+            block.recv,
+            block.channel,
+            step.op.value,
+            str(step.src),
+            str(step.dst),
+            step.count,
+            step.depends,
+        )
+        for rank, number, block in algorithm.blocks()
+        for at, step in enumerate(block.steps)
+    ]
+    return int.from_bytes(hashlib.blake2b(repr(steps).encode(), digest_size=8).digest(), "little")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,22 +200,24 @@ class Executor:
         input_chunks: Sequence[tuple[int, int]],
         output_chunks: Sequence[tuple[int, int]],
     ) -> None:
-        """Run a program without scratch whose chunks have sizes of their own: (offset, length) in elements."""
+        """Run a program without scratch whose chunks have sizes of their own: (offset, length) in elements.
+
+        Every rank runs it, with nothing to move, too: calls are counted.
+        """
         if run_limit(program.algorithm) is not None:
             raise invalid("program", program.algorithm.name, "one that does not hang with unequal chunks")
-        tables = [[number for pair in chunks for number in pair] for chunks in (input_chunks, output_chunks)]
         most = max((length for _, length in (*input_chunks, *output_chunks)), default=0)
-        if most:
-            self._runner.run_with_sizes(
-                program.number,
-                call.element,
-                program.protocol,
-                call.input,
-                call.output,
-                most,
-                *tables,
-                call.stream,
-            )
+        self._runner.run_with_sizes(
+            program.number,
+            call.element,
+            program.protocol,
+            call.input,
+            call.output,
+            most,
+            input_chunks,
+            output_chunks,
+            call.stream,
+        )
 
     def _new_runner(self, channels: int) -> Any:
         return _core.CollectiveRunner.create(
@@ -190,4 +229,12 @@ class Executor:
         sums = ended_sums(algorithm)
         direct = direct_messages(sums.algorithm)
         rows = program_rows(sums, self.rank, direct)
-        return int(self._runner.load(algorithm.name, *rows, scratch, direct.refers_only))
+        contract, name = algorithm.contract, algorithm.collective
+        root = contract.root if contract is not None and name in _WITH_ROOT else -1
+        return int(
+            self._runner.load(
+                *(algorithm.name, *rows, scratch, direct.refers_only),
+                *(_CALLS.get(name, name), root, name in _REDUCTIONS, fingerprint(algorithm)),
+                contract is not None and contract.is_of_pairs,
+            )
+        )

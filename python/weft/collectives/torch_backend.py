@@ -51,6 +51,24 @@ def _work(result: Any) -> Any:
     return torch._C._distributed_c10d._create_work_from_future(future)
 
 
+class _Pending(torch._C._distributed_c10d.Work):
+    """A send or receive under way. torch's own work of a future forgets what went wrong when it is waited for."""
+
+    def __init__(self, future: Any) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._future.done())
+
+    def get_future(self) -> Any:
+        return self._future
+
+
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of the same memory in a type that collectives have."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -288,7 +306,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
                 future.set_exception(error)
 
         thread.submit(run)
-        return torch._C._distributed_c10d._create_work_from_future(future)
+        return _Pending(future)
 
     # -- parts -------------------------------------------------------------------------------------------------
 

@@ -30,12 +30,30 @@ class PeerLost(Error):
 
 def shortened(value: object) -> str:
     """Return a value's type and text on one line, short enough for a message."""
+    if _holds_tensors(value):
+        return _without_elements(value)
     return " ".join(f"{type(value).__name__} {value!r}".split())[:80]
 
 
 def invalid(argument: str, given: object, allowed: str) -> Error:
     """Return the error for a bad argument: its name, what was given, what is allowed."""
-    return Error(f"{argument}: got {given}, allowed: {allowed}")
+    shown = _without_elements(given) if _holds_tensors(given) else given
+    return Error(f"{argument}: got {shown}, allowed: {allowed}")
+
+
+def _holds_tensors(value: object) -> bool:
+    """Return whether a value has tensors in it: their elements may lie in memory that is gone."""
+    if isinstance(value, dict):
+        return _holds_tensors(list(value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return any(_holds_tensors(item) for item in value)
+    return hasattr(type(value), "data_ptr")
+
+
+def _without_elements(value: object) -> str:
+    if hasattr(type(value), "data_ptr"):
+        return f"a {type(value).__name__} of {getattr(value, 'dtype', 'no type')}"
+    return f"a {type(value).__name__} with tensors"
 
 
 def from_core(code: str, message: str) -> Error:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ from weft.collectives.rows import ELEMENTS, REDUCTIONS
 from weft.collectives.selector import COMPILED, STAGED, Choice, Selector, misfit, read_algorithms
 from weft.collectives.values import Chunk
 from weft.collectives.verifier import verify
-from weft.errors import Error, invalid
+from weft.errors import Error, invalid, shortened
+from weft.runtime.tensors import lacking_memory
 
 log = logging.getLogger("weft.collectives")
 
@@ -213,13 +215,13 @@ class Collectives:
         algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor | None:
         """Return all ranks' tensors as [ranks, *shape] on rank ``root``, None elsewhere."""
+        self._check_rank("root", root)
         self._element("tensor", tensor)
         elems = tensor.numel()
-        if self.rank == root:
-            out = self._out(out, (self.size, *tensor.shape), tensor)
-        target = out if out is not None else tensor
+        is_root = self.rank == root
+        target = self._out(out, (self.size, *tensor.shape), tensor) if is_root else tensor
         self._run("gather", tensor, target, elems, elems, None, algorithm, root)
-        return out if self.rank == root else None
+        return target if is_root else None
 
     def scatter(
         self,
@@ -230,13 +232,15 @@ class Collectives:
         algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor:
         """Fill ``out`` with part ``rank`` of rank ``root``'s ``tensor``; other ranks pass None."""
+        self._check_rank("root", root)
         self._element("out", out)
         if self.rank == root:
             if tensor is None:
                 raise invalid("tensor", None, f"a tensor on rank {root}, the root")
             self._check_like("tensor", tensor, out.numel() * self.size, out)
-        given = tensor if tensor is not None else out
-        self._run("scatter", given, out, out.numel(), out.numel(), None, algorithm, root)
+        else:
+            tensor = out
+        self._run("scatter", tensor, out, out.numel(), out.numel(), None, algorithm, root)
         return out
 
     # -- point to point ----------------------------------------------------------------------------------------
@@ -349,7 +353,8 @@ class Collectives:
             raise invalid("peer", peer, f"another rank of {self.size}")
         element = self._element("tensor", tensor)
         loaded = self._load(transfer(self.size, src, dst))
-        call = Call(tensor.data_ptr(), tensor.data_ptr(), tensor.numel(), element, stream=self._stream())
+        address = _address("tensor", tensor)
+        call = Call(address, address, tensor.numel(), element, stream=self._stream())
         self._need_executor().run(loaded, call)
 
     def _run(
@@ -364,7 +369,7 @@ class Collectives:
         root: int = 0,
         inplace: bool = False,
     ) -> None:
-        element = self._element("tensor", tensor)
+        element = _DTYPES[tensor.dtype]  # the caller has checked the tensor
         reduction = _reduction(op, tensor.dtype) if op is not None else 0
         self._check_rank("root", root)
         if part_elems == 0:
@@ -382,8 +387,8 @@ class Collectives:
         elif not (inplace and choice.algorithm.inplace):
             tensor, target = self._apart(collective, tensor, out, root, choice.algorithm)
         call = Call(
-            tensor.data_ptr(),
-            target.data_ptr(),
+            _address("tensor", tensor),
+            _address("out", target),
             part_elems,
             element,
             reduction,
@@ -397,7 +402,7 @@ class Collectives:
         else:
             self._executor.run(self._load(choice.algorithm), call)
         if target is not out:
-            out.copy_(target)
+            _copy(out, target)
 
     def _choose(
         self,
@@ -408,6 +413,8 @@ class Collectives:
         algorithm: Algorithm | Choice | None,
     ) -> Choice:
         if algorithm is not None:
+            if not isinstance(algorithm, (Algorithm, Choice)):
+                raise invalid("algorithm", shortened(algorithm), "an Algorithm, a Choice or None")
             choice = algorithm if isinstance(algorithm, Choice) else Choice(algorithm)
             given = choice.algorithm
             if mismatch := misfit(given, collective, inplace, root, may_copy=True):
@@ -485,8 +492,12 @@ class Collectives:
         return known
 
     def _check_rank(self, name: str, rank: int) -> None:
-        if not (hasattr(rank, "__index__") and 0 <= rank < self.size):
-            raise invalid(name, rank, f"0 to {self.size - 1}")
+        try:
+            is_rank = 0 <= operator.index(rank) < self.size
+        except (TypeError, RuntimeError):  # a tensor of several elements has __index__, too
+            is_rank = False
+        if not is_rank:
+            raise invalid(name, shortened(rank) if rank is None else rank, f"0 to {self.size - 1}")
 
     def _writes_buffers(self, algorithm: Algorithm) -> bool:
         """Return whether this rank's program writes its input or output."""
@@ -529,7 +540,9 @@ class Collectives:
         element = self._element("tensor", tensor)
         row_elems = math.prod(tensor.shape[1:])
         sent = self._splits("input_splits", input_splits, tensor.shape[0])
-        rows_out = sum(output_splits) if output_splits is not None else tensor.shape[0]
+        rows_out = (
+            sum(_counts("output_splits", output_splits)) if output_splits is not None else tensor.shape[0]
+        )
         came = self._splits("output_splits", output_splits, rows_out)
         out = self._out(out, (rows_out, *tensor.shape[1:]), tensor)
         if self._executor is None:
@@ -539,10 +552,10 @@ class Collectives:
             raise invalid("output_splits", came[self.rank], f"{sent[self.rank]} from this rank to itself")
         loaded = self._load(self._choose("alltoallv", 0, 0, False, algorithm).algorithm)
         tensor, target = self._apart("alltoallv", tensor, out, 0, None)
-        call = Call(tensor.data_ptr(), target.data_ptr(), 0, element, stream=self._stream())
+        call = Call(_address("tensor", tensor), _address("out", target), 0, element, stream=self._stream())
         self._executor.run_with_sizes(loaded, call, _places(sent, row_elems), _places(came, row_elems))
         if target is not out:
-            out.copy_(target)
+            _copy(out, target)
         return out
 
     def _splits(self, name: str, splits: Sequence[int] | None, rows: int) -> list[int]:
@@ -550,9 +563,10 @@ class Collectives:
             if rows % self.size:
                 raise invalid(name, None, f"given, since {rows} rows do not divide by {self.size} ranks")
             return [rows // self.size] * self.size
-        if len(splits) != self.size or min(splits) < 0 or sum(splits) != rows:
-            raise invalid(name, list(splits), f"{self.size} numbers of rows that sum to {rows}")
-        return list(splits)
+        counts = _counts(name, splits)
+        if len(counts) != self.size or sum(counts) != rows:
+            raise invalid(name, counts, f"{self.size} numbers of rows that sum to {rows}")
+        return counts
 
     def _stream(self) -> int:
         return 0 if self._is_cpu else int(torch.cuda.current_stream(self.device).cuda_stream)
@@ -567,6 +581,8 @@ class Collectives:
             raise invalid(f"{name}.device", tensor.device, self.device)
         if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_neg():
             raise invalid(name, _form(tensor), "a contiguous tensor")
+        if lack := lacking_memory(tensor):
+            raise invalid(name, lack, "a tensor with all its memory")
         return element
 
     def _out(self, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -620,6 +636,24 @@ def _agreed_selector(core: Any, machine: str) -> Selector:
     return Selector(ranks, machine)
 
 
+def _address(name: str, tensor: torch.Tensor) -> int:
+    """Return where a tensor's memory is. Raises: Error where it has none, as one that FakeTensorMode made."""
+    address = tensor.data_ptr()
+    if address == 0 and tensor.numel():
+        raise invalid(name, f"{type(tensor).__name__} without memory", "a tensor with memory")
+    return address
+
+
+def _counts(name: str, splits: Any) -> list[int]:
+    try:
+        counts = [operator.index(count) for count in splits]
+    except (TypeError, RuntimeError):
+        counts = [-1]
+    if min(counts, default=0) < 0 or sum(counts) >= 1 << 48:
+        raise invalid(name, shortened(splits), "numbers of rows, none below 0")
+    return counts
+
+
 def _places(rows: Sequence[int], row_elems: int) -> list[tuple[int, int]]:
     places, at = [], 0
     for count in rows:
@@ -640,13 +674,15 @@ def _are_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _copy(out: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy between contiguous tensors of one size, which may overlap."""
-    if out.data_ptr() != tensor.data_ptr():
+    """Copy between contiguous tensors of one size, which may overlap; unseen by autograd, as every result."""
+    if out.data_ptr() == tensor.data_ptr():
+        return
+    with torch.inference_mode():
         out.view(-1).copy_((tensor if _are_apart(tensor, out) else tensor.clone()).view(-1))
 
 
 def _reduction(op: str, dtype: torch.dtype) -> int:
-    if op not in REDUCTIONS:
+    if not isinstance(op, str) or op not in REDUCTIONS:
         raise invalid("op", op, ", ".join(REDUCTIONS))
     if dtype is not torch.bool:
         return REDUCTIONS[op]

@@ -23,6 +23,7 @@ from weft.collectives.calls import Collectives
 from weft.errors import Error, invalid
 from weft.runtime.bootstrap import _Store
 from weft.runtime.communicator import connect
+from weft.runtime.tensors import lacking_memory
 
 _OPS = {
     dist.ReduceOp.SUM: "sum",
@@ -70,8 +71,20 @@ class _Pending(torch._C._distributed_c10d.Work):
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the same memory in a type that collectives have."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    """Return a view of the same memory in a type that collectives have. Raises: Error for what has no memory here."""
+    if not isinstance(tensor, torch.Tensor):
+        raise invalid("tensor", type(tensor).__name__, "a torch.Tensor")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise invalid("tensor.device", tensor.device, "cpu or cuda")
+    if tensor.layout is not torch.strided:
+        raise invalid("tensor", tensor.layout, "a strided tensor")
+    if lack := lacking_memory(tensor):
+        raise invalid("tensor", lack, "a tensor with all its memory")
+    if tensor.is_complex():
+        if tensor.is_conj():
+            raise invalid("tensor", "a conjugated view", "a tensor, such as resolve_conj() returns")
+        return torch.view_as_real(tensor)
+    return tensor
 
 
 class WeftGroup(_ProcessGroup):  # type: ignore[misc]
@@ -193,7 +206,8 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(output, torch.stack([part.contiguous() for part in parts]), opts)
+            given = torch.stack([_real(part).contiguous() for part in parts])
+            self._reduce_scatter_base(output, given, opts)
         return _work(list(outputs))
 
     def reduce_scatter_tensor_coalesced(
@@ -255,8 +269,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         given = None
         if self._rank == opts.rootRank:
             given = torch.cat([_real(part).contiguous().view(-1) for part in inputs[0]])
-        calls = self._of(outputs[0])
-        self._into(outputs[0], lambda out: calls.scatter(given, out, opts.rootRank))
+        self._into(outputs[0], lambda out: self._of(out).scatter(given, out, opts.rootRank))
         return _work(list(outputs))
 
     def barrier(self, opts: Any = None) -> Any:

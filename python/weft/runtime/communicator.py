@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from weft import _core
-from weft.errors import invalid
+from weft.errors import invalid, shortened
 from weft.runtime.bootstrap import Bootstrap, find_bootstrap
 
 if TYPE_CHECKING:
@@ -81,8 +81,10 @@ class Communicator:
         timeout_s: float | None = None,
         transport: str | None = None,
     ) -> None:
-        if timeout_s is not None and not timeout_s > 0:
+        if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
             raise invalid("timeout_s", timeout_s, "a number above 0, or None")
+        if transport is not None and not isinstance(transport, str):
+            raise invalid("transport", shortened(transport), "a name that weft info prints, or None")
         self.bootstrap: Bootstrap = find_bootstrap(
             group.bootstrap if isinstance(group, Communicator) else group
         )
@@ -118,6 +120,8 @@ class Communicator:
 
     def transport_to(self, peer: int) -> str | None:
         """Return the name of the transport to ``peer``; None for this rank itself."""
+        if not (hasattr(peer, "__index__") and 0 <= peer < self.size):
+            raise invalid("peer", shortened(peer), f"0 to {self.size - 1}")
         name = self.core.transport_to(peer)
         return None if name is None else str(name)
 

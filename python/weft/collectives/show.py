@@ -3,8 +3,11 @@
 
     weft show algo.xml -o algo.svg           # time by rank and block, an arrow for every message
     weft show allreduce_allpairs --ranks 4 --bytes 1M --html algo.html
+    weft show allreduce_allpairs --ranks 8 --chunk 3.0 -o way.svg     # the way of rank 3's chunk 0 alone
 
-Times are the cost model's for one slice of every chunk, not measurements.
+A drawing of many blocks has no arrows but those of the chunk that is named; the page shows those of the step under the
+mouse, with what it waits for, and zooms with the wheel. Times are the cost model's for one slice of every chunk, not
+measurements.
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ from collections import defaultdict
 from pathlib import Path
 
 from weft.bench.collective import size
+from weft.collectives.chunk_names import chunk_names
 from weft.collectives.compile import add_source_arguments, read_arguments
 from weft.collectives.cost import Estimate, Machine, estimate
 from weft.collectives.ir import Algorithm, Op
 from weft.collectives.selector import MACHINES
 from weft.collectives.verifier import VerificationError, verify
+from weft.errors import invalid
 from weft.runtime.tables import size_text
+
+Names = dict[tuple[int, int, int], tuple[str, ...]]  # of the chunks that a step moves
 
 _COLORS = {
     Op.SEND: "#4c78a8",
@@ -42,6 +49,8 @@ _MEANINGS = {
     Op.COPY: "copy",
     Op.REDUCE: "add",
 }
+ALL = "all"  # messages have arrows
+_MOST_LANES_WITH_ARROWS = 40
 _ROW, _GAP, _LEFT, _TOP, _WIDTH = 16, 8, 150, 46, 1100
 
 
@@ -51,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bytes", type=size, default="1M", help="of the algorithm buffer, for the times")
     parser.add_argument("--machine", choices=sorted(MACHINES), default="nvlink", help="of the cost model")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the drawing there as SVG")
+    parser.add_argument(
+        "--chunk",
+        default="",
+        metavar="RANK.INDEX",
+        help="draw the arrows of the messages with this chunk alone",
+    )
     parser.add_argument(
         "--html", metavar="FILE", help="write a page whose steps say what they do under the mouse"
     )
@@ -62,14 +77,19 @@ def run(args: argparse.Namespace) -> int:
     machine = MACHINES[args.machine]
     print(summary(algorithm, args.bytes, machine))
     guess = estimate(algorithm, args.bytes, machine)
-    drawing = svg(
-        algorithm, guess, f"{size_text(args.bytes)} on {machine.name}, {time_parts(guess, machine)}"
-    )
+    subtitle = f"{size_text(args.bytes)} on {machine.name}, {time_parts(guess, machine)}"
+    known = {name for names in chunk_names(algorithm).values() for name in names}
+    if args.chunk and args.chunk not in known:
+        raise invalid("chunk", args.chunk, "RANK.INDEX of a chunk that some step moves, such as 0.0")
     if args.output:
-        Path(args.output).write_text(drawing)
+        lanes = sum(1 for _ in algorithm.blocks())
+        followed = args.chunk or (ALL if lanes <= _MOST_LANES_WITH_ARROWS else "")
+        Path(args.output).write_text(svg(algorithm, guess, subtitle, followed))
         print(f"wrote {args.output}")
     if args.html:
-        Path(args.html).write_text(page(algorithm, drawing, summary(algorithm, args.bytes, machine)))
+        drawing = svg(algorithm, guess, subtitle, args.chunk or ALL, waits=True)
+        text = summary(algorithm, args.bytes, machine)
+        Path(args.html).write_text(page(algorithm, drawing, text, bool(args.chunk)))
         print(f"wrote {args.html}")
     try:
         verify(algorithm)
@@ -120,8 +140,15 @@ def time_parts(guess: Estimate, machine: Machine) -> str:
     return " + ".join(parts)
 
 
-def svg(algorithm: Algorithm, guess: Estimate, subtitle: str = "") -> str:
-    """Return the drawing: a lane per block, a bar per step, an arrow per message; ``subtitle`` under the title."""
+def svg(
+    algorithm: Algorithm, guess: Estimate, subtitle: str = "", followed: str = ALL, waits: bool = False
+) -> str:
+    """Return the drawing: a lane per block, a bar per step, an arrow per message; ``subtitle`` under the title.
+
+    ``followed``: ALL messages have arrows, or those with the chunk RANK.INDEX; "" none. ``waits``: of a step for one
+    of another block, too, dashed.
+    """
+    names = chunk_names(algorithm)
     lanes: dict[tuple[int, int], int] = {}
     at = _TOP
     for rank, number, _ in algorithm.blocks():
@@ -143,18 +170,65 @@ def svg(algorithm: Algorithm, guess: Estimate, subtitle: str = "") -> str:
         f'<text x="10" y="34" fill="#57606a">{_text(subtitle)}</text>',
     ]
     parts += _lane_labels(algorithm, lanes)
-    parts += _bars(algorithm, guess, lanes, scale)
-    parts += _arrows(algorithm, guess, lanes, scale)
+    parts += _bars(algorithm, guess, lanes, scale, names)
+    parts += _arrows(algorithm, guess, lanes, scale, names, followed)
+    if waits:
+        parts += _wait_lines(algorithm, guess, lanes, scale)
     parts += _axis(end_us, scale, at)
     return "\n".join([*parts, *_legend(algorithm, at + 34), "</svg>", ""])
 
 
-def page(algorithm: Algorithm, drawing: str, text: str) -> str:
-    """Return an HTML page with the drawing; a step under the mouse shows what it does and stands out."""
-    style = "rect.step:hover{stroke:#000;stroke-width:2}path.message:hover{stroke:#d00;stroke-width:2.5}"
+_STYLE = """
+rect.step:hover{stroke:#000;stroke-width:2}
+rect.on{stroke:#d00;stroke-width:1.5}
+path.message,path.wait{display:none;pointer-events:none}
+path.on{display:inline;stroke:#d00;stroke-width:1.2}
+path.wait.on{stroke:#06c}
+svg{cursor:grab}
+"""
+_SCRIPT = """
+const svg = document.querySelector("svg"), all = (q) => svg.querySelectorAll(q);
+const follow = (names, id) => {
+  all(".on").forEach((e) => e.classList.remove("on"));
+  all("[data-chunks]").forEach((e) => {
+    if (e.dataset.chunks.split(" ").some((n) => names.has(n))) e.classList.add("on");
+  });
+  all("path.wait").forEach((e) => { if (e.dataset.of === id) e.classList.add("on"); });
+};
+const asked = document.querySelector("input");
+asked.oninput = () => follow(new Set([asked.value.trim()]), "");
+all("rect.step").forEach((e) => {
+  e.onmouseenter = () => { if (!asked.value) follow(new Set(e.dataset.chunks.split(" ").slice(0, 1)), e.id); };
+});
+let box = svg.getAttribute("viewBox").split(" ").map(Number);
+const show = () => svg.setAttribute("viewBox", box.join(" "));
+svg.onwheel = (e) => {
+  e.preventDefault();
+  const by = e.deltaY < 0 ? 0.8 : 1.25, r = svg.getBoundingClientRect();
+  const x = box[0] + ((e.clientX - r.left) / r.width) * box[2];
+  const y = box[1] + ((e.clientY - r.top) / r.height) * box[3];
+  box = [x - (x - box[0]) * by, y - (y - box[1]) * by, box[2] * by, box[3] * by];
+  show();
+};
+svg.onmousemove = (e) => {
+  if (e.buttons !== 1) return;
+  const r = svg.getBoundingClientRect();
+  box[0] -= (e.movementX / r.width) * box[2];
+  box[1] -= (e.movementY / r.height) * box[3];
+  show();
+};
+"""
+
+
+def page(algorithm: Algorithm, drawing: str, text: str, has_one_chunk: bool = False) -> str:
+    """Return an HTML page with the drawing. A step under the mouse shows what it does, the arrows of the first chunk
+    that it moves and what it waits for; a chunk's name can be typed; the wheel zooms, dragging moves.
+    """
+    style = _STYLE.replace("display:none;", "") if has_one_chunk else _STYLE
     return (
         f"<!doctype html><meta charset='utf-8'><title>{_text(algorithm.name)}</title><style>{style}</style>"
-        f"<pre>{_text(text)}</pre>\n{drawing}"
+        f"<pre>{_text(text)}</pre><p>chunk (RANK.INDEX): <input size='8'> wheel: zoom, drag: move</p>\n"
+        f"{drawing}<script>{_SCRIPT}</script>\n"
     )
 
 
@@ -173,7 +247,11 @@ def _lane_labels(algorithm: Algorithm, lanes: dict[tuple[int, int], int]) -> lis
 
 
 def _bars(
-    algorithm: Algorithm, guess: Estimate, lanes: dict[tuple[int, int], int], scale: float
+    algorithm: Algorithm,
+    guess: Estimate,
+    lanes: dict[tuple[int, int], int],
+    scale: float,
+    names: Names,
 ) -> list[str]:
     parts = []
     for event in guess.events:
@@ -182,21 +260,29 @@ def _bars(
         width = max(1.5, (event.end_us - event.start_us) * scale)
         reads = f" {step.src}" if step.op.reads_src else ""
         writes = f" into {step.dst}" if step.op.writes_dst else ""
+        moved = names.get((event.rank, event.block, event.step), ())
         tip = (
-            f"{algorithm.place(event.rank, event.block, event.step)}:{reads}{writes}, {step.count} chunks, "
+            f"{algorithm.place(event.rank, event.block, event.step)}:{reads}{writes}, {step.count} chunks "
+            f"({' '.join(moved[:8])}{' ...' if len(moved) > 8 else ''}), "
             f"{event.start_us:.2f} to {event.end_us:.2f} us"
         )
         parts.append(
-            f'<rect class="step" x="{x:.1f}" y="{lanes[event.rank, event.block]}" width="{width:.1f}" '
+            f'<rect class="step" id="s{event.rank}-{event.block}-{event.step}" data-chunks="{" ".join(moved)}" '
+            f'x="{x:.1f}" y="{lanes[event.rank, event.block]}" width="{width:.1f}" '
             f'height="{_ROW - 2}" fill="{_COLORS[step.op]}"><title>{_text(tip)}</title></rect>'
         )
     return parts
 
 
 def _arrows(
-    algorithm: Algorithm, guess: Estimate, lanes: dict[tuple[int, int], int], scale: float
+    algorithm: Algorithm,
+    guess: Estimate,
+    lanes: dict[tuple[int, int], int],
+    scale: float,
+    names: Names,
+    followed: str,
 ) -> list[str]:
-    sends: dict[tuple[int, int, int], list[tuple[float, int]]] = defaultdict(list)
+    sends: dict[tuple[int, int, int], list[tuple[float, int, tuple[str, ...]]]] = defaultdict(list)
     parts = []
     for event in guess.events:
         block = algorithm.ranks[event.rank].blocks[event.block]
@@ -205,13 +291,38 @@ def _arrows(
         if op.receives:
             source = sends[block.recv, event.rank, block.channel].pop(0)
             x0, x1 = _LEFT + source[0] * scale, _LEFT + event.start_us * scale
-            tip = f"rank {block.recv} to rank {event.rank}, channel {block.channel}"
-            parts.append(
-                f'<path class="message" d="M{x0:.1f} {source[1]}L{x1:.1f} {y}" stroke="#555" stroke-width="0.7" '
+            tip = (
+                f"rank {block.recv} to rank {event.rank}, channel {block.channel}: {' '.join(source[2][:8])}"
+            )
+            arrow = (
+                f'<path class="message" data-chunks="{" ".join(source[2])}" '
+                f'd="M{x0:.1f} {source[1]}L{x1:.1f} {y}" stroke="#555" stroke-width="0.7" '
                 f'fill="none" marker-end="url(#tip)"><title>{tip}</title></path>'
             )
+            if followed == ALL or followed in source[2]:
+                parts.append(arrow)
         if op.sends:
-            sends[event.rank, block.send, block.channel].append((event.end_us, y))
+            moved = names.get((event.rank, event.block, event.step), ())
+            sends[event.rank, block.send, block.channel].append((event.end_us, y, moved))
+    return parts
+
+
+def _wait_lines(
+    algorithm: Algorithm, guess: Estimate, lanes: dict[tuple[int, int], int], scale: float
+) -> list[str]:
+    """Draw what steps wait for in other blocks of their rank."""
+    ends = {(event.rank, event.block, event.step): event.end_us for event in guess.events}
+    parts = []
+    for event in guess.events:
+        step = algorithm.ranks[event.rank].blocks[event.block].steps[event.step]
+        y = lanes[event.rank, event.block] + _ROW // 2 - 1
+        for block, at in step.depends:
+            x0 = _LEFT + ends[event.rank, block, at] * scale
+            y0 = lanes[event.rank, block] + _ROW // 2 - 1
+            parts.append(
+                f'<path class="wait" data-of="s{event.rank}-{event.block}-{event.step}" stroke-dasharray="3 2" '
+                f'fill="none" d="M{x0:.1f} {y0}L{_LEFT + event.start_us * scale:.1f} {y}"/>'
+            )
     return parts
 
 

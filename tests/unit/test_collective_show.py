@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drawings: chunks have names, large ones have arrows for the chunk that is named alone, pages have waits, too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from weft.cli import main
+from weft.collectives.chunk_names import chunk_names
+from weft.collectives.library import build
+
+
+def _shown(tmp_path: Path, *options: str) -> tuple[str, str]:
+    svg, page = tmp_path / "a.svg", tmp_path / "a.html"
+    assert main(["show", *options, "-o", str(svg), "--html", str(page)]) == 0
+    ElementTree.fromstring(svg.read_text())
+    return svg.read_text(), page.read_text()
+
+
+def test_steps_name_the_chunks_that_they_move() -> None:
+    algorithm = build("allgather_ring", 3).compile()
+    names = chunk_names(algorithm)
+    assert {name for moved in names.values() for name in moved} == {"0.0", "1.0", "2.0"}
+    assert len(names) == sum(1 for _ in algorithm.steps())
+
+
+def test_small_drawings_have_all_arrows_and_large_ones_those_of_a_chunk(tmp_path: Path) -> None:
+    small, _ = _shown(tmp_path, "allgather_ring", "--ranks", "4")
+    assert small.count('class="message"') == 12
+    large, page = _shown(tmp_path, "allreduce_allpairs", "--ranks", "8")
+    assert 'class="message"' not in large
+    assert page.count('class="message"') == 2 * 8 * 7 and 'class="wait"' in page
+    one, _ = _shown(tmp_path, "allreduce_allpairs", "--ranks", "8", "--chunk", "3.0")
+    arrows = re.findall(r'class="message" data-chunks="([^"]*)"', one)
+    assert 0 < len(arrows) < 2 * 8 and all("3.0" in names.split() for names in arrows)
+
+
+def test_chunk_that_nobody_moves_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["show", "allgather_ring", "--ranks", "4", "--chunk", "9.0", "-o", str(tmp_path / "a.svg")]
+    assert main(command) == 1
+    assert "allowed: RANK.INDEX of a chunk that some step moves" in capsys.readouterr().err

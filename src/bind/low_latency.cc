@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// weft._core.LowLatency: the low-latency calls of a MoeBuffer. Addresses and integers in; a call
-// is filled in field by field.
+// weft._core.LowLatency: the low-latency calls of a MoeBuffer. A form is planned once; then a call is one
+// trip into the core, with addresses by position.
 #include <nanobind/nanobind.h>
+
+#include <memory>
+#include <utility>
 
 #include "bind/bind.h"
 #include "moe/buffer.h"
@@ -13,81 +16,118 @@ namespace nb = nanobind;
 namespace weft {
 namespace {
 
-// An attribute that takes a pointer as an integer.
-template <class Call, class T>
-void def_address(nb::class_<Call>& into, const char* name, T* Call::* field) {
-  into.def_prop_rw(
-      name, [field](const Call& call) { return reinterpret_cast<uint64_t>(call.*field); },
-      [field](Call& call, uint64_t address) { call.*field = pointer<T>(address); });
+// A call whose rows were sent, until its hook runs.
+template <class Planned, class Memory>
+struct SentCall {
+  std::shared_ptr<const Planned> plan;
+  Memory memory;
+  uint32_t ticket;
+  uint64_t number;  // among the calls of the buffer; 0 for one that a graph captured
+  void* stream;
+};
+
+using SentDispatch = SentCall<PlannedDispatch, LowLatencyDispatchMemory>;
+using SentCombine = SentCall<PlannedCombine, LowLatencyCombineMemory>;
+
+// What Python sees of a form: calls of it, on the communicator's streams.
+template <class Planned, class Memory>
+class FormCalls {
+ public:
+  using Sent = SentCall<Planned, Memory>;
+
+  FormCalls(LowLatency& mode, Planned plan)
+      : mode_(&mode), plan_(std::make_shared<const Planned>(std::move(plan))) {}
+
+  // Both phases on `stream`, which waits for `after` first; `after` then waits for it, if it `joins`.
+  uint64_t run(const Memory& memory, void* stream, void* after, bool joins) {
+    nb::gil_scoped_release released;
+    check(check_ids(memory));
+    check(mode_->order().wait(stream, after));
+    check(mode_->launch(*plan_, memory, mode_->next_ticket(), kPhaseSend | kPhaseReceive, stream));
+    if (joins) check(mode_->order().wait(after, stream));
+    return value_or_throw(mode_->count_call(after));
+  }
+
+  Sent send(const Memory& memory, void* stream) {
+    nb::gil_scoped_release released;
+    check(check_ids(memory));
+    Sent sent{plan_, memory, mode_->next_ticket(), 0, stream};
+    check(mode_->launch(*plan_, memory, sent.ticket, kPhaseSend, stream));
+    sent.number = value_or_throw(mode_->count_call(stream));
+    return sent;
+  }
+
+  void receive(const Sent& sent) {
+    nb::gil_scoped_release released;
+    check(mode_->launch(*sent.plan, sent.memory, sent.ticket, kPhaseReceive, sent.stream));
+  }
+
+ private:
+  Status check_ids(const Memory& memory) const {
+    const auto& form = plan_->form;
+    return mode_->check_ids(memory.topk_idx, form.id_bytes, uint64_t{form.tokens} * form.top_k, form.experts);
+  }
+
+  LowLatency* mode_;
+  std::shared_ptr<const Planned> plan_;
+};
+
+using DispatchCalls = FormCalls<PlannedDispatch, LowLatencyDispatchMemory>;
+using CombineCalls = FormCalls<PlannedCombine, LowLatencyCombineMemory>;
+
+LowLatencyDispatchMemory dispatch_memory(uint64_t x, uint64_t x_scales, uint64_t topk_idx,
+                                         uint64_t topk_weights, uint64_t expert_stats, uint64_t wait_cycles,
+                                         uint64_t out, uint64_t out_scales, uint64_t src_info,
+                                         uint64_t layout_range, uint64_t counts, uint64_t routes,
+                                         uint64_t out_weights, uint64_t out_source) {
+  return {pointer<void>(x),
+          pointer<void>(x_scales),
+          pointer<void>(topk_idx),
+          pointer<float>(topk_weights),
+          pointer<int32_t>(expert_stats),
+          pointer<uint64_t>(wait_cycles),
+          pointer<void>(out),
+          pointer<void>(out_scales),
+          pointer<int32_t>(src_info),
+          pointer<int64_t>(layout_range),
+          pointer<int32_t>(counts),
+          pointer<int32_t>(routes),
+          pointer<float>(out_weights),
+          pointer<int32_t>(out_source)};
 }
 
-void bind_dispatch_call(nb::module_& module) {
-  using Call = LowLatencyDispatchCall;
-  nb::class_<Call> call(module, "LowLatencyDispatchCall");
-  call.def(nb::init<>())
-      .def_rw("max_tokens", &Call::max_tokens)
-      .def_rw("tokens", &Call::tokens)
-      .def_rw("top_k", &Call::top_k)
-      .def_rw("experts", &Call::experts)
-      .def_rw("id_bytes", &Call::id_bytes)
-      .def_rw("payload", &Call::payload)
-      .def_rw("row_bytes", &Call::row_bytes)
-      .def_rw("scale_bytes", &Call::scale_bytes)
-      .def_rw("scale_expert_stride", &Call::scale_expert_stride)
-      .def_rw("scale_row_stride", &Call::scale_row_stride)
-      .def_rw("scale_word_stride", &Call::scale_word_stride)
-      .def_rw("tiled_scales", &Call::tiled_scales)
-      .def_rw("ticket", &Call::ticket);
-  def_address(call, "topk_idx", &Call::topk_idx);
-  def_address(call, "topk_weights", &Call::topk_weights);
-  def_address(call, "x", &Call::x);
-  def_address(call, "x_scales", &Call::x_scales);
-  def_address(call, "out", &Call::out);
-  def_address(call, "out_scales", &Call::out_scales);
-  def_address(call, "src_info", &Call::src_info);
-  def_address(call, "layout_range", &Call::layout_range);
-  def_address(call, "counts", &Call::counts);
-  def_address(call, "out_weights", &Call::out_weights);
-  def_address(call, "out_source", &Call::out_source);
-  def_address(call, "expert_stats", &Call::expert_stats);
-  def_address(call, "wait_cycles", &Call::wait_cycles);
-  def_address(call, "routes", &Call::routes);
-  def_address(call, "stream", &Call::stream);
+LowLatencyCombineMemory combine_memory(uint64_t x, uint64_t topk_idx, uint64_t topk_weights, uint64_t routes,
+                                       uint64_t combined, uint64_t wait_cycles, uint64_t signals) {
+  return {pointer<void>(x),         pointer<void>(topk_idx), pointer<float>(topk_weights),
+          pointer<int32_t>(routes), pointer<void>(combined), pointer<uint64_t>(wait_cycles),
+          pointer<void>(signals)};
 }
 
-void bind_combine_call(nb::module_& module) {
-  using Call = LowLatencyCombineCall;
-  nb::class_<Call> call(module, "LowLatencyCombineCall");
-  call.def(nb::init<>())
-      .def_rw("max_tokens", &Call::max_tokens)
-      .def_rw("tokens", &Call::tokens)
-      .def_rw("top_k", &Call::top_k)
-      .def_rw("experts", &Call::experts)
-      .def_rw("id_bytes", &Call::id_bytes)
-      .def_rw("reply", &Call::reply)
-      .def_rw("row_bytes", &Call::row_bytes)
-      .def_rw("dispatch_had_weights", &Call::dispatch_had_weights)
-      .def_rw("x_row_bytes", &Call::x_row_bytes)
-      .def_rw("signal_value", &Call::signal_value)
-      .def_rw("signals_per_expert", &Call::signals_per_expert)
-      .def_rw("signal_rows", &Call::signal_rows)
-      .def_rw("num_sms", &Call::num_sms)
-      .def_rw("ticket", &Call::ticket);
-  def_address(call, "topk_idx", &Call::topk_idx);
-  def_address(call, "topk_weights", &Call::topk_weights);
-  def_address(call, "x", &Call::x);
-  def_address(call, "routes", &Call::routes);
-  def_address(call, "combined", &Call::combined);
-  def_address(call, "signals", &Call::signals);
-  def_address(call, "wait_cycles", &Call::wait_cycles);
-  def_address(call, "stream", &Call::stream);
+// run() and send() with the fields of a call's memory by position, then the streams.
+template <class Calls, class Memory, class... Address>
+void def_calls(nb::class_<Calls>& into, Memory (*memory)(Address...)) {
+  into.def("run",
+           [memory](Calls& self, Address... at, uint64_t stream, uint64_t after, bool joins) {
+             return self.run(memory(at...), pointer<void>(stream), pointer<void>(after), joins);
+           })
+      .def("send", [memory](Calls& self, Address... at,
+                            uint64_t stream) { return self.send(memory(at...), pointer<void>(stream)); })
+      .def("receive", &Calls::receive, nb::arg("sent"));
+}
+
+void bind_calls(nb::module_& module) {
+  nb::class_<SentDispatch>(module, "SentDispatch").def_ro("number", &SentDispatch::number);
+  nb::class_<SentCombine>(module, "SentCombine").def_ro("number", &SentCombine::number);
+  nb::class_<DispatchCalls> dispatch(module, "LowLatencyDispatchCalls");
+  def_calls(dispatch, &dispatch_memory);
+  nb::class_<CombineCalls> combine(module, "LowLatencyCombineCalls");
+  def_calls(combine, &combine_memory);
 }
 
 }  // namespace
 
 void bind_low_latency(nb::module_& module) {
-  bind_dispatch_call(module);
-  bind_combine_call(module);
+  bind_calls(module);
   module.attr("PHASE_SEND") = kPhaseSend;
   module.attr("PHASE_RECEIVE") = kPhaseReceive;
   module.attr("PAYLOAD_COPY") = kPayloadCopy;
@@ -120,24 +160,35 @@ void bind_low_latency(nb::module_& module) {
           },
           nb::arg("buffer"), nb::arg("may_mask"), nb::keep_alive<1, 2>())
       .def(
-          "check_dispatch",
-          [](LowLatency& self, const LowLatencyDispatchCall& call) { check(self.check(call)); },
-          nb::arg("call"))
-      .def(
-          "dispatch",
-          [](LowLatency& self, const LowLatencyDispatchCall& call, uint32_t phases) {
-            nb::gil_scoped_release released;
-            check(self.dispatch(call, phases));
+          "plan_dispatch",
+          [](LowLatency& self, uint32_t max_tokens, uint32_t tokens, uint32_t top_k, uint32_t experts,
+             uint32_t id_bytes, int64_t payload, uint32_t row_bytes, uint32_t scale_bytes, bool has_weights,
+             uint64_t scale_expert_stride, uint64_t scale_row_stride, uint64_t scale_word_stride,
+             bool tiled_scales) {
+            return DispatchCalls(self, value_or_throw(self.plan(LowLatencyDispatchForm{
+                                           max_tokens, tokens, top_k, experts, id_bytes, payload, row_bytes,
+                                           scale_bytes, has_weights, scale_expert_stride, scale_row_stride,
+                                           scale_word_stride, tiled_scales})));
           },
-          nb::arg("call"), nb::arg("phases"))
+          nb::kw_only(), nb::arg("max_tokens"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
+          nb::arg("id_bytes"), nb::arg("payload"), nb::arg("row_bytes"), nb::arg("scale_bytes"),
+          nb::arg("has_weights"), nb::arg("scale_expert_stride"), nb::arg("scale_row_stride"),
+          nb::arg("scale_word_stride"), nb::arg("tiled_scales"), nb::keep_alive<0, 1>())
       .def(
-          "combine",
-          [](LowLatency& self, const LowLatencyCombineCall& call, uint32_t phases) {
-            nb::gil_scoped_release released;
-            check(self.combine(call, phases));
+          "plan_combine",
+          [](LowLatency& self, uint32_t max_tokens, uint32_t tokens, uint32_t top_k, uint32_t experts,
+             uint32_t id_bytes, int64_t reply, uint32_t row_bytes, bool has_weights,
+             bool dispatch_had_weights, uint32_t signal_value, uint32_t signals_per_expert,
+             uint32_t signal_rows, uint32_t num_sms) {
+            return CombineCalls(self, value_or_throw(self.plan(LowLatencyCombineForm{
+                                          max_tokens, tokens, top_k, experts, id_bytes, reply, row_bytes,
+                                          has_weights, dispatch_had_weights, row_bytes, signal_value,
+                                          signals_per_expert, signal_rows, num_sms})));
           },
-          nb::arg("call"), nb::arg("phases"))
-      .def("next_ticket", &LowLatency::next_ticket)
+          nb::kw_only(), nb::arg("max_tokens"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
+          nb::arg("id_bytes"), nb::arg("reply"), nb::arg("row_bytes"), nb::arg("has_weights"),
+          nb::arg("dispatch_had_weights"), nb::arg("signal_value"), nb::arg("signals_per_expert"),
+          nb::arg("signal_rows"), nb::arg("num_sms"), nb::keep_alive<0, 1>())
       .def("routes_words", &LowLatency::routes_words, nb::arg("max_tokens"), nb::arg("top_k"),
            nb::arg("experts"), nb::arg("has_weights"))
       .def(

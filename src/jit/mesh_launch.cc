@@ -31,14 +31,23 @@ Result<ComputeLimits> compute_limits(const Communicator& comm) {
 
 Status launch_on_mesh(const Window& window, KernelKey key, const Launch& how, const void* args,
                       size_t args_bytes, const void* shape_on_host) {
+  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(window, std::move(key), how));
+  return launch_on_mesh(window, *kernel, how, args, args_bytes, shape_on_host);
+}
+
+Result<const Kernel*> kernel_on_mesh(const Window& window, KernelKey key, const Launch& how) {
+  key.mesh_type = window.mesh().type;
+  key.threads_per_block = how.threads_per_block;
+  return Jit::of(window.communicator()->device()).get(key);
+}
+
+Status launch_on_mesh(const Window& window, const Kernel& kernel, const Launch& how, const void* args,
+                      size_t args_bytes, const void* shape_on_host) {
   Link* ports = window.communicator()->port_link();
   if (ports) WEFT_TRY(ports->status());
   const MeshPart& mesh = window.mesh();
-  key.mesh_type = mesh.type;
-  key.threads_per_block = how.threads_per_block;
-  Jit& jit = Jit::of(window.communicator()->device());
-  WEFT_TRY_ASSIGN(const Kernel* kernel, jit.get(key));
-  WEFT_TRY(jit.launch(*kernel, how, args, args_bytes, mesh.value.data(), mesh.value.size(), shape_on_host));
+  WEFT_TRY(Jit::of(window.communicator()->device())
+               .launch(kernel, how, args, args_bytes, mesh.value.data(), mesh.value.size(), shape_on_host));
   return ports ? ports->status() : Status();
 }
 

@@ -28,4 +28,9 @@ Result<ComputeLimits> compute_limits(const Communicator& comm);
 Status launch_on_mesh(const Window& window, KernelKey key, const Launch& how, const void* args,
                       size_t args_bytes, const void* shape_on_host);
 
+// The two halves of that, for callers who keep the kernel, which lives as long as the process.
+Result<const Kernel*> kernel_on_mesh(const Window& window, KernelKey key, const Launch& how);
+Status launch_on_mesh(const Window& window, const Kernel& kernel, const Launch& how, const void* args,
+                      size_t args_bytes, const void* shape_on_host);
+
 }  // namespace weft

@@ -35,6 +35,22 @@ KernelKey key_of(const LowLatencyCombineShape& shape) {
   return key;
 }
 
+Launch launch_of(const LowLatencyPlan& plan) {
+  return {plan.blocks, plan.threads_per_block, plan.shared_bytes, nullptr, false};
+}
+
+PlannedCombine::Grid grid_of(const LowLatencyPlan& plan) {
+  return {launch_of(plan), Divisor::of(plan.receive_splits), Divisor::of(plan.receive_splits / plan.pieces)};
+}
+
+// The first id that is neither -1 nor that of an expert; -1 where all are good.
+template <class Id>
+int64_t wrong_id(const Id* ids, uint64_t count, int64_t experts) {
+  for (uint64_t i = 0; i < count; ++i)
+    if (ids[i] < -1 || ids[i] >= experts) return ids[i];
+  return -1;
+}
+
 // Links other than NVLink may deliver a line in pieces.
 bool keeps_lines_whole(const std::vector<RankFacts>& ranks) {
   for (const RankFacts& from : ranks)
@@ -70,7 +86,13 @@ LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const Compu
       limits_(limits),
       waits_(waits),
       line_tokens_(line_tokens),
+      order_(window.communicator()->device()),
       known_masked_(ranks()) {}
+
+Result<uint64_t> LowLatency::count_call(void* stream) {
+  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(window_->communicator()->device(), stream));
+  return is_captured ? uint64_t{0} : ++calls_;
+}
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
   return {ranks(), max_tokens, top_k, experts, line_tokens_, half_bytes() - lines_at()};
@@ -106,16 +128,14 @@ Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const Lo
   return {};
 }
 
-LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t tokens,
-                                  uint32_t phases, uint32_t ticket) const {
+LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, const LowLatencyPlan& plan,
+                                  uint32_t tokens) const {
   LowLatencyCall call{};
   call.wait = {static_cast<uint64_t>(waits_.timeout_s * 1e9), waits_.fault, rank(), 0, waits_.trace};
   call.region = begin_;
   call.half_bytes = half_bytes();
   call.lines_at = lines_at();
   call.masked = waits_.may_mask ? masks() : nullptr;
-  call.phases = phases;
-  call.ticket = ticket % kTickets;
   call.may_mask = waits_.may_mask ? 1 : 0;
   call.max_tokens = sizes.max_tokens;
   call.tokens = tokens;
@@ -126,10 +146,9 @@ LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, const LowLatency
   return call;
 }
 
-Status LowLatency::launch(KernelKey key, const LowLatencyPlan& plan, const void* args, size_t args_bytes,
-                          const void* shape, void* stream) {
-  const Launch how{plan.blocks, plan.threads_per_block, plan.shared_bytes, stream, false};
-  WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, args, args_bytes, shape));
+Status LowLatency::launch(const Kernel& kernel, const Launch& how, const void* args, size_t args_bytes,
+                          const void* shape) {
+  WEFT_TRY(launch_on_mesh(*window_, kernel, how, args, args_bytes, shape));
   if (limits_.is_cuda) return {};
   if (waits_.may_mask) warn_of_masked();
   return fault();
@@ -146,93 +165,128 @@ void LowLatency::warn_of_masked() {
   }
 }
 
-LowLatencyDispatchShape LowLatency::shape_of(const LowLatencyDispatchCall& call) const {
-  return {ranks(),
-          sizes(call.max_tokens, call.top_k, call.experts).experts_per_rank(),
-          call.top_k,
-          call.row_bytes,
-          call.scale_bytes,
-          call.payload,
-          call.topk_weights ? 1 : 0};
-}
-
-Status LowLatency::check(const LowLatencyDispatchCall& call) const {
-  const LowLatencySizes all = sizes(call.max_tokens, call.top_k, call.experts);
-  return check(all, call.tokens, plan_low_latency_dispatch(all, shape_of(call), limits_));
-}
-
-Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases) {
-  WEFT_TRY(fault());
-  const LowLatencySizes all = sizes(call.max_tokens, call.top_k, call.experts);
-  const LowLatencyDispatchShape shape = shape_of(call);
+Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) const {
+  const LowLatencySizes all = sizes(form.max_tokens, form.top_k, form.experts);
+  const LowLatencyDispatchShape shape{
+      ranks(),      all.experts_per_rank(),  form.top_k, form.row_bytes, form.scale_bytes,
+      form.payload, form.has_weights ? 1 : 0};
   const LowLatencyPlan plan = plan_low_latency_dispatch(all, shape, limits_);
-  WEFT_TRY(check(all, call.tokens, plan));
+  WEFT_TRY(check(all, form.tokens, plan));
   LowLatencyDispatchArgs args{};
-  args.call = common(all, plan, call.tokens, phases, call.ticket);
-  args.call.topk_idx = call.topk_idx;
-  args.call.id_bytes = call.id_bytes;
-  args.call.wait_cycles = call.wait_cycles;
-  args.call.hello = {{call.max_tokens, call.row_bytes, call.top_k, call.experts, call.scale_bytes,
-                      static_cast<uint32_t>(call.payload * 2 + shape.weights)},
+  args.call = common(all, plan, form.tokens);
+  args.call.id_bytes = form.id_bytes;
+  args.call.hello = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, form.scale_bytes,
+                      static_cast<uint32_t>(form.payload * 2 + shape.weights)},
                      0};
-  args.x = static_cast<const std::byte*>(call.x);
-  args.x_row_bytes = call.row_bytes * shrinks_by(call.payload);
-  args.x_scales = static_cast<const std::byte*>(call.x_scales);
-  args.topk_weights = call.topk_weights;
-  args.out = static_cast<std::byte*>(call.out);
-  args.out_scales = static_cast<uint32_t*>(call.out_scales);
-  args.scale_expert_stride = call.scale_expert_stride;
-  args.scale_row_stride = call.scale_row_stride;
-  args.scale_word_stride = call.tiled_scales ? kTiledWordStride : call.scale_word_stride;
-  args.tiled_scales = call.tiled_scales ? 1 : 0;
-  args.src_info = call.src_info;
-  args.layout_range = call.layout_range;
-  args.counts = call.counts;
-  args.out_weights = call.out_weights;
-  args.out_source = call.out_source;
-  args.expert_stats = call.expert_stats;
-  args.routes = call.routes;
+  args.x_row_bytes = form.row_bytes * shrinks_by(form.payload);
+  args.scale_expert_stride = form.scale_expert_stride;
+  args.scale_row_stride = form.scale_row_stride;
+  args.scale_word_stride = form.tiled_scales ? kTiledWordStride : form.scale_word_stride;
+  args.tiled_scales = form.tiled_scales ? 1 : 0;
   args.receive_splits = Divisor::of(plan.receive_splits);
   args.source_jobs = Divisor::of(args.call.lanes.count * plan.receive_splits);
   args.line_tokens = plan.line_tokens;
-  return launch(key_of(shape), plan, &args, sizeof(args), &shape, call.stream);
+  const Launch how = launch_of(plan);
+  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, key_of(shape), how));
+  return PlannedDispatch{form, shape, args, how, kernel};
 }
 
-Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
+Status LowLatency::launch(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory,
+                          uint32_t ticket, uint32_t phases, void* stream) {
   WEFT_TRY(fault());
-  if (!call.topk_weights && (!is_reduced(call.reply) || !call.dispatch_had_weights))
+  LowLatencyDispatchArgs args = plan.args;
+  args.call.phases = phases;
+  args.call.ticket = ticket % kTickets;
+  args.call.topk_idx = memory.topk_idx;
+  args.call.wait_cycles = memory.wait_cycles;
+  args.x = static_cast<const std::byte*>(memory.x);
+  args.x_scales = static_cast<const std::byte*>(memory.x_scales);
+  args.topk_weights = memory.topk_weights;
+  args.out = static_cast<std::byte*>(memory.out);
+  args.out_scales = static_cast<uint32_t*>(memory.out_scales);
+  args.src_info = memory.src_info;
+  args.layout_range = memory.layout_range;
+  args.counts = memory.counts;
+  args.out_weights = memory.out_weights;
+  args.out_source = memory.out_source;
+  args.expert_stats = memory.expert_stats;
+  args.routes = memory.routes;
+  Launch how = plan.how;
+  how.stream = stream;
+  return launch(*plan.kernel, how, &args, sizeof(args), &plan.shape);
+}
+
+Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const {
+  if (!form.has_weights && (!is_reduced(form.reply) || !form.dispatch_had_weights))
     return Status::invalid(
         "topk_weights: got none, allowed: float32 of the shape of topk_idx, or none for a reduced combine "
         "after a dispatch with weights");
-  const LowLatencySizes all = sizes(call.max_tokens, call.top_k, call.experts);
-  const LowLatencyCombineShape shape{ranks(),    all.experts_per_rank(),           call.top_k, call.row_bytes,
-                                     call.reply, call.dispatch_had_weights ? 1 : 0};
-  ComputeLimits limits = limits_;
-  if (call.num_sms != 0 && (phases & kPhaseSend) != 0)
-    limits.max_blocks = std::min(limits.max_blocks, call.num_sms);
-  const LowLatencyPlan plan = plan_low_latency_combine(all, shape, call.tokens, limits);
-  WEFT_TRY(check(all, call.tokens, plan));
+  const LowLatencySizes all = sizes(form.max_tokens, form.top_k, form.experts);
+  const LowLatencyCombineShape shape{ranks(),    all.experts_per_rank(),           form.top_k, form.row_bytes,
+                                     form.reply, form.dispatch_had_weights ? 1 : 0};
+  ComputeLimits few = limits_;
+  if (form.num_sms != 0) few.max_blocks = std::min(few.max_blocks, form.num_sms);
+  const LowLatencyPlan sends = plan_low_latency_combine(all, shape, form.tokens, few);
+  const LowLatencyPlan plan = plan_low_latency_combine(all, shape, form.tokens, limits_);
+  WEFT_TRY(check(all, form.tokens, plan));
   LowLatencyCombineArgs args{};
-  args.call = common(all, plan, call.tokens, phases, call.ticket);
-  args.call.topk_idx = call.topk_idx;
-  args.call.id_bytes = call.id_bytes;
-  args.call.wait_cycles = call.wait_cycles;
-  const uint32_t form = kCombineForms + static_cast<uint32_t>(call.reply) * 2 + (call.topk_weights ? 1 : 0);
-  args.call.hello = {{call.max_tokens, call.row_bytes, call.top_k, call.experts, 0, form}, 0};
-  args.x = static_cast<const std::byte*>(call.x);
-  args.x_row_bytes = call.x_row_bytes;
-  args.topk_weights = call.topk_weights;
-  args.routes = call.routes;
-  args.combined = static_cast<std::byte*>(call.combined);
+  args.call = common(all, plan, form.tokens);
+  args.call.id_bytes = form.id_bytes;
+  const uint32_t kind = kCombineForms + static_cast<uint32_t>(form.reply) * 2 + (form.has_weights ? 1 : 0);
+  args.call.hello = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, 0, kind}, 0};
+  args.x_row_bytes = form.x_row_bytes;
+  args.signal_value = form.signal_value;
+  args.signals_per_expert = form.signals_per_expert;
+  args.signal_rows = form.signal_rows;
   args.pieces = Divisor::of(plan.pieces);
   args.owner_jobs = Divisor::of(args.call.lanes.count * plan.pieces);
-  args.receive_splits = Divisor::of(plan.receive_splits);
-  args.piece_splits = Divisor::of(plan.receive_splits / plan.pieces);
-  args.signals = static_cast<const uint32_t*>(call.signals);
-  args.signal_value = call.signal_value;
-  args.signals_per_expert = call.signals_per_expert;
-  args.signal_rows = call.signal_rows;
-  return launch(key_of(shape), plan, &args, sizeof(args), &shape, call.stream);
+  const PlannedCombine::Grid receiving = grid_of(plan);
+  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, key_of(shape), receiving.how));
+  return PlannedCombine{form, shape, args, grid_of(sends), receiving, kernel};
+}
+
+Status LowLatency::launch(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
+                          uint32_t phases, void* stream) {
+  WEFT_TRY(fault());
+  const PlannedCombine::Grid& grid = (phases & kPhaseSend) != 0 ? plan.sends : plan.receives;
+  LowLatencyCombineArgs args = plan.args;
+  args.call.phases = phases;
+  args.call.ticket = ticket % kTickets;
+  args.call.topk_idx = memory.topk_idx;
+  args.call.wait_cycles = memory.wait_cycles;
+  args.x = static_cast<const std::byte*>(memory.x);
+  args.topk_weights = memory.topk_weights;
+  args.routes = memory.routes;
+  args.combined = static_cast<std::byte*>(memory.combined);
+  args.receive_splits = grid.receive_splits;
+  args.piece_splits = grid.piece_splits;
+  args.signals = static_cast<const uint32_t*>(memory.signals);
+  Launch how = grid.how;
+  how.stream = stream;
+  return launch(*plan.kernel, how, &args, sizeof(args), &plan.shape);
+}
+
+Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases) {
+  LowLatencyDispatchForm form = call;
+  form.has_weights = call.topk_weights != nullptr;
+  WEFT_TRY_ASSIGN(const PlannedDispatch planned, plan(form));
+  return launch(planned, call, call.ticket, phases, call.stream);
+}
+
+Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
+  LowLatencyCombineForm form = call;
+  form.has_weights = call.topk_weights != nullptr;
+  WEFT_TRY_ASSIGN(const PlannedCombine planned, plan(form));
+  return launch(planned, call, call.ticket, phases, call.stream);
+}
+
+Status LowLatency::check_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts) const {
+  if (limits_.is_cuda) return {};
+  const int64_t wrong = id_bytes == 8 ? wrong_id(static_cast<const int64_t*>(ids), count, experts)
+                                      : wrong_id(static_cast<const int32_t*>(ids), count, experts);
+  if (wrong == -1) return {};
+  return Status::invalid("topk_idx: got expert {}, allowed: -1 to {} (num_experts is {})", wrong, experts - 1,
+                         experts);
 }
 
 Status LowLatency::write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream) {

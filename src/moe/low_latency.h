@@ -2,10 +2,10 @@
 //
 // LowLatency is the host side of low-latency dispatch and combine: validate, plan, launch.
 //   LowLatency mode(window, begin, end, limits, {fault, timeout_s, false}, line_tokens);
-//   LowLatencyDispatchCall call{...};
-//   call.ticket = mode.next_ticket();
-//   WEFT_TRY(mode.dispatch(call, kPhaseSend));      // x may be reused when the stream has passed
-//   WEFT_TRY(mode.dispatch(call, kPhaseReceive));   // outputs are there when the stream has passed
+//   WEFT_TRY_ASSIGN(const PlannedDispatch plan, mode.plan(form));          // once for calls of this form
+//   const uint32_t ticket = mode.next_ticket();
+//   WEFT_TRY(mode.launch(plan, memory, ticket, kPhaseSend, stream));       // then x may be reused
+//   WEFT_TRY(mode.launch(plan, memory, ticket, kPhaseReceive, stream));    // then outputs are there
 // [begin, end) is the same range of every rank's window, zero at first, and used by nobody else. Calls are
 // collective and in the same order on all ranks, on one stream or on streams that the caller orders; two
 // calls may be outstanding between their phases. Pointers are memory of this rank's device; what Python has
@@ -19,7 +19,9 @@
 #include <vector>
 
 #include "base/status.h"
+#include "base/stream_order.h"
 #include "comm/window.h"
+#include "jit/jit.h"
 #include "kernels/moe/low_latency_args.h"
 #include "moe/fault_text.h"
 #include "plan/low_latency.h"
@@ -33,62 +35,101 @@ struct LowLatencyWaits {
   TraceLog* trace = nullptr;
 };
 
+// A call is a form, which many calls share and which is planned once, and the memory of this one call.
 // R ranks, T tokens, M = max_tokens, K = top_k, H channels, Le experts per rank (rounded up).
-struct LowLatencyDispatchCall {
+struct LowLatencyDispatchForm {
   uint32_t max_tokens = 0;
   uint32_t tokens = 0;
   uint32_t top_k = 0;
   uint32_t experts = 0;
   uint32_t id_bytes = 8;
   int64_t payload = kPayloadCopy;
-  uint32_t row_bytes = 0;          // of a row on the wire and in `out`: a multiple of 16; with FP8, of 128
-  uint32_t scale_bytes = 0;        // of its scales on the wire: a multiple of 4
-  const void* topk_idx = nullptr;  // [T][K], -1 = none
-  const float* topk_weights = nullptr;  // [T][K]; null: none travel. On all ranks or on none
-  const void* x = nullptr;              // [T] rows: row_bytes with kPayloadCopy, else bf16[H]
-  const void* x_scales = nullptr;       // [T] rows of scale_bytes, with kPayloadCopy; f32 with NVFP4
-  void* out = nullptr;                  // [Le][R * M] rows
-  void* out_scales = nullptr;           // 4-byte words, with these strides in words
-  uint64_t scale_expert_stride = 0;
+  uint32_t row_bytes = 0;            // of a row on the wire and in `out`: a multiple of 16; with FP8, of 128
+  uint32_t scale_bytes = 0;          // of its scales on the wire: a multiple of 4
+  bool has_weights = false;          // topk_weights travel. On all ranks or on none
+  uint64_t scale_expert_stride = 0;  // of out_scales, in words
   uint64_t scale_row_stride = 0;
   uint64_t scale_word_stride = 0;
-  bool tiled_scales = false;        // instead of the last two strides: see tiled_row()
-  int32_t* src_info = nullptr;      // [Le][R * M]
-  int64_t* layout_range = nullptr;  // [Le][R]
-  int32_t* counts = nullptr;        // [Le]
-  float* out_weights = nullptr;     // [Le][R * M], or null
-  int32_t* out_source = nullptr;    // [Le][R * M], or null
-  int32_t* expert_stats = nullptr;  // [Le], added to, or null
-  uint64_t* wait_cycles = nullptr;  // [R], added to, or null
-  int32_t* routes = nullptr;        // routes_words() words, 16-byte aligned: for the combine
+  bool tiled_scales = false;  // instead of the last two strides: see tiled_row()
+};
+
+struct LowLatencyDispatchMemory {
+  const void* x = nullptr;              // [T] rows: row_bytes with kPayloadCopy, else bf16[H]
+  const void* x_scales = nullptr;       // [T] rows of scale_bytes, with kPayloadCopy; f32 with NVFP4
+  const void* topk_idx = nullptr;       // [T][K], -1 = none
+  const float* topk_weights = nullptr;  // [T][K]; null: none travel
+  int32_t* expert_stats = nullptr;      // [Le], added to, or null
+  uint64_t* wait_cycles = nullptr;      // [R], added to, or null
+  void* out = nullptr;                  // [Le][R * M] rows
+  void* out_scales = nullptr;           // 4-byte words, with the form's strides
+  int32_t* src_info = nullptr;          // [Le][R * M]
+  int64_t* layout_range = nullptr;      // [Le][R]
+  int32_t* counts = nullptr;            // [Le]
+  int32_t* routes = nullptr;            // routes_words() words, 16-byte aligned: for the combine
+  float* out_weights = nullptr;         // [Le][R * M], or null
+  int32_t* out_source = nullptr;        // [Le][R * M], or null
+};
+
+struct LowLatencyDispatchCall : LowLatencyDispatchForm, LowLatencyDispatchMemory {
   uint32_t ticket = 0;
   void* stream = nullptr;
 };
 
-struct LowLatencyCombineCall {
+struct LowLatencyCombineForm {
   uint32_t max_tokens = 0;
   uint32_t tokens = 0;
   uint32_t top_k = 0;
   uint32_t experts = 0;
   uint32_t id_bytes = 8;
   int64_t reply = kReplyReduced;
-  uint32_t row_bytes = 0;               // 2 * H, a multiple of 16; with LogFMT, of 256
-  const void* topk_idx = nullptr;       // as given to the dispatch
-  const float* topk_weights = nullptr;  // [T][K]; null: those of the dispatch, with a reduced reply
+  uint32_t row_bytes = 0;    // 2 * H, a multiple of 16; with LogFMT, of 256
+  bool has_weights = false;  // topk_weights are given; else those of the dispatch count, with a reduced reply
   bool dispatch_had_weights = false;
-  const void* x = nullptr;  // bf16[Le][R * M][H] with x_row_bytes between rows
-  uint64_t x_row_bytes = 0;
-  const int32_t* routes = nullptr;
-  void* combined = nullptr;         // bf16[T][H]
-  uint64_t* wait_cycles = nullptr;  // [R], added to, or null
-  // u32[Le][signals_per_expert], or null: when rows of x are there; see LowLatencyCombineArgs.
-  const void* signals = nullptr;
+  uint64_t x_row_bytes = 0;  // between rows of x
+  // When rows of x are there: see LowLatencyCombineArgs.
   uint32_t signal_value = 0;
   uint32_t signals_per_expert = 0;
   uint32_t signal_rows = 0;
   uint32_t num_sms = 0;  // that the send phase may take; 0: all
+};
+
+struct LowLatencyCombineMemory {
+  const void* x = nullptr;              // bf16[Le][R * M][H]
+  const void* topk_idx = nullptr;       // as given to the dispatch
+  const float* topk_weights = nullptr;  // [T][K], or null
+  const int32_t* routes = nullptr;
+  void* combined = nullptr;         // bf16[T][H]
+  uint64_t* wait_cycles = nullptr;  // [R], added to, or null
+  const void* signals = nullptr;    // u32[Le][signals_per_expert], or null
+};
+
+struct LowLatencyCombineCall : LowLatencyCombineForm, LowLatencyCombineMemory {
   uint32_t ticket = 0;
   void* stream = nullptr;
+};
+
+// What calls of one form have in common. Its kernels are compiled; a launch fills in memory, ticket and
+// phases.
+struct PlannedDispatch {
+  LowLatencyDispatchForm form;
+  LowLatencyDispatchShape shape;
+  LowLatencyDispatchArgs args;
+  Launch how;
+  const Kernel* kernel;
+};
+
+struct PlannedCombine {
+  LowLatencyCombineForm form;
+  LowLatencyCombineShape shape;
+  LowLatencyCombineArgs args;
+  struct Grid {
+    Launch how;
+    Divisor receive_splits;
+    Divisor piece_splits;
+  };
+  Grid sends;  // also where both phases run at once: no more SMs than the form allows
+  Grid receives;
+  const Kernel* kernel;
 };
 
 // How many tokens of a rank may travel as lines (core/line.cuh), 0 where links do not keep these whole. All
@@ -101,13 +142,26 @@ class LowLatency {
   LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
              const LowLatencyWaits& waits, uint32_t line_tokens);
 
-  // Whether a dispatch of these sizes fits the region; reads only sizes.
-  Status check(const LowLatencyDispatchCall& call) const;
-  // `phases`: kPhaseSend, then kPhaseReceive with the same call; or both at once.
+  // Errors: kInvalid, kCapacity where sizes do not fit; those of Jit::get.
+  Result<PlannedDispatch> plan(const LowLatencyDispatchForm& form) const;
+  Result<PlannedCombine> plan(const LowLatencyCombineForm& form) const;
+  // `phases`: kPhaseSend, then kPhaseReceive with the same memory and ticket; or both at once.
+  Status launch(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory, uint32_t ticket,
+                uint32_t phases, void* stream);
+  Status launch(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
+                uint32_t phases, void* stream);
+  // Planned for this one call.
   Status dispatch(const LowLatencyDispatchCall& call, uint32_t phases);
   Status combine(const LowLatencyCombineCall& call, uint32_t phases);
+  // Whether ids [count] are -1 or of experts. On CUDA they are not looked at: it would stall the stream.
+  Status check_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts) const;
   // Ties the phases of one call. A call captured in a graph keeps its ticket in every replay.
   uint32_t next_ticket() { return ticket_++ % kTickets; }
+
+  // Counts a call that was sent on `stream`. Its number, from 1; 0 for one that a graph captures, which sends
+  // nothing yet.
+  Result<uint64_t> count_call(void* stream);
+  StreamOrder& order() { return order_; }
 
   // Masks, in stream order. Errors: kInvalid for a rank that does not exist; kSystem from the driver.
   Status set_mask(uint32_t rank, bool masked, void* stream);
@@ -128,12 +182,10 @@ class LowLatency {
   uint32_t* masks() const;
   uint64_t half_bytes() const { return low_latency_half_bytes(ranks(), end_ - begin_); }
   uint64_t lines_at() const { return lines_begin(ranks(), half_bytes()); }  // in a half
-  LowLatencyDispatchShape shape_of(const LowLatencyDispatchCall& call) const;
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
-  LowLatencyCall common(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t tokens,
-                        uint32_t phases, uint32_t ticket) const;
-  Status launch(KernelKey key, const LowLatencyPlan& plan, const void* args, size_t args_bytes,
-                const void* shape, void* stream);
+  LowLatencyCall common(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t tokens) const;
+  Status launch(const Kernel& kernel, const Launch& how, const void* args, size_t args_bytes,
+                const void* shape);
   PeerWatch& peers() { return window_->communicator()->peers(); }
   void warn_of_masked();
   Status write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream);
@@ -145,6 +197,8 @@ class LowLatency {
   LowLatencyWaits waits_;
   uint32_t line_tokens_;
   uint32_t ticket_ = 0;
+  uint64_t calls_ = 0;
+  StreamOrder order_;
   std::vector<bool> known_masked_;  // on the host: by the caller, or told of
 };
 

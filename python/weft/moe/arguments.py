@@ -74,6 +74,20 @@ def check_tensor(
     return value
 
 
+def is_plain(value: object) -> bool:
+    """Return whether all that check_tensor() could refuse of a contiguous tensor is its shape, type, or device.
+
+    Of an empty one it is not asked.
+    """
+    return (
+        type(value) is Tensor  # a subclass may be anything
+        and value.layout is torch.strided
+        and value.is_contiguous()
+        and not value.is_neg()
+        and value.data_ptr() != 0
+    )
+
+
 def check_optional(
     argument: str, value: object, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:

@@ -9,10 +9,11 @@ Threads: one caller at a time; tensors may die in any thread.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,6 +29,9 @@ from weft.moe.runtime_facts import RuntimeFacts
 from weft.moe.window_pieces import CudaStreams, Lease, WindowPieces, watch_record_stream
 
 _NOWHERE = 16
+_SMALL_BYTES = 1 << 20  # results on the CPU that the C library keeps itself
+# torch's current stream of a device as a number, without an object for it.
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -71,6 +75,7 @@ class Engine(RuntimeFacts):
         self.core = _core.MoeBuffer.create(communicator, heap_bytes, low_latency_bytes, timeout_s)
         self._handle_buffer = int(self.core.handle_buffer_key)
         self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
+        self._stream = int(self.comm_stream.cuda_stream) if self.comm_stream is not None else 0
         self.low_latency = _core.LowLatency(self.core, may_mask)
         self.low_latency_calls = 0
         self.unreceived: dict[int, str] = {}  # by number, those whose hook has not run
@@ -162,7 +167,7 @@ class Engine(RuntimeFacts):
     @property
     def stream(self) -> int:
         """The communication stream for the core; 0 on the CPU, where calls finish before they return."""
-        return int(self.comm_stream.cuda_stream) if self.is_cuda else 0
+        return self._stream
 
     @property
     def is_capturing(self) -> bool:
@@ -172,7 +177,7 @@ class Engine(RuntimeFacts):
     @property
     def current_stream(self) -> int:
         """The caller's stream for the core; 0 on the CPU."""
-        return int(torch.cuda.current_stream(self.device).cuda_stream) if self.is_cuda else 0
+        return int(_current_stream(self.device.index)) if self.is_cuda else 0
 
     def begin(self, previous: EventHandle | None) -> None:
         """Order the communication stream after ``previous``, or else after the current stream."""
@@ -225,6 +230,22 @@ class Engine(RuntimeFacts):
         if not self.is_cuda:
             return self._host_memory.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def allocator(
+        self, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """Return what makes uninitialised tensors of one form as empty() does.
+
+        strides: in elements, of tensors without gaps; None: rows in order.
+        """
+        num_elements = math.prod(shape)
+        if self.is_cuda or num_elements * dtype.itemsize < _SMALL_BYTES:
+            if strides is None:
+                return functools.partial(torch.empty, shape, dtype=dtype, device=self.device)
+            return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=self.device)
+        if strides is None:
+            return functools.partial(self.empty, *shape, dtype=dtype)
+        return lambda: self.empty(num_elements, dtype=dtype).as_strided(shape, strides)
 
     def on_comm_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which torch's work goes to the communication stream, if any."""

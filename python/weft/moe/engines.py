@@ -8,7 +8,7 @@ engine = engines.of("x", x)      # checks that the buffer lives and that the ten
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from weft.errors import Error, PeerLost, invalid
 from weft.moe import arguments
 from weft.moe.engine import Engine
 from weft.runtime.communicator import connect
+
+Signature = tuple[Any, ...]
+_Plan = TypeVar("_Plan")
+_MOST_PLANS = 4096
 
 
 class Engines:
@@ -57,6 +61,9 @@ class Engines:
         self._may_mask = may_mask
         self._explicitly_destroy = explicitly_destroy
         self._by_device: dict[torch.device, Engine] = {}
+        self.plans: dict[
+            Signature, Any
+        ] = {}  # of calls of engines that live, by all that their checks look at
         self.main: Engine | None = self._on(self.device)  # None after destroy()
         self.rank = int(self.main.communicator.rank)
         self.size = int(self.main.communicator.size)
@@ -81,6 +88,14 @@ class Engines:
             raise invalid(argument, arguments.describe(tensor), f"a tensor on {self.device} or the CPU")
         return self._on(tensor.device)
 
+    def keep(self, signature: Signature, plan: _Plan) -> _Plan:
+        """Return the plan; calls of that signature find it in ``plans``. (): of no other call."""
+        if signature:
+            if len(self.plans) >= _MOST_PLANS:
+                self.plans.clear()
+            self.plans[signature] = plan
+        return plan
+
     def destroy(self) -> None:
         """Wait for all ranks, then let go of the memory; see Buffer.destroy()."""
         if not self._explicitly_destroy:
@@ -95,6 +110,7 @@ class Engines:
         finally:
             self.main = None
             self._by_device.clear()
+            self.plans.clear()
 
     def close(self, is_clean: bool) -> None:
         """Let go of the memory at the end of a ``with`` block, after all ranks if nothing was raised in it.

@@ -22,13 +22,14 @@ from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.config import MAX_LOW_LATENCY_TOKENS, check_flags, check_whole
 from weft.moe.engine import Engine, address
-from weft.moe.engines import Engines
+from weft.moe.engines import Engines, Signature
 from weft.moe.events import EventOverlap
-from weft.moe.low_latency_dispatch import Filled, Outputs, Sent, Sizes, check_global_scale
-from weft.moe.low_latency_formats import SCALE_GROUP, find_format, take_output
+from weft.moe.low_latency_dispatch import Sent, Sizes, check_global_scale, check_outputs
+from weft.moe.low_latency_formats import SCALE_GROUP, check_output, find_format
 from weft.moe.low_latency_handle import LowLatencyHandle, LowLatencyState
 from weft.moe.low_latency_phases import Hook, launch
-from weft.moe.low_latency_signals import NO_SIGNALS, check_signals
+from weft.moe.low_latency_plan import REPLIES, CombinePlan, DispatchPlan
+from weft.moe.low_latency_signals import NO_SIGNALS, Signals, check_signals
 
 
 class LowLatencyCalls:
@@ -110,76 +111,88 @@ class LowLatencyCalls:
         Raises: weft.Error also, on all ranks, when they disagree about sizes or format; capacity when the
             buffer's num_rdma_bytes are too few, or an expert got more than R * M rows.
         """
-        engine = self._low_latency_engine("x", x)
-        arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
-        check_flags(
-            use_fp8=use_fp8,
-            round_scale=round_scale,
-            use_ue8m0=use_ue8m0,
-            use_mxfp8=use_mxfp8,
-            use_nvfp4=use_nvfp4,
-            use_ue8m0_for_sf=use_ue8m0_for_sf,
-        )
-        sizes = Sizes(
-            check_whole(
-                "num_max_dispatch_tokens_per_rank",
-                num_max_dispatch_tokens_per_rank,
-                1,
-                MAX_LOW_LATENCY_TOKENS,
+        flags = (use_fp8, round_scale, use_ue8m0, use_mxfp8, use_nvfp4, use_ue8m0_for_sf)
+        most, experts, has_weights = num_max_dispatch_tokens_per_rank, num_experts, topk_weights is not None
+        signature: Signature = ()  # of no call
+        plan: DispatchPlan | None = None
+        try:  # 1.0 is as good a key as 1, but no number of experts: types, too
+            signature = (
+                *(x.dtype, x.shape, x.device, topk_idx.dtype, topk_idx.shape, topk_idx.device, has_weights),
+                *(most, type(most), experts, type(experts), *flags, async_finish, return_recv_hook),
+            )
+            plan = self._engines.plans.get(signature)
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # checks will say what is wrong
+            signature = ()
+        is_known = plan is not None and arguments.is_plain(x) and arguments.is_plain(topk_idx)
+        if plan is None or not is_known or x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
+            arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
+            plan = self._plan_dispatch(x, topk_idx, most, experts, flags, has_weights)
+            self._engines.keep(signature if x.numel() and topk_idx.numel() else (), plan)
+        engine, sizes, form = plan.engine, plan.sizes, plan.form
+        sent = Sent(
+            x,
+            topk_idx,
+            arguments.check_optional(
+                "topk_weights", topk_weights, plan.ids_shape, torch.float32, engine.device
             ),
+            check_global_scale(x_global_scale, use_nvfp4, engine),
+            arguments.check_optional(
+                "cumulative_local_expert_recv_stats",
+                *(cumulative_local_expert_recv_stats, (sizes.local_experts,), torch.int32, engine.device),
+            ),
+            arguments.check_optional(
+                "dispatch_wait_recv_cost_stats",
+                *(dispatch_wait_recv_cost_stats, (self.group_size,), torch.int64, engine.device),
+            ),
+        )
+        wanted = (out_packed_recv_x, out_src_info, out_layout_range, out_count)
+        if any(out is not None for out in wanted):
+            filled = plan.outputs(check_outputs(engine, sizes, form, sent, wanted))
+        else:
+            filled = plan.new_outputs()
+        state = LowLatencyState(
+            group_key=engine.group_key,
+            max_tokens=sizes.max_tokens,
+            num_tokens=plan.num_tokens,
+            top_k=plan.top_k,
+            hidden=form.hidden,
+            num_experts=sizes.num_experts,
+            rows_shape=plan.rows_shape,
+            had_weights=has_weights,
+            routes=filled.routes,
+        )
+        event, hook = launch(
+            *(engine, "dispatch", plan.calls, (*sent.addresses(), *filled.addresses())),
+            *((*sent, *filled.tensors()), async_finish, return_recv_hook, state.receive),
+        )
+        payload = filled.rows if filled.scales is None else (filled.rows, filled.scales)
+        handle = LowLatencyHandle(state, filled.src_info, filled.layout_range)
+        return payload, filled.counts, *filled.extras, handle, event, hook
+
+    def _plan_dispatch(
+        self,
+        x: object,
+        topk_idx: object,
+        max_tokens: object,
+        num_experts: object,
+        flags: Any,
+        has_weights: bool,
+    ) -> DispatchPlan:
+        """Check what the calls of one signature share, and plan them."""
+        engine = self._low_latency_engine("x", x)
+        names = ("use_fp8", "round_scale", "use_ue8m0", "use_mxfp8", "use_nvfp4", "use_ue8m0_for_sf")
+        asked = dict(zip(names, flags, strict=True))
+        check_flags(**asked)
+        sizes = Sizes(
+            check_whole("num_max_dispatch_tokens_per_rank", max_tokens, 1, MAX_LOW_LATENCY_TOKENS),
             self._check_num_experts(num_experts),
             self.rank,
             self.group_size,
         )
-        device = engine.device
-        rows = arguments.check_rows("x", x, "tokens", (torch.bfloat16,), device)
-        ids = arguments.check_topk_idx(topk_idx, rows.size(0), device)
-        arguments.check_expert_ids(ids, sizes.num_experts)
-        form = find_format(
-            rows.size(1),
-            use_fp8=bool(use_fp8),
-            round_scale=bool(round_scale),
-            use_ue8m0=bool(use_ue8m0),
-            use_mxfp8=bool(use_mxfp8),
-            use_nvfp4=bool(use_nvfp4),
-            use_ue8m0_for_sf=bool(use_ue8m0_for_sf),
-        )
-        stats, costs = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        per_expert, per_rank = (sizes.local_experts,), (self.group_size,)
-        sent = Sent(
-            rows,
-            ids,
-            arguments.check_optional("topk_weights", topk_weights, tuple(ids.shape), torch.float32, device),
-            check_global_scale(x_global_scale, use_nvfp4, engine),
-            arguments.check_optional(
-                "cumulative_local_expert_recv_stats", stats, per_expert, torch.int32, device
-            ),
-            arguments.check_optional("dispatch_wait_recv_cost_stats", costs, per_rank, torch.int64, device),
-        )
-        call = _core.LowLatencyDispatchCall()
-        sent.describe(call, sizes, form)
-        engine.low_latency.check_dispatch(call)
-
-        wanted = Outputs(out_packed_recv_x, out_src_info, out_layout_range, out_count)
-        filled = Filled.take(engine, sizes, form, sent, wanted)
-        filled.check_apart(wanted, sent)
-        filled.describe(call, form)
-        state = LowLatencyState(
-            group_key=engine.group_key,
-            max_tokens=sizes.max_tokens,
-            num_tokens=rows.size(0),
-            top_k=ids.size(1),
-            hidden=rows.size(1),
-            num_experts=sizes.num_experts,
-            rows_shape=(sizes.local_experts, sizes.rows, rows.size(1)),
-            had_weights=sent.topk_weights is not None,
-            routes=filled.routes,
-        )
-        used = (*sent.tensors(), *filled.tensors())
-        event, hook = launch(engine, "dispatch", call, used, async_finish, return_recv_hook, state.receive)
-        payload = filled.rows if filled.scales is None else (filled.rows, filled.scales)
-        handle = LowLatencyHandle(state, filled.src_info, filled.layout_range)
-        return payload, filled.counts, *filled.extras, handle, event, hook
+        rows = arguments.check_rows("x", x, "tokens", (torch.bfloat16,), engine.device)
+        ids = arguments.check_topk_idx(topk_idx, rows.size(0), engine.device)
+        form = find_format(rows.size(1), **{name: bool(flag) for name, flag in asked.items()})
+        return DispatchPlan(engine, sizes, form, ids, has_weights)
 
     # -- combine ---------------------------------------------------------------------------------------------
 
@@ -237,32 +250,61 @@ class LowLatencyCalls:
         whose own signals stay away, naming the expert.
         """
         engine = self._low_latency_engine("x", x)
-        arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
-        arguments.check_not_both("zero_copy", zero_copy, "use_logfmt", use_logfmt)
-        check_flags(exact=exact, overlap=overlap)
         state = self._check_low_latency_handle(handle, engine)
         if not state.is_received:
             raise invalid("handle", "that of a dispatch whose hook has not run", "combining after hook()")
-        bf16 = (torch.bfloat16,)
-        rows = arguments.check_tensor("x", x, state.rows_shape, bf16, engine.device, contiguous=not zero_copy)
-        if zero_copy:
-            if state.combine_rows is None:
-                raise invalid("zero_copy", True, "after get_next_low_latency_combine_buffer() of this handle")
-            rows = state.combine_rows
-        arguments.check_alignment("x", rows)
-        ids = arguments.check_tensor(
-            "topk_idx", topk_idx, (state.num_tokens, state.top_k), arguments.IDS, engine.device
-        )
-        arguments.check_expert_ids(ids, state.num_experts)
+        has_weights = topk_weights is not None
+        signature: Signature = ()  # of no call
+        plan: CombinePlan | None = None
+        if zero_copy is False and overlap is False:
+            try:
+                signature = (
+                    *(
+                        x.dtype,
+                        x.shape,
+                        x.device,
+                        topk_idx.dtype,
+                        topk_idx.shape,
+                        topk_idx.device,
+                        has_weights,
+                    ),
+                    *(state.max_tokens, state.num_tokens, state.top_k, state.hidden, state.num_experts),
+                    *(
+                        state.had_weights,
+                        use_logfmt,
+                        exact,
+                        zero_copy,
+                        overlap,
+                        async_finish,
+                        return_recv_hook,
+                    ),
+                )
+                plan = self._engines.plans.get(signature)
+            except (AttributeError, TypeError, ValueError, RuntimeError):  # checks will say what is wrong
+                signature = ()
+        rows, signals = x, NO_SIGNALS
+        is_known = plan is not None and arguments.is_plain(x) and arguments.is_plain(topk_idx)
+        if plan is None or not is_known or x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
+            arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
+            arguments.check_not_both("zero_copy", zero_copy, "use_logfmt", use_logfmt)
+            check_flags(exact=exact, overlap=overlap)
+            rows = self._check_combine_rows(engine, state, x, zero_copy)
+            if overlap:
+                signals = check_signals(
+                    *(engine.device, state.rows_shape, src_signals, src_signal_expect_value),
+                    *(comp_signal, block_m, threshold, num_sms),
+                )
+                local = state.rows_shape[:1]
+                arguments.check_optional(
+                    "packed_recv_count", packed_recv_count, local, torch.int32, engine.device
+                )
+            reply = REPLIES[bool(exact), bool(use_logfmt)]
+            plan = self._plan_combine(engine, state, topk_idx, has_weights, reply, signals)
+            self._engines.keep(signature if rows.numel() and topk_idx.numel() else (), plan)
+        ids_shape = (state.num_tokens, state.top_k)
         weights = arguments.check_optional(
-            "topk_weights", topk_weights, tuple(ids.shape), torch.float32, engine.device
+            "topk_weights", topk_weights, ids_shape, torch.float32, engine.device
         )
-        if weights is None and (exact or not state.had_weights):
-            raise invalid(
-                "topk_weights", "None", "float32 weights; None only if the dispatch had them, not exact"
-            )
-        if use_logfmt and state.hidden % SCALE_GROUP:
-            raise invalid("use_logfmt", f"True for hidden {state.hidden}", f"multiples of {SCALE_GROUP}")
         costs = arguments.check_optional(
             "combine_wait_recv_cost_stats",
             combine_wait_recv_cost_stats,
@@ -270,43 +312,62 @@ class LowLatencyCalls:
             torch.int64,
             engine.device,
         )
-        signals = NO_SIGNALS
-        if overlap:
-            signals = check_signals(
-                engine.device,
-                state.rows_shape,
-                src_signals,
-                src_signal_expect_value,
-                comp_signal,
-                block_m,
-                threshold,
-                num_sms,
-            )
-            arguments.check_optional(
-                "packed_recv_count", packed_recv_count, (state.rows_shape[0],), torch.int32, engine.device
-            )
-        combined = take_output(engine, "out", out, (state.num_tokens, state.hidden), torch.bfloat16)
-        if out is not None:
-            others = {"x": rows, "topk_idx": ids, "topk_weights": weights, "signals": signals.tensor}
+        combined = check_output(engine, "out", out, (state.num_tokens, state.hidden), torch.bfloat16)
+        if combined is not None:
+            others = {"x": rows, "topk_idx": topk_idx, "topk_weights": weights, "signals": signals.tensor}
             arguments.check_apart({"out": combined}, {**others, "combine_wait_recv_cost_stats": costs})
-
-        call = _core.LowLatencyCombineCall()
-        call.signals, call.signal_value = address(signals.tensor), signals.value
-        call.signals_per_expert, call.signal_rows = signals.per_expert, signals.rows
-        call.num_sms = signals.num_sms
-        call.max_tokens, call.tokens, call.top_k = state.max_tokens, state.num_tokens, state.top_k
-        call.experts, call.id_bytes = state.num_experts, ids.element_size()
-        call.row_bytes = call.x_row_bytes = state.hidden * 2
-        call.reply = _core.REPLY_EXACT if exact else _core.REPLY_REDUCED
-        if use_logfmt:
-            call.reply = _core.REPLY_EXACT_LOG
-        call.topk_idx, call.topk_weights = address(ids), address(weights)
-        call.dispatch_had_weights = state.had_weights
-        call.x, call.routes, call.combined = address(rows), address(state.routes), address(combined)
-        call.wait_cycles = address(costs)
-        used = (rows, ids, weights, costs, state.routes, signals.tensor, combined)
-        event, hook = launch(engine, "combine", call, used, async_finish, return_recv_hook)
+        else:
+            combined = plan.new_output()
+        used = (rows, topk_idx, weights, state.routes, combined, costs, signals.tensor)
+        addresses = tuple(map(address, used))
+        event, hook = launch(engine, "combine", plan.calls, addresses, used, async_finish, return_recv_hook)
         return combined, event, hook
+
+    def _check_combine_rows(
+        self, engine: Engine, state: LowLatencyState, x: object, zero_copy: bool
+    ) -> Tensor:
+        bf16 = (torch.bfloat16,)
+        rows = arguments.check_tensor("x", x, state.rows_shape, bf16, engine.device, contiguous=not zero_copy)
+        if not zero_copy:
+            return arguments.check_alignment("x", rows)
+        if state.combine_rows is None:
+            raise invalid("zero_copy", True, "after get_next_low_latency_combine_buffer() of this handle")
+        return state.combine_rows
+
+    def _plan_combine(
+        self,
+        engine: Engine,
+        state: LowLatencyState,
+        topk_idx: object,
+        has_weights: bool,
+        reply: int,
+        signals: Signals,
+    ) -> CombinePlan:
+        """Check what the calls of one signature share, and plan them."""
+        shape = (state.num_tokens, state.top_k)
+        ids = arguments.check_tensor("topk_idx", topk_idx, shape, arguments.IDS, engine.device)
+        if not has_weights and (reply != _core.REPLY_REDUCED or not state.had_weights):
+            raise invalid(
+                "topk_weights", "None", "float32 weights; None only if the dispatch had them, not exact"
+            )
+        if reply == _core.REPLY_EXACT_LOG and state.hidden % SCALE_GROUP:
+            raise invalid("use_logfmt", f"True for hidden {state.hidden}", f"multiples of {SCALE_GROUP}")
+        form = {
+            "max_tokens": state.max_tokens,
+            "tokens": state.num_tokens,
+            "top_k": state.top_k,
+            "experts": state.num_experts,
+            "id_bytes": ids.element_size(),
+            "reply": reply,
+            "row_bytes": state.hidden * 2,
+            "has_weights": has_weights,
+            "dispatch_had_weights": state.had_weights,
+            "signal_value": signals.value,
+            "signals_per_expert": signals.per_expert,
+            "signal_rows": signals.rows,
+            "num_sms": signals.num_sms,
+        }
+        return CombinePlan(engine, form, (state.num_tokens, state.hidden))
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return bf16 [Le, R * M, hidden] to be filled and then combined with ``zero_copy=True``."""

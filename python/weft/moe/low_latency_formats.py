@@ -2,13 +2,14 @@
 """How rows travel in a low-latency dispatch, and the tensors in which they arrive. Shapes only; any thread.
 
     form = find_format(hidden, use_fp8=True, round_scale=False, use_ue8m0=False)
-    rows, scales = form.take(engine, None, (local_experts, rows_per_expert))
+    make_scales = form.scale_allocator(engine, (local_experts, rows_per_expert))
 
 hidden channels H; L local experts, N rows of one of them at most.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,25 +40,36 @@ class Format:
     scale_type: torch.dtype | None = None  # None: the rows have no scales
     is_tiled: bool = False
 
-    def take(
-        self, engine: Engine, given: object, shape: tuple[int, int]
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Return memory for rows [L, N, ...] and scales, and how the caller sees them: (memory, memory, rows, scales).
+    @property
+    def columns(self) -> int:
+        """Elements of a row as it arrives."""
+        return self.row_bytes // self.row_type.itemsize
 
-        given: the caller's out_packed_recv_x, or None.
+    def scale_allocator(self, engine: Engine, shape: tuple[int, int]) -> Callable[[], Tensor] | None:
+        """Return what makes the memory that scales of rows [L, N, ...] lie in; None where there are none.
+
+        Words [L, N, n], column-major; or uint8 [L, tiles, n, 32, 4, 4] as matrix units take scales.
         """
-        columns = self.row_bytes // self.row_type.itemsize
-        rows = take_output(engine, "out_packed_recv_x", given, (*shape, columns), self.row_type)
         if self.scale_type is None:
-            return rows, None, rows, None
+            return None
         words = self.scale_bytes // _BYTES_PER_WORD
-        if not self.is_tiled:
-            scales = engine.empty(shape[0], words, shape[1], dtype=self.scale_type).transpose(1, 2)
-            return rows, scales, rows, scales
-        tiles = ceil_div(shape[1], _TILE_ROWS)
-        memory = engine.empty(shape[0], tiles, words, 32, 4, 4, dtype=torch.uint8)
-        seen = memory.view(self.scale_type).permute(3, 4, 1, 5, 2, 0)
-        return rows, memory, rows.permute(1, 2, 0), seen
+        if self.is_tiled:
+            tiles = ceil_div(shape[1], _TILE_ROWS)
+            return engine.allocator((shape[0], tiles, words, 32, 4, 4), torch.uint8)
+        return engine.allocator((*shape, words), self.scale_type, self.scale_strides(shape))
+
+    def scale_strides(self, shape: tuple[int, int]) -> tuple[int, int, int]:
+        """Return words between experts, rows and words of that memory; 0 for rows and words of tiles."""
+        words = self.scale_bytes // _BYTES_PER_WORD
+        if self.is_tiled:
+            return ceil_div(shape[1], _TILE_ROWS) * words * _TILE_ROWS, 0, 0
+        return words * shape[1], 1, shape[1]
+
+    def seen(self, rows: Tensor, scale_memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return rows and scales as the caller sees them."""
+        if not self.is_tiled or scale_memory is None or self.scale_type is None:
+            return rows, scale_memory
+        return rows.permute(1, 2, 0), scale_memory.view(self.scale_type).permute(3, 4, 1, 5, 2, 0)
 
 
 def find_format(
@@ -101,12 +113,12 @@ def find_format(
     return _fp8(payload, hidden, groups * torch.float32.itemsize, torch.float32)
 
 
-def take_output(
+def check_output(
     engine: Engine, argument: str, given: object, shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """Return the tensor that the caller wants filled, or a new one."""
+) -> Tensor | None:
+    """Return the tensor that the caller wants filled, or None for a new one."""
     if given is None:
-        return engine.empty(*shape, dtype=dtype)
+        return None
     return arguments.check_alignment(
         argument, arguments.check_tensor(argument, given, shape, (dtype,), engine.device)
     )

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from weft import _core
 from weft.errors import Error
 from weft.moe.engine import Engine
 from weft.moe.events import EventOverlap
@@ -19,7 +18,8 @@ Hook = Callable[[], None]
 def launch(
     engine: Engine,
     name: Literal["dispatch", "combine"],
-    call: Any,
+    calls: Any,
+    addresses: tuple[int, ...],
     tensors: tuple[Tensor | None, ...],
     async_finish: bool,
     return_recv_hook: bool,
@@ -27,25 +27,26 @@ def launch(
 ) -> tuple[EventOverlap, Hook | None]:
     """Run both phases on the communication stream, or send on the current one and return the hook.
 
-    on_receive: called once the receive phase is launched.
+    calls: the core's, of the form at hand; addresses: its arguments. on_receive: called once the receive phase is
+    launched.
     Raises: weft.Error, with nothing sent, while the hook of the call before the last one is still to be run.
     """
-    _check_hooks(engine)
-    start = getattr(engine.low_latency, name)
-    call.ticket = engine.low_latency.next_ticket()
+    if engine.unreceived:
+        _check_hooks(engine)
     if return_recv_hook:
-        call.stream = engine.current_stream
-        start(call, _core.PHASE_SEND)
-        return EventOverlap(), _ReceiveHook(engine, name, call, tensors, on_receive)
-    engine.begin(None)
-    call.stream = engine.stream
-    start(call, _core.PHASE_SEND | _core.PHASE_RECEIVE)
-    _count(engine)
+        sent = calls.send(*addresses, engine.current_stream)
+        return EventOverlap(), _ReceiveHook(engine, name, calls, sent, tensors, on_receive)
+    engine.reclaim()
+    engine.low_latency_calls = (
+        calls.run(*addresses, engine.stream, engine.current_stream, not async_finish)
+        or engine.low_latency_calls
+    )
     if on_receive is not None:
         on_receive()
+    if not async_finish:
+        return EventOverlap(), None
     event = engine.finish(async_finish, tensors)
-    if async_finish:
-        event.extra_tensors = tuple(tensor for tensor in tensors if tensor is not None)
+    event.extra_tensors = tuple(tensor for tensor in tensors if tensor is not None)
     return event, None
 
 
@@ -56,25 +57,26 @@ class _ReceiveHook:
         self,
         engine: Engine,
         name: str,
-        call: Any,
+        calls: Any,
+        sent: Any,
         tensors: tuple[Tensor | None, ...],
         on_receive: Callable[[], None] | None,
     ) -> None:
         self._engine = engine
         self._on_receive = on_receive
-        self._start: Callable[[Any, int], None] = getattr(engine.low_latency, name)
-        self._call = call
+        self._calls = calls
+        self._sent = sent
         self._tensors: tuple[Tensor | None, ...] | None = tensors
-        self._number = _count(engine)
-        if self._number is not None:
+        self._number = int(sent.number)  # 0 for a captured call, which sends nothing yet
+        if self._number:
+            engine.low_latency_calls = self._number
             engine.unreceived[self._number] = f"low_latency_{name}"
 
     def __call__(self) -> None:
         if self._tensors is None:
             raise Error("hook: called a second time, allowed: once for each call that returned one")
-        if self._number is not None:
-            self._engine.unreceived.pop(self._number, None)
-        self._start(self._call, _core.PHASE_RECEIVE)
+        self._engine.unreceived.pop(self._number, None)
+        self._calls.receive(self._sent)
         self._tensors = None
         if self._on_receive is not None:
             self._on_receive()
@@ -92,11 +94,3 @@ def _check_hooks(engine: Engine) -> None:
             f"hook: got none run of the {late[0]}() before the last call, allowed: a hook runs before the "
             "second call after its own; where it was dropped, destroy the buffer"
         )
-
-
-def _count(engine: Engine) -> int | None:
-    """Count a call that was sent. Return its number; None for a captured one, which sends nothing yet."""
-    if engine.is_capturing:
-        return None
-    engine.low_latency_calls += 1
-    return engine.low_latency_calls

@@ -29,7 +29,8 @@ def keep_measured(table: Path, machine: str, key: str, ranks: int, found: list[d
     path = measured_path(table)
     cells = {(row["call"], row["bytes"]): row for row in _read(path)["cells"]} if path.is_file() else {}
     for row in found:
-        cells[row["call"], row["bytes"]] = {name: row[name] for name in ("call", "bytes", "measured_us")}
+        if "measured_us" in row:  # a journal of an earlier version has winners alone
+            cells[row["call"], row["bytes"]] = {name: row[name] for name in ("call", "bytes", "measured_us")}
     rows = [cells[key] for key in sorted(cells)]
     path.write_text(
         json.dumps({"machine": machine, "key": key, "ranks": ranks, "cells": rows}, indent=1) + "\n"

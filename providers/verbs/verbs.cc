@@ -62,23 +62,6 @@ struct Greeting {
   uint32_t heard_qpn = 0;  // the sender's queue pair takes what comes from this one; 0: from none yet
 };
 
-// What goes into a few bits of a queue pair must fit them.
-Status check_settings() {
-  struct Setting {
-    const char* name;
-    int64_t value, least, most;
-  };
-  const Config& c = config();
-  for (const Setting& s : {Setting{"WEFT_SERVICE_LEVEL", c.service_level, -1, 15},
-                           {"WEFT_TRAFFIC_CLASS", c.traffic_class, -1, 255},
-                           {"WEFT_RC_TIMEOUT", c.rc_timeout, 1, 31},
-                           {"WEFT_RC_RETRY", c.rc_retry, 0, 7},
-                           {"WEFT_RNR_TIMER", c.rnr_timer, 0, 31}})
-    if (s.value < s.least || s.value > s.most)
-      return Status::invalid("{}: got {}, allowed: {} to {}", s.name, s.value, s.least, s.most);
-  return {};
-}
-
 uint8_t given_or(int64_t given, int64_t usual) {
   return static_cast<uint8_t>(given >= 0 ? given : usual);
 }
@@ -130,7 +113,7 @@ class VerbsRail : public Rail {
     auto step = [&](const char* what, bool worked) {
       return worked ? Status() : logged(Status::from_errno(errno, "verbs: {} on {}", what, nic_.name));
     };
-    WEFT_TRY(check_settings());
+    WEFT_TRY(config_status());
     port_ = port;
     gid_index_ = gid_index;
     log_info("verbs: {} port {}, GID {} ({})", nic_.name, static_cast<int>(port), gid_index,

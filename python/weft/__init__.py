@@ -67,8 +67,9 @@ def __getattr__(name: str) -> object:
 
 
 def _load_core() -> ModuleType:
-    """Import the extension and tell it where the compiler of kernels is."""
+    """Import the extension, refuse settings that it cannot read, and tell it where the compiler of kernels is."""
     core = import_module("weft._core")
+    core.config_check()
     from weft.runtime import nvrtc
 
     nvrtc.install(core)

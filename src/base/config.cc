@@ -4,65 +4,154 @@
 #include <pwd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cctype>
+#include <cerrno>
 #include <cstdlib>
+#include <limits>
+#include <span>
+#include <utility>
 
 #include "base/text.h"
 
 namespace weft {
 namespace {
 
-std::string variable_name(const char* option) {
+std::string variable_name(std::string_view option) {
   std::string name = "WEFT_";
-  for (const char* c = option; *c; ++c)
-    name += static_cast<char>(std::toupper(static_cast<unsigned char>(*c)));
+  for (const char c : option) name += static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
   return name;
 }
 
-bool parse(const char* given, std::string& out) {
+struct Unit {
+  std::string_view name;
+  double factor;
+};
+constexpr Unit kTimeUnits[] = {{"us", 1e-6}, {"ms", 1e-3}, {"s", 1}, {"min", 60}, {"h", 3600}};
+constexpr Unit kByteUnits[] = {{"B", 1},           {"KiB", 1 << 10}, {"MiB", 1 << 20}, {"GiB", 1 << 30},
+                               {"TiB", 1ll << 40}, {"KB", 1e3},      {"kB", 1e3},      {"MB", 1e6},
+                               {"GB", 1e9},        {"TB", 1e12}};
+
+// What an option counts, by the end of its name.
+std::span<const Unit> units_of(std::string_view option) {
+  if (option.ends_with("_s")) return kTimeUnits;
+  if (option.ends_with("_bytes")) return kByteUnits;
+  return {};
+}
+
+// The factor of a unit; 1 without one; 0 for what is no unit.
+double factor_of(std::string_view unit, std::span<const Unit> units) {
+  while (unit.starts_with(' ')) unit.remove_prefix(1);
+  for (const Unit& known : units)
+    if (unit == known.name) return known.factor;
+  return unit.empty() ? 1 : 0;
+}
+
+struct Option {
+  std::string_view name;
+  Rule rule;
+};
+
+bool parse(const char* given, const Option& option, std::string& out) {
+  const auto& words = option.rule.words;
+  if (!words.empty() && std::find(words.begin(), words.end(), given) == words.end()) return false;
   out = given;
   return true;
 }
-bool parse(const char* given, int64_t& out) {
+bool parse(const char* given, const Option& option, int64_t& out) {
   char* end = nullptr;
-  const long long value = std::strtoll(given, &end, 0);
-  if (end == given || *end || value < 0) return false;
+  errno = 0;
+  const bool is_hex = std::string_view(given).starts_with("0x");
+  const long long count = std::strtoll(given, &end, is_hex ? 16 : 10);
+  if (end == given || errno) return false;
+  const auto factor = static_cast<int64_t>(factor_of(end, units_of(option.name)));
+  int64_t value = 0;
+  if (factor == 0 || __builtin_mul_overflow(static_cast<int64_t>(count), factor, &value)) return false;
+  if (value < option.rule.least || value > option.rule.most) return false;
   out = value;
   return true;
 }
-bool parse(const char* given, double& out) {
+bool parse(const char* given, const Option& option, double& out) {
   char* end = nullptr;
-  const double value = std::strtod(given, &end);
-  if (end == given || *end || !(value > 0)) return false;
+  const double value = std::strtod(given, &end) * factor_of(end, units_of(option.name));
+  if (end == given || !(value > 0)) return false;
   out = value;
   return true;
 }
 
-const char* type_name(const std::string&) {
-  return "text";
+std::string allowed(const Option& option, const std::string&) {
+  std::string words;
+  for (const std::string_view word : option.rule.words) {
+    if (!words.empty()) words += word == option.rule.words.back() ? " or " : ", ";
+    words += word;
+  }
+  return words.empty() ? "text" : words;
 }
-const char* type_name(int64_t) {
-  return "whole number, 0 or more";
+std::string allowed(const Option& option, int64_t) {
+  const bool is_open = option.rule.most == std::numeric_limits<int64_t>::max();
+  const std::string range =
+      is_open ? text("{} or more", option.rule.least) : text("{} to {}", option.rule.least, option.rule.most);
+  const bool counts_bytes = !units_of(option.name).empty();
+  return counts_bytes ? text("bytes, {}, also with a unit: 64KiB, 1GiB, 2GB", range)
+                      : text("whole number, {}", range);
 }
-const char* type_name(double) {
-  return "number above 0";
+std::string allowed(const Option& option, double) {
+  return units_of(option.name).empty() ? "number above 0"
+                                       : "seconds above 0, also with a unit: 500ms, 5s, 2min";
 }
 
-// Reads one option; a value that does not parse keeps the default and says so in its row.
+// Reads one option. A value that does not parse keeps the default, says so in its row and adds to `refused`.
 template <class T>
-OptionRow read_option(const char* option, const char* help, T& value) {
-  OptionRow row{variable_name(option), type_name(value), text("{}", value), "", "default", help};
+OptionRow read_option(const Option& option, const char* help, T& value, std::string& refused) {
+  OptionRow row{variable_name(option.name), allowed(option, value), text("{}", value), "", "default", help,
+                option.rule.is_shared};
   if (const char* given = std::getenv(row.variable.c_str()); given && *given) {
-    row.source = parse(given, value) ? "environment"
-                                     : text("environment (ignored: '{}' is not a {})", given, row.type);
+    const bool is_taken = parse(given, option, value);
+    row.source = is_taken ? "environment" : text("environment (refused: '{}')", given);
+    if (!is_taken) refused += text("{}: got '{}', allowed: {}\n", row.variable, given, row.type);
   }
   row.value = text("{}", value);
   return row;
 }
 
+// How many letters have to be put in, left out or replaced to get from one name to the other.
+size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i);
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i - 1] != b[j - 1]);
+      diagonal = std::exchange(row[j], std::min({replaced, row[j] + 1, row[j - 1] + 1}));
+    }
+  }
+  return row[b.size()];
+}
+
+// Variables of Weft's name that tools read, not the library.
+constexpr std::string_view kOthers[] = {"WEFT_CXX"};
+
+void refuse_unknown(const std::vector<OptionRow>& rows, std::string& refused) {
+  for (char** entry = environ; entry && *entry; ++entry) {
+    const std::string_view whole = *entry, name = whole.substr(0, whole.find('='));
+    const auto is_it = [&](const OptionRow& row) { return row.variable == name; };
+    if (!name.starts_with("WEFT_") ||
+        std::find(std::begin(kOthers), std::end(kOthers), name) != std::end(kOthers) ||
+        std::any_of(rows.begin(), rows.end(), is_it))
+      continue;
+    const auto nearer = [&](const OptionRow& a, const OptionRow& b) {
+      return edit_distance(name, a.variable) < edit_distance(name, b.variable);
+    };
+    const OptionRow& nearest = *std::min_element(rows.begin(), rows.end(), nearer);
+    refused += text("{}: got '{}', but there is no such setting; the nearest is {} ({})\n", name,
+                    whole.substr(std::min(name.size() + 1, whole.size())), nearest.variable, nearest.type);
+  }
+}
+
 struct Loaded {
   Config config;
   std::vector<OptionRow> rows;
+  std::string refused;  // a line for each variable
 };
 
 // MSCCL's own variables name algorithms, too, where WEFT_ALGORITHM_DIR does not.
@@ -79,10 +168,11 @@ void take_msccl_variables(std::string& algorithm_dir, OptionRow& row) {
 
 Loaded load() {
   Loaded loaded;
-#define WEFT_OPTION(name, type, initial, help) \
-  loaded.rows.push_back(read_option(#name, help, loaded.config.name));
+#define WEFT_OPTION(name, type, initial, help, ...) \
+  loaded.rows.push_back(read_option({#name, Rule(__VA_ARGS__)}, help, loaded.config.name, loaded.refused));
   WEFT_OPTIONS(WEFT_OPTION)
 #undef WEFT_OPTION
+  refuse_unknown(loaded.rows, loaded.refused);
   for (OptionRow& row : loaded.rows)
     if (row.variable == "WEFT_ALGORITHM_DIR") take_msccl_variables(loaded.config.algorithm_dir, row);
   return loaded;
@@ -101,8 +191,20 @@ const Config& config() {
 std::vector<OptionRow> config_table() {
   return loaded().rows;
 }
+Status config_status() {
+  const std::string& refused = loaded().refused;
+  if (refused.empty()) return Status();
+  return Status::invalid("{}", std::string_view(refused).substr(0, refused.size() - 1));
+}
 void config_reload() {
   loaded() = load();
+}
+
+std::string shared_settings() {
+  std::string lines;
+  for (const OptionRow& row : loaded().rows)
+    if (row.is_shared) lines += text("{}={}\n", row.variable, row.value);
+  return lines;
 }
 
 std::string expand_home(std::string_view path) {

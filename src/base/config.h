@@ -3,76 +3,122 @@
 // Every setting of Weft, once: name, type, default, help. The only place that reads the environment.
 //   config().timeout_s                      // read once, at first use, then constant
 //   for (const OptionRow& row : config_table()) ...   // what `weft info --config` prints
-// The environment variable of an option is WEFT_ and its name in capitals: WEFT_TIMEOUT_S.
+// The environment variable of an option is WEFT_ and its name in capitals: WEFT_TIMEOUT_S. Seconds (_s) and
+// bytes
+// (_bytes) may have a unit: 500ms, 1GiB. What does not parse, and a WEFT_ variable that is no option, is an
+// error: config_status() has it, Python raises it at first use, and no communicator or engine is made.
 // Threads: config() is initialised once and immutable; config_reload() is for tests, with no other thread
 // running.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/status.h"
+
 namespace weft {
 
-// WEFT_OPTION(name, type, default, help). Types: int64_t, double, bool, std::string.
+// What an option takes. Without one: whole numbers of 0 or more, numbers above 0, any text.
+struct Rule {
+  int64_t least = 0;
+  int64_t most = std::numeric_limits<int64_t>::max();
+  std::vector<std::string_view> words;  // a text is one of these; empty: any
+  bool is_shared = false;               // ranks of one communicator must have the same value
+
+  Rule on_all_ranks() const {
+    Rule rule = *this;
+    rule.is_shared = true;
+    return rule;
+  }
+};
+inline Rule any() {
+  return {};
+}
+inline Rule between(int64_t least, int64_t most) {
+  Rule rule;
+  rule.least = least;
+  rule.most = most;
+  return rule;
+}
+inline Rule at_least(int64_t least) {
+  return between(least, std::numeric_limits<int64_t>::max());
+}
+inline Rule one_of(auto... words) {
+  Rule rule;
+  rule.words = {words...};
+  return rule;
+}
+
+// WEFT_OPTION(name, type, default, help[, rule]). Types: int64_t, double, std::string.
 // clang-format off: one option a line, so that additions don't touch others
 #define WEFT_OPTIONS(WEFT_OPTION) \
   WEFT_OPTION(timeout_s, double, 100.0, "give up on a silent peer after this many seconds") \
-  WEFT_OPTION(log, std::string, "warn", "least severe message to log: error, warn, info or debug") \
+  WEFT_OPTION(log, std::string, "warn", "least severe message to log: error, warn, info or debug", one_of("error", "warn", "info", "debug")) \
   WEFT_OPTION(cache_dir, std::string, "~/.cache/weft", "compiled kernels; safe to delete") \
   WEFT_OPTION(transport, std::string, "auto", "transport to use for every peer, or auto") \
-  WEFT_OPTION(ranks_per_node, int64_t, 0, "pretend that nodes have this many ranks; 0 asks the machine") \
-  WEFT_OPTION(cuda_sharing, std::string, "auto", "how GPUs share memory: auto, vmm or ipc") \
-  WEFT_OPTION(low_latency_line_tokens, int64_t, -1, "tokens of a rank that low-latency calls send as lines without fences, at most, over NVLink or on the CPU; 0: none; -1: as many as are faster so") \
-  WEFT_OPTION(window_reserve_bytes, int64_t, 0, "addresses to set aside per window and rank; 0 takes 256 GiB") \
-  WEFT_OPTION(window_bytes, int64_t, 0, "least bytes of a buffer's window; 0 takes what the buffer asks for") \
+  WEFT_OPTION(ranks_per_node, int64_t, 0, "pretend that nodes have this many ranks; 0 asks the machine", any().on_all_ranks()) \
+  WEFT_OPTION(cuda_sharing, std::string, "auto", "how GPUs share memory: auto, vmm or ipc", one_of("auto", "vmm", "ipc").on_all_ranks()) \
+  WEFT_OPTION(low_latency_line_tokens, int64_t, -1, "tokens of a rank that low-latency calls send as lines without fences, at most, over NVLink or on the CPU; 0: none; -1: as many as are faster so", at_least(-1)) \
+  WEFT_OPTION(window_reserve_bytes, int64_t, 0, "addresses to set aside per window and rank; 0 takes 256 GiB", any().on_all_ranks()) \
+  WEFT_OPTION(window_bytes, int64_t, 0, "least bytes of a buffer's window; 0 takes what the buffer asks for", any().on_all_ranks()) \
   WEFT_OPTION(host_threads, int64_t, 0, "threads a host kernel runs on per rank; 0 lets the planner choose") \
-  WEFT_OPTION(trace_spans, int64_t, 0, "room for spans of in-kernel traces per buffer; 0 compiles kernels without") \
+  WEFT_OPTION(trace_spans, int64_t, 0, "room for spans of in-kernel traces per buffer; 0 compiles kernels without", any().on_all_ranks()) \
   WEFT_OPTION(nvrtc, std::string, "", "path of libnvrtc; empty looks in Python packages, then the system") \
   WEFT_OPTION(cuda_include, std::string, "", "CUDA headers for kernels; empty looks beside libnvrtc") \
-  WEFT_OPTION(check, int64_t, 0, "1: ranks compare what they call before a collective moves anything, and a call that differs is refused at once; slow") \
-  WEFT_OPTION(process_reads, int64_t, 1, "1: ranks on the CPU read each other's memory where the system allows it") \
-  WEFT_OPTION(huge_pages, int64_t, 1, "1: ask for huge pages under large CPU buffers that collectives use again or combine writes") \
+  WEFT_OPTION(check, int64_t, 0, "1: ranks compare what they call before a collective moves anything, and a call that differs is refused at once; slow", between(0, 1)) \
+  WEFT_OPTION(process_reads, int64_t, 1, "1: ranks on the CPU read each other's memory where the system allows it", between(0, 1)) \
+  WEFT_OPTION(huge_pages, int64_t, 1, "1: ask for huge pages under large CPU buffers that collectives use again or combine writes", between(0, 1)) \
   WEFT_OPTION(algorithm_dir, std::string, "", "collective algorithms to load (XML or JSON): folders and files, with colons between; empty takes MSCCL_ALGO_DIR, MSCCL_XML_FILES or MSCCL_CONFIG") \
   WEFT_OPTION(nccl_library, std::string, "", "path of the real NCCL that compat/nccl forwards to, or none; empty looks in Python packages, then the system") \
-  WEFT_OPTION(nccl_forward, std::string, "", "NCCL functions that the real library is to serve, as ncclAllReduce,ncclSend, or all") \
-  WEFT_OPTION(nccl_device, std::string, "auto", "what communicators of compat/nccl work on: auto (the current CUDA device, if any) or cpu") \
+  WEFT_OPTION(nccl_forward, std::string, "", "NCCL functions that the real library is to serve, as ncclAllReduce,ncclSend, or all", any().on_all_ranks()) \
+  WEFT_OPTION(nccl_device, std::string, "auto", "what communicators of compat/nccl work on: auto (the current CUDA device, if any) or cpu", one_of("auto", "cpu").on_all_ranks()) \
   WEFT_OPTION(nccl_interface, std::string, "", "network interface where ranks of compat/nccl meet; empty takes the first that is up") \
-  WEFT_OPTION(nccl_report, int64_t, 0, "1 logs at exit which NCCL calls Weft served and which the real library") \
+  WEFT_OPTION(nccl_report, int64_t, 0, "1 logs at exit which NCCL calls Weft served and which the real library", between(0, 1)) \
   WEFT_OPTION(program_book, std::string, "", "file of compiled collectives for compat/nccl; empty takes what weft tune wrote, then the built-in one") \
   WEFT_OPTION(heartbeat_s, double, 1.0, "longest silence of the transfer engine towards a peer") \
   WEFT_OPTION(peer_dead_s, double, 10.0, "silence after which the transfer engine takes a peer for lost") \
   WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty lets the system's loader look") \
   WEFT_OPTION(libibverbs, std::string, "", "path of libibverbs; empty lets the system's loader look") \
-  WEFT_OPTION(ib_port, int64_t, 0, "port that verbs uses; 0 takes the first that is active") \
-  WEFT_OPTION(gid_index, int64_t, -1, "GID that verbs uses; -1 prefers RoCE v2 and IPv4") \
-  WEFT_OPTION(service_level, int64_t, -1, "service level of verbs; -1 takes 3 on RoCE, 0 on InfiniBand") \
-  WEFT_OPTION(traffic_class, int64_t, -1, "traffic class of verbs on RoCE; -1 takes 104") \
-  WEFT_OPTION(rc_timeout, int64_t, 14, "verbs asks again after 4.096 us times 2 to the power of this") \
-  WEFT_OPTION(rc_retry, int64_t, 7, "how often verbs asks again before a connection is broken") \
-  WEFT_OPTION(rnr_timer, int64_t, 12, "pause of verbs for receivers that are behind, as a code of InfiniBand; 12 is 0.64 ms")
+  WEFT_OPTION(ib_port, int64_t, 0, "port that verbs uses; 0 takes the first that is active", between(0, 255)) \
+  WEFT_OPTION(gid_index, int64_t, -1, "GID that verbs uses; -1 prefers RoCE v2 and IPv4", between(-1, 255)) \
+  WEFT_OPTION(service_level, int64_t, -1, "service level of verbs; -1 takes 3 on RoCE, 0 on InfiniBand", between(-1, 15)) \
+  WEFT_OPTION(traffic_class, int64_t, -1, "traffic class of verbs on RoCE; -1 takes 104", between(-1, 255)) \
+  WEFT_OPTION(rc_timeout, int64_t, 14, "verbs asks again after 4.096 us times 2 to the power of this", between(1, 31)) \
+  WEFT_OPTION(rc_retry, int64_t, 7, "how often verbs asks again before a connection is broken", between(0, 7)) \
+  WEFT_OPTION(rnr_timer, int64_t, 12, "pause of verbs for receivers that are behind, as a code of InfiniBand; 12 is 0.64 ms", between(0, 31))
 
 // clang-format on
 
 struct Config {
-#define WEFT_OPTION(name, type, initial, help) type name = initial;
+#define WEFT_OPTION(name, type, initial, help, ...) type name = initial;
   WEFT_OPTIONS(WEFT_OPTION)
 #undef WEFT_OPTION
 };
 
 struct OptionRow {
   std::string variable;  // WEFT_TIMEOUT_S
-  std::string type;
+  std::string type;      // what it takes
   std::string initial;
   std::string value;
-  std::string source;  // "default", "environment", or "environment (ignored: <why>)"
+  std::string source;  // "default" or "environment"; "environment (refused)" keeps the default
   std::string help;
+  bool is_shared;
 };
 
+// The settings; a refused one has its default.
 const Config& config();
 std::vector<OptionRow> config_table();
+
+// Errors: kInvalid with every variable that is refused: its name, what was given, what is allowed, and for an
+// unknown name the nearest known one.
+Status config_status();
 void config_reload();
+
+// "WEFT_NAME=value" of each option that ranks must share, a line each, in the table's order.
+std::string shared_settings();
 
 // A path with a leading ~/ replaced by the home folder (HOME, else the user database).
 std::string expand_home(std::string_view path);

@@ -27,8 +27,12 @@ void bind_base(nb::module_& module) {
       rows.append(nb::make_tuple(row.variable, row.type, row.initial, row.value, row.source, row.help));
     return rows;
   });
-  module.def("config_reload", &config_reload);
-#define WEFT_OPTION(name, type, initial, help) config_class.def_ro(#name, &Config::name, help);
+  module.def("config_check", [] { check(config_status()); });
+  module.def("config_reload", [] {
+    config_reload();
+    check(config_status());
+  });
+#define WEFT_OPTION(name, type, initial, help, ...) config_class.def_ro(#name, &Config::name, help);
   nb::class_<Config> config_class(module, "Config");
   WEFT_OPTIONS(WEFT_OPTION)
 #undef WEFT_OPTION

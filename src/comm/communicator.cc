@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <sstream>
 
 #include "base/config.h"
 #include "base/log.h"
@@ -13,7 +14,7 @@ namespace {
 // What a rank tells the others at creation. Plain bytes: all ranks run the same build, which `version`
 // checks.
 struct RankCard {
-  static constexpr uint64_t kVersion = 1;  // changes with the fields
+  static constexpr uint64_t kVersion = 2;  // changes with the fields
 
   uint64_t version = kVersion;
   uint64_t process = 0;
@@ -26,10 +27,9 @@ struct RankCard {
   char gpu[32] = {};
   char gpus_beyond[256] = {};
   char transport[32] = {};
-  char cuda_sharing[8] = {};
   bool can_share_vmm = false;
   bool can_share_ipc = false;
-  char pad[6] = {};
+  char settings[510] = {};  // shared_settings(); one that is longer is compared as far as it fits
 };
 
 template <size_t N>
@@ -61,7 +61,7 @@ RankCard make_card(const RankFacts& facts, const ParcelAddress& address, std::st
   copy_text(card.gpus_beyond, facts.gpus_beyond);
   card.numa_node = facts.numa_node;
   copy_text(card.transport, transport);
-  copy_text(card.cuda_sharing, config().cuda_sharing);
+  copy_text(card.settings, shared_settings());
   card.can_share_vmm = facts.can_share_vmm;
   card.can_share_ipc = facts.can_share_ipc;
   return card;
@@ -88,14 +88,23 @@ Status must_equal(std::string_view name, int rank, const T& theirs, const T& fir
                          first, theirs, rank);
 }
 
+// Both are lines "NAME=value", in the same order.
+Status check_settings(int rank, const char* theirs, const char* first) {
+  std::istringstream their_lines(theirs), first_lines(first);
+  for (std::string a, b; std::getline(their_lines, a) && std::getline(first_lines, b);) {
+    const size_t equals = std::min(a.find('='), a.size() - 1);
+    WEFT_TRY(must_equal(a.substr(0, equals), rank, a.substr(equals + 1),
+                        b.substr(std::min(equals + 1, b.size()))));
+  }
+  return Status();
+}
+
 // Every rank compares all cards with rank 0's, so every rank fails with the same words.
 Status check_agreement(const std::vector<RankCard>& cards) {
   for (int rank = 1; rank < static_cast<int>(cards.size()); ++rank) {
     const RankCard &first = cards[0], &card = cards[rank];
     WEFT_TRY(must_equal("transport", rank, std::string(card.transport), std::string(first.transport)));
-    WEFT_TRY(must_equal("WEFT_RANKS_PER_NODE", rank, card.ranks_per_node, first.ranks_per_node));
-    WEFT_TRY(must_equal("WEFT_CUDA_SHARING", rank, std::string(card.cuda_sharing),
-                        std::string(first.cuda_sharing)));
+    WEFT_TRY(check_settings(rank, card.settings, first.settings));
   }
   return Status();
 }
@@ -115,6 +124,7 @@ std::string to_bytes(const Status& status) {
 Result<std::shared_ptr<Communicator>> Communicator::create(std::shared_ptr<Bootstrap> bootstrap,
                                                            Device device, double timeout_s,
                                                            std::string_view transport) {
+  WEFT_TRY(logged(config_status()));
   auto comm = std::shared_ptr<Communicator>(new Communicator);
   comm->rank_ = bootstrap->rank();
   comm->bootstrap_ = std::move(bootstrap);

@@ -153,7 +153,7 @@ TEST(VerbsProbe, SettingsThatDoNotFitAreRefused) {
   const Setting setting("WEFT_RC_RETRY", "8");
   const auto fake = transfer::testing::make_fake_verbs();
   const auto rail = fake->open(fake->probe()[0], {});
-  EXPECT_EQ(rail.status().message(), "WEFT_RC_RETRY: got 8, allowed: 0 to 7");
+  EXPECT_EQ(rail.status().message(), "WEFT_RC_RETRY: got '8', allowed: whole number, 0 to 7");
 }
 
 TEST(VerbsProbe, SaysWhyNothingIsUsable) {

@@ -2,11 +2,17 @@
 #include "jit/cache.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <cstring>
 #include <filesystem>
+#include <mutex>
+#include <set>
+#include <sstream>
 
 #include "base/config.h"
 #include "base/digest.h"
@@ -34,7 +40,7 @@ std::string temporary_beside(const std::string& path) {
 }
 
 Status write_whole(const std::string& path, const std::string& bytes) {
-  const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (file < 0) return Status::from_errno(errno, "creating {}", path);
   size_t done = 0;
   int failed = 0;
@@ -50,9 +56,8 @@ Status write_whole(const std::string& path, const std::string& bytes) {
 }
 
 Status store_file(const std::string& folder, const std::string& path, const std::string& payload) {
-  std::error_code error;
-  fs::create_directories(folder, error);
-  if (error) return Status::from_errno(error.value(), "creating {}", folder);
+  WEFT_TRY(prepare_cache(folder));
+  remove_leftovers(folder);
   const std::string aside = temporary_beside(path);
   Status status = write_whole(aside, header_of(payload) + payload);
   if (status.ok() && rename(aside.c_str(), path.c_str()) != 0)
@@ -61,7 +66,65 @@ Status store_file(const std::string& folder, const std::string& path, const std:
   return status;
 }
 
+std::string octal(mode_t mode) {
+  std::ostringstream out;
+  out << "0" << std::oct << (mode & 07777);
+  return out.str();
+}
+
+// A cache that is not what it should be is said once, not for every kernel.
+void warn_once(const Status& status) {
+  static std::mutex mutex;
+  static std::set<std::string> said;
+  std::lock_guard lock(mutex);
+  if (said.insert(status.message()).second)
+    log_warn(
+        "jit: compiled kernels are not kept, so every process compiles them again: {} (set WEFT_CACHE_DIR)",
+        status.message());
+}
+
 }  // namespace
+
+Status check_private(const std::string& path) {
+  struct stat facts{};
+  if (lstat(path.c_str(), &facts) != 0) return Status::from_errno(errno, "{}", path);
+  if (facts.st_uid != geteuid() && facts.st_uid != 0)
+    return Status::make(Code::kCapacity, "{}: owned by user {}, allowed: this user or root", path,
+                        facts.st_uid);
+  if (!S_ISLNK(facts.st_mode) && (facts.st_mode & (S_IWGRP | S_IWOTH)))
+    return Status::make(Code::kCapacity, "{}: mode {}, allowed: writable by its owner alone; chmod go-w {}",
+                        path, octal(facts.st_mode), path);
+  return Status();
+}
+
+Status prepare_cache(const std::string& folder) {
+  std::error_code error;
+  if (const auto parent = fs::path(folder).parent_path(); !parent.empty())
+    fs::create_directories(parent, error);
+  if (mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST)
+    return Status::make(Code::kCapacity, "{}: {}", folder, std::strerror(errno));
+  // The folder itself, where the path is a link.
+  const fs::path real = fs::canonical(folder, error);
+  if (error || !fs::is_directory(real))
+    return Status::make(Code::kCapacity, "{}: {}", folder, error ? error.message() : "not a folder");
+  WEFT_TRY(check_private(real.string()));
+  if (access(folder.c_str(), W_OK | X_OK) != 0)
+    return Status::make(Code::kCapacity, "{}: {}", folder, std::strerror(errno));
+  return Status();
+}
+
+void remove_leftovers(const std::string& folder) {
+  static std::atomic<bool> is_done{false};
+  if (is_done.exchange(true)) return;
+  const auto old = fs::file_time_type::clock::now() - std::chrono::hours(1);
+  std::error_code error;
+  fs::directory_iterator files(folder, error), end;
+  for (; !error && files != end; files.increment(error)) {
+    std::error_code ignored;
+    if (files->path().extension() == ".tmp" && files->last_write_time(ignored) < old && !ignored)
+      fs::remove_all(files->path(), ignored);
+  }
+}
 
 KernelCache::KernelCache(std::string_view folder) : folder_(expand_home(folder)) {}
 
@@ -70,6 +133,12 @@ std::string KernelCache::path(const std::string& name) const {
 }
 
 std::optional<std::string> KernelCache::load(const std::string& name) const {
+  if (access(path(name).c_str(), F_OK) != 0) return std::nullopt;
+  for (const Status& is_private : {check_private(folder_), check_private(path(name))})
+    if (!is_private.ok()) {
+      warn_once(is_private);
+      return std::nullopt;
+    }
   Result<std::string> file = read_file(path(name));
   if (!file.ok()) return std::nullopt;
   if (file->size() > kHeaderBytes) {
@@ -82,12 +151,7 @@ std::optional<std::string> KernelCache::load(const std::string& name) const {
 
 void KernelCache::store(const std::string& name, const std::string& payload) const {
   const Status status = store_file(folder_, path(name), payload);
-  if (status.ok()) return;
-  static std::atomic<bool> warned{false};
-  if (!warned.exchange(true))
-    log_warn(
-        "jit: compiled kernels are not kept, so every process compiles them again: {} (set WEFT_CACHE_DIR)",
-        status.message());
+  if (!status.ok()) warn_once(status);
 }
 
 }  // namespace weft

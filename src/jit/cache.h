@@ -6,15 +6,32 @@
 //   cache.store(name, *cubin);                                // a folder that cannot be written costs one
 //   warning
 // A file is written aside and renamed, so that readers see all of it or nothing; it starts with a checksum of
-// the rest, so that a truncated one is a miss and is overwritten. Files may be deleted at any time. Threads:
-// any.
+// the rest, so that a truncated one is a miss and is overwritten. Files may be deleted at any time.
+// What is loaded from here runs in this process. So folder and files are made for their owner alone, and what
+// another user owns or can write is not read: a miss, with a warning that names the folder and the remedy.
+// Threads: any.
 #pragma once
 
 #include <optional>
 #include <string>
 #include <string_view>
 
+#include "base/status.h"
+
 namespace weft {
+
+// Makes `folder`, writable by its owner alone, unless it is there; makes sure that it may hold code.
+// Errors: kCapacity when it cannot be made or written, or is another's to write: the path, why, and the
+// remedy.
+Status prepare_cache(const std::string& folder);
+
+// Whether this user or root owns `path`, and nobody else can write it.
+// Errors: kCapacity with the path and its owner or mode; kSystem when it is not there.
+Status check_private(const std::string& path);
+
+// Removes what processes that were killed left half written in `folder`, an hour ago or more. Once per
+// process.
+void remove_leftovers(const std::string& folder);
 
 class KernelCache {
  public:

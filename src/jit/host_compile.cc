@@ -5,6 +5,8 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <spawn.h>
+#include <stdlib.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -17,6 +19,7 @@
 #include "base/deadline.h"
 #include "base/digest.h"
 #include "base/log.h"
+#include "jit/cache.h"
 #include "jit/host_kernels.h"
 #include "jit/source.h"
 #include "jit/toolchain.h"
@@ -82,24 +85,65 @@ Status run_compiler(const std::vector<std::string>& arguments, const std::string
   }
   if (WIFEXITED(outcome) && WEXITSTATUS(outcome) == 0) return Status();
   const Result<std::string> words = read_file(log);
-  return Status::make(Code::kSystem, "the C++ compiler refuses a generated kernel: {}",
-                      words.ok() ? words->substr(0, 4000) : "no output");
+  const std::string said = words.ok() ? words->substr(0, 4000) : "no output";
+  if (said.find(strerror(ENOSPC)) != std::string::npos)
+    return Status::make(Code::kCapacity, "{}: {}", log.substr(0, log.rfind('/')), strerror(ENOSPC));
+  return Status::make(Code::kSystem, "the C++ compiler refuses a generated kernel: {}", said);
 }
 
+// Compiles `source` to `path`. Errors: kCapacity when the folder of `path` cannot take it.
 Status build(const std::string& source, const std::string& device_dir, const std::string& path) {
-  std::error_code error;
-  std::filesystem::create_directories(std::filesystem::path(path).parent_path(), error);
   const std::string aside = text("{}.{}", path, getpid());
-  const std::string file = aside + ".cc", log = aside + ".log";
-  std::ofstream(file) << source;
-  std::vector<std::string> arguments{"c++"};
-  arguments.insert(arguments.end(), kOptions.begin(), kOptions.end());
-  arguments.insert(arguments.end(), {"-I" + device_dir, file, "-o", aside});
-  Status status = run_compiler(arguments, log);
-  if (status.ok() && rename(aside.c_str(), path.c_str()) != 0)
-    status = Status::from_errno(errno, "renaming to {}", path);
-  for (const std::string& left : {file, log, aside}) unlink(left.c_str());
+  const std::string file = aside + ".cc.tmp", log = aside + ".log.tmp", object = aside + ".tmp";
+  std::ofstream out(file);
+  out << source << std::flush;
+  Status status;
+  if (!out) {
+    status = Status::make(Code::kCapacity, "{}: {}", file, strerror(errno));
+  } else {
+    std::vector<std::string> arguments{"c++"};
+    arguments.insert(arguments.end(), kOptions.begin(), kOptions.end());
+    arguments.insert(arguments.end(), {"-I" + device_dir, file, "-o", object});
+    status = run_compiler(arguments, log);
+  }
+  // Whatever the umask, nobody else may write what others will load.
+  if (status.ok() && (chmod(object.c_str(), 0700) != 0 || rename(object.c_str(), path.c_str()) != 0))
+    status = Status::make(Code::kCapacity, "{}: {}", path, strerror(errno));
+  for (const std::string& left : {file, log, object}) unlink(left.c_str());
   return status;
+}
+
+Result<HostEntry> load(const std::string& path) {
+  // Lives as long as the process, like the kernel.
+  void* object = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* entry = object ? dlsym(object, kEntry) : nullptr;
+  if (!entry) return Status::make(Code::kUnsupported, "loading {}: {}", path, dlerror());
+  log_info("jit: loaded {}", path);
+  return reinterpret_cast<HostEntry>(entry);
+}
+
+// In the cache: what is there, else compiled. Errors: kCapacity when the folder cannot serve.
+Result<HostEntry> in_cache(const std::string& source, const std::string& device_dir,
+                           const std::string& path) {
+  const std::string folder = path.substr(0, path.rfind('/'));
+  WEFT_TRY(prepare_cache(folder));
+  remove_leftovers(folder);
+  if (!check_private(path).ok()) WEFT_TRY(build(source, device_dir, path));
+  return load(path);
+}
+
+// In a folder of this process's own, which goes once the kernel is loaded.
+Result<HostEntry> in_own_folder(const std::string& source, const std::string& device_dir, const Status& why) {
+  std::error_code error;
+  std::string folder = (std::filesystem::temp_directory_path(error) / "weft-kernel-XXXXXX").string();
+  if (error || !mkdtemp(folder.data()))
+    return Status::make(Code::kCapacity, "no folder for a compiled kernel: {}; nor {}: {}", why.message(),
+                        folder, strerror(errno));
+  const std::string path = folder + "/kernel.so";
+  const Status built = build(source, device_dir, path);
+  Result<HostEntry> entry = built.ok() ? load(path) : Result<HostEntry>(built);
+  std::filesystem::remove_all(folder, error);
+  return entry;
 }
 
 }  // namespace
@@ -109,13 +153,13 @@ Result<HostEntry> compile_on_host(const KernelKey& key) {
   const std::string source = host_source(key);
   const std::string path =
       text("{}/{}-{}.so", expand_home(config().cache_dir), key.name, digest_of(source, device_dir));
-  if (access(path.c_str(), R_OK) != 0) WEFT_TRY(build(source, device_dir, path));
-  void* object =
-      dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // lives as long as the process, like the kernel
-  void* entry = object ? dlsym(object, kEntry) : nullptr;
-  if (!entry) return Status::make(Code::kUnsupported, "loading {}: {}", path, dlerror());
-  log_info("jit: loaded {}", path);
-  return reinterpret_cast<HostEntry>(entry);
+  Result<HostEntry> cached = in_cache(source, device_dir, path);
+  if (cached.ok() || cached.status().code() != Code::kCapacity) return cached;
+  log_warn(
+      "jit: the kernel cache cannot be used, so every process compiles its kernels again: {} (set "
+      "WEFT_CACHE_DIR)",
+      cached.status().message());
+  return in_own_folder(source, device_dir, cached.status());
 }
 
 }  // namespace weft

@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -46,6 +47,36 @@ TEST_F(CacheTest, ATruncatedFileIsAMissAndIsReplaced) {
     cache.store("copy", payload);
     EXPECT_EQ(cache.load("copy"), payload);
   }
+}
+
+TEST_F(CacheTest, FolderAndFilesAreTheirOwnersAlone) {
+  const mode_t before = umask(0);
+  const KernelCache cache((folder_ / "cache").string());
+  cache.store("copy", "kernel");
+  umask(before);
+  EXPECT_EQ(fs::status(cache.folder()).permissions(), fs::perms::owner_all);
+  EXPECT_EQ(fs::status(cache.path("copy")).permissions(), fs::perms::owner_read | fs::perms::owner_write);
+}
+
+TEST_F(CacheTest, AFolderThatOthersCanWriteIsNeitherReadNorWritten) {
+  const KernelCache cache(folder_.string());
+  cache.store("copy", "kernel");
+  fs::permissions(folder_, fs::perms::others_write, fs::perm_options::add);
+  EXPECT_FALSE(cache.load("copy").has_value());
+  cache.store("other", "kernel");
+  EXPECT_FALSE(fs::exists(cache.path("other")));
+  const Status why = prepare_cache(folder_.string());
+  EXPECT_EQ(why.message(), text("{}: mode 0702, allowed: writable by its owner alone; chmod go-w {}",
+                                folder_.string(), folder_.string()));
+}
+
+TEST_F(CacheTest, AFileThatOthersCanWriteIsAMissAndIsReplaced) {
+  const KernelCache cache(folder_.string());
+  cache.store("copy", "kernel");
+  fs::permissions(cache.path("copy"), fs::perms::group_write, fs::perm_options::add);
+  EXPECT_FALSE(cache.load("copy").has_value());
+  cache.store("copy", "kernel");
+  EXPECT_EQ(cache.load("copy"), "kernel");
 }
 
 TEST_F(CacheTest, AFlippedByteIsAMiss) {

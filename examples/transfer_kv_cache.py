@@ -22,7 +22,7 @@ import torch
 from rich.progress import Progress
 
 from weft.errors import Error
-from weft.transfer import Pages, Peer, TransferEngine
+from weft.transfer import Pages, Peer, TransferEngine, nics
 
 PAGE_TOKENS = 16
 PATIENCE_S = 60.0
@@ -140,6 +140,9 @@ def main() -> None:
         )
     shape = Shape(args.layers, args.tokens)
     provider = f"fabric:{args.provider}"
+    unusable = [nic.unusable_because for nic in nics(provider)]
+    if all(unusable):
+        raise SystemExit(f"{provider} cannot be used here: {next(iter(unusable), 'no NIC')}")
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=prefill, args=(shape, provider, theirs), daemon=True)

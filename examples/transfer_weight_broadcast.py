@@ -21,7 +21,7 @@ import torch
 from rich.progress import Progress
 
 from weft.errors import Error
-from weft.transfer import TransferEngine
+from weft.transfer import TransferEngine, nics
 
 UPDATED, SWITCHED = 1, 2
 
@@ -76,6 +76,9 @@ def main() -> None:
 def train(args: argparse.Namespace) -> None:
     """Start the workers and be the trainer."""
     provider = f"fabric:{args.provider}"
+    unusable = [nic.unusable_because for nic in nics(provider)]
+    if all(unusable):
+        raise SystemExit(f"{provider} cannot be used here: {next(iter(unusable), 'no NIC')}")
     context = multiprocessing.get_context("spawn")
     engine = TransferEngine(provider, name="trainer")
     model = make_model(args.megabytes)

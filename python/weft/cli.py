@@ -18,6 +18,7 @@ from pathlib import Path
 import weft
 from weft.bench import BENCHMARKS
 from weft.errors import Error
+from weft.runtime.endings import Ended, ended_by_signals
 
 # Command name -> (module, one line of help).
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -89,9 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser = make_parser(arguments)
         parsed = parser.parse_args(arguments[1:] if arguments[:1] == ["bench"] else arguments)
-        status = int(parsed.run(parsed))
+        with ended_by_signals():
+            status = int(parsed.run(parsed))
         sys.stdout.flush()
         return status
+    except Ended as end:
+        return 128 + end.number  # as a shell reports it
     except Error as error:
         print(f"weft: {error.one_line()}", file=sys.stderr)
         return 1

@@ -19,6 +19,7 @@ were set.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -233,8 +234,21 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         "--compare",
         metavar="FILE",
+        type=picture_file,
         help="write a picture of the result there, beside the peers that were measured (needs matplotlib)",
     )
+
+
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".eps", ".ps", ".tif", ".tiff")
+
+
+def picture_file(given: str) -> str:
+    """Check the name of a picture before anything is measured. Raises: ArgumentTypeError, for argparse."""
+    if Path(given).suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"got {given}, allowed: a name that ends in {', '.join(PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("matplotlib is not installed: pip install matplotlib")
+    return given
 
 
 def slowest_rank(samples_us_by_rank: Sequence[Sequence[float]]) -> list[float]:

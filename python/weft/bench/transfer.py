@@ -38,6 +38,7 @@ from weft import _core
 from weft.bench.report import Report, Row, add_report_arguments, progress
 from weft.bench.transfer_others import Other, open_others
 from weft.errors import Error, PeerLost, invalid
+from weft.runtime.endings import end_with_parent
 from weft.transfer import Pages, Span, TransferEngine
 from weft.transfer.engine import ANY_RAIL
 
@@ -549,6 +550,8 @@ def run(args: argparse.Namespace) -> int:
     """Run one side, or both."""
     if args.rounds < 1:
         raise invalid("--rounds", args.rounds, "1 or more")
+    if not 0 <= args.port < 1 << 16:
+        raise invalid("--port", args.port, "0 (any) to 65535")
     if args.local == bool(args.command):
         raise invalid("command", args.command or "nothing", "server, client ADDRESS, or --local")
     if args.command == "server":
@@ -577,20 +580,24 @@ def run_local(args: argparse.Namespace) -> int:
     """Start a server process, be its client, and see it off."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = socket.socketpair()
-    server = context.Process(target=_local_server, args=(theirs, args), daemon=True)
+    server = context.Process(target=_local_server, args=(theirs, args, os.getpid()), daemon=True)
     server.start()
     theirs.close()
     if not args.no_pin:
         args.cpus = pin(0)
     try:
         return run_client(Line(ours), args)
+    except BaseException:  # a signal, too: nobody waits for a server without a client
+        server.kill()
+        raise
     finally:
         server.join(10)
         if server.is_alive():
             server.kill()
 
 
-def _local_server(connection: socket.socket, args: argparse.Namespace) -> None:
+def _local_server(connection: socket.socket, args: argparse.Namespace, parent: int) -> None:
+    end_with_parent(parent)
     if not args.no_pin:
         pin(1)
     with contextlib.suppress(PeerLost, Error, OSError):

@@ -20,9 +20,7 @@ import gc
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -37,6 +35,7 @@ import torch
 import torch.distributed
 
 from weft.errors import Error
+from weft.runtime.endings import OwnedFolder, end_with_parent
 
 _GRACE_S = 5.0  # for the other ranks to report once one has failed
 
@@ -143,14 +142,15 @@ class RankPool:
 
     def _start(self, first: tuple[Callable[..., Any], tuple[Any, ...]] | None = None) -> None:
         context = multiprocessing.get_context("fork")
-        self._folder = Path(tempfile.mkdtemp(prefix="weft-ranks-"))
+        self._owned = OwnedFolder("weft-ranks-")
+        self._folder = self._owned.path
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             self._connections.append(ours)
             process = context.Process(
                 target=_serve,
                 args=(Rank(rank, self.num_ranks, None, self._folder), theirs, list(self._connections)),
-                kwargs={"first": first, **self._options},
+                kwargs={"parent": os.getpid(), "first": first, **self._options},
                 daemon=True,
             )
             process.start()
@@ -216,7 +216,7 @@ class RankPool:
             process.join(max(until - time.monotonic(), 0))
         self.kill()
         self._processes, self._connections = [], []
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._owned.remove()
 
     def __enter__(self) -> RankPool:
         return self
@@ -251,12 +251,14 @@ def _serve(
     me: Rank,
     connection: Connection,
     inherited: list[Connection],
+    parent: int,
     with_group: bool,
     with_gpus: bool,
     deadline_s: float,
     first: tuple[Callable[..., Any], tuple[Any, ...]] | None,
 ) -> None:
     """Body of one rank: run the first job, then what arrives, until the parent closes the connection."""
+    end_with_parent(parent)
     for parents_end in inherited:  # else no rank would see the parent close its own
         parents_end.close()
     torch.set_num_threads(1)

@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         num_ranks = args.ranks or gpus or 4
         if num_ranks < 1 or (gpus and num_ranks > gpus):
             raise invalid("ranks", num_ranks, f"1 to {gpus}, one per GPU" if gpus else "1 or more")
+        if options.delayed_rank >= num_ranks:
+            raise invalid("delay", args.delay, f"a rank of 0 to {num_ranks - 1}")
         measured = run_ranks(num_ranks, measure, options, deadline_s=DEADLINE_S)[0]
     _report(args, measured, options)
     return 0

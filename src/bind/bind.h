@@ -35,8 +35,8 @@ auto without_gil(Call call) {
 
 // uint8[bytes] of this rank's part of a window from `offset` on; `owner` lives as long as the view's memory
 // is used.
-using WindowView = nanobind::ndarray<uint8_t, nanobind::ndim<1>>;
-WindowView view_of(const Window& window, uint64_t offset, uint64_t bytes, nanobind::object owner);
+using WindowArray = nanobind::ndarray<uint8_t, nanobind::ndim<1>>;
+WindowArray view_of(const Window& window, uint64_t offset, uint64_t bytes, nanobind::object owner);
 
 // Throws what weft.errors.from_core(code, message) returns, unless ok.
 void check(const Status& status);

@@ -14,10 +14,10 @@
 namespace nb = nanobind;
 
 namespace weft {
-WindowView view_of(const Window& window, uint64_t offset, uint64_t bytes, nb::object owner) {
+WindowArray view_of(const Window& window, uint64_t offset, uint64_t bytes, nb::object owner) {
   const Device device = window.communicator()->device();
   const int kind = device.is_host() ? nb::device::cpu::value : nb::device::cuda::value;
-  return WindowView(window.local() + offset, {bytes}, owner, {}, nb::dtype<uint8_t>(), kind, device.ordinal);
+  return WindowArray(window.local() + offset, {bytes}, owner, {}, nb::dtype<uint8_t>(), kind, device.ordinal);
 }
 
 void bind_moe(nb::module_& module) {

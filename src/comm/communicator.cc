@@ -289,6 +289,8 @@ Status Communicator::agree(std::string_view operation, const std::vector<Agreed>
   return {};
 }
 
+Result<std::vector<std::vector<uint64_t>>> Communicator::show(std::string_view operation,
+                                                              const std::vector<uint64_t>& mine) {
   const std::string shown(reinterpret_cast<const char*>(mine.data()), mine.size() * sizeof(uint64_t));
   WEFT_TRY_ASSIGN(const std::vector<std::string> all, show_all(operation, shown));
   std::vector<std::vector<uint64_t>> numbers(all.size());

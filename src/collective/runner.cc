@@ -395,6 +395,7 @@ Status CollectiveRunner::announce_messages(const Program& program, const RunCall
 Status CollectiveRunner::compare_calls() {
   if (!config().check) return {};
   const Status status = board_->compare(Deadline::after_s(timeout_s_), [this] { return is_stopped(); });
+  if (status.code() == Code::kClosed) return fault();
   return status.ok() ? status : logged(status);
 }
 
@@ -566,12 +567,14 @@ Status CollectiveRunner::fault() {
 Status CollectiveRunner::fault_status() const {
   const FaultBox& box = *visible_->at<FaultBox>(0);
   if (box.site == Site::kPeerWindow) return Status(Code::kClosed, sentence());
-  const bool may_differ = box.site == Site::kCollective || box.site == Site::kCollectiveCall;
+  // A rank that left may have done so because of the difference.
+  const bool may_differ =
+      box.site == Site::kCollective || box.site == Site::kCollectiveCall || box.site == Site::kPeerDied;
   if (!may_differ) return Status(Code::kPeerLost, sentence());
   if (const std::string words = board_->mismatch(); !words.empty())
     return Status::invalid("rank {}, {}", comm_->rank(), words);
   if (box.site == Site::kCollectiveCall) return Status(Code::kInvalid, sentence());
-  if (box.peer == box.self) return Status(Code::kPeerLost, sentence());
+  if (box.peer == box.self || box.site == Site::kPeerDied) return Status(Code::kPeerLost, sentence());
   return Status(Code::kPeerLost, sentence() + "; " + board_->progress(static_cast<int>(box.peer)));
 }
 

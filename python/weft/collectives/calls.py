@@ -292,7 +292,8 @@ class Collectives:
         source = output if input is None else input
         part = elems * loaded.per_part
         reduction = _reduction(op, like.dtype)
-        call = Call(source.data_ptr(), output.data_ptr(), part, element, reduction, stream=self._stream())
+        places = _address("input", source), _address("output", output)
+        call = Call(*places, part, element, reduction, stream=self._stream())
         self._need_executor().run(loaded, call)
         return output
 

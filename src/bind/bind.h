@@ -37,8 +37,6 @@ auto without_gil(Call call) {
 // is used.
 using WindowArray = nanobind::ndarray<uint8_t, nanobind::ndim<1>>;
 WindowArray view_of(const Window& window, uint64_t offset, uint64_t bytes, nanobind::object owner);
-using WindowBytes = nanobind::ndarray<uint8_t, nanobind::ndim<1>>;
-WindowBytes view_of(const Window& window, uint64_t offset, uint64_t bytes, nanobind::object owner);
 
 // Throws what weft.errors.from_core(code, message) returns, unless ok.
 void check(const Status& status);

@@ -4,9 +4,8 @@
 //   config().timeout_s                      // read once, at first use, then constant
 //   for (const OptionRow& row : config_table()) ...   // what `weft info --config` prints
 // The environment variable of an option is WEFT_ and its name in capitals: WEFT_TIMEOUT_S. Seconds (_s) and
-// bytes
-// (_bytes) may have a unit: 500ms, 1GiB. What does not parse, and a WEFT_ variable that is no option, is an
-// error: config_status() has it, Python raises it at first use, and no communicator or engine is made.
+// bytes (_bytes) may have a unit: 500ms, 1GiB. What does not parse, and a WEFT_ variable that is no option,
+// is an error: config_status() has it, Python raises it at first use, and no communicator or engine is made.
 // Threads: config() is initialised once and immutable; config_reload() is for tests, with no other thread
 // running.
 #pragma once

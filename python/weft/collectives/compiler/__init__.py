@@ -29,16 +29,22 @@ def compile_program(program: Program) -> Algorithm:
             f"{program.where}: program {program.name!r} does not do {program.collective!r}: {place}{what}"
         )
     algorithm = _lowered(program, MAX_COUNT)
-    try:
-        verify(algorithm, fifo_units(program.protocol))
-    except VerificationError as error:
-        if error.kind != "deadlock":
-            raise
+    if not _fits(algorithm, fifo_units(program.protocol)):
         # Steps of several chunks overran a connection of MSCCL's, which the XML may be for; small steps can be
         # scheduled to fit it.
         algorithm = _lowered(program, max(1, fifo_units(program.protocol) // 2))
         verify(algorithm)
     return algorithm
+
+
+def _fits(algorithm: Algorithm, slots: int) -> bool:
+    """Verify an algorithm on connections of ``slots`` messages; return whether it runs at every size there."""
+    try:
+        return verify(algorithm, slots).limit is None
+    except VerificationError as error:
+        if error.kind != "deadlock":
+            raise
+        return False
 
 
 def compile_in_order(program: Program) -> Algorithm:

@@ -70,3 +70,11 @@ def test_nothing_is_asked_where_all_is_there(tmp_path: Path) -> None:
         program(path, name, 'case "$*" in *dumpversion*) echo 13 ;; esac; exit 0')
     ran = packages("build", path, WEFT_CXX=str(path / "g++"))
     assert ran.stdout == "packages: everything for 'build' is installed\n"
+
+
+def test_what_the_system_does_not_package_is_not_asked_for(tmp_path: Path) -> None:
+    path = bare(tmp_path / "bin")
+    program(path, "apt-cache", 'case $2 in clang-*|lld-*) exit 1 ;; *) echo "Package: $2" ;; esac')
+    said = packages("test", path).stdout
+    assert "missing: clang 17 or newer" in said
+    assert "clang-" not in said.partition("to install: ")[2]

@@ -92,7 +92,7 @@ def _fuzz(rank: Rank, examples: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_public_calls_take_or_refuse_anything(ranks: int) -> None:
-    run_ranks(ranks, _fuzz, 400, with_gpus=False)
+    run_ranks(ranks, _fuzz, 250, with_gpus=False)
 
 
 def _each(rank: Rank) -> None:

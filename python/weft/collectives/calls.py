@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from weft.collectives.selector import COMPILED, STAGED, Choice, Selector, misfit
 from weft.collectives.values import Chunk
 from weft.collectives.verifier import verify
 from weft.errors import Error, invalid, shortened
-from weft.runtime.tensors import lacking_memory
+from weft.runtime.tensors import index_of, lacking_memory
 
 log = logging.getLogger("weft.collectives")
 
@@ -215,7 +214,7 @@ class Collectives:
         algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor | None:
         """Return all ranks' tensors as [ranks, *shape] on rank ``root``, None elsewhere."""
-        self._check_rank("root", root)
+        root = self._check_rank("root", root)
         self._element("tensor", tensor)
         elems = tensor.numel()
         is_root = self.rank == root
@@ -232,7 +231,7 @@ class Collectives:
         algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor:
         """Fill ``out`` with part ``rank`` of rank ``root``'s ``tensor``; other ranks pass None."""
-        self._check_rank("root", root)
+        root = self._check_rank("root", root)
         self._element("out", out)
         if self.rank == root:
             if tensor is None:
@@ -247,11 +246,11 @@ class Collectives:
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send to rank ``dst``, which calls recv(); the other ranks do nothing."""
-        self._transfer(tensor, self.rank, dst)
+        self._transfer(tensor, self.rank, self._check_rank("peer", dst))
 
     def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         """Fill ``tensor`` with what rank ``src`` sends; return it."""
-        self._transfer(tensor, src, self.rank)
+        self._transfer(tensor, self._check_rank("peer", src), self.rank)
         return tensor
 
     # -- any program -------------------------------------------------------------------------------------------
@@ -348,10 +347,8 @@ class Collectives:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _transfer(self, tensor: torch.Tensor, src: int, dst: int) -> None:
-        peer = dst if src == self.rank else src
-        self._check_rank("peer", peer)
-        if peer == self.rank:
-            raise invalid("peer", peer, f"another rank of {self.size}")
+        if src == dst:
+            raise invalid("peer", src, f"another rank of {self.size}")
         element = self._element("tensor", tensor)
         loaded = self._load(transfer(self.size, src, dst))
         address = _address("tensor", tensor)
@@ -372,7 +369,7 @@ class Collectives:
     ) -> None:
         element = _DTYPES[tensor.dtype]  # the caller has checked the tensor
         reduction = _reduction(op, tensor.dtype) if op is not None else 0
-        self._check_rank("root", root)
+        root = self._check_rank("root", root)
         if part_elems == 0:
             return
         if self._executor is None:
@@ -492,13 +489,11 @@ class Collectives:
             self._kept.append(algorithm)
         return known
 
-    def _check_rank(self, name: str, rank: int) -> None:
-        try:
-            is_rank = 0 <= operator.index(rank) < self.size
-        except (TypeError, RuntimeError):  # a tensor of several elements has __index__, too
-            is_rank = False
-        if not is_rank:
+    def _check_rank(self, name: str, rank: int) -> int:
+        number = index_of(rank)
+        if number is None or not 0 <= number < self.size:
             raise invalid(name, shortened(rank) if rank is None else rank, f"0 to {self.size - 1}")
+        return number
 
     def _writes_buffers(self, algorithm: Algorithm) -> bool:
         """Return whether this rank's program writes its input or output."""
@@ -539,18 +534,20 @@ class Collectives:
         algorithm: Algorithm | Choice | None,
     ) -> torch.Tensor:
         element = self._element("tensor", tensor)
+        if tensor.dim() == 0:
+            raise invalid("tensor", "no dimensions", "rows, to be split among ranks")
         row_elems = math.prod(tensor.shape[1:])
         sent = self._splits("input_splits", input_splits, tensor.shape[0])
         rows_out = (
             sum(_counts("output_splits", output_splits)) if output_splits is not None else tensor.shape[0]
         )
         came = self._splits("output_splits", output_splits, rows_out)
+        if sent[self.rank] != came[self.rank]:
+            raise invalid("output_splits", came[self.rank], f"{sent[self.rank]} from this rank to itself")
         out = self._out(out, (rows_out, *tensor.shape[1:]), tensor)
         if self._executor is None:
             _copy(out, tensor)
             return out
-        if sent[self.rank] != came[self.rank]:
-            raise invalid("output_splits", came[self.rank], f"{sent[self.rank]} from this rank to itself")
         loaded = self._load(self._choose("alltoallv", 0, 0, False, algorithm).algorithm)
         tensor, target = self._apart("alltoallv", tensor, out, 0, None)
         call = Call(_address("tensor", tensor), _address("out", target), 0, element, stream=self._stream())
@@ -580,7 +577,8 @@ class Collectives:
             raise invalid(f"{name}.dtype", tensor.dtype, ", ".join(str(dtype) for dtype in _DTYPES))
         if not (tensor.is_cpu if self._is_cpu else tensor.is_cuda and tensor.get_device() == self._ordinal):
             raise invalid(f"{name}.device", tensor.device, self.device)
-        if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_neg():
+        is_plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg()
+        if not is_plain or not tensor.is_contiguous():
             raise invalid(name, _form(tensor), "a contiguous tensor")
         if lack := lacking_memory(tensor):
             raise invalid(name, lack, "a tensor with all its memory")
@@ -647,10 +645,11 @@ def _address(name: str, tensor: torch.Tensor) -> int:
 
 def _counts(name: str, splits: Any) -> list[int]:
     try:
-        counts = [operator.index(count) for count in splits]
-    except (TypeError, RuntimeError):
-        counts = [-1]
-    if min(counts, default=0) < 0 or sum(counts) >= 1 << 48:
+        given = [index_of(count) for count in splits]
+    except (TypeError, RuntimeError, NotImplementedError):
+        given = [None]
+    counts = [count for count in given if count is not None]
+    if len(counts) < len(given) or min(counts, default=0) < 0 or sum(counts) >= 1 << 48:
         raise invalid(name, shortened(splits), "numbers of rows, none below 0")
     return counts
 
@@ -666,6 +665,8 @@ def _places(rows: Sequence[int], row_elems: int) -> list[tuple[int, int]]:
 def _form(tensor: torch.Tensor) -> str:
     if tensor.layout is not torch.strided:
         return str(tensor.layout)
+    if tensor.is_nested:
+        return "a nested tensor"
     return "a negated view" if tensor.is_neg() else f"strides {tuple(tensor.stride())}"
 
 

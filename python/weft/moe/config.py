@@ -11,11 +11,11 @@ arguments, so a buffer made for the larger of two shapes serves both.
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass, fields
 
 from weft import _core
 from weft.errors import invalid, shortened
+from weft.runtime.tensors import index_of
 
 MAX_BYTES = 1 << 48  # of any size that a caller gives: what a machine can address
 MAX_SMS = 1 << 16
@@ -48,10 +48,9 @@ def align(x: int, y: int) -> int:
 def check_whole(argument: str, value: object, least: int, most: int | None = None) -> int:
     """Return ``value`` as an int; weft.Error unless it is a whole number in [least, most]."""
     allowed = f"a whole number, {least} or more" if most is None else f"a whole number from {least} to {most}"
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:  # also a tensor of several elements
-        raise invalid(argument, shortened(value), allowed) from None
+    number = index_of(value)
+    if number is None:
+        raise invalid(argument, shortened(value), allowed)
     if isinstance(value, bool):
         raise invalid(argument, value, allowed)
     if number < least or (most is not None and number > most):

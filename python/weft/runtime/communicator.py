@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from weft import _core
 from weft.errors import invalid, shortened
 from weft.runtime.bootstrap import Bootstrap, find_bootstrap
+from weft.runtime.tensors import index_of
 
 if TYPE_CHECKING:
     import torch
@@ -120,9 +121,10 @@ class Communicator:
 
     def transport_to(self, peer: int) -> str | None:
         """Return the name of the transport to ``peer``; None for this rank itself."""
-        if not (hasattr(peer, "__index__") and 0 <= peer < self.size):
+        rank = index_of(peer)
+        if rank is None or not 0 <= rank < self.size:
             raise invalid("peer", shortened(peer), f"0 to {self.size - 1}")
-        name = self.core.transport_to(peer)
+        name = self.core.transport_to(rank)
         return None if name is None else str(name)
 
     def barrier(self) -> None:

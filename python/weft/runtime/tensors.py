@@ -10,7 +10,8 @@ and those whose storage was resized under them (FSDP does so to free parameters)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import operator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -36,4 +37,14 @@ def lacking_memory(tensor: torch.Tensor) -> str:
     return "" if address else f"a {type(tensor).__name__} without memory"
 
 
-__all__ = ["lacking_memory"]
+def index_of(value: Any) -> int | None:
+    """Return the whole number that a value is, or None; a tensor that lacks its memory is not read."""
+    if hasattr(type(value), "data_ptr") and lacking_memory(value):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError, NotImplementedError):  # a tensor of several elements has __index__, too
+        return None
+
+
+__all__ = ["index_of", "lacking_memory"]

@@ -430,10 +430,11 @@ struct Stage {
 
  private:
   // Whether a peer has filled this slice, of this call. Who is in a later call has left this one, and so has
-  // seen that it was the same; nobody is more than kSlicesShown slices ahead.
+  // seen that it was the same. Nobody is more than kSlicesShown slices ahead, but for who has given up waiting
+  // and goes through its slices for nothing.
   WEFT_DEVICE bool came(uint64_t seen) const {
     const uint32_t ahead = static_cast<uint32_t>(seen >> 32) - static_cast<uint32_t>(number);
-    if (static_cast<int32_t>(ahead) < 0) return false;
+    if (ahead > kSlicesShown) return false;  // behind, too
     const bool is_later_call = (seen & kSlicesShown) < ahead;
     return is_later_call || ((static_cast<uint32_t>(seen) ^ run.a.digest) & ~kSlicesShown) == 0;
   }

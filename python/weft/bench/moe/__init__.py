@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     import torch.distributed
 
+    from weft import _core
     from weft.testing.ranks import run_as_rank, run_ranks
 
     torch.set_num_threads(1)  # one per rank; also, ranks are forked from here and a fork inherits none
@@ -73,8 +74,9 @@ def run(args: argparse.Namespace) -> int:
     options = _options(args, gpus)
     if options.trace:
         os.environ.setdefault("WEFT_TRACE_SPANS", str(SPANS_PER_BUFFER))
-    if args.transport != "auto":  # read when the extension is first used, which is in the ranks
+    if args.transport != "auto":
         os.environ["WEFT_TRANSPORT"] = args.transport
+    _core.config_reload()  # ranks that are forked from here have what this process has read
     if torch.distributed.is_torchelastic_launched():
         rank, measured = run_as_rank(measure, options)
         if rank:

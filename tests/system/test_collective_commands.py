@@ -185,7 +185,10 @@ def test_bench_in_place(tmp_path: Path) -> None:
             ["--calls", "all_reduce", "--ranks", "3", "--algorithm", "three.xml x2"],
             "options: got instances, allowed: protocol",
         ),
-        (["--algorithm", "allreduce_1step"], "calls: got all_reduce,all_gather"),
+        (
+            ["--calls", "all_reduce,all_gather", "--algorithm", "allreduce_1step"],
+            "calls: got all_reduce,all_gather",
+        ),
         (["--calls", "broadcast", "--place", "out"], "place: got out, allowed: in for broadcast"),
     ],
 )

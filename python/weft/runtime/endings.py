@@ -62,6 +62,19 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP come after this. Around a fork: functions that run at forks swallow exceptions.
+
+    The child calls end_with_parent(), which lets them in again.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def end_with_parent(parent: int) -> None:
     """End at SIGTERM and SIGHUP as usual, and when ``parent``, the process that made this one, has ended.
 
@@ -70,6 +83,7 @@ def end_with_parent(parent: int) -> None:
     for number in _SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it ended before the kernel was asked
         os._exit(1)

@@ -35,7 +35,7 @@ import torch
 import torch.distributed
 
 from weft.errors import Error
-from weft.runtime.endings import OwnedFolder, end_with_parent
+from weft.runtime.endings import OwnedFolder, end_with_parent, signals_held
 
 _GRACE_S = 5.0  # for the other ranks to report once one has failed
 
@@ -153,7 +153,8 @@ class RankPool:
                 kwargs={"parent": os.getpid(), "first": first, **self._options},
                 daemon=True,
             )
-            process.start()
+            with signals_held():
+                process.start()
             theirs.close()
             self._processes.append(process)
 

@@ -69,6 +69,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+def test_every_decision_is_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(r"^\* \[(\d+)\. .*\]\((0.*\.md)\)$", (folder / "README.md").read_text(), re.MULTILINE)
+    assert [name for _, name in listed] == sorted(path.name for path in folder.glob("0*.md"))
+    for number, name in listed:
+        assert (folder / name).read_text().startswith(f"# {number}. "), name
+
+
 def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     sys.path.insert(0, str(ROOT / "tools"))
     import readme_picture

@@ -99,3 +99,31 @@ def _check_views(rank: Rank) -> None:
 
 def test_outputs_change_in_place_and_outlive_their_buffer() -> None:
     run_on_gpus(2, _check_views)
+
+
+def _check_freed(rank: Rank) -> None:
+    """Who frees what was received, and keeps the tensor, gets its memory back; scales outlive their rows."""
+    buffer = weft.Buffer(rank.group, num_nvl_bytes=3 * rank.size * _TOKENS * _HIDDEN * 2)
+    window_bytes = buffer._engines.alive().core.window_bytes
+    kept = []
+    for round_number in range(20):
+        recv_x, _, recv_weights, _, handle, _ = _dispatch(buffer, float(round_number))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(_LONG_CYCLES // 20)
+            seen = recv_x.clone()
+        recv_x.record_stream(side)
+        recv_x.untyped_storage().resize_(0)
+        recv_weights.untyped_storage().resize_(0)
+        kept.append((recv_x, seen, round_number))
+        combined, _, _ = buffer.combine(torch.ones_like(seen), handle)
+        assert bool((combined == rank.size).all())
+    assert buffer._engines.alive().core.window_bytes == window_bytes
+    torch.cuda.synchronize()
+    for _, seen, round_number in kept:
+        assert bool((seen == round_number).all()), f"round {round_number}"
+
+
+def test_what_was_freed_by_resize_comes_back() -> None:
+    run_on_gpus(2, _check_freed)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weft.moe import window_pieces
-from weft.moe.window_pieces import Lease, WindowPieces, note_stream, watch_record_stream
+from weft.moe.window_pieces import Lease, StorageOwner, WindowPieces, free_storage, note_stream, watch_torch
 
 
 class Event:
@@ -59,19 +59,21 @@ class Window:
         self.cuda = Cuda(self.main)
         self.pieces = WindowPieces(self.free.append, self.comm, self.cuda)
 
-    def lend(self, offset: int) -> tuple[Lease, torch.Tensor]:
-        """Return a lease and a tensor in its piece, which here does not keep the lease."""
-        tensor = torch.zeros(8)
-        lease = self.pieces.lend(object(), offset)
-        lease.lies_at(tensor.untyped_storage().data_ptr())
-        return lease, tensor
+    def lend(self, offset: int, can_be_freed: bool = True) -> tuple[StorageOwner, torch.Tensor]:
+        """Return the owner of the only storage in a piece, and a tensor there, which here does not keep it."""
+        return self.storage_in(self.pieces.lend(object(), offset), can_be_freed)
+
+    def storage_in(self, lease: Lease, can_be_freed: bool = True) -> tuple[StorageOwner, torch.Tensor]:
+        tensor, owner = torch.zeros(8), lease.share()
+        owner.lies_at(tensor.untyped_storage().data_ptr(), can_be_freed)
+        return owner, tensor
 
 
 def test_a_piece_is_free_after_what_its_stream_had_queued() -> None:
     window = Window()
-    lease, _ = window.lend(256)
+    owner, _ = window.lend(256)
     assert not window.pieces.reclaim()
-    del lease
+    del owner
     assert window.free == []
     assert len(window.main.events) == 1  # recorded as it died
     assert window.pieces.reclaim()
@@ -81,21 +83,21 @@ def test_a_piece_is_free_after_what_its_stream_had_queued() -> None:
 
 def test_who_dies_on_another_stream_waits_for_its_own_too() -> None:
     window = Window()
-    lease, _ = window.lend(256)
+    owner, _ = window.lend(256)
     window.cuda.stream = window.side
-    del lease
+    del owner
     assert window.pieces.reclaim()
     assert window.comm.waits == [window.main.cuda_stream, window.side.cuda_stream]
 
 
 def test_recorded_streams_keep_a_piece_until_they_are_done() -> None:
     window = Window()
-    lease, tensor = window.lend(256)
+    owner, tensor = window.lend(256)
     note_stream(tensor[2:].view(2, 3), window.side)  # any tensor of that storage
     note_stream(tensor, window.side)
     note_stream(tensor, window.other)
     note_stream(torch.zeros(8), window.other)
-    del lease
+    del owner
     (side,), (other,) = window.side.events, window.other.events
     assert not window.pieces.reclaim()
     side.is_done = True
@@ -108,9 +110,9 @@ def test_recorded_streams_keep_a_piece_until_they_are_done() -> None:
 
 def test_without_other_room_the_communication_stream_waits_for_recorded_ones() -> None:
     window = Window()
-    lease, tensor = window.lend(256)
+    owner, tensor = window.lend(256)
     note_stream(tensor, window.side)
-    del lease
+    del owner
     assert not window.pieces.reclaim()
     assert window.pieces.reclaim(wait=True)
     assert window.free == [256]
@@ -119,10 +121,10 @@ def test_without_other_room_the_communication_stream_waits_for_recorded_ones() -
 
 def test_the_communication_stream_and_the_own_one_need_not_be_recorded() -> None:
     window = Window()
-    lease, tensor = window.lend(256)
+    owner, tensor = window.lend(256)
     note_stream(tensor, window.comm)
     note_stream(tensor, window.main)
-    del lease
+    del owner
     assert window.pieces.reclaim()
     assert window.comm.waits == [window.main.cuda_stream]
 
@@ -131,10 +133,10 @@ def test_the_communication_stream_and_the_own_one_need_not_be_recorded() -> None
 def test_what_dies_while_a_graph_is_captured_waits_for_the_end_of_it(captured: str) -> None:
     """An event that is recorded then would belong to the graph."""
     window = Window()
-    lease, tensor = window.lend(256)
+    owner, tensor = window.lend(256)
     note_stream(tensor, window.side)
     window.cuda.captured = {getattr(window, captured).cuda_stream}
-    del lease
+    del owner
     assert not window.pieces.reclaim(wait=True)
     assert getattr(window, captured).events == []
     window.cuda.captured = set()
@@ -145,12 +147,12 @@ def test_what_dies_while_a_graph_is_captured_waits_for_the_end_of_it(captured: s
 
 def test_a_place_that_is_lent_again_starts_without_streams() -> None:
     window = Window()
-    lease, tensor = window.lend(256)
+    owner, tensor = window.lend(256)
     note_stream(tensor, window.side)
     window.side.record_event().is_done = True
-    del lease
-    again = window.pieces.lend(object(), 512)
-    again.lies_at(tensor.untyped_storage().data_ptr())
+    del owner
+    again = window.pieces.lend(object(), 512).share()
+    again.lies_at(tensor.untyped_storage().data_ptr(), can_be_freed=True)
     del again
     window.pieces.reclaim()
     assert window.free == [512]
@@ -158,8 +160,8 @@ def test_a_place_that_is_lent_again_starts_without_streams() -> None:
 
 def test_tensors_die_in_any_thread() -> None:
     window = Window()
-    leases = [window.lend(256 * number)[0] for number in range(200)]
-    threads = [threading.Thread(target=leases.pop) for _ in range(len(leases))]
+    owners = [window.lend(256 * number)[0] for number in range(200)]
+    threads = [threading.Thread(target=owners.pop) for _ in range(len(owners))]
     for thread in threads:
         thread.start()
         window.pieces.reclaim()
@@ -167,7 +169,7 @@ def test_tensors_die_in_any_thread() -> None:
         thread.join()
     window.pieces.reclaim()
     assert sorted(window.free) == [256 * number for number in range(200)]
-    assert window_pieces._recorded == {}
+    assert window_pieces._out == {}
 
 
 def test_torchs_record_stream_notes_streams_and_does_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +179,84 @@ def test_torchs_record_stream_notes_streams_and_does_its_own_work(monkeypatch: p
         calls.append((self.shape, stream))
 
     monkeypatch.setattr(torch.Tensor, "record_stream", torchs_own)
-    watch_record_stream()
-    watch_record_stream()  # once is enough
-    lease, tensor = window.lend(256)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)
+    watch_torch()
+    watch_torch()  # once is enough
+    owner, tensor = window.lend(256)
     tensor[:4].record_stream(window.side)
     torch.nn.Parameter(tensor).record_stream(window.other)
     torch.zeros(3, device="meta").record_stream(window.side)  # which has no memory
     assert calls == [((4,), window.side), ((8,), window.other), ((3,), window.side)]
-    del lease
+    del owner
     assert (len(window.side.events), len(window.other.events)) == (1, 1)
+
+
+def test_a_storage_that_is_freed_gives_its_piece_back_and_cannot_be_used() -> None:
+    window = Window()
+    owner, tensor = window.lend(256)
+    note_stream(tensor, window.side)
+    assert free_storage(tensor.untyped_storage())
+    (side,) = window.side.events
+    side.is_done = True
+    assert window.pieces.reclaim()
+    assert (window.free, window.comm.waits) == ([256], [window.main.cuda_stream])
+    if window_pieces._set_access_error is not None:  # torch can tell
+        with pytest.raises(RuntimeError, match="freed by resize_"):
+            tensor.add_(1)
+    del owner, tensor
+    assert not window.pieces.reclaim()  # it went back once
+
+
+def test_a_piece_of_several_storages_is_free_with_the_last() -> None:
+    window = Window()
+    lease = window.pieces.lend(object(), 256)
+    (rows_owner, rows), (scales_owner, scales) = (window.storage_in(lease) for _ in range(2))
+    del lease
+    assert free_storage(rows.untyped_storage())
+    assert not window.pieces.reclaim()
+    assert scales.sum() == 0
+    del scales_owner
+    assert window.pieces.reclaim()
+    assert window.free == [256]
+    del rows_owner
+
+
+def test_a_shared_storage_stays_until_all_are_gone() -> None:
+    window = Window()
+    owner, tensor = window.lend(256, can_be_freed=False)
+    assert free_storage(tensor.untyped_storage())
+    assert not window.pieces.reclaim()
+    assert tensor.add_(1).sum() == 8
+    del owner
+    assert window.pieces.reclaim()
+
+
+def test_a_freed_place_that_is_lent_again_belongs_to_the_next() -> None:
+    window = Window()
+    first, tensor = window.lend(256)
+    address = tensor.untyped_storage().data_ptr()
+    assert free_storage(tensor.untyped_storage())
+    second = window.pieces.lend(object(), 512).share()
+    second.lies_at(address, can_be_freed=True)
+    del first  # after the second began there
+    assert list(window_pieces._out) == [address]
+    window.pieces.reclaim()
+    assert window.free == [256]
+    del second
+    window.pieces.reclaim()
+    assert window.free == [256, 512]
+
+
+def test_torchs_resize_frees_pieces_and_does_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "record_stream", torch.Tensor.record_stream)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)
+    watch_torch()
+    window = Window()
+    owner, tensor = window.lend(256)
+    tensor.untyped_storage().resize_(0)
+    assert window.pieces.reclaim()
+    others = torch.ones(8)
+    others.untyped_storage().resize_(0)
+    assert others.untyped_storage().nbytes() == 0
+    assert others.untyped_storage().resize_(32).nbytes() == 32
+    del owner

@@ -26,7 +26,7 @@ from weft.moe.arguments import describe
 from weft.moe.events import EventHandle, EventOverlap
 from weft.moe.host_memory import HostMemory
 from weft.moe.runtime_facts import RuntimeFacts
-from weft.moe.window_pieces import CudaStreams, Lease, WindowPieces, watch_record_stream
+from weft.moe.window_pieces import CudaStreams, Lease, StorageOwner, WindowPieces, watch_torch
 
 _NOWHERE = 16
 _SMALL_BYTES = 1 << 20  # results on the CPU that the C library keeps itself
@@ -39,7 +39,7 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
 
 
-class _HostLease:
+class HostLease:
     """Owns one piece of a window in host memory; the DLPack capsule of a view keeps it alive."""
 
     def __init__(self, engine: Engine, offset: int) -> None:
@@ -81,7 +81,7 @@ class Engine(RuntimeFacts):
         self.unreceived: dict[int, str] = {}  # by number, those whose hook has not run
         self._pieces: WindowPieces | None = None
         if self.is_cuda:
-            watch_record_stream()
+            watch_torch()
             self._pieces = WindowPieces(self.core.give_back, self.comm_stream, CudaStreams(device))
         self._host_memory = HostMemory()
 
@@ -109,14 +109,25 @@ class Engine(RuntimeFacts):
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def piece(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return uint8[num_bytes] of the window; the piece is given back when the last view of it is gone."""
+    def lend(self, offset: int) -> Lease | HostLease | None:
+        """Return the lease of a piece of the window, which comes back when the lease and its storages are gone."""
         if self.is_capturing:  # the graph writes here at every replay: the piece is never given back
+            return None
+        return self._pieces.lend(self, offset) if self._pieces else HostLease(self, offset)
+
+    def storage_of(
+        self, lease: Lease | HostLease | None, offset: int, num_bytes: int, can_be_freed: bool
+    ) -> torch.Tensor:
+        """Return uint8[num_bytes] of a leased piece from ``offset`` of the window on, with a storage of its own.
+
+        can_be_freed: on CUDA resize_(0) gives it back, as nobody else has this storage.
+        """
+        if lease is None:
             return self.permanent_view(offset, max(num_bytes, 16))
-        lease = self._pieces.lend(self, offset) if self._pieces else _HostLease(self, offset)
-        view: torch.Tensor = from_dlpack(self.core.view(offset, max(num_bytes, 16), lease))
-        if isinstance(lease, Lease):
-            lease.lies_at(view.untyped_storage().data_ptr())
+        owner = lease.share() if isinstance(lease, Lease) else lease
+        view: torch.Tensor = from_dlpack(self.core.view(offset, max(num_bytes, 16), owner))
+        if isinstance(owner, StorageOwner):
+            owner.lies_at(view.untyped_storage().data_ptr(), can_be_freed)
         return view
 
     def output(

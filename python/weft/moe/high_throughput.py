@@ -283,8 +283,10 @@ class Received:
         self.num_rows = num_rows
         self._engine = engine
         self._layout = received.layout
-        self._rows = engine.piece(received.rows_at, self._layout.rows_bytes)
-        self._meta = engine.piece(received.meta_at, self._layout.meta_bytes)
+        self._rows_at = received.rows_at
+        self._rows = engine.lend(received.rows_at)
+        meta = engine.lend(received.meta_at)
+        self._meta = engine.storage_of(meta, received.meta_at, self._layout.meta_bytes, can_be_freed=False)
         self._sent = sent
 
     def payload(self) -> Payload:
@@ -298,10 +300,11 @@ class Received:
 
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """Return rows [N, hidden], and scales [N, n] or None, as they came."""
-        rows = self._matrix(self._rows, 0, self._sent.x)
+        scales_at = self._layout.scales
         if self._sent.scales is None:
-            return rows, None
-        return rows, self._matrix(self._rows, self._layout.scales, self._sent.scales)
+            return self._rows_of(0, self._layout.rows_bytes, self._sent.x), None
+        rows = self._rows_of(0, scales_at, self._sent.x)
+        return rows, self._rows_of(scales_at, self._layout.rows_bytes - scales_at, self._sent.scales)
 
     def ids(self) -> Tensor | None:
         """Return local expert ids [N, top_k], -1 elsewhere."""
@@ -320,6 +323,11 @@ class Received:
     def slot(self) -> Tensor:
         """Return i32[N], each row's place in its owner's staging."""
         return self._column(self._layout.slot)
+
+    def _rows_of(self, offset: int, num_bytes: int, like: Tensor) -> Tensor:
+        begin = self._rows_at + offset
+        storage = self._engine.storage_of(self._rows, begin, num_bytes, can_be_freed=True)
+        return self._matrix(storage, 0, like)
 
     def _matrix(self, piece: Tensor, offset: int, like: Tensor) -> Tensor:
         return self._engine.output(piece, offset, (self.num_rows, like.size(1)), like.dtype)

@@ -2,7 +2,9 @@
 """When a piece of the window, in which a received tensor lay, can be written again on a GPU.
 
     pieces = WindowPieces(core.give_back, comm_stream, CudaStreams(device))
-    lease = pieces.lend(engine, offset)        # kept alive by the tensors in that piece
+    lease = pieces.lend(engine, offset)
+    share = lease.share()                      # kept alive by a storage in that piece
+    share.lies_at(address, can_be_freed=True)
     pieces.reclaim()                           # before the communication stream writes into what was given back
 
 Peers write into a piece once this rank's communication stream has told them to. So that stream first waits for what
@@ -11,41 +13,74 @@ that was current when it died. Streams that ``Tensor.record_stream()`` named may
 hold up later calls: their pieces stay out until they are done, as torch does it with memory of its own, unless there
 is no other room.
 
-Torch keeps streams for its own memory only. ``watch_record_stream()`` therefore puts a function in front of
-``torch.Tensor.record_stream``, which notes the stream where a tensor lies in a window, and then calls torch's.
-Threads: tensors may die, and streams be recorded, in any thread; the rest is for one caller at a time.
+Torch keeps streams, and frees storages by ``resize_(0)``, for its own memory only. ``watch_torch()`` therefore puts
+functions in front of ``torch.Tensor.record_stream`` and ``torch.UntypedStorage.resize_``, which do the same for
+pieces of a window, and call torch's for all others.
+Threads: tensors may die, be freed, and have streams recorded, in any thread; the rest is for one caller at a time.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_recorded: dict[int, dict[int, Any]] = {}  # by address of a piece that is out: streams by their numbers
+_out: dict[int, Share] = {}  # what is out, by the address at which its storage begins
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have no memory to ask for
 
 
 class Lease:
-    """One piece that is out; it goes back when nobody has this object any more."""
+    """One piece that is out; it goes back when none of its shares is left."""
 
     def __init__(self, pieces: WindowPieces, owner: object, offset: int, home: Any) -> None:
+        self.recorded: dict[int, Any] = {}  # streams by their numbers
         self._pieces = pieces
         self._owner = owner  # keeps the window mapped
         self._offset = offset
         self._home = home
-        self._address = 0
 
-    def lies_at(self, address: int) -> None:
-        """Have streams noted for tensors whose storage begins at this address."""
-        self._address = address
-        _recorded[address] = {}
+    def share(self) -> StorageOwner:
+        """Return what a storage in this piece keeps alive."""
+        return StorageOwner(Share(self))
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._pieces.take_back(self._offset, self._home, _recorded.pop(self._address, {}))
+            self._pieces.take_back(self._offset, self._home, self.recorded)
+
+
+class Share:
+    """What one storage has of a piece, until it dies or is freed."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease: Lease | None = lease
+        self.can_be_freed = False
+        self.address = 0
+
+    def end(self) -> None:
+        """Let go of the piece; does nothing a second time."""
+        if _out.get(self.address) is self:  # else another storage begins there now
+            del _out[self.address]
+        self.lease = None
+
+
+class StorageOwner:
+    """Ends a share when its storage dies: what the storage's memory is owned by."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+
+    def lies_at(self, address: int, can_be_freed: bool) -> None:
+        """Watch the storage that begins at this address. can_be_freed: resize_(0) ends the share."""
+        self._share.address = address
+        self._share.can_be_freed = can_be_freed
+        _out[address] = self._share
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._share.end()
 
 
 class WindowPieces:
@@ -145,22 +180,48 @@ class _Returned:
 
 def note_stream(tensor: torch.Tensor, stream: Any) -> None:
     """Note that a stream uses a tensor, if it lies in a piece of a window."""
-    if _recorded and type(tensor) in _PLAIN:
-        streams = _recorded.get(tensor.untyped_storage().data_ptr())
-        if streams is not None:
-            streams[stream.cuda_stream] = stream
+    if not _out or type(tensor) not in _PLAIN:
+        return
+    share = _out.get(tensor.untyped_storage().data_ptr())
+    lease = share.lease if share else None
+    if lease is not None:
+        lease.recorded[stream.cuda_stream] = stream
 
 
-def watch_record_stream() -> None:
-    """Have torch.Tensor.record_stream() tell note_stream(), from now on. Does nothing a second time."""
-    torchs_own = torch.Tensor.record_stream
-    if getattr(torchs_own, "notes_streams", False):
+def free_storage(storage: torch.UntypedStorage) -> bool:
+    """Free a storage that lies in a piece of a window; return whether it does.
+
+    Whoever uses it afterwards gets an error (where torch has a way to say so). A storage that others share with
+    whom freed it, as ids and weights of a dispatch share theirs with its handle, stays until all of them are gone.
+    """
+    share = _out.get(storage.data_ptr()) if _out else None
+    if share is None:
+        return False
+    if share.can_be_freed:
+        share.end()
+        if _set_access_error is not None:
+            _set_access_error(storage._cdata, "The memory of this tensor was freed by resize_(0).")
+    return True
+
+
+_set_access_error = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+
+
+def watch_torch() -> None:
+    """Have record_stream() and resize_() of torch serve pieces of windows, from now on. Once is enough."""
+    torchs_record, torchs_resize = torch.Tensor.record_stream, torch.UntypedStorage.resize_
+    if getattr(torchs_record, "knows_windows", False):
         return
 
-    def record_stream(self: torch.Tensor, stream: Any) -> None:
-        note_stream(self, stream)
-        torchs_own(self, stream)
+    @functools.wraps(torchs_record)
+    def record_stream(self: torch.Tensor, s: Any) -> None:
+        note_stream(self, s)
+        torchs_record(self, s)
 
-    record_stream.notes_streams = True  # type: ignore[attr-defined]
-    record_stream.__doc__ = torchs_own.__doc__
+    @functools.wraps(torchs_resize)
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        return self if size == 0 and free_storage(self) else torchs_resize(self, size)
+
+    record_stream.knows_windows = True  # type: ignore[attr-defined]
     torch.Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <sstream>
 
 #include "base/config.h"
 #include "base/log.h"
@@ -24,6 +25,16 @@ struct Card {
   char forward[512] = {};
   ncclUniqueId real_id = {};  // of rank 0
 };
+
+// By Function: what WEFT_NCCL_FORWARD names; "all" means every one.
+std::vector<bool> forwarded_functions() {
+  std::vector<bool> is_forwarded(kFunctions);
+  std::istringstream names(config().nccl_forward);
+  for (std::string name; std::getline(names, name, ',');)
+    for (int i = 0; i < kFunctions; ++i)
+      if (name == "all" || name == kFunctionNames[i]) is_forwarded[i] = true;
+  return is_forwarded;
+}
 
 // Older programs give a shorter struct; the real library reads what `size` covers. Ours blocks: a
 // communicator of Weft is ready when init returns, so its shadow has to be.
@@ -63,6 +74,7 @@ ncclComm::~ncclComm() {
 Status ncclComm::init(const ncclUniqueId& id, int rank, int size, const ncclConfig_t* config) {
   rank_ = rank;
   size_ = size;
+  is_forwarded_ = weft::nccl::forwarded_functions();
   ncclUniqueId real_id{};
   bool all_have_real = false;
   WEFT_TRY(meet(id, real_id, all_have_real));
@@ -151,7 +163,9 @@ Status ncclComm::make_runners() {
                            "create an event");
 }
 
+// The real library works on the thread's current device, which in a thread of ours is the first one.
 Status ncclComm::make_shadow(const ncclUniqueId& real_id, const ncclConfig_t* config) {
+  WEFT_TRY_ASSIGN(weft::CudaContext context, weft::CudaContext::enter(device_.ordinal));
   const auto init = weft::nccl::real<decltype(&ncclCommInitRankConfig)>("ncclCommInitRankConfig");
   ncclConfig_t blocking = weft::nccl::blocking(config);
   const ncclResult_t result = init ? init(&real_, size_, real_id, rank_, &blocking) : ncclInvalidUsage;

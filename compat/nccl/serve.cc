@@ -6,7 +6,8 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
-#include <sstream>
+#include <set>
+#include <utility>
 
 #include "base/config.h"
 #include "base/log.h"
@@ -55,6 +56,11 @@ bool is_transfer(Function function) {
   return function == Function::kSend || function == Function::kRecv;
 }
 
+// Served as sends and receives.
+bool is_of_messages(Function function) {
+  return function == Function::kGather || function == Function::kScatter || function == Function::kAllToAllv;
+}
+
 // The kernel, and the row of the book, for a function that the exchange kernel can serve.
 struct ExchangeOf {
   Exchange kind;
@@ -73,14 +79,6 @@ std::optional<ExchangeOf> exchange_of(Function function) {
     default:
       return {};
   }
-}
-
-// WEFT_NCCL_FORWARD names functions; "all" means every one.
-bool is_forwarded_by_option(Function function) {
-  std::istringstream names(config().nccl_forward);
-  for (std::string name; std::getline(names, name, ',');)
-    if (name == "all" || name == weft::nccl::kFunctionNames[static_cast<int>(function)]) return true;
-  return false;
 }
 
 template <class T>
@@ -207,20 +205,31 @@ Status ncclComm::run(const std::vector<Operation>& operations) {
   return exchange(transfers);
 }
 
+bool ncclComm::starts_at_once(const std::vector<Operation>& operations) {
+  if (!is_weft_ || device_.is_host() || weft::config().check) return false;
+  // The second launch may have to wait for room in a table that the first one reads.
+  std::set<std::pair<Function, int>> messages;
+  for (const Operation& o : operations) {
+    const bool is_alone = operations.size() == 1 && !weft::nccl::is_of_messages(o.function);
+    const bool is_first = weft::nccl::is_transfer(o.function) && messages.insert({o.function, o.peer}).second;
+    if (!(is_alone || is_first) || !serves(o)) return false;
+  }
+  return true;
+}
+
 // By what all ranks know alike: the option, the operation, the group of operators, whether a graph is
 // captured.
 bool ncclComm::serves(const Operation& operation) {
   if (!is_weft_) return false;
   if (!real_) return true;  // nobody else would
-  if (weft::nccl::is_forwarded_by_option(operation.function)) return false;
+  if (is_forwarded_[static_cast<size_t>(operation.function)]) return false;
   if (weft::nccl::reduces(operation.function) && operation.op >= ncclNumOps) {
     const PreMulSum* op = find_op(operation.op);
     return op && !op->pointer && weft::nccl::is_float(op->type);
   }
   // Tables of sizes are host memory at the time of the call, which a replayed graph would not see.
   const bool has_tables =
-      weft::nccl::is_transfer(operation.function) || operation.function == Function::kGather ||
-      operation.function == Function::kScatter || operation.function == Function::kAllToAllv;
+      weft::nccl::is_transfer(operation.function) || weft::nccl::is_of_messages(operation.function);
   if (has_tables && is_capturing(operation.stream)) return false;
   const bool has_root = operation.function == Function::kBroadcast || operation.function == Function::kReduce;
   return !(has_root && operation.peer != 0 && is_capturing(operation.stream));

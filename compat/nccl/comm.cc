@@ -17,6 +17,8 @@ using weft::Status;
 namespace weft::nccl {
 namespace {
 
+constexpr uint64_t kSlotBytes = 128 << 10, kUnusedSlotBytes = 4 << 10;
+
 // What a rank tells the others first. All run the same build, which the ticket's magic and `bytes` check.
 struct Card {
   uint64_t bytes = sizeof(Card);
@@ -147,9 +149,15 @@ Status ncclComm::make_runners() {
     if (other != std::to_string(digest))
       return weft::logged(Status::invalid("program book: ranks read different ones"));
   book_ = std::make_unique<weft::ProgramBook>(std::move(*book));
-  WEFT_TRY_ASSIGN(collectives_, weft::CollectiveRunner::create(comm_, {.channels = book_->channels(false)}));
-  WEFT_TRY_ASSIGN(pairs_, weft::CollectiveRunner::create(
-                              comm_, {.channels = book_->channels(true), .has_exchanges = false}));
+  weft::RunnerOptions whole{.channels = book_->channels(false)};
+  weft::RunnerOptions pairs{.channels = book_->channels(true), .has_exchanges = false};
+  if (!device_.is_host()) {
+    // Sixteen blocks a link, each with eight messages on their way: smaller ones keep the memory in bounds.
+    whole.simple_slot_bytes = pairs.simple_slot_bytes = weft::nccl::kSlotBytes;
+    pairs.ll_slot_bytes = weft::nccl::kUnusedSlotBytes;
+  }
+  WEFT_TRY_ASSIGN(collectives_, weft::CollectiveRunner::create(comm_, whole));
+  WEFT_TRY_ASSIGN(pairs_, weft::CollectiveRunner::create(comm_, pairs));
   if (!book_->choose(weft::BookCollective::kExchange, 0))
     return Status::invalid("program book: has no exchange");
   for (const weft::BookChoice& choice : book_->choices()) {

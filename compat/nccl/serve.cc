@@ -160,7 +160,6 @@ void multiply_integers(ncclDataType_t type, std::byte* data, uint64_t elems, uin
 struct Table {
   std::byte* base = nullptr;
   std::vector<weft::ChunkSpan> entries;
-  uint64_t most = 0;
 };
 Table table_of(const std::vector<const Operation*>& operations, int ranks) {
   Table table;
@@ -175,7 +174,6 @@ Table table_of(const std::vector<const Operation*>& operations, int ranks) {
     if (!o) continue;
     table.entries[rank] = {static_cast<uint64_t>(address(*o) - table.base), o->count * bytes_of(o->type),
                            static_cast<uint32_t>(element_of(o->type)), 0};
-    table.most = std::max(table.most, table.entries[rank].length);
   }
   return table;
 }
@@ -428,9 +426,9 @@ Status ncclComm::exchange_round(const std::vector<const Operation*>& sends,
   const weft::BookChoice* choice = book_->choose(BookCollective::kExchange, 0);
   WEFT_TRY_ASSIGN(const uint32_t number, load(*pairs_, BookCollective::kExchange, choice->program, 0));
   weft::nccl::Table out = weft::nccl::table_of(sends, size_), in = weft::nccl::table_of(recvs, size_);
-  return pairs_->run({number, Element::kUint8, Reduction::kSum, book_->program(choice->program).protocol,
-                      out.base, in.base, std::max(out.most, in.most), 1, false, std::move(out.entries),
-                      std::move(in.entries), 0, 0, stream});
+  const weft::BookProgram& program = book_->program(choice->program);
+  return pairs_->run({number, Element::kUint8, Reduction::kSum, program.protocol, out.base, in.base, 0,
+                      program.per_part, false, std::move(out.entries), std::move(in.entries), 0, 0, stream});
 }
 
 Result<uint32_t> ncclComm::load(weft::CollectiveRunner& runner, BookCollective collective, uint32_t program,

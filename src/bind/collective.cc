@@ -121,15 +121,15 @@ void bind_collective(nb::module_& module) {
       .def(
           "run_with_sizes",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t protocol, uint64_t input,
-             uint64_t output, uint64_t most_elems, const std::vector<std::array<uint64_t, 2>>& input_table,
+             uint64_t output, uint32_t per_part, const std::vector<std::array<uint64_t, 2>>& input_table,
              const std::vector<std::array<uint64_t, 2>>& output_table, uint64_t stream) {
             nb::gil_scoped_release no_gil;
             check(self.run({program, static_cast<Element>(element), Reduction::kSum,
-                            static_cast<Protocol>(protocol), pointer(input), pointer(output), most_elems, 1,
+                            static_cast<Protocol>(protocol), pointer(input), pointer(output), 0, per_part,
                             false, spans(input_table, element), spans(output_table, element), 0, 0,
                             pointer(stream)}));
           },
-          "program"_a, "element"_a, "protocol"_a, "input"_a, "output"_a, "most_elems"_a, "input_table"_a,
+          "program"_a, "element"_a, "protocol"_a, "input"_a, "output"_a, "per_part"_a, "input_table"_a,
           "output_table"_a, "stream"_a)
       .def(
           "exchange",

@@ -45,6 +45,31 @@ uint32_t digest_of(const ChunkSpan& span) {
   return CallDigest().add(span.length).add(span.mark).value();
 }
 
+// Parts whose sizes differ are cut for `instances` blocks a peer, in pieces that are worth a block's while. Both
+// ends of a part cut it alike, and mark every piece with the size of the whole.
+constexpr uint64_t kLeastPieceBytes = 16 << 10, kPieceGrainBytes = 512;
+std::vector<ChunkSpan> cut(const std::vector<ChunkSpan>& parts, uint32_t instances, uint64_t elem_bytes) {
+  std::vector<ChunkSpan> pieces;
+  pieces.reserve(parts.size() * instances);
+  for (const ChunkSpan& part : parts) {
+    const uint64_t grain = kPieceGrainBytes / elem_bytes;
+    const uint64_t fair = (part.length + instances - 1) / instances;
+    const uint64_t most = std::max((fair + grain - 1) / grain * grain, kLeastPieceBytes / elem_bytes);
+    const uint32_t mark = digest_of(part);
+    for (uint32_t i = 0; i < instances; ++i) {
+      const uint64_t start = std::min(i * most, part.length);
+      pieces.push_back({part.first + start, std::min(most, part.length - start), mark, 0});
+    }
+  }
+  return pieces;
+}
+
+uint64_t longest(const std::vector<ChunkSpan>& pieces) {
+  uint64_t most = 0;
+  for (const ChunkSpan& piece : pieces) most = std::max(most, piece.length);
+  return most;
+}
+
 // What direct_ holds.
 struct DirectTables {
   uint64_t windows_at, processes_at, readers_at, bounce_at, end;
@@ -294,9 +319,14 @@ Status CollectiveRunner::run(const RunCall& call) {
   if (call.is_compiled && program.source.empty())
     return Status::make(Code::kUnsupported, "{} has more than the {} steps that are compiled", program.name,
                         kMaxCompiledSteps);
+  const uint64_t elem_bytes = element_bytes(call.element);
+  const std::vector<ChunkSpan> input = cut(call.input_table, call.per_part, elem_bytes);
+  const std::vector<ChunkSpan> output = cut(call.output_table, call.per_part, elem_bytes);
+  const uint64_t part_elems =
+      input.empty() ? call.part_elems : std::max(longest(input), longest(output)) * call.per_part;
   ProgramArgs args = program.args;
   const ProgramPlan plan =
-      plan_program({call.part_elems, call.per_part, args.num_blocks, call.slice_bytes, call.has_exact_chunks,
+      plan_program({part_elems, call.per_part, args.num_blocks, call.slice_bytes, call.has_exact_chunks,
                     call.input_table.empty() ? message_bytes(program, call.protocol) : 0},
                    call.element, call.protocol, rings_, call.num_sms, limits_);
   args.chunk_elems = plan.chunk_elems;
@@ -325,8 +355,8 @@ Status CollectiveRunner::run(const RunCall& call) {
   if (!call.input_table.empty()) {
     args.skip_empty = 1;
     args.group = 1;
-    WEFT_TRY_ASSIGN(args.buffers[0].table, table(call.input_table, input_table_, call.stream));
-    WEFT_TRY_ASSIGN(args.buffers[1].table, table(call.output_table, output_table_, call.stream));
+    WEFT_TRY_ASSIGN(args.buffers[0].table, table(input, input_table_, call.stream));
+    WEFT_TRY_ASSIGN(args.buffers[1].table, table(output, output_table_, call.stream));
   }
   const ProgramShape shape{static_cast<int64_t>(call.element), static_cast<int64_t>(call.reduction),
                            static_cast<int64_t>(call.protocol)};
@@ -533,7 +563,6 @@ Result<std::byte*> CollectiveRunner::scratch(uint64_t bytes) {
 Result<const ChunkSpan*> CollectiveRunner::table(std::vector<ChunkSpan> entries,
                                                  std::unique_ptr<LocalMemory>& memory, void* stream) {
   const uint64_t bytes = entries.size() * sizeof(ChunkSpan);
-  for (ChunkSpan& span : entries) span.mark = digest_of(span);
   WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(stream));
   if (!memory || memory->bytes() < bytes) {
     if (is_captured)

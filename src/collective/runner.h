@@ -73,8 +73,8 @@ struct RunCall {
   uint64_t part_elems;
   uint32_t per_part;      // chunks of a part
   bool has_exact_chunks;  // part_elems divides by per_part, and chunk c starts at c * part_elems / per_part
-  // Programs whose chunks have sizes of their own: every chunk, with its true Element as mark; else empty.
-  // The chunks of rank r's part are those that go to r, or come from it.
+  // Programs whose parts have sizes of their own: what goes to each rank, and what comes from each, with its true
+  // Element as mark; part_elems is then of no account. Else empty.
   std::vector<ChunkSpan> input_table;
   std::vector<ChunkSpan> output_table;
   uint32_t slice_bytes;  // 0: what a slot holds

@@ -23,10 +23,11 @@ from random_programs import (
 )
 
 from weft.collectives import Algorithm, AllToAll, Buffer, Program, VerificationError, calls, chunk, verify
-from weft.collectives.calls import Collectives
+from weft.collectives.calls import Collectives, transfer
 from weft.collectives.executor import Call, Executor
 from weft.collectives.library import build, entries
 from weft.collectives.rows import ELEMENTS, REDUCTIONS
+from weft.collectives.selector import Variant, build_variant
 from weft.collectives.xml import to_xml
 from weft.errors import Error, PeerLost
 from weft.runtime.communicator import Communicator
@@ -135,15 +136,35 @@ def test_an_average_has_the_bits_of_a_sum_and_a_division() -> None:
     run_ranks(3, _averages, [*names, ""], deadline_s=280)
 
 
+def _transfers(rank: Rank) -> None:
+    executor = Executor(Communicator(rank.group, timeout_s=60).core)
+    for elems, instances in ((1, 2), (3, 2), (5003, 2), (400_001, 2), (400_001, 1)):
+        if rank.rank == 1:
+            continue  # nobody else takes part
+        program = executor.load(transfer(3, 0, 2, instances))
+        wanted = torch.arange(elems, dtype=torch.int32) * instances
+        tensor = wanted.clone() if rank.rank == 0 else torch.zeros_like(wanted)
+        executor.run(program, Call(tensor.data_ptr(), tensor.data_ptr(), elems, ELEMENTS["int32"]))
+        assert torch.equal(tensor, wanted)
+
+
+def test_a_message_may_have_several_blocks() -> None:
+    run_ranks(3, _transfers)
+
+
 def _uneven(rank: Rank, seed: int, most: int) -> None:
     comm = Collectives(Communicator(rank.group, timeout_s=60).core)
     generator = random.Random(seed)
     n, me = rank.size, rank.rank
+    several = build_variant(Variant("alltoallv_allpairs", "Simple", 4), n, False)
     counts = [[generator.choice([0, 1, generator.randrange(most)]) for _ in range(n)] for _ in range(n)]
     tensor = torch.cat([torch.full((counts[me][q], 3), float(me * 100 + q)) for q in range(n)])
     came = [counts[q][me] for q in range(n)]
     found = comm.all_to_all(tensor, input_splits=counts[me], output_splits=came)
-    assert torch.equal(found, torch.cat([torch.full((came[q], 3), float(q * 100 + me)) for q in range(n)]))
+    wanted = torch.cat([torch.full((came[q], 3), float(q * 100 + me)) for q in range(n)])
+    assert torch.equal(found, wanted)
+    found = comm.all_to_all(tensor, input_splits=counts[me], output_splits=came, algorithm=several)
+    assert torch.equal(found, wanted)
 
 
 def test_all_to_all_with_uneven_splits() -> None:

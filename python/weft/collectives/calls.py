@@ -29,7 +29,7 @@ import torch
 from weft import _core
 from weft.collectives.contract import Buffer, Collective, Slots
 from weft.collectives.exchanges import EXCHANGES
-from weft.collectives.executor import Call, Executor, Loaded
+from weft.collectives.executor import FIRST_CHANNELS, Call, Executor, Loaded
 from weft.collectives.ir import Algorithm, Op, Span
 from weft.collectives.language import Program
 from weft.collectives.logs import follow
@@ -42,6 +42,8 @@ from weft.runtime.tensors import index_of, lacking_memory
 
 log = logging.getLogger("weft.collectives")
 
+_MUCH = 256 << 20  # ranks know only their own sizes, and have to choose alike: what is best for large parts
+_LARGE_TRANSFER_BYTES = 256 << 10
 _DTYPES = {getattr(torch, name): number for name, number in ELEMENTS.items() if hasattr(torch, name)}
 _CACHED_SHAPES = 4096
 
@@ -49,6 +51,7 @@ _CACHED_SHAPES = 4096
 class Transfer(Collective):
     """Rank ``src``'s buffer goes to rank ``dst``; the others do nothing."""
 
+    name = "transfer"
     is_of_pairs = True
 
     def __init__(self, num_ranks: int, src: int, dst: int) -> None:
@@ -56,16 +59,19 @@ class Transfer(Collective):
         self.src, self.dst = src, dst
 
     def before(self, rank: int) -> Slots:
-        return [Chunk(rank, 0)] if rank == self.src else []
+        return self._chunks() if rank == self.src else []
 
     def after(self, rank: int) -> Slots:
-        return [Chunk(self.src, 0)] if rank == self.dst else []
+        return self._chunks() if rank == self.dst else []
+
+    def _chunks(self) -> Slots:
+        return [Chunk(self.src, number) for number in range(self.chunk_factor)]
 
 
 @functools.lru_cache(maxsize=1024)
-def transfer(num_ranks: int, src: int, dst: int) -> Algorithm:
-    """Return the program that sends one buffer from ``src`` to ``dst``."""
-    with Program(f"transfer {src} to {dst}", Transfer(num_ranks, src, dst)) as program:
+def transfer(num_ranks: int, src: int, dst: int, instances: int = 1) -> Algorithm:
+    """Return the program that sends one buffer from ``src`` to ``dst``, with so many blocks."""
+    with Program(f"transfer {src} to {dst}", Transfer(num_ranks, src, dst), instances=instances) as program:
         ref = program.chunk(src, Buffer.input, 0)
         assert ref is not None
         ref.copy(dst, Buffer.output, 0)
@@ -350,7 +356,9 @@ class Collectives:
         if src == dst:
             raise invalid("peer", src, f"another rank of {self.size}")
         element = self._element("tensor", tensor)
-        loaded = self._load(transfer(self.size, src, dst))
+        # One block moves some 20 GB/s between GPUs. Channels that the executor began with need no other rank.
+        is_large = not self._is_cpu and tensor.numel() * tensor.element_size() >= _LARGE_TRANSFER_BYTES
+        loaded = self._load(transfer(self.size, src, dst, FIRST_CHANNELS[False] if is_large else 1))
         address = _address("tensor", tensor)
         call = Call(address, address, tensor.numel(), element, stream=self._stream())
         self._need_executor().run(loaded, call)
@@ -548,7 +556,7 @@ class Collectives:
         if self._executor is None:
             _copy(out, tensor)
             return out
-        loaded = self._load(self._choose("alltoallv", 0, 0, False, algorithm).algorithm)
+        loaded = self._load(self._choose("alltoallv", _MUCH, 0, False, algorithm).algorithm)
         tensor, target = self._apart("alltoallv", tensor, out, 0, None)
         call = Call(_address("tensor", tensor), _address("out", target), 0, element, stream=self._stream())
         self._executor.run_with_sizes(loaded, call, _places(sent, row_elems), _places(came, row_elems))

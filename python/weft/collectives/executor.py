@@ -38,7 +38,7 @@ _CALLS = {
 }
 _WITH_ROOT = ("broadcast", "reduce", "gather", "scatter")
 _REDUCTIONS = ("allreduce", "reducescatter", "reduce_scatter", "reduce", "custom")
-_FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
+FIRST_CHANNELS = {True: 2, False: 8}  # by "is the CPU"
 
 
 @kept
@@ -119,7 +119,7 @@ class Executor:
         self._timeout_s = timeout_s or 0.0
         self._direct_bytes = direct_bytes
         self._loaded: list[Algorithm] = []
-        self._runner = self._new_runner(_FIRST_CHANNELS[self._is_cpu])
+        self._runner = self._new_runner(FIRST_CHANNELS[self._is_cpu])
 
     def load(self, algorithm: Algorithm) -> Loaded:
         """Load this rank's part. Collective when the algorithm has more channels than any before.
@@ -197,25 +197,24 @@ class Executor:
         self,
         program: Loaded,
         call: Call,
-        input_chunks: Sequence[tuple[int, int]],
-        output_chunks: Sequence[tuple[int, int]],
+        input_parts: Sequence[tuple[int, int]],
+        output_parts: Sequence[tuple[int, int]],
     ) -> None:
-        """Run a program without scratch whose chunks have sizes of their own: (offset, length) in elements.
+        """Run a program without scratch, what goes to each rank having a size of its own: (offset, length) in elements.
 
         Every rank runs it, with nothing to move, too: calls are counted.
         """
         if run_limit(program.algorithm) is not None:
             raise invalid("program", program.algorithm.name, "one that does not hang with unequal chunks")
-        most = max((length for _, length in (*input_chunks, *output_chunks)), default=0)
         self._runner.run_with_sizes(
             program.number,
             call.element,
             program.protocol,
             call.input,
             call.output,
-            most,
-            input_chunks,
-            output_chunks,
+            program.per_part,
+            input_parts,
+            output_parts,
             call.stream,
         )
 

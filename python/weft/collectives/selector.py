@@ -199,7 +199,7 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
         Variant("alltoall_allpairs", "Simple", 8),
         Variant("alltoall_allpairs", "Simple", 16),
     ),
-    "alltoallv": (Variant("alltoallv_allpairs", "Simple"),),
+    "alltoallv": tuple(Variant("alltoallv_allpairs", "Simple", instances) for instances in (1, 4, 16)),
     "broadcast": (
         Variant("broadcast_flat", "LL"),
         *(Variant("broadcast_flat", "Simple", instances) for instances in (1, 4, 16)),
@@ -211,8 +211,14 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
         *(Variant("reduce_flat", "Simple", instances) for instances in (1, 4, 16)),
         *(Variant("reduce_chain", "Simple", instances) for instances in (1, 4, 16)),
     ),
-    "gather": (Variant("gather_flat", "LL"), Variant("gather_flat", "Simple")),
-    "scatter": (Variant("scatter_flat", "LL"), Variant("scatter_flat", "Simple")),
+    "gather": (
+        Variant("gather_flat", "LL"),
+        *(Variant("gather_flat", "Simple", instances) for instances in (1, 4, 16)),
+    ),
+    "scatter": (
+        Variant("scatter_flat", "LL"),
+        *(Variant("scatter_flat", "Simple", instances) for instances in (1, 4, 16)),
+    ),
     "sendrecv": (Variant("sendrecv", "Simple"),),
 }
 

@@ -10,6 +10,7 @@
 // Threads: run() and split() one at a time; stop(), async_error() from any.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <map>
 #include <memory>
@@ -54,8 +55,9 @@ struct ncclComm {
   void adopt(ncclComm_t real);
 
   weft::Status run(const std::vector<weft::nccl::Operation>& operations);
-  // Whether run() needs no other rank of this process to be under way: one launch, that is, and nothing that the
-  // real library or the hosts of other ranks take part in.
+  // Whether run() needs no other rank of this process to be under way: one launch, that is, of what has run before
+  // (so that no memory has to be found and no kernel loaded beside one that waits), and nothing that the real
+  // library or the hosts of other ranks take part in.
   bool starts_at_once(const std::vector<weft::nccl::Operation>& operations);
 
   // Makes everything that waits give up soon, on this rank; nothing works afterwards.
@@ -110,8 +112,9 @@ struct ncclComm {
   const uint64_t magic_ = kMagic;  // first, where the real library's communicators have another number
   const weft::Device device_;
   int rank_ = 0, size_ = 1;
-  bool is_weft_ = false;            // Weft serves; agreed
-  std::vector<bool> is_forwarded_;  // by Function: what WEFT_NCCL_FORWARD names
+  bool is_weft_ = false;                         // Weft serves; agreed
+  std::map<std::array<int, 4>, size_t> served_;  // the most elements, by function, type, operator, and peer
+  std::vector<bool> is_forwarded_;               // by Function: what WEFT_NCCL_FORWARD names
   std::shared_ptr<weft::Bootstrap> bootstrap_;
   std::shared_ptr<weft::Communicator> comm_;
   std::unique_ptr<weft::ProgramBook> book_;

@@ -56,6 +56,11 @@ bool is_transfer(Function function) {
   return function == Function::kSend || function == Function::kRecv;
 }
 
+// What has the same kernel, and needs memory by its size.
+std::array<int, 4> kind_of(const Operation& o) {
+  return {static_cast<int>(o.function), static_cast<int>(o.type), static_cast<int>(o.op), o.peer};
+}
+
 // Served as sends and receives.
 bool is_of_messages(Function function) {
   return function == Function::kGather || function == Function::kScatter || function == Function::kAllToAllv;
@@ -194,6 +199,8 @@ Status ncclComm::run(const std::vector<Operation>& operations) {
     WEFT_TRY(forward(forwarded));
     forwarded.clear();
     weft::nccl::count_served(operation.function);
+    size_t& most = served_[weft::nccl::kind_of(operation)];
+    most = std::max(most, operation.count);
     if (weft::nccl::is_transfer(operation.function))
       transfers.push_back(operation);
     else
@@ -204,13 +211,16 @@ Status ncclComm::run(const std::vector<Operation>& operations) {
 }
 
 bool ncclComm::starts_at_once(const std::vector<Operation>& operations) {
+  std::lock_guard lock(mutex_);
   if (!is_weft_ || device_.is_host() || weft::config().check) return false;
   // The second launch may have to wait for room in a table that the first one reads.
   std::set<std::pair<Function, int>> messages;
   for (const Operation& o : operations) {
     const bool is_alone = operations.size() == 1 && !weft::nccl::is_of_messages(o.function);
     const bool is_first = weft::nccl::is_transfer(o.function) && messages.insert({o.function, o.peer}).second;
-    if (!(is_alone || is_first) || !serves(o)) return false;
+    const auto known = served_.find(weft::nccl::kind_of(o));
+    const bool is_known = known != served_.end() && o.count <= known->second;
+    if (!is_known || !(is_alone || is_first) || !serves(o)) return false;
   }
   return true;
 }

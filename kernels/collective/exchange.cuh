@@ -16,6 +16,9 @@
 //           may lie anywhere and have any alignment.
 // Sums are in the order of ranks, so all ranks get the same bits. Waits: for lines, cards and signals of
 // every peer; bounded by the wait rule. exchange_args.h says why slots may be reused without asking.
+//
+// Who gives up sends nothing from then on that it made of what did not come, and takes back what would let a
+// rank that is late use its buffers: the late rank waits in vain, too. Launches after it send nothing.
 #pragma once
 
 #include "kernels/collective/exchange_args.h"
@@ -41,7 +44,8 @@ WEFT_DEVICE constexpr uint32_t pipe_bytes(uint32_t piece_bytes) {
 struct Met {
   uint32_t all_have_places;
   uint32_t all_came;
-  uint32_t reserved[2];
+  uint32_t lost;  // the slice, as the low half of its number, for which a thread waited in vain
+  uint32_t reserved;
 };
 WEFT_DEVICE constexpr uint32_t places_bytes(uint32_t ranks) {
   return (static_cast<uint32_t>(sizeof(Met)) + 2 * ranks * 8 + 127) / 128 * 128;
@@ -218,13 +222,12 @@ WEFT_DEVICE void receive_lines(const Round<R>& round, Slice slice, PieceFrom pie
   }
 }
 
-// This rank's unit plus every peer's, in the order of ranks.
+// This rank's unit plus every peer's, in the order of ranks. False: some did not come.
 template <class Combiner, class R>
-WEFT_DEVICE Vec16 sum_of_lines(const Round<R>& round, uint32_t unit, const Vec16& own,
-                               PeerPatience& patience) {
+WEFT_DEVICE bool sum_of_lines(const Round<R>& round, uint32_t unit, const Vec16& own, PeerPatience& patience,
+                              Vec16& sum) {
   const R& run = round.run;
   constexpr uint32_t kInFlight = kSourcesInFlight<Combiner>;
-  Vec16 sum{};
   // Regions of neighbouring senders stand one stride apart.
   const Lines lines = round.from(0);
   const uint64_t stride = uint64_t{run.a.layout.blocks} * run.a.layout.region_units * 2;
@@ -244,7 +247,8 @@ WEFT_DEVICE Vec16 sum_of_lines(const Round<R>& round, uint32_t unit, const Vec16
       for (uint32_t j = 0; j < kInFlight; ++j) {
         if (is_peer(j) && !(lines.is_there(low[j]) && lines.is_there(high[j]))) missing = first + j;
       }
-      if (missing == run.ranks || patience.ends(looks, missing, round.number, round.number - 1)) break;
+      if (missing == run.ranks) break;
+      if (patience.ends(looks, missing, round.number, round.number - 1)) return false;
     }
     WEFT_UNROLL
     for (uint32_t j = 0; j < kInFlight; ++j) {
@@ -254,10 +258,12 @@ WEFT_DEVICE Vec16 sum_of_lines(const Round<R>& round, uint32_t unit, const Vec16
       sum = first + j == 0 ? value : Combiner::apply(sum, value);
     }
   }
-  return Combiner::finish(sum, run.ranks);
+  sum = Combiner::finish(sum, run.ranks);
+  return true;
 }
 
-// Adds the slices that came to this rank's and stores the sums; then(unit, sum) is called for each.
+// Adds the slices that came to this rank's and stores the sums; then(unit, sum) is called for each that is
+// whole.
 template <class R, class Then>
 WEFT_DEVICE void add_lines(const Round<R>& round, Slice slice, const Piece& own, const Piece& into,
                            Then then) {
@@ -266,7 +272,8 @@ WEFT_DEVICE void add_lines(const Round<R>& round, Slice slice, const Piece& own,
     PeerPatience patience{{run.a.wait}, run.block.index()};
     for (uint32_t unit = run.block.rank(); unit < slice.count; unit += run.block.size()) {
       const Vec16 mine = load_unit(own, slice.first + unit);
-      const Vec16 sum = sum_of_lines<decltype(combiner)>(round, unit, mine, patience);
+      Vec16 sum{};
+      if (!sum_of_lines<decltype(combiner)>(round, unit, mine, patience, sum)) continue;
       store_unit(into, slice.first + unit, sum);
       then(unit, sum);
     }
@@ -365,6 +372,7 @@ WEFT_DEVICE void run_lines(const R& run) {
   const uint64_t units = is_two_shot ? share_units_of(a.bytes, run.ranks) : (a.bytes + 15) / 16;
   ExchangeState& state = a.states[run.block.index()];
   uint64_t number = state.rounds + 1;
+  if (is_void(a.wait, load_gave_up(a.wait))) return;
   for (uint64_t first = uint64_t{run.block.index()} * a.slice_units; first < units;
        first += uint64_t{run.block.count()} * a.slice_units) {
     const uint64_t left = units - first;
@@ -415,23 +423,29 @@ struct Stage {
     for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size())
       if (peer != run.self) run.mesh.to(peer).put_value(signal_of(run.self), value);
   }
-  // Waits until all peers have published theirs.
-  WEFT_DEVICE void wait() const {
+  // Waits until all peers have published theirs. Returns, in every thread of the block, whether they have.
+  WEFT_DEVICE bool wait() const {
     PeerPatience patience{{run.a.wait}, run.block.index()};
     for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size()) {
       if (peer == run.self) continue;
       const auto* signal = reinterpret_cast<const uint64_t*>(run.mesh.local() + signal_of(peer));
       uint64_t seen = load_acquire(signal);
-      for (uint32_t looks = 0; !came(seen) && !patience.ends(looks, peer, number, seen >> 32); ++looks)
+      for (uint32_t looks = 0; !came(seen); ++looks) {
+        if (patience.ends(looks, peer, number, seen >> 32)) {
+          store_release_block(&run.met()->lost, mark());
+          break;
+        }
         seen = load_acquire(signal);
+      }
     }
     run.block.sync();
+    return load_acquire_block(&run.met()->lost) != mark();
   }
+  WEFT_DEVICE uint32_t mark() const { return static_cast<uint32_t>(number); }
 
  private:
   // Whether a peer has filled this slice, of this call. Who is in a later call has left this one, and so has
-  // seen that it was the same. Nobody is more than kSlicesShown slices ahead, but for who has given up waiting
-  // and goes through its slices for nothing.
+  // seen that it was the same. Nobody is more than kSlicesShown slices ahead.
   WEFT_DEVICE bool came(uint64_t seen) const {
     const uint32_t ahead = static_cast<uint32_t>(seen >> 32) - static_cast<uint32_t>(number);
     if (ahead > kSlicesShown) return false;  // behind, too
@@ -523,7 +537,8 @@ WEFT_DEVICE void add_stages(const Stage<R>& stage, const Parts<R>& parts, Slice 
 
 // Slices of a block, one after the other; slice i is filled while slice i - 1 is emptied. Signal number n
 // says that the slice of its turn is filled (all_reduce: and the sums of the one before). Whoever fills the
-// areas of number n has seen the signals n - 2 of all peers, each of which had emptied n - 4 before.
+// areas of number n has seen the signals n - 2 of all peers, each of which had emptied n - 4 before. Who gives
+// up fills and tells nothing more.
 template <class R>
 WEFT_DEVICE void run_stages(const R& run) {
   const ExchangeArgs& a = run.a;
@@ -540,6 +555,8 @@ WEFT_DEVICE void run_stages(const R& run) {
   };
   ExchangeState& state = a.states[run.block.index()];
   const uint64_t first_number = state.stages + 1;
+  if (is_void(a.wait, load_gave_up(a.wait))) return;
+  if (run.block.rank() == 0) store_release_block(&run.met()->lost, static_cast<uint32_t>(first_number - 1));
   const uint64_t signals = turns + (is_all_reduce ? 1 : 0);
   for (uint64_t turn = 0; turn <= signals; ++turn) {
     const Stage<R> stage{run, first_number + turn}, before{run, first_number + turn - 1};
@@ -547,7 +564,7 @@ WEFT_DEVICE void run_stages(const R& run) {
       fill_stages(stage, parts, slice_of(turn));
       if (run.pushes()) copy_own(run, slice_of(turn), parts.input_for(run.self), parts.output_of(run.self));
     }
-    if (is_all_reduce && turn > 0) before.wait();
+    if (is_all_reduce && turn > 0 && !before.wait()) break;
     if (is_all_reduce && turn > 0 && turn <= turns)
       add_stages(before, parts, slice_of(turn - 1), [&](uint32_t unit, const Vec16& sum) {
         for (uint32_t to = 1; to < run.ranks; ++to)
@@ -557,7 +574,7 @@ WEFT_DEVICE void run_stages(const R& run) {
     if (is_all_reduce) {
       if (turn > 1) empty_stages(before, parts, slice_of(turn - 2), before.sums_at());
     } else if (turn > 0) {
-      before.wait();
+      if (!before.wait()) break;
       if (run.pushes())
         empty_stages(before, parts, slice_of(turn - 1), 0);
       else
@@ -590,7 +607,8 @@ WEFT_DEVICE bool read_card(const R& run, uint64_t card, uint32_t peer, uint32_t 
 }
 
 // Exchanges cards with every peer's block. Afterwards places() holds every rank's buffers, all peers have
-// started the call, and met() says whether all buffers have places. False: a peer did not come.
+// started the call, and met() says whether all buffers have places. False: a peer did not come; who comes
+// now finds no card of this block.
 template <class R>
 WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
   const ExchangeArgs& a = run.a;
@@ -601,11 +619,11 @@ WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
     const uint64_t half = which == 0 ? a.digest & 0xffff : a.digest >> 16;
     return half << 48 | (meeting & ((1u << kCardMeetingBits) - 1)) << kCardMarkAt;
   };
-  for (uint32_t i = run.block.rank(); i < 2 * run.ranks; i += run.block.size()) {
-    const uint32_t peer = i / 2, which = i % 2;
-    auto* there = reinterpret_cast<uint64_t*>(run.mesh.to(peer).mapped() + cards) + run.self * 2 + which;
-    store_release(there, a.places[which] | mark_of(which));
-  }
+  auto card_at = [&](uint32_t i) {  // of which a rank has two at every peer
+    return reinterpret_cast<uint64_t*>(run.mesh.to(i / 2).mapped() + cards) + run.self * 2 + i % 2;
+  };
+  for (uint32_t i = run.block.rank(); i < 2 * run.ranks; i += run.block.size())
+    store_release(card_at(i), a.places[i % 2] | mark_of(i % 2));
   if (run.block.rank() == 0) *run.met() = {1, 1, {}};
   run.block.sync();
   PeerPatience patience{{a.wait}, run.block.index()};
@@ -624,10 +642,15 @@ WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
     run.places(which)[peer] = place;
   }
   run.block.sync();
-  return run.met()->all_came != 0;
+  if (run.met()->all_came != 0) return true;
+  for (uint32_t i = run.block.rank(); i < 2 * run.ranks; i += run.block.size())
+    store_release(card_at(i), ~mark_of(i % 2));
+  return false;
 }
 
-// Tells every peer's block that this one is done with its buffers, and waits for all of them.
+// Tells every peer's block that this one is done with its buffers, and waits for all of them. Who waits in
+// vain takes its word back: a peer may still read its input, which is its caller's again from now on, and
+// must not take it for what was to be read.
 template <class R>
 WEFT_DEVICE void part(const R& run, uint64_t meeting) {
   const ExchangeArgs& a = run.a;
@@ -639,10 +662,18 @@ WEFT_DEVICE void part(const R& run, uint64_t meeting) {
   for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size()) {
     const auto* signal = reinterpret_cast<const uint64_t*>(run.mesh.local() + done) + peer;
     uint64_t seen = load_acquire(signal);
-    for (uint32_t looks = 0; seen < meeting && !patience.ends(looks, peer, meeting, seen); ++looks)
+    for (uint32_t looks = 0; seen < meeting; ++looks) {
+      if (patience.ends(looks, peer, meeting, seen)) {
+        store_release_block(&run.met()->all_came, 0);
+        break;
+      }
       seen = load_acquire(signal);
+    }
   }
   run.block.sync();
+  if (run.met()->all_came != 0) return;
+  for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size())
+    run.mesh.to(peer).put_value(done + run.self * sizeof(uint64_t), 0);
 }
 
 // A piece of a part on its way: to one rank, or to all.
@@ -717,7 +748,11 @@ template <class R>
 WEFT_DEVICE void run_places(const R& run) {
   ExchangeState& state = run.a.states[run.block.index()];
   const uint64_t meeting = state.meetings + 1;
-  if (!meet(run, meeting)) return;
+  if (is_void(run.a.wait, load_gave_up(run.a.wait))) return;
+  if (!meet(run, meeting)) {
+    if (run.a.wait.gave_up) store_relaxed(run.a.wait.gave_up, uint32_t{1});
+    return;
+  }
   if (run.met()->all_have_places) {
     if (run.pushes())
       push(run);

@@ -87,12 +87,13 @@ WEFT_DEVICE void store_ragged(const Piece& piece, uint64_t unit, const Vec16& va
     if (unit * 16 + i < piece.bytes) piece.at[unit * 16 + i] = bytes.values[i];
 }
 
-// How units travel in a slot.
+// How units travel in a slot. take() returns false where the unit did not come.
 struct SimpleWire {
   static constexpr bool kIsPlain = true;
   template <class GiveUp>
-  WEFT_DEVICE static Vec16 take(const Slot& slot, uint64_t unit, GiveUp) {
-    return load_ragged({slot.at, slot.bytes}, unit);
+  WEFT_DEVICE static bool take(const Slot& slot, uint64_t unit, Vec16& value, GiveUp) {
+    value = load_ragged({slot.at, slot.bytes}, unit);
+    return true;
   }
   WEFT_DEVICE static void put(const Slot& slot, uint64_t unit, const Vec16& value) {
     store_ragged({slot.at, slot.bytes}, unit, value);
@@ -112,16 +113,17 @@ struct LlWire {
     return line.words[1] == flag(slot.tag) && line.words[3] == salted_flag(slot.tag);
   }
   template <class GiveUp>
-  WEFT_DEVICE static Vec16 take(const Slot& slot, uint64_t unit, GiveUp gives_up) {
+  WEFT_DEVICE static bool take(const Slot& slot, uint64_t unit, Vec16& value, GiveUp gives_up) {
     const auto* lines = reinterpret_cast<const Vec16*>(slot.at) + 2 * unit;
     Vec16 low = load_line(lines);
     Vec16 high = load_line(lines + 1);
     for (uint32_t polls = 0; !(is_there(slot, low) && is_there(slot, high)); ++polls) {
-      if (gives_up(polls)) break;
+      if (gives_up(polls)) return false;
       low = load_line(lines);
       high = load_line(lines + 1);
     }
-    return {{low.words[0], low.words[2], high.words[0], high.words[2]}};
+    value = {{low.words[0], low.words[2], high.words[0], high.words[2]}};
+    return true;
   }
   WEFT_DEVICE static void put(const Slot& slot, uint64_t unit, const Vec16& value) {
     auto* lines = reinterpret_cast<Vec16*>(slot.at) + 2 * unit;
@@ -193,14 +195,13 @@ WEFT_DEVICE uint64_t word_of(const Vec16& value, uint32_t which) {
   return value.words[2 * which] | static_cast<uint64_t>(value.words[2 * which + 1]) << 32;
 }
 
-// One pair of a message's words over lines of 128 bytes.
+// One pair of a message's words over lines of 128 bytes. False: it did not come.
 template <class Combiner, class GiveUp>
-WEFT_DEVICE Vec16 move_pair(const Movement& m, uint64_t line, uint32_t lane, const Pair& pair,
-                            GiveUp gives_up) {
-  Vec16 value;
+WEFT_DEVICE bool move_pair(const Movement& m, uint64_t line, uint32_t lane, const Pair& pair, Vec16& value,
+                           GiveUp gives_up) {
   if (m.in.at) {
     for (uint32_t polls = 0; !Ll128Wire::is_there(m.in, line); ++polls)
-      if (gives_up(polls)) break;
+      if (gives_up(polls)) return false;
     value = load_line(reinterpret_cast<const Vec16*>(m.in.at + line * Ll128Wire::kLineBytes) + lane);
     if (m.src.at) value = combined<Combiner>(value, load_pair(m.src, pair), m.divisor);
   } else {
@@ -211,10 +212,11 @@ WEFT_DEVICE Vec16 move_pair(const Movement& m, uint64_t line, uint32_t lane, con
     store_word(m.dst, pair.first, word_of(value, 0));
     if (pair.has_second) store_word(m.dst, pair.first + 1, word_of(value, 1));
   }
-  return value;
+  return true;
 }
 
-// All lanes of a warp go around together, so that the eight of a line store it at once.
+// All lanes of a warp go around together, so that the eight of a line store it at once. What did not come is
+// not sent on.
 template <class Combiner, class GiveUp>
 WEFT_DEVICE void move_lines(Block block, const Movement& m, GiveUp gives_up) {
   const Warp warp;
@@ -225,24 +227,22 @@ WEFT_DEVICE void move_lines(Block block, const Movement& m, GiveUp gives_up) {
     const uint64_t line = item / Ll128Wire::kLanes;
     const auto lane = static_cast<uint32_t>(item % Ll128Wire::kLanes);
     const bool has_second = lane + 1 < Ll128Wire::kLanes;
+    const Pair pair{line * Ll128Wire::kLineWords + 2 * lane, has_second};
     Vec16 value{};
-    if (item < items)
-      value =
-          move_pair<Combiner>(m, line, lane, {line * Ll128Wire::kLineWords + 2 * lane, has_second}, gives_up);
-    if (!m.out.at) continue;
+    const bool came = item >= items || move_pair<Combiner>(m, line, lane, pair, value, gives_up);
+    if (!m.out.at || warp.any(!came)) continue;
     const uint64_t tag = m.out.tag + 1;
     if (!has_second) {
       value.words[2] = static_cast<uint32_t>(tag);
       value.words[3] = static_cast<uint32_t>(tag >> 32);
     }
-    warp.sync();
     if (item < items)
       store_line_part(reinterpret_cast<Vec16*>(m.out.at + line * Ll128Wire::kLineBytes) + lane, value,
                       !has_second);
   }
 }
 
-// Units that are not whole in some piece, or whose wire is not plain memory.
+// Units that are not whole in some piece, or whose wire is not plain memory. What did not come goes nowhere.
 template <class Wire, class Combiner, class GiveUp>
 WEFT_DEVICE void move_unit(const Movement& m, uint64_t unit, bool is_ragged, GiveUp gives_up) {
   auto load = [&](const Piece& piece) {
@@ -250,7 +250,7 @@ WEFT_DEVICE void move_unit(const Movement& m, uint64_t unit, bool is_ragged, Giv
   };
   Vec16 value;
   if (m.in.at) {
-    value = Wire::take(m.in, unit, gives_up);
+    if (!Wire::take(m.in, unit, value, gives_up)) return;
     if (m.src.at) value = combined<Combiner>(value, load(m.src), m.divisor);
   } else {
     value = load(m.src);

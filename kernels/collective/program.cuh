@@ -42,6 +42,7 @@ struct Route {
   uint64_t in_process;  // address in the sender's process; 0: not that way
   uint32_t is_there;    // the sender has stored the message at its destination
   uint32_t refers;
+  uint32_t borrows;  // `in`, or `in_process`, is the sender's own memory
 };
 
 struct Shared {
@@ -274,6 +275,14 @@ WEFT_DEVICE bool all_is_read(const ProgramArgs& a, const MeshT& mesh, const Shap
   return seen >= cursor.sent || (lack = {peer, cursor.sent, seen}, false);
 }
 
+template <class MeshT>
+WEFT_DEVICE const MessageHeader* header_of(const ProgramArgs& a, const MeshT& mesh, const Turn& turn,
+                                           const Cursor& cursor) {
+  const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
+  return reinterpret_cast<const MessageHeader*>(
+      mesh.local() + header_at(a, mesh, turn.block->channel, peer, cursor.received));
+}
+
 // Where the message that came is, by its header; false where it is of another call or cannot be reached,
 // which is raised.
 template <class MeshT, class Shape>
@@ -285,16 +294,19 @@ WEFT_DEVICE bool route_in(const ProgramArgs& a, const MeshT& mesh, const Shape& 
   route.in = {mesh.local() + ring_of(a, mesh, shape, channel, peer, false, cursor.received).slot_at,
               message_tag(cursor.received, salt)};
   if (shape.protocol != static_cast<int64_t>(Protocol::kSimple)) return true;
-  const auto* header = reinterpret_cast<const MessageHeader*>(
-      mesh.local() + header_at(a, mesh, channel, peer, cursor.received));
+  const MessageHeader* header = header_of(a, mesh, turn, cursor);
   if (header->salt != salt) {
-    raise(a.wait.fault, Site::kCollectiveCall, a.wait.self, peer, salt, header->salt, 0,
-          cursor.number << 16 | cursor.step);
+    const bool is_taken_back = header->salt == ~cursor.salt;
+    raise(a.wait.fault, is_taken_back ? Site::kTakenBack : Site::kCollectiveCall, a.wait.self, peer, salt,
+          header->salt, 0, cursor.number << 16 | cursor.step);
     return false;
   }
   if (header->place == Place::kSlot) return true;
   route.in = {nullptr, cursor.received, header->bytes};
-  if (header->place == Place::kDestination) route.is_there = 1;
+  if (header->place == Place::kDestination)
+    route.is_there = 1;
+  else
+    route.borrows = 1;
   if (header->place == Place::kWindow) {
     std::byte* const* bases = a.direct.windows[header->window - 1];
     if (!bases) {
@@ -393,9 +405,9 @@ WEFT_DEVICE Verdict look(const ProgramArgs& a, uint32_t self, Cursor& cursor, bo
 }
 
 // A message that lies in another process is read into its destination or, to be combined, bit by bit into
-// memory that stays in the caches. Host only.
+// memory that stays in the caches. False: it cannot be read. Host only.
 template <class Move>
-WEFT_DEVICE void carry_from_process(const ProgramArgs& a, const Cursor& cursor, const Turn& turn,
+WEFT_DEVICE bool carry_from_process(const ProgramArgs& a, const Cursor& cursor, const Turn& turn,
                                     const Route& route, Movement m, Move move_all) {
   const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
   auto read = [&](std::byte* to, uint64_t at, uint64_t bytes) {
@@ -407,10 +419,11 @@ WEFT_DEVICE void carry_from_process(const ProgramArgs& a, const Cursor& cursor, 
     return false;
   };
   if (!m.src.at && m.dst.at) {
-    if (!read(m.dst.at, 0, m.dst.bytes) || !m.out.at) return;
+    if (!read(m.dst.at, 0, m.dst.bytes)) return false;
     m.src = m.dst;
     m.dst = {};
-    return move_all(m);
+    if (m.out.at) move_all(m);
+    return true;
   }
   auto advance = [](auto& memory, uint64_t bytes) {
     if (!memory.at) return;
@@ -420,7 +433,7 @@ WEFT_DEVICE void carry_from_process(const ProgramArgs& a, const Cursor& cursor, 
   for (uint64_t at = 0; at < turn.units * 16; at += a.direct.bounce_bytes) {
     const uint64_t left = turn.units * 16 - at;
     const uint64_t bytes = left < a.direct.bounce_bytes ? left : a.direct.bounce_bytes;
-    if (!read(a.direct.bounce, at, bytes)) return;
+    if (!read(a.direct.bounce, at, bytes)) return false;
     m.in = {a.direct.bounce, cursor.received, bytes};
     m.units = bytes / 16;
     move_all(m);
@@ -428,6 +441,7 @@ WEFT_DEVICE void carry_from_process(const ProgramArgs& a, const Cursor& cursor, 
     advance(m.dst, bytes);
     advance(m.out, bytes);
   }
+  return true;
 }
 
 // Adds the sources of a sum that several steps make together, by the whole block.
@@ -445,11 +459,11 @@ WEFT_DEVICE void add_fused(const ProgramArgs& a, const Shape& shape, Block block
   move_sums(block, shape, sum, turn.units);
 }
 
-// Moves the piece, by the whole block.
+// Moves the piece, by the whole block. Returns, in each thread, whether all of its part came.
 template <class Shape>
-WEFT_DEVICE void carry_out(const ProgramArgs& a, const Shape& shape, Block block, const Cursor& cursor,
+WEFT_DEVICE bool carry_out(const ProgramArgs& a, const Shape& shape, Block block, const Cursor& cursor,
                            const Turn& turn, const Route& route) {
-  if (turn.step->fused) return add_fused(a, shape, block, cursor, turn);
+  if (turn.step->fused) return add_fused(a, shape, block, cursor, turn), true;
   Movement m;
   m.units = turn.units;
   m.divisor = turn.divisor;
@@ -464,11 +478,13 @@ WEFT_DEVICE void carry_out(const ProgramArgs& a, const Shape& shape, Block block
     m.src = turn.dst;
     m.dst = {};
   }
-  if (!m.dst.at && !m.out.at) return;
+  if (!m.dst.at && !m.out.at) return true;
   Patience patience{a.wait};
+  bool came = true;
   auto gives_up = [&](uint32_t polls) {
     pause(polls);
     if (!patience.ends(polls)) return false;
+    came = false;
     if (patience.is_late())
       give_up(a, cursor, {static_cast<uint32_t>(turn.block->recv_peer), cursor.received + 1, cursor.received},
               patience.waited_ns);
@@ -486,6 +502,20 @@ WEFT_DEVICE void carry_out(const ProgramArgs& a, const Shape& shape, Block block
     if (route.in_process) return carry_from_process(a, cursor, turn, route, m, move_all);
   }
   move_all(m);
+  return came;
+}
+
+// Whether what this visit has read of the sender's own memory was what it sent. A sender that gives up takes
+// its messages back before its memory is its caller's again: see take_back(). One thread, after the block.
+template <class MeshT>
+WEFT_DEVICE bool still_holds(const ProgramArgs& a, const MeshT& mesh, const Cursor& cursor,
+                             const Turn& turn) {
+  if constexpr (Warp::kMaxSize == 1) fence_system();  // what was read, first; on GPUs the barrier saw to it
+  const uint32_t salt = load_acquire(&header_of(a, mesh, turn, cursor)->salt);
+  if (salt == cursor.salt) return true;  // messages that bypass slots have no marks
+  raise(a.wait.fault, Site::kTakenBack, a.wait.self, static_cast<uint32_t>(turn.block->recv_peer),
+        cursor.salt, salt, 0, cursor.number << 16 | cursor.step);
+  return false;
 }
 
 // Tells peers and other blocks, and moves the cursor on. One thread.
@@ -535,6 +565,23 @@ WEFT_DEVICE void grant(const ProgramArgs& a, const MeshT& mesh, const ProgramBlo
     there->window_at[i] = a.buffers[i].window_at;
   }
   store_release(&there->tag, tag);
+}
+
+// After giving up: nobody stores into this rank's buffers any more, nor takes what is in them for what it
+// sent. One thread.
+template <class MeshT, class Shape>
+WEFT_DEVICE void take_back(const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
+                           const Cursor& cursor) {
+  if (shape.protocol != static_cast<int64_t>(Protocol::kSimple)) return;
+  const ProgramBlock& block = a.blocks[cursor.number];
+  if (block.grants) grant(a, mesh, block, message_tag(0, ~cursor.salt));
+  if (block.send_peer < 0) return;
+  const auto peer = static_cast<uint32_t>(block.send_peer);
+  for (uint64_t back = 1; back <= kRingSlots && back <= cursor.sent; ++back) {
+    auto* header = reinterpret_cast<MessageHeader*>(
+        mesh.to(peer).mapped() + header_at(a, mesh, block.channel, mesh.rank(), cursor.sent - back));
+    store_release(&header->salt, ~cursor.salt);
+  }
 }
 
 // Reads a program block's message numbers. One thread.
@@ -611,22 +658,26 @@ WEFT_DEVICE Verdict visit(const Program& program, const ProgramArgs& a, const Me
                           Block block, Shared* shared, Cursor& cursor, uint64_t epoch, bool is_alone) {
   if (cursor.finishes) return finish(a, mesh, shape, block, shared, cursor, is_alone);
   const uint32_t number = cursor.number, at = cursor.step;
-  return program.with_step(number, at,
-                           [&](const ProgramBlock& own, const ProgramStep& step, const ProgramWait* waits) {
-                             const Turn turn = turn_of(a, shape, mesh.ranks(), cursor, own, step, waits);
-                             const bool is_empty = a.skip_empty && turn.units == 0;
-                             if (block.rank() == 0)
-                               prepare(a, mesh, shape, shared, cursor, turn, is_empty, epoch, is_alone);
-                             block.sync();
-                             const auto verdict = static_cast<Verdict>(shared->verdict);
-                             if (verdict == kGo && !is_empty)
-                               carry_out(a, shape, block, cursor, turn, shared->route);
-                             block.sync();
-                             if (verdict == kGo && block.rank() == 0)
-                               conclude(a, mesh, shape, cursor, turn, epoch, !is_empty);
-                             block.sync();
-                             return verdict;
-                           });
+  return program.with_step(
+      number, at, [&](const ProgramBlock& own, const ProgramStep& step, const ProgramWait* waits) {
+        const Turn turn = turn_of(a, shape, mesh.ranks(), cursor, own, step, waits);
+        const bool is_empty = a.skip_empty && turn.units == 0;
+        if (block.rank() == 0) prepare(a, mesh, shape, shared, cursor, turn, is_empty, epoch, is_alone);
+        block.sync();
+        // kFault by now where another thread's part has not come.
+        const uint32_t may_go = load_acquire_block(&shared->verdict);
+        if (may_go == kGo && !is_empty && !carry_out(a, shape, block, cursor, turn, shared->route))
+          store_release_block(&shared->verdict, kFault);
+        block.sync();
+        if (block.rank() == 0 && shared->verdict == kGo) {
+          if (shared->route.borrows && !still_holds(a, mesh, cursor, turn))
+            shared->verdict = kFault;
+          else
+            conclude(a, mesh, shape, cursor, turn, epoch, !is_empty);
+        }
+        block.sync();
+        return static_cast<Verdict>(shared->verdict);
+      });
 }
 
 }  // namespace program
@@ -644,8 +695,9 @@ WEFT_DEVICE void run_steps(const Program& steps, const ProgramArgs& a, const Mes
   auto* shared = reinterpret_cast<program::Shared*>(block.shared());
   auto* cursors = reinterpret_cast<program::Cursor*>(shared + 1);
   const uint64_t epoch = a.state->epoch + 1;
+  bool is_broken = is_void(a.wait, load_gave_up(a.wait));
   const uint32_t owned =
-      a.num_blocks > block.index() ? (a.num_blocks - block.index() - 1) / block.count() + 1 : 0;
+      a.num_blocks > block.index() && !is_broken ? (a.num_blocks - block.index() - 1) / block.count() + 1 : 0;
   if (block.rank() == 0) {
     const uint32_t salt = a.digest + (a.calls ? static_cast<uint32_t>(*a.calls) * kSaltOfCall : 0);
     for (uint32_t i = 0; i < owned; ++i)
@@ -655,7 +707,6 @@ WEFT_DEVICE void run_steps(const Program& steps, const ProgramArgs& a, const Mes
 
   uint32_t unfinished = 0;
   for (uint32_t i = 0; i < owned; ++i) unfinished += cursors[i].is_done == 0;
-  bool is_broken = false;
   for (uint32_t idle = 0; unfinished > 0 && !is_broken;) {
     bool moved = false;
     for (uint32_t i = 0; i < owned && !is_broken; ++i) {
@@ -670,6 +721,10 @@ WEFT_DEVICE void run_steps(const Program& steps, const ProgramArgs& a, const Mes
     if (!moved) pause(idle + 16);
   }
   block.sync();
+  if (is_broken && block.rank() == 0) {
+    if (a.wait.gave_up) store_relaxed(a.wait.gave_up, uint32_t{1});
+    for (uint32_t i = 0; i < owned; ++i) program::take_back(a, mesh, shape, cursors[i]);
+  }
   if (block.rank() == 0)
     for (uint32_t i = 0; i < owned; ++i) program::close(a, mesh, shape, cursors[i]);
   if (last_block(block, &a.state->arrived, &shared->last_block) && block.rank() == 0) {

@@ -38,6 +38,8 @@ enum class Site : uint32_t {
   kPeerWindow,      // a collective program: the peer's message lies in a window that this rank has destroyed
   kCollectiveCall,  // a collective program: the peer's message is of another call
   kPeerDied,        // raised by the host: the peer's process is no more
+  kGaveUp,          // an earlier launch of this rank gave up waiting
+  kTakenBack,       // a collective program: the peer gave up waiting and took its message back
 };
 
 struct FaultBox {

@@ -3,6 +3,10 @@
 // wait.cuh: the one way device code waits for a signal. Signals are 64-bit counters in local memory that only
 // grow; a wait acquires, so everything its writer released is visible after it. Every wait is bounded: when
 // the time is up, or another warp has already raised a fault, it returns false.
+//
+// Who gave up has no right results, and must not send wrong ones to a rank that is merely late. Within its
+// launch a kernel sends nothing that it made of what did not come. Launches after it, which the host may have
+// queued before it knew, send nothing at all: see is_void().
 #pragma once
 
 #include "kernels/core/trace.cuh"
@@ -15,12 +19,31 @@ struct WaitRule {
   FaultBox* fault;
   uint32_t self;
   uint32_t reserved;
-  TraceLog* trace = nullptr;  // null: nowhere
+  TraceLog* trace = nullptr;    // null: nowhere
+  uint32_t* gave_up = nullptr;  // 1 once a launch of this rank gave up; in device memory. Null: not kept
 };
+
+// Whether an earlier launch gave up: this one sends nothing then, and raises that too.
+WEFT_DEVICE bool is_void(const WaitRule& rule, uint32_t gave_up) {
+  if (gave_up == 0) return false;
+  raise(rule.fault, Site::kGaveUp, rule.self, rule.self, 0, 0, 0);
+  return true;
+}
+WEFT_DEVICE uint32_t load_gave_up(const WaitRule& rule) {
+  return rule.gave_up ? load_relaxed(rule.gave_up) : 0;
+}
 
 // Whether a loop that has looked `looks` times in vain looks at the clock and the fault box as well.
 WEFT_DEVICE constexpr bool is_check_due(uint32_t looks) {
   return looks % kLooksPerCheck == kFirstCheck;
+}
+
+// A wait has ended in vain. Other faults than a lost peer are found by all ranks alike, and the next launch is
+// a good one again.
+WEFT_DEVICE void note_loss(const WaitRule& rule, bool is_late) {
+  const bool is_lost =
+      is_late || (load_acquire(&rule.fault->raised) != 0 && rule.fault->site == Site::kPeerDied);
+  if (is_lost) store_relaxed(rule.gave_up, uint32_t{1});
 }
 
 // How long one thread waits for one thing.
@@ -35,7 +58,9 @@ struct Patience {
     const uint64_t now = now_ns();
     if (since_ns == 0) since_ns = now;
     waited_ns = now - since_ns;
-    return is_late() || load_relaxed(&rule.fault->raised) != 0;
+    if (!is_late() && load_relaxed(&rule.fault->raised) == 0) return false;
+    if (rule.gave_up) note_loss(rule, is_late());
+    return true;
   }
   WEFT_DEVICE bool is_late() const { return waited_ns > rule.timeout_ns; }
 };

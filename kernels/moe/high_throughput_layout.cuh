@@ -257,12 +257,13 @@ WEFT_DEVICE void exchange_counts(const NotifyArgs& a, Block block, Warp warp, co
   const uint64_t epoch = a.state->epoch + 1;
   uint32_t* all_came = shared;
   uint32_t* rows_to = shared + 1;
+  const bool takes_part = !is_void(a.wait, load_gave_up(a.wait));
   count_rows(a, block, warp, rows_to, ranks);
-  send_counts(a, block, warp, mesh, rows_to, epoch);
+  if (takes_part) send_counts(a, block, warp, mesh, rows_to, epoch);
   if (warp.index() == 0) {
     const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + a.at.count_signal);
-    const bool came = wait_all_peers(warp, ranks, epoch, Site::kCounts, a.wait,
-                                     [&](uint32_t peer) { return signals + peer; });
+    const bool came = takes_part && wait_all_peers(warp, ranks, epoch, Site::kCounts, a.wait,
+                                                   [&](uint32_t peer) { return signals + peer; });
     if (warp.rank() == 0) *all_came = came ? 1 : 0;
   }
   block.sync();

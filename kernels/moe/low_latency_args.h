@@ -53,7 +53,7 @@ struct LowLatencyCall {
   LowLatencyHello hello;  // dispatch_epoch is filled in by the kernel
   uint64_t* wait_cycles;  // u64[R] or null: cycles spent waiting for each source are added
 };
-static_assert(sizeof(LowLatencyCall) == 168);
+static_assert(sizeof(LowLatencyCall) == 176);
 
 // Outputs are [Le][R * M] rows; only the first counts[e] rows of each expert are written.
 struct LowLatencyDispatchArgs {
@@ -80,7 +80,7 @@ struct LowLatencyDispatchArgs {
   uint32_t tiled_scales;   // 1: rows of scales stand in tiles: see tiled_row()
   uint32_t line_tokens;    // so many tokens, or fewer, leave as lines: at most one a lane
 };
-static_assert(sizeof(LowLatencyDispatchArgs) == 328);
+static_assert(sizeof(LowLatencyDispatchArgs) == 336);
 
 // Where matrix units of Blackwell want the first word of row `row` of an expert's scales, `words` to a row,
 // the others kTiledWordStride apart: tiles [row / 128][word] of 128 words, in which rows 32 apart are
@@ -110,7 +110,7 @@ struct LowLatencyCombineArgs {
   uint32_t signal_rows;  // of an expert, that one signal stands for
   uint32_t reserved;
 };
-static_assert(sizeof(LowLatencyCombineArgs) == 280);
+static_assert(sizeof(LowLatencyCombineArgs) == 288);
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.
 struct LowLatencyDispatchShape {

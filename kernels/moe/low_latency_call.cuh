@@ -77,6 +77,7 @@ struct Joined {
   uint64_t started;  // in its first lane: what the call's number is made of
   uint64_t even;     // each lane: the last call of either half that a peer has read
   uint64_t odd;
+  uint32_t gave_up;  // not 0: nobody takes part any more
 };
 
 // One thread. Blocks share out kLaunchShare so that all of them read the same quotient: the last block adds
@@ -102,6 +103,7 @@ WEFT_DEVICE Joined join(const LowLatencyCall& call, Block block, Warp warp, cons
   Joined joined{};
   if (warp.index() != 0) return joined;
   if (warp.rank() == 0) joined.started = join_launch(call, block, mesh);
+  joined.gave_up = load_gave_up(call.wait);
   // Mostly these acknowledgements came long ago.
   const uint64_t* consumed = consumed_calls(call, mesh);
   if (warp.rank() < mesh.ranks()) {
@@ -146,9 +148,10 @@ WEFT_DEVICE void find_call(const LowLatencyCall& call, Warp warp, const MeshT& m
   const uint64_t* consumed = consumed_calls(call, mesh);
   const Epoch epoch{number, static_cast<uint32_t>(number & 1)};
   const uint64_t want = (call.phases & kPhaseSend) != 0 && number > 2 ? number - 2 : 0;
+  const bool all_left = is_void(call.wait, joined.gave_up);
   WEFT_ROLLED
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
-    bool takes_part = !is_masked(call, peer);
+    bool takes_part = !all_left && !is_masked(call, peer);
     const bool has_read = peer == warp.rank() && (epoch.parity != 0 ? joined.odd : joined.even) >= want;
     uint64_t seen = 0;
     if (takes_part && !has_read)

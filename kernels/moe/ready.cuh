@@ -57,10 +57,11 @@ WEFT_DEVICE bool exchange_ready(const ReadyExchange& x, Block block, Warp warp, 
                                 const ReadyRecord& mine, uint64_t epoch, const WaitRule& rule,
                                 uint32_t* shared_flag) {
   if (warp.index() == 0) {
-    if (block.index() == 0) post_ready(x, warp, mesh, mine, epoch);
+    const bool takes_part = !is_void(rule, load_gave_up(rule));
+    if (block.index() == 0 && takes_part) post_ready(x, warp, mesh, mine, epoch);
     const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + x.signal_at);
-    bool ready = wait_all_peers(warp, mesh.ranks(), epoch, x.silent, rule,
-                                [&](uint32_t peer) { return signals + peer; });
+    bool ready = takes_part && wait_all_peers(warp, mesh.ranks(), epoch, x.silent, rule,
+                                              [&](uint32_t peer) { return signals + peer; });
     bool same = true;
     for (uint32_t peer = warp.rank(); ready && peer < mesh.ranks(); peer += warp.size()) {
       const ReadyRecord* theirs = ready_record(x, mesh, epoch, peer);

@@ -33,7 +33,8 @@ WEFT_DEVICE bool await(const RingArgs& a, Block block, const MeshT& mesh, uint64
     uint64_t seen = 0;
     uint64_t waited_ns = 0;
     const Span traced(a.wait.trace, site, a.peer);
-    const bool came = poll_signal(signal, want, a.wait, seen, waited_ns);
+    const bool came =
+        !is_void(a.wait, load_gave_up(a.wait)) && poll_signal(signal, want, a.wait, seen, waited_ns);
     if (!came) raise(a.wait.fault, site, a.wait.self, a.peer, want, seen, waited_ns);
     *shared_flag = came ? 1 : 0;
   }

@@ -120,7 +120,7 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(device, sizeof(FaultBox)));
   WEFT_TRY_ASSIGN(ComputeLimits limits, compute_limits(*comm));
   const uint64_t counters = uint64_t{kProtocols} * ranks * options.channels * sizeof(uint64_t);
-  WEFT_TRY_ASSIGN(auto memory, LocalMemory::create(device, 2 * counters + sizeof(uint64_t)));
+  WEFT_TRY_ASSIGN(auto memory, LocalMemory::create(device, 2 * counters + 2 * sizeof(uint64_t)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, plan.end));
   WEFT_TRY_ASSIGN(auto board, CallBoard::create(*comm));
   std::unique_ptr<CollectiveRunner> runner(new CollectiveRunner(comm, std::move(window)));
@@ -306,6 +306,17 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
   return static_cast<uint32_t>(programs_.size() - 1);
 }
 
+WaitRule CollectiveRunner::wait_rule() const {
+  const uint64_t counters =
+      uint64_t{kProtocols} * static_cast<uint64_t>(comm_->size()) * rings_.channels * sizeof(uint64_t);
+  return {static_cast<uint64_t>(timeout_s_ * 1e9),
+          visible_->at<FaultBox>(0),
+          static_cast<uint32_t>(comm_->rank()),
+          0,
+          nullptr,
+          counters_->at<uint32_t>(2 * counters + sizeof(uint64_t))};
+}
+
 Status CollectiveRunner::run(const RunCall& call) {
   WEFT_TRY(fault());
   if (call.part_elems == 0 && call.input_table.empty()) return {};
@@ -339,8 +350,7 @@ Status CollectiveRunner::run(const RunCall& call) {
   args.received = counters_->at<uint64_t>(counters);
   args.calls = program.is_of_pairs ? nullptr : counters_->at<uint64_t>(2 * counters);
   args.rings = rings_;
-  args.wait = {static_cast<uint64_t>(timeout_s_ * 1e9), visible_->at<FaultBox>(0),
-               static_cast<uint32_t>(comm_->rank()), 0};
+  args.wait = wait_rule();
   WEFT_TRY_ASSIGN(args.direct, direct_rule());
   args.buffers[0] = {call.input, call.part_elems, call.per_part, 0, nullptr, 0};
   args.buffers[1] = {call.output, call.part_elems, call.per_part, 0, nullptr, 0};
@@ -468,8 +478,7 @@ Status CollectiveRunner::exchange(const ExchangeCall& call) {
   }
   args.states = exchange_states_->at<ExchangeState>(0);
   args.layout = exchange_;
-  args.wait = {static_cast<uint64_t>(timeout_s_ * 1e9), visible_->at<FaultBox>(0),
-               static_cast<uint32_t>(comm_->rank()), 0};
+  args.wait = wait_rule();
   const ExchangePlan plan = plan_exchange({call.kind, args.bytes, ranks, call.is_one_shot, args.way},
                                           exchange_, call.num_sms, limits_);
   args.slice_units = plan.slice_units;
@@ -633,6 +642,12 @@ std::string CollectiveRunner::sentence() const {
         "same call on all ranks",
         box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.peer);
   if (box.site == Site::kNone) return text("rank {}, collective {}: stopped", box.self, last_program_);
+  if (box.site == Site::kGaveUp)
+    return text("rank {}, collective {}: an earlier call gave up waiting, allowed: a new communicator",
+                box.self, last_program_);
+  if (box.site == Site::kTakenBack)
+    return text("rank {}, collective {}, block {}, step {}: rank {} had given up waiting for this rank",
+                box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.peer);
   const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
   const std::string lost = peers.lost();
   const std::string fate =

@@ -156,6 +156,7 @@ class CollectiveRunner {
   Result<const ChunkSpan*> table(std::vector<ChunkSpan> entries, std::unique_ptr<LocalMemory>& memory,
                                  void* stream);
   Result<bool> is_capturing(void* stream) const;
+  WaitRule wait_rule() const;
   Status fault_status() const;
   std::string sentence() const;
 
@@ -163,7 +164,7 @@ class CollectiveRunner {
   std::unique_ptr<Window> window_;
   std::unique_ptr<HostVisible> visible_;
   std::unique_ptr<CallBoard> board_;
-  std::unique_ptr<LocalMemory> counters_;  // sent, received, calls
+  std::unique_ptr<LocalMemory> counters_;  // sent, received, calls, WaitRule::gave_up
   std::unique_ptr<LocalMemory> exchange_states_;
   std::unique_ptr<LocalMemory> direct_;  // windows, processes, readers and the bounce buffer of DirectRule
   std::vector<std::byte* const*> known_windows_;  // what direct_ holds

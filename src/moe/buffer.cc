@@ -116,7 +116,16 @@ CountReport* MoeBuffer::unawaited_report() const {
 }
 
 WaitRule MoeBuffer::wait_rule() const {
-  return {static_cast<uint64_t>(timeout_s_ * 1e9), fault_, static_cast<uint32_t>(comm_->rank()), 0, trace()};
+  return {static_cast<uint64_t>(timeout_s_ * 1e9),
+          fault_,
+          static_cast<uint32_t>(comm_->rank()),
+          0,
+          trace(),
+          gave_up()};
+}
+
+uint32_t* MoeBuffer::gave_up() const {
+  return reinterpret_cast<uint32_t*>(window_->local() + control_.gave_up);
 }
 
 uint32_t MoeBuffer::experts_per_rank(uint32_t experts) const {

@@ -159,6 +159,8 @@ class MoeBuffer {
   // Where kernels note what took how long, and its bytes: null and 0 unless the option trace_spans asks for
   // it.
   TraceLog* trace() const;
+  // WaitRule::gave_up of all kernels.
+  uint32_t* gave_up() const;
   uint64_t trace_bytes() const { return trace_bytes_; }
   const ComputeLimits& limits() const { return limits_; }
   // Of calls whose caller names no number: plan_num_sms(). On the host it means nothing.

@@ -62,7 +62,10 @@ const char* operation(Site site) {
     case Site::kPeerWindow:
     case Site::kPeerDied:
     case Site::kCollectiveCall:
+    case Site::kTakenBack:
       return "collective";
+    case Site::kGaveUp:
+      return "gave up";
   }
   return "unknown";
 }
@@ -192,6 +195,9 @@ Status fault_status(const FaultBox& box, PeerWatch& peers) {
   if (box.site == Site::kCombineHandle || box.site == Site::kDispatchHandle) return record_differs(box);
   if (box.site == Site::kCountsDisagree)
     return disagreement(box.waited_ns, box.self, box.expected, box.peer, box.seen);
+  if (box.site == Site::kGaveUp)
+    return Status::make(Code::kPeerLost, "rank {}: an earlier call gave up waiting, allowed: a new buffer",
+                        box.self);
   if (box.site == Site::kPeerDied)
     return Status::make(Code::kPeerLost, "rank {}: {}", box.self, peers.lost());
   const std::string lost = peers.lost();

@@ -131,7 +131,8 @@ Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const Lo
 LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, const LowLatencyPlan& plan,
                                   uint32_t tokens) const {
   LowLatencyCall call{};
-  call.wait = {static_cast<uint64_t>(waits_.timeout_s * 1e9), waits_.fault, rank(), 0, waits_.trace};
+  call.wait = {static_cast<uint64_t>(waits_.timeout_s * 1e9), waits_.fault, rank(), 0, waits_.trace,
+               waits_.may_mask ? nullptr : waits_.gave_up};
   call.region = begin_;
   call.half_bytes = half_bytes();
   call.lines_at = lines_at();

@@ -33,6 +33,7 @@ struct LowLatencyWaits {
   double timeout_s;
   bool may_mask;  // a silent peer is masked and left out from then on, instead of a fault; the host logs it
   TraceLog* trace = nullptr;
+  uint32_t* gave_up = nullptr;  // as in a WaitRule; of no use where peers may be masked
 };
 
 // A call is a form, which many calls share and which is planned once, and the memory of this one call.

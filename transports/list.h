@@ -6,11 +6,13 @@
 #pragma once
 
 #include "transports/mapped/channel.cuh"
+#include "transports/proxy/channel.cuh"
 #include "transports/transport.h"
 
 // clang-format off: one transport a line
 #define WEFT_TRANSPORTS(WEFT_TRANSPORT) \
-  WEFT_TRANSPORT(mapped, MappedMesh)
+  WEFT_TRANSPORT(mapped, MappedMesh)    \
+  WEFT_TRANSPORT(proxy, ProxyMesh)
 // clang-format on
 
 namespace weft {

@@ -40,6 +40,10 @@ enum class Site : uint32_t {
   kPeerDied,        // raised by the host: the peer's process is no more
   kGaveUp,          // an earlier launch of this rank gave up waiting
   kTakenBack,       // a collective program: the peer gave up waiting and took its message back
+  kPortFull,        // a port: the proxy thread has not taken a command for too long
+  kPortFlush,       // ... or not finished reading this rank's memory
+  kPortRange,       // a port: a place outside the window (expected: its bytes), or not aligned
+  kPortLost,        // a port: the peer is gone (expected: writes to it, seen: those it has confirmed)
 };
 
 struct FaultBox {

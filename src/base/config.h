@@ -79,6 +79,13 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(program_book, std::string, "", "file of compiled collectives for compat/nccl; empty takes what weft tune wrote, then the built-in one") \
   WEFT_OPTION(heartbeat_s, double, 1.0, "longest silence of the transfer engine towards a peer") \
   WEFT_OPTION(peer_dead_s, double, 10.0, "silence after which the transfer engine takes a peer for lost") \
+  WEFT_OPTION(proxy_provider, std::string, "auto", "network of the proxy transport: fabric:tcp, fabric:shm, verbs, ...; auto takes hardware before software") \
+  WEFT_OPTION(proxy_nics, std::string, "", "NICs of the proxy transport, with commas between; empty takes the first usable one") \
+  WEFT_OPTION(proxies, int64_t, 0, "proxy threads per rank with port peers; 0 takes up to 4, no more than spare cores", between(0, 64)) \
+  WEFT_OPTION(proxy_fifo, int64_t, 2048, "commands that fit the queue of a proxy thread; a power of two", between(2, 1 << 20)) \
+  WEFT_OPTION(proxy_idle_s, double, 5.0, "a proxy thread without work looks only every 2 ms after so many seconds") \
+  WEFT_OPTION(proxy_bytes_in_flight, int64_t, 0, "bytes that the proxy transport has under way at most; 0: by NIC family") \
+  WEFT_OPTION(proxy_writes_in_flight, int64_t, 0, "writes that the proxy transport has under way at most; 0: by NIC family") \
   WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty lets the system's loader look") \
   WEFT_OPTION(libibverbs, std::string, "", "path of libibverbs; empty lets the system's loader look") \
   WEFT_OPTION(ib_port, int64_t, 0, "port that verbs uses; 0 takes the first that is active", between(0, 255)) \

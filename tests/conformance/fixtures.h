@@ -6,14 +6,33 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
+#include <initializer_list>
+#include <utility>
 #include <vector>
 
+#include "base/config.h"
 #include "comm/window.h"
+#include "kernels/core/hybrid.cuh"
+#include "providers/loopback/loopback.h"
 #include "support/ranks.h"
 #include "transports/list.h"
 
 namespace weft::testing {
+
+// Sets environment variables while a test runs.
+class Settings {
+ public:
+  static void set(std::initializer_list<std::pair<const char*, const char*>> wanted) {
+    for (const auto& [name, value] : wanted) setenv(name, value, 1);
+    config_reload();
+  }
+  static void clear(std::initializer_list<const char*> names) {
+    for (const char* name : names) unsetenv(name);
+    config_reload();
+  }
+};
 
 struct MappedFixture {
   static constexpr const char* kName = "mapped";
@@ -25,8 +44,70 @@ struct MappedFixture {
   static void tear_down() {}
 };
 
-using Fixtures = ::testing::Types<MappedFixture>;
-inline constexpr const char* kTestedTransports[] = {MappedFixture::kName};
+// All peers through proxies, over one provider that joins processes.
+template <const char* const& kProvider>
+struct ProxyFixture {
+  static constexpr const char* kName = "proxy";
+  static constexpr const char* kTransport = kName;
+  using Mesh = ProxyMesh;
+#if defined(__SANITIZE_THREAD__)  // sees no order that processes make among themselves
+  static std::vector<RanksAre> kinds() { return {}; }
+#else
+  static std::vector<RanksAre> kinds() { return {RanksAre::kProcesses}; }
+#endif
+  static std::vector<int> ranks() { return {3}; }
+  static void set_up() {
+    // A small FIFO, so that laps wrap and it fills up.
+    Settings::set({{"WEFT_PROXY_PROVIDER", kProvider}, {"WEFT_PROXY_FIFO", "8"}});
+  }
+  static void tear_down() { Settings::clear({"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO"}); }
+};
+inline constexpr const char* kTcp = "fabric:tcp";
+inline constexpr const char* kShm = "fabric:shm";
+using TcpFixture = ProxyFixture<kTcp>;
+using ShmFixture = ProxyFixture<kShm>;
+
+// Threads of one process, over a network that doubles packets or, with kReorders, delays and reorders them.
+// Not both: the bytes of a copy may not land after newer ones (providers/provider.h), immediates may.
+template <bool kReorders>
+struct LoopbackFixture {
+  static constexpr const char* kName = "proxy";
+  static constexpr const char* kTransport = kName;
+  using Mesh = ProxyMesh;
+  static std::vector<RanksAre> kinds() { return {RanksAre::kThreads}; }
+  static std::vector<int> ranks() { return kReorders ? std::vector<int>{2, 7} : std::vector<int>{3}; }
+  static void set_up() {
+    Settings::set({{"WEFT_PROXY_PROVIDER", "loopback"}, {"WEFT_PROXY_FIFO", "8"}, {"WEFT_PROXIES", "2"}});
+    if (kReorders)
+      network().set_plan({.seed = 5, .reorder = 0.3, .delay = 0.1, .delay_polls = 20});
+    else
+      network().set_plan({.seed = 5, .duplicate = 0.2});
+  }
+  static void tear_down() {
+    network().set_plan({});
+    Settings::clear({"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO", "WEFT_PROXIES"});
+  }
+  static provider::Loopback& network() {
+    return dynamic_cast<provider::Loopback&>(**provider::find_provider("loopback"));
+  }
+};
+using ReorderingFixture = LoopbackFixture<true>;
+using DoublingFixture = LoopbackFixture<false>;
+
+// Two ranks to a node: mapped inside, proxies between.
+struct HybridFixture {
+  static constexpr const char* kName = "proxy";
+  static constexpr const char* kTransport = "auto";
+  using Mesh = HybridMesh<MappedMesh, ProxyMesh>;
+  static std::vector<RanksAre> kinds() { return {RanksAre::kThreads}; }
+  static std::vector<int> ranks() { return {4, 6}; }
+  static void set_up() { Settings::set({{"WEFT_PROXY_PROVIDER", "loopback"}, {"WEFT_RANKS_PER_NODE", "2"}}); }
+  static void tear_down() { Settings::clear({"WEFT_PROXY_PROVIDER", "WEFT_RANKS_PER_NODE"}); }
+};
+
+using Fixtures = ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture,
+                                  HybridFixture>;
+inline constexpr const char* kTestedTransports[] = {MappedFixture::kName, TcpFixture::kName};
 
 // The mesh of a window, if it is of the type that the fixture expects.
 template <class Mesh>

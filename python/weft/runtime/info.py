@@ -218,7 +218,7 @@ def _transport_table(device: str, transports: list[dict[str, Any]]) -> Table:
             transport["name"],
             "yes" if usable else f"no: {why_not}",
             transport["reach"],
-            transport["carried_by"],
+            ": ".join(filter(None, (transport["carried_by"], transport["details"]))),
             "yes" if transport["has_atomics"] else "no",
             transport["ordering"],
             f"{transport['latency_us']:g}" if usable else "",

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The channel to a peer that host threads reach through a network: every call is one or more 16-byte commands
+// (wire.h) in the FIFO of the proxy thread that serves the peer. A call that cannot be carried out (a place
+// outside the window, a FIFO that stays full past the deadline) is dropped and raises the link's fault box,
+// which the host turns into an error of the launch.
+#pragma once
+
+#include "kernels/core/wait.cuh"
+#include "transports/proxy/wire.h"
+
+namespace weft {
+
+// The channels to all peers, the own rank included. Passed to kernels by value.
+struct ProxyMesh;
+
+class ProxyChannel {
+ public:
+  WEFT_DEVICE ProxyChannel(const ProxyMesh& mesh, uint32_t peer) : mesh_(&mesh), peer_(peer) {}
+
+  template <class Group>
+  WEFT_DEVICE void put(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes) {
+    group.sync();  // every thread's part of the source is written
+    if (group.rank() == 0) put_range(dst, src, bytes);
+    group.sync();
+  }
+  template <class Group>
+  WEFT_DEVICE void put_with_signal(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes,
+                                   WindowOffset word, uint64_t value) {
+    group.sync();
+    if (group.rank() == 0) {
+      put_range(dst, src, bytes);
+      put_value(word, value);
+    }
+    group.sync();
+  }
+  WEFT_DEVICE void put_value(WindowOffset word, uint64_t value) { tell(proxy::Op::kValue, word, value); }
+  WEFT_DEVICE void signal_add(WindowOffset word, uint64_t n) { tell(proxy::Op::kAdd, word, n); }
+  WEFT_DEVICE void flush();
+
+ private:
+  WEFT_DEVICE void put_range(WindowOffset dst, WindowOffset src, uint64_t bytes);
+  WEFT_DEVICE void tell(proxy::Op op, WindowOffset word, uint64_t value);
+  WEFT_DEVICE bool push(proxy::Command command, uint64_t& position);
+
+  const ProxyMesh* mesh_;
+  uint32_t peer_;
+};
+
+struct ProxyMesh {
+  const proxy::Fifo* fifos;  // [proxies]; a peer is served by number peer % proxies
+  const uint64_t* flushed;   // [ranks]: sources to the peer are reusable up to this position of its FIFO
+  std::byte* own;            // this rank's window
+  uint64_t bytes;            // of it
+  uint64_t timeout_ns;
+  FaultBox* fault;
+  uint32_t self, count, proxies, region;
+
+  WEFT_DEVICE ProxyChannel to(uint32_t peer) const { return ProxyChannel(*this, peer); }
+  WEFT_DEVICE uint32_t rank() const { return self; }
+  WEFT_DEVICE uint32_t ranks() const { return count; }
+  WEFT_DEVICE std::byte* local() const { return own; }
+};
+static_assert(sizeof(ProxyMesh) == 64);
+
+// Takes the next position and writes the command there once the proxy has read what stood in the slot.
+WEFT_DEVICE bool ProxyChannel::push(proxy::Command command, uint64_t& position) {
+  const proxy::Fifo& fifo = mesh_->fifos[peer_ % mesh_->proxies];
+  position = add_local(fifo.head, uint64_t{1});
+  const auto has_room = [&] { return position < fifo.capacity + load_relaxed(fifo.tail_seen); };
+  const auto comes_free = [&] {
+    const uint64_t tail = load_acquire(fifo.tail);
+    if (tail > load_relaxed(fifo.tail_seen)) store_relaxed(fifo.tail_seen, tail);
+    return position < fifo.capacity + tail;
+  };
+  if (!has_room()) {
+    const WaitRule rule{mesh_->timeout_ns, mesh_->fault, mesh_->self, 0};
+    uint64_t waited_ns = 0;
+    if (!poll(rule, waited_ns, comes_free)) {
+      raise(mesh_->fault, Site::kPortFull, mesh_->self, peer_, position + 1 - fifo.capacity,
+            load_relaxed(fifo.tail), waited_ns);
+      return false;
+    }
+  }
+  proxy::Command* slot = fifo.slots + position % fifo.capacity;
+  store_relaxed(&slot->a, command.a);
+  store_release(&slot->b, command.b | proxy::commit_of(fifo, position));
+  return true;
+}
+
+WEFT_DEVICE void ProxyChannel::put_range(WindowOffset dst, WindowOffset src, uint64_t bytes) {
+  const uint64_t room = mesh_->bytes;
+  const bool is_inside = bytes <= room && dst <= room - bytes && src <= room - bytes;
+  if (!is_inside || (dst | src | bytes) % proxy::kUnit != 0)
+    return raise(mesh_->fault, Site::kPortRange, mesh_->self, peer_, room, dst, 0);
+  for (uint64_t done = 0; done < bytes;) {
+    const uint64_t left = bytes - done;
+    const uint64_t part = left < proxy::kCommandBytesMax ? left : proxy::kCommandBytesMax;
+    uint64_t position = 0;
+    if (!push(proxy::put_command(peer_, mesh_->region, dst + done, src + done, part), position)) return;
+    done += part;
+  }
+}
+
+WEFT_DEVICE void ProxyChannel::tell(proxy::Op op, WindowOffset word, uint64_t value) {
+  if (word % 8 != 0 || mesh_->bytes < 8 || word > mesh_->bytes - 8)
+    return raise(mesh_->fault, Site::kPortRange, mesh_->self, peer_, mesh_->bytes, word, 0);
+  uint64_t position = 0;
+  push(proxy::word_command(op, peer_, mesh_->region, word, value), position);
+}
+
+WEFT_DEVICE void ProxyChannel::flush() {
+  uint64_t position = 0;
+  if (!push({0, proxy::head_of(proxy::Op::kFlush, peer_)}, position)) return;
+  const WaitRule rule{mesh_->timeout_ns, mesh_->fault, mesh_->self, 0};
+  uint64_t seen = 0, waited_ns = 0;
+  if (poll_signal(mesh_->flushed + peer_, position + 1, rule, seen, waited_ns)) return;
+  raise(mesh_->fault, Site::kPortFlush, mesh_->self, peer_, position + 1, seen, waited_ns);
+}
+
+static_assert(Channel<ProxyChannel>, "ProxyChannel must model Channel");
+static_assert(Mesh<ProxyMesh>, "ProxyMesh must model Mesh");
+
+}  // namespace weft

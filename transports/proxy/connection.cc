@@ -1,0 +1,381 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The host half of the proxy transport: one engine, the proxy threads, and what kernels are given of them.
+#include <algorithm>
+#include <cstring>
+#include <map>
+
+#include "base/config.h"
+#include "base/log.h"
+#include "kernels/core/fault.h"
+#include "transports/proxy/channel.cuh"
+#include "transports/proxy/proxy.h"
+#include "transports/transport.h"
+
+namespace weft {
+namespace proxy {
+namespace {
+
+constexpr double kFarewell_s = 5;  // for peers to confirm what was sent before this rank leaves
+
+// What is in pinned memory beside the FIFOs: the words that flush() polls, and the link's own fault box.
+struct Shared {
+  uint64_t flushed_at, fifos_at, fault_at, end;
+};
+Shared shared_words(uint64_t ranks, uint64_t proxies) {
+  Shared at{};
+  at.fifos_at = ranks * sizeof(uint64_t);
+  at.fault_at = at.fifos_at + proxies * sizeof(Fifo);
+  at.end = at.fault_at + sizeof(FaultBox);
+  return at;
+}
+
+uint32_t proxy_count(size_t peers, size_t ranks) {
+  if (peers == 0) return 1;
+  if (config().proxies > 0) return static_cast<uint32_t>(std::min<int64_t>(config().proxies, 64));
+  const size_t spare = std::max(1u, std::thread::hardware_concurrency()) / std::max<size_t>(1, ranks);
+  return static_cast<uint32_t>(std::clamp<size_t>(spare, 1, 4));
+}
+
+class ProxyLink : public Link {
+ public:
+  static Result<std::unique_ptr<Link>> connect(const Group& group) {
+    auto link = std::unique_ptr<ProxyLink>(new ProxyLink(group));
+    const Status opened = link->open(group);
+    const Status joined = link->join(group, opened);
+    if (!joined.ok()) return joined;
+    return std::unique_ptr<Link>(std::move(link));
+  }
+
+  ~ProxyLink() override {
+    stop_helper();
+    const Deadline until = Deadline::after_s(std::min(kFarewell_s, timeout_s_));
+    for (const auto& proxy : proxies_) proxy->finish(until);
+    for (const auto& proxy : proxies_) proxy->stop();
+    if (engine_) engine_->close();
+  }
+
+  Result<std::string> offer(const WindowView& window) override {
+    if (window.number >= static_cast<int>(kRegions))
+      return Status::make(Code::kCapacity, "windows with port peers: got number {}, allowed: {}",
+                          window.number + 1, kRegions);
+    if (window.bytes > kWindowBytesMax)
+      return Status::make(Code::kCapacity, "window with port peers: got {} bytes, allowed: at most {}",
+                          window.bytes, kWindowBytesMax);
+    const auto region = static_cast<uint32_t>(window.number);
+    Regions::Own own = regions_.own(region);
+    if (own.bytes != window.bytes) {
+      own = {window.local, window.bytes, nullptr};
+      WEFT_TRY_ASSIGN(own.memory, engine_->enroll({window.local, window.bytes}, provider::kRemoteWrite));
+      regions_.add(region, own);
+    }
+    return engine_->describe(*own.memory);
+  }
+
+  Status accept(const WindowView& window, const std::vector<std::string>& offers) override {
+    std::vector<std::shared_ptr<transfer::Remote>> remotes(offers.size());
+    for (int peer : peers_) {
+      WEFT_TRY_ASSIGN(remotes[static_cast<size_t>(peer)],
+                      engine_->attach(offers[static_cast<size_t>(peer)], Deadline::after_s(timeout_s_)));
+    }
+    regions_.set_remotes(static_cast<uint32_t>(window.number), std::move(remotes));
+    return Status();
+  }
+
+  void forget(int window, uint64_t bytes) override {
+    if (window >= static_cast<int>(kRegions)) return;
+    for (const auto& memory : regions_.cut(static_cast<uint32_t>(window), bytes))
+      (void)engine_->unregister(memory, Deadline::after_s(std::min(kFarewell_s, timeout_s_)));
+  }
+
+  Result<MeshPart> mesh(const WindowView& window) override {
+    const ProxyMesh mesh{shared_->at<Fifo>(at_.fifos_at),
+                         shared_->at<uint64_t>(at_.flushed_at),
+                         window.local,
+                         window.bytes,
+                         static_cast<uint64_t>(timeout_s_ * 1e9),
+                         fault_,
+                         static_cast<uint32_t>(rank_),
+                         static_cast<uint32_t>(ranks_),
+                         static_cast<uint32_t>(proxies_.size()),
+                         static_cast<uint32_t>(window.number)};
+    MeshPart part{"ProxyMesh", std::vector<std::byte>(sizeof mesh)};
+    std::memcpy(part.value.data(), &mesh, sizeof mesh);
+    return part;
+  }
+
+  Status status() override {
+    std::lock_guard lock(mutex_);
+    if (!status_.ok() || load_acquire(&fault_->raised) == 0) return status_;
+    // What device code could not hand over is missing for good: the way is broken.
+    const bool is_range = fault_->site == Site::kPortRange;
+    status_ = logged(Status::make(
+        is_range ? Code::kInvalid : Code::kPeerLost,
+        is_range
+            ? "rank {}, proxy: a put or signal to rank {} of a place that lies outside the window or is not "
+              "aligned: window of {} bytes, offset {}"
+            : "rank {}, proxy: the thread that serves rank {} is behind: expected position {}, saw {}",
+        fault_->self, fault_->peer, fault_->expected, fault_->seen));
+    return status_;
+  }
+
+  void watch(FaultBox* box) override {
+    std::lock_guard lock(mutex_);
+    watched_.push_back(box);
+    if (lost_.site != Site::kNone) raise_in(box);
+  }
+  void unwatch(FaultBox* box) override {
+    std::lock_guard lock(mutex_);
+    std::erase(watched_, box);
+  }
+
+ private:
+  explicit ProxyLink(const Group& group)
+      : rank_(group.rank),
+        ranks_(static_cast<int>(group.facts->size())),
+        timeout_s_(group.timeout_s),
+        peers_(group.peers) {}
+
+  // What this rank can do by itself: memory, engine, threads.
+  Status open(const Group& group) {
+    const Device device = (*group.facts)[static_cast<size_t>(rank_)].device;
+    if (ranks_ > static_cast<int>(kPeersMax))
+      return Status::make(Code::kCapacity, "proxy: got {} ranks, allowed: at most {}", ranks_, kPeersMax);
+    WEFT_TRY_ASSIGN(const Network network, choose_network(config().proxy_provider, config().proxy_nics));
+    transfer::Options options;
+    options.provider = network.provider;
+    options.nics = network.nics;
+    options.name = text("rank {}", rank_);
+    options.timeout_s = timeout_s_;
+    options.has_worker = false;  // proxy threads poll
+    WEFT_TRY_ASSIGN(engine_, transfer::Engine::open(std::move(options)));
+    traffic_.reset(new Traffic{*engine_, regions_, network.pace, timeout_s_, rank_});
+    const uint32_t proxies = proxy_count(peers_.size(), ranks_on_host(group));
+    at_ = shared_words(static_cast<uint64_t>(ranks_), proxies);
+    WEFT_TRY_ASSIGN(shared_, HostVisible::create(device, at_.end));
+    fault_ = shared_->at<FaultBox>(at_.fault_at);
+    std::vector<std::unique_ptr<Proxy>> made;
+    for (uint32_t i = 0; i < proxies; ++i) {
+      WEFT_TRY_ASSIGN(auto proxy, Proxy::create(device, static_cast<uint64_t>(config().proxy_fifo)));
+      shared_->at<Fifo>(at_.fifos_at)[i] = proxy->fifo();
+      made.push_back(std::move(proxy));
+    }
+    idle_proxies_ = std::move(made);
+    for (int peer : served()) {
+      uint64_t* flushed = shared_->at<uint64_t>(at_.flushed_at) + peer;
+      WEFT_TRY_ASSIGN(lanes_[peer], Lane::create(*traffic_, peer, flushed));
+    }
+    return Status();
+  }
+
+  // The peers, and this rank itself, in order.
+  std::vector<int> served() const {
+    std::vector<int> all = peers_;
+    all.insert(std::lower_bound(all.begin(), all.end(), rank_), rank_);
+    return all;
+  }
+
+  size_t ranks_on_host(const Group& group) const {
+    const auto is_here = [&](const RankFacts& facts) {
+      return facts.host == (*group.facts)[static_cast<size_t>(rank_)].host;
+    };
+    return static_cast<size_t>(std::ranges::count_if(*group.facts, is_here));
+  }
+
+  // Meets the peers. All ranks take part in both exchanges, also one that failed before.
+  Status join(const Group& group, const Status& opened) {
+    const auto exchange = [&](const std::string& mine) {
+      return group.bootstrap->all_gather(mine, Deadline::after_s(timeout_s_));
+    };
+    WEFT_TRY_ASSIGN(const std::vector<std::string> addresses,
+                    exchange(opened.ok() ? engine_->address() : std::string()));
+    Status connected = opened.ok() ? start_engine(addresses) : opened;
+    std::string greetings;  // one for each rank, with its length before it
+    for (int peer = 0; peer < ranks_; ++peer) {
+      std::string greeting;
+      if (connected.ok() && lanes_.contains(peer) && peer != rank_) {
+        Result<std::string> made = lanes_[peer]->greeting();
+        if (made.ok()) greeting = *made;
+        connected = made.status();
+      }
+      const auto length = static_cast<uint32_t>(greeting.size());
+      greetings.append(reinterpret_cast<const char*>(&length), sizeof length);
+      greetings += greeting;
+    }
+    WEFT_TRY_ASSIGN(const std::vector<std::string> all, exchange(connected.ok() ? greetings : std::string()));
+    if (connected.ok()) connected = attach_inboxes(all);
+    stop_helper();
+    if (connected.ok()) start_proxies();
+    return connected;
+  }
+
+  // Peers answer while this rank waits for others, so a thread moves the engine until the proxies do.
+  Status start_engine(const std::vector<std::string>& addresses) {
+    helper_ = std::thread([this] {
+      while (!stop_helper_.load(std::memory_order_acquire)) {
+        engine_->progress();
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+    });
+    for (int peer : peers_) {
+      const std::string& address = addresses[static_cast<size_t>(peer)];
+      if (address.empty()) return Status::make(Code::kPeerLost, "proxy: rank {} could not start", peer);
+      WEFT_TRY_ASSIGN(auto connected, engine_->connect(address, Deadline::after_s(timeout_s_)));
+      WEFT_TRY(lanes_[peer]->connect(std::move(connected)));
+    }
+    return Status();
+  }
+
+  Status attach_inboxes(const std::vector<std::string>& all) {
+    for (int peer : peers_) {
+      const std::string& theirs = all[static_cast<size_t>(peer)];
+      std::string mine;  // the greeting that is for this rank
+      for (size_t at = 0, rank = 0; at + sizeof(uint32_t) <= theirs.size(); ++rank) {
+        uint32_t length = 0;
+        std::memcpy(&length, theirs.data() + at, sizeof length);
+        at += sizeof length;
+        if (rank == static_cast<size_t>(rank_)) mine = theirs.substr(std::min(at, theirs.size()), length);
+        at += length;
+      }
+      if (mine.empty()) return Status::make(Code::kPeerLost, "proxy: rank {} could not connect", peer);
+      WEFT_TRY(lanes_[peer]->attach(mine, Deadline::after_s(timeout_s_)));
+    }
+    return Status();
+  }
+
+  void stop_helper() {
+    stop_helper_.store(true, std::memory_order_release);
+    if (helper_.joinable()) helper_.join();
+  }
+
+  void start_proxies() {
+    for (auto& [rank, lane] : lanes_)
+      idle_proxies_[static_cast<size_t>(rank) % idle_proxies_.size()]->add(std::move(lane));
+    lanes_.clear();
+    proxies_ = std::move(idle_proxies_);
+    for (const auto& proxy : proxies_)
+      proxy->start([this] { engine_->progress(); }, [this](const Lane& lane) { on_lost(lane); });
+  }
+
+  void on_lost(const Lane& lane) {
+    std::lock_guard lock(mutex_);
+    const Status why = logged(lane.status());
+    if (status_.ok()) status_ = why;
+    lost_.site = Site::kPortLost;
+    lost_.self = static_cast<uint32_t>(rank_);
+    lost_.peer = static_cast<uint32_t>(lane.rank());
+    lost_.expected = lane.sent();
+    lost_.seen = lane.confirmed();
+    for (FaultBox* box : watched_) raise_in(box);
+  }
+  void raise_in(FaultBox* box) const {
+    raise(box, lost_.site, lost_.self, lost_.peer, lost_.expected, lost_.seen, 0);
+  }
+
+  const int rank_, ranks_;
+  const double timeout_s_;
+  const std::vector<int> peers_;
+  Regions regions_;
+  std::unique_ptr<transfer::Engine> engine_;
+  std::unique_ptr<Traffic> traffic_;
+  std::unique_ptr<HostVisible> shared_;
+  Shared at_{};
+  FaultBox* fault_ = nullptr;
+  std::map<int, std::unique_ptr<Lane>> lanes_;  // until the proxies have them
+  std::vector<std::unique_ptr<Proxy>> idle_proxies_, proxies_;
+  std::thread helper_;
+  std::atomic<bool> stop_helper_{false};
+  std::mutex mutex_;
+  Status status_;
+  FaultBox lost_{};
+  std::vector<FaultBox*> watched_;
+};
+
+// The network that this process would use, or why none; looked for once.
+const Result<Network>& network_here() {
+  static std::mutex mutex;
+  static std::map<std::string, Result<Network>> known;
+  std::lock_guard lock(mutex);
+  const std::string key = config().proxy_provider + "/" + config().proxy_nics;
+  auto found = known.find(key);
+  if (found == known.end())
+    found = known.emplace(key, choose_network(config().proxy_provider, config().proxy_nics)).first;
+  return found->second;
+}
+
+bool is_of_one_process(std::string_view provider) {
+  return provider == "loopback";
+}
+bool is_of_one_host(const Network& network) {
+  return network.nics[0].caps.same_host;
+}
+
+class ProxyTransport : public Transport {
+ public:
+  const char* name() const override { return "proxy"; }
+  const char* carried_by() const override { return "host threads and the transfer engine, over any network"; }
+
+  Caps caps(Device device) const override {
+    Caps caps;
+    caps.reach = Reach::kPort;
+    caps.needs_registration = true;
+    caps.has_atomics = true;
+    caps.ordering = Ordering::kSignals;
+    caps.max_put_bytes = UINT64_MAX;  // cut into commands
+    const Result<Network>& network = network_here();
+    if (!device.is_host()) {
+      caps.unusable_because = "windows in GPU memory are not served by ports yet";
+    } else if (!network.ok()) {
+      caps.unusable_because = network.status().message();
+    } else {
+      const provider::Nic& nic = network->nics[0];
+      caps.latency_us = 40;  // two hosts' threads and a network between
+      caps.bandwidth_gb_s = nic.gbit_per_s > 0 ? nic.gbit_per_s / 8 * network->nics.size() : 2;
+      caps.details = text("{} on {}, at most {} bytes and {} writes in flight", network->provider->name(),
+                          nic.name, network->pace.bytes_in_flight, network->pace.writes_in_flight);
+    }
+    return caps;
+  }
+
+  // provider;process or host it is limited to
+  std::string card(Device device) const override {
+    const Result<Network>& network = network_here();
+    if (!device.is_host() || !network.ok()) return "";
+    const std::string provider = network->provider->name();
+    return provider + ";" +
+           (is_of_one_process(provider) ? "process"
+            : is_of_one_host(*network)  ? "host"
+                                        : "");
+  }
+
+  std::string refuses(const RankFacts& self, const RankFacts& peer) const override {
+    const auto mine = self.cards.find(name()), theirs = peer.cards.find(name());
+    if (mine == self.cards.end() || mine->second.empty()) return text("rank {} has no network", self.rank);
+    if (theirs == peer.cards.end() || theirs->second.empty())
+      return text("rank {} has no network", peer.rank);
+    const std::string provider = mine->second.substr(0, mine->second.find(';'));
+    if (mine->second != theirs->second)
+      return text("one rank uses {}, the other {} (WEFT_PROXY_PROVIDER)", provider,
+                  theirs->second.substr(0, theirs->second.find(';')));
+    if (mine->second.ends_with(";process") && self.process != peer.process)
+      return text("{} joins threads of one process", provider);
+    // libfabric's shm shares the memory of an endpoint among the threads of a process, also once it is closed.
+    if (mine->second.ends_with(";host") && (self.host != peer.host || self.process == peer.process))
+      return text("{} joins processes of one host", provider);
+    return "";
+  }
+
+  Result<std::unique_ptr<Link>> connect(const Group& group) const override {
+    return ProxyLink::connect(group);
+  }
+};
+
+}  // namespace
+}  // namespace proxy
+
+const Transport& proxy_transport() {
+  static const proxy::ProxyTransport transport;
+  return transport;
+}
+
+}  // namespace weft

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A Lane carries commands to one peer and takes in what that peer sends. Data goes straight into the peer's
+// window; values and adds go as records into its inbox, and the peer's host applies them. Every write has a
+// number; the receiver takes writes in the order of their numbers, whatever order they come in, so a signal
+// is applied once everything sent before it is there. The receiver confirms every kCreditEvery writes; at
+// most kWindow are unconfirmed. Threads: one, that of its proxy; connect() before it starts.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transports/proxy/network.h"
+#include "transports/proxy/regions.h"
+
+namespace weft::proxy {
+
+// What all lanes of a link share. Atomic where several proxy threads write.
+struct Traffic {
+  transfer::Engine& engine;
+  Regions& regions;
+  const Pace pace;
+  const double timeout_s;
+  const int self;
+  std::atomic<uint64_t> bytes{0};  // under way
+  std::atomic<uint32_t> writes{0};
+};
+
+class Lane {
+ public:
+  // Registers inbox and outbox. Errors: those of the engine.
+  static Result<std::unique_ptr<Lane>> create(Traffic& traffic, int rank, uint64_t* flushed);
+
+  // Connects the peer by its engine's address and attaches its inbox; greeting() is what the peer needs for
+  // it.
+  Status connect(std::shared_ptr<transfer::Peer> peer);
+  Result<std::string> greeting() const { return traffic_.engine.describe(*inbox_memory_); }
+  Status attach(const std::string& greeting, Deadline until);
+
+  // Takes a command from the FIFO; `position` is its place there.
+  void take(Command command, uint64_t position) { queue_.push_back({command, position, 0}); }
+  // One round of sending and receiving; whether anything came of it.
+  bool turn();
+  size_t queued() const { return queue_.size(); }
+  bool is_idle() const { return queue_.empty() && in_flight_.empty(); }
+
+  // Says farewell: everything taken so far is confirmed once is_closed().
+  void close() {
+    is_closing_ = true;
+    queue_.push_back({{0, head_of(Op::kClose, 0)}, 0, 0});
+  }
+  bool is_closed() const { return is_self_ || is_lost_ || closed_->value() > 0; }
+
+  int rank() const { return rank_; }
+  uint64_t sent() const { return next_out_; }
+  uint64_t confirmed() const { return confirmed_; }
+  // Not ok once the peer is lost: why.
+  const Status& status() const { return status_; }
+
+ private:
+  struct Queued {
+    Command command;
+    uint64_t position;
+    uint64_t done;  // bytes of a put that have been posted
+  };
+  struct InFlight {
+    std::shared_ptr<transfer::Transfer> transfer;
+    uint64_t bytes;
+  };
+  struct Mark {
+    uint64_t writes;  // once so many are finished, sources are reusable up to
+    uint64_t position;
+  };
+
+  Lane(Traffic& traffic, int rank, uint64_t* flushed)
+      : traffic_(traffic), rank_(rank), flushed_(flushed), is_self_(rank == traffic.self) {}
+  bool send();
+  bool send_front();
+  bool post_put(Queued& put);
+  bool post_signals();
+  bool post(transfer::WriteRequest request, uint32_t imm);
+  bool take_finished();
+  bool take_credits();
+  bool take_arrived();
+  void apply(const Record& record);
+  void apply(Command signal);
+  void carry_out_here(const Queued& queued);
+  void publish_flushes();
+  void drop_all();
+  void lose(Status why);
+  void notify(uint32_t imm);
+
+  Traffic& traffic_;
+  const int rank_;
+  uint64_t* const flushed_;  // this peer's word, which device code polls
+  const bool is_self_;
+  std::shared_ptr<transfer::Peer> peer_;
+  bool is_lost_ = false, is_closing_ = false;
+  Status status_;
+
+  std::deque<Queued> queue_;
+  std::deque<InFlight> in_flight_;
+  std::deque<Mark> marks_;
+  uint64_t next_out_ = 0;   // number of the next write
+  uint64_t finished_ = 0;   // writes whose sources are reusable, in order
+  uint64_t confirmed_ = 0;  // writes that the peer has taken
+  uint64_t grants_ = 0;
+  uint64_t next_in_ = 0;
+
+  std::vector<Record> outbox_, inbox_;
+  std::shared_ptr<transfer::Memory> outbox_memory_, inbox_memory_;
+  std::shared_ptr<transfer::Remote> their_inbox_;
+  // Immediates of the peer, and what their counts were when the number was last done with.
+  std::vector<std::shared_ptr<transfer::ImmCounter>> data_, signals_, credits_;
+  std::vector<uint64_t> data_base_, signal_base_, credit_base_;
+  std::shared_ptr<transfer::ImmCounter> closed_;
+};
+
+}  // namespace weft::proxy

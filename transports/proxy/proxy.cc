@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transports/proxy/proxy.h"
+
+#include <bit>
+
+#include "base/config.h"
+
+namespace weft::proxy {
+namespace {
+
+constexpr uint64_t kLine = 128;        // words of the two sides lie on lines of their own
+constexpr uint32_t kTakenAtOnce = 64;  // commands, before lanes have their turn
+constexpr size_t kQueuedMost = 4096;   // commands in lanes; beyond it, the FIFO waits
+constexpr unsigned kSpins = 64, kYields = 512;
+constexpr std::chrono::microseconds kNap(50), kIdleNap(2000);
+
+}  // namespace
+
+Result<std::unique_ptr<FifoReader>> FifoReader::create(Device device, uint64_t capacity) {
+  if (!std::has_single_bit(capacity) || capacity < 2)
+    return Status::invalid("WEFT_PROXY_FIFO: got {}, allowed: a power of two, 2 or more", capacity);
+  WEFT_TRY_ASSIGN(std::unique_ptr<HostVisible> memory,
+                  HostVisible::create(device, 3 * kLine + capacity * sizeof(Command)));
+  std::unique_ptr<FifoReader> reader(new FifoReader(std::move(memory)));
+  const HostVisible& at = *reader->memory_;
+  reader->tail_ = at.at<uint64_t>(0);
+  reader->fifo_ = {at.at<Command>(3 * kLine), reader->tail_, at.at<uint64_t>(kLine),
+                   at.at<uint64_t>(2 * kLine), capacity};
+  return reader;
+}
+
+bool FifoReader::pop(Command& command, uint64_t& position) {
+  Command* slot = fifo_.slots + next_ % fifo_.capacity;
+  const uint64_t b = load_acquire(&slot->b);
+  if ((b & kCommit) != commit_of(fifo_, next_)) return false;
+  command = {load_relaxed(&slot->a), b & ~kCommit};
+  position = next_++;
+  store_release(tail_, next_);
+  return true;
+}
+
+Result<std::unique_ptr<Proxy>> Proxy::create(Device device, uint64_t capacity) {
+  WEFT_TRY_ASSIGN(std::unique_ptr<FifoReader> fifo, FifoReader::create(device, capacity));
+  return std::unique_ptr<Proxy>(new Proxy(std::move(fifo)));
+}
+
+void Proxy::start(std::function<void()> progress, std::function<void(const Lane&)> on_lost) {
+  progress_ = std::move(progress);
+  on_lost_ = std::move(on_lost);
+  told_.assign(lanes_.size(), false);
+  for (const std::unique_ptr<Lane>& lane : lanes_) {
+    const auto rank = static_cast<size_t>(lane->rank());
+    if (by_rank_.size() <= rank) by_rank_.resize(rank + 1, nullptr);
+    by_rank_[rank] = lane.get();
+  }
+  thread_ = std::thread([this] { run(); });
+}
+
+void Proxy::finish(Deadline until) {
+  is_finishing_.store(true, std::memory_order_release);
+  wait_until(until, [this] { return is_finished_.load(std::memory_order_acquire); });
+}
+
+void Proxy::stop() {
+  stopping_.store(true, std::memory_order_release);
+  if (thread_.joinable()) thread_.join();
+}
+
+void Proxy::run() {
+  unsigned idle = 0;
+  Deadline::Clock::time_point idle_since{};
+  while (!stopping_.load(std::memory_order_acquire)) {
+    if (turn()) {
+      idle = 0;
+      continue;
+    }
+    if (++idle <= kSpins) continue;
+    if (idle <= kYields) {
+      sched_yield();
+      continue;
+    }
+    const auto now = Deadline::Clock::now();
+    if (idle == kYields + 1) idle_since = now;
+    const std::chrono::duration<double> quiet = now - idle_since;
+    std::this_thread::sleep_for(quiet.count() > config().proxy_idle_s ? kIdleNap : kNap);
+  }
+}
+
+bool Proxy::turn() {
+  bool any = take_commands();
+  progress_();
+  bool is_done = !any && is_finishing_.load(std::memory_order_acquire);
+  const bool closes = is_done && !has_closed_;
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    Lane& lane = *lanes_[i];
+    if (closes) lane.close();
+    any = lane.turn() || any;
+    is_done = is_done && lane.is_idle() && lane.is_closed();
+    if (!lane.status().ok() && !told_[i]) {
+      told_[i] = true;
+      on_lost_(lane);
+    }
+  }
+  has_closed_ = has_closed_ || closes;
+  if (is_done) is_finished_.store(true, std::memory_order_release);
+  return any;
+}
+
+bool Proxy::take_commands() {
+  size_t queued = 0;
+  for (const std::unique_ptr<Lane>& lane : lanes_) queued += lane->queued();
+  uint32_t taken = 0;
+  for (; taken < kTakenAtOnce && queued + taken < kQueuedMost; ++taken) {
+    Command command;
+    uint64_t position = 0;
+    if (!fifo_->pop(command, position)) break;
+    if (Lane* lane = lane_to(peer_of(command))) lane->take(command, position);
+  }
+  return taken > 0;
+}
+
+Lane* Proxy::lane_to(uint32_t rank) {
+  return rank < by_rank_.size() ? by_rank_[rank] : nullptr;
+}
+
+}  // namespace weft::proxy

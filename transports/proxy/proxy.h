@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A Proxy is one host thread that takes commands from its FIFO and carries them out through its lanes.
+//   WEFT_TRY_ASSIGN(auto proxy, Proxy::create(device, 2048));
+//   proxy->add(std::move(lane)); proxy->start(...);   proxy->fifo()        // what device code is given
+// It looks often while there is work, and every 2 ms once there has been none for WEFT_PROXY_IDLE_S.
+// Threads: add() and start() by the maker, then only what is said to be for any.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/device.h"
+#include "memory/host_visible.h"
+#include "transports/proxy/lane.h"
+
+namespace weft::proxy {
+
+// The reading end of a Fifo.
+class FifoReader {
+ public:
+  // `capacity` commands, a power of two. Errors: kInvalid, kSystem.
+  static Result<std::unique_ptr<FifoReader>> create(Device device, uint64_t capacity);
+
+  const Fifo& fifo() const { return fifo_; }
+  // The next command, if there is one, and its position. Threads: one.
+  bool pop(Command& command, uint64_t& position);
+
+ private:
+  explicit FifoReader(std::unique_ptr<HostVisible> memory) : memory_(std::move(memory)) {}
+  std::unique_ptr<HostVisible> memory_;
+  Fifo fifo_{};
+  uint64_t* tail_ = nullptr;
+  uint64_t next_ = 0;
+};
+
+class Proxy {
+ public:
+  static Result<std::unique_ptr<Proxy>> create(Device device, uint64_t capacity);
+  ~Proxy() { stop(); }
+
+  const Fifo& fifo() const { return fifo_->fifo(); }
+  void add(std::unique_ptr<Lane> lane) { lanes_.push_back(std::move(lane)); }
+  // `progress` moves the network; `on_lost` is called once for each peer that is lost.
+  void start(std::function<void()> progress, std::function<void(const Lane&)> on_lost);
+  // Until everything taken so far is with the peers, or `until`; then the thread ends. Threads: any.
+  void finish(Deadline until);
+  void stop();
+
+ private:
+  explicit Proxy(std::unique_ptr<FifoReader> fifo) : fifo_(std::move(fifo)) {}
+  void run();
+  bool turn();
+  bool take_commands();
+  Lane* lane_to(uint32_t rank);
+
+  std::unique_ptr<FifoReader> fifo_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::vector<bool> told_;  // of a lane that lost its peer
+  std::vector<Lane*> by_rank_;
+  std::function<void()> progress_;
+  std::function<void(const Lane&)> on_lost_;
+  std::thread thread_;
+  std::atomic<bool> is_finishing_{false}, is_finished_{false}, stopping_{false};
+  bool has_closed_ = false;
+};
+
+}  // namespace weft::proxy

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -73,4 +74,5 @@ def _load_core() -> ModuleType:
     from weft.runtime import nvrtc
 
     nvrtc.install(core)
+    atexit.register(core.finish_preparing)
     return core

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "weft.runtime.doctor",
         "what is missing on this machine, for what, and the command that helps",
     ),
+    "warm": ("weft.runtime.warm", "compile a model's kernels ahead, with or without a GPU"),
     "compile": ("weft.collectives.compile", "compile and verify a collective program"),
     "synthesise": (
         "weft.collectives.synthesis",

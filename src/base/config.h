@@ -57,6 +57,9 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(timeout_s, double, 100.0, "give up on a silent peer after this many seconds") \
   WEFT_OPTION(log, std::string, "warn", "least severe message to log: error, warn, info or debug", one_of("error", "warn", "info", "debug")) \
   WEFT_OPTION(cache_dir, std::string, "~/.cache/weft", "compiled kernels; safe to delete") \
+  WEFT_OPTION(cache_path, std::string, "", "more folders with compiled kernels, which are read alone: with colons between, as an image ships them") \
+  WEFT_OPTION(compile, std::string, "auto", "auto: kernels that are in no cache are compiled; never: they are an error", one_of("auto", "never")) \
+  WEFT_OPTION(record_kernels, std::string, "", "file to which every process adds the kernels that it used, for weft warm --recorded") \
   WEFT_OPTION(transport, std::string, "auto", "transport to use for every peer, or auto") \
   WEFT_OPTION(ranks_per_node, int64_t, 0, "pretend that nodes have this many ranks; 0 asks the machine", any().on_all_ranks()) \
   WEFT_OPTION(cuda_sharing, std::string, "auto", "how GPUs share memory: auto, vmm or ipc", one_of("auto", "vmm", "ipc").on_all_ranks()) \

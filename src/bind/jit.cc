@@ -5,13 +5,17 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include "base/config.h"
 #include "base/cuda_driver.h"
 #include "bind/bind.h"
 #include "jit/compile.h"
+#include "jit/host_compile.h"
 #include "jit/host_kernels.h"
 #include "jit/host_launch.h"
+#include "jit/notice.h"
 #include "jit/source.h"
 #include "jit/toolchain.h"
+#include "moe/kernel_keys.h"
 
 namespace nb = nanobind;
 
@@ -26,8 +30,40 @@ Compiled compile_for_python(const KernelKey& key, const std::string& arch,
                             const std::optional<std::string>& cache_dir) {
   nb::gil_scoped_release unlocked;
   if (!cache_dir) return value_or_throw(compile_kernel(key, arch, nullptr));
-  const KernelCache cache(*cache_dir);
+  const KernelCache cache(*cache_dir, config().cache_path);
   return value_or_throw(compile_kernel(key, arch, &cache));
+}
+
+// The kernels of calls as they run among mapped peers.
+std::vector<KernelKey> on_mapped_mesh(std::vector<KernelKey> keys) {
+  for (KernelKey& key : keys) key.mesh_type = "MappedMesh";
+  return keys;
+}
+
+void bind_keys_of_calls(nb::module_& module) {
+  module.def(
+      "high_throughput_keys",
+      [](uint32_t ranks, uint32_t row_bytes, uint32_t scale_words, uint32_t top_k, uint32_t element,
+         uint32_t combine_row_bytes, const std::string& architecture) {
+        const RowFormat format{row_bytes, scale_words, top_k, 8, element, combine_row_bytes};
+        return on_mapped_mesh(high_throughput_keys(format, ranks, limits_of(architecture)));
+      },
+      nb::kw_only(), nb::arg("ranks"), nb::arg("row_bytes"), nb::arg("scale_words"), nb::arg("top_k"),
+      nb::arg("element"), nb::arg("combine_row_bytes"), nb::arg("architecture"),
+      "The kernels of a dispatch and its combine: src/moe/kernel_keys.h.");
+  module.def(
+      "low_latency_keys",
+      [](uint32_t ranks, uint32_t experts, uint32_t top_k, int64_t payload, uint32_t row_bytes,
+         uint32_t scale_bytes, bool has_weights, int64_t reply, const std::string& architecture) {
+        constexpr uint32_t kTokens = 128;  // plays no part in what is compiled
+        LowLatencyDispatchForm form{kTokens, kTokens, top_k, experts, 8, payload, row_bytes, scale_bytes};
+        form.has_weights = has_weights;
+        return on_mapped_mesh(
+            low_latency_keys({ranks, kTokens, top_k, experts}, form, reply, limits_of(architecture)));
+      },
+      nb::kw_only(), nb::arg("ranks"), nb::arg("experts"), nb::arg("top_k"), nb::arg("payload"),
+      nb::arg("row_bytes"), nb::arg("scale_bytes"), nb::arg("has_weights"), nb::arg("reply"),
+      nb::arg("architecture"), "The kernels of a low-latency dispatch and its combine.");
 }
 
 void bind_keys(nb::module_& module) {
@@ -51,7 +87,8 @@ void bind_keys(nb::module_& module) {
       .def_ro("mesh_type", &KernelKey::mesh_type)
       .def_ro("shape", &KernelKey::shape)
       .def_ro("threads_per_block", &KernelKey::threads_per_block)
-      .def_ro("blocks_per_sm", &KernelKey::blocks_per_sm);
+      .def_ro("blocks_per_sm", &KernelKey::blocks_per_sm)
+      .def_ro("prelude", &KernelKey::prelude);
   nb::class_<KernelRow>(module, "KernelRow", "One kernel of the list in src/jit/host_kernels.cc.")
       .def_ro("file", &KernelRow::file)
       .def_ro("name", &KernelRow::name)
@@ -73,6 +110,20 @@ void bind_keys(nb::module_& module) {
 
 void bind_jit(nb::module_& module) {
   bind_keys(module);
+  bind_keys_of_calls(module);
+  module.def(
+      "compile_host_kernel",
+      [](const KernelKey& key, const std::string& cache_dir) {
+        const KernelCache cache(cache_dir, config().cache_path);
+        return value_or_throw(without_gil([&] { return compile_to_cache(key, cache); }));
+      },
+      nb::arg("key"), nb::arg("cache_dir"),
+      "Compiles a generated kernel (a key with a prelude) for this CPU; False if it was in the cache.");
+  module.def("architecture", &architecture, nb::arg("major"), nb::arg("minor"));
+  module.def("keep_off_terminal", &CompileNotice::keep_off_terminal);
+  module.def(
+      "finish_preparing", [] { without_gil([] { return Jit::finish_preparing(), 0; }); },
+      "Returns when no kernel is being compiled ahead any more: before the process ends.");
   module.def("kernel_table", [] {
     nb::list rows;
     for (const KernelRow& row : kernel_table()) rows.append(nb::cast(row));

@@ -166,10 +166,21 @@ void bind_low_latency(nb::module_& module) {
              uint32_t id_bytes, int64_t payload, uint32_t row_bytes, uint32_t scale_bytes, bool has_weights,
              uint64_t scale_expert_stride, uint64_t scale_row_stride, uint64_t scale_word_stride,
              bool tiled_scales) {
-            return DispatchCalls(self, value_or_throw(self.plan(LowLatencyDispatchForm{
-                                           max_tokens, tokens, top_k, experts, id_bytes, payload, row_bytes,
-                                           scale_bytes, has_weights, scale_expert_stride, scale_row_stride,
-                                           scale_word_stride, tiled_scales})));
+            const LowLatencyDispatchForm form{max_tokens,
+                                              tokens,
+                                              top_k,
+                                              experts,
+                                              id_bytes,
+                                              payload,
+                                              row_bytes,
+                                              scale_bytes,
+                                              has_weights,
+                                              scale_expert_stride,
+                                              scale_row_stride,
+                                              scale_word_stride,
+                                              tiled_scales};
+            // The first of a form compiles its kernel.
+            return DispatchCalls(self, value_or_throw(without_gil([&] { return self.plan(form); })));
           },
           nb::kw_only(), nb::arg("max_tokens"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
           nb::arg("id_bytes"), nb::arg("payload"), nb::arg("row_bytes"), nb::arg("scale_bytes"),
@@ -181,10 +192,12 @@ void bind_low_latency(nb::module_& module) {
              uint32_t id_bytes, int64_t reply, uint32_t row_bytes, bool has_weights,
              bool dispatch_had_weights, uint32_t signal_value, uint32_t signals_per_expert,
              uint32_t signal_rows, uint32_t num_sms) {
-            return CombineCalls(self, value_or_throw(self.plan(LowLatencyCombineForm{
-                                          max_tokens, tokens, top_k, experts, id_bytes, reply, row_bytes,
-                                          has_weights, dispatch_had_weights, row_bytes, signal_value,
-                                          signals_per_expert, signal_rows, num_sms})));
+            const LowLatencyCombineForm form{max_tokens,  tokens,       top_k,
+                                             experts,     id_bytes,     reply,
+                                             row_bytes,   has_weights,  dispatch_had_weights,
+                                             row_bytes,   signal_value, signals_per_expert,
+                                             signal_rows, num_sms};
+            return CombineCalls(self, value_or_throw(without_gil([&] { return self.plan(form); })));
           },
           nb::kw_only(), nb::arg("max_tokens"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
           nb::arg("id_bytes"), nb::arg("reply"), nb::arg("row_bytes"), nb::arg("has_weights"),

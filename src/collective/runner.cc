@@ -10,6 +10,7 @@
 #include "base/cuda_driver.h"
 #include "base/log.h"
 #include "collective/compiled.h"
+#include "jit/notice.h"
 #include "kernels/collective/element.cuh"
 #include "kernels/core/carver.h"
 
@@ -93,6 +94,13 @@ struct ProcessCard {
   uint64_t number;
 };
 
+bool adds(const ProgramStep& step) {
+  const auto op = static_cast<StepOp>(step.op);
+  const bool only_moves =
+      op == StepOp::kSend || op == StepOp::kRecv || op == StepOp::kRecvCopySend || op == StepOp::kCopy;
+  return !only_moves || step.ends_sum != 0;
+}
+
 // A result of this size leaves the caches of a core before anybody reads it.
 constexpr uint64_t kStreamBytes = 1 << 20;
 
@@ -119,6 +127,7 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   const Device device = comm->device();
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(device, sizeof(FaultBox)));
   WEFT_TRY_ASSIGN(ComputeLimits limits, compute_limits(*comm));
+  if (comm->rank() != 0) CompileNotice::keep_off_terminal();
   const uint64_t counters = uint64_t{kProtocols} * ranks * options.channels * sizeof(uint64_t);
   WEFT_TRY_ASSIGN(auto memory, LocalMemory::create(device, 2 * counters + 2 * sizeof(uint64_t)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, plan.end));
@@ -278,9 +287,19 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
   args.state = memory->at<GridState>(state_at);
   args.num_blocks = static_cast<uint32_t>(text.blocks.size());
   std::string source = can_compile(text) ? program_source(text) : std::string();
-  Program program{std::move(text.name), std::move(memory), args, text.scratch_chunks,
-                  text.refers_only,     std::move(source), {},   {},
-                  text.is_of_pairs,     text.is_reduction, {},   {}};
+  Program program{std::move(text.name),
+                  std::move(memory),
+                  args,
+                  text.scratch_chunks,
+                  text.refers_only,
+                  std::move(source),
+                  {},
+                  {},
+                  text.is_of_pairs,
+                  text.is_reduction,
+                  false,
+                  {},
+                  {}};
   set_name(program.record, text.call.empty() ? program.name : text.call, program.name);
   program.record.root = text.root;
   program.record.digest = CallDigest()
@@ -298,6 +317,7 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
       if (buffer < 2)
         program.used_chunks[buffer] = std::max<uint64_t>(program.used_chunks[buffer], index + step.count);
     };
+    program.reduces |= adds(step);
     touch(step.src_buffer, step.src_index);
     touch(step.dst_buffer, step.dst_index);
   }
@@ -368,11 +388,21 @@ Status CollectiveRunner::run(const RunCall& call) {
     WEFT_TRY_ASSIGN(args.buffers[0].table, table(input, input_table_, call.stream));
     WEFT_TRY_ASSIGN(args.buffers[1].table, table(output, output_table_, call.stream));
   }
-  const ProgramShape shape{static_cast<int64_t>(call.element), static_cast<int64_t>(call.reduction),
-                           static_cast<int64_t>(call.protocol)};
+  const ProgramShape shape = shape_of(program, call);
   WEFT_TRY(announce(program, call, plan, args));
   return launch(call.is_compiled ? "run_compiled" : "run_program", "ProgramArgs", plan.grid, &args,
                 sizeof(args), shape, call.stream, call.is_compiled ? program.source : std::string());
+}
+
+// What only moves data is compiled for the width of its elements, not for their type.
+ProgramShape CollectiveRunner::shape_of(const Program& program, const RunCall& call) {
+  const auto protocol = static_cast<int64_t>(call.protocol);
+  if (program.reduces)
+    return {static_cast<int64_t>(call.element), static_cast<int64_t>(call.reduction), protocol};
+  Element element = call.element;
+  for (const Element same : {Element::kFp32, Element::kFp16, Element::kFp64, Element::kUint8})
+    if (element_bytes(same) == element_bytes(call.element)) element = same;
+  return {static_cast<int64_t>(element), 0, protocol};
 }
 
 // Writes down what this rank calls, and gives its digest to the kernel.

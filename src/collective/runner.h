@@ -132,6 +132,7 @@ class CollectiveRunner {
     CallRecord record;        // what is the same in all its calls
     bool is_of_pairs;
     bool is_reduction;
+    bool reduces;                         // some step adds
     std::vector<int> receivers, senders;  // whom this rank sends to and receives from
   };
   CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window)
@@ -142,6 +143,7 @@ class CollectiveRunner {
   Result<DirectRule> direct_rule();
   void place(BufferLayout& layout) const;
   void ask_huge_pages(const Program& program, const RunCall& call);
+  static ProgramShape shape_of(const Program& program, const RunCall& call);
   const Program* find(uint32_t number);
   Status announce(const Program& program, const RunCall& call, const ProgramPlan& plan, ProgramArgs& args);
   Status announce_exchange(const ExchangeCall& call, const ExchangePlan& plan, ExchangeArgs& args);

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -28,6 +29,7 @@ namespace fs = std::filesystem;
 // A file is: this line, 64 hexadecimal digits of the payload's SHA-256, a newline, the payload.
 constexpr std::string_view kMagic = "weft kernel 1\n";
 constexpr size_t kHeaderBytes = kMagic.size() + 64 + 1;
+constexpr char kExtension[] = ".cubin";
 
 std::string header_of(const std::string& payload) {
   return std::string(kMagic) + Digest().bytes(payload).hex() + "\n";
@@ -83,6 +85,15 @@ void warn_once(const Status& status) {
         status.message());
 }
 
+bool may_load(const std::string& folder, const std::string& path) {
+  for (const Status& is_private : {check_private(folder), check_private(path)})
+    if (!is_private.ok()) {
+      warn_once(is_private);
+      return false;
+    }
+  return true;
+}
+
 }  // namespace
 
 Status check_private(const std::string& path) {
@@ -126,31 +137,59 @@ void remove_leftovers(const std::string& folder) {
   }
 }
 
-KernelCache::KernelCache(std::string_view folder) : folder_(expand_home(folder)) {}
+KernelCache::KernelCache(std::string_view folder, std::string_view read_only)
+    : folders_{expand_home(folder)} {
+  while (!read_only.empty()) {
+    const std::string_view next = read_only.substr(0, read_only.find(':'));
+    if (!next.empty()) folders_.push_back(expand_home(next));
+    read_only.remove_prefix(std::min(next.size() + 1, read_only.size()));
+  }
+}
 
 std::string KernelCache::path(const std::string& name) const {
-  return folder_ + "/" + name + ".cubin";
+  return folder() + "/" + name + kExtension;
+}
+
+std::optional<std::string> KernelCache::find(const std::string& file) const {
+  for (const std::string& folder : folders_) {
+    const std::string path = folder + "/" + file;
+    if (access(path.c_str(), F_OK) == 0 && may_load(folder, path)) return path;
+  }
+  return std::nullopt;
 }
 
 std::optional<std::string> KernelCache::load(const std::string& name) const {
-  if (access(path(name).c_str(), F_OK) != 0) return std::nullopt;
-  for (const Status& is_private : {check_private(folder_), check_private(path(name))})
-    if (!is_private.ok()) {
-      warn_once(is_private);
-      return std::nullopt;
+  for (const std::string& folder : folders_) {
+    const std::string path = folder + "/" + name + kExtension;
+    if (access(path.c_str(), F_OK) != 0 || !may_load(folder, path)) continue;
+    Result<std::string> file = read_file(path);
+    if (!file.ok()) continue;
+    if (file->size() > kHeaderBytes) {
+      std::string payload = file->substr(kHeaderBytes);
+      if (file->compare(0, kHeaderBytes, header_of(payload)) == 0) return payload;
     }
-  Result<std::string> file = read_file(path(name));
-  if (!file.ok()) return std::nullopt;
-  if (file->size() > kHeaderBytes) {
-    std::string payload = file->substr(kHeaderBytes);
-    if (file->compare(0, kHeaderBytes, header_of(payload)) == 0) return payload;
+    log_info("jit: {} is damaged and will be replaced", path);
   }
-  log_info("jit: {} is damaged and will be replaced", path(name));
+  return std::nullopt;
+}
+
+std::optional<std::string> KernelCache::load_like(const std::string& prefix) const {
+  std::set<std::string> names;
+  for (const std::string& folder : folders_) {
+    std::error_code error;
+    fs::directory_iterator files(folder, error), end;
+    for (; !error && files != end; files.increment(error))
+      if (const fs::path& file = files->path();
+          file.extension() == kExtension && file.stem().string().starts_with(prefix))
+        names.insert(file.stem().string());
+  }
+  for (const std::string& name : names)
+    if (std::optional<std::string> payload = load(name)) return payload;
   return std::nullopt;
 }
 
 void KernelCache::store(const std::string& name, const std::string& payload) const {
-  const Status status = store_file(folder_, path(name), payload);
+  const Status status = store_file(folder(), path(name), payload);
   if (!status.ok()) warn_once(status);
 }
 

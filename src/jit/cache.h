@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // KernelCache keeps compiled kernels on disk, one file per key, safe for any number of processes.
-//   KernelCache cache(config().cache_dir);
+//   KernelCache cache(config().cache_dir, config().cache_path);
 //   std::optional<std::string> cubin = cache.load(name);      // nothing on a miss or a damaged file
 //   cache.store(name, *cubin);                                // a folder that cannot be written costs one
 //   warning
@@ -9,12 +9,15 @@
 // the rest, so that a truncated one is a miss and is overwritten. Files may be deleted at any time.
 // What is loaded from here runs in this process. So folder and files are made for their owner alone, and what
 // another user owns or can write is not read: a miss, with a warning that names the folder and the remedy.
+// The folders of cache_path are looked at after the first one, by the same rules, and are never written: an
+// image brings them, owned by root.
 // Threads: any.
 #pragma once
 
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/status.h"
 
@@ -35,18 +38,22 @@ void remove_leftovers(const std::string& folder);
 
 class KernelCache {
  public:
-  // `folder` may start with ~/; it is made at the first store().
-  explicit KernelCache(std::string_view folder);
+  // Folders may start with ~/; the first is made at the first store(). read_only: colons between.
+  explicit KernelCache(std::string_view folder, std::string_view read_only = {});
 
   // `name` is a file name: letters, digits, '-', '_'.
   std::optional<std::string> load(const std::string& name) const;
+  // A kernel whose name starts with `prefix`, the first by name: for who cannot tell the rest of it.
+  std::optional<std::string> load_like(const std::string& prefix) const;
+  // The path of `file` (with its extension) in the first folder that has it and where it may be loaded from.
+  std::optional<std::string> find(const std::string& file) const;
   void store(const std::string& name, const std::string& payload) const;
 
-  const std::string& folder() const { return folder_; }
+  const std::string& folder() const { return folders_.front(); }
   std::string path(const std::string& name) const;
 
  private:
-  std::string folder_;
+  std::vector<std::string> folders_;  // the first is written
 };
 
 }  // namespace weft

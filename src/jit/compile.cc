@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "jit/compile.h"
 
+#include "base/config.h"
 #include "base/digest.h"
 #include "base/log.h"
 #include "jit/host_kernels.h"
+#include "jit/notice.h"
 #include "jit/source.h"
 #include "jit/toolchain.h"
 
@@ -30,17 +32,39 @@ void add_system_headers(Digest& digest, const std::vector<NvrtcHeader>& headers,
   }
 }
 
-// Folders stand in the key by their content only, so that one cache serves several environments.
-std::string cache_name(const KernelKey& key, const std::string& source,
-                       const std::vector<NvrtcHeader>& headers, const std::vector<std::string>& options,
-                       const Nvrtc& nvrtc, const Toolchain& tools) {
+// What Weft brings to a kernel. Folders stand in the key by their content only, so that one cache serves
+// several environments.
+std::string source_name(const KernelKey& key, const std::string& source,
+                        const std::vector<NvrtcHeader>& headers, const std::vector<std::string>& options) {
   Digest digest;
-  digest.add(nvrtc.identity()).add(source);
+  digest.add(source);
   for (const std::string& option : options)
     if (!option.starts_with("-I")) digest.add(option);
   for (const NvrtcHeader& header : headers) digest.add(header.name).add(header.text);
+  return key.name + "-" + digest.hex().substr(0, 40) + "-";
+}
+
+std::string compiler_name(const std::vector<NvrtcHeader>& headers, const Nvrtc& nvrtc,
+                          const Toolchain& tools) {
+  Digest digest;
+  digest.add(nvrtc.identity());
   add_system_headers(digest, headers, tools);
-  return key.name + "-" + digest.hex().substr(0, 40);
+  return digest.hex().substr(0, 16);
+}
+
+Status not_compiled(const KernelKey& key, const std::string& architecture, const std::string& why) {
+  std::string constants;
+  for (const auto& [name, value] : key.shape) constants += text(" {}={}", name, value);
+  return Status::make(Code::kUnsupported,
+                      "kernel {} for {} ({} threads,{}) is in no cache, and {}; `weft warm` compiles ahead",
+                      key.name, architecture, key.threads_per_block, constants, why);
+}
+
+bool take(std::optional<std::string> cubin, Compiled& out) {
+  if (!cubin) return false;
+  out.cubin = std::move(*cubin);
+  out.is_cached = true;
+  return true;
 }
 
 }  // namespace
@@ -51,27 +75,35 @@ std::string architecture(int major, int minor) {
 
 Result<Compiled> compile_kernel(const KernelKey& key, const std::string& architecture,
                                 const KernelCache* cache) {
-  WEFT_TRY_ASSIGN(const Nvrtc* nvrtc, Nvrtc::open());
   const Toolchain tools = toolchain();
   const KernelRow* row = find_kernel(key.name, key.mesh_type);
+  const bool may_compile = config().compile == "auto";
   Compiled out;
   out.source = kernel_source(key, row ? row->args_bytes : 0, row ? row->mesh_bytes : 0);
   const std::vector<NvrtcHeader> headers = headers_of(out.source, tools.device_dir);
   const std::vector<std::string> options = options_for(architecture, tools);
-  out.cache_name = cache_name(key, out.source, headers, options, *nvrtc, tools);
-
-  if (std::optional<std::string> cubin = cache ? cache->load(out.cache_name) : std::nullopt) {
-    out.cubin = std::move(*cubin);
-    out.is_cached = true;
-    return out;
+  const std::string prefix = source_name(key, out.source, headers, options);
+  Result<const Nvrtc*> opened = Nvrtc::open();
+  if (!opened.ok()) {
+    if (cache && take(cache->load_like(prefix), out)) return out;
+    return may_compile ? opened.status() : not_compiled(key, architecture, opened.status().message());
   }
+  const Nvrtc* nvrtc = *opened;
+  out.cache_name = prefix + compiler_name(headers, *nvrtc, tools);
+  if (cache && take(cache->load(out.cache_name), out)) return out;
+  if (!may_compile) {
+    if (cache && take(cache->load_like(prefix), out)) return out;
+    return not_compiled(key, architecture, "WEFT_COMPILE is never");
+  }
+
+  const CompileNotice notice(key.name, architecture);
   Result<NvrtcOutput> compiled = nvrtc->compile(out.source, headers, options);
   if (!compiled.ok())
     return Status::make(compiled.status().code(), "compiling {} for {}: {}\nsource:\n{}", key.name,
                         architecture, compiled.status().message(), out.source);
   out.cubin = std::move(compiled->cubin);
   out.log = std::move(compiled->log);
-  log_info("jit: compiled {} for {} with {}", out.cache_name, architecture, nvrtc->path());
+  log_debug("jit: compiled {} for {} with {}", out.cache_name, architecture, nvrtc->path());
   if (cache) cache->store(out.cache_name, out.cubin);
   return out;
 }

@@ -17,8 +17,9 @@ struct Compiled {
   std::string cubin;
   std::string log;     // the compiler's; empty when the cubin came from the cache
   std::string source;  // the generated file
-  std::string
-      cache_name;  // file name in the cache: the kernel's name and a digest of all that the cubin depends on
+  // File name in the cache: the kernel's name, a digest of what Weft brings, and one of the compiler and
+  // CUDA's headers.
+  std::string cache_name;
   bool is_cached = false;
 };
 
@@ -26,8 +27,9 @@ struct Compiled {
 // that one.
 std::string architecture(int major, int minor);
 
-// Loads from the cache or compiles and stores. `cache` may be null: always compile, keep nothing.
-// Errors: kUnsupported without NVRTC; kSystem with the log where the source does not compile.
+// Loads from the cache or compiles and stores. `cache` may be null: always compile, keep nothing. Where there
+// is no NVRTC, or the option compile is "never", what another release of it made of the same source will do.
+// Errors: kUnsupported where that is not there either; kSystem with the log where the source does not compile.
 Result<Compiled> compile_kernel(const KernelKey& key, const std::string& architecture,
                                 const KernelCache* cache);
 

@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -21,6 +22,7 @@
 #include "base/log.h"
 #include "jit/cache.h"
 #include "jit/host_kernels.h"
+#include "jit/notice.h"
 #include "jit/source.h"
 #include "jit/toolchain.h"
 
@@ -93,7 +95,8 @@ Status run_compiler(const std::vector<std::string>& arguments, const std::string
 
 // Compiles `source` to `path`. Errors: kCapacity when the folder of `path` cannot take it.
 Status build(const std::string& source, const std::string& device_dir, const std::string& path) {
-  const std::string aside = text("{}.{}", path, getpid());
+  static std::atomic<unsigned> count{0};
+  const std::string aside = text("{}.{}.{}", path, getpid(), count.fetch_add(1));
   const std::string file = aside + ".cc.tmp", log = aside + ".log.tmp", object = aside + ".tmp";
   std::ofstream out(file);
   out << source << std::flush;
@@ -122,14 +125,12 @@ Result<HostEntry> load(const std::string& path) {
   return reinterpret_cast<HostEntry>(entry);
 }
 
-// In the cache: what is there, else compiled. Errors: kCapacity when the folder cannot serve.
-Result<HostEntry> in_cache(const std::string& source, const std::string& device_dir,
-                           const std::string& path) {
+// Into the folder of the cache. Errors: kCapacity when it cannot serve.
+Status build_in_cache(const std::string& source, const std::string& device_dir, const std::string& path) {
   const std::string folder = path.substr(0, path.rfind('/'));
   WEFT_TRY(prepare_cache(folder));
   remove_leftovers(folder);
-  if (!check_private(path).ok()) WEFT_TRY(build(source, device_dir, path));
-  return load(path);
+  return build(source, device_dir, path);
 }
 
 // In a folder of this process's own, which goes once the kernel is loaded.
@@ -146,20 +147,45 @@ Result<HostEntry> in_own_folder(const std::string& source, const std::string& de
   return entry;
 }
 
+// What is compiled for a key, and its name in a cache.
+struct HostSource {
+  explicit HostSource(const KernelKey& key)
+      : device_dir(toolchain().device_dir),
+        source(host_source(key)),
+        file(text("{}-{}.so", key.name, digest_of(source, device_dir))) {}
+
+  std::string device_dir, source, file;
+};
+
 }  // namespace
 
 Result<HostEntry> compile_on_host(const KernelKey& key) {
-  const std::string device_dir = toolchain().device_dir;
-  const std::string source = host_source(key);
-  const std::string path =
-      text("{}/{}-{}.so", expand_home(config().cache_dir), key.name, digest_of(source, device_dir));
-  Result<HostEntry> cached = in_cache(source, device_dir, path);
-  if (cached.ok() || cached.status().code() != Code::kCapacity) return cached;
+  const HostSource wanted(key);
+  const KernelCache cache(config().cache_dir, config().cache_path);
+  if (const std::optional<std::string> path = cache.find(wanted.file)) return load(*path);
+  if (config().compile == "never")
+    return Status::make(Code::kUnsupported,
+                        "kernel {} for this CPU is in no cache, and WEFT_COMPILE is never; `weft warm "
+                        "--recorded` compiles ahead",
+                        key.name);
+  const CompileNotice notice(key.name, "this CPU");
+  const std::string path = cache.folder() + "/" + wanted.file;
+  const Status built = build_in_cache(wanted.source, wanted.device_dir, path);
+  if (built.ok()) return load(path);
+  if (built.code() != Code::kCapacity) return built;
   log_warn(
       "jit: the kernel cache cannot be used, so every process compiles its kernels again: {} (set "
       "WEFT_CACHE_DIR)",
-      cached.status().message());
-  return in_own_folder(source, device_dir, cached.status());
+      built.message());
+  return in_own_folder(wanted.source, wanted.device_dir, built);
+}
+
+Result<bool> compile_to_cache(const KernelKey& key, const KernelCache& cache) {
+  const HostSource wanted(key);
+  if (cache.find(wanted.file)) return false;
+  const CompileNotice notice(key.name, "this CPU");
+  WEFT_TRY(build_in_cache(wanted.source, wanted.device_dir, cache.folder() + "/" + wanted.file));
+  return true;
 }
 
 }  // namespace weft

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "base/status.h"
+#include "jit/cache.h"
 #include "jit/jit.h"
 #include "kernels/target/host.h"
 
@@ -19,5 +20,9 @@ using HostEntry = void (*)(const void* args, const void* mesh, const HostThread*
 // Errors: kUnsupported where there is no compiler or its output cannot be loaded; kSystem with the compiler's
 // words where the source does not compile.
 Result<HostEntry> compile_on_host(const KernelKey& key);
+
+// Compiles a generated kernel into the first folder of `cache`, unless it is in one; true if it had to.
+// Errors: those of compile_on_host(), and kCapacity where the folder cannot be written.
+Result<bool> compile_to_cache(const KernelKey& key, const KernelCache& cache);
 
 }  // namespace weft

@@ -1,10 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "jit/jit.h"
 
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
+#include <system_error>
+#include <thread>
+#include <tuple>
 
 #include "base/config.h"
 #include "base/cuda_driver.h"
@@ -13,7 +21,9 @@
 #include "jit/host_compile.h"
 #include "jit/host_kernels.h"
 #include "jit/host_launch.h"
+#include "jit/record.h"
 #include "jit/source.h"
+#include "jit/toolchain.h"
 #include "kernels/target/host.h"
 
 namespace weft {
@@ -30,12 +40,40 @@ class Kernel {
   KernelResources resources;
 };
 
+namespace {
+
+// A kernel that is being compiled: by whoever asked first; who comes later waits for `is_done`.
+struct Build {
+  explicit Build(const KernelKey& key) : kernel(std::make_unique<Kernel>(key)) {}
+
+  std::unique_ptr<Kernel> kernel;
+  std::string cubin;   // CUDA
+  std::string target;  // "sm_90a", or "cpu"
+  Status status;
+  std::promise<void> finished;
+  std::shared_future<void> is_done = finished.get_future().share();
+  const pid_t process = getpid();  // a fork has the record, but not the thread
+};
+
+}  // namespace
+
 struct Jit::Impl {
   explicit Impl(Device for_device) : device(for_device) {}
+
+  // The build for a key, and whether the caller is to run it. Under `mutex`.
+  std::pair<std::shared_ptr<Build>, bool> build_of(const KernelKey& key) {
+    std::shared_ptr<Build>& known = builds[key];
+    const bool is_mine = !known || known->process != getpid();
+    if (is_mine) known = std::make_shared<Build>(key);
+    return {known, is_mine};
+  }
+  void run(Build& build) const;
+  Result<const Kernel*> finish(const KernelKey& key, const std::shared_ptr<Build>& build);
 
   const Device device;
   std::shared_mutex mutex;
   std::map<KernelKey, std::unique_ptr<Kernel>> kernels;
+  std::map<KernelKey, std::shared_ptr<Build>> builds;
 };
 
 namespace {
@@ -110,14 +148,19 @@ Status load_function(const CudaDriver& driver, const std::string& cubin, Kernel&
   return Status();
 }
 
-Status prepare_on_cuda(int ordinal, Kernel& kernel) {
+Status compile_for_cuda(int ordinal, Build& build) {
+  WEFT_TRY_ASSIGN(build.target, architecture_of(ordinal));
+  const KernelCache cache(config().cache_dir, config().cache_path);
+  WEFT_TRY_ASSIGN(Compiled compiled, compile_kernel(build.kernel->key, build.target, &cache));
+  build.cubin = std::move(compiled.cubin);
+  return Status();
+}
+
+Status load_on_cuda(int ordinal, const std::string& cubin, Kernel& kernel) {
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  WEFT_TRY_ASSIGN(const std::string arch, architecture_of(ordinal));
-  const KernelCache cache(config().cache_dir);
-  WEFT_TRY_ASSIGN(const Compiled compiled, compile_kernel(kernel.key, arch, &cache));
   WEFT_TRY_ASSIGN(const CudaContext current, CudaContext::enter(ordinal));
   const RelaxedCapture relaxed(*driver);
-  WEFT_TRY(load_function(*driver, compiled.cubin, kernel));
+  WEFT_TRY(load_function(*driver, cubin, kernel));
   return allow_all_shared(*driver, ordinal, kernel);
 }
 
@@ -158,7 +201,62 @@ Status check_launch(const Kernel& kernel, const Launch& launch, size_t args_byte
   return Status();
 }
 
+// ---- kernels that are compiled ahead ---------------------------------------------------------------------
+
+// The threads of prepare(). Python ends them before it ends the process; other programs, static destruction.
+class Preparers {
+ public:
+  static Preparers& of_process() {
+    // What the threads use is made before, so that it goes after.
+    static_cast<void>(Nvrtc::open());
+    static Preparers once;
+    return once;
+  }
+  ~Preparers() { finish(); }
+
+  void start(std::function<void()> work) {
+    std::lock_guard lock(mutex_);
+    threads_.emplace_back(getpid(), std::thread(std::move(work)));
+  }
+
+  void finish() {
+    std::vector<std::pair<pid_t, std::thread>> threads;
+    {
+      std::lock_guard lock(mutex_);
+      threads.swap(threads_);
+    }
+    // After a fork the threads are the parent's.
+    for (auto& [process, thread] : threads) process == getpid() ? thread.join() : thread.detach();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::pair<pid_t, std::thread>> threads_;
+};
+
+std::atomic<bool> has_preparers{false};
+
 }  // namespace
+
+void Jit::Impl::run(Build& build) const {
+  if (device.is_host()) {
+    build.target = "cpu";
+    build.status = prepare_on_host(*build.kernel);
+  } else {
+    build.status = compile_for_cuda(device.ordinal, build);
+  }
+  build.finished.set_value();
+}
+
+Result<const Kernel*> Jit::Impl::finish(const KernelKey& key, const std::shared_ptr<Build>& build) {
+  std::unique_lock lock(mutex);
+  if (auto known = kernels.find(key); known != kernels.end()) return known->second.get();
+  if (auto known = builds.find(key); known != builds.end() && known->second == build) builds.erase(known);
+  WEFT_TRY(build->status);
+  if (!device.is_host()) WEFT_TRY(load_on_cuda(device.ordinal, build->cubin, *build->kernel));
+  record_kernel(key, build->target);
+  return (kernels[key] = std::move(build->kernel)).get();
+}
 
 Jit& Jit::of(Device device) {
   static std::mutex mutex;
@@ -173,15 +271,41 @@ Result<const Kernel*> Jit::get(const KernelKey& key) {
     std::shared_lock lock(impl_->mutex);
     if (auto known = impl_->kernels.find(key); known != impl_->kernels.end()) return known->second.get();
   }
-  std::unique_lock lock(impl_->mutex);
-  if (auto known = impl_->kernels.find(key); known != impl_->kernels.end()) return known->second.get();
-  auto kernel = std::make_unique<Kernel>(key);
-  if (impl_->device.kind == Device::Kind::kHost) {
-    WEFT_TRY(prepare_on_host(*kernel));
-  } else {
-    WEFT_TRY(prepare_on_cuda(impl_->device.ordinal, *kernel));
+  std::shared_ptr<Build> build;
+  bool is_mine = false;
+  {
+    std::unique_lock lock(impl_->mutex);
+    if (auto known = impl_->kernels.find(key); known != impl_->kernels.end()) return known->second.get();
+    std::tie(build, is_mine) = impl_->build_of(key);
   }
-  return (impl_->kernels[key] = std::move(kernel)).get();
+  if (is_mine) impl_->run(*build);
+  build->is_done.wait();
+  return impl_->finish(key, build);
+}
+
+void Jit::prepare(const std::vector<KernelKey>& keys) {
+  for (const KernelKey& key : keys) {
+    if (impl_->device.is_host() && key.prelude.empty()) continue;
+    std::shared_ptr<Build> build;
+    {
+      std::unique_lock lock(impl_->mutex);
+      if (impl_->kernels.contains(key) || impl_->builds.contains(key)) continue;
+      build = impl_->build_of(key).first;
+    }
+    has_preparers = true;
+    try {
+      Preparers::of_process().start([impl = impl_, build] { impl->run(*build); });
+    } catch (const std::system_error&) {  // no thread to be had: whoever asks for it compiles it
+      std::unique_lock lock(impl_->mutex);
+      impl_->builds.erase(key);
+      build->status = Status::make(Code::kSystem, "no thread for the compiler");
+      build->finished.set_value();
+    }
+  }
+}
+
+void Jit::finish_preparing() {
+  if (has_preparers) Preparers::of_process().finish();
 }
 
 Status Jit::launch(const Kernel& kernel, const Launch& launch, const void* args, size_t args_bytes,

@@ -64,10 +64,17 @@ class Jit {
   static Jit& of(Device device);
 
   // The kernel for a key. Compiles, or loads from the disk cache, at the first call for a key; later calls
-  // look it up (under 1 us). Calls for different keys wait for one another. Errors: kUnsupported where the
+  // look it up (under 1 us). Calls for one key share one compilation. Errors: kUnsupported where the
   // device, NVRTC or the host version of the kernel is missing, kSystem with the compiler's log where the
   // source does not compile.
   Result<const Kernel*> get(const KernelKey& key);
+
+  // Starts to compile kernels that get() will soon be asked for, each on a thread of its own; returns at once.
+  // What fails here fails at get(). Nothing happens for kernels that came with Weft.
+  void prepare(const std::vector<KernelKey>& keys);
+
+  // Returns when no thread of prepare() runs any more: before the process ends.
+  static void finish_preparing();
 
   // Runs a kernel. args, mesh: the structs that key.args_type and key.mesh_type name, copied before launch()
   // returns. shape_on_host: the Shape struct, read on the host only; may be null on CUDA. CUDA: enqueues on

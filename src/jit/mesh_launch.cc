@@ -41,6 +41,11 @@ Result<const Kernel*> kernel_on_mesh(const Window& window, KernelKey key, const 
   return Jit::of(window.communicator()->device()).get(key);
 }
 
+void prepare_on_mesh(const Window& window, std::vector<KernelKey> keys) {
+  for (KernelKey& key : keys) key.mesh_type = window.mesh().type;
+  Jit::of(window.communicator()->device()).prepare(keys);
+}
+
 Status launch_on_mesh(const Window& window, const Kernel& kernel, const Launch& how, const void* args,
                       size_t args_bytes, const void* shape_on_host) {
   Link* ports = window.communicator()->port_link();

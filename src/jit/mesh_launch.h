@@ -33,4 +33,7 @@ Result<const Kernel*> kernel_on_mesh(const Window& window, KernelKey key, const 
 Status launch_on_mesh(const Window& window, const Kernel& kernel, const Launch& how, const void* args,
                       size_t args_bytes, const void* shape_on_host);
 
+// Jit::prepare for kernels that will run on the window's mesh; their keys have their threads.
+void prepare_on_mesh(const Window& window, std::vector<KernelKey> keys);
+
 }  // namespace weft

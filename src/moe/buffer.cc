@@ -8,6 +8,7 @@
 #include "base/cuda_driver.h"
 #include "base/deadline.h"
 #include "base/log.h"
+#include "jit/notice.h"
 #include "kernels/core/carver.h"
 #include "memory/device_memory.h"
 #include "memory/huge_pages.h"
@@ -18,9 +19,6 @@
 namespace weft {
 namespace {
 
-constexpr char kLayoutFile[] = "kernels/moe/high_throughput_layout.cuh";
-constexpr char kDispatchFile[] = "kernels/moe/high_throughput_dispatch.cuh";
-constexpr char kCombineFile[] = "kernels/moe/high_throughput_combine.cuh";
 constexpr uint64_t kGrowthStep = uint64_t{2} << 20;
 // A dispatch with a new handle leaves room for this many of its size, itself included: calls with a cached
 // handle, as in a backward pass, can't grow the window.
@@ -82,6 +80,7 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
                          options.heap_bytes + heap_bytes_of(trace_bytes_of(config().trace_spans));
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 2 + report_bytes(ranks)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
+  if (comm->rank() != 0) CompileNotice::keep_off_terminal();
   WEFT_TRY_ASSIGN(const uint32_t line_tokens, agree_on_line_tokens(*comm));
   WEFT_TRY_ASSIGN(ComputeLimits limits, compute_limits(*comm));
   std::unique_ptr<MoeBuffer> buffer(
@@ -146,14 +145,16 @@ Status MoeBuffer::zero(void* at, uint64_t bytes, void* stream) {
 
 Status MoeBuffer::launch(KernelKey key, const GridPlan& grid, const void* args, size_t args_bytes,
                          const HighThroughputShape& shape, void* stream) {
-  key.shape = {{"row_bytes", shape.row_bytes},
-               {"piece_bytes", shape.piece_bytes},
-               {"scale_words", shape.scale_words},
-               {"top_k", shape.top_k},
-               {"element", shape.element}};
   const Launch how{grid.blocks, grid.threads_per_block, grid.shared_bytes, stream, false};
   WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, args, args_bytes, &shape));
   return comm_->device().is_host() ? fault() : Status();
+}
+
+// A dispatch of new rows takes four kernels, its combine's included: compiled side by side.
+void MoeBuffer::prepare(const RowFormat& format) {
+  if (!limits_.is_cuda || format == prepared_) return;
+  prepared_ = format;
+  prepare_on_mesh(*window_, high_throughput_keys(format, static_cast<uint32_t>(comm_->size()), limits_));
 }
 
 Status MoeBuffer::layout(const LayoutCall& call) {
@@ -171,12 +172,13 @@ Status MoeBuffer::layout(const LayoutCall& call) {
                         call.token_in_rank,
                         call.sum_place};
   WEFT_TRY(zero(call.counts, (ranks + call.experts) * sizeof(int32_t), call.stream));
-  return launch({kLayoutFile, "dispatch_layout", "LayoutArgs"},
-                plan_layout(call.tokens, ranks, call.experts, limits_), &args, sizeof(args), {}, call.stream);
+  return launch(layout_key(), plan_layout(call.tokens, ranks, call.experts, limits_), &args, sizeof(args), {},
+                call.stream);
 }
 
 Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
   WEFT_TRY(fault());
+  prepare(call.format);
   const bool waits = call.worst_rows == 0;
   if (!waits) WEFT_TRY(make_room_for_worst(call));
   const auto ranks = static_cast<uint32_t>(comm_->size());
@@ -197,8 +199,7 @@ Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
   args.prefix = call.handle.prefix;
   args.report = report;
   args.host_waits = waits ? 1 : 0;
-  WEFT_TRY(launch({kLayoutFile, "dispatch_notify", "NotifyArgs"}, plan_notify(ranks, limits_), &args,
-                  sizeof(args), {}, call.stream));
+  WEFT_TRY(launch(notify_key(), plan_notify(ranks, limits_), &args, sizeof(args), {}, call.stream));
   return collect(call, report, handle_id(handle_key_, ++dispatches_));
 }
 
@@ -333,8 +334,7 @@ Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
   }
   received.meta_at = *meta_at;
 
-  const HighThroughputShape shape{format.row_bytes, plan_piece_bytes(format.row_bytes), format.scale_words,
-                                  format.top_k, kElementBf16};
+  const HighThroughputShape shape = dispatch_shape(format);
   const GridPlan grid = plan_dispatch(ranks, static_cast<uint32_t>(shape.piece_bytes), call.num_sms, limits_);
   DispatchArgs args{};
   args.at = control_.offsets;
@@ -366,8 +366,7 @@ Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
   args.sum_place = call.handle.sum_place;
   args.row_warps = grid.first_role;
   args.meta_warps = grid.second_role;
-  const Status launched =
-      launch({kDispatchFile, "dispatch_rows", "DispatchArgs"}, grid, &args, sizeof(args), shape, call.stream);
+  const Status launched = launch(dispatch_key(shape), grid, &args, sizeof(args), shape, call.stream);
   if (launched.ok()) return received;
   heap_.give(received.rows_at);
   heap_.give(received.meta_at);
@@ -378,8 +377,7 @@ Status MoeBuffer::combine(const CombineCall& call) {
   WEFT_TRY(fault());
   const auto ranks = static_cast<uint32_t>(comm_->size());
   WEFT_TRY(ensure_staging(staging_bytes_of(call.staging_rows, call.row_bytes, call.top_k)));
-  const HighThroughputShape shape{call.row_bytes, plan_piece_bytes(call.row_bytes), 0, call.top_k,
-                                  call.element};
+  const HighThroughputShape shape = combine_shape(call.row_bytes, call.top_k, call.element);
   const GridPlan grid = plan_combine(ranks, static_cast<uint32_t>(shape.piece_bytes), call.num_sms, limits_);
   CombineArgs args{};
   args.at = control_.offsets;
@@ -408,7 +406,7 @@ Status MoeBuffer::combine(const CombineCall& call) {
   args.sum_warps = grid.second_role;
   args.watch_warps = grid.watch_role;
   if (comm_->device().is_host()) prefer_huge_pages(call.combined, call.tokens * call.row_bytes);
-  return launch({kCombineFile, "combine_rows", "CombineArgs"}, grid, &args, sizeof(args), shape, call.stream);
+  return launch(combine_key(shape), grid, &args, sizeof(args), shape, call.stream);
 }
 
 }  // namespace weft

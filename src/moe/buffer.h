@@ -21,6 +21,7 @@
 #include "memory/host_visible.h"
 #include "moe/fault_text.h"
 #include "moe/handle_id.h"
+#include "moe/kernel_keys.h"
 #include "plan/high_throughput.h"
 
 namespace weft {
@@ -29,15 +30,6 @@ struct MoeOptions {
   uint64_t heap_bytes;         // for rows in flight and received; grows when a dispatch needs more
   uint64_t low_latency_bytes;  // set aside for low-latency mode
   double timeout_s;            // 0 takes the communicator's
-};
-
-struct RowFormat {
-  uint32_t row_bytes;          // multiple of 16
-  uint32_t scale_words;        // 4-byte words of scales per row
-  uint32_t top_k;              // 0 when no ids travel
-  uint32_t id_bytes;           // 4 or 8
-  uint32_t element;            // bytes of one element of x: ranks must agree
-  uint32_t combine_row_bytes;  // of the rows that combine will send back
 };
 
 // Room in the heap with which a dispatch of `rows` rows at most and its combine need not grow the window.
@@ -177,6 +169,7 @@ class MoeBuffer {
 
   Status launch(KernelKey key, const GridPlan& grid, const void* args, size_t args_bytes,
                 const HighThroughputShape& shape, void* stream);
+  void prepare(const RowFormat& format);
   Status open_trace();
   // Of calls whose counts the host does not wait for: near the kernels, which read it for themselves.
   CountReport* unawaited_report() const;
@@ -206,6 +199,7 @@ class MoeBuffer {
   CountReport* awaited_report_;
   uint64_t handle_key_;
   uint64_t dispatches_ = 0;
+  RowFormat prepared_{};  // the last whose kernels were asked for ahead
   uint64_t trace_at_ = 0;
   uint64_t trace_bytes_ = 0;
   uint64_t staging_at_ = 0;

@@ -8,32 +8,13 @@
 #include "base/config.h"
 #include "base/cuda_driver.h"
 #include "base/log.h"
+#include "moe/kernel_keys.h"
 #include "topology/nvml.h"
 
 namespace weft {
 namespace {
 
 constexpr uint32_t kCombineForms = 16;  // so that a dispatch and a combine that meet do not agree
-
-KernelKey key_of(const LowLatencyDispatchShape& shape) {
-  KernelKey key{"kernels/moe/low_latency_dispatch.cuh", "low_latency_dispatch", "LowLatencyDispatchArgs"};
-  key.shape = {{"ranks", shape.ranks},
-               {"experts_per_rank", shape.experts_per_rank},
-               {"top_k", shape.top_k},
-               {"row_bytes", shape.row_bytes},
-               {"scale_bytes", shape.scale_bytes},
-               {"payload", shape.payload},
-               {"weights", shape.weights}};
-  return key;
-}
-
-KernelKey key_of(const LowLatencyCombineShape& shape) {
-  KernelKey key{"kernels/moe/low_latency_combine.cuh", "low_latency_combine", "LowLatencyCombineArgs"};
-  key.shape = {{"ranks", shape.ranks}, {"experts_per_rank", shape.experts_per_rank},
-               {"top_k", shape.top_k}, {"row_bytes", shape.row_bytes},
-               {"reply", shape.reply}, {"weights", shape.weights}};
-  return key;
-}
 
 Launch launch_of(const LowLatencyPlan& plan) {
   return {plan.blocks, plan.threads_per_block, plan.shared_bytes, nullptr, false};
@@ -188,7 +169,9 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
   args.source_jobs = Divisor::of(args.call.lanes.count * plan.receive_splits);
   args.line_tokens = plan.line_tokens;
   const Launch how = launch_of(plan);
-  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, key_of(shape), how));
+  // A combine follows, most often a reduced one: it is compiled beside this.
+  if (limits_.is_cuda) prepare_on_mesh(*window_, low_latency_keys(all, form, kReplyReduced, limits_));
+  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, low_latency_key(shape), how));
   return PlannedDispatch{form, shape, args, how, kernel};
 }
 
@@ -242,7 +225,7 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   args.pieces = Divisor::of(plan.pieces);
   args.owner_jobs = Divisor::of(args.call.lanes.count * plan.pieces);
   const PlannedCombine::Grid receiving = grid_of(plan);
-  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, key_of(shape), receiving.how));
+  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, low_latency_key(shape), receiving.how));
   return PlannedCombine{form, shape, args, grid_of(sends), receiving, kernel};
 }
 

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "base/cuda_driver.h"
@@ -76,6 +77,20 @@ class DeviceMemory {
   CUdeviceptr address_ = 0;
 };
 
+// A generated kernel: what it writes is a constant.
+KernelKey generated_key(int64_t value) {
+  KernelKey key{"kernels/target/target.h", "write_value", "WriteValueArgs", "WriteValueMesh"};
+  key.shape = {{"value", value}};
+  key.threads_per_block = 32;
+  key.prelude =
+      "namespace weft { struct WriteValueArgs { int64_t* out; }; struct WriteValueMesh {};\n"
+      "template <class Mesh, class Shape> WEFT_KERNEL void write_value(const WriteValueArgs& a, const "
+      "Mesh&,\n"
+      "                                                                const Shape&) { *a.out = "
+      "Shape::value; } }\n";
+  return key;
+}
+
 KernelKey layout_key() {
   return {"kernels/moe/high_throughput_layout.cuh", "dispatch_layout", "LayoutArgs", "MappedMesh", {}, 256};
 }
@@ -83,9 +98,9 @@ KernelKey layout_key() {
 class JitTest : public testing::TestWithParam<Device> {
  protected:
   void SetUp() override {
+    set_toolchain({"", {}, WEFT_SOURCE_DIR});
     if (GetParam().is_host()) return;
     if (const auto driver = cuda_driver(); !driver.ok()) GTEST_SKIP() << driver.status().message();
-    set_toolchain({"", {}, WEFT_SOURCE_DIR});
     if (const auto nvrtc = Nvrtc::open(); !nvrtc.ok()) GTEST_SKIP() << nvrtc.status().message();
   }
   Jit& jit() { return Jit::of(GetParam()); }
@@ -175,6 +190,35 @@ TEST_P(JitTest, WrongSizesAndEmptyGridsAreInvalid) {
             .launch(**kernel, {.threads_per_block = 512}, LayoutArgs{}, MappedMesh{}, HighThroughputShape{})
             .code(),
         Code::kInvalid);
+}
+
+TEST_P(JitTest, KernelsThatWerePreparedAreThereForAllWhoAsk) {
+  const std::vector<KernelKey> keys{generated_key(1), generated_key(2)};
+  Jit& jit = Jit::of(GetParam());
+  jit.prepare(keys);
+  jit.prepare(keys);
+  std::vector<std::thread> callers;
+  std::vector<const Kernel*> found(4);
+  for (size_t i = 0; i < found.size(); ++i)
+    callers.emplace_back([&, i] {
+      const Result<const Kernel*> kernel = jit.get(keys[i % 2]);
+      ASSERT_TRUE(kernel.ok()) << kernel.status().message();
+      found[i] = *kernel;
+    });
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(found[0], found[2]);
+  EXPECT_EQ(found[1], found[3]);
+  EXPECT_NE(found[0], found[1]);
+  Jit::finish_preparing();
+}
+
+TEST_P(JitTest, AKernelThatCannotBeCompiledFailsForWhoAsks) {
+  KernelKey key = generated_key(0);
+  key.prelude += "no such word;";
+  Jit& jit = Jit::of(GetParam());
+  jit.prepare({key});
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(jit.get(key).status().code(), Code::kSystem);
+  Jit::finish_preparing();
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, JitTest, testing::Values(kHost, kGpu),

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from weft.collectives import VerificationError, verify
+from weft import cli
+from weft.collectives import VerificationError, verifier, verify
 from weft.collectives.broken import Broken, broken_programs
 from weft.collectives.library import Entry, entries
 from weft.errors import Error
@@ -59,3 +63,27 @@ def test_deadlock_story_names_the_circle() -> None:
         "rank 0, block 1, step 0 (r from rank 1)" in story
         and "rank 1, block 1, step 0 (r from rank 0)" in story
     )
+
+
+def test_compile_command_interprets_every_step_once_per_form(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran = 0
+    execute = verifier.Interpreter._execute
+
+    def counted(self: Any, running: Any, step: Any) -> None:
+        nonlocal ran
+        ran += 1
+        execute(self, running, step)
+
+    monkeypatch.setattr(verifier.Interpreter, "_execute", counted)
+    for ranks in (4, 16):
+        ran = 0
+        out = str(tmp_path / "ring.xml")
+        assert cli.main(["compile", "allgather_ring", "--ranks", str(ranks), "-o", out]) == 0
+        assert ran == ranks * (ranks + 1)  # a copy and one step per chunk on every rank
+
+
+def test_hierarchical_program_of_64_ranks_is_verified() -> None:
+    algorithm = entries()["alltoall_a100_two_step"].program(64, nodes=8).compile()
+    assert verify(algorithm).result_checked

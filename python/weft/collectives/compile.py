@@ -27,12 +27,13 @@ from typing import Any
 
 import weft.collectives
 from weft.collectives import contract, language, topology, values
+from weft.collectives.compiler import collector_paused, compile_proven
 from weft.collectives.ir import PROTOCOLS, Algorithm
 from weft.collectives.language import Program, ProgramError, collect
 from weft.collectives.library import build, entries
 from weft.collectives.load import load_file
 from weft.collectives.plan_json import to_plan
-from weft.collectives.verifier import verify
+from weft.collectives.verifier import Report, verify
 from weft.collectives.xml import DIALECTS, to_xml
 from weft.errors import Error, invalid
 
@@ -91,14 +92,18 @@ def run(args: argparse.Namespace) -> int:
             options = f"  [{', '.join(entry.options)}]" if entry.options else ""
             print(f"{name:44} {entry.collective:14} {entry.summary}{options}")
         return 0
-    for number, algorithm in enumerate(_read_all(args), 1):
-        _write(algorithm, args, number)
+    with collector_paused():
+        proven = [
+            compile_proven(found) if isinstance(found, Program) else (found, verify(found))
+            for found in _read_all(args)
+        ]
+        for number, (algorithm, report) in enumerate(proven, 1):
+            _write(algorithm, report, args, number)
     return 0
 
 
-def _write(algorithm: Algorithm, args: argparse.Namespace, number: int) -> None:
-    """Verify and write the Nth algorithm of a source; the second to FILE-2.xml, and so on."""
-    report = verify(algorithm)
+def _write(algorithm: Algorithm, report: Report, args: argparse.Namespace, number: int) -> None:
+    """Write the Nth algorithm of a source; the second to FILE-2.xml, and so on."""
     is_plan = str(args.output or "").endswith(".json")
     text = to_plan(algorithm) if is_plan else to_xml(algorithm, args.dialect)
     if args.output:
@@ -117,21 +122,26 @@ def _write(algorithm: Algorithm, args: argparse.Namespace, number: int) -> None:
         print(f"note: {line}", file=sys.stderr)
 
 
-def _read_all(args: argparse.Namespace) -> list[Algorithm]:
-    """Return all algorithms of a source, or the one that --program names."""
+def _read_all(args: argparse.Namespace) -> Sequence[Program | Algorithm]:
+    """Return all programs of a source, or the one that --program names."""
     if args.program or Path(args.source or "").suffix != ".py" or not Path(args.source).is_file():
-        return [read_arguments(args)]
+        return [_find(args)]
     programs = programs_of(Path(args.source), args.ranks, _options(args), shlex.split(args.args))
     if not programs:
         raise Error(f"{args.source}: no program; define program(ranks) or enter a Program")
-    return [program.compile() for program in programs]
+    return programs
 
 
 def read_arguments(args: argparse.Namespace) -> Algorithm:
     """Return the algorithm that the command line names. Raises: Error, also for an option that would have no effect."""
+    found = _find(args)
+    return found.compile() if isinstance(found, Program) else found
+
+
+def _find(args: argparse.Namespace) -> Program | Algorithm:
     if not args.source:
         raise invalid("source", None, "a file or the name of a library algorithm (weft compile --list)")
-    return read_source(args.source, args.ranks, _options(args), shlex.split(args.args), args.program)
+    return _source(args.source, args.ranks, _options(args), shlex.split(args.args), args.program)
 
 
 def read_source(
@@ -147,11 +157,17 @@ def read_source(
     ``options``: of a library algorithm or a file's program(); an XML file or a plan takes a protocol, for which it has
     to be verified again. Raises: Error.
     """
-    options = dict(options or {})
+    found = _source(source, ranks, dict(options or {}), arguments, number)
+    return found.compile() if isinstance(found, Program) else found
+
+
+def _source(
+    source: str, ranks: int, options: dict[str, Any], arguments: Sequence[str], number: int
+) -> Program | Algorithm:
     if source in entries():
         if ranks < 1:
             raise invalid("ranks", ranks, "how many ranks, for a library algorithm")
-        return build(source, ranks, **options).compile()
+        return build(source, ranks, **options)
     path = Path(source)
     if not path.is_file():
         raise invalid("source", source, "an existing file, or a name that weft compile --list shows")
@@ -161,7 +177,7 @@ def read_source(
     if not 1 <= (number or 1) <= len(programs) or (number == 0 and len(programs) > 1):
         names = ", ".join(f"{at} {program.name!r}" for at, program in enumerate(programs, 1)) or "none"
         raise Error(f"{path.name}: got program {number or 'without a number'}, allowed: --program of {names}")
-    return programs[(number or 1) - 1].compile()
+    return programs[(number or 1) - 1]
 
 
 def _loaded(path: Path, ranks: int, options: dict[str, Any]) -> Algorithm:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.collectives.contract import Buffer, Collective, State
 from weft.collectives.ir import MAX_BLOCKS, MAX_CHANNELS, PROTOCOLS, Algorithm
@@ -29,7 +30,6 @@ from weft.collectives.topology import Topology
 from weft.collectives.values import Value
 from weft.errors import Error
 
-_HERE = os.path.abspath(__file__)
 _MAX_OPERATIONS = 1 << 20  # of a program: far more than can be verified
 _local = threading.local()
 
@@ -47,8 +47,7 @@ class Place:
     index: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One traced operation: dst = src, or dst = dst + src, over ``size`` chunks. -1: the compiler chooses."""
 
     reduces: bool
@@ -336,6 +335,8 @@ class Program:
         return [value for value in found if value is not None]
 
     def _versions(self, place: Place, size: int) -> list[int]:
+        if size == 1:
+            return [self._version.get((place.rank, place.buffer, place.index), 0)]
         keys = ((place.rank, place.buffer, place.index + i) for i in range(size))
         return [self._version.get(key, 0) for key in keys]
 
@@ -436,9 +437,15 @@ def _place_of(trace: TracebackType | None) -> str:
 
 def _user_line() -> str:
     frame = sys._getframe(1)
-    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename) == _HERE:
+    here = frame.f_code.co_filename
+    while frame.f_back is not None and frame.f_code.co_filename == here:
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return _line_name(frame.f_code.co_filename, frame.f_lineno)
+
+
+@functools.lru_cache(maxsize=1024)
+def _line_name(file: str, line: int) -> str:
+    return f"{os.path.basename(file)}:{line}"
 
 
 def _error(message: str) -> ProgramError:

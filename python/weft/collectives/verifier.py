@@ -41,6 +41,9 @@ from weft.errors import Error
 
 BlockId = tuple[int, int]  # rank, block number
 Slot = tuple[int, str, int]
+Access = tuple[
+    int, int, BlockId, int
+]  # who touched a slot: number of the block, its time; the block, its step
 
 
 class VerificationError(Error):
@@ -311,8 +314,8 @@ class Interpreter:
         self._capacity = slots
         self._fifo: dict[Connection, deque[_Message]] = {key: deque() for key in connections}
         self._values: dict[Slot, Value] = _initial(algorithm, self._contract, inplace)
-        self._written: dict[Slot, tuple[int, int, str]] = {}
-        self._read: dict[Slot, list[tuple[int, int, str]]] = {}
+        self._written: dict[Slot, Access] = {}
+        self._read: dict[Slot, list[Access]] = {}
         identities = [(rank, number) for rank, number, _ in algorithm.blocks()]
         self._number = {identity: i for i, identity in enumerate(identities)}
         zero = np.zeros(len(identities), np.int32)
@@ -454,10 +457,11 @@ class Interpreter:
 
     def _load(self, running: Running, buffer: str, index: int) -> Value:
         slot = self._slot(running.identity[0], buffer, index)
-        place = self._place(running)
-        self._ordered_after_write(running, slot, f"{place} reads {buffer}[{index}]")
-        self._read.setdefault(slot, []).append((self._number[running.identity], running.time, place))
+        if slot in self._written:
+            self._check_order(running, self._written[slot], "writes it", f"reads {buffer}[{index}]")
+        self._read.setdefault(slot, []).append(self._access(running))
         if slot not in self._values:
+            place = self._place(running)
             raise VerificationError(
                 "result", f"{place} reads {buffer}[{index}], which holds nothing ({self._form})"
             )
@@ -465,19 +469,22 @@ class Interpreter:
 
     def _save(self, running: Running, buffer: str, index: int, value: Value) -> None:
         slot = self._slot(running.identity[0], buffer, index)
-        place = self._place(running)
-        self._ordered_after_write(running, slot, f"{place} writes {buffer}[{index}]")
-        for block, time, other in self._read.pop(slot, ()):
-            if running.clock[block] < time:
-                raise _race(other, "reads it", f"{place} writes {buffer}[{index}]")
-        self._written[slot] = (self._number[running.identity], running.time, place)
+        if slot in self._written:
+            self._check_order(running, self._written[slot], "writes it", f"writes {buffer}[{index}]")
+        for reader in self._read.pop(slot, ()):
+            self._check_order(running, reader, "reads it", f"writes {buffer}[{index}]")
+        self._written[slot] = self._access(running)
         self._values[slot] = value
 
-    def _ordered_after_write(self, running: Running, slot: Slot, what: str) -> None:
-        if slot in self._written:
-            block, time, other = self._written[slot]
-            if running.clock[block] < time:
-                raise _race(other, "writes it", what)
+    def _access(self, running: Running) -> Access:
+        return self._number[running.identity], running.time, running.identity, running.step
+
+    def _check_order(self, running: Running, earlier: Access, did: str, does: str) -> None:
+        """Check that an access that came before in this run comes before in every run."""
+        number, time, block, step = earlier
+        if block != running.identity and running.clock[number] < time:
+            place = self._algorithm.place(*block, step)
+            raise _race(place, did, f"{self._place(running)} {does}")
 
     def _place(self, running: Running) -> str:
         return self._algorithm.place(*running.identity, running.step)
@@ -511,7 +518,9 @@ class Interpreter:
         if problem is not None:
             rank, buffer, index, what = problem
             slot = self._slot(rank, buffer, index)
-            last = self._written[slot][2] if slot in self._written else "nobody"
+            last = "nobody"
+            if slot in self._written:
+                last = self._algorithm.place(*self._written[slot][2], self._written[slot][3])
             raise VerificationError(
                 "result", f"{self._form}, rank {rank}: {buffer}[{index}] {what}; last written by {last}"
             )

@@ -491,37 +491,23 @@ def _step_lines(
     for position, step in enumerate(program.blocks[number].steps):
         first = numbering[number, position] - max(0, len(step.depends) - 1)
         for extra, wait in enumerate(step.depends[:-1]):
-            nop = {
-                "s": first + extra,
-                "type": "nop",
-                "srcbuf": "i",
-                "srcoff": -1,
-                "dstbuf": "o",
-                "dstoff": -1,
-                "cnt": 0,
-            }
-            yield _tag("step", {**nop, **_wait(wait, numbering), "hasdep": 0}, "/>")
-        last = _wait(step.depends[-1], numbering) if step.depends else {"depid": -1, "deps": -1}
-        fields = {
-            "s": numbering[number, position],
-            "type": step.op.value,
-            "srcbuf": step.src.buffer,
-            "srcoff": step.src.index,
-            "dstbuf": step.dst.buffer,
-            "dstoff": step.dst.index,
-            "cnt": step.count,
-            **last,
-            "hasdep": int((program.rank, number, position) in needed),
-        }
-        yield _tag("step", fields, "/>")
+            place = 'srcbuf="i" srcoff="-1" dstbuf="o" dstoff="-1" cnt="0"'
+            yield f'<step s="{first + extra}" type="nop" {place} {_wait(wait, numbering)} hasdep="0"/>'
+        wait_text = _wait(step.depends[-1], numbering) if step.depends else 'depid="-1" deps="-1"'
+        src, dst = step.src, step.dst
+        yield (
+            f'<step s="{numbering[number, position]}" type="{step.op.value}" '
+            f'srcbuf="{src.buffer}" srcoff="{src.index}" dstbuf="{dst.buffer}" dstoff="{dst.index}" '
+            f'cnt="{step.count}" {wait_text} hasdep="{int((program.rank, number, position) in needed)}"/>'
+        )
 
 
-def _wait(wait: tuple[int, int], numbering: dict[tuple[int, int], int]) -> dict[str, int]:
+def _wait(wait: tuple[int, int], numbering: dict[tuple[int, int], int]) -> str:
     if wait[0] > _MAX_WAIT_BLOCK:
         raise XmlError(
             f"a step waits for block {wait[0]}; MSCCL XML names blocks up to {_MAX_WAIT_BLOCK} only"
         )
-    return {"depid": wait[0], "deps": numbering[wait]}
+    return f'depid="{wait[0]}" deps="{numbering[wait]}"'
 
 
 def _tag(name: str, attributes: Mapping[str, object], end: str = ">") -> str:

@@ -6,6 +6,10 @@ trace -> graph -> fusion -> channels + schedule -> blocks -> waits, IR -> instan
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
+
 from weft.collectives.compiler.blocks import assign_blocks
 from weft.collectives.compiler.fusion import absorb_copies, fuse_forwards, send_originals
 from weft.collectives.compiler.graph import Graph
@@ -14,13 +18,35 @@ from weft.collectives.compiler.lower import lower
 from weft.collectives.compiler.schedule import schedule
 from weft.collectives.ir import MAX_COUNT, Algorithm, fifo_units
 from weft.collectives.language import Program, ProgramError
-from weft.collectives.verifier import VerificationError, verify
+from weft.collectives.verifier import Report, VerificationError, verify
 
-__all__ = ["compile_in_order", "compile_program", "replicate"]
+__all__ = ["collector_paused", "compile_in_order", "compile_program", "compile_proven", "replicate"]
 
 
 def compile_program(program: Program) -> Algorithm:
     """Compile ``program`` and verify the result. Raises: ProgramError, VerificationError."""
+    return compile_proven(program)[0]
+
+
+def compile_proven(program: Program) -> tuple[Algorithm, Report]:
+    """Compile ``program``; return it and what was proven. Raises: ProgramError, VerificationError."""
+    with collector_paused():
+        return _compile_proven(program)
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Let Python not look for unused cycles: it would walk the growing graph again and again, and find none."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _compile_proven(program: Program) -> tuple[Algorithm, Report]:
     problem = program.collective.problem(program.state())
     if problem is not None:
         rank, buffer, index, what = problem
@@ -29,22 +55,27 @@ def compile_program(program: Program) -> Algorithm:
             f"{program.where}: program {program.name!r} does not do {program.collective!r}: {place}{what}"
         )
     algorithm = _lowered(program, MAX_COUNT)
-    if not _fits(algorithm, fifo_units(program.protocol)):
+    report = _fits(algorithm, fifo_units(program.protocol))
+    if report is None:
         # Steps of several chunks overran a connection of MSCCL's, which the XML may be for; small steps can be
         # scheduled to fit it.
         algorithm = _lowered(program, max(1, fifo_units(program.protocol) // 2))
-        verify(algorithm)
-    return algorithm
+        report = verify(algorithm)
+    return algorithm, report
 
 
-def _fits(algorithm: Algorithm, slots: int) -> bool:
-    """Verify an algorithm on connections of ``slots`` messages; return whether it runs at every size there."""
+def _fits(algorithm: Algorithm, slots: int) -> Report | None:
+    """Verify an algorithm on connections of ``slots`` messages; return None where it hangs there at some size.
+
+    What runs on few places runs on more, so that the report holds for connections of ours as well.
+    """
     try:
-        return verify(algorithm, slots).limit is None
+        report = verify(algorithm, slots)
     except VerificationError as error:
         if error.kind != "deadlock":
             raise
-        return False
+        return None
+    return report if report.limit is None else None
 
 
 def compile_in_order(program: Program) -> Algorithm:

@@ -12,14 +12,14 @@ and the forwarded chunks land where the receive stores its own: a step has one d
 
 from __future__ import annotations
 
-from weft.collectives.compiler.graph import Graph, Node, slots_read, slots_written
+from weft.collectives.compiler.graph import Graph, Node, Slot, Use, slots_read, slots_written
 from weft.collectives.contract import Buffer
 from weft.collectives.ir import Op, Span
 
 
 def absorb_copies(graph: Graph) -> None:
     """Let a receiving reduction read the source of the copy that prepared its destination."""
-    uses = graph.uses()
+    uses = graph.uses
     gone: set[Node] = set()
     for node in graph.nodes:
         if node.op is not Op.RECV_REDUCE_COPY or node.src != node.dst:
@@ -28,13 +28,12 @@ def absorb_copies(graph: Graph) -> None:
         if copy is not None and copy not in gone:
             node.src = copy.src
             gone.add(copy)
-    graph.nodes = [node for node in graph.nodes if node not in gone]
-    graph.link()
+    if gone:
+        graph.nodes = [node for node in graph.nodes if node not in gone]
+        graph.link()
 
 
-def _only_copy_before(
-    graph: Graph, node: Node, uses: dict[tuple[int, str, int], list[tuple[Node, bool, bool]]]
-) -> Node | None:
+def _only_copy_before(graph: Graph, node: Node, uses: dict[Slot, list[Use]]) -> Node | None:
     """Return the copy that wrote exactly what ``node`` reduces into, if nothing came between them."""
     copy: Node | None = None
     for key in slots_read(node):
@@ -59,7 +58,7 @@ def _only_copy_before(
 
 def send_originals(graph: Graph) -> None:
     """Let a send read what a local copy read, where that stays unchanged, so that it need not wait for the copy."""
-    uses = graph.uses()
+    uses = graph.uses
     for node in graph.nodes:
         if node.op is not Op.SEND:
             continue
@@ -78,7 +77,7 @@ def send_originals(graph: Graph) -> None:
 
 def fuse_forwards(graph: Graph) -> None:
     """Merge receives with the sends that pass their chunks on."""
-    uses = graph.uses()
+    uses = graph.uses
     required = {
         (rank, *graph.program.collective.get_buffer_index(rank, Buffer.output, index))
         for rank, program in enumerate(graph.program.buffers)
@@ -95,8 +94,8 @@ def fuse_forwards(graph: Graph) -> None:
 
 def _fuse_one(
     node: Node,
-    uses: dict[tuple[int, str, int], list[tuple[Node, bool, bool]]],
-    required: set[tuple[int, str, int]],
+    uses: dict[Slot, list[Use]],
+    required: set[Slot],
     gone: set[Node],
 ) -> None:
     for send in _sends_after(node, uses):
@@ -117,7 +116,7 @@ def _fuse_one(
         return
 
 
-def _sends_after(node: Node, uses: dict[tuple[int, str, int], list[tuple[Node, bool, bool]]]) -> list[Node]:
+def _sends_after(node: Node, uses: dict[Slot, list[Use]]) -> list[Node]:
     """Return the plain sends of what ``node`` stored, before it is overwritten."""
     out = []
     history = uses[slots_written(node)[0]]
@@ -141,8 +140,8 @@ def _can_merge(node: Node, send: Node) -> bool:
 def _needed_by_send_alone(
     node: Node,
     send: Node,
-    uses: dict[tuple[int, str, int], list[tuple[Node, bool, bool]]],
-    required: set[tuple[int, str, int]],
+    uses: dict[Slot, list[Use]],
+    required: set[Slot],
 ) -> bool:
     for key in slots_written(node):
         later = uses[key][[use[0] for use in uses[key]].index(node) + 1 :]

@@ -15,7 +15,7 @@ from weft.collectives.ir import MAX_COUNT, Op, Span
 from weft.collectives.language import Operation, Place, Program
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Node:
     """One instruction. ``sent_by`` is the node whose message it receives, ``sent_to`` the one that gets its message."""
 
@@ -42,6 +42,10 @@ class Node:
         return self.sent_by.rank if self.sent_by else -1
 
 
+Slot = tuple[int, str, int]  # rank, buffer, index
+Use = tuple[Node, bool, bool]  # an access: who, whether it reads, whether it writes
+
+
 class Graph:
     """All instructions in program order, of at most ``step_chunks`` chunks, and the use of every slot."""
 
@@ -58,35 +62,29 @@ class Graph:
         return sum(self.program.scratch_sizes(rank).values())
 
     def link(self) -> None:
-        """Recompute ``before`` from the slots, in program order."""
-        self.writer: dict[tuple[int, str, int], list[Node]] = {}
-        last_write: dict[tuple[int, str, int], Node] = {}
-        reads: dict[tuple[int, str, int], list[Node]] = {}
+        """Recompute ``before`` and ``uses`` from the slots, in program order."""
+        self.uses: dict[Slot, list[Use]] = {}
+        last_write: dict[Slot, Node] = {}
+        reads: dict[Slot, list[Node]] = {}
         for node in self.nodes:
-            node.before = set()
+            before: set[Node] = set()
             read, written = slots_read(node), slots_written(node)
             for key in read:
                 if key in last_write:
-                    node.before.add(last_write[key])
+                    before.add(last_write[key])
             for key in written:
-                node.before.update(reads.pop(key, ()))
+                if key in reads:
+                    before.update(reads.pop(key))
                 if key in last_write:
-                    node.before.add(last_write[key])
+                    before.add(last_write[key])
                 last_write[key] = node
-                self.writer.setdefault(key, []).append(node)
+                self.uses.setdefault(key, []).append((node, key in read, True))
             for key in read:
-                if last_write.get(key) is not node:
+                if key not in written:
                     reads.setdefault(key, []).append(node)
-            node.before.discard(node)
-
-    def uses(self) -> dict[tuple[int, str, int], list[tuple[Node, bool, bool]]]:
-        """Return for every slot its accesses in program order: (node, reads, writes)."""
-        out: dict[tuple[int, str, int], list[tuple[Node, bool, bool]]] = {}
-        for node in self.nodes:
-            read, written = set(slots_read(node)), set(slots_written(node))
-            for key in read | written:
-                out.setdefault(key, []).append((node, key in read, key in written))
-        return out
+                    self.uses.setdefault(key, []).append((node, True, False))
+            before.discard(node)
+            node.before = before
 
     def _add(self, operation: Operation, at: int, count: int) -> None:
         src, dst = self._span(operation.src, at), self._span(operation.dst, at)
@@ -114,18 +112,18 @@ class Graph:
         return Span(Buffer.scratch, self._bases[place.rank][place.buffer] + place.index + at)
 
 
-def slots_read(node: Node) -> list[tuple[int, str, int]]:
+def slots_read(node: Node) -> list[Slot]:
     slots = _slots(node, node.src) if node.op.reads_src else []
     return slots + _slots(node, node.dst) if node.op is Op.REDUCE else slots
 
 
-def slots_written(node: Node) -> list[tuple[int, str, int]]:
+def slots_written(node: Node) -> list[Slot]:
     if not node.op.writes_dst:
         return []
     return _slots(node, node.dst)
 
 
-def _slots(node: Node, span: Span) -> list[tuple[int, str, int]]:
+def _slots(node: Node, span: Span) -> list[Slot]:
     rank, buffer, first = node.rank, span.buffer, span.index
     if node.count == 1:
         return [(rank, buffer, first)]

@@ -23,11 +23,12 @@ def schedule(graph: Graph) -> list[Node]:
     """Assign channels and return all nodes in an order that can run. Raises: ProgramError."""
     chains = chains_of(graph)
     chain_of = {node: i for i, chain in enumerate(chains) for node in chain.nodes}
-    priority = _priorities(graph)
+    edges = _Edges(graph.nodes)
+    priority = _priorities(edges)
     shifted: set[int] = set()
     while True:
         assign_channels(chains, shifted)
-        order, stuck = _ListSchedule(graph, priority, fifo_units(graph.program.protocol)).run()
+        order, stuck = _ListSchedule(edges, priority, fifo_units(graph.program.protocol)).run()
         if stuck is None:
             return order
         chain = chain_of[stuck]
@@ -39,39 +40,46 @@ def schedule(graph: Graph) -> list[Node]:
         shifted.add(chain)
 
 
-def _priorities(graph: Graph) -> dict[Node, tuple[int, int, int]]:
+class _Edges:
+    """Which nodes come after each, and how many each needs."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+        self.after: dict[Node, list[Node]] = {node: [] for node in nodes}
+        self.needed: dict[Node, int] = {}
+        for node in nodes:
+            count = len(node.before)
+            for earlier in node.before:
+                self.after[earlier].append(node)
+            if node.sent_by is not None and node.sent_by not in node.before:
+                self.after[node.sent_by].append(node)
+                count += 1
+            self.needed[node] = count
+
+
+def _priorities(edges: _Edges) -> dict[Node, tuple[int, int, int]]:
     """Return (depth, -height, program order) of every node; smaller runs first."""
-    after: dict[Node, list[Node]] = {node: [] for node in graph.nodes}
-    for node in graph.nodes:
-        for earlier in _needs(node):
-            after[earlier].append(node)
-    order = _topological(graph.nodes, after)
-    depth = {node: 0 for node in graph.nodes}
-    height = {node: 0 for node in graph.nodes}
-    for node in order:
-        depth[node] = max((depth[e] + 1 for e in _needs(node)), default=0)
+    order, depth = _topological(edges)
+    height: dict[Node, int] = {}
     for node in reversed(order):
-        height[node] = max((height[later] + 1 for later in after[node]), default=0)
-    return {node: (depth[node], -height[node], node.seq) for node in graph.nodes}
+        height[node] = max((height[later] + 1 for later in edges.after[node]), default=0)
+    return {node: (depth[node], -height[node], node.seq) for node in edges.nodes}
 
 
-def _needs(node: Node) -> set[Node]:
-    return node.before | {node.sent_by} if node.sent_by else node.before
-
-
-def _topological(nodes: list[Node], after: dict[Node, list[Node]]) -> list[Node]:
-    missing = {node: len(_needs(node)) for node in nodes}
-    ready = deque(node for node in nodes if not missing[node])
-    order = []
-    while ready:
-        node = ready.popleft()
-        order.append(node)
-        for later in after[node]:
+def _topological(edges: _Edges) -> tuple[list[Node], dict[Node, int]]:
+    """Return the nodes in an order of their needs, and how many steps lead to each."""
+    missing = dict(edges.needed)
+    depth = dict.fromkeys(edges.nodes, 0)
+    order = [node for node in edges.nodes if not missing[node]]
+    for node in order:  # grows
+        behind = depth[node] + 1
+        for later in edges.after[node]:
             missing[later] -= 1
+            depth[later] = max(depth[later], behind)
             if not missing[later]:
-                ready.append(later)
-    assert len(order) == len(nodes), "fusion made a cycle"
-    return order
+                order.append(later)
+    assert len(order) == len(edges.nodes), "fusion made a cycle"
+    return order, depth
 
 
 def _incoming(node: Node) -> tuple[int, int, int]:
@@ -85,15 +93,12 @@ def _outgoing(node: Node) -> tuple[int, int, int]:
 class _ListSchedule:
     """One attempt: issues nodes until all are issued or only receives out of turn are left."""
 
-    def __init__(self, graph: Graph, priority: dict[Node, tuple[int, int, int]], fifo: int) -> None:
-        self._nodes = graph.nodes
+    def __init__(self, edges: _Edges, priority: dict[Node, tuple[int, int, int]], fifo: int) -> None:
+        self._nodes = edges.nodes
         self._priority = priority
         self._fifo = fifo
-        self._missing = {node: len(_needs(node)) for node in graph.nodes}
-        self._after: dict[Node, list[Node]] = {node: [] for node in graph.nodes}
-        for node in graph.nodes:
-            for earlier in _needs(node):
-                self._after[earlier].append(node)
+        self._missing = dict(edges.needed)
+        self._after = edges.after
         self._in_flight: dict[tuple[int, int, int], deque[Node]] = {}
         self._order: list[Node] = []
 

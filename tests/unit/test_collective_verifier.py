@@ -84,6 +84,8 @@ def test_compile_command_interprets_every_step_once_per_form(
         assert ran == ranks * (ranks + 1)  # a copy and one step per chunk on every rank
 
 
-def test_hierarchical_program_of_64_ranks_is_verified() -> None:
-    algorithm = entries()["alltoall_a100_two_step"].program(64, nodes=8).compile()
+@pytest.mark.parametrize(("ranks", "nodes"), [(12, 3), (16, 4), (64, 8)])
+def test_hierarchical_program_is_verified(ranks: int, nodes: int) -> None:
+    # On three nodes and more a chunk comes through some ranks twice and turns elsewhere the second time.
+    algorithm = entries()["hierarchical_allreduce"].program(ranks, nodes=nodes).compile()
     assert verify(algorithm).result_checked

@@ -12,6 +12,7 @@ and the forwarded chunks land where the receive stores its own: a step has one d
 
 from __future__ import annotations
 
+from weft.collectives.compiler.channels import chains_of
 from weft.collectives.compiler.graph import Graph, Node, Slot, Use, slots_read, slots_written
 from weft.collectives.contract import Buffer
 from weft.collectives.ir import Op, Span
@@ -83,20 +84,42 @@ def fuse_forwards(graph: Graph) -> None:
         for rank, program in enumerate(graph.program.buffers)
         for index in range(len(program.get(Buffer.output, [])))
     }
-    gone: set[Node] = set()
+    merged: dict[Node, Node] = {}  # receives, and the sends that they do now
     for op in (Op.RECV_REDUCE_COPY, Op.RECV):
         for node in graph.nodes:
             if node.op is op:
-                _fuse_one(node, uses, required, gone)
-    graph.nodes = [node for node in graph.nodes if node not in gone]
+                _fuse_one(node, uses, required, merged)
+    everything, gone = graph.nodes, set(merged.values())
+    graph.nodes = [node for node in everything if node not in gone]
+    _part_crossings(graph, merged)
+    gone = set(merged.values())
+    graph.nodes = [node for node in everything if node not in gone]
     graph.link()
+
+
+def _part_crossings(graph: Graph, merged: dict[Node, Node]) -> None:
+    """Part chains that come through a rank again and turn elsewhere, as no channel could carry both turns."""
+    for chain in chains_of(graph):
+        after: dict[tuple[int, int], int] = {}
+        before: dict[tuple[int, int], int] = {}
+        for node in chain.nodes:
+            if node.sent_by is None or node.sent_to is None:
+                continue
+            source, target = (node.rank, node.recv_peer), (node.rank, node.send_peer)
+            agrees = after.setdefault(source, target[1]) == target[1]
+            if agrees and before.setdefault(target, source[1]) == source[1]:
+                continue
+            send = merged.pop(node)
+            node.op = Op.RECV if node.op is Op.RECV_COPY_SEND else Op.RECV_REDUCE_COPY
+            send.sent_to, node.sent_to.sent_by, node.sent_to = node.sent_to, send, None
+            after, before = {}, {}
 
 
 def _fuse_one(
     node: Node,
     uses: dict[Slot, list[Use]],
     required: set[Slot],
-    gone: set[Node],
+    merged: dict[Node, Node],
 ) -> None:
     for send in _sends_after(node, uses):
         if not _can_merge(node, send):
@@ -110,7 +133,7 @@ def _fuse_one(
         node.sent_to, send.sent_to.sent_by = send.sent_to, node
         node.block_hint = max(node.block_hint, send.block_hint)
         node.channel_hint = max(node.channel_hint, send.channel_hint)
-        gone.add(send)
+        merged[node] = send
         for key in slots_read(send):
             uses[key] = [use for use in uses[key] if use[0] is not send]
         return

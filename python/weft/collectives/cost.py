@@ -93,10 +93,11 @@ def predict_us(algorithm: Algorithm, num_bytes: int, machine: Machine) -> float:
 
 
 # Of the exchange kernel over NVLink, by algorithm and way: microseconds of the least call, and GB/s of what a rank
-# sends beyond it. Fitted to 4 H200 in CUDA graphs (bench/results/h200-x4-exchanges.json): lines up to 2 MiB, places up
-# to 64 MiB, the one-step all_reduce around 64 KiB, where it ends; the GB/s of all_reduce's places are from a later run,
-# h200-x4-collective.json. Stages are nobody's choice: on 2 H200 all_reduce takes longer through them at every size, in
-# one run (h200-x2-collective-staged.json).
+# sends beyond it; `python -m weft.bench.collective.fit` makes such figures from results. These are fitted to 4 H200 in
+# CUDA graphs (bench/results/h200-x4-exchanges.json): lines up to 2 MiB, places up to 64 MiB, the one-step all_reduce
+# around 64 KiB, where it ends; the GB/s of all_reduce's places are from a later run, h200-x4-collective.json. Stages
+# are nobody's choice: on 2 H200 all_reduce takes longer through them at every size, in one run
+# (h200-x2-collective-staged.json).
 _EXCHANGE_COSTS = {
     ("allreduce_1step", LINES): (4.3, 65.0),
     ("allreduce_allpairs", LINES): (6.0, 135.0),
@@ -112,14 +113,14 @@ _EXCHANGE_COSTS = {
 
 def predict_exchange_us(algorithm: Algorithm, way: int, num_bytes: int) -> float:
     """Return how long the exchange kernel should take over NVLink for what ``algorithm`` does, going that way."""
-    ranks = algorithm.num_ranks
-    sent = num_bytes * (ranks - 1) / ranks
-    if algorithm.name == "allreduce_1step":
-        sent *= ranks
-    elif algorithm.name == "allreduce_allpairs":
-        sent *= 2
     least_us, sent_gbs = _EXCHANGE_COSTS[algorithm.name, way]
-    return least_us + sent / (sent_gbs * 1e3)
+    return least_us + sent_bytes(algorithm.name, algorithm.num_ranks, num_bytes) / (sent_gbs * 1e3)
+
+
+def sent_bytes(name: str, ranks: int, num_bytes: int) -> float:
+    """Return what each rank sends in the exchange that does algorithm ``name`` over ``num_bytes`` of buffer."""
+    share = num_bytes * (ranks - 1) / ranks
+    return share * {"allreduce_1step": ranks, "allreduce_allpairs": 2}.get(name, 1)
 
 
 def estimate(

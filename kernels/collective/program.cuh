@@ -518,6 +518,51 @@ WEFT_DEVICE bool still_holds(const ProgramArgs& a, const MeshT& mesh, const Curs
   return false;
 }
 
+WEFT_DEVICE bool delays_links(const ProgramArgs& a) {
+  if constexpr (kDelaysLinks) return a.delays != nullptr;
+  return false;
+}
+// Whether a signal is on its way over a link that was made slow.
+WEFT_DEVICE bool holds_signals(const ProgramArgs& a) {
+  if constexpr (kDelaysLinks) return a.delays && a.delays->count > 0;
+  return false;
+}
+
+// Tells the receiver that another message is there: now or, over a link that was made slow, when it is due.
+template <class MeshT>
+WEFT_DEVICE void tell(const ProgramArgs& a, const MeshT& mesh, uint32_t peer, uint64_t at, uint64_t value,
+                      uint64_t bytes) {
+  if constexpr (kDelaysLinks) {
+    if (a.delays) {
+      LinkDelay& link = a.delays->links[peer];
+      const uint64_t now = now_ns();
+      const uint64_t start = link.free_at_ns > now ? link.free_at_ns : now;
+      link.free_at_ns = start + static_cast<uint64_t>(static_cast<double>(bytes) * link.ns_per_byte);
+      a.delays->held[a.delays->count++] = {link.free_at_ns + link.latency_ns, at, value, peer, 0};
+      return;
+    }
+  }
+  mesh.to(peer).put_value(at, value);
+}
+
+// Sends what is due. Signals to one peer are due in the order in which they were sent.
+template <class MeshT>
+WEFT_DEVICE void release_due(const ProgramArgs& a, const MeshT& mesh) {
+  if constexpr (kDelaysLinks) {
+    if (!holds_signals(a)) return;
+    const uint64_t now = now_ns();
+    uint64_t left = 0;
+    for (uint64_t i = 0; i < a.delays->count; ++i) {
+      const HeldSignal signal = a.delays->held[i];
+      if (signal.due_ns <= now)
+        mesh.to(signal.peer).put_value(signal.offset, signal.value);
+      else
+        a.delays->held[left++] = signal;
+    }
+    a.delays->count = left;
+  }
+}
+
 // Tells peers and other blocks, and moves the cursor on. One thread.
 template <class MeshT, class Shape>
 WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Cursor& cursor,
@@ -527,7 +572,8 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
     const auto peer = static_cast<uint32_t>(turn.block->send_peer);
     cursor.sent += 1;
     if (shape.protocol == static_cast<int64_t>(Protocol::kSimple))
-      mesh.to(peer).put_value(a.rings.arrived_at + ring_index(mesh, channel, mesh.rank()) * 8, cursor.sent);
+      tell(a, mesh, peer, a.rings.arrived_at + ring_index(mesh, channel, mesh.rank()) * 8, cursor.sent,
+           turn.units * 16);
   }
   if (moved && turn.receives) {
     const auto peer = static_cast<uint32_t>(turn.block->recv_peer);
@@ -707,12 +753,14 @@ WEFT_DEVICE void run_steps(const Program& steps, const ProgramArgs& a, const Mes
 
   uint32_t unfinished = 0;
   for (uint32_t i = 0; i < owned; ++i) unfinished += cursors[i].is_done == 0;
-  for (uint32_t idle = 0; unfinished > 0 && !is_broken;) {
+  for (uint32_t idle = 0; (unfinished > 0 || program::holds_signals(a)) && !is_broken;) {
     bool moved = false;
+    program::release_due(a, mesh);
     for (uint32_t i = 0; i < owned && !is_broken; ++i) {
       if (cursors[i].is_done) continue;
+      const bool is_alone = unfinished == 1 && !program::delays_links(a);
       const program::Verdict verdict =
-          program::visit(steps, a, mesh, shape, block, shared, cursors[i], epoch, unfinished == 1);
+          program::visit(steps, a, mesh, shape, block, shared, cursors[i], epoch, is_alone);
       is_broken = verdict == program::kFault;
       moved = moved || verdict == program::kGo;
       unfinished -= cursors[i].is_done;

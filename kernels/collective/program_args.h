@@ -21,6 +21,7 @@
 // tells that the line is of this message, the second that it is of this call.
 #pragma once
 
+#include "kernels/collective/link_delays.h"
 #include "kernels/core/grid.cuh"
 #include "kernels/core/wait.cuh"
 
@@ -195,6 +196,7 @@ struct ProgramArgs {
   RingLayout rings;
   DirectRule direct;
   WaitRule wait;
+  LinkDelays* delays;  // null: links are as fast as they are; host only
 };
 
 struct ScaleArgs {

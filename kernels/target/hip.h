@@ -250,6 +250,8 @@ WEFT_DEVICE void store_vec_streaming(Vec16* at, Vec16 v) {
 // Whether results too large for the caches may be written past them. GPUs are never told to, and need not
 // compile for it.
 inline constexpr bool kWritesPastCaches = false;
+// Whether tests can make links slow: on the host only (kernels/collective/link_delays.h).
+inline constexpr bool kDelaysLinks = false;
 
 // Processes read each other's memory on the host only.
 inline constexpr bool kReadsProcesses = false;

@@ -211,6 +211,8 @@ inline void store_vec_streaming(Vec16* at, Vec16 value) {
 }
 // Whether results too large for the caches may be written past them.
 inline constexpr bool kWritesPastCaches = true;
+// Whether tests can make links slow (kernels/collective/link_delays.h).
+inline constexpr bool kDelaysLinks = true;
 
 // Copies bytes of another process's memory here; false where that is not allowed or not there. Linux's
 // process_vm_readv(2): one copy, no memory that both must map.

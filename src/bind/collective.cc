@@ -144,6 +144,15 @@ void bind_collective(nb::module_& module) {
           },
           "kind"_a, "element"_a, "reduction"_a, "input"_a, "output"_a, "part_elems"_a, "is_one_shot"_a,
           "way"_a, "num_sms"_a, "stream"_a)
+      .def(
+          "delay_links",
+          [](CollectiveRunner& self, const std::vector<std::array<double, 2>>& links) {
+            std::vector<LinkDelay> delays;
+            for (const auto& [latency_ns, ns_per_byte] : links)
+              delays.push_back({static_cast<uint64_t>(latency_ns), ns_per_byte, 0});
+            check(self.delay_links(std::move(delays)));
+          },
+          "links"_a)
       .def("check_fault", [](CollectiveRunner& self) { check(self.fault()); });
 }
 

@@ -337,8 +337,22 @@ WaitRule CollectiveRunner::wait_rule() const {
           counters_->at<uint32_t>(2 * counters + sizeof(uint64_t))};
 }
 
+Status CollectiveRunner::delay_links(std::vector<LinkDelay> links) {
+  if (!comm_->device().is_host())
+    return Status::make(Code::kUnsupported, "links are delayed on the CPU only");
+  if (!links.empty() && links.size() != static_cast<size_t>(comm_->size()))
+    return Status::invalid("links: got {} delays, allowed: none, or one for each of {} ranks", links.size(),
+                           comm_->size());
+  links_ = std::move(links);
+  held_.resize(size_t{rings_.channels} * static_cast<size_t>(comm_->size()) * kRingSlots);
+  delays_ = {links_.data(), held_.data(), 0};
+  return {};
+}
+
 Status CollectiveRunner::run(const RunCall& call) {
   WEFT_TRY(fault());
+  if (!links_.empty() && call.protocol != Protocol::kSimple)
+    return Status::invalid("protocol: allowed: Simple, while links are delayed for a test");
   if (call.part_elems == 0 && call.input_table.empty()) return {};
   const Program* found = find(call.program);
   if (!found) return Status::invalid("program: got {}, allowed: one that was loaded", call.program);
@@ -371,6 +385,7 @@ Status CollectiveRunner::run(const RunCall& call) {
   args.calls = program.is_of_pairs ? nullptr : counters_->at<uint64_t>(2 * counters);
   args.rings = rings_;
   args.wait = wait_rule();
+  args.delays = links_.empty() ? nullptr : &delays_;
   WEFT_TRY_ASSIGN(args.direct, direct_rule());
   args.buffers[0] = {call.input, call.part_elems, call.per_part, 0, nullptr, 0};
   args.buffers[1] = {call.output, call.part_elems, call.per_part, 0, nullptr, 0};
@@ -488,6 +503,7 @@ Status CollectiveRunner::exchange(const ExchangeCall& call) {
   WEFT_TRY(fault());
   if (exchange_.blocks == 0)
     return Status::make(Code::kUnsupported, "an exchange, allowed: of a runner that was made for exchanges");
+  if (!links_.empty()) return Status::invalid("an exchange, allowed: programs, while links are delayed");
   if (call.part_elems == 0) return {};
   last_program_ = kExchangeNames[static_cast<uint32_t>(call.kind)];
   const auto ranks = static_cast<uint32_t>(comm_->size());

@@ -110,6 +110,10 @@ class CollectiveRunner {
   // For runners that has_exchanges. Every rank passes the same but for input, output and stream. In place as
   // in MSCCL, all_to_all not.
   Status exchange(const ExchangeCall& call);
+  // Makes the links from this rank slow in later runs, for tests (kernels/collective/link_delays.h): one delay
+  // for each rank; none: as fast as they are. Then run() takes Simple programs alone, and exchange() nothing.
+  // Errors: kUnsupported on GPUs; kInvalid for another number of delays.
+  Status delay_links(std::vector<LinkDelay> links);
   // data[0, elems) *= factor, in stream order.
   Status scale(Element element, std::byte* data, uint64_t elems, double factor, void* stream);
 
@@ -183,7 +187,10 @@ class CollectiveRunner {
   ComputeLimits limits_{};
   double timeout_s_ = 0;
   uint64_t direct_bytes_ = 0;
-  bool all_read_all_ = false;  // every process can read every other's memory; agreed
+  bool all_read_all_ = false;     // every process can read every other's memory; agreed
+  std::vector<LinkDelay> links_;  // empty: none is delayed
+  std::vector<HeldSignal> held_;
+  LinkDelays delays_{};
   std::string last_program_;
   Status broken_;
   PeerWatch::Alarm on_death_;

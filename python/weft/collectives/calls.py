@@ -528,6 +528,13 @@ class Collectives:
             self._kept.append(algorithm)
         return loaded
 
+    def delay_links(self, delays: Sequence[tuple[float, float]]) -> None:
+        """Make the links from this rank slow, for tests on the CPU: use weft.testing.links.delay_links().
+
+        ``delays``: (latency in ns, ns per byte) of the link to each rank; none: as fast as they are.
+        """
+        self._need_executor().delay_links(delays)
+
     def _need_executor(self) -> Executor:
         if self._executor is None:
             raise Error("a single rank has nobody to send to")

@@ -119,6 +119,7 @@ class Executor:
         self._timeout_s = timeout_s or 0.0
         self._direct_bytes = direct_bytes
         self._loaded: list[Algorithm] = []
+        self._delays: list[tuple[float, float]] = []
         self._runner = self._new_runner(FIRST_CHANNELS[self._is_cpu])
 
     def load(self, algorithm: Algorithm) -> Loaded:
@@ -219,9 +220,20 @@ class Executor:
         )
 
     def _new_runner(self, channels: int) -> Any:
-        return _core.CollectiveRunner.create(
+        runner = _core.CollectiveRunner.create(
             self.core, channels=channels, timeout_s=self._timeout_s, direct_bytes=self._direct_bytes
         )
+        if self._delays:
+            runner.delay_links(self._delays)
+        return runner
+
+    def delay_links(self, delays: Sequence[tuple[float, float]]) -> None:
+        """Make the links from this rank slow, for tests on the CPU: see weft.testing.links.
+
+        ``delays``: (latency in ns, ns per byte) of the link to each rank; none: as fast as they are.
+        """
+        self._delays = list(delays)
+        self._runner.delay_links(self._delays)
 
     def _load(self, algorithm: Algorithm) -> int:
         scratch = max(program.scratch_chunks for program in algorithm.ranks)

@@ -21,7 +21,6 @@ import json
 import random
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 from weft.bench.collective import size
 from weft.collectives.compiler import compile_in_order
@@ -40,6 +39,8 @@ COLLECTIVES = {
 }
 _WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 _CHUNKS = (1, 2, 4)
+_MEASURED = 3  # of the library's algorithms
+_IN_PLACE = ("all_reduce", "broadcast")  # the forms that are synthesised
 _MOST_TRANSFERS = 20_000  # of one attempt; larger ones are left out
 
 
@@ -294,16 +295,20 @@ def _ready_us(
 
 def library_us(network: Network, collective: str, num_bytes: int) -> list[tuple[float, str]]:
     """Return the library's algorithms for a collective and their times, the least first; no time: it cannot run."""
+    return [(us, algorithm.name) for us, algorithm in _library(network, collective, num_bytes)]
+
+
+def _library(network: Network, collective: str, num_bytes: int) -> list[tuple[float, Algorithm]]:
     found = []
     for name, entry in entries().items():
         if entry.collective != COLLECTIVES[collective] or not entry.applies(network.ranks):
             continue
         try:
-            algorithm = build(name, network.ranks).compile()
+            algorithm = build(name, network.ranks, inplace=collective in _IN_PLACE).compile()
         except Error:
             continue
-        found.append((network_us(algorithm, network, num_bytes), name))
-    return sorted(found)
+        found.append((network_us(algorithm, network, num_bytes), algorithm))
+    return sorted(found, key=lambda one: (one[0], one[1].name))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -314,6 +319,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bytes", type=size, default="1M", help="of the whole buffer")
     parser.add_argument("--seed", type=int, default=0, help="of the order among equal choices")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the algorithm there as XML")
+    parser.add_argument(
+        "--measure",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run it and the library's best three N times, in turns, on CPU ranks whose links are as slow as those of "
+        "the topology; choose delays that are large against this machine's noise",
+    )
+    parser.add_argument("--json", metavar="FILE", help="with --measure: write the result there as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -322,13 +336,26 @@ def run(args: argparse.Namespace) -> int:
     network = read_network(path.read_text(), path.name)
     if args.ranks not in (0, network.ranks):
         raise invalid("ranks", args.ranks, f"{network.ranks}, as {path.name} says")
-    algorithm: Any = synthesise(network, args.collective, args.bytes, args.seed)
+    algorithm = synthesise(network, args.collective, args.bytes, args.seed)
     if args.output:
         Path(args.output).write_text(to_xml(algorithm))
     steps = sum(1 for _ in algorithm.steps())
     us = network_us(algorithm, network, args.bytes)
     print(f"{algorithm.name}: {us:.1f} us predicted, {algorithm.chunks} chunks, {steps} steps, verified")
-    for theirs, name in library_us(network, args.collective, args.bytes):
+    library = _library(network, args.collective, args.bytes)
+    for theirs, other in library:
         said = "needs a link that is not there" if theirs == float("inf") else f"{theirs:.1f} us predicted"
-        print(f"  {name}: {said}")
+        print(f"  {other.name}: {said}")
+    if args.measure:
+        can_run = [(theirs, other) for theirs, other in library if theirs != float("inf")]
+        _measure(network, args, [(us, algorithm), *can_run[:_MEASURED]])
     return 0
+
+
+def _measure(network: Network, args: argparse.Namespace, rows: list[tuple[float, Algorithm]]) -> None:
+    from weft.bench.collective.slow_links import measure, report
+
+    links = {pair: (link.us, link.us_per_byte) for pair, link in network.links.items()}
+    samples = measure([algorithm for _, algorithm in rows], links, args.bytes, args.measure)
+    measured = [(algorithm.name, us, mine) for (us, algorithm), mine in zip(rows, samples, strict=True)]
+    report(network.name, args.collective, args.bytes, measured, args.json)

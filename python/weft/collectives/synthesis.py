@@ -7,25 +7,31 @@ The topology: {"name": "two_boxes", "ranks": 4, "links": [{"src": 0, "dst": 1, "
 Links that are not listed do not exist. What comes out is an ordinary program, verified, beside the library's times in
 the same model; --bytes says for which size of the whole buffer: few bytes give few steps, many give full links.
 
-The search is greedy on a clock: of all transfers of a chunk to a rank that lacks it, the next is the one with the least
-end plus ``weight`` times its duration. A weight of 0 takes what ends first; larger ones keep slow links for what cannot
-come otherwise. Several weights and chunk counts are tried, and the least time of the whole is taken. Every rank gets
-every chunk once, so the transfers of a chunk are a tree: turned around, they reduce. A heuristic; no bound is proven.
+The search is greedy on a network expanded in time, as TACOS does it (Won et al., MICRO 2024; the sketches of TACCL,
+Shah et al., NSDI 2023, and the flows of TE-CCL, Liu et al., SIGCOMM 2024, solve the same problem exactly for fewer
+links): of all transfers of a chunk to a rank that lacks it, the next is the one with the least end plus ``weight``
+times its duration. A weight of 0 takes what ends first; larger ones keep slow links for what cannot come otherwise.
+Chunk counts from few to many stand for SCCL's trade of steps against bandwidth (Cai et al., PPoPP 2021). Several
+weights and orders are tried for each, and the least time of the whole is taken, or the first that is within 2 % of
+bound_us(), which no schedule is below. Every rank gets every chunk once, so the transfers of a chunk are a tree: turned
+around, they reduce.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import heapq
 import json
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from weft.bench.collective import size
 from weft.collectives.compiler import compile_in_order
 from weft.collectives.contract import AllGather, AllReduce, Broadcast, Buffer, Collective, ReduceScatter
-from weft.collectives.ir import Algorithm, Block
+from weft.collectives.ir import Algorithm
 from weft.collectives.language import Program, Ref
 from weft.collectives.library import build, entries
 from weft.collectives.xml import to_xml
@@ -38,10 +44,14 @@ COLLECTIVES = {
     "broadcast": "broadcast",
 }
 _WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
-_CHUNKS = (1, 2, 4)
+_CHUNKS = (1, 2, 4, 8, 16)
+_ORDERS = 8  # of equal choices, where transfers are few
+_FEW_TRANSFERS = 400
+_ENOUGH = 1.02  # times the bound: nothing better is looked for
 _MEASURED = 3  # of the library's algorithms
 _IN_PLACE = ("all_reduce", "broadcast")  # the forms that are synthesised
-_MOST_TRANSFERS = 20_000  # of one attempt; larger ones are left out
+_MOST_CUT = 12  # ranks all of whose cuts are looked at
+_MOST_TRANSFERS = 2_000  # of one attempt; larger ones are left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +77,7 @@ class Network:
         return Network(self.name, self.ranks, {(b, a): link for (a, b), link in self.links.items()})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, order=True)
 class Transfer:
     """One chunk over one link. ``chunk``: (rank that it belongs to, its number there)."""
 
@@ -103,23 +113,45 @@ def synthesise(network: Network, collective: str, num_bytes: int, seed: int = 0)
     if collective not in COLLECTIVES:
         raise invalid("collective", collective, ", ".join(COLLECTIVES))
     best: tuple[float, Algorithm] | None = None
-    sources = [0] if collective == "broadcast" else list(range(network.ranks))
-    gathers = network.reversed() if collective == "reduce_scatter" else network
-    for chunks in _CHUNKS:
-        if len(sources) * chunks * network.ranks > _MOST_TRANSFERS and chunks > 1:
-            continue
-        chunk_bytes = num_bytes / len(sources) / chunks
-        tried = {tuple(_gather(gathers, sources, chunks, chunk_bytes, weight, seed)) for weight in _WEIGHTS}
-        for transfers in sorted(tried, key=lambda made: max(t.end_us for t in made))[:3]:
-            back = transfers
-            if collective == "all_reduce":
-                back = tuple(_gather(network.reversed(), sources, chunks, chunk_bytes, 1.0, seed))
-            algorithm = _algorithm(network, collective, chunks, transfers, back)
-            us = network_us(algorithm, network, num_bytes)
-            if best is None or us < best[0]:
-                best = us, algorithm
+    enough_us = _ENOUGH * bound_us(network, collective, num_bytes)
+    for algorithm in _candidates(network, collective, num_bytes, seed):
+        us = network_us(algorithm, network, num_bytes)
+        if best is None or us < best[0]:
+            best = us, algorithm
+        if us <= enough_us:
+            break
     assert best is not None
     return best[1]
+
+
+def _candidates(network: Network, collective: str, num_bytes: int, seed: int) -> Iterator[Algorithm]:
+    """Yield algorithms of few chunks, which take few steps, and then of more, which fill the links."""
+    sources = [0] if collective == "broadcast" else list(range(network.ranks))
+    if collective == "all_reduce":
+        whole = _shortest(network, sources, 1, num_bytes, seed)[0]
+        yield _algorithm(network, "all_reduce at once", 1, whole, whole)
+    for chunks in _CHUNKS:
+        if chunks > 1 and len(sources) * chunks * network.ranks > _MOST_TRANSFERS:
+            return
+        chunk_bytes = num_bytes / len(sources) / chunks
+        turned = network.reversed()
+        gathers = turned if collective == "reduce_scatter" else network
+        back = _shortest(turned, sources, chunks, chunk_bytes, seed)[0] if collective == "all_reduce" else ()
+        for transfers in _shortest(gathers, sources, chunks, chunk_bytes, seed)[:2]:
+            yield _algorithm(network, collective, chunks, transfers, back)
+
+
+def _shortest(
+    network: Network, sources: list[int], chunks: int, chunk_bytes: float, seed: int
+) -> list[tuple[Transfer, ...]]:
+    """Return what several weights and orders of equal choices give, the first to end first."""
+    orders = _ORDERS if len(sources) * chunks * network.ranks <= _FEW_TRANSFERS else 1
+    tried = {
+        tuple(_gather(network, sources, chunks, chunk_bytes, weight, seed + order))
+        for weight in _WEIGHTS
+        for order in range(orders)
+    }
+    return sorted(tried, key=lambda made: (max((t.end_us for t in made), default=0.0), made))
 
 
 def _gather(
@@ -127,39 +159,45 @@ def _gather(
 ) -> list[Transfer]:
     """Return transfers that bring every source's chunks to all ranks, in order of their start."""
     rng = random.Random(seed)
-    arrived = {(rank, (rank, c)): 0.0 for rank in sources for c in range(chunks)}
+    arrived: dict[tuple[int, tuple[int, int]], float] = {}
     lacking = {(rank, (s, c)) for rank in range(network.ranks) for s in sources for c in range(chunks)}
-    lacking -= arrived.keys()
-    tie = {(pair, chunk): rng.random() for pair in network.links for _, chunk in arrived}
     takes = {pair: link.takes(chunk_bytes) for pair, link in network.links.items()}
     busy = {pair: chunk_bytes * link.us_per_byte for pair, link in network.links.items()}
     free: dict[tuple[int, int], float] = defaultdict(float)
     found: list[Transfer] = []
-    while lacking:
-        best: tuple[float, float, tuple[int, int], tuple[int, int], float] | None = None
-        for rank, chunk in lacking:
-            for pair in _into(network, rank):
-                at = arrived.get((pair[0], chunk))
-                if at is None:
-                    continue
-                start = max(at, free[pair])
-                score = start + takes[pair] * (1 + weight)
-                if best is None or (score, tie[pair, chunk]) < best[:2]:
-                    best = score, tie[pair, chunk], pair, chunk, start
-        if best is None:
-            rank, chunk = min(lacking)
-            raise Error(f"topology {network.name}: no links lead from rank {chunk[0]} to rank {rank}")
-        _, _, pair, chunk, start = best
-        end = start + takes[pair]
+    # What can be sent next, by its score when it was last looked at; scores only grow, as links fill up.
+    heap: list[tuple[float, float, tuple[int, int], tuple[int, int]]] = []
+    out: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for pair in sorted(network.links):
+        out[pair[0]].append(pair)
+
+    def has(rank: int, chunk: tuple[int, int], at: float) -> None:
+        lacking.discard((rank, chunk))
+        arrived[rank, chunk] = at
+        for pair in out[rank]:
+            if (pair[1], chunk) in lacking:
+                score = max(at, free[pair]) + takes[pair] * (1 + weight)
+                heapq.heappush(heap, (score, rng.random(), pair, chunk))
+
+    for source in sources:
+        for c in range(chunks):
+            has(source, (source, c), 0.0)
+    while heap:
+        score, tie, pair, chunk = heapq.heappop(heap)
+        if (pair[1], chunk) not in lacking:
+            continue
+        start = max(arrived[pair[0], chunk], free[pair])
+        now = start + takes[pair] * (1 + weight)
+        if now > score:
+            heapq.heappush(heap, (now, tie, pair, chunk))
+            continue
         free[pair] = start + busy[pair]
-        arrived[pair[1], chunk] = end
-        lacking.discard((pair[1], chunk))
-        found.append(Transfer(*pair, chunk, start, end))
+        found.append(Transfer(*pair, chunk, start, start + takes[pair]))
+        has(pair[1], chunk, start + takes[pair])
+    if lacking:
+        rank, chunk = min(lacking)
+        raise Error(f"topology {network.name}: no links lead from rank {chunk[0]} to rank {rank}")
     return sorted(found, key=lambda t: (t.start_us, t.end_us, t.src, t.dst, t.chunk))
-
-
-def _into(network: Network, rank: int) -> list[tuple[int, int]]:
-    return [(src, rank) for src in range(network.ranks) if (src, rank) in network.links]
 
 
 def _algorithm(
@@ -175,9 +213,11 @@ def _algorithm(
         "all_gather": AllGather(ranks, chunks),
         "reduce_scatter": ReduceScatter(ranks, chunks),
         "all_reduce": AllReduce(ranks, ranks * chunks, inplace=True),
+        "all_reduce at once": AllReduce(ranks, chunks, inplace=True),
         "broadcast": Broadcast(ranks, chunks, inplace=True),
     }
-    with Program(f"synthesised_{COLLECTIVES[collective]}_{network.name}", contracts[collective]) as program:
+    name = f"synthesised_{contracts[collective].name}_{network.name}"
+    with Program(name, contracts[collective]) as program:
         if collective == "all_gather":
             for rank in range(ranks):
                 _chunk(program, rank, Buffer.input, 0, chunks).copy(
@@ -186,12 +226,27 @@ def _algorithm(
             _spread(network, program, transfers, Buffer.output, chunks)
         elif collective == "broadcast":
             _spread(network, program, transfers, Buffer.input, chunks)
+        elif collective == "all_reduce at once":
+            _gather_and_sum(network, program, transfers, chunks)
         elif collective == "reduce_scatter":
             _sum(network, program, transfers, chunks, "sums")
         else:
             _sum(network, program, back, chunks, Buffer.input)
             _spread(network, program, transfers, Buffer.input, chunks)
     return compile_in_order(program)
+
+
+def _gather_and_sum(network: Network, program: Program, transfers: tuple[Transfer, ...], chunks: int) -> None:
+    """Bring every rank's whole buffer to all ranks, which add them up: the fewest steps, and the most bytes."""
+    for rank in range(network.ranks):
+        own = _chunk(program, rank, Buffer.input, 0, chunks)
+        own.copy(rank, "all", rank * chunks, *_local(network))
+    _spread(network, program, transfers, "all", chunks)
+    for rank in range(network.ranks):
+        for other in range(network.ranks):
+            if other != rank:
+                theirs = _chunk(program, rank, "all", other * chunks, chunks)
+                _chunk(program, rank, Buffer.input, 0, chunks).reduce(theirs, *_local(network))
 
 
 def _spread(
@@ -235,62 +290,126 @@ def _local(network: Network) -> tuple[int, int]:
 
 def network_us(algorithm: Algorithm, network: Network, num_bytes: int) -> float:
     """Return how long an algorithm takes where links alone cost; infinity where it needs one that is missing."""
-    chunk_bytes = num_bytes / algorithm.chunks
-    lanes = [(rank, number, block) for rank, number, block in algorithm.blocks()]
-    ends: dict[tuple[int, int], list[float]] = {(rank, number): [] for rank, number, _ in lanes}
-    free: dict[tuple[int, int], float] = defaultdict(float)
-    messages: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    taken: dict[tuple[int, int, int], int] = defaultdict(int)
-    while True:
-        # The step that can start first goes first, as links serve whoever comes.
-        ready = [
-            (start, rank, number, block)
-            for rank, number, block in lanes
-            if (start := _ready_us(rank, number, block, ends, messages, taken)) is not None
-        ]
-        if not ready:
-            break
-        start, rank, number, block = min(ready, key=lambda one: one[:3])
-        step = block.steps[len(ends[rank, number])]
-        if step.op.receives:
-            taken[block.recv, rank, block.channel] += 1
-        end = start
-        if step.op.sends:
-            pair = rank, block.send
-            link = network.links.get(pair)
-            if link is None:
+    return _Traffic(algorithm, network, num_bytes).play()
+
+
+class _Traffic:
+    """An algorithm's steps on a clock that only links move. The step that can start first goes first."""
+
+    def __init__(self, algorithm: Algorithm, network: Network, num_bytes: int) -> None:
+        self._links = network.links
+        self._chunk_bytes = num_bytes / algorithm.chunks
+        self._blocks = {(rank, number): block for rank, number, block in algorithm.blocks()}
+        self._ends: dict[tuple[int, int], list[float]] = {identity: [] for identity in self._blocks}
+        self._free: dict[tuple[int, int], float] = defaultdict(float)
+        self._messages: dict[tuple[int, int, int], deque[float]] = defaultdict(deque)
+        self._waiting: dict[object, list[tuple[int, int]]] = defaultdict(list)
+
+    def play(self) -> float:
+        ready: list[tuple[float, tuple[int, int]]] = []
+        changed = list(self._blocks)
+        while changed or ready:
+            for identity in changed:
+                start = self._start_us(identity)
+                if start is not None:
+                    heapq.heappush(ready, (start, identity))
+            if not ready:
+                break
+            start, identity = heapq.heappop(ready)
+            block = self._blocks[identity]
+            if (
+                block.steps[len(self._ends[identity])].op.sends
+                and (identity[0], block.send) not in self._links
+            ):
                 return float("inf")
-            begin = max(start, free[pair])
-            end = free[pair] = begin + step.count * chunk_bytes * link.us_per_byte
-            messages[rank, block.send, block.channel].append(end + link.us)
-        ends[rank, number].append(end)
-    return max((times[-1] for times in ends.values() if times), default=0.0)
+            changed = [identity, *self._take(start, identity)]
+        return max((times[-1] for times in self._ends.values() if times), default=0.0)
+
+    def _start_us(self, identity: tuple[int, int]) -> float | None:
+        """Return when a block's next step can start; None: it is done, or waits."""
+        block, mine = self._blocks[identity], self._ends[identity]
+        if len(mine) == len(block.steps):
+            return None
+        step = block.steps[len(mine)]
+        start = mine[-1] if mine else 0.0
+        for other, at in step.depends:
+            theirs = self._ends[identity[0], other]
+            if len(theirs) <= at:
+                self._waiting[identity[0], other, "step"].append(identity)
+                return None
+            start = max(start, theirs[at])
+        if step.op.receives:
+            key = block.recv, identity[0], block.channel
+            if not self._messages[key]:
+                self._waiting[key].append(identity)
+                return None
+            start = max(start, self._messages[key][0])
+        return start
+
+    def _take(self, start: float, identity: tuple[int, int]) -> list[tuple[int, int]]:
+        """Take a block's next step; return the blocks that may have waited for it."""
+        rank, block = identity[0], self._blocks[identity]
+        step = block.steps[len(self._ends[identity])]
+        if step.op.receives:
+            self._messages[block.recv, rank, block.channel].popleft()
+        end, told = start, self._waiting.pop((*identity, "step"), [])
+        if step.op.sends:
+            pair, key = (rank, block.send), (rank, block.send, block.channel)
+            link = self._links[pair]
+            begin = max(start, self._free[pair])
+            end = self._free[pair] = begin + step.count * self._chunk_bytes * link.us_per_byte
+            self._messages[key].append(end + link.us)
+            told = told + self._waiting.pop(key, [])
+        self._ends[identity].append(end)
+        return told
 
 
-def _ready_us(
-    rank: int,
-    number: int,
-    block: Block,
-    ends: dict[tuple[int, int], list[float]],
-    messages: dict[tuple[int, int, int], list[float]],
-    taken: dict[tuple[int, int, int], int],
-) -> float | None:
-    """Return when a block's next step can start; None: it is done, or waits."""
-    mine = ends[rank, number]
-    if len(mine) == len(block.steps):
-        return None
-    step = block.steps[len(mine)]
-    start = mine[-1] if mine else 0.0
-    for other, at in step.depends:
-        if len(ends[rank, other]) <= at:
-            return None
-        start = max(start, ends[rank, other][at])
-    if step.op.receives:
-        key = block.recv, rank, block.channel
-        if len(messages[key]) <= taken[key]:
-            return None
-        start = max(start, messages[key][taken[key]])
-    return start
+def bound_us(network: Network, collective: str, num_bytes: int) -> float:
+    """Return a time that no schedule of these links is below: that of the worst cut between two sets of ranks.
+
+    What the ranks of one set alone hold, or their sum, must cross to the others: over all links of the cut at once,
+    and nothing arrives before the least latency. Beside cuts, the farthest rank is as many latencies away as the
+    shortest way to it has. All cuts up to 12 ranks; of more ranks, those that part one rank from the others.
+    """
+    ranks = network.ranks
+    sets = range(1, (1 << ranks) - 1) if ranks <= _MOST_CUT else [1 << rank for rank in range(ranks)]
+    whole = (1 << ranks) - 1
+    members = {*sets, *(whole ^ one for one in sets)}
+    return max(
+        _farthest_us(network, collective),
+        *(_cut_us(network, collective, num_bytes, inside) for inside in members),
+    )
+
+
+def _cut_us(network: Network, collective: str, num_bytes: int, inside: int) -> float:
+    """Return the least time in which what the set's ranks (bits) have reaches the others."""
+    count = inside.bit_count()
+    share = {
+        "all_gather": count / network.ranks,  # the inside's parts
+        "reduce_scatter": 1 - count / network.ranks,  # the inside's sums of the others' parts
+        "all_reduce": 1.0,
+        "broadcast": float(inside & 1),
+    }[collective]
+    across = [
+        link for (src, dst), link in network.links.items() if inside >> src & 1 and not inside >> dst & 1
+    ]
+    if share == 0:
+        return 0.0
+    if not across:
+        return float("inf")
+    return min(link.us for link in across) + share * num_bytes / sum(1 / link.us_per_byte for link in across)
+
+
+def _farthest_us(network: Network, collective: str) -> float:
+    """Return the latency of the longest of the shortest ways between ranks."""
+    ranks = range(network.ranks)
+    away = {pair: link.us for pair, link in network.links.items()} | {(rank, rank): 0.0 for rank in ranks}
+    for via in ranks:
+        for src in ranks:
+            for dst in ranks:
+                us = away.get((src, via), float("inf")) + away.get((via, dst), float("inf"))
+                away[src, dst] = min(us, away.get((src, dst), float("inf")))
+    return max(away[src, dst] for src in ([0] if collective == "broadcast" else ranks) for dst in ranks)
 
 
 def library_us(network: Network, collective: str, num_bytes: int) -> list[tuple[float, str]]:
@@ -342,6 +461,9 @@ def run(args: argparse.Namespace) -> int:
     steps = sum(1 for _ in algorithm.steps())
     us = network_us(algorithm, network, args.bytes)
     print(f"{algorithm.name}: {us:.1f} us predicted, {algorithm.chunks} chunks, {steps} steps, verified")
+    print(
+        f"  no schedule of these links takes less than {bound_us(network, args.collective, args.bytes):.1f} us"
+    )
     library = _library(network, args.collective, args.bytes)
     for theirs, other in library:
         said = "needs a link that is not there" if theirs == float("inf") else f"{theirs:.1f} us predicted"

@@ -1,0 +1,248 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Where the host's time of a call goes, one process per GPU, or on the CPU.
+
+    torchrun --nproc-per-node 2 tools/host_profile.py              # every call, on GPUs where there are any
+    torchrun --nproc-per-node 2 tools/host_profile.py --calls barrier,all_reduce --functions 20 --device cpu
+
+For each call: the time until it returns, back to back (median and least of the repeats); with the GPU's work; and from
+a second run under cProfile, how often a call of it enters each function, and what that costs. Calls of the core appear
+as ``core.Class.method``; the profiler makes everything slower, small functions most. On the CPU a call runs its kernel
+before it returns: there the counts of Python functions say more than times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import _core
+
+TOKENS, HIDDEN, TOP_K, EXPERTS = 128, 7168, 8, 256
+HT_TOKENS = 4096
+BATCH = 20  # calls between two waits for the GPU: far fewer than a stream can hold
+
+
+def main() -> None:
+    """Profile the calls that were asked for; rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--calls", default="", help="comma-separated; default: all")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--tokens", type=int, default=0, help="of a rank, in all calls (default 128 and 4096)"
+    )
+    parser.add_argument("--hidden", type=int, default=HIDDEN)
+    parser.add_argument("--batches", type=int, default=15, help=f"of {BATCH} calls each")
+    parser.add_argument("--functions", type=int, default=14, help="lines of a profile")
+    args = parser.parse_args()
+    rank = int(os.environ.get("RANK", 0))
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo")
+    calls = {**_low_latency(args), **_high_throughput(args), **_collectives(args)}
+    wanted = args.calls.split(",") if args.calls else list(calls)
+    chosen = [name for name in calls if any(name.startswith(start) for start in wanted)]
+    if rank == 0:
+        _print_machine(args)
+    timed = {name: _times(calls[name], args) for name in chosen}
+    _show_core()
+    for name in chosen:
+        profile = _profiled(calls[name], args)
+        if rank == 0:
+            _print(name, *timed[name], profile, args)
+    dist.barrier()
+
+
+def _low_latency(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    tokens = args.tokens or TOKENS
+    ranks = dist.get_world_size()
+    room = weft.Buffer.get_low_latency_rdma_size_hint(tokens, args.hidden, ranks, EXPERTS)
+    buffer = weft.Buffer(dist.group.WORLD, 0, room, low_latency_mode=True, device=args.device)
+    x = torch.randn(tokens, args.hidden, device=args.device).bfloat16()
+    ids = _ids(tokens, args.device)
+    weights = torch.ones(tokens, TOP_K, device=args.device)
+    rows = torch.zeros(
+        -(-EXPERTS // ranks), tokens * ranks, args.hidden, dtype=torch.bfloat16, device=args.device
+    )
+
+    def pair(with_hooks: bool) -> Callable[[], object]:
+        def call() -> None:
+            *_, handle, _, hook = buffer.low_latency_dispatch(
+                x, ids, tokens, EXPERTS, return_recv_hook=with_hooks
+            )
+            if hook is not None:
+                hook()
+            *_, hook = buffer.low_latency_combine(rows, ids, weights, handle, return_recv_hook=with_hooks)
+            if hook is not None:
+                hook()
+
+        return call
+
+    return {"low_latency pair": pair(False), "low_latency pair, hooks": pair(True)}
+
+
+def _high_throughput(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    tokens, ranks = args.tokens or HT_TOKENS, dist.get_world_size()
+    buffer = weft.Buffer(dist.group.WORLD, ranks * tokens * args.hidden * 2 * 8, device=args.device)
+    elastic = weft.ElasticBuffer(dist.group.WORLD, 2 << 20, device=args.device)
+    x = torch.randn(tokens, args.hidden, device=args.device).bfloat16()
+    ids = _ids(tokens, args.device)
+    weights = torch.ones(tokens, TOP_K, device=args.device)
+
+    def dispatch() -> Any:
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+        return buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=weights,
+        )
+
+    received, *_, handle, _ = dispatch()
+    rows = received.clone()
+    return {
+        "layout": lambda: buffer.get_dispatch_layout(ids, EXPERTS),
+        "dispatch, cached": lambda: buffer.dispatch(x, handle=handle),
+        "combine": lambda: buffer.combine(rows, handle),
+        "layout + dispatch, counts waited": dispatch,
+        "barrier": lambda: elastic.barrier(),
+    }
+
+
+def _collectives(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    comm = weft.Communicator(dist.group.WORLD, device=args.device)
+    ranks = dist.get_world_size()
+    calls: dict[str, Callable[[], object]] = {}
+    for kib in (1, 32, 256):
+        num_bytes = kib << 10
+        plain = torch.zeros(num_bytes // 4, device=args.device)
+        mine = weft.Window(comm, num_bytes).tensor(dist.get_rank(), (num_bytes // 4,), torch.float32)
+        calls[f"all_reduce {kib} KiB"] = lambda plain=plain: comm.all_reduce(plain)  # type: ignore[misc]
+        calls[f"all_reduce {kib} KiB, window"] = lambda mine=mine: comm.all_reduce(mine)  # type: ignore[misc]
+    part = torch.zeros(8192, device=args.device)
+    all_parts = torch.zeros(ranks * 8192, device=args.device)
+    calls["all_gather 32 KiB"] = lambda: comm.all_gather(part, out=all_parts)
+    calls["broadcast 32 KiB"] = lambda: comm.broadcast(part)
+    return calls
+
+
+def _ids(tokens: int, device: str) -> torch.Tensor:
+    scores = torch.rand(tokens, EXPERTS, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return scores.topk(TOP_K, dim=1).indices.to(device)
+
+
+def _times(call: Callable[[], object], args: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Return the microseconds of each call until it returns, and of each with the GPU's work, by batches."""
+    enqueue_us, eager_us = [], []
+    for batch in range(args.batches + 2):
+        _meet(args)
+        began = time.perf_counter_ns()
+        for _ in range(BATCH):
+            started = time.perf_counter_ns()
+            call()
+            if batch >= 2:
+                enqueue_us.append((time.perf_counter_ns() - started) / 1e3)
+        _finish(args)
+        if batch >= 2:
+            eager_us.append((time.perf_counter_ns() - began) / 1e3 / BATCH)
+    return enqueue_us, eager_us
+
+
+def _profiled(call: Callable[[], object], args: argparse.Namespace) -> pstats.Stats:
+    profile = cProfile.Profile()
+    for _ in range(args.batches):
+        _meet(args)
+        profile.enable()
+        for _ in range(BATCH):
+            call()
+        profile.disable()
+    _finish(args)
+    return pstats.Stats(profile)
+
+
+def _meet(args: argparse.Namespace) -> None:
+    _finish(args)
+    dist.barrier()
+
+
+def _finish(args: argparse.Namespace) -> None:
+    if args.device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _show_core() -> None:
+    """Let profiles see calls of the core: a Python function in front of each method."""
+
+    def shown(name: str, method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        call.__code__ = call.__code__.replace(co_name=f"core.{name}")
+        return call
+
+    for kind in (value for value in vars(_core).values() if isinstance(value, type)):
+        for name, method in list(vars(kind).items()):
+            if type(method).__name__ == "nb_method":
+                setattr(kind, name, shown(f"{kind.__name__}.{name}", method))
+
+
+def _print_machine(args: argparse.Namespace) -> None:
+    steps: dict[str, Callable[[], object]] = {"an empty function": lambda: None}
+    one = torch.zeros(1, device=args.device)
+    steps["torch.empty"] = lambda: torch.empty((64, 8), dtype=torch.int32, device=one.device)
+    if args.device != "cpu":
+        stream, event = torch.cuda.Stream(), torch.cuda.Event()
+        ordinal = torch.cuda.current_device()
+        steps["torch's smallest launch (zero_)"] = one.zero_
+        steps["torch.cuda.current_stream"] = lambda: torch.cuda.current_stream(ordinal)
+        steps["its number alone"] = lambda: torch._C._cuda_getCurrentRawStream(ordinal)
+        steps["record an event, wait for it"] = lambda: stream.wait_event(
+            torch.cuda.current_stream().record_event(event)
+        )
+    for name, step in steps.items():
+        enqueue_us = []
+        for _ in range(300):
+            started = time.perf_counter_ns()
+            step()
+            enqueue_us.append((time.perf_counter_ns() - started) / 1e3)
+        _finish(args)
+        print(f"{name:36} {statistics.median(enqueue_us):8.2f} us")
+
+
+def _print(
+    name: str, enqueue_us: list[float], eager_us: list[float], profile: pstats.Stats, args: argparse.Namespace
+) -> None:
+    calls = args.batches * BATCH
+    print(
+        f"\n== {name}: enqueue {statistics.median(enqueue_us):.1f} us (least {min(enqueue_us):.1f})", end=""
+    )
+    print(f", with its work {statistics.median(eager_us):.1f} us")
+    of_all = profile.stats.items()  # type: ignore[attr-defined]
+    python_calls = sum(row[1] for (file, _, _), row in of_all if file != "~") / calls
+    print(
+        f"   {python_calls:.0f} Python and {sum(row[1] for _, row in of_all) / calls - python_calls:.0f} C calls;",
+        end="",
+    )
+    print(" per call, under the profiler: times entered, own us, us with what it calls")
+    rows = sorted(of_all, key=lambda item: -item[1][2])
+    for (file, line, function), (_, count, own_s, total_s, _) in rows[: args.functions]:
+        place = "" if file == "~" else f"{os.sep.join(file.split(os.sep)[-2:])}:{line} "
+        print(
+            f"   {count / calls:6.1f} {own_s / calls * 1e6:8.2f} {total_s / calls * 1e6:8.2f}  {place}{function}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -51,9 +51,26 @@ ProgramText program_text(std::string name, const std::vector<std::array<int64_t,
   return text;
 }
 
+// Calls that differ in addresses and stream only, as Python sees them.
+template <class Planned>
+struct PlannedCalls {
+  CollectiveRunner* runner;
+  Planned planned;
+
+  void run(uint64_t input, uint64_t output, uint64_t stream) const {
+    nb::gil_scoped_release no_gil;
+    check(runner->run(planned, pointer(input), pointer(output), pointer(stream)));
+  }
+};
+
+using RunCalls = PlannedCalls<CollectiveRunner::PlannedRun>;
+using ExchangeCalls = PlannedCalls<CollectiveRunner::PlannedExchange>;
+
 }  // namespace
 
 void bind_collective(nb::module_& module) {
+  nb::class_<RunCalls>(module, "CollectiveRunCalls").def("run", &RunCalls::run);
+  nb::class_<ExchangeCalls>(module, "CollectiveExchangeCalls").def("run", &ExchangeCalls::run);
   module.def(
       "program_source",
       [](const std::vector<std::array<int64_t, 6>>& blocks, const std::vector<std::array<int64_t, 14>>& steps,
@@ -93,31 +110,26 @@ void bind_collective(nb::module_& module) {
           "name"_a, "blocks"_a, "steps"_a, "waits"_a, "scratch_chunks"_a, "refers_only"_a, "call"_a, "root"_a,
           "is_reduction"_a, "fingerprint"_a, "is_of_pairs"_a)
       .def(
-          "run",
+          "plan",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t reduction,
-             uint32_t protocol, uint64_t input, uint64_t output, uint64_t part_elems, uint32_t per_part,
-             bool has_exact_chunks, uint32_t slice_bytes, uint32_t num_sms, uint64_t stream,
-             bool is_compiled) {
+             uint32_t protocol, uint64_t part_elems, uint32_t per_part, bool has_exact_chunks,
+             uint32_t slice_bytes, uint32_t num_sms, bool is_compiled) {
+            RunCall call{};
+            call.program = program;
+            call.element = static_cast<Element>(element);
+            call.reduction = static_cast<Reduction>(reduction);
+            call.protocol = static_cast<Protocol>(protocol);
+            call.part_elems = part_elems;
+            call.per_part = per_part;
+            call.has_exact_chunks = has_exact_chunks;
+            call.slice_bytes = slice_bytes;
+            call.num_sms = num_sms;
+            call.is_compiled = is_compiled;
             nb::gil_scoped_release no_gil;
-            check(self.run({program,
-                            static_cast<Element>(element),
-                            static_cast<Reduction>(reduction),
-                            static_cast<Protocol>(protocol),
-                            pointer(input),
-                            pointer(output),
-                            part_elems,
-                            per_part,
-                            has_exact_chunks,
-                            {},
-                            {},
-                            slice_bytes,
-                            num_sms,
-                            pointer(stream),
-                            is_compiled}));
+            return RunCalls{&self, value_or_throw(self.plan(call))};
           },
-          "program"_a, "element"_a, "reduction"_a, "protocol"_a, "input"_a, "output"_a, "part_elems"_a,
-          "per_part"_a, "has_exact_chunks"_a, "slice_bytes"_a, "num_sms"_a, "stream"_a,
-          "is_compiled"_a = false)
+          nb::keep_alive<0, 1>(), "program"_a, "element"_a, "reduction"_a, "protocol"_a, "part_elems"_a,
+          "per_part"_a, "has_exact_chunks"_a, "slice_bytes"_a, "num_sms"_a, "is_compiled"_a = false)
       .def(
           "run_with_sizes",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t protocol, uint64_t input,
@@ -132,18 +144,17 @@ void bind_collective(nb::module_& module) {
           "program"_a, "element"_a, "protocol"_a, "input"_a, "output"_a, "per_part"_a, "input_table"_a,
           "output_table"_a, "stream"_a)
       .def(
-          "exchange",
-          [](CollectiveRunner& self, uint32_t kind, uint32_t element, uint32_t reduction, uint64_t input,
-             uint64_t output, uint64_t part_elems, bool is_one_shot, uint32_t way, uint32_t num_sms,
-             uint64_t stream) {
+          "plan_exchange",
+          [](CollectiveRunner& self, uint32_t kind, uint32_t element, uint32_t reduction, uint64_t part_elems,
+             bool is_one_shot, uint32_t way, uint32_t num_sms) {
             nb::gil_scoped_release no_gil;
-            check(
-                self.exchange({static_cast<Exchange>(kind), static_cast<Element>(element),
-                               static_cast<Reduction>(reduction), pointer(input), pointer(output), part_elems,
-                               is_one_shot, static_cast<ExchangeWay>(way), num_sms, pointer(stream)}));
+            return ExchangeCalls{&self, value_or_throw(self.plan(ExchangeCall{
+                                            static_cast<Exchange>(kind), static_cast<Element>(element),
+                                            static_cast<Reduction>(reduction), nullptr, nullptr, part_elems,
+                                            is_one_shot, static_cast<ExchangeWay>(way), num_sms, nullptr}))};
           },
-          "kind"_a, "element"_a, "reduction"_a, "input"_a, "output"_a, "part_elems"_a, "is_one_shot"_a,
-          "way"_a, "num_sms"_a, "stream"_a)
+          nb::keep_alive<0, 1>(), "kind"_a, "element"_a, "reduction"_a, "part_elems"_a, "is_one_shot"_a,
+          "way"_a, "num_sms"_a)
       .def(
           "delay_links",
           [](CollectiveRunner& self, const std::vector<std::array<double, 2>>& links) {

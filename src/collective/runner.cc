@@ -101,6 +101,14 @@ bool adds(const ProgramStep& step) {
   return !only_moves || step.ends_sum != 0;
 }
 
+Launch launch_of(const GridPlan& grid) {
+  return {grid.blocks, grid.threads_per_block, grid.shared_bytes, nullptr, false};
+}
+
+std::vector<std::pair<std::string, int64_t>> shape_words(const ProgramShape& shape) {
+  return {{"element", shape.element}, {"reduction", shape.reduction}, {"protocol", shape.protocol}};
+}
+
 // A result of this size leaves the caches of a core before anybody reads it.
 constexpr uint64_t kStreamBytes = 1 << 20;
 
@@ -200,12 +208,14 @@ uint64_t CollectiveRunner::message_bytes(const Program& program, Protocol protoc
 
 // Brings the table of windows up to date, which a captured graph must not need.
 Status CollectiveRunner::bring_up_windows() {
+  const uint64_t version = comm_->windows_version();
+  if (version == windows_version_) return {};
   const DirectTables tables = direct_tables(static_cast<uint64_t>(comm_->size()), comm_->device().is_host());
   std::vector<std::byte* const*> windows = comm_->window_tables();
   windows.resize(std::min<size_t>(windows.size(), kMaxWindows));
-  if (windows == known_windows_) return {};
   WEFT_TRY(direct_->write(tables.windows_at, windows.data(), windows.size() * sizeof(windows[0])));
   known_windows_ = std::move(windows);
+  windows_version_ = version;
   return {};
 }
 
@@ -351,9 +361,12 @@ Status CollectiveRunner::delay_links(std::vector<LinkDelay> links) {
 
 Status CollectiveRunner::run(const RunCall& call) {
   WEFT_TRY(fault());
-  if (!links_.empty() && call.protocol != Protocol::kSimple)
-    return Status::invalid("protocol: allowed: Simple, while links are delayed for a test");
   if (call.part_elems == 0 && call.input_table.empty()) return {};
+  WEFT_TRY_ASSIGN(const PlannedRun planned, plan(call));
+  return run(planned, call.input, call.output, call.stream);
+}
+
+Result<CollectiveRunner::PlannedRun> CollectiveRunner::plan(const RunCall& call) {
   const Program* found = find(call.program);
   if (!found) return Status::invalid("program: got {}, allowed: one that was loaded", call.program);
   const Program& program = *found;
@@ -364,20 +377,23 @@ Status CollectiveRunner::run(const RunCall& call) {
   if (call.is_compiled && program.source.empty())
     return Status::make(Code::kUnsupported, "{} has more than the {} steps that are compiled", program.name,
                         kMaxCompiledSteps);
+  const bool has_sizes = !call.input_table.empty();
   const uint64_t elem_bytes = element_bytes(call.element);
-  const std::vector<ChunkSpan> input = cut(call.input_table, call.per_part, elem_bytes);
-  const std::vector<ChunkSpan> output = cut(call.output_table, call.per_part, elem_bytes);
+  PlannedRun planned{call, found, program.args, {}, {}, 0, program.record, {}, {}, nullptr};
+  planned.input = cut(call.input_table, call.per_part, elem_bytes);
+  planned.output = cut(call.output_table, call.per_part, elem_bytes);
   const uint64_t part_elems =
-      input.empty() ? call.part_elems : std::max(longest(input), longest(output)) * call.per_part;
-  ProgramArgs args = program.args;
+      has_sizes ? std::max(longest(planned.input), longest(planned.output)) * call.per_part : call.part_elems;
+  ProgramArgs& args = planned.args;
   const ProgramPlan plan =
       plan_program({part_elems, call.per_part, args.num_blocks, call.slice_bytes, call.has_exact_chunks,
-                    call.input_table.empty() ? message_bytes(program, call.protocol) : 0},
+                    has_sizes ? 0 : message_bytes(program, call.protocol)},
                    call.element, call.protocol, rings_, call.num_sms, limits_);
   args.chunk_elems = plan.chunk_elems;
   args.slice_elems = plan.slice_elems;
   args.iterations = plan.iterations;
-  args.group = plan.group;
+  args.group = has_sizes ? 1 : plan.group;
+  args.skip_empty = has_sizes ? 1 : 0;
   args.streams_output = !limits_.is_cuda && call.part_elems * element_bytes(call.element) >= kStreamBytes;
   const uint64_t counters = uint64_t{kProtocols} * comm_->size() * rings_.channels * sizeof(uint64_t);
   args.sent = counters_->at<uint64_t>(0);
@@ -385,28 +401,54 @@ Status CollectiveRunner::run(const RunCall& call) {
   args.calls = program.is_of_pairs ? nullptr : counters_->at<uint64_t>(2 * counters);
   args.rings = rings_;
   args.wait = wait_rule();
+  planned.scratch_elems = program.scratch_chunks * plan.chunk_elems;
+
+  CallDigest digest;
+  digest.add(program.record.digest)
+      .add(static_cast<uint64_t>(call.element) << 32 | static_cast<uint64_t>(call.protocol) << 16 |
+           static_cast<uint64_t>(call.reduction))
+      .add(plan.slice_elems);
+  // Sizes that differ from rank to rank are compared chunk by chunk.
+  if (!has_sizes) digest.add(call.part_elems).add(uint64_t{call.per_part} << 32 | plan.group);
+  args.digest = digest.value();
+  planned.record.digest = args.digest;
+  planned.record.count = has_sizes ? ~uint64_t{0} : call.part_elems;
+  planned.record.element = call.element;
+  if (program.is_reduction) planned.record.reduction = static_cast<int32_t>(call.reduction);
+
+  planned.shape = shape_of(program, call);
+  planned.how = launch_of(plan.grid);
+  KernelKey key{kFile, call.is_compiled ? "run_compiled" : "run_program", "ProgramArgs"};
+  key.shape = shape_words(planned.shape);
+  if (call.is_compiled) key.prelude = program.source;
+  WEFT_TRY_ASSIGN(planned.kernel, kernel_on_mesh(*window_, std::move(key), planned.how));
+  return planned;
+}
+
+Status CollectiveRunner::run(const PlannedRun& planned, std::byte* input, std::byte* output, void* stream) {
+  WEFT_TRY(fault());
+  const RunCall& form = planned.form;
+  if (!links_.empty() && form.protocol != Protocol::kSimple)
+    return Status::invalid("protocol: allowed: Simple, while links are delayed for a test");
+  last_program_ = planned.program->name.c_str();
+  ProgramArgs args = planned.args;
   args.delays = links_.empty() ? nullptr : &delays_;
   WEFT_TRY_ASSIGN(args.direct, direct_rule());
-  args.buffers[0] = {call.input, call.part_elems, call.per_part, 0, nullptr, 0};
-  args.buffers[1] = {call.output, call.part_elems, call.per_part, 0, nullptr, 0};
-  const uint64_t scratch_elems = program.scratch_chunks * plan.chunk_elems;
-  if (scratch_elems) {
-    WEFT_TRY_ASSIGN(std::byte * memory, scratch(scratch_elems * element_bytes(call.element)));
+  args.buffers[0] = {input, form.part_elems, form.per_part, 0, nullptr, 0};
+  args.buffers[1] = {output, form.part_elems, form.per_part, 0, nullptr, 0};
+  if (planned.scratch_elems) {
+    WEFT_TRY_ASSIGN(std::byte * memory, scratch(planned.scratch_elems * element_bytes(form.element)));
     // One part of all chunks: every scratch chunk has its full size.
-    args.buffers[2] = {memory, scratch_elems, program.scratch_chunks, 0, nullptr, 0};
+    args.buffers[2] = {memory, planned.scratch_elems, planned.program->scratch_chunks, 0, nullptr, 0};
   }
   for (BufferLayout& layout : args.buffers) place(layout);
-  if (comm_->device().is_host()) ask_huge_pages(program, call);
-  if (!call.input_table.empty()) {
-    args.skip_empty = 1;
-    args.group = 1;
-    WEFT_TRY_ASSIGN(args.buffers[0].table, table(input, input_table_, call.stream));
-    WEFT_TRY_ASSIGN(args.buffers[1].table, table(output, output_table_, call.stream));
+  if (comm_->device().is_host()) ask_huge_pages(planned, input, output);
+  if (!form.input_table.empty()) {
+    WEFT_TRY_ASSIGN(args.buffers[0].table, table(planned.input, input_table_, stream));
+    WEFT_TRY_ASSIGN(args.buffers[1].table, table(planned.output, output_table_, stream));
   }
-  const ProgramShape shape = shape_of(program, call);
-  WEFT_TRY(announce(program, call, plan, args));
-  return launch(call.is_compiled ? "run_compiled" : "run_program", "ProgramArgs", plan.grid, &args,
-                sizeof(args), shape, call.stream, call.is_compiled ? program.source : std::string());
+  WEFT_TRY(announce(planned));
+  return launch(*planned.kernel, planned.how, &args, sizeof(args), &planned.shape, stream);
 }
 
 // What only moves data is compiled for the width of its elements, not for their type.
@@ -420,38 +462,25 @@ ProgramShape CollectiveRunner::shape_of(const Program& program, const RunCall& c
   return {static_cast<int64_t>(element), 0, protocol};
 }
 
-// Writes down what this rank calls, and gives its digest to the kernel.
-Status CollectiveRunner::announce(const Program& program, const RunCall& call, const ProgramPlan& plan,
-                                  ProgramArgs& args) {
-  const bool has_sizes = !call.input_table.empty();
-  CallDigest digest;
-  digest.add(program.record.digest)
-      .add(static_cast<uint64_t>(call.element) << 32 | static_cast<uint64_t>(call.protocol) << 16 |
-           static_cast<uint64_t>(call.reduction))
-      .add(plan.slice_elems);
-  // Sizes that differ from rank to rank are compared chunk by chunk.
-  if (!has_sizes) digest.add(call.part_elems).add(uint64_t{call.per_part} << 32 | plan.group);
-  args.digest = digest.value();
-  CallRecord record = program.record;
-  record.digest = args.digest;
-  record.count = has_sizes ? ~uint64_t{0} : call.part_elems;
-  record.element = call.element;
-  if (program.is_reduction) record.reduction = static_cast<int32_t>(call.reduction);
-  if (!program.is_of_pairs) {
-    board_->post(record);
+// Writes down what this rank calls; the kernel has its digest.
+Status CollectiveRunner::announce(const PlannedRun& planned) {
+  const bool is_of_pairs = planned.program->is_of_pairs;
+  if (!is_of_pairs) {
+    board_->post(planned.record);
     WEFT_TRY(compare_calls());
   }
-  return has_sizes || program.is_of_pairs ? announce_messages(program, call, record) : Status();
+  return is_of_pairs || !planned.form.input_table.empty() ? announce_messages(planned) : Status();
 }
 
 // The same for messages between this rank and single others.
-Status CollectiveRunner::announce_messages(const Program& program, const RunCall& call,
-                                           const CallRecord& whole) {
+Status CollectiveRunner::announce_messages(const PlannedRun& planned) {
+  const Program& program = *planned.program;
+  const RunCall& call = planned.form;
   const auto ranks = static_cast<size_t>(comm_->size());
   const int self = comm_->rank();
   auto each = [&](const std::vector<int>& peers, const std::vector<ChunkSpan>& table, const char* name,
                   auto post) {
-    CallRecord record = whole;
+    CallRecord record = planned.record;
     set_name(record, name, program.name);
     if (table.empty())
       for (int peer : peers) post(peer, record);
@@ -501,27 +530,23 @@ uint64_t CollectiveRunner::card(std::byte* memory, std::byte* const** bases) con
 
 Status CollectiveRunner::exchange(const ExchangeCall& call) {
   WEFT_TRY(fault());
+  if (call.part_elems == 0) return {};
+  WEFT_TRY_ASSIGN(const PlannedExchange planned, plan(call));
+  return run(planned, call.input, call.output, call.stream);
+}
+
+Result<CollectiveRunner::PlannedExchange> CollectiveRunner::plan(const ExchangeCall& call) const {
   if (exchange_.blocks == 0)
     return Status::make(Code::kUnsupported, "an exchange, allowed: of a runner that was made for exchanges");
-  if (!links_.empty()) return Status::invalid("an exchange, allowed: programs, while links are delayed");
-  if (call.part_elems == 0) return {};
-  last_program_ = kExchangeNames[static_cast<uint32_t>(call.kind)];
   const auto ranks = static_cast<uint32_t>(comm_->size());
-  ExchangeArgs args{};
-  args.input = call.input;
-  args.output = call.output;
+  const bool adds = call.kind == Exchange::kAllReduce || call.kind == Exchange::kReduceScatter;
+  PlannedExchange planned{};
+  ExchangeArgs& args = planned.args;
   args.bytes = call.part_elems * element_bytes(call.element);
   args.is_one_shot = call.is_one_shot;
   args.way = call.way == ExchangeWay::kPlaces && args.bytes % 16 != 0 ? ExchangeWay::kStages : call.way;
-  WEFT_TRY(bring_up_windows());
   args.windows = direct_->at<std::byte* const*>(
       direct_tables(static_cast<uint64_t>(ranks), comm_->device().is_host()).windows_at);
-  const bool is_aligned =
-      (reinterpret_cast<uint64_t>(call.input) | reinterpret_cast<uint64_t>(call.output)) % 16 == 0;
-  if (args.way == ExchangeWay::kPlaces && is_aligned) {
-    args.places[0] = card(call.input, &args.own_windows[0]);
-    args.places[1] = card(call.output, &args.own_windows[1]);
-  }
   args.states = exchange_states_->at<ExchangeState>(0);
   args.layout = exchange_;
   args.wait = wait_rule();
@@ -531,24 +556,6 @@ Status CollectiveRunner::exchange(const ExchangeCall& call) {
   args.stage_slice_units = plan.stage_slice_units;
   args.piece_bytes = plan.piece_bytes;
   args.pipe_warps = plan.pipe_warps;
-  WEFT_TRY(announce_exchange(call, plan, args));
-  const bool adds = call.kind == Exchange::kAllReduce || call.kind == Exchange::kReduceScatter;
-  const ExchangeShape shape{static_cast<int64_t>(call.kind), adds ? static_cast<int64_t>(call.element) : 0,
-                            adds ? static_cast<int64_t>(call.reduction) : 0, ranks};
-  KernelKey key{kExchangeFile, "run_exchange", "ExchangeArgs"};
-  key.shape = {{"exchange", shape.exchange},
-               {"element", shape.element},
-               {"reduction", shape.reduction},
-               {"ranks", shape.ranks}};
-  const Launch how{plan.grid.blocks, plan.grid.threads_per_block, plan.grid.shared_bytes, call.stream, false};
-  WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, &args, sizeof(args), &shape));
-  return comm_->device().is_host() ? fault() : Status();
-}
-
-Status CollectiveRunner::announce_exchange(const ExchangeCall& call, const ExchangePlan& plan,
-                                           ExchangeArgs& args) {
-  const bool adds = call.kind == Exchange::kAllReduce || call.kind == Exchange::kReduceScatter;
-  CallRecord record;
   args.digest = CallDigest()
                     .add(static_cast<uint64_t>(call.kind) << 32 | static_cast<uint64_t>(call.element) << 16 |
                          (adds ? static_cast<uint64_t>(call.reduction) : 0))
@@ -557,28 +564,58 @@ Status CollectiveRunner::announce_exchange(const ExchangeCall& call, const Excha
                     .add(uint64_t{plan.grid.blocks} << 32 | plan.slice_units)
                     .add(uint64_t{plan.stage_slice_units} << 32 | plan.piece_bytes)
                     .value();
+  CallRecord& record = planned.record;
   record.digest = args.digest;
   record.count = call.part_elems;
   record.element = call.element;
   if (adds) record.reduction = static_cast<int32_t>(call.reduction);
   set_name(record, kExchangeNames[static_cast<uint32_t>(call.kind)],
            kWayNames[static_cast<uint32_t>(args.way)]);
-  board_->post(record);
-  return compare_calls();
+
+  planned.shape = {static_cast<int64_t>(call.kind), adds ? static_cast<int64_t>(call.element) : 0,
+                   adds ? static_cast<int64_t>(call.reduction) : 0, ranks};
+  planned.how = launch_of(plan.grid);
+  KernelKey key{kExchangeFile, "run_exchange", "ExchangeArgs"};
+  key.shape = {{"exchange", planned.shape.exchange},
+               {"element", planned.shape.element},
+               {"reduction", planned.shape.reduction},
+               {"ranks", planned.shape.ranks}};
+  WEFT_TRY_ASSIGN(planned.kernel, kernel_on_mesh(*window_, std::move(key), planned.how));
+  return planned;
 }
 
-void CollectiveRunner::ask_huge_pages(const Program& program, const RunCall& call) {
+Status CollectiveRunner::run(const PlannedExchange& planned, std::byte* input, std::byte* output,
+                             void* stream) {
+  WEFT_TRY(fault());
+  if (!links_.empty()) return Status::invalid("an exchange, allowed: programs, while links are delayed");
+  last_program_ = kExchangeNames[planned.shape.exchange];
+  WEFT_TRY(bring_up_windows());
+  ExchangeArgs args = planned.args;
+  args.input = input;
+  args.output = output;
+  const bool is_aligned = (reinterpret_cast<uint64_t>(input) | reinterpret_cast<uint64_t>(output)) % 16 == 0;
+  if (args.way == ExchangeWay::kPlaces && is_aligned) {
+    args.places[0] = card(input, &args.own_windows[0]);
+    args.places[1] = card(output, &args.own_windows[1]);
+  }
+  board_->post(planned.record);
+  WEFT_TRY(compare_calls());
+  return launch(*planned.kernel, planned.how, &args, sizeof(args), &planned.shape, stream);
+}
+
+void CollectiveRunner::ask_huge_pages(const PlannedRun& planned, std::byte* input, std::byte* output) {
+  const RunCall& call = planned.form;
+  const uint64_t* used_chunks = planned.program->used_chunks;
   if (!call.input_table.empty()) return;
   const uint64_t part_bytes = call.part_elems * element_bytes(call.element);
   auto bytes_of = [&](uint64_t chunks) { return (chunks + call.per_part - 1) / call.per_part * part_bytes; };
-  huge_pages_.used(call.input, bytes_of(program.used_chunks[0]));
-  if (call.output != call.input) huge_pages_.used(call.output, bytes_of(program.used_chunks[1]));
+  huge_pages_.used(input, bytes_of(used_chunks[0]));
+  if (output != input) huge_pages_.used(output, bytes_of(used_chunks[1]));
 }
 
 const CollectiveRunner::Program* CollectiveRunner::find(uint32_t number) {
   std::lock_guard lock(programs_mutex_);
   if (number >= programs_.size()) return nullptr;
-  last_program_ = programs_[number].name;
   return &programs_[number];
 }
 
@@ -589,18 +626,18 @@ Status CollectiveRunner::scale(Element element, std::byte* data, uint64_t elems,
   GridPlan grid{};
   grid.blocks = limits_.is_cuda ? blocks : 1;
   grid.threads_per_block = limits_.is_cuda ? 512 : 1;
-  return launch("scale_buffer", "ScaleArgs", grid, &args, sizeof(args), {static_cast<int64_t>(element), 0, 0},
-                stream);
+  KernelKey key{kFile, "scale_buffer", "ScaleArgs"};
+  const ProgramShape shape{static_cast<int64_t>(element), 0, 0};
+  key.shape = shape_words(shape);
+  const Launch how = launch_of(grid);
+  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, std::move(key), how));
+  return launch(*kernel, how, &args, sizeof(args), &shape, stream);
 }
 
-Status CollectiveRunner::launch(const char* name, const char* args_type, const GridPlan& grid,
-                                const void* args, size_t args_bytes, const ProgramShape& shape, void* stream,
-                                const std::string& source) {
-  KernelKey key{kFile, name, args_type};
-  key.shape = {{"element", shape.element}, {"reduction", shape.reduction}, {"protocol", shape.protocol}};
-  key.prelude = source;
-  const Launch how{grid.blocks, grid.threads_per_block, grid.shared_bytes, stream, false};
-  WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, args, args_bytes, &shape));
+Status CollectiveRunner::launch(const Kernel& kernel, Launch how, const void* args, size_t args_bytes,
+                                const void* shape, void* stream) {
+  how.stream = stream;
+  WEFT_TRY(launch_on_mesh(*window_, kernel, how, args, args_bytes, shape));
   return comm_->device().is_host() ? fault() : Status();
 }
 
@@ -670,37 +707,38 @@ void CollectiveRunner::stop() {
 std::string CollectiveRunner::sentence() const {
   const FaultBox& box = *visible_->at<FaultBox>(0);
   PeerWatch& peers = comm_->peers();
+  const char* last_program = last_program_;
   if (box.site == Site::kPeerDied)
-    return text("rank {}, collective {}: {}", box.self, last_program_, peers.lost());
+    return text("rank {}, collective {}: {}", box.self, last_program, peers.lost());
   if (box.site == Site::kPeerMemory)
     return text(
         "rank {}, collective {}, block {}, step {}: {} bytes of rank {}'s memory cannot be read any more; {}",
-        box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.expected, box.peer,
+        box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.expected, box.peer,
         peers.fates({static_cast<int>(box.peer)}, "is running"));
   if (box.site == Site::kPeerWindow)
     return text(
         "rank {}, collective {}, block {}, step {}: rank {} passed memory of window {}, which this rank has "
         "destroyed, allowed: windows that all ranks still have",
-        box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.peer, box.expected);
+        box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.peer, box.expected);
   if (box.site == Site::kCollectiveCall)
     return text(
         "rank {}, collective {}, block {}, step {}: a message of rank {} is of another call, allowed: the "
         "same call on all ranks",
-        box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.peer);
-  if (box.site == Site::kNone) return text("rank {}, collective {}: stopped", box.self, last_program_);
+        box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.peer);
+  if (box.site == Site::kNone) return text("rank {}, collective {}: stopped", box.self, last_program);
   if (box.site == Site::kGaveUp)
     return text("rank {}, collective {}: an earlier call gave up waiting, allowed: a new communicator",
-                box.self, last_program_);
+                box.self, last_program);
   if (box.site == Site::kTakenBack)
     return text("rank {}, collective {}, block {}, step {}: rank {} had given up waiting for this rank",
-                box.self, last_program_, box.detail >> 16, box.detail & 0xffff, box.peer);
+                box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.peer);
   const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
   const std::string lost = peers.lost();
   const std::string fate =
       lost.empty() && box.peer != box.self ? peers.fate(static_cast<int>(box.peer)) : lost;
   return text(
       "rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}{}{}",
-      box.self, last_program_, box.detail >> 16, box.detail & 0xffff,
+      box.self, last_program, box.detail >> 16, box.detail & 0xffff,
       static_cast<double>(box.waited_ns / 100'000'000) / 10, whom, box.expected, box.seen,
       fate.empty() ? "" : "; ", fate);
 }

@@ -4,6 +4,8 @@
 //   WEFT_TRY_ASSIGN(auto runner, CollectiveRunner::create(comm, options));
 //   WEFT_TRY_ASSIGN(uint32_t id, runner->load(text));       // this rank's part of a verified program
 //   WEFT_TRY(runner->run(call));
+//   WEFT_TRY_ASSIGN(auto planned, runner->plan(call));      // once for calls that differ in addresses only
+//   WEFT_TRY(runner->run(planned, input, output, stream));
 // Programs are verified before they come here (weft.collectives.verifier); load() checks only what memory
 // safety needs. All ranks load and run the same programs in the same order. On CUDA run() enqueues on
 // `stream`, and one stream at a time may use a runner; on the host it returns when it is done. All protocol
@@ -19,6 +21,7 @@
 // compare calls first; a call that differs then fails on all ranks, and nothing has happened.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -110,6 +113,15 @@ class CollectiveRunner {
   // For runners that has_exchanges. Every rank passes the same but for input, output and stream. In place as
   // in MSCCL, all_to_all not.
   Status exchange(const ExchangeCall& call);
+
+  // What calls that differ in input, output and stream only have in common; those of the call given to plan()
+  // are not looked at. Of this runner, as long as it lives. The kernel is compiled; nothing runs.
+  struct PlannedRun;
+  struct PlannedExchange;
+  Result<PlannedRun> plan(const RunCall& call);
+  Result<PlannedExchange> plan(const ExchangeCall& call) const;
+  Status run(const PlannedRun& planned, std::byte* input, std::byte* output, void* stream);
+  Status run(const PlannedExchange& planned, std::byte* input, std::byte* output, void* stream);
   // Makes the links from this rank slow in later runs, for tests (kernels/collective/link_delays.h): one delay
   // for each rank; none: as fast as they are. Then run() takes Simple programs alone, and exchange() nothing.
   // Errors: kUnsupported on GPUs; kInvalid for another number of delays.
@@ -146,16 +158,15 @@ class CollectiveRunner {
   uint64_t message_bytes(const Program& program, Protocol protocol) const;
   Result<DirectRule> direct_rule();
   void place(BufferLayout& layout) const;
-  void ask_huge_pages(const Program& program, const RunCall& call);
+  void ask_huge_pages(const PlannedRun& planned, std::byte* input, std::byte* output);
   static ProgramShape shape_of(const Program& program, const RunCall& call);
   const Program* find(uint32_t number);
-  Status announce(const Program& program, const RunCall& call, const ProgramPlan& plan, ProgramArgs& args);
-  Status announce_exchange(const ExchangeCall& call, const ExchangePlan& plan, ExchangeArgs& args);
-  Status announce_messages(const Program& program, const RunCall& call, const CallRecord& whole);
+  Status announce(const PlannedRun& planned);
+  Status announce_messages(const PlannedRun& planned);
   Status compare_calls();
   bool is_stopped() const;
-  Status launch(const char* name, const char* args_type, const GridPlan& grid, const void* args,
-                size_t args_bytes, const ProgramShape& shape, void* stream, const std::string& source = {});
+  Status launch(const Kernel& kernel, Launch how, const void* args, size_t args_bytes, const void* shape,
+                void* stream);
   Status bring_up_windows();
   uint64_t card(std::byte* memory, std::byte* const** bases) const;
   Result<std::byte*> scratch(uint64_t bytes);
@@ -174,6 +185,7 @@ class CollectiveRunner {
   std::unique_ptr<LocalMemory> exchange_states_;
   std::unique_ptr<LocalMemory> direct_;  // windows, processes, readers and the bounce buffer of DirectRule
   std::vector<std::byte* const*> known_windows_;  // what direct_ holds
+  uint64_t windows_version_ = 0;                  // that this is of
   std::vector<std::unique_ptr<LocalMemory>>
       scratch_;  // the last one is in use; captured graphs may use earlier ones
   std::unique_ptr<LocalMemory> input_table_, output_table_;
@@ -191,9 +203,29 @@ class CollectiveRunner {
   std::vector<LinkDelay> links_;  // empty: none is delayed
   std::vector<HeldSignal> held_;
   LinkDelays delays_{};
-  std::string last_program_;
+  std::atomic<const char*> last_program_ = "";  // the name of a program, or a constant
   Status broken_;
   PeerWatch::Alarm on_death_;
+};
+
+struct CollectiveRunner::PlannedRun {
+  RunCall form;
+  const Program* program;
+  ProgramArgs args;                      // without buffers
+  std::vector<ChunkSpan> input, output;  // chunks of the form's tables
+  uint64_t scratch_elems;
+  CallRecord record;
+  ProgramShape shape;
+  Launch how;
+  const Kernel* kernel;
+};
+
+struct CollectiveRunner::PlannedExchange {
+  ExchangeArgs args;  // without buffers
+  CallRecord record;
+  ExchangeShape shape;
+  Launch how;
+  const Kernel* kernel;
 };
 
 }  // namespace weft

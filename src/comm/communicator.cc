@@ -335,6 +335,7 @@ void Communicator::add_window(int number, const std::byte* base, uint64_t bytes,
   std::lock_guard lock(windows_mutex_);
   if (windows_.size() <= static_cast<size_t>(number)) windows_.resize(static_cast<size_t>(number) + 1);
   windows_[static_cast<size_t>(number)] = {base, bytes, table};
+  ++windows_version_;
 }
 
 void Communicator::resize_window(int number, uint64_t bytes) {
@@ -345,6 +346,7 @@ void Communicator::resize_window(int number, uint64_t bytes) {
 void Communicator::remove_window(int number) {
   std::lock_guard lock(windows_mutex_);
   windows_[static_cast<size_t>(number)].base = nullptr;
+  ++windows_version_;
 }
 
 }  // namespace weft

@@ -7,6 +7,7 @@
 // same order on all ranks. Lifetime: windows keep their communicator alive.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -72,6 +73,8 @@ class Communicator {
   // Base addresses by rank of every window, by number; null where it is gone. Windows come and go through
   // these.
   std::vector<std::byte* const*> window_tables() const;
+  // Another number, never 0, whenever these have changed.
+  uint64_t windows_version() const { return windows_version_; }
   void add_window(int number, const std::byte* base, uint64_t bytes, std::byte* const* table);
   void resize_window(int number, uint64_t bytes);
   void remove_window(int number);
@@ -125,6 +128,7 @@ class Communicator {
   };
   mutable std::mutex windows_mutex_;
   std::vector<KnownWindow> windows_;  // by number
+  std::atomic<uint64_t> windows_version_ = 1;
   int next_window_ = 0;
 };
 

@@ -38,6 +38,7 @@ from weft.collectives.selector import COMPILED, STAGED, Choice, Selector, misfit
 from weft.collectives.values import Chunk
 from weft.collectives.verifier import verify
 from weft.errors import Error, invalid, shortened
+from weft.runtime.streams import current_stream
 from weft.runtime.tensors import index_of, lacking_memory
 
 log = logging.getLogger("weft.collectives")
@@ -46,6 +47,7 @@ _MUCH = 256 << 20  # ranks know only their own sizes, and have to choose alike: 
 _LARGE_TRANSFER_BYTES = 256 << 10
 _DTYPES = {getattr(torch, name): number for name, number in ELEMENTS.items() if hasattr(torch, name)}
 _CACHED_SHAPES = 4096
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass of its own may be anything
 
 
 class Transfer(Collective):
@@ -97,6 +99,8 @@ class Collectives:
         self._writes: dict[int, bool] = {}
         self._kept: list[Algorithm] = []  # keeps the ids that these are keyed by alive
         self._choices: dict[tuple[str, int, int, bool], Choice] = {}
+        # By signature: what runs such calls, and the elements of their output.
+        self._plans: dict[tuple[Any, ...], tuple[Any, int]] = self._executor.plans if self._executor else {}
 
     # -- symmetric ---------------------------------------------------------------------------------------------
 
@@ -109,6 +113,10 @@ class Collectives:
         algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor:
         """Reduce over all ranks, in place or into ``out`` (same shape and dtype); return the result."""
+        if algorithm is None:
+            done = self._repeat("allreduce", tensor, tensor if out is None else out, op)
+            if done is not None:
+                return done
         self._element("tensor", tensor)
         elems = tensor.numel()
         if out is None:
@@ -130,9 +138,13 @@ class Collectives:
         algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor:
         """Return all ranks' tensors as [ranks, *shape], in rank order. ``out`` has ranks times the elements."""
+        if algorithm is None:
+            done = self._repeat("allgather", tensor, out)
+            if done is not None:
+                return done
         self._element("tensor", tensor)
         elems = tensor.numel()
-        out = self._out(out, (self.size, *tensor.shape), tensor)
+        out = self._out(out, self._shape_of_out("allgather", tensor.shape), tensor)
         self._run("allgather", tensor, out, elems, elems * self.size, None, algorithm)
         return out
 
@@ -145,9 +157,13 @@ class Collectives:
         algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor:
         """Reduce over all ranks; return part ``rank`` of the result. The first dimension divides by the ranks."""
+        if algorithm is None:
+            done = self._repeat("reducescatter", tensor, out, op)
+            if done is not None:
+                return done
         self._element("tensor", tensor)
-        part = self._part_shape(tensor)
-        out = self._out(out, part, tensor)
+        self._check_parts(tensor)
+        out = self._out(out, self._shape_of_out("reducescatter", tensor.shape), tensor)
         self._run("reducescatter", tensor, out, out.numel(), tensor.numel(), op, algorithm)
         return out
 
@@ -165,11 +181,15 @@ class Collectives:
         Parts are equal shares of the first dimension, or have ``input_splits`` rows each; ``output_splits`` then says
         how many rows come from each rank.
         """
+        if algorithm is None and input_splits is None and output_splits is None:
+            done = self._repeat("alltoall", tensor, out)
+            if done is not None:
+                return done
         self._element("tensor", tensor)
         if input_splits is not None or output_splits is not None:
             return self._all_to_all_v(tensor, out, input_splits, output_splits, algorithm)
-        self._part_shape(tensor)
-        out = self._out(out, tuple(tensor.shape), tensor)
+        self._check_parts(tensor)
+        out = self._out(out, self._shape_of_out("alltoall", tensor.shape), tensor)
         self._run("alltoall", tensor, out, tensor.numel() // self.size, tensor.numel(), None, algorithm)
         return out
 
@@ -181,8 +201,12 @@ class Collectives:
         algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor:
         """Pass ``tensor`` to the next rank; return what the previous one passed."""
+        if algorithm is None:
+            done = self._repeat("sendrecv", tensor, out)
+            if done is not None:
+                return done
         self._element("tensor", tensor)
-        out = self._out(out, tuple(tensor.shape), tensor)
+        out = self._out(out, self._shape_of_out("sendrecv", tensor.shape), tensor)
         self._run("sendrecv", tensor, out, tensor.numel(), tensor.numel(), None, algorithm)
         return out
 
@@ -192,6 +216,10 @@ class Collectives:
         self, tensor: torch.Tensor, root: int = 0, *, algorithm: Algorithm | Choice | None = None
     ) -> torch.Tensor:
         """Overwrite ``tensor`` with rank ``root``'s; return it."""
+        if algorithm is None:
+            done = self._repeat("broadcast", tensor, tensor, None, root)
+            if done is not None:
+                return done
         self._element("tensor", tensor)
         self._run(
             "broadcast", tensor, tensor, tensor.numel(), tensor.numel(), None, algorithm, root, inplace=True
@@ -207,6 +235,10 @@ class Collectives:
         algorithm: Algorithm | Choice | None = None,
     ) -> torch.Tensor:
         """Reduce over all ranks into rank ``root``'s ``tensor``, in place; other ranks' tensors stay."""
+        if algorithm is None:
+            done = self._repeat("reduce", tensor, tensor, op, root)
+            if done is not None:
+                return done
         self._element("tensor", tensor)
         self._run("reduce", tensor, tensor, tensor.numel(), tensor.numel(), op, algorithm, root, inplace=True)
         return tensor
@@ -252,11 +284,15 @@ class Collectives:
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send to rank ``dst``, which calls recv(); the other ranks do nothing."""
-        self._transfer(tensor, self.rank, self._check_rank("peer", dst))
+        if self._repeat("send", tensor, tensor, None, dst) is None:
+            peer = self._check_rank("peer", dst)
+            self._transfer("send", tensor, self.rank, peer, peer)
 
     def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         """Fill ``tensor`` with what rank ``src`` sends; return it."""
-        self._transfer(tensor, self._check_rank("peer", src), self.rank)
+        if self._repeat("recv", tensor, tensor, None, src) is None:
+            peer = self._check_rank("peer", src)
+            self._transfer("recv", tensor, peer, self.rank, peer)
         return tensor
 
     # -- any program -------------------------------------------------------------------------------------------
@@ -350,9 +386,72 @@ class Collectives:
             if (name, size) == (collective, num_bytes)
         ]
 
+    # -- calls like earlier ones ---------------------------------------------------------------------------------
+
+    def _repeat(
+        self,
+        collective: str,
+        tensor: torch.Tensor,
+        out: torch.Tensor | None,
+        op: str | None = None,
+        root: int = 0,
+    ) -> torch.Tensor | None:
+        """Run a call if one like it was planned; return its output. None: nothing ran, and checks will say why.
+
+        A plan holds for all calls of a signature, but not what may change beneath it: each time it is asked whether a
+        tensor is an ordinary one on the device with all its memory, and how input and output share theirs.
+        """
+        try:
+            source = self._place(tensor)
+            target = source if out is tensor else 0 if out is None else self._place(out)
+            between = None if out is None else _overlap(tensor, source, out, target)
+            known = self._plans.get((collective, op, root, type(root), tensor.dtype, tensor.shape, between))
+            if known is None or source == 0:
+                return None
+            planned, out_elems = known
+            if out is None:
+                shape = self._shape_of_out(collective, tensor.shape)
+                out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+                target = out.data_ptr()
+            elif out is not tensor and (out.dtype is not tensor.dtype or out.numel() != out_elems):
+                return None
+        except (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError):
+            return None
+        if target == 0:
+            return None
+        planned.run(source, target, self._stream())
+        return out
+
+    def _keep(
+        self,
+        collective: str,
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        op: str | None,
+        root: int,
+        planned: Any,
+    ) -> None:
+        """Let _repeat() find a call of these tensors as they are."""
+        if len(self._plans) >= _CACHED_SHAPES:
+            self._plans.clear()
+        between = _overlap(tensor, tensor.data_ptr(), out, out.data_ptr())
+        signature = (collective, op, root, int, tensor.dtype, tensor.shape, between)
+        self._plans[signature] = (planned, out.numel())
+
+    def _place(self, tensor: torch.Tensor) -> int:
+        """Return where a tensor is that _element() accepts; 0 where that is to be asked."""
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+            return 0
+        if not tensor.is_contiguous() or tensor.is_neg():
+            return 0
+        if not (tensor.is_cpu if self._is_cpu else tensor.is_cuda and tensor.get_device() == self._ordinal):
+            return 0
+        needed = tensor.storage_offset() * tensor.element_size() + tensor.nbytes
+        return tensor.data_ptr() if tensor.untyped_storage().nbytes() >= needed else 0
+
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _transfer(self, tensor: torch.Tensor, src: int, dst: int) -> None:
+    def _transfer(self, name: str, tensor: torch.Tensor, src: int, dst: int, peer: int) -> None:
         if src == dst:
             raise invalid("peer", src, f"another rank of {self.size}")
         element = self._element("tensor", tensor)
@@ -361,7 +460,10 @@ class Collectives:
         loaded = self._load(transfer(self.size, src, dst, FIRST_CHANNELS[False] if is_large else 1))
         address = _address("tensor", tensor)
         call = Call(address, address, tensor.numel(), element, stream=self._stream())
-        self._need_executor().run(loaded, call)
+        if call.part_elems:
+            planned = self._need_executor().plan(loaded, call)
+            planned.run(call.input, call.output, call.stream)
+            self._keep(name, tensor, tensor, None, peer, planned)
 
     def _run(
         self,
@@ -385,6 +487,7 @@ class Collectives:
             return
         num_bytes = total_elems * tensor.element_size()
         choice = self._choose(collective, num_bytes, root, inplace, algorithm)
+        given = tensor
         if collective == "reduce" and self.rank != root and self._writes_buffers(choice.algorithm):
             tensor = out = tensor.clone()
         target = out
@@ -404,11 +507,14 @@ class Collectives:
             choice.mode == COMPILED,
         )
         if choice.way is not None:
-            self._executor.exchange(EXCHANGES[choice.algorithm.name], call, choice.way)
+            planned = self._executor.plan_exchange(EXCHANGES[choice.algorithm.name], call, choice.way)
         else:
-            self._executor.run(self._load(choice.algorithm), call)
+            planned = self._executor.plan(self._load(choice.algorithm), call)
+        planned.run(call.input, call.output, call.stream)
         if target is not out:
             _copy(out, target)
+        elif tensor is given and algorithm is None:
+            self._keep(collective, tensor, out, op, root, planned)
 
     def _choose(
         self,
@@ -582,7 +688,7 @@ class Collectives:
         return counts
 
     def _stream(self) -> int:
-        return 0 if self._is_cpu else int(torch.cuda.current_stream(self.device).cuda_stream)
+        return 0 if self._is_cpu else int(current_stream(self._ordinal))
 
     def _element(self, name: str, tensor: torch.Tensor) -> int:
         if not isinstance(tensor, torch.Tensor):
@@ -611,12 +717,16 @@ class Collectives:
             given = f"{tensor.dtype}[{tensor.numel()}]"
             raise invalid(name, given, f"{like.dtype} with {elems} elements")
 
-    def _part_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+    def _check_parts(self, tensor: torch.Tensor) -> None:
         if tensor.dim() == 0 or tensor.shape[0] % self.size:
             raise invalid(
                 "tensor.shape", tuple(tensor.shape), f"a first dimension that divides by {self.size} ranks"
             )
-        return (tensor.shape[0] // self.size, *tensor.shape[1:])
+
+    def _shape_of_out(self, collective: str, shape: torch.Size) -> tuple[int, ...]:
+        if collective == "allgather":
+            return (self.size, *shape)
+        return (shape[0] // self.size, *shape[1:]) if collective == "reducescatter" else tuple(shape)
 
 
 def chunk_counts(algorithm: Algorithm, rank: int) -> tuple[int, int]:
@@ -688,6 +798,12 @@ def _form(tensor: torch.Tensor) -> str:
 def _are_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
     first, second = a.data_ptr(), b.data_ptr()
     return first + a.nbytes <= second or second + b.nbytes <= first
+
+
+def _overlap(tensor: torch.Tensor, source: int, out: torch.Tensor, target: int) -> int | None:
+    """Return how far an input begins after the output that it shares memory with; None where it shares none."""
+    is_apart = source + tensor.nbytes <= target or target + out.nbytes <= source
+    return None if is_apart else source - target
 
 
 def _copy(out: torch.Tensor, tensor: torch.Tensor) -> None:

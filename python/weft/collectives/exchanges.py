@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-LINES, PLACES, STAGES = range(3)  # the ways of an exchange, as Executor.exchange() says
+LINES, PLACES, STAGES = range(3)  # the ways of an exchange, as Executor.plan_exchange() says
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,8 @@
     executor = Executor(communicator)                  # collective
     program = executor.load(algorithm)                 # on every rank, in the same order
     executor.run(program, call)
+    planned = executor.plan(program, call)             # for many calls of that form
+    planned.run(input_address, output_address, stream)
 
 An algorithm runs on memory of the communicator's device. On CUDA a run is enqueued on a stream and may be captured; on
 the CPU it is finished when run() returns. Threads: one caller at a time.
@@ -119,6 +121,7 @@ class Executor:
         self._timeout_s = timeout_s or 0.0
         self._direct_bytes = direct_bytes
         self._loaded: list[Algorithm] = []
+        self.plans: dict[tuple[Any, ...], Any] = {}  # of plan(), by what their owner knows calls by
         self._delays: list[tuple[float, float]] = []
         self._runner = self._new_runner(FIRST_CHANNELS[self._is_cpu])
 
@@ -132,6 +135,7 @@ class Executor:
                 "algorithm", f"{algorithm.name} for {algorithm.num_ranks} ranks", f"{self.size} ranks"
             )
         if algorithm.channels > self._runner.channels:
+            self.plans.clear()
             self._runner = self._new_runner(algorithm.channels)
             for known in self._loaded:
                 self._load(known)
@@ -143,28 +147,32 @@ class Executor:
         )
 
     def run(self, program: Loaded, call: Call) -> None:
-        """Run on every rank.
+        """Run on every rank. Raises: as plan(); PeerLost, naming the rank, block and step that waited and for whom."""
+        if call.part_elems:
+            self.plan(program, call).run(call.input, call.output, call.stream)
 
-        Raises: Error for an average of a program without one, and for a size at which the program would hang; PeerLost,
-            naming the rank, block and step that waited and for whom.
+    def plan(self, program: Loaded, call: Call) -> Any:
+        """Return what runs calls that differ from this one in buffers and stream only, until load()
+        is collective again, which clears ``plans``.
+
+            planned.run(input_address, output_address, stream)
+
+        Raises: Error for an average of a program without one, and for a size at which the program would hang.
         """
         self._check_size(program, call)
         if call.reduction == REDUCTIONS["average"] and not program.has_average:
             allowed = "a program that reduces over all ranks, at the same steps in place and out of place"
             raise invalid("reduction", f"average with {program.algorithm.name}", allowed)
-        self._runner.run(
+        return self._runner.plan(
             program.number,
             call.element,
             call.reduction,
             program.protocol,
-            call.input,
-            call.output,
             call.part_elems,
             program.per_part,
             program.algorithm.collective == "custom",
             call.slice_bytes,
             call.num_sms,
-            call.stream,
             call.compiled,
         )
 
@@ -178,8 +186,8 @@ class Executor:
         if refusal:
             raise invalid("part_elems", f"{num_bytes} bytes in all", f"{program.algorithm.name}: {refusal}")
 
-    def exchange(self, kind: Exchange, call: Call, way: int) -> None:
-        """Run a collective as one kernel, with sums in the order of ranks.
+    def plan_exchange(self, kind: Exchange, call: Call, way: int) -> Any:
+        """Return what runs calls of a collective as one kernel, with sums in the order of ranks; otherwise as plan().
 
         Args:
             call: ``part_elems`` is what goes from one rank to another, the whole buffer of an all_reduce; not
@@ -187,11 +195,10 @@ class Executor:
             way: LINES: values travel beside flags, with the least latency and twice the bytes. PLACES: ranks use each
                 other's buffers in place where all lie in windows, else as STAGES: through staging areas, with one more
                 local copy, wherever the buffers lie. The same on all ranks, as is ``num_sms``.
-        Raises: PeerLost.
         """
-        self._runner.exchange(
-            *(kind.number, call.element, call.reduction, call.input, call.output, call.part_elems),
-            *(kind.is_one_shot, way, call.num_sms, call.stream),
+        return self._runner.plan_exchange(
+            *(kind.number, call.element, call.reduction, call.part_elems),
+            *(kind.is_one_shot, way, call.num_sms),
         )
 
     def run_with_sizes(

@@ -27,11 +27,10 @@ from weft.moe.events import EventHandle, EventOverlap
 from weft.moe.host_memory import HostMemory
 from weft.moe.runtime_facts import RuntimeFacts
 from weft.moe.window_pieces import CudaStreams, Lease, StorageOwner, WindowPieces, watch_torch
+from weft.runtime.streams import current_stream
 
 _NOWHERE = 16
 _SMALL_BYTES = 1 << 20  # results on the CPU that the C library keeps itself
-# torch's current stream of a device as a number, without an object for it.
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -188,7 +187,7 @@ class Engine(RuntimeFacts):
     @property
     def current_stream(self) -> int:
         """The caller's stream for the core; 0 on the CPU."""
-        return int(_current_stream(self.device.index)) if self.is_cuda else 0
+        return int(current_stream(self.device.index)) if self.is_cuda else 0
 
     def begin(self, previous: EventHandle | None) -> None:
         """Order the communication stream after ``previous``, or else after the current stream."""

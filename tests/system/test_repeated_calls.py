@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that are planned once per signature: later ones are as right, as careful, and take few steps."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft import Communicator, Window
+from weft.collectives.calls import Collectives
+from weft.collectives.library import build
+from weft.errors import Error
+from weft.testing.ranks import Rank, run_ranks
+
+
+def python_calls(call: Callable[[], object]) -> int:
+    """Return how many Python functions a call enters."""
+    profile = cProfile.Profile()
+    profile.runcall(call)
+    functions = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    return sum(row[1] for (file, _, _), row in functions.items() if file != "~")
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def _new_addresses(rank: Rank) -> None:
+    comm = Communicator(rank.group, timeout_s=60)
+    n, me = rank.size, rank.rank
+    window = Window(comm, 1 << 16)
+    for turn in range(6):
+        everyone = torch.arange(8.0 * n * n).view(n, n, 8) + turn
+        own = everyone[me].clone()
+        in_window = window.tensor(me, (n, 8), torch.float32, 4096 * turn)
+        in_window.copy_(own)
+        assert torch.equal(comm.all_reduce(in_window), everyone.sum(0))
+        assert torch.equal(comm.all_reduce(own.clone()), everyone.sum(0))
+        assert torch.equal(comm.all_reduce(own.clone(), "max"), everyone.amax(0))
+        assert torch.equal(comm.all_reduce(own, out=torch.empty(8 * n)).view(n, 8), everyone.sum(0))
+        assert torch.equal(comm.all_gather(own), everyone)
+        whole = torch.empty(n, n, 8)
+        assert torch.equal(comm.all_gather(own, out=whole), everyone)
+        whole[me] = own
+        assert torch.equal(comm.all_gather(whole[me], out=whole), everyone)  # its own part of the output
+        assert torch.equal(comm.reduce_scatter(own), everyone.sum(0)[me : me + 1])
+        assert torch.equal(comm.all_to_all(own), everyone[:, me])
+        assert torch.equal(comm.send_recv(own), everyone[me - 1])
+        for root in range(n):
+            assert torch.equal(comm.broadcast(own.clone(), root), everyone[root])
+            assert torch.equal(comm.reduce(own.clone(), root), everyone.sum(0) if me == root else own)
+        if me < 2:
+            comm.send(own, 1 - me) if me == 0 else comm.recv(own, 0)
+            assert torch.equal(own, everyone[0])
+
+
+def test_repeated_collectives_take_new_addresses() -> None:
+    run_ranks(3, _new_addresses)
+
+
+def _with_a_new_runner(rank: Rank) -> None:
+    comm = Collectives(Communicator(rank.group, timeout_s=60).core)
+    for instances in (1, 4):  # more channels than any program before
+        for _ in range(3):
+            assert comm.all_reduce(torch.ones(64)).eq(rank.size).all()
+        mine = build("allreduce_a100_allpairs", rank.size, instances=instances, protocol="LL").compile()
+        assert comm.all_reduce(torch.ones(64), algorithm=mine).eq(rank.size).all()
+
+
+def test_plans_end_with_the_runner_that_made_them() -> None:
+    run_ranks(2, _with_a_new_runner)
+
+
+class _Own(torch.Tensor):
+    pass
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.ones(4, 4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _cut() -> torch.Tensor:
+    storage = torch.ones(32)
+    tensor = storage[4:20].view(4, 4)
+    storage.untyped_storage().resize_(70)
+    return tensor
+
+
+def _refusals(rank: Rank) -> None:
+    comm = Communicator(rank.group, timeout_s=60)
+    assert comm.all_reduce(torch.ones(4, 4)).eq(rank.size).all()
+    assert comm.all_gather(torch.ones(4, 4), out=torch.empty(rank.size, 4, 4)).eq(1).all()
+    for bad, sentence in (
+        (torch.ones(4, 4).t(), "strides"),
+        (torch.ones(4, 8)[:, ::2], "strides"),
+        (torch.ones(4, 4, device="meta"), "meta"),
+        (torch._neg_view(torch.ones(4, 4)), "negated"),
+        (torch.ones(4, 4).to_sparse(), "sparse"),
+        (_freed(), "storage of 0 bytes"),
+        (_cut(), "storage of 70 bytes"),
+        ([1.0], "torch.Tensor"),
+        (None, "torch.Tensor"),
+    ):
+        with pytest.raises(Error, match=sentence):
+            comm.all_reduce(bad)  # type: ignore[arg-type]
+        with pytest.raises(Error):
+            comm.all_gather(torch.ones(4, 4), out=bad if bad is not None else [1.0])  # type: ignore[arg-type]
+    for call in (
+        lambda: comm.all_reduce(torch.ones(4, 4), "mean"),
+        lambda: comm.all_reduce(torch.ones(4, 4), ["sum"]),  # type: ignore[arg-type]
+        lambda: comm.all_reduce(torch.ones(4, 4), out=torch.ones(15)),
+        lambda: comm.all_gather(torch.ones(4, 4), out=torch.ones(4, 4)),
+        lambda: comm.all_gather(torch.ones(4, 4), out=torch.empty(rank.size, 4, 4, dtype=torch.int32)),
+    ):
+        with pytest.raises(Error):
+            call()
+    comm.broadcast(torch.ones(4), 1)
+    for root in (1.0, -1, rank.size, "1", torch.ones(2)):
+        with pytest.raises(Error, match="root"):
+            comm.broadcast(torch.ones(4), root)  # type: ignore[arg-type]
+    # And the calls go on, with tensors of other kinds, too.
+    assert comm.all_reduce(torch.nn.Parameter(torch.ones(4, 4))).eq(rank.size).all()
+    assert comm.all_reduce(torch.ones(4, 4).as_subclass(_Own)).eq(rank.size).all()
+
+
+def test_a_known_signature_hides_no_wrong_tensor() -> None:
+    run_ranks(2, _refusals)
+
+
+def _differ_later(rank: Rank) -> None:
+    comm = Communicator(rank.group, timeout_s=0.5)
+    for _ in range(3):
+        comm.all_reduce(torch.ones(4))
+        comm.all_reduce(torch.ones(4), "max")
+    with pytest.raises(Error) as told:
+        comm.all_reduce(torch.ones(4), "max" if rank.rank else "sum")
+    dist.barrier(rank.group)
+    assert "all_reduce of 4 float32" in str(told.value) or "waited" in str(told.value)
+    with pytest.raises(Error):
+        comm.all_reduce(torch.ones(4))
+
+
+def test_planned_calls_that_differ_are_told_apart() -> None:
+    run_ranks(2, _differ_later)
+
+
+def _few_steps(rank: Rank) -> None:
+    comm = Communicator(rank.group, timeout_s=60)
+    tensor, whole = torch.ones(4), torch.empty(4 * rank.size)
+    for call in (
+        lambda: comm.all_reduce(tensor),
+        lambda: comm.all_gather(tensor, out=whole),
+        lambda: comm.broadcast(tensor),
+    ):
+        call()
+        assert python_calls(call) <= 10
+
+
+def test_a_repeated_collective_takes_few_steps() -> None:
+    run_ranks(2, _few_steps)

@@ -147,6 +147,10 @@ void bind_low_latency(nb::module_& module) {
       },
       nb::arg("ranks"), nb::arg("max_tokens"), nb::arg("top_k"), nb::arg("experts"), nb::arg("hidden"));
 
+  module.def("check_expert_ids", [](uint64_t ids, uint32_t id_bytes, uint64_t count, uint32_t experts) {
+    check(check_expert_ids(pointer<void>(ids), id_bytes, count, experts));
+  });
+
   module.def("low_latency_region_bytes", &low_latency_region_bytes, nb::arg("ranks"), nb::arg("word_bytes"));
 
   nb::class_<LowLatency>(module, "LowLatency")

@@ -52,6 +52,7 @@ void bind_moe(nb::module_& module) {
   nb::class_<Received>(module, "Received")
       .def_ro("rows_at", &Received::rows_at)
       .def_ro("meta_at", &Received::meta_at)
+      .def_ro("is_one_piece", &Received::is_one_piece)
       .def_ro("layout", &Received::layout);
 
   nb::class_<MoeBuffer>(module, "MoeBuffer")
@@ -73,71 +74,85 @@ void bind_moe(nb::module_& module) {
                                   pointer<int32_t>(counts), pointer<uint8_t>(token_in_rank),
                                   pointer<int32_t>(sum_place), pointer<void>(stream)});
             }));
-          },
-          nb::kw_only(), nb::arg("topk_idx"), nb::arg("id_bytes"), nb::arg("tokens"), nb::arg("top_k"),
-          nb::arg("experts"), nb::arg("counts"), nb::arg("token_in_rank"), nb::arg("sum_place"),
-          nb::arg("stream"))
+          })
       .def(
           "notify",
           [](MoeBuffer& self, const RowFormat& format, uint64_t token_in_rank, uint64_t tokens_per_expert,
              uint32_t tokens, uint32_t experts, const HandleMemory& handle, uint64_t worst_rows,
-             uint64_t stream) {
+             uint64_t stream, uint64_t after, bool waits) {
             return value_or_throw(without_gil([&] {
-              return self.notify({format, pointer<uint8_t>(token_in_rank),
-                                  pointer<int32_t>(tokens_per_expert), tokens, experts, handle, worst_rows,
-                                  pointer<void>(stream)});
+              return self.notify({format,
+                                  pointer<uint8_t>(token_in_rank),
+                                  pointer<int32_t>(tokens_per_expert),
+                                  tokens,
+                                  experts,
+                                  handle,
+                                  worst_rows,
+                                  {pointer<void>(stream), pointer<void>(after), waits, false}});
             }));
           },
           nb::kw_only(), nb::arg("format"), nb::arg("token_in_rank"), nb::arg("tokens_per_expert"),
-          nb::arg("tokens"), nb::arg("experts"), nb::arg("handle"), nb::arg("worst_rows"), nb::arg("stream"))
-      .def(
-          "dispatch",
-          [](MoeBuffer& self, const RowFormat& format, uint64_t x, uint64_t scales,
-             int64_t scale_token_stride, int64_t scale_word_stride, uint64_t topk_idx, uint64_t topk_weights,
-             uint32_t tokens, uint32_t experts, const HandleMemory& handle, uint64_t handle_id, uint64_t rows,
-             uint64_t staging_rows, bool counts_unknown, bool keep_weights, uint32_t num_sms,
-             uint64_t stream) {
-            return value_or_throw(without_gil([&] {
-              return self.dispatch({format, pointer<std::byte>(x), pointer<uint32_t>(scales),
-                                    scale_token_stride, scale_word_stride, pointer<void>(topk_idx),
-                                    pointer<float>(topk_weights), tokens, experts, handle, handle_id, rows,
-                                    staging_rows, counts_unknown, keep_weights, num_sms,
-                                    pointer<void>(stream)});
-            }));
-          },
-          nb::kw_only(), nb::arg("format"), nb::arg("x"), nb::arg("scales"), nb::arg("scale_token_stride"),
-          nb::arg("scale_word_stride"), nb::arg("topk_idx"), nb::arg("topk_weights"), nb::arg("tokens"),
-          nb::arg("experts"), nb::arg("handle"), nb::arg("handle_id"), nb::arg("rows"),
-          nb::arg("staging_rows"), nb::arg("counts_unknown"), nb::arg("keep_weights"), nb::arg("num_sms"),
-          nb::arg("stream"))
-      .def(
-          "combine",
-          [](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element, uint64_t x,
-             uint64_t topk_weights, uint64_t slot, uint64_t bias0, uint64_t bias1, uint64_t combined,
-             uint64_t combined_weights, uint32_t tokens, const HandleMemory& handle, uint64_t handle_id,
-             uint64_t staging_rows, uint32_t num_sms, uint64_t stream) {
-            check(without_gil([&] {
-              return self.combine({row_bytes,
-                                   top_k,
-                                   element,
-                                   pointer<std::byte>(x),
-                                   pointer<float>(topk_weights),
-                                   pointer<int32_t>(slot),
-                                   {pointer<std::byte>(bias0), pointer<std::byte>(bias1)},
-                                   pointer<std::byte>(combined),
-                                   pointer<float>(combined_weights),
-                                   tokens,
-                                   handle,
-                                   handle_id,
-                                   staging_rows,
-                                   num_sms,
-                                   pointer<void>(stream)});
-            }));
-          },
-          nb::kw_only(), nb::arg("row_bytes"), nb::arg("top_k"), nb::arg("element"), nb::arg("x"),
-          nb::arg("topk_weights"), nb::arg("slot"), nb::arg("bias0"), nb::arg("bias1"), nb::arg("combined"),
-          nb::arg("combined_weights"), nb::arg("tokens"), nb::arg("handle"), nb::arg("handle_id"),
-          nb::arg("staging_rows"), nb::arg("num_sms"), nb::arg("stream"))
+          nb::arg("tokens"), nb::arg("experts"), nb::arg("handle"), nb::arg("worst_rows"), nb::arg("stream"),
+          nb::arg("after"), nb::arg("waits"))
+      // By position, as these are on the path of every call.
+      .def("dispatch",
+           [](MoeBuffer& self, const RowFormat& format, uint64_t x, uint64_t scales,
+              int64_t scale_token_stride, int64_t scale_word_stride, uint64_t topk_idx, uint64_t topk_weights,
+              uint32_t tokens, uint32_t experts, const HandleMemory& handle, uint64_t handle_id,
+              uint64_t rows, uint64_t staging_rows, bool counts_unknown, bool keep_weights, bool is_one_piece,
+              uint32_t num_sms, uint64_t stream, uint64_t after, bool waits, bool joins) {
+             return value_or_throw(without_gil([&] {
+               return self.dispatch({format,
+                                     pointer<std::byte>(x),
+                                     pointer<uint32_t>(scales),
+                                     scale_token_stride,
+                                     scale_word_stride,
+                                     pointer<void>(topk_idx),
+                                     pointer<float>(topk_weights),
+                                     tokens,
+                                     experts,
+                                     handle,
+                                     handle_id,
+                                     rows,
+                                     staging_rows,
+                                     counts_unknown,
+                                     keep_weights,
+                                     is_one_piece,
+                                     num_sms,
+                                     {pointer<void>(stream), pointer<void>(after), waits, joins}});
+             }));
+           })
+      .def("combine",
+           [](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element, uint64_t x,
+              uint64_t topk_weights, uint64_t slot, uint64_t bias0, uint64_t bias1, uint64_t combined,
+              uint64_t combined_weights, uint32_t tokens, const HandleMemory& handle, uint64_t handle_id,
+              uint64_t staging_rows, uint32_t num_sms, uint64_t stream, uint64_t after, bool waits,
+              bool joins) {
+             check(without_gil([&] {
+               return self.combine({row_bytes,
+                                    top_k,
+                                    element,
+                                    pointer<std::byte>(x),
+                                    pointer<float>(topk_weights),
+                                    pointer<int32_t>(slot),
+                                    {pointer<std::byte>(bias0), pointer<std::byte>(bias1)},
+                                    pointer<std::byte>(combined),
+                                    pointer<float>(combined_weights),
+                                    tokens,
+                                    handle,
+                                    handle_id,
+                                    staging_rows,
+                                    num_sms,
+                                    {pointer<void>(stream), pointer<void>(after), waits, joins}});
+             }));
+           })
+      .def("wait", [](MoeBuffer& self, uint64_t stream,
+                      uint64_t first) { check(self.wait(pointer<void>(stream), pointer<void>(first))); })
+      .def("barrier",
+           [](MoeBuffer& self, uint64_t stream, uint64_t after) {
+             check(without_gil(
+                 [&] { return self.barrier({pointer<void>(stream), pointer<void>(after), true, true}); }));
+           })
       .def(
           "view",
           [](MoeBuffer& self, uint64_t offset, uint64_t bytes, nb::object owner) {
@@ -152,6 +167,14 @@ void bind_moe(nb::module_& module) {
           nb::kw_only(), nb::arg("format"), nb::arg("rows"), nb::arg("staging_rows"))
       .def_prop_ro("handle_buffer_key", &MoeBuffer::handle_buffer_key)
       .def("give_back", &MoeBuffer::give_back, nb::arg("offset"))
+      .def("give_back_after",
+           [](MoeBuffer& self, uint64_t offset, uint64_t stream) {
+             return value_or_throw(self.returned_pieces().give_back(offset, pointer<void>(stream)));
+           })
+      .def("reclaim",
+           [](MoeBuffer& self, uint64_t stream, uint64_t current) {
+             check(self.returned_pieces().reclaim(pointer<void>(stream), pointer<void>(current)));
+           })
       .def("check_fault", [](MoeBuffer& self) { check(self.fault()); })
       .def_prop_ro(
           "trace_at",

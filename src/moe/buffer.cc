@@ -19,6 +19,7 @@
 namespace weft {
 namespace {
 
+constexpr size_t kMostKernels = 64;  // of a buffer, to look through
 constexpr uint64_t kGrowthStep = uint64_t{2} << 20;
 // A dispatch with a new handle leaves room for this many of its size, itself included: calls with a cached
 // handle, as in a backward pass, can't grow the window.
@@ -38,6 +39,14 @@ uint64_t trace_bytes_of(int64_t spans) {
 
 uint64_t heap_bytes_of(uint64_t bytes) {
   return round_up(std::max<uint64_t>(bytes, 1), Heap::kAlignment);
+}
+
+KernelKey key_of_layout(const HighThroughputShape&) {
+  return layout_key();
+}
+
+KernelKey key_of_notify(const HighThroughputShape&) {
+  return notify_key();
 }
 
 }  // namespace
@@ -61,6 +70,8 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
       low_latency_begin_(round_up(control.end, 4096)),
       low_latency_end_(low_latency_begin_ + round_up(options.low_latency_bytes, 4096)),
       heap_(low_latency_end_, window_->bytes()),
+      returned_(comm_->device(), heap_),
+      order_(comm_->device()),
       handle_key_(comm_->key() + static_cast<uint64_t>(window_->number())) {
   Carver carver;
   fault_ = visible_->at<FaultBox>(carver.take(sizeof(FaultBox)));
@@ -143,10 +154,23 @@ Status MoeBuffer::zero(void* at, uint64_t bytes, void* stream) {
       "zero counts");
 }
 
-Status MoeBuffer::launch(KernelKey key, const GridPlan& grid, const void* args, size_t args_bytes,
+Result<const Kernel*> MoeBuffer::find_kernel(KeyOf key_of, const HighThroughputShape& shape,
+                                             const Launch& how) {
+  for (const KnownKernel& known : kernels_)
+    if (known.key_of == key_of && known.threads_per_block == how.threads_per_block &&
+        std::memcmp(&known.shape, &shape, sizeof shape) == 0)
+      return known.kernel;
+  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, key_of(shape), how));
+  if (kernels_.size() >= kMostKernels) kernels_.clear();
+  kernels_.push_back({key_of, shape, how.threads_per_block, kernel});
+  return kernel;
+}
+
+Status MoeBuffer::launch(KeyOf key_of, const GridPlan& grid, const void* args, size_t args_bytes,
                          const HighThroughputShape& shape, void* stream) {
   const Launch how{grid.blocks, grid.threads_per_block, grid.shared_bytes, stream, false};
-  WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, args, args_bytes, &shape));
+  WEFT_TRY_ASSIGN(const Kernel* kernel, find_kernel(key_of, shape, how));
+  WEFT_TRY(launch_on_mesh(*window_, *kernel, how, args, args_bytes, &shape));
   return comm_->device().is_host() ? fault() : Status();
 }
 
@@ -155,6 +179,15 @@ void MoeBuffer::prepare(const RowFormat& format) {
   if (!limits_.is_cuda || format == prepared_) return;
   prepared_ = format;
   prepare_on_mesh(*window_, high_throughput_keys(format, static_cast<uint32_t>(comm_->size()), limits_));
+}
+
+Status MoeBuffer::begin(const CallOrder& order) {
+  if (order.waits) WEFT_TRY(order_.wait(order.stream, order.after));
+  return returned_.reclaim(order.stream, order.after);
+}
+
+Status MoeBuffer::end(const CallOrder& order) {
+  return order.joins ? order_.wait(order.after, order.stream) : Status();
 }
 
 Status MoeBuffer::layout(const LayoutCall& call) {
@@ -172,8 +205,8 @@ Status MoeBuffer::layout(const LayoutCall& call) {
                         call.token_in_rank,
                         call.sum_place};
   WEFT_TRY(zero(call.counts, (ranks + call.experts) * sizeof(int32_t), call.stream));
-  return launch(layout_key(), plan_layout(call.tokens, ranks, call.experts, limits_), &args, sizeof(args), {},
-                call.stream);
+  return launch(key_of_layout, plan_layout(call.tokens, ranks, call.experts, limits_), &args, sizeof(args),
+                {}, call.stream);
 }
 
 Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
@@ -199,7 +232,8 @@ Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
   args.prefix = call.handle.prefix;
   args.report = report;
   args.host_waits = waits ? 1 : 0;
-  WEFT_TRY(launch(notify_key(), plan_notify(ranks, limits_), &args, sizeof(args), {}, call.stream));
+  WEFT_TRY(begin(call.order));
+  WEFT_TRY(launch(key_of_notify, plan_notify(ranks, limits_), &args, sizeof(args), {}, call.order.stream));
   return collect(call, report, handle_id(handle_key_, ++dispatches_));
 }
 
@@ -270,7 +304,7 @@ Status MoeBuffer::make_room_for_worst(const NotifyCall& call) {
   const RowFormat& format = call.format;
   const uint64_t need = worst_case_bytes(format, call.worst_rows);
   if (low_latency_end_ + need <= window_->bytes()) return {};
-  WEFT_TRY_ASSIGN(const bool capturing, is_capturing(call.stream));
+  WEFT_TRY_ASSIGN(const bool capturing, is_capturing(call.order.stream));
   if (capturing) return {};
   const Status grown = grow(low_latency_end_ + need);
   if (grown.code() == Code::kCapacity)
@@ -318,14 +352,16 @@ Status MoeBuffer::ensure_staging(uint64_t bytes) {
   return {};
 }
 
-Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
-  WEFT_TRY(fault());
-  const auto ranks = static_cast<uint32_t>(comm_->size());
-  const RowFormat& format = call.format;
-  Received received{};
-  received.layout =
-      receive_layout(call.rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
-  WEFT_TRY(ensure_staging(staging_bytes_of(call.staging_rows, format.combine_row_bytes, format.top_k)));
+Status MoeBuffer::take_pieces(const DispatchCall& call, Received& received) {
+  const uint64_t rows_bytes = heap_bytes_of(received.layout.rows_bytes);
+  if (call.is_one_piece) {
+    if (const auto at = heap_.take(rows_bytes + received.layout.meta_bytes)) {
+      received.rows_at = *at;
+      received.meta_at = *at + rows_bytes;
+      received.is_one_piece = true;
+      return {};
+    }
+  }
   WEFT_TRY_ASSIGN(received.rows_at, take(received.layout.rows_bytes, "dispatch"));
   Result<uint64_t> meta_at = take(received.layout.meta_bytes, "dispatch");
   if (!meta_at.ok()) {
@@ -333,6 +369,19 @@ Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
     return meta_at.status();
   }
   received.meta_at = *meta_at;
+  return {};
+}
+
+Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
+  WEFT_TRY(fault());
+  const auto ranks = static_cast<uint32_t>(comm_->size());
+  const RowFormat& format = call.format;
+  Received received{};
+  received.layout =
+      receive_layout(call.rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
+  WEFT_TRY(begin(call.order));
+  WEFT_TRY(ensure_staging(staging_bytes_of(call.staging_rows, format.combine_row_bytes, format.top_k)));
+  WEFT_TRY(take_pieces(call, received));
 
   const HighThroughputShape shape = dispatch_shape(format);
   const GridPlan grid = plan_dispatch(ranks, static_cast<uint32_t>(shape.piece_bytes), call.num_sms, limits_);
@@ -366,16 +415,20 @@ Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
   args.sum_place = call.handle.sum_place;
   args.row_warps = grid.first_role;
   args.meta_warps = grid.second_role;
-  const Status launched = launch(dispatch_key(shape), grid, &args, sizeof(args), shape, call.stream);
-  if (launched.ok()) return received;
+  const Status launched = launch(&dispatch_key, grid, &args, sizeof(args), shape, call.order.stream);
+  if (launched.ok()) {
+    WEFT_TRY(end(call.order));
+    return received;
+  }
   heap_.give(received.rows_at);
-  heap_.give(received.meta_at);
+  if (!received.is_one_piece) heap_.give(received.meta_at);
   return launched;
 }
 
 Status MoeBuffer::combine(const CombineCall& call) {
   WEFT_TRY(fault());
   const auto ranks = static_cast<uint32_t>(comm_->size());
+  WEFT_TRY(begin(call.order));
   WEFT_TRY(ensure_staging(staging_bytes_of(call.staging_rows, call.row_bytes, call.top_k)));
   const HighThroughputShape shape = combine_shape(call.row_bytes, call.top_k, call.element);
   const GridPlan grid = plan_combine(ranks, static_cast<uint32_t>(shape.piece_bytes), call.num_sms, limits_);
@@ -406,7 +459,25 @@ Status MoeBuffer::combine(const CombineCall& call) {
   args.sum_warps = grid.second_role;
   args.watch_warps = grid.watch_role;
   if (comm_->device().is_host()) prefer_huge_pages(call.combined, call.tokens * call.row_bytes);
-  return launch(combine_key(shape), grid, &args, sizeof(args), shape, call.stream);
+  WEFT_TRY(launch(&combine_key, grid, &args, sizeof(args), shape, call.order.stream));
+  return end(call.order);
+}
+
+// The exchange of counts, of no rows: no rank leaves it before all have come.
+Status MoeBuffer::barrier(const CallOrder& order) {
+  WEFT_TRY(fault());
+  const auto ranks = static_cast<uint32_t>(comm_->size());
+  NotifyArgs args{};
+  args.at = control_.offsets;
+  args.wait = wait_rule();
+  args.state = reinterpret_cast<GridState*>(window_->local() + control_.notify_state);
+  args.prefix = reinterpret_cast<int32_t*>(window_->local() + control_.barrier_prefix);
+  args.report = unawaited_report();
+  GridPlan grid = plan_notify(ranks, limits_);
+  grid.blocks = 1;
+  WEFT_TRY(begin(order));
+  WEFT_TRY(launch(key_of_notify, grid, &args, sizeof(args), {}, order.stream));
+  return end(order);
 }
 
 }  // namespace weft

@@ -15,13 +15,16 @@
 #include <memory>
 #include <vector>
 
+#include "base/stream_order.h"
 #include "comm/window.h"
+#include "jit/jit.h"
 #include "kernels/moe/high_throughput_args.h"
 #include "memory/heap.h"
 #include "memory/host_visible.h"
 #include "moe/fault_text.h"
 #include "moe/handle_id.h"
 #include "moe/kernel_keys.h"
+#include "moe/returned_pieces.h"
 #include "plan/high_throughput.h"
 
 namespace weft {
@@ -44,6 +47,14 @@ struct HandleMemory {
   const int32_t* sum_place = nullptr;
 };
 
+// The streams of a call; nothing to order on the host.
+struct CallOrder {
+  void* stream = nullptr;  // that it runs on
+  void* after = nullptr;   // the caller's
+  bool waits = false;      // `stream` waits for `after` first
+  bool joins = false;      // `after` waits for `stream` then
+};
+
 struct NotifyCall {
   RowFormat format;
   const uint8_t* token_in_rank;      // [T][R]
@@ -52,7 +63,7 @@ struct NotifyCall {
   uint32_t experts;
   HandleMemory handle;
   uint64_t worst_rows;  // 0: block until the counts are known; else the same on all ranks, and nothing waits
-  void* stream;
+  CallOrder order;
 };
 
 struct Notified {
@@ -78,14 +89,17 @@ struct DispatchCall {
   uint64_t staging_rows;  // sent rows that combine will get back, at most
   bool counts_unknown;    // num_worst_tokens: fill the tail, and stop if ranks disagree
   bool keep_weights;      // also those of slots whose expert is elsewhere
+  bool is_one_piece;      // rows and the rest in one piece, where there is room for one
   uint32_t num_sms;
-  void* stream;
+  CallOrder order;
 };
 
-// Two pieces of this rank's window, each to be given back: rows and scales; ids, weights, origins.
+// Pieces of this rank's window, each to be given back: rows and scales; ids, weights, origins. One piece, with
+// the latter behind the former, where they were asked for so.
 struct Received {
   uint64_t rows_at;
   uint64_t meta_at;
+  bool is_one_piece;
   ReceiveLayout layout;
 };
 
@@ -104,7 +118,7 @@ struct CombineCall {
   uint64_t handle_id;
   uint64_t staging_rows;
   uint32_t num_sms;
-  void* stream;
+  CallOrder order;
 };
 
 struct LayoutCall {
@@ -120,6 +134,15 @@ struct LayoutCall {
 };
 
 class MoeBuffer {
+  using KeyOf = KernelKey (*)(const HighThroughputShape& shape);
+  // What calls of one shape run, so that nobody looks for it by its names again.
+  struct KnownKernel {
+    KeyOf key_of;  // which kernel it is
+    HighThroughputShape shape;
+    uint32_t threads_per_block;
+    const Kernel* kernel;
+  };
+
  public:
   static Result<std::unique_ptr<MoeBuffer>> create(std::shared_ptr<Communicator> comm,
                                                    const MoeOptions& options);
@@ -128,6 +151,8 @@ class MoeBuffer {
   Result<Notified> notify(const NotifyCall& call);
   Result<Received> dispatch(const DispatchCall& call);
   Status combine(const CombineCall& call);
+  // What streams got before it, on every rank, is done before what they get after it; hosts go on. Collective.
+  Status barrier(const CallOrder& order);
   // Collective, for a handle of another buffer of the same ranks, which this window has not grown for: makes
   // room for `rows` received rows and `staging_rows` that come back on every rank. Hosts meet; not to be
   // captured.
@@ -138,6 +163,10 @@ class MoeBuffer {
   // Frees what a dispatch returned. On CUDA: when every use on any stream is ordered before the next
   // dispatch.
   void give_back(uint64_t offset) { heap_.give(offset); }
+  // Frees pieces by itself once streams are done: see ReturnedPieces. Calls reclaim first.
+  ReturnedPieces& returned_pieces() { return returned_; }
+  // Makes `stream` wait for what `first` has got so far.
+  Status wait(void* stream, void* first) { return order_.wait(stream, first); }
   // What a kernel gave up for since the last look: see take_fault().
   Status fault() { return take_fault(*fault_, comm_->peers()); }
   // A rank that dies is no fault from now on: low-latency calls leave out who stays silent.
@@ -167,9 +196,13 @@ class MoeBuffer {
             std::unique_ptr<HostVisible> visible, const MoeOptions& options,
             const HighThroughputControl& control);
 
-  Status launch(KernelKey key, const GridPlan& grid, const void* args, size_t args_bytes,
+  Status launch(KeyOf key_of, const GridPlan& grid, const void* args, size_t args_bytes,
                 const HighThroughputShape& shape, void* stream);
   void prepare(const RowFormat& format);
+  Result<const Kernel*> find_kernel(KeyOf key_of, const HighThroughputShape& shape, const Launch& how);
+  Status begin(const CallOrder& order);
+  Status end(const CallOrder& order);
+  Status take_pieces(const DispatchCall& call, Received& received);
   Status open_trace();
   // Of calls whose counts the host does not wait for: near the kernels, which read it for themselves.
   CountReport* unawaited_report() const;
@@ -195,6 +228,9 @@ class MoeBuffer {
   uint64_t low_latency_begin_;
   uint64_t low_latency_end_;
   Heap heap_;
+  ReturnedPieces returned_;
+  StreamOrder order_;
+  std::vector<KnownKernel> kernels_;
   FaultBox* fault_;
   CountReport* awaited_report_;
   uint64_t handle_key_;

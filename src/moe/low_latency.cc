@@ -264,13 +264,16 @@ Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
   return launch(planned, call, call.ticket, phases, call.stream);
 }
 
-Status LowLatency::check_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts) const {
-  if (limits_.is_cuda) return {};
+Status check_expert_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts) {
   const int64_t wrong = id_bytes == 8 ? wrong_id(static_cast<const int64_t*>(ids), count, experts)
                                       : wrong_id(static_cast<const int32_t*>(ids), count, experts);
   if (wrong == -1) return {};
   return Status::invalid("topk_idx: got expert {}, allowed: -1 to {} (num_experts is {})", wrong, experts - 1,
                          experts);
+}
+
+Status LowLatency::check_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts) const {
+  return limits_.is_cuda ? Status() : check_expert_ids(ids, id_bytes, count, experts);
 }
 
 Status LowLatency::write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream) {

@@ -137,6 +137,9 @@ struct PlannedCombine {
 // ranks call it together. Errors: kInvalid where the setting is out of range or ranks differ.
 Result<uint32_t> agree_on_line_tokens(Communicator& comm);
 
+// Whether ids [count] in host memory are -1 or of experts: kInvalid with the first that is not.
+Status check_expert_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts);
+
 class LowLatency {
  public:
   // `line_tokens`: of agree_on_line_tokens(), the same on all ranks.
@@ -154,7 +157,7 @@ class LowLatency {
   // Planned for this one call.
   Status dispatch(const LowLatencyDispatchCall& call, uint32_t phases);
   Status combine(const LowLatencyCombineCall& call, uint32_t phases);
-  // Whether ids [count] are -1 or of experts. On CUDA they are not looked at: it would stall the stream.
+  // On CUDA ids are not looked at: it would stall the stream.
   Status check_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts) const;
   // Ties the phases of one call. A call captured in a graph keeps its ticket in every replay.
   uint32_t next_ticket() { return ticket_++ % kTickets; }

@@ -55,6 +55,7 @@ HighThroughputControl plan_control(uint32_t ranks) {
   control.dispatch_state = carver.take(sizeof(GridState));
   control.combine_state = carver.take(sizeof(GridState));
   control.gave_up = carver.take(sizeof(uint32_t));
+  control.barrier_prefix = carver.take(uint64_t{ranks} * ranks * sizeof(int32_t));
   control.unawaited_report = carver.take(report_bytes(ranks));
   control.end = carver.end();
   return control;

@@ -24,6 +24,7 @@ struct HighThroughputControl {
   uint64_t dispatch_state;
   uint64_t combine_state;
   uint64_t gave_up;           // u32: WaitRule::gave_up of all kernels of the buffer
+  uint64_t barrier_prefix;    // of calls without rows, which nobody reads
   uint64_t unawaited_report;  // of calls whose counts the host does not wait for; the dispatch reads it
   uint64_t end;
 };

@@ -73,13 +73,33 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
                   .message(),
               "");
     const RowFormat format{c.row_bytes, c.scale_words, c.top_k, 8, 2, c.row_bytes};
-    Result<Notified> counts = buffer.notify({format, mine.in_rank.data(), mine.counts.data() + c.ranks,
-                                             mine.tokens, c.experts, mine.handle(), 0, nullptr});
+    Result<Notified> counts = buffer.notify({format,
+                                             mine.in_rank.data(),
+                                             mine.counts.data() + c.ranks,
+                                             mine.tokens,
+                                             c.experts,
+                                             mine.handle(),
+                                             0,
+                                             {}});
     ASSERT_EQ(counts.status().message(), "");
-    Result<Received> received = buffer.dispatch(
-        {format, reinterpret_cast<std::byte*>(mine.x.data()), mine.scales.data(), c.scale_words, 1,
-         mine.ids.data(), mine.weights.data(), mine.tokens, c.experts, mine.handle(), counts->handle_id,
-         counts->received_rows, counts->sent_rows, false, false, 0, nullptr});
+    Result<Received> received = buffer.dispatch({format,
+                                                 reinterpret_cast<std::byte*>(mine.x.data()),
+                                                 mine.scales.data(),
+                                                 c.scale_words,
+                                                 1,
+                                                 mine.ids.data(),
+                                                 mine.weights.data(),
+                                                 mine.tokens,
+                                                 c.experts,
+                                                 mine.handle(),
+                                                 counts->handle_id,
+                                                 counts->received_rows,
+                                                 counts->sent_rows,
+                                                 false,
+                                                 false,
+                                                 false,
+                                                 0,
+                                                 {}});
     ASSERT_EQ(received.status().message(), "");
     check_received(buffer, rank, all, *counts, *received);
 
@@ -99,12 +119,13 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
                             counts->handle_id,
                             counts->sent_rows,
                             0,
-                            nullptr})
+                            {}})
                   .message(),
               "");
     check_combined(mine);
     buffer.give_back(received->rows_at);
     buffer.give_back(received->meta_at);
+    ASSERT_EQ(buffer.barrier({}).message(), "");
   }
 
   uint32_t per_rank() const { return (GetParam().experts + GetParam().ranks - 1) / GetParam().ranks; }

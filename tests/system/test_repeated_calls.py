@@ -6,12 +6,13 @@ from __future__ import annotations
 import cProfile
 import pstats
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from weft import Communicator, Window
+from weft import Buffer, Communicator, Window
 from weft.collectives.calls import Collectives
 from weft.collectives.library import build
 from weft.errors import Error
@@ -164,3 +165,100 @@ def _few_steps(rank: Rank) -> None:
 
 def test_a_repeated_collective_takes_few_steps() -> None:
     run_ranks(2, _few_steps)
+
+
+# -- expert parallelism ------------------------------------------------------------------------------------------------
+
+TOKENS, HIDDEN, EXPERTS = 4, 64, 8
+
+
+def _rows(rank: int, turn: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = (torch.arange(TOKENS * HIDDEN).view(TOKENS, HIDDEN) % 7 + rank + turn).bfloat16()
+    ids = (torch.arange(TOKENS * 2).view(TOKENS, 2) * 3 + rank + turn) % EXPERTS
+    return x, ids, torch.full((TOKENS, 2), 0.5)
+
+
+def _dispatch(buffer: Buffer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+    return buffer.dispatch(
+        x,
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=ids,
+        topk_weights=weights,
+    )
+
+
+def _high_throughput(rank: Rank) -> None:
+    with Buffer(rank.group, 1 << 20, device="cpu") as buffer:
+        for turn in range(5):
+            x, ids, weights = _rows(rank.rank, turn)
+            goes_to = [len({int(e) // (EXPERTS // rank.size) for e in row}) for row in ids]
+            received, *_, handle, _ = _dispatch(buffer, x, ids, weights)
+            sums = x.float() * torch.tensor(goes_to).view(-1, 1)
+            assert torch.equal(buffer.combine(received, handle)[0].float(), sums)
+            again = buffer.dispatch(x + 1, handle=handle)[0]
+            assert torch.equal(again, received + 1)
+            assert torch.equal(
+                buffer.combine(again, handle)[0].float(), sums + torch.tensor(goes_to).view(-1, 1)
+            )
+        wide, narrow = torch.ones(len(received) + 1, HIDDEN).bfloat16(), received[:, :60]
+        for x, sentence in (
+            (wide[1:].t().contiguous().t(), "strides"),
+            (wide.view(-1)[1 : 1 + received.numel()].view(len(received), HIDDEN), "address"),
+            (wide, f"{len(received)}, hidden"),
+            (narrow.contiguous(), "bytes"),
+            (received.float().to("meta"), "meta"),
+            ([1.0], "list"),
+        ):
+            with pytest.raises(Error, match=sentence):
+                buffer.combine(x, handle)
+        _, ids, _ = _rows(rank.rank, 0)
+        for bad in (ids.t().contiguous().t(), ids + EXPERTS, ids.to("meta"), None):
+            with pytest.raises(Error, match="topk_idx"):
+                buffer.get_dispatch_layout(bad, EXPERTS)  # type: ignore[arg-type]
+        for experts in (0, -1, 8.0, "8", None):
+            with pytest.raises(Error, match="num_experts"):
+                buffer.get_dispatch_layout(ids, experts)  # type: ignore[arg-type]
+
+
+def test_repeated_high_throughput_calls_are_right_and_refuse_what_does_not_fit() -> None:
+    run_ranks(2, _high_throughput)
+
+
+def _few_moe_steps(rank: Rank) -> None:
+    with Buffer(rank.group, 1 << 20, device="cpu") as buffer:
+        x, ids, weights = _rows(rank.rank, 0)
+        received, *_, handle, _ = _dispatch(buffer, x, ids, weights)
+        for most, call in (
+            (30, lambda: buffer.get_dispatch_layout(ids, EXPERTS)),
+            (50, lambda: buffer.dispatch(x, handle=handle)),
+            (36, lambda: buffer.combine(received, handle)),
+        ):
+            call()
+            assert python_calls(call) <= most
+
+
+def test_repeated_high_throughput_calls_take_few_steps() -> None:
+    run_ranks(2, _few_moe_steps)
+
+
+def _barrier_of_streams(rank: Rank) -> None:
+    """The GPU's barrier, on the CPU, where it is a kernel like others."""
+    mine = rank.folder / f"rank {rank.rank}"
+    with Buffer(rank.group, 1 << 20, device="cpu") as buffer:
+        x, ids, weights = _rows(rank.rank, 0)
+        for turn in range(3):
+            mine.write_text(str(turn))
+            buffer.runtime.core.barrier(0, 0)  # type: ignore[union-attr]
+            turns = [int((rank.folder / f"rank {other}").read_text()) for other in range(rank.size)]
+            assert min(turns) >= turn
+            buffer.runtime.core.barrier(0, 0)  # type: ignore[union-attr]
+            assert (
+                _dispatch(buffer, x, ids, weights)[0].size(1) == HIDDEN
+            )  # its counts and epochs are not disturbed
+
+
+def test_the_barrier_of_streams_waits_for_all_ranks() -> None:
+    run_ranks(3, _barrier_of_streams)

@@ -260,3 +260,34 @@ def test_torchs_resize_frees_pieces_and_does_its_own_work(monkeypatch: pytest.Mo
     assert others.untyped_storage().nbytes() == 0
     assert others.untyped_storage().resize_(32).nbytes() == 32
     del owner
+
+
+def test_a_piece_that_one_stream_used_goes_back_by_the_short_way() -> None:
+    window = Window()
+    given: list[tuple[int, int]] = []
+
+    def give_back_after(offset: int, stream: int) -> bool:
+        if window.cuda.captured:
+            return False
+        given.append((offset, stream))
+        return True
+
+    window.pieces = WindowPieces(window.free.append, window.comm, window.cuda, give_back_after)
+    lease, _ = window.lend(256)
+    del lease
+    assert (given, window.main.events) == ([(256, window.main.cuda_stream)], [])
+    assert not window.pieces.reclaim()
+    lease, tensor = window.lend(512)
+    note_stream(tensor, window.side)
+    del lease
+    lease, _ = window.lend(768)
+    window.cuda.stream = window.side
+    del lease
+    window.cuda.stream = window.main
+    window.cuda.captured = {window.main.cuda_stream}
+    lease, _ = window.lend(1024)
+    del lease
+    assert given == [(256, window.main.cuda_stream)]  # others are kept, with the events they need
+    window.cuda.captured = set()
+    assert window.pieces.reclaim(wait=True)
+    assert sorted(window.free) == [512, 768, 1024]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft import _core
 from weft.errors import Error, invalid, shortened
 from weft.moe.config import Config, ceil_div, check_flags, check_whole
 
@@ -86,6 +87,22 @@ def is_plain(value: object) -> bool:
         and not value.is_neg()
         and value.data_ptr() != 0
     )
+
+
+def plain_forms(*values: Tensor | None) -> tuple[Any, ...]:
+    """Return type, shape and device of each, None for None: what a call's signature has of them.
+
+    (): one of them is not is_plain(), and has to be checked.
+    """
+    forms: list[Any] = []
+    for value in values:
+        if value is not None:
+            if not is_plain(value) or value.dtype.is_complex:  # whose memory may be conjugated
+                return ()
+            forms += (value.dtype, value.shape, value.device)
+        else:
+            forms.append(None)
+    return tuple(forms)
 
 
 def check_optional(
@@ -178,14 +195,8 @@ def check_topk_idx(value: object, num_tokens: int | str, device: torch.device) -
 
 def check_expert_ids(topk_idx: Tensor, num_experts: int) -> None:
     """Refuse ids outside [-1, num_experts). On CUDA kernels ignore them: a look would stall the stream."""
-    if topk_idx.device.type == "cuda" or topk_idx.numel() == 0:
-        return
-    least, most = (int(bound) for bound in topk_idx.aminmax())
-    if least < -1 or most >= num_experts:
-        worst = least if least < -1 else most
-        raise invalid(
-            "topk_idx", f"expert {worst}", f"-1 to {num_experts - 1} (num_experts is {num_experts})"
-        )
+    if topk_idx.is_cpu and topk_idx.numel() > 0:
+        _core.check_expert_ids(topk_idx.data_ptr(), topk_idx.element_size(), topk_idx.numel(), num_experts)
 
 
 def check_slot_counts(num_tokens_per_expert: Tensor, topk_idx: Tensor | None) -> None:
@@ -261,6 +272,8 @@ def check_not_both(first: str, is_first: bool, second: str, is_second: bool) -> 
 
 def check_allocation(allocate_on_comm_stream: bool, previous_event: object, async_finish: bool) -> None:
     """Refuse outputs of the communication stream that nothing orders with the caller's."""
+    if allocate_on_comm_stream is False and (async_finish is False or async_finish is True):
+        return
     check_flags(allocate_on_comm_stream=allocate_on_comm_stream, async_finish=async_finish)
     if allocate_on_comm_stream and not (previous_event is not None and async_finish):
         raise invalid(

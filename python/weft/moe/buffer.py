@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -41,10 +40,10 @@ from weft.moe.config import (
     recommended_dispatch_config,
 )
 from weft.moe.engine import Engine
-from weft.moe.engines import Engines
+from weft.moe.engines import Engines, Signature
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
-from weft.moe.high_throughput import Payload
+from weft.moe.high_throughput import CombinePlan, LayoutPlan, Payload
 from weft.moe.low_latency import LowLatencyCalls
 from weft.moe.runtime_facts import RANKS_PER_RDMA_GROUP
 
@@ -294,28 +293,57 @@ class Buffer(LowLatencyCalls):
         Returns: (tokens per rank i32[R], tokens per group of 8 ranks i32[ceil(R / 8)] or None for up to 8
             ranks, slots per expert i32[E], is token in rank bool[T, R], event).
         """
-        engine = self._engines.of("topk_idx", topk_idx)
-        topk_idx = arguments.check_topk_idx(topk_idx, "tokens", engine.device)
-        num_experts = self._check_num_experts(num_experts)
-        arguments.check_expert_ids(topk_idx, num_experts)
+        self._engines.alive()
+        signature = self._signature("layout", (topk_idx,), num_experts)
+        plan: LayoutPlan | None = self._engines.plans.get(signature)
+        if plan is None:
+            plan = self._plan_layout(topk_idx, num_experts)
+            self._engines.keep(signature, plan)
+        engine = plan.engine
+        arguments.check_expert_ids(topk_idx, plan.num_experts)
         previous = handle_of(previous_event, "previous_event")
         arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
-        engine.begin(previous)
-        with engine.allocating(allocate_on_comm_stream):
-            counted = high_throughput.empty_layout(engine, topk_idx.size(0), num_experts)
-        high_throughput.layout(engine, topk_idx, counted)
-        per_node = self._count_per_node(engine, counted.is_token_in_rank)
-        event = engine.finish(async_finish, (topk_idx, *counted, per_node))
-        return counted.tokens_per_rank, per_node, counted.slots_per_expert, counted.is_token_in_rank, event
+        if (
+            previous is None and not async_finish
+        ):  # its memory is the caller's alone, so it can run as torch's kernels
+            counted = plan.new_outputs()
+            engine.layout_stream = engine.current_stream
+            high_throughput.layout(engine, topk_idx, counted, engine.layout_stream)
+            per_node = self._count_per_node(counted.is_token_in_rank)
+            event = EventOverlap()
+        else:
+            engine.begin(previous)
+            with engine.allocating(allocate_on_comm_stream):
+                counted = plan.new_outputs()
+            high_throughput.layout(engine, topk_idx, counted, engine.stream)
+            with engine.on_comm_stream():
+                per_node = self._count_per_node(counted.is_token_in_rank)
+            event = engine.finish(async_finish, (topk_idx, *counted, per_node))
+        per_rank, per_expert = torch.split_with_sizes(counted.counts, plan.parts)
+        return per_rank, per_node, per_expert, counted.is_token_in_rank, event
 
-    def _count_per_node(self, engine: Engine, in_rank: Tensor) -> Tensor | None:
+    def _signature(self, call: str, tensors: tuple[Any, ...], *values: object) -> Signature:
+        """Return what a plan of calls like this one is kept under; () where arguments are to be checked."""
+        try:
+            forms = arguments.plain_forms(*tensors)
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # checks will say what is wrong
+            return ()
+        if not forms or any(type(value) not in (int, bool) for value in values):
+            return ()
+        return (call, *forms, *values, *map(type, values))  # as True is as good a key as 1
+
+    def _plan_layout(self, topk_idx: object, num_experts: object) -> LayoutPlan:
+        engine = self._engines.of("topk_idx", topk_idx)
+        ids = arguments.check_topk_idx(topk_idx, "tokens", engine.device)
+        return LayoutPlan(engine, ids.size(0), self._check_num_experts(num_experts))
+
+    def _count_per_node(self, in_rank: Tensor) -> Tensor | None:
         if self.group_size <= RANKS_PER_RDMA_GROUP:
             return None
         padding = align(self.group_size, RANKS_PER_RDMA_GROUP) - self.group_size
-        with engine.on_comm_stream():
-            groups = torch.nn.functional.pad(in_rank, (0, padding)).unflatten(1, (-1, RANKS_PER_RDMA_GROUP))
-            per_node: Tensor = groups.any(dim=2).sum(dim=0, dtype=torch.int32)
-            return per_node
+        groups = torch.nn.functional.pad(in_rank, (0, padding)).unflatten(1, (-1, RANKS_PER_RDMA_GROUP))
+        per_node: Tensor = groups.any(dim=2).sum(dim=0, dtype=torch.int32)
+        return per_node
 
     def _check_num_experts(self, num_experts: object) -> int:
         return check_whole("num_experts", num_experts, 1, arguments.MAX_EXPERTS_PER_RANK * self.group_size)
@@ -364,8 +392,7 @@ class Buffer(LowLatencyCalls):
             streams that record_stream() named are done with it.
         Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E.
         """
-        engine = self._engines.of("x", x)
-        rows = _check_payload(x, engine)
+        engine, rows = self._check_rows(x)
         previous = handle_of(previous_event, "previous_event")
         arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
         arguments.check_deterministic_fill(engine.device)
@@ -373,16 +400,29 @@ class Buffer(LowLatencyCalls):
         if handle is not None:
             state = self._check_repeat(handle, rows, topk_idx, topk_weights, engine)
             if engine.lacks_room_for(state):
-                engine.make_room_for(state, rows.format(), state.num_rows)
-            engine.begin(previous)
-            received = high_throughput.repeat(engine, rows, state, num_sms)
-            event = engine.finish(async_finish, (rows.x, rows.scales))
+                engine.make_room_for(state, rows.format, state.num_rows)
+            received = high_throughput.repeat(
+                engine, rows, state, num_sms, engine.order(previous, async_finish)
+            )
+            event = engine.result_event(async_finish, (rows.x, rows.scales))
             return received.payload(), None, None, None, None, event
 
-        in_rank, per_expert = self._check_layout(
-            rows.x, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
-        )
-        ids, weights = self._check_top_k(rows.x, topk_idx, topk_weights, per_expert.size(0))
+        given = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
+        signature = self._signature("dispatch", (rows.x, *given, topk_idx, topk_weights))
+        if signature in self._engines.plans:
+            in_rank, per_expert, ids, weights = (
+                is_token_in_rank,
+                num_tokens_per_expert,
+                topk_idx,
+                topk_weights,
+            )
+            assert in_rank is not None and per_expert is not None
+        else:
+            in_rank, per_expert = self._check_layout(rows.x, *given)
+            ids, weights = self._check_top_k(rows.x, topk_idx, topk_weights)
+            self._engines.keep(signature, True)
+        if ids is not None:
+            arguments.check_expert_ids(ids, per_expert.size(0))
         arguments.check_slot_counts(per_expert, ids)
         alignment = check_whole("expert_alignment", expert_alignment, 1, MAX_ALIGNMENT)
         num_worst_tokens = check_whole("num_worst_tokens", num_worst_tokens, 0, arguments.MAX_ROWS)
@@ -390,14 +430,14 @@ class Buffer(LowLatencyCalls):
             raise invalid(
                 "topk_idx", "None with num_worst_tokens", "expert ids, to tell rows from their tail"
             )
-        engine.begin(previous)
-        rows = replace(rows, topk_idx=ids, topk_weights=weights)
+        rows = high_throughput.Rows(rows.x, rows.scales, ids, weights, has_global_scale=rows.has_global_scale)
         received, state, counts = high_throughput.dispatch(
-            engine, rows, in_rank, per_expert, num_worst_tokens, num_sms
+            *(engine, rows, in_rank, per_expert, num_worst_tokens, num_sms),
+            engine.order(previous, async_finish),
         )
         used = (rows.x, rows.scales, ids, weights, in_rank, per_expert)
-        event = engine.finish(async_finish, (*used, state.send_row, state.slot_base, state.prefix))
-        aligned = [align(count, alignment) for count in counts]
+        event = engine.result_event(async_finish, (*used, state.send_row, state.slot_base, state.prefix))
+        aligned = counts if alignment == 1 else [align(count, alignment) for count in counts]
         assert num_tokens_per_rank is not None
         handle = DispatchHandle(state, num_tokens_per_rank)
         return received.payload(), received.ids(), received.weights(), aligned, handle, event
@@ -426,13 +466,12 @@ class Buffer(LowLatencyCalls):
         return in_rank, per_expert
 
     def _check_top_k(
-        self, x: Tensor, topk_idx: object, topk_weights: object, num_experts: int
+        self, x: Tensor, topk_idx: object, topk_weights: object
     ) -> tuple[Tensor | None, Tensor | None]:
         """Check ids and weights, which come together or not at all."""
         if topk_idx is None and topk_weights is None:
             return None, None
         ids = arguments.check_topk_idx(topk_idx, x.size(0), x.device)
-        arguments.check_expert_ids(ids, num_experts)
         shape, f32 = tuple(ids.shape), (torch.float32,)
         return ids, arguments.check_tensor("topk_weights", topk_weights, shape, f32, x.device)
 
@@ -491,11 +530,20 @@ class Buffer(LowLatencyCalls):
             float32 [T, K], or None; event).
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
         """
-        engine = self._engines.of("x", x)
-        state = self._check_handle(handle, engine)
-        x = arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, engine.device)
-        shape = (state.num_tokens, x.size(1))
-        biases = arguments.check_bias(bias, shape, x.dtype, engine.device)
+        self._engines.alive()
+        signature = self._signature("combine", (x,), bias is None)
+        plan: CombinePlan | None = self._engines.plans.get(signature)
+        if plan is None or bias is not None or x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
+            engine = self._engines.of("x", x)
+            state = self._check_handle(handle, engine)
+            x = arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, engine.device)
+            biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, engine.device)
+            plan = self._engines.keep(signature, CombinePlan(engine, x))
+        else:
+            engine, biases = plan.engine, ()
+            state = self._check_handle(handle, engine)
+            if x.size(0) != state.num_rows:
+                arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, engine.device)
         if topk_weights is not None:
             columns = state.top_k or "top_k"
             topk_weights = arguments.check_tensor(
@@ -511,26 +559,38 @@ class Buffer(LowLatencyCalls):
                 high_throughput.combined_format(x, 0 if topk_weights is None else topk_weights.size(1)),
                 0,
             )
-        engine.begin(previous)
         with engine.allocating(allocate_on_comm_stream):
-            combined = engine.empty(*shape, dtype=x.dtype)
+            combined = plan.new_output(state.num_tokens)
             combined_weights = None
             if topk_weights is not None:
                 combined_weights = engine.empty(state.num_tokens, topk_weights.size(1), dtype=torch.float32)
-        high_throughput.combine(engine, x, topk_weights, biases, state, (combined, combined_weights), num_sms)
+        order = engine.order(previous, async_finish)
+        high_throughput.combine(
+            engine, x, topk_weights, biases, state, (combined, combined_weights), num_sms, order
+        )
         used = (x, topk_weights, *biases, state.send_row, state.slot_base, state.prefix)
-        event = engine.finish(async_finish, (*used, combined, combined_weights))
-        return combined, combined_weights, event
+        return (
+            combined,
+            combined_weights,
+            engine.result_event(async_finish, (*used, combined, combined_weights)),
+        )
 
     # -- across nodes, by their older names ------------------------------------------------------------------
 
     internode_dispatch = _with_config(dispatch)
     internode_combine = _with_config(combine)
 
-
-def _check_payload(x: Payload, engine: Engine) -> high_throughput.Rows:
-    """Return the rows of x: a tensor, a pair with scales, or an NVFP4 triple."""
-    if isinstance(x, (tuple, list)) and len(x) == 3:
-        rows, scales = arguments.check_nvfp4_rows(x, "tokens", engine.device)
-        return high_throughput.Rows(rows, scales, has_global_scale=True)
-    return high_throughput.Rows(*arguments.check_rows_with_scales(x, "tokens", engine.device))
+    def _check_rows(self, x: Payload) -> tuple[Engine, high_throughput.Rows]:
+        """Return the rows of x and the engine that they are for: a tensor, a pair with scales, or an NVFP4 triple."""
+        self._engines.alive()
+        signature = self._signature("rows", (x,)) if isinstance(x, Tensor) else ()
+        form: tuple[Engine, Any] | None = self._engines.plans.get(signature)
+        if form is not None and isinstance(x, Tensor) and not x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
+            return form[0], high_throughput.Rows(x, None)
+        engine = self._engines.of("x", x)
+        if isinstance(x, (tuple, list)) and len(x) == 3:
+            packed, words = arguments.check_nvfp4_rows(x, "tokens", engine.device)
+            return engine, high_throughput.Rows(packed, words, has_global_scale=True)
+        rows = high_throughput.Rows(*arguments.check_rows_with_scales(x, "tokens", engine.device))
+        self._engines.keep(signature, (engine, None))
+        return engine, rows

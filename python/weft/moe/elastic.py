@@ -246,9 +246,9 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             ids = handle.topk_idx if weights is not None else None
             rows = Rows(data, scales, ids, weights, True)
             if engine.lacks_room_for(handle.state):
-                engine.make_room_for(handle.state, rows.format(), handle.state.num_rows)
+                engine.make_room_for(handle.state, rows.format, handle.state.num_rows)
             engine.begin(previous)
-            received = high_throughput.repeat(engine, rows, handle.state, sms)
+            received = high_throughput.repeat(engine, rows, handle.state, sms, engine.as_ordered)
         else:
             ids, experts = self._check_routes(topk_idx, data, num_experts, do_expand)
             weights = self._check_weights(topk_weights, ids)

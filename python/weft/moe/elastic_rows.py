@@ -42,7 +42,7 @@ def first_dispatch(engine: Engine, rows: Rows, wanted: Wanted) -> tuple[Received
     with engine.on_comm_stream():
         counted = high_throughput.empty_layout(engine, num_tokens, wanted.num_experts)
         sum_place = engine.empty(num_tokens, ranks, dtype=torch.int32)
-        high_throughput.layout(engine, ids, counted, sum_place)
+        high_throughput.layout(engine, ids, counted, engine.stream, sum_place)
         worst = max(ranks * wanted.num_max_tokens, 1) if wanted.counts_unknown else 0
         received, state, slots = high_throughput.dispatch(
             engine,
@@ -51,6 +51,7 @@ def first_dispatch(engine: Engine, rows: Rows, wanted: Wanted) -> tuple[Received
             counted.slots_per_expert,
             worst,
             wanted.num_sms,
+            engine.as_ordered,
             sum_place,
         )
         recv_idx = received.ids()
@@ -139,7 +140,9 @@ def combine(
             combined_weights = engine.empty(state.num_tokens, top_k, dtype=torch.float32)
         engine.order_after(before_epilogue)
         results = (combined, combined_weights)
-        high_throughput.combine(engine, rows, weights, sent_biases, state, results, num_sms)
+        high_throughput.combine(
+            engine, rows, weights, sent_biases, state, results, num_sms, engine.as_ordered
+        )
         if handle.sums_at_owner:
             combined = _sum_slots(combined.view(-1, top_k, hidden), biases)
     return combined, combined_weights

@@ -49,9 +49,7 @@ class GatherSessions:
         engine = self._engines.alive()
         check_flags(use_comm_stream=use_comm_stream, with_cpu_sync=with_cpu_sync, sequential=sequential)
         if engine.is_cuda:
-            engine.begin(None)
-            _gather_rows(engine, torch.zeros((1, 16), dtype=torch.uint8, device=engine.device))
-            engine.finish(False, ())
+            engine.core.barrier(engine.stream, engine.current_stream)
         if with_cpu_sync or not engine.is_cuda:
             engine.synchronize()
             engine.communicator.barrier()
@@ -158,7 +156,7 @@ def _gather_rows(engine: Engine, rows: Tensor) -> Tensor:
         per_expert = torch.zeros(1, dtype=torch.int32, device=engine.device)
         total = rows.size(0) * ranks
         received, _, _ = high_throughput.dispatch(
-            engine, Rows(rows, None, combine_rows=0), in_rank, per_expert, total, _NUM_SMS
+            engine, Rows(rows, None, combine_rows=0), in_rank, per_expert, total, _NUM_SMS, engine.as_ordered
         )
     return received.parts()[0]
 

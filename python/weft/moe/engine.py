@@ -30,12 +30,20 @@ from weft.moe.window_pieces import CudaStreams, Lease, StorageOwner, WindowPiece
 from weft.runtime.streams import current_stream
 
 _NOWHERE = 16
+# The stream of a call, and the caller's; whether the first waits for the second, and then the second for the first.
+Order = tuple[int, int, bool, bool]
+_NO_ORDER: Order = (0, 0, False, False)
 _SMALL_BYTES = 1 << 20  # results on the CPU that the C library keeps itself
 
 
 def address(tensor: torch.Tensor | None) -> int:
     """Return where a tensor is for the core: 0 for None, never 0 for a tensor, be it empty."""
     return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
+
+
+def addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    """Return address() of each, without a call for each."""
+    return tuple([0 if tensor is None else tensor.data_ptr() or _NOWHERE for tensor in tensors])
 
 
 class HostLease:
@@ -73,15 +81,20 @@ class Engine(RuntimeFacts):
         self.is_cuda = device.type == "cuda"
         self.core = _core.MoeBuffer.create(communicator, heap_bytes, low_latency_bytes, timeout_s)
         self._handle_buffer = int(self.core.handle_buffer_key)
+        self.planned_sms = int(self.core.planned_sms)  # of calls whose caller names no number; 1 on the CPU
         self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
         self._stream = int(self.comm_stream.cuda_stream) if self.comm_stream is not None else 0
         self.low_latency = _core.LowLatency(self.core, may_mask)
         self.low_latency_calls = 0
         self.unreceived: dict[int, str] = {}  # by number, those whose hook has not run
+        self.layout_stream: int | None = None  # of a layout that no call was ordered after yet
         self._pieces: WindowPieces | None = None
         if self.is_cuda:
             watch_torch()
-            self._pieces = WindowPieces(self.core.give_back, self.comm_stream, CudaStreams(device))
+            streams = CudaStreams(device)
+            self._pieces = WindowPieces(
+                self.core.give_back, self.comm_stream, streams, self.core.give_back_after
+            )
         self._host_memory = HostMemory()
 
     def check_handle(self, handle: object, kind: Any, call: str) -> Any:
@@ -90,13 +103,12 @@ class Engine(RuntimeFacts):
         handle: of ``kind``, or the tensors that one consists of, as autograd saves them.
         Raises: weft.Error for anything else.
         """
-        allowed = f"what {call}() returned to the same {self.communicator.size} ranks, on {self.device}"
         state = handle.state if isinstance(handle, kind) else kind.state_of(handle)
-        if state is None:
-            raise invalid("handle", describe(handle), allowed)
-        if state.group_key != self.group_key:
-            raise invalid("handle", "the handle of other ranks, or of another device", allowed)
-        return state
+        if state is not None and state.group_key == self.group_key:
+            return state
+        allowed = f"what {call}() returned to the same {self.communicator.size} ranks, on {self.device}"
+        given = "the handle of other ranks, or of another device" if state is not None else describe(handle)
+        raise invalid("handle", given, allowed)
 
     def lacks_room_for(self, state: Any) -> bool:
         """Return whether a handle comes from another buffer, so that this window has not grown for it yet."""
@@ -170,7 +182,10 @@ class Engine(RuntimeFacts):
         wait: also those that recorded streams still use, after which the communication stream then waits.
         Returns whether there were any.
         """
-        return self._pieces is not None and not self.is_capturing and self._pieces.reclaim(wait)
+        if self._pieces is None or self.is_capturing:
+            return False
+        self.core.reclaim(self._stream, self.current_stream)
+        return self._pieces.reclaim(wait)
 
     # -- order -----------------------------------------------------------------------------------------------
 
@@ -189,22 +204,55 @@ class Engine(RuntimeFacts):
         """The caller's stream for the core; 0 on the CPU."""
         return int(current_stream(self.device.index)) if self.is_cuda else 0
 
+    def order(self, previous: EventHandle | None, async_finish: bool) -> Order:
+        """Return how the core is to order a call; order it after ``previous``, if there is one."""
+        if not self.is_cuda:
+            return _NO_ORDER
+        current = self.current_stream
+        self._wait_for_layout(None if previous is not None else current)
+        if previous is not None:
+            previous.stream_wait(self.comm_stream)
+        if self._pieces:
+            self._pieces.reclaim_kept()
+        return self._stream, current, previous is None, not async_finish
+
+    @property
+    def as_ordered(self) -> Order:
+        """The order of a call between begin() and finish(), which have seen to that."""
+        return self._stream, self.current_stream, False, False
+
     def begin(self, previous: EventHandle | None) -> None:
         """Order the communication stream after ``previous``, or else after the current stream."""
         if not self.is_cuda:
             return
+        self._wait_for_layout(None if previous is not None else self.current_stream)
         if previous is not None:
             previous.stream_wait(self.comm_stream)
         else:
-            self.comm_stream.wait_stream(torch.cuda.current_stream(self.device))
+            self.core.wait(self._stream, self.current_stream)
         self.reclaim()
+
+    def _wait_for_layout(self, waited_for: int | None) -> None:
+        """Order the communication stream after a layout on another stream than the one that it waits for anyway."""
+        stream, is_covered = self.layout_stream, self.layout_stream == waited_for
+        if stream is None or (
+            not is_covered and self.is_capturing
+        ):  # graphs wait for nothing outside of them
+            return
+        if not is_covered:
+            self.core.wait(self._stream, stream)
+        self.layout_stream = None
+
+    def result_event(self, async_finish: bool, tensors: tuple[torch.Tensor | None, ...]) -> EventOverlap:
+        """Return the event of a call that order() began."""
+        return self.finish(True, tensors) if async_finish else EventOverlap()
 
     def finish(self, async_finish: bool, tensors: tuple[torch.Tensor | None, ...]) -> EventOverlap:
         """End a call: the caller waits for the event it gets, or the current stream waits now."""
         if not self.is_cuda:
             return EventOverlap(EventHandle() if async_finish else None)
         if not async_finish:
-            torch.cuda.current_stream(self.device).wait_stream(self.comm_stream)
+            self.core.wait(self.current_stream, self._stream)
             return EventOverlap(None)
         for tensor in tensors:
             if tensor is not None:
@@ -229,11 +277,6 @@ class Engine(RuntimeFacts):
         if not self.is_cuda:
             return 1 << 16
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
-
-    @property
-    def planned_sms(self) -> int:
-        """SMs of a high-throughput call whose caller names no number: what fills the links; 1 on the CPU."""
-        return int(self.core.planned_sms)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor, allocated for the stream that is current."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +42,9 @@ class DispatchState:
     token: torch.Tensor
     sum_place: torch.Tensor | None = None
 
+    @functools.cached_property
     def memory(self) -> Any:
-        """Return the addresses for the core."""
+        """The addresses for the core."""
         sum_place = 0 if self.sum_place is None else self.sum_place.data_ptr()
         return _core.HandleMemory(
             self.send_row.data_ptr(), self.slot_base.data_ptr(), self.prefix.data_ptr(), sum_place
@@ -79,7 +81,7 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
         entries = (
             state.prefix,
             num_tokens_per_rank.view(-1, 1),
-            state.prefix[:, state.rank : state.rank + 1],
+            state.prefix.narrow(1, state.rank, 1),
             state.token,
             state.is_token_in_rank,
             state.send_row,

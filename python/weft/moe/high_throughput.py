@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft import _core
 from weft.errors import Error
-from weft.moe.engine import Engine, address
+from weft.moe.engine import Engine, Order, address
 from weft.moe.handle import DispatchState
 
 Payload = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
@@ -37,8 +37,9 @@ class Rows:
     combine_rows: int = 1
     has_global_scale: bool = False
 
+    @functools.cached_property
     def format(self) -> Any:
-        """Return the core's description. Combine brings back bf16, or float32 for wider elements."""
+        """The core's description. Combine brings back bf16, or float32 for wider elements."""
         num_elements, element_bytes = self.x.size(1), self.x.element_size()
         summed_bytes = 16 if self.has_global_scale else 2 if element_bytes <= 2 else 4
         return _core.RowFormat(
@@ -93,18 +94,30 @@ def empty_layout(engine: Engine, num_tokens: int, num_experts: int) -> Layout:
     )
 
 
-def layout(engine: Engine, topk_idx: Tensor, into: Layout, sum_place: Tensor | None = None) -> None:
+class LayoutPlan:
+    """What layouts of one signature share: the experts and the makers of what they fill."""
+
+    def __init__(self, engine: Engine, num_tokens: int, num_experts: int) -> None:
+        num_ranks = int(engine.communicator.size)
+        self.engine, self.num_experts = engine, num_experts
+        self.parts = (num_ranks, num_experts)
+        self._counts = engine.allocator((num_ranks + num_experts,), torch.int32)
+        self._in_rank = engine.allocator((num_tokens, num_ranks), torch.bool)
+
+    def new_outputs(self) -> Layout:
+        """Return what layout() fills, for the stream that is current."""
+        return Layout(self._counts(), self._in_rank())
+
+
+def layout(
+    engine: Engine, topk_idx: Tensor, into: Layout, stream: int, sum_place: Tensor | None = None
+) -> None:
     """Fill ``into``, and sum_place i32[T, ranks], by right-most slot."""
+    num_tokens, top_k = topk_idx.shape
     engine.core.layout(
-        topk_idx=topk_idx.data_ptr(),
-        id_bytes=topk_idx.element_size(),
-        tokens=topk_idx.size(0),
-        top_k=topk_idx.size(1),
-        experts=into.slots_per_expert.size(0),
-        counts=into.counts.data_ptr(),
-        token_in_rank=into.is_token_in_rank.data_ptr(),
-        sum_place=address(sum_place),
-        stream=engine.stream,
+        *(address(topk_idx), topk_idx.element_size(), num_tokens, top_k),
+        into.counts.size(0) - into.is_token_in_rank.size(1),
+        *(into.counts.data_ptr(), address(into.is_token_in_rank), address(sum_place), stream),
     )
 
 
@@ -115,6 +128,7 @@ def dispatch(
     num_tokens_per_expert: Tensor,
     num_worst_tokens: int,
     num_sms: int,
+    order: Order,
     sum_place: Tensor | None = None,
 ) -> tuple[Received, DispatchState, list[int]]:
     """Exchange counts, then rows. Returns what came, the routes, and the slots of each local expert.
@@ -129,7 +143,8 @@ def dispatch(
         send_row.data_ptr(), slot_base.data_ptr(), prefix.data_ptr(), address(sum_place)
     )
     counts_unknown = num_worst_tokens > 0
-    row_format = rows.format()
+    stream, after, waits, joins = order
+    row_format = rows.format
     try:
         notified = engine.core.notify(
             format=row_format,
@@ -139,7 +154,9 @@ def dispatch(
             experts=num_tokens_per_expert.size(0),
             handle=memory,
             worst_rows=num_worst_tokens,
-            stream=engine.stream,
+            stream=stream,
+            after=after,
+            waits=waits,
         )
     except Error:  # counts are known, or awaited in vain, while the kernel still writes places
         engine.finish(True, (is_token_in_rank, num_tokens_per_expert, send_row, slot_base, prefix))
@@ -155,6 +172,7 @@ def dispatch(
         num_tokens * most_copies if counts_unknown else notified.sent_rows,
         counts_unknown,
         num_sms,
+        (stream, after, False, joins),
     )
     state = DispatchState(
         group_key=engine.group_key,
@@ -177,18 +195,20 @@ def dispatch(
     return received, state, list(notified.tokens_per_local_expert)
 
 
-def repeat(engine: Engine, rows: Rows, state: DispatchState, num_sms: int) -> Received:
+def repeat(engine: Engine, rows: Rows, state: DispatchState, num_sms: int, order: Order) -> Received:
     """Send rows along the routes of an earlier dispatch."""
     return _send(
         engine,
         rows,
         state.num_experts,
-        state.memory(),
+        state.memory,
         state.handle_id,
         state.num_rows,
         state.staging_rows,
         state.counts_unknown,
         num_sms,
+        order,
+        is_one_piece=True,
     )
 
 
@@ -202,26 +222,17 @@ def _send(
     staging_rows: int,
     counts_unknown: bool,
     num_sms: int,
+    order: Order,
+    is_one_piece: bool = False,
 ) -> Received:
+    scales = rows.scales
     call = functools.partial(
         engine.core.dispatch,
-        format=rows.format(),
-        x=rows.x.data_ptr(),
-        scales=address(rows.scales),
-        scale_token_stride=rows.scales.stride(0) if rows.scales is not None else 0,
-        scale_word_stride=rows.scales.stride(1) if rows.scales is not None else 0,
-        topk_idx=address(rows.topk_idx),
-        topk_weights=address(rows.topk_weights),
-        tokens=rows.x.size(0),
-        experts=num_experts,
-        handle=memory,
-        handle_id=handle_id,
-        rows=num_rows,
-        staging_rows=staging_rows,
-        counts_unknown=counts_unknown,
-        keep_weights=rows.keep_weights,
-        num_sms=num_sms,
-        stream=engine.stream,
+        *(rows.format, rows.x.data_ptr(), address(scales)),
+        *((0, 0) if scales is None else scales.stride()),
+        *(address(rows.topk_idx), address(rows.topk_weights), rows.x.size(0), num_experts),
+        *(memory, handle_id, num_rows, staging_rows, counts_unknown, rows.keep_weights, is_one_piece),
+        *(num_sms, *order),
     )
     return Received(engine, _with_room(engine, call), rows, num_rows)
 
@@ -247,46 +258,46 @@ def combine(
     state: DispatchState,
     outputs: tuple[Tensor, Tensor | None],
     num_sms: int,
+    order: Order,
 ) -> None:
     """Send x [N, hidden] back and sum it into outputs: [T, hidden] and, with weights, f32[T, top_k]."""
     combined, combined_weights = outputs
     bias_addresses = [bias.data_ptr() for bias in biases] + [0, 0]
     call = functools.partial(
         engine.core.combine,
-        row_bytes=x.size(1) * x.element_size(),
-        top_k=topk_weights.size(1) if topk_weights is not None else 0,
-        element=_SUMMED_ELEMENTS[x.dtype],
-        x=x.data_ptr(),
-        topk_weights=address(topk_weights),
-        slot=state.slot.data_ptr(),
-        bias0=bias_addresses[0],
-        bias1=bias_addresses[1],
-        combined=combined.data_ptr(),
-        combined_weights=address(combined_weights),
-        tokens=state.num_tokens,
-        handle=state.memory(),
-        handle_id=state.handle_id,
-        staging_rows=state.staging_rows,
-        num_sms=num_sms,
-        stream=engine.stream,
+        *(x.size(1) * x.element_size(), topk_weights.size(1) if topk_weights is not None else 0),
+        *(_SUMMED_ELEMENTS[x.dtype], x.data_ptr(), address(topk_weights), state.slot.data_ptr()),
+        *(bias_addresses[0], bias_addresses[1], combined.data_ptr(), address(combined_weights)),
+        *(state.num_tokens, state.memory, state.handle_id, state.staging_rows, num_sms, *order),
     )
     _with_room(engine, call)
+
+
+class CombinePlan:
+    """What combines of rows of one form share."""
+
+    def __init__(self, engine: Engine, x: Tensor) -> None:
+        self.engine = engine
+        self._columns, self._dtype = x.size(1), x.dtype
+
+    def new_output(self, num_tokens: int) -> Tensor:
+        """Return [num_tokens, columns] to be filled, for the stream that is current."""
+        return self.engine.empty(num_tokens, self._columns, dtype=self._dtype)
 
 
 _SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kElementFp32
 
 
 class Received:
-    """The results of a dispatch in the two pieces that it filled: rows and scales; ids, weights and origins."""
+    """The results of a dispatch in the pieces that it filled: rows and scales; ids, weights and origins."""
 
     def __init__(self, engine: Engine, received: Any, sent: Rows, num_rows: int) -> None:
         self.num_rows = num_rows
         self._engine = engine
         self._layout = received.layout
-        self._rows_at = received.rows_at
+        self._rows_at, self._meta_at = received.rows_at, received.meta_at
         self._rows = engine.lend(received.rows_at)
-        meta = engine.lend(received.meta_at)
-        self._meta = engine.storage_of(meta, received.meta_at, self._layout.meta_bytes, can_be_freed=False)
+        self._meta_lease = self._rows if received.is_one_piece else engine.lend(received.meta_at)
         self._sent = sent
 
     def payload(self) -> Payload:
@@ -323,6 +334,11 @@ class Received:
     def slot(self) -> Tensor:
         """Return i32[N], each row's place in its owner's staging."""
         return self._column(self._layout.slot)
+
+    @functools.cached_property
+    def _meta(self) -> Tensor:
+        at, num_bytes = self._meta_at, self._layout.meta_bytes
+        return self._engine.storage_of(self._meta_lease, at, num_bytes, can_be_freed=False)
 
     def _rows_of(self, offset: int, num_bytes: int, like: Tensor) -> Tensor:
         begin = self._rows_at + offset

@@ -21,12 +21,12 @@ from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.config import MAX_LOW_LATENCY_TOKENS, check_flags, check_whole
-from weft.moe.engine import Engine, address
+from weft.moe.engine import Engine, address, addresses
 from weft.moe.engines import Engines, Signature
 from weft.moe.events import EventOverlap
 from weft.moe.low_latency_dispatch import Sent, Sizes, check_global_scale, check_outputs
 from weft.moe.low_latency_formats import SCALE_GROUP, check_output, find_format
-from weft.moe.low_latency_handle import LowLatencyHandle, LowLatencyState
+from weft.moe.low_latency_handle import LowLatencyHandle, LowLatencyState, new_status
 from weft.moe.low_latency_phases import Hook, launch
 from weft.moe.low_latency_plan import REPLIES, CombinePlan, DispatchPlan
 from weft.moe.low_latency_signals import NO_SIGNALS, Signals, check_signals
@@ -160,6 +160,8 @@ class LowLatencyCalls:
             rows_shape=plan.rows_shape,
             had_weights=has_weights,
             routes=filled.routes,
+            status=new_status(is_received=not return_recv_hook),
+            _was_received=not return_recv_hook,
         )
         event, hook = launch(
             *(engine, "dispatch", plan.calls, (*sent.addresses(), *filled.addresses())),
@@ -319,8 +321,8 @@ class LowLatencyCalls:
         else:
             combined = plan.new_output()
         used = (rows, topk_idx, weights, state.routes, combined, costs, signals.tensor)
-        addresses = tuple(map(address, used))
-        event, hook = launch(engine, "combine", plan.calls, addresses, used, async_finish, return_recv_hook)
+        at = addresses(*used)
+        event, hook = launch(engine, "combine", plan.calls, at, used, async_finish, return_recv_hook)
         return combined, event, hook
 
     def _check_combine_rows(

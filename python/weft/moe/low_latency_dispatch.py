@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.config import local_experts
-from weft.moe.engine import Engine, address
+from weft.moe.engine import Engine, addresses
 from weft.moe.low_latency_formats import Format, check_output
 
 
@@ -51,9 +51,9 @@ class Sent(NamedTuple):
 
     def addresses(self) -> tuple[int, ...]:
         """Return them as the core's calls take them."""
-        return (
-            *(address(self.rows), address(self.global_scale), address(self.topk_idx)),
-            *(address(self.topk_weights), address(self.expert_stats), address(self.wait_cycles)),
+        return addresses(
+            *(self.rows, self.global_scale, self.topk_idx, self.topk_weights),
+            *(self.expert_stats, self.wait_cycles),
         )
 
     def named(self) -> dict[str, Tensor | None]:
@@ -87,11 +87,9 @@ class Filled(NamedTuple):
 
     def addresses(self) -> tuple[int, ...]:
         """Return them as the core's calls take them."""
-        out_weights, out_source = map(address, self.extras) if self.extras else (0, 0)
-        return (
-            *(address(self.memory), address(self.scale_memory), address(self.src_info)),
-            *(address(self.layout_range), address(self.counts), address(self.routes)),
-            *(out_weights, out_source),
+        return addresses(
+            *(self.memory, self.scale_memory, self.src_info, self.layout_range, self.counts, self.routes),
+            *(self.extras or (None, None)),
         )
 
     def tensors(self) -> tuple[Tensor | None, ...]:

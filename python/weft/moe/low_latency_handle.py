@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ from weft.moe.handle import facts_of
 _KIND = 0x57454654_4C4C  # of the facts in a handle: another number than those of other handles
 _numbers = itertools.count(1)
 _combine_rows: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def new_status(is_received: bool) -> Tensor:
+    """Return the status of a new handle."""
+    return torch.tensor((int(is_received), next(_numbers)), device="cpu")
 
 
 @dataclass
@@ -35,13 +40,15 @@ class LowLatencyState:
     rows_shape: tuple[int, int, int]  # of the received rows: Le, R * M, hidden
     had_weights: bool
     routes: Tensor
-    status: Tensor = field(default_factory=lambda: torch.tensor((0, next(_numbers)), device="cpu"))
+    status: Tensor
     _kept_rows: Tensor | None = None
+    _was_received: bool = False  # status[0], once it was seen to be 1
 
     @property
     def is_received(self) -> bool:
         """Whether the routes are there, or will be before anything that is launched later."""
-        return bool(self.status[0])
+        self._was_received = self._was_received or bool(self.status[0])
+        return self._was_received
 
     def receive(self) -> None:
         """Note that the dispatch has received, or will before anything that is launched later."""

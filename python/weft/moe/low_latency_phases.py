@@ -27,8 +27,8 @@ def launch(
 ) -> tuple[EventOverlap, Hook | None]:
     """Run both phases on the communication stream, or send on the current one and return the hook.
 
-    calls: the core's, of the form at hand; addresses: its arguments. on_receive: called once the receive phase is
-    launched.
+    calls: the core's, of the form at hand; addresses: its arguments. on_receive: called by the hook, once
+    the receive phase is launched.
     Raises: weft.Error, with nothing sent, while the hook of the call before the last one is still to be run.
     """
     if engine.unreceived:
@@ -36,13 +36,10 @@ def launch(
     if return_recv_hook:
         sent = calls.send(*addresses, engine.current_stream)
         return EventOverlap(), _ReceiveHook(engine, name, calls, sent, tensors, on_receive)
-    engine.reclaim()
     engine.low_latency_calls = (
         calls.run(*addresses, engine.stream, engine.current_stream, not async_finish)
         or engine.low_latency_calls
     )
-    if on_receive is not None:
-        on_receive()
     if not async_finish:
         return EventOverlap(), None
     event = engine.finish(async_finish, tensors)

@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+from weft.runtime.streams import current_stream
+
 _out: dict[int, Share] = {}  # what is out, by the address at which its storage begins
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have no memory to ask for
 
@@ -88,12 +90,21 @@ class WindowPieces:
 
     Args:
         give_back: makes an offset free. comm_stream: writes into free pieces. cuda: what CudaStreams is.
+        give_back_after: does so with an offset, once the communication stream waits for what a stream, given by its
+            number, has got; returns False where a graph is captured. None: pieces are all kept here.
     """
 
-    def __init__(self, give_back: Callable[[int], object], comm_stream: Any, cuda: Any) -> None:
+    def __init__(
+        self,
+        give_back: Callable[[int], object],
+        comm_stream: Any,
+        cuda: Any,
+        give_back_after: Callable[[int, int], bool] | None = None,
+    ) -> None:
         self._give_back = give_back
         self._comm_stream = comm_stream
         self._cuda = cuda
+        self._give_back_after = give_back_after
         self._returned: list[_Returned] = []
 
     def lend(self, owner: object, offset: int) -> Lease:
@@ -102,7 +113,11 @@ class WindowPieces:
 
     def take_back(self, offset: int, home: Any, recorded: dict[int, Any]) -> None:
         """Note what the piece has to wait for; nothing here waits."""
-        soon = {stream.cuda_stream: stream for stream in (home, self._cuda.current())}
+        now = self._cuda.current()
+        is_simple = not recorded and now.cuda_stream == home.cuda_stream
+        if is_simple and self._give_back_after and self._give_back_after(offset, now.cuda_stream):
+            return
+        soon = {stream.cuda_stream: stream for stream in (home, now)}
         late = [stream for number, stream in recorded.items() if number not in soon]
         late = [stream for stream in late if stream.cuda_stream != self._comm_stream.cuda_stream]
         piece = _Returned(
@@ -110,6 +125,11 @@ class WindowPieces:
         )
         piece.settle(self._cuda)
         self._returned.append(piece)
+
+    def reclaim_kept(self) -> None:
+        """Do as reclaim(), outside of captures, where there is anything to do."""
+        if self._returned and not self._cuda.is_capturing(self._cuda.current()):
+            self.reclaim()
 
     def reclaim(self, wait: bool = False) -> bool:
         """Free the pieces that recorded streams are done with; return whether there was one.
@@ -136,10 +156,15 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._known: dict[int, Any] = {}  # by number; an object for a number may outlive its stream
 
     def current(self) -> Any:
         """Return the stream that is current in this thread."""
-        return torch.cuda.current_stream(self._device)
+        number = current_stream(self._device.index)
+        known = self._known.get(number)
+        if known is None:
+            known = self._known[number] = torch.cuda.current_stream(self._device)
+        return known
 
     def is_capturing(self, stream: Any) -> bool:
         """Return whether a stream records a CUDA graph, so that events of it mean nothing outside."""

@@ -7,7 +7,7 @@
 // Only Simple messages have such a signal. One thread per rank reads and writes all of it.
 #pragma once
 
-#include <cstdint>
+#include "kernels/target/target.h"
 
 namespace weft {
 

@@ -164,6 +164,14 @@ void bind_collective(nb::module_& module) {
             check(self.delay_links(std::move(delays)));
           },
           "links"_a)
+      .def(
+          "wait_for_sender",
+          [](CollectiveRunner& self, int first) {
+            nb::gil_scoped_release no_gil;
+            return value_or_throw(self.wait_for_sender(first));
+          },
+          "first"_a)
+      .def_prop_rw("timeout_s", &CollectiveRunner::timeout_s, &CollectiveRunner::set_timeout_s)
       .def("check_fault", [](CollectiveRunner& self) { check(self.fault()); });
 }
 

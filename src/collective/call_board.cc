@@ -162,6 +162,14 @@ void CallBoard::post_receive(int peer, const CallRecord& record) {
   post_to(receives_at(rank_, peer), kKeptMessages, ++received_[peer], record);
 }
 
+int CallBoard::unreceived_sender(int first) const {
+  for (int i = 0; i < size_; ++i) {
+    const int peer = (first + i) % size_;
+    if (peer != rank_ && latest(sends_at(peer, rank_), kKeptMessages) > received_[peer]) return peer;
+  }
+  return -1;
+}
+
 CallRecord CallBoard::own_call(uint64_t ago) const {
   return calls_ > ago ? read(calls_at(rank_), kKeptCalls, calls_ - ago) : CallRecord();
 }

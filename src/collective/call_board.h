@@ -67,6 +67,9 @@ class CallBoard {
   void post(const CallRecord& record) { post_to(calls_at(rank_), kKeptCalls, ++calls_, record); }
   void post_send(int peer, const CallRecord& record);
   void post_receive(int peer, const CallRecord& record);
+  // The first rank, in circular order from `first`, that has posted more sends to this rank than this rank has
+  // posted receives from it; -1: none has. Called where receives are posted.
+  int unreceived_sender(int first) const;
   // The record of the last call but `ago`; number 0: none.
   CallRecord own_call(uint64_t ago = 0) const;
 

@@ -400,7 +400,6 @@ Result<CollectiveRunner::PlannedRun> CollectiveRunner::plan(const RunCall& call)
   args.received = counters_->at<uint64_t>(counters);
   args.calls = program.is_of_pairs ? nullptr : counters_->at<uint64_t>(2 * counters);
   args.rings = rings_;
-  args.wait = wait_rule();
   planned.scratch_elems = program.scratch_chunks * plan.chunk_elems;
 
   CallDigest digest;
@@ -432,6 +431,7 @@ Status CollectiveRunner::run(const PlannedRun& planned, std::byte* input, std::b
     return Status::invalid("protocol: allowed: Simple, while links are delayed for a test");
   last_program_ = planned.program->name.c_str();
   ProgramArgs args = planned.args;
+  args.wait = wait_rule();  // whose bound may differ from call to call
   args.delays = links_.empty() ? nullptr : &delays_;
   WEFT_TRY_ASSIGN(args.direct, direct_rule());
   args.buffers[0] = {input, form.part_elems, form.per_part, 0, nullptr, 0};
@@ -506,6 +506,21 @@ Status CollectiveRunner::announce_messages(const PlannedRun& planned) {
   return status.ok() ? status : logged(status);
 }
 
+Result<int> CollectiveRunner::wait_for_sender(int first) {
+  WEFT_TRY(fault());
+  if (first < 0 || first >= comm_->size())
+    return Status::invalid("first: got {}, allowed: 0 to {}", first, comm_->size() - 1);
+  int sender = -1;
+  wait_until(Deadline::after_s(timeout_s_), [&] {
+    sender = board_->unreceived_sender(first);
+    return sender >= 0 || is_stopped();
+  });
+  if (sender >= 0) return sender;
+  WEFT_TRY(fault());
+  return logged(Status::make(Code::kPeerLost, "rank {}, recv from any rank, waited {} s: no rank sent",
+                             comm_->rank(), timeout_s_));
+}
+
 Status CollectiveRunner::compare_calls() {
   if (!config().check) return {};
   const Status status = board_->compare(Deadline::after_s(timeout_s_), [this] { return is_stopped(); });
@@ -549,7 +564,6 @@ Result<CollectiveRunner::PlannedExchange> CollectiveRunner::plan(const ExchangeC
       direct_tables(static_cast<uint64_t>(ranks), comm_->device().is_host()).windows_at);
   args.states = exchange_states_->at<ExchangeState>(0);
   args.layout = exchange_;
-  args.wait = wait_rule();
   const ExchangePlan plan = plan_exchange({call.kind, args.bytes, ranks, call.is_one_shot, args.way},
                                           exchange_, call.num_sms, limits_);
   args.slice_units = plan.slice_units;
@@ -591,6 +605,7 @@ Status CollectiveRunner::run(const PlannedExchange& planned, std::byte* input, s
   last_program_ = kExchangeNames[planned.shape.exchange];
   WEFT_TRY(bring_up_windows());
   ExchangeArgs args = planned.args;
+  args.wait = wait_rule();
   args.input = input;
   args.output = output;
   const bool is_aligned = (reinterpret_cast<uint64_t>(input) | reinterpret_cast<uint64_t>(output)) % 16 == 0;

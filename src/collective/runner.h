@@ -126,6 +126,12 @@ class CollectiveRunner {
   // for each rank; none: as fast as they are. Then run() takes Simple programs alone, and exchange() nothing.
   // Errors: kUnsupported on GPUs; kInvalid for another number of delays.
   Status delay_links(std::vector<LinkDelay> links);
+  // Waits for a rank that has begun to send to this one and is not received from yet, looked for in circular
+  // order from rank `first`; returns it. Called where receives are made. Errors: kPeerLost, kClosed.
+  Result<int> wait_for_sender(int first);
+  // Bound of every wait of later calls, in seconds, above 0.
+  void set_timeout_s(double timeout_s) { timeout_s_ = timeout_s; }
+  double timeout_s() const { return timeout_s_; }
   // data[0, elems) *= factor, in stream order.
   Status scale(Element element, std::byte* data, uint64_t elems, double factor, void* stream);
 
@@ -211,7 +217,7 @@ class CollectiveRunner {
 struct CollectiveRunner::PlannedRun {
   RunCall form;
   const Program* program;
-  ProgramArgs args;                      // without buffers
+  ProgramArgs args;                      // without buffers and wait
   std::vector<ChunkSpan> input, output;  // chunks of the form's tables
   uint64_t scratch_elems;
   CallRecord record;
@@ -221,7 +227,7 @@ struct CollectiveRunner::PlannedRun {
 };
 
 struct CollectiveRunner::PlannedExchange {
-  ExchangeArgs args;  // without buffers
+  ExchangeArgs args;  // without buffers and wait
   CallRecord record;
   ExchangeShape shape;
   Launch how;

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,3 +138,72 @@ def test_training_gives_the_losses_of_one_process(kind: str) -> None:
     alone = _train(_model(), slice(None))
     for losses in run_ranks(RANKS, _train_over_ranks, kind, with_group=False):
         assert losses == pytest.approx(alone, rel=1e-4)
+
+
+def _waits(rank: Rank) -> str:
+    _join(rank)
+    limit = timedelta(seconds=60)
+    dist.monitored_barrier(timeout=limit)
+    dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
+    said = "-"
+    if rank.rank != 1:
+        try:
+            dist.monitored_barrier(timeout=timedelta(seconds=1), wait_all_ranks=True)
+        except RuntimeError as error:
+            said = str(error)
+    group = dist.new_group(timeout=limit)
+    if rank.rank == 0:
+        with pytest.raises(RuntimeError, match=r"Timed out waiting 500ms.*rank 1, rank 2"):
+            dist.barrier(group, timeout=timedelta(seconds=0.5))
+    dist.monitored_barrier(timeout=limit)  # whoever was missing once is not missed again
+    dist.destroy_process_group()
+    return said
+
+
+def test_barriers_say_who_stayed_away() -> None:
+    words = run_ranks(RANKS, _waits, with_group=False)
+    assert words[0] == "Ranks 1 failed to pass monitoredBarrier after 1000 ms"
+    assert words[1] == "-"
+    assert words[2].startswith("Rank 2 successfully reached monitoredBarrier, but received errors")
+
+
+def _any_source(rank: Rank) -> None:
+    _join(rank)
+    if rank.rank == 0:
+        seen = []
+        for _ in range(2 * (rank.size - 1)):
+            seen.append(dist.recv(t := torch.empty(3)))
+            assert (t == seen[-1]).all()
+        assert sorted(seen) == sorted(2 * list(range(1, rank.size)))
+        assert dist.recv(t, 2) == 2  # one that is named, and the rest from anybody
+        work = dist.irecv(t)
+        work.wait()
+        assert work._source_rank() == 1 and (t == 1).all()
+        with pytest.raises(RuntimeError, match="tensor: got no elements"):
+            dist.recv(torch.empty(0))
+    else:
+        for _ in range(3):
+            dist.send(torch.full((3,), float(rank.rank)), 0)
+    total = torch.sparse_coo_tensor([[rank.rank, 3]], [[1.0], [2.0]], (5, 1))
+    dist.all_reduce(total)
+    assert total.to_dense().flatten().tolist() == [1, 1, 1, 6, 0]
+    with pytest.raises(RuntimeError, match="same shape and sparse dimensions"):
+        dist.all_reduce(torch.sparse_coo_tensor([[0]], [1.0], (5 + rank.rank,)))
+    dist.destroy_process_group()
+
+
+def test_receives_from_any_source_and_sums_of_sparse_tensors() -> None:
+    run_ranks(RANKS, _any_source, with_group=False)
+
+
+def test_a_sample_of_torchs_own_tests() -> None:
+    """tools/torch-tests runs all of them."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, torch_own_tests; sys.exit(torch_own_tests.main())", "--sample"],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "WORLD_SIZE": "3", "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

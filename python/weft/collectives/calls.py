@@ -17,10 +17,11 @@ Raises: Error for a wrong argument, before anything moves; PeerLost, naming the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,13 @@ class Collectives:
         self._choices: dict[tuple[str, int, int, bool], Choice] = {}
         # By signature: what runs such calls, and the elements of their output.
         self._plans: dict[tuple[Any, ...], tuple[Any, int]] = self._executor.plans if self._executor else {}
+        self._next_sender = 0
+
+    @contextlib.contextmanager
+    def within(self, timeout_s: float | None) -> Iterator[None]:
+        """Bound every wait of the calls inside by ``timeout_s`` seconds; None leaves the bound as it is."""
+        with self._executor.within(timeout_s) if self._executor else contextlib.nullcontext():
+            yield
 
     # -- symmetric ---------------------------------------------------------------------------------------------
 
@@ -294,6 +302,19 @@ class Collectives:
             peer = self._check_rank("peer", src)
             self._transfer("recv", tensor, peer, self.rank, peer)
         return tensor
+
+    def recv_any(self, tensor: torch.Tensor) -> int:
+        """Fill ``tensor`` with what some rank sends, whoever is first; return that rank.
+
+        Raises: Error for a tensor without elements, which nobody is seen to send; PeerLost when nobody sends.
+        """
+        if tensor.numel() == 0:
+            raise invalid("tensor", "no elements", "one element or more, to be received from any rank")
+        self._element("tensor", tensor)
+        src = self._need_executor().wait_for_sender(self._next_sender)
+        self._next_sender = (src + 1) % self.size  # nobody is passed over for ever
+        self._transfer("recv", tensor, src, self.rank, src)
+        return src
 
     # -- any program -------------------------------------------------------------------------------------------
 

@@ -13,9 +13,10 @@ the CPU it is finished when run() returns. Threads: one caller at a time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from weft import _core
@@ -225,6 +226,23 @@ class Executor:
             output_parts,
             call.stream,
         )
+
+    def wait_for_sender(self, first: int) -> int:
+        """Return a rank that has begun to send to this one, the first in circular order from ``first``.
+
+        Raises: PeerLost when none does.
+        """
+        return int(self._runner.wait_for_sender(first))
+
+    @contextlib.contextmanager
+    def within(self, timeout_s: float | None) -> Iterator[None]:
+        """Bound every wait of the runs inside by ``timeout_s`` seconds; None leaves the bound as it is."""
+        known = self._runner.timeout_s
+        self._runner.timeout_s = timeout_s or known
+        try:
+            yield
+        finally:
+            self._runner.timeout_s = known
 
     def _new_runner(self, channels: int) -> Any:
         runner = _core.CollectiveRunner.create(

@@ -6,12 +6,17 @@
 
 It serves every collective that DDP and FSDP call, on CPU and CUDA tensors of ranks that map each other's memory. On the
 CPU a collective is finished when the call returns; on CUDA it is in the current stream's order. Sends and receives run
-beside each other, so batched ones may come in any order. Reductions: SUM, PRODUCT, MIN, MAX, AVG.
+beside each other, so batched ones may come in any order; messages from one rank to another come in the order in which
+they were sent, whatever their tags. Reductions: SUM, PRODUCT, MIN, MAX, AVG; SUM of sparse COO tensors.
+Profilers see each call as an event "weft:all_reduce" and so on, with the shapes of what was given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -20,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from weft.collectives.calls import Collectives
-from weft.errors import Error, invalid
+from weft.errors import PeerLost, invalid
 from weft.runtime.bootstrap import _Store
 from weft.runtime.communicator import connect
 from weft.runtime.tensors import lacking_memory
@@ -36,6 +41,7 @@ _OPS = {
 
 # Untyped: torch has two signatures for each method, and calls the older ones here.
 _ProcessGroup: Any = dist.ProcessGroup
+_profilers: Any = torch.autograd  # exports what it offers backends without a word of it in its types
 
 
 def _op(options: Any) -> str:
@@ -44,6 +50,51 @@ def _op(options: Any) -> str:
         if given == known:
             return name
     raise invalid("op", given, "SUM, PRODUCT, MIN, MAX or AVG")
+
+
+class _Event:
+    """What a profiler sees of one call. It ends in another thread, so that profilers count it as asynchronous."""
+
+    def __init__(self, name: str, given: Any) -> None:
+        tensors = _tensors(given)
+        self._handle = _profilers._record_function_with_args_enter(f"weft:{name}", *tensors)
+
+    def end_here(self) -> None:
+        _profilers._record_function_with_args_exit(self._handle)
+
+    def end(self) -> None:
+        ending = threading.Thread(target=self.end_here)
+        ending.start()
+        ending.join()
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for part in given:
+            yield from _tensors(part)
+
+
+def _seen_as(name: str, given: int = 0) -> Callable[[Any], Any]:
+    """Show a method to profilers as "weft:``name``", with the tensors of positional argument ``given``."""
+
+    def wrap(method: Any) -> Any:
+        @functools.wraps(method)
+        def run(self: WeftGroup, *args: Any, **options: Any) -> Any:
+            if not _profilers._profiler_enabled() or self._is_seen:
+                return method(self, *args, **options)
+            event = _Event(name, args[given] if given < len(args) else [])
+            self._is_seen = True  # calls that this one is made of are not shown
+            try:
+                return method(self, *args, **options)
+            finally:
+                self._is_seen = False
+                event.end()
+
+        return run
+
+    return wrap
 
 
 def _work(result: Any) -> Any:
@@ -55,9 +106,10 @@ def _work(result: Any) -> Any:
 class _Pending(torch._C._distributed_c10d.Work):
     """A send or receive under way. torch's own work of a future forgets what went wrong when it is waited for."""
 
-    def __init__(self, future: Any) -> None:
+    def __init__(self, future: Any, source: int = -1) -> None:
         super().__init__()
         self._future = future
+        self.source = source
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._future.wait()
@@ -68,6 +120,10 @@ class _Pending(torch._C._distributed_c10d.Work):
 
     def get_future(self) -> Any:
         return self._future
+
+    def _source_rank(self) -> int:
+        """Return the rank that sent what was received; -1 before it is known, and for a send."""
+        return self.source
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,6 +151,9 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self._rank, self._size = rank, size
         self._timeout_s = timeout.total_seconds()
         self._store = store
+        self._is_seen = False  # by a profiler
+        self._name: str | None = None
+        self._arrivals = [0] * size  # at monitored barriers
         self._calls: dict[str, Collectives] = {}
         self._p2p: dict[str, Collectives] = {}
         self._pairs(torch.empty(0))
@@ -110,10 +169,22 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         return "weft"
 
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        super()._set_group_name(name)
+
     @property
     def group_name(self) -> str:
         """The name that torch gave this group."""
-        return str(dist.distributed_c10d._world.pg_names[self])
+        if self._name is None:
+            self._name = str(dist.distributed_c10d._world.pg_names[self])
+        return self._name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        # torch takes a group that has devices before it is listed for one of its own, which this is not.
+        is_listed = self in dist.distributed_c10d._world.pg_names
+        return [torch.device("cpu"), torch.device("cuda")] if is_listed else []
 
     supports_coalescing = False  # what torch asks a backend before it batches sends and receives
 
@@ -122,11 +193,11 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- the communicators, made at the first call on a device, which every rank makes -----------------------------
 
-    def _of(self, tensor: torch.Tensor) -> Collectives:
+    def _of(self, tensor: torch.Tensor, timeout_s: float | None = None) -> Collectives:
         device = "cpu" if tensor.device.type == "cpu" else f"cuda:{tensor.device.index}"
         kind = tensor.device.type
         if kind not in self._calls:
-            self._calls[kind] = self._make(device, f"calls/{kind}")
+            self._calls[kind] = self._make(device, f"calls/{kind}", timeout_s)
             self._pairs(tensor)
         return self._calls[kind]
 
@@ -138,32 +209,44 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             self._p2p[kind] = self._make(device, f"pairs/{kind}")
         return self._p2p[kind]
 
-    def _make(self, device: str, name: str) -> Collectives:
-        bootstrap = _Store(
-            torch._C._distributed_c10d.PrefixStore(f"weft/{name}", self._store), self._rank, self._size
-        )
+    def _make(self, device: str, name: str, timeout_s: float | None = None) -> Collectives:
+        """Return new collectives. Ranks wait ``timeout_s`` for each other to come, then the group's time."""
+        bootstrap = _Store(self._part_of_store(name), self._rank, self._size)
+        if timeout_s is not None:
+            bootstrap.all_gather(b"", timeout_s)
         return Collectives(connect(None, bootstrap, device, self._timeout_s))
+
+    def _part_of_store(self, name: str) -> Any:
+        return torch._C._distributed_c10d.PrefixStore(f"weft/{name}", self._store)
 
     # -- collectives -------------------------------------------------------------------------------------------
 
+    @_seen_as("all_reduce")
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         for tensor in tensors:
-            self._in_place(tensor, lambda t: self._of(t).all_reduce(t, _op(opts)))
+            if tensor.layout is torch.sparse_coo:
+                self._sparse_sum(tensor, opts)
+            else:
+                self._in_place(tensor, lambda t: self._of(t).all_reduce(t, _op(opts)))
         return _work(list(tensors))
 
+    @_seen_as("all_reduce")
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
+    @_seen_as("broadcast")
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         for tensor in tensors:
             self._in_place(tensor, lambda t: self._of(t).broadcast(t, opts.rootRank))
         return _work(list(tensors))
 
+    @_seen_as("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         for tensor in tensors:
             self._in_place(tensor, lambda t: self._of(t).reduce(t, opts.rootRank, _op(opts)))
         return _work(list(tensors))
 
+    @_seen_as("all_gather", 1)
     def allgather(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
@@ -174,6 +257,20 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
                 _real(part).copy_(row.view(_real(part).shape))
         return _work([list(parts) for parts in outputs])
 
+    @_seen_as("all_gather", 1)
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Gather several tensors of one type at once; ``outputs`` has a list of them for each rank."""
+        given = torch.cat([_real(part).reshape(-1) for part in inputs])
+        gathered = self._of(given).all_gather(given)
+        for parts, row in zip(outputs, gathered, strict=True):
+            sizes = [_real(part).numel() for part in parts]
+            for part, piece in zip(parts, row.split(sizes), strict=True):
+                _real(part).copy_(piece.view(_real(part).shape))
+        return _work([list(parts) for parts in outputs])
+
+    @_seen_as("all_gather_into_tensor", 1)
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         given = _real(tensor).contiguous().view(-1)
         self._into(output, lambda out: self._of(given).all_gather(given, out=out))
@@ -182,6 +279,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self._allgather_base(output, tensor, opts)
 
+    @_seen_as("all_gather_into_tensor", 1)
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
@@ -194,6 +292,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         return self.allgather_into_tensor_coalesced(outputs, inputs, opts)
 
+    @_seen_as("reduce_scatter_tensor", 1)
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         given = _real(tensor).contiguous().view(self._size, -1)
         self._into(output, lambda out: self._of(given).reduce_scatter(given, _op(opts), out=out))
@@ -202,6 +301,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self._reduce_scatter_base(output, tensor, opts)
 
+    @_seen_as("reduce_scatter", 1)
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> Any:
@@ -210,6 +310,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             self._reduce_scatter_base(output, given, opts)
         return _work(list(outputs))
 
+    @_seen_as("reduce_scatter_tensor", 1)
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
@@ -222,6 +323,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         return self.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
 
+    @_seen_as("all_to_all", 1)
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -241,6 +343,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     def all_to_all_single(self, *args: Any, **options: Any) -> Any:
         return self.alltoall_base(*args, **options)
 
+    @_seen_as("all_to_all", 1)
     def alltoall(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
@@ -253,6 +356,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             _real(part).copy_(piece.view(_real(part).shape))
         return _work(list(outputs))
 
+    @_seen_as("gather", 1)
     def gather(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any
     ) -> Any:
@@ -263,6 +367,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
                 _real(part).copy_(row.view(_real(part).shape))
         return _work([list(parts) for parts in outputs])
 
+    @_seen_as("scatter", 1)
     def scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any
     ) -> Any:
@@ -272,38 +377,135 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self._into(outputs[0], lambda out: self._of(out).scatter(given, out, opts.rootRank))
         return _work(list(outputs))
 
+    @_seen_as("barrier", 0)
     def barrier(self, opts: Any = None) -> Any:
         device = "cuda" if opts is not None and getattr(opts, "device_ids", None) else "cpu"
         token = torch.zeros(1, device=device)
-        self._of(token).all_reduce(token)
-        if device == "cuda":
-            torch.cuda.current_stream().synchronize()
+        timeout_s = self._own_timeout_s(opts)
+        try:
+            calls = self._of(token, timeout_s)
+            with calls.within(timeout_s):
+                calls.all_reduce(token)
+            if device == "cuda":
+                torch.cuda.current_stream().synchronize()
+        except PeerLost as error:
+            wait_ms = round((timeout_s or self._timeout_s) * 1000)
+            raise PeerLost(f"barrier: Timed out waiting {wait_ms}ms: {error}") from error
         return _work(None)
+
+    @staticmethod
+    def _own_timeout_s(opts: Any) -> float | None:
+        """Return the bound that a call was given for itself; None: the group's."""
+        given = getattr(opts, "timeout", None)
+        return given.total_seconds() if given is not None and given > timedelta(0) else None
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; rank 0 says who stayed away.
+
+        Raises: PeerLost on rank 0 past the timeout, naming the first rank that is missing, or all with
+            ``wait_all_ranks``; on the others when rank 0 gave up, or did not come.
+        """
+        limit = self._timeout_s if timeout is None else timeout.total_seconds()
+        store = self._part_of_store("monitored")
+        if self._rank == 0:
+            self._watch_arrivals(store, limit, wait_all_ranks)
+        else:
+            self._arrive(store, limit)
+
+    # A rank's n-th arrival is the key here/RANK/n, and gone/RANK/n once it waits no more; go/RANK/n is the answer.
+
+    def _watch_arrivals(self, store: Any, limit: float, wait_all_ranks: bool) -> None:
+        ends = time.monotonic() + limit
+        missing: list[int] = []
+        is_late = False
+        for rank in range(1, self._size):
+            is_late = not wait_all_ranks and time.monotonic() >= ends
+            if is_late:
+                break
+            if not self._has_come(store, rank, ends):
+                missing.append(rank)
+                if not wait_all_ranks:
+                    break
+        is_failed = is_late or bool(missing)
+        for rank in range(1, self._size):
+            if self._has_come(store, rank, 0):
+                store.set(f"go/{rank}/{self._arrivals[rank]}", b"lost" if is_failed else b"go")
+                self._arrivals[rank] += 1
+        after = f"after {round(limit * 1000)} ms"
+        if is_late:
+            raise PeerLost(f"Rank 0 timed out in monitoredBarrier {after}")
+        if missing:
+            names = ", ".join(map(str, missing))
+            raise PeerLost(f"Rank{'s' * wait_all_ranks} {names} failed to pass monitoredBarrier {after}")
+
+    def _has_come(self, store: Any, rank: int, ends: float) -> bool:
+        """Return whether a rank waits for an answer, at a point in time at the latest."""
+        while _has(store, f"here/{rank}/{self._arrivals[rank]}", ends - time.monotonic()):
+            if not store.check([f"gone/{rank}/{self._arrivals[rank]}"]):
+                return True
+            self._arrivals[rank] += 1
+        return False
+
+    def _arrive(self, store: Any, limit: float) -> None:
+        own = f"{self._rank}/{self._arrivals[self._rank]}"
+        self._arrivals[self._rank] += 1
+        store.set(f"here/{own}", b"")
+        is_answered = _has(store, f"go/{own}", limit)
+        if not is_answered:
+            store.set(f"gone/{own}", b"")
+        if not is_answered or bytes(store.get(f"go/{own}")) != b"go":
+            raise PeerLost(
+                f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                "send/recv from rank 0. Rank 0's error says who is missing."
+            )
 
     # -- point to point ----------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> Any:
         given = _real(tensors[0]).contiguous()
-        return self._beside(self._senders, given, lambda calls: calls.send(given, dst))
+        return self._beside("send", self._senders, given, lambda calls: calls.send(given, dst))
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Any:
+        target = self._target(tensors)
+        work = self._beside("recv", self._receivers, target, lambda calls: calls.recv(target, src))
+        work.source = src
+        return work
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Any:
+        """Receive from whoever sends first; the work's _source_rank() says who it was."""
+        target = self._target(tensors)
+
+        is_known = threading.Event()  # the work, before it is written to
+
+        def take(calls: Collectives) -> None:
+            is_known.wait()
+            work.source = calls.recv_any(target)
+
+        work = self._beside("recvAnySource", self._receivers, target, take)
+        is_known.set()
+        return work
+
+    @staticmethod
+    def _target(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         target = _real(tensors[0])
         if not target.is_contiguous():
             raise invalid(
                 "tensor", f"strides {tuple(target.stride())}", "a contiguous tensor to receive into"
             )
-        return self._beside(self._receivers, target, lambda calls: calls.recv(target, src))
-
-    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Any:
-        raise Error("backend weft: recv needs a source rank", "unsupported")
+        return target
 
     def _beside(
-        self, thread: ThreadPoolExecutor, tensor: torch.Tensor, act: Callable[[Collectives], object]
-    ) -> Any:
+        self,
+        name: str,
+        thread: ThreadPoolExecutor,
+        tensor: torch.Tensor,
+        act: Callable[[Collectives], object],
+    ) -> _Pending:
         """Run a send or receive in a thread of its own and return its work."""
         calls = self._pairs(tensor)
         future: Any = torch.futures.Future()
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        event = _Event(name, tensor) if _profilers._profiler_enabled() else None
 
         def run() -> None:
             try:
@@ -314,14 +516,53 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
                         own.wait_stream(stream)
                         act(calls)
                         own.synchronize()
-                future.set_result([tensor])
             except Exception as error:  # handed to whoever waits
+                end(error)
+            else:
+                end(None)
+
+        def end(error: Exception | None) -> None:
+            if event is not None:
+                event.end_here()
+            if error is None:
+                future.set_result([tensor])
+            else:
                 future.set_exception(error)
 
         thread.submit(run)
         return _Pending(future)
 
     # -- parts -------------------------------------------------------------------------------------------------
+
+    def _sparse_sum(self, tensor: torch.Tensor, opts: Any) -> None:
+        """Add up sparse COO tensors of one form; each rank may have other elements, and as many as it likes."""
+        if _op(opts) != "sum":
+            raise invalid("op", _op(opts), "SUM, for sparse tensors")
+        own = tensor.detach().coalesce()
+        indices, values = own.indices(), _real(own.values())
+        form = [own.sparse_dim(), *own.shape, *values.shape[1:]]
+        facts = torch.tensor([values.shape[0], *_fixed(form)], device=tensor.device)
+        counts = self._of(facts).all_gather(facts)
+        if not (counts[:, 1:] == counts[0, 1:]).all():
+            raise invalid(
+                "tensor", f"shape {tuple(own.shape)}", "the same shape and sparse dimensions on all ranks"
+            )
+        sizes = counts[:, 0].tolist()
+        all_indices = self._gather_rows(indices.t().contiguous(), sizes)
+        all_values = self._gather_rows(values.contiguous(), sizes)
+        if own.is_complex():
+            all_values = torch.view_as_complex(all_values)
+        total = torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape).coalesce()
+        with torch.no_grad():
+            tensor.copy_(total)
+
+    def _gather_rows(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Return all ranks' rows, ``sizes[r]`` from rank r, in rank order."""
+        most = max(sizes)
+        padded = rows.new_zeros((most, *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        gathered = self._of(padded).all_gather(padded)
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
     @staticmethod
     def _in_place(tensor: torch.Tensor, act: Callable[[torch.Tensor], object]) -> None:
@@ -342,6 +583,25 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         dense = torch.empty_like(real, memory_format=torch.contiguous_format)
         act(dense)
         real.copy_(dense)
+
+
+_FORM_NUMBERS = 16
+
+
+def _fixed(form: Sequence[int]) -> list[int]:
+    """Return the numbers of a sparse tensor's form, filled up to a length that all ranks have."""
+    if len(form) > _FORM_NUMBERS:
+        raise invalid("tensor", f"{len(form)} sizes", f"a sparse tensor of at most {_FORM_NUMBERS} sizes")
+    return [*form, *[-1] * (_FORM_NUMBERS - len(form))]
+
+
+def _has(store: Any, key: str, timeout_s: float) -> bool:
+    """Return whether a store gets a key within a time."""
+    try:
+        store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
+    except Exception:  # each torch version has another type for "timed out"
+        return bool(store.check([key]))
+    return True
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> WeftGroup:

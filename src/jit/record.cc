@@ -37,9 +37,9 @@ std::string json(const KernelKey& key, const std::string& target) {
   std::string shape;
   for (const auto& [name, value] : key.shape)
     shape += text("{}[{}, {}]", shape.empty() ? "" : ", ", quoted(name), value);
-  std::string line = text("\"target\": {}, \"file\": {}, \"name\": {}, \"args_type\": {}, \"mesh_type\": {}, ",
-                          quoted(target), quoted(key.file), quoted(key.name), quoted(key.args_type),
-                          quoted(key.mesh_type));
+  std::string line =
+      text("\"target\": {}, \"file\": {}, \"name\": {}, \"args_type\": {}, \"mesh_type\": {}, ",
+           quoted(target), quoted(key.file), quoted(key.name), quoted(key.args_type), quoted(key.mesh_type));
   line += text("\"shape\": [{}], \"threads_per_block\": {}, \"blocks_per_sm\": {}, \"prelude\": {}", shape,
                key.threads_per_block, key.blocks_per_sm, quoted(key.prelude));
   return "{" + line + "}\n";

@@ -75,8 +75,8 @@ HighThroughputShape combine_shape(uint32_t row_bytes, uint32_t top_k, int64_t el
 std::vector<KernelKey> high_throughput_keys(const RowFormat& format, uint32_t ranks,
                                             const ComputeLimits& limits) {
   const HighThroughputShape there = dispatch_shape(format);
-  const HighThroughputShape back = combine_shape(format.combine_row_bytes, format.top_k,
-                                                 format.element > 2 ? kElementFp32 : kElementBf16);
+  const HighThroughputShape back =
+      combine_shape(format.combine_row_bytes, format.top_k, format.element > 2 ? kElementFp32 : kElementBf16);
   auto threads = [](const GridPlan& grid) { return grid.threads_per_block; };
   const auto piece_bytes = [](const HighThroughputShape& shape) {
     return static_cast<uint32_t>(shape.piece_bytes);
@@ -90,15 +90,16 @@ std::vector<KernelKey> high_throughput_keys(const RowFormat& format, uint32_t ra
 std::vector<KernelKey> low_latency_keys(const LowLatencySizes& sizes, const LowLatencyDispatchForm& form,
                                         int64_t reply, const ComputeLimits& limits) {
   const int64_t weights = form.has_weights ? 1 : 0;
-  const LowLatencyDispatchShape there{sizes.ranks,    sizes.experts_per_rank(), form.top_k, form.row_bytes,
-                                      form.scale_bytes, form.payload,           weights};
+  const LowLatencyDispatchShape there{sizes.ranks,    sizes.experts_per_rank(), form.top_k,
+                                      form.row_bytes, form.scale_bytes,         form.payload,
+                                      weights};
   const auto back_bytes = static_cast<int64_t>(form.row_bytes * shrinks_by(form.payload));
-  const LowLatencyCombineShape back{sizes.ranks, sizes.experts_per_rank(), form.top_k,
-                                    back_bytes,  reply,                    weights};
-  return {with_threads(low_latency_key(there),
-                       plan_low_latency_dispatch(sizes, there, limits).threads_per_block),
-          with_threads(low_latency_key(back),
-                       plan_low_latency_combine(sizes, back, form.tokens, limits).threads_per_block)};
+  const LowLatencyCombineShape back{sizes.ranks, sizes.experts_per_rank(), form.top_k, back_bytes, reply,
+                                    weights};
+  return {
+      with_threads(low_latency_key(there), plan_low_latency_dispatch(sizes, there, limits).threads_per_block),
+      with_threads(low_latency_key(back),
+                   plan_low_latency_combine(sizes, back, form.tokens, limits).threads_per_block)};
 }
 
 // Sources: CUDA C++ Programming Guide, compute capabilities: shared memory per block, less 1 KiB that the

@@ -92,6 +92,13 @@ void bind_collective(nb::module_& module) {
           "communicator"_a, "channels"_a, "simple_slot_bytes"_a = 0, "ll_slot_bytes"_a = 0,
           "timeout_s"_a = 0.0, "direct_bytes"_a = 0)
       .def_prop_ro("channels", &CollectiveRunner::channels)
+      .def_prop_ro("ring_slots", [](const CollectiveRunner&) { return kRingSlots; })
+      .def(
+          "payload_bytes",
+          [](const CollectiveRunner& self, uint32_t protocol) {
+            return self.payload_bytes(static_cast<Protocol>(protocol));
+          },
+          "protocol"_a)
       .def(
           "load",
           [](CollectiveRunner& self, std::string name, const std::vector<std::array<int64_t, 6>>& blocks,

@@ -140,6 +140,8 @@ class CollectiveRunner {
   // Makes runs under way give up soon, as if a peer were lost; every later call fails. From any thread.
   void stop();
   uint32_t channels() const { return rings_.channels; }
+  // What one message of a protocol carries at most.
+  uint64_t payload_bytes(Protocol protocol) const { return slot_payload_bytes(rings_, protocol); }
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
 
  private:

@@ -13,10 +13,12 @@ import torch
 from programs import ROOT, WEFT, run_program
 from random_programs import mutated, random_algorithm, run_against_contract
 
+from weft import _core
 from weft.collectives import Algorithm, VerificationError, verify
 from weft.collectives.calls import Collectives
 from weft.collectives.executor import Executor
 from weft.collectives.flow import run_limit
+from weft.collectives.ir import PROTOCOLS, RING_SLOTS, SLOT_PAYLOAD_BYTES
 from weft.collectives.library import build
 from weft.collectives.plan_json import from_plan, to_plan
 from weft.collectives.xml import from_xml, to_xml
@@ -70,6 +72,20 @@ def _runs(rank: Rank, halo: Algorithm) -> None:
 
 def test_custom_program_runs_on_tensors(tmp_path: Path) -> None:
     run_ranks(3, _runs, _halo(tmp_path, 3))
+
+
+def _check_slots(rank: Rank) -> None:
+    core = Communicator(rank.group, timeout_s=60).core
+    runner = _core.CollectiveRunner.create(core, channels=2)
+    assert runner.ring_slots == RING_SLOTS
+    for number, protocol in enumerate(PROTOCOLS):
+        # At least: a program that is said to run up to some size runs there.
+        assert runner.payload_bytes(number) >= SLOT_PAYLOAD_BYTES[protocol], protocol
+    assert [runner.payload_bytes(n) for n in range(2)] == [SLOT_PAYLOAD_BYTES[p] for p in PROTOCOLS[:2]]
+
+
+def test_slots_are_those_that_the_verifier_counts_with() -> None:
+    run_ranks(2, _check_slots)
 
 
 def _limited(rank: Rank, algorithm: Algorithm) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,17 @@ SERVED = (
     ("custom_out_of_place.xml", "", "not proven: what it computes, as it has no contract"),
     ("four_simple_before_receives.xml", "", "verified: result, races and deadlock"),
     ("sixteen_chunks_a_step.xml", "", "it would hang from 4194305 bytes on"),
+    ("nops_before_a_sum.xml", "", "allreduce, 2 ranks"),
+    ("reduce_scatter_by_another_name.xml", "", "reducescatter, 3 ranks"),
+    ("plan_of_puts.json", "", "allgather, 2 ranks"),
+    ("plan_of_packets.json", "", "allreduce, 2 ranks"),
 )
 REFUSED = (
     ("twice_the_own_part.py", "", "too much C(1,0)"),
     ("custom_in_place_race.xml", "", "race: rank 1, block 1, step 0 (s to rank 2"),
     ("nine_before_receives.xml", "", "(8 are taken)"),
+    ("plan_without_signals.json", "", "rank 1, block 0, operation 1 (put): race: rank 0 may end before"),
+    ("plan_with_multicast.json", "", "operation 4 (gstore): needs multicast"),
 )
 
 
@@ -61,5 +69,16 @@ def test_all_programs_of_a_script_are_written_or_one_is_named(
 
 def test_every_sample_is_tested() -> None:
     from_tables = {name for name, *_ in (*SERVED, *REFUSED)}
-    files = {path.name for path in SAMPLES.iterdir() if path.suffix in (".py", ".xml")}
+    files = {path.name for path in SAMPLES.iterdir() if path.suffix in (".py", ".xml", ".json")}
     assert files == from_tables
+
+
+def test_the_script_that_reads_others_files_counts_these() -> None:
+    script = Path(__file__).parents[2] / "tools" / "read_public_files.py"
+    ran = subprocess.run([sys.executable, str(script), str(SAMPLES)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    # One script that is served asks for arguments, which this run does not give.
+    lines = ran.stdout.splitlines()
+    assert len(lines) == len(SERVED) + len(REFUSED) + 1
+    served = {line.split(":")[0] for line in lines if line.endswith(": verified")}
+    assert served == {name for name, arguments, _ in SERVED if not arguments}

@@ -297,6 +297,27 @@ def test_sessions_gather_in_rank_order(pool: RankPool) -> None:
     pool.run(check_sessions)
 
 
+def check_sessions_fit(rank: Rank) -> None:
+    """A session of the size that was asked for has room while what earlier ones gathered is kept."""
+    size = 1 << 20
+    buffer_bytes = weft.ElasticBuffer.get_agrs_buffer_size_hint(rank.group, rank.size * size)
+    buffer = weft.ElasticBuffer(rank.group, buffer_bytes)
+    buffer.agrs_set_config(rank.size * size, 1)
+    kept = []
+    for value in range(6):
+        with buffer.agrs_new_session():
+            tensor = buffer.agrs_get_inplace_tensor((size // 4096, 4096), torch.uint8)
+            tensor.fill_(value)
+            gathered, wait = buffer.all_gather(tensor)
+            wait()
+        kept.append(gathered)
+    assert all((gathered == value).all() for value, gathered in enumerate(kept))
+
+
+def test_sessions_fit_while_results_are_kept(pool: RankPool) -> None:
+    pool.run(check_sessions_fit)
+
+
 def check_handle_outlives_its_buffer(rank: Rank, case: MoeCase, do_expand: bool, multiple: bool) -> None:
     """A handle whose buffer is gone, on one that is wider, with the client's tensors overwritten and fields set."""
     me, rows = rank.rank, oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)

@@ -38,6 +38,17 @@ def test_fp8_cast_round_trip(hidden: int) -> None:
     assert numerics.calc_diff(numerics.per_token_cast_back(quantized, scales), x) < 1e-3
 
 
+def test_fp8_cast_back_takes_packed_scales_in_rows_of_another_length() -> None:
+    rows = torch.ones(8, 512).to(torch.float8_e4m3fn)
+    exponents = torch.randint(120, 134, (8, 4), dtype=torch.uint8)
+    packed = exponents.view(
+        torch.int32
+    )  # [8, 1]; a client views it as [2, 4], by the channels of float scales
+    whole = numerics.per_token_cast_back(rows, packed)
+    assert torch.equal(whole[:, ::128].float(), torch.exp2(exponents.float() - 127))
+    assert torch.equal(numerics.per_token_cast_back(rows, packed.view(2, 4)), whole)
+
+
 @given(st.lists(st.lists(st.integers(-1, 6), min_size=4, max_size=4), min_size=1, max_size=5))
 def test_inplace_unique_matches_a_set(rows: list[list[int]]) -> None:
     x = torch.tensor(rows)
@@ -158,6 +169,6 @@ def test_init_dist_reads_nodes_and_node_index() -> None:
     assert results == [(r, 4, 4) for r in range(4)]
 
 
-def test_machine_facts_are_zero_when_unknown() -> None:
-    assert launch.get_rdma_gbs("no_such_nic") == 0
+def test_machine_facts_when_unknown() -> None:
+    assert launch.get_rdma_gbs("no_such_nic") > 0  # programs divide by it
     assert launch.check_fast_rdma_atomic_support("no_such_nic") is False

@@ -12,28 +12,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.moe.high_throughput import Payload
 from weft.testing.launch import get_global_seed
 from weft.testing.oracle import layout
 
 
 def dispatch(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_max_tokens_per_rank: int, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Payload, topk_idx: Tensor, topk_weights: Tensor, num_max_tokens_per_rank: int, num_experts: int
+) -> tuple[Payload, Tensor, Tensor, Tensor, Tensor]:
     """Return what this rank receives, one row per token of each source rank that names a local expert.
 
-    Args: x [tokens, hidden]; topk_idx int [tokens, top_k]; topk_weights float32 [tokens, top_k].
-    Returns: (rows of x, local expert ids with -1 elsewhere, unmasked weights, source ids
+    Args: x [tokens, hidden], or (rows of FP8 or bytes, scales [tokens, n]); topk_idx int [tokens, top_k]; topk_weights
+        float32 [tokens, top_k].
+    Returns: (rows of x, or (rows, scales), local expert ids with -1 elsewhere, unmasked weights, source ids
         ``src_rank * num_max_tokens_per_rank + src_token`` int64, rows per source rank int64[ranks]).
     Collective.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    data = x[0] if isinstance(x, tuple) else x
     _, _, in_rank = layout(topk_idx.cpu(), num_experts, num_ranks)
-    tokens = in_rank.to(x.device).T.nonzero()[:, 1]  # destination rank major, token minor
-    sent = in_rank.sum(dim=0).to(x.device)
+    tokens = in_rank.to(data.device).T.nonzero()[:, 1]  # destination rank major, token minor
+    sent = in_rank.sum(dim=0).to(data.device)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent)
 
     def exchange(rows: Tensor) -> Tensor:
+        if rows.element_size() == 1:  # FP8 types go as bytes, which every backend has
+            return exchange_plain(rows.view(torch.uint8)).view(rows.dtype)
+        return exchange_plain(rows)
+
+    def exchange_plain(rows: Tensor) -> Tensor:
         result = rows.new_empty((int(received.sum()), *rows.shape[1:]))
         dist.all_to_all_single(result, rows[tokens].contiguous(), received.tolist(), sent.tolist())
         return result
@@ -42,8 +50,9 @@ def dispatch(
     global_idx = exchange(topk_idx)
     is_local = (global_idx >= rank * per_rank) & (global_idx < (rank + 1) * per_rank)
     local_idx = torch.where(is_local, global_idx - rank * per_rank, -1)
-    source_ids = rank * num_max_tokens_per_rank + torch.arange(x.size(0), device=x.device)
-    return exchange(x), local_idx, exchange(topk_weights), exchange(source_ids), received
+    source_ids = rank * num_max_tokens_per_rank + torch.arange(data.size(0), device=data.device)
+    rows = (exchange(x[0]), exchange(x[1])) if isinstance(x, tuple) else exchange(x)
+    return rows, local_idx, exchange(topk_weights), exchange(source_ids), received
 
 
 def generate_pre_combine_data(

@@ -9,6 +9,7 @@ Works with and without GPUs: NCCL and CUDA where there are any, else gloo and th
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -116,7 +117,19 @@ def get_nvlink_gbs(factor: float = 0.9) -> float:
 
 @lru_cache
 def get_rdma_gbs(nic_name: str = "mlx5_0") -> float:
-    """Return the GB/s of a NIC's first port; 0 when unknown."""
+    """Return the GB/s of a NIC's first port, or of the fastest NIC where there is none of that name.
+
+    Infinite on a machine without NICs: programs divide by it, and none of their traffic takes that way.
+    """
+    try:
+        names = [nic.name for nic in Path("/sys/class/infiniband").iterdir()]
+    except OSError:
+        names = []
+    rates = [_port_gbs(name) for name in ([nic_name] if nic_name in names else names)]
+    return max(rates, default=0.0) or math.inf
+
+
+def _port_gbs(nic_name: str) -> float:
     rate = re.match(r"([\d.]+) Gb/sec", _nic_attribute(nic_name, "ports/1/rate"))
     return float(rate.group(1)) / 8 if rate else 0.0
 

@@ -51,8 +51,13 @@ def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def per_token_cast_back(quantized: Tensor, scales: Tensor) -> Tensor:
-    """Return bf16 q * scale; scales are float32 per 128 channels, or int32 of packed exponents per 512."""
+    """Return bf16 q * scale; scales are float32 per 128 channels, or int32 of packed exponents per 512.
+
+    Scales of the same elements in rows of another length, as a client's view() makes them, are taken, too.
+    """
     hidden = quantized.size(1)
+    if scales.size(0) != quantized.size(0):
+        scales = scales.reshape(quantized.size(0), -1)
     groups = scales.size(1) * (4 if scales.dtype == torch.int32 else 1)
     padded = torch.nn.functional.pad(quantized.float(), (0, groups * SCALE_GROUP - hidden))
     return dequantize_fp8(padded, scales)[:, :hidden].bfloat16()

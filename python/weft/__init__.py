@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weft.moe.elastic import ElasticBuffer
     from weft.moe.elastic_handle import EPHandle
     from weft.moe.events import EventHandle, EventOverlap
+    from weft.moe.hybrid import HybridEPBuffer
     from weft.runtime.communicator import Communicator, Window
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "Error",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
     "PeerLost",
     "Window",
     "__version__",
@@ -44,6 +46,7 @@ _LAZY = {
     "ElasticBuffer": "weft.moe.elastic",
     "EventHandle": "weft.moe.events",
     "EventOverlap": "weft.moe.events",
+    "HybridEPBuffer": "weft.moe.hybrid",
 }
 
 

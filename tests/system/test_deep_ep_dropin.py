@@ -114,11 +114,6 @@ def test_positions_names_and_defaults_are_those_of_deep_ep(name: str) -> None:
     assert ", ".join(taken) == SIGNATURES[name]
 
 
-@pytest.mark.parametrize("name", ["HybridEPBuffer"])
-def test_what_is_not_implemented_is_absent(name: str) -> None:
-    assert not hasattr(deep_ep, name)
-
-
 def test_names_are_the_same_objects_everywhere() -> None:
     assert deep_ep.Buffer is importlib.import_module("deep_ep.buffers.legacy").Buffer
     assert deep_ep.EventOverlap is importlib.import_module("deep_ep.utils").EventOverlap

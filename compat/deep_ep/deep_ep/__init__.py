@@ -10,6 +10,7 @@ from weft.moe.domains import get_logical_domain_size, get_physical_domain_size
 from weft.moe.elastic import ElasticBuffer
 from weft.moe.elastic_handle import EPHandle
 from weft.moe.events import EventHandle, EventOverlap
+from weft.moe.hybrid import HybridEPBuffer
 
 __version__ = f"2.1.0+weft.{_weft_version}"
 
@@ -20,6 +21,7 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
     "__version__",
     "get_logical_domain_size",
     "get_physical_domain_size",

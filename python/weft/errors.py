@@ -35,6 +35,11 @@ def shortened(value: object) -> str:
     return " ".join(f"{type(value).__name__} {value!r}".split())[:80]
 
 
+def quoted(value: object) -> str:
+    """Return repr() of a value, or, of one with tensors in it, what can be said without their elements."""
+    return _without_elements(value) if _holds_tensors(value) else repr(value)[:200]
+
+
 def invalid(argument: str, given: object, allowed: str) -> Error:
     """Return the error for a bad argument: its name, what was given, what is allowed."""
     shown = _without_elements(given) if _holds_tensors(given) else given

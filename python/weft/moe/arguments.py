@@ -18,6 +18,7 @@ from torch import Tensor
 from weft import _core
 from weft.errors import Error, invalid, shortened
 from weft.moe.config import Config, ceil_div, check_flags, check_whole
+from weft.runtime.tensors import lacking_memory
 
 ROW_ALIGNMENT_BYTES = 16
 IDS = (torch.int64, torch.int32)
@@ -70,8 +71,8 @@ def check_tensor(
         allowed = f"{kind}{types}[{sizes}]" if types else f"a {kind}tensor [{sizes}]"
         raise invalid(argument, describe(value), f"{allowed} on {device}")
     assert isinstance(value, Tensor)
-    if value.data_ptr() == 0 and value.numel() > 0:  # as FSDP leaves parameters that it has sharded again
-        raise invalid(argument, f"{describe(value)} without memory", "a tensor whose storage was not freed")
+    if lack := lacking_memory(value):  # as FSDP leaves parameters that it has sharded again
+        raise invalid(argument, f"{describe(value)}: {lack}", "a tensor with all its memory")
     return value
 
 
@@ -86,6 +87,7 @@ def is_plain(value: object) -> bool:
         and value.is_contiguous()
         and not value.is_neg()
         and value.data_ptr() != 0
+        and value.untyped_storage().nbytes() >= value.nbytes  # not freed behind an offset
     )
 
 

@@ -27,6 +27,9 @@ from typing import Any, Protocol
 
 import torch
 
+from weft.errors import invalid, quoted
+from weft.runtime.tensors import contiguous
+
 
 class DispatchingBuffer(Protocol):
     """What is used of ``weft.Buffer``; DeepEP's ``Buffer`` fits as well."""
@@ -73,6 +76,7 @@ def dispatch(
         topk_weights: float32[tokens, top_k].
         num_experts: over all ranks; every rank owns as many.
     """
+    _check_buffer(buffer)
     return Arrived(*_Dispatch.apply(x, topk_weights, topk_idx, num_experts, buffer))
 
 
@@ -85,8 +89,14 @@ def combine(buffer: DispatchingBuffer, x: torch.Tensor, handle: Any) -> torch.Te
         handle: of the dispatch that brought the rows.
     Returns: bf16[tokens, hidden]; 0 for a token that was sent nowhere.
     """
+    _check_buffer(buffer)
     out: torch.Tensor = _Combine.apply(x, handle, buffer)
     return out
+
+
+def _check_buffer(buffer: object) -> None:
+    if not (hasattr(buffer, "dispatch") and hasattr(buffer, "combine")):
+        raise invalid("buffer", quoted(buffer), "a weft.Buffer")
 
 
 class _Dispatch(torch.autograd.Function):
@@ -116,7 +126,9 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_x: torch.Tensor, _: Any, grad_weights: torch.Tensor, *__: Any) -> Any:
         x, weights, _event = ctx.buffer.combine(
-            grad_x.contiguous(), ctx.handle, topk_weights=grad_weights.contiguous().float()
+            contiguous("grad_x", grad_x),
+            ctx.handle,
+            topk_weights=contiguous("grad_weights", grad_weights).float(),
         )
         return x, weights, None, None, None
 
@@ -130,4 +142,4 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle)[0], None, None
+        return ctx.buffer.dispatch(contiguous("grad", grad), handle=ctx.handle)[0], None, None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 from weft import _core
 from weft.errors import invalid, shortened
-from weft.runtime.tensors import index_of
+from weft.runtime.tensors import index_of, is_unreadable
 
 MAX_BYTES = 1 << 48  # of any size that a caller gives: what a machine can address
 MAX_SMS = 1 << 16
@@ -61,7 +61,7 @@ def check_whole(argument: str, value: object, least: int, most: int | None = Non
 def check_number(argument: str, value: object, least: float) -> float:
     """Return ``value`` as a float; weft.Error unless it is a finite number of ``least`` or more."""
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = math.nan if is_unreadable(value) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
     if isinstance(value, (bool, str, bytes)) or not least <= number < math.inf:
@@ -73,7 +73,7 @@ def check_flags(**flags: object) -> None:
     """Refuse options that are neither True nor False (nor 1, 0 or None, which callers pass for them)."""
     for name, value in flags.items():
         try:
-            is_flag = value in (None, False, True)
+            is_flag = not is_unreadable(value) and value in (None, False, True)
         except (TypeError, ValueError, RuntimeError):  # tensors and arrays of several elements
             is_flag = False
         if not is_flag:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.errors import invalid
 from weft.ops.bound import Bound, target_of
+from weft.runtime.tensors import contiguous
 
 
 class CollectiveOps(Bound):
@@ -82,7 +83,7 @@ _all_reduce.register_autograd(_all_reduce_backward, setup_context=_keep_op)
 
 @torch.library.custom_op("weft::all_gather", mutates_args=())
 def _all_gather(x: Tensor, num_ranks: int, key: int) -> Tensor:
-    out: Tensor = target_of(key).all_gather(x.contiguous())
+    out: Tensor = target_of(key).all_gather(contiguous("x", x))
     return out
 
 
@@ -105,7 +106,7 @@ _all_gather.register_autograd(_all_gather_backward, setup_context=_keep_ranks)
 
 @torch.library.custom_op("weft::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, op: str, num_ranks: int, key: int) -> Tensor:
-    out: Tensor = target_of(key).reduce_scatter(x.contiguous(), op)
+    out: Tensor = target_of(key).reduce_scatter(contiguous("x", x), op)
     return out
 
 
@@ -130,7 +131,7 @@ _reduce_scatter.register_autograd(_reduce_scatter_backward, setup_context=_keep_
 
 @torch.library.custom_op("weft::all_to_all", mutates_args=())
 def _all_to_all(x: Tensor, key: int) -> Tensor:
-    out: Tensor = target_of(key).all_to_all(x.contiguous())
+    out: Tensor = target_of(key).all_to_all(contiguous("x", x))
     return out
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.errors import invalid
 from weft.ops.bound import Bound, target_of
+from weft.runtime.tensors import contiguous
 
 _HANDLE = 9  # tensors of a dispatch's handle
 _LOW_LATENCY_HANDLE = 8
@@ -139,7 +140,7 @@ def _dispatch(
     buffer = target_of(key)
     per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
     rows, idx, weights, _, handle, _ = buffer.dispatch(
-        x.contiguous(),
+        contiguous("x", x),
         topk_idx=topk_idx,
         topk_weights=topk_weights,
         num_tokens_per_rank=per_rank,
@@ -220,7 +221,7 @@ _dispatch.register_autograd(_dispatch_backward, setup_context=_keep_routes)
 
 @torch.library.custom_op("weft::combine", mutates_args=())
 def _combine(x: Tensor, handle: list[Tensor], key: int) -> Tensor:
-    combined: Tensor = target_of(key).combine(x.contiguous(), _checked(handle))[0]
+    combined: Tensor = target_of(key).combine(contiguous("x", x), _checked(handle))[0]
     return combined
 
 
@@ -246,8 +247,8 @@ _combine.register_autograd(_combine_backward, setup_context=_keep_handle)
 def _combine_with_weights(
     x: Tensor, topk_weights: Tensor, handle: list[Tensor], key: int
 ) -> tuple[Tensor, Tensor]:
-    given = topk_weights.contiguous().float()
-    combined, weights, _ = target_of(key).combine(x.contiguous(), _checked(handle), topk_weights=given)
+    given = contiguous("topk_weights", topk_weights).float()
+    combined, weights, _ = target_of(key).combine(contiguous("x", x), _checked(handle), topk_weights=given)
     return combined, weights
 
 
@@ -260,7 +261,7 @@ def _(x: Tensor, topk_weights: Tensor, handle: list[Tensor], key: int) -> tuple[
 
 @torch.library.custom_op("weft::dispatch_again", mutates_args=())
 def _dispatch_again(x: Tensor, handle: list[Tensor], key: int) -> Tensor:
-    rows = target_of(key).dispatch(x.contiguous(), handle=_checked(handle))[0]
+    rows = target_of(key).dispatch(contiguous("x", x), handle=_checked(handle))[0]
     kept = _without_tail(rows, handle)
     return kept.clone() if kept is x else kept
 
@@ -286,7 +287,7 @@ def _low_latency_dispatch(
     x: Tensor, topk_idx: Tensor, max_tokens: int, num_experts: int, use_fp8: bool, num_ranks: int, key: int
 ) -> _LowLatencyFlat:
     got, counts, handle, _, _ = target_of(key).low_latency_dispatch(
-        x.contiguous(), topk_idx, max_tokens, num_experts, use_fp8=use_fp8
+        contiguous("x", x), topk_idx, max_tokens, num_experts, use_fp8=use_fp8
     )
     rows, scales = got if use_fp8 else (got, x.new_empty(0, dtype=torch.float32))
     return (rows, scales, counts, *(entry.clone() for entry in handle))
@@ -329,7 +330,9 @@ def _low_latency_combine(
             "handle", f"{len(handle)} tensors", f"the {_LOW_LATENCY_HANDLE} of a low-latency dispatch"
         )
     buffer = target_of(key)
-    combined: Tensor = buffer.low_latency_combine(x.contiguous(), topk_idx, topk_weights, tuple(handle))[0]
+    combined: Tensor = buffer.low_latency_combine(contiguous("x", x), topk_idx, topk_weights, tuple(handle))[
+        0
+    ]
     return combined
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+from weft.errors import invalid
+
 if TYPE_CHECKING:
     import torch
 
@@ -37,9 +39,21 @@ def lacking_memory(tensor: torch.Tensor) -> str:
     return "" if address else f"a {type(tensor).__name__} without memory"
 
 
+def contiguous(argument: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with its elements in a row. Raises: weft.Error for one whose memory is not there to be read."""
+    if lack := lacking_memory(tensor):
+        raise invalid(argument, lack, "a tensor with all its memory")
+    return tensor.contiguous()
+
+
+def is_unreadable(value: Any) -> bool:
+    """Return whether a value is a tensor whose elements are not there to be looked at."""
+    return hasattr(type(value), "data_ptr") and lacking_memory(value) != ""
+
+
 def index_of(value: Any) -> int | None:
     """Return the whole number that a value is, or None; a tensor that lacks its memory is not read."""
-    if hasattr(type(value), "data_ptr") and lacking_memory(value):
+    if is_unreadable(value):
         return None
     try:
         return operator.index(value)
@@ -47,4 +61,4 @@ def index_of(value: Any) -> int | None:
         return None
 
 
-__all__ = ["index_of", "lacking_memory"]
+__all__ = ["contiguous", "index_of", "is_unreadable", "lacking_memory"]

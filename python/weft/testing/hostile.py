@@ -22,8 +22,9 @@ from weft.errors import Error
 Maker = Callable[[], Any]
 
 
-def _freed(shape: tuple[int, ...], left_bytes: int = 0, offset: int = 0) -> torch.Tensor:
-    return _freed_under(torch.ones(offset + torch.Size(shape).numel())[offset:].view(shape), left_bytes)
+def _freed(shape: tuple[int, ...], dtype: torch.dtype, left_bytes: int = 0, offset: int = 0) -> torch.Tensor:
+    whole = torch.ones(offset + torch.Size(shape).numel(), dtype=dtype)
+    return _freed_under(whole[offset:].view(shape), left_bytes)
 
 
 def _freed_under(tensor: torch.Tensor, left_bytes: int = 0) -> torch.Tensor:
@@ -31,19 +32,19 @@ def _freed_under(tensor: torch.Tensor, left_bytes: int = 0) -> torch.Tensor:
     return tensor
 
 
-def _fake(shape: tuple[int, ...]) -> torch.Tensor:
+def _fake(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        return torch.ones(shape)
+        return torch.ones(shape, dtype=dtype)
 
 
 class _Wrapper(torch.Tensor):
     """A subclass without storage, as libraries make them."""
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...]) -> _Wrapper:
-        made: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, shape)
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> _Wrapper:
+        made: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         return made
 
     @classmethod
@@ -54,17 +55,24 @@ class _Wrapper(torch.Tensor):
         return "_Wrapper"
 
 
+def without_memory(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Mapping[str, Maker]:
+    """Return makers of tensors that claim ``shape`` (at least one element) and lack the memory for it, by name."""
+    elems = torch.Size(shape).numel()
+    return {
+        "freed": lambda: _freed(shape, dtype),
+        "freed behind an offset": lambda: _freed(shape, dtype, offset=8),
+        "shrunk": lambda: _freed(shape, dtype, left_bytes=dtype.itemsize * elems - 1),
+        "freed and strided": lambda: _freed_under(torch.ones((*shape, 2), dtype=dtype)[..., 0]),
+        "fake": lambda: _fake(shape, dtype),
+        "a wrapper": lambda: _Wrapper(shape, dtype),
+        "meta": lambda: torch.ones(shape, dtype=dtype, device="meta"),
+    }
+
+
 def tensors(shape: tuple[int, ...]) -> Mapping[str, Maker]:
     """Return makers of hostile float32 tensors on the CPU that claim ``shape`` (at least one element), by name."""
-    elems = torch.Size(shape).numel()
     makers: dict[str, Maker] = {
-        "freed": lambda: _freed(shape),
-        "freed behind an offset": lambda: _freed(shape, offset=3),
-        "shrunk": lambda: _freed(shape, left_bytes=4 * elems - 1),
-        "freed and strided": lambda: _freed_under(torch.ones((*shape, 2))[..., 0]),
-        "fake": lambda: _fake(shape),
-        "a wrapper": lambda: _Wrapper(shape),
-        "meta": lambda: torch.ones(shape, device="meta"),
+        **without_memory(shape),
         "strided": lambda: torch.ones((*shape, 2))[..., 0],
         "expanded": lambda: torch.ones(1).expand(shape),
         "astronomic": lambda: torch.ones(1).expand(1 << 50),
@@ -133,4 +141,4 @@ def refused_or_done(act: Callable[[], Any]) -> Any:
             return error
 
 
-__all__ = ["refused_or_done", "scalars", "tensors"]
+__all__ = ["refused_or_done", "scalars", "tensors", "without_memory"]

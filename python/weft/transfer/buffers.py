@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.errors import invalid
+from weft.errors import invalid, quoted
+from weft.runtime.tensors import index_of, lacking_memory
 
 HOST = -1
 
@@ -60,10 +61,9 @@ class Pages:
 
 def whole(argument: str, value: object, largest: int = (1 << 63) - 1) -> int:
     """Return ``value`` as an integer from 0 to ``largest``. Raises: weft.Error for anything else."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise invalid(argument, repr(value), "a whole number") from None
+    number = index_of(value)
+    if number is None:
+        raise invalid(argument, quoted(value), "a whole number")
     if not 0 <= number <= largest:
         raise invalid(argument, number, f"0 to {largest}")
     return number
@@ -106,11 +106,15 @@ def _span_of_any(source: Any) -> Span:
 def _span_of_tensor(tensor: Any) -> Span:
     if "strided" not in str(tensor.layout):
         raise invalid("source", f"a tensor with layout {tensor.layout}", "a strided, contiguous one")
+    if tensor.is_nested or tensor.is_quantized:
+        raise invalid("source", f"a {type(tensor).__name__} of {tensor.dtype}", "a plain tensor")
     if not tensor.is_contiguous():
         raise invalid("source", f"a tensor with strides {tuple(tensor.stride())}", "a contiguous one")
     kind = tensor.device.type
     if kind not in ("cpu", "cuda"):
         raise invalid("source", f"a tensor on {tensor.device}", "cpu or cuda")
+    if lack := lacking_memory(tensor):
+        raise invalid("source", lack, "a tensor with all its memory")
     device = HOST if kind == "cpu" else int(tensor.device.index or 0)
     return Span(tensor.data_ptr(), tensor.numel() * tensor.element_size(), device, tensor)
 

@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from weft import _core
-from weft.errors import invalid
+from weft.errors import invalid, quoted
+from weft.runtime.tensors import index_of
 from weft.transfer.buffers import Pages, Span, span_of, whole
 from weft.transfer.handles import (
     Completion,
@@ -57,6 +58,12 @@ def _handle(argument: str, given: Any, wanted: type[Any]) -> Any:
     return given.core
 
 
+def _flag(argument: str, given: Any) -> bool:
+    if index_of(given) not in (0, 1):
+        raise invalid(argument, quoted(given), "True or False")
+    return bool(given)
+
+
 def _text(argument: str, given: Any) -> bytes:
     if not isinstance(given, bytes | bytearray | memoryview):
         raise invalid(argument, type(given).__name__, "bytes")
@@ -71,7 +78,7 @@ def _seconds(argument: str, given: float | None) -> float | None:
     if given is None:
         return None
     if not isinstance(given, int | float) or not given > 0:
-        raise invalid(argument, repr(given), "seconds above 0")
+        raise invalid(argument, quoted(given), "seconds above 0")
     return float(given)
 
 
@@ -84,7 +91,7 @@ def _pages(argument: str, given: Any) -> tuple[int, int, list[int], int]:
 def _each(argument: str, given: Any, wanted: type[Any]) -> list[Any]:
     """Return ``given`` as a list. Raises: weft.Error unless all of it is of the type ``wanted``."""
     if not isinstance(given, Sequence) or not all(isinstance(one, wanted) for one in given):
-        raise invalid(argument, repr(given), f"a sequence of {wanted.__name__}")
+        raise invalid(argument, quoted(given), f"a sequence of {wanted.__name__}")
     return list(given)
 
 
@@ -92,7 +99,9 @@ def _core_provider(given: Any) -> Any:
     if isinstance(given, LoopbackNetwork):
         return given.core
     if not isinstance(given, str):
-        raise invalid("provider", repr(given), f"a LoopbackNetwork, or one of {', '.join(provider_names())}")
+        raise invalid(
+            "provider", quoted(given), f"a LoopbackNetwork, or one of {', '.join(provider_names())}"
+        )
     return _core.transfer_find_provider(given)
 
 
@@ -134,7 +143,7 @@ class TransferEngine:
                 raise invalid("provider", f"{core_provider.name} (unusable here: {whys})", "another one")
             nics = usable[:1]
         if isinstance(nics, str):
-            raise invalid("nics", repr(nics), "a sequence of names")
+            raise invalid("nics", quoted(nics), "a sequence of names")
         self._device = -1 if device is None else whole("device", device, 1 << 16)
         self._timeout_s = _seconds("timeout_s", timeout_s) or _core.config().timeout_s
         self._watcher: Any = None
@@ -163,7 +172,7 @@ class TransferEngine:
         if timeout_s is None:
             return self._timeout_s
         if not isinstance(timeout_s, int | float) or not timeout_s >= 0:
-            raise invalid("timeout_s", repr(timeout_s), "seconds, 0 or more")
+            raise invalid("timeout_s", quoted(timeout_s), "seconds, 0 or more")
         return float(timeout_s)
 
     @property
@@ -191,7 +200,8 @@ class TransferEngine:
         Raises: weft.Error for what cannot be registered.
         """
         span = span_of(source)
-        access = (REMOTE_READ if remote_read else 0) | (REMOTE_WRITE if remote_write else 0)
+        may_read, may_write = _flag("remote_read", remote_read), _flag("remote_write", remote_write)
+        access = (REMOTE_READ if may_read else 0) | (REMOTE_WRITE if may_write else 0)
         core = self.core.enroll(span.address, span.bytes, span.device, access)
         self._kept[core.id] = span
         return Memory(self, core, span)
@@ -437,7 +447,7 @@ class TransferEngine:
         thread and counts for the first watch of an engine.
         """
         if not callable(callback):
-            raise invalid("callback", repr(callback), "something to call")
+            raise invalid("callback", quoted(callback), "something to call")
         if self._watcher is None:
             self._watcher = _core.TransferWatcher(self._device, cpu)
         return Watch(self._watcher, self._watcher.watch(callback))
@@ -486,11 +496,11 @@ class TransferEngine:
         counter: Counter | None,
         callback: Completion | None,
     ) -> tuple[Any, ...]:
-        if notify not in ("once", "each"):
-            raise invalid("notify", repr(notify), "'once' or 'each'")
+        if not isinstance(notify, str) or notify not in ("once", "each"):
+            raise invalid("notify", quoted(notify), "'once' or 'each'")
         if imm is not None:
             imm = whole("imm", imm, IMM_MAX)
-        if rail != ANY_RAIL:
+        if index_of(rail) != ANY_RAIL:
             rail = whole("rail", rail, 1 << 16)
         deadline_s = _seconds("timeout_s", timeout_s) or 0.0
         core_counter = None if counter is None else _handle("counter", counter, Counter)

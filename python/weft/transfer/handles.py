@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft import _core
-from weft.errors import Error, from_core, invalid
+from weft.errors import Error, from_core, invalid, quoted
 from weft.transfer.buffers import Span, whole
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def for_core(callback: Completion | None) -> Callable[[tuple[str, str] | None], 
     if callback is None:
         return None
     if not callable(callback):
-        raise invalid("callback", repr(callback), "something to call")
+        raise invalid("callback", quoted(callback), "something to call")
     return lambda outcome: callback(_to_error(outcome))
 
 

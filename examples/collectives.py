@@ -10,7 +10,7 @@ import torch
 
 import weft
 
-comm = weft.Communicator()  # torchrun's ranks; device="cuda" for GPUs
+comm = weft.Communicator(device="cpu")  # torchrun's ranks; without a device: the GPU, if any
 gradients = torch.full((1000,), float(comm.rank))
 comm.all_reduce(gradients, "average")
 rows = comm.all_gather(torch.tensor([comm.rank]))

@@ -13,7 +13,9 @@ from programs import environment
 
 import weft
 from weft.errors import Error
+from weft.moe import engines
 from weft.moe.elastic_sessions import GatherSessions
+from weft.runtime.communicator import device_name
 from weft.testing.ranks import Rank, RankPool
 from weft.transfer import LoopbackNetwork, TransferEngine
 
@@ -95,3 +97,16 @@ def test_parts_need_no_import_of_their_own() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment()
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_no_device_is_torchs_current_gpu_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert device_name(None) == "cuda:3"
+    assert engines._device(None) == torch.device("cuda:3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_name(None) == "cpu"
+    assert engines._device(None) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert device_name(None) == "cpu"

@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.errors import Error, PeerLost, invalid
 from weft.moe import arguments
 from weft.moe.engine import Engine
-from weft.runtime.communicator import connect
+from weft.runtime.communicator import connect, device_name
 
 Signature = tuple[Any, ...]
 _Plan = TypeVar("_Plan")
@@ -151,10 +151,8 @@ class Engines:
 
 def _device(device: torch.device | str | None) -> torch.device:
     """Return the device a buffer computes on, with its index."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        chosen = torch.device(device)
+        chosen = torch.device(device_name(None) if device is None else device)
     except (TypeError, ValueError, RuntimeError):
         raise invalid("device", arguments.describe(device), "a CPU or CUDA device") from None
     if chosen.type == "cuda" and chosen.index is None:

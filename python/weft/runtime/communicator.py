@@ -14,6 +14,7 @@ on all ranks; everything else from any thread.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,12 @@ def device_name(device: Any) -> str:
     """Return "cpu" or "cuda:N" for what users pass as a device.
 
     Args:
-        device: a tensor (its device), a torch.device, such a name, or None for the CPU. "cuda" alone is
-            torch's current device.
+        device: a tensor (its device), a torch.device, such a name, or None: torch's current GPU where torch is
+            loaded and has one, else the CPU. "cuda" alone is torch's current GPU.
     """
     if device is None:
-        return "cpu"
+        torch_loaded = sys.modules.get("torch")
+        device = "cuda" if torch_loaded is not None and torch_loaded.cuda.is_available() else "cpu"
     name = str(getattr(device, "device", device))
     if name != "cuda":
         return name
@@ -67,7 +69,8 @@ class Communicator:
         group: a torch process group (any backend), an mpi4py communicator, a Bootstrap, another Communicator,
             or None: torch's default group if there is one, else what the launcher (torchrun, mpirun, srun)
             has set, else a single rank.
-        device: what this rank computes on: a tensor on it, a torch.device or a name; None is the CPU.
+        device: what this rank computes on: a tensor on it, a torch.device or a name; None is torch's current GPU where
+            torch is loaded and has one, else the CPU.
         timeout_s: bound of every wait for a peer, in seconds; None takes WEFT_TIMEOUT_S.
         transport: a name from ``weft info``, or "auto"; None takes WEFT_TRANSPORT.
     Raises: Error when the ranks disagree or a rank cannot be reached, with each transport's reason; PeerLost,

@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -25,8 +26,6 @@
 #include "topology/topology.h"
 
 namespace weft {
-
-struct FaultBox;  // kernels/core/fault.h
 
 // How device code gets at a peer: by loads and stores into its window, or through something that carries them
 // out.
@@ -93,10 +92,9 @@ class Link {
 
   // ok while every peer is there: else who was lost, where, expected and seen.
   virtual Status status() { return {}; }
-  // A box of kernels that wait on this link's peers: it is raised when one of them is lost. Null-safe to
-  // repeat; unwatch() before its memory goes.
-  virtual void watch(FaultBox* box) {}
-  virtual void unwatch(FaultBox* box) {}
+  // `tell` is called once for each peer that is lost, at once for those that are, from threads of the link.
+  // Short: it runs under a lock.
+  virtual void on_lost(std::function<void(int peer, const std::string& how)> tell) {}
 };
 
 class Transport {

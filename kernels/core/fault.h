@@ -43,7 +43,6 @@ enum class Site : uint32_t {
   kPortFull,        // a port: the proxy thread has not taken a command for too long
   kPortFlush,       // ... or not finished reading this rank's memory
   kPortRange,       // a port: a place outside the window (expected: its bytes), or not aligned
-  kPortLost,        // a port: the peer is gone (expected: writes to it, seen: those it has confirmed)
 };
 
 struct FaultBox {

@@ -148,6 +148,18 @@ PeerWatch::Alarm PeerWatch::alarm(std::function<void(int)> lost) {
   return {this, next_alarm_++};
 }
 
+void PeerWatch::lose(int peer, std::string how) {
+  std::lock_guard lock(mutex_);
+  look_locked();
+  Peer& lost = peers_[peer];
+  if (lost.is_lost) return;
+  lost.is_lost = true;
+  lost.how = std::move(how);
+  if (!first_lost_.empty()) return;
+  first_lost_ = {peer};
+  for (const auto& [number, tell] : alarms_) tell(peer);
+}
+
 const PeerWatch::Note* PeerWatch::note_of(int peer) const {
   const bool is_known = peer >= 0 && peer < static_cast<int>(peers_.size());
   return is_known ? reinterpret_cast<const Note*>(peers_[peer].note.data()) : nullptr;
@@ -188,6 +200,8 @@ void PeerWatch::look_locked() {
 }
 
 bool PeerWatch::is_over_now(int peer) const {
+  const bool is_known = peer >= 0 && peer < static_cast<int>(peers_.size());
+  if (is_known && peers_[peer].is_lost) return true;
   return note_of(peer) && (has_left(peer) || peers_[peer].end.how != ProcessEnd::How::kRuns);
 }
 
@@ -205,8 +219,9 @@ std::string PeerWatch::name(int peer) const {
 }
 
 std::string PeerWatch::fate_locked(int peer) const {
-  const Note* note = note_of(peer);
-  if (!note) return {};
+  const bool is_known = peer >= 0 && peer < static_cast<int>(peers_.size());
+  if (is_known && !peers_[peer].how.empty()) return name(peer) + " " + peers_[peer].how;
+  if (!note_of(peer)) return {};
   const Peer& known = peers_[peer];
   if (known.is_lost) return name(peer) + " " + how(known.end);
   if (has_left(peer)) return name(peer) + " has left";

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// PeerWatch knows which ranks of this host have died, and how, moments after it happened.
+// PeerWatch knows which ranks of this host have died, and how, moments after it happened; and which others
+// were lost, once the links to them say so.
 //   WEFT_TRY_ASSIGN(auto peers, PeerWatch::open(rank));
 //   WEFT_TRY(peers->meet(*parcels, in_other_processes, until));    // collective
 //   PeerWatch::Alarm alarm = peers->alarm([&](int peer) { raise(fault, ...); });
@@ -56,6 +57,9 @@ class PeerWatch {
   // must be short, and call nothing of this object.
   Alarm alarm(std::function<void(int peer)> lost);
 
+  // Somebody else has found that a peer is lost, and how: "is lost: silent for 10 s".
+  void lose(int peer, std::string how);
+
   // Whether nothing more can come from a peer: it has died or left.
   bool is_over(int peer);
   // Who died first, and how; empty while nobody has. Who dies of another's death is not named.
@@ -77,6 +81,7 @@ class PeerWatch {
     uint64_t watched = 0;
     ProcessEnd end;
     bool is_lost = false;
+    std::string how;  // as lose() was told
   };
 
   explicit PeerWatch(int rank) : rank_(rank) {}

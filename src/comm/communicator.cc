@@ -238,7 +238,13 @@ Status Communicator::open_links(const std::vector<std::vector<const Transport*>>
   for (int peer = 0; peer < size(); ++peer)
     if (transports_[peer] == port) group.peers.push_back(peer);
   Result<std::unique_ptr<Link>> link = port->connect(group);
-  if (link.ok()) port_link_ = std::move(*link);
+  if (link.ok()) {
+    port_link_ = std::move(*link);
+    const auto is_it = [&](const Candidate& candidate) { return candidate.transport == port; };
+    log_info("rank {} of {}, node {}: {} ranks mapped, {} through {}: {}", rank_, size(), facts_[rank_].node,
+             mapped_ranks_.size() - 1, group.peers.size(), port->name(),
+             std::find_if(candidates.begin(), candidates.end(), is_it)->caps.details);
+  }
   return agree_on_links(link.status());
 }
 
@@ -265,6 +271,7 @@ Status Communicator::watch_peers() {
   for (const RankFacts& facts : facts_) is_other_process.push_back(facts.process != facts_[rank_].process);
   WEFT_TRY(peers_->meet(*parcels_, is_other_process, deadline()));
   parcels_->ask(peers_.get());
+  if (port_link_) port_link_->on_lost([this](int peer, const std::string& how) { peers_->lose(peer, how); });
   return {};
 }
 

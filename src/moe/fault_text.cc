@@ -72,8 +72,6 @@ const char* operation(Site site) {
       return "proxy.flush";
     case Site::kPortRange:
       return "proxy.range";
-    case Site::kPortLost:
-      return "proxy.peer";
   }
   return "unknown";
 }
@@ -200,9 +198,6 @@ Status fault_status(const FaultBox& box, PeerWatch& peers) {
         "rank {}, low_latency_combine.signal, waited {} s for this rank's own kernels: local expert "
         "{}: expected signal {}, saw {}",
         box.self, seconds(box.waited_ns), box.peer, box.expected, box.seen);
-  if (box.site == Site::kPortLost)
-    return Status::make(Code::kPeerLost, "rank {}, {}: rank {} is gone: {} writes sent to it, {} confirmed",
-                        box.self, what, box.peer, box.expected, box.seen);
   if (box.site == Site::kCombineHandle || box.site == Site::kDispatchHandle) return record_differs(box);
   if (box.site == Site::kCountsDisagree)
     return disagreement(box.waited_ns, box.self, box.expected, box.peer, box.seen);

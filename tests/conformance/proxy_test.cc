@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
 #include <cstring>
 
 #include "conformance/fixtures.h"
@@ -111,22 +112,21 @@ TEST_F(ProxyTest, APutLargerThanThePaceArrivesWhole) {
   Settings::clear({"WEFT_PROXY_BYTES_IN_FLIGHT", "WEFT_PROXY_WRITES_IN_FLIGHT"});
 }
 
-// A rail that falls silent in mid-run: both ranks learn who is gone, in a box that kernels look at.
+// A rail that falls silent in mid-run: both ranks learn who is gone, as they do of one that dies.
 TEST_F(ProxyTest, ASilentPeerIsLostByName) {
   Settings::set({{"WEFT_PEER_DEAD_S", "1"}, {"WEFT_HEARTBEAT_S", "0.2"}});
   on_two_ranks([](Communicator& comm, Window&, const ProxyMesh& mesh) {
-    FaultBox box{};
-    comm.port_link()->watch(&box);
+    std::atomic<int> lost{-1};
+    const PeerWatch::Alarm alarm = comm.peers().alarm([&](int peer) { lost = peer; });
     ASSERT_TRUE(comm.barrier().ok());
     if (mesh.rank() == 0) ReorderingFixture::network().set_plan({.dies_after = 1});
     ASSERT_TRUE(comm.barrier().ok());
     mesh.to(1 - mesh.rank()).put_value(0, 1);
-    EXPECT_TRUE(wait_until(Deadline::after_s(kTimeout_s), [&] { return load_acquire(&box.raised) != 0; }));
-    EXPECT_EQ(box.site, Site::kPortLost);
-    EXPECT_EQ(box.peer, 1 - mesh.rank());
+    const int other = 1 - static_cast<int>(mesh.rank());
+    EXPECT_TRUE(wait_until(Deadline::after_s(kTimeout_s), [&] { return lost == other; }));
+    EXPECT_THAT(comm.peers().lost(), HasSubstr(text("rank {} is lost: ", other)));
     EXPECT_THAT(comm.port_link()->status().message(),
                 HasSubstr(text("rank {}, proxy: lost rank {}", mesh.rank(), 1 - mesh.rank())));
-    comm.port_link()->unwatch(&box);
   });
   Settings::clear({"WEFT_PEER_DEAD_S", "WEFT_HEARTBEAT_S"});
 }

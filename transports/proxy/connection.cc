@@ -84,8 +84,11 @@ class ProxyLink : public Link {
 
   void forget(int window, uint64_t bytes) override {
     if (window >= static_cast<int>(kRegions)) return;
+    const Deadline until = Deadline::after_s(std::min(kFarewell_s, timeout_s_));
+    // Device code may have asked for more than has been done.
+    for (const auto& proxy : proxies_) proxy->drain(until);
     for (const auto& memory : regions_.cut(static_cast<uint32_t>(window), bytes))
-      (void)engine_->unregister(memory, Deadline::after_s(std::min(kFarewell_s, timeout_s_)));
+      (void)engine_->unregister(memory, until);
   }
 
   Result<MeshPart> mesh(const WindowView& window) override {
@@ -119,14 +122,10 @@ class ProxyLink : public Link {
     return status_;
   }
 
-  void watch(FaultBox* box) override {
+  void on_lost(std::function<void(int, const std::string&)> tell) override {
     std::lock_guard lock(mutex_);
-    watched_.push_back(box);
-    if (lost_.site != Site::kNone) raise_in(box);
-  }
-  void unwatch(FaultBox* box) override {
-    std::lock_guard lock(mutex_);
-    std::erase(watched_, box);
+    tell_ = std::move(tell);
+    for (const auto& [peer, how] : lost_) tell_(peer, how);
   }
 
  private:
@@ -254,22 +253,15 @@ class ProxyLink : public Link {
     lanes_.clear();
     proxies_ = std::move(idle_proxies_);
     for (const auto& proxy : proxies_)
-      proxy->start([this] { engine_->progress(); }, [this](const Lane& lane) { on_lost(lane); });
+      proxy->start([this] { engine_->progress(); }, [this](const Lane& lane) { lose(lane); });
   }
 
-  void on_lost(const Lane& lane) {
+  void lose(const Lane& lane) {
     std::lock_guard lock(mutex_);
     const Status why = logged(lane.status());
     if (status_.ok()) status_ = why;
-    lost_.site = Site::kPortLost;
-    lost_.self = static_cast<uint32_t>(rank_);
-    lost_.peer = static_cast<uint32_t>(lane.rank());
-    lost_.expected = lane.sent();
-    lost_.seen = lane.confirmed();
-    for (FaultBox* box : watched_) raise_in(box);
-  }
-  void raise_in(FaultBox* box) const {
-    raise(box, lost_.site, lost_.self, lost_.peer, lost_.expected, lost_.seen, 0);
+    lost_.emplace_back(lane.rank(), text("is lost: {}", lane.how()));
+    if (tell_) tell_(lost_.back().first, lost_.back().second);
   }
 
   const int rank_, ranks_;
@@ -287,8 +279,8 @@ class ProxyLink : public Link {
   std::atomic<bool> stop_helper_{false};
   std::mutex mutex_;
   Status status_;
-  FaultBox lost_{};
-  std::vector<FaultBox*> watched_;
+  std::vector<std::pair<int, std::string>> lost_;  // peers, and how
+  std::function<void(int, const std::string&)> tell_;
 };
 
 // The network that this process would use, or why none; looked for once.

@@ -259,9 +259,10 @@ void Lane::drop_all() {
 void Lane::lose(Status why) {
   if (is_lost_) return;
   is_lost_ = true;
+  how_ = text("{}; {} writes sent to it, {} confirmed, {} received", why.message(), next_out_, confirmed_,
+              next_in_);
   status_ = Status::make(why.code() == Code::kOk ? Code::kPeerLost : why.code(),
-                         "rank {}, proxy: lost rank {}: {} writes sent, {} confirmed, {} received: {}",
-                         traffic_.self, rank_, next_out_, confirmed_, next_in_, why.message());
+                         "rank {}, proxy: lost rank {}: {}", traffic_.self, rank_, how_);
 }
 
 void Lane::notify(uint32_t imm) {

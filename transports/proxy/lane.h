@@ -54,10 +54,10 @@ class Lane {
   bool is_closed() const { return is_self_ || is_lost_ || closed_->value() > 0; }
 
   int rank() const { return rank_; }
-  uint64_t sent() const { return next_out_; }
-  uint64_t confirmed() const { return confirmed_; }
   // Not ok once the peer is lost: why.
   const Status& status() const { return status_; }
+  // ... without this rank's name and the peer's.
+  const std::string& how() const { return how_; }
 
  private:
   struct Queued {
@@ -99,6 +99,7 @@ class Lane {
   std::shared_ptr<transfer::Peer> peer_;
   bool is_lost_ = false, is_closing_ = false;
   Status status_;
+  std::string how_;
 
   std::deque<Queued> queue_;
   std::deque<InFlight> in_flight_;

@@ -56,6 +56,12 @@ void Proxy::start(std::function<void()> progress, std::function<void(const Lane&
   thread_ = std::thread([this] { run(); });
 }
 
+// The first of two turns may have begun before the call.
+void Proxy::drain(Deadline until) const {
+  const uint64_t before = quiet_turns_.load(std::memory_order_acquire);
+  wait_until(until, [&] { return quiet_turns_.load(std::memory_order_acquire) >= before + 2; });
+}
+
 void Proxy::finish(Deadline until) {
   is_finishing_.store(true, std::memory_order_release);
   wait_until(until, [this] { return is_finished_.load(std::memory_order_acquire); });
@@ -89,12 +95,14 @@ void Proxy::run() {
 bool Proxy::turn() {
   bool any = take_commands();
   progress_();
+  bool is_quiet = !any;
   bool is_done = !any && is_finishing_.load(std::memory_order_acquire);
   const bool closes = is_done && !has_closed_;
   for (size_t i = 0; i < lanes_.size(); ++i) {
     Lane& lane = *lanes_[i];
     if (closes) lane.close();
     any = lane.turn() || any;
+    is_quiet = is_quiet && lane.is_idle();
     is_done = is_done && lane.is_idle() && lane.is_closed();
     if (!lane.status().ok() && !told_[i]) {
       told_[i] = true;
@@ -102,6 +110,7 @@ bool Proxy::turn() {
     }
   }
   has_closed_ = has_closed_ || closes;
+  if (is_quiet) quiet_turns_.fetch_add(1, std::memory_order_release);
   if (is_done) is_finished_.store(true, std::memory_order_release);
   return any;
 }

@@ -47,6 +47,8 @@ class Proxy {
   void add(std::unique_ptr<Lane> lane) { lanes_.push_back(std::move(lane)); }
   // `progress` moves the network; `on_lost` is called once for each peer that is lost.
   void start(std::function<void()> progress, std::function<void(const Lane&)> on_lost);
+  // Until nothing is queued or under way, or `until`: what was asked for before has read its sources. Threads: any.
+  void drain(Deadline until) const;
   // Until everything taken so far is with the peers, or `until`; then the thread ends. Threads: any.
   void finish(Deadline until);
   void stop();
@@ -66,6 +68,7 @@ class Proxy {
   std::function<void(const Lane&)> on_lost_;
   std::thread thread_;
   std::atomic<bool> is_finishing_{false}, is_finished_{false}, stopping_{false};
+  std::atomic<uint64_t> quiet_turns_{0};  // that found nothing queued and nothing under way
   bool has_closed_ = false;
 };
 

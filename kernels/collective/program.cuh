@@ -156,6 +156,12 @@ WEFT_DEVICE Turn turn_of(const ProgramArgs& a, const Shape& shape, uint32_t rank
   return turn;
 }
 
+// Over ports all messages are Simple.
+template <class Shape>
+struct OverPorts : Shape {
+  static constexpr int64_t protocol = static_cast<int64_t>(Protocol::kSimple);
+};
+
 // Places of one connection's end.
 struct RingPlace {
   uint64_t counter;  // index into sent, received and the freed counters
@@ -176,6 +182,12 @@ WEFT_DEVICE uint64_t header_at(const ProgramArgs& a, const MeshT& mesh, uint32_t
                                uint64_t number) {
   const uint64_t ring = uint64_t{channel} * mesh.ranks() + sender;
   return a.rings.headers_at + (ring * kRingSlots + number % kRingSlots) * sizeof(MessageHeader);
+}
+template <class MeshT>
+WEFT_DEVICE uint64_t outbox_at(const ProgramArgs& a, const MeshT& mesh, uint32_t channel, uint32_t peer,
+                               uint64_t number) {
+  const uint64_t ring = uint64_t{channel} * mesh.ranks() + peer;
+  return a.rings.outbox_at + (ring * kRingSlots + number % kRingSlots) * a.rings.slot_bytes[0];
 }
 template <class MeshT>
 WEFT_DEVICE uint64_t ring_index(const MeshT& mesh, uint32_t channel, uint32_t sender) {
@@ -202,8 +214,10 @@ WEFT_DEVICE bool may_be_direct(const ProgramArgs& a, const Shape& shape, uint64_
          units * 16 >= a.direct.least_bytes;
 }
 // Whether the sender waits for a grant, to store the message itself.
-template <class Shape>
-WEFT_DEVICE bool wants_grant(const ProgramArgs& a, const Shape& shape, const Turn& turn) {
+template <class MeshT, class Shape>
+WEFT_DEVICE bool wants_grant(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, const Turn& turn) {
+  if constexpr (!MappedMeshOnly<MeshT>)
+    if (!mapped_window(mesh, static_cast<uint32_t>(turn.block->send_peer))) return false;
   const bool is_worth_it = a.direct.prefers_stores || !(turn.step->direct & kMayRefer);
   return (turn.step->direct & kMayStore) && is_worth_it && may_be_direct(a, shape, turn.units);
 }
@@ -254,7 +268,7 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
     const auto* freed = reinterpret_cast<const uint64_t*>(mesh.local() + a.rings.freed_at);
     const uint64_t seen = load_acquire(&freed[ring.counter]);
     if (seen + kRingSlots <= cursor.sent) return lack = {peer, cursor.sent + 1 - kRingSlots, seen}, false;
-    if (wants_grant(a, shape, turn)) {
+    if (wants_grant(a, mesh, shape, turn)) {
       const uint64_t granted = load_acquire(&grant_of(a, mesh, channel, peer)->tag);
       if (granted != message_tag(cursor.first_sent + 1, cursor.salt))
         return lack = {peer, cursor.first_sent + 1, static_cast<uint32_t>(granted)}, false;
@@ -348,11 +362,18 @@ WEFT_DEVICE void route_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
   const uint32_t channel = turn.block->channel;
   const auto peer = static_cast<uint32_t>(turn.block->send_peer);
   const uint32_t salt = cursor.salt + mark_of(a, cursor, turn);
-  route.out = {mesh.to(peer).mapped() + ring_of(a, mesh, shape, channel, peer, true, cursor.sent).slot_at,
+  std::byte* const there = mapped_window(mesh, peer);
+  if constexpr (!MappedMeshOnly<MeshT>) {
+    if (!there) {
+      route.out = {mesh.local() + outbox_at(a, mesh, channel, peer, cursor.sent), cursor.sent};
+      return;
+    }
+  }
+  route.out = {there + ring_of(a, mesh, shape, channel, peer, true, cursor.sent).slot_at,
                message_tag(cursor.sent, salt)};
   if (shape.protocol != static_cast<int64_t>(Protocol::kSimple)) return;
   MessageHeader header{Place::kSlot, 0, salt, 0, 0};
-  if (wants_grant(a, shape, turn)) {
+  if (wants_grant(a, mesh, shape, turn)) {
     if (const Piece target = granted_piece(a, mesh, shape, cursor, turn); target.at) {
       header.place = Place::kDestination;
       route.out = {target.at, cursor.sent, target.bytes};
@@ -373,8 +394,7 @@ WEFT_DEVICE void route_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
       route.refers = 1;
     }
   }
-  *reinterpret_cast<MessageHeader*>(mesh.to(peer).mapped() +
-                                    header_at(a, mesh, channel, mesh.rank(), cursor.sent)) = header;
+  *reinterpret_cast<MessageHeader*>(there + header_at(a, mesh, channel, mesh.rank(), cursor.sent)) = header;
 }
 
 WEFT_DEVICE void give_up(const ProgramArgs& a, const Cursor& cursor, const Lack& lack, uint64_t waited_ns) {
@@ -563,6 +583,21 @@ WEFT_DEVICE void release_due(const ProgramArgs& a, const MeshT& mesh) {
   }
 }
 
+// Sends a message that the block has built in the outbox. Its slot there is free: what lay in it before has
+// been read by the peer, and so by the network. One thread.
+template <class MeshT, class Shape>
+WEFT_DEVICE void put_message(const ProgramArgs& a, const MeshT& mesh, const Shape& shape,
+                             const Cursor& cursor, const Turn& turn, uint32_t peer) {
+  const uint32_t channel = turn.block->channel;
+  const MessageHeader header{Place::kSlot, 0, cursor.salt + mark_of(a, cursor, turn), 0, 0};
+  const uint64_t slot_at = ring_of(a, mesh, shape, channel, peer, true, cursor.sent).slot_at;
+  auto to_peer = mesh.to(peer);
+  to_peer.put(OneThread{}, slot_at, outbox_at(a, mesh, channel, peer, cursor.sent), turn.units * 16);
+  uint64_t first_word = 0;
+  copy_few<8>(&first_word, &header);
+  to_peer.put_value(header_at(a, mesh, channel, mesh.rank(), cursor.sent), first_word);
+}
+
 // Tells peers and other blocks, and moves the cursor on. One thread.
 template <class MeshT, class Shape>
 WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& shape, Cursor& cursor,
@@ -570,6 +605,8 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
   const uint32_t channel = turn.block->channel;
   if (moved && turn.sends) {
     const auto peer = static_cast<uint32_t>(turn.block->send_peer);
+    if constexpr (!MappedMeshOnly<MeshT>)
+      if (!mapped_window(mesh, peer)) put_message(a, mesh, shape, cursor, turn, peer);
     cursor.sent += 1;
     if (shape.protocol == static_cast<int64_t>(Protocol::kSimple))
       tell(a, mesh, peer, a.rings.arrived_at + ring_index(mesh, channel, mesh.rank()) * 8, cursor.sent,
@@ -603,9 +640,11 @@ WEFT_DEVICE void conclude(const ProgramArgs& a, const MeshT& mesh, const Shape& 
 // on.
 template <class MeshT>
 WEFT_DEVICE void grant(const ProgramArgs& a, const MeshT& mesh, const ProgramBlock& block, uint64_t tag) {
+  std::byte* const window = mapped_window(mesh, static_cast<uint32_t>(block.recv_peer));
+  if constexpr (!MappedMeshOnly<MeshT>)
+    if (!window) return;  // a port peer stores nothing itself
   auto* there =
-      reinterpret_cast<Grant*>(mesh.to(static_cast<uint32_t>(block.recv_peer)).mapped() + a.rings.grants_at) +
-      ring_index(mesh, block.channel, mesh.rank());
+      reinterpret_cast<Grant*>(window + a.rings.grants_at) + ring_index(mesh, block.channel, mesh.rank());
   for (uint32_t i = 0; i < 3; ++i) {
     there->window[i] = a.buffers[i].window;
     there->window_at[i] = a.buffers[i].window_at;
@@ -733,10 +772,9 @@ WEFT_DEVICE constexpr uint32_t program_shared_bytes(uint32_t owned) {
   return static_cast<uint32_t>(sizeof(program::Shared) + owned * sizeof(program::Cursor));
 }
 
-// Runs a program, wherever its steps are.
 template <class Program, class MeshT, class Shape>
-WEFT_DEVICE void run_steps(const Program& steps, const ProgramArgs& a, const MeshT& mesh,
-                           const Shape& shape) {
+WEFT_DEVICE void run_steps_as(const Program& steps, const ProgramArgs& a, const MeshT& mesh,
+                              const Shape& shape) {
   const Block block;
   auto* shared = reinterpret_cast<program::Shared*>(block.shared());
   auto* cursors = reinterpret_cast<program::Cursor*>(shared + 1);
@@ -779,6 +817,16 @@ WEFT_DEVICE void run_steps(const Program& steps, const ProgramArgs& a, const Mes
     advance(a.state);
     if (a.calls) *a.calls += 1;
   }
+}
+
+// Runs a program, wherever its steps are.
+template <class Program, class MeshT, class Shape>
+WEFT_DEVICE void run_steps(const Program& steps, const ProgramArgs& a, const MeshT& mesh,
+                           const Shape& shape) {
+  if constexpr (MappedMeshOnly<MeshT>)
+    run_steps_as(steps, a, mesh, shape);
+  else
+    run_steps_as(steps, a, mesh, program::OverPorts<Shape>{shape});
 }
 
 template <class MeshT, class Shape>

@@ -14,6 +14,9 @@
 // destination, of which the receiver tells it in a grant at the start of a run. Steps carry what their
 // program allows (weft.collectives.direct); where the buffers are decides between that and the slot, per
 // message, so ranks need not agree on it.
+// Ports. What goes to a peer that this rank does not map is built in the outbox, a part of this rank's window,
+// and put into the slot as one range, its header's first word and its counter after it. Such messages are
+// Simple and never direct: a network writes slots, and neither the buffers of users nor single lines.
 // Calls. Every message carries a salt beside its number: a digest of the call (what, element type, operation,
 // count, root, algorithm) and of how many calls came before. A receiver takes a message only if the salt is
 // its own, so calls that do not belong together never exchange data, whatever numbers their messages have. An
@@ -155,11 +158,12 @@ struct RingLayout {
   uint64_t slots_at[kProtocols];  // ring (channel * ranks + sender) of the receiver
   uint64_t slot_bytes[kProtocols];
   uint32_t channels;
-  uint32_t reserved;
+  uint32_t has_outbox;  // some rank of the communicator has port peers
   uint64_t arrived_at;  // u64[channels * ranks], of the receiver
   uint64_t freed_at;    // u64[kProtocols * channels * ranks], of the sender
   uint64_t headers_at;  // MessageHeader[kRingSlots] of every Simple ring, of the receiver
   uint64_t grants_at;   // Grant[channels * ranks], of the sender
+  uint64_t outbox_at;   // of the sender, for port peers: Simple's slots of ring (channel * ranks + peer)
 };
 
 // How messages may bypass their slots.

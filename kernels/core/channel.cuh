@@ -25,6 +25,13 @@ namespace weft {
 
 using WindowOffset = uint64_t;  // a byte position in a window
 
+// The group of a thread that speaks for others, which have synchronised already.
+struct OneThread {
+  WEFT_DEVICE void sync() const {}
+  WEFT_DEVICE uint32_t rank() const { return 0; }
+  WEFT_DEVICE uint32_t size() const { return 1; }
+};
+
 template <class C>
 concept Channel = requires(C channel, Warp warp, WindowOffset offset, uint64_t n) {
   channel.put(warp, offset, offset, n);
@@ -48,5 +55,14 @@ concept Mesh = requires(M mesh, uint32_t peer) {
 template <class M>
 concept MappedMeshOnly =
     Mesh<M> && requires(M mesh, uint32_t peer) { requires MappedReach<decltype(mesh.to(peer))>; };
+
+// The peer's window where this rank maps it; null where it goes through a port.
+template <class MeshT>
+WEFT_DEVICE std::byte* mapped_window(const MeshT& mesh, uint32_t peer) {
+  if constexpr (MappedMeshOnly<MeshT>)
+    return mesh.to(peer).mapped();
+  else
+    return mesh.mapped_window(peer);
+}
 
 }  // namespace weft

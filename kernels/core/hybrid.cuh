@@ -48,6 +48,7 @@ struct HybridMesh {
   WEFT_DEVICE uint32_t rank() const { return mapped.rank(); }
   WEFT_DEVICE uint32_t ranks() const { return mapped.ranks(); }
   WEFT_DEVICE std::byte* local() const { return mapped.local(); }
+  WEFT_DEVICE std::byte* mapped_window(uint32_t peer) const { return mapped.to(peer).mapped(); }
 };
 
 }  // namespace weft

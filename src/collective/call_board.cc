@@ -109,6 +109,7 @@ Status CallBoard::open(Communicator& comm) {
   WEFT_TRY_ASSIGN(const std::vector<Parcel> all,
                   comm.parcels().all_gather(offer, "collectives.create", comm.deadline()));
   for (int rank = 0; rank < size_; ++rank) {
+    if (std::ranges::count(comm.mapped_ranks(), rank) == 0) continue;  // its page cannot be read here
     if (rank != rank_) {
       Place place{};
       if (all[rank].bytes.size() != sizeof place)
@@ -177,7 +178,7 @@ CallRecord CallBoard::own_call(uint64_t ago) const {
 std::string CallBoard::mismatch() const {
   if (std::string words = differing_call(); !words.empty()) return words;
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
+    if (peer == rank_ || !pages_[peer]) continue;
     std::string words =
         differing_message(sends_at(rank_, peer), sent_[peer], receives_at(peer, rank_), peer, true);
     if (words.empty())
@@ -193,7 +194,8 @@ std::string CallBoard::differing_call() const {
   for (uint64_t number = std::max(first, refused_ + 1); number <= calls_; ++number) {
     std::vector<std::pair<int, CallRecord>> calls;
     for (int rank = 0; rank < size_; ++rank)
-      if (const CallRecord record = read(calls_at(rank), kKeptCalls, number); record.number)
+      if (const CallRecord record = pages_[rank] ? read(calls_at(rank), kKeptCalls, number) : CallRecord();
+          record.number)
         calls.push_back({rank, record});
     const bool differ = std::any_of(calls.begin(), calls.end(), [&](const auto& call) {
       return call.second.digest != calls[0].second.digest;
@@ -221,6 +223,7 @@ std::string CallBoard::differing_message(const CallRecord* mine, uint64_t my_lat
 }
 
 std::string CallBoard::progress(int rank) const {
+  if (!pages_[rank]) return text("rank {} is reached through a port, so its calls are not known", rank);
   const uint64_t number = latest(calls_at(rank), kKeptCalls);
   if (number == 0) return text("rank {} has made no call of all ranks", rank);
   const CallRecord last = read(calls_at(rank), kKeptCalls, number);

@@ -7,6 +7,7 @@
 //   if (const std::string words = board->mismatch(); !words.empty()) ...
 // Calls of all ranks are numbered alike; messages between two ranks are numbered for each direction. Posting
 // costs a few stores to the own page. What a rank called kKeptCalls calls ago is forgotten.
+// Ranks that are reached through ports have no pages here: nothing is known of their calls.
 // Threads: one posts calls, one sends, one receives; everything else from any.
 #pragma once
 
@@ -61,7 +62,7 @@ class CallBoard {
  public:
   static constexpr uint32_t kKeptCalls = 64, kKeptMessages = 16;
 
-  // Collective over ranks that map each other. Errors: kSystem, kPeerLost.
+  // Collective. Errors: kSystem, kPeerLost.
   static Result<std::unique_ptr<CallBoard>> create(Communicator& comm);
 
   void post(const CallRecord& record) { post_to(calls_at(rank_), kKeptCalls, ++calls_, record); }
@@ -121,6 +122,7 @@ class CallBoard {
   template <class IsStopped, class HasPosted>
   Status wait_for(Deadline until, IsStopped is_stopped, HasPosted has_posted) const {
     for (int rank = 0; rank < size_; ++rank) {
+      if (!pages_[rank]) continue;
       const bool is_posted = wait_until(until, [&] { return has_posted(rank) || is_stopped(); });
       if (is_stopped()) return Status::make(Code::kClosed, "stopped while calls were compared");
       if (const std::string words = mismatch(); !words.empty()) return Status(Code::kInvalid, words);

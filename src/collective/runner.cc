@@ -117,10 +117,8 @@ constexpr uint64_t kStreamBytes = 1 << 20;
 Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_ptr<Communicator> comm,
                                                                    const RunnerOptions& options) {
   const auto ranks = static_cast<uint32_t>(comm->size());
-  if (const std::string why = comm->why_not_all_mapped(); !why.empty())
-    return Status::make(Code::kUnsupported,
-                        "collective programs need ranks that map each other's memory, and {}", why);
   RingOptions wanted{ranks, options.channels, {}};
+  wanted.has_ports = comm->port_link() != nullptr;
   const bool is_host = comm->device().is_host();
   for (uint32_t protocol = 0; protocol < kProtocols; ++protocol) {
     const uint64_t given = protocol == 0 ? options.simple_slot_bytes : options.ll_slot_bytes;
@@ -128,7 +126,9 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
                                   : is_host ? kHostSlotBytes[protocol]
                                             : kCudaSlotBytes[protocol];
   }
-  wanted.exchange_blocks = !options.has_exchanges ? 0 : is_host ? kHostExchangeBlocks : kCudaExchangeBlocks;
+  wanted.exchange_blocks = !options.has_exchanges || wanted.has_ports ? 0
+                           : is_host                                  ? kHostExchangeBlocks
+                                                                      : kCudaExchangeBlocks;
   wanted.region_units = is_host ? kHostRegionUnits : kCudaRegionUnits;
   wanted.stage_units = is_host ? kHostStageUnits : kCudaStageUnits;
   const RingPlan plan = plan_rings(wanted);
@@ -176,7 +176,7 @@ Status CollectiveRunner::probe_process_reads() {
   const uint64_t number = uint64_t{0x9e3779b97f4a7c15} * static_cast<uint64_t>(getpid() + 1);
   *card_of(self) = {static_cast<uint32_t>(getpid()), 0, reinterpret_cast<uint64_t>(&number), number};
   WEFT_TRY(comm_->barrier());
-  for (int rank = 0; rank < ranks && config().process_reads; ++rank) {
+  for (int rank : config().process_reads ? comm_->mapped_ranks() : std::vector<int>()) {
     const ProcessCard card = *card_of(rank);
     uint64_t seen = 0;
     const bool can = read_process(card.process, &seen, card.address, sizeof(seen)) && seen == card.number;
@@ -186,7 +186,7 @@ Status CollectiveRunner::probe_process_reads() {
   auto* told = reinterpret_cast<uint32_t*>(window_->local() + rings_.grants_at);
   *card_of(self) = {};
   WEFT_TRY(comm_->barrier());
-  for (int rank = 0; rank < ranks; ++rank)
+  for (int rank : comm_->mapped_ranks())
     reinterpret_cast<uint32_t*>(window_->base(rank) + rings_.grants_at)[self] = processes[rank] != 0;
   WEFT_TRY(comm_->barrier());
   std::copy_n(told, ranks, readers);
@@ -366,7 +366,10 @@ Status CollectiveRunner::run(const RunCall& call) {
   return run(planned, call.input, call.output, call.stream);
 }
 
-Result<CollectiveRunner::PlannedRun> CollectiveRunner::plan(const RunCall& call) {
+Result<CollectiveRunner::PlannedRun> CollectiveRunner::plan(const RunCall& given) {
+  RunCall call = given;
+  // Lines are for memory that a peer can see while it is written: over ports every message is Simple.
+  if (rings_.has_outbox) call.protocol = Protocol::kSimple;
   const Program* found = find(call.program);
   if (!found) return Status::invalid("program: got {}, allowed: one that was loaded", call.program);
   const Program& program = *found;
@@ -552,7 +555,8 @@ Status CollectiveRunner::exchange(const ExchangeCall& call) {
 
 Result<CollectiveRunner::PlannedExchange> CollectiveRunner::plan(const ExchangeCall& call) const {
   if (exchange_.blocks == 0)
-    return Status::make(Code::kUnsupported, "an exchange, allowed: of a runner that was made for exchanges");
+    return Status::make(Code::kUnsupported, "an exchange, allowed: of a runner that was made for exchanges{}",
+                        rings_.has_outbox ? "; " + comm_->why_not_all_mapped() : "");
   const auto ranks = static_cast<uint32_t>(comm_->size());
   const bool adds = call.kind == Exchange::kAllReduce || call.kind == Exchange::kReduceScatter;
   PlannedExchange planned{};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// CollectiveRunner runs collective programs on the ranks of a communicator that map each other's windows.
+// CollectiveRunner runs collective programs on the ranks of a communicator, through mapped memory and ports.
 //   WEFT_TRY_ASSIGN(auto runner, CollectiveRunner::create(comm, options));
 //   WEFT_TRY_ASSIGN(uint32_t id, runner->load(text));       // this rank's part of a verified program
 //   WEFT_TRY(runner->run(call));
@@ -103,7 +103,7 @@ struct ExchangeCall {
 
 class CollectiveRunner {
  public:
-  // Collective. Errors: kUnsupported when some rank is not mapped; those of Window::create.
+  // Collective. Errors: those of Window::create.
   static Result<std::unique_ptr<CollectiveRunner>> create(std::shared_ptr<Communicator> comm,
                                                           const RunnerOptions& options);
 

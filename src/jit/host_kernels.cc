@@ -106,7 +106,7 @@ void add_kernels(std::vector<KernelRow>& rows, MeshKind<MeshT> mesh) {
   WEFT_HOST_KERNEL(kMapped, "kernels/moe/ring.cuh", ring_receive, RingArgs, RingShape, 96,
                    "whole_vecs=1; whole_vecs=0");
   WEFT_HOST_KERNEL(kMapped, "kernels/moe/engram.cuh", engram_fetch, EngramArgs, EngramShape, 512, "");
-  WEFT_HOST_KERNEL(kMapped, "kernels/collective/program.cuh", run_program, ProgramArgs, ProgramShape, 512,
+  WEFT_HOST_KERNEL(kPorts, "kernels/collective/program.cuh", run_program, ProgramArgs, ProgramShape, 512,
                    kPrograms);
   WEFT_HOST_KERNEL(kMapped, "kernels/collective/exchange.cuh", run_exchange, ExchangeArgs, ExchangeShape, 256,
                    kExchangeShapes);

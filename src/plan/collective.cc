@@ -61,6 +61,9 @@ RingPlan plan_rings(const RingOptions& options) {
     plan.layout.slots_at[protocol] =
         carver.take(connections * kRingSlots * options.slot_bytes[protocol], 4096);
   }
+  plan.layout.has_outbox = options.has_ports;
+  plan.layout.outbox_at =
+      carver.take(options.has_ports ? connections * kRingSlots * options.slot_bytes[0] : 0, 4096);
   plan.exchange.blocks = options.exchange_blocks;
   plan.exchange.region_units = options.region_units;
   plan.exchange.stage_units = options.stage_units;

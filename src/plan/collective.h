@@ -19,6 +19,7 @@ struct RingOptions {
   uint32_t exchange_blocks = 0;
   uint32_t region_units = 0;  // of a block's region in an inbox
   uint32_t stage_units = 0;   // of a block's staging area for one sender
+  bool has_ports = false;     // messages to some peers start in an outbox
 };
 
 // Rings and counters, from offset 0 of every window.

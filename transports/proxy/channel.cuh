@@ -60,6 +60,7 @@ struct ProxyMesh {
   WEFT_DEVICE uint32_t rank() const { return self; }
   WEFT_DEVICE uint32_t ranks() const { return count; }
   WEFT_DEVICE std::byte* local() const { return own; }
+  WEFT_DEVICE std::byte* mapped_window(uint32_t) const { return nullptr; }
 };
 static_assert(sizeof(ProxyMesh) == 64);
 

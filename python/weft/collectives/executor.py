@@ -109,9 +109,9 @@ class Executor:
     """The programs of one communicator, and the memory that they share.
 
     Args:
-        core: the core communicator; all its ranks must map each other's memory. timeout_s: None takes its own.
+        core: the core communicator. timeout_s: None takes its own.
         direct_bytes: least message that may bypass its slot (docs/collectives.md); 0 takes what suits the device.
-    Raises: Error when they do not; PeerLost.
+    Raises: PeerLost.
     """
 
     def __init__(self, core: Any, timeout_s: float | None = None, direct_bytes: int = 0) -> None:

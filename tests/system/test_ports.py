@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives among ranks that cannot map each other: one host, cut into nodes that reach each other by proxies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_communicator_calls import _every_call
+
+import weft
+from weft import Communicator, _core
+from weft.errors import Error
+from weft.testing.ranks import Rank, run_ranks
+
+RANKS, LOST = 4, 3
+SETTINGS = ("WEFT_RANKS_PER_NODE", "WEFT_PROXY_PROVIDER", "WEFT_PEER_DEAD_S", "WEFT_HEARTBEAT_S")
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    _core.config_reload()
+
+
+def _use(monkeypatch: pytest.MonkeyPatch, ranks_per_node: int, provider: str) -> None:
+    usable = [nic for nic in _core.transfer_find_provider(provider).probe() if not nic["unusable_because"]]
+    if not usable:
+        pytest.skip(f"{provider} is not usable here")
+    monkeypatch.setenv("WEFT_RANKS_PER_NODE", str(ranks_per_node))
+    monkeypatch.setenv("WEFT_PROXY_PROVIDER", provider)
+    _core.config_reload()
+
+
+def _calls(rank: Rank) -> None:
+    _every_call(rank)
+    comm = Communicator(rank.group, timeout_s=60)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+        for elems in (1, 17, 4099, 300_001):
+            every = torch.stack([(torch.arange(elems) % 13 + r).to(dtype) for r in range(rank.size)])
+            own = every[rank.rank].clone()
+            assert torch.equal(comm.all_reduce(own.clone()), every.sum(0).to(dtype)), (dtype, elems)
+            assert torch.equal(comm.all_reduce(own.clone(), "max"), every.max(0).values), (dtype, elems)
+            assert torch.equal(comm.all_gather(own), every), (dtype, elems)
+    for turn in range(100):  # rings and numbers go around many times
+        own = torch.full((257,), float(rank.rank + turn))
+        assert torch.equal(comm.all_reduce(own), torch.full((257,), 6.0 + 4 * turn))
+    with pytest.raises(Error, match="expert parallelism needs ranks of one node, and rank 0 reaches rank"):
+        weft.Buffer(rank.group, num_nvl_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "provider"), [(2, "fabric:tcp"), (1, "fabric:shm")])
+def test_every_call_is_right_over_ports(
+    ranks_per_node: int, provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use(monkeypatch, ranks_per_node, provider)
+    run_ranks(RANKS, _calls)
+
+
+def _until_one_dies(rank: Rank) -> tuple[str, float]:
+    comm = Communicator(rank.group, timeout_s=100)
+    data = torch.ones(1000)
+    comm.all_reduce(data)
+    if rank.rank == LOST:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(weft.PeerLost) as raised:
+        comm.all_reduce(data)
+    with pytest.raises(weft.PeerLost):
+        comm.all_reduce(data)
+    return str(raised.value), time.monotonic() - began
+
+
+def test_a_killed_rank_of_another_node_is_named_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_PEER_DEAD_S", "3")
+    monkeypatch.setenv("WEFT_HEARTBEAT_S", "0.5")
+    _use(monkeypatch, 2, "fabric:tcp")
+    results = run_ranks(RANKS, _until_one_dies, lost={LOST})
+    for rank in range(LOST):
+        message, waited_s = results[rank]
+        assert f"rank {LOST}" in message, message
+        assert waited_s < 60, message

@@ -661,10 +661,12 @@ WEFT_DEVICE void take_back(const ProgramArgs& a, const MeshT& mesh, const Shape&
   const ProgramBlock& block = a.blocks[cursor.number];
   if (block.grants) grant(a, mesh, block, message_tag(0, ~cursor.salt));
   if (block.send_peer < 0) return;
-  const auto peer = static_cast<uint32_t>(block.send_peer);
+  std::byte* const there = mapped_window(mesh, static_cast<uint32_t>(block.send_peer));
+  if constexpr (!MappedMeshOnly<MeshT>)
+    if (!there) return;  // a port peer has copies of its own
   for (uint64_t back = 1; back <= kRingSlots && back <= cursor.sent; ++back) {
     auto* header = reinterpret_cast<MessageHeader*>(
-        mesh.to(peer).mapped() + header_at(a, mesh, block.channel, mesh.rank(), cursor.sent - back));
+        there + header_at(a, mesh, block.channel, mesh.rank(), cursor.sent - back));
     store_release(&header->salt, ~cursor.salt);
   }
 }

@@ -87,7 +87,9 @@ def is_plain(value: object) -> bool:
         and value.is_contiguous()
         and not value.is_neg()
         and value.data_ptr() != 0
-        and value.untyped_storage().nbytes() >= value.nbytes  # not freed behind an offset
+        and value.untyped_storage().nbytes()
+        >= value.storage_offset() * value.element_size()
+        + value.nbytes  # not freed, nor cut, behind an offset
     )
 
 

@@ -531,10 +531,11 @@ template <class MeshT>
 WEFT_DEVICE bool still_holds(const ProgramArgs& a, const MeshT& mesh, const Cursor& cursor,
                              const Turn& turn) {
   if constexpr (Warp::kMaxSize == 1) fence_system();  // what was read, first; on GPUs the barrier saw to it
-  const uint32_t salt = load_acquire(&header_of(a, mesh, turn, cursor)->salt);
-  if (salt == cursor.salt) return true;  // messages that bypass slots have no marks
-  raise(a.wait.fault, Site::kTakenBack, a.wait.self, static_cast<uint32_t>(turn.block->recv_peer),
-        cursor.salt, salt, 0, cursor.number << 16 | cursor.step);
+  const uint32_t salt = cursor.salt + mark_of(a, cursor, turn);
+  const uint32_t seen = load_acquire(&header_of(a, mesh, turn, cursor)->salt);
+  if (seen == salt) return true;
+  raise(a.wait.fault, Site::kTakenBack, a.wait.self, static_cast<uint32_t>(turn.block->recv_peer), salt, seen,
+        0, cursor.number << 16 | cursor.step);
   return false;
 }
 

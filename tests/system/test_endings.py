@@ -50,6 +50,7 @@ def training(tmp_path: Path) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # which nohup would have ignored
     )
     eventually(lambda: len(session_of(started.pid)) >= 2, "the demo makes no ranks")
     return started

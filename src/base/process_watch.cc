@@ -55,6 +55,15 @@ bool has_ended(int process) {
   return ::poll(&entry, 1, 0) > 0;
 }
 
+// How a process ended whose parent has asked for it, where the kernel keeps that; else unknown.
+ProcessEnd reaped_end(int process) {
+  PidfdInfo info{};
+  info.mask = kPidfdInfoExit;
+  if (ioctl(process, kPidfdGetInfo, &info) == 0 && (info.mask & kPidfdInfoExit) != 0)
+    return from_wait_status(info.exit_code);
+  return {ProcessEnd::How::kUnknown, 0};
+}
+
 }  // namespace
 
 FileDescriptor open_process(pid_t pid) {
@@ -67,16 +76,14 @@ FileDescriptor open_process(pid_t pid) {
 
 ProcessEnd process_end(int process) {
   if (!has_ended(process)) return {};
-  PidfdInfo info{};
-  info.mask = kPidfdInfoExit;
-  if (ioctl(process, kPidfdGetInfo, &info) == 0 && (info.mask & kPidfdInfoExit) != 0)
-    return from_wait_status(info.exit_code);
+  const ProcessEnd end = reaped_end(process);
+  if (end.how != ProcessEnd::How::kUnknown) return end;
   // Until its parent asks, the process is a zombie: the last field of its line is what the parent will hear.
   const std::vector<std::string> fields = stat_fields(process_id(process));
   constexpr size_t kExitCode = 52 - 3;
   if (fields.size() > kExitCode && (fields[0] == "Z" || fields[0] == "X"))
     return from_wait_status(std::stoi(fields[kExitCode]));
-  return {ProcessEnd::How::kUnknown, 0};
+  return reaped_end(process);  // its parent has asked since
 }
 
 pid_t process_id(int process) {

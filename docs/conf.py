@@ -25,7 +25,8 @@ exclude_patterns = ["README.md", "**/_*"]  # docs/README.md is for those who cha
 
 html_theme = "furo"
 html_title = f"Weft {weft.__version__}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 
 myst_enable_extensions = ["colon_fence"]

@@ -2,11 +2,12 @@
 # make demo and make test are all that a fresh clone needs. Each first installs the system's packages it needs (as root,
 # on Debian or Ubuntu; otherwise, and with PACKAGES=no, it lists them) and sets up .venv; tools/packages and tools/setup
 # say what they do.
-.PHONY: help setup demo test lint format docs clean
+.PHONY: help setup demo demo-two-machines test lint format docs clean
 
 help:
 	@echo "make demo    set up, then train a mixture-of-experts model over 4 ranks (or all GPUs) beside one rank"
-	@echo "make test    set up, then run every test that this machine can run"
+	@echo "make demo-two-machines    the same over two network namespaces of two ranks (root), or two nodes of this host"
+	@echo "make test    set up, then run every test that this machine can run; TESTS=tests/unit runs those alone"
 	@echo "make lint    set up, then run the formatters' checks, linters and type checks"
 	@echo "make format  set up, then format every source file"
 	@echo "make docs    set up, then build the site in build/site"
@@ -19,10 +20,13 @@ setup:
 demo: setup
 	@.venv/bin/weft demo
 
+demo-two-machines: setup
+	@.venv/bin/python -m weft.testing.machines --machines 2 --ranks 2 -- -m weft demo --machines 2
+
 test:
 	@tools/packages test
 	@tools/setup
-	@tools/run-tests
+	@tools/run-tests $(TESTS)
 
 lint:
 	@tools/packages build

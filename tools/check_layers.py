@@ -42,8 +42,9 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "src/plan": PLAN,
     "src/moe": PLAN,
     "src/collective": PLAN,
+    "src/measure": PLAN,
     "src/bind": PLAN
-    | {"src/moe", "src/collective", "src/transfer", "providers", "providers/*"}
+    | {"src/moe", "src/collective", "src/measure", "src/transfer", "providers", "providers/*"}
     | {"transports/*"},
     "kernels": set(),
 }
@@ -77,7 +78,12 @@ RULES: list[tuple[str, re.Pattern[str], str]] = [
     ("prints", re.compile(r"\b(?:printf|puts|std::cout|std::cerr)\b"), "none"),
 ]
 PYTHON_ENVIRONMENT = re.compile(r"\bos\.(?:environ|getenv)\b")
-PYTHON_ENVIRONMENT_ALLOWED = ("python/weft/runtime/bootstrap", "python/weft/bench/", "python/weft/testing/")
+PYTHON_ENVIRONMENT_ALLOWED = (
+    "python/weft/runtime/bootstrap",
+    "python/weft/bench/",
+    "python/weft/testing/",
+    "python/weft/chaos/",
+)
 
 
 def layer_of(path: str) -> str | None:

@@ -9,17 +9,22 @@ For each call: the time until it returns, back to back (median and least of the 
 a second run under cProfile, how often a call of it enters each function, and what that costs. Calls of the core appear
 as ``core.Class.method``; the profiler makes everything slower, small functions most. On the CPU a call runs its kernel
 before it returns: the first time is the processor's without the kernel's, and counts of functions say more than times.
+Ranks may share a GPU, which then works for one process at a time: only the times until calls return count there.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import json
 import os
 import pstats
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +32,7 @@ import torch.distributed as dist
 
 import weft
 from weft import _core
+from weft.bench.report import Report, Row
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 128, 7168, 8, 256
 HT_TOKENS = 4096
@@ -44,10 +50,11 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=HIDDEN)
     parser.add_argument("--batches", type=int, default=15, help=f"of {BATCH} calls each")
     parser.add_argument("--functions", type=int, default=14, help="lines of a profile")
+    parser.add_argument("--json", type=Path, help="file for times and counts, in the form of the benchmarks")
     args = parser.parse_args()
     rank = int(os.environ.get("RANK", 0))
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group("gloo")
     calls = {**_low_latency(args), **_high_throughput(args), **_collectives(args)}
     wanted = args.calls.split(",") if args.calls else list(calls)
@@ -56,11 +63,36 @@ def main() -> None:
         _print_machine(args)
     timed = {name: _times(calls[name], args) for name in chosen}
     _show_core()
+    launch = ["torchrun", "--nproc-per-node", str(dist.get_world_size())]
+    report = Report("host time", command=shlex.join([*launch, *sys.argv]))
     for name in chosen:
         profile = _profiled(calls[name], args)
         if rank == 0:
             _print(name, *timed[name], profile, args)
+            report.add(_row(name, *timed[name], profile, args))
+    if rank == 0 and args.json:
+        args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
     dist.barrier()
+
+
+def _counts(profile: pstats.Stats, args: argparse.Namespace) -> tuple[float, float]:
+    """Return how many Python and how many C functions one call enters."""
+    entered = [(file, row[1]) for (file, _, _), row in profile.stats.items()]  # type: ignore[attr-defined]
+    in_python = sum(count for file, count in entered if file != "~")
+    in_c = sum(count for file, count in entered if file == "~")
+    return in_python / (args.batches * BATCH), in_c / (args.batches * BATCH)
+
+
+def _row(
+    name: str, enqueue_us: list[float], eager_us: list[float], profile: pstats.Stats, args: argparse.Namespace
+) -> Row:
+    python_calls, c_calls = _counts(profile, args)
+    extra = {
+        "enqueue_us": round(statistics.median(enqueue_us), 2),
+        "python_calls": round(python_calls),
+        "c_calls": round(c_calls),
+    }
+    return Row(name, "", args.tokens or None, 0, eager_us, extra=extra)
 
 
 def _low_latency(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
@@ -226,17 +258,14 @@ def _print(
     name: str, enqueue_us: list[float], eager_us: list[float], profile: pstats.Stats, args: argparse.Namespace
 ) -> None:
     calls = args.batches * BATCH
+    python_calls, c_calls = _counts(profile, args)
     print(
         f"\n== {name}: enqueue {statistics.median(enqueue_us):.1f} us (least {min(enqueue_us):.1f})", end=""
     )
     print(f", with its work {statistics.median(eager_us):.1f} us")
-    of_all = profile.stats.items()  # type: ignore[attr-defined]
-    python_calls = sum(row[1] for (file, _, _), row in of_all if file != "~") / calls
-    print(
-        f"   {python_calls:.0f} Python and {sum(row[1] for _, row in of_all) / calls - python_calls:.0f} C calls;",
-        end="",
-    )
+    print(f"   {python_calls:.0f} Python and {c_calls:.0f} C calls;", end="")
     print(" per call, under the profiler: times entered, own us, us with what it calls")
+    of_all = profile.stats.items()  # type: ignore[attr-defined]
     rows = sorted(of_all, key=lambda item: -item[1][2])
     for (file, line, function), (_, count, own_s, total_s, _) in rows[: args.functions]:
         place = "" if file == "~" else f"{os.sep.join(file.split(os.sep)[-2:])}:{line} "

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a folder of algorithm files that others wrote, and says how many load, verify and run. Fetches nothing.
+"""Reads folders of algorithm files that others wrote, and says how many load, verify and run. Fetches nothing.
 
-Usage: python tools/read_public_files.py FOLDER [--run] [--most-ranks 8] [--args ARGS]
+Usage: python tools/read_public_files.py FOLDER ... [--run] [--most-ranks 8] [--args "8 1; 4 1; 8 2 1"]
 
-Files: MSCCL XML (.xml), MSCCL++ plans (.json) and MSCCL's scripts (.py; --args for all of them). --run runs what is
-verified on CPU ranks, with chunks of 1 and 1000 elements, and compares with the contract.
+Files: MSCCL XML (.xml with an algo), MSCCL++ plans (.json with gpus) and MSCCL's scripts (.py that import msccl; they
+run). Others are passed over. Of the arguments of --args a script takes the first with which it loads and is verified.
+--run runs what is verified on CPU ranks, with chunks of 1 and 1000 elements, and compares with the contract.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -17,6 +21,7 @@ from pathlib import Path
 import torch
 
 from weft.collectives.compile import programs_of
+from weft.collectives.contract import Buffer
 from weft.collectives.ir import Algorithm
 from weft.collectives.load import load_file
 from weft.collectives.verifier import promised, verify
@@ -27,24 +32,56 @@ from weft.testing.ranks import Rank, RankError, run_ranks
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--most-ranks", type=int, default=8)
     parser.add_argument("--args", default="")
     args = parser.parse_args()
-    counts = {"files": 0, "load": 0, "verify": 0, "run": 0}
-    for file in sorted(args.folder.rglob("*")):
-        if file.suffix not in (".xml", ".json", ".py"):
-            continue
-        counts["files"] += 1
-        print(f"{file.relative_to(args.folder)}: {_try(file, args, counts)}", flush=True)
-    print(", ".join(f"{name} {count}" for name, count in counts.items()))
+    for folder in args.folders:
+        counts = {"files": 0, "load": 0, "verify": 0, "run": 0}
+        for file in sorted(path for path in folder.rglob("*") if _is_algorithm(path)):
+            counts["files"] += 1
+            print(f"{file.relative_to(folder)}: {_try_all(file, args, counts)}", flush=True)
+        print(f"{folder}: {', '.join(f'{name} {count}' for name, count in counts.items())}", flush=True)
     return 0
 
 
-def _try(file: Path, args: argparse.Namespace, counts: dict[str, int]) -> str:
+def _is_algorithm(file: Path) -> bool:
+    """Return whether a file is one of the three kinds. A script that does not import msccl is not run."""
+    if file.suffix not in (".xml", ".json", ".py") or not file.is_file():
+        return False
+    text = file.read_text(errors="replace")
+    if file.suffix == ".json":
+        with contextlib.suppress(ValueError):
+            plan = json.loads(text)
+            return isinstance(plan, dict) and "gpus" in plan
+        return False
+    return "<algo " in text if file.suffix == ".xml" else "from msccl." in text and "XML()" in text
+
+
+def _try_all(file: Path, args: argparse.Namespace, counts: dict[str, int]) -> str:
+    """Try a script with each of --args, until one works; tell the first refusal that is more than a usage."""
+    if file.suffix != ".py":
+        return _try(file, [], args, counts)
+    refusals = []
+    for given in args.args.split(";"):
+        now = dict.fromkeys(counts, 0)
+        said = _try(file, shlex.split(given), args, now)
+        if now["verify"]:
+            counts.update({name: counts[name] + now[name] for name in counts})
+            return f"{given.strip()}: {said}"
+        if said != _USAGE:
+            refusals.append(f"{given.strip()}: {said}")
+    return refusals[0] if refusals else _USAGE
+
+
+_USAGE = "takes other arguments"
+
+
+def _try(file: Path, arguments: list[str], args: argparse.Namespace, counts: dict[str, int]) -> str:
     try:
-        algorithms = _load(file, shlex.split(args.args))
+        with contextlib.redirect_stderr(io.StringIO()):
+            algorithms = _load(file, arguments)
         counts["load"] += 1
         limits = [verify(algorithm).limit for algorithm in algorithms]
         counts["verify"] += 1
@@ -56,8 +93,10 @@ def _try(file: Path, args: argparse.Namespace, counts: dict[str, int]) -> str:
             run_ranks(algorithm.num_ranks, _run, algorithm, [4] if limit else [1, 1000], deadline_s=280)
         counts["run"] += 1
         return "verified, ran"
-    except (Error, RankError, OSError, SystemExit) as error:
+    except (Error, RankError, OSError) as error:
         return str(error)
+    except SystemExit:
+        return _USAGE
 
 
 def _load(file: Path, arguments: list[str]) -> list[Algorithm]:
@@ -76,7 +115,7 @@ def _run(rank: Rank, algorithm: Algorithm, sizes: list[int]) -> None:
     def number(parts: tuple[tuple[int, int], ...]) -> float:
         return float(sum(1 + r * 31 % 17 + c * 7 % 11 for r, c in parts))
 
-    held = contract.in_form(False).before(rank.rank)
+    held = contract.in_form(False).init_buffers()[rank.rank].get(Buffer.input, [])
     for elems in sizes:
         tensor = torch.tensor([number(v.parts) if v else 0.0 for v in held]).repeat_interleave(elems)
         out = None

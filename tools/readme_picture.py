@@ -73,7 +73,7 @@ def draw_flow(axes: Any) -> None:
         axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 1.6})
 
     axes.set_axis_off()
-    axes.set(xlim=(0, 1), ylim=(0, 1))
+    axes.set(xlim=(-0.03, 1.02), ylim=(0, 1))
     weft, muted = color_of("weft"), "#dfe7f5"
     ys = (0.74, 0.5, 0.26)
     for rank, y in enumerate(ys):

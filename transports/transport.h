@@ -9,7 +9,7 @@
 //   offers = all ranks' link->offer(window); WEFT_TRY(link->accept(window, offers));
 //   WEFT_TRY_ASSIGN(MeshPart part, link->mesh(window));                  // what kernels are launched with
 // Adding one: a folder transports/<name>/ and one line in transports/list.h.
-// Threads: a Transport is constant; a Link is called by one thread at a time.
+// Threads: a Transport is constant; a Link is called by one thread at a time, but for help().
 #pragma once
 
 #include <cstddef>
@@ -73,6 +73,7 @@ struct Group {
   std::vector<int> peers;  // those that this rank reaches through this transport
   Bootstrap* bootstrap = nullptr;
   double timeout_s = 0;
+  std::string secret;  // of this communicator, the same on all ranks: for connections between them
 };
 
 class Link {
@@ -89,6 +90,10 @@ class Link {
 
   // For a window whose offers have been accepted; lives until forget().
   virtual Result<MeshPart> mesh(const WindowView& window) = 0;
+
+  // Carries out a little of what kernels asked for, and takes in a little of what peers sent: threads of host
+  // kernels call it while they wait. Never waits; true: something came of it. Threads: any.
+  virtual bool help() { return false; }
 
   // ok while every peer is there: else who was lost, where, expected and seen.
   virtual Status status() { return {}; }

@@ -64,13 +64,7 @@ Device current_device() {
 
 ncclComm::~ncclComm() {
   // After stop() another thread's call may still be on its way out.
-  {
-    std::lock_guard lock(mutex_);
-  }
-  if (!last_event_) return;
-  auto context = weft::CudaContext::enter(device_.ordinal);
-  if (!context.ok()) return;
-  context->driver().cuEventDestroy(last_event_);
+  std::lock_guard lock(mutex_);
 }
 
 Status ncclComm::init(const ncclUniqueId& id, int rank, int size, const ncclConfig_t* config) {
@@ -165,10 +159,7 @@ Status ncclComm::make_runners() {
     const bool is_exchange = choice.collective == weft::BookCollective::kExchange;
     WEFT_TRY(load(is_exchange ? *pairs_ : *collectives_, choice.collective, choice.program, 0).status());
   }
-  if (device_.is_host()) return {};
-  WEFT_TRY_ASSIGN(weft::CudaContext context, weft::CudaContext::enter(device_.ordinal));
-  return weft::cuda_status(context.driver().cuEventCreate(&last_event_, weft::CU_EVENT_DISABLE_TIMING),
-                           "create an event");
+  return {};
 }
 
 // The real library works on the thread's current device, which in a thread of ours is the first one.

@@ -15,10 +15,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "base/cuda_driver.h"
+#include "base/stream_order.h"
 #include "bootstrap/tcp_bootstrap.h"
 #include "collective/program_book.h"
 #include "collective/runner.h"
@@ -54,11 +58,11 @@ struct ncclComm {
   // A communicator that only the real library knows.
   void adopt(ncclComm_t real);
 
-  weft::Status run(const std::vector<weft::nccl::Operation>& operations);
+  weft::Status run(std::span<const weft::nccl::Operation> operations);
   // Whether run() needs no other rank of this process to be under way: one launch, that is, of what has run before
   // (so that no memory has to be found and no kernel loaded beside one that waits), and nothing that the real
   // library or the hosts of other ranks take part in.
-  bool starts_at_once(const std::vector<weft::nccl::Operation>& operations);
+  bool starts_at_once(std::span<const weft::nccl::Operation> operations);
 
   // Makes everything that waits give up soon, on this rank; nothing works afterwards.
   void stop();
@@ -79,6 +83,17 @@ struct ncclComm {
  private:
   using Operation = weft::nccl::Operation;
   using Status = weft::Status;
+  using PlannedRun = weft::CollectiveRunner::PlannedRun;
+  using PlannedExchange = weft::CollectiveRunner::PlannedExchange;
+  using PlannedCall = std::variant<PlannedRun, PlannedExchange>;
+  // What goes to each rank, and what comes from each.
+  using Round = std::pair<std::vector<weft::ChunkSpan>, std::vector<weft::ChunkSpan>>;
+  struct Buffers {
+    std::byte *input, *output;
+  };
+  struct RoundOrder {
+    bool operator()(const Round& a, const Round& b) const;
+  };
 
   Status meet(const ncclUniqueId& id, ncclUniqueId& real_id, bool& all_have_real);
   Status make_runners();
@@ -89,16 +104,19 @@ struct ncclComm {
   bool serves(const Operation& operation);
   Status serve(const Operation& operation);
   Status serve_alone(const Operation& operation);
-  Status forward(const std::vector<Operation>& operations);
+  Status forward(const std::vector<const Operation*>& operations);
   Status forward_one(const Operation& operation);
   const weft::BookChoice* exchange_for(const Operation& operation) const;
-  Status run_exchange(const Operation& operation, const weft::BookChoice& choice);
+  weft::Result<const PlannedCall*> plan_of(const Operation& operation);
+  weft::Result<PlannedExchange> plan_exchange(const Operation& operation, const weft::BookChoice& choice);
+  weft::Result<PlannedRun> plan_program(const Operation& operation);
+  weft::Result<Buffers> buffers_of(const Operation& operation);
   weft::Result<const std::byte*> premultiplied(const Operation& operation, uint64_t elems);
-  Status run_program(const Operation& operation, weft::BookCollective collective, const std::byte* input,
-                     std::byte* output, uint64_t total_elems, int root);
-  Status exchange(const std::vector<Operation>& operations);
+  Status exchange(const std::vector<const Operation*>& operations);
   Status exchange_round(const std::vector<const Operation*>& sends,
                         const std::vector<const Operation*>& recvs, cudaStream_t stream);
+  weft::Result<const PlannedRun*> plan_round(std::vector<weft::ChunkSpan> out,
+                                             std::vector<weft::ChunkSpan> in);
   std::vector<Operation> as_transfers(const Operation& operation) const;
   weft::Result<uint32_t> load(weft::CollectiveRunner& runner, weft::BookCollective collective,
                               uint32_t program, int root);
@@ -109,6 +127,7 @@ struct ncclComm {
   bool is_capturing(cudaStream_t stream) const;
 
   static constexpr uint64_t kMagic = 0x5745465443434f4d;
+  static constexpr size_t kKeptPlans = 1024;  // of each kind
   const uint64_t magic_ = kMagic;  // first, where the real library's communicators have another number
   const weft::Device device_;
   int rank_ = 0, size_ = 1;
@@ -119,10 +138,11 @@ struct ncclComm {
   std::shared_ptr<weft::Communicator> comm_;
   std::unique_ptr<weft::ProgramBook> book_;
   std::unique_ptr<weft::CollectiveRunner> collectives_, pairs_;
-  std::map<std::pair<uint32_t, int>, uint32_t> loaded_;  // by (program of the book, root)
+  std::map<std::pair<uint32_t, int>, uint32_t> loaded_;           // by (program of the book, root)
+  std::map<std::pair<uint64_t, uint64_t>, PlannedCall> planned_;  // by form_of()
+  std::map<Round, PlannedRun, RoundOrder> planned_rounds_;
   std::vector<std::unique_ptr<weft::LocalMemory>> staging_;
-  weft::CUevent last_event_ = nullptr;
-  cudaStream_t last_stream_ = nullptr;
+  weft::StreamMark last_call_{device_};
   ncclComm_t real_ = nullptr;
   std::vector<weft::nccl::PreMulSum> ops_;
   std::mutex mutex_;

@@ -123,28 +123,20 @@ bool starts_in_turn(const std::vector<ncclComm_t>& comms, const std::vector<std:
   return true;
 }
 
-ncclResult_t finish_group() {
-  std::vector<Birth> births = std::move(group.births);
-  const std::vector<Operation> operations = std::move(group.operations);
-  group = {};
-  if (!births.empty()) {
-    const Status status = run_beside(births.size(), [&](size_t i) { return give_birth(births[i]); });
-    if (!status.ok()) return answer(status);
-  }
+ncclResult_t run_shares(std::vector<Operation> operations) {
   std::vector<ncclComm_t> comms;
   std::vector<std::vector<Operation>> shares;
-  for (const Operation& operation : operations) {
+  for (Operation& operation : operations) {
     const size_t at = std::find(comms.begin(), comms.end(), operation.comm) - comms.begin();
     if (at == comms.size()) {
       comms.push_back(operation.comm);
       shares.emplace_back();
     }
-    shares[at].push_back(operation);
+    shares[at].push_back(std::move(operation));
   }
-  if (comms.empty()) return ncclSuccess;
   std::vector<Status> results(comms.size());
   const auto run = [&](size_t i) { return results[i] = comms[i]->run(shares[i]); };
-  if (comms.size() > 1 && starts_in_turn(comms, shares))
+  if (starts_in_turn(comms, shares))
     for (size_t i = 0; i < comms.size(); ++i) (void)run(i);
   else
     (void)run_beside(comms.size(), run);
@@ -152,6 +144,22 @@ ncclResult_t finish_group() {
   for (size_t i = 0; i < comms.size(); ++i)
     if (!results[i].ok()) result = answer(results[i], comms[i]);
   return result;
+}
+
+ncclResult_t finish_group() {
+  std::vector<Birth> births = std::move(group.births);
+  std::vector<Operation> operations = std::move(group.operations);
+  group = {};
+  if (!births.empty()) {
+    const Status status = run_beside(births.size(), [&](size_t i) { return give_birth(births[i]); });
+    if (!status.ok()) return answer(status);
+  }
+  if (operations.empty()) return ncclSuccess;
+  const ncclComm_t comm = operations[0].comm;
+  const auto is_of_one = [&](const Operation& operation) { return operation.comm == comm; };
+  if (std::all_of(operations.begin(), operations.end(), is_of_one))
+    return answer(comm->run(operations), comm);
+  return run_shares(std::move(operations));
 }
 
 ncclResult_t add_birth(Birth birth) {
@@ -211,8 +219,9 @@ Status check(const Operation& o) {
 ncclResult_t submit(Operation operation) {
   const Status status = check(operation);
   if (!status.ok()) return answer(status, operation.comm);
+  if (group.depth == 0) return answer(operation.comm->run({&operation, 1}), operation.comm);
   group.operations.push_back(std::move(operation));
-  return group.depth ? ncclSuccess : finish_group();
+  return ncclSuccess;
 }
 
 Operation operation(Function function, const void* src, void* dst, size_t count, ncclDataType_t type,

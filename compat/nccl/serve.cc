@@ -43,10 +43,6 @@ Reduction reduction_of(ncclRedOp_t op) {
   }
 }
 
-bool is_float(ncclDataType_t type) {
-  return type >= ncclFloat16;
-}
-
 bool reduces(Function function) {
   return function == Function::kAllReduce || function == Function::kReduceScatter ||
          function == Function::kReduce;
@@ -86,79 +82,44 @@ std::optional<ExchangeOf> exchange_of(Function function) {
   }
 }
 
-template <class T>
-T bits_as(uint64_t bits) {
-  T value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-template <class Format>
-void multiply_format(std::byte* data, uint64_t elems, double factor) {
-  using Stored = typename Format::Stored;
-  for (uint64_t i = 0; i < elems; ++i) {
-    Stored stored;
-    std::memcpy(&stored, data + i * sizeof stored, sizeof stored);
-    stored = element::multiplied<Format>(stored, factor);
-    std::memcpy(data + i * sizeof stored, &stored, sizeof stored);
-  }
-}
-
-void multiply_floats(ncclDataType_t type, std::byte* data, uint64_t elems, double factor) {
-  switch (type) {
-    case ncclFloat16:
-      return multiply_format<element::Half>(data, elems, factor);
-    case ncclBfloat16:
-      return multiply_format<element::Brain>(data, elems, factor);
-    case ncclFloat8e4m3:
-      return multiply_format<element::E4m3>(data, elems, factor);
-    case ncclFloat8e5m2:
-      return multiply_format<element::E5m2>(data, elems, factor);
-    case ncclFloat64:
-      return multiply_format<element::Plain<double>>(data, elems, factor);
+// The row of the book for a function, and how many times its count the full buffer has.
+std::pair<BookCollective, uint64_t> program_of(Function function, int ranks) {
+  const auto parts = static_cast<uint64_t>(ranks);
+  switch (function) {
+    case Function::kAllGather:
+      return {BookCollective::kAllGather, parts};
+    case Function::kReduceScatter:
+      return {BookCollective::kReduceScatter, parts};
+    case Function::kAllToAll:
+      return {BookCollective::kAllToAll, parts};
+    case Function::kBroadcast:
+      return {BookCollective::kBroadcast, 1};
+    case Function::kReduce:
+      return {BookCollective::kReduce, 1};
     default:
-      return multiply_format<element::Plain<float>>(data, elems, factor);
+      return {BookCollective::kAllReduce, 1};
   }
 }
 
-double float_value(ncclDataType_t type, uint64_t bits) {
-  switch (type) {
-    case ncclFloat16:
-      return element::Half::load(bits_as<uint16_t>(bits));
-    case ncclBfloat16:
-      return element::Brain::load(bits_as<uint16_t>(bits));
-    case ncclFloat8e4m3:
-      return element::E4m3::load(bits_as<uint8_t>(bits));
-    case ncclFloat8e5m2:
-      return element::E5m2::load(bits_as<uint8_t>(bits));
-    case ncclFloat64:
-      return bits_as<double>(bits);
-    default:
-      return bits_as<float>(bits);
-  }
+void multiply_on_host(Element element, std::byte* data, uint64_t elems, const void* factor_at) {
+  element::with_format(ProgramShape{static_cast<int64_t>(element), 0, 0}, [&](auto format) {
+    using Format = decltype(format);
+    typename Format::Stored factor, stored;
+    std::memcpy(&factor, factor_at, sizeof factor);
+    for (uint64_t i = 0; i < elems; ++i, data += sizeof stored) {
+      std::memcpy(&stored, data, sizeof stored);
+      stored = element::multiplied<Format>(stored, factor);
+      std::memcpy(data, &stored, sizeof stored);
+    }
+  });
 }
 
-// Integers wrap.
-template <class T>
-void multiply(std::byte* data, uint64_t elems, uint64_t bits) {
-  const auto factor = static_cast<uint64_t>(bits_as<T>(bits));
-  for (uint64_t i = 0; i < elems; ++i) {
-    T value;
-    std::memcpy(&value, data + i * sizeof(T), sizeof(T));
-    value = static_cast<T>(static_cast<uint64_t>(value) * factor);
-    std::memcpy(data + i * sizeof(T), &value, sizeof(T));
-  }
-}
-
-void multiply_integers(ncclDataType_t type, std::byte* data, uint64_t elems, uint64_t bits) {
-  switch (bytes_of(type)) {
-    case 1:
-      return multiply<uint8_t>(data, elems, bits);
-    case 4:
-      return multiply<uint32_t>(data, elems, bits);
-    default:
-      return multiply<uint64_t>(data, elems, bits);
-  }
+// What calls that differ in addresses alone have in common, as PlannedCalls::collectives knows them.
+std::pair<uint64_t, uint64_t> form_of(const Operation& o) {
+  const uint64_t reduction = reduces(o.function) ? static_cast<uint64_t>(reduction_of(o.op)) : 0;
+  return {static_cast<uint64_t>(o.function) << 56 | static_cast<uint64_t>(o.type) << 48 | reduction << 40 |
+              static_cast<uint32_t>(o.peer),
+          o.count};
 }
 
 // Offsets and lengths, in bytes from `base`, of what goes to or comes from each rank.
@@ -183,17 +144,24 @@ Table table_of(const std::vector<const Operation*>& operations, int ranks) {
   return table;
 }
 
+// The calls of a group that are for one rank, in order; round k has the k-th of each rank.
+const Operation* in_round(const std::vector<std::vector<const Operation*>>& of_ranks, int rank,
+                          size_t round) {
+  const auto& calls = of_ranks[static_cast<size_t>(rank)];
+  return round < calls.size() ? calls[round] : nullptr;
+}
+
 }  // namespace
 }  // namespace weft::nccl
 
-Status ncclComm::run(const std::vector<Operation>& operations) {
+Status ncclComm::run(std::span<const Operation> operations) {
   std::lock_guard lock(mutex_);
   if (is_stopped_) return Status(Code::kClosed, "the communicator was aborted");
-  std::vector<Operation> transfers, forwarded;
+  std::vector<const Operation*> transfers, forwarded;
   for (const Operation& operation : operations) {
     if (operation.count == 0 && operation.function != Function::kAllToAllv) continue;
     if (!serves(operation)) {
-      forwarded.push_back(operation);
+      forwarded.push_back(&operation);
       continue;
     }
     WEFT_TRY(forward(forwarded));
@@ -202,7 +170,7 @@ Status ncclComm::run(const std::vector<Operation>& operations) {
     size_t& most = served_[weft::nccl::kind_of(operation)];
     most = std::max(most, operation.count);
     if (weft::nccl::is_transfer(operation.function))
-      transfers.push_back(operation);
+      transfers.push_back(&operation);
     else
       WEFT_TRY(size_ == 1 ? serve_alone(operation) : serve(operation));
   }
@@ -210,13 +178,14 @@ Status ncclComm::run(const std::vector<Operation>& operations) {
   return exchange(transfers);
 }
 
-bool ncclComm::starts_at_once(const std::vector<Operation>& operations) {
+bool ncclComm::starts_at_once(std::span<const Operation> operations) {
   std::lock_guard lock(mutex_);
   if (!is_weft_ || device_.is_host() || weft::config().check) return false;
   // The second launch may have to wait for room in a table that the first one reads.
   std::set<std::pair<Function, int>> messages;
   for (const Operation& o : operations) {
-    const bool is_alone = operations.size() == 1 && !weft::nccl::is_of_messages(o.function);
+    // A size of AllToAllv says nothing of the memory that its messages need.
+    const bool is_alone = operations.size() == 1 && o.function != Function::kAllToAllv;
     const bool is_first = weft::nccl::is_transfer(o.function) && messages.insert({o.function, o.peer}).second;
     const auto known = served_.find(weft::nccl::kind_of(o));
     const bool is_known = known != served_.end() && o.count <= known->second;
@@ -232,8 +201,7 @@ bool ncclComm::serves(const Operation& operation) {
   if (!real_) return true;  // nobody else would
   if (is_forwarded_[static_cast<size_t>(operation.function)]) return false;
   if (weft::nccl::reduces(operation.function) && operation.op >= ncclNumOps) {
-    const PreMulSum* op = find_op(operation.op);
-    return op && !op->pointer && weft::nccl::is_float(op->type);
+    return find_op(operation.op) && (size_ > 1 || device_.is_host());  // no kernel was made for one rank
   }
   // Tables of sizes are host memory at the time of the call, which a replayed graph would not see.
   const bool has_tables =
@@ -244,24 +212,40 @@ bool ncclComm::serves(const Operation& operation) {
 }
 
 Status ncclComm::serve(const Operation& o) {
-  const uint64_t bytes = o.count * weft::nccl::bytes_of(o.type);
-  const auto ranks = static_cast<uint64_t>(size_);
-  WEFT_TRY(enter_stream(o.stream));
-  if (const weft::BookChoice* choice = exchange_for(o)) {
-    WEFT_TRY(run_exchange(o, *choice));
-    return leave_stream(o.stream);
+  if (weft::nccl::is_of_messages(o.function)) {
+    const std::vector<Operation> parts = as_transfers(o);
+    std::vector<const Operation*> transfers;
+    for (const Operation& part : parts) transfers.push_back(&part);
+    return exchange(transfers);  // in the order of its stream
   }
+  WEFT_TRY(enter_stream(o.stream));
+  WEFT_TRY_ASSIGN(const PlannedCall* planned, plan_of(o));
+  if (const auto* exchange = std::get_if<weft::CollectiveRunner::PlannedExchange>(planned)) {
+    // In place and out of place alike.
+    const bool is_scattered = o.function == Function::kReduceScatter;
+    const uint64_t parts = is_scattered ? static_cast<uint64_t>(size_) : 1;
+    WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count * parts));
+    WEFT_TRY(collectives_->run(*exchange, const_cast<std::byte*>(src), o.dst, o.stream));
+  } else {
+    WEFT_TRY_ASSIGN(const Buffers buffers, buffers_of(o));
+    const auto& run = std::get<weft::CollectiveRunner::PlannedRun>(*planned);
+    WEFT_TRY(collectives_->run(run, buffers.input, buffers.output, o.stream));
+  }
+  return leave_stream(o.stream);
+}
+
+// What a program works on, where the book has it in place; what was not given so is copied there.
+Result<ncclComm::Buffers> ncclComm::buffers_of(const Operation& o) {
+  const uint64_t bytes = o.count * weft::nccl::bytes_of(o.type);
   switch (o.function) {
     case Function::kAllReduce: {
       WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count));
       WEFT_TRY(copy(o.dst, src, bytes, o.stream));
-      WEFT_TRY(run_program(o, BookCollective::kAllReduce, o.dst, o.dst, o.count, 0));
-      break;
+      return Buffers{o.dst, o.dst};
     }
     case Function::kReduceScatter: {
-      WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count * ranks));
-      WEFT_TRY(run_program(o, BookCollective::kReduceScatter, src, o.dst, o.count * ranks, 0));
-      break;
+      WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count * static_cast<uint64_t>(size_)));
+      return Buffers{const_cast<std::byte*>(src), o.dst};
     }
     case Function::kReduce: {
       WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count));
@@ -271,26 +255,35 @@ Status ncclComm::serve(const Operation& o) {
         data = o.dst;
         WEFT_TRY(copy(data, src, bytes, o.stream));
       }
-      WEFT_TRY(run_program(o, BookCollective::kReduce, data, data, o.count, o.peer));
-      break;
+      return Buffers{data, data};
     }
     case Function::kAllGather: {
       std::byte* own = o.dst + static_cast<uint64_t>(rank_) * bytes;
       WEFT_TRY(copy(own, o.src, bytes, o.stream));
-      WEFT_TRY(run_program(o, BookCollective::kAllGather, own, o.dst, o.count * ranks, 0));
-      break;
+      return Buffers{own, o.dst};
     }
-    case Function::kAllToAll:
-      WEFT_TRY(run_program(o, BookCollective::kAllToAll, o.src, o.dst, o.count * ranks, 0));
-      break;
     case Function::kBroadcast:
       if (rank_ == o.peer) WEFT_TRY(copy(o.dst, o.src, bytes, o.stream));
-      WEFT_TRY(run_program(o, BookCollective::kBroadcast, o.dst, o.dst, o.count, o.peer));
-      break;
+      return Buffers{o.dst, o.dst};
     default:
-      WEFT_TRY(exchange(as_transfers(o)));
+      return Buffers{const_cast<std::byte*>(o.src), o.dst};
   }
-  return leave_stream(o.stream);
+}
+
+// The plan of calls of this form, made for the first of them. As the book says: an exchange, or a program.
+Result<const ncclComm::PlannedCall*> ncclComm::plan_of(const Operation& o) {
+  const auto form = weft::nccl::form_of(o);
+  const auto known = planned_.find(form);
+  if (known != planned_.end()) return &known->second;
+  const weft::BookChoice* choice = exchange_for(o);
+  std::optional<PlannedCall> planned;
+  if (choice) {
+    WEFT_TRY_ASSIGN(planned, plan_exchange(o, *choice));
+  } else {
+    WEFT_TRY_ASSIGN(planned, plan_program(o));
+  }
+  if (planned_.size() >= kKeptPlans) planned_.clear();
+  return &planned_.emplace(form, std::move(*planned)).first->second;
 }
 
 // What the book says of a collective that one kernel does as a whole; null: a program serves it.
@@ -303,16 +296,13 @@ const weft::BookChoice* ncclComm::exchange_for(const Operation& o) const {
   return choice && choice->mode != weft::BookMode::kProgram ? choice : nullptr;
 }
 
-// In place and out of place alike.
-Status ncclComm::run_exchange(const Operation& o, const weft::BookChoice& choice) {
-  const weft::Exchange kind = weft::nccl::exchange_of(o.function)->kind;
-  const uint64_t parts = kind == weft::Exchange::kReduceScatter ? static_cast<uint64_t>(size_) : 1;
-  WEFT_TRY_ASSIGN(const std::byte* src, premultiplied(o, o.count * parts));
+Result<weft::CollectiveRunner::PlannedExchange> ncclComm::plan_exchange(const Operation& o,
+                                                                        const weft::BookChoice& choice) {
   const bool is_in_place = choice.mode == weft::BookMode::kPlaces;
-  return collectives_->exchange(
-      {kind, weft::nccl::element_of(o.type), weft::nccl::reduction_of(o.op), const_cast<std::byte*>(src),
-       o.dst, o.count, choice.mode == weft::BookMode::kLinesAtOnce,
-       is_in_place ? weft::ExchangeWay::kPlaces : weft::ExchangeWay::kLines, choice.num_sms, o.stream});
+  return collectives_->plan(
+      {weft::nccl::exchange_of(o.function)->kind, weft::nccl::element_of(o.type),
+       weft::nccl::reduction_of(o.op), nullptr, nullptr, o.count, choice.mode == weft::BookMode::kLinesAtOnce,
+       is_in_place ? weft::ExchangeWay::kPlaces : weft::ExchangeWay::kLines, choice.num_sms, nullptr});
 }
 
 // One rank: every collective is a copy.
@@ -330,50 +320,41 @@ Status ncclComm::serve_alone(const Operation& o) {
 Result<const std::byte*> ncclComm::premultiplied(const Operation& o, uint64_t elems) {
   if (!weft::nccl::reduces(o.function) || o.op < ncclNumOps) return o.src;
   const PreMulSum* op = find_op(o.op);
-  uint64_t factor = op->bits;
-  if (op->pointer && !device_.is_host())
-    return Status(Code::kUnsupported, "PreMulSum with a scalar in device memory needs the real NCCL");
-  if (op->pointer) std::memcpy(&factor, op->pointer, weft::nccl::bytes_of(o.type));
+  const Element element = weft::nccl::element_of(o.type);
   const uint64_t bytes = elems * weft::nccl::bytes_of(o.type);
   WEFT_TRY_ASSIGN(std::byte * data, staging(bytes));
   WEFT_TRY(copy(data, o.src, bytes, o.stream));
-  if (!weft::nccl::is_float(o.type)) {
-    if (!device_.is_host()) return Status(Code::kUnsupported, "PreMulSum of integers needs the real NCCL");
-    weft::nccl::multiply_integers(o.type, data, elems, factor);
-    return data;
-  }
-  const double scalar = weft::nccl::float_value(o.type, factor);
-  if (device_.is_host()) {
-    weft::nccl::multiply_floats(o.type, data, elems, scalar);
-    return data;
-  }
-  if (size_ == 1) return Status(Code::kUnsupported, "PreMulSum on one rank needs the real NCCL");
-  WEFT_TRY(collectives_->scale(weft::nccl::element_of(o.type), data, elems, scalar, o.stream));
+  if (device_.is_host())
+    weft::nccl::multiply_on_host(element, data, elems, op->pointer ? op->pointer : &op->bits);
+  else
+    WEFT_TRY(collectives_->scale(element, {data, elems, op->pointer, op->bits}, o.stream));
   return data;
 }
 
-Status ncclComm::run_program(const Operation& o, BookCollective collective, const std::byte* input,
-                             std::byte* output, uint64_t total_elems, int root) {
-  const weft::BookChoice* choice = book_->choose(collective, total_elems * weft::nccl::bytes_of(o.type));
+Result<weft::CollectiveRunner::PlannedRun> ncclComm::plan_program(const Operation& o) {
+  const auto [collective, parts] = weft::nccl::program_of(o.function, size_);
+  const weft::BookChoice* choice = book_->choose(collective, o.count * parts * weft::nccl::bytes_of(o.type));
   if (!choice)
     return Status::make(Code::kUnsupported, "program book: nothing for {}",
                         weft::nccl::kFunctionNames[static_cast<int>(o.function)]);
   const weft::BookProgram& program = book_->program(choice->program);
-  WEFT_TRY_ASSIGN(const uint32_t number, load(*collectives_, collective, choice->program, root));
-  return collectives_->run({number,
-                            weft::nccl::element_of(o.type),
-                            weft::nccl::reduction_of(o.op),
-                            program.protocol,
-                            const_cast<std::byte*>(input),
-                            output,
-                            o.count,
-                            program.per_part,
-                            false,
-                            {},
-                            {},
-                            choice->slice_bytes,
-                            choice->num_sms,
-                            o.stream});
+  const bool has_root = o.function == Function::kBroadcast || o.function == Function::kReduce;
+  WEFT_TRY_ASSIGN(const uint32_t number,
+                  load(*collectives_, collective, choice->program, has_root ? o.peer : 0));
+  return collectives_->plan({number,
+                             weft::nccl::element_of(o.type),
+                             weft::nccl::reduction_of(o.op),
+                             program.protocol,
+                             nullptr,
+                             nullptr,
+                             o.count,
+                             program.per_part,
+                             false,
+                             {},
+                             {},
+                             choice->slice_bytes,
+                             choice->num_sms,
+                             nullptr});
 }
 
 // Gather, Scatter and AllToAllv as this rank's sends and receives.
@@ -403,42 +384,65 @@ std::vector<Operation> ncclComm::as_transfers(const Operation& o) const {
 }
 
 // Rounds keep the messages between two ranks in order, whatever else is in the group on either side.
-Status ncclComm::exchange(const std::vector<Operation>& operations) {
+Status ncclComm::exchange(const std::vector<const Operation*>& operations) {
   if (operations.empty()) return {};
   std::vector<std::vector<const Operation*>> sends(size_), recvs(size_);
-  for (const Operation& o : operations) (o.function == Function::kSend ? sends : recvs)[o.peer].push_back(&o);
+  for (const Operation* o : operations)
+    (o->function == Function::kSend ? sends : recvs)[o->peer].push_back(o);
   if (sends[rank_].size() != recvs[rank_].size())
     return Status::invalid("sends and receives to rank {} itself: got {} and {}, allowed: equally many",
                            rank_, sends[rank_].size(), recvs[rank_].size());
+  const cudaStream_t stream = operations[0]->stream;
   for (size_t i = 0; i < sends[rank_].size(); ++i)
     WEFT_TRY(copy(recvs[rank_][i]->dst, sends[rank_][i]->src,
-                  sends[rank_][i]->count * weft::nccl::bytes_of(sends[rank_][i]->type),
-                  operations[0].stream));
+                  sends[rank_][i]->count * weft::nccl::bytes_of(sends[rank_][i]->type), stream));
   sends[rank_].clear();
   recvs[rank_].clear();
-  WEFT_TRY(enter_stream(operations[0].stream));
-  for (size_t round = 0;; ++round) {
-    std::vector<const Operation*> out(size_), in(size_);
-    bool is_empty = true;
+  size_t rounds = 0;
+  for (int peer = 0; peer < size_; ++peer)
+    rounds = std::max({rounds, sends[peer].size(), recvs[peer].size()});
+  WEFT_TRY(enter_stream(stream));
+  std::vector<const Operation*> out(size_), in(size_);
+  for (size_t round = 0; round < rounds; ++round) {
     for (int peer = 0; peer < size_; ++peer) {
-      if (round < sends[peer].size()) out[peer] = sends[peer][round];
-      if (round < recvs[peer].size()) in[peer] = recvs[peer][round];
-      is_empty = is_empty && !out[peer] && !in[peer];
+      out[peer] = weft::nccl::in_round(sends, peer, round);
+      in[peer] = weft::nccl::in_round(recvs, peer, round);
     }
-    if (is_empty) break;
-    WEFT_TRY(exchange_round(out, in, operations[0].stream));
+    WEFT_TRY(exchange_round(out, in, stream));
   }
-  return leave_stream(operations[0].stream);
+  return leave_stream(stream);
 }
 
 Status ncclComm::exchange_round(const std::vector<const Operation*>& sends,
                                 const std::vector<const Operation*>& recvs, cudaStream_t stream) {
+  weft::nccl::Table out = weft::nccl::table_of(sends, size_), in = weft::nccl::table_of(recvs, size_);
+  std::byte *const src = out.base, *const dst = in.base;
+  WEFT_TRY_ASSIGN(const weft::CollectiveRunner::PlannedRun* planned,
+                  plan_round(std::move(out.entries), std::move(in.entries)));
+  return pairs_->run(*planned, src, dst, stream);
+}
+
+// The plan of a round in which the same goes between the same ranks, from places as far from each other.
+Result<const weft::CollectiveRunner::PlannedRun*> ncclComm::plan_round(std::vector<weft::ChunkSpan> out,
+                                                                       std::vector<weft::ChunkSpan> in) {
+  Round round{std::move(out), std::move(in)};
+  const auto known = planned_rounds_.find(round);
+  if (known != planned_rounds_.end()) return &known->second;
   const weft::BookChoice* choice = book_->choose(BookCollective::kExchange, 0);
   WEFT_TRY_ASSIGN(const uint32_t number, load(*pairs_, BookCollective::kExchange, choice->program, 0));
-  weft::nccl::Table out = weft::nccl::table_of(sends, size_), in = weft::nccl::table_of(recvs, size_);
   const weft::BookProgram& program = book_->program(choice->program);
-  return pairs_->run({number, Element::kUint8, Reduction::kSum, program.protocol, out.base, in.base, 0,
-                      program.per_part, false, std::move(out.entries), std::move(in.entries), 0, 0, stream});
+  WEFT_TRY_ASSIGN(weft::CollectiveRunner::PlannedRun planned,
+                  pairs_->plan({number, Element::kUint8, Reduction::kSum, program.protocol, nullptr, nullptr,
+                                0, program.per_part, false, round.first, round.second, 0, 0, nullptr}));
+  if (planned_rounds_.size() >= kKeptPlans) planned_rounds_.clear();
+  return &planned_rounds_.emplace(std::move(round), std::move(planned)).first->second;
+}
+
+// All rounds of a communicator have as many entries as it has ranks.
+bool ncclComm::RoundOrder::operator()(const Round& a, const Round& b) const {
+  const size_t bytes = a.first.size() * sizeof(weft::ChunkSpan);
+  const int order = std::memcmp(a.first.data(), b.first.data(), bytes);
+  return order ? order < 0 : std::memcmp(a.second.data(), b.second.data(), bytes) < 0;
 }
 
 Result<uint32_t> ncclComm::load(weft::CollectiveRunner& runner, BookCollective collective, uint32_t program,
@@ -482,46 +486,34 @@ Result<std::byte*> ncclComm::staging(uint64_t bytes) {
   return staging_.back()->data();
 }
 
-// A runner is for one stream at a time: a call on another stream waits for the last one. Streams under
-// capture are left alone; the graph's own order counts there.
+// Calls follow one another over both runners, their copies and their staging, on whatever streams they are. Streams
+// under capture are left alone; the graph's own order counts there.
 Status ncclComm::enter_stream(cudaStream_t stream) {
-  if (device_.is_host() || stream == last_stream_ || is_capturing(stream)) return {};
-  WEFT_TRY_ASSIGN(weft::CudaContext context, weft::CudaContext::enter(device_.ordinal));
-  last_stream_ = stream;
-  return weft::cuda_status(
-      context.driver().cuStreamWaitEvent(reinterpret_cast<weft::CUstream>(stream), last_event_, 0),
-      "order two streams");
+  return is_capturing(stream) ? Status() : last_call_.wait(stream);
 }
 
 Status ncclComm::leave_stream(cudaStream_t stream) {
-  if (device_.is_host() || size_ == 1 || is_capturing(stream)) return {};
-  WEFT_TRY_ASSIGN(weft::CudaContext context, weft::CudaContext::enter(device_.ordinal));
-  return weft::cuda_status(
-      context.driver().cuEventRecord(last_event_, reinterpret_cast<weft::CUstream>(stream)),
-      "record an event");
+  return size_ == 1 || is_capturing(stream) ? Status() : last_call_.note(stream);
 }
 
 bool ncclComm::is_capturing(cudaStream_t stream) const {
-  if (device_.is_host()) return false;
-  const auto context = weft::CudaContext::enter(device_.ordinal);
-  int status = weft::CU_STREAM_CAPTURE_STATUS_NONE;
-  if (context.ok()) context->driver().cuStreamIsCapturing(reinterpret_cast<weft::CUstream>(stream), &status);
-  return status != weft::CU_STREAM_CAPTURE_STATUS_NONE;
+  const weft::Result<bool> is_captured = weft::is_capturing(device_, stream);
+  return is_captured.ok() && *is_captured;
 }
 
 // What Weft does not serve: one group of the real library, in order.
-Status ncclComm::forward(const std::vector<Operation>& operations) {
+Status ncclComm::forward(const std::vector<const Operation*>& operations) {
   if (operations.empty()) return {};
   const auto start = weft::nccl::real<decltype(&ncclGroupStart)>("ncclGroupStart");
   const auto end = weft::nccl::real<decltype(&ncclGroupEnd)>("ncclGroupEnd");
   if (!real_ || !start || !end)
     return Status::make(Code::kUnsupported, "{} needs the real NCCL, which this communicator lacks",
-                        weft::nccl::kFunctionNames[static_cast<int>(operations[0].function)]);
+                        weft::nccl::kFunctionNames[static_cast<int>(operations[0]->function)]);
   start();
   Status status;
-  for (const Operation& o : operations) {
-    weft::nccl::count_forwarded(o.function);
-    if (status.ok()) status = forward_one(o);
+  for (const Operation* o : operations) {
+    weft::nccl::count_forwarded(o->function);
+    if (status.ok()) status = forward_one(*o);
   }
   const ncclResult_t result = end();
   if (status.ok() && result != ncclSuccess)

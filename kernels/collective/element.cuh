@@ -116,11 +116,11 @@ WEFT_DEVICE typename Format::Stored divided(typename Format::Stored stored, uint
   using Value = typename Format::Value;
   return Format::store(static_cast<Value>(Format::load(stored) / static_cast<Value>(divisor)));
 }
-// An element multiplied by a number.
+// An element multiplied by another of its type. Integers wrap.
 template <class Format>
-WEFT_DEVICE typename Format::Stored multiplied(typename Format::Stored stored, double factor) {
-  using Value = typename Format::Value;
-  return Format::store(static_cast<Value>(Format::load(stored) * static_cast<Value>(factor)));
+WEFT_DEVICE typename Format::Stored multiplied(typename Format::Stored stored,
+                                               typename Format::Stored factor) {
+  return Format::store(Product::apply(Format::load(stored), Format::load(factor)));
 }
 
 // Adds; the finished sum is divided by the number of summands.

@@ -837,7 +837,7 @@ WEFT_KERNEL void run_program(const ProgramArgs& a, const MeshT& mesh, const Shap
   run_steps(program::InMemory{a}, a, mesh, shape);
 }
 
-// Multiplies a buffer by a number.
+// Multiplies a buffer by an element.
 template <class MeshT, class Shape>
 WEFT_KERNEL void scale_buffer(const ScaleArgs& a, const MeshT&, const Shape& shape) {
   const Block block;
@@ -845,9 +845,13 @@ WEFT_KERNEL void scale_buffer(const ScaleArgs& a, const MeshT&, const Shape& sha
   const uint64_t first = uint64_t{block.index()} * block.size() + block.rank();
   element::with_format(shape, [&](auto format) {
     using Format = decltype(format);
+    // Byte by byte: the bits may be read as any type, and not every target has memcpy.
+    typename Format::Stored factor;
+    const auto* from = static_cast<const unsigned char*>(a.factor_at ? a.factor_at : &a.factor_bits);
+    for (size_t i = 0; i < sizeof factor; ++i) reinterpret_cast<unsigned char*>(&factor)[i] = from[i];
     auto* data = reinterpret_cast<typename Format::Stored*>(a.data);
     for (uint64_t i = first; i < a.elems; i += threads)
-      data[i] = element::multiplied<Format>(data[i], a.factor);
+      data[i] = element::multiplied<Format>(data[i], factor);
   });
 }
 

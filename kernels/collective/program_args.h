@@ -206,7 +206,8 @@ struct ProgramArgs {
 struct ScaleArgs {
   std::byte* data;
   uint64_t elems;
-  double factor;
+  const void* factor_at;  // one element, read by the kernel; null: the first bytes of factor_bits
+  uint64_t factor_bits;
 };
 
 // Constants on GPUs, fields on the host.

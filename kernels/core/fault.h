@@ -43,6 +43,7 @@ enum class Site : uint32_t {
   kPortFull,        // a port: the proxy thread has not taken a command for too long
   kPortFlush,       // ... or not finished reading this rank's memory
   kPortRange,       // a port: a place outside the window (expected: its bytes), or not aligned
+  kChannelLoop,     // the loop of `weft bench channel`
 };
 
 struct FaultBox {

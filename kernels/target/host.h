@@ -20,7 +20,12 @@
 #define WEFT_KERNEL inline
 #define WEFT_UNROLL  // before a loop whose trip count is constant; the compiler decides
 #define WEFT_ROLLED  // before a loop that is short and should stay small
-#define WEFT_STREAM_LOOP _Pragma("GCC ivdep")  // before a loop whose iterations are independent
+// Before a loop whose iterations are independent. Clang's own pragma warns wherever it is of no use.
+#if defined(__clang__)
+#define WEFT_STREAM_LOOP
+#else
+#define WEFT_STREAM_LOOP _Pragma("GCC ivdep")
+#endif
 #define WEFT_HOST_TARGET 1
 
 #include "kernels/target/portable.h"
@@ -51,6 +56,12 @@ class BlockBarrier {
   std::atomic<uint32_t> generation_{0};
 };
 
+// What a thread does while it waits: its ports' work, for which another thread had to be woken otherwise.
+struct HostHelp {
+  bool (*once)(void* what) = nullptr;  // whether anything came of it; null: nothing to do
+  void* what = nullptr;
+};
+
 // Where the calling thread stands in its launch. The launcher sets it before it calls the kernel.
 struct HostThread {
   uint32_t block = 0;
@@ -59,6 +70,7 @@ struct HostThread {
   uint32_t warps = 1;
   std::byte* shared = nullptr;      // the block's shared memory, 128-byte aligned
   BlockBarrier* barrier = nullptr;  // null where the block has one thread
+  HostHelp help;
 };
 inline thread_local HostThread host_thread;
 
@@ -441,6 +453,7 @@ inline constexpr uint32_t kLooksPerCheck = 64, kFirstCheck = 0;
 // soon; and there may be more busy processes than cores, who would be given a whole time slice for every
 // yield, so it then sleeps: who sleeps is woken before those.
 inline void pause(uint32_t polls) {
+  if (host_thread.help.once && host_thread.help.once(host_thread.help.what)) return;
   if (polls < 16) return;
   if (polls < 128) {
     sched_yield();

@@ -113,8 +113,8 @@ bool means_peer_gone(int error) {
 
 class FabricRail : public Rail {
  public:
-  FabricRail(const fi::Library& library, Nic nic, bool may_copy_across)
-      : fi_(library), nic_(std::move(nic)), may_copy_across_(may_copy_across) {}
+  FabricRail(const fi::Library& library, Nic nic, bool may_copy_across, std::string secret)
+      : fi_(library), nic_(std::move(nic)), may_copy_across_(may_copy_across), secret_(std::move(secret)) {}
 
   ~FabricRail() override {
     for (fi::Fid* fid : {ep_ ? &ep_->fid : nullptr, cq_ ? &cq_->fid : nullptr, av_ ? &av_->fid : nullptr,
@@ -149,7 +149,7 @@ class FabricRail : public Rail {
     WEFT_TRY(step("fi_getname", ep_->cm->getname(&ep_->fid, bytes, &count)));
     own_address_.assign(bytes, count);
     if (nic_.caps.pages_apart) {
-      WEFT_TRY_ASSIGN(pages_, PageStreams::listen(interface_of(own_address_)));
+      WEFT_TRY_ASSIGN(pages_, PageStreams::listen(interface_of(own_address_), secret_));
     }
     return {};
   }
@@ -426,6 +426,7 @@ class FabricRail : public Rail {
   const fi::Library& fi_;
   Nic nic_;
   bool may_copy_across_;
+  const std::string secret_;
   fi::Fabric* fabric_ = nullptr;
   fi::Domain* domain_ = nullptr;
   fi::Cq* cq_ = nullptr;
@@ -463,13 +464,14 @@ class Fabric : public Provider {
     return nics;
   }
 
-  Result<std::unique_ptr<Rail>> open(const Nic& nic, const RailOptions&) override {
+  Result<std::unique_ptr<Rail>> open(const Nic& nic, const RailOptions& options) override {
     WEFT_TRY_ASSIGN(const fi::Library* library, fi::open_library());
     if (kind_ == "shm") remove_regions_of_the_dead();
     WEFT_TRY_ASSIGN(const fi::InfoList found, fi::find_networks(*library, kind_));
     for (fi::Info* info = found.first(); info; info = info->next) {
       if (nic_name(*info) != nic.name) continue;
-      auto rail = std::make_unique<FabricRail>(*library, describe(*info, kind_), kind_ == "shm");
+      auto rail =
+          std::make_unique<FabricRail>(*library, describe(*info, kind_), kind_ == "shm", options.secret);
       WEFT_TRY(rail->open(*info));
       return std::unique_ptr<Rail>(std::move(rail));
     }

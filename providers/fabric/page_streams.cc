@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cstring>
 
@@ -25,6 +26,10 @@ constexpr size_t kStreamsMax = 4096;    // that strangers may open
 constexpr int kCallsPerTurn = 64;       // of one stream, before others get theirs
 constexpr size_t kRepliesKept = 65536;  // bytes, for a peer that does not read them
 constexpr uint64_t kSkippedAtOnce = 65536;
+constexpr int kAcceptsPerTurn = 16;
+constexpr size_t kUnprovenMax = 256;
+constexpr auto kUnprovenFor = std::chrono::seconds(5);
+constexpr uint32_t kClaimRefused = 2;
 constexpr uint64_t kListenerMark = UINT64_MAX;
 constexpr uint32_t kTurnsAfterFrame = 64;
 
@@ -57,8 +62,9 @@ msghdr message_of(std::vector<iovec>& parts, size_t next) {
 
 }  // namespace
 
-Result<std::unique_ptr<PageStreams>> PageStreams::listen(in_addr interface) {
+Result<std::unique_ptr<PageStreams>> PageStreams::listen(in_addr interface, std::string secret) {
   std::unique_ptr<PageStreams> streams(new PageStreams());
+  streams->secret_ = std::move(secret);
   auto failed = [](const char* what) {
     return logged(Status::from_errno(errno, "fabric: {} for pages", what));
   };
@@ -184,9 +190,36 @@ void PageStreams::fail(Outgoing& out, const std::string& why, bool peer_gone, st
   out.frames.clear();
   out.sent = 0;
   out.reply_bytes = 0;
+  out.challenge_bytes = 0;
+  out.is_claimed = false;
+}
+
+// Whether the other side has had its proof; without waiting.
+bool PageStreams::answer_challenge(Outgoing& out, std::deque<Event>& events) {
+  if (out.is_claimed) return true;
+  char* const at = reinterpret_cast<char*>(&out.challenge) + out.challenge_bytes;
+  const ssize_t came = recv(out.fd, at, sizeof out.challenge - out.challenge_bytes, 0);
+  if (came < 0 && (must_wait() || errno == ENOTCONN)) return false;
+  if (came <= 0) {
+    fail(out, came ? std::strerror(errno) : "the peer closed its end", true, events);
+    return false;
+  }
+  out.challenge_bytes += static_cast<size_t>(came);
+  if (out.challenge_bytes < sizeof out.challenge) return false;
+  StreamClaim claim;
+  claim.proof = prove(secret_, "pages", {bytes_of(out.challenge.nonce)});
+  const bool is_challenge =
+      std::memcmp(out.challenge.tag, StreamChallenge().tag, sizeof out.challenge.tag) == 0;
+  // The first bytes on a new connection: there is room for them.
+  if (!is_challenge || send(out.fd, &claim, sizeof claim, MSG_NOSIGNAL) != sizeof claim) {
+    fail(out, is_challenge ? std::strerror(errno) : "something else listens there", true, events);
+    return false;
+  }
+  return out.is_claimed = true;
 }
 
 void PageStreams::send_frames(Outgoing& out, std::deque<Event>& events) {
+  if (!answer_challenge(out, events)) return;
   while (out.sent < out.frames.size()) {
     Frame& frame = out.frames[out.sent];
     const msghdr message = message_of(frame.parts, frame.next);
@@ -198,7 +231,7 @@ void PageStreams::send_frames(Outgoing& out, std::deque<Event>& events) {
 }
 
 void PageStreams::take_replies(Outgoing& out, std::deque<Event>& events) {
-  while (!out.frames.empty()) {
+  while (out.is_claimed && !out.frames.empty()) {
     char* const at = reinterpret_cast<char*>(&out.reply) + out.reply_bytes;
     const ssize_t came = recv(out.fd, at, sizeof out.reply - out.reply_bytes, 0);
     if (came < 0 && must_wait()) return;
@@ -206,6 +239,8 @@ void PageStreams::take_replies(Outgoing& out, std::deque<Event>& events) {
     out.reply_bytes += static_cast<size_t>(came);
     if (out.reply_bytes < sizeof out.reply) continue;
     out.reply_bytes = 0;
+    if (out.reply.is_refused == kClaimRefused)
+      return fail(out, "the peer refused this stream: its job has another secret", true, events);
     if (std::memcmp(out.reply.tag, FrameReply().tag, sizeof out.reply.tag) != 0 || out.sent == 0)
       return fail(out, "the peer answered what it was not asked", true, events);
     Event event;
@@ -221,8 +256,31 @@ void PageStreams::take_replies(Outgoing& out, std::deque<Event>& events) {
 
 // ---- receiving
 
+// Who has connected and proven nothing for long; of too many also the one that has had the longest time.
+void PageStreams::drop_silent() {
+  const auto now = std::chrono::steady_clock::now();
+  Incoming* oldest = nullptr;
+  size_t unproven = 0;
+  for (auto at = incoming_.begin(); at != incoming_.end();) {
+    Incoming& in = *at->second;
+    if (!in.is_proven && now - in.since > kUnprovenFor) {
+      ::close(in.fd);
+      at = incoming_.erase(at);
+      continue;
+    }
+    unproven += !in.is_proven;
+    if (!in.is_proven && (!oldest || in.since < oldest->since)) oldest = &in;
+    ++at;
+  }
+  has_unproven_ = unproven > 0;
+  if (unproven < kUnprovenMax) return;
+  const int fd = oldest->fd;
+  incoming_.erase(fd);
+  ::close(fd);
+}
+
 void PageStreams::accept_all() {
-  while (true) {
+  for (int i = 0; i < kAcceptsPerTurn; ++i) {
     const int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) return;
     epoll_event mark{EPOLLIN, {.u64 = static_cast<uint64_t>(fd)}};
@@ -232,9 +290,34 @@ void PageStreams::accept_all() {
     }
     const int one = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-    incoming_[fd] = std::make_unique<Incoming>();
-    incoming_[fd]->fd = fd;
+    auto in = std::make_unique<Incoming>();
+    in->fd = fd;
+    in->nonce = random_nonce();
+    in->since = std::chrono::steady_clock::now();
+    StreamChallenge challenge;
+    challenge.nonce = in->nonce;
+    (void)!send(fd, &challenge, sizeof challenge, MSG_NOSIGNAL);
+    incoming_[fd] = std::move(in);
+    drop_silent();
   }
+}
+
+// Once the claim is there; false for one that proves nothing, which is told so.
+bool PageStreams::check_claim(Incoming& in) {
+  StreamClaim claim;
+  std::memcpy(&claim, in.heads.data(), sizeof claim);
+  in.is_proven = std::memcmp(claim.tag, StreamClaim().tag, sizeof claim.tag) == 0 &&
+                 is_same(claim.proof, prove(secret_, "pages", {bytes_of(in.nonce)}));
+  in.heads.clear();
+  in.heads_bytes = sizeof(FrameHead);
+  if (in.is_proven) return true;
+  if (std::has_single_bit(++turned_away_))
+    log_warn("fabric: a stream of pages is refused: who made it does not know the job's secret ({} so far)",
+             turned_away_);
+  FrameReply reply;
+  reply.is_refused = kClaimRefused;
+  (void)!send(in.fd, &reply, sizeof reply, MSG_NOSIGNAL);
+  return false;
 }
 
 // Where a page goes; null when the peer may not write there.
@@ -323,6 +406,10 @@ bool PageStreams::receive(Incoming& in) {
     has_come_ = true;
     if (is_in_heads) {
       if (in.heads.size() < in.heads_bytes) continue;
+      if (!in.is_proven) {
+        if (!check_claim(in)) return false;
+        continue;
+      }
       if (in.heads_bytes == sizeof(FrameHead)) {
         FrameHead head;
         std::memcpy(&head, in.heads.data(), sizeof head);
@@ -357,13 +444,14 @@ bool PageStreams::progress(std::deque<Event>& events) {
     }
   std::vector<Incoming*> look;
   look.swap(arriving_);
+  bool has_callers = false;
   if (++quiet_calls_ % kCallsPerLook == 0 && is_time_to_look()) {
     epoll_event ready[16];
     const int count = epoll_wait(idle_, ready, 16, 0);
     idle_looks_ = count > 0 || unanswered_ ? 0 : idle_looks_ + 1;
     for (int i = 0; i < count; ++i) {
       if (ready[i].data.u64 == kListenerMark) {
-        accept_all();
+        has_callers = true;
         continue;
       }
       Incoming* in = incoming_.at(static_cast<int>(ready[i].data.u64)).get();
@@ -379,6 +467,8 @@ bool PageStreams::progress(std::deque<Event>& events) {
       arriving_.push_back(in);
     }
   }
+  if (has_unproven_) drop_silent();
+  if (has_callers) accept_all();
   return has_come_;
 }
 

@@ -4,13 +4,15 @@
 // pages per message and its messages cost more than copying a page; here a thousand pages are one message,
 // which the kernel gathers from their places on one side and scatters to their places on the other. No page
 // is copied twice.
-//   auto streams = PageStreams::listen(interface);
+//   auto streams = PageStreams::listen(interface, secret);
 //   streams->allow(registration, range, access);             // what peers may write to
 //   size_t to = streams->open(their_interface, their_port);
 //   streams->post(to, pieces, count, context);               // one event in progress() once all are in place
 //
-// Wire: the sender's FrameHead, its PageHeads, then the pages' bytes; the receiver answers every frame with
-// one FrameReply, in order. A frame of which any page may not be written is refused as a whole and skipped.
+// Wire: the receiver sends a StreamChallenge, and the sender answers with a StreamClaim, which proves that it
+// knows the secret. Then frames: the sender's FrameHead, its PageHeads, then the pages' bytes; the receiver
+// answers every frame with one FrameReply, in order. A frame of which any page may not be written is refused
+// as a whole and skipped. A stream that proves nothing for 5 s is closed.
 // Threads: one at a time.
 #pragma once
 
@@ -23,12 +25,21 @@
 #include <netinet/in.h>
 #include <sys/uio.h>
 
+#include "base/proof.h"
 #include "providers/provider.h"
 
 namespace weft::provider {
 
 constexpr uint32_t kPagesPerFrame = 1024;
 
+struct StreamChallenge {
+  char tag[8] = {'w', 'p', 'g', 'h', 'e', 'l', 'l', 'o'};
+  Nonce nonce{};
+};
+struct StreamClaim {
+  char tag[8] = {'w', 'p', 'g', 'c', 'l', 'a', 'i', 'm'};
+  Proof proof{};
+};
 struct FrameHead {
   char tag[4] = {'w', 'p', 'g', '1'};
   uint32_t pages = 0;  // 1 to kPagesPerFrame
@@ -40,14 +51,15 @@ struct PageHead {
 };
 struct FrameReply {
   char tag[4] = {'w', 'p', 'g', 'r'};
-  uint32_t is_refused = 0;
+  uint32_t is_refused = 0;  // 2: of the claim, after which the stream ends
 };
+static_assert(sizeof(StreamChallenge) == 24 && sizeof(StreamClaim) == 40);
 static_assert(sizeof(FrameHead) == 8 && sizeof(PageHead) == 24 && sizeof(FrameReply) == 8);
 
 class PageStreams {
  public:
   // Listens on `interface` (an IPv4 address in network order), on a port that the system chooses.
-  static Result<std::unique_ptr<PageStreams>> listen(in_addr interface);
+  static Result<std::unique_ptr<PageStreams>> listen(in_addr interface, std::string secret);
   ~PageStreams();
   PageStreams(const PageStreams&) = delete;
   PageStreams& operator=(const PageStreams&) = delete;
@@ -85,6 +97,9 @@ class PageStreams {
     sockaddr_in to{};
     int fd = -1;
     bool is_used = true;
+    bool is_claimed = false;  // the challenge was answered
+    StreamChallenge challenge;
+    size_t challenge_bytes = 0;
     std::deque<Frame> frames;  // not answered yet
     size_t sent = 0;           // of which so many are with the kernel
     FrameReply reply;
@@ -92,8 +107,11 @@ class PageStreams {
   };
   struct Incoming {
     int fd = -1;
-    std::vector<char> heads;  // of the frame that arrives, so far
-    size_t heads_bytes = sizeof(FrameHead);
+    Nonce nonce{};  // of its challenge,
+    std::chrono::steady_clock::time_point since{};
+    bool is_proven = false;   // and whether it was answered
+    std::vector<char> heads;  // of the frame that arrives, so far; before that, the claim
+    size_t heads_bytes = sizeof(StreamClaim);
     std::vector<iovec> into;  // its pages
     size_t next = 0;
     uint64_t skip_bytes = 0;  // of a refused frame
@@ -103,7 +121,7 @@ class PageStreams {
     // Worth a look at every turn: pages are coming that may be written. Whoever says less than that has to
     // wait.
     bool is_busy() const {
-      const bool has_heads = heads_bytes > sizeof(FrameHead) && heads.size() == heads_bytes;
+      const bool has_heads = is_proven && heads_bytes > sizeof(FrameHead) && heads.size() == heads_bytes;
       return (has_heads && !is_refused) || !replies.empty() || turns_left > 0;
     }
   };
@@ -114,7 +132,10 @@ class PageStreams {
   void fail(Outgoing& out, const std::string& why, bool peer_gone, std::deque<Event>& events);
   void send_frames(Outgoing& out, std::deque<Event>& events);
   void take_replies(Outgoing& out, std::deque<Event>& events);
+  bool answer_challenge(Outgoing& out, std::deque<Event>& events);
   void accept_all();
+  void drop_silent();
+  bool check_claim(Incoming& in);
   bool receive(Incoming& in);
   Came receive_heads(Incoming& in);
   Came receive_pages(Incoming& in);
@@ -124,6 +145,9 @@ class PageStreams {
   char* place(const PageHead& page) const;
   bool is_time_to_look();
 
+  std::string secret_;
+  uint64_t turned_away_ = 0;
+  bool has_unproven_ = false;  // among the incoming streams
   int listener_ = -1;
   int idle_ = -1;  // an epoll instance: which of the quiet sockets has something
   uint16_t port_ = 0;

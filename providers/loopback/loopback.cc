@@ -4,6 +4,7 @@
 #include <cstring>
 #include <deque>
 #include <random>
+#include <set>
 
 namespace weft::provider {
 namespace {
@@ -150,7 +151,13 @@ class LoopbackRail : public Rail {
     registration = {};
   }
 
-  Posted post_write(const RmaOp& op) override { return post(op.to, rma(Kind::kWrite, op)); }
+  Posted post_write(const RmaOp& op) override {
+    Packet packet = rma(Kind::kWrite, op);
+    packet.damaged = is_over_its_pace();
+    const Posted posted = post(op.to, std::move(packet));
+    if (posted == Posted::kOk) writes_.insert(op.context);
+    return posted;
+  }
   Posted post_read(const RmaOp& op) override { return post(op.to, rma(Kind::kRead, op)); }
 
   uint32_t pages_per_post(Route) const override { return impl_.options.pages_per_post; }
@@ -182,6 +189,7 @@ class LoopbackRail : public Rail {
           --owed->second;
           --in_flight_;
         }
+        writes_.erase(packet.op.context);
         if (packet.op.context) finish(packet, events[made++]);
       } else if (apply(packet, events[made])) {
         ++made;
@@ -196,6 +204,12 @@ class LoopbackRail : public Rail {
     uint64_t bytes;
     Context* context;
   };
+
+  bool is_over_its_pace() {
+    std::lock_guard lock(impl_.mutex);
+    const uint32_t most = impl_.options.plan.most_writes;
+    return most > 0 && writes_.size() >= most;
+  }
 
   static Packet rma(Kind kind, const RmaOp& op) {
     Packet packet;
@@ -332,6 +346,7 @@ class LoopbackRail : public Rail {
   uint64_t id_;
   std::deque<Receive> receives_;
   uint32_t in_flight_ = 0;
+  std::set<Context*> writes_;  // under way
   std::map<Route, uint32_t> in_flight_to_;
 };
 

@@ -28,6 +28,7 @@ struct FaultPlan {
   uint32_t delay_polls = 50;
   uint64_t dies_after = 0;      // a rail falls silent after sending so many packets; 0: never
   bool spare_messages = false;  // faults strike writes and reads only
+  uint32_t most_writes = 0;     // of a rail under way; one more fails. 0: any number
 };
 
 class LoopbackRail;

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from weft.moe.events import EventHandle, EventOverlap
     from weft.moe.hybrid import HybridEPBuffer
     from weft.runtime.communicator import Communicator, Window
+    from weft.runtime.metrics import metrics
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "PeerLost",
     "Window",
     "__version__",
+    "metrics",
 ]
 
 # Imported at first use: `import weft` takes milliseconds and works without torch, and writing, verifying and drawing
@@ -47,6 +49,7 @@ _LAZY = {
     "EventHandle": "weft.moe.events",
     "EventOverlap": "weft.moe.events",
     "HybridEPBuffer": "weft.moe.hybrid",
+    "metrics": "weft.runtime.metrics",
 }
 
 

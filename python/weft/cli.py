@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "weft.runtime.doctor",
         "what is missing on this machine, for what, and the command that helps",
     ),
+    "top": ("weft.runtime.top", "what the processes of this host do, and who waits for whom"),
     "warm": ("weft.runtime.warm", "compile a model's kernels ahead, with or without a GPU"),
     "compile": ("weft.collectives.compile", "compile and verify a collective program"),
     "synthesise": (
@@ -44,6 +45,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "tune": (
         "weft.collectives.tune",
         "measure collective algorithms here and write the table they are chosen from",
+    ),
+    "chaos": (
+        "weft.chaos",
+        "every call in random order while ranks are killed, stopped and starved; all is checked",
     ),
 }
 

@@ -63,4 +63,9 @@ def _without_elements(value: object) -> str:
 
 def from_core(code: str, message: str) -> Error:
     """Return the exception for a failed core call; called by the extension."""
-    return PeerLost(message) if code == "peer_lost" else Error(message, code)
+    if code != "peer_lost":
+        return Error(message, code)
+    from weft.runtime import call_record
+
+    call_record.write_if_asked()
+    return PeerLost(message)

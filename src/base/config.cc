@@ -143,8 +143,10 @@ void refuse_unknown(const std::vector<OptionRow>& rows, std::string& refused) {
       return edit_distance(name, a.variable) < edit_distance(name, b.variable);
     };
     const OptionRow& nearest = *std::min_element(rows.begin(), rows.end(), nearer);
+    const bool may_be_secret = name.find("SECRET") != std::string_view::npos;
+    const std::string_view given = whole.substr(std::min(name.size() + 1, whole.size()));
     refused += text("{}: got '{}', but there is no such setting; the nearest is {} ({})\n", name,
-                    whole.substr(std::min(name.size() + 1, whole.size())), nearest.variable, nearest.type);
+                    may_be_secret ? "(hidden)" : given, nearest.variable, nearest.type);
   }
 }
 
@@ -166,6 +168,19 @@ void take_msccl_variables(std::string& algorithm_dir, OptionRow& row) {
   }
 }
 
+constexpr size_t kSecretLeast = 16;
+
+// Errors and tables do not show it.
+void hide_secret(std::string& secret, OptionRow& row, std::string& refused) {
+  row.type = text("text of {} characters or more", kSecretLeast);
+  if (secret.empty()) return;
+  row.value = "(hidden)";
+  if (secret.size() >= kSecretLeast) return;
+  refused += text("{}: got {} characters, allowed: {}\n", row.variable, secret.size(), row.type);
+  row.source = "environment (refused)";
+  row.value = secret = "";
+}
+
 Loaded load() {
   Loaded loaded;
 #define WEFT_OPTION(name, type, initial, help, ...) \
@@ -173,8 +188,10 @@ Loaded load() {
   WEFT_OPTIONS(WEFT_OPTION)
 #undef WEFT_OPTION
   refuse_unknown(loaded.rows, loaded.refused);
-  for (OptionRow& row : loaded.rows)
+  for (OptionRow& row : loaded.rows) {
     if (row.variable == "WEFT_ALGORITHM_DIR") take_msccl_variables(loaded.config.algorithm_dir, row);
+    if (row.variable == "WEFT_JOB_SECRET") hide_secret(loaded.config.job_secret, row, loaded.refused);
+  }
   return loaded;
 }
 
@@ -198,6 +215,10 @@ Status config_status() {
 }
 void config_reload() {
   loaded() = load();
+}
+
+void use_job_secret(const std::string& secret) {
+  if (loaded().config.job_secret.empty()) loaded().config.job_secret = secret;
 }
 
 std::string shared_settings() {

@@ -56,8 +56,12 @@ inline Rule one_of(auto... words) {
 #define WEFT_OPTIONS(WEFT_OPTION) \
   WEFT_OPTION(timeout_s, double, 100.0, "give up on a silent peer after this many seconds") \
   WEFT_OPTION(log, std::string, "warn", "least severe message to log: error, warn, info or debug", one_of("error", "warn", "info", "debug")) \
+  WEFT_OPTION(metrics_port, int64_t, 0, "port where rank 0 of a host serves its counters to Prometheus; others add their rank on the host; 0: none", between(0, 65535)) \
+  WEFT_OPTION(metrics_host, std::string, "127.0.0.1", "address at which counters are served: 0.0.0.0 for every network") \
+  WEFT_OPTION(call_record, std::string, "", "what a lost peer or the end of a process writes its last calls to: PREFIX and the rank, for torchfrtrace") \
+  WEFT_OPTION(nvtx, int64_t, 0, "1: calls are NVTX ranges, for Nsight Systems", between(0, 1)) \
   WEFT_OPTION(cache_dir, std::string, "~/.cache/weft", "compiled kernels; safe to delete") \
-  WEFT_OPTION(cache_path, std::string, "", "more folders with compiled kernels, which are read alone: with colons between, as an image ships them") \
+  WEFT_OPTION(cache_path, std::string, "", "more folders with compiled kernels, read only, with colons between") \
   WEFT_OPTION(compile, std::string, "auto", "auto: kernels that are in no cache are compiled; never: they are an error", one_of("auto", "never")) \
   WEFT_OPTION(record_kernels, std::string, "", "file to which every process adds the kernels that it used, for weft warm --recorded") \
   WEFT_OPTION(transport, std::string, "auto", "transport to use for every peer, or auto") \
@@ -80,8 +84,10 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(nccl_interface, std::string, "", "network interface where ranks of compat/nccl meet; empty takes the first that is up") \
   WEFT_OPTION(nccl_report, int64_t, 0, "1 logs at exit which NCCL calls Weft served and which the real library", between(0, 1)) \
   WEFT_OPTION(program_book, std::string, "", "file of compiled collectives for compat/nccl; empty takes what weft tune wrote, then the built-in one") \
-  WEFT_OPTION(heartbeat_s, double, 1.0, "longest silence of the transfer engine towards a peer") \
-  WEFT_OPTION(peer_dead_s, double, 10.0, "silence after which the transfer engine takes a peer for lost") \
+  WEFT_OPTION(job_secret, std::string, "", "secret of a job: processes prove that they know it; 16 characters or more, the same in all; never sent or shown") \
+  WEFT_OPTION(interface, std::string, "", "network interface where ranks of several nodes hear of each other; empty takes the first that is up") \
+  WEFT_OPTION(heartbeat_s, double, 1.0, "longest silence of the transfer engine, and of ranks of several nodes, towards a peer") \
+  WEFT_OPTION(peer_dead_s, double, 10.0, "silence after which the transfer engine takes a peer for lost, and ranks one whose host acknowledges nothing") \
   WEFT_OPTION(proxy_provider, std::string, "auto", "network of the proxy transport: fabric:tcp, fabric:shm, verbs, ...; auto takes hardware before software") \
   WEFT_OPTION(proxy_nics, std::string, "", "NICs of the proxy transport, with commas between; empty takes the first usable one") \
   WEFT_OPTION(proxies, int64_t, 0, "proxy threads per rank with port peers; 0 takes up to 4, no more than spare cores", between(0, 64)) \
@@ -125,6 +131,10 @@ std::vector<OptionRow> config_table();
 // unknown name the nearest known one.
 Status config_status();
 void config_reload();
+
+// What a launcher has made up for the ranks that it starts; WEFT_JOB_SECRET goes before it. Before other
+// threads run.
+void use_job_secret(const std::string& secret);
 
 // "WEFT_NAME=value" of each option that ranks must share, a line each, in the table's order.
 std::string shared_settings();

@@ -62,16 +62,24 @@ Digest& Digest::add(std::string_view data) {
   return bytes({reinterpret_cast<const char*>(&size), sizeof(size)}).bytes(data);
 }
 
-std::string Digest::hex() {
+std::array<uint8_t, 32> Digest::value() {
   const uint64_t bits = total_bytes_ * 8;
   bytes("\x80");
   while (total_bytes_ % 64 != 56) bytes(std::string_view("\0", 1));
   unsigned char tail[8];
   for (int i = 0; i < 8; ++i) tail[i] = static_cast<unsigned char>(bits >> (56 - 8 * i));
   bytes({reinterpret_cast<const char*>(tail), sizeof(tail)});
+  std::array<uint8_t, 32> out;
+  for (size_t i = 0; i < out.size(); ++i) out[i] = static_cast<uint8_t>(state_[i / 4] >> (24 - 8 * (i % 4)));
+  return out;
+}
+
+std::string Digest::hex() {
   std::string out;
-  for (const uint32_t word : state_)
-    for (int shift = 28; shift >= 0; shift -= 4) out += "0123456789abcdef"[(word >> shift) & 15];
+  for (const uint8_t byte : value()) {
+    out += "0123456789abcdef"[byte >> 4];
+    out += "0123456789abcdef"[byte & 15];
+  }
   return out;
 }
 

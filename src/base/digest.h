@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Digest is SHA-256 (FIPS 180-4): names and checksums of cached files. Not for secrets.
+// Digest is SHA-256 (FIPS 180-4): names and checksums of cached files, and what base/proof.h is made of.
 //   const std::string name = Digest().add(source).add(options).hex();
 #pragma once
 
@@ -16,8 +16,9 @@ class Digest {
   Digest& bytes(std::string_view data);
   // Bytes with their length before them, so that add("ab").add("c") differs from add("a").add("bc").
   Digest& add(std::string_view data);
-  // 64 lower-case hexadecimal digits of everything so far; the object is used up.
+  // 64 lower-case hexadecimal digits of everything so far, or its 32 bytes; the object is used up.
   std::string hex();
+  std::array<uint8_t, 32> value();
 
  private:
   void block(const unsigned char* data);

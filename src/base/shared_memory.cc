@@ -48,9 +48,9 @@ Status SharedMemory::map_sealed(uint64_t bytes, const std::string& what) {
   return map(bytes);
 }
 
-Result<SharedMemory> SharedMemory::create(uint64_t bytes) {
+Result<SharedMemory> SharedMemory::create(uint64_t bytes, const char* label) {
   SharedMemory made;
-  made.fd_ = FileDescriptor(memfd_create("weft-shared", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  made.fd_ = FileDescriptor(memfd_create(label, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!made.fd_.is_open() || ftruncate(made.fd_.get(), static_cast<off_t>(bytes)) != 0)
     return Status::from_errno(errno, text("make {} shared bytes", bytes));
   // A sealed size: nobody can shrink the memory under another's loads.

@@ -29,7 +29,8 @@ class SharedMemory {
   SharedMemory& operator=(SharedMemory&& other) noexcept;
   ~SharedMemory() { release(); }
 
-  static Result<SharedMemory> create(uint64_t bytes);  // zero but for the key
+  // Zero but for the key. `label` is what it is called among the descriptors of the process.
+  static Result<SharedMemory> create(uint64_t bytes, const char* label = "weft-shared");
   static Result<SharedMemory> open(const Name& name, uint64_t bytes);
   // The same memory by a descriptor that came from there instead: see descriptor().
   static Result<SharedMemory> open(FileDescriptor fd, uint64_t bytes);

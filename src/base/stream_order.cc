@@ -5,14 +5,13 @@
 
 namespace weft {
 
-StreamOrder::~StreamOrder() {
+StreamMark::~StreamMark() {
   const Result<const CudaDriver*> driver = cuda_driver();
   if (event_ && driver.ok()) (*driver)->cuEventDestroy(static_cast<CUevent>(event_));
 }
 
-// The wait is for the record before it, whatever is recorded later: calls may share one event.
-Status StreamOrder::wait(void* stream, void* first) {
-  if (device_.is_host() || stream == first) return {};
+Status StreamMark::note(void* stream) {
+  if (device_.is_host()) return {};
   WEFT_TRY_ASSIGN(const CudaContext context, CudaContext::enter(device_.ordinal));
   const CudaDriver& driver = context.driver();
   if (!event_) {
@@ -20,10 +19,23 @@ Status StreamOrder::wait(void* stream, void* first) {
     WEFT_TRY(cuda_status(driver.cuEventCreate(&made, CU_EVENT_DISABLE_TIMING), "making an event"));
     event_ = made;
   }
-  const auto event = static_cast<CUevent>(event_);
-  WEFT_TRY(cuda_status(driver.cuEventRecord(event, static_cast<CUstream>(first)), "recording an event"));
-  return cuda_status(driver.cuStreamWaitEvent(static_cast<CUstream>(stream), event, 0),
-                     "making a stream wait for another");
+  stream_ = stream;
+  return cuda_status(driver.cuEventRecord(static_cast<CUevent>(event_), static_cast<CUstream>(stream)),
+                     "recording an event");
+}
+
+Status StreamMark::wait(void* stream) {
+  if (!event_ || stream == stream_) return {};
+  WEFT_TRY_ASSIGN(const CudaContext context, CudaContext::enter(device_.ordinal));
+  return cuda_status(
+      context.driver().cuStreamWaitEvent(static_cast<CUstream>(stream), static_cast<CUevent>(event_), 0),
+      "making a stream wait for another");
+}
+
+Status StreamOrder::wait(void* stream, void* first) {
+  if (stream == first) return {};
+  WEFT_TRY(mark_.note(first));
+  return mark_.wait(stream);
 }
 
 Result<bool> is_capturing(Device device, void* stream) {

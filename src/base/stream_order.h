@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// StreamOrder makes CUDA streams of one device wait for one another, by an event that is made once.
+// What makes CUDA streams of one device wait for one another, by an event that is made once.
 //   StreamOrder order(device);
-//   WEFT_TRY(order.wait(comm_stream, current_stream));   // the first waits for what the second has got so
-//   far
-// May be captured in a graph. Threads: one caller at a time.
+//   WEFT_TRY(order.wait(comm_stream, current_stream));  // the first waits for what the second has got so far
+//   StreamMark mark(device);
+//   WEFT_TRY(mark.note(stream));    // `stream` may be gone
+//   WEFT_TRY(mark.wait(another));   // by now
+// On the host there is nothing to wait for. Threads: one caller at a time. Errors: kSystem from the driver.
 #pragma once
 
 #include "base/device.h"
@@ -12,19 +14,33 @@
 
 namespace weft {
 
-class StreamOrder {
+class StreamMark {
  public:
-  explicit StreamOrder(Device device) : device_(device) {}
-  ~StreamOrder();
-  StreamOrder(const StreamOrder&) = delete;
+  explicit StreamMark(Device device) : device_(device) {}
+  ~StreamMark();
+  StreamMark(const StreamMark&) = delete;
 
-  // What `stream` gets from now on waits for what `first` has got. Nothing to do for one stream, nor on the
-  // host. Errors: kSystem from the driver.
-  Status wait(void* stream, void* first);
+  // Keeps what `stream` has got so far, in place of what was noted before.
+  Status note(void* stream);
+  // What `stream` gets from now on waits for what was noted last, whatever is noted later. Nothing to do where that
+  // was of the same stream, or where nothing was. Captured in a graph only with its note().
+  Status wait(void* stream);
 
  private:
   const Device device_;
-  void* event_ = nullptr;  // CUevent, made at first use
+  void* event_ = nullptr;   // CUevent, made at first use
+  void* stream_ = nullptr;  // that was noted last
+};
+
+class StreamOrder {
+ public:
+  explicit StreamOrder(Device device) : mark_(device) {}
+
+  // What `stream` gets from now on waits for what `first` has got. May be captured in a graph.
+  Status wait(void* stream, void* first);
+
+ private:
+  StreamMark mark_;
 };
 
 // Whether a stream records a graph; false on the host. Errors: kSystem from the driver.

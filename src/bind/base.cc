@@ -28,6 +28,7 @@ void bind_base(nb::module_& module) {
     return rows;
   });
   module.def("config_check", [] { check(config_status()); });
+  module.def("use_job_secret", &use_job_secret);
   module.def("config_reload", [] {
     config_reload();
     check(config_status());

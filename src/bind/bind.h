@@ -16,8 +16,10 @@ void bind_collective(nanobind::module_& module);
 void bind_elastic(nanobind::module_& module);
 void bind_jit(nanobind::module_& module);
 void bind_low_latency(nanobind::module_& module);
+void bind_measure(nanobind::module_& module);
 void bind_moe(nanobind::module_& module);
 void bind_runtime(nanobind::module_& module);
+void bind_tally(nanobind::module_& module);
 void bind_transfer(nanobind::module_& module);
 
 // Addresses cross as integers.

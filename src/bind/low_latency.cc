@@ -38,28 +38,30 @@ class FormCalls {
   FormCalls(LowLatency& mode, Planned plan)
       : mode_(&mode), plan_(std::make_shared<const Planned>(std::move(plan))) {}
 
-  // Both phases on `stream`, which waits for `after` first; `after` then waits for it, if it `joins`.
+  // Both phases, after what `after` has got, on `stream` or, where they join `after`, there.
   uint64_t run(const Memory& memory, void* stream, void* after, bool joins) {
     nb::gil_scoped_release released;
     check(check_ids(memory));
-    check(mode_->order().wait(stream, after));
-    check(mode_->launch(*plan_, memory, mode_->next_ticket(), kPhaseSend | kPhaseReceive, stream));
-    if (joins) check(mode_->order().wait(after, stream));
-    return value_or_throw(mode_->count_call(after));
+    const LowLatencyRun run = value_or_throw(mode_->begin_run(stream, after, joins));
+    check(mode_->launch(*plan_, memory, mode_->next_ticket(), kPhaseSend | kPhaseReceive, run.stream));
+    return value_or_throw(mode_->end_run(run));
   }
 
   Sent send(const Memory& memory, void* stream) {
     nb::gil_scoped_release released;
     check(check_ids(memory));
-    Sent sent{plan_, memory, mode_->next_ticket(), 0, stream};
-    check(mode_->launch(*plan_, memory, sent.ticket, kPhaseSend, stream));
-    sent.number = value_or_throw(mode_->count_call(stream));
-    return sent;
+    const bool is_captured = value_or_throw(mode_->begin_phase(stream));
+    const uint32_t ticket = mode_->next_ticket();
+    check(mode_->launch(*plan_, memory, ticket, kPhaseSend, stream));
+    check(mode_->end_phase(stream, is_captured));
+    return {plan_, memory, ticket, mode_->count_call(is_captured), stream};
   }
 
   void receive(const Sent& sent) {
     nb::gil_scoped_release released;
+    const bool is_captured = value_or_throw(mode_->begin_phase(sent.stream));
     check(mode_->launch(*sent.plan, sent.memory, sent.ticket, kPhaseReceive, sent.stream));
+    check(mode_->end_phase(sent.stream, is_captured));
   }
 
  private:

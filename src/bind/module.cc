@@ -11,9 +11,11 @@ NB_MODULE(_core, module) {
   weft::bind_base(module);
   weft::bind_collective(module);
   weft::bind_jit(module);
+  weft::bind_measure(module);
   weft::bind_moe(module);
   weft::bind_low_latency(module);
   weft::bind_elastic(module);
   weft::bind_runtime(module);
+  weft::bind_tally(module);
   weft::bind_transfer(module);
 }

@@ -200,8 +200,9 @@ void bind_providers(nb::module_& module) {
 std::unique_ptr<Engine> open_engine(std::shared_ptr<Provider> provider, const std::vector<std::string>& nics,
                                     const std::string& name, double timeout_s, double heartbeat_s,
                                     double peer_dead_s, bool has_worker, int worker_cpu,
-                                    uint64_t shard_bytes_min) {
+                                    uint64_t shard_bytes_min, const std::optional<nb::bytes>& secret) {
   Options options;
+  if (secret) options.secret.assign(secret->c_str(), secret->size());
   options.provider = provider;
   options.name = name;
   if (timeout_s > 0) options.timeout_s = timeout_s;
@@ -364,7 +365,7 @@ void bind_engine(nb::module_& module) {
       .def("dump", [](const Engine& e) { return released([&] { return e.dump(); }); })
       .def("close", [](Engine& e) { released([&] { return e.close(), 0; }); });
   module.def("transfer_open", &open_engine, "provider"_a, "nics"_a, "name"_a, "timeout_s"_a, "heartbeat_s"_a,
-             "peer_dead_s"_a, "has_worker"_a, "worker_cpu"_a, "shard_bytes_min"_a);
+             "peer_dead_s"_a, "has_worker"_a, "worker_cpu"_a, "shard_bytes_min"_a, "secret"_a = nb::none());
 }
 
 void bind_watcher(nb::module_& module) {
@@ -398,7 +399,7 @@ void bind_watcher(nb::module_& module) {
       .def("close", [](Watcher& watcher) { released([&] { return watcher.close(), 0; }); });
 }
 
-void bind_measure(nb::module_& module) {
+void bind_loops(nb::module_& module) {
   module.def("transfer_measure",
              [](Engine& e, const std::shared_ptr<Memory>& memory, const std::shared_ptr<Remote>& remote,
                 const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window, uint32_t pool,
@@ -420,13 +421,16 @@ void bind_measure(nb::module_& module) {
   nb::class_<RawLoop>(module, "TransferRawLoop")
       .def_prop_ro("address", [](const RawLoop& raw) { return to_python(raw.address()); })
       .def("connect", [](RawLoop& raw, const nb::bytes& address) { check(raw.connect(view(address))); })
-      .def("measure",
-           [](RawLoop& raw, const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window,
-              uint32_t pool, uint32_t repeats, const std::shared_ptr<Peer>& beside, double timeout_s) {
-             const Load load = to_load(kind, bytes, count, window, pool, repeats);
-             return value_or_throw(
-                 released([&] { return raw.measure(load, beside, Deadline::after_s(timeout_s)); }));
-           })
+      .def(
+          "measure",
+          [](RawLoop& raw, const std::string& kind, uint64_t bytes, uint32_t count, uint32_t window,
+             uint32_t pool, uint32_t repeats, const std::shared_ptr<Peer>& beside, double timeout_s) {
+            const Load load = to_load(kind, bytes, count, window, pool, repeats);
+            return value_or_throw(
+                released([&] { return raw.measure(load, beside, Deadline::after_s(timeout_s)); }));
+          },
+          nb::arg("kind"), nb::arg("bytes"), nb::arg("count"), nb::arg("window"), nb::arg("pool"),
+          nb::arg("repeats"), nb::arg("beside").none(), nb::arg("timeout_s"))
       .def("serve",
            [](RawLoop& raw, double timeout_s) {
              check(released([&] { return raw.serve(Deadline::after_s(timeout_s)); }));
@@ -452,7 +456,7 @@ void bind_transfer(nb::module_& module) {
   bind_providers(module);
   bind_engine(module);
   bind_watcher(module);
-  bind_measure(module);
+  bind_loops(module);
 }
 
 }  // namespace weft

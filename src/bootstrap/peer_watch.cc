@@ -160,6 +160,25 @@ void PeerWatch::lose(int peer, std::string how) {
   for (const auto& [number, tell] : alarms_) tell(peer);
 }
 
+void PeerWatch::tell(std::function<void(int, const std::string&)> tell) {
+  if (!is_of_this_process()) return;
+  std::lock_guard lock(mutex_);
+  tell_ = std::move(tell);
+  for (int peer = 0; tell_ && peer < static_cast<int>(peers_.size()); ++peer)
+    if (peers_[peer].is_lost && peers_[peer].how.empty()) tell_(peer, how(peers_[peer].end));
+}
+
+void PeerWatch::introduce(std::vector<std::string> who) {
+  std::lock_guard lock(mutex_);
+  who_ = std::move(who);
+}
+
+std::string PeerWatch::who_am_i() {
+  char host[64] = {};
+  gethostname(host, sizeof host - 1);
+  return text("pid {} on {}", getpid(), host);
+}
+
 const PeerWatch::Note* PeerWatch::note_of(int peer) const {
   const bool is_known = peer >= 0 && peer < static_cast<int>(peers_.size());
   return is_known ? reinterpret_cast<const Note*>(peers_[peer].note.data()) : nullptr;
@@ -190,6 +209,7 @@ void PeerWatch::look_locked() {
     if (said_so && peer.end.how == ProcessEnd::How::kUnknown) continue;
     peer.is_lost = true;
     lost.push_back(rank);
+    if (tell_) tell_(rank, how(peer.end));
   }
   if (lost.empty() || !first_lost_.empty()) return;
   const auto was_killed = [&](int rank) { return peers_[rank].end.how == ProcessEnd::How::kKilled; };
@@ -213,7 +233,8 @@ bool PeerWatch::is_over(int peer) {
 
 std::string PeerWatch::name(int peer) const {
   const Note* note = note_of(peer);
-  if (!note) return text("rank {}", peer);
+  const bool is_named = peer >= 0 && peer < static_cast<int>(who_.size());
+  if (!note) return is_named ? text("rank {} ({})", peer, who_[peer]) : text("rank {}", peer);
   const std::string host(note->host, strnlen(note->host, sizeof note->host));
   return text("rank {} (pid {} on {})", peer, note->pid, host);
 }

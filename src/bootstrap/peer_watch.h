@@ -57,8 +57,15 @@ class PeerWatch {
   // must be short, and call nothing of this object.
   Alarm alarm(std::function<void(int peer)> lost);
 
-  // Somebody else has found that a peer is lost, and how: "is lost: silent for 10 s".
+  // Somebody else has found that a peer is lost, and how: "is lost: silent for 10 s". Of the own rank: that the
+  // others have given it up.
   void lose(int peer, std::string how);
+  // Calls `tell` for each peer that this object finds dead by itself, under its lock: it must call nothing of
+  // this object. An empty function ends that.
+  void tell(std::function<void(int peer, const std::string& how)> tell);
+  // "pid 4711 on node7" of every rank, for those that are on other hosts; who_am_i() is this rank's.
+  void introduce(std::vector<std::string> who);
+  static std::string who_am_i();
 
   // Whether nothing more can come from a peer: it has died or left.
   bool is_over(int peer);
@@ -98,6 +105,8 @@ class PeerWatch {
   SharedMemory own_;
   std::shared_ptr<ProcessWatch> processes_;
   std::vector<Peer> peers_;
+  std::vector<std::string> who_;
+  std::function<void(int, const std::string&)> tell_;
   std::mutex mutex_;
   std::vector<int> first_lost_;
   std::map<uint64_t, std::function<void(int)>> alarms_;

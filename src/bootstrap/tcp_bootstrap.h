@@ -4,13 +4,14 @@
 // it to the others; a thread of its process then passes on what the ranks give each other.
 //   WEFT_TRY_ASSIGN(MeetingTicket ticket, open_meeting(""));                    // on one process
 //   WEFT_TRY_ASSIGN(auto bootstrap, join_meeting(ticket, rank, size, until));   // on every rank, there too
-// The ticket's key proves that a connection belongs to the meeting; what is said is not encrypted. The thread
-// ends when the last rank has left, or when nobody came for an hour. On the wire, in the host's byte order: a
-// rank says Hello, then sends frames (Frame, bytes); to each it gets a verdict with everybody's bytes.
-// Threads: a bootstrap takes one call at a time.
+// Who comes proves to know the ticket's key and WEFT_JOB_SECRET (bootstrap/door.h), and so does the meeting;
+// neither is sent, and what is said afterwards is not encrypted. The thread ends when the last rank has left,
+// or when nobody came for an hour. On the wire, in the host's byte order: frames, which tcp_bootstrap.cc lists.
+// Threads: a bootstrap takes one all_gather at a time, and report() from any.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -37,9 +38,22 @@ static_assert(sizeof(MeetingTicket) == 48);
 // one that is up, else of this machine alone. Errors: kSystem; kInvalid when `interface` has no address.
 Result<MeetingTicket> open_meeting(const std::string& interface);
 
-// Connects to the meeting. Errors: kInvalid for a ticket of something else; kPeerLost when nobody answers at
-// its address by `until`.
-Result<std::shared_ptr<Bootstrap>> join_meeting(const MeetingTicket& ticket, int rank, int size,
-                                                Deadline until);
+// A meeting also knows who is lost, and tells everybody at once: a rank whose connection ends before it has
+// left, whose host acknowledges nothing for WEFT_PEER_DEAD_S, or of whom another rank says so. A rank leaves
+// with its bootstrap, or when its process exits. One that is stopped is not lost.
+class MeetingBootstrap : public Bootstrap {
+ public:
+  // `tell` is called for each rank that is lost, with words as "was killed by signal 9", also for those that
+  // are already, from a thread of this object. It may be called for one that `tell` knows, and for this rank
+  // itself, where the others have given it up.
+  virtual void on_lost(std::function<void(int peer, const std::string& how)> tell) = 0;
+  // This rank has found that a peer is lost; not sure: whoever can say how it died goes before. Never waits.
+  virtual void report(int peer, const std::string& how, bool is_sure) = 0;
+};
+
+// Connects to the meeting. Errors: kInvalid for a ticket of something else, another job's secret, and ranks
+// that do not fit; kPeerLost when nobody answers at its address by `until`.
+Result<std::shared_ptr<MeetingBootstrap>> join_meeting(const MeetingTicket& ticket, int rank, int size,
+                                                       Deadline until);
 
 }  // namespace weft

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "collective/runner.h"
 
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "base/config.h"
@@ -94,6 +96,28 @@ struct ProcessCard {
   uint64_t number;
 };
 
+// Why the system lets this process read nothing of another one, as errno's number: EPERM or, once it is gone,
+// ESRCH. 0 where it would. Rights are looked at before addresses, so that of nothing does.
+int refusal_to_read(uint32_t process) {
+  std::byte byte{};
+  const iovec here{&byte, 1}, there{nullptr, 1};
+  if (process_vm_readv(static_cast<pid_t>(process), &here, 1, &there, 1, 0) >= 0 || errno == EFAULT) return 0;
+  return errno;
+}
+
+bool sends(const ProgramStep& step) {
+  const auto op = static_cast<StepOp>(step.op);
+  return op == StepOp::kSend || op == StepOp::kRecvCopySend || op == StepOp::kRecvReduceSend ||
+         op == StepOp::kRecvReduceCopySend;
+}
+
+// Ranks make windows alike, so that this tells objects of one communicator apart.
+TallyCaller caller_of(const Window& window) {
+  TallyCaller caller = window.communicator()->tally_caller();
+  caller.key += static_cast<uint64_t>(window.number());
+  return caller;
+}
+
 bool adds(const ProgramStep& step) {
   const auto op = static_cast<StepOp>(step.op);
   const bool only_moves =
@@ -113,6 +137,15 @@ std::vector<std::pair<std::string, int64_t>> shape_words(const ProgramShape& sha
 constexpr uint64_t kStreamBytes = 1 << 20;
 
 }  // namespace
+
+CollectiveRunner::CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window)
+    : comm_(std::move(comm)),
+      window_(std::move(window)),
+      tally_("collectives", caller_of(*window_)),
+      last_run_(comm_->device()) {
+  for (uint32_t kind = 0; kind < kExchanges; ++kind)
+    exchanges_[kind] = &tally_.operation(kExchangeNames[kind]);
+}
 
 Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_ptr<Communicator> comm,
                                                                    const RunnerOptions& options) {
@@ -309,7 +342,9 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
                   text.is_reduction,
                   false,
                   {},
-                  {}};
+                  {},
+                  {},
+                  nullptr};
   set_name(program.record, text.call.empty() ? program.name : text.call, program.name);
   program.record.root = text.root;
   program.record.digest = CallDigest()
@@ -318,9 +353,14 @@ Result<uint32_t> CollectiveRunner::load(ProgramText text) {
                               .add(text.fingerprint)
                               .add(static_cast<uint64_t>(text.root))
                               .value();
+  program.counted = &tally_.operation(program.record.call);
   for (const ProgramBlock& block : text.blocks) {
     if (block.send_peer >= 0) program.receivers.push_back(block.send_peer);
     if (block.recv_peer >= 0) program.senders.push_back(block.recv_peer);
+    uint64_t chunks = 0;
+    for (uint32_t i = 0; i < block.steps; ++i)
+      if (sends(text.steps[block.first_step + i])) chunks += text.steps[block.first_step + i].count;
+    if (block.send_peer >= 0) program.chunks_sent.push_back({block.send_peer, chunks});
   }
   for (const ProgramStep& step : text.steps) {
     auto touch = [&](uint32_t buffer, uint32_t index) {
@@ -382,7 +422,7 @@ Result<CollectiveRunner::PlannedRun> CollectiveRunner::plan(const RunCall& given
                         kMaxCompiledSteps);
   const bool has_sizes = !call.input_table.empty();
   const uint64_t elem_bytes = element_bytes(call.element);
-  PlannedRun planned{call, found, program.args, {}, {}, 0, program.record, {}, {}, nullptr};
+  PlannedRun planned{call, found, program.args, {}, {}, 0, program.record, {}, {}, nullptr, {}, {}};
   planned.input = cut(call.input_table, call.per_part, elem_bytes);
   planned.output = cut(call.output_table, call.per_part, elem_bytes);
   const uint64_t part_elems =
@@ -417,6 +457,11 @@ Result<CollectiveRunner::PlannedRun> CollectiveRunner::plan(const RunCall& given
   planned.record.count = has_sizes ? ~uint64_t{0} : call.part_elems;
   planned.record.element = call.element;
   if (program.is_reduction) planned.record.reduction = static_cast<int32_t>(call.reduction);
+  const uint64_t part_bytes = part_elems * elem_bytes;
+  for (const Share& sent : program.chunks_sent)
+    planned.bytes_sent.push_back({sent.peer, sent.amount * part_bytes / call.per_part});
+  planned.facts = {part_bytes, planned.record.count, static_cast<int32_t>(call.element),
+                   !program.is_of_pairs};
 
   planned.shape = shape_of(program, call);
   planned.how = launch_of(plan.grid);
@@ -428,6 +473,23 @@ Result<CollectiveRunner::PlannedRun> CollectiveRunner::plan(const RunCall& given
 }
 
 Status CollectiveRunner::run(const PlannedRun& planned, std::byte* input, std::byte* output, void* stream) {
+  count_sent(planned.bytes_sent);
+  return tally_.count(*planned.program->counted, planned.facts,
+                      [&] { return start(planned, input, output, stream); });
+}
+
+Status CollectiveRunner::run(const PlannedExchange& planned, std::byte* input, std::byte* output,
+                             void* stream) {
+  count_sent(planned.bytes_sent);
+  return tally_.count(*exchanges_[planned.shape.exchange], planned.facts,
+                      [&] { return start(planned, input, output, stream); });
+}
+
+void CollectiveRunner::count_sent(const std::vector<Share>& bytes) {
+  for (const Share& sent : bytes) tally_.sent_to(static_cast<size_t>(sent.peer), sent.amount);
+}
+
+Status CollectiveRunner::start(const PlannedRun& planned, std::byte* input, std::byte* output, void* stream) {
   WEFT_TRY(fault());
   const RunCall& form = planned.form;
   if (!links_.empty() && form.protocol != Protocol::kSimple)
@@ -451,7 +513,8 @@ Status CollectiveRunner::run(const PlannedRun& planned, std::byte* input, std::b
     WEFT_TRY_ASSIGN(args.buffers[1].table, table(planned.output, output_table_, stream));
   }
   WEFT_TRY(announce(planned));
-  return launch(*planned.kernel, planned.how, &args, sizeof(args), &planned.shape, stream);
+  return launch(*planned.kernel, planned.how, &args, sizeof(args), &planned.shape, stream,
+                planned.program->is_of_pairs && form.input_table.empty());
 }
 
 // What only moves data is compiled for the width of its elements, not for their type.
@@ -589,6 +652,12 @@ Result<CollectiveRunner::PlannedExchange> CollectiveRunner::plan(const ExchangeC
   if (adds) record.reduction = static_cast<int32_t>(call.reduction);
   set_name(record, kExchangeNames[static_cast<uint32_t>(call.kind)],
            kWayNames[static_cast<uint32_t>(args.way)]);
+  planned.facts = {args.bytes, call.part_elems, static_cast<int32_t>(call.element)};
+  // An all-reduce in two phases sends each rank its part of the sum, then everyone the own one.
+  const bool has_two_phases = call.kind == Exchange::kAllReduce && !call.is_one_shot;
+  const uint64_t each = has_two_phases ? 2 * args.bytes / ranks : args.bytes;
+  for (int peer = 0; peer < comm_->size(); ++peer)
+    if (peer != comm_->rank()) planned.bytes_sent.push_back({peer, each});
 
   planned.shape = {static_cast<int64_t>(call.kind), adds ? static_cast<int64_t>(call.element) : 0,
                    adds ? static_cast<int64_t>(call.reduction) : 0, ranks};
@@ -602,8 +671,8 @@ Result<CollectiveRunner::PlannedExchange> CollectiveRunner::plan(const ExchangeC
   return planned;
 }
 
-Status CollectiveRunner::run(const PlannedExchange& planned, std::byte* input, std::byte* output,
-                             void* stream) {
+Status CollectiveRunner::start(const PlannedExchange& planned, std::byte* input, std::byte* output,
+                               void* stream) {
   WEFT_TRY(fault());
   if (!links_.empty()) return Status::invalid("an exchange, allowed: programs, while links are delayed");
   last_program_ = kExchangeNames[planned.shape.exchange];
@@ -638,10 +707,8 @@ const CollectiveRunner::Program* CollectiveRunner::find(uint32_t number) {
   return &programs_[number];
 }
 
-Status CollectiveRunner::scale(Element element, std::byte* data, uint64_t elems, double factor,
-                               void* stream) {
-  const ScaleArgs args{data, elems, factor};
-  const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>(elems / 4096, 1, limits_.max_blocks));
+Status CollectiveRunner::scale(Element element, const ScaleArgs& args, void* stream) {
+  const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>(args.elems / 4096, 1, limits_.max_blocks));
   GridPlan grid{};
   grid.blocks = limits_.is_cuda ? blocks : 1;
   grid.threads_per_block = limits_.is_cuda ? 512 : 1;
@@ -654,9 +721,12 @@ Status CollectiveRunner::scale(Element element, std::byte* data, uint64_t elems,
 }
 
 Status CollectiveRunner::launch(const Kernel& kernel, Launch how, const void* args, size_t args_bytes,
-                                const void* shape, void* stream) {
+                                const void* shape, void* stream, bool is_of_pairs) {
   how.stream = stream;
+  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(comm_->device(), stream));
+  if (!is_captured) WEFT_TRY(last_run_.wait(stream));
   WEFT_TRY(launch_on_mesh(*window_, kernel, how, args, args_bytes, shape));
+  if (!is_captured && !is_of_pairs) WEFT_TRY(last_run_.note(stream));
   return comm_->device().is_host() ? fault() : Status();
 }
 
@@ -670,43 +740,48 @@ Result<std::byte*> CollectiveRunner::scratch(uint64_t bytes) {
 }
 
 // Sizes of chunks in device memory. Runs that are under way on `stream` still read the earlier ones there, so
-// they are replaced in stream order; what a graph captures copies them again at every replay, from here.
-Result<const ChunkSpan*> CollectiveRunner::table(std::vector<ChunkSpan> entries,
-                                                 std::unique_ptr<LocalMemory>& memory, void* stream) {
+// they are replaced in stream order, and only by others; what a graph captures copies them again at every replay,
+// from here, so that nobody knows any more what is there.
+Result<const ChunkSpan*> CollectiveRunner::table(const std::vector<ChunkSpan>& entries, ChunkTable& table,
+                                                 void* stream) {
   const uint64_t bytes = entries.size() * sizeof(ChunkSpan);
-  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(stream));
-  if (!memory || memory->bytes() < bytes) {
+  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(comm_->device(), stream));
+  if (!table.memory || table.memory->bytes() < bytes) {
     if (is_captured)
       return Status::make(Code::kUnsupported,
                           "sizes of {} chunks while a graph is captured, allowed: after a call without one",
                           entries.size());
-    if (memory) old_tables_.push_back(std::move(memory));
-    WEFT_TRY_ASSIGN(memory, LocalMemory::create(comm_->device(), bytes));
+    if (table.memory) old_tables_.push_back(std::move(table.memory));
+    table.held.clear();
+    WEFT_TRY_ASSIGN(table.memory, LocalMemory::create(comm_->device(), bytes));
   }
+  const bool is_held = captured_tables_.empty() && !is_captured && table.held.size() == entries.size() &&
+                       std::memcmp(table.held.data(), entries.data(), bytes) == 0;
+  if (is_held) return table.memory->at<ChunkSpan>(0);
+  table.held.clear();
+  if (!is_captured) WEFT_TRY(last_run_.wait(stream));
   const std::vector<ChunkSpan>* source = &entries;
   if (is_captured) source = &captured_tables_.emplace_back(entries);
-  WEFT_TRY(memory->write_in_order(0, source->data(), bytes, stream));
-  return memory->at<ChunkSpan>(0);
-}
-
-Result<bool> CollectiveRunner::is_capturing(void* stream) const {
-  if (comm_->device().is_host()) return false;
-  WEFT_TRY_ASSIGN(CudaContext context, CudaContext::enter(comm_->device().ordinal));
-  int state = CU_STREAM_CAPTURE_STATUS_NONE;
-  WEFT_TRY(cuda_status(context.driver().cuStreamIsCapturing(static_cast<CUstream>(stream), &state),
-                       "ask whether a stream is captured"));
-  return state != CU_STREAM_CAPTURE_STATUS_NONE;
+  WEFT_TRY(table.memory->write_in_order(0, source->data(), bytes, stream));
+  table.held = entries;
+  return table.memory->at<ChunkSpan>(0);
 }
 
 Status CollectiveRunner::fault() {
   const FaultBox& box = *visible_->at<FaultBox>(0);
-  if (broken_.ok() && load_acquire(&box.raised) != 0) broken_ = logged(fault_status());
+  if (broken_.ok() && load_acquire(&box.raised) != 0) {
+    broken_ = logged(fault_status());
+    if (broken_.code() == Code::kPeerLost && box.peer != box.self) tally_.lost(box.peer);
+  }
   return broken_;
 }
 
 Status CollectiveRunner::fault_status() const {
   const FaultBox& box = *visible_->at<FaultBox>(0);
   if (box.site == Site::kPeerWindow) return Status(Code::kClosed, sentence());
+  // Nobody is lost: this process has lost the right to read others.
+  if (box.site == Site::kPeerMemory && refusal_to_read(process_of(box.peer)) == EPERM)
+    return Status(Code::kSystem, sentence());
   // A rank that left may have done so because of the difference.
   const bool may_differ =
       box.site == Site::kCollective || box.site == Site::kCollectiveCall || box.site == Site::kPeerDied;
@@ -716,6 +791,11 @@ Status CollectiveRunner::fault_status() const {
   if (box.site == Site::kCollectiveCall) return Status(Code::kInvalid, sentence());
   if (box.peer == box.self || box.site == Site::kPeerDied) return Status(Code::kPeerLost, sentence());
   return Status(Code::kPeerLost, sentence() + "; " + board_->progress(static_cast<int>(box.peer)));
+}
+
+uint32_t CollectiveRunner::process_of(uint32_t peer) const {
+  const DirectTables tables = direct_tables(static_cast<uint64_t>(comm_->size()), true);
+  return direct_->at<uint32_t>(tables.processes_at)[peer];
 }
 
 void CollectiveRunner::stop() {
@@ -729,11 +809,15 @@ std::string CollectiveRunner::sentence() const {
   const char* last_program = last_program_;
   if (box.site == Site::kPeerDied)
     return text("rank {}, collective {}: {}", box.self, last_program, peers.lost());
-  if (box.site == Site::kPeerMemory)
+  if (box.site == Site::kPeerMemory) {
+    const int refusal = refusal_to_read(process_of(box.peer));
     return text(
-        "rank {}, collective {}, block {}, step {}: {} bytes of rank {}'s memory cannot be read any more; {}",
+        "rank {}, collective {}, block {}, step {}: {} bytes of rank {}'s memory cannot be read any "
+        "more{}{}; {}",
         box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.expected, box.peer,
+        refusal ? ": " : "", refusal ? strerror(refusal) : "",
         peers.fates({static_cast<int>(box.peer)}, "is running"));
+  }
   if (box.site == Site::kPeerWindow)
     return text(
         "rank {}, collective {}, block {}, step {}: rank {} passed memory of window {}, which this rank has "

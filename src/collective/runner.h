@@ -8,8 +8,9 @@
 //   WEFT_TRY(runner->run(planned, input, output, stream));
 // Programs are verified before they come here (weft.collectives.verifier); load() checks only what memory
 // safety needs. All ranks load and run the same programs in the same order. On CUDA run() enqueues on
-// `stream`, and one stream at a time may use a runner; on the host it returns when it is done. All protocol
-// state is in device memory, so a captured run may be replayed. Threads: one caller at a time; programs that
+// `stream`; runs on several streams follow one another, but for those of pairs, which only wait for the others. On
+// the host it returns when it is done. All protocol state is in device memory, so a captured run may be replayed; the
+// graph's order counts then. Threads: one caller at a time; programs that
 // only send to, or only receive from, different ranks than others under way, reduce nothing and use no
 // scratch, may run beside them. Buffers in windows of the communicator are read and written by peers
 // directly, and so is other host memory where the system lets processes read each other: one copy instead of
@@ -28,6 +29,8 @@
 #include <string>
 #include <vector>
 
+#include "base/stream_order.h"
+#include "base/tally.h"
 #include "collective/call_board.h"
 #include "comm/window.h"
 #include "jit/jit.h"
@@ -132,8 +135,8 @@ class CollectiveRunner {
   // Bound of every wait of later calls, in seconds, above 0.
   void set_timeout_s(double timeout_s) { timeout_s_ = timeout_s; }
   double timeout_s() const { return timeout_s_; }
-  // data[0, elems) *= factor, in stream order.
-  Status scale(Element element, std::byte* data, uint64_t elems, double factor, void* stream);
+  // args.data[0, elems) *= the factor, in stream order.
+  Status scale(Element element, const ScaleArgs& args, void* stream);
 
   // Reports a fault that a kernel raised since; later calls report it too.
   Status fault();
@@ -145,6 +148,11 @@ class CollectiveRunner {
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
 
  private:
+  // What a run sends to a peer, in chunks or bytes.
+  struct Share {
+    int peer;
+    uint64_t amount;
+  };
   struct Program {
     std::string name;
     std::unique_ptr<LocalMemory> memory;
@@ -158,9 +166,17 @@ class CollectiveRunner {
     bool is_reduction;
     bool reduces;                         // some step adds
     std::vector<int> receivers, senders;  // whom this rank sends to and receives from
+    std::vector<Share> chunks_sent;
+    TallyOperation* counted;
   };
-  CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window)
-      : comm_(std::move(comm)), window_(std::move(window)) {}
+  struct ChunkTable {
+    std::unique_ptr<LocalMemory> memory;
+    std::vector<ChunkSpan> held;  // what it has, in the order of the stream; empty: nobody knows
+  };
+  CollectiveRunner(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window);
+  Status start(const PlannedRun& planned, std::byte* input, std::byte* output, void* stream);
+  Status start(const PlannedExchange& planned, std::byte* input, std::byte* output, void* stream);
+  void count_sent(const std::vector<Share>& bytes);
   Status check(const ProgramText& text) const;
   Status probe_process_reads();
   uint64_t message_bytes(const Program& program, Protocol protocol) const;
@@ -174,19 +190,21 @@ class CollectiveRunner {
   Status compare_calls();
   bool is_stopped() const;
   Status launch(const Kernel& kernel, Launch how, const void* args, size_t args_bytes, const void* shape,
-                void* stream);
+                void* stream, bool is_of_pairs = false);
   Status bring_up_windows();
   uint64_t card(std::byte* memory, std::byte* const** bases) const;
   Result<std::byte*> scratch(uint64_t bytes);
-  Result<const ChunkSpan*> table(std::vector<ChunkSpan> entries, std::unique_ptr<LocalMemory>& memory,
-                                 void* stream);
-  Result<bool> is_capturing(void* stream) const;
+  Result<const ChunkSpan*> table(const std::vector<ChunkSpan>& entries, ChunkTable& table, void* stream);
   WaitRule wait_rule() const;
   Status fault_status() const;
   std::string sentence() const;
+  // Of a peer on the CPU whose memory this rank reads.
+  uint32_t process_of(uint32_t peer) const;
 
   std::shared_ptr<Communicator> comm_;
   std::unique_ptr<Window> window_;
+  CallTally tally_;
+  TallyOperation* exchanges_[kExchanges];
   std::unique_ptr<HostVisible> visible_;
   std::unique_ptr<CallBoard> board_;
   std::unique_ptr<LocalMemory> counters_;  // sent, received, calls, WaitRule::gave_up
@@ -196,7 +214,7 @@ class CollectiveRunner {
   uint64_t windows_version_ = 0;                  // that this is of
   std::vector<std::unique_ptr<LocalMemory>>
       scratch_;  // the last one is in use; captured graphs may use earlier ones
-  std::unique_ptr<LocalMemory> input_table_, output_table_;
+  ChunkTable input_table_, output_table_;
   std::vector<std::unique_ptr<LocalMemory>> old_tables_;  // too small; runs under way may read them
   std::deque<std::vector<ChunkSpan>> captured_tables_;    // that graphs copy from; addresses stay
   std::mutex programs_mutex_;
@@ -213,6 +231,7 @@ class CollectiveRunner {
   LinkDelays delays_{};
   std::atomic<const char*> last_program_ = "";  // the name of a program, or a constant
   Status broken_;
+  StreamMark last_run_;  // of all but pairs
   PeerWatch::Alarm on_death_;
 };
 
@@ -226,6 +245,8 @@ struct CollectiveRunner::PlannedRun {
   ProgramShape shape;
   Launch how;
   const Kernel* kernel;
+  CallFacts facts;
+  std::vector<Share> bytes_sent;
 };
 
 struct CollectiveRunner::PlannedExchange {
@@ -234,6 +255,8 @@ struct CollectiveRunner::PlannedExchange {
   ExchangeShape shape;
   Launch how;
   const Kernel* kernel;
+  CallFacts facts;
+  std::vector<Share> bytes_sent;
 };
 
 }  // namespace weft

@@ -7,6 +7,8 @@
 
 #include "base/config.h"
 #include "base/log.h"
+#include "base/proof.h"
+#include "base/tally.h"
 
 namespace weft {
 namespace {
@@ -157,6 +159,11 @@ Status Communicator::meet(std::string_view transport) {
     addresses_.push_back(card.parcels);
     facts_.push_back(to_facts(card, static_cast<int>(facts_.size())));
   }
+  // The keys are random, and known to nobody but who came through the bootstrap.
+  std::string keys;
+  for (const ParcelAddress& address : addresses_)
+    keys.append(reinterpret_cast<const char*>(&address.key), sizeof address.key);
+  secret_ = bytes_of(prove(config().job_secret, "communicator", {keys}));
   number_nodes(facts_, cards[0].ranks_per_node);
   key_ = cards[0].parcels.key;
   return Status();
@@ -232,7 +239,7 @@ Status Communicator::open_links(const std::vector<std::vector<const Transport*>>
       if (!port) port_pair_ = text("rank {} reaches rank {} through {}", rank, peer, taken->name());
       port = taken;
     }
-  Group group{rank_, &facts_, {}, bootstrap_.get(), timeout_s_};
+  Group group{rank_, &facts_, {}, bootstrap_.get(), timeout_s_, secret_};
   WEFT_TRY_ASSIGN(mapped_link_, transports().front()->connect(group));
   if (!port) return Status();
   for (int peer = 0; peer < size(); ++peer)
@@ -271,15 +278,75 @@ Status Communicator::watch_peers() {
   for (const RankFacts& facts : facts_) is_other_process.push_back(facts.process != facts_[rank_].process);
   WEFT_TRY(peers_->meet(*parcels_, is_other_process, deadline()));
   parcels_->ask(peers_.get());
-  if (port_link_) port_link_->on_lost([this](int peer, const std::string& how) { peers_->lose(peer, how); });
+  if (!port_pair_.empty()) WEFT_TRY(meet_other_nodes());
+  if (!port_link_) return {};
+  port_link_->on_lost([this](int peer, const std::string& how) {
+    if (meeting_)
+      meeting_->report(peer, how, false);
+    else
+      peers_->lose(peer, how);
+  });
   return {};
+}
+
+// Rank 0's process holds a connection of every rank, over which each hears of deaths on other nodes; a rank
+// tells what it sees on its own. Without it, the network's silence has to do.
+Status Communicator::meet_other_nodes() {
+  constexpr double kJoin_s = 10;
+  const Deadline until = Deadline::after_s(std::min(kJoin_s, timeout_s_));
+  Result<MeetingTicket> ticket = MeetingTicket{};
+  if (rank_ == 0) ticket = open_meeting(config().interface);
+  const MeetingTicket shown = ticket.ok() ? *ticket : MeetingTicket{};
+  const std::string mine(reinterpret_cast<const char*>(&shown), sizeof shown);
+  WEFT_TRY_ASSIGN(const std::vector<std::string> all,
+                  bootstrap_->all_gather(mine + PeerWatch::who_am_i(), deadline()));
+  std::vector<std::string> who;
+  for (const std::string& one : all) who.push_back(one.substr(std::min(one.size(), sizeof shown)));
+  peers_->introduce(std::move(who));
+  Status joined = ticket.status();
+  std::shared_ptr<MeetingBootstrap> meeting;
+  MeetingTicket theirs{};
+  std::memcpy(&theirs, all[0].data(), std::min(all[0].size(), sizeof theirs));
+  if (joined.ok()) {
+    auto made = join_meeting(theirs, rank_, size(), until);
+    joined = made.status();
+    if (made.ok()) meeting = std::move(*made);
+  }
+  WEFT_TRY_ASSIGN(const std::vector<std::string> verdicts,
+                  bootstrap_->all_gather(to_bytes(joined), deadline()));
+  for (int rank = 0; rank < size(); ++rank)
+    if (verdicts[rank].empty() || static_cast<Code>(verdicts[rank][0]) != Code::kOk) {
+      log_warn(
+          "rank {}: who dies on another node is noticed after {} s only: rank {} did not reach rank 0 on its "
+          "network interface (WEFT_INTERFACE): {}",
+          rank_, config().peer_dead_s, rank,
+          verdicts[rank].substr(std::min<size_t>(1, verdicts[rank].size())));
+      return {};
+    }
+  meeting_ = std::move(meeting);
+  meeting_->on_lost([this](int peer, const std::string& how) {
+    peers_->lose(peer, peer == rank_ ? "(this rank) was given up by the others: it " + how : how);
+  });
+  peers_->tell([this](int peer, const std::string& how) { meeting_->report(peer, how, true); });
+  return {};
+}
+
+Communicator::~Communicator() {
+  if (peers_) peers_->tell({});
 }
 
 // Over the sockets where they reach everybody: faster, and a dead peer is found at once.
 Status Communicator::barrier() {
-  if (!port_pair_.empty()) return bootstrap_->all_gather("", deadline()).status();
+  if (!port_pair_.empty()) return lost_in("barrier", bootstrap().all_gather("", deadline()).status());
   parcels_->begin_call();
   return parcels_->all_gather({}, "barrier", deadline()).status();
+}
+
+// With what is known of who was lost, where that is why it failed.
+Status Communicator::lost_in(std::string_view operation, Status status) {
+  if (status.code() != Code::kPeerLost) return status;
+  const std::string lost = peers_->lost();
+  return lost.empty() ? status : Status::make(Code::kPeerLost, "rank {}, {}: {}", rank_, operation, lost);
 }
 
 Status Communicator::agree(std::string_view operation, const std::vector<Agreed>& mine) {
@@ -313,12 +380,23 @@ Result<std::vector<std::vector<uint64_t>>> Communicator::show(std::string_view o
 
 // Every rank's bytes, by rank: over the sockets of mapped ranks, or over the bootstrap where not all are.
 Result<std::vector<std::string>> Communicator::show_all(std::string_view operation, const std::string& mine) {
-  if (!port_pair_.empty()) return bootstrap_->all_gather(mine, deadline());
+  if (!port_pair_.empty()) {
+    Result<std::vector<std::string>> all = bootstrap().all_gather(mine, deadline());
+    if (!all.ok()) return lost_in(operation, all.status());
+    return all;
+  }
   parcels_->begin_call();
   WEFT_TRY_ASSIGN(std::vector<Parcel> parcels, parcels_->all_gather({mine, {}}, operation, deadline()));
   std::vector<std::string> all;
   for (Parcel& parcel : parcels) all.push_back(std::move(parcel.bytes));
   return all;
+}
+
+TallyCaller Communicator::tally_caller() const {
+  TallyCaller caller{key_, rank_, size(), text("{}", device()), {}};
+  for (const Transport* transport : transports_)
+    caller.transports.emplace_back(transport ? transport->name() : "");
+  return caller;
 }
 
 Communicator::WindowPlace Communicator::find_window(const std::byte* address) const {

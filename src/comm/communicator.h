@@ -19,10 +19,13 @@
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/parcel_exchange.h"
 #include "bootstrap/peer_watch.h"
+#include "bootstrap/tcp_bootstrap.h"
 #include "memory/range.h"
 #include "transports/transport.h"
 
 namespace weft {
+
+struct TallyCaller;
 
 class Communicator {
  public:
@@ -40,7 +43,11 @@ class Communicator {
   uint64_t key() const { return key_; }
   double timeout_s() const { return timeout_s_; }
   Deadline deadline() const { return Deadline::after_s(timeout_s_); }
-  Bootstrap& bootstrap() { return *bootstrap_; }
+  // Over the meeting of the nodes, where there is one: a rank that is lost ends the exchange at once.
+  Bootstrap& bootstrap() { return meeting_ ? *meeting_ : *bootstrap_; }
+  ~Communicator();
+  // Who makes the calls of an object of this communicator, for its CallTally.
+  TallyCaller tally_caller() const;
 
   // The facts of every rank, in rank order: host, node, device.
   const std::vector<RankFacts>& facts() const { return facts_; }
@@ -102,6 +109,8 @@ class Communicator {
   Status exchange_cards();
   Status connect(std::string_view transport);
   Status watch_peers();
+  Status meet_other_nodes();
+  Status lost_in(std::string_view operation, Status status);
   Status open_links(const std::vector<std::vector<const Transport*>>& chosen,
                     const std::vector<Candidate>& candidates);
   Status agree_on_links(const Status& mine);
@@ -110,6 +119,7 @@ class Communicator {
   std::shared_ptr<Bootstrap> bootstrap_;
   std::unique_ptr<ParcelExchange> parcels_;
   std::unique_ptr<PeerWatch> peers_;
+  std::shared_ptr<MeetingBootstrap> meeting_;  // ends before peers_
   std::vector<RankFacts> facts_;
   std::vector<ParcelAddress> addresses_;
   std::vector<const Transport*> transports_;
@@ -119,6 +129,7 @@ class Communicator {
   std::unique_ptr<Link> mapped_link_, port_link_;
   double timeout_s_ = 0;
   uint64_t key_ = 0;
+  std::string secret_;  // Group::secret
   int rank_ = 0;
 
   struct KnownWindow {

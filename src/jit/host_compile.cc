@@ -33,9 +33,16 @@ namespace {
 
 constexpr char kEntry[] = "weft_host_kernel";
 constexpr double kCompileSeconds = 300;
+
 // No contraction: the interpreter's sums must come out bit for bit.
-const std::vector<std::string> kOptions{
-    "-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-shared", "-x", "c++"};
+std::vector<std::string> compiler_options() {
+  std::vector<std::string> options{
+      "-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-shared", "-x", "c++"};
+  constexpr std::string_view sanitizers = WEFT_SANITIZE;  // of this library: tools/sanitize
+  if (!sanitizers.empty()) options.insert(options.end(), {text("-fsanitize={}", sanitizers), "-g1", "-O1"});
+  return options;
+}
+const std::vector<std::string> kOptions = compiler_options();
 
 std::string host_source(const KernelKey& key) {
   std::string shape;

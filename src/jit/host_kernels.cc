@@ -9,6 +9,7 @@
 
 #include "kernels/collective/exchange.cuh"
 #include "kernels/collective/program.cuh"
+#include "kernels/core/channel_loop.cuh"
 #include "kernels/core/hybrid.cuh"
 #include "kernels/moe/engram.cuh"
 #include "kernels/moe/high_throughput_combine.cuh"
@@ -110,6 +111,8 @@ void add_kernels(std::vector<KernelRow>& rows, MeshKind<MeshT> mesh) {
                    kPrograms);
   WEFT_HOST_KERNEL(kMapped, "kernels/collective/exchange.cuh", run_exchange, ExchangeArgs, ExchangeShape, 256,
                    kExchangeShapes);
+  WEFT_HOST_KERNEL(kPorts, "kernels/core/channel_loop.cuh", channel_loop_run, ChannelLoopArgs,
+                   ChannelLoopShape, 32, "");
   WEFT_HOST_KERNEL(kPorts, "kernels/collective/program.cuh", scale_buffer, ScaleArgs, ProgramShape, 512,
                    "element=0 reduction=0 protocol=0; element=2 reduction=0 protocol=0");
 }

@@ -134,6 +134,7 @@ class Blocks {
     place.warps = grid_.warps;
     place.shared = shared_ ? shared_.get() + stride_ * block : nullptr;
     place.barrier = barriers_.empty() ? nullptr : &barriers_[block];
+    place.help = help_;
     return place;
   }
 
@@ -143,6 +144,7 @@ class Blocks {
   };
   const HostGrid grid_;
   const size_t stride_;
+  const HostHelp help_ = host_thread.help;  // the caller's
   std::unique_ptr<std::byte[], Free> shared_;
   std::deque<BlockBarrier> barriers_;
 };

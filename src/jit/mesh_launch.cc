@@ -6,8 +6,32 @@
 
 #include "base/config.h"
 #include "base/cuda_driver.h"
+#include "kernels/target/host.h"
 
 namespace weft {
+namespace {
+
+constexpr int kLastRounds = 8;
+
+// The threads of a host launch inside of this help the link while they wait; at the end, what the launch asked
+// for last is sent.
+class Helping {
+ public:
+  explicit Helping(Link* ports) : ports_(ports), outer_(host_thread.help) {
+    if (ports) host_thread.help = {[](void* link) { return static_cast<Link*>(link)->help(); }, ports};
+  }
+  ~Helping() {
+    host_thread.help = outer_;
+    for (int i = 0; ports_ && i < kLastRounds && ports_->help(); ++i) continue;
+  }
+  Helping(const Helping&) = delete;
+
+ private:
+  Link* const ports_;
+  const HostHelp outer_;
+};
+
+}  // namespace
 
 Result<ComputeLimits> compute_limits(const Communicator& comm) {
   if (comm.device().is_host()) {
@@ -50,6 +74,7 @@ Status launch_on_mesh(const Window& window, const Kernel& kernel, const Launch& 
                       size_t args_bytes, const void* shape_on_host) {
   Link* ports = window.communicator()->port_link();
   if (ports) WEFT_TRY(ports->status());
+  const Helping helping(window.communicator()->device().is_host() ? ports : nullptr);
   const MeshPart& mesh = window.mesh();
   WEFT_TRY(Jit::of(window.communicator()->device())
                .launch(kernel, how, args, args_bytes, mesh.value.data(), mesh.value.size(), shape_on_host));

@@ -49,6 +49,12 @@ KernelKey key_of_notify(const HighThroughputShape&) {
   return notify_key();
 }
 
+TallyCaller caller_of(const Communicator& comm, uint64_t key) {
+  TallyCaller caller = comm.tally_caller();
+  caller.key = key;
+  return caller;
+}
+
 }  // namespace
 
 uint64_t worst_case_bytes(const RowFormat& format, uint64_t rows) {
@@ -72,7 +78,13 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
       heap_(low_latency_end_, window_->bytes()),
       returned_(comm_->device(), heap_),
       order_(comm_->device()),
-      handle_key_(comm_->key() + static_cast<uint64_t>(window_->number())) {
+      handle_key_(comm_->key() + static_cast<uint64_t>(window_->number())),
+      tally_("buffer", caller_of(*comm_, handle_key_)),
+      layouts_(tally_.operation("layout")),
+      notifies_(tally_.operation("dispatch.counts")),
+      dispatches_counted_(tally_.operation("dispatch")),
+      combines_(tally_.operation("combine")),
+      barriers_(tally_.operation("barrier")) {
   Carver carver;
   fault_ = visible_->at<FaultBox>(carver.take(sizeof(FaultBox)));
   awaited_report_ = visible_->at<CountReport>(carver.take(report_bytes(comm_->size())));
@@ -190,7 +202,47 @@ Status MoeBuffer::end(const CallOrder& order) {
   return order.joins ? order_.wait(order.after, order.stream) : Status();
 }
 
+// Each call, counted; its bytes are those of rows that travel, as far as the host knows.
 Status MoeBuffer::layout(const LayoutCall& call) {
+  return tally_.count(layouts_, {0, call.tokens, -1, false}, [&] { return run_layout(call); });
+}
+
+Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
+  return tally_.count(notifies_, {0, call.tokens}, [&] { return run_notify(call); });
+}
+
+Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
+  const CallFacts facts{call.staging_rows * call.format.row_bytes, call.tokens};
+  auto received = tally_.count(dispatches_counted_, facts, [&] { return run_dispatch(call); });
+  if (received.ok()) count_rows(call.handle.prefix, false, call.format.row_bytes);
+  return received;
+}
+
+Status MoeBuffer::combine(const CombineCall& call) {
+  const CallFacts facts{call.staging_rows * call.row_bytes, call.tokens};
+  const Status status = tally_.count(combines_, facts, [&] { return run_combine(call); });
+  if (status.ok()) count_rows(call.handle.prefix, true, call.row_bytes);
+  return status;
+}
+
+Status MoeBuffer::barrier(const CallOrder& order) {
+  return tally_.count(barriers_, {}, [&] { return run_barrier(order); });
+}
+
+// prefix [R][R]: rows of ranks 0 to i for rank j. A GPU has them where the host cannot look without waiting.
+void MoeBuffer::count_rows(const int32_t* prefix, bool comes_back, uint64_t row_bytes) {
+  if (!comm_->device().is_host()) return;
+  const int ranks = comm_->size(), self = comm_->rank();
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (peer == self) continue;
+    const int from = comes_back ? peer : self, to = comes_back ? self : peer;
+    const int before = from > 0 ? prefix[(from - 1) * ranks + to] : 0;
+    tally_.sent_to(static_cast<size_t>(peer),
+                   static_cast<uint64_t>(prefix[from * ranks + to] - before) * row_bytes);
+  }
+}
+
+Status MoeBuffer::run_layout(const LayoutCall& call) {
   WEFT_TRY(fault());
   const auto ranks = static_cast<uint32_t>(comm_->size());
   const LayoutArgs args{call.topk_idx,
@@ -209,7 +261,7 @@ Status MoeBuffer::layout(const LayoutCall& call) {
                 {}, call.stream);
 }
 
-Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
+Result<Notified> MoeBuffer::run_notify(const NotifyCall& call) {
   WEFT_TRY(fault());
   prepare(call.format);
   const bool waits = call.worst_rows == 0;
@@ -243,9 +295,12 @@ Result<Notified> MoeBuffer::collect(const NotifyCall& call, const CountReport* r
   notified.handle_id = handle_id;
   if (call.worst_rows != 0) return notified;
   // The kernel itself gives up at timeout_s_ and says why; the second half is for a kernel that never starts.
+  const uint64_t since_ns = tally_now_ns();
   const bool came = wait_until(Deadline::after_s(2 * timeout_s_), [&] {
     return load_acquire(&report->epoch) != 0 || load_acquire(&fault_->raised) != 0;
   });
+  count_up(notifies_.waits, 1);
+  count_up(notifies_.waited_ns, tally_now_ns() - since_ns);
   WEFT_TRY(fault());
   if (!came)
     return logged(Status::make(Code::kPeerLost,
@@ -372,7 +427,7 @@ Status MoeBuffer::take_pieces(const DispatchCall& call, Received& received) {
   return {};
 }
 
-Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
+Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {
   WEFT_TRY(fault());
   const auto ranks = static_cast<uint32_t>(comm_->size());
   const RowFormat& format = call.format;
@@ -425,7 +480,7 @@ Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
   return launched;
 }
 
-Status MoeBuffer::combine(const CombineCall& call) {
+Status MoeBuffer::run_combine(const CombineCall& call) {
   WEFT_TRY(fault());
   const auto ranks = static_cast<uint32_t>(comm_->size());
   WEFT_TRY(begin(call.order));
@@ -464,7 +519,7 @@ Status MoeBuffer::combine(const CombineCall& call) {
 }
 
 // The exchange of counts, of no rows: no rank leaves it before all have come.
-Status MoeBuffer::barrier(const CallOrder& order) {
+Status MoeBuffer::run_barrier(const CallOrder& order) {
   WEFT_TRY(fault());
   const auto ranks = static_cast<uint32_t>(comm_->size());
   NotifyArgs args{};

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/stream_order.h"
+#include "base/tally.h"
 #include "comm/window.h"
 #include "jit/jit.h"
 #include "kernels/moe/high_throughput_args.h"
@@ -168,7 +169,11 @@ class MoeBuffer {
   // Makes `stream` wait for what `first` has got so far.
   Status wait(void* stream, void* first) { return order_.wait(stream, first); }
   // What a kernel gave up for since the last look: see take_fault().
-  Status fault() { return take_fault(*fault_, comm_->peers()); }
+  Status fault() {
+    if (load_relaxed(&fault_->raised) != 0 && fault_->peer != fault_->self) tally_.lost(fault_->peer);
+    return take_fault(*fault_, comm_->peers());
+  }
+  CallTally& tally() { return tally_; }
   // A rank that dies is no fault from now on: low-latency calls leave out who stays silent.
   void outlive_peers() { on_death_ = {}; }
 
@@ -198,6 +203,12 @@ class MoeBuffer {
 
   Status launch(KeyOf key_of, const GridPlan& grid, const void* args, size_t args_bytes,
                 const HighThroughputShape& shape, void* stream);
+  Status run_layout(const LayoutCall& call);
+  Result<Notified> run_notify(const NotifyCall& call);
+  Result<Received> run_dispatch(const DispatchCall& call);
+  Status run_combine(const CombineCall& call);
+  Status run_barrier(const CallOrder& order);
+  void count_rows(const int32_t* prefix, bool comes_back, uint64_t row_bytes);
   void prepare(const RowFormat& format);
   Result<const Kernel*> find_kernel(KeyOf key_of, const HighThroughputShape& shape, const Launch& how);
   Status begin(const CallOrder& order);
@@ -234,6 +245,8 @@ class MoeBuffer {
   FaultBox* fault_;
   CountReport* awaited_report_;
   uint64_t handle_key_;
+  CallTally tally_;
+  TallyOperation &layouts_, &notifies_, &dispatches_counted_, &combines_, &barriers_;
   uint64_t dispatches_ = 0;
   RowFormat prepared_{};  // the last whose kernels were asked for ahead
   uint64_t trace_at_ = 0;

@@ -21,7 +21,7 @@ Status Engram::resize(uint64_t entries_per_rank, uint64_t row_bytes) {
   return {};
 }
 
-Status Engram::fetch(const EngramFetch& call) {
+Status Engram::run_fetch(const EngramFetch& call) {
   WEFT_TRY(buffer_.fault());
   EngramArgs args{};
   args.wait = buffer_.wait_rule();

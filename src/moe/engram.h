@@ -28,21 +28,27 @@ struct EngramFetch {
 
 class Engram {
  public:
-  explicit Engram(MoeBuffer& buffer) : buffer_(buffer) {}
+  explicit Engram(MoeBuffer& buffer) : buffer_(buffer), fetches_(buffer.tally().operation("engram_fetch")) {}
 
   // Makes room for so many entries; what it held is gone, unless nothing changes. Collective: every rank with
   // the same sizes, else kInvalid, and the table is as before. Errors otherwise those of Window::create,
   // after which the table is empty.
   Status resize(uint64_t entries_per_rank, uint64_t row_bytes);
 
-  Status fetch(const EngramFetch& call);
+  Status fetch(const EngramFetch& call) {
+    return buffer_.tally().count(fetches_, {call.count * row_bytes_, call.count, -1, false},
+                                 [&] { return run_fetch(call); });
+  }
 
   Window& window() { return *window_; }  // once resize() has succeeded
   uint64_t entries_per_rank() const { return entries_per_rank_; }
   uint64_t row_bytes() const { return row_bytes_; }
 
  private:
+  Status run_fetch(const EngramFetch& call);
+
   MoeBuffer& buffer_;
+  TallyOperation& fetches_;
   std::unique_ptr<Window> window_;
   uint64_t entries_per_rank_ = 0;
   uint64_t row_bytes_ = 0;

@@ -72,6 +72,8 @@ const char* operation(Site site) {
       return "proxy.flush";
     case Site::kPortRange:
       return "proxy.range";
+    case Site::kChannelLoop:
+      return "channel loop";
   }
   return "unknown";
 }
@@ -196,7 +198,8 @@ Status fault_status(const FaultBox& box, PeerWatch& peers) {
     return Status::make(
         Code::kPeerLost,
         "rank {}, low_latency_combine.signal, waited {} s for this rank's own kernels: local expert "
-        "{}: expected signal {}, saw {}",
+        "{}: expected signal {}, saw {}; a kernel's first use waits for those that run, so use it once "
+        "before, and num_sms must leave it SMs",
         box.self, seconds(box.waited_ns), box.peer, box.expected, box.seen);
   if (box.site == Site::kCombineHandle || box.site == Site::kDispatchHandle) return record_differs(box);
   if (box.site == Site::kCountsDisagree)

@@ -40,6 +40,13 @@ bool keeps_lines_whole(const std::vector<RankFacts>& ranks) {
   return true;
 }
 
+TallyCaller caller_of(const Window& window) {
+  TallyCaller caller = window.communicator()->tally_caller();
+  caller.key +=
+      (uint64_t{1} << 32) + static_cast<uint64_t>(window.number());  // the buffer's own has no such bit
+  return caller;
+}
+
 }  // namespace
 
 Result<uint32_t> agree_on_line_tokens(Communicator& comm) {
@@ -67,12 +74,39 @@ LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const Compu
       limits_(limits),
       waits_(waits),
       line_tokens_(line_tokens),
+      tally_("low latency", caller_of(window)),
+      dispatches_(counted("low_latency_dispatch")),
+      combines_(counted("low_latency_combine")),
       order_(window.communicator()->device()),
+      last_phase_(window.communicator()->device()),
       known_masked_(ranks()) {}
 
-Result<uint64_t> LowLatency::count_call(void* stream) {
+LowLatency::Counted LowLatency::counted(const std::string& name) {
+  return {&tally_.operation(name), &tally_.operation(name + ".send"), &tally_.operation(name + ".receive")};
+}
+
+Result<bool> LowLatency::begin_phase(void* stream) {
   WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(window_->communicator()->device(), stream));
-  return is_captured ? uint64_t{0} : ++calls_;
+  if (!is_captured) WEFT_TRY(last_phase_.wait(stream));
+  return is_captured;
+}
+
+Status LowLatency::end_phase(void* stream, bool is_captured) {
+  return is_captured ? Status{} : last_phase_.note(stream);
+}
+
+Result<LowLatencyRun> LowLatency::begin_run(void* stream, void* after, bool joins) {
+  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(window_->communicator()->device(), after));
+  void* on = joins && !is_captured ? after : stream;
+  WEFT_TRY(order_.wait(on, after));
+  if (!is_captured) WEFT_TRY(last_phase_.wait(on));
+  return LowLatencyRun{on, joins ? after : on, is_captured};
+}
+
+Result<uint64_t> LowLatency::end_run(const LowLatencyRun& run) {
+  WEFT_TRY(order_.wait(run.joined, run.stream));
+  WEFT_TRY(end_phase(run.stream, run.is_captured));
+  return count_call(run.is_captured);
 }
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
@@ -175,8 +209,24 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
   return PlannedDispatch{form, shape, args, how, kernel};
 }
 
+// Bytes are those of all chosen rows: how many of a token's go to one rank only the kernel knows.
+template <class Planned, class Memory>
+Status LowLatency::count_launch(const Counted& counted, const Planned& plan, const Memory& memory,
+                                uint32_t ticket, uint32_t phases, void* stream) {
+  const auto& form = plan.form;
+  const bool sends = (phases & kPhaseSend) != 0;
+  const uint64_t bytes = sends ? uint64_t{form.tokens} * form.top_k * form.row_bytes : 0;
+  return tally_.count(counted.of(phases), {bytes, form.tokens, -1, sends},
+                      [&] { return start(plan, memory, ticket, phases, stream); });
+}
+
 Status LowLatency::launch(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory,
                           uint32_t ticket, uint32_t phases, void* stream) {
+  return count_launch(dispatches_, plan, memory, ticket, phases, stream);
+}
+
+Status LowLatency::start(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory, uint32_t ticket,
+                         uint32_t phases, void* stream) {
   WEFT_TRY(fault());
   LowLatencyDispatchArgs args = plan.args;
   args.call.phases = phases;
@@ -231,6 +281,11 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
 
 Status LowLatency::launch(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
                           uint32_t phases, void* stream) {
+  return count_launch(combines_, plan, memory, ticket, phases, stream);
+}
+
+Status LowLatency::start(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
+                         uint32_t phases, void* stream) {
   WEFT_TRY(fault());
   const PlannedCombine::Grid& grid = (phases & kPhaseSend) != 0 ? plan.sends : plan.receives;
   LowLatencyCombineArgs args = plan.args;

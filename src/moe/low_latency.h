@@ -20,6 +20,7 @@
 
 #include "base/status.h"
 #include "base/stream_order.h"
+#include "base/tally.h"
 #include "comm/window.h"
 #include "jit/jit.h"
 #include "kernels/moe/low_latency_args.h"
@@ -133,6 +134,13 @@ struct PlannedCombine {
   const Kernel* kernel;
 };
 
+// Where a call runs both phases.
+struct LowLatencyRun {
+  void* stream;
+  void* joined;  // waits for `stream` afterwards
+  bool is_captured;
+};
+
 // How many tokens of a rank may travel as lines (core/line.cuh), 0 where links do not keep these whole. All
 // ranks call it together. Errors: kInvalid where the setting is out of range or ranks differ.
 Result<uint32_t> agree_on_line_tokens(Communicator& comm);
@@ -162,10 +170,18 @@ class LowLatency {
   // Ties the phases of one call. A call captured in a graph keeps its ticket in every replay.
   uint32_t next_ticket() { return ticket_++ % kTickets; }
 
-  // Counts a call that was sent on `stream`. Its number, from 1; 0 for one that a graph captures, which sends
-  // nothing yet.
-  Result<uint64_t> count_call(void* stream);
-  StreamOrder& order() { return order_; }
+  // Around every launch on `stream`. Launches run one after another, on whatever streams they are: kernels number calls
+  // as they run, and each acknowledges what the one before it has read. Returns whether a graph captures the launch:
+  // then the graph's order is the caller's.
+  Result<bool> begin_phase(void* stream);
+  Status end_phase(void* stream, bool is_captured);
+  // Counts a call, from 1 on; 0 for one that a graph captures, which sends nothing yet.
+  uint64_t count_call(bool is_captured) { return is_captured ? 0 : ++calls_; }
+
+  // Where a call runs both phases: on `stream`, after what `after` has got. A call that joins `after` runs there, which
+  // saves the events, outside of graphs. end_run() counts the call.
+  Result<LowLatencyRun> begin_run(void* stream, void* after, bool joins);
+  Result<uint64_t> end_run(const LowLatencyRun& run);
 
   // Masks, in stream order. Errors: kInvalid for a rank that does not exist; kSystem from the driver.
   Status set_mask(uint32_t rank, bool masked, void* stream);
@@ -173,7 +189,11 @@ class LowLatency {
   Status query_masks(int32_t* out, void* stream);  // i32[R], device memory
 
   // What a kernel gave up for since the last look: see take_fault().
-  Status fault() { return take_fault(*waits_.fault, peers()); }
+  Status fault() {
+    if (load_relaxed(&waits_.fault->raised) != 0 && waits_.fault->peer != waits_.fault->self)
+      tally_.lost(waits_.fault->peer);
+    return take_fault(*waits_.fault, peers());
+  }
 
   LowLatencySizes sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
   uint64_t routes_words(uint32_t max_tokens, uint32_t top_k, uint32_t experts, bool has_weights) const {
@@ -188,6 +208,21 @@ class LowLatency {
   uint64_t lines_at() const { return lines_begin(ranks(), half_bytes()); }  // in a half
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
   LowLatencyCall common(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t tokens) const;
+  // A call in one launch, or one of its two phases: each is an operation of its own.
+  struct Counted {
+    TallyOperation *whole, *send, *receive;
+    TallyOperation& of(uint32_t phases) const {
+      return (phases & kPhaseSend) == 0 ? *receive : (phases & kPhaseReceive) == 0 ? *send : *whole;
+    }
+  };
+  Counted counted(const std::string& name);
+  template <class Planned, class Memory>
+  Status count_launch(const Counted& counted, const Planned& plan, const Memory& memory, uint32_t ticket,
+                      uint32_t phases, void* stream);
+  Status start(const PlannedDispatch& plan, const LowLatencyDispatchMemory& memory, uint32_t ticket,
+               uint32_t phases, void* stream);
+  Status start(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
+               uint32_t phases, void* stream);
   Status launch(const Kernel& kernel, const Launch& how, const void* args, size_t args_bytes,
                 const void* shape);
   PeerWatch& peers() { return window_->communicator()->peers(); }
@@ -202,7 +237,10 @@ class LowLatency {
   uint32_t line_tokens_;
   uint32_t ticket_ = 0;
   uint64_t calls_ = 0;
+  CallTally tally_;
+  const Counted dispatches_, combines_;
   StreamOrder order_;
+  StreamMark last_phase_;
   std::vector<bool> known_masked_;  // on the host: by the caller, or told of
 };
 

@@ -32,8 +32,16 @@ class Ring {
   // Collective: every rank with the same sizes. Errors: those of Window::create.
   static Result<std::unique_ptr<Ring>> create(MoeBuffer& buffer, uint64_t max_bytes, uint32_t in_flight);
 
-  Status send(const RingCall& call) { return run(call, true); }
-  Status receive(const RingCall& call) { return run(call, false); }
+  Status send(const RingCall& call) {
+    if (call.peer < static_cast<uint32_t>(window_->communicator()->size()))
+      buffer_.tally().sent_to(call.peer, call.bytes);
+    return buffer_.tally().count(sends_, {call.bytes, call.bytes, -1, false},
+                                 [&] { return run(call, true); });
+  }
+  Status receive(const RingCall& call) {
+    return buffer_.tally().count(receives_, {call.bytes, call.bytes, -1, false},
+                                 [&] { return run(call, false); });
+  }
 
  private:
   Ring(MoeBuffer& buffer, std::unique_ptr<Window> window, const NeighbourPlan& plan, uint64_t max_bytes,
@@ -42,7 +50,9 @@ class Ring {
         window_(std::move(window)),
         plan_(plan),
         max_bytes_(max_bytes),
-        in_flight_(in_flight) {}
+        in_flight_(in_flight),
+        sends_(buffer.tally().operation("pp_send")),
+        receives_(buffer.tally().operation("pp_recv")) {}
   Status run(const RingCall& call, bool sends);
 
   MoeBuffer& buffer_;
@@ -50,6 +60,7 @@ class Ring {
   NeighbourPlan plan_;
   uint64_t max_bytes_;
   uint32_t in_flight_;
+  TallyOperation &sends_, &receives_;
 };
 
 }  // namespace weft

@@ -46,6 +46,9 @@ Core::Core(Options given)
   name = options.name.empty() ? default_name() : options.name;
   events_.resize(kEventBatch);
   slots_.resize(kPeersMax);
+  for (size_t kind = 0; kind < kOpKinds; ++kind)
+    counted_[kind] =
+        &tally_operation(text("transfer.{}", to_string(static_cast<OpKind>(kind))), options.provider->name());
 }
 
 Core::~Core() {
@@ -55,7 +58,8 @@ Core::~Core() {
 Status Core::open() {
   message_bytes_ = 8192;
   for (size_t i = 0; i < options.nics.size(); ++i) {
-    auto rail = options.provider->open(options.nics[i], {options.tx_depth, static_cast<uint32_t>(i)});
+    auto rail =
+        options.provider->open(options.nics[i], {options.tx_depth, static_cast<uint32_t>(i), options.secret});
     if (!rail.ok()) return rail.status();
     RailState state;
     state.rail = std::move(*rail);
@@ -71,7 +75,7 @@ Status Core::open() {
   for (const RailState& state : rails)
     log_info("transfer: '{}' uses {} on {}", name, state.rail->nic().provider, state.rail->nic().name);
   if (!write_imm_) log_info("transfer: '{}': writes carry no immediates here, they follow as messages", name);
-  if (address_bytes().size() + kHeadBytes + 32 * rails.size() > message_bytes_)
+  if (address_bytes().size() + kHeadBytes + 48 + 32 * rails.size() > message_bytes_)
     return Status::invalid("nics: got {}, whose addresses do not fit one message of {} bytes", rails.size(),
                            message_bytes_);
   inbox_page_.resize(kInboxBytes);
@@ -392,7 +396,8 @@ void Core::post_receives_again() {
 }
 
 std::string Core::address_bytes() const {
-  Address address{id, name.substr(0, kNameBytesMax), options.provider->name(), {}};
+  Address address{
+      id, name.substr(0, kNameBytesMax), options.provider->name(), mark_of(options.secret, id), {}};
   for (const RailState& state : rails) address.rails.push_back(state.address);
   return to_bytes(address);
 }

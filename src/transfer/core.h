@@ -11,6 +11,7 @@
 // (connections), messages.cc, memory.cc, immediates.cc, staging.cc (packed writes through slots of the peer).
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <deque>
 #include <map>
@@ -123,6 +124,9 @@ class Core {
   uint64_t write_bytes_max() const { return write_bytes_max_; }
   bool wants_staging(const Memory& memory, const Remote& remote, size_t pieces, uint64_t bytes) const;
   std::atomic<uint32_t> next_rail{0};
+  // What transfers of a kind are counted by.
+  TallyOperation& counted(OpKind kind) const { return *counted_[static_cast<size_t>(kind)]; }
+  void count(const Transfer& transfer, bool is_done);
 
   std::vector<RailState> rails;
 
@@ -247,8 +251,11 @@ class Core {
   void on_ordered(Peer& peer, const MessageHead& head, std::string_view message);
   void handle(const std::shared_ptr<Peer>& peer, const MessageHead& head, std::string_view body);
   void on_hello(const MessageHead& head, std::string_view body);
+  bool is_proven(const MessageHead& head, const Hello& hello);
+  bool is_spent(const Nonce& nonce) const;
+  void spend(const Nonce& nonce);
   void become_connected(Peer& peer, const Hello& hello, uint32_t life);
-  std::string hello_body(const Peer& peer) const;
+  std::string hello_body(const Peer& peer, MessageType type) const;
   void on_attach(Peer& peer, const Attach& attach);
   void on_attached(const Attached& attached);
   void on_revoke(Peer& peer, uint64_t region);
@@ -262,6 +269,7 @@ class Core {
   std::shared_ptr<ImmCounter> counter_of(const std::shared_ptr<Peer>& peer, uint32_t key);
   void release_rails(Memory& memory);
 
+  std::array<TallyOperation*, kOpKinds> counted_{};
   std::atomic<bool> closed_{false};
   std::atomic<Transfer*> submitted_{nullptr};
   std::atomic<uint32_t> waiters_{0};
@@ -301,6 +309,8 @@ class Core {
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
   std::vector<Peer*> slots_;
   uint32_t next_slot_ = 0;
+  std::deque<Nonce> spent_;  // of hellos that began a life; one that was overheard begins no second
+  uint64_t unproven_ = 0;    // hellos that were dropped
   std::unordered_map<uint64_t, Region> regions_;
   uint64_t next_region_ = 1;
   std::unordered_map<uint64_t, std::shared_ptr<PendingAttach>> attaches_;

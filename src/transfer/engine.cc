@@ -147,6 +147,7 @@ class Builder {
     if (made_->kind_ == OpKind::kWrite) choose_path();
     if (made_->has_imm_ && !made_->staged_ && made_->kind_ == OpKind::kWrite) place_imms();
     made_->submitted_ = coarse_now();
+    made_->began_ns_ = tally_now_ns();
     made_->deadline_ =
         made_->submitted_ + to_duration(how_.timeout_s > 0 ? how_.timeout_s : core_.options.timeout_s);
     made_->counter_ = std::move(how_.counter);

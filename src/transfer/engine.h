@@ -45,6 +45,7 @@ struct Options {
   std::shared_ptr<provider::Provider> provider;
   std::vector<provider::Nic> nics;  // one rail each, in this order; a NIC may appear more than once
   std::string name;                 // what error messages of peers call this engine; empty: host:process
+  std::string secret = config().job_secret;   // peers must prove to know it; empty: whoever calls is let in
   double timeout_s = config().timeout_s;      // of transfers that do not say otherwise
   double heartbeat_s = config().heartbeat_s;  // longest silence towards a peer
   double peer_dead_s = config().peer_dead_s;  // longest silence of a peer

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/tally.h"
 #include "providers/provider.h"
 #include "transfer/plan.h"
 #include "transfer/wire.h"
@@ -148,10 +150,12 @@ class Peer : public std::enable_shared_from_this<Peer> {
   mutable std::mutex why_mutex_;
   Status why_;
 
-  uint32_t life_ = 0;        // how often this connection was made
-  uint32_t slot_here_ = 0;   // number of this peer in immediates that come to us
-  uint32_t slot_there_ = 0;  // our number there
-  std::vector<Path> paths_;  // per local rail; empty once the peer is lost
+  uint32_t life_ = 0;         // how often this connection was made
+  std::deque<Nonce> nonces_;  // of our hellos in this life,
+  Nonce nonce_there_{};       // and of their last
+  uint32_t slot_here_ = 0;    // number of this peer in immediates that come to us
+  uint32_t slot_there_ = 0;   // our number there
+  std::vector<Path> paths_;   // per local rail; empty once the peer is lost
   std::vector<std::pair<uint32_t, provider::Route>>
       more_routes_;                                  // remote rails beyond ours, which only talk to us
   std::vector<RailKey> inbox_;                       // per remote rail
@@ -163,6 +167,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   std::unordered_map<uint64_t, std::weak_ptr<Remote>> remotes_;     // by region, of this life
   std::shared_ptr<StageOut> stage_out_;
   std::shared_ptr<StageIn> stage_in_;
+  TallyPeer* tally_ = nullptr;
 };
 
 // Adds up finished transfers; any number of transfers may share one. Failed ones count in both.
@@ -193,6 +198,7 @@ enum class Phase : uint8_t {
 const char* to_string(Phase phase);
 
 enum class OpKind : uint8_t { kWrite, kRead, kNotify, kSend, kRecv };
+inline constexpr size_t kOpKinds = 5;
 const char* to_string(OpKind kind);
 
 // One submitted transfer. Terminal (done, failed, cancelled) means: the engine and the NIC are through with
@@ -256,6 +262,7 @@ class Transfer {
   std::vector<provider::Registration> offered_;  // a long send
   uint64_t recv_offset_ = 0;
   Deadline::Clock::time_point submitted_, deadline_;
+  uint64_t began_ns_ = 0;  // tally_now_ns() then
   Status status_;
   std::shared_ptr<Counter> counter_;
   std::function<void(const Status&)> callback_;

@@ -97,7 +97,9 @@ void Core::on_message(std::string_view message) {
   if (head->type == MessageType::kWelcome) {
     const auto hello = parse_hello(body);
     if (!hello.ok()) return log_warn("transfer: a bad welcome: {}", hello.status().message());
-    if (head->life < peer->life_) return;
+    if (head->life < peer->life_ || !is_proven(*head, *hello)) return;
+    const auto& ours = peer->nonces_;
+    if (std::find(ours.begin(), ours.end(), hello->nonce) == ours.end()) return;
     become_connected(*peer, *hello, head->life);
     return on_ordered(*peer, {}, {});
   }

@@ -540,6 +540,27 @@ void Core::settle(Transfer& transfer) {
   finish(transfer, Phase::kDone, {});
 }
 
+void Core::count(const Transfer& transfer, bool is_done) {
+  TallyOperation& kind = counted(transfer.kind_);
+  count_up(kind.calls, 1);
+  add_time(kind, tally_now_ns() - transfer.began_ns_);
+  if (is_done)
+    count_up(kind.bytes, transfer.bytes_);
+  else
+    count_up(kind.errors, 1);
+  const auto count_peer = [&](const std::shared_ptr<Peer>& peer, uint64_t bytes) {
+    if (!peer || !peer->tally_) return;
+    count_up(peer->tally_->messages, 1);
+    if (is_done) count_up(peer->tally_->bytes, bytes);
+  };
+  if (transfer.more_.empty()) {
+    count_peer(transfer.remote_ ? transfer.remote_->peer() : transfer.peer_, transfer.bytes_);
+    return;
+  }
+  for (size_t i = 0; i < transfer.pieces(); ++i)  // a scatter: to each of its targets
+    count_peer(transfer.remote(transfer.piece(i).target)->peer(), transfer.piece(i).bytes);
+}
+
 void Core::finish(Transfer& transfer, Phase phase, Status status) {
   const std::shared_ptr<Transfer> keep = std::move(transfer.self_);
   if (transfer.kind_ == OpKind::kSend) {
@@ -553,6 +574,7 @@ void Core::finish(Transfer& transfer, Phase phase, Status status) {
     if (phase != Phase::kDone)
       receives_.erase(std::remove(receives_.begin(), receives_.end(), keep), receives_.end());
   }
+  count(transfer, phase == Phase::kDone);
   end_use(transfer);
   unlist_active(transfer);
   transfer.status_ = std::move(status);

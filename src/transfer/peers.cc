@@ -2,6 +2,7 @@
 //
 // Connections: hello, heartbeats, and the end of one life of a connection.
 #include <algorithm>
+#include <bit>
 
 #include "base/log.h"
 #include "transfer/core.h"
@@ -10,6 +11,8 @@
 namespace weft::transfer {
 namespace {
 
+constexpr size_t kSpentMax = 4096;
+constexpr size_t kNoncesKept = 64;
 constexpr auto kHelloEvery = std::chrono::milliseconds(100);
 
 Clock::duration to_duration(double seconds) {
@@ -60,7 +63,10 @@ Result<std::shared_ptr<Peer>> Core::make_peer(const Address& address) {
   peer->engine_ = address.engine;
   peer->maker_ = serial;
   peer->name_ = address.name;
+  peer->tally_ = &tally_peer(address.name, options.provider->name());
   peer->address_ = address;
+  peer->nonces_.clear();
+  peer->nonce_there_ = random_nonce();  // none that was heard
   WEFT_TRY(route_to(*peer));
   peer->slot_here_ = slot;
   peer->next_out_ = peer->next_in_ = 1;
@@ -98,13 +104,34 @@ Status Core::route_to(Peer& peer) {
   return {};
 }
 
-std::string Core::hello_body(const Peer& peer) const {
-  Hello hello{{id, name.substr(0, kNameBytesMax), options.provider->name(), {}}, peer.slot_here_, {}};
+std::string Core::hello_body(const Peer& peer, MessageType type) const {
+  Address self{id, name.substr(0, kNameBytesMax), options.provider->name(), mark_of(options.secret, id), {}};
+  Hello hello{std::move(self), peer.slot_here_, {}, {}, {}};
   for (const RailState& state : rails) {
     hello.address.rails.push_back(state.address);
     hello.inbox.push_back({state.inbox.base, state.inbox.rkey});
   }
+  hello.nonce = type == MessageType::kWelcome ? peer.nonce_there_ : peer.nonces_.back();
+  hello.proof = prove_hello(options.secret, {type, id, peer.life_, 0, 0}, hello, peer.engine_);
   return to_body(hello);
+}
+
+// Says so, but not once for each of many.
+bool Core::is_proven(const MessageHead& head, const Hello& hello) {
+  if (is_same(hello.proof, prove_hello(options.secret, head, hello, id))) return true;
+  if (std::has_single_bit(++unproven_))
+    log_warn("transfer: '{}' drops a call of '{}', which does not know its job's secret ({} so far)", name,
+             hello.address.name, unproven_);
+  return false;
+}
+
+bool Core::is_spent(const Nonce& nonce) const {
+  return std::find(spent_.begin(), spent_.end(), nonce) != spent_.end();
+}
+
+void Core::spend(const Nonce& nonce) {
+  spent_.push_back(nonce);
+  if (spent_.size() > kSpentMax) spent_.pop_front();
 }
 
 Result<std::shared_ptr<Peer>> Core::connect(std::string_view bytes, Deadline until) {
@@ -114,6 +141,9 @@ Result<std::shared_ptr<Peer>> Core::connect(std::string_view bytes, Deadline unt
   if (address.provider != options.provider->name())
     return Status::invalid("address: got one of provider {}, allowed: {}, which this engine uses",
                            address.provider, options.provider->name());
+  if (address.mark != mark_of(options.secret, address.engine))
+    return Status::invalid(
+        "secret: peer '{}' belongs to a job with another WEFT_JOB_SECRET, allowed: the same", address.name);
   std::shared_ptr<Peer> peer;
   {
     HoldToken hold(token);
@@ -155,8 +185,13 @@ void Core::on_hello(const MessageHead& head, std::string_view body) {
   if (!hello.ok() || !(hello->address.engine == head.sender) || head.sender == id)
     return log_warn("transfer: a bad hello: {}",
                     hello.ok() ? "not from whom it says" : hello.status().message());
+  if (!is_proven(head, *hello)) return;
   std::shared_ptr<Peer> peer = find_peer(head.sender);
-  const bool is_new_life = !peer || peer->state() >= PeerState::kLost || head.life > peer->life_;
+  const bool is_again = peer && peer->state() <= PeerState::kConnected && peer->nonce_there_ == hello->nonce;
+  const bool is_new_life =
+      !is_again && (!peer || peer->state() >= PeerState::kLost || head.life > peer->life_);
+  if (!is_again && is_spent(hello->nonce))
+    return log_warn("transfer: '{}' drops a hello that '{}' has used before", name, hello->address.name);
   if (peer && is_new_life && peer->state() <= PeerState::kConnected) {
     if (peer->state() == PeerState::kConnecting) {  // both call at once: theirs is the later life
       peer->life_ = head.life;
@@ -172,6 +207,8 @@ void Core::on_hello(const MessageHead& head, std::string_view body) {
     peer = *made;
     peer->life_ = life;
   }
+  if (!is_again) spend(hello->nonce);
+  peer->nonce_there_ = hello->nonce;
   become_connected(*peer, *hello, peer->life_);
   greet(*peer, MessageType::kWelcome);  // again for every hello: the last may be lost
   on_ordered(*peer, {}, {});
@@ -209,6 +246,7 @@ void Core::lose_peer(Peer& peer, PeerState state, Status why) {
     peer.why_ = why;
   }
   peer.state_.store(state, std::memory_order_release);
+  if (state == PeerState::kLost) count_up(peer.tally_->faults, 1);
   log_info("transfer: '{}' lost peer '{}' ({}): {}", name, peer.name(), peer.id(), why.message());
   slots_[peer.slot_here_] = nullptr;
   for (auto at = out_messages_.begin(); at != out_messages_.end();) {
@@ -275,6 +313,7 @@ void Core::lose_path(Peer& peer, uint32_t rail, const std::string& why) {
   if (!has_other_path(peer, rail)) return lose_peer(peer, PeerState::kLost, Status(Code::kPeerLost, why));
   peer.paths_[rail].is_down = true;
   const std::string& nic = rails[rail].rail->nic().name;
+  count_up(peer.tally_->retries, 1);
   log_warn("transfer: '{}' leaves the path to peer '{}' on {}, rail {}: {}", name, peer.name(), nic, rail,
            why);
   std::vector<std::shared_ptr<Transfer>> hit;
@@ -300,7 +339,11 @@ void Core::lose_path(Peer& peer, uint32_t rail, const std::string& why) {
 
 // Hellos and welcomes take every path: nothing is known of them yet.
 void Core::greet(Peer& peer, MessageType type) {
-  const std::string body = hello_body(peer);
+  if (type == MessageType::kHello) {
+    peer.nonces_.push_back(random_nonce());
+    if (peer.nonces_.size() > kNoncesKept) peer.nonces_.pop_front();
+  }
+  const std::string body = hello_body(peer, type);
   for (uint32_t rail = 0; rail < peer.paths_.size(); ++rail) send_message(peer, type, body, nullptr, rail);
 }
 

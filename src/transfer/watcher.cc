@@ -13,7 +13,8 @@ namespace {
 constexpr uint64_t kPageBytes = 4096;
 
 uint64_t load_acquire(const uint64_t* number) {
-  return std::atomic_ref<const uint64_t>(*number).load(std::memory_order_acquire);
+  // Of a const type, LLVM's C++ library has the declaration and refuses the load.
+  return std::atomic_ref<uint64_t>(const_cast<uint64_t&>(*number)).load(std::memory_order_acquire);
 }
 
 }  // namespace

@@ -114,6 +114,7 @@ Status check_front(Reader& in, uint32_t magic, const char* what) {
 
 void put_address(Writer& out, const Address& address) {
   out.raw(address.engine.bytes.data(), 16).text(address.name).text(address.provider);
+  out.raw(address.mark.data(), address.mark.size());
   out.put<uint32_t>(static_cast<uint32_t>(address.rails.size()));
   for (const std::string& rail : address.rails) out.text(rail);
 }
@@ -122,6 +123,7 @@ void get_address(Reader& in, Address& address) {
   in.raw(address.engine.bytes.data(), 16);
   address.name = in.text(kNameBytesMax);
   address.provider = in.text(kNameBytesMax);
+  in.raw(address.mark.data(), address.mark.size());
   const uint32_t rails = in.count(kRailsMax, 4);
   for (uint32_t i = 0; i < rails; ++i) address.rails.push_back(in.text(kRailAddressBytesMax));
   if (!in.failed() && rails == 0) in.fail();
@@ -152,6 +154,13 @@ EngineId random_id() {
     std::memcpy(id.bytes.data() + i, &random, sizeof random);
   }
   return id;
+}
+
+Nonce mark_of(std::string_view secret, const EngineId& engine) {
+  const Proof proof = prove(secret, "engine", {bytes_of(engine.bytes)});
+  Nonce mark;
+  std::memcpy(mark.data(), proof.data(), mark.size());
+  return mark;
 }
 
 bool same_secret(const Secret& a, const Secret& b) {
@@ -232,7 +241,16 @@ Result<MessageHead> parse_head(std::string_view message) {
 std::string to_body(const Hello& hello) {
   Writer out;
   put_address(out, hello.address);
-  return out.put(hello.slot).keys(hello.inbox).take();
+  out.put(hello.slot).keys(hello.inbox).raw(hello.nonce.data(), hello.nonce.size());
+  return out.raw(hello.proof.data(), hello.proof.size()).take();
+}
+
+Proof prove_hello(std::string_view secret, const MessageHead& head, const Hello& hello, const EngineId& to) {
+  const std::string body = to_body(hello);
+  const std::string_view said = std::string_view(body).substr(0, body.size() - sizeof(Proof));
+  const char* role = head.type == MessageType::kWelcome ? "welcome" : "hello";
+  return prove(secret, role,
+               {bytes_of(head.sender.bytes), std::to_string(head.life), bytes_of(to.bytes), said});
 }
 
 Result<Hello> parse_hello(std::string_view body) {
@@ -241,6 +259,8 @@ Result<Hello> parse_hello(std::string_view body) {
   get_address(in, hello.address);
   in.get(hello.slot);
   in.keys(hello.inbox);
+  in.raw(hello.nonce.data(), hello.nonce.size());
+  in.raw(hello.proof.data(), hello.proof.size());
   WEFT_TRY(in.done("hello"));
   if (hello.slot >= kPeersMax)
     return Status::invalid("hello: slot {}, allowed: below {}", hello.slot, kPeersMax);

@@ -15,12 +15,13 @@
 #include <string_view>
 #include <vector>
 
+#include "base/proof.h"
 #include "base/shared_memory.h"
 #include "base/status.h"
 
 namespace weft::transfer {
 
-constexpr uint32_t kWireVersion = 3;
+constexpr uint32_t kWireVersion = 4;
 
 // Limits that a parser enforces before it allocates.
 constexpr uint32_t kRailsMax = 64;
@@ -70,8 +71,10 @@ struct Address {
   EngineId engine;
   std::string name;
   std::string provider;
+  Nonce mark{};  // mark_of() its job's secret: who has another sees it here, and need not call
   std::vector<std::string> rails;
 };
+Nonce mark_of(std::string_view secret, const EngineId& engine);
 
 // What names a piece of remote memory: what describe() returns and attach() takes.
 struct Descriptor {
@@ -123,6 +126,8 @@ struct Hello {  // also kWelcome
   Address address;
   uint32_t slot = 0;  // the number that the receiver puts into its immediates towards the sender of this
   std::vector<RailKey> inbox;  // a page that takes writes of zero bytes, per rail
+  Nonce nonce{};               // made up for this hello; in a welcome, the one of the hello that it answers
+  Proof proof{};               // prove_hello() of all that and the head
 };
 struct Attach {
   uint64_t ticket = 0;
@@ -189,6 +194,9 @@ std::string to_bytes(const MessageHead& head, std::string_view body);
 Result<MessageHead> parse_head(std::string_view message);  // the body is message.substr(kHeadBytes)
 
 std::string to_body(const Hello& hello);
+// That who sends `hello` under `head` to the engine `to` knows the job's secret. A hello that was overheard
+// proves nothing to another engine, nor as a welcome.
+Proof prove_hello(std::string_view secret, const MessageHead& head, const Hello& hello, const EngineId& to);
 std::string to_body(const Attach& attach);
 std::string to_body(const Attached& attached);
 std::string to_body(const Offer& offer);

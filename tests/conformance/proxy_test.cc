@@ -4,13 +4,16 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <deque>
 
 #include "conformance/fixtures.h"
 #include "kernels/core/wait.cuh"
 #include "support/ranks.h"
+#include "transports/proxy/measure.h"
 #include "transports/proxy/network.h"
 
 namespace weft {
@@ -30,14 +33,14 @@ struct ProxyTest : ::testing::Test {
   void TearDown() override { ReorderingFixture::tear_down(); }
 
   template <class Body>
-  static void on_two_ranks(Body body) {
+  static void on_two_ranks(Body body, bool meet_again = true) {
     run_thread_ranks(2, [&](std::shared_ptr<Bootstrap> boot) {
       auto comm = Communicator::create(boot, Device{}, kTimeout_s, "proxy");
       ASSERT_TRUE(comm.ok()) << comm.status().message();
       auto window = Window::create(*comm, kWindow);
       ASSERT_TRUE(window.ok()) << window.status().message();
       body(**comm, **window, mesh_of<ProxyMesh>(**window));
-      EXPECT_TRUE((*comm)->barrier().ok());
+      if (meet_again) EXPECT_TRUE((*comm)->barrier().ok());
     });
   }
   static bool wait(const ProxyMesh& mesh, uint64_t word, uint64_t want) {
@@ -72,6 +75,155 @@ TEST_F(ProxyTest, ThePutOfAWholeWindowAndThatOfNothing) {
     EXPECT_EQ(mesh.local()[16], std::byte{7});
     EXPECT_EQ(mesh.local()[half - 1], std::byte{7});
   });
+}
+
+// Ranks drop windows at different times, so that they call the same window by different regions.
+TEST_F(ProxyTest, ManyWindowsOneAfterAnotherAndSixteenAtATime) {
+  run_thread_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    auto comm = Communicator::create(boot, Device{}, kTimeout_s, "proxy");
+    ASSERT_TRUE(comm.ok()) << comm.status().message();
+    const auto rank = static_cast<size_t>((*comm)->rank());
+    std::deque<std::unique_ptr<Window>> windows;
+    for (uint64_t turn = 1; turn <= 60; ++turn) {
+      auto window = Window::create(*comm, kWindow);
+      ASSERT_TRUE(window.ok()) << turn << ": " << window.status().message();
+      windows.push_back(std::move(*window));
+      const ProxyMesh mesh = mesh_of<ProxyMesh>(*windows.back());
+      auto other = mesh.to(1 - mesh.rank());
+      for (const uint64_t bytes : {16u, 4096u}) {
+        std::memset(mesh.local() + 65536, static_cast<int>(turn + bytes), bytes);
+        other.put_with_signal(Warp{}, 4096, 65536, bytes, 0, bytes);
+        other.flush();
+        ASSERT_TRUE(wait(mesh, 0, bytes)) << turn;
+        EXPECT_EQ(mesh.local()[4096 + bytes - 1], static_cast<std::byte>(turn + bytes)) << turn;
+        ASSERT_TRUE((*comm)->barrier().ok());
+      }
+      while (windows.size() > (turn % 3 + 1) * (1 + rank)) windows.pop_front();
+    }
+    windows.clear();
+    ASSERT_TRUE((*comm)->barrier().ok());
+    for (uint32_t i = 0; i < proxy::kRegions; ++i) {
+      auto window = Window::create(*comm, 4096);
+      ASSERT_TRUE(window.ok()) << i << ": " << window.status().message();
+      windows.push_back(std::move(*window));
+    }
+    EXPECT_THAT(Window::create(*comm, 4096).status().message(),
+                HasSubstr("windows with port peers: got one more, allowed: 16 at a time"));
+    EXPECT_TRUE((*comm)->barrier().ok());
+  });
+}
+
+// Everyone to everyone, small and large, with one proxy thread for all of a rank's peers.
+TEST_F(ProxyTest, SeventeenRanksPutToEachOther) {
+  Settings::set({{"WEFT_PROXIES", "1"}});
+  run_thread_ranks(17, [](std::shared_ptr<Bootstrap> boot) {
+    auto comm = Communicator::create(boot, Device{}, kTimeout_s, "proxy");
+    ASSERT_TRUE(comm.ok()) << comm.status().message();
+    auto window = Window::create(*comm, kWindow);
+    ASSERT_TRUE(window.ok()) << window.status().message();
+    const ProxyMesh mesh = mesh_of<ProxyMesh>(**window);
+    constexpr uint64_t kLarge = 4096, kSmall = 32, kDst = 4096, kSrc = kWindow / 2, kAdds = 2048;
+    std::memset(mesh.local() + kSrc, 1 + static_cast<int>(mesh.rank()), kLarge);
+    for (uint32_t step = 0; step < mesh.ranks(); ++step) {
+      auto peer = mesh.to((mesh.rank() + step) % mesh.ranks());
+      const uint64_t dst = kDst + mesh.rank() * (kLarge + kSmall);
+      peer.put(Warp{}, dst, kSrc, kLarge);
+      peer.put_with_signal(Warp{}, dst + kLarge, kSrc, kSmall, 8 * mesh.rank(), 1);
+      peer.signal_add(kAdds, mesh.rank() + 1);
+    }
+    ASSERT_TRUE(wait(mesh, kAdds, 17 * 18 / 2));
+    for (uint32_t from = 0; from < mesh.ranks(); ++from) {
+      ASSERT_TRUE(wait(mesh, 8 * from, 1)) << from;
+      const std::byte* const came = mesh.local() + kDst + from * (kLarge + kSmall);
+      const auto theirs = static_cast<std::byte>(1 + from);
+      EXPECT_EQ(std::count(came, came + kLarge + kSmall, theirs), static_cast<long>(kLarge + kSmall)) << from;
+    }
+    EXPECT_TRUE((*comm)->barrier().ok());
+  });
+}
+
+// Around the size from which a put goes by itself, and with more signals behind it than one record holds.
+TEST_F(ProxyTest, SmallPutsAndTheirSignalsComeWholeAndInOrder) {
+  on_two_ranks([](Communicator& comm, Window&, const ProxyMesh& mesh) {
+    constexpr uint64_t kDst = 4096, kSrc = kWindow / 2, kWord = 8, kAdds = 40;
+    auto other = mesh.to(1 - mesh.rank());
+    uint64_t turn = 0, added = 0;
+    for (uint64_t bytes = 16; bytes <= proxy::kSmallPutBytesMax + 48; bytes += 16) {
+      const auto fill = static_cast<int>(++turn + 100 * mesh.rank());
+      std::memset(mesh.local() + kSrc, fill, bytes);
+      for (uint64_t i = 0; i < kAdds; ++i) other.signal_add(kWord, 1);
+      other.put_with_signal(Warp{}, kDst, kSrc, bytes, 0, turn);
+      other.flush();
+      ASSERT_TRUE(wait(mesh, 0, turn));
+      EXPECT_EQ(load_acquire(reinterpret_cast<uint64_t*>(mesh.local() + kWord)), added += kAdds);
+      const auto theirs = static_cast<std::byte>(turn + 100 * (1 - mesh.rank()));
+      EXPECT_EQ(std::count(mesh.local() + kDst, mesh.local() + kDst + bytes, theirs),
+                static_cast<long>(bytes));
+      EXPECT_NE(mesh.local()[kDst + bytes], theirs);
+      ASSERT_TRUE(comm.barrier().ok());
+    }
+  });
+}
+
+// Both proxy threads are at it as well.
+TEST_F(ProxyTest, AThreadThatWaitsCarriesOutCommandsItself) {
+  on_two_ranks([](Communicator& comm, Window&, const ProxyMesh& mesh) {
+    const auto help = [](void* link) { return static_cast<Link*>(link)->help(); };
+    host_thread.help = {help, comm.port_link()};
+    auto other = mesh.to(1 - mesh.rank());
+    for (uint64_t i = 1; i <= 2000; ++i) {
+      std::memset(mesh.local() + 65536, static_cast<int>(i), 16);
+      other.put_with_signal(Warp{}, 4096, 65536, 16, 0, i);
+      ASSERT_TRUE(wait(mesh, 0, i));
+      ASSERT_EQ(mesh.local()[4111], static_cast<std::byte>(i));
+      other.put_value(8, i);  // the next put may come
+      ASSERT_TRUE(wait(mesh, 8, i));
+    }
+    host_thread.help = {};
+  });
+}
+
+void put_and_signal_often(const ProxyMesh& mesh) {
+  auto other = mesh.to(1 - mesh.rank());
+  for (uint64_t i = 1; i <= 200; ++i) {
+    other.put(Warp{}, 4096 + 4096 * (i % 16), 131072, 4096);
+    other.put(Warp{}, 2048, 131072, 16);
+    other.signal_add(0, 1);
+  }
+}
+
+// A rail that fails when more writes are under way than its NIC takes: data, records and confirmations count.
+TEST_F(ProxyTest, NeverMoreWritesAreUnderWayThanTheNicTakes) {
+  for (const uint32_t most : {1u, 3u}) {
+    Settings::set({{"WEFT_PROXY_WRITES_IN_FLIGHT", most == 1 ? "1" : "3"}, {"WEFT_PROXIES", "2"}});
+    ReorderingFixture::network().set_plan({.most_writes = most});
+    on_two_ranks([](Communicator& comm, Window&, const ProxyMesh& mesh) {
+      put_and_signal_often(mesh);
+      EXPECT_TRUE(wait(mesh, 0, 200)) << comm.port_link()->status().message();
+      EXPECT_TRUE(comm.port_link()->status().ok()) << comm.port_link()->status().message();
+    });
+  }
+  Settings::clear({"WEFT_PROXY_WRITES_IN_FLIGHT"});
+}
+
+TEST_F(ProxyTest, ANicThatIsGivenMoreThanItTakesFails) {
+  ReorderingFixture::network().set_plan({.most_writes = 1});
+  on_two_ranks([](Communicator& comm, Window&, const ProxyMesh& mesh) {
+    put_and_signal_often(mesh);
+    EXPECT_TRUE(wait_until(Deadline::after_s(kTimeout_s), [&] { return !comm.port_link()->status().ok(); }));
+    ReorderingFixture::network().set_plan({});
+  });
+}
+
+TEST(ProxyFifo, CarriesEveryCommandOfEveryProducerInOrder) {
+  for (const uint64_t capacity : {2u, 8u, 2048u})
+    for (const uint32_t producers : {1u, 4u}) {
+      const auto run = proxy::measure_fifo(producers, 20'000, capacity);
+      EXPECT_TRUE(run.ok()) << capacity << " slots: " << run.status().message();
+    }
+  const auto one_by_one = proxy::measure_push_to_pop(100, 2);
+  ASSERT_TRUE(one_by_one.ok()) << one_by_one.status().message();
+  EXPECT_EQ(one_by_one->push_to_pop_us.size(), 100u);
 }
 
 TEST_F(ProxyTest, PlacesOutsideTheWindowAreRefusedByName) {
@@ -112,22 +264,23 @@ TEST_F(ProxyTest, APutLargerThanThePaceArrivesWhole) {
   Settings::clear({"WEFT_PROXY_BYTES_IN_FLIGHT", "WEFT_PROXY_WRITES_IN_FLIGHT"});
 }
 
-// A rail that falls silent in mid-run: both ranks learn who is gone, as they do of one that dies.
+// A rail that falls silent in mid-run: both ranks lose each other, and one of them is given up, whoever was blamed first.
 TEST_F(ProxyTest, ASilentPeerIsLostByName) {
   Settings::set({{"WEFT_PEER_DEAD_S", "1"}, {"WEFT_HEARTBEAT_S", "0.2"}});
-  on_two_ranks([](Communicator& comm, Window&, const ProxyMesh& mesh) {
+  const auto lose_each_other = [](Communicator& comm, Window&, const ProxyMesh& mesh) {
     std::atomic<int> lost{-1};
     const PeerWatch::Alarm alarm = comm.peers().alarm([&](int peer) { lost = peer; });
     ASSERT_TRUE(comm.barrier().ok());
     if (mesh.rank() == 0) ReorderingFixture::network().set_plan({.dies_after = 1});
     ASSERT_TRUE(comm.barrier().ok());
     mesh.to(1 - mesh.rank()).put_value(0, 1);
-    const int other = 1 - static_cast<int>(mesh.rank());
-    EXPECT_TRUE(wait_until(Deadline::after_s(kTimeout_s), [&] { return lost == other; }));
-    EXPECT_THAT(comm.peers().lost(), HasSubstr(text("rank {} is lost: ", other)));
+    const Deadline until = Deadline::after_s(kTimeout_s);
+    EXPECT_TRUE(wait_until(until, [&] { return lost != -1 && !comm.port_link()->status().ok(); }));
+    EXPECT_THAT(comm.peers().lost(), HasSubstr("no sign of life for 1 s"));
     EXPECT_THAT(comm.port_link()->status().message(),
                 HasSubstr(text("rank {}, proxy: lost rank {}", mesh.rank(), 1 - mesh.rank())));
-  });
+  };
+  on_two_ranks(lose_each_other, false);
   Settings::clear({"WEFT_PEER_DEAD_S", "WEFT_HEARTBEAT_S"});
 }
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank is killed in each of 40 places, call by phase, again and again; prints who found it, and how soon.
 
-    python tests/fault/kills.py --times 25 [--json FILE]
+    python tests/fault/kills.py --times 25 [--json FILE] [--ranks-per-node 1]
 
 In every try three processes make the call in a loop, and one of them is killed with signal 9. Both others must
-raise ``PeerLost`` with its rank, its process and the signal. The time counts from its death, or from the
-beginning of the call that raised where that came later.
+raise ``PeerLost`` with its rank, its process and the signal; on other nodes, that it closed its connection. The
+time counts from its death, or from the beginning of the call that raised where that came later. A FILE that is
+there already is added to, so that many short runs make one long one.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import weft
+from weft import _core
 from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank, run_ranks
 
@@ -38,14 +43,16 @@ ELEMENTS = 3 << 14
 class World:
     """What a rank needs for every call. Making one is collective."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, call: str = "") -> None:
+        self.rank = rank.rank
+        self.comm = weft.Communicator(rank.group, timeout_s=TIMEOUT_S)
+        self.data = torch.ones(ELEMENTS)
+        if call in OVER_NODES:
+            return
         num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(
             MOST_TOKENS, CASE.hidden, rank.size, CASE.num_experts
         )
-        self.rank = rank.rank
-        self.comm = weft.Communicator(rank.group, timeout_s=TIMEOUT_S)
         self.buffer = weft.Buffer(rank.group, 8 << 20, num_bytes, low_latency_mode=True, timeout_s=TIMEOUT_S)
-        self.data = torch.ones(ELEMENTS)
 
     def dispatch(self) -> Any:
         topk_idx = CASE.topk_idx(self.rank)
@@ -100,6 +107,7 @@ CALLS = (
     "all_to_all",
     "broadcast",
 )
+OVER_NODES = CALLS[4:]  # these need no buffer, and run over several nodes
 # The victim dies: instead of the call; when the others have waited for it; anywhere in a loop of calls; while
 # the others run code of their own, before their next call.
 PHASES = ("instead", "waited for", "inside", "between")
@@ -133,7 +141,7 @@ def loop_until_lost(call: Callable[[], Any], folder: Path) -> Found:
 
 def lose_one(rank: Rank, call_name: str, phase: str, delay_s: float) -> Found | None:
     """One try, on one rank."""
-    world = World(rank)
+    world = World(rank, call_name)
     call: Callable[[], Any] = getattr(world, call_name)
     call()
     call()
@@ -163,6 +171,7 @@ class Place:
     wrong: int = 0
     slowest_s: float = 0.0
     later_than_1_s: int = 0
+    is_elsewhere: bool = False  # the victim has a node to itself
 
     def run(self, delay_s: float) -> None:
         """Make one try. Raises: RankError when a survivor raises something else."""
@@ -173,7 +182,8 @@ class Place:
         for rank, result in enumerate(results):
             if rank == LOST:
                 continue
-            named = f"rank {LOST} (pid " in result.message and "was killed by signal 9" in result.message
+            how = "closed its connection" if self.is_elsewhere else "was killed by signal 9"
+            named = f"rank {LOST} (pid " in result.message and how in result.message
             self.found += named
             self.wrong += not named
             self.slowest_s = max(self.slowest_s, result.seconds)
@@ -182,13 +192,15 @@ class Place:
                 print(f"{self.call}, {self.phase}: rank {rank}: {result.message}", flush=True)
 
 
-def all_places() -> list[Place]:
-    return [Place(call, phase) for call in CALLS for phase in PHASES]
+def all_places(ranks_per_node: int = 0) -> list[Place]:
+    """Return the 40 places; of nodes of one rank, the 24 whose calls run over several nodes."""
+    calls = OVER_NODES if ranks_per_node else CALLS
+    return [Place(call, phase, is_elsewhere=ranks_per_node == 1) for call in calls for phase in PHASES]
 
 
 def table(places: list[Place]) -> str:
     lines = ["| call | " + " | ".join(PHASES) + " |", "|---" * (1 + len(PHASES)) + "|"]
-    for call in CALLS:
+    for call in dict.fromkeys(place.call for place in places):
         cells = [f"{p.found} of {p.found + p.wrong}, {p.slowest_s:.2f} s" for p in places if p.call == call]
         lines.append(f"| {call} | " + " | ".join(cells) + " |")
     tries, late = sum(p.tries for p in places), sum(p.later_than_1_s for p in places)
@@ -197,25 +209,49 @@ def table(places: list[Place]) -> str:
     return "\n".join(lines)
 
 
+def write(file: Path, places: list[Place]) -> None:
+    told = {
+        "date": date.today().isoformat(),
+        "machine": {"cpu_count": os.cpu_count(), "platform": platform.platform()},
+        "command": " ".join(sys.argv),
+        "weft": weft.__version__,
+        "ranks": RANKS,
+        "kills": sum(place.tries for place in places),
+        "places": [asdict(place) for place in places],
+    }
+    file.write_text(json.dumps(told, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--times", type=int, default=1, help="tries in each of the 40 places")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so many")
+    parser.add_argument("--times", type=int, default=1, help="tries in each place")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no try after so many")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the places there too")
+    parser.add_argument("--json", type=Path, help="write the places there too, added to what is there")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=0, choices=[0, 1], help="1: each rank is a node"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     choose = random.Random(options.seed)
-    places = all_places()
+    if options.ranks_per_node:
+        os.environ |= {
+            "WEFT_RANKS_PER_NODE": "1",
+            "WEFT_PROXY_PROVIDER": "fabric:tcp",
+            "WEFT_PEER_DEAD_S": "100",
+        }
+        _core.config_reload()
+    places = all_places(options.ranks_per_node)
+    if options.json and options.json.exists():
+        places = [Place(**place) for place in json.loads(options.json.read_text())["places"]]
     until = time.monotonic() + options.seconds
     for _ in range(options.times):
-        if time.monotonic() > until:
-            break
         for place in places:
-            place.run(choose.uniform(0, 0.03))
+            if time.monotonic() < until and place.tries < options.times:
+                place.run(choose.uniform(0, 0.03))
+        if options.json:
+            write(options.json, places)
     print(table(places))
-    if options.json:
-        options.json.write_text(json.dumps([asdict(place) for place in places], indent=1))
     return 1 if any(place.wrong for place in places) else 0
 
 

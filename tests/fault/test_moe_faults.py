@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -127,6 +128,7 @@ def shrink(rank: Rank, number: int, wire: str) -> None:
     """With shrink enabled the lost rank is masked, which is logged once, and the others go on among themselves."""
     use_wire(wire)
     log = rank.folder / f"log-{rank.rank}"
+    logging.getLogger().handlers.clear()  # pytest's, which would get the lines
     os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
     buffer = make_buffer(rank, enable_shrink=True, explicitly_destroy=True)
     ll_combine(buffer, rank.rank, ll_dispatch(buffer, rank.rank))

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// libFuzzer target: what a stranger may send to the port that takes pages. tools/fuzz builds and runs it. The
-// input goes over a real connection, in pieces as its first byte says; memory around what may be written must
-// stay as it was, and nothing may be written without the right key.
+// libFuzzer target: what may be sent to the port that takes pages. tools/fuzz builds and runs it. The input goes
+// over a real connection, in pieces as its first byte says, which also says whether it proves to know the
+// secret first; memory around what may be written must stay as it was, and nothing may be written without the
+// proof and the right key.
 #include <arpa/inet.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -20,6 +21,7 @@ using namespace weft::provider;
 namespace {
 
 constexpr uint64_t kKey = 0x1122334455667788;  // in the corpus, so that frames with it are found
+const char kSecret[] = "the secret of this target";
 constexpr size_t kGuard = 64, kBytes = 256;
 char memory[kGuard + kBytes + kGuard];
 
@@ -43,7 +45,7 @@ PageStreams& streams() {
   static std::unique_ptr<PageStreams> made = [] {
     in_addr here{};
     here.s_addr = htonl(INADDR_LOOPBACK);
-    auto listening = PageStreams::listen(here);
+    auto listening = PageStreams::listen(here, kSecret);
     require(listening.ok());
     Registration registration;
     registration.rkey = kKey;
@@ -51,6 +53,22 @@ PageStreams& streams() {
     return std::move(*listening);
   }();
   return *made;
+}
+
+// Answers the challenge, as a peer of the job.
+void prove_it(int fd) {
+  StreamChallenge challenge;
+  std::deque<Event> events;
+  const time_t deadline = time(nullptr) + 60;
+  for (ssize_t got = -1; got != sizeof challenge;) {
+    streams().progress(events);
+    got = recv(fd, &challenge, sizeof challenge, MSG_PEEK | MSG_DONTWAIT);
+    require(got != 0 && time(nullptr) < deadline);
+  }
+  require(recv(fd, &challenge, sizeof challenge, 0) == sizeof challenge);
+  StreamClaim claim;
+  claim.proof = prove(kSecret, "pages", {bytes_of(challenge.nonce)});
+  require(send(fd, &claim, sizeof claim, MSG_NOSIGNAL) == sizeof claim);
 }
 
 // Until all that was sent has been taken in, which the other side says by closing: what it leaves would count
@@ -82,6 +100,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::memset(memory, 0x5A, sizeof memory);
   const int fd = dial(streams().port());
   std::deque<Event> events;
+  const bool is_proven = data[0] % 4 != 3;
+  if (is_proven) prove_it(fd);
   const size_t step = data[0] ? data[0] : size;
   for (size_t at = 1; at < size; at += step) {
     (void)!send(fd, data + at, std::min(step, size - at), MSG_NOSIGNAL);
@@ -90,6 +110,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   require(events.empty());
   finish(fd);
   for (size_t i = 0; i < kGuard; ++i) require(memory[i] == 0x5A && memory[kGuard + kBytes + i] == 0x5A);
-  for (size_t i = 0; i < kBytes && !has_key(data, size); ++i) require(memory[kGuard + i] == 0x5A);
+  for (size_t i = 0; i < kBytes && !(is_proven && has_key(data, size)); ++i)
+    require(memory[kGuard + i] == 0x5A);
   return 0;
 }

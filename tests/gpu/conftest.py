@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import pytest
-from gpu_ranks import num_gpus
+from gpu_ranks import num_ranks_here
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip every test of this folder where the machine has fewer than two GPUs."""
-    if num_gpus() >= 2:
+    if num_ranks_here() >= 2:
         return
     for item in items:
         if "tests/gpu" in str(item.path):
-            item.add_marker(pytest.mark.skip(reason=f"needs 2 or more GPUs, this machine has {num_gpus()}"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"needs 2 or more GPUs, this machine has {num_ranks_here()}")
+            )

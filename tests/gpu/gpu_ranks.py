@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks for GPU tests: one forked process per GPU, with a gloo group and the GPU as its current device."""
+"""Ranks for GPU tests: forked processes, each with a gloo group and a GPU as its current device.
+
+One rank per GPU. RANKS_PER_GPU=2 has two share each: the driver gives the GPU to one process at a time, so
+waits of one last until the other's turn, but on a machine of one GPU all that ranks do together can be tested.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +16,13 @@ import torch
 from weft.testing.ranks import Rank, run_ranks
 
 
-def num_gpus() -> int:
-    """Return how many GPUs there are, without initialising CUDA: ranks fork afterwards."""
-    return int(torch.cuda.device_count())
+def num_ranks_here() -> int:
+    """Return how many ranks this machine's GPUs take, without initialising CUDA: ranks fork afterwards."""
+    return int(torch.cuda.device_count()) * int(os.environ.get("RANKS_PER_GPU", "1"))
 
 
 def _on_its_gpu(rank: Rank, function: Callable[..., Any], *args: Any) -> Any:
-    torch.cuda.set_device(rank.rank)
+    torch.cuda.set_device(rank.rank % torch.cuda.device_count())
     result = function(rank, *args)
     torch.cuda.synchronize()
     return result
@@ -26,5 +31,5 @@ def _on_its_gpu(rank: Rank, function: Callable[..., Any], *args: Any) -> Any:
 def run_on_gpus(
     num_ranks: int, function: Callable[..., Any], *args: Any, deadline_s: float = 240.0
 ) -> list[Any]:
-    """Run ``function(rank, *args)`` on ``num_ranks`` GPUs; return the results in rank order."""
+    """Run ``function(rank, *args)`` on ``num_ranks`` ranks; return the results in rank order."""
     return run_ranks(num_ranks, _on_its_gpu, function, *args, deadline_s=deadline_s)

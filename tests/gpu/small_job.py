@@ -61,7 +61,9 @@ def collectives(group: torch.distributed.ProcessGroup, rank: int, device: torch.
 def main() -> None:
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
-    device = torch.device("cpu") if "cpu" in sys.argv else torch.device("cuda", rank)
+    device = (
+        torch.device("cpu") if "cpu" in sys.argv else torch.device("cuda", rank % torch.cuda.device_count())
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = torch.distributed.group.WORLD

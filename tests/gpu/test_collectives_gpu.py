@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_ranks import num_gpus, run_on_gpus
+from gpu_ranks import num_ranks_here, run_on_gpus
 from program_modes import Case, check_modes
 
 import weft
@@ -34,11 +34,13 @@ Place = Callable[[torch.Tensor], torch.Tensor]  # copies a CPU tensor to where t
 
 def counts() -> list[int]:
     """Return the rank counts that this machine can run; 2 if it has no GPU, where the tests are skipped."""
-    return [n for n in (2, 4, 8) if n <= num_gpus()] or [2]
+    return [n for n in (2, 4, 8) if n <= num_ranks_here()] or [2]
 
 
 def _comm(rank: Rank, timeout_s: float = 30) -> Communicator:
-    return Communicator(rank.group, device=torch.device("cuda", rank.rank), timeout_s=timeout_s)
+    return Communicator(
+        rank.group, device=torch.device("cuda", torch.cuda.current_device()), timeout_s=timeout_s
+    )
 
 
 def _on_gpu(rank: Rank, comm: Communicator) -> Place:
@@ -266,6 +268,28 @@ def test_captured_calls_replay(memory: Callable[[Rank, Communicator], Place], ra
     run_on_gpus(ranks, _graph, memory)
 
 
+def _on_two_streams(rank: Rank) -> None:
+    """Calls follow one another on several streams as on one, also where their sizes make them differ in length."""
+    comm = _comm(rank)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    ranks, kept = rank.size, []
+    for turn in range(200):
+        elems = (5, 100_000, 3_000_000, 1000)[turn % 4] + turn
+        with torch.cuda.stream(streams[turn % 2]):
+            values = torch.full((elems,), float(turn + rank.rank), device="cuda")
+            comm.all_reduce(values)
+            kept.append((values != ranks * turn + ranks * (ranks - 1) / 2).sum())
+    torch.cuda.synchronize()
+    wrong = {turn: int(count) for turn, count in enumerate(kept) if int(count)}
+    assert not wrong, f"elements that are wrong, by call: {wrong}"
+
+
+def test_calls_on_several_streams_follow_one_another() -> None:
+    run_on_gpus(2, _on_two_streams)
+
+
 def _expected(algorithm: Algorithm, rank: int) -> tuple[list[float], list[float | None]]:
     """Return a number per input chunk, and what every output chunk must hold (None: anything)."""
     contract = algorithm.contract
@@ -361,7 +385,7 @@ def test_pairs_interpreted_and_compiled_are_exact_and_agree(case: Case) -> None:
 
 
 def _missing_rank(rank: Rank) -> str:
-    comm = Communicator(rank.group, device=torch.device("cuda", rank.rank), timeout_s=30)
+    comm = Communicator(rank.group, device=torch.device("cuda", torch.cuda.current_device()), timeout_s=30)
     call = Collectives(comm.core, timeout_s=1.0)
     call.all_reduce(torch.ones(8, device="cuda"))
     torch.cuda.synchronize()

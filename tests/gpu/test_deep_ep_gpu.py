@@ -14,7 +14,7 @@ from deep_ep_programs import (
     serve_like_vllm,
     train_one_step,
 )
-from gpu_ranks import num_gpus, run_on_gpus
+from gpu_ranks import num_ranks_here, run_on_gpus
 
 from weft.testing.cases import MoeCase
 
@@ -29,6 +29,6 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_of_deep_ep_runs_unchanged(program: Callable[..., Any]) -> None:
-    ranks = num_gpus()
+    ranks = num_ranks_here()
     tokens = tuple((20, 7, 0, 31)[rank % 4] for rank in range(ranks))
     run_on_gpus(ranks, program, MoeCase(tokens, 512, 2, 2 * ranks), "cuda")

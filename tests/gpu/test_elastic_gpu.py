@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_ranks import num_gpus, run_on_gpus
+from gpu_ranks import num_ranks_here, run_on_gpus
 
 import weft
 from weft.testing import oracle
@@ -63,7 +63,7 @@ def check_layouts(rank: Rank, case: MoeCase, sync: bool) -> None:
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_layouts_and_rounding(sync: bool) -> None:
-    ranks = num_gpus()
+    ranks = num_ranks_here()
     case = MoeCase(tuple(500 + 7 * r for r in range(ranks)), 7168, 8, 32 * ranks)
     run_on_gpus(ranks, check_layouts, case, sync)
 
@@ -90,7 +90,7 @@ def check_ring(rank: Rank) -> None:
 
 
 def test_messages_between_neighbours() -> None:
-    run_on_gpus(num_gpus(), check_ring)
+    run_on_gpus(num_ranks_here(), check_ring)
 
 
 def check_engram(rank: Rank) -> None:
@@ -109,4 +109,4 @@ def check_engram(rank: Rank) -> None:
 
 
 def test_reads_of_a_spread_table() -> None:
-    run_on_gpus(num_gpus(), check_engram)
+    run_on_gpus(num_ranks_here(), check_engram)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_ranks import num_gpus, run_on_gpus
+from gpu_ranks import num_ranks_here, run_on_gpus
 from low_latency_blocks import BLOCK_CASES, BLOCK_TOKENS, check_blocks
 
 import weft
@@ -125,7 +125,7 @@ def _check_shape(rank: Rank, shape: tuple[int, int, int, int]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_go_out_and_come_back(shape: tuple[int, int, int, int]) -> None:
-    for num_ranks in sorted({2, num_gpus()}):
+    for num_ranks in sorted({2, num_ranks_here()}):
         run_on_gpus(num_ranks, _check_shape, shape)
 
 
@@ -138,7 +138,7 @@ def _check_blocks(rank: Rank) -> None:
 
 
 def test_block_formats_match_the_oracle_byte_for_byte() -> None:
-    for num_ranks in sorted({2, num_gpus()}):
+    for num_ranks in sorted({2, num_ranks_here()}):
         run_on_gpus(num_ranks, _check_blocks)
 
 
@@ -173,7 +173,7 @@ def _check_wires(rank: Rank) -> None:
 
 def test_lines_and_words_bring_the_same_bits() -> None:
     """Over NVLink; elsewhere all are words."""
-    run_on_gpus(num_gpus(), _check_wires)
+    run_on_gpus(num_ranks_here(), _check_wires)
 
 
 def _check_graph(rank: Rank) -> None:
@@ -211,7 +211,7 @@ def _check_graph(rank: Rank) -> None:
 
 
 def test_a_captured_graph_replays_with_new_routes() -> None:
-    for num_ranks in sorted({2, num_gpus()}):
+    for num_ranks in sorted({2, num_ranks_here()}):
         run_on_gpus(num_ranks, _check_graph)
 
 
@@ -238,7 +238,7 @@ def _check_mixed_forms(rank: Rank) -> None:
 
 
 def test_lines_are_whole_where_other_forms_take_turns_with_them() -> None:
-    for num_ranks in sorted({2, num_gpus()}):
+    for num_ranks in sorted({2, num_ranks_here()}):
         run_on_gpus(num_ranks, _check_mixed_forms)
 
 
@@ -281,7 +281,7 @@ def _check_both_modes(rank: Rank) -> None:
 
 
 def test_one_buffer_serves_both_modes() -> None:
-    for num_ranks in sorted({2, num_gpus()}):
+    for num_ranks in sorted({2, num_ranks_here()}):
         run_on_gpus(num_ranks, _check_both_modes)
 
 
@@ -309,7 +309,7 @@ def _check_masks(rank: Rank) -> None:
 
 
 def test_a_masked_rank_is_left_out() -> None:
-    for num_ranks in sorted({2, num_gpus()}):
+    for num_ranks in sorted({2, num_ranks_here()}):
         run_on_gpus(num_ranks, _check_masks)
 
 

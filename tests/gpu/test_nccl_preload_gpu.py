@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu_ranks import num_gpus
+from gpu_ranks import num_ranks_here
 
 import weft
 
@@ -18,14 +18,14 @@ ROOT = Path(__file__).parents[2]
 LIBRARY = Path(weft.__file__).parent / "nccl" / "libnccl.so.2"
 
 pytestmark = [
-    pytest.mark.skipif(num_gpus() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(num_ranks_here() < 2, reason="needs two GPUs"),
     pytest.mark.skipif(not LIBRARY.exists(), reason="built without libnccl.so.2"),
 ]
 
 
 def _train(example: str, **environment: str) -> tuple[list[str], str]:
     """Return the lines with losses, and everything that was said."""
-    ranks = min(num_gpus(), 8)
+    ranks = min(num_ranks_here(), 8)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(ROOT / "examples" / example), "--backend", "nccl", "--device", "cuda"]
     done = subprocess.run(

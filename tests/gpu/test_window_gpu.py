@@ -8,14 +8,14 @@ import os
 
 import pytest
 import torch
-from gpu_ranks import num_gpus, run_on_gpus
+from gpu_ranks import num_ranks_here, run_on_gpus
 
 import weft
 from weft import _core
 from weft.errors import Error
 from weft.testing.ranks import Rank
 
-SIZES = sorted({2, min(3, max(num_gpus(), 2)), max(num_gpus(), 2)})
+SIZES = sorted({2, min(3, max(num_ranks_here(), 2)), max(num_ranks_here(), 2)})
 
 
 def connect(rank: Rank, sharing: str = "auto") -> weft.Communicator:
@@ -67,7 +67,7 @@ def _vmm(rank: Rank) -> None:
     assert comm.core.sharing == "CUDA VMM"
     window = weft.Window(comm, 1000)
     own = window.tensor(comm.rank, (window.num_bytes,), torch.uint8)
-    assert own.device == torch.device("cuda", rank.rank)
+    assert own.device == torch.device("cuda", torch.cuda.current_device())
     assert not own.any()
     addresses = [window.address(peer) for peer in range(comm.size)]
     assert device_words(window.core.table, comm.size) == addresses

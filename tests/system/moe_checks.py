@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import weft
 from weft.testing import oracle
 from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank
+from weft.testing.round_trips import check_combined, check_received, dispatch, expert_output
 
 WINDOW_BYTES = 64 << 20
 
@@ -24,31 +24,6 @@ def kept_buffer(rank: Rank, **options: Any) -> weft.Buffer:
     return rank.kept["buffer"]
 
 
-def expert_output(rows: Tensor, rank: int) -> Tensor:
-    """Return what the experts of ``rank`` make of their rows; any rank can compute it for any."""
-    return (rows.float() * (1 + rank / 8)).to(rows.dtype)
-
-
-def dispatch(
-    buffer: weft.Buffer, case: MoeCase, rank: int, x: Any = None, **options: Any
-) -> tuple[Any, Tensor, Tensor, list[int], Any, Any]:
-    """Lay out and dispatch the case's tokens with their weights."""
-    topk_idx = case.topk_idx(rank)
-    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(topk_idx, case.num_experts)
-    result = buffer.dispatch(
-        case.x(rank) if x is None else x,
-        num_tokens_per_rank=per_rank,
-        num_tokens_per_rdma_rank=per_node,
-        is_token_in_rank=in_rank,
-        num_tokens_per_expert=per_expert,
-        topk_idx=topk_idx,
-        topk_weights=case.topk_weights(rank),
-        **options,
-    )
-    assert event.event is None
-    return result
-
-
 def check_layout(rank: Rank, case: MoeCase) -> None:
     """Compare get_dispatch_layout with the oracle."""
     topk_idx = case.topk_idx(rank.rank)
@@ -58,17 +33,6 @@ def check_layout(rank: Rank, case: MoeCase) -> None:
     assert torch.equal(layout[2], per_expert)
     assert layout[3].dtype == torch.bool
     assert torch.equal(layout[3], in_rank)
-
-
-def check_received(
-    case: MoeCase, rank: int, rows: oracle.Rows, recv_x: Tensor, recv_idx: Tensor, recv_weights: Tensor
-) -> None:
-    """Compare all that a dispatch returned, row by row."""
-    num_rows = len(rows.src_rank)
-    assert recv_x.shape == (num_rows, case.hidden)
-    assert torch.equal(recv_x, rows.take(case.all_x()))
-    assert torch.equal(recv_idx.long(), rows.topk_idx)
-    assert torch.equal(recv_weights, rows.take_weights(case.all_weights()))
 
 
 def check_round_trip(rank: Rank, case: MoeCase) -> None:
@@ -88,16 +52,6 @@ def check_round_trip(rank: Rank, case: MoeCase) -> None:
     all_rows = [oracle.ht_dispatch(routes, case.num_experts, r) for r in range(rank.size)]
     all_weights = [r.take_weights(case.all_weights()) for r in all_rows]
     assert torch.equal(weights, oracle.ht_combine_weights(all_weights, routes, case.num_experts, me))
-
-
-def check_combined(case: MoeCase, rank: int, combined: Tensor, biases: tuple[Tensor, ...] = ()) -> None:
-    """Compare a combine of expert_output() with the oracle, bit by bit."""
-    routes = case.routes()
-    sent_back = [
-        expert_output(oracle.ht_dispatch(routes, case.num_experts, r).take(case.all_x()), r)
-        for r in range(case.num_ranks)
-    ]
-    assert torch.equal(combined, oracle.ht_combine(sent_back, routes, case.num_experts, rank, biases))
 
 
 def barrier(rank: Rank) -> None:

@@ -278,6 +278,91 @@ static void operators(void) {
   OK(ncclCommDestroy(comm));
 }
 
+/* One form of call after another, again and again with other buffers and numbers: what is kept of a call is its form's
+ * alone. Two forms differ in one thing each: reduction, type, root, count, function. */
+enum { kPlaces = 3, kMost = 900 };
+static void repeat_collectives(ncclComm_t comm, int round, int32_t* src, int32_t* dst) {
+  const ncclRedOp_t ops[] = {ncclSum, ncclMax};
+  const size_t counts[] = {3, kMost / 9};
+  const int scale = 1 + round % 5, root = round % ranks;
+  for (int form = 0; form < 4; ++form) {
+    const size_t count = counts[form % 2];
+    const ncclRedOp_t op = ops[form / 2];
+    for (size_t i = 0; i < kMost; ++i) src[i] = scale * (rank + 1) + (int)i, dst[i] = -1;
+    const int most = scale * ranks, sum = scale * ranks * (ranks + 1) / 2;
+    OK(ncclAllReduce(src, dst, count, ncclInt32, op, comm, NULL));
+    for (int i = 0; i < (int)count; ++i) MUST(dst[i] == (op == ncclMax ? most + i : sum + ranks * i));
+    OK(ncclReduce(src, dst, count, ncclInt32, op, root, comm, NULL));
+    for (int i = 0; i < (int)count && rank == root; ++i)
+      MUST(dst[i] == (op == ncclMax ? most + i : sum + ranks * i));
+    OK(ncclBroadcast(src, dst, count, ncclInt32, root, comm, NULL));
+    for (int i = 0; i < (int)count; ++i) MUST(dst[i] == scale * (root + 1) + i);
+    OK(ncclAllGather(src, dst, count, ncclInt32, comm, NULL));
+    for (int i = 0; i < (int)count * ranks; ++i)
+      MUST(dst[i] == scale * (i / (int)count + 1) + i % (int)count);
+    OK(ncclAlltoAll(src, dst, count, ncclInt32, comm, NULL));
+    for (int i = 0; i < (int)count * ranks; ++i)
+      MUST(dst[i] == scale * (i / (int)count + 1) + rank * (int)count + i % (int)count);
+  }
+  int32_t whole = scale,
+          wholes = 0; /* two types of as many bytes; as floats, such integers would add up, too */
+  OK(ncclAllReduce(&whole, &wholes, 1, ncclInt32, ncclSum, comm, NULL));
+  MUST(wholes == scale * ranks);
+  float one = (float)scale, total = 0;
+  OK(ncclAllReduce(&one, &total, 1, ncclFloat32, ncclSum, comm, NULL));
+  MUST(total == (float)(scale * ranks));
+}
+
+static void repeat_messages(ncclComm_t comm, int round, int32_t* src, int32_t* dst) {
+  const int next = (rank + 1) % ranks, previous = (rank + ranks - 1) % ranks;
+  for (int form = 0; form < 3; ++form) { /* sizes and places differ, then come again */
+    const size_t count = (size_t)(5 + 7 * form), at = (size_t)(form * 40 + round % 2);
+    for (size_t i = 0; i < kMost; ++i) src[i] = rank * 1000 + round + (int)i, dst[i] = -1;
+    OK(ncclGroupStart());
+    for (int k = 0; k < 3; ++k) {
+      OK(ncclSend(src + at + (size_t)k * 200, count, ncclInt32, next, comm, NULL));
+      OK(ncclRecv(dst + at + (size_t)k * 200, count, ncclInt32, previous, comm, NULL));
+    }
+    OK(ncclGroupEnd());
+    for (int k = 0; k < 3; ++k)
+      for (int i = 0; i < (int)count; ++i) {
+        const int place = (int)at + k * 200 + i;
+        MUST(dst[place] == previous * 1000 + round + place);
+      }
+    const int apart = 20 + 30 * form; /* what goes out stays as it is, what comes in does not */
+    OK(ncclGroupStart());
+    for (int r = 0; r < ranks; ++r) {
+      OK(ncclSend(src + rank, 5, ncclInt32, r, comm, NULL));
+      OK(ncclRecv(dst + r * apart, 5, ncclInt32, r, comm, NULL));
+    }
+    OK(ncclGroupEnd());
+    for (int r = 0; r < ranks; ++r)
+      for (int i = 0; i < 5; ++i) MUST(dst[r * apart + i] == r * 1001 + round + i);
+  }
+}
+
+static void repeats(void) {
+  ncclComm_t comm = join();
+  int32_t *src[kPlaces], *dst[kPlaces];
+  for (int i = 0; i < kPlaces; ++i) {
+    src[i] = malloc(kMost * sizeof(int32_t) + 64), dst[i] = malloc(kMost * sizeof(int32_t) + 64);
+    src[i] += i, dst[i] += 2 * i; /* other alignments */
+  }
+  for (int round = 0; round < 12; ++round) {
+    repeat_collectives(comm, round, src[round % kPlaces], dst[(round + 1) % kPlaces]);
+    repeat_messages(comm, round, src[(round + 1) % kPlaces], dst[round % kPlaces]);
+  }
+  for (int count = 1; count <= 1100; ++count) { /* more forms than are kept */
+    int32_t one[1100], total[1100];
+    for (int i = 0; i < count; ++i) one[i] = i;
+    OK(ncclAllReduce(one, total, (size_t)count, ncclInt32, ncclSum, comm, NULL));
+    MUST(total[count - 1] == ranks * (count - 1));
+  }
+  repeat_collectives(comm, 12, src[0], dst[0]);
+  repeat_messages(comm, 12, src[0], dst[0]);
+  OK(ncclCommDestroy(comm));
+}
+
 static void transfers(void) {
   ncclComm_t comm = join();
   const size_t most = 700001;
@@ -542,6 +627,7 @@ int main(int count, char** arguments) {
   } tests[] = {{"collectives", collectives},
                {"operators", operators},
                {"transfers", transfers},
+               {"repeats", repeats},
                {"splits", splits},
                {"errors", errors},
                {"lost", lost},

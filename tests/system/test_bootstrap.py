@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -22,13 +23,18 @@ from torch import distributed
 import weft
 from weft import _core
 from weft.errors import Error, PeerLost
+from weft.runtime import bootstrap_tcp
 from weft.runtime.bootstrap import (
+    LAUNCHERS,
     Environment,
     SingleRank,
     TcpAddress,
     TorchGroup,
+    _master,
     find_bootstrap,
     find_launcher,
+    first_host,
+    launcher_secret,
 )
 from weft.testing.ranks import Rank, run_ranks
 
@@ -148,6 +154,114 @@ def test_tcp_wrong_secret_is_told_to_the_one_who_has_it() -> None:
     assert "waited 1 s for rank 2" in str(results[0])
     assert isinstance(results[1], PeerLost) and "rank 2" in str(results[1])
     assert isinstance(results[2], Error) and "secret" in str(results[2])
+
+
+@pytest.mark.parametrize("wrong", [b"", b"another job's"])
+def test_tcp_rank_0_says_who_was_refused(wrong: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    secrets = [b"this job's", wrong]
+    results = on_threads(
+        2, lambda rank: TcpAddress(address, rank, 2, secrets[rank]).all_gather(b"", timeout_s=1.0)
+    )
+    assert "waited 1 s for rank 1" in str(results[0])
+    assert "refused 1 without the secret, from 127.0.0.1" in str(results[0])
+    assert isinstance(results[1], Error) and "secret: the one given differs" in str(results[1])
+    assert "127.0.0.1 is refused: it does not know this job's secret" in caplog.text
+
+
+def overhear(port: int, size: int) -> bytes:
+    """Return what a rank with the secret says to a listener that is not rank 0, for a nonce of this listener's."""
+    with socket.create_server(("127.0.0.1", 0)) as false_0:
+        address = f"127.0.0.1:{false_0.getsockname()[1]}"
+        rank = threading.Thread(
+            target=lambda: on_threads(
+                1, lambda _: TcpAddress(address, 1, size, b"secret").all_gather(b"", 1.0)
+            )
+        )
+        rank.start()
+        connection, _ = false_0.accept()
+        with connection, socket.create_connection(("127.0.0.1", port)) as real_0:
+            connection.sendall(real_0.recv(1000))  # rank 0's own challenge, passed on
+            said = connection.recv(1000)
+    rank.join()
+    return said
+
+
+def test_tcp_a_handshake_that_was_overheard_lets_nobody_in() -> None:
+    port = free_port()
+
+    def body(rank: int) -> list[bytes]:
+        if rank == 1:
+            time.sleep(0.2)
+            said = overhear(port, 2)
+            assert len(said) > 32
+            with socket.create_connection(("127.0.0.1", port)) as again:
+                again.recv(1000)
+                again.sendall(said)
+                assert b"secret" in again.recv(1000)
+        return TcpAddress(f"127.0.0.1:{port}", rank, 2, b"secret").all_gather(b"%d" % rank, timeout_s=20)
+
+    assert on_threads(2, body) == [[b"0", b"1"], [b"0", b"1"]]
+
+
+def test_tcp_a_flood_of_silent_and_wrong_connections_keeps_nobody_out() -> None:
+    port = free_port()
+    over = threading.Event()
+
+    def flood() -> None:
+        held: list[socket.socket] = []
+        while not over.is_set():
+            try:
+                held.append(socket.create_connection(("127.0.0.1", port), 1))
+            except OSError:
+                continue
+            if len(held) % 3 == 0:
+                with contextlib.suppress(OSError):
+                    held[-1].sendall(bytes(100))
+            if len(held) > 400:
+                held.pop(0).close()
+        for each in held:
+            each.close()
+
+    def body(rank: int) -> list[bytes]:
+        time.sleep(0.5 * rank)
+        return TcpAddress(f"127.0.0.1:{port}", rank, 3, b"secret").all_gather(b"%d" % rank, timeout_s=25)
+
+    stranger = threading.Thread(target=flood)
+    stranger.start()
+    try:
+        assert on_threads(3, body) == [[b"0", b"1", b"2"]] * 3
+    finally:
+        over.set()
+        stranger.join()
+
+
+def test_tcp_a_silent_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap_tcp, "_HELLO_S", 0.3)
+    port = free_port()
+
+    def body(rank: int) -> list[bytes]:
+        if rank == 1:
+            time.sleep(0.2)
+            with socket.create_connection(("127.0.0.1", port), 10) as silent:
+                while silent.recv(1000):
+                    pass
+        return TcpAddress(f"127.0.0.1:{port}", rank, 2).all_gather(b"", timeout_s=20)
+
+    assert on_threads(2, body) == [[b"", b""]] * 2
+
+
+def test_tcp_listens_at_its_address_alone() -> None:
+    port = free_port()
+
+    def body(rank: int) -> list[bytes]:
+        if rank == 1:
+            time.sleep(0.3)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", port), 5)
+        return TcpAddress(f"127.0.0.1:{port}", rank, 2).all_gather(b"", timeout_s=20)
+
+    assert on_threads(2, body) == [[b"", b""]] * 2
 
 
 def test_tcp_sizes_must_agree() -> None:
@@ -313,6 +427,79 @@ def test_one_rank_needs_no_address() -> None:
     check_windows(weft.Communicator(SingleRank()))
 
 
+# ---- the job's secret ----
+
+OPEN_MPI = {"OMPI_MCA_orte_precondition_transports": "0123456789abcdef-0123456789abcdef"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "3f2b8a52-6b41-4a3c-9d6e-0f4a1c2b3d4e"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "secret"),
+    [
+        ({}, None),
+        (OPEN_MPI, b"0123456789abcdef-0123456789abcdef"),
+        (TORCHRUN, b"3f2b8a52-6b41-4a3c-9d6e-0f4a1c2b3d4e"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, None),
+        ({"SLURM_JOB_ID": "4711", "PMI_RANK": "0"}, None),
+    ],
+)
+def test_launchers_secret(variables: dict[str, str], secret: bytes | None) -> None:
+    assert launcher_secret(variables) == secret
+
+
+def _with_secret(rank: Rank, port: int, names: tuple[str, str], more: dict[str, str]) -> None:
+    variables = {
+        names[0]: str(rank.rank),
+        names[1]: str(rank.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **more,
+    }
+    check_windows(weft.Communicator(Environment(variables)))
+
+
+@pytest.mark.parametrize("names", LAUNCHERS.values(), ids=LAUNCHERS.keys())
+def test_ranks_of_every_launcher_meet(names: tuple[str, str]) -> None:
+    more = OPEN_MPI if "OMPI" in names[0] else TORCHRUN if names[0] == "RANK" else {}
+    run_ranks(2, _with_secret, free_port(), names, more, with_group=False)
+
+
+def _own_secret(rank: Rank) -> str:
+    return str(_core.config().job_secret)
+
+
+def test_our_launcher_makes_up_a_secret_for_each_job() -> None:
+    first = run_ranks(2, _own_secret, with_group=False)
+    second = run_ranks(2, _own_secret, with_group=False)
+    assert len(first[0]) == 64 and first[0] == first[1]
+    assert second[0] == second[1] != first[0]
+    assert _core.config().job_secret == ""
+
+
+SHOWS = """
+import weft
+from weft import _core
+print(_core.config_table())
+from weft.runtime.bootstrap import TcpAddress
+print(TcpAddress("127.0.0.1:1", 0, 2)._secret == b"a secret of sixteen or more")
+"""
+
+
+def test_the_setting_is_taken_and_never_shown() -> None:
+    def run(secret: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "WEFT_JOB_SECRET": secret}
+        return subprocess.run(
+            [sys.executable, "-c", SHOWS], capture_output=True, text=True, env=env, check=False
+        )
+
+    right = run("a secret of sixteen or more")
+    assert "True" in right.stdout and "sixteen" not in right.stdout.replace("True", ""), right
+    short = run("tiny-one")
+    assert (
+        "WEFT_JOB_SECRET: got 8 characters" in short.stderr and "tiny-one" not in short.stdout + short.stderr
+    )
+
+
 # ---- MPI ----
 
 # Without torch, which takes seconds to import on each rank.
@@ -431,3 +618,30 @@ def test_bad_timeout_is_refused() -> None:
     for timeout_s in (0, -1, float("nan")):
         with pytest.raises(Error, match="timeout_s"):
             weft.Communicator(SingleRank(), timeout_s=timeout_s)
+
+
+SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "812", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node[03-17,21],other7", "node03"),
+        ("node1,node2", "node1"),
+        ("gpu[7]-ib", "gpu7-ib"),
+        ("one", "one"),
+        ("rack2-[010,012]", "rack2-010"),
+    ],
+)
+def test_ranks_of_a_slurm_step_meet_on_its_first_node(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+    own = _master(SLURM | {"SLURM_STEP_NODELIST": nodes})
+    assert own[0] == first and own == _master(SLURM | {"SLURM_STEP_NODELIST": nodes, "SLURM_PROCID": "3"})
+    assert own[1] != _master(SLURM | {"SLURM_STEP_NODELIST": nodes, "SLURM_STEP_ID": "1"})[1]
+    given = {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}
+    assert _master(SLURM | {"SLURM_STEP_NODELIST": nodes} | given) == ("head", 1234)
+
+
+def test_open_mpi_without_an_address_is_told_of_mpi4py() -> None:
+    with pytest.raises(Error, match=r"MASTER_ADDR and MASTER_PORT: not set.*MPI\.COMM_WORLD"):
+        Environment({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})

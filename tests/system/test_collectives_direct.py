@@ -122,6 +122,24 @@ def test_a_rank_that_dies_is_named() -> None:
     assert any("rank 2" in story for story in stories if story), stories
 
 
+def _loses_its_rights(rank: Rank) -> tuple[str, str]:
+    comm = Collectives(Communicator(rank.group, timeout_s=30).core, timeout_s=2.0)
+    algorithm, mine = build("alltoall_allpairs", rank.size).compile(), torch.ones(rank.size, 1 << 18)
+    comm.all_to_all(mine, algorithm=algorithm)
+    if rank.rank == 1:
+        os.setresuid(65534, 65534, 65534)
+    with pytest.raises(Error) as caught:
+        comm.all_to_all(mine, algorithm=algorithm)
+    return caught.value.code, str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root's rights to lose")
+def test_a_rank_that_may_not_read_others_any_more_says_so() -> None:
+    (others_code, others), (code, mine) = run_ranks(2, _loses_its_rights, with_gpus=False)
+    assert code == "system" and "Operation not permitted" in mine and "is running" in mine, mine
+    assert others_code == "peer_lost" and "rank 1" in others, others
+
+
 def _passes_a_window_that_a_peer_destroyed(rank: Rank) -> tuple[str, str]:
     comm = Communicator(rank.group, timeout_s=30)
     collectives = Collectives(comm.core, timeout_s=2.0)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import newer_clients
 import pytest
 import torch
 from moe_checks import FakeMpi, check_combined, expert_output
@@ -474,6 +475,10 @@ def deep_ep_hook_after_wait(rank: Rank) -> None:
     assert (calls, event.hook_after_wait, event.event) == (["ran", "ran"], None, None)
     event.hook_after_wait = fails_once
     assert event.hook_after_wait is fails_once
+
+
+for _check in newer_clients.CHECKS:
+    row(_check)
 
 
 @pytest.mark.parametrize("name", CHECKS)

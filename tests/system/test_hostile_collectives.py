@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode  # here, so that ranks need not import it
 
@@ -69,14 +69,7 @@ def _fuzz(rank: Rank, examples: int) -> None:
     comm = Communicator(rank.group, timeout_s=60)
     calls = CALLS if rank.size > 1 else {**CALLS, **ALONE}
 
-    @settings(
-        max_examples=examples,
-        phases=[Phase.generate],
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @hostile.examples(examples)
     @given(st.data())
     def feed(data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(list(calls)))

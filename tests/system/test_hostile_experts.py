@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import weft
@@ -213,14 +213,7 @@ def feed(calls: Mapping[str, Call], examples: int, again: Callable[[], Any]) -> 
         **{f"slots {name}": make for name, make in hostile.tensors((TOKENS, TOP_K)).items()},
     }
 
-    @settings(
-        max_examples=examples,
-        phases=[Phase.generate],
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @hostile.examples(examples)
     @given(st.data())
     def make(data: st.DataObject) -> None:
         function, right = calls[data.draw(st.sampled_from(list(calls)))]

@@ -113,6 +113,19 @@ def test_the_distribution_weft_deep_ep_holds_the_drop_in_alone(tmp_path: Path) -
     assert packed == {path.relative_to(source).as_posix() for path in modules}
 
 
+def test_every_file_has_one_version() -> None:
+    places = {
+        "pyproject.toml": r'^version = "(.+)"$',
+        "python/weft/__init__.py": r'^__version__ = "(.+)"$',
+        "CITATION.cff": r"^version: (.+)$",
+        "conda/meta.yaml": r'version = "(.+)"',
+    }
+    versions = {
+        path: re.findall(form, (ROOT / path).read_text(), re.MULTILINE) for path, form in places.items()
+    }
+    assert list(versions.values()) == [versions["pyproject.toml"]] * len(places), versions
+
+
 def test_both_distributions_have_one_version() -> None:
     weft, drop_in = (
         re.findall(r'^version = "(.+)"$|^dependencies = \["weft==(.+)"\]$', path.read_text(), re.MULTILINE)

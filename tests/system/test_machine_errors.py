@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import stat
@@ -49,6 +50,7 @@ def test_an_example_says_that_libfabric_is_missing(example: str, tmp_path: Path)
 def _sum_compiled(rank: Rank, cache: str, path: str) -> None:
     """Run a program compiled for the CPU: in the cache, or where the cache cannot serve, beside it."""
     os.environ |= {"WEFT_CACHE_DIR": cache, "PATH": path}
+    logging.getLogger().handlers.clear()  # pytest's, which would get the lines
     _core.config_reload()
     executor = Executor(Communicator(rank.group, timeout_s=100).core)
     program = executor.load(build("allreduce_allpairs", rank.size).compile())

@@ -7,7 +7,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
@@ -25,6 +24,16 @@ from weft.testing import oracle
 from weft.testing.cases import MoeCase
 from weft.testing.numerics import calc_diff
 from weft.testing.ranks import Rank, RankPool, run_ranks
+from weft.testing.round_trips import (
+    BF16,
+    FORMATS,
+    FP8,
+    UE8M0,
+    Format,
+    check_dispatched,
+    expected_combined,
+    outputs_of,
+)
 
 RANK_COUNTS = (1, 2, 3, 5, 6, 7, 17)
 WIRES = ("lines", "words")
@@ -32,22 +41,6 @@ SMALL = MoeCase(tokens=(6, 9), hidden=512, top_k=3, num_experts=8)
 MOST_TOKENS = 16
 LARGEST = (512, 1024, 96)  # tokens, hidden, experts that the kept buffer is sized for
 BYTES = {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
-
-
-@dataclass(frozen=True)
-class Format:
-    """How low-latency dispatch sends rows."""
-
-    use_fp8: bool = False
-    round_scale: bool = False
-    use_ue8m0: bool = False
-
-    def options(self) -> dict[str, bool]:
-        return {"use_fp8": self.use_fp8, "round_scale": self.round_scale, "use_ue8m0": self.use_ue8m0}
-
-
-BF16, FP8, ROUNDED, UE8M0 = Format(), Format(True), Format(True, True), Format(True, True, True)
-FORMATS = (BF16, FP8, ROUNDED, UE8M0)
 
 
 @contextmanager
@@ -83,43 +76,6 @@ def ll_buffer(rank: Rank, **options: Any) -> weft.Buffer:
     return rank.kept["buffer"]
 
 
-def received_rows(recv: Any, expert: int) -> Tensor:
-    """Return float32 [rows, hidden] of one local expert, dequantised."""
-    if isinstance(recv, tuple):
-        return oracle.dequantize_fp8(recv[0][expert], recv[1][expert])
-    return recv[expert].float()
-
-
-def sent_rows(x: Tensor, form: Format) -> Tensor:
-    """Return float32 of what a dispatch in this format delivers of x."""
-    if not form.use_fp8:
-        return x.float()
-    return oracle.dequantize_fp8(*oracle.quantize_fp8(x, form.round_scale))
-
-
-def check_dispatched(
-    case: MoeCase, rank: int, most_tokens: int, form: Format, recv: Any, counts: Tensor, handle: Any
-) -> None:
-    """Compare counts, ranges, sources and rows of every local expert and source rank with the oracle."""
-    expected = oracle.ll_dispatch(case.routes(), case.num_experts, rank)
-    recv_x = recv[0] if isinstance(recv, tuple) else recv
-    assert recv_x.shape == (len(expected), case.num_ranks * most_tokens, case.hidden)
-    assert counts.dtype == torch.int32
-    assert counts.tolist() == [sum(len(tokens) for tokens in sources) for sources in expected]
-    src_info, layout_range = handle[0], handle[1]
-    assert src_info.shape == recv_x.shape[:2]
-    assert layout_range.shape == (len(expected), case.num_ranks)
-    delivered = [sent_rows(x, form) for x in case.all_x()]
-    for expert, sources in enumerate(expected):
-        rows = received_rows(recv, expert)
-        for source, tokens in enumerate(sources):
-            begin, count = divmod(int(layout_range[expert, source]), 1 << 32)
-            assert count == len(tokens)
-            found = src_info[expert, begin : begin + count].long()
-            assert found.sort().values.tolist() == tokens.tolist()
-            assert torch.equal(rows[begin : begin + count], delivered[source][found])
-
-
 def check_scales_layout(case: MoeCase, most_tokens: int, form: Format, scales: Tensor) -> None:
     """Scales are logically [local experts, rows, groups] and column-major in memory."""
     groups = case.hidden // (512 if form.use_ue8m0 else 128)
@@ -128,22 +84,6 @@ def check_scales_layout(case: MoeCase, most_tokens: int, form: Format, scales: T
     assert scales.shape[1:] == (num_rows, groups)
     if scales.numel() > 0 and groups > 1 and num_rows > 1:
         assert scales.stride() == (groups * num_rows, 1, num_rows)
-
-
-def outputs_of(recv: Any) -> Tensor:
-    """Return bf16 [local experts, rows, hidden] of expert results, each a function of its row and expert."""
-    recv_x = recv[0] if isinstance(recv, tuple) else recv
-    results = torch.full(recv_x.shape, float("nan"), dtype=torch.bfloat16)
-    for expert in range(len(recv_x)):
-        results[expert] = (received_rows(recv, expert) * 0.25).bfloat16()
-    return results
-
-
-def expected_combined(case: MoeCase, rank: int, form: Format) -> Tensor:
-    """Return what comes back to this rank: every expert multiplies its row by a quarter."""
-    row = (sent_rows(case.x(rank), form) * 0.25).bfloat16()
-    slot_rows = row.unsqueeze(1).expand(-1, case.top_k, -1)
-    return oracle.ll_combine(slot_rows, case.topk_idx(rank), case.topk_weights(rank))
 
 
 def check_ll_round_trip(

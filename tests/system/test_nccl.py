@@ -72,7 +72,7 @@ def test_every_collective_type_and_reduction(program: Path, tmp_path: Path, rank
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-@pytest.mark.parametrize("test", ["operators", "transfers", "splits"])
+@pytest.mark.parametrize("test", ["operators", "transfers", "repeats", "splits"])
 def test_calls(program: Path, tmp_path: Path, test: str, ranks: int) -> None:
     _pass(program, test, ranks, tmp_path)
 
@@ -105,7 +105,7 @@ def test_every_call_by_exchanges(program: Path, tmp_path: Path, exchanges: str, 
     _pass(program, "collectives", ranks, tmp_path, WEFT_PROGRAM_BOOK=exchanges)
 
 
-@pytest.mark.parametrize("test", ["operators", "transfers", "splits"])
+@pytest.mark.parametrize("test", ["operators", "transfers", "repeats", "splits"])
 def test_calls_by_exchanges(program: Path, tmp_path: Path, exchanges: str, test: str) -> None:
     _pass(program, test, 3, tmp_path, WEFT_PROGRAM_BOOK=exchanges)
 

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from programs import WEFT, run_program
 from test_communicator_calls import _every_call
 
 import weft
@@ -48,6 +51,8 @@ def _calls(rank: Rank) -> None:
             assert torch.equal(comm.all_reduce(own.clone()), every.sum(0).to(dtype)), (dtype, elems)
             assert torch.equal(comm.all_reduce(own.clone(), "max"), every.max(0).values), (dtype, elems)
             assert torch.equal(comm.all_gather(own), every), (dtype, elems)
+    chosen = str([*comm.collectives.chosen("allreduce", 4 * 300_001)])
+    assert ("two_level" in chosen) == (len(set(comm.nodes)) == 2), chosen
     for turn in range(100):  # rings and numbers go around many times
         own = torch.full((257,), float(rank.rank + turn))
         assert torch.equal(comm.all_reduce(own), torch.full((257,), 6.0 + 4 * turn))
@@ -86,3 +91,14 @@ def test_a_killed_rank_of_another_node_is_named_before_the_deadline(monkeypatch:
         message, waited_s = results[rank]
         assert f"rank {LOST}" in message, message
         assert waited_s < 60, message
+
+
+def test_bench_collective_measures_over_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _use(monkeypatch, 2, "fabric:tcp")
+    sizes = ["-b", "64K", "-e", "64K", "-n", "1", "-w", "0", "--calls", "all_reduce,all_to_all"]
+    command = [*WEFT, "bench", "collective", "--ranks-per-node", "2", "--provider", "tcp", *sizes]
+    ran = run_program([*command, "--json", "out.json"], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert ["two_level" in row["algorithm"] for row in rows] == [True, False]
+    assert all(row["checked"] and row["baselines"]["gloo"] > 0 for row in rows)

@@ -17,6 +17,7 @@ from programs import ROOT, WEFT, environment, run_program
 from weft.bench.report import check_document
 from weft.transfer import nics
 
+SECRET = {"WEFT_JOB_SECRET": "a secret of these tests"}
 QUICK = ["--quick", "--rounds", "1", "--no-pin"]
 
 
@@ -47,9 +48,9 @@ def bench_server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start a server of the benchmark; yield it and its address."""
     skip_unless_usable("tcp")
     server = subprocess.Popen(
-        [*WEFT, "bench", "transfer", "server", "--no-pin"],
+        [*WEFT, "bench", "transfer", "server", "--no-pin", "--host", "127.0.0.1"],
         cwd=folder,
-        env=environment(),
+        env={**environment(), **SECRET},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -64,7 +65,10 @@ def bench_server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def test_bench_transfer_runs_as_server_and_client(tmp_path: Path) -> None:
     with bench_server(tmp_path) as (server, address):
         client = ["bench", "transfer", "client", address, "--calls", "write_rate", *QUICK]
-        ran = run_program([*WEFT, *client], tmp_path)
+        strange = run_program([*WEFT, *client], tmp_path, more={"WEFT_JOB_SECRET": "a secret of others"})
+        assert strange.returncode == 1
+        assert "secret: the one given differs" in strange.stderr
+        ran = run_program([*WEFT, *client], tmp_path, more=SECRET)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert server.wait(30) == 0
 
@@ -105,7 +109,7 @@ def test_bench_transfer_client_survives_a_killed_server(after_s: float, tmp_path
         client = subprocess.Popen(
             [*WEFT, "bench", "transfer", "client", address, "--calls", "write", "--rounds", "1000"],
             cwd=tmp_path,
-            env=environment(),
+            env={**environment(), **SECRET},
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -292,3 +292,36 @@ def test_absurd_numbers_are_refused(number: str) -> None:
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(Error, match="not JSON"):
         from_plan("[" * 100_000, "p.json")
+
+
+def test_a_plan_of_an_unknown_collective_is_a_custom_one_without_a_contract() -> None:
+    plan = all_gather_plan()
+    plan["collective"] = "test"
+    algorithm = from_plan(json.dumps(plan), "test.json")
+    assert algorithm.contract is None and "taken for a custom one" in algorithm.notes[0]
+    assert "not proven: what it computes" in verify(algorithm).proven
+    for gpu in plan["gpus"]:
+        gpu["threadblocks"][0]["ops"] = [op for op in gpu["threadblocks"][0]["ops"] if op["name"] != "wait"]
+    with pytest.raises(Error, match="race"):
+        from_plan(json.dumps(plan), "test.json")
+
+
+def test_a_sum_that_is_sent_as_well_need_not_name_its_channel() -> None:
+    plan = all_gather_plan()
+    plan["collective"] = "test"
+    for gpu in plan["gpus"]:
+        gpu["input_chunks"] = 2
+        copy, put, *rest = gpu["threadblocks"][0]["ops"]
+        sources = [{"type": "i", "index": at, "size": 1} for at in (0, 1)]
+        both = {"name": "res", "src_buff": sources, "dst_buff": [*copy["dst_buff"], *put["dst_buff"]]}
+        gpu["threadblocks"][0]["ops"] = [both, *rest]
+    sent = from_plan(json.dumps(plan), "sums.json")
+    assert {step.op.value for *_, step in sent.steps()} == {"cpy", "re", "s", "r"}
+
+
+def test_a_plan_without_chunks_has_nothing_to_run() -> None:
+    plan = all_gather_plan()
+    for gpu in plan["gpus"]:
+        gpu.update(input_chunks=0, output_chunks=0)
+    with pytest.raises(Error, match="nothing to run"):
+        from_plan(json.dumps(plan), "none.json")

@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,18 @@ import pytest
 from weft.collectives.book import Part, write_book
 from weft.collectives.cost import CPU, NVLINK, estimate, predict_us
 from weft.collectives.library import build
-from weft.collectives.selector import Selector, read_algorithms, rows_besides, table_name, write_table
+from weft.collectives.selector import (
+    Selector,
+    read_algorithms,
+    read_table,
+    rows_besides,
+    table_name,
+    write_table,
+)
 from weft.collectives.tune import table_rows
+from weft.collectives.verifier import verify
 from weft.collectives.xml import to_xml
+from weft.errors import Error
 
 
 def test_folders_and_files_join_and_bad_ones_are_named(
@@ -38,6 +48,31 @@ def test_folders_and_files_join_and_bad_ones_are_named(
     assert read_algorithms(str(good), 4) == [] and "for 3 ranks, not 4" in caplog.text
     choice = Selector(3, "cpu", algorithm_dir=str(good)).choose("allreduce", 3 << 10, inplace=True)
     assert "ring" in choice.algorithm.name
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"collective": ["all_reduce"]},
+        {"max_bytes": float("inf")},
+        {"max_bytes": -1},
+        {"ranks": "many"},
+        {"options": {"a": [1]}},
+        {"options": 7},
+        {"algorithm": {}},
+    ],
+    ids=str,
+)
+def test_a_table_with_odd_fields_is_not_used(
+    field: dict[str, object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"collective": "all_reduce", "ranks": 2, "max_bytes": 1024, "algorithm": "allreduce_1step"}
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"version": 1, "key": "", "rows": [row]}))
+    assert len(read_table(table, "")) == 1
+    table.write_text(json.dumps({"version": 1, "key": "", "rows": [row | field]}))
+    assert read_table(table, "") == [] == rows_besides(table, "", ["all_reduce"], 2)
+    assert "is not used" in caplog.text
 
 
 def test_a_list_of_files_says_their_sizes_and_protocols(
@@ -196,3 +231,48 @@ def test_programs_are_written_drawn_and_put_into_books_without_the_extension(tmp
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+TWO_LEVEL_SHAPES = [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4)]
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), TWO_LEVEL_SHAPES)
+@pytest.mark.parametrize("name", ["allreduce_two_level", "allgather_two_level", "reducescatter_two_level"])
+def test_a_byte_crosses_once_to_every_other_node(name: str, ranks: int, per_node: int) -> None:
+    algorithm = build(name, ranks, per_node=per_node, inplace=True).compile()
+    verify(algorithm)
+    across = Counter(
+        (rank // per_node, block.send // per_node)
+        for rank, _, block in algorithm.blocks()
+        for step in block.steps
+        for _ in range(step.count)
+        if step.op.sends and rank // per_node != block.send // per_node
+    )
+    nodes = ranks // per_node
+    # In chunks: of all_reduce a rail's share of a part there, and the sum of another back; else what a node has for
+    # one other, once for every place in it.
+    once = 2 * per_node if name == "allreduce_two_level" else per_node
+    assert across == {(a, b): once for a in range(nodes) for b in range(nodes) if a != b}
+
+
+def test_two_level_programs_of_other_shapes_are_refused_by_name() -> None:
+    for name, ranks, per_node in (("allreduce_two_level", 6, 4), ("allgather_two_level", 4, 4)):
+        with pytest.raises(Error, match=f"per_node: got {per_node}"):
+            build(name, ranks, per_node=per_node)
+    with pytest.raises(Error, match="per_node: got 2, allowed: 4, for two nodes"):
+        build("allreduce_two_level_once", 8, per_node=2)
+
+
+def test_the_choice_knows_which_links_cross_the_network() -> None:
+    flat, nodes = Selector(4, "cpu"), Selector(4, "cpu", per_node=2)
+    assert flat.fingerprint() != nodes.fingerprint()
+    for collective in ("allreduce", "allgather", "reducescatter"):
+        for num_bytes in (1 << 20, 64 << 20):
+            assert "two_level" not in flat.choose(collective, num_bytes, True).algorithm.name
+            assert "two_level" in nodes.choose(collective, num_bytes, True).algorithm.name
+    alone = Selector(4, "cpu", per_node=1).choose("allreduce", 1 << 20, True)
+    assert "two_level" not in alone.algorithm.name and alone.algorithm.protocol == "Simple"
+    pairs = build("alltoall_allpairs", 4).compile()
+    assert predict_us(pairs, 1 << 20, dataclasses.replace(CPU, per_node=2)) > 2 * predict_us(
+        pairs, 1 << 20, CPU
+    )

@@ -43,3 +43,11 @@ def test_chunk_that_nobody_moves_is_refused(tmp_path: Path, capsys: pytest.Captu
     command = ["show", "allgather_ring", "--ranks", "4", "--chunk", "9.0", "-o", str(tmp_path / "a.svg")]
     assert main(command) == 1
     assert "allowed: RANK.INDEX of a chunk that some step moves" in capsys.readouterr().err
+
+
+def test_bars_name_their_chunks_and_times_are_round(tmp_path: Path) -> None:
+    drawing = tmp_path / "pairs.svg"
+    assert main(["show", "allreduce_allpairs", "--ranks", "4", "-o", str(drawing)]) == 0
+    text = drawing.read_text()
+    assert ">3.1</text>" in text and ">0.0 +3</text>" in text
+    assert text.count(">20 us</text>") == 2 and ">message</text>" in text

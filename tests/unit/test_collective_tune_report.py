@@ -9,7 +9,7 @@ import pytest
 
 from weft.collectives.selector import VARIANTS, write_table
 from weft.collectives.tune import table_rows
-from weft.collectives.tune_report import keep_measured, report
+from weft.collectives.tune_report import keep_measured, measured_path, report
 from weft.errors import Error
 
 NAMES = {"all_gather": "allgather"}
@@ -32,9 +32,26 @@ def test_report_has_every_candidate_with_its_error_and_counts_near_choices(tmp_p
     write_table(table, "here", table_rows([_cell(1024, 0), _cell(4096, 3)], 4))
     lines = report(table, NAMES)
     programs = sum(1 for variant in VARIANTS["allgather"] if variant.mode == "program")
-    assert len(lines) == 1 + 2 * (1 + programs) + 2 and max(map(len, lines)) <= 80
-    assert lines[-1] == "the table's choice is within 10 % of the best in 2 of 2 cells"
+    assert len(lines) == 1 + 2 * (1 + programs) + 6 and max(map(len, lines)) <= 80
+    assert lines[-2:] == [
+        "the table's choice is within 10 % of the best in 2 of 2 cells",
+        "  and may be by its 95 % interval in 2",
+    ]
     assert lines[1] == "all_gather, 1024 bytes" and lines[2].endswith("%")
+
+
+def test_a_table_is_judged_by_what_another_run_measured(tmp_path: Path) -> None:
+    table, other = tmp_path / "table.json", tmp_path / "other.json"
+    keep_measured(table, "cpu", "here", 4, [_cell(1024, 0), _cell(4096, 3)])
+    write_table(table, "here", table_rows([_cell(1024, 0), _cell(4096, 3)], 4))
+    noisy = _cell(4096, 2)
+    noisy["low_us"] = {label: 9.0 for label in dict(noisy["measured_us"])}
+    keep_measured(other, "cpu", "here", 4, [_cell(1024, 2), noisy])
+    lines = report(table, NAMES, measured_path(other))
+    assert lines[-2:] == [
+        "the table's choice is within 10 % of the best in 0 of 2 cells",
+        "  and may be by its 95 % interval in 1",
+    ]
 
 
 def test_report_without_measurements_says_what_to_run(tmp_path: Path) -> None:

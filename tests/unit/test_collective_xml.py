@@ -117,6 +117,19 @@ def test_bad_file_is_refused_with_place_and_reason(old: str, new: str, says: str
     assert str(caught.value).startswith("f.xml:") and says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "document_type",
+    [
+        '<!DOCTYPE algo SYSTEM "file:///etc/hostname">',
+        '<!DOCTYPE algo [<!ENTITY a SYSTEM "file:///etc/hostname">]>',
+        '<!DOCTYPE algo [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;&a;">]>',
+    ],
+)
+def test_document_types_are_refused_and_with_them_entities(document_type: str) -> None:
+    with pytest.raises(XmlError, match=r"f.xml:1: a document type \(algo\), allowed: none"):
+        from_xml(document_type + EXAMPLE, "f.xml")
+
+
 def test_file_whose_algorithm_is_wrong_is_read_but_not_verified() -> None:
     text = EXAMPLE.replace('srcbuf="s" srcoff="1" dstbuf="i"', 'srcbuf="s" srcoff="0" dstbuf="i"')
     with pytest.raises(VerificationError, match="result: in place, rank 0"):

@@ -31,9 +31,9 @@ def test_times_have_three_digits_and_a_unit() -> None:
     assert [pictures.time_text(us) for us in (3.4519, 445, 999.6, 1540, 2e6)] == [
         "3.45 us",
         "445 us",
-        "1 ms",
+        "1.00 ms",
         "1.54 ms",
-        "2 s",
+        "2.00 s",
     ]
 
 

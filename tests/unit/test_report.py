@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from weft.bench.report import Report, Row, check_document, slowest_rank
+from weft.bench.report import Report, Row, check_document, number_text, plain_text, slowest_rank
 
 
 def a_report(console: Console | None = None) -> Report:
@@ -60,7 +60,7 @@ def test_table_shows_ratio_to_each_baseline() -> None:
     out = io.StringIO()
     a_report(Console(file=out, width=200)).finish()
     assert "60.0 (3.00x)" in out.getvalue()
-    assert "0.25" in out.getvalue()
+    assert "4.0x" in out.getvalue()
 
 
 def test_files_are_written_where_asked(tmp_path: Path) -> None:
@@ -69,3 +69,24 @@ def test_files_are_written_where_asked(tmp_path: Path) -> None:
     report.finish(tmp_path / "new" / "result.json", tmp_path / "plots" / "result.png")
     assert check_document(json.loads((tmp_path / "new" / "result.json").read_text())) == []
     assert (tmp_path / "plots" / "result.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_numbers_have_no_exponent() -> None:
+    shown = [number_text(value) for value in (14123.4, 3.14159, 0.5, 0.0, 0.00042, -2000.0)]
+    assert shown == ["14,123", "3.142", "0.5", "0", "0.0004", "-2,000"]
+
+
+def test_a_time_beside_its_floor_is_a_multiple() -> None:
+    report = Report("title", command="", console=Console(file=io.StringIO(), width=200))
+    report.add(Row("call", "bf16", None, 1024, [310.0], floor_us=1.0))
+    report.finish()
+    out = report.console.file.getvalue()  # type: ignore[attr-defined]
+    assert "310.0x" in out
+    assert "over" in out
+
+
+def test_help_of_a_docstring_is_plain_and_fits() -> None:
+    text = plain_text("First ``word``.\n\n    weft bench --json FILE\n\n" + "Long ``text``. " * 30)
+    assert "`" not in text
+    assert max(map(len, text.splitlines())) <= 79
+    assert "\n    weft bench --json FILE\n" in text

@@ -164,3 +164,8 @@ def test_help_fits(tmp_path: Path) -> None:
             env={"COLUMNS": "80", "PATH": "", "PYTHONPATH": ":".join(filter(None, sys.path))},
         )
         assert max(map(len, ran.stdout.split("\n"))) <= 80, command
+
+
+def test_kept_results_name_their_command() -> None:
+    without = [file.name for file in RESULTS if not json.loads(file.read_text()).get("command")]
+    assert without == ["h200-x4-exchanges.json"]  # collected from runs whose commands were not kept

@@ -37,6 +37,7 @@ OWN = {
     "cuda": {"shared_address"},
     "host": {
         "BlockBarrier",
+        "HostHelp",
         "HostThread",
         "WEFT_HOST_TARGET",
         "wait",

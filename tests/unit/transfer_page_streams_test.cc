@@ -20,11 +20,15 @@ using ::testing::HasSubstr;
 constexpr uint64_t kKey = 0x1234567, kBase = 1 << 20;
 
 struct End {
-  std::unique_ptr<PageStreams> streams = std::move(*PageStreams::listen({htonl(INADDR_LOOPBACK)}));
+  std::unique_ptr<PageStreams> streams =
+      std::move(*PageStreams::listen({htonl(INADDR_LOOPBACK)}, "a secret of this test"));
   std::vector<char> memory;
   std::deque<Event> events;
 
   explicit End(size_t bytes) : memory(bytes, 'e') { lend(kRemoteWrite); }
+  void join_another_job() {
+    streams = std::move(*PageStreams::listen({htonl(INADDR_LOOPBACK)}, "another secret"));
+  }
   Registration registration() const { return {nullptr, nullptr, kBase, kKey}; }
   void lend(uint32_t access) { streams->allow(registration(), {memory.data(), memory.size()}, access); }
 };
@@ -105,6 +109,7 @@ TEST(PageStreams, ForbiddenMemoryIsNotTouchedAnyMore) {
   ends.a.streams->post(ends.to, &all, 1, &ends.contexts[0]);
   const bool began = wait_until(Deadline::after_s(20), [&] {
     ends.b.streams->progress(ends.b.events);
+    ends.a.streams->progress(ends.a.events);  // which proves that it belongs here
     return ends.b.memory[0] != 'e' || ends.b.memory[1] != 'e';
   });
   ASSERT_TRUE(began);
@@ -148,6 +153,19 @@ TEST(PageStreams, LostPeerFailsWhatItHasNotAnswered) {
     return !ends.a.events.empty();
   }));
   EXPECT_TRUE(ends.a.events[0].peer_gone);
+}
+
+TEST(PageStreams, AnotherJobsPagesAreRefusedAndItIsTold) {
+  Ends ends(1000);
+  ends.a.join_another_job();
+  ends.to = ends.a.streams->open({htonl(INADDR_LOOPBACK)}, ends.b.streams->port());
+  const Piece piece = ends.piece(0, 0, 1000);
+  ends.a.streams->post(ends.to, &piece, 1, &ends.contexts[0]);
+  ASSERT_TRUE(ends.wait(1));
+  EXPECT_EQ(ends.a.events[0].kind, EventKind::kFailed);
+  EXPECT_TRUE(ends.a.events[0].peer_gone);
+  EXPECT_THAT(ends.a.events[0].text, HasSubstr("another secret"));
+  EXPECT_EQ(ends.b.memory, std::vector<char>(1000, 'e'));
 }
 
 // Strangers may connect and send anything.

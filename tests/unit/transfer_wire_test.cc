@@ -15,7 +15,7 @@ namespace {
 using ::testing::HasSubstr;
 
 Address some_address() {
-  return {random_id(), "decode-1", "fabric:tcp", {"rail zero", "rail one"}};
+  return {random_id(), "decode-1", "fabric:tcp", random_nonce(), {"rail zero", "rail one"}};
 }
 
 TEST(Wire, AddressSurvivesTheTrip) {

@@ -21,7 +21,7 @@ class ProxyChannel {
   template <class Group>
   WEFT_DEVICE void put(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes) {
     group.sync();  // every thread's part of the source is written
-    if (group.rank() == 0) put_range(dst, src, bytes);
+    if (group.rank() == 0) put_range(dst, src, bytes, 0);
     group.sync();
   }
   template <class Group>
@@ -29,7 +29,7 @@ class ProxyChannel {
                                    WindowOffset word, uint64_t value) {
     group.sync();
     if (group.rank() == 0) {
-      put_range(dst, src, bytes);
+      put_range(dst, src, bytes, proxy::kMore);
       put_value(word, value);
     }
     group.sync();
@@ -39,7 +39,8 @@ class ProxyChannel {
   WEFT_DEVICE void flush();
 
  private:
-  WEFT_DEVICE void put_range(WindowOffset dst, WindowOffset src, uint64_t bytes);
+  // `more`: proxy::kMore where a signal follows at once.
+  WEFT_DEVICE void put_range(WindowOffset dst, WindowOffset src, uint64_t bytes, uint64_t more);
   WEFT_DEVICE void tell(proxy::Op op, WindowOffset word, uint64_t value);
   WEFT_DEVICE bool push(proxy::Command command, uint64_t& position);
 
@@ -66,7 +67,7 @@ static_assert(sizeof(ProxyMesh) == 64);
 
 // Takes the next position and writes the command there once the proxy has read what stood in the slot.
 WEFT_DEVICE bool ProxyChannel::push(proxy::Command command, uint64_t& position) {
-  const proxy::Fifo& fifo = mesh_->fifos[peer_ % mesh_->proxies];
+  const proxy::Fifo& fifo = mesh_->fifos[mesh_->proxies == 1 ? 0 : peer_ % mesh_->proxies];
   position = add_local(fifo.head, uint64_t{1});
   const auto has_room = [&] { return position < fifo.capacity + load_relaxed(fifo.tail_seen); };
   const auto comes_free = [&] {
@@ -83,13 +84,13 @@ WEFT_DEVICE bool ProxyChannel::push(proxy::Command command, uint64_t& position) 
       return false;
     }
   }
-  proxy::Command* slot = fifo.slots + position % fifo.capacity;
+  proxy::Command* slot = proxy::slot_of(fifo, position);
   store_relaxed(&slot->a, command.a);
   store_release(&slot->b, command.b | proxy::commit_of(fifo, position));
   return true;
 }
 
-WEFT_DEVICE void ProxyChannel::put_range(WindowOffset dst, WindowOffset src, uint64_t bytes) {
+WEFT_DEVICE void ProxyChannel::put_range(WindowOffset dst, WindowOffset src, uint64_t bytes, uint64_t more) {
   const uint64_t room = mesh_->bytes;
   const bool is_inside = bytes <= room && dst <= room - bytes && src <= room - bytes;
   if (!is_inside || (dst | src | bytes) % proxy::kUnit != 0)
@@ -98,7 +99,9 @@ WEFT_DEVICE void ProxyChannel::put_range(WindowOffset dst, WindowOffset src, uin
     const uint64_t left = bytes - done;
     const uint64_t part = left < proxy::kCommandBytesMax ? left : proxy::kCommandBytesMax;
     uint64_t position = 0;
-    if (!push(proxy::put_command(peer_, mesh_->region, dst + done, src + done, part), position)) return;
+    proxy::Command command = proxy::put_command(peer_, mesh_->region, dst + done, src + done, part);
+    command.b |= more;
+    if (!push(command, position)) return;
     done += part;
   }
 }

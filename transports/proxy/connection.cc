@@ -56,39 +56,48 @@ class ProxyLink : public Link {
   }
 
   Result<std::string> offer(const WindowView& window) override {
-    if (window.number >= static_cast<int>(kRegions))
-      return Status::make(Code::kCapacity, "windows with port peers: got number {}, allowed: {}",
-                          window.number + 1, kRegions);
     if (window.bytes > kWindowBytesMax)
       return Status::make(Code::kCapacity, "window with port peers: got {} bytes, allowed: at most {}",
                           window.bytes, kWindowBytesMax);
-    const auto region = static_cast<uint32_t>(window.number);
+    const auto known = region_of_.find(window.number);
+    const uint32_t region = known != region_of_.end() ? known->second : regions_.open();
+    if (region == kRegions)
+      return Status::make(Code::kCapacity, "windows with port peers: got one more, allowed: {} at a time",
+                          kRegions);
+    region_of_[window.number] = region;
     Regions::Own own = regions_.own(region);
     if (own.bytes != window.bytes) {
-      own = {window.local, window.bytes, nullptr};
+      own = {window.local, window.bytes, nullptr, 0};
       WEFT_TRY_ASSIGN(own.memory, engine_->enroll({window.local, window.bytes}, provider::kRemoteWrite));
       regions_.add(region, own);
     }
-    return engine_->describe(*own.memory);
+    WEFT_TRY_ASSIGN(const std::string descriptor, engine_->describe(*own.memory));
+    return std::string{static_cast<char>(region), static_cast<char>(regions_.use(region))} + descriptor;
   }
 
   Status accept(const WindowView& window, const std::vector<std::string>& offers) override {
     std::vector<std::shared_ptr<transfer::Remote>> remotes(offers.size());
+    std::vector<Regions::Name> names(offers.size());
     for (int peer : peers_) {
+      const std::string& offer = offers[static_cast<size_t>(peer)];
+      if (offer.size() < 2 || static_cast<uint8_t>(offer[0]) >= kRegions)
+        return Status::make(Code::kSystem, "proxy: rank {} offered no window", peer);
+      names[static_cast<size_t>(peer)] = {static_cast<uint8_t>(offer[0]), static_cast<uint8_t>(offer[1])};
       WEFT_TRY_ASSIGN(remotes[static_cast<size_t>(peer)],
-                      engine_->attach(offers[static_cast<size_t>(peer)], Deadline::after_s(timeout_s_)));
+                      engine_->attach(std::string_view(offer).substr(2), Deadline::after_s(timeout_s_)));
     }
-    regions_.set_remotes(static_cast<uint32_t>(window.number), std::move(remotes));
+    regions_.set_remotes(region_of_[window.number], std::move(remotes), std::move(names));
     return Status();
   }
 
   void forget(int window, uint64_t bytes) override {
-    if (window >= static_cast<int>(kRegions)) return;
+    const auto known = region_of_.find(window);
+    if (known == region_of_.end()) return;
     const Deadline until = Deadline::after_s(std::min(kFarewell_s, timeout_s_));
     // Device code may have asked for more than has been done.
     for (const auto& proxy : proxies_) proxy->drain(until);
-    for (const auto& memory : regions_.cut(static_cast<uint32_t>(window), bytes))
-      (void)engine_->unregister(memory, until);
+    for (const auto& memory : regions_.cut(known->second, bytes)) (void)engine_->unregister(memory, until);
+    if (bytes == 0) region_of_.erase(known);
   }
 
   Result<MeshPart> mesh(const WindowView& window) override {
@@ -101,10 +110,16 @@ class ProxyLink : public Link {
                          static_cast<uint32_t>(rank_),
                          static_cast<uint32_t>(ranks_),
                          static_cast<uint32_t>(proxies_.size()),
-                         static_cast<uint32_t>(window.number)};
+                         region_of_.at(window.number)};
     MeshPart part{"ProxyMesh", std::vector<std::byte>(sizeof mesh)};
     std::memcpy(part.value.data(), &mesh, sizeof mesh);
     return part;
+  }
+
+  bool help() override {
+    bool any = false;
+    for (const auto& proxy : proxies_) any = proxy->help() || any;
+    return any;
   }
 
   Status status() override {
@@ -145,6 +160,7 @@ class ProxyLink : public Link {
     options.provider = network.provider;
     options.nics = network.nics;
     options.name = text("rank {}", rank_);
+    options.secret = group.secret;
     options.timeout_s = timeout_s_;
     options.has_worker = false;  // proxy threads poll
     WEFT_TRY_ASSIGN(engine_, transfer::Engine::open(std::move(options)));
@@ -268,6 +284,7 @@ class ProxyLink : public Link {
   const double timeout_s_;
   const std::vector<int> peers_;
   Regions regions_;
+  std::map<int, uint32_t> region_of_;  // by the number of a window
   std::unique_ptr<transfer::Engine> engine_;
   std::unique_ptr<Traffic> traffic_;
   std::unique_ptr<HostVisible> shared_;

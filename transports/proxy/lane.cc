@@ -10,6 +10,8 @@ namespace {
 
 // Commands that a lane sends and records that it takes in one turn, so that others have theirs.
 constexpr uint32_t kPerTurn = 64;
+// A put waits so many turns for the signal that its thread is about to ask for.
+constexpr uint32_t kTurnsForMore = 16;
 
 bool is_signal(Command command) {
   const Op op = op_of(command);
@@ -73,7 +75,7 @@ bool Lane::turn() {
 }
 
 bool Lane::send() {
-  bool any = false;
+  bool any = send_notices();
   for (uint32_t i = 0; i < kPerTurn && !queue_.empty() && send_front(); ++i) any = true;
   publish_flushes();
   return any;
@@ -93,17 +95,40 @@ bool Lane::send_front() {
   }
   // A slot of the outbox is free again once its last write is finished.
   if (next_out_ - confirmed_ >= kWindow || next_out_ - finished_ >= kRing) return false;
-  return is_signal(front.command) ? post_signals() : post_put(front);
+  if (!goes_in_record(front)) return post_put(front);
+  return !awaits_more(front) && post_record();
+}
+
+bool Lane::goes_in_record(const Queued& queued) const {
+  return is_signal(queued.command) ||
+         (op_of(queued.command) == Op::kPut && bytes_of(queued.command) <= kSmallPutBytesMax);
+}
+
+bool Lane::awaits_more(const Queued& front) {
+  const bool is_alone = queue_.size() == 1 && op_of(front.command) == Op::kPut && (front.command.b & kMore);
+  turns_for_more_ = is_alone && turns_for_more_ < kTurnsForMore ? turns_for_more_ + 1 : 0;
+  return turns_for_more_ > 0;
+}
+
+// Whether the NICs take another write of so many bytes now; it is counted then. One always goes.
+bool Lane::reserve(uint64_t bytes) {
+  const uint32_t writes = traffic_.writes.fetch_add(1, std::memory_order_relaxed);
+  const uint64_t others = traffic_.bytes.fetch_add(bytes, std::memory_order_relaxed);
+  const Pace& pace = traffic_.pace;
+  if (writes == 0 || (writes < pace.writes_in_flight && others + bytes <= pace.bytes_in_flight)) return true;
+  release(bytes);
+  return false;
+}
+
+void Lane::release(uint64_t bytes) {
+  traffic_.bytes.fetch_sub(bytes, std::memory_order_relaxed);
+  traffic_.writes.fetch_sub(1, std::memory_order_relaxed);
 }
 
 bool Lane::post_put(Queued& put) {
   const Command c = put.command;
   const uint64_t left = bytes_of(c) - put.done;
   const uint64_t part = std::min(left, traffic_.pace.bytes_in_flight);
-  const uint64_t others = traffic_.bytes.load(std::memory_order_relaxed);
-  if (others > 0 && (others + part > traffic_.pace.bytes_in_flight ||
-                     traffic_.writes.load(std::memory_order_relaxed) >= traffic_.pace.writes_in_flight))
-    return false;
   transfer::WriteRequest request;
   request.src = traffic_.regions.own(src_region_of(c)).memory;
   request.dst = traffic_.regions.of(dst_region_of(c), rank_);
@@ -115,30 +140,66 @@ bool Lane::post_put(Queued& put) {
   request.src_offset = src_of(c) + put.done;
   request.dst_offset = dst_of(c) + put.done;
   request.bytes = part;
+  if (!reserve(part)) return false;
   if (!post(std::move(request), kDataImm)) return false;
   put.done += part;
   if (put.done == bytes_of(c)) queue_.pop_front();
   return true;
 }
 
-// As many as stand next to each other go in one record.
-bool Lane::post_signals() {
+bool Lane::post_record() {
   Record& record = outbox_[next_out_ % kRing];
-  record = Record{};
   record.sequence = next_out_;
-  while (record.count < kSignalsPerRecord && record.count < queue_.size() &&
-         is_signal(queue_[record.count].command)) {
-    record.signals[record.count] = queue_[record.count].command;
-    ++record.count;
-  }
+  record.count = record.reserved = 0;
+  const uint32_t taken = write_record(record);
+  if (taken == 0) return false;
   transfer::WriteRequest request;
   request.src = outbox_memory_;
   request.dst = their_inbox_;
   request.src_offset = request.dst_offset = next_out_ % kRing * sizeof(Record);
-  request.bytes = sizeof(Record);
-  const uint32_t count = record.count;
+  request.bytes = record_bytes(record.count);
+  if (!reserve(request.bytes)) return false;
   if (!post(std::move(request), kSignalImm)) return false;
-  queue_.erase(queue_.begin(), queue_.begin() + count);
+  queue_.erase(queue_.begin(), queue_.begin() + taken);
+  return true;
+}
+
+// As many as stand next to each other in the queue and fit: how many. None: the peer is lost.
+uint32_t Lane::write_record(Record& record) {
+  uint32_t taken = 0;
+  for (; taken < queue_.size() && goes_in_record(queue_[taken]); ++taken) {
+    const Command command = queue_[taken].command;
+    const uint64_t units = is_signal(command) ? 1 : 1 + bytes_of(command) / kUnit;
+    if (record.count + units > kRecordUnits) break;
+    if (is_signal(command))
+      record.units[record.count++] = as_peer_names(command);
+    else if (!add_put(record, command))
+      return 0;
+  }
+  return taken;
+}
+
+Command Lane::as_peer_names(Command command) const {
+  if (op_of(command) == Op::kClose) return command;
+  const Regions::Name name = traffic_.regions.name_at(dst_region_of(command), rank_);
+  return addressed(command, name.region, name.use);
+}
+
+// What comes late for a window that is gone does not reach the one that has its region now.
+bool Lane::is_current(Command command) const {
+  return op_of(command) == Op::kClose || traffic_.regions.own(dst_region_of(command)).use == use_of(command);
+}
+
+bool Lane::add_put(Record& record, Command put) {
+  const Regions::Own window = traffic_.regions.own(src_region_of(put));
+  const uint64_t bytes = bytes_of(put);
+  if (!window.base || src_of(put) + bytes > window.bytes) {
+    lose(Status::invalid("proxy: a put from window {}, which is gone", src_region_of(put)));
+    return false;
+  }
+  record.units[record.count++] = as_peer_names(put);
+  std::memcpy(&record.units[record.count], window.base + src_of(put), bytes);
+  record.count += static_cast<uint32_t>(bytes / kUnit);
   return true;
 }
 
@@ -148,12 +209,11 @@ bool Lane::post(transfer::WriteRequest request, uint32_t imm) {
   request.how.timeout_s = traffic_.timeout_s;
   Result<std::shared_ptr<transfer::Transfer>> posted = traffic_.engine.write(std::move(request));
   if (!posted.ok()) {
+    release(bytes);
     lose(posted.status());
     return false;
   }
-  in_flight_.push_back({std::move(*posted), bytes});
-  traffic_.bytes.fetch_add(bytes, std::memory_order_relaxed);
-  traffic_.writes.fetch_add(1, std::memory_order_relaxed);
+  in_flight_.push_back({std::move(*posted), bytes, tally_now_ns(), imm == kDataImm});
   ++next_out_;
   return true;
 }
@@ -163,11 +223,15 @@ bool Lane::take_finished() {
   while (!in_flight_.empty() && in_flight_.front().transfer->is_finished()) {
     const InFlight done = std::move(in_flight_.front());
     in_flight_.pop_front();
-    traffic_.bytes.fetch_sub(done.bytes, std::memory_order_relaxed);
-    traffic_.writes.fetch_sub(1, std::memory_order_relaxed);
+    release(done.bytes);
     ++finished_;
     any = true;
+    TallyOperation& counted = done.is_put ? puts_ : signal_writes_;
+    count_up(counted.calls, 1);
+    count_up(counted.bytes, done.bytes);
+    add_time(counted, tally_now_ns() - done.since_ns);
     if (const Status status = done.transfer->status(); !status.ok()) {
+      count_up(counted.errors, 1);
       lose(status);
       break;
     }
@@ -206,10 +270,28 @@ bool Lane::take_arrived() {
 }
 
 void Lane::apply(const Record& record) {
-  if (record.sequence != next_in_ || record.count > kSignalsPerRecord)
+  if (record.sequence != next_in_ || record.count > kRecordUnits)
     return lose(Status::make(Code::kSystem, "proxy: rank {} sent record {} where {} was due", rank_,
                              record.sequence, next_in_));
-  for (uint32_t i = 0; i < record.count; ++i) apply(record.signals[i]);
+  for (uint32_t i = 0; i < record.count; ++i) {
+    const Command command = record.units[i];
+    if (is_signal(command)) {
+      if (is_current(command)) apply(command);
+      continue;
+    }
+    const uint64_t units = bytes_of(command) / kUnit;
+    if (op_of(command) != Op::kPut || units >= record.count - i)
+      return lose(Status::make(Code::kSystem, "proxy: rank {} sent a record that cannot be read", rank_));
+    if (is_current(command)) apply_put(command, &record.units[i + 1]);
+    i += static_cast<uint32_t>(units);
+  }
+}
+
+// Nothing where the window is gone: nobody looks.
+void Lane::apply_put(Command put, const void* bytes) {
+  const Regions::Own window = traffic_.regions.own(dst_region_of(put));
+  if (!window.base || dst_of(put) + bytes_of(put) > window.bytes) return;
+  std::memmove(window.base + dst_of(put), bytes, bytes_of(put));
 }
 
 void Lane::apply(Command signal) {
@@ -231,10 +313,8 @@ void Lane::carry_out_here(const Queued& queued) {
     if (op_of(c) != Op::kClose) apply(c);
     return;
   }
-  const Regions::Own window = traffic_.regions.own(dst_region_of(c));
-  const uint64_t bytes = bytes_of(c);
-  if (window.base && dst_of(c) + bytes <= window.bytes && src_of(c) + bytes <= window.bytes)
-    std::memmove(window.base + dst_of(c), window.base + src_of(c), bytes);
+  const Regions::Own window = traffic_.regions.own(src_region_of(c));
+  if (window.base && src_of(c) + bytes_of(c) <= window.bytes) apply_put(c, window.base + src_of(c));
 }
 
 void Lane::publish_flushes() {
@@ -244,12 +324,12 @@ void Lane::publish_flushes() {
 
 // Nobody reads sources for this peer any more, so whoever waits for them may go on.
 void Lane::drop_all() {
-  for (const InFlight& lost : in_flight_) {
-    traffic_.bytes.fetch_sub(lost.bytes, std::memory_order_relaxed);
-    traffic_.writes.fetch_sub(1, std::memory_order_relaxed);
-  }
+  for (const InFlight& lost : in_flight_) release(lost.bytes);
+  for (size_t i = 0; i < notices_in_flight_.size(); ++i) release(0);
   finished_ += in_flight_.size();
   in_flight_.clear();
+  notices_in_flight_.clear();
+  notices_.clear();
   for (const Queued& queued : queue_)
     if (op_of(queued.command) == Op::kFlush) marks_.push_back({finished_, queued.position + 1});
   queue_.clear();
@@ -266,12 +346,32 @@ void Lane::lose(Status why) {
 }
 
 void Lane::notify(uint32_t imm) {
-  if (is_lost_) return;
-  transfer::How how;
-  how.imm = imm;
-  how.timeout_s = traffic_.timeout_s;
-  const auto posted = traffic_.engine.notify(peer_, how);
-  if (!posted.ok()) lose(posted.status());
+  if (!is_lost_) notices_.push_back(imm);
+}
+
+// They come before data, which may wait for the peer's.
+bool Lane::send_notices() {
+  bool any = false;
+  while (!notices_in_flight_.empty() && notices_in_flight_.front()->is_finished()) {
+    notices_in_flight_.pop_front();
+    release(0);
+    any = true;
+  }
+  while (!notices_.empty() && !is_lost_ && reserve(0)) {
+    transfer::How how;
+    how.imm = notices_.front();
+    how.timeout_s = traffic_.timeout_s;
+    auto posted = traffic_.engine.notify(peer_, how);
+    if (!posted.ok()) {
+      release(0);
+      lose(posted.status());
+      return any;
+    }
+    notices_.pop_front();
+    notices_in_flight_.push_back(std::move(*posted));
+    any = true;
+  }
+  return any;
 }
 
 }  // namespace weft::proxy

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A Lane carries commands to one peer and takes in what that peer sends. Data goes straight into the peer's
-// window; values and adds go as records into its inbox, and the peer's host applies them. Every write has a
+// window; values, adds and small puts go as records into its inbox, and the peer's host applies them: a small
+// put and its signal are one message. Every write has a
 // number; the receiver takes writes in the order of their numbers, whatever order they come in, so a signal
 // is applied once everything sent before it is there. The receiver confirms every kCreditEvery writes; at
-// most kWindow are unconfirmed. Threads: one, that of its proxy; connect() before it starts.
+// most kWindow are unconfirmed. Threads: one at a time, the holder of its proxy's turn; connect() before that.
 #pragma once
 
 #include <deque>
@@ -12,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "base/tally.h"
 #include "transports/proxy/network.h"
 #include "transports/proxy/regions.h"
 
@@ -44,7 +46,7 @@ class Lane {
   // One round of sending and receiving; whether anything came of it.
   bool turn();
   size_t queued() const { return queue_.size(); }
-  bool is_idle() const { return queue_.empty() && in_flight_.empty(); }
+  bool is_idle() const { return queue_.empty() && in_flight_.empty() && notices_.empty(); }
 
   // Says farewell: everything taken so far is confirmed once is_closed().
   void close() {
@@ -68,6 +70,8 @@ class Lane {
   struct InFlight {
     std::shared_ptr<transfer::Transfer> transfer;
     uint64_t bytes;
+    uint64_t since_ns;
+    bool is_put;
   };
   struct Mark {
     uint64_t writes;  // once so many are finished, sources are reusable up to
@@ -75,17 +79,32 @@ class Lane {
   };
 
   Lane(Traffic& traffic, int rank, uint64_t* flushed)
-      : traffic_(traffic), rank_(rank), flushed_(flushed), is_self_(rank == traffic.self) {}
+      : traffic_(traffic),
+        puts_(tally_operation("proxy.put", "proxy")),
+        signal_writes_(tally_operation("proxy.signal", "proxy")),
+        rank_(rank),
+        flushed_(flushed),
+        is_self_(rank == traffic.self) {}
   bool send();
   bool send_front();
+  bool reserve(uint64_t bytes);
+  void release(uint64_t bytes);
+  bool send_notices();
   bool post_put(Queued& put);
-  bool post_signals();
+  bool post_record();
+  uint32_t write_record(Record& record);
+  bool add_put(Record& record, Command put);
+  Command as_peer_names(Command command) const;
+  bool is_current(Command command) const;
+  bool goes_in_record(const Queued& queued) const;
+  bool awaits_more(const Queued& front);
   bool post(transfer::WriteRequest request, uint32_t imm);
   bool take_finished();
   bool take_credits();
   bool take_arrived();
   void apply(const Record& record);
   void apply(Command signal);
+  void apply_put(Command put, const void* bytes);
   void carry_out_here(const Queued& queued);
   void publish_flushes();
   void drop_all();
@@ -93,6 +112,7 @@ class Lane {
   void notify(uint32_t imm);
 
   Traffic& traffic_;
+  TallyOperation &puts_, &signal_writes_;  // of this process
   const int rank_;
   uint64_t* const flushed_;  // this peer's word, which device code polls
   const bool is_self_;
@@ -104,9 +124,12 @@ class Lane {
   std::deque<Queued> queue_;
   std::deque<InFlight> in_flight_;
   std::deque<Mark> marks_;
-  uint64_t next_out_ = 0;   // number of the next write
-  uint64_t finished_ = 0;   // writes whose sources are reusable, in order
-  uint64_t confirmed_ = 0;  // writes that the peer has taken
+  std::deque<uint32_t> notices_;  // immediates alone that wait for their turn: confirmations, farewells
+  std::deque<std::shared_ptr<transfer::Transfer>> notices_in_flight_;
+  uint32_t turns_for_more_ = 0;  // that a put has stood alone in the queue
+  uint64_t next_out_ = 0;        // number of the next write
+  uint64_t finished_ = 0;        // writes whose sources are reusable, in order
+  uint64_t confirmed_ = 0;       // writes that the peer has taken
   uint64_t grants_ = 0;
   uint64_t next_in_ = 0;
 

@@ -30,13 +30,20 @@ Result<std::unique_ptr<FifoReader>> FifoReader::create(Device device, uint64_t c
 }
 
 bool FifoReader::pop(Command& command, uint64_t& position) {
-  Command* slot = fifo_.slots + next_ % fifo_.capacity;
+  Command* slot = slot_of(fifo_, next_);
   const uint64_t b = load_acquire(&slot->b);
-  if ((b & kCommit) != commit_of(fifo_, next_)) return false;
+  if ((b & kCommit) != commit_of(fifo_, next_)) return publish(), false;
   command = {load_relaxed(&slot->a), b & ~kCommit};
   position = next_++;
-  store_release(tail_, next_);
+  // Not for each: the word's line travels to whoever reads it.
+  if (next_ - published_ >= fifo_.capacity / 4) publish();
   return true;
+}
+
+void FifoReader::publish() {
+  if (published_ == next_) return;
+  published_ = next_;
+  store_release(tail_, next_);
 }
 
 Result<std::unique_ptr<Proxy>> Proxy::create(Device device, uint64_t capacity) {
@@ -74,9 +81,17 @@ void Proxy::stop() {
 
 void Proxy::run() {
   unsigned idle = 0;
+  uint64_t helped = 0;
   Deadline::Clock::time_point idle_since{};
   while (!stopping_.load(std::memory_order_acquire)) {
-    if (turn()) {
+    if (const uint64_t now = helped_.load(std::memory_order_relaxed); now != helped) {
+      helped = now;
+      idle = 0;
+      std::this_thread::sleep_for(kNap);
+      continue;
+    }
+    bool any = false;
+    if (try_turn(any) && any) {
       idle = 0;
       continue;
     }
@@ -90,6 +105,22 @@ void Proxy::run() {
     const std::chrono::duration<double> quiet = now - idle_since;
     std::this_thread::sleep_for(quiet.count() > config().proxy_idle_s ? kIdleNap : kNap);
   }
+}
+
+bool Proxy::help() {
+  bool any = false;
+  if (!try_turn(any)) return false;
+  helped_.fetch_add(1, std::memory_order_relaxed);
+  return any;
+}
+
+// False: another thread is at it.
+bool Proxy::try_turn(bool& any) {
+  if (is_turning_.load(std::memory_order_relaxed) || is_turning_.exchange(true, std::memory_order_acquire))
+    return false;
+  any = turn();
+  is_turning_.store(false, std::memory_order_release);
+  return true;
 }
 
 bool Proxy::turn() {
@@ -125,6 +156,7 @@ bool Proxy::take_commands() {
     if (!fifo_->pop(command, position)) break;
     if (Lane* lane = lane_to(peer_of(command))) lane->take(command, position);
   }
+  fifo_->publish();
   return taken > 0;
 }
 

@@ -3,7 +3,9 @@
 // A Proxy is one host thread that takes commands from its FIFO and carries them out through its lanes.
 //   WEFT_TRY_ASSIGN(auto proxy, Proxy::create(device, 2048));
 //   proxy->add(std::move(lane)); proxy->start(...);   proxy->fifo()        // what device code is given
-// It looks often while there is work, and every 2 ms once there has been none for WEFT_PROXY_IDLE_S.
+// It looks often while there is work, and every 2 ms once there has been none for WEFT_PROXY_IDLE_S. Host
+// threads whose kernels wait do its work meanwhile (help()): nobody has to be woken for what they asked for,
+// nor for what they wait for. The proxy's own thread then only looks whether they still do.
 // Threads: add() and start() by the maker, then only what is said to be for any.
 #pragma once
 
@@ -27,15 +29,17 @@ class FifoReader {
   static Result<std::unique_ptr<FifoReader>> create(Device device, uint64_t capacity);
 
   const Fifo& fifo() const { return fifo_; }
-  // The next command, if there is one, and its position. Threads: one.
+  // The next command, if there is one, and its position. Threads: one at a time, as for publish().
   bool pop(Command& command, uint64_t& position);
+  // Lets device code have the slots of what was popped. pop() does so once in a while, too.
+  void publish();
 
  private:
   explicit FifoReader(std::unique_ptr<HostVisible> memory) : memory_(std::move(memory)) {}
   std::unique_ptr<HostVisible> memory_;
   Fifo fifo_{};
   uint64_t* tail_ = nullptr;
-  uint64_t next_ = 0;
+  uint64_t next_ = 0, published_ = 0;
 };
 
 class Proxy {
@@ -47,6 +51,8 @@ class Proxy {
   void add(std::unique_ptr<Lane> lane) { lanes_.push_back(std::move(lane)); }
   // `progress` moves the network; `on_lost` is called once for each peer that is lost.
   void start(std::function<void()> progress, std::function<void(const Lane&)> on_lost);
+  // One round of its work, unless another thread is at it; whether anything came of it. Threads: any.
+  bool help();
   // Until nothing is queued or under way, or `until`: what was asked for before has read its sources. Threads: any.
   void drain(Deadline until) const;
   // Until everything taken so far is with the peers, or `until`; then the thread ends. Threads: any.
@@ -57,6 +63,7 @@ class Proxy {
   explicit Proxy(std::unique_ptr<FifoReader> fifo) : fifo_(std::move(fifo)) {}
   void run();
   bool turn();
+  bool try_turn(bool& any);
   bool take_commands();
   Lane* lane_to(uint32_t rank);
 
@@ -67,6 +74,8 @@ class Proxy {
   std::function<void()> progress_;
   std::function<void(const Lane&)> on_lost_;
   std::thread thread_;
+  std::atomic<bool> is_turning_{false};  // somebody does the work
+  std::atomic<uint64_t> helped_{0};      // rounds by others
   std::atomic<bool> is_finishing_{false}, is_finished_{false}, stopping_{false};
   std::atomic<uint64_t> quiet_turns_{0};  // that found nothing queued and nothing under way
   bool has_closed_ = false;

@@ -5,11 +5,13 @@
 //
 // A command is two words; places of puts count units of 16 bytes, words count 8:
 //   put         a: source 32 | destination 32
-//               b: commit 1 | op 4 | peer 14 | src region 4 | dst region 4 | length 22 | unused 15
+//               b: commit 1 | op 4 | peer 14 | src region 4 | dst region 4 | length 22 | unused 14 | more 1
+//               more: the same thread asks for something else of the same peer right away
 //   value, add  a: the 64-bit value
 //               b: commit 1 | op 4 | peer 14 | unused 4 | dst region 4 | word 37
 //   flush       a: unused
 //               b: commit 1 | op 4 | peer 14 | unused 45; close, which hosts alone send, the same
+// On the way to a peer, a small put is followed by its bytes (Record).
 // The commit bit is the inverse of the lap's parity, so that zeroed memory reads as empty and slots are never
 // cleared.
 #pragma once
@@ -26,7 +28,7 @@ struct Command {
 static_assert(sizeof(Command) == 16);
 
 inline constexpr uint64_t kUnit = 16;
-inline constexpr uint32_t kRegions = 16;                                  // windows of a communicator
+inline constexpr uint32_t kRegions = 16;                                  // windows at a time
 inline constexpr uint64_t kWindowBytesMax = (uint64_t{1} << 32) * kUnit;  // 64 GiB
 inline constexpr uint64_t kCommandBytesMax = ((uint64_t{1} << 22) - 1) * kUnit;
 inline constexpr uint32_t kPeersMax = 1 << 14;
@@ -41,6 +43,7 @@ WEFT_DEVICE constexpr Command put_command(uint32_t peer, uint32_t region, uint64
   return {(src / kUnit) << 32 | dst / kUnit, head_of(Op::kPut, peer) | static_cast<uint64_t>(region) << 41 |
                                                  static_cast<uint64_t>(region) << 37 | (bytes / kUnit) << 15};
 }
+inline constexpr uint64_t kMore = 1;  // in the b of a put
 WEFT_DEVICE constexpr Command word_command(Op op, uint32_t peer, uint32_t region, uint64_t word,
                                            uint64_t value) {
   return {value, head_of(op, peer) | static_cast<uint64_t>(region) << 37 | word / 8};
@@ -71,6 +74,18 @@ WEFT_DEVICE constexpr uint64_t word_of(Command c) {
   return (c.b & ((uint64_t{1} << 37) - 1)) * 8;
 }
 
+// On the way to a peer a command names the window as the peer does: its region, and in place of the source's the
+// use of that region, of which there is one per window that had it.
+inline constexpr uint32_t kUses = 16;
+WEFT_DEVICE constexpr Command addressed(Command c, uint32_t region, uint32_t use) {
+  c.b &= ~(uint64_t{0xff} << 37);
+  c.b |= static_cast<uint64_t>(use % kUses) << 41 | static_cast<uint64_t>(region) << 37;
+  return c;
+}
+WEFT_DEVICE constexpr uint32_t use_of(Command c) {
+  return src_region_of(c);
+}
+
 // A queue of commands of one proxy thread. Positions only grow; slot = position % capacity, a power of two.
 struct Fifo {
   Command* slots;        // memory of the host that device code writes
@@ -80,19 +95,28 @@ struct Fifo {
   uint64_t capacity;
 };
 
+WEFT_DEVICE constexpr Command* slot_of(const Fifo& fifo, uint64_t position) {
+  return fifo.slots + (position & (fifo.capacity - 1));
+}
 WEFT_DEVICE constexpr uint64_t commit_of(const Fifo& fifo, uint64_t position) {
-  return (position / fifo.capacity) % 2 == 0 ? kCommit : 0;
+  return (position & fifo.capacity) == 0 ? kCommit : 0;
 }
 
-// What a peer is told between writes of data: up to kSignalsPerRecord values and adds.
-inline constexpr uint32_t kSignalsPerRecord = 7;
+// What a peer is told between writes of data: values, adds, and small puts, each followed by its bytes. Only
+// the units that are used travel.
+inline constexpr uint32_t kRecordUnits = 31;
 struct Record {
   uint64_t sequence;  // number of this write among all that go this way
-  Command signals[kSignalsPerRecord];
-  uint32_t count;
+  uint32_t count;     // of units
   uint32_t reserved;
+  Command units[kRecordUnits];
 };
-static_assert(sizeof(Record) == 128);
+static_assert(sizeof(Record) == 512);
+WEFT_DEVICE constexpr uint64_t record_bytes(uint32_t units) {
+  return sizeof(Record) - (kRecordUnits - units) * sizeof(Command);
+}
+// A put of at most so many bytes goes in a record: itself, and what is said behind it.
+inline constexpr uint64_t kSmallPutBytesMax = (kRecordUnits - 3) * kUnit;
 
 // Every write on the way to a peer has a number; its immediate is the number modulo kRing, in one of two
 // ranges. At most kWindow are not confirmed, so an immediate that comes twice is known for what it is until

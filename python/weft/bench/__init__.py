@@ -7,5 +7,6 @@ from __future__ import annotations
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "moe": ("weft.bench.moe", "dispatch and combine of a mixture-of-experts layer"),
     "transfer": ("weft.bench.transfer", "the transfer engine: writes, reads, scatter, latency, message rate"),
+    "channel": ("weft.bench.channel", "the calls of kernels to a peer: latency, rate, bandwidth, by network"),
     "collective": ("weft.bench.collective", "collectives over sizes, in the manner of nccl-tests"),
 }

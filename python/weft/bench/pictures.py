@@ -47,10 +47,9 @@ def color_of(system: str) -> str:
 
 
 def time_text(us: float) -> str:
-    """Return microseconds as three digits with a unit: 3.45 us, 124 ms."""
-    if us >= 999_500:
-        return f"{us / 1e6:.3g} s"
-    return f"{us / 1e3:.3g} ms" if us >= 999.5 else f"{us:.3g} us"
+    """Return microseconds as three digits with a unit: 3.45 us, 1.00 ms, 124 ms."""
+    amount, unit = (us / 1e6, "s") if us >= 999_500 else (us / 1e3, "ms") if us >= 999.5 else (us, "us")
+    return f"{amount:#.3g}".rstrip(".") + f" {unit}"
 
 
 def settings_of(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> str:
@@ -154,9 +153,15 @@ def time_axis(axes: Any, is_log: bool = True) -> None:
         low, high = axes.get_ylim()
         steps = (1.0,) if high / low > 300 else (1.0, 2.0, 5.0)
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=steps, numticks=12))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda us, _: time_text(us) if us else "0"))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda us, _: _tick_text(us)))
     axes.yaxis.set_minor_locator(ticker.NullLocator())
     axes.tick_params(axis="y", labelsize=8.5)
+
+
+def _tick_text(us: float) -> str:
+    """Return a round time without the zeroes behind its point."""
+    amount, unit = time_text(us).split()
+    return f"{float(amount):g} {unit}" if us else "0"
 
 
 def _outline() -> list[Any]:

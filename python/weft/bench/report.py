@@ -27,6 +27,7 @@ import re
 import shlex
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -114,6 +115,15 @@ class Row:
         }
 
 
+def plain_text(docstring: str) -> str:
+    """Return a docstring as help shows it: without marks of code, in 79 columns; indented lines stay lines."""
+    paragraphs = docstring.replace("``", "").strip().split("\n\n")
+    return "\n\n".join(
+        paragraph if paragraph.startswith(" ") else textwrap.fill(" ".join(paragraph.split()), 79)
+        for paragraph in paragraphs
+    )
+
+
 class Report:
     """Collects rows; prints the table, writes the JSON and the plot. Use it on one rank."""
 
@@ -188,7 +198,7 @@ class Report:
             Column("size" if is_binary else "MB", is_number=True, is_key=True),
             Column("dtype"),
             *(Column(head, is_number=True) for head in ("tokens", "us", "min us", "max us")),
-            *(Column(head, is_number=True) for head in ("floor us", "floor / us")),
+            *(Column(head, is_number=True) for head in ("floor us", "over floor")),
             *(Column(head_of(name), is_number=True) for name in self._extra_columns),
             *(Column(f"{name} us (ratio)", is_number=True) for name in names),
             Column("checked"),
@@ -203,16 +213,23 @@ class Report:
         cells = ["-" if row.tokens is None else str(row.tokens)]
         cells += [f"{us:.1f}" for us in (row.us, min(row.samples_us), max(row.samples_us))]
         if row.floor_us:
-            cells += [f"{row.floor_us:.1f}", f"{row.floor_us / row.us:.2f}"]
+            cells += [f"{row.floor_us:.1f}", f"{row.us / row.floor_us:.1f}x"]
         else:
             cells += ["-", "-"]
         for column in self._extra_columns:
             value = row.extra.get(column, "-")
-            cells.append(f"{value:.4g}" if isinstance(value, float) else str(value))
+            cells.append(number_text(value) if isinstance(value, float) else str(value))
         for name in baselines:
             us = row.baselines.get(name)
             cells.append("-" if us is None else f"{us:.1f} ({us / row.us:.2f}x)")
         return [*cells, "yes" if row.checked else "no"]
+
+
+def number_text(value: float) -> str:
+    """Return a number in four digits, or all those before the point, never with an exponent: 14,100, 3.142, 0.0005."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.4f}"
 
 
 _UNITS = {"_gbs": " GB/s", "_us": " us", "gbit_per_s": "Gbit/s", "mops": "million/s"}

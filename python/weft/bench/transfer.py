@@ -2,7 +2,7 @@
 """``weft bench transfer``: the transfer engine between two processes, beside the same loops without it.
 
     weft bench transfer --local --provider tcp --json FILE      both sides on this machine
-    weft bench transfer server                                   prints its address, serves one client
+    weft bench transfer server                                   prints the client's command, serves one client
     weft bench transfer client ADDRESS --provider tcp
 
 The client measures and the server only makes progress. Each row is one size of one call: ``write``, ``read``,
@@ -30,12 +30,13 @@ import random
 import socket
 import statistics
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from weft import _core
-from weft.bench.report import Report, Row, add_report_arguments, progress
+from weft.bench.report import Report, Row, add_report_arguments, plain_text, progress
+from weft.bench.transfer_dial import dialled, free_port, own_address, serving
 from weft.bench.transfer_others import Other, open_others
 from weft.errors import Error, PeerLost, invalid
 from weft.runtime.endings import end_with_parent
@@ -472,17 +473,6 @@ def describe_nics(engine: TransferEngine) -> str:
     return f"{nics[0].provider}, {len(nics)} rails: {', '.join(each)}; {total or '?'} Gbit/s in all"
 
 
-def dial(address: str | None) -> socket.socket:
-    """Connect to a server. Raises: weft.Error for what is no address, PeerLost when nobody answers."""
-    host, _, port = (address or "").rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise invalid("address", address or "nothing", "HOST:PORT that the server printed")
-    try:
-        return socket.create_connection((host, int(port)), DIAL_S)
-    except OSError as error:
-        raise PeerLost(f"bench transfer: no server answers at {address}: {error}") from None
-
-
 def run_client(line: Line, args: argparse.Namespace) -> int:
     """Measure everything, print and write it. Returns 0 when all that arrived was right."""
     calls = args.calls.split(",") if args.calls else None
@@ -525,7 +515,7 @@ def run_client(line: Line, args: argparse.Namespace) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``weft bench transfer``."""
-    parser.description = __doc__
+    parser.description = plain_text(__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "command", nargs="?", choices=["server", "client"], help="one side of a run over a network"
@@ -536,6 +526,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--provider", default="tcp", help="tcp, shm, or any name of weft.transfer.provider_names()"
     )
     parser.add_argument("--nics", help="comma-separated NICs, one rail each (default: the first usable one)")
+    parser.add_argument("--host", help="server: address to listen on (default: the one that leads elsewhere)")
     parser.add_argument("--port", type=int, default=0, help="server: port to listen on (default: any)")
     parser.add_argument("--calls", help="comma-separated calls to measure (default: all)")
     parser.add_argument(
@@ -557,22 +548,16 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "server":
         return run_server(args)
     if args.command == "client":
-        with dial(args.address) as connection:
+        with dialled(args.address) as connection:
             return run_client(Line(connection), args)
     return run_local(args)
 
 
-def run_server(args: argparse.Namespace, announce: Callable[[int], None] | None = None) -> int:
-    """Serve one client."""
-    with socket.create_server(("", args.port)) as listener:
-        port = listener.getsockname()[1]
-        if announce is None:
-            print(f"serving on {socket.gethostname()}:{port}", flush=True)
-        else:
-            announce(port)
-        connection, _ = listener.accept()
-        with connection:
-            serve(Line(connection), args)
+def run_server(args: argparse.Namespace) -> int:
+    """Serve one client, which knows the job's secret."""
+    host, port = args.host or own_address(), args.port or free_port(args.host or own_address())
+    with serving(host, port) as connection:
+        serve(Line(connection), args)
     return 0
 
 

@@ -27,6 +27,7 @@ from weft.collectives.language import (
     Ref,
     chunk,
     create_scratch,
+    rotations,
 )
 from weft.collectives.values import Chunk
 from weft.collectives.verifier import Report, VerificationError, verify
@@ -56,5 +57,6 @@ __all__ = [
     "VerificationError",
     "chunk",
     "create_scratch",
+    "rotations",
     "verify",
 ]

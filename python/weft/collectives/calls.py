@@ -8,7 +8,9 @@
 
 Tensors are contiguous and on the communicator's device; outputs may share memory with inputs. Every rank passes the
 same dtype and number of elements, except where sizes are said to differ. On CUDA a call is enqueued on the current
-stream and may be captured in a graph; one stream at a time. On the CPU it is finished on return.
+stream and may be captured in a graph, whose order counts then. Otherwise calls on several streams run one after the
+other, in the order of the calls; sends and receives only after earlier collectives. On the CPU a call is finished on
+return.
 "op" is one of sum, product, min, max, average; a sum of torch.bool is "or", a product "and". "algorithm" is an
 Algorithm to use instead of the chosen one, or a selector's Choice, which also says how it runs.
 Threads: one caller at a time, the same order of calls on all ranks.
@@ -26,19 +28,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from weft import _core
 from weft.collectives.contract import Buffer, Collective, Slots
 from weft.collectives.exchanges import EXCHANGES
-from weft.collectives.executor import FIRST_CHANNELS, Call, Executor, Loaded
+from weft.collectives.executor import CALL_NAMES, FIRST_CHANNELS, Call, Executor, Loaded
 from weft.collectives.ir import Algorithm, Op, Span
 from weft.collectives.language import Program
-from weft.collectives.logs import follow
 from weft.collectives.rows import ELEMENTS, REDUCTIONS
 from weft.collectives.selector import COMPILED, STAGED, Choice, Selector, misfit, read_algorithms
 from weft.collectives.values import Chunk
 from weft.collectives.verifier import verify
 from weft.errors import Error, invalid, shortened
+from weft.runtime import spans
+from weft.runtime.logs import follow
+from weft.runtime.plain import plain_address
 from weft.runtime.streams import current_stream
 from weft.runtime.tensors import index_of, lacking_memory
 
@@ -48,7 +53,6 @@ _MUCH = 256 << 20  # ranks know only their own sizes, and have to choose alike: 
 _LARGE_TRANSFER_BYTES = 256 << 10
 _DTYPES = {getattr(torch, name): number for name, number in ELEMENTS.items() if hasattr(torch, name)}
 _CACHED_SHAPES = 4096
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass of its own may be anything
 
 
 class Transfer(Collective):
@@ -423,10 +427,11 @@ class Collectives:
         tensor is an ordinary one on the device with all its memory, and how input and output share theirs.
         """
         try:
-            source = self._place(tensor)
-            target = source if out is tensor else 0 if out is None else self._place(out)
+            source = plain_address(tensor)
+            target = source if out is tensor else 0 if out is None else plain_address(out)
             between = None if out is None else _overlap(tensor, source, out, target)
-            known = self._plans.get((collective, op, root, type(root), tensor.dtype, tensor.shape, between))
+            kind = (tensor.dtype, tensor.shape, tensor.device)
+            known = self._plans.get((collective, op, root, type(root), *kind, between))
             if known is None or source == 0:
                 return None
             planned, out_elems = known
@@ -434,13 +439,18 @@ class Collectives:
                 shape = self._shape_of_out(collective, tensor.shape)
                 out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
                 target = out.data_ptr()
-            elif out is not tensor and (out.dtype is not tensor.dtype or out.numel() != out_elems):
+            elif out is not tensor and (
+                out.dtype is not tensor.dtype or out.numel() != out_elems or out.device != tensor.device
+            ):
                 return None
         except (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError):
             return None
         if target == 0:
             return None
-        planned.run(source, target, self._stream())
+        run = planned.run
+        if profiler._is_profiler_enabled or spans.NVTX:
+            run = spans.around(CALL_NAMES.get(collective, collective), run)
+        run(source, target, self._stream())
         return out
 
     def _keep(
@@ -456,19 +466,8 @@ class Collectives:
         if len(self._plans) >= _CACHED_SHAPES:
             self._plans.clear()
         between = _overlap(tensor, tensor.data_ptr(), out, out.data_ptr())
-        signature = (collective, op, root, int, tensor.dtype, tensor.shape, between)
+        signature = (collective, op, root, int, tensor.dtype, tensor.shape, tensor.device, between)
         self._plans[signature] = (planned, out.numel())
-
-    def _place(self, tensor: torch.Tensor) -> int:
-        """Return where a tensor is that _element() accepts; 0 where that is to be asked."""
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
-            return 0
-        if not tensor.is_contiguous() or tensor.is_neg():
-            return 0
-        if not (tensor.is_cpu if self._is_cpu else tensor.is_cuda and tensor.get_device() == self._ordinal):
-            return 0
-        needed = tensor.storage_offset() * tensor.element_size() + tensor.nbytes
-        return tensor.data_ptr() if tensor.untyped_storage().nbytes() >= needed else 0
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -483,7 +482,7 @@ class Collectives:
         call = Call(address, address, tensor.numel(), element, stream=self._stream())
         if call.part_elems:
             planned = self._need_executor().plan(loaded, call)
-            planned.run(call.input, call.output, call.stream)
+            spans.run(CALL_NAMES.get(name, name), planned.run, call.input, call.output, call.stream)
             self._keep(name, tensor, tensor, None, peer, planned)
 
     def _run(
@@ -531,7 +530,7 @@ class Collectives:
             planned = self._executor.plan_exchange(EXCHANGES[choice.algorithm.name], call, choice.way)
         else:
             planned = self._executor.plan(self._load(choice.algorithm), call)
-        planned.run(call.input, call.output, call.stream)
+        spans.run(CALL_NAMES.get(collective, collective), planned.run, call.input, call.output, call.stream)
         if target is not out:
             _copy(out, target)
         elif tensor is given and algorithm is None:
@@ -766,7 +765,12 @@ def _agreed_selector(core: Any, machine: str) -> Selector:
     ranks = int(core.size)
     key = machine_key(str(core.device))
     places, is_first = config.algorithm_dir, int(core.rank) == 0
-    selector = Selector(ranks, machine, key, cache, places, may_copy=True, tells=is_first)
+    per_node = ranks_per_node(core)
+    if per_node:
+        key = f"{key}, {per_node} a node"
+    selector = Selector(
+        *(ranks, machine, key, cache, places), may_copy=True, tells=is_first, per_node=per_node
+    )
     prints = core.all_gather_text(selector.fingerprint()) if ranks > 1 else []
     others = [rank for rank, theirs in enumerate(prints) if theirs != prints[0]]
     if not others:
@@ -778,7 +782,15 @@ def _agreed_selector(core: Any, machine: str) -> Selector:
     )
     if int(core.rank) in others:
         read_algorithms(places, ranks)  # rank 0 told of its own files only
-    return Selector(ranks, machine)
+    return Selector(ranks, machine, per_node=per_node)
+
+
+def ranks_per_node(core: Any) -> int:
+    """Return how many ranks each node of a communicator has, one node after the other; 0: one node, or they differ."""
+    nodes = [facts["node"] for facts in core.facts]
+    per_node = nodes.count(nodes[0])
+    cut = [rank // per_node for rank in range(len(nodes))]
+    return per_node if per_node < len(nodes) and nodes == [nodes[0] + at for at in cut] else 0
 
 
 def _address(name: str, tensor: torch.Tensor) -> int:

@@ -58,7 +58,7 @@ class Collective:
         self.chunk_factor = chunk_factor
         self.inplace = inplace
         self.root = root
-        self._sizes: list[tuple[int, int]] | None = None
+        self._sizes: dict[int, tuple[int, int]] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_ranks}, {self.chunk_factor}, inplace={self.inplace})"
@@ -73,7 +73,7 @@ class Collective:
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.chunk_factor = self.chunk_factor * instances
-        other._sizes = None
+        other._sizes = {}
         return other
 
     def in_form(self, inplace: bool) -> Collective:
@@ -89,11 +89,13 @@ class Collective:
         return self._lengths(rank)[1]
 
     def _lengths(self, rank: int) -> tuple[int, int]:
-        if self._sizes is None:
-            ends = (Buffer.input, Buffer.output)
-            self._sizes = [
-                (len(own.get(ends[0], [])), len(own.get(ends[1], []))) for own in self.init_buffers()
-            ]
+        if rank not in self._sizes:
+            if type(self).init_buffers is Collective.init_buffers:
+                self._sizes[rank] = len(self.before(rank)), len(self.after(rank))
+            else:
+                ends = (Buffer.input, Buffer.output)
+                for at, own in enumerate(self.init_buffers()):
+                    self._sizes[at] = len(own.get(ends[0], [])), len(own.get(ends[1], []))
         return self._sizes[rank]
 
     def alias(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
@@ -114,13 +116,18 @@ class Collective:
 
     def start(self) -> State:
         """Return the initial contents of all ranks, every value in the slot that stands for it."""
-        buffers = self.init_buffers()
-        for rank, own in enumerate(buffers):
-            for index, value in enumerate(list(own.get(Buffer.input, []))):
-                buffer, at = self.alias(rank, Buffer.input, index)
-                if value is not None and buffer != Buffer.input:
-                    own[buffer][at] = value
-        return State(buffers)
+        return State([self._placed(rank, own) for rank, own in enumerate(self.init_buffers())])
+
+    def start_of_first(self) -> dict[str, Slots]:
+        """Return what start() says of rank 0, of a contract that has before() and after()."""
+        return self._placed(0, {Buffer.input: self.before(0), Buffer.output: [None] * len(self.after(0))})
+
+    def _placed(self, rank: int, own: dict[str, Slots]) -> dict[str, Slots]:
+        for index, value in enumerate(list(own.get(Buffer.input, []))):
+            buffer, at = self.alias(rank, Buffer.input, index)
+            if value is not None and buffer != Buffer.input:
+                own[buffer][at] = value
+        return own
 
     def before(self, rank: int) -> Slots:
         """Return what the input of ``rank`` holds; None where it holds nothing."""
@@ -139,14 +146,17 @@ class Collective:
         return self.problem(state) is None
 
     def problem(self, state: State) -> tuple[int, str, int, str] | None:
-        """Return (rank, buffer, index, what is wrong) of the first slot that breaks the contract, or None."""
+        """Return (rank, buffer, index, what is wrong) of the first slot that breaks the contract, or None.
+
+        ``state`` may be that of the first ranks only.
+        """
         if type(self).after is Collective.after:
             return (
                 None
                 if self.check(self._as_seen(state))
                 else (-1, Buffer.output, -1, "check() of the collective says no")
             )
-        for rank in range(self.num_ranks):
+        for rank in range(len(state.buffers)):
             for index, wanted in enumerate(self.after(rank)):
                 buffer, at = self.alias(rank, Buffer.output, index)
                 slots = state.buffers[rank].get(buffer, [])
@@ -417,13 +427,18 @@ _BY_NAME: Mapping[str, Callable[..., Collective]] = {
 }
 
 
+def is_standard(name: str) -> bool:
+    """Return whether MSCCL's ``coll`` names a contract."""
+    return name in _BY_NAME or name == "reduce_scatter"
+
+
 def standard(name: str, ranks: int, chunks: int, inplace: bool, **options: Any) -> Collective | None:
     """Return the contract that MSCCL's ``coll`` names, for an algorithm buffer of ``chunks``; None if it has none.
 
     Raises: Error when ``chunks`` does not divide by the ranks where it must.
     """
     name = "reducescatter" if name == "reduce_scatter" else name
-    if name not in _BY_NAME:
+    if not is_standard(name):
         return None
     per_rank = name in ("allgather", "reducescatter", "alltoall", "alltoallv")
     if per_rank and chunks % ranks:

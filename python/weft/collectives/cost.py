@@ -4,8 +4,9 @@
 A message takes the link's latency plus its bytes over the link's bandwidth; a block does one thing at a time; all
 messages out of a rank share its egress; slices of a chunk overlap. Where ranks read each other's memory (the CPU), a
 message that may be referred to costs its sender nothing but the notice (``weft.collectives.direct``); on GPUs that
-depends on where the buffers are, which ranks need not agree on, so messages are taken to go through their slots. The
-model ranks candidates that nobody has measured, and feeds ``weft show``; measurement decides.
+depends on where the buffers are, which ranks need not agree on, so messages are taken to go through their slots.
+Between nodes (``Machine.per_node``) nothing is referred to, and a byte costs both ends the work of the network.
+The model ranks candidates that nobody has measured, and feeds ``weft show``; measurement decides.
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ class Machine:
     refer_bytes: int = 0  # least message that is referred to wherever the program allows it; 0: none is
     one_thread: bool = False  # the blocks of a rank take turns
     step_us: float = 0.0  # of a step besides: its look, its barriers, its notices
+    per_node: int = 0  # ranks that map each other, one node after the other; 0: all do
+    port_message_us: float = 20.0  # between nodes
+    # Of the block that sends, and of the one that receives: copies, the network's work; and of a message besides.
+    port_gbs: float = 0.75
+    port_step_us: float = 10.0
+
+    def is_port(self, rank: int, peer: int) -> bool:
+        """Whether a message between the two crosses the network."""
+        return self.per_node > 0 and rank // self.per_node != peer // self.per_node
 
 
 CPU = Machine("cpu", 5.0, 2.0, 4.0, 4.0, 4.0, 2.0, 0.5, refer_bytes=16 << 10, one_thread=True)
@@ -170,6 +180,7 @@ class _Lane:
 
     def __init__(self, rank: int, number: int, block: Block, out: _Connection, into: _Connection) -> None:
         self.rank, self.number, self.steps = rank, number, block.steps
+        self.to, self.come_from = block.send, block.recv
         self.out, self.into = out, into
         self.ends: list[float] = []
         self.depths: list[int] = []
@@ -185,6 +196,7 @@ class _Clock:
         self._wire_us = piece * wire / (machine.egress_gbs * 1e3)  # of one chunk
         self._local_us = piece / (machine.local_gbs * 1e3)
         self._block_us = piece * wire / (machine.block_gbs * 1e3)
+        self._port_us = piece / (machine.port_gbs * 1e3)
         self._egress = [0.0] * algorithm.num_ranks
         self._sent_us = [0.0] * algorithm.num_ranks
         self._thread = [0.0] * algorithm.num_ranks
@@ -238,8 +250,11 @@ class _Clock:
             arrives, sender_depth = lane.into.messages.popleft()
             ready, depth = max(ready, arrives), max(depth, sender_depth)
         send = self._direct.sends.get((lane.rank, lane.number, at))
-        is_referred = send is not None and send.may_refer
-        work_us = self._work_us(step, is_referred)
+        to_port = step.op.sends and self._machine.is_port(lane.rank, lane.to)
+        from_port = step.op.receives and self._machine.is_port(lane.rank, lane.come_from)
+        is_referred = send is not None and send.may_refer and not to_port
+        port_us = self._machine.port_step_us + step.count * self._port_us
+        work_us = self._work_us(step, is_referred) + (to_port + from_port) * port_us
         if self._machine.one_thread:
             ready = max(ready, self._thread[lane.rank])
             self._thread[lane.rank] = ready + work_us
@@ -251,7 +266,8 @@ class _Clock:
                 self._sent_us[lane.rank] += wire_us
                 self._egress[lane.rank] = max(self._egress[lane.rank], ready) + wire_us
                 end = max(end, self._egress[lane.rank])
-            lane.out.messages.append((end + self._machine.message_us + self._sync, depth + 1))
+            travels_us = self._machine.port_message_us if to_port else self._machine.message_us
+            lane.out.messages.append((end + travels_us + self._sync, depth + 1))
         lane.busy_us += end - ready
         lane.ends.append(end)
         lane.depths.append(depth + 1)

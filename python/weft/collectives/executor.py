@@ -30,7 +30,7 @@ from weft.collectives.rows import ELEMENT_BYTES, REDUCTIONS, chunks_of_part, pro
 from weft.errors import invalid
 
 # Collectives as their callers name them, for messages; those with a root; those with an operation.
-_CALLS = {
+CALL_NAMES = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
     "reducescatter": "reduce_scatter",
@@ -270,7 +270,7 @@ class Executor:
         return int(
             self._runner.load(
                 *(algorithm.name, *rows, scratch, direct.refers_only),
-                *(_CALLS.get(name, name), root, name in _REDUCTIONS, fingerprint(algorithm)),
+                *(CALL_NAMES.get(name, name), root, name in _REDUCTIONS, fingerprint(algorithm)),
                 contract is not None and contract.is_of_pairs,
             )
         )

@@ -6,7 +6,7 @@
 A connection holds RING_SLOTS messages. The executor sends the chunks of a step in groups, as many as fit a slot, and
 one by one where chunks are unequal or larger than half a slot (plan_program of src/plan/collective.cc). So a program
 whose blocks send steps of many chunks before they receive may run while chunks are small and hang when they grow.
-This module only counts messages; what they carry is the verifier's.
+This module only counts messages; what they carry is the verifier's. Of ranks that are alike it counts rank 0's.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def size_limit(algorithm: Algorithm, slots: int = RING_SLOTS) -> SizeLimit | Non
     """Return up to which size a program whose structure was checked does not hang; None: it never does."""
     if not _hangs(algorithm, 1, slots):
         return None
-    most = min(MAX_COUNT, max(step.count for *_, step in algorithm.steps()))
+    most = min(
+        MAX_COUNT, max(step.count for *_, block in algorithm.distinct_blocks() for step in block.steps)
+    )
     group = most + 1
     while group > 1 and not _hangs(algorithm, group - 1, slots):
         group -= 1
@@ -74,11 +76,10 @@ def size_limit(algorithm: Algorithm, slots: int = RING_SLOTS) -> SizeLimit | Non
 class _Counted:
     """A block's state: which step it is at, and which of that step's messages."""
 
-    def __init__(self, rank: int, block: Block, group: int) -> None:
+    def __init__(self, rank: int, block: Block, ends: tuple[Connection, Connection], group: int) -> None:
         self.rank = rank
         self.steps = block.steps
-        self.incoming: Connection = (block.recv, rank, block.channel)
-        self.outgoing: Connection = (rank, block.send, block.channel)
+        self.incoming, self.outgoing = ends
         self.messages = [-(-step.count // group) for step in block.steps]
         self.step = 0
         self.message = 0
@@ -86,7 +87,10 @@ class _Counted:
 
 def _hangs(algorithm: Algorithm, group: int, slots: int) -> bool:
     """Return whether some block never ends, with ``group`` chunks in a message."""
-    blocks = {(r, number): _Counted(r, block, group) for r, number, block in algorithm.blocks()}
+    blocks = {
+        (r, number): _Counted(r, block, (algorithm.incoming(r, block), algorithm.outgoing(r, block)), group)
+        for r, number, block in algorithm.distinct_blocks()
+    }
     in_flight: dict[Connection, int] = {}
     waiting: dict[object, list[tuple[int, int]]] = {}
     ready = deque(blocks)

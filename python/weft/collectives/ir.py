@@ -10,10 +10,12 @@ it. It has no nops: a step lists all its dependencies, and the XML writer makes 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from typing import overload
 
 from weft.collectives.contract import Collective
+from weft.collectives.turning import Turning
 
 PROTOCOLS = ("Simple", "LL", "LL128")
 MAX_CHUNKS = 1 << 16  # of a buffer: far more than algorithms have, and few enough to verify
@@ -122,6 +124,57 @@ class RankProgram:
     blocks: list[Block] = dataclasses.field(default_factory=list)
 
 
+class TurnedRanks(Sequence[RankProgram]):
+    """The programs of all ranks, each made from ``first``, rank 0's, when it is asked for: what is changed is lost."""
+
+    def __init__(self, first: RankProgram, turning: Turning) -> None:
+        self.first = first
+        self.turning = turning
+
+    def __len__(self) -> int:
+        return self.turning.ranks
+
+    @overload
+    def __getitem__(self, rank: int) -> RankProgram: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[RankProgram]: ...
+    def __getitem__(self, rank: int | slice) -> RankProgram | list[RankProgram]:
+        if isinstance(rank, slice):
+            return [self._made(at) for at in range(len(self))[rank]]
+        return self._made(range(len(self))[rank])
+
+    def __iter__(self) -> Iterator[RankProgram]:
+        return (self._made(rank) for rank in range(len(self)))
+
+    def _made(self, rank: int) -> RankProgram:
+        first = self.first
+        if rank == 0:
+            return first
+        blocks = [self._block(block, rank) for block in first.blocks]
+        return dataclasses.replace(first, rank=rank, blocks=blocks)
+
+    def _block(self, block: Block, by: int) -> Block:
+        steps = [
+            Step(
+                step.op,
+                self._span(step.src, by),
+                self._span(step.dst, by),
+                step.count,
+                step.depends,
+                step.where,
+            )
+            for step in block.steps
+        ]
+        return Block(self.peer(block.send, by), self.peer(block.recv, by), block.channel, steps)
+
+    def _span(self, span: Span, by: int) -> Span:
+        return Span(span.buffer, self.turning.index(span.buffer, span.index, by)) if span.index >= 0 else span
+
+    def peer(self, peer: int, by: int) -> int:
+        """Return who is to the rank ``by`` further on what ``peer`` is to a rank; -1: nobody."""
+        return (peer + by) % len(self) if peer >= 0 else -1
+
+
 @dataclasses.dataclass
 class Algorithm:
     """A fixed schedule that implements one collective on a fixed number of ranks.
@@ -136,7 +189,7 @@ class Algorithm:
     chunks: int
     inplace: bool
     outofplace: bool
-    ranks: list[RankProgram]
+    ranks: Sequence[RankProgram]
     contract: Collective | None = None
     min_bytes: int = 0
     max_bytes: int | None = None
@@ -148,8 +201,28 @@ class Algorithm:
         return len(self.ranks)
 
     @property
+    def turning(self) -> Turning | None:
+        """How the ranks' programs come from rank 0's; None where each is its own."""
+        return self.ranks.turning if isinstance(self.ranks, TurnedRanks) else None
+
+    @property
+    def distinct(self) -> Sequence[RankProgram]:
+        """The programs that stand for all: rank 0's where the others are made from it."""
+        return [self.ranks.first] if isinstance(self.ranks, TurnedRanks) else self.ranks
+
+    @property
     def channels(self) -> int:
-        return 1 + max((b.channel for p in self.ranks for b in p.blocks), default=0)
+        return 1 + max((b.channel for p in self.distinct for b in p.blocks), default=0)
+
+    def incoming(self, rank: int, block: Block) -> Connection:
+        """Return the connection that a block receives from; of ranks that are alike, by rank 0's name for it."""
+        if self.turning is not None:
+            return 0, (rank - block.recv) % self.num_ranks, block.channel
+        return block.recv, rank, block.channel
+
+    def outgoing(self, rank: int, block: Block) -> Connection:
+        """Return the connection that a block sends on, as incoming() does."""
+        return rank, block.send, block.channel
 
     def forms(self) -> list[bool]:
         """Return the forms of call that it claims to serve: True for in place, False for out of place."""
@@ -158,9 +231,11 @@ class Algorithm:
 
     def blocks(self) -> Iterator[tuple[int, int, Block]]:
         """Yield (rank, block id, block)."""
-        for program in self.ranks:
-            for number, block in enumerate(program.blocks):
-                yield program.rank, number, block
+        yield from _numbered(self.ranks)
+
+    def distinct_blocks(self) -> Iterator[tuple[int, int, Block]]:
+        """Yield those that stand for all, as blocks() does."""
+        yield from _numbered(self.distinct)
 
     def steps(self) -> Iterator[tuple[int, int, int, Step]]:
         """Yield (rank, block id, step number, step)."""
@@ -169,8 +244,17 @@ class Algorithm:
                 yield rank, number, at, step
 
     def needed_steps(self) -> set[tuple[int, int, int]]:
-        """Return the (rank, block, step) that some other step depends on (hasdep)."""
-        return {(rank, *dep) for rank, _, _, step in self.steps() for dep in step.depends}
+        """Return the (rank, block, step) that some other step depends on (hasdep), of the distinct programs."""
+        return {
+            (rank, *dep)
+            for rank, _, block in self.distinct_blocks()
+            for step in block.steps
+            for dep in step.depends
+        }
+
+    def unturned(self) -> Algorithm:
+        """Return the algorithm with a program of its own for every rank."""
+        return dataclasses.replace(self, ranks=list(self.ranks)) if self.turning else self
 
     def place(self, rank: int, block: int, step: int) -> str:
         """Name a step in words: 'rank 0, block 1, step 2 (rrc from rank 3)'."""
@@ -183,6 +267,12 @@ class Algorithm:
             peers += f" to rank {owner.send}"
         line = f", {what.where}" if what.where else ""
         return f"rank {rank}, block {block}, step {step} ({what.op.value}{peers}{line})"
+
+
+def _numbered(programs: Sequence[RankProgram]) -> Iterator[tuple[int, int, Block]]:
+    for program in programs:
+        for number, block in enumerate(program.blocks):
+            yield program.rank, number, block
 
 
 def fifo_units(protocol: str) -> int:

@@ -15,7 +15,6 @@ time. References are versioned: one whose slots were overwritten is an error, at
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import sys
@@ -26,7 +25,9 @@ from typing import Any, NamedTuple
 
 from weft.collectives.contract import Buffer, Collective, State
 from weft.collectives.ir import MAX_BLOCKS, MAX_CHANNELS, PROTOCOLS, Algorithm
+from weft.collectives.memory import Memory, Place
 from weft.collectives.topology import Topology
+from weft.collectives.turning import Area, Turning, turning_of
 from weft.collectives.values import Value
 from weft.errors import Error
 
@@ -36,15 +37,6 @@ _local = threading.local()
 
 class ProgramError(Error):
     """A mistake in a program; the message starts with the file and line of the user's code."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Consecutive slots of one rank, by their canonical names."""
-
-    rank: int
-    buffer: str
-    index: int
 
 
 class Operation(NamedTuple):
@@ -66,7 +58,7 @@ class Ref:
     def __init__(self, program: Program, place: Place, size: int) -> None:
         self._program = program
         self._place = place
-        self._versions = program._versions(place, size)
+        self._versions = program._memory.versions(place, size)
         self.rank, self.buffer, self.index, self.size = place.rank, place.buffer, place.index, size
 
     def __repr__(self) -> str:
@@ -184,14 +176,25 @@ class Program:
         self.num_ranks = collective.num_ranks
         self.where = _user_line()
         self.operations: list[Operation] = []
-        self.buffers: list[dict[str, list[Value | None]]] = collective.start().buffers
-        self._version: dict[tuple[int, str, int], int] = {}
+        self.turning: Turning | None = None  # of a program written with rotations()
+        self._is_turning = False
+        if turning_of(collective) is None:
+            _ = self._memory  # what the user's contract says is wrong is told now
         self._connections: set[tuple[int, int]] = set()
         self._follows_msccl = False
         self.notes: list[str] = []
         self.place = ""  # of what is being read, where that is not the caller's line
         self._outer: Program | None = None
         self._last_empty = ""
+
+    @functools.cached_property
+    def _memory(self) -> Memory:
+        return Memory(self.collective, self.turning)
+
+    @property
+    def buffers(self) -> list[dict[str, list[Value | None]]]:
+        """What every slot holds now, by rank; with rotations() that of rank 0, which stands for all."""
+        return self._memory.buffers
 
     def __enter__(self) -> Program:
         self._outer = getattr(_local, "program", None)
@@ -208,11 +211,36 @@ class Program:
             place = _place_of(trace) or self.where
             raise ProgramError(f"{place}: no chunk to {error.name}: {self._last_empty}") from error
 
+    def rotations(self) -> Iterator[int]:
+        """What rotations() of this module does."""
+        if self.turning is None:
+            if self.operations:
+                raise _error("rotations: there are operations of single ranks, allowed: all inside or none")
+            self.turning = turning_of(self.collective)
+            if self.turning is None:
+                raise _error(f"rotations: nobody said how the ranks of {self.collective!r} are alike")
+            self.__dict__.pop("_memory", None)
+        self._is_turning = True
+        try:
+            yield 0
+        finally:
+            self._is_turning = False
+
+    def create_scratch(self, rank: int, name: str, per_rank: int = 0) -> None:
+        """What create_scratch() of this module does."""
+        if per_rank:
+            if not self._is_turning or self.turning is None or self._memory.length(0, name):
+                raise _error(f"per_rank of {name}: allowed: inside of rotations(), before it is written")
+            size = self.num_ranks * per_rank
+            self.turning.areas[name] = [Area(0, size, per_rank)]
+            self._memory.buffers[0][name] = [None] * size
+        self.buffers[0 if self.turning else rank].setdefault(name, [])
+
     def chunk(self, rank: int, buffer: str, index: int, size: int = 1) -> Ref | None:
         """Return a reference to ``size`` chunks of ``buffer``; None if one of the slots is empty."""
         place = self._place(rank, buffer, index, size)
-        slots = self.buffers[rank].get(place.buffer, [])
-        if place.index + size > len(slots) or None in slots[place.index : place.index + size]:
+        slots = self._memory.read(place, size)
+        if len(slots) < size or None in slots:
             slot = f"chunk({rank}, {buffer!r}, {index}" + (f", {size})" if size > 1 else ")")
             self._last_empty = f"{slot} of {_user_line()} is None, since nothing was written there yet"
             return None
@@ -227,16 +255,19 @@ class Program:
     def scratch_sizes(self, rank: int) -> dict[str, int]:
         """Return the chunks of each scratch buffer of ``rank``, in the order in which they were first written."""
         own = (Buffer.input, Buffer.output)
-        return {name: len(slots) for name, slots in self.buffers[rank].items() if name not in own}
+        held = self.buffers[0 if self.turning else rank]
+        return {name: len(slots) for name, slots in held.items() if name not in own}
 
     def _place(self, rank: int, buffer: str, index: int, size: int) -> Place:
+        if self.turning is not None and not self._is_turning:
+            raise _error("outside of rotations(), where this program is written; allowed: all inside or none")
         if not 0 <= rank < self.num_ranks:
             raise _error(f"rank {rank} is not one of the {self.num_ranks} ranks")
         if size < 1:
             raise _error(f"size: got {size}, allowed: 1 or more")
         if buffer in (Buffer.input, Buffer.output):
             kind = "input" if buffer == Buffer.input else "output"
-            length = len(self.buffers[rank].get(buffer, []))
+            length = self._memory.length(rank, buffer)
             if index < 0 or index + size > length:
                 raise _error(
                     f"{kind}[{index}:{index + size}] of rank {rank}: that buffer has {length} chunks"
@@ -254,12 +285,12 @@ class Program:
         if index == -1:
             is_user = buffer in (Buffer.input, Buffer.output)
             in_range = 0 <= dst < self.num_ranks
-            index = ref.index if is_user or not in_range else len(self.buffers[dst].get(buffer, []))
+            index = ref.index if is_user or not in_range else self._memory.length(dst, buffer)
         place = self._target(ref, dst, buffer, index)
         if place == ref._place:
             return ref
         self._record(False, ref._place, place, ref.size, hints)
-        self._store(place, list(self._contents(ref._place, ref.size)))
+        self._memory.write(place, list(self._contents(ref._place, ref.size)))
         return Ref(self, place, ref.size)
 
     def _target(self, ref: Ref, dst: int, buffer: str, index: int) -> Place:
@@ -267,7 +298,7 @@ class Program:
             # MSCCL takes an in-place index of the receiver for one of the sender's.
             buffer, index = self.collective.get_buffer_index(ref.rank, buffer, index)
             is_moved = buffer not in (Buffer.input, Buffer.output)
-            if not is_moved and 0 <= index <= len(self.buffers[dst].get(buffer, [])) - ref.size:
+            if not is_moved and 0 <= index <= self._memory.length(dst, buffer) - ref.size:
                 return Place(dst, buffer, index)
         return self._place(dst, buffer, index, ref.size)
 
@@ -286,7 +317,7 @@ class Program:
             )
         ]
         self._record(True, other._place, ref._place, ref.size, hints)
-        self._store(ref._place, values)
+        self._memory.write(ref._place, values)
         return Ref(self, ref._place, ref.size)
 
     def _record(self, reduces: bool, src: Place, dst: Place, size: int, hints: tuple[int, int, int]) -> None:
@@ -296,8 +327,13 @@ class Program:
             raise _error(
                 f"source and destination overlap: {src.buffer}[{src.index}], {dst.buffer}[{dst.index}]"
             )
-        if src.rank != dst.rank and self.topology is not None and not self.topology.link(src.rank, dst.rank):
-            raise _error(f"no link from rank {src.rank} to rank {dst.rank} in topology {self.topology.name}")
+        if self.turning is not None:
+            self._check_turns(self.turning, src, dst, size)
+        if self.topology is not None:
+            for by in range(self.num_ranks if self.turning else 1):
+                self._check_link(
+                    self.topology, (src.rank + by) % self.num_ranks, (dst.rank + by) % self.num_ranks
+                )
         if hints[2] >= MAX_CHANNELS:
             raise _error(f"ch: got {hints[2]}, allowed: 0 to {MAX_CHANNELS - 1}")
         if src.rank != dst.rank:
@@ -306,10 +342,26 @@ class Program:
             raise _error(f"the program has more than {_MAX_OPERATIONS} operations")
         self.operations.append(Operation(reduces, src, dst, size, *hints, where))
 
+    def _check_turns(self, turning: Turning, src: Place, dst: Place, size: int) -> None:
+        """Check that all ranks can do this at the same time, each with its own chunks."""
+        for place in (src, dst):
+            if not turning.keeps_together(place.buffer, place.index, size):
+                slots = f"{place.buffer}[{place.index}:{place.index + size}]"
+                raise _error(f"rotations: {slots} belong to several ranks; allowed: chunks of one at a time")
+        mine, theirs = self._memory.own(src), self._memory.own(dst)
+        if mine.buffer == theirs.buffer and abs(mine.index - theirs.index) < size:
+            raise _error(
+                f"rotations: every rank would overwrite {src.buffer}[{src.index}] while another one reads it"
+            )
+
+    def _check_link(self, topology: Topology, src: int, dst: int) -> None:
+        if src != dst and not topology.link(src, dst):
+            raise _error(f"no link from rank {src} to rank {dst} in topology {topology.name}")
+
     def _connect(self, src: int, dst: int) -> None:
         """Count the sender's block that every connection needs, as verify() would after minutes of compiling."""
-        self._connections.add((src, dst))
-        most = MAX_BLOCKS // self.instances
+        self._connections.add((src, dst) if self.turning is None else (0, (dst - src) % self.num_ranks))
+        most = MAX_BLOCKS // self.instances // (1 if self.turning is None else self.num_ranks)
         if len(self._connections) > most:
             each = f", each in {self.instances} instances" if self.instances > 1 else ""
             raise _error(
@@ -317,33 +369,18 @@ class Program:
                 f"allowed: {MAX_BLOCKS} blocks of all {self.num_ranks} ranks, and each takes one"
             )
 
-    def _store(self, place: Place, values: list[Value]) -> None:
-        slots = self.buffers[place.rank].setdefault(place.buffer, [])
-        slots.extend([None] * (place.index + len(values) - len(slots)))
-        slots[place.index : place.index + len(values)] = values
-        for at in range(place.index, place.index + len(values)):
-            key = (place.rank, place.buffer, at)
-            self._version[key] = self._version.get(key, 0) + 1
-
     def _contents(self, place: Place, size: int) -> list[Value]:
-        slots = self.buffers[place.rank].get(place.buffer, [])
-        found = slots[place.index : place.index + size]
+        found = self._memory.read(place, size)
         if len(found) < size or None in found:
             raise _error(
                 f"rank {place.rank} {place.buffer}[{place.index}:{place.index + size}] has an empty slot"
             )
         return [value for value in found if value is not None]
 
-    def _versions(self, place: Place, size: int) -> list[int]:
-        if size == 1:
-            return [self._version.get((place.rank, place.buffer, place.index), 0)]
-        keys = ((place.rank, place.buffer, place.index + i) for i in range(size))
-        return [self._version.get(key, 0) for key in keys]
-
     def _fresh(self, ref: Ref) -> None:
         if ref._program is not self:
             raise _error(f"{ref!r} belongs to program {ref._program.name!r}, not to {self.name!r}")
-        if not self._follows_msccl and ref._versions != self._versions(ref._place, ref.size):
+        if not self._follows_msccl and ref._versions != self._memory.versions(ref._place, ref.size):
             raise _error(f"{ref!r} is stale: it was overwritten since this reference was made")
 
     def state(self) -> State:
@@ -356,9 +393,24 @@ def chunk(rank: int, buffer: str, index: int, size: int = 1) -> Any:
     return _current().chunk(rank, buffer, index, size)
 
 
-def create_scratch(rank: int, name: str) -> None:
-    """Make an empty scratch buffer; writing to any new buffer name does the same."""
-    _current().buffers[rank].setdefault(name, [])
+def rotations() -> Iterator[int]:
+    """Say once what all ranks do: ``for rank in rotations():`` runs its body once, for rank 0.
+
+    Every operation in it is done by all ranks at the same time, rank r's with all ranks moved on by r and all chunks by
+    r ranks' parts. A program has all its operations in rotations(), or none, and compiles in the time of one rank.
+
+    Raises: ProgramError where the contract's ranks are not alike (weft.collectives.turning), at operations outside.
+    """
+    return _current().rotations()
+
+
+def create_scratch(rank: int, name: str, per_rank: int = 0) -> None:
+    """Make an empty scratch buffer; writing to any new buffer name does the same.
+
+    ``per_rank``: in rotations(), its chunks belong to the ranks in turn, so many to each, and move on with them; else
+    chunk i of rank r is what chunk i of rank 0 is.
+    """
+    _current().create_scratch(rank, name, per_rank)
 
 
 def XML() -> None:

@@ -206,6 +206,8 @@ def _chunks(gpu: _Node, cut: int) -> tuple[int, int]:
         for side, other in (("input", "output"), ("output", "input"))
     )
     most = MAX_CHUNKS // cut
+    if taken == given == 0:
+        raise gpu.error("has chunks of neither input nor output, so there is nothing to run")
     if not 1 <= max(taken, given) <= most:
         raise gpu.error(f"input_chunks: got {taken}, output_chunks {given}, allowed: 1 to {most}")
     return taken * cut, given * cut
@@ -359,8 +361,12 @@ class _Gpu:
         index, size = operand.number("index", "offset"), operand.number("size")
         if not any(operand.has(name) for name in ("buffer_id", "buff_id")):
             return Operand(self.rank, self._buffer(operand, "type"), index, size)
-        kind = self._kind(op, "channel_type")
         refs = block.nodes("remote_buffer_refs", "remoteBufferRefs")
+        kinds = {ref.field("access_channel_type", "type") for ref in refs}
+        is_told = (
+            op.has("channel_type") or len(kinds) != 1
+        )  # release 0.9 leaves it out where a sum is sent as well
+        kind = self._kind(op, "channel_type") if is_told else kinds.pop()
         ids = self._typed(refs, "access_channel_type", kind, ("remote_buffer_ids", "remoteBufferIds"))
         number = self._one(op, "remote_buffer_ids", ids, operand.number("buffer_id", "buff_id"))
         buffers = self.gpu.nodes("remote_buffers", "remoteBuffers")

@@ -26,11 +26,12 @@ from typing import Any
 import numpy as np
 
 from weft.collectives.compiler import compile_in_order
-from weft.collectives.contract import Buffer, Collective, Stated, standard
+from weft.collectives.contract import Buffer, Collective, Slots, Stated, is_standard, standard
 from weft.collectives.ir import MAX_CHANNELS, Algorithm, Op, Span
-from weft.collectives.language import Place, Program, ProgramError
+from weft.collectives.language import Program, ProgramError
+from weft.collectives.memory import Place
 from weft.collectives.plan_form import Operand, Plan, PlanOp, read_plan
-from weft.collectives.values import Value
+from weft.collectives.values import Chunk, Value
 from weft.collectives.verifier import promised
 from weft.errors import Error
 
@@ -100,7 +101,11 @@ class _Play:
             if at[i] < len(block.ops):
                 raise Error(f"{block.ops[at[i]].place}: deadlock: it waits for what never comes")
         self._check_result()
-        return self._program.compile() if reschedule else compile_in_order(self._program)
+        algorithm = self._program.compile() if reschedule else compile_in_order(self._program)
+        if isinstance(algorithm.contract, _Unknown):
+            note = f"{self._file} says collective {self._plan.collective!r}, which is taken for a custom one"
+            return dataclasses.replace(algorithm, contract=None, notes=[*algorithm.notes, note])
+        return algorithm
 
     def _step(self, i: int, op: PlanOp, at: int) -> bool:
         """Run one operation; False when it must wait."""
@@ -342,6 +347,8 @@ def _contract(plan: Plan, file: str) -> Collective:
         return _stated(plan, file)
     taken, given = plan.chunks
     name = {"all_gather": "allgather", "all_reduce": "allreduce"}.get(plan.collective, plan.collective)
+    if not is_standard(name):
+        return _unknown(plan)
     if not plan.inplace and not (taken and given):
         raise Error(f"{file}: got {taken} chunks of input and {given} of output, allowed: 1 or more of each")
     chunks = taken or given
@@ -349,12 +356,19 @@ def _contract(plan: Plan, file: str) -> Collective:
         is_whole = given == taken or not taken
         chunks = (given or taken) if is_whole and max(given, taken) % plan.ranks == 0 else taken * plan.ranks
     contract = standard(name, plan.ranks, chunks, plan.inplace)
-    if contract is None:
-        raise Error(
-            f"{file}: collective: got {plan.collective!r}, allowed: allreduce, allgather, reducescatter, alltoall, "
-            "broadcast, reduce, gather, scatter, sendrecv"
-        )
+    assert contract is not None
     return contract
+
+
+class _Unknown(Stated):
+    """The contract of a collective that nobody knows: the inputs hold chunks, and outputs may hold anything."""
+
+
+def _unknown(plan: Plan) -> Collective:
+    taken, given = plan.chunks
+    before = [[Chunk(rank, c) for c in range(taken)] for rank in range(plan.ranks)]
+    after: list[Slots] = [[None] * given for _ in range(plan.ranks)]
+    return _Unknown(max(plan.chunks), [list[Value | None](own) for own in before], after, plan.inplace)
 
 
 def _stated(plan: Plan, file: str) -> Collective:

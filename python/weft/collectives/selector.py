@@ -224,6 +224,31 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
 }
 
 
+# The same for several nodes with as many ranks each, beside those above; they take ``per_node``.
+TWO_LEVEL: dict[str, tuple[Variant, ...]] = {
+    "allreduce": tuple(
+        Variant(name, "Simple", instances)
+        for name in ("allreduce_two_level_once", "allreduce_two_level")
+        for instances in (1, 2)
+    ),
+    "allgather": (Variant("allgather_two_level"),),
+    "reducescatter": (Variant("reducescatter_two_level"),),
+}
+
+
+def candidates(collective: str, ranks: int, per_node: int) -> tuple[Variant, ...]:
+    """Return what is tried for a collective; ``per_node`` as in Selector.
+
+    Between nodes a ring goes through one rank of each, whose core and NIC carry everything: it is left out.
+    """
+    flat = VARIANTS.get(collective, ())
+    if not 1 < per_node < ranks:
+        return flat
+    flat = tuple(variant for variant in flat if not variant.name.endswith("_ring"))
+    options = (("per_node", per_node),)
+    return flat + tuple(dataclasses.replace(v, options=options) for v in TWO_LEVEL.get(collective, ()))
+
+
 @functools.lru_cache(maxsize=512)
 def build_variant(variant: Variant, ranks: int, inplace: bool, root: int = 0) -> Algorithm:
     """Compile and verify a library variant. Raises: Error when it does not exist for the ranks or the form."""
@@ -255,6 +280,8 @@ class Selector:
         may_copy: the caller copies where an algorithm is for calls of the other form, as misfit() says.
         every_size: leave out files' algorithms that run up to some size only (weft.collectives.flow).
         tells: warn of files that cannot be used; one of a communicator's ranks does.
+        per_node: ranks that map each other where others are reached through ports; 0: all map all, or nodes differ.
+            Shipped tables are of one node and are not used then.
     """
 
     def __init__(
@@ -268,12 +295,13 @@ class Selector:
         may_copy: bool = False,
         every_size: bool = False,
         tells: bool = True,
+        per_node: int = 0,
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self._per_node = ranks, per_node
         self._may_copy = may_copy
         self._modes = modes
-        self.machine: Machine = MACHINES[machine]
-        self._rows = read_table(_TABLES / f"{machine}.json", "")
+        self.machine: Machine = dataclasses.replace(MACHINES[machine], per_node=per_node)
+        self._rows = [] if per_node else read_table(_TABLES / f"{machine}.json", "")
         if folder is not None:
             self._rows = read_table(folder / table_name(machine, key, ranks), key) or self._rows
         files = read_algorithms(algorithm_dir, ranks, tells)
@@ -286,7 +314,7 @@ class Selector:
 
     def fingerprint(self) -> str:
         """Return what is alike exactly where the same tables and files were read."""
-        read = repr((self._rows, self._files))
+        read = repr((self._rows, self._files, self._per_node))
         return hashlib.sha256(read.encode()).hexdigest()
 
     def choose(self, collective: str, num_bytes: int, inplace: bool = False, root: int = 0) -> Choice:
@@ -346,7 +374,7 @@ class Selector:
     ) -> Choice | None:
         best: tuple[float, Choice] | None = None
         predicted: list[tuple[float, str]] = []
-        for variant in VARIANTS.get(collective, ()):
+        for variant in candidates(collective, self.ranks, self._per_node):
             reason = self._unpredicted(variant)
             if reason is not None:
                 reasons.append(f"{variant.label()}: {reason}")
@@ -371,6 +399,8 @@ class Selector:
             return f"mode {variant.mode} is not served here"
         if variant.mode == COMPILED:
             return "compiled programs are used where they were measured"
+        if self.machine.per_node and (variant.mode == EXCHANGE or variant.protocol != "Simple"):
+            return "messages between nodes are of protocol Simple"
         if variant.mode == EXCHANGE and self.machine.one_thread:
             return "many threads share an exchange, and a CPU rank has one"
         return None
@@ -480,7 +510,7 @@ def _read_rows(path: Path, key: str) -> list[tuple[dict[str, Any], dict[str, Any
             log.info("table %s is for %s, version %s: not used", path, document["key"], document["version"])
             return []
         return [(row, _row(row)) for row in document["rows"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         log.warning("table %s is not used: %s: %s", path, type(error).__name__, error)
         return []
 
@@ -500,7 +530,11 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"no mode {variant.mode!r}")
     if variant.name not in entries():
         raise ValueError(f"no algorithm {variant.name!r}")
+    hash(variant)  # a list among the options is a TypeError here, not where the variant is looked up
     limit = row.get("max_bytes")
+    numbers = (variant.instances, variant.slice_bytes, variant.num_sms, row.get("ranks", 0), limit or 0)
+    if not isinstance(row["collective"], str) or any(int(number) < 0 for number in numbers):
+        raise ValueError(f"collective {row['collective']!r} with {numbers}")
     return {
         "collective": row["collective"],
         "ranks": int(row.get("ranks", 0)),

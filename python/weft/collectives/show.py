@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -51,7 +52,9 @@ _MEANINGS = {
 }
 ALL = "all"  # messages have arrows
 _MOST_LANES_WITH_ARROWS = 40
-_ROW, _GAP, _LEFT, _TOP, _WIDTH = 16, 8, 150, 46, 1100
+_ROW, _GAP, _LEFT, _TOP, _WIDTH = 16, 8, 150, 60, 1100
+_LETTER = 5.2  # of a name on a bar: its width at most
+_MOST_TICKS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +178,7 @@ def svg(
     if waits:
         parts += _wait_lines(algorithm, guess, lanes, scale)
     parts += _axis(end_us, scale, at)
-    return "\n".join([*parts, *_legend(algorithm, at + 34), "</svg>", ""])
+    return "\n".join([*parts, *_legend(algorithm, at + 34, waits), "</svg>", ""])
 
 
 _STYLE = """
@@ -271,6 +274,13 @@ def _bars(
             f'x="{x:.1f}" y="{lanes[event.rank, event.block]}" width="{width:.1f}" '
             f'height="{_ROW - 2}" fill="{_COLORS[step.op]}"><title>{_text(tip)}</title></rect>'
         )
+        label = moved[0] + (f" +{len(moved) - 1}" if len(moved) > 1 else "") if moved else ""
+        if label and width > _LETTER * len(label) + 4:
+            y = lanes[event.rank, event.block] + _ROW - 5
+            parts.append(
+                f'<text class="name" x="{x + 2:.1f}" y="{y}" font-size="9" fill="white" pointer-events="none">{label}'
+                "</text>"
+            )
     return parts
 
 
@@ -327,16 +337,23 @@ def _wait_lines(
 
 
 def _axis(end_us: float, scale: float, y: int) -> list[str]:
+    """Draw round times, above and below, and the end."""
+    power = 10.0 ** math.floor(math.log10(end_us))
+    step_us = next(power * part for part in (0.1, 0.2, 0.5, 1, 2) if end_us / (power * part) <= _MOST_TICKS)
+    times = [step_us * tick for tick in range(int(end_us / step_us) + 1)]
+    if (end_us - times[-1]) * scale < 60:  # room for the end's own label
+        times.pop()
     parts = []
-    for tick in range(6):
-        us = end_us * tick / 5
+    for us in (*times, end_us):
         x = _LEFT + us * scale
+        text = f"{us:.1f} us" if us == end_us else f"{us:g} us"
         parts.append(f'<path d="M{x:.1f} {_TOP}V{y}" stroke="#ccc" stroke-width="0.5"/>')
-        parts.append(f'<text x="{x:.1f}" y="{y + 12}" text-anchor="middle">{us:.1f} us</text>')
+        for height in (_TOP - 3, y + 12):
+            parts.append(f'<text x="{x:.1f}" y="{height}" text-anchor="middle">{text}</text>')
     return parts
 
 
-def _legend(algorithm: Algorithm, y: int) -> list[str]:
+def _legend(algorithm: Algorithm, y: int, waits: bool) -> list[str]:
     used = {step.op for _, _, _, step in algorithm.steps()}
     parts, x = [], _LEFT
     for op, color in _COLORS.items():
@@ -344,6 +361,13 @@ def _legend(algorithm: Algorithm, y: int) -> list[str]:
             parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{color}"/>')
             parts.append(f'<text x="{x + 14}" y="{y}">{op.value}: {_MEANINGS[op]}</text>')
             x += 40 + 6 * len(_MEANINGS[op])
+    lines = [("message", "#555", "none")] + ([("wait for another block", "#06c", "3 2")] if waits else [])
+    for meaning, color, dashes in lines:
+        parts.append(
+            f'<path d="M{x} {y - 4}h18" stroke="{color}" stroke-width="1.2" stroke-dasharray="{dashes}"/>'
+        )
+        parts.append(f'<text x="{x + 22}" y="{y}">{meaning}</text>')
+        x += 44 + 6 * len(meaning)
     return parts
 
 

@@ -4,15 +4,17 @@
     weft tune --ranks 4                     # resumes where an earlier run stopped
     weft tune --calls all_reduce --max-bytes 4M --output table.json
     weft tune --ranks 4 --report            # what was measured, beside the cost model
+    weft tune --ranks 4 --report --measured second.measured.json   # a table against what another run measured
 
 Each size of each collective is measured for every variant that exists for the rank count, after its result was compared
-with an oracle; a sample is the slowest rank's, the winner has the least median. A size is a row of the table until the
-next one; between two sizes with different winners the crossover is their geometric mean.
+with an oracle. Variants take turns; a sample is the slowest rank's, the winner has the least median. A size is a row of
+the table until the next one; between two sizes with different winners the crossover is their geometric mean.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import time
@@ -40,6 +42,7 @@ _CALLS = {
 }
 _DEADLINE_S = 3600.0
 _BUDGET_S = 0.1  # of one variant at one size
+_LEAST_ROUNDS = 7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure nothing: print what was measured here beside the cost model's times, and how good choices are",
     )
+    parser.add_argument("--measured", metavar="FILE", help="of --report: what another run measured")
     parser.add_argument("--restart", action="store_true", help="forget what an earlier run measured")
 
 
@@ -87,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     cache = Path(config.cache_dir).expanduser()
     target = Path(args.output) if args.output else cache / table_name(machine, key, ranks)
     if args.report:
-        print("\n".join(report(target, _CALLS)))
+        print("\n".join(report(target, _CALLS, Path(args.measured) if args.measured else None)))
         return 0
     journal = target.with_suffix(f".{machine}-{ranks}.journal")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -199,70 +203,81 @@ def _read_journal(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
 def _winner(
     me: Rank, collectives: Any, call: str, num_bytes: int, variants: tuple[Variant, ...], device: Any
 ) -> dict[str, Any]:
-    best: dict[str, Any] | None = None
-    measured_us: dict[str, float] = {}
-    for variant in variants:
-        timed = _time(me, collectives, call, num_bytes, variant, device)
-        if timed is not None:
-            measured_us[variant.label()] = round(timed, 1)
-        if timed is not None and (best is None or timed < best["us"]):
-            best = {
-                "call": call,
-                "bytes": num_bytes,
-                "us": timed,
-                "label": variant.label(),
-                "variant": {
-                    "algorithm": variant.name,
-                    "protocol": variant.protocol,
-                    "instances": variant.instances,
-                    "slice_bytes": variant.slice_bytes,
-                    "num_sms": variant.num_sms,
-                    "mode": variant.mode,
-                },
-            }
-    if best is None:
-        raise Error(f"{call} of {num_bytes} bytes: no variant exists for {me.size} ranks")
-    return {**best, "measured_us": measured_us}
-
-
-def _time(
-    me: Rank, collectives: Any, call: str, num_bytes: int, variant: Variant, device: Any
-) -> float | None:
-    """Return the median microseconds of the slowest rank; None where the variant does not exist."""
+    """Return the candidate with the least median, and the times of all."""
     import torch
-    import torch.distributed as dist
 
+    elems = max(1, num_bytes // 4 // me.size)
+    length = elems if call == "all_gather" else elems * me.size
+    tensor = torch.full((length,), float(me.rank + 1), device=device)
+    function: Callable[..., Any] = getattr(collectives, call)
+    found = [(variant, _choice(me, variant, call, device)) for variant in variants]
+    candidates = [(variant, choice) for variant, choice in found if choice is not None]
+    if not candidates:
+        raise Error(f"{call} of {num_bytes} bytes: no variant exists for {me.size} ranks")
+    for _, choice in candidates:
+        _check(me, call, function(tensor.clone(), algorithm=choice), elems)
+    times = _in_turns(
+        me, [functools.partial(function, tensor, algorithm=choice) for _, choice in candidates], device
+    )
+    medians = [own[len(own) // 2] for own in times]
+    best = medians.index(min(medians))
+    variant = candidates[best][0]
+    labels = [candidate.label() for candidate, _ in candidates]
+    return {
+        "call": call,
+        "bytes": num_bytes,
+        "us": medians[best],
+        "label": variant.label(),
+        "variant": {
+            "algorithm": variant.name,
+            "protocol": variant.protocol,
+            "instances": variant.instances,
+            "slice_bytes": variant.slice_bytes,
+            "num_sms": variant.num_sms,
+            "mode": variant.mode,
+        },
+        "measured_us": {label: round(us, 1) for label, us in zip(labels, medians, strict=True)},
+        "low_us": {label: round(_low(own), 1) for label, own in zip(labels, times, strict=True)},
+    }
+
+
+def _choice(me: Rank, variant: Variant, call: str, device: Any) -> Any:
+    """Return what a variant runs; None where it does not exist."""
     from weft.collectives.selector import PROGRAM
 
     if variant.mode != PROGRAM and device.type != "cuda":
         return None  # one thread does an exchange slowly, and compiled programs ask for a C++ compiler
     try:
-        choice = variant.choice(me.size, call == "all_reduce")
+        return variant.choice(me.size, call == "all_reduce")
     except Error:
         return None
-    elems = max(1, num_bytes // 4 // me.size)
-    tensor = torch.full(
-        (elems if call == "all_gather" else elems * me.size,), float(me.rank + 1), device=device
-    )
-    function: Callable[..., Any] = getattr(collectives, call)
-    result = function(tensor.clone(), algorithm=choice)
-    _check(me, call, result, elems)
 
-    def once() -> float:
+
+def _in_turns(me: Rank, calls: list[Callable[[], Any]], device: Any) -> list[list[float]]:
+    """Return every call's sorted microseconds of the slowest rank; what else this machine does hits all alike."""
+    import torch
+    import torch.distributed as dist
+
+    def once(call: Callable[[], Any]) -> float:
         dist.barrier(group=me.group)
         start = time.perf_counter()
-        function(tensor, algorithm=choice)
+        call()
         if device.type == "cuda":
             torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e6
 
     estimates: list[Any] = [None] * me.size
-    dist.all_gather_object(estimates, max(once(), once()), group=me.group)
-    count = int(max(3, min(50, _BUDGET_S * 1e6 / max(estimates))))
+    dist.all_gather_object(estimates, sum(max(once(call), once(call)) for call in calls), group=me.group)
+    rounds = int(max(_LEAST_ROUNDS, min(50, _BUDGET_S * 1e6 * len(calls) / max(estimates))))
+    mine = [[once(call) for call in calls] for _ in range(rounds)]
     samples: list[Any] = [None] * me.size
-    dist.all_gather_object(samples, [once() for _ in range(count)], group=me.group)
-    times = sorted(slowest_rank(samples))
-    return times[len(times) // 2]
+    dist.all_gather_object(samples, mine, group=me.group)
+    return [sorted(slowest_rank([[row[at] for row in own] for own in samples])) for at in range(len(calls))]
+
+
+def _low(times: list[float]) -> float:
+    """Return below what the median of sorted times is in 1 of 40 cases: the end of its 95 % interval."""
+    return times[max(0, int(len(times) / 2 - len(times) ** 0.5))]
 
 
 def _check(me: Rank, call: str, result: Any, elems: int) -> None:

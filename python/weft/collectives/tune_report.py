@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """``weft tune --report``: what was measured here beside what the cost model says, and how good the choices are.
 
-A cell is a call at a size. Its best candidate is the one with the least measured time; a choice is near where its own
-measured time is within 10 % of that. Two choices are counted: the cost model's, which serves where nothing was
-measured, and the tuned table's.
+A cell is a call at a size. Its best candidate is the one with the least measured time, a median; a choice is near where
+its own median is within 10 % of that. A choice whose median's 95 % interval begins within 10 % is counted apart: the
+samples do not tell whether it is near. Three choices are counted: the cost model's, the shipped table's, which serves
+where nothing was measured, and the tuned table's. By its own run's measurements a table is always near: another run's
+(``measured``) say how good it is.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from weft.collectives.selector import MACHINES, VARIANTS, Choice, Selector, read
 from weft.errors import Error
 
 NEAR = 1.1
+_KEPT = ("call", "bytes", "measured_us", "low_us")
 
 
 def measured_path(table: Path) -> Path:
@@ -30,7 +34,7 @@ def keep_measured(table: Path, machine: str, key: str, ranks: int, found: list[d
     cells = {(row["call"], row["bytes"]): row for row in _read(path)["cells"]} if path.is_file() else {}
     for row in found:
         if "measured_us" in row:  # a journal of an earlier version has winners alone
-            cells[row["call"], row["bytes"]] = {name: row[name] for name in ("call", "bytes", "measured_us")}
+            cells[row["call"], row["bytes"]] = {name: row[name] for name in _KEPT if name in row}
     rows = [cells[key] for key in sorted(cells)]
     path.write_text(
         json.dumps({"machine": machine, "key": key, "ranks": ranks, "cells": rows}, indent=1) + "\n"
@@ -47,18 +51,23 @@ def _read(path: Path) -> dict[str, Any]:
         raise Error(f"{path}: {error}; allowed: what weft tune wrote") from None
 
 
-def report(table: Path, names: dict[str, str]) -> list[str]:
-    """Return the report's lines. ``names``: collectives by call. Raises: Error where nothing was measured."""
-    path = measured_path(table)
+def report(table: Path, names: dict[str, str], measured: Path | None = None) -> list[str]:
+    """Return the report's lines. ``names``: collectives by call; ``measured``: by default what stands beside the table.
+
+    Raises: Error where nothing was measured.
+    """
+    path = measured or measured_path(table)
     if not path.is_file():
         raise Error(f"{path} does not exist: run weft tune without --report first")
     document = _read(path)
     ranks, machine = int(document["ranks"]), str(document["machine"])
-    selectors = {name: Selector(ranks, machine, may_copy=True) for name in ("model", "table")}
+    selectors = {
+        name: Selector(ranks, machine, may_copy=True) for name in ("model", "shipped table", "table")
+    }
     selectors["model"].use_rows([])
     selectors["table"].use_rows(read_table(table, str(document["key"])))
     lines = [f"{'microseconds':46} {'measured':>10} {'model':>10} {'error':>7}"]
-    near = dict.fromkeys(selectors, 0)
+    near, perhaps = dict.fromkeys(selectors, 0), dict.fromkeys(selectors, 0)
     for cell in document["cells"]:
         times = {str(label): float(us) for label, us in cell["measured_us"].items()}
         lines.append(f"{cell['call']}, {cell['bytes']} bytes")
@@ -69,11 +78,14 @@ def report(table: Path, names: dict[str, str]) -> list[str]:
             lines.append(f"  {label:44} {us:10.1f} {said}")
         for name, selector in selectors.items():
             choice = selector.choose(names[cell["call"]], int(cell["bytes"]), cell["call"] == "all_reduce")
-            mine = next((times.get(label) for label, one in choices.items() if _is_same(one, choice)), None)
-            near[name] += mine is not None and mine <= NEAR * min(times.values())
+            label = next((label for label, one in choices.items() if _is_same(one, choice)), "")
+            limit = NEAR * min(times.values())
+            near[name] += times.get(label, math.inf) <= limit
+            perhaps[name] += float(cell.get("low_us", times).get(label, math.inf)) <= limit
     cells = len(document["cells"])
     for name, count in near.items():
         lines.append(f"the {name}'s choice is within 10 % of the best in {count} of {cells} cells")
+        lines.append(f"  and may be by its 95 % interval in {perhaps[name]}")
     return lines
 
 

@@ -53,7 +53,7 @@ class Chunk(Value):
 
 def total(ranks: int, index: int) -> Value:
     """Return the sum over all ranks of their chunk ``index``."""
-    return Value(tuple((rank, index) for rank in range(ranks)))
+    return Value(tuple([(rank, index) for rank in range(ranks)]))
 
 
 def difference(found: Value | None, wanted: Value) -> str:

@@ -98,11 +98,13 @@ def verify(algorithm: Algorithm, slots: int = RING_SLOTS) -> Report:
     messages = [interpreter.run() for interpreter in found]
     if algorithm.contract is None and len(found) == 2:
         _check_forms_agree(algorithm, *found)
-    steps = sum(1 for _ in algorithm.steps())
+    alike = algorithm.num_ranks // len(algorithm.distinct)
+    steps = sum(len(block.steps) for *_, block in algorithm.distinct_blocks()) * alike
     if limit is not None:
         warnings.append(limit.says)
     return Report(
-        *(steps, messages[-1], tuple(forms), algorithm.contract is not None, tuple(warnings)), limit=limit
+        *(steps, messages[-1] * alike, tuple(forms), algorithm.contract is not None, tuple(warnings)),
+        limit=limit,
     )
 
 
@@ -135,15 +137,18 @@ def _check_forms_agree(algorithm: Algorithm, inplace: Interpreter, apart: Interp
 def check_structure(algorithm: Algorithm) -> dict[Connection, tuple[BlockId, BlockId]]:
     """Check peers, bounds and dependencies; return the (sending, receiving) block of every connection used.
 
+    Of ranks that are alike it checks and names rank 0's, by its names for the connections.
+
     Raises: VerificationError of kind structure.
     """
-    blocks = sum(len(program.blocks) for program in algorithm.ranks)
+    alike = algorithm.num_ranks // len(algorithm.distinct)
+    blocks = sum(len(program.blocks) for program in algorithm.distinct) * alike
     if blocks > MAX_BLOCKS:
         raise _broken(f"{blocks} blocks on {algorithm.num_ranks} ranks, allowed: up to {MAX_BLOCKS}")
-    for rank, number, block in algorithm.blocks():
+    for rank, number, block in algorithm.distinct_blocks():
         _check_block(algorithm, rank, number, block)
-    for rank, number, at, step in algorithm.steps():
-        _check_step(algorithm, rank, number, at, step)
+        for at, step in enumerate(block.steps):
+            _check_step(algorithm, rank, number, at, step)
     senders, receivers = _ends(algorithm)
     for key in sorted(senders.keys() | receivers.keys()):
         _check_connection(algorithm, key, senders.get(key), receivers.get(key))
@@ -166,7 +171,7 @@ def _check_block(algorithm: Algorithm, rank: int, number: int, block: Block) -> 
 
 
 def _check_step(algorithm: Algorithm, rank: int, number: int, at: int, step: Step) -> None:
-    program = algorithm.ranks[rank]
+    program = algorithm.distinct[rank]
     block = program.blocks[number]
     where = algorithm.place(rank, number, at)
     if step.op.sends and block.send < 0:
@@ -188,6 +193,9 @@ def _check_step(algorithm: Algorithm, rank: int, number: int, at: int, step: Ste
         size = _usable(algorithm, rank, span.buffer, length[span.buffer])
         if span.index < 0 or end > size:
             raise _broken(f"{where}: {span.buffer}[{span.index}:{end}], but that buffer has {size} chunks")
+        turning = algorithm.turning
+        if turning is not None and not turning.keeps_together(span.buffer, span.index, step.count):
+            raise _broken(f"{where}: {span.buffer}[{span.index}:{end}] are no neighbours on some rank")
     if len(used) == 2 and step.src.buffer == step.dst.buffer and step.src != step.dst:
         overlaps = abs(step.src.index - step.dst.index) < step.count
         if overlaps:
@@ -211,11 +219,11 @@ def _usable(algorithm: Algorithm, rank: int, buffer: str, declared: int) -> int:
 def _ends(algorithm: Algorithm) -> tuple[dict[Connection, BlockId], dict[Connection, BlockId]]:
     senders: dict[Connection, BlockId] = {}
     receivers: dict[Connection, BlockId] = {}
-    for rank, number, block in algorithm.blocks():
+    for rank, number, block in algorithm.distinct_blocks():
         if any(step.op.sends for step in block.steps):
-            _claim(senders, (rank, block.send, block.channel), (rank, number), "send on")
+            _claim(senders, algorithm.outgoing(rank, block), (rank, number), "send on")
         if any(step.op.receives for step in block.steps):
-            _claim(receivers, (block.recv, rank, block.channel), (rank, number), "receive from")
+            _claim(receivers, algorithm.incoming(rank, block), (rank, number), "receive from")
     return senders, receivers
 
 
@@ -254,7 +262,7 @@ def _check_connection(
 
 
 def _block(algorithm: Algorithm, block: BlockId) -> Block:
-    return algorithm.ranks[block[0]].blocks[block[1]]
+    return algorithm.distinct[block[0]].blocks[block[1]]
 
 
 def _size_warnings(algorithm: Algorithm) -> list[str]:
@@ -262,7 +270,7 @@ def _size_warnings(algorithm: Algorithm) -> list[str]:
     if contract is None:
         return []
     out = []
-    for program in algorithm.ranks:
+    for program in algorithm.distinct:
         rank = program.rank
         sizes = (
             ("i", program.input_chunks, contract.input_chunks),
@@ -289,6 +297,8 @@ class Running:
     identity: BlockId
     block: Block
     clock: np.ndarray
+    incoming: Connection
+    outgoing: Connection
     step: int = 0
     chunk: int = 0
     time: int = 0
@@ -297,7 +307,12 @@ class Running:
 
 
 class Interpreter:
-    """Runs the steps, one chunk at a time, with connections of ``slots`` messages; None: as many as are sent."""
+    """Runs the steps, one chunk at a time, with connections of ``slots`` messages; None: as many as are sent.
+
+    Ranks that are alike take every step at the same time, so rank 0's blocks are run for all: what comes from a peer is
+    what rank 0 sent, turned, and a clock has the blocks of all ranks, each named by its distance from rank 0. If no
+    block of rank 0 can move, none of any rank can.
+    """
 
     def __init__(
         self,
@@ -316,15 +331,21 @@ class Interpreter:
         self._values: dict[Slot, Value] = _initial(algorithm, self._contract, inplace)
         self._written: dict[Slot, Access] = {}
         self._read: dict[Slot, list[Access]] = {}
-        identities = [(rank, number) for rank, number, _ in algorithm.blocks()]
+        self._turning = algorithm.turning
+        identities = [(rank, number) for rank, number, _ in algorithm.distinct_blocks()]
         self._number = {identity: i for i, identity in enumerate(identities)}
-        zero = np.zeros(len(identities), np.int32)
-        self._blocks = {i: Running(i, _block(algorithm, i), zero.copy()) for i in identities}
+        zero = np.zeros(len(identities) * (algorithm.num_ranks if self._turning else 1), np.int32)
+        self._blocks = {i: self._running(i, zero.copy()) for i in identities}
         self._needed = algorithm.needed_steps()
         self._finished: dict[tuple[int, int, int], np.ndarray] = {}
         self._waiting: dict[object, list[BlockId]] = {}
         self._ready: deque[BlockId] = deque(identities)
         self._messages = 0
+
+    def _running(self, identity: BlockId, clock: np.ndarray) -> Running:
+        block, rank = _block(self._algorithm, identity), identity[0]
+        ends = self._algorithm.incoming(rank, block), self._algorithm.outgoing(rank, block)
+        return Running(identity, block, clock, *ends)
 
     def run(self) -> int:
         """Return the number of messages. Raises: VerificationError."""
@@ -377,14 +398,14 @@ class Interpreter:
         return True
 
     def _connections_ready(self, running: Running, step: Step) -> bool:
-        rank, block = running.identity[0], running.block
+        block = running.block
         if step.op.receives:
-            key = (block.recv, rank, block.channel)
+            key = running.incoming
             if not self._fifo[key]:
                 what = f"a message from rank {block.recv} on channel {block.channel}"
                 return self._wait(running, ("message", key), what, self._connections[key][0])
         if step.op.sends:
-            key = (rank, block.send, block.channel)
+            key = running.outgoing
             if self._capacity is not None and len(self._fifo[key]) >= self._capacity:
                 what = f"a free place towards rank {block.send} on channel {block.channel} ({self._capacity} are taken)"
                 return self._wait(running, ("place", key), what, self._connections[key][1])
@@ -399,13 +420,10 @@ class Interpreter:
         self._ready.extend(self._waiting.pop(key, ()))
 
     def _execute(self, running: Running, step: Step) -> None:
-        rank, block = running.identity[0], running.block
         me = self._number[running.identity]
         value: Value | None = None
         if step.op.receives:
-            key = (block.recv, rank, block.channel)
-            message = self._fifo[key].popleft()
-            self._wake(("place", key))
+            message = self._received(running)
             np.maximum(running.clock, message.clock, out=running.clock)
             value = message.value
         running.clock[me] = running.time
@@ -419,10 +437,19 @@ class Interpreter:
         if step.op.writes_dst:
             self._save(running, step.dst.buffer, step.dst.index + running.chunk, value)
         if step.op.sends:
-            key = (rank, block.send, block.channel)
+            key = running.outgoing
             self._fifo[key].append(_Message(value, running.clock.copy()))
             self._messages += 1
             self._wake(("message", key))
+
+    def _received(self, running: Running) -> _Message:
+        message = self._fifo[running.incoming].popleft()
+        self._wake(("place", running.incoming))
+        if self._turning is None:
+            return message
+        ahead = running.block.recv
+        clock = np.roll(message.clock, ahead * len(self._blocks))
+        return _Message(self._turning.value(message.value, ahead), clock)
 
     def _finish_step(self, running: Running) -> None:
         key = (*running.identity, running.step)
@@ -506,7 +533,7 @@ class Interpreter:
         if self._contract is None:
             return
         buffers: list[dict[str, list[Value | None]]] = []
-        for program in self._algorithm.ranks:
+        for program in self._algorithm.distinct:
             sizes = {
                 Buffer.input: self._contract.input_chunks(program.rank),
                 Buffer.output: self._contract.output_chunks(program.rank),
@@ -531,6 +558,7 @@ def promised(algorithm: Algorithm, contract: Collective) -> list[Slots]:
     ranks = range(algorithm.num_ranks)
     if type(contract).after is not Collective.after:
         return [contract.after(rank) for rank in ranks]
+    algorithm = algorithm.unturned()
     interpreter = Interpreter(algorithm, algorithm.forms()[0], check_structure(algorithm))
     interpreter.run()
     return [[interpreter.output(r, c) for c in range(contract.output_chunks(r))] for r in ranks]
@@ -549,7 +577,8 @@ def _initial(algorithm: Algorithm, contract: Collective | None, inplace: bool) -
             values.update({(rank, Buffer.input, c): Chunk(rank, c) for c in range(inputs)})
             values.update({(rank, Buffer.output, c): Chunk(rank, -1 - c) for c in range(outputs)})
         return values
-    for rank, buffers in enumerate(contract.start().buffers):
+    start = contract.start().buffers if algorithm.turning is None else [contract.start_of_first()]
+    for rank, buffers in enumerate(start):
         for buffer, slots in buffers.items():
             values.update(
                 {(rank, buffer, index): value for index, value in enumerate(slots) if value is not None}

@@ -37,6 +37,7 @@ from weft.collectives.ir import (
 )
 from weft.collectives.values import Value
 from weft.collectives.verifier import promised
+from weft.collectives.xml_numbers import Numbers, turned_texts
 from weft.errors import Error
 
 _COLLECTIVES = (
@@ -112,6 +113,12 @@ def _parse(text: str, file: str, parents: Mapping[str, str | None] = _PARENTS) -
             root.append(element)
         open_elements.append(element)
 
+    def refuse_types(name: str, *_: object) -> None:
+        raise XmlError(
+            f"{file}:{parser.CurrentLineNumber}: a document type ({name}), allowed: none, and so no entities"
+        )
+
+    parser.StartDoctypeDeclHandler = refuse_types
     parser.StartElementHandler = start
     parser.EndElementHandler = lambda name: open_elements.pop()
     try:
@@ -416,20 +423,31 @@ def to_xml(algorithm: Algorithm, dialect: str = "azure") -> str:
         del attributes["outofplace"]
     lines = [_tag("algo", attributes)]
     needed = algorithm.needed_steps()
-    for program in algorithm.ranks:
-        sizes = (program.input_chunks, program.output_chunks, program.scratch_chunks)
-        keys = ("i_chunks", "o_chunks", "s_chunks")
-        lines.append("  " + _tag("gpu", {"id": program.rank, **dict(zip(keys, sizes, strict=True))}))
-        numbering = _xml_numbers(program)
-        for number, block in enumerate(program.blocks):
-            ends = {"id": number, "send": block.send, "recv": block.recv, "chan": block.channel}
-            lines.append("    " + _tag("tb", ends))
-            lines += ["      " + line for line in _step_lines(program, number, numbering, needed)]
-            lines.append("    </tb>")
-        lines.append("  </gpu>")
+    if algorithm.turning is not None:
+        lines += turned_texts(
+            algorithm.turning, lambda n: "\n".join(_rank_lines(algorithm.ranks[0], needed, n))
+        )
+    else:
+        for program in algorithm.ranks:
+            lines += _rank_lines(program, needed, Numbers())
     if algorithm.contract is not None and algorithm.collective == "custom":
         lines += _contract_lines(algorithm, algorithm.contract)
     return "\n".join([*lines, "</algo>", ""])
+
+
+def _rank_lines(program: RankProgram, needed: set[tuple[int, int, int]], numbers: Numbers) -> Iterator[str]:
+    sizes = (program.input_chunks, program.output_chunks, program.scratch_chunks)
+    keys = ("i_chunks", "o_chunks", "s_chunks")
+    name = {"id": numbers.rank(program.rank)}
+    yield "  " + _tag("gpu", {**name, **dict(zip(keys, sizes, strict=True))})
+    numbering = _xml_numbers(program)
+    for number, block in enumerate(program.blocks):
+        peers = {"send": numbers.rank(block.send), "recv": numbers.rank(block.recv)}
+        yield "    " + _tag("tb", {"id": number, **peers, "chan": block.channel})
+        for line in _step_lines(program, number, numbering, needed, numbers):
+            yield "      " + line
+        yield "    </tb>"
+    yield "  </gpu>"
 
 
 def _contract_lines(algorithm: Algorithm, contract: Collective) -> Iterator[str]:
@@ -487,6 +505,7 @@ def _step_lines(
     number: int,
     numbering: dict[tuple[int, int], int],
     needed: set[tuple[int, int, int]],
+    numbers: Numbers,
 ) -> Iterator[str]:
     for position, step in enumerate(program.blocks[number].steps):
         first = numbering[number, position] - max(0, len(step.depends) - 1)
@@ -495,9 +514,10 @@ def _step_lines(
             yield f'<step s="{first + extra}" type="nop" {place} {_wait(wait, numbering)} hasdep="0"/>'
         wait_text = _wait(step.depends[-1], numbering) if step.depends else 'depid="-1" deps="-1"'
         src, dst = step.src, step.dst
+        srcoff, dstoff = numbers.index(src), numbers.index(dst)
         yield (
             f'<step s="{numbering[number, position]}" type="{step.op.value}" '
-            f'srcbuf="{src.buffer}" srcoff="{src.index}" dstbuf="{dst.buffer}" dstoff="{dst.index}" '
+            f'srcbuf="{src.buffer}" srcoff="{srcoff}" dstbuf="{dst.buffer}" dstoff="{dstoff}" '
             f'cnt="{step.count}" {wait_text} hasdep="{int((program.rank, number, position) in needed)}"/>'
         )
 

@@ -9,6 +9,7 @@ far as the arithmetic allows (``weft.demo.agreement``), and draws the loss curve
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -25,6 +26,13 @@ DEADLINE_S = 1800.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options."""
     parser.add_argument("--ranks", type=int, default=0, help="ranks; 0 takes all GPUs, or 4 without any")
+    parser.add_argument(
+        "--machines",
+        type=int,
+        default=1,
+        help="started by torchrun on so many: ranks of a machine share experts, gradients are summed across "
+        "(make demo-two-machines)",
+    )
     parser.add_argument("--steps", type=int, default=200, help="training steps of each run (default 200)")
     parser.add_argument("--sequences", type=int, default=16, help="sequences of 64 bytes per step, all ranks")
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the batches")
@@ -39,11 +47,38 @@ def run(args: argparse.Namespace) -> int:
     from weft.demo import train
     from weft.testing.ranks import run_ranks
 
+    if importlib.util.find_spec("matplotlib") is None:  # told before the training, which takes a while
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+    if args.machines > 1:
+        return _run_over_machines(args)
     num_ranks, plan = _plan(args)
     args.out.mkdir(parents=True, exist_ok=True)  # a folder that can't be written is told before the training
     print(settings_of(plan))
     (alone,) = run_ranks(1, train.train_alone, plan, with_group=False, deadline_s=DEADLINE_S)
     over_ranks = run_ranks(num_ranks, train.train_over_ranks, plan, deadline_s=DEADLINE_S)[0]
+    return _report(args.out, num_ranks, plan, alone, over_ranks)
+
+
+def _run_over_machines(args: argparse.Namespace) -> int:
+    """The same on ranks that torchrun has started, on the CPU; rank 0 trains alone afterwards, and reports."""
+    import torch.distributed
+
+    from weft.demo import train
+    from weft.runtime.bootstrap import Environment
+    from weft.testing.ranks import run_as_rank, run_ranks
+
+    if not torch.distributed.is_torchelastic_launched():
+        raise invalid("machines", args.machines, "1, or a run under torchrun: make demo-two-machines")
+    args.ranks, args.device = Environment().size, "cpu"
+    if args.ranks % args.machines:
+        raise invalid("machines", args.machines, f"a number that divides {args.ranks} ranks")
+    num_ranks, plan = _plan(args)
+    rank, over_ranks = run_as_rank(train.train_over_machines, plan, args.machines)
+    if rank:
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(settings_of(plan))
+    (alone,) = run_ranks(1, train.train_alone, plan, with_group=False, deadline_s=DEADLINE_S)
     return _report(args.out, num_ranks, plan, alone, over_ranks)
 
 

@@ -6,13 +6,16 @@ meet their experts through Weft. Every loss is a sum over the rank's bytes divid
 so the sum of the ranks' gradients is the gradient of one rank with all sequences: an expert's arrives whole
 where the expert lives; those of the parameters that every rank holds are summed with an all-reduce of
 torch.distributed.
+
+Over machines, each machine has all experts, and the ranks of a machine share them through a ``weft.Buffer``. Gradients
+are summed across machines by ``weft.Communicator``: an expert's among the ranks that hold it, the others among all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +137,42 @@ def train_over_ranks(me: Rank, plan: Plan) -> Outcome:
     return outcome
 
 
+def train_over_machines(me: Rank, plan: Plan, machines: int) -> Outcome:
+    """Train over the ranks of ``me.group``, equally many neighbours on each machine, on the CPU. Collective."""
+    per_machine = me.size // machines
+    first = me.rank - me.rank % per_machine
+    groups = [list(range(at, at + per_machine)) for at in range(0, me.size, per_machine)]
+    rails = [list(range(at, me.size, per_machine)) for at in range(per_machine)]
+    (mine, rail) = (_group_of(me.rank, ranks) for ranks in (groups, rails))
+    stopwatch = Stopwatch(torch.device("cpu"))
+    buffer = weft.Buffer(mine, num_nvl_bytes=_BUFFER_BYTES, explicitly_destroy=True)
+    exchange = OverRanks(plan.shape.experts, me.rank - first, per_machine, TimedBuffer(buffer, stopwatch))
+    sums = Sums(weft.Communicator(me.group), weft.Communicator(rail))
+    title = f"{machines} machines of {per_machine} ranks, through Weft"
+    outcome = _train(me, plan, torch.device("cpu"), exchange, stopwatch, sums, title)
+    rows: list[list[int]] = [[] for _ in range(me.size)]
+    torch.distributed.all_gather_object(rows, outcome.rows[0], group=me.group)
+    buffer.destroy()
+    outcome.rows = rows
+    return outcome
+
+
+_BUFFER_BYTES = 1 << 26
+
+
+def _group_of(rank: int, groups: list[list[int]]) -> Any:
+    made = [torch.distributed.new_group(ranks) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
+
+
+@dataclass
+class Sums:
+    """What sums gradients over machines: of what all ranks hold, and of what the same rank of each machine holds."""
+
+    all_ranks: weft.Communicator
+    rail: weft.Communicator
+
+
 def _device_of(me: Rank, plan: Plan) -> torch.device:
     if plan.device == "cpu":
         return torch.device("cpu")
@@ -197,12 +236,21 @@ def _step(
 
 
 def _sum_over_ranks(model: ByteModel, loss: torch.Tensor, group: Any) -> torch.Tensor:
-    """Sum the gradients of the shared parameters, and the loss, over the ranks in one all-reduce."""
-    gradients = [p.grad for p in model.shared_parameters() if p.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients] + [loss])
-    torch.distributed.all_reduce(flat, group=group)
-    parts = flat.split([gradient.numel() for gradient in gradients] + [1])
-    for gradient, part in zip(gradients, parts, strict=False):
-        gradient.copy_(part.view_as(gradient))
-    total: torch.Tensor = parts[-1]
-    return total
+    """Sum the gradients of the shared parameters, and the loss, over the ranks in one all-reduce; over machines, those
+    of the experts in another."""
+    shared = [p.grad for p in model.shared_parameters() if p.grad is not None]
+    if not isinstance(group, Sums):
+        return _sum_flat([*shared, loss], lambda flat: torch.distributed.all_reduce(flat, group=group))
+    owned = [p.grad for m in model.mixtures() for p in (m.up, m.down) if p.grad is not None]
+    _sum_flat(owned, group.rail.all_reduce)
+    return _sum_flat([*shared, loss], group.all_ranks.all_reduce)
+
+
+def _sum_flat(tensors: list[torch.Tensor], sum_up: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    """Replace tensors by their sums over ranks, all in one call; return the last."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    sum_up(flat)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
+    return tensors[-1]

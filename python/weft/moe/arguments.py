@@ -18,6 +18,7 @@ from torch import Tensor
 from weft import _core
 from weft.errors import Error, invalid, shortened
 from weft.moe.config import Config, ceil_div, check_flags, check_whole
+from weft.runtime.plain import plain_address
 from weft.runtime.tensors import lacking_memory
 
 ROW_ALIGNMENT_BYTES = 16
@@ -76,36 +77,19 @@ def check_tensor(
     return value
 
 
-def is_plain(value: object) -> bool:
-    """Return whether all that check_tensor() could refuse of a contiguous tensor is its shape, type, or device.
-
-    Of an empty one it is not asked.
-    """
-    return (
-        type(value) is Tensor  # a subclass may be anything
-        and value.layout is torch.strided
-        and value.is_contiguous()
-        and not value.is_neg()
-        and value.data_ptr() != 0
-        and value.untyped_storage().nbytes()
-        >= value.storage_offset() * value.element_size()
-        + value.nbytes  # not freed, nor cut, behind an offset
-    )
-
-
 def plain_forms(*values: Tensor | None) -> tuple[Any, ...]:
     """Return type, shape and device of each, None for None: what a call's signature has of them.
 
-    (): one of them is not is_plain(), and has to be checked.
+    (): one of them is not plain, and has to be checked.
     """
     forms: list[Any] = []
     for value in values:
-        if value is not None:
-            if not is_plain(value) or value.dtype.is_complex:  # whose memory may be conjugated
-                return ()
-            forms += (value.dtype, value.shape, value.device)
-        else:
+        if value is None:
             forms.append(None)
+            continue
+        if not plain_address(value) or value.dtype.is_complex:  # whose memory may be conjugated
+            return ()
+        forms += (value.dtype, value.shape, value.device)
     return tuple(forms)
 
 

@@ -17,6 +17,7 @@ from weft.moe.elastic_layout import column_major
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
 from weft.moe.engine import address
 from weft.moe.engines import Engines
+from weft.runtime import spans
 
 Fetched = tuple[Tensor, Tensor | None]
 _ENTRY_ALIGNMENT_BYTES = 32
@@ -110,7 +111,9 @@ class EngramReads:
         with engine.on_comm_stream():
             hidden = int(table.row_bytes) // self._entry_type.itemsize
             data = engine.empty(ids.size(0), ids.size(1) * hidden, dtype=self._entry_type)
-            table.fetch(
+            spans.run(
+                "engram_fetch",
+                table.fetch,
                 indices=address(ids),
                 id_bytes=ids.element_size(),
                 count=ids.numel(),

@@ -14,6 +14,7 @@ from weft.moe.config import MAX_SMS, align, check_whole
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
 from weft.moe.engine import address
 from weft.moe.engines import Engines
+from weft.runtime import spans
 
 _MESSAGE_ALIGNMENT_BYTES = 32
 _MOST_BYTES = 1 << 40
@@ -69,7 +70,7 @@ class RingMessages:
         on CUDA at a later call.
         """
         ring, message = self._message("dst_rank_idx", t, dst_rank_idx, num_sms)
-        ring.send(**message)
+        spans.run("pp_send", ring.send, **message)
 
     def pp_recv(self, t: Tensor, src_rank_idx: int, num_sms: int = 0) -> None:
         """Fill a tensor with the next message of a neighbour, in order on the current stream.
@@ -81,7 +82,7 @@ class RingMessages:
         can be received.
         """
         ring, message = self._message("src_rank_idx", t, src_rank_idx, num_sms)
-        ring.receive(**message)
+        spans.run("pp_recv", ring.receive, **message)
 
     def _drop_ring(self) -> None:
         self._ring = None

@@ -27,6 +27,7 @@ from weft.moe.events import EventHandle, EventOverlap
 from weft.moe.host_memory import HostMemory
 from weft.moe.runtime_facts import RuntimeFacts
 from weft.moe.window_pieces import CudaStreams, Lease, StorageOwner, WindowPieces, watch_torch
+from weft.runtime.allocation import TensorForm, new_on_cuda, strides_in_order, tensor_form
 from weft.runtime.streams import current_stream
 
 _NOWHERE = 16
@@ -153,10 +154,9 @@ class Engine(RuntimeFacts):
             num_bytes = math.prod(shape) * dtype.itemsize
             copy = self.empty(*shape, dtype=dtype)
             return copy.copy_(piece[offset : offset + num_bytes].view(dtype).view(shape))
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         begin = piece.storage_offset() + offset // dtype.itemsize
-        view = torch.empty(0, dtype=dtype, device=self.device)
-        return view.set_(piece.untyped_storage(), begin, shape, strides)
+        view: torch.Tensor = new_on_cuda((tensor_form((0,), dtype),), self.device)[0]
+        return view.set_(piece.untyped_storage(), begin, shape, strides_in_order(shape))
 
     def permanent_view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return uint8[num_bytes] of the window, which stays mapped as long as the view."""
@@ -282,21 +282,24 @@ class Engine(RuntimeFacts):
         """Return an uninitialised tensor, allocated for the stream that is current."""
         if not self.is_cuda:
             return self._host_memory.empty(shape, dtype)
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        tensor: torch.Tensor = new_on_cuda((tensor_form(shape, dtype),), self.device)[0]
+        return tensor
 
-    def allocator(
-        self, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
-    ) -> Callable[[], torch.Tensor]:
-        """Return what makes uninitialised tensors of one form as empty() does.
+    def allocator(self, *forms: TensorForm | None) -> Callable[[], list[Any]]:
+        """Return what makes an uninitialised tensor of each form, None for None, as empty() does."""
+        if self.is_cuda:
+            return functools.partial(new_on_cuda, forms, self.device)
+        makers = [self._host_maker(form) for form in forms]
+        return lambda: [make() for make in makers]
 
-        strides: in elements, of tensors without gaps; None: rows in order.
-        """
+    def _host_maker(self, form: TensorForm | None) -> Callable[[], torch.Tensor | None]:
+        if form is None:
+            return lambda: None
+        shape, strides, dtype = form
         num_elements = math.prod(shape)
-        if self.is_cuda or num_elements * dtype.itemsize < _SMALL_BYTES:
-            if strides is None:
-                return functools.partial(torch.empty, shape, dtype=dtype, device=self.device)
+        if num_elements * dtype.itemsize < _SMALL_BYTES:
             return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=self.device)
-        if strides is None:
+        if strides == strides_in_order(shape):
             return functools.partial(self.empty, *shape, dtype=dtype)
         return lambda: self.empty(num_elements, dtype=dtype).as_strided(shape, strides)
 

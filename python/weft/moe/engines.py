@@ -127,6 +127,7 @@ class Engines:
         finally:
             self.main = None
             self._by_device.clear()
+            self.plans.clear()
 
     def describe(self, name: str, **facts: object) -> str:
         """Return the repr of a buffer on these engines."""

@@ -15,6 +15,8 @@ from weft import _core
 from weft.errors import Error
 from weft.moe.engine import Engine, Order, address
 from weft.moe.handle import DispatchState
+from weft.runtime import spans
+from weft.runtime.allocation import tensor_form
 
 Payload = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -101,12 +103,14 @@ class LayoutPlan:
         num_ranks = int(engine.communicator.size)
         self.engine, self.num_experts = engine, num_experts
         self.parts = (num_ranks, num_experts)
-        self._counts = engine.allocator((num_ranks + num_experts,), torch.int32)
-        self._in_rank = engine.allocator((num_tokens, num_ranks), torch.bool)
+        self._outputs = engine.allocator(
+            tensor_form((num_ranks + num_experts,), torch.int32),
+            tensor_form((num_tokens, num_ranks), torch.bool),
+        )
 
     def new_outputs(self) -> Layout:
         """Return what layout() fills, for the stream that is current."""
-        return Layout(self._counts(), self._in_rank())
+        return Layout(*self._outputs())
 
 
 def layout(
@@ -114,7 +118,9 @@ def layout(
 ) -> None:
     """Fill ``into``, and sum_place i32[T, ranks], by right-most slot."""
     num_tokens, top_k = topk_idx.shape
-    engine.core.layout(
+    spans.run(
+        "layout",
+        engine.core.layout,
         *(address(topk_idx), topk_idx.element_size(), num_tokens, top_k),
         into.counts.size(0) - into.is_token_in_rank.size(1),
         *(into.counts.data_ptr(), address(into.is_token_in_rank), address(sum_place), stream),
@@ -146,7 +152,9 @@ def dispatch(
     stream, after, waits, joins = order
     row_format = rows.format
     try:
-        notified = engine.core.notify(
+        notified = spans.run(
+            "dispatch.counts",
+            engine.core.notify,
             format=row_format,
             token_in_rank=is_token_in_rank.data_ptr(),
             tokens_per_expert=num_tokens_per_expert.data_ptr(),
@@ -234,13 +242,13 @@ def _send(
         *(memory, handle_id, num_rows, staging_rows, counts_unknown, rows.keep_weights, is_one_piece),
         *(num_sms, *order),
     )
-    return Received(engine, _with_room(engine, call), rows, num_rows)
+    return Received(engine, _with_room(engine, "dispatch", call), rows, num_rows)
 
 
-def _with_room(engine: Engine, call: Callable[[], Any]) -> Any:
+def _with_room(engine: Engine, name: str, call: Callable[[], Any]) -> Any:
     """Return call(); where the window is full of pieces that other streams still use, after these."""
     try:
-        return call()
+        return spans.run(name, call)
     except Error as error:
         is_room = error.code == "capacity" and str(error).startswith(
             "num_nvl_bytes:"
@@ -270,7 +278,7 @@ def combine(
         *(bias_addresses[0], bias_addresses[1], combined.data_ptr(), address(combined_weights)),
         *(state.num_tokens, state.memory, state.handle_id, state.staging_rows, num_sms, *order),
     )
-    _with_room(engine, call)
+    _with_room(engine, "combine", call)
 
 
 class CombinePlan:

@@ -45,6 +45,13 @@ class HybridEPConfig:
     ep_handle: EPHandle | None = None
 
 
+@dataclass
+class HybridEPConfigurer:
+    """Where clients read a buffer's sizes: ``buffer.configurer.buffer_config``."""
+
+    buffer_config: HybridEPConfig
+
+
 def indices_to_map(
     topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int
 ) -> tuple[Tensor, Tensor | None]:
@@ -110,6 +117,11 @@ class HybridEPBuffer:
         self.config = HybridEPConfig(hidden, max(tokens, 1), local, self.group_size)
 
     # -- life and facts --------------------------------------------------------------------------------------
+
+    @property
+    def configurer(self) -> HybridEPConfigurer:
+        """The buffer's sizes under the name of newer versions of DeepEP's branch; ``config`` is the same."""
+        return HybridEPConfigurer(self.config)
 
     @property
     def runtime(self) -> Any:
@@ -180,13 +192,15 @@ class HybridEPBuffer:
                 give them, or none does.
             pad_multiple: each expert's rows are filled up with zeros to a multiple of it; None: 1.
             num_permuted_tokens: rows that are returned, zeros after the real ones; None: the real ones.
-            non_blocking: tokens_per_expert comes on the device. The host waits for the counts all the same.
+            non_blocking: tokens_per_expert comes on the device, and rows past num_permuted_tokens are dropped: the
+                handle's last entry is then 1, counts are of the rows that stay, and a combine adds nothing for the
+                others. The host waits for the counts all the same.
             handle: repeat the routes of an earlier dispatch.
             num_of_tokens_per_rank: the most tokens of any rank, where that is more than the buffer's.
             use_fp8, fuse_permute_dispatch, num_dispatched_tokens, use_host_meta: taken for compatibility.
         Returns: (rows [X, hidden], in order of expert, source rank, token; probabilities float32 [X] or None; scales
             [X, n] or None; padded rows per expert, int64 [Le]; handle).
-        Raises: weft.Error also when num_permuted_tokens is less than the rows that came.
+        Raises: weft.Error also when num_permuted_tokens is less than the rows that came, unless non_blocking.
         """
         data = hidden if scaling_factor is None else (hidden, scaling_factor)
         if handle is None:
@@ -219,8 +233,11 @@ class HybridEPBuffer:
                 num_sms=self.num_sms_dispatch_api,
             )
         out, scales = (rows[0], rows[1]) if isinstance(rows, tuple) else (rows, None)
-        wanted = _wanted_rows(num_permuted_tokens, out.size(0))
+        may_drop = non_blocking if handle is None else _has_dropped(handle)
+        wanted = _wanted_rows(num_permuted_tokens, out.size(0), may_drop)
         counts = torch.tensor(ep_handle.num_recv_tokens_per_expert_list, dtype=torch.int64)
+        if wanted < out.size(0):
+            counts = counts.cumsum(0).clamp(max=wanted).diff(prepend=counts.new_zeros(1))
         if non_blocking:
             counts = counts.to(out.device, non_blocking=True)
         return (
@@ -228,7 +245,7 @@ class HybridEPBuffer:
             None if row_probs is None else _filled(row_probs, wanted),
             None if scales is None else _filled(scales, wanted),
             counts,
-            handle if handle is not None else _permuted_handle(config, ep_handle),
+            handle if handle is not None else _permuted_handle(config, ep_handle, wanted < out.size(0)),
         )
 
     def combine_with_unpermute(
@@ -252,6 +269,8 @@ class HybridEPBuffer:
         """
         config, ep_handle = _config_of(handle)
         num_rows = ep_handle.num_expanded_tokens
+        if _has_dropped(handle):  # what was dropped adds nothing
+            hidden, probs = _filled(hidden, num_rows), None if probs is None else _filled(probs, num_rows)
         hidden = hidden[:num_rows]
         if probs is not None:
             probs = probs[:num_rows].float().reshape(-1).contiguous()
@@ -396,23 +415,31 @@ def _handle_entries(config: HybridEPConfig, ep_handle: EPHandle) -> Handle:
     return ep_handle.dst_buffer_slot_idx, None, None, num_rows, local_map
 
 
-def _permuted_handle(config: HybridEPConfig, ep_handle: EPHandle) -> Handle:
+def _permuted_handle(config: HybridEPConfig, ep_handle: EPHandle, has_dropped: bool) -> Handle:
     row_id_map = ep_handle.recv_src_metadata[:, 2:]
-    has_overflowed = torch.zeros(1, dtype=torch.int32)
+    has_overflowed = torch.tensor([has_dropped], dtype=torch.int32)
     entries = _handle_entries(config, ep_handle)
     return (*entries, row_id_map, ep_handle.topk_idx.size(0), config, has_overflowed)
 
 
-def _wanted_rows(given: int | None, real: int) -> int:
+def _has_dropped(handle: Handle | None) -> bool:
+    """Return whether the dispatch that made a handle left rows out, as the handle's last entry says."""
+    flag = handle[-1] if handle else None
+    return isinstance(flag, Tensor) and bool(flag)
+
+
+def _wanted_rows(given: int | None, real: int, may_drop: bool) -> int:
     if given is None:
         return real
-    if check_whole("num_permuted_tokens", given, 0) < real:
+    if check_whole("num_permuted_tokens", given, 0) < real and not may_drop:
         raise invalid("num_permuted_tokens", given, f"at least the {real} rows that came")
     return int(given)
 
 
 def _filled(rows: Tensor, wanted: int) -> Tensor:
-    """Return rows with zeros after them."""
+    """Return the first rows, or all with zeros after them; never a view."""
     if rows.size(0) == wanted:
         return rows
+    if rows.size(0) > wanted:
+        return rows[:wanted].clone()
     return torch.cat((rows, rows.new_zeros((wanted - rows.size(0), *rows.shape[1:]))))

@@ -21,12 +21,12 @@ from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.config import MAX_LOW_LATENCY_TOKENS, check_flags, check_whole
-from weft.moe.engine import Engine, address, addresses
+from weft.moe.engine import Engine, address
 from weft.moe.engines import Engines, Signature
 from weft.moe.events import EventOverlap
 from weft.moe.low_latency_dispatch import Sent, Sizes, check_global_scale, check_outputs
 from weft.moe.low_latency_formats import SCALE_GROUP, check_output, find_format
-from weft.moe.low_latency_handle import LowLatencyHandle, LowLatencyState, new_status
+from weft.moe.low_latency_handle import LowLatencyForm, LowLatencyHandle, LowLatencyState, new_status
 from weft.moe.low_latency_phases import Hook, launch
 from weft.moe.low_latency_plan import REPLIES, CombinePlan, DispatchPlan
 from weft.moe.low_latency_signals import NO_SIGNALS, Signals, check_signals
@@ -112,73 +112,56 @@ class LowLatencyCalls:
             buffer's num_rdma_bytes are too few, or an expert got more than R * M rows.
         """
         flags = (use_fp8, round_scale, use_ue8m0, use_mxfp8, use_nvfp4, use_ue8m0_for_sf)
-        most, experts, has_weights = num_max_dispatch_tokens_per_rank, num_experts, topk_weights is not None
+        most, experts = num_max_dispatch_tokens_per_rank, num_experts
         signature: Signature = ()  # of no call
         plan: DispatchPlan | None = None
         try:  # 1.0 is as good a key as 1, but no number of experts: types, too
-            signature = (
-                *(x.dtype, x.shape, x.device, topk_idx.dtype, topk_idx.shape, topk_idx.device, has_weights),
-                *(most, type(most), experts, type(experts), *flags, async_finish, return_recv_hook),
-            )
-            plan = self._engines.plans.get(signature)
-        except (AttributeError, TypeError, ValueError, RuntimeError):  # checks will say what is wrong
+            if forms := arguments.plain_forms(x, topk_idx, topk_weights):
+                sizes = (most, type(most), experts, type(experts))
+                signature = (*forms, *sizes, *flags, async_finish, return_recv_hook)
+                plan = self._engines.plans.get(signature)
+        except TypeError:  # an option that is no key: checks will say what is wrong
             signature = ()
-        is_known = plan is not None and arguments.is_plain(x) and arguments.is_plain(topk_idx)
-        if plan is None or not is_known or x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
+        if plan is None or x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
             arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
-            plan = self._plan_dispatch(x, topk_idx, most, experts, flags, has_weights)
-            self._engines.keep(signature if x.numel() and topk_idx.numel() else (), plan)
-        engine, sizes, form = plan.engine, plan.sizes, plan.form
+            plan = self._plan_dispatch(x, topk_idx, topk_weights, most, experts, flags)
+            self._engines.keep(signature, plan)
+        engine, local, device = plan.engine, plan.sizes.local_experts, plan.engine.device
+        name, costs_name = "cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats"
+        stats, costs = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         sent = Sent(
             x,
-            topk_idx,
-            arguments.check_optional(
-                "topk_weights", topk_weights, plan.ids_shape, torch.float32, engine.device
-            ),
             check_global_scale(x_global_scale, use_nvfp4, engine),
-            arguments.check_optional(
-                "cumulative_local_expert_recv_stats",
-                *(cumulative_local_expert_recv_stats, (sizes.local_experts,), torch.int32, engine.device),
-            ),
-            arguments.check_optional(
-                "dispatch_wait_recv_cost_stats",
-                *(dispatch_wait_recv_cost_stats, (self.group_size,), torch.int64, engine.device),
-            ),
+            topk_idx,
+            topk_weights,
+            arguments.check_optional(name, stats, (local,), torch.int32, device),
+            arguments.check_optional(costs_name, costs, (self.group_size,), torch.int64, device),
         )
-        wanted = (out_packed_recv_x, out_src_info, out_layout_range, out_count)
-        if any(out is not None for out in wanted):
-            filled = plan.outputs(check_outputs(engine, sizes, form, sent, wanted))
-        else:
+        if out_packed_recv_x is out_src_info is out_layout_range is out_count is None:
             filled = plan.new_outputs()
-        state = LowLatencyState(
-            group_key=engine.group_key,
-            max_tokens=sizes.max_tokens,
-            num_tokens=plan.num_tokens,
-            top_k=plan.top_k,
-            hidden=form.hidden,
-            num_experts=sizes.num_experts,
-            rows_shape=plan.rows_shape,
-            had_weights=has_weights,
-            routes=filled.routes,
-            status=new_status(is_received=not return_recv_hook),
-            _was_received=not return_recv_hook,
-        )
+        else:
+            wanted = (out_packed_recv_x, out_src_info, out_layout_range, out_count)
+            filled = plan.outputs(check_outputs(engine, plan.sizes, plan.form, sent, wanted))
+        is_received = not return_recv_hook
+        state = LowLatencyState(plan.handle_form, filled.routes, new_status(is_received), is_received)
         event, hook = launch(
-            *(engine, "dispatch", plan.calls, (*sent.addresses(), *filled.addresses())),
-            *((*sent, *filled.tensors()), async_finish, return_recv_hook, state.receive),
+            *(engine, "dispatch", plan.calls, (*sent, *filled), async_finish, return_recv_hook, state.receive)
         )
-        payload = filled.rows if filled.scales is None else (filled.rows, filled.scales)
+        rows, scales = plan.form.seen(filled.memory, filled.scale_memory)
         handle = LowLatencyHandle(state, filled.src_info, filled.layout_range)
-        return payload, filled.counts, *filled.extras, handle, event, hook
+        payload = rows if scales is None else (rows, scales)
+        if topk_weights is None:
+            return payload, filled.counts, handle, event, hook
+        return payload, filled.counts, filled.weights, filled.sources, handle, event, hook
 
     def _plan_dispatch(
         self,
         x: object,
         topk_idx: object,
+        topk_weights: object,
         max_tokens: object,
         num_experts: object,
         flags: Any,
-        has_weights: bool,
     ) -> DispatchPlan:
         """Check what the calls of one signature share, and plan them."""
         engine = self._low_latency_engine("x", x)
@@ -194,7 +177,10 @@ class LowLatencyCalls:
         rows = arguments.check_rows("x", x, "tokens", (torch.bfloat16,), engine.device)
         ids = arguments.check_topk_idx(topk_idx, rows.size(0), engine.device)
         form = find_format(rows.size(1), **{name: bool(flag) for name, flag in asked.items()})
-        return DispatchPlan(engine, sizes, form, ids, has_weights)
+        weights = arguments.check_optional(
+            "topk_weights", topk_weights, ids.shape, torch.float32, engine.device
+        )
+        return DispatchPlan(engine, sizes, form, ids, weights is not None)
 
     # -- combine ---------------------------------------------------------------------------------------------
 
@@ -245,68 +231,51 @@ class LowLatencyCalls:
             comp_signal: int32 or uint32, Le * ceil(R * M / block_m) elements, expert-major: so many rows of an
                 expert are there once its block's has reached threshold. packed_recv_count: taken, int32 [Le].
             num_sms: SMs that the send may take, so that the other kernels find some; None: 3 with comp_signal,
-                else all. On the CPU not looked at.
+                32 with src_signals; 0: all. On the CPU not looked at.
         Returns: (combined_x bf16 [T, hidden], event, hook or None). Slots of -1, and of masked ranks, add
         nothing.
         Raises: weft.Error also, on all ranks, when they answer different dispatches. weft.PeerLost also on a rank
         whose own signals stay away, naming the expert.
         """
-        engine = self._low_latency_engine("x", x)
-        state = self._check_low_latency_handle(handle, engine)
-        if not state.is_received:
-            raise invalid("handle", "that of a dispatch whose hook has not run", "combining after hook()")
-        has_weights = topk_weights is not None
+        if type(handle) is LowLatencyHandle:
+            state = handle.state
+        else:  # the tensors of one
+            state = self._check_low_latency_handle(handle, self._low_latency_engine("x", x))
         signature: Signature = ()  # of no call
         plan: CombinePlan | None = None
-        if zero_copy is False and overlap is False:
-            try:
-                signature = (
-                    *(
-                        x.dtype,
-                        x.shape,
-                        x.device,
-                        topk_idx.dtype,
-                        topk_idx.shape,
-                        topk_idx.device,
-                        has_weights,
-                    ),
-                    *(state.max_tokens, state.num_tokens, state.top_k, state.hidden, state.num_experts),
-                    *(
-                        state.had_weights,
-                        use_logfmt,
-                        exact,
-                        zero_copy,
-                        overlap,
-                        async_finish,
-                        return_recv_hook,
-                    ),
-                )
+        try:
+            forms = arguments.plain_forms(x, topk_idx, topk_weights)
+            if forms and zero_copy is False and overlap is False:
+                signature = (*forms, state.form, use_logfmt, exact, async_finish, return_recv_hook)
                 plan = self._engines.plans.get(signature)
-            except (AttributeError, TypeError, ValueError, RuntimeError):  # checks will say what is wrong
-                signature = ()
+        except TypeError:  # an option that is no key: checks will say what is wrong
+            signature = ()
+        if plan is not None and x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
+            plan = None
+        if plan is None:
+            state = self._check_low_latency_handle(handle, self._low_latency_engine("x", x))
+        if not state.is_received:
+            raise invalid("handle", "that of a dispatch whose hook has not run", "combining after hook()")
         rows, signals = x, NO_SIGNALS
-        is_known = plan is not None and arguments.is_plain(x) and arguments.is_plain(topk_idx)
-        if plan is None or not is_known or x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
+        if plan is None:
             arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
             arguments.check_not_both("zero_copy", zero_copy, "use_logfmt", use_logfmt)
             check_flags(exact=exact, overlap=overlap)
+            engine = self._low_latency_engine("x", x)
             rows = self._check_combine_rows(engine, state, x, zero_copy)
             if overlap:
                 signals = check_signals(
-                    *(engine.device, state.rows_shape, src_signals, src_signal_expect_value),
+                    *(engine.device, state.form.rows_shape, src_signals, src_signal_expect_value),
                     *(comp_signal, block_m, threshold, num_sms),
                 )
-                local = state.rows_shape[:1]
+                local = state.form.rows_shape[:1]
                 arguments.check_optional(
                     "packed_recv_count", packed_recv_count, local, torch.int32, engine.device
                 )
             reply = REPLIES[bool(exact), bool(use_logfmt)]
-            plan = self._plan_combine(engine, state, topk_idx, has_weights, reply, signals)
-            self._engines.keep(signature if rows.numel() and topk_idx.numel() else (), plan)
-        ids_shape = (state.num_tokens, state.top_k)
-        weights = arguments.check_optional(
-            "topk_weights", topk_weights, ids_shape, torch.float32, engine.device
-        )
+            plan = self._plan_combine(engine, state.form, topk_idx, topk_weights, reply, signals)
+            self._engines.keep(signature, plan)
+        engine = plan.engine
         costs = arguments.check_optional(
             "combine_wait_recv_cost_stats",
             combine_wait_recv_cost_stats,
@@ -314,22 +283,29 @@ class LowLatencyCalls:
             torch.int64,
             engine.device,
         )
-        combined = check_output(engine, "out", out, (state.num_tokens, state.hidden), torch.bfloat16)
-        if combined is not None:
-            others = {"x": rows, "topk_idx": topk_idx, "topk_weights": weights, "signals": signals.tensor}
-            arguments.check_apart({"out": combined}, {**others, "combine_wait_recv_cost_stats": costs})
-        else:
+        sums = (state.form.num_tokens, state.form.hidden)
+        combined = check_output(engine, "out", out, sums, torch.bfloat16)
+        if combined is None:
             combined = plan.new_output()
-        used = (rows, topk_idx, weights, state.routes, combined, costs, signals.tensor)
-        at = addresses(*used)
-        event, hook = launch(engine, "combine", plan.calls, at, used, async_finish, return_recv_hook)
+        else:
+            others = {
+                "x": rows,
+                "topk_idx": topk_idx,
+                "topk_weights": topk_weights,
+                "signals": signals.tensor,
+            }
+            arguments.check_apart({"out": combined}, {**others, "combine_wait_recv_cost_stats": costs})
+        used = (rows, topk_idx, topk_weights, state.routes, combined, costs, signals.tensor)
+        event, hook = launch(engine, "combine", plan.calls, used, async_finish, return_recv_hook)
         return combined, event, hook
 
     def _check_combine_rows(
         self, engine: Engine, state: LowLatencyState, x: object, zero_copy: bool
     ) -> Tensor:
         bf16 = (torch.bfloat16,)
-        rows = arguments.check_tensor("x", x, state.rows_shape, bf16, engine.device, contiguous=not zero_copy)
+        rows = arguments.check_tensor(
+            "x", x, state.form.rows_shape, bf16, engine.device, contiguous=not zero_copy
+        )
         if not zero_copy:
             return arguments.check_alignment("x", rows)
         if state.combine_rows is None:
@@ -339,37 +315,38 @@ class LowLatencyCalls:
     def _plan_combine(
         self,
         engine: Engine,
-        state: LowLatencyState,
+        form: LowLatencyForm,
         topk_idx: object,
-        has_weights: bool,
+        topk_weights: object,
         reply: int,
         signals: Signals,
     ) -> CombinePlan:
         """Check what the calls of one signature share, and plan them."""
-        shape = (state.num_tokens, state.top_k)
+        shape = (form.num_tokens, form.top_k)
         ids = arguments.check_tensor("topk_idx", topk_idx, shape, arguments.IDS, engine.device)
-        if not has_weights and (reply != _core.REPLY_REDUCED or not state.had_weights):
+        weights = arguments.check_optional("topk_weights", topk_weights, shape, torch.float32, engine.device)
+        if weights is None and (reply != _core.REPLY_REDUCED or not form.had_weights):
             raise invalid(
                 "topk_weights", "None", "float32 weights; None only if the dispatch had them, not exact"
             )
-        if reply == _core.REPLY_EXACT_LOG and state.hidden % SCALE_GROUP:
-            raise invalid("use_logfmt", f"True for hidden {state.hidden}", f"multiples of {SCALE_GROUP}")
-        form = {
-            "max_tokens": state.max_tokens,
-            "tokens": state.num_tokens,
-            "top_k": state.top_k,
-            "experts": state.num_experts,
+        if reply == _core.REPLY_EXACT_LOG and form.hidden % SCALE_GROUP:
+            raise invalid("use_logfmt", f"True for hidden {form.hidden}", f"multiples of {SCALE_GROUP}")
+        facts = {
+            "max_tokens": form.max_tokens,
+            "tokens": form.num_tokens,
+            "top_k": form.top_k,
+            "experts": form.num_experts,
             "id_bytes": ids.element_size(),
             "reply": reply,
-            "row_bytes": state.hidden * 2,
-            "has_weights": has_weights,
-            "dispatch_had_weights": state.had_weights,
+            "row_bytes": form.hidden * 2,
+            "has_weights": weights is not None,
+            "dispatch_had_weights": form.had_weights,
             "signal_value": signals.value,
             "signals_per_expert": signals.per_expert,
             "signal_rows": signals.rows,
             "num_sms": signals.num_sms,
         }
-        return CombinePlan(engine, form, (state.num_tokens, state.hidden))
+        return CombinePlan(engine, facts, (form.num_tokens, form.hidden))
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return bf16 [Le, R * M, hidden] to be filled and then combined with ``zero_copy=True``."""
@@ -379,7 +356,7 @@ class LowLatencyCalls:
         state = self._check_low_latency_handle(handle, engine)
         rows = state.combine_rows
         if rows is None:
-            rows = state.combine_rows = engine.empty(*state.rows_shape, dtype=torch.bfloat16)
+            rows = state.combine_rows = engine.empty(*state.form.rows_shape, dtype=torch.bfloat16)
         return rows
 
     def clean_low_latency_buffer(

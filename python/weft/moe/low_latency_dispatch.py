@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.config import local_experts
-from weft.moe.engine import Engine, addresses
+from weft.moe.engine import Engine
 from weft.moe.low_latency_formats import Format, check_output
 
 
@@ -40,62 +40,33 @@ class Sizes:
 
 
 class Sent(NamedTuple):
-    """The caller's tensors, checked. expert_stats i32[Le] and wait_cycles i64[R] are added to, or None."""
+    """The caller's tensors, checked, as the core takes them."""
 
     rows: Tensor
+    global_scale: Tensor | None
     topk_idx: Tensor
     topk_weights: Tensor | None
-    global_scale: Tensor | None
-    expert_stats: Tensor | None
+    expert_stats: Tensor | None  # i32[Le], added to, as is wait_cycles, i64[R]
     wait_cycles: Tensor | None
-
-    def addresses(self) -> tuple[int, ...]:
-        """Return them as the core's calls take them."""
-        return addresses(
-            *(self.rows, self.global_scale, self.topk_idx, self.topk_weights),
-            *(self.expert_stats, self.wait_cycles),
-        )
 
     def named(self) -> dict[str, Tensor | None]:
         """Return all of them by the names that the caller knows."""
-        return {
-            "x": self.rows,
-            "topk_idx": self.topk_idx,
-            "topk_weights": self.topk_weights,
-            "x_global_scale": self.global_scale,
-            "cumulative_local_expert_recv_stats": self.expert_stats,
-            "dispatch_wait_recv_cost_stats": self.wait_cycles,
-        }
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return all of them, to be kept alive."""
-        return self
+        names = ("x", "x_global_scale", "topk_idx", "topk_weights")
+        stats = ("cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats")
+        return dict(zip((*names, *stats), self, strict=True))
 
 
 class Filled(NamedTuple):
-    """What a dispatch fills. memory and scale_memory are what rows and scales, as the caller sees them, lie in."""
+    """What a dispatch fills, as the core takes it. Rows and scales lie in memory and scale_memory."""
 
     memory: Tensor
     scale_memory: Tensor | None
-    rows: Tensor
-    scales: Tensor | None
     src_info: Tensor
     layout_range: Tensor
     counts: Tensor
-    extras: tuple[Tensor, ...]  # weights and source ranks of rows, where weights travel
     routes: Tensor  # for combine
-
-    def addresses(self) -> tuple[int, ...]:
-        """Return them as the core's calls take them."""
-        return addresses(
-            *(self.memory, self.scale_memory, self.src_info, self.layout_range, self.counts, self.routes),
-            *(self.extras or (None, None)),
-        )
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return all of them, to be kept alive."""
-        meta = (self.src_info, self.layout_range, self.counts, *self.extras, self.routes)
-        return (self.memory, self.scale_memory, *meta)
+    weights: Tensor | None  # of rows, as source ranks, where weights travel
+    sources: Tensor | None
 
 
 def check_outputs(

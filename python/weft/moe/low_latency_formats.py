@@ -2,14 +2,13 @@
 """How rows travel in a low-latency dispatch, and the tensors in which they arrive. Shapes only; any thread.
 
     form = find_format(hidden, use_fp8=True, round_scale=False, use_ue8m0=False)
-    make_scales = form.scale_allocator(engine, (local_experts, rows_per_expert))
+    scales = form.scale_memory((local_experts, rows_per_expert))
 
 hidden channels H; L local experts, N rows of one of them at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,7 @@ from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.config import ceil_div
 from weft.moe.engine import Engine
+from weft.runtime.allocation import TensorForm, tensor_form
 
 SCALE_GROUP = 128  # channels that share an FP8 scale or a LogFMT range
 _MX_BLOCK = 32
@@ -45,8 +45,8 @@ class Format:
         """Elements of a row as it arrives."""
         return self.row_bytes // self.row_type.itemsize
 
-    def scale_allocator(self, engine: Engine, shape: tuple[int, int]) -> Callable[[], Tensor] | None:
-        """Return what makes the memory that scales of rows [L, N, ...] lie in; None where there are none.
+    def scale_memory(self, shape: tuple[int, int]) -> TensorForm | None:
+        """Return the form of the memory that scales of rows [L, N, ...] lie in; None where there are none.
 
         Words [L, N, n], column-major; or uint8 [L, tiles, n, 32, 4, 4] as matrix units take scales.
         """
@@ -55,8 +55,8 @@ class Format:
         words = self.scale_bytes // _BYTES_PER_WORD
         if self.is_tiled:
             tiles = ceil_div(shape[1], _TILE_ROWS)
-            return engine.allocator((shape[0], tiles, words, 32, 4, 4), torch.uint8)
-        return engine.allocator((*shape, words), self.scale_type, self.scale_strides(shape))
+            return tensor_form((shape[0], tiles, words, 32, 4, 4), torch.uint8)
+        return tensor_form((*shape, words), self.scale_type, self.scale_strides(shape))
 
     def scale_strides(self, shape: tuple[int, int]) -> tuple[int, int, int]:
         """Return words between experts, rows and words of that memory; 0 for rows and words of tiles."""

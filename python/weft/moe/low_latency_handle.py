@@ -14,13 +14,52 @@ from torch import Tensor
 from weft.moe.handle import facts_of
 
 _KIND = 0x57454654_4C4C  # of the facts in a handle: another number than those of other handles
+_MADE_AT_ONCE = 64
 _numbers = itertools.count(1)
 _combine_rows: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
+_unused: tuple[list[Tensor], list[Tensor]] = ([], [])  # statuses made in advance: not received, and received
+
+
 def new_status(is_received: bool) -> Tensor:
-    """Return the status of a new handle."""
-    return torch.tensor((int(is_received), next(_numbers)), device="cpu")
+    """Return the status of a new handle. Many are made at once: a tensor takes longer than all else of a handle."""
+    unused = _unused[is_received]
+    try:
+        return unused.pop()
+    except IndexError:
+        entries = [(int(is_received), next(_numbers)) for _ in range(_MADE_AT_ONCE)]
+        unused += torch.tensor(entries, dtype=torch.int64, device="cpu").unbind()
+        return unused.pop()
+
+
+@dataclass(frozen=True, eq=False)
+class LowLatencyForm:
+    """What a dispatch and its combine agree on. low_latency_form() makes them: equal ones are one object."""
+
+    group_key: int
+    num_tokens: int
+    top_k: int
+    had_weights: bool
+    max_tokens: int
+    hidden: int
+    num_experts: int
+    rows_shape: tuple[int, int, int]  # of the received rows: Le, R * M, hidden
+
+    @functools.cached_property
+    def facts(self) -> Tensor:
+        """What a handle carries of it, i64[8] on the CPU."""
+        numbers = (self.group_key, self.num_tokens, self.top_k, self.had_weights)
+        sizes = (self.max_tokens, self.hidden, self.num_experts)
+        return torch.tensor((_KIND, *numbers, *sizes), dtype=torch.int64, device="cpu")
+
+    @functools.cached_property
+    def sizes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """M, hidden and E, as a handle has them: i64 of no dimension."""
+        return self.facts[5], self.facts[6], self.facts[7]
+
+
+low_latency_form = functools.lru_cache(maxsize=256)(LowLatencyForm)
 
 
 @dataclass
@@ -31,18 +70,16 @@ class LowLatencyState:
     run; and a number that no other handle of this process has. Handles that are the same tensors share it.
     """
 
-    group_key: int
-    max_tokens: int
-    num_tokens: int
-    top_k: int
-    hidden: int
-    num_experts: int
-    rows_shape: tuple[int, int, int]  # of the received rows: Le, R * M, hidden
-    had_weights: bool
+    form: LowLatencyForm
     routes: Tensor
     status: Tensor
-    _kept_rows: Tensor | None = None
     _was_received: bool = False  # status[0], once it was seen to be 1
+    _kept_rows: Tensor | None = None
+
+    @property
+    def group_key(self) -> int:
+        """The ranks, as Engine.group_key has them."""
+        return self.form.group_key
 
     @property
     def is_received(self) -> bool:
@@ -80,16 +117,10 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
 
     def __new__(cls, state: LowLatencyState, src_info: Tensor, layout_range: Tensor) -> LowLatencyHandle:
         """Return the handle with its state beside the tensors."""
-        facts, sizes = _facts(
-            state.group_key,
-            state.num_tokens,
-            state.top_k,
-            state.had_weights,
-            state.max_tokens,
-            state.hidden,
-            state.num_experts,
+        form = state.form
+        handle = super().__new__(
+            cls, (src_info, layout_range, *form.sizes, state.routes, form.facts, state.status)
         )
-        handle = super().__new__(cls, (src_info, layout_range, *sizes, state.routes, facts, state.status))
         handle.state = state
         return handle
 
@@ -108,22 +139,7 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
             return None
         _, group_key, num_tokens, top_k, had_weights, max_tokens, hidden, num_experts = facts
         rows_shape = (int(src_info.size(0)), int(src_info.size(1)), hidden)
-        return LowLatencyState(
-            group_key,
-            max_tokens,
-            num_tokens,
-            top_k,
-            hidden,
-            num_experts,
-            rows_shape,
-            bool(had_weights),
-            routes,
-            status,
+        form = low_latency_form(
+            group_key, num_tokens, top_k, bool(had_weights), max_tokens, hidden, num_experts, rows_shape
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _facts(*numbers: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Return what handles of the same sizes share: facts, and M, hidden and E out of them."""
-    facts = torch.tensor((_KIND, *numbers), dtype=torch.int64, device="cpu")
-    return facts, (facts[5], facts[6], facts[7])
+        return LowLatencyState(form, routes, status)

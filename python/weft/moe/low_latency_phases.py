@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.autograd import profiler
 
 from weft.errors import Error
-from weft.moe.engine import Engine
+from weft.moe.engine import Engine, addresses
 from weft.moe.events import EventOverlap
+from weft.runtime import spans
 
 Hook = Callable[[], None]
 
@@ -19,7 +21,6 @@ def launch(
     engine: Engine,
     name: Literal["dispatch", "combine"],
     calls: Any,
-    addresses: tuple[int, ...],
     tensors: tuple[Tensor | None, ...],
     async_finish: bool,
     return_recv_hook: bool,
@@ -27,17 +28,20 @@ def launch(
 ) -> tuple[EventOverlap, Hook | None]:
     """Run both phases on the communication stream, or send on the current one and return the hook.
 
-    calls: the core's, of the form at hand; addresses: its arguments. on_receive: called by the hook, once
-    the receive phase is launched.
+    calls: the core's, of the form at hand; tensors: its arguments, in its order. on_receive: called by the hook,
+    once the receive phase is launched.
     Raises: weft.Error, with nothing sent, while the hook of the call before the last one is still to be run.
     """
     if engine.unreceived:
         _check_hooks(engine)
     if return_recv_hook:
-        sent = calls.send(*addresses, engine.current_stream)
+        sent = spans.run(f"low_latency_{name}.send", calls.send, *addresses(*tensors), engine.current_stream)
         return EventOverlap(), _ReceiveHook(engine, name, calls, sent, tensors, on_receive)
+    run = calls.run
+    if profiler._is_profiler_enabled or spans.NVTX:
+        run = spans.around(f"low_latency_{name}", run)
     engine.low_latency_calls = (
-        calls.run(*addresses, engine.stream, engine.current_stream, not async_finish)
+        run(*addresses(*tensors), engine.stream, engine.current_stream, not async_finish)
         or engine.low_latency_calls
     )
     if not async_finish:
@@ -60,6 +64,7 @@ class _ReceiveHook:
         on_receive: Callable[[], None] | None,
     ) -> None:
         self._engine = engine
+        self._name = name
         self._on_receive = on_receive
         self._calls = calls
         self._sent = sent
@@ -73,7 +78,7 @@ class _ReceiveHook:
         if self._tensors is None:
             raise Error("hook: called a second time, allowed: once for each call that returned one")
         self._engine.unreceived.pop(self._number, None)
-        self._calls.receive(self._sent)
+        spans.run(f"low_latency_{self._name}.receive", self._calls.receive, self._sent)
         self._tensors = None
         if self._on_receive is not None:
             self._on_receive()

@@ -21,6 +21,8 @@ from weft import _core
 from weft.moe.engine import Engine
 from weft.moe.low_latency_dispatch import Filled, Sizes
 from weft.moe.low_latency_formats import Format
+from weft.moe.low_latency_handle import low_latency_form
+from weft.runtime.allocation import tensor_form
 
 
 class DispatchPlan:
@@ -34,10 +36,7 @@ class DispatchPlan:
     ) -> None:
         self.engine, self.sizes, self.form = engine, sizes, form
         self.num_tokens, self.top_k = topk_idx.shape
-        self.ids_shape = (self.num_tokens, self.top_k)
-        self.has_weights = has_weights
         rows = (sizes.local_experts, sizes.rows)
-        self.rows_shape = (*rows, form.hidden)
         scale_strides = form.scale_strides(rows)
         self.calls: Any = engine.low_latency.plan_dispatch(
             max_tokens=sizes.max_tokens,
@@ -57,41 +56,35 @@ class DispatchPlan:
         words = int(
             engine.low_latency.routes_words(sizes.max_tokens, self.top_k, sizes.num_experts, has_weights)
         )
-        i32, extras = torch.int32, ((torch.float32, torch.int32) if has_weights else ())
-        make = engine.allocator
-        self._rows = make((*rows, form.columns), form.row_type)
-        self._scales = form.scale_allocator(engine, rows)
-        self._src_info = make(rows, i32)
-        self._layout_range = make((rows[0], sizes.num_ranks), torch.int64)
-        self._counts = make((rows[0],), i32)
-        self._extras = [make(rows, dtype) for dtype in extras]
-        self._routes = make((words,), i32)
+        i32, meta = torch.int32, (rows[0], sizes.num_ranks)
+        self.handle_form = low_latency_form(
+            engine.group_key,
+            *(self.num_tokens, self.top_k, has_weights, sizes.max_tokens, form.hidden, sizes.num_experts),
+            (*rows, form.hidden),
+        )
+        self._forms = (
+            tensor_form((*rows, form.columns), form.row_type),
+            form.scale_memory(rows),
+            tensor_form(rows, i32),
+            tensor_form(meta, torch.int64),
+            tensor_form(rows[:1], i32),
+            tensor_form((words,), i32),
+            tensor_form(rows, torch.float32) if has_weights else None,
+            tensor_form(rows, i32) if has_weights else None,
+        )
+        self._new_outputs = engine.allocator(*self._forms)
 
     def new_outputs(self) -> Filled:
         """Return new tensors for everything that a dispatch fills, for the stream that is current."""
-        memory, scale_memory = self._rows(), None if self._scales is None else self._scales()
-        return self.filled(memory, scale_memory, self._src_info(), self._layout_range(), self._counts())
+        return Filled(*self._new_outputs())
 
     def outputs(self, given: tuple[Tensor | None, ...]) -> Filled:
         """Return the caller's rows, src_info, layout_range and counts, checked, or new ones instead of None."""
-        makers = (self._rows, self._src_info, self._layout_range, self._counts)
-        rows, *meta = (make() if mine is None else mine for mine, make in zip(given, makers, strict=True))
-        return self.filled(rows, None if self._scales is None else self._scales(), *meta)
-
-    def filled(
-        self,
-        memory: Tensor,
-        scale_memory: Tensor | None,
-        src_info: Tensor,
-        layout_range: Tensor,
-        counts: Tensor,
-    ) -> Filled:
-        """Return them with what only Weft makes, and as the caller sees them."""
-        rows, scales = self.form.seen(memory, scale_memory)
-        extras = tuple(make() for make in self._extras)
-        return Filled(
-            *(memory, scale_memory, rows, scales), src_info, layout_range, counts, extras, self._routes()
-        )
+        rows, src_info, layout_range, counts = given
+        mine = (rows, None, src_info, layout_range, counts, None, None, None)
+        forms = (None if tensor is not None else form for tensor, form in zip(mine, self._forms, strict=True))
+        made = self.engine.allocator(*forms)()
+        return Filled(*(new if old is None else old for old, new in zip(mine, made, strict=True)))
 
 
 class CombinePlan:
@@ -100,7 +93,12 @@ class CombinePlan:
     def __init__(self, engine: Engine, form: dict[str, int], out_shape: tuple[int, int]) -> None:
         self.engine = engine
         self.calls: Any = engine.low_latency.plan_combine(**form)
-        self.new_output = engine.allocator(out_shape, torch.bfloat16)
+        self._new_output = engine.allocator(tensor_form(out_shape, torch.bfloat16))
+
+    def new_output(self) -> Tensor:
+        """Return a new tensor for the sums, for the stream that is current."""
+        sums: Tensor = self._new_output()[0]
+        return sums
 
 
 REPLIES = {

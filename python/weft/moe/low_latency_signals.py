@@ -29,7 +29,10 @@ class Signals:
 NO_SIGNALS = Signals(None, 0, 0, 0, 0)
 _SIGNALS = (torch.int32, torch.uint32)
 _MOST_SIGNAL = (1 << 31) - 1
-_OVERLAP_SMS = 3  # of a combine whose kernels raise signals block by block
+# SMs of a combine that waits for other kernels, where its caller names no number: with all of them in use those kernels
+# would find no room, and it would wait for ever. As many as SGLang leaves for communication on the GPUs with each kind.
+_OVERLAP_SMS = 3  # signals block by block: Hopper
+_OVERLAP_SMS_BY_EXPERT = 32  # an expert at a time: Blackwell
 
 
 def check_signals(
@@ -54,9 +57,8 @@ def check_signals(
     if src_signals is not None:
         value = check_whole("src_signal_expect_value", src_signal_expect_value, 0, _MOST_SIGNAL)
         tensor = arguments.check_tensor("src_signals", src_signals, (local,), _SIGNALS, device)
-        return Signals(
-            tensor, value, 1, rows, check_whole("num_sms", 0 if num_sms is None else num_sms, 0, MAX_SMS)
-        )
+        sms = check_whole("num_sms", _OVERLAP_SMS_BY_EXPERT if num_sms is None else num_sms, 0, MAX_SMS)
+        return Signals(tensor, value, 1, rows, sms)
     block = check_whole("block_m", block_m, 1, _MOST_SIGNAL)
     value = check_whole("threshold", threshold, 0, _MOST_SIGNAL)
     per_expert = ceil_div(rows, block)

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
+from weft.runtime.plain import PLAIN_TYPES
 from weft.runtime.streams import current_stream
 
 _out: dict[int, Share] = {}  # what is out, by the address at which its storage begins
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have no memory to ask for
 
 
 class Lease:
@@ -205,7 +205,7 @@ class _Returned:
 
 def note_stream(tensor: torch.Tensor, stream: Any) -> None:
     """Note that a stream uses a tensor, if it lies in a piece of a window."""
-    if not _out or type(tensor) not in _PLAIN:
+    if not _out or type(tensor) not in PLAIN_TYPES:
         return
     share = _out.get(tensor.untyped_storage().data_ptr())
     lease = share.lease if share else None

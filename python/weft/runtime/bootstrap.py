@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import time
 import weakref
@@ -22,6 +23,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
+from weft import _core
 from weft.errors import Error, PeerLost, invalid
 from weft.runtime.bootstrap_tcp import TcpAddress, lost_message
 
@@ -184,12 +186,28 @@ def find_launcher(variables: Mapping[str, str]) -> tuple[str, int, int] | None:
     return None
 
 
+def launcher_secret(variables: Mapping[str, str]) -> bytes | None:
+    """Return what only the processes of this launch know, where the launcher has given them such a thing.
+
+    Open MPI makes up a key for each mpirun, torchrun --standalone an id. Slurm and MPICH give none: there
+    WEFT_JOB_SECRET, which goes before, is to be set for all ranks. None: nothing.
+    """
+    if _core.config().job_secret:
+        return None  # TcpAddress takes it
+    key = variables.get("OMPI_MCA_orte_precondition_transports", "")
+    if re.fullmatch(r"[0-9a-f]{16}-[0-9a-f]{16}", key):
+        return key.encode()
+    run = variables.get("TORCHELASTIC_RUN_ID", "")
+    return run.encode() if re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", run) else None
+
+
 class Environment:
     """The ranks that a launcher started, without ``torch.distributed``: torchrun, mpirun or srun.
 
-    The launcher's variables give rank and size; MASTER_ADDR and MASTER_PORT say where rank 0 is. Under
-    torchrun, whose agent holds that port, ranks meet in the agent's store; else rank 0 listens on
-    MASTER_PORT + 1, so that a later ``init_process_group`` finds MASTER_PORT free.
+    The launcher's variables give rank and size; MASTER_ADDR and MASTER_PORT say where rank 0 is, and where they are
+    not set under Slurm, its list of nodes and the job's number do. Under torchrun, whose agent holds that port, ranks
+    meet in the agent's store; else rank 0 listens on MASTER_PORT + 1, so that a later ``init_process_group`` finds
+    MASTER_PORT free.
 
     Args:
         variables: what to read instead of the process' environment.
@@ -220,7 +238,8 @@ class Environment:
         if self.size == 1:
             return SingleRank()
         if self._variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            return TcpAddress(f"{self._host}:{self._port + 1}", self.rank, self.size)
+            secret = launcher_secret(self._variables)
+            return TcpAddress(f"{self._host}:{self._port + 1}", self.rank, self.size, secret)
         distributed = _torch_distributed()
         limit = timedelta(seconds=timeout_s)
         store = distributed.TCPStore(self._host, self._port, self.size, is_master=False, timeout=limit)
@@ -228,15 +247,40 @@ class Environment:
         return _Store(distributed.PrefixStore(prefix, store), self.rank, self.size)
 
 
+_SLURM_PORTS = range(20000, 30000)
+
+
 def _master(variables: Mapping[str, str]) -> tuple[str, int]:
     """Return the address and port of rank 0 that the launcher, or the user, has set."""
+    variables = {**_slurm_master(variables), **variables}
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in variables]
     if missing:
-        raise Error(f"{' and '.join(missing)}: not set, allowed: the address and port of rank 0")
+        hint = "; or give mpi4py's MPI.COMM_WORLD" if "OMPI_COMM_WORLD_RANK" in variables else ""
+        raise Error(f"{' and '.join(missing)}: not set, allowed: the address and port of rank 0{hint}")
     port = variables["MASTER_PORT"]
     if not port.isdigit() or not 0 < int(port) < 65535:
         raise invalid("MASTER_PORT", f"'{port}'", "1 to 65534")
     return variables["MASTER_ADDR"], int(port)
+
+
+def _slurm_master(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return where ranks of a Slurm step meet, from its list of nodes and its number; nothing under other launchers."""
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+    job = variables.get("SLURM_JOB_ID", "")
+    launcher = find_launcher(variables)
+    if not nodes or not job.isdigit() or launcher is None or launcher[0] != "Slurm":
+        return {}
+    step = variables.get("SLURM_STEP_ID", "0")
+    number = 100 * int(job) + (int(step) if step.isdigit() else 0)
+    # MASTER_PORT + 1 is used, too.
+    port = _SLURM_PORTS[2 * number % len(_SLURM_PORTS)]
+    return {"MASTER_ADDR": first_host(nodes), "MASTER_PORT": str(port)}
+
+
+def first_host(nodes: str) -> str:
+    """Return the first of Slurm's list of hosts: node03 of "node[03-17,21],other7"."""
+    match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^\[,]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else nodes
 
 
 class Mpi:

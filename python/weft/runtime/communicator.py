@@ -22,6 +22,7 @@ from weft import _core
 from weft.errors import invalid, shortened
 from weft.runtime.bootstrap import Bootstrap, find_bootstrap
 from weft.runtime.tensors import index_of
+from weft.runtime.watching import communicator_made
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,9 @@ def connect(group: Any, comm: Any, device: Any, timeout_s: float, transport: str
         if given.device == device_name(device):
             return given.core
         given = given.bootstrap
-    return _core.Communicator.create(find_bootstrap(given), device_name(device), timeout_s, transport)
+    core = _core.Communicator.create(find_bootstrap(given), device_name(device), timeout_s, transport)
+    communicator_made(core)
+    return core
 
 
 class Communicator:
@@ -96,6 +99,7 @@ class Communicator:
             self.bootstrap, device_name(device), timeout_s or 0.0, transport or ""
         )
         self._collectives: Collectives | None = None
+        communicator_made(self.core)
 
     @property
     def rank(self) -> int:

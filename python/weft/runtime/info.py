@@ -66,7 +66,7 @@ def collect() -> dict[str, Any]:
         "gpus": gpus,
         "no_gpus_because": why_no_gpus,
         "links": _links(len(gpus)),
-        "nics": _rdma_nics(),
+        "nics": rdma_nics(),
         "providers": providers(),
         "transports": {device: _core.transports(device) for device in devices[:2]},
     }
@@ -108,7 +108,7 @@ def _numa_nodes() -> int:
     return len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
 
 
-def _rdma_nics() -> list[dict[str, str]]:
+def rdma_nics() -> list[dict[str, str]]:
     """Return the RDMA devices that the kernel knows: name, state, rate, NUMA node."""
     nics = []
     for device in sorted(Path("/sys/class/infiniband").glob("*")):

@@ -83,20 +83,30 @@ class Table:
         self._rows.append(cells)
         self._styles.append(style)
 
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
     def print(self, console: Console) -> None:
         """Print the table, or the tables that it takes to fit ``console``."""
+        for part in self.parts(console.width):
+            console.print(part)
+
+    def parts(self, width: int) -> list[Text | RichTable]:
+        """Return what print() prints on a console of so many columns: titles, tables, empty lines."""
+        parts: list[Text | RichTable] = []
         shown = [
             index for index, column in enumerate(self.columns) if column.is_key or self._has_content(index)
         ]
         common = [index for index in shown if self._is_common(index)]
         title = Text(self.title, "bold")  # a Text: brackets in what is printed are no markup
-        for group in self._groups([index for index in shown if index not in common], console.width):
-            console.print(title)
+        for group in self._groups([index for index in shown if index not in common], width):
+            parts.append(title)
             if common:
-                console.print(Text(f"  all: {self._line(common)}"))
-            console.print(self._table(group))
-            console.print()
+                parts.append(Text(f"  all: {self._line(common)}"))
+            parts += [self._table(group), Text()]
             title, common = Text(f"{self.title}, continued", "bold"), []
+        return parts
 
     def _has_content(self, index: int) -> bool:
         return any(row[index] not in _EMPTY for row in self._rows)

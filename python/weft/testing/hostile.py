@@ -22,6 +22,20 @@ from weft.errors import Error
 Maker = Callable[[], Any]
 
 
+def examples(count: int) -> Any:
+    """Return hypothesis' settings for a function that draws so many cases, on every rank the same ones."""
+    from hypothesis import HealthCheck, Phase, settings  # tests alone need it
+
+    return settings(
+        max_examples=count,
+        phases=[Phase.generate],
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
 def _freed(shape: tuple[int, ...], dtype: torch.dtype, left_bytes: int = 0, offset: int = 0) -> torch.Tensor:
     whole = torch.ones(offset + torch.Size(shape).numel(), dtype=dtype)
     return _freed_under(whole[offset:].view(shape), left_bytes)
@@ -141,4 +155,4 @@ def refused_or_done(act: Callable[[], Any]) -> Any:
             return error
 
 
-__all__ = ["refused_or_done", "scalars", "tensors", "without_memory"]
+__all__ = ["examples", "refused_or_done", "scalars", "tensors", "without_memory"]

@@ -9,7 +9,8 @@
     assert run_ranks(3, swap, 10) == [12, 12, 12]
 
 A fork takes milliseconds where a fresh process needs seconds to import torch. Every run has a deadline; when
-a rank fails, dies or stays silent, ``RankError`` names it and shows its traceback or stack.
+a rank fails, dies or stays silent, ``RankError`` names it and shows its traceback or stack. Ranks of one pool share
+a job secret of their own, unless WEFT_JOB_SECRET is set.
 Threads: call from a process whose other threads hold no locks; the children run torch with one thread each.
 """
 
@@ -20,6 +21,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import time
 import traceback
@@ -34,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from weft import _core
 from weft.errors import Error
 from weft.runtime.endings import OwnedFolder, end_with_parent, signals_held
 
@@ -144,13 +147,14 @@ class RankPool:
         context = multiprocessing.get_context("fork")
         self._owned = OwnedFolder("weft-ranks-")
         self._folder = self._owned.path
+        secret = secrets.token_hex(32)
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             self._connections.append(ours)
             process = context.Process(
                 target=_serve,
                 args=(Rank(rank, self.num_ranks, None, self._folder), theirs, list(self._connections)),
-                kwargs={"parent": os.getpid(), "first": first, **self._options},
+                kwargs={"parent": os.getpid(), "secret": secret, "first": first, **self._options},
                 daemon=True,
             )
             with signals_held():
@@ -253,6 +257,7 @@ def _serve(
     connection: Connection,
     inherited: list[Connection],
     parent: int,
+    secret: str,
     with_group: bool,
     with_gpus: bool,
     deadline_s: float,
@@ -260,6 +265,8 @@ def _serve(
 ) -> None:
     """Body of one rank: run the first job, then what arrives, until the parent closes the connection."""
     end_with_parent(parent)
+    os.environ.setdefault("WEFT_JOB_SECRET", secret)  # for what the rank starts
+    _core.use_job_secret(secret)
     for parents_end in inherited:  # else no rank would see the parent close its own
         parents_end.close()
     torch.set_num_threads(1)

@@ -12,6 +12,7 @@ from typing import Any
 from weft import _core
 from weft.errors import invalid, quoted
 from weft.runtime.tensors import index_of
+from weft.runtime.watching import engine_made
 from weft.transfer.buffers import Pages, Span, span_of, whole
 from weft.transfer.handles import (
     Completion,
@@ -118,6 +119,8 @@ class TransferEngine:
         heartbeat_s, peer_dead_s: longest silence towards a peer, and of a peer; None: the configuration's.
         worker: whether a thread makes progress while nobody waits; without it call ``progress``.
         worker_cpu: CPU to pin that thread to; None: none.
+        secret: what peers must prove to know, the same bytes on all of them; None: ``WEFT_JOB_SECRET``. Empty, or
+            None without that setting, takes whoever calls.
     Raises: weft.Error naming what is wrong and what is allowed.
     """
 
@@ -134,6 +137,7 @@ class TransferEngine:
         worker: bool = True,
         worker_cpu: int | None = None,
         shard_bytes_min: int = 8192,
+        secret: bytes | None = None,
     ) -> None:
         core_provider = _core_provider(provider)
         if nics is None:
@@ -164,8 +168,10 @@ class TransferEngine:
             worker,
             -1 if worker_cpu is None else whole("worker_cpu", worker_cpu, 1 << 16),
             whole("shard_bytes_min", shard_bytes_min),
+            None if secret is None else _text("secret", secret),
         )
         _open_engines.add(self)
+        engine_made()
 
     def timeout(self, timeout_s: float | None) -> float:
         """Return ``timeout_s``, or the engine's where that is None."""

@@ -73,12 +73,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=int, default=0, help="default: torchrun's, all GPUs, or 4")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        default=0,
+        help="cut this host into nodes of so many ranks, which reach each other through the network",
+    )
+    parser.add_argument(
+        "--provider", default="", help="that network: tcp, shm, or a name of weft.transfer.provider_names()"
+    )
     parser.add_argument("-n", "--iterations", type=int, default=0, help="samples (default by size)")
     parser.add_argument("-w", "--warmup", type=int, default=3, help="samples before those")
     parser.add_argument("--no-check", action="store_true", help="leave out the comparison with the oracle")
     parser.add_argument("--no-baseline", action="store_true", help="leave out gloo or NCCL")
     parser.add_argument("--eager", action="store_true", help="on GPUs: no CUDA graphs")
     add_report_arguments(parser)
+
+
+def _settings(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """Return the settings that the ranks make for the options, as (name, value)."""
+    from weft.bench.transfer import PROVIDERS
+
+    given = {
+        "WEFT_RANKS_PER_NODE": str(args.ranks_per_node or ""),
+        "WEFT_PROXY_PROVIDER": PROVIDERS.get(args.provider, args.provider),
+    }
+    return tuple((name, value) for name, value in given.items() if value)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,6 +144,7 @@ def run(args: argparse.Namespace) -> int:
         baseline=not args.no_baseline,
         eager=args.eager,
         algorithms=tuple(args.algorithm),
+        settings=_settings(args),
         in_window=args.memory == "window" or (args.memory == "auto" and bool(gpus)),
     )
     if torch.distributed.is_torchelastic_launched():
@@ -139,11 +160,11 @@ def run(args: argparse.Namespace) -> int:
         report.add(row)
     report.add_columns(time_columns(rows))
     report.note(
-        "enqueue_us: the host's part of an eager call, on the CPU without its kernel; eager_us: such calls one after "
+        "enqueue us: the host's part of an eager call, on the CPU without its kernel; eager us: such calls one after "
         "another, kernels included"
     )
     report.note(
-        "bytes: the full buffer; algbw = bytes / time; busbw as nccl-tests defines it; floor: on the CPU, "
+        "size: the full buffer; algbw = size / time; busbw as nccl-tests defines it; floor: on the CPU, "
         "all ranks copying the bytes that the call makes each of them move; on H200, the one-shot "
         "exchange of docs/benchmarks.md"
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import os
 import shlex
 import statistics
 import time
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft import _core
 from weft.bench.collective import CALLS
 from weft.bench.eager import Eager, Times, add_times
 from weft.bench.exchange_floor import h200_exchange_us
@@ -67,6 +69,7 @@ class Options:
     baseline: bool
     eager: bool
     in_window: bool
+    settings: tuple[tuple[str, str], ...] = ()  # WEFT_ variables
     algorithms: tuple[str, ...] = ()  # as for parse_choice, or "auto"; none: Weft chooses
 
 
@@ -117,6 +120,9 @@ def call_of(algorithms: Sequence[str], ranks: int) -> tuple[str, int]:
 
 def measure(me: Rank, options: Options) -> list[Row]:
     """Measure on this rank; collective over ``me.group``. Returns all rows, for rank 0 to report."""
+    if options.settings:
+        os.environ.update(options.settings)
+        _core.config_reload()
     device = torch.device("cpu")
     baseline_group, name = me.group, "gloo"
     if options.device == "cuda":

@@ -86,7 +86,7 @@ def compile_in_order(program: Program) -> Algorithm:
     graph = Graph(program)
     for node in graph.nodes:
         node.channel = max(node.channel_hint, 0)
-    algorithm = lower(graph, graph.nodes, assign_blocks(graph.nodes, program.num_ranks))
+    algorithm = lower(graph, graph.nodes, assign_blocks(graph.nodes, len(graph.ranks)))
     verify(algorithm)
     return algorithm
 
@@ -98,5 +98,5 @@ def _lowered(program: Program, step_chunks: int) -> Algorithm:
         send_originals(graph)
         fuse_forwards(graph)
     order = schedule(graph)
-    algorithm = lower(graph, order, assign_blocks(order, program.num_ranks))
+    algorithm = lower(graph, order, assign_blocks(order, len(graph.ranks)))
     return replicate(algorithm, program.instances, program.interleaved)

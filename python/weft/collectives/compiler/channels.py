@@ -24,7 +24,7 @@ class Chain:
 
     def connections(self) -> list[tuple[int, int]]:
         """Return the (sender, receiver) pairs that the chain crosses."""
-        return [(node.rank, node.sent_to.rank) for node in self.nodes if node.sent_to]
+        return [(node.rank, node.send_peer) for node in self.nodes if node.sent_to]
 
     def turns(self) -> list[tuple[int, int, int]]:
         """Return (rank, received from, sent to) of every forward."""

@@ -81,14 +81,14 @@ def fuse_forwards(graph: Graph) -> None:
     uses = graph.uses
     required = {
         (rank, *graph.program.collective.get_buffer_index(rank, Buffer.output, index))
-        for rank, program in enumerate(graph.program.buffers)
+        for rank, program in zip(graph.ranks, graph.program.buffers, strict=True)
         for index in range(len(program.get(Buffer.output, [])))
     }
     merged: dict[Node, Node] = {}  # receives, and the sends that they do now
     for op in (Op.RECV_REDUCE_COPY, Op.RECV):
         for node in graph.nodes:
             if node.op is op:
-                _fuse_one(node, uses, required, merged)
+                _fuse_one(graph, node, uses, required, merged)
     everything, gone = graph.nodes, set(merged.values())
     graph.nodes = [node for node in everything if node not in gone]
     _part_crossings(graph, merged)
@@ -116,13 +116,14 @@ def _part_crossings(graph: Graph, merged: dict[Node, Node]) -> None:
 
 
 def _fuse_one(
+    graph: Graph,
     node: Node,
     uses: dict[Slot, list[Use]],
     required: set[Slot],
     merged: dict[Node, Node],
 ) -> None:
     for send in _sends_after(node, uses):
-        if not _can_merge(node, send):
+        if not _can_merge(graph, node, send):
             continue
         unused = node.op is Op.RECV_REDUCE_COPY and _needed_by_send_alone(node, send, uses, required)
         if node.op is Op.RECV:
@@ -130,7 +131,7 @@ def _fuse_one(
         else:
             node.op = Op.RECV_REDUCE_SEND if unused else Op.RECV_REDUCE_COPY_SEND
         assert send.sent_to is not None
-        node.sent_to, send.sent_to.sent_by = send.sent_to, node
+        node.sent_to, node.hop, send.sent_to.sent_by = send.sent_to, send.hop, node
         node.block_hint = max(node.block_hint, send.block_hint)
         node.channel_hint = max(node.channel_hint, send.channel_hint)
         merged[node] = send
@@ -152,10 +153,10 @@ def _sends_after(node: Node, uses: dict[Slot, list[Use]]) -> list[Node]:
     return out
 
 
-def _can_merge(node: Node, send: Node) -> bool:
+def _can_merge(graph: Graph, node: Node, send: Node) -> bool:
     assert send.sent_to is not None and node.sent_by is not None
     same_place = send.src == node.dst and send.count == node.count
-    same_landing = send.sent_to.dst == node.dst
+    same_landing = graph.landing(send) == node.dst
     hints = node.block_hint == send.block_hint and node.channel_hint == send.channel_hint
     return same_place and same_landing and hints and send.before <= {node}
 

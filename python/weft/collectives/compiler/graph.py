@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 
 from weft.collectives.contract import Buffer
-from weft.collectives.ir import MAX_COUNT, Op, Span
-from weft.collectives.language import Operation, Place, Program
+from weft.collectives.ir import MAX_COUNT, Connection, Op, Span
+from weft.collectives.language import Operation, Program
+from weft.collectives.memory import Place
+from weft.collectives.turning import Area
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -32,14 +34,26 @@ class Node:
     block_hint: int = -1
     channel_hint: int = -1
     channel: int = 0
+    ranks: int = 0  # of the program
+    hop: int = 0  # ranks from this to the one that gets its message
 
     @property
     def send_peer(self) -> int:
-        return self.sent_to.rank if self.sent_to else -1
+        return (self.rank + self.hop) % self.ranks if self.sent_to else -1
 
     @property
     def recv_peer(self) -> int:
-        return self.sent_by.rank if self.sent_by else -1
+        return (self.rank - self.sent_by.hop) % self.ranks if self.sent_by else -1
+
+    @property
+    def outgoing(self) -> Connection:
+        """The connection that its message goes on."""
+        return self.rank, self.send_peer, self.channel
+
+    @property
+    def incoming(self) -> Connection:
+        """The connection that its message comes on."""
+        return self.sent_by.outgoing if self.sent_by else (-1, self.rank, self.channel)
 
 
 Slot = tuple[int, str, int]  # rank, buffer, index
@@ -47,12 +61,18 @@ Use = tuple[Node, bool, bool]  # an access: who, whether it reads, whether it wr
 
 
 class Graph:
-    """All instructions in program order, of at most ``step_chunks`` chunks, and the use of every slot."""
+    """All instructions in program order, of at most ``step_chunks`` chunks, and the use of every slot.
+
+    Of a program that is written with rotations() they are rank 0's, each for one of every rank: a message that rank 0
+    sends to the rank ``hop`` further on stands for the one that it gets from as many ranks back.
+    """
 
     def __init__(self, program: Program, step_chunks: int = MAX_COUNT) -> None:
         self.program = program
         self.nodes: list[Node] = []
-        self._bases = [_scratch_bases(program, rank) for rank in range(program.num_ranks)]
+        self.ranks = [0] if program.turning else list(range(program.num_ranks))
+        self._bases = [_scratch_bases(program, rank) for rank in self.ranks]
+        self.turning = program.turning and program.turning.with_scratch(self._turned_scratch())
         for operation in program.operations:
             for at in range(0, operation.size, step_chunks):
                 self._add(operation, at, min(step_chunks, operation.size - at))
@@ -87,29 +107,52 @@ class Graph:
             node.before = before
 
     def _add(self, operation: Operation, at: int, count: int) -> None:
-        src, dst = self._span(operation.src, at), self._span(operation.dst, at)
-        where = operation.where
-        if operation.src.rank == operation.dst.rank:
+        sender, receiver = operation.src.rank, operation.dst.rank
+        src, dst = self._span(operation.src, at, sender), self._span(operation.dst, at, sender)
+        if sender == receiver:
             op = Op.REDUCE if operation.reduces else Op.COPY
-            node = Node(len(self.nodes), operation.src.rank, op, src, dst, count, where)
+            node = self._node(op, sender, src, dst, count, operation.where)
             node.block_hint, node.channel_hint = operation.sendtb, operation.channel
-            self.nodes.append(node)
             return
-        send = Node(len(self.nodes), operation.src.rank, Op.SEND, src, dst, count, where)
+        send = self._node(Op.SEND, sender, src, dst, count, operation.where)
+        send.hop = (receiver - sender) % self.program.num_ranks
         op = Op.RECV_REDUCE_COPY if operation.reduces else Op.RECV
+        src, dst = self._span(operation.src, at, receiver), self._span(operation.dst, at, receiver)
         # The local operand of a receiving reduction is the receiver's own slot.
-        recv = Node(
-            len(self.nodes) + 1, operation.dst.rank, op, dst if operation.reduces else src, dst, count, where
-        )
+        recv = self._node(op, receiver, dst if operation.reduces else src, dst, count, operation.where)
         send.sent_to, recv.sent_by = recv, send
         send.block_hint, recv.block_hint = operation.sendtb, operation.recvtb
         send.channel_hint = recv.channel_hint = operation.channel
-        self.nodes += [send, recv]
 
-    def _span(self, place: Place, at: int) -> Span:
+    def _node(self, op: Op, rank: int, src: Span, dst: Span, count: int, where: str) -> Node:
+        here = 0 if self.turning else rank
+        self.nodes.append(
+            Node(len(self.nodes), here, op, src, dst, count, where, ranks=self.program.num_ranks)
+        )
+        return self.nodes[-1]
+
+    def landing(self, send: Node) -> Span:
+        """Return where the message of ``send`` lands, as the sender calls that chunk."""
+        assert send.sent_to is not None
+        return self._turned(send.sent_to.dst, send.hop)
+
+    def _turned(self, span: Span, by: int) -> Span:
+        return Span(span.buffer, self.turning.index(span.buffer, span.index, by)) if self.turning else span
+
+    def _span(self, place: Place, at: int, rank: int) -> Span:
+        """Return the chunk, as the rank that stands for ``rank`` calls it."""
         if place.buffer in (Buffer.input, Buffer.output):
-            return Span(place.buffer, place.index + at)
-        return Span(Buffer.scratch, self._bases[place.rank][place.buffer] + place.index + at)
+            span = Span(place.buffer, place.index + at)
+        else:
+            bases = self._bases[0 if self.turning else place.rank]
+            span = Span(Buffer.scratch, bases[place.buffer] + place.index + at)
+        return self._turned(span, -rank)
+
+    def _turned_scratch(self) -> list[Area]:
+        areas = self.program.turning.areas if self.program.turning else {}
+        bases = self._bases[0]
+        own = [(bases[name], area) for name in bases for area in areas.get(name, ())]
+        return [Area(base + area.first, base + area.end, area.part) for base, area in own]
 
 
 def slots_read(node: Node) -> list[Slot]:

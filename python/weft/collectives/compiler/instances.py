@@ -9,9 +9,10 @@ i*length + x. Scratch is always batched.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from weft.collectives.contract import Buffer
-from weft.collectives.ir import MAX_CHANNELS, Algorithm, Block, RankProgram, Span, Step
+from weft.collectives.ir import MAX_CHANNELS, Algorithm, Block, RankProgram, Span, Step, TurnedRanks
 from weft.errors import Error, invalid
 
 _BY_RANK = ("allgather", "reducescatter", "alltoall", "alltoallv", "gather", "scatter")
@@ -36,17 +37,24 @@ def replicate(algorithm: Algorithm, instances: int, interleaved: bool | None = N
         raise Error(
             f"{algorithm.name}: interleaved instances need steps of one size, these have {sorted(sizes)} chunks"
         )
-    ranks = [_replicate_rank(program, algorithm, instances, interleaved) for program in algorithm.ranks]
+    turning = algorithm.turning if interleaved else None
+    programs = algorithm.ranks if turning is None else algorithm.distinct
+    ranks: Sequence[RankProgram] = [
+        _replicate_rank(program, algorithm, instances, interleaved) for program in programs
+    ]
+    if turning is not None:
+        ranks = TurnedRanks(ranks[0], turning.scaled(instances, programs[0].scratch_chunks))
     contract = algorithm.contract.scaled(instances) if algorithm.contract else None
     return dataclasses.replace(algorithm, ranks=ranks, chunks=algorithm.chunks * instances, contract=contract)
 
 
 def _user_counts(algorithm: Algorithm) -> set[int]:
     counts = set()
-    for _, _, _, step in algorithm.steps():
-        slots = [*step.reads(), *step.writes()]
-        if any(buffer != Buffer.scratch for buffer, _ in slots):
-            counts.add(step.count)
+    for _, _, block in algorithm.distinct_blocks():
+        for step in block.steps:
+            slots = [*step.reads(), *step.writes()]
+            if any(buffer != Buffer.scratch for buffer, _ in slots):
+                counts.add(step.count)
     return counts
 
 

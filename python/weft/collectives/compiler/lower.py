@@ -7,9 +7,16 @@ that another wait or the order inside a block already implies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.collectives.compiler.blocks import OpenBlock
 from weft.collectives.compiler.graph import Graph, Node
-from weft.collectives.ir import Algorithm, Block, RankProgram, Step
+from weft.collectives.ir import Algorithm, Block, RankProgram, Step, TurnedRanks
+from weft.collectives.turning import Turning
+
+_FEW_STEPS = (
+    1 << 15
+)  # of all ranks that are alike: so many are verified rank by rank, like any other program's
 
 
 def lower(graph: Graph, order: list[Node], blocks: list[list[OpenBlock]]) -> Algorithm:
@@ -18,7 +25,7 @@ def lower(graph: Graph, order: list[Node], blocks: list[list[OpenBlock]]) -> Alg
     collective = program.collective
     depends = _waits(order, blocks)
     ranks = []
-    for rank in range(program.num_ranks):
+    for rank in graph.ranks:
         lowered = [_lower_block(block, depends) for block in blocks[rank]]
         sizes = collective.input_chunks(rank), collective.output_chunks(rank)
         ranks.append(RankProgram(rank, *sizes, graph.scratch_chunks(rank), lowered))
@@ -29,12 +36,19 @@ def lower(graph: Graph, order: list[Node], blocks: list[list[OpenBlock]]) -> Alg
         chunks=collective.chunks,
         inplace=collective.inplace,
         outofplace=not collective.inplace,
-        ranks=ranks,
+        ranks=ranks if graph.turning is None else _all_ranks(ranks[0], graph.turning),
         contract=collective,
         min_bytes=program.min_bytes,
         max_bytes=program.max_bytes,
         notes=list(program.notes),
     )
+
+
+def _all_ranks(first: RankProgram, turning: Turning) -> Sequence[RankProgram]:
+    """Return what all ranks run: as programs of their own unless that takes long."""
+    ranks = TurnedRanks(first, turning)
+    steps = sum(len(block.steps) for block in first.blocks)
+    return list(ranks) if steps * turning.ranks <= _FEW_STEPS else ranks
 
 
 def _lower_block(block: OpenBlock, depends: dict[Node, tuple[tuple[int, int], ...]]) -> Block:

@@ -82,14 +82,6 @@ def _topological(edges: _Edges) -> tuple[list[Node], dict[Node, int]]:
     return order, depth
 
 
-def _incoming(node: Node) -> tuple[int, int, int]:
-    return node.recv_peer, node.rank, node.channel
-
-
-def _outgoing(node: Node) -> tuple[int, int, int]:
-    return node.rank, node.send_peer, node.channel
-
-
 class _ListSchedule:
     """One attempt: issues nodes until all are issued or only receives out of turn are left."""
 
@@ -111,10 +103,10 @@ class _ListSchedule:
             if ready:
                 node = heapq.heappop(ready)[1]
                 if not self._in_turn(node):
-                    waiting.setdefault(_incoming(node), []).append(node)
+                    waiting.setdefault(node.incoming, []).append(node)
                     continue
                 if not self._fits(node):
-                    waiting.setdefault(_outgoing(node), []).append(node)
+                    waiting.setdefault(node.outgoing, []).append(node)
                     continue
             else:
                 # Nothing but full connections and receives out of turn: let a send overrun its connection.
@@ -124,10 +116,10 @@ class _ListSchedule:
                 node = next((n for n in blocked if self._in_turn(n)), blocked[0])
                 if not self._in_turn(node):
                     return self._order, node
-                waiting[_outgoing(node)].remove(node)
+                waiting[node.outgoing].remove(node)
             for later in self._issue(node):
                 heapq.heappush(ready, (self._priority[later], later))
-            for key in (_incoming(node), _outgoing(node)):
+            for key in (node.incoming, node.outgoing):
                 for other in waiting.pop(key, ()):
                     heapq.heappush(ready, (self._priority[other], other))
         return self._order, None
@@ -135,12 +127,12 @@ class _ListSchedule:
     def _in_turn(self, node: Node) -> bool:
         if node.sent_by is None:
             return True
-        return self._in_flight[_incoming(node)][0] is node
+        return self._in_flight[node.incoming][0] is node
 
     def _fits(self, node: Node) -> bool:
         if node.sent_to is None:
             return True
-        in_flight = self._in_flight.get(_outgoing(node), ())
+        in_flight = self._in_flight.get(node.outgoing, ())
         # A new message leaves a place for one that is passed on; else a ring of forwards fills up and stops.
         starts_forward = node.sent_by is None and node.sent_to.sent_to is not None
         room = self._fifo - 1 if starts_forward else self._fifo
@@ -149,9 +141,9 @@ class _ListSchedule:
     def _issue(self, node: Node) -> list[Node]:
         self._order.append(node)
         if node.sent_by is not None:
-            self._in_flight[_incoming(node)].popleft()
+            self._in_flight[node.incoming].popleft()
         if node.sent_to is not None:
-            self._in_flight.setdefault(_outgoing(node), deque()).append(node.sent_to)
+            self._in_flight.setdefault(node.outgoing, deque()).append(node.sent_to)
         ready = []
         for later in self._after[node]:
             self._missing[later] -= 1

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from weft.collectives.library import allgather, allreduce, alltoall, hierarchical, rooted
+from weft.collectives.library import allgather, allreduce, alltoall, hierarchical, rooted, two_level
 from weft.collectives.library.registry import Entry, algorithm, build, entries
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "entries",
     "hierarchical",
     "rooted",
+    "two_level",
 ]

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from weft.collectives.contract import AllGather, Buffer, ReduceScatter
-from weft.collectives.language import chunk
+from weft.collectives.language import chunk, create_scratch, rotations
 from weft.collectives.library.registry import algorithm, power_of_two
 
 
-def _publish_own(n: int, per_rank: int = 1) -> None:
+def _publish_own(ranks: Iterable[int], per_rank: int = 1) -> None:
     """Copy every rank's input to its place in its own output; nothing to do in place."""
-    for rank in range(n):
+    for rank in ranks:
         own = chunk(rank, Buffer.input, 0, per_rank)
         own.copy(rank, Buffer.output, rank * per_rank)
 
@@ -18,7 +20,7 @@ def _publish_own(n: int, per_rank: int = 1) -> None:
 @algorithm(AllGather)
 def allgather_allpairs(n: int) -> None:
     """Everyone sends to everyone: one step, n-1 messages per rank."""
-    _publish_own(n)
+    _publish_own(range(n))
     for rank in range(n):
         for step in range(1, n):
             chunk(rank, Buffer.output, rank).copy((rank + step) % n)
@@ -27,9 +29,9 @@ def allgather_allpairs(n: int) -> None:
 @algorithm(AllGather, factor=lambda n, rings=1: rings)
 def allgather_ring(n: int, rings: int = 1) -> None:
     """The classic ring: n-1 steps, every chunk travels once around; ``rings`` channels share a part."""
-    _publish_own(n, rings)
+    _publish_own(rotations(), rings)
     for ring in range(rings):
-        for rank in range(n):
+        for rank in rotations():
             at = rank * rings + ring
             for step in range(1, n):
                 chunk((rank + step - 1) % n, Buffer.output, at).copy((rank + step) % n, ch=ring)
@@ -38,7 +40,7 @@ def allgather_ring(n: int, rings: int = 1) -> None:
 @algorithm(AllGather, applies=power_of_two)
 def allgather_recursive_doubling(n: int) -> None:
     """Pairs exchange blocks that double: log2(n) steps, ranks a power of two."""
-    _publish_own(n)
+    _publish_own(range(n))
     width = 1
     while width < n:
         for rank in range(n):
@@ -50,7 +52,7 @@ def allgather_recursive_doubling(n: int) -> None:
 @algorithm(AllGather, applies=lambda n: n == 4)
 def allgather_a100_pcie(n: int) -> None:
     """Four ranks as two NVLink pairs on PCIe: swap in the pair, cross once, swap what came. Ranks: 4."""
-    _publish_own(n)
+    _publish_own(range(n))
     for rank in range(n):
         chunk(rank, Buffer.output, rank).copy(rank ^ 1)
     for rank in range(n):
@@ -87,7 +89,8 @@ def reducescatter_allpairs_fused(n: int) -> None:
 def reducescatter_ring(n: int, rings: int = 1) -> None:
     """The classic ring: every part travels once around and is added to on the way."""
     for ring in range(rings):
-        for owner in range(n):
+        for owner in rotations():
+            create_scratch(owner, "travelling", per_rank=0 if ring else rings)
             at = owner * rings + ring
             acc = chunk((owner + 1) % n, Buffer.input, at)
             for step in range(2, n + 1):

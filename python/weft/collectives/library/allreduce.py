@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.collectives.contract import AllReduce, Buffer
-from weft.collectives.language import chunk
+from weft.collectives.language import chunk, rotations
 from weft.collectives.library.allgather import double, halve
 from weft.collectives.library.registry import algorithm, power_of_two
 
@@ -89,7 +89,7 @@ def allreduce_a100_allpairs_v2(n: int) -> None:
 def allreduce_a100_ring(n: int, channels: int = 1) -> None:
     """The classic ring: reduce-scatter, then all-gather, 2(n-1) steps; ``channels`` rings side by side."""
     for channel in range(channels):
-        for owner in range(n):
+        for owner in rotations():
             at = owner * channels + channel
             acc = chunk(owner, Buffer.input, at)
             for step in range(1, n):

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a round of ``weft chaos`` ended as it had to: right results, right errors, the right rank blamed, no leak."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weft.chaos.adversary import Fault
+
+WRONG_RESULT, HANG, WRONG_BLAME, WRONG_ERROR, LATE, LEAK = VERDICTS = (
+    "wrong result",
+    "hang",
+    "wrong blame",
+    "wrong error",
+    "late",
+    "leak",
+)
+# What a refusal must say.
+_SAYS = {"disks": re.compile(r"No space left"), "no rights": re.compile(r"not permitted|denied")}
+_HEAP_KIB = 64 << 10  # for each rank of the process: what torch and Python keep
+# Threads that live as long as the process: those of torch and Python, and the workers that host kernels run on.
+_KEPT_THREADS = 64
+_KEPT_FILE = "memfd:weft-tally"  # counters, made at the first call of a process
+
+
+@dataclass
+class Outcome:
+    """What became of one rank. ``ended``: done, peer_lost, refused (a weft.Error), wrong (a result), crashed."""
+
+    rank: int
+    ended: str = "done"
+    calls: int = 0
+    call: str = ""
+    message: str = ""
+    found_s: float = 0.0  # from the strike, or the beginning of the call, to the error
+    leaks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a round; ``kind`` is one of VERDICTS."""
+
+    kind: str
+    text: str
+
+
+def judge(fault: Fault, outcomes: Mapping[int, Outcome]) -> list[Problem]:
+    """Return what is wrong with the outcomes of the ranks that live."""
+    problems: list[Problem] = []
+    for rank, outcome in sorted(outcomes.items()):
+        where = f"rank {rank}, {outcome.call}: {outcome.message}"
+        problems += [Problem(LEAK, f"rank {rank}: {leak}") for leak in outcome.leaks]
+        if outcome.ended == "wrong":
+            problems.append(Problem(WRONG_RESULT, where))
+        elif outcome.ended == "crashed" or (outcome.ended == "refused" and not _may_refuse(fault, outcome)):
+            problems.append(Problem(WRONG_ERROR, where))
+        elif outcome.ended == "peer_lost" and not _may_lose(fault, rank, outcomes):
+            kind = WRONG_BLAME if fault.ends == "blame" else WRONG_ERROR
+            problems.append(Problem(kind, f"{where} (blames {sorted(blamed(outcome))})"))
+        elif fault.is_deadly and outcome.found_s >= fault.timeout_s and not _was_making(outcome):
+            problems.append(Problem(LATE, f"{where} (a death is to be noticed before the deadline)"))
+    return problems
+
+
+def _was_making(outcome: Outcome) -> bool:
+    """Return whether ranks had not met yet: nobody watches a process before it has said which one it is."""
+    return "bootstrap" in outcome.message
+
+
+def _may_refuse(fault: Fault, outcome: Outcome) -> bool:
+    return fault.kind in _SAYS and bool(_SAYS[fault.kind].search(outcome.message))
+
+
+def _may_lose(fault: Fault, rank: int, outcomes: Mapping[int, Outcome]) -> bool:
+    """Return whether this rank may have lost whom it blames.
+
+    A rank that died is to be named by all. One that only stands still is named by those that wait for it; others wait
+    for them: whoever follows the blames must come to the victim. Where a whole network suffers, anybody is right.
+    """
+    if fault.ends == "refusal":  # whoever was refused leaves, and the others miss it
+        return any(other.ended == "refused" for other in outcomes.values())
+    if fault.ends != "blame":
+        return False
+    if fault.strikes_all or rank == fault.victim:  # the victim wakes up among ranks that have left
+        return bool(blamed(outcomes[rank]))
+    if fault.is_deadly:
+        return fault.victim in blamed(outcomes[rank])
+    seen, rest = set(), [rank]
+    while rest:
+        one = rest.pop()
+        if one == fault.victim:
+            return True
+        if one not in seen and one in outcomes:
+            seen.add(one)
+            rest += blamed(outcomes[one])
+    return False
+
+
+def blamed(outcome: Outcome) -> set[int]:
+    """Return the ranks that a message names besides its own."""
+    return {int(number) for number in re.findall(r"\brank (\d+)", outcome.message)} - {outcome.rank}
+
+
+# ---- leaks
+
+
+@dataclass
+class Footprint:
+    """What a process holds. Compare one from before it made anything with one from after it let go of all."""
+
+    descriptors: Counter[str]
+    threads: int
+    windows: int
+    heap_kib: int
+
+    @classmethod
+    def now(cls) -> Footprint:
+        """Return this process's."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        descriptors: Counter[str] = Counter()
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # that of the listing itself
+                what = os.readlink(f"/proc/self/fd/{name}")
+                if _KEPT_FILE not in what:
+                    descriptors[re.sub(r"\d+", "N", what)] += 1
+        maps = Path("/proc/self/maps").read_text()
+        status = Path("/proc/self/status").read_text()
+        heap = int(status.partition("RssAnon:")[2].split()[0])
+        windows = maps.count("memfd:weft") - maps.count(_KEPT_FILE)
+        return cls(descriptors, len(os.listdir("/proc/self/task")), windows, heap)
+
+    def leaks_since(self, before: Footprint, ranks: int) -> list[str]:
+        """Return what this one holds that ``before`` did not, as sentences; so many ranks were in the process."""
+        leaks = [f"{count} x {what}" for what, count in (self.descriptors - before.descriptors).items()]
+        if self.threads > before.threads + _KEPT_THREADS:
+            leaks.append(f"{self.threads - before.threads} threads")
+        if self.windows > before.windows:
+            leaks.append(f"{self.windows - before.windows} mappings of windows")
+        if self.heap_kib > before.heap_kib + _HEAP_KIB * ranks:
+            leaks.append(f"{(self.heap_kib - before.heap_kib) >> 10} MiB of memory")
+        return leaks
+
+
+def left_on_the_machine(pids: Sequence[int]) -> list[str]:
+    """Return shared memory and temporary files that processes which are gone have left."""
+    left = []
+    for path in [*Path("/dev/shm").glob("*"), *Path(tempfile.gettempdir()).glob("weft-*")]:
+        numbers = {int(number) for number in re.findall(r"\d+", path.name)}
+        if "weft" in path.name and numbers & set(pids):
+            left.append(str(path))
+    return left

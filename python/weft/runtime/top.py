@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``weft top``: what the processes of this host that use Weft are doing, and who waits for whom.
+
+It looks at the counters that each process keeps in its own memory, from outside: a job needs no setting for it, is not
+slowed, and may hang. It sees processes of the same user (root: of all), in the same PID namespace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from weft import _core
+from weft.errors import Error
+from weft.runtime import call_record
+from weft.runtime.tables import Column, Table, add_wide_argument, make_console
+
+_LATE_S = 1.0  # a call that lasts so long is worth a line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``weft top``."""
+    parser.add_argument(
+        "--pid", type=int, action="append", help="only this process; may be given several times"
+    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="time between two looks (default 2)")
+    parser.add_argument("--once", action="store_true", help="look twice, print and end")
+    parser.add_argument("--json", action="store_true", help="one JSON object of one look, and end")
+    parser.add_argument(
+        "--record", metavar="PREFIX", help="write the last calls of each process for torchfrtrace, and end"
+    )
+    add_wide_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show what was asked for until interrupted; return 0, or 1 where no process uses Weft."""
+    looks = look(args.pid)
+    if not looks:
+        print(
+            "weft top: no process of this user on this host has made a communicator or engine",
+            file=sys.stderr,
+        )
+        return 1
+    if args.record:
+        for one in looks:
+            print(call_record.write(args.record, one.counted))
+        return 0
+    if args.json:
+        json.dump([{"pid": one.pid, "command": one.command, **one.counted} for one in looks], sys.stdout)
+        print()
+        return 0
+    console = make_console(args.wide)
+    is_live = sys.stdout.isatty() and not args.once
+    with Live(console=console, auto_refresh=False, transient=False) if is_live else nullcontext() as live:
+        while True:
+            time.sleep(args.seconds)
+            before, looks = looks, look(args.pid)
+            shown = Group(*_screen(before, looks, console))
+            if live is None:
+                console.print(shown)
+            else:
+                live.update(shown, refresh=True)
+            if args.once or not looks:
+                return 0
+
+
+@dataclass(frozen=True)
+class Look:
+    """The counters of one process, at one time by the host's monotonic clock."""
+
+    pid: int
+    command: str
+    counted: dict[str, Any]
+    at_ns: int
+
+
+def _open_groups(one: Look) -> list[dict[str, Any]]:
+    return [group for group in one.counted["groups"] if group["is_open"]]
+
+
+def look(pids: list[int] | None = None) -> list[Look]:
+    """Return a look at each process of this host that uses Weft and may be looked at, by rank. Raises: weft.Error."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (not pids or int(folder.name) in pids):
+            page = _page_of(folder)
+            if page is not None:
+                found.append(Look(int(folder.name), _command(folder), page, time.monotonic_ns()))
+    return sorted(found, key=lambda one: (_main_group(one).get("rank", 0), one.pid))
+
+
+def waits(looks: list[Look], before: list[Look] | None = None) -> list[str]:
+    """Return who waits for whom, a line for each: pure, but for what is in the looks.
+
+    A rank is behind where another one of its group has begun more calls; on a GPU, where hosts only enqueue, only if
+    it has begun none since ``before``.
+    """
+    moved = {
+        (one.pid, group["key"]): group["calls"] for one in before or [] for group in one.counted["groups"]
+    }
+    groups: dict[int, list[tuple[Look, dict[str, Any]]]] = defaultdict(list)
+    for one in looks:
+        for group in _open_groups(one):
+            groups[group["key"]].append((one, group))
+    lines = []
+    for members in groups.values():
+        most = max(group["calls"] for _, group in members)
+        behind = [
+            (one, group)
+            for one, group in members
+            if group["calls"] < most and moved.get((one.pid, group["key"]), group["calls"]) == group["calls"]
+        ]
+        for one, group in members:
+            under_way_s = (one.at_ns - group["began_ns"]) / 1e9
+            is_in_call = group["began_ns"] > group["ended_ns"] and group["calls"] > 0
+            if is_in_call and under_way_s >= _LATE_S:
+                lines.append(_wait_line(group, under_way_s, _behind(group, behind), members))
+        on_gpu = [group for _, group in members if group["device"] != "cpu"]
+        lines += [_gpu_line(one, group, most) for one, group in behind if on_gpu]
+    return lines
+
+
+def _behind(
+    waiting: dict[str, Any], behind: list[tuple[Look, dict[str, Any]]]
+) -> list[tuple[Look, dict[str, Any]]]:
+    return [(one, group) for one, group in behind if group["calls"] < waiting["calls"]]
+
+
+def _wait_line(
+    group: dict[str, Any],
+    seconds: float,
+    behind: list[tuple[Look, dict[str, Any]]],
+    members: list[tuple[Look, dict[str, Any]]],
+) -> str:
+    line = f"rank {group['rank']} is in {group['operation']}, call {group['calls']}, for {seconds:.1f} s"
+    seen = {other["rank"] for _, other in members}
+    missing = [rank for rank in range(group["size"]) if rank not in seen]
+    whom = [_position(one, other) for one, other in behind] + [
+        f"rank {rank}, which is not on this host" for rank in missing
+    ]
+    return f"{line}; waits for {'; '.join(whom)}" if whom else line
+
+
+def _position(one: Look, group: dict[str, Any]) -> str:
+    where = f"rank {group['rank']} (process {one.pid}), which"
+    if group["calls"] == 0:
+        return f"{where} has made no call"
+    if group["began_ns"] > group["ended_ns"]:
+        return f"{where} is in {group['operation']}, call {group['calls']}"
+    idle_s = (one.at_ns - group["ended_ns"]) / 1e9
+    return f"{where} left {group['operation']}, call {group['calls']}, {idle_s:.1f} s ago"
+
+
+def _gpu_line(one: Look, group: dict[str, Any], most: int) -> str:
+    return f"{most - group['calls']} calls of others wait for {_position(one, group)}"
+
+
+def _screen(before: list[Look], looks: list[Look], console: Any) -> list[Any]:
+    earlier = {one.pid: one for one in before}
+    tables = [_process_table(looks), _rate_table(earlier, looks), _peer_table(earlier, looks)]
+    parts: list[Any] = [part for table in tables if len(table) for part in table.parts(console.width)]
+    told = waits(looks, before)
+    return (
+        [*parts, *(Text(line, "bold red") for line in told)]
+        if told
+        else [*parts, Text("Nobody waits for long.")]
+    )
+
+
+def _process_table(looks: list[Look]) -> Table:
+    names = ("device", "what it does", "process", "command")
+    table = Table(
+        "Processes", [Column("rank", is_key=True, is_number=True), *(Column(name) for name in names)]
+    )
+    for one in looks:
+        group = _main_group(one)
+        if not group:
+            table.add("-", "-", "transfers", str(one.pid), one.command)
+            continue
+        now = one.at_ns
+        is_in_call = group["began_ns"] > group["ended_ns"]
+        since_s = (now - (group["began_ns"] if is_in_call else group["ended_ns"])) / 1e9
+        doing = (
+            f"{'in' if is_in_call else 'after'} {group['operation']}, call {group['calls']}, {since_s:.1f} s"
+        )
+        doing = doing if group["calls"] else "no call yet"
+        table.add(f"{group['rank']}/{group['size']}", group["device"], doing, str(one.pid), one.command)
+    return table
+
+
+def _rate_table(earlier: dict[int, Look], looks: list[Look]) -> Table:
+    keys = [Column("operation", is_key=True, is_whole=True), Column("transport", is_key=True)]
+    heads = ("calls / s", "MB / s", "mean us", "errors")
+    table = Table("Operations of all ranks", [*keys, *(Column(head, is_number=True) for head in heads)])
+    for (operation, transport), (calls, num_bytes, seconds, errors) in _rates(
+        earlier, looks, "operations", ("operation", "transport"), ("calls", "bytes", "seconds", "errors")
+    ):
+        if calls or errors:
+            mean_us = f"{seconds / calls * 1e6:,.1f}" if calls else "-"
+            table.add(
+                operation, transport, f"{calls:,.0f}", f"{num_bytes / 1e6:,.1f}", mean_us, f"{errors:,.0f}"
+            )
+    return table
+
+
+def _peer_table(earlier: dict[int, Look], looks: list[Look]) -> Table:
+    keys = [Column("to peer", is_key=True), Column("transport", is_key=True)]
+    heads = ("messages / s", "MB / s", "retries / s", "faults / s")
+    table = Table("Peers, from all ranks", [*keys, *(Column(head, is_number=True) for head in heads)])
+    for (peer, transport), values in _rates(
+        earlier, looks, "peers", ("peer", "transport"), ("messages", "bytes", "retries", "faults")
+    ):
+        messages, num_bytes, retries, faults = values
+        if any(values):
+            table.add(
+                peer, transport, f"{messages:,.0f}", f"{num_bytes / 1e6:,.1f}", f"{retries:g}", f"{faults:g}"
+            )
+    return table
+
+
+def _rates(
+    earlier: dict[int, Look], looks: list[Look], kind: str, keys: tuple[str, ...], fields: tuple[str, ...]
+) -> list[tuple[tuple[str, ...], list[float]]]:
+    """Return, by key, what was added per second to each field, over all processes."""
+    sums: dict[tuple[str, ...], list[float]] = {}
+    for one in looks:
+        old = earlier.get(one.pid)
+        known = {tuple(row[key] for key in keys): row for row in old.counted[kind]} if old else {}
+        past_s = (one.at_ns - old.at_ns) / 1e9 if old else 0
+        for row in one.counted[kind]:
+            key = tuple(row[name] for name in keys)
+            into = sums.setdefault(key, [0.0] * len(fields))
+            if past_s > 0:
+                for place, field in enumerate(fields):
+                    into[place] += (row[field] - known.get(key, {}).get(field, 0)) / past_s
+    return sorted(sums.items())
+
+
+def _main_group(one: Look) -> dict[str, Any]:
+    """Return the group that was called last; {} of a process without one."""
+    return max(_open_groups(one), key=lambda group: group["began_ns"], default={})
+
+
+def _page_of(process: Path) -> dict[str, Any] | None:
+    """Return the counters of a process; None where it has none, is gone, or is somebody else's."""
+    pages = []
+    try:
+        for descriptor in (process / "fd").iterdir():
+            if os.readlink(descriptor).startswith(f"/memfd:{_core.TALLY_NAME}"):
+                with open(descriptor, "rb") as file:
+                    pages.append(dict(_core.tally_from(file.read(_core.TALLY_BYTES))))
+    except OSError:
+        return None
+    except Error as error:
+        print(f"weft top: process {process.name}: {error}", file=sys.stderr)
+    return max(pages, key=lambda page: page["made_ns"], default=None)  # a fork has its parent's, too
+
+
+def _command(process: Path) -> str:
+    try:
+        words = (process / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return "?"
+    return " ".join(os.path.basename(word.decode(errors="replace")) for word in words[:4]).strip()
+
+
+__all__ = ["Look", "look", "waits"]

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The loops of `weft bench channel`.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+
+#include "bind/bind.h"
+#include "measure/channel_loop.h"
+#include "transports/proxy/measure.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace weft {
+namespace {
+
+ChannelCall channel_call(const std::string& name) {
+  static const std::map<std::string, ChannelCall> known = {{"put", ChannelCall::kPut},
+                                                           {"put_with_signal", ChannelCall::kPutWithSignal},
+                                                           {"signal", ChannelCall::kSignal},
+                                                           {"add", ChannelCall::kAdd},
+                                                           {"put_flush", ChannelCall::kPutFlush}};
+  const auto found = known.find(name);
+  if (found == known.end())
+    check(Status::invalid("call: got '{}', allowed: put, put_with_signal, signal, add, put_flush", name));
+  return found->second;
+}
+
+}  // namespace
+
+void bind_measure(nb::module_& module) {
+  nb::class_<ChannelLoop>(module, "ChannelLoop")
+      .def_static(
+          "create",
+          [](std::shared_ptr<Communicator> comm, uint64_t bytes) {
+            return without_gil([&] { return value_or_throw(ChannelLoop::create(std::move(comm), bytes)); });
+          },
+          "communicator"_a, "bytes"_a)
+      .def_prop_ro("added", &ChannelLoop::added)
+      .def(
+          "run",
+          [](ChannelLoop& self, const std::string& call, bool is_round_trip, uint64_t bytes, uint32_t count,
+             uint32_t repeats) {
+            const ChannelLoad load{channel_call(call),
+                                   is_round_trip ? ChannelWay::kRoundTrip : ChannelWay::kOneWay, bytes, count,
+                                   repeats};
+            return without_gil([&] { return value_or_throw(self.run(load)); });
+          },
+          "call"_a, "is_round_trip"_a, "bytes"_a, "count"_a, "repeats"_a)
+      .def(
+          "sent",
+          [](nb::handle_t<ChannelLoop> self, uint64_t bytes) {
+            const auto& loop = nb::cast<ChannelLoop&>(self);
+            return view_of(loop.window(), loop.src_at(), std::min(bytes, loop.room()), nb::borrow(self));
+          },
+          "bytes"_a)
+      .def(
+          "received",
+          [](nb::handle_t<ChannelLoop> self, uint64_t bytes) {
+            const auto& loop = nb::cast<ChannelLoop&>(self);
+            return view_of(loop.window(), loop.dst_at(), std::min(bytes, loop.room()), nb::borrow(self));
+          },
+          "bytes"_a);
+  module.def(
+      "proxy_fifo_seconds",
+      [](uint32_t producers, uint64_t count, uint64_t capacity) {
+        return without_gil(
+            [&] { return value_or_throw(proxy::measure_fifo(producers, count, capacity)).seconds; });
+      },
+      "producers"_a, "count"_a, "capacity"_a);
+  module.def(
+      "proxy_push_to_pop_us",
+      [](uint64_t count, uint64_t capacity) {
+        return without_gil(
+            [&] { return value_or_throw(proxy::measure_push_to_pop(count, capacity)).push_to_pop_us; });
+      },
+      "count"_a, "capacity"_a);
+}
+
+}  // namespace weft

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A Door lets connections in that prove to know its key, and nobody else; knock() is the other side.
+//   Door door(std::move(listener), key);
+//   door.add_to(entries); ::poll(entries...); for (Guest& guest : door.serve()) door.welcome(guest);
+//   WEFT_TRY_ASSIGN(FileDescriptor socket, knock(address, key, rank, size, until));      // elsewhere
+// The key is never sent. On the wire, in the host's byte order: the door says Challenge; who knocks answers
+// Claim, whose proof is over the nonces of both, rank and size; the door answers with a Welcome and its own
+// proof, or with a refusal in words. A claim answers one challenge, so it cannot be used again. Whoever says
+// nothing for kSilence_s is dropped, and of more than kPending who have not proven anything the oldest:
+// strangers delay those who belong here, and do not keep them out. Threads: one at a time.
+#pragma once
+
+#include <netinet/in.h>
+#include <poll.h>
+
+#include <list>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/file_descriptor.h"
+#include "base/proof.h"
+#include "base/status.h"
+
+namespace weft {
+
+enum class Moved { kAll, kTimeout, kGone };
+// All bytes, on a socket that may or may not block.
+Moved send_all(int socket, const void* data, size_t bytes, Deadline until);
+Moved receive_all(int socket, void* data, size_t bytes, Deadline until);
+
+struct Challenge {
+  char magic[8];
+  Nonce nonce;
+};
+struct Claim {
+  char magic[8];
+  int32_t rank;
+  int32_t size;
+  Nonce nonce;
+  Proof proof;
+};
+static_assert(sizeof(Challenge) == 24 && sizeof(Claim) == 64);
+
+struct Guest {
+  FileDescriptor socket;  // does not block
+  int rank = 0;
+  int size = 0;
+  Proof welcome{};
+};
+
+class Door {
+ public:
+  static constexpr size_t kPending = 256;
+  static constexpr double kSilence_s = 5;
+
+  Door(FileDescriptor listener, std::string key) : listener_(std::move(listener)), key_(std::move(key)) {}
+
+  bool is_open() const { return listener_.is_open(); }
+  void close();  // also drops who has not proven anything yet
+
+  void add_to(std::vector<pollfd>& entries) const;
+  // Takes what has come, without waiting. Returns who has proven to know the key; each is to be given one of
+  // the two answers below.
+  std::vector<Guest> serve();
+  static bool welcome(const Guest& guest);  // false: it is gone
+  static void refuse(const Guest& guest, const std::string& why);
+
+ private:
+  struct Pending {
+    FileDescriptor socket;
+    Nonce nonce;
+    Claim claim;
+    size_t bytes = 0;  // of the claim, so far
+    Deadline until;
+  };
+  bool has_room() const;
+  void accept_some();
+  bool hear(Pending& pending, std::vector<Guest>& guests);
+  void turn_away(const Pending& pending);
+
+  FileDescriptor listener_;
+  const std::string key_;
+  std::list<Pending> pending_;  // oldest first
+  uint64_t turned_away_ = 0;
+};
+
+union SocketAddress {
+  sockaddr any;
+  sockaddr_in v4;
+  sockaddr_in6 v6;
+};
+
+// Connects, and proves to know the key; connects again when it is dropped before it could. Errors: kInvalid
+// with the door's words when it refuses, also for another key; kPeerLost when nobody listens or answers.
+Result<FileDescriptor> knock(const SocketAddress& address, const std::string& key, int rank, int size,
+                             Deadline until);
+
+}  // namespace weft

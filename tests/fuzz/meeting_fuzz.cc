@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// libFuzzer target: unique ids, and what comes over the connections of a meeting, on both sides. tools/fuzz builds
+// and runs it. The first byte says who speaks: a stranger at the door, a rank that was let in, a false meeting, or
+// the right one. Whatever is said, the meeting serves its next rank.
+#include <arpa/inet.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "bootstrap/door.h"
+#include "bootstrap/tcp_bootstrap.h"
+
+using namespace weft;
+
+namespace {
+
+void require(bool holds) {
+  if (!holds) std::abort();  // what libFuzzer reports
+}
+
+Deadline soon(double seconds = 20) {
+  return Deadline::after_s(seconds);
+}
+
+SocketAddress address_of(uint16_t port) {
+  SocketAddress address{};
+  address.v4.sin_family = AF_INET;
+  address.v4.sin_port = htons(port);
+  address.v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  return address;
+}
+
+void close_at_once(const FileDescriptor& socket) {
+  const linger at_once{1, 0};  // no port is left waiting
+  setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+}
+
+MeetingTicket meeting() {
+  auto ticket = open_meeting("lo");
+  require(ticket.ok());
+  return *ticket;
+}
+
+std::string key_of(const MeetingTicket& ticket) {
+  return std::string(reinterpret_cast<const char*>(ticket.key), sizeof ticket.key);
+}
+
+// Bytes of a stranger; nobody is let in.
+void knock_with(const std::string& bytes) {
+  static const MeetingTicket ticket = meeting();
+  FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const SocketAddress address = address_of(ticket.port);
+  require(::connect(socket.get(), &address.any, sizeof address.v4) == 0);
+  close_at_once(socket);
+  (void)!::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  char answer[256] = {};
+  for (size_t at = 0; at < sizeof(Challenge) && bytes.size() >= sizeof(Claim);) {
+    const ssize_t got = ::recv(socket.get(), answer, sizeof answer, 0);
+    if (got <= 0) break;
+    at += static_cast<size_t>(got);
+  }
+}
+
+// A rank of one, which says anything once it is in.
+void say(const std::string& bytes) {
+  const MeetingTicket ticket = meeting();
+  auto socket = knock(address_of(ticket.port), key_of(ticket), 0, 1, soon());
+  require(socket.ok());
+  close_at_once(*socket);
+  (void)!::send(socket->get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  ::shutdown(socket->get(), SHUT_WR);
+  char answer[4096];
+  receive_all(socket->get(), answer, sizeof answer, soon(1));  // until the meeting has closed it
+}
+
+// What a rank hears of a meeting that says anything, before or after it has shown that it knows the key.
+void listen_to(const std::string& bytes, bool is_right) {
+  FileDescriptor listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  SocketAddress address = address_of(0);
+  socklen_t length = sizeof address.v4;
+  require(::bind(listener.get(), &address.any, length) == 0 && ::listen(listener.get(), 4) == 0);
+  require(::getsockname(listener.get(), &address.any, &length) == 0);
+  MeetingTicket ticket{};
+  std::memcpy(ticket.magic, "weftmeet", 8);
+  ticket.port = ntohs(address.v4.sin_port);
+  std::memcpy(ticket.address, &address.v4.sin_addr, 4);
+  const int fd = listener.get();
+  std::thread host([&, listener = std::move(listener)]() mutable {
+    pollfd entry{fd, POLLIN, 0};
+    ::poll(&entry, 1, 5000);
+    if (is_right) {
+      Door door(std::move(listener), key_of(ticket));
+      std::vector<Guest> guests;
+      for (const Deadline until = soon(5); guests.empty() && !until.passed();) guests = door.serve();
+      if (guests.empty()) return;
+      Door::welcome(guests[0]);
+      close_at_once(guests[0].socket);
+      (void)!::send(guests[0].socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+      ::shutdown(guests[0].socket.get(), SHUT_WR);
+      char said[256];
+      receive_all(guests[0].socket.get(), said, sizeof said, soon(0.05));
+    } else {
+      FileDescriptor socket(::accept4(fd, nullptr, nullptr, SOCK_CLOEXEC));
+      (void)!::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+      ::shutdown(socket.get(), SHUT_WR);
+      listener.close();  // a rank that is dropped tries again
+      char said[256];
+      receive_all(socket.get(), said, sizeof said, soon(0.05));
+    }
+  });
+  const auto joined =
+      join_meeting(ticket, 0, 2, soon(2));  // as rank 0, which gives the host no time to explain
+  require(is_right == joined.ok() || is_right);
+  if (joined.ok()) {
+    const auto all = (*joined)->all_gather("mine", soon(0.01));
+    require(!all.ok() || all->size() == 2);
+  }
+  host.join();
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  if (size == 0) return 0;
+  const std::string bytes(reinterpret_cast<const char*>(data) + 1, size - 1);
+  MeetingTicket ticket{};
+  std::memcpy(static_cast<void*>(&ticket), bytes.data(), std::min(bytes.size(), sizeof ticket));
+  if (!ticket.is_valid()) require(!join_meeting(ticket, 0, 1, soon()).ok());
+  switch (data[0] % 4) {
+    case 0:
+      return knock_with(bytes), 0;
+    case 1:
+      return say(bytes), 0;
+    case 2:
+      return listen_to(bytes, false), 0;
+    default:
+      return listen_to(bytes, true), 0;
+  }
+}

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of several machines: network namespaces with cables between, started as on real ones by torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from programs import environment, run_program
+
+from weft.testing import machines
+from weft.testing.machines import Machines
+
+pytestmark = pytest.mark.skipif(bool(machines.why_not()), reason=f"no machines: {machines.why_not()}")
+
+QUIET = {
+    "WEFT_PEER_DEAD_S": "3",
+    "WEFT_HEARTBEAT_S": "0.5",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "eth0",
+}
+
+EVERY_CALL = """
+import torch, weft
+comm = weft.Communicator()
+n, me = comm.size, comm.rank
+print("rank", me, "nodes", comm.nodes, flush=True)
+for elems in (1, 4099, 300_001):
+    every = torch.stack([(torch.arange(elems * n) % 13 + r).float() for r in range(n)])
+    own = every[me].clone()
+    assert torch.equal(comm.all_reduce(own.clone()), every.sum(0))
+    assert torch.equal(comm.all_gather(own), every)
+    parts = every.view(n, n, elems)
+    assert torch.equal(comm.reduce_scatter(own.view(n, elems)).flatten(), parts.sum(0)[me])
+    assert torch.equal(comm.all_to_all(own.view(n, elems)), parts[:, me])
+    assert torch.equal(comm.broadcast(own.clone(), 1), every[1])
+comm.barrier()
+print("right", me, flush=True)
+"""
+
+FOREVER = """
+import os, sys, time, torch, weft
+comm = weft.Communicator(timeout_s=60)
+data = torch.ones(100_000)
+began = time.monotonic()
+try:
+    for turn in range(10**9):
+        total = comm.all_reduce(data.clone())
+        assert total[0] == comm.size, total[0]
+        if turn == 20:
+            open(f"{sys.argv[1]}/going{comm.rank}", "w").close()
+        if os.path.exists(f"{sys.argv[1]}/stop") and comm.all_reduce(torch.ones(1) * comm.rank)[0] >= 0:
+            break
+except weft.PeerLost as error:
+    print("lost:", error, flush=True)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "program.py"
+
+
+def _start(made: Machines, ranks: int, program: Path, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Start the ranks of every machine by the variables of a launcher, in the order of ranks."""
+    size = made.count * ranks
+    meet = {"MASTER_ADDR": made.address(0), "MASTER_PORT": "29600", "WORLD_SIZE": str(size)}
+    return [
+        made.start(
+            rank // ranks,
+            [sys.executable, str(program), *arguments],
+            env=environment() | QUIET | meet | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(size)
+    ]
+
+
+def _printed(workers: list[subprocess.Popen[str]], timeout_s: float = 90) -> list[str]:
+    until = time.monotonic() + timeout_s
+    return [worker.communicate(timeout=max(until - time.monotonic(), 1))[0] for worker in workers]
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(2, 2), (4, 1)])
+def test_every_call_is_right_over_machines(count: int, ranks: int, program: Path) -> None:
+    program.write_text(EVERY_CALL)
+    with Machines(count) as made:
+        printed = _printed(_start(made, ranks, program))
+    nodes = [rank // ranks for rank in range(count * ranks)]
+    for rank in range(count * ranks):
+        assert f"rank {rank} nodes {nodes}" in printed[rank], printed
+        assert f"right {rank}" in printed[rank], printed
+
+
+def _wait_for(folder: Path, ranks: int) -> None:
+    until = time.monotonic() + 60
+    while not all((folder / f"going{rank}").exists() for rank in range(ranks)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_cable_that_is_pulled_for_good_names_the_ranks_behind_it(program: Path, tmp_path: Path) -> None:
+    program.write_text(FOREVER)
+    with Machines(2) as made:
+        workers = _start(made, 1, program, str(tmp_path))
+        _wait_for(tmp_path, 2)
+        made.unplug(1)
+        began = time.monotonic()
+        printed = _printed(workers)
+        assert time.monotonic() - began < 40
+    for rank in range(2):
+        assert "lost: " in printed[rank] and f"rank {1 - rank}" in printed[rank], printed
+
+
+def test_a_cable_that_is_back_in_time_is_not_noticed(program: Path, tmp_path: Path) -> None:
+    program.write_text(FOREVER)
+    with Machines(2) as made:
+        workers = _start(made, 1, program, str(tmp_path))
+        _wait_for(tmp_path, 2)
+        for _ in range(2):
+            made.unplug(1)
+            time.sleep(1)
+            made.plug(1)
+            time.sleep(1)
+        assert all(worker.poll() is None for worker in workers)
+        for worker in workers:
+            os.killpg(worker.pid, signal.SIGKILL)
+
+
+NO_WAY = """
+import time, weft
+began = time.monotonic()
+try:
+    weft.Communicator(weft.runtime.bootstrap.TcpAddress("10.99.0.1:29600", 1, 2), timeout_s=60)
+except weft.PeerLost as error:
+    print(round(time.monotonic() - began), error, flush=True)
+"""
+
+
+def test_an_address_without_a_way_to_it_is_told_in_the_first_seconds(program: Path) -> None:
+    program.write_text(NO_WAY)
+    with Machines(1) as made:
+        (printed,) = _printed(_start(made, 1, program))
+    seconds, _, message = printed.partition(" ")
+    assert int(seconds) <= 10, printed
+    assert "for rank 0 at 10.99.0.1:29600" in message and "unreachable" in message, printed
+
+
+def test_the_command_runs_torchrun_everywhere(tmp_path: Path, program: Path) -> None:
+    program.write_text(EVERY_CALL)
+    command = [
+        sys.executable,
+        "-m",
+        "weft.testing.machines",
+        "--machines",
+        "2",
+        "--ranks",
+        "1",
+        "--",
+        str(program),
+    ]
+    ran = run_program(command, tmp_path, more=QUIET)
+    assert ran.returncode == 0, ran.stderr
+    assert "2 machines, 10.77.0.1 to 10.77.0.2" in ran.stdout and "right 1" in ran.stdout

@@ -832,11 +832,12 @@ std::string CollectiveRunner::sentence() const {
   if (box.site == Site::kGaveUp)
     return text("rank {}, collective {}: an earlier call gave up waiting, allowed: a new communicator",
                 box.self, last_program);
-  if (box.site == Site::kTakenBack)
-    return text("rank {}, collective {}, block {}, step {}: rank {} had given up waiting for this rank",
-                box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.peer);
-  const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
   const std::string lost = peers.lost();
+  if (box.site == Site::kTakenBack)  // perhaps because of another rank's death, which it saw sooner
+    return text("rank {}, collective {}, block {}, step {}: rank {} had given up waiting for this rank{}{}",
+                box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.peer,
+                lost.empty() ? "" : "; ", lost);
+  const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
   const std::string fate =
       lost.empty() && box.peer != box.self ? peers.fate(static_cast<int>(box.peer)) : lost;
   return text(

@@ -17,6 +17,7 @@ import argparse
 import functools
 import json
 import logging
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,8 +42,9 @@ _CALLS = {
     "reduce_scatter": "reducescatter",
 }
 _DEADLINE_S = 3600.0
-_BUDGET_S = 0.1  # of one variant at one size
-_LEAST_ROUNDS = 7
+_BUDGET_S = 1.0  # of one variant at one size
+_LEAST_ROUNDS, _MOST_ROUNDS = 7, 100
+_SAMPLE_US = 4000.0  # of calls in a row, on the CPU: ranks that share cores don't leave a barrier together
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -258,21 +260,37 @@ def _in_turns(me: Rank, calls: list[Callable[[], Any]], device: Any) -> list[lis
     import torch
     import torch.distributed as dist
 
-    def once(call: Callable[[], Any]) -> float:
+    def once(call: Callable[[], Any], times: int) -> float:
         dist.barrier(group=me.group)
         start = time.perf_counter()
-        call()
+        for _ in range(times):
+            call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e6
+        return (time.perf_counter() - start) * 1e6 / times
 
-    estimates: list[Any] = [None] * me.size
-    dist.all_gather_object(estimates, sum(max(once(call), once(call)) for call in calls), group=me.group)
-    rounds = int(max(_LEAST_ROUNDS, min(50, _BUDGET_S * 1e6 * len(calls) / max(estimates))))
-    mine = [[once(call) for call in calls] for _ in range(rounds)]
-    samples: list[Any] = [None] * me.size
-    dist.all_gather_object(samples, mine, group=me.group)
-    return [sorted(slowest_rank([[row[at] for row in own] for own in samples])) for at in range(len(calls))]
+    def agree(own: list[float]) -> list[float]:
+        all_ranks: list[Any] = [None] * me.size
+        dist.all_gather_object(all_ranks, own, group=me.group)
+        return slowest_rank(all_ranks)
+
+    # On GPUs a sample is one call: what users wait for there begins with an idle GPU.
+    times = [1] * len(calls)
+    each_us = agree([min(once(call, 1), once(call, 1)) for call in calls])
+    if device.type != "cuda":
+        for _ in range(2):  # of few calls a barrier's end is the larger part
+            times = [max(1, int(_SAMPLE_US / us)) for us in each_us]
+            each_us = agree([once(call, n) for call, n in zip(calls, times, strict=True)])
+    turn_us = sum(us * n for us, n in zip(each_us, times, strict=True))
+    rounds = int(max(_LEAST_ROUNDS, min(_MOST_ROUNDS, _BUDGET_S * 1e6 * len(calls) / turn_us)))
+    order = random.Random(1)  # the same on all ranks; what ran before a call must not be its luck
+    mine = []
+    for _ in range(rounds):
+        turns = order.sample(range(len(calls)), len(calls))
+        taken = {at: once(calls[at], times[at]) for at in turns}
+        mine.append([taken[at] for at in range(len(calls))])
+    rows = [agree(row) for row in mine]
+    return [sorted(row[at] for row in rows) for at in range(len(calls))]
 
 
 def _low(times: list[float]) -> float:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads folders of algorithm files that others wrote, and says how many load, verify and run. Fetches nothing.
 
-Usage: python tools/read_public_files.py FOLDER ... [--run] [--most-ranks 8] [--args "8 1; 4 1; 8 2 1"]
+Usage: python tools/read_public_files.py FOLDER ... [--run] [--most-ranks 8] [--args "8 1; 4 1; 8 2 1"] [--json FILE]
 
 Files: MSCCL XML (.xml with an algo), MSCCL++ plans (.json with gpus) and MSCCL's scripts (.py that import msccl; they
 run). Others are passed over. Of the arguments of --args a script takes the first with which it loads and is verified.
@@ -16,10 +16,13 @@ import io
 import json
 import shlex
 import sys
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import weft
 from weft.collectives.compile import programs_of
 from weft.collectives.contract import Buffer
 from weft.collectives.ir import Algorithm
@@ -36,14 +39,27 @@ def main() -> int:
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--most-ranks", type=int, default=8)
     parser.add_argument("--args", default="")
+    parser.add_argument("--json", type=Path, help="what was said of each file is added there, by folder")
     args = parser.parse_args()
     for folder in args.folders:
         counts = {"files": 0, "load": 0, "verify": 0, "run": 0}
+        said: dict[str, str] = {}
         for file in sorted(path for path in folder.rglob("*") if _is_algorithm(path)):
             counts["files"] += 1
-            print(f"{file.relative_to(folder)}: {_try_all(file, args, counts)}", flush=True)
+            said[str(file.relative_to(folder))] = _try_all(file, args, counts)
+            print(f"{file.relative_to(folder)}: {said[str(file.relative_to(folder))]}", flush=True)
         print(f"{folder}: {', '.join(f'{name} {count}' for name, count in counts.items())}", flush=True)
+        if args.json:
+            _keep(args.json, folder, {**counts, "said": said})
     return 0
+
+
+def _keep(path: Path, folder: Path, found: dict[str, Any]) -> None:
+    document = json.loads(path.read_text()) if path.is_file() else {"folders": {}}
+    document |= {"date": date.today().isoformat(), "weft": weft.__version__}
+    document["command"] = shlex.join(["python", *sys.argv])
+    document["folders"][folder.name] = found
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _is_algorithm(file: Path) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from weft.bench.collective import fit
-from weft.collectives.cost import sent_bytes
+from weft.collectives.cost import CPU, predict_us, sent_bytes
+from weft.collectives.selector import VARIANTS
 
 
 def _rows(name: str, words: str, least_us: float, gbs: float, ranks: int) -> list[dict[str, Any]]:
@@ -47,3 +49,30 @@ def test_fit_finds_what_rows_were_made_from(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "rows.json").write_text(json.dumps({"rows": rows}))
     assert fit.main([str(tmp_path / "rows.json")]) == 0
     assert "allgather_allpairs LL" in capsys.readouterr().out
+
+
+def test_fit_of_a_machine_finds_the_machine_of_measurements(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = dataclasses.replace(
+        CPU, launch_us=20.0, egress_gbs=2.0, block_gbs=2.0, local_gbs=2.0, ll_factor=3.0
+    )
+    cells = []
+    for size in (1 << 10, 1 << 16, 1 << 22):
+        choices = {variant.label(): variant.choice(2, False) for variant in VARIANTS["allgather"]}
+        programs = {label: choice for label, choice in choices.items() if choice.way is None}
+        times = {label: predict_us(one.algorithm, size, real) for label, one in programs.items()}
+        cells.append(
+            {"call": "all_gather", "bytes": size, "measured_us": {**times, "of another version": 1.0}}
+        )
+    document = {"machine": "cpu", "ranks": 2, "cells": cells}
+    start, measured = fit.read_measured(document)
+    assert start == CPU and len(measured) == 3 * len(programs)
+    found = fit.fit_machine(start, measured)
+    assert fit.model_error(found, measured) < 0.05 < fit.model_error(start, measured)
+    assert found.block_gbs == pytest.approx(2.0, rel=0.1) and found.ll_factor == pytest.approx(3.0, rel=0.1)
+    (tmp_path / "measured.json").write_text(json.dumps(document))
+    assert fit.main(["--machine", str(tmp_path / "measured.json")]) == 0
+    assert "block_gbs" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        fit.main([])

@@ -45,7 +45,8 @@ class Machine:
         return self.per_node > 0 and rank // self.per_node != peer // self.per_node
 
 
-CPU = Machine("cpu", 5.0, 2.0, 4.0, 4.0, 4.0, 2.0, 0.5, refer_bytes=16 << 10, one_thread=True)
+# Fitted by `python -m weft.bench.collective.fit --machine bench/results/tune/cpu-2core-2-ranks.measured.json`.
+CPU = Machine("cpu", 6.3, 2.0, 6.2, 6.2, 6.2, 5.6, 0.05, refer_bytes=16 << 10, one_thread=True)
 # Of programs; exchanges have costs of their own below.
 NVLINK = Machine("nvlink", 6.0, 1.3, 260.0, 25.0, 60.0, 2.0, 1.0, step_us=3.0)
 _LL128_FACTOR = 128 / 120

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+from weft.bench.report import versions
 from weft.collectives.cost import predict_exchange_us, predict_us
 from weft.collectives.selector import MACHINES, VARIANTS, Choice, Selector, read_table
 from weft.errors import Error
@@ -35,10 +39,16 @@ def keep_measured(table: Path, machine: str, key: str, ranks: int, found: list[d
     for row in found:
         if "measured_us" in row:  # a journal of an earlier version has winners alone
             cells[row["call"], row["bytes"]] = {name: row[name] for name in _KEPT if name in row}
-    rows = [cells[key] for key in sorted(cells)]
-    path.write_text(
-        json.dumps({"machine": machine, "key": key, "ranks": ranks, "cells": rows}, indent=1) + "\n"
-    )
+    document = {
+        "machine": machine,
+        "key": key,
+        "ranks": ranks,
+        "date": date.today().isoformat(),
+        "versions": versions(),
+        "command": shlex.join(["weft", *sys.argv[1:]]),
+        "cells": [cells[key] for key in sorted(cells)],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:

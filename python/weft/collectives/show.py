@@ -52,7 +52,7 @@ _MEANINGS = {
 }
 ALL = "all"  # messages have arrows
 _MOST_LANES_WITH_ARROWS = 40
-_ROW, _GAP, _LEFT, _TOP, _WIDTH = 16, 8, 150, 60, 1100
+_ROW, _GAP, _LEFT, _RIGHT, _TOP, _WIDTH = 16, 8, 180, 36, 60, 1140
 _LETTER = 5.2  # of a name on a bar: its width at most
 _MOST_TICKS = 8
 
@@ -160,7 +160,7 @@ def svg(
         lanes[rank, number] = at
         at += _ROW
     end_us = max((event.end_us for event in guess.events), default=1.0) or 1.0
-    scale = (_WIDTH - _LEFT - 20) / end_us
+    scale = (_WIDTH - _LEFT - _RIGHT) / end_us
     height = at + 50
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
@@ -243,7 +243,7 @@ def _lane_labels(algorithm: Algorithm, lanes: dict[tuple[int, int], int]) -> lis
             f" from {block.recv}" if block.recv >= 0 else ""
         )
         parts.append(
-            f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - 20}" height="{_ROW - 2}" fill="#f4f4f4"/>'
+            f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_ROW - 2}" fill="#f4f4f4"/>'
         )
         parts.append(f'<text x="10" y="{y + 11}">rank {rank} block {number}{peers}</text>')
     return parts

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <sys/uio.h>
+
+#include <cerrno>
+
+#include "base/config.h"
+#include "base/log.h"
+#include "collective/runner_parts.h"
+
+namespace weft {
+namespace {
+
+// Why the system lets this process read nothing of another one, as errno's number: EPERM or, once it is gone,
+// ESRCH. 0 where it would. Rights are looked at before addresses, so that of nothing does.
+int refusal_to_read(uint32_t process) {
+  std::byte byte{};
+  const iovec here{&byte, 1}, there{nullptr, 1};
+  if (process_vm_readv(static_cast<pid_t>(process), &here, 1, &there, 1, 0) >= 0 || errno == EFAULT) return 0;
+  return errno;
+}
+
+}  // namespace
+
+Result<int> CollectiveRunner::wait_for_sender(int first) {
+  WEFT_TRY(fault());
+  if (first < 0 || first >= comm_->size())
+    return Status::invalid("first: got {}, allowed: 0 to {}", first, comm_->size() - 1);
+  int sender = -1;
+  wait_until(Deadline::after_s(timeout_s_), [&] {
+    sender = board_->unreceived_sender(first);
+    return sender >= 0 || is_stopped();
+  });
+  if (sender >= 0) return sender;
+  WEFT_TRY(fault());
+  return logged(Status::make(Code::kPeerLost, "rank {}, recv from any rank, waited {} s: no rank sent",
+                             comm_->rank(), timeout_s_));
+}
+
+Status CollectiveRunner::compare_calls() {
+  if (!config().check) return {};
+  const Status status = board_->compare(Deadline::after_s(timeout_s_), [this] { return is_stopped(); });
+  if (status.code() == Code::kClosed) return fault();
+  return status.ok() ? status : logged(status);
+}
+
+bool CollectiveRunner::is_stopped() const {
+  return load_acquire(&visible_->at<FaultBox>(0)->raised) != 0;
+}
+
+Status CollectiveRunner::fault() {
+  const FaultBox& box = *visible_->at<FaultBox>(0);
+  if (broken_.ok() && load_acquire(&box.raised) != 0) {
+    broken_ = logged(fault_status());
+    if (broken_.code() == Code::kPeerLost && box.peer != box.self) tally_.lost(box.peer);
+  }
+  return broken_;
+}
+
+Status CollectiveRunner::fault_status() const {
+  const FaultBox& box = *visible_->at<FaultBox>(0);
+  if (box.site == Site::kPeerWindow) return Status(Code::kClosed, sentence());
+  // Nobody is lost: this process has lost the right to read others.
+  if (box.site == Site::kPeerMemory && refusal_to_read(process_of(box.peer)) == EPERM)
+    return Status(Code::kSystem, sentence());
+  // A rank that left may have done so because of the difference.
+  const bool may_differ =
+      box.site == Site::kCollective || box.site == Site::kCollectiveCall || box.site == Site::kPeerDied;
+  if (!may_differ) return Status(Code::kPeerLost, sentence());
+  if (const std::string words = board_->mismatch(); !words.empty())
+    return Status::invalid("rank {}, {}", comm_->rank(), words);
+  if (box.site == Site::kCollectiveCall) return Status(Code::kInvalid, sentence());
+  if (box.peer == box.self || box.site == Site::kPeerDied) return Status(Code::kPeerLost, sentence());
+  return Status(Code::kPeerLost, sentence() + "; " + board_->progress(static_cast<int>(box.peer)));
+}
+
+uint32_t CollectiveRunner::process_of(uint32_t peer) const {
+  const DirectTables tables = direct_tables(static_cast<uint64_t>(comm_->size()), true);
+  return direct_->at<uint32_t>(tables.processes_at)[peer];
+}
+
+void CollectiveRunner::stop() {
+  const auto self = static_cast<uint32_t>(comm_->rank());
+  raise(visible_->at<FaultBox>(0), Site::kNone, self, self, 0, 0, 0);
+}
+
+std::string CollectiveRunner::sentence() const {
+  const FaultBox& box = *visible_->at<FaultBox>(0);
+  PeerWatch& peers = comm_->peers();
+  const char* last_program = last_program_;
+  if (box.site == Site::kPeerDied)
+    return text("rank {}, collective {}: {}", box.self, last_program, peers.lost());
+  if (box.site == Site::kPeerMemory) {
+    const int refusal = refusal_to_read(process_of(box.peer));
+    return text(
+        "rank {}, collective {}, block {}, step {}: {} bytes of rank {}'s memory cannot be read any "
+        "more{}{}; {}",
+        box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.expected, box.peer,
+        refusal ? ": " : "", refusal ? strerror(refusal) : "",
+        peers.fates({static_cast<int>(box.peer)}, "is running"));
+  }
+  if (box.site == Site::kPeerWindow)
+    return text(
+        "rank {}, collective {}, block {}, step {}: rank {} passed memory of window {}, which this rank has "
+        "destroyed, allowed: windows that all ranks still have",
+        box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.peer, box.expected);
+  if (box.site == Site::kCollectiveCall)
+    return text(
+        "rank {}, collective {}, block {}, step {}: a message of rank {} is of another call, allowed: the "
+        "same call on all ranks",
+        box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.peer);
+  if (box.site == Site::kNone) return text("rank {}, collective {}: stopped", box.self, last_program);
+  if (box.site == Site::kGaveUp)
+    return text("rank {}, collective {}: an earlier call gave up waiting, allowed: a new communicator",
+                box.self, last_program);
+  const std::string lost = peers.lost();
+  if (box.site == Site::kTakenBack)  // perhaps because of another rank's death, which it saw sooner
+    return text("rank {}, collective {}, block {}, step {}: rank {} had given up waiting for this rank{}{}",
+                box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.peer,
+                lost.empty() ? "" : "; ", lost);
+  const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
+  const std::string fate =
+      lost.empty() && box.peer != box.self ? peers.fate(static_cast<int>(box.peer)) : lost;
+  return text(
+      "rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}{}{}",
+      box.self, last_program, box.detail >> 16, box.detail & 0xffff,
+      static_cast<double>(box.waited_ns / 100'000'000) / 10, whom, box.expected, box.seen,
+      fate.empty() ? "" : "; ", fate);
+}
+
+}  // namespace weft

@@ -78,8 +78,10 @@ struct Group {
 
 class Link {
  public:
-  // Carries out what kernels have asked for, then lets go of the peers. Bounded.
   virtual ~Link() = default;
+  // Carries out what kernels have asked for, and takes leave of the peers; bounded. The last call but lose(), which ends
+  // the wait for a peer that is lost. Idempotent.
+  virtual void finish() {}
 
   // A window was made or has grown: what peers need to reach this rank's part. All ranks call it.
   virtual Result<std::string> offer(const WindowView& window) { return std::string(); }
@@ -97,6 +99,9 @@ class Link {
 
   // ok while every peer is there: else who was lost, where, expected and seen.
   virtual Status status() { return {}; }
+  // Somebody else knows that a peer is lost, and how: what involves it fails now, and nobody waits for its farewell.
+  // Never waits. Threads: any.
+  virtual void lose(int peer, const std::string& how) {}
   // `tell` is called once for each peer that is lost, at once for those that are, from threads of the link.
   // Short: it runs under a lock.
   virtual void on_lost(std::function<void(int peer, const std::string& how)> tell) {}

@@ -4,22 +4,12 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <fstream>
-#include <functional>
-#include <string>
 
+#include "base/process_name.h"
 #include "base/random.h"
 
 namespace weft::provider {
 namespace {
-
-uint64_t host_mark() {
-  std::string mark;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), mark);
-  char link[64] = {};
-  if (readlink("/proc/self/ns/pid", link, sizeof link - 1) > 0) mark += link;
-  return std::hash<std::string>()(mark);
-}
 
 // Drops the first `bytes` bytes of a list.
 void advance(iovec*& stretch, size_t& count, size_t bytes) {
@@ -37,8 +27,7 @@ void advance(iovec*& stretch, size_t& count, size_t bytes) {
 
 Neighbour this_process() {
   static const uint64_t witness = random_key();
-  static const uint64_t host = host_mark();
-  return {getpid(), host, reinterpret_cast<uint64_t>(&witness), witness};
+  return {getpid(), host_mark(), reinterpret_cast<uint64_t>(&witness), witness};
 }
 
 bool can_copy_across(const Neighbour& neighbour) {

@@ -86,6 +86,26 @@ ProcessEnd process_end(int process) {
   return reaped_end(process);  // its parent has asked since
 }
 
+std::string to_words(const ProcessEnd& end) {
+  switch (end.how) {
+    case ProcessEnd::How::kRuns:
+      return "is running";
+    case ProcessEnd::How::kExited:
+      return text("exited with status {}", end.number);
+    case ProcessEnd::How::kKilled:
+      return text("was killed by signal {}", end.number);
+    case ProcessEnd::How::kUnknown:
+      break;
+  }
+  return "died";
+}
+
+uint64_t process_start(pid_t pid) {
+  const std::vector<std::string> fields = stat_fields(pid);
+  constexpr size_t kStart = 22 - 3;
+  return fields.size() > kStart ? std::stoull(fields[kStart]) : 0;
+}
+
 pid_t process_id(int process) {
   std::ifstream info(text("/proc/self/fdinfo/{}", process));
   for (std::string word; info >> word;) {

@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 
 #include "base/file_descriptor.h"
@@ -32,6 +33,12 @@ struct ProcessEnd {
 
 // How a process ended; kUnknown where its parent has forgotten it already and the kernel is older than 6.15.
 ProcessEnd process_end(int process);
+
+// "was killed by signal 9", "exited with status 7", "is running", "died".
+std::string to_words(const ProcessEnd& end);
+
+// When a process started, in clock ticks after the host's start; 0 where it is no more.
+uint64_t process_start(pid_t pid);
 
 // The id of a process as this one sees it, 0 once its parent has forgotten it; and whether a signal stopped
 // it.

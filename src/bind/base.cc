@@ -3,11 +3,15 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+
 #include "base/config.h"
 #include "base/log.h"
+#include "base/process_name.h"
 #include "bind/bind.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace weft {
 
@@ -29,6 +33,24 @@ void bind_base(nb::module_& module) {
   });
   module.def("config_check", [] { check(config_status()); });
   module.def("use_job_secret", &use_job_secret);
+  module.def("this_process_name", [] {
+    const ProcessName name = this_process_name();
+    return nb::bytes(&name, sizeof name);
+  });
+  // Of bytes that another process gave; what is no name is a process that is not known.
+  nb::class_<NamedProcess>(module, "NamedProcess")
+      .def(
+          "__init__",
+          [](NamedProcess* self, nb::bytes given) {
+            ProcessName name;
+            if (given.size() == sizeof name) std::memcpy(&name, given.c_str(), sizeof name);
+            new (self) NamedProcess(name);
+          },
+          "name"_a)
+      .def_prop_ro("has_ended", &NamedProcess::has_ended)
+      .def_prop_ro("was_killed", &NamedProcess::was_killed)
+      .def_prop_ro("who", &NamedProcess::who)
+      .def_prop_ro("fate", &NamedProcess::fate);
   module.def("config_reload", [] {
     config_reload();
     check(config_status());

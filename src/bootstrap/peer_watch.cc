@@ -19,6 +19,9 @@ struct PeerWatch::Note {
   std::atomic<uint32_t> state;
   int32_t pid;
   char host[64];
+  // By rank: 1 for peers that have masked this rank. Those beyond have no place here, and this rank is not told.
+  static constexpr int kMaskers = 2048;
+  std::atomic<uint8_t> masked_by[kMaskers];
 };
 
 namespace {
@@ -44,20 +47,6 @@ struct OwnNotes {
 OwnNotes& own_notes() {
   static auto* notes = new OwnNotes;
   return *notes;
-}
-
-std::string how(const ProcessEnd& end) {
-  switch (end.how) {
-    case ProcessEnd::How::kRuns:
-      return "is running";
-    case ProcessEnd::How::kExited:
-      return text("exited with status {}", end.number);
-    case ProcessEnd::How::kKilled:
-      return text("was killed by signal {}", end.number);
-    case ProcessEnd::How::kUnknown:
-      break;
-  }
-  return "died";
 }
 
 }  // namespace
@@ -165,7 +154,7 @@ void PeerWatch::tell(std::function<void(int, const std::string&)> tell) {
   std::lock_guard lock(mutex_);
   tell_ = std::move(tell);
   for (int peer = 0; tell_ && peer < static_cast<int>(peers_.size()); ++peer)
-    if (peers_[peer].is_lost && peers_[peer].how.empty()) tell_(peer, how(peers_[peer].end));
+    if (peers_[peer].is_lost && peers_[peer].how.empty()) tell_(peer, to_words(peers_[peer].end));
 }
 
 void PeerWatch::introduce(std::vector<std::string> who) {
@@ -179,9 +168,26 @@ std::string PeerWatch::who_am_i() {
   return text("pid {} on {}", getpid(), host);
 }
 
-const PeerWatch::Note* PeerWatch::note_of(int peer) const {
+PeerWatch::Note* PeerWatch::note_of(int peer) const {
   const bool is_known = peer >= 0 && peer < static_cast<int>(peers_.size());
-  return is_known ? reinterpret_cast<const Note*>(peers_[peer].note.data()) : nullptr;
+  return is_known ? reinterpret_cast<Note*>(peers_[peer].note.data()) : nullptr;
+}
+
+void PeerWatch::mask(int peer, bool is_masked) {
+  if (!is_of_this_process()) return;
+  std::lock_guard lock(mutex_);
+  Note* const note = note_of(peer);
+  if (note && rank_ < Note::kMaskers) note->masked_by[rank_].store(is_masked, std::memory_order_release);
+}
+
+std::string PeerWatch::maskers() {
+  std::lock_guard lock(mutex_);
+  const auto* own = reinterpret_cast<const Note*>(own_.data());
+  const int count = std::min(static_cast<int>(peers_.size()), Note::kMaskers);
+  std::string all;
+  for (int peer = 0; peer < count; ++peer)
+    if (own->masked_by[peer].load(std::memory_order_acquire)) all += (all.empty() ? "" : ", ") + name(peer);
+  return all;
 }
 
 bool PeerWatch::has_left(int peer) const {
@@ -209,7 +215,7 @@ void PeerWatch::look_locked() {
     if (said_so && peer.end.how == ProcessEnd::How::kUnknown) continue;
     peer.is_lost = true;
     lost.push_back(rank);
-    if (tell_) tell_(rank, how(peer.end));
+    if (tell_) tell_(rank, to_words(peer.end));
   }
   if (lost.empty() || !first_lost_.empty()) return;
   const auto was_killed = [&](int rank) { return peers_[rank].end.how == ProcessEnd::How::kKilled; };
@@ -244,9 +250,9 @@ std::string PeerWatch::fate_locked(int peer) const {
   if (is_known && !peers_[peer].how.empty()) return name(peer) + " " + peers_[peer].how;
   if (!note_of(peer)) return {};
   const Peer& known = peers_[peer];
-  if (known.is_lost) return name(peer) + " " + how(known.end);
+  if (known.is_lost) return name(peer) + " " + to_words(known.end);
   if (has_left(peer)) return name(peer) + " has left";
-  if (is_over_now(peer)) return name(peer) + " " + how(known.end);
+  if (is_over_now(peer)) return name(peer) + " " + to_words(known.end);
   const bool stopped = known.process.is_open() && is_stopped(known.process.get());
   return name(peer) + (stopped ? " is stopped" : " is running");
 }
@@ -263,6 +269,12 @@ std::string PeerWatch::lost() {
   std::string all;
   for (int peer : first_lost_) all += (all.empty() ? "" : ", ") + fate_locked(peer);
   return all;
+}
+
+std::string PeerWatch::lost_by_now() {
+  std::string words;
+  wait_until(Deadline::after_s(kEnding_s), [&] { return !(words = lost()).empty(); });
+  return words;
 }
 
 std::string PeerWatch::fates(const std::vector<int>& peers, std::string_view otherwise) {

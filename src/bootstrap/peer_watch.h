@@ -71,11 +71,20 @@ class PeerWatch {
   bool is_over(int peer);
   // Who died first, and how; empty while nobody has. Who dies of another's death is not named.
   std::string lost();
+  // The same where a death is likely: a process that ends loses its memory and its connections a moment before it is
+  // known to have ended. Waits at most a second.
+  std::string lost_by_now();
   // What became of a peer: "rank 3 (pid 4711 on node7) is stopped", or was killed, has left, is running.
   std::string fate(int peer);
   // The same of peers that look as if they were over, after a moment for those that are just ending;
   // `otherwise` is said of who has not ended then. Where somebody has died, lost() instead.
   std::string fates(const std::vector<int>& peers, std::string_view otherwise);
+
+  // This rank has masked a peer of this host, which had stayed silent, or takes it back; the peer sees it in
+  // maskers().
+  void mask(int peer, bool is_masked);
+  // Who has masked this rank: "rank 0 (pid 4711 on node7), rank 2 (...)"; empty for nobody.
+  std::string maskers();
 
   // The process is about to exit: what ends from now on ends because of that. For an exit handler.
   static void process_ends();
@@ -92,7 +101,7 @@ class PeerWatch {
   };
 
   explicit PeerWatch(int rank) : rank_(rank) {}
-  const Note* note_of(int peer) const;
+  Note* note_of(int peer) const;
   bool is_of_this_process() const;
   bool has_left(int peer) const;
   bool is_over_now(int peer) const;

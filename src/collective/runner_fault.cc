@@ -112,8 +112,9 @@ std::string CollectiveRunner::sentence() const {
   if (box.site == Site::kGaveUp)
     return text("rank {}, collective {}: an earlier call gave up waiting, allowed: a new communicator",
                 box.self, last_program);
-  const std::string lost = peers.lost();
-  if (box.site == Site::kTakenBack)  // perhaps because of another rank's death, which it saw sooner
+  // A rank that takes back what it offered may have seen another's end a moment sooner: in its memory.
+  const std::string lost = box.site == Site::kTakenBack ? peers.lost_by_now() : peers.lost();
+  if (box.site == Site::kTakenBack)
     return text("rank {}, collective {}, block {}, step {}: rank {} had given up waiting for this rank{}{}",
                 box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.peer,
                 lost.empty() ? "" : "; ", lost);

@@ -325,14 +325,21 @@ Status Communicator::meet_other_nodes() {
     }
   meeting_ = std::move(meeting);
   meeting_->on_lost([this](int peer, const std::string& how) {
+    if (port_link_ && peer != rank_) port_link_->lose(peer, how);
     peers_->lose(peer, peer == rank_ ? "(this rank) was given up by the others: it " + how : how);
   });
-  peers_->tell([this](int peer, const std::string& how) { meeting_->report(peer, how, true); });
+  peers_->tell([this](int peer, const std::string& how) {
+    if (port_link_) port_link_->lose(peer, how);
+    meeting_->report(peer, how, true);
+  });
   return {};
 }
 
+// Deaths are heard of until the ports have taken leave: nobody waits for the farewell of the dead.
 Communicator::~Communicator() {
   if (peers_) peers_->tell({});
+  if (port_link_) port_link_->finish();
+  if (meeting_) meeting_->on_lost({});
 }
 
 // Over the sockets where they reach everybody: faster, and a dead peer is found at once.
@@ -347,6 +354,14 @@ Status Communicator::lost_in(std::string_view operation, Status status) {
   if (status.code() != Code::kPeerLost) return status;
   const std::string lost = peers_->lost();
   return lost.empty() ? status : Status::make(Code::kPeerLost, "rank {}, {}: {}", rank_, operation, lost);
+}
+
+// A link notices that a connection broke, others how its process ended, a moment later.
+Status Communicator::port_status() {
+  const Status status = port_link_->status();
+  if (status.code() != Code::kPeerLost) return status;
+  const std::string lost = peers_->lost_by_now();
+  return lost.empty() ? status : Status::make(Code::kPeerLost, "{}; {}", status.message(), lost);
 }
 
 Status Communicator::agree(std::string_view operation, const std::vector<Agreed>& mine) {

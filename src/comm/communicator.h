@@ -57,6 +57,8 @@ class Communicator {
   // communicator has a port peer.
   Link& mapped_link() const { return *mapped_link_; }
   Link* port_link() const { return port_link_.get(); }
+  // That of the port link, with what is known of who was lost.
+  Status port_status();
   // "rank 0 reaches rank 2 through ports": why something that needs mapped peers only is refused; empty where
   // every rank maps every other.
   std::string why_not_all_mapped() const;

@@ -69,6 +69,7 @@ Result<uint32_t> agree_on_line_tokens(Communicator& comm) {
 LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
                        const LowLatencyWaits& waits, uint32_t line_tokens)
     : window_(&window),
+      comm_(window.communicator()),
       begin_(begin),
       end_(end),
       limits_(limits),
@@ -80,6 +81,11 @@ LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const Compu
       order_(window.communicator()->device()),
       last_phase_(window.communicator()->device()),
       known_masked_(ranks()) {}
+
+LowLatency::~LowLatency() {
+  for (uint32_t peer = 0; peer < known_masked_.size(); ++peer)
+    if (known_masked_[peer]) comm_->peers().mask(static_cast<int>(peer), false);
+}
 
 LowLatency::Counted LowLatency::counted(const std::string& name) {
   return {&tally_.operation(name), &tally_.operation(name + ".send"), &tally_.operation(name + ".receive")};
@@ -164,21 +170,37 @@ LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, const LowLatency
 
 Status LowLatency::launch(const Kernel& kernel, const Launch& how, const void* args, size_t args_bytes,
                           const void* shape) {
+  if (waits_.may_mask) WEFT_TRY(own_mask());
   WEFT_TRY(launch_on_mesh(*window_, kernel, how, args, args_bytes, shape));
   if (limits_.is_cuda) return {};
-  if (waits_.may_mask) warn_of_masked();
+  if (waits_.may_mask) note_masked();
   return fault();
 }
 
-// Only of kernels on the host: a look at what a GPU has masked would have to wait for it.
-void LowLatency::warn_of_masked() {
+// Only of kernels on the host: a look at what a GPU has masked would have to wait for it. The peer is told, in case
+// that it comes back.
+void LowLatency::note_masked() {
   for (uint32_t peer = 0; peer < ranks(); ++peer) {
     const bool masked = load_relaxed(masks() + peer) != 0;
-    if (masked && !known_masked_[peer])
+    if (masked && !known_masked_[peer]) {
       log_warn("rank {}: rank {} stayed silent for {} s in a low-latency call and is masked from now on",
                rank(), peer, waits_.timeout_s);
+      comm_->peers().mask(static_cast<int>(peer), true);
+    }
     known_masked_[peer] = masked;
   }
+}
+
+// Others leave this rank out: alone, it would wait for each of them and compute without their rows.
+Status LowLatency::own_mask() {
+  const std::string maskers = comm_->peers().maskers();
+  if (maskers.empty()) return {};
+  return Status::make(
+      Code::kPeerLost,
+      "rank {} (this rank) was given up by {}: it stayed silent in a low-latency call past their "
+      "deadline and is masked, allowed: a new buffer of all ranks, or until they unmask it "
+      "(low_latency_update_mask_buffer)",
+      rank(), maskers);
 }
 
 Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) const {
@@ -345,11 +367,13 @@ Status LowLatency::write_words(uint32_t* at, uint32_t value, uint64_t words, voi
 Status LowLatency::set_mask(uint32_t rank, bool masked, void* stream) {
   if (rank >= ranks()) return Status::invalid("rank_to_mask: got {}, allowed: 0 to {}", rank, ranks() - 1);
   known_masked_[rank] = masked;
+  if (!masked) comm_->peers().mask(static_cast<int>(rank), false);
   return write_words(masks() + rank, masked ? 1 : 0, 1, stream);
 }
 
 Status LowLatency::clear_masks(void* stream) {
   known_masked_.assign(ranks(), false);
+  for (uint32_t peer = 0; peer < ranks(); ++peer) comm_->peers().mask(static_cast<int>(peer), false);
   return write_words(masks(), 0, ranks(), stream);
 }
 

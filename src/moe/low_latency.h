@@ -151,6 +151,9 @@ Status check_expert_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint
 class LowLatency {
  public:
   // `line_tokens`: of agree_on_line_tokens(), the same on all ranks.
+  ~LowLatency();  // takes back its masks
+  LowLatency(const LowLatency&) = delete;
+  LowLatency& operator=(const LowLatency&) = delete;
   LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
              const LowLatencyWaits& waits, uint32_t line_tokens);
 
@@ -226,10 +229,12 @@ class LowLatency {
   Status launch(const Kernel& kernel, const Launch& how, const void* args, size_t args_bytes,
                 const void* shape);
   PeerWatch& peers() { return window_->communicator()->peers(); }
-  void warn_of_masked();
+  void note_masked();
+  Status own_mask();
   Status write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream);
 
   Window* window_;
+  std::shared_ptr<Communicator> comm_;  // of the window
   uint64_t begin_;
   uint64_t end_;
   ComputeLimits limits_;

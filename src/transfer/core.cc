@@ -113,7 +113,7 @@ void Core::close() {
     std::vector<std::shared_ptr<Peer>> all;
     for (auto& [engine, peer] : peers_) all.push_back(peer);
     for (auto& peer : all)
-      if (peer->is_alive()) send_message(*peer, MessageType::kBye, "");
+      if (peer->is_alive()) send_message(*peer, MessageType::kBye, farewell());
     for (int i = 0; i < 64 && !rails.empty(); ++i) {  // give the farewells a chance to leave
       flush_messages();
       poll_rails();
@@ -396,8 +396,12 @@ void Core::post_receives_again() {
 }
 
 std::string Core::address_bytes() const {
-  Address address{
-      id, name.substr(0, kNameBytesMax), options.provider->name(), mark_of(options.secret, id), {}};
+  Address address{id,
+                  name.substr(0, kNameBytesMax),
+                  options.provider->name(),
+                  mark_of(options.secret, id),
+                  this_process_name(),
+                  {}};
   for (const RailState& state : rails) address.rails.push_back(state.address);
   return to_bytes(address);
 }

@@ -139,6 +139,7 @@ class Core {
   Result<std::shared_ptr<Peer>> connect(std::string_view address, Deadline until);
   Result<std::shared_ptr<Remote>> attach(std::string_view descriptor, Deadline until);
   void disconnect(const std::shared_ptr<Peer>& peer);
+  void lose(const std::shared_ptr<Peer>& peer, Status why);
   std::vector<std::shared_ptr<Peer>> connected_peers();
   Result<std::shared_ptr<Memory>> enroll(const provider::Range& range, uint32_t access);
   Status unregister(const std::shared_ptr<Memory>& memory, Deadline until);
@@ -261,11 +262,14 @@ class Core {
   void on_revoke(Peer& peer, uint64_t region);
   void answer_revoke_if_idle(Remote& remote);
   void lose_peer(Peer& peer, PeerState state, Status why);
+  void on_bye(Peer& peer, std::string_view body);
+  std::string farewell() const;
   void lose_path(Peer& peer, uint32_t rail, const std::string& why);
   void send_heartbeats(Peer& peer);
   int find_stuck_path(const Peer& peer, Clock::time_point now) const;
   void count_imm(Peer& peer, uint32_t key, uint32_t count);
   void check_peers(Clock::time_point now, Clock::duration slept);
+  bool has_died(Peer& peer, Clock::time_point now) const;
   std::shared_ptr<ImmCounter> counter_of(const std::shared_ptr<Peer>& peer, uint32_t key);
   void release_rails(Memory& memory);
 
@@ -280,6 +284,9 @@ class Core {
   uint32_t submissions_ = 0;
   uint32_t turn_ = 0;  // of polling
   Clock::time_point last_tick_{};
+  Clock::time_point looked_{};  // at peers' processes
+  std::string last_loss_;       // of a peer that did not leave in peace: who, and why
+  Clock::time_point lost_at_{};
   std::vector<Event> events_;
   std::vector<provider::Piece> page_list_;  // of the post_pages() under way
 

@@ -274,6 +274,10 @@ Status Engine::disconnect(const std::shared_ptr<Peer>& peer) {
   return {};
 }
 
+void Engine::lose(const std::shared_ptr<Peer>& peer, Status why) {
+  core_->lose(peer, std::move(why));
+}
+
 Result<std::shared_ptr<Transfer>> Engine::write(WriteRequest r) {
   if (!r.src || !r.dst) return check_handle(r.src ? "dst" : "src", false);
   Builder build(*core_, OpKind::kWrite, r.how);

@@ -132,6 +132,8 @@ class Engine {
   std::vector<std::shared_ptr<Peer>> peers() const;  // connected ones, also those that connected to us
   Result<std::shared_ptr<Remote>> attach(std::string_view descriptor, Deadline until);
   Status disconnect(const std::shared_ptr<Peer>& peer);
+  // The caller knows that the peer is lost, and why: what involves it fails now, without a word to it.
+  void lose(const std::shared_ptr<Peer>& peer, Status why);
 
   Result<std::shared_ptr<Transfer>> write(WriteRequest request);
   Result<std::shared_ptr<Transfer>> write_pages(PagedRequest request);

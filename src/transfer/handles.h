@@ -163,6 +163,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
   std::unordered_map<uint32_t, std::string> early_;  // messages that overtook others, by sequence
   Clock::time_point gap_since_{};
   Clock::time_point heard_{}, told_{};
+  NamedProcess process_;                                            // known where it is one of this host
+  Clock::time_point ended_{};                                       // when that was first seen to have ended
   std::unordered_map<uint32_t, std::shared_ptr<ImmCounter>> imms_;  // by counter_key()
   std::unordered_map<uint64_t, std::weak_ptr<Remote>> remotes_;     // by region, of this life
   std::shared_ptr<StageOut> stage_out_;

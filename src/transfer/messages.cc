@@ -110,7 +110,7 @@ void Core::on_message(std::string_view message) {
     case MessageType::kHeartbeat:
       return;
     case MessageType::kBye:
-      return lose_peer(*peer, PeerState::kClosed, Status(Code::kPeerLost, "it closed its engine"));
+      return on_bye(*peer, body);
     default:
       return on_ordered(*peer, *head, message);
   }

@@ -14,6 +14,8 @@ namespace {
 constexpr size_t kSpentMax = 4096;
 constexpr size_t kNoncesKept = 64;
 constexpr auto kHelloEvery = std::chrono::milliseconds(100);
+constexpr auto kLookEvery = std::chrono::milliseconds(50);
+constexpr auto kLastWords = std::chrono::milliseconds(150);  // for what a peer sent before its process ended
 
 Clock::duration to_duration(double seconds) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
@@ -71,6 +73,8 @@ Result<std::shared_ptr<Peer>> Core::make_peer(const Address& address) {
   peer->slot_here_ = slot;
   peer->next_out_ = peer->next_in_ = 1;
   peer->heard_ = peer->told_ = Clock::now();
+  peer->process_ = NamedProcess(address.process);
+  peer->ended_ = {};
   {
     std::lock_guard lock(peer->why_mutex_);
     peer->why_ = {};
@@ -105,7 +109,12 @@ Status Core::route_to(Peer& peer) {
 }
 
 std::string Core::hello_body(const Peer& peer, MessageType type) const {
-  Address self{id, name.substr(0, kNameBytesMax), options.provider->name(), mark_of(options.secret, id), {}};
+  Address self{id,
+               name.substr(0, kNameBytesMax),
+               options.provider->name(),
+               mark_of(options.secret, id),
+               this_process_name(),
+               {}};
   Hello hello{std::move(self), peer.slot_here_, {}, {}, {}};
   for (const RailState& state : rails) {
     hello.address.rails.push_back(state.address);
@@ -228,13 +237,39 @@ void Core::become_connected(Peer& peer, const Hello& hello, uint32_t life) {
 void Core::disconnect(const std::shared_ptr<Peer>& peer) {
   HoldToken hold(token);
   if (!peer->is_alive()) return;
-  send_message(*peer, MessageType::kBye, "");
+  send_message(*peer, MessageType::kBye, text_body(""));
   for (int i = 0; i < 64; ++i) {
     flush_messages();
     poll_rails();
   }
   if (peer->is_alive())
     lose_peer(*peer, PeerState::kClosed, Status(Code::kPeerLost, "this side disconnected"));
+}
+
+void Core::lose(const std::shared_ptr<Peer>& peer, Status why) {
+  HoldToken hold(token);
+  poll_rails();  // what it said last
+  if (peer->state() <= PeerState::kConnected) lose_peer(*peer, PeerState::kLost, std::move(why));
+}
+
+// What a closing engine tells: that it does not leave in peace, but because somebody else was lost, who is then to be
+// named. What it lost long ago is no reason.
+std::string Core::farewell() const {
+  const Clock::duration since = Clock::now() - lost_at_;
+  if (last_loss_.empty() || since > to_duration(options.timeout_s + options.peer_dead_s))
+    return text_body("");
+  return text_body(text("after it had lost {}", last_loss_));
+}
+
+void Core::on_bye(Peer& peer, std::string_view body) {
+  const Result<std::string> why = parse_text(body);
+  const bool has_cause = why.ok() && !why->empty();
+  const std::string words = has_cause ? "it closed its engine " + *why : "it closed its engine";
+  if (has_cause) {
+    last_loss_ = text("peer '{}': {}", peer.name(), words).substr(0, kTextBytesMax / 2);
+    lost_at_ = Clock::now();
+  }
+  lose_peer(peer, PeerState::kClosed, Status(Code::kPeerLost, words));
 }
 
 // Ends one life of a connection: everything that involves the peer fails with its name, nothing else does.
@@ -246,7 +281,11 @@ void Core::lose_peer(Peer& peer, PeerState state, Status why) {
     peer.why_ = why;
   }
   peer.state_.store(state, std::memory_order_release);
-  if (state == PeerState::kLost) count_up(peer.tally_->faults, 1);
+  if (state == PeerState::kLost) {
+    count_up(peer.tally_->faults, 1);
+    last_loss_ = text("peer '{}': {}", peer.name(), why.message()).substr(0, kTextBytesMax / 2);
+    lost_at_ = Clock::now();
+  }
   log_info("transfer: '{}' lost peer '{}' ({}): {}", name, peer.name(), peer.id(), why.message());
   slots_[peer.slot_here_] = nullptr;
   for (auto at = out_messages_.begin(); at != out_messages_.end();) {
@@ -366,13 +405,27 @@ int Core::find_stuck_path(const Peer& peer, Clock::time_point now) const {
   return -1;
 }
 
+// Whether the process of a peer on this host has ended, and everything that it sent has been taken in.
+bool Core::has_died(Peer& peer, Clock::time_point now) const {
+  if (!peer.process_.has_ended()) return false;
+  if (peer.ended_ == Clock::time_point()) peer.ended_ = now;
+  return now - std::max(peer.ended_, peer.heard_) > kLastWords;
+}
+
 // Heartbeats out, silence in. `slept`: since the last look; a process that was stopped must not blame its
 // peers.
 void Core::check_peers(Clock::time_point now, Clock::duration slept) {
   const Clock::duration dead_after = to_duration(options.peer_dead_s);
   std::vector<std::pair<std::shared_ptr<Peer>, std::string>> lost;
   std::vector<std::pair<std::shared_ptr<Peer>, uint32_t>> stuck;
+  const bool is_time_to_look = now - looked_ >= kLookEvery;
+  if (is_time_to_look) looked_ = now;
   for (auto& [engine, peer] : peers_) {
+    if (slept > kLastWords) peer->ended_ = {};  // nobody has listened
+    if (is_time_to_look && peer->state() <= PeerState::kConnected && has_died(*peer, now)) {
+      lost.emplace_back(peer, text("its process ({}) {}", peer->process_.who(), peer->process_.fate()));
+      continue;
+    }
     if (!peer->is_alive()) continue;
     if (slept > dead_after / 4) {
       peer->heard_ += slept;

@@ -114,7 +114,7 @@ Status check_front(Reader& in, uint32_t magic, const char* what) {
 
 void put_address(Writer& out, const Address& address) {
   out.raw(address.engine.bytes.data(), 16).text(address.name).text(address.provider);
-  out.raw(address.mark.data(), address.mark.size());
+  out.raw(address.mark.data(), address.mark.size()).raw(&address.process, sizeof address.process);
   out.put<uint32_t>(static_cast<uint32_t>(address.rails.size()));
   for (const std::string& rail : address.rails) out.text(rail);
 }
@@ -124,6 +124,7 @@ void get_address(Reader& in, Address& address) {
   address.name = in.text(kNameBytesMax);
   address.provider = in.text(kNameBytesMax);
   in.raw(address.mark.data(), address.mark.size());
+  in.raw(&address.process, sizeof address.process);
   const uint32_t rails = in.count(kRailsMax, 4);
   for (uint32_t i = 0; i < rails; ++i) address.rails.push_back(in.text(kRailAddressBytesMax));
   if (!in.failed() && rails == 0) in.fail();
@@ -372,6 +373,15 @@ Result<uint64_t> parse_number(std::string_view body) {
   Reader in(body);
   const uint64_t number = in.get<uint64_t>();
   return finish(in, "number", number);
+}
+
+std::string text_body(std::string_view words) {
+  return Writer().text(words.substr(0, kTextBytesMax)).take();
+}
+Result<std::string> parse_text(std::string_view body) {
+  Reader in(body);
+  std::string words = in.text(kTextBytesMax);
+  return finish(in, "text", std::move(words));
 }
 
 uint64_t pack_bytes(size_t pieces, uint64_t payload_bytes) {

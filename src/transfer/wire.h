@@ -15,13 +15,14 @@
 #include <string_view>
 #include <vector>
 
+#include "base/process_name.h"
 #include "base/proof.h"
 #include "base/shared_memory.h"
 #include "base/status.h"
 
 namespace weft::transfer {
 
-constexpr uint32_t kWireVersion = 4;
+constexpr uint32_t kWireVersion = 5;
 
 // Limits that a parser enforces before it allocates.
 constexpr uint32_t kRailsMax = 64;
@@ -71,7 +72,8 @@ struct Address {
   EngineId engine;
   std::string name;
   std::string provider;
-  Nonce mark{};  // mark_of() its job's secret: who has another sees it here, and need not call
+  Nonce mark{};         // mark_of() its job's secret: who has another sees it here, and need not call
+  ProcessName process;  // that the engine is in
   std::vector<std::string> rails;
 };
 Nonce mark_of(std::string_view secret, const EngineId& engine);
@@ -203,7 +205,8 @@ std::string to_body(const Offer& offer);
 std::string to_body(const Outcome& outcome);
 std::string to_body(const Notified& notified);
 std::string to_body(const StageGrant& grant);
-std::string number_body(uint64_t number);  // kRevoke, kRevoked: region; kStageFilled: slot
+std::string number_body(uint64_t number);       // kRevoke, kRevoked: region; kStageFilled: slot
+std::string text_body(std::string_view words);  // kBye: why it leaves; at most kTextBytesMax
 
 Result<Hello> parse_hello(std::string_view body);
 Result<Attach> parse_attach(std::string_view body);
@@ -213,6 +216,7 @@ Result<Outcome> parse_outcome(std::string_view body);
 Result<Notified> parse_notify(std::string_view body);
 Result<StageGrant> parse_stage_grant(std::string_view body);
 Result<uint64_t> parse_number(std::string_view body);
+Result<std::string> parse_text(std::string_view body);
 
 uint64_t pack_bytes(size_t pieces, uint64_t payload_bytes);  // what a slot must hold
 void write_pack_head(char* slot, const PackHead& head);      // slot: pack_bytes(pieces, 0) bytes

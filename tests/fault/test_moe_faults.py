@@ -162,6 +162,38 @@ def test_with_shrink_a_lost_rank_is_masked_and_work_goes_on(number: int, wire: s
     run_ranks(3, shrink, number, wire, lost={LOST}, deadline_s=60, with_gpus=False)
 
 
+def come_back(rank: Rank) -> str:
+    """LOST stays silent until the others have masked it, and is told so when it comes."""
+    buffer = make_buffer(rank, enable_shrink=True, explicitly_destroy=True)
+    ll_combine(buffer, rank.rank, ll_dispatch(buffer, rank.rank))
+    torch.distributed.barrier(group=rank.group)
+    said = ""
+    if rank.rank != LOST:
+        ll_combine(buffer, rank.rank, ll_dispatch(buffer, rank.rank))
+    torch.distributed.barrier(group=rank.group)
+    if rank.rank == LOST:
+        with pytest.raises(weft.PeerLost) as raised:
+            ll_dispatch(buffer, rank.rank)
+        said = str(raised.value)
+    torch.distributed.barrier(group=rank.group)
+    if rank.rank == 0:
+        buffer.low_latency_update_mask_buffer(LOST, False)
+    if rank.rank == 2:
+        buffer.low_latency_clean_mask_buffer()
+    torch.distributed.barrier(group=rank.group)
+    if rank.rank == LOST:
+        ll_dispatch(buffer, rank.rank)  # nobody refuses it any more
+    torch.distributed.barrier(group=rank.group)
+    buffer.destroy()
+    return said
+
+
+def test_a_masked_rank_that_comes_back_is_told_so() -> None:
+    said = run_ranks(3, come_back, deadline_s=60, with_gpus=False)[LOST]
+    assert f"rank {LOST} (this rank) was given up by rank 0 (pid " in said
+    assert ", rank 2 (pid " in said and "is masked" in said
+
+
 def die_before_construction(rank: Rank) -> str:
     if rank.rank == LOST:
         os.kill(os.getpid(), signal.SIGKILL)

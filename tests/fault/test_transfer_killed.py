@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from weft import _core
 from weft.errors import PeerLost
+from weft.runtime.bootstrap import TorchGroup
+from weft.testing.ranks import Rank, run_ranks
 from weft.transfer import Peer, Remote, TransferEngine, nics
 
 TIMEOUT_S = 30.0
@@ -111,3 +114,58 @@ def test_what_the_killed_leave_in_shared_memory_is_removed_and_never_in_the_way(
     finally:
         taken.unlink()
         scene.engine.close()
+
+
+def report_who_closed(rank: Rank, provider: str) -> str:
+    """Rank 2 ends badly; rank 0 notices and closes its engine; rank 1, which waits for rank 0 alone, is told why."""
+    engine = TransferEngine(
+        provider, name=f"rank {rank.rank}", timeout_s=TIMEOUT_S, peer_dead_s=2 * TIMEOUT_S
+    )
+    cards = TorchGroup(rank.group).all_gather(engine.address, TIMEOUT_S)
+    peers = {other: engine.connect(cards[other]) for other in range(rank.size) if other != rank.rank}
+    engine.barrier(list(peers.values()), 1)
+    if rank.rank == 2:
+        os._exit(3)
+    memory = engine.register(bytearray(8))
+    with pytest.raises(PeerLost) as raised:
+        engine.recv(peers[2 if rank.rank == 0 else 0], memory).wait()
+    engine.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("provider", ["fabric:tcp", "fabric:shm"])
+def test_who_closes_because_of_a_death_names_the_dead(provider: str) -> None:
+    if all(nic.unusable_because for nic in nics(provider)):
+        pytest.skip(f"{provider} is unusable here")
+    messages = run_ranks(3, report_who_closed, provider, lost={2}, deadline_s=60, with_gpus=False)
+    assert "peer 'rank 2' is lost: its process (pid " in messages[0] and "exited with status 3" in messages[0]
+    assert "peer 'rank 0' is lost: it closed its engine after it had lost peer 'rank 2': " in messages[1]
+    assert "exited with status 3" in messages[1]
+
+
+def look_at_process(rank: Rank, provider: str) -> tuple[str, float]:
+    """Rank 1 dies when it has shown its engine's address, before the others connect."""
+    engine = TransferEngine(
+        provider, name=f"rank {rank.rank}", timeout_s=TIMEOUT_S, peer_dead_s=2 * TIMEOUT_S
+    )
+    ranks = TorchGroup(rank.group)
+    cards = ranks.all_gather(engine.address, TIMEOUT_S)
+    names = ranks.all_gather(_core.this_process_name(), TIMEOUT_S)
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not _core.NamedProcess(names[1]).has_ended:
+        time.sleep(0.01)
+    began = time.monotonic()
+    with pytest.raises(PeerLost) as raised:
+        engine.connect(cards[1])
+    engine.close()
+    return str(raised.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("provider", ["fabric:tcp", "fabric:shm"])
+def test_who_connects_to_a_dead_engine_is_told_at_once(provider: str) -> None:
+    if all(nic.unusable_because for nic in nics(provider)):
+        pytest.skip(f"{provider} is unusable here")
+    message, waited_s = run_ranks(2, look_at_process, provider, lost={1}, deadline_s=90, with_gpus=False)[0]
+    assert "rank 1" in message and ("was killed by signal 9" in message or "Connection refused" in message)
+    assert waited_s < TIMEOUT_S / 2

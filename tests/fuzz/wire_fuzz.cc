@@ -21,7 +21,7 @@ void require(bool holds) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size == 0) return 0;
   const std::string_view bytes(reinterpret_cast<const char*>(data) + 1, size - 1);
-  switch (data[0] % 12) {
+  switch (data[0] % 13) {
     case 0:
       if (auto a = parse_address(bytes); a.ok()) require(to_bytes(*a) == bytes);
       break;
@@ -54,6 +54,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       break;
     case 10:
       (void)parse_number(bytes);
+      break;
+    case 12:
+      if (auto t = parse_text(bytes); t.ok()) require(text_body(*t) == bytes);
       break;
     case 11:
       if (auto p = parse_pack(bytes); p.ok()) {

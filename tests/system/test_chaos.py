@@ -32,6 +32,9 @@ def test_a_dead_rank_is_to_be_named_by_all_and_before_the_deadline() -> None:
     assert verdicts("kill", lost(0, named), Outcome(2)) == []
     assert verdicts("kill", lost(0, "rank 0, waited 9 s for rank 2")) == [WRONG_BLAME]
     assert verdicts("kill", lost(0, named, found_s=60)) == [LATE]
+    waited = "rank 0, bootstrap.all_gather, waited 30 s for rank 1: rank 1"
+    assert verdicts("kill", lost(0, f"{waited} (pid 7 on x) is running", found_s=60)) == [LATE]
+    assert verdicts("kill", lost(0, f"{waited} has not come", found_s=60)) == []
 
 
 def test_blames_are_followed_to_a_rank_that_stands_still() -> None:
@@ -124,9 +127,15 @@ def test_the_command_counts_and_repeats_one_round(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(file.read_text())
-    assert document["seed"] == 4 and document["problems"] == []
-    assert document["transports"]["loopback"]["rounds"] == 1
-    assert document["transports"]["loopback"]["calls"] > 0
+    assert document["seeds"] == [4] and document["problems"] == []
+    once = document["transports"]["loopback"]
+    assert once["rounds"] == 1 and once["calls"] > 0
+    again = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0, again.stdout + again.stderr
+    document = json.loads(file.read_text())
+    assert document["seeds"] == [4, 4] and len(document["commands"]) == 2
+    twice = document["transports"]["loopback"]
+    assert twice["rounds"] == 2 and twice["calls"] == 2 * once["calls"] and twice["faults"] == {"late": 2}
     wrong = subprocess.run(
         [*WEFT, "chaos", "--minutes", "0"], env=environment(), capture_output=True, text=True
     )

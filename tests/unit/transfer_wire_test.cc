@@ -15,7 +15,8 @@ namespace {
 using ::testing::HasSubstr;
 
 Address some_address() {
-  return {random_id(), "decode-1", "fabric:tcp", random_nonce(), {"rail zero", "rail one"}};
+  return {random_id(),    "decode-1",          "fabric:tcp",
+          random_nonce(), this_process_name(), {"rail zero", "rail one"}};
 }
 
 TEST(Wire, AddressSurvivesTheTrip) {
@@ -25,6 +26,15 @@ TEST(Wire, AddressSurvivesTheTrip) {
   EXPECT_EQ(again->engine, address.engine);
   EXPECT_EQ(again->name, "decode-1");
   EXPECT_EQ(again->rails, address.rails);
+  EXPECT_EQ(again->process.pid, address.process.pid);
+  EXPECT_STREQ(again->process.machine, address.process.machine);
+}
+
+TEST(Wire, WordsAreCutAndComeBack) {
+  EXPECT_EQ(*parse_text(text_body("why")), "why");
+  EXPECT_EQ(parse_text(text_body(std::string(9000, 'x')))->size(), kTextBytesMax);
+  EXPECT_FALSE(parse_text(text_body("why") + "x").ok());
+  EXPECT_FALSE(parse_text("").ok());
 }
 
 TEST(Wire, EveryTruncationIsRefused) {

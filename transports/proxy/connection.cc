@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <utility>
 
 #include "base/config.h"
 #include "base/log.h"
@@ -49,10 +50,15 @@ class ProxyLink : public Link {
 
   ~ProxyLink() override {
     stop_helper();
-    const Deadline until = Deadline::after_s(std::min(kFarewell_s, timeout_s_));
-    for (const auto& proxy : proxies_) proxy->finish(until);
+    finish();
     for (const auto& proxy : proxies_) proxy->stop();
     if (engine_) engine_->close();
+  }
+
+  void finish() override {
+    if (std::exchange(is_finished_, true)) return;
+    const Deadline until = Deadline::after_s(std::min(kFarewell_s, timeout_s_));
+    for (const auto& proxy : proxies_) proxy->finish(until);
   }
 
   Result<std::string> offer(const WindowView& window) override {
@@ -135,6 +141,14 @@ class ProxyLink : public Link {
             : "rank {}, proxy: the thread that serves rank {} is behind: expected position {}, saw {}",
         fault_->self, fault_->peer, fault_->expected, fault_->seen));
     return status_;
+  }
+
+  // The proxies end it in their next turn: whoever tells may hold locks.
+  void lose(int peer, const std::string& how) override {
+    if (!connected_.contains(peer)) return;
+    std::lock_guard lock(gone_mutex_);
+    gone_.emplace_back(peer, how);
+    has_gone_.store(true, std::memory_order_release);
   }
 
   void on_lost(std::function<void(int, const std::string&)> tell) override {
@@ -236,6 +250,7 @@ class ProxyLink : public Link {
       const std::string& address = addresses[static_cast<size_t>(peer)];
       if (address.empty()) return Status::make(Code::kPeerLost, "proxy: rank {} could not start", peer);
       WEFT_TRY_ASSIGN(auto connected, engine_->connect(address, Deadline::after_s(timeout_s_)));
+      connected_[peer] = connected;
       WEFT_TRY(lanes_[peer]->connect(std::move(connected)));
     }
     return Status();
@@ -269,10 +284,25 @@ class ProxyLink : public Link {
     lanes_.clear();
     proxies_ = std::move(idle_proxies_);
     for (const auto& proxy : proxies_)
-      proxy->start([this] { engine_->progress(); }, [this](const Lane& lane) { lose(lane); });
+      proxy->start([this] { progress(); }, [this](const Lane& lane) { note_loss(lane); });
   }
 
-  void lose(const Lane& lane) {
+  void progress() {
+    if (has_gone_.load(std::memory_order_acquire)) end_gone();
+    engine_->progress();
+  }
+
+  void end_gone() {
+    std::vector<std::pair<int, std::string>> gone;
+    {
+      std::lock_guard lock(gone_mutex_);
+      gone.swap(gone_);
+      has_gone_.store(false, std::memory_order_relaxed);
+    }
+    for (const auto& [peer, how] : gone) engine_->lose(connected_.at(peer), Status(Code::kPeerLost, how));
+  }
+
+  void note_loss(const Lane& lane) {
     std::lock_guard lock(mutex_);
     const Status why = logged(lane.status());
     if (status_.ok()) status_ = why;
@@ -290,7 +320,12 @@ class ProxyLink : public Link {
   std::unique_ptr<HostVisible> shared_;
   Shared at_{};
   FaultBox* fault_ = nullptr;
-  std::map<int, std::unique_ptr<Lane>> lanes_;  // until the proxies have them
+  std::map<int, std::unique_ptr<Lane>> lanes_;                // until the proxies have them
+  std::map<int, std::shared_ptr<transfer::Peer>> connected_;  // by rank; constant once proxies run
+  std::mutex gone_mutex_;
+  std::vector<std::pair<int, std::string>> gone_;  // peers, and how, for the proxies to end
+  std::atomic<bool> has_gone_{false};
+  bool is_finished_ = false;
   std::vector<std::unique_ptr<Proxy>> idle_proxies_, proxies_;
   std::thread helper_;
   std::atomic<bool> stop_helper_{false};

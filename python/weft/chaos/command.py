@@ -63,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fault", choices=sorted(KINDS), help="this one in every round that can have it")
     parser.add_argument("--list", action="store_true", help="print the faults and where they can be had")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the counts and all that was wrong there"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="add the counts and all that was wrong to FILE, so that short runs make a long one",
     )
     add_wide_argument(parser)
 
@@ -107,6 +110,17 @@ class Account:
         self.wrong.update(problem.kind for problem in result.problems)
         self.slowest_found_s = max(self.slowest_found_s, result.found_s)
         self.seconds += seconds
+
+    def told(self) -> dict[str, Any]:
+        """Return it for the JSON."""
+        return {
+            "seconds": round(self.seconds, 1),
+            "rounds": self.rounds,
+            "calls": self.calls,
+            "faults": dict(self.faults),
+            **{verdict.replace(" ", "_"): self.wrong[verdict] for verdict in VERDICTS},
+            "slowest_found_s": round(self.slowest_found_s, 3),
+        }
 
 
 def _run_rounds(args: argparse.Namespace, folder: Path) -> int:
@@ -222,27 +236,34 @@ def _print_faults(console: Any, transports: list[str], missing: dict[str, str]) 
 def _write(
     path: Path, seed: int, accounts: dict[str, Account], missing: dict[str, str], wrong: list[dict[str, Any]]
 ) -> None:
+    before = json.loads(path.read_text()) if path.exists() else {}
+    transports = dict(before.get("transports", {}))
+    for name, account in accounts.items():
+        transports[name] = added(transports.get(name, {}), account.told())
     document = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "machine": {"cpu_count": os.cpu_count(), "platform": platform.platform()},
         "versions": {"weft": weft.__version__, "torch": torch.__version__},
-        "command": shlex.join(["weft", *sys.argv[1:]]),
-        "seed": seed,
+        "commands": [*before.get("commands", []), shlex.join(["weft", *sys.argv[1:]])],
+        "seeds": [*before.get("seeds", []), seed],
         "not_offered": missing,
-        "transports": {
-            name: {
-                "seconds": round(account.seconds, 1),
-                "rounds": account.rounds,
-                "calls": account.calls,
-                "faults": dict(account.faults),
-                **{verdict.replace(" ", "_"): account.wrong[verdict] for verdict in VERDICTS},
-                "slowest_found_s": round(account.slowest_found_s, 3),
-            }
-            for name, account in accounts.items()
-        },
-        "problems": wrong,
+        "transports": transports,
+        "problems": [*before.get("problems", []), *wrong],
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def added(before: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return the counts of two runs together: sums, and the slowest of both."""
+    total = dict(more)
+    for name, value in before.items():
+        if name == "faults":
+            total[name] = dict(Counter(value) + Counter(more[name]))
+        elif name.startswith("slowest"):
+            total[name] = max(value, more[name])
+        else:
+            total[name] = round(value + more[name], 1)
+    return total
 
 
 def _with_shifted_clock() -> int:

@@ -66,14 +66,14 @@ def judge(fault: Fault, outcomes: Mapping[int, Outcome]) -> list[Problem]:
         elif outcome.ended == "peer_lost" and not _may_lose(fault, rank, outcomes):
             kind = WRONG_BLAME if fault.ends == "blame" else WRONG_ERROR
             problems.append(Problem(kind, f"{where} (blames {sorted(blamed(outcome))})"))
-        elif fault.is_deadly and outcome.found_s >= fault.timeout_s and not _was_making(outcome):
+        elif fault.is_deadly and outcome.found_s >= fault.timeout_s and not _had_not_come(outcome):
             problems.append(Problem(LATE, f"{where} (a death is to be noticed before the deadline)"))
     return problems
 
 
-def _was_making(outcome: Outcome) -> bool:
-    """Return whether ranks had not met yet: nobody watches a process before it has said which one it is."""
-    return "bootstrap" in outcome.message
+def _had_not_come(outcome: Outcome) -> bool:
+    """Return whether the lost rank had not begun to meet: before it says which process it is, nobody can watch it."""
+    return "has not come" in outcome.message
 
 
 def _may_refuse(fault: Fault, outcome: Outcome) -> bool:

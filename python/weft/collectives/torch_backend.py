@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from weft.collectives.calls import Collectives
 from weft.errors import PeerLost, invalid
-from weft.runtime.bootstrap import _Store
 from weft.runtime.communicator import connect
+from weft.runtime.roll_call import Gathering, RollCall
 from weft.runtime.tensors import lacking_memory
 
 _OPS = {
@@ -151,6 +151,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self._rank, self._size = rank, size
         self._timeout_s = timeout.total_seconds()
         self._store = store
+        self._roll = RollCall(self._part_of_store("processes"), rank)
         self._is_seen = False  # by a profiler
         self._name: str | None = None
         self._arrivals = [0] * size  # at monitored barriers
@@ -211,7 +212,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _make(self, device: str, name: str, timeout_s: float | None = None) -> Collectives:
         """Return new collectives. Ranks wait ``timeout_s`` for each other to come, then the group's time."""
-        bootstrap = _Store(self._part_of_store(name), self._rank, self._size)
+        bootstrap = Gathering(self._part_of_store(name), self._roll, self._rank, self._size)
         if timeout_s is not None:
             bootstrap.all_gather(b"", timeout_s)
         return Collectives(connect(None, bootstrap, device, self._timeout_s))

@@ -20,12 +20,14 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 from weft import _core
 from weft.errors import Error, PeerLost, invalid
 from weft.runtime.bootstrap_tcp import TcpAddress, lost_message
+from weft.runtime.roll_call import Gathering, RollCall
 
 __all__ = ["Bootstrap", "Environment", "Mpi", "SingleRank", "TcpAddress", "TorchGroup", "find_bootstrap"]
 
@@ -95,37 +97,19 @@ class SingleRank:
         return [data]
 
 
-class _Store:
-    """all_gather over a torch key-value store: names the ranks that stay away, and needs no device."""
+@dataclass
+class _OnGroup:
+    """What is kept of a process group.
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self._store = store
-        self._round = 0
+    made: bootstraps so far; equal on all its ranks, so it keeps their keys apart.
+    roll: which processes its ranks are.
+    """
 
-    def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
-        keys = [self._key(self._round, rank) for rank in range(self.size)]
-        self._store.set(keys[self.rank], data)
-        try:
-            self._store.wait(keys, timedelta(seconds=max(timeout_s, 0.001)))
-        except Exception as error:  # each torch version has another type for "timed out"
-            missing = [rank for rank in range(self.size) if not self._store.check([keys[rank]])]
-            if not missing:
-                raise
-            raise PeerLost(lost_message(self.rank, timeout_s, missing)) from error
-        everyone = [bytes(self._store.get(key)) for key in keys]
-        if self._round > 0:  # everyone is in this round, so everyone has read the last one
-            self._store.delete_key(self._key(self._round - 1, self.rank))
-        self._round += 1
-        return everyone
-
-    @staticmethod
-    def _key(number: int, rank: int) -> str:
-        return f"{number}/{rank}"
+    roll: RollCall
+    made: int = 0
 
 
-# Communicators made so far on each process group: equal on all its ranks, so it keeps their keys apart.
-_made_on: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_on_groups: weakref.WeakKeyDictionary[Any, _OnGroup] = weakref.WeakKeyDictionary()
 
 
 class TorchGroup:
@@ -144,17 +128,23 @@ class TorchGroup:
         self.size: int = distributed.get_world_size(self._group)
         if self.rank < 0:
             raise invalid("group", "a group without this rank", "a group that this rank belongs to")
-        number = _made_on.get(self._group, 0)
-        _made_on[self._group] = number + 1
-        self._ranks = self._open_store(f"weft/{number}")
+        self._ranks = self._meet_in_store()
 
-    def _open_store(self, prefix: str) -> _Store | None:
+    def _meet_in_store(self) -> Gathering | None:
         distributed = _torch_distributed()
         # Not public, but the same since torch 2.1; without it the group's own all_gather_object has to do.
         store_of = getattr(distributed.distributed_c10d, "_get_process_group_store", None)
         if store_of is None:
             return None
-        return _Store(distributed.PrefixStore(prefix, store_of(self._group)), self.rank, self.size)
+        store = store_of(self._group)
+        known = _on_groups.get(self._group)
+        if known is None:
+            known = _on_groups[self._group] = _OnGroup(
+                RollCall(distributed.PrefixStore("weft", store), self.rank)
+            )
+        prefix = f"weft/{known.made}"
+        known.made += 1
+        return Gathering(distributed.PrefixStore(prefix, store), known.roll, self.rank, self.size)
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         """See Bootstrap.all_gather."""
@@ -244,7 +234,8 @@ class Environment:
         limit = timedelta(seconds=timeout_s)
         store = distributed.TCPStore(self._host, self._port, self.size, is_master=False, timeout=limit)
         prefix = f"weft/{self._variables.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self._number}"
-        return _Store(distributed.PrefixStore(prefix, store), self.rank, self.size)
+        store = distributed.PrefixStore(prefix, store)
+        return Gathering(store, RollCall(store, self.rank), self.rank, self.size)
 
 
 _SLURM_PORTS = range(20000, 30000)

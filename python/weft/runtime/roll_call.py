@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that meet in a torch key-value store, and which processes they are, so that a death ends the wait at once.
+
+    roll = RollCall(store, rank=0)          # says at once who this rank is
+    ranks = Gathering(store, roll, rank=0, size=4)
+    everyone = ranks.all_gather(b"...", timeout_s=100)
+
+A store knows keys, not processes: who waits for the key of a rank that is dead waits for ever. So each rank first says
+which process it is, and those of its host look after it while they wait. What a rank gives carries that too, so who has
+met once knows everybody. Processes are held from a quarter of a second of waiting on, and until the wait ends.
+Threads: one call at a time per object.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from weft import _core
+from weft.errors import PeerLost
+from weft.runtime.bootstrap_tcp import lost_message
+
+_LOOK_EVERY_S = 0.25
+_LAST_WORDS_S = 0.5  # what a rank gave just before it ended may still be on its way
+_AT_ONCE = 16  # keys asked for, and processes looked up: a thousand ranks share one store
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.05  # between two questions to the store
+_NAME_BYTES = len(_core.this_process_name())
+_MOST_FATES = 4  # told of in one message
+
+
+class RollCall:
+    """Which process each rank is, as far as they have said so."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store = store
+        self._names: dict[int, bytes] = {}
+        store.set(f"who/{rank}", _core.this_process_name())
+
+    def learn(self, rank: int, name: bytes) -> None:
+        """Note which process a rank is."""
+        self._names[rank] = name
+
+    def watch(self, missing: Iterable[int], watched: dict[int, Any]) -> None:
+        """Add a core NamedProcess to ``watched`` for every known rank, and for those of ``missing`` that said who."""
+        for rank in missing:
+            if rank not in self._names and self._store.check([f"who/{rank}"]):
+                self._names[rank] = bytes(self._store.get(f"who/{rank}"))
+        for rank, name in self._names.items():
+            if rank not in watched:
+                watched[rank] = _core.NamedProcess(name)
+
+
+class Gathering:
+    """all_gather over a store: names the ranks that stay away or have died, and needs no device."""
+
+    def __init__(self, store: Any, roll: RollCall, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._store, self._roll = store, roll
+        self._round = 0
+
+    def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
+        """See Bootstrap.all_gather."""
+        keys = [self._key(self._round, rank) for rank in range(self.size)]
+        self._store.set(keys[self.rank], _core.this_process_name() + data)
+        self._wait(keys, timeout_s)
+        everyone = [bytes(self._store.get(key)) for key in keys]
+        for rank, given in enumerate(everyone):
+            self._roll.learn(rank, given[:_NAME_BYTES])
+        if self._round > 0:  # everyone is in this round, so everyone has read the last one
+            self._store.delete_key(self._key(self._round - 1, self.rank))
+        self._round += 1
+        return [given[_NAME_BYTES:] for given in everyone]
+
+    def _wait(self, keys: list[str], timeout_s: float) -> None:
+        """Wait for all keys. By questions, as torch's store writes a warning for each wait that ends without them."""
+        began = time.monotonic()
+        missing, watched = list(range(self.size)), dict[int, Any]()
+        look_at = began + _LOOK_EVERY_S
+        while missing:
+            first = self._absent(keys, missing[:_AT_ONCE], watched)
+            missing = first + missing[_AT_ONCE:]
+            if not first:
+                continue
+            now = time.monotonic()
+            if now >= began + timeout_s:
+                self._raise_late(keys, missing, watched, timeout_s)
+            if now >= look_at:
+                self._raise_if_dead(keys, first, watched)
+                look_at = time.monotonic() + _LOOK_EVERY_S
+            nap_s = min(max(0.05 * (now - began), _SHORTEST_NAP_S), _LONGEST_NAP_S)
+            time.sleep(max(min(nap_s, began + timeout_s - now), 0))
+
+    def _absent(self, keys: list[str], ranks: list[int], watched: dict[int, Any]) -> list[int]:
+        """Return those who have given nothing yet. Raises: PeerLost where the store itself is gone."""
+        try:
+            if self._store.check([keys[rank] for rank in ranks]):
+                return []
+            return [rank for rank in ranks if not self._store.check([keys[rank]])]
+        except Exception as error:
+            time.sleep(_LOOK_EVERY_S)  # its process may only be ending
+            why = _dead(watched) or f"the store of the process group is gone ({str(error).splitlines()[0]})"
+            raise PeerLost(f"rank {self.rank}, bootstrap.all_gather: {why}") from error
+
+    def _raise_if_dead(self, keys: list[str], missing: list[int], watched: dict[int, Any]) -> None:
+        """Raise PeerLost where one of ``missing`` has ended, naming those that took the others along."""
+        self._roll.watch(missing, watched)
+        ended = [rank for rank in missing if rank in watched and watched[rank].has_ended]
+        if not ended:
+            return
+        time.sleep(_LAST_WORDS_S)
+        if ended := self._absent(keys, ended, watched):
+            words = _dead(watched) or _words({rank: watched[rank] for rank in ended})
+            raise PeerLost(f"rank {self.rank}, bootstrap.all_gather: {words}")
+
+    def _raise_late(
+        self, keys: list[str], missing: list[int], watched: dict[int, Any], timeout_s: float
+    ) -> None:
+        missing = self._absent(keys, missing, watched)
+        some = missing[:_MOST_FATES]
+        self._roll.watch(some, watched)
+        known = _words({rank: watched[rank] for rank in some if rank in watched})
+        silent = [f"rank {rank} has not come" for rank in some if rank not in watched]
+        if missing:
+            fates = ", ".join(filter(None, [known, *silent]))
+            raise PeerLost(lost_message(self.rank, timeout_s, missing) + f": {fates}")
+
+    @staticmethod
+    def _key(number: int, rank: int) -> str:
+        return f"{number}/{rank}"
+
+
+def _dead(processes: dict[int, Any]) -> str:
+    """Return who of them died, in words: the ones that a signal killed, where there are any; "" for nobody.
+
+    Others may have ended because of the first death, or well.
+    """
+    ended = {rank: process for rank, process in processes.items() if process.has_ended}
+    killed = {rank: process for rank, process in ended.items() if process.was_killed}
+    badly = {rank: process for rank, process in ended.items() if process.fate != "exited with status 0"}
+    return _words(killed or badly)
+
+
+def _words(processes: dict[int, Any]) -> str:
+    words = []
+    for rank, process in list(processes.items())[:_MOST_FATES]:
+        words.append(f"rank {rank} ({process.who}) {process.fate}".rstrip())
+    return ", ".join(words)

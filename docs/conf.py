@@ -44,7 +44,6 @@ autodoc_default_options = {
     "members": True,
     "inherited-members": FOREIGN,
     "member-order": "bysource",
-    "show-inheritance": False,
 }
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True

@@ -13,6 +13,7 @@ import re
 
 _SECTION = re.compile(r"^([A-Z][a-z]+):(?: (.*))?$")
 _ENTRY = re.compile(r"^((?:\*{0,2}\w+)(?:, \*{0,2}\w+)*): (.*)$")
+_NAMES = re.compile(r"^\*{0,2}\w+(?:, \*{0,2}\w+)*,$")  # of an entry whose names take more than one line
 _CODE = re.compile(r"(``.*?``)")
 _INDENT = "    "
 
@@ -25,8 +26,10 @@ def to_rst(docstring: str) -> list[str]:
     while at < len(lines):
         section = _SECTION.match(lines[at])
         end = _end_of_indented(lines, at + 1)
+        if section and section[2] and end == at + 1:
+            end = _end_of_paragraph(lines, end)
         if section and (section[2] or end > at + 1):
-            body = [line[len(_INDENT) :] for line in lines[at + 1 : end]]
+            body = [line.removeprefix(_INDENT) for line in lines[at + 1 : end]]
             done += ["", *_field(section[1], section[2] or "", body), ""]
         elif lines[at].startswith(_INDENT) and at > 0 and not lines[at - 1].strip():
             end = _end_of_indented(lines, at, with_blanks=True)
@@ -53,6 +56,13 @@ def _end_of_indented(lines: list[str], start: int, with_blanks: bool = False) ->
     return end
 
 
+def _end_of_paragraph(lines: list[str], start: int) -> int:
+    end = start
+    while end < len(lines) and lines[end].strip() and not _SECTION.match(lines[end]):
+        end += 1
+    return end
+
+
 def _field(name: str, first: str, body: list[str]) -> list[str]:
     if name in ("Args", "Attributes") and not first:
         return [f":{name}:", *(_INDENT + line if line else "" for line in _definitions(body))]
@@ -63,7 +73,12 @@ def _field(name: str, first: str, body: list[str]) -> list[str]:
 def _definitions(body: list[str]) -> list[str]:
     """Return a definition list; lines before the first entry are a paragraph."""
     done: list[str] = []
-    for line in body:
+    names_so_far = ""
+    for given in body:
+        line = f"{names_so_far} {given.strip()}" if names_so_far else given
+        names_so_far = line if _NAMES.match(line) else ""
+        if names_so_far:
+            continue
         entry = _ENTRY.match(line)
         if entry:
             names = ", ".join(f"``{name}``" for name in entry[1].split(", "))

@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from programs import run_program, torchrun
+
+from weft import cli, transfer
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ["bench", "compat", "docs", "examples", "kernels", "providers", "python", "src", "tests", "tools"]
@@ -27,19 +31,67 @@ def blocks() -> list[tuple[str, str]]:
     return [(page.name, text) for page in pages for text in PYTHON_BLOCK.findall(page.read_text())]
 
 
-@pytest.mark.parametrize(("page", "text"), blocks())
-def test_python_blocks_run(page: str, text: str, tmp_path: Path) -> None:
-    """A block that starts a process group is a program for torchrun, of 3 ranks if it does not say; others are at
-    least Python."""
-    compile(text, page, "exec")
-    if "init_process_group" not in text:
-        return
+def numbered_blocks() -> list[object]:
+    counts: Counter[str] = Counter()
+    found = []
+    for page, text in blocks():
+        counts[page] += 1
+        found.append(pytest.param(text, id=f"{page}-{counts[page]}"))
+    return found
+
+
+@pytest.mark.parametrize("text", numbered_blocks())
+def test_python_blocks_run(text: str, tmp_path: Path) -> None:
+    """A block that starts a process group is a program for torchrun, of 3 ranks if it does not say; others are one
+    process."""
     (tmp_path / "program.py").write_text(text)
+    if "init_process_group" not in text:
+        if '"fabric:shm"' in text and not any(nic.is_usable for nic in transfer.nics("fabric:shm")):
+            pytest.skip("libfabric's shm provider is not usable here: apt install libfabric1")
+        ran = run_program([sys.executable, "program.py"], tmp_path)
+        assert ran.returncode == 0, ran.stderr[-4000:]
+        return
     ranks = int((re.findall(r"# torchrun --nproc-per-node (\d)", text) or ["3"])[0])
     ran = run_program([*torchrun(ranks), "program.py"], tmp_path)
     assert ran.returncode == 0, ran.stderr[-4000:]
     # Ranks share a pipe, and a line's end may come apart from it.
     assert sorted(re.findall(r"rank (\d): ", ran.stdout)) == [str(rank) for rank in range(ranks)]
+
+
+# A command of a block, without what only the shell reads; and the names of commands and options in a sentence.
+COMMAND = re.compile(r"^(?: {4}|\$ )?(?:[A-Z_]+=\S+ )*weft ((?!info: ).*?)(?: +#.*)?$", re.MULTILINE)
+MENTION = re.compile(r"`weft ([a-z][^`]*)`")
+PLACEHOLDERS = {"SEED": "1", "TRANSPORT": "mapped"}
+
+
+def found_in_pages(pattern: re.Pattern[str]) -> list[str]:
+    texts = [page.read_text().replace("\\\n", " ") for page in PAGES]
+    return sorted({" ".join(found.split()) for text in texts for found in pattern.findall(text)})
+
+
+def parse(words: list[str]) -> int:
+    """Return the status with which ``weft`` would leave before it does anything; 0 where it would begin."""
+    try:
+        cli.make_parser(words).parse_args(words[1:] if words[0] == "bench" else words)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("line", [line for line in found_in_pages(COMMAND) if "ht|ll" not in line])
+def test_commands_of_the_documents_are_understood(line: str) -> None:
+    assert parse([PLACEHOLDERS.get(word, word) for word in shlex.split(line)]) == 0
+
+
+@pytest.mark.parametrize("line", found_in_pages(MENTION))
+def test_what_sentences_call_weft_with_exists(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = line.split()
+    commands = [
+        word for word in words[:2] if not word.startswith("-") and (word == words[0] or words[0] == "bench")
+    ]
+    assert parse([*commands, "--help"]) == 0
+    helped = capsys.readouterr().out
+    assert [word for word in words if word.startswith("-") and word not in helped] == []
 
 
 def run_example(name: str, folder: Path) -> str:

@@ -94,6 +94,18 @@ def test_a_hanging_line_goes_on_with_its_paragraph() -> None:
     assert docstrings.to_rst("Errors here: a\n    and b") == ["Errors here: a", "and b"]
 
 
+def test_a_section_goes_on_to_the_end_of_its_paragraph() -> None:
+    text = "Streams: calls run\non one.\nThreads: one.\n\nMore."
+    wanted = [":Streams:", "    calls run", "    on one.", ":Threads:", "    one.", "More."]
+    assert [line for line in docstrings.to_rst(text) if line] == wanted
+
+
+def test_names_of_an_entry_may_take_two_lines() -> None:
+    text = "Args:\n    x: one.\n    y, z,\n        w: more.\n"
+    wanted = [":Args:", "    ``x``", "        one.", "    ``y``, ``z``, ``w``", "        more."]
+    assert [line for line in docstrings.to_rst(text) if line] == wanted
+
+
 def test_code_and_bullets_stay_what_they_are() -> None:
     assert docstrings.escape("* a*b ``c*d_`` e_") == "* a\\*b ``c*d_`` e\\_"
 

@@ -10,6 +10,7 @@ with a line per system. ``floor`` is a short black line: what the machine would 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,13 @@ COLORS = {
 _OTHERS = ("#b5838d", "#6d6875", "#457b9d", "#bc6c25")
 _SHADES = (WEFT, "#0b3d91", "#58a6ff", "#003f5c", "#8ab8ff", "#3a0ca3")
 _SETTINGS = ("ranks", "tokens", "hidden", "top_k", "experts", "sms", "routes")
+# What a call is, where its name does not say it: behind the panel's title.
+_CALLS = {
+    "paged_write": "1000 pages of 4 KiB in random order, as one operation",
+    "scatter": "8 targets, as one operation",
+    "write_imm_latency": "half a round trip",
+    "write_rate": "one of 64 under way",
+}
 
 
 def color_of(system: str) -> str:
@@ -201,7 +209,7 @@ def draw_rows(title: str, rows: Sequence[Row], path: Path, subtitle: str = "", n
             else:
                 names = [f"{size_text(row.bytes)}\n{row.series}".rstrip() for row in of_call]
                 _draw_groups(panel, names, of_call)
-            panel.set_title(call, loc="left", fontweight="bold")
+            panel.set_title(f"{call}: {_CALLS[call]}" if call in _CALLS else call, loc="left", fontweight="bold")
         for unused in panels[len(calls) :]:
             unused.set_axis_off()
         footnote(figure, note)
@@ -271,8 +279,8 @@ def _note_ratios(axes: Any, rows: Sequence[Row], name: str) -> None:
 
 def explanations(notes: Sequence[str]) -> str:
     """Return what a report says of its floor and of raw baselines, for the footnote."""
-    said = [note[note.index(name) :] for note in notes for name in ("floor:", "raw:") if name in note]
-    return "; ".join(said)
+    found = (re.search(rf"(?<!\w){name}: .*", note) for note in notes for name in ("floor", "raw"))
+    return "; ".join(said[0].rstrip(".") for said in found if said)
 
 
 def draw_document(document: Mapping[str, Any], path: Path) -> None:
@@ -295,6 +303,8 @@ def draw_document(document: Mapping[str, Any], path: Path) -> None:
     words = [word for word in document["command"].split() if "=" not in word]
     title = " ".join(words[:3])
     subtitle = settings_of(document["rows"], document["machine"])
+    if provider := re.search(r"--provider (\S+)", document["command"]):
+        subtitle += f", {provider[1]}"
     note = explanations(document.get("notes", []))
     if document["machine"].get("gpus") and any(row.floor_us and row.us < row.floor_us for row in rows):
         note += "; it is that of 8 GPUs: small calls of fewer can be quicker"

@@ -56,7 +56,7 @@ inline Rule one_of(auto... words) {
 #define WEFT_OPTIONS(WEFT_OPTION) \
   WEFT_OPTION(timeout_s, double, 100.0, "give up on a silent peer after this many seconds") \
   WEFT_OPTION(log, std::string, "warn", "least severe message to log: error, warn, info or debug", one_of("error", "warn", "info", "debug")) \
-  WEFT_OPTION(metrics_port, int64_t, 0, "port where rank 0 of a host serves its counters to Prometheus; others add their rank on the host; 0: none", between(0, 65535)) \
+  WEFT_OPTION(metrics_port, int64_t, 0, "port where a process serves its counters to Prometheus, or the first free one of the 63 after it; 0: none", between(0, 65535)) \
   WEFT_OPTION(metrics_host, std::string, "127.0.0.1", "address at which counters are served: 0.0.0.0 for every network") \
   WEFT_OPTION(call_record, std::string, "", "what a lost peer or the end of a process writes its last calls to: PREFIX and the rank, for torchfrtrace") \
   WEFT_OPTION(nvtx, int64_t, 0, "1: calls are NVTX ranges, for Nsight Systems", between(0, 1)) \

@@ -45,6 +45,7 @@ def test_the_subtitle_has_what_all_rows_share() -> None:
 
 def test_the_footnote_explains_the_floor() -> None:
     assert pictures.explanations(["a; floor: so; and so", "b"]) == "floor: so; and so"
+    assert pictures.explanations(["raw: a loop.", "of_raw: its time over ours"]) == "raw: a loop"
 
 
 @pytest.mark.parametrize(

@@ -375,8 +375,11 @@ class ProxyTransport : public Transport {
       const provider::Nic& nic = network->nics[0];
       caps.latency_us = 40;  // two hosts' threads and a network between
       caps.bandwidth_gb_s = nic.gbit_per_s > 0 ? nic.gbit_per_s / 8 * network->nics.size() : 2;
-      caps.details = text("{} on {}, at most {} bytes and {} writes in flight", network->provider->name(),
-                          nic.name, network->pace.bytes_in_flight, network->pace.writes_in_flight);
+      const uint64_t bytes = network->pace.bytes_in_flight;
+      const bool is_mib = bytes % (1 << 20) == 0;
+      caps.details =
+          text("{} on {}, at most {} {} and {} writes in flight", network->provider->name(), nic.name,
+               is_mib ? bytes >> 20 : bytes, is_mib ? "MiB" : "bytes", network->pace.writes_in_flight);
     }
     return caps;
   }

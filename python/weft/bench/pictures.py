@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,12 +41,12 @@ COLORS = {
 _OTHERS = ("#b5838d", "#6d6875", "#457b9d", "#bc6c25")
 _SHADES = (WEFT, "#0b3d91", "#58a6ff", "#003f5c", "#8ab8ff", "#3a0ca3")
 _SETTINGS = ("ranks", "tokens", "hidden", "top_k", "experts", "sms", "routes")
-# What a call is, where its name does not say it: behind the panel's title.
+# What a call is, where its name does not say it: for the footnote.
 _CALLS = {
-    "paged_write": "1000 pages of 4 KiB in random order, as one operation",
-    "scatter": "8 targets, as one operation",
     "write_imm_latency": "half a round trip",
-    "write_rate": "one of 64 under way",
+    "write_rate": "a write, 64 under way",
+    "paged_write": "1000 pages of 4 KiB in random order",
+    "scatter": "8 writes to 8 places",
 }
 
 
@@ -113,15 +114,17 @@ def picture(
             head = 0.8 / size[1]
             figure.text(0.01, 1 - 0.28 * head, title, fontsize=14, fontweight="bold", va="top")
             figure.text(0.01, 1 - 0.66 * head, subtitle, fontsize=9.5, color="#57606a", va="top")
-            figure.tight_layout(rect=(0, 0.03, 1, 1 - head))
+            lines = sum(text.get_text().count("\n") + 1 for text in figure.texts[:-2])
+            figure.tight_layout(rect=(0, max(0.03, (0.15 * lines + 0.05) / size[1]), 1, 1 - head))
             figure.savefig(path, dpi=120, facecolor="white")
         finally:
             pyplot.close(figure)
 
 
 def footnote(figure: Any, text: str) -> None:
-    """Put a line under all panels, such as what the floor means."""
-    figure.text(0.01, 0.008, text, fontsize=8, color="#57606a", va="bottom")
+    """Put a text under all panels, such as what the floor means, in as many lines as it takes."""
+    wrapped = textwrap.fill(text, int(15 * figure.get_figwidth()))
+    figure.text(0.01, 0.008, wrapped, fontsize=8, color="#57606a", va="bottom")
 
 
 def draw_bars(axes: Any, groups: Sequence[str], values: Mapping[str, Sequence[float | None]]) -> None:
@@ -136,7 +139,8 @@ def draw_bars(axes: Any, groups: Sequence[str], values: Mapping[str, Sequence[fl
         bars = axes.bar(
             [x for x, _ in at], [us for _, us in at], width * 0.94, color=color_of(system), label=system
         )
-        axes.bar_label(bars, [time_text(us) for _, us in at], padding=2, fontsize=8.5)
+        size = 8.5 if len(values) * len(groups) < 9 else 7.5
+        axes.bar_label(bars, [time_text(us) for _, us in at], padding=2, fontsize=size)
     axes.set_xticks(range(len(groups)), groups)
     axes.margins(y=0.16)
 
@@ -209,7 +213,7 @@ def draw_rows(title: str, rows: Sequence[Row], path: Path, subtitle: str = "", n
             else:
                 names = [f"{size_text(row.bytes)}\n{row.series}".rstrip() for row in of_call]
                 _draw_groups(panel, names, of_call)
-            panel.set_title(f"{call}: {_CALLS[call]}" if call in _CALLS else call, loc="left", fontweight="bold")
+            panel.set_title(call, loc="left", fontweight="bold")
         for unused in panels[len(calls) :]:
             unused.set_axis_off()
         footnote(figure, note)
@@ -305,7 +309,9 @@ def draw_document(document: Mapping[str, Any], path: Path) -> None:
     subtitle = settings_of(document["rows"], document["machine"])
     if provider := re.search(r"--provider (\S+)", document["command"]):
         subtitle += f", {provider[1]}"
-    note = explanations(document.get("notes", []))
+    called = dict.fromkeys(row.call for row in rows)
+    notes = [f"{call}: {_CALLS[call]}" for call in called if call in _CALLS]
+    note = "; ".join(filter(None, [*notes, explanations(document.get("notes", []))]))
     if document["machine"].get("gpus") and any(row.floor_us and row.us < row.floor_us for row in rows):
         note += "; it is that of 8 GPUs: small calls of fewer can be quicker"
     draw_rows(title, rows, path, subtitle, note)

@@ -222,7 +222,8 @@ def _print_accounts(console: Any, accounts: dict[str, Account]) -> None:
 
 
 def _print_faults(console: Any, transports: list[str], missing: dict[str, str]) -> None:
-    table = Table("Faults", [Column("fault", is_key=True), Column("what"), Column("where"), Column("else")])
+    columns = (Column("fault", is_key=True), Column("what"), Column("where"), Column("why not elsewhere"))
+    table = Table("Faults", columns)
     for name, kind in KINDS.items():
         where = [
             transport

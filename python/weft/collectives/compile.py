@@ -36,6 +36,7 @@ from weft.collectives.plan_json import to_plan
 from weft.collectives.verifier import Report, verify
 from weft.collectives.xml import DIALECTS, to_xml
 from weft.errors import Error, invalid
+from weft.runtime.tables import Column, Table, make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,9 +89,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile; print XML or a summary. Raises: ProgramError, VerificationError, XmlError."""
     if args.list:
-        for name, entry in entries().items():
-            options = f"  [{', '.join(entry.options)}]" if entry.options else ""
-            print(f"{name:44} {entry.collective:14} {entry.summary}{options}")
+        _print_library()
         return 0
     with collector_paused():
         proven = [
@@ -205,6 +204,17 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     if args.reschedule:
         options["reschedule"] = True
     return options
+
+
+def _print_library() -> None:
+    columns = (Column("name", is_key=True, is_whole=True), Column("what it does"), Column("options"))
+    known = entries().items()
+    for collective in dict.fromkeys(entry.collective for _, entry in known):
+        table = Table(collective, columns)
+        for name, entry in known:
+            if entry.collective == collective:
+                table.add(name, entry.summary.replace("``", ""), ", ".join(entry.options))
+        table.print(make_console())
 
 
 def programs_of(path: Path, ranks: int, options: dict[str, Any], arguments: Sequence[str]) -> list[Program]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from weft.runtime import nvrtc
 from weft.runtime.tables import Column, Table, add_wide_argument, make_console
 
 _GIB = 2**30
+_VALUE_WIDTH = 66  # what 80 columns leave beside the names of facts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(table, Table):
             table.print(console)
         else:
-            console.print(table, highlight=False, markup=False)
+            console.print(table + "\n", highlight=False, markup=False)
     return 0
 
 
@@ -152,11 +154,20 @@ def _table(title: str, key: str, *columns: str, numbers: Sequence[str] = ()) -> 
 def _pairs(title: str, facts: dict[str, Any]) -> Table:
     table = _table(title, "what", "value")
     for name, value in facts.items():
-        table.add(
-            name.replace("_gib", " GiB").replace("_", " "),
-            ", ".join(value) if isinstance(value, list) else str(value),
-        )
+        text = ", ".join(value) if isinstance(value, list) else str(value)
+        table.add(name.replace("_gib", " GiB").replace("_", " "), _folded(text))
     return table
+
+
+def _folded(text: str) -> str:
+    """Return a long text, such as a path, in lines that end after a slash or a space."""
+    done, line = [], ""
+    for part in re.split(r"(?<=[/ ])", text):
+        if line and len(line) + len(part) > _VALUE_WIDTH:
+            done.append(line.rstrip(" "))
+            line = ""
+        line += part
+    return "\n".join([*done, line])
 
 
 def _gpu_table(gpus: list[dict[str, Any]]) -> Table:

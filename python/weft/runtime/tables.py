@@ -36,11 +36,17 @@ def add_wide_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wide", action="store_true", help="print each table as one, however wide it gets")
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let the command end as one that SIGPIPE ends, where rich would leave with status 1."""
+        raise  # noqa: PLE0704: rich calls this while it handles the error
+
+
 def make_console(wide: bool = False) -> Console:
     """Return a console on standard output: as wide as the terminal, or 80 columns; unbounded with ``wide``."""
     if wide:
-        return Console(width=_UNBOUNDED)
-    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+        return _Console(width=_UNBOUNDED)
+    return _Console() if sys.stdout.isatty() else _Console(width=WIDTH)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from programs import environment
 
 import weft
+from weft.collectives import AllGather, Program, chunk
 from weft.errors import Error
 from weft.moe import engines
 from weft.moe.elastic_sessions import GatherSessions
@@ -53,8 +54,26 @@ def leave_by_an_error(rank: Rank) -> None:
         raise ZeroDivisionError
 
 
+def show_hybrid(rank: Rank) -> None:
+    with weft.HybridEPBuffer(rank.group, 64, 8, 2) as buffer:
+        assert repr(buffer).startswith("weft.HybridEPBuffer(HybridEPConfig(hidden_dim=64")
+
+
+def show_handle(rank: Rank) -> None:
+    with weft.ElasticBuffer(
+        rank.group, num_max_tokens_per_rank=8, hidden=64, num_topk=2, device="cpu"
+    ) as buffer:
+        ids, weights = torch.tensor([[0, 1]] * 3), torch.ones(3, 2)
+        rows, _, _, handle, event = buffer.dispatch(
+            torch.zeros(3, 64).bfloat16(), ids, weights, num_experts=4
+        )
+        assert repr(handle) == f"EPHandle(3 tokens, top-2 of 4 experts, {rows.size(0)} rows here)"
+        assert repr(event) == "EventOverlap(finished, keeps 0 tensors)"
+
+
 def show_window(rank: Rank) -> None:
     communicator = weft.Communicator(rank.group)
+    assert repr(communicator.collectives) == f"Collectives(rank {rank.rank} of 2, cpu)"
     assert repr(communicator) == f"weft.Communicator(rank {rank.rank} of 2, cpu)"
     window = weft.Window(communicator, 4096)
     assert repr(window) == f"weft.Window({window.num_bytes} bytes on each of 2 ranks)"
@@ -70,6 +89,20 @@ def test_a_with_block_that_fails_waits_for_nobody(pair: RankPool) -> None:
 
 def test_communicators_and_windows_say_what_they_are(pair: RankPool) -> None:
     pair.run(show_window)
+
+
+def test_handles_and_events_say_what_they_are(pair: RankPool) -> None:
+    pair.run(show_handle)
+    pair.run(show_hybrid)
+
+
+def test_programs_say_what_they_are() -> None:
+    with Program("pair", AllGather(2)) as program:
+        for rank in range(2):
+            chunk(rank, "i", 0).copy(rank, "o", rank).copy(1 - rank)
+    assert repr(program) == "Program('pair': AllGather(2, 1, inplace=False), 4 operations)"
+    algorithm = program.compile()
+    assert repr(algorithm) == "Algorithm('pair': allgather, 2 ranks, 2 chunks, Simple, out of place)"
 
 
 def test_transfers_say_what_they_are() -> None:

@@ -159,6 +159,21 @@ def operators_keep_the_rules(rank: Rank) -> None:
     given = (rows.x, list(rows.handle), moe.key)
     torch.library.opcheck(torch.ops.weft.combine.default, given, test_utils=checks)
     torch.library.opcheck(torch.ops.weft.dispatch_again.default, (x, *given[1:]), test_utils=checks)
+    given = (rows.x, rows.topk_weights, *given[1:])
+    torch.library.opcheck(torch.ops.weft.combine_with_weights.default, given, test_utils=checks)
+
+
+def low_latency_operators_keep_the_rules(rank: Rank) -> None:
+    most, experts_ = 16, CASE.num_experts
+    num_bytes = weft.Buffer.get_low_latency_rdma_size_hint(most, CASE.hidden, rank.size, experts_)
+    moe = ExpertOps(weft.Buffer(rank.group, 0, num_bytes, low_latency_mode=True))
+    x, idx, weights = (t.detach() for t in inputs_of(rank))
+    checks = ("test_schema", "test_faketensor")
+    given = (x, idx, most, experts_, False, rank.size, moe.key)
+    torch.library.opcheck(torch.ops.weft.low_latency_dispatch.default, given, test_utils=checks)
+    rows = moe.low_latency_dispatch(x, idx, most, experts_, use_fp8=False)
+    given = (rows.x, idx, weights, list(rows.handle), moe.key)
+    torch.library.opcheck(torch.ops.weft.low_latency_combine.default, given, test_utils=checks)
 
 
 @pytest.mark.parametrize("num_worst_tokens", [40, 0], ids=["worst", "counted"])
@@ -183,6 +198,7 @@ def test_collectives_compile_and_have_gradients(three: RankPool) -> None:
 
 def test_operators_keep_the_rules_of_torch_library(three: RankPool) -> None:
     three.run(operators_keep_the_rules)
+    three.run(low_latency_operators_keep_the_rules)
 
 
 def test_an_operator_whose_buffer_is_gone_says_so() -> None:

@@ -108,6 +108,9 @@ class Collectives:
         self._plans: dict[tuple[Any, ...], tuple[Any, int]] = self._executor.plans if self._executor else {}
         self._next_sender = 0
 
+    def __repr__(self) -> str:
+        return f"Collectives(rank {self.rank} of {self.size}, {self.device})"
+
     @contextlib.contextmanager
     def within(self, timeout_s: float | None) -> Iterator[None]:
         """Bound every wait of the calls inside by ``timeout_s`` seconds; None leaves the bound as it is."""

@@ -175,7 +175,7 @@ class TurnedRanks(Sequence[RankProgram]):
         return (peer + by) % len(self) if peer >= 0 else -1
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Algorithm:
     """A fixed schedule that implements one collective on a fixed number of ranks.
 
@@ -195,6 +195,13 @@ class Algorithm:
     max_bytes: int | None = None
     threads: int = 0
     notes: list[str] = dataclasses.field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Say what it is in a line: a thousand ranks' steps are for ``weft show``."""
+        places = ((self.inplace, "in place"), (self.outofplace, "out of place"))
+        form = " and ".join(name for is_served, name in places if is_served)
+        what = f"{self.collective}, {self.num_ranks} ranks, {self.chunks} chunks, {self.protocol}"
+        return f"Algorithm({self.name!r}: {what}, {form})"
 
     @property
     def num_ranks(self) -> int:

@@ -187,6 +187,9 @@ class Program:
         self._outer: Program | None = None
         self._last_empty = ""
 
+    def __repr__(self) -> str:
+        return f"Program({self.name!r}: {self.collective!r}, {len(self.operations)} operations)"
+
     @functools.cached_property
     def _memory(self) -> Memory:
         return Memory(self.collective, self.turning)

@@ -12,7 +12,7 @@ from weft.moe.elastic_layout import Expansion, ExpertCounts
 from weft.moe.handle import DispatchState
 
 
-@dataclass
+@dataclass(repr=False)
 class EPHandle:
     """The routes of one ``ElasticBuffer.dispatch``. T tokens, K slots, N rows here, R ranks, Le local experts.
 
@@ -55,6 +55,11 @@ class EPHandle:
     sums_at_owner: bool
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
+
+    def __repr__(self) -> str:
+        tokens, top_k = self.topk_idx.shape
+        rows = f"{self.num_recv_tokens} rows here" + (", expanded" if self.do_expand else "")
+        return f"EPHandle({tokens} tokens, top-{top_k} of {self.num_experts} experts, {rows})"
 
     @staticmethod
     def state_of(_entries: object) -> None:

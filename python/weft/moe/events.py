@@ -34,6 +34,9 @@ class EventHandle:
             self._event = torch.cuda.Event()
             self._event.record(stream or torch.cuda.current_stream())
 
+    def __repr__(self) -> str:
+        return f"EventHandle({'no stream' if self._event is None else repr(self._event)})"
+
     def current_stream_wait(self) -> None:
         """Make the current CUDA stream wait for the event; the host goes on at once."""
         if self._event is not None:
@@ -66,6 +69,10 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
         self.hook_after_wait: Callable[[], Any] | None = None
         self._release_on_exit = False
+
+    def __repr__(self) -> str:
+        kept = len(self.extra_tensors or ())
+        return f"EventOverlap({'finished' if self.event is None else repr(self.event)}, keeps {kept} tensors)"
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """Make the current stream wait, then run and forget the hook.

@@ -128,6 +128,9 @@ class HybridEPBuffer:
         """What runs the calls; None once the buffer is closed."""
         return self._buffer.runtime
 
+    def __repr__(self) -> str:
+        return f"weft.HybridEPBuffer({self.config!r}, {self._buffer!r})"
+
     def __enter__(self) -> HybridEPBuffer:
         return self
 

@@ -41,6 +41,7 @@ struct Caps {
   Reach reach = Reach::kMapped;
   bool needs_registration = false;  // memory outside windows must be registered before it is used
   bool has_atomics = false;         // 64-bit add at the peer
+  bool only_by_name = false;        // "auto" never takes it
   Ordering ordering = Ordering::kNone;
   uint64_t max_put_bytes = 0;    // of one put
   double latency_us = 0;         // estimate: small put with signal until the peer sees it
@@ -138,9 +139,10 @@ std::vector<Candidate> candidates(Device device);
 // ranks of it do. Fills RankFacts::node. Pure.
 void number_nodes(std::vector<RankFacts>& facts, int64_t ranks_per_node);
 
-// The transport to each rank, in rank order; null at `self`. `wanted` is a name or "auto", which takes the
-// first usable candidate that refuses in neither direction. Pure. Errors: kInvalid for a name that does not
-// exist, kUnsupported when a peer cannot be reached, with the reason of every candidate.
+// The transport to each rank, in rank order; null at `self`: the first usable candidate that `wanted` admits
+// and that refuses in neither direction. `wanted` is "auto", or names with commas between. Pure. Errors:
+// kInvalid for a name that does not exist, kUnsupported when a peer cannot be reached, with the reason of every
+// candidate.
 Result<std::vector<const Transport*>> select_transports(const std::vector<Candidate>& candidates,
                                                         const std::vector<RankFacts>& facts, int self,
                                                         std::string_view wanted);

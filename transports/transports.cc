@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transports/transport.h"
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -15,6 +16,24 @@ std::string names_of(const std::vector<Candidate>& candidates) {
   return names;
 }
 
+std::vector<std::string_view> split(std::string_view names) {
+  std::vector<std::string_view> parts;
+  for (size_t comma; (comma = names.find(',')) != std::string_view::npos; names.remove_prefix(comma + 1))
+    parts.push_back(names.substr(0, comma));
+  parts.push_back(names);
+  return parts;
+}
+
+bool admits(std::string_view wanted, const Candidate& candidate) {
+  if (wanted == "auto") return !candidate.caps.only_by_name;
+  return std::ranges::count(split(wanted), candidate.transport->name()) > 0;
+}
+
+bool is_known(std::string_view name, const std::vector<Candidate>& candidates) {
+  const auto is_it = [&](const Candidate& candidate) { return name == candidate.transport->name(); };
+  return std::ranges::any_of(candidates, is_it);
+}
+
 // Why `candidate` does not reach `peer` from `self`; empty when it does.
 std::string obstacle(const Candidate& candidate, const RankFacts& self, const RankFacts& peer) {
   if (!candidate.caps.is_usable()) return candidate.caps.unusable_because;
@@ -27,7 +46,7 @@ Result<const Transport*> select_one(const std::vector<Candidate>& candidates, co
                                     const RankFacts& peer, std::string_view wanted) {
   std::string reasons;
   for (const Candidate& candidate : candidates) {
-    if (wanted != "auto" && wanted != candidate.transport->name()) continue;
+    if (!admits(wanted, candidate)) continue;
     const std::string why = obstacle(candidate, self, peer);
     if (why.empty()) return candidate.transport;
     reasons += text("{}{}: {}", reasons.empty() ? "" : "; ", candidate.transport->name(), why);
@@ -64,9 +83,9 @@ void number_nodes(std::vector<RankFacts>& facts, int64_t ranks_per_node) {
 Result<std::vector<const Transport*>> select_transports(const std::vector<Candidate>& candidates,
                                                         const std::vector<RankFacts>& facts, int self,
                                                         std::string_view wanted) {
-  bool is_known = wanted == "auto";
-  for (const Candidate& candidate : candidates) is_known = is_known || wanted == candidate.transport->name();
-  if (!is_known) return Status::invalid("transport: got '{}', allowed: {}", wanted, names_of(candidates));
+  for (std::string_view name : split(wanted))
+    if (wanted != "auto" && !is_known(name, candidates))
+      return Status::invalid("transport: got '{}', allowed: {}", wanted, names_of(candidates));
   std::vector<const Transport*> chosen(facts.size(), nullptr);
   for (size_t peer = 0; peer < facts.size(); ++peer) {
     if (static_cast<int>(peer) == self) continue;

@@ -64,7 +64,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(cache_path, std::string, "", "more folders with compiled kernels, read only, with colons between") \
   WEFT_OPTION(compile, std::string, "auto", "auto: kernels that are in no cache are compiled; never: they are an error", one_of("auto", "never")) \
   WEFT_OPTION(record_kernels, std::string, "", "file to which every process adds the kernels that it used, for weft warm --recorded") \
-  WEFT_OPTION(transport, std::string, "auto", "transport to use for every peer, or auto") \
+  WEFT_OPTION(transport, std::string, "auto", "transports to choose from for each peer, with commas between, or auto") \
   WEFT_OPTION(ranks_per_node, int64_t, 0, "pretend that nodes have this many ranks; 0 asks the machine", any().on_all_ranks()) \
   WEFT_OPTION(cuda_sharing, std::string, "auto", "how GPUs share memory: auto, vmm or ipc", one_of("auto", "vmm", "ipc").on_all_ranks()) \
   WEFT_OPTION(low_latency_line_tokens, int64_t, -1, "tokens of a rank that low-latency calls send as lines without fences, at most, over NVLink or on the CPU; 0: none; -1: as many as are faster so", at_least(-1)) \

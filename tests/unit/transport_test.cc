@@ -29,10 +29,15 @@ class Fake : public Transport {
   const bool is_local_;
 };
 
-const Fake kNear("near", true), kFar("far", false);
+const Fake kNear("near", true), kFar("far", false), kOdd("odd", false);
 
 Candidate usable(const Transport& transport) {
   return {&transport, {}};
+}
+Candidate only_by_name(const Transport& transport) {
+  Candidate candidate{&transport, {}};
+  candidate.caps.only_by_name = true;
+  return candidate;
 }
 Candidate unusable(const Transport& transport, std::string why) {
   Candidate candidate{&transport, {}};
@@ -69,6 +74,24 @@ TEST(SelectTransport, AnOverrideAppliesToEveryPeer) {
   const auto facts = ranks_on({"a", "a", "b"});
   EXPECT_THAT(*select_transports({usable(kNear), usable(kFar)}, facts, 1, "far"),
               ElementsAre(&kFar, nullptr, &kFar));
+}
+
+TEST(SelectTransport, SeveralNamesAreTheChoiceForEachPeer) {
+  const auto facts = ranks_on({"a", "a", "b"});
+  const std::vector<Candidate> all = {usable(kNear), usable(kFar), only_by_name(kOdd)};
+  EXPECT_THAT(*select_transports(all, facts, 0, "near,odd"), ElementsAre(nullptr, &kNear, &kOdd));
+  EXPECT_THAT(*select_transports(all, facts, 0, "far,near"), ElementsAre(nullptr, &kNear, &kFar));
+  for (const char* wanted : {"near,pigeon", "near,", ",", "near odd", "auto,near", "near,near,pigeon"})
+    EXPECT_EQ(select_transports(all, facts, 0, wanted).status().message(),
+              text("transport: got '{}', allowed: auto, near, far, odd", wanted));
+}
+
+TEST(SelectTransport, AutoLeavesOutWhatIsTakenByNameAlone) {
+  const auto facts = ranks_on({"a", "b"});
+  const std::vector<Candidate> all = {usable(kNear), only_by_name(kOdd)};
+  EXPECT_EQ(select_transports(all, facts, 0, "auto").status().message(),
+            "transport 'auto': rank 0 cannot reach rank 1 (near: far away)");
+  EXPECT_THAT(*select_transports(all, facts, 0, "odd"), ElementsAre(nullptr, &kOdd));
 }
 
 TEST(SelectTransport, AnImpossibleChoiceSaysWhoAndWhy) {

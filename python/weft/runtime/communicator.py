@@ -75,7 +75,7 @@ class Communicator:
         device: what this rank computes on: a tensor on it, a torch.device or a name; None is torch's current GPU where
             torch is loaded and has one, else the CPU.
         timeout_s: bound of every wait for a peer, in seconds; None takes WEFT_TIMEOUT_S.
-        transport: a name from ``weft info``, or "auto"; None takes WEFT_TRANSPORT.
+        transport: names from ``weft info`` with commas between, or "auto"; None takes WEFT_TRANSPORT.
     Raises: Error when the ranks disagree or a rank cannot be reached, with each transport's reason; PeerLost,
         naming the ranks that stayed away.
     """

@@ -5,6 +5,8 @@ Usage: python tools/check_layers.py [ROOT]. Prints one line per breach and retur
 
 * An #include points to the same layer or a lower one (``MAY_INCLUDE``); a transport or provider
   never includes another.
+* A transport's mesh is named in its folder and in the list alone; mapped memory, which kernels ask for by its
+  abilities, is the exception.
 * The environment is read in ``src/base/config.cc`` alone; launcher variables in the Python bootstrap alone.
 * Inline assembly stands in ``kernels/target`` alone.
 * Nothing below ``python/weft`` knows torch; nothing in the library prints, aborts or exits.
@@ -121,6 +123,15 @@ def check_include(includer: str, included: str) -> str | None:
     return f"{source} may not include {target}"
 
 
+def named_meshes(root: Path, path: str, code: str) -> list[str]:
+    """Return the transports whose mesh ``code`` names without being theirs, or the list."""
+    if path == "transports/list.h":
+        return []
+    folders = [entry.name for entry in sorted((root / "transports").glob("*")) if entry.is_dir()]
+    others = [name for name in folders if name != "mapped" and not path.startswith(f"transports/{name}/")]
+    return [name for name in others if re.search(rf"\b{name.title().replace('_', '')}Mesh\b", code)]
+
+
 def sources(root: Path) -> Iterator[tuple[str, str]]:
     """Yield (path, text) of every C++ file of the library."""
     for top in ("include", "src", "transports", "providers", "kernels"):
@@ -144,6 +155,10 @@ def breaches(root: Path) -> list[str]:
         for what, pattern, allowed in RULES:
             if not path.startswith(allowed) and pattern.search(bare if what == "knows torch" else code):
                 found.append(f"{path}: {what}; allowed in: {allowed}")
+        found += [
+            f"{path}: names the mesh of {name}; allowed in: transports/{name}/, transports/list.h"
+            for name in named_meshes(root, path, code)
+        ]
     for module in sorted((root / "python").rglob("*.py")):
         name = module.relative_to(root).as_posix()
         if PYTHON_ENVIRONMENT.search(module.read_text()) and not name.startswith(PYTHON_ENVIRONMENT_ALLOWED):

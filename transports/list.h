@@ -5,6 +5,7 @@
 // Weft needs.
 #pragma once
 
+#include "transports/jitter/channel.cuh"
 #include "transports/mapped/channel.cuh"
 #include "transports/proxy/channel.cuh"
 #include "transports/transport.h"
@@ -12,7 +13,8 @@
 // clang-format off: one transport a line
 #define WEFT_TRANSPORTS(WEFT_TRANSPORT) \
   WEFT_TRANSPORT(mapped, MappedMesh)    \
-  WEFT_TRANSPORT(proxy, ProxyMesh)
+  WEFT_TRANSPORT(proxy, ProxyMesh)      \
+  WEFT_TRANSPORT(jitter, JitterMesh<weft::ProxyMesh>)
 // clang-format on
 
 namespace weft {

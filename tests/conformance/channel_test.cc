@@ -342,6 +342,34 @@ TYPED_TEST(ChannelTest, ItStillWorksAfterTheWindowHasGrown) {
   });
 }
 
+// Nothing that was asked for before is waited for until the window has grown.
+TYPED_TEST(ChannelTest, WhatIsUnderWaySurvivesTheGrowthOfItsWindow) {
+  this->on_ranks([](auto& rank) {
+    constexpr uint64_t kRow = 2064, kRows = 20, kTurns = 4, kReadSignals = 2048;
+    for (uint64_t turn = 0; turn < kTurns; ++turn) {
+      auto right = rank.to(rank.right());
+      for (uint64_t row = 0; row < kRows; ++row) {
+        const uint64_t number = turn * kRows + row;
+        const uint64_t src = rank.stage(rank.self(), number, kRow, kSource + row * kRow);
+        right.put_with_signal(Warp{}, kData + row * kRow, src, kRow, rank.signal_of(rank.self()), number + 1);
+      }
+      ASSERT_TRUE(rank.window->grow(rank.window->bytes() + 70'000).ok());
+      rank.take_mesh();
+      const uint64_t last = rank.window->bytes() - 16;  // where there was no window when the rows were sent
+      auto now = rank.to(rank.right());
+      now.put(Warp{}, last, kSource, 16);
+      now.put_value(rank.signal_of(rank.self()), (turn + 1) * kRows + 1);
+      ASSERT_TRUE(rank.wait(rank.signal_of(rank.left()), (turn + 1) * kRows + 1)) << "saw " << rank.seen;
+      for (uint64_t row = 0; row < kRows; ++row)
+        EXPECT_TRUE(rank.holds(kData + row * kRow, rank.left(), turn * kRows + row, kRow)) << "row " << row;
+      EXPECT_TRUE(rank.holds(last, rank.left(), turn * kRows, 16));
+      rank.to(rank.left()).put_value(kReadSignals + rank.signal_of(rank.self()), turn + 1);
+      ASSERT_TRUE(rank.wait(kReadSignals + rank.signal_of(rank.right()), turn + 1)) << "saw " << rank.seen;
+      now.flush();
+    }
+  });
+}
+
 TEST(Conformance, EveryTransportIsTested) {
   for (const Transport* transport : transports()) {
     const auto is_it = [&](std::string_view tested) { return tested == transport->name(); };

@@ -105,9 +105,27 @@ struct HybridFixture {
   static void tear_down() { Settings::clear({"WEFT_PROXY_PROVIDER", "WEFT_RANKS_PER_NODE"}); }
 };
 
+// Random waits, before calls and between a put and its signal.
+struct JitterFixture {
+  static constexpr const char* kName = "jitter:proxy";
+  static constexpr const char* kTransport = kName;
+  using Mesh = JitterMesh<ProxyMesh>;
+  static std::vector<RanksAre> kinds() { return {RanksAre::kThreads}; }
+  static std::vector<int> ranks() { return {3}; }
+  static void set_up() {
+    ReorderingFixture::set_up();
+    Settings::set({{"WEFT_JITTER_US", "300"}, {"WEFT_JITTER_SEED", "5"}});
+  }
+  static void tear_down() {
+    Settings::clear({"WEFT_JITTER_US", "WEFT_JITTER_SEED"});
+    ReorderingFixture::tear_down();
+  }
+};
+
 using Fixtures = ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture,
-                                  HybridFixture>;
-inline constexpr const char* kTestedTransports[] = {MappedFixture::kName, TcpFixture::kName};
+                                  HybridFixture, JitterFixture>;
+inline constexpr const char* kTestedTransports[] = {MappedFixture::kName, TcpFixture::kName,
+                                                    JitterFixture::kName};
 
 // The mesh of a window, if it is of the type that the fixture expects.
 template <class Mesh>

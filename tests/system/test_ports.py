@@ -21,7 +21,10 @@ from weft.errors import Error
 from weft.testing.ranks import Rank, run_ranks
 
 RANKS, LOST = 4, 3
-SETTINGS = ("WEFT_RANKS_PER_NODE", "WEFT_PROXY_PROVIDER", "WEFT_PEER_DEAD_S", "WEFT_HEARTBEAT_S")
+SETTINGS = (
+    *("WEFT_RANKS_PER_NODE", "WEFT_PROXY_PROVIDER", "WEFT_PEER_DEAD_S", "WEFT_HEARTBEAT_S"),
+    *("WEFT_TRANSPORT", "WEFT_JITTER_US"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +69,23 @@ def test_every_call_is_right_over_ports(
 ) -> None:
     _use(monkeypatch, ranks_per_node, provider)
     run_ranks(RANKS, _calls)
+
+
+@pytest.mark.parametrize("transport", ["jitter:proxy", "mapped,jitter:proxy"])
+def test_every_call_is_right_where_calls_are_late(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_TRANSPORT", transport)
+    monkeypatch.setenv("WEFT_JITTER_US", "100")
+    _use(monkeypatch, 2, "fabric:tcp")
+    reached = run_ranks(RANKS, _late_calls)
+    ports = transport.split(",")[-1]
+    near = transport.split(",")[0]
+    assert reached[0] == [None, near, ports, ports]
+
+
+def _late_calls(rank: Rank) -> list[str | None]:
+    _calls(rank)
+    comm = Communicator(rank.group, timeout_s=60)
+    return [comm.transport_to(peer) for peer in range(comm.size)]
 
 
 def _until_one_dies(rank: Rank) -> tuple[str, float]:

@@ -49,6 +49,13 @@ def test_an_include_upwards_is_named(
     assert breach.startswith(f"{includer}: includes {included}")
 
 
+def test_a_transport_is_known_to_its_folder_and_the_list_alone(layers: ModuleType, tmp_path: Path) -> None:
+    for path in ("transports/slow_boat/channel.cuh", "transports/list.h", "src/jit/launch.cc"):
+        write(tmp_path, path, "using Mesh = SlowBoatMesh;  // MappedMesh\n")
+    (breach,) = layers.breaches(tmp_path)
+    assert breach.startswith("src/jit/launch.cc: names the mesh of slow_boat")
+
+
 def test_an_include_downwards_is_fine(layers: ModuleType, tmp_path: Path) -> None:
     write(tmp_path, "src/moe/a.cc", '#include "base/b.h"\n#include "kernels/moe/c.h"\n#include "plan/d.h"\n')
     for path in ("src/base/b.h", "kernels/moe/c.h", "src/plan/d.h"):

@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_combine_answer.cuh: delivers: tells peers the weights of this rank's tokens, and answers what the dispatch
+// brought: a reply for each message or row, built at its place in the owner's window, then the lane's word there, unless
+// the replies are lines.
+#pragma once
+
+#include "kernels/moe/low_latency_combine_sum.cuh"
+
+namespace weft {
+namespace low_latency {
+
+// ---- step 1
+// --------------------------------------------------------------------------------------------------------
+
+// The block.
+template <class C>
+WEFT_DEVICE void send_weights_to(const C& c, uint32_t peer) {
+  const uint32_t parts = c.a.call.lines != 0 ? parts_of(c.weight_vecs()) : c.weight_vecs();
+  WEFT_ROLLED
+  for (uint32_t i = c.block.rank(); i < c.a.call.tokens * parts; i += c.block.size()) {
+    const uint32_t token = i / parts;
+    const LinePart part{i % parts};
+    const uint32_t first = (c.a.call.lines != 0 ? part.vec() : part.index) * 4;
+    const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
+    Vec16 vec{};
+    WEFT_UNROLL
+    for (uint32_t w = 0; w < 4; ++w)
+      if (first + w < c.top_k()) vec.words[w] = bits_of_float(weights[first + w]);
+    auto* theirs = reinterpret_cast<Vec16*>(c.mesh.to(peer).mapped() + c.weights_at(c.mesh.rank(), token));
+    if (c.a.call.lines != 0)
+      store_part(theirs, part, vec, c.tag());
+    else
+      store_vec(theirs + part.index, vec);
+  }
+}
+
+template <class C>
+WEFT_DEVICE void send_weights(const C& c) {
+  WEFT_ROLLED
+  for (uint32_t peer = c.block.count() - 1 - c.block.index(); peer < c.ranks(); peer += c.block.count()) {
+    if (c.present()[peer] == 0) continue;
+    if (c.takes_own_weights()) send_weights_to(c, peer);
+    if (c.a.call.lines != 0) {  // nobody who answers waits for the greeting
+      if (c.block.rank() + c.warp.size() == c.block.size())
+        greet(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
+      continue;
+    }
+    c.block.sync();
+    if (c.block.rank() == 0) greet(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
+    c.block.sync();  // the greeting would wait for all that the block's warps answer by then
+  }
+}
+
+// ---- step 2
+// --------------------------------------------------------------------------------------------------------
+
+// A message of which this warp answers a piece.
+struct Message {
+  const int32_t* record;
+  uint32_t owner;
+  uint32_t piece;
+  bool as_lines;
+};
+
+// Loads the experts' rows that are listed. get_ready() runs when the first are on their way, and before a
+// weight is used; no sum is made if it returns false.
+template <class C, class RowOf, class GetReady>
+struct RowSource {
+  const C& c;
+  const Wire& wire;
+  RowOf row_of;
+  GetReady get_ready;
+  bool is_ready = false;
+
+  template <uint32_t kRows, uint32_t kVecs>
+  WEFT_DEVICE bool operator()(Vec16 (&held)[kRows][kVecs], uint32_t row, uint32_t count, uint32_t first,
+                              uint32_t last) {
+    WEFT_UNROLL
+    for (uint32_t r = 0; r < kRows; ++r) {
+      if (row + r >= count) continue;
+      const auto* vecs = reinterpret_cast<const Vec16*>(row_of(row + r));
+      WEFT_UNROLL
+      for (uint32_t v = 0; v < kVecs; ++v) {
+        const uint32_t index = first + v * c.warp.size();
+        if (index < last && wire.holds(index)) held[r][v] = load_vec(vecs + wire.vec(index));
+      }
+    }
+    is_ready = is_ready || get_ready();
+    return is_ready;
+  }
+};
+
+// This warp's piece of the listed rows' sum, to a reply, unless get_ready() returns false: it runs once,
+// before a weight is used.
+template <class C, class GetReady>
+WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::byte* reply,
+                             GetReady get_ready) {
+  const uint32_t piece = m.piece;
+  auto row_of = [&](uint32_t i) { return c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes; };
+  if (!is_log(c.shape.reply)) {
+    const Wire wire{m.as_lines, c.row_vecs(), c.tag()};
+    const RowSource<C, decltype(row_of), GetReady> source{c, wire, row_of, get_ready};
+    return sum_rows<kSendVecs, kSendRows>(
+        c, wire.range(piece, c.a.pieces), count, source,
+        [&](uint32_t index, Vec16 vec) { wire.store(reinterpret_cast<Vec16*>(reply), index, vec); });
+  }
+  if (!get_ready()) return false;
+  const auto block_elems = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2));
+  const Range blocks = part_of(static_cast<uint32_t>(c.shape.row_bytes) / 2 / block_elems, piece, c.a.pieces);
+  for (uint32_t b = blocks.first; b < blocks.last; ++b)
+    encode_block(c, b * block_elems / kGroupElems, block_elems / kGroupElems, count, row_of, reply);
+  return true;
+}
+
+// Asks for this warp's piece of the listed rows while there is something else to wait for.
+template <class C>
+WEFT_DEVICE void prefetch_rows(const C& c, uint32_t piece, uint32_t count) {
+  constexpr uint32_t kLineBytes = 128;
+  const Range vecs = c.vecs_of(piece);
+  const uint32_t lines = ((vecs.last - vecs.first) * 16 + kLineBytes - 1) / kLineBytes;
+  WEFT_ROLLED
+  for (uint32_t i = 0; i < count; ++i) {
+    const std::byte* row = c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes + vecs.first * 16;
+    WEFT_ROLLED
+    for (uint32_t line = c.warp.rank(); line < lines; line += c.warp.size())
+      prefetch(row + line * kLineBytes);
+  }
+}
+
+// Waits until this rank's own kernels have said that the rows of a message are there. The warp.
+template <class C>
+WEFT_DEVICE bool await_rows(const C& c, const int32_t* record) {
+  const uint32_t rows_per_expert = c.ranks() * c.a.call.max_tokens;
+  bool all_there = true;
+  for (uint32_t k = c.warp.rank(); k < c.top_k(); k += c.warp.size()) {
+    if (record[1 + k] < 0) continue;
+    const auto row = static_cast<uint32_t>(record[1 + k]);
+    const uint32_t expert = row / rows_per_expert;
+    const uint32_t* signal =
+        c.a.signals + uint64_t{expert} * c.a.signals_per_expert + row % rows_per_expert / c.a.signal_rows;
+    uint32_t seen = 0;
+    uint64_t waited_ns = 0;
+    if (poll(c.a.call.wait, waited_ns, [&] { return (seen = load_acquire(signal)) >= c.a.signal_value; }))
+      continue;
+    raise(c.a.call.wait.fault, Site::kLowLatencySignal, c.a.call.wait.self, expert, c.a.signal_value, seen,
+          waited_ns);
+    all_there = false;
+  }
+  c.warp.sync();
+  return !c.warp.any(!all_there);
+}
+
+// Waits for an owner's weights, if it sends any, unless these are lines; the host, where that is near, also
+// leaves out an owner that means another call. The warp.
+template <class C>
+WEFT_DEVICE bool owner_is_ready(const C& c, uint32_t owner) {
+  bool is_ready = true;
+  if (((c.takes_own_weights() && c.a.call.lines == 0) || kIsHost) && c.warp.rank() == 0) {
+    is_ready = await_greeting(c.a.call, c.mesh, c.epoch, owner, Site::kLowLatencyCombineRecv);
+    if (is_ready && kIsHost) is_ready = agrees(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch());
+  }
+  return !c.warp.any(!is_ready);
+}
+
+// Waits for the weights of an owner's token, where they are lines, and lists them. The warp.
+template <class C>
+WEFT_DEVICE bool take_weight_lines(const C& c, uint32_t owner, uint32_t token, uint32_t count) {
+  const auto* lines = reinterpret_cast<const Vec16*>(c.mesh.local() + c.weights_at(owner, token));
+  auto look = [&] {
+    return !c.warp.any(!take_lines(c.warp, lines, c.weight_vecs(), c.tag(), c.owners_weights()));
+  };
+  if (!await_lines(c.a.call, c.warp, c.mesh, c.epoch, owner, Site::kLowLatencyCombineRecv, look))
+    return false;
+  c.warp.sync();
+  const auto* weights = reinterpret_cast<const float*>(c.owners_weights());
+  list_weights(c, count, [&](uint32_t k) { return weights[k]; });
+  return true;
+}
+
+// One reply: the weighted sum of the message's listed rows, to the slot of the first of them.
+template <class C, class GetReady>
+WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, GetReady get_ready) {
+  const auto token = static_cast<uint32_t>(m.record[0]);
+  auto get_weights = [&] {
+    if (!get_ready()) return false;
+    if (c.takes_own_weights() && c.a.call.lines != 0) return take_weight_lines(c, m.owner, token, count);
+    const auto* weights =
+        c.takes_own_weights()
+            ? reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token))
+            : reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k();
+    list_weights(c, count, [&](uint32_t k) { return float_of_bits(load_relaxed(weights + k)); });
+    return true;
+  };
+  std::byte* reply = c.mesh.to(m.owner).mapped() + c.reply_at(token, c.slots()[0], m.as_lines);
+  return write_reply(c, m, count, reply, get_weights);
+}
+
+// One reply per row, as it is.
+template <class C, class GetReady>
+WEFT_DEVICE bool answer_exact(const C& c, const Message& m, GetReady get_ready) {
+  const auto token = static_cast<uint32_t>(m.record[0]);
+  if (!get_ready()) return false;
+  for (uint32_t slot = 0; slot < c.top_k(); ++slot) {
+    if (m.record[1 + slot] < 0) continue;
+    list_rows(c, [&](uint32_t k) { return k == slot ? m.record[1 + k] : -1; });
+    list_weights(c, 1, [](uint32_t) { return 1.0f; });
+    std::byte* reply = c.mesh.to(m.owner).mapped() + c.reply_at(token, slot, m.as_lines);
+    write_reply(c, m, 1, reply, [] { return true; });
+    c.warp.sync();
+  }
+  return true;
+}
+
+// A piece of all replies to one lane of one owner, then, unless they are lines, the lane's word there. The
+// warp.
+template <class C>
+WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t piece) {
+  const RoutesLayout routes = c.routes();
+  const uint32_t lane_at = owner * c.lanes().count + lane;
+  Message m{c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words, owner, piece,
+            false};
+  // The first record is asked for before it is known whether there is one: memory is far.
+  const uint32_t noted =
+      load_relaxed(reinterpret_cast<const uint32_t*>(c.a.routes) + routes.counts + lane_at);
+  const uint32_t messages = noted & kMaxLaneTokens;
+  m.as_lines = (noted & kCameAsLines) != 0 && c.answers_lines();
+  uint32_t count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
+  if (messages == 0 || c.present()[owner] == 0) return;
+  const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
+  bool is_ready = false;
+  auto get_ready = [&] {
+    if (!c.a.signals) prefetch_rows(c, piece, count);
+    is_ready = is_ready || owner_is_ready(c, owner);
+    return is_ready;
+  };
+  WEFT_ROLLED
+  for (uint32_t index = 0; index < messages; ++index, m.record += routes.record_words) {
+    if (index > 0) count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
+    if (c.a.signals && !await_rows(c, m.record)) return;
+    if (count == 0) continue;
+    if (!(is_reduced(c.shape.reply) ? answer_reduced(c, m, count, get_ready) : answer_exact(c, m, get_ready)))
+      return;
+    c.warp.sync();
+  }
+  if (c.warp.rank() == 0 && !m.as_lines)
+    c.mesh.to(owner).put_value(
+        word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), lane * c.a.pieces.value + piece),
+        c.epoch.number * kWordEpoch | kWordDone | messages);
+}
+
+// Owners start with this rank's successor; its own tokens come last, when their weights have surely come.
+template <class C>
+WEFT_DEVICE void answer_lanes(const C& c) {
+  const WarpShare share = warp_share(c.block, c.warp);
+  WEFT_ROLLED
+  for (uint32_t job = share.index; job < c.a.owner_jobs.value * c.ranks(); job += share.total) {
+    const uint32_t owner = (c.mesh.rank() + 1 + job / c.a.owner_jobs) % c.ranks();
+    const uint32_t in_owner = job % c.a.owner_jobs;
+    answer_lane(c, owner, in_owner / c.a.pieces, in_owner % c.a.pieces);
+  }
+}
+
+}  // namespace low_latency
+}  // namespace weft

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_dispatch_call.cuh: what every part of a low-latency dispatch knows: its sizes, where messages, words
+// and counts stand in a window, and what the block keeps in shared memory.
+#pragma once
+
+#include "kernels/moe/low_latency_call.cuh"
+
+namespace weft {
+namespace low_latency {
+
+template <class MeshT, class Shape>
+struct Dispatch {
+  const LowLatencyDispatchArgs& a;
+  const MeshT& mesh;
+  const Shape& shape;
+  Block block;
+  Warp warp;
+  Epoch epoch;
+
+  WEFT_DEVICE uint32_t ranks() const { return static_cast<uint32_t>(shape.ranks); }
+  WEFT_DEVICE uint32_t local_experts() const { return static_cast<uint32_t>(shape.experts_per_rank); }
+  // Of local_experts() places for experts, the last ranks use fewer where experts do not divide evenly.
+  WEFT_DEVICE uint32_t own_experts() const {
+    const uint32_t first = mesh.rank() * local_experts();
+    const uint32_t left = a.call.experts > first ? a.call.experts - first : 0;
+    return left < local_experts() ? left : local_experts();
+  }
+  WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
+  WEFT_DEVICE bool has_weights() const { return shape.weights != 0; }
+  WEFT_DEVICE uint32_t rows_per_expert() const { return ranks() * a.call.max_tokens; }
+  WEFT_DEVICE Lanes lanes() const { return a.call.lanes; }
+  WEFT_DEVICE MessageLayout message() const {
+    return message_layout(shape.top_k, has_weights(), shape.row_bytes, shape.scale_bytes);
+  }
+  // Whether this rank's tokens leave as lines: one lane has one token then, or none.
+  WEFT_DEVICE bool sends_lines() const { return a.call.tokens <= a.line_tokens; }
+  WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
+  WEFT_DEVICE RoutesLayout routes() const {
+    return routes_layout(shape.ranks, lanes(), shape.top_k, has_weights());
+  }
+  WEFT_DEVICE uint64_t half_at() const { return half_offset(a.call, shape.ranks, epoch); }
+  // Offset in the window of message `index` of a lane of a source.
+  WEFT_DEVICE uint64_t message_at(uint32_t source, uint32_t lane, uint32_t index) const {
+    const uint64_t slot = (uint64_t{source} * lanes().count + lane) * lanes().capacity + index;
+    return half_at() + slot * message().stride;
+  }
+  // Where its only one stands if that comes as lines.
+  WEFT_DEVICE uint64_t line_message_at(uint32_t source, uint32_t lane) const {
+    const uint64_t slot = uint64_t{source} * lanes().count + lane;
+    return half_at() + a.call.lines_at + slot * message().line_bytes();
+  }
+
+  // Offset in the window of a source's first count_word().
+  WEFT_DEVICE uint64_t counts_at(uint32_t source) const {
+    return control_offset(a.call, low_latency_control(shape.ranks).counts, kMaxExperts, epoch,
+                          uint64_t{source} * local_experts());
+  }
+  WEFT_DEVICE const uint64_t* count_word_at(uint32_t source, uint32_t expert) const {
+    return reinterpret_cast<const uint64_t*>(mesh.local() + counts_at(source)) + expert;
+  }
+
+  WEFT_DEVICE DispatchShared shared() const {
+    return dispatch_shared(shape.ranks, shape.experts_per_rank, shape.top_k, block.warps(), message(),
+                           a.line_tokens != 0);
+  }
+  template <class T>
+  WEFT_DEVICE T* at(uint64_t offset) const {
+    return reinterpret_cast<T*>(block.shared() + offset);
+  }
+  WEFT_DEVICE uint32_t* present() const { return at<uint32_t>(shared().present); }
+  WEFT_DEVICE uint32_t* sent() const { return at<uint32_t>(shared().sent); }
+  WEFT_DEVICE uint32_t* gives() const { return at<uint32_t>(shared().gives); }
+  WEFT_DEVICE uint32_t* found() const { return at<uint32_t>(shared().found); }
+  WEFT_DEVICE uint32_t* so_far() const { return at<uint32_t>(shared().so_far); }
+  WEFT_DEVICE uint32_t* begin() const { return at<uint32_t>(shared().begin); }
+  // Of the current token, by slot; a slot without an expert has rank R.
+  WEFT_DEVICE int32_t* slot_choice() const { return at<int32_t>(shared().slot); }
+  WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().slot) + top_k(); }
+  WEFT_DEVICE uint32_t* slot_expert() const { return slot_rank() + top_k(); }
+  WEFT_DEVICE uint32_t* slot_place() const { return slot_expert() + top_k(); }
+  // The ranks that the current token goes to.
+  WEFT_DEVICE uint32_t* targets() const { return at<uint32_t>(shared().targets); }
+  WEFT_DEVICE uint32_t* target() const { return at<uint32_t>(shared().target); }
+  WEFT_DEVICE std::byte** place() const { return at<std::byte*>(shared().place); }
+  // Where the warp's current message goes: rows, and the first word of each one's scales.
+  WEFT_DEVICE int32_t* rows() const { return at<int32_t>(shared().row) + warp.index() * top_k(); }
+  WEFT_DEVICE uint64_t* scales_at() const { return at<uint64_t>(shared().scales) + warp.index() * top_k(); }
+  WEFT_DEVICE Vec16* head() const { return at<Vec16>(shared().head) + warp.index() * message().head_vecs(); }
+  WEFT_DEVICE std::byte* heads(uint32_t target) const {
+    return at<std::byte>(shared().heads) + target * message().row;
+  }
+  WEFT_DEVICE std::byte* image() const { return at<std::byte>(shared().image); }
+};
+
+}  // namespace low_latency
+}  // namespace weft

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_dispatch_deliver.cuh: delivers messages: has lanes of tokens built and tells peers how far each is, and what
+// this rank's tokens choose in all. A lane's word moves after every few messages and at its end; a message that leaves
+// as lines says itself that it has come.
+#pragma once
+
+#include "kernels/moe/low_latency_dispatch_build.cuh"
+
+namespace weft {
+namespace low_latency {
+
+// A lane tells its peers how far it is after this many tokens, and at its end.
+inline constexpr uint32_t kTokensPerWord = 4;
+
+// The last blocks tell peers the counts: those without a lane, or the very last one.
+template <class D>
+WEFT_DEVICE Range counting_blocks(const D& d) {
+  const uint32_t free = d.block.count() > d.lanes().count ? d.block.count() - d.lanes().count : 1;
+  const uint32_t count = free < d.ranks() ? free : d.ranks();
+  return {d.block.count() - count, d.block.count()};
+}
+
+// One warp per peer. `is_counted`: so_far() is already what all tokens choose.
+template <class D>
+WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
+  const Range blocks = counting_blocks(d);
+  if (d.block.index() < blocks.first) return;
+  if (!is_counted) {
+    add_choices(d, d.a.call.tokens * d.top_k(), d.block.rank(), d.block.size());
+    d.block.sync();
+  }
+  const auto share = static_cast<uint32_t>(blocks.last - blocks.first);
+  const auto first = static_cast<uint32_t>(d.block.index() - blocks.first) + d.warp.index() * share;
+  WEFT_ROLLED
+  for (uint32_t peer = first; peer < d.ranks(); peer += d.block.warps() * share) {
+    if (d.present()[peer] == 0) continue;
+    auto* theirs = reinterpret_cast<uint64_t*>(d.mesh.to(peer).mapped() + d.counts_at(d.mesh.rank()));
+    for (uint32_t i = d.warp.rank(); i < d.local_experts(); i += d.warp.size())
+      store_relaxed(&theirs[i], count_word(d.epoch.number, d.so_far()[peer * d.local_experts() + i]));
+    d.warp.sync();
+    if (d.warp.rank() == 0) greet(d.a.call, d.mesh, d.epoch, peer, 0);
+  }
+  d.block.sync();  // a greeting would wait for all that the block sends by then
+}
+
+// Warp 0, after the block's stores: tells peers how many messages of the lane they have.
+template <class D>
+WEFT_DEVICE void move_words(const D& d, uint32_t lane, uint64_t done) {
+  for (uint32_t peer = d.warp.rank(); peer < d.ranks(); peer += d.warp.size()) {
+    if (d.present()[peer] == 0) continue;
+    d.mesh.to(peer).put_value(word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), lane),
+                              d.epoch.number * kWordEpoch | done | d.sent()[peer]);
+  }
+}
+
+// One warp, when a lane's only token was routed, if it has one: tells the peers to whom nothing goes.
+template <class D>
+WEFT_DEVICE void move_empty_words(const D& d, uint32_t lane) {
+  for (uint32_t peer = d.warp.rank(); peer < d.ranks(); peer += d.warp.size()) {
+    if (d.present()[peer] == 0 || d.sent()[peer] != 0) continue;
+    std::byte* theirs =
+        d.mesh.to(peer).mapped() + word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), lane);
+    store_relaxed(reinterpret_cast<uint64_t*>(theirs), d.epoch.number * kWordEpoch | kWordDone);
+  }
+}
+
+// The current token's messages, from their image, as lines. The block.
+template <class D>
+WEFT_DEVICE void store_lines(const D& d) {
+  const uint32_t head_vecs = d.message().head_vecs(), body_vecs = d.message().body_vecs();
+  const uint32_t head = parts_of(head_vecs), parts = head + parts_of(body_vecs);
+  const auto* body = reinterpret_cast<const Vec16*>(d.image()) + head_vecs;
+  const uint32_t targets = *d.targets();
+  WEFT_ROLLED
+  for (uint32_t i = d.block.rank(); i < parts; i += d.block.size()) {
+    const bool is_head = i < head;
+    const LinePart part{is_head ? i : i - head};
+    Vec16 vec{};
+    if (!is_head && part.holds(body_vecs)) vec = body[part.vec()];
+    WEFT_ROLLED
+    for (uint32_t t = 0; t < targets; ++t) {
+      if (is_head && part.holds(head_vecs)) vec = reinterpret_cast<const Vec16*>(d.heads(t))[part.vec()];
+      store_part(reinterpret_cast<Vec16*>(d.place()[t]) + (is_head ? 0 : head), part, vec, d.tag());
+    }
+  }
+}
+
+// The block puts a message together in shared memory while its last warp, which has least of the row, finds
+// where it goes.
+template <class D>
+WEFT_DEVICE void send_token_as_lines(const D& d, uint32_t lane, uint32_t token, bool is_read,
+                                     const FirstVecs& first) {
+  if (d.warp.index() + 1 == d.block.warps()) {
+    if (!is_read) read_choices(d, token);
+    route_token(d, lane);
+    d.warp.sync();
+    write_heads(d, token);
+  }
+  send_row(d, token, first);
+  d.block.sync();
+  store_lines(d);
+  if (d.warp.index() + 1 != d.block.warps()) return;
+  count_token(d);
+  move_empty_words(d, lane);
+}
+
+// One lane's tokens, in order. The block. `is_ready`: so_far() is already what earlier lanes choose, and the
+// first token's choices were read. `first` is of the first token.
+template <class D>
+WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_ready, FirstVecs first) {
+  const Span traced(d.a.call.wait.trace, Work::kSendLane, d.block.rank() == 0);
+  const Range tokens = lane_tokens(d, lane);
+  for (uint32_t i = d.block.rank(); i < d.ranks(); i += d.block.size()) d.sent()[i] = 0;
+  if (!is_ready) {
+    clear_choices(d);
+    d.block.sync();
+    add_choices(d, tokens.first * d.top_k(), d.block.rank(), d.block.size());
+  }
+  d.block.sync();
+  if (tokens.first == tokens.last) {
+    if (d.warp.index() == 0) move_empty_words(d, lane);
+    return;
+  }
+  if (d.sends_lines()) return send_token_as_lines(d, lane, tokens.first, is_ready, first);
+  WEFT_ROLLED
+  for (uint32_t token = tokens.first; token < tokens.last; ++token) {
+    if (token != tokens.first) first = load_first_vecs(d, token);
+    if (d.warp.index() == 0) {
+      if (!is_ready || token != tokens.first) read_choices(d, token);
+      route_token(d, lane);
+    }
+    d.block.sync();
+    send_row(d, token, first);
+    if (d.warp.index() + 1 == d.block.warps()) write_heads(d, token);  // it has least of the row
+    d.block.sync();
+    if (d.warp.index() != 0) continue;
+    count_token(d);
+    if ((token - tokens.first) % kTokensPerWord == kTokensPerWord - 1 && token + 1 < tokens.last)
+      move_words(d, lane, 0);
+  }
+  // The other warps go on: publishing waits until the last store has arrived.
+  if (d.warp.index() == 0) move_words(d, lane, kWordDone);
+}
+
+template <class D>
+WEFT_DEVICE void send_lanes(const D& d, bool first_is_ready, const FirstVecs& first) {
+  WEFT_ROLLED
+  for (uint32_t lane = d.block.index(); lane < d.lanes().count; lane += d.block.count()) {
+    const bool is_first = lane == d.block.index();
+    if (!is_first) d.block.sync();
+    send_lane(d, lane, is_first && first_is_ready,
+              is_first ? first : load_first_vecs(d, lane_tokens(d, lane).first));
+  }
+}
+
+// The first token of the block's first lane; all tokens where it has none.
+template <class D>
+WEFT_DEVICE uint32_t first_token(const D& d) {
+  return d.block.index() < d.lanes().count ? lane_tokens(d, d.block.index()).first : d.a.call.tokens;
+}
+
+// What a block can do before it knows the call's number: read what its first token chose, and count what
+// tokens before that one choose, or what all tokens choose where it has no lane. Returns whether it did; a
+// block that needs both counts later. Warps from the second on, unless there is but one, since the first is
+// busy.
+template <class D>
+WEFT_DEVICE bool prepare_send(const D& d) {
+  const bool has_lane = d.block.index() < d.lanes().count;
+  const bool tells = d.block.index() >= counting_blocks(d).first;
+  const bool counts = has_lane != tells;
+  const uint32_t apart = d.block.warps() > 1 ? d.warp.size() : 0;
+  if (d.block.rank() < apart) return counts;
+  const uint32_t rank = d.block.rank() - apart;
+  const uint32_t size = d.block.size() - apart;
+  if (!counts) return false;
+  const uint32_t first = first_token(d);
+  if (rank < d.warp.size() && first < d.a.call.tokens) read_choices(d, first);
+  add_choices(d, first * d.top_k(), rank, size);
+  return true;
+}
+
+}  // namespace low_latency
+}  // namespace weft

@@ -42,6 +42,7 @@ class ProxyChannel {
   // `more`: proxy::kMore where a signal follows at once.
   WEFT_DEVICE void put_range(WindowOffset dst, WindowOffset src, uint64_t bytes, uint64_t more);
   WEFT_DEVICE void tell(proxy::Op op, WindowOffset word, uint64_t value);
+  WEFT_DEVICE bool await_room(const proxy::Fifo& fifo, uint64_t position);
   WEFT_DEVICE bool push(proxy::Command command, uint64_t& position);
 
   const ProxyMesh* mesh_;
@@ -65,25 +66,30 @@ struct ProxyMesh {
 };
 static_assert(sizeof(ProxyMesh) == 64);
 
-// Takes the next position and writes the command there once the proxy has read what stood in the slot.
-WEFT_DEVICE bool ProxyChannel::push(proxy::Command command, uint64_t& position) {
-  const proxy::Fifo& fifo = mesh_->fifos[mesh_->proxies == 1 ? 0 : peer_ % mesh_->proxies];
-  position = add_local(fifo.head, uint64_t{1});
-  const auto has_room = [&] { return position < fifo.capacity + load_relaxed(fifo.tail_seen); };
+// Waits until the proxy has read what stood in the slot of `position`.
+WEFT_DEVICE bool ProxyChannel::await_room(const proxy::Fifo& fifo, uint64_t position) {
+  if (position < fifo.capacity + load_relaxed(fifo.tail_seen)) return true;
   const auto comes_free = [&] {
     const uint64_t tail = load_acquire(fifo.tail);
     if (tail > load_relaxed(fifo.tail_seen)) store_relaxed(fifo.tail_seen, tail);
     return position < fifo.capacity + tail;
   };
-  if (!has_room()) {
-    const WaitRule rule{mesh_->timeout_ns, mesh_->fault, mesh_->self, 0};
-    uint64_t waited_ns = 0;
-    if (!poll(rule, waited_ns, comes_free)) {
-      raise(mesh_->fault, Site::kPortFull, mesh_->self, peer_, position + 1 - fifo.capacity,
-            load_relaxed(fifo.tail), waited_ns);
-      return false;
-    }
-  }
+  const WaitRule rule{mesh_->timeout_ns, mesh_->fault, mesh_->self, 0};
+  uint64_t waited_ns = 0;
+  if (poll(rule, waited_ns, comes_free)) return true;
+  raise(mesh_->fault, Site::kPortFull, mesh_->self, peer_, position + 1 - fifo.capacity,
+        load_relaxed(fifo.tail), waited_ns);
+  return false;
+}
+
+// Takes the next position and writes the command there. Threads of the host may be taken off their core while
+// they wait: they do so before they take a position, for which everybody would have to wait otherwise.
+WEFT_DEVICE bool ProxyChannel::push(proxy::Command command, uint64_t& position) {
+  const proxy::Fifo& fifo = mesh_->fifos[mesh_->proxies == 1 ? 0 : peer_ % mesh_->proxies];
+  if constexpr (Warp::kMaxSize == 1)
+    if (!await_room(fifo, load_relaxed(fifo.head))) return false;
+  position = add_local(fifo.head, uint64_t{1});
+  if (!await_room(fifo, position)) return false;
   proxy::Command* slot = proxy::slot_of(fifo, position);
   store_relaxed(&slot->a, command.a);
   store_release(&slot->b, command.b | proxy::commit_of(fifo, position));

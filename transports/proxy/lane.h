@@ -43,6 +43,10 @@ class Lane {
 
   // Takes a command from the FIFO; `position` is its place there.
   void take(Command command, uint64_t position) { queue_.push_back({command, position, 0}); }
+  // Sends what was taken, without a look at what came.
+  void send_taken() {
+    if (!is_lost_ && !queue_.empty()) send();
+  }
   // One round of sending and receiving; whether anything came of it.
   bool turn();
   size_t queued() const { return queue_.size(); }

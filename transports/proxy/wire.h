@@ -121,7 +121,7 @@ inline constexpr uint64_t kSmallPutBytesMax = (kRecordUnits - 3) * kUnit;
 // Every write on the way to a peer has a number; its immediate is the number modulo kRing, in one of two
 // ranges. At most kWindow are not confirmed, so an immediate that comes twice is known for what it is until
 // kWindow later writes have come.
-inline constexpr uint32_t kRing = 128, kWindow = kRing / 2, kCreditEvery = 16, kCredits = 8;
+inline constexpr uint32_t kRing = 128, kWindow = kRing / 2, kCreditEvery = 32, kCredits = 8;
 inline constexpr uint32_t kDataImm = 0, kSignalImm = kRing, kCreditImm = 2 * kRing,
                           kClosedImm = kCreditImm + kCredits, kImms = kClosedImm + 1;
 static_assert(kWindow / kCreditEvery <= kCredits / 2);

@@ -98,8 +98,10 @@ class Link {
   // kernels call it while they wait. Never waits; true: something came of it. Threads: any.
   virtual bool help() { return false; }
 
-  // ok while every peer is there: else who was lost, where, expected and seen.
+  // ok while every peer is there: else who was lost, where, expected and seen. fault(): the same, but a peer that is
+  // lost is none: what kernels asked for could not be handed over.
   virtual Status status() { return {}; }
+  virtual Status fault() { return {}; }
   // Somebody else knows that a peer is lost, and how: what involves it fails now, and nobody waits for its farewell.
   // Never waits. Threads: any.
   virtual void lose(int peer, const std::string& how) {}

@@ -36,7 +36,8 @@ struct LowLatencyCall {
   WaitRule wait;
   uint64_t region;  // window offset
   uint64_t half_bytes;
-  uint64_t lines_at;  // in a half: lines_begin()
+  uint64_t
+      lines_at;  // in a half: lines_begin(); where ranks have port peers, the outbox (low_latency_ports.h)
   uint32_t* masked;   // u32[R]: peers to leave out; null where there is no shrinking
   uint32_t phases;    // kPhaseSend, kPhaseReceive, or both
   uint32_t ticket;    // ties the two launches of a call: < kTickets, different for calls outstanding together
@@ -108,7 +109,7 @@ struct LowLatencyCombineArgs {
   uint32_t signal_value;
   uint32_t signals_per_expert;
   uint32_t signal_rows;  // of an expert, that one signal stands for
-  uint32_t reserved;
+  uint32_t answer_room;  // where ranks have port peers: answer_room() of the outbox
 };
 static_assert(sizeof(LowLatencyCombineArgs) == 288);
 

@@ -6,8 +6,7 @@
 // next one, when the stream has ordered all of it; peers need that acknowledgement two calls later.
 #pragma once
 
-#include "kernels/core/channel.cuh"
-#include "kernels/moe/low_latency_args.h"
+#include "kernels/moe/low_latency_ports.cuh"
 #include "kernels/moe/routes.cuh"
 
 namespace weft {
@@ -25,6 +24,10 @@ struct Epoch {
 
 WEFT_DEVICE uint64_t half_offset(const LowLatencyCall& call, uint64_t ranks, Epoch epoch) {
   return call.region + low_latency_control(ranks).end + epoch.parity * call.half_bytes;
+}
+// Where the outbox for port peers begins.
+WEFT_DEVICE uint64_t outbox_offset(const LowLatencyCall& call, uint64_t ranks, Epoch epoch) {
+  return half_offset(call, ranks, epoch) + call.lines_at;
 }
 // Offset in the window of element `at` of one parity of a u64[2][per_parity] array of the control area.
 WEFT_DEVICE uint64_t control_offset(const LowLatencyCall& call, uint64_t array, uint64_t per_parity,
@@ -123,9 +126,12 @@ WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT&
     const uint32_t peer = signal / 2;
     const Epoch half{0, signal % 2};
     if (is_masked(call, peer)) continue;
-    std::byte* theirs =
-        mesh.to(peer).mapped() + control_offset(call, consumed, mesh.ranks(), half, mesh.rank());
-    store_after_launch(reinterpret_cast<uint64_t*>(theirs), state->received[half.parity]);
+    const uint64_t word = control_offset(call, consumed, mesh.ranks(), half, mesh.rank());
+    if (is_port(mesh, peer))
+      mesh.to(peer).put_value(word, state->received[half.parity]);
+    else
+      store_after_launch(reinterpret_cast<uint64_t*>(near_window(mesh, peer) + word),
+                         state->received[half.parity]);
   }
   warp.sync();
 }
@@ -180,17 +186,37 @@ WEFT_DEVICE Epoch begin_call(const LowLatencyCall& call, Block block, Warp warp,
 // ---- hello
 // ---------------------------------------------------------------------------------------------------------
 
+WEFT_DEVICE void write_hello(const LowLatencyCall& call, LowLatencyHello* hello, uint64_t dispatch_epoch) {
+  for (uint32_t i = 0; i < LowLatencyHello::kWords; ++i) store_relaxed(&hello->words[i], call.hello.words[i]);
+  store_relaxed(&hello->dispatch_epoch, dispatch_epoch);
+}
+
+// The same as greet(), through a port.
+template <class MeshT>
+WEFT_DEVICE void greet_port(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer,
+                            uint64_t dispatch_epoch) {
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
+  const uint64_t from = outbox_offset(call, mesh.ranks(), epoch) + peer * sizeof(LowLatencyHello);
+  const uint64_t to =
+      call.region + at.hello + (epoch.parity * mesh.ranks() + mesh.rank()) * sizeof(LowLatencyHello);
+  write_hello(call, reinterpret_cast<LowLatencyHello*>(mesh.local() + from), dispatch_epoch);
+  mesh.to(peer).put_with_signal(OneThread{}, to, from, sizeof(LowLatencyHello),
+                                control_offset(call, at.ready, mesh.ranks(), epoch, mesh.rank()),
+                                epoch.number);
+}
+
 // One thread: publishes what was written to the peer before, with what this rank was called with.
 template <class MeshT>
 WEFT_DEVICE void greet(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer,
                        uint64_t dispatch_epoch) {
+  if (is_port(mesh, peer)) return greet_port(call, mesh, epoch, peer, dispatch_epoch);
   const LowLatencyControl at = low_latency_control(mesh.ranks());
-  auto channel = mesh.to(peer);
-  auto* hello = reinterpret_cast<LowLatencyHello*>(channel.mapped() + call.region + at.hello) +
+  std::byte* window = near_window(mesh, peer);
+  auto* hello = reinterpret_cast<LowLatencyHello*>(window + call.region + at.hello) +
                 epoch.parity * mesh.ranks() + mesh.rank();
-  for (uint32_t i = 0; i < LowLatencyHello::kWords; ++i) store_relaxed(&hello->words[i], call.hello.words[i]);
-  store_relaxed(&hello->dispatch_epoch, dispatch_epoch);
-  channel.put_value(control_offset(call, at.ready, mesh.ranks(), epoch, mesh.rank()), epoch.number);
+  write_hello(call, hello, dispatch_epoch);
+  const uint64_t ready = control_offset(call, at.ready, mesh.ranks(), epoch, mesh.rank());
+  store_release(reinterpret_cast<uint64_t*>(window + ready), epoch.number);
 }
 
 // One thread: waits for a source's greeting. False: leave that source out.

@@ -5,6 +5,7 @@
 // the replies are lines.
 #pragma once
 
+#include "kernels/moe/low_latency_combine_ports.cuh"
 #include "kernels/moe/low_latency_combine_sum.cuh"
 
 namespace weft {
@@ -16,19 +17,19 @@ namespace low_latency {
 // The block.
 template <class C>
 WEFT_DEVICE void send_weights_to(const C& c, uint32_t peer) {
-  const uint32_t parts = c.a.call.lines != 0 ? parts_of(c.weight_vecs()) : c.weight_vecs();
+  const uint32_t parts = c.has_lines() ? parts_of(c.weight_vecs()) : c.weight_vecs();
   WEFT_ROLLED
   for (uint32_t i = c.block.rank(); i < c.a.call.tokens * parts; i += c.block.size()) {
     const uint32_t token = i / parts;
     const LinePart part{i % parts};
-    const uint32_t first = (c.a.call.lines != 0 ? part.vec() : part.index) * 4;
+    const uint32_t first = (c.has_lines() ? part.vec() : part.index) * 4;
     const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
     Vec16 vec{};
     WEFT_UNROLL
     for (uint32_t w = 0; w < 4; ++w)
       if (first + w < c.top_k()) vec.words[w] = bits_of_float(weights[first + w]);
-    auto* theirs = reinterpret_cast<Vec16*>(c.mesh.to(peer).mapped() + c.weights_at(c.mesh.rank(), token));
-    if (c.a.call.lines != 0)
+    auto* theirs = reinterpret_cast<Vec16*>(near_window(c.mesh, peer) + c.weights_at(c.mesh.rank(), token));
+    if (c.has_lines())
       store_part(theirs, part, vec, c.tag());
     else
       store_vec(theirs + part.index, vec);
@@ -37,11 +38,12 @@ WEFT_DEVICE void send_weights_to(const C& c, uint32_t peer) {
 
 template <class C>
 WEFT_DEVICE void send_weights(const C& c) {
+  if constexpr (C::kPorts) return send_notes(c);
   WEFT_ROLLED
   for (uint32_t peer = c.block.count() - 1 - c.block.index(); peer < c.ranks(); peer += c.block.count()) {
     if (c.present()[peer] == 0) continue;
     if (c.takes_own_weights()) send_weights_to(c, peer);
-    if (c.a.call.lines != 0) {  // nobody who answers waits for the greeting
+    if (c.has_lines()) {  // nobody who answers waits for the greeting
       if (c.block.rank() + c.warp.size() == c.block.size())
         greet(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
       continue;
@@ -54,14 +56,6 @@ WEFT_DEVICE void send_weights(const C& c) {
 
 // ---- step 2
 // --------------------------------------------------------------------------------------------------------
-
-// A message of which this warp answers a piece.
-struct Message {
-  const int32_t* record;
-  uint32_t owner;
-  uint32_t piece;
-  bool as_lines;
-};
 
 // Loads the experts' rows that are listed. get_ready() runs when the first are on their way, and before a
 // weight is used; no sum is made if it returns false.
@@ -151,14 +145,15 @@ WEFT_DEVICE bool await_rows(const C& c, const int32_t* record) {
   return !c.warp.any(!all_there);
 }
 
-// Waits for an owner's weights, if it sends any, unless these are lines; the host, where that is near, also
-// leaves out an owner that means another call. The warp.
+// Waits for an owner's weights, if it sends any, unless these are lines; the host, where that is near, and whoever
+// was told places also leaves out an owner that means another call. The warp.
 template <class C>
 WEFT_DEVICE bool owner_is_ready(const C& c, uint32_t owner) {
   bool is_ready = true;
-  if (((c.takes_own_weights() && c.a.call.lines == 0) || kIsHost) && c.warp.rank() == 0) {
+  if (((c.takes_own_weights() && !c.has_lines()) || kIsHost || C::kPorts) && c.warp.rank() == 0) {
     is_ready = await_greeting(c.a.call, c.mesh, c.epoch, owner, Site::kLowLatencyCombineRecv);
-    if (is_ready && kIsHost) is_ready = agrees(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch());
+    if (is_ready && (kIsHost || C::kPorts))
+      is_ready = agrees(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch());
   }
   return !c.warp.any(!is_ready);
 }
@@ -178,13 +173,39 @@ WEFT_DEVICE bool take_weight_lines(const C& c, uint32_t owner, uint32_t token, u
   return true;
 }
 
+// Replies where all ranks map each other: each has a slot at its owner.
+template <class C>
+struct MappedReplies {
+  const C& c;
+
+  WEFT_DEVICE std::byte* place(const Message& m, uint32_t token, const uint32_t* slot) const {
+    return near_window(c.mesh, m.owner) + c.reply_at(token, *slot, m.as_lines);
+  }
+  WEFT_DEVICE void leave_out() const {}
+  WEFT_DEVICE void finish(const Message& m, uint32_t lane, uint32_t messages) const {
+    if (c.warp.rank() == 0 && !m.as_lines)
+      c.mesh.to(m.owner).put_value(
+          word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), lane * c.a.pieces.value + m.piece),
+          c.epoch.number * kWordEpoch | kWordDone | messages);
+  }
+};
+
+template <class C>
+WEFT_DEVICE auto replies_to(const C& c, uint32_t owner, uint32_t lane) {
+  if constexpr (C::kPorts)
+    return PortReplies<C>(c, owner, lane);
+  else
+    return MappedReplies<C>{c};
+}
+
 // One reply: the weighted sum of the message's listed rows, to the slot of the first of them.
-template <class C, class GetReady>
-WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, GetReady get_ready) {
+template <class C, class GetReady, class Replies>
+WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, GetReady get_ready,
+                                Replies& replies) {
   const auto token = static_cast<uint32_t>(m.record[0]);
   auto get_weights = [&] {
     if (!get_ready()) return false;
-    if (c.takes_own_weights() && c.a.call.lines != 0) return take_weight_lines(c, m.owner, token, count);
+    if (c.takes_own_weights() && c.has_lines()) return take_weight_lines(c, m.owner, token, count);
     const auto* weights =
         c.takes_own_weights()
             ? reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token))
@@ -192,20 +213,20 @@ WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, Ge
     list_weights(c, count, [&](uint32_t k) { return float_of_bits(load_relaxed(weights + k)); });
     return true;
   };
-  std::byte* reply = c.mesh.to(m.owner).mapped() + c.reply_at(token, c.slots()[0], m.as_lines);
+  std::byte* reply = replies.place(m, token, c.slots());
   return write_reply(c, m, count, reply, get_weights);
 }
 
 // One reply per row, as it is.
-template <class C, class GetReady>
-WEFT_DEVICE bool answer_exact(const C& c, const Message& m, GetReady get_ready) {
+template <class C, class GetReady, class Replies>
+WEFT_DEVICE bool answer_exact(const C& c, const Message& m, GetReady get_ready, Replies& replies) {
   const auto token = static_cast<uint32_t>(m.record[0]);
   if (!get_ready()) return false;
   for (uint32_t slot = 0; slot < c.top_k(); ++slot) {
     if (m.record[1 + slot] < 0) continue;
     list_rows(c, [&](uint32_t k) { return k == slot ? m.record[1 + k] : -1; });
     list_weights(c, 1, [](uint32_t) { return 1.0f; });
-    std::byte* reply = c.mesh.to(m.owner).mapped() + c.reply_at(token, slot, m.as_lines);
+    std::byte* reply = replies.place(m, token, &slot);
     write_reply(c, m, 1, reply, [] { return true; });
     c.warp.sync();
   }
@@ -234,19 +255,22 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
     is_ready = is_ready || owner_is_ready(c, owner);
     return is_ready;
   };
+  if (C::kPorts && !get_ready()) return;  // the owner says where its replies stand
+  auto replies = replies_to<C>(c, owner, lane);
   WEFT_ROLLED
   for (uint32_t index = 0; index < messages; ++index, m.record += routes.record_words) {
     if (index > 0) count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
     if (c.a.signals && !await_rows(c, m.record)) return;
-    if (count == 0) continue;
-    if (!(is_reduced(c.shape.reply) ? answer_reduced(c, m, count, get_ready) : answer_exact(c, m, get_ready)))
+    if (count == 0) {
+      replies.leave_out();
+      continue;
+    }
+    if (!(is_reduced(c.shape.reply) ? answer_reduced(c, m, count, get_ready, replies)
+                                    : answer_exact(c, m, get_ready, replies)))
       return;
     c.warp.sync();
   }
-  if (c.warp.rank() == 0 && !m.as_lines)
-    c.mesh.to(owner).put_value(
-        word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), lane * c.a.pieces.value + piece),
-        c.epoch.number * kWordEpoch | kWordDone | messages);
+  replies.finish(m, lane, messages);
 }
 
 // Owners start with this rank's successor; its own tokens come last, when their weights have surely come.

@@ -11,6 +11,8 @@ namespace low_latency {
 
 template <class MeshT, class Shape>
 struct Combine {
+  static constexpr bool kPorts = kHasPorts<MeshT>;  // some peers may be behind ports
+
   const LowLatencyCombineArgs& a;
   const MeshT& mesh;
   const Shape& shape;
@@ -23,7 +25,8 @@ struct Combine {
   WEFT_DEVICE Lanes lanes() const { return a.call.lanes; }
   WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
   // Tokens that came as lines are answered so, unless the answers are LogFMT.
-  WEFT_DEVICE bool answers_lines() const { return a.call.lines != 0 && !is_log(shape.reply); }
+  WEFT_DEVICE bool has_lines() const { return !kPorts && a.call.lines != 0; }
+  WEFT_DEVICE bool answers_lines() const { return has_lines() && !is_log(shape.reply); }
   WEFT_DEVICE bool sent_lines() const { return a.routes[routes().lines] != 0 && answers_lines(); }
   WEFT_DEVICE RoutesLayout routes() const {
     return routes_layout(shape.ranks, lanes(), shape.top_k, shape.weights != 0);
@@ -52,11 +55,35 @@ struct Combine {
   }
   // Offset in the window of the weights that `owner` sends for its token.
   WEFT_DEVICE uint64_t weights_at(uint32_t owner, uint32_t token) const {
-    return part_at(a.call.lines != 0) + layout().weights +
-           (uint64_t{owner} * a.call.max_tokens + token) * weights_stride(top_k());
+    if constexpr (kPorts)
+      return note_at(owner) + port_layout().note.weights + token * port_layout().note.weights_stride;
+    else
+      return part_at(a.call.lines != 0) + layout().weights +
+             (uint64_t{owner} * a.call.max_tokens + token) * weights_stride(top_k());
   }
   WEFT_DEVICE uint32_t weight_vecs() const { return vecs_in(top_k() * sizeof(float)); }
   WEFT_DEVICE bool takes_own_weights() const { return is_reduced(shape.reply) && a.topk_weights; }
+
+  // Where ranks have port peers: what owners tell this rank, what this rank tells a port peer, and which reply slot k of
+  // token t, at t * K + k, gets.
+  WEFT_DEVICE PortCombineLayout port_layout() const {
+    return port_combine_layout(shape.ranks, a.call.max_tokens, top_k(), lanes(), shape.row_bytes,
+                               shape.reply);
+  }
+  WEFT_DEVICE uint64_t note_at(uint32_t owner) const {
+    return part_at(false) + port_layout().notes + owner * port_layout().note.bytes;
+  }
+  WEFT_DEVICE uint64_t outgoing_note_at(uint32_t peer) const {
+    return outbox_offset(a.call, shape.ranks, epoch) + port_layout().own_notes +
+           peer * port_layout().note.bytes;
+  }
+  WEFT_DEVICE uint32_t* places() const {
+    return reinterpret_cast<uint32_t*>(mesh.local() + outbox_offset(a.call, shape.ranks, epoch) +
+                                       port_layout().places);
+  }
+  WEFT_DEVICE uint64_t port_reply_at(uint32_t number) const {
+    return part_at(false) + port_layout().replies + number * port_layout().stride;
+  }
 
   WEFT_DEVICE CombineShared shared() const { return combine_shared(shape.ranks, shape.top_k, block.warps()); }
   template <class T>
@@ -71,6 +98,14 @@ struct Combine {
   WEFT_DEVICE Vec16* owners_weights() const {
     return at<Vec16>(shared().owners) + warp.index() * weight_vecs();
   }
+};
+
+// A message of which a warp answers a piece.
+struct Message {
+  const int32_t* record;
+  uint32_t owner;
+  uint32_t piece;
+  bool as_lines;
 };
 
 // Lists, in the warp's rows() and slots(), what is to be summed: item_of(k) for every slot k where it is not

@@ -52,6 +52,15 @@ WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t pi
   return came;
 }
 
+// What a reply that has come is found by: its slot, or its place among the replies to this rank.
+template <class C>
+WEFT_DEVICE int32_t reply_number(const C& c, uint32_t token, uint32_t k) {
+  if constexpr (C::kPorts)
+    return static_cast<int32_t>(load_relaxed(c.places() + token * c.top_k() + k));
+  else
+    return static_cast<int32_t>(k);
+}
+
 // Loads the listed replies. Those that come as lines it waits for, and one that does not come counts as
 // zeros.
 template <class C>
@@ -61,8 +70,12 @@ struct ReplySource {
   uint32_t token;
 
   WEFT_DEVICE const Vec16* reply(uint32_t row) const {
-    return reinterpret_cast<const Vec16*>(
-        c.mesh.local() + c.reply_at(token, static_cast<uint32_t>(c.rows()[row]), wire.lines));
+    if constexpr (C::kPorts)
+      return reinterpret_cast<const Vec16*>(c.mesh.local() +
+                                            c.port_reply_at(static_cast<uint32_t>(c.rows()[row])));
+    else
+      return reinterpret_cast<const Vec16*>(
+          c.mesh.local() + c.reply_at(token, static_cast<uint32_t>(c.rows()[row]), wire.lines));
   }
   WEFT_DEVICE uint32_t peer(uint32_t row) const { return c.slot_rank()[c.slots()[row]]; }
 
@@ -147,7 +160,7 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   find_ranks(c, token);
   const Wire wire{c.sent_lines(), c.row_vecs(), c.tag()};
   const uint32_t count = list_rows(c, [&](uint32_t k) {
-    return (wire.lines ? has_reply(c, k) : await_reply(c, token, k, piece)) ? static_cast<int32_t>(k) : -1;
+    return (wire.lines ? has_reply(c, k) : await_reply(c, token, k, piece)) ? reply_number(c, token, k) : -1;
   });
   list_weights(c, count, [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
   const Span traced(c.a.call.wait.trace, Work::kLowLatencySum, c.warp.rank() == 0);

@@ -49,6 +49,14 @@ WEFT_DEVICE void read_choices(const D& d, uint32_t token) {
   d.warp.sync();
 }
 
+// Where the next message of a lane to a rank is built: in the rank's window, or in the outbox for a port peer.
+template <class D>
+WEFT_DEVICE std::byte* message_place(const D& d, uint32_t rank, uint32_t lane) {
+  if (is_port(d.mesh, rank)) return d.mesh.local() + d.outgoing_at(rank, lane, d.sent()[rank]);
+  return near_window(d.mesh, rank) + (d.sends_lines() ? d.line_message_at(d.mesh.rank(), lane)
+                                                      : d.message_at(d.mesh.rank(), lane, d.sent()[rank]));
+}
+
 // One warp, when the choices were read: finds where a token goes: its slots' ranks, experts and places there,
 // and each rank once.
 template <class D>
@@ -77,9 +85,7 @@ WEFT_DEVICE void route_token(const D& d, uint32_t lane) {
     }
     if (!goes) continue;
     d.target()[at] = rank;
-    d.place()[at] =
-        d.mesh.to(rank).mapped() + (d.sends_lines() ? d.line_message_at(d.mesh.rank(), lane)
-                                                    : d.message_at(d.mesh.rank(), lane, d.sent()[rank]));
+    d.place()[at] = message_place(d, rank, lane);
   }
   if (d.warp.rank() == 0) *d.targets() = targets;
 }

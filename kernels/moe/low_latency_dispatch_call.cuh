@@ -11,6 +11,7 @@ namespace low_latency {
 
 template <class MeshT, class Shape>
 struct Dispatch {
+  static constexpr bool kPorts = kHasPorts<MeshT>;  // some peers may be behind ports
   const LowLatencyDispatchArgs& a;
   const MeshT& mesh;
   const Shape& shape;
@@ -34,7 +35,9 @@ struct Dispatch {
     return message_layout(shape.top_k, has_weights(), shape.row_bytes, shape.scale_bytes);
   }
   // Whether this rank's tokens leave as lines: one lane has one token then, or none.
-  WEFT_DEVICE bool sends_lines() const { return a.call.tokens <= a.line_tokens; }
+  WEFT_DEVICE bool sends_lines() const { return !kPorts && a.call.tokens <= a.line_tokens; }
+  // Whether tokens of other ranks may come as lines.
+  WEFT_DEVICE bool takes_lines() const { return !kPorts && a.call.lines != 0; }
   WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
   WEFT_DEVICE RoutesLayout routes() const {
     return routes_layout(shape.ranks, lanes(), shape.top_k, has_weights());
@@ -54,10 +57,23 @@ struct Dispatch {
   // Offset in the window of a source's first count_word().
   WEFT_DEVICE uint64_t counts_at(uint32_t source) const {
     return control_offset(a.call, low_latency_control(shape.ranks).counts, kMaxExperts, epoch,
-                          uint64_t{source} * local_experts());
+                          uint64_t{source} * (kPorts ? port_count_words(local_experts()) : local_experts()));
   }
   WEFT_DEVICE const uint64_t* count_word_at(uint32_t source, uint32_t expert) const {
     return reinterpret_cast<const uint64_t*>(mesh.local() + counts_at(source)) + expert;
+  }
+
+  WEFT_DEVICE DispatchOutbox outbox() const {
+    return dispatch_outbox(shape.ranks, local_experts(), lanes(), message());
+  }
+  // Offsets in the window of what goes to a port peer: message `index` of a lane, and the first count_word().
+  WEFT_DEVICE uint64_t outgoing_at(uint32_t peer, uint32_t lane, uint32_t index) const {
+    const uint64_t slot = (uint64_t{peer} * lanes().count + lane) * lanes().capacity + index;
+    return outbox_offset(a.call, shape.ranks, epoch) + outbox().messages + slot * message().stride;
+  }
+  WEFT_DEVICE uint64_t outgoing_counts_at(uint32_t peer) const {
+    return outbox_offset(a.call, shape.ranks, epoch) + outbox().counts +
+           uint64_t{peer} * port_count_words(local_experts()) * 8;
   }
 
   WEFT_DEVICE DispatchShared shared() const {

@@ -21,6 +21,19 @@ WEFT_DEVICE Range counting_blocks(const D& d) {
   return {d.block.count() - count, d.block.count()};
 }
 
+// The warp: what a port peer gets of the counts leaves the outbox, and the greeting behind it.
+template <class D>
+WEFT_DEVICE void send_counts_to_port(const D& d, uint32_t peer) {
+  auto* words = reinterpret_cast<uint64_t*>(d.mesh.local() + d.outgoing_counts_at(peer));
+  for (uint32_t i = d.warp.rank(); i < d.local_experts(); i += d.warp.size())
+    store_relaxed(&words[i], count_word(d.epoch.number, d.so_far()[peer * d.local_experts() + i]));
+  d.warp.sync();
+  if (d.warp.rank() != 0) return;
+  d.mesh.to(peer).put(OneThread{}, d.counts_at(d.mesh.rank()), d.outgoing_counts_at(peer),
+                      uint64_t{port_count_words(d.local_experts())} * 8);
+  greet(d.a.call, d.mesh, d.epoch, peer, 0);
+}
+
 // One warp per peer. `is_counted`: so_far() is already what all tokens choose.
 template <class D>
 WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
@@ -35,7 +48,11 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
   WEFT_ROLLED
   for (uint32_t peer = first; peer < d.ranks(); peer += d.block.warps() * share) {
     if (d.present()[peer] == 0) continue;
-    auto* theirs = reinterpret_cast<uint64_t*>(d.mesh.to(peer).mapped() + d.counts_at(d.mesh.rank()));
+    if (is_port(d.mesh, peer)) {
+      send_counts_to_port(d, peer);
+      continue;
+    }
+    auto* theirs = reinterpret_cast<uint64_t*>(near_window(d.mesh, peer) + d.counts_at(d.mesh.rank()));
     for (uint32_t i = d.warp.rank(); i < d.local_experts(); i += d.warp.size())
       store_relaxed(&theirs[i], count_word(d.epoch.number, d.so_far()[peer * d.local_experts() + i]));
     d.warp.sync();
@@ -44,13 +61,31 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
   d.block.sync();  // a greeting would wait for all that the block sends by then
 }
 
-// Warp 0, after the block's stores: tells peers how many messages of the lane they have.
+// One thread, after the block's stores: a lane's messages to a port peer leave the outbox, as one range, and the lane's
+// word behind them.
+template <class D>
+WEFT_DEVICE void send_range(const D& d, uint32_t lane, uint32_t peer) {
+  const uint32_t count = d.sent()[peer];
+  const uint64_t word = word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), lane);
+  const uint64_t value = d.epoch.number * kWordEpoch | kWordDone | count;
+  auto channel = d.mesh.to(peer);
+  if (count == 0) return channel.put_value(word, value);
+  channel.put_with_signal(OneThread{}, d.message_at(d.mesh.rank(), lane, 0), d.outgoing_at(peer, lane, 0),
+                          (count - 1) * d.message().stride + d.message().bytes, word, value);
+}
+
+// Warp 0, after the block's stores: tells peers how many messages of the lane they have. Port peers get theirs when the
+// lane is done.
 template <class D>
 WEFT_DEVICE void move_words(const D& d, uint32_t lane, uint64_t done) {
   for (uint32_t peer = d.warp.rank(); peer < d.ranks(); peer += d.warp.size()) {
     if (d.present()[peer] == 0) continue;
-    d.mesh.to(peer).put_value(word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), lane),
-                              d.epoch.number * kWordEpoch | done | d.sent()[peer]);
+    if (is_port(d.mesh, peer)) {
+      if (done != 0) send_range(d, lane, peer);
+      continue;
+    }
+    put_word(d.mesh, peer, word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), lane),
+             d.epoch.number * kWordEpoch | done | d.sent()[peer]);
   }
 }
 
@@ -59,8 +94,12 @@ template <class D>
 WEFT_DEVICE void move_empty_words(const D& d, uint32_t lane) {
   for (uint32_t peer = d.warp.rank(); peer < d.ranks(); peer += d.warp.size()) {
     if (d.present()[peer] == 0 || d.sent()[peer] != 0) continue;
+    if (is_port(d.mesh, peer)) {
+      send_range(d, lane, peer);
+      continue;
+    }
     std::byte* theirs =
-        d.mesh.to(peer).mapped() + word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), lane);
+        near_window(d.mesh, peer) + word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), lane);
     store_relaxed(reinterpret_cast<uint64_t*>(theirs), d.epoch.number * kWordEpoch | kWordDone);
   }
 }

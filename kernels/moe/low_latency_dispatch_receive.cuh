@@ -131,7 +131,7 @@ struct Incoming {
         source(from),
         lane(of_lane),
         split(of_split),
-        wire{d.a.call.lines != 0, d.message().body_vecs(), d.tag()},
+        wire{d.takes_lines(), d.message().body_vecs(), d.tag()},
         part(wire.range(split, d.a.receive_splits)),
         message(reinterpret_cast<const Vec16*>(d.mesh.local() + d.line_message_at(source, lane))) {}
 

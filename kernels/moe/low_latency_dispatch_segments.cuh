@@ -71,7 +71,8 @@ WEFT_DEVICE void find_segments(const D& d) {
   for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
     d.gives()[source] = d.present()[source];
   d.warp.sync();
-  if (reports || kIsHost) check_sources(d);  // first: who means another call tells other counts
+  // First: who means another call tells other counts. Those that come through a port are there once it has greeted.
+  if (reports || kIsHost || D::kPorts) check_sources(d);
   WEFT_ROLLED
   for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size())
     for (uint32_t first = 0; first < d.ranks(); first += kCountsInFlight) await_counts(d, first, expert);

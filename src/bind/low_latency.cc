@@ -153,7 +153,8 @@ void bind_low_latency(nb::module_& module) {
     check(check_expert_ids(pointer<void>(ids), id_bytes, count, experts));
   });
 
-  module.def("low_latency_region_bytes", &low_latency_region_bytes, nb::arg("ranks"), nb::arg("word_bytes"));
+  module.def("low_latency_region_bytes", &low_latency_region_bytes, nb::arg("ranks"), nb::arg("word_bytes"),
+             nb::arg("has_ports") = false);
 
   nb::class_<LowLatency>(module, "LowLatency")
       .def(

@@ -98,9 +98,9 @@ void add_kernels(std::vector<KernelRow>& rows, MeshKind<MeshT> mesh) {
                    HighThroughputShape, 256, kRows);
   WEFT_HOST_KERNEL(kMapped, "kernels/moe/high_throughput_combine.cuh", combine_rows, CombineArgs,
                    HighThroughputShape, 512, kRows);
-  WEFT_HOST_KERNEL(kMapped, "kernels/moe/low_latency_dispatch.cuh", low_latency_dispatch,
+  WEFT_HOST_KERNEL(kPorts, "kernels/moe/low_latency_dispatch.cuh", low_latency_dispatch,
                    LowLatencyDispatchArgs, LowLatencyDispatchShape, 512, kLowLatencyRows);
-  WEFT_HOST_KERNEL(kMapped, "kernels/moe/low_latency_combine.cuh", low_latency_combine, LowLatencyCombineArgs,
+  WEFT_HOST_KERNEL(kPorts, "kernels/moe/low_latency_combine.cuh", low_latency_combine, LowLatencyCombineArgs,
                    LowLatencyCombineShape, 512, kLowLatencyReplies);
   WEFT_HOST_KERNEL(kMapped, "kernels/moe/ring.cuh", ring_send, RingArgs, RingShape, 96,
                    "whole_vecs=1; whole_vecs=0");

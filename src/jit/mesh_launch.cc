@@ -71,15 +71,18 @@ void prepare_on_mesh(const Window& window, std::vector<KernelKey> keys) {
 }
 
 Status launch_on_mesh(const Window& window, const Kernel& kernel, const Launch& how, const void* args,
-                      size_t args_bytes, const void* shape_on_host) {
+                      size_t args_bytes, const void* shape_on_host, Losses losses) {
   Communicator& comm = *window.communicator();
   Link* ports = comm.port_link();
-  if (ports) WEFT_TRY(comm.port_status());
+  const auto status = [&] {
+    return !ports ? Status() : losses == Losses::kAreErrors ? comm.port_status() : ports->fault();
+  };
+  WEFT_TRY(status());
   const Helping helping(window.communicator()->device().is_host() ? ports : nullptr);
   const MeshPart& mesh = window.mesh();
   WEFT_TRY(Jit::of(window.communicator()->device())
                .launch(kernel, how, args, args_bytes, mesh.value.data(), mesh.value.size(), shape_on_host));
-  return ports ? comm.port_status() : Status();
+  return status();
 }
 
 }  // namespace weft

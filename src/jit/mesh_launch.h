@@ -19,6 +19,9 @@ struct ComputeLimits {
   uint32_t shared_bytes;  // per block
 };
 
+// What a port peer that is lost is to a launch.
+enum class Losses { kAreErrors, kAreNoErrors };
+
 // Of a communicator's own device. On the host WEFT_HOST_THREADS, or the rank's share of the cores.
 // Errors: kSystem from the driver.
 Result<ComputeLimits> compute_limits(const Communicator& comm);
@@ -31,7 +34,7 @@ Status launch_on_mesh(const Window& window, KernelKey key, const Launch& how, co
 // The two halves of that, for callers who keep the kernel, which lives as long as the process.
 Result<const Kernel*> kernel_on_mesh(const Window& window, KernelKey key, const Launch& how);
 Status launch_on_mesh(const Window& window, const Kernel& kernel, const Launch& how, const void* args,
-                      size_t args_bytes, const void* shape_on_host);
+                      size_t args_bytes, const void* shape_on_host, Losses losses = Losses::kAreErrors);
 
 // Jit::prepare for kernels that will run on the window's mesh; their keys have their threads.
 void prepare_on_mesh(const Window& window, std::vector<KernelKey> keys);

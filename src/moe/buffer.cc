@@ -94,10 +94,18 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
 }
 
 Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicator> comm,
-                                                     const MoeOptions& options) {
+                                                     const MoeOptions& wanted) {
   const auto ranks = static_cast<uint32_t>(comm->size());
-  if (const std::string why = comm->why_not_all_mapped(); !why.empty())
-    return Status::make(Code::kUnsupported, "group: expert parallelism needs ranks of one node, and {}", why);
+  MoeOptions options = wanted;
+  if (const std::string why = comm->why_not_all_mapped(); !why.empty()) {
+    if (wanted.low_latency_bytes == 0)
+      return Status::make(
+          Code::kUnsupported,
+          "group: expert parallelism over several nodes has low-latency calls only, of a Buffer "
+          "with low_latency_mode and num_rdma_bytes, and {}",
+          why);
+    options.low_latency_bytes = low_latency_bytes_with_ports(ranks, wanted.low_latency_bytes);
+  }
   const HighThroughputControl control = plan_control(ranks);
   const uint64_t bytes = round_up(control.end, 4096) + round_up(options.low_latency_bytes, 4096) +
                          options.heap_bytes + heap_bytes_of(trace_bytes_of(config().trace_spans));
@@ -242,6 +250,15 @@ void MoeBuffer::count_rows(const int32_t* prefix, bool comes_back, uint64_t row_
   }
 }
 
+// Calls in which ranks store into each other's windows.
+Status MoeBuffer::need_mapped_peers(const char* call) const {
+  const std::string why = comm_->why_not_all_mapped();
+  return why.empty()
+             ? Status()
+             : Status::make(Code::kUnsupported,
+                            "{}: over several nodes there are low-latency calls only, and {}", call, why);
+}
+
 Status MoeBuffer::run_layout(const LayoutCall& call) {
   WEFT_TRY(fault());
   const auto ranks = static_cast<uint32_t>(comm_->size());
@@ -262,6 +279,7 @@ Status MoeBuffer::run_layout(const LayoutCall& call) {
 }
 
 Result<Notified> MoeBuffer::run_notify(const NotifyCall& call) {
+  WEFT_TRY(need_mapped_peers("dispatch"));
   WEFT_TRY(fault());
   prepare(call.format);
   const bool waits = call.worst_rows == 0;
@@ -428,6 +446,7 @@ Status MoeBuffer::take_pieces(const DispatchCall& call, Received& received) {
 }
 
 Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {
+  WEFT_TRY(need_mapped_peers("dispatch"));
   WEFT_TRY(fault());
   const auto ranks = static_cast<uint32_t>(comm_->size());
   const RowFormat& format = call.format;
@@ -481,6 +500,7 @@ Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {
 }
 
 Status MoeBuffer::run_combine(const CombineCall& call) {
+  WEFT_TRY(need_mapped_peers("combine"));
   WEFT_TRY(fault());
   const auto ranks = static_cast<uint32_t>(comm_->size());
   WEFT_TRY(begin(call.order));
@@ -520,6 +540,7 @@ Status MoeBuffer::run_combine(const CombineCall& call) {
 
 // The exchange of counts, of no rows: no rank leaves it before all have come.
 Status MoeBuffer::run_barrier(const CallOrder& order) {
+  WEFT_TRY(need_mapped_peers("barrier"));
   WEFT_TRY(fault());
   const auto ranks = static_cast<uint32_t>(comm_->size());
   NotifyArgs args{};

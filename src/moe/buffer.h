@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// MoeBuffer is the host side of expert-parallel dispatch and combine on ranks that map each other's windows.
+// MoeBuffer is the host side of expert-parallel dispatch and combine on ranks that map each other's windows. Where some
+// do not, it is what low-latency calls need: LowLatency reaches port peers, too.
 //   WEFT_TRY_ASSIGN(auto buffer, MoeBuffer::create(comm, options));
 //   WEFT_TRY_ASSIGN(Notified counts, buffer->notify(call));       // who sends how many rows to whom
 //   WEFT_TRY_ASSIGN(Received rows, buffer->dispatch(rows_call));  // rows in this rank's window, until
@@ -32,7 +33,7 @@ namespace weft {
 
 struct MoeOptions {
   uint64_t heap_bytes;         // for rows in flight and received; grows when a dispatch needs more
-  uint64_t low_latency_bytes;  // set aside for low-latency mode
+  uint64_t low_latency_bytes;  // set aside for low-latency mode; with port peers, more: see create()
   double timeout_s;            // 0 takes the communicator's
 };
 
@@ -145,6 +146,7 @@ class MoeBuffer {
   };
 
  public:
+  // With port peers low-latency mode gets low_latency_bytes_with_ports(). Errors: kUnsupported where it gets none then.
   static Result<std::unique_ptr<MoeBuffer>> create(std::shared_ptr<Communicator> comm,
                                                    const MoeOptions& options);
 
@@ -210,6 +212,7 @@ class MoeBuffer {
   Status run_barrier(const CallOrder& order);
   void count_rows(const int32_t* prefix, bool comes_back, uint64_t row_bytes);
   void prepare(const RowFormat& format);
+  Status need_mapped_peers(const char* call) const;
   Result<const Kernel*> find_kernel(KeyOf key_of, const HighThroughputShape& shape, const Launch& how);
   Status begin(const CallOrder& order);
   Status end(const CallOrder& order);

@@ -52,7 +52,8 @@ TallyCaller caller_of(const Window& window) {
 Result<uint32_t> agree_on_line_tokens(Communicator& comm) {
   const int64_t wanted = config().low_latency_line_tokens;
   const bool is_valid = wanted >= -1 && wanted <= kMaxLanes;
-  const bool may = comm.device().is_host() || keeps_lines_whole(comm.facts());
+  const bool may =
+      comm.why_not_all_mapped().empty() && (comm.device().is_host() || keeps_lines_whole(comm.facts()));
   const uint32_t mine = !may || !is_valid ? 0
                         : wanted < 0      ? kPlannedLineTokens
                                           : static_cast<uint32_t>(wanted);
@@ -116,7 +117,7 @@ Result<uint64_t> LowLatency::end_run(const LowLatencyRun& run) {
 }
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
-  return {ranks(), max_tokens, top_k, experts, line_tokens_, half_bytes() - lines_at()};
+  return {ranks(), max_tokens, top_k, experts, line_tokens_, half_bytes() - lines_at(), has_ports()};
 }
 
 uint32_t* LowLatency::masks() const {
@@ -129,18 +130,20 @@ Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const Lo
                         "num_rdma_bytes: got {}, allowed: at least {} for num_max_dispatch_tokens_per_rank "
                         "{}, num_experts {}, "
                         "top-k {} and these rows",
-                        end_ - begin_, low_latency_region_bytes(ranks(), plan.word_bytes), sizes.max_tokens,
-                        sizes.experts, sizes.top_k);
+                        end_ - begin_, low_latency_region_bytes(ranks(), plan.word_bytes, sizes.has_ports),
+                        sizes.max_tokens, sizes.experts, sizes.top_k);
   if (tokens > sizes.max_tokens)
     return Status::invalid("x: got {} tokens, allowed: at most num_max_dispatch_tokens_per_rank, {}", tokens,
                            sizes.max_tokens);
   const uint64_t rows = uint64_t{sizes.experts_per_rank()} * sizes.ranks * sizes.max_tokens;
-  if (rows > std::numeric_limits<int32_t>::max() || lanes_of(sizes.max_tokens).capacity > kMaxLaneTokens)
+  if (rows > std::numeric_limits<int32_t>::max() || sizes.lanes().capacity > kMaxLaneTokens)
     return Status::invalid(
         "num_max_dispatch_tokens_per_rank: got {}, allowed: at most {} rows received by all experts of a "
         "rank together",
         sizes.max_tokens, std::numeric_limits<int32_t>::max());
-  if (sizes.ranks * sizes.experts_per_rank() > kMaxExperts)
+  const uint32_t counted =
+      sizes.has_ports ? port_count_words(sizes.experts_per_rank()) : sizes.experts_per_rank();
+  if (sizes.ranks * counted > kMaxExperts)
     return Status::invalid("num_experts: got {}, allowed: at most {}, rounded up to a multiple of the ranks",
                            sizes.experts, kMaxExperts);
   if (limits_.is_cuda && plan.shared_bytes > limits_.shared_bytes)
@@ -163,7 +166,7 @@ LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, const LowLatency
   call.tokens = tokens;
   call.experts = sizes.experts;
   call.lines = plan.lines ? 1 : 0;
-  call.lanes = lanes_of(sizes.max_tokens);
+  call.lanes = sizes.lanes();
   call.lane_tokens = Divisor::of(std::max(call.lanes.share(tokens), 1u));
   return call;
 }
@@ -171,7 +174,8 @@ LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, const LowLatency
 Status LowLatency::launch(const Kernel& kernel, const Launch& how, const void* args, size_t args_bytes,
                           const void* shape) {
   if (waits_.may_mask) WEFT_TRY(own_mask());
-  WEFT_TRY(launch_on_mesh(*window_, kernel, how, args, args_bytes, shape));
+  WEFT_TRY(launch_on_mesh(*window_, kernel, how, args, args_bytes, shape,
+                          waits_.may_mask ? Losses::kAreNoErrors : Losses::kAreErrors));
   if (limits_.is_cuda) return {};
   if (waits_.may_mask) note_masked();
   return fault();
@@ -294,6 +298,10 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   args.signal_value = form.signal_value;
   args.signals_per_expert = form.signals_per_expert;
   args.signal_rows = form.signal_rows;
+  if (all.has_ports)
+    args.answer_room = answer_room(port_combine_layout(ranks(), form.max_tokens, form.top_k, args.call.lanes,
+                                                       shape.row_bytes, form.reply),
+                                   ranks(), args.call.lanes, half_bytes() - lines_at());
   args.pieces = Divisor::of(plan.pieces);
   args.owner_jobs = Divisor::of(args.call.lanes.count * plan.pieces);
   const PlannedCombine::Grid receiving = grid_of(plan);

@@ -208,7 +208,8 @@ class LowLatency {
   uint32_t rank() const { return static_cast<uint32_t>(window_->communicator()->rank()); }
   uint32_t* masks() const;
   uint64_t half_bytes() const { return low_latency_half_bytes(ranks(), end_ - begin_); }
-  uint64_t lines_at() const { return lines_begin(ranks(), half_bytes()); }  // in a half
+  bool has_ports() const { return !window_->communicator()->why_not_all_mapped().empty(); }
+  uint64_t lines_at() const { return low_latency_lines_at(ranks(), half_bytes(), has_ports()); }  // in a half
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
   LowLatencyCall common(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t tokens) const;
   // A call in one launch, or one of its two phases: each is an operation of its own.

@@ -50,7 +50,14 @@ uint32_t most_line_tokens(const LowLatencySizes& sizes, const LowLatencyDispatch
 }
 
 bool may_have_lines(const LowLatencySizes& sizes, uint64_t line_bytes) {
-  return sizes.line_tokens != 0 && line_bytes <= sizes.line_room;
+  return sizes.line_tokens != 0 && line_bytes <= sizes.line_room && !sizes.has_ports;
+}
+
+uint64_t port_combine_bytes(const LowLatencySizes& sizes, const LowLatencyCombineShape& shape) {
+  const Lanes lanes = sizes.lanes();
+  const PortCombineLayout at =
+      port_combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, lanes, shape.row_bytes, shape.reply);
+  return std::max(at.inbox_bytes, least_outbox(at, sizes.ranks, lanes));
 }
 
 }  // namespace
@@ -58,10 +65,12 @@ bool may_have_lines(const LowLatencySizes& sizes, uint64_t line_bytes) {
 LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const LowLatencyDispatchShape& shape,
                                          const ComputeLimits& limits) {
   LowLatencyPlan plan = grid_plan(limits);
-  const Lanes lanes = lanes_of(sizes.max_tokens);
+  const Lanes lanes = sizes.lanes();
   const MessageLayout message =
       message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
-  plan.word_bytes = message_bytes(sizes.ranks, lanes, message);
+  plan.word_bytes = sizes.has_ports
+                        ? dispatch_outbox(sizes.ranks, sizes.experts_per_rank(), lanes, message).bytes
+                        : message_bytes(sizes.ranks, lanes, message);
   plan.lines = may_have_lines(sizes, line_message_bytes(sizes.ranks, lanes, message));
   const uint32_t warps = warps_per_block(plan, limits);
   auto shared_bytes = [&](bool has_image) {
@@ -86,30 +95,48 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
       combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, reply_stride(shape.row_bytes, shape.reply));
   plan.word_bytes = layout.word_bytes;
   plan.lines = may_have_lines(sizes, layout.line_bytes);
+  if (sizes.has_ports) plan.word_bytes = port_combine_bytes(sizes, shape);
   const uint32_t warps = warps_per_block(plan, limits);
   plan.shared_bytes = static_cast<uint32_t>(combine_shared(sizes.ranks, sizes.top_k, warps).bytes);
   plan.pieces = 1;
   plan.receive_splits = 1;
   if (!limits.is_cuda) return plan;
-  const double messages = lanes_of(sizes.max_tokens).count * ranks_of_token(sizes);
-  plan.pieces = std::clamp(static_cast<uint32_t>(kAnsweringWarps / messages), 1u, kMostPieces);
+  const double messages = sizes.lanes().count * ranks_of_token(sizes);
+  // A reply leaves the outbox in one piece.
+  if (!sizes.has_ports)
+    plan.pieces = std::clamp(static_cast<uint32_t>(kAnsweringWarps / messages), 1u, kMostPieces);
   const uint32_t sums = std::max(tokens, 1u) * plan.pieces;
   plan.receive_splits = plan.pieces * std::clamp(plan.blocks * warps / sums, 1u, kMostSplitsOfPiece);
   return plan;
 }
 
 uint64_t low_latency_routes_words(const LowLatencySizes& sizes, bool has_weights) {
-  return routes_layout(sizes.ranks, lanes_of(sizes.max_tokens), sizes.top_k, has_weights).words;
+  return routes_layout(sizes.ranks, sizes.lanes(), sizes.top_k, has_weights).words;
 }
 
-uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t word_bytes) {
+uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t word_bytes, bool has_ports) {
   const uint64_t rounded = (word_bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
-  return low_latency_control(ranks).end + 2 * (rounded + std::min(rounded, most_line_bytes(ranks)));
+  const uint64_t beside = has_ports ? rounded : std::min(rounded, most_line_bytes(ranks));
+  return low_latency_control(ranks).end + 2 * (rounded + beside);
 }
 
 uint64_t low_latency_half_bytes(uint32_t ranks, uint64_t region_bytes) {
   const uint64_t control = low_latency_control(ranks).end;
   return region_bytes <= control ? 0 : (region_bytes - control) / 2 / kLineBytes * kLineBytes;
+}
+
+uint64_t low_latency_lines_at(uint32_t ranks, uint64_t half_bytes, bool has_ports) {
+  return has_ports ? half_bytes / 2 / kLineBytes * kLineBytes : lines_begin(ranks, half_bytes);
+}
+
+// Lanes of ports may have room for an eighth more tokens than there are; what ranks tell each other besides has at most
+// 16 bytes for each of kMaxExperts, and hellos.
+uint64_t low_latency_bytes_with_ports(uint32_t ranks, uint64_t region_bytes) {
+  const uint64_t half = low_latency_half_bytes(ranks, region_bytes);
+  if (half == 0) return region_bytes;
+  const uint64_t words = lines_begin(ranks, half);
+  return low_latency_region_bytes(
+      ranks, words + words / 8 + uint64_t{16} * kMaxExperts + ranks * uint64_t{128}, true);
 }
 
 uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {

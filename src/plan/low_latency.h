@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "kernels/moe/low_latency_args.h"
+#include "kernels/moe/low_latency_ports.h"
 #include "plan/high_throughput.h"
 
 namespace weft {
@@ -23,14 +23,17 @@ struct LowLatencySizes {
   uint32_t experts;
   uint32_t line_tokens = 0;  // a rank with so many tokens, or fewer, sends them as lines; 0: none
   uint64_t line_room = 0;    // bytes of a half that lines have; calls whose lines do not fit have none
+  bool has_ports = false;    // some rank has peers that it does not map: an outbox, no lines, larger lanes
 
   // The last ranks own fewer, or none, where experts do not divide evenly.
   uint32_t experts_per_rank() const { return (experts + ranks - 1) / ranks; }
+  Lanes lanes() const { return has_ports ? port_lanes_of(max_tokens) : lanes_of(max_tokens); }
 };
 
 struct LowLatencyPlan {
-  uint64_t word_bytes;  // of each half of the region, for what is no line
-  bool lines;           // whether some rank's tokens may travel as lines
+  uint64_t
+      word_bytes;  // of each half of the region, for what is no line; with ports, as much again for the outbox
+  bool lines;      // whether some rank's tokens may travel as lines
   uint32_t blocks;
   uint32_t threads_per_block;
   uint32_t shared_bytes;
@@ -48,10 +51,14 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
 // 4-byte words that a dispatch leaves for its combine.
 uint64_t low_latency_routes_words(const LowLatencySizes& sizes, bool has_weights);
 
-// Bytes of the least region whose halves have `word_bytes` beside their lines, and of the halves of a region
-// of `region_bytes` (0 if it is too small).
-uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t word_bytes);
+// Bytes of the least region whose halves have `word_bytes` beside their lines, or beside an outbox of as many; of the
+// halves of a region of `region_bytes` (0 if it is too small); and where in a half its lines, or the outbox, begin.
+uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t word_bytes, bool has_ports = false);
 uint64_t low_latency_half_bytes(uint32_t ranks, uint64_t region_bytes);
+uint64_t low_latency_lines_at(uint32_t ranks, uint64_t half_bytes, bool has_ports);
+// Bytes of a region in which ranks with port peers can make every call that ranks which map each other make in one of
+// `region_bytes`.
+uint64_t low_latency_bytes_with_ports(uint32_t ranks, uint64_t region_bytes);
 
 // Enough for every dispatch and combine of these sizes, as lines too, whatever the payload; rows of `hidden`
 // bf16 channels.

@@ -33,6 +33,7 @@ class JitterLink : public Link {
   JitterLink(std::unique_ptr<Link> link, std::unique_ptr<HostVisible> drawn, uint64_t seed)
       : behind_(std::move(link)), drawn_(std::move(drawn)), dial_{drawn_->at<uint64_t>(0), seed, most_ns()} {}
 
+  void finish() override { behind_->finish(); }
   Result<std::string> offer(const WindowView& window) override { return behind_->offer(window); }
   Status accept(const WindowView& window, const std::vector<std::string>& offers) override {
     return behind_->accept(window, offers);
@@ -56,6 +57,8 @@ class JitterLink : public Link {
   }
 
   Status status() override { return behind_->status(); }
+  Status fault() override { return behind_->fault(); }
+  void lose(int peer, const std::string& how) override { behind_->lose(peer, how); }
   void on_lost(std::function<void(int, const std::string&)> tell) override {
     behind_->on_lost(std::move(tell));
   }

@@ -129,18 +129,24 @@ class ProxyLink : public Link {
   }
 
   Status status() override {
+    WEFT_TRY(fault());
     std::lock_guard lock(mutex_);
-    if (!status_.ok() || load_acquire(&fault_->raised) == 0) return status_;
+    return status_;
+  }
+
+  Status fault() override {
+    std::lock_guard lock(mutex_);
+    if (!broken_.ok() || load_acquire(&fault_->raised) == 0) return broken_;
     // What device code could not hand over is missing for good: the way is broken.
     const bool is_range = fault_->site == Site::kPortRange;
-    status_ = logged(Status::make(
+    broken_ = logged(Status::make(
         is_range ? Code::kInvalid : Code::kPeerLost,
         is_range
             ? "rank {}, proxy: a put or signal to rank {} of a place that lies outside the window or is not "
               "aligned: window of {} bytes, offset {}"
             : "rank {}, proxy: the thread that serves rank {} is behind: expected position {}, saw {}",
         fault_->self, fault_->peer, fault_->expected, fault_->seen));
-    return status_;
+    return broken_;
   }
 
   // The proxies end it in their next turn: whoever tells may hold locks.
@@ -330,7 +336,8 @@ class ProxyLink : public Link {
   std::thread helper_;
   std::atomic<bool> stop_helper_{false};
   std::mutex mutex_;
-  Status status_;
+  Status status_;  // who was lost first
+  Status broken_;
   std::vector<std::pair<int, std::string>> lost_;  // peers, and how
   std::function<void(int, const std::string&)> tell_;
 };

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Low-latency dispatch and combine among ranks that cannot all map each other, as threads, over a network that reorders
+// and delays. ThreadSanitizer sees both ends of every put.
+#include <chrono>
+#include <thread>
+
+#include "conformance/fixtures.h"
+#include "kernels/low_latency_rounds.h"
+#include "plan/low_latency.h"
+
+namespace weft {
+namespace {
+
+using ::testing::HasSubstr;
+using namespace weft::testing;  // NOLINT(google-build-using-namespace)
+
+constexpr double kSilentS = 1.5;
+
+uint64_t ports_region_for(const Case& c) {
+  return low_latency_bytes_with_ports(c.ranks, region_for(c));
+}
+
+// By ranks to a node. FIFOs are small, so that laps wrap and they fill up.
+class LowLatencyPorts : public ::testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    Settings::set({{"WEFT_PROXY_PROVIDER", "loopback"},
+                   {"WEFT_PROXY_FIFO", "16"},
+                   {"WEFT_PROXIES", "2"},
+                   {"WEFT_RANKS_PER_NODE", GetParam()}});
+    ReorderingFixture::network().set_plan({.seed = 5, .reorder = 0.3, .delay = 0.1, .delay_polls = 20});
+  }
+  void TearDown() override {
+    ReorderingFixture::network().set_plan({});
+    Settings::clear({"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO", "WEFT_PROXIES", "WEFT_RANKS_PER_NODE"});
+  }
+};
+INSTANTIATE_TEST_SUITE_P(RanksPerNode, LowLatencyPorts, ::testing::Values("1", "2", "3"));
+
+TEST_P(LowLatencyPorts, RoundTripsOfAnyShape) {
+  const Case cases[] = {{2, 512, 3, 8, 9, kPayloadFp8Exponent},
+                        {2, 64, 8, 6, 130, kPayloadCopy, kReplyExact},
+                        {3, 256, 4, 8, 17, kPayloadFp8Rounded, kReplyExact, 3},
+                        {4, 1024, 8, 32, 20, kPayloadFp8, kReplyReducedLog},
+                        {4, 1536, 8, 32, 20, kPayloadCopy, kReplyExactLog, 2},
+                        {5, 8, 32, 64, 11, kPayloadCopy, kReplyReduced, 2, true},
+                        {7, 16, 2, 5, 9, kPayloadCopy, kReplyReduced, 1, true}};
+  for (const Case& c : cases)
+    run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
+      Rank rank(boot, ports_region_for(c), c.host_threads, 0);
+      for (uint32_t seed = 0; seed < 3; ++seed) run_whole(c, rank, seed);
+    });
+}
+
+TEST_P(LowLatencyPorts, TwoCallsMayBeOutstanding) {
+  const Case c{3, 128, 3, 6, 10};
+  run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
+    Rank rank(boot, ports_region_for(c), 2, 0);
+    for (uint32_t turn = 0; turn < 4; ++turn) {
+      RoundTrip a(c, rank, 2 * turn), b(c, rank, 2 * turn + 1);
+      ASSERT_EQ(a.dispatch(kPhaseSend).message(), "");
+      ASSERT_EQ(b.dispatch(kPhaseSend).message(), "");
+      ASSERT_EQ(a.dispatch(kPhaseReceive).message(), "");
+      a.check_dispatched();
+      ASSERT_EQ(b.dispatch(kPhaseReceive).message(), "");
+      b.check_dispatched();
+      ASSERT_EQ(a.combine(kPhaseSend).message(), "");
+      ASSERT_EQ(b.combine(kPhaseSend).message(), "");
+      ASSERT_EQ(a.combine(kPhaseReceive).message(), "");
+      ASSERT_EQ(b.combine(kPhaseReceive).message(), "");
+      a.check_combined();
+      b.check_combined();
+    }
+  });
+}
+
+TEST_P(LowLatencyPorts, SlowRanksAreWaitedFor) {
+  const Case c{4, 64, 3, 8, 6};
+  run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
+    Rank rank(boot, ports_region_for(c), 1, 0);
+    std::mt19937 random(rank.rank());
+    for (uint32_t turn = 0; turn < 20; ++turn) {
+      if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(random() % 4));
+      run_whole(c, rank, turn);
+    }
+  });
+}
+
+// All replies of a lane go to one rank, and few of them fit its part of the outbox: they leave in several ranges.
+TEST_P(LowLatencyPorts, TheLeastRegionServesWhereRepliesDoNotAllFit) {
+  const Case c{3, 64, 6, 6, 30, kPayloadCopy, kReplyExact, 1, false, 4};
+  Case room = c;
+  room.max_tokens = c.max_tokens * c.top_k;  // rows that one expert has
+  const LowLatencySizes sizes{c.ranks, room.max_tokens, c.top_k, c.experts, 0, 0, true};
+  const Lanes lanes = sizes.lanes();
+  const PortCombineLayout at =
+      port_combine_layout(c.ranks, room.max_tokens, c.top_k, lanes, c.hidden * 2, c.reply);
+  const uint64_t least = std::max(at.inbox_bytes, least_outbox(at, c.ranks, lanes));
+  ASSERT_GT(answer_room(at, c.ranks, lanes, least), 0u);
+  ASSERT_LT(answer_room(at, c.ranks, lanes, least), at.lane_answers);
+  run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
+    Rank rank(boot, low_latency_region_bytes(c.ranks, least, true), 1, 0);
+    for (uint32_t seed = 0; seed < 3; ++seed) run_whole(room, rank, seed);
+  });
+}
+
+TEST_P(LowLatencyPorts, TooSmallARegionIsRefusedBeforeAnythingIsSent) {
+  const Case c{2, 64, 3, 6, 6};
+  run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
+    Rank rank(boot, ports_region_for(c), 1, 0);
+    const Case big{2, 4096, 3, 6, 600};
+    RoundTrip trip(big, rank, 0);
+    const Status status = trip.dispatch(kBoth);
+    EXPECT_EQ(status.code(), Code::kCapacity);
+    EXPECT_THAT(status.message(), HasSubstr("num_rdma_bytes"));
+    run_whole(c, rank, 1);
+  });
+}
+
+TEST_P(LowLatencyPorts, SilentRankIsNamed) {
+  const Case c{4, 64, 3, 6, 6};
+  run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
+    Rank rank(boot, ports_region_for(c), 1, 0, false, kSilentS);
+    run_whole(c, rank, 0);
+    const Status met = rank.comm().barrier();
+    ASSERT_EQ(met.message(), "");
+    if (rank.rank() == 3) return;
+    RoundTrip trip(c, rank, 1);
+    const Status status = trip.dispatch(kBoth);
+    EXPECT_EQ(status.code(), Code::kPeerLost);
+    EXPECT_THAT(status.message(), HasSubstr("rank 3"));
+    EXPECT_NE(trip.combine(kBoth).code(), Code::kOk);
+  });
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,328 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Low-latency round trips for tests: what every rank puts in, one dispatch and combine on one rank, and what plain
+// indexing says of both.
+#pragma once
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <random>
+
+#include "kernels/core/quantise.cuh"
+#include "moe/low_latency.h"
+#include "support/ranks.h"
+
+namespace weft::testing {
+
+inline constexpr uint8_t kPoison = 0xa5;
+inline constexpr double kTimeoutS = 20.0;
+
+struct Case {
+  uint32_t ranks;
+  uint32_t hidden;
+  uint32_t top_k;
+  uint32_t experts;
+  uint32_t max_tokens;
+  int64_t payload = kPayloadCopy;
+  int64_t reply = kReplyReduced;
+  uint32_t host_threads = 1;
+  bool weights_travel = false;
+  int64_t only_expert = -1;  // every choice is this one
+  bool no_tokens = false;
+
+  uint32_t experts_per_rank() const { return (experts + ranks - 1) / ranks; }
+  bool is_fp8() const { return payload != kPayloadCopy; }
+  uint32_t row_bytes() const { return is_fp8() ? hidden : hidden * 2; }
+  uint32_t scale_bytes() const {
+    if (!is_fp8()) return 0;
+    return hidden / kGroupElems * (payload == kPayloadFp8Exponent ? 1 : 4);
+  }
+  uint64_t rows() const { return uint64_t{ranks} * max_tokens; }  // per expert
+};
+
+// What one rank puts in. Every rank can make every other's.
+struct Input {
+  uint32_t tokens = 0;
+  std::vector<uint16_t> x;
+  std::vector<int64_t> ids;
+  std::vector<float> weights;
+};
+
+inline Input make_input(const Case& c, uint32_t rank, uint32_t seed) {
+  std::mt19937 random(seed * 7919 + rank);
+  Input in;
+  in.tokens = c.no_tokens || (rank == 1 && c.ranks > 2) ? 0
+              : rank == 0                               ? c.max_tokens
+                                                        : random() % (c.max_tokens + 1);
+  for (uint64_t i = 0; i < uint64_t{in.tokens} * c.hidden; ++i) {
+    const float value = (static_cast<float>(random() % 20000) - 10000.0f) / 11000.0f;
+    in.x.push_back(static_cast<uint16_t>(bf16_bits(value)));
+  }
+  std::vector<int64_t> experts(std::max(c.experts, c.top_k), -1);
+  std::iota(experts.begin(), experts.begin() + c.experts, 0);
+  for (uint32_t t = 0; t < in.tokens; ++t) {
+    std::shuffle(experts.begin(), experts.end(), random);
+    for (uint32_t k = 0; k < c.top_k; ++k) {
+      in.ids.push_back(c.only_expert >= 0 ? c.only_expert : random() % 8 == 0 ? -1 : experts[k]);
+      in.weights.push_back(static_cast<float>(random() % 1000) / 1000.0f);
+    }
+    // A rank with few tokens names some experts twice: there is room for those rows.
+    const bool twice = in.tokens <= c.max_tokens / 2 && c.top_k > 1 && t % 3 == 0;
+    if (twice) in.ids[in.ids.size() - 1] = in.ids[in.ids.size() - 2];
+  }
+  return in;
+}
+
+template <class T>
+std::vector<T> poisoned(uint64_t elements) {
+  std::vector<T> memory(elements);
+  if (elements) std::memset(memory.data(), kPoison, elements * sizeof(T));
+  return memory;
+}
+
+struct Output {
+  std::vector<uint8_t> rows;
+  std::vector<uint32_t> scales;
+  std::vector<int32_t> src_info, counts, out_source, stats, routes;
+  std::vector<int64_t> layout_range;
+  std::vector<float> weights;
+  std::vector<uint64_t> waits;
+  std::vector<uint16_t> y;
+  std::vector<uint16_t> combined;
+};
+
+// One rank of one test.
+class Rank {
+ public:
+  Rank(std::shared_ptr<Bootstrap> boot, uint64_t region_bytes, uint32_t host_threads, uint32_t line_tokens,
+       bool may_mask = false, double timeout_s = kTimeoutS) {
+    auto comm = Communicator::create(boot, Device{Device::Kind::kHost, 0}, kTimeoutS);
+    EXPECT_EQ(comm.status().message(), "");
+    comm_ = *comm;
+    auto window = Window::create(comm_, kBegin + region_bytes);
+    EXPECT_EQ(window.status().message(), "");
+    window_ = std::move(*window);
+    mode_ = std::make_unique<LowLatency>(*window_, kBegin, kBegin + region_bytes,
+                                         ComputeLimits{false, 1, host_threads, 0},
+                                         LowLatencyWaits{&fault_, timeout_s, may_mask}, line_tokens);
+  }
+
+  uint32_t rank() const { return static_cast<uint32_t>(comm_->rank()); }
+  LowLatency& mode() { return *mode_; }
+  Communicator& comm() { return *comm_; }
+  Window& window() { return *window_; }
+  static constexpr uint64_t kBegin = 4096;
+
+ private:
+  FaultBox fault_{};
+  std::shared_ptr<Communicator> comm_;
+  std::unique_ptr<Window> window_;
+  std::unique_ptr<LowLatency> mode_;
+};
+
+inline uint64_t region_for(const Case& c) {
+  return low_latency_hint_bytes({c.ranks, c.max_tokens, c.top_k, c.experts}, c.hidden);
+}
+
+// One dispatch and its combine on one rank, in phases.
+class RoundTrip {
+ public:
+  RoundTrip(const Case& c, Rank& rank, uint32_t seed) : c_(c), rank_(rank) {
+    for (uint32_t r = 0; r < c.ranks; ++r) all_.push_back(make_input(c, r, seed));
+    const uint64_t rows = owned() * c.rows();
+    out_.rows = poisoned<uint8_t>(rows * c.row_bytes());
+    out_.scales = poisoned<uint32_t>(rows * ((c.scale_bytes() + 3) / 4));
+    out_.src_info = poisoned<int32_t>(rows);
+    out_.out_source = poisoned<int32_t>(rows);
+    out_.weights = poisoned<float>(rows);
+    out_.counts = poisoned<int32_t>(owned());
+    out_.stats.assign(owned(), 1000);
+    out_.layout_range = poisoned<int64_t>(uint64_t{owned()} * c.ranks);
+    out_.routes =
+        poisoned<int32_t>(rank.mode().routes_words(c.max_tokens, c.top_k, c.experts, c.weights_travel));
+    out_.waits.assign(c.ranks, 0);
+    out_.y.assign(rows * c.hidden, 0x7fc0);  // NaN where no row is
+    out_.combined = poisoned<uint16_t>(uint64_t{mine().tokens} * c.hidden);
+    fill_calls();
+  }
+
+  Status dispatch(uint32_t phases) { return rank_.mode().dispatch(dispatch_, phases); }
+  Status combine(uint32_t phases) {
+    if (phases & kPhaseSend) make_results();
+    return rank_.mode().combine(combine_, phases);
+  }
+
+  // Counts, ranges, sources and rows are those of plain indexing; nothing else was written.
+  void check_dispatched() {
+    for (uint32_t e = 0; e < owned(); ++e) {
+      uint64_t row = 0;
+      const int64_t expert = int64_t(rank_.rank()) * c_.experts_per_rank() + e;
+      for (uint32_t s = 0; s < c_.ranks; ++s) {
+        const uint64_t begin = row;
+        for (uint32_t t = 0; t < all_[s].tokens; ++t)
+          for (uint32_t k = 0; k < c_.top_k; ++k)
+            if (all_[s].ids[uint64_t{t} * c_.top_k + k] == expert) check_row(e, row++, s, t, k);
+        EXPECT_EQ(out_.layout_range[uint64_t{e} * c_.ranks + s],
+                  static_cast<int64_t>(begin << 32 | (row - begin)));
+      }
+      EXPECT_EQ(out_.counts[e], static_cast<int32_t>(row));
+      EXPECT_EQ(out_.stats[e], 1000 + static_cast<int32_t>(row));
+      if (row < c_.rows()) {
+        const uint8_t* after = out_.rows.data() + (e * c_.rows() + row) * c_.row_bytes();
+        EXPECT_EQ(after[0], kPoison);
+        EXPECT_EQ(after[c_.row_bytes() - 1], kPoison);
+      }
+    }
+  }
+
+  void check_combined() {
+    double difference = 0, scale = 0;
+    for (uint64_t i = 0; i < out_.combined.size(); ++i) {
+      const double want = expected(i / c_.hidden, i % c_.hidden);
+      const double got = float_of_bf16(out_.combined[i]);
+      if (c_.reply == kReplyExact) ASSERT_EQ(got, float_of_bf16(bf16_bits(static_cast<float>(want)))) << i;
+      difference += (want + 1) * (got + 1);
+      scale += (want + 1) * (want + 1) + (got + 1) * (got + 1);
+    }
+    if (scale > 0) EXPECT_LT(1 - 2 * difference / scale, is_log(c_.reply) ? 9e-4 : 1e-5);
+  }
+
+ private:
+  const Input& mine() const { return all_[rank_.rank()]; }
+  // The last ranks own fewer experts, or none, where these do not divide evenly.
+  uint32_t owned() const {
+    const uint32_t before = std::min(c_.experts, rank_.rank() * c_.experts_per_rank());
+    return std::min(c_.experts - before, c_.experts_per_rank());
+  }
+
+  void fill_calls() {
+    LowLatencyDispatchCall& d = dispatch_;
+    d.max_tokens = c_.max_tokens;
+    d.tokens = mine().tokens;
+    d.top_k = c_.top_k;
+    d.experts = c_.experts;
+    d.payload = c_.payload;
+    d.row_bytes = c_.row_bytes();
+    d.scale_bytes = c_.scale_bytes();
+    d.topk_idx = mine().ids.data();
+    static const float kNone = 0;  // a null pointer would say that no weights travel, on this rank only
+    d.topk_weights = !c_.weights_travel ? nullptr : mine().weights.empty() ? &kNone : mine().weights.data();
+    d.x = mine().x.data();
+    d.out = out_.rows.data();
+    d.out_scales = out_.scales.data();
+    d.scale_word_stride = c_.rows();
+    d.scale_row_stride = 1;
+    d.scale_expert_stride = c_.rows() * ((c_.scale_bytes() + 3) / 4);
+    d.src_info = out_.src_info.data();
+    d.layout_range = out_.layout_range.data();
+    d.counts = out_.counts.data();
+    d.out_weights = out_.weights.data();
+    d.out_source = out_.out_source.data();
+    d.expert_stats = out_.stats.data();
+    d.wait_cycles = out_.waits.data();
+    d.routes = out_.routes.data();
+    d.ticket = rank_.mode().next_ticket();
+    LowLatencyCombineCall& b = combine_;
+    b.max_tokens = c_.max_tokens;
+    b.tokens = mine().tokens;
+    b.top_k = c_.top_k;
+    b.experts = c_.experts;
+    b.reply = c_.reply;
+    b.row_bytes = c_.hidden * 2;
+    b.topk_idx = mine().ids.data();
+    b.topk_weights = c_.weights_travel && is_reduced(c_.reply) ? nullptr
+                     : mine().weights.empty()                  ? &kNone
+                                                               : mine().weights.data();
+    b.dispatch_had_weights = c_.weights_travel;
+    b.x = out_.y.data();
+    b.x_row_bytes = c_.hidden * 2;
+    b.routes = out_.routes.data();
+    b.combined = out_.combined.data();
+    b.wait_cycles = out_.waits.data();
+    b.ticket = rank_.mode().next_ticket();
+  }
+
+  float x_of(uint32_t source, uint64_t token, uint64_t channel) const {
+    return float_of_bf16(all_[source].x[token * c_.hidden + channel]);
+  }
+
+  void check_row(uint32_t e, uint64_t in_expert, uint32_t source, uint32_t token, uint32_t k) {
+    const uint64_t row = e * c_.rows() + in_expert;
+    ASSERT_EQ(out_.src_info[row], static_cast<int32_t>(token));
+    ASSERT_EQ(out_.out_source[row], static_cast<int32_t>(source));
+    if (c_.weights_travel) ASSERT_EQ(out_.weights[row], all_[source].weights[uint64_t{token} * c_.top_k + k]);
+    const uint8_t* bytes = out_.rows.data() + row * c_.row_bytes();
+    if (!c_.is_fp8()) {
+      ASSERT_EQ(std::memcmp(bytes, &all_[source].x[uint64_t{token} * c_.hidden], c_.row_bytes()), 0)
+          << "expert " << e << " row " << in_expert;
+      return;
+    }
+    for (uint32_t group = 0; group < c_.hidden / kGroupElems; ++group) {
+      float amax = 0;
+      for (uint32_t i = 0; i < kGroupElems; ++i)
+        amax = std::max(amax, std::abs(x_of(source, token, group * kGroupElems + i)));
+      const Fp8Scale scale = fp8_scale(amax, c_.payload != kPayloadFp8);
+      ASSERT_EQ(scale_of(e, in_expert, group), scale.scale);
+      for (uint32_t i = 0; i < kGroupElems; ++i) {
+        const float value = x_of(source, token, group * kGroupElems + i) * scale.multiply;
+        ASSERT_EQ(bytes[group * kGroupElems + i], e4m3_portable(value));
+      }
+    }
+  }
+
+  float scale_of(uint32_t e, uint64_t row, uint32_t group) const {
+    const uint64_t words = c_.scale_bytes() / 4;
+    const uint64_t word = c_.payload == kPayloadFp8Exponent ? group / 4 : group;
+    const uint32_t bits = out_.scales[e * c_.rows() * words + word * c_.rows() + row];
+    return c_.payload == kPayloadFp8Exponent ? float_of_bits((bits >> (group % 4 * 8) & 0xffu) << 23)
+                                             : float_of_bits(bits);
+  }
+
+  // An expert's result is a bf16 multiple of what the token was.
+  static uint16_t result(float value, int64_t expert) {
+    return static_cast<uint16_t>(bf16_bits(value * (0.25f + 0.01f * static_cast<float>(expert % 7))));
+  }
+  void make_results() {
+    for (uint32_t e = 0; e < owned(); ++e) {
+      for (int64_t row = 0; row < out_.counts[e]; ++row) {
+        const uint64_t at = e * c_.rows() + row;
+        const int64_t expert = int64_t(rank_.rank()) * c_.experts_per_rank() + e;
+        for (uint32_t h = 0; h < c_.hidden; ++h)
+          out_.y[at * c_.hidden + h] = result(x_of(out_.out_source[at], out_.src_info[at], h), expert);
+      }
+    }
+  }
+  double expected(uint64_t token, uint64_t channel) const {
+    float sum = 0;
+    for (uint32_t k = 0; k < c_.top_k; ++k) {
+      const int64_t expert = mine().ids[token * c_.top_k + k];
+      if (expert < 0) continue;
+      sum += mine().weights[token * c_.top_k + k] *
+             float_of_bf16(result(x_of(rank_.rank(), token, channel), expert));
+    }
+    return sum;
+  }
+
+  Case c_;
+  Rank& rank_;
+  std::vector<Input> all_;
+  Output out_;
+  LowLatencyDispatchCall dispatch_;
+  LowLatencyCombineCall combine_;
+};
+
+inline constexpr uint32_t kBoth = kPhaseSend | kPhaseReceive;
+
+inline void run_whole(const Case& c, Rank& rank, uint32_t seed) {
+  RoundTrip trip(c, rank, seed);
+  ASSERT_EQ(trip.dispatch(kBoth).message(), "");
+  trip.check_dispatched();
+  ASSERT_EQ(trip.combine(kBoth).message(), "");
+  trip.check_combined();
+}
+
+}  // namespace weft::testing

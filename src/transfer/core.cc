@@ -19,6 +19,7 @@ constexpr uint32_t kMessageBuffers = 64;  // of each kind, send and receive
 constexpr size_t kEventBatch = 32;
 constexpr uint64_t kPieceBytesMax = 1 << 30;  // so that a path that works shows it now and then
 constexpr uint32_t kCallsPerTick = 64;
+constexpr uint32_t kIdleCallsPerTick = 8;  // of who sleeps between two calls, on a machine that may be busy
 constexpr uint32_t kSubmissionsPerPoll = 32;  // who only submits must hear its peers, too
 constexpr auto kBufferRest = std::chrono::seconds(2);
 constexpr auto kTickEvery = std::chrono::milliseconds(5);
@@ -195,7 +196,7 @@ bool Core::progress_held() {
   if (!waiting_.empty()) pump();
   if (staging_->is_busy()) staging_->pump_all();
   if (!out_messages_.empty()) flush_messages();
-  if (++progress_calls_ % kCallsPerTick == 0) {
+  if (++progress_calls_ % (any ? kCallsPerTick : kIdleCallsPerTick) == 0) {
     const Clock::time_point now = Clock::now();
     if (now - last_tick_ >= kTickEvery) tick(now);
   }

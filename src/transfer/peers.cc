@@ -405,11 +405,12 @@ int Core::find_stuck_path(const Peer& peer, Clock::time_point now) const {
   return -1;
 }
 
-// Whether the process of a peer on this host has ended, and everything that it sent has been taken in.
+// Whether the process of a peer on this host has ended, and everything that it sent has been taken in: nothing has
+// come since the last look, however long ago that was on a busy machine.
 bool Core::has_died(Peer& peer, Clock::time_point now) const {
   if (!peer.process_.has_ended()) return false;
   if (peer.ended_ == Clock::time_point()) peer.ended_ = now;
-  return now - std::max(peer.ended_, peer.heard_) > kLastWords;
+  return peer.heard_ < looked_ && now - peer.ended_ > kLastWords;
 }
 
 // Heartbeats out, silence in. `slept`: since the last look; a process that was stopped must not blame its
@@ -419,9 +420,7 @@ void Core::check_peers(Clock::time_point now, Clock::duration slept) {
   std::vector<std::pair<std::shared_ptr<Peer>, std::string>> lost;
   std::vector<std::pair<std::shared_ptr<Peer>, uint32_t>> stuck;
   const bool is_time_to_look = now - looked_ >= kLookEvery;
-  if (is_time_to_look) looked_ = now;
   for (auto& [engine, peer] : peers_) {
-    if (slept > kLastWords) peer->ended_ = {};  // nobody has listened
     if (is_time_to_look && peer->state() <= PeerState::kConnected && has_died(*peer, now)) {
       lost.emplace_back(peer, text("its process ({}) {}", peer->process_.who(), peer->process_.fate()));
       continue;
@@ -440,6 +439,7 @@ void Core::check_peers(Clock::time_point now, Clock::duration slept) {
       lost.emplace_back(peer,
                         text("a message is missing: expected number {}, saw later ones", peer->next_in_));
   }
+  if (is_time_to_look) looked_ = now;
   for (auto& [peer, rail] : stuck)
     lose_path(*peer, rail, text("nothing has ended there for {} s", options.peer_dead_s));
   for (auto& [peer, why] : lost) lose_peer(*peer, PeerState::kLost, logged(Status(Code::kPeerLost, why)));

@@ -4,7 +4,7 @@
     python tests/fault/kills.py --times 25 [--json FILE] [--ranks-per-node 1]
 
 In every try three processes make the call in a loop, and one of them is killed with signal 9. Both others must
-raise ``PeerLost`` with its rank, its process and the signal; on other nodes it may be that it closed its connection. The
+raise ``PeerLost`` with its rank, its process and the signal; on other nodes perhaps that its connection ended. The
 time counts from its death, or from the beginning of the call that raised where that came later. A FILE that is
 there already is added to, so that many short runs make one long one.
 """

@@ -8,8 +8,10 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include "base/config.h"
 #include "bind/bind.h"
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/interface.h"
 #include "comm/communicator.h"
 #include "comm/window.h"
 #include "topology/gpus.h"
@@ -163,7 +165,17 @@ nb::dict to_dict(const Candidate& candidate) {
   return dict;
 }
 
+nb::dict to_dict(const Interface& interface) {
+  nb::dict dict;
+  dict["name"] = interface.name;
+  dict["address"] = interface.address;
+  dict["why"] = interface.why;
+  return dict;
+}
+
 void bind_communicator(nb::module_& module) {
+  module.def("meeting_interface",
+             [] { return to_dict(value_or_throw(choose_interface(config().interface))); });
   nb::class_<Bootstrap>(module, "Bootstrap")
       .def_prop_ro("rank", &Bootstrap::rank)
       .def_prop_ro("size", &Bootstrap::size)

@@ -3,8 +3,6 @@
 
 #include <arpa/inet.h>
 #include <errno.h>
-#include <ifaddrs.h>
-#include <net/if.h>
 #include <netinet/tcp.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -24,6 +22,7 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "bootstrap/door.h"
+#include "bootstrap/interface.h"
 
 namespace weft {
 namespace {
@@ -133,47 +132,6 @@ SocketAddress address_of(const MeetingTicket& ticket, socklen_t& bytes) {
     bytes = sizeof(address.v4);
   }
   return address;
-}
-
-// Bridges of containers and virtual machines lead nowhere for other machines.
-bool is_bridge(const std::string& name) {
-  for (const char* prefix : {"docker", "virbr", "veth", "br-", "cni", "cali"})
-    if (name.starts_with(prefix)) return true;
-  return false;
-}
-
-// How much an interface's address is wanted; 0: not at all.
-int preference(const ifaddrs& entry, const std::string& wanted) {
-  if (!entry.ifa_addr || !(entry.ifa_flags & IFF_UP)) return 0;
-  const int family = entry.ifa_addr->sa_family;
-  if (family != AF_INET && family != AF_INET6) return 0;
-  if (family == AF_INET6) {
-    const auto& v6 = reinterpret_cast<const sockaddr_in6*>(entry.ifa_addr)->sin6_addr;
-    if (IN6_IS_ADDR_LINKLOCAL(&v6)) return 0;
-  }
-  if (!wanted.empty() && wanted != entry.ifa_name) return 0;
-  const int kind = entry.ifa_flags & IFF_LOOPBACK ? 1 : is_bridge(entry.ifa_name) ? 2 : 3;
-  return 2 * kind + (family == AF_INET);
-}
-
-Result<MeetingTicket> choose_address(const std::string& interface) {
-  ifaddrs* entries = nullptr;
-  if (getifaddrs(&entries) != 0) return Status::from_errno(errno, "list the network interfaces");
-  MeetingTicket ticket{};
-  int best = 0;
-  for (const ifaddrs* entry = entries; entry; entry = entry->ifa_next) {
-    const int wanted = preference(*entry, interface);
-    if (wanted <= best) continue;
-    best = wanted;
-    ticket.is_ipv6 = entry->ifa_addr->sa_family == AF_INET6;
-    if (ticket.is_ipv6)
-      std::memcpy(ticket.address, &reinterpret_cast<sockaddr_in6*>(entry->ifa_addr)->sin6_addr, 16);
-    else
-      std::memcpy(ticket.address, &reinterpret_cast<sockaddr_in*>(entry->ifa_addr)->sin_addr, 4);
-  }
-  freeifaddrs(entries);
-  if (best == 0) return Status::invalid("interface: got '{}', allowed: one that has an address", interface);
-  return ticket;
 }
 
 // The thread that passes everything on. It owns itself: whoever opened the meeting may be gone first.
@@ -629,8 +587,12 @@ bool MeetingTicket::is_valid() const {
 }
 
 Result<MeetingTicket> open_meeting(const std::string& interface) {
-  WEFT_TRY_ASSIGN(MeetingTicket ticket, choose_address(interface));
+  WEFT_TRY_ASSIGN(const Interface at, choose_interface(interface));
+  log_info("a meeting of ranks on {} ({}): {}", at.name, at.address, at.why);
+  MeetingTicket ticket{};
   std::memcpy(ticket.magic, kMagic, sizeof kMagic);
+  ticket.is_ipv6 = at.is_ipv6;
+  std::memcpy(ticket.address, at.bytes, sizeof ticket.address);
   ticket.key[0] = random_key();
   ticket.key[1] = random_key();
   socklen_t bytes = 0;

@@ -34,8 +34,8 @@ struct MeetingTicket {
 };
 static_assert(sizeof(MeetingTicket) == 48);
 
-// Listens on an address that other machines reach, preferably: that of `interface` or, if empty, of the first
-// one that is up, else of this machine alone. Errors: kSystem; kInvalid when `interface` has no address.
+// Listens on the address that choose_interface() takes, and logs why. Errors: kSystem; kInvalid when `interface`
+// has no address.
 Result<MeetingTicket> open_meeting(const std::string& interface);
 
 // A meeting also knows who is lost, and tells everybody at once: a rank whose connection ends before it has

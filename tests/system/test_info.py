@@ -99,3 +99,22 @@ def test_info_needs_no_torch() -> None:
         "import sys; from weft import cli; cli.main(['info', '--json']); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+
+
+def test_info_says_which_interface_and_network_are_taken_and_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_INTERFACE", "lo")
+    monkeypatch.setenv("WEFT_PROXY_PROVIDER", "loopback")
+    _core.config_reload()
+    shown = json.loads(out_of(capsys, "--json"))
+    assert shown["interface"] == {"name": "lo", "address": "127.0.0.1", "why": "it was asked for by name"}
+    (proxy,) = [row for row in shown["transports"]["cpu"] if row["name"] == "proxy"]
+    assert proxy["details"].startswith("loopback (WEFT_PROXY_PROVIDER) on loop0 (the ")
+    where = "hear of each other on lo@127.0.0.1 (WEFT_INTERFACE): it was asked for by name"
+    assert where in " ".join(out_of(capsys).split())
+    monkeypatch.setenv("WEFT_INTERFACE", "pigeon0")
+    _core.config_reload()
+    assert "no interface (WEFT_INTERFACE): interface: got 'pigeon0'" in " ".join(out_of(capsys).split())
+    monkeypatch.undo()
+    _core.config_reload()

@@ -99,6 +99,29 @@ def test_every_call_is_right_over_machines(count: int, ranks: int, program: Path
         assert f"right {rank}" in printed[rank], printed
 
 
+def test_the_log_says_which_network_was_taken_and_why(program: Path) -> None:
+    program.write_text("import weft; weft.Communicator()")
+    with Machines(2) as made:
+        meet = {"MASTER_ADDR": made.address(0), "MASTER_PORT": "29600", "WORLD_SIZE": "2"}
+        workers = [
+            made.start(
+                rank,
+                [sys.executable, str(program)],
+                env=environment() | QUIET | meet | {"RANK": str(rank), "WEFT_LOG": "info"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(2)
+        ]
+        printed = _printed(workers)
+    only = "the only one that is up and leads to other machines"
+    assert f"a meeting of ranks on eth0 (10.77.0.1): {only}" in printed[0], printed
+    assert "a meeting of ranks" not in printed[1]
+    for at, text in enumerate(printed):
+        assert "0 ranks mapped, 1 through proxy: fabric:tcp (the first that is usable) on " in text, text
+        assert f"eth0@10.77.0.{at + 1} (the first that is usable" in text, text
+
+
 def _wait_for(folder: Path, ranks: int) -> None:
     until = time.monotonic() + 60
     while not all((folder / f"going{rank}").exists() for rank in range(ranks)):

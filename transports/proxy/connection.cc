@@ -384,9 +384,12 @@ class ProxyTransport : public Transport {
       caps.bandwidth_gb_s = nic.gbit_per_s > 0 ? nic.gbit_per_s / 8 * network->nics.size() : 2;
       const uint64_t bytes = network->pace.bytes_in_flight;
       const bool is_mib = bytes % (1 << 20) == 0;
+      std::string names = nic.name;
+      for (size_t i = 1; i < network->nics.size(); ++i) names += ", " + network->nics[i].name;
       caps.details =
-          text("{} on {}, at most {} {} and {} writes in flight", network->provider->name(), nic.name,
-               is_mib ? bytes >> 20 : bytes, is_mib ? "MiB" : "bytes", network->pace.writes_in_flight);
+          text("{} ({}) on {} ({}), at most {} {} and {} writes in flight", network->provider->name(),
+               network->why_provider, names, network->why_nics, is_mib ? bytes >> 20 : bytes,
+               is_mib ? "MiB" : "bytes", network->pace.writes_in_flight);
     }
     return caps;
   }

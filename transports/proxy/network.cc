@@ -41,18 +41,25 @@ const Pace& pace_of(std::string_view nic_name) {
 
 Result<Network> choose_network(const std::string& wanted, const std::string& nics) {
   WEFT_TRY_ASSIGN(std::shared_ptr<provider::Provider> found, provider::find_provider(wanted));
-  Network network{std::move(found), {}, paces().back()};
+  Network network{std::move(found), {}, paces().back(), {}, {}};
   const std::vector<std::string> names = split(nics);
-  std::string known;
+  std::string known, others;
   for (const provider::Nic& nic : network.provider->probe()) {
     known += text("{}{}{}", known.empty() ? "" : ", ", nic.name,
                   nic.usable() ? "" : " (" + nic.unusable_because + ")");
     const bool is_wanted = names.empty() ? network.nics.empty() : std::ranges::count(names, nic.name) > 0;
-    if (nic.usable() && is_wanted) network.nics.push_back(nic);
+    if (nic.usable() && is_wanted)
+      network.nics.push_back(nic);
+    else if (nic.usable())
+      others += (others.empty() ? "" : ", ") + nic.name;
   }
   if (network.nics.size() < std::max<size_t>(names.size(), 1))
     return Status::make(Code::kUnsupported, "{}: got WEFT_PROXY_NICS='{}', allowed: {}",
                         network.provider->name(), nics, known);
+  network.why_provider = wanted == "auto" ? "the first that is usable" : "WEFT_PROXY_PROVIDER";
+  network.why_nics = !names.empty()   ? "WEFT_PROXY_NICS"
+                     : others.empty() ? "the only one that is usable"
+                                      : "the first that is usable; also there: " + others;
   network.pace = pace_of(network.nics[0].name);
   if (config().proxy_bytes_in_flight > 0)
     network.pace.bytes_in_flight =

@@ -31,6 +31,7 @@ struct Network {
   std::shared_ptr<provider::Provider> provider;
   std::vector<provider::Nic> nics;
   Pace pace;
+  std::string why_provider, why_nics;  // for people: why these
 };
 
 // `wanted` is a provider's name or "auto", `nics` names with commas between, or empty for the first usable

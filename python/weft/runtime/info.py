@@ -69,6 +69,7 @@ def collect() -> dict[str, Any]:
         "no_gpus_because": why_no_gpus,
         "links": _links(len(gpus)),
         "nics": rdma_nics(),
+        "interface": _interface(),
         "providers": providers(),
         "transports": {device: _core.transports(device) for device in devices[:2]},
     }
@@ -120,6 +121,14 @@ def rdma_nics() -> list[dict[str, str]]:
     return nics
 
 
+def _interface() -> dict[str, str]:
+    """Return where ranks of several nodes would hear of each other: name, address and why, or why nowhere."""
+    try:
+        return dict(_core.meeting_interface())
+    except Error as error:
+        return {"name": "", "address": "", "why": error.one_line()}
+
+
 def _first_line(path: Path) -> str:
     try:
         return path.read_text().strip()
@@ -139,6 +148,9 @@ def _tables(facts: dict[str, Any]) -> list[Table | str]:
         tables.append(_link_table(facts))
     no_nics = "RDMA devices: none (the kernel lists nothing in /sys/class/infiniband)"
     tables.append(_nic_table(facts["nics"]) if facts["nics"] else no_nics)
+    at = facts["interface"]
+    where = f"{at['name']}@{at['address']}" if at["name"] else "no interface"
+    tables.append(f"Ranks of several nodes hear of each other on {where} (WEFT_INTERFACE): {at['why']}")
     tables += [_transport_table(device, rows) for device, rows in facts["transports"].items()]
     tables.append(_provider_table(facts["providers"]))
     if any(not provider["nics"] for provider in facts["providers"]):

@@ -430,9 +430,11 @@ class TcpBootstrap : public MeetingBootstrap {
     const bool came = answered_.wait_for(lock, std::chrono::duration<double>(patience_s),
                                          [&] { return has_answer_ || is_over_; });
     if (!has_answer_)
-      return Status::make(Code::kPeerLost,
-                          "rank {}, bootstrap.all_gather, waited {} s: the process that made the id {}",
-                          rank_, limit_s, came || !is_sent ? "is gone" : "does not answer");
+      return Status::make(
+          Code::kPeerLost,
+          "rank {}, bootstrap.all_gather, waited {} s: the process that made the id (rank 0's, "
+          "unless an id of NCCL was made elsewhere) {}",
+          rank_, limit_s, came || !is_sent ? "is gone" : "does not answer");
     if (code_ == Code::kPeerLost)
       return Status::make(Code::kPeerLost, "rank {}, bootstrap.all_gather, waited {} s for {}", rank_,
                           limit_s, answer_);

@@ -12,7 +12,7 @@ constexpr uint64_t kLine = 128;        // words of the two sides lie on lines of
 constexpr uint32_t kTakenAtOnce = 64;  // commands, before lanes have their turn
 constexpr size_t kQueuedMost = 4096;   // commands in lanes; beyond it, the FIFO waits
 constexpr unsigned kSpins = 64, kYields = 512;
-constexpr std::chrono::microseconds kNap(50), kHelpedNap(400), kIdleNap(2000);
+constexpr std::chrono::microseconds kNap(50), kIdleNap(2000);
 
 }  // namespace
 
@@ -82,17 +82,14 @@ void Proxy::stop() {
 void Proxy::run() {
   unsigned idle = 0;
   uint64_t helped = 0;
-  std::chrono::microseconds nap = kNap;  // doubled while others do the work: each look takes them off a core
   Deadline::Clock::time_point idle_since{};
   while (!stopping_.load(std::memory_order_acquire)) {
     if (const uint64_t now = helped_.load(std::memory_order_relaxed); now != helped) {
       helped = now;
       idle = 0;
-      std::this_thread::sleep_for(nap);
-      nap = std::min(2 * nap, kHelpedNap);
+      std::this_thread::sleep_for(kNap);
       continue;
     }
-    nap = kNap;
     bool any = false;
     if (try_turn(any) && any) {
       idle = 0;

@@ -198,6 +198,9 @@ def test_collectives_compile_and_have_gradients(three: RankPool) -> None:
 
 def test_operators_keep_the_rules_of_torch_library(three: RankPool) -> None:
     three.run(operators_keep_the_rules)
+
+
+def test_low_latency_operators_keep_the_rules_of_torch_library(three: RankPool) -> None:
     three.run(low_latency_operators_keep_the_rules)
 
 

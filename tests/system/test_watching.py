@@ -7,8 +7,10 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import PYTHON, WEFT, environment, run_program
+from programs import PYTHON, ROOT, WEFT, environment, run_program
 
 import weft
 from weft.runtime import top
@@ -295,3 +297,43 @@ def test_metrics_before_anything_are_empty(tmp_path: Path) -> None:
         tmp_path,
     )
     assert json.loads(ran.stdout) == [[], []]
+
+
+# ---- a real Prometheus
+
+
+def _asked(port: int, query: str) -> list[dict[str, Any]]:
+    url = f"http://127.0.0.1:{port}/api/v1/query?query={urllib.parse.quote(query)}"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return list(json.load(answer)["data"]["result"])
+
+
+def test_prometheus_scrapes_a_benchmark_as_the_document_says(tmp_path: Path) -> None:
+    """Its own file of settings, with other ports, while the benchmark runs: all ranks' counters come, and only rise."""
+    pytest.importorskip("prometheus_client")
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed: apt install prometheus")
+    text = (ROOT / "docs" / "watching.md").read_text()
+    (settings,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    first, page = _free_port(), _free_port()
+    for at in range(4):
+        settings = settings.replace(f"127.0.0.1:{9400 + at}", f"127.0.0.1:{first + at}")
+    (tmp_path / "prometheus.yml").write_text(settings.replace("interval: 1s", "interval: 200ms"))
+    command = ["prometheus", "--config.file=prometheus.yml", f"--storage.tsdb.path={tmp_path / 'tsdb'}"]
+    with subprocess.Popen(
+        [*command, f"--web.listen-address=127.0.0.1:{page}"], cwd=tmp_path, stderr=subprocess.DEVNULL
+    ) as prometheus:
+        try:
+            bench = ["bench", "collective", "--ranks", "2", "--device", "cpu", "--calls", "all_reduce"]
+            sizes = ["-b", "64K", "-e", "64K", "-n", "600", "--no-baseline"]
+            ran = run_program([*WEFT, *bench, *sizes], tmp_path, more={"WEFT_METRICS_PORT": str(first)})
+            assert ran.returncode == 0, ran.stderr[-2000:]
+            seen = _asked(page, 'max_over_time(weft_calls_total{operation="all_reduce"}[10m])')
+            assert sorted(row["metric"]["rank"] for row in seen) == ["0", "1"]
+            assert all(float(row["value"][1]) > 0 for row in seen)
+            rates = _asked(page, "max_over_time(rate(weft_bytes_total[2s])[10m:1s])")
+            assert any(float(row["value"][1]) > 0 for row in rates)
+            below = "histogram_quantile(0.99, max_over_time(weft_call_seconds_bucket[10m]))"
+            assert any(0 < float(row["value"][1]) < 60 for row in _asked(page, below))
+        finally:
+            prometheus.terminate()

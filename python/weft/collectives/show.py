@@ -121,14 +121,15 @@ def summary(algorithm: Algorithm, num_bytes: int, machine: Machine) -> str:
     ]
     lines = [
         f"{algorithm.name}: {algorithm.collective}, {algorithm.protocol}, {' and '.join(forms)}",
-        f"  ranks {algorithm.num_ranks}, chunks {algorithm.chunks}, blocks per rank {min(blocks)} to {max(blocks)}, "
-        f"channels {algorithm.channels}, scratch chunks {max(p.scratch_chunks for p in algorithm.ranks)}",
+        f"  ranks {algorithm.num_ranks}, chunks {algorithm.chunks}, blocks per rank {min(blocks)} to {max(blocks)}",
+        f"  channels {algorithm.channels}, scratch chunks {max(p.scratch_chunks for p in algorithm.ranks)}",
         f"  steps {sum(kinds.values())}: "
         + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
         f"  critical path {guess.critical_steps} steps",
-        f"  for {num_bytes} bytes: {len(links)} links, at most {most[1]} bytes on one ({most[0][0]} to {most[0][1]}), "
-        f"at most {max(sent.values(), default=0)} bytes out of a rank",
-        f"  predicted on {machine.name}: {guess.total_us:.1f} us; {time_parts(guess, machine)}",
+        f"  for {size_text(num_bytes)}: {len(links)} links, at most {size_text(most[1])} on one ({most[0][0]} to "
+        f"{most[0][1]}), {size_text(max(sent.values(), default=0))} out of a rank",
+        f"  predicted on {machine.name}: {guess.total_us:.1f} us:",
+        f"    {time_parts(guess, machine)}",
     ]
     return "\n".join(lines)
 

@@ -325,7 +325,7 @@ def test_prometheus_scrapes_a_benchmark_as_the_document_says(tmp_path: Path) -> 
     ) as prometheus:
         try:
             bench = ["bench", "collective", "--ranks", "2", "--device", "cpu", "--calls", "all_reduce"]
-            sizes = ["-b", "64K", "-e", "64K", "-n", "600", "--no-baseline"]
+            sizes = ["-b", "64K", "-e", "1M", "-n", "10", "-w", "1", "--no-baseline"]
             ran = run_program([*WEFT, *bench, *sizes], tmp_path, more={"WEFT_METRICS_PORT": str(first)})
             assert ran.returncode == 0, ran.stderr[-2000:]
             seen = _asked(page, 'max_over_time(weft_calls_total{operation="all_reduce"}[10m])')

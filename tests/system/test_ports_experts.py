@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from low_latency_blocks import BLOCK_CASES
 from moe_checks import barrier
+from programs import WEFT, run_program
 from test_moe_ll import (
     MOST_TOKENS,
     cases,
@@ -267,3 +270,46 @@ def _fails_alike(rank: Rank) -> None:
 def test_ranks_that_disagree_are_told_and_go_on() -> None:
     with nodes(2, "fabric:shm"):
         run_ranks(4, _fails_alike, with_gpus=False)
+
+
+def test_bench_moe_has_floors_of_memory_and_network(tmp_path: Path) -> None:
+    with nodes(1, "fabric:tcp"):
+        pass  # skips where it is not usable
+    sizes = [
+        "--tokens",
+        "6",
+        "--hidden",
+        "64",
+        "--top-k",
+        "2",
+        "--experts",
+        "6",
+        "--iterations",
+        "1",
+        "--warmup",
+        "0",
+    ]
+    command = [
+        *WEFT,
+        "bench",
+        "moe",
+        "--mode",
+        "ll",
+        "--device",
+        "cpu",
+        "--ranks",
+        "3",
+        *sizes,
+        "--json",
+        "out.json",
+    ]
+    ran = run_program([*command, "--ranks-per-node", "2", "--provider", "tcp"], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["call"] for row in rows] == ["ll_dispatch", "ll_combine"]
+    for row in rows:
+        assert row["checked"]
+        assert row["floor_us"] > row["network_us"] > 0
+        assert row["network_mb"] > 0
+    wrong = run_program([*command, "--ranks-per-node", "3"], tmp_path)
+    assert "ranks-per-node: got 3, allowed: 1 to 2" in wrong.stderr

@@ -84,7 +84,8 @@ class Buffer(LowLatencyCalls):
         num_nvl_bytes: room for received rows, in bytes, at first; a dispatch that needs more grows it.
         num_rdma_bytes: room for low-latency calls, as get_low_latency_rdma_size_hint() says; else not used
             among ranks of one node.
-        low_latency_mode: allow low-latency calls. High-throughput calls always work.
+        low_latency_mode: allow low-latency calls. High-throughput calls work on one node, whether or not; over several
+            there are low-latency calls only, and it must be set, with num_rdma_bytes.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_nvlink_for_normal_mode, allow_mnnvl,
             use_fabric: taken for compatibility; Weft chooses the way to each peer by itself.
         explicitly_destroy: memory is freed by destroy(), not when the object goes.

@@ -63,7 +63,7 @@ class Engine(RuntimeFacts):
     """The core buffer of one device and what orders work on it.
 
     Args:
-        communicator: the ranks; they must map each other's windows.
+        communicator: the ranks; without low_latency_bytes they must map each other's windows.
         heap_bytes, low_latency_bytes: parts of the window. timeout_s: bound of every wait.
     """
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.bench.moe.straggler import straggler_lines
 from weft.bench.moe.trace import SPANS_PER_BUFFER, print_phases, write_chrome
@@ -37,6 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of the dispatched rows")
     parser.add_argument("--ranks", type=int, default=0, help="default: torchrun's, all GPUs, or 4")
     parser.add_argument("--transport", default="auto", help="as WEFT_TRANSPORT")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        default=0,
+        help="cut this host into nodes of so many CPU ranks, which reach each other through the network; mode ll",
+    )
+    parser.add_argument(
+        "--provider",
+        default="tcp",
+        help="that network: tcp, shm, or a name of weft.transfer.provider_names()",
+    )
     parser.add_argument(
         "--routes",
         default="uniform",
@@ -76,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
         os.environ.setdefault("WEFT_TRACE_SPANS", str(SPANS_PER_BUFFER))
     if args.transport != "auto":
         os.environ["WEFT_TRANSPORT"] = args.transport
+    if options.ranks_per_node:
+        os.environ["WEFT_RANKS_PER_NODE"] = str(options.ranks_per_node)
+        os.environ["WEFT_PROXY_PROVIDER"] = options.provider
     _core.config_reload()  # ranks that are forked from here have what this process has read
     if torch.distributed.is_torchelastic_launched():
         rank, measured = run_as_rank(measure, options)
@@ -83,6 +97,10 @@ def run(args: argparse.Namespace) -> int:
             return 0
     else:
         num_ranks = args.ranks or gpus or 4
+        if options.ranks_per_node >= num_ranks:
+            raise invalid(
+                "ranks-per-node", options.ranks_per_node, f"1 to {num_ranks - 1}: less than --ranks"
+            )
         if num_ranks < 1 or (gpus and num_ranks > gpus):
             raise invalid("ranks", num_ranks, f"1 to {gpus}, one per GPU" if gpus else "1 or more")
         if options.delayed_rank >= num_ranks:
@@ -140,8 +158,28 @@ def _options(args: argparse.Namespace, gpus: int) -> Options:
         eager=args.eager,
         sms=args.sms,
         trace=bool(args.trace or args.straggler),
+        **_nodes(args, gpus),
         **_delay(args.delay),
     )
+
+
+def _nodes(args: argparse.Namespace, gpus: int) -> dict[str, Any]:
+    from weft.bench.transfer import PROVIDERS, choose_nics
+
+    if args.ranks_per_node == 0:
+        return {}
+    if args.ranks_per_node < 0:
+        raise invalid("ranks-per-node", args.ranks_per_node, "0 or more")
+    if args.mode != "ll" or gpus:
+        raise invalid(
+            "ranks-per-node", f"{args.ranks_per_node} with mode {args.mode}", "with --mode ll --device cpu"
+        )
+    provider = PROVIDERS.get(args.provider, args.provider)
+    return {
+        "ranks_per_node": args.ranks_per_node,
+        "provider": provider,
+        "nic": choose_nics(provider, local=True)[0],
+    }
 
 
 def _delay(given: str | None) -> dict[str, int]:
@@ -156,7 +194,8 @@ def _delay(given: str | None) -> dict[str, int]:
 def _report(args: argparse.Namespace, measured: Measured, options: Options) -> None:
     from weft.bench.eager import time_columns
 
-    report = Report("weft bench moe", extra_columns=("ranks", "logical_gbs", "egress_gbs"), wide=args.wide)
+    columns = ("ranks", "logical_gbs", "egress_gbs", *(("network_us",) if options.ranks_per_node else ()))
+    report = Report("weft bench moe", extra_columns=columns, wide=args.wide)
     for row in measured.rows:
         report.add(row)
     report.add_columns(time_columns(measured.rows))

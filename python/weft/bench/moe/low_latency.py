@@ -5,6 +5,7 @@ peers take turns within a sample, so a machine that slows down slows all of them
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import weft
 from weft.bench.eager import Eager, add_times
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, row_bytes
+from weft.bench.moe.network import NetworkFloor, far_rows
 from weft.bench.moe.setting import (
     Bench,
     Inputs,
@@ -63,6 +65,7 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
         bytes_per_row = row_bytes(dtype, o.hidden)
         logical, egress = traffic.selections * bytes_per_row, traffic.egress * bytes_per_row
         rows.append(make_row(bench, "ll", step, dtype, us, logical, egress))
+        sent.add_network(rows[-1], step)
         add_times(rows[-1], *times_of_step(bench, step, times))
     if "weft round_trip" in us:
         rows.append(_round_trip_row(bench, rows, us["weft round_trip"]))
@@ -112,7 +115,11 @@ class _Samples:
             device=bench.device,
         )
         self.all_to_all = peers.AllToAll(bench.group, me.rank, me.size, o.experts)
-        received = round(traffic.received)
+        self._network = NetworkFloor(me, o.provider, o.nic) if o.ranks_per_node else None
+        self._network_us: dict[str, list[float]] = {"dispatch": [], "combine": []}
+        of_sets = [far_rows(routes, o.experts, o.ranks_per_node or me.size) for routes in inputs.routes]
+        self._far = sum(of_sets) / len(of_sets)
+        received = round(traffic.received - self._far)
         self.back = torch.zeros(o.tokens * me.size, o.hidden, dtype=torch.bfloat16, device=bench.device)
         self.copy_in = peers.Memcpy(received * row_bytes(o.dtype, o.hidden), bench.device)
         self.copy_back = peers.Memcpy(received * row_bytes("bf16", o.hidden), bench.device)
@@ -184,6 +191,19 @@ class _Samples:
             self.bench.line_up()
             for _ in range(self.in_a_row):
                 self.bench.timed(name, memcpy.copy)
+        if self._network:
+            for step, dtype in (("dispatch", self.bench.options.dtype), ("combine", "bf16")):
+                far_bytes = self._far * row_bytes(dtype, self.bench.options.hidden)
+                self._network_us[step].append(self._network.exchange_us(far_bytes))
+
+    def add_network(self, row: Row, step: str) -> None:
+        """Add to a row's floor what the network needs for the bytes that cross, warm-up left out."""
+        if not self._network:
+            return
+        network_us = statistics.median(self._network_us[step][self.bench.options.warmup :])
+        row.extra["network_us"] = round(network_us, 1)
+        row.extra["network_mb"] = round(self._far * row_bytes(row.dtype, self.bench.options.hidden) / 1e6, 3)
+        row.floor_us = (row.floor_us or 0.0) + network_us
 
     def _pair(self, name: str, of_peer: peers.LowLatency, timed: Timed) -> None:
         handle = timed(f"{name} dispatch", lambda: of_peer.dispatch(self.x, self.topk_idx))[2]

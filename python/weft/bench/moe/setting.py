@@ -54,6 +54,9 @@ class Options:
     eager: bool
     sms: int | None = None  # of high-throughput calls, Weft's and DeepEP's; None: their defaults
     trace: bool = False  # also take samples of which kernels note what they do when
+    ranks_per_node: int = 0  # this host is cut into nodes of so many ranks; 0: it is one
+    provider: str = ""  # of the network between them
+    nic: str = ""
     delayed_rank: int = -1  # this rank starts every sample late, on purpose
     delay_us: int = 0
 
@@ -270,6 +273,8 @@ def shape_columns(bench: Bench) -> dict[str, Any]:
         "routes": o.routes,
         "transport": o.transport,
         "device": o.device,
+        "ranks_per_node": o.ranks_per_node,
+        "provider": o.provider,
         "clock": "host" if not bench.on_gpu else "events around a graph" if o.is_captured else "events",
     }
 
@@ -293,6 +298,11 @@ def method_notes(bench: Bench, has_deep_ep: bool) -> list[str]:
     )
     if bench.on_gpu:
         lines.append("floor: bare one-shot exchange between H200 (docs/benchmarks.md); none elsewhere")
+    elif bench.options.ranks_per_node:
+        lines.append(
+            "floor: the fastest memcpy of what a rank receives from its own node, and the provider's own loop for what "
+            "it sends to others, each row once per rank, half of the ranks after the other; network us: that alone"
+        )
     else:
         lines.append("floor: the fastest of the memcpy samples")
     if not has_deep_ep:

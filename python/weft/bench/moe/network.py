@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses between nodes, and the least time that a network needs for it.
+
+The floor is the provider's own loop (``fi_writemsg``, no engine, no proxy, no kernel) in the same processes: every rank
+writes to one other the bytes that it sends to other nodes, in large pieces, half of the ranks after the other half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from weft import _core
+from weft.testing import oracle
+from weft.testing.ranks import Rank
+
+PIECE_BYTES = 256 << 10
+WINDOW = 64
+TIMEOUT_S = 60.0
+
+
+def far_rows(routes: Sequence[Tensor], experts: int, ranks_per_node: int) -> float:
+    """Return the rows that a rank sends to other nodes, one per (token, rank); the mean over ranks."""
+    num_ranks = len(routes)
+    far = 0
+    for rank, topk_idx in enumerate(routes):
+        per_rank = oracle.layout(topk_idx, experts, num_ranks)[0].tolist()
+        far += sum(n for peer, n in enumerate(per_rank) if peer // ranks_per_node != rank // ranks_per_node)
+    return far / num_ranks
+
+
+class NetworkFloor:
+    """The provider's loop between pairs of ranks; one rank of an odd number is left out. Collective."""
+
+    def __init__(self, me: Rank, provider: str, nic: str) -> None:
+        self._me, half = me, me.size // 2
+        self._is_first = me.rank < half
+        self._other = me.rank + half if self._is_first else me.rank - half
+        self._buffer = torch.zeros(16 * PIECE_BYTES, dtype=torch.uint8)
+        self._raw: Any = None
+        if me.rank < 2 * half:
+            found = _core.transfer_find_provider(provider)
+            self._raw = _core.transfer_raw_loop(found, nic, self._buffer.data_ptr(), self._buffer.numel())
+        addresses: list[Any] = [None] * me.size
+        torch.distributed.all_gather_object(addresses, self._raw and self._raw.address, group=me.group)
+        if self._raw:
+            self._raw.connect(addresses[self._other])
+
+    def exchange_us(self, num_bytes: float) -> float:
+        """Return how long it takes until every rank has written so many bytes: the slowest of each half."""
+        mine = 0.0
+        for is_first in (True, False):
+            torch.distributed.barrier(group=self._me.group)
+            if self._raw and self._is_first == is_first:
+                mine = self._write_us(num_bytes)
+            elif self._raw:
+                self._raw.serve(TIMEOUT_S)
+        of_ranks: list[Any] = [None] * self._me.size
+        torch.distributed.all_gather_object(of_ranks, (self._is_first, mine), group=self._me.group)
+        return sum(max(us for first, us in of_ranks if first == half) for half in (True, False))
+
+    def _write_us(self, num_bytes: float) -> float:
+        piece = max(min(PIECE_BYTES, round(num_bytes)), 16)
+        count = max(round(num_bytes / piece), 1)
+        seconds = self._raw.measure("write", piece, count, WINDOW, 1, 1, None, TIMEOUT_S)[0]
+        self._raw.stop_serving(TIMEOUT_S)
+        return float(seconds * 1e6)

@@ -2,7 +2,9 @@
 //
 // Low-latency dispatch and combine among ranks that cannot all map each other, as threads, over a network that reorders
 // and delays. ThreadSanitizer sees both ends of every put.
+#include <algorithm>
 #include <chrono>
+#include <string>
 #include <thread>
 
 #include "conformance/fixtures.h"
@@ -87,21 +89,21 @@ TEST_P(LowLatencyPorts, SlowRanksAreWaitedFor) {
   });
 }
 
-// All replies of a lane go to one rank, and few of them fit its part of the outbox: they leave in several ranges.
+// Two of three ranks own all experts, so that more replies of each go to a lane than fit its part of the outbox: they
+// leave in several ranges.
 TEST_P(LowLatencyPorts, TheLeastRegionServesWhereRepliesDoNotAllFit) {
-  const Case c{3, 64, 6, 6, 30, kPayloadCopy, kReplyExact, 1, false, 4};
-  Case room = c;
-  room.max_tokens = c.max_tokens * c.top_k;  // rows that one expert has
-  const LowLatencySizes sizes{c.ranks, room.max_tokens, c.top_k, c.experts, 0, 0, true};
+  const Case c{3, 512, 4, 4, 30, kPayloadCopy, kReplyExact};
+  if (std::stoi(GetParam()) == 3) GTEST_SKIP() << "all ranks map each other";
+  const LowLatencySizes sizes{c.ranks, c.max_tokens, c.top_k, c.experts, 0, 0, true};
   const Lanes lanes = sizes.lanes();
   const PortCombineLayout at =
-      port_combine_layout(c.ranks, room.max_tokens, c.top_k, lanes, c.hidden * 2, c.reply);
+      port_combine_layout(c.ranks, c.max_tokens, c.top_k, lanes, c.hidden * 2, c.reply);
   const uint64_t least = std::max(at.inbox_bytes, least_outbox(at, c.ranks, lanes));
   ASSERT_GT(answer_room(at, c.ranks, lanes, least), 0u);
-  ASSERT_LT(answer_room(at, c.ranks, lanes, least), at.lane_answers);
+  ASSERT_LT(answer_room(at, c.ranks, lanes, least), lanes.capacity * 2 * 3 / 4);
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, low_latency_region_bytes(c.ranks, least, true), 1, 0);
-    for (uint32_t seed = 0; seed < 3; ++seed) run_whole(room, rank, seed);
+    for (uint32_t seed = 0; seed < 3; ++seed) run_whole(c, rank, seed);
   });
 }
 

@@ -182,7 +182,7 @@ def _nodes(args: argparse.Namespace, gpus: int) -> dict[str, Any]:
     }
 
 
-def _delay(given: str | None) -> dict[str, int]:
+def _delay(given: str | None) -> dict[str, Any]:
     if given is None:
         return {}
     rank, _, us = given.partition(":")

@@ -61,7 +61,8 @@ class NetworkFloor:
                 self._raw.serve(TIMEOUT_S)
         of_ranks: list[Any] = [None] * self._me.size
         torch.distributed.all_gather_object(of_ranks, (self._is_first, mine), group=self._me.group)
-        return sum(max(us for first, us in of_ranks if first == half) for half in (True, False))
+        slowest = [max(us for first, us in of_ranks if first == half) for half in (True, False)]
+        return float(sum(slowest))
 
     def _write_us(self, num_bytes: float) -> float:
         piece = max(min(PIECE_BYTES, round(num_bytes)), 16)

@@ -17,6 +17,7 @@ import argparse
 import functools
 import json
 import logging
+import os
 import random
 import time
 from collections.abc import Callable
@@ -87,6 +88,11 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks == 1 or args.ranks < 0:
         raise invalid("ranks", args.ranks, "2 or more")
     ranks = args.ranks or gpus or 4
+    cores = len(os.sched_getaffinity(0))
+    if not gpus and ranks > cores and not args.report:
+        log.warning(
+            "%d ranks share %d cores: what is measured is mostly how the system shares them", ranks, cores
+        )
     machine = "nvlink" if gpus else "cpu"
     key = run_ranks(1, _key, with_group=False)[0] if gpus else machine_key("cpu")
     config = _core.config()

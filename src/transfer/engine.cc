@@ -442,24 +442,35 @@ Status Engine::on_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_le
 
 Status Engine::barrier(const std::vector<std::shared_ptr<Peer>>& group, uint32_t id, Deadline until) {
   std::vector<std::pair<std::shared_ptr<ImmCounter>, uint64_t>> expected;
+  std::vector<std::shared_ptr<Transfer>> signals;
   for (const auto& peer : group) {
     WEFT_TRY_ASSIGN(std::shared_ptr<ImmCounter> arrivals, counter(peer, ImmClass::kBarrier, id));
-    WEFT_TRY(signal(peer, ImmClass::kBarrier, imm_only(id)).status());
+    WEFT_TRY_ASSIGN(signals.emplace_back(), signal(peer, ImmClass::kBarrier, imm_only(id)));
     expected.emplace_back(std::move(arrivals), core_->next_barrier_round(peer, id));
   }
   for (auto& [arrivals, round] : expected) WEFT_TRY(wait_imm(arrivals, round, until));
+  // What this engine says next, a farewell above all, must not overtake its part of the barrier. Everyone has come:
+  // a peer that has left since is nobody's concern here.
+  for (const auto& signal : signals) WEFT_TRY(wait_for_end(*signal, until));
   return {};
 }
 
 Status Engine::wait(const std::shared_ptr<Transfer>& transfer, Deadline until) {
   WEFT_TRY(check_handle("transfer", transfer != nullptr));
   WEFT_TRY(core_->check_own("transfer", transfer->maker_));
-  if (transfer->is_finished()) return transfer->status();
+  WEFT_TRY(wait_for_end(*transfer, until));
+  return transfer->status();
+}
+
+// Until the transfer has ended, well or badly.
+Status Engine::wait_for_end(const Transfer& transfer, Deadline until) {
+  if (transfer.is_finished()) return {};
   const double allowed_s = until.left_s();
-  if (core_->wait(until, [&] { return transfer->is_finished(); })) return transfer->status();
+  if (core_->wait(until, [&] { return transfer.is_finished(); })) return {};
+  const std::string whom = transfer.peer_ ? text(", peer '{}'", transfer.peer_->name()) : "";
   return Status::make(Code::kPeerLost,
-                      "transfer.wait: waited {} s for a {} of {} bytes: expected done, saw {}", allowed_s,
-                      to_string(transfer->kind()), transfer->bytes(), to_string(transfer->phase()));
+                      "transfer.wait: waited {} s for a {} of {} bytes{}: expected done, saw {}", allowed_s,
+                      to_string(transfer.kind()), transfer.bytes(), whom, to_string(transfer.phase()));
 }
 
 Status Engine::wait(const Counter& counter, uint64_t finished_at_least, Deadline until) {

@@ -156,8 +156,8 @@ class Engine {
   // Calls once when the counter has reached `at_least`, or its peer is lost.
   Status on_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_least,
                 std::function<void(const Status&)> callback);
-  // Waits until every peer of the group has called barrier() with this id as often as this engine has. Ids of
-  // barriers, 0 to kImmIdMax, have nothing to do with those of immediates.
+  // Waits until every peer of the group has called barrier() with this id as often as this engine has, and what this
+  // engine told them of it has arrived. Ids of barriers, 0 to kImmIdMax, have nothing to do with those of immediates.
   Status barrier(const std::vector<std::shared_ptr<Peer>>& group, uint32_t id, Deadline until);
 
   Status wait(const std::shared_ptr<Transfer>& transfer, Deadline until);
@@ -178,6 +178,7 @@ class Engine {
   Core& core() { return *core_; }
 
  private:
+  Status wait_for_end(const Transfer& transfer, Deadline until);
   Result<std::shared_ptr<Transfer>> paged(OpKind kind, PagedRequest request);
   Result<std::shared_ptr<Transfer>> spread(OpKind kind, ScatterRequest request);
   Result<std::shared_ptr<Transfer>> signal(const std::shared_ptr<Peer>& peer, ImmClass kind, How how);

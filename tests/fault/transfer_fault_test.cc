@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <thread>
 
 #include "tests/conformance/transfer_fixture.h"
 #include "transfer/core.h"
@@ -52,6 +53,32 @@ TEST(TransferFault, LostWriteFailsByItsDeadlineAndNamesThePeer) {
   request.how = with_imm(1);
   ASSERT_OK(f.pair.a.engine->write(request).status());
   EXPECT_OK(f.pair.wait_imm(1, 1));
+}
+
+TEST(TransferFault, WaitThatEndsBeforeItsWriteNamesThePeer) {
+  Faulty f;
+  f.plan({.drop = 1});
+  auto lost = *f.pair.a.engine->write(f.pair.write(0, 0, 100));
+  EXPECT_THAT(f.pair.a.engine->wait(lost, soon(0.05)).message(),
+              HasSubstr("s for a write of 100 bytes, peer 'b': expected done, saw"));
+  f.plan({});
+}
+
+TEST(TransferFault, FarewellDoesNotOvertakeTheLastBarrier) {
+  for (uint32_t seed = 1; seed <= 20; ++seed) {
+    Faulty f;
+    f.network->set_plan({.seed = seed, .reorder = 0.9, .delay = 0.5});
+    Status left;
+    std::thread leaver([&] {
+      left = f.pair.a.engine->barrier({f.pair.b_at_a}, 1, soon());
+      f.pair.a.engine->close();
+    });
+    const Status stayed = f.pair.b.engine->barrier({f.pair.a_at_b}, 1, soon());
+    leaver.join();
+    EXPECT_TRUE(left.ok()) << "seed " << seed << ": " << left.message();
+    EXPECT_TRUE(stayed.ok()) << "seed " << seed << ": " << stayed.message();
+    f.network->set_plan({});
+  }
 }
 
 TEST(TransferFault, LostWritesDoNotUseUpTheRail) {

@@ -60,6 +60,21 @@ uint64_t port_combine_bytes(const LowLatencySizes& sizes, const LowLatencyCombin
   return std::max(at.inbox_bytes, least_outbox(at, sizes.ranks, lanes));
 }
 
+uint64_t bytes_of_any_form(const LowLatencySizes& sizes, uint64_t hidden) {
+  // Rows in bf16 with float32 scales per 16 channels are larger than any payload.
+  const MessageLayout message =
+      message_layout(sizes.top_k, true, (hidden * 2 + 15) / 16 * 16, hidden / 16 * 4);
+  const Lanes lanes = lanes_of(sizes.max_tokens);
+  const uint64_t row_bytes = (hidden * 2 + 15) / 16 * 16;
+  const uint64_t reply =
+      std::max(reply_stride(row_bytes, kReplyExact), reply_stride(row_bytes, kReplyExactLog));
+  const CombineLayout combine = combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, reply);
+  const uint64_t words = std::max(message_bytes(sizes.ranks, lanes, message), combine.word_bytes);
+  const uint64_t lines = std::max(line_message_bytes(sizes.ranks, lanes, message), combine.line_bytes);
+  return low_latency_region_bytes(sizes.ranks,
+                                  std::max(words, std::min(lines, most_line_bytes(sizes.ranks))));
+}
+
 }  // namespace
 
 LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const LowLatencyDispatchShape& shape,
@@ -139,19 +154,13 @@ uint64_t low_latency_bytes_with_ports(uint32_t ranks, uint64_t region_bytes) {
       ranks, words + words / 8 + uint64_t{16} * kMaxExperts + ranks * uint64_t{128}, true);
 }
 
+// Where lanes get room for one token more there are fewer of them, and small rows then take less: a buffer for so many
+// tokens must do for fewer, too.
 uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
-  // Rows in bf16 with float32 scales per 16 channels are larger than any payload.
-  const MessageLayout message =
-      message_layout(sizes.top_k, true, (hidden * 2 + 15) / 16 * 16, hidden / 16 * 4);
-  const Lanes lanes = lanes_of(sizes.max_tokens);
-  const uint64_t row_bytes = (hidden * 2 + 15) / 16 * 16;
-  const uint64_t reply =
-      std::max(reply_stride(row_bytes, kReplyExact), reply_stride(row_bytes, kReplyExactLog));
-  const CombineLayout combine = combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, reply);
-  const uint64_t words = std::max(message_bytes(sizes.ranks, lanes, message), combine.word_bytes);
-  const uint64_t lines = std::max(line_message_bytes(sizes.ranks, lanes, message), combine.line_bytes);
-  return low_latency_region_bytes(sizes.ranks,
-                                  std::max(words, std::min(lines, most_line_bytes(sizes.ranks))));
+  LowLatencySizes fewer = sizes;
+  fewer.max_tokens = (lanes_of(sizes.max_tokens).capacity - 1) * kMaxLanes;
+  const uint64_t bytes = bytes_of_any_form(sizes, hidden);
+  return fewer.max_tokens == 0 ? bytes : std::max(bytes, bytes_of_any_form(fewer, hidden));
 }
 
 std::string to_text(const LowLatencyPlan& plan) {

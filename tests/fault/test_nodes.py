@@ -269,10 +269,10 @@ from weft.runtime.bootstrap import TcpAddress
 rank, address = int(sys.argv[1]), sys.argv[2]
 comm = weft.Communicator(TcpAddress(address, rank, 3), timeout_s=100)
 data = torch.ones(1000)
-comm.all_reduce(data)
-if rank == 1:
-    os._exit(7)
 try:
+    comm.all_reduce(data)
+    if rank == 1:
+        os._exit(7)
     while True:
         comm.all_reduce(data)
 except weft.PeerLost as error:

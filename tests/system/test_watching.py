@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import re
 import shutil
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -325,13 +327,17 @@ def test_prometheus_scrapes_a_benchmark_as_the_document_says(tmp_path: Path) -> 
     ) as prometheus:
         try:
             bench = ["bench", "collective", "--ranks", "2", "--device", "cpu", "--calls", "all_reduce"]
-            sizes = ["-b", "64K", "-e", "1M", "-n", "10", "-w", "1", "--no-baseline"]
-            ran = run_program([*WEFT, *bench, *sizes], tmp_path, more={"WEFT_METRICS_PORT": str(first)})
-            assert ran.returncode == 0, ran.stderr[-2000:]
-            seen = _asked(page, 'max_over_time(weft_calls_total{operation="all_reduce"}[10m])')
+            sizes = ["-b", "64K", "-e", "1M", "-n", "500", "-w", "1", "--no-baseline"]
+            until = time.monotonic() + 100
+            seen, rates = [], []
+            while not (seen and rates) and time.monotonic() < until:  # Prometheus may take a while to begin
+                ran = run_program([*WEFT, *bench, *sizes], tmp_path, more={"WEFT_METRICS_PORT": str(first)})
+                assert ran.returncode == 0, ran.stderr[-2000:]
+                with contextlib.suppress(urllib.error.URLError):
+                    seen = _asked(page, 'max_over_time(weft_calls_total{operation="all_reduce"}[10m])')
+                    rates = _asked(page, "max_over_time(rate(weft_bytes_total[2s])[10m:1s])")
             assert sorted(row["metric"]["rank"] for row in seen) == ["0", "1"]
             assert all(float(row["value"][1]) > 0 for row in seen)
-            rates = _asked(page, "max_over_time(rate(weft_bytes_total[2s])[10m:1s])")
             assert any(float(row["value"][1]) > 0 for row in rates)
             below = "histogram_quantile(0.99, max_over_time(weft_call_seconds_bucket[10m]))"
             assert any(0 < float(row["value"][1]) < 60 for row in _asked(page, below))

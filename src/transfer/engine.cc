@@ -467,7 +467,9 @@ Status Engine::wait_for_end(const Transfer& transfer, Deadline until) {
   if (transfer.is_finished()) return {};
   const double allowed_s = until.left_s();
   if (core_->wait(until, [&] { return transfer.is_finished(); })) return {};
-  const std::string whom = transfer.peer_ ? text(", peer '{}'", transfer.peer_->name()) : "";
+  const std::shared_ptr<Peer> peer = transfer.remote_ ? transfer.remote_->peer() : transfer.peer_;
+  const bool is_one = peer && transfer.more_.empty();  // a scatter goes to several, and anyone may send
+  const std::string whom = is_one ? text(", peer '{}'", peer->name()) : "";
   return Status::make(Code::kPeerLost,
                       "transfer.wait: waited {} s for a {} of {} bytes{}: expected done, saw {}", allowed_s,
                       to_string(transfer.kind()), transfer.bytes(), whom, to_string(transfer.phase()));

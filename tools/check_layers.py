@@ -44,7 +44,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "src/plan": PLAN,
     "src/moe": PLAN,
     "src/collective": PLAN,
-    "src/measure": PLAN,
+    "src/measure": PLAN | {"transports/*"},
     "src/bind": PLAN
     | {"src/moe", "src/collective", "src/measure", "src/transfer", "providers", "providers/*"}
     | {"transports/*"},

@@ -52,7 +52,7 @@ struct Side {
     bool came = true;
     if (warp.rank() == 0) {
       const auto* word = reinterpret_cast<const uint64_t*>(mesh.local() + at);
-      came = poll_signal(word, want, a.wait, seen, waited_ns);
+      came = poll_host_signal(word, want, a.wait, seen, waited_ns);
       if (!came) raise(a.wait.fault, Site::kChannelLoop, a.wait.self, a.peer, want, seen, waited_ns);
     }
     return !warp.any(!came);

@@ -44,6 +44,12 @@ enum class Site : uint32_t {
   kPortFlush,       // ... or not finished reading this rank's memory
   kPortRange,       // a port: a place outside the window (expected: its bytes), or not aligned
   kChannelLoop,     // the loop of `weft bench channel`
+  kExpertCapacity,  // a dispatch into bounded outputs: local expert `peer` received more rows than these hold
+  kPackedCapacity,  // ... packed: all experts together did
+  kDispatchSlot,    // dispatch over nodes: the peer, a hub, has not read what was sent to it before
+  kDispatchForward,  // ... the messages of a peer that this rank hands on
+  kCombineSlot,      // combine over nodes: the peer has not read the sums that this rank sent it before
+  kCombineSum,       // ... the sums of another node, from its hub
 };
 
 struct FaultBox {

@@ -54,6 +54,22 @@ struct Bf16 {
   WEFT_DEVICE static Vec16 round(const float (&sums)[kPerVec]) { return round_bf16x8(sums); }
 };
 
+struct Fp16 {
+  static constexpr uint32_t kPerVec = 8;
+
+  WEFT_DEVICE static void add(float (&sums)[kPerVec], const Vec16& vec) {
+    for (uint32_t i = 0; i < 4; ++i) {
+      sums[i] += float_of_f16(vec.words[i] & 0xffffu);
+      sums[4 + i] += float_of_f16(vec.words[i] >> 16);
+    }
+  }
+  WEFT_DEVICE static Vec16 round(const float (&sums)[kPerVec]) {
+    Vec16 vec;
+    for (uint32_t i = 0; i < 4; ++i) vec.words[i] = f16_bits(sums[i]) | f16_bits(sums[4 + i]) << 16;
+    return vec;
+  }
+};
+
 struct Fp32 {
   static constexpr uint32_t kPerVec = 4;
 

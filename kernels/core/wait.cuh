@@ -91,7 +91,15 @@ WEFT_DEVICE bool poll_together(Warp warp, const WaitRule& rule, uint64_t& waited
   return true;
 }
 
-// Polls one signal from one thread. Returns whether it reached `want`; `seen` is the last value read.
+// Polls one signal from one thread. Returns whether it reached `want`; `seen` is the last value read. The signal may
+// lie in memory of the host, which a peek() of a GPU's own memory need not see change.
+WEFT_DEVICE bool poll_host_signal(const uint64_t* signal, uint64_t want, const WaitRule& rule, uint64_t& seen,
+                                  uint64_t& waited_ns) {
+  if (!poll(rule, waited_ns, [&] { return (seen = load_relaxed(signal)) >= want; })) return false;
+  load_acquire(signal);
+  return true;
+}
+// The same of a signal in the rank's own memory, or where it shares that with all its peers.
 WEFT_DEVICE bool poll_signal(const uint64_t* signal, uint64_t want, const WaitRule& rule, uint64_t& seen,
                              uint64_t& waited_ns) {
   if (!poll(rule, waited_ns, [&] { return (seen = peek(signal)) >= want; })) return false;

@@ -9,6 +9,7 @@
 #include "kernels/core/grid.cuh"
 #include "kernels/core/roles.cuh"
 #include "kernels/core/wait.cuh"
+#include "kernels/moe/row_element.h"
 
 namespace weft {
 
@@ -200,8 +201,6 @@ struct HighThroughputShape {
   int64_t top_k;
   int64_t element;  // kElementBf16 or kElementFp32: what combine sums
 };
-inline constexpr int64_t kElementBf16 = 0;
-inline constexpr int64_t kElementFp32 = 1;
 inline constexpr uint32_t kPipeStages = 4;
 inline constexpr uint32_t kPipeBarrierBytes = 128;
 

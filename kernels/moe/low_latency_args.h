@@ -6,6 +6,7 @@
 
 #include "kernels/core/wait.cuh"
 #include "kernels/moe/low_latency_layout.h"
+#include "kernels/moe/row_element.h"
 
 namespace weft {
 
@@ -25,9 +26,9 @@ WEFT_DEVICE constexpr uint64_t shrinks_by(int64_t payload) {
   return payload == kPayloadCopy ? 1 : payload >= kPayloadNvfp4 ? 4 : 2;
 }
 inline constexpr int64_t kReplyReduced =
-    0;  // combine: bf16, one reply per (token, rank): weighted sum of its rows
+    0;  // combine: as it is, one reply per (token, rank): weighted sum of its rows
 inline constexpr int64_t kReplyExact =
-    1;  // combine: bf16, one reply per (token, expert), weighted by the owner
+    1;  // combine: as it is, one reply per (token, expert), weighted by the owner
 inline constexpr int64_t kReplyReducedLog = 2;  // the same two, as LogFMT where a block of channels allows
 inline constexpr int64_t kReplyExactLog = 3;
 
@@ -56,7 +57,9 @@ struct LowLatencyCall {
 };
 static_assert(sizeof(LowLatencyCall) == 176);
 
-// Outputs are [Le][R * M] rows; only the first counts[e] rows of each expert are written.
+// Outputs are [Le][expert_rows] rows; only the first counts[e] rows of each expert are written. With padding in the
+// shape they are packed instead: [max_rows], each expert's behind those of the one before it, beginning at a multiple
+// of the padding.
 struct LowLatencyDispatchArgs {
   LowLatencyCall call;
   const std::byte* x;  // [T] rows of x_row_bytes
@@ -80,8 +83,10 @@ struct LowLatencyDispatchArgs {
   Divisor source_jobs;     // lanes times receive_splits
   uint32_t tiled_scales;   // 1: rows of scales stand in tiles: see tiled_row()
   uint32_t line_tokens;    // so many tokens, or fewer, leave as lines: at most one a lane
+  uint32_t expert_rows;    // of each expert in the outputs, where these are not packed: R * M, or fewer
+  uint32_t max_rows;       // of all experts in packed outputs
 };
-static_assert(sizeof(LowLatencyDispatchArgs) == 336);
+static_assert(sizeof(LowLatencyDispatchArgs) == 344);
 
 // Where matrix units of Blackwell want the first word of row `row` of an expert's scales, `words` to a row,
 // the others kTiledWordStride apart: tiles [row / 128][word] of 128 words, in which rows 32 apart are
@@ -98,7 +103,7 @@ struct LowLatencyCombineArgs {
   const float*
       topk_weights;  // [T][K]; null: those of the dispatch, with kReplyReduced and weights = 1 in the shape
   const int32_t* routes;   // of the dispatch
-  std::byte* combined;     // bf16[T][H]
+  std::byte* combined;     // [T][H]
   Divisor pieces;          // warps that share one reply: the same on all ranks
   Divisor owner_jobs;      // lanes times pieces
   Divisor receive_splits;  // warps that share one token's sum: a multiple of pieces
@@ -122,14 +127,18 @@ struct LowLatencyDispatchShape {
   int64_t scale_bytes;  // of a message; a multiple of 4
   int64_t payload;
   int64_t weights;  // 1: top-k weights travel too
+  int64_t padding;  // 0: rows of an expert have fixed places; else they are packed, at multiples of this
 };
 struct LowLatencyCombineShape {
   int64_t ranks;
   int64_t experts_per_rank;
   int64_t top_k;
-  int64_t row_bytes;  // 2 * H, a multiple of 16
+  int64_t row_bytes;  // of x, a multiple of 16
   int64_t reply;
-  int64_t weights;  // 1: routes hold the dispatch's weights
+  int64_t weights;      // 1: routes hold the dispatch's weights
+  int64_t element;      // of rows of x, and of replies that are not LogFMT
+  int64_t out_element;  // of combined
+  int64_t accumulate;   // 1: sums are added to what combined holds
 };
 
 // LogFMT is decided per block of channels: 1024, or the largest power of two that divides H; each must be

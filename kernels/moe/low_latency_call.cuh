@@ -6,7 +6,8 @@
 // next one, when the stream has ordered all of it; peers need that acknowledgement two calls later.
 #pragma once
 
-#include "kernels/moe/low_latency_ports.cuh"
+#include "kernels/core/reach.cuh"
+#include "kernels/moe/low_latency_ports.h"
 #include "kernels/moe/routes.cuh"
 
 namespace weft {

@@ -95,9 +95,16 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
   if (!is_log(c.shape.reply)) {
     const Wire wire{m.as_lines, c.row_vecs(), c.tag()};
     const RowSource<C, decltype(row_of), GetReady> source{c, wire, row_of, get_ready};
-    return sum_rows<kSendVecs, kSendRows>(
-        c, wire.range(piece, c.a.pieces), count, source,
-        [&](uint32_t index, Vec16 vec) { wire.store(reinterpret_cast<Vec16*>(reply), index, vec); });
+    bool is_made = false;
+    with_row_element(c.shape, [&](auto element) {
+      using Element = decltype(element);
+      is_made = sum_rows<Element, kSendVecs, kSendRows>(
+          c, wire.range(piece, c.a.pieces), count, source,
+          [&](uint32_t index, const float (&sums)[Element::kPerVec]) {
+            wire.store(reinterpret_cast<Vec16*>(reply), index, Element::round(sums));
+          });
+    });
+    return is_made;
   }
   if (!get_ready()) return false;
   const auto block_elems = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2));

@@ -44,6 +44,10 @@ struct Combine {
   // The part of a row that makes one piece of a reply.
   WEFT_DEVICE Range vecs_of(uint32_t piece) const { return part_of(row_vecs(), piece, a.pieces); }
   WEFT_DEVICE uint32_t row_vecs() const { return static_cast<uint32_t>(shape.row_bytes / sizeof(Vec16)); }
+  WEFT_DEVICE uint64_t out_row_bytes() const {
+    return static_cast<uint64_t>(shape.row_bytes) / bytes_of_element(shape.element) *
+           bytes_of_element(shape.out_element);
+  }
   // What a receiver takes at a time, of units that pieces are made of: a part of one piece.
   WEFT_DEVICE Range part_of_units(uint32_t units, uint32_t split) const {
     const Range piece = part_of(units, split / a.piece_splits, a.pieces);

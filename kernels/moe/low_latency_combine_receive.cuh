@@ -152,6 +152,36 @@ WEFT_DEVICE void note_waits(const C& c, const ReplySource<C>& source, uint32_t c
   c.warp.sync();
 }
 
+// One channel of combined, where that has other elements than the replies.
+template <class C>
+WEFT_DEVICE void store_channel(const C& c, std::byte* out, uint32_t channel, float sum) {
+  if (c.shape.out_element == kElementFp32) {
+    float* at = reinterpret_cast<float*>(out) + channel;
+    *at = c.shape.accumulate != 0 ? *at + sum : sum;
+    return;
+  }
+  const bool is_half = c.shape.out_element == kElementFp16;
+  uint16_t* at = reinterpret_cast<uint16_t*>(out) + channel;
+  if (c.shape.accumulate != 0) sum += is_half ? float_of_f16(*at) : float_of_bf16(*at);
+  *at = static_cast<uint16_t>(is_half ? f16_bits(sum) : bf16_bits(sum));
+}
+
+// A vector's sums. One lane.
+template <class Element, class C>
+WEFT_DEVICE void store_sums(const C& c, std::byte* out, uint32_t vec, float (&sums)[Element::kPerVec]) {
+  if (c.shape.out_element == c.shape.element) {
+    Vec16* at = reinterpret_cast<Vec16*>(out) + vec;
+    if (c.shape.accumulate != 0) Element::add(sums, load_vec(at));
+    return store_vec(at, Element::round(sums));
+  }
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < Element::kPerVec; ++i) {
+    // Of 16-bit elements those in the low halves of words come first.
+    const uint32_t channel = Element::kPerVec == 8 ? i % 4 * 2 + i / 4 : i;
+    store_channel(c, out, vec * Element::kPerVec + channel, sums[i]);
+  }
+}
+
 // One part of one token's sum. The warp.
 template <class C>
 WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
@@ -165,7 +195,7 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   list_weights(c, count, [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
   const Span traced(c.a.call.wait.trace, Work::kLowLatencySum, c.warp.rank() == 0);
   const ReplySource<C> source{c, wire, token};
-  std::byte* out = c.a.combined + uint64_t{token} * c.shape.row_bytes;
+  std::byte* out = c.a.combined + uint64_t{token} * c.out_row_bytes();
   if (is_log(c.shape.reply)) {
     const auto unit_bytes = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2) * 2);
     const Range part = c.part_of_units(static_cast<uint32_t>(c.shape.row_bytes) / unit_bytes, split);
@@ -177,8 +207,13 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
     if (wire.lines && c.a.call.wait_cycles && token == 0 && split == 0) note_waits(c, source, count);
     const Range part =
         wire.lines ? wire.range(split, c.a.receive_splits) : c.part_of_units(c.row_vecs(), split);
-    sum_rows<kReceiveVecs, kReceiveRows>(c, part, count, source, [&](uint32_t index, Vec16 vec) {
-      if (wire.holds(index)) store_vec(reinterpret_cast<Vec16*>(out) + wire.vec(index), vec);
+    with_row_element(c.shape, [&](auto element) {
+      using Element = decltype(element);
+      sum_rows<Element, kReceiveVecs, kReceiveRows>(c, part, count, source,
+                                                    [&](uint32_t index, float (&sums)[Element::kPerVec]) {
+                                                      if (wire.holds(index))
+                                                        store_sums<Element>(c, out, wire.vec(index), sums);
+                                                    });
     });
   }
   c.warp.sync();

@@ -19,14 +19,14 @@ inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;
 
 // The sum of weight * element over the `count` listed rows, for this part of what the wire counts.
 // source(held, row, count, first, last) loads kVecs of kRows rows from `row` on, or returns false: no sum is
-// made then. put(index, vec) gets the sums as bf16. The warp.
-template <uint32_t kVecs, uint32_t kRows, class C, class Source, class Put>
+// made then. put(index, sums) gets a vector's sums. The warp.
+template <class Element, uint32_t kVecs, uint32_t kRows, class C, class Source, class Put>
 WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, Source source, Put put) {
   const uint32_t step = c.warp.size();
   WEFT_ROLLED
   for (uint32_t base = part.first; base < part.last; base += kVecs * step) {
     const uint32_t first = base + c.warp.rank();
-    float sums[kVecs][Bf16::kPerVec] = {};
+    float sums[kVecs][Element::kPerVec] = {};
     WEFT_ROLLED
     for (uint32_t row = 0; row < count; row += kRows) {
       Vec16 held[kRows][kVecs] = {};
@@ -38,16 +38,16 @@ WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, Source source,
         WEFT_UNROLL
         for (uint32_t v = 0; v < kVecs; ++v) {
           if (first + v * step >= part.last) continue;
-          float values[Bf16::kPerVec] = {};
-          Bf16::add(values, held[r][v]);
-          for (uint32_t e = 0; e < Bf16::kPerVec; ++e)
+          float values[Element::kPerVec] = {};
+          Element::add(values, held[r][v]);
+          for (uint32_t e = 0; e < Element::kPerVec; ++e)
             sums[v][e] = add(sums[v][e], multiply(weight, values[e]));
         }
       }
     }
     WEFT_UNROLL
     for (uint32_t v = 0; v < kVecs; ++v)
-      if (first + v * step < part.last) put(first + v * step, Bf16::round(sums[v]));
+      if (first + v * step < part.last) put(first + v * step, sums[v]);
   }
   return true;
 }

@@ -29,7 +29,12 @@ struct Dispatch {
   }
   WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
   WEFT_DEVICE bool has_weights() const { return shape.weights != 0; }
-  WEFT_DEVICE uint32_t rows_per_expert() const { return ranks() * a.call.max_tokens; }
+  // Whether rows of an expert stand behind those of the one before it.
+  WEFT_DEVICE bool is_packed() const { return shape.padding != 0; }
+  WEFT_DEVICE uint32_t padded(uint32_t rows) const {
+    const uint32_t padding = shape.padding != 0 ? static_cast<uint32_t>(shape.padding) : 1;
+    return (rows + padding - 1) / padding * padding;
+  }
   WEFT_DEVICE Lanes lanes() const { return a.call.lanes; }
   WEFT_DEVICE MessageLayout message() const {
     return message_layout(shape.top_k, has_weights(), shape.row_bytes, shape.scale_bytes);
@@ -78,7 +83,7 @@ struct Dispatch {
 
   WEFT_DEVICE DispatchShared shared() const {
     return dispatch_shared(shape.ranks, shape.experts_per_rank, shape.top_k, block.warps(), message(),
-                           a.line_tokens != 0);
+                           a.line_tokens != 0, is_packed());
   }
   template <class T>
   WEFT_DEVICE T* at(uint64_t offset) const {
@@ -90,6 +95,7 @@ struct Dispatch {
   WEFT_DEVICE uint32_t* found() const { return at<uint32_t>(shared().found); }
   WEFT_DEVICE uint32_t* so_far() const { return at<uint32_t>(shared().so_far); }
   WEFT_DEVICE uint32_t* begin() const { return at<uint32_t>(shared().begin); }
+  WEFT_DEVICE uint32_t* expert_rows() const { return at<uint32_t>(shared().rows); }
   // Of the current token, by slot; a slot without an expert has rank R.
   WEFT_DEVICE int32_t* slot_choice() const { return at<int32_t>(shared().slot); }
   WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().slot) + top_k(); }

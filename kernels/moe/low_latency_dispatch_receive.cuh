@@ -23,7 +23,8 @@ WEFT_DEVICE uint64_t scales_of(const D& d, uint32_t expert, uint64_t in_expert) 
   return expert * d.a.scale_expert_stride + row;
 }
 
-// Where the row of slot k of the message in head() goes, or -1: not here.
+// Where the row of slot k of the message in head() goes, or -1: not here. Packed rows are all of one expert, as far as
+// places go.
 struct RowPlace {
   int32_t row;
   uint32_t expert;
@@ -36,8 +37,11 @@ WEFT_DEVICE RowPlace row_place(const D& d, uint32_t source, uint32_t k) {
   // A rank that disagrees about sizes, which the call reports, may have written over this message.
   if (expert >= d.own_experts() || d.gives()[source] == 0) return {-1, 0, 0};
   const uint64_t in_expert = d.begin()[source * d.local_experts() + expert] + head[d.message().place + k];
-  if (in_expert >= d.rows_per_expert()) return {-1, 0, 0};
-  return {static_cast<int32_t>(expert * d.rows_per_expert() + in_expert), expert, in_expert};
+  if (d.is_packed())
+    return in_expert < d.a.max_rows ? RowPlace{static_cast<int32_t>(in_expert), 0, in_expert}
+                                    : RowPlace{-1, 0, 0};
+  if (in_expert >= d.a.expert_rows) return {-1, 0, 0};
+  return {static_cast<int32_t>(expert * d.a.expert_rows + in_expert), expert, in_expert};
 }
 
 // One lane per slot: lists in rows() where the rows of the message in head() go, and returns how many. The

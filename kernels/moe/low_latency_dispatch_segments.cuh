@@ -63,6 +63,35 @@ WEFT_DEVICE void check_sources(const D& d) {
   d.warp.sync();
 }
 
+// The same warp, when it knows how many rows each expert has: begin()[source][expert] becomes a place among all rows.
+template <class D>
+WEFT_DEVICE void pack_segments(const D& d, bool reports) {
+  d.warp.sync();
+  uint32_t at = 0, counted = 0;  // rows of experts before `counted`, with their padding
+  auto count_up_to = [&](uint32_t expert) {
+    for (; counted < expert; ++counted) at += d.padded(d.expert_rows()[counted]);
+  };
+  WEFT_ROLLED
+  for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size()) {
+    count_up_to(expert);
+    WEFT_ROLLED
+    for (uint32_t source = 0; source < d.ranks(); ++source) {
+      uint32_t& segment = d.begin()[source * d.local_experts() + expert];
+      if (reports) {
+        const uint32_t next = source + 1 < d.ranks() ? d.begin()[(source + 1) * d.local_experts() + expert]
+                                                     : d.expert_rows()[expert];
+        d.a.layout_range[uint64_t{expert} * d.ranks() + source] =
+            static_cast<int64_t>(uint64_t{at + segment} << 32 | (next - segment));
+      }
+      segment += at;
+    }
+  }
+  if (!reports || d.warp.rank() != 0) return;
+  count_up_to(d.own_experts());
+  if (at > d.a.max_rows)
+    raise(d.a.call.wait.fault, Site::kPackedCapacity, d.a.call.wait.self, 0, d.a.max_rows, at, 0);
+}
+
 // One warp: waits for the counts of all sources; begin()[source][expert] becomes where its segment begins.
 // The last block also reports them.
 template <class D>
@@ -85,19 +114,23 @@ WEFT_DEVICE void find_segments(const D& d) {
       uint32_t& segment = d.begin()[source * d.local_experts() + expert];
       const uint32_t count = d.gives()[source] != 0 ? segment : 0;
       segment = begin;
-      if (reports)
+      if (reports && !d.is_packed())
         d.a.layout_range[uint64_t{expert} * d.ranks() + source] =
             static_cast<int64_t>(uint64_t{begin} << 32 | count);
       begin += count;
     }
+    if (d.is_packed()) d.expert_rows()[expert] = begin;
     if (!reports) continue;
-    // Only tokens that name an expert more than once can bring more rows than there are tokens.
-    if (begin > d.rows_per_expert())
-      raise(d.a.call.wait.fault, Site::kLowLatencyCapacity, d.a.call.wait.self, expert, d.rows_per_expert(),
-            begin, 0);
+    // Of R * M rows only tokens that name an expert more than once can bring too many.
+    if (!d.is_packed() && begin > d.a.expert_rows)
+      raise(d.a.call.wait.fault,
+            d.a.expert_rows < d.ranks() * d.a.call.max_tokens ? Site::kExpertCapacity
+                                                              : Site::kLowLatencyCapacity,
+            d.a.call.wait.self, expert, d.a.expert_rows, begin, 0);
     d.a.counts[expert] = static_cast<int32_t>(begin);
     if (d.a.expert_stats) d.a.expert_stats[expert] += static_cast<int32_t>(begin);
   }
+  if (d.is_packed()) pack_segments(d, reports);
   if (reports && d.warp.rank() == 0) {
     *reinterpret_cast<uint64_t*>(d.a.routes + d.routes().epoch) = d.epoch.number;
     d.a.routes[d.routes().lines] = d.sends_lines() ? 1 : 0;

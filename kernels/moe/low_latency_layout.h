@@ -221,6 +221,7 @@ struct DispatchShared {
   uint64_t place;    // std::byte*[K]  where its message goes there
   uint64_t so_far;   // u32[R][Le] this rank's rows before the current token, by expert
   uint64_t begin;    // u32[R][Le] where segments begin, by source and local expert
+  uint64_t rows;     // u32[Le] of each expert, where outputs are packed
   uint64_t row;      // i32[warps][K]  the current message's rows, by warp
   uint64_t scales;   // u64[warps][K]  where the scales of each begin
   uint64_t head;     // [warps] the head of the current message, where it came as lines
@@ -230,7 +231,8 @@ struct DispatchShared {
 };
 WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t experts_per_rank,
                                                      uint64_t top_k, uint64_t warps,
-                                                     const MessageLayout& message, bool has_image) {
+                                                     const MessageLayout& message, bool has_image,
+                                                     bool is_packed) {
   Carver carver(16);
   DispatchShared at{};
   at.present = carver.take(ranks * 4, 16);
@@ -243,6 +245,7 @@ WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t ex
   at.place = carver.take(top_k * 8, 16);
   at.so_far = carver.take(ranks * experts_per_rank * 4, 16);
   at.begin = carver.take(ranks * experts_per_rank * 4, 16);
+  at.rows = carver.take(is_packed ? experts_per_rank * 4 : 0, 16);
   at.row = carver.take(warps * top_k * 4, 16);
   at.scales = carver.take(warps * top_k * 8, 16);
   at.head = carver.take(warps * message.row, 16);

@@ -4,7 +4,7 @@
 // which dispatch it means; nobody writes to a peer before that peer has said so.
 #pragma once
 
-#include "kernels/core/channel.cuh"
+#include "kernels/core/reach.cuh"
 #include "kernels/moe/high_throughput_args.h"
 
 namespace weft {
@@ -21,6 +21,29 @@ WEFT_DEVICE const ReadyRecord* ready_record(const ReadyExchange& x, const MeshT&
                                             uint32_t peer) {
   const auto* records = reinterpret_cast<const ReadyRecord*>(mesh.local() + x.record_at);
   return records + (epoch & 1) * mesh.ranks() + peer;
+}
+
+// One lane per peer, where some may be behind ports: those get this rank's own copy of its record, and the signal behind it.
+template <class MeshT>
+WEFT_DEVICE void post_ready_to_ports(const ReadyExchange& x, Warp warp, const MeshT& mesh,
+                                     const ReadyRecord& mine, uint64_t epoch) {
+  const uint64_t offset = x.record_at + ((epoch & 1) * mesh.ranks() + mesh.rank()) * sizeof(ReadyRecord);
+  const uint64_t signal = x.signal_at + mesh.rank() * 8;
+  const auto* words = reinterpret_cast<const uint64_t*>(&mine);
+  const auto write = [&](std::byte* window) {
+    auto* record = reinterpret_cast<uint64_t*>(window + offset);
+    for (uint32_t i = 0; i < sizeof(ReadyRecord) / 8; ++i) store_relaxed(record + i, words[i]);
+  };
+  if (warp.rank() == 0) write(mesh.local());
+  warp.sync();
+  for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
+    if (is_port(mesh, peer)) {
+      mesh.to(peer).put_with_signal(OneThread{}, offset, offset, sizeof(ReadyRecord), signal, epoch);
+      continue;
+    }
+    write(near_window(mesh, peer));
+    put_word(mesh, peer, signal, epoch);
+  }
 }
 
 // One lane per peer.
@@ -58,7 +81,12 @@ WEFT_DEVICE bool exchange_ready(const ReadyExchange& x, Block block, Warp warp, 
                                 uint32_t* shared_flag) {
   if (warp.index() == 0) {
     const bool takes_part = !is_void(rule, load_gave_up(rule));
-    if (block.index() == 0 && takes_part) post_ready(x, warp, mesh, mine, epoch);
+    if (block.index() == 0 && takes_part) {
+      if constexpr (kHasPorts<MeshT>)
+        post_ready_to_ports(x, warp, mesh, mine, epoch);
+      else
+        post_ready(x, warp, mesh, mine, epoch);
+    }
     const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + x.signal_at);
     bool ready = takes_part && wait_all_peers(warp, mesh.ranks(), epoch, x.silent, rule,
                                               [&](uint32_t peer) { return signals + peer; });

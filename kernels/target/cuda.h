@@ -164,6 +164,14 @@ WEFT_DEVICE void store_relaxed(uint32_t* at, uint32_t value) {
 WEFT_DEVICE void store_relaxed(uint64_t* at, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
+// Two words that share 16 aligned bytes: whoever acquires the second sees the first, since both are one write on the
+// bus. Released, they also publish what the thread knew before.
+WEFT_DEVICE void store_pair_release(uint64_t* at, uint64_t first, uint64_t second) {
+  asm volatile("st.release.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(first), "l"(second) : "memory");
+}
+WEFT_DEVICE void store_pair(uint64_t* at, uint64_t first, uint64_t second) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(first), "l"(second) : "memory");
+}
 // Tells a peer of what launches before this one did, which their end has made visible and finished.
 WEFT_DEVICE void store_after_launch(uint64_t* at, uint64_t value) {
   store_relaxed(at, value);

@@ -178,6 +178,15 @@ WEFT_DEVICE void store_relaxed(uint32_t* at, uint32_t value) {
 WEFT_DEVICE void store_relaxed(uint64_t* at, uint64_t value) {
   __hip_atomic_store(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
+// Two words that share 16 aligned bytes: whoever acquires the second sees the first. Released, they also publish what
+// the thread knew before.
+WEFT_DEVICE void store_pair_release(uint64_t* at, uint64_t first, uint64_t second) {
+  store_relaxed(at, first);
+  store_release(at + 1, second);
+}
+WEFT_DEVICE void store_pair(uint64_t* at, uint64_t first, uint64_t second) {
+  store_pair_release(at, first, second);
+}
 WEFT_DEVICE uint32_t add_release(uint32_t* at, uint32_t value) {
   return __hip_atomic_fetch_add(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
 }

@@ -169,6 +169,16 @@ T add_release(T* at, T value) {
   publish_streaming_stores();
   return std::atomic_ref<T>(*at).fetch_add(value, std::memory_order_release);
 }
+// Two words that share 16 aligned bytes: whoever acquires the second sees the first. Released, they also publish what
+// the thread knew before.
+inline void store_pair_release(uint64_t* at, uint64_t first, uint64_t second) {
+  store_relaxed(at, first);
+  store_release(at + 1, second);
+}
+inline void store_pair(uint64_t* at, uint64_t first, uint64_t second) {
+  store_relaxed(at, first);
+  std::atomic_ref<uint64_t>(at[1]).store(second, std::memory_order_release);
+}
 // Tells a peer of what launches before this one did, which their end has finished.
 inline void store_after_launch(uint64_t* at, uint64_t value) {
   store_release(at, value);

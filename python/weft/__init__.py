@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weft.moe.elastic_handle import EPHandle
     from weft.moe.events import EventHandle, EventOverlap
     from weft.moe.hybrid import HybridEPBuffer
+    from weft.moe.p2p import P2PAllToAll, P2PRows
     from weft.runtime.communicator import Communicator, Window
     from weft.runtime.metrics import metrics
 
@@ -31,6 +32,8 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",
+    "P2PAllToAll",
+    "P2PRows",
     "PeerLost",
     "Window",
     "__version__",
@@ -49,6 +52,8 @@ _LAZY = {
     "EventHandle": "weft.moe.events",
     "EventOverlap": "weft.moe.events",
     "HybridEPBuffer": "weft.moe.hybrid",
+    "P2PAllToAll": "weft.moe.p2p",
+    "P2PRows": "weft.moe.p2p",
     "metrics": "weft.runtime.metrics",
 }
 

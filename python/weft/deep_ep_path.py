@@ -14,9 +14,14 @@ from weft.errors import Error
 
 def folder() -> Path:
     """Return the folder that holds ``deep_ep`` and ``deep_ep_cpp``. Raises: Error where it is not installed."""
-    path = Path(__file__).parent / "compat" / "deep_ep"
-    if not (path / "deep_ep" / "__init__.py").is_file():
-        raise Error(f"{path} has no deep_ep: this installation of Weft lacks its drop-in", "unsupported")
+    return drop_in_folder("deep_ep")
+
+
+def drop_in_folder(name: str) -> Path:
+    """Return the folder that holds the drop-in for a package. Raises: Error where it is not installed."""
+    path = Path(__file__).parent / "compat" / name
+    if not (path / name / "__init__.py").is_file():
+        raise Error(f"{path} has no {name}: this installation of Weft lacks its drop-in", "unsupported")
     return path
 
 

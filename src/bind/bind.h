@@ -20,7 +20,11 @@ void bind_measure(nanobind::module_& module);
 void bind_moe(nanobind::module_& module);
 void bind_runtime(nanobind::module_& module);
 void bind_tally(nanobind::module_& module);
+void bind_tensors(nanobind::module_& module);
 void bind_transfer(nanobind::module_& module);
+
+// "cpu" or "cuda:N"; throws for anything else.
+Device parse_device(const std::string& name);
 
 // Addresses cross as integers.
 template <class T>

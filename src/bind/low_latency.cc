@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // weft._core.LowLatency: the low-latency calls of a MoeBuffer. A form is planned once; then a call is one
-// trip into the core, with addresses by position.
+// trip into the core, with tensors by position.
 #include <nanobind/nanobind.h>
 
 #include <memory>
 #include <utility>
 
 #include "bind/bind.h"
+#include "bind/tensors.h"
 #include "moe/buffer.h"
 #include "moe/low_latency.h"
 
@@ -59,12 +60,20 @@ class FormCalls {
 
   void receive(const Sent& sent) {
     nb::gil_scoped_release released;
-    const bool is_captured = value_or_throw(mode_->begin_phase(sent.stream));
-    check(mode_->launch(*sent.plan, sent.memory, sent.ticket, kPhaseReceive, sent.stream));
-    check(mode_->end_phase(sent.stream, is_captured));
+    receive(*sent.plan, sent.memory, sent.ticket, sent.stream);
+  }
+  // A call that another form sent, perhaps: outputs may differ.
+  void receive_into(const Memory& memory, uint32_t ticket, void* stream) {
+    nb::gil_scoped_release released;
+    receive(*plan_, memory, ticket, stream);
   }
 
  private:
+  void receive(const Planned& plan, const Memory& memory, uint32_t ticket, void* stream) {
+    const bool is_captured = value_or_throw(mode_->begin_phase(stream));
+    check(mode_->launch(plan, memory, ticket, kPhaseReceive, stream));
+    check(mode_->end_phase(stream, is_captured));
+  }
   Status check_ids(const Memory& memory) const {
     const auto& form = plan_->form;
     return mode_->check_ids(memory.topk_idx, form.id_bytes, uint64_t{form.tokens} * form.top_k, form.experts);
@@ -77,11 +86,13 @@ class FormCalls {
 using DispatchCalls = FormCalls<PlannedDispatch, LowLatencyDispatchMemory>;
 using CombineCalls = FormCalls<PlannedCombine, LowLatencyCombineMemory>;
 
-LowLatencyDispatchMemory dispatch_memory(uint64_t x, uint64_t x_scales, uint64_t topk_idx,
-                                         uint64_t topk_weights, uint64_t expert_stats, uint64_t wait_cycles,
-                                         uint64_t out, uint64_t out_scales, uint64_t src_info,
-                                         uint64_t layout_range, uint64_t counts, uint64_t routes,
-                                         uint64_t out_weights, uint64_t out_source) {
+LowLatencyDispatchMemory dispatch_memory(TensorAddress x, TensorAddress x_scales, TensorAddress topk_idx,
+                                         TensorAddress topk_weights, TensorAddress expert_stats,
+                                         TensorAddress wait_cycles, TensorAddress out,
+                                         TensorAddress out_scales, TensorAddress src_info,
+                                         TensorAddress layout_range, TensorAddress counts,
+                                         TensorAddress routes, TensorAddress out_weights,
+                                         TensorAddress out_source) {
   return {pointer<void>(x),
           pointer<void>(x_scales),
           pointer<void>(topk_idx),
@@ -98,28 +109,39 @@ LowLatencyDispatchMemory dispatch_memory(uint64_t x, uint64_t x_scales, uint64_t
           pointer<int32_t>(out_source)};
 }
 
-LowLatencyCombineMemory combine_memory(uint64_t x, uint64_t topk_idx, uint64_t topk_weights, uint64_t routes,
-                                       uint64_t combined, uint64_t wait_cycles, uint64_t signals) {
+LowLatencyCombineMemory combine_memory(TensorAddress x, TensorAddress topk_idx, TensorAddress topk_weights,
+                                       TensorAddress routes, TensorAddress combined,
+                                       TensorAddress wait_cycles, TensorAddress signals) {
   return {pointer<void>(x),         pointer<void>(topk_idx), pointer<float>(topk_weights),
           pointer<int32_t>(routes), pointer<void>(combined), pointer<uint64_t>(wait_cycles),
           pointer<void>(signals)};
 }
 
-// run() and send() with the fields of a call's memory by position, then the streams.
-template <class Calls, class Memory, class... Address>
-void def_calls(nb::class_<Calls>& into, Memory (*memory)(Address...)) {
+// run() and send() with the tensors of a call by position, None for one that is left out, then the streams.
+template <class Calls, class Memory, class... Tensor>
+void def_calls(nb::class_<Calls>& into, Memory (*memory)(Tensor...)) {
   into.def("run",
-           [memory](Calls& self, Address... at, uint64_t stream, uint64_t after, bool joins) {
+           [memory](Calls& self, Tensor... at, uint64_t stream, uint64_t after, bool joins) {
              return self.run(memory(at...), pointer<void>(stream), pointer<void>(after), joins);
            })
-      .def("send", [memory](Calls& self, Address... at,
+      .def("send", [memory](Calls& self, Tensor... at,
                             uint64_t stream) { return self.send(memory(at...), pointer<void>(stream)); })
-      .def("receive", &Calls::receive, nb::arg("sent"));
+      .def("receive_into",
+           [memory](Calls& self, Tensor... at, uint32_t ticket, uint64_t stream) {
+             self.receive_into(memory(at...), ticket, pointer<void>(stream));
+           })
+      .def(
+          "receive", [](Calls& self, const typename Calls::Sent& sent) { self.receive(sent); },
+          nb::arg("sent"));
 }
 
 void bind_calls(nb::module_& module) {
-  nb::class_<SentDispatch>(module, "SentDispatch").def_ro("number", &SentDispatch::number);
-  nb::class_<SentCombine>(module, "SentCombine").def_ro("number", &SentCombine::number);
+  nb::class_<SentDispatch>(module, "SentDispatch")
+      .def_ro("number", &SentDispatch::number)
+      .def_ro("ticket", &SentDispatch::ticket);
+  nb::class_<SentCombine>(module, "SentCombine")
+      .def_ro("number", &SentCombine::number)
+      .def_ro("ticket", &SentCombine::ticket);
   nb::class_<DispatchCalls> dispatch(module, "LowLatencyDispatchCalls");
   def_calls(dispatch, &dispatch_memory);
   nb::class_<CombineCalls> combine(module, "LowLatencyCombineCalls");
@@ -139,6 +161,9 @@ void bind_low_latency(nb::module_& module) {
   module.attr("PAYLOAD_MXFP8") = kPayloadMxfp8;
   module.attr("PAYLOAD_NVFP4") = kPayloadNvfp4;
   module.attr("PAYLOAD_NVFP4_EXPONENT") = kPayloadNvfp4Exponent;
+  module.attr("ELEMENT_BF16") = kElementBf16;
+  module.attr("ELEMENT_FP32") = kElementFp32;
+  module.attr("ELEMENT_FP16") = kElementFp16;
   module.attr("REPLY_REDUCED") = kReplyReduced;
   module.attr("REPLY_EXACT") = kReplyExact;
   module.attr("REPLY_EXACT_LOG") = kReplyExactLog;
@@ -172,7 +197,7 @@ void bind_low_latency(nb::module_& module) {
           [](LowLatency& self, uint32_t max_tokens, uint32_t tokens, uint32_t top_k, uint32_t experts,
              uint32_t id_bytes, int64_t payload, uint32_t row_bytes, uint32_t scale_bytes, bool has_weights,
              uint64_t scale_expert_stride, uint64_t scale_row_stride, uint64_t scale_word_stride,
-             bool tiled_scales) {
+             bool tiled_scales, uint32_t expert_rows, uint32_t padding, uint32_t max_rows) {
             const LowLatencyDispatchForm form{max_tokens,
                                               tokens,
                                               top_k,
@@ -185,31 +210,37 @@ void bind_low_latency(nb::module_& module) {
                                               scale_expert_stride,
                                               scale_row_stride,
                                               scale_word_stride,
-                                              tiled_scales};
+                                              tiled_scales,
+                                              expert_rows,
+                                              padding,
+                                              max_rows};
             // The first of a form compiles its kernel.
             return DispatchCalls(self, value_or_throw(without_gil([&] { return self.plan(form); })));
           },
           nb::kw_only(), nb::arg("max_tokens"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
           nb::arg("id_bytes"), nb::arg("payload"), nb::arg("row_bytes"), nb::arg("scale_bytes"),
           nb::arg("has_weights"), nb::arg("scale_expert_stride"), nb::arg("scale_row_stride"),
-          nb::arg("scale_word_stride"), nb::arg("tiled_scales"), nb::keep_alive<0, 1>())
+          nb::arg("scale_word_stride"), nb::arg("tiled_scales"), nb::arg("expert_rows") = 0,
+          nb::arg("padding") = 0, nb::arg("max_rows") = 0, nb::keep_alive<0, 1>())
       .def(
           "plan_combine",
           [](LowLatency& self, uint32_t max_tokens, uint32_t tokens, uint32_t top_k, uint32_t experts,
              uint32_t id_bytes, int64_t reply, uint32_t row_bytes, bool has_weights,
              bool dispatch_had_weights, uint32_t signal_value, uint32_t signals_per_expert,
-             uint32_t signal_rows, uint32_t num_sms) {
+             uint32_t signal_rows, uint32_t num_sms, int64_t element, int64_t out_element, bool accumulate) {
             const LowLatencyCombineForm form{max_tokens,  tokens,       top_k,
                                              experts,     id_bytes,     reply,
                                              row_bytes,   has_weights,  dispatch_had_weights,
                                              row_bytes,   signal_value, signals_per_expert,
-                                             signal_rows, num_sms};
+                                             signal_rows, num_sms,      element,
+                                             out_element, accumulate};
             return CombineCalls(self, value_or_throw(without_gil([&] { return self.plan(form); })));
           },
           nb::kw_only(), nb::arg("max_tokens"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
           nb::arg("id_bytes"), nb::arg("reply"), nb::arg("row_bytes"), nb::arg("has_weights"),
           nb::arg("dispatch_had_weights"), nb::arg("signal_value"), nb::arg("signals_per_expert"),
-          nb::arg("signal_rows"), nb::arg("num_sms"), nb::keep_alive<0, 1>())
+          nb::arg("signal_rows"), nb::arg("num_sms"), nb::arg("element") = kElementBf16,
+          nb::arg("out_element") = kElementBf16, nb::arg("accumulate") = false, nb::keep_alive<0, 1>())
       .def("routes_words", &LowLatency::routes_words, nb::arg("max_tokens"), nb::arg("top_k"),
            nb::arg("experts"), nb::arg("has_weights"))
       .def(

@@ -10,7 +10,7 @@
 
 #include "bind/bind.h"
 #include "measure/channel_loop.h"
-#include "transports/proxy/measure.h"
+#include "measure/fifo_load.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -66,19 +66,22 @@ void bind_measure(nb::module_& module) {
           },
           "bytes"_a);
   module.def(
-      "proxy_fifo_seconds",
-      [](uint32_t producers, uint64_t count, uint64_t capacity) {
-        return without_gil(
-            [&] { return value_or_throw(proxy::measure_fifo(producers, count, capacity)).seconds; });
+      "fifo_seconds",
+      [](const std::string& device, uint32_t producers, uint64_t count, uint64_t capacity) {
+        const Device on = parse_device(device);
+        return without_gil([&] { return value_or_throw(measure_fifo(on, producers, count, capacity)); });
       },
-      "producers"_a, "count"_a, "capacity"_a);
+      "device"_a, "producers"_a, "count"_a, "capacity"_a);
+  // round_trip_us, push_to_pop_us, look_us
   module.def(
-      "proxy_push_to_pop_us",
-      [](uint64_t count, uint64_t capacity) {
-        return without_gil(
-            [&] { return value_or_throw(proxy::measure_push_to_pop(count, capacity)).push_to_pop_us; });
+      "fifo_trips",
+      [](const std::string& device, uint64_t count, uint64_t capacity) {
+        const Device on = parse_device(device);
+        const FifoTrips trips =
+            without_gil([&] { return value_or_throw(measure_fifo_trips(on, count, capacity)); });
+        return nb::make_tuple(trips.round_trip_us, trips.push_to_pop_us, trips.look_us);
       },
-      "count"_a, "capacity"_a);
+      "device"_a, "count"_a, "capacity"_a);
 }
 
 }  // namespace weft

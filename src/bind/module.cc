@@ -17,5 +17,6 @@ NB_MODULE(_core, module) {
   weft::bind_elastic(module);
   weft::bind_runtime(module);
   weft::bind_tally(module);
+  weft::bind_tensors(module);
   weft::bind_transfer(module);
 }

@@ -32,11 +32,14 @@ void bind_moe(nb::module_& module) {
   nb::class_<HandleMemory>(module, "HandleMemory")
       .def(
           "__init__",
-          [](HandleMemory* self, uint64_t send_row, uint64_t slot_base, uint64_t prefix, uint64_t sum_place) {
+          [](HandleMemory* self, uint64_t send_row, uint64_t slot_base, uint64_t prefix, uint64_t sum_place,
+             uint64_t routes, uint64_t records) {
             new (self) HandleMemory{pointer<int32_t>(send_row), pointer<int32_t>(slot_base),
-                                    pointer<int32_t>(prefix), pointer<int32_t>(sum_place)};
+                                    pointer<int32_t>(prefix),   pointer<int32_t>(sum_place),
+                                    pointer<int32_t>(routes),   pointer<int32_t>(records)};
           },
-          nb::arg("send_row"), nb::arg("slot_base"), nb::arg("prefix"), nb::arg("sum_place") = 0);
+          nb::arg("send_row"), nb::arg("slot_base"), nb::arg("prefix"), nb::arg("sum_place") = 0,
+          nb::arg("routes") = 0, nb::arg("records") = 0);
   nb::class_<Notified>(module, "Notified")
       .def_ro("handle_id", &Notified::handle_id)
       .def_ro("received_rows", &Notified::received_rows)
@@ -165,8 +168,14 @@ void bind_moe(nb::module_& module) {
             check(without_gil([&] { return self.make_room_for(format, rows, staging_rows); }));
           },
           nb::kw_only(), nb::arg("format"), nb::arg("rows"), nb::arg("staging_rows"))
+      .def_prop_ro("islands", &MoeBuffer::islands)
+      .def("route_words", &MoeBuffer::route_words, nb::arg("tokens"))
+      .def("record_words", &MoeBuffer::record_words, nb::arg("sent_rows"), nb::arg("received_rows"))
+      .def("most_staging_rows", &MoeBuffer::most_staging_rows, nb::arg("worst_rows"),
+           nb::arg("most_sent_rows"))
       .def_prop_ro("handle_buffer_key", &MoeBuffer::handle_buffer_key)
       .def("give_back", &MoeBuffer::give_back, nb::arg("offset"))
+      .def_prop_ro("largest_piece_bytes", &MoeBuffer::largest_piece)
       .def("give_back_after",
            [](MoeBuffer& self, uint64_t offset, uint64_t stream) {
              return value_or_throw(self.returned_pieces().give_back(offset, pointer<void>(stream)));
@@ -183,7 +192,10 @@ void bind_moe(nb::module_& module) {
       .def_prop_ro("window_bytes", [](MoeBuffer& self) { return self.window().bytes(); })
       .def_prop_ro("low_latency_begin", &MoeBuffer::low_latency_begin)
       .def_prop_ro("low_latency_end", &MoeBuffer::low_latency_end);
-  module.def("worst_case_bytes", &worst_case_bytes, nb::arg("format"), nb::arg("rows"));
+  module.def(
+      "worst_case_bytes",
+      [](const RowFormat& format, uint64_t rows) { return worst_case_bytes(format, rows, rows); },
+      nb::arg("format"), nb::arg("rows"));
   module.attr("HANDLE_NUMBER_BITS") = kHandleNumberBits;
   module.def("span_name", &span_name, nb::arg("what"));
 }

@@ -74,15 +74,6 @@ class PythonBootstrap : public Bootstrap {
   nb::object object_;
 };
 
-Device parse_device(const std::string& name) {
-  if (name == "cpu") return Device{};
-  if (name.rfind("cuda:", 0) == 0 && name.size() > 5 && name.size() < 9 &&
-      name.find_first_not_of("0123456789", 5) == std::string::npos)
-    return Device{Device::Kind::kCuda, std::stoi(name.substr(5))};
-  check(Status::invalid("device: got '{}', allowed: cpu or cuda:N", name));
-  return Device{};
-}
-
 std::shared_ptr<Communicator> create_communicator(nb::object bootstrap, const std::string& device,
                                                   double timeout_s, const std::string& transport) {
   const Device parsed = parse_device(device);
@@ -201,6 +192,7 @@ void bind_communicator(nb::module_& module) {
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("size", &Communicator::size)
       .def_prop_ro("timeout_s", &Communicator::timeout_s)
+      .def_prop_ro("why_not_all_mapped", &Communicator::why_not_all_mapped)
       .def_prop_ro("device", [](const Communicator& comm) { return text("{}", comm.device()); })
       .def_prop_ro("sharing", [](const Communicator& comm) { return text("{}", comm.sharing()); })
       .def_prop_ro("facts",
@@ -280,6 +272,15 @@ void bind_window(nb::module_& module) {
 }
 
 }  // namespace
+
+Device parse_device(const std::string& name) {
+  if (name == "cpu") return Device{};
+  if (name.rfind("cuda:", 0) == 0 && name.size() > 5 && name.size() < 9 &&
+      name.find_first_not_of("0123456789", 5) == std::string::npos)
+    return Device{Device::Kind::kCuda, std::stoi(name.substr(5))};
+  check(Status::invalid("device: got '{}', allowed: cpu or cuda:N", name));
+  return Device{};
+}
 
 void bind_runtime(nb::module_& module) {
   bind_communicator(module);

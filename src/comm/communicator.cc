@@ -221,7 +221,12 @@ Status Communicator::connect(std::string_view transport) {
       addresses_[peer].key = 0;
   }
   parcels_->connect(addresses_);
-  WEFT_TRY_ASSIGN(sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing));
+  const auto has_port = [&](const std::vector<const Transport*>& of_rank) {
+    return std::ranges::any_of(
+        of_rank, [&](const Transport* taken) { return taken && reach_of(usable, taken) == Reach::kPort; });
+  };
+  WEFT_TRY_ASSIGN(sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing,
+                                           std::ranges::any_of(chosen, has_port)));
   return open_links(chosen, usable);
 }
 

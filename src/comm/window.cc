@@ -99,10 +99,10 @@ Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Communicator> com
 
 Window::~Window() {
   if (is_known_) comm_->remove_window(number_);
-  if (Link* ports = comm_->port_link()) ports->forget(number_, 0);
-  // Kernels in flight may still use what is about to be unmapped; their waits are bounded, so this one is
-  // too.
+  // Kernels in flight may still use what is about to be unmapped, and put from it; their waits are bounded, so this
+  // one is too.
   if (!comm_->device().is_host() && bytes_ > 0) (void)logged(wait_for_device(comm_->device().ordinal));
+  if (Link* ports = comm_->port_link()) ports->forget(number_, 0);
 }
 
 Status Window::grow(uint64_t at_least_bytes) {

@@ -10,6 +10,7 @@
 #include "kernels/collective/exchange.cuh"
 #include "kernels/collective/program.cuh"
 #include "kernels/core/channel_loop.cuh"
+#include "kernels/core/fifo_load.cuh"
 #include "kernels/core/hybrid.cuh"
 #include "kernels/moe/engram.cuh"
 #include "kernels/moe/high_throughput_combine.cuh"
@@ -18,13 +19,17 @@
 #include "kernels/moe/low_latency_combine.cuh"
 #include "kernels/moe/low_latency_dispatch.cuh"
 #include "kernels/moe/ring.cuh"
+#include "kernels/moe/two_level_combine.cuh"
+#include "kernels/moe/two_level_dispatch.cuh"
+#include "kernels/moe/two_level_notify.cuh"
 #include "transports/list.h"
 
 namespace weft {
 namespace {
 
-// What a kernel must be able to do with its peers.
-enum class Needs { kPorts, kMapped };
+// What a kernel must be able to do with its peers: anything will do; it takes addresses of all of them; it is there for
+// those that have none.
+enum class Needs { kAny, kMapped, kPorts };
 
 // DeepSeek-V3's rows in bf16 and in fp8 with scales; the smallest row; a row in float32 that takes several
 // pieces.
@@ -36,21 +41,31 @@ constexpr const char* kRows =
 
 // DeepSeek-V3 on 8 ranks in every format; the smallest row; 17 ranks, top-32, uneven experts.
 constexpr const char* kLowLatencyRows =
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=7168 scale_bytes=224 payload=1 weights=0; "
-    "ranks=8 experts_per_rank=36 top_k=8 row_bytes=7168 scale_bytes=56 payload=3 weights=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 scale_bytes=0 payload=0 weights=0; "
-    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 scale_bytes=4 payload=0 weights=1; "
-    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 scale_bytes=128 payload=2 weights=1; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=7168 scale_bytes=224 payload=4 weights=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=3584 scale_bytes=448 payload=5 weights=0; "
-    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=32 scale_bytes=4 payload=6 weights=1";
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=7168 scale_bytes=224 payload=1 weights=0 padding=0; "
+    "ranks=8 experts_per_rank=36 top_k=8 row_bytes=7168 scale_bytes=56 payload=3 weights=0 padding=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 scale_bytes=0 payload=0 weights=0 padding=0; "
+    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 scale_bytes=4 payload=0 weights=1 padding=0; "
+    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 scale_bytes=128 payload=2 weights=1 padding=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=7168 scale_bytes=224 payload=4 weights=0 padding=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=3584 scale_bytes=448 payload=5 weights=0 padding=0; "
+    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=32 scale_bytes=4 payload=6 weights=1 padding=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=7168 scale_bytes=224 payload=0 weights=1 padding=16";
 constexpr const char* kLowLatencyReplies =
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=0 weights=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=1 weights=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=2 weights=0; "
-    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=3 weights=0; "
-    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 reply=0 weights=1; "
-    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 reply=0 weights=1";
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=0 weights=0 element=0 out_element=0 "
+    "accumulate=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=1 weights=0 element=0 out_element=0 "
+    "accumulate=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=2 weights=0 element=0 out_element=0 "
+    "accumulate=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=3 weights=0 element=0 out_element=0 "
+    "accumulate=0; "
+    "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 reply=0 weights=1 element=0 out_element=0 accumulate=0; "
+    "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 reply=0 weights=1 element=0 out_element=0 "
+    "accumulate=0; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=28672 reply=0 weights=1 element=1 out_element=0 "
+    "accumulate=1; "
+    "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=1 weights=1 element=2 out_element=2 "
+    "accumulate=0";
 
 // float32 sum, bfloat16 maximum and average, and FP8 product, over every wire.
 constexpr const char* kPrograms =
@@ -74,7 +89,8 @@ struct MeshKind {
 template <Needs needs, class MeshT, class AddRow>
 void add_row(AddRow add) {
   // A kernel that takes peers' addresses does not compile for a mesh that has none.
-  if constexpr (needs == Needs::kPorts || MappedMeshOnly<MeshT>) add();
+  if constexpr (needs == Needs::kAny || needs == (MappedMeshOnly<MeshT> ? Needs::kMapped : Needs::kPorts))
+    add();
 }
 
 // WEFT_HOST_KERNEL(what it needs, file, function, Args, Shape, threads per block on GPUs, typical constants)
@@ -90,7 +106,7 @@ void add_row(AddRow add) {
 
 template <class MeshT>
 void add_kernels(std::vector<KernelRow>& rows, MeshKind<MeshT> mesh) {
-  WEFT_HOST_KERNEL(kPorts, "kernels/moe/high_throughput_layout.cuh", dispatch_layout, LayoutArgs,
+  WEFT_HOST_KERNEL(kAny, "kernels/moe/high_throughput_layout.cuh", dispatch_layout, LayoutArgs,
                    HighThroughputShape, 256, "");
   WEFT_HOST_KERNEL(kMapped, "kernels/moe/high_throughput_layout.cuh", dispatch_notify, NotifyArgs,
                    HighThroughputShape, 1024, "");
@@ -98,22 +114,29 @@ void add_kernels(std::vector<KernelRow>& rows, MeshKind<MeshT> mesh) {
                    HighThroughputShape, 256, kRows);
   WEFT_HOST_KERNEL(kMapped, "kernels/moe/high_throughput_combine.cuh", combine_rows, CombineArgs,
                    HighThroughputShape, 512, kRows);
-  WEFT_HOST_KERNEL(kPorts, "kernels/moe/low_latency_dispatch.cuh", low_latency_dispatch,
-                   LowLatencyDispatchArgs, LowLatencyDispatchShape, 512, kLowLatencyRows);
-  WEFT_HOST_KERNEL(kPorts, "kernels/moe/low_latency_combine.cuh", low_latency_combine, LowLatencyCombineArgs,
+  WEFT_HOST_KERNEL(kPorts, "kernels/moe/two_level_notify.cuh", two_level_notify, TwoLevelNotifyArgs,
+                   HighThroughputShape, 1024, "");
+  WEFT_HOST_KERNEL(kPorts, "kernels/moe/two_level_dispatch.cuh", two_level_dispatch, TwoLevelDispatchArgs,
+                   HighThroughputShape, 512, kRows);
+  WEFT_HOST_KERNEL(kPorts, "kernels/moe/two_level_combine.cuh", two_level_combine, TwoLevelCombineArgs,
+                   HighThroughputShape, 512, kRows);
+  WEFT_HOST_KERNEL(kAny, "kernels/moe/low_latency_dispatch.cuh", low_latency_dispatch, LowLatencyDispatchArgs,
+                   LowLatencyDispatchShape, 512, kLowLatencyRows);
+  WEFT_HOST_KERNEL(kAny, "kernels/moe/low_latency_combine.cuh", low_latency_combine, LowLatencyCombineArgs,
                    LowLatencyCombineShape, 512, kLowLatencyReplies);
   WEFT_HOST_KERNEL(kMapped, "kernels/moe/ring.cuh", ring_send, RingArgs, RingShape, 96,
                    "whole_vecs=1; whole_vecs=0");
   WEFT_HOST_KERNEL(kMapped, "kernels/moe/ring.cuh", ring_receive, RingArgs, RingShape, 96,
                    "whole_vecs=1; whole_vecs=0");
   WEFT_HOST_KERNEL(kMapped, "kernels/moe/engram.cuh", engram_fetch, EngramArgs, EngramShape, 512, "");
-  WEFT_HOST_KERNEL(kPorts, "kernels/collective/program.cuh", run_program, ProgramArgs, ProgramShape, 512,
+  WEFT_HOST_KERNEL(kAny, "kernels/collective/program.cuh", run_program, ProgramArgs, ProgramShape, 512,
                    kPrograms);
   WEFT_HOST_KERNEL(kMapped, "kernels/collective/exchange.cuh", run_exchange, ExchangeArgs, ExchangeShape, 256,
                    kExchangeShapes);
-  WEFT_HOST_KERNEL(kPorts, "kernels/core/channel_loop.cuh", channel_loop_run, ChannelLoopArgs,
-                   ChannelLoopShape, 32, "");
-  WEFT_HOST_KERNEL(kPorts, "kernels/collective/program.cuh", scale_buffer, ScaleArgs, ProgramShape, 512,
+  WEFT_HOST_KERNEL(kAny, "kernels/core/channel_loop.cuh", channel_loop_run, ChannelLoopArgs, ChannelLoopShape,
+                   32, "");
+  WEFT_HOST_KERNEL(kPorts, "kernels/core/fifo_load.cuh", fifo_load_run, FifoLoadArgs, FifoLoadShape, 128, "");
+  WEFT_HOST_KERNEL(kAny, "kernels/collective/program.cuh", scale_buffer, ScaleArgs, ProgramShape, 512,
                    "element=0 reduction=0 protocol=0; element=2 reduction=0 protocol=0");
 }
 

@@ -5,6 +5,7 @@
 
 #include "base/log.h"
 #include "jit/mesh_launch.h"
+#include "memory/device_memory.h"
 
 namespace weft {
 namespace {
@@ -23,7 +24,10 @@ Status fault_status(const FaultBox& fault) {
 Result<std::unique_ptr<ChannelLoop>> ChannelLoop::create(std::shared_ptr<Communicator> comm, uint64_t bytes) {
   if (comm->size() != 2) return Status::invalid("channel loop: got {} ranks, allowed: 2", comm->size());
   const Device device = comm->device();
-  if (!device.is_host()) return Status::make(Code::kUnsupported, "channel loop: it times CPU ranks only");
+  // The host reads what the peer has added.
+  if (!device.is_host() && comm->sharing() != Sharing::kCudaPinned)
+    return Status::make(Code::kUnsupported,
+                        "channel loop: got mapped GPUs, allowed: CPU ranks, and GPUs through ports");
   WEFT_TRY_ASSIGN(auto window, Window::create(std::move(comm), header_bytes() + 2 * bytes));
   std::unique_ptr<ChannelLoop> loop(new ChannelLoop(std::move(window)));
   WEFT_TRY_ASSIGN(loop->fault_, HostVisible::create(device, sizeof(FaultBox)));
@@ -69,7 +73,10 @@ Result<std::vector<double>> ChannelLoop::run(const ChannelLoad& load) {
   args.repeats = load.repeats;
   const ChannelLoopShape shape;
   KernelKey key{"kernels/core/channel_loop.cuh", "channel_loop_run", "ChannelLoopArgs"};
-  WEFT_TRY(launch_on_mesh(*window_, std::move(key), Launch{}, &args, sizeof(args), &shape));
+  Launch how;
+  how.threads_per_block = comm.device().is_host() ? 1 : 32;  // one warp
+  WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, &args, sizeof(args), &shape));
+  if (!comm.device().is_host()) WEFT_TRY(wait_for_device(comm.device().ordinal));
   WEFT_TRY(fault_status(*fault));
   // As the kernel counts; every repetition greets once, one-way ones twice.
   const bool is_round_trip = load.way == ChannelWay::kRoundTrip;

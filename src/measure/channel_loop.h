@@ -26,7 +26,7 @@ struct ChannelLoad {
 
 class ChannelLoop {
  public:
-  // Errors: kInvalid for a communicator that has not two ranks; kUnsupported on GPUs; those of Window::create().
+  // Errors: kInvalid for a communicator that has not two ranks; kUnsupported on GPUs that map each other; those of Window::create().
   static Result<std::unique_ptr<ChannelLoop>> create(std::shared_ptr<Communicator> comm, uint64_t bytes);
 
   // Seconds of each repetition on rank 0; on rank 1 zeros. Errors: kInvalid for sizes that do not fit,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Windows in host memory: anonymous files (memfd), one per segment, mapped into reserved addresses.
+// Windows in host memory: anonymous files (memfd), one per segment, mapped into reserved addresses. For GPUs
+// every mapping is pinned, too: kernels then use the same addresses.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -10,6 +11,7 @@
 #include <map>
 #include <mutex>
 
+#include "base/cuda_driver.h"
 #include "base/log.h"
 #include "base/random.h"
 #include "memory/range.h"
@@ -38,14 +40,37 @@ Result<std::pair<std::byte*, uint64_t>> reserve(uint64_t wanted, uint64_t least)
   }
 }
 
+// Lets a GPU's kernels use memory of the host at the address that it has here.
+Status pin(int ordinal, std::byte* at, uint64_t bytes) {
+  WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal));
+  const CudaDriver& driver = current.driver();
+  WEFT_TRY(cuda_status(
+      driver.cuMemHostRegister(at, bytes, kCuMemHostRegisterPortable | kCuMemHostRegisterDeviceMap),
+      "pin {} bytes of a window for cuda:{}", bytes, ordinal));
+  CUdeviceptr seen = 0;
+  Status found = cuda_status(driver.cuMemHostGetDevicePointer(&seen, at, 0), "find a pinned window");
+  if (found.ok() && reinterpret_cast<std::byte*>(seen) != at)
+    found = Status::make(Code::kUnsupported, "cuda:{} sees pinned memory of the host at other addresses",
+                         ordinal);
+  if (!found.ok()) driver.cuMemHostUnregister(at);
+  return found;
+}
+
+void unpin(int ordinal, std::byte* at) {
+  Result<CudaContext> current = CudaContext::enter(ordinal);
+  if (current.ok()) current->driver().cuMemHostUnregister(at);
+}
+
 class HostRange : public MappedRange {
  public:
-  HostRange(std::byte* base, uint64_t reserved) : base_(base), reserved_(reserved), name_(random_key()) {}
+  HostRange(std::byte* base, uint64_t reserved, Device device)
+      : base_(base), reserved_(reserved), device_(device), name_(random_key()) {}
   ~HostRange() override {
     {
       std::lock_guard lock(names().mutex);
       names().ranges.erase(name_);
     }
+    unpin_to(0);
     munmap(base_, reserved_);
   }
 
@@ -78,6 +103,7 @@ class HostRange : public MappedRange {
 
   void cut(uint64_t bytes) override {
     if (bytes >= bytes_) return;
+    unpin_to(bytes);
     mmap(base_ + bytes, bytes_ - bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
          -1, 0);
     bytes_ = bytes;
@@ -87,21 +113,33 @@ class HostRange : public MappedRange {
   Status map(int fd, uint64_t bytes) {
     if (mmap(base_ + bytes_, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED)
       return logged(Status::from_errno(errno, "map a window segment of {} bytes", bytes));
+    if (!device_.is_host()) {
+      WEFT_TRY(logged(pin(device_.ordinal, base_ + bytes_, bytes)));
+      pinned_.push_back(bytes_);
+    }
     bytes_ += bytes;
     return Status();
   }
 
+  // Segments that begin at `bytes` or later.
+  void unpin_to(uint64_t bytes) {
+    for (; !pinned_.empty() && pinned_.back() >= bytes; pinned_.pop_back())
+      unpin(device_.ordinal, base_ + pinned_.back());
+  }
+
   std::byte* const base_;
   const uint64_t reserved_;
+  const Device device_;  // whose kernels use it, too
   const uint64_t name_;
   uint64_t bytes_ = 0;
+  std::vector<uint64_t> pinned_;  // where each pinned segment begins
 };
 
 }  // namespace
 
 Result<std::shared_ptr<MappedRange>> make_host_range(const RangeOptions& options) {
   WEFT_TRY_ASSIGN(const auto addresses, reserve(options.reserve_bytes, options.least_bytes));
-  auto range = std::make_shared<HostRange>(addresses.first, addresses.second);
+  auto range = std::make_shared<HostRange>(addresses.first, addresses.second, options.device);
   std::lock_guard lock(names().mutex);
   names().ranges[range->local_name()] = range;
   return std::shared_ptr<MappedRange>(range);

@@ -5,8 +5,8 @@
 //   WEFT_TRY_ASSIGN(auto range, make_range({.device = cpu, .reserve_bytes = 1 << 30}));
 //   WEFT_TRY_ASSIGN(Parcel offer, range->extend(1 << 20));    // zero-filled; the offer travels to a peer ...
 //   WEFT_TRY(peers_range->import(offer, 1 << 20));            // ... who sees the bytes at its own address
-// One file per way of sharing: host_range.cc (memfd), vmm_range.cc (CUDA VMM handles), ipc_range.cc (CUDA
-// IPC). Threads: one caller at a time; base() and bytes() may be read at any time between calls.
+// One file per way of sharing: host_range.cc (memfd, for GPUs pinned), vmm_range.cc (CUDA VMM handles),
+// ipc_range.cc (CUDA IPC). Threads: one caller at a time; base() and bytes() may be read at any time between calls.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,8 @@
 
 namespace weft {
 
-enum class Sharing { kHostMemory, kCudaVmm, kCudaIpc };
+// kCudaPinned: memory of the host that kernels of GPUs use directly.
+enum class Sharing { kHostMemory, kCudaVmm, kCudaIpc, kCudaPinned };
 
 inline std::ostream& operator<<(std::ostream& out, Sharing sharing) {
   switch (sharing) {
@@ -33,6 +34,8 @@ inline std::ostream& operator<<(std::ostream& out, Sharing sharing) {
       return out << "CUDA VMM";
     case Sharing::kCudaIpc:
       return out << "CUDA IPC";
+    case Sharing::kCudaPinned:
+      return out << "pinned host memory";
   }
   return out << "?";
 }
@@ -78,10 +81,11 @@ Result<std::shared_ptr<MappedRange>> make_range(const RangeOptions& options);
 std::shared_ptr<MappedRange> find_range(uint64_t local_name);
 
 // How the ranks in `members` share memory; the same answer on every rank. `wanted`: "auto" takes VMM handles
-// when every GPU has them, else CUDA IPC; "vmm" and "ipc" insist. Ignored on the host. Errors: kInvalid for
-// another word, kUnsupported when a rank cannot, naming it.
+// when every GPU has them, else CUDA IPC; "vmm" and "ipc" insist. Ignored on the host, and where any rank has port
+// peers: what hosts send and receive lies in memory of hosts. Errors: kInvalid for another word, kUnsupported when a
+// rank cannot, naming it.
 Result<Sharing> choose_sharing(const std::vector<RankFacts>& facts, const std::vector<int>& members,
-                               std::string_view wanted);
+                               std::string_view wanted, bool has_ports);
 
 // kCapacity where `more` bytes do not fit the addresses that were reserved for the range.
 Status check_room(const MappedRange& range, uint64_t more, uint64_t reserved_bytes);

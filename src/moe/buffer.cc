@@ -45,10 +45,6 @@ KernelKey key_of_layout(const HighThroughputShape&) {
   return layout_key();
 }
 
-KernelKey key_of_notify(const HighThroughputShape&) {
-  return notify_key();
-}
-
 TallyCaller caller_of(const Communicator& comm, uint64_t key) {
   TallyCaller caller = comm.tally_caller();
   caller.key = key;
@@ -57,23 +53,24 @@ TallyCaller caller_of(const Communicator& comm, uint64_t key) {
 
 }  // namespace
 
-uint64_t worst_case_bytes(const RowFormat& format, uint64_t rows) {
+uint64_t worst_case_bytes(const RowFormat& format, uint64_t rows, uint64_t staging_rows) {
   const ReceiveLayout layout =
       receive_layout(rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
-  const uint64_t staging = staging_bytes_of(rows, format.combine_row_bytes, format.top_k);
+  const uint64_t staging = staging_bytes_of(staging_rows, format.combine_row_bytes, format.top_k);
   return kRoomFor * (heap_bytes_of(layout.rows_bytes) + heap_bytes_of(layout.meta_bytes)) +
          heap_bytes_of(staging);
 }
 
 MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window,
                      std::unique_ptr<HostVisible> visible, const MoeOptions& options,
-                     const HighThroughputControl& control)
+                     const HighThroughputControl& control, std::unique_ptr<TwoLevel> levels)
     : comm_(std::move(comm)),
       window_(std::move(window)),
       visible_(std::move(visible)),
       control_(control),
+      levels_(std::move(levels)),
       timeout_s_(options.timeout_s > 0 ? std::min(options.timeout_s, kLongestWait_s) : comm_->timeout_s()),
-      low_latency_begin_(round_up(control.end, 4096)),
+      low_latency_begin_(round_up(levels_ ? levels_->end() : control.end, 4096)),
       low_latency_end_(low_latency_begin_ + round_up(options.low_latency_bytes, 4096)),
       heap_(low_latency_end_, window_->bytes()),
       returned_(comm_->device(), heap_),
@@ -97,25 +94,28 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
                                                      const MoeOptions& wanted) {
   const auto ranks = static_cast<uint32_t>(comm->size());
   MoeOptions options = wanted;
-  if (const std::string why = comm->why_not_all_mapped(); !why.empty()) {
-    if (wanted.low_latency_bytes == 0)
-      return Status::make(
-          Code::kUnsupported,
-          "group: expert parallelism over several nodes has low-latency calls only, of a Buffer "
-          "with low_latency_mode and num_rdma_bytes, and {}",
-          why);
-    options.low_latency_bytes = low_latency_bytes_with_ports(ranks, wanted.low_latency_bytes);
+  WEFT_TRY_ASSIGN(ComputeLimits limits, compute_limits(*comm));
+  HighThroughputControl control = plan_control(ranks);
+  std::unique_ptr<TwoLevel> levels;
+  uint64_t control_end = control.end;
+  if (!comm->why_not_all_mapped().empty()) {
+    WEFT_TRY_ASSIGN(IslandPlan islands, meet_islands(*comm));
+    control = plan_control(ranks, islands.count);
+    const auto rings = plan_two_level(control.end, control.offsets.record_words, islands, limits);
+    levels = std::make_unique<TwoLevel>(std::move(islands), rings, static_cast<uint32_t>(comm->rank()));
+    control_end = levels->end();
+    if (wanted.low_latency_bytes > 0)
+      options.low_latency_bytes = low_latency_bytes_with_ports(ranks, wanted.low_latency_bytes);
   }
-  const HighThroughputControl control = plan_control(ranks);
-  const uint64_t bytes = round_up(control.end, 4096) + round_up(options.low_latency_bytes, 4096) +
+  const uint64_t bytes = round_up(control_end, 4096) + round_up(options.low_latency_bytes, 4096) +
                          options.heap_bytes + heap_bytes_of(trace_bytes_of(config().trace_spans));
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 2 + report_bytes(ranks)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
   if (comm->rank() != 0) CompileNotice::keep_off_terminal();
   WEFT_TRY_ASSIGN(const uint32_t line_tokens, agree_on_line_tokens(*comm));
-  WEFT_TRY_ASSIGN(ComputeLimits limits, compute_limits(*comm));
-  std::unique_ptr<MoeBuffer> buffer(
-      new MoeBuffer(std::move(comm), std::move(window), std::move(visible), options, control));
+  if (levels) WEFT_TRY(levels->write_tables(*window));
+  std::unique_ptr<MoeBuffer> buffer(new MoeBuffer(std::move(comm), std::move(window), std::move(visible),
+                                                  options, control, std::move(levels)));
   buffer->limits_ = limits;
   buffer->line_tokens_ = line_tokens;
   if (limits.is_cuda) {
@@ -196,7 +196,7 @@ Status MoeBuffer::launch(KeyOf key_of, const GridPlan& grid, const void* args, s
 
 // A dispatch of new rows takes four kernels, its combine's included: compiled side by side.
 void MoeBuffer::prepare(const RowFormat& format) {
-  if (!limits_.is_cuda || format == prepared_) return;
+  if (!limits_.is_cuda || levels_ || format == prepared_) return;
   prepared_ = format;
   prepare_on_mesh(*window_, high_throughput_keys(format, static_cast<uint32_t>(comm_->size()), limits_));
 }
@@ -222,14 +222,14 @@ Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
 Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
   const CallFacts facts{call.staging_rows * call.format.row_bytes, call.tokens};
   auto received = tally_.count(dispatches_counted_, facts, [&] { return run_dispatch(call); });
-  if (received.ok()) count_rows(call.handle.prefix, false, call.format.row_bytes);
+  if (received.ok()) count_rows(call.handle, call.tokens, false, call.format.row_bytes);
   return received;
 }
 
 Status MoeBuffer::combine(const CombineCall& call) {
   const CallFacts facts{call.staging_rows * call.row_bytes, call.tokens};
   const Status status = tally_.count(combines_, facts, [&] { return run_combine(call); });
-  if (status.ok()) count_rows(call.handle.prefix, true, call.row_bytes);
+  if (status.ok()) count_rows(call.handle, call.tokens, true, call.row_bytes);
   return status;
 }
 
@@ -237,26 +237,20 @@ Status MoeBuffer::barrier(const CallOrder& order) {
   return tally_.count(barriers_, {}, [&] { return run_barrier(order); });
 }
 
-// prefix [R][R]: rows of ranks 0 to i for rank j. A GPU has them where the host cannot look without waiting.
-void MoeBuffer::count_rows(const int32_t* prefix, bool comes_back, uint64_t row_bytes) {
+// A GPU has the counts where the host cannot look without waiting.
+void MoeBuffer::count_rows(const HandleMemory& memory, uint32_t tokens, bool comes_back, uint64_t row_bytes) {
   if (!comm_->device().is_host()) return;
   const int ranks = comm_->size(), self = comm_->rank();
+  if (levels_) {
+    for (const auto& [peer, rows] : levels_->rows_sent(memory, tokens, comes_back))
+      tally_.sent_to(peer, rows * row_bytes);
+    return;
+  }
   for (int peer = 0; peer < ranks; ++peer) {
     if (peer == self) continue;
     const int from = comes_back ? peer : self, to = comes_back ? self : peer;
-    const int before = from > 0 ? prefix[(from - 1) * ranks + to] : 0;
-    tally_.sent_to(static_cast<size_t>(peer),
-                   static_cast<uint64_t>(prefix[from * ranks + to] - before) * row_bytes);
+    tally_.sent_to(static_cast<size_t>(peer), rows_between(memory.prefix, ranks, from, to) * row_bytes);
   }
-}
-
-// Calls in which ranks store into each other's windows.
-Status MoeBuffer::need_mapped_peers(const char* call) const {
-  const std::string why = comm_->why_not_all_mapped();
-  return why.empty()
-             ? Status()
-             : Status::make(Code::kUnsupported,
-                            "{}: over several nodes there are low-latency calls only, and {}", call, why);
 }
 
 Status MoeBuffer::run_layout(const LayoutCall& call) {
@@ -279,12 +273,12 @@ Status MoeBuffer::run_layout(const LayoutCall& call) {
 }
 
 Result<Notified> MoeBuffer::run_notify(const NotifyCall& call) {
-  WEFT_TRY(need_mapped_peers("dispatch"));
   WEFT_TRY(fault());
+  if (levels_) WEFT_TRY(levels_->fits(call.format.row_bytes, call.format.scale_words, call.format.top_k));
+  if (levels_) WEFT_TRY(levels_->fits(call.format.combine_row_bytes, 0, call.format.top_k));
   prepare(call.format);
   const bool waits = call.worst_rows == 0;
   if (!waits) WEFT_TRY(make_room_for_worst(call));
-  const auto ranks = static_cast<uint32_t>(comm_->size());
   const RowFormat& format = call.format;
   CountReport* report = waits ? awaited_report_ : unawaited_report();
   if (waits) store_relaxed(&report->epoch, uint64_t{0});
@@ -303,7 +297,7 @@ Result<Notified> MoeBuffer::run_notify(const NotifyCall& call) {
   args.report = report;
   args.host_waits = waits ? 1 : 0;
   WEFT_TRY(begin(call.order));
-  WEFT_TRY(launch(key_of_notify, plan_notify(ranks, limits_), &args, sizeof(args), {}, call.order.stream));
+  WEFT_TRY(launch_notify(args, call.handle, false, call.order.stream));
   return collect(call, report, handle_id(handle_key_, ++dispatches_));
 }
 
@@ -375,7 +369,8 @@ Status MoeBuffer::make_room_for(const RowFormat& format, uint64_t rows, uint64_t
 // Their hosts meet here, once; a captured call can't, and takes what earlier ones left.
 Status MoeBuffer::make_room_for_worst(const NotifyCall& call) {
   const RowFormat& format = call.format;
-  const uint64_t need = worst_case_bytes(format, call.worst_rows);
+  const uint64_t need =
+      worst_case_bytes(format, call.worst_rows, most_staging_rows(call.worst_rows, call.worst_rows));
   if (low_latency_end_ + need <= window_->bytes()) return {};
   WEFT_TRY_ASSIGN(const bool capturing, is_capturing(call.order.stream));
   if (capturing) return {};
@@ -446,9 +441,8 @@ Status MoeBuffer::take_pieces(const DispatchCall& call, Received& received) {
 }
 
 Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {
-  WEFT_TRY(need_mapped_peers("dispatch"));
   WEFT_TRY(fault());
-  const auto ranks = static_cast<uint32_t>(comm_->size());
+  if (levels_) WEFT_TRY(levels_->fits(call.format.row_bytes, call.format.scale_words, call.format.top_k));
   const RowFormat& format = call.format;
   Received received{};
   received.layout =
@@ -457,8 +451,6 @@ Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {
   WEFT_TRY(ensure_staging(staging_bytes_of(call.staging_rows, format.combine_row_bytes, format.top_k)));
   WEFT_TRY(take_pieces(call, received));
 
-  const HighThroughputShape shape = dispatch_shape(format);
-  const GridPlan grid = plan_dispatch(ranks, static_cast<uint32_t>(shape.piece_bytes), call.num_sms, limits_);
   DispatchArgs args{};
   args.at = control_.offsets;
   args.wait = wait_rule();
@@ -487,9 +479,7 @@ Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {
   args.fill_tail = call.counts_unknown ? 1 : 0;
   args.keep_weights = call.keep_weights ? 1 : 0;
   args.sum_place = call.handle.sum_place;
-  args.row_warps = grid.first_role;
-  args.meta_warps = grid.second_role;
-  const Status launched = launch(&dispatch_key, grid, &args, sizeof(args), shape, call.order.stream);
+  const Status launched = launch_dispatch(args, call);
   if (launched.ok()) {
     WEFT_TRY(end(call.order));
     return received;
@@ -500,13 +490,10 @@ Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {
 }
 
 Status MoeBuffer::run_combine(const CombineCall& call) {
-  WEFT_TRY(need_mapped_peers("combine"));
   WEFT_TRY(fault());
-  const auto ranks = static_cast<uint32_t>(comm_->size());
+  if (levels_) WEFT_TRY(levels_->fits(call.row_bytes, 0, call.top_k));
   WEFT_TRY(begin(call.order));
   WEFT_TRY(ensure_staging(staging_bytes_of(call.staging_rows, call.row_bytes, call.top_k)));
-  const HighThroughputShape shape = combine_shape(call.row_bytes, call.top_k, call.element);
-  const GridPlan grid = plan_combine(ranks, static_cast<uint32_t>(shape.piece_bytes), call.num_sms, limits_);
   CombineArgs args{};
   args.at = control_.offsets;
   args.wait = wait_rule();
@@ -530,29 +517,22 @@ Status MoeBuffer::run_combine(const CombineCall& call) {
                call.row_bytes,
                row_extras(0, call.top_k, 0),
                {}};
-  args.push_warps = grid.first_role;
-  args.sum_warps = grid.second_role;
-  args.watch_warps = grid.watch_role;
   if (comm_->device().is_host()) prefer_huge_pages(call.combined, call.tokens * call.row_bytes);
-  WEFT_TRY(launch(&combine_key, grid, &args, sizeof(args), shape, call.order.stream));
+  WEFT_TRY(launch_combine(args, call));
   return end(call.order);
 }
 
 // The exchange of counts, of no rows: no rank leaves it before all have come.
 Status MoeBuffer::run_barrier(const CallOrder& order) {
-  WEFT_TRY(need_mapped_peers("barrier"));
   WEFT_TRY(fault());
-  const auto ranks = static_cast<uint32_t>(comm_->size());
   NotifyArgs args{};
   args.at = control_.offsets;
   args.wait = wait_rule();
   args.state = reinterpret_cast<GridState*>(window_->local() + control_.notify_state);
   args.prefix = reinterpret_cast<int32_t*>(window_->local() + control_.barrier_prefix);
   args.report = unawaited_report();
-  GridPlan grid = plan_notify(ranks, limits_);
-  grid.blocks = 1;
   WEFT_TRY(begin(order));
-  WEFT_TRY(launch(key_of_notify, grid, &args, sizeof(args), {}, order.stream));
+  WEFT_TRY(launch_notify(args, {}, true, order.stream));
   return end(order);
 }
 

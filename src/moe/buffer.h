@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// MoeBuffer is the host side of expert-parallel dispatch and combine on ranks that map each other's windows. Where some
-// do not, it is what low-latency calls need: LowLatency reaches port peers, too.
+// MoeBuffer is the host side of expert-parallel dispatch and combine. Where ranks do not all map each other's windows,
+// other kernels run (TwoLevel), and handles keep more.
 //   WEFT_TRY_ASSIGN(auto buffer, MoeBuffer::create(comm, options));
 //   WEFT_TRY_ASSIGN(Notified counts, buffer->notify(call));       // who sends how many rows to whom
 //   WEFT_TRY_ASSIGN(Received rows, buffer->dispatch(rows_call));  // rows in this rank's window, until
@@ -27,6 +27,7 @@
 #include "moe/handle_id.h"
 #include "moe/kernel_keys.h"
 #include "moe/returned_pieces.h"
+#include "moe/two_level.h"
 #include "plan/high_throughput.h"
 
 namespace weft {
@@ -37,16 +38,20 @@ struct MoeOptions {
   double timeout_s;            // 0 takes the communicator's
 };
 
-// Room in the heap with which a dispatch of `rows` rows at most and its combine need not grow the window.
-uint64_t worst_case_bytes(const RowFormat& format, uint64_t rows);
+// Room in the heap with which a dispatch of `rows` rows at most and its combine, of `staging_rows`, need not grow the
+// window.
+uint64_t worst_case_bytes(const RowFormat& format, uint64_t rows, uint64_t staging_rows);
 
 // The places that a dispatch's handle keeps. R ranks, T tokens: send_row i32[T][R], slot_base i32[T], prefix
-// i32[R][R], sum_place i32[T][R] or null: combine adds ranks ascending.
+// i32[R][R], sum_place i32[T][R] or null: combine adds ranks ascending. Among ranks that do not all map each other also
+// i32[MoeBuffer::route_words()], and from the dispatch on i32[MoeBuffer::record_words()].
 struct HandleMemory {
   int32_t* send_row;
   int32_t* slot_base;
   int32_t* prefix;
   const int32_t* sum_place = nullptr;
+  int32_t* routes = nullptr;
+  int32_t* records = nullptr;
 };
 
 // The streams of a call; nothing to order on the host.
@@ -71,7 +76,7 @@ struct NotifyCall {
 struct Notified {
   uint64_t handle_id = 0;      // names this dispatch on all ranks: see handle_id.h
   uint64_t received_rows = 0;  // these only with `wait`
-  uint64_t sent_rows = 0;
+  uint64_t sent_rows = 0;      // that combine will get back here: sent ones, or those that a hub adds
   std::vector<int32_t> tokens_per_local_expert;
 };
 
@@ -160,12 +165,28 @@ class MoeBuffer {
   // room for `rows` received rows and `staging_rows` that come back on every rank. Hosts meet; not to be
   // captured.
   Status make_room_for(const RowFormat& format, uint64_t rows, uint64_t staging_rows);
+  // What handles keep where ranks do not all map each other, else 0: words for T tokens; and for a dispatch whose
+  // notify found so many sent and received rows.
+  uint64_t route_words(uint64_t tokens) const { return levels_ ? levels_->route_words(tokens) : 0; }
+  uint64_t record_words(uint64_t sent_rows, uint64_t received_rows) const {
+    return levels_ ? levels_->record_words(levels_->most_messages(sent_rows, received_rows)) : 0;
+  }
+  // Rows that combine gets back at most, with num_worst_tokens and so many sent ones.
+  uint64_t most_staging_rows(uint64_t worst_rows, uint64_t most_sent_rows) const {
+    return levels_ ? levels_->most_staging_rows(worst_rows) : most_sent_rows;
+  }
+  // The island of each rank (TwoLevel), where there are several.
+  std::vector<uint32_t> islands() const {
+    return levels_ ? levels_->islands().island : std::vector<uint32_t>();
+  }
   // handle_buffer() of the ids of this buffer's dispatches.
   uint64_t handle_buffer_key() const { return handle_buffer(handle_id(handle_key_, 0)); }
 
   // Frees what a dispatch returned. On CUDA: when every use on any stream is ordered before the next
   // dispatch.
   void give_back(uint64_t offset) { heap_.give(offset); }
+  // Bytes that the next dispatch could take in one piece.
+  uint64_t largest_piece() const { return heap_.largest(); }
   // Frees pieces by itself once streams are done: see ReturnedPieces. Calls reclaim first.
   ReturnedPieces& returned_pieces() { return returned_; }
   // Makes `stream` wait for what `first` has got so far.
@@ -201,7 +222,7 @@ class MoeBuffer {
  private:
   MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window,
             std::unique_ptr<HostVisible> visible, const MoeOptions& options,
-            const HighThroughputControl& control);
+            const HighThroughputControl& control, std::unique_ptr<TwoLevel> levels);
 
   Status launch(KeyOf key_of, const GridPlan& grid, const void* args, size_t args_bytes,
                 const HighThroughputShape& shape, void* stream);
@@ -210,9 +231,11 @@ class MoeBuffer {
   Result<Received> run_dispatch(const DispatchCall& call);
   Status run_combine(const CombineCall& call);
   Status run_barrier(const CallOrder& order);
-  void count_rows(const int32_t* prefix, bool comes_back, uint64_t row_bytes);
+  void count_rows(const HandleMemory& memory, uint32_t tokens, bool comes_back, uint64_t row_bytes);
   void prepare(const RowFormat& format);
-  Status need_mapped_peers(const char* call) const;
+  Status launch_notify(const NotifyArgs& args, const HandleMemory& memory, bool is_barrier, void* stream);
+  Status launch_dispatch(const DispatchArgs& args, const DispatchCall& call);
+  Status launch_combine(const CombineArgs& args, const CombineCall& call);
   Result<const Kernel*> find_kernel(KeyOf key_of, const HighThroughputShape& shape, const Launch& how);
   Status begin(const CallOrder& order);
   Status end(const CallOrder& order);
@@ -235,6 +258,7 @@ class MoeBuffer {
   std::unique_ptr<Window> window_;
   std::unique_ptr<HostVisible> visible_;
   HighThroughputControl control_;
+  std::unique_ptr<TwoLevel> levels_;  // null where all ranks map each other
   ComputeLimits limits_{};
   uint32_t planned_sms_ = 1;
   uint32_t line_tokens_ = 0;

@@ -42,6 +42,8 @@ const char* operation(Site site) {
     case Site::kLowLatencyCombineRecv:
       return "low_latency_combine.recv";
     case Site::kLowLatencyCapacity:
+    case Site::kExpertCapacity:
+    case Site::kPackedCapacity:
       return "low_latency_dispatch.capacity";
     case Site::kLowLatencyAgree:
       return "low_latency.agree";
@@ -74,6 +76,14 @@ const char* operation(Site site) {
       return "proxy.range";
     case Site::kChannelLoop:
       return "channel loop";
+    case Site::kDispatchSlot:
+      return "dispatch.slot";
+    case Site::kDispatchForward:
+      return "dispatch.forward";
+    case Site::kCombineSlot:
+      return "combine.slot";
+    case Site::kCombineSum:
+      return "combine.sum";
   }
   return "unknown";
 }
@@ -185,6 +195,16 @@ Status fault_status(const FaultBox& box, PeerWatch& peers) {
         "topk_idx: rank {}: {} rows for its expert {}, allowed: {}; tokens that name an expert more than "
         "once need a larger num_max_dispatch_tokens_per_rank",
         box.self, box.seen, box.peer, box.expected);
+  if (box.site == Site::kExpertCapacity)
+    return Status::make(Code::kCapacity,
+                        "max_tokens_per_expert: got {}, allowed: at least the {} rows that rank {} received "
+                        "for its expert {}",
+                        box.expected, box.seen, box.self, box.peer);
+  if (box.site == Site::kPackedCapacity)
+    return Status::make(Code::kCapacity,
+                        "max_recv_tokens: got {}, allowed: at least the {} rows, expert_padding included, "
+                        "that rank {} received",
+                        box.expected, box.seen, box.self);
   if (box.site == Site::kLowLatencyAgree)
     return Status::invalid("{}: rank {} was given {}, rank {} {}, allowed: the same on all ranks",
                            hello_name(box.waited_ns), box.self, box.expected, box.peer, box.seen);

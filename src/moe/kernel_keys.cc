@@ -43,6 +43,21 @@ KernelKey combine_key(const HighThroughputShape& shape) {
   return high_throughput_key("kernels/moe/high_throughput_combine.cuh", "combine_rows", "CombineArgs", shape);
 }
 
+KernelKey two_level_notify_key() {
+  return high_throughput_key("kernels/moe/two_level_notify.cuh", "two_level_notify", "TwoLevelNotifyArgs",
+                             {});
+}
+
+KernelKey two_level_dispatch_key(const HighThroughputShape& shape) {
+  return high_throughput_key("kernels/moe/two_level_dispatch.cuh", "two_level_dispatch",
+                             "TwoLevelDispatchArgs", shape);
+}
+
+KernelKey two_level_combine_key(const HighThroughputShape& shape) {
+  return high_throughput_key("kernels/moe/two_level_combine.cuh", "two_level_combine", "TwoLevelCombineArgs",
+                             shape);
+}
+
 KernelKey low_latency_key(const LowLatencyDispatchShape& shape) {
   KernelKey key{"kernels/moe/low_latency_dispatch.cuh", "low_latency_dispatch", "LowLatencyDispatchArgs"};
   key.shape = {{"ranks", shape.ranks},
@@ -51,15 +66,18 @@ KernelKey low_latency_key(const LowLatencyDispatchShape& shape) {
                {"row_bytes", shape.row_bytes},
                {"scale_bytes", shape.scale_bytes},
                {"payload", shape.payload},
-               {"weights", shape.weights}};
+               {"weights", shape.weights},
+               {"padding", shape.padding}};
   return key;
 }
 
 KernelKey low_latency_key(const LowLatencyCombineShape& shape) {
   KernelKey key{"kernels/moe/low_latency_combine.cuh", "low_latency_combine", "LowLatencyCombineArgs"};
-  key.shape = {{"ranks", shape.ranks}, {"experts_per_rank", shape.experts_per_rank},
-               {"top_k", shape.top_k}, {"row_bytes", shape.row_bytes},
-               {"reply", shape.reply}, {"weights", shape.weights}};
+  key.shape = {{"ranks", shape.ranks},          {"experts_per_rank", shape.experts_per_rank},
+               {"top_k", shape.top_k},          {"row_bytes", shape.row_bytes},
+               {"reply", shape.reply},          {"weights", shape.weights},
+               {"element", shape.element},      {"out_element", shape.out_element},
+               {"accumulate", shape.accumulate}};
   return key;
 }
 
@@ -90,12 +108,20 @@ std::vector<KernelKey> high_throughput_keys(const RowFormat& format, uint32_t ra
 std::vector<KernelKey> low_latency_keys(const LowLatencySizes& sizes, const LowLatencyDispatchForm& form,
                                         int64_t reply, const ComputeLimits& limits) {
   const int64_t weights = form.has_weights ? 1 : 0;
-  const LowLatencyDispatchShape there{sizes.ranks,    sizes.experts_per_rank(), form.top_k,
-                                      form.row_bytes, form.scale_bytes,         form.payload,
-                                      weights};
+  const LowLatencyDispatchShape there{sizes.ranks,      sizes.experts_per_rank(),
+                                      form.top_k,       form.row_bytes,
+                                      form.scale_bytes, form.payload,
+                                      weights,          form.padding};
   const auto back_bytes = static_cast<int64_t>(form.row_bytes * shrinks_by(form.payload));
-  const LowLatencyCombineShape back{sizes.ranks, sizes.experts_per_rank(), form.top_k, back_bytes, reply,
-                                    weights};
+  const LowLatencyCombineShape back{sizes.ranks,
+                                    sizes.experts_per_rank(),
+                                    form.top_k,
+                                    back_bytes,
+                                    reply,
+                                    weights,
+                                    kElementBf16,
+                                    kElementBf16,
+                                    0};
   return {
       with_threads(low_latency_key(there), plan_low_latency_dispatch(sizes, there, limits).threads_per_block),
       with_threads(low_latency_key(back),

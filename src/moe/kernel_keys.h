@@ -33,6 +33,9 @@ KernelKey layout_key();
 KernelKey notify_key();
 KernelKey dispatch_key(const HighThroughputShape& shape);
 KernelKey combine_key(const HighThroughputShape& shape);
+KernelKey two_level_notify_key();
+KernelKey two_level_dispatch_key(const HighThroughputShape& shape);
+KernelKey two_level_combine_key(const HighThroughputShape& shape);
 KernelKey low_latency_key(const LowLatencyDispatchShape& shape);
 KernelKey low_latency_key(const LowLatencyCombineShape& shape);
 

@@ -210,8 +210,8 @@ Status LowLatency::own_mask() {
 Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) const {
   const LowLatencySizes all = sizes(form.max_tokens, form.top_k, form.experts);
   const LowLatencyDispatchShape shape{
-      ranks(),      all.experts_per_rank(),  form.top_k, form.row_bytes, form.scale_bytes,
-      form.payload, form.has_weights ? 1 : 0};
+      ranks(),      all.experts_per_rank(),   form.top_k,  form.row_bytes, form.scale_bytes,
+      form.payload, form.has_weights ? 1 : 0, form.padding};
   const LowLatencyPlan plan = plan_low_latency_dispatch(all, shape, limits_);
   WEFT_TRY(check(all, form.tokens, plan));
   LowLatencyDispatchArgs args{};
@@ -228,9 +228,13 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
   args.receive_splits = Divisor::of(plan.receive_splits);
   args.source_jobs = Divisor::of(args.call.lanes.count * plan.receive_splits);
   args.line_tokens = plan.line_tokens;
+  args.expert_rows = form.expert_rows != 0 ? form.expert_rows : ranks() * form.max_tokens;
+  args.max_rows = form.max_rows;
   const Launch how = launch_of(plan);
-  // A combine follows, most often a reduced one: it is compiled beside this.
-  if (limits_.is_cuda) prepare_on_mesh(*window_, low_latency_keys(all, form, kReplyReduced, limits_));
+  // A combine follows, most often a reduced one: it is compiled beside this. Not where outputs have other places: who asks
+  // for these knows what its results will be.
+  if (limits_.is_cuda && form.padding == 0 && form.expert_rows == 0)
+    prepare_on_mesh(*window_, low_latency_keys(all, form, kReplyReduced, limits_));
   WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, low_latency_key(shape), how));
   return PlannedDispatch{form, shape, args, how, kernel};
 }
@@ -281,9 +285,20 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
     return Status::invalid(
         "topk_weights: got none, allowed: float32 of the shape of topk_idx, or none for a reduced combine "
         "after a dispatch with weights");
+  if (is_log(form.reply) &&
+      (form.element != kElementBf16 || form.out_element != kElementBf16 || form.accumulate))
+    return Status::invalid(
+        "use_logfmt: got True, allowed: with bfloat16 rows and sums that are not added to");
   const LowLatencySizes all = sizes(form.max_tokens, form.top_k, form.experts);
-  const LowLatencyCombineShape shape{ranks(),    all.experts_per_rank(),           form.top_k, form.row_bytes,
-                                     form.reply, form.dispatch_had_weights ? 1 : 0};
+  const LowLatencyCombineShape shape{ranks(),
+                                     all.experts_per_rank(),
+                                     form.top_k,
+                                     form.row_bytes,
+                                     form.reply,
+                                     form.dispatch_had_weights ? 1 : 0,
+                                     form.element,
+                                     form.out_element,
+                                     form.accumulate ? 1 : 0};
   ComputeLimits few = limits_;
   if (form.num_sms != 0) few.max_blocks = std::min(few.max_blocks, form.num_sms);
   const LowLatencyPlan sends = plan_low_latency_combine(all, shape, form.tokens, few);
@@ -292,7 +307,8 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   LowLatencyCombineArgs args{};
   args.call = common(all, plan, form.tokens);
   args.call.id_bytes = form.id_bytes;
-  const uint32_t kind = kCombineForms + static_cast<uint32_t>(form.reply) * 2 + (form.has_weights ? 1 : 0);
+  const auto wire = static_cast<uint32_t>(form.element * 4 + form.reply);
+  const uint32_t kind = kCombineForms + wire * 2 + (form.has_weights ? 1 : 0);
   args.call.hello = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, 0, kind}, 0};
   args.x_row_bytes = form.x_row_bytes;
   args.signal_value = form.signal_value;

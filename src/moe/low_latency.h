@@ -53,6 +53,10 @@ struct LowLatencyDispatchForm {
   uint64_t scale_row_stride = 0;
   uint64_t scale_word_stride = 0;
   bool tiled_scales = false;  // instead of the last two strides: see tiled_row()
+  // Outputs other than [Le][R * M] rows: so many for each expert, or, with a padding, so many of all together, packed.
+  uint32_t expert_rows = 0;  // 0: R * M
+  uint32_t padding = 0;
+  uint32_t max_rows = 0;
 };
 
 struct LowLatencyDispatchMemory {
@@ -84,7 +88,7 @@ struct LowLatencyCombineForm {
   uint32_t experts = 0;
   uint32_t id_bytes = 8;
   int64_t reply = kReplyReduced;
-  uint32_t row_bytes = 0;    // 2 * H, a multiple of 16; with LogFMT, of 256
+  uint32_t row_bytes = 0;    // of x, a multiple of 16; with LogFMT, of 256
   bool has_weights = false;  // topk_weights are given; else those of the dispatch count, with a reduced reply
   bool dispatch_had_weights = false;
   uint64_t x_row_bytes = 0;  // between rows of x
@@ -92,15 +96,18 @@ struct LowLatencyCombineForm {
   uint32_t signal_value = 0;
   uint32_t signals_per_expert = 0;
   uint32_t signal_rows = 0;
-  uint32_t num_sms = 0;  // that the send phase may take; 0: all
+  uint32_t num_sms = 0;                // that the send phase may take; 0: all
+  int64_t element = kElementBf16;      // of x; with LogFMT, as out_element, bf16
+  int64_t out_element = kElementBf16;  // of combined
+  bool accumulate = false;             // combined is added to
 };
 
 struct LowLatencyCombineMemory {
-  const void* x = nullptr;              // bf16[Le][R * M][H]
+  const void* x = nullptr;              // the dispatch's rows
   const void* topk_idx = nullptr;       // as given to the dispatch
   const float* topk_weights = nullptr;  // [T][K], or null
   const int32_t* routes = nullptr;
-  void* combined = nullptr;         // bf16[T][H]
+  void* combined = nullptr;         // [T][H]
   uint64_t* wait_cycles = nullptr;  // [R], added to, or null
   const void* signals = nullptr;    // u32[Le][signals_per_expert], or null
 };

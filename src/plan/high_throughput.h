@@ -28,7 +28,8 @@ struct HighThroughputControl {
   uint64_t unawaited_report;  // of calls whose counts the host does not wait for; the dispatch reads it
   uint64_t end;
 };
-HighThroughputControl plan_control(uint32_t ranks);
+// More than one island: count records also say what goes to each (kernels/moe/two_level_args.h).
+HighThroughputControl plan_control(uint32_t ranks, uint32_t islands = 1);
 
 struct GridPlan {
   uint32_t blocks;

@@ -89,7 +89,8 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   plan.lines = may_have_lines(sizes, line_message_bytes(sizes.ranks, lanes, message));
   const uint32_t warps = warps_per_block(plan, limits);
   auto shared_bytes = [&](bool has_image) {
-    return dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps, message, has_image)
+    return dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps, message, has_image,
+                           shape.padding != 0)
         .bytes;
   };
   const bool has_room = plan.lines && (!limits.is_cuda || shared_bytes(true) <= limits.shared_bytes);

@@ -228,6 +228,27 @@ TYPED_TEST(ChannelTest, AddsOfAllRanksSum) {
   });
 }
 
+// More than 16 bits count, of signals on one word, and of values that a word has had.
+TYPED_TEST(ChannelTest, SignalsGoPastSixteenBits) {
+  this->on_ranks(
+      [adds = this->caps.has_atomics](auto& rank) {
+        constexpr uint64_t kTimes = (1 << 16) + 3;
+        auto right = rank.to(rank.right());
+        for (uint64_t i = 1; rank.self() == 0 && i <= kTimes; ++i) {
+          right.put_value(kSignals, i);
+          if (adds) right.signal_add(kSignals + 8, 1);
+        }
+        if (rank.left() == 0) {
+          ASSERT_TRUE(rank.wait(kSignals, kTimes)) << "saw " << rank.seen;
+          if (adds) ASSERT_TRUE(rank.wait(kSignals + 8, kTimes)) << "saw " << rank.seen;
+        }
+        ASSERT_TRUE(rank.comm->barrier().ok());
+        const uint64_t added = load_acquire(reinterpret_cast<uint64_t*>(rank.mesh.local() + kSignals + 8));
+        EXPECT_EQ(added, adds && rank.left() == 0 ? kTimes : 0);
+      },
+      4);
+}
+
 TYPED_TEST(ChannelTest, AnAddPublishesEarlierPuts) {
   if (!this->caps.has_atomics) GTEST_SKIP() << "no atomics";
   this->on_ranks([](auto& rank) {

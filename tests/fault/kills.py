@@ -6,7 +6,7 @@
 In every try three processes make the call in a loop, and one of them is killed with signal 9. Both others must
 raise ``PeerLost`` with its rank, its process and the signal; on other nodes perhaps that its connection ended. The
 time counts from its death, or from the beginning of the call that raised where that came later. A FILE that is
-there already is added to, so that many short runs make one long one.
+there already is added to, so that many short runs make one long one; ``--jobs 4`` runs four at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import os
 import platform
 import random
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +32,7 @@ import torch
 
 import weft
 from weft import _core
+from weft.runtime.shared_record import shared_record
 from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank, run_ranks
 
@@ -212,16 +215,52 @@ def table(places: list[Place]) -> str:
 
 
 def write(file: Path, places: list[Place]) -> None:
-    told = {
-        "date": date.today().isoformat(),
-        "machine": {"cpu_count": os.cpu_count(), "platform": platform.platform()},
-        "command": " ".join(sys.argv),
-        "weft": weft.__version__,
-        "ranks": RANKS,
-        "kills": sum(place.tries for place in places),
-        "places": [asdict(place) for place in places],
-    }
-    file.write_text(json.dumps(told, indent=1) + "\n")
+    """Add the places to those of the file. Runs may do so at once."""
+    with shared_record(file) as record:
+        places = added([Place(**place) for place in record.before.get("places", [])], places)
+        record.after = {
+            "date": date.today().isoformat(),
+            "machine": {"cpu_count": os.cpu_count(), "platform": platform.platform()},
+            "commands": [*record.before.get("commands", []), " ".join(sys.argv)],
+            "weft": weft.__version__,
+            "ranks": RANKS,
+            "kills": sum(place.tries for place in places),
+            "places": [asdict(place) for place in places],
+        }
+
+
+def added(before: list[Place], more: list[Place]) -> list[Place]:
+    """Return the places of both, those of one call and phase together."""
+    total = {(place.call, place.phase, place.is_elsewhere): place for place in before}
+    for place in more:
+        so_far = total.setdefault(
+            (place.call, place.phase, place.is_elsewhere),
+            Place(place.call, place.phase, is_elsewhere=place.is_elsewhere),
+        )
+        for count in ("tries", "found", "wrong", "later_than_1_s"):
+            setattr(so_far, count, getattr(so_far, count) + getattr(place, count))
+        so_far.slowest_s = max(so_far.slowest_s, place.slowest_s)
+    return list(total.values())
+
+
+def run_jobs(options: argparse.Namespace, file: Path) -> list[Place]:
+    """Share the tries out over processes of this program; return what they found together."""
+    jobs = []
+    for job in range(options.jobs):
+        times = options.times // options.jobs + (job < options.times % options.jobs)
+        jobs.append(
+            subprocess.Popen(
+                [
+                    *(sys.executable, __file__, "--times", str(times), "--seed", str(options.seed + job)),
+                    *("--seconds", str(options.seconds), "--json", str(file)),
+                    *("--ranks-per-node", str(options.ranks_per_node)),
+                ],
+                stdout=subprocess.DEVNULL,
+            )
+        )
+    for job in jobs:
+        job.wait()
+    return [Place(**place) for place in json.loads(file.read_text())["places"]]
 
 
 def main() -> int:
@@ -229,6 +268,9 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=1, help="tries in each place")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no try after so many")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that share out the tries, each with 3 ranks"
+    )
     parser.add_argument("--json", type=Path, help="write the places there too, added to what is there")
     parser.add_argument(
         "--ranks-per-node", type=int, default=0, choices=[0, 1], help="1: each rank is a node"
@@ -243,16 +285,20 @@ def main() -> int:
             "WEFT_PEER_DEAD_S": "100",
         }
         _core.config_reload()
-    places = all_places(options.ranks_per_node)
-    if options.json and options.json.exists():
-        places = [Place(**place) for place in json.loads(options.json.read_text())["places"]]
-    until = time.monotonic() + options.seconds
-    for _ in range(options.times):
-        for place in places:
-            if time.monotonic() < until and place.tries < options.times:
-                place.run(choose.uniform(0, 0.03))
-        if options.json:
-            write(options.json, places)
+    if options.jobs > 1:
+        with tempfile.TemporaryDirectory() as folder:
+            places = run_jobs(options, options.json or Path(folder) / "places.json")
+    else:
+        places = []
+        until = time.monotonic() + options.seconds
+        for _ in range(options.times):
+            of_this_round = all_places(options.ranks_per_node)
+            for place in of_this_round:
+                if time.monotonic() < until:
+                    place.run(choose.uniform(0, 0.03))
+            places = added(places, of_this_round)
+            if options.json:
+                write(options.json, of_this_round)
     print(table(places))
     return 1 if any(place.wrong for place in places) else 0
 

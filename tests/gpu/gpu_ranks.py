@@ -8,7 +8,7 @@ waits of one last until the other's turn, but on a machine of one GPU all that r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -29,7 +29,11 @@ def _on_its_gpu(rank: Rank, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def run_on_gpus(
-    num_ranks: int, function: Callable[..., Any], *args: Any, deadline_s: float = 240.0
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    deadline_s: float = 240.0,
+    lost: Collection[int] = (),
 ) -> list[Any]:
-    """Run ``function(rank, *args)`` on ``num_ranks`` ranks; return the results in rank order."""
-    return run_ranks(num_ranks, _on_its_gpu, function, *args, deadline_s=deadline_s)
+    """Run ``function(rank, *args)`` on ``num_ranks`` ranks, of which ``lost`` die; return the results in rank order."""
+    return run_ranks(num_ranks, _on_its_gpu, function, *args, deadline_s=deadline_s, lost=lost)

@@ -68,6 +68,29 @@ def test_layouts_and_rounding(sync: bool) -> None:
     run_on_gpus(ranks, check_layouts, case, sync)
 
 
+def check_sessions(rank: Rank) -> None:
+    """Sessions of a buffer that has room for one, while the results of all before are still held."""
+    mine = torch.arange(1 << 22, device="cuda", dtype=torch.int32)
+    num_bytes = weft.ElasticBuffer.get_agrs_num_max_session_bytes(rank.group, mine.shape, mine.dtype)
+    room = weft.ElasticBuffer.get_agrs_buffer_size_hint(rank.group, num_bytes)
+    buffer = weft.ElasticBuffer(rank.group, num_bytes=room)
+    buffer.agrs_set_config(num_bytes, 2)
+    held = []
+    for session in range(6):
+        with buffer.agrs_new_session():
+            for half in mine.chunk(2) if session % 2 else (mine,):
+                gathered, wait = buffer.all_gather(half + rank.rank + session)
+                wait()
+                held.append((session, half, gathered))
+    for session, half, gathered in held:
+        for source in range(rank.size):
+            assert torch.equal(gathered[source], half + source + session), (session, source)
+
+
+def test_a_session_fits_whatever_is_held() -> None:
+    run_on_gpus(num_ranks_here(), check_sessions)
+
+
 def check_ring(rank: Rank) -> None:
     """Messages of many sizes to both neighbours, more under way than one; offsets off any alignment."""
     buffer = weft.ElasticBuffer(

@@ -8,11 +8,14 @@
 #include <random>
 #include <thread>
 
+#include "conformance/fixtures.h"
 #include "kernels/core/numbers.cuh"
 #include "moe/buffer.h"
 
 namespace weft {
 namespace {
+
+using namespace weft::testing;  // NOLINT(google-build-using-namespace)
 
 struct Case {
   uint32_t ranks;
@@ -36,7 +39,11 @@ struct RankData {
   std::vector<uint16_t> combined;
   std::vector<float> combined_weights;
 
-  HandleMemory handle() { return {send_row.data(), slot_base.data(), prefix.data()}; }
+  std::vector<int32_t> routes, records;  // of ranks that do not all map each other
+
+  HandleMemory handle() {
+    return {send_row.data(), slot_base.data(), prefix.data(), nullptr, routes.data(), records.data()};
+  }
 };
 
 RankData make_rank(const Case& c, uint32_t rank, uint32_t seed) {
@@ -72,6 +79,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
                            mine.in_rank.data(), nullptr, nullptr})
                   .message(),
               "");
+    mine.routes.resize(buffer.route_words(mine.tokens));
     const RowFormat format{c.row_bytes, c.scale_words, c.top_k, 8, 2, c.row_bytes};
     Result<Notified> counts = buffer.notify({format,
                                              mine.in_rank.data(),
@@ -82,6 +90,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
                                              0,
                                              {}});
     ASSERT_EQ(counts.status().message(), "");
+    mine.records.resize(buffer.record_words(counts->sent_rows, counts->received_rows));
     Result<Received> received = buffer.dispatch({format,
                                                  reinterpret_cast<std::byte*>(mine.x.data()),
                                                  mine.scales.data(),
@@ -215,10 +224,53 @@ TEST_P(HighThroughput, RowsGoOutAndComeBack) {
   for (std::thread& thread : threads) thread.join();
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, HighThroughput,
-                         ::testing::Values(Case{1, 16, 1, 1, 5, 0}, Case{2, 256, 2, 8, 33, 0},
-                                           Case{3, 48, 4, 7, 20, 3}, Case{5, 16, 32, 64, 17, 0},
-                                           Case{7, 34 * 1024 + 16, 3, 14, 9, 1}, Case{17, 112, 8, 40, 12, 0},
+const auto kShapes = ::testing::Values(
+    Case{1, 16, 1, 1, 5, 0}, Case{2, 256, 2, 8, 33, 0}, Case{3, 48, 4, 7, 20, 3}, Case{5, 16, 32, 64, 17, 0},
+    Case{7, 34 * 1024 + 16, 3, 14, 9, 1}, Case{17, 112, 8, 40, 12, 0}, Case{4, 1024, 8, 32, 700, 2});
+
+INSTANTIATE_TEST_SUITE_P(Shapes, HighThroughput, kShapes);
+
+// The same in nodes of so many ranks, over a network that reorders and delays. FIFOs are small, so that laps wrap.
+class TwoLevels : public HighThroughput {
+ protected:
+  void run_in_nodes(const char* ranks_per_node, const char* host_threads) {
+    Settings::set({{"WEFT_PROXY_PROVIDER", "loopback"},
+                   {"WEFT_PROXY_FIFO", "16"},
+                   {"WEFT_PROXIES", "2"},
+                   {"WEFT_HOST_THREADS", host_threads},
+                   {"WEFT_RANKS_PER_NODE", ranks_per_node}});
+    ReorderingFixture::network().set_plan({.seed = 7, .reorder = 0.3, .delay = 0.1, .delay_polls = 20});
+    const Case& c = GetParam();
+    std::vector<std::vector<RankData>> rounds(3);
+    for (uint32_t round = 0; round < rounds.size(); ++round)
+      for (uint32_t rank = 0; rank < c.ranks; ++rank) rounds[round].push_back(make_rank(c, rank, round));
+    run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
+      const auto rank = static_cast<uint32_t>(boot->rank());
+      auto comm = Communicator::create(boot, Device{}, 60.0);
+      ASSERT_EQ(comm.status().message(), "");
+      auto buffer = MoeBuffer::create(*comm, {4096, 0, 60.0});
+      ASSERT_EQ(buffer.status().message(), "");
+      for (auto& round : rounds) run_rank(**buffer, rank, round);
+    });
+  }
+  void TearDown() override {
+    ReorderingFixture::network().set_plan({});
+    Settings::clear({"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO", "WEFT_PROXIES", "WEFT_HOST_THREADS",
+                     "WEFT_RANKS_PER_NODE"});
+  }
+};
+
+TEST_P(TwoLevels, RowsGoOutAndComeBackAmongLoners) {
+  run_in_nodes("1", "1");
+}
+
+TEST_P(TwoLevels, RowsGoOutAndComeBackAmongPairs) {
+  run_in_nodes("2", "3");
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, TwoLevels,
+                         ::testing::Values(Case{2, 256, 2, 8, 33, 0}, Case{3, 48, 4, 7, 20, 3},
+                                           Case{7, 34 * 1024 + 16, 3, 14, 9, 1},
                                            Case{4, 1024, 8, 32, 700, 2}));
 
 }  // namespace

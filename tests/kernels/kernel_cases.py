@@ -10,8 +10,11 @@ from weft import _core
 
 # Constants that choose between pieces of code. The others are sizes: numbers in the same code.
 CHOICES = {
+    "accumulate",
     "element",
     "exchange",
+    "out_element",
+    "padding",
     "payload",
     "protocol",
     "reduction",

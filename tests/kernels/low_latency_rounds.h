@@ -33,6 +33,7 @@ struct Case {
   bool weights_travel = false;
   int64_t only_expert = -1;  // every choice is this one
   bool no_tokens = false;
+  uint32_t padding = 0;  // not 0: received rows are packed, those of each expert at a multiple of it
 
   uint32_t experts_per_rank() const { return (experts + ranks - 1) / ranks; }
   bool is_fp8() const { return payload != kPayloadCopy; }
@@ -133,7 +134,7 @@ class RoundTrip {
  public:
   RoundTrip(const Case& c, Rank& rank, uint32_t seed) : c_(c), rank_(rank) {
     for (uint32_t r = 0; r < c.ranks; ++r) all_.push_back(make_input(c, r, seed));
-    const uint64_t rows = owned() * c.rows();
+    const uint64_t rows = owned() * c.rows() + owned() * c.padding;
     out_.rows = poisoned<uint8_t>(rows * c.row_bytes());
     out_.scales = poisoned<uint32_t>(rows * ((c.scale_bytes() + 3) / 4));
     out_.src_info = poisoned<int32_t>(rows);
@@ -160,6 +161,7 @@ class RoundTrip {
   void check_dispatched() {
     for (uint32_t e = 0; e < owned(); ++e) {
       uint64_t row = 0;
+      const uint64_t first = c_.padding == 0 ? 0 : first_row(e);
       const int64_t expert = int64_t(rank_.rank()) * c_.experts_per_rank() + e;
       for (uint32_t s = 0; s < c_.ranks; ++s) {
         const uint64_t begin = row;
@@ -167,12 +169,12 @@ class RoundTrip {
           for (uint32_t k = 0; k < c_.top_k; ++k)
             if (all_[s].ids[uint64_t{t} * c_.top_k + k] == expert) check_row(e, row++, s, t, k);
         EXPECT_EQ(out_.layout_range[uint64_t{e} * c_.ranks + s],
-                  static_cast<int64_t>(begin << 32 | (row - begin)));
+                  static_cast<int64_t>((first + begin) << 32 | (row - begin)));
       }
       EXPECT_EQ(out_.counts[e], static_cast<int32_t>(row));
       EXPECT_EQ(out_.stats[e], 1000 + static_cast<int32_t>(row));
-      if (row < c_.rows()) {
-        const uint8_t* after = out_.rows.data() + (e * c_.rows() + row) * c_.row_bytes();
+      if (c_.padding == 0 ? row < c_.rows() : row % c_.padding != 0) {
+        const uint8_t* after = out_.rows.data() + (first_row(e) + row) * c_.row_bytes();
         EXPECT_EQ(after[0], kPoison);
         EXPECT_EQ(after[c_.row_bytes() - 1], kPoison);
       }
@@ -214,6 +216,8 @@ class RoundTrip {
     d.x = mine().x.data();
     d.out = out_.rows.data();
     d.out_scales = out_.scales.data();
+    d.padding = c_.padding;
+    d.max_rows = static_cast<uint32_t>(out_.src_info.size());
     d.scale_word_stride = c_.rows();
     d.scale_row_stride = 1;
     d.scale_expert_stride = c_.rows() * ((c_.scale_bytes() + 3) / 4);
@@ -246,12 +250,27 @@ class RoundTrip {
     b.ticket = rank_.mode().next_ticket();
   }
 
+  // Where the rows of an expert begin.
+  uint64_t first_row(uint32_t e) const {
+    if (c_.padding == 0) return e * c_.rows();
+    uint64_t at = 0;
+    for (uint32_t before = 0; before < e; ++before)
+      at += (chosen(before) + c_.padding - 1) / c_.padding * c_.padding;
+    return at;
+  }
+  uint64_t chosen(uint32_t e) const {
+    const int64_t expert = int64_t(rank_.rank()) * c_.experts_per_rank() + e;
+    uint64_t count = 0;
+    for (const Input& in : all_) count += std::count(in.ids.begin(), in.ids.end(), expert);
+    return count;
+  }
+
   float x_of(uint32_t source, uint64_t token, uint64_t channel) const {
     return float_of_bf16(all_[source].x[token * c_.hidden + channel]);
   }
 
   void check_row(uint32_t e, uint64_t in_expert, uint32_t source, uint32_t token, uint32_t k) {
-    const uint64_t row = e * c_.rows() + in_expert;
+    const uint64_t row = first_row(e) + in_expert;
     ASSERT_EQ(out_.src_info[row], static_cast<int32_t>(token));
     ASSERT_EQ(out_.out_source[row], static_cast<int32_t>(source));
     if (c_.weights_travel) ASSERT_EQ(out_.weights[row], all_[source].weights[uint64_t{token} * c_.top_k + k]);
@@ -289,7 +308,7 @@ class RoundTrip {
   void make_results() {
     for (uint32_t e = 0; e < owned(); ++e) {
       for (int64_t row = 0; row < out_.counts[e]; ++row) {
-        const uint64_t at = e * c_.rows() + row;
+        const uint64_t at = first_row(e) + row;
         const int64_t expert = int64_t(rank_.rank()) * c_.experts_per_rank() + e;
         for (uint32_t h = 0; h < c_.hidden; ++h)
           out_.y[at * c_.hidden + h] = result(x_of(out_.out_source[at], out_.src_info[at], h), expert);

@@ -92,6 +92,58 @@ TEST_P(LowLatencyWires, TwoCallsMayBeOutstanding) {
   });
 }
 
+// One of several exchanges in flight, each in a region of its own, as the split all-to-all has them.
+class MicroBatch {
+ public:
+  MicroBatch(std::shared_ptr<Bootstrap> boot, const Case& most, uint32_t line_tokens)
+      : rank_(std::move(boot), region_for(most), 2, line_tokens) {}
+
+  bool is_idle() const { return phase_ == 0; }
+  void start(const Case& c, uint32_t seed) { trip_ = std::make_unique<RoundTrip>(c, rank_, seed); }
+  // The next of its four phases, with what is to be checked behind it.
+  void step() {
+    const uint32_t phase = phase_++;
+    const uint32_t half = phase % 2 == 0 ? kPhaseSend : kPhaseReceive;
+    ASSERT_EQ((phase < 2 ? trip_->dispatch(half) : trip_->combine(half)).message(), "");
+    if (phase == 1) trip_->check_dispatched();
+    if (phase == 3) trip_->check_combined();
+    phase_ %= 4;
+  }
+
+ private:
+  Rank rank_;
+  std::unique_ptr<RoundTrip> trip_;
+  uint32_t phase_ = 0;
+};
+
+// Repeats (--gtest_repeat) draw other sizes.
+TEST_P(LowLatencyWires, InterleavedMicroBatchesOfAnySizeStayApart) {
+  constexpr uint32_t kRounds = 60;
+  static uint32_t repeats = 0;
+  const uint32_t repeat = repeats++;
+  const Case most{3, 128, 4, 7, 12};
+  run_ranks(RanksAre::kThreads, most.ranks, [&](std::shared_ptr<Bootstrap> boot) {
+    MicroBatch batches[2] = {{boot, most, GetParam()}, {boot, most, GetParam()}};
+    std::mt19937 random(repeat);  // the same on all ranks
+    for (uint32_t started = 0; started < kRounds || !batches[0].is_idle() || !batches[1].is_idle();) {
+      MicroBatch& batch = batches[random() % 2];
+      if (batch.is_idle()) {
+        if (started == kRounds) continue;
+        Case c = most;
+        c.hidden = 64 * (1 + random() % 2);
+        c.top_k = 1 + random() % 4;
+        c.max_tokens = 1 + random() % 12;
+        c.padding = random() % 3 == 0 ? 0 : 1 + random() % 5;
+        c.weights_travel = random() % 2 == 0;
+        c.no_tokens = random() % 8 == 0;
+        batch.start(c, repeat * kRounds + started++);
+      }
+      batch.step();
+      if (::testing::Test::HasFatalFailure()) return;
+    }
+  });
+}
+
 TEST_P(LowLatencyWires, SizesMayChangeFromCallToCall) {
   const Case big{3, 512, 8, 12, 40};
   const std::vector<Case> cases = {

@@ -4,9 +4,10 @@
     python tests/system/machines_soak.py --minutes 30 --json bench/results/cpu-2core-machines-soak.json
 
 Round after round, ranks of two machines run collectives whose results they check, until a fault: a rank is killed or
-stopped, a cable is pulled for good, or for a moment. Each call has to end with the right result, or with an error that
-names a rank that the fault took away; after a moment's cut, every rank goes on. Ranks also tell whether their memory,
-files or threads grew. Needs root (network namespaces).
+stopped, a cable is pulled for good, or for a moment, or all cables are bad from the start: they lose, double, delay
+and reorder frames. Each call has to end with the right result, or with an error that names a rank that the fault took
+away; after a moment's cut, and over bad cables, every rank goes on. Ranks also tell whether their memory, files or
+threads grew. Needs root (network namespaces).
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from weft.bench.report import machine, versions
+from weft.testing.bad_link import BadLink
 from weft.testing.machines import Machines, why_not
 
-FAULTS = ("kill", "stop", "cut", "blink", "none")
+FAULTS = ("kill", "stop", "cut", "blink", "bad", "none")
+GOES_ON = ("blink", "bad", "none")
 SETTINGS = {"WEFT_PEER_DEAD_S": "4", "WEFT_HEARTBEAT_S": "0.5", "OMP_NUM_THREADS": "1"}
 END_S = 60.0
 
@@ -112,7 +115,7 @@ def judge(printed: list[str], fault: str, at: int, ranks: int) -> list[str]:
         is_gone = fault in ("kill", "stop") and rank == at
         if is_gone:
             continue
-        if fault in ("none", "blink"):
+        if fault in GOES_ON:
             if not text.startswith("done"):
                 wrong.append(f"rank {rank} did not go on after {fault}: {text!r}")
             continue
@@ -141,12 +144,25 @@ def growth(printed: list[str]) -> list[str]:
     return grown
 
 
-def play(seed: int, folder: Path) -> tuple[str, list[str], int]:
+def bad_cables(seed: int, draw: random.Random) -> BadLink:
+    """Return cables that are bad in some of all ways."""
+    return BadLink(
+        seed=seed,
+        delay_ms=draw.choice((0.0, 0.2, 2.0)),
+        jitter_ms=draw.choice((0.0, 1.0)),
+        reorder=draw.choice((0.0, 0.02)),
+        duplicate=draw.choice((0.0, 0.02)),
+        loss=draw.choice((0.001, 0.005)),
+        rate_mbit=draw.choice((0.0, 500.0)),
+    )
+
+
+def play(seed: int, folder: Path, only: str = "") -> tuple[str, list[str], int]:
     """Play one round; return its fault, what went wrong, and the calls that rank 0 finished."""
     draw = random.Random(seed)
-    fault, ranks = draw.choice(FAULTS), draw.choice((1, 2))
+    fault, ranks = only or draw.choice(FAULTS), draw.choice((1, 2))
     at = draw.randrange(2 * ranks)
-    with Machines(2) as made:
+    with Machines(2, bad_cables(seed, draw) if fault == "bad" else None) as made:
         workers = start(made, ranks, folder, seed)
         until = time.monotonic() + END_S
         while not all((folder / f"going{rank}").exists() for rank in range(2 * ranks)):
@@ -155,7 +171,7 @@ def play(seed: int, folder: Path) -> tuple[str, list[str], int]:
             time.sleep(0.05)
         time.sleep(draw.uniform(0, 3))
         inflict(made, workers, fault, at)
-        if fault in ("none", "blink"):
+        if fault in GOES_ON:
             time.sleep(draw.uniform(1, 4))
             (folder / "end").touch()
         printed = []
@@ -179,10 +195,11 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=1, help="of the first round; each has the next")
+    parser.add_argument("--fault", default="", choices=FAULTS, help="this one alone (default: drawn)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if why_not():
-        print(f"no machines: {why_not()}")
+    if reason := why_not() or why_not(BadLink()):
+        print(f"no machines: {reason}")
         return 1
     began, seed = time.monotonic(), args.seed
     faults: Counter[str] = Counter()
@@ -190,7 +207,7 @@ def main() -> int:
     calls = 0
     while time.monotonic() - began < 60 * args.minutes:
         with tempfile.TemporaryDirectory() as folder:
-            fault, found, finished = play(seed, Path(folder))
+            fault, found, finished = play(seed, Path(folder), args.fault)
         faults[fault] += 1
         wrong += found
         calls += finished
@@ -200,7 +217,8 @@ def main() -> int:
         "date": datetime.now(timezone.utc).date().isoformat(),
         "machine": machine(),
         "versions": versions(),
-        "command": f"python tests/system/machines_soak.py --minutes {args.minutes:g} --seed {args.seed}",
+        "command": f"python tests/system/machines_soak.py --minutes {args.minutes:g} --seed {args.seed}"
+        + (f" --fault {args.fault}" if args.fault else ""),
         "minutes": round((time.monotonic() - began) / 60, 1),
         "rounds": dict(faults),
         "calls": calls,

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from weft.moe import autograd
 from weft.moe.buffer import Buffer
+from weft.moe.p2p import P2PAllToAll
 from weft.testing.ranks import Rank, run_ranks
 
 HIDDEN, EXPERTS_PER_RANK, TOP_K = 64, 2, 2
@@ -77,3 +80,61 @@ def test_gradients_are_those_of_one_rank(tokens_of: list[int]) -> None:
     all_scales = torch.cat([mine["scales"] for mine in got])
     total = sum((reference["scales"] for reference in wanted), torch.zeros_like(all_scales))
     torch.testing.assert_close(all_scales, total, rtol=2.0**-5, atol=2.0**-4)
+
+
+def gradients_over_phases(me: Rank, tokens_of: list[int], options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    experts = EXPERTS_PER_RANK * me.size
+    dtype = options.get("in_dtype", torch.bfloat16)
+    a2a = P2PAllToAll(
+        me.group,
+        max_num_tokens=max(*tokens_of, 1),
+        num_experts=experts,
+        hidden_dim=HIDDEN,
+        num_experts_per_token=TOP_K,
+        device="cpu",
+        **options,
+    )
+    x, topk_idx, weights = inputs_of(me.rank, tokens_of[me.rank], experts)
+    x = x.to(dtype)
+    first = me.rank * EXPERTS_PER_RANK
+    scales = expert_scales(experts)[first : first + EXPERTS_PER_RANK].clone().requires_grad_()
+    x.requires_grad_()
+    weights.requires_grad_()
+    sending = autograd.p2p_dispatch_send(a2a, x, topk_idx, weights)
+    rows = autograd.p2p_dispatch_recv(sending)
+    is_row = a2a.is_row(rows.num_tokens).flatten()
+    of_expert = torch.repeat_interleave(torch.arange(EXPERTS_PER_RANK), rows.num_tokens)
+    scale = torch.zeros(is_row.numel(), HIDDEN).masked_scatter(is_row.unsqueeze(1), scales[of_expert])
+    y = rows.x.float().view(-1, HIDDEN) * scale * rows.weights.view(-1, 1)
+    out = autograd.p2p_combine_recv(autograd.p2p_combine_send(y.to(dtype).view(rows.x.shape), rows))
+    (out.float() ** 2).sum().backward()
+    assert x.grad is not None and weights.grad is not None and scales.grad is not None
+    a2a.destroy()
+    return {"out": out.detach(), "x": x.grad, "weights": weights.grad, "scales": scales.grad}
+
+
+@pytest.mark.parametrize("tokens_of", [[9], [6, 0, 11], [0, 0]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_padding": 4},
+        {"max_tokens_per_expert": 40, "max_in_flight": 1},
+        {"in_dtype": torch.float32, "out_dtype": torch.float32},
+    ],
+    ids=str,
+)
+def test_gradients_through_the_phases_are_those_of_one_rank(
+    tokens_of: list[int], options: dict[str, Any]
+) -> None:
+    experts = EXPERTS_PER_RANK * len(tokens_of)
+    got = run_ranks(len(tokens_of), gradients_over_phases, tokens_of, options, with_gpus=False)
+    wanted = [gradients_on_one_rank(rank, tokens, experts) for rank, tokens in enumerate(tokens_of)]
+    is_wide = options.get("in_dtype") == torch.float32
+    close = {"rtol": 1e-5, "atol": 1e-5} if is_wide else {"rtol": 4 * 2.0**-8, "atol": 2.0**-5}
+    for mine, reference in zip(got, wanted, strict=True):
+        for name in ("out", "x", "weights"):
+            torch.testing.assert_close(mine[name].float(), reference[name].float(), **close)
+    all_scales = torch.cat([mine["scales"] for mine in got])
+    total = sum((reference["scales"] for reference in wanted), torch.zeros_like(all_scales))
+    wide = {"rtol": 2.0**-5, "atol": 2.0**-4} if not is_wide else close
+    torch.testing.assert_close(all_scales, total, **wide)

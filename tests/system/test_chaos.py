@@ -37,6 +37,12 @@ def test_a_dead_rank_is_to_be_named_by_all_and_before_the_deadline() -> None:
     assert verdicts("kill", lost(0, f"{waited} has not come", found_s=60)) == []
 
 
+def test_who_was_stopped_may_hear_that_it_was_given_up() -> None:
+    told = f"rank {LOST} (pid 7 on vm) (this rank) was given up by the others: it is lost: no sign of life for 4 s"
+    assert verdicts("stop", lost(LOST, told)) == []
+    assert verdicts("stop", lost(0, told.replace(f"rank {LOST}", "rank 0"))) == [WRONG_BLAME]
+
+
 def test_blames_are_followed_to_a_rank_that_stands_still() -> None:
     assert verdicts("stop", lost(0, "rank 0, waited for rank 2"), lost(2, "rank 2, waited for rank 1")) == []
     in_a_circle = lost(0, "rank 0, waited for rank 2"), lost(2, "rank 2, waited for rank 0")

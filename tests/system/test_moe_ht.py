@@ -29,6 +29,7 @@ import weft
 from weft.testing import oracle
 from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank, RankPool, run_ranks
+from weft.testing.round_trips import ranks_per_node
 
 RANK_COUNTS = (1, 2, 3, 5, 6, 7, 17)
 SMALL = MoeCase(tokens=(6, 9), hidden=64, top_k=3, num_experts=8)
@@ -409,7 +410,10 @@ def check_float32_rows(rank: Rank, case: MoeCase) -> None:
     assert torch.equal(recv_x, rows[rank.rank].take(xs))
     combined, _, _ = buffer.combine(recv_x, handle)
     sent_back = [r.take(xs) for r in rows]
-    assert torch.equal(combined, oracle.ht_combine(sent_back, case.routes(), case.num_experts, rank.rank))
+    expected = oracle.ht_combine(
+        sent_back, case.routes(), case.num_experts, rank.rank, ranks_per_node=ranks_per_node(rank.size)
+    )
+    assert torch.equal(combined, expected)
 
 
 def test_rows_of_float32_are_summed_without_rounding_to_bf16(pair: RankPool) -> None:

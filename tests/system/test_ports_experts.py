@@ -43,7 +43,7 @@ from weft.testing import oracle
 from weft.testing.cases import MoeCase
 from weft.testing.numerics import calc_diff
 from weft.testing.ranks import Rank, RankPool, run_ranks
-from weft.testing.round_trips import BF16, FORMATS, FP8, Format, dispatch, expected_combined, outputs_of
+from weft.testing.round_trips import BF16, FORMATS, Format, expected_combined, outputs_of
 
 # Ranks, of which so many make a node, and the network between nodes: pairs, loners, uneven nodes.
 PLACES = ((4, 2, "fabric:tcp"), (5, 3, "fabric:shm"), (3, 1, "fabric:tcp"), (4, 1, "fabric:shm"))
@@ -180,22 +180,6 @@ def test_a_buffer_that_is_too_small_says_so() -> None:
 def test_a_masked_rank_is_left_out(ranks_per_node: int) -> None:
     with nodes(ranks_per_node, "fabric:tcp"), RankPool(3, with_gpus=False) as pool:
         pool.run(check_masks, MoeCase((6, 9, 4), 128, 3, 6))
-
-
-def _refused(rank: Rank) -> None:
-    with pytest.raises(Error, match=r"low-latency calls only, .* and rank 0 reaches rank 1 through proxy"):
-        weft.Buffer(rank.group, num_nvl_bytes=1 << 20)
-    with pytest.raises(Error, match="rank 0 reaches rank 1 through proxy"):
-        weft.ElasticBuffer(rank.group, num_bytes=2 << 20)
-    check_ll_round_trip(rank, MoeCase((3, 4), 128, 2, 4), FP8)
-    with pytest.raises(Error, match="dispatch: over several nodes there are low-latency calls only"):
-        dispatch(ll_buffer(rank), MoeCase((3, 4), 128, 2, 4), rank.rank)
-    check_ll_round_trip(rank, MoeCase((3, 4), 128, 2, 4), BF16)  # nothing was sent
-
-
-def test_what_needs_mapped_peers_is_refused_and_says_why() -> None:
-    with nodes(1, "fabric:tcp"):
-        run_ranks(2, _refused, with_gpus=False)
 
 
 def _buffer(rank: Rank, **options: Any) -> weft.Buffer:

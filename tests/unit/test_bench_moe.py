@@ -102,10 +102,10 @@ def test_combine_check_agrees_with_the_oracle_and_tells_ranks_apart() -> None:
     inputs, _, routes, _ = a_dispatch()
     back = [oracle.ht_dispatch(routes, 4, rank).take(inputs) * check.rank_factor(rank) for rank in range(2)]
     combined = oracle.ht_combine(back, routes, 4, rank=0)
-    check.check_ht_combine(combined, inputs[0], routes[0], 4, 2)
+    check.check_ht_combine(combined, inputs[0], routes[0], 4, 2, 2)
     swapped = [back[0] * check.rank_factor(1) / check.rank_factor(0), back[1]]
     with pytest.raises(check.Mismatch, match="combined_x"):
-        check.check_ht_combine(oracle.ht_combine(swapped, routes, 4, rank=0), inputs[0], routes[0], 4, 2)
+        check.check_ht_combine(oracle.ht_combine(swapped, routes, 4, rank=0), inputs[0], routes[0], 4, 2, 2)
 
 
 def traced(rank: int, lined_up_us: float, begin_us: float, core_wait_us: float | None) -> TracedCall:

@@ -160,19 +160,29 @@ std::vector<RankFacts> gpu_ranks(std::initializer_list<std::pair<bool, bool>> vm
 }
 
 TEST(Sharing, IsVmmWhereEveryGpuHasItElseIpc) {
-  EXPECT_EQ(*choose_sharing(ranks_on({"a", "a"}), {0, 1}, "auto"), Sharing::kHostMemory);
-  EXPECT_EQ(*choose_sharing(gpu_ranks({{true, true}, {true, true}}), {0, 1}, "auto"), Sharing::kCudaVmm);
-  EXPECT_EQ(*choose_sharing(gpu_ranks({{true, true}, {false, true}}), {0, 1}, "auto"), Sharing::kCudaIpc);
-  EXPECT_EQ(*choose_sharing(gpu_ranks({{true, true}, {false, true}}), {0}, "auto"), Sharing::kCudaVmm);
-  EXPECT_EQ(*choose_sharing(gpu_ranks({{true, true}, {true, true}}), {0, 1}, "ipc"), Sharing::kCudaIpc);
+  EXPECT_EQ(*choose_sharing(ranks_on({"a", "a"}), {0, 1}, "auto", false), Sharing::kHostMemory);
+  EXPECT_EQ(*choose_sharing(gpu_ranks({{true, true}, {true, true}}), {0, 1}, "auto", false),
+            Sharing::kCudaVmm);
+  EXPECT_EQ(*choose_sharing(gpu_ranks({{true, true}, {false, true}}), {0, 1}, "auto", false),
+            Sharing::kCudaIpc);
+  EXPECT_EQ(*choose_sharing(gpu_ranks({{true, true}, {false, true}}), {0}, "auto", false), Sharing::kCudaVmm);
+  EXPECT_EQ(*choose_sharing(gpu_ranks({{true, true}, {true, true}}), {0, 1}, "ipc", false),
+            Sharing::kCudaIpc);
+}
+
+TEST(Sharing, IsPinnedWhereGpusHavePortPeers) {
+  EXPECT_EQ(*choose_sharing(gpu_ranks({{true, true}, {true, true}}), {0}, "auto", true),
+            Sharing::kCudaPinned);
+  EXPECT_EQ(*choose_sharing(gpu_ranks({{false, false}}), {0}, "auto", true), Sharing::kCudaPinned);
+  EXPECT_EQ(*choose_sharing(ranks_on({"a", "b"}), {0}, "auto", true), Sharing::kHostMemory);
 }
 
 TEST(Sharing, NamesTheRankThatCannot) {
   const auto facts = gpu_ranks({{true, false}, {false, true}});
-  EXPECT_THAT(choose_sharing(facts, {0, 1}, "vmm").status().message(), HasSubstr("rank 1's GPU gpu1"));
-  EXPECT_THAT(choose_sharing(facts, {0, 1}, "ipc").status().message(), HasSubstr("rank 0's GPU gpu0"));
-  EXPECT_EQ(choose_sharing(facts, {0, 1}, "auto").status().code(), Code::kUnsupported);
-  EXPECT_EQ(choose_sharing(facts, {0, 1}, "smoke").status().code(), Code::kInvalid);
+  EXPECT_THAT(choose_sharing(facts, {0, 1}, "vmm", false).status().message(), HasSubstr("rank 1's GPU gpu1"));
+  EXPECT_THAT(choose_sharing(facts, {0, 1}, "ipc", false).status().message(), HasSubstr("rank 0's GPU gpu0"));
+  EXPECT_EQ(choose_sharing(facts, {0, 1}, "auto", false).status().code(), Code::kUnsupported);
+  EXPECT_EQ(choose_sharing(facts, {0, 1}, "smoke", false).status().code(), Code::kInvalid);
 }
 
 TEST(HostId, IsTheSameOnEveryCall) {

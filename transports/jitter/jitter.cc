@@ -8,7 +8,7 @@
 
 #include "base/config.h"
 #include "kernels/target/target.h"
-#include "memory/host_visible.h"
+#include "memory/local_memory.h"
 #include "transports/jitter/channel.cuh"
 #include "transports/transport.h"
 
@@ -30,7 +30,7 @@ uint64_t most_ns() {
 
 class JitterLink : public Link {
  public:
-  JitterLink(std::unique_ptr<Link> link, std::unique_ptr<HostVisible> drawn, uint64_t seed)
+  JitterLink(std::unique_ptr<Link> link, std::unique_ptr<LocalMemory> drawn, uint64_t seed)
       : behind_(std::move(link)), drawn_(std::move(drawn)), dial_{drawn_->at<uint64_t>(0), seed, most_ns()} {}
 
   void finish() override { behind_->finish(); }
@@ -65,7 +65,7 @@ class JitterLink : public Link {
 
  private:
   const std::unique_ptr<Link> behind_;
-  const std::unique_ptr<HostVisible> drawn_;
+  const std::unique_ptr<LocalMemory> drawn_;
   const Dial dial_;
   std::atomic<uint64_t> turns_{0}, away_until_ns_{0};
 };
@@ -90,7 +90,7 @@ class JitterTransport : public Transport {
   Result<std::unique_ptr<Link>> connect(const Group& group) const override {
     WEFT_TRY_ASSIGN(std::unique_ptr<Link> link, behind().connect(group));
     const Device device = (*group.facts)[static_cast<size_t>(group.rank)].device;
-    WEFT_TRY_ASSIGN(auto drawn, HostVisible::create(device, sizeof(uint64_t)));
+    WEFT_TRY_ASSIGN(auto drawn, LocalMemory::create(device, sizeof(uint64_t)));
     const auto seed = static_cast<uint64_t>(config().jitter_seed) << 32 | static_cast<uint64_t>(group.rank);
     return std::unique_ptr<Link>(new JitterLink(std::move(link), std::move(drawn), seed));
   }

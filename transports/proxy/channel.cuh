@@ -30,20 +30,23 @@ class ProxyChannel {
     group.sync();
     if (group.rank() == 0) {
       put_range(dst, src, bytes, proxy::kMore);
-      put_value(word, value);
+      tell(proxy::Op::kValue, word, value, bytes == 0);  // else the put has released
     }
     group.sync();
   }
-  WEFT_DEVICE void put_value(WindowOffset word, uint64_t value) { tell(proxy::Op::kValue, word, value); }
-  WEFT_DEVICE void signal_add(WindowOffset word, uint64_t n) { tell(proxy::Op::kAdd, word, n); }
+  WEFT_DEVICE void put_value(WindowOffset word, uint64_t value) {
+    tell(proxy::Op::kValue, word, value, true);
+  }
+  WEFT_DEVICE void signal_add(WindowOffset word, uint64_t n) { tell(proxy::Op::kAdd, word, n, true); }
   WEFT_DEVICE void flush();
 
  private:
   // `more`: proxy::kMore where a signal follows at once.
   WEFT_DEVICE void put_range(WindowOffset dst, WindowOffset src, uint64_t bytes, uint64_t more);
-  WEFT_DEVICE void tell(proxy::Op op, WindowOffset word, uint64_t value);
+  // `releases`: the thread may know of what the peer is to see and no earlier command has published.
+  WEFT_DEVICE void tell(proxy::Op op, WindowOffset word, uint64_t value, bool releases);
   WEFT_DEVICE bool await_room(const proxy::Fifo& fifo, uint64_t position);
-  WEFT_DEVICE bool push(proxy::Command command, uint64_t& position);
+  WEFT_DEVICE bool push(proxy::Command command, bool releases, uint64_t& position);
 
   const ProxyMesh* mesh_;
   uint32_t peer_;
@@ -84,15 +87,15 @@ WEFT_DEVICE bool ProxyChannel::await_room(const proxy::Fifo& fifo, uint64_t posi
 
 // Takes the next position and writes the command there. Threads of the host may be taken off their core while
 // they wait: they do so before they take a position, for which everybody would have to wait otherwise.
-WEFT_DEVICE bool ProxyChannel::push(proxy::Command command, uint64_t& position) {
+WEFT_DEVICE bool ProxyChannel::push(proxy::Command command, bool releases, uint64_t& position) {
   const proxy::Fifo& fifo = mesh_->fifos[mesh_->proxies == 1 ? 0 : peer_ % mesh_->proxies];
   if constexpr (Warp::kMaxSize == 1)
     if (!await_room(fifo, load_relaxed(fifo.head))) return false;
   position = add_local(fifo.head, uint64_t{1});
   if (!await_room(fifo, position)) return false;
-  proxy::Command* slot = proxy::slot_of(fifo, position);
-  store_relaxed(&slot->a, command.a);
-  store_release(&slot->b, command.b | proxy::commit_of(fifo, position));
+  uint64_t* slot = &proxy::slot_of(fifo, position)->a;
+  const uint64_t b = command.b | proxy::commit_of(fifo, position);
+  releases ? store_pair_release(slot, command.a, b) : store_pair(slot, command.a, b);
   return true;
 }
 
@@ -107,24 +110,24 @@ WEFT_DEVICE void ProxyChannel::put_range(WindowOffset dst, WindowOffset src, uin
     uint64_t position = 0;
     proxy::Command command = proxy::put_command(peer_, mesh_->region, dst + done, src + done, part);
     command.b |= more;
-    if (!push(command, position)) return;
+    if (!push(command, done == 0, position)) return;
     done += part;
   }
 }
 
-WEFT_DEVICE void ProxyChannel::tell(proxy::Op op, WindowOffset word, uint64_t value) {
+WEFT_DEVICE void ProxyChannel::tell(proxy::Op op, WindowOffset word, uint64_t value, bool releases) {
   if (word % 8 != 0 || mesh_->bytes < 8 || word > mesh_->bytes - 8)
     return raise(mesh_->fault, Site::kPortRange, mesh_->self, peer_, mesh_->bytes, word, 0);
   uint64_t position = 0;
-  push(proxy::word_command(op, peer_, mesh_->region, word, value), position);
+  push(proxy::word_command(op, peer_, mesh_->region, word, value), releases, position);
 }
 
 WEFT_DEVICE void ProxyChannel::flush() {
   uint64_t position = 0;
-  if (!push({0, proxy::head_of(proxy::Op::kFlush, peer_)}, position)) return;
+  if (!push({0, proxy::head_of(proxy::Op::kFlush, peer_)}, false, position)) return;
   const WaitRule rule{mesh_->timeout_ns, mesh_->fault, mesh_->self, 0};
   uint64_t seen = 0, waited_ns = 0;
-  if (poll_signal(mesh_->flushed + peer_, position + 1, rule, seen, waited_ns)) return;
+  if (poll_host_signal(mesh_->flushed + peer_, position + 1, rule, seen, waited_ns)) return;
   raise(mesh_->fault, Site::kPortFlush, mesh_->self, peer_, position + 1, seen, waited_ns);
 }
 

@@ -21,12 +21,11 @@ constexpr double kFarewell_s = 5;  // for peers to confirm what was sent before 
 
 // What is in pinned memory beside the FIFOs: the words that flush() polls, and the link's own fault box.
 struct Shared {
-  uint64_t flushed_at, fifos_at, fault_at, end;
+  uint64_t flushed_at, fault_at, end;
 };
-Shared shared_words(uint64_t ranks, uint64_t proxies) {
+Shared shared_words(uint64_t ranks) {
   Shared at{};
-  at.fifos_at = ranks * sizeof(uint64_t);
-  at.fault_at = at.fifos_at + proxies * sizeof(Fifo);
+  at.fault_at = ranks * sizeof(uint64_t);
   at.end = at.fault_at + sizeof(FaultBox);
   return at;
 }
@@ -107,7 +106,7 @@ class ProxyLink : public Link {
   }
 
   Result<MeshPart> mesh(const WindowView& window) override {
-    const ProxyMesh mesh{shared_->at<Fifo>(at_.fifos_at),
+    const ProxyMesh mesh{fifos_->at<Fifo>(0),
                          shared_->at<uint64_t>(at_.flushed_at),
                          window.local,
                          window.bytes,
@@ -186,13 +185,14 @@ class ProxyLink : public Link {
     WEFT_TRY_ASSIGN(engine_, transfer::Engine::open(std::move(options)));
     traffic_.reset(new Traffic{*engine_, regions_, network.pace, timeout_s_, rank_});
     const uint32_t proxies = proxy_count(peers_.size(), ranks_on_host(group));
-    at_ = shared_words(static_cast<uint64_t>(ranks_), proxies);
+    at_ = shared_words(static_cast<uint64_t>(ranks_));
     WEFT_TRY_ASSIGN(shared_, HostVisible::create(device, at_.end));
     fault_ = shared_->at<FaultBox>(at_.fault_at);
     std::vector<std::unique_ptr<Proxy>> made;
+    WEFT_TRY_ASSIGN(fifos_, LocalMemory::create(device, proxies * sizeof(Fifo)));
     for (uint32_t i = 0; i < proxies; ++i) {
       WEFT_TRY_ASSIGN(auto proxy, Proxy::create(device, static_cast<uint64_t>(config().proxy_fifo)));
-      shared_->at<Fifo>(at_.fifos_at)[i] = proxy->fifo();
+      WEFT_TRY(fifos_->write(i * sizeof(Fifo), &proxy->fifo(), sizeof(Fifo)));
       made.push_back(std::move(proxy));
     }
     idle_proxies_ = std::move(made);
@@ -324,6 +324,7 @@ class ProxyLink : public Link {
   std::unique_ptr<transfer::Engine> engine_;
   std::unique_ptr<Traffic> traffic_;
   std::unique_ptr<HostVisible> shared_;
+  std::unique_ptr<LocalMemory> fifos_;  // [proxies], as device code reads them
   Shared at_{};
   FaultBox* fault_ = nullptr;
   std::map<int, std::unique_ptr<Lane>> lanes_;                // until the proxies have them
@@ -374,9 +375,7 @@ class ProxyTransport : public Transport {
     caps.ordering = Ordering::kSignals;
     caps.max_put_bytes = UINT64_MAX;  // cut into commands
     const Result<Network>& network = network_here();
-    if (!device.is_host()) {
-      caps.unusable_because = "windows in GPU memory are not served by ports yet";
-    } else if (!network.ok()) {
+    if (!network.ok()) {
       caps.unusable_because = network.status().message();
     } else {
       const provider::Nic& nic = network->nics[0];
@@ -390,14 +389,15 @@ class ProxyTransport : public Transport {
           text("{} ({}) on {} ({}), at most {} {} and {} writes in flight", network->provider->name(),
                network->why_provider, names, network->why_nics, is_mib ? bytes >> 20 : bytes,
                is_mib ? "MiB" : "bytes", network->pace.writes_in_flight);
+      if (!device.is_host()) caps.details += ", through pinned memory of the host";
     }
     return caps;
   }
 
   // provider;process or host it is limited to
-  std::string card(Device device) const override {
+  std::string card(Device) const override {
     const Result<Network>& network = network_here();
-    if (!device.is_host() || !network.ok()) return "";
+    if (!network.ok()) return "";
     const std::string provider = network->provider->name();
     return provider + ";" +
            (is_of_one_process(provider) ? "process"
@@ -410,6 +410,8 @@ class ProxyTransport : public Transport {
     if (mine == self.cards.end() || mine->second.empty()) return text("rank {} has no network", self.rank);
     if (theirs == peer.cards.end() || theirs->second.empty())
       return text("rank {} has no network", peer.rank);
+    if (self.device.kind != peer.device.kind)
+      return text("one rank uses {}, the other {}", self.device, peer.device);
     const std::string provider = mine->second.substr(0, mine->second.find(';'));
     if (mine->second != theirs->second)
       return text("one rank uses {}, the other {} (WEFT_PROXY_PROVIDER)", provider,

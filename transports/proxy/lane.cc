@@ -59,11 +59,7 @@ bool Lane::turn() {
   if (is_self_) return send();
   bool any = take_arrived();  // also what a peer that is gone by now has sent before
   if (!is_lost_ && !peer_->is_alive()) {
-    const bool owes = !is_closing_ && !(queue_.empty() && in_flight_.empty());
-    if (peer_->state() == transfer::PeerState::kClosed && !owes)
-      is_lost_ = true;  // it left in peace
-    else
-      lose(peer_->why());
+    end(peer_->why());
   }
   if (is_lost_) {
     drop_all();
@@ -72,6 +68,23 @@ bool Lane::turn() {
   any = take_finished() || any;
   any = take_credits() || any;
   return send() || any;
+}
+
+// The peer takes nothing more. It left in peace where no data is owed to it; its farewell may be known before its
+// engine's end.
+void Lane::end(const Status& why) {
+  const bool has_left = has_farewell_ || peer_->state() == transfer::PeerState::kClosed;
+  if (has_left && (is_closing_ || !owes_data()))
+    is_lost_ = true;
+  else
+    lose(why);
+}
+
+// Signals alone are mostly what a peer that is done with its last call does not wait for.
+bool Lane::owes_data() const {
+  return std::ranges::any_of(queue_,
+                             [](const Queued& queued) { return op_of(queued.command) == Op::kPut; }) ||
+         std::ranges::any_of(in_flight_, [](const InFlight& posted) { return posted.has_put; });
 }
 
 bool Lane::send() {
@@ -141,7 +154,8 @@ bool Lane::post_put(Queued& put) {
   request.dst_offset = dst_of(c) + put.done;
   request.bytes = part;
   if (!reserve(part)) return false;
-  if (!post(std::move(request), kDataImm)) return false;
+  if (!post(std::move(request), kDataImm, true)) return false;
+  ++data_writes_;
   put.done += part;
   if (put.done == bytes_of(c)) queue_.pop_front();
   return true;
@@ -159,7 +173,9 @@ bool Lane::post_record() {
   request.src_offset = request.dst_offset = next_out_ % kRing * sizeof(Record);
   request.bytes = record_bytes(record.count);
   if (!reserve(request.bytes)) return false;
-  if (!post(std::move(request), kSignalImm)) return false;
+  const bool has_put = std::any_of(queue_.begin(), queue_.begin() + taken,
+                                   [](const Queued& queued) { return op_of(queued.command) == Op::kPut; });
+  if (!post(std::move(request), kSignalImm, has_put)) return false;
   queue_.erase(queue_.begin(), queue_.begin() + taken);
   return true;
 }
@@ -203,17 +219,17 @@ bool Lane::add_put(Record& record, Command put) {
   return true;
 }
 
-bool Lane::post(transfer::WriteRequest request, uint32_t imm) {
+bool Lane::post(transfer::WriteRequest request, uint32_t imm, bool has_put) {
   const uint64_t bytes = request.bytes;
   request.how.imm = imm + static_cast<uint32_t>(next_out_ % kRing);
   request.how.timeout_s = traffic_.timeout_s;
   Result<std::shared_ptr<transfer::Transfer>> posted = traffic_.engine.write(std::move(request));
   if (!posted.ok()) {
     release(bytes);
-    lose(posted.status());
+    end(posted.status());
     return false;
   }
-  in_flight_.push_back({std::move(*posted), bytes, tally_now_ns(), imm == kDataImm});
+  in_flight_.push_back({std::move(*posted), bytes, tally_now_ns(), imm == kDataImm, has_put});
   ++next_out_;
   return true;
 }
@@ -232,7 +248,7 @@ bool Lane::take_finished() {
     add_time(counted, tally_now_ns() - done.since_ns);
     if (const Status status = done.transfer->status(); !status.ok()) {
       count_up(counted.errors, 1);
-      lose(status);
+      done.has_put ? lose(status) : end(status);
       break;
     }
   }
@@ -261,7 +277,10 @@ bool Lane::take_arrived() {
     const uint64_t old = (next_in_ + kWindow) % kRing;
     data_base_[old] = data_[old]->value();
     signal_base_[old] = signals_[old]->value();
-    if (!is_data) apply(inbox_[slot]);
+    if (is_data)
+      ++data_writes_;
+    else
+      apply(inbox_[slot]);
     any = true;
     if (++next_in_ % kCreditEvery == 0)
       notify(kCreditImm + static_cast<uint32_t>(next_in_ / kCreditEvery - 1) % kCredits);
@@ -296,7 +315,10 @@ void Lane::apply_put(Command put, const void* bytes) {
 
 void Lane::apply(Command signal) {
   const Op op = op_of(signal);
-  if (op == Op::kClose) return notify(kClosedImm);
+  if (op == Op::kClose) {
+    has_farewell_ = true;
+    return notify(kClosedImm);
+  }
   const Regions::Own window = traffic_.regions.own(dst_region_of(signal));
   if (!window.base || word_of(signal) + 8 > window.bytes) return;  // the window is gone here: nobody looks
   auto* word = reinterpret_cast<uint64_t*>(window.base + word_of(signal));
@@ -364,7 +386,7 @@ bool Lane::send_notices() {
     auto posted = traffic_.engine.notify(peer_, how);
     if (!posted.ok()) {
       release(0);
-      lose(posted.status());
+      end(posted.status());
       return any;
     }
     notices_.pop_front();

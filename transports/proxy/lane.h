@@ -50,6 +50,8 @@ class Lane {
   // One round of sending and receiving; whether anything came of it.
   bool turn();
   size_t queued() const { return queue_.size(); }
+  // Writes of data, beside records, that went out or came in.
+  uint64_t data_writes() const { return data_writes_; }
   bool is_idle() const { return queue_.empty() && in_flight_.empty() && notices_.empty(); }
 
   // Says farewell: everything taken so far is confirmed once is_closed().
@@ -75,7 +77,8 @@ class Lane {
     std::shared_ptr<transfer::Transfer> transfer;
     uint64_t bytes;
     uint64_t since_ns;
-    bool is_put;
+    bool is_put;   // a write of data
+    bool has_put;  // ... or a record with a small put
   };
   struct Mark {
     uint64_t writes;  // once so many are finished, sources are reusable up to
@@ -102,7 +105,9 @@ class Lane {
   bool is_current(Command command) const;
   bool goes_in_record(const Queued& queued) const;
   bool awaits_more(const Queued& front);
-  bool post(transfer::WriteRequest request, uint32_t imm);
+  bool post(transfer::WriteRequest request, uint32_t imm, bool has_put);
+  void end(const Status& why);
+  bool owes_data() const;
   bool take_finished();
   bool take_credits();
   bool take_arrived();
@@ -122,6 +127,7 @@ class Lane {
   const bool is_self_;
   std::shared_ptr<transfer::Peer> peer_;
   bool is_lost_ = false, is_closing_ = false;
+  bool has_farewell_ = false;  // the peer's
   Status status_;
   std::string how_;
 
@@ -136,6 +142,7 @@ class Lane {
   uint64_t confirmed_ = 0;       // writes that the peer has taken
   uint64_t grants_ = 0;
   uint64_t next_in_ = 0;
+  uint64_t data_writes_ = 0;
 
   std::vector<Record> outbox_, inbox_;
   std::shared_ptr<transfer::Memory> outbox_memory_, inbox_memory_;

@@ -1,105 +1,89 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transports/proxy/measure.h"
 
-#include <atomic>
-#include <thread>
+#include <cstring>
 
 #include "base/deadline.h"
 #include "transports/proxy/channel.cuh"
-#include "transports/proxy/proxy.h"
 
 namespace weft::proxy {
 namespace {
 
 constexpr double kTimeout_s = 60;
-constexpr uint64_t kNoWindow = uint64_t{1} << 20;  // nobody writes to it
-
-// What device code is given, with one FIFO and no peer behind it.
-struct Bench {
-  std::unique_ptr<FifoReader> reader;
-  FaultBox fault{};
-
-  ProxyMesh mesh() {
-    return {&reader->fifo(), nullptr, nullptr,   kNoWindow, static_cast<uint64_t>(kTimeout_s * 1e9),
-            &fault,          0,       kPeersMax, 1,         0};
-  }
-};
-
-double seconds_since(Deadline::Clock::time_point start) {
-  return std::chrono::duration<double>(Deadline::Clock::now() - start).count();
-}
-
-// Takes `count` commands; take(command) is false for one that should not have come.
-template <class Take>
-Status take_all(FifoReader& reader, uint64_t count, Take take) {
-  const Deadline until = Deadline::after_s(kTimeout_s);
-  Command command;
-  uint64_t position = 0;
-  for (uint64_t taken = 0; taken < count; ++taken) {
-    if (!reader.pop(command, position) && !wait_until(until, [&] { return reader.pop(command, position); }))
-      return Status::make(Code::kSystem, "FIFO: expected {} commands, saw {}", count, taken);
-    if (position != taken || !take(command))
-      return Status::make(Code::kSystem, "FIFO: command {} is not the one that was pushed", taken);
-  }
-  reader.publish();
-  return Status();
-}
+constexpr uint64_t kAnsweredAt = 0, kZerosAt = 128, kFaultAt = 256;
+constexpr uint64_t kRoom = uint64_t{1} << 20;  // of a window that nobody writes to
 
 }  // namespace
 
-Result<FifoRun> measure_fifo(uint32_t producers, uint64_t count, uint64_t capacity) {
-  if (producers == 0 || producers > kPeersMax)
-    return Status::invalid("producers: got {}, allowed: 1 to {}", producers, kPeersMax);
-  Bench bench;
-  WEFT_TRY_ASSIGN(bench.reader, FifoReader::create(Device{}, capacity));
-  const ProxyMesh mesh = bench.mesh();
-  std::atomic<uint32_t> ready{0};
-  std::atomic<bool> go{false};
-  std::vector<std::thread> threads;
-  for (uint32_t producer = 0; producer < producers; ++producer)
-    threads.emplace_back([&, producer] {
-      ready.fetch_add(1);
-      for (unsigned polls = 0; !go.load(std::memory_order_acquire); ++polls) back_off(polls);
-      auto peer = mesh.to(producer);  // told apart by it
-      for (uint64_t i = 0; i < count; ++i) peer.put_value(0, i);
-    });
-  while (ready.load() < producers) sched_yield();
-  const auto start = Deadline::Clock::now();
-  go.store(true, std::memory_order_release);
-  std::vector<uint64_t> next(producers, 0);
-  const Status taken = take_all(*bench.reader, producers * count, [&](Command command) {
-    const uint32_t from = peer_of(command);
-    return from < producers && command.a == next[from]++;
-  });
-  const FifoRun run{seconds_since(start), {}};
-  for (std::thread& thread : threads) thread.join();
-  WEFT_TRY(Status(taken));
-  return run;
+Result<std::unique_ptr<FifoBench>> FifoBench::create(Device device, uint64_t capacity) {
+  WEFT_TRY_ASSIGN(std::unique_ptr<FifoReader> reader, FifoReader::create(device, capacity));
+  std::unique_ptr<FifoBench> bench(new FifoBench(std::move(reader)));
+  WEFT_TRY_ASSIGN(bench->fifo_, LocalMemory::create(device, sizeof(Fifo)));
+  WEFT_TRY(bench->fifo_->write(0, &bench->reader_->fifo(), sizeof(Fifo)));
+  WEFT_TRY_ASSIGN(bench->visible_, HostVisible::create(device, kFaultAt + sizeof(FaultBox)));
+  return bench;
 }
 
-Result<FifoRun> measure_push_to_pop(uint64_t count, uint64_t capacity) {
-  Bench bench;
-  WEFT_TRY_ASSIGN(bench.reader, FifoReader::create(Device{}, capacity));
-  const ProxyMesh mesh = bench.mesh();
-  std::atomic<uint64_t> taken{0};
-  std::thread producer([&] {
-    for (uint64_t i = 0; i < count; ++i) {
-      for (unsigned polls = 0; taken.load(std::memory_order_acquire) < i; ++polls) back_off(polls);
-      mesh.to(0).put_value(0, now_ns());
-    }
-  });
-  const auto start = Deadline::Clock::now();
-  FifoRun run;
-  const Status status = take_all(*bench.reader, count, [&](Command command) {
-    run.push_to_pop_us.push_back(static_cast<double>(now_ns() - command.a) * 1e-3);
-    taken.fetch_add(1, std::memory_order_release);
-    return true;
-  });
-  run.seconds = seconds_since(start);
-  taken.store(count, std::memory_order_release);
-  producer.join();
-  WEFT_TRY(Status(status));
-  return run;
+MeshPart FifoBench::mesh() const {
+  const ProxyMesh mesh{fifo_->at<Fifo>(0),
+                       visible_->at<uint64_t>(kAnsweredAt),
+                       visible_->at<std::byte>(kZerosAt),
+                       kRoom,
+                       static_cast<uint64_t>(kTimeout_s * 1e9),
+                       visible_->at<FaultBox>(kFaultAt),
+                       0,
+                       kPeersMax,
+                       1,
+                       0};
+  MeshPart part{"ProxyMesh", std::vector<std::byte>(sizeof mesh)};
+  std::memcpy(part.value.data(), &mesh, sizeof mesh);
+  return part;
+}
+
+// Number `expected`. Who finds nothing looks away for about 100 ns, as a proxy does for longer: a line that is looked at
+// after every store goes to and fro for each of its four commands.
+Status FifoBench::pop(Command& command, uint64_t expected) {
+  uint64_t position = 0;
+  const auto taken = [&] {
+    if (reader_->pop(command, position)) return true;
+    for (int i = 0; i < 4; ++i) (void)now_ns();
+    return false;
+  };
+  if (!taken() && !wait_until(Deadline::after_s(kTimeout_s), taken))
+    return Status::make(Code::kSystem, "FIFO: expected command {}, saw none", expected);
+  return position == expected
+             ? Status()
+             : Status::make(Code::kSystem, "FIFO: expected command {}, saw {}", expected, position);
+}
+
+Result<double> FifoBench::take(uint32_t producers, uint64_t count) {
+  std::vector<uint64_t> next(producers, 0);
+  Deadline::Clock::time_point start{};
+  for (uint64_t taken = 0; taken < producers * count; ++taken) {
+    Command command{};
+    WEFT_TRY(pop(command, taken));
+    if (taken == 0) start = Deadline::Clock::now();
+    const uint32_t from = peer_of(command);
+    if (op_of(command) != Op::kValue || from >= producers || command.a != next[from]++)
+      return Status::make(Code::kSystem, "FIFO: command {} is not the one that was pushed", taken);
+  }
+  const double seconds = std::chrono::duration<double>(Deadline::Clock::now() - start).count();
+  reader_->publish();
+  return seconds;
+}
+
+Result<std::vector<uint64_t>> FifoBench::answer(uint64_t count) {
+  std::vector<uint64_t> answered;
+  for (uint64_t taken = 0; taken < count; ++taken) {
+    Command command{};
+    WEFT_TRY(pop(command, taken));
+    answered.push_back(now_ns());
+    if (op_of(command) != Op::kFlush)
+      return Status::make(Code::kSystem, "FIFO: command {} is no flush", taken);
+    store_release(visible_->at<uint64_t>(kAnsweredAt), taken + 1);
+  }
+  reader_->publish();
+  return answered;
 }
 
 }  // namespace weft::proxy

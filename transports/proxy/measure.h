@@ -1,26 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a FIFO carries by itself: threads of the host target that push, one that takes, and nothing behind it.
-//   WEFT_TRY_ASSIGN(const FifoRun run, measure_fifo(4, 1 << 20, 2048));   // run.seconds for all of them
-// Threads: any number of runs at once.
+// A FifoBench is a FIFO by itself: kernels push commands into it, this takes them, and nothing is behind it.
+//   WEFT_TRY_ASSIGN(auto bench, FifoBench::create(device, 2048));
+//   launch something on bench->mesh(); WEFT_TRY_ASSIGN(seconds, bench->take(4, 1 << 20));
+// Threads: one at a time.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "base/status.h"
+#include "transports/proxy/proxy.h"
+#include "transports/transport.h"
 
 namespace weft::proxy {
 
-struct FifoRun {
-  double seconds = 0;                  // from the first push to the last command taken
-  std::vector<double> push_to_pop_us;  // of each command, where they were pushed one at a time
-};
+class FifoBench {
+ public:
+  static Result<std::unique_ptr<FifoBench>> create(Device device, uint64_t capacity);
 
-// `producers` threads push `count` commands each as fast as they can. Errors: kInvalid; kSystem when what was
-// taken is not what was pushed, in each producer's order.
-Result<FifoRun> measure_fifo(uint32_t producers, uint64_t count, uint64_t capacity);
-// One thread pushes `count` commands, each once the one before has been taken.
-Result<FifoRun> measure_push_to_pop(uint64_t count, uint64_t capacity);
+  // One FIFO, and as many peers as there can be.
+  MeshPart mesh() const;
+  // Takes what `producers` threads push: 0, 1, ... `count` - 1 each, to the peer that is their number. Seconds from
+  // the first command to the last. Errors: kSystem when something else comes, or nothing.
+  Result<double> take(uint32_t producers, uint64_t count);
+  // Takes `count` flushes and answers each at once: when, in ns of now_ns(). Errors: the same.
+  Result<std::vector<uint64_t>> answer(uint64_t count);
+
+ private:
+  explicit FifoBench(std::unique_ptr<FifoReader> reader) : reader_(std::move(reader)) {}
+  Status pop(Command& command, uint64_t expected);
+  std::unique_ptr<FifoReader> reader_;
+  std::unique_ptr<LocalMemory> fifo_;     // as device code reads it
+  std::unique_ptr<HostVisible> visible_;  // the answered flushes, a word of zeros, and the fault box
+};
 
 }  // namespace weft::proxy

@@ -2,6 +2,7 @@
 #include "transports/proxy/proxy.h"
 
 #include <bit>
+#include <utility>
 
 #include "base/config.h"
 
@@ -12,7 +13,9 @@ constexpr uint64_t kLine = 128;        // words of the two sides lie on lines of
 constexpr uint32_t kTakenAtOnce = 64;  // commands, before lanes have their turn
 constexpr size_t kQueuedMost = 4096;   // commands in lanes; beyond it, the FIFO waits
 constexpr unsigned kSpins = 64, kYields = 512;
-constexpr std::chrono::microseconds kNap(50), kIdleNap(2000);
+constexpr std::chrono::microseconds kNap(50), kCalmNap(400), kIdleNap(2000);
+// Kernels of a GPU cannot help: what they ask for is waited for awake so long after the last of it.
+constexpr std::chrono::milliseconds kAwakeForGpu(10);
 
 }  // namespace
 
@@ -20,12 +23,14 @@ Result<std::unique_ptr<FifoReader>> FifoReader::create(Device device, uint64_t c
   if (!std::has_single_bit(capacity) || capacity < 2)
     return Status::invalid("WEFT_PROXY_FIFO: got {}, allowed: a power of two, 2 or more", capacity);
   WEFT_TRY_ASSIGN(std::unique_ptr<HostVisible> memory,
-                  HostVisible::create(device, 3 * kLine + capacity * sizeof(Command)));
-  std::unique_ptr<FifoReader> reader(new FifoReader(std::move(memory)));
-  const HostVisible& at = *reader->memory_;
-  reader->tail_ = at.at<uint64_t>(0);
-  reader->fifo_ = {at.at<Command>(3 * kLine), reader->tail_, at.at<uint64_t>(kLine),
-                   at.at<uint64_t>(2 * kLine), capacity};
+                  HostVisible::create(device, kLine + capacity * sizeof(Command)));
+  WEFT_TRY_ASSIGN(std::unique_ptr<LocalMemory> words, LocalMemory::create(device, 2 * kLine));
+  std::unique_ptr<FifoReader> reader(new FifoReader(std::move(memory), std::move(words)));
+  const HostVisible& shared = *reader->memory_;
+  const LocalMemory& local = *reader->words_;
+  reader->tail_ = shared.at<uint64_t>(0);
+  reader->fifo_ = {shared.at<Command>(kLine), reader->tail_, local.at<uint64_t>(0), local.at<uint64_t>(kLine),
+                   capacity};
   return reader;
 }
 
@@ -48,7 +53,7 @@ void FifoReader::publish() {
 
 Result<std::unique_ptr<Proxy>> Proxy::create(Device device, uint64_t capacity) {
   WEFT_TRY_ASSIGN(std::unique_ptr<FifoReader> fifo, FifoReader::create(device, capacity));
-  return std::unique_ptr<Proxy>(new Proxy(std::move(fifo)));
+  return std::unique_ptr<Proxy>(new Proxy(std::move(fifo), device.is_host()));
 }
 
 void Proxy::start(std::function<void()> progress, std::function<void(const Lane&)> on_lost) {
@@ -87,7 +92,7 @@ void Proxy::run() {
     if (const uint64_t now = helped_.load(std::memory_order_relaxed); now != helped) {
       helped = now;
       idle = 0;
-      std::this_thread::sleep_for(kNap);
+      std::this_thread::sleep_for(is_calm() ? kCalmNap : kNap);
       continue;
     }
     bool any = false;
@@ -103,8 +108,19 @@ void Proxy::run() {
     const auto now = Deadline::Clock::now();
     if (idle == kYields + 1) idle_since = now;
     const std::chrono::duration<double> quiet = now - idle_since;
-    std::this_thread::sleep_for(quiet.count() > config().proxy_idle_s ? kIdleNap : kNap);
+    if (!is_host_ && quiet < kAwakeForGpu)
+      sched_yield();
+    else
+      std::this_thread::sleep_for(quiet.count() > config().proxy_idle_s ? kIdleNap : kNap);
   }
+}
+
+// Whether who helps can do without this thread for a while: only signals and small puts went to and fro since the last
+// time, and none waits. Who moves much copies much, and helps nobody meanwhile.
+bool Proxy::is_calm() {
+  const uint64_t now = data_writes_.load(std::memory_order_relaxed);
+  return std::exchange(data_writes_seen_, now) == now && !has_queued_.load(std::memory_order_relaxed) &&
+         fifo_->is_empty();
 }
 
 bool Proxy::help() {
@@ -131,11 +147,15 @@ bool Proxy::turn() {
   progress_();
   bool is_quiet = !any;
   bool is_done = !any && is_finishing_.load(std::memory_order_acquire);
+  uint64_t data_writes = 0;
+  bool has_queued = false;
   const bool closes = is_done && !has_closed_;
   for (size_t i = 0; i < lanes_.size(); ++i) {
     Lane& lane = *lanes_[i];
     if (closes) lane.close();
     any = lane.turn() || any;
+    data_writes += lane.data_writes();
+    has_queued = has_queued || lane.queued() > 0;
     is_quiet = is_quiet && lane.is_idle();
     is_done = is_done && lane.is_idle() && lane.is_closed();
     if (!lane.status().ok() && !told_[i]) {
@@ -144,6 +164,8 @@ bool Proxy::turn() {
     }
   }
   has_closed_ = has_closed_ || closes;
+  data_writes_.store(data_writes, std::memory_order_relaxed);
+  has_queued_.store(has_queued, std::memory_order_relaxed);
   if (is_quiet) quiet_turns_.fetch_add(1, std::memory_order_release);
   if (is_done) is_finished_.store(true, std::memory_order_release);
   return any;

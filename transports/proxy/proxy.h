@@ -18,6 +18,7 @@
 
 #include "base/device.h"
 #include "memory/host_visible.h"
+#include "memory/local_memory.h"
 #include "transports/proxy/lane.h"
 
 namespace weft::proxy {
@@ -33,10 +34,14 @@ class FifoReader {
   bool pop(Command& command, uint64_t& position);
   // Lets device code have the slots of what was popped. pop() does so once in a while, too.
   void publish();
+  // Whether everything was taken, of a FIFO that threads of the host fill. Threads: any.
+  bool is_empty() const { return load_relaxed(fifo_.head) == load_relaxed(tail_); }
 
  private:
-  explicit FifoReader(std::unique_ptr<HostVisible> memory) : memory_(std::move(memory)) {}
+  FifoReader(std::unique_ptr<HostVisible> memory, std::unique_ptr<LocalMemory> words)
+      : memory_(std::move(memory)), words_(std::move(words)) {}
   std::unique_ptr<HostVisible> memory_;
+  std::unique_ptr<LocalMemory> words_;  // what device code alone reads and writes
   Fifo fifo_{};
   uint64_t* tail_ = nullptr;
   uint64_t next_ = 0, published_ = 0;
@@ -60,14 +65,16 @@ class Proxy {
   void stop();
 
  private:
-  explicit Proxy(std::unique_ptr<FifoReader> fifo) : fifo_(std::move(fifo)) {}
+  Proxy(std::unique_ptr<FifoReader> fifo, bool is_host) : fifo_(std::move(fifo)), is_host_(is_host) {}
   void run();
   bool turn();
   bool try_turn(bool& any);
+  bool is_calm();
   bool take_commands();
   Lane* lane_to(uint32_t rank);
 
   std::unique_ptr<FifoReader> fifo_;
+  const bool is_host_;  // whose kernels fill it
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::vector<bool> told_;  // of a lane that lost its peer
   std::vector<Lane*> by_rank_;
@@ -78,6 +85,9 @@ class Proxy {
   std::atomic<uint64_t> helped_{0};      // rounds by others
   std::atomic<bool> is_finishing_{false}, is_finished_{false}, stopping_{false};
   std::atomic<uint64_t> quiet_turns_{0};  // that found nothing queued and nothing under way
+  std::atomic<uint64_t> data_writes_{0};  // of all lanes
+  std::atomic<bool> has_queued_{false};   // a lane has
+  uint64_t data_writes_seen_ = 0;         // by run()
   bool has_closed_ = false;
 };
 

@@ -22,7 +22,7 @@ namespace weft::proxy {
 
 enum class Op : uint32_t { kPut = 1, kValue = 2, kAdd = 3, kFlush = 4, kClose = 5 };
 
-struct Command {
+struct alignas(16) Command {
   uint64_t a, b;
 };
 static_assert(sizeof(Command) == 16);
@@ -89,9 +89,9 @@ WEFT_DEVICE constexpr uint32_t use_of(Command c) {
 // A queue of commands of one proxy thread. Positions only grow; slot = position % capacity, a power of two.
 struct Fifo {
   Command* slots;        // memory of the host that device code writes
-  const uint64_t* tail;  // positions below it have been taken; the host publishes it
+  const uint64_t* tail;  // positions below it have been taken; the host publishes it, in its memory
   uint64_t* head;        // the next free position, and
-  uint64_t* tail_seen;   // what device code last saw of tail: memory of the device
+  uint64_t* tail_seen;   // what device code last saw of tail: both in memory of the device
   uint64_t capacity;
 };
 

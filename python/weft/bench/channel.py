@@ -8,8 +8,9 @@ Rows: ``put_with_signal``, ``signal`` and ``add`` are half a round trip; ``put``
 is known to be there; ``put_flush`` is a put whose source is free again. ``floor_us`` is the provider's own loop without
 engine, proxy or kernel (``fi_writemsg``), in the same two processes, taking turns: a write with an immediate for half a
 round trip, writes with 64 under way for the rest. ``fifo`` is the queue between kernels and proxies by itself, with so
-many threads that push and nothing behind it; ``fifo_push_to_pop`` one command at a time. What arrives is compared
-(``checked``).
+many threads that push and nothing behind it; ``fifo_push_to_pop`` one command at a time, until it is taken; its
+``round_trip_us`` until the kernel has seen the answer. What arrives is compared (``checked``). ``--device cuda`` has
+kernels of GPUs make the calls; two ranks that share one GPU take turns on it, and time little else.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ REPEATS = 3  # of the channel and of the raw loop, before the other has its turn
 RAW_WINDOW = 64
 FIFO_CAPACITY = 2048
 MAPPED = "mapped"
+CUDA = "cuda"
 CALLS = ("put_with_signal", "signal", "add", "put", "put_flush", "fifo")
 
 
@@ -72,7 +74,7 @@ def plan_loads(calls: Sequence[str], quick: bool) -> list[Load]:
 class Pair:
     """This rank's side: the channel's loop, and the provider's own where there is one."""
 
-    def __init__(self, me: Rank, provider: str, nic: str) -> None:
+    def __init__(self, me: Rank, provider: str, nic: str, device: str = "cpu") -> None:
         import torch
         from torch.utils.dlpack import from_dlpack
 
@@ -80,7 +82,9 @@ class Pair:
 
         self.me, self.adds = me, 0
         transport = MAPPED if provider == MAPPED else "proxy"
-        self.comm = Communicator(me.group, timeout_s=TIMEOUT_S, transport=transport, device="cpu")
+        if device == CUDA:
+            torch.cuda.set_device(me.rank % torch.cuda.device_count())
+        self.comm = Communicator(me.group, timeout_s=TIMEOUT_S, transport=transport, device=device)
         self.loop = _core.ChannelLoop.create(self.comm.core, ROOM_BYTES)
         self.sent = from_dlpack(self.loop.sent(ROOM_BYTES))
         self.received = from_dlpack(self.loop.received(ROOM_BYTES))
@@ -133,28 +137,32 @@ class Pair:
         )
         self.sent[:nbytes] = what
         self.received[:nbytes] = 0
+        if self.sent.is_cuda:
+            torch.cuda.synchronize()
         self.comm.barrier()
         self.loop.run(load.call, load.is_round_trip, nbytes, 1, 1)
-        if self.me.rank == 1 and not torch.equal(self.received[:nbytes], what):
+        if self.me.rank == 1 and not torch.equal(self.received[:nbytes].cpu(), what):
             raise Error(f"bench channel: {load.call} of {nbytes} bytes: what arrived is not what was sent")
         self.comm.barrier()
 
 
 def measure(
-    me: Rank, provider: str, nic: str, loads: Sequence[Load], rounds: int, is_pinned: bool
+    me: Rank, provider: str, nic: str, device: str, loads: Sequence[Load], rounds: int, is_pinned: bool
 ) -> list[Row]:
     """Measure on this rank; collective over two. Returns the rows, for rank 0 to report."""
     cpus = pin(me.rank) if is_pinned else None
     if provider != MAPPED:
+        nic = nic or choose_nics(provider, local=True)[0]
         os.environ.update(WEFT_PROXY_PROVIDER=provider, WEFT_PROXY_NICS=nic)
         _core.config_reload()
-    pair = Pair(me, provider, nic)
+    pair = Pair(me, provider, nic, device)
     rows = []
     with progress(enabled=me.rank == 0) as bar:
         task = bar.add_task(f"channel, {provider}", total=len(loads))
         for load in loads:
             pair.check(load)
             rows.append(_measure_load(pair, load, rounds, provider))
+            rows[-1].extra["device"] = device
             pair.check(load)
             rows[-1].checked = True
             bar.advance(task)
@@ -180,29 +188,40 @@ def _measure_load(pair: Pair, load: Load, rounds: int, provider: str) -> Row:
     return Row(load.call, "bytes", None, load.nbytes, channel_us, floor_us, False, {}, extra, series=provider)
 
 
-def measure_fifo(quick: bool, rounds: int) -> list[Row]:
+def measure_fifo(device: str, quick: bool, rounds: int) -> list[Row]:
     """Return the rows of the queue by itself; order and number of commands are checked in the core."""
     count = 1 << (16 if quick else 21)
+    where = "cuda:0" if device == CUDA else device
     rows = []
-    for producers in (1, 4):
+    for producers in (1, 4, 64) if device == CUDA else (1, 4):
         each = count // producers
         samples = [
-            _core.proxy_fifo_seconds(producers, each, FIFO_CAPACITY) / (each * producers) * 1e6
+            _core.fifo_seconds(where, producers, each, FIFO_CAPACITY) / (each * producers) * 1e6
             for _ in range(rounds)
         ]
-        extra = {"producers": producers, "mops": round(1 / statistics.median(samples), 3)}
+        extra = {"producers": producers, "mops": round(1 / statistics.median(samples), 3), "device": device}
         rows.append(
             Row("fifo", "command", None, 16, samples, None, True, {}, extra, f"{producers} producers")
         )
-    pops = _core.proxy_push_to_pop_us(count // 64, FIFO_CAPACITY)
-    rows.append(Row("fifo_push_to_pop", "command", None, 16, pops, None, True, {}, {"producers": 1}))
+    trips, pops, look_us = _core.fifo_trips(where, min(count // 64, 20_000), FIFO_CAPACITY)
+    extra = {"producers": 1, "device": device, "round_trip_us": round(statistics.median(trips), 3)}
+    extra["look_us"] = round(look_us, 3)
+    rows.append(Row("fifo_push_to_pop", "command", None, 16, pops, None, True, {}, extra))
     return rows
 
 
-def _networks(names: str) -> list[tuple[str, str]]:
-    """Return (provider, NIC) of each name. Raises: weft.Error for one that is not usable here."""
+def _networks(names: str, device: str) -> list[tuple[str, str]]:
+    """Return (provider, NIC) of each name. Raises: weft.Error for one that is not usable here.
+
+    With GPUs the ranks look for NICs themselves, which may start CUDA, and a process that has must not fork.
+    """
     providers = [PROVIDERS.get(name, name) for name in names.split(",") if name]
-    return [(name, "" if name == MAPPED else choose_nics(name, local=True)[0]) for name in providers]
+    if device == CUDA and MAPPED in providers:
+        raise invalid("--provider", MAPPED, "networks with --device cuda")
+    is_late = device == CUDA
+    return [
+        (name, "" if is_late or name == MAPPED else choose_nics(name, local=True)[0]) for name in providers
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -215,6 +234,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="comma-separated: tcp, shm, mapped, or any name of weft.transfer.provider_names()",
     )
     parser.add_argument("--calls", default="all", help=f"comma-separated: {', '.join(CALLS)} (default: all)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", CUDA), help="whose kernels (default: cpu)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of channel and raw loop (default: 7)")
     parser.add_argument("--quick", action="store_true", help="fewer calls per repetition")
     parser.add_argument("--no-pin", action="store_true", help="do not pin the two ranks to CPUs")
@@ -228,14 +248,16 @@ def run(args: argparse.Namespace) -> int:
         raise invalid("--calls", unknown, ", ".join(CALLS))
     if args.rounds < 1:
         raise invalid("--rounds", args.rounds, "1 or more")
-    networks = _networks(args.provider)
+    networks = _networks(args.provider, args.device)
     loads = plan_loads(calls, args.quick)
     rows: list[Row] = []
     for provider, nic in networks if loads else []:
-        rows += _on_two_ranks(measure, provider, nic, loads, args.rounds, not args.no_pin)
+        rows += _on_two_ranks(
+            args.device, measure, provider, nic, args.device, loads, args.rounds, not args.no_pin
+        )
     if "fifo" in calls:
-        rows += measure_fifo(args.quick, args.rounds)
-    columns = ("provider", "producers", "mops", "gb_s", "added_us", "of_raw")
+        rows += measure_fifo(args.device, args.quick, args.rounds)
+    columns = ("device", "provider", "producers", "mops", "gb_s", "added_us", "of_raw")
     report = Report("weft bench channel", columns, wide=args.wide)
     for row in rows:
         report.add(row)
@@ -247,8 +269,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _on_two_ranks(function: Callable[..., list[Row]], *args: Any) -> list[Row]:
+def _on_two_ranks(device: str, function: Callable[..., list[Row]], *args: Any) -> list[Row]:
     from weft.testing.ranks import run_ranks
 
-    rows: list[Row] = run_ranks(2, function, *args, with_gpus=False, deadline_s=900.0)[0]
+    rows: list[Row] = run_ranks(2, function, *args, with_gpus=device == CUDA, deadline_s=900.0)[0]
     return rows

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import random
@@ -31,6 +30,7 @@ from weft.chaos.operations import ENGINE, MAPPED, PORTS
 from weft.chaos.rounds import Result, draw_round, run_round
 from weft.errors import invalid
 from weft.runtime.endings import OwnedFolder
+from weft.runtime.shared_record import shared_record
 from weft.runtime.tables import Column, Table, add_wide_argument, make_console
 
 _FOLDER = "weft-chaos-"
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="add the counts and all that was wrong to FILE, so that short runs make a long one",
+        help="add the counts and all that was wrong to FILE, so that short runs, even at once, make a long one",
     )
     add_wide_argument(parser)
 
@@ -237,21 +237,21 @@ def _print_faults(console: Any, transports: list[str], missing: dict[str, str]) 
 def _write(
     path: Path, seed: int, accounts: dict[str, Account], missing: dict[str, str], wrong: list[dict[str, Any]]
 ) -> None:
-    before = json.loads(path.read_text()) if path.exists() else {}
-    transports = dict(before.get("transports", {}))
-    for name, account in accounts.items():
-        transports[name] = added(transports.get(name, {}), account.told())
-    document = {
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": {"cpu_count": os.cpu_count(), "platform": platform.platform()},
-        "versions": {"weft": weft.__version__, "torch": torch.__version__},
-        "commands": [*before.get("commands", []), shlex.join(["weft", *sys.argv[1:]])],
-        "seeds": [*before.get("seeds", []), seed],
-        "not_offered": missing,
-        "transports": transports,
-        "problems": [*before.get("problems", []), *wrong],
-    }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    with shared_record(path) as record:
+        before = record.before
+        transports = dict(before.get("transports", {}))
+        for name, account in accounts.items():
+            transports[name] = added(transports.get(name, {}), account.told())
+        record.after = {
+            "date": datetime.now(timezone.utc).date().isoformat(),
+            "machine": {"cpu_count": os.cpu_count(), "platform": platform.platform()},
+            "versions": {"weft": weft.__version__, "torch": torch.__version__},
+            "commands": [*before.get("commands", []), shlex.join(["weft", *sys.argv[1:]])],
+            "seeds": [*before.get("seeds", []), seed],
+            "not_offered": missing,
+            "transports": transports,
+            "problems": [*before.get("problems", []), *wrong],
+        }
 
 
 def added(before: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

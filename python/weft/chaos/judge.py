@@ -53,6 +53,9 @@ class Problem:
     text: str
 
 
+_GIVEN_UP = "(this rank) was given up by the others"  # what a rank is told that was missed
+
+
 def judge(fault: Fault, outcomes: Mapping[int, Outcome]) -> list[Problem]:
     """Return what is wrong with the outcomes of the ranks that live."""
     problems: list[Problem] = []
@@ -90,6 +93,8 @@ def _may_lose(fault: Fault, rank: int, outcomes: Mapping[int, Outcome]) -> bool:
         return any(other.ended == "refused" for other in outcomes.values())
     if fault.ends != "blame":
         return False
+    if rank == fault.victim and _GIVEN_UP in outcomes[rank].message:
+        return True
     if fault.strikes_all or rank == fault.victim:  # the victim wakes up among ranks that have left
         return bool(blamed(outcomes[rank]))
     if fault.is_deadly:

@@ -18,7 +18,6 @@ from torch import Tensor
 from weft import _core
 from weft.errors import Error, invalid, shortened
 from weft.moe.config import Config, ceil_div, check_flags, check_whole
-from weft.runtime.plain import plain_address
 from weft.runtime.tensors import lacking_memory
 
 ROW_ALIGNMENT_BYTES = 16
@@ -75,22 +74,6 @@ def check_tensor(
     if lack := lacking_memory(value):  # as FSDP leaves parameters that it has sharded again
         raise invalid(argument, f"{describe(value)}: {lack}", "a tensor with all its memory")
     return value
-
-
-def plain_forms(*values: Tensor | None) -> tuple[Any, ...]:
-    """Return type, shape and device of each, None for None: what a call's signature has of them.
-
-    (): one of them is not plain, and has to be checked.
-    """
-    forms: list[Any] = []
-    for value in values:
-        if value is None:
-            forms.append(None)
-            continue
-        if not plain_address(value) or value.dtype.is_complex:  # whose memory may be conjugated
-            return ()
-        forms += (value.dtype, value.shape, value.device)
-    return tuple(forms)
 
 
 def check_optional(

@@ -7,7 +7,7 @@
 
 The gradient of a dispatch is a combine, and the gradient of a combine is a dispatch along the same routes:
 what was copied to several ranks comes back summed, and what was summed goes back as copies. Routes are
-exchanged once.
+exchanged once. The phases of a ``weft.P2PAllToAll`` have functions of their own, ``p2p_...``.
 
 Every rank must run the same calls in the same order, backward too. A rank that received no row therefore has
 to keep the graph between ``arrived.x`` and ``y`` connected; indexing with an empty index does, skipping does
@@ -28,7 +28,27 @@ from typing import Any, Protocol
 import torch
 
 from weft.errors import invalid, quoted
+from weft.moe.p2p_autograd import (
+    P2PArrived,
+    P2PTravelling,
+    p2p_combine_recv,
+    p2p_combine_send,
+    p2p_dispatch_recv,
+    p2p_dispatch_send,
+)
 from weft.runtime.tensors import contiguous
+
+__all__ = [
+    "Arrived",
+    "P2PArrived",
+    "P2PTravelling",
+    "combine",
+    "dispatch",
+    "p2p_combine_recv",
+    "p2p_combine_send",
+    "p2p_dispatch_recv",
+    "p2p_dispatch_send",
+]
 
 
 class DispatchingBuffer(Protocol):

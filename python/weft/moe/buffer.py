@@ -31,7 +31,6 @@ from weft.moe.config import (
     MAX_SMS,
     Config,
     align,
-    ceil_div,
     check_flags,
     check_number,
     check_whole,
@@ -45,7 +44,7 @@ from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
 from weft.moe.high_throughput import CombinePlan, LayoutPlan, Payload
 from weft.moe.low_latency import LowLatencyCalls
-from weft.moe.runtime_facts import RANKS_PER_RDMA_GROUP
+from weft.runtime.plain import plain_forms
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -82,10 +81,9 @@ class Buffer(LowLatencyCalls):
         group: the ranks: a torch process group of any backend (only objects are exchanged through it), or
             anything else that weft.Communicator takes.
         num_nvl_bytes: room for received rows, in bytes, at first; a dispatch that needs more grows it.
-        num_rdma_bytes: room for low-latency calls, as get_low_latency_rdma_size_hint() says; else not used
-            among ranks of one node.
-        low_latency_mode: allow low-latency calls. High-throughput calls work on one node, whether or not; over several
-            there are low-latency calls only, and it must be set, with num_rdma_bytes.
+        num_rdma_bytes: room for low-latency calls, as get_low_latency_rdma_size_hint() says; else not used: what
+            high-throughput calls need between nodes is set aside besides.
+        low_latency_mode: allow low-latency calls. High-throughput calls work whether or not.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_nvlink_for_normal_mode, allow_mnnvl,
             use_fabric: taken for compatibility; Weft chooses the way to each peer by itself.
         explicitly_destroy: memory is freed by destroy(), not when the object goes.
@@ -265,13 +263,7 @@ class Buffer(LowLatencyCalls):
         ``weft.moe.trace.Span``. That costs them a few percent.
         Raises: weft.Error without that option.
         """
-        engine = self._engines.alive()
-        log = engine.trace_log()
-        if log is None:
-            raise invalid("WEFT_TRACE_SPANS", 0, "room for the spans of a trace, such as 100000")
-        if engine.is_cuda:
-            torch.cuda.synchronize(engine.device)
-        return trace.take(log)
+        return trace.take_from(self._engines.alive())
 
     # -- layout ----------------------------------------------------------------------------------------------
 
@@ -291,8 +283,9 @@ class Buffer(LowLatencyCalls):
             num_experts: over all ranks, the same on all of them.
             previous_event, async_finish, allocate_on_comm_stream: see the class; the last one makes the
                 outputs belong to the communication stream and needs the first two.
-        Returns: (tokens per rank i32[R], tokens per group of 8 ranks i32[ceil(R / 8)] or None for up to 8
-            ranks, slots per expert i32[E], is token in rank bool[T, R], event).
+        Returns: (tokens per rank i32[R], tokens per node i32[nodes], slots per expert i32[E], is token in rank
+            bool[T, R], event). A node is what ranks make that map each other; where all do, eight ranks, and None for
+            up to eight.
         """
         self._engines.alive()
         signature = self._signature("layout", (topk_idx,), num_experts)
@@ -310,7 +303,7 @@ class Buffer(LowLatencyCalls):
             counted = plan.new_outputs()
             engine.layout_stream = engine.current_stream
             high_throughput.layout(engine, topk_idx, counted, engine.layout_stream)
-            per_node = self._count_per_node(counted.is_token_in_rank)
+            per_node = self._count_per_node(engine, counted.is_token_in_rank)
             event = EventOverlap()
         else:
             engine.begin(previous)
@@ -318,7 +311,7 @@ class Buffer(LowLatencyCalls):
                 counted = plan.new_outputs()
             high_throughput.layout(engine, topk_idx, counted, engine.stream)
             with engine.on_comm_stream():
-                per_node = self._count_per_node(counted.is_token_in_rank)
+                per_node = self._count_per_node(engine, counted.is_token_in_rank)
             event = engine.finish(async_finish, (topk_idx, *counted, per_node))
         per_rank, per_expert = torch.split_with_sizes(counted.counts, plan.parts)
         return per_rank, per_node, per_expert, counted.is_token_in_rank, event
@@ -326,24 +319,27 @@ class Buffer(LowLatencyCalls):
     def _signature(self, call: str, tensors: tuple[Any, ...], *values: object) -> Signature:
         """Return what a plan of calls like this one is kept under; () where arguments are to be checked."""
         try:
-            forms = arguments.plain_forms(*tensors)
+            forms = plain_forms(*tensors)
         except (AttributeError, TypeError, ValueError, RuntimeError):  # checks will say what is wrong
             return ()
         if not forms or any(type(value) not in (int, bool) for value in values):
             return ()
-        return (call, *forms, *values, *map(type, values))  # as True is as good a key as 1
+        return (call, forms, *values, *map(type, values))  # as True is as good a key as 1
 
     def _plan_layout(self, topk_idx: object, num_experts: object) -> LayoutPlan:
         engine = self._engines.of("topk_idx", topk_idx)
         ids = arguments.check_topk_idx(topk_idx, "tokens", engine.device)
         return LayoutPlan(engine, ids.size(0), self._check_num_experts(num_experts))
 
-    def _count_per_node(self, in_rank: Tensor) -> Tensor | None:
-        if self.group_size <= RANKS_PER_RDMA_GROUP:
+    def _count_per_node(self, engine: Engine, in_rank: Tensor) -> Tensor | None:
+        """Return how many tokens go to each group of ranks; None for up to eight that all map each other."""
+        places = engine.rdma_places
+        if places is None:
             return None
-        padding = align(self.group_size, RANKS_PER_RDMA_GROUP) - self.group_size
-        groups = torch.nn.functional.pad(in_rank, (0, padding)).unflatten(1, (-1, RANKS_PER_RDMA_GROUP))
-        per_node: Tensor = groups.any(dim=2).sum(dim=0, dtype=torch.int32)
+        shape = (in_rank.size(0), engine.get_num_rdma_ranks())
+        goes = torch.zeros(shape, dtype=torch.int32, device=in_rank.device)
+        goes.scatter_reduce_(1, places.expand(in_rank.size(0), -1), in_rank.int(), "amax")
+        per_node: Tensor = goes.sum(dim=0, dtype=torch.int32)
         return per_node
 
     def _check_num_experts(self, num_experts: object) -> int:
@@ -455,7 +451,7 @@ class Buffer(LowLatencyCalls):
         num_ranks, device, i32 = self.group_size, x.device, (torch.int32,)
         arguments.check_tensor("num_tokens_per_rank", num_tokens_per_rank, (num_ranks,), i32, device)
         if num_tokens_per_rdma_rank is not None:
-            shape = (ceil_div(num_ranks, RANKS_PER_RDMA_GROUP),)
+            shape = (self._engines.alive().get_num_rdma_ranks(),)
             arguments.check_tensor("num_tokens_per_rdma_rank", num_tokens_per_rdma_rank, shape, i32, device)
         in_rank = arguments.check_tensor(
             "is_token_in_rank", is_token_in_rank, (x.size(0), num_ranks), (torch.bool,), device
@@ -527,7 +523,8 @@ class Buffer(LowLatencyCalls):
             bias: one or two tensors [T, hidden] of x's type, which sums start from.
             config, previous_event, async_finish, allocate_on_comm_stream: as in dispatch().
         Returns: (combined_x [T, hidden]: float32 sums, biases first, then ranks ascending, rounded once to
-            x's type, 0 for a token that was sent nowhere; per slot the sum of the weights that came back,
+            x's type, 0 for a token that was sent nowhere; over several nodes the ranks of each are summed and rounded
+            first, and then nodes ascending; per slot the sum of the weights that came back,
             float32 [T, K], or None; event).
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
         """

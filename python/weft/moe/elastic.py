@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.errors import invalid
+from weft.errors import Error, invalid
 from weft.moe import arguments, elastic_rows, high_throughput
 from weft.moe.config import (
     MAX_ALIGNMENT,
@@ -120,6 +120,9 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             timeout_s=timeout_s,
             explicitly_destroy=bool(explicitly_destroy),
         )
+        if self._engines.alive().islands:
+            why = self._engines.alive().communicator.why_not_all_mapped
+            raise Error(f"group: an ElasticBuffer's ranks all map each other, and {why}", "unsupported")
         super().__init__()
         self.group = group
         self.rank_idx, self.num_ranks = self._engines.rank, self._engines.size

@@ -138,6 +138,10 @@ class GatherSessions:
             received = _gather_rows(engine, _as_rows(given, sizes))
             flat = received.view(self.num_ranks, -1)
             gathered = [_part(flat, sum(sizes[:i]), tensor) for i, tensor in enumerate(given)]
+            if engine.is_cuda and engine.core.largest_piece_bytes < self._session_bytes:
+                # A session has to fit, whatever the caller still holds of the sessions before it.
+                gathered = [tensor.clone() for tensor in gathered]
+            del received, flat
         event = engine.finish(True, tuple(given))
         engine.hand_over([*gathered])
         return (*gathered, _waiter(event))

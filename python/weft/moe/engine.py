@@ -42,11 +42,6 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
 
 
-def addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    """Return address() of each, without a call for each."""
-    return tuple([0 if tensor is None else tensor.data_ptr() or _NOWHERE for tensor in tensors])
-
-
 class HostLease:
     """Owns one piece of a window in host memory; the DLPack capsule of a view keeps it alive."""
 
@@ -63,7 +58,7 @@ class Engine(RuntimeFacts):
     """The core buffer of one device and what orders work on it.
 
     Args:
-        communicator: the ranks; without low_latency_bytes they must map each other's windows.
+        communicator: the ranks.
         heap_bytes, low_latency_bytes: parts of the window. timeout_s: bound of every wait.
     """
 
@@ -81,6 +76,8 @@ class Engine(RuntimeFacts):
         self.communicator = communicator
         self.is_cuda = device.type == "cuda"
         self.core = _core.MoeBuffer.create(communicator, heap_bytes, low_latency_bytes, timeout_s)
+        # The island of each rank: those that all map each other. () where all do.
+        self.islands: tuple[int, ...] = tuple(self.core.islands)
         self._handle_buffer = int(self.core.handle_buffer_key)
         self.planned_sms = int(self.core.planned_sms)  # of calls whose caller names no number; 1 on the CPU
         self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
@@ -118,6 +115,13 @@ class Engine(RuntimeFacts):
     def make_room_for(self, state: Any, row_format: Any, num_rows: int) -> None:
         """Grow the window for num_rows received rows and those that come back, if need be: ranks' hosts meet."""
         self.core.make_room_for(format=row_format, rows=num_rows, staging_rows=state.staging_rows)
+
+    @functools.cached_property
+    def rdma_places(self) -> torch.Tensor | None:
+        """The group of each rank on the device, i64[1, ranks]; None where there is but one."""
+        if not self.is_internode_available():
+            return None
+        return torch.tensor([self.rdma_groups], device=self.device)
 
     # -- memory ----------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class Engines:
             raise invalid(
                 "group", "None", "a torch.distributed process group, or comm: an mpi4py communicator"
             )
-        self.device = _device(device)
+        self.device = device_of(device)
         self._owner = owner
         self._ranks = (group, comm if group is None else None)
         self._sizes = (heap_bytes, low_latency_bytes, timeout_s)
@@ -150,7 +150,7 @@ class Engines:
         return self._by_device[device]
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def device_of(device: torch.device | str | None) -> torch.device:
     """Return the device a buffer computes on, with its index."""
     try:
         chosen = torch.device(device_name(None) if device is None else device)

@@ -22,7 +22,8 @@ class DispatchState:
     send_row i32[T, R]: a token's place among the rows for a rank, or -1. slot_base i32[T]: its first place in
     the staging of combine. prefix i32[R, R]: rows that rank j gets from ranks 0..i. slot i32[N]: a received
     row's place in its owner's staging. token i32[N]: its row at its source. sum_place i32[T, R]: when combine
-    adds a rank's row; None: ranks ascending.
+    adds a rank's row; None: ranks ascending. routes, records i32[...]: what else the core keeps where ranks do not
+    all map each other, else None; islands: the island of each rank then, else ().
     """
 
     group_key: int
@@ -41,23 +42,33 @@ class DispatchState:
     slot: torch.Tensor
     token: torch.Tensor
     sum_place: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
+    records: torch.Tensor | None = None
+    islands: tuple[int, ...] = ()
 
     @functools.cached_property
     def memory(self) -> Any:
         """The addresses for the core."""
-        sum_place = 0 if self.sum_place is None else self.sum_place.data_ptr()
-        return _core.HandleMemory(
-            self.send_row.data_ptr(), self.slot_base.data_ptr(), self.prefix.data_ptr(), sum_place
-        )
+        tensors = (self.send_row, self.slot_base, self.prefix, self.sum_place, self.routes, self.records)
+        return _core.HandleMemory(*[0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 class DispatchHandle(tuple):  # type: ignore[type-arg]
-    """The handle of ``Buffer.dispatch``: a tuple of tensors, those of DeepEP's in a node and three more.
+    """The handle of ``Buffer.dispatch``: a tuple of tensors.
 
+    Where all ranks map each other: those of DeepEP's in a node and three more.
     (rank_prefix_matrix i32[R, R], channel_prefix_matrix i32[R, 1], recv_channel_prefix_matrix i32[R, 1],
     recv_src_idx i32[N], is_token_in_rank bool[T, R], send_head i32[T, R], slot_base i32[T], slot i32[N], facts
     i64[8] on the CPU). Weft has one channel per rank pair. The first entry, at [i][rank], counts the rows that
     this rank got from ranks 0..i.
+
+    Where they do not, with I islands of at most W ranks that do: seven of Weft's own, then DeepEP's ten across nodes,
+    of one channel each.
+    (rank_prefix_matrix i32[R, R], facts i64[10] on the CPU, send_row i32[T, R], slot_base i32[T], slot i32[N], routes,
+    records; is_token_in_rank bool[T, R], rdma_channel_prefix_matrix i32[I, 1], gbl_channel_prefix_matrix i32[R, 1],
+    recv_rdma_channel_prefix_matrix i32[I, 1], recv_rdma_rank_prefix_sum i32[I], recv_gbl_channel_prefix_matrix
+    i32[R, 1], recv_gbl_rank_prefix_sum i32[R], recv_src_meta u8[N, 4]: the row's token at its source, send_rdma_head
+    i32[T, I], send_nvl_head i32[messages, W]). handle[-4][i] counts the rows that this rank got from ranks 0..i.
 
     The tensors are all that a handle is: ``ctx.save_for_backward(*handle)`` keeps one, and ``ctx.saved_tensors``
     is one again, for any buffer of the same ranks on the same devices. Entries are there when the dispatch's event
@@ -68,7 +79,7 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
 
     def __new__(cls, state: DispatchState, num_tokens_per_rank: torch.Tensor) -> DispatchHandle:
         """Return the handle with its state beside the tensors."""
-        facts = (
+        facts = [
             _KIND,
             state.group_key,
             state.rank,
@@ -77,18 +88,33 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
             state.top_k,
             state.staging_rows,
             int(state.counts_unknown),
-        )
-        entries = (
-            state.prefix,
-            num_tokens_per_rank.view(-1, 1),
-            state.prefix.narrow(1, state.rank, 1),
-            state.token,
-            state.is_token_in_rank,
-            state.send_row,
-            state.slot_base,
-            state.slot,
-            torch.tensor(facts, dtype=torch.int64, device="cpu"),
-        )
+        ]
+        sent = num_tokens_per_rank.view(-1, 1)
+        entries: tuple[torch.Tensor, ...]
+        if state.routes is None or state.records is None:
+            entries = (
+                state.prefix,
+                sent,
+                state.prefix.narrow(1, state.rank, 1),
+                state.token,
+                state.is_token_in_rank,
+                state.send_row,
+                state.slot_base,
+                state.slot,
+                torch.tensor(facts, dtype=torch.int64, device="cpu"),
+            )
+        else:
+            facts += [state.routes.numel(), state.records.numel()]
+            entries = (
+                state.prefix,
+                torch.tensor(facts, dtype=torch.int64, device="cpu"),
+                state.send_row,
+                state.slot_base,
+                state.slot,
+                state.routes,
+                state.records,
+                *_entries_across_nodes(state, sent),
+            )
         handle = super().__new__(cls, entries)
         handle.state = state
         return handle
@@ -96,23 +122,45 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
     @staticmethod
     def state_of(entries: object) -> DispatchState | None:
         """Return the state that a handle's entries hold; None where these are not a handle's."""
-        if not isinstance(entries, (tuple, list)) or len(entries) != 9:
+        if not isinstance(entries, (tuple, list)) or len(entries) not in (9, 17):
             return None
-        facts = facts_of(entries[8], _KIND, 8)
-        prefix, _, _, token, in_rank, send_row, slot_base, slot, _ = entries
-        if facts is None or not all(isinstance(entry, torch.Tensor) for entry in entries):
+        if not all(isinstance(entry, torch.Tensor) for entry in entries):
             return None
-        _, group_key, rank, handle_id, num_experts, top_k, staging_rows, counts_unknown = facts
+        routes: torch.Tensor | None = None
+        records: torch.Tensor | None = None
+        if len(entries) == 9:
+            facts = facts_of(entries[8], _KIND, 8)
+            prefix, _, _, token, in_rank, send_row, slot_base, slot, _ = entries
+        else:
+            facts = facts_of(entries[1], _KIND, 10)
+            prefix, _, send_row, slot_base, slot, routes, records, in_rank, *_ = entries
+            token = entries[_SOURCE_META]
+            if token.dtype != torch.uint8 or not token.is_contiguous():
+                return None
+            token = token.view(torch.int32).flatten()
+        if facts is None:
+            return None
+        _, group_key, rank, handle_id, num_experts, top_k, staging_rows, counts_unknown, *more = facts
         ranks = prefix.size(0) if prefix.dim() == 2 else 0
         tokens, rows = slot_base.numel(), slot.numel()
-        shapes = ((ranks, ranks), (rows,), (tokens, ranks), (tokens, ranks), (tokens,), (rows,))
-        routes = (prefix, token, in_rank, send_row, slot_base, slot)
+        shapes: tuple[tuple[int, ...], ...] = (
+            (ranks, ranks),
+            (rows,),
+            (tokens, ranks),
+            (tokens, ranks),
+            (tokens,),
+            (rows,),
+        )
+        parts = [prefix, token, in_rank, send_row, slot_base, slot]
+        if routes is not None and records is not None:
+            parts += [routes, records]
+            shapes += tuple((words,) for words in more)
         if any(
             entry.shape != shape
             or entry.dtype != (torch.bool if entry is in_rank else torch.int32)
             or entry.device != slot.device
             or not entry.is_contiguous()
-            for entry, shape in zip(routes, shapes, strict=True)
+            for entry, shape in zip(parts, shapes, strict=True)
         ):
             return None
         return DispatchState(
@@ -131,7 +179,35 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
             prefix,
             slot,
             token,
+            routes=routes,
+            records=records,
         )
+
+
+_SOURCE_META = -3
+
+
+def _entries_across_nodes(state: DispatchState, sent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return DeepEP's ten entries as views of what the kernels wrote, in the order of the core's route_words()."""
+    assert state.routes is not None
+    assert state.records is not None
+    ranks, islands = state.prefix.size(0), max(state.islands) + 1
+    widest = max(state.islands.count(island) for island in range(islands))
+    sizes = [state.num_tokens * islands, ranks * islands, islands]
+    send_pair, pairs, handed_on, _ = state.routes.split([*sizes, state.routes.numel() - sum(sizes)])
+    received = state.prefix.narrow(1, state.rank, 1)
+    return (
+        state.is_token_in_rank,
+        pairs.view(ranks, islands)[state.rank].view(-1, 1),
+        sent,
+        handed_on.view(-1, 1),
+        handed_on,
+        received,
+        received.squeeze(1),
+        state.token.view(torch.uint8).view(-1, 4),
+        send_pair.view(-1, islands),
+        state.records.view(-1, widest),
+    )
 
 
 def facts_of(entry: object, kind: int, length: int) -> list[int] | None:

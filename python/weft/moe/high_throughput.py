@@ -145,8 +145,10 @@ def dispatch(
     send_row = engine.empty(num_tokens, num_ranks, dtype=torch.int32)
     slot_base = engine.empty(num_tokens, dtype=torch.int32)
     prefix = engine.empty(num_ranks, num_ranks, dtype=torch.int32)
+    route_words = int(engine.core.route_words(num_tokens))
+    routes = engine.empty(route_words, dtype=torch.int32) if route_words else None
     memory = _core.HandleMemory(
-        send_row.data_ptr(), slot_base.data_ptr(), prefix.data_ptr(), address(sum_place)
+        send_row.data_ptr(), slot_base.data_ptr(), prefix.data_ptr(), address(sum_place), address(routes)
     )
     counts_unknown = num_worst_tokens > 0
     stream, after, waits, joins = order
@@ -167,17 +169,28 @@ def dispatch(
             waits=waits,
         )
     except Error:  # counts are known, or awaited in vain, while the kernel still writes places
-        engine.finish(True, (is_token_in_rank, num_tokens_per_expert, send_row, slot_base, prefix))
+        engine.finish(True, (is_token_in_rank, num_tokens_per_expert, send_row, slot_base, prefix, routes))
         raise
     most_copies = min(num_ranks, row_format.top_k) if row_format.top_k else num_ranks
+    num_rows, staging_rows = notified.received_rows, notified.sent_rows
+    if counts_unknown:
+        num_rows = num_worst_tokens
+        staging_rows = engine.core.most_staging_rows(num_worst_tokens, num_tokens * most_copies)
+    records = None
+    if routes is not None:
+        records = engine.empty(int(engine.core.record_words(staging_rows, num_rows)), dtype=torch.int32)
+        memory = _core.HandleMemory(
+            *(send_row.data_ptr(), slot_base.data_ptr(), prefix.data_ptr(), address(sum_place)),
+            *(address(routes), address(records)),
+        )
     received = _send(
         engine,
         rows,
         num_tokens_per_expert.size(0),
         memory,
         notified.handle_id,
-        num_worst_tokens if counts_unknown else notified.received_rows,
-        num_tokens * most_copies if counts_unknown else notified.sent_rows,
+        num_rows,
+        staging_rows,
         counts_unknown,
         num_sms,
         (stream, after, False, joins),
@@ -190,7 +203,7 @@ def dispatch(
         top_k=row_format.top_k,
         num_tokens=num_tokens,
         num_rows=received.num_rows,
-        staging_rows=num_tokens * most_copies if counts_unknown else notified.sent_rows,
+        staging_rows=staging_rows,
         counts_unknown=counts_unknown,
         is_token_in_rank=is_token_in_rank,
         send_row=send_row,
@@ -199,6 +212,9 @@ def dispatch(
         slot=received.slot(),
         token=received.token(),
         sum_place=sum_place,
+        routes=routes,
+        records=records,
+        islands=engine.islands,
     )
     return received, state, list(notified.tokens_per_local_expert)
 

@@ -30,6 +30,7 @@ from weft.moe.low_latency_handle import LowLatencyForm, LowLatencyHandle, LowLat
 from weft.moe.low_latency_phases import Hook, launch
 from weft.moe.low_latency_plan import REPLIES, CombinePlan, DispatchPlan
 from weft.moe.low_latency_signals import NO_SIGNALS, Signals, check_signals
+from weft.runtime.plain import plain_forms
 
 
 class LowLatencyCalls:
@@ -116,9 +117,9 @@ class LowLatencyCalls:
         signature: Signature = ()  # of no call
         plan: DispatchPlan | None = None
         try:  # 1.0 is as good a key as 1, but no number of experts: types, too
-            if forms := arguments.plain_forms(x, topk_idx, topk_weights):
+            if forms := plain_forms(x, topk_idx, topk_weights):
                 sizes = (most, type(most), experts, type(experts))
-                signature = (*forms, *sizes, *flags, async_finish, return_recv_hook)
+                signature = (forms, *sizes, *flags, async_finish, return_recv_hook)
                 plan = self._engines.plans.get(signature)
         except TypeError:  # an option that is no key: checks will say what is wrong
             signature = ()
@@ -126,17 +127,12 @@ class LowLatencyCalls:
             arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
             plan = self._plan_dispatch(x, topk_idx, topk_weights, most, experts, flags)
             self._engines.keep(signature, plan)
-        engine, local, device = plan.engine, plan.sizes.local_experts, plan.engine.device
-        name, costs_name = "cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats"
+        engine = plan.engine
         stats, costs = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        sent = Sent(
-            x,
-            check_global_scale(x_global_scale, use_nvfp4, engine),
-            topk_idx,
-            topk_weights,
-            arguments.check_optional(name, stats, (local,), torch.int32, device),
-            arguments.check_optional(costs_name, costs, (self.group_size,), torch.int64, device),
-        )
+        if stats is not None or costs is not None:
+            self._check_stats(plan, stats, costs)
+        scale = check_global_scale(x_global_scale, use_nvfp4, engine)
+        sent = Sent(x, scale, topk_idx, topk_weights, stats, costs)
         if out_packed_recv_x is out_src_info is out_layout_range is out_count is None:
             filled = plan.new_outputs()
         else:
@@ -153,6 +149,12 @@ class LowLatencyCalls:
         if topk_weights is None:
             return payload, filled.counts, handle, event, hook
         return payload, filled.counts, filled.weights, filled.sources, handle, event, hook
+
+    def _check_stats(self, plan: DispatchPlan, stats: object, costs: object) -> None:
+        local, device = (plan.sizes.local_experts,), plan.engine.device
+        arguments.check_optional("cumulative_local_expert_recv_stats", stats, local, torch.int32, device)
+        ranks = (self.group_size,)
+        arguments.check_optional("dispatch_wait_recv_cost_stats", costs, ranks, torch.int64, device)
 
     def _plan_dispatch(
         self,
@@ -244,9 +246,9 @@ class LowLatencyCalls:
         signature: Signature = ()  # of no call
         plan: CombinePlan | None = None
         try:
-            forms = arguments.plain_forms(x, topk_idx, topk_weights)
+            forms = plain_forms(x, topk_idx, topk_weights)
             if forms and zero_copy is False and overlap is False:
-                signature = (*forms, state.form, use_logfmt, exact, async_finish, return_recv_hook)
+                signature = (forms, state.form, use_logfmt, exact, async_finish, return_recv_hook)
                 plan = self._engines.plans.get(signature)
         except TypeError:  # an option that is no key: checks will say what is wrong
             signature = ()

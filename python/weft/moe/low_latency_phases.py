@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from weft.errors import Error
-from weft.moe.engine import Engine, addresses
+from weft.moe.engine import Engine
 from weft.moe.events import EventOverlap
 from weft.runtime import spans
 
@@ -35,14 +35,13 @@ def launch(
     if engine.unreceived:
         _check_hooks(engine)
     if return_recv_hook:
-        sent = spans.run(f"low_latency_{name}.send", calls.send, *addresses(*tensors), engine.current_stream)
+        sent = spans.run(f"low_latency_{name}.send", calls.send, *tensors, engine.current_stream)
         return EventOverlap(), _ReceiveHook(engine, name, calls, sent, tensors, on_receive)
     run = calls.run
     if profiler._is_profiler_enabled or spans.NVTX:
         run = spans.around(f"low_latency_{name}", run)
     engine.low_latency_calls = (
-        run(*addresses(*tensors), engine.stream, engine.current_stream, not async_finish)
-        or engine.low_latency_calls
+        run(*tensors, engine.stream, engine.current_stream, not async_finish) or engine.low_latency_calls
     )
     if not async_finish:
         return EventOverlap(), None

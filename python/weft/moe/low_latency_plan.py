@@ -4,7 +4,7 @@
     signature = (x.dtype, x.shape, ..., num_experts, use_fp8, ...)
     plan = engines.plans.get(signature) or engines.keep(signature, DispatchPlan(engine, sizes, form, ids, has_weights))
     filled = plan.new_outputs()
-    plan.calls.run(x.data_ptr(), ..., stream, after, joins)      # one trip into the core
+    plan.calls.run(x, ..., stream, after, joins)      # one trip into the core
 
 A signature holds everything but addresses that a check looks at, so a call whose signature is known has nothing left to
 be refused for but where its tensors are.

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from weft import _core
+from weft.errors import invalid
 
 _HEADER = struct.Struct("<IIQ")
 _SPAN = struct.Struct("<QQHHHH")
@@ -38,6 +40,25 @@ class Trace(NamedTuple):
 
     spans: list[Span]
     num_dropped: int
+
+
+def take_from(*engines: Any) -> Trace:
+    """Return what kernels of the engines of a device noted since the last look, once they have all finished.
+
+    Raises: weft.Error without WEFT_TRACE_SPANS.
+    """
+    spans: list[Span] = []
+    num_dropped = 0
+    for engine in engines:
+        log = engine.trace_log()
+        if log is None:
+            raise invalid("WEFT_TRACE_SPANS", 0, "room for the spans of a trace, such as 100000")
+        if engine.is_cuda:
+            torch.cuda.synchronize(engine.device)
+        taken = take(log)
+        spans += taken.spans
+        num_dropped += taken.num_dropped
+    return Trace(spans, num_dropped)
 
 
 _name_of = functools.cache(_core.span_name)

@@ -9,6 +9,7 @@ code allocates with takes a sixth of that; it knows the current device only. Bot
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,7 @@ def new_on_cuda(forms: Iterable[TensorForm | None], device: torch.device) -> lis
     return [None if form is None else empty(*form[:2], dtype=form[2], device=device) for form in forms]
 
 
+@functools.lru_cache(maxsize=4096)  # calls ask for the same ones again and again
 def strides_in_order(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     strides, step = [], 1

@@ -9,24 +9,48 @@ Others (subclasses, views with gaps, conjugated or freed ones) go through the ch
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import Any
+
 import torch
+
+from weft import _core
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # a subclass of its own may be anything
 
 
-def plain_address(value: object) -> int:
-    """Return where a tensor's elements lie in a row; 0 where that is to be asked: of an empty tensor, too.
-
-    A complex tensor may be conjugated, which its memory does not show; it is the caller's to look.
-    """
+def plain_address_by_python(value: object) -> int:
     if type(value) not in PLAIN_TYPES or value.layout is not torch.strided or value.is_nested:  # type: ignore[attr-defined]
         return 0
     assert isinstance(value, torch.Tensor)
-    if not value.is_contiguous() or value.is_neg():
+    if not value.is_contiguous() or value.is_neg() or value.is_quantized:
         return 0
     needed = value.storage_offset() * value.element_size() + value.nbytes
     # Less, where the storage was freed or cut, be it behind an offset.
     return value.data_ptr() if value.untyped_storage().nbytes() >= needed else 0
 
 
-__all__ = ["PLAIN_TYPES", "plain_address"]
+def plain_forms_by_python(*values: torch.Tensor | None) -> object:
+    forms: list[Any] = []
+    for value in values:
+        if value is None:
+            forms.append(None)
+            continue
+        if not plain_address_by_python(value) or value.dtype.is_complex:  # whose memory may be conjugated
+            return ()
+        forms += (value.dtype, value.shape, value.device)
+    return tuple(forms)
+
+
+# The core reads a tensor in a third of the time, where torch (2.10 and newer) describes tensors to C programs.
+_table: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+_core_reads = _table is not None and _core.read_plain_tensors_by(_table, PLAIN_TYPES)
+
+# (value) -> where a tensor's elements lie in a row; 0 where that is to be asked: of an empty tensor, too. A complex
+# tensor may be conjugated, which its memory does not show; it is the caller's to look.
+plain_address: Callable[[object], int] = _core.plain_address if _core_reads else plain_address_by_python
+# (*values) -> what a call's signature has of tensors: type, shape and device of each, and which are None. It is
+# empty where one of them is not plain, and has to be checked.
+plain_forms: Callable[..., Hashable] = _core.plain_forms if _core_reads else plain_forms_by_python
+
+__all__ = ["PLAIN_TYPES", "plain_address", "plain_forms"]

@@ -5,6 +5,8 @@
         workers = [machines.start(at, [*torchrun_of(machines, at, 2), "train.py"]) for at in range(2)]
         machines.unplug(1)
 
+    Machines(2, BadLink(loss=0.01))    # every cable loses frames: weft.testing.bad_link
+
     python -m weft.testing.machines --machines 2 --ranks 2 -- -m weft demo --machines 2
 
 starts torchrun with what follows ``--`` on each. Processes of different namespaces have no network in common but the
@@ -17,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
+import json
 import os
 import shutil
 import signal
@@ -29,6 +33,8 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import Error, invalid
+from weft.testing import bad_link
+from weft.testing.bad_link import BadLink, Report
 
 _PORT = 29610  # of torchrun's rendezvous, in a namespace that nobody else uses
 _END_S = 5.0  # for processes to end once they are asked to
@@ -37,16 +43,20 @@ _END_S = 5.0  # for processes to end once they are asked to
 class Machines:
     """``count`` namespaces on one switch, which is a namespace of its own. Gone, with their processes, on exit.
 
-    Addresses are 10.77.0.1 and so on, on an interface ``eth0`` of each. Raises: Error where the system refuses.
+    Addresses are 10.77.0.1 and so on, on an interface ``eth0`` of each. ``link``: what the cables do to frames, each by
+    a seed of its own; None: nothing. ``link_reports`` is there on exit. Raises: Error where the system refuses.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, link: BadLink | None = None) -> None:
         if not 1 <= count <= 200:
             raise invalid("count", count, "1 to 200")
         self.count = count
         self._prefix = f"weft{os.getpid()}"
         self._switch = f"{self._prefix}s"
         self._processes: list[subprocess.Popen[str]] = []
+        self._link = link
+        self._cables: list[subprocess.Popen[str]] = []
+        self.link_reports: list[Report] = []
 
     def address(self, at: int) -> str:
         """Return a machine's address."""
@@ -75,6 +85,7 @@ class Machines:
             for at in range(self.count):
                 self._add(at)
         except Error:
+            self._end_cables()
             self._remove()
             raise
         return self
@@ -83,6 +94,7 @@ class Machines:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end_processes()
+        self._end_cables()
         self._remove()
 
     def _name(self, at: int) -> str:
@@ -91,8 +103,11 @@ class Machines:
     def _add(self, at: int) -> None:
         name = self._name(at)
         _ip("netns", "add", name)
-        cable = ("type", "veth", "peer", "name", f"port{at}", "netns", self._switch)
-        _ip("-n", name, "link", "add", "eth0", *cable)
+        if self._link:
+            self._cables.append(_start_cable(name, self._switch, f"port{at}", self._link, at))
+        else:
+            cable = ("type", "veth", "peer", "name", f"port{at}", "netns", self._switch)
+            _ip("-n", name, "link", "add", "eth0", *cable)
         _ip("-n", self._switch, "link", "set", f"port{at}", "master", "switch", "up")
         _ip("-n", name, "addr", "add", f"{self.address(at)}/24", "dev", "eth0")
         for link in ("lo", "eth0"):
@@ -109,10 +124,38 @@ class Machines:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(until - time.monotonic(), 0.1))
 
+    def _end_cables(self) -> None:
+        for cable in self._cables:
+            cable.terminate()
+        for cable in self._cables:
+            try:
+                told = cable.communicate(timeout=_END_S)[0]
+                self.link_reports.append(Report(**json.loads(told.splitlines()[-1])))
+            except (subprocess.TimeoutExpired, ValueError, IndexError):
+                cable.kill()
+                cable.wait()
+        self._cables = []
+
     def _remove(self) -> None:
         for name in [*map(self._name, range(self.count)), self._switch]:
             with contextlib.suppress(Error):
                 _ip("netns", "delete", name)
+
+
+def _start_cable(machine: str, switch: str, port: str, link: BadLink, at: int) -> subprocess.Popen[str]:
+    """Start cable number ``at`` and wait for its ends. Raises: Error with what the system says."""
+    own = dataclasses.replace(link, seed=link.seed * 1000 + at)
+    told = json.dumps({"ends": [[machine, "eth0"], [switch, port]], "link": dataclasses.asdict(own)})
+    command = [sys.executable, "-I", "-S", bad_link.__file__, told]
+    cable = subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert cable.stdout and cable.stderr
+    if cable.stdout.readline().strip() != "ready":
+        why = (cable.stderr.read().strip().splitlines() or ["it ended"])[-1]
+        cable.wait()
+        raise Error(f"a bad link of {machine}: {why}", "system")
+    return cable
 
 
 def _ip(*words: str) -> None:
@@ -122,14 +165,14 @@ def _ip(*words: str) -> None:
 
 
 @functools.cache
-def why_not() -> str:
-    """Return why this process cannot make machines; empty where it can."""
+def why_not(link: BadLink | None = None) -> str:
+    """Return why this process cannot make machines with such cables; empty where it can."""
     if not shutil.which("ip"):
         return "the command ip is missing: apt install iproute2"
     if os.geteuid():
         return "namespaces are made by root"
     try:
-        with Machines(1):
+        with Machines(1, link):
             return ""
     except Error as error:
         return str(error)

@@ -24,13 +24,26 @@ if TYPE_CHECKING:
     from weft.testing.ranks import Rank
 
 DEADLINE_S = 1800.0
-TOKENS = {"ht": 4096, "ll": 128}
+TOKENS = {"ht": 4096, "ll": 128, "p2p": 128}
+# Configurations of pplx-garden's own benchmarks: tokens 1 to 4096, FP8 there, bfloat16 back.
+PRESETS = {
+    f"pplx-ep{ranks}": {"ranks": ranks, "hidden": 7168, "experts": 256, "top_k": 8, "dtype": "fp8"}
+    for ranks in (8, 16, 32, 64)
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
-    parser.add_argument("--mode", choices=("ht", "ll"), default="ht", help="high throughput or low latency")
-    parser.add_argument("--tokens", type=int, help="per rank (default 4096 for ht, 128 for ll)")
+    parser.add_argument(
+        "--mode", choices=tuple(TOKENS), default="ht", help="high throughput, low latency, or split phases"
+    )
+    parser.add_argument(
+        "--preset", choices=tuple(PRESETS), help="ranks, hidden, experts, top-k and dtype of pplx-garden's"
+    )
+    parser.add_argument("--tokens", type=int, help="per rank (default 4096 for ht, else 128)")
+    parser.add_argument(
+        "--overlap-us", type=int, default=100, help="matrix product between the phases of p2p; 0: none"
+    )
     parser.add_argument("--hidden", type=int, default=7168, help="elements of a row (default 7168)")
     parser.add_argument("--top-k", type=int, default=8, help="experts per token (default 8)")
     parser.add_argument("--experts", type=int, default=256, help="over all ranks (default 256)")
@@ -41,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node",
         type=int,
         default=0,
-        help="cut this host into nodes of so many CPU ranks, which reach each other through the network; mode ll",
+        help="cut this host into nodes of so many CPU ranks, which reach each other through the network",
     )
     parser.add_argument(
         "--provider",
@@ -80,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
     from weft import _core
     from weft.testing.ranks import run_as_rank, run_ranks
 
+    for name, value in PRESETS.get(args.preset, {}).items():
+        setattr(args, name, value)
     torch.set_num_threads(1)  # one per rank; also, ranks are forked from here and a fork inherits none
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
     options = _options(args, gpus)
@@ -112,13 +127,15 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(me: Rank, options: Options) -> Measured:
     """Measure on this rank; collective over ``me.group``. The result is for rank 0 to report."""
-    from weft.bench.moe import high_throughput, low_latency
+    from weft.bench.moe import high_throughput, low_latency, p2p
     from weft.bench.moe.setting import Bench, Inputs
 
     bench = Bench(me, options)
     inputs = Inputs.make(bench)
     if options.mode == "ht":
         return high_throughput.measure(bench, inputs)
+    if options.mode == "p2p":
+        return p2p.measure(bench, inputs)
     return low_latency.measure(bench, inputs)
 
 
@@ -129,7 +146,7 @@ def _options(args: argparse.Namespace, gpus: int) -> Options:
         raise invalid("device", "cuda", "cpu: torch sees no GPU here")
     tokens = TOKENS[args.mode] if args.tokens is None else args.tokens
     iterations = (50 if gpus else 10) if args.iterations is None else args.iterations
-    at_least = {"tokens": 0, "hidden": 8, "top_k": 1, "experts": 1, "warmup": 0}
+    at_least = {"tokens": 0, "hidden": 8, "top_k": 1, "experts": 1, "warmup": 0, "overlap_us": 0}
     given = {"tokens": tokens, **{name: getattr(args, name) for name in list(at_least)[1:]}}
     for name, least in at_least.items():
         if given[name] < least:
@@ -158,6 +175,7 @@ def _options(args: argparse.Namespace, gpus: int) -> Options:
         eager=args.eager,
         sms=args.sms,
         trace=bool(args.trace or args.straggler),
+        overlap_us=args.overlap_us if args.mode == "p2p" else 0,
         **_nodes(args, gpus),
         **_delay(args.delay),
     )
@@ -170,10 +188,8 @@ def _nodes(args: argparse.Namespace, gpus: int) -> dict[str, Any]:
         return {}
     if args.ranks_per_node < 0:
         raise invalid("ranks-per-node", args.ranks_per_node, "0 or more")
-    if args.mode != "ll" or gpus:
-        raise invalid(
-            "ranks-per-node", f"{args.ranks_per_node} with mode {args.mode}", "with --mode ll --device cpu"
-        )
+    if gpus:
+        raise invalid("ranks-per-node", args.ranks_per_node, "with --device cpu")
     provider = PROVIDERS.get(args.provider, args.provider)
     return {
         "ranks_per_node": args.ranks_per_node,
@@ -195,6 +211,7 @@ def _report(args: argparse.Namespace, measured: Measured, options: Options) -> N
     from weft.bench.eager import time_columns
 
     columns = ("ranks", "logical_gbs", "egress_gbs", *(("network_us",) if options.ranks_per_node else ()))
+    columns += ("product_us", "overlap_us", "hidden_share") if options.overlap_us else ()
     report = Report("weft bench moe", extra_columns=columns, wide=args.wide)
     for row in measured.rows:
         report.add(row)

@@ -58,12 +58,17 @@ def check_ht_dispatch(
         _equal("recv_x", rows[:count].cpu(), wanted.take(inputs))
 
 
-def check_ht_combine(combined: Tensor, x: Tensor, topk_idx: Tensor, experts: int, num_ranks: int) -> None:
-    """Check the sum of rows that each rank scaled by its ``rank_factor``; it is exact. Raises: Mismatch."""
+def check_ht_combine(
+    combined: Tensor, x: Tensor, topk_idx: Tensor, experts: int, num_ranks: int, ranks_per_node: int
+) -> None:
+    """Check the sum of rows that each rank scaled by its ``rank_factor``, each node's rounded. Raises: Mismatch."""
     in_rank = oracle.layout(topk_idx, experts, num_ranks)[2]
-    factors = torch.tensor([rank_factor(rank) for rank in range(num_ranks)])
-    total = (in_rank.float() * factors).sum(dim=1, keepdim=True)
-    _equal("combined_x", combined.cpu(), (x.float() * total).bfloat16())
+    factors = in_rank.float() * torch.tensor([rank_factor(rank) for rank in range(num_ranks)])
+    of_nodes = [part.sum(dim=1, keepdim=True) for part in factors.split(ranks_per_node, dim=1)]
+    total = sum(
+        ((x.float() * of_node).bfloat16().float() for of_node in of_nodes), torch.zeros_like(x.float())
+    )
+    _equal("combined_x", combined.cpu(), total.bfloat16())
 
 
 def check_ll_dispatch(
@@ -83,6 +88,25 @@ def check_ll_dispatch(
             _equal(f"sources[{expert}, {peer}]", segment.sort().values, tokens.sort().values)
             got, wanted = values[expert, begin : begin + count], inputs[peer][segment].float()
             _rows_match(f"recv_x[{expert}, {peer}]", got, wanted, is_fp8)
+
+
+def check_p2p_dispatch(
+    rows: Any, inputs: list[Tensor], routes: list[Tensor], experts: int, rank: int
+) -> None:
+    """Check counts, sources and packed rows of every expert. Raises: Mismatch."""
+    begin = 0
+    for expert, by_source in enumerate(oracle.ll_dispatch(routes, experts, rank)):
+        count = sum(map(len, by_source))
+        _equal(f"num_tokens[{expert}]", rows.num_tokens[expert].cpu().long(), torch.tensor(count))
+        place = slice(begin, begin + count)
+        begin += count
+        sources = torch.repeat_interleave(torch.tensor([len(tokens) for tokens in by_source]))
+        _equal(f"src_rank[{expert}]", rows.src_rank[place].cpu().long(), sources)
+        tokens = torch.cat([*by_source, torch.zeros(0, dtype=torch.int64)])
+        _equal(f"src_token[{expert}]", rows.src_token[place].cpu().long(), tokens)
+        held = rows.x[place] if rows.x_scale is None else (rows.x[place], rows.x_scale[place])
+        values = [inputs[peer][of_peer].float() for peer, of_peer in enumerate(by_source)]
+        _rows_match(f"x[{expert}]", dequantized(held).cpu(), torch.cat(values), rows.x_scale is not None)
 
 
 def check_ll_combine(

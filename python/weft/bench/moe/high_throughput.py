@@ -18,6 +18,7 @@ import weft
 from weft.bench.eager import Eager, Times, add_times
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, row_bytes
+from weft.bench.moe.network import NetworkSamples, far_messages
 from weft.bench.moe.setting import (
     Bench,
     Inputs,
@@ -66,6 +67,7 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     _check(bench, inputs, payload, calls["weft"])
     engine = calls["weft"].buffer.runtime
     rows = _rows(bench, traffic, bench.samples_us(), o.sms or engine.planned_sms)
+    sent.add_network(rows)
     _add_times(bench, rows, times)
     traces = bench.traces(calls["weft"].buffer, take)
     for of_peer in calls.values():
@@ -93,7 +95,10 @@ class _Samples:
         self.y = torch.randn(max(most, calls["weft"].worst_rows), 8, device=bench.device).bfloat16()
         self.y = self.y.repeat(1, -(-o.hidden // 8))[:, : o.hidden].contiguous()
         self.all_to_all = peers.AllToAll(bench.group, me.rank, me.size, o.experts)
-        received = round(traffic.received)
+        of_sets = [far_messages(routes, o.experts, o.ranks_per_node or me.size) for routes in inputs.routes]
+        far = sum(of_sets) / len(of_sets)
+        self._network = NetworkSamples(bench, far) if o.ranks_per_node else None
+        received = round(traffic.received - far)
         self.copy_in = peers.Memcpy(received * row_bytes(o.dtype, o.hidden), bench.device)
         self.copy_back = peers.Memcpy(received * row_bytes("bf16", o.hidden), bench.device)
         self._kept: list[Any] = []
@@ -150,8 +155,17 @@ class _Samples:
         sample(f"{name} layout + dispatch", lambda: self._lay_out_and_dispatch(of_peer))
 
     def _take_baselines(self) -> None:
-        if not self.bench.tracer:
-            self._take_others(self.bench.sample)
+        if self.bench.tracer:
+            return
+        self._take_others(self.bench.sample)
+        if self._network:
+            self._network.take()
+
+    def add_network(self, rows: list[Row]) -> None:
+        """Add to the floors of dispatch and combine what the network needs for the bytes that cross."""
+        for row in rows:
+            if self._network and row.call != "ht_layout":
+                self._network.add_to(row, row.call.removeprefix("ht_"))
 
     def _take_others(self, sample: Timed) -> None:
         peer = self.all_to_all
@@ -191,7 +205,8 @@ def _check(bench: Bench, inputs: Inputs, payload: peers.Payload, calls: peers.Hi
     y = torch.zeros(count_rows(results[0]), o.hidden, dtype=torch.bfloat16, device=bench.device)
     y[: back.shape[0]] = back
     combined = calls.combine(y, results[4])
-    check.check_ht_combine(combined, inputs.rows[me.rank], routes[me.rank], o.experts, me.size)
+    per_node = o.ranks_per_node or me.size
+    check.check_ht_combine(combined, inputs.rows[me.rank], routes[me.rank], o.experts, me.size, per_node)
 
 
 def _ways_of_dispatch(dispatch: Row) -> str:

@@ -5,7 +5,6 @@ peers take turns within a sample, so a machine that slows down slows all of them
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import weft
 from weft.bench.eager import Eager, add_times
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, row_bytes
-from weft.bench.moe.network import NetworkFloor, far_rows
+from weft.bench.moe.network import NetworkSamples, far_rows
 from weft.bench.moe.setting import (
     Bench,
     Inputs,
@@ -44,21 +43,21 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     if deep_ep is not None:
         buffers["deep_ep"] = deep_ep.Buffer
     calls = {
-        name: peers.LowLatency(_make_buffer(bench, kind), o.experts, max(o.tokens, 1), o.dtype == "fp8")
+        name: peers.LowLatency(make_buffer(bench, kind), o.experts, max(o.tokens, 1), o.dtype == "fp8")
         for name, kind in buffers.items()
     }
     for of_peer in calls.values():
-        _check(bench, inputs, of_peer)
+        check_calls(bench, inputs, of_peer)
     traffic = inputs.traffic(o.experts)
     in_a_row = CALLS_IN_A_ROW if o.tokens <= FEW_TOKENS and not bench.on_gpu else 1
-    sent = _Samples(bench, inputs, calls, traffic, in_a_row)
+    sent = Samples(bench, inputs, calls, traffic, in_a_row)
 
     def take(index: int) -> None:
         sent.take(inputs.routes[index % len(inputs.routes)][me.rank])
 
     bench.run(take)
     times = bench.in_a_row(sent.turns())
-    _check(bench, inputs, calls["weft"])
+    check_calls(bench, inputs, calls["weft"])
     us = bench.samples_us(in_a_row)
     rows = []
     for step, dtype in (("dispatch", o.dtype), ("combine", "bf16")):
@@ -68,14 +67,14 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
         sent.add_network(rows[-1], step)
         add_times(rows[-1], *times_of_step(bench, step, times))
     if "weft round_trip" in us:
-        rows.append(_round_trip_row(bench, rows, us["weft round_trip"]))
+        rows.append(round_trip_row(bench, rows, us["weft round_trip"]))
     traces = bench.traces(calls["weft"].buffer, take)
     for of_peer in calls.values():
         of_peer.buffer.destroy()
     return Measured(rows, method_notes(bench, deep_ep is not None), traces)
 
 
-def _round_trip_row(bench: Bench, pair: list[Row], us_of_all: list[float]) -> Row:
+def round_trip_row(bench: Bench, pair: list[Row], us_of_all: list[float]) -> Row:
     made = Row(
         "ll_round_trip",
         bench.options.dtype,
@@ -91,14 +90,14 @@ def _round_trip_row(bench: Bench, pair: list[Row], us_of_all: list[float]) -> Ro
     return made
 
 
-class _Samples:
+class Samples:
     """Takes samples of every low-latency call of every peer; a dispatch is always followed by its combine."""
 
     def __init__(
         self,
         bench: Bench,
         inputs: Inputs,
-        calls: dict[str, peers.LowLatency],
+        calls: dict[str, Any],  # peers.LowLatency, or what has the same calls
         traffic: Traffic,
         in_a_row: int,
     ) -> None:
@@ -107,48 +106,43 @@ class _Samples:
         self.in_a_row = in_a_row
         self._kept: list[Any] = []
         self.topk_idx = inputs.routes[0][me.rank].to(bench.device, copy=True)
-        self.y = torch.zeros(
-            -(-o.experts // me.size),
-            max(o.tokens, 1) * me.size,
-            o.hidden,
-            dtype=torch.bfloat16,
-            device=bench.device,
-        )
+        self.y = {
+            name: of_peer.new_results(me.size, o.hidden, bench.device) for name, of_peer in calls.items()
+        }
         self.all_to_all = peers.AllToAll(bench.group, me.rank, me.size, o.experts)
-        self._network = NetworkFloor(me, o.provider, o.nic) if o.ranks_per_node else None
-        self._network_us: dict[str, list[float]] = {"dispatch": [], "combine": []}
         of_sets = [far_rows(routes, o.experts, o.ranks_per_node or me.size) for routes in inputs.routes]
-        self._far = sum(of_sets) / len(of_sets)
-        received = round(traffic.received - self._far)
+        far = sum(of_sets) / len(of_sets)
+        self._network = NetworkSamples(bench, far) if o.ranks_per_node else None
+        received = round(traffic.received - far)
         self.back = torch.zeros(o.tokens * me.size, o.hidden, dtype=torch.bfloat16, device=bench.device)
         self.copy_in = peers.Memcpy(received * row_bytes(o.dtype, o.hidden), bench.device)
         self.copy_back = peers.Memcpy(received * row_bytes("bf16", o.hidden), bench.device)
         captured = calls if o.is_captured else {}
-        self.replays = {name: self._capture(of_peer) for name, of_peer in captured.items()}
+        self.replays = {name: self._capture(name, of_peer) for name, of_peer in captured.items()}
         has_round_trips = captured and o.tokens <= FEW_TOKENS
         self.round_trips = self._capture_round_trips(calls["weft"]) if has_round_trips else None
 
-    def _capture(self, of_peer: peers.LowLatency) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _capture(self, name: str, of_peer: Any) -> tuple[Callable[[], None], Callable[[], None]]:
         # Captured one after the other, without a warm-up between: a dispatch is always followed by its
         # combine.
         for _ in range(2):
             handle = of_peer.dispatch(self.x, self.topk_idx)[2]
-            of_peer.combine(self.y, self.topk_idx, self.weights, handle)
+            of_peer.combine(self.y[name], self.topk_idx, self.weights, handle)
         torch.cuda.synchronize()
         dispatch, combine = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(dispatch):
             results = of_peer.dispatch(self.x, self.topk_idx)
         with torch.cuda.graph(combine):
-            combined = of_peer.combine(self.y, self.topk_idx, self.weights, results[2])
+            combined = of_peer.combine(self.y[name], self.topk_idx, self.weights, results[2])
         self._kept.append((results, combined))  # replays write there
         return dispatch.replay, combine.replay
 
-    def _capture_round_trips(self, weft_calls: peers.LowLatency) -> Callable[[], None]:
+    def _capture_round_trips(self, weft_calls: Any) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(ROUND_TRIPS):
                 results = weft_calls.dispatch(self.x, self.topk_idx)
-                combined = weft_calls.combine(self.y, self.topk_idx, self.weights, results[2])
+                combined = weft_calls.combine(self.y["weft"], self.topk_idx, self.weights, results[2])
         self._kept.append((results, combined))
         return graph.replay
 
@@ -180,7 +174,7 @@ class _Samples:
         of_buffers = [functools.partial(self._in_turn, name, of_peer) for name, of_peer in self.calls.items()]
         return [*of_buffers, lambda clock: self._all_to_all_pair(clock.call), copies]
 
-    def _in_turn(self, name: str, of_peer: peers.LowLatency, clock: Eager) -> None:
+    def _in_turn(self, name: str, of_peer: Any, clock: Eager) -> None:
         self._pair(name, of_peer, clock.call)
 
     def _take_baselines(self) -> None:
@@ -192,22 +186,16 @@ class _Samples:
             for _ in range(self.in_a_row):
                 self.bench.timed(name, memcpy.copy)
         if self._network:
-            for step, dtype in (("dispatch", self.bench.options.dtype), ("combine", "bf16")):
-                far_bytes = self._far * row_bytes(dtype, self.bench.options.hidden)
-                self._network_us[step].append(self._network.exchange_us(far_bytes))
+            self._network.take()
 
     def add_network(self, row: Row, step: str) -> None:
-        """Add to a row's floor what the network needs for the bytes that cross, warm-up left out."""
-        if not self._network:
-            return
-        network_us = statistics.median(self._network_us[step][self.bench.options.warmup :])
-        row.extra["network_us"] = round(network_us, 1)
-        row.extra["network_mb"] = round(self._far * row_bytes(row.dtype, self.bench.options.hidden) / 1e6, 3)
-        row.floor_us = (row.floor_us or 0.0) + network_us
+        """Add to a row's floor what the network needs for the bytes that cross."""
+        if self._network:
+            self._network.add_to(row, step)
 
-    def _pair(self, name: str, of_peer: peers.LowLatency, timed: Timed) -> None:
+    def _pair(self, name: str, of_peer: Any, timed: Timed) -> None:
         handle = timed(f"{name} dispatch", lambda: of_peer.dispatch(self.x, self.topk_idx))[2]
-        timed(f"{name} combine", lambda: of_peer.combine(self.y, self.topk_idx, self.weights, handle))
+        timed(f"{name} combine", lambda: of_peer.combine(self.y[name], self.topk_idx, self.weights, handle))
 
     def _all_to_all_pair(self, timed: Timed) -> None:
         peer = self.all_to_all
@@ -221,7 +209,7 @@ class _Samples:
         timed("all_to_all combine", lambda: peer.combine(self.back[: count_rows(results[0])], results[3]))
 
 
-def _make_buffer(bench: Bench, kind: Any) -> Any:
+def make_buffer(bench: Bench, kind: Any) -> Any:
     o, me = bench.options, bench.me
     rdma_bytes = kind.get_low_latency_rdma_size_hint(max(o.tokens, 1), o.hidden, me.size, o.experts)
     return kind(
@@ -234,7 +222,7 @@ def _make_buffer(bench: Bench, kind: Any) -> Any:
     )
 
 
-def _check(bench: Bench, inputs: Inputs, calls: peers.LowLatency) -> None:
+def check_calls(bench: Bench, inputs: Inputs, calls: peers.LowLatency) -> None:
     o, me = bench.options, bench.me
     routes = inputs.routes[0]
     topk_idx = routes[me.rank].to(bench.device)

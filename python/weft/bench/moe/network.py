@@ -7,16 +7,22 @@ writes to one other the bytes that it sends to other nodes, in large pieces, hal
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 from torch import Tensor
 
 from weft import _core
+from weft.bench.moe.floors import row_bytes
 from weft.testing import oracle
 from weft.testing.ranks import Rank
+
+if TYPE_CHECKING:
+    from weft.bench.moe.setting import Bench
+    from weft.bench.report import Row
 
 PIECE_BYTES = 256 << 10
 WINDOW = 64
@@ -31,6 +37,44 @@ def far_rows(routes: Sequence[Tensor], experts: int, ranks_per_node: int) -> flo
         per_rank = oracle.layout(topk_idx, experts, num_ranks)[0].tolist()
         far += sum(n for peer, n in enumerate(per_rank) if peer // ranks_per_node != rank // ranks_per_node)
     return far / num_ranks
+
+
+def far_messages(routes: Sequence[Tensor], experts: int, ranks_per_node: int) -> float:
+    """Return the rows that a rank sends to other nodes, one per (token, node); the mean over ranks."""
+    num_ranks = len(routes)
+    far = 0
+    for rank, topk_idx in enumerate(routes):
+        in_rank = oracle.layout(topk_idx, experts, num_ranks)[2]
+        for first in range(0, num_ranks, ranks_per_node):
+            if first // ranks_per_node != rank // ranks_per_node:
+                far += int(in_rank[:, first : first + ranks_per_node].any(dim=1).sum())
+    return far / num_ranks
+
+
+class NetworkSamples:
+    """What the network needs for a rank's rows to other nodes, sampled beside the calls. Collective."""
+
+    def __init__(self, bench: Bench, far_rows: float) -> None:
+        o = bench.options
+        self._floor = NetworkFloor(bench.me, o.provider, o.nic)
+        self._bytes = {
+            "dispatch": far_rows * row_bytes(o.dtype, o.hidden),
+            "combine": far_rows * row_bytes("bf16", o.hidden),
+        }
+        self._us: dict[str, list[float]] = {step: [] for step in self._bytes}
+        self._warmup = o.warmup
+
+    def take(self) -> None:
+        """Take one sample of each step."""
+        for step, num_bytes in self._bytes.items():
+            self._us[step].append(self._floor.exchange_us(num_bytes))
+
+    def add_to(self, row: Row, step: str) -> None:
+        """Add to a row's floor what the network needs for the bytes that cross, warm-up left out."""
+        network_us = statistics.median(self._us[step][self._warmup :])
+        row.extra["network_us"] = round(network_us, 1)
+        row.extra["network_mb"] = round(self._bytes[step] / 1e6, 3)
+        row.floor_us = (row.floor_us or 0.0) + network_us
 
 
 class NetworkFloor:

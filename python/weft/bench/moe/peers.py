@@ -75,6 +75,41 @@ class LowLatency:
         combined: Tensor = self.buffer.low_latency_combine(y, topk_idx, topk_weights, handle)[0]
         return combined
 
+    def new_results(self, num_ranks: int, hidden: int, device: torch.device) -> Tensor:
+        """Return room for what experts make of the rows."""
+        shape = (-(-self.experts // num_ranks), self.max_tokens * num_ranks, hidden)
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
+
+class P2P:
+    """The split all-to-all, each pair of phases as one call, of rows that are quantised already."""
+
+    def __init__(self, all_to_all: Any, x: Payload, topk_weights: Tensor) -> None:
+        self.buffer = all_to_all
+        self._x = x[0] if isinstance(x, tuple) else x
+        self._scale: Tensor | None = x[1] if isinstance(x, tuple) else None
+        self._weights = topk_weights
+
+    def send(self, topk_idx: Tensor) -> Any:
+        """Return the handle of tokens on their way."""
+        return self.buffer.dispatch_send(self._x, topk_idx, self._weights, self._scale)
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor) -> Any:
+        """Return (rows, counts, handle)."""
+        handle = self.send(topk_idx)
+        rows = self.buffer.dispatch_recv(handle)
+        return rows, rows.num_tokens, handle
+
+    def combine(self, y: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: Any) -> Tensor:
+        """Return bf16[tokens, hidden]."""
+        self.buffer.combine_send(y, handle)
+        combined: Tensor = self.buffer.combine_recv(handle)
+        return combined
+
+    def new_results(self, num_ranks: int, hidden: int, device: torch.device) -> Tensor:
+        """Return room for what experts make of the rows."""
+        return torch.zeros(self.buffer.max_recv_tokens, hidden, dtype=torch.bfloat16, device=device)
+
 
 class AllToAll:
     """Dispatch and combine with torch.distributed alone: what one would write without a library.

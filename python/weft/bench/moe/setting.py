@@ -59,6 +59,7 @@ class Options:
     nic: str = ""
     delayed_rank: int = -1  # this rank starts every sample late, on purpose
     delay_us: int = 0
+    overlap_us: int = 0  # of the matrix product between send and receive, mode p2p
 
     @property
     def is_captured(self) -> bool:
@@ -240,7 +241,7 @@ def make_row(
         logical_bytes, egress_bytes: moved, own rank included, and leaving a rank; means over ranks.
     """
     o = bench.options
-    names = {"all_to_all": all_to_all_name(bench), "memcpy": "memcpy", "deep_ep": "deep_ep"}
+    names = _baselines(bench)
     made = Row(f"{mode}_{step}", dtype, o.tokens, round(logical_bytes), us[f"weft {step}"], checked=True)
     measured = {name: us.get(f"{key} {step}") for key, name in names.items()}
     made.baselines = {name: statistics.median(samples) for name, samples in measured.items() if samples}
@@ -256,7 +257,7 @@ def make_row(
 
 def times_of_step(bench: Bench, step: str, times: dict[str, Times]) -> tuple[Times | None, dict[str, Times]]:
     """Return Weft's times of a step, and those of the peers by the names of baselines."""
-    names = {"all_to_all": all_to_all_name(bench), "memcpy": "memcpy", "deep_ep": "deep_ep"}
+    names = _baselines(bench)
     of_peers = {name: times.get(f"{key} {step}") for key, name in names.items()}
     return times.get(f"weft {step}"), {name: of for name, of in of_peers.items() if of is not None}
 
@@ -277,6 +278,12 @@ def shape_columns(bench: Bench) -> dict[str, Any]:
         "provider": o.provider,
         "clock": "host" if not bench.on_gpu else "events around a graph" if o.is_captured else "events",
     }
+
+
+def _baselines(bench: Bench) -> dict[str, str]:
+    """Return the columns of peers by what their samples are called."""
+    same = {name: name for name in ("memcpy", "deep_ep", "low_latency")}
+    return {"all_to_all": all_to_all_name(bench), **same}
 
 
 def all_to_all_name(bench: Bench) -> str:
@@ -300,8 +307,9 @@ def method_notes(bench: Bench, has_deep_ep: bool) -> list[str]:
         lines.append("floor: bare one-shot exchange between H200 (docs/benchmarks.md); none elsewhere")
     elif bench.options.ranks_per_node:
         lines.append(
-            "floor: the fastest memcpy of what a rank receives from its own node, and the provider's own loop for what "
-            "it sends to others, each row once per rank, half of the ranks after the other; network us: that alone"
+            "floor: the provider's own loop for what a rank sends to other nodes (network us), each row once per rank "
+            "(ht: once per node), half of the ranks after the other; and the fastest memcpy of the other rows that it "
+            "receives"
         )
     else:
         lines.append("floor: the fastest of the memcpy samples")

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_ports.cuh: which way a peer goes. Peers that this rank can store to, itself included, get everything by
-// stores into their windows; the others through their ports, from an outbox (low_latency_ports.h). It is the same in
-// every lane of a warp. Kernels for ranks that all map each other know that there are no ports, and pay nothing.
+// reach.cuh: which way a peer goes. Peers that this rank can store to, itself included, get everything by stores into
+// their windows; the others through their ports, from an outbox in this rank's window. It is the same in every lane of a
+// warp. Kernels for ranks that all map each other know that there are no ports, and pay nothing.
 #pragma once
 
 #include "kernels/core/channel.cuh"
-#include "kernels/moe/low_latency_ports.h"
 
 namespace weft {
-namespace low_latency {
 
 template <class MeshT>
 inline constexpr bool kHasPorts = !MappedMeshOnly<MeshT>;
@@ -41,5 +39,4 @@ WEFT_DEVICE void put_word(const MeshT& mesh, uint32_t peer, WindowOffset word, u
   mesh.to(peer).put_value(word, value);
 }
 
-}  // namespace low_latency
 }  // namespace weft

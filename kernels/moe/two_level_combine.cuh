@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// two_level_combine.cuh: rows return to their tokens where ranks do not all map each other (two_level_args.h), and are
+// added on the way.
+//
+// Steps: 1. All ranks say where their staging is.
+//        2. Push warps copy rows into the staging of the hub of the rank that they return to, chunk by chunk, a signal
+//           each. A hub's own rows stay where they are.
+//        3. Lane warps add the rows of each message of those whom this rank serves, and send the sums; and add what came
+//           from each island to this rank's tokens, in order.
+//
+// Waits: step 1 for every peer's address; step 3 for the chunks of its island, for slots that sources have read, and
+// for the sums of other islands.
+//
+// Sums: float32 over the ranks of an island ascending, rounded to the rows' type once; then float32 over the biases and
+// the islands ascending, rounded once.
+//
+// Cost over the network, per (token, other island): row_bytes + 4 * K bytes, in whole vectors; per slot of them a put
+// with a signal there and a signal back.
+#pragma once
+
+#include "kernels/moe/two_level_sum.cuh"
+
+namespace weft {
+namespace two_level {
+
+template <class MeshT, class Shape>
+class CombineLanes : public IslandRows<MeshT, Shape> {
+  using Rows = IslandRows<MeshT, Shape>;
+  using Rows::a_, Rows::warp_, Rows::mesh_, Rows::shape_, Rows::epoch_, Rows::own_;
+  using Rows::add_island, Rows::for_vectors, Rows::have_come, Rows::island_weight, Rows::messages,
+      Rows::pushed_at;
+  using Rows::record_of, Rows::rows_of, Rows::slot_messages, Rows::stride, Rows::top_k;
+
+ public:
+  using Rows::Rows;
+
+  // Step 2. Tasks are (number of a chunk, source), those of this rank's successors first.
+  WEFT_DEVICE void push(const ReadyExchange& ready, const Share& share) const {
+    const uint32_t ranks = mesh_.ranks(), self = mesh_.rank();
+    for (uint64_t task = share.index; task < uint64_t{ranks} * kPushChunks; task += share.total) {
+      const auto source = static_cast<uint32_t>((self + 1 + task % ranks) % ranks);
+      const uint32_t hub = a_.islands.hub(source, own_);
+      if (hub != self) push_chunk(ready, source, hub, static_cast<uint32_t>(task / ranks));
+    }
+  }
+
+  // Step 3.
+  WEFT_DEVICE void take_turn(uint32_t lane, RingState* states, Turn& turn) const {
+    for (uint32_t i = 0; i < a_.islands.served_count; ++i) send(lane, i, states[a_.islands.count + i], turn);
+    sum_tokens(lane, states, turn);
+  }
+
+ private:
+  WEFT_DEVICE void push_chunk(const ReadyExchange& ready, uint32_t source, uint32_t hub,
+                              uint32_t chunk) const {
+    const RowSpan span = rows_of(source, mesh_.rank());
+    const uint32_t size = push_rows_of(span.count), begin = chunk * size;
+    if (begin >= span.count) return;
+    const Span traced(a_.base.wait.trace, Work::kPushBack, warp_.rank() == 0);
+    const uint32_t count = span.count - begin < size ? span.count - begin : size;
+    const uint32_t place = a_.islands.place[mesh_.rank()];
+    const ReadyRecord* theirs = ready_record(ready, mesh_, epoch_, hub);
+    std::byte* window = near_window(mesh_, hub);
+    const uint64_t to =
+        uint64_t{static_cast<uint32_t>(a_.routes.back_first[source * a_.islands.widest + place])} + begin;
+    const uint64_t from = uint64_t{span.first} + begin;
+    copy_bytes(warp_, window + theirs->rows_at + to * shape_.row_bytes, a_.base.x + from * shape_.row_bytes,
+               count * uint64_t(shape_.row_bytes));
+    if (top_k() != 0)
+      copy_bytes(warp_, window + theirs->meta_at + to * top_k() * 4, a_.base.topk_weights + from * top_k(),
+                 uint64_t{count} * top_k() * 4);
+    warp_.sync();
+    if (warp_.rank() == 0) put_word(mesh_, hub, pushed_at(source, place, chunk), epoch_);
+  }
+
+  // -- to those whom this rank serves
+  WEFT_DEVICE Ring ring_to(uint32_t lane, uint32_t i) const {
+    const uint64_t here = ring_number(a_.islands, i, lane);
+    const uint64_t there = ring_number(a_.islands, own_, lane);
+    return {a_.islands.served[i], slot_at(a_.at, a_.at.served_rings, here, 0),
+            slot_at(a_.at, a_.at.island_rings, there, 0), a_.at.sums_taken + here * 8,
+            a_.at.sums_sent + there * 8};
+  }
+
+  // Adds rows of the lane's next messages into its slot until it is full, or a row is missing. state.at: messages added.
+  WEFT_DEVICE void send(uint32_t lane, uint32_t i, RingState& kept, Turn& turn) const {
+    RingState state = kept;
+    const Ring ring = ring_to(lane, i);
+    if (state.is_done || messages(ring.peer, own_) == 0) return;
+    const uint32_t row = ring.peer * a_.islands.lanes + lane;
+    const auto first = static_cast<uint32_t>(a_.routes.lane_first[row]);
+    const auto count = static_cast<uint32_t>(a_.routes.lane_count[row]);
+    if (count == 0) return;
+    if (!has_slot(warp_, mesh_, ring, state, epoch_, Site::kCombineSlot, turn)) return;
+    std::byte* slot = mesh_.local() + ring.own_slots + (state.slots % kHubSlots) * a_.at.slot_bytes;
+    const uint32_t before = state.at;
+    const uint32_t end = count - state.moved < slot_messages() ? count : state.moved + slot_messages();
+    for (; state.at < end; ++state.at) {
+      const int32_t* record = record_of(ring.peer, first + state.at);
+      if (!have_come(ring.peer, record, 0, turn)) break;
+      build(ring.peer, record, slot + (state.at - state.moved) * stride());
+    }
+    if (state.at == end) {
+      const uint64_t bytes = (end - state.moved) * stride();
+      state.moved = end;
+      state.is_done = end == count;
+      send_slot(warp_, mesh_, a_.at, ring, state, epoch_, bytes);
+    }
+    if (state.at != before) turn.moved();
+    keep(warp_, kept, state);
+  }
+
+  WEFT_DEVICE void build(uint32_t source, const int32_t* record, std::byte* at) const {
+    const Span traced(a_.base.wait.trace, Work::kSum, warp_.rank() == 0);
+    if (shape_.element == kElementFp32)
+      build_row<Fp32>(source, record, at);
+    else
+      build_row<Bf16>(source, record, at);
+    auto* weights = reinterpret_cast<float*>(at + shape_.row_bytes);
+    for (uint32_t k = warp_.rank(); k < top_k(); k += warp_.size())
+      weights[k] = island_weight(source, record, 0, k);
+  }
+  template <class Element>
+  WEFT_DEVICE void build_row(uint32_t source, const int32_t* record, std::byte* at) const {
+    for_vectors([&]<uint32_t kVecs>(uint64_t v) {
+      float sums[kVecs][Element::kPerVec] = {};
+      this->template add_island<Element>(sums, source, record, 0, v, warp_.size());
+      WEFT_UNROLL
+      for (uint32_t j = 0; j < kVecs; ++j)
+        store_vec(reinterpret_cast<Vec16*>(at) + v + j * warp_.size(), Element::round(sums[j]));
+    });
+  }
+
+  // -- to this rank's tokens
+  WEFT_DEVICE Ring ring_from(uint32_t lane, uint32_t island) const {
+    const uint64_t here = ring_number(a_.islands, island, lane);
+    const uint64_t there = ring_number(a_.islands, a_.islands.number[island], lane);
+    return {a_.islands.hub(mesh_.rank(), island), slot_at(a_.at, a_.at.island_rings, here, 0), 0,
+            a_.at.sums_sent + here * 8, a_.at.sums_taken + there * 8};
+  }
+  WEFT_DEVICE bool goes_to(uint64_t token, uint32_t island) const {
+    return a_.routes.send_pair[token * a_.islands.count + island] >= 0;
+  }
+  // The next sum of an island that this rank has not taken yet.
+  WEFT_DEVICE const std::byte* next_sum(uint32_t lane, uint32_t island, const RingState* states) const {
+    const uint64_t rings = a_.at.island_rings;
+    const uint32_t taken = states[island].moved;
+    return mesh_.local() +
+           slot_at(a_.at, rings, ring_number(a_.islands, island, lane), taken / slot_messages()) +
+           taken % slot_messages() * stride();
+  }
+
+  // Whether all that a token needs is here. states[island].at: sums of it that are.
+  WEFT_DEVICE bool is_ready(uint32_t lane, uint64_t token, RingState* states, Turn& turn) const {
+    for (uint32_t island = 0; island < a_.islands.count; ++island) {
+      if (!goes_to(token, island)) continue;
+      if (island == own_) {
+        if (!have_come(mesh_.rank(), nullptr, token, turn)) return false;
+        continue;
+      }
+      RingState state = states[island];
+      if (state.at > state.moved) continue;
+      const Ring ring = ring_from(lane, island);
+      state.at = static_cast<uint32_t>(read_word(warp_, mesh_, ring.own_word, epoch_) & kRingCount);
+      if (state.at <= state.moved) {
+        turn.waits_for({Site::kCombineSum, ring.peer, state.moved + 1, state.at});
+        return false;
+      }
+      keep(warp_, states[island], state);
+    }
+    return true;
+  }
+
+  // A token's sums were taken: slots whose last one that was are free.
+  WEFT_DEVICE void take_sums(uint32_t lane, uint64_t token, RingState* states) const {
+    for (uint32_t island = 0; island < a_.islands.count; ++island) {
+      if (island == own_ || !goes_to(token, island)) continue;
+      RingState state = states[island];
+      ++state.moved;
+      if (state.moved % slot_messages() == 0) free_slot(warp_, mesh_, ring_from(lane, island), state, epoch_);
+      keep(warp_, states[island], state);
+    }
+  }
+
+  // The lane's tokens in order, until one is not ready. The own island's state counts them.
+  WEFT_DEVICE void sum_tokens(uint32_t lane, RingState* states, Turn& turn) const {
+    const LaneRange range = lane_range(a_.base.tokens, lane, a_.islands.lanes);
+    RingState state = states[own_];
+    const uint32_t before = state.at;
+    for (; range.first + state.at < range.end; ++state.at) {
+      const uint64_t token = range.first + state.at;
+      if (!is_ready(lane, token, states, turn)) break;
+      const Span traced(a_.base.wait.trace, Work::kSum, warp_.rank() == 0);
+      if (shape_.element == kElementFp32)
+        sum_row<Fp32>(lane, token, states);
+      else
+        sum_row<Bf16>(lane, token, states);
+      for (uint32_t k = warp_.rank(); k < top_k(); k += warp_.size()) sum_weight(lane, token, states, k);
+      take_sums(lane, token, states);
+    }
+    if (state.at != before) turn.moved();
+    keep(warp_, states[own_], state);
+  }
+
+  template <class Element>
+  WEFT_DEVICE void sum_row(uint32_t lane, uint64_t token, const RingState* states) const {
+    const uint64_t stride = warp_.size(), at = token * shape_.row_bytes;
+    for_vectors([&]<uint32_t kVecs>(uint64_t v) {
+      float sums[kVecs][Element::kPerVec] = {};
+      const auto add = [&](const std::byte* row) {
+        WEFT_UNROLL
+        for (uint32_t j = 0; j < kVecs; ++j)
+          Element::add(sums[j], load_vec_fresh(reinterpret_cast<const Vec16*>(row) + v + j * stride));
+      };
+      for (const std::byte* bias : a_.base.bias)
+        if (bias) add(bias + at);
+      for (uint32_t island = 0; island < a_.islands.count; ++island) {
+        if (!goes_to(token, island)) continue;
+        if (island != own_) {
+          add(next_sum(lane, island, states));
+          continue;
+        }
+        float part[kVecs][Element::kPerVec] = {};
+        this->template add_island<Element>(part, mesh_.rank(), nullptr, token, v, stride);
+        WEFT_UNROLL
+        for (uint32_t j = 0; j < kVecs; ++j) Element::add(sums[j], Element::round(part[j]));
+      }
+      auto* out = reinterpret_cast<Vec16*>(a_.base.combined + at) + v;
+      WEFT_UNROLL
+      for (uint32_t j = 0; j < kVecs; ++j) store_vec_streaming(out + j * stride, Element::round(sums[j]));
+    });
+  }
+  WEFT_DEVICE void sum_weight(uint32_t lane, uint64_t token, const RingState* states, uint32_t k) const {
+    float sum = 0.0f;
+    for (uint32_t island = 0; island < a_.islands.count; ++island) {
+      if (!goes_to(token, island)) continue;
+      if (island == own_)
+        sum += island_weight(mesh_.rank(), nullptr, token, k);
+      else
+        sum += float_of_bits(load_relaxed(
+            reinterpret_cast<const uint32_t*>(next_sum(lane, island, states) + shape_.row_bytes) + k));
+    }
+    a_.base.combined_weights[token * top_k() + k] = sum;
+  }
+};
+
+}  // namespace two_level
+
+template <class MeshT, class Shape>
+WEFT_KERNEL void two_level_combine(const TwoLevelCombineArgs& a, const MeshT& mesh, const Shape& shape) {
+  const Block block;
+  const Warp warp;
+  const CombineArgs& base = a.base;
+  const Span traced(base.wait.trace, Work::kCombine, block.rank() == 0);
+  auto* flags = reinterpret_cast<uint32_t*>(block.shared());
+  const uint64_t epoch = base.state->epoch + 1;
+  const ReadyExchange ready{base.at.combine_signal, base.at.combine_record, Site::kCombineReady,
+                            Site::kCombineHandle};
+  if (!exchange_ready(ready, block, warp, mesh, base.mine, epoch, base.wait, &flags[0]))
+    return finish_launch(block, base.state, &flags[1]);  // where ranks disagree all know it, and stay in step
+  const two_level::CombineLanes<MeshT, Shape> lanes(a, warp, mesh, shape, epoch);
+  const Share share = share_of(block, warp, base.push_warps);
+  if (share.active) lanes.push(ready, share);
+  two_level::serve_lanes(
+      a.islands, block, warp, a.lane_warps, base.wait, block.shared() + a.states_at,
+      [&](uint32_t lane, RingState* states, two_level::Turn& turn) { lanes.take_turn(lane, states, turn); });
+  finish_launch(block, base.state, &flags[1]);
+}
+
+}  // namespace weft

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the split all-to-all: pairs of phases beside low-latency calls, each phase by itself once its peers have
+sent, and how much of a pair a matrix product between its phases hides."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import weft
+from weft.bench.eager import add_times
+from weft.bench.moe import check, peers
+from weft.bench.moe.floors import row_bytes
+from weft.bench.moe.low_latency import CALLS_IN_A_ROW, FEW_TOKENS, Samples, make_buffer
+from weft.bench.moe.setting import (
+    Bench,
+    Inputs,
+    Measured,
+    make_row,
+    method_notes,
+    shape_columns,
+    times_of_step,
+)
+from weft.bench.report import Row
+from weft.testing import oracle
+
+PHASES = ("dispatch.send", "dispatch.receive", "combine.send", "combine.receive")
+SCALE_GROUP = 128
+
+
+def measure(bench: Bench, inputs: Inputs) -> Measured:
+    """Check, measure, check again. Collective. The result is meant for rank 0 to report."""
+    o, me = bench.options, bench.me
+    x = oracle.quantize_fp8(inputs.mine) if o.dtype == "fp8" else inputs.mine
+    split = peers.P2P(_make(bench), x, inputs.my_weights)
+    buffer = make_buffer(bench, weft.Buffer)
+    low_latency = peers.LowLatency(buffer, o.experts, max(o.tokens, 1), o.dtype == "fp8")
+    calls = {"weft": split, "low_latency": low_latency}
+    _check(bench, inputs, split)
+    traffic = inputs.traffic(o.experts)
+    in_a_row = CALLS_IN_A_ROW if o.tokens <= FEW_TOKENS and not bench.on_gpu else 1
+    samples = Samples(bench, inputs, calls, traffic, in_a_row)
+    phases = _Phases(bench, split, samples.y["weft"])
+
+    def take(index: int) -> None:
+        topk_idx = inputs.routes[index % len(inputs.routes)][me.rank]
+        samples.take(topk_idx)
+        for _ in range(0 if bench.tracer else in_a_row):
+            phases.take(samples.topk_idx)
+
+    bench.run(take)
+    times = bench.in_a_row(samples.turns())
+    _check(bench, inputs, split)
+    us = bench.samples_us(in_a_row)
+    rows = []
+    for step, dtype in (("dispatch", o.dtype), ("combine", "bf16")):
+        bytes_per_row = row_bytes(dtype, o.hidden)
+        logical, egress = traffic.selections * bytes_per_row, traffic.egress * bytes_per_row
+        rows.append(make_row(bench, "p2p", step, dtype, us, logical, egress))
+        samples.add_network(rows[-1], step)
+        rows[-1].extra |= phases.overlap_columns(step, us)
+        add_times(rows[-1], *times_of_step(bench, step, times))
+    rows += [_phase_row(bench, phase, us[f"phase {phase}"]) for phase in PHASES]
+    traces = bench.traces(split.buffer, take)
+    split.buffer.destroy()
+    buffer.destroy()
+    return Measured(rows, [*method_notes(bench, has_deep_ep=False), *_notes(bench)], traces)
+
+
+class _Phases:
+    """Samples of single phases, and of pairs with a matrix product between."""
+
+    def __init__(self, bench: Bench, split: peers.P2P, y: Tensor) -> None:
+        self._bench, self._split, self._y = bench, split, y
+        self._product = _product_of(bench) if bench.options.overlap_us else None
+
+    def take(self, topk_idx: Tensor) -> None:
+        """Take each phase when all ranks are done with the one before; then the overlapping pairs. Collective."""
+        bench, a2a = self._bench, self._split.buffer
+        handle = bench.sample("phase dispatch.send", lambda: self._split.send(topk_idx))
+        bench.sample("phase dispatch.receive", lambda: a2a.dispatch_recv(handle))
+        bench.sample("phase combine.send", lambda: a2a.combine_send(self._y, handle))
+        bench.sample("phase combine.receive", lambda: a2a.combine_recv(handle))
+        if self._product is None:
+            return
+        product = self._product
+        bench.sample("product", product)
+
+        def dispatch() -> Any:
+            sent = self._split.send(topk_idx)
+            product()
+            a2a.dispatch_recv(sent)
+            return sent
+
+        def combine(handle: Any) -> None:
+            a2a.combine_send(self._y, handle)
+            product()
+            a2a.combine_recv(handle)
+
+        handle = bench.sample("overlap dispatch", dispatch)
+        bench.sample("overlap combine", lambda: combine(handle))
+
+    def overlap_columns(self, step: str, us: dict[str, list[float]]) -> dict[str, Any]:
+        """Return how much of a pair a matrix product hides: what the three times have in common."""
+        if self._product is None:
+            return {}
+        product, both = (statistics.median(us[name]) for name in ("product", f"overlap {step}"))
+        alone = sum(statistics.median(us[f"phase {step}.{phase}"]) for phase in ("send", "receive"))
+        hidden = (alone + product - both) / alone
+        return {
+            "product_us": round(product, 1),
+            "overlap_us": round(both, 1),
+            "hidden_share": round(hidden, 3),
+        }
+
+
+def _product_of(bench: Bench) -> Callable[[], None]:
+    """Return a matrix product that takes about the time that was asked for."""
+    side = 2048 if bench.on_gpu else 128
+    dtype = torch.bfloat16 if bench.on_gpu else torch.float32
+    a = torch.ones(side, side, dtype=dtype, device=bench.device)
+
+    def run(times: int) -> float:
+        if bench.on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(times):
+            torch.mm(a, a)
+        if bench.on_gpu:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e6 / times
+
+    run(10)
+    times = max(round(bench.options.overlap_us / run(50)), 1)
+
+    def product() -> None:
+        for _ in range(times):
+            torch.mm(a, a)
+
+    return product
+
+
+def _make(bench: Bench) -> weft.P2PAllToAll:
+    o = bench.options
+    is_fp8 = o.dtype == "fp8"
+    return weft.P2PAllToAll(
+        bench.me.group,
+        max_num_tokens=max(o.tokens, 1),
+        num_experts=o.experts,
+        hidden_dim=o.hidden,
+        num_experts_per_token=o.top_k,
+        in_dtype=torch.float8_e4m3fn if is_fp8 else torch.bfloat16,
+        out_dtype=torch.bfloat16,
+        hidden_dim_scale=o.hidden // SCALE_GROUP if is_fp8 else None,
+        scale_dtype=torch.float32 if is_fp8 else None,
+        max_in_flight=1,
+        device=bench.device,
+    )
+
+
+def _phase_row(bench: Bench, phase: str, us: list[float]) -> Row:
+    o = bench.options
+    made = Row(
+        f"p2p_{phase}", o.dtype if phase.startswith("dispatch") else "bf16", o.tokens, 0, us, checked=True
+    )
+    made.extra = shape_columns(bench) | {"clock": "events" if bench.on_gpu else "host"}
+    return made
+
+
+def _notes(bench: Bench) -> list[str]:
+    lines = [
+        "low_latency: weft.Buffer's calls of the same tokens; p2p dispatches rows that are quantised already",
+        "send, receive: each when all ranks are done with the phase before, so a receive finds its rows there; in "
+        "flight, between the two, no kernel of the exchange runs",
+    ]
+    if bench.options.overlap_us:
+        lines.append(
+            "hidden_share: (send + receive + matrix product - the three in a row) / (send + receive), by medians"
+        )
+    return lines
+
+
+def _check(bench: Bench, inputs: Inputs, split: peers.P2P) -> None:
+    o, me = bench.options, bench.me
+    routes = inputs.routes[0]
+    topk_idx = routes[me.rank].to(bench.device)
+    rows, counts, handle = split.dispatch(inputs.mine, topk_idx)
+    check.check_p2p_dispatch(rows, inputs.rows, routes, o.experts, me.rank)
+    y = torch.zeros(rows.x.shape, dtype=torch.bfloat16, device=bench.device)
+    received = int(counts.sum())  # rows are packed without padding
+    held = rows.x[:received]
+    scaled = held if rows.x_scale is None else (held, rows.x_scale[:received])
+    y[:received] = check.dequantized(scaled).bfloat16()
+    combined = split.combine(y, topk_idx, inputs.my_weights, handle)
+    check.check_ll_combine(
+        combined, inputs.rows[me.rank], routes[me.rank], inputs.weights[me.rank], o.dtype == "fp8"
+    )

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// weft._core.plain_address and plain_forms: weft/runtime/plain.py says what they return, and asks tensors one property
+// at a time where this cannot be had. Torch describes a tensor to C programs by DLPack's exchange of tensors (torch
+// 2.10 and newer): one call instead of eight. https://dmlc.github.io/dlpack/latest/c_api.html
+#include "bind/tensors.h"
+
+#include <nanobind/ndarray.h>
+
+#include <cstring>
+#include <string>
+
+#include "bind/bind.h"
+
+namespace nb = nanobind;
+
+namespace weft {
+namespace {
+
+constexpr uint64_t kNowhere = 16;  // where an empty tensor is: no address of anything
+
+// Version 1 of the table that types of tensors point to, as far as it is used here.
+struct ExchangeTable {
+  uint32_t major, minor;
+  const ExchangeTable* older;
+  void* unused[3];
+  int (*describe)(void* object, nb::dlpack::dltensor* description);
+};
+
+const ExchangeTable* torch_table = nullptr;
+nb::tuple* plain_types = nullptr;
+
+bool is_plain_type(PyObject* value) {
+  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(value));
+  for (nb::handle plain : *plain_types)
+    if (plain.ptr() == type) return true;
+  return false;
+}
+
+bool is_contiguous(const nb::dlpack::dltensor& tensor) {
+  int64_t step = 1;
+  for (int32_t axis = tensor.ndim - 1; axis >= 0; --axis) {
+    if (tensor.shape[axis] != 1 && tensor.strides[axis] != step) return false;
+    step *= tensor.shape[axis];
+  }
+  return true;
+}
+
+uint64_t bytes_of(const nb::dlpack::dltensor& tensor) {
+  uint64_t elements = 1;
+  for (int32_t axis = 0; axis < tensor.ndim; ++axis) elements *= static_cast<uint64_t>(tensor.shape[axis]);
+  return elements * ((uint64_t{tensor.dtype.bits} * tensor.dtype.lanes + 7) / 8);
+}
+
+// What a method without arguments returns; null, with an error set, where it raises.
+PyObject* call_method(PyObject* object, PyObject* method) noexcept {
+  PyObject* const arguments[] = {object};
+  return PyObject_VectorcallMethod(method, arguments, 1, nullptr);
+}
+
+nb::object asked(nb::handle object, nb::handle method) {
+  return nb::steal(call_method(object.ptr(), method.ptr()));
+}
+
+uint64_t number_of(nb::handle value) {
+  return value.is_valid() ? PyLong_AsUnsignedLongLong(value.ptr()) : 0;
+}
+
+// Whether the storage holds all of a tensor: it may have been freed or cut under it.
+bool has_its_memory(nb::handle value, const nb::dlpack::dltensor& tensor) {
+  static const nb::object untyped_storage = nb::steal(PyUnicode_InternFromString("untyped_storage"));
+  static const nb::object nbytes = nb::steal(PyUnicode_InternFromString("nbytes"));
+  static const nb::object data_ptr = nb::steal(PyUnicode_InternFromString("data_ptr"));
+  const nb::object storage = asked(value, untyped_storage);
+  if (!storage.is_valid()) return false;
+  const uint64_t begin = number_of(asked(storage, data_ptr)), held = number_of(asked(storage, nbytes));
+  const auto at = reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset;
+  return at >= begin && at + bytes_of(tensor) <= begin + held;
+}
+
+bool is_negated(nb::handle value) {
+  static const nb::object is_neg = nb::steal(PyUnicode_InternFromString("is_neg"));
+  return asked(value, is_neg).ptr() != Py_False;
+}
+
+// Describes a tensor that can be taken as it is. Returns false, with no error set, for anything else.
+bool describe_plain(nb::handle value, nb::dlpack::dltensor& tensor) {
+  const bool is_plain = is_plain_type(value.ptr()) && torch_table->describe(value.ptr(), &tensor) == 0 &&
+                        is_contiguous(tensor) && bytes_of(tensor) != 0 && !is_negated(value) &&
+                        has_its_memory(value, tensor);
+  if (PyErr_Occurred()) {
+    PyErr_Clear();
+    return false;
+  }
+  return is_plain;
+}
+
+uint64_t plain_address(nb::handle value) {
+  nb::dlpack::dltensor tensor;
+  if (!describe_plain(value, tensor)) return 0;
+  return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset;
+}
+
+template <class T>
+void append(std::string& key, T value) {
+  key.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+// Type, device and shape of each tensor.
+nb::bytes plain_forms(nb::args values) {
+  std::string key;
+  for (nb::handle value : values) {
+    if (value.is_none()) {
+      key.push_back('-');
+      continue;
+    }
+    nb::dlpack::dltensor tensor;
+    if (!describe_plain(value, tensor) ||
+        tensor.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex))
+      return nb::bytes("", 0);
+    key.push_back('t');
+    append(key, tensor.dtype.code);
+    append(key, tensor.dtype.bits);
+    append(key, tensor.device.device_type);
+    append(key, tensor.device.device_id);
+    append(key, tensor.ndim);
+    key.append(reinterpret_cast<const char*>(tensor.shape),
+               sizeof(int64_t) * static_cast<size_t>(tensor.ndim));
+  }
+  return nb::bytes(key.data(), key.size());
+}
+
+// table: torch's capsule. Returns whether the table is one that this file knows.
+bool read_plain_tensors_by(nb::capsule table, nb::tuple types) {
+  const auto* candidate = static_cast<const ExchangeTable*>(table.data("dlpack_exchange_api"));
+  while (candidate != nullptr && candidate->major != 1) candidate = candidate->older;
+  if (candidate == nullptr || candidate->describe == nullptr) return false;
+  torch_table = candidate;
+  plain_types = new nb::tuple(types);  // as long as the process
+  return true;
+}
+
+}  // namespace
+
+bool read_address(PyObject* value, TensorAddress& address) noexcept {
+  static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+  if (value == Py_None) {
+    address.value = 0;
+    return true;
+  }
+  PyObject* number = call_method(value, data_ptr);
+  const uint64_t at = number ? PyLong_AsUnsignedLongLong(number) : 0;
+  Py_XDECREF(number);
+  if (PyErr_Occurred()) {
+    PyErr_Clear();
+    return false;
+  }
+  address.value = at == 0 ? kNowhere : at;
+  return true;
+}
+
+void bind_tensors(nb::module_& module) {
+  module.def("plain_address", &plain_address, nb::arg("value").none());
+  module.def("plain_forms", &plain_forms);
+  module.def("read_plain_tensors_by", &read_plain_tensors_by, nb::arg("table"), nb::arg("types"));
+}
+
+}  // namespace weft

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The launches of MoeBuffer's calls: which kernel, with what grid. Ranks that all map each other run other kernels than
+// ranks that do not.
+#include "moe/buffer.h"
+
+namespace weft {
+namespace {
+
+KernelKey key_of_notify(const HighThroughputShape&) {
+  return notify_key();
+}
+KernelKey key_of_two_level_notify(const HighThroughputShape&) {
+  return two_level_notify_key();
+}
+
+uint32_t piece_bytes_of(const HighThroughputShape& shape) {
+  return static_cast<uint32_t>(shape.piece_bytes);
+}
+
+}  // namespace
+
+// A barrier has no tokens, and one block.
+Status MoeBuffer::launch_notify(const NotifyArgs& args, const HandleMemory& memory, bool is_barrier,
+                                void* stream) {
+  const auto ranks = static_cast<uint32_t>(comm_->size());
+  GridPlan grid =
+      levels_ ? plan_two_level_notify(ranks, levels_->islands().count, limits_) : plan_notify(ranks, limits_);
+  if (is_barrier) grid.blocks = 1;
+  if (!levels_) return launch(key_of_notify, grid, &args, sizeof(args), {}, stream);
+  TwoLevelNotifyArgs both{};
+  both.base = args;
+  levels_->complete(both, *window_, memory, args.mine.tokens);
+  return launch(key_of_two_level_notify, grid, &both, sizeof(both), {}, stream);
+}
+
+Status MoeBuffer::launch_dispatch(const DispatchArgs& args, const DispatchCall& call) {
+  const auto ranks = static_cast<uint32_t>(comm_->size());
+  const HighThroughputShape shape = dispatch_shape(call.format);
+  const auto launch_with = [&](KeyOf key_of, const GridPlan& grid, auto& all, DispatchArgs& base) {
+    base.row_warps = grid.first_role;
+    base.meta_warps = grid.second_role;
+    return launch(key_of, grid, &all, sizeof(all), shape, call.order.stream);
+  };
+  if (!levels_) {
+    DispatchArgs filled = args;
+    return launch_with(&dispatch_key, plan_dispatch(ranks, piece_bytes_of(shape), call.num_sms, limits_),
+                       filled, filled);
+  }
+  const TwoLevelGrid plan = plan_two_level_dispatch(ranks, levels_->islands(), levels_->lanes(),
+                                                    piece_bytes_of(shape), call.num_sms, limits_);
+  TwoLevelDispatchArgs both{};
+  both.base = args;
+  both.lane_warps = plan.lane_warps;
+  both.states_at = plan.states_at;
+  levels_->complete(both, *window_, call.handle, call.tokens);
+  both.routes.most_messages = levels_->most_messages(call.staging_rows, call.rows);
+  return launch_with(&two_level_dispatch_key, plan.grid, both, both.base);
+}
+
+Status MoeBuffer::launch_combine(const CombineArgs& args, const CombineCall& call) {
+  const auto ranks = static_cast<uint32_t>(comm_->size());
+  const HighThroughputShape shape = combine_shape(call.row_bytes, call.top_k, call.element);
+  const auto launch_with = [&](KeyOf key_of, const GridPlan& grid, auto& all, CombineArgs& base) {
+    base.push_warps = grid.first_role;
+    base.sum_warps = grid.second_role;
+    base.watch_warps = grid.watch_role;
+    return launch(key_of, grid, &all, sizeof(all), shape, call.order.stream);
+  };
+  if (!levels_) {
+    CombineArgs filled = args;
+    return launch_with(&combine_key, plan_combine(ranks, piece_bytes_of(shape), call.num_sms, limits_),
+                       filled, filled);
+  }
+  const TwoLevelGrid plan =
+      plan_two_level_combine(levels_->islands(), levels_->lanes(), call.num_sms, limits_);
+  TwoLevelCombineArgs both{};
+  both.base = args;
+  both.lane_warps = plan.lane_warps;
+  both.states_at = plan.states_at;
+  levels_->complete(both, *window_, call.handle, call.tokens);
+  return launch_with(&two_level_combine_key, plan.grid, both, both.base);
+}
+
+}  // namespace weft

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a MoeBuffer of ranks that do not all map each other has besides: its islands, and where its rings stand.
+//   WEFT_TRY_ASSIGN(const IslandPlan islands, meet_islands(*comm));        // collective
+//   TwoLevel levels(std::move(islands), plan_two_level(begin, ...), limits);
+//   WEFT_TRY(levels.write_tables(*window));
+//   TwoLevelDispatchArgs args = levels.dispatch_args(window, dispatch_args, memory, tokens, grid);
+// Threads: const methods may run concurrently.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "comm/window.h"
+#include "plan/two_level.h"
+
+namespace weft {
+
+struct HandleMemory;
+
+// Of a dispatch, from prefix i32[R][R]: rows of ranks 0 to i for rank j.
+inline uint64_t rows_between(const int32_t* prefix, int ranks, int from, int to) {
+  const int32_t before = from > 0 ? prefix[(from - 1) * ranks + to] : 0;
+  return static_cast<uint64_t>(prefix[from * ranks + to] - before);
+}
+
+// Who maps whom, told by all ranks to all. Errors: those of Communicator::show().
+Result<IslandPlan> meet_islands(Communicator& comm);
+
+class TwoLevel {
+ public:
+  TwoLevel(IslandPlan islands, const TwoLevelControl& control, uint32_t rank)
+      : islands_(std::move(islands)),
+        control_(control),
+        rank_(rank),
+        served_(islands_.served_by(rank)),
+        numbers_(islands_.numbers_of(rank)) {}
+
+  Status write_tables(Window& window) const;
+  const IslandPlan& islands() const { return islands_; }
+  uint32_t lanes() const { return control_.lanes; }
+  uint64_t end() const { return control_.end; }
+  // i32 words of HandleMemory::routes, and of records for so many messages.
+  uint64_t route_words(uint64_t tokens) const;
+  uint64_t record_words(uint64_t messages) const { return messages * islands_.widest; }
+  // Messages that this rank hands on at most, with so many rows in the staging of combine and received by itself.
+  uint64_t most_messages(uint64_t staging_rows, uint64_t received_rows) const {
+    return staging_rows + received_rows;
+  }
+  // Rows in the staging of combine at most, where no rank receives more than `rows`.
+  uint64_t most_staging_rows(uint64_t rows) const { return (islands_.widest - 1) * rows; }
+  // Errors: kInvalid where one row with what goes beside it does not fit a slot.
+  Status fits(uint64_t row_bytes, uint64_t scale_words, uint64_t top_k) const;
+
+  // How many rows this rank sends to whom, on the host: in a dispatch, or back in its combine.
+  std::vector<std::pair<uint32_t, uint64_t>> rows_sent(const HandleMemory& memory, uint32_t tokens,
+                                                       bool comes_back) const;
+
+  // Fills in what an argument struct has besides its base.
+  template <class Args>
+  void complete(Args& args, const Window& window, const HandleMemory& memory, uint32_t tokens) const {
+    args.islands = tables(window);
+    args.at = control_.offsets;
+    args.routes = routes(memory, tokens);
+  }
+
+ private:
+  Islands tables(const Window& window) const;
+  TwoLevelRoutes routes(const HandleMemory& memory, uint32_t tokens) const;
+
+  IslandPlan islands_;
+  TwoLevelControl control_;
+  uint32_t rank_;
+  std::vector<uint32_t> served_, numbers_;
+};
+
+}  // namespace weft

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports on GPUs: ranks that may not map each other, through pinned memory of the host and proxy threads. One GPU is
+enough: ranks that share it take turns on it, so sizes and repeats are small."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_ranks import num_ranks_here, run_on_gpus
+from programs import WEFT, run_program
+from test_low_latency_gpu import _check_graph, _check_shape
+from torch.utils.dlpack import from_dlpack
+
+import weft
+from weft import Communicator, _core
+from weft.testing.ranks import Rank
+
+PROVIDERS = ("fabric:tcp", "fabric:shm")
+# Ranks, and how many make a node: pairs of loners, two nodes of two, four loners.
+PLACES = [place for place in ((2, 1), (4, 2), (4, 1)) if place[0] <= max(num_ranks_here(), 2)]
+ROOM = 1 << 20
+SIZES = (1, 33, 1000, 5003, 100_001)
+SETTINGS = (
+    *("WEFT_RANKS_PER_NODE", "WEFT_PROXY_PROVIDER", "WEFT_PEER_DEAD_S", "WEFT_HEARTBEAT_S"),
+    "WEFT_PROXY_FIFO",
+)
+TIMEOUT_S = 120.0
+DEADLINE_S = 500.0
+
+
+@cache
+def _is_usable(provider: str) -> bool:
+    """Whether a provider has a NIC here; asked of another process, since ranks are forked from this one."""
+    code = f"""
+from weft import _core
+print(any(not nic["unusable_because"] for nic in _core.transfer_find_provider({provider!r}).probe()))"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    return ran.stdout.split()[-1] == "True"
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    _core.config_reload()
+
+
+def _use(monkeypatch: pytest.MonkeyPatch, ranks_per_node: int, provider: str) -> None:
+    if not _is_usable(provider):
+        pytest.skip(f"{provider} is not usable here")
+    monkeypatch.setenv("WEFT_RANKS_PER_NODE", str(ranks_per_node))
+    monkeypatch.setenv("WEFT_PROXY_PROVIDER", provider)
+    _core.config_reload()
+
+
+def _comm(rank: Rank) -> Communicator:
+    comm = Communicator(
+        rank.group, device=torch.device("cuda", torch.cuda.current_device()), timeout_s=TIMEOUT_S
+    )
+    assert comm.core.sharing == "pinned host memory"
+    return comm
+
+
+def _values(rank: int, elems: int) -> torch.Tensor:
+    return ((torch.arange(elems) * 7 + rank * 5) % 13).float()
+
+
+def _channel(rank: Rank) -> None:
+    """Every call of a channel, in both directions or one, with places that go around the window."""
+    comm = _comm(rank)
+    loop = _core.ChannelLoop.create(comm.core, ROOM)
+    sent, received = from_dlpack(loop.sent(ROOM)), from_dlpack(loop.received(ROOM))
+    adds = 0
+    for turn, nbytes in enumerate((16, 448, 464, 4096, 65536 + 16, ROOM)):
+        what = _values(turn, nbytes // 4)
+        for call, is_round_trip in (("put_with_signal", True), ("put_flush", False), ("put", False)):
+            sent[:nbytes].view(torch.float32).copy_(what + rank.rank)
+            received.fill_(255)
+            torch.cuda.synchronize()
+            comm.barrier()
+            loop.run(call, is_round_trip, nbytes, 1, 1)
+            torch.cuda.synchronize()
+            comm.barrier()
+            if is_round_trip or rank.rank == 1:
+                found = received[:nbytes].view(torch.float32).cpu()
+                assert torch.equal(found, what + (1 - rank.rank)), (call, nbytes)
+                assert bool((received[nbytes:] == 255).all()), (call, nbytes)
+            comm.barrier()
+            loop.run(call, is_round_trip, nbytes, 20, 2)
+    for call in ("signal", "add"):
+        loop.run(call, True, 16, 300, 2)
+        adds += 600 if call == "add" else 0
+    assert loop.added == adds
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_every_call_of_a_channel(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use(monkeypatch, 1, provider)
+    run_on_gpus(2, _channel, deadline_s=DEADLINE_S)
+
+
+def _window(rank: Rank) -> None:
+    """Memory that grows: kernels cross the seam of its segments, and mapped ranks see it alike."""
+    comm = _comm(rank)
+    window = weft.Window(comm, 10_000)
+    first = window.num_bytes
+    window.tensor(rank.rank, (first,), torch.uint8).fill_(rank.rank + 1)
+    torch.cuda.synchronize()
+    comm.barrier()
+    window.grow(5 * first)
+    own = window.tensor(rank.rank, (window.num_bytes,), torch.uint8)
+    assert bool((own[:first] == rank.rank + 1).all()) and not own[first:].any()
+    own[first - 100 : first + 100] = 77
+    torch.cuda.synchronize()
+    comm.barrier()
+    near = [peer for peer in range(rank.size) if comm.transport_to(peer) == "mapped"]
+    for peer in near:
+        theirs = window.tensor(peer, (window.num_bytes,), torch.uint8)
+        assert bool((theirs[first - 100 : first + 100] == 77).all())
+    comm.barrier()
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_windows_grow(place: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    _use(monkeypatch, place[1], "fabric:tcp")
+    run_on_gpus(place[0], _window)
+
+
+def _collectives(rank: Rank) -> None:
+    comm = _comm(rank)
+    call, n, me = comm.collectives, rank.size, rank.rank
+    for elems in SIZES:
+        everyone = torch.stack([_values(r, elems * n) for r in range(n)])
+        own, parts = everyone[me], everyone.view(n, n, elems)
+
+        def same(found: torch.Tensor, wanted: torch.Tensor, what: str, elems: int = elems) -> None:
+            assert torch.equal(found.cpu(), wanted), (what, elems)
+
+        def blank(*shape: int) -> torch.Tensor:
+            return torch.full(shape, -1.0, device="cuda")
+
+        for _ in range(3):
+            same(call.all_reduce(own.cuda()), everyone.sum(0), "all_reduce")
+            same(
+                call.all_reduce(own.cuda(), out=blank(elems * n)), everyone.sum(0), "all_reduce, out of place"
+            )
+            same(call.all_gather(own.cuda(), out=blank(n, elems * n)), everyone, "all_gather")
+            scattered = call.reduce_scatter(own.view(n, elems).cuda(), out=blank(1, elems))
+            same(scattered, parts.sum(0)[me : me + 1], "reduce_scatter")
+            same(call.all_to_all(own.view(n, elems).cuda(), out=blank(n, elems)), parts[:, me], "all_to_all")
+        same(call.send_recv(own.cuda(), out=blank(elems * n)), everyone[me - 1], "send_recv")
+        for root in {0, n - 1}:
+            same(call.broadcast(own.cuda(), root), everyone[root], "broadcast")
+            same(call.reduce(own.cuda(), root), everyone.sum(0) if me == root else own, "reduce")
+            gathered = call.gather(own.cuda(), root, out=blank(n, elems * n) if me == root else None)
+            if gathered is not None:
+                same(gathered, everyone, "gather")
+            out = call.scatter(own.cuda() if me == root else None, blank(elems), root)
+            same(out, parts[root, me], "scatter")
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_every_collective_agrees_with_torch(
+    place: tuple[int, int], provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use(monkeypatch, place[1], provider)
+    run_on_gpus(place[0], _collectives, deadline_s=DEADLINE_S)
+
+
+def _calls_in_a_row(rank: Rank) -> None:
+    """None waited for: FIFOs, numbers and rings go around while kernels queue up."""
+    comm = _comm(rank)
+    kept = []
+    for turn in range(200):
+        values = torch.full((257 + turn,), float(turn + rank.rank), device="cuda")
+        comm.all_reduce(values)
+        kept.append((values != rank.size * turn + rank.size * (rank.size - 1) / 2).sum())
+    torch.cuda.synchronize()
+    assert not torch.stack(kept).any()
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_many_calls_in_a_row(place: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_PROXY_FIFO", "16")  # it is full again and again
+    _use(monkeypatch, place[1], "fabric:tcp")
+    run_on_gpus(place[0], _calls_in_a_row, deadline_s=DEADLINE_S)
+
+
+def _replays(rank: Rank, replays: int) -> None:
+    """Two calls in one graph, whose input changes with every replay; eager calls in between."""
+    comm = _comm(rank)
+    n, me, elems = rank.size, rank.rank, 333
+    tensor = torch.full((n, elems), float(me), device="cuda")
+    total, swapped = torch.zeros_like(tensor), torch.zeros_like(tensor)
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+    turn = torch.zeros((), device="cuda")
+
+    def step() -> None:
+        tensor.add_(1)
+        turn.add_(1)
+        comm.collectives.all_reduce(tensor, out=total)
+        comm.collectives.all_to_all(tensor, out=swapped)
+        peers = torch.arange(n, device="cuda", dtype=torch.float32).unsqueeze(1)
+        wrong.add_((total != n * turn + n * (n - 1) / 2).sum() + (swapped != peers + turn).sum())
+
+    for _ in range(2):  # the second call may bring a runner for more channels, which plans the first anew
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for number in range(replays):
+        graph.replay()
+        if number % 50 == 49:
+            step()
+            torch.cuda.synchronize()
+            assert int(wrong) == 0, number
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+    assert int(turn) == 2 + replays + replays // 50
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_captured_graph_replays_hundreds_of_times(
+    place: tuple[int, int], provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use(monkeypatch, place[1], provider)
+    run_on_gpus(place[0], _replays, 400 if place[0] == 2 else 200, deadline_s=DEADLINE_S)
+
+
+def _until_one_dies(rank: Rank) -> tuple[str, float]:
+    comm = _comm(rank)
+    values = torch.ones(1000, device="cuda")
+    comm.all_reduce(values)
+    torch.cuda.synchronize()
+    torch.distributed.barrier(rank.group)
+    if rank.rank == rank.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(weft.PeerLost) as raised:
+        for _ in range(3):
+            comm.all_reduce(values)
+            torch.cuda.synchronize()
+    return str(raised.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_killed_rank_is_named_before_the_deadline(
+    place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_PEER_DEAD_S", "3")
+    monkeypatch.setenv("WEFT_HEARTBEAT_S", "0.5")
+    _use(monkeypatch, place[1], "fabric:tcp")
+    lost = place[0] - 1
+    results = run_on_gpus(place[0], _until_one_dies, lost={lost})
+    for message, waited_s in results[:lost]:
+        assert f"rank {lost}" in message, message
+        assert waited_s < 60, message
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(33, 512, 3, 4), (1, 512, 1, 1), (0, 512, 2, 3), (64, 1536, 8, 8)], ids=str
+)
+def test_low_latency_rows_go_out_and_come_back(
+    shape: tuple[int, int, int, int], place: tuple[int, int], provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every format, plain and with hooks; LogFMT, exact and zero-copy combines."""
+    _use(monkeypatch, place[1], provider)
+    run_on_gpus(place[0], _check_shape, shape, deadline_s=DEADLINE_S)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_low_latency_graphs_replay_with_new_routes(
+    place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use(monkeypatch, place[1], "fabric:tcp")
+    run_on_gpus(place[0], _check_graph, deadline_s=DEADLINE_S)
+
+
+def _replayed_round_trips(rank: Rank, replays: int) -> None:
+    """A dispatch and a combine by hooks in one graph: tokens come back as they were, with every replay's rows."""
+    tokens, hidden, top_k, experts = 9, 512, 2, 2 * rank.size
+    hint = weft.Buffer.get_low_latency_rdma_size_hint(tokens, hidden, rank.size, experts)
+    buffer = weft.Buffer(rank.group, 1 << 20, hint, low_latency_mode=True)
+    picks = torch.Generator().manual_seed(rank.rank)
+    idx = torch.rand(tokens, experts, generator=picks).topk(top_k).indices.cuda()
+    weights = torch.full((tokens, top_k), 0.5, device="cuda")
+    x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device="cuda")
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+
+    def step() -> None:
+        x.add_(1).remainder_(64)
+        recv, _, handle, _, hook = buffer.low_latency_dispatch(
+            x, idx, tokens, experts, use_fp8=False, return_recv_hook=True
+        )
+        hook()
+        combined, _, hook = buffer.low_latency_combine(recv, idx, weights, handle, return_recv_hook=True)
+        assert hook is not None
+        hook()
+        wrong.add_((combined != x).sum())
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(replays):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+    assert float(x[0, 0]) == (1 + replays) % 64  # the capture itself runs nothing
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_low_latency_graphs_replay_hundreds_of_times(
+    place: tuple[int, int], provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use(monkeypatch, place[1], provider)
+    run_on_gpus(place[0], _replayed_round_trips, 300 if place[0] == 2 else 150, deadline_s=DEADLINE_S)
+
+
+def _fifo(_: Rank) -> None:
+    device = f"cuda:{torch.cuda.current_device()}"
+    for producers, capacity in ((1, 2), (4, 2048), (64, 2048), (300, 16)):
+        assert _core.fifo_seconds(device, producers, 3000, capacity) > 0  # order and number are checked
+    round_trips, to_pop, look_us = _core.fifo_trips(device, 200, 2048)
+    assert len(round_trips) == len(to_pop) == 200
+    assert min(round_trips) > 0 and look_us > 0  # the way to the pop is of two clocks
+
+
+def test_a_queue_carries_every_command_in_order() -> None:
+    run_on_gpus(1, _fifo)
+
+
+def test_bench_channel_measures_a_gpu(tmp_path: Path) -> None:
+    options: list[Any] = ["--calls", "fifo,put_with_signal", "--device", "cuda", "--provider", "tcp"]
+    ran = run_program(
+        [*WEFT, "bench", "channel", *options, "--quick", "--rounds", "1", "--json", "out.json"], tmp_path
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert all(row["checked"] and row["us"] > 0 for row in rows)
+    assert {row["call"] for row in rows} == {"put_with_signal", "fifo", "fifo_push_to_pop"}
+    assert {row["device"] for row in rows} == {"cuda"}

@@ -41,7 +41,8 @@ WEFT_DEVICE void post_ready_to_ports(const ReadyExchange& x, Warp warp, const Me
       mesh.to(peer).put_with_signal(OneThread{}, offset, offset, sizeof(ReadyRecord), signal, epoch);
       continue;
     }
-    write(near_window(mesh, peer));
+    // This rank's own copy is the source of the puts before: it is not written again.
+    if (peer != mesh.rank()) write(near_window(mesh, peer));
     put_word(mesh, peer, signal, epoch);
   }
 }

@@ -4,7 +4,8 @@
 // in a window, and what a warp keeps in shared memory: the rows that it sums and their weights.
 #pragma once
 
-#include "kernels/moe/low_latency_call.cuh"
+#include "kernels/moe/low_latency_hello.cuh"
+#include "kernels/moe/low_latency_lines.cuh"
 
 namespace weft {
 namespace low_latency {

@@ -4,7 +4,8 @@
 // and counts stand in a window, and what the block keeps in shared memory.
 #pragma once
 
-#include "kernels/moe/low_latency_call.cuh"
+#include "kernels/moe/low_latency_hello.cuh"
+#include "kernels/moe/low_latency_lines.cuh"
 
 namespace weft {
 namespace low_latency {

@@ -25,10 +25,12 @@ def public_part(text: str) -> str:
 
 
 def names(target: str) -> set[str]:
-    text = public_part((TARGETS / f"{target}.h").read_text())
+    shared = [] if target == "host" else [TARGETS / "gpu.h"]
+    sources = [path.read_text() for path in [*sorted((TARGETS / target).glob("*.h")), *shared]]
+    text = "".join(public_part(source) for source in sources if "namespace weft {" in source)
     functions = set(FUNCTION.findall(text)) - KEYWORDS
     types = set(re.findall(r"^(?:struct|class) (?:alignas\(\d+\) )?(\w+)", text, re.MULTILINE))
-    macros = set(re.findall(r"^#define (WEFT_\w+)", (TARGETS / f"{target}.h").read_text(), re.MULTILINE))
+    macros = set(re.findall(r"^#define (WEFT_\w+)", "".join(sources), re.MULTILINE))
     return functions | types | macros
 
 

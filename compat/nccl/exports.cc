@@ -1,309 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The C functions: they check arguments, keep groups, and hand operations to communicators. Everything else
-// that NCCL exports goes to the real library with the communicator's shadow; without one it fails in words.
+// The C functions of communicators, their errors and their memory. They check arguments and hand over; what NCCL
+// exports beyond that goes to the real library with the communicator's shadow, and without one it fails in words.
 #include <dlfcn.h>
 
-#include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <set>
-#include <thread>
+#include <memory>
+#include <string>
+#include <utility>
 
 #include "base/config.h"
 #include "base/log.h"
-#include "compat/nccl/comm.h"
-#include "compat/nccl/real.h"
-
-#define WEFT_NCCL_API extern "C" __attribute__((visibility("default")))
+#include "compat/nccl/answer.h"
+#include "compat/nccl/group.h"
 
 using weft::Code;
 using weft::Result;
 using weft::Status;
-using weft::nccl::Function;
-using weft::nccl::Operation;
-using weft::nccl::real;
-
-namespace weft::nccl {
-namespace {
-
-struct Counts {
-  std::atomic<uint64_t> served{0}, forwarded{0};
-};
-Counts counts[kFunctions];
-
-thread_local std::string last_error;
-
-ncclResult_t result_of(Code code) {
-  switch (code) {
-    case Code::kOk:
-      return ncclSuccess;
-    case Code::kInvalid:
-      return ncclInvalidArgument;
-    case Code::kPeerLost:
-      return ncclRemoteError;
-    case Code::kSystem:
-      return ncclSystemError;
-    case Code::kCapacity:
-      return ncclInternalError;
-    default:
-      return ncclInvalidUsage;
-  }
-}
-
-ncclResult_t answer(const Status& status, ncclComm_t comm = nullptr) {
-  if (status.ok()) return ncclSuccess;
-  last_error = status.message();
-  if (comm) comm->note(status);
-  log_info("nccl: {}", status.message());
-  return result_of(status.code());
-}
-
-// ---- groups
-// ------------------------------------------------------------------------------------------------
-
-// A communicator to be made when the group ends.
-struct Birth {
-  ncclComm_t* target;
-  std::unique_ptr<ncclComm> comm;
-  ncclComm_t parent;  // of a split; else null
-  ncclUniqueId id;
-  int rank, size;  // of a split: color and key
-  bool has_config;
-  ncclConfig_t config;
-};
-
-struct Group {
-  int depth = 0;
-  std::vector<Operation> operations;
-  std::vector<Birth> births;
-};
-thread_local Group group;
-
-Status give_birth(Birth& birth) {
-  if (!birth.parent) {
-    WEFT_TRY(birth.comm->init(birth.id, birth.rank, birth.size, birth.has_config ? &birth.config : nullptr));
-  } else {
-    int rank = 0, size = 0;
-    const int color = birth.rank;
-    WEFT_TRY_ASSIGN(const ncclUniqueId id, birth.parent->split(color, birth.size, rank, size));
-    if (color == NCCL_SPLIT_NOCOLOR) {
-      *birth.target = nullptr;
-      return {};
-    }
-    WEFT_TRY(birth.comm->init(id, rank, size, birth.has_config ? &birth.config : nullptr));
-  }
-  *birth.target = birth.comm.release();
-  return {};
-}
-
-// Runs act(0) to act(count - 1), each in a thread of its own where there are several: they may wait for each
-// other.
-Status run_beside(size_t count, const std::function<Status(size_t)>& act) {
-  if (count == 1) return act(0);
-  std::vector<Status> results(count);
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < count; ++i) threads.emplace_back([&, i] { results[i] = act(i); });
-  for (std::thread& thread : threads) thread.join();
-  for (const Status& status : results)
-    if (!status.ok()) return status;
-  return {};
-}
-
-// Whether one thread can start everything, one communicator after the other: GPUs of their own, and nothing to
-// wait for. A thread that is made for it costs several times what a launch does.
-bool starts_in_turn(const std::vector<ncclComm_t>& comms, const std::vector<std::vector<Operation>>& shares) {
-  std::set<int> gpus;
-  for (size_t i = 0; i < comms.size(); ++i) {
-    const bool is_first = !comms[i]->device().is_host() && gpus.insert(comms[i]->device().ordinal).second;
-    if (!is_first || !comms[i]->starts_at_once(shares[i])) return false;
-  }
-  return true;
-}
-
-ncclResult_t run_shares(std::vector<Operation> operations) {
-  std::vector<ncclComm_t> comms;
-  std::vector<std::vector<Operation>> shares;
-  for (Operation& operation : operations) {
-    const size_t at = std::find(comms.begin(), comms.end(), operation.comm) - comms.begin();
-    if (at == comms.size()) {
-      comms.push_back(operation.comm);
-      shares.emplace_back();
-    }
-    shares[at].push_back(std::move(operation));
-  }
-  std::vector<Status> results(comms.size());
-  const auto run = [&](size_t i) { return results[i] = comms[i]->run(shares[i]); };
-  if (starts_in_turn(comms, shares))
-    for (size_t i = 0; i < comms.size(); ++i) (void)run(i);
-  else
-    (void)run_beside(comms.size(), run);
-  ncclResult_t result = ncclSuccess;
-  for (size_t i = 0; i < comms.size(); ++i)
-    if (!results[i].ok()) result = answer(results[i], comms[i]);
-  return result;
-}
-
-ncclResult_t finish_group() {
-  std::vector<Birth> births = std::move(group.births);
-  std::vector<Operation> operations = std::move(group.operations);
-  group = {};
-  if (!births.empty()) {
-    const Status status = run_beside(births.size(), [&](size_t i) { return give_birth(births[i]); });
-    if (!status.ok()) return answer(status);
-  }
-  if (operations.empty()) return ncclSuccess;
-  const ncclComm_t comm = operations[0].comm;
-  const auto is_of_one = [&](const Operation& operation) { return operation.comm == comm; };
-  if (std::all_of(operations.begin(), operations.end(), is_of_one))
-    return answer(comm->run(operations), comm);
-  return run_shares(std::move(operations));
-}
-
-ncclResult_t add_birth(Birth birth) {
-  group.births.push_back(std::move(birth));
-  return group.depth ? ncclSuccess : finish_group();
-}
-
-ncclResult_t start_init(ncclComm_t* comm, int size, const ncclUniqueId* id, int rank,
-                        const ncclConfig_t* config, Device device) {
-  if (!comm || !id) return answer(Status::invalid("comm or commId: got null"));
-  if (size < 1 || rank < 0 || rank >= size)
-    return answer(Status::invalid("rank and nranks: got {} and {}, allowed: 0 <= rank < nranks", rank, size));
-  Birth birth{comm, std::make_unique<ncclComm>(device), nullptr, *id, rank, size, config != nullptr, {}};
-  if (config)
-    std::memcpy(static_cast<void*>(&birth.config), config, std::min(config->size, sizeof birth.config));
-  *comm = nullptr;
-  return add_birth(std::move(birth));
-}
-
-// ---- operations
-// --------------------------------------------------------------------------------------------
-
-bool has_root(Function function) {
-  return function == Function::kBroadcast || function == Function::kReduce || function == Function::kGather ||
-         function == Function::kScatter || function == Function::kSend || function == Function::kRecv;
-}
-
-Status check(const Operation& o) {
-  const char* name = kFunctionNames[static_cast<int>(o.function)];
-  if (!o.comm) return Status::invalid("{}: comm: got null", name);
-  if (o.type < 0 || o.type >= ncclNumTypes)
-    return Status::invalid("{}: datatype: got {}, allowed: 0 to {}", name, static_cast<int>(o.type),
-                           ncclNumTypes - 1);
-  if (o.op < 0 || (o.op >= ncclNumOps && !o.comm->find_op(o.op)))
-    return Status::invalid("{}: op: got {}, allowed: 0 to {}, or one of ncclRedOpCreatePreMulSum", name,
-                           static_cast<int>(o.op), ncclNumOps - 1);
-  if (o.op >= ncclNumOps && o.comm->find_op(o.op)->type != o.type)
-    return Status::invalid("{}: datatype: got {}, allowed: {}, that of the operator's scalar", name,
-                           static_cast<int>(o.type), static_cast<int>(o.comm->find_op(o.op)->type));
-  if (has_root(o.function) && (o.peer < 0 || o.peer >= o.comm->size()))
-    return Status::invalid("{}: root or peer: got {}, allowed: 0 to {}", name, o.peer, o.comm->size() - 1);
-  const bool is_root = o.peer == o.comm->rank();
-  const bool needs_src =
-      o.function != Function::kRecv &&
-      (is_root || (o.function != Function::kBroadcast && o.function != Function::kScatter));
-  const bool needs_dst = o.function != Function::kSend &&
-                         (is_root || (o.function != Function::kReduce && o.function != Function::kGather));
-  if (o.count && ((needs_src && !o.src) || (needs_dst && !o.dst)))
-    return Status::invalid("{}: sendbuff or recvbuff: got null for {} elements", name, o.count);
-  const bool is_transfer = o.function == Function::kSend || o.function == Function::kRecv;
-  if (is_transfer && is_root && !group.depth)
-    return Status(Code::kUnsupported,
-                  text("{}: to rank {} itself, allowed only inside a group", name, o.peer));
-  return {};
-}
-
-ncclResult_t submit(Operation operation) {
-  const Status status = check(operation);
-  if (!status.ok()) return answer(status, operation.comm);
-  if (group.depth == 0) return answer(operation.comm->run({&operation, 1}), operation.comm);
-  group.operations.push_back(std::move(operation));
-  return ncclSuccess;
-}
-
-Operation operation(Function function, const void* src, void* dst, size_t count, ncclDataType_t type,
-                    ncclRedOp_t op, int peer, ncclComm_t comm, cudaStream_t stream) {
-  return {function,
-          comm,
-          static_cast<const std::byte*>(src),
-          static_cast<std::byte*>(dst),
-          count,
-          type,
-          op,
-          peer,
-          stream,
-          {},
-          {},
-          {},
-          {}};
-}
-
-// ---- the rest
-// ----------------------------------------------------------------------------------------------
-
-ncclResult_t lacking(const char* name, ncclComm_t comm = nullptr) {
-  return answer(Status::make(Code::kUnsupported, "{} needs the real NCCL{}", name,
-                             comm && !real_path().empty() ? ", which this communicator lacks" : ""),
-                comm);
-}
-
-// Calls the real library's function with the shadow.
-template <class R, class... Parameters, class... Arguments>
-ncclResult_t pass(R (*)(ncclComm_t, Parameters...), const char* name, ncclComm_t comm,
-                  Arguments... arguments) {
-  if (!comm) return answer(Status::invalid("{}: comm: got null", name));
-  const auto function = real<R (*)(ncclComm_t, Parameters...)>(name);
-  if (!comm->real() || !function) return lacking(name, comm);
-  return function(comm->real(), arguments...);
-}
-template <class R, class... Parameters, class... Arguments>
-ncclResult_t pass_plain(R (*)(Parameters...), const char* name, Arguments... arguments) {
-  const auto function = real<R (*)(Parameters...)>(name);
-  return function ? function(arguments...) : lacking(name);
-}
-
-__attribute__((destructor)) void report() {
-  if (config().nccl_report == 0) return;
-  std::string line = "nccl: calls served by Weft and by the real library:";
-  for (int i = 0; i < kFunctions; ++i)
-    if (counts[i].served || counts[i].forwarded)
-      line += text(" {} {} + {};", kFunctionNames[i], counts[i].served.load(), counts[i].forwarded.load());
-  log_line(LogLevel::kInfo, line);
-}
-
-}  // namespace
-
-void count_served(Function function) {
-  ++counts[static_cast<int>(function)].served;
-}
-void count_forwarded(Function function) {
-  ++counts[static_cast<int>(function)].forwarded;
-}
-
-Element element_of(ncclDataType_t type) {
-  constexpr Element kElements[] = {Element::kInt8,  Element::kUint8,  Element::kInt32, Element::kUint32,
-                                   Element::kInt64, Element::kUint64, Element::kFp16,  Element::kFp32,
-                                   Element::kFp64,  Element::kBf16,   Element::kE4m3,  Element::kE5m2};
-  return kElements[type];
-}
-
-uint64_t bytes_of(ncclDataType_t type) {
-  constexpr uint64_t kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-  return kBytes[type];
-}
-
-}  // namespace weft::nccl
-
 using namespace weft::nccl;  // NOLINT: these are this folder's own names
-
-WEFT_NCCL_API int weftNcclCounts(weftNcclCount_t* rows, int capacity) {
-  for (int i = 0; i < kFunctions && i < capacity; ++i)
-    rows[i] = {kFunctionNames[i], counts[i].served, counts[i].forwarded};
-  return kFunctions;
-}
 
 // ---- communicators
 
@@ -344,7 +59,7 @@ WEFT_NCCL_API ncclResult_t ncclCommInitAll(ncclComm_t* comm, int ndev, const int
   ncclUniqueId id;
   ncclResult_t result = ncclGetUniqueId(&id);
   if (result != ncclSuccess) return result;
-  ++group.depth;
+  ++this_group().depth;
   for (int i = 0; i < ndev && result == ncclSuccess; ++i) {
     weft::Device device = current_device();
     device.ordinal = device.is_host() ? 0 : devlist ? devlist[i] : i;
@@ -474,7 +189,7 @@ WEFT_NCCL_API const char* ncclGetErrorString(ncclResult_t result) {
 }
 WEFT_NCCL_API const char* ncclGetLastError(ncclComm_t comm) {
   thread_local std::string kept;
-  kept = comm && !comm->last_error().empty() ? comm->last_error() : last_error;
+  kept = comm && !comm->last_error().empty() ? comm->last_error() : last_error();
   if (kept.empty() && comm && comm->real())
     if (const auto function = real<decltype(&ncclGetLastError)>("ncclGetLastError"))
       return function(comm->real());
@@ -544,144 +259,8 @@ WEFT_NCCL_API ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, 
   return ncclSuccess;
 }
 
-// ---- operators
-
-WEFT_NCCL_API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t type,
-                                                    ncclScalarResidence_t residence, ncclComm_t comm) {
-  if (!op || !scalar || !comm) return answer(Status::invalid("op, scalar or comm: got null"), comm);
-  if (type < 0 || type >= ncclNumTypes)
-    return answer(
-        Status::invalid("datatype: got {}, allowed: 0 to {}", static_cast<int>(type), ncclNumTypes - 1),
-        comm);
-  PreMulSum made{type, nullptr, 0, ncclSum, true};
-  if (residence == ncclScalarHostImmediate)
-    std::memcpy(&made.bits, scalar, bytes_of(type));
-  else
-    made.pointer = scalar;
-  if (comm->real()) {
-    const ncclResult_t result = pass_plain(ncclRedOpCreatePreMulSum, "ncclRedOpCreatePreMulSum", &made.real,
-                                           scalar, type, residence, comm->real());
-    if (result != ncclSuccess) return result;
-  }
-  const Result<ncclRedOp_t> added = comm->add_op(made);
-  if (!added.ok()) return answer(added.status(), comm);
-  *op = *added;
-  return ncclSuccess;
-}
-WEFT_NCCL_API ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
-  PreMulSum* made = comm ? comm->find_op(op) : nullptr;
-  if (!made)
-    return answer(
-        Status::invalid("op: got {}, allowed: one of ncclRedOpCreatePreMulSum", static_cast<int>(op)), comm);
-  made->is_alive = false;
-  if (!comm->real()) return ncclSuccess;
-  return pass_plain(ncclRedOpDestroy, "ncclRedOpDestroy", made->real, comm->real());
-}
-
-// ---- collectives, sends and receives
-
-WEFT_NCCL_API ncclResult_t ncclReduce(const void* src, void* dst, size_t count, ncclDataType_t type,
-                                      ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
-  return submit(operation(Function::kReduce, src, dst, count, type, op, root, comm, stream));
-}
-WEFT_NCCL_API ncclResult_t ncclBroadcast(const void* src, void* dst, size_t count, ncclDataType_t type,
-                                         int root, ncclComm_t comm, cudaStream_t stream) {
-  return submit(operation(Function::kBroadcast, src, dst, count, type, ncclSum, root, comm, stream));
-}
-WEFT_NCCL_API ncclResult_t ncclBcast(void* buff, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-                                     cudaStream_t stream) {
-  return ncclBroadcast(buff, buff, count, type, root, comm, stream);
-}
-WEFT_NCCL_API ncclResult_t ncclAllReduce(const void* src, void* dst, size_t count, ncclDataType_t type,
-                                         ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
-  return submit(operation(Function::kAllReduce, src, dst, count, type, op, -1, comm, stream));
-}
-WEFT_NCCL_API ncclResult_t ncclReduceScatter(const void* src, void* dst, size_t count, ncclDataType_t type,
-                                             ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
-  return submit(operation(Function::kReduceScatter, src, dst, count, type, op, -1, comm, stream));
-}
-WEFT_NCCL_API ncclResult_t ncclAllGather(const void* src, void* dst, size_t count, ncclDataType_t type,
-                                         ncclComm_t comm, cudaStream_t stream) {
-  return submit(operation(Function::kAllGather, src, dst, count, type, ncclSum, -1, comm, stream));
-}
-WEFT_NCCL_API ncclResult_t ncclAlltoAll(const void* src, void* dst, size_t count, ncclDataType_t type,
-                                        ncclComm_t comm, cudaStream_t stream) {
-  return submit(operation(Function::kAllToAll, src, dst, count, type, ncclSum, -1, comm, stream));
-}
-WEFT_NCCL_API ncclResult_t ncclAllToAll(const void* src, void* dst, size_t count, ncclDataType_t type,
-                                        ncclComm_t comm, cudaStream_t stream) {
-  return ncclAlltoAll(src, dst, count, type, comm, stream);
-}
-WEFT_NCCL_API ncclResult_t ncclAllToAllv(const void* src, const size_t src_counts[],
-                                         const size_t src_places[], void* dst, const size_t dst_counts[],
-                                         const size_t dst_places[], ncclDataType_t type, ncclComm_t comm,
-                                         cudaStream_t stream) {
-  if (!comm || !src_counts || !src_places || !dst_counts || !dst_places)
-    return answer(Status::invalid("comm, counts or displacements: got null"), comm);
-  Operation made = operation(Function::kAllToAllv, src, dst, 0, type, ncclSum, -1, comm, stream);
-  const int ranks = comm->size();
-  made.src_counts.assign(src_counts, src_counts + ranks);
-  made.src_places.assign(src_places, src_places + ranks);
-  made.dst_counts.assign(dst_counts, dst_counts + ranks);
-  made.dst_places.assign(dst_places, dst_places + ranks);
-  return submit(std::move(made));
-}
-WEFT_NCCL_API ncclResult_t ncclGather(const void* src, void* dst, size_t count, ncclDataType_t type, int root,
-                                      ncclComm_t comm, cudaStream_t stream) {
-  return submit(operation(Function::kGather, src, dst, count, type, ncclSum, root, comm, stream));
-}
-WEFT_NCCL_API ncclResult_t ncclScatter(const void* src, void* dst, size_t count, ncclDataType_t type,
-                                       int root, ncclComm_t comm, cudaStream_t stream) {
-  return submit(operation(Function::kScatter, src, dst, count, type, ncclSum, root, comm, stream));
-}
-WEFT_NCCL_API ncclResult_t ncclSend(const void* src, size_t count, ncclDataType_t type, int peer,
-                                    ncclComm_t comm, cudaStream_t stream) {
-  return submit(operation(Function::kSend, src, nullptr, count, type, ncclSum, peer, comm, stream));
-}
-WEFT_NCCL_API ncclResult_t ncclRecv(void* dst, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
-                                    cudaStream_t stream) {
-  return submit(operation(Function::kRecv, nullptr, dst, count, type, ncclSum, peer, comm, stream));
-}
-WEFT_NCCL_API ncclResult_t ncclPutSignal(const void* src, size_t count, ncclDataType_t type, int peer,
-                                         ncclWindow_t win, size_t offset, int signal, int ctx,
-                                         unsigned int flags, ncclComm_t comm, cudaStream_t stream) {
-  if (!comm || !comm->real()) return lacking("ncclPutSignal", comm);
-  return pass_plain(ncclPutSignal, "ncclPutSignal", src, count, type, peer, win, offset, signal, ctx, flags,
-                    comm->real(), stream);
-}
-WEFT_NCCL_API ncclResult_t ncclSignal(int peer, int signal, int ctx, unsigned int flags, ncclComm_t comm,
-                                      cudaStream_t stream) {
-  if (!comm || !comm->real()) return lacking("ncclSignal", comm);
-  return pass_plain(ncclSignal, "ncclSignal", peer, signal, ctx, flags, comm->real(), stream);
-}
-WEFT_NCCL_API ncclResult_t ncclWaitSignal(int count, ncclWaitSignalDesc_t* signals, ncclComm_t comm,
-                                          cudaStream_t stream) {
-  if (!comm || !comm->real()) return lacking("ncclWaitSignal", comm);
-  return pass_plain(ncclWaitSignal, "ncclWaitSignal", count, signals, comm->real(), stream);
-}
-
-// ---- groups
-
-WEFT_NCCL_API ncclResult_t ncclGroupStart() {
-  ++group.depth;
-  return ncclSuccess;
-}
-WEFT_NCCL_API ncclResult_t ncclGroupEnd() {
-  if (group.depth == 0) return answer(Status(Code::kUnsupported, "ncclGroupEnd without ncclGroupStart"));
-  return --group.depth ? ncclSuccess : finish_group();
-}
-// Nothing runs, and nobody has measured what it would take.
-WEFT_NCCL_API ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* info) {
-  if (group.depth == 0)
-    return answer(Status(Code::kUnsupported, "ncclGroupSimulateEnd without ncclGroupStart"));
-  if (--group.depth == 0) group = {};
-  if (info) info->estimatedTime = NCCL_UNDEF_FLOAT;
-  return ncclSuccess;
-}
-
 // ---- the other names
 
-#define WEFT_PROFILED(name) WEFT_NCCL_API decltype(name) p##name __attribute__((alias(#name)));
 WEFT_PROFILED(ncclGetVersion)
 WEFT_PROFILED(ncclGetUniqueId)
 WEFT_PROFILED(ncclCommInitRankConfig)
@@ -713,24 +292,3 @@ WEFT_PROFILED(ncclCommDeregister)
 WEFT_PROFILED(ncclCommWindowRegister)
 WEFT_PROFILED(ncclCommWindowDeregister)
 WEFT_PROFILED(ncclWinGetUserPtr)
-WEFT_PROFILED(ncclRedOpCreatePreMulSum)
-WEFT_PROFILED(ncclRedOpDestroy)
-WEFT_PROFILED(ncclReduce)
-WEFT_PROFILED(ncclBroadcast)
-WEFT_PROFILED(ncclBcast)
-WEFT_PROFILED(ncclAllReduce)
-WEFT_PROFILED(ncclReduceScatter)
-WEFT_PROFILED(ncclAllGather)
-WEFT_PROFILED(ncclAlltoAll)
-WEFT_PROFILED(ncclAllToAll)
-WEFT_PROFILED(ncclAllToAllv)
-WEFT_PROFILED(ncclGather)
-WEFT_PROFILED(ncclScatter)
-WEFT_PROFILED(ncclSend)
-WEFT_PROFILED(ncclRecv)
-WEFT_PROFILED(ncclPutSignal)
-WEFT_PROFILED(ncclSignal)
-WEFT_PROFILED(ncclWaitSignal)
-WEFT_PROFILED(ncclGroupStart)
-WEFT_PROFILED(ncclGroupEnd)
-WEFT_PROFILED(ncclGroupSimulateEnd)

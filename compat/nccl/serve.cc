@@ -122,35 +122,6 @@ std::pair<uint64_t, uint64_t> form_of(const Operation& o) {
           o.count};
 }
 
-// Offsets and lengths, in bytes from `base`, of what goes to or comes from each rank.
-struct Table {
-  std::byte* base = nullptr;
-  std::vector<weft::ChunkSpan> entries;
-};
-Table table_of(const std::vector<const Operation*>& operations, int ranks) {
-  Table table;
-  const auto address = [](const Operation& o) {
-    return o.function == Function::kSend ? const_cast<std::byte*>(o.src) : o.dst;
-  };
-  for (const Operation* o : operations)
-    if (o && (!table.base || address(*o) < table.base)) table.base = address(*o);
-  table.entries.resize(static_cast<size_t>(ranks));
-  for (int rank = 0; rank < ranks; ++rank) {
-    const Operation* o = operations[rank];
-    if (!o) continue;
-    table.entries[rank] = {static_cast<uint64_t>(address(*o) - table.base), o->count * bytes_of(o->type),
-                           static_cast<uint32_t>(element_of(o->type)), 0};
-  }
-  return table;
-}
-
-// The calls of a group that are for one rank, in order; round k has the k-th of each rank.
-const Operation* in_round(const std::vector<std::vector<const Operation*>>& of_ranks, int rank,
-                          size_t round) {
-  const auto& calls = of_ranks[static_cast<size_t>(rank)];
-  return round < calls.size() ? calls[round] : nullptr;
-}
-
 }  // namespace
 }  // namespace weft::nccl
 
@@ -383,68 +354,6 @@ std::vector<Operation> ncclComm::as_transfers(const Operation& o) const {
   return transfers;
 }
 
-// Rounds keep the messages between two ranks in order, whatever else is in the group on either side.
-Status ncclComm::exchange(const std::vector<const Operation*>& operations) {
-  if (operations.empty()) return {};
-  std::vector<std::vector<const Operation*>> sends(size_), recvs(size_);
-  for (const Operation* o : operations)
-    (o->function == Function::kSend ? sends : recvs)[o->peer].push_back(o);
-  if (sends[rank_].size() != recvs[rank_].size())
-    return Status::invalid("sends and receives to rank {} itself: got {} and {}, allowed: equally many",
-                           rank_, sends[rank_].size(), recvs[rank_].size());
-  const cudaStream_t stream = operations[0]->stream;
-  for (size_t i = 0; i < sends[rank_].size(); ++i)
-    WEFT_TRY(copy(recvs[rank_][i]->dst, sends[rank_][i]->src,
-                  sends[rank_][i]->count * weft::nccl::bytes_of(sends[rank_][i]->type), stream));
-  sends[rank_].clear();
-  recvs[rank_].clear();
-  size_t rounds = 0;
-  for (int peer = 0; peer < size_; ++peer)
-    rounds = std::max({rounds, sends[peer].size(), recvs[peer].size()});
-  WEFT_TRY(enter_stream(stream));
-  std::vector<const Operation*> out(size_), in(size_);
-  for (size_t round = 0; round < rounds; ++round) {
-    for (int peer = 0; peer < size_; ++peer) {
-      out[peer] = weft::nccl::in_round(sends, peer, round);
-      in[peer] = weft::nccl::in_round(recvs, peer, round);
-    }
-    WEFT_TRY(exchange_round(out, in, stream));
-  }
-  return leave_stream(stream);
-}
-
-Status ncclComm::exchange_round(const std::vector<const Operation*>& sends,
-                                const std::vector<const Operation*>& recvs, cudaStream_t stream) {
-  weft::nccl::Table out = weft::nccl::table_of(sends, size_), in = weft::nccl::table_of(recvs, size_);
-  std::byte *const src = out.base, *const dst = in.base;
-  WEFT_TRY_ASSIGN(const weft::CollectiveRunner::PlannedRun* planned,
-                  plan_round(std::move(out.entries), std::move(in.entries)));
-  return pairs_->run(*planned, src, dst, stream);
-}
-
-// The plan of a round in which the same goes between the same ranks, from places as far from each other.
-Result<const weft::CollectiveRunner::PlannedRun*> ncclComm::plan_round(std::vector<weft::ChunkSpan> out,
-                                                                       std::vector<weft::ChunkSpan> in) {
-  Round round{std::move(out), std::move(in)};
-  const auto known = planned_rounds_.find(round);
-  if (known != planned_rounds_.end()) return &known->second;
-  const weft::BookChoice* choice = book_->choose(BookCollective::kExchange, 0);
-  WEFT_TRY_ASSIGN(const uint32_t number, load(*pairs_, BookCollective::kExchange, choice->program, 0));
-  const weft::BookProgram& program = book_->program(choice->program);
-  WEFT_TRY_ASSIGN(weft::CollectiveRunner::PlannedRun planned,
-                  pairs_->plan({number, Element::kUint8, Reduction::kSum, program.protocol, nullptr, nullptr,
-                                0, program.per_part, false, round.first, round.second, 0, 0, nullptr}));
-  if (planned_rounds_.size() >= kKeptPlans) planned_rounds_.clear();
-  return &planned_rounds_.emplace(std::move(round), std::move(planned)).first->second;
-}
-
-// All rounds of a communicator have as many entries as it has ranks.
-bool ncclComm::RoundOrder::operator()(const Round& a, const Round& b) const {
-  const size_t bytes = a.first.size() * sizeof(weft::ChunkSpan);
-  const int order = std::memcmp(a.first.data(), b.first.data(), bytes);
-  return order ? order < 0 : std::memcmp(a.second.data(), b.second.data(), bytes) < 0;
-}
-
 Result<uint32_t> ncclComm::load(weft::CollectiveRunner& runner, BookCollective collective, uint32_t program,
                                 int root) {
   const auto found = loaded_.find({program, root});
@@ -499,74 +408,4 @@ Status ncclComm::leave_stream(cudaStream_t stream) {
 bool ncclComm::is_capturing(cudaStream_t stream) const {
   const weft::Result<bool> is_captured = weft::is_capturing(device_, stream);
   return is_captured.ok() && *is_captured;
-}
-
-// What Weft does not serve: one group of the real library, in order.
-Status ncclComm::forward(const std::vector<const Operation*>& operations) {
-  if (operations.empty()) return {};
-  const auto start = weft::nccl::real<decltype(&ncclGroupStart)>("ncclGroupStart");
-  const auto end = weft::nccl::real<decltype(&ncclGroupEnd)>("ncclGroupEnd");
-  if (!real_ || !start || !end)
-    return Status::make(Code::kUnsupported, "{} needs the real NCCL, which this communicator lacks",
-                        weft::nccl::kFunctionNames[static_cast<int>(operations[0]->function)]);
-  start();
-  Status status;
-  for (const Operation* o : operations) {
-    weft::nccl::count_forwarded(o->function);
-    if (status.ok()) status = forward_one(*o);
-  }
-  const ncclResult_t result = end();
-  if (status.ok() && result != ncclSuccess)
-    return Status::make(Code::kSystem, "the real NCCL's ncclGroupEnd gave {}", static_cast<int>(result));
-  return status;
-}
-
-Status ncclComm::forward_one(const Operation& o) {
-  const char* name = weft::nccl::kFunctionNames[static_cast<int>(o.function)];
-  ncclRedOp_t op = o.op;
-  if (const PreMulSum* made = find_op(o.op)) op = made->real;
-  ncclResult_t result = ncclInvalidUsage;
-  const auto call = [&](auto function, auto... arguments) {
-    if (function) result = function(arguments...);
-  };
-  using weft::nccl::real;
-  switch (o.function) {
-    case Function::kAllReduce:
-      call(real<decltype(&ncclAllReduce)>(name), o.src, o.dst, o.count, o.type, op, real_, o.stream);
-      break;
-    case Function::kReduceScatter:
-      call(real<decltype(&ncclReduceScatter)>(name), o.src, o.dst, o.count, o.type, op, real_, o.stream);
-      break;
-    case Function::kReduce:
-      call(real<decltype(&ncclReduce)>(name), o.src, o.dst, o.count, o.type, op, o.peer, real_, o.stream);
-      break;
-    case Function::kAllGather:
-      call(real<decltype(&ncclAllGather)>(name), o.src, o.dst, o.count, o.type, real_, o.stream);
-      break;
-    case Function::kBroadcast:
-      call(real<decltype(&ncclBroadcast)>(name), o.src, o.dst, o.count, o.type, o.peer, real_, o.stream);
-      break;
-    case Function::kAllToAll:
-      call(real<decltype(&ncclAlltoAll)>(name), o.src, o.dst, o.count, o.type, real_, o.stream);
-      break;
-    case Function::kGather:
-      call(real<decltype(&ncclGather)>(name), o.src, o.dst, o.count, o.type, o.peer, real_, o.stream);
-      break;
-    case Function::kScatter:
-      call(real<decltype(&ncclScatter)>(name), o.src, o.dst, o.count, o.type, o.peer, real_, o.stream);
-      break;
-    case Function::kSend:
-      call(real<decltype(&ncclSend)>(name), o.src, o.count, o.type, o.peer, real_, o.stream);
-      break;
-    case Function::kRecv:
-      call(real<decltype(&ncclRecv)>(name), o.dst, o.count, o.type, o.peer, real_, o.stream);
-      break;
-    case Function::kAllToAllv:
-      // NCCL has no such call; RCCL has. Sends and receives do the same.
-      result = ncclSuccess;
-      for (const Operation& part : as_transfers(o)) WEFT_TRY(forward_one(part));
-      break;
-  }
-  if (result == ncclSuccess || result == ncclInProgress) return {};
-  return Status::make(Code::kSystem, "the real NCCL's {} gave {}", name, static_cast<int>(result));
 }

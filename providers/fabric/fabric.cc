@@ -9,11 +9,11 @@
 #include <cerrno>
 #include <cstring>
 #include <deque>
-#include <fstream>
 
 #include "base/log.h"
 #include "base/random.h"
 #include "providers/fabric/library.h"
+#include "providers/fabric/nic.h"
 #include "providers/fabric/page_streams.h"
 #include "providers/fabric/region_name.h"
 #include "providers/fabric/same_host.h"
@@ -21,7 +21,6 @@
 namespace weft::provider {
 namespace {
 
-constexpr uint32_t kTxDepthMax = 1024;
 constexpr size_t kEntriesPerRead = 32;
 
 // What address() gives: this, then libfabric's own bytes.
@@ -34,61 +33,11 @@ struct AddressHead {
   uint64_t page_port = 0;  // where it takes pages; 0: nowhere
 };
 
-std::string interface_address(const fi::Info& info) {
-  char text[INET_ADDRSTRLEN] = {};
-  if (info.addr_format == fi::kFormatSockaddrIn && info.src_addrlen >= sizeof(sockaddr_in))
-    inet_ntop(AF_INET, &static_cast<const sockaddr_in*>(info.src_addr)->sin_addr, text, sizeof text);
-  return text;
-}
-
 // Of an address as libfabric gives it for sockets.
 in_addr interface_of(const std::string& bytes) {
   sockaddr_in address{};
   std::memcpy(&address, bytes.data(), std::min(bytes.size(), sizeof address));
   return address.sin_addr;
-}
-
-// The name by which a NIC is chosen again: the domain, and for sockets the interface's address.
-std::string nic_name(const fi::Info& info) {
-  std::string name = info.domain_attr->name ? info.domain_attr->name : "?";
-  const std::string address = interface_address(info);
-  return address.empty() ? name : name + "@" + address;
-}
-
-Caps caps_of(const fi::Info& info, const std::string& kind) {
-  Caps caps;
-  const uint64_t order = info.tx_attr->msg_order & info.rx_attr->msg_order;
-  caps.ordered_writes = (order & fi::kOrderWaw) && (order & fi::kOrderRmaWaw) &&
-                        info.ep_attr->max_order_waw_size >= info.ep_attr->max_msg_size;
-  // cxi takes data with writes only when a variable of its own is set; notices travel as messages there.
-  caps.write_imm = info.domain_attr->cq_data_size >= 4 && kind != "cxi";
-  caps.device_memory = (info.caps & fi::kHmem) != 0;
-  caps.manual_progress = info.domain_attr->data_progress == fi::kProgressManual;
-  caps.same_host = kind == "shm";
-  caps.packs_small_pages = kind == "shm";
-  caps.pages_apart = kind == "tcp";
-  caps.write_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, uint64_t{1} << 40);
-  caps.message_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, 8192);
-  caps.tx_depth = static_cast<uint32_t>(std::min<size_t>(info.tx_attr->size, kTxDepthMax));
-  caps.cq_depth = 2 * caps.tx_depth + static_cast<uint32_t>(std::min<size_t>(info.rx_attr->size, 4096));
-  return caps;
-}
-
-Nic describe(const fi::Info& info, const std::string& kind) {
-  Nic nic;
-  nic.provider = "fabric:" + kind;
-  nic.name = nic_name(info);
-  nic.caps = caps_of(info, kind);
-  if (info.nic && info.nic->link_attr) nic.gbit_per_s = static_cast<double>(info.nic->link_attr->speed) / 1e9;
-  if (info.nic && info.nic->bus_attr && info.nic->bus_attr->bus_type == 1) {
-    const fi::PciAttr& pci = info.nic->bus_attr->pci;
-    char text[32];
-    snprintf(text, sizeof text, "%04x:%02x:%02x.%x", pci.domain_id, pci.bus_id, pci.device_id,
-             pci.function_id);
-    nic.pci = text;
-    std::ifstream("/sys/bus/pci/devices/" + nic.pci + "/numa_node") >> nic.numa_node;
-  }
-  return nic;
 }
 
 bool means_peer_gone(int error) {

@@ -203,6 +203,7 @@ class Core {
   void list_active(Transfer& transfer);
   void unlist_active(Transfer& transfer);
   void pump();
+  static constexpr uint32_t kPiecesPerTurn = 32;  // of one transfer, before others get theirs
   bool post_pieces(Transfer& transfer, uint32_t quota);
   Posted book(Flight* flight, Posted posted);
   void count_at_once(Peer::Path& path);

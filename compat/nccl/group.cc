@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "compat/nccl/group.h"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "compat/nccl/answer.h"
+
+namespace weft::nccl {
+namespace {
+
+Status give_birth(Birth& birth) {
+  if (!birth.parent) {
+    WEFT_TRY(birth.comm->init(birth.id, birth.rank, birth.size, birth.has_config ? &birth.config : nullptr));
+  } else {
+    int rank = 0, size = 0;
+    const int color = birth.rank;
+    WEFT_TRY_ASSIGN(const ncclUniqueId id, birth.parent->split(color, birth.size, rank, size));
+    if (color == NCCL_SPLIT_NOCOLOR) {
+      *birth.target = nullptr;
+      return {};
+    }
+    WEFT_TRY(birth.comm->init(id, rank, size, birth.has_config ? &birth.config : nullptr));
+  }
+  *birth.target = birth.comm.release();
+  return {};
+}
+
+// Runs act(0) to act(count - 1), each in a thread of its own where there are several: they may wait for each
+// other.
+Status run_beside(size_t count, const std::function<Status(size_t)>& act) {
+  if (count == 1) return act(0);
+  std::vector<Status> results(count);
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < count; ++i) threads.emplace_back([&, i] { results[i] = act(i); });
+  for (std::thread& thread : threads) thread.join();
+  for (const Status& status : results)
+    if (!status.ok()) return status;
+  return {};
+}
+
+// Whether one thread can start everything, one communicator after the other: GPUs of their own, and nothing to
+// wait for. A thread that is made for it costs several times what a launch does.
+bool starts_in_turn(const std::vector<ncclComm_t>& comms, const std::vector<std::vector<Operation>>& shares) {
+  std::set<int> gpus;
+  for (size_t i = 0; i < comms.size(); ++i) {
+    const bool is_first = !comms[i]->device().is_host() && gpus.insert(comms[i]->device().ordinal).second;
+    if (!is_first || !comms[i]->starts_at_once(shares[i])) return false;
+  }
+  return true;
+}
+
+ncclResult_t run_shares(std::vector<Operation> operations) {
+  std::vector<ncclComm_t> comms;
+  std::vector<std::vector<Operation>> shares;
+  for (Operation& operation : operations) {
+    const size_t at = std::find(comms.begin(), comms.end(), operation.comm) - comms.begin();
+    if (at == comms.size()) {
+      comms.push_back(operation.comm);
+      shares.emplace_back();
+    }
+    shares[at].push_back(std::move(operation));
+  }
+  std::vector<Status> results(comms.size());
+  const auto run = [&](size_t i) { return results[i] = comms[i]->run(shares[i]); };
+  if (starts_in_turn(comms, shares))
+    for (size_t i = 0; i < comms.size(); ++i) (void)run(i);
+  else
+    (void)run_beside(comms.size(), run);
+  ncclResult_t result = ncclSuccess;
+  for (size_t i = 0; i < comms.size(); ++i)
+    if (!results[i].ok()) result = answer(results[i], comms[i]);
+  return result;
+}
+
+bool has_root(Function function) {
+  return function == Function::kBroadcast || function == Function::kReduce || function == Function::kGather ||
+         function == Function::kScatter || function == Function::kSend || function == Function::kRecv;
+}
+
+Status check(const Operation& o) {
+  const char* name = kFunctionNames[static_cast<int>(o.function)];
+  if (!o.comm) return Status::invalid("{}: comm: got null", name);
+  if (o.type < 0 || o.type >= ncclNumTypes)
+    return Status::invalid("{}: datatype: got {}, allowed: 0 to {}", name, static_cast<int>(o.type),
+                           ncclNumTypes - 1);
+  if (o.op < 0 || (o.op >= ncclNumOps && !o.comm->find_op(o.op)))
+    return Status::invalid("{}: op: got {}, allowed: 0 to {}, or one of ncclRedOpCreatePreMulSum", name,
+                           static_cast<int>(o.op), ncclNumOps - 1);
+  if (o.op >= ncclNumOps && o.comm->find_op(o.op)->type != o.type)
+    return Status::invalid("{}: datatype: got {}, allowed: {}, that of the operator's scalar", name,
+                           static_cast<int>(o.type), static_cast<int>(o.comm->find_op(o.op)->type));
+  if (has_root(o.function) && (o.peer < 0 || o.peer >= o.comm->size()))
+    return Status::invalid("{}: root or peer: got {}, allowed: 0 to {}", name, o.peer, o.comm->size() - 1);
+  const bool is_root = o.peer == o.comm->rank();
+  const bool needs_src =
+      o.function != Function::kRecv &&
+      (is_root || (o.function != Function::kBroadcast && o.function != Function::kScatter));
+  const bool needs_dst = o.function != Function::kSend &&
+                         (is_root || (o.function != Function::kReduce && o.function != Function::kGather));
+  if (o.count && ((needs_src && !o.src) || (needs_dst && !o.dst)))
+    return Status::invalid("{}: sendbuff or recvbuff: got null for {} elements", name, o.count);
+  const bool is_transfer = o.function == Function::kSend || o.function == Function::kRecv;
+  if (is_transfer && is_root && !this_group().depth)
+    return Status(Code::kUnsupported,
+                  text("{}: to rank {} itself, allowed only inside a group", name, o.peer));
+  return {};
+}
+
+}  // namespace
+
+Group& this_group() {
+  thread_local Group group;
+  return group;
+}
+
+ncclResult_t finish_group() {
+  std::vector<Birth> births = std::move(this_group().births);
+  std::vector<Operation> operations = std::move(this_group().operations);
+  this_group() = {};
+  if (!births.empty()) {
+    const Status status = run_beside(births.size(), [&](size_t i) { return give_birth(births[i]); });
+    if (!status.ok()) return answer(status);
+  }
+  if (operations.empty()) return ncclSuccess;
+  const ncclComm_t comm = operations[0].comm;
+  const auto is_of_one = [&](const Operation& operation) { return operation.comm == comm; };
+  if (std::all_of(operations.begin(), operations.end(), is_of_one))
+    return answer(comm->run(operations), comm);
+  return run_shares(std::move(operations));
+}
+
+ncclResult_t add_birth(Birth birth) {
+  this_group().births.push_back(std::move(birth));
+  return this_group().depth ? ncclSuccess : finish_group();
+}
+
+ncclResult_t start_init(ncclComm_t* comm, int size, const ncclUniqueId* id, int rank,
+                        const ncclConfig_t* config, Device device) {
+  if (!comm || !id) return answer(Status::invalid("comm or commId: got null"));
+  if (size < 1 || rank < 0 || rank >= size)
+    return answer(Status::invalid("rank and nranks: got {} and {}, allowed: 0 <= rank < nranks", rank, size));
+  Birth birth{comm, std::make_unique<ncclComm>(device), nullptr, *id, rank, size, config != nullptr, {}};
+  if (config)
+    std::memcpy(static_cast<void*>(&birth.config), config, std::min(config->size, sizeof birth.config));
+  *comm = nullptr;
+  return add_birth(std::move(birth));
+}
+
+ncclResult_t submit(Operation operation) {
+  const Status status = check(operation);
+  if (!status.ok()) return answer(status, operation.comm);
+  if (this_group().depth == 0) return answer(operation.comm->run({&operation, 1}), operation.comm);
+  this_group().operations.push_back(std::move(operation));
+  return ncclSuccess;
+}
+
+}  // namespace weft::nccl

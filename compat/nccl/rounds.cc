@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sends and receives of a group, as rounds of an exchange: one message to and from each rank at most in each.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "compat/nccl/comm.h"
+#include "kernels/collective/element.cuh"
+
+using weft::BookCollective;
+using weft::Element;
+using weft::Reduction;
+using weft::Result;
+using weft::Status;
+using weft::nccl::Function;
+using weft::nccl::Operation;
+
+namespace weft::nccl {
+namespace {
+
+// Offsets and lengths, in bytes from `base`, of what goes to or comes from each rank.
+struct Table {
+  std::byte* base = nullptr;
+  std::vector<weft::ChunkSpan> entries;
+};
+Table table_of(const std::vector<const Operation*>& operations, int ranks) {
+  Table table;
+  const auto address = [](const Operation& o) {
+    return o.function == Function::kSend ? const_cast<std::byte*>(o.src) : o.dst;
+  };
+  for (const Operation* o : operations)
+    if (o && (!table.base || address(*o) < table.base)) table.base = address(*o);
+  table.entries.resize(static_cast<size_t>(ranks));
+  for (int rank = 0; rank < ranks; ++rank) {
+    const Operation* o = operations[rank];
+    if (!o) continue;
+    table.entries[rank] = {static_cast<uint64_t>(address(*o) - table.base), o->count * bytes_of(o->type),
+                           static_cast<uint32_t>(element_of(o->type)), 0};
+  }
+  return table;
+}
+
+// The calls of a group that are for one rank, in order; round k has the k-th of each rank.
+const Operation* in_round(const std::vector<std::vector<const Operation*>>& of_ranks, int rank,
+                          size_t round) {
+  const auto& calls = of_ranks[static_cast<size_t>(rank)];
+  return round < calls.size() ? calls[round] : nullptr;
+}
+
+}  // namespace
+}  // namespace weft::nccl
+
+// Rounds keep the messages between two ranks in order, whatever else is in the group on either side.
+Status ncclComm::exchange(const std::vector<const Operation*>& operations) {
+  if (operations.empty()) return {};
+  std::vector<std::vector<const Operation*>> sends(size_), recvs(size_);
+  for (const Operation* o : operations)
+    (o->function == Function::kSend ? sends : recvs)[o->peer].push_back(o);
+  if (sends[rank_].size() != recvs[rank_].size())
+    return Status::invalid("sends and receives to rank {} itself: got {} and {}, allowed: equally many",
+                           rank_, sends[rank_].size(), recvs[rank_].size());
+  const cudaStream_t stream = operations[0]->stream;
+  for (size_t i = 0; i < sends[rank_].size(); ++i)
+    WEFT_TRY(copy(recvs[rank_][i]->dst, sends[rank_][i]->src,
+                  sends[rank_][i]->count * weft::nccl::bytes_of(sends[rank_][i]->type), stream));
+  sends[rank_].clear();
+  recvs[rank_].clear();
+  size_t rounds = 0;
+  for (int peer = 0; peer < size_; ++peer)
+    rounds = std::max({rounds, sends[peer].size(), recvs[peer].size()});
+  WEFT_TRY(enter_stream(stream));
+  std::vector<const Operation*> out(size_), in(size_);
+  for (size_t round = 0; round < rounds; ++round) {
+    for (int peer = 0; peer < size_; ++peer) {
+      out[peer] = weft::nccl::in_round(sends, peer, round);
+      in[peer] = weft::nccl::in_round(recvs, peer, round);
+    }
+    WEFT_TRY(exchange_round(out, in, stream));
+  }
+  return leave_stream(stream);
+}
+
+Status ncclComm::exchange_round(const std::vector<const Operation*>& sends,
+                                const std::vector<const Operation*>& recvs, cudaStream_t stream) {
+  weft::nccl::Table out = weft::nccl::table_of(sends, size_), in = weft::nccl::table_of(recvs, size_);
+  std::byte *const src = out.base, *const dst = in.base;
+  WEFT_TRY_ASSIGN(const weft::CollectiveRunner::PlannedRun* planned,
+                  plan_round(std::move(out.entries), std::move(in.entries)));
+  return pairs_->run(*planned, src, dst, stream);
+}
+
+// The plan of a round in which the same goes between the same ranks, from places as far from each other.
+Result<const weft::CollectiveRunner::PlannedRun*> ncclComm::plan_round(std::vector<weft::ChunkSpan> out,
+                                                                       std::vector<weft::ChunkSpan> in) {
+  Round round{std::move(out), std::move(in)};
+  const auto known = planned_rounds_.find(round);
+  if (known != planned_rounds_.end()) return &known->second;
+  const weft::BookChoice* choice = book_->choose(BookCollective::kExchange, 0);
+  WEFT_TRY_ASSIGN(const uint32_t number, load(*pairs_, BookCollective::kExchange, choice->program, 0));
+  const weft::BookProgram& program = book_->program(choice->program);
+  WEFT_TRY_ASSIGN(weft::CollectiveRunner::PlannedRun planned,
+                  pairs_->plan({number, Element::kUint8, Reduction::kSum, program.protocol, nullptr, nullptr,
+                                0, program.per_part, false, round.first, round.second, 0, 0, nullptr}));
+  if (planned_rounds_.size() >= kKeptPlans) planned_rounds_.clear();
+  return &planned_rounds_.emplace(std::move(round), std::move(planned)).first->second;
+}
+
+// All rounds of a communicator have as many entries as it has ranks.
+bool ncclComm::RoundOrder::operator()(const Round& a, const Round& b) const {
+  const size_t bytes = a.first.size() * sizeof(weft::ChunkSpan);
+  const int order = std::memcmp(a.first.data(), b.first.data(), bytes);
+  return order ? order < 0 : std::memcmp(a.second.data(), b.second.data(), bytes) < 0;
+}

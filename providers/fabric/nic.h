@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What libfabric says of a NIC, as the library's Nic: name, abilities, speed, place in the machine.
+#pragma once
+
+#include <string>
+
+#include "providers/fabric/library.h"
+#include "providers/provider.h"
+
+namespace weft::provider {
+
+// The interface's address in words; empty where the network is not of sockets.
+std::string interface_address(const fi::Info& info);
+
+// The name by which a NIC is chosen again: the domain, and for sockets the interface's address.
+std::string nic_name(const fi::Info& info);
+
+// `kind`: libfabric's name of the network, such as "tcp".
+Nic describe(const fi::Info& info, const std::string& kind);
+
+}  // namespace weft::provider

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How two rails come to be connected: each greets the other's datagram queue pair until it is answered, and joins
+// its queue pair to the one that the greeting names.
+#include <algorithm>
+#include <cerrno>
+
+#include "base/config.h"
+#include "base/log.h"
+#include "providers/verbs/rail.h"
+
+namespace weft::provider {
+namespace {
+
+constexpr uint32_t kQkey = 0x57454654;
+constexpr uint8_t kRnrRetriesForEver = 7, kReadDepth = 16, kHopLimit = 255;
+constexpr int64_t kRoceServiceLevel = 3, kRoceTrafficClass = 104;
+constexpr auto kJoinFor = std::chrono::seconds(60);  // a link that the engine never asked for
+constexpr auto kGreetLast = std::chrono::milliseconds(200);
+
+uint8_t given_or(int64_t given, int64_t usual) {
+  return static_cast<uint8_t>(given >= 0 ? given : usual);
+}
+
+}  // namespace
+
+Status VerbsRail::open_greeter() {
+  ib::QpInitAttr init{nullptr, cq_, cq_, nullptr, {kGreetings, kGreetings, 1, 1, 0}, ib::kTypeUd, 1};
+  greeter_ = ib_.create_qp(pd_, &init);
+  if (!greeter_)
+    return logged(Status::from_errno(errno, "verbs: making the datagram queue pair on {}", nic_.name));
+  ib::QpAttr attr{};
+  attr.qp_state = ib::kStateInit;
+  attr.port_num = port_;
+  attr.qkey = kQkey;
+  bool worked =
+      ib_.modify_qp(greeter_, &attr, ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskQkey) == 0;
+  attr.qp_state = ib::kStateRtr;
+  worked = worked && ib_.modify_qp(greeter_, &attr, ib::kMaskState) == 0;
+  attr.qp_state = ib::kStateRts;
+  attr.sq_psn = static_cast<uint32_t>(random_key()) & 0xffffff;
+  worked = worked && ib_.modify_qp(greeter_, &attr, ib::kMaskState | ib::kMaskSqPsn) == 0;
+  if (!worked)
+    return logged(Status::from_errno(errno, "verbs: starting the datagram queue pair on {}", nic_.name));
+  place_.greeter_qpn = greeter_->qp_num;
+  return {};
+}
+
+bool VerbsRail::repost_greeting(uint32_t i) {
+  ib::Sge part{reinterpret_cast<uint64_t>(greeting_buffer(i)), kRouteHeaderBytes + sizeof(Greeting),
+               arena_mr_->lkey};
+  ib::RecvWr wr{i, nullptr, &part, 1}, *bad = nullptr;
+  return context_->ops.post_recv(greeter_, &wr, &bad) == 0;
+}
+
+ib::AhAttr VerbsRail::route_to(const Place& there) const {
+  ib::AhAttr ah{};
+  ah.port_num = port_;
+  ah.dlid = there.lid;
+  ah.sl = given_or(config().service_level, there.is_ethernet ? kRoceServiceLevel : 0);
+  ah.is_global = gid_index_ >= 0 && (there.is_ethernet || there.lid == 0);
+  if (ah.is_global) {
+    ah.grh.dgid = there.gid;
+    ah.grh.sgid_index = static_cast<uint8_t>(gid_index_);
+    ah.grh.hop_limit = kHopLimit;
+    ah.grh.traffic_class = given_or(config().traffic_class, there.is_ethernet ? kRoceTrafficClass : 0);
+  }
+  return ah;
+}
+
+Link* VerbsRail::live_link(const Place& there) {
+  for (Link& link : links_)
+    if (link.state != LinkState::kBroken && link.there.same_as(there)) return &link;
+  return nullptr;
+}
+
+Result<size_t> VerbsRail::link_to(const Place& there) {
+  if (const Link* known = live_link(there)) return by_qp_.at(known->qp->qp_num);
+  Link link;
+  link.there = there;
+  link.psn = static_cast<uint32_t>(random_key()) & 0xffffff;
+  link.number = ++links_made_;
+  ib::AhAttr ah = route_to(there);
+  link.ah = ib_.create_ah(pd_, &ah);
+  ib::QpInitAttr init{nullptr, cq_, cq_, srq_, {kSendDepth, 0, 1, 1, 0}, ib::kTypeRc, 1};
+  if (link.ah) link.qp = ib_.create_qp(pd_, &init);
+  if (!link.qp || !to_init(link.qp)) {
+    Status status = Status::from_errno(errno, "verbs: making a queue pair on {}", nic_.name);
+    if (link.qp) ib_.destroy_qp(link.qp);
+    if (link.ah) ib_.destroy_ah(link.ah);
+    return logged(std::move(status));
+  }
+  size_t index = 0;
+  while (index < links_.size() &&
+         (links_[index].state != LinkState::kBroken || links_[index].is_used || links_[index].qp))
+    ++index;
+  if (index == links_.size()) links_.emplace_back();
+  links_[index] = link;
+  by_qp_[link.qp->qp_num] = index;
+  return index;
+}
+
+Link* VerbsRail::link_of(uint32_t qpn) {
+  const auto found = by_qp_.find(qpn);
+  return found == by_qp_.end() ? nullptr : &links_[found->second];
+}
+
+bool VerbsRail::to_init(ib::Qp* qp) {
+  ib::QpAttr attr{};
+  attr.qp_state = ib::kStateInit;
+  attr.port_num = port_;
+  attr.qp_access_flags = ib::kAccessRemoteRead | ib::kAccessRemoteWrite;
+  return ib_.modify_qp(qp, &attr, ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskAccess) == 0;
+}
+
+bool VerbsRail::join(Link& link, const Greeting& greeting) {
+  if (link.state == LinkState::kUp) {  // to one that has been given up since
+    ib::QpAttr attr{};
+    attr.qp_state = ib::kStateReset;
+    if (ib_.modify_qp(link.qp, &attr, ib::kMaskState) != 0 || !to_init(link.qp)) return false;
+  }
+  link.state = LinkState::kUp;
+  link.their_qpn = greeting.qpn;
+  link.their_number = greeting.number;
+  return bring_up(link, greeting.qpn, greeting.psn);
+}
+
+bool VerbsRail::bring_up(Link& link, uint32_t qpn, uint32_t psn) {
+  ib::QpAttr attr{};
+  attr.qp_state = ib::kStateRtr;
+  attr.path_mtu = std::min(place_.mtu, link.there.mtu);
+  attr.dest_qp_num = qpn;
+  attr.rq_psn = psn;
+  attr.max_dest_rd_atomic = kReadDepth;
+  attr.min_rnr_timer = static_cast<uint8_t>(config().rnr_timer);
+  attr.ah_attr = route_to(link.there);
+  int mask = ib::kMaskState | ib::kMaskAv | ib::kMaskMtu | ib::kMaskDestQpn | ib::kMaskRqPsn |
+             ib::kMaskDestRdAtomic | ib::kMaskRnrTimer;
+  if (ib_.modify_qp(link.qp, &attr, mask) != 0) return false;
+  attr = {};
+  attr.qp_state = ib::kStateRts;
+  attr.timeout = static_cast<uint8_t>(config().rc_timeout);
+  attr.retry_cnt = static_cast<uint8_t>(config().rc_retry);
+  attr.rnr_retry = kRnrRetriesForEver;  // a receiver that is behind is not an error
+  attr.sq_psn = link.psn;
+  attr.max_rd_atomic = kReadDepth;
+  mask = ib::kMaskState | ib::kMaskTimeout | ib::kMaskRetry | ib::kMaskRnrRetry | ib::kMaskSqPsn |
+         ib::kMaskRdAtomic;
+  return ib_.modify_qp(link.qp, &attr, mask) == 0;
+}
+
+void VerbsRail::break_link(Link& link) {
+  link.state = LinkState::kBroken;
+  link.owes_answer = link.answers_again = false;
+  ib::QpAttr attr{};
+  attr.qp_state = ib::kStateError;
+  if (link.qp) ib_.modify_qp(link.qp, &attr, ib::kMaskState);  // what is under way comes back flushed
+  retire(link);
+}
+
+void VerbsRail::retire(Link& link) {
+  if (link.state != LinkState::kBroken || link.under_way || !link.qp) return;
+  by_qp_.erase(link.qp->qp_num);
+  ib_.destroy_qp(link.qp);
+  ib_.destroy_ah(link.ah);
+  link.qp = nullptr;
+  link.ah = nullptr;
+}
+
+bool VerbsRail::send_greeting(Link& link, bool is_answer) {
+  if (free_greetings_.empty()) return false;
+  const uint32_t index = free_greetings_.back();
+  Greeting greeting;
+  greeting.is_answer = is_answer;
+  greeting.from = place_;
+  greeting.qpn = link.qp->qp_num;
+  greeting.psn = link.psn;
+  greeting.number = link.number;
+  greeting.heard_qpn = link.their_qpn;
+  char* buffer = greeting_buffer(index);
+  std::memcpy(buffer, &greeting, sizeof greeting);
+  ib::Sge part{reinterpret_cast<uint64_t>(buffer), sizeof greeting, arena_mr_->lkey};
+  ib::SendWr wr{}, *bad = nullptr;
+  wr.wr_id = kGreetingSent + index;
+  wr.sg_list = &part;
+  wr.num_sge = 1;
+  wr.opcode = ib::kOpSend;
+  wr.send_flags = ib::kSendSignaled;
+  wr.wr.ud.ah = link.ah;
+  wr.wr.ud.remote_qpn = link.there.greeter_qpn;
+  wr.wr.ud.remote_qkey = kQkey;
+  if (context_->ops.post_send(greeter_, &wr, &bad) != 0) return false;
+  free_greetings_.pop_back();
+  return true;
+}
+
+void VerbsRail::greet() {
+  const auto now = Clock::now();
+  for (Link& link : links_) {
+    if (link.owes_answer && send_greeting(link, true)) link.owes_answer = false;
+    if (link.answers_again && now >= link.next_answer && send_greeting(link, true))
+      link.answers_again = false;
+    if (!is_joining(link.state)) continue;
+    if (!link.is_used && now - link.made > kJoinFor) {
+      break_link(link);
+    } else if (now >= link.next_greeting && send_greeting(link, false)) {
+      link.next_greeting = now + some_time(link.pause);
+      link.pause = std::min<Clock::duration>(link.pause * 2, kGreetLast);
+    }
+  }
+}
+
+Clock::duration VerbsRail::some_time(Clock::duration usual) {
+  return usual / 2 + usual * static_cast<int64_t>(random_()) / static_cast<int64_t>(random_.max());
+}
+
+void VerbsRail::on_greeting(const ib::Wc& wc) {
+  const uint32_t i = static_cast<uint32_t>(wc.wr_id);
+  Greeting greeting;
+  const bool is_whole = wc.byte_len >= kRouteHeaderBytes + sizeof greeting;
+  if (is_whole)
+    std::memcpy(static_cast<void*>(&greeting), greeting_buffer(i) + kRouteHeaderBytes, sizeof greeting);
+  repost_greeting(i);
+  if (!is_whole || std::memcmp(greeting.tag, "wgr3", 4) != 0 ||
+      std::memcmp(greeting.from.tag, "ibv1", 4) != 0)
+    return;
+  if (Link* const link = link_for(greeting)) heed(*link, greeting);
+}
+
+Link* VerbsRail::link_for(const Greeting& greeting) {
+  Link* const known = live_link(greeting.from);
+  if (greeting.is_answer && (!known || greeting.heard_qpn != known->qp->qp_num)) return nullptr;
+  if (known && greeting.number < known->their_number) return nullptr;
+  if (known && known->state == LinkState::kConnected && greeting.qpn != known->their_qpn)
+    break_link(*known);  // they start anew; the engine hears of it by their hello
+  const auto found = link_to(greeting.from);
+  return found.ok() ? &links_[*found] : nullptr;
+}
+
+void VerbsRail::heed(Link& link, const Greeting& greeting) {
+  if (link.their_qpn != greeting.qpn && !join(link, greeting)) return break_link(link);
+  if (greeting.heard_qpn == link.qp->qp_num) link.state = LinkState::kConnected;
+  if (greeting.is_answer) return;
+  link.owes_answer = !send_greeting(link, true);
+  link.answers_again = random_() % 2 == 0;
+  link.next_answer = Clock::now() + some_time(kGreetFirst);
+}
+
+}  // namespace weft::provider

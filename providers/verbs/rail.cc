@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a rail does once it is open: memory, posts, completions.
+#include "providers/verbs/rail.h"
+
+#include <arpa/inet.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/config.h"
+#include "base/cuda_driver.h"
+#include "base/log.h"
+
+namespace weft::provider {
+
+VerbsRail::~VerbsRail() {
+  for (Link& link : links_) {
+    if (link.qp) ib_.destroy_qp(link.qp);
+    if (link.ah) ib_.destroy_ah(link.ah);
+  }
+  if (greeter_) ib_.destroy_qp(greeter_);
+  if (srq_) ib_.destroy_srq(srq_);
+  if (cq_) ib_.destroy_cq(cq_);
+  if (arena_mr_) ib_.dereg_mr(arena_mr_);
+  if (pd_) ib_.dealloc_pd(pd_);
+  if (context_) ib_.close_device(context_);
+}
+
+Status VerbsRail::open(ib::Device* device, uint8_t port, int gid_index) {
+  auto step = [&](const char* what, bool worked) {
+    return worked ? Status() : logged(Status::from_errno(errno, "verbs: {} on {}", what, nic_.name));
+  };
+  WEFT_TRY(config_status());
+  port_ = port;
+  gid_index_ = gid_index;
+  log_info("verbs: {} port {}, GID {} ({})", nic_.name, static_cast<int>(port), gid_index,
+           gid_index < 0 ? "none" : ib_.gid_type(nic_.name, port, gid_index));
+  context_ = ib_.open_device(device);
+  WEFT_TRY(step("ibv_open_device", context_));
+  ib::PortAttr attr{};
+  WEFT_TRY(step("ibv_query_port", ib_.query_port(context_, port, &attr) == 0));
+  pd_ = ib_.alloc_pd(context_);
+  WEFT_TRY(step("ibv_alloc_pd", pd_));
+  cq_ = ib_.create_cq(context_, static_cast<int>(nic_.caps.cq_depth), nullptr, nullptr, 0);
+  WEFT_TRY(step("ibv_create_cq", cq_));
+  ib::SrqInitAttr srq{nullptr, kReceives, 1, 0};
+  srq_ = ib_.create_srq(pd_, &srq);
+  WEFT_TRY(step("ibv_create_srq", srq_));
+  place_.lid = attr.lid;
+  place_.mtu = static_cast<uint8_t>(attr.active_mtu);
+  place_.is_ethernet = attr.link_layer == ib::kLinkEthernet;
+  place_.life = random_key();
+  if (gid_index >= 0)
+    WEFT_TRY(step("ibv_query_gid", ib_.query_gid(context_, port, gid_index, &place_.gid) == 0));
+  const size_t arena_bytes =
+      size_t{kReceives} * kMessageBytes + 2 * kGreetings * (kRouteHeaderBytes + sizeof(Greeting));
+  arena_ = std::make_unique<char[]>(arena_bytes);
+  arena_mr_ = ib_.reg_mr(pd_, arena_.get(), arena_bytes, ib::kAccessLocalWrite);
+  WEFT_TRY(step("ibv_reg_mr", arena_mr_));
+  WEFT_TRY(open_greeter());
+  for (uint32_t i = 0; i < kReceives; ++i) WEFT_TRY(step("ibv_post_srq_recv", repost(i)));
+  for (uint32_t i = 0; i < kGreetings; ++i) {
+    WEFT_TRY(step("ibv_post_recv", repost_greeting(i)));
+    free_greetings_.push_back(kGreetings + i);
+  }
+  return {};
+}
+
+std::string VerbsRail::address() const {
+  return std::string(reinterpret_cast<const char*>(&place_), sizeof place_);
+}
+
+Result<Route> VerbsRail::resolve(std::string_view address) {
+  Place there;
+  if (address.size() != sizeof there || address.substr(0, 4) != std::string_view(there.tag, 4))
+    return Status::invalid("address: got {} bytes that no verbs rail made, allowed: {}", address.size(),
+                           sizeof there);
+  std::memcpy(static_cast<void*>(&there), address.data(), sizeof there);
+  WEFT_TRY_ASSIGN(const size_t index, link_to(there));
+  links_[index].is_used = true;
+  return Route{index};
+}
+
+void VerbsRail::forget(Route route) {
+  Link& link = links_[route];
+  link.is_used = false;
+  break_link(link);
+}
+
+Result<Registration> VerbsRail::enroll(const Range& range, uint32_t access) {
+  int flags = ib::kAccessLocalWrite;
+  if (access & kRemoteRead) flags |= ib::kAccessRemoteRead;
+  if (access & kRemoteWrite) flags |= ib::kAccessRemoteWrite;
+  ib::Mr* mr = range.kind == MemoryKind::kCuda ? enroll_cuda(range, flags) : nullptr;
+  const bool is_dmabuf = mr != nullptr;
+  if (!mr && ib_.reg_mr_iova2)
+    mr = ib_.reg_mr_iova2(pd_, range.data, range.bytes, reinterpret_cast<uint64_t>(range.data),
+                          static_cast<unsigned>(flags | ib::kAccessRelaxedOrdering));
+  if (!mr) mr = ib_.reg_mr(pd_, range.data, range.bytes, flags);
+  if (!mr)
+    return logged(Status::from_errno(errno, "verbs: registering {} bytes on {}", range.bytes, nic_.name));
+  Registration made;
+  made.handle = mr;
+  made.lkey = reinterpret_cast<void*>(static_cast<uintptr_t>(mr->lkey));
+  made.base = reinterpret_cast<uint64_t>(range.data);
+  made.rkey = mr->rkey;
+  made.is_dmabuf = is_dmabuf;
+  return made;
+}
+
+void VerbsRail::release(Registration& registration) {
+  if (registration.handle) ib_.dereg_mr(static_cast<ib::Mr*>(registration.handle));
+  registration = {};
+}
+
+Posted VerbsRail::post_write(const RmaOp& op) {
+  return post_rma(op, op.has_imm ? ib::kOpWriteImm : ib::kOpWrite);
+}
+
+Posted VerbsRail::post_send(Route to, const void* data, uint64_t bytes, void* lkey, Context* context) {
+  ib::Sge part{reinterpret_cast<uint64_t>(data), static_cast<uint32_t>(bytes), key_of(lkey)};
+  ib::SendWr wr{};
+  wr.opcode = ib::kOpSend;
+  return post(links_[to], wr, part, context);
+}
+
+Posted VerbsRail::post_recv(void* data, uint64_t bytes, void*, Context* context) {
+  receives_.push_back({data, bytes, context});
+  return Posted::kOk;
+}
+
+size_t VerbsRail::poll(Event* events, size_t max) {
+  greet();
+  size_t made = 0;
+  while (made < max && !messages_.empty() && !receives_.empty()) {
+    deliver(messages_.front(), events[made++]);
+    messages_.pop_front();
+  }
+  ib::Wc entries[16];
+  const int room = static_cast<int>(std::min<size_t>(max - made, 16));
+  const int count = room ? context_->ops.poll_cq(cq_, room, entries) : 0;
+  for (int i = 0; i < count; ++i)
+    if (take(entries[i], events[made])) ++made;
+  return made;
+}
+
+bool VerbsRail::repost(uint32_t i) {
+  ib::Sge part{reinterpret_cast<uint64_t>(arena_.get() + size_t{i} * kMessageBytes), kMessageBytes,
+               arena_mr_->lkey};
+  ib::RecvWr wr{i, nullptr, &part, 1}, *bad = nullptr;
+  return context_->ops.post_srq_recv(srq_, &wr, &bad) == 0;
+}
+
+ib::Mr* VerbsRail::enroll_cuda(const Range& range, int flags) {
+  if (!ib_.reg_dmabuf_mr) return nullptr;
+  const auto driver = cuda_driver();
+  auto entered = CudaContext::enter(range.device);
+  if (!driver.ok() || !entered.ok()) return nullptr;
+  const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const uint64_t at = reinterpret_cast<uint64_t>(range.data), begin = at / page * page;
+  const uint64_t bytes = (at + range.bytes - begin + page - 1) / page * page;
+  int fd = -1;
+  if ((*driver)->cuMemGetHandleForAddressRange(&fd, begin, bytes, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0) !=
+      CUDA_SUCCESS)
+    return nullptr;
+  ib::Mr* mr = ib_.reg_dmabuf_mr(pd_, at - begin, range.bytes, at, fd, flags);
+  ::close(fd);
+  return mr;
+}
+
+Posted VerbsRail::post_rma(const RmaOp& op, int opcode) {
+  ib::Sge part{reinterpret_cast<uint64_t>(op.piece.local), static_cast<uint32_t>(op.piece.bytes),
+               key_of(op.piece.lkey)};
+  ib::SendWr wr{};
+  wr.opcode = opcode;
+  wr.imm_data = htonl(op.imm);
+  wr.wr.rdma.remote_addr = op.piece.remote;
+  wr.wr.rdma.rkey = static_cast<uint32_t>(op.piece.rkey);
+  return post(links_[op.to], wr, part, op.context);
+}
+
+Posted VerbsRail::post(Link& link, ib::SendWr& wr, ib::Sge& part, Context* context) {
+  if (is_joining(link.state)) return Posted::kAgain;
+  if (link.state == LinkState::kBroken) {
+    refusal_ = text("verbs: the connection on {} is broken", nic_.name);
+    is_route_broken_ = true;
+    return Posted::kFatal;
+  }
+  wr.wr_id = reinterpret_cast<uint64_t>(context);
+  wr.sg_list = &part;
+  wr.num_sge = part.length ? 1 : 0;
+  wr.send_flags = ib::kSendSignaled;
+  ib::SendWr* bad = nullptr;
+  const int error = context_->ops.post_send(link.qp, &wr, &bad);
+  if (error == 0) {
+    ++link.under_way;
+    return Posted::kOk;
+  }
+  if (error == ENOMEM || error == EAGAIN) return Posted::kAgain;
+  refusal_ = text("verbs: posting on {}: {}", nic_.name, std::strerror(error));
+  is_route_broken_ = false;
+  return Posted::kFatal;
+}
+
+bool VerbsRail::take(const ib::Wc& wc, Event& event) {
+  event.peer_gone = false;
+  const bool is_receive = wc.status == 0 && (wc.opcode & ib::kWcRecv);
+  if (wc.qp_num == greeter_->qp_num) {
+    if (wc.wr_id >= kGreetingSent)
+      free_greetings_.push_back(static_cast<uint32_t>(wc.wr_id - kGreetingSent));
+    else if (is_receive)
+      on_greeting(wc);
+    return false;
+  }
+  Link* const link = link_of(wc.qp_num);
+  if (is_receive) {
+    if (link && link->state == LinkState::kUp) link->state = LinkState::kConnected;  // who sends is up
+    return take_receive(wc, event);
+  }
+  if (wc.status != 0 && wc.wr_id < kReceives) return false;  // a receive that was flushed
+  if (link) --link->under_way;
+  event.context = reinterpret_cast<Context*>(wc.wr_id);
+  event.kind = wc.status == 0 ? EventKind::kDone : EventKind::kFailed;
+  event.bytes = wc.byte_len;
+  if (wc.status == 0) {
+    if (link) retire(*link);
+    return true;
+  }
+  event.peer_gone =
+      wc.status == ib::kWcRetryExceeded || wc.status == ib::kWcRnrExceeded || wc.status == ib::kWcFlushed;
+  event.text = text("{} (status {}, vendor {})", ib_.wc_status_str(wc.status), wc.status, wc.vendor_err);
+  if (link) break_link(*link);  // a queue pair is in error after any failure
+  return true;
+}
+
+bool VerbsRail::take_receive(const ib::Wc& wc, Event& event) {
+  const uint32_t i = static_cast<uint32_t>(wc.wr_id);
+  if (wc.opcode == ib::kWcRecvWriteImm) {
+    repost(i);
+    event.kind = EventKind::kImm;
+    event.imm = ntohl(wc.imm_data);
+    event.context = nullptr;
+    return true;
+  }
+  std::string message(arena_.get() + size_t{i} * kMessageBytes, std::min(wc.byte_len, kMessageBytes));
+  repost(i);
+  if (receives_.empty() || !messages_.empty()) {
+    messages_.push_back(std::move(message));
+    return false;
+  }
+  deliver(message, event);
+  return true;
+}
+
+void VerbsRail::deliver(const std::string& message, Event& event) {
+  const Receive receive = receives_.front();
+  receives_.pop_front();
+  event.kind = EventKind::kReceived;
+  event.peer_gone = false;
+  event.context = receive.context;
+  event.bytes = std::min<uint64_t>(message.size(), receive.bytes);
+  std::memcpy(receive.data, message.data(), event.bytes);
+}
+
+}  // namespace weft::provider

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A rail of the verbs provider: one NIC port, with a reliable connection per peer. A connection is made by a
+// handshake of datagrams (handshake.cc); what is written, read and sent over it is in rail.cc.
+// Threads: one at a time, as every Rail. Two ends find each other by their Place, which address() gives.
+#pragma once
+
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <random>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/random.h"
+#include "providers/verbs/verbs.h"
+
+namespace weft::provider {
+
+using ib::Gid;
+using Clock = std::chrono::steady_clock;
+inline constexpr uint32_t kReceives = 512;  // shared by messages and immediates
+inline constexpr uint32_t kMessageBytes = 4096;
+inline constexpr uint32_t kGreetings = 64;         // datagram receives, and as many sends
+inline constexpr uint32_t kRouteHeaderBytes = 40;  // in front of every datagram
+inline constexpr uint32_t kSendDepth = 512;
+inline constexpr auto kGreetFirst = std::chrono::milliseconds(5);  // between greetings, at first
+inline constexpr uint64_t kGreetingSent = uint64_t{1} << 32;       // wr_id of datagram sends, plus the buffer
+
+// Where a rail is reached: what address() returns.
+struct Place {
+  char tag[4] = {'i', 'b', 'v', '1'};
+  uint32_t greeter_qpn = 0;  // of its datagram queue pair
+  Gid gid{};
+  uint16_t lid = 0;
+  uint8_t mtu = 0;
+  uint8_t is_ethernet = 0;
+  uint32_t unused = 0;  // places are compared byte by byte: no gap that nobody wrote
+  uint64_t life = 0;    // another process at the same place has another one
+  bool same_as(const Place& o) const { return std::memcmp(this, &o, sizeof *this) == 0; }
+};
+static_assert(sizeof(Place) == 40);
+
+// The datagram of the handshake. It may be lost, and it may wait to be read until its sender's link is long
+// gone.
+struct Greeting {
+  char tag[4] = {'w', 'g', 'r', '3'};
+  uint32_t is_answer = 0;
+  Place from;
+  uint32_t qpn = 0;
+  uint32_t psn = 0;
+  uint32_t number = 0;     // of the sender's link: a later one has a higher number
+  uint32_t heard_qpn = 0;  // the sender's queue pair takes what comes from this one; 0: from none yet
+};
+
+// kUp: our queue pair is connected, but theirs may not be yet, so that nothing may be sent.
+enum class LinkState { kGreeting, kUp, kConnected, kBroken };
+
+inline bool is_joining(LinkState state) {
+  return state == LinkState::kGreeting || state == LinkState::kUp;
+}
+
+struct Link {
+  LinkState state = LinkState::kGreeting;
+  bool is_used = false;  // by the engine, through resolve()
+  Place there;
+  ib::Qp* qp = nullptr;
+  ib::Ah* ah = nullptr;
+  uint32_t psn = 0;
+  uint32_t number = 0;
+  uint32_t their_qpn = 0;  // 0: joined to none yet
+  uint32_t their_number = 0;
+  uint32_t under_way = 0;    // posted and not come back
+  bool owes_answer = false;  // to their greeting
+  bool answers_again = false;
+  Clock::time_point next_answer{};
+  Clock::time_point made = Clock::now();
+  Clock::time_point next_greeting{};
+  Clock::duration pause = kGreetFirst;
+};
+
+class VerbsRail : public Rail {
+ public:
+  VerbsRail(ib::Library library, Nic nic) : ib_(std::move(library)), nic_(std::move(nic)) {}
+
+  ~VerbsRail() override;
+
+  Status open(ib::Device* device, uint8_t port, int gid_index);
+
+  const Caps& caps() const override { return nic_.caps; }
+  const Nic& nic() const override { return nic_; }
+  std::string address() const override;
+
+  Result<Route> resolve(std::string_view address) override;
+
+  void forget(Route route) override;
+
+  Result<Registration> enroll(const Range& range, uint32_t access) override;
+
+  void release(Registration& registration) override;
+
+  Posted post_write(const RmaOp& op) override;
+  Posted post_read(const RmaOp& op) override { return post_rma(op, ib::kOpRead); }
+
+  Posted post_send(Route to, const void* data, uint64_t bytes, void* lkey, Context* context) override;
+
+  Posted post_recv(void* data, uint64_t bytes, void*, Context* context) override;
+
+  std::string refusal() const override { return refusal_; }
+  bool is_route_broken() const override { return is_route_broken_; }
+
+  size_t poll(Event* events, size_t max) override;
+
+ private:
+  struct Receive {
+    void* data;
+    uint64_t bytes;
+    Context* context;
+  };
+
+  static uint32_t key_of(void* lkey) { return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lkey)); }
+  char* greeting_buffer(uint32_t i) {  // the first half is for receiving
+    return arena_.get() + size_t{kReceives} * kMessageBytes + i * (kRouteHeaderBytes + sizeof(Greeting));
+  }
+
+  Status open_greeter();
+
+  bool repost(uint32_t i);
+
+  bool repost_greeting(uint32_t i);
+
+  // Device memory by DMA-BUF; null when that does not work, and the caller tries peer memory.
+  ib::Mr* enroll_cuda(const Range& range, int flags);
+
+  ib::AhAttr route_to(const Place& there) const;
+
+  Link* live_link(const Place& there);
+
+  // The live link to a place, made if there is none. Errors: kSystem.
+  Result<size_t> link_to(const Place& there);
+
+  Link* link_of(uint32_t qpn);
+
+  bool to_init(ib::Qp* qp);
+
+  // Joins a link on which nothing was posted yet to the queue pair of a greeting.
+  bool join(Link& link, const Greeting& greeting);
+
+  bool bring_up(Link& link, uint32_t qpn, uint32_t psn);
+
+  void break_link(Link& link);
+
+  // Gives a broken link's queue pair back once nothing is under way on it.
+  void retire(Link& link);
+
+  // ---- handshake
+  // False when there is no room now.
+  bool send_greeting(Link& link, bool is_answer);
+
+  // Datagrams may be lost: answers wait for room, greetings are repeated until the other side is known to be
+  // up, and some answers are given twice, all at irregular times. Links in step would lose the same datagrams
+  // again and again on a network that loses them in a pattern.
+  void greet();
+
+  // Half of it to one and a half.
+  Clock::duration some_time(Clock::duration usual);
+
+  void on_greeting(const ib::Wc& wc);
+
+  // Null: the greeting is of a link, or for one, that is gone.
+  Link* link_for(const Greeting& greeting);
+
+  void heed(Link& link, const Greeting& greeting);
+
+  // ---- data
+  Posted post_rma(const RmaOp& op, int opcode);
+
+  Posted post(Link& link, ib::SendWr& wr, ib::Sge& part, Context* context);
+
+  bool take(const ib::Wc& wc, Event& event);
+
+  bool take_receive(const ib::Wc& wc, Event& event);
+
+  void deliver(const std::string& message, Event& event);
+
+  ib::Library ib_;
+  Nic nic_;
+  ib::Context* context_ = nullptr;
+  ib::Pd* pd_ = nullptr;
+  ib::Cq* cq_ = nullptr;
+  ib::Srq* srq_ = nullptr;
+  ib::Qp* greeter_ = nullptr;
+  ib::Mr* arena_mr_ = nullptr;
+  std::unique_ptr<char[]> arena_;
+  uint8_t port_ = 1;
+  int gid_index_ = -1;
+  Place place_;
+  std::vector<uint32_t> free_greetings_;  // buffers for sending
+  std::minstd_rand random_{static_cast<uint32_t>(random_key())};
+  std::deque<Link> links_;
+  uint32_t links_made_ = 0;
+  std::unordered_map<uint32_t, size_t> by_qp_;
+  std::deque<Receive> receives_;
+  std::deque<std::string> messages_;
+  std::string refusal_;
+  bool is_route_broken_ = false;  // what refusal_ says
+};
+
+}  // namespace weft::provider

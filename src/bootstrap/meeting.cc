@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bootstrap/meeting.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "base/config.h"
+#include "base/log.h"
+#include "base/random.h"
+#include "bootstrap/frame.h"
+#include "bootstrap/interface.h"
+
+namespace weft {
+namespace {
+
+constexpr char kMagic[8] = {'w', 'e', 'f', 't', 'm', 'e', 'e', 't'};
+constexpr double kIdleS = 3600;  // a meeting that nobody comes to ends then
+
+// The thread that passes everything on. It owns itself: whoever opened the meeting may be gone first.
+class Meeting {
+ public:
+  Meeting(FileDescriptor listener, const MeetingTicket& ticket)
+      : door_(std::move(listener), key_of(ticket)) {}
+
+  void run() {
+    Deadline idle = Deadline::after_s(kIdleS);
+    Deadline beat = Deadline::after_s(silence_.heartbeat_s);
+    while (true) {
+      std::vector<pollfd> entries;
+      door_.add_to(entries);
+      const size_t first_peer = entries.size();
+      for (const auto& [rank, peer] : peers_) entries.push_back({peer.socket.get(), POLLIN, 0});
+      if ((!door_.is_open() && peers_.empty()) || (peers_.empty() && idle.passed())) return;
+      ::poll(entries.data(), entries.size(), suspects_.empty() ? 200 : 20);
+      for (size_t i = first_peer; i < entries.size(); ++i)
+        if (entries[i].revents) hear(entries[i].fd);
+      for (Guest& guest : door_.serve()) admit(std::move(guest));
+      if (!peers_.empty()) idle = Deadline::after_s(kIdleS);
+      judge();
+      settle();
+      if (had_everybody_ && peers_.empty()) return;
+      if (!beat.passed()) continue;
+      beat = Deadline::after_s(silence_.heartbeat_s);
+      tell_all({Kind::kBeat, -1, 0, 0}, "");
+    }
+  }
+
+ private:
+  struct Peer {
+    FileDescriptor socket;
+    Inbox inbox{kMaxFrameBytes};
+    bool has_given = false;
+    std::string given;
+  };
+  struct Suspect {
+    Deadline until;
+    std::string how;
+  };
+
+  // Who has come in is a rank of this meeting, but perhaps not one that is missing.
+  void admit(Guest guest) {
+    if (size_ == 0) size_ = guest.size;
+    if (lost_.contains(guest.rank))
+      return Door::refuse(
+          guest, text("rank {}: the others go on without it, because it {}", guest.rank, lost_[guest.rank]));
+    if (guest.size != size_ || guest.rank < 0 || guest.rank >= size_ || peers_.contains(guest.rank))
+      return Door::refuse(guest, text("rank and size: got {} of {}, allowed: each rank once, of {}",
+                                      guest.rank, guest.size, size_));
+    if (!Door::welcome(guest)) return;
+    watch_network(guest.socket.get(), silence_);
+    peers_[guest.rank].socket = std::move(guest.socket);
+    if (static_cast<int>(peers_.size()) < size_) return;
+    had_everybody_ = true;
+    door_.close();
+  }
+
+  void hear(int fd) {
+    const auto found =
+        std::find_if(peers_.begin(), peers_.end(), [&](auto& p) { return p.second.socket.get() == fd; });
+    if (found == peers_.end()) return;
+    const int rank = found->first;
+    int error = found->second.inbox.take(fd);
+    Frame frame;
+    std::string bytes;
+    while (peers_.contains(rank) && peers_[rank].inbox.next(frame, bytes))
+      if (!take(rank, frame, std::move(bytes))) error = EPROTO;
+    if (error == 0 || !peers_.contains(rank)) return;
+    peers_.erase(rank);
+    suspect(rank, how_it_ended(error, silence_));
+  }
+
+  // False for what a rank does not say.
+  bool take(int rank, const Frame& frame, std::string bytes) {
+    Peer& peer = peers_[rank];
+    switch (frame.kind) {
+      case Kind::kBeat:
+        return true;
+      case Kind::kLost:
+        if (frame.rank < 0 || frame.rank >= size_) return false;
+        if (frame.number)
+          suspect(frame.rank, std::move(bytes));
+        else
+          lose(frame.rank, std::move(bytes));
+        return true;
+      case Kind::kLeave: {
+        tell_all({Kind::kLeave, rank, 0, 0}, "");  // also the rank itself: then it may go
+        left_.insert(rank);
+        peers_.erase(rank);
+        return true;
+      }
+      case Kind::kGive:
+        if (peer.has_given) return false;
+        peer.has_given = true;
+        peer.given = std::move(bytes);
+        if (const Deadline patience = Deadline::after_s(static_cast<double>(frame.number) / 1e3);
+            !is_waiting_ || patience.left_s() < patience_.left_s())
+          patience_ = patience;
+        return is_waiting_ = true;
+      default:
+        return false;
+    }
+  }
+
+  // A rank whose connection has ended, or whom another one misses: who shares its host may know more.
+  void suspect(int rank, std::string how) {
+    if (lost_.contains(rank)) return;
+    suspects_.try_emplace(rank, Suspect{Deadline::after_s(kAccount_s), std::move(how)});
+  }
+
+  void judge() {
+    for (auto at = suspects_.begin(); at != suspects_.end();) {
+      auto [rank, suspect] = *at;
+      if (!suspect.until.passed()) {
+        ++at;
+        continue;
+      }
+      suspects_.erase(at);
+      lose(rank, suspect.how);
+      at = suspects_.begin();
+    }
+  }
+
+  void lose(int rank, std::string how) {
+    if (!lost_.try_emplace(rank, how).second) return;
+    suspects_.erase(rank);
+    tell_all({Kind::kLost, rank, 0, 0}, how);
+  }
+
+  // Answers when everybody has given something, or when it is clear that not everybody will.
+  void settle() {
+    if (!is_waiting_) return;
+    const bool all_gave =
+        static_cast<int>(peers_.size()) == size_ &&
+        std::all_of(peers_.begin(), peers_.end(), [](auto& p) { return p.second.has_given; });
+    if (all_gave) {
+      std::string everything;
+      for (auto& [rank, peer] : peers_) {
+        const uint64_t bytes = peer.given.size();
+        everything.append(reinterpret_cast<const char*>(&bytes), sizeof bytes);
+        everything += peer.given;
+      }
+      answer_all(Code::kOk, everything);
+    } else if (!lost_.empty() || !left_.empty() || patience_.passed()) {
+      answer_all(Code::kPeerLost, missing());
+    }
+  }
+
+  std::string missing() const {
+    std::string names;
+    for (int rank = 0; rank < size_; ++rank) {
+      const auto found = peers_.find(rank);
+      if (found != peers_.end() && found->second.has_given) continue;
+      const auto lost = lost_.find(rank);
+      const std::string how = lost != lost_.end()    ? text(" (which {})", lost->second)
+                              : left_.contains(rank) ? " (which has left)"
+                                                     : "";
+      names += text("{}rank {}{}", names.empty() ? "" : ", ", rank, how);
+    }
+    return names;
+  }
+
+  void answer_all(Code code, const std::string& bytes) {
+    for (auto& [rank, peer] : peers_) {
+      if (!peer.has_given) continue;
+      send_frame(peer.socket.get(), {Kind::kAnswer, -1, 0, static_cast<uint64_t>(code)}, bytes);
+      peer.has_given = false;
+      peer.given.clear();
+    }
+    is_waiting_ = false;
+  }
+
+  void tell_all(const Frame& frame, const std::string& bytes) {
+    for (auto& [rank, peer] : peers_) send_frame(peer.socket.get(), frame, bytes);
+  }
+
+  const Silence silence_;
+  Door door_;
+  int size_ = 0;
+  std::map<int, Peer> peers_;
+  std::map<int, std::string> lost_;  // and how
+  std::map<int, Suspect> suspects_;
+  std::set<int> left_;
+  bool had_everybody_ = false;
+  bool is_waiting_ = false;
+  Deadline patience_ = Deadline::after_s(0);
+};
+
+}  // namespace
+
+std::string key_of(const MeetingTicket& ticket) {
+  return std::string(reinterpret_cast<const char*>(ticket.key), sizeof ticket.key) + config().job_secret;
+}
+
+SocketAddress address_of(const MeetingTicket& ticket, socklen_t& bytes) {
+  SocketAddress address{};
+  if (ticket.is_ipv6) {
+    address.v6.sin6_family = AF_INET6;
+    address.v6.sin6_port = htons(ticket.port);
+    std::memcpy(&address.v6.sin6_addr, ticket.address, 16);
+    bytes = sizeof(address.v6);
+  } else {
+    address.v4.sin_family = AF_INET;
+    address.v4.sin_port = htons(ticket.port);
+    std::memcpy(&address.v4.sin_addr, ticket.address, 4);
+    bytes = sizeof(address.v4);
+  }
+  return address;
+}
+
+bool MeetingTicket::is_valid() const {
+  return std::memcmp(magic, kMagic, sizeof kMagic) == 0;
+}
+
+Result<MeetingTicket> open_meeting(const std::string& interface) {
+  WEFT_TRY_ASSIGN(const Interface at, choose_interface(interface));
+  log_info("a meeting of ranks on {} ({}): {}", at.name, at.address, at.why);
+  MeetingTicket ticket{};
+  std::memcpy(ticket.magic, kMagic, sizeof kMagic);
+  ticket.is_ipv6 = at.is_ipv6;
+  std::memcpy(ticket.address, at.bytes, sizeof ticket.address);
+  ticket.key[0] = random_key();
+  ticket.key[1] = random_key();
+  socklen_t bytes = 0;
+  SocketAddress address = address_of(ticket, bytes);
+  FileDescriptor listener(::socket(address.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!listener.is_open() || ::bind(listener.get(), &address.any, bytes) != 0 ||
+      ::listen(listener.get(), 1024) != 0 || ::getsockname(listener.get(), &address.any, &bytes) != 0)
+    return logged(Status::from_errno(errno, "open a meeting"));
+  ticket.port = ntohs(ticket.is_ipv6 ? address.v6.sin6_port : address.v4.sin_port);
+  auto meeting = std::make_shared<Meeting>(std::move(listener), ticket);
+  std::thread([meeting] { meeting->run(); }).detach();
+  return ticket;
+}
+
+}  // namespace weft

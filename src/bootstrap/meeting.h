@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The meeting: a thread on one host that every rank connects to, and that passes on what each of them says.
+// open_meeting() of tcp_bootstrap.h starts one; how ranks take part in it is in tcp_bootstrap.cc.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <string>
+
+#include "bootstrap/door.h"
+#include "bootstrap/tcp_bootstrap.h"
+
+namespace weft {
+
+// What opens the door: the ticket's own key, and the secret of the job.
+std::string key_of(const MeetingTicket& ticket);
+
+// Where the meeting listens; `bytes` is set to the address's length.
+SocketAddress address_of(const MeetingTicket& ticket, socklen_t& bytes);
+
+}  // namespace weft

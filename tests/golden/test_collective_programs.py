@@ -10,7 +10,8 @@ import pytest
 from golden import check_golden
 from weft.collectives.library import build
 from weft.collectives.verifier import verify
-from weft.collectives.xml import from_xml, to_xml
+from weft.collectives.xml import from_xml
+from weft.collectives.xml_write import to_xml
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "allgather_ring_4": ("allgather_ring", 4, {}),

@@ -13,7 +13,7 @@ from programs import WEFT, run_program
 from weft.bench.report import check_document
 from weft.cli import main
 from weft.collectives.library import build
-from weft.collectives.xml import to_xml
+from weft.collectives.xml_write import to_xml
 
 RING = """
 from weft.collectives import AllReduce, Buffer, Program, chunk

@@ -28,7 +28,7 @@ from weft.collectives.executor import Call, Executor
 from weft.collectives.library import build, entries
 from weft.collectives.rows import ELEMENTS, REDUCTIONS
 from weft.collectives.selector import Variant, build_variant
-from weft.collectives.xml import to_xml
+from weft.collectives.xml_write import to_xml
 from weft.errors import Error, PeerLost
 from weft.runtime.communicator import Communicator
 from weft.testing.ranks import Rank, RankError, run_ranks

@@ -20,8 +20,10 @@ from weft.collectives.executor import Executor
 from weft.collectives.flow import run_limit
 from weft.collectives.ir import PROTOCOLS, RING_SLOTS, SLOT_PAYLOAD_BYTES
 from weft.collectives.library import build
-from weft.collectives.plan_json import from_plan, to_plan
-from weft.collectives.xml import from_xml, to_xml
+from weft.collectives.plan_json import from_plan
+from weft.collectives.plan_write import to_plan
+from weft.collectives.xml import from_xml
+from weft.collectives.xml_write import to_xml
 from weft.errors import Error
 from weft.runtime.communicator import Communicator
 from weft.testing.ranks import Rank, run_ranks

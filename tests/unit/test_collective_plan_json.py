@@ -10,7 +10,8 @@ import pytest
 
 from weft.collectives import verify
 from weft.collectives.library import build
-from weft.collectives.plan_json import from_plan, to_plan
+from weft.collectives.plan_json import from_plan
+from weft.collectives.plan_write import to_plan
 from weft.errors import Error
 
 

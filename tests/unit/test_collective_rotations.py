@@ -28,7 +28,8 @@ from weft.collectives import (
 from weft.collectives.compiler import compile_proven
 from weft.collectives.ir import Algorithm, Block, Span, TurnedRanks
 from weft.collectives.library import build
-from weft.collectives.xml import from_xml, to_xml
+from weft.collectives.xml import from_xml
+from weft.collectives.xml_write import to_xml
 
 Ranks = Callable[[int], Iterable[int]]
 

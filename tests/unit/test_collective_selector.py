@@ -27,7 +27,7 @@ from weft.collectives.selector import (
 )
 from weft.collectives.tune import table_rows
 from weft.collectives.verifier import verify
-from weft.collectives.xml import to_xml
+from weft.collectives.xml_write import to_xml
 from weft.errors import Error
 
 

@@ -8,7 +8,8 @@ import pytest
 from weft.collectives import VerificationError, verify
 from weft.collectives.ir import Algorithm
 from weft.collectives.library import build, entries
-from weft.collectives.xml import XmlError, from_xml, to_xml
+from weft.collectives.xml import XmlError, from_xml
+from weft.collectives.xml_write import to_xml
 
 GPU = """  <gpu id="{id}" i_chunks="1" o_chunks="0" s_chunks="2">
     <tb id="0" send="{next}" recv="{last}" chan="0">

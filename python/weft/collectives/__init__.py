@@ -18,17 +18,8 @@ from weft.collectives.contract import (
     SendRecv,
 )
 from weft.collectives.ir import Algorithm
-from weft.collectives.language import (
-    XML,
-    Check,
-    MSCCLProgram,
-    Program,
-    ProgramError,
-    Ref,
-    chunk,
-    create_scratch,
-    rotations,
-)
+from weft.collectives.language import XML, Check, MSCCLProgram, Program, Ref, chunk, create_scratch, rotations
+from weft.collectives.program_lines import ProgramError
 from weft.collectives.values import Chunk
 from weft.collectives.verifier import Report, VerificationError, verify
 

@@ -29,12 +29,14 @@ import weft.collectives
 from weft.collectives import contract, language, topology, values
 from weft.collectives.compiler import collector_paused, compile_proven
 from weft.collectives.ir import PROTOCOLS, Algorithm
-from weft.collectives.language import Program, ProgramError, collect
+from weft.collectives.language import Program, collect
 from weft.collectives.library import build, entries
 from weft.collectives.load import load_file
-from weft.collectives.plan_json import to_plan
+from weft.collectives.plan_write import to_plan
+from weft.collectives.program_lines import ProgramError
 from weft.collectives.verifier import Report, verify
-from weft.collectives.xml import DIALECTS, to_xml
+from weft.collectives.xml import DIALECTS
+from weft.collectives.xml_write import to_xml
 from weft.errors import Error, invalid
 from weft.runtime.tables import Column, Table, make_console
 

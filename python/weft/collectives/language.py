@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,17 +25,13 @@ from typing import Any, NamedTuple
 from weft.collectives.contract import Buffer, Collective, State
 from weft.collectives.ir import MAX_BLOCKS, MAX_CHANNELS, PROTOCOLS, Algorithm
 from weft.collectives.memory import Memory, Place
+from weft.collectives.program_lines import ProgramError, _error, place_of, user_line
 from weft.collectives.topology import Topology
 from weft.collectives.turning import Area, Turning, turning_of
 from weft.collectives.values import Value
-from weft.errors import Error
 
 _MAX_OPERATIONS = 1 << 20  # of a program: far more than can be verified
 _local = threading.local()
-
-
-class ProgramError(Error):
-    """A mistake in a program; the message starts with the file and line of the user's code."""
 
 
 class Operation(NamedTuple):
@@ -174,7 +169,7 @@ class Program:
         self.min_bytes = min_bytes
         self.max_bytes = max_bytes
         self.num_ranks = collective.num_ranks
-        self.where = _user_line()
+        self.where = user_line()
         self.operations: list[Operation] = []
         self.turning: Turning | None = None  # of a program written with rotations()
         self._is_turning = False
@@ -211,7 +206,7 @@ class Program:
     ) -> None:
         _local.program = self._outer
         if isinstance(error, AttributeError) and error.obj is None and self._last_empty:
-            place = _place_of(trace) or self.where
+            place = place_of(trace) or self.where
             raise ProgramError(f"{place}: no chunk to {error.name}: {self._last_empty}") from error
 
     def rotations(self) -> Iterator[int]:
@@ -245,7 +240,7 @@ class Program:
         slots = self._memory.read(place, size)
         if len(slots) < size or None in slots:
             slot = f"chunk({rank}, {buffer!r}, {index}" + (f", {size})" if size > 1 else ")")
-            self._last_empty = f"{slot} of {_user_line()} is None, since nothing was written there yet"
+            self._last_empty = f"{slot} of {user_line()} is None, since nothing was written there yet"
             return None
         return Ref(self, place, size)
 
@@ -324,7 +319,7 @@ class Program:
         return Ref(self, ref._place, ref.size)
 
     def _record(self, reduces: bool, src: Place, dst: Place, size: int, hints: tuple[int, int, int]) -> None:
-        where = self.place or _user_line()
+        where = self.place or user_line()
         overlap = abs(src.index - dst.index) < size and (src.rank, src.buffer) == (dst.rank, dst.buffer)
         if overlap:
             raise _error(
@@ -418,7 +413,7 @@ def create_scratch(rank: int, name: str, per_rank: int = 0) -> None:
 
 def XML() -> None:
     """Compile the current program and print it as MSCCL XML."""
-    from weft.collectives.xml import to_xml
+    from weft.collectives.xml_write import to_xml
 
     sys.stdout.write(to_xml(_current().compile()))
 
@@ -479,29 +474,3 @@ def _current() -> Program:
     if program is None:
         raise _error("no program: this must stand inside 'with Program(...)'")
     return program
-
-
-def _place_of(trace: TracebackType | None) -> str:
-    """Return file:line of the innermost line that a traceback passed through; "" for none."""
-    place = ""
-    while trace is not None:
-        place = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place
-
-
-def _user_line() -> str:
-    frame = sys._getframe(1)
-    here = frame.f_code.co_filename
-    while frame.f_back is not None and frame.f_code.co_filename == here:
-        frame = frame.f_back
-    return _line_name(frame.f_code.co_filename, frame.f_lineno)
-
-
-@functools.lru_cache(maxsize=1024)
-def _line_name(file: str, line: int) -> str:
-    return f"{os.path.basename(file)}:{line}"
-
-
-def _error(message: str) -> ProgramError:
-    return ProgramError(f"{_user_line()}: {message}")

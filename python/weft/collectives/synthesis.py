@@ -34,7 +34,7 @@ from weft.collectives.contract import AllGather, AllReduce, Broadcast, Buffer, C
 from weft.collectives.ir import Algorithm
 from weft.collectives.language import Program, Ref
 from weft.collectives.library import build, entries
-from weft.collectives.xml import to_xml
+from weft.collectives.xml_write import to_xml
 from weft.errors import Error, invalid
 
 COLLECTIVES = {

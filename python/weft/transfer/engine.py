@@ -13,6 +13,16 @@ from weft import _core
 from weft.errors import invalid, quoted
 from weft.runtime.tensors import index_of
 from weft.runtime.watching import engine_made
+from weft.transfer.arguments import (
+    given_bytes,
+    given_flag,
+    given_handle,
+    given_list,
+    given_pages,
+    given_places,
+    given_seconds,
+    length_within,
+)
 from weft.transfer.buffers import Pages, Span, span_of, whole
 from weft.transfer.handles import (
     Completion,
@@ -41,59 +51,6 @@ _open_engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
 def _close_all() -> None:
     for engine in list(_open_engines):
         engine.close()
-
-
-def _length(nbytes: int | None, of: Memory | Remote, **offsets: int) -> int:
-    """Return ``nbytes``, or how many bytes of ``of`` lie behind the first offset."""
-    for name, offset in offsets.items():
-        whole(name, offset)
-    if nbytes is None:
-        return max(of.nbytes - next(iter(offsets.values())), 0)
-    return whole("nbytes", nbytes)
-
-
-def _handle(argument: str, given: Any, wanted: type[Any]) -> Any:
-    """Return what the extension knows ``given`` by. Raises: weft.Error unless it is of the type ``wanted``."""
-    if not isinstance(given, wanted):
-        raise invalid(argument, type(given).__name__, wanted.__name__)
-    return given.core
-
-
-def _flag(argument: str, given: Any) -> bool:
-    if index_of(given) not in (0, 1):
-        raise invalid(argument, quoted(given), "True or False")
-    return bool(given)
-
-
-def _text(argument: str, given: Any) -> bytes:
-    if not isinstance(given, bytes | bytearray | memoryview):
-        raise invalid(argument, type(given).__name__, "bytes")
-    return bytes(given)
-
-
-def _places(remote_offset: int, local_offset: int, nbytes: int) -> tuple[int, int, int]:
-    return whole("offset", remote_offset), whole("offset", local_offset), whole("nbytes", nbytes)
-
-
-def _seconds(argument: str, given: float | None) -> float | None:
-    if given is None:
-        return None
-    if not isinstance(given, int | float) or not given > 0:
-        raise invalid(argument, quoted(given), "seconds above 0")
-    return float(given)
-
-
-def _pages(argument: str, given: Any) -> tuple[int, int, list[int], int]:
-    if not isinstance(given, Pages):
-        raise invalid(argument, type(given).__name__, "Pages")
-    return given.to_core()
-
-
-def _each(argument: str, given: Any, wanted: type[Any]) -> list[Any]:
-    """Return ``given`` as a list. Raises: weft.Error unless all of it is of the type ``wanted``."""
-    if not isinstance(given, Sequence) or not all(isinstance(one, wanted) for one in given):
-        raise invalid(argument, quoted(given), f"a sequence of {wanted.__name__}")
-    return list(given)
 
 
 def _core_provider(given: Any) -> Any:
@@ -149,11 +106,11 @@ class TransferEngine:
         if isinstance(nics, str):
             raise invalid("nics", quoted(nics), "a sequence of names")
         self._device = -1 if device is None else whole("device", device, 1 << 16)
-        self._timeout_s = _seconds("timeout_s", timeout_s) or _core.config().timeout_s
+        self._timeout_s = given_seconds("timeout_s", timeout_s) or _core.config().timeout_s
         self._watcher: Any = None
         self._kept: dict[int, Span] = {}  # what is registered, by its id
-        beat = _seconds("heartbeat_s", heartbeat_s) or _core.config().heartbeat_s
-        dead = _seconds("peer_dead_s", peer_dead_s) or _core.config().peer_dead_s
+        beat = given_seconds("heartbeat_s", heartbeat_s) or _core.config().heartbeat_s
+        dead = given_seconds("peer_dead_s", peer_dead_s) or _core.config().peer_dead_s
         if heartbeat_s is not None and beat >= dead:
             raise invalid("heartbeat_s", heartbeat_s, f"below peer_dead_s, {dead:g}")
         if peer_dead_s is not None and heartbeat_s is None:
@@ -168,7 +125,7 @@ class TransferEngine:
             worker,
             -1 if worker_cpu is None else whole("worker_cpu", worker_cpu, 1 << 16),
             whole("shard_bytes_min", shard_bytes_min),
-            None if secret is None else _text("secret", secret),
+            None if secret is None else given_bytes("secret", secret),
         )
         _open_engines.add(self)
         engine_made()
@@ -206,7 +163,7 @@ class TransferEngine:
         Raises: weft.Error for what cannot be registered.
         """
         span = span_of(source)
-        may_read, may_write = _flag("remote_read", remote_read), _flag("remote_write", remote_write)
+        may_read, may_write = given_flag("remote_read", remote_read), given_flag("remote_write", remote_write)
         access = (REMOTE_READ if may_read else 0) | (REMOTE_WRITE if may_write else 0)
         core = self.core.enroll(span.address, span.bytes, span.device, access)
         self._kept[core.id] = span
@@ -217,7 +174,7 @@ class TransferEngine:
 
         Raises: weft.PeerLost naming peers that did not confirm in time; it is unregistered all the same.
         """
-        core = _handle("memory", memory, Memory)
+        core = given_handle("memory", memory, Memory)
         if memory.engine is not self:
             raise invalid("memory", "memory of another engine", f"memory that {self.name!r} registered")
         try:
@@ -231,11 +188,11 @@ class TransferEngine:
 
         Raises: PeerLost when it does not answer; weft.Error for bytes that are no address of this provider.
         """
-        return Peer(self.core.connect(_text("address", address), self.timeout(timeout_s)))
+        return Peer(self.core.connect(given_bytes("address", address), self.timeout(timeout_s)))
 
     def disconnect(self, peer: Peer) -> None:
         """End the connection; on both sides everything under way with the other fails."""
-        self.core.disconnect(_handle("peer", peer, Peer))
+        self.core.disconnect(given_handle("peer", peer, Peer))
 
     @property
     def peers(self) -> list[Peer]:
@@ -247,7 +204,7 @@ class TransferEngine:
 
         Raises: weft.Error when its owner refuses (taken back, wrong key); PeerLost when it does not answer.
         """
-        return Remote(self.core.attach(_text("descriptor", descriptor), self.timeout(timeout_s)))
+        return Remote(self.core.attach(given_bytes("descriptor", descriptor), self.timeout(timeout_s)))
 
     # ---- transfers
 
@@ -275,9 +232,9 @@ class TransferEngine:
             counter, callback: told of the end, besides the returned Transfer.
         Raises: weft.Error at once for a wrong argument, and nothing is written.
         """
-        core_src, core_dst = _handle("src", src, Memory), _handle("dst", dst, Remote)
+        core_src, core_dst = given_handle("src", src, Memory), given_handle("dst", dst, Remote)
         how = self._how(imm, notify, rail, timeout_s, counter, callback)
-        count = _length(nbytes, src, src_offset=src_offset, dst_offset=dst_offset)
+        count = length_within(nbytes, src, src_offset=src_offset, dst_offset=dst_offset)
         return Transfer(self, self.core.write(core_src, src_offset, core_dst, dst_offset, count, how))
 
     def read(
@@ -294,9 +251,9 @@ class TransferEngine:
         callback: Completion | None = None,
     ) -> Transfer:
         """Read ``nbytes`` (default: all of ``src`` from ``src_offset`` on). The peer is not told of it."""
-        core_dst, core_src = _handle("dst", dst, Memory), _handle("src", src, Remote)
+        core_dst, core_src = given_handle("dst", dst, Memory), given_handle("src", src, Remote)
         how = self._how(None, "once", rail, timeout_s, counter, callback)
-        count = _length(nbytes, src, src_offset=src_offset, dst_offset=dst_offset)
+        count = length_within(nbytes, src, src_offset=src_offset, dst_offset=dst_offset)
         return Transfer(self, self.core.read(core_dst, dst_offset, core_src, src_offset, count, how))
 
     def write_pages(
@@ -353,10 +310,10 @@ class TransferEngine:
         """
         how = self._how(imm, notify, rail, timeout_s, counter, callback)
         rows = [
-            (_handle("dst", t.dst, Remote), *_places(t.dst_offset, t.src_offset, t.nbytes))
-            for t in _each("targets", targets, Target)
+            (given_handle("dst", t.dst, Remote), *given_places(t.dst_offset, t.src_offset, t.nbytes))
+            for t in given_list("targets", targets, Target)
         ]
-        return Transfer(self, self.core.spread(True, _handle("src", src, Memory), rows, how))
+        return Transfer(self, self.core.spread(True, given_handle("src", src, Memory), rows, how))
 
     def gather(
         self,
@@ -371,15 +328,15 @@ class TransferEngine:
         """Read ranges of memory of one or many peers into ``dst``, as one transfer: the opposite of ``scatter``."""
         how = self._how(None, "once", rail, timeout_s, counter, callback)
         rows = [
-            (_handle("src", s.src, Remote), *_places(s.src_offset, s.dst_offset, s.nbytes))
-            for s in _each("sources", sources, Source)
+            (given_handle("src", s.src, Remote), *given_places(s.src_offset, s.dst_offset, s.nbytes))
+            for s in given_list("sources", sources, Source)
         ]
-        return Transfer(self, self.core.spread(False, _handle("dst", dst, Memory), rows, how))
+        return Transfer(self, self.core.spread(False, given_handle("dst", dst, Memory), rows, how))
 
     def notify(self, peer: Peer, imm: int, timeout_s: float | None = None) -> Transfer:
         """Send an immediate alone."""
         how = self._how(whole("imm", imm, IMM_MAX), "once", ANY_RAIL, timeout_s, None, None)
-        return Transfer(self, self.core.notify(_handle("peer", peer, Peer), how))
+        return Transfer(self, self.core.notify(given_handle("peer", peer, Peer), how))
 
     def send(
         self,
@@ -394,8 +351,8 @@ class TransferEngine:
     ) -> Transfer:
         """Send a message, of any length; messages of one peer are received in the order they were sent."""
         how = self._how(None, "once", ANY_RAIL, timeout_s, counter, callback)
-        core_peer, core_src = _handle("peer", peer, Peer), _handle("src", src, Memory)
-        count = _length(nbytes, src, offset=offset)
+        core_peer, core_src = given_handle("peer", peer, Peer), given_handle("src", src, Memory)
+        count = length_within(nbytes, src, offset=offset)
         return Transfer(self, self.core.send(core_peer, core_src, offset, count, how))
 
     def recv(
@@ -411,16 +368,18 @@ class TransferEngine:
     ) -> Transfer:
         """Receive the next message from ``peer``, or from anyone; fails if it is longer than ``nbytes``."""
         how = self._how(None, "once", ANY_RAIL, timeout_s, counter, callback)
-        core_dst = _handle("dst", dst, Memory)
-        core_peer = None if peer is None else _handle("peer", peer, Peer)
-        count = _length(nbytes, dst, offset=offset)
+        core_dst = given_handle("dst", dst, Memory)
+        core_peer = None if peer is None else given_handle("peer", peer, Peer)
+        count = length_within(nbytes, dst, offset=offset)
         return Transfer(self, self.core.recv(core_peer, core_dst, offset, count, how))
 
     # ---- immediates, counters, watchers
 
     def imm(self, peer: Peer, id: int) -> ImmCounter:
         """Return the counter of immediates ``id`` (0 to 1048575) from ``peer``."""
-        return ImmCounter(self, self.core.imm_counter(_handle("peer", peer, Peer), whole("imm", id, IMM_MAX)))
+        return ImmCounter(
+            self, self.core.imm_counter(given_handle("peer", peer, Peer), whole("imm", id, IMM_MAX))
+        )
 
     def expected_imms(self, nbytes: int, pages: int = 0, sender: Peer | None = None) -> int:
         """Return how many immediates the target of one write with ``notify="each"`` counts.
@@ -430,7 +389,7 @@ class TransferEngine:
             sender: whose write it is, if not this engine's own: a peer with the same NICs' limits and
                 ``shard_bytes_min``, but its own number of rails.
         """
-        rails = 0 if sender is None else _handle("sender", sender, Peer).rails
+        rails = 0 if sender is None else given_handle("sender", sender, Peer).rails
         return int(self.core.expected_imms(whole("pages", pages), whole("nbytes", nbytes), rails))
 
     def barrier(self, peers: Sequence[Peer], id: int, timeout_s: float | None = None) -> None:
@@ -439,7 +398,7 @@ class TransferEngine:
         Ids are 0 to 1048575 and have nothing to do with those of immediates.
         Raises: PeerLost naming the first peer that did not come in time.
         """
-        group = [peer.core for peer in _each("peers", peers, Peer)]
+        group = [peer.core for peer in given_list("peers", peers, Peer)]
         self.core.barrier(group, whole("id", id, IMM_MAX), self.timeout(timeout_s))
 
     def counter(self) -> Counter:
@@ -508,8 +467,8 @@ class TransferEngine:
             imm = whole("imm", imm, IMM_MAX)
         if index_of(rail) != ANY_RAIL:
             rail = whole("rail", rail, 1 << 16)
-        deadline_s = _seconds("timeout_s", timeout_s) or 0.0
-        core_counter = None if counter is None else _handle("counter", counter, Counter)
+        deadline_s = given_seconds("timeout_s", timeout_s) or 0.0
+        core_counter = None if counter is None else given_handle("counter", counter, Counter)
         return (imm, notify == "each", rail, float(deadline_s), core_counter, for_core(callback))
 
     def _paged(
@@ -523,7 +482,13 @@ class TransferEngine:
         how: tuple[Any, ...],
     ) -> Transfer:
         names = ("src", "dst") if is_write else ("dst", "src")
-        core_local, core_remote = _handle(names[0], local, Memory), _handle(names[1], remote, Remote)
-        here, there = _pages(f"{names[0]}_pages", local_pages), _pages(f"{names[1]}_pages", remote_pages)
+        core_local, core_remote = (
+            given_handle(names[0], local, Memory),
+            given_handle(names[1], remote, Remote),
+        )
+        here, there = (
+            given_pages(f"{names[0]}_pages", local_pages),
+            given_pages(f"{names[1]}_pages", remote_pages),
+        )
         nbytes = whole("page_bytes", page_bytes)
         return Transfer(self, self.core.paged(is_write, core_local, here, core_remote, there, nbytes, how))

@@ -17,7 +17,8 @@ from weft.collectives.compiler.instances import replicate
 from weft.collectives.compiler.lower import lower
 from weft.collectives.compiler.schedule import schedule
 from weft.collectives.ir import MAX_COUNT, Algorithm, fifo_units
-from weft.collectives.language import Program, ProgramError
+from weft.collectives.language import Program
+from weft.collectives.program_lines import ProgramError
 from weft.collectives.verifier import Report, VerificationError, verify
 
 __all__ = ["collector_paused", "compile_in_order", "compile_program", "compile_proven", "replicate"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from weft.collectives.compiler.graph import Node
-from weft.collectives.language import ProgramError
+from weft.collectives.program_lines import ProgramError
 
 
 @dataclasses.dataclass(eq=False)

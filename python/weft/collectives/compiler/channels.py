@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from weft.collectives.compiler.graph import Graph, Node
 from weft.collectives.ir import MAX_CHANNELS
-from weft.collectives.language import ProgramError
+from weft.collectives.program_lines import ProgramError
 
 
 class Chain:

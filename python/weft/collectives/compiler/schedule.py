@@ -16,7 +16,7 @@ from collections import deque
 from weft.collectives.compiler.channels import assign_channels, chains_of
 from weft.collectives.compiler.graph import Graph, Node
 from weft.collectives.ir import fifo_units
-from weft.collectives.language import ProgramError
+from weft.collectives.program_lines import ProgramError
 
 
 def schedule(graph: Graph) -> list[Node]:

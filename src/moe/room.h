@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/core/carver.h"
+#include "kernels/moe/high_throughput_args.h"
 #include "memory/heap.h"
 
 namespace weft {

@@ -43,6 +43,11 @@ def describe(value: object) -> str:
     return "None" if value is None else shortened(value)
 
 
+def check_num_experts(value: object, num_ranks: int) -> int:
+    """Return how many experts all ranks have together."""
+    return check_whole("num_experts", value, 1, MAX_EXPERTS_PER_RANK * num_ranks)
+
+
 def check_tensor(
     argument: str,
     value: object,

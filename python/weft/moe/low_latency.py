@@ -46,9 +46,6 @@ class LowLatencyCalls:
     low_latency_mode: bool
     enable_shrink: bool
 
-    def _check_num_experts(self, num_experts: object) -> int:
-        raise NotImplementedError  # weft.Buffer has it
-
     # -- dispatch --------------------------------------------------------------------------------------------
 
     def low_latency_dispatch(
@@ -172,7 +169,7 @@ class LowLatencyCalls:
         check_flags(**asked)
         sizes = Sizes(
             check_whole("num_max_dispatch_tokens_per_rank", max_tokens, 1, MAX_LOW_LATENCY_TOKENS),
-            self._check_num_experts(num_experts),
+            arguments.check_num_experts(num_experts, self.group_size),
             self.rank,
             self.group_size,
         )
@@ -368,7 +365,7 @@ class LowLatencyCalls:
         self._low_latency_engine("buffer", None)
         check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         check_whole("hidden", hidden, 1)
-        self._check_num_experts(num_experts)
+        arguments.check_num_experts(num_experts, self.group_size)
 
     # -- masks -----------------------------------------------------------------------------------------------
 

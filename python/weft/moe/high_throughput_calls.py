@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The high-throughput calls of ``weft.Buffer``: layout, dispatch and combine, with all checks of their arguments.
+
+What runs after the checks stands in weft.moe.high_throughput. T tokens here, N rows received here, R ranks, E experts,
+K slots per token.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from weft.errors import invalid
+from weft.moe import arguments, high_throughput
+from weft.moe.config import MAX_ALIGNMENT, Config, align, check_whole
+from weft.moe.engine import Engine
+from weft.moe.engines import Engines, Signature
+from weft.moe.events import EventOverlap, PreviousEvent, handle_of
+from weft.moe.handle import DispatchHandle, DispatchState
+from weft.moe.high_throughput import CombinePlan, LayoutPlan, Payload
+from weft.runtime.plain import plain_forms
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _with_config(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return ``call`` with its config required.
+
+    By position, the config may also stand where num_worst_tokens does: versions of DeepEP differ in it.
+    """
+    signature = inspect.signature(call)
+    names = list(signature.parameters)
+    worst_at = names.index("num_worst_tokens") if "num_worst_tokens" in names else len(names)
+
+    @functools.wraps(call)
+    def with_config(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if len(args) > worst_at and (args[worst_at] is None or isinstance(args[worst_at], Config)):
+            args = (*args[:worst_at], 0, *args[worst_at:])  # type: ignore[assignment]
+        config = signature.bind(*args, **kwargs).arguments.get("config")
+        if config is None:
+            raise invalid("config", arguments.describe(config), "a Config")
+        return call(*args, **kwargs)
+
+    with_config.__name__ = f"internode_{call.__name__}"
+    with_config.__qualname__ = f"Buffer.{with_config.__name__}"
+    with_config.__doc__ = f"The same as {call.__name__}(), with config required."
+    return with_config
+
+
+class HighThroughputCalls:
+    """The part of ``weft.Buffer`` that is high throughput; see there for construction, streams, threads, errors."""
+
+    _engines: Engines
+    _asked_sms: ClassVar[int]
+    group_size: int
+
+    # -- layout ----------------------------------------------------------------------------------------------
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: PreviousEvent = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Count tokens per rank and slots per expert, and say which token goes to which rank. Not collective.
+
+        Args:
+            topk_idx: int64 or int32 [T, K], contiguous; -1 is an empty slot. An expert may stand twice in a
+            row.
+            num_experts: over all ranks, the same on all of them.
+            previous_event, async_finish, allocate_on_comm_stream: see the class; the last one makes the
+                outputs belong to the communication stream and needs the first two.
+        Returns: (tokens per rank i32[R], tokens per node i32[nodes], slots per expert i32[E], is token in rank
+            bool[T, R], event). A node is what ranks make that map each other; where all do, eight ranks, and None for
+            up to eight.
+        """
+        self._engines.alive()
+        signature = self._signature("layout", (topk_idx,), num_experts)
+        plan: LayoutPlan | None = self._engines.plans.get(signature)
+        if plan is None:
+            plan = self._plan_layout(topk_idx, num_experts)
+            self._engines.keep(signature, plan)
+        engine = plan.engine
+        arguments.check_expert_ids(topk_idx, plan.num_experts)
+        previous = handle_of(previous_event, "previous_event")
+        arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
+        if (
+            previous is None and not async_finish
+        ):  # its memory is the caller's alone, so it can run as torch's kernels
+            counted = plan.new_outputs()
+            engine.layout_stream = engine.current_stream
+            high_throughput.layout(engine, topk_idx, counted, engine.layout_stream)
+            per_node = self._count_per_node(engine, counted.is_token_in_rank)
+            event = EventOverlap()
+        else:
+            engine.begin(previous)
+            with engine.allocating(allocate_on_comm_stream):
+                counted = plan.new_outputs()
+            high_throughput.layout(engine, topk_idx, counted, engine.stream)
+            with engine.on_comm_stream():
+                per_node = self._count_per_node(engine, counted.is_token_in_rank)
+            event = engine.finish(async_finish, (topk_idx, *counted, per_node))
+        per_rank, per_expert = torch.split_with_sizes(counted.counts, plan.parts)
+        return per_rank, per_node, per_expert, counted.is_token_in_rank, event
+
+    def _signature(self, call: str, tensors: tuple[Any, ...], *values: object) -> Signature:
+        """Return what a plan of calls like this one is kept under; () where arguments are to be checked."""
+        try:
+            forms = plain_forms(*tensors)
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # checks will say what is wrong
+            return ()
+        if not forms or any(type(value) not in (int, bool) for value in values):
+            return ()
+        return (call, forms, *values, *map(type, values))  # as True is as good a key as 1
+
+    def _plan_layout(self, topk_idx: object, num_experts: object) -> LayoutPlan:
+        engine = self._engines.of("topk_idx", topk_idx)
+        ids = arguments.check_topk_idx(topk_idx, "tokens", engine.device)
+        return LayoutPlan(engine, ids.size(0), arguments.check_num_experts(num_experts, self.group_size))
+
+    def _count_per_node(self, engine: Engine, in_rank: Tensor) -> Tensor | None:
+        """Return how many tokens go to each group of ranks; None for up to eight that all map each other."""
+        places = engine.rdma_places
+        if places is None:
+            return None
+        shape = (in_rank.size(0), engine.get_num_rdma_ranks())
+        goes = torch.zeros(shape, dtype=torch.int32, device=in_rank.device)
+        goes.scatter_reduce_(1, places.expand(in_rank.size(0), -1), in_rank.int(), "amax")
+        per_node: Tensor = goes.sum(dim=0, dtype=torch.int32)
+        return per_node
+
+    # -- dispatch --------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        x: Payload,
+        handle: DispatchHandle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: PreviousEvent = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Payload, Tensor | None, Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]:
+        """Send each row of ``x`` once to every rank that owns one of its experts.
+
+        Args:
+            x: [T, hidden], contiguous, rows of whole 16-byte words, any element type; or (rows, scales),
+                scales float32 or int32 [T, n] in any strides; or NVFP4: (int32 [T, hidden / 8], E4M3 scales of 16
+                channels as int32 [T, hidden / 64] in any strides, the global scale float32 [1], [T] or [T, 1]).
+            handle: of an earlier dispatch: repeat its routes, without ids and counts.
+            num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert: what
+                get_dispatch_layout() returned; not with a handle.
+            topk_idx, topk_weights: int64 or int32, and float32, [T, K]; both or neither; not with a handle.
+            expert_alignment: the returned counts are rounded up to multiples of it; rows are not padded.
+            num_worst_tokens: above 0: return exactly so many rows and no counts, so that nothing waits for
+                the GPU and a CUDA graph can be captured; the ids of rows beyond the real ones are -1, the
+                rest of such rows undefined. Needs topk_idx. weft.Error, code capacity, when more rows came.
+            config: only its num_sms matters.
+            previous_event, async_finish, allocate_on_comm_stream: see the class.
+        Returns: (recv_x [N, hidden], (rows, scales [N, n]) or (rows, scales, global scales
+            [N, 1]); recv_topk_idx [N, K]: local expert ids, -1
+            elsewhere, or None; recv_topk_weights float32 [N, K]: 0 elsewhere, or None; slots for each local
+            expert, or [] with num_worst_tokens; handle; event). Rows come in order of source rank, then of
+            source token. With a handle: (recv_x, None, None, None, None, event).
+            On CUDA received tensors live in the buffer's memory, which stays theirs as long as they do, and until
+            streams that record_stream() named are done with it.
+        Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E.
+        """
+        engine, rows = self._check_rows(x)
+        previous = handle_of(previous_event, "previous_event")
+        arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
+        arguments.check_deterministic_fill(engine.device)
+        num_sms = self._num_sms(config, engine)
+        if handle is not None:
+            state = self._check_repeat(handle, rows, topk_idx, topk_weights, engine)
+            if engine.lacks_room_for(state):
+                engine.make_room_for(state, rows.format, state.num_rows)
+            received = high_throughput.repeat(
+                engine, rows, state, num_sms, engine.order(previous, async_finish)
+            )
+            event = engine.result_event(async_finish, (rows.x, rows.scales))
+            return received.payload(), None, None, None, None, event
+
+        given = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
+        signature = self._signature("dispatch", (rows.x, *given, topk_idx, topk_weights))
+        if signature in self._engines.plans:
+            in_rank, per_expert, ids, weights = (
+                is_token_in_rank,
+                num_tokens_per_expert,
+                topk_idx,
+                topk_weights,
+            )
+            assert in_rank is not None and per_expert is not None
+        else:
+            in_rank, per_expert = self._check_layout(rows.x, *given)
+            ids, weights = self._check_top_k(rows.x, topk_idx, topk_weights)
+            self._engines.keep(signature, True)
+        if ids is not None:
+            arguments.check_expert_ids(ids, per_expert.size(0))
+        arguments.check_slot_counts(per_expert, ids)
+        alignment = check_whole("expert_alignment", expert_alignment, 1, MAX_ALIGNMENT)
+        num_worst_tokens = check_whole("num_worst_tokens", num_worst_tokens, 0, arguments.MAX_ROWS)
+        if num_worst_tokens > 0 and ids is None:
+            raise invalid(
+                "topk_idx", "None with num_worst_tokens", "expert ids, to tell rows from their tail"
+            )
+        rows = high_throughput.Rows(rows.x, rows.scales, ids, weights, has_global_scale=rows.has_global_scale)
+        received, state, counts = high_throughput.dispatch(
+            *(engine, rows, in_rank, per_expert, num_worst_tokens, num_sms),
+            engine.order(previous, async_finish),
+        )
+        used = (rows.x, rows.scales, ids, weights, in_rank, per_expert)
+        event = engine.result_event(async_finish, (*used, state.send_row, state.slot_base, state.prefix))
+        aligned = counts if alignment == 1 else [align(count, alignment) for count in counts]
+        assert num_tokens_per_rank is not None
+        handle = DispatchHandle(state, num_tokens_per_rank)
+        return received.payload(), received.ids(), received.weights(), aligned, handle, event
+
+    def _check_layout(
+        self,
+        x: Tensor,
+        num_tokens_per_rank: object,
+        num_tokens_per_rdma_rank: object,
+        is_token_in_rank: object,
+        num_tokens_per_expert: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Check what get_dispatch_layout() returned; return (is_token_in_rank, num_tokens_per_expert)."""
+        num_ranks, device, i32 = self.group_size, x.device, (torch.int32,)
+        arguments.check_tensor("num_tokens_per_rank", num_tokens_per_rank, (num_ranks,), i32, device)
+        if num_tokens_per_rdma_rank is not None:
+            shape = (self._engines.alive().get_num_rdma_ranks(),)
+            arguments.check_tensor("num_tokens_per_rdma_rank", num_tokens_per_rdma_rank, shape, i32, device)
+        in_rank = arguments.check_tensor(
+            "is_token_in_rank", is_token_in_rank, (x.size(0), num_ranks), (torch.bool,), device
+        )
+        per_expert = arguments.check_tensor(
+            "num_tokens_per_expert", num_tokens_per_expert, ("experts",), i32, device
+        )
+        arguments.check_num_experts(per_expert.size(0), num_ranks)
+        return in_rank, per_expert
+
+    def _check_top_k(
+        self, x: Tensor, topk_idx: object, topk_weights: object
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Check ids and weights, which come together or not at all."""
+        if topk_idx is None and topk_weights is None:
+            return None, None
+        ids = arguments.check_topk_idx(topk_idx, x.size(0), x.device)
+        shape, f32 = tuple(ids.shape), (torch.float32,)
+        return ids, arguments.check_tensor("topk_weights", topk_weights, shape, f32, x.device)
+
+    def _check_repeat(
+        self,
+        handle: object,
+        rows: high_throughput.Rows,
+        topk_idx: object,
+        topk_weights: object,
+        engine: Engine,
+    ) -> DispatchState:
+        """Check the arguments of a dispatch along the routes of an earlier one."""
+        for argument, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            if value is not None:
+                raise invalid(
+                    argument, arguments.describe(value), "None with a handle, whose routes are repeated"
+                )
+        state = self._check_handle(handle, engine)
+        if rows.x.size(0) != state.num_tokens:
+            raise invalid(
+                "x", arguments.describe(rows.x), f"the {state.num_tokens} rows of the handle's dispatch"
+            )
+        return state
+
+    def _check_handle(self, handle: object, engine: Engine) -> DispatchState:
+        state: DispatchState = engine.check_handle(handle, DispatchHandle, "dispatch")
+        return state
+
+    def _num_sms(self, config: object, engine: Engine) -> int:
+        given = arguments.check_config(config)
+        return given.num_sms if given is not None else self._asked_sms or engine.planned_sms
+
+    # -- combine ---------------------------------------------------------------------------------------------
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: DispatchHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: PreviousEvent = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Send rows back to their tokens and sum them, unweighted.
+
+        Args:
+            x: bf16 or float32 [N, hidden], contiguous, in the order of recv_x; hidden need not be dispatch's.
+            handle: what the dispatch returned that brought the rows; any number of combines may use it.
+            topk_weights: float32 [N, K], to be carried back too.
+            bias: one or two tensors [T, hidden] of x's type, which sums start from.
+            config, previous_event, async_finish, allocate_on_comm_stream: as in dispatch().
+        Returns: (combined_x [T, hidden]: float32 sums, biases first, then ranks ascending, rounded once to
+            x's type, 0 for a token that was sent nowhere; over several nodes the ranks of each are summed and rounded
+            first, and then nodes ascending; per slot the sum of the weights that came back,
+            float32 [T, K], or None; event).
+        Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
+        """
+        self._engines.alive()
+        signature = self._signature("combine", (x,), bias is None)
+        plan: CombinePlan | None = self._engines.plans.get(signature)
+        if plan is None or bias is not None or x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
+            engine = self._engines.of("x", x)
+            state = self._check_handle(handle, engine)
+            x = arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, engine.device)
+            biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, engine.device)
+            plan = self._engines.keep(signature, CombinePlan(engine, x))
+        else:
+            engine, biases = plan.engine, ()
+            state = self._check_handle(handle, engine)
+            if x.size(0) != state.num_rows:
+                arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, engine.device)
+        if topk_weights is not None:
+            columns = state.top_k or "top_k"
+            topk_weights = arguments.check_tensor(
+                "topk_weights", topk_weights, (state.num_rows, columns), (torch.float32,), engine.device
+            )
+        previous = handle_of(previous_event, "previous_event")
+        arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
+        arguments.check_deterministic_fill(engine.device)
+        num_sms = self._num_sms(config, engine)
+        if engine.lacks_room_for(state):
+            engine.make_room_for(
+                state,
+                high_throughput.combined_format(x, 0 if topk_weights is None else topk_weights.size(1)),
+                0,
+            )
+        with engine.allocating(allocate_on_comm_stream):
+            combined = plan.new_output(state.num_tokens)
+            combined_weights = None
+            if topk_weights is not None:
+                combined_weights = engine.empty(state.num_tokens, topk_weights.size(1), dtype=torch.float32)
+        order = engine.order(previous, async_finish)
+        high_throughput.combine(
+            engine, x, topk_weights, biases, state, (combined, combined_weights), num_sms, order
+        )
+        used = (x, topk_weights, *biases, state.send_row, state.slot_base, state.prefix)
+        return (
+            combined,
+            combined_weights,
+            engine.result_event(async_finish, (*used, combined, combined_weights)),
+        )
+
+    # -- across nodes, by their older names ------------------------------------------------------------------
+
+    internode_dispatch = _with_config(dispatch)
+    internode_combine = _with_config(combine)
+
+    def _check_rows(self, x: Payload) -> tuple[Engine, high_throughput.Rows]:
+        """Return the rows of x and the engine that they are for: a tensor, a pair with scales, or an NVFP4 triple."""
+        self._engines.alive()
+        signature = self._signature("rows", (x,)) if isinstance(x, Tensor) else ()
+        form: tuple[Engine, Any] | None = self._engines.plans.get(signature)
+        if form is not None and isinstance(x, Tensor) and not x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
+            return form[0], high_throughput.Rows(x, None)
+        engine = self._engines.of("x", x)
+        if isinstance(x, (tuple, list)) and len(x) == 3:
+            packed, words = arguments.check_nvfp4_rows(x, "tokens", engine.device)
+            return engine, high_throughput.Rows(packed, words, has_global_scale=True)
+        rows = high_throughput.Rows(*arguments.check_rows_with_scales(x, "tokens", engine.device))
+        self._engines.keep(signature, (engine, None))
+        return engine, rows

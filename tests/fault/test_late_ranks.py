@@ -19,7 +19,7 @@ import torch
 import weft
 from weft import _core
 from weft.collectives.calls import Collectives
-from weft.collectives.selector import parse_variant
+from weft.collectives.variants import parse_variant
 from weft.errors import PeerLost
 from weft.runtime.communicator import Communicator, Window
 from weft.testing import oracle

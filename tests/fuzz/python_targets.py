@@ -24,7 +24,7 @@ with atheris.instrument_imports(
 ):
     import weft.collectives.plan_form
     import weft.collectives.plan_json
-    import weft.collectives.selector
+    import weft.collectives.tuned_tables
     import weft.collectives.xml
     import weft.runtime.bootstrap_tcp as tcp
     from weft.errors import Error
@@ -51,11 +51,11 @@ def plan(data: bytes) -> None:
 def table(data: bytes) -> None:
     """A tuned table: read, and what is read is used."""
     TABLE.write_bytes(data)
-    for row in weft.collectives.selector.read_table(TABLE, ""):
+    for row in weft.collectives.tuned_tables.read_table(TABLE, ""):
         (row["collective"], row["ranks"]) in {("all_reduce", 2)}  # noqa: B015 - as rows_besides() does
         assert row["max_bytes"] is None or row["max_bytes"] >= 0
         hash(row["variant"])
-    weft.collectives.selector.rows_besides(TABLE, "", ["all_reduce"], 2)
+    weft.collectives.tuned_tables.rows_besides(TABLE, "", ["all_reduce"], 2)
 
 
 def messages(data: bytes) -> None:

@@ -16,7 +16,7 @@ from weft.collectives import Algorithm
 from weft.collectives.calls import Collectives
 from weft.collectives.executor import Call, Executor, Loaded
 from weft.collectives.library import build, entries
-from weft.collectives.selector import Choice, parse_variant
+from weft.collectives.variants import Choice, parse_variant
 from weft.errors import PeerLost
 from weft.runtime.communicator import Communicator
 from weft.testing.ranks import Rank

@@ -12,10 +12,11 @@ import torch
 
 from weft.collectives import AllReduce, Buffer, Collective, Program, Reduce
 from weft.collectives.executor import Call, Executor, Loaded
+from weft.collectives.interpreter import Interpreter
 from weft.collectives.ir import Algorithm, Op, Span
 from weft.collectives.language import Ref
+from weft.collectives.structure import check_structure
 from weft.collectives.values import Chunk, Value
-from weft.collectives.verifier import Interpreter, check_structure
 
 Empty = Callable[[int], torch.Tensor]  # makes a float32 tensor of so many elements
 

@@ -22,12 +22,22 @@ from random_programs import (
     uneven_sums,
 )
 
-from weft.collectives import Algorithm, AllToAll, Buffer, Program, VerificationError, calls, chunk, verify
-from weft.collectives.calls import Collectives, transfer
+from weft.collectives import (
+    Algorithm,
+    AllToAll,
+    Buffer,
+    Program,
+    VerificationError,
+    agreed_selector,
+    chunk,
+    verify,
+)
+from weft.collectives.call_runner import transfer
+from weft.collectives.calls import Collectives
 from weft.collectives.executor import Call, Executor
 from weft.collectives.library import build, entries
 from weft.collectives.rows import ELEMENTS, REDUCTIONS
-from weft.collectives.selector import Variant, build_variant
+from weft.collectives.variants import Variant, build_variant
 from weft.collectives.xml_write import to_xml
 from weft.errors import Error, PeerLost
 from weft.runtime.communicator import Communicator
@@ -429,9 +439,9 @@ def test_algorithms_serve_calls_of_the_other_form_and_with_a_root() -> None:
 
 def _other_files(rank: Rank, folder: str) -> tuple[list[str], str]:
     said: list[str] = []
-    calls.log = SimpleNamespace(warning=lambda text, *args: said.append(text % args))  # type: ignore[assignment]
+    agreed_selector.log = SimpleNamespace(warning=lambda text, *args: said.append(text % args))  # type: ignore[assignment]
     given = SimpleNamespace(log="warn", cache_dir="/nowhere", algorithm_dir=folder if rank.rank == 1 else "")
-    calls._core = SimpleNamespace(config=lambda: given)  # type: ignore[assignment]
+    agreed_selector._core = SimpleNamespace(config=lambda: given)  # type: ignore[assignment]
     comm = Collectives(Communicator(rank.group, timeout_s=20).core)
     ones = torch.ones(1024)
     comm.all_reduce(ones)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weft.collectives.calls import Collectives
-from weft.collectives.selector import Choice, parse_variant
+from weft.collectives.variants import Choice, parse_variant
 from weft.errors import Error, PeerLost
 from weft.runtime.communicator import Communicator, Window
 from weft.testing.ranks import Rank, run_ranks

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from weft import _core
 from weft.collectives.calls import Collectives
-from weft.collectives.selector import parse_choice
+from weft.collectives.variants import parse_choice
 from weft.errors import Error
 from weft.runtime.communicator import Communicator, Window
 from weft.testing.ranks import Rank, RankPool, run_ranks

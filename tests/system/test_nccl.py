@@ -12,7 +12,7 @@ import pytest
 
 import weft
 from weft.collectives.book import Part, write_book
-from weft.collectives.selector import table_name, write_table
+from weft.collectives.tuned_tables import table_name, write_table
 
 SOURCE = Path(__file__).with_name("nccl_ranks.c")
 LIBRARY = Path(weft.__file__).parent / "nccl"

@@ -12,7 +12,7 @@ import pytest
 
 from weft.bench.collective import fit
 from weft.collectives.cost import CPU, predict_us, sent_bytes
-from weft.collectives.selector import VARIANTS
+from weft.collectives.variants import VARIANTS
 
 
 def _rows(name: str, words: str, least_us: float, gbs: float, ranks: int) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from weft.bench.transfer import Line
+from weft.bench.transfer_line import Line
 from weft.errors import PeerLost
 
 

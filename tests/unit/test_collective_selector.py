@@ -17,15 +17,9 @@ import pytest
 from weft.collectives.book import Part, write_book
 from weft.collectives.cost import CPU, NVLINK, estimate, predict_us
 from weft.collectives.library import build
-from weft.collectives.selector import (
-    Selector,
-    read_algorithms,
-    read_table,
-    rows_besides,
-    table_name,
-    write_table,
-)
+from weft.collectives.selector import Selector, read_algorithms
 from weft.collectives.tune import table_rows
+from weft.collectives.tuned_tables import read_table, rows_besides, table_name, write_table
 from weft.collectives.verifier import verify
 from weft.collectives.xml_write import to_xml
 from weft.errors import Error

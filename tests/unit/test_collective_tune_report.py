@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from weft.collectives.selector import VARIANTS, write_table
 from weft.collectives.tune import table_rows
 from weft.collectives.tune_report import keep_measured, measured_path, report
+from weft.collectives.tuned_tables import write_table
+from weft.collectives.variants import VARIANTS
 from weft.errors import Error
 
 NAMES = {"all_gather": "allgather"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weft import cli
-from weft.collectives import VerificationError, verifier, verify
+from weft.collectives import VerificationError, interpreter, verify
 from weft.collectives.broken import Broken, broken_programs
 from weft.collectives.library import Entry, entries
 from weft.errors import Error
@@ -69,14 +69,14 @@ def test_compile_command_interprets_every_step_once_per_form(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ran = 0
-    execute = verifier.Interpreter._execute
+    execute = interpreter.Interpreter._execute
 
     def counted(self: Any, running: Any, step: Any) -> None:
         nonlocal ran
         ran += 1
         execute(self, running, step)
 
-    monkeypatch.setattr(verifier.Interpreter, "_execute", counted)
+    monkeypatch.setattr(interpreter.Interpreter, "_execute", counted)
     for ranks in (4, 16):
         ran = 0
         out = str(tmp_path / "ring.xml")

@@ -10,9 +10,8 @@ import pytest
 
 from weft.bench import pictures
 from weft.bench.report import Row, check_document
-from weft.collectives.cost import estimate
+from weft.collectives.cost import MACHINES, estimate
 from weft.collectives.library.registry import build
-from weft.collectives.selector import MACHINES
 from weft.collectives.show import summary, svg, time_parts
 from weft.demo import why_slower
 from weft.demo.train import Outcome

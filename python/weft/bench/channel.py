@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft import _core
 from weft.bench.report import Report, Row, add_report_arguments, progress
-from weft.bench.transfer import PROVIDERS, choose_nics, pin
+from weft.bench.transfer_side import PROVIDERS, choose_nics, pin
 from weft.errors import Error, invalid
 
 if TYPE_CHECKING:

@@ -19,269 +19,26 @@ the others): baselines ``nixl`` and ``mooncake``.
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
-import ctypes
-import json
-import mmap
 import multiprocessing
 import os
-import random
 import socket
 import statistics
-import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from weft import _core
 from weft.bench.report import Report, Row, add_report_arguments, plain_text, progress
 from weft.bench.transfer_dial import dialled, free_port, own_address, serving
-from weft.bench.transfer_others import Other, open_others
+from weft.bench.transfer_line import TIMEOUT_S, Line
+from weft.bench.transfer_loads import BUFFER_BYTES, MIB, PAGE_BYTES, PAGES, Load, pairs_of, plan_loads
+from weft.bench.transfer_side import describe_nics, open_side, pin, serve
 from weft.errors import Error, PeerLost, invalid
 from weft.runtime.endings import end_with_parent
-from weft.transfer import Pages, Span, TransferEngine
+from weft.transfer import Pages
 from weft.transfer.engine import ANY_RAIL
 
-MIB = 1 << 20
-BUFFER_BYTES = 64 * MIB
-TIMEOUT_S = 120.0
-DIAL_S = 20.0
-PAGE_BYTES, PAGES = 4096, 1000
 REPEATS = 3  # of the engine and of each baseline, before the other has its turn
-RATE_BYTES = (8, 64, 512, 4096)
-RAIL_BYTES = 16 * MIB
-LARGE_BYTES = (64 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-PROVIDERS = {"tcp": "fabric:tcp", "shm": "fabric:shm"}
-
-
-@dataclass(frozen=True)
-class Load:
-    """One row to measure: ``count`` operations of ``nbytes`` per repetition, ``window`` of them under way."""
-
-    call: str
-    nbytes: int
-    count: int
-    window: int
-    pool: int = 1  # paged_write: pages are picked out of so many times as many
-    rail: int = ANY_RAIL  # of the engine; the raw loop has but one
-
-    @property
-    def kind(self) -> str:
-        """What the loops in C++ call it."""
-        return "write" if self.call == "write_rate" else self.call
-
-    def to_core(self, repeats: int) -> tuple[str, int, int, int, int, int]:
-        """Return what both loops in C++ take, in their order."""
-        return (self.kind, self.nbytes, self.count, self.window, self.pool, repeats)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes of one operation."""
-        return PAGE_BYTES * PAGES if self.call == "paged_write" else self.nbytes
-
-    @property
-    def operations(self) -> int:
-        """Operations per repetition, for the time of one."""
-        if self.call == "paged_write":
-            return 1
-        return 2 * self.count if self.call == "write_imm_latency" else self.count
-
-
-def plan_loads(calls: Sequence[str] | None, quick: bool, rails: int) -> list[Load]:
-    """Return the rows to measure, in order. Raises: weft.Error for calls that there are none of.
-
-    With several rails there is a row for each alone, too.
-    """
-    volume = (8 if quick else 64) * MIB
-    large = [Load(call, n, max(volume // n, 1), 16) for call in ("write", "read") for n in LARGE_BYTES]
-    loads = [Load("write_imm_latency", n, 200 if quick else 2000, 1) for n in (8, 4096)]
-    # Over tcp the speed depends on how the two processes fall into step: long repetitions see all of it.
-    loads += [Load("write_rate", n, 1000 if quick else 20000, 64) for n in RATE_BYTES]
-    loads += [Load("paged_write", PAGE_BYTES, PAGES, 64, pool) for pool in (1, 4)]
-    loads += large
-    if rails > 1:
-        loads += [Load("write", RAIL_BYTES, max(volume // RAIL_BYTES, 1), 16, rail=i) for i in range(rails)]
-    loads += [Load("scatter", n, max(volume // n // 4, 1), 16) for n in (64 << 10, MIB)]
-    known = list(dict.fromkeys(load.call for load in loads))
-    for call in calls or ():
-        if call not in known:
-            raise invalid("--calls", call, ", ".join(known))
-    return [load for load in loads if not calls or load.call in calls]
-
-
-# ---- two sides and the line between them
-
-
-MESSAGE_BYTES_MAX = 4 * BUFFER_BYTES
-
-
-def to_json(value: object) -> object:
-    """Return bytes as JSON can carry them."""
-    if isinstance(value, bytes):
-        return {"base64": base64.b64encode(value).decode()}
-    raise TypeError(type(value).__name__)
-
-
-def from_json(value: dict[str, Any]) -> Any:
-    """Undo ``to_json``."""
-    return base64.b64decode(value["base64"]) if set(value) == {"base64"} else value
-
-
-@contextlib.contextmanager
-def naming_the_loss() -> Iterator[None]:
-    """Raise what breaks a connection inside the block as PeerLost."""
-    try:
-        yield
-    except TimeoutError:
-        raise PeerLost(f"bench transfer: the other side is lost: no word for {TIMEOUT_S:g} s") from None
-    except OSError as error:
-        raise PeerLost(f"bench transfer: the other side is lost: {error}") from None
-
-
-class Line:
-    """JSON messages over a connection, each with its length in front. A lost other side raises PeerLost."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        connection.settimeout(TIMEOUT_S)
-
-    @property
-    def host(self) -> str:
-        """This side's address as the other side knows it."""
-        name = self._connection.getsockname()
-        return str(name[0]) if self._connection.family == socket.AF_INET else "127.0.0.1"
-
-    def send(self, message: dict[str, Any]) -> None:
-        body = json.dumps(message, default=to_json).encode()
-        with naming_the_loss():
-            self._connection.sendall(struct.pack("<I", len(body)) + body)
-
-    def recv(self) -> Any:
-        (count,) = struct.unpack("<I", self._exactly(4))
-        if count > MESSAGE_BYTES_MAX:
-            raise invalid("message", f"{count} bytes", f"up to {MESSAGE_BYTES_MAX}")
-        return json.loads(self._exactly(count), object_hook=from_json)
-
-    def _exactly(self, count: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            with naming_the_loss():
-                part = self._connection.recv(count - len(parts))
-            if not part:
-                raise PeerLost("bench transfer: the other side closed its connection")
-            parts += part
-        return bytes(parts)
-
-
-@dataclass
-class Side:
-    """One process's buffer, engine and raw endpoint."""
-
-    buffer: mmap.mmap
-    span: Span
-    engine: TransferEngine
-    raw: Any
-    memory: Any = field(init=False)
-    peer: Any = field(init=False, default=None)
-    remote: Any = field(init=False, default=None)
-    others: dict[str, Other] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.memory = self.engine.register(self.span, remote_read=True, remote_write=True)
-
-    def card(self) -> dict[str, Any]:
-        """Return what the other side needs."""
-        return {
-            "address": self.engine.address,
-            "descriptor": self.memory.descriptor,
-            "raw": None if self.raw is None else self.raw.address,
-        }
-
-    def meet(self, card: dict[str, Any]) -> None:
-        """Connect to the side with that card."""
-        self.peer = self.engine.connect(card["address"], DIAL_S)
-        self.remote = self.engine.attach(card["descriptor"], DIAL_S)
-        if self.raw is not None and card["raw"] is not None:
-            self.raw.connect(card["raw"])
-
-    def open_others(self, host: str) -> dict[str, Any]:
-        """Open other engines on the same buffer; return their cards, or why they are absent."""
-        self.others, absent = open_others(self.span.address, BUFFER_BYTES, host)
-        return {"cards": {name: other.card() for name, other in self.others.items()}, "absent": absent}
-
-
-def pin(cpu: int) -> set[int]:
-    """Keep this process on one CPU; unpinned runs swing by hundreds of microseconds. Return those it had."""
-    available = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(available)[cpu % len(available)]})
-    return available
-
-
-def open_side(args: argparse.Namespace, name: str) -> Side:
-    """Open engine, raw endpoint and a buffer that both use."""
-    provider = PROVIDERS.get(args.provider, args.provider)
-    nic_names = (
-        args.nics.split(",") if args.nics else choose_nics(provider, args.command != "server" and args.local)
-    )
-    buffer = mmap.mmap(-1, BUFFER_BYTES)
-    buffer[:] = bytes(BUFFER_BYTES)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    span = Span(address, BUFFER_BYTES, owner=buffer)
-    engine = TransferEngine(provider, nic_names, name=name, timeout_s=TIMEOUT_S)
-    raw = None
-    if provider.startswith("fabric:"):
-        raw = _core.transfer_raw_loop(
-            _core.transfer_find_provider(provider), nic_names[0], address, BUFFER_BYTES
-        )
-    return Side(buffer, span, engine, raw)
-
-
-def choose_nics(provider: str, local: bool) -> list[str]:
-    """Return the NIC to use: on one machine the loopback interface, where there is a choice."""
-    nics = _core.transfer_find_provider(provider).probe()
-    usable = [nic["name"] for nic in nics if not nic["unusable_because"]]
-    if not usable:
-        whys = "; ".join(nic["unusable_because"] for nic in nics)
-        raise invalid("--provider", f"{provider} (unusable here: {whys})", "another one")
-    local_ones = [name for name in usable if name.endswith("@127.0.0.1")]
-    return local_ones[:1] if local and local_ones else usable[:1]
-
-
-def serve(line: Line, args: argparse.Namespace) -> None:
-    """Be the passive side of one run: do what the client says until it says goodbye."""
-    side = open_side(args, "server")
-    if args.command == "server":
-        print(describe_nics(side.engine), flush=True)
-    line.send(side.card())
-    side.meet(line.recv())
-    answered = _core.TransferAnswered()
-    while (order := line.recv())["do"] != "quit":
-        if order["do"] == "serve raw":
-            line.send({"ready": True})
-            side.raw.serve(TIMEOUT_S)
-        elif order["do"] == "serve engine":
-            line.send({"ready": True})
-            _core.transfer_serve(
-                side.engine.core,
-                side.peer.core,
-                side.memory.core,
-                side.remote.core,
-                answered,
-                TIMEOUT_S,
-            )
-        elif order["do"] == "fill":
-            side.buffer[:] = bytes([order["with"]]) * BUFFER_BYTES
-            line.send({"filled": True})
-        elif order["do"] == "open others":
-            opened = side.open_others(line.host)
-            line.send(opened)
-            for name, card in order["cards"].items():
-                if name in side.others:
-                    side.others[name].meet(card)
-        elif order["do"] == "show":
-            line.send({"bytes": side.buffer[order["at"] : order["at"] + order["count"]]})
-    side.engine.close()
 
 
 class Client:
@@ -422,16 +179,6 @@ def measure_load(client: Client, load: Load, rounds: int) -> Row:
     )
 
 
-def pairs_of(load: Load) -> list[tuple[int, int]]:
-    """Return the offsets, here and there, of what one request of another engine moves."""
-    if load.call == "paged_write":
-        chance = random.Random(1)
-        here, there = (chance.sample(range(load.count * load.pool), load.count) for _ in range(2))
-        return [(a * load.nbytes, b * load.nbytes) for a, b in zip(here, there, strict=True)]
-    places = max(BUFFER_BYTES // load.nbytes, 1)
-    return [(i % places * load.nbytes,) * 2 for i in range(load.count)]
-
-
 def measure_others(client: Client, loads: Sequence[Load], rows: Sequence[Row], rounds: int) -> list[str]:
     """Add what other engines need for the same work to the rows; return notes about them."""
     side = client.side
@@ -460,17 +207,6 @@ def measure_others(client: Client, loads: Sequence[Load], rows: Sequence[Row], r
             "nixl, mooncake: their Python interfaces, all operations of a repetition as one request."
         )
     return notes
-
-
-def describe_nics(engine: TransferEngine) -> str:
-    """Return one line: the NICs in use, what they say of themselves, and what they carry together."""
-    nics = engine.nics
-    each = (
-        f"{nic.name} (NUMA node {nic.numa_node if nic.numa_node >= 0 else '-'}, {nic.gbit_per_s or '?'} Gbit/s)"
-        for nic in nics
-    )
-    total = sum(nic.gbit_per_s for nic in nics)
-    return f"{nics[0].provider}, {len(nics)} rails: {', '.join(each)}; {total or '?'} Gbit/s in all"
 
 
 def run_client(line: Line, args: argparse.Namespace) -> int:

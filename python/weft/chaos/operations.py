@@ -20,7 +20,7 @@ import weft
 from weft.chaos.engine_place import SLOT_BYTES, EnginePlace, pattern
 from weft.collectives.exchanges import EXCHANGES
 from weft.collectives.library import entries
-from weft.collectives.selector import Choice, parse_variant
+from weft.collectives.variants import Choice, parse_variant
 from weft.errors import Error
 from weft.runtime.bootstrap import find_bootstrap
 from weft.testing import elastic_refs, oracle

@@ -20,8 +20,9 @@ from weft.collectives.contract import (
 from weft.collectives.ir import Algorithm
 from weft.collectives.language import XML, Check, MSCCLProgram, Program, Ref, chunk, create_scratch, rotations
 from weft.collectives.program_lines import ProgramError
+from weft.collectives.structure import VerificationError
 from weft.collectives.values import Chunk
-from weft.collectives.verifier import Report, VerificationError, verify
+from weft.collectives.verifier import Report, verify
 
 __all__ = [
     "XML",

@@ -13,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 
 from weft.collectives.flow import size_limit
+from weft.collectives.interpreter import Interpreter, Running
 from weft.collectives.ir import Algorithm, Block, Connection, Step
 from weft.collectives.kept import kept
+from weft.collectives.structure import BlockId, check_structure
 from weft.collectives.values import total
-from weft.collectives.verifier import BlockId, Interpreter, Running, check_structure
 
 StepId = tuple[int, int, int]  # rank, block, step
 _REDUCING = ("allreduce", "reduce", "reducescatter", "reduce_scatter")

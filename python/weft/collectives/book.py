@@ -22,7 +22,8 @@ from weft.collectives.direct import direct_messages
 from weft.collectives.exchanges import EXCHANGES
 from weft.collectives.ir import Algorithm
 from weft.collectives.rows import chunks_of_part, program_rows, protocol_number
-from weft.collectives.selector import EXCHANGE, PROGRAM, Choice, Selector
+from weft.collectives.selector import Selector
+from weft.collectives.variants import EXCHANGE, PROGRAM, Choice
 from weft.collectives.verifier import verify
 from weft.errors import Error
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 
+from weft.collectives.interpreter import Interpreter, Running
 from weft.collectives.ir import Algorithm, Step
-from weft.collectives.verifier import Interpreter, Running, VerificationError, check_structure
+from weft.collectives.structure import VerificationError, check_structure
 
 _MOST = 64  # originals of one step; what more it moves is not named
 

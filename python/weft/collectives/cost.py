@@ -49,6 +49,7 @@ class Machine:
 CPU = Machine("cpu", 6.3, 2.0, 6.2, 6.2, 6.2, 5.6, 0.05, refer_bytes=16 << 10, one_thread=True)
 # Of programs; exchanges have costs of their own below.
 NVLINK = Machine("nvlink", 6.0, 1.3, 260.0, 25.0, 60.0, 2.0, 1.0, step_us=3.0)
+MACHINES = {"cpu": CPU, "nvlink": NVLINK}
 _LL128_FACTOR = 128 / 120
 _SLICE_BYTES = 1 << 18
 _REFERRED_SLICE_BYTES = 4 << 20  # of programs that refer to everything and only copy

@@ -18,9 +18,10 @@ from collections import defaultdict, deque
 
 import numpy as np
 
+from weft.collectives.interpreter import Interpreter, Running, Slot
 from weft.collectives.ir import Algorithm, Connection, Op, Span, Step
 from weft.collectives.kept import kept
-from weft.collectives.verifier import BlockId, Interpreter, Running, Slot, check_structure
+from weft.collectives.structure import BlockId, check_structure
 
 StepId = tuple[int, int, int]  # rank, block, step
 Connections = dict[Connection, tuple[BlockId, BlockId]]

@@ -21,10 +21,10 @@ from pathlib import Path
 from weft.bench.collective import size
 from weft.collectives.chunk_names import chunk_names
 from weft.collectives.compile import add_source_arguments, read_arguments
-from weft.collectives.cost import Estimate, Machine, estimate
+from weft.collectives.cost import MACHINES, Estimate, Machine, estimate
 from weft.collectives.ir import Algorithm, Op
-from weft.collectives.selector import MACHINES
-from weft.collectives.verifier import VerificationError, verify
+from weft.collectives.structure import VerificationError
+from weft.collectives.verifier import verify
 from weft.errors import invalid
 from weft.runtime.tables import size_text
 

@@ -13,10 +13,8 @@ Profilers see each call as an event "weft:all_reduce" and so on, with the shapes
 
 from __future__ import annotations
 
-import functools
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -25,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from weft.collectives.calls import Collectives
+from weft.collectives.monitored_barrier import MonitoredBarrier
+from weft.collectives.torch_work import Event, Pending, finished_work, profilers, seen_as
 from weft.errors import PeerLost, invalid
 from weft.runtime.communicator import connect
 from weft.runtime.roll_call import Gathering, RollCall
@@ -41,7 +41,6 @@ _OPS = {
 
 # Untyped: torch has two signatures for each method, and calls the older ones here.
 _ProcessGroup: Any = dist.ProcessGroup
-_profilers: Any = torch.autograd  # exports what it offers backends without a word of it in its types
 
 
 def _op(options: Any) -> str:
@@ -50,80 +49,6 @@ def _op(options: Any) -> str:
         if given == known:
             return name
     raise invalid("op", given, "SUM, PRODUCT, MIN, MAX or AVG")
-
-
-class _Event:
-    """What a profiler sees of one call. It ends in another thread, so that profilers count it as asynchronous."""
-
-    def __init__(self, name: str, given: Any) -> None:
-        tensors = _tensors(given)
-        self._handle = _profilers._record_function_with_args_enter(f"weft:{name}", *tensors)
-
-    def end_here(self) -> None:
-        _profilers._record_function_with_args_exit(self._handle)
-
-    def end(self) -> None:
-        ending = threading.Thread(target=self.end_here)
-        ending.start()
-        ending.join()
-
-
-def _tensors(given: Any) -> Iterator[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for part in given:
-            yield from _tensors(part)
-
-
-def _seen_as(name: str, given: int = 0) -> Callable[[Any], Any]:
-    """Show a method to profilers as "weft:``name``", with the tensors of positional argument ``given``."""
-
-    def wrap(method: Any) -> Any:
-        @functools.wraps(method)
-        def run(self: WeftGroup, *args: Any, **options: Any) -> Any:
-            if not _profilers._profiler_enabled() or self._is_seen:
-                return method(self, *args, **options)
-            event = _Event(name, args[given] if given < len(args) else [])
-            self._is_seen = True  # calls that this one is made of are not shown
-            try:
-                return method(self, *args, **options)
-            finally:
-                self._is_seen = False
-                event.end()
-
-        return run
-
-    return wrap
-
-
-def _work(result: Any) -> Any:
-    future: Any = torch.futures.Future()
-    future.set_result(result)
-    return torch._C._distributed_c10d._create_work_from_future(future)
-
-
-class _Pending(torch._C._distributed_c10d.Work):
-    """A send or receive under way. torch's own work of a future forgets what went wrong when it is waited for."""
-
-    def __init__(self, future: Any, source: int = -1) -> None:
-        super().__init__()
-        self._future = future
-        self.source = source
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._future.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return bool(self._future.done())
-
-    def get_future(self) -> Any:
-        return self._future
-
-    def _source_rank(self) -> int:
-        """Return the rank that sent what was received; -1 before it is known, and for a send."""
-        return self.source
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,7 +79,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self._roll = RollCall(self._part_of_store("processes"), rank)
         self._is_seen = False  # by a profiler
         self._name: str | None = None
-        self._arrivals = [0] * size  # at monitored barriers
+        self._barrier = MonitoredBarrier(self._part_of_store("monitored"), rank, size)
         self._calls: dict[str, Collectives] = {}
         self._p2p: dict[str, Collectives] = {}
         self._pairs(torch.empty(0))
@@ -222,32 +147,32 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- collectives -------------------------------------------------------------------------------------------
 
-    @_seen_as("all_reduce")
+    @seen_as("all_reduce")
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         for tensor in tensors:
             if tensor.layout is torch.sparse_coo:
                 self._sparse_sum(tensor, opts)
             else:
                 self._in_place(tensor, lambda t: self._of(t).all_reduce(t, _op(opts)))
-        return _work(list(tensors))
+        return finished_work(list(tensors))
 
-    @_seen_as("all_reduce")
+    @seen_as("all_reduce")
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
-    @_seen_as("broadcast")
+    @seen_as("broadcast")
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         for tensor in tensors:
             self._in_place(tensor, lambda t: self._of(t).broadcast(t, opts.rootRank))
-        return _work(list(tensors))
+        return finished_work(list(tensors))
 
-    @_seen_as("reduce")
+    @seen_as("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         for tensor in tensors:
             self._in_place(tensor, lambda t: self._of(t).reduce(t, opts.rootRank, _op(opts)))
-        return _work(list(tensors))
+        return finished_work(list(tensors))
 
-    @_seen_as("all_gather", 1)
+    @seen_as("all_gather", 1)
     def allgather(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
@@ -256,9 +181,9 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             gathered = self._of(given).all_gather(given.view(-1))
             for part, row in zip(parts, gathered, strict=True):
                 _real(part).copy_(row.view(_real(part).shape))
-        return _work([list(parts) for parts in outputs])
+        return finished_work([list(parts) for parts in outputs])
 
-    @_seen_as("all_gather", 1)
+    @seen_as("all_gather", 1)
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
@@ -269,62 +194,62 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             sizes = [_real(part).numel() for part in parts]
             for part, piece in zip(parts, row.split(sizes), strict=True):
                 _real(part).copy_(piece.view(_real(part).shape))
-        return _work([list(parts) for parts in outputs])
+        return finished_work([list(parts) for parts in outputs])
 
-    @_seen_as("all_gather_into_tensor", 1)
+    @seen_as("all_gather_into_tensor", 1)
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         given = _real(tensor).contiguous().view(-1)
         self._into(output, lambda out: self._of(given).all_gather(given, out=out))
-        return _work(output)
+        return finished_work(output)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self._allgather_base(output, tensor, opts)
 
-    @_seen_as("all_gather_into_tensor", 1)
+    @seen_as("all_gather_into_tensor", 1)
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         for output, tensor in zip(outputs, inputs, strict=True):
             self._allgather_base(output, tensor, opts)
-        return _work(list(outputs))
+        return finished_work(list(outputs))
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         return self.allgather_into_tensor_coalesced(outputs, inputs, opts)
 
-    @_seen_as("reduce_scatter_tensor", 1)
+    @seen_as("reduce_scatter_tensor", 1)
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         given = _real(tensor).contiguous().view(self._size, -1)
         self._into(output, lambda out: self._of(given).reduce_scatter(given, _op(opts), out=out))
-        return _work(output)
+        return finished_work(output)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self._reduce_scatter_base(output, tensor, opts)
 
-    @_seen_as("reduce_scatter", 1)
+    @seen_as("reduce_scatter", 1)
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
             given = torch.stack([_real(part).contiguous() for part in parts])
             self._reduce_scatter_base(output, given, opts)
-        return _work(list(outputs))
+        return finished_work(list(outputs))
 
-    @_seen_as("reduce_scatter_tensor", 1)
+    @seen_as("reduce_scatter_tensor", 1)
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         for output, tensor in zip(outputs, inputs, strict=True):
             self._reduce_scatter_base(output, tensor, opts)
-        return _work(list(outputs))
+        return finished_work(list(outputs))
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         return self.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
 
-    @_seen_as("all_to_all", 1)
+    @seen_as("all_to_all", 1)
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -339,12 +264,12 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             "output_splits": output_splits or None,
         }
         self._into(output, lambda out: self._of(given).all_to_all(given, out=out, **splits))
-        return _work(output)
+        return finished_work(output)
 
     def all_to_all_single(self, *args: Any, **options: Any) -> Any:
         return self.alltoall_base(*args, **options)
 
-    @_seen_as("all_to_all", 1)
+    @seen_as("all_to_all", 1)
     def alltoall(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
@@ -355,9 +280,9 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         )
         for part, piece in zip(outputs, found.split(sizes_out), strict=True):
             _real(part).copy_(piece.view(_real(part).shape))
-        return _work(list(outputs))
+        return finished_work(list(outputs))
 
-    @_seen_as("gather", 1)
+    @seen_as("gather", 1)
     def gather(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any
     ) -> Any:
@@ -366,9 +291,9 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         if found is not None:
             for part, row in zip(outputs[0], found, strict=True):
                 _real(part).copy_(row.view(_real(part).shape))
-        return _work([list(parts) for parts in outputs])
+        return finished_work([list(parts) for parts in outputs])
 
-    @_seen_as("scatter", 1)
+    @seen_as("scatter", 1)
     def scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any
     ) -> Any:
@@ -376,9 +301,9 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         if self._rank == opts.rootRank:
             given = torch.cat([_real(part).contiguous().view(-1) for part in inputs[0]])
         self._into(outputs[0], lambda out: self._of(out).scatter(given, out, opts.rootRank))
-        return _work(list(outputs))
+        return finished_work(list(outputs))
 
-    @_seen_as("barrier", 0)
+    @seen_as("barrier", 0)
     def barrier(self, opts: Any = None) -> Any:
         device = "cuda" if opts is not None and getattr(opts, "device_ids", None) else "cpu"
         token = torch.zeros(1, device=device)
@@ -392,7 +317,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         except PeerLost as error:
             wait_ms = round((timeout_s or self._timeout_s) * 1000)
             raise PeerLost(f"barrier: Timed out waiting {wait_ms}ms: {error}") from error
-        return _work(None)
+        return finished_work(None)
 
     @staticmethod
     def _own_timeout_s(opts: Any) -> float | None:
@@ -407,58 +332,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             ``wait_all_ranks``; on the others when rank 0 gave up, or did not come.
         """
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
-        store = self._part_of_store("monitored")
-        if self._rank == 0:
-            self._watch_arrivals(store, limit, wait_all_ranks)
-        else:
-            self._arrive(store, limit)
-
-    # A rank's n-th arrival is the key here/RANK/n, and gone/RANK/n once it waits no more; go/RANK/n is the answer.
-
-    def _watch_arrivals(self, store: Any, limit: float, wait_all_ranks: bool) -> None:
-        ends = time.monotonic() + limit
-        missing: list[int] = []
-        is_late = False
-        for rank in range(1, self._size):
-            is_late = not wait_all_ranks and time.monotonic() >= ends
-            if is_late:
-                break
-            if not self._has_come(store, rank, ends):
-                missing.append(rank)
-                if not wait_all_ranks:
-                    break
-        is_failed = is_late or bool(missing)
-        for rank in range(1, self._size):
-            if self._has_come(store, rank, 0):
-                store.set(f"go/{rank}/{self._arrivals[rank]}", b"lost" if is_failed else b"go")
-                self._arrivals[rank] += 1
-        after = f"after {round(limit * 1000)} ms"
-        if is_late:
-            raise PeerLost(f"Rank 0 timed out in monitoredBarrier {after}")
-        if missing:
-            names = ", ".join(map(str, missing))
-            raise PeerLost(f"Rank{'s' * wait_all_ranks} {names} failed to pass monitoredBarrier {after}")
-
-    def _has_come(self, store: Any, rank: int, ends: float) -> bool:
-        """Return whether a rank waits for an answer, at a point in time at the latest."""
-        while _has(store, f"here/{rank}/{self._arrivals[rank]}", ends - time.monotonic()):
-            if not store.check([f"gone/{rank}/{self._arrivals[rank]}"]):
-                return True
-            self._arrivals[rank] += 1
-        return False
-
-    def _arrive(self, store: Any, limit: float) -> None:
-        own = f"{self._rank}/{self._arrivals[self._rank]}"
-        self._arrivals[self._rank] += 1
-        store.set(f"here/{own}", b"")
-        is_answered = _has(store, f"go/{own}", limit)
-        if not is_answered:
-            store.set(f"gone/{own}", b"")
-        if not is_answered or bytes(store.get(f"go/{own}")) != b"go":
-            raise PeerLost(
-                f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                "send/recv from rank 0. Rank 0's error says who is missing."
-            )
+        self._barrier.wait(limit, wait_all_ranks)
 
     # -- point to point ----------------------------------------------------------------------------------------
 
@@ -501,12 +375,12 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         thread: ThreadPoolExecutor,
         tensor: torch.Tensor,
         act: Callable[[Collectives], object],
-    ) -> _Pending:
+    ) -> Pending:
         """Run a send or receive in a thread of its own and return its work."""
         calls = self._pairs(tensor)
         future: Any = torch.futures.Future()
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-        event = _Event(name, tensor) if _profilers._profiler_enabled() else None
+        event = Event(name, tensor) if profilers._profiler_enabled() else None
 
         def run() -> None:
             try:
@@ -531,7 +405,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
                 future.set_exception(error)
 
         thread.submit(run)
-        return _Pending(future)
+        return Pending(future)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -594,15 +468,6 @@ def _fixed(form: Sequence[int]) -> list[int]:
     if len(form) > _FORM_NUMBERS:
         raise invalid("tensor", f"{len(form)} sizes", f"a sparse tensor of at most {_FORM_NUMBERS} sizes")
     return [*form, *[-1] * (_FORM_NUMBERS - len(form))]
-
-
-def _has(store: Any, key: str, timeout_s: float) -> bool:
-    """Return whether a store gets a key within a time."""
-    try:
-        store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
-    except Exception:  # each torch version has another type for "timed out"
-        return bool(store.check([key]))
-    return True
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> WeftGroup:

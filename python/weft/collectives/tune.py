@@ -31,7 +31,7 @@ from weft.errors import Error, invalid
 
 if TYPE_CHECKING:
     from weft.collectives.book import Part
-    from weft.collectives.selector import Variant
+    from weft.collectives.variants import Variant
     from weft.testing.ranks import Rank
 
 log = logging.getLogger("weft.collectives")
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
     """Measure and write the table. Returns 0."""
     import torch
 
+    from weft.collectives.agreed_selector import machine_key
     from weft.collectives.book import Part
-    from weft.collectives.calls import machine_key
-    from weft.collectives.selector import rows_besides, table_name, write_table
     from weft.collectives.tune_report import keep_measured, report
+    from weft.collectives.tuned_tables import rows_besides, table_name, write_table
     from weft.testing.ranks import run_ranks
 
     torch.set_num_threads(1)
@@ -134,7 +134,7 @@ def _write_book(path: Path, part: Part) -> None:
 
 
 def _key(rank: Rank) -> str:
-    from weft.collectives.calls import machine_key
+    from weft.collectives.agreed_selector import machine_key
 
     return machine_key("cuda:0")
 
@@ -160,7 +160,7 @@ def measure(
     import torch
 
     from weft.collectives.calls import Collectives
-    from weft.collectives.selector import VARIANTS
+    from weft.collectives.variants import VARIANTS
     from weft.runtime.communicator import Communicator
 
     device = torch.device("cuda", me.rank) if is_cuda else torch.device("cpu")
@@ -251,7 +251,7 @@ def _winner(
 
 def _choice(me: Rank, variant: Variant, call: str, device: Any) -> Any:
     """Return what a variant runs; None where it does not exist."""
-    from weft.collectives.selector import PROGRAM
+    from weft.collectives.variants import PROGRAM
 
     if variant.mode != PROGRAM and device.type != "cuda":
         return None  # one thread does an exchange slowly, and compiled programs ask for a C++ compiler

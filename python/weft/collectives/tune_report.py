@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.bench.report import versions
-from weft.collectives.cost import predict_exchange_us, predict_us
-from weft.collectives.selector import MACHINES, VARIANTS, Choice, Selector, read_table
+from weft.collectives.cost import MACHINES, predict_exchange_us, predict_us
+from weft.collectives.selector import Selector
+from weft.collectives.tuned_tables import read_table
+from weft.collectives.variants import VARIANTS, Choice
 from weft.errors import Error
 
 NEAR = 1.1

@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _settings(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     """Return the settings that the ranks make for the options, as (name, value)."""
-    from weft.bench.transfer import PROVIDERS
+    from weft.bench.transfer_side import PROVIDERS
 
     given = {
         "WEFT_RANKS_PER_NODE": str(args.ranks_per_node or ""),
@@ -106,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
     import torch.distributed
 
-    from weft.bench.collective.measure import Options, call_of, measure
+    from weft.bench.collective.cases import Options, call_of
+    from weft.bench.collective.measure import measure
     from weft.bench.eager import time_columns
     from weft.testing.ranks import run_as_rank, run_ranks
 

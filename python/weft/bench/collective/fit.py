@@ -32,9 +32,9 @@ from typing import Any
 
 import numpy as np
 
-from weft.collectives.cost import Machine, predict_us, sent_bytes
+from weft.collectives.cost import MACHINES, Machine, predict_us, sent_bytes
 from weft.collectives.ir import Algorithm
-from weft.collectives.selector import MACHINES, VARIANTS
+from weft.collectives.variants import VARIANTS
 from weft.errors import Error
 
 # Sizes that a way is for; beyond, its times don't enter the fit. Bytes of the whole buffer.

@@ -182,7 +182,7 @@ def _options(args: argparse.Namespace, gpus: int) -> Options:
 
 
 def _nodes(args: argparse.Namespace, gpus: int) -> dict[str, Any]:
-    from weft.bench.transfer import PROVIDERS, choose_nics
+    from weft.bench.transfer_side import PROVIDERS, choose_nics
 
     if args.ranks_per_node == 0:
         return {}

@@ -19,7 +19,8 @@ from weft.collectives.compiler.schedule import schedule
 from weft.collectives.ir import MAX_COUNT, Algorithm, fifo_units
 from weft.collectives.language import Program
 from weft.collectives.program_lines import ProgramError
-from weft.collectives.verifier import Report, VerificationError, verify
+from weft.collectives.structure import VerificationError
+from weft.collectives.verifier import Report, verify
 
 __all__ = ["collector_paused", "compile_in_order", "compile_program", "compile_proven", "replicate"]
 

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of what was measured: which variant serves a collective up to which size. `weft tune` writes them.
+
+Bad and missing tables are never fatal: each is named in one line of the log, and has no rows.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from weft.collectives.library import entries
+from weft.collectives.variants import MODES, PROGRAM, Variant
+
+log = logging.getLogger("weft.collectives")
+
+TABLE_VERSION = 1
+
+
+def table_name(machine: str, key: str, ranks: int) -> str:
+    """Return the file name of a measured table."""
+    safe = "".join(c if c.isalnum() else "-" for c in key) or "any"
+    return f"collectives-{machine}-{safe}-{ranks}.json"
+
+
+def read_table(path: Path, key: str) -> list[dict[str, Any]]:
+    """Return a table's rows: collective, ranks (0 = any), max_bytes (None = all), variant. Bad: none, and a log."""
+    return [row for _, row in _read_rows(path, key)]
+
+
+def rows_besides(path: Path, key: str, collectives: Iterable[str], ranks: int) -> list[dict[str, Any]]:
+    """Return a table's rows but those of ``collectives`` on ``ranks`` ranks, as write_table() takes them."""
+    without = {(collective, ranks) for collective in collectives}
+    return [
+        written for written, row in _read_rows(path, key) if (row["collective"], row["ranks"]) not in without
+    ]
+
+
+def _read_rows(path: Path, key: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the rows of a table, as they are written and as they are used."""
+    if not path.is_file():
+        return []
+    try:
+        document = json.loads(path.read_text())
+        if document["version"] != TABLE_VERSION or (key and document["key"] != key):
+            log.info("table %s is for %s, version %s: not used", path, document["key"], document["version"])
+            return []
+        return [(row, _row(row)) for row in document["rows"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        log.warning("table %s is not used: %s: %s", path, type(error).__name__, error)
+        return []
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    options = tuple(sorted(row.get("options", {}).items()))
+    variant = Variant(
+        row["algorithm"],
+        row.get("protocol", "Simple"),
+        int(row.get("instances", 1)),
+        int(row.get("slice_bytes", 0)),
+        int(row.get("num_sms", 0)),
+        options,
+        row.get("mode", PROGRAM),
+    )
+    if variant.mode not in MODES:
+        raise ValueError(f"no mode {variant.mode!r}")
+    if variant.name not in entries():
+        raise ValueError(f"no algorithm {variant.name!r}")
+    hash(variant)  # a list among the options is a TypeError here, not where the variant is looked up
+    limit = row.get("max_bytes")
+    numbers = (variant.instances, variant.slice_bytes, variant.num_sms, row.get("ranks", 0), limit or 0)
+    if not isinstance(row["collective"], str) or any(int(number) < 0 for number in numbers):
+        raise ValueError(f"collective {row['collective']!r} with {numbers}")
+    return {
+        "collective": row["collective"],
+        "ranks": int(row.get("ranks", 0)),
+        "max_bytes": None if limit is None else int(limit),
+        "variant": variant,
+        "measured_us": {str(label): float(us) for label, us in row.get("measured_us", {}).items()},
+    }
+
+
+def write_table(path: Path, key: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Write a table; atomically, so that a reader sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"version": TABLE_VERSION, "key": key, "rows": list(rows)}
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    temporary.replace(path)

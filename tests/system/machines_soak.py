@@ -26,7 +26,7 @@ from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
 
-from weft.bench.report import machine, versions
+from weft.runtime.machine import machine, versions
 from weft.testing.bad_link import BadLink
 from weft.testing.machines import Machines, why_not
 

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft import _core
-from weft.bench.report import Report, Row, add_report_arguments, progress
+from weft.bench.report import Report, Row, add_report_arguments
 from weft.bench.transfer_side import PROVIDERS, choose_nics, pin
 from weft.errors import Error, invalid
+from weft.runtime.progress import progress
 
 if TYPE_CHECKING:
     from weft.testing.ranks import Rank

@@ -22,27 +22,20 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
-import re
 import shlex
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import weft
+from weft.runtime.machine import machine, versions
 from weft.runtime.tables import Column, Table, add_wide_argument, make_console, size_text
-
-MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 
 # What a row must hold, and the types that JSON may carry for it.
 ROW_FIELDS: dict[str, tuple[type, ...]] = {
@@ -273,45 +266,6 @@ def slowest_rank(samples_us_by_rank: Sequence[Sequence[float]]) -> list[float]:
     return [max(repetition) for repetition in zip(*samples_us_by_rank, strict=True)]
 
 
-@contextmanager
-def progress(enabled: bool = True) -> Iterator[Progress]:
-    """Yield a rich ``Progress`` with the bar that all benchmarks show; draw nothing when not ``enabled``."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not enabled) as bar:
-        yield bar
-
-
-def machine() -> dict[str, Any]:
-    """Return what a figure depends on: processor, cores, memory, and the GPUs if torch is loaded."""
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(pages / 2**30, 1),
-        "gpus": _gpus(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Weft, Python, and the packages that a figure may depend on."""
-    found = {"weft": weft.__version__, "python": platform.python_version()}
-    for package in ("torch", "numpy", "deep_ep", "nixl", *MOONCAKE):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        found["cuda"] = str(torch.version.cuda)
-        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
-    driver = Path("/proc/driver/nvidia/version")
-    version = re.search(r"\d+\.[\d.]*\d", driver.read_text()) if driver.is_file() else None
-    if version is not None:
-        found["nvidia_driver"] = version[0]
-    return found
-
-
 _PARTS = ("date", "machine", "versions", "command", "rows")
 
 
@@ -325,17 +279,3 @@ def check_document(document: dict[str, Any]) -> list[str]:
             elif not isinstance(row[name], types) or (isinstance(row[name], bool) and bool not in types):
                 wrong.append(f"rows[{index}].{name} is {row[name]!r}")
     return wrong
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or "unknown"
-
-
-def _gpus() -> list[str]:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return []
-    return [str(torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count())]

@@ -28,13 +28,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from weft import _core
-from weft.bench.report import Report, Row, add_report_arguments, plain_text, progress
+from weft.bench.report import Report, Row, add_report_arguments, plain_text
 from weft.bench.transfer_dial import dialled, free_port, own_address, serving
 from weft.bench.transfer_line import TIMEOUT_S, Line
 from weft.bench.transfer_loads import BUFFER_BYTES, MIB, PAGE_BYTES, PAGES, Load, pairs_of, plan_loads
 from weft.bench.transfer_side import describe_nics, open_side, pin, serve
 from weft.errors import Error, PeerLost, invalid
 from weft.runtime.endings import end_with_parent
+from weft.runtime.progress import progress
 from weft.transfer import Pages
 from weft.transfer.engine import ANY_RAIL
 

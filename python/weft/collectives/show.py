@@ -18,7 +18,6 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from weft.bench.collective import size
 from weft.collectives.chunk_names import chunk_names
 from weft.collectives.compile import add_source_arguments, read_arguments
 from weft.collectives.cost import MACHINES, Estimate, Machine, estimate
@@ -26,7 +25,7 @@ from weft.collectives.ir import Algorithm, Op
 from weft.collectives.structure import VerificationError
 from weft.collectives.verifier import verify
 from weft.errors import invalid
-from weft.runtime.tables import size_text
+from weft.runtime.tables import size, size_text
 
 Names = dict[tuple[int, int, int], tuple[str, ...]]  # of the chunks that a step moves
 

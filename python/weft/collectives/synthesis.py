@@ -28,7 +28,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.bench.collective import size
 from weft.collectives.compiler import compile_in_order
 from weft.collectives.contract import AllGather, AllReduce, Broadcast, Buffer, Collective, ReduceScatter
 from weft.collectives.ir import Algorithm
@@ -36,6 +35,7 @@ from weft.collectives.language import Program, Ref
 from weft.collectives.library import build, entries
 from weft.collectives.xml_write import to_xml
 from weft.errors import Error, invalid
+from weft.runtime.tables import size
 
 COLLECTIVES = {
     "all_gather": "allgather",

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft import _core
-from weft.bench.collective import size
-from weft.bench.report import progress, slowest_rank
 from weft.errors import Error, invalid
+from weft.runtime.progress import progress
+from weft.runtime.tables import size
 
 if TYPE_CHECKING:
     from weft.collectives.book import Part
@@ -265,6 +265,8 @@ def _in_turns(me: Rank, calls: list[Callable[[], Any]], device: Any) -> list[lis
     """Return every call's sorted microseconds of the slowest rank; what else this machine does hits all alike."""
     import torch
     import torch.distributed as dist
+
+    from weft.bench.report import slowest_rank
 
     def once(call: Callable[[], Any], times: int) -> float:
         dist.barrier(group=me.group)

@@ -18,12 +18,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from weft.bench.report import versions
 from weft.collectives.cost import MACHINES, predict_exchange_us, predict_us
 from weft.collectives.selector import Selector
 from weft.collectives.tuned_tables import read_table
 from weft.collectives.variants import VARIANTS, Choice
 from weft.errors import Error
+from weft.runtime.machine import versions
 
 NEAR = 1.1
 _KEPT = ("call", "bytes", "measured_us", "low_us")

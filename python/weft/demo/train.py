@@ -24,9 +24,9 @@ import torch.distributed
 from torch.nn import functional
 
 import weft
-from weft.bench.report import progress
 from weft.demo.model import ByteModel, Exchange, Local, OverRanks, Shape
 from weft.demo.text import batch, load_text
+from weft.runtime.progress import progress
 from weft.testing.ranks import Rank
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import weft
 from weft import _core
-from weft.bench.report import machine, versions
 from weft.errors import Error
 from weft.runtime import nvrtc
+from weft.runtime.machine import machine, versions
 from weft.runtime.tables import Column, Table, add_wide_argument, make_console
 
 _GIB = 2**30

@@ -168,6 +168,16 @@ class Table:
         return table
 
 
+def size(text: str) -> int:
+    """Return bytes for 1024, 64K, 64M or 1G (powers of 1024)."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    unit = units.get(text[-1:].upper(), 1)
+    try:
+        return int(text[:-1] if unit > 1 else text) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: bytes such as 1024, 64K, 64M, 1G") from None
+
+
 def size_text(num_bytes: int) -> str:
     """Return a size as people say it: 64 KiB, 1 MiB where it is a whole number of those, else 212 MB or 96 B."""
     for unit, one in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):

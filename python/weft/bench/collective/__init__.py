@@ -12,6 +12,7 @@ import argparse
 
 from weft.bench.report import Report, add_report_arguments
 from weft.errors import invalid
+from weft.runtime.tables import size
 
 CALLS = (
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter"),
@@ -24,16 +25,6 @@ FIXED_PLACES = {
 }
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64", "uint8", "int8")
 DEADLINE_S = 3000.0
-
-
-def size(text: str) -> int:
-    """Return bytes for 1024, 64K, 64M or 1G (powers of 1024)."""
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    unit = units.get(text[-1:].upper(), 1)
-    try:
-        return int(text[:-1] if unit > 1 else text) * unit
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: bytes such as 1024, 64K, 64M, 1G") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,10 +25,11 @@ from weft import _core
 from weft.bench.collective.cases import Case, Cases, Given, Options
 from weft.bench.eager import Eager, Times, add_times
 from weft.bench.exchange_floor import h200_exchange_us
-from weft.bench.report import Row, progress, slowest_rank
+from weft.bench.report import Row, slowest_rank
 from weft.collectives.calls import Collectives
 from weft.errors import Error
 from weft.runtime.communicator import Communicator, Window
+from weft.runtime.progress import progress
 from weft.testing.ranks import Rank
 
 _GRAPH_CALLS = 20

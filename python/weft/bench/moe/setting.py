@@ -25,7 +25,8 @@ from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, traffic_of
 from weft.bench.moe.routes import make_routes
 from weft.bench.moe.trace import TRACED_SAMPLES, CallsOfRanks, Tracer
-from weft.bench.report import Row, progress, slowest_rank
+from weft.bench.report import Row, slowest_rank
+from weft.runtime.progress import progress
 from weft.testing.ranks import Rank
 
 # Writing it takes some 300 us, in which the host gets ahead of the GPU: else ranks start when their hosts get to it.

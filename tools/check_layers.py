@@ -4,7 +4,10 @@
 Usage: python tools/check_layers.py [ROOT]. Prints one line per breach and returns 1 if there is any.
 
 * An #include points to the same layer or a lower one (``MAY_INCLUDE``); a transport or provider
-  never includes another.
+  never includes another. Folders of kernels are layers, too, and so is each folder of compat.
+* A Python module imports the same room or a lower one when it is read (``MAY_IMPORT``). What a function imports when it
+  runs does not count: commands of a room may use what stands above it.
+* No two headers, and no two Python modules, need each other to be read.
 * A transport's mesh is named in its folder and in the list alone; mapped memory, which kernels ask for by its
   abilities, is the exception.
 * The environment is read in ``src/base/config.cc`` alone; launcher variables in the Python bootstrap alone.
@@ -14,6 +17,7 @@ Usage: python tools/check_layers.py [ROOT]. Prints one line per breach and retur
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -24,7 +28,7 @@ SOURCES = ("*.h", "*.cc", "*.cuh")
 # Layer -> the layers it may include besides itself. A path belongs to the longest prefix that fits.
 BASE = {"src/base", "include"}
 MACHINE = BASE | {"src/topology", "src/bootstrap"}
-KERNELS = {"kernels"}
+KERNELS = {"kernels/target", "kernels/core", "kernels/moe", "kernels/collective"}
 PORTS = MACHINE | KERNELS | {"transports"}
 COMM = PORTS | {"src/memory", "src/comm"}
 PLAN = COMM | {"src/jit", "src/plan"}
@@ -44,11 +48,31 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "src/plan": PLAN,
     "src/moe": PLAN,
     "src/collective": PLAN,
-    "src/measure": PLAN | {"transports/*"},
+    # Loops of benchmarks: beside the library's ways stand the same ones without it, straight on a NIC.
+    "src/measure": PLAN | {"src/transfer", "providers", "providers/*", "transports/*"},
     "src/bind": PLAN
     | {"src/moe", "src/collective", "src/measure", "src/transfer", "providers", "providers/*"}
     | {"transports/*"},
-    "kernels": set(),
+    "kernels/target": set(),
+    "kernels/core": {"kernels/target"},
+    "kernels/moe": {"kernels/core", "kernels/target"},
+    "kernels/collective": {"kernels/core", "kernels/target"},
+    "compat/nccl": PLAN | {"src/collective"},
+}
+
+# Room of python/weft -> the rooms that it may import when it is read. Below all: ``_core`` and ``errors``.
+LIBRARY = {"runtime", "collectives", "moe", "transfer", "ops"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "runtime": set(),
+    "transfer": {"runtime"},
+    "moe": {"runtime"},
+    "collectives": {"runtime"},
+    "ops": {"runtime"},
+    "testing": LIBRARY,
+    "bench": LIBRARY | {"testing"},
+    "chaos": LIBRARY | {"testing"},
+    "demo": LIBRARY | {"testing", "bench"},
 }
 # The lists name every factory: the one line that adding a transport or provider costs outside its folder.
 LISTS = {"transports", "providers"}
@@ -57,11 +81,6 @@ LISTS = {"transports", "providers"}
 # here.
 DEVICE_PART = {"channel.cuh", "wire.h"}
 USE_CHANNELS = {"src/jit", "src/moe", "src/collective"}
-
-# Single files that may reach further, each with its reason.
-EXCEPTIONS = {
-    "src/transfer/raw_loop.cc": {"providers/*"},  # the baseline of a benchmark: libfabric without the engine
-}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -93,9 +112,9 @@ def layer_of(path: str) -> str | None:
     parts = path.split("/")
     if parts[0] in ("transports", "providers"):
         return f"{parts[0]}/*" if len(parts) > 2 else parts[0]
-    if parts[0] in ("kernels", "include"):
+    if parts[0] == "include":
         return parts[0]
-    return "/".join(parts[:2]) if parts[0] == "src" and len(parts) > 2 else None
+    return "/".join(parts[:2]) if parts[0] in ("src", "kernels", "compat") and len(parts) > 2 else None
 
 
 def resolve(root: Path, includer: str, name: str) -> str | None:
@@ -116,9 +135,11 @@ def check_include(includer: str, included: str) -> str | None:
         return None if same else f"{source[:-2]} include each other"
     if source in USE_CHANNELS and Path(included).name in DEVICE_PART:
         return None
-    if target in EXCEPTIONS.get(includer, ()):
-        return None
-    if target == source or target in MAY_INCLUDE[source] or (source in LISTS and target == f"{source}/*"):
+    if (
+        target == source
+        or target in MAY_INCLUDE.get(source, ())
+        or (source in LISTS and target == f"{source}/*")
+    ):
         return None
     return f"{source} may not include {target}"
 
@@ -134,19 +155,78 @@ def named_meshes(root: Path, path: str, code: str) -> list[str]:
 
 def sources(root: Path) -> Iterator[tuple[str, str]]:
     """Yield (path, text) of every C++ file of the library."""
-    for top in ("include", "src", "transports", "providers", "kernels"):
+    for top in ("include", "src", "transports", "providers", "kernels", "compat/nccl"):
         for pattern in SOURCES:
             for path in sorted((root / top).rglob(pattern)):
                 yield path.relative_to(root).as_posix(), path.read_text()
 
 
+def module_file(root: Path, name: str) -> str | None:
+    """Return the file of a module of weft, relative to the root; None for anything else."""
+    place = root / "python" / name.replace(".", "/")
+    files = (place.with_suffix(".py"), place / "__init__.py")
+    file = next((file for file in files if name.startswith("weft.") and file.is_file()), None)
+    return file.relative_to(root).as_posix() if file else None
+
+
+def imported(root: Path, path: Path) -> set[str]:
+    """Return the modules of weft that a Python module imports when it is read, as paths relative to the root."""
+    found: set[str | None] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {module_file(root, alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            for alias in node.names:  # a module of the package, or a name in it
+                whole = module_file(root, f"{node.module}.{alias.name}")
+                found.add(whole or module_file(root, node.module))
+    return {file for file in found if file is not None}
+
+
+def room_of(module: str) -> str:
+    """Return the room of a Python module: its folder below python/weft, or its name where it stands there itself."""
+    return module.split("/")[2].removesuffix(".py")
+
+
+def check_import(importer: str, module: str) -> str | None:
+    """Return why ``importer`` may not import ``module``, or None when it may."""
+    source, target = room_of(importer), room_of(module)
+    if source == target or target == "errors" or source not in MAY_IMPORT:
+        return None
+    return (
+        None
+        if target in MAY_IMPORT[source]
+        else f"weft.{source} may not import weft.{target} when it is read"
+    )
+
+
+def circles(needs: dict[str, set[str]]) -> list[str]:
+    """Return a sentence for each circle of files that need each other."""
+    found: list[str] = []
+    done: set[str] = set()
+
+    def follow(file: str, way: list[str]) -> None:
+        if file in way:
+            found.append(f"{file}: needs itself: {' -> '.join([*way[way.index(file) :], file])}")
+        elif file not in done:
+            for other in sorted(needs.get(file, ())):
+                follow(other, [*way, file])
+            done.add(file)
+
+    for file in sorted(needs):
+        follow(file, [])
+    return found
+
+
 def breaches(root: Path) -> list[str]:
     """Return every breach in the tree, one sentence each."""
     found: list[str] = []
+    needs: dict[str, set[str]] = {}
     for path, text in sources(root):
         bare = COMMENT.sub("", text)
         for name in INCLUDE.findall(bare):
             included = resolve(root, path, name)
+            if included and included != path:
+                needs.setdefault(path, set()).add(included)
             why = check_include(path, included) if included else None
             if why:
                 found.append(f"{path}: includes {name}: {why}")
@@ -161,11 +241,17 @@ def breaches(root: Path) -> list[str]:
         ]
     for module in sorted((root / "python").rglob("*.py")):
         name = module.relative_to(root).as_posix()
+        if name.startswith("python/weft/"):
+            needs[name] = imported(root, module)
+        for other in sorted(needs.get(name, ())):
+            why = check_import(name, other)
+            if why:
+                found.append(f"{name}: imports {other}: {why}")
         if PYTHON_ENVIRONMENT.search(module.read_text()) and not name.startswith(PYTHON_ENVIRONMENT_ALLOWED):
             found.append(
                 f"{name}: reads the environment; allowed in: {', '.join(PYTHON_ENVIRONMENT_ALLOWED)}"
             )
-    return found
+    return found + circles(needs)
 
 
 def main() -> int:

@@ -12,9 +12,9 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind.h"
+#include "measure/transfer_loop.h"
 #include "providers/loopback/loopback.h"
 #include "transfer/engine.h"
-#include "transfer/measure.h"
 #include "transfer/watcher.h"
 
 namespace nb = nanobind;

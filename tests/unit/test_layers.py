@@ -38,13 +38,16 @@ def test_the_tree_keeps_its_layers(layers: ModuleType) -> None:
         ("transports/proxy/a.cc", "transports/mapped/b.h"),
         ("src/moe/a.cc", "transports/mapped/b.h"),
         ("providers/verbs/a.cc", "transfer/b.h"),
+        ("kernels/core/a.h", "kernels/moe/b.h"),
+        ("kernels/collective/a.cuh", "kernels/moe/b.h"),
+        ("compat/nccl/a.cc", "moe/b.h"),
     ],
 )
 def test_an_include_upwards_is_named(
     layers: ModuleType, tmp_path: Path, includer: str, included: str
 ) -> None:
     write(tmp_path, includer, f'#include "{included}"\n')
-    write(tmp_path, included if included.startswith("transports") else f"src/{included}")
+    write(tmp_path, included if included.startswith(("transports", "kernels")) else f"src/{included}")
     (breach,) = layers.breaches(tmp_path)
     assert breach.startswith(f"{includer}: includes {included}")
 
@@ -54,6 +57,32 @@ def test_a_transport_is_known_to_its_folder_and_the_list_alone(layers: ModuleTyp
         write(tmp_path, path, "using Mesh = SlowBoatMesh;  // MappedMesh\n")
     (breach,) = layers.breaches(tmp_path)
     assert breach.startswith("src/jit/launch.cc: names the mesh of slow_boat")
+
+
+def test_headers_that_need_each_other_are_named(layers: ModuleType, tmp_path: Path) -> None:
+    write(tmp_path, "src/base/a.h", '#include "base/b.h"\n')
+    write(tmp_path, "src/base/b.h", '#include "base/a.h"\n')
+    (breach,) = layers.breaches(tmp_path)
+    assert breach == "src/base/a.h: needs itself: src/base/a.h -> src/base/b.h -> src/base/a.h"
+
+
+@pytest.mark.parametrize(
+    ("importer", "line", "breach"),
+    [
+        ("runtime/a.py", "from weft.bench import b", "weft.runtime may not import weft.bench"),
+        ("moe/a.py", "import weft.collectives.b", "weft.moe may not import weft.collectives"),
+        ("moe/a.py", "def late():\n    import weft.collectives.b", None),
+        ("bench/a.py", "from weft.moe import b", None),
+    ],
+)
+def test_an_import_upwards_is_named(
+    layers: ModuleType, tmp_path: Path, importer: str, line: str, breach: str | None
+) -> None:
+    write(tmp_path, f"python/weft/{importer}", line)
+    for room in ("bench", "collectives", "moe"):
+        write(tmp_path, f"python/weft/{room}/b.py")
+    found = layers.breaches(tmp_path)
+    assert [breach in one for one in found] == [True] if breach else found == []
 
 
 def test_an_include_downwards_is_fine(layers: ModuleType, tmp_path: Path) -> None:

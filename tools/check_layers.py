@@ -45,7 +45,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "transports/*": PORTS | {"src/memory", "src/transfer", "providers"},
     "src/comm": PORTS | {"src/memory"},
     "src/jit": COMM | {"transports/*"},  # their channel.cuh: host kernels are compiled with it
-    "src/plan": PLAN,
+    "src/plan": MACHINE | KERNELS,  # pure: it knows of a machine what it is told
     "src/moe": PLAN,
     "src/collective": PLAN,
     # Loops of benchmarks: beside the library's ways stand the same ones without it, straight on a NIC.
@@ -199,7 +199,7 @@ def check_import(importer: str, module: str) -> str | None:
     )
 
 
-def circles(needs: dict[str, set[str]]) -> list[str]:
+def circles(graph: dict[str, set[str]]) -> list[str]:
     """Return a sentence for each circle of files that need each other."""
     found: list[str] = []
     done: set[str] = set()
@@ -208,25 +208,34 @@ def circles(needs: dict[str, set[str]]) -> list[str]:
         if file in way:
             found.append(f"{file}: needs itself: {' -> '.join([*way[way.index(file) :], file])}")
         elif file not in done:
-            for other in sorted(needs.get(file, ())):
+            for other in sorted(graph.get(file, ())):
                 follow(other, [*way, file])
             done.add(file)
 
-    for file in sorted(needs):
+    for file in sorted(graph):
         follow(file, [])
+    return found
+
+
+def needs(root: Path) -> dict[str, set[str]]:
+    """Return each file, by its path from the root, with the files that it includes, or imports when it is read."""
+    found: dict[str, set[str]] = {}
+    for path, text in sources(root):
+        included = (resolve(root, path, name) for name in INCLUDE.findall(COMMENT.sub("", text)))
+        found[path] = {other for other in included if other and other != path}
+    for module in sorted((root / "python/weft").rglob("*.py")):
+        found[module.relative_to(root).as_posix()] = imported(root, module)
     return found
 
 
 def breaches(root: Path) -> list[str]:
     """Return every breach in the tree, one sentence each."""
     found: list[str] = []
-    needs: dict[str, set[str]] = {}
+    graph = needs(root)
     for path, text in sources(root):
         bare = COMMENT.sub("", text)
         for name in INCLUDE.findall(bare):
             included = resolve(root, path, name)
-            if included and included != path:
-                needs.setdefault(path, set()).add(included)
             why = check_include(path, included) if included else None
             if why:
                 found.append(f"{path}: includes {name}: {why}")
@@ -241,9 +250,7 @@ def breaches(root: Path) -> list[str]:
         ]
     for module in sorted((root / "python").rglob("*.py")):
         name = module.relative_to(root).as_posix()
-        if name.startswith("python/weft/"):
-            needs[name] = imported(root, module)
-        for other in sorted(needs.get(name, ())):
+        for other in sorted(graph.get(name, ())):
             why = check_import(name, other)
             if why:
                 found.append(f"{name}: imports {other}: {why}")
@@ -251,7 +258,7 @@ def breaches(root: Path) -> list[str]:
             found.append(
                 f"{name}: reads the environment; allowed in: {', '.join(PYTHON_ENVIRONMENT_ALLOWED)}"
             )
-    return found + circles(needs)
+    return found + circles(graph)
 
 
 def main() -> int:

@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "collective/compiled.h"
 #include "collective/runner_parts.h"
+#include "jit/mesh_launch.h"
 #include "jit/notice.h"
 
 namespace weft {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "collective/runner_parts.h"
+#include "jit/mesh_launch.h"
 #include "kernels/collective/element.cuh"
 
 namespace weft {

@@ -6,6 +6,7 @@
 #include "base/log.h"
 #include "collective/compiled.h"
 #include "collective/runner_parts.h"
+#include "jit/mesh_launch.h"
 #include "kernels/collective/element.cuh"
 
 namespace weft {

@@ -8,16 +8,9 @@
 
 #include "comm/window.h"
 #include "jit/jit.h"
+#include "topology/compute_limits.h"
 
 namespace weft {
-
-// What the machine offers to one rank's kernels.
-struct ComputeLimits {
-  bool is_cuda;
-  uint32_t max_blocks;    // SMs, or 1 on the host
-  uint32_t host_threads;  // per rank, on the host
-  uint32_t shared_bytes;  // per block
-};
 
 // What a port peer that is lost is to a launch.
 enum class Losses { kAreErrors, kAreNoErrors };

@@ -8,6 +8,7 @@
 #include "base/cuda_driver.h"
 #include "base/deadline.h"
 #include "base/log.h"
+#include "jit/mesh_launch.h"
 #include "jit/notice.h"
 #include "kernels/core/carver.h"
 #include "memory/device_memory.h"

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "jit/mesh_launch.h"
 #include "kernels/moe/engram_args.h"
 #include "plan/elastic.h"
 

@@ -8,6 +8,7 @@
 #include "base/config.h"
 #include "base/cuda_driver.h"
 #include "base/log.h"
+#include "jit/mesh_launch.h"
 #include "moe/kernel_keys.h"
 #include "topology/nvml.h"
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/ring.h"
 
+#include "jit/mesh_launch.h"
+
 namespace weft {
 
 Result<std::unique_ptr<Ring>> Ring::create(MoeBuffer& buffer, uint64_t max_bytes, uint32_t in_flight) {

@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "jit/mesh_launch.h"
 #include "kernels/moe/high_throughput_args.h"
+#include "topology/compute_limits.h"
 
 namespace weft {
 

@@ -1,27 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What host and device share for high-throughput dispatch and combine among ranks that do not all map each other. An
-// island is a set of ranks that do. A token crosses the network once for each island that needs it: to its hub there, the
-// rank with the same place in its island, which hands it on by stores. Results come back the same way: the hub adds those
-// of its island. Where islands differ in size, a hub serves several ranks of a larger one.
+// What host and device share for high-throughput dispatch and combine among ranks that do not all map each other.
 //
-// Between two ranks that are each other's hub there are rings, one for each lane of tokens: slots in the receiver's
-// window that the sender fills from an outbox of the same shape. The receiver says how many slots it has read. R ranks,
-// I islands, L lanes, T tokens here, K slots per token, W ranks in the widest island, V ranks served at most.
+// Island: ranks that all map each other.
+// Hub: the rank that takes a token for its whole island. It has the same place in its island as the sender has in its
+// own. A token crosses the network once for each island that needs it. The hub hands it on by stores.
+// Way back: the hub adds the results of its island and sends one sum.
+// Islands of different sizes: a hub serves several ranks of a larger island.
+//
+// Two ranks that are each other's hub have rings between them, one for each lane of tokens. A ring is slots in the
+// receiver's window. The sender fills them from an outbox of the same shape. The receiver says how many it has read.
+//
+// R ranks, I islands, L lanes, T tokens here, K slots per token, W ranks in the widest island, V ranks served at most.
 #pragma once
 
 #include "kernels/moe/high_throughput_args.h"
 
 namespace weft {
 
-// Of all ranks, the same on each of them, but for the last two. In this rank's window.
+// Where all ranks are. The same on every rank, but for `served` and `number`. The arrays lie in this rank's window.
 struct Islands {
-  const uint32_t* island;   // [R] each rank's
-  const uint32_t* place;    // [R] in it
+  const uint32_t* island;   // [R] each rank's island
+  const uint32_t* place;    // [R] each rank's place in its island
   const uint32_t* members;  // [R] ranks by island, then place
   const uint32_t* first;    // [I + 1] where an island's members begin
-  const uint32_t* served;   // [count of them] ranks of other islands whose hub this rank is
-  const uint32_t* number;   // [I] which of those that its hub there serves this rank is
+  const uint32_t* served;   // [served_count] ranks of other islands that this rank is the hub of
+  const uint32_t* number;   // [I] this rank's place among the ranks that its hub there serves
   uint32_t count;
   uint32_t widest;
   uint32_t served_count;
@@ -29,7 +33,7 @@ struct Islands {
 
   WEFT_DEVICE uint32_t size(uint32_t which) const { return first[which + 1] - first[which]; }
   WEFT_DEVICE uint32_t member(uint32_t which, uint32_t at) const { return members[first[which] + at]; }
-  // Who in an island takes what comes from a rank for it; on its own island, that rank.
+  // The hub of a rank in an island. In its own island a rank is its own hub.
   WEFT_DEVICE uint32_t hub(uint32_t rank, uint32_t which) const {
     return member(which, place[rank] % size(which));
   }
@@ -38,7 +42,7 @@ struct Islands {
 inline constexpr uint32_t kHubSlots = 4;
 inline constexpr uint32_t kPushChunks = 32;  // signals of a (source, member) pair
 
-// Words say epoch << 32 | how far; a sender's last one has kRingDone.
+// A word of a ring: epoch << 32 | how many. A sender's last word has kRingDone, too.
 inline constexpr uint64_t kRingDone = uint64_t{1} << 31;
 inline constexpr uint64_t kRingCount = kRingDone - 1;
 
@@ -55,20 +59,21 @@ struct TwoLevelOffsets {
   uint64_t slot_bytes;
 };
 
-// What a dispatch leaves for its combine, beside what DispatchArgs names: two pieces of memory of the handle. Its first
-// parts are entries of the handle in Python, too.
+// What a dispatch leaves for its combine, beside what DispatchArgs names. It lies in two pieces of memory that belong to
+// the handle: `records`, and all others. Python's handle shows the first arrays as entries.
 struct TwoLevelRoutes {
-  int32_t* send_pair;  // [T][I] the token's number among this rank's messages to an island, or -1
+  // [T][I] a token's number among this rank's messages to an island, or -1
+  int32_t* send_pair;
   int32_t* pairs;      // [R][I] messages from each rank to each island
   int32_t* handed_on;  // [I] messages from this and lower islands that this rank hands on
-  int32_t*
-      back_first;  // [R][W] where rows of a source's tokens, come back from a member of this island, begin
-                   // in the staging of the source's hub here
-  int32_t* hub_first;   // [R] of sources that this rank serves: first of their records
+  // [R][W] first row, in the staging of a source's hub here, of what a member of this island returns to that source
+  int32_t* back_first;
+  int32_t* hub_first;   // [R] first record of a source that this rank serves
   int32_t* lane_first;  // [R][L] first message of a lane
   int32_t* lane_count;  // [R][L] its messages
-  int32_t* records;  // [messages][W]: which row of those from its source the message is at each member, or -1
-  uint64_t most_messages;  // that there is room for
+  // [messages][W] a message's number among the rows that a member got from its source, or -1
+  int32_t* records;
+  uint64_t most_messages;  // room of `records`
 };
 WEFT_DEVICE constexpr uint64_t route_words(uint64_t tokens, uint64_t ranks, uint64_t islands, uint64_t widest,
                                            uint64_t lanes) {

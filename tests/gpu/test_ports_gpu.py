@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_ranks import num_ranks_here, run_on_gpus
+from port_nodes import _settings, use_ports  # noqa: F401
 from programs import WEFT, run_program
 from test_low_latency_gpu import _check_graph, _check_shape
 from torch.utils.dlpack import from_dlpack
@@ -31,10 +32,6 @@ PROVIDERS = ("fabric:tcp", "fabric:shm")
 PLACES = [place for place in ((2, 1), (4, 2), (4, 1)) if place[0] <= max(num_ranks_here(), 2)]
 ROOM = 1 << 20
 SIZES = (1, 33, 1000, 5003, 100_001)
-SETTINGS = (
-    *("WEFT_RANKS_PER_NODE", "WEFT_PROXY_PROVIDER", "WEFT_PEER_DEAD_S", "WEFT_HEARTBEAT_S"),
-    "WEFT_PROXY_FIFO",
-)
 TIMEOUT_S = 120.0
 DEADLINE_S = 500.0
 
@@ -51,20 +48,16 @@ print(any(not nic["unusable_because"] for nic in _core.transfer_find_provider({p
     return ran.stdout.split()[-1] == "True"
 
 
-@pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield
-    for name in SETTINGS:
-        monkeypatch.delenv(name, raising=False)
-    _core.config_reload()
-
-
 def _use(monkeypatch: pytest.MonkeyPatch, ranks_per_node: int, provider: str) -> None:
-    if not _is_usable(provider):
-        pytest.skip(f"{provider} is not usable here")
-    monkeypatch.setenv("WEFT_RANKS_PER_NODE", str(ranks_per_node))
-    monkeypatch.setenv("WEFT_PROXY_PROVIDER", provider)
-    _core.config_reload()
+    use_ports(monkeypatch, ranks_per_node, provider, _is_usable(provider))
+
+
+def _graph_of(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
 
 
 def _comm(rank: Rank) -> Communicator:
@@ -220,10 +213,7 @@ def _replays(rank: Rank, replays: int) -> None:
 
     for _ in range(2):  # the second call may bring a runner for more channels, which plans the first anew
         step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = _graph_of(step)
     for number in range(replays):
         graph.replay()
         if number % 50 == 49:
@@ -318,10 +308,7 @@ def _replayed_round_trips(rank: Rank, replays: int) -> None:
         wrong.add_((combined != x).sum())
 
     step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = _graph_of(step)
     for _ in range(replays):
         graph.replay()
     torch.cuda.synchronize()

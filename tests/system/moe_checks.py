@@ -11,7 +11,7 @@ import torch
 import weft
 from weft.testing import oracle
 from weft.testing.cases import MoeCase
-from weft.testing.ranks import Rank
+from weft.testing.ranks import Rank, RankPool
 from weft.testing.round_trips import check_combined, check_received, dispatch, expert_output
 
 WINDOW_BYTES = 64 << 20
@@ -22,6 +22,12 @@ def kept_buffer(rank: Rank, **options: Any) -> weft.Buffer:
     if "buffer" not in rank.kept:
         rank.kept["buffer"] = weft.Buffer(rank.group, WINDOW_BYTES, **options)
     return rank.kept["buffer"]
+
+
+def check_case(pool: RankPool, case: MoeCase) -> None:
+    """Compare the layout and a round trip of a case with the oracle, on all ranks."""
+    pool.run(check_layout, case)
+    pool.run(check_round_trip, case)
 
 
 def check_layout(rank: Rank, case: MoeCase) -> None:

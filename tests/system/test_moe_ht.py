@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from drawn import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from moe_checks import (
     WINDOW_BYTES,
     FakeMpi,
     barrier,
+    check_case,
     check_combined,
     check_layout,
     check_received,
@@ -55,18 +57,10 @@ def cases(draw: st.DrawFn, num_ranks: int) -> MoeCase:
     )
 
 
-@settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    phases=(Phase.generate,),  # a smaller failing case is not worth minutes of fresh ranks
-)
+@drawn(max_examples=12)
 @given(data=st.data())
 def test_round_trip_of_any_shape_matches_the_oracle(pool: RankPool, data: st.DataObject) -> None:
-    case = data.draw(cases(pool.num_ranks))
-    pool.run(check_layout, case)
-    pool.run(check_round_trip, case)
+    check_case(pool, data.draw(cases(pool.num_ranks)))
 
 
 @pytest.mark.parametrize(

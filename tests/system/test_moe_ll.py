@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from drawn import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from low_latency_blocks import BLOCK_CASES, check_blocks
 from moe_checks import barrier, check_round_trip
@@ -130,13 +131,7 @@ def cases(draw: st.DrawFn, num_ranks: int) -> tuple[MoeCase, Format]:
     return case, form
 
 
-@settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    phases=(Phase.generate,),  # a smaller failing case is not worth minutes of fresh ranks
-)
+@drawn(max_examples=12)
 @given(data=st.data())
 def test_round_trip_of_any_shape_matches_the_oracle(pool: RankPool, data: st.DataObject) -> None:
     case, form = data.draw(cases(pool.num_ranks))

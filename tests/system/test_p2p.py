@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from drawn import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from moe_checks import barrier
 from p2p_checks import (
@@ -28,8 +29,8 @@ from p2p_checks import (
     results_of,
     rows_of,
 )
+from port_nodes import nodes
 from programs import WEFT, run_program, torchrun
-from test_ports_experts import nodes
 
 import weft
 from weft.errors import Error
@@ -108,13 +109,7 @@ def test_edges(pool: RankPool, change: dict[str, Any]) -> None:
     pool.run(_exchanges, case, Form(padding=4))
 
 
-@settings(
-    max_examples=6,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    phases=(Phase.generate,),  # a smaller failing case is not worth minutes of fresh ranks
-)
+@drawn(max_examples=6)
 @given(data=st.data())
 def test_any_shape_matches_plain_indexing(pool: RankPool, data: st.DataObject) -> None:
     form = data.draw(st.sampled_from(FORMS))

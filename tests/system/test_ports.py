@@ -7,40 +7,19 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from port_nodes import _settings, use_ports  # noqa: F401
 from programs import WEFT, run_program
 from test_communicator_calls import _every_call
 
 import weft
-from weft import Communicator, _core
+from weft import Communicator
 from weft.testing.ranks import Rank, run_ranks
 
 RANKS, LOST = 4, 3
-SETTINGS = (
-    *("WEFT_RANKS_PER_NODE", "WEFT_PROXY_PROVIDER", "WEFT_PEER_DEAD_S", "WEFT_HEARTBEAT_S"),
-    *("WEFT_TRANSPORT", "WEFT_JITTER_US"),
-)
-
-
-@pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield
-    for name in SETTINGS:
-        monkeypatch.delenv(name, raising=False)
-    _core.config_reload()
-
-
-def _use(monkeypatch: pytest.MonkeyPatch, ranks_per_node: int, provider: str) -> None:
-    usable = [nic for nic in _core.transfer_find_provider(provider).probe() if not nic["unusable_because"]]
-    if not usable:
-        pytest.skip(f"{provider} is not usable here")
-    monkeypatch.setenv("WEFT_RANKS_PER_NODE", str(ranks_per_node))
-    monkeypatch.setenv("WEFT_PROXY_PROVIDER", provider)
-    _core.config_reload()
 
 
 def _calls(rank: Rank) -> None:
@@ -64,7 +43,7 @@ def _calls(rank: Rank) -> None:
 def test_every_call_is_right_over_ports(
     ranks_per_node: int, provider: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _use(monkeypatch, ranks_per_node, provider)
+    use_ports(monkeypatch, ranks_per_node, provider)
     run_ranks(RANKS, _calls)
 
 
@@ -72,7 +51,7 @@ def test_every_call_is_right_over_ports(
 def test_every_call_is_right_where_calls_are_late(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_TRANSPORT", transport)
     monkeypatch.setenv("WEFT_JITTER_US", "100")
-    _use(monkeypatch, 2, "fabric:tcp")
+    use_ports(monkeypatch, 2, "fabric:tcp")
     reached = run_ranks(RANKS, _late_calls)
     ports = transport.split(",")[-1]
     near = transport.split(",")[0]
@@ -102,7 +81,7 @@ def _until_one_dies(rank: Rank) -> tuple[str, float]:
 def test_a_killed_rank_of_another_node_is_named_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_PEER_DEAD_S", "3")
     monkeypatch.setenv("WEFT_HEARTBEAT_S", "0.5")
-    _use(monkeypatch, 2, "fabric:tcp")
+    use_ports(monkeypatch, 2, "fabric:tcp")
     results = run_ranks(RANKS, _until_one_dies, lost={LOST})
     for rank in range(LOST):
         message, waited_s = results[rank]
@@ -111,7 +90,7 @@ def test_a_killed_rank_of_another_node_is_named_before_the_deadline(monkeypatch:
 
 
 def test_bench_collective_measures_over_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _use(monkeypatch, 2, "fabric:tcp")
+    use_ports(monkeypatch, 2, "fabric:tcp")
     sizes = ["-b", "64K", "-e", "64K", "-n", "1", "-w", "0", "--calls", "all_reduce,all_to_all"]
     command = [*WEFT, "bench", "collective", "--ranks-per-node", "2", "--provider", "tcp", *sizes]
     ran = run_program([*command, "--json", "out.json"], tmp_path)

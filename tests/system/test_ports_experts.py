@@ -3,22 +3,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from drawn import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from low_latency_blocks import BLOCK_CASES
 from moe_checks import barrier
-from programs import WEFT, run_program
+from port_nodes import bench_moe, check_network_rows, nodes
 from test_moe_ll import (
     MOST_TOKENS,
     cases,
@@ -37,7 +36,6 @@ from test_moe_ll import (
 )
 
 import weft
-from weft import _core
 from weft.errors import Error
 from weft.testing import oracle
 from weft.testing.cases import MoeCase
@@ -49,22 +47,6 @@ from weft.testing.round_trips import BF16, FORMATS, Format, expected_combined, o
 PLACES = ((4, 2, "fabric:tcp"), (5, 3, "fabric:shm"), (3, 1, "fabric:tcp"), (4, 1, "fabric:shm"))
 LOST = 3
 CASE = MoeCase((6, 9, 4, 12), 128, 3, 6, empty_share=0)
-
-
-@contextmanager
-def nodes(ranks_per_node: int, provider: str, **more: str) -> Iterator[None]:
-    """Cut this host into nodes for the ranks that are started meanwhile."""
-    usable = [nic for nic in _core.transfer_find_provider(provider).probe() if not nic["unusable_because"]]
-    if not usable:
-        pytest.skip(f"{provider} is not usable here")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WEFT_RANKS_PER_NODE", str(ranks_per_node))
-        patch.setenv("WEFT_PROXY_PROVIDER", provider)
-        for name, value in more.items():
-            patch.setenv(name, value)
-        _core.config_reload()
-        yield
-    _core.config_reload()
 
 
 @pytest.fixture(scope="module", params=PLACES, ids=str)
@@ -85,13 +67,7 @@ def test_round_trip_in_every_format(pool: RankPool, form: Format, hooks: bool) -
     pool.run(check_ll_round_trip, case, form, MOST_TOKENS, hooks)
 
 
-@settings(
-    max_examples=8,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    phases=(Phase.generate,),  # a smaller failing case is not worth minutes of fresh ranks
-)
+@drawn(max_examples=8)
 @given(data=st.data())
 def test_round_trip_of_any_shape_matches_the_oracle(pool: RankPool, data: st.DataObject) -> None:
     case, form = data.draw(cases(pool.num_ranks))
@@ -257,43 +233,9 @@ def test_ranks_that_disagree_are_told_and_go_on() -> None:
 
 
 def test_bench_moe_has_floors_of_memory_and_network(tmp_path: Path) -> None:
-    with nodes(1, "fabric:tcp"):
-        pass  # skips where it is not usable
-    sizes = [
-        "--tokens",
-        "6",
-        "--hidden",
-        "64",
-        "--top-k",
-        "2",
-        "--experts",
-        "6",
-        "--iterations",
-        "1",
-        "--warmup",
-        "0",
-    ]
-    command = [
-        *WEFT,
-        "bench",
-        "moe",
-        "--mode",
-        "ll",
-        "--device",
-        "cpu",
-        "--ranks",
-        "3",
-        *sizes,
-        "--json",
-        "out.json",
-    ]
-    ran = run_program([*command, "--ranks-per-node", "2", "--provider", "tcp"], tmp_path)
+    ran, rows = bench_moe("ll", 6, 64, tmp_path)
     assert ran.returncode == 0, ran.stderr
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["call"] for row in rows] == ["ll_dispatch", "ll_combine"]
-    for row in rows:
-        assert row["checked"]
-        assert row["floor_us"] > row["network_us"] > 0
-        assert row["network_mb"] > 0
-    wrong = run_program([*command, "--ranks-per-node", "3"], tmp_path)
+    check_network_rows(rows)
+    wrong, _ = bench_moe("ll", 6, 64, tmp_path, ranks_per_node=3)
     assert "ranks-per-node: got 3, allowed: 1 to 2" in wrong.stderr

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import time
@@ -14,19 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from drawn import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from moe_checks import (
     WINDOW_BYTES,
     barrier,
+    check_case,
     check_combined,
-    check_layout,
     check_round_trip,
     dispatch,
     expert_output,
     kept_buffer,
 )
-from programs import WEFT, run_program
+from port_nodes import bench_moe, check_network_rows, nodes
 from test_moe_ht import (
     cases,
     check_aliases,
@@ -52,7 +52,7 @@ from test_moe_ht import (
     check_worst_tokens_differ,
     check_worst_tokens_grow,
 )
-from test_ports_experts import PLACES, nodes
+from test_ports_experts import PLACES
 
 import deep_ep
 import weft
@@ -80,18 +80,10 @@ def _case(pool: RankPool, *tokens: int, hidden: int = 64, top_k: int = 3, **more
     return MoeCase(of_ranks, hidden, top_k, **({"num_experts": 8} | more))
 
 
-@settings(
-    max_examples=10,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    phases=(Phase.generate,),  # a smaller failing case is not worth minutes of fresh ranks
-)
+@drawn(max_examples=10)
 @given(data=st.data())
 def test_round_trip_of_any_shape_matches_the_oracle(pool: RankPool, data: st.DataObject) -> None:
-    case = data.draw(cases(pool.num_ranks))
-    pool.run(check_layout, case)
-    pool.run(check_round_trip, case)
+    check_case(pool, data.draw(cases(pool.num_ranks)))
 
 
 @pytest.mark.parametrize(
@@ -323,33 +315,10 @@ def test_what_deep_eps_own_test_across_nodes_asks() -> None:
 
 
 def test_bench_moe_has_floors_of_memory_and_network(tmp_path: Path) -> None:
-    with nodes(1, "fabric:tcp"):
-        pass  # skips where it is not usable
-    sizes = [
-        "--tokens",
-        "60",
-        "--hidden",
-        "256",
-        "--top-k",
-        "2",
-        "--experts",
-        "6",
-        "--iterations",
-        "1",
-        "--warmup",
-        "0",
-    ]
-    command = [*WEFT, "bench", "moe", "--mode", "ht", "--device", "cpu", "--ranks", "3", *sizes]
-    ran = run_program(
-        [*command, "--ranks-per-node", "2", "--provider", "tcp", "--json", "out.json"], tmp_path
-    )
+    ran, rows = bench_moe("ht", 60, 256, tmp_path)
     assert ran.returncode == 0, ran.stderr
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["call"] for row in rows] == ["ht_layout", "ht_dispatch", "ht_combine"]
-    for row in rows[1:]:
-        assert row["checked"]
-        assert row["floor_us"] > row["network_us"] > 0
-        assert row["network_mb"] > 0
+    check_network_rows(rows[1:])
 
 
 def _too_wide(rank: Rank) -> None:

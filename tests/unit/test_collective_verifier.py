@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from broken_programs import Broken, broken_programs
 
 from weft import cli
 from weft.collectives import VerificationError, interpreter, verify
-from weft.collectives.broken import Broken, broken_programs
 from weft.collectives.library import Entry, entries
 from weft.errors import Error
 

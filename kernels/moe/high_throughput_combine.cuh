@@ -38,10 +38,8 @@ WEFT_KERNEL void combine_rows(const CombineArgs& a, const MeshT& mesh, const Sha
   if (block.rank() == 0) *progress.failed = 0;
 
   const uint64_t epoch = a.state->epoch + 1;
-  const ReadyExchange ready{a.at.combine_signal, a.at.combine_record, Site::kCombineReady,
-                            Site::kCombineHandle};
-  if (!exchange_ready(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0]))
-    return finish_launch(block, a.state, &flags[1]);  // where ranks disagree all know it, and stay in step
+  const ReadyExchange ready = ready_of(a);
+  if (!begin_exchange(a, ready, block, warp, mesh, epoch, flags)) return;
   combine::push_rows(a, ready, block, warp, mesh, shape, epoch);
   combine::watch_chunks(a, warp, mesh, epoch, progress);
   combine::sum_tokens(a, ready, block, warp, mesh, shape, epoch, progress);

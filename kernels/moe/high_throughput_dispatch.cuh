@@ -173,6 +173,19 @@ WEFT_DEVICE void signal_and_wait(const DispatchArgs& a, Warp warp, const MeshT& 
   if (warp.rank() == 0) advance(a.state);
 }
 
+// Whether rows may go; where it returns false the kernel returns. epoch: of this dispatch. flags: u32[2], shared.
+template <class MeshT>
+WEFT_DEVICE bool begin(const DispatchArgs& a, const ReadyExchange& ready, Block block, Warp warp,
+                       const MeshT& mesh, uint64_t epoch, uint32_t* flags) {
+  if (a.report && a.report->disagreeing_word != kAgreedWords) {
+    if (block.index() == 0 && block.rank() == 0)
+      raise(a.wait.fault, Site::kCountsDisagree, mesh.rank(), a.report->disagreeing_rank, a.report->mine,
+            a.report->theirs, a.report->disagreeing_word);
+    return false;
+  }
+  return begin_exchange(a, ready, block, warp, mesh, epoch, flags);
+}
+
 }  // namespace dispatch
 
 template <class MeshT, class Shape>
@@ -182,18 +195,9 @@ WEFT_KERNEL void dispatch_rows(const DispatchArgs& a, const MeshT& mesh, const S
   const Span traced(a.wait.trace, Work::kDispatch, block.rank() == 0);
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   auto* places = reinterpret_cast<PeerPlace*>(block.shared() + 128);
-  if (a.report && a.report->disagreeing_word != kAgreedWords) {
-    if (block.index() == 0 && block.rank() == 0)
-      raise(a.wait.fault, Site::kCountsDisagree, mesh.rank(), a.report->disagreeing_rank, a.report->mine,
-            a.report->theirs, a.report->disagreeing_word);
-    return;
-  }
-
   const uint64_t epoch = a.state->epoch + 1;
-  const ReadyExchange ready{a.at.ready_signal, a.at.ready_record, Site::kDispatchReady,
-                            Site::kDispatchHandle};
-  if (!exchange_ready(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0]))
-    return finish_launch(block, a.state, &flags[1]);  // where ranks disagree all know it, and stay in step
+  const ReadyExchange ready = ready_of(a);
+  if (!dispatch::begin(a, ready, block, warp, mesh, epoch, flags)) return;
   dispatch::place_peers(a, ready, block, mesh, shape, epoch, places);
   dispatch::send_rows(a, block, warp, mesh.ranks(), shape, places);
   dispatch::send_meta(a, block, warp, mesh.ranks(), shape, places);

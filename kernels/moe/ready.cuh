@@ -4,6 +4,7 @@
 // which dispatch it means; nobody writes to a peer before that peer has said so.
 #pragma once
 
+#include "kernels/core/grid.cuh"
 #include "kernels/core/reach.cuh"
 #include "kernels/moe/high_throughput_args.h"
 
@@ -103,6 +104,24 @@ WEFT_DEVICE bool exchange_ready(const ReadyExchange& x, Block block, Warp warp, 
   }
   block.sync();
   return *shared_flag != 0;
+}
+
+// Where the records of dispatches and of combines stand, and the sites of their waits.
+WEFT_DEVICE ReadyExchange ready_of(const DispatchArgs& a) {
+  return {a.at.ready_signal, a.at.ready_record, Site::kDispatchReady, Site::kDispatchHandle};
+}
+WEFT_DEVICE ReadyExchange ready_of(const CombineArgs& a) {
+  return {a.at.combine_signal, a.at.combine_record, Site::kCombineReady, Site::kCombineHandle};
+}
+
+// exchange_ready() for a kernel of arguments `a`: where it returns false the launch is finished, and the kernel returns.
+// Where ranks disagree all know it, and stay in step. flags: u32[2], shared.
+template <class MeshT, class Args>
+WEFT_DEVICE bool begin_exchange(const Args& a, const ReadyExchange& ready, Block block, Warp warp,
+                                const MeshT& mesh, uint64_t epoch, uint32_t* flags) {
+  if (exchange_ready(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0])) return true;
+  finish_launch(block, a.state, &flags[1]);
+  return false;
 }
 
 // The first row at `rank` that comes from `source`, and how many do. prefix is i32[R][R], inclusive over

@@ -255,16 +255,12 @@ WEFT_KERNEL void two_level_combine(const TwoLevelCombineArgs& a, const MeshT& me
   const Span traced(base.wait.trace, Work::kCombine, block.rank() == 0);
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   const uint64_t epoch = base.state->epoch + 1;
-  const ReadyExchange ready{base.at.combine_signal, base.at.combine_record, Site::kCombineReady,
-                            Site::kCombineHandle};
-  if (!exchange_ready(ready, block, warp, mesh, base.mine, epoch, base.wait, &flags[0]))
-    return finish_launch(block, base.state, &flags[1]);  // where ranks disagree all know it, and stay in step
+  const ReadyExchange ready = ready_of(base);
+  if (!begin_exchange(base, ready, block, warp, mesh, epoch, flags)) return;
   const two_level::CombineLanes<MeshT, Shape> lanes(a, warp, mesh, shape, epoch);
   const Share share = share_of(block, warp, base.push_warps);
   if (share.active) lanes.push(ready, share);
-  two_level::serve_lanes(
-      a.islands, block, warp, a.lane_warps, base.wait, block.shared() + a.states_at,
-      [&](uint32_t lane, RingState* states, two_level::Turn& turn) { lanes.take_turn(lane, states, turn); });
+  two_level::serve_lanes(a, block, warp, lanes);
   finish_launch(block, base.state, &flags[1]);
 }
 

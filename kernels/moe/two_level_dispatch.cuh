@@ -264,24 +264,14 @@ WEFT_KERNEL void two_level_dispatch(const TwoLevelDispatchArgs& a, const MeshT& 
   const Span traced(base.wait.trace, Work::kDispatch, block.rank() == 0);
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   auto* places = reinterpret_cast<PeerPlace*>(block.shared() + 128);
-  if (base.report && base.report->disagreeing_word != kAgreedWords) {
-    if (block.index() == 0 && block.rank() == 0)
-      raise(base.wait.fault, Site::kCountsDisagree, mesh.rank(), base.report->disagreeing_rank,
-            base.report->mine, base.report->theirs, base.report->disagreeing_word);
-    return;
-  }
   const uint64_t epoch = base.state->epoch + 1;
-  const ReadyExchange ready{base.at.ready_signal, base.at.ready_record, Site::kDispatchReady,
-                            Site::kDispatchHandle};
-  if (!exchange_ready(ready, block, warp, mesh, base.mine, epoch, base.wait, &flags[0]))
-    return finish_launch(block, base.state, &flags[1]);  // where ranks disagree all know it, and stay in step
+  const ReadyExchange ready = ready_of(base);
+  if (!dispatch::begin(base, ready, block, warp, mesh, epoch, flags)) return;
   two_level::place_members(a, ready, block, mesh, shape, epoch, places);
   two_level::DispatchLanes<MeshT, Shape> lanes(a, warp, mesh, shape, epoch, places);
   dispatch::send_rows(base, block, warp, mesh.ranks(), shape, places);
   dispatch::send_meta(base, block, warp, mesh.ranks(), shape, places);
-  two_level::serve_lanes(
-      a.islands, block, warp, a.lane_warps, base.wait, block.shared() + a.states_at,
-      [&](uint32_t lane, RingState* states, two_level::Turn& turn) { lanes.take_turn(lane, states, turn); });
+  two_level::serve_lanes(a, block, warp, lanes);
   if (base.fill_tail && two_level::received_rows(base, mesh) <= base.mine.capacity_rows)
     dispatch::fill_tail(base, block, mesh.ranks(), mesh.rank(), shape, places[mesh.rank()]);
   if (!last_block(block, &base.state->arrived, &flags[1])) return;

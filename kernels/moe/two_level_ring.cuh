@@ -112,11 +112,14 @@ WEFT_DEVICE LaneRange lane_range(uint64_t tokens, uint32_t lane, uint32_t lanes)
   return {static_cast<uint32_t>(tokens * lane / lanes), static_cast<uint32_t>(tokens * (lane + 1) / lanes)};
 }
 
-// A warp's lanes. take_turn(lane, states, turn) moves what it can without waiting; states are [islands + served], zero at
-// first. Returns whether all has moved; else has raised what it waited for.
-template <class TakeTurn>
-WEFT_DEVICE bool serve_lanes(const Islands& is, Block block, Warp warp, WarpRange role, const WaitRule& rule,
-                             std::byte* shared, TakeTurn take_turn) {
+// A warp's lanes. lanes.take_turn(lane, states, turn) moves what it can without waiting; states are [islands + served],
+// zero at first. Returns whether all has moved; else has raised what it waited for.
+template <class Args, class Lanes>
+WEFT_DEVICE bool serve_lanes(const Args& a, Block block, Warp warp, Lanes& lanes) {
+  const Islands& is = a.islands;
+  const WarpRange role = a.lane_warps;
+  const WaitRule& rule = a.base.wait;
+  std::byte* shared = block.shared() + a.states_at;
   const Share share = share_of(block, warp, role);
   if (!share.active) return true;
   const uint32_t rings = is.count + is.served_count;
@@ -128,7 +131,7 @@ WEFT_DEVICE bool serve_lanes(const Islands& is, Block block, Warp warp, WarpRang
   for (uint32_t looks = 0;; ++looks) {
     Turn turn;
     for (uint32_t i = 0; share.index + i * share.total < is.lanes; ++i)
-      take_turn(static_cast<uint32_t>(share.index + i * share.total), states + i * rings, turn);
+      lanes.take_turn(static_cast<uint32_t>(share.index + i * share.total), states + i * rings, turn);
     if (!turn.is_pending) return true;
     if (turn.has_moved) {
       looks = 0;

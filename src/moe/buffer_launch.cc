@@ -18,6 +18,28 @@ uint32_t piece_bytes_of(const HighThroughputShape& shape) {
   return static_cast<uint32_t>(shape.piece_bytes);
 }
 
+// The arguments with the roles that a plan gives to warps.
+DispatchArgs in_roles(DispatchArgs args, const GridPlan& grid) {
+  args.row_warps = grid.first_role;
+  args.meta_warps = grid.second_role;
+  return args;
+}
+CombineArgs in_roles(CombineArgs args, const GridPlan& grid) {
+  args.push_warps = grid.first_role;
+  args.sum_warps = grid.second_role;
+  args.watch_warps = grid.watch_role;
+  return args;
+}
+
+template <class TwoLevelArgs, class Args>
+TwoLevelArgs in_lanes(const Args& args, const TwoLevelGrid& plan) {
+  TwoLevelArgs both{};
+  both.base = in_roles(args, plan.grid);
+  both.lane_warps = plan.lane_warps;
+  both.states_at = plan.states_at;
+  return both;
+}
+
 }  // namespace
 
 // A barrier has no tokens, and one block.
@@ -37,49 +59,32 @@ Status MoeBuffer::launch_notify(const NotifyArgs& args, const HandleMemory& memo
 Status MoeBuffer::launch_dispatch(const DispatchArgs& args, const DispatchCall& call) {
   const auto ranks = static_cast<uint32_t>(comm_->size());
   const HighThroughputShape shape = dispatch_shape(call.format);
-  const auto launch_with = [&](KeyOf key_of, const GridPlan& grid, auto& all, DispatchArgs& base) {
-    base.row_warps = grid.first_role;
-    base.meta_warps = grid.second_role;
-    return launch(key_of, grid, &all, sizeof(all), shape, call.order.stream);
-  };
   if (!levels_) {
-    DispatchArgs filled = args;
-    return launch_with(&dispatch_key, plan_dispatch(ranks, piece_bytes_of(shape), call.num_sms, limits_),
-                       filled, filled);
+    const GridPlan grid = plan_dispatch(ranks, piece_bytes_of(shape), call.num_sms, limits_);
+    const DispatchArgs filled = in_roles(args, grid);
+    return launch(&dispatch_key, grid, &filled, sizeof(filled), shape, call.order.stream);
   }
   const TwoLevelGrid plan = plan_two_level_dispatch(ranks, levels_->islands(), levels_->lanes(),
                                                     piece_bytes_of(shape), call.num_sms, limits_);
-  TwoLevelDispatchArgs both{};
-  both.base = args;
-  both.lane_warps = plan.lane_warps;
-  both.states_at = plan.states_at;
+  auto both = in_lanes<TwoLevelDispatchArgs>(args, plan);
   levels_->complete(both, *window_, call.handle, call.tokens);
   both.routes.most_messages = levels_->most_messages(call.staging_rows, call.rows);
-  return launch_with(&two_level_dispatch_key, plan.grid, both, both.base);
+  return launch(&two_level_dispatch_key, plan.grid, &both, sizeof(both), shape, call.order.stream);
 }
 
 Status MoeBuffer::launch_combine(const CombineArgs& args, const CombineCall& call) {
   const auto ranks = static_cast<uint32_t>(comm_->size());
   const HighThroughputShape shape = combine_shape(call.row_bytes, call.top_k, call.element);
-  const auto launch_with = [&](KeyOf key_of, const GridPlan& grid, auto& all, CombineArgs& base) {
-    base.push_warps = grid.first_role;
-    base.sum_warps = grid.second_role;
-    base.watch_warps = grid.watch_role;
-    return launch(key_of, grid, &all, sizeof(all), shape, call.order.stream);
-  };
   if (!levels_) {
-    CombineArgs filled = args;
-    return launch_with(&combine_key, plan_combine(ranks, piece_bytes_of(shape), call.num_sms, limits_),
-                       filled, filled);
+    const GridPlan grid = plan_combine(ranks, piece_bytes_of(shape), call.num_sms, limits_);
+    const CombineArgs filled = in_roles(args, grid);
+    return launch(&combine_key, grid, &filled, sizeof(filled), shape, call.order.stream);
   }
   const TwoLevelGrid plan =
       plan_two_level_combine(levels_->islands(), levels_->lanes(), call.num_sms, limits_);
-  TwoLevelCombineArgs both{};
-  both.base = args;
-  both.lane_warps = plan.lane_warps;
-  both.states_at = plan.states_at;
+  auto both = in_lanes<TwoLevelCombineArgs>(args, plan);
   levels_->complete(both, *window_, call.handle, call.tokens);
-  return launch_with(&two_level_combine_key, plan.grid, both, both.base);
+  return launch(&two_level_combine_key, plan.grid, &both, sizeof(both), shape, call.order.stream);
 }
 
 }  // namespace weft

@@ -53,6 +53,17 @@ class Made(NamedTuple):
     routes: Tensor
 
 
+def _routes_of(sizes: P2PSizes, tokens: int, id_bytes: int) -> dict[str, int]:
+    """Return what the core is told of the routes of ``tokens`` tokens, alike for both directions."""
+    return {
+        "max_tokens": sizes.max_num_tokens,
+        "tokens": tokens,
+        "top_k": sizes.num_experts_per_token,
+        "experts": sizes.num_experts,
+        "id_bytes": id_bytes,
+    }
+
+
 class DispatchForms:
     """Dispatches of one engine."""
 
@@ -119,11 +130,7 @@ class DispatchForms:
         is_packed = len(rows) == 1
         strides = (0, 0, 0) if layout is None else layout.scale_strides
         return self._engine.low_latency.plan_dispatch(
-            max_tokens=sizes.max_num_tokens,
-            tokens=tokens,
-            top_k=sizes.num_experts_per_token,
-            experts=sizes.num_experts,
-            id_bytes=id_bytes,
+            **_routes_of(sizes, tokens, id_bytes),
             payload=_core.PAYLOAD_COPY,
             row_bytes=sizes.row_bytes,
             scale_bytes=sizes.scale_bytes,
@@ -157,11 +164,7 @@ class CombineForms:
     ) -> Any:
         sizes = self._sizes
         return self._engine.low_latency.plan_combine(
-            max_tokens=sizes.max_num_tokens,
-            tokens=tokens,
-            top_k=sizes.num_experts_per_token,
-            experts=sizes.num_experts,
-            id_bytes=id_bytes,
+            **_routes_of(sizes, tokens, id_bytes),
             reply=_core.REPLY_EXACT if exact else _core.REPLY_REDUCED,
             row_bytes=hidden * dtype.itemsize,
             has_weights=exact or has_weights,

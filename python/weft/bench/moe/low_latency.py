@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.bench.eager import Eager, add_times
+from weft.bench.eager import Eager, Times, add_times
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, row_bytes
 from weft.bench.moe.network import NetworkSamples, far_rows
@@ -59,13 +59,7 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     times = bench.in_a_row(sent.turns())
     check_calls(bench, inputs, calls["weft"])
     us = bench.samples_us(in_a_row)
-    rows = []
-    for step, dtype in (("dispatch", o.dtype), ("combine", "bf16")):
-        bytes_per_row = row_bytes(dtype, o.hidden)
-        logical, egress = traffic.selections * bytes_per_row, traffic.egress * bytes_per_row
-        rows.append(make_row(bench, "ll", step, dtype, us, logical, egress))
-        sent.add_network(rows[-1], step)
-        add_times(rows[-1], *times_of_step(bench, step, times))
+    rows = sent.rows("ll", traffic, us, times)
     if "weft round_trip" in us:
         rows.append(round_trip_row(bench, rows, us["weft round_trip"]))
     traces = bench.traces(calls["weft"].buffer, take)
@@ -163,6 +157,26 @@ class Samples:
         if self.round_trips:
             self.bench.sample("weft round_trip", self.round_trips)
         self._take_baselines()
+
+    def rows(
+        self,
+        mode: str,
+        traffic: Traffic,
+        us: dict[str, list[float]],
+        times: dict[str, Times],
+        more: Callable[[str], dict[str, Any]] = lambda step: {},
+    ) -> list[Row]:
+        """Return a row for dispatch and one for combine. ``more``: further columns of a step."""
+        o, rows = self.bench.options, []
+        for step, dtype in (("dispatch", o.dtype), ("combine", "bf16")):
+            bytes_per_row = row_bytes(dtype, o.hidden)
+            logical, egress = traffic.selections * bytes_per_row, traffic.egress * bytes_per_row
+            row = make_row(self.bench, mode, step, dtype, us, logical, egress)
+            self.add_network(row, step)
+            row.extra |= more(step)
+            add_times(row, *times_of_step(self.bench, step, times))
+            rows.append(row)
+        return rows
 
     def turns(self) -> list[Callable[[Eager], None]]:
         """Return every peer's calls, to be made in a row."""

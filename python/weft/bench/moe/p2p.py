@@ -13,18 +13,14 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.bench.eager import add_times
 from weft.bench.moe import check, peers
-from weft.bench.moe.floors import row_bytes
 from weft.bench.moe.low_latency import CALLS_IN_A_ROW, FEW_TOKENS, Samples, make_buffer
 from weft.bench.moe.setting import (
     Bench,
     Inputs,
     Measured,
-    make_row,
     method_notes,
     shape_columns,
-    times_of_step,
 )
 from weft.bench.report import Row
 from weft.testing import oracle
@@ -57,14 +53,7 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     times = bench.in_a_row(samples.turns())
     _check(bench, inputs, split)
     us = bench.samples_us(in_a_row)
-    rows = []
-    for step, dtype in (("dispatch", o.dtype), ("combine", "bf16")):
-        bytes_per_row = row_bytes(dtype, o.hidden)
-        logical, egress = traffic.selections * bytes_per_row, traffic.egress * bytes_per_row
-        rows.append(make_row(bench, "p2p", step, dtype, us, logical, egress))
-        samples.add_network(rows[-1], step)
-        rows[-1].extra |= phases.overlap_columns(step, us)
-        add_times(rows[-1], *times_of_step(bench, step, times))
+    rows = samples.rows("p2p", traffic, us, times, lambda step: phases.overlap_columns(step, us))
     rows += [_phase_row(bench, phase, us[f"phase {phase}"]) for phase in PHASES]
     traces = bench.traces(split.buffer, take)
     split.buffer.destroy()

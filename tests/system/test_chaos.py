@@ -12,7 +12,17 @@ import pytest
 from programs import WEFT, environment
 
 from weft.chaos.adversary import KINDS, TRANSPORTS, Fault
-from weft.chaos.judge import HANG, LATE, LEAK, WRONG_BLAME, WRONG_ERROR, WRONG_RESULT, Outcome, judge
+from weft.chaos.judge import (
+    HANG,
+    LATE,
+    LEAK,
+    WRONG_BLAME,
+    WRONG_ERROR,
+    WRONG_RESULT,
+    Footprint,
+    Outcome,
+    judge,
+)
 from weft.chaos.operations import ENGINE, MAPPED, OPERATIONS, PORTS, Place
 from weft.chaos.rounds import Result, Round, draw_round, run_round
 
@@ -111,6 +121,40 @@ def test_a_wrong_result_and_a_crash_are_seen(tmp_path: Path, monkeypatch: pytest
         folder.mkdir()
         result = one_round("mapped", Fault("none", 0, 0), ["barrier"], 2, folder)
         assert kind in [problem.kind for problem in result.problems]
+
+
+def test_the_head_of_a_crashed_ranks_stack_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(place: Place, chance: random.Random) -> None:
+        import os
+
+        os.write(2, b"the innermost frame" + b"." * 20_000 + b"the outermost frame")
+        os.kill(os.getpid(), 9)
+
+    monkeypatch.setitem(OPERATIONS, "barrier", type(OPERATIONS["barrier"])("barrier", PORTS, 1, crash))
+    said = one_round("mapped", Fault("none", 0, 0), ["barrier"], 2, tmp_path).said
+    assert all("the innermost frame" in words and "the outermost frame" in words for words in said), said
+    assert said and all(len(words) < 10_000 for words in said)
+
+
+def test_what_a_driver_keeps_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    kept: list[int] = []
+
+    def start_driver() -> list[object]:
+        if not kept:
+            kept.extend([*os.pipe(), *os.pipe()])
+        return []
+
+    monkeypatch.setattr("weft._core.gpus", start_driver)
+    before = Footprint.first()
+    start_driver()
+    assert len(kept) == 4
+    assert Footprint.now().leaks_since(before, 1) == []
+    more = os.pipe()
+    assert Footprint.now().leaks_since(before, 1) == ["2 x pipe:[N]"]
+    for descriptor in (*kept, *more):
+        os.close(descriptor)
 
 
 def test_a_hang_is_noticed_with_every_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from weft import _core
 from weft.chaos.adversary import Fault
+from weft.errors import Error
 
 WRONG_RESULT, HANG, WRONG_BLAME, WRONG_ERROR, LATE, LEAK = VERDICTS = (
     "wrong result",
@@ -143,6 +145,16 @@ class Footprint:
         heap = int(status.partition("RssAnon:")[2].split()[0])
         windows = maps.count("memfd:weft") - maps.count(_KEPT_FILE)
         return cls(descriptors, len(os.listdir("/proc/self/task")), windows, heap)
+
+    @classmethod
+    def first(cls) -> Footprint:
+        """Return this process's before it makes anything.
+
+        A CUDA driver opens pipes and events that it keeps as long as the process, so it is asked first.
+        """
+        with contextlib.suppress(Error):  # where there is no driver or no GPU
+            _core.gpus()
+        return cls.now()
 
     def leaks_since(self, before: Footprint, ranks: int) -> list[str]:
         """Return what this one holds that ``before`` did not, as sentences; so many ranks were in the process."""

@@ -40,6 +40,7 @@ from weft.testing.ranks import Rank, RankError, RankPool
 
 DEADLINE_S = 100.0  # of a round; whoever is not done by then hangs
 _COMPILE = "compile_kernel"
+_HEAD_CHARS, _END_CHARS = 4000, 1000  # of a rank's standard error that are kept
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,18 @@ def run_round(drawn: Round, folder: Path) -> Result:
     result.problems += judge.judge(fault, {outcome.rank: outcome for outcome in outcomes})
     result.problems += [Problem(judge.LEAK, f"left: {path}") for path in _left(drawn, pids)]
     if result.problems:
-        result.said = [f"{path.name}: {path.read_text()[-1000:]}" for path in sorted(folder.glob("stderr-*"))]
+        files = sorted(folder.glob("stderr-*"))
+        result.said = [f"{path.name}: {_both_ends(path.read_text(errors='replace'))}" for path in files]
     shutil.rmtree(folder, ignore_errors=True)
     return result
+
+
+def _both_ends(words: str) -> str:
+    """Return what was written without its middle where it is long: a stack begins with what matters."""
+    if len(words) <= _HEAD_CHARS + _END_CHARS:
+        return words
+    left_out = len(words) - _HEAD_CHARS - _END_CHARS
+    return f"{words[:_HEAD_CHARS]}\n... {left_out} characters left out ...\n{words[-_END_CHARS:]}"
 
 
 def _settings(drawn: Round, folder: Path) -> dict[str, str]:
@@ -180,7 +190,7 @@ def _open_engine(rank: Rank) -> None:
 def take_part(rank: Rank, drawn: Round, board: Board, folder: Path) -> Outcome:
     """Be one rank, in a process of its own; raise nothing."""
     _write_to(folder / f"stderr-{rank.rank}")
-    before = Footprint.now()
+    before = Footprint.first()
     outcome = make_calls(drawn, board, folder, rank.rank, lambda: rank.group)
     if drawn.fault.kind != "no rights":  # who has lost root's rights may not look
         outcome.leaks = Footprint.now().leaks_since(before, 1)
@@ -190,7 +200,7 @@ def take_part(rank: Rank, drawn: Round, board: Board, folder: Path) -> Outcome:
 def run_threads(rank: Rank, drawn: Round, board: Board, folder: Path) -> list[Outcome]:
     """Be all ranks, as threads of one process: for the network that is inside one."""
     _write_to(folder / "stderr-0")
-    before = Footprint.now()
+    before = Footprint.first()
     meeting = _Meeting(drawn.ranks)
     outcomes: list[Outcome] = [Outcome(number) for number in range(drawn.ranks)]
 

@@ -219,13 +219,8 @@ void Core::finish(Transfer& transfer, Phase phase, Status status) {
     release_offer(transfer);
     by_ticket_.erase(transfer.ticket_);
   }
-  if (transfer.kind_ == OpKind::kRecv) {
-    if (transfer.is_offered_ && transfer.peer_->is_alive())
-      send_message(*transfer.peer_, MessageType::kTaken,
-                   to_body(Outcome{transfer.ticket_, 0, status.message()}));
-    if (phase != Phase::kDone)
-      receives_.erase(std::remove(receives_.begin(), receives_.end(), keep), receives_.end());
-  }
+  if (transfer.kind_ == OpKind::kRecv && phase != Phase::kDone)
+    receives_.erase(std::remove(receives_.begin(), receives_.end(), keep), receives_.end());
   count(transfer, phase == Phase::kDone);
   end_use(transfer);
   unlist_active(transfer);
@@ -242,6 +237,10 @@ void Core::finish(Transfer& transfer, Phase phase, Status status) {
   }
   if (transfer.callback_)
     callbacks.post([call = std::move(transfer.callback_), outcome = transfer.status_] { call(outcome); });
+  // Last: a path that breaks here ends whatever is still listed.
+  if (transfer.kind_ == OpKind::kRecv && transfer.is_offered_ && transfer.peer_->is_alive())
+    send_message(*transfer.peer_, MessageType::kTaken,
+                 to_body(Outcome{transfer.ticket_, 0, transfer.status_.message()}));
 }
 
 void Core::on_done(Transfer& transfer, std::function<void(const Status&)> callback) {

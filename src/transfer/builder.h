@@ -76,10 +76,12 @@ class Builder {
   Result<uint32_t> add_target(std::shared_ptr<Remote> remote, Access wanted) {
     if (!remote) return Status::invalid("remote: got nothing, allowed: attached memory of a peer");
     WEFT_TRY(core_.check_own("remote", remote->peer()->maker_));
+    // A peer is lost before its memory is revoked: in the other order its loss would look like a descriptor taken back.
+    const bool is_revoked = remote->is_revoked();
     if (const Peer& peer = *remote->peer(); !peer.is_alive())
       return Status::make(Code::kPeerLost, "transfer.{}: peer '{}' is {}: {}", to_string(made_->kind_),
                           peer.name(), to_string(peer.state()), peer.why().message());
-    if (remote->is_revoked())
+    if (is_revoked)
       return Status::invalid("remote: got memory that peer '{}' has taken back, allowed: a live descriptor",
                              remote->peer()->name());
     if (!(remote->access() & wanted))

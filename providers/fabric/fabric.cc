@@ -25,11 +25,12 @@ constexpr size_t kEntriesPerRead = 32;
 
 // What address() gives: this, then libfabric's own bytes.
 struct AddressHead {
-  char tag[4] = {'f', 'a', 'b', '2'};
+  char tag[4] = {'f', 'a', 'b', '3'};
   uint32_t pid = 0;
   uint64_t host = 0;
   uint64_t witness_at = 0;
   uint64_t witness = 0;
+  uint64_t grants_at = 0;
   uint64_t page_port = 0;  // where it takes pages; 0: nowhere
 };
 
@@ -115,6 +116,7 @@ class FabricRail : public Rail {
     head.host = self.host;
     head.witness_at = self.witness_at;
     head.witness = self.witness;
+    head.grants_at = self.grants_at;
     head.page_port = pages_ ? pages_->port() : 0;
     return std::string(reinterpret_cast<const char*>(&head), sizeof head) + own_address_;
   }
@@ -135,9 +137,9 @@ class FabricRail : public Rail {
     if (inserted != 1)
       return logged(
           fi::failure(fi_, inserted < 0 ? inserted : -EINVAL, text("fabric: fi_av_insert on {}", nic_.name)));
-    const Neighbour neighbour{static_cast<pid_t>(head.pid), head.host, head.witness_at, head.witness};
-    if (may_copy_across_ && (mr_mode_ & fi::kMrVirtAddr) && can_copy_across(neighbour))
-      destination.pid = neighbour.pid;
+    const Neighbour neighbour{static_cast<pid_t>(head.pid), head.host, head.witness_at, head.witness,
+                              head.grants_at};
+    if (grants_keys() && can_copy_across(neighbour)) destination.neighbour = neighbour;
     if (pages_ && head.page_port) {
       destination.has_pages = true;
       destination.pages = pages_->open(interface_of(bytes), static_cast<uint16_t>(head.page_port));
@@ -167,7 +169,9 @@ class FabricRail : public Rail {
     attr.access = fi::kSend | fi::kRecv | fi::kRead | fi::kWrite;
     if (access & kRemoteRead) attr.access |= fi::kRemoteRead;
     if (access & kRemoteWrite) attr.access |= fi::kRemoteWrite;
-    if (!(mr_mode_ & fi::kMrProvKey)) attr.requested_key = make_key();
+    if (!(mr_mode_ & fi::kMrProvKey)) {
+      WEFT_TRY_ASSIGN(attr.requested_key, make_key());
+    }
     if (range.kind == MemoryKind::kCuda) {
       attr.iface = fi::kHmemCuda;
       attr.device.cuda = range.device;
@@ -179,9 +183,11 @@ class FabricRail : public Rail {
       if (code == 0) code = mr->fid.ops->control(&mr->fid, fi::kControlEnable, nullptr);
       if (code != 0) fi::close(mr->fid);
     }
-    if (code != 0)
+    if (code != 0) {
+      if (grants_keys()) take_back(attr.requested_key);
       return logged(
           fi::failure(fi_, code, text("fabric: registering {} bytes on {}", range.bytes, nic_.name)));
+    }
     Registration made;
     made.handle = mr;
     made.lkey = mr->mem_desc;
@@ -192,6 +198,7 @@ class FabricRail : public Rail {
   }
 
   void release(Registration& registration) override {
+    if (grants_keys() && registration.handle) take_back(registration.rkey);
     if (pages_ && registration.handle) pages_->forbid(registration);
     if (registration.handle) fi::close(static_cast<fi::Mr*>(registration.handle)->fid);
     registration = {};
@@ -200,7 +207,7 @@ class FabricRail : public Rail {
   Posted post_write(const RmaOp& op) override {
     const Piece& p = op.piece;
     const uint64_t to = destinations_[op.to].address;
-    if (destinations_[op.to].pid && !op.has_imm) return post_across(Across::kWrite, op);
+    if (destinations_[op.to].neighbour.pid && !op.has_imm) return post_across(Across::kWrite, op);
     if (op.delivered) return post_delivered(op, to);
     if (p.bytes <= inject_bytes_) return post_inject(op, to);
     if (op.has_imm)
@@ -211,7 +218,7 @@ class FabricRail : public Rail {
 
   Posted post_read(const RmaOp& op) override {
     const Piece& p = op.piece;
-    if (destinations_[op.to].pid) return post_across(Across::kRead, op);
+    if (destinations_[op.to].neighbour.pid) return post_across(Across::kRead, op);
     return answer(ep_->rma->read(ep_, p.local, p.bytes, p.lkey, destinations_[op.to].address, p.remote,
                                  p.rkey, op.context));
   }
@@ -229,12 +236,12 @@ class FabricRail : public Rail {
   bool is_route_broken() const override { return means_peer_gone(-refused_with_); }
 
   uint32_t pages_per_post(Route to) const override {
-    if (destinations_[to].pid) return kStretchesMax;
+    if (destinations_[to].neighbour.pid) return kStretchesMax;
     return destinations_[to].has_pages ? kPagesPerFrame : 1;
   }
 
   Posted post_pages(Route to, Piece* pieces, uint32_t count, Context* context) override {
-    if (destinations_[to].pid) return post_pages_across(to, pieces, count, context);
+    if (destinations_[to].neighbour.pid) return post_pages_across(to, pieces, count, context);
     pages_->post(destinations_[to].pages, pieces, count, context);
     return Posted::kOk;
   }
@@ -259,13 +266,13 @@ class FabricRail : public Rail {
  private:
   struct Destination {
     uint64_t address = 0;
-    pid_t pid = 0;  // of a process whose memory this one may write; 0: it may not
+    Neighbour neighbour;  // a process whose memory this one may read and write; number 0: it may not
     bool has_pages = false;
     size_t pages = 0;  // the page stream there
     bool is_used = true;
   };
 
-  // One system call for all pages. The kernel looks up the peer's memory once per stretch of it, so pages go
+  // One system call for all pages, and one for each key. The kernel looks up the peer's memory once per stretch of it, so pages go
   // in the order of their addresses over there and neighbours become one stretch.
   Posted post_pages_across(Route to, Piece* pieces, uint32_t count, Context* context) {
     std::sort(pieces, pieces + count, [](const Piece& a, const Piece& b) { return a.remote < b.remote; });
@@ -278,15 +285,24 @@ class FabricRail : public Rail {
       else
         into[stretches++] = {reinterpret_cast<void*>(pieces[i].remote), pieces[i].bytes};
     }
-    return across(copy_across(Across::kWrite, destinations_[to].pid, from, count, into, stretches), context);
+    const Neighbour& neighbour = destinations_[to].neighbour;
+    int error = 0;
+    for (uint32_t i = 0; i < count && error == 0; ++i)
+      if (i == 0 || pieces[i].rkey != pieces[i - 1].rkey) error = check_grant(neighbour, pieces[i].rkey);
+    if (error == 0) error = copy_across(Across::kWrite, neighbour.pid, from, count, into, stretches);
+    return across(error, context);
   }
 
-  // A copy by one system call, which is what the shm provider makes of a write or read too; without its
-  // queue.
+  // Two system calls, the copy and a look at the key: what the shm provider does too, which does not look at the key
+  // and goes through a queue.
   Posted post_across(Across way, const RmaOp& op) {
     iovec here{op.piece.local, op.piece.bytes};
     iovec there{reinterpret_cast<void*>(op.piece.remote), op.piece.bytes};
-    return across(copy_across(way, destinations_[op.to].pid, &here, 1, &there, 1), op.context);
+    const Neighbour& neighbour = destinations_[op.to].neighbour;
+    int error = way == Across::kWrite ? check_grant(neighbour, op.piece.rkey) : 0;
+    if (error == 0) error = copy_across(way, neighbour.pid, &here, 1, &there, 1);
+    if (error == 0 && way == Across::kRead) error = check_grant(neighbour, op.piece.rkey);
+    return across(error, op.context);
   }
 
   Posted across(int error, Context* context) {
@@ -295,7 +311,8 @@ class FabricRail : public Rail {
     event.kind = EventKind::kFailed;
     event.context = context;
     event.peer_gone = error == ESRCH;
-    event.text = text("copying between processes: {}", std::strerror(error));
+    event.text = error == EKEYREVOKED ? "the peer has taken this memory back"
+                                      : text("copying between processes: {}", std::strerror(error));
     ready_.push_back(std::move(event));
     return Posted::kOk;
   }
@@ -309,9 +326,20 @@ class FabricRail : public Rail {
     return posted == Posted::kOk ? Posted::kDone : posted;
   }
 
-  uint64_t make_key() const {
-    const uint64_t key = random_key();
-    return key_bytes_ >= 8 ? key : key & ((uint64_t{1} << (8 * key_bytes_)) - 1);
+  // Whether others of this host copy to and from registered memory by themselves, so that keys must have a place in this
+  // process's table.
+  bool grants_keys() const {
+    return may_copy_across_ && (mr_mode_ & fi::kMrVirtAddr) && !(mr_mode_ & fi::kMrProvKey);
+  }
+
+  Result<uint64_t> make_key() const {
+    for (int tries = 0; tries < 64; ++tries) {
+      const uint64_t key =
+          key_bytes_ >= 8 ? random_key() : random_key() & ((uint64_t{1} << (8 * key_bytes_)) - 1);
+      if (!grants_keys() || (key != 0 && grant(key))) return key;
+    }
+    return logged(
+        Status::make(Code::kCapacity, "fabric: no place for another registration on {}", nic_.name));
   }
 
   Posted post_delivered(const RmaOp& op, uint64_t to) {

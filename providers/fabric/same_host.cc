@@ -3,6 +3,8 @@
 
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <cerrno>
 
 #include "base/process_name.h"
@@ -23,11 +25,25 @@ void advance(iovec*& stretch, size_t& count, size_t bytes) {
   stretch->iov_len -= bytes;
 }
 
+// A key has one place, which holds it while it is granted.
+constexpr uint64_t kGrants = 1 << 16;
+std::array<std::atomic<uint64_t>, kGrants> grants;
+
 }  // namespace
 
 Neighbour this_process() {
   static const uint64_t witness = random_key();
-  return {getpid(), host_mark(), reinterpret_cast<uint64_t>(&witness), witness};
+  return {getpid(), host_mark(), reinterpret_cast<uint64_t>(&witness), witness,
+          reinterpret_cast<uint64_t>(grants.data())};
+}
+
+bool grant(uint64_t key) {
+  uint64_t free = 0;
+  return grants[key % kGrants].compare_exchange_strong(free, key);
+}
+
+void take_back(uint64_t key) {
+  grants[key % kGrants].compare_exchange_strong(key, 0);
 }
 
 bool can_copy_across(const Neighbour& neighbour) {
@@ -47,6 +63,15 @@ int copy_across(Across way, pid_t pid, iovec* here, size_t here_count, iovec* th
     advance(there, there_count, static_cast<size_t>(moved));
   }
   return 0;
+}
+
+int check_grant(const Neighbour& neighbour, uint64_t key) {
+  uint64_t seen = 0;
+  iovec here{&seen, sizeof seen};
+  iovec there{reinterpret_cast<void*>(neighbour.grants_at + key % kGrants * sizeof seen), sizeof seen};
+  if (const int error = copy_across(Across::kRead, neighbour.pid, &here, 1, &there, 1); error != 0)
+    return error;
+  return seen == key ? 0 : EKEYREVOKED;
 }
 
 }  // namespace weft::provider

@@ -4,7 +4,8 @@
 //   to.give(this_process());                                  // there
 //   if (can_copy_across(neighbour)) copy_across(Across::kWrite, neighbour.pid, &here, 1, &there, 1);
 // Whether the system allows it is tried, not guessed: containers and ptrace rules forbid it now and then.
-// Threads: any.
+// The system knows nothing of registrations, so each process keeps a table of the keys under which others may copy:
+// check_grant() looks there. Threads: any.
 #pragma once
 
 #include <sys/types.h>
@@ -20,6 +21,7 @@ struct Neighbour {
   uint64_t host = 0;        // the same in two processes that can name each other by process number
   uint64_t witness_at = 0;  // where that process keeps a random number, and which
   uint64_t witness = 0;
+  uint64_t grants_at = 0;  // where it keeps its table of keys
 };
 
 constexpr uint32_t kStretchesMax = 1024;  // IOV_MAX
@@ -31,5 +33,14 @@ enum class Across { kWrite, kRead };
 // Writes `here` to `there`, or reads it from there; both lists name as many bytes, in at most kStretchesMax
 // stretches, and are used up. Returns 0, or an errno value; then some of the bytes may have moved.
 int copy_across(Across way, pid_t pid, iovec* here, size_t here_count, iovec* there, size_t there_count);
+
+// Lets other processes copy under `key`, which is not 0, until it is taken back; false where another key has its place.
+bool grant(uint64_t key);
+void take_back(uint64_t key);
+
+// 0 while that process grants the key; EKEYREVOKED once it has taken it back, or the reason why nobody can look. A write
+// looks before it copies, and misses a key that is taken back while it runs; a read looks after it, and misses none,
+// because memory is not used again before its key is taken back.
+int check_grant(const Neighbour& neighbour, uint64_t key);
 
 }  // namespace weft::provider

@@ -453,6 +453,22 @@ TEST_P(TransferTest, MemoryTakenBackIsNeverTouchedAgain) {
   EXPECT_EQ(pair.a.engine->write(pair.write(0, 0, 10)).status().code(), Code::kInvalid);
 }
 
+// The sender may use its memory again once it has given up: a receiver that comes late must not take that for the message.
+TEST_P(TransferTest, AnOfferThatWasGivenUpIsNotRead) {
+  constexpr uint64_t kBytes = 300'000;
+  Pair pair(provider_, 1, 1, kBytes);
+  How briefly;
+  briefly.timeout_s = 0.2;
+  auto send = pair.a.engine->send(pair.b_at_a, pair.a.memory, 0, kBytes, briefly);
+  ASSERT_OK(send.status());
+  EXPECT_FALSE(pair.a.engine->wait(*send, soon()).ok());
+  std::memset(pair.a.buffer.data(), 0xDD, kBytes);
+  briefly.timeout_s = 1;
+  auto receive = pair.b.engine->recv(nullptr, pair.b.memory, 0, kBytes, briefly);
+  ASSERT_OK(receive.status());
+  EXPECT_FALSE(pair.b.engine->wait(*receive, soon()).ok());
+}
+
 TEST_P(TransferTest, DisconnectedPeerFailsByNameAndComesBack) {
   Pair pair(provider_, 1, 1, 1000);
   auto receive = pair.b.engine->recv(pair.a_at_b, pair.b.memory, 0, 10, {});

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cerrno>
 #include <cstring>
 
 #include "providers/fabric/same_host.h"
@@ -64,6 +65,23 @@ TEST(SameHost, FailsWithTheSystemsReason) {
   char byte = 0;
   iovec here{&byte, 1}, there{nullptr, 1};
   EXPECT_NE(copy_across(Across::kWrite, this_process().pid, &here, 1, &there, 1), 0);
+}
+
+TEST(SameHost, AKeyIsGrantedUntilItIsTakenBack) {
+  const Neighbour self = this_process();
+  if (!can_copy_across(self)) GTEST_SKIP() << "this system forbids process_vm_readv";
+  constexpr uint64_t kKey = 0x5eed'0000'0000'1234, kSamePlace = kKey + (uint64_t{1} << 32);
+  EXPECT_EQ(check_grant(self, kKey), EKEYREVOKED);
+  ASSERT_TRUE(grant(kKey));
+  EXPECT_FALSE(grant(kSamePlace));
+  EXPECT_EQ(check_grant(self, kKey), 0);
+  EXPECT_EQ(check_grant(self, kSamePlace), EKEYREVOKED);
+  take_back(kSamePlace);  // which has no place
+  EXPECT_EQ(check_grant(self, kKey), 0);
+  take_back(kKey);
+  EXPECT_EQ(check_grant(self, kKey), EKEYREVOKED);
+  ASSERT_TRUE(grant(kSamePlace));
+  take_back(kSamePlace);
 }
 
 }  // namespace

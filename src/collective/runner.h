@@ -197,6 +197,7 @@ class CollectiveRunner {
   Result<const ChunkSpan*> table(const std::vector<ChunkSpan>& entries, ChunkTable& table, void* stream);
   WaitRule wait_rule() const;
   Status fault_status() const;
+  Status another_call() const;
   std::string sentence() const;
   // Of a peer on the CPU whose memory this rank reads.
   uint32_t process_of(uint32_t peer) const;

@@ -68,9 +68,20 @@ Status CollectiveRunner::fault_status() const {
   if (!may_differ) return Status(Code::kPeerLost, sentence());
   if (const std::string words = board_->mismatch(); !words.empty())
     return Status::invalid("rank {}, {}", comm_->rank(), words);
-  if (box.site == Site::kCollectiveCall) return Status(Code::kInvalid, sentence());
+  if (box.site == Site::kCollectiveCall) return another_call();
   if (box.peer == box.self || box.site == Site::kPeerDied) return Status(Code::kPeerLost, sentence());
   return Status(Code::kPeerLost, sentence() + "; " + board_->progress(static_cast<int>(box.peer)));
+}
+
+// A message of another call has come, and the boards know of no difference: the sender went on without this rank, where
+// it has ended since.
+Status CollectiveRunner::another_call() const {
+  PeerWatch& peers = comm_->peers();
+  const int sender = static_cast<int>(visible_->at<FaultBox>(0)->peer);
+  const bool is_over = peers.is_over(sender);
+  const std::string lost = peers.lost();
+  if (lost.empty() && !is_over) return Status(Code::kInvalid, sentence());
+  return Status(Code::kPeerLost, text("{}; {}", sentence(), lost.empty() ? peers.fate(sender) : lost));
 }
 
 uint32_t CollectiveRunner::process_of(uint32_t peer) const {

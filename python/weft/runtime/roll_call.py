@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from weft import _core
-from weft.errors import PeerLost
+from weft.errors import Error, PeerLost
 from weft.runtime.bootstrap_tcp import lost_message
 
 _LOOK_EVERY_S = 0.25
@@ -35,7 +35,11 @@ class RollCall:
     def __init__(self, store: Any, rank: int) -> None:
         self._store = store
         self._names: dict[int, bytes] = {}
-        store.set(f"who/{rank}", _core.this_process_name())
+        try:
+            store.set(f"who/{rank}", _core.this_process_name())
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            raise Error(f"rank {rank}, bootstrap: torch's store does not take what this rank gives ({reason})") from error
 
     def learn(self, rank: int, name: bytes) -> None:
         """Note which process a rank is."""

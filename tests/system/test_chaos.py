@@ -150,9 +150,9 @@ def test_what_a_driver_keeps_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None
     before = Footprint.first()
     start_driver()
     assert len(kept) == 4
-    assert Footprint.now().leaks_since(before, 1) == []
+    assert before.leaks(1) == []
     more = os.pipe()
-    assert Footprint.now().leaks_since(before, 1) == ["2 x pipe:[N]"]
+    assert before.leaks(1) == ["2 x pipe:[N]"]
     for descriptor in (*kept, *more):
         os.close(descriptor)
 

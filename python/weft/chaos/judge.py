@@ -9,6 +9,7 @@ import gc
 import os
 import re
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ _SAYS = {"disks": re.compile(r"No space left"), "no rights": re.compile(r"not pe
 _HEAP_KIB = 64 << 10  # for each rank of the process: what torch and Python keep
 # Threads that live as long as the process: those of torch and Python, and the workers that host kernels run on.
 _KEPT_THREADS = 64
+_LET_GO_S = 20.0  # longer than any rank stands still
 _KEPT_FILE = "memfd:weft-tally"  # counters, made at the first call of a process
 
 
@@ -156,8 +158,18 @@ class Footprint:
             _core.gpus()
         return cls.now()
 
-    def leaks_since(self, before: Footprint, ranks: int) -> list[str]:
-        """Return what this one holds that ``before`` did not, as sentences; so many ranks were in the process."""
+    def leaks(self, ranks: int) -> list[str]:
+        """Return what the process holds now that this one did not, as sentences; so many ranks were in it.
+
+        The meeting of the ranks, in rank 0, ends after the last of them has left. So a difference counts only when it
+        lasts.
+        """
+        until = time.monotonic() + _LET_GO_S
+        while (leaks := Footprint.now()._more_than(self, ranks)) and time.monotonic() < until:
+            time.sleep(0.2)
+        return leaks
+
+    def _more_than(self, before: Footprint, ranks: int) -> list[str]:
         leaks = [f"{count} x {what}" for what, count in (self.descriptors - before.descriptors).items()]
         if self.threads > before.threads + _KEPT_THREADS:
             leaks.append(f"{self.threads - before.threads} threads")

@@ -193,7 +193,7 @@ def take_part(rank: Rank, drawn: Round, board: Board, folder: Path) -> Outcome:
     before = Footprint.first()
     outcome = make_calls(drawn, board, folder, rank.rank, lambda: rank.group)
     if drawn.fault.kind != "no rights":  # who has lost root's rights may not look
-        outcome.leaks = Footprint.now().leaks_since(before, 1)
+        outcome.leaks = before.leaks(1)
     return outcome
 
 
@@ -212,7 +212,7 @@ def run_threads(rank: Rank, drawn: Round, board: Board, folder: Path) -> list[Ou
         thread.start()
     for thread in threads:
         thread.join()
-    outcomes[0].leaks = Footprint.now().leaks_since(before, drawn.ranks)
+    outcomes[0].leaks = before.leaks(drawn.ranks)
     return outcomes
 
 

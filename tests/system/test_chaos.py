@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -137,8 +139,6 @@ def test_the_head_of_a_crashed_ranks_stack_is_kept(tmp_path: Path, monkeypatch: 
 
 
 def test_what_a_driver_keeps_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     kept: list[int] = []
 
     def start_driver() -> list[object]:
@@ -152,9 +152,19 @@ def test_what_a_driver_keeps_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(kept) == 4
     assert before.leaks(1) == []
     more = os.pipe()
+    monkeypatch.setattr("weft.chaos.judge._LET_GO_S", 0.5)
     assert before.leaks(1) == ["2 x pipe:[N]"]
     for descriptor in (*kept, *more):
         os.close(descriptor)
+
+
+def test_what_is_let_go_of_a_little_later_is_no_leak() -> None:
+    before = Footprint.first()
+    pipe = os.pipe()
+    later = threading.Timer(0.5, lambda: [os.close(descriptor) for descriptor in pipe])
+    later.start()
+    assert before.leaks(1) == []
+    later.join()
 
 
 def test_a_hang_is_noticed_with_every_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,9 @@ class RollCall:
             store.set(f"who/{rank}", _core.this_process_name())
         except Exception as error:
             reason = str(error).splitlines()[0]
-            raise Error(f"rank {rank}, bootstrap: torch's store does not take what this rank gives ({reason})") from error
+            raise Error(
+                f"rank {rank}, bootstrap: torch's store does not take what this rank gives ({reason})"
+            ) from error
 
     def learn(self, rank: int, name: bytes) -> None:
         """Note which process a rank is."""

@@ -26,11 +26,12 @@ QUIET = {
     "GLOO_SOCKET_IFNAME": "eth0",
 }
 
-EVERY_CALL = """
+# One write for each line: ranks that share an output do not cut each other's lines.
+EVERY_CALL = r"""
 import torch, weft
 comm = weft.Communicator()
 n, me = comm.size, comm.rank
-print("rank", me, "nodes", comm.nodes, flush=True)
+print(f"rank {me} nodes {comm.nodes}\n", end="", flush=True)
 for elems in (1, 4099, 300_001):
     every = torch.stack([(torch.arange(elems * n) % 13 + r).float() for r in range(n)])
     own = every[me].clone()
@@ -41,7 +42,7 @@ for elems in (1, 4099, 300_001):
     assert torch.equal(comm.all_to_all(own.view(n, elems)), parts[:, me])
     assert torch.equal(comm.broadcast(own.clone(), 1), every[1])
 comm.barrier()
-print("right", me, flush=True)
+print(f"right {me}\n", end="", flush=True)
 """
 
 FOREVER = """

@@ -200,6 +200,63 @@ Loaded& loaded() {
   return once;
 }
 
+// Gives the option of a row a value that is not its own variable's. False, and nothing changes, where it does not parse.
+bool give(Loaded& to, OptionRow& row, const std::string& given, std::string_view from) {
+  bool is_taken = false;
+#define WEFT_OPTION(name, type, initial, help, ...)                                    \
+  if (row.variable == variable_name(#name)) {                                          \
+    is_taken = parse(given.c_str(), Option{#name, Rule(__VA_ARGS__)}, to.config.name); \
+    row.value = text("{}", to.config.name);                                            \
+  }
+  WEFT_OPTIONS(WEFT_OPTION)
+#undef WEFT_OPTION
+  if (is_taken) row.source = text("environment ({})", from);
+  return is_taken;
+}
+
+struct UcclVariable {
+  std::string_view name;
+  std::string_view ours;  // the variable of Weft that says the same, or
+  std::string_view why;   // why there is none
+};
+constexpr UcclVariable kUcclVariables[] = {
+    {"UCCL_SOCKET_IFNAME", "WEFT_INTERFACE", ""},
+    {"UCCL_IB_GID_INDEX", "WEFT_GID_INDEX", ""},
+    {"UCCL_IB_MAX_INFLIGHT_BYTES", "WEFT_PROXY_BYTES_IN_FLIGHT", ""},
+    {"UCCL_IB_MAX_INFLIGHT_NORMAL", "WEFT_PROXY_WRITES_IN_FLIGHT", ""},
+    {"UCCL_IB_MAX_INFLIGHT_LOW_LATENCY", "WEFT_PROXY_WRITES_IN_FLIGHT", ""},
+    {"UCCL_IB_SL", "WEFT_SERVICE_LEVEL", ""},
+    {"UCCL_IB_TC", "WEFT_TRAFFIC_CLASS", ""},
+    {"UCCL_EP_CPU_TIMEOUT_SECS", "WEFT_TIMEOUT_S", ""},
+    {"UCCL_IB_HCA", "", "WEFT_PROXY_NICS names NICs, in full"},
+    {"UCCL_RDMA_ADAPTIVE_SLEEP", "", "proxy threads without work always sleep, see WEFT_PROXY_IDLE_S"},
+    {"UCCL_EP_ENABLE_AGGRESSIVE_ATOMIC", "", "kernels are compiled for the GPU at hand"},
+};
+constexpr std::string_view kUcclPrefix = "UCCL_";
+
+const UcclVariable& uccl_variable(std::string_view name) {
+  static constexpr UcclVariable kUnknown = {"", "", "Weft has no such setting"};
+  const auto* found = std::ranges::find(kUcclVariables, name, &UcclVariable::name);
+  return found == std::end(kUcclVariables) ? kUnknown : *found;
+}
+
+// Why a variable that has a counterpart is not used, or nothing where it now is. `row` is the counterpart's.
+std::string take_as(Loaded& to, OptionRow& row, std::string_view name, const std::string& given) {
+  const bool is_from_uccl = row.source.find(kUcclPrefix) != std::string::npos;
+  if (row.source != "default" && !is_from_uccl) return text("{}={} is set", row.variable, row.value);
+  if (row.variable == "WEFT_INTERFACE" && given.find_first_of("^=,") != std::string::npos)
+    return text("{} is one name in full", row.variable);
+  // Two variables may mean one option, as Weft paces both modes alike. Then the stricter one wins.
+  const OptionRow other = row;
+  const int64_t writes = to.config.proxy_writes_in_flight;
+  if (!give(to, row, given, name)) return text("{} allows {}", row.variable, row.type);
+  if (!is_from_uccl || row.variable != "WEFT_PROXY_WRITES_IN_FLIGHT" || other.source == row.source) return "";
+  if (to.config.proxy_writes_in_flight <= writes) return "";
+  to.config.proxy_writes_in_flight = writes;
+  row = other;
+  return text("{} is one bound for both modes, and {} of the other is stricter", row.variable, writes);
+}
+
 }  // namespace
 
 const Config& config() {
@@ -219,6 +276,30 @@ void config_reload() {
 
 void use_job_secret(const std::string& secret) {
   if (loaded().config.job_secret.empty()) loaded().config.job_secret = secret;
+}
+
+std::vector<ForeignVariable> take_uccl_variables() {
+  std::vector<std::string> given;
+  for (char** entry = environ; entry && *entry; ++entry)
+    if (std::string_view(*entry).starts_with(kUcclPrefix)) given.emplace_back(*entry);
+  std::ranges::sort(given);
+  std::vector<ForeignVariable> made;
+  const auto take = [&](const std::string& entry) {
+    const size_t equals = entry.find('=');
+    const std::string name = entry.substr(0, equals), value = entry.substr(equals + 1);
+    const UcclVariable& known = uccl_variable(name);
+    const auto row = std::ranges::find(loaded().rows, known.ours, &OptionRow::variable);
+    const std::string why = value.empty()                ? "it is empty"
+                            : row == loaded().rows.end() ? std::string(known.why)
+                                                         : take_as(loaded(), *row, name, value);
+    made.push_back(
+        {why.empty() ? text("{} is {}", entry, known.ours) : text("{} is not used: {}", entry, why),
+         why.empty()});
+  };
+  std::ranges::for_each(given, take);
+  made.clear();  // a later one may have been stricter than an earlier one, so that words come of a second look
+  std::ranges::for_each(given, take);
+  return made;
 }
 
 std::string shared_settings() {

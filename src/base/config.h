@@ -138,6 +138,16 @@ void config_reload();
 // threads run.
 void use_job_secret(const std::string& secret);
 
+// What was made of a variable of another library: "UCCL_IB_SL=3 is WEFT_SERVICE_LEVEL", or why it is not used.
+struct ForeignVariable {
+  std::string text;
+  bool is_used;
+};
+// Takes UCCL-EP's variables as values of Weft's options where these have none of their own, and says what was made of
+// each variable that begins with UCCL_, in the order of names. For its drop-in alone; before other threads run.
+// Called again, it says the same.
+std::vector<ForeignVariable> take_uccl_variables();
+
 // "WEFT_NAME=value" of each option that ranks must share, a line each, in the table's order.
 std::string shared_settings();
 

@@ -33,6 +33,12 @@ void bind_base(nb::module_& module) {
   });
   module.def("config_check", [] { check(config_status()); });
   module.def("use_job_secret", &use_job_secret);
+  module.def("take_uccl_variables", [] {
+    nb::list made;
+    for (const ForeignVariable& variable : take_uccl_variables())
+      made.append(nb::make_tuple(variable.text, variable.is_used));
+    return made;
+  });
   module.def("this_process_name", [] {
     const ProcessName name = this_process_name();
     return nb::bytes(&name, sizeof name);

@@ -28,7 +28,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "info": (
         "weft.runtime.info",
-        "what this machine has and which transports it can use; --config: settings",
+        "what this machine has and which transports it can use; --config: settings; --plan: ways to peers",
+    ),
+    "plan": (
+        "weft.runtime.plan",
+        "what dispatch and combine do over nodes, and how long that takes on paper",
     ),
     "doctor": (
         "weft.runtime.doctor",

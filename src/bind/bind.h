@@ -18,6 +18,7 @@ void bind_jit(nanobind::module_& module);
 void bind_low_latency(nanobind::module_& module);
 void bind_measure(nanobind::module_& module);
 void bind_moe(nanobind::module_& module);
+void bind_plan(nanobind::module_& module);
 void bind_runtime(nanobind::module_& module);
 void bind_tally(nanobind::module_& module);
 void bind_tensors(nanobind::module_& module);

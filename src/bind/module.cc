@@ -15,6 +15,7 @@ NB_MODULE(_core, module) {
   weft::bind_moe(module);
   weft::bind_low_latency(module);
   weft::bind_elastic(module);
+  weft::bind_plan(module);
   weft::bind_runtime(module);
   weft::bind_tally(module);
   weft::bind_tensors(module);

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import time
@@ -57,6 +58,7 @@ from test_ports_experts import PLACES
 import deep_ep
 import weft
 from deep_ep.utils.math import calc_diff, per_token_cast_back, per_token_cast_to_fp8
+from weft import cli
 from weft.errors import Error
 from weft.moe.autograd import combine as combine_with_gradient
 from weft.moe.autograd import dispatch as dispatch_with_gradient
@@ -213,8 +215,8 @@ def _network_bytes() -> int:
     return sum(int(peer["bytes"]) for peer in peers if peer["transport"].startswith("fabric"))
 
 
-def _check_network_bytes(rank: Rank, case: MoeCase, ranks_per_node: int) -> None:
-    """Each way, a row crosses the network once per (token, other node)."""
+def _check_network_bytes(rank: Rank, case: MoeCase, ranks_per_node: int) -> list[int]:
+    """Each way, a row crosses the network once per (token, other node). Return the bytes of all ranks each way."""
     buffer = kept_buffer(rank)
     check_round_trip(rank, case)  # growth and first meetings
     in_rank = oracle.layout(case.topk_idx(rank.rank), case.num_experts, rank.size)[2]
@@ -235,15 +237,30 @@ def _check_network_bytes(rank: Rank, case: MoeCase, ranks_per_node: int) -> None
     )
     needed = sum(rows_of_ranks) * case.hidden * 2
     assert needed > 8 << 20
-    for way in (0, 1):
-        crossed = sum(of_rank[way] for of_rank in counted)
+    both = [sum(of_rank[way] for of_rank in counted) for way in (0, 1)]
+    for way, crossed in enumerate(both):
         assert needed <= crossed <= 1.03 * needed, (way, needed, crossed, crossed / needed)
+    return both
 
 
 def test_a_row_crosses_the_network_once_for_each_node() -> None:
     for provider in ("fabric:tcp", "fabric:shm"):
         with nodes(2, provider), RankPool(4, with_gpus=False) as pool:
             pool.run(_check_network_bytes, MoeCase((400, 300, 500, 350), 7168, 8, 32), 2)
+
+
+def test_a_plan_says_what_the_network_carries(capsys: pytest.CaptureFixture[str]) -> None:
+    case = MoeCase(
+        (400, 300, 500, 350), 7168, 1, 32, empty_share=0.0
+    )  # half of the tokens stay on their node
+    with nodes(2, "fabric:shm"), RankPool(4, with_gpus=False) as pool:
+        counted = pool.run(_check_network_bytes, case, 2)[0]
+    tokens = sum(case.tokens)  # as if one rank had them all
+    asked = f"plan --json --mode ht --ranks-per-node 2 --top-k 1 --experts 32 --tokens {tokens}"
+    assert cli.main(asked.split()) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    for crossed, call in zip(counted, ("dispatch", "combine"), strict=True):
+        assert crossed == pytest.approx(plan[call]["network_bytes"], rel=0.06)
 
 
 def _like_deep_eps_own_test(rank: Rank) -> None:

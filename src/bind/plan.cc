@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// weft._core.plan_experts: what calls over nodes send, and how long they take on paper.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "bind/bind.h"
+#include "plan/expert_traffic.h"
+
+namespace weft {
+namespace {
+
+namespace nb = nanobind;
+
+nb::dict to_dict(const TrafficPhase& phase, const GridPlan& grid, uint32_t lane_warps) {
+  nb::dict dict;
+  dict["blocks"] = grid.blocks;
+  dict["threads_per_block"] = grid.threads_per_block;
+  dict["row_warps"] = grid.first_role.count;
+  dict["other_warps"] = grid.second_role.count;
+  dict["watch_warps"] = grid.watch_role.count;
+  dict["lane_warps"] = lane_warps;
+  dict["mapped_bytes"] = phase.mapped_bytes;
+  dict["network_bytes"] = phase.network_bytes;
+  dict["puts"] = phase.num_puts;
+  dict["chunk_bytes"] = phase.chunk_bytes;
+  dict["us"] = phase.us;
+  dict["bound"] = to_string(phase.bound);
+  return dict;
+}
+
+nb::dict plan_experts(bool is_low_latency, const nb::dict& shape, const nb::dict& machine) {
+  const auto count = [](const nb::dict& from, const char* name) { return nb::cast<uint32_t>(from[name]); };
+  const auto figure = [&](const char* name) { return nb::cast<double>(machine[name]); };
+  const ExpertTrafficShape asked{count(shape, "nodes"),       count(shape, "ranks_per_node"),
+                                 count(shape, "tokens"),      count(shape, "top_k"),
+                                 count(shape, "experts"),     count(shape, "row_bytes"),
+                                 count(shape, "scale_bytes"), count(shape, "result_bytes")};
+  const MachineFigures figures{{true, count(machine, "sms"), 1, count(machine, "shared_bytes")},
+                               nb::cast<int>(machine["nvlinks"]),
+                               nb::cast<int>(machine["compute_major"]),
+                               figure("mapped_gb_s"),
+                               figure("network_gb_s"),
+                               figure("mapped_latency_us"),
+                               figure("network_latency_us"),
+                               figure("million_puts_per_s")};
+  const ExpertTraffic traffic = value_or_throw(is_low_latency ? plan_low_latency_traffic(asked, figures)
+                                                              : plan_high_throughput_traffic(asked, figures));
+  nb::dict dict;
+  dict["sms"] = traffic.sms;
+  dict["piece_bytes"] = traffic.piece_bytes;
+  dict["lanes"] = traffic.lanes;
+  dict["inbox_bytes"] = traffic.inbox_bytes;
+  dict["dispatch"] = to_dict(traffic.dispatch, traffic.dispatch_grid, traffic.dispatch_lane_warps);
+  dict["combine"] = to_dict(traffic.combine, traffic.combine_grid, traffic.combine_lane_warps);
+  dict["per_node_bytes"] = traffic.per_node_bytes;
+  dict["per_node_us"] = traffic.per_node_us;
+  return dict;
+}
+
+}  // namespace
+
+void bind_plan(nb::module_& module) {
+  module.def("plan_experts", &plan_experts);
+}
+
+}  // namespace weft

@@ -4,9 +4,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program, torchrun
 
 from weft import _core, cli
 
@@ -118,3 +120,23 @@ def test_info_says_which_interface_and_network_are_taken_and_why(
     assert "no interface (WEFT_INTERFACE): interface: got 'pigeon0'" in " ".join(out_of(capsys).split())
     monkeypatch.undo()
     _core.config_reload()
+
+
+def test_the_plan_says_which_way_each_peer_goes(tmp_path: Path) -> None:
+    """Two nodes of this host: 2 ranks and 1."""
+    more = {"WEFT_RANKS_PER_NODE": "2", "WEFT_PROXY_PROVIDER": "fabric:tcp"}
+    ran = run_program([*torchrun(3), "-m", "weft", "info", "--plan"], tmp_path, more=more)
+    rows = [line.split() for line in ran.stdout.splitlines() if line.strip()[:1].isdigit()]
+    assert rows == [
+        ["0", "0", "cpu", "1", "(mapped)", "2", "(proxy)"],
+        ["1", "0", "cpu", "0", "(mapped)", "2", "(proxy)"],
+        ["2", "1", "cpu", "0-1", "(proxy)"],
+    ], ran.stdout + ran.stderr
+    ran = run_program([*torchrun(3), "-m", "weft", "info", "--plan", "--json"], tmp_path, more=more)
+    told = json.loads(ran.stdout)["plan"]
+    assert [one["node"] for one in told] == [0, 0, 1]
+    assert told[1]["peers"]["2"] == {"transport": "proxy", "reach": "port"}, told
+
+
+def test_one_rank_is_told_how_to_see_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "torchrun ... -m weft info --plan" in out_of(capsys, "--plan")

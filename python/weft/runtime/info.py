@@ -31,12 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", action="store_true", help="show every setting, its value and where it is from"
     )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="show which way each rank of a job reaches each other one, mapped or by its port; "
+        "start it as the job: torchrun ... -m weft info --plan",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add_wide_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what was asked for; return 0."""
+    if args.plan:
+        return _print_ways(args)
     facts = {"config": configuration()} if args.config else collect()
     if args.json:
         json.dump(facts, sys.stdout, indent=2)
@@ -48,6 +56,24 @@ def run(args: argparse.Namespace) -> int:
             table.print(console)
         else:
             console.print(table + "\n", highlight=False, markup=False)
+    return 0
+
+
+def _print_ways(args: argparse.Namespace) -> int:
+    """Meet the ranks that were started with this one; the first prints the ways between all."""
+    from weft.runtime.communicator import Communicator
+    from weft.runtime.ways import ways, ways_table
+
+    communicator = Communicator()
+    of_ranks = ways(communicator)
+    if communicator.rank == 0 and args.json:
+        json.dump({"plan": of_ranks}, sys.stdout, indent=2)
+        print()
+    elif communicator.rank == 0:
+        console = make_console(args.wide)
+        ways_table(of_ranks).print(console)
+        if communicator.size == 1:
+            console.print("One rank has no peers: start this as the job, torchrun ... -m weft info --plan")
     return 0
 
 

@@ -3,6 +3,7 @@
 
 #include <sys/eventfd.h>
 
+#include <cmath>
 #include <condition_variable>
 #include <csignal>
 #include <cstdlib>
@@ -126,17 +127,22 @@ class TcpBootstrap : public MeetingBootstrap {
     lock.lock();
     // What cannot be sent has no answer, but the thread is about to say why.
     const double patience_s = is_sent ? std::min(limit_s, kLongestWait_s) + kGraceS : kFarewell_s;
-    const bool came = answered_.wait_for(lock, std::chrono::duration<double>(patience_s),
-                                         [&] { return has_answer_ || is_over_; });
+    const auto wait = [&](double most_s) {
+      return answered_.wait_for(lock, std::chrono::duration<double>(most_s),
+                                [&] { return has_answer_ || is_over_; });
+    };
+    // A process that was stopped wakes up late, and the meeting that it serves wakes with it.
+    const bool came = wait(patience_s) || (rank_ == kHost && wait(kGraceS));
+    const double waited_s = until.passed() ? limit_s : std::round((limit_s - until.left_s()) * 10) / 10;
     if (!has_answer_)
       return Status::make(
           Code::kPeerLost,
           "rank {}, bootstrap.all_gather, waited {} s: the process that made the id (rank 0's, "
           "unless an id of NCCL was made elsewhere) {}",
-          rank_, limit_s, came || !is_sent ? "is gone" : "does not answer");
+          rank_, waited_s, came || !is_sent ? "is gone" : "does not answer");
     if (code_ == Code::kPeerLost)
       return Status::make(Code::kPeerLost, "rank {}, bootstrap.all_gather, waited {} s for {}", rank_,
-                          limit_s, answer_);
+                          waited_s, answer_);
     if (code_ != Code::kOk) return Status(Code::kInvalid, answer_);
     return split(answer_);
   }

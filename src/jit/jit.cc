@@ -137,8 +137,8 @@ Status load_function(const CudaDriver& driver, const std::string& cubin, Kernel&
   const std::string& name = kernel.key.name;
   WEFT_TRY(cuda_status(driver.cuModuleLoadDataEx(&module, cubin.data(), 0, nullptr, nullptr),
                        "loading kernel {}", name));
-  WEFT_TRY(cuda_status(driver.cuModuleGetFunction(&kernel.function, module, kEntryPoint), "finding kernel {}",
-                       name));
+  WEFT_TRY(cuda_status(driver.cuModuleGetFunction(&kernel.function, module, entry_point(kernel.key).c_str()),
+                       "finding kernel {}", name));
   KernelResources& found = kernel.resources;
   driver.cuFuncGetAttribute(&found.registers, CU_FUNC_ATTRIBUTE_NUM_REGS, kernel.function);
   driver.cuFuncGetAttribute(&found.static_shared_bytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel.function);

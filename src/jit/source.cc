@@ -37,6 +37,10 @@ std::vector<std::string> included_names(std::string_view text, char open, char c
 
 }  // namespace
 
+std::string entry_point(const KernelKey& key) {
+  return "weft_" + key.name;
+}
+
 std::string kernel_source(const KernelKey& key, size_t args_bytes, size_t mesh_bytes) {
   std::ostringstream out;
   if (config().trace_spans > 0) out << "#define WEFT_TRACE\n";
@@ -53,7 +57,7 @@ std::string kernel_source(const KernelKey& key, size_t args_bytes, size_t mesh_b
   assert_bytes(key.mesh_type, mesh_bytes);
   out << "extern \"C\" __global__ void __launch_bounds__(" << key.threads_per_block << ", "
       << key.blocks_per_sm << ")\n"
-      << kEntryPoint << "(const __grid_constant__ weft::" << key.args_type << " args,\n"
+      << entry_point(key) << "(const __grid_constant__ weft::" << key.args_type << " args,\n"
       << "            const __grid_constant__ weft::" << key.mesh_type << " mesh) {\n"
       << "  weft::" << key.name << "<weft::" << key.mesh_type << ", Shape>(args, mesh, Shape{});\n"
       << "}\n";

@@ -13,7 +13,8 @@
 
 namespace weft {
 
-constexpr const char* kEntryPoint = "weft_kernel";
+// What profilers show: "weft_low_latency_dispatch".
+std::string entry_point(const KernelKey& key);
 
 // The generated file. args_bytes and mesh_bytes are the host's sizes of the two structs, asserted there; 0
 // asserts nothing.

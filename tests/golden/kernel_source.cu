@@ -6,7 +6,7 @@ struct Shape {
   static constexpr int64_t least = -1;
 };
 extern "C" __global__ void __launch_bounds__(512, 2)
-weft_kernel(const __grid_constant__ weft::SomeArgs args,
+weft_some_kernel(const __grid_constant__ weft::SomeArgs args,
             const __grid_constant__ weft::MappedMesh mesh) {
   weft::some_kernel<weft::MappedMesh, Shape>(args, mesh, Shape{});
 }

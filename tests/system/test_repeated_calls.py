@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from weft import Buffer, Communicator, Window
 from weft.collectives.calls import Collectives
@@ -262,3 +263,52 @@ def _barrier_of_streams(rank: Rank) -> None:
 
 def test_the_barrier_of_streams_waits_for_all_ranks() -> None:
     run_ranks(3, _barrier_of_streams)
+
+
+# -- under torch function modes ----------------------------------------------------------------------------------------
+
+
+class _Counting(TorchFunctionMode):
+    """Counts the torch functions that it sees."""
+
+    seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _call_under_a_mode(rank: Rank) -> None:
+    buffer = Buffer(rank.group, num_nvl_bytes=1 << 22, num_rdma_bytes=1 << 24, low_latency_mode=True)
+    x = torch.randn(5, 256).bfloat16()
+    idx = torch.arange(10).view(5, 2) % (2 * rank.size)
+    weights = torch.rand(5, 2)
+
+    def pair() -> torch.Tensor:
+        rows, _, handle, _, hook = buffer.low_latency_dispatch(
+            x, idx, 8, 2 * rank.size, use_fp8=False, return_recv_hook=True
+        )
+        hook()
+        low: torch.Tensor = buffer.low_latency_combine(rows, idx, weights, handle)[0]
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 2 * rank.size)
+        given: dict[str, Any] = {
+            "num_tokens_per_rank": per_rank,
+            "num_tokens_per_expert": per_expert,
+            "is_token_in_rank": in_rank,
+        }
+        arrived = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **given)
+        return torch.cat([low, buffer.combine(arrived[0], arrived[4])[0]])
+
+    wanted = pair()
+    pair()
+    with _Counting() as mode:
+        got = pair()
+    assert mode.seen == 1  # this test's torch.cat
+    assert torch.equal(got, wanted)
+    torch.set_default_device("cpu")
+    assert torch.equal(pair(), wanted)
+    torch.set_default_device(None)
+
+
+def test_modes_of_the_caller_do_not_see_what_a_call_does() -> None:
+    run_ranks(2, _call_under_a_mode)

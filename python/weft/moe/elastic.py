@@ -39,6 +39,7 @@ from weft.moe.engine import Engine
 from weft.moe.engines import Engines
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, handle_of
 from weft.moe.high_throughput import Payload, Rows
+from weft.runtime.modes import outside_modes
 
 _LEAST_TIMEOUT_S = 1e-3
 
@@ -175,6 +176,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
 
     # -- dispatch --------------------------------------------------------------------------------------------
 
+    @outside_modes
     def dispatch(
         self,
         x: Payload,
@@ -291,6 +293,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
 
     # -- combine ---------------------------------------------------------------------------------------------
 
+    @outside_modes
     def combine(
         self,
         x: Tensor,

@@ -19,6 +19,7 @@ from weft.moe.engine import Engine
 from weft.moe.engines import Engines
 from weft.moe.events import EventOverlap
 from weft.moe.high_throughput import Rows
+from weft.runtime.modes import outside_modes
 
 _ROW_BYTES = 4096
 _MOST_GATHERS = 32
@@ -38,6 +39,7 @@ class GatherSessions:
         self._session_gathers = 0
         self._left: tuple[int, int] | None = None  # (bytes, gathers) of the open session
 
+    @outside_modes
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:

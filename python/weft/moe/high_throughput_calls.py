@@ -23,6 +23,7 @@ from weft.moe.engines import Engines, Signature
 from weft.moe.events import EventOverlap, PreviousEvent, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
 from weft.moe.high_throughput import CombinePlan, LayoutPlan, Payload
+from weft.runtime.modes import outside_modes
 from weft.runtime.plain import plain_forms
 
 _P = ParamSpec("_P")
@@ -62,6 +63,7 @@ class HighThroughputCalls:
 
     # -- layout ----------------------------------------------------------------------------------------------
 
+    @outside_modes
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -139,6 +141,7 @@ class HighThroughputCalls:
 
     # -- dispatch --------------------------------------------------------------------------------------------
 
+    @outside_modes
     def dispatch(
         self,
         x: Payload,
@@ -295,6 +298,7 @@ class HighThroughputCalls:
 
     # -- combine ---------------------------------------------------------------------------------------------
 
+    @outside_modes
     def combine(
         self,
         x: Tensor,

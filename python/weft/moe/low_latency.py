@@ -30,6 +30,7 @@ from weft.moe.low_latency_handle import LowLatencyForm, LowLatencyHandle, LowLat
 from weft.moe.low_latency_phases import Hook, launch
 from weft.moe.low_latency_plan import REPLIES, CombinePlan, DispatchPlan
 from weft.moe.low_latency_signals import NO_SIGNALS, Signals, check_signals
+from weft.runtime.modes import outside_modes
 from weft.runtime.plain import plain_forms
 
 
@@ -48,6 +49,7 @@ class LowLatencyCalls:
 
     # -- dispatch --------------------------------------------------------------------------------------------
 
+    @outside_modes
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -183,6 +185,7 @@ class LowLatencyCalls:
 
     # -- combine ---------------------------------------------------------------------------------------------
 
+    @outside_modes
     def low_latency_combine(
         self,
         x: Tensor,

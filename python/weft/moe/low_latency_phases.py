@@ -13,6 +13,7 @@ from weft.errors import Error
 from weft.moe.engine import Engine
 from weft.moe.events import EventOverlap
 from weft.runtime import spans
+from weft.runtime.modes import outside_modes
 
 Hook = Callable[[], None]
 
@@ -73,6 +74,7 @@ class _ReceiveHook:
             engine.low_latency_calls = self._number
             engine.unreceived[self._number] = f"low_latency_{name}"
 
+    @outside_modes
     def __call__(self) -> None:
         if self._tensors is None:
             raise Error("hook: called a second time, allowed: once for each call that returned one")

@@ -122,6 +122,8 @@ struct Event {
   EventKind kind = EventKind::kDone;
   bool peer_gone =
       false;  // the failure means that the connection is broken, not that the operation was wrong
+  // kFailed: the peer's memory is not lent (any more). What the peer said before has come in earlier events.
+  bool key_refused = false;
   uint32_t imm = 0;
   uint64_t bytes = 0;
   Context* context = nullptr;

@@ -258,6 +258,9 @@ class FabricRail : public Rail {
     if (room == 0) return made;
     const ssize_t count = cq_->ops->read(cq_, entries, room);
     if (count == -fi::kErrAvail) return made + take_error(events[made]);
+    // Last: why the peer has taken its memory back may lie in the queue.
+    for (; count <= 0 && made < max && !refused_.empty(); refused_.pop_front())
+      events[made++] = std::move(refused_.front());
     for (ssize_t i = 0; i < count; ++i)
       if (translate(entries[i], events[made])) ++made;
     return made;
@@ -290,6 +293,7 @@ class FabricRail : public Rail {
     for (uint32_t i = 0; i < count && error == 0; ++i)
       if (i == 0 || pieces[i].rkey != pieces[i - 1].rkey) error = check_grant(neighbour, pieces[i].rkey);
     if (error == 0) error = copy_across(Across::kWrite, neighbour.pid, from, count, into, stretches);
+    for (uint32_t i = 0; i < count && error == EFAULT; ++i) error = why_fault(neighbour, pieces[i].rkey);
     return across(error, context);
   }
 
@@ -302,7 +306,14 @@ class FabricRail : public Rail {
     int error = way == Across::kWrite ? check_grant(neighbour, op.piece.rkey) : 0;
     if (error == 0) error = copy_across(way, neighbour.pid, &here, 1, &there, 1);
     if (error == 0 && way == Across::kRead) error = check_grant(neighbour, op.piece.rkey);
+    if (error == EFAULT) error = why_fault(neighbour, op.piece.rkey);
     return across(error, op.context);
+  }
+
+  // Memory that its owner has taken back may be gone, too.
+  static int why_fault(const Neighbour& neighbour, uint64_t key) {
+    const int error = check_grant(neighbour, key);
+    return error ? error : EFAULT;
   }
 
   Posted across(int error, Context* context) {
@@ -311,9 +322,10 @@ class FabricRail : public Rail {
     event.kind = EventKind::kFailed;
     event.context = context;
     event.peer_gone = error == ESRCH;
-    event.text = error == EKEYREVOKED ? "the peer has taken this memory back"
-                                      : text("copying between processes: {}", std::strerror(error));
-    ready_.push_back(std::move(event));
+    event.key_refused = error == EKEYREVOKED;
+    event.text = event.key_refused ? "the peer has taken this memory back"
+                                   : text("copying between processes: {}", std::strerror(error));
+    (event.key_refused ? refused_ : ready_).push_back(std::move(event));
     return Posted::kOk;
   }
 
@@ -359,7 +371,7 @@ class FabricRail : public Rail {
   }
 
   static bool translate(const fi::CqDataEntry& entry, Event& event) {
-    event.peer_gone = false;
+    event.peer_gone = event.key_refused = false;
     event.context = static_cast<Context*>(entry.op_context);
     event.bytes = entry.len;
     if ((entry.flags & fi::kRemoteCqData) && !(entry.flags & fi::kWrite)) {
@@ -381,6 +393,7 @@ class FabricRail : public Rail {
     event.kind = EventKind::kFailed;
     event.context = static_cast<Context*>(entry.op_context);
     event.peer_gone = means_peer_gone(entry.err);
+    event.key_refused = false;
     event.text = text("{} (error {}; provider {}: {})", fi_.strerror(entry.err), entry.err, entry.prov_errno,
                       said ? said : "");
     if (event.context) return 1;
@@ -415,7 +428,7 @@ class FabricRail : public Rail {
   std::string own_address_;
   std::unique_ptr<PageStreams> pages_;
   std::vector<Destination> destinations_;
-  std::deque<Event> ready_;
+  std::deque<Event> ready_, refused_;
   int refused_with_ = 0;
 };
 

@@ -5,6 +5,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "base/config.h"
 #include "base/log.h"
@@ -19,8 +20,17 @@ bool find(void* library, const char* symbol, const char* version, Function& func
   return function != nullptr;
 }
 
-Result<Library> open_once() {
-  const std::string path = config().libfabric.empty() ? "libfabric.so.1" : config().libfabric;
+std::string& offered_path() {
+  static std::string path;
+  return path;
+}
+
+std::string file_of(const void* function, const std::string& otherwise) {
+  Dl_info found{};
+  return dladdr(function, &found) && found.dli_fname ? found.dli_fname : otherwise;
+}
+
+Result<Library> open_at(const std::string& path) {
   void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) return Status::make(Code::kUnsupported, "libfabric: {} (package libfabric1)", dlerror());
   Library library;
@@ -37,7 +47,23 @@ Result<Library> open_once() {
   if (library.version() < kApiVersion)
     return Status::make(Code::kUnsupported, "libfabric: {} is release {}, allowed: 1.14 or newer", path,
                         version_text(library));
+  library.handle = handle;
+  library.path = file_of(reinterpret_cast<const void*>(library.version), path);
   return library;
+}
+
+// The one that the user names; else the system's, which knows the machine's NICs; else, or where that is one that does
+// not outlive the death of a peer, a package's.
+Result<Library> open_once() {
+  if (!config().libfabric.empty()) return open_at(config().libfabric);
+  Result<Library> system = open_at("libfabric.so.1");
+  if (offered_path().empty() || (system.ok() && is_sound(*system))) return system;
+  Result<Library> packaged = open_at(offered_path());
+  if (!packaged.ok() || !is_sound(*packaged)) return system.ok() ? system : packaged;
+  log_info("fabric: takes libfabric {} of {}; the system has {}", version_text(*packaged), packaged->path,
+           system.ok() ? version_text(*system) : "none");
+  if (system.ok()) dlclose(system->handle);
+  return packaged;
 }
 
 bool is_sockets(const std::string& kind) {
@@ -60,6 +86,14 @@ Info* make_hints(const Library& library, const std::string& kind, bool device_me
 }
 
 }  // namespace
+
+void offer_library(std::string path) {
+  offered_path() = std::move(path);
+}
+
+bool is_sound(const Library& library) {
+  return library.version() >= kSoundVersion;
+}
 
 Result<const Library*> open_library() {
   static const Result<Library> once = open_once();

@@ -19,10 +19,18 @@ struct Library {
   int (*fabric)(FabricAttr*, Fabric**, void* context) = nullptr;
   const char* (*strerror)(int) = nullptr;
   uint32_t (*version)() = nullptr;
+  void* handle = nullptr;
+  std::string path;  // of its file
 };
 
 constexpr uint32_t kApiVersion = version(1, 14);
+// Older ones end a process now and then while a peer of it dies: seen with 1.17, over tcp and shm.
+constexpr uint32_t kSoundVersion = version(2, 0);
+bool is_sound(const Library& library);
 
+// Names the libfabric of a package, which is taken where the system has none that is sound. Before the first
+// open_library(); WEFT_LIBFABRIC goes before it.
+void offer_library(std::string path);
 Result<const Library*> open_library();
 std::string version_text(const Library& library);  // "1.17"
 

@@ -79,11 +79,12 @@ def __getattr__(name: str) -> object:
 
 
 def _load_core() -> ModuleType:
-    """Import the extension, refuse settings that it cannot read, and tell it where the compiler of kernels is."""
+    """Import the extension, refuse settings that it cannot read, and tell it where packages have libraries for it."""
     core = import_module("weft._core")
     core.config_check()
-    from weft.runtime import nvrtc
+    from weft.runtime import libfabric, nvrtc
 
     nvrtc.install(core)
+    libfabric.offer(core)
     atexit.register(core.finish_preparing)
     return core

@@ -13,6 +13,7 @@
 
 #include "bind/bind.h"
 #include "measure/transfer_loop.h"
+#include "providers/fabric/library.h"
 #include "providers/loopback/loopback.h"
 #include "transfer/engine.h"
 #include "transfer/watcher.h"
@@ -192,6 +193,12 @@ void bind_providers(nb::module_& module) {
           "seed"_a, "drop"_a, "duplicate"_a, "reorder"_a, "fail"_a, "delay"_a, "dies_after"_a,
           "spare_messages"_a);
   module.def("transfer_provider_names", &provider::provider_names);
+  module.def("offer_libfabric", &provider::fi::offer_library, "path"_a);
+  // (path, release, whether it outlives the death of a peer)
+  module.def("libfabric", [] {
+    const provider::fi::Library& found = *value_or_throw(provider::fi::open_library());
+    return nb::make_tuple(found.path, provider::fi::version_text(found), provider::fi::is_sound(found));
+  });
   module.def("transfer_find_provider", [](const std::string& name) {
     return value_or_throw(released([&] { return provider::find_provider(name); }));
   });

@@ -21,6 +21,7 @@ namespace weft {
 namespace {
 
 constexpr double kGraceS = 2;      // a rank waits longer than the meeting, so that it hears who is missing
+constexpr double kLate_s = 0.2;    // who wakes up so much later than it wanted to was stopped, or had no core
 constexpr double kFarewell_s = 1;  // for the meeting to pass on that a rank leaves
 
 class TcpBootstrap;
@@ -131,8 +132,11 @@ class TcpBootstrap : public MeetingBootstrap {
       return answered_.wait_for(lock, std::chrono::duration<double>(most_s),
                                 [&] { return has_answer_ || is_over_; });
     };
-    // A process that was stopped wakes up late, and the meeting that it serves wakes with it.
-    const bool came = wait(patience_s) || (rank_ == kHost && wait(kGraceS));
+    // A process that was stopped wakes up late: its thread has yet to read the answer, which the meeting, where this
+    // process serves it, has yet to give.
+    const double most_s = std::max(limit_s, 0.0) + kGraceS + kLate_s;
+    const bool came =
+        wait(patience_s) || ((rank_ == kHost || limit_s - until.left_s() > most_s) && wait(kGraceS));
     const double waited_s = until.passed() ? limit_s : std::round((limit_s - until.left_s()) * 10) / 10;
     if (!has_answer_)
       return Status::make(

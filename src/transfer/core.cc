@@ -277,6 +277,10 @@ void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
   // The path goes first, and takes what is under way on it along, this flight too.
   if (event.kind == EventKind::kFailed && event.peer_gone && !flight.is_orphan)
     lose_path(*flight.peer, flight.rail, event.text);
+  if (event.kind == EventKind::kFailed && event.key_refused && !flight.is_orphan && !was_asked_back(flight))
+    lose_peer(*flight.peer, PeerState::kLost,
+              Status(Code::kPeerLost,
+                     "it no longer lends its memory: it has given this engine up, or closed its own"));
   if (flight.buffer) free_buffers_.push_back(flight.buffer);
   if (flight.is_orphan) return free_flight(&flight);
   count_out(flight, false);
@@ -288,6 +292,17 @@ void Core::on_flight_end(RailState& rail, Flight& flight, Event& event) {
     on_part_end(rail, ended, transfer, event);
     transfer = next;
   } while (transfer);
+}
+
+// Whether the peer has said that it wants the memory of a flight back. Who says nothing, and lends it no more, does not
+// count this engine among its peers.
+bool Core::was_asked_back(const Flight& flight) const {
+  const auto is_asked = [&](const std::shared_ptr<Remote>& remote) {
+    return remote && remote->peer_.get() == flight.peer && remote->is_revoked();
+  };
+  for (const Transfer* t = flight.transfer; t; t = t->next_gathered_)
+    if (is_asked(t->remote_) || std::any_of(t->more_.begin(), t->more_.end(), is_asked)) return true;
+  return false;
 }
 
 // What the end of a flight means for one transfer that it carried, if it carried any.

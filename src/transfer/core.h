@@ -187,6 +187,7 @@ class Core {
   bool poll_rails();
   void on_event(RailState& rail, Event& event);
   void on_flight_end(RailState& rail, Flight& flight, Event& event);
+  bool was_asked_back(const Flight& flight) const;
   void on_part_end(RailState& rail, const Flight& ended, Transfer* transfer, const Event& event);
   void on_imm_event(uint32_t imm);
   void tick(Clock::time_point now);

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -10,8 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 
 import weft
 from weft import _core
+from weft.runtime.bootstrap import TorchGroup
 from weft.testing.ranks import Rank, run_ranks
 
 RANKS, LOST = 4, 1
@@ -141,6 +144,48 @@ def stop_one(rank: Rank) -> float:
 def test_a_stopped_rank_of_another_node_keeps_the_deadline() -> None:
     results = run_ranks(RANKS, stop_one, lost={LOST}, deadline_s=90, with_gpus=False)
     assert all(results[rank] >= 2.9 for rank in (2, 3))
+
+
+def until(is_true: Callable[[], bool]) -> None:
+    late = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < late
+        time.sleep(0.01)
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def wait_in_vain(rank: Rank, pid: int) -> str:
+    comm = weft.Communicator(rank.group, timeout_s=1)
+    comm.barrier()
+    if rank.rank == 0:
+        threading.Timer(0.3, os.kill, (pid, signal.SIGSTOP)).start()
+    else:
+        until(lambda: state_of(pid) == "T")
+    with pytest.raises(weft.PeerLost) as raised:
+        comm.barrier()
+    return str(raised.value)
+
+
+def stop_the_one_that_serves(rank: Rank) -> str:
+    """Rank 0 is stopped while it waits, until the others have given it up; its process serves the meeting."""
+    pid = int(TorchGroup(rank.group).all_gather(str(os.getpid()).encode(), 30)[0])
+    message = wait_in_vain(rank, pid)
+    gc.collect()  # leaves the meeting
+    (rank.folder / f"left-{rank.rank}").touch()
+    if rank.rank == 1:
+        until(lambda: len(list(rank.folder.glob("left-*"))) == RANKS - 1)
+        os.kill(pid, signal.SIGCONT)
+    return message
+
+
+def test_one_that_was_stopped_hears_the_meeting_that_it_serves() -> None:
+    messages = run_ranks(RANKS, stop_the_one_that_serves, deadline_s=90, with_gpus=False)
+    assert "does not answer" not in messages[0] and "rank 1" in messages[0], messages[0]
+    for rank in (1, 2, 3):
+        assert "rank 0" in messages[rank], messages[rank]
 
 
 def work(rank: Rank) -> None:

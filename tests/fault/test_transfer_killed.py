@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from multiprocessing.connection import Connection
@@ -169,3 +170,39 @@ def test_who_connects_to_a_dead_engine_is_told_at_once(provider: str) -> None:
     message, waited_s = run_ranks(2, look_at_process, provider, lost={1}, deadline_s=90, with_gpus=False)[0]
     assert "rank 1" in message and ("was killed by signal 9" in message or "Connection refused" in message)
     assert waited_s < TIMEOUT_S / 2
+
+
+def use_memory_of_one_that_gave_up(rank: Rank, provider: str, call: str) -> str:
+    """Rank 0 is stopped; rank 1 gives it up and closes its engine, and lives. Rank 0 goes on with rank 1's memory."""
+    engine = TransferEngine(
+        provider, name=f"rank {rank.rank}", timeout_s=TIMEOUT_S, heartbeat_s=0.1, peer_dead_s=PEER_DEAD_S
+    )
+    own = engine.register(bytearray(BYTES), remote_read=True, remote_write=True)
+    ranks = TorchGroup(rank.group)
+    cards = ranks.all_gather(pickle.dumps((engine.address, own.descriptor, os.getpid())), TIMEOUT_S)
+    address, descriptor, pid = pickle.loads(cards[1 - rank.rank])
+    peer = engine.connect(address)
+    remote = engine.attach(descriptor)
+    ranks.all_gather(b"", TIMEOUT_S)
+    if rank.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank.rank == 1:
+        with pytest.raises(PeerLost, match="no sign of life"):
+            engine.recv(peer, own).wait()
+        engine.close()
+        os.kill(pid, signal.SIGCONT)
+        return ""
+    with pytest.raises(PeerLost) as raised:
+        getattr(engine, call)(own, remote, 4096).wait()
+    engine.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("provider", "call"), [("fabric:tcp", "read"), ("fabric:shm", "read"), ("fabric:shm", "write")]
+)
+def test_one_that_was_given_up_while_it_was_stopped_has_lost_its_peer(provider: str, call: str) -> None:
+    if all(nic.unusable_because for nic in nics(provider)):
+        pytest.skip(f"{provider} is unusable here")
+    message = run_ranks(2, use_memory_of_one_that_gave_up, provider, call, deadline_s=90, with_gpus=False)[0]
+    assert "peer 'rank 1' is lost: " in message, message

@@ -268,6 +268,36 @@ def test_captured_calls_replay(memory: Callable[[Rank, Communicator], Place], ra
     run_on_gpus(ranks, _graph, memory)
 
 
+def _graphs_that_differ(rank: Rank) -> list[str]:
+    """Graphs of two calls whose order differs: no replay gives a number, and the next call says that they differ."""
+    comm = _comm(rank, timeout_s=3)
+    tensor = torch.full((1000,), float(rank.rank + 1), device="cuda")
+    call = Collectives(comm.core)
+    totals = {op: torch.full_like(tensor, -7.0) for op in ("sum", "max")}
+    for op in totals:
+        call.all_reduce(tensor, op)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for op in sorted(totals, reverse=rank.rank % 2 == 1):
+            call.all_reduce(tensor, op, out=totals[op])
+    graph.replay()
+    torch.cuda.synchronize()
+    with pytest.raises(weft.Error) as caught:
+        call.all_reduce(tensor)
+        torch.cuda.synchronize()
+        comm.barrier()
+    right = {"sum": rank.size * (rank.size + 1) / 2, "max": float(rank.size)}
+    strange = [op for op, out in totals.items() if not set(out.tolist()) <= {-7.0, right[op]}]
+    return [str(caught.value), *strange]
+
+
+def test_graphs_whose_calls_differ_give_errors_not_numbers() -> None:
+    for message, *strange in run_on_gpus(2, _graphs_that_differ):
+        assert not strange, strange
+        assert "rank " in message, message
+
+
 def _on_two_streams(rank: Rank) -> None:
     """Calls follow one another on several streams as on one, also where their sizes make them differ in length."""
     comm = _comm(rank)

@@ -28,7 +28,7 @@ from weft.chaos.adversary import KINDS, SHIFT_LIBRARY, TRANSPORTS, offers, why_n
 from weft.chaos.judge import VERDICTS
 from weft.chaos.operations import ENGINE, MAPPED, PORTS
 from weft.chaos.rounds import Result, draw_round, run_round
-from weft.errors import invalid
+from weft.errors import Error, invalid
 from weft.runtime.endings import OwnedFolder
 from weft.runtime.shared_record import shared_record
 from weft.runtime.tables import Column, Table, add_wide_argument, make_console
@@ -243,15 +243,27 @@ def _write(
         for name, account in accounts.items():
             transports[name] = added(transports.get(name, {}), account.told())
         record.after = {
+            **before,  # a person may have noted more
             "date": datetime.now(timezone.utc).date().isoformat(),
             "machine": {"cpu_count": os.cpu_count(), "platform": platform.platform()},
-            "versions": {"weft": weft.__version__, "torch": torch.__version__},
+            "versions": {
+                "weft": weft.__version__,
+                "torch": torch.__version__,
+                "libfabric": _libfabric_release(),
+            },
             "commands": [*before.get("commands", []), shlex.join(["weft", *sys.argv[1:]])],
             "seeds": [*before.get("seeds", []), seed],
             "not_offered": missing,
             "transports": transports,
             "problems": [*before.get("problems", []), *wrong],
         }
+
+
+def _libfabric_release() -> str:
+    try:
+        return str(_core.libfabric()[1])
+    except Error:
+        return "none"
 
 
 def added(before: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def examine() -> list[Finding]:
         _gpus,
         _host_compiler,
         _cache,
+        _libfabric,
         _providers,
         _plots,
         _drop_in,
@@ -146,6 +147,23 @@ def _cache() -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", f"cache {folder}", serves)
+
+
+def _libfabric() -> Iterator[Finding]:
+    serves = "ranks over fabric:tcp and fabric:shm that outlive a peer that dies"
+    try:
+        path, release, is_sound = _core.libfabric()
+    except Error:
+        return  # the providers say so
+    if is_sound:
+        yield Finding("ok", f"libfabric {release} ({path})", serves)
+        return
+    why = (
+        f"this is release {release} ({path}): releases before 2.0 now and then end a process while a peer of it "
+        "dies or is stopped"
+    )
+    remedy = "pip install mpich, which brings libfabric 2; or name another one with WEFT_LIBFABRIC"
+    yield Finding("missing", "libfabric 2.0 or newer", serves, why, remedy)
 
 
 # What a provider needs from the system's packages, by what its name starts with.

@@ -96,9 +96,21 @@ def collect() -> dict[str, Any]:
         "links": _links(len(gpus)),
         "nics": rdma_nics(),
         "interface": _interface(),
+        "libfabric": libfabric(),
         "providers": providers(),
         "transports": {device: _core.transports(device) for device in devices[:2]},
     }
+
+
+def libfabric() -> str:
+    """Return which libfabric is used and whether it is one to stay with, or why there is none."""
+    try:
+        path, release, is_sound = _core.libfabric()
+    except Error as error:
+        return error.one_line()
+    return f"libfabric {release} ({path})" + (
+        "" if is_sound else "; weft doctor says why a newer one is better"
+    )
 
 
 def providers() -> list[dict[str, Any]]:
@@ -179,6 +191,7 @@ def _tables(facts: dict[str, Any]) -> list[Table | str]:
     tables.append(f"Ranks of several nodes hear of each other on {where} (WEFT_INTERFACE): {at['why']}")
     tables += [_transport_table(device, rows) for device, rows in facts["transports"].items()]
     tables.append(_provider_table(facts["providers"]))
+    tables.append(f"Providers fabric:... use {facts['libfabric']}")
     if any(not provider["nics"] for provider in facts["providers"]):
         tables.append("`weft doctor` says what is missing for what, and which command helps.")
     return tables

@@ -8,14 +8,19 @@
 A store knows keys, not processes: who waits for the key of a rank that is dead waits for ever. So each rank first says
 which process it is, and those of its host look after it while they wait. What a rank gives carries that too, so who has
 met once knows everybody. Processes are held from a quarter of a second of waiting on, and until the wait ends.
+
+A question to a store may last for ever, too. torch's FileStore loops at a record whose writer died in the middle, and
+keeps the file's lock; a TCPStore whose server is stopped does not answer. So questions are asked on a thread of their
+own, which is left behind when the deadline passes.
 Threads: one call at a time per object.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from weft import _core
 from weft.errors import Error, PeerLost
@@ -27,6 +32,15 @@ _AT_ONCE = 16  # keys asked for, and processes looked up: a thousand ranks share
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.05  # between two questions to the store
 _NAME_BYTES = len(_core.this_process_name())
 _MOST_FATES = 4  # told of in one message
+_SILENT_S = (
+    2.0  # a store that answers nothing for so long is taken for broken by who misses a dead rank, or is late
+)
+
+_Found = TypeVar("_Found")
+
+
+class _StoreIsSilentError(Exception):
+    """The store of a process group has not answered in time."""
 
 
 class RollCall:
@@ -35,8 +49,15 @@ class RollCall:
     def __init__(self, store: Any, rank: int) -> None:
         self._store = store
         self._names: dict[int, bytes] = {}
+        limit_s = _core.config().timeout_s
+        until = time.monotonic() + limit_s
+
+        def give_up() -> None:
+            if time.monotonic() >= until:
+                raise _StoreIsSilentError(f"no answer in {limit_s:g} s")
+
         try:
-            store.set(f"who/{rank}", _core.this_process_name())
+            _ask(lambda: store.set(f"who/{rank}", _core.this_process_name()), give_up)
         except Exception as error:
             reason = str(error).splitlines()[0]
             raise Error(
@@ -64,11 +85,43 @@ class Gathering:
         self.rank, self.size = rank, size
         self._store, self._roll = store, roll
         self._round = 0
+        self._missing: list[int] = []
+        self._watched: dict[int, Any] = {}
+        self._answered_at = 0.0  # when the store last did
+        self._is_over = False  # nobody waits for the thread that asks any more
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
-        """See Bootstrap.all_gather."""
+        """See Bootstrap.all_gather. Useless once the store has not answered in time."""
+        self._missing, self._watched = list(range(self.size)), {}
+        self._answered_at = time.monotonic()
+        until = self._answered_at + timeout_s
+        try:
+            return _ask(
+                lambda: self._gather(data, timeout_s), lambda: self._raise_if_silent(until, timeout_s)
+            )
+        except BaseException:
+            self._is_over = True
+            raise
+
+    def _raise_if_silent(self, until: float, timeout_s: float) -> None:
+        """Raise PeerLost where the store answers no more and a rank is dead, or the deadline has passed."""
+        now = time.monotonic()
+        if now - self._answered_at < _SILENT_S:
+            return
+        watched, missing = dict(self._watched), list(self._missing)
+        ended = {rank: watched[rank] for rank in missing if rank in watched and watched[rank].has_ended}
+        silent = "the store of the process group does not answer"
+        if ended:
+            fates = _dead(ended) or _words(ended)
+            raise PeerLost(f"rank {self.rank}, bootstrap.all_gather: {fates}, and {silent}")
+        if now >= until + _SILENT_S:
+            others = [rank for rank in missing if rank != self.rank] or missing
+            raise PeerLost(f"{lost_message(self.rank, timeout_s, others)}: {silent}")
+
+    def _gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         keys = [self._key(self._round, rank) for rank in range(self.size)]
         self._store.set(keys[self.rank], _core.this_process_name() + data)
+        self._answered_at = time.monotonic()
         self._wait(keys, timeout_s)
         everyone = [bytes(self._store.get(key)) for key in keys]
         for rank, given in enumerate(everyone):
@@ -81,11 +134,14 @@ class Gathering:
     def _wait(self, keys: list[str], timeout_s: float) -> None:
         """Wait for all keys. By questions, as torch's store writes a warning for each wait that ends without them."""
         began = time.monotonic()
-        missing, watched = list(range(self.size)), dict[int, Any]()
+        missing, watched = self._missing, self._watched
         look_at = began + _LOOK_EVERY_S
         while missing:
             first = self._absent(keys, missing[:_AT_ONCE], watched)
-            missing = first + missing[_AT_ONCE:]
+            if self._is_over:
+                raise _StoreIsSilentError
+            missing = self._missing = first + missing[_AT_ONCE:]
+            self._answered_at = time.monotonic()
             if not first:
                 continue
             now = time.monotonic()
@@ -134,6 +190,34 @@ class Gathering:
     @staticmethod
     def _key(number: int, rank: int) -> str:
         return f"{number}/{rank}"
+
+
+def _ask(question: Callable[[], _Found], give_up: Callable[[], None]) -> _Found:
+    """Return, or raise, what ``question`` does on a thread of its own.
+
+    ``give_up`` is called now and then; what it raises ends the wait, and leaves the thread behind.
+    """
+    found: list[_Found] = []
+    failed: list[BaseException] = []
+    is_over = threading.Event()
+
+    def answer() -> None:
+        try:
+            found.append(question())
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            is_over.set()
+
+    threading.Thread(target=answer, name="weft-store", daemon=True).start()
+    began = time.monotonic()
+    while not is_over.wait(_LOOK_EVERY_S):
+        if time.monotonic() - began < 4 * _LOOK_EVERY_S:  # who was stopped meanwhile looks once more
+            give_up()
+        began = time.monotonic()
+    if failed:
+        raise failed[0]
+    return found[0]
 
 
 def _dead(processes: dict[int, Any]) -> str:

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Measures one ``weft bench`` on several sides by turns, and says by how much each differs from the first.
+
+A side is a name and what its runs have in the environment: settings, or another commit's installation.
+
+    tools/bench_sides.py --rounds 7 --side plain: --side again: --side check:WEFT_CHECK=1 -- \\
+        collective --device cpu --ranks 4 --calls all_reduce -b 1K -e 1M
+    tools/bench_sides.py --side old:PYTHONPATH=/tmp/old --side new:PYTHONPATH=/tmp/new --json cost.json -- \\
+        moe --device cpu
+
+Another commit's installation: git archive COMMIT into a folder, and there pip install --no-deps --target /tmp/old .
+
+Every round runs each side once, and begins with another one. A row's time is the median over rounds of the run's own
+medians. ``noise`` is how far the first side's rounds lie apart, slowest / fastest: a difference below it says nothing.
+Give the first side twice, as in the first example, to see what nothing looks like. On a machine that does other work
+the figures are worthless.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_TIMES = ("us", "enqueue_us", "eager_us")
+_NO_KEYS = {"us_min", "us_max", "floor_us", "checked", "baselines", *_TIMES}
+Side = tuple[str, dict[str, str]]
+Samples = dict[
+    tuple[str, str], dict[str, list[float]]
+]  # (row, what was timed) -> side -> a median for each round
+
+
+def side(text: str) -> Side:
+    """Return the name and the variables of NAME:VARIABLE=VALUE,..."""
+    name, _, rest = text.partition(":")
+    pairs = [pair.partition("=") for pair in rest.split(",") if pair]
+    if not name or not all(variable and equals for variable, equals, _ in pairs):
+        raise argparse.ArgumentTypeError(f"got {text}, allowed: NAME:VARIABLE=VALUE,...")
+    return name, {variable: value for variable, _, value in pairs}
+
+
+def key(row: dict[str, Any]) -> str:
+    """Return what tells a row apart: its texts, whole numbers and claims, not what was measured."""
+    kept = {k: v for k, v in row.items() if k not in _NO_KEYS and isinstance(v, (str, int))}
+    return " ".join(str(v) if isinstance(v, str) else f"{k}={v}" for k, v in kept.items())
+
+
+def measure(of: Side, arguments: list[str], python: str, samples: Samples) -> dict[str, Any]:
+    """Run the bench once on a side; add its rows to ``samples``; return its report."""
+    name, variables = of
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        command = [python, "-m", "weft", "bench", *arguments, "--json", str(path)]
+        ran = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+        if ran.returncode != 0 or not path.exists():
+            sys.exit(f"side {name}: {' '.join(command)} ended with {ran.returncode}:\n{ran.stderr[-3000:]}")
+        report: dict[str, Any] = json.loads(path.read_text())
+    for row in report["rows"]:
+        for time in _TIMES:
+            if isinstance(row.get(time), (int, float)):
+                samples.setdefault((key(row), time), {}).setdefault(name, []).append(row[time])
+    return report
+
+
+def compare(samples: Samples, sides: list[Side]) -> list[dict[str, Any]]:
+    """Return for each row the median of each side, and its ratio to the first side's."""
+    rows = []
+    for (row, time), by_side in samples.items():
+        base = by_side.get(sides[0][0], [])
+        if not base or min(base) <= 0:
+            continue
+        medians = {name: statistics.median(by_side[name]) for name, _ in sides if name in by_side}
+        ratios = {name: median / statistics.median(base) for name, median in medians.items()}
+        rows.append(
+            {"row": row, "time": time, "us": medians, "ratio": ratios, "noise": max(base) / min(base)}
+        )
+    return rows
+
+
+def show(rows: list[dict[str, Any]], sides: list[Side]) -> None:
+    """Print a line for each row, and the median ratio of each side over all rows."""
+    for row in rows:
+        columns = "  ".join(
+            f"{name} {us:.2f} us ({row['ratio'][name]:.3f})" for name, us in row["us"].items()
+        )
+        print(f"{row['row']}, {row['time']}: {columns}; noise {row['noise']:.3f}")
+    for name, _ in sides[1:]:
+        for time in _TIMES:
+            ratios = [row["ratio"][name] for row in rows if name in row["ratio"] and row["time"] == time]
+            if ratios:
+                middle = statistics.median(ratios)
+                print(
+                    f"{name} / {sides[0][0]}, {time}, {len(ratios)} rows: median {middle:.3f}, worst {max(ratios):.3f}"
+                )
+
+
+def main() -> None:
+    """Run all rounds, print the comparison, write the JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--side", type=side, action="append", required=True, metavar="NAME:VARIABLE=VALUE,..."
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each side (5)")
+    parser.add_argument("--python", default=sys.executable, help="the one that runs Weft (this one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE")
+    parser.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="of weft bench, after --")
+    given = parser.parse_args()
+    sides: list[Side] = given.side
+    if len({name for name, _ in sides}) < len(sides) or len(sides) < 2:
+        parser.error("--side: give two or more, with different names")
+    samples: Samples = {}
+    reports: dict[str, Any] = {}
+    for turn in range(given.rounds):
+        first = turn % len(sides)
+        for of in sides[first:] + sides[:first]:
+            reports[of[0]] = measure(of, given.arguments, given.python, samples)
+            print(f"round {turn + 1} of {given.rounds}: {of[0]}", file=sys.stderr)
+    rows = compare(samples, sides)
+    show(rows, sides)
+    if given.json:
+        of_first = reports[sides[0][0]]
+        record = {name: of_first[name] for name in ("date", "machine", "versions")}
+        record |= {"arguments": given.arguments, "rounds": given.rounds, "sides": dict(sides), "rows": rows}
+        given.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

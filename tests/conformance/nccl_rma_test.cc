@@ -32,8 +32,8 @@ const std::vector<Place>& places() {
   static const std::vector<Place> all = {
       {"loopback", "loopback", RanksAre::kThreads},
       {"loopback_wild", "loopback:seed=7,reorder=0.3,delay=0.1,delay_polls=40,duplicate=0.02", RanksAre::kThreads, true},
-      {"tcp", "fabric:tcp", RanksAre::kProcesses},
-      {"shm", "fabric:shm", RanksAre::kProcesses},
+      {"fabric_tcp", "fabric:tcp", RanksAre::kProcesses},
+      {"fabric_shm", "fabric:shm", RanksAre::kProcesses},
   };
   return all;
 }
@@ -262,7 +262,7 @@ void random_traffic(Communicator& comm, int channels, int stride, uint64_t opera
   comm.close();
 }
 
-// RMA_OPERATIONS: how many in all, of all ranks; tests/fault/test_nccl_rma.py asks for a million.
+// RMA_OPERATIONS: how many in all, of all ranks; tests/system/test_nccl_rma.py asks for a million.
 uint64_t operations_in_all(uint64_t otherwise) {
   const char* wanted = std::getenv("RMA_OPERATIONS");
   return wanted ? std::strtoull(wanted, nullptr, 10) : otherwise;

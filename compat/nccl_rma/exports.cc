@@ -128,7 +128,8 @@ NcclResult connect(void*, void* handles[], int ranks, int rank, void* listener, 
       return Status::invalid("handles: rank 0 speaks version {}, allowed: {}", meeting.protocol, kProtocol);
     own->is_hub = rank == 0;
     WEFT_TRY_ASSIGN(const provider::Nic* nic, plugin.nic(own->device));
-    WEFT_TRY_ASSIGN(std::shared_ptr<Team> made, Team::connect(plugin.network(), *nic, meeting.ticket, rank, ranks));
+    WEFT_TRY_ASSIGN(std::shared_ptr<Team> made,
+                    Team::connect(plugin.network(), *nic, meeting.ticket, rank, ranks));
     static std::atomic<uint32_t> serials{0};
     *team = plugin.teams.add({std::move(made), (serials.fetch_add(1) & 0x3fffffff) + 1});
     return {};
@@ -138,7 +139,8 @@ NcclResult connect(void*, void* handles[], int ranks, int rank, void* listener, 
 // A meeting ends with the last rank that leaves it; where nobody met, this is that rank.
 NcclResult close_listener(void* listener) {
   return answer("closeListen", [&]() -> Status {
-    WEFT_TRY_ASSIGN(const std::shared_ptr<Listener> own, Plugin::instance().listeners.take("listenComm", listener));
+    WEFT_TRY_ASSIGN(const std::shared_ptr<Listener> own,
+                    Plugin::instance().listeners.take("listenComm", listener));
     if (!own->is_hub) (void)join_meeting(own->ticket, 0, 1, Deadline::after_s(1));
     return {};
   });
@@ -220,8 +222,9 @@ NcclResult close_team(void* team) {
   return answer("closeColl", [&] { return Plugin::instance().teams.take("collComm", team).status(); });
 }
 
-Status put_to(void* rma_context, int channel, uint64_t src_offset, void* src, size_t bytes, uint64_t dst_offset,
-              void* dst, uint32_t rank, void** request, Put put, void* signal, bool has_signal) {
+Status put_to(void* rma_context, int channel, uint64_t src_offset, void* src, size_t bytes,
+              uint64_t dst_offset, void* dst, uint32_t rank, void** request, Put put, void* signal,
+              bool has_signal) {
   WEFT_TRY(need("request", request));
   WEFT_TRY_ASSIGN(const ContextEntry entry, Plugin::instance().contexts.find("rmaCtx", rma_context));
   put.channel = static_cast<uint32_t>(channel);
@@ -241,10 +244,11 @@ Status put_to(void* rma_context, int channel, uint64_t src_offset, void* src, si
   return {};
 }
 
-NcclResult put(void* rma_context, int channel, uint64_t src_offset, void* src, size_t bytes, uint64_t dst_offset,
-               void* dst, uint32_t rank, void** request) {
+NcclResult put(void* rma_context, int channel, uint64_t src_offset, void* src, size_t bytes,
+               uint64_t dst_offset, void* dst, uint32_t rank, void** request) {
   return answer("iput", [&] {
-    return put_to(rma_context, channel, src_offset, src, bytes, dst_offset, dst, rank, request, {}, nullptr, false);
+    return put_to(rma_context, channel, src_offset, src, bytes, dst_offset, dst, rank, request, {}, nullptr,
+                  false);
   });
 }
 
@@ -258,7 +262,8 @@ NcclResult put_signal_13(void* rma_context, int channel, uint64_t src_offset, vo
     Put put;
     put.signal_offset = signal_offset;
     put.value = op == kSignalInc ? 1 : value;
-    return put_to(rma_context, channel, src_offset, src, bytes, dst_offset, dst, rank, request, put, signal, true);
+    return put_to(rma_context, channel, src_offset, src, bytes, dst_offset, dst, rank, request, put, signal,
+                  true);
   });
 }
 
@@ -266,8 +271,8 @@ NcclResult put_signal_13(void* rma_context, int channel, uint64_t src_offset, vo
 NcclResult put_signal_14(void* rma_context, int channel, uint64_t src_offset, void* src, size_t bytes,
                          uint64_t dst_offset, void* dst, uint32_t rank, uint64_t signal_offset, void* signal,
                          uint64_t value, uint32_t op, bool, void** request) {
-  return put_signal_13(rma_context, channel, src_offset, src, bytes, dst_offset, dst, rank, signal_offset, signal,
-                       value, op, request);
+  return put_signal_13(rma_context, channel, src_offset, src, bytes, dst_offset, dst, rank, signal_offset,
+                       signal, value, op, request);
 }
 
 NcclResult get(void* rma_context, int channel, uint64_t remote_offset, void* remote, size_t bytes,
@@ -334,15 +339,51 @@ extern "C" {
 using namespace weft::nccl_rma;
 
 WEFT_EXPORT RmaV14 ncclRmaPlugin_v14 = {
-    "Weft",       init,           devices,    get_properties, listen,        connect, create_context_14,
-    enroll_14,    enroll_dmabuf_14, deregister, destroy_context, close_team, close_listener, put,
-    put_signal_14, get,           flush,      test,           progress,      query_last_error, finalize,
+    "Weft",
+    init,
+    devices,
+    get_properties,
+    listen,
+    connect,
+    create_context_14,
+    enroll_14,
+    enroll_dmabuf_14,
+    deregister,
+    destroy_context,
+    close_team,
+    close_listener,
+    put,
+    put_signal_14,
+    get,
+    flush,
+    test,
+    progress,
+    query_last_error,
+    finalize,
 };
 
 WEFT_EXPORT RmaV13 ncclRmaPlugin_v13 = {
-    "Weft",       init,           devices,    get_properties, listen,        connect, create_context_13,
-    enroll_13,    enroll_dmabuf_13, deregister, destroy_context, close_team, close_listener, put,
-    put_signal_13, get,           flush,      test,           progress,      query_last_error, finalize,
+    "Weft",
+    init,
+    devices,
+    get_properties,
+    listen,
+    connect,
+    create_context_13,
+    enroll_13,
+    enroll_dmabuf_13,
+    deregister,
+    destroy_context,
+    close_team,
+    close_listener,
+    put,
+    put_signal_13,
+    get,
+    flush,
+    test,
+    progress,
+    query_last_error,
+    finalize,
 };
 
 // NCCL 2.30.3 and 2.30.4 drive a GIN table of type PROXY as later ones do an RMA table.

@@ -13,8 +13,10 @@ size_t Mail::bytes_of_box() {
 
 Result<std::unique_ptr<Mail>> Mail::open(transfer::Engine& engine) {
   std::unique_ptr<Mail> mail(new Mail(engine));
-  WEFT_TRY_ASSIGN(mail->outbox_memory_, engine.enroll({mail->outbox_.data(), bytes_of_box()}, transfer::kLocal));
-  WEFT_TRY_ASSIGN(mail->inbox_memory_, engine.enroll({mail->inbox_.data(), bytes_of_box()}, transfer::kLocal));
+  WEFT_TRY_ASSIGN(mail->outbox_memory_,
+                  engine.enroll({mail->outbox_.data(), bytes_of_box()}, transfer::kLocal));
+  WEFT_TRY_ASSIGN(mail->inbox_memory_,
+                  engine.enroll({mail->inbox_.data(), bytes_of_box()}, transfer::kLocal));
   for (uint32_t slot = 0; slot < kSlots; ++slot) {
     mail->free_.push_back(slot);
     WEFT_TRY(mail->post_receive(slot));
@@ -44,7 +46,8 @@ Result<std::shared_ptr<transfer::Transfer>> Mail::send(const std::shared_ptr<tra
   const uint32_t slot = free_.back();
   const uint64_t offset = uint64_t{slot} * kMessageBytes;
   std::memcpy(outbox_.data() + offset, bytes.data(), bytes.size());
-  WEFT_TRY_ASSIGN(std::shared_ptr<transfer::Transfer> sent, engine_.send(to, outbox_memory_, offset, bytes.size(), {}));
+  WEFT_TRY_ASSIGN(std::shared_ptr<transfer::Transfer> sent,
+                  engine_.send(to, outbox_memory_, offset, bytes.size(), {}));
   free_.pop_back();
   sending_.push_back({sent, slot});
   return sent;
@@ -53,7 +56,8 @@ Result<std::shared_ptr<transfer::Transfer>> Mail::send(const std::shared_ptr<tra
 Status Mail::post_receive(uint32_t slot) {
   transfer::How how;
   how.timeout_s = kLongestWait_s;
-  WEFT_TRY_ASSIGN(auto posted, engine_.recv(nullptr, inbox_memory_, uint64_t{slot} * kMessageBytes, kMessageBytes, how));
+  WEFT_TRY_ASSIGN(auto posted,
+                  engine_.recv(nullptr, inbox_memory_, uint64_t{slot} * kMessageBytes, kMessageBytes, how));
   receiving_.push_back({std::move(posted), slot});
   return {};
 }
@@ -65,7 +69,8 @@ Result<bool> Mail::receive(const Take& take) {
     const Under came = std::move(receiving_.front());
     receiving_.pop_front();
     if (came.transfer->phase() == transfer::Phase::kDone) {
-      take(came.transfer->peer(), {inbox_.data() + uint64_t{came.slot} * kMessageBytes, came.transfer->bytes()});
+      take(came.transfer->peer(),
+           {inbox_.data() + uint64_t{came.slot} * kMessageBytes, came.transfer->bytes()});
       has_come = true;
     }
     WEFT_TRY(post_receive(came.slot));

@@ -34,7 +34,8 @@ class Mail {
  private:
   static constexpr uint32_t kSlots = 64;  // of either box
 
-  explicit Mail(transfer::Engine& engine) : engine_(engine), outbox_(bytes_of_box()), inbox_(bytes_of_box()) {}
+  explicit Mail(transfer::Engine& engine)
+      : engine_(engine), outbox_(bytes_of_box()), inbox_(bytes_of_box()) {}
   static size_t bytes_of_box();
   Status post_receive(uint32_t slot);
   void sweep();

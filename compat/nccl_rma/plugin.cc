@@ -9,7 +9,7 @@
 namespace weft::nccl_rma {
 namespace {
 
-constexpr float kLatency_us = 20;      // for NCCL's cost model, which does not use it for RMA
+constexpr float kLatency_us = 20;  // for NCCL's cost model, which does not use it for RMA
 constexpr int kUnknownSpeed_mbps = 10000;
 constexpr int kReceivesMax = 32;  // rings of 32 * 32 commands
 constexpr size_t kBytesMax = size_t{1} << 40;
@@ -43,9 +43,11 @@ Status Plugin::init(NcclLogger logger) {
   {
     std::lock_guard lock(mutex_);
     if (network_) return {};
-    WEFT_TRY_ASSIGN(proxy::Network network, proxy::choose_network(config().proxy_provider, config().proxy_nics));
+    WEFT_TRY_ASSIGN(proxy::Network network,
+                    proxy::choose_network(config().proxy_provider, config().proxy_nics));
     if (network.provider->name() == "loopback" && config().proxy_provider == "auto")
-      return Status::make(Code::kUnsupported, "no network: neither libfabric nor libibverbs has a usable NIC here");
+      return Status::make(Code::kUnsupported,
+                          "no network: neither libfabric nor libibverbs has a usable NIC here");
     for (const provider::Nic& nic : network.nics)  // NCCL must not take one of these for a NIC of its own
       devices_.push_back({text("weft/{}/{}", nic.provider, nic.name), pci_path(nic.pci)});
     network_ = std::make_unique<proxy::Network>(std::move(network));

@@ -34,7 +34,8 @@ Status Placer::put(Region& to, uint64_t offset, const void* host, uint64_t bytes
   return {};
 }
 
-Status Placer::copy(Region& to, uint64_t to_offset, const Region& from, uint64_t from_offset, uint64_t bytes) {
+Status Placer::copy(Region& to, uint64_t to_offset, const Region& from, uint64_t from_offset,
+                    uint64_t bytes) {
   const provider::Range& gpu = to.is_on_gpu() ? to.range : from.range;
   if (gpu.kind == provider::MemoryKind::kCuda)
     return queue(gpu.device).copy(to.at(to_offset), from.at(from_offset), bytes);

@@ -28,7 +28,7 @@ struct Region {
     bool is_staged = false;
     std::shared_ptr<transfer::Remote> remote;  // null: this rank's own
   };
-  std::vector<Part> parts;                     // by rank
+  std::vector<Part> parts;                       // by rank
   std::unordered_map<uint64_t, uint64_t> words;  // of a GPU, never reset: what they are, by offset
 
   bool is_on_gpu() const { return range.kind == provider::MemoryKind::kCuda; }

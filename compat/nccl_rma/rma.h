@@ -24,10 +24,10 @@ enum NcclResult : int {  // ncclResult_t
   kNcclRemoteError = 6,
 };
 
-enum NcclLogLevel : int { kNcclLogWarn = 2, kNcclLogInfo = 3 };        // ncclDebugLogLevel
+enum NcclLogLevel : int { kNcclLogWarn = 2, kNcclLogInfo = 3 };         // ncclDebugLogLevel
 enum NcclLogPart : unsigned long { kNcclInit = 0x1, kNcclNet = 0x10 };  // ncclDebugLogSubSys
-using NcclLogger = void (*)(NcclLogLevel level, unsigned long parts, const char* file, int line, const char* format,
-                            ...);
+using NcclLogger = void (*)(NcclLogLevel level, unsigned long parts, const char* file, int line,
+                            const char* format, ...);
 
 constexpr size_t kHandleBytes = 128;  // NCCL_NET_HANDLE_MAXSIZE
 constexpr int kMaxRequests = 32;      // NCCL_NET_MAX_REQUESTS, times maxRecvs: the commands that a ring holds
@@ -86,28 +86,28 @@ struct DeviceHandle {  // ncclNetDeviceHandle_v11_t
 };
 
 // What both versions have before, between and after what differs.
-#define WEFT_RMA_SET_UP                                                                                \
-  const char* name;                                                                                    \
-  NcclResult (*init)(void** context, uint64_t comm_id, NcclLogger logger);                             \
-  NcclResult (*devices)(int* count);                                                                   \
-  NcclResult (*get_properties)(int device, PropertiesV12* properties);                                 \
-  NcclResult (*listen)(void* context, int device, void* handle, void** listener);                      \
+#define WEFT_RMA_SET_UP                                                           \
+  const char* name;                                                               \
+  NcclResult (*init)(void** context, uint64_t comm_id, NcclLogger logger);        \
+  NcclResult (*devices)(int* count);                                              \
+  NcclResult (*get_properties)(int device, PropertiesV12* properties);            \
+  NcclResult (*listen)(void* context, int device, void* handle, void** listener); \
   NcclResult (*connect)(void* context, void* handles[], int ranks, int rank, void* listener, void** team);
-#define WEFT_RMA_CLOSE                              \
+#define WEFT_RMA_CLOSE                                \
   NcclResult (*deregister)(void* team, void* memory); \
-  NcclResult (*destroy_context)(void* rma_context); \
-  NcclResult (*close_team)(void* team);             \
+  NcclResult (*destroy_context)(void* rma_context);   \
+  NcclResult (*close_team)(void* team);               \
   NcclResult (*close_listener)(void* listener);
-#define WEFT_RMA_PUT                                                                                          \
-  NcclResult (*put)(void* rma_context, int channel, uint64_t src_offset, void* src, size_t bytes,             \
+#define WEFT_RMA_PUT                                                                              \
+  NcclResult (*put)(void* rma_context, int channel, uint64_t src_offset, void* src, size_t bytes, \
                     uint64_t dst_offset, void* dst, uint32_t rank, void** request);
-#define WEFT_RMA_REST                                                                                         \
-  NcclResult (*get)(void* rma_context, int channel, uint64_t remote_offset, void* remote, size_t bytes,       \
-                    uint64_t local_offset, void* local, uint32_t rank, void** request);                       \
-  NcclResult (*flush)(void* rma_context, int channel, void* memory, uint32_t rank, void** request);           \
-  NcclResult (*test)(void* team, void* request, int* done);                                                   \
-  NcclResult (*progress)(void* rma_context);                                                                  \
-  NcclResult (*query_last_error)(void* rma_context, bool* has_error);                                         \
+#define WEFT_RMA_REST                                                                                   \
+  NcclResult (*get)(void* rma_context, int channel, uint64_t remote_offset, void* remote, size_t bytes, \
+                    uint64_t local_offset, void* local, uint32_t rank, void** request);                 \
+  NcclResult (*flush)(void* rma_context, int channel, void* memory, uint32_t rank, void** request);     \
+  NcclResult (*test)(void* team, void* request, int* done);                                             \
+  NcclResult (*progress)(void* rma_context);                                                            \
+  NcclResult (*query_last_error)(void* rma_context, bool* has_error);                                   \
   NcclResult (*finalize)(void* context);
 
 struct RmaV14 {
@@ -119,8 +119,8 @@ struct RmaV14 {
   WEFT_RMA_CLOSE
   WEFT_RMA_PUT
   NcclResult (*put_signal)(void* rma_context, int channel, uint64_t src_offset, void* src, size_t bytes,
-                           uint64_t dst_offset, void* dst, uint32_t rank, uint64_t signal_offset, void* signal,
-                           uint64_t value, uint32_t op, bool is_strong, void** request);
+                           uint64_t dst_offset, void* dst, uint32_t rank, uint64_t signal_offset,
+                           void* signal, uint64_t value, uint32_t op, bool is_strong, void** request);
   WEFT_RMA_REST
 };
 
@@ -136,8 +136,8 @@ struct RmaV13 {
   WEFT_RMA_CLOSE
   WEFT_RMA_PUT
   NcclResult (*put_signal)(void* rma_context, int channel, uint64_t src_offset, void* src, size_t bytes,
-                           uint64_t dst_offset, void* dst, uint32_t rank, uint64_t signal_offset, void* signal,
-                           uint64_t value, uint32_t op, void** request);
+                           uint64_t dst_offset, void* dst, uint32_t rank, uint64_t signal_offset,
+                           void* signal, uint64_t value, uint32_t op, void** request);
   WEFT_RMA_REST
 };
 

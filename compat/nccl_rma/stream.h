@@ -26,9 +26,9 @@ struct Command {
   Do what = Do::kAdd;
   uint32_t region = 0;  // the peer's: of a put and an add the target, of a get the source
   uint64_t offset = 0;
-  uint64_t value = 0;                // kAdd: what is added; else bytes
-  std::shared_ptr<Region> here;      // of a put the source, of a get the target
-  std::shared_ptr<Region> there;     // of a put that is a write
+  uint64_t value = 0;             // kAdd: what is added; else bytes
+  std::shared_ptr<Region> here;   // of a put the source, of a get the target
+  std::shared_ptr<Region> there;  // of a put that is a write
   uint64_t here_offset = 0;
   uint64_t request = 0;  // ends with this step; 0: none
 };
@@ -38,7 +38,7 @@ struct Ways {
   transfer::Engine& engine;
   Mail& mail;
   Requests& requests;
-  const uint64_t bytes_max;   // of writes under way
+  const uint64_t bytes_max;  // of writes under way
   const uint32_t writes_max;
   uint64_t bytes = 0;
   uint32_t writes = 0;

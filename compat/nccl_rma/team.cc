@@ -22,7 +22,8 @@ std::string introduction(const proxy::Network& network) {
 
 }  // namespace
 
-Team::Team(int rank, int ranks, std::unique_ptr<transfer::Engine> engine, std::shared_ptr<MeetingBootstrap> meeting)
+Team::Team(int rank, int ranks, std::unique_ptr<transfer::Engine> engine,
+           std::shared_ptr<MeetingBootstrap> meeting)
     : rank_(rank),
       timeout_s_(config().timeout_s),
       engine_(std::move(engine)),
@@ -49,13 +50,15 @@ Result<std::shared_ptr<Team>> Team::connect(const proxy::Network& network, const
 
 Status Team::meet(const std::string& introduction) {
   const Deadline until = Deadline::after_s(timeout_s_);
-  WEFT_TRY_ASSIGN(const std::vector<std::string> cards, exchange("connect", introduction + engine_->address()));
+  WEFT_TRY_ASSIGN(const std::vector<std::string> cards,
+                  exchange("connect", introduction + engine_->address()));
   Status first;
   for (int peer = 0; peer < ranks() && first.ok(); ++peer) {
     const std::string& card = cards[static_cast<size_t>(peer)];
     if (!card.starts_with(introduction)) {
-      first = Status::invalid("rank {}: got '{}', allowed: '{}' as here", peer, card.substr(0, card.find('\n')),
-                              introduction.substr(0, introduction.size() - 1));
+      first =
+          Status::invalid("rank {}: got '{}', allowed: '{}' as here", peer, card.substr(0, card.find('\n')),
+                          introduction.substr(0, introduction.size() - 1));
     } else if (peer != rank_) {
       auto connected = engine_->connect(std::string_view(card).substr(introduction.size()), until);
       if (!connected.ok()) {
@@ -66,7 +69,8 @@ Status Team::meet(const std::string& introduction) {
       rank_of_[connected->get()] = peer;
     }
   }
-  return exchange("connect", first.ok() ? Result<std::string>(std::string()) : Result<std::string>(first)).status();
+  return exchange("connect", first.ok() ? Result<std::string>(std::string()) : Result<std::string>(first))
+      .status();
 }
 
 // Every rank's bytes, or why one has none: then all ranks fail alike.
@@ -105,7 +109,8 @@ Result<uint32_t> Team::enroll(void* data, uint64_t bytes, int pointer_kind, uint
   if (status.ok()) {
     status = attach(*region, *cards);
     const Status all =
-        exchange("regMrSym", status.ok() ? Result<std::string>(std::string()) : Result<std::string>(status)).status();
+        exchange("regMrSym", status.ok() ? Result<std::string>(std::string()) : Result<std::string>(status))
+            .status();
     if (status.ok()) status = all;
     if (!status.ok()) {
       std::lock_guard lock(mutex_);
@@ -154,15 +159,17 @@ Status Team::withdraw(uint32_t number) {
 
 Result<uint32_t> Team::create_context(int channels, int stride) {
   if (channels < 1 || stride < 1 || ranks() % stride != 0)
-    return Status::invalid("config: got {} contexts and stride {}, allowed: 1 or more, and a divisor of {} ranks",
-                           channels, stride, ranks());
+    return Status::invalid(
+        "config: got {} contexts and stride {}, allowed: 1 or more, and a divisor of {} ranks", channels,
+        stride, ranks());
   std::lock_guard lock(mutex_);
   contexts_[contexts_made_] = {channels, stride, std::vector<Outgoing*>(size_t(channels) * links_.size())};
   return contexts_made_++;
 }
 
 bool Team::is_idle(const Context& context) const {
-  return std::ranges::all_of(context.streams, [](const Outgoing* stream) { return !stream || stream->is_idle(); });
+  return std::ranges::all_of(context.streams,
+                             [](const Outgoing* stream) { return !stream || stream->is_idle(); });
 }
 
 // Works until `is_done` or kDrain_s have passed, and lets others at the team in between.

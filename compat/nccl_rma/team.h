@@ -96,14 +96,15 @@ class Team {
     int channels, stride;
     std::vector<Outgoing*> streams;  // by channel and rank; null: not used yet
   };
-  struct Serving {  // of a get
+  struct Serving {                                 // of a get
     std::shared_ptr<transfer::Transfer> transfer;  // null: refused
     uint64_t ticket;
     int rank;
   };
   using Lock = std::unique_lock<std::mutex>;
 
-  Team(int rank, int ranks, std::unique_ptr<transfer::Engine> engine, std::shared_ptr<MeetingBootstrap> meeting);
+  Team(int rank, int ranks, std::unique_ptr<transfer::Engine> engine,
+       std::shared_ptr<MeetingBootstrap> meeting);
   Status meet(const std::string& introduction);
   Result<std::vector<std::string>> exchange(const char* what, const Result<std::string>& mine);
   Status attach(Region& region, const std::vector<std::string>& cards);
@@ -121,7 +122,8 @@ class Team {
   void check(int rank);
   void lose(int rank, const Status& why);
   Result<std::shared_ptr<Region>> region(const char* argument, uint32_t number) const;
-  Status check_range(const char* argument, const Region& region, int rank, uint64_t offset, uint64_t bytes) const;
+  Status check_range(const char* argument, const Region& region, int rank, uint64_t offset,
+                     uint64_t bytes) const;
   Result<Context*> context(uint32_t number, uint32_t channel, uint32_t rank);
   Outgoing& stream(Context& context, uint32_t channel, uint32_t rank);
   Status put_here(const Put& put, const std::shared_ptr<Region>& src, const std::shared_ptr<Region>& dst,

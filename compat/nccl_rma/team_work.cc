@@ -9,7 +9,7 @@
 namespace weft::nccl_rma {
 namespace {
 
-constexpr uint32_t kTestsPerTurn = 8;    // NCCL asks about each request before it asks for progress
+constexpr uint32_t kTestsPerTurn = 8;     // NCCL asks about each request before it asks for progress
 constexpr uint32_t kTurnsPerCheck = 256;  // of deadlines
 constexpr size_t kQueuedMax = 32;         // longer queues are sent at once
 
@@ -38,8 +38,8 @@ Status Team::check_range(const char* argument, const Region& region, int rank, u
                          uint64_t bytes) const {
   const uint64_t all = region.parts[static_cast<size_t>(rank)].bytes;
   if (fits(offset, bytes, all)) return {};
-  return Status::invalid("{}: got {} bytes at {}, allowed: within the {} bytes of rank {}", argument, bytes, offset,
-                         all, rank);
+  return Status::invalid("{}: got {} bytes at {}, allowed: within the {} bytes of rank {}", argument, bytes,
+                         offset, all, rank);
 }
 
 Result<Team::Context*> Team::context(uint32_t number, uint32_t channel, uint32_t rank) {
@@ -47,11 +47,13 @@ Result<Team::Context*> Team::context(uint32_t number, uint32_t channel, uint32_t
   if (found == contexts_.end()) return Status::invalid("context: got one that was destroyed");
   Context& context = found->second;
   if (channel >= static_cast<uint32_t>(context.channels))
-    return Status::invalid("context: got {}, allowed: 0 to {}", static_cast<int>(channel), context.channels - 1);
+    return Status::invalid("context: got {}, allowed: 0 to {}", static_cast<int>(channel),
+                           context.channels - 1);
   const auto ranks = static_cast<uint32_t>(links_.size());
-  if (rank >= ranks || (rank + ranks - static_cast<uint32_t>(rank_)) % static_cast<uint32_t>(context.stride) != 0)
-    return Status::invalid("rank: got {}, allowed: those of {} that are {} plus a multiple of {}", rank, ranks, rank_,
-                           context.stride);
+  if (rank >= ranks ||
+      (rank + ranks - static_cast<uint32_t>(rank_)) % static_cast<uint32_t>(context.stride) != 0)
+    return Status::invalid("rank: got {}, allowed: those of {} that are {} plus a multiple of {}", rank,
+                           ranks, rank_, context.stride);
   return &context;
 }
 
@@ -69,7 +71,8 @@ Outgoing& Team::stream(Context& context, uint32_t channel, uint32_t rank) {
   stream = link.out.back().get();
   if (!link.status.ok()) stream->fail(link.status);
   if (id >= kStreams)
-    stream->fail(Status::make(Code::kCapacity, "context: {} ways to rank {} are in use, allowed: {}", id, rank, kStreams));
+    stream->fail(Status::make(Code::kCapacity, "context: {} ways to rank {} are in use, allowed: {}", id,
+                              rank, kStreams));
   return *stream;
 }
 
@@ -102,7 +105,8 @@ Result<uint64_t> Team::put(uint32_t number, const Put& put) {
     return out.status();
   }
   if (src)
-    out.add({Do::kPut, dst->number, put.dst_offset, put.bytes, src, dst, put.src_offset, signal ? 0 : request});
+    out.add(
+        {Do::kPut, dst->number, put.dst_offset, put.bytes, src, dst, put.src_offset, signal ? 0 : request});
   if (signal) out.add({Do::kAdd, signal->number, put.signal_offset, put.value, nullptr, nullptr, 0, request});
   if (out.queued() >= kQueuedMax) out.send();
   return request;
@@ -166,7 +170,9 @@ Result<bool> Team::test(uint64_t id) {
   std::lock_guard lock(mutex_);
   Request* request = requests_.find(id);
   if (!request) return Status::invalid("request: got one that is none, or has ended");
-  const auto has_ended = [&] { return request->has_ended || (request->read && request->read->is_finished()); };
+  const auto has_ended = [&] {
+    return request->has_ended || (request->read && request->read->is_finished());
+  };
   if (!has_ended() && ++tests_ % kTestsPerTurn == 0) turn();
   if (!has_ended()) return false;
   const Status status = request->read ? request->read->status() : request->status;
@@ -235,8 +241,9 @@ Status Team::read(int rank, std::string_view bytes) {
     } else if (head.kind == Kind::kAnswers) {
       if (!cut(bytes, answer)) return malformed("answer");
       if (gets_.erase(answer.ticket) == 0) continue;
-      requests_.end(answer.ticket,
-                    answer.is_done ? Status() : Status::make(Code::kSystem, "iget: rank {} could not serve it", rank));
+      requests_.end(
+          answer.ticket,
+          answer.is_done ? Status() : Status::make(Code::kSystem, "iget: rank {} could not serve it", rank));
     } else {
       return malformed("message");
     }
@@ -298,8 +305,12 @@ Status Team::serve(int rank, const Unit& unit, const GetTail& tail) {
   const auto from = regions_.find(unit.region), to = regions_.find(tail.region);
   serving_.push_back({nullptr, tail.ticket, rank});
   if (from == regions_.end() || to == regions_.end()) return {};
-  auto written = engine_->write({from->second->memory, unit.offset,
-                                 to->second->parts[static_cast<size_t>(rank)].remote, tail.offset, unit.value, {}});
+  auto written = engine_->write({from->second->memory,
+                                 unit.offset,
+                                 to->second->parts[static_cast<size_t>(rank)].remote,
+                                 tail.offset,
+                                 unit.value,
+                                 {}});
   if (written.ok()) serving_.back().transfer = *written;
   return {};
 }
@@ -360,12 +371,12 @@ void Team::check(int rank) {
   if (turns_ % kTurnsPerCheck) return;
   for (const auto& stream : link.out)
     if (stream->waited_s() > timeout_s_)
-      return lose(rank, Status::make(Code::kPeerLost, "rank {} waited {} s for rank {}: {}", rank_, timeout_s_, rank,
-                                     stream->progress()));
+      return lose(rank, Status::make(Code::kPeerLost, "rank {} waited {} s for rank {}: {}", rank_,
+                                     timeout_s_, rank, stream->progress()));
   for (const auto& [request, waits] : gets_)
     if (waits.first == rank && waits.second.passed())
-      return lose(rank, Status::make(Code::kPeerLost, "iget: rank {} waited {} s for an answer of rank {}", rank_,
-                                     timeout_s_, rank));
+      return lose(rank, Status::make(Code::kPeerLost, "iget: rank {} waited {} s for an answer of rank {}",
+                                     rank_, timeout_s_, rank));
 }
 
 // What goes to the rank fails, once for all. One that left in peace, and was owed nothing, is no failure of the team's.

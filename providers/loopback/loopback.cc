@@ -106,16 +106,26 @@ Result<FaultPlan> parse_fault_plan(std::string_view words) {
   FaultPlan plan;
   const auto set = [&](std::string_view name, double value) {
     const bool is_chance = value >= 0 && value <= 1;
-    if (name == "drop" && is_chance) plan.drop = value;
-    else if (name == "duplicate" && is_chance) plan.duplicate = value;
-    else if (name == "reorder" && is_chance) plan.reorder = value;
-    else if (name == "fail" && is_chance) plan.fail = value;
-    else if (name == "delay" && is_chance) plan.delay = value;
-    else if (name == "seed") plan.seed = static_cast<uint64_t>(value);
-    else if (name == "reorder_window") plan.reorder_window = static_cast<uint32_t>(value);
-    else if (name == "delay_polls") plan.delay_polls = static_cast<uint32_t>(value);
-    else if (name == "dies_after") plan.dies_after = static_cast<uint64_t>(value);
-    else return false;
+    if (name == "drop" && is_chance)
+      plan.drop = value;
+    else if (name == "duplicate" && is_chance)
+      plan.duplicate = value;
+    else if (name == "reorder" && is_chance)
+      plan.reorder = value;
+    else if (name == "fail" && is_chance)
+      plan.fail = value;
+    else if (name == "delay" && is_chance)
+      plan.delay = value;
+    else if (name == "seed")
+      plan.seed = static_cast<uint64_t>(value);
+    else if (name == "reorder_window")
+      plan.reorder_window = static_cast<uint32_t>(value);
+    else if (name == "delay_polls")
+      plan.delay_polls = static_cast<uint32_t>(value);
+    else if (name == "dies_after")
+      plan.dies_after = static_cast<uint64_t>(value);
+    else
+      return false;
     return value >= 0;
   };
   while (!words.empty()) {
@@ -127,7 +137,8 @@ Result<FaultPlan> parse_fault_plan(std::string_view words) {
     const double value = std::strtod(number, &end);
     if (end == number || *end || !set(std::string_view(word).substr(0, at), value))
       return Status::invalid(
-          "loopback: got fault '{}', allowed: drop, duplicate, reorder, fail or delay=0 to 1, seed, reorder_window, "
+          "loopback: got fault '{}', allowed: drop, duplicate, reorder, fail or delay=0 to 1, seed, "
+          "reorder_window, "
           "delay_polls or dies_after=NUMBER",
           word);
   }

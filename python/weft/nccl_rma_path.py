@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where libnccl-rma-weft.so is, NCCL's network for GIN: ``NCCL_RMA_PLUGIN=$(python -m weft.nccl_rma_path) torchrun ...``."""
+"""Where libnccl-rma-weft.so is, for NCCL: ``NCCL_RMA_PLUGIN=$(python -m weft.nccl_rma_path) torchrun ...``."""
 
 from __future__ import annotations
 

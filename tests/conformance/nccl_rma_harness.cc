@@ -78,20 +78,22 @@ NcclResult Library::create_context(void* team, ConfigV14 config, void** context)
   return v13_->create_context(team, &old, context, &device);
 }
 
-NcclResult Library::enroll(void* team, void* data, size_t bytes, int kind, uint64_t flags, void** memory) const {
+NcclResult Library::enroll(void* team, void* data, size_t bytes, int kind, uint64_t flags,
+                           void** memory) const {
   if (v14_) return v14_->enroll(team, data, bytes, kind, flags, memory);
   void* unused = nullptr;
   return v13_->enroll(team, data, bytes, kind, flags, memory, &unused);
 }
 
 NcclResult Library::put_signal(void* context, int channel, uint64_t src_offset, void* src, size_t bytes,
-                               uint64_t dst_offset, void* dst, uint32_t rank, uint64_t signal_offset, void* signal,
-                               uint64_t value, uint32_t op, bool is_strong, void** request) const {
+                               uint64_t dst_offset, void* dst, uint32_t rank, uint64_t signal_offset,
+                               void* signal, uint64_t value, uint32_t op, bool is_strong,
+                               void** request) const {
   if (v14_)
-    return v14_->put_signal(context, channel, src_offset, src, bytes, dst_offset, dst, rank, signal_offset, signal,
-                            value, op, is_strong, request);
-  return v13_->put_signal(context, channel, src_offset, src, bytes, dst_offset, dst, rank, signal_offset, signal,
-                          value, op, request);
+    return v14_->put_signal(context, channel, src_offset, src, bytes, dst_offset, dst, rank, signal_offset,
+                            signal, value, op, is_strong, request);
+  return v13_->put_signal(context, channel, src_offset, src, bytes, dst_offset, dst, rank, signal_offset,
+                          signal, value, op, request);
 }
 
 Communicator::Communicator(const Library& library, std::shared_ptr<Bootstrap> bootstrap)
@@ -144,9 +146,11 @@ void Communicator::open(int channels, int stride) {
 NcclResult Communicator::post(const Operation& o, void** request) {
   const int channel = static_cast<int>(o.channel);
   if (o.is_get)
-    return library_.table().get(context_, channel, o.src_offset, o.src, o.bytes, o.dst_offset, o.dst, o.rank, request);
+    return library_.table().get(context_, channel, o.src_offset, o.src, o.bytes, o.dst_offset, o.dst, o.rank,
+                                request);
   if (!o.signal)
-    return library_.table().put(context_, channel, o.src_offset, o.src, o.bytes, o.dst_offset, o.dst, o.rank, request);
+    return library_.table().put(context_, channel, o.src_offset, o.src, o.bytes, o.dst_offset, o.dst, o.rank,
+                                request);
   return library_.put_signal(context_, channel, o.src_offset, o.src, o.bytes, o.dst_offset, o.dst, o.rank,
                              o.signal_offset, o.signal, o.value, o.op, o.is_strong, request);
 }
@@ -179,7 +183,8 @@ NcclResult Communicator::round() {
 
 void Communicator::push(const Operation& operation) {
   Ring& to = ring(operation.channel, operation.rank);
-  wait_until(Deadline::after_s(60), [&] { return to.held.load(std::memory_order_acquire) < kRing || failure_ != kNcclSuccess; });
+  wait_until(Deadline::after_s(60),
+             [&] { return to.held.load(std::memory_order_acquire) < kRing || failure_ != kNcclSuccess; });
   to.held.fetch_add(1, std::memory_order_relaxed);
   pushed_.fetch_add(1, std::memory_order_relaxed);
   std::lock_guard lock(to.mutex);
@@ -188,7 +193,8 @@ void Communicator::push(const Operation& operation) {
 
 bool Communicator::quiet(double seconds) {
   for (const std::unique_ptr<Ring>& each : rings_)
-    if (!wait_until(Deadline::after_s(seconds), [&] { return each->held.load() == 0 || failure_ != kNcclSuccess; }))
+    if (!wait_until(Deadline::after_s(seconds),
+                    [&] { return each->held.load() == 0 || failure_ != kNcclSuccess; }))
       return false;
   return failure_ == kNcclSuccess;
 }

@@ -34,9 +34,9 @@ class Library {
   const RmaV14& table() const { return table_; }
   NcclResult create_context(void* team, ConfigV14 config, void** context) const;
   NcclResult enroll(void* team, void* data, size_t bytes, int kind, uint64_t flags, void** memory) const;
-  NcclResult put_signal(void* context, int channel, uint64_t src_offset, void* src, size_t bytes, uint64_t dst_offset,
-                        void* dst, uint32_t rank, uint64_t signal_offset, void* signal, uint64_t value, uint32_t op,
-                        bool is_strong, void** request) const;
+  NcclResult put_signal(void* context, int channel, uint64_t src_offset, void* src, size_t bytes,
+                        uint64_t dst_offset, void* dst, uint32_t rank, uint64_t signal_offset, void* signal,
+                        uint64_t value, uint32_t op, bool is_strong, void** request) const;
   static std::vector<std::string> lines();  // that the plug-in has logged as warnings in this process
 
  private:
@@ -57,7 +57,7 @@ struct Operation {
   uint64_t signal_offset = 0;
   uint64_t value = 0;
   uint32_t op = kSignalAdd;
-  bool is_get = false;    // src is the rank's, dst is here
+  bool is_get = false;  // src is the rank's, dst is here
   bool is_strong = true;
 };
 
@@ -95,7 +95,9 @@ class Communicator {
     std::atomic<size_t> held{0};  // pushed and not done
     std::deque<void*> requests;   // of the progress thread
   };
-  Ring& ring(uint32_t channel, uint32_t rank) { return *rings_[channel * static_cast<uint32_t>(ranks()) + rank]; }
+  Ring& ring(uint32_t channel, uint32_t rank) {
+    return *rings_[channel * static_cast<uint32_t>(ranks()) + rank];
+  }
   NcclResult round();
   NcclResult post(const Operation& operation, void** request);
 

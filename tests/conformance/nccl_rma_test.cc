@@ -31,7 +31,8 @@ struct Place {
 const std::vector<Place>& places() {
   static const std::vector<Place> all = {
       {"loopback", "loopback", RanksAre::kThreads},
-      {"loopback_wild", "loopback:seed=7,reorder=0.3,delay=0.1,delay_polls=40,duplicate=0.02", RanksAre::kThreads, true},
+      {"loopback_wild", "loopback:seed=7,reorder=0.3,delay=0.1,delay_polls=40,duplicate=0.02",
+       RanksAre::kThreads, true},
       {"fabric_tcp", "fabric:tcp", RanksAre::kProcesses},
       {"fabric_shm", "fabric:shm", RanksAre::kProcesses},
   };
@@ -41,7 +42,8 @@ const std::vector<Place>& places() {
 using Body = std::function<void(std::shared_ptr<Bootstrap>)>;
 
 // Each run is in processes of its own: the library chooses its network once.
-void run(const Place& place, int ranks, const Body& body, std::vector<std::pair<const char*, const char*>> more = {}) {
+void run(const Place& place, int ranks, const Body& body,
+         std::vector<std::pair<const char*, const char*>> more = {}) {
   const auto prepare = [&] {
     setenv("WEFT_PROXY_PROVIDER", place.provider.c_str(), 1);
     setenv("WEFT_TIMEOUT_S", "60", 1);
@@ -80,7 +82,8 @@ INSTANTIATE_TEST_SUITE_P(All, NcclRma,
                          ::testing::Combine(::testing::ValuesIn(places()),
                                             ::testing::Values("ncclRmaPlugin_v13", "ncclRmaPlugin_v14")),
                          [](const auto& info) {
-                           return std::get<0>(info.param).label + std::string(std::get<1>(info.param)).substr(13);
+                           return std::get<0>(info.param).label +
+                                  std::string(std::get<1>(info.param)).substr(13);
                          });
 
 bool wait_for(const uint64_t& word, uint64_t value, double seconds = 60) {
@@ -98,7 +101,8 @@ TEST_P(NcclRma, SizesOfEveryKindArriveBeforeTheirSignal) {
     ASSERT_TRUE(comm.is_connected());
     std::vector<char> src(kBytes), dst(kBytes + kGuard, char(0xEE));
     std::vector<uint64_t> signals(4);
-    for (uint64_t i = 0; i < kBytes; ++i) src[i] = static_cast<char>(i * 31 + i / 253 + uint64_t(comm.rank()));
+    for (uint64_t i = 0; i < kBytes; ++i)
+      src[i] = static_cast<char>(i * 31 + i / 253 + uint64_t(comm.rank()));
     void* src_memory = comm.enroll(src.data(), kBytes);
     void* dst_memory = comm.enroll(dst.data(), kBytes);
     void* signal_memory = comm.enroll(signals.data(), 32, kForceStrictOrder);
@@ -172,7 +176,9 @@ void random_traffic(Communicator& comm, int channels, int stride, uint64_t opera
       uint64_t sent = 0, taken = 0, arrived = 0, given = 0;
     };
     std::vector<Way> ways(ranks);
-    const auto is_used = [&](uint64_t rank) { return (rank + ranks - self) % static_cast<uint64_t>(stride) == 0; };
+    const auto is_used = [&](uint64_t rank) {
+      return (rank + ranks - self) % static_cast<uint64_t>(stride) == 0;
+    };
     const auto send = [&](uint64_t to) {
       Way& way = ways[to];
       const uint64_t lane = lane_of(to, channel), there = lane_of(self, channel);
@@ -182,8 +188,12 @@ void random_traffic(Communicator& comm, int channels, int stride, uint64_t opera
         const uint64_t slot = way.sent % kSlots * Script::kSlotBytes, i = way.sent;
         char* from = src.data() + lane * kSlots * Script::kSlotBytes + slot;
         for (uint64_t at = 0; at < say.bytes(i); ++at) from[at] = say.byte(i, at);
-        Operation put{static_cast<uint32_t>(to), static_cast<uint32_t>(channel), src_memory,
-                      static_cast<uint64_t>(from - src.data()), say.bytes(i), dst_memory,
+        Operation put{static_cast<uint32_t>(to),
+                      static_cast<uint32_t>(channel),
+                      src_memory,
+                      static_cast<uint64_t>(from - src.data()),
+                      say.bytes(i),
+                      dst_memory,
                       there * kSlots * Script::kSlotBytes + slot};
         if (say.has_signal(i) || i + 1 == operations || (i + 1) % (kSlots / 4) == 0) {
           put.signal = word_memory;
@@ -215,8 +225,9 @@ void random_traffic(Communicator& comm, int channels, int stride, uint64_t opera
       way.arrived = arrived;
       if (way.taken - way.given < kSlots / 2 && way.taken != operations) return;
       if (way.taken == way.given) return;
-      comm.push({static_cast<uint32_t>(from), static_cast<uint32_t>(channel), nullptr, 0, 0, nullptr, 0, word_memory,
-                 lane_of(self, channel) * 16 + 8, way.taken - way.given, kSignalAdd, false, false});
+      comm.push({static_cast<uint32_t>(from), static_cast<uint32_t>(channel), nullptr, 0, 0, nullptr, 0,
+                 word_memory, lane_of(self, channel) * 16 + 8, way.taken - way.given, kSignalAdd, false,
+                 false});
       way.given = way.taken;
     };
     const auto is_done = [&] {
@@ -275,7 +286,8 @@ TEST_P(NcclRma, TrafficOfTwoTimesTwoRanksIsExact) {
     Communicator comm(library, bootstrap);
     ASSERT_TRUE(comm.is_connected());
     random_traffic(comm, 2, 1, (all + 31) / 32, 1);
-    if (comm.rank() == 0) std::printf("%lu operations of rank 0\n", static_cast<unsigned long>(comm.pushed()));
+    if (comm.rank() == 0)
+      std::printf("%lu operations of rank 0\n", static_cast<unsigned long>(comm.pushed()));
   });
 }
 
@@ -310,7 +322,8 @@ TEST_P(NcclRma, GetsAndContextsThatComeAndGo) {
         comm.push(get);
       }
       ASSERT_TRUE(comm.quiet());
-      for (uint32_t i = 0; i < 30000; ++i) ASSERT_EQ(there[i], i / 1000 == 7 ? 0xEEEEEEEE : (peer << 20) + i) << i;
+      for (uint32_t i = 0; i < 30000; ++i)
+        ASSERT_EQ(there[i], i / 1000 == 7 ? 0xEEEEEEEE : (peer << 20) + i) << i;
       // A put to oneself goes the same way for NCCL.
       const auto self = static_cast<uint32_t>(comm.rank());
       comm.push({self, 1, here_memory, 4, 4001, there_memory, 28000, signal_memory, 8, 1, kSignalInc});
@@ -357,7 +370,8 @@ TEST_P(NcclRma, MistakesAreRefusedAndNothingIsWritten) {
     EXPECT_EQ(rma.put(bad, 0, 0, memory, 10, 0, memory, peer, &request), kNcclInvalidArgument);
     EXPECT_EQ(rma.put(comm.team(), 0, 0, memory, 10, 0, memory, peer, &request), kNcclInvalidArgument);
     const auto signal = [&](uint64_t at, void* handle, uint32_t op) {
-      return library.put_signal(context, 0, 0, nullptr, 0, 0, nullptr, peer, at, handle, 1, op, true, &request);
+      return library.put_signal(context, 0, 0, nullptr, 0, 0, nullptr, peer, at, handle, 1, op, true,
+                                &request);
     };
     EXPECT_EQ(signal(4, words, kSignalInc), kNcclInvalidArgument);
     EXPECT_EQ(signal(8, words, kSignalInc), kNcclInvalidArgument);
@@ -374,8 +388,9 @@ TEST_P(NcclRma, MistakesAreRefusedAndNothingIsWritten) {
     }
     EXPECT_EQ(rma.query_last_error(context, &has_error), kNcclSuccess);
     EXPECT_FALSE(has_error);  // mistakes are the caller's, the communicator goes on
-    EXPECT_THAT(Library::lines(), ::testing::Contains(HasSubstr("iput: srcOff: got 100 bytes at 1, allowed: within the "
-                                                                "100 bytes of rank")));
+    EXPECT_THAT(Library::lines(),
+                ::testing::Contains(HasSubstr("iput: srcOff: got 100 bytes at 1, allowed: within the "
+                                              "100 bytes of rank")));
     comm.barrier();
     EXPECT_EQ(word, 0u);
     EXPECT_EQ(data, std::vector<char>(100, char(comm.rank())));
@@ -385,7 +400,8 @@ TEST_P(NcclRma, MistakesAreRefusedAndNothingIsWritten) {
     // Registration fails everywhere when it fails on one rank.
     void* none = nullptr;
     const bool is_wrong = comm.rank() == 1;
-    const NcclResult result = library.enroll(comm.team(), data.data(), is_wrong ? 0 : 100, kPointerHost, 0, &none);
+    const NcclResult result =
+        library.enroll(comm.team(), data.data(), is_wrong ? 0 : 100, kPointerHost, 0, &none);
     EXPECT_EQ(result, is_wrong ? kNcclInvalidArgument : kNcclSystemError);
     EXPECT_EQ(none, nullptr);
     EXPECT_TRUE(comm.quiet());
@@ -396,7 +412,8 @@ TEST_P(NcclRma, MistakesAreRefusedAndNothingIsWritten) {
 
 TEST(NcclRmaLibrary, OffersItsVersionsAndRefusesHandlesOfOthers) {
   run(places()[0], 1, [&](std::shared_ptr<Bootstrap> bootstrap) {
-    for (const char* symbol : {"ncclRmaPlugin_v12", "ncclRmaPlugin_v15", "ncclRmaPlugin_v16", "ncclGinPlugin_v14"})
+    for (const char* symbol :
+         {"ncclRmaPlugin_v12", "ncclRmaPlugin_v15", "ncclRmaPlugin_v16", "ncclGinPlugin_v14"})
       EXPECT_FALSE(Library(symbol).is_loaded()) << symbol;
     EXPECT_TRUE(Library("ncclGinPlugin_v13").is_loaded());
     const Library library("ncclRmaPlugin_v14");
@@ -474,14 +491,14 @@ TEST(NcclRmaDeath, ADeadPeerFailsWhatGoesToItAlone) {
     NcclResult result = kNcclSuccess;
     for (int i = 0; i < 100000 && result == kNcclSuccess; ++i) {
       void* request = nullptr;
-      result = library.put_signal(context, 0, 0, memory, 5000, 5000, memory, 2, 0, signals, 1, kSignalInc, false,
-                                  &request);
+      result = library.put_signal(context, 0, 0, memory, 5000, 5000, memory, 2, 0, signals, 1, kSignalInc,
+                                  false, &request);
       if (result == kNcclSuccess) result = end(request);
     }
     EXPECT_EQ(result, kNcclRemoteError);
     void* request = nullptr;
-    EXPECT_EQ(library.put_signal(context, 0, 0, memory, 5000, 5000, memory, static_cast<uint32_t>(1 - rank), 8, signals,
-                                 1, kSignalInc, true, &request),
+    EXPECT_EQ(library.put_signal(context, 0, 0, memory, 5000, 5000, memory, static_cast<uint32_t>(1 - rank),
+                                 8, signals, 1, kSignalInc, true, &request),
               kNcclSuccess);
     EXPECT_EQ(end(request), kNcclSuccess);
     EXPECT_TRUE(wait_for(words[1], 1, 10));

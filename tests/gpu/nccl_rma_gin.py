@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NCCL's GIN of type PROXY over libnccl-rma-weft.so, on GPUs: which of NCCL's conditions hold, and whether bytes arrive.
+"""NCCL's GIN of type PROXY over libnccl-rma-weft.so: which of NCCL's conditions hold, and whether bytes arrive.
 
     python tests/gpu/nccl_rma_gin.py prepare --nccl SITE/nvidia/nccl --plugin build/.../libnccl-rma-weft.so
     python tests/gpu/nccl_rma_gin.py run [--ranks 2] [--ranks-per-node 1] [--provider fabric:tcp]
 
-``prepare`` needs no GPU. It compiles nccl_rma_gin.cu (nvcc) and puts what ``run`` needs into build/nccl-rma: the program,
-the plug-in, and NCCL's library with the code of one GPU architecture alone, compressed, so that it can be copied to a
-machine without network (some 25 MB). ``run`` ends within 60 seconds. It prints the conditions in NCCL's order, each with
-its evidence, then what the program checked. Ranks of different nodes have different NCCL_HOSTID: for NCCL they are on
-different machines. Status: 0 all is well, 1 something was wrong, 2 NCCL refuses.
+``prepare`` needs no GPU. It compiles nccl_rma_gin.cu (nvcc) and puts what ``run`` needs into build/nccl-rma: the
+program, the plug-in, and NCCL's library with the code of one GPU architecture alone, compressed, so that it can be
+copied to a machine without network (some 25 MB). ``run`` ends within 60 seconds. It prints the conditions in NCCL's
+order, each with its evidence, then what the program checked. Ranks of different nodes have different NCCL_HOSTID: for
+NCCL they are on different machines. Status: 0 all is well, 1 something was wrong, 2 NCCL refuses.
 """
 
 from __future__ import annotations
@@ -64,7 +64,14 @@ def prepare(arguments: argparse.Namespace) -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     shutil.copy(arguments.plugin, FOLDER / "libnccl-rma-weft.so")
     library = nccl / "lib" / "libnccl.so.2"
-    command = [arguments.nvcc, "-std=c++17", "-O2", f"-arch=sm_{arguments.architecture}", "--cudart", "static"]
+    command = [
+        arguments.nvcc,
+        "-std=c++17",
+        "-O2",
+        f"-arch=sm_{arguments.architecture}",
+        "--cudart",
+        "static",
+    ]
     command += ["-I", str(nccl / "include"), *arguments.flags.split()]
     command += [str(Path(__file__).with_suffix(".cu")), "-o", str(FOLDER / "nccl_rma_gin")]
     command += ["-Xlinker", str(library), "-Xlinker", "-rpath=$ORIGIN"]
@@ -144,16 +151,30 @@ def conditions(said: str) -> list[tuple[str, bool | None, str]]:
         ("a CUDA driver", version is not None, line("CUDA driver version|at run time")),
         ("NCCL 2.30.7 or newer", bool(version) and int(version[1]) >= OLDEST, line("at run time")),
         ("GPUDirect RDMA with CUDA VMM, attribute 110", "(110): holds" in said, line(r"\(110\)")),
-        ("NCCL opens the plug-in", bool(line("RMA/Plugin: Loaded rma plugin Weft")), line("RMA/Plugin: .*(Load|Fail)")),
+        (
+            "NCCL opens the plug-in",
+            bool(line("RMA/Plugin: Loaded rma plugin Weft")),
+            line("RMA/Plugin: .*(Load|Fail)"),
+        ),
         ("the plug-in has a network", bool(line("RMA/Plugin: Assigned plugin Weft")), line("RMA/Weft: ")),
-        ("GIN of type PROXY over it", bool(line("GIN/Plugin: Assigned plugin Weft type 2")), line("GIN/Plugin: .*(Assigned|Failed)")),
-        ("symmetric memory (P2P, VMM, GIN on all ranks)", asked and refusal not in said, line(refusal) or line("device API")),
+        (
+            "GIN of type PROXY over it",
+            bool(line("GIN/Plugin: Assigned plugin Weft type 2")),
+            line("GIN/Plugin: .*(Assigned|Failed)"),
+        ),
+        (
+            "symmetric memory (P2P, VMM, GIN on all ranks)",
+            asked and refusal not in said,
+            line(refusal) or line("device API"),
+        ),
         ("the communicator says PROXY", "GIN type 2" in said, line("device API")),
         ("a window", "a window: ok" in said, line("a window: ")),
         ("a device communicator", "put of 1 B" in said, line("ncclDevCommCreate")),
     ]
     first = next((i for i, row in enumerate(rows) if not row[1]), len(rows))
-    return [(what, holds if i <= first else (holds or None), why) for i, (what, holds, why) in enumerate(rows)]
+    return [
+        (what, holds if i <= first else (holds or None), why) for i, (what, holds, why) in enumerate(rows)
+    ]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -164,7 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
         library.write_bytes(lzma.decompress((FOLDER / "libnccl.so.2.xz").read_bytes()))
     said, ends = start(arguments, until)
     for what, holds, why in conditions(said):
-        print(f"{ {True: 'holds  ', False: 'FAILS  ', None: 'unknown'}[holds]}  {what}    [{why[:220]}]")
+        print(f"{ {True: 'holds  ', False: 'FAILS  ', None: 'unknown'}[holds] }  {what}    [{why[:220]}]")
     shown = re.findall(r"^rank .: .*(?:ok|FAILED|refused.*|us \(.*|done|hangs)$", said, re.MULTILINE)
     print("\n".join(shown))
     if any(ends):

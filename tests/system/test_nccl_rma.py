@@ -25,7 +25,9 @@ def test_the_library_is_where_the_command_says_and_has_what_nccl_looks_up() -> N
     )
     assert Path(ran.stdout.strip()) == LIBRARY
     library = ctypes.CDLL(ran.stdout.strip())
-    names = [ctypes.c_char_p.in_dll(library, f"nccl{table}").value for table in ("RmaPlugin_v13", "RmaPlugin_v14")]
+    names = [
+        ctypes.c_char_p.in_dll(library, f"nccl{table}").value for table in ("RmaPlugin_v13", "RmaPlugin_v14")
+    ]
     assert names == [b"Weft", b"Weft"]  # the first member of a table
     assert not hasattr(library, "ncclRmaPlugin_v15")
 
@@ -45,4 +47,6 @@ def test_a_million_operations_are_exact(place: str, request: pytest.FixtureReque
         text=True,
         timeout=1700,
     )
-    assert ran.returncode == 0 and "[  PASSED  ] 1 test" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0 and "[  PASSED  ] 1 test" in ran.stdout, (
+        ran.stdout[-4000:] + ran.stderr[-2000:]
+    )

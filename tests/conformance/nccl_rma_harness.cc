@@ -6,6 +6,12 @@
 #include <cstdarg>
 #include <cstdio>
 
+// Where the library is part of the program: builds with a sanitizer.
+extern "C" {
+__attribute__((weak)) extern weft::nccl_rma::RmaV14 ncclRmaPlugin_v14;
+__attribute__((weak)) extern weft::nccl_rma::RmaV13 ncclRmaPlugin_v13;
+}
+
 namespace weft::nccl_rma::testing {
 namespace {
 
@@ -27,6 +33,19 @@ void logger(NcclLogLevel level, unsigned long, const char*, int, const char* for
   va_end(arguments);
   std::lock_guard lock(lines_mutex());
   logged_lines().emplace_back(line);
+}
+
+const void* find_table(const std::string& symbol) {
+  if (*WEFT_NCCL_RMA == 0) {
+    const std::map<std::string, const void*> linked = {{"ncclRmaPlugin_v13", &ncclRmaPlugin_v13},
+                                                       {"ncclRmaPlugin_v14", &ncclRmaPlugin_v14},
+                                                       {"ncclGinPlugin_v13", &ncclRmaPlugin_v13}};
+    const auto found = linked.find(symbol);
+    return found == linked.end() ? nullptr : found->second;
+  }
+  void* library = dlopen(WEFT_NCCL_RMA, RTLD_NOW | RTLD_LOCAL);
+  EXPECT_NE(library, nullptr) << dlerror();
+  return library ? dlsym(library, symbol.c_str()) : nullptr;
 }
 
 template <class To, class From>
@@ -58,9 +77,7 @@ std::vector<std::string> Library::lines() {
 }
 
 Library::Library(const std::string& symbol) {
-  void* library = dlopen(WEFT_NCCL_RMA, RTLD_NOW | RTLD_LOCAL);
-  EXPECT_NE(library, nullptr) << dlerror();
-  void* table = library ? dlsym(library, symbol.c_str()) : nullptr;
+  const void* table = find_table(symbol);
   if (!table) return;
   if (symbol.ends_with("_v14")) {
     v14_ = static_cast<const RmaV14*>(table);

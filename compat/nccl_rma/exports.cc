@@ -219,7 +219,11 @@ NcclResult deregister(void* team, void* memory) {
 }
 
 NcclResult close_team(void* team) {
-  return answer("closeColl", [&] { return Plugin::instance().teams.take("collComm", team).status(); });
+  return answer("closeColl", [&]() -> Status {
+    WEFT_TRY_ASSIGN(const TeamEntry entry, Plugin::instance().teams.take("collComm", team));
+    entry.team->close();  // also where NCCL keeps contexts of it
+    return {};
+  });
 }
 
 Status put_to(void* rma_context, int channel, uint64_t src_offset, void* src, size_t bytes,

@@ -12,6 +12,7 @@ namespace {
 constexpr float kLatency_us = 20;  // for NCCL's cost model, which does not use it for RMA
 constexpr int kUnknownSpeed_mbps = 10000;
 constexpr int kReceivesMax = 32;  // rings of 32 * 32 commands
+constexpr size_t kSaidMax = 64;
 constexpr size_t kBytesMax = size_t{1} << 40;
 
 // Where NCCL finds the NIC's place in the machine; empty where it has none.
@@ -34,11 +35,19 @@ void Plugin::say(NcclLogLevel level, const std::string& words) const {
     logger(level, kNcclInit | kNcclNet, "weft", 0, "%s", words.c_str());
 }
 
+// Some warnings come with every registration: each is one once.
+bool Plugin::is_first(const std::string& line) {
+  std::lock_guard lock(said_mutex_);
+  if (said_.size() >= kSaidMax) said_.clear();
+  return said_.insert(line).second;
+}
+
 Status Plugin::init(NcclLogger logger) {
   WEFT_TRY(config_status());
   if (logger && logger_.exchange(logger) != logger)
     set_log_sink([this](LogLevel level, const std::string& line) {
-      say(level <= LogLevel::kWarn ? kNcclLogWarn : kNcclLogInfo, "RMA/Weft: " + line);
+      const bool is_news = level <= LogLevel::kWarn && is_first(line);
+      say(is_news ? kNcclLogWarn : kNcclLogInfo, "RMA/Weft: " + line);
     });
   {
     std::lock_guard lock(mutex_);

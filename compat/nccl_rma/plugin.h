@@ -9,6 +9,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 
@@ -86,6 +87,7 @@ class Plugin {
   Handles<ContextEntry, 4> contexts;
 
  private:
+  bool is_first(const std::string& line);
   struct Device {
     std::string name, pci_path;
   };
@@ -93,6 +95,8 @@ class Plugin {
   std::atomic<NcclLogger> logger_{nullptr};
   std::unique_ptr<proxy::Network> network_;
   std::deque<Device> devices_;  // strings that NCCL points to
+  std::mutex said_mutex_;
+  std::set<std::string> said_;
 };
 
 }  // namespace weft::nccl_rma

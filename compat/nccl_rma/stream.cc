@@ -72,9 +72,7 @@ bool Outgoing::post_record() {
 
 bool Outgoing::post_write() {
   const Command& command = queue_.front();
-  const bool is_alone = ways_.writes == 0;
-  if (!is_alone && (ways_.writes >= ways_.writes_max || ways_.bytes + command.value > ways_.bytes_max))
-    return false;
+  if (ways_.writes >= ways_.writes_max || ways_.bytes >= ways_.bytes_max) return false;
   transfer::WriteRequest write{command.here->memory, command.here_offset, command.there->parts[rank_].remote,
                                command.offset,       command.value,       {}};
   write.how.imm = imm_of(id_, next_);

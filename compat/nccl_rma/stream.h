@@ -38,7 +38,7 @@ struct Ways {
   transfer::Engine& engine;
   Mail& mail;
   Requests& requests;
-  const uint64_t bytes_max;  // of writes under way
+  const uint64_t bytes_max;  // of writes under way; the last one may go beyond
   const uint32_t writes_max;
   uint64_t bytes = 0;
   uint32_t writes = 0;

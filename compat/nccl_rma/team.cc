@@ -89,6 +89,7 @@ Result<std::vector<std::string>> Team::exchange(const char* what, const Result<s
 
 Result<uint32_t> Team::enroll(void* data, uint64_t bytes, int pointer_kind, uint64_t flags) {
   std::lock_guard together(collective_);
+  if (!meeting_) return closed();
   auto region = std::make_shared<Region>();
   region->never_reset = (flags & kSignalNeverReset) != 0;
   region->parts.resize(links_.size());
@@ -202,7 +203,11 @@ Status Team::destroy_context(uint32_t number) {
 
 Status Team::status() {
   std::lock_guard lock(mutex_);
-  return status_;
+  return is_closed_ ? closed() : status_;
+}
+
+Status Team::closed() {
+  return Status(Code::kClosed, "collComm: used after closeColl");
 }
 
 // Whoever calls for progress does the work; this is for the time when nobody does.
@@ -219,8 +224,9 @@ void Team::run() {
   }
 }
 
-Team::~Team() {
-  stops_.store(true, std::memory_order_release);
+void Team::close() {
+  std::lock_guard together(collective_);
+  if (stops_.exchange(true)) return;
   if (carrier_.joinable()) carrier_.join();
   if (mail_) {
     Lock lock(mutex_);
@@ -231,8 +237,10 @@ Team::~Team() {
       return is_idle && serving_.empty() && mail_->is_sent();
     };
     drain(lock, is_done);
+    is_closed_ = true;
   }
   engine_->close();
+  meeting_.reset();
 }
 
 }  // namespace weft::nccl_rma

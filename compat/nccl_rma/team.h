@@ -59,7 +59,7 @@ class Team {
   // network or version.
   static Result<std::shared_ptr<Team>> connect(const proxy::Network& network, const provider::Nic& nic,
                                                const MeetingTicket& ticket, int rank, int ranks);
-  ~Team();
+  ~Team() { close(); }
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
@@ -80,6 +80,9 @@ class Team {
   Status progress();
   // Not ok once a rank was lost, or said what cannot be: the first such failure.
   Status status();
+
+  // Waits until what was asked for has been taken, 5 s at most, and leaves; later calls are kClosed. Idempotent.
+  void close();
 
   int rank() const { return rank_; }
   int ranks() const { return static_cast<int>(links_.size()); }
@@ -109,6 +112,7 @@ class Team {
   Result<std::vector<std::string>> exchange(const char* what, const Result<std::string>& mine);
   Status attach(Region& region, const std::vector<std::string>& cards);
   void run();
+  static Status closed();
 
   // Under the mutex:
   bool turn();
@@ -152,6 +156,7 @@ class Team {
   Status status_;
   uint32_t tests_ = 0, turns_ = 0;
   bool has_mail_ = false;  // in this turn
+  bool is_closed_ = false;
   std::atomic<uint64_t> turns_seen_{0};
   std::atomic<bool> stops_{false};
   std::thread carrier_;

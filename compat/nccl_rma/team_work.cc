@@ -43,6 +43,7 @@ Status Team::check_range(const char* argument, const Region& region, int rank, u
 }
 
 Result<Team::Context*> Team::context(uint32_t number, uint32_t channel, uint32_t rank) {
+  if (is_closed_) return closed();
   const auto found = contexts_.find(number);
   if (found == contexts_.end()) return Status::invalid("context: got one that was destroyed");
   Context& context = found->second;
@@ -173,6 +174,7 @@ Result<bool> Team::test(uint64_t id) {
   const auto has_ended = [&] {
     return request->has_ended || (request->read && request->read->is_finished());
   };
+  if (is_closed_ && !has_ended()) return closed();
   if (!has_ended() && ++tests_ % kTestsPerTurn == 0) turn();
   if (!has_ended()) return false;
   const Status status = request->read ? request->read->status() : request->status;
@@ -183,6 +185,7 @@ Result<bool> Team::test(uint64_t id) {
 
 Status Team::progress() {
   std::lock_guard lock(mutex_);
+  if (is_closed_) return closed();
   turn();
   return status_;
 }

@@ -453,6 +453,25 @@ TEST(NcclRmaLibrary, InitFailsWithoutANetwork) {
   });
 }
 
+TEST(NcclRmaLibrary, ClosedCommunicatorsRefuseAndExitNeedsNoClose) {
+  run(places()[0], 1, [&](std::shared_ptr<Bootstrap> bootstrap) {
+    const Library library("ncclRmaPlugin_v14");
+    const RmaV14& rma = library.table();
+    Communicator closed(library, bootstrap), left_open(library, bootstrap);
+    void *context = nullptr, *request = nullptr;
+    bool has_error = false;
+    ASSERT_EQ(library.create_context(closed.team(), {1, -1, 1}, &context), kNcclSuccess);
+    closed.close();
+    EXPECT_EQ(rma.put(context, 0, 0, nullptr, 0, 0, nullptr, 0, &request), kNcclInvalidUsage);
+    EXPECT_EQ(rma.progress(context), kNcclInvalidUsage);
+    EXPECT_EQ(rma.query_last_error(context, &has_error), kNcclSuccess);
+    EXPECT_EQ(rma.destroy_context(context), kNcclSuccess);
+    left_open.open(1);
+    std::fflush(nullptr);
+    std::exit(::testing::Test::HasFailure() ? 1 : 0);  // with everything of the second one alive
+  });
+}
+
 // Rank 2 is killed in the middle: what goes to it fails with its name, the rest goes on, and NCCL hears of it.
 TEST(NcclRmaDeath, ADeadPeerFailsWhatGoesToItAlone) {
   if (kSeesOneProcess) GTEST_SKIP() << "ThreadSanitizer does not see the order that other processes make";

@@ -7,7 +7,7 @@
 // Source: NCCL 2.30.7 (github.com/NVIDIA/nccl, tag v2.30.7-1), src/include/plugin/rma/rma_v14.h, rma_v13.h,
 // gin/gin_v13.h, net/net_v12.h, nccl_net.h, nccl_device/net_device.h, nccl_common.h. Names, order, types and values
 // are that interface; all else here is Weft's. NCCL looks for "ncclRmaPlugin_v14", then "_v13"
-// (src/plugin/rma.cc); 2.32.3 looks for _v16 and _v15 before.
+// (src/plugin/rma.cc); the library of 2.32.3 names _v16 and _v15, too.
 #pragma once
 
 #include <cstddef>

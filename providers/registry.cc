@@ -33,6 +33,9 @@ const std::vector<Maker>& makers() {
   return all;
 }
 
+// "loopback:seed=7,reorder=0.3" is the loopback with these faults: for tests of what finds its provider by a name.
+constexpr std::string_view kFaulty = "loopback:";
+
 bool has_usable_nic(Provider& provider) {
   for (const Nic& nic : provider.probe())
     if (nic.usable()) return true;
@@ -52,6 +55,14 @@ Result<std::shared_ptr<Provider>> find_provider(const std::string& name) {
   static std::map<std::string, std::shared_ptr<Provider>> made;
   std::lock_guard lock(mutex);
   std::string allowed = "auto";
+  if (name.starts_with(kFaulty)) {
+    WEFT_TRY_ASSIGN(const FaultPlan plan, parse_fault_plan(std::string_view(name).substr(kFaulty.size())));
+    std::shared_ptr<Provider>& provider = made[name];
+    Loopback::Options options;
+    options.plan = plan;
+    if (!provider) provider = std::make_shared<Loopback>(options);
+    return provider;
+  }
   for (const Maker& maker : makers()) {
     allowed += std::string(", ") + maker.name;
     if (name != maker.name && name != "auto") continue;

@@ -58,6 +58,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "kernels/moe": {"kernels/core", "kernels/target"},
     "kernels/collective": {"kernels/core", "kernels/target"},
     "compat/nccl": PLAN | {"src/collective"},
+    "compat/nccl_rma": MACHINE | {"src/transfer", "providers", "transports/*"},
 }
 
 # Room of python/weft -> the rooms that it may import when it is read. Below all: ``_core`` and ``errors``.

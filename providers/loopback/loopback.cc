@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "providers/loopback/loopback.h"
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <random>
@@ -99,6 +101,49 @@ struct Loopback::Impl {
     return deliver(to, std::move(packet));
   }
 };
+
+Result<FaultPlan> parse_fault_plan(std::string_view words) {
+  FaultPlan plan;
+  const auto set = [&](std::string_view name, double value) {
+    const bool is_chance = value >= 0 && value <= 1;
+    if (name == "drop" && is_chance)
+      plan.drop = value;
+    else if (name == "duplicate" && is_chance)
+      plan.duplicate = value;
+    else if (name == "reorder" && is_chance)
+      plan.reorder = value;
+    else if (name == "fail" && is_chance)
+      plan.fail = value;
+    else if (name == "delay" && is_chance)
+      plan.delay = value;
+    else if (name == "seed")
+      plan.seed = static_cast<uint64_t>(value);
+    else if (name == "reorder_window")
+      plan.reorder_window = static_cast<uint32_t>(value);
+    else if (name == "delay_polls")
+      plan.delay_polls = static_cast<uint32_t>(value);
+    else if (name == "dies_after")
+      plan.dies_after = static_cast<uint64_t>(value);
+    else
+      return false;
+    return value >= 0;
+  };
+  while (!words.empty()) {
+    const std::string word(words.substr(0, words.find(',')));
+    words.remove_prefix(std::min(words.size(), word.size() + 1));
+    const size_t at = word.find('=');
+    char* end = nullptr;
+    const char* number = at == std::string::npos ? "" : word.c_str() + at + 1;
+    const double value = std::strtod(number, &end);
+    if (end == number || *end || !set(std::string_view(word).substr(0, at), value))
+      return Status::invalid(
+          "loopback: got fault '{}', allowed: drop, duplicate, reorder, fail or delay=0 to 1, seed, "
+          "reorder_window, "
+          "delay_polls or dies_after=NUMBER",
+          word);
+  }
+  return plan;
+}
 
 class LoopbackRail : public Rail {
  public:

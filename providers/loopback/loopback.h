@@ -31,6 +31,10 @@ struct FaultPlan {
   uint32_t most_writes = 0;     // of a rail under way; one more fails. 0: any number
 };
 
+// Of "seed=7,reorder=0.3,delay=0.2": names as above, with commas between; the rest keeps its default. Errors: kInvalid
+// with the names.
+Result<FaultPlan> parse_fault_plan(std::string_view words);
+
 class LoopbackRail;
 
 class Loopback : public Provider, public std::enable_shared_from_this<Loopback> {

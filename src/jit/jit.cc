@@ -260,10 +260,13 @@ Result<const Kernel*> Jit::Impl::finish(const KernelKey& key, const std::shared_
 
 Jit& Jit::of(Device device) {
   static std::mutex mutex;
-  static auto* jits = new std::map<Device, Jit>;  // never freed, like its kernels
+  // By whether kernels trace, and what, since that is compiled into them. Never freed, like its kernels.
+  static auto* jits = new std::map<std::pair<Device, int>, Jit>;
+  const int64_t spans = config().trace_spans;
+  const std::pair key(device, spans < 0 ? -1 : spans > 0 ? 1 : 0);
   std::lock_guard lock(mutex);
-  if (auto known = jits->find(device); known != jits->end()) return known->second;
-  return jits->emplace(device, Jit(new Impl(device))).first->second;
+  if (auto known = jits->find(key); known != jits->end()) return known->second;
+  return jits->emplace(key, Jit(new Impl(device))).first->second;
 }
 
 Result<const Kernel*> Jit::get(const KernelKey& key) {

@@ -39,7 +39,8 @@ std::vector<std::string> included_names(std::string_view text, char open, char c
 
 std::string kernel_source(const KernelKey& key, size_t args_bytes, size_t mesh_bytes) {
   std::ostringstream out;
-  if (config().trace_spans > 0) out << "#define WEFT_TRACE\n";
+  if (config().trace_spans != 0)
+    out << (config().trace_spans < 0 ? "#define WEFT_TRACE_BLOCKS\n" : "#define WEFT_TRACE\n");
   out << "#include \"" << key.file << "\"\n";
   for (const std::string_view header : mesh_headers(key.mesh_type)) out << "#include \"" << header << "\"\n";
   out << key.prelude << "struct Shape {\n";

@@ -22,7 +22,8 @@ namespace weft {
 
 template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT& mesh, const Shape& shape) {
-  low_latency::Combine<MeshT, Shape> c{a, mesh, shape, Block{}, Warp{}, {}};
+  low_latency::Combine<MeshT, Shape> c{a, mesh, shape, Block{}, Warp{}, {}, {}};
+  c.keep_layouts();
   const BlockSpan traced(a.call.wait.trace, Work::kLowLatencyCall);
   const low_latency::Joined joined = low_latency::join(a.call, c.block, c.warp, mesh);
   auto* shared_epoch = c.template at<uint64_t>(0);

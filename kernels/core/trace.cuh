@@ -2,8 +2,8 @@
 //
 // trace.cuh: where a kernel's time goes. A Span notes when its scope began and ended, in a log of this rank;
 // one that is full drops what comes after. On GPUs kernels hold this code only when they are compiled with
-// tracing (WEFT_TRACE_SPANS above 0; below 0 only that of whole blocks, which costs a launch next to nothing); on the host
-// a null log turns it off.
+// tracing (WEFT_TRACE_SPANS above 0), or to note whole blocks alone, which costs a launch next to nothing; on the host a
+// null log turns it off.
 //   const Span span(a.wait.trace, Work::kPush, warp.rank() == 0, owner);   // until the end of this scope
 //   const BlockSpan span(a.wait.trace, Work::kCombine);                    // until all of the block have reached it
 #pragma once

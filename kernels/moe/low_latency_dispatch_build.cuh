@@ -138,10 +138,12 @@ template <class D>
 WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byte* scales,
                                 const FirstVecs& first) {
   const MessageLayout message = d.message();
-  if (kIsHost && d.block.size() == 1 && !d.sends_lines()) {  // no other thread, and nobody looks before the word moves
+  if (kIsHost && d.block.size() == 1 && !d.sends_lines()) {  // nobody looks before the word moves
+    const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
+    const auto scale_bytes = static_cast<uint64_t>(d.shape.scale_bytes);
     for (uint32_t i = 0; i < *d.targets(); ++i) {
-      copy_alone(d.place()[i] + message.row, row, static_cast<uint64_t>(d.shape.row_bytes));
-      copy_alone(d.place()[i] + message.scales, scales, static_cast<uint64_t>(d.shape.scale_bytes));
+      copy_alone(d.place()[i] + message.row, row, row_bytes);
+      if (scale_bytes != 0) copy_alone(d.place()[i] + message.scales, scales, scale_bytes);
     }
     return;
   }

@@ -261,9 +261,8 @@ Result<const Kernel*> Jit::Impl::finish(const KernelKey& key, const std::shared_
 Jit& Jit::of(Device device) {
   static std::mutex mutex;
   // By whether kernels trace, and what, since that is compiled into them. Never freed, like its kernels.
-  static auto* jits = new std::map<std::pair<Device, int>, Jit>;
-  const int64_t spans = config().trace_spans;
-  const std::pair key(device, spans < 0 ? -1 : spans > 0 ? 1 : 0);
+  static auto* jits = new std::map<std::pair<Device, Traced>, Jit>;
+  const std::pair key(device, what_is_traced());
   std::lock_guard lock(mutex);
   if (auto known = jits->find(key); known != jits->end()) return known->second;
   return jits->emplace(key, Jit(new Impl(device))).first->second;

@@ -13,6 +13,12 @@
 
 namespace weft {
 
+// What kernels note that are compiled from now on: nothing unless WEFT_TRACE_SPANS is above 0.
+enum class Traced : int { kNothing, kBlocks, kAll };
+Traced what_is_traced();
+// Kernels with a trace note when their blocks began and ended, and no more. Of the process, for benchmarks.
+void trace_blocks_only(bool is_on);
+
 constexpr const char* kEntryPoint = "weft_kernel";
 
 // The generated file. args_bytes and mesh_bytes are the host's sizes of the two structs, asserted there; 0

@@ -26,12 +26,8 @@ const RankCounts* rank_counts(const CountReport* report) {
   return reinterpret_cast<const RankCounts*>(report + 1);
 }
 
-// Spans of WEFT_TRACE_SPANS that there is room for: below 0 it asks for those of whole blocks.
-uint32_t spans_of(int64_t asked) {
-  return static_cast<uint32_t>(asked < 0 ? -asked : asked);
-}
-uint64_t trace_bytes_of(int64_t asked) {
-  return asked == 0 ? 0 : sizeof(TraceLog) + uint64_t{spans_of(asked)} * sizeof(TraceSpan);
+uint64_t trace_bytes_of(int64_t spans) {
+  return spans > 0 ? sizeof(TraceLog) + static_cast<uint64_t>(spans) * sizeof(TraceSpan) : 0;
 }
 
 KernelKey key_of_layout(const HighThroughputShape&) {
@@ -115,7 +111,7 @@ Status MoeBuffer::open_trace() {
   trace_bytes_ = trace_bytes_of(config().trace_spans);
   if (trace_bytes_ == 0) return {};
   WEFT_TRY_ASSIGN(trace_at_, take(trace_bytes_, "trace"));
-  const TraceLog log{0, spans_of(config().trace_spans), 0};
+  const TraceLog log{0, static_cast<uint32_t>(config().trace_spans), 0};
   if (!comm_->device().is_host())
     return copy_to_device(comm_->device().ordinal, window_->local() + trace_at_, &log, sizeof log);
   std::memcpy(window_->local() + trace_at_, &log, sizeof log);

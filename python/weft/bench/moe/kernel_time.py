@@ -2,7 +2,7 @@
 """How long Weft's kernels themselves run, by stamps that they take: ``kernel_us``, beside a graph's time by events.
 
 A graph's events contain some microseconds of the graph itself. So a second buffer of the same run has kernels compiled
-to note when each block began and ended (WEFT_TRACE_SPANS below 0), and nothing else; the buffer that is timed by events
+to note when each block began and ended, and nothing else; the buffer that is timed by events
 has none of that. A call's time is that from the first block's start to the last one's end, on each rank by its own
 clock; the slowest rank counts. Of calls in a row each kernel is found by itself: no block of one starts before all of
 the one before have ended.
@@ -24,7 +24,7 @@ from weft.bench.moe.setting import Bench
 from weft.bench.report import Row, slowest_rank
 
 SAMPLES = 20
-_SPANS = "-100000"
+_SPANS = "100000"
 _NAME = "WEFT_TRACE_SPANS"
 Call = Callable[[], Any]
 
@@ -35,9 +35,11 @@ def noting_blocks() -> Iterator[None]:
     before = os.environ.get(_NAME)
     os.environ[_NAME] = _SPANS
     _core.config_reload()
+    _core.trace_blocks_only(True)
     try:
         yield
     finally:
+        _core.trace_blocks_only(False)
         if before is None:
             del os.environ[_NAME]
         else:

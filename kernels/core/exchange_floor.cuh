@@ -99,8 +99,8 @@ struct Side {
   WEFT_DEVICE void by_stores() const {
     const uint64_t begin = uint64_t{first()} * 16, bytes = uint64_t{last()} * 16 - begin;
     for (uint32_t i = 0; i < a.peers; ++i)
-      mesh.to(successor(i)).put(block, a.dst_at + mesh.rank() * a.stride + begin,
-                                a.src_at + i * a.stride + begin, bytes);
+      mesh.to(successor(i))
+          .put(block, a.dst_at + mesh.rank() * a.stride + begin, a.src_at + i * a.stride + begin, bytes);
     block.sync();
     if (warp.index() != 0) return;
     if (a.waits != 0) return meet(0);
@@ -149,8 +149,7 @@ struct Side {
     const uint64_t tag = line_tag(launch);
     for (uint32_t i = 0; i < a.peers; ++i) {
       const auto* from = reinterpret_cast<const Vec16*>(mesh.local() + a.src_at + i * a.stride);
-      auto* to =
-          reinterpret_cast<Vec16*>(mesh.to(successor(i)).mapped() + lines_of_source(mesh.rank()));
+      auto* to = reinterpret_cast<Vec16*>(mesh.to(successor(i)).mapped() + lines_of_source(mesh.rank()));
       for (uint32_t at = begin + block.rank(); at < end; at += block.size()) {
         const LinePart part{at};
         store_part(to, part, part.holds(vecs) ? load_vec(from + part.vec()) : Vec16{}, tag);

@@ -146,7 +146,9 @@ WEFT_DEVICE void ask_ahead(const C& c, const Message& m) {
     const int32_t row = m.record[1 + k];
     if (row < 0) continue;
     ask_for_row(c.a.x + static_cast<uint64_t>(row) * c.a.x_row_bytes, row_bytes);
-    if (!has_place) ask_for_row(near_window(c.mesh, m.owner) + c.reply_at(static_cast<uint32_t>(m.record[0]), k, false), row_bytes);
+    if (!has_place)
+      ask_for_row(near_window(c.mesh, m.owner) + c.reply_at(static_cast<uint32_t>(m.record[0]), k, false),
+                  row_bytes);
     has_place = has_place || is_reduced(c.shape.reply);
   }
 }

@@ -189,7 +189,8 @@ struct Incoming {
     const bool is_whole = kIsHost && !wire.lines && d.a.receive_splits.value == 1;
     if (is_whole) copy_body(d, count, message + d.message().head_vecs());
     WEFT_ROLLED
-    for (uint32_t first = is_whole ? part.last : part.first; first < part.last; first += kVecsInFlight * d.warp.size()) {
+    for (uint32_t first = is_whole ? part.last : part.first; first < part.last;
+         first += kVecsInFlight * d.warp.size()) {
       if (!has_chunk) load(first);
       has_chunk = false;
       if (wire.lines && d.warp.any(!came) && !await_chunk(first)) return false;

@@ -139,7 +139,9 @@ class Floor:
         for source in range(size):
             came = self._came(load, parity, source)
             is_sender = source in senders
-            if not torch.equal(came, _pattern(source, rank, load.nbytes, self.device) if is_sender else came * 0):
+            if not torch.equal(
+                came, _pattern(source, rank, load.nbytes, self.device) if is_sender else came * 0
+            ):
                 wrong.append(source)
         answers: list[Any] = [None] * size
         dist.all_gather_object(answers, wrong, group=self.group)
@@ -162,7 +164,9 @@ class Floor:
         """Return numbers of SMs, or threads on the CPU, that are worth a look for an exchange of so many bytes."""
         if self.device.type == "cpu":
             return [1]
-        counts = (1, 4, 16, 32, 64, self.most_blocks) if nbytes < 64 << 10 else (16, 24, 32, 64, self.most_blocks)
+        counts = (
+            (1, 4, 16, 32, 64, self.most_blocks) if nbytes < 64 << 10 else (16, 24, 32, 64, self.most_blocks)
+        )
         return sorted({min(count, self.most_blocks) for count in counts})
 
     def _came(self, load: Load, parity: int, source: int) -> Tensor:
@@ -224,4 +228,3 @@ def _pattern(source: int, peer: int, nbytes: int, device: torch.device) -> Tenso
     """Return bytes that no other pair of ranks sends, and that differ from place to place."""
     generator = torch.Generator().manual_seed(source * 4096 + peer)
     return torch.randint(1, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(device)
-

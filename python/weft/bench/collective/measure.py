@@ -100,11 +100,7 @@ def _measure_one(
         baselines[baseline] = statistics.median(times.pop())
         baseline_times[baseline] = eager.pop()
     is_cuda = options.device == "cuda"
-    floor_us = (
-        floors.us(call, num_bytes, me.size)
-        if is_cuda
-        else _copy_floor_us(call, num_bytes, me, comm)
-    )
+    floor_us = floors.us(call, num_bytes, me.size) if is_cuda else _copy_floor_us(call, num_bytes, me, comm)
     rows = []
     for given, samples_us, is_checked, in_a_row in zip(cases.given, times, checked, eager, strict=True):
         row = Row(

@@ -188,7 +188,6 @@ class Bench:
         torch.cuda.synchronize()
         return graph.replay, results
 
-
     def exchange_floor_us(self, egress_bytes: float) -> float | None:
         """Return the least time of a bare exchange on these GPUs, measured now. Collective; None for one rank."""
         if self.me.size < 2 or egress_bytes < 1:

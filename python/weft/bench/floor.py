@@ -7,7 +7,7 @@
 
 ``exchange``: every rank sends so many bytes to each of its ``--peers`` successors and waits for those that it gets, one
 launch, nothing else. ``copy``: it waits for nobody. Ways: ``stores``, of 16 bytes by each thread; ``bulk``, copies by
-way of shared memory (on GPUs from sm_90 on); ``lines``, of 128 bytes, that need no flag. A row is the best number of SMs
+way of shared memory (GPUs from sm_90 on); ``lines``, of 128 bytes, that need no flag. A row is the best number of SMs
 that was asked for; ``us`` is the kernel's time, from the first SM's start to the last one's end, of the slowest rank;
 ``launch_us`` what each of ten launches in a graph takes, by events. Bytes are compared before and after (``checked``).
 """

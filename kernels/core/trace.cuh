@@ -2,8 +2,10 @@
 //
 // trace.cuh: where a kernel's time goes. A Span notes when its scope began and ended, in a log of this rank;
 // one that is full drops what comes after. On GPUs kernels hold this code only when they are compiled with
-// tracing (WEFT_TRACE_SPANS above 0); on the host a null log turns it off.
+// tracing (WEFT_TRACE_SPANS above 0), or to note whole blocks alone, which costs a launch next to nothing; on the host a
+// null log turns it off.
 //   const Span span(a.wait.trace, Work::kPush, warp.rank() == 0, owner);   // until the end of this scope
+//   const BlockSpan span(a.wait.trace, Work::kCombine);                    // until all of the block have reached it
 #pragma once
 
 #include "kernels/core/trace.h"
@@ -15,6 +17,25 @@ inline constexpr bool kMayTrace = true;
 #else
 inline constexpr bool kMayTrace = Warp::kMaxSize == 1;  // the host
 #endif
+#ifdef WEFT_TRACE_BLOCKS
+inline constexpr bool kMayTraceBlocks = true;
+#else
+inline constexpr bool kMayTraceBlocks = kMayTrace;
+#endif
+
+WEFT_DEVICE TraceSpan begin_span(uint32_t what, uint32_t peer) {
+  return {now_ns(),
+          0,
+          static_cast<uint16_t>(what),
+          static_cast<uint16_t>(peer),
+          static_cast<uint16_t>(Block{}.index()),
+          static_cast<uint16_t>(Warp{}.index())};
+}
+WEFT_DEVICE void end_span(TraceLog* log, TraceSpan& span) {
+  span.end_ns = now_ns();  // before the count is asked for, which takes longer than some spans
+  const uint32_t at = add_local(&log->count, uint32_t{1});
+  if (at < log->capacity) log->spans()[at] = span;
+}
 
 class Span {
  public:
@@ -27,7 +48,7 @@ class Span {
 
   WEFT_DEVICE ~Span() {
     if constexpr (kMayTrace)
-      if (log_) note();
+      if (log_) end_span(log_, span_);
   }
   Span(const Span&) = delete;
   // Who it was, where that is known at the end only.
@@ -39,22 +60,31 @@ class Span {
   WEFT_DEVICE Span(TraceLog* log, uint32_t what, bool notes, uint32_t peer) {
     if constexpr (!kMayTrace) return;
     log_ = notes ? log : nullptr;
-    if (!log_) return;
-    span_ = {now_ns(),
-             0,
-             static_cast<uint16_t>(what),
-             static_cast<uint16_t>(peer),
-             static_cast<uint16_t>(Block{}.index()),
-             static_cast<uint16_t>(Warp{}.index())};
+    if (log_) span_ = begin_span(what, peer);
   }
 
-  WEFT_DEVICE void note() {
-    span_.end_ns = now_ns();  // before the count is asked for, which takes longer than some spans
-    const uint32_t at = add_local(&log_->count, uint32_t{1});
-    if (at >= log_->capacity) return;
-    log_->spans()[at] = span_;
-  }
+  TraceLog* log_ = nullptr;
+  TraceSpan span_{};
+};
 
+// A kernel, as a block sees it: one that all its threads make at its start. Nobody may return before.
+class BlockSpan {
+ public:
+  WEFT_DEVICE BlockSpan(TraceLog* log, Work work) {
+    if constexpr (!kMayTraceBlocks) return;
+    log_ = log;
+    if (log_) span_ = begin_span(kFirstWork + static_cast<uint32_t>(work), kNoPeer);
+  }
+  WEFT_DEVICE ~BlockSpan() {
+    if constexpr (kMayTraceBlocks) {
+      if (!log_) return;
+      Block{}.sync();
+      if (Block{}.rank() == 0) end_span(log_, span_);
+    }
+  }
+  BlockSpan(const BlockSpan&) = delete;
+
+ private:
   TraceLog* log_ = nullptr;
   TraceSpan span_{};
 };

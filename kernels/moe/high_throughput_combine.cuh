@@ -29,7 +29,7 @@ template <class MeshT, class Shape>
 WEFT_KERNEL void combine_rows(const CombineArgs& a, const MeshT& mesh, const Shape& shape) {
   const Block block;
   const Warp warp;
-  const Span traced(a.wait.trace, Work::kCombine, block.rank() == 0);
+  const BlockSpan traced(a.wait.trace, Work::kCombine);
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   auto* counters =
       reinterpret_cast<uint32_t*>(block.shared() + 128);  // where dispatch_rows has its PeerPlaces

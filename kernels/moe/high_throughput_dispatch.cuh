@@ -192,7 +192,7 @@ template <class MeshT, class Shape>
 WEFT_KERNEL void dispatch_rows(const DispatchArgs& a, const MeshT& mesh, const Shape& shape) {
   const Block block;
   const Warp warp;
-  const Span traced(a.wait.trace, Work::kDispatch, block.rank() == 0);
+  const BlockSpan traced(a.wait.trace, Work::kDispatch);
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   auto* places = reinterpret_cast<PeerPlace*>(block.shared() + 128);
   const uint64_t epoch = a.state->epoch + 1;

@@ -284,7 +284,7 @@ WEFT_KERNEL void dispatch_notify(const NotifyArgs& a, const MeshT& mesh, const S
   const Block block;
   const Warp warp;
   auto* shared = reinterpret_cast<uint32_t*>(block.shared());  // u32[R + 1] or u32[warps]
-  const Span traced(a.wait.trace, Work::kNotify, block.rank() == 0);
+  const BlockSpan traced(a.wait.trace, Work::kNotify);
   const uint32_t ranks = mesh.ranks();
   for (uint32_t job = block.index(); job < ranks + 2; job += block.count()) {
     if (job == 0) notify::exchange_counts(a, block, warp, mesh, shared);

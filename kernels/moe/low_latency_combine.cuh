@@ -22,8 +22,9 @@ namespace weft {
 
 template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT& mesh, const Shape& shape) {
-  low_latency::Combine<MeshT, Shape> c{a, mesh, shape, Block{}, Warp{}, {}};
-  const Span traced(a.call.wait.trace, Work::kLowLatencyCall, c.block.rank() == 0);
+  low_latency::Combine<MeshT, Shape> c{a, mesh, shape, Block{}, Warp{}, {}, {}};
+  c.keep_layouts();
+  const BlockSpan traced(a.call.wait.trace, Work::kLowLatencyCall);
   const low_latency::Joined joined = low_latency::join(a.call, c.block, c.warp, mesh);
   auto* shared_epoch = c.template at<uint64_t>(0);
   c.epoch = low_latency::begin_call(a.call, c.block, c.warp, mesh, joined, shared_epoch, c.present(),

@@ -74,6 +74,10 @@ struct RowSource {
     for (uint32_t r = 0; r < kRows; ++r) {
       if (row + r >= count) continue;
       const auto* vecs = reinterpret_cast<const Vec16*>(row_of(row + r));
+      if (kIsHost && !wire.lines) {
+        load_side_by_side(held[r], vecs, first, last);
+        continue;
+      }
       WEFT_UNROLL
       for (uint32_t v = 0; v < kVecs; ++v) {
         const uint32_t index = first + v * c.warp.size();
@@ -101,7 +105,11 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
       is_made = sum_rows<Element, kSendVecs, kSendRows>(
           c, wire.range(piece, c.a.pieces), count, source,
           [&](uint32_t index, const float (&sums)[Element::kPerVec]) {
-            wire.store(reinterpret_cast<Vec16*>(reply), index, Element::round(sums));
+            auto* vecs = reinterpret_cast<Vec16*>(reply);
+            if (kIsHost && !wire.lines)  // without a call, which takes a host as long as the sum
+              store_vec(vecs + index, Element::round(sums));
+            else
+              wire.store(vecs, index, Element::round(sums));
           });
     });
     return is_made;
@@ -126,6 +134,22 @@ WEFT_DEVICE void prefetch_rows(const C& c, uint32_t piece, uint32_t count) {
     WEFT_ROLLED
     for (uint32_t line = c.warp.rank(); line < lines; line += c.warp.size())
       prefetch(row + line * kLineBytes);
+  }
+}
+
+// On the host: asks for the rows of a message that is answered next, and for where its reply goes.
+template <class C>
+WEFT_DEVICE void ask_ahead(const C& c, const Message& m) {
+  const auto row_bytes = static_cast<uint64_t>(c.shape.row_bytes);
+  bool has_place = C::kPorts || m.as_lines;  // replies to port peers stand side by side
+  for (uint32_t k = 0; k < c.top_k(); ++k) {
+    const int32_t row = m.record[1 + k];
+    if (row < 0) continue;
+    ask_for_row(c.a.x + static_cast<uint64_t>(row) * c.a.x_row_bytes, row_bytes);
+    if (!has_place)
+      ask_for_row(near_window(c.mesh, m.owner) + c.reply_at(static_cast<uint32_t>(m.record[0]), k, false),
+                  row_bytes);
+    has_place = has_place || is_reduced(c.shape.reply);
   }
 }
 
@@ -268,6 +292,8 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
   for (uint32_t index = 0; index < messages; ++index, m.record += routes.record_words) {
     if (index > 0) count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
     if (c.a.signals && !await_rows(c, m.record)) return;
+    if (kIsHost && index + 1 < messages)
+      ask_ahead(c, {m.record + routes.record_words, m.owner, m.piece, m.as_lines});
     if (count == 0) {
       replies.leave_out();
       continue;

@@ -10,6 +10,16 @@
 namespace weft {
 namespace low_latency {
 
+// Where everything lies, which a host kernel works out once: its sizes are no constants, as a GPU's are.
+template <bool kIsKept, class MeshT>
+struct CombineLayouts {};
+template <class MeshT>
+struct CombineLayouts<true, MeshT> {
+  CombineLayout window;
+  CombineShared shared;
+  RoutesLayout routes;
+};
+
 template <class MeshT, class Shape>
 struct Combine {
   static constexpr bool kPorts = kHasPorts<MeshT>;  // some peers may be behind ports
@@ -20,6 +30,16 @@ struct Combine {
   Block block;
   Warp warp;
   Epoch epoch;
+  CombineLayouts<kIsHost, MeshT> kept;
+
+  // First of all, on the host.
+  WEFT_DEVICE void keep_layouts() {
+    if constexpr (kIsHost) {
+      kept.window = lay_out_window();
+      kept.shared = lay_out_shared();
+      kept.routes = lay_out_routes();
+    }
+  }
 
   WEFT_DEVICE uint32_t ranks() const { return static_cast<uint32_t>(shape.ranks); }
   WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
@@ -30,10 +50,22 @@ struct Combine {
   WEFT_DEVICE bool answers_lines() const { return has_lines() && !is_log(shape.reply); }
   WEFT_DEVICE bool sent_lines() const { return a.routes[routes().lines] != 0 && answers_lines(); }
   WEFT_DEVICE RoutesLayout routes() const {
+    if constexpr (kIsHost)
+      return kept.routes;
+    else
+      return lay_out_routes();
+  }
+  WEFT_DEVICE RoutesLayout lay_out_routes() const {
     return routes_layout(shape.ranks, lanes(), shape.top_k, shape.weights != 0);
   }
   WEFT_DEVICE uint64_t stride() const { return reply_stride(shape.row_bytes, shape.reply); }
   WEFT_DEVICE CombineLayout layout() const {
+    if constexpr (kIsHost)
+      return kept.window;
+    else
+      return lay_out_window();
+  }
+  WEFT_DEVICE CombineLayout lay_out_window() const {
     return combine_layout(shape.ranks, a.call.max_tokens, shape.top_k, stride());
   }
   WEFT_DEVICE uint64_t part_at(bool lines) const {
@@ -90,7 +122,15 @@ struct Combine {
     return part_at(false) + port_layout().replies + number * port_layout().stride;
   }
 
-  WEFT_DEVICE CombineShared shared() const { return combine_shared(shape.ranks, shape.top_k, block.warps()); }
+  WEFT_DEVICE CombineShared shared() const {
+    if constexpr (kIsHost)
+      return kept.shared;
+    else
+      return lay_out_shared();
+  }
+  WEFT_DEVICE CombineShared lay_out_shared() const {
+    return combine_shared(shape.ranks, shape.top_k, block.warps());
+  }
   template <class T>
   WEFT_DEVICE T* at(uint64_t offset) const {
     return reinterpret_cast<T*>(block.shared() + offset);
@@ -136,6 +176,13 @@ template <class C, class WeightOf>
 WEFT_DEVICE void list_weights(const C& c, uint32_t count, WeightOf weight_of) {
   for (uint32_t i = c.warp.rank(); i < count; i += c.warp.size()) c.weights()[i] = weight_of(c.slots()[i]);
   c.warp.sync();
+}
+
+// On the host: asks for the first lines of a row that is used soon. A core looks ahead by itself along a row, and starts
+// anew with every other one.
+WEFT_DEVICE void ask_for_row(const std::byte* row, uint64_t bytes) {
+  constexpr uint64_t kLineBytes = 64, kMostBytes = 2048;
+  for (uint64_t at = 0; at < bytes && at < kMostBytes; at += kLineBytes) prefetch(row + at);
 }
 
 }  // namespace low_latency

@@ -82,6 +82,11 @@ struct ReplySource {
   template <uint32_t kRows, uint32_t kVecs>
   WEFT_DEVICE bool operator()(Vec16 (&held)[kRows][kVecs], uint32_t row, uint32_t count, uint32_t first,
                               uint32_t last) {
+    if (kIsHost && !wire.lines) {
+      for (uint32_t r = 0; r < kRows && row + r < count; ++r)
+        load_side_by_side(held[r], reply(row + r), first, last);
+      return true;
+    }
     uint32_t missing = 0;  // rows of which not all came, in this lane
     uint32_t lost = 0;     // rows of peers that are masked, or have become so
     uint64_t waited_ns = 0;
@@ -182,6 +187,16 @@ WEFT_DEVICE void store_sums(const C& c, std::byte* out, uint32_t vec, float (&su
   }
 }
 
+// On the host: asks for the replies to a token that is summed soon. Those to a token of a port peer stand side by side.
+template <class C>
+WEFT_DEVICE void ask_for_replies(const C& c, uint32_t token) {
+  if (C::kPorts || token >= c.a.call.tokens || c.sent_lines()) return;
+  const auto row_bytes = static_cast<uint64_t>(c.shape.row_bytes);
+  find_ranks(c, token);
+  for (uint32_t k = 0; k < c.top_k(); ++k)
+    if (has_reply(c, k)) ask_for_row(c.mesh.local() + c.reply_at(token, k, false), row_bytes);
+}
+
 // One part of one token's sum. The warp.
 template <class C>
 WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
@@ -235,8 +250,10 @@ template <class C>
 WEFT_DEVICE void sum_tokens(const C& c) {
   const WarpShare share = warp_share(c.block, c.warp);
   WEFT_ROLLED
-  for (uint32_t job = share.index; job < c.a.call.tokens * c.a.receive_splits.value; job += share.total)
+  for (uint32_t job = share.index; job < c.a.call.tokens * c.a.receive_splits.value; job += share.total) {
+    if constexpr (kIsHost) ask_for_replies(c, (job + share.total) / c.a.receive_splits);
     sum_token(c, job / c.a.receive_splits, job % c.a.receive_splits);
+  }
 }
 
 }  // namespace low_latency

@@ -25,9 +25,10 @@ namespace weft {
 template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const MeshT& mesh,
                                       const Shape& shape) {
-  low_latency::Dispatch<MeshT, Shape> d{a, mesh, shape, Block{}, Warp{}, {}};
+  low_latency::Dispatch<MeshT, Shape> d{a, mesh, shape, Block{}, Warp{}, {}, {}};
+  d.keep_layouts();
+  const BlockSpan traced(a.call.wait.trace, Work::kLowLatencyCall);
   const low_latency::Joined joined = low_latency::join(a.call, d.block, d.warp, mesh);
-  const Span traced(a.call.wait.trace, Work::kLowLatencyCall, d.block.rank() == 0);
   auto* shared_epoch = d.template at<uint64_t>(0);
   const bool sends = (a.call.phases & kPhaseSend) != 0;
   if (sends) low_latency::clear_choices(d);

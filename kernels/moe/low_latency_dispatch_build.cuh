@@ -19,11 +19,11 @@ WEFT_DEVICE void clear_choices(const D& d) {
   for (uint32_t i = d.block.rank(); i < d.ranks() * d.local_experts(); i += d.block.size()) d.so_far()[i] = 0;
 }
 
-// Adds up, in so_far(), what `entries` entries of topk_idx choose. Thread `rank` of the `size` that share the
+// Adds up, in so_far(), what entries [first, last) of topk_idx choose. Thread `rank` of the `size` that share the
 // work.
 template <class D>
-WEFT_DEVICE void add_choices(const D& d, uint32_t entries, uint32_t rank, uint32_t size) {
-  for (uint32_t i = rank; i < entries; i += size) {
+WEFT_DEVICE void add_choices(const D& d, uint32_t first, uint32_t last, uint32_t rank, uint32_t size) {
+  for (uint32_t i = first + rank; i < last; i += size) {
     const int64_t expert = expert_at(d.a.call.topk_idx, d.a.call.id_bytes, i);
     if (expert >= 0 && expert < d.a.call.experts) add_local(&d.so_far()[expert], uint32_t{1});
   }
@@ -138,6 +138,15 @@ template <class D>
 WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byte* scales,
                                 const FirstVecs& first) {
   const MessageLayout message = d.message();
+  if (kIsHost && d.block.size() == 1 && !d.sends_lines()) {  // nobody looks before the word moves
+    const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
+    const auto scale_bytes = static_cast<uint64_t>(d.shape.scale_bytes);
+    for (uint32_t i = 0; i < *d.targets(); ++i) {
+      copy_alone(d.place()[i] + message.row, row, row_bytes);
+      if (scale_bytes != 0) copy_alone(d.place()[i] + message.scales, scales, scale_bytes);
+    }
+    return;
+  }
   const uint32_t vecs = static_cast<uint32_t>(d.shape.row_bytes) / 16;
   const uint32_t step = d.block.size();
   WEFT_UNROLL

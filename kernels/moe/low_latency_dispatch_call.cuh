@@ -10,6 +10,15 @@
 namespace weft {
 namespace low_latency {
 
+// Where everything lies, which a host kernel works out once: its sizes are no constants, as a GPU's are.
+template <bool kIsKept, class MeshT>
+struct DispatchLayouts {};
+template <class MeshT>
+struct DispatchLayouts<true, MeshT> {
+  MessageLayout message;
+  DispatchShared shared;
+};
+
 template <class MeshT, class Shape>
 struct Dispatch {
   static constexpr bool kPorts = kHasPorts<MeshT>;  // some peers may be behind ports
@@ -19,6 +28,15 @@ struct Dispatch {
   Block block;
   Warp warp;
   Epoch epoch;
+  DispatchLayouts<kIsHost, MeshT> kept;
+
+  // First of all, on the host.
+  WEFT_DEVICE void keep_layouts() {
+    if constexpr (kIsHost) {
+      kept.message = lay_out_message();
+      kept.shared = lay_out_shared();
+    }
+  }
 
   WEFT_DEVICE uint32_t ranks() const { return static_cast<uint32_t>(shape.ranks); }
   WEFT_DEVICE uint32_t local_experts() const { return static_cast<uint32_t>(shape.experts_per_rank); }
@@ -37,8 +55,14 @@ struct Dispatch {
     return (rows + padding - 1) / padding * padding;
   }
   WEFT_DEVICE Lanes lanes() const { return a.call.lanes; }
-  WEFT_DEVICE MessageLayout message() const {
+  WEFT_DEVICE MessageLayout lay_out_message() const {
     return message_layout(shape.top_k, has_weights(), shape.row_bytes, shape.scale_bytes);
+  }
+  WEFT_DEVICE MessageLayout message() const {
+    if constexpr (kIsHost)
+      return kept.message;
+    else
+      return lay_out_message();
   }
   // Whether this rank's tokens leave as lines: one lane has one token then, or none.
   WEFT_DEVICE bool sends_lines() const { return !kPorts && a.call.tokens <= a.line_tokens; }
@@ -83,6 +107,12 @@ struct Dispatch {
   }
 
   WEFT_DEVICE DispatchShared shared() const {
+    if constexpr (kIsHost)
+      return kept.shared;
+    else
+      return lay_out_shared();
+  }
+  WEFT_DEVICE DispatchShared lay_out_shared() const {
     return dispatch_shared(shape.ranks, shape.experts_per_rank, shape.top_k, block.warps(), message(),
                            a.line_tokens != 0, is_packed());
   }

@@ -40,7 +40,7 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
   const Range blocks = counting_blocks(d);
   if (d.block.index() < blocks.first) return;
   if (!is_counted) {
-    add_choices(d, d.a.call.tokens * d.top_k(), d.block.rank(), d.block.size());
+    add_choices(d, 0, d.a.call.tokens * d.top_k(), d.block.rank(), d.block.size());
     d.block.sync();
   }
   const auto share = static_cast<uint32_t>(blocks.last - blocks.first);
@@ -145,16 +145,20 @@ WEFT_DEVICE void send_token_as_lines(const D& d, uint32_t lane, uint32_t token, 
 }
 
 // One lane's tokens, in order. The block. `is_ready`: so_far() is already what earlier lanes choose, and the
-// first token's choices were read. `first` is of the first token.
+// first token's choices were read; else so_far() is what the first `counted` tokens choose, or anything where that is 0.
+// `first` is of the first token. Only a host's blocks have many lanes, and must not count from the start for each.
 template <class D>
-WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_ready, FirstVecs first) {
+WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_ready, uint32_t counted, FirstVecs first) {
   const Span traced(d.a.call.wait.trace, Work::kSendLane, d.block.rank() == 0);
   const Range tokens = lane_tokens(d, lane);
   for (uint32_t i = d.block.rank(); i < d.ranks(); i += d.block.size()) d.sent()[i] = 0;
   if (!is_ready) {
-    clear_choices(d);
-    d.block.sync();
-    add_choices(d, tokens.first * d.top_k(), d.block.rank(), d.block.size());
+    if (!kIsHost || counted == 0) {
+      clear_choices(d);
+      d.block.sync();
+    }
+    const uint32_t known = kIsHost ? counted * d.top_k() : 0;
+    add_choices(d, known, tokens.first * d.top_k(), d.block.rank(), d.block.size());
   }
   d.block.sync();
   if (tokens.first == tokens.last) {
@@ -184,12 +188,14 @@ WEFT_DEVICE void send_lane(const D& d, uint32_t lane, bool is_ready, FirstVecs f
 
 template <class D>
 WEFT_DEVICE void send_lanes(const D& d, bool first_is_ready, const FirstVecs& first) {
+  uint32_t counted = 0;
   WEFT_ROLLED
   for (uint32_t lane = d.block.index(); lane < d.lanes().count; lane += d.block.count()) {
     const bool is_first = lane == d.block.index();
     if (!is_first) d.block.sync();
-    send_lane(d, lane, is_first && first_is_ready,
+    send_lane(d, lane, is_first && first_is_ready, counted,
               is_first ? first : load_first_vecs(d, lane_tokens(d, lane).first));
+    counted = lane_tokens(d, lane).last;  // its tokens were counted as they went
   }
 }
 
@@ -215,7 +221,7 @@ WEFT_DEVICE bool prepare_send(const D& d) {
   if (!counts) return false;
   const uint32_t first = first_token(d);
   if (rank < d.warp.size() && first < d.a.call.tokens) read_choices(d, first);
-  add_choices(d, first * d.top_k(), rank, size);
+  add_choices(d, 0, first * d.top_k(), rank, size);
   return true;
 }
 

@@ -116,6 +116,16 @@ WEFT_DEVICE void store_body(const D& d, uint32_t count, const uint32_t (&vecs)[k
       store_scales(d, count, vecs[i], held[i]);
 }
 
+// The same of a whole body, by one thread of the host that has nothing to wait for.
+template <class D>
+WEFT_DEVICE void copy_body(const D& d, uint32_t count, const Vec16* body) {
+  const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
+  for (uint32_t k = 0; k < count; ++k)
+    copy_alone(d.a.out + static_cast<uint64_t>(d.rows()[k]) * row_bytes, body, row_bytes);
+  for (uint32_t vec = vecs_in(row_bytes); vec < d.message().body_vecs(); ++vec)
+    store_scales(d, count, vec, body[vec]);
+}
+
 // A message on its way here, of which this warp copies one part of the body.
 template <class D>
 struct Incoming {
@@ -164,8 +174,8 @@ struct Incoming {
       part = wire.range(split, d.a.receive_splits);
     }
     message = reinterpret_cast<const Vec16*>(d.mesh.local() + d.message_at(source, lane, index));
-    load(part.first);
-    has_chunk = true;
+    if constexpr (!kIsHost) load(part.first);
+    has_chunk = !kIsHost;
     for (uint32_t i = d.warp.rank(); i < d.message().head_vecs(); i += d.warp.size())
       d.head()[i] = load_vec_fresh(message + i);
   }
@@ -176,8 +186,11 @@ struct Incoming {
     const Span traced(d.a.call.wait.trace, Work::kUnpack, d.warp.rank() == 0, source);
     d.warp.sync();
     const uint32_t count = place_message(d, source);
+    const bool is_whole = kIsHost && !wire.lines && d.a.receive_splits.value == 1;
+    if (is_whole) copy_body(d, count, message + d.message().head_vecs());
     WEFT_ROLLED
-    for (uint32_t first = part.first; first < part.last; first += kVecsInFlight * d.warp.size()) {
+    for (uint32_t first = is_whole ? part.last : part.first; first < part.last;
+         first += kVecsInFlight * d.warp.size()) {
       if (!has_chunk) load(first);
       has_chunk = false;
       if (wire.lines && d.warp.any(!came) && !await_chunk(first)) return false;

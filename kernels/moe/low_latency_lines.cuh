@@ -45,6 +45,13 @@ struct Wire {
   }
 };
 
+// One host thread: vectors [first, last) of a row, as many as there is room for.
+template <uint32_t kVecs>
+WEFT_DEVICE void load_side_by_side(Vec16 (&held)[kVecs], const Vec16* row, uint32_t first, uint32_t last) {
+  for (uint32_t v = 0; v < kVecs; ++v)
+    if (first + v < last) held[v] = load_vec(row + first + v);
+}
+
 // One thread: a peer was waited for in vain that sends lines. They do not say which call they were last
 // written in; the peer's last greeting does.
 template <class MeshT>

@@ -252,7 +252,7 @@ WEFT_KERNEL void two_level_combine(const TwoLevelCombineArgs& a, const MeshT& me
   const Block block;
   const Warp warp;
   const CombineArgs& base = a.base;
-  const Span traced(base.wait.trace, Work::kCombine, block.rank() == 0);
+  const BlockSpan traced(base.wait.trace, Work::kCombine);
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   const uint64_t epoch = base.state->epoch + 1;
   const ReadyExchange ready = ready_of(base);

@@ -261,7 +261,7 @@ WEFT_KERNEL void two_level_dispatch(const TwoLevelDispatchArgs& a, const MeshT& 
   const Block block;
   const Warp warp;
   const DispatchArgs& base = a.base;
-  const Span traced(base.wait.trace, Work::kDispatch, block.rank() == 0);
+  const BlockSpan traced(base.wait.trace, Work::kDispatch);
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   auto* places = reinterpret_cast<PeerPlace*>(block.shared() + 128);
   const uint64_t epoch = base.state->epoch + 1;

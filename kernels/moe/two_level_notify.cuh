@@ -184,7 +184,7 @@ WEFT_KERNEL void two_level_notify(const TwoLevelNotifyArgs& a, const MeshT& mesh
   const Block block;
   const Warp warp;
   auto* shared = reinterpret_cast<uint32_t*>(block.shared());  // u32[1 + R + I] or u32[warps]
-  const Span traced(a.base.wait.trace, Work::kNotify, block.rank() == 0);
+  const BlockSpan traced(a.base.wait.trace, Work::kNotify);
   const uint32_t ranks = mesh.ranks();
   const uint32_t peers_at = 2, islands_at = peers_at + ranks;
   for (uint32_t job = block.index(); job < islands_at + a.islands.count; job += block.count()) {

@@ -120,6 +120,9 @@ void bind_jit(nb::module_& module) {
       nb::arg("key"), nb::arg("cache_dir"),
       "Compiles a generated kernel (a key with a prelude) for this CPU; False if it was in the cache.");
   module.def("architecture", &architecture, nb::arg("major"), nb::arg("minor"));
+  module.def(
+      "trace_blocks_only", &trace_blocks_only, nb::arg("is_on"),
+      "Whether traces of kernels, where WEFT_TRACE_SPANS asks for any, hold whole blocks and no more.");
   module.def("keep_off_terminal", &CompileNotice::keep_off_terminal);
   module.def(
       "finish_preparing", [] { without_gil([] { return Jit::finish_preparing(), 0; }); },

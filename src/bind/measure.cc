@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The loops of `weft bench channel`.
+// The loops of `weft bench channel`, and the exchange of `weft bench floor`.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -10,6 +10,7 @@
 
 #include "bind/bind.h"
 #include "measure/channel_loop.h"
+#include "measure/exchange_floor.h"
 #include "measure/fifo_load.h"
 
 namespace nb = nanobind;
@@ -30,9 +31,59 @@ ChannelCall channel_call(const std::string& name) {
   return found->second;
 }
 
+FloorWay floor_way(const std::string& name) {
+  if (name == "stores") return FloorWay::kStores;
+  if (name == "bulk") return FloorWay::kBulk;
+  if (name != "lines") check(Status::invalid("way: got '{}', allowed: stores, bulk, lines", name));
+  return FloorWay::kLines;
+}
+
+// A part of the window by name: see ExchangeFloor::places().
+WindowArray floor_part(nb::handle_t<ExchangeFloor> self, const std::string& name) {
+  const auto& floor = nb::cast<ExchangeFloor&>(self);
+  const ExchangeFloorArgs& at = floor.places();
+  const auto ranks = static_cast<uint64_t>(floor.window().communicator()->size());
+  auto view = [&](uint64_t offset, uint64_t bytes) {
+    return view_of(floor.window(), offset, bytes, nb::borrow(self));
+  };
+  if (name == "launches") return view(at.launches_at, uint64_t{kFloorBlocks} * 8);
+  if (name == "stamps") return view(at.stamps_at, uint64_t{kFloorKept} * kFloorBlocks * sizeof(FloorStamp));
+  if (name == "sources") return view(at.src_at, (ranks - 1) * at.stride);
+  if (name == "received") return view(at.dst_at, ranks * at.stride);
+  if (name != "lines")
+    check(Status::invalid("part: got '{}', allowed: launches, stamps, sources, received, lines", name));
+  return view(at.lines_at, 2 * ranks * at.line_stride);
+}
+
+void bind_floor(nb::module_& module) {
+  nb::class_<ExchangeFloor>(module, "ExchangeFloor")
+      .def_static(
+          "create",
+          [](std::shared_ptr<Communicator> comm, uint64_t bytes) {
+            return without_gil([&] { return value_or_throw(ExchangeFloor::create(std::move(comm), bytes)); });
+          },
+          "communicator"_a, "bytes"_a)
+      .def(
+          "run",
+          [](ExchangeFloor& self, const std::string& way, bool waits, uint64_t bytes, uint32_t peers,
+             uint32_t blocks, uint64_t stream) {
+            const FloorLoad load{floor_way(way), waits, bytes, peers, blocks};
+            without_gil([&] { return check(self.run(load, pointer<void>(stream))), 0; });
+          },
+          "way"_a, "waits"_a, "bytes"_a, "peers"_a, "blocks"_a, "stream"_a)
+      .def("check", [](const ExchangeFloor& self) { check(self.check()); })
+      .def("part", &floor_part, "name"_a)
+      .def_prop_ro("most_bytes", &ExchangeFloor::most_bytes)
+      .def_prop_ro("most_line_bytes", &ExchangeFloor::most_line_bytes)
+      .def_prop_ro("most_blocks", &ExchangeFloor::most_blocks);
+  module.attr("FLOOR_KEPT") = kFloorKept;
+  module.attr("FLOOR_BLOCKS") = kFloorBlocks;
+}
+
 }  // namespace
 
 void bind_measure(nb::module_& module) {
+  bind_floor(module);
   nb::class_<ChannelLoop>(module, "ChannelLoop")
       .def_static(
           "create",

@@ -10,6 +10,7 @@
 #include "kernels/collective/exchange.cuh"
 #include "kernels/collective/program.cuh"
 #include "kernels/core/channel_loop.cuh"
+#include "kernels/core/exchange_floor.cuh"
 #include "kernels/core/fifo_load.cuh"
 #include "kernels/core/hybrid.cuh"
 #include "kernels/moe/engram.cuh"
@@ -135,6 +136,8 @@ void add_kernels(std::vector<KernelRow>& rows, MeshKind<MeshT> mesh) {
                    kExchangeShapes);
   WEFT_HOST_KERNEL(kAny, "kernels/core/channel_loop.cuh", channel_loop_run, ChannelLoopArgs, ChannelLoopShape,
                    32, "");
+  WEFT_HOST_KERNEL(kMapped, "kernels/core/exchange_floor.cuh", exchange_floor_run, ExchangeFloorArgs,
+                   ExchangeFloorShape, 512, "way=0; way=1; way=2");
   WEFT_HOST_KERNEL(kPorts, "kernels/core/fifo_load.cuh", fifo_load_run, FifoLoadArgs, FifoLoadShape, 128, "");
   WEFT_HOST_KERNEL(kAny, "kernels/collective/program.cuh", scale_buffer, ScaleArgs, ProgramShape, 512,
                    "element=0 reduction=0 protocol=0; element=2 reduction=0 protocol=0");

@@ -260,10 +260,12 @@ Result<const Kernel*> Jit::Impl::finish(const KernelKey& key, const std::shared_
 
 Jit& Jit::of(Device device) {
   static std::mutex mutex;
-  static auto* jits = new std::map<Device, Jit>;  // never freed, like its kernels
+  // By whether kernels trace, and what, since that is compiled into them. Never freed, like its kernels.
+  static auto* jits = new std::map<std::pair<Device, Traced>, Jit>;
+  const std::pair key(device, what_is_traced());
   std::lock_guard lock(mutex);
-  if (auto known = jits->find(device); known != jits->end()) return known->second;
-  return jits->emplace(device, Jit(new Impl(device))).first->second;
+  if (auto known = jits->find(key); known != jits->end()) return known->second;
+  return jits->emplace(key, Jit(new Impl(device))).first->second;
 }
 
 Result<const Kernel*> Jit::get(const KernelKey& key) {

@@ -2,6 +2,7 @@
 #include "jit/source.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <fstream>
 #include <set>
@@ -35,15 +36,26 @@ std::vector<std::string> included_names(std::string_view text, char open, char c
   return names;
 }
 
+std::atomic<bool> blocks_only{false};
+
 }  // namespace
 
 std::string entry_point(const KernelKey& key) {
   return "weft_" + key.name;
 }
 
+void trace_blocks_only(bool is_on) {
+  blocks_only = is_on;
+}
+Traced what_is_traced() {
+  if (config().trace_spans <= 0) return Traced::kNothing;
+  return blocks_only ? Traced::kBlocks : Traced::kAll;
+}
+
 std::string kernel_source(const KernelKey& key, size_t args_bytes, size_t mesh_bytes) {
   std::ostringstream out;
-  if (config().trace_spans > 0) out << "#define WEFT_TRACE\n";
+  if (const Traced traced = what_is_traced(); traced != Traced::kNothing)
+    out << (traced == Traced::kBlocks ? "#define WEFT_TRACE_BLOCKS\n" : "#define WEFT_TRACE\n");
   out << "#include \"" << key.file << "\"\n";
   for (const std::string_view header : mesh_headers(key.mesh_type)) out << "#include \"" << header << "\"\n";
   out << key.prelude << "struct Shape {\n";

@@ -16,6 +16,12 @@ namespace weft {
 // What profilers show: "weft_low_latency_dispatch".
 std::string entry_point(const KernelKey& key);
 
+// What kernels note that are compiled from now on: nothing unless WEFT_TRACE_SPANS is above 0.
+enum class Traced : int { kNothing, kBlocks, kAll };
+Traced what_is_traced();
+// Kernels with a trace note when their blocks began and ended, and no more. Of the process, for benchmarks.
+void trace_blocks_only(bool is_on);
+
 // The generated file. args_bytes and mesh_bytes are the host's sizes of the two structs, asserted there; 0
 // asserts nothing.
 std::string kernel_source(const KernelKey& key, size_t args_bytes, size_t mesh_bytes);

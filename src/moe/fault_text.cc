@@ -84,6 +84,8 @@ const char* operation(Site site) {
       return "combine.slot";
     case Site::kCombineSum:
       return "combine.sum";
+    case Site::kExchangeFloor:
+      return "exchange floor";
   }
   return "unknown";
 }

@@ -7,8 +7,7 @@ import numpy
 import pytest
 import torch
 
-from weft.bench.exchange_floor import h200_exchange_us
-from weft.bench.moe import check, floors
+from weft.bench.moe import check, floors, kernel_time
 from weft.bench.moe.routes import make_routes
 from weft.bench.moe.straggler import straggler_lines
 from weft.bench.moe.trace import TracedCall
@@ -62,15 +61,11 @@ def test_traffic_counts_each_row_once_per_rank() -> None:
     assert traffic.selections == (4 + 5) / 2
 
 
-def test_h200_floor_follows_the_measured_exchange() -> None:
-    gpus = ["NVIDIA H200"] * 8
-    assert h200_exchange_us(7 * 602_112, gpus) == pytest.approx(15.4)
-    assert h200_exchange_us(7 * 4_000_000, gpus) == pytest.approx(28e6 / 358e3)
-    between = h200_exchange_us(7 * 1_000_000, gpus)
-    assert between is not None and 21.1 < between < 25.9
-    assert h200_exchange_us(7 * 602_112, gpus[:4]) == pytest.approx(15.4)
-    for others in (gpus[:1], gpus + gpus, ["NVIDIA A100"] * 8):
-        assert h200_exchange_us(7 * 602_112, others) is None
+def test_kernels_in_a_row_are_told_apart_by_their_blocks() -> None:
+    ends = [(30, 50), (0, 12), (2, 20), (21, 25), (19, 20), (20, 24), (31, 40)]
+    blocks = [Span("dispatch", begin, end, None, 0, 0) for begin, end in ends]
+    assert kernel_time.launches_of(blocks) == [(0, 20), (20, 25), (30, 50)]
+    assert kernel_time.launches_of([]) == []
 
 
 def a_dispatch() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[object]]:

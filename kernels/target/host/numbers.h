@@ -51,8 +51,8 @@ inline Word4 bf16_bits_of(Float4 values) {
 }  // namespace detail
 
 // The eight bf16 of a Vec16 and their float32 sums: sums[0..3] belong to the low halves of the words,
-// sums[4..7] to the high ones. Rounding is to nearest, ties to even.
-inline void add_bf16x8(float (&sums)[8], const Vec16& vec) {
+// sums[4..7] to the high ones. Rounding is to nearest, ties to even. Always inline: a call hands a Vec16 over in halves.
+[[gnu::always_inline]] inline void add_bf16x8(float (&sums)[8], const Vec16& vec) {
   detail::Float4 low, high;
   detail::Word4 words;
   std::memcpy(&low, sums, sizeof(low));
@@ -63,7 +63,7 @@ inline void add_bf16x8(float (&sums)[8], const Vec16& vec) {
   std::memcpy(sums, &low, sizeof(low));
   std::memcpy(sums + 4, &high, sizeof(high));
 }
-inline Vec16 round_bf16x8(const float (&sums)[8]) {
+[[gnu::always_inline]] inline Vec16 round_bf16x8(const float (&sums)[8]) {
   detail::Float4 low, high;
   std::memcpy(&low, sums, sizeof(low));
   std::memcpy(&high, sums + 4, sizeof(high));

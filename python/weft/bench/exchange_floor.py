@@ -1,45 +1,230 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least time of an exchange between H200 GPUs of one host, from bare kernels (docs/benchmarks.md, Floors)."""
+"""The least time of an exchange on the machine at hand: a bare one, measured in the same run.
+
+    floor = Floor(comm, most_bytes=1 << 20)                   # all ranks of a Communicator that map each other
+    took = floor.exchange(Load("bulk", True, 1 << 20, peers=3, blocks=32))
+    took.kernel_us, took.us                                   # samples, each of the slowest rank
+    floor.best_us(egress_bytes=3 << 20)                       # the best way and number of SMs
+
+Every rank sends so many bytes to each of its successors and waits for what its predecessors send: kernels of their own
+(kernels/core/exchange_floor.cuh) that do nothing else. Ways: ``stores``, 16 bytes by each thread, and a flag; ``bulk``,
+copies through shared memory, and a flag; ``lines``, lines of 128 bytes that say themselves that they have come. A copy
+(``waits`` False) has no flags and ends when its own stores have arrived.
+``kernel_us``: in one launch, from the first block's start to the last one's end, by the device's own clock. ``us``: a
+launch of ten, around which events are taken, in a graph on GPUs.
+"""
 
 from __future__ import annotations
 
-import itertools
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-# 8 H200: bytes that each GPU pushes to each of 7 peers -> microseconds, flags included, best over SM counts.
-_EXCHANGE_US = (
-    (16, 3.8),
-    (16_384, 5.4),
-    (131_072, 6.1),
-    (602_112, 15.4),
-    (917_504, 21.1),
-    (1_204_224, 25.9),
-    (1_835_008, 36.7),
-    (3_670_016, 71.6),
-)
-_PEERS = 7
-_EGRESS_GBS = 358.0  # large pushes
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft import _core
+from weft.bench.report import slowest_rank
+from weft.errors import Error
+from weft.runtime.communicator import Communicator
+from weft.runtime.streams import current_stream
+
+LAUNCHES = 10  # of a sample
+_SAMPLES, _QUICK_SAMPLES = 9, 3
+WAYS = ("stores", "bulk", "lines")
+_LINE = 128
+_LINE_PAYLOAD = 112
 
 
-def h200_exchange_us(egress_bytes: float, gpus: list[str]) -> float | None:
-    """Return how long an exchange takes in which every GPU sends ``egress_bytes`` in all, to any number of peers.
+@dataclass(frozen=True)
+class Load:
+    """One exchange: ``nbytes`` to each of ``peers``, from so many SMs (on the CPU: threads)."""
 
-    Measured between 8 GPUs. Fewer share the same links of each GPU to the switch, so that egress bounds them alike;
-    their exchange of flags alone may be a little shorter than the 3.8 us of eight.
+    way: str
+    waits: bool
+    nbytes: int
+    peers: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Took:
+    """Samples in microseconds, of the slowest rank each: of a kernel, and of a launch of ten in a row."""
+
+    kernel_us: list[float]
+    us: list[float]
+
+    @property
+    def median_us(self) -> float:
+        """The median of kernels."""
+        return statistics.median(self.kernel_us)
+
+
+class Floor:
+    """Exchanges of the ranks of a communicator. All methods are collective, and called alike by all ranks.
 
     Args:
-        egress_bytes: what leaves each GPU.
-        gpus: names of the GPUs that take part.
-
-    Returns:
-        Microseconds, or None where some GPU is no H200 or there are not 2 to 8 of them.
+        comm: two ranks or more that map each other.
+        most_bytes: that a rank sends to one peer.
+        group: the ranks' group of torch.distributed, on the CPU (gloo).
+    Raises: weft.Error where ranks are not mapped, or memory is short.
     """
-    if not 2 <= len(gpus) <= _PEERS + 1 or not all("H200" in name for name in gpus):
-        return None
-    per_peer = egress_bytes / _PEERS
-    if per_peer >= _EXCHANGE_US[-1][0]:
-        return egress_bytes / (_EGRESS_GBS * 1e3)
-    for (left, left_us), (right, right_us) in itertools.pairwise(_EXCHANGE_US):
-        if per_peer <= right:
-            share = max(0.0, (per_peer - left) / (right - left))
-            return left_us + share * (right_us - left_us)
-    return None
+
+    def __init__(self, comm: Communicator, most_bytes: int, group: Any) -> None:
+        from torch.utils.dlpack import from_dlpack
+
+        self.comm, self.group = comm, group
+        self.rank, self.size = comm.rank, comm.size
+        self.core = _core.ExchangeFloor.create(comm.core, -(-most_bytes // 16) * 16)
+        self.most_blocks: int = self.core.most_blocks
+        self.most_bytes: int = self.core.most_bytes
+        self.most_line_bytes: int = self.core.most_line_bytes
+        parts = ("launches", "stamps", "sources", "received", "lines")
+        tensors: dict[str, Tensor] = {name: from_dlpack(self.core.part(name)) for name in parts}
+        self._launches = tensors["launches"].view(torch.int64)
+        self._stamps = tensors["stamps"].view(torch.int64).view(_core.FLOOR_KEPT, _core.FLOOR_BLOCKS, 2)
+        self._sources = tensors["sources"].view(self.size - 1, -1)
+        self._received = tensors["received"].view(self.size, -1)
+        self._lines = tensors["lines"].view(2, self.size, -1)
+        self.device = self._sources.device
+
+    def holds(self, load: Load) -> bool:
+        """Return whether there is room for a load, and as many SMs and peers as it asks for."""
+        is_lines = load.way == "lines"
+        most = self.most_line_bytes if is_lines else self.most_bytes
+        return (
+            load.nbytes <= most
+            and load.blocks <= self.most_blocks
+            and (load.peers == self.size - 1 if is_lines else 1 <= load.peers < self.size)
+        )
+
+    def exchange(self, load: Load, samples: int = _SAMPLES) -> Took:
+        """Measure one exchange. Raises: weft.Error as the core does for one that does not fit; PeerLost."""
+        replay = self._replay(load)
+        kernel_us: list[float] = []
+        us: list[float] = []
+        for sample in range(samples + 1):
+            self._line_up()
+            took_us = self._timed(replay)
+            self.core.check()
+            if sample == 0:  # a warm-up
+                continue
+            us.append(took_us / LAUNCHES)
+            kernel_us += self._kernel_us(load.blocks)
+        mine = (kernel_us, us)
+        of_ranks: list[Any] = [None] * self.size
+        dist.all_gather_object(of_ranks, mine, group=self.group)
+        return Took(slowest_rank([of[0] for of in of_ranks]), slowest_rank([of[1] for of in of_ranks]))
+
+    def check(self, load: Load) -> None:
+        """Compare what one exchange brings, byte by byte. Raises: weft.Error for what is wrong."""
+        size, rank = self.size, self.rank
+        for distance in range(load.peers):
+            peer = (rank + 1 + distance) % size
+            self._sources[distance, : load.nbytes] = _pattern(rank, peer, load.nbytes, self.device)
+        self._received.zero_()
+        self._lines.zero_()
+        self._line_up()
+        self._launch(load)
+        self._finish()
+        self.core.check()
+        self._line_up()  # a copy does not wait for what comes here
+        parity = int(self._launches[0].item()) & 1
+        senders = [(rank - 1 - distance) % size for distance in range(load.peers)]
+        wrong = []
+        for source in range(size):
+            came = self._came(load, parity, source)
+            is_sender = source in senders
+            if not torch.equal(
+                came, _pattern(source, rank, load.nbytes, self.device) if is_sender else came * 0
+            ):
+                wrong.append(source)
+        answers: list[Any] = [None] * size
+        dist.all_gather_object(answers, wrong, group=self.group)
+        if any(answers):
+            at = next(at for at, sources in enumerate(answers) if sources)
+            raise Error(f"bench floor: {load}: rank {at} got other bytes than ranks {answers[at]} sent")
+
+    def best_us(self, egress_bytes: float, samples: int = _QUICK_SAMPLES) -> float:
+        """Return the least time of a kernel in which every rank sends so many bytes in all, as many to each peer."""
+        nbytes = max(16, -(-int(egress_bytes) // (self.size - 1) // 16) * 16)
+        loads = [
+            load
+            for way in WAYS
+            for blocks in self.block_counts(nbytes)
+            if self.holds(load := Load(way, True, nbytes, self.size - 1, blocks))
+        ]
+        return min(self.exchange(load, samples).median_us for load in loads)
+
+    def block_counts(self, nbytes: int) -> list[int]:
+        """Return numbers of SMs, or threads on the CPU, that are worth a look for an exchange of so many bytes."""
+        if self.device.type == "cpu":
+            return [1]
+        counts = (
+            (1, 4, 16, 32, 64, self.most_blocks) if nbytes < 64 << 10 else (16, 24, 32, 64, self.most_blocks)
+        )
+        return sorted({min(count, self.most_blocks) for count in counts})
+
+    def _came(self, load: Load, parity: int, source: int) -> Tensor:
+        if load.way != "lines":
+            return self._received[source, : load.nbytes]
+        count = -(-load.nbytes // _LINE_PAYLOAD)
+        lines = self._lines[parity, source, : count * _LINE].view(count, _LINE)
+        return lines[:, :_LINE_PAYLOAD].reshape(-1)[: load.nbytes]
+
+    def _launch(self, load: Load) -> None:
+        stream = current_stream(self.device.index) if self.device.type == "cuda" else 0
+        self.core.run(load.way, load.waits, load.nbytes, load.peers, load.blocks, stream)
+
+    def _replay(self, load: Load) -> Callable[[], None]:
+        def launches() -> None:
+            for _ in range(LAUNCHES):
+                self._launch(load)
+
+        if self.device.type == "cpu":
+            return launches
+        self._launch(load)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launches()
+        return graph.replay
+
+    def _timed(self, replay: Callable[[], None]) -> float:
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            replay()
+            return (time.perf_counter() - start) * 1e6
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        replay()
+        end.record()
+        torch.cuda.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
+
+    def _kernel_us(self, blocks: int) -> list[float]:
+        """Return the times of the launches of the last replay but its first, which waits for ranks that come late."""
+        last = int(self._launches[0].item())
+        rows = [launch % _core.FLOOR_KEPT for launch in range(last - LAUNCHES + 2, last + 1)]
+        stamps = self._stamps[rows, :blocks].cpu()
+        ns = stamps[:, :, 1].amax(1) - stamps[:, :, 0].amin(1)
+        return [value / 1e3 for value in ns.tolist()]
+
+    def _line_up(self) -> None:
+        self._finish()
+        dist.barrier(group=self.group)
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@functools.lru_cache(maxsize=16)  # of one size after the other
+def _pattern(source: int, peer: int, nbytes: int, device: torch.device) -> Tensor:
+    """Return bytes that no other pair of ranks sends, and that differ from place to place."""
+    generator = torch.Generator().manual_seed(source * 4096 + peer)
+    return torch.randint(1, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(device)

@@ -312,8 +312,6 @@ def draw_document(document: Mapping[str, Any], path: Path) -> None:
     called = dict.fromkeys(row.call for row in rows)
     notes = [f"{call}: {_CALLS[call]}" for call in called if call in _CALLS]
     note = "; ".join(filter(None, [*notes, explanations(document.get("notes", []))]))
-    if document["machine"].get("gpus") and any(row.floor_us and row.us < row.floor_us for row in rows):
-        note += "; it is that of 8 GPUs: small calls of fewer can be quicker"
     draw_rows(title, rows, path, subtitle, note)
 
 

@@ -157,8 +157,8 @@ def run(args: argparse.Namespace) -> int:
     )
     report.note(
         "size: the full buffer; algbw = size / time; busbw as nccl-tests defines it; floor: on the CPU, "
-        "all ranks copying the bytes that the call makes each of them move; on H200, the one-shot "
-        "exchange of docs/benchmarks.md"
+        "all ranks copying the bytes that the call makes each of them move; on GPUs, a bare exchange of this run, "
+        "two for all_reduce (weft bench floor)"
     )
     report.finish(args.json, args.plot)
     return 0

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from weft import _core
 from weft.bench.collective.cases import Case, Cases, Given, Options
 from weft.bench.eager import Eager, Times, add_times
-from weft.bench.exchange_floor import h200_exchange_us
+from weft.bench.exchange_floor import Floor
 from weft.bench.report import Row, slowest_rank
 from weft.collectives.calls import Collectives
 from weft.errors import Error
@@ -51,6 +51,7 @@ def measure(me: Rank, options: Options) -> list[Row]:
     comm = Communicator(me.group, device=device)
     collectives = Collectives(comm.core)
     window = Window(comm, 4 * options.max_bytes + (1 << 20)) if options.in_window else None
+    floors = _ExchangeFloors(me, comm, options)
     cases = Cases(me, collectives, baseline_group, device, options, window)
     sizes = []
     size = options.min_bytes
@@ -62,13 +63,20 @@ def measure(me: Rank, options: Options) -> list[Row]:
         task = bar.add_task("collectives", total=len(sizes) * len(options.calls))
         for call in options.calls:
             for num_bytes in sizes:
-                rows += _measure_one(me, cases, comm, call, num_bytes, name, options)
+                rows += _measure_one(me, cases, comm, floors, call, num_bytes, name, options)
                 bar.advance(task)
     return rows
 
 
 def _measure_one(
-    me: Rank, cases: Cases, comm: Communicator, call: str, num_bytes: int, baseline: str, options: Options
+    me: Rank,
+    cases: Cases,
+    comm: Communicator,
+    floors: _ExchangeFloors,
+    call: str,
+    num_bytes: int,
+    baseline: str,
+    options: Options,
 ) -> list[Row]:
     """Return a row for every algorithm; none where a rank's part has no element."""
     part = num_bytes // getattr(torch, options.dtype).itemsize // me.size
@@ -92,11 +100,7 @@ def _measure_one(
         baselines[baseline] = statistics.median(times.pop())
         baseline_times[baseline] = eager.pop()
     is_cuda = options.device == "cuda"
-    floor_us = (
-        _exchange_floor_us(call, num_bytes, me.size, cases.device)
-        if is_cuda
-        else _copy_floor_us(call, num_bytes, me, comm)
-    )
+    floor_us = floors.us(call, num_bytes, me.size) if is_cuda else _copy_floor_us(call, num_bytes, me, comm)
     rows = []
     for given, samples_us, is_checked, in_a_row in zip(cases.given, times, checked, eager, strict=True):
         row = Row(
@@ -257,10 +261,19 @@ def _copy_floor_us(call: str, num_bytes: int, me: Rank, comm: Communicator) -> f
     return float(max(gathered))
 
 
-def _exchange_floor_us(call: str, num_bytes: int, ranks: int, device: torch.device) -> float | None:
-    """Return the floor of one exchange between H200s, of two for all_reduce; None elsewhere."""
-    if call not in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter"):
-        return None
-    egress = num_bytes / ranks * (ranks - 1)
-    exchange = h200_exchange_us(egress, [torch.cuda.get_device_name(device)] * ranks)
-    return None if exchange is None else exchange * (2 if call == "all_reduce" else 1)
+class _ExchangeFloors:
+    """Bare exchanges between the GPUs of this run, each measured once. Collective; None where ranks share a GPU."""
+
+    def __init__(self, me: Rank, comm: Communicator, options: Options) -> None:
+        self._known: dict[int, float] = {}
+        self._floor: Floor | None = None
+        if options.device == "cuda" and 1 < me.size <= torch.cuda.device_count():
+            self._floor = Floor(comm, options.max_bytes // me.size + 16, me.group)
+
+    def us(self, call: str, num_bytes: int, ranks: int) -> float | None:
+        """Return the least time of one exchange, of two for all_reduce."""
+        if self._floor is None or call not in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter"):
+            return None
+        if num_bytes not in self._known:
+            self._known[num_bytes] = self._floor.best_us(num_bytes / ranks * (ranks - 1))
+        return self._known[num_bytes] * (2 if call == "all_reduce" else 1)

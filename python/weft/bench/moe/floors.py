@@ -2,8 +2,8 @@
 """What a call must move, and the least time a machine can need for it.
 
 On the CPU the floor is the time that this machine's memcpy, one thread per rank and all ranks at once, needs
-for the bytes that a rank receives, measured in the same run. On H200 joined by NVLink it is weft.bench.exchange_floor.
-Elsewhere no floor is known.
+for the bytes that a rank receives, measured in the same run. On GPUs it is a bare exchange of the bytes that leave
+one, of the same run, too (weft.bench.exchange_floor).
 """
 
 from __future__ import annotations

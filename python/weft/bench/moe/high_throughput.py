@@ -16,7 +16,7 @@ from torch import Tensor
 
 import weft
 from weft.bench.eager import Eager, Times, add_times
-from weft.bench.moe import check, peers
+from weft.bench.moe import check, kernel_time, peers
 from weft.bench.moe.floors import Traffic, row_bytes
 from weft.bench.moe.network import NetworkSamples, far_messages
 from weft.bench.moe.setting import (
@@ -72,8 +72,28 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     traces = bench.traces(calls["weft"].buffer, take)
     for of_peer in calls.values():
         of_peer.buffer.destroy()
+    kernel_time.add_kernel_times(rows, _kernel_times(bench, inputs, payload, traffic))
     notes = [*method_notes(bench, deep_ep is not None), _ways_of_dispatch(rows[1])]
     return Measured(rows, notes, traces)
+
+
+def _kernel_times(
+    bench: Bench, inputs: Inputs, payload: peers.Payload, traffic: Traffic
+) -> dict[str, list[float]]:
+    """Return what kernels take by their own stamps, by the names of rows; {} beside a trace. Collective.
+
+    A dispatch is two kernels: the exchange of counts, and the rows; the time between them is part of it.
+    """
+    if not kernel_time.is_possible(bench):
+        return {}
+    o = bench.options
+    worst_rows = o.tokens * bench.me.size if o.is_captured else 0
+    with kernel_time.noting_blocks():
+        of_weft = peers.HighThroughput(_make_buffer(bench, weft.Buffer), o.experts, worst_rows)
+        samples = _Samples(bench, inputs, payload, {"weft": of_weft}, traffic)
+        times = kernel_time.kernel_times(bench, of_weft.buffer, samples.calls_by_row())
+        of_weft.buffer.destroy()
+    return times
 
 
 class _Samples:
@@ -131,6 +151,25 @@ class _Samples:
             else:
                 self._take_eager(name, of_peer, self.bench.sample)
         self._take_baselines()
+
+    def calls_by_row(self) -> dict[str, Callable[[], Any]]:
+        """Return Weft's dispatch, its combine and a cached dispatch, to be called in turns."""
+        if "weft" in self.replays:
+            _, dispatch, combine, cached, _ = self.replays["weft"]
+            return {"ht_dispatch": dispatch, "ht_combine": combine, "cached": cached}
+        of_weft, results = self.calls["weft"], []
+        layout = of_weft.layout(self.topk_idx)
+
+        def dispatch_now() -> None:
+            results[:] = [of_weft.dispatch(self.payload, self.topk_idx, self.weights, layout)]
+
+        def combine_now() -> None:
+            of_weft.combine(self.y[: count_rows(results[0][0])], results[0][4])
+
+        def cached_now() -> None:
+            of_weft.dispatch_cached(self.payload, results[0][4])
+
+        return {"ht_dispatch": dispatch_now, "ht_combine": combine_now, "cached": cached_now}
 
     def turns(self) -> list[Callable[[Eager], None]]:
         """Return every peer's calls, to be made in a row; the host waits for counts."""

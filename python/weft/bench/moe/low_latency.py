@@ -13,7 +13,7 @@ from torch import Tensor
 
 import weft
 from weft.bench.eager import Eager, Times, add_times
-from weft.bench.moe import check, peers
+from weft.bench.moe import check, kernel_time, peers
 from weft.bench.moe.floors import Traffic, row_bytes
 from weft.bench.moe.network import NetworkSamples, far_rows
 from weft.bench.moe.setting import (
@@ -65,7 +65,29 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     traces = bench.traces(calls["weft"].buffer, take)
     for of_peer in calls.values():
         of_peer.buffer.destroy()
+    kernel_time.add_kernel_times(rows, _kernel_times(bench, inputs, traffic))
     return Measured(rows, method_notes(bench, deep_ep is not None), traces)
+
+
+def _kernel_times(bench: Bench, inputs: Inputs, traffic: Traffic) -> dict[str, list[float]]:
+    """Return what kernels take by their own stamps, by the names of rows; {} beside a trace. Collective."""
+    if not kernel_time.is_possible(bench):
+        return {}
+    o = bench.options
+    with kernel_time.noting_blocks():
+        of_weft = peers.LowLatency(
+            make_buffer(bench, weft.Buffer), o.experts, max(o.tokens, 1), o.dtype == "fp8"
+        )
+        samples = Samples(bench, inputs, {"weft": of_weft}, traffic, 1)
+        times = kernel_time.kernel_times(bench, of_weft.buffer, samples.calls_by_row())
+        if samples.round_trips:
+            replay = samples.round_trips
+            of_pairs = kernel_time.kernel_times(bench, of_weft.buffer, {"ll_round_trip": replay})
+            times["ll_round_trip"] = [us / ROUND_TRIPS for us in of_pairs["ll_round_trip"]]
+            names = ("ll_dispatch in a row", "ll_combine in a row")
+            times |= kernel_time.kernels_in_a_row(bench, of_weft.buffer, replay, names)
+        of_weft.buffer.destroy()
+    return times
 
 
 def round_trip_row(bench: Bench, pair: list[Row], us_of_all: list[float]) -> Row:
@@ -157,6 +179,20 @@ class Samples:
         if self.round_trips:
             self.bench.sample("weft round_trip", self.round_trips)
         self._take_baselines()
+
+    def calls_by_row(self) -> dict[str, Callable[[], Any]]:
+        """Return Weft's dispatch and its combine, to be called in turns, by the names of their rows."""
+        if "weft" in self.replays:
+            return dict(zip(("ll_dispatch", "ll_combine"), self.replays["weft"], strict=True))
+        handles: list[Any] = []
+
+        def dispatch() -> None:
+            handles[:] = [self.calls["weft"].dispatch(self.x, self.topk_idx)[2]]
+
+        def combine() -> None:
+            self.calls["weft"].combine(self.y["weft"], self.topk_idx, self.weights, handles[0])
+
+        return {"ll_dispatch": dispatch, "ll_combine": combine}
 
     def rows(
         self,

@@ -9,6 +9,7 @@ buffer larger than the L2 cache is written before each sample.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,12 +21,13 @@ import torch.distributed
 from torch import Tensor
 
 from weft.bench.eager import Eager, Times
-from weft.bench.exchange_floor import h200_exchange_us
+from weft.bench.exchange_floor import Floor
 from weft.bench.moe import check, peers
 from weft.bench.moe.floors import Traffic, traffic_of
 from weft.bench.moe.routes import make_routes
 from weft.bench.moe.trace import TRACED_SAMPLES, CallsOfRanks, Tracer
 from weft.bench.report import Row, slowest_rank
+from weft.runtime.communicator import Communicator
 from weft.runtime.progress import progress
 from weft.testing.ranks import Rank
 
@@ -85,6 +87,7 @@ class Bench:
             self._flushed = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
             self._token = torch.zeros(1, device=self.device)
         self._samples: dict[str, list[Any]] = {}
+        self._floors: dict[float, float] = {}
         self.tracer: Tracer | None = None  # then calls of Weft are traced instead of timed
 
     def line_up(self) -> None:
@@ -185,6 +188,16 @@ class Bench:
         torch.cuda.synchronize()
         return graph.replay, results
 
+    def exchange_floor_us(self, egress_bytes: float) -> float | None:
+        """Return the least time of a bare exchange on these GPUs, measured now. Collective; None for one rank."""
+        if self.me.size < 2 or egress_bytes < 1:
+            return None
+        if egress_bytes not in self._floors:
+            comm = Communicator(self.me.group, device=self.device)
+            floor = Floor(comm, math.ceil(egress_bytes / (self.me.size - 1)) + 16, self.me.group)
+            self._floors[egress_bytes] = floor.best_us(egress_bytes)
+        return self._floors[egress_bytes]
+
 
 class Measured(NamedTuple):
     """What rank 0 reports."""
@@ -247,7 +260,7 @@ def make_row(
     measured = {name: us.get(f"{key} {step}") for key, name in names.items()}
     made.baselines = {name: statistics.median(samples) for name, samples in measured.items() if samples}
     if bench.on_gpu:
-        made.floor_us = h200_exchange_us(egress_bytes, [torch.cuda.get_device_name()] * bench.me.size)
+        made.floor_us = bench.exchange_floor_us(egress_bytes)
     else:
         made.floor_us = min(us[f"memcpy {step}"])
     made.extra = shape_columns(bench)
@@ -304,8 +317,15 @@ def method_notes(bench: Bench, has_deep_ep: bool) -> list[str]:
         "enqueue us: the host's part of an eager call, on the CPU without its kernels; eager us: such calls one after "
         "another, kernels included"
     )
+    lines.append(
+        "kernel us: from the first block's start to the last one's end by the kernels' own stamps, in a buffer of its "
+        "own; kernel warm us: the same of calls in a row"
+    )
     if bench.on_gpu:
-        lines.append("floor: bare one-shot exchange between H200 (docs/benchmarks.md); none elsewhere")
+        lines.append(
+            "floor: a bare exchange of the bytes that leave a GPU, by the best of weft bench floor, in this run; the "
+            "kernel's time, as kernel us"
+        )
     elif bench.options.ranks_per_node:
         lines.append(
             "floor: the provider's own loop for what a rank sends to other nodes (network us), each row once per rank "

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long Weft's kernels themselves run, by stamps that they take: ``kernel_us``, beside a graph's time by events.
+
+A graph's events contain some microseconds of the graph itself. So a second buffer of the same run has kernels compiled
+to note when each block began and ended, and nothing else; the buffer that is timed by events
+has none of that. A call's time is that from the first block's start to the last one's end, on each rank by its own
+clock; the slowest rank counts. Of calls in a row each kernel is found by itself: no block of one starts before all of
+the one before have ended.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed
+
+from weft import _core
+from weft.bench.moe.setting import Bench
+from weft.bench.report import Row, slowest_rank
+
+SAMPLES = 20
+_SPANS = "100000"
+_NAME = "WEFT_TRACE_SPANS"
+Call = Callable[[], Any]
+
+
+@contextmanager
+def noting_blocks() -> Iterator[None]:
+    """Let buffers that are made inside have kernels that note when their blocks began and ended."""
+    before = os.environ.get(_NAME)
+    os.environ[_NAME] = _SPANS
+    _core.config_reload()
+    _core.trace_blocks_only(True)
+    try:
+        yield
+    finally:
+        _core.trace_blocks_only(False)
+        if before is None:
+            del os.environ[_NAME]
+        else:
+            os.environ[_NAME] = before
+        _core.config_reload()
+
+
+def is_possible(bench: Bench) -> bool:
+    """Return whether this run has kernels' times: not beside a trace of everything."""
+    return not bench.options.trace
+
+
+def kernel_times(bench: Bench, buffer: Any, calls: dict[str, Call]) -> dict[str, list[float]]:
+    """Return each call's samples in microseconds, of the slowest rank. Collective.
+
+    Args:
+        buffer: made inside noting_blocks(), of which the calls are. calls: made one after the other in each sample.
+    """
+    mine: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(SAMPLES):
+        for name, call in calls.items():
+            bench.line_up()
+            buffer.take_trace()
+            bench.line_up()
+            call()
+            spans = buffer.take_trace().spans
+            if spans:
+                mine[name].append(_us(min(s.begin_ns for s in spans), max(s.end_ns for s in spans)))
+    return _slowest(bench, mine)
+
+
+def kernels_in_a_row(bench: Bench, buffer: Any, call: Call, names: tuple[str, ...]) -> dict[str, list[float]]:
+    """Return the samples of the kernels that one call starts again and again in the order of ``names``. Collective."""
+    mine: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(max(SAMPLES // 5, 1)):
+        bench.line_up()
+        buffer.take_trace()
+        bench.line_up()
+        call()
+        kernels = launches_of(buffer.take_trace().spans)
+        for at, kernel in enumerate(kernels[len(names) :]):  # ranks meet in the first ones
+            mine[names[at % len(names)]].append(_us(*kernel))
+    return _slowest(bench, mine)
+
+
+def launches_of(spans: list[Any]) -> list[tuple[int, int]]:
+    """Return when each kernel began and ended, given spans of their blocks, in order."""
+    found: list[tuple[int, int]] = []
+    for span in sorted(spans, key=lambda span: span.begin_ns):
+        if found and span.begin_ns < found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], span.end_ns))
+        else:
+            found.append((span.begin_ns, span.end_ns))
+    return found
+
+
+def add_kernel_times(rows: list[Row], times: dict[str, list[float]]) -> None:
+    """Add ``kernel_us`` to the row of each call, by the names of rows; and of a call in a row ``kernel_warm_us``."""
+    for row in rows:
+        for column, name in (("kernel_us", row.call), ("kernel_warm_us", f"{row.call} in a row")):
+            if times.get(name):
+                row.extra[column] = round(statistics.median(times[name]), 3)
+        if row.call == "ht_dispatch" and times.get("cached"):
+            row.extra["cached_kernel_us"] = round(statistics.median(times["cached"]), 3)
+
+
+def _us(begin_ns: int, end_ns: int) -> float:
+    return (end_ns - begin_ns) / 1e3
+
+
+def _slowest(bench: Bench, mine: dict[str, list[float]]) -> dict[str, list[float]]:
+    of_ranks: list[Any] = [None] * bench.me.size
+    torch.distributed.all_gather_object(of_ranks, mine, group=bench.me.group)
+    return {name: slowest_rank([of_rank[name] for of_rank in of_ranks]) for name in mine}

@@ -58,9 +58,17 @@ Result<const Transport*> select_one(const std::vector<Candidate>& candidates, co
 }  // namespace
 
 const std::vector<const Transport*>& transports() {
+  static const std::vector<const Transport*> all = [] {
 #define WEFT_TRANSPORT(folder, Mesh) &folder##_transport(),
-  static const std::vector<const Transport*> all = {WEFT_TRANSPORTS(WEFT_TRANSPORT)};
+    std::vector<const Transport*> best_first = {WEFT_TRANSPORTS(WEFT_TRANSPORT)};
 #undef WEFT_TRANSPORT
+#define WEFT_TRANSPORT(folder) &folder##_transport(),
+    const std::vector<const Transport*> memory = {WEFT_MEMORY_TRANSPORTS(WEFT_TRANSPORT)};
+#undef WEFT_TRANSPORT
+    // Their peers are mapped: after mapped itself, before every port.
+    best_first.insert(best_first.begin() + 1, memory.begin(), memory.end());
+    return best_first;
+  }();
   return all;
 }
 

@@ -4,7 +4,9 @@
 // what becomes of failures. With libraries that stand in for NCCL on CPUs; tests/gpu has the real one.
 #include <dlfcn.h>
 #include <gmock/gmock.h>
+#include <unistd.h>
 
+#include <filesystem>
 #include <functional>
 
 #include "conformance/fixtures.h"
@@ -30,10 +32,14 @@ void use(const std::string& path) {
   Settings::set({{"WEFT_NCCL_LIBRARY", path.c_str()}});
 }
 
-// The library that the transport has opened, as its tests talk to it.
+// The library that the transport has opened, as its tests talk to it. Opened by the transport first, so that it is no
+// copy of somebody else's.
 template <class Function>
-Function of_stand_in(const char* name, const char* version = "2.30") {
-  void* handle = dlopen(path_of(version).c_str(), RTLD_NOW | RTLD_LOCAL);
+Function of_stand_in(const char* name) {
+  use(path_of("2.30"));
+  const auto opened = nccl_link::open_library();
+  EXPECT_TRUE(opened.ok()) << opened.status().message();
+  void* handle = dlopen(path_of("2.30").c_str(), RTLD_NOW | RTLD_LOCAL);
   return reinterpret_cast<Function>(dlsym(handle, name));
 }
 void set_faults(const StandInFaults& faults) {
@@ -53,9 +59,26 @@ Result<std::shared_ptr<Communicator>> make_comm(std::shared_ptr<Bootstrap> boot,
   return Communicator::create(std::move(boot), Device{}, timeout_s, transport);
 }
 
+std::filesystem::path elsewhere() {
+  return std::filesystem::temp_directory_path() / text("weft-nccl-{}", getpid());
+}
+
+// A copy of a library that nobody has opened yet, as this process loads it from elsewhere.
+std::string load_elsewhere(const char* version) {
+  const std::filesystem::path folder = elsewhere();
+  std::filesystem::create_directories(folder);
+  const std::filesystem::path copy = folder / text("libnccl.so.{}", version);
+  std::filesystem::copy_file(path_of(version), copy, std::filesystem::copy_options::overwrite_existing);
+  EXPECT_NE(dlopen(copy.c_str(), RTLD_NOW | RTLD_LOCAL), nullptr) << dlerror();
+  return copy;
+}
+
 // Runs a body in a process of its own, which may load what it likes.
 void apart(const std::function<void()>& body) {
-  run_process_ranks(1, [&](std::shared_ptr<Bootstrap>) { body(); });
+  run_process_ranks(1, [&](std::shared_ptr<Bootstrap>) {
+    body();
+    std::filesystem::remove_all(elsewhere());
+  });
 }
 
 class Nccl : public ::testing::Test {
@@ -90,12 +113,11 @@ TEST_F(Nccl, RanksOnTheCpuHaveNone) {
 
 TEST_F(Nccl, TwoCopiesInOneProcessAreNamedUnlessOneIsChosen) {
   apart([] {
-    ASSERT_TRUE(dlopen(path_of("2.28").c_str(), RTLD_NOW | RTLD_LOCAL));
-    ASSERT_TRUE(dlopen(path_of("2.30").c_str(), RTLD_NOW | RTLD_LOCAL));
+    const std::string first = load_elsewhere("2.28"), second = load_elsewhere("2.30");
     Settings::clear({"WEFT_NCCL_LIBRARY"});
-    EXPECT_THAT(why_unusable(kGpu), AllOf(HasSubstr("two copies of NCCL"), HasSubstr("libnccl.so.2.28"),
-                                          HasSubstr("libnccl.so.2.30")));
-    use(path_of("2.28"));
+    EXPECT_THAT(why_unusable(kGpu),
+                AllOf(HasSubstr("two copies of NCCL"), HasSubstr(first), HasSubstr(second)));
+    use(first);
     const auto chosen = nccl_link::open_library();
     ASSERT_TRUE(chosen.ok()) << chosen.status().message();
     EXPECT_EQ((*chosen)->version, 22809);
@@ -105,11 +127,11 @@ TEST_F(Nccl, TwoCopiesInOneProcessAreNamedUnlessOneIsChosen) {
 
 TEST_F(Nccl, TheCopyThatIsLoadedIsTaken) {
   apart([] {
-    ASSERT_TRUE(dlopen(path_of("2.28").c_str(), RTLD_NOW | RTLD_LOCAL));
+    const std::string copy = load_elsewhere("2.28");
     Settings::clear({"WEFT_NCCL_LIBRARY"});
     const auto found = nccl_link::open_library();
     ASSERT_TRUE(found.ok()) << found.status().message();
-    EXPECT_THAT((*found)->path, HasSubstr("libnccl.so.2.28"));
+    EXPECT_EQ((*found)->path, copy);
     EXPECT_TRUE((*found)->was_loaded);
   });
 }
@@ -123,6 +145,7 @@ TEST_F(Nccl, NeverTakenUnlessNamed) {
 }
 
 TEST_F(Nccl, CallsComeInNcclsOrderAndNothingIsLeft) {
+  set_faults({});
   run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
     const bool is_first = boot->rank() == 0;
     auto comm = make_comm(boot);

@@ -3,10 +3,14 @@
 
 #include <algorithm>
 
+#include "transports/mapped_peers.h"
+
 namespace weft {
 
 bool is_asked_for(std::string_view wanted, const Transport& transport) {
-  return wanted == "auto" || wanted.find(transport.name()) != std::string_view::npos;
+  if (wanted == "auto")
+    return std::ranges::find(memory_transports(), &transport) == memory_transports().end();
+  return wanted.find(transport.name()) != std::string_view::npos;
 }
 
 std::vector<Candidate> candidates_for(std::string_view wanted, Device device) {
@@ -16,7 +20,7 @@ std::vector<Candidate> candidates_for(std::string_view wanted, Device device) {
     if (is_asked_for(wanted, *transport))
       all.back().caps = transport->caps(device);
     else
-      all.back().caps.unusable_because = "it was not asked for";
+      all.back().caps.only_by_name = true;  // and not named: never taken
   }
   return all;
 }

@@ -48,7 +48,11 @@ class Sizes(NamedTuple):
 # What the library of each release has, so that a probe that goes wrong is noticed.
 KNOWN_SIZES = {
     (2, 28, 9): Sizes(200, 72),
+    (2, 29, 2): Sizes(200, 72),
+    (2, 29, 3): Sizes(200, 72),
     (2, 29, 7): Sizes(224, 72),
+    (2, 30, 3): Sizes(240, 72),
+    (2, 30, 4): Sizes(240, 88),
     (2, 30, 7): Sizes(240, 88),
     (2, 31, 2): Sizes(248, 88),
     (2, 32, 3): Sizes(248, 96),

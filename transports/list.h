@@ -17,10 +17,18 @@
   WEFT_TRANSPORT(jitter, JitterMesh<weft::ProxyMesh>)
 // clang-format on
 
+// Those that bring the memory of windows (Caps::brings_memory). Their peers are mapped ones: MappedMesh.
+#define WEFT_MEMORY_TRANSPORTS(WEFT_TRANSPORT) \
+  WEFT_TRANSPORT(nccl)                         \
+  WEFT_TRANSPORT(nvshmem)
+
 namespace weft {
 
 #define WEFT_TRANSPORT(folder, Mesh) const Transport& folder##_transport();
 WEFT_TRANSPORTS(WEFT_TRANSPORT)
+#undef WEFT_TRANSPORT
+#define WEFT_TRANSPORT(folder) const Transport& folder##_transport();
+WEFT_MEMORY_TRANSPORTS(WEFT_TRANSPORT)
 #undef WEFT_TRANSPORT
 
 }  // namespace weft

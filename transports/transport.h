@@ -42,6 +42,7 @@ struct Caps {
   bool needs_registration = false;  // memory outside windows must be registered before it is used
   bool has_atomics = false;         // 64-bit add at the peer
   bool only_by_name = false;        // "auto" never takes it
+  bool brings_memory = false;       // windows lie in memory of its library: Link::allocate(), Link::map()
   Ordering ordering = Ordering::kNone;
   uint64_t max_put_bytes = 0;    // of one put
   double latency_us = 0;         // estimate: small put with signal until the peer sees it
@@ -91,8 +92,24 @@ class Link {
   // The window's memory beyond the first `bytes` bytes is about to go away, 0 for all of it.
   virtual void forget(int window, uint64_t bytes) {}
 
-  // For a window whose offers have been accepted; lives until forget().
-  virtual Result<MeshPart> mesh(const WindowView& window) = 0;
+  // For a window whose offers have been accepted; lives until forget(). Not of a link that brings memory: its peers are
+  // mapped ones like others.
+  virtual Result<MeshPart> mesh(const WindowView& window) {
+    return Status::make(Code::kUnsupported, "this transport has no mesh of its own");
+  }
+
+  // ---- a transport that brings the memory of windows (Caps::brings_memory) ----
+  // A window of `bytes` bytes, a multiple of 2 MiB, is about to be: what can fail on this rank alone. Local. forget()
+  // undoes it.
+  virtual Status allocate(int window, uint64_t bytes) {
+    return Status::make(Code::kUnsupported, "this transport brings no memory");
+  }
+  // allocate() has worked on every rank: zero-filled memory on each, and where this rank finds it, by rank. Collective
+  // over the ranks of the communicator; bounded by its deadline. Errors: kUnsupported with the reason, kPeerLost,
+  // kSystem; then forget() is called.
+  virtual Result<std::vector<std::byte*>> map(int window) {
+    return Status::make(Code::kUnsupported, "this transport brings no memory");
+  }
 
   // Carries out a little of what kernels asked for, and takes in a little of what peers sent: threads of host
   // kernels call it while they wait. Never waits; true: something came of it. Threads: any.

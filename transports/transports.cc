@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "transports/list.h"
+#include "transports/mapped_peers.h"
 
 namespace weft {
 namespace {
@@ -57,10 +58,23 @@ Result<const Transport*> select_one(const std::vector<Candidate>& candidates, co
 
 }  // namespace
 
-const std::vector<const Transport*>& transports() {
-#define WEFT_TRANSPORT(folder, Mesh) &folder##_transport(),
-  static const std::vector<const Transport*> all = {WEFT_TRANSPORTS(WEFT_TRANSPORT)};
+const std::vector<const Transport*>& memory_transports() {
+#define WEFT_TRANSPORT(folder) &folder##_transport(),
+  static const std::vector<const Transport*> all = {WEFT_MEMORY_TRANSPORTS(WEFT_TRANSPORT)};
 #undef WEFT_TRANSPORT
+  return all;
+}
+
+const std::vector<const Transport*>& transports() {
+  static const std::vector<const Transport*> all = [] {
+#define WEFT_TRANSPORT(folder, Mesh) &folder##_transport(),
+    std::vector<const Transport*> best_first = {WEFT_TRANSPORTS(WEFT_TRANSPORT)};
+#undef WEFT_TRANSPORT
+    // Their peers are mapped: after mapped itself, before every port.
+    const std::vector<const Transport*>& memory = memory_transports();
+    best_first.insert(best_first.begin() + 1, memory.begin(), memory.end());
+    return best_first;
+  }();
   return all;
 }
 

@@ -10,6 +10,7 @@
 
 #include "base/config.h"
 #include "base/cuda_driver.h"
+#include "base/loaded_libraries.h"
 #include "base/log.h"
 #include "compat/nccl/real.h"
 #include "jit/toolchain.h"

@@ -2,13 +2,11 @@
 #include "compat/nccl/real.h"
 
 #include <dlfcn.h>
-#include <link.h>
 
-#include <algorithm>
 #include <filesystem>
-#include <set>
 
 #include "base/config.h"
+#include "base/loaded_libraries.h"
 #include "base/log.h"
 
 namespace weft::nccl {
@@ -21,24 +19,10 @@ struct Library {
   std::string path;
 };
 
-int note_package(dl_phdr_info* info, size_t, void* found) {
-  const std::string path = info->dlpi_name;
-  const std::string folder = "/site-packages/";
-  const size_t at = path.find(folder);
-  if (at != std::string::npos)
-    static_cast<std::set<std::string>*>(found)->insert(path.substr(0, at + folder.size()) + "nvidia");
-  return 0;
-}
-
 std::vector<std::string> candidates() {
   if (config().nccl_library == "none") return {};
   if (!config().nccl_library.empty()) return {expand_home(config().nccl_library)};
-  std::vector<std::string> paths;
-  for (const std::string& package : nvidia_packages()) paths.push_back(package + "/nccl/lib/libnccl.so.2");
-  for (const char* folder : {"/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64",
-                             "/usr/local/cuda/lib64", "/usr/local/lib", "/opt/nccl/lib"})
-    paths.push_back(std::string(folder) + "/libnccl.so.2");
-  return paths;
+  return nvidia_library_paths("nccl", "libnccl.so.2");
 }
 
 // By path, since the bare name is this library's own; its symbols are to find each other, not ours.
@@ -78,12 +62,6 @@ void* real_symbol(const char* name) {
 
 const std::string& real_path() {
   return library().path;
-}
-
-std::vector<std::string> nvidia_packages() {
-  std::set<std::string> found;
-  dl_iterate_phdr(note_package, &found);
-  return {found.begin(), found.end()};
 }
 
 std::string own_folder() {

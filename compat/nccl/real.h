@@ -6,7 +6,6 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
 namespace weft::nccl {
 
@@ -20,10 +19,6 @@ Function real(const char* name) {
 
 // Its path; empty, with what was tried in the log, where there is none.
 const std::string& real_path();
-
-// The folders "site-packages/nvidia" of the Python packages that are loaded in this process, and of the one
-// that this library lies in.
-std::vector<std::string> nvidia_packages();
 
 // The folder of this library.
 std::string own_folder();

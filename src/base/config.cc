@@ -12,6 +12,7 @@
 #include <span>
 #include <utility>
 
+#include "base/deep_ep_variables.h"
 #include "base/text.h"
 
 namespace weft {
@@ -299,6 +300,39 @@ std::vector<ForeignVariable> take_uccl_variables() {
   std::ranges::for_each(given, take);
   made.clear();  // a later one may have been stricter than an earlier one, so that words come of a second look
   std::ranges::for_each(given, take);
+  return made;
+}
+
+std::vector<ForeignVariable> deep_ep_variables() {
+  const std::string& chosen = loaded().config.transport;
+  static constexpr const char* kBackend = "DEEP_EP_BACKEND";
+  struct Known {
+    const char* name;
+    const char* as_is;  // the value that asks for what Weft does anyway
+    std::string why;
+  };
+  const Known known[] = {
+      {kBackend, "auto",
+       text("WEFT_TRANSPORT chooses ({}); nccl asks for windows in NCCL's memory, for ranks of one node",
+            chosen)},
+      {"EP_DISABLE_GIN", "1",
+       "nothing of Weft's goes through GIN; between nodes it takes WEFT_PROXY_PROVIDER"},
+      {"NCCL_GIN_TYPE", "", "NCCL itself reads it; nothing of Weft's goes through GIN"},
+  };
+  std::vector<ForeignVariable> made;
+  for (const Known& one : known) {
+    const char* given = std::getenv(one.name);
+    if (!given || !*given) continue;
+    const std::string_view value = given;
+    if (one.name == kBackend && value.starts_with("nccl") && chosen == "nccl") {
+      made.push_back({text("{}={} is WEFT_TRANSPORT=nccl", one.name, value), true});
+      continue;
+    }
+    const bool is_so = value == one.as_is;
+    made.push_back({is_so ? text("{}={} is what Weft does", one.name, value)
+                          : text("{}={} is not used: {}", one.name, value, one.why),
+                    is_so});
+  }
   return made;
 }
 

@@ -78,7 +78,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(process_reads, int64_t, 1, "1: ranks on the CPU read each other's memory where the system allows it", between(0, 1)) \
   WEFT_OPTION(huge_pages, int64_t, 1, "1: ask for huge pages under large CPU buffers that collectives use again or combine writes", between(0, 1)) \
   WEFT_OPTION(algorithm_dir, std::string, "", "collective algorithms to load (XML or JSON): folders and files, with colons between; empty takes MSCCL_ALGO_DIR, MSCCL_XML_FILES or MSCCL_CONFIG") \
-  WEFT_OPTION(nccl_library, std::string, "", "path of the real NCCL that compat/nccl forwards to, or none; empty looks in Python packages, then the system") \
+  WEFT_OPTION(nccl_library, std::string, "", "path of the NCCL that the transport nccl uses and compat/nccl forwards to, or none; empty takes the one that is loaded, else looks in Python packages, then the system") \
   WEFT_OPTION(nccl_forward, std::string, "", "NCCL functions that the real library is to serve, as ncclAllReduce,ncclSend, or all", any().on_all_ranks()) \
   WEFT_OPTION(nccl_device, std::string, "auto", "what communicators of compat/nccl work on: auto (the current CUDA device, if any) or cpu", one_of("auto", "cpu").on_all_ranks()) \
   WEFT_OPTION(nccl_interface, std::string, "", "network interface where ranks of compat/nccl meet; empty takes the first that is up") \
@@ -98,6 +98,8 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(jitter_us, int64_t, 200, "longest wait of a call over the transport jitter:proxy, in us", between(1, 1'000'000)) \
   WEFT_OPTION(jitter_seed, int64_t, 1, "seed of those waits", between(0, 1 << 30)) \
   WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty takes the system's, or a package's where that is older than 2.0") \
+  WEFT_OPTION(nvshmem_library, std::string, "", "path of the libnvshmem_host that the transport nvshmem uses; empty takes the one that is loaded, else looks in Python packages, then the system") \
+  WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty lets the system's loader look") \
   WEFT_OPTION(libibverbs, std::string, "", "path of libibverbs; empty lets the system's loader look") \
   WEFT_OPTION(ib_port, int64_t, 0, "port that verbs uses; 0 takes the first that is active", between(0, 255)) \
   WEFT_OPTION(gid_index, int64_t, -1, "GID that verbs uses; -1 prefers RoCE v2 and IPv4", between(-1, 255)) \

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/config.h"
+#include "base/deep_ep_variables.h"
 #include "base/log.h"
 #include "base/process_name.h"
 #include "bind/bind.h"
@@ -33,6 +34,12 @@ void bind_base(nb::module_& module) {
   });
   module.def("config_check", [] { check(config_status()); });
   module.def("use_job_secret", &use_job_secret);
+  module.def("deep_ep_variables", [] {
+    nb::list made;
+    for (const ForeignVariable& variable : deep_ep_variables())
+      made.append(nb::make_tuple(variable.text, variable.is_used));
+    return made;
+  });
   module.def("take_uccl_variables", [] {
     nb::list made;
     for (const ForeignVariable& variable : take_uccl_variables())

@@ -3,6 +3,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "base/config.h"
@@ -16,6 +17,7 @@
 #include "jit/source.h"
 #include "jit/toolchain.h"
 #include "moe/kernel_keys.h"
+#include "transports/nccl/headers.h"
 
 namespace nb = nanobind;
 
@@ -32,6 +34,19 @@ Compiled compile_for_python(const KernelKey& key, const std::string& arch,
   if (!cache_dir) return value_or_throw(compile_kernel(key, arch, nullptr));
   const KernelCache cache(*cache_dir, config().cache_path);
   return value_or_throw(compile_kernel(key, arch, &cache));
+}
+
+// Not cached: no kernel of Weft's is compiled so.
+Result<NvrtcOutput> compile_with_nccl(const std::string& source, const std::string& folder, int backend,
+                                      const std::string& architecture) {
+  WEFT_TRY_ASSIGN(const Nvrtc* nvrtc, Nvrtc::open());
+  WEFT_TRY_ASSIGN(const auto texts, nccl_link::device_headers(folder, 0));
+  std::vector<NvrtcHeader> headers;
+  for (const nccl_link::Header& header : texts) headers.push_back({header.name, header.text});
+  std::vector<std::string> options = nccl_link::gin_options(static_cast<nccl_link::GinBackend>(backend));
+  options.push_back("--gpu-architecture=" + architecture);
+  for (const std::string& include : toolchain().include_dirs) options.push_back("-I" + include);
+  return nvrtc->compile("#include \"weft_nccl.h\"\n" + source + nccl_link::layout_probe(), headers, options);
 }
 
 // The kernels of calls as they run among mapped peers.
@@ -150,6 +165,17 @@ void bind_jit(nb::module_& module) {
       nb::arg("key"), "The generated source that NVRTC gets for a key.");
   module.def("host_kernel_ns", &host_kernel_ns,
              "Processor time that the calling thread has spent in kernels on the host since it first asked.");
+  module.def(
+      "compile_with_nccl",
+      [](const std::string& source, const std::string& folder, int backend, const std::string& architecture) {
+        nb::gil_scoped_release unlocked;
+        NvrtcOutput out = value_or_throw(compile_with_nccl(source, folder, backend, architecture));
+        const auto sizes = value_or_throw(nccl_link::read_layout(out.cubin));
+        return std::tuple(std::move(out.log), sizes.dev_comm_bytes, sizes.window_bytes);
+      },
+      nb::arg("source"), nb::arg("folder"), nb::arg("backend"), nb::arg("architecture"),
+      "Compiles device code that uses NCCL's headers in a folder, for one back end of GIN: the log, and what "
+      "ncclDevComm and a window take, in bytes.");
   module.def("nvrtc_identity", [] { return value_or_throw(Nvrtc::open())->identity(); });
   module.def("nvrtc_path", [] { return value_or_throw(Nvrtc::open())->path(); });
   module.def(

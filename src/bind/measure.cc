@@ -91,7 +91,7 @@ void bind_measure(nb::module_& module) {
             return without_gil([&] { return value_or_throw(ChannelLoop::create(std::move(comm), bytes)); });
           },
           "communicator"_a, "bytes"_a)
-      .def_prop_ro("added", &ChannelLoop::added)
+      .def_prop_ro("added", [](const ChannelLoop& loop) { return value_or_throw(loop.added()); })
       .def(
           "run",
           [](ChannelLoop& self, const std::string& call, bool is_round_trip, uint64_t bytes, uint32_t count,

@@ -9,6 +9,7 @@
 #include "base/log.h"
 #include "base/proof.h"
 #include "base/tally.h"
+#include "comm/choice.h"
 
 namespace weft {
 namespace {
@@ -111,11 +112,6 @@ Status check_agreement(const std::vector<RankCard>& cards) {
   return Status();
 }
 
-Reach reach_of(const std::vector<Candidate>& candidates, const Transport* transport) {
-  const auto is_it = [&](const Candidate& candidate) { return candidate.transport == transport; };
-  return std::find_if(candidates.begin(), candidates.end(), is_it)->caps.reach;
-}
-
 // A Status that travels.
 std::string to_bytes(const Status& status) {
   return std::string(1, static_cast<char>(status.code())) + status.message().substr(0, 400);
@@ -180,9 +176,10 @@ bool Communicator::is_mapped_enough(std::string_view wanted) const {
 }
 
 // Every rank learns what each transport of every other has to say of it.
-Status Communicator::exchange_cards() {
+Status Communicator::exchange_cards(std::string_view wanted) {
   std::string mine;
-  for (const Transport* transport : transports()) mine += transport->card(device()) + '\0';
+  for (const Transport* transport : transports())
+    mine += (is_asked_for(wanted, *transport) ? transport->card(device()) : "") + '\0';
   WEFT_TRY_ASSIGN(const std::vector<std::string> all, bootstrap_->all_gather(mine, deadline()));
   for (int rank = 0; rank < size(); ++rank) {
     size_t at = 0;
@@ -203,8 +200,8 @@ Status Communicator::connect(std::string_view transport) {
   if (is_mapped_enough(transport)) {
     usable.push_back({transports().front(), transports().front()->caps(device())});
   } else {
-    WEFT_TRY(exchange_cards());
-    usable = candidates(device());
+    WEFT_TRY(exchange_cards(transport));
+    usable = candidates_for(transport, device());
   }
   // What a peer cannot reach, this rank must know too: all ranks fail here, or none.
   std::vector<std::vector<const Transport*>> chosen;
@@ -225,8 +222,13 @@ Status Communicator::connect(std::string_view transport) {
     return std::ranges::any_of(
         of_rank, [&](const Transport* taken) { return taken && reach_of(usable, taken) == Reach::kPort; });
   };
-  WEFT_TRY_ASSIGN(sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing,
-                                           std::ranges::any_of(chosen, has_port)));
+  WEFT_TRY_ASSIGN(const Transport* brings, who_brings_memory(chosen, usable));
+  if (brings) {
+    sharing_ = Sharing::kByTransport;
+  } else {
+    WEFT_TRY_ASSIGN(sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing,
+                                             std::ranges::any_of(chosen, has_port)));
+  }
   return open_links(chosen, usable);
 }
 
@@ -246,18 +248,32 @@ Status Communicator::open_links(const std::vector<std::vector<const Transport*>>
     }
   Group group{rank_, &facts_, {}, bootstrap_.get(), timeout_s_, secret_};
   WEFT_TRY_ASSIGN(mapped_link_, transports().front()->connect(group));
+  WEFT_TRY(open_memory(chosen, candidates, group));
   if (!port) return Status();
   for (int peer = 0; peer < size(); ++peer)
     if (transports_[peer] == port) group.peers.push_back(peer);
   Result<std::unique_ptr<Link>> link = port->connect(group);
   if (link.ok()) {
     port_link_ = std::move(*link);
-    const auto is_it = [&](const Candidate& candidate) { return candidate.transport == port; };
     log_info("rank {} of {}, node {}: {} ranks mapped, {} through {}: {}", rank_, size(), facts_[rank_].node,
-             mapped_ranks_.size() - 1, group.peers.size(), port->name(),
-             std::find_if(candidates.begin(), candidates.end(), is_it)->caps.details);
+             mapped_ranks_.size() - 1, group.peers.size(), port->name(), caps_of(candidates, port).details);
   }
   return agree_on_links(link.status());
+}
+
+Status Communicator::open_memory(const std::vector<std::vector<const Transport*>>& chosen,
+                                 const std::vector<Candidate>& candidates, const Group& group) {
+  WEFT_TRY_ASSIGN(const Transport* brings, who_brings_memory(chosen, candidates));
+  if (!brings) return {};
+  Group all = group;
+  for (int peer : mapped_ranks_)
+    if (peer != rank_) all.peers.push_back(peer);
+  Result<std::unique_ptr<Link>> link = brings->connect(all);
+  if (link.ok()) memory_link_ = std::move(*link);
+  WEFT_TRY(agree_on_links(link.status()));
+  log_info("rank {} of {}: {} ranks mapped through {}: {}", rank_, size(), all.peers.size(), brings->name(),
+           caps_of(candidates, brings).details);
+  return {};
 }
 
 // Links are connected on all ranks or on none.

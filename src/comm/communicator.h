@@ -56,6 +56,8 @@ class Communicator {
   // This rank's half of the ways to mapped peers and to port peers; the latter null where no rank of the
   // communicator has a port peer.
   Link& mapped_link() const { return *mapped_link_; }
+  // The link that brings the memory of windows (Caps::brings_memory); null where Weft makes it itself.
+  Link* memory_link() const { return memory_link_.get(); }
   Link* port_link() const { return port_link_.get(); }
   // That of the port link, with what is known of who was lost.
   Status port_status();
@@ -108,13 +110,15 @@ class Communicator {
   Communicator() = default;
   Status meet(std::string_view transport);
   bool is_mapped_enough(std::string_view wanted) const;
-  Status exchange_cards();
+  Status exchange_cards(std::string_view wanted);
   Status connect(std::string_view transport);
   Status watch_peers();
   Status meet_other_nodes();
   Status lost_in(std::string_view operation, Status status);
   Status open_links(const std::vector<std::vector<const Transport*>>& chosen,
                     const std::vector<Candidate>& candidates);
+  Status open_memory(const std::vector<std::vector<const Transport*>>& chosen,
+                     const std::vector<Candidate>& candidates, const Group& group);
   Status agree_on_links(const Status& mine);
   Result<std::vector<std::string>> show_all(std::string_view operation, const std::string& mine);
 
@@ -128,7 +132,7 @@ class Communicator {
   std::vector<int> mapped_ranks_;
   Sharing sharing_ = Sharing::kHostMemory;
   std::string port_pair_;  // why_not_all_mapped()
-  std::unique_ptr<Link> mapped_link_, port_link_;
+  std::unique_ptr<Link> mapped_link_, memory_link_, port_link_;
   double timeout_s_ = 0;
   uint64_t key_ = 0;
   std::string secret_;  // Group::secret

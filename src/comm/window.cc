@@ -7,6 +7,7 @@
 #include "base/config.h"
 #include "base/log.h"
 #include "base/random.h"
+#include "comm/link_range.h"
 
 namespace weft {
 namespace {
@@ -238,7 +239,11 @@ Status Window::add_segment(uint64_t at_least_bytes, SegmentOffer& offer, Parcel&
 }
 
 Status Window::make_ranges(uint64_t bytes) {
-  WEFT_TRY_ASSIGN(own_, new_range(bytes));
+  if (Link* memory = comm_->memory_link()) {
+    own_ = brought_ = std::make_shared<LinkRange>(*memory, number_, comm_->rank());
+  } else {
+    WEFT_TRY_ASSIGN(own_, new_range(bytes));
+  }
   ranges_.assign(comm_->size(), nullptr);
   bases_.assign(comm_->size(), nullptr);
   ranges_[comm_->rank()] = own_;
@@ -256,6 +261,11 @@ Result<std::shared_ptr<MappedRange>> Window::new_range(uint64_t bytes) const {
 
 // Maps the new segment of every peer after what is mapped of it already.
 Status Window::import_all(const std::vector<SegmentOffer>& offers, const std::vector<Parcel>& parcels) {
+  if (brought_) {
+    WEFT_TRY_ASSIGN(const std::vector<std::byte*> bases, brought_->map());
+    std::ranges::copy(bases, bases_.begin());
+    return publish_table();
+  }
   const std::vector<int>& ranks = comm_->mapped_ranks();
   for (size_t i = 0; i < ranks.size(); ++i)
     if (ranks[i] != comm_->rank()) WEFT_TRY(import_from(ranks[i], offers[i], parcels[ranks[i]]));

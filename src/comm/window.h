@@ -24,6 +24,7 @@
 namespace weft {
 
 struct SegmentOffer;
+class LinkRange;
 
 class Window {
  public:
@@ -47,7 +48,7 @@ class Window {
   const MeshPart& mesh() const { return mesh_; }
 
   // Collective. Makes bytes() at least `at_least_bytes` (the same on all ranks); contents and addresses stay.
-  // Not more than that: nothing changes. Errors as in create(), and kUnsupported with CUDA IPC; after an
+  // Not more than that: nothing changes. Errors as in create(), and kUnsupported with CUDA IPC or memory of a transport; after an
   // error the window is as before.
   Status grow(uint64_t at_least_bytes);
 
@@ -74,6 +75,7 @@ class Window {
   int number_;             // among the communicator's windows
   bool is_known_ = false;  // to the communicator, by that number
   std::shared_ptr<MappedRange> own_;
+  std::shared_ptr<LinkRange> brought_;  // own_, where the transport brings the memory; else null
   std::vector<std::shared_ptr<MappedRange>> ranges_;    // by rank; null where not mapped
   std::vector<std::shared_ptr<MappedRange>> imported_;  // those of ranges_ that this rank maps for itself
   std::vector<std::byte*> bases_;                       // by rank

@@ -24,10 +24,6 @@ Status fault_status(const FaultBox& fault) {
 Result<std::unique_ptr<ChannelLoop>> ChannelLoop::create(std::shared_ptr<Communicator> comm, uint64_t bytes) {
   if (comm->size() != 2) return Status::invalid("channel loop: got {} ranks, allowed: 2", comm->size());
   const Device device = comm->device();
-  // The host reads what the peer has added.
-  if (!device.is_host() && comm->sharing() != Sharing::kCudaPinned)
-    return Status::make(Code::kUnsupported,
-                        "channel loop: got mapped GPUs, allowed: CPU ranks, and GPUs through ports");
   WEFT_TRY_ASSIGN(auto window, Window::create(std::move(comm), header_bytes() + 2 * bytes));
   std::unique_ptr<ChannelLoop> loop(new ChannelLoop(std::move(window)));
   WEFT_TRY_ASSIGN(loop->fault_, HostVisible::create(device, sizeof(FaultBox)));
@@ -38,8 +34,14 @@ uint64_t ChannelLoop::room() const {
   return (window_->bytes() - header_bytes()) / 2 / 16 * 16;
 }
 
-uint64_t ChannelLoop::added() const {
-  return load_acquire(reinterpret_cast<const uint64_t*>(window_->local() + kAddedAt));
+Result<uint64_t> ChannelLoop::added() const {
+  const Communicator& comm = *window_->communicator();
+  const std::byte* word = window_->local() + kAddedAt;
+  if (comm.device().is_host() || comm.sharing() == Sharing::kCudaPinned)
+    return load_acquire(reinterpret_cast<const uint64_t*>(word));
+  uint64_t value = 0;
+  WEFT_TRY(copy_from_device(comm.device().ordinal, &value, word, sizeof value));
+  return value;
 }
 
 Result<std::vector<double>> ChannelLoop::run(const ChannelLoad& load) {

@@ -36,8 +36,8 @@ class ChannelLoop {
   const Window& window() const { return *window_; }
   uint64_t src_at() const { return header_bytes(); }
   uint64_t dst_at() const { return header_bytes() + room(); }
-  uint64_t room() const;   // bytes that may be sent, and received
-  uint64_t added() const;  // what the peer has added here so far
+  uint64_t room() const;           // bytes that may be sent, and received
+  Result<uint64_t> added() const;  // what the peer has added here so far
 
  private:
   explicit ChannelLoop(std::unique_ptr<Window> window) : window_(std::move(window)) {}

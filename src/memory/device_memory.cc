@@ -32,6 +32,12 @@ Status zero_device_memory(int ordinal, std::byte* at, uint64_t bytes) {
   });
 }
 
+Status copy_from_device(int ordinal, void* dst, const std::byte* src, uint64_t bytes) {
+  return run_apart(ordinal, "copy from device memory", [&](const CudaDriver& driver, CUstream stream) {
+    return driver.cuMemcpyAsync(address(dst), address(src), bytes, stream);
+  });
+}
+
 Status copy_to_device(int ordinal, std::byte* dst, const void* src, uint64_t bytes) {
   return run_apart(ordinal, "copy to device memory", [&](const CudaDriver& driver, CUstream stream) {
     return driver.cuMemcpyAsync(address(dst), address(src), bytes, stream);

@@ -16,6 +16,7 @@
 namespace weft {
 
 Status zero_device_memory(int ordinal, std::byte* at, uint64_t bytes);
+Status copy_from_device(int ordinal, void* dst, const std::byte* src, uint64_t bytes);
 Status copy_to_device(int ordinal, std::byte* dst, const void* src, uint64_t bytes);
 
 // Bytes copied once into memory of a GPU, which kernels read. Must outlive those kernels.

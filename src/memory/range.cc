@@ -14,8 +14,10 @@ Result<std::shared_ptr<MappedRange>> make_range(const RangeOptions& options) {
       return make_vmm_range(options);
     case Sharing::kCudaIpc:
       return make_ipc_range(options);
+    case Sharing::kByTransport:
+      break;
   }
-  return Status::invalid("sharing: unknown");
+  return Status::invalid("sharing: no range of memory is shared that way");
 }
 
 Status check_room(const MappedRange& range, uint64_t more, uint64_t reserved_bytes) {

@@ -23,8 +23,9 @@
 
 namespace weft {
 
-// kCudaPinned: memory of the host that kernels of GPUs use directly.
-enum class Sharing { kHostMemory, kCudaVmm, kCudaIpc, kCudaPinned };
+// kCudaPinned: memory of the host that kernels of GPUs use directly. kByTransport: memory that the transport brings
+// (Link::allocate()); no range of this layer.
+enum class Sharing { kHostMemory, kCudaVmm, kCudaIpc, kCudaPinned, kByTransport };
 
 inline std::ostream& operator<<(std::ostream& out, Sharing sharing) {
   switch (sharing) {
@@ -36,6 +37,8 @@ inline std::ostream& operator<<(std::ostream& out, Sharing sharing) {
       return out << "CUDA IPC";
     case Sharing::kCudaPinned:
       return out << "pinned host memory";
+    case Sharing::kByTransport:
+      return out << "memory of the transport";
   }
   return out << "?";
 }

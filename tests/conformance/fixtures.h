@@ -122,10 +122,48 @@ struct JitterFixture {
   }
 };
 
-using Fixtures = ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture,
-                                  HybridFixture, JitterFixture>;
+// Windows of NCCL's and of NVSHMEM's own memory, of libraries that stand in for them on CPUs (tests/support).
+template <const char* const& kVersion>
+struct NcclFixture {
+  static constexpr const char* kName = "nccl";
+  static constexpr const char* kTransport = kName;
+  using Mesh = MappedMesh;
+#if defined(__SANITIZE_THREAD__)  // sees two addresses of one memory as two
+  static std::vector<RanksAre> kinds() { return {}; }
+#else
+  static std::vector<RanksAre> kinds() { return {RanksAre::kThreads, RanksAre::kProcesses}; }
+#endif
+  static std::vector<int> ranks() { return {3}; }
+  static void set_up() {
+    Settings::set({{"WEFT_NCCL_LIBRARY", text("{}/libnccl.so.{}", WEFT_STAND_INS, kVersion).c_str()}});
+  }
+  static void tear_down() { Settings::clear({"WEFT_NCCL_LIBRARY"}); }
+};
+inline constexpr const char* kNccl228 = "2.28";
+inline constexpr const char* kNccl230 = "2.30";
+using Nccl228Fixture = NcclFixture<kNccl228>;
+using Nccl230Fixture = NcclFixture<kNccl230>;
+
+struct NvshmemFixture {
+  static constexpr const char* kName = "nvshmem";
+  static constexpr const char* kTransport = kName;
+  using Mesh = MappedMesh;
+#if defined(__SANITIZE_THREAD__)
+  static std::vector<RanksAre> kinds() { return {}; }
+#else
+  static std::vector<RanksAre> kinds() { return {RanksAre::kProcesses}; }
+#endif
+  static std::vector<int> ranks() { return {3}; }
+  static void set_up() { Settings::set({{"WEFT_NVSHMEM_LIBRARY", WEFT_STAND_INS "/libnvshmem_host.so.3"}}); }
+  static void tear_down() { Settings::clear({"WEFT_NVSHMEM_LIBRARY"}); }
+};
+
+using Fixtures =
+    ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture, HybridFixture,
+                     JitterFixture, Nccl228Fixture, Nccl230Fixture, NvshmemFixture>;
 inline constexpr const char* kTestedTransports[] = {MappedFixture::kName, TcpFixture::kName,
-                                                    JitterFixture::kName};
+                                                    JitterFixture::kName, Nccl228Fixture::kName,
+                                                    NvshmemFixture::kName};
 
 // The mesh of a window, if it is of the type that the fixture expects.
 template <class Mesh>

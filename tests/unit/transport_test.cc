@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "memory/range.h"
-#include "transports/mapped/caps.h"
+#include "transports/mapped_peers.h"
 
 namespace weft {
 namespace {
@@ -127,22 +127,22 @@ TEST(Nodes, ArePartsOfAHostWhenToldSo) {
 
 TEST(Mapped, ReachesRanksOfItsNode) {
   auto facts = ranks_on({"a", "a", "b"});
-  EXPECT_EQ(mapped_refuses(facts[0], facts[1]), "");
-  EXPECT_THAT(mapped_refuses(facts[0], facts[2]), HasSubstr("different hosts"));
+  EXPECT_EQ(why_not_mapped(facts[0], facts[1]), "");
+  EXPECT_THAT(why_not_mapped(facts[0], facts[2]), HasSubstr("different hosts"));
   number_nodes(facts, 1);
-  EXPECT_THAT(mapped_refuses(facts[0], facts[1]), HasSubstr("WEFT_RANKS_PER_NODE"));
+  EXPECT_THAT(why_not_mapped(facts[0], facts[1]), HasSubstr("WEFT_RANKS_PER_NODE"));
 }
 
 TEST(Mapped, NeedsDevicesThatReachEachOther) {
   auto facts = ranks_on({"a", "a"});
   facts[0].device = {Device::Kind::kCuda, 0};
-  EXPECT_THAT(mapped_refuses(facts[0], facts[1]), HasSubstr("one rank uses cuda:0, the other cpu"));
+  EXPECT_THAT(why_not_mapped(facts[0], facts[1]), HasSubstr("one rank uses cuda:0, the other cpu"));
   facts[1].device = {Device::Kind::kCuda, 1};
   facts[0].gpu = "0000:1b:00.0";
   facts[1].gpu = "0000:2b:00.0";
-  EXPECT_EQ(mapped_refuses(facts[0], facts[1]), "");
+  EXPECT_EQ(why_not_mapped(facts[0], facts[1]), "");
   facts[0].gpus_beyond = "0000:3b:00.0,0000:2b:00.0,";
-  EXPECT_EQ(mapped_refuses(facts[0], facts[1]), "GPU 0000:1b:00.0 has no peer access to GPU 0000:2b:00.0");
+  EXPECT_EQ(why_not_mapped(facts[0], facts[1]), "GPU 0000:1b:00.0 has no peer access to GPU 0000:2b:00.0");
 }
 
 std::vector<RankFacts> gpu_ranks(std::initializer_list<std::pair<bool, bool>> vmm_and_ipc) {

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "transports/mapped/caps.h"
+#include "transports/mapped_peers.h"
 
 namespace weft {
 namespace {
@@ -29,7 +29,7 @@ class MappedTransport : public Transport {
   const char* carried_by() const override { return "shared memory on the host; peer memory of GPUs"; }
   Caps caps(Device device) const override { return mapped_caps(device); }
   std::string refuses(const RankFacts& self, const RankFacts& peer) const override {
-    return mapped_refuses(self, peer);
+    return why_not_mapped(self, peer);
   }
   Result<std::unique_ptr<Link>> connect(const Group& group) const override {
     return std::unique_ptr<Link>(new MappedLink(group.rank, static_cast<int>(group.facts->size())));

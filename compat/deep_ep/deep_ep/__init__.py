@@ -10,7 +10,10 @@ from weft.moe.domains import get_logical_domain_size, get_physical_domain_size
 from weft.moe.elastic import ElasticBuffer
 from weft.moe.elastic_handle import EPHandle
 from weft.moe.events import EventHandle, EventOverlap
+from weft.moe.foreign_variables import understand_deep_ep as _understand
 from weft.moe.hybrid import HybridEPBuffer
+
+_understand()
 
 __version__ = f"2.1.0+weft.{_weft_version}"
 

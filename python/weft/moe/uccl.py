@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from weft import _core
 from weft.errors import Error, invalid
-from weft.moe import buffer
+from weft.moe import buffer, foreign_variables
 from weft.moe.uccl_runtime import Runtime
-from weft.runtime import logs
 
 _log = logging.getLogger("weft.uccl")
 
@@ -34,11 +33,7 @@ def understand_variables() -> None:
 
     It is a warning if one of them is not used. A value of Weft's own variable wins.
     """
-    made = _core.take_uccl_variables()
-    if made:
-        logs.follow(_core.config().log)
-        level = logging.INFO if all(is_used for _, is_used in made) else logging.WARNING
-        _log.log(level, "UCCL-EP's variables: %s", "; ".join(text for text, _ in made))
+    foreign_variables.say("UCCL-EP", _log, _core.take_uccl_variables())
 
 
 class Buffer(buffer.Buffer):

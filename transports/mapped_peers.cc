@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transports/mapped/caps.h"
+#include "transports/mapped_peers.h"
 
 #include "topology/gpus.h"
 
@@ -46,7 +46,7 @@ Caps mapped_caps(Device device) {
   return device.is_host() ? host_caps() : gpu_caps(device);
 }
 
-std::string mapped_refuses(const RankFacts& self, const RankFacts& peer) {
+std::string why_not_mapped(const RankFacts& self, const RankFacts& peer) {
   if (self.host != peer.host) return "the ranks are on different hosts, or in different network namespaces";
   if (self.node != peer.node)
     return "the ranks are on different nodes (WEFT_RANKS_PER_NODE divides the host)";

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which shared libraries are in this process, and where those of NVIDIA's Python packages lie.
+//   for (const std::string& path : loaded_libraries("libnccl.so")) ...          // the copies that are loaded
+//   for (const std::string& path : nvidia_library_paths("nccl", "libnccl.so.2")) ...   // where one may be, best first
+// Threads: any.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace weft {
+
+// Paths, links resolved and each once, of loaded libraries whose file name starts with `stem`.
+std::vector<std::string> loaded_libraries(std::string_view stem);
+
+// The folders "site-packages/nvidia" of the Python packages that are loaded in this process, and of the one that Weft
+// lies in.
+std::vector<std::string> nvidia_packages();
+
+// Where the library `file` of NVIDIA's package `package` may be: those folders, then the system's. Nobody has looked
+// whether it is there.
+std::vector<std::string> nvidia_library_paths(std::string_view package, std::string_view file);
+
+}  // namespace weft

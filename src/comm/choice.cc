@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/choice.h"
+
+#include <algorithm>
+
+#include "transports/mapped_peers.h"
+
+namespace weft {
+
+bool is_asked_for(std::string_view wanted, const Transport& transport) {
+  if (wanted == "auto")
+    return std::ranges::find(memory_transports(), &transport) == memory_transports().end();
+  return wanted.find(transport.name()) != std::string_view::npos;
+}
+
+std::vector<Candidate> candidates_for(std::string_view wanted, Device device) {
+  std::vector<Candidate> all;
+  for (const Transport* transport : transports()) {
+    all.push_back({transport, {}});
+    if (is_asked_for(wanted, *transport))
+      all.back().caps = transport->caps(device);
+    else
+      all.back().caps.only_by_name = true;  // and not named: never taken
+  }
+  return all;
+}
+
+const Caps& caps_of(const std::vector<Candidate>& candidates, const Transport* transport) {
+  const auto is_it = [&](const Candidate& candidate) { return candidate.transport == transport; };
+  return std::find_if(candidates.begin(), candidates.end(), is_it)->caps;
+}
+
+Reach reach_of(const std::vector<Candidate>& candidates, const Transport* transport) {
+  return caps_of(candidates, transport).reach;
+}
+
+Result<const Transport*> who_brings_memory(const std::vector<std::vector<const Transport*>>& chosen,
+                                           const std::vector<Candidate>& candidates) {
+  const Transport* brings = nullptr;
+  const Transport* other = nullptr;
+  for (const auto& of_rank : chosen)
+    for (const Transport* taken : of_rank) {
+      if (!taken) continue;
+      const Transport*& kind = caps_of(candidates, taken).brings_memory ? brings : other;
+      if (kind && kind != taken && &kind == &brings) other = taken;
+      if (!kind) kind = taken;
+    }
+  if (brings && other)
+    return Status::make(
+        Code::kUnsupported,
+        "transports: got {} and {}, allowed: {} alone, since windows lie in the memory that it brings",
+        brings->name(), other->name(), brings->name());
+  return brings;
+}
+
+}  // namespace weft

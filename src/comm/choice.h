@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which transports a communicator looks at, and what those that it has chosen have in common.
+//   const std::vector<Candidate> all = candidates_for("nccl", device);      // the others are not asked
+//   WEFT_TRY_ASSIGN(const Transport* brings, who_brings_memory(chosen, all));
+// Threads: any.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "transports/transport.h"
+
+namespace weft {
+
+// Whether a transport may be chosen, or stands behind one that may: others need not look at the machine.
+bool is_asked_for(std::string_view wanted, const Transport& transport);
+
+// All transports; the capabilities of those that are asked for.
+std::vector<Candidate> candidates_for(std::string_view wanted, Device device);
+
+// Of a transport that is among the candidates.
+const Caps& caps_of(const std::vector<Candidate>& candidates, const Transport* transport);
+Reach reach_of(const std::vector<Candidate>& candidates, const Transport* transport);
+
+// The transport that brings the memory of all windows; null where none was chosen. `chosen`: the transport of every rank
+// to every rank. All ranks find the same. Errors: kUnsupported where others were chosen beside it: a window lies in one
+// memory.
+Result<const Transport*> who_brings_memory(const std::vector<std::vector<const Transport*>>& chosen,
+                                           const std::vector<Candidate>& candidates);
+
+}  // namespace weft

@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the nccl transport promises beyond the channel: which library it takes and refuses, the order of its calls, and
+// what becomes of failures. With libraries that stand in for NCCL on CPUs; tests/gpu has the real one.
+#include <dlfcn.h>
+#include <gmock/gmock.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <functional>
+
+#include "conformance/fixtures.h"
+#include "support/stand_in_nccl.h"
+#include "transports/nccl/library.h"
+
+namespace weft {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::run_process_ranks;
+using testing::Settings;
+
+constexpr uint64_t kBytes = 100'000;
+const Device kGpu{Device::Kind::kCuda, 0};
+
+std::string path_of(const char* version) {
+  return text("{}/libnccl.so.{}", WEFT_STAND_INS, version);
+}
+
+void use(const std::string& path) {
+  Settings::set({{"WEFT_NCCL_LIBRARY", path.c_str()}});
+}
+
+// The library that the transport has opened, as its tests talk to it. Opened by the transport first, so that it is no
+// copy of somebody else's.
+template <class Function>
+Function of_stand_in(const char* name) {
+  use(path_of("2.30"));
+  const auto opened = nccl_link::open_library();
+  EXPECT_TRUE(opened.ok()) << opened.status().message();
+  void* handle = dlopen(path_of("2.30").c_str(), RTLD_NOW | RTLD_LOCAL);
+  return reinterpret_cast<Function>(dlsym(handle, name));
+}
+void set_faults(const StandInFaults& faults) {
+  of_stand_in<decltype(&standInNcclFaults)>("standInNcclFaults")(&faults);
+}
+std::string calls() {
+  std::string all;
+  of_stand_in<decltype(&standInNcclCalls)>("standInNcclCalls")(&all);
+  return all;
+}
+size_t allocations() {
+  return of_stand_in<decltype(&standInNcclAllocations)>("standInNcclAllocations")();
+}
+
+Result<std::shared_ptr<Communicator>> make_comm(std::shared_ptr<Bootstrap> boot, double timeout_s = 30,
+                                                const char* transport = "nccl") {
+  return Communicator::create(std::move(boot), Device{}, timeout_s, transport);
+}
+
+std::filesystem::path elsewhere() {
+  return std::filesystem::temp_directory_path() / text("weft-nccl-{}", getpid());
+}
+
+// A copy of a library that nobody has opened yet, as this process loads it from elsewhere.
+std::string load_elsewhere(const char* version) {
+  const std::filesystem::path folder = elsewhere();
+  std::filesystem::create_directories(folder);
+  const std::filesystem::path copy = folder / text("libnccl.so.{}", version);
+  std::filesystem::copy_file(path_of(version), copy, std::filesystem::copy_options::overwrite_existing);
+  EXPECT_NE(dlopen(copy.c_str(), RTLD_NOW | RTLD_LOCAL), nullptr) << dlerror();
+  return copy;
+}
+
+// Runs a body in a process of its own, which may load what it likes.
+void apart(const std::function<void()>& body) {
+  run_process_ranks(1, [&](std::shared_ptr<Bootstrap>) {
+    body();
+    std::filesystem::remove_all(elsewhere());
+  });
+}
+
+class Nccl : public ::testing::Test {
+ protected:
+  void SetUp() override { use(path_of("2.30")); }
+  void TearDown() override {
+    Settings::clear({"WEFT_NCCL_LIBRARY", "WEFT_RANKS_PER_NODE", "WEFT_PROXY_PROVIDER"});
+  }
+};
+
+std::string why_unusable(Device device) {
+  return nccl_transport().caps(device).unusable_because;
+}
+
+TEST_F(Nccl, ALibraryThatIsTooOldIsRefusedByItsVersion) {
+  use(path_of("2.27"));
+  EXPECT_THAT(why_unusable(kGpu),
+              AllOf(HasSubstr("libnccl.so.2.27"), HasSubstr("is NCCL 2.27.3"), HasSubstr("2.28.9 or newer")));
+}
+
+TEST_F(Nccl, AMissingLibraryIsNamed) {
+  use("/nowhere/libnccl.so.2");
+  EXPECT_THAT(why_unusable(kGpu), HasSubstr("/nowhere/libnccl.so.2"));
+  use("none");
+  EXPECT_EQ(why_unusable(kGpu), "WEFT_NCCL_LIBRARY is none");
+}
+
+TEST_F(Nccl, RanksOnTheCpuHaveNone) {
+  Settings::clear({"WEFT_NCCL_LIBRARY"});
+  EXPECT_THAT(why_unusable(Device{}), HasSubstr("this rank is on the CPU"));
+}
+
+TEST_F(Nccl, TwoCopiesInOneProcessAreNamedUnlessOneIsChosen) {
+  apart([] {
+    const std::string first = load_elsewhere("2.28"), second = load_elsewhere("2.30");
+    Settings::clear({"WEFT_NCCL_LIBRARY"});
+    EXPECT_THAT(why_unusable(kGpu),
+                AllOf(HasSubstr("two copies of NCCL"), HasSubstr(first), HasSubstr(second)));
+    use(first);
+    const auto chosen = nccl_link::open_library();
+    ASSERT_TRUE(chosen.ok()) << chosen.status().message();
+    EXPECT_EQ((*chosen)->version, 22809);
+    EXPECT_EQ((*chosen)->GetLsaDevicePointer, nullptr);
+  });
+}
+
+TEST_F(Nccl, TheCopyThatIsLoadedIsTaken) {
+  apart([] {
+    const std::string copy = load_elsewhere("2.28");
+    Settings::clear({"WEFT_NCCL_LIBRARY"});
+    const auto found = nccl_link::open_library();
+    ASSERT_TRUE(found.ok()) << found.status().message();
+    EXPECT_EQ((*found)->path, copy);
+    EXPECT_TRUE((*found)->was_loaded);
+  });
+}
+
+TEST_F(Nccl, NeverTakenUnlessNamed) {
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    const auto comm = make_comm(boot, 30, "auto");
+    ASSERT_TRUE(comm.ok()) << comm.status().message();
+    EXPECT_STREQ((*comm)->transport_to(1 - (*comm)->rank())->name(), "mapped");
+  });
+}
+
+TEST_F(Nccl, CallsComeInNcclsOrderAndNothingIsLeft) {
+  set_faults({});
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    const bool is_first = boot->rank() == 0;
+    auto comm = make_comm(boot);
+    ASSERT_TRUE(comm.ok()) << comm.status().message();
+    EXPECT_EQ((*comm)->sharing(), Sharing::kByTransport);
+    const std::string probed = "CommInitRankConfig MemAlloc CommWindowRegister CommWindowDeregister MemFree";
+    EXPECT_EQ(calls(), (is_first ? "GetUniqueId " : "") + probed);
+    set_faults({});
+    {
+      auto window = Window::create(*comm, kBytes);
+      ASSERT_TRUE(window.ok()) << window.status().message();
+      EXPECT_EQ((*window)->bytes(), uint64_t{2} << 20);
+      EXPECT_EQ(calls(), "MemAlloc CommWindowRegister");
+      ASSERT_TRUE((*comm)->barrier().ok());
+    }
+    (*comm).reset();
+    EXPECT_EQ(calls(), "MemAlloc CommWindowRegister CommWindowDeregister MemFree CommAbort");
+    EXPECT_EQ(allocations(), 0u);
+  });
+}
+
+TEST_F(Nccl, ACallThatSaysSuccessWhileItGoesOnIsWaitedFor) {
+  set_faults({.says_success_early = true});
+  run_process_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
+    auto comm = make_comm(boot);
+    ASSERT_TRUE(comm.ok()) << comm.status().message();
+    for (int turn = 0; turn < 5; ++turn) EXPECT_TRUE(Window::create(*comm, kBytes).ok());
+  });
+  set_faults({});
+}
+
+TEST_F(Nccl, AWindowDoesNotGrowAndStays) {
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    auto comm = make_comm(boot);
+    ASSERT_TRUE(comm.ok());
+    auto window = Window::create(*comm, kBytes);
+    ASSERT_TRUE(window.ok());
+    std::byte* const before = (*window)->base(1 - (*comm)->rank());
+    const Status grown = (*window)->grow(uint64_t{5} << 20);
+    EXPECT_EQ(grown.code(), Code::kUnsupported);
+    EXPECT_THAT(grown.message(), HasSubstr("cannot grow beyond its 2097152 bytes"));
+    EXPECT_EQ((*window)->base(1 - (*comm)->rank()), before);
+    before[(*comm)->rank()] = std::byte{7};
+    ASSERT_TRUE((*comm)->barrier().ok());
+    EXPECT_EQ((*window)->local()[1 - (*comm)->rank()], std::byte{7});
+    ASSERT_TRUE((*comm)->barrier().ok());
+  });
+}
+
+TEST_F(Nccl, WithoutSymmetricMemoryNoCommunicatorIsMade) {
+  set_faults({.is_symmetric = false});
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    const auto comm = make_comm(boot);
+    EXPECT_EQ(comm.status().code(), Code::kUnsupported);
+    EXPECT_THAT(comm.status().message(),
+                AllOf(HasSubstr("NCCL 2.30.7 does not support symmetric memory here"),
+                      HasSubstr("NCCL_CUMEM_ENABLE")));
+    EXPECT_EQ(allocations(), 0u);
+  });
+  set_faults({});
+}
+
+TEST_F(Nccl, RanksBeyondTheTeamAreRefused) {
+  set_faults({.lsa_ranks = 2});
+  run_process_ranks(4, [](std::shared_ptr<Bootstrap> boot) {
+    EXPECT_THAT(make_comm(boot).status().message(), HasSubstr("joins 2 of 4 ranks by loads and stores"));
+  });
+  set_faults({});
+}
+
+TEST_F(Nccl, ARankWithoutMemoryFailsTheWindowOnAllOfThem) {
+  run_process_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
+    const int rank = boot->rank();
+    auto comm = make_comm(boot);
+    ASSERT_TRUE(comm.ok());
+    if (rank == 1) set_faults({.allocations = 0});
+    const auto window = Window::create(*comm, kBytes);
+    EXPECT_THAT(window.status().message(),
+                AllOf(HasSubstr("window.create, on rank 1"), HasSubstr("ncclMemAlloc")));
+    EXPECT_EQ(allocations(), 0u);
+    if (rank == 1) set_faults({});
+    EXPECT_TRUE(Window::create(*comm, kBytes).ok());  // nothing was lost by it
+  });
+}
+
+TEST_F(Nccl, ARankThatStaysAwayIsAnErrorAtTheDeadline) {
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    if (boot->rank() == 1) set_faults({.stays_away_at_init = 1});
+    const auto comm = make_comm(boot, 1.0);
+    EXPECT_EQ(comm.status().code(), Code::kPeerLost);
+    EXPECT_THAT(comm.status().message(),
+                AllOf(HasSubstr("ncclCommInitRankConfig"), HasSubstr("waited 1 s for the other 1 ranks")));
+  });
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    if (boot->rank() == 1) set_faults({.stays_away_at_register = 1, .registers_before = 1});
+    auto comm = make_comm(boot, 1.0);
+    ASSERT_TRUE(comm.ok()) << comm.status().message();
+    const auto window = Window::create(*comm, kBytes);
+    EXPECT_EQ(window.status().code(), Code::kPeerLost);
+    EXPECT_THAT(window.status().message(), HasSubstr("ncclCommWindowRegister"));
+    // The communicator of NCCL is gone: what follows is refused at once.
+    EXPECT_EQ(Window::create(*comm, kBytes).status().code(), Code::kPeerLost);
+    EXPECT_EQ(allocations(), 0u);
+  });
+}
+
+TEST_F(Nccl, OtherVersionsOnOtherRanksAreRefused) {
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    if (boot->rank() == 1) use(path_of("2.28"));
+    EXPECT_THAT(make_comm(boot).status().message(),
+                AllOf(HasSubstr("NCCL 2.30.7"), HasSubstr("NCCL 2.28.9")));
+  });
+}
+
+TEST_F(Nccl, PortsBesideItAreRefusedSinceTheySendFromOtherMemory) {
+  Settings::set({{"WEFT_RANKS_PER_NODE", "2"}, {"WEFT_PROXY_PROVIDER", "fabric:tcp"}});
+  run_process_ranks(4, [](std::shared_ptr<Bootstrap> boot) {
+    EXPECT_THAT(make_comm(boot, 30, "nccl,proxy").status().message(),
+                HasSubstr("got nccl and proxy, allowed: nccl alone"));
+  });
+}
+
+// ---- NVSHMEM -----------------------------------------------------------------------------------------------
+
+class Nvshmem : public ::testing::Test {
+ protected:
+  void SetUp() override { testing::NvshmemFixture::set_up(); }
+  void TearDown() override { testing::NvshmemFixture::tear_down(); }
+};
+
+TEST_F(Nvshmem, ALibraryThatIsTooOldIsRefusedByItsVersion) {
+  Settings::set({{"WEFT_NVSHMEM_LIBRARY", WEFT_STAND_INS "/libnvshmem_host.so.2"}});
+  EXPECT_THAT(nvshmem_transport().caps(kGpu).unusable_because,
+              AllOf(HasSubstr("is NVSHMEM 2.7.2"), HasSubstr("3.0 or newer")));
+}
+
+TEST_F(Nvshmem, ThreadsOfOneProcessAreRefused) {
+  testing::run_thread_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    EXPECT_THAT(make_comm(boot, 30, "nvshmem").status().message(), HasSubstr("one rank for each process"));
+  });
+}
+
+// Windows come and go in another order on every rank; their memory is used again all the same.
+TEST_F(Nvshmem, MemoryIsUsedAgainWhenEveryRankHasGivenItBack) {
+  run_process_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
+    auto comm = make_comm(boot, 30, "nvshmem");
+    ASSERT_TRUE(comm.ok()) << comm.status().message();
+    auto first = Window::create(*comm, kBytes);
+    ASSERT_TRUE(first.ok()) << first.status().message();
+    std::byte* const at = (*first)->local();
+    std::memset(at, 0x33, kBytes);
+    if ((*comm)->rank() != 0) first->reset();
+    auto second = Window::create(*comm, kBytes);  // rank 0 still has the first
+    ASSERT_TRUE(second.ok());
+    EXPECT_NE((*second)->local(), at);
+    if ((*comm)->rank() == 0) first->reset();
+    auto third = Window::create(*comm, kBytes);
+    ASSERT_TRUE(third.ok());
+    EXPECT_EQ((*third)->local(), at);
+    EXPECT_EQ(at[17], std::byte{0});
+    ASSERT_TRUE((*comm)->barrier().ok());
+  });
+}
+
+TEST_F(Nvshmem, AnotherCommunicatorOfTheSameRanksSharesIt) {
+  run_process_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
+    ASSERT_TRUE(make_comm(boot, 30, "nvshmem").ok());
+    ASSERT_TRUE(make_comm(boot, 30, "nvshmem").ok());
+  });
+}
+
+}  // namespace
+}  // namespace weft

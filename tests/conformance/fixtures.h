@@ -16,6 +16,7 @@
 #include "comm/window.h"
 #include "kernels/core/hybrid.cuh"
 #include "providers/loopback/loopback.h"
+#include "support/nic_model.h"
 #include "support/ranks.h"
 #include "transports/list.h"
 
@@ -105,6 +106,37 @@ struct HybridFixture {
   static void tear_down() { Settings::clear({"WEFT_PROXY_PROVIDER", "WEFT_RANKS_PER_NODE"}); }
 };
 
+// Threads that write the queues of a model of a NIC. Rings are tiny, so that they wrap and fill up; puts are cut; there
+// are two queues to a peer; or all completions share one place, and a thread of the host rings.
+template <bool kShares>
+struct IbgdaFixture {
+  static constexpr const char* kName = "ibgda";
+  static constexpr const char* kTransport = kName;
+  using Mesh = IbgdaMesh;
+  static std::vector<RanksAre> kinds() { return {RanksAre::kThreads}; }
+  static std::vector<int> ranks() { return kShares ? std::vector<int>{2, 3} : std::vector<int>{2, 3, 7}; }
+  static void set_up() {
+    Settings::set({{"WEFT_IBGDA_DEPTH", kShares ? "16" : "4"}, {"WEFT_IBGDA_QUEUES", kShares ? "1" : "2"}});
+    model() = std::make_unique<NicModel>(NicPlan{.seed = kShares ? 6u : 5u,
+                                                 .shares_completion = kShares,
+                                                 .is_rung_by_host = kShares,
+                                                 .put_shift = 12});
+    ibgda::set_nic_source(model().get());
+  }
+  static void tear_down() {
+    EXPECT_EQ(model()->failures(), "");
+    ibgda::set_nic_source(nullptr);
+    model().reset();
+    Settings::clear({"WEFT_IBGDA_DEPTH", "WEFT_IBGDA_QUEUES"});
+  }
+  static std::unique_ptr<NicModel>& model() {
+    static std::unique_ptr<NicModel> one;
+    return one;
+  }
+};
+using QueueFixture = IbgdaFixture<false>;
+using SharedCompletionFixture = IbgdaFixture<true>;
+
 // Random waits, before calls and between a put and its signal.
 struct JitterFixture {
   static constexpr const char* kName = "jitter:proxy";
@@ -123,9 +155,10 @@ struct JitterFixture {
 };
 
 using Fixtures = ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture,
-                                  HybridFixture, JitterFixture>;
+                                  HybridFixture, JitterFixture,
+                                  QueueFixture, SharedCompletionFixture>;
 inline constexpr const char* kTestedTransports[] = {MappedFixture::kName, TcpFixture::kName,
-                                                    JitterFixture::kName};
+                                                    JitterFixture::kName, QueueFixture::kName};
 
 // The mesh of a window, if it is of the type that the fixture expects.
 template <class Mesh>

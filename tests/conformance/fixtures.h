@@ -137,6 +137,35 @@ struct IbgdaFixture {
 using QueueFixture = IbgdaFixture<false>;
 using SharedCompletionFixture = IbgdaFixture<true>;
 
+// Ports for tests of kernels, in nodes of so many ranks: proxies over a network that reorders and delays, or queues of a
+// model of a NIC. FIFOs and rings are small, so that they wrap and fill up.
+struct PortsCase {
+  const char* ranks_per_node;
+  bool has_queues = false;
+
+  void set_up() const {
+    Settings::set({{"WEFT_PROXY_PROVIDER", "loopback"},
+                   {"WEFT_PROXY_FIFO", "16"},
+                   {"WEFT_PROXIES", "2"},
+                   {"WEFT_RANKS_PER_NODE", ranks_per_node}});
+    if (has_queues) {
+      QueueFixture::set_up();
+      Settings::set({{"WEFT_TRANSPORT", "mapped,ibgda"}});
+    } else {
+      ReorderingFixture::network().set_plan({.seed = 5, .reorder = 0.3, .delay = 0.1, .delay_polls = 20});
+    }
+  }
+  void tear_down() const {
+    if (has_queues) QueueFixture::tear_down();
+    ReorderingFixture::network().set_plan({});
+    Settings::clear({"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO", "WEFT_PROXIES", "WEFT_RANKS_PER_NODE",
+                     "WEFT_TRANSPORT"});
+  }
+  friend void PrintTo(const PortsCase& ports, std::ostream* out) {
+    *out << ports.ranks_per_node << (ports.has_queues ? " ibgda" : " proxy");
+  }
+};
+
 // Random waits, before calls and between a put and its signal.
 struct JitterFixture {
   static constexpr const char* kName = "jitter:proxy";

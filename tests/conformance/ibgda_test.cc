@@ -129,6 +129,37 @@ TEST_F(Ibgda, WarpsShareAQueueBeyondSixteenBits) {
   }
 }
 
+// Blocks put through different queues to one peer; whoever has synchronised with them signals through any.
+TEST_F(Ibgda, SignalsStayBehindPutsOfOtherQueues) {
+  use({.seed = 22, .passes = 0.7}, "8", "3");
+  on_ranks(2, [](Rank& rank) {
+    constexpr uint32_t kBlocks = 5, kRounds = 60;
+    constexpr uint64_t kShare = 1024;
+    auto* data = rank.mesh.local();
+    const uint32_t peer = rank.mesh.rank() ^ 1;
+    for (uint32_t round = 1; round <= kRounds; ++round) {
+      rank.mesh.to(peer).flush();
+      std::memset(data + 65536, static_cast<int>(round), kBlocks * kShare);
+      std::vector<std::thread> blocks;
+      for (uint32_t block = 0; block < kBlocks; ++block)
+        blocks.emplace_back([&, block] {
+          host_thread.block = block;
+          host_thread.blocks = kBlocks;
+          rank.mesh.to(peer).put(Warp{}, 4096 + block * kShare, 65536 + block * kShare, kShare);
+        });
+      for (std::thread& block : blocks) block.join();
+      rank.mesh.to(peer).put_value(8, round);
+      ASSERT_TRUE(rank.wait(8, round));
+      for (uint64_t i = 0; i < kBlocks * kShare; ++i)
+        ASSERT_EQ(data[4096 + i], static_cast<std::byte>(round)) << "round " << round << ", byte " << i;
+      rank.mesh.to(peer).put_value(16, round);  // read
+      ASSERT_TRUE(rank.wait(16, round));
+    }
+    for (uint32_t lane = 0; lane < 3; ++lane) EXPECT_GT(rank.mesh.queues[peer * 3 + lane].state->published, 0u);
+    ASSERT_TRUE(rank.meet().ok());
+  });
+}
+
 // Every refusal that a NIC knows: rank 0's queue to rank 1 breaks, by name; rank 2 goes on with both; afterwards a new
 // communicator works.
 class IbgdaRefused : public Ibgda, public ::testing::WithParamInterface<Syndrome> {};

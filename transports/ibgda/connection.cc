@@ -182,7 +182,7 @@ class IbgdaLink : public Link {
     }
     if (lost_.ok()) lost_ = why;
     if (!broken_.try_emplace(peer, text("is lost: {}", why.message())).second) return;
-    queues_->forgo(peer);
+    if (fault.site == Site::kQueueRefused) queues_->forgo(peer);
     if (tell_ && peer != rank_) tell_(peer, broken_.at(peer));
   }
 

@@ -129,6 +129,11 @@ bool Queues::is_broken(size_t place) const {
   return load_acquire(&faults_[place].raised) != 0;
 }
 
+// Not so where a kernel gave up or asked for a wrong place: the NIC knows nothing of that.
+bool Queues::is_refused(size_t place) const {
+  return is_broken(place) && faults_[place].site == Site::kQueueRefused;
+}
+
 namespace {
 
 // What the record says was posted, and the completion of the last of it. 16 bits of a count.
@@ -146,7 +151,7 @@ Newest newest_of(const QueueMemory& memory) {
 }  // namespace
 
 bool Queues::is_idle(size_t place) const {
-  if (is_broken(place)) return true;
+  if (is_refused(place)) return true;
   const Newest newest = newest_of(pairs_.at(place).pair->memory());
   const bool is_fresh = newest.next == 0 && opcode_of(newest.last) == kNotYet;
   return is_fresh || newest.is_of_it;
@@ -246,7 +251,7 @@ void Queues::leave(Deadline until) {
   if (!drain(until)) return;
   const auto is_forgone = [&](size_t at) {
     std::lock_guard lock(mutex_);
-    return is_broken(at) || forgone_.contains(pairs_.at(at).peer);
+    return is_refused(at) || forgone_.contains(pairs_.at(at).peer);
   };
   for (const auto& [at, pair] : pairs_)
     if (!is_forgone(at)) post_farewell(at);

@@ -66,6 +66,7 @@ class Queues {
   }
   bool is_idle(size_t place) const;
   bool is_broken(size_t place) const;
+  bool is_refused(size_t place) const;
   void post_farewell(size_t place);
   void look_for_errors(size_t place);
   bool notices_break(size_t place);

@@ -106,6 +106,7 @@ inline void max_local_release(uint64_t* at, uint64_t value) {
 // Writes a register of a NIC after everything that the thread knew before is visible to the NIC.
 inline void store_register(uint64_t* at, uint64_t value) {
   store_release(at, value);
+  publish_streaming_stores();  // registers may be memory that combines writes
 }
 // Orders everything before it against everything after it, for peers too.
 inline void fence_system() {

@@ -17,6 +17,9 @@
 namespace weft {
 
 struct IbgdaMesh;
+namespace ibgda {
+struct Ends;
+}
 
 class IbgdaChannel {
  public:
@@ -52,17 +55,8 @@ class IbgdaChannel {
                              const Signal& signal);
   WEFT_DEVICE ibgda::Entry signal_entry(const ibgda::Queue& queue, ibgda::Heading at, const Signal& signal);
   WEFT_DEVICE const ibgda::Queue& own_queue() const;
-  WEFT_DEVICE WaitRule rule(const ibgda::Queue& queue) const;
-
-  WEFT_DEVICE bool reserve(const ibgda::Queue& queue, uint32_t count, uint64_t& first);
-  WEFT_DEVICE bool publish(const ibgda::Queue& queue, uint64_t first, uint32_t count);
-  // How many entries are done, after a look whether `want` are.
-  WEFT_DEVICE uint64_t look(const ibgda::Queue& queue, uint64_t want);
-  WEFT_DEVICE bool await_completed(const ibgda::Queue& queue, uint64_t want, Site site);
+  WEFT_DEVICE ibgda::Ends ends() const;
   WEFT_DEVICE void settle_others(const ibgda::Queue& own);
-  WEFT_DEVICE void refuse(const ibgda::Queue& queue, uint64_t done, uint64_t end);
-  WEFT_DEVICE void break_queue(const ibgda::Queue& queue, Site site, uint64_t expected, uint64_t seen,
-                               uint64_t waited_ns, uint32_t detail = 0);
 
   const IbgdaMesh* mesh_;
   uint32_t peer_;
@@ -89,110 +83,131 @@ struct IbgdaMesh {
 };
 static_assert(sizeof(IbgdaMesh) == 72);
 
-WEFT_DEVICE const ibgda::Queue& IbgdaChannel::own_queue() const {
-  const uint32_t lane = mesh_->queues_per_peer == 1 ? 0 : Block().index() % mesh_->queues_per_peer;
-  return mesh_->queues[peer_ * mesh_->queues_per_peer + lane];
-}
+namespace ibgda {
 
-WEFT_DEVICE WaitRule IbgdaChannel::rule(const ibgda::Queue& queue) const {
-  return {mesh_->timeout_ns, queue.fault, mesh_->self, 0};
-}
+// Who posts to whom, and for how long it waits.
+struct Ends {
+  uint64_t timeout_ns;
+  uint32_t self, peer;
+};
 
-WEFT_DEVICE void IbgdaChannel::break_queue(const ibgda::Queue& queue, Site site, uint64_t expected,
-                                           uint64_t seen, uint64_t waited_ns, uint32_t detail) {
-  raise(queue.fault, site, mesh_->self, peer_, expected, seen, waited_ns, detail);
+WEFT_DEVICE void break_queue(const Queue& queue, Ends ends, Site site, uint64_t expected, uint64_t seen,
+                             uint64_t waited_ns, uint32_t detail = 0) {
+  raise(queue.fault, site, ends.self, ends.peer, expected, seen, waited_ns, detail);
   store_relaxed(&queue.state->is_broken, uint32_t{1});
 }
 
-WEFT_DEVICE const ibgda::Completion* completion_of(const ibgda::Queue& queue, uint64_t index) {
-  return reinterpret_cast<const ibgda::Completion*>(queue.entries) +
-         (static_cast<uint32_t>(index) & queue.entry_mask);
+WEFT_DEVICE const Completion* completion_of(const Queue& queue, uint64_t index) {
+  return reinterpret_cast<const Completion*>(queue.entries) + (static_cast<uint32_t>(index) & queue.entry_mask);
 }
 
-// Looks at the completion of entry want - 1, or at the one that all share. `completed` is read before and after it:
-// while that stays, no more than the queue's blocks can have been posted beyond, so 16 bits say which entry is meant.
-WEFT_DEVICE uint64_t IbgdaChannel::look(const ibgda::Queue& queue, uint64_t want) {
+// Entry end - 1 was refused; it may be one of many that were flushed after the first.
+WEFT_DEVICE void refuse(const Queue& queue, Ends ends, uint64_t done, uint64_t end) {
+  for (uint64_t index = queue.entry_mask ? done : end - 1; index < end; ++index) {
+    const Completion* entry = completion_of(queue, index);
+    const uint32_t last = load_acquire(&entry->last);
+    if (opcode_of(last) != kRefused || index_of(last) != (index & 0xffffu)) continue;
+    return break_queue(queue, ends, Site::kQueueRefused, index, done, 0,
+                       static_cast<uint32_t>(entry->vendor) << 8 | entry->syndrome);
+  }
+}
+
+// How many entries are done, after a look whether `want` are: at the completion of entry want - 1, or at the one that
+// all share. `completed` is read before and after it: while that stays, no more than the queue's blocks can have been
+// posted beyond, so 16 bits say which entry is meant.
+WEFT_DEVICE uint64_t look(const Queue& queue, Ends ends, uint64_t want) {
   const uint64_t done = load_acquire(&queue.state->completed);
   if (done >= want) return done;
   const uint32_t last = load_acquire(&completion_of(queue, want - 1)->last);
-  if (ibgda::opcode_of(last) == ibgda::kNotYet) return done;
-  const auto ahead = static_cast<int16_t>(ibgda::index_of(last) - static_cast<uint32_t>(done & 0xffffu));
+  if (opcode_of(last) == kNotYet) return done;
+  const auto ahead = static_cast<int16_t>(index_of(last) - static_cast<uint32_t>(done & 0xffffu));
   if (ahead < 0) return done;
   const uint64_t now = load_acquire(&queue.state->completed);
   if (now != done) return now;
   const uint64_t end = done + static_cast<uint64_t>(ahead) + 1;
-  if (ibgda::opcode_of(last) == ibgda::kRefused) {
-    refuse(queue, done, end);
+  if (opcode_of(last) == kRefused) {
+    refuse(queue, ends, done, end);
     return done;
   }
   max_local_release(&queue.state->completed, end);
   return end;
 }
 
-// Entry end - 1 was refused; it may be one of many that were flushed after the first.
-WEFT_DEVICE void IbgdaChannel::refuse(const ibgda::Queue& queue, uint64_t done, uint64_t end) {
-  for (uint64_t index = queue.entry_mask ? done : end - 1; index < end; ++index) {
-    const ibgda::Completion* entry = completion_of(queue, index);
-    const uint32_t last = load_acquire(&entry->last);
-    if (ibgda::opcode_of(last) != ibgda::kRefused || ibgda::index_of(last) != (index & 0xffffu)) continue;
-    return break_queue(queue, Site::kQueueRefused, index, done, 0,
-                       static_cast<uint32_t>(entry->vendor) << 8 | entry->syndrome);
-  }
-}
-
-WEFT_DEVICE bool IbgdaChannel::await_completed(const ibgda::Queue& queue, uint64_t want, Site site) {
-  uint64_t seen = load_acquire(&queue.state->completed), waited_ns = 0;
-  if (seen >= want) return true;
+// Waits until `want` entries are done. False: they will not be.
+WEFT_APART bool await_completed(const Queue& queue, Ends ends, uint64_t want, Site site) {
+  uint64_t seen = 0, waited_ns = 0;
   bool is_broken = false;
-  const auto ends = [&] {
-    seen = look(queue, want);
+  const WaitRule rule{ends.timeout_ns, queue.fault, ends.self, 0};
+  const auto comes = [&] {
+    seen = look(queue, ends, want);
     is_broken = load_relaxed(&queue.state->is_broken) != 0;
     return seen >= want || is_broken;
   };
-  if (!poll(rule(queue), waited_ns, ends)) {
-    break_queue(queue, site, want, seen, waited_ns);
+  if (!poll(rule, waited_ns, comes)) {
+    break_queue(queue, ends, site, want, seen, waited_ns);
     return false;
   }
   return !is_broken;
 }
 
+// Waits until the entries before `first` are published. False: they will not be.
+WEFT_APART bool await_turn(const Queue& queue, Ends ends, uint64_t first) {
+  uint64_t seen = 0, waited_ns = 0;
+  bool is_broken = false;
+  const WaitRule rule{ends.timeout_ns, queue.fault, ends.self, 0};
+  const auto comes = [&] {
+    seen = load_acquire(&queue.state->published);
+    is_broken = load_relaxed(&queue.state->is_broken) != 0;
+    return seen == first || is_broken;
+  };
+  if (!poll(rule, waited_ns, comes)) break_queue(queue, ends, Site::kQueueOrder, first, seen, waited_ns);
+  return seen == first;
+}
+
 // Takes the next `count` blocks, which are at most all, and waits until the NIC no longer needs what stands there.
-WEFT_DEVICE bool IbgdaChannel::reserve(const ibgda::Queue& queue, uint32_t count, uint64_t& first) {
+WEFT_DEVICE bool reserve(const Queue& queue, Ends ends, uint32_t count, uint64_t& first) {
   if (load_relaxed(&queue.state->is_broken) != 0) return false;
   first = add_local(&queue.state->reserved, static_cast<uint64_t>(count));
   const uint64_t end = first + count, blocks = uint64_t{queue.block_mask} + 1;
-  return end <= blocks || await_completed(queue, end - blocks, Site::kQueueRoom);
+  return end <= blocks + load_acquire(&queue.state->completed) ||
+         await_completed(queue, ends, end - blocks, Site::kQueueRoom);
 }
 
-// Tells the NIC of entries that are written. One thread at a time, in the order of the entries: so neither the record nor
-// the doorbell ever goes back.
-WEFT_DEVICE bool IbgdaChannel::publish(const ibgda::Queue& queue, uint64_t first, uint32_t count) {
-  ibgda::QueueState& state = *queue.state;
-  if (load_acquire(&state.published) != first) {
-    uint64_t seen = 0, waited_ns = 0;
-    bool is_broken = false;
-    const auto comes = [&] {
-      seen = load_acquire(&state.published);
-      is_broken = load_relaxed(&state.is_broken) != 0;
-      return seen == first || is_broken;
-    };
-    if (!poll(rule(queue), waited_ns, comes)) break_queue(queue, Site::kQueueOrder, first, seen, waited_ns);
-    if (seen != first) return false;
-  }
+WEFT_DEVICE void write_entry_to(const Queue& queue, uint64_t index, const Entry& entry) {
+  auto* block =
+      reinterpret_cast<Vec16*>(queue.ring + (static_cast<uint32_t>(index) & queue.block_mask) * kBlockBytes);
+  WEFT_UNROLL
+  for (uint32_t unit = 0; unit < kBlockBytes / kUnitBytes; ++unit) store_vec(block + unit, entry.units[unit]);
+}
+
+// Tells the NIC of entries that are written. One thread at a time, in the order of the entries: so neither the record
+// nor the doorbell ever goes back.
+WEFT_DEVICE bool publish(const Queue& queue, Ends ends, uint64_t first, uint32_t count) {
+  QueueState& state = *queue.state;
+  if (load_acquire(&state.published) != first && !await_turn(queue, ends, first)) return false;
   const uint64_t next = first + count;
-  store_release(queue.record + ibgda::kRecordOfSends, ibgda::record_word(next));
-  store_register(queue.doorbell, ibgda::doorbell_word(next, queue.number));
+  store_release(queue.record + kRecordOfSends, record_word(next));
+  store_register(queue.doorbell, doorbell_word(next, queue.number));
   store_relaxed(&state.rung, load_relaxed(&state.rung) + 1);
   store_release_local(&state.published, next);
   return true;
 }
 
-WEFT_DEVICE void write_entry_to(const ibgda::Queue& queue, uint64_t index, const ibgda::Entry& entry) {
-  auto* block = reinterpret_cast<Vec16*>(
-      queue.ring + (static_cast<uint32_t>(index) & queue.block_mask) * ibgda::kBlockBytes);
-  WEFT_UNROLL
-  for (uint32_t unit = 0; unit < ibgda::kBlockBytes / ibgda::kUnitBytes; ++unit)
-    store_vec(block + unit, entry.units[unit]);
+// Waits until everything published so far is done.
+WEFT_DEVICE void settle(const Queue& queue, Ends ends) {
+  const uint64_t want = load_acquire(&queue.state->published);
+  if (load_acquire(&queue.state->completed) < want) await_completed(queue, ends, want, Site::kQueueFlush);
+}
+
+}  // namespace ibgda
+
+WEFT_DEVICE const ibgda::Queue& IbgdaChannel::own_queue() const {
+  const uint32_t lane = mesh_->queues_per_peer == 1 ? 0 : Block().index() % mesh_->queues_per_peer;
+  return mesh_->queues[peer_ * mesh_->queues_per_peer + lane];
+}
+
+WEFT_DEVICE ibgda::Ends IbgdaChannel::ends() const {
+  return {mesh_->timeout_ns, mesh_->self, peer_};
 }
 
 WEFT_DEVICE bool IbgdaChannel::is_inside(const ibgda::Queue& queue, WindowOffset dst, WindowOffset src,
@@ -201,7 +216,7 @@ WEFT_DEVICE bool IbgdaChannel::is_inside(const ibgda::Queue& queue, WindowOffset
   const bool is_range = bytes <= room && dst <= room - bytes && src <= room - bytes;
   const bool is_word = signal.kind == Signal::kNone || (room >= 8 && signal.word <= room - 8);
   if (is_range && is_word && (dst | src | bytes) % ibgda::kUnitBytes == 0 && signal.word % 8 == 0) return true;
-  break_queue(queue, Site::kPortRange, room, is_word && signal.word % 8 == 0 ? dst : signal.word, 0);
+  ibgda::break_queue(queue, ends(), Site::kPortRange, room, is_word && signal.word % 8 == 0 ? dst : signal.word, 0);
   return false;
 }
 
@@ -227,24 +242,24 @@ WEFT_DEVICE void IbgdaChannel::put_range(WindowOffset dst, WindowOffset src, uin
   for (uint64_t done = 0; left > 0;) {
     const uint32_t count = left < most ? static_cast<uint32_t>(left) : most;
     uint64_t first = 0;
-    if (!reserve(queue, count, first)) return;
+    if (!ibgda::reserve(queue, ends(), count, first)) return;
     for (uint32_t i = 0; i < count; ++i, --left) {
       // Completions that each entry has for itself are all written; of one that all share, a batch's last is enough.
       const bool is_signalled = queue.entry_mask != 0 || i + 1 == count;
       const ibgda::Heading at{static_cast<uint32_t>(first + i), queue.number,
                               is_signalled ? ibgda::kSignalled : 0};
       if (done == bytes) {
-        write_entry_to(queue, first + i, signal_entry(queue, at, signal));
+        ibgda::write_entry_to(queue, first + i, signal_entry(queue, at, signal));
         continue;
       }
       const uint64_t rest = bytes - done;
       const auto length = static_cast<uint32_t>(rest < put_bytes ? rest : put_bytes);
-      write_entry_to(queue, first + i,
+      ibgda::write_entry_to(queue, first + i,
                      ibgda::write_entry(at, {part.base + dst + done, part.key},
                                         {mesh_->base + src + done, mesh_->key}, length));
       done += length;
     }
-    if (!publish(queue, first, count)) return;
+    if (!ibgda::publish(queue, ends(), first, count)) return;
   }
 }
 
@@ -252,14 +267,14 @@ WEFT_DEVICE void IbgdaChannel::put_range(WindowOffset dst, WindowOffset src, uin
 WEFT_DEVICE void IbgdaChannel::settle_others(const ibgda::Queue& own) {
   for (uint32_t lane = 0; lane < mesh_->queues_per_peer; ++lane) {
     const ibgda::Queue& queue = mesh_->queues[peer_ * mesh_->queues_per_peer + lane];
-    if (&queue != &own) await_completed(queue, load_acquire(&queue.state->published), Site::kQueueFlush);
+    if (&queue != &own) ibgda::settle(queue, ends());
   }
 }
 
 WEFT_DEVICE void IbgdaChannel::flush() {
   for (uint32_t lane = 0; lane < mesh_->queues_per_peer; ++lane) {
     const ibgda::Queue& queue = mesh_->queues[peer_ * mesh_->queues_per_peer + lane];
-    await_completed(queue, load_acquire(&queue.state->published), Site::kQueueFlush);
+    ibgda::settle(queue, ends());
   }
 }
 

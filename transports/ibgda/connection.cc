@@ -32,6 +32,7 @@ class IbgdaLink : public Link {
 
   ~IbgdaLink() override {
     finish();
+    if (queues_) queues_->stop();  // who watches calls this object, which calls the queues
     queues_.reset();
     for (auto& [number, window] : windows_) release(window, 0);
   }

@@ -25,9 +25,13 @@ Result<std::unique_ptr<Queues>> Queues::create(Nic& nic, Device device, const st
   return queues;
 }
 
-Queues::~Queues() {
+void Queues::stop() {
   stops_.store(true, std::memory_order_release);
   if (watcher_.joinable()) watcher_.join();
+}
+
+Queues::~Queues() {
+  stop();
   pairs_.clear();
   if (enrolled_.handle) nic_.release(enrolled_);
 }

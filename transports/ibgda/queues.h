@@ -45,6 +45,7 @@ class Queues {
   Status connect(const std::vector<std::string>& theirs);
   // Starts to watch: `on_broken` is called once for each queue that breaks, from a thread of this object.
   void start(std::function<void(const FaultBox&)> on_broken);
+  void stop();
 
   const Queue* table() const { return table_->at<Queue>(0); }  // [ranks, per_peer]
   uint32_t per_peer() const { return sizes_.per_peer; }

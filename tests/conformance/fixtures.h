@@ -16,8 +16,10 @@
 #include "comm/window.h"
 #include "kernels/core/hybrid.cuh"
 #include "providers/loopback/loopback.h"
+#include "support/fake_mlx5.h"
 #include "support/nic_model.h"
 #include "support/ranks.h"
+#include "transports/ibgda/mlx5_nic.h"
 #include "transports/list.h"
 
 namespace weft::testing {
@@ -137,6 +139,38 @@ struct IbgdaFixture {
 using QueueFixture = IbgdaFixture<false>;
 using SharedCompletionFixture = IbgdaFixture<true>;
 
+// The same through the set-up for mlx5 NICs, over fakes of libibverbs and libmlx5 with the model behind.
+struct Mlx5Fixture {
+  static constexpr const char* kName = "ibgda";
+  static constexpr const char* kTransport = kName;
+  using Mesh = IbgdaMesh;
+  static std::vector<RanksAre> kinds() { return {RanksAre::kThreads}; }
+  static std::vector<int> ranks() { return {3}; }
+  static void set_up() {
+    Settings::set({{"WEFT_IBGDA_DEPTH", "16"}});
+    fake() = std::make_unique<FakeMlx5>(NicPlan{.seed = 7});
+    nics() = std::make_unique<ibgda::Mlx5Nics>(fake()->verbs(), fake()->mlx5());
+    ibgda::set_nic_source(nics().get());
+  }
+  static void tear_down() {
+    EXPECT_EQ(fake()->failures(), "");
+    EXPECT_EQ(fake()->model().failures(), "");
+    EXPECT_EQ(fake()->left_over(), 0u);
+    ibgda::set_nic_source(nullptr);
+    nics().reset();
+    fake().reset();
+    Settings::clear({"WEFT_IBGDA_DEPTH"});
+  }
+  static std::unique_ptr<FakeMlx5>& fake() {
+    static std::unique_ptr<FakeMlx5> one;
+    return one;
+  }
+  static std::unique_ptr<ibgda::Mlx5Nics>& nics() {
+    static std::unique_ptr<ibgda::Mlx5Nics> one;
+    return one;
+  }
+};
+
 // Ports for tests of kernels, in nodes of so many ranks: proxies over a network that reorders and delays, or queues of a
 // model of a NIC. FIFOs and rings are small, so that they wrap and fill up.
 struct PortsCase {
@@ -185,7 +219,7 @@ struct JitterFixture {
 
 using Fixtures = ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture,
                                   HybridFixture, JitterFixture,
-                                  QueueFixture, SharedCompletionFixture>;
+                                  QueueFixture, SharedCompletionFixture, Mlx5Fixture>;
 inline constexpr const char* kTestedTransports[] = {MappedFixture::kName, TcpFixture::kName,
                                                     JitterFixture::kName, QueueFixture::kName};
 

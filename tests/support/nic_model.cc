@@ -156,17 +156,24 @@ Result<ibgda::Enrolled> ModelNic::enroll(std::byte* data, uint64_t bytes, Device
 
 // Addresses have nothing to do with where the memory is; some begin at 0.
 ibgda::Enrolled ModelNic::enroll_for(std::byte* data, uint64_t bytes, uint32_t access) {
-  std::unique_lock shared_lock(shared_->mutex);
+  std::unique_lock lock(shared_->mutex);
+  const uint64_t base = shared_->draw() % 4 == 0 ? 0 : shared_->draw() >> 8 & ~uint64_t{4095};
+  lock.unlock();
+  return enroll_at(data, bytes, access, base);
+}
+
+ibgda::Enrolled ModelNic::enroll_at(std::byte* data, uint64_t bytes, uint32_t access, uint64_t base) {
   ibgda::Enrolled made;
-  made.local_key = static_cast<uint32_t>(shared_->draw());
-  made.remote_key = static_cast<uint32_t>(shared_->draw());
-  const bool is_zero_based = shared_->draw() % 4 == 0;
-  made.base = is_zero_based ? 0 : shared_->draw() >> 8 & ~uint64_t{4095};
-  shared_lock.unlock();
-  std::unique_lock lock(core_->keys);
-  core_->local[made.local_key] = {data, bytes, made.base, access};
-  core_->remote[made.remote_key] = {data, bytes, made.base, access};
+  {
+    std::lock_guard lock(shared_->mutex);
+    made.local_key = static_cast<uint32_t>(shared_->draw());
+    made.remote_key = static_cast<uint32_t>(shared_->draw());
+  }
+  made.base = base;
   made.handle = this;
+  std::unique_lock lock(core_->keys);
+  core_->local[made.local_key] = {data, bytes, base, access};
+  core_->remote[made.remote_key] = {data, bytes, base, access};
   return made;
 }
 

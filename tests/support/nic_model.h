@@ -93,6 +93,8 @@ class ModelNic : public ibgda::Nic {
   std::unique_ptr<ibgda::QueuePair> create_queue(uint32_t blocks, uint32_t completions);
   Result<ibgda::Enrolled> enroll(std::byte* data, uint64_t bytes, Device device) override;
   ibgda::Enrolled enroll_for(std::byte* data, uint64_t bytes, uint32_t access);
+  // ... under an address that the caller chooses.
+  ibgda::Enrolled enroll_at(std::byte* data, uint64_t bytes, uint32_t access, uint64_t base);
   void release(ibgda::Enrolled& enrolled) override;
   uint32_t put_shift() const override;
 

@@ -118,7 +118,8 @@ WEFT_KERNEL void channel_loop_run(const ChannelLoopArgs& a, const MeshT& mesh, c
     const bool went =
         static_cast<ChannelWay>(a.way) == ChannelWay::kRoundTrip ? side.round_trips() : side.one_way();
     if (!went) return;
-    const uint64_t end_ns = static_cast<ChannelWay>(a.way) == ChannelWay::kPosting ? side.posted_ns : now_ns();
+    const uint64_t end_ns =
+        static_cast<ChannelWay>(a.way) == ChannelWay::kPosting ? side.posted_ns : now_ns();
     if (a.is_first && warp.rank() == 0) a.nanoseconds[i] = end_ns - start_ns;
   }
 }

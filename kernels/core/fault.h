@@ -50,10 +50,10 @@ enum class Site : uint32_t {
   kDispatchForward,  // ... the messages of a peer that this rank hands on
   kCombineSlot,      // combine over nodes: the peer has not read the sums that this rank sent it before
   kCombineSum,       // ... the sums of another node, from its hub
-  kQueueRoom,      // a NIC's queue: no room until entry `expected` is done; `seen` are
-  kQueueOrder,     // ... entries before `expected` have not been published; `seen` are
-  kQueueFlush,     // ... entry `expected` is not done; `seen` are
-  kQueueRefused,   // ... the NIC refused entry `expected`; detail: vendor's number << 8 | syndrome
+  kQueueRoom,        // a NIC's queue: no room until entry `expected` is done; `seen` are
+  kQueueOrder,       // ... entries before `expected` have not been published; `seen` are
+  kQueueFlush,       // ... entry `expected` is not done; `seen` are
+  kQueueRefused,     // ... the NIC refused entry `expected`; detail: vendor's number << 8 | syndrome
 };
 
 struct FaultBox {

@@ -63,7 +63,8 @@ bool to_init(const Library& library, Qp* qp, uint8_t port, int access) {
   return library.modify_qp(qp, &attr, kMaskState | kMaskPkey | kMaskPort | kMaskAccess) == 0;
 }
 
-bool to_ready(const Library& library, Qp* qp, const AhAttr& route, uint8_t mtu, const Connection& connection) {
+bool to_ready(const Library& library, Qp* qp, const AhAttr& route, uint8_t mtu,
+              const Connection& connection) {
   QpAttr attr{};
   attr.qp_state = kStateRtr;
   attr.path_mtu = mtu;

@@ -192,8 +192,8 @@ struct PortsCase {
   void tear_down() const {
     if (has_queues) QueueFixture::tear_down();
     ReorderingFixture::network().set_plan({});
-    Settings::clear({"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO", "WEFT_PROXIES", "WEFT_RANKS_PER_NODE",
-                     "WEFT_TRANSPORT"});
+    Settings::clear(
+        {"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO", "WEFT_PROXIES", "WEFT_RANKS_PER_NODE", "WEFT_TRANSPORT"});
   }
   friend void PrintTo(const PortsCase& ports, std::ostream* out) {
     *out << ports.ranks_per_node << (ports.has_queues ? " ibgda" : " proxy");
@@ -217,9 +217,9 @@ struct JitterFixture {
   }
 };
 
-using Fixtures = ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture,
-                                  HybridFixture, JitterFixture,
-                                  QueueFixture, SharedCompletionFixture, Mlx5Fixture>;
+using Fixtures =
+    ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture, HybridFixture,
+                     JitterFixture, QueueFixture, SharedCompletionFixture, Mlx5Fixture>;
 inline constexpr const char* kTestedTransports[] = {MappedFixture::kName, TcpFixture::kName,
                                                     JitterFixture::kName, QueueFixture::kName};
 

@@ -28,7 +28,8 @@ class IbgdaGpu : public ::testing::Test {
   void SetUp() override {
     const auto driver = cuda_driver();
     if (!driver.ok()) GTEST_SKIP() << driver.status().message();
-    if ((*driver)->device_count < 2) GTEST_SKIP() << "needs two GPUs, this machine has " << (*driver)->device_count;
+    if ((*driver)->device_count < 2)
+      GTEST_SKIP() << "needs two GPUs, this machine has " << (*driver)->device_count;
   }
   void TearDown() override {
     EXPECT_EQ(model_ ? model_->failures() : "", "");
@@ -91,7 +92,8 @@ TEST_F(IbgdaGpu, WhatPostingCosts) {
       if (rank == 0)
         std::printf("%s: %.0f ns a call, median of 7 x %u calls of one warp (from %.0f to %.0f)\n",
                     call == ChannelCall::kSignal ? "put_value" : "put_with_signal of 256 bytes",
-                    (*seconds)[3] * 1e9 / kCalls, kCalls, (*seconds)[0] * 1e9 / kCalls, (*seconds)[6] * 1e9 / kCalls);
+                    (*seconds)[3] * 1e9 / kCalls, kCalls, (*seconds)[0] * 1e9 / kCalls,
+                    (*seconds)[6] * 1e9 / kCalls);
     }
   });
 }

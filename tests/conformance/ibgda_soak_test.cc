@@ -29,7 +29,7 @@ constexpr uint64_t kPutBytes = 512, kWindow = 256 << 10;
 // Where what goes from a warp of one rank to the same warp of another stands, on both sides; a round of two.
 struct Places {
   static uint64_t lane(uint32_t rank, uint32_t warp) { return rank * kWarps + warp; }
-  static uint64_t told(uint64_t lane) { return 64 * lane; }        // the round that is there
+  static uint64_t told(uint64_t lane) { return 64 * lane; }       // the round that is there
   static uint64_t added(uint64_t lane) { return 64 * lane + 8; }  // counter
   static uint64_t data(uint64_t lane, uint64_t round) {
     return 8192 + (lane * 2 + round % 2) * kPuts * kPutBytes;
@@ -46,7 +46,8 @@ struct Round {
   bool flushes;
 
   static Round draw(uint64_t seed, uint32_t from, uint32_t to, uint32_t warp, uint64_t round) {
-    std::minstd_rand random(static_cast<uint32_t>(seed * 7919 + from * 131 + to * 17 + warp + round * 104729));
+    std::minstd_rand random(
+        static_cast<uint32_t>(seed * 7919 + from * 131 + to * 17 + warp + round * 104729));
     random.discard(3);
     Round made{1 + static_cast<uint32_t>(random() % kPuts), {}, random() % 16, random() % 4 == 0};
     for (uint64_t& bytes : made.bytes) bytes = 16 * (1 + random() % (kPutBytes / 16));
@@ -112,7 +113,8 @@ class Warps {
     const Round plan = Round::draw(seed_, peer, mesh_.rank(), warp_, round);
     uint64_t told = 0;
     const auto is_there = [&] { return (told = load_acquire(word(Places::told(lane)))) >= round; };
-    if (!wait_until(Deadline::after_s(kTimeout_s), is_there)) return text("rank {} told of round {}", peer, told);
+    if (!wait_until(Deadline::after_s(kTimeout_s), is_there))
+      return text("rank {} told of round {}", peer, told);
     if (told > round + 1) return text("rank {} told of round {}", peer, told);
     for (uint32_t put = 0; put < plan.puts; ++put)
       for (uint64_t i = 0; i < plan.bytes[put] / 8; ++i) {
@@ -162,9 +164,11 @@ void soak(NicPlan plan, const char* depth, const char* queues, uint64_t rounds) 
   });
   EXPECT_EQ(model->failures(), "");
   ::testing::Test::RecordProperty("operations", std::to_string(done));
-  std::printf("seed %llu, %s entries, %s queues to a peer: %llu operations, %llu entries, indices wrapped %llu times\n",
-              static_cast<unsigned long long>(plan.seed), depth, queues, static_cast<unsigned long long>(done),
-              static_cast<unsigned long long>(model->entries()), static_cast<unsigned long long>(wrapped));
+  std::printf(
+      "seed %llu, %s entries, %s queues to a peer: %llu operations, %llu entries, indices wrapped %llu "
+      "times\n",
+      static_cast<unsigned long long>(plan.seed), depth, queues, static_cast<unsigned long long>(done),
+      static_cast<unsigned long long>(model->entries()), static_cast<unsigned long long>(wrapped));
   ibgda::set_nic_source(nullptr);
   Settings::clear({"WEFT_IBGDA_DEPTH", "WEFT_IBGDA_QUEUES"});
 }
@@ -172,13 +176,15 @@ void soak(NicPlan plan, const char* depth, const char* queues, uint64_t rounds) 
 TEST(IbgdaSoak, RandomOperations) {
   soak({.seed = 51, .passes = 0.3}, "4", "1", 150);
   soak({.seed = 52, .passes = 0.5, .shares_completion = true}, "16", "1", 150);
-  soak({.seed = 53, .passes = 0.1, .stalls = 1e-3, .stall_s = 0.01, .is_rung_by_host = true, .put_shift = 7}, "8", "2", 150);
+  soak({.seed = 53, .passes = 0.1, .stalls = 1e-3, .stall_s = 0.01, .is_rung_by_host = true, .put_shift = 7},
+       "8", "2", 150);
 }
 
 // Minutes. Stalls of a second, merged doorbells, tiny rings, many wraps of 16 bits.
 TEST(IbgdaSoak, DISABLED_TenMillionOperations) {
   soak({.seed = 61, .passes = 0.05, .stalls = 2e-8, .stall_s = 1.5}, "4", "1", 25'500);
-  soak({.seed = 62, .passes = 0.1, .stalls = 2e-8, .stall_s = 1.5, .shares_completion = true}, "16", "1", 25'500);
+  soak({.seed = 62, .passes = 0.1, .stalls = 2e-8, .stall_s = 1.5, .shares_completion = true}, "16", "1",
+       25'500);
   soak({.seed = 63, .passes = 0.05, .stalls = 2e-8, .stall_s = 1.5, .put_shift = 7}, "64", "2", 25'500);
 }
 

@@ -39,7 +39,9 @@ class Ibgda : public ::testing::Test {
     bool wait(uint64_t offset, uint64_t want) const {
       return wait_until(Deadline::after_s(kTimeout_s), [&] { return load_acquire(word(offset)) >= want; });
     }
-    const ibgda::Queue& queue(int peer) const { return mesh.queues[static_cast<uint32_t>(peer) * mesh.queues_per_peer]; }
+    const ibgda::Queue& queue(int peer) const {
+      return mesh.queues[static_cast<uint32_t>(peer) * mesh.queues_per_peer];
+    }
     Status meet() const { return comm->barrier(); }
   };
 
@@ -86,7 +88,8 @@ TEST_F(Ibgda, ACallRingsOnce) {
     count(1);
     channel.put_with_signal(Warp{}, 4096, 65536, 64, 8, 1);
     count(2);
-    channel.put_with_signal(Warp{}, 4096, 65536, 6 * 4096 + 16, 8, 2);  // 7 parts and a signal: half of the ring
+    channel.put_with_signal(Warp{}, 4096, 65536, 6 * 4096 + 16, 8,
+                            2);  // 7 parts and a signal: half of the ring
     count(8);
     channel.put_value(8, 3);
     count(1);
@@ -118,7 +121,8 @@ TEST_F(Ibgda, WarpsShareAQueueBeyondSixteenBits) {
         });
       if (rank.mesh.rank() == 1) {
         EXPECT_TRUE(rank.wait(8, kWarps * kTimes));
-        for (uint32_t warp = 0; warp < kWarps; ++warp) EXPECT_EQ(load_acquire(rank.word(64 + 8 * warp)), kTimes);
+        for (uint32_t warp = 0; warp < kWarps; ++warp)
+          EXPECT_EQ(load_acquire(rank.word(64 + 8 * warp)), kTimes);
       }
       for (std::thread& warp : warps) warp.join();
       ASSERT_TRUE(rank.meet().ok());
@@ -155,7 +159,8 @@ TEST_F(Ibgda, SignalsStayBehindPutsOfOtherQueues) {
       rank.mesh.to(peer).put_value(16, round);  // read
       ASSERT_TRUE(rank.wait(16, round));
     }
-    for (uint32_t lane = 0; lane < 3; ++lane) EXPECT_GT(rank.mesh.queues[peer * 3 + lane].state->published, 0u);
+    for (uint32_t lane = 0; lane < 3; ++lane)
+      EXPECT_GT(rank.mesh.queues[peer * 3 + lane].state->published, 0u);
     ASSERT_TRUE(rank.meet().ok());
   });
 }
@@ -198,7 +203,8 @@ TEST_P(IbgdaRefused, BreaksOneQueueByNameAndOthersGoOn) {
       for (uint32_t peer = 0; peer < 3; ++peer)
         if (self == 2 || peer == 2) rank.mesh.to(peer).put_value(64 + 8 * rank.mesh.rank(), i);
     for (uint32_t peer = 0; peer < 3; ++peer)
-      EXPECT_TRUE((self != 2 && peer != 2) || rank.wait(64 + 8 * peer, 50)) << "rank " << self << " from " << peer;
+      EXPECT_TRUE((self != 2 && peer != 2) || rank.wait(64 + 8 * peer, 50))
+          << "rank " << self << " from " << peer;
     EXPECT_EQ(load_acquire(rank.word(8)), self == 1 ? 1u : 0u);
   });
   on_ranks(3, [&](Rank& rank) {
@@ -209,11 +215,13 @@ TEST_P(IbgdaRefused, BreaksOneQueueByNameAndOthersGoOn) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Syndromes, IbgdaRefused,
-                         ::testing::Values(Syndrome::kLocalLength, Syndrome::kLocalQueue, Syndrome::kLocalProtection,
-                                           Syndrome::kFlushed, Syndrome::kWindowBind, Syndrome::kBadResponse,
-                                           Syndrome::kLocalAccess, Syndrome::kRemoteInvalid, Syndrome::kRemoteAccess,
-                                           Syndrome::kRemoteOperation, Syndrome::kRetryExceeded,
-                                           Syndrome::kReceiverNotReady, Syndrome::kAborted));
+                         ::testing::Values(Syndrome::kLocalLength, Syndrome::kLocalQueue,
+                                           Syndrome::kLocalProtection, Syndrome::kFlushed,
+                                           Syndrome::kWindowBind, Syndrome::kBadResponse,
+                                           Syndrome::kLocalAccess, Syndrome::kRemoteInvalid,
+                                           Syndrome::kRemoteAccess, Syndrome::kRemoteOperation,
+                                           Syndrome::kRetryExceeded, Syndrome::kReceiverNotReady,
+                                           Syndrome::kAborted));
 
 // The peer's NIC dies. Whoever waits is told, also where the kernel that put has long ended.
 TEST_F(Ibgda, ADeadNicIsFoundThoughNobodyWaits) {
@@ -244,20 +252,23 @@ TEST_F(Ibgda, ADeadNicIsFoundThoughNobodyWaits) {
 // A NIC that stands still: full queues and flushes end at the deadline, and say how far it got.
 TEST_F(Ibgda, DeadlinesNamePeerAndCounts) {
   use({.seed = 35, .stalls = 1, .stall_s = 30});
-  on_ranks(2, [&](Rank& rank) {
-    if (rank.comm->rank() != 0) return;
-    auto to_self = rank.mesh.to(0), to_peer = rank.mesh.to(1);
-    to_self.put_value(8, 1);
-    to_self.flush();
-    const Status flush = ibgda::status_of(*rank.queue(0).fault);
-    EXPECT_THAT(flush.message(), AllOf(HasSubstr("rank 0, ibgda, flush: waited"), HasSubstr("rank 0: expected 1"),
-                                       HasSubstr("saw 0")));
-    for (int i = 0; i < 17; ++i) to_peer.put_value(8, 1);
-    const Status post = ibgda::status_of(*rank.queue(1).fault);
-    EXPECT_THAT(post.message(), AllOf(HasSubstr("rank 0, ibgda, post: waited"), HasSubstr("rank 1: expected 1"),
-                                      HasSubstr("saw 0")));
-    EXPECT_EQ(post.code(), Code::kPeerLost);
-  }, 0.3);
+  on_ranks(
+      2,
+      [&](Rank& rank) {
+        if (rank.comm->rank() != 0) return;
+        auto to_self = rank.mesh.to(0), to_peer = rank.mesh.to(1);
+        to_self.put_value(8, 1);
+        to_self.flush();
+        const Status flush = ibgda::status_of(*rank.queue(0).fault);
+        EXPECT_THAT(flush.message(), AllOf(HasSubstr("rank 0, ibgda, flush: waited"),
+                                           HasSubstr("rank 0: expected 1"), HasSubstr("saw 0")));
+        for (int i = 0; i < 17; ++i) to_peer.put_value(8, 1);
+        const Status post = ibgda::status_of(*rank.queue(1).fault);
+        EXPECT_THAT(post.message(), AllOf(HasSubstr("rank 0, ibgda, post: waited"),
+                                          HasSubstr("rank 1: expected 1"), HasSubstr("saw 0")));
+        EXPECT_EQ(post.code(), Code::kPeerLost);
+      },
+      0.3);
 }
 
 TEST_F(Ibgda, PlacesOutsideTheWindowAreRefused) {
@@ -311,8 +322,18 @@ TEST_F(Ibgda, ABrokenQueueBeginsAnew) {
     ASSERT_TRUE(parts[rank]->write((1 - rank) * sizeof part, &part, sizeof part).ok());
     queues[rank]->start([&](const FaultBox&) { ++broke; });
   }
-  const IbgdaMesh mesh{queues[0]->table(), parts[0]->at<ibgda::RemotePart>(0), memory[0].data(), kBytes,
-                       enrolled[0].base, 5'000'000'000u, 0, 2, 1, big_endian(enrolled[0].local_key), 30, 0};
+  const IbgdaMesh mesh{queues[0]->table(),
+                       parts[0]->at<ibgda::RemotePart>(0),
+                       memory[0].data(),
+                       kBytes,
+                       enrolled[0].base,
+                       5'000'000'000u,
+                       0,
+                       2,
+                       1,
+                       big_endian(enrolled[0].local_key),
+                       30,
+                       0};
   auto* word = reinterpret_cast<uint64_t*>(memory[1].data());
   for (int round = 1; round <= 3; ++round) {
     for (int i = 0; i < 100; ++i) mesh.to(1).signal_add(0, 1);

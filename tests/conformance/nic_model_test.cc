@@ -36,7 +36,10 @@ constexpr uint32_t kAll = testing::kAccessWrite | testing::kAccessAtomic | testi
 // A NIC with memory and one queue, written by the test's thread.
 struct End {
   End(NicModel& model, uint32_t blocks, uint32_t completions)
-      : nic(model.open_model()), data(kMemory), pair(nic->create_queue(blocks, completions)), at(pair->memory()) {
+      : nic(model.open_model()),
+        data(kMemory),
+        pair(nic->create_queue(blocks, completions)),
+        at(pair->memory()) {
     enrolled = nic->enroll_for(data.data(), kMemory, kAll);
   }
   ~End() {
@@ -46,7 +49,9 @@ struct End {
   Place remote(uint64_t offset) const { return {enrolled.base + offset, big_endian(enrolled.remote_key)}; }
   Place local(uint64_t offset) const { return {enrolled.base + offset, big_endian(enrolled.local_key)}; }
   uint64_t* word(uint64_t offset) { return reinterpret_cast<uint64_t*>(data.data() + offset); }
-  Heading heading(uint32_t flags = kSignalled) const { return {static_cast<uint32_t>(next), at.number, flags}; }
+  Heading heading(uint32_t flags = kSignalled) const {
+    return {static_cast<uint32_t>(next), at.number, flags};
+  }
 
   void put(const Entry& entry) {
     std::memcpy(at.ring + next % at.blocks * kBlockBytes, &entry, sizeof entry);
@@ -113,8 +118,9 @@ TEST(NicModel, EveryOperationDoesWhatItSays) {
   a.put(ibgda::value_entry(a.heading(), b.remote(5000), 77));
   a.put(ibgda::add_entry(a.heading(), b.remote(8192), 3, a.local(9000)));
   a.put(units_of(a.heading(), Opcode::kRead, {remote_of(b.remote(512)), data_of(a.local(16384), 64)}));
-  a.put(units_of(a.heading(), Opcode::kCompareSwap,
-                 {remote_of(b.remote(8192)), {{0, big_endian(9u), 0, big_endian(44u)}}, data_of(a.local(9008), 8)}));
+  a.put(units_of(
+      a.heading(), Opcode::kCompareSwap,
+      {remote_of(b.remote(8192)), {{0, big_endian(9u), 0, big_endian(44u)}}, data_of(a.local(9008), 8)}));
   a.put(units_of(a.heading(), Opcode::kNop, {}));
   a.put(units_of(a.heading(), Opcode::kDump, {data_of(a.local(0), 64)}));
   a.ring();
@@ -199,7 +205,9 @@ TEST(NicModel, ASourceThatChangesIsNoticed) {
   Two two({.seed = 5, .passes = 0.99, .keeps_sources = true});
   two.a.put(ibgda::write_entry(two.a.heading(), two.b.remote(0), two.a.local(0), 32768));
   two.a.ring();
-  const auto is_done = [&] { return ibgda::opcode_of(load_acquire(&two.a.completion(0).last)) != ibgda::kNotYet; };
+  const auto is_done = [&] {
+    return ibgda::opcode_of(load_acquire(&two.a.completion(0).last)) != ibgda::kNotYet;
+  };
   ASSERT_TRUE(wait_until(Deadline::after_s(20), [&] {
     for (uint64_t at = 0; at < 32768; at += 8) ++*two.a.word(at);
     return is_done();
@@ -255,25 +263,29 @@ TEST(NicModel, KeysBoundsAndAlignmentAreChecked) {
       {Syndrome::kLocalProtection,
        [](End& a, End& b) { return ibgda::write_entry(a.heading(), b.remote(0), b.remote(0), 64); }},
       {Syndrome::kLocalProtection,
-       [](End& a, End& b) { return ibgda::write_entry(a.heading(), b.remote(0), a.local(kMemory - 48), 64); }},
+       [](End& a, End& b) {
+         return ibgda::write_entry(a.heading(), b.remote(0), a.local(kMemory - 48), 64);
+       }},
       {Syndrome::kLocalLength,  // 0 bytes are 2^31
        [](End& a, End& b) { return ibgda::write_entry(a.heading(), b.remote(0), a.local(0), 0); }},
       {Syndrome::kRemoteAccess,
        [](End& a, End& b) { return ibgda::write_entry(a.heading(), b.local(0), a.local(0), 64); }},
       {Syndrome::kRemoteAccess,
        [](End& a, End& b) { return ibgda::value_entry(a.heading(), b.remote(kMemory - 4), 1); }},
-      {Syndrome::kRemoteAccess, [](End& a, End& b) { return ibgda::value_entry(a.heading(), a.remote(0), 1); }},
+      {Syndrome::kRemoteAccess,
+       [](End& a, End& b) { return ibgda::value_entry(a.heading(), a.remote(0), 1); }},
       {Syndrome::kRemoteInvalid,
        [](End& a, End& b) { return ibgda::add_entry(a.heading(), b.remote(4), 1, a.local(0)); }},
-      {Syndrome::kReceiverNotReady,
-       [](End& a, End& b) {
-         return units_of(a.heading(), Opcode::kWriteImmediate, {remote_of(b.remote(0)), data_of(a.local(0), 16)}, 5);
+      {Syndrome::kReceiverNotReady, [](End& a, End& b) {
+         return units_of(a.heading(), Opcode::kWriteImmediate,
+                         {remote_of(b.remote(0)), data_of(a.local(0), 16)}, 5);
        }}};
   for (const Wrong& wrong : all) {
     Two two;
     std::memset(two.b.data.data(), 0x5a, kMemory);
     two.a.put(wrong.entry(two.a, two.b));
-    two.a.put(ibgda::value_entry(two.a.heading(0), two.b.remote(0), 1));  // comes back too, though it did not ask to
+    two.a.put(ibgda::value_entry(two.a.heading(0), two.b.remote(0),
+                                 1));  // comes back too, though it did not ask to
     two.a.ring();
     ASSERT_TRUE(two.a.wait(1, 1));
     EXPECT_EQ(two.a.outcome(0, 0), static_cast<uint32_t>(wrong.expected));
@@ -296,7 +308,8 @@ TEST(NicModel, IndicesWrapAndCompletionsAreSkipped) {
       const auto is_done = [&] {
         const uint32_t last = load_acquire(&a.completion(a.next - 1).last);
         looks += std::exchange(before, ibgda::index_of(last)) != ibgda::index_of(last);
-        return ibgda::opcode_of(last) == ibgda::kCompleted && ibgda::index_of(last) == ((a.next - 1) & 0xffff);
+        return ibgda::opcode_of(last) == ibgda::kCompleted &&
+               ibgda::index_of(last) == ((a.next - 1) & 0xffff);
       };
       ASSERT_TRUE(wait_until(Deadline::after_s(10), is_done)) << a.next;
     }

@@ -21,7 +21,11 @@ def _binary() -> Path:
 
 def test_a_model_of_the_nic_understands_what_gpus_write() -> None:
     ran = subprocess.run(
-        [str(_binary()), "--gtest_filter=IbgdaGpu.*"], capture_output=True, text=True, timeout=500, check=False
+        [str(_binary()), "--gtest_filter=IbgdaGpu.*"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     print(ran.stdout)
     assert ran.returncode == 0, ran.stdout + ran.stderr

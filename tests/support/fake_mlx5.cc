@@ -106,7 +106,8 @@ struct FakeMlx5Calls {
     if (init->qp_type != ib::kTypeRc || init->cap.max_send_wr == 0) fail("a queue pair of another type");
     auto* qp = new FakeQp{};
     qp->cq = static_cast<FakeCq*>(init->send_cq);
-    qp->pair = reinterpret_cast<FakePd*>(pd)->nic->create_queue(std::bit_ceil(init->cap.max_send_wr) * 2, qp->cq->entries);
+    qp->pair = reinterpret_cast<FakePd*>(pd)->nic->create_queue(std::bit_ceil(init->cap.max_send_wr) * 2,
+                                                                qp->cq->entries);
     qp->qp_num = qp->pair->memory().number;
     state().qps[qp->qp_num] = qp;
     return qp;
@@ -145,7 +146,8 @@ struct FakeMlx5Calls {
   }
   static int join(FakeQp& qp, const ib::QpAttr& attr) {
     const auto peer = state().qps.find(attr.dest_qp_num);
-    if (peer == state().qps.end() || attr.path_mtu == 0 || !attr.ah_attr.is_global || attr.ah_attr.port_num != 2) {
+    if (peer == state().qps.end() || attr.path_mtu == 0 || !attr.ah_attr.is_global ||
+        attr.ah_attr.port_num != 2) {
       fail(text("queue {} is to be joined to {}", qp.qp_num, attr.dest_qp_num));
       return errno = EINVAL;
     }

@@ -133,8 +133,8 @@ Result<std::unique_ptr<ibgda::QueuePair>> ModelNic::create_queue(uint32_t blocks
 
 std::unique_ptr<ibgda::QueuePair> ModelNic::create_queue(uint32_t blocks, uint32_t completions) {
   constexpr uint64_t kWords = 2 * ibgda::kBlockBytes;
-  auto memory =
-      HostVisible::create(device_, uint64_t{blocks + completions} * ibgda::kBlockBytes + kWords + ibgda::kBlockBytes);
+  auto memory = HostVisible::create(
+      device_, uint64_t{blocks + completions} * ibgda::kBlockBytes + kWords + ibgda::kBlockBytes);
   if (!memory.ok()) {
     shared_->fail(memory.status().message());
     return nullptr;

@@ -29,16 +29,17 @@ namespace weft::testing {
 // What the NICs do to their users. Chances are of each turn in which a queue is looked at.
 struct NicPlan {
   uint64_t seed = 1;
-  double passes = 0.3;     // passes a queue over
-  double stalls = 0;       // a queue stands still for
-  double stall_s = 1;      // so long
-  double recovers = 0.1;   // believes the doorbell record alone
+  double passes = 0.3;             // passes a queue over
+  double stalls = 0;               // a queue stands still for
+  double stall_s = 1;              // so long
+  double recovers = 0.1;           // believes the doorbell record alone
   bool shares_completion = false;  // all completions of a queue go to one place; some are left out
   bool is_rung_by_host = false;
-  bool ignores_overrun = true;     // of completions
+  bool ignores_overrun = true;  // of completions
   uint32_t put_shift = 30;
-  double retry_s = 0.05;           // asks a peer that does not answer for so long
-  bool keeps_sources = false;      // a source that changes before its completion is a failure, not only before arrival
+  double retry_s = 0.05;  // asks a peer that does not answer for so long
+  bool keeps_sources =
+      false;  // a source that changes before its completion is a failure, not only before arrival
   uint32_t threads = 2;
 };
 
@@ -109,8 +110,8 @@ class ModelNic : public ibgda::Nic {
 
 struct ModelNic::Core {
   std::atomic<bool> is_alive{true};
-  std::mutex atomics;         // of all its queues
-  std::shared_mutex keys;     // held while memory is read or written: release() waits
+  std::mutex atomics;                        // of all its queues
+  std::shared_mutex keys;                    // held while memory is read or written: release() waits
   std::map<uint32_t, Memory> local, remote;  // by key
 };
 

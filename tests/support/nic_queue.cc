@@ -118,7 +118,11 @@ std::string decode(const std::vector<std::byte>& entry, uint64_t index, uint32_t
 ModelQueue::ModelQueue(std::shared_ptr<NicShared> shared, std::shared_ptr<ModelNic::Core> nic,
                        std::unique_ptr<HostVisible> memory, uint32_t number, uint32_t blocks,
                        uint32_t entries, uint64_t seed)
-    : shared_(std::move(shared)), nic_(std::move(nic)), held_(std::move(memory)), random_(seed), hashes_(blocks) {
+    : shared_(std::move(shared)),
+      nic_(std::move(nic)),
+      held_(std::move(memory)),
+      random_(seed),
+      hashes_(blocks) {
   auto* data = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(held_->data()) + kBlockBytes - 1) /
                                             kBlockBytes * kBlockBytes);
   at_.ring = data;
@@ -305,7 +309,8 @@ std::byte* ModelQueue::find(const std::map<uint32_t, ModelNic::Memory>& keys, ui
   const auto found = keys.find(key);
   if (found == keys.end() || (found->second.access & access) != access) return nullptr;
   const ModelNic::Memory& memory = found->second;
-  if (address < memory.base || bytes > memory.bytes || address - memory.base > memory.bytes - bytes) return nullptr;
+  if (address < memory.base || bytes > memory.bytes || address - memory.base > memory.bytes - bytes)
+    return nullptr;
   return memory.data + (address - memory.base);
 }
 
@@ -321,8 +326,8 @@ bool ModelQueue::carry_out() {
       all_done = all_done && flight.is_done;
       continue;
     }
-    const bool waits = (flight.entry.flags >> 5 != 0 && !all_done) ||
-                       (flight.entry.answers() && answers >= kAnswersMax);
+    const bool waits =
+        (flight.entry.flags >> 5 != 0 && !all_done) || (flight.entry.answers() && answers >= kAnswersMax);
     return !waits && carry_out(flight);
   }
   return false;
@@ -377,7 +382,8 @@ void ModelQueue::send_piece(Flight& flight, ModelQueue& peer) {
     own.lock();
   else
     std::lock(own, theirs);
-  const std::byte* src = entry.has_data ? find(nic_->local, entry.local_key, entry.local, entry.bytes, 0) : nullptr;
+  const std::byte* src =
+      entry.has_data ? find(nic_->local, entry.local_key, entry.local, entry.bytes, 0) : nullptr;
   std::byte* dst = find(peer.nic_->remote, entry.remote_key, entry.remote, entry.bytes, kAccessWrite);
   if (entry.has_data && !src) {
     flight.error = Syndrome::kLocalProtection;

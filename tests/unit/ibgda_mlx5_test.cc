@@ -20,7 +20,8 @@ static_assert(sizeof(CqInitAttr) == sizeof(ibv_cq_init_attr_ex));
 SAME_PLACE(CqInitAttr, entries, ibv_cq_init_attr_ex, cqe);
 SAME_PLACE(CqInitAttr, comp_mask, ibv_cq_init_attr_ex, comp_mask);
 SAME_PLACE(CqInitAttr, flags, ibv_cq_init_attr_ex, flags);
-static_assert(kCqMaskFlags == IBV_CQ_INIT_ATTR_MASK_FLAGS && kCqIgnoreOverrun == IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN);
+static_assert(kCqMaskFlags == IBV_CQ_INIT_ATTR_MASK_FLAGS &&
+              kCqIgnoreOverrun == IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN);
 static_assert(sizeof(DirectQp) == sizeof(mlx5dv_qp));
 SAME_PLACE(DirectQp, record, mlx5dv_qp, dbrec);
 SAME_PLACE(DirectQp, sends.buffer, mlx5dv_qp, sq.buf);
@@ -82,7 +83,8 @@ TEST_F(IbgdaMlx5, AKernelThatMindsOverrunIsNamed) {
   Mlx5Fixture::fake()->refuse_overrun_flag();
   testing::run_thread_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
     auto comm = Communicator::create(boot, Device{}, 20, "ibgda");
-    EXPECT_THAT(comm.status().message(), HasSubstr("making a completion queue that ignores overrun on fake0"));
+    EXPECT_THAT(comm.status().message(),
+                HasSubstr("making a completion queue that ignores overrun on fake0"));
   });
 }
 

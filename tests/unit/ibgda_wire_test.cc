@@ -124,7 +124,8 @@ static_assert(MLX5_SND_DBR == kRecordOfSends);
 static_assert(MLX5_SEND_WQE_BB == kBlockBytes);
 static_assert(uint32_t(MLX5_INLINE_SEG) == kInline);
 static_assert(MLX5_WQE_CTRL_CQ_UPDATE == kSignalled && MLX5_WQE_CTRL_FENCE == kFenced);
-static_assert(MLX5_OPCODE_NOP == uint32_t(Opcode::kNop) && MLX5_OPCODE_RDMA_WRITE == uint32_t(Opcode::kWrite) &&
+static_assert(MLX5_OPCODE_NOP == uint32_t(Opcode::kNop) &&
+              MLX5_OPCODE_RDMA_WRITE == uint32_t(Opcode::kWrite) &&
               MLX5_OPCODE_RDMA_WRITE_IMM == uint32_t(Opcode::kWriteImmediate) &&
               MLX5_OPCODE_RDMA_READ == uint32_t(Opcode::kRead) &&
               MLX5_OPCODE_ATOMIC_CS == uint32_t(Opcode::kCompareSwap) &&

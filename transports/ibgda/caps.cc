@@ -78,7 +78,8 @@ Caps ibgda_caps(Device device) {
   caps.max_put_bytes = UINT64_MAX;  // cut into entries
   caps.latency_us = kLatencyUs;
   caps.bandwidth_gb_s = found.gbit_per_s > 0 ? found.gbit_per_s / 8 : 0;
-  caps.details = found.details + (found.details.empty() ? "" : "; ") + "not run on hardware: taken by name alone";
+  caps.details =
+      found.details + (found.details.empty() ? "" : "; ") + "not run on hardware: taken by name alone";
   if (!found.unusable_because.empty())
     caps.unusable_because = found.unusable_because + "; what it would have reached goes through proxy";
   return caps;
@@ -105,25 +106,29 @@ Status status_of(const FaultBox& fault) {
   switch (fault.site) {
     case Site::kPortRange:
       return Status::invalid(
-          "{}: a put or signal to rank {} of a place that lies outside the window or is not aligned: window of {} "
+          "{}: a put or signal to rank {} of a place that lies outside the window or is not aligned: window "
+          "of {} "
           "bytes, offset {}",
           who, fault.peer, fault.expected, fault.seen);
     case Site::kQueueRefused:
-      return Status::make(is_own_fault(syndrome) ? Code::kSystem : Code::kPeerLost,
-                          "{}: the NIC refused entry {} to rank {}: {} (syndrome {}, vendor {}); {} entries were done",
-                          who, fault.expected, fault.peer, to_string(syndrome), hex(syndrome),
-                          hex(fault.detail >> 8 & 255), fault.seen);
+      return Status::make(
+          is_own_fault(syndrome) ? Code::kSystem : Code::kPeerLost,
+          "{}: the NIC refused entry {} to rank {}: {} (syndrome {}, vendor {}); {} entries were done", who,
+          fault.expected, fault.peer, to_string(syndrome), hex(syndrome), hex(fault.detail >> 8 & 255),
+          fault.seen);
     case Site::kQueueOrder:
-      return Status::make(Code::kPeerLost,
-                          "{}, post: waited {} s for other warps to publish what they post to rank {}: expected {} "
-                          "entries, saw {}",
-                          who, waited_s, fault.peer, fault.expected, fault.seen);
+      return Status::make(
+          Code::kPeerLost,
+          "{}, post: waited {} s for other warps to publish what they post to rank {}: expected {} "
+          "entries, saw {}",
+          who, waited_s, fault.peer, fault.expected, fault.seen);
     default:
-      return Status::make(Code::kPeerLost,
-                          "{}, {}: waited {} s for the NIC to be done with what goes to rank {}: expected {} entries, "
-                          "saw {}",
-                          who, fault.site == Site::kQueueRoom ? "post" : "flush", waited_s, fault.peer, fault.expected,
-                          fault.seen);
+      return Status::make(
+          Code::kPeerLost,
+          "{}, {}: waited {} s for the NIC to be done with what goes to rank {}: expected {} entries, "
+          "saw {}",
+          who, fault.site == Site::kQueueRoom ? "post" : "flush", waited_s, fault.peer, fault.expected,
+          fault.seen);
   }
 }
 

@@ -98,7 +98,8 @@ WEFT_DEVICE void break_queue(const Queue& queue, Ends ends, Site site, uint64_t 
 }
 
 WEFT_DEVICE const Completion* completion_of(const Queue& queue, uint64_t index) {
-  return reinterpret_cast<const Completion*>(queue.entries) + (static_cast<uint32_t>(index) & queue.entry_mask);
+  return reinterpret_cast<const Completion*>(queue.entries) +
+         (static_cast<uint32_t>(index) & queue.entry_mask);
 }
 
 // Entry end - 1 was refused; it may be one of many that were flushed after the first.
@@ -215,8 +216,10 @@ WEFT_DEVICE bool IbgdaChannel::is_inside(const ibgda::Queue& queue, WindowOffset
   const uint64_t room = mesh_->bytes;
   const bool is_range = bytes <= room && dst <= room - bytes && src <= room - bytes;
   const bool is_word = signal.kind == Signal::kNone || (room >= 8 && signal.word <= room - 8);
-  if (is_range && is_word && (dst | src | bytes) % ibgda::kUnitBytes == 0 && signal.word % 8 == 0) return true;
-  ibgda::break_queue(queue, ends(), Site::kPortRange, room, is_word && signal.word % 8 == 0 ? dst : signal.word, 0);
+  if (is_range && is_word && (dst | src | bytes) % ibgda::kUnitBytes == 0 && signal.word % 8 == 0)
+    return true;
+  ibgda::break_queue(queue, ends(), Site::kPortRange, room,
+                     is_word && signal.word % 8 == 0 ? dst : signal.word, 0);
   return false;
 }
 
@@ -235,8 +238,8 @@ WEFT_DEVICE void IbgdaChannel::put_range(WindowOffset dst, WindowOffset src, uin
   if (!is_inside(queue, dst, src, bytes, signal)) return;
   if (signal.kind != Signal::kNone && mesh_->queues_per_peer > 1) settle_others(queue);
   const uint64_t put_bytes = uint64_t{1} << mesh_->put_shift;
-  const uint64_t puts = (bytes + put_bytes - 1) >> mesh_->put_shift;
-  uint64_t left = puts + (signal.kind != Signal::kNone);
+  const uint64_t pieces = (bytes + put_bytes - 1) >> mesh_->put_shift;
+  uint64_t left = pieces + (signal.kind != Signal::kNone);
   const uint32_t most = (queue.block_mask + 1) / 2;
   const ibgda::RemotePart part = mesh_->parts[peer_];
   for (uint64_t done = 0; left > 0;) {
@@ -255,8 +258,8 @@ WEFT_DEVICE void IbgdaChannel::put_range(WindowOffset dst, WindowOffset src, uin
       const uint64_t rest = bytes - done;
       const auto length = static_cast<uint32_t>(rest < put_bytes ? rest : put_bytes);
       ibgda::write_entry_to(queue, first + i,
-                     ibgda::write_entry(at, {part.base + dst + done, part.key},
-                                        {mesh_->base + src + done, mesh_->key}, length));
+                            ibgda::write_entry(at, {part.base + dst + done, part.key},
+                                               {mesh_->base + src + done, mesh_->key}, length));
       done += length;
     }
     if (!ibgda::publish(queue, ends(), first, count)) return;

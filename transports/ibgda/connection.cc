@@ -196,8 +196,8 @@ class IbgdaLink : public Link {
   std::map<int, Known> windows_;  // by number
   bool is_finished_ = false;
   std::mutex mutex_;
-  Status lost_;   // the first queue that broke
-  Status wrong_;  // ... by what a kernel asked for
+  Status lost_;                        // the first queue that broke
+  Status wrong_;                       // ... by what a kernel asked for
   std::map<int, std::string> broken_;  // peers, and how
   std::function<void(int, const std::string&)> tell_;
 };

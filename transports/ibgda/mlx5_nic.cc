@@ -35,7 +35,8 @@ Result<Library> open_once() {
   find(library.is_supported, "mlx5dv_is_supported", "MLX5_1.8");
   find(library.create_cq, "mlx5dv_create_cq", "MLX5_1.1");
   find(library.init_obj, "mlx5dv_init_obj", "MLX5_1.2");
-  if (!missing.empty()) return Status::make(Code::kUnsupported, "libmlx5: it lacks{} (rdma-core 20 has them)", missing);
+  if (!missing.empty())
+    return Status::make(Code::kUnsupported, "libmlx5: it lacks{} (rdma-core 20 has them)", missing);
   return library;
 }
 
@@ -51,7 +52,6 @@ Result<Library> open_library() {
 namespace {
 
 namespace ib = provider::ib;
-
 
 Status failed(const char* what, const std::string& nic) {
   return logged(Status::from_errno(errno, "ibgda: {} on {}", what, nic));
@@ -116,7 +116,8 @@ class Mlx5Queue : public QueuePair {
   Status connect(std::string_view address) override {
     QueueAddress peer;
     if (address.size() != sizeof peer || address.substr(0, 4) != "mlx5")
-      return Status::invalid("address: got {} bytes that no mlx5 queue made, allowed: {}", address.size(), sizeof peer);
+      return Status::invalid("address: got {} bytes that no mlx5 queue made, allowed: {}", address.size(),
+                             sizeof peer);
     std::memcpy(static_cast<void*>(&peer), address.data(), sizeof peer);
     const ib::AhAttr route = ib::route_to(nic_->port.port, nic_->port.gid_index,
                                           {peer.gid, peer.lid, peer.mtu, peer.is_ethernet != 0});
@@ -140,7 +141,8 @@ class Mlx5Queue : public QueuePair {
   Status create() {
     constexpr uint32_t kRoom = 4;
     const uint32_t entries = std::min(asked_blocks_ * kRoom, kBlocksMax);
-    mlx5::CqInitAttr cq{entries - 1, nullptr, nullptr, 0, 0, mlx5::kCqMaskFlags, mlx5::kCqIgnoreOverrun, nullptr};
+    mlx5::CqInitAttr cq{entries - 1, nullptr, nullptr, 0, 0, mlx5::kCqMaskFlags, mlx5::kCqIgnoreOverrun,
+                        nullptr};
     cq_ = nic_->direct.create_cq(nic_->context, &cq, nullptr);
     if (!cq_) return failed("making a completion queue that ignores overrun", nic_->name);
     ib::QpInitAttr init{nullptr, cq_, cq_, nullptr, {asked_blocks_, 0, 1, 0, 0}, ib::kTypeRc, 1};
@@ -160,12 +162,17 @@ class Mlx5Queue : public QueuePair {
                            std::has_single_bit(qp.sends.blocks) && std::has_single_bit(cq.entries) &&
                            cq.entries >= qp.sends.blocks && cq.entries <= kBlocksMax;
     if (!is_usable)
-      return logged(Status::make(Code::kUnsupported,
-                                 "ibgda: queues of {}: got {} blocks of {} bytes and {} completions of {}, allowed: "
-                                 "powers of two of 64 bytes, no fewer completions, at most {}",
-                                 nic_->name, qp.sends.blocks, qp.sends.stride, cq.entries, cq.entry_bytes, kBlocksMax));
-    at_ = {static_cast<std::byte*>(qp.sends.buffer), static_cast<std::byte*>(cq.buffer), qp.record,
-           static_cast<uint64_t*>(qp.doorbell.reg),  qp.sends.blocks,                   cq.entries,
+      return logged(
+          Status::make(Code::kUnsupported,
+                       "ibgda: queues of {}: got {} blocks of {} bytes and {} completions of {}, allowed: "
+                       "powers of two of 64 bytes, no fewer completions, at most {}",
+                       nic_->name, qp.sends.blocks, qp.sends.stride, cq.entries, cq.entry_bytes, kBlocksMax));
+    at_ = {static_cast<std::byte*>(qp.sends.buffer),
+           static_cast<std::byte*>(cq.buffer),
+           qp.record,
+           static_cast<uint64_t*>(qp.doorbell.reg),
+           qp.sends.blocks,
+           cq.entries,
            qp_->qp_num};
     register_ = at_.doorbell;
     return {};
@@ -230,8 +237,7 @@ class Mlx5Nic : public Nic {
   Result<Enrolled> enroll(std::byte* data, uint64_t bytes, Device device) override {
     const int access = ib::kAccessLocalWrite | ib::kAccessRemoteWrite | ib::kAccessRemoteAtomic;
     ib::Mr* mr = nic_->verbs.reg_mr(nic_->pd, data, bytes, access);
-    if (!mr)
-      return logged(Status::from_errno(errno, "ibgda: registering {} bytes on {}", bytes, nic_->name));
+    if (!mr) return logged(Status::from_errno(errno, "ibgda: registering {} bytes on {}", bytes, nic_->name));
     return Enrolled{mr, mr->lkey, mr->rkey, reinterpret_cast<uint64_t>(data)};
   }
   void release(Enrolled& enrolled) override {
@@ -244,7 +250,8 @@ class Mlx5Nic : public Nic {
 };
 
 // Calls visit(device, name, why it is of no use or empty, context, port) for each device while they are held.
-using Visit = std::function<void(const std::string& name, const std::string& why, ib::Context*, const ib::PortChoice&)>;
+using Visit =
+    std::function<void(const std::string& name, const std::string& why, ib::Context*, const ib::PortChoice&)>;
 void each_device(const ib::Library& verbs, const mlx5::Library& direct, const Visit& visit) {
   int count = 0;
   ib::Device** devices = verbs.get_device_list(&count);
@@ -297,7 +304,8 @@ NicFinding Mlx5Nics::find(Device device) {
     if (!device.is_host()) found.details += ", through pinned memory of the host; " + doorbell_expectation();
     return found;
   }
-  found.unusable_because = reasons.empty() ? "libibverbs finds no RDMA device" : "no mlx5 NIC is usable: " + reasons;
+  found.unusable_because =
+      reasons.empty() ? "libibverbs finds no RDMA device" : "no mlx5 NIC is usable: " + reasons;
   return found;
 }
 
@@ -314,11 +322,13 @@ Result<std::unique_ptr<Nic>> Mlx5Nics::open(Device device) {
                 opened->name = name;
                 opened->port = port;
               });
-  if (opened->name.empty()) return Status::make(Code::kUnsupported, "ibgda: {}", find(device).unusable_because);
+  if (opened->name.empty())
+    return Status::make(Code::kUnsupported, "ibgda: {}", find(device).unusable_because);
   int count = 0;
   ib::Device** devices = verbs_->get_device_list(&count);
   for (int i = 0; devices && i < count; ++i)
-    if (verbs_->get_device_name(devices[i]) == opened->name) opened->context = verbs_->open_device(devices[i]);
+    if (verbs_->get_device_name(devices[i]) == opened->name)
+      opened->context = verbs_->open_device(devices[i]);
   if (devices) verbs_->free_device_list(devices);
   if (!opened->context) return failed("ibv_open_device", opened->name);
   const int gid = opened->port.gid_index;

@@ -26,7 +26,7 @@ struct QueueMemory {
   uint32_t* record = nullptr;        // doorbell record, two words
   uint64_t* doorbell = nullptr;      // the NIC's register, or a word of the host's memory
   uint32_t blocks = 0;               // a power of two
-  uint32_t entries = 0;              // a power of two, at least as many as blocks; 1: all completions share one
+  uint32_t entries = 0;  // a power of two, at least as many as blocks; 1: all completions share one
   uint32_t number = 0;
 };
 
@@ -71,7 +71,8 @@ class Nic {
 struct NicFinding {
   std::string unusable_because;  // empty: it can be used
   std::string details;           // for people
-  std::string network;  // ranks whose NICs have the same network reach each other; "process:...": within a process
+  std::string
+      network;  // ranks whose NICs have the same network reach each other; "process:...": within a process
   double gbit_per_s = 0;
 };
 

@@ -33,12 +33,14 @@ Status PinnedPages::pin_page(uint64_t page, Kind kind) {
   void* at = reinterpret_cast<void*>(page * kPage);
   const unsigned flags =
       kCuMemHostRegisterPortable | kCuMemHostRegisterDeviceMap | (kind == kRegister ? kIoMemory : 0);
-  const char* what = kind == kRegister ? "map the doorbell register of a NIC for cuda:{}" : "pin a queue for cuda:{}";
+  const char* what =
+      kind == kRegister ? "map the doorbell register of a NIC for cuda:{}" : "pin a queue for cuda:{}";
   WEFT_TRY(cuda_status(driver.cuMemHostRegister(at, kPage, flags), what, device_.ordinal));
   CUdeviceptr seen = 0;
   Status found = cuda_status(driver.cuMemHostGetDevicePointer(&seen, at, 0), what, device_.ordinal);
   if (found.ok() && seen != page * kPage)
-    found = Status::make(Code::kUnsupported, "cuda:{} sees memory of the host at other addresses", device_.ordinal);
+    found = Status::make(Code::kUnsupported, "cuda:{} sees memory of the host at other addresses",
+                         device_.ordinal);
   if (!found.ok()) driver.cuMemHostUnregister(at);
   return found;
 }

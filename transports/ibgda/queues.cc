@@ -245,7 +245,8 @@ void Queues::post_farewell(size_t place) {
   const Pair& pair = pairs_.at(place);
   const QueueMemory& memory = pair.pair->memory();
   const uint32_t index = big_endian(load_acquire(memory.record + kRecordOfSends));
-  const Entry entry = value_entry({index, memory.number, kSignalled}, {pair.farewell.base, pair.farewell.key}, kGone);
+  const Entry entry =
+      value_entry({index, memory.number, kSignalled}, {pair.farewell.base, pair.farewell.key}, kGone);
   std::memcpy(memory.ring + (index & (memory.blocks - 1)) * kBlockBytes, &entry, sizeof entry);
   store_release(memory.record + kRecordOfSends, record_word(index + 1));
   store_register(memory.doorbell, doorbell_word(index + 1, memory.number));

@@ -62,9 +62,7 @@ class Queues {
   Queues(Nic& nic, Device device, const QueueSizes& sizes) : nic_(nic), device_(device), sizes_(sizes) {}
   Status open(const std::vector<int>& served);
   Status open_queue(int peer, uint32_t lane);
-  size_t place(int peer, uint32_t lane) const {
-    return static_cast<size_t>(peer) * sizes_.per_peer + lane;
-  }
+  size_t place(int peer, uint32_t lane) const { return static_cast<size_t>(peer) * sizes_.per_peer + lane; }
   bool is_idle(size_t place) const;
   bool is_broken(size_t place) const;
   bool is_refused(size_t place) const;
@@ -88,9 +86,9 @@ class Queues {
   const QueueSizes sizes_;
   std::map<size_t, Pair> pairs_;  // by place
   std::unique_ptr<HostVisible> words_;
-  FaultBox* faults_ = nullptr;       // [places]
+  FaultBox* faults_ = nullptr;                        // [places]
   uint64_t *sinks_ = nullptr, *farewells_ = nullptr;  // [places]
-  Enrolled enrolled_;                // the two of them
+  Enrolled enrolled_;                                 // the two of them
   std::unique_ptr<LocalMemory> states_, table_;
   std::function<void(const FaultBox&)> on_broken_;
   std::thread watcher_;

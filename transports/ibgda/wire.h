@@ -21,7 +21,8 @@
 namespace weft::ibgda {
 
 inline constexpr uint32_t kBlockBytes = 64, kUnitBytes = 16;
-inline constexpr uint32_t kBlocksMax = 1 << 15;  // of a queue: indices of 16 bits are compared by their distance
+inline constexpr uint32_t kBlocksMax =
+    1 << 15;  // of a queue: indices of 16 bits are compared by their distance
 
 enum class Opcode : uint32_t {
   kNop = 0x00,
@@ -83,8 +84,10 @@ struct Place {
 };
 
 WEFT_DEVICE constexpr Entry write_entry(Heading at, Place dst, Place src, uint32_t bytes) {
-  return {{control_unit(at, Opcode::kWrite, 3), remote_unit(dst.address, dst.key),
-           data_unit(src.address, src.key, bytes), {}}};
+  return {{control_unit(at, Opcode::kWrite, 3),
+           remote_unit(dst.address, dst.key),
+           data_unit(src.address, src.key, bytes),
+           {}}};
 }
 // Writes 8 bytes that are in the entry itself.
 WEFT_DEVICE constexpr Entry value_entry(Heading at, Place dst, uint64_t value) {
@@ -109,10 +112,11 @@ inline constexpr uint32_t kRecordOfSends = 1;  // of the two words
 // What a NIC says of a signalled entry; the last word is written last.
 struct Completion {
   uint8_t unused[54];
-  uint8_t vendor;    // of an error: the vendor's number
-  uint8_t syndrome;  // of an error
+  uint8_t vendor;             // of an error: the vendor's number
+  uint8_t syndrome;           // of an error
   uint32_t opcode_and_queue;  // big-endian: opcode 8 | queue number 24
-  uint32_t last;  // big-endian: index of the entry's first block 16 | signature 8 | opcode 4, format 2, solicited 1, owner 1
+  uint32_t
+      last;  // big-endian: index of the entry's first block 16 | signature 8 | opcode 4, format 2, solicited 1, owner 1
 };
 static_assert(sizeof(Completion) == kBlockBytes && alignof(Completion) == 4);
 inline constexpr uint32_t kCompleted = 0, kRefused = 13, kNotYet = 15;
@@ -162,12 +166,12 @@ struct Queue {
   uint32_t* record;          // the doorbell record
   uint64_t* doorbell;        // the register, or a word that a thread of the host passes on
   QueueState* state;
-  FaultBox* fault;        // why the queue is broken; memory of the host
-  uint64_t sink;          // address of 8 bytes for what words held before an add
-  uint32_t sink_key;      // big_endian()
-  uint32_t number;        // the NIC's
-  uint32_t block_mask;    // blocks - 1; a power of two less one
-  uint32_t entry_mask;    // completions - 1, at least block_mask: every entry has its own. 0: all share one
+  FaultBox* fault;      // why the queue is broken; memory of the host
+  uint64_t sink;        // address of 8 bytes for what words held before an add
+  uint32_t sink_key;    // big_endian()
+  uint32_t number;      // the NIC's
+  uint32_t block_mask;  // blocks - 1; a power of two less one
+  uint32_t entry_mask;  // completions - 1, at least block_mask: every entry has its own. 0: all share one
 };
 static_assert(sizeof(Queue) == 72);
 

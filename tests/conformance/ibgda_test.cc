@@ -28,6 +28,11 @@ using testing::Settings;
 constexpr double kTimeout_s = 30;
 constexpr uint64_t kWindow = 256 << 10;
 
+// Whether a queue's fault box may be read; the host may have raised it as well as a channel.
+bool is_raised(const ibgda::Queue& queue) {
+  return load_acquire(&queue.fault->raised) != 0;
+}
+
 // Ranks as threads, each with a window, over NICs with `plan`.
 class Ibgda : public ::testing::Test {
  protected:
@@ -186,6 +191,7 @@ TEST_P(IbgdaRefused, BreaksOneQueueByNameAndOthersGoOn) {
       channel.flush();
       channel.put_value(8, 3);  // dropped
       EXPECT_LT(now_ns() - start, 10'000'000'000u);
+      ASSERT_TRUE(is_raised(rank.queue(1)));
       EXPECT_EQ(rank.queue(1).fault->peer, 1u);
       EXPECT_EQ(rank.queue(1).fault->detail & 255, syndrome);
       EXPECT_EQ(rank.queue(1).fault->expected, 1u);
@@ -342,6 +348,7 @@ TEST_F(Ibgda, ABrokenQueueBeginsAnew) {
     model_->refuse_next(mesh.queues[1].number, Syndrome::kRemoteOperation);
     for (int i = 0; i < 5; ++i) mesh.to(1).signal_add(0, 1000);
     mesh.to(1).flush();
+    ASSERT_TRUE(is_raised(mesh.queues[1]));
     EXPECT_EQ(mesh.queues[1].fault->expected, 100u);
     EXPECT_TRUE(wait_until(Deadline::after_s(10), [&] { return broke == round; }));
     for (int rank : {0, 1}) ASSERT_TRUE(queues[rank]->reset(1 - rank).ok());

@@ -49,7 +49,7 @@ void serve(NicShared& shared, uint32_t thread) {
       mine.clear();
       uint32_t place = 0;
       for (const auto& [number, queue] : shared.queues)
-        if (place++ % shared.plan.threads == thread) mine.push_back(queue);
+        if (place++ % shared.plan.threads == thread && queue) mine.push_back(queue);
     }
     if (random() % 16 == 0) std::shuffle(mine.begin(), mine.end(), random);
     bool any = false;
@@ -139,12 +139,18 @@ std::unique_ptr<ibgda::QueuePair> ModelNic::create_queue(uint32_t blocks, uint32
     shared_->fail(memory.status().message());
     return nullptr;
   }
-  std::lock_guard lock(shared_->mutex);
   uint32_t number = 0;  // no two bytes alike
-  while (number < 0x10000 || (number & 255) == (number >> 16) || shared_->queues.count(number))
-    number = static_cast<uint32_t>(shared_->draw() & 0xffffff);
-  auto queue = std::make_shared<ModelQueue>(shared_, core_, std::move(*memory), number, blocks, completions,
-                                            shared_->draw());
+  uint64_t seed = 0;
+  {
+    std::lock_guard lock(shared_->mutex);
+    while (number < 0x10000 || (number & 255) == (number >> 16) || shared_->queues.count(number))
+      number = static_cast<uint32_t>(shared_->draw() & 0xffffff);
+    seed = shared_->draw();
+    shared_->queues[number] = nullptr;  // taken
+  }
+  auto queue =
+      std::make_shared<ModelQueue>(shared_, core_, std::move(*memory), number, blocks, completions, seed);
+  std::lock_guard lock(shared_->mutex);
   shared_->queues[number] = queue;
   ++shared_->version;
   return std::make_unique<ModelPair>(shared_, queue);

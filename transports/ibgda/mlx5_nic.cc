@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <cstring>
 #include <functional>
+#include <map>
+#include <mutex>
 
 #include "base/config.h"
 #include "base/cuda_driver.h"
@@ -343,8 +345,30 @@ Result<std::unique_ptr<Nic>> Mlx5Nics::open(Device device) {
   return std::unique_ptr<Nic>(std::make_unique<Mlx5Nic>(std::move(opened)));
 }
 
+namespace {
+
+// Every communicator asks; devices are opened to answer. Looked for once for each of the settings that decide.
+class OnceFound : public Mlx5Nics {
+ public:
+  using Mlx5Nics::Mlx5Nics;
+  NicFinding find(Device device) override {
+    const std::string key =
+        text("{}/{}/{}/{}", device.is_host(), config().proxy_nics, config().ib_port, config().gid_index);
+    std::lock_guard lock(mutex_);
+    auto known = known_.find(key);
+    if (known == known_.end()) known = known_.emplace(key, Mlx5Nics::find(device)).first;
+    return known->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, NicFinding> known_;
+};
+
+}  // namespace
+
 NicSource& mlx5_nics() {
-  static Mlx5Nics source(ib::open_library(), mlx5::open_library());
+  static OnceFound source(ib::open_library(), mlx5::open_library());
   return source;
 }
 

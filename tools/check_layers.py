@@ -42,7 +42,8 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "src/memory": MACHINE,
     "src/transfer": MACHINE | {"providers", "src/memory"},
     "transports": MACHINE | KERNELS,
-    "transports/*": PORTS | {"src/memory", "src/transfer", "providers"},
+    # A NIC whose queues kernels write is opened, and its ports chosen, as the provider for it does.
+    "transports/*": PORTS | {"src/memory", "src/transfer", "providers", "providers/*"},
     "src/comm": PORTS | {"src/memory"},
     "src/jit": COMM | {"transports/*"},  # their channel.cuh: host kernels are compiled with it
     "src/plan": MACHINE | KERNELS,  # pure: it knows of a machine what it is told

@@ -5,6 +5,7 @@
 // Weft needs.
 #pragma once
 
+#include "transports/ibgda/channel.cuh"
 #include "transports/jitter/channel.cuh"
 #include "transports/mapped/channel.cuh"
 #include "transports/proxy/channel.cuh"
@@ -13,6 +14,7 @@
 // clang-format off: one transport a line
 #define WEFT_TRANSPORTS(WEFT_TRANSPORT) \
   WEFT_TRANSPORT(mapped, MappedMesh)    \
+  WEFT_TRANSPORT(ibgda, IbgdaMesh)      \
   WEFT_TRANSPORT(proxy, ProxyMesh)      \
   WEFT_TRANSPORT(jitter, JitterMesh<weft::ProxyMesh>)
 // clang-format on

@@ -51,6 +51,10 @@ enum class Site : uint32_t {
   kCombineSlot,      // combine over nodes: the peer has not read the sums that this rank sent it before
   kCombineSum,       // ... the sums of another node, from its hub
   kExchangeFloor,    // the exchange of `weft bench floor`
+  kQueueRoom,        // a NIC's queue: no room until entry `expected` is done; `seen` are
+  kQueueOrder,       // ... entries before `expected` have not been published; `seen` are
+  kQueueFlush,       // ... entry `expected` is not done; `seen` are
+  kQueueRefused,     // ... the NIC refused entry `expected`; detail: vendor's number << 8 | syndrome
 };
 
 struct FaultBox {
@@ -59,7 +63,7 @@ struct FaultBox {
   Site site;
   uint32_t self;
   uint32_t peer;
-  uint32_t detail;  // of a collective program: block << 16 | step
+  uint32_t detail;  // of a collective program: block << 16 | step; of a NIC: see kQueueRefused
   uint64_t expected;
   uint64_t seen;
   uint64_t waited_ns;

@@ -23,6 +23,15 @@ WEFT_DEVICE uint32_t bits_of_float(float value) {
   return __builtin_bit_cast(uint32_t, value);
 }
 
+// What networks and NICs read: the first byte in memory is the highest. All targets are little-endian.
+WEFT_DEVICE constexpr uint32_t big_endian(uint32_t value) {
+  return value << 24 | (value & 0xff00u) << 8 | (value >> 8 & 0xff00u) | value >> 24;
+}
+WEFT_DEVICE constexpr uint64_t big_endian(uint64_t value) {
+  return static_cast<uint64_t>(big_endian(static_cast<uint32_t>(value))) << 32 |
+         big_endian(static_cast<uint32_t>(value >> 32));
+}
+
 // float8_e4m3fn: nearest even; above 448, infinities too, it is 448; NaN stays NaN. Without branches, so that
 // loops over it vectorise.
 WEFT_DEVICE uint32_t e4m3_portable(float value) {

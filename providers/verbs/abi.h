@@ -146,7 +146,7 @@ constexpr int kWcRecv = 128, kWcRecvWriteImm = 129;
 constexpr int kWcFlushed = 5, kWcRetryExceeded = 12, kWcRnrExceeded = 13;
 constexpr int kStateReset = 0, kStateInit = 1, kStateRtr = 2, kStateRts = 3, kStateError = 6;
 constexpr int kTypeRc = 2, kTypeUd = 4;
-constexpr int kAccessLocalWrite = 1, kAccessRemoteWrite = 2, kAccessRemoteRead = 4,
+constexpr int kAccessLocalWrite = 1, kAccessRemoteWrite = 2, kAccessRemoteRead = 4, kAccessRemoteAtomic = 8,
               kAccessRelaxedOrdering = 1 << 20;
 constexpr int kPortActive = 4;
 constexpr uint8_t kLinkEthernet = 2;

@@ -7,20 +7,15 @@
 
 #include "base/config.h"
 #include "base/log.h"
+#include "providers/verbs/connect.h"
 #include "providers/verbs/rail.h"
 
 namespace weft::provider {
 namespace {
 
 constexpr uint32_t kQkey = 0x57454654;
-constexpr uint8_t kRnrRetriesForEver = 7, kReadDepth = 16, kHopLimit = 255;
-constexpr int64_t kRoceServiceLevel = 3, kRoceTrafficClass = 104;
 constexpr auto kJoinFor = std::chrono::seconds(60);  // a link that the engine never asked for
 constexpr auto kGreetLast = std::chrono::milliseconds(200);
-
-uint8_t given_or(int64_t given, int64_t usual) {
-  return static_cast<uint8_t>(given >= 0 ? given : usual);
-}
 
 }  // namespace
 
@@ -54,18 +49,7 @@ bool VerbsRail::repost_greeting(uint32_t i) {
 }
 
 ib::AhAttr VerbsRail::route_to(const Place& there) const {
-  ib::AhAttr ah{};
-  ah.port_num = port_;
-  ah.dlid = there.lid;
-  ah.sl = given_or(config().service_level, there.is_ethernet ? kRoceServiceLevel : 0);
-  ah.is_global = gid_index_ >= 0 && (there.is_ethernet || there.lid == 0);
-  if (ah.is_global) {
-    ah.grh.dgid = there.gid;
-    ah.grh.sgid_index = static_cast<uint8_t>(gid_index_);
-    ah.grh.hop_limit = kHopLimit;
-    ah.grh.traffic_class = given_or(config().traffic_class, there.is_ethernet ? kRoceTrafficClass : 0);
-  }
-  return ah;
+  return ib::route_to(port_, gid_index_, {there.gid, there.lid, there.mtu, there.is_ethernet != 0});
 }
 
 Link* VerbsRail::live_link(const Place& there) {
@@ -106,11 +90,7 @@ Link* VerbsRail::link_of(uint32_t qpn) {
 }
 
 bool VerbsRail::to_init(ib::Qp* qp) {
-  ib::QpAttr attr{};
-  attr.qp_state = ib::kStateInit;
-  attr.port_num = port_;
-  attr.qp_access_flags = ib::kAccessRemoteRead | ib::kAccessRemoteWrite;
-  return ib_.modify_qp(qp, &attr, ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskAccess) == 0;
+  return ib::to_init(ib_, qp, port_, ib::kAccessRemoteRead | ib::kAccessRemoteWrite);
 }
 
 bool VerbsRail::join(Link& link, const Greeting& greeting) {
@@ -126,27 +106,8 @@ bool VerbsRail::join(Link& link, const Greeting& greeting) {
 }
 
 bool VerbsRail::bring_up(Link& link, uint32_t qpn, uint32_t psn) {
-  ib::QpAttr attr{};
-  attr.qp_state = ib::kStateRtr;
-  attr.path_mtu = std::min(place_.mtu, link.there.mtu);
-  attr.dest_qp_num = qpn;
-  attr.rq_psn = psn;
-  attr.max_dest_rd_atomic = kReadDepth;
-  attr.min_rnr_timer = static_cast<uint8_t>(config().rnr_timer);
-  attr.ah_attr = route_to(link.there);
-  int mask = ib::kMaskState | ib::kMaskAv | ib::kMaskMtu | ib::kMaskDestQpn | ib::kMaskRqPsn |
-             ib::kMaskDestRdAtomic | ib::kMaskRnrTimer;
-  if (ib_.modify_qp(link.qp, &attr, mask) != 0) return false;
-  attr = {};
-  attr.qp_state = ib::kStateRts;
-  attr.timeout = static_cast<uint8_t>(config().rc_timeout);
-  attr.retry_cnt = static_cast<uint8_t>(config().rc_retry);
-  attr.rnr_retry = kRnrRetriesForEver;  // a receiver that is behind is not an error
-  attr.sq_psn = link.psn;
-  attr.max_rd_atomic = kReadDepth;
-  mask = ib::kMaskState | ib::kMaskTimeout | ib::kMaskRetry | ib::kMaskRnrRetry | ib::kMaskSqPsn |
-         ib::kMaskRdAtomic;
-  return ib_.modify_qp(link.qp, &attr, mask) == 0;
+  return ib::to_ready(ib_, link.qp, route_to(link.there), std::min(place_.mtu, link.there.mtu),
+                      {qpn, psn, link.psn});
 }
 
 void VerbsRail::break_link(Link& link) {

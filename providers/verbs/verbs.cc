@@ -6,8 +6,8 @@
 #include <cerrno>
 #include <cstring>
 
-#include "base/config.h"
 #include "base/cuda_driver.h"
+#include "providers/verbs/connect.h"
 #include "providers/verbs/library.h"
 #include "providers/verbs/rail.h"
 
@@ -75,23 +75,11 @@ class Verbs : public Provider {
   }
 
   Nic look_at(ib::Context* context, const std::string& name, uint8_t& port, int& gid_index) {
-    ib::PortAttr attr{};
-    const int64_t wanted = config().ib_port;
-    for (port = 1; library_->query_port(context, port, &attr) == 0; ++port)
-      if (attr.state == ib::kPortActive && (wanted == 0 || wanted == port)) break;
-    if (library_->query_port(context, port, &attr) != 0 || attr.state != ib::kPortActive)
-      return unusable(name, wanted ? text("port {} (WEFT_IB_PORT) is not active", wanted)
-                                   : std::string("no port is active"));
-    std::vector<ib::GidEntry> gids;
-    for (int i = 0; i < attr.gid_tbl_len; ++i) {
-      ib::GidEntry entry{i, {}, library_->gid_type(name, port, i)};
-      if (library_->query_gid(context, port, i, &entry.gid) == 0) gids.push_back(entry);
-    }
-    gid_index = config().gid_index >= 0 ? static_cast<int>(config().gid_index) : ib::choose_gid(gids);
-    if (gid_index >= attr.gid_tbl_len)
-      return unusable(name, text("GID {} (WEFT_GID_INDEX) is beyond its {}", gid_index, attr.gid_tbl_len));
-    if (gid_index < 0 && attr.link_layer == ib::kLinkEthernet)
-      return unusable(name, "its port has no usable GID");
+    const ib::PortChoice choice = ib::choose_port(*library_, context, name);
+    const ib::PortAttr& attr = choice.attr;
+    port = choice.port;
+    gid_index = choice.gid_index;
+    if (!choice.unusable_because.empty()) return unusable(name, choice.unusable_because);
     Nic nic;
     nic.provider = "verbs";
     nic.name = name;

@@ -95,6 +95,8 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(proxy_idle_s, double, 5.0, "a proxy thread without work looks only every 2 ms after so many seconds") \
   WEFT_OPTION(proxy_bytes_in_flight, int64_t, 0, "bytes that the proxy transport has under way at most; 0: by NIC family") \
   WEFT_OPTION(proxy_writes_in_flight, int64_t, 0, "writes that the proxy transport has under way at most; 0: by NIC family") \
+  WEFT_OPTION(ibgda_queues, int64_t, 1, "queues of the ibgda transport to each peer", between(1, 64).on_all_ranks()) \
+  WEFT_OPTION(ibgda_depth, int64_t, 1024, "entries of each such queue; a power of two", between(4, 1 << 15)) \
   WEFT_OPTION(jitter_us, int64_t, 200, "longest wait of a call over the transport jitter:proxy, in us", between(1, 1'000'000)) \
   WEFT_OPTION(jitter_seed, int64_t, 1, "seed of those waits", between(0, 1 << 30)) \
   WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty takes the system's, or a package's where that is older than 2.0") \

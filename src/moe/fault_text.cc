@@ -74,6 +74,14 @@ const char* operation(Site site) {
       return "proxy.flush";
     case Site::kPortRange:
       return "proxy.range";
+    case Site::kQueueRoom:
+      return "ibgda.post";
+    case Site::kQueueOrder:
+      return "ibgda.publish";
+    case Site::kQueueFlush:
+      return "ibgda.flush";
+    case Site::kQueueRefused:
+      return "ibgda";
     case Site::kChannelLoop:
       return "channel loop";
     case Site::kDispatchSlot:

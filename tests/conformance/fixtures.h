@@ -16,7 +16,10 @@
 #include "comm/window.h"
 #include "kernels/core/hybrid.cuh"
 #include "providers/loopback/loopback.h"
+#include "support/fake_mlx5.h"
+#include "support/nic_model.h"
 #include "support/ranks.h"
+#include "transports/ibgda/mlx5_nic.h"
 #include "transports/list.h"
 
 namespace weft::testing {
@@ -105,6 +108,98 @@ struct HybridFixture {
   static void tear_down() { Settings::clear({"WEFT_PROXY_PROVIDER", "WEFT_RANKS_PER_NODE"}); }
 };
 
+// Threads that write the queues of a model of a NIC. Rings are tiny, so that they wrap and fill up; puts are cut; there
+// are two queues to a peer; or all completions share one place, and a thread of the host rings.
+template <bool kShares>
+struct IbgdaFixture {
+  static constexpr const char* kName = "ibgda";
+  static constexpr const char* kTransport = kName;
+  using Mesh = IbgdaMesh;
+  static std::vector<RanksAre> kinds() { return {RanksAre::kThreads}; }
+  static std::vector<int> ranks() { return kShares ? std::vector<int>{2, 3} : std::vector<int>{2, 3, 7}; }
+  static void set_up() {
+    Settings::set({{"WEFT_IBGDA_DEPTH", kShares ? "16" : "4"}, {"WEFT_IBGDA_QUEUES", kShares ? "1" : "2"}});
+    model() = std::make_unique<NicModel>(NicPlan{.seed = kShares ? 6u : 5u,
+                                                 .shares_completion = kShares,
+                                                 .is_rung_by_host = kShares,
+                                                 .put_shift = 12});
+    ibgda::set_nic_source(model().get());
+  }
+  static void tear_down() {
+    EXPECT_EQ(model()->failures(), "");
+    ibgda::set_nic_source(nullptr);
+    model().reset();
+    Settings::clear({"WEFT_IBGDA_DEPTH", "WEFT_IBGDA_QUEUES"});
+  }
+  static std::unique_ptr<NicModel>& model() {
+    static std::unique_ptr<NicModel> one;
+    return one;
+  }
+};
+using QueueFixture = IbgdaFixture<false>;
+using SharedCompletionFixture = IbgdaFixture<true>;
+
+// The same through the set-up for mlx5 NICs, over fakes of libibverbs and libmlx5 with the model behind.
+struct Mlx5Fixture {
+  static constexpr const char* kName = "ibgda";
+  static constexpr const char* kTransport = kName;
+  using Mesh = IbgdaMesh;
+  static std::vector<RanksAre> kinds() { return {RanksAre::kThreads}; }
+  static std::vector<int> ranks() { return {3}; }
+  static void set_up() {
+    Settings::set({{"WEFT_IBGDA_DEPTH", "16"}});
+    fake() = std::make_unique<FakeMlx5>(NicPlan{.seed = 7});
+    nics() = std::make_unique<ibgda::Mlx5Nics>(fake()->verbs(), fake()->mlx5());
+    ibgda::set_nic_source(nics().get());
+  }
+  static void tear_down() {
+    EXPECT_EQ(fake()->failures(), "");
+    EXPECT_EQ(fake()->model().failures(), "");
+    EXPECT_EQ(fake()->left_over(), 0u);
+    ibgda::set_nic_source(nullptr);
+    nics().reset();
+    fake().reset();
+    Settings::clear({"WEFT_IBGDA_DEPTH"});
+  }
+  static std::unique_ptr<FakeMlx5>& fake() {
+    static std::unique_ptr<FakeMlx5> one;
+    return one;
+  }
+  static std::unique_ptr<ibgda::Mlx5Nics>& nics() {
+    static std::unique_ptr<ibgda::Mlx5Nics> one;
+    return one;
+  }
+};
+
+// Ports for tests of kernels, in nodes of so many ranks: proxies over a network that reorders and delays, or queues of a
+// model of a NIC. FIFOs and rings are small, so that they wrap and fill up.
+struct PortsCase {
+  const char* ranks_per_node;
+  bool has_queues = false;
+
+  void set_up() const {
+    Settings::set({{"WEFT_PROXY_PROVIDER", "loopback"},
+                   {"WEFT_PROXY_FIFO", "16"},
+                   {"WEFT_PROXIES", "2"},
+                   {"WEFT_RANKS_PER_NODE", ranks_per_node}});
+    if (has_queues) {
+      QueueFixture::set_up();
+      Settings::set({{"WEFT_TRANSPORT", "mapped,ibgda"}});
+    } else {
+      ReorderingFixture::network().set_plan({.seed = 5, .reorder = 0.3, .delay = 0.1, .delay_polls = 20});
+    }
+  }
+  void tear_down() const {
+    if (has_queues) QueueFixture::tear_down();
+    ReorderingFixture::network().set_plan({});
+    Settings::clear(
+        {"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO", "WEFT_PROXIES", "WEFT_RANKS_PER_NODE", "WEFT_TRANSPORT"});
+  }
+  friend void PrintTo(const PortsCase& ports, std::ostream* out) {
+    *out << ports.ranks_per_node << (ports.has_queues ? " ibgda" : " proxy");
+  }
+};
+
 // Random waits, before calls and between a put and its signal.
 struct JitterFixture {
   static constexpr const char* kName = "jitter:proxy";
@@ -160,10 +255,11 @@ struct NvshmemFixture {
 
 using Fixtures =
     ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture, HybridFixture,
-                     JitterFixture, Nccl228Fixture, Nccl230Fixture, NvshmemFixture>;
+                     JitterFixture, Nccl228Fixture, Nccl230Fixture, NvshmemFixture, QueueFixture,
+                     SharedCompletionFixture, Mlx5Fixture>;
 inline constexpr const char* kTestedTransports[] = {MappedFixture::kName, TcpFixture::kName,
                                                     JitterFixture::kName, Nccl228Fixture::kName,
-                                                    NvshmemFixture::kName};
+                                                    NvshmemFixture::kName, QueueFixture::kName};
 
 // The mesh of a window, if it is of the type that the fixture expects.
 template <class Mesh>

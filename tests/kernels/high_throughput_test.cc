@@ -233,13 +233,10 @@ INSTANTIATE_TEST_SUITE_P(Shapes, HighThroughput, kShapes);
 // The same in nodes of so many ranks, over a network that reorders and delays. FIFOs are small, so that laps wrap.
 class TwoLevels : public HighThroughput {
  protected:
-  void run_in_nodes(const char* ranks_per_node, const char* host_threads) {
-    Settings::set({{"WEFT_PROXY_PROVIDER", "loopback"},
-                   {"WEFT_PROXY_FIFO", "16"},
-                   {"WEFT_PROXIES", "2"},
-                   {"WEFT_HOST_THREADS", host_threads},
-                   {"WEFT_RANKS_PER_NODE", ranks_per_node}});
-    ReorderingFixture::network().set_plan({.seed = 7, .reorder = 0.3, .delay = 0.1, .delay_polls = 20});
+  void run_in_nodes(PortsCase ports, const char* host_threads) {
+    ports_ = ports;
+    ports_.set_up();
+    Settings::set({{"WEFT_HOST_THREADS", host_threads}});
     const Case& c = GetParam();
     std::vector<std::vector<RankData>> rounds(3);
     for (uint32_t round = 0; round < rounds.size(); ++round)
@@ -254,18 +251,28 @@ class TwoLevels : public HighThroughput {
     });
   }
   void TearDown() override {
-    ReorderingFixture::network().set_plan({});
-    Settings::clear({"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO", "WEFT_PROXIES", "WEFT_HOST_THREADS",
-                     "WEFT_RANKS_PER_NODE"});
+    ports_.tear_down();
+    Settings::clear({"WEFT_HOST_THREADS"});
   }
+
+ private:
+  PortsCase ports_{"1"};
 };
 
 TEST_P(TwoLevels, RowsGoOutAndComeBackAmongLoners) {
-  run_in_nodes("1", "1");
+  run_in_nodes({"1"}, "1");
 }
 
 TEST_P(TwoLevels, RowsGoOutAndComeBackAmongPairs) {
-  run_in_nodes("2", "3");
+  run_in_nodes({"2"}, "3");
+}
+
+TEST_P(TwoLevels, RowsGoOutAndComeBackOverQueues) {
+  run_in_nodes({"1", true}, "1");
+}
+
+TEST_P(TwoLevels, RowsGoOutAndComeBackOverQueuesAmongPairs) {
+  run_in_nodes({"2", true}, "3");
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, TwoLevels,

@@ -66,6 +66,11 @@ def is_for_hosts(row: _core.KernelRow) -> bool:
     return bool(row.name in WITH_PORTS_FOR_HOSTS and row.mesh_type != "MappedMesh")
 
 
+def is_for_one_architecture(row: _core.KernelRow) -> bool:
+    """Return whether a kernel's code for other meshes covers the architectures: all write NICs alike."""
+    return "IbgdaMesh" in row.mesh_type
+
+
 def all_cases() -> list[Case]:
     """Return every case that GPUs run, in the order of the list."""
     rows = [(index, row) for index, row in enumerate(_core.kernel_table()) if not is_for_hosts(row)]

@@ -23,22 +23,15 @@ uint64_t ports_region_for(const Case& c) {
   return low_latency_bytes_with_ports(c.ranks, region_for(c));
 }
 
-// By ranks to a node. FIFOs are small, so that laps wrap and they fill up.
-class LowLatencyPorts : public ::testing::TestWithParam<const char*> {
+// By ranks to a node.
+class LowLatencyPorts : public ::testing::TestWithParam<PortsCase> {
  protected:
-  void SetUp() override {
-    Settings::set({{"WEFT_PROXY_PROVIDER", "loopback"},
-                   {"WEFT_PROXY_FIFO", "16"},
-                   {"WEFT_PROXIES", "2"},
-                   {"WEFT_RANKS_PER_NODE", GetParam()}});
-    ReorderingFixture::network().set_plan({.seed = 5, .reorder = 0.3, .delay = 0.1, .delay_polls = 20});
-  }
-  void TearDown() override {
-    ReorderingFixture::network().set_plan({});
-    Settings::clear({"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO", "WEFT_PROXIES", "WEFT_RANKS_PER_NODE"});
-  }
+  void SetUp() override { GetParam().set_up(); }
+  void TearDown() override { GetParam().tear_down(); }
 };
-INSTANTIATE_TEST_SUITE_P(RanksPerNode, LowLatencyPorts, ::testing::Values("1", "2", "3"));
+INSTANTIATE_TEST_SUITE_P(RanksPerNode, LowLatencyPorts,
+                         ::testing::Values(PortsCase{"1"}, PortsCase{"2"}, PortsCase{"3"},
+                                           PortsCase{"1", true}, PortsCase{"2", true}));
 
 TEST_P(LowLatencyPorts, RoundTripsOfAnyShape) {
   const Case cases[] = {{2, 512, 3, 8, 9, kPayloadFp8Exponent},
@@ -93,7 +86,7 @@ TEST_P(LowLatencyPorts, SlowRanksAreWaitedFor) {
 // leave in several ranges.
 TEST_P(LowLatencyPorts, TheLeastRegionServesWhereRepliesDoNotAllFit) {
   const Case c{3, 512, 4, 4, 30, kPayloadCopy, kReplyExact};
-  if (std::stoi(GetParam()) == 3) GTEST_SKIP() << "all ranks map each other";
+  if (std::stoi(GetParam().ranks_per_node) == 3) GTEST_SKIP() << "all ranks map each other";
   const LowLatencySizes sizes{c.ranks, c.max_tokens, c.top_k, c.experts, 0, 0, true};
   const Lanes lanes = sizes.lanes();
   const PortCombineLayout at =

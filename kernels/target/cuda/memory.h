@@ -108,6 +108,19 @@ WEFT_DEVICE uint32_t add_local_acq_rel(uint32_t* at, uint32_t value) {
 WEFT_DEVICE uint32_t exchange_local(uint32_t* at, uint32_t value) {
   return atomicExch(at, value);
 }
+// Within one device: publishes what the thread knew before to who acquires the word there.
+WEFT_DEVICE void store_release_local(uint64_t* at, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+// Raises a word to `value` unless it is more already, and publishes what the thread knew before, as above.
+WEFT_DEVICE void max_local_release(uint64_t* at, uint64_t value) {
+  asm volatile("red.release.gpu.global.max.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+// Writes a register of a NIC after everything that the thread knew before is visible to the NIC.
+WEFT_DEVICE void store_register(uint64_t* at, uint64_t value) {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+  asm volatile("st.mmio.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
 // Orders everything before it against everything after it, for peers too.
 WEFT_DEVICE void fence_system() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");

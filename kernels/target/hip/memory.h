@@ -68,6 +68,18 @@ WEFT_DEVICE uint32_t add_local_acq_rel(uint32_t* at, uint32_t value) {
 WEFT_DEVICE uint32_t exchange_local(uint32_t* at, uint32_t value) {
   return __hip_atomic_exchange(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+// Within one device: publishes what the thread knew before to who acquires the word there.
+WEFT_DEVICE void store_release_local(uint64_t* at, uint64_t value) {
+  __hip_atomic_store(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
+}
+// Raises a word to `value` unless it is more already, and publishes what the thread knew before, as above.
+WEFT_DEVICE void max_local_release(uint64_t* at, uint64_t value) {
+  __hip_atomic_fetch_max(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
+}
+// Writes a register of a NIC after everything that the thread knew before is visible to the NIC.
+WEFT_DEVICE void store_register(uint64_t* at, uint64_t value) {
+  __hip_atomic_store(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
 // A look at a signal that a peer may write, cheap enough to repeat; who sees what it waits for acquires then.
 WEFT_DEVICE uint64_t peek(const uint64_t* at) {
   return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #define WEFT_DEVICE inline
+#define WEFT_APART inline  // what is seldom called, and large: one copy in a kernel
 #define WEFT_KERNEL inline
 #define WEFT_UNROLL  // before a loop whose trip count is constant; the compiler decides
 #define WEFT_ROLLED  // before a loop that is short and should stay small

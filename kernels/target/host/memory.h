@@ -92,6 +92,22 @@ template <class T>
 T exchange_local(T* at, T value) {
   return std::atomic_ref<T>(*at).exchange(value, std::memory_order_acq_rel);
 }
+// Within one device: publishes what the thread knew before to who acquires the word there.
+template <class T>
+void store_release_local(T* at, T value) {
+  store_release(at, value);
+}
+// Raises a word to `value` unless it is more already, and publishes what the thread knew before, as above.
+inline void max_local_release(uint64_t* at, uint64_t value) {
+  std::atomic_ref<uint64_t> word(*at);
+  for (uint64_t seen = word.load(std::memory_order_relaxed); seen < value;)
+    if (word.compare_exchange_weak(seen, value, std::memory_order_release, std::memory_order_relaxed)) return;
+}
+// Writes a register of a NIC after everything that the thread knew before is visible to the NIC.
+inline void store_register(uint64_t* at, uint64_t value) {
+  store_release(at, value);
+  publish_streaming_stores();  // registers may be memory that combines writes
+}
 // Orders everything before it against everything after it, for peers too.
 inline void fence_system() {
   publish_streaming_stores();

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "providers/verbs/connect.h"
+
+#include "base/config.h"
+
+namespace weft::provider::ib {
+namespace {
+
+constexpr uint8_t kRnrRetriesForEver = 7, kReadDepth = 16, kHopLimit = 255;
+constexpr int64_t kRoceServiceLevel = 3, kRoceTrafficClass = 104;
+
+uint8_t given_or(int64_t given, int64_t usual) {
+  return static_cast<uint8_t>(given >= 0 ? given : usual);
+}
+
+}  // namespace
+
+PortChoice choose_port(const Library& library, Context* context, const std::string& device) {
+  PortChoice choice;
+  const auto refuse = [&](std::string why) {
+    choice.unusable_because = std::move(why);
+    return choice;
+  };
+  PortAttr& attr = choice.attr;
+  uint8_t& port = choice.port;
+  const int64_t wanted = config().ib_port;
+  for (port = 1; library.query_port(context, port, &attr) == 0; ++port)
+    if (attr.state == kPortActive && (wanted == 0 || wanted == port)) break;
+  if (library.query_port(context, port, &attr) != 0 || attr.state != kPortActive)
+    return refuse(wanted ? text("port {} (WEFT_IB_PORT) is not active", wanted) : "no port is active");
+  std::vector<GidEntry> gids;
+  for (int i = 0; i < attr.gid_tbl_len; ++i) {
+    GidEntry entry{i, {}, library.gid_type(device, port, i)};
+    if (library.query_gid(context, port, i, &entry.gid) == 0) gids.push_back(entry);
+  }
+  choice.gid_index = config().gid_index >= 0 ? static_cast<int>(config().gid_index) : choose_gid(gids);
+  if (choice.gid_index >= attr.gid_tbl_len)
+    return refuse(text("GID {} (WEFT_GID_INDEX) is beyond its {}", choice.gid_index, attr.gid_tbl_len));
+  if (choice.gid_index < 0 && attr.link_layer == kLinkEthernet) return refuse("its port has no usable GID");
+  return choice;
+}
+
+AhAttr route_to(uint8_t port, int gid_index, const PortPlace& there) {
+  AhAttr ah{};
+  ah.port_num = port;
+  ah.dlid = there.lid;
+  ah.sl = given_or(config().service_level, there.is_ethernet ? kRoceServiceLevel : 0);
+  ah.is_global = gid_index >= 0 && (there.is_ethernet || there.lid == 0);
+  if (ah.is_global) {
+    ah.grh.dgid = there.gid;
+    ah.grh.sgid_index = static_cast<uint8_t>(gid_index);
+    ah.grh.hop_limit = kHopLimit;
+    ah.grh.traffic_class = given_or(config().traffic_class, there.is_ethernet ? kRoceTrafficClass : 0);
+  }
+  return ah;
+}
+
+bool to_init(const Library& library, Qp* qp, uint8_t port, int access) {
+  QpAttr attr{};
+  attr.qp_state = kStateInit;
+  attr.port_num = port;
+  attr.qp_access_flags = static_cast<unsigned>(access);
+  return library.modify_qp(qp, &attr, kMaskState | kMaskPkey | kMaskPort | kMaskAccess) == 0;
+}
+
+bool to_ready(const Library& library, Qp* qp, const AhAttr& route, uint8_t mtu,
+              const Connection& connection) {
+  QpAttr attr{};
+  attr.qp_state = kStateRtr;
+  attr.path_mtu = mtu;
+  attr.dest_qp_num = connection.qpn;
+  attr.rq_psn = connection.receive_psn;
+  attr.max_dest_rd_atomic = kReadDepth;
+  attr.min_rnr_timer = static_cast<uint8_t>(config().rnr_timer);
+  attr.ah_attr = route;
+  int mask = kMaskState | kMaskAv | kMaskMtu | kMaskDestQpn | kMaskRqPsn | kMaskDestRdAtomic | kMaskRnrTimer;
+  if (library.modify_qp(qp, &attr, mask) != 0) return false;
+  attr = {};
+  attr.qp_state = kStateRts;
+  attr.timeout = static_cast<uint8_t>(config().rc_timeout);
+  attr.retry_cnt = static_cast<uint8_t>(config().rc_retry);
+  attr.rnr_retry = kRnrRetriesForEver;  // a receiver that is behind is not an error
+  attr.sq_psn = connection.send_psn;
+  attr.max_rd_atomic = kReadDepth;
+  mask = kMaskState | kMaskTimeout | kMaskRetry | kMaskRnrRetry | kMaskSqPsn | kMaskRdAtomic;
+  return library.modify_qp(qp, &attr, mask) == 0;
+}
+
+}  // namespace weft::provider::ib

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A port that a NIC can be used through, and how reliable connections come up on it, by the settings (WEFT_IB_PORT,
+// WEFT_GID_INDEX, WEFT_SERVICE_LEVEL, ...). Shared by the verbs provider and the ibgda transport.
+// Threads: any.
+#pragma once
+
+#include <string>
+
+#include "providers/verbs/verbs.h"
+
+namespace weft::provider::ib {
+
+struct PortChoice {
+  uint8_t port = 0;
+  int gid_index = -1;  // -1: addressed by LID alone
+  PortAttr attr{};
+  std::string unusable_because;
+};
+// The first active port, or the one that was asked for, and its GID. `device` names it for sysfs.
+PortChoice choose_port(const Library& library, Context* context, const std::string& device);
+
+// Where a port is reached.
+struct PortPlace {
+  Gid gid{};
+  uint16_t lid = 0;
+  uint8_t mtu = 0;
+  bool is_ethernet = false;
+};
+AhAttr route_to(uint8_t port, int gid_index, const PortPlace& there);
+
+// The two ends of a reliable connection.
+struct Connection {
+  uint32_t qpn = 0;          // theirs
+  uint32_t receive_psn = 0;  // what they send begins with
+  uint32_t send_psn = 0;     // ... and what is sent to them
+};
+// Reset to init, and init to ready to send. False: errno says why.
+bool to_init(const Library& library, Qp* qp, uint8_t port, int access);
+bool to_ready(const Library& library, Qp* qp, const AhAttr& route, uint8_t mtu, const Connection& connection);
+
+}  // namespace weft::provider::ib

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/fake_mlx5.h"
+
+#include <bit>
+#include <cerrno>
+#include <map>
+#include <mutex>
+
+#include "conformance/fake_verbs.h"
+
+namespace weft::testing {
+namespace {
+
+namespace ib = provider::ib;
+namespace mlx5 = ibgda::mlx5;
+
+struct FakePd {
+  std::unique_ptr<ModelNic> nic;
+};
+struct FakeCq : ib::Cq {
+  uint32_t entries = 0;
+};
+struct FakeQp : ib::Qp {
+  std::unique_ptr<ibgda::QueuePair> pair;
+  FakeCq* cq = nullptr;
+  int state = ib::kStateReset;
+  uint32_t sends_from = 0, expects_from = 0, peer = 0;  // sequence numbers
+};
+struct FakeMr : ib::Mr {
+  ModelNic* nic = nullptr;
+  ibgda::Enrolled enrolled;
+};
+
+struct State {
+  std::mutex mutex;
+  FakeMlx5* fake = nullptr;
+  std::map<uint32_t, FakeQp*> qps;
+  size_t cqs = 0, mrs = 0;
+  std::string failures;
+};
+State& state() {
+  static State one;
+  return one;
+}
+
+}  // namespace
+
+struct FakeMlx5Calls {
+  static void fail(const std::string& what) { state().failures += what + "\n"; }
+
+  static ib::Pd* alloc_pd(ib::Context*) {
+    return reinterpret_cast<ib::Pd*>(new FakePd{state().fake->model_.open_model()});
+  }
+  static int dealloc_pd(ib::Pd* pd) {
+    delete reinterpret_cast<FakePd*>(pd);
+    return 0;
+  }
+
+  static ib::Mr* reg_mr(ib::Pd* pd, void* at, size_t bytes, int access) {
+    std::lock_guard lock(state().mutex);
+    const int all = ib::kAccessLocalWrite | ib::kAccessRemoteWrite | ib::kAccessRemoteAtomic;
+    if (access != all) fail(text("registered with access {}", access));
+    auto* mr = new FakeMr{};
+    mr->nic = reinterpret_cast<FakePd*>(pd)->nic.get();
+    mr->enrolled = mr->nic->enroll_at(static_cast<std::byte*>(at), bytes, kAccessWrite | kAccessAtomic,
+                                      reinterpret_cast<uint64_t>(at));
+    mr->lkey = mr->enrolled.local_key;
+    mr->rkey = mr->enrolled.remote_key;
+    ++state().mrs;
+    return mr;
+  }
+  static int dereg_mr(ib::Mr* mr) {
+    std::lock_guard lock(state().mutex);
+    auto* fake = static_cast<FakeMr*>(mr);
+    fake->nic->release(fake->enrolled);
+    delete fake;
+    --state().mrs;
+    return 0;
+  }
+
+  static ib::Cq* create_cq(ib::Context*, mlx5::CqInitAttr* attr, void*) {
+    std::lock_guard lock(state().mutex);
+    const bool is_asked = attr->comp_mask == mlx5::kCqMaskFlags && attr->flags == mlx5::kCqIgnoreOverrun;
+    if (!is_asked) fail("a completion queue that minds overrun");
+    if (!state().fake->takes_overrun_flag_) {
+      errno = EOPNOTSUPP;
+      return nullptr;
+    }
+    auto* cq = new FakeCq{};
+    cq->entries = std::bit_ceil(attr->entries + 1);
+    ++state().cqs;
+    return cq;
+  }
+  static int destroy_cq(ib::Cq* cq) {
+    std::lock_guard lock(state().mutex);
+    for (const auto& [number, qp] : state().qps)
+      if (qp->cq == cq) fail("a completion queue went before its queue pair");
+    delete static_cast<FakeCq*>(cq);
+    --state().cqs;
+    return 0;
+  }
+
+  // The ring has twice the room that was asked for, as entries could be larger.
+  static ib::Qp* create_qp(ib::Pd* pd, ib::QpInitAttr* init) {
+    std::lock_guard lock(state().mutex);
+    if (init->qp_type != ib::kTypeRc || init->cap.max_send_wr == 0) fail("a queue pair of another type");
+    auto* qp = new FakeQp{};
+    qp->cq = static_cast<FakeCq*>(init->send_cq);
+    qp->pair = reinterpret_cast<FakePd*>(pd)->nic->create_queue(std::bit_ceil(init->cap.max_send_wr) * 2,
+                                                                qp->cq->entries);
+    qp->qp_num = qp->pair->memory().number;
+    state().qps[qp->qp_num] = qp;
+    return qp;
+  }
+  static int destroy_qp(ib::Qp* qp) {
+    std::lock_guard lock(state().mutex);
+    state().qps.erase(qp->qp_num);
+    delete static_cast<FakeQp*>(qp);
+    return 0;
+  }
+
+  static int modify_qp(ib::Qp* base, ib::QpAttr* attr, int mask) {
+    std::lock_guard lock(state().mutex);
+    auto& qp = *static_cast<FakeQp*>(base);
+    int needs = ib::kMaskState;
+    if (attr->qp_state == ib::kStateInit) needs |= ib::kMaskPkey | ib::kMaskPort | ib::kMaskAccess;
+    if (attr->qp_state == ib::kStateRtr)
+      needs |= ib::kMaskAv | ib::kMaskMtu | ib::kMaskDestQpn | ib::kMaskRqPsn | ib::kMaskDestRdAtomic |
+               ib::kMaskRnrTimer;
+    if (attr->qp_state == ib::kStateRts)
+      needs |= ib::kMaskTimeout | ib::kMaskRetry | ib::kMaskRnrRetry | ib::kMaskSqPsn | ib::kMaskRdAtomic;
+    if (mask != needs || attr->qp_state != qp.state + 1) {
+      fail(text("state {} to {} with attributes {}", qp.state, attr->qp_state, mask));
+      return errno = EINVAL;
+    }
+    qp.state = attr->qp_state;
+    if (qp.state == ib::kStateInit && !(attr->qp_access_flags & ib::kAccessRemoteAtomic))
+      fail("a queue pair without atomics");
+    if (qp.state == ib::kStateRtr) return join(qp, *attr);
+    if (qp.state == ib::kStateRts) qp.sends_from = attr->sq_psn;
+    const auto peer = state().qps.find(qp.peer);
+    if (qp.state == ib::kStateRts && peer != state().qps.end() && peer->second->state >= ib::kStateRtr &&
+        peer->second->expects_from != qp.sends_from)
+      fail("the ends do not agree about where they begin");
+    return 0;
+  }
+  static int join(FakeQp& qp, const ib::QpAttr& attr) {
+    const auto peer = state().qps.find(attr.dest_qp_num);
+    if (peer == state().qps.end() || attr.path_mtu == 0 || !attr.ah_attr.is_global ||
+        attr.ah_attr.port_num != 2) {
+      fail(text("queue {} is to be joined to {}", qp.qp_num, attr.dest_qp_num));
+      return errno = EINVAL;
+    }
+    qp.peer = attr.dest_qp_num;
+    qp.expects_from = attr.rq_psn;
+    return qp.pair->connect(peer->second->pair->address()).ok() ? 0 : (errno = EINVAL);
+  }
+
+  static int init_obj(mlx5::Object* object, uint64_t type) {
+    std::lock_guard lock(state().mutex);
+    if (type != (mlx5::kObjectQp | mlx5::kObjectCq)) return EINVAL;
+    const auto* qp = static_cast<FakeQp*>(object->qp.in);
+    const ibgda::QueueMemory& memory = qp->pair->memory();
+    auto* direct = static_cast<mlx5::DirectQp*>(object->qp.out);
+    direct->record = memory.record;
+    direct->sends = {memory.ring, memory.blocks, ibgda::kBlockBytes};
+    direct->doorbell = {memory.doorbell, 0};
+    auto* completions = static_cast<mlx5::DirectCq*>(object->cq.out);
+    completions->buffer = memory.completions;
+    completions->entries = memory.entries;
+    completions->entry_bytes = ibgda::kBlockBytes;
+    return 0;
+  }
+  static bool is_supported(ib::Device*) { return state().fake->is_mlx5_; }
+};
+
+FakeMlx5::FakeMlx5(NicPlan plan) : model_(plan) {
+  state().fake = this;
+  state().failures.clear();
+}
+FakeMlx5::~FakeMlx5() {
+  state().fake = nullptr;
+}
+
+provider::ib::Library FakeMlx5::verbs() const {
+  ib::Library library = transfer::testing::fake_verbs_library();
+  library.alloc_pd = FakeMlx5Calls::alloc_pd;
+  library.dealloc_pd = FakeMlx5Calls::dealloc_pd;
+  library.reg_mr = FakeMlx5Calls::reg_mr;
+  library.dereg_mr = FakeMlx5Calls::dereg_mr;
+  library.destroy_cq = FakeMlx5Calls::destroy_cq;
+  library.create_qp = FakeMlx5Calls::create_qp;
+  library.modify_qp = FakeMlx5Calls::modify_qp;
+  library.destroy_qp = FakeMlx5Calls::destroy_qp;
+  return library;
+}
+ibgda::mlx5::Library FakeMlx5::mlx5() const {
+  return {FakeMlx5Calls::is_supported, FakeMlx5Calls::create_cq, FakeMlx5Calls::init_obj};
+}
+std::string FakeMlx5::failures() const {
+  std::lock_guard lock(state().mutex);
+  return state().failures;
+}
+size_t FakeMlx5::left_over() const {
+  std::lock_guard lock(state().mutex);
+  return state().qps.size() + state().cqs + state().mrs;
+}
+
+}  // namespace weft::testing

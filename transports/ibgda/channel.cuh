@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The channel to a peer through queues of an mlx5 NIC that device code writes itself. Not run on hardware.
+// Steps of a call: 1 reserve blocks of the queue   2 wait until the NIC is done with what stood there
+// 3 write the entries   4 wait until those before are published   5 doorbell record, doorbell, once for all entries.
+// Order: entries of one queue are carried out in order, so a signal behind its put is seen after it. With several queues
+// to a peer, blocks of a kernel put through different ones; a signal then waits until the others are done.
+// Waits: steps 2 and 4, flush(), and signals of several queues; bounded by the mesh. What cannot be posted or is refused
+// breaks the queue: its fault box says why, later calls on it are dropped. Queues to other peers go on.
+// All state is in memory, counted from when the queue was made: captured graphs replay.
+#pragma once
+
+#include "kernels/core/channel.cuh"
+#include "kernels/core/wait.cuh"
+#include "transports/ibgda/wire.h"
+
+namespace weft {
+
+struct IbgdaMesh;
+namespace ibgda {
+struct Ends;
+}
+
+class IbgdaChannel {
+ public:
+  WEFT_DEVICE IbgdaChannel(const IbgdaMesh& mesh, uint32_t peer) : mesh_(&mesh), peer_(peer) {}
+
+  template <class Group>
+  WEFT_DEVICE void put(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes) {
+    group.sync();  // every thread's part of the source is written
+    if (group.rank() == 0) put_range(dst, src, bytes, {});
+    group.sync();
+  }
+  template <class Group>
+  WEFT_DEVICE void put_with_signal(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes,
+                                   WindowOffset word, uint64_t value) {
+    group.sync();
+    if (group.rank() == 0) put_range(dst, src, bytes, {Signal::kValue, word, value});
+    group.sync();
+  }
+  WEFT_DEVICE void put_value(WindowOffset word, uint64_t value) {
+    put_range(0, 0, 0, {Signal::kValue, word, value});
+  }
+  WEFT_DEVICE void signal_add(WindowOffset word, uint64_t n) { put_range(0, 0, 0, {Signal::kAdd, word, n}); }
+  WEFT_DEVICE void flush();
+
+ private:
+  struct Signal {
+    enum Kind { kNone, kValue, kAdd } kind = kNone;
+    WindowOffset word = 0;
+    uint64_t value = 0;
+  };
+  WEFT_DEVICE void put_range(WindowOffset dst, WindowOffset src, uint64_t bytes, Signal signal);
+  WEFT_DEVICE bool is_inside(const ibgda::Queue& queue, WindowOffset dst, WindowOffset src, uint64_t bytes,
+                             const Signal& signal);
+  WEFT_DEVICE ibgda::Entry signal_entry(const ibgda::Queue& queue, ibgda::Heading at, const Signal& signal);
+  WEFT_DEVICE const ibgda::Queue& own_queue() const;
+  WEFT_DEVICE ibgda::Ends ends() const;
+  WEFT_DEVICE void settle_others(const ibgda::Queue& own);
+
+  const IbgdaMesh* mesh_;
+  uint32_t peer_;
+};
+
+// The channels to all peers, the own rank included. Passed to kernels by value.
+struct IbgdaMesh {
+  const ibgda::Queue* queues;      // [ranks, queues_per_peer]
+  const ibgda::RemotePart* parts;  // [ranks]: this window's
+  std::byte* own;                  // this rank's window
+  uint64_t bytes;                  // of it
+  uint64_t base;                   // its address, as this rank's NIC knows it
+  uint64_t timeout_ns;
+  uint32_t self, count, queues_per_peer;
+  uint32_t key;        // big_endian(), of the own window
+  uint32_t put_shift;  // one entry moves 2^this bytes at most
+  uint32_t reserved;
+
+  WEFT_DEVICE IbgdaChannel to(uint32_t peer) const { return IbgdaChannel(*this, peer); }
+  WEFT_DEVICE uint32_t rank() const { return self; }
+  WEFT_DEVICE uint32_t ranks() const { return count; }
+  WEFT_DEVICE std::byte* local() const { return own; }
+  WEFT_DEVICE std::byte* mapped_window(uint32_t) const { return nullptr; }
+};
+static_assert(sizeof(IbgdaMesh) == 72);
+
+namespace ibgda {
+
+// Who posts to whom, and for how long it waits.
+struct Ends {
+  uint64_t timeout_ns;
+  uint32_t self, peer;
+};
+
+WEFT_DEVICE void break_queue(const Queue& queue, Ends ends, Site site, uint64_t expected, uint64_t seen,
+                             uint64_t waited_ns, uint32_t detail = 0) {
+  raise(queue.fault, site, ends.self, ends.peer, expected, seen, waited_ns, detail);
+  store_relaxed(&queue.state->is_broken, uint32_t{1});
+}
+
+WEFT_DEVICE const Completion* completion_of(const Queue& queue, uint64_t index) {
+  return reinterpret_cast<const Completion*>(queue.entries) +
+         (static_cast<uint32_t>(index) & queue.entry_mask);
+}
+
+// Entry end - 1 was refused; it may be one of many that were flushed after the first.
+WEFT_DEVICE void refuse(const Queue& queue, Ends ends, uint64_t done, uint64_t end) {
+  for (uint64_t index = queue.entry_mask ? done : end - 1; index < end; ++index) {
+    const Completion* entry = completion_of(queue, index);
+    const uint32_t last = load_acquire(&entry->last);
+    if (opcode_of(last) != kRefused || index_of(last) != (index & 0xffffu)) continue;
+    return break_queue(queue, ends, Site::kQueueRefused, index, done, 0,
+                       static_cast<uint32_t>(entry->vendor) << 8 | entry->syndrome);
+  }
+}
+
+// How many entries are done, after a look whether `want` are: at the completion of entry want - 1, or at the one that
+// all share. `completed` is read before and after it: while that stays, no more than the queue's blocks can have been
+// posted beyond, so 16 bits say which entry is meant.
+WEFT_DEVICE uint64_t look(const Queue& queue, Ends ends, uint64_t want) {
+  const uint64_t done = load_acquire(&queue.state->completed);
+  if (done >= want) return done;
+  const uint32_t last = load_acquire(&completion_of(queue, want - 1)->last);
+  if (opcode_of(last) == kNotYet) return done;
+  const auto ahead = static_cast<int16_t>(index_of(last) - static_cast<uint32_t>(done & 0xffffu));
+  if (ahead < 0) return done;
+  const uint64_t now = load_acquire(&queue.state->completed);
+  if (now != done) return now;
+  const uint64_t end = done + static_cast<uint64_t>(ahead) + 1;
+  if (opcode_of(last) == kRefused) {
+    refuse(queue, ends, done, end);
+    return done;
+  }
+  max_local_release(&queue.state->completed, end);
+  return end;
+}
+
+// Waits until `want` entries are done. False: they will not be.
+WEFT_APART bool await_completed(const Queue& queue, Ends ends, uint64_t want, Site site) {
+  uint64_t seen = 0, waited_ns = 0;
+  bool is_broken = false;
+  const WaitRule rule{ends.timeout_ns, queue.fault, ends.self, 0};
+  const auto comes = [&] {
+    seen = look(queue, ends, want);
+    is_broken = load_relaxed(&queue.state->is_broken) != 0;
+    return seen >= want || is_broken;
+  };
+  if (!poll(rule, waited_ns, comes)) {
+    break_queue(queue, ends, site, want, seen, waited_ns);
+    return false;
+  }
+  return !is_broken;
+}
+
+// Waits until the entries before `first` are published. False: they will not be.
+WEFT_APART bool await_turn(const Queue& queue, Ends ends, uint64_t first) {
+  uint64_t seen = 0, waited_ns = 0;
+  bool is_broken = false;
+  const WaitRule rule{ends.timeout_ns, queue.fault, ends.self, 0};
+  const auto comes = [&] {
+    seen = load_acquire(&queue.state->published);
+    is_broken = load_relaxed(&queue.state->is_broken) != 0;
+    return seen == first || is_broken;
+  };
+  if (!poll(rule, waited_ns, comes)) break_queue(queue, ends, Site::kQueueOrder, first, seen, waited_ns);
+  return seen == first;
+}
+
+// Takes the next `count` blocks, which are at most all, and waits until the NIC no longer needs what stands there.
+WEFT_DEVICE bool reserve(const Queue& queue, Ends ends, uint32_t count, uint64_t& first) {
+  if (load_relaxed(&queue.state->is_broken) != 0) return false;
+  first = add_local(&queue.state->reserved, static_cast<uint64_t>(count));
+  const uint64_t end = first + count, blocks = uint64_t{queue.block_mask} + 1;
+  return end <= blocks + load_acquire(&queue.state->completed) ||
+         await_completed(queue, ends, end - blocks, Site::kQueueRoom);
+}
+
+WEFT_DEVICE void write_entry_to(const Queue& queue, uint64_t index, const Entry& entry) {
+  auto* block =
+      reinterpret_cast<Vec16*>(queue.ring + (static_cast<uint32_t>(index) & queue.block_mask) * kBlockBytes);
+  WEFT_UNROLL
+  for (uint32_t unit = 0; unit < kBlockBytes / kUnitBytes; ++unit) store_vec(block + unit, entry.units[unit]);
+}
+
+// Tells the NIC of entries that are written. One thread at a time, in the order of the entries: so neither the record
+// nor the doorbell ever goes back.
+WEFT_DEVICE bool publish(const Queue& queue, Ends ends, uint64_t first, uint32_t count) {
+  QueueState& state = *queue.state;
+  if (load_acquire(&state.published) != first && !await_turn(queue, ends, first)) return false;
+  const uint64_t next = first + count;
+  store_release(queue.record + kRecordOfSends, record_word(next));
+  store_register(queue.doorbell, doorbell_word(next, queue.number));
+  store_relaxed(&state.rung, load_relaxed(&state.rung) + 1);
+  store_release_local(&state.published, next);
+  return true;
+}
+
+// Waits until everything published so far is done.
+WEFT_DEVICE void settle(const Queue& queue, Ends ends) {
+  const uint64_t want = load_acquire(&queue.state->published);
+  if (load_acquire(&queue.state->completed) < want) await_completed(queue, ends, want, Site::kQueueFlush);
+}
+
+}  // namespace ibgda
+
+WEFT_DEVICE const ibgda::Queue& IbgdaChannel::own_queue() const {
+  const uint32_t lane = mesh_->queues_per_peer == 1 ? 0 : Block().index() % mesh_->queues_per_peer;
+  return mesh_->queues[peer_ * mesh_->queues_per_peer + lane];
+}
+
+WEFT_DEVICE ibgda::Ends IbgdaChannel::ends() const {
+  return {mesh_->timeout_ns, mesh_->self, peer_};
+}
+
+WEFT_DEVICE bool IbgdaChannel::is_inside(const ibgda::Queue& queue, WindowOffset dst, WindowOffset src,
+                                         uint64_t bytes, const Signal& signal) {
+  const uint64_t room = mesh_->bytes;
+  const bool is_range = bytes <= room && dst <= room - bytes && src <= room - bytes;
+  const bool is_word = signal.kind == Signal::kNone || (room >= 8 && signal.word <= room - 8);
+  if (is_range && is_word && (dst | src | bytes) % ibgda::kUnitBytes == 0 && signal.word % 8 == 0)
+    return true;
+  ibgda::break_queue(queue, ends(), Site::kPortRange, room,
+                     is_word && signal.word % 8 == 0 ? dst : signal.word, 0);
+  return false;
+}
+
+WEFT_DEVICE ibgda::Entry IbgdaChannel::signal_entry(const ibgda::Queue& queue, ibgda::Heading at,
+                                                    const Signal& signal) {
+  const ibgda::RemotePart part = mesh_->parts[peer_];
+  const ibgda::Place word{part.base + signal.word, part.key};
+  return signal.kind == Signal::kValue
+             ? ibgda::value_entry(at, word, signal.value)
+             : ibgda::add_entry(at, word, signal.value, {queue.sink, queue.sink_key});
+}
+
+// A put of any size, then a signal or none: as few batches as the queue's size allows, one doorbell each.
+WEFT_DEVICE void IbgdaChannel::put_range(WindowOffset dst, WindowOffset src, uint64_t bytes, Signal signal) {
+  const ibgda::Queue& queue = own_queue();
+  if (!is_inside(queue, dst, src, bytes, signal)) return;
+  if (signal.kind != Signal::kNone && mesh_->queues_per_peer > 1) settle_others(queue);
+  const uint64_t put_bytes = uint64_t{1} << mesh_->put_shift;
+  const uint64_t pieces = (bytes + put_bytes - 1) >> mesh_->put_shift;
+  uint64_t left = pieces + (signal.kind != Signal::kNone);
+  const uint32_t most = (queue.block_mask + 1) / 2;
+  const ibgda::RemotePart part = mesh_->parts[peer_];
+  for (uint64_t done = 0; left > 0;) {
+    const uint32_t count = left < most ? static_cast<uint32_t>(left) : most;
+    uint64_t first = 0;
+    if (!ibgda::reserve(queue, ends(), count, first)) return;
+    for (uint32_t i = 0; i < count; ++i, --left) {
+      // Completions that each entry has for itself are all written; of one that all share, a batch's last is enough.
+      const bool is_signalled = queue.entry_mask != 0 || i + 1 == count;
+      const ibgda::Heading at{static_cast<uint32_t>(first + i), queue.number,
+                              is_signalled ? ibgda::kSignalled : 0};
+      if (done == bytes) {
+        ibgda::write_entry_to(queue, first + i, signal_entry(queue, at, signal));
+        continue;
+      }
+      const uint64_t rest = bytes - done;
+      const auto length = static_cast<uint32_t>(rest < put_bytes ? rest : put_bytes);
+      ibgda::write_entry_to(queue, first + i,
+                            ibgda::write_entry(at, {part.base + dst + done, part.key},
+                                               {mesh_->base + src + done, mesh_->key}, length));
+      done += length;
+    }
+    if (!ibgda::publish(queue, ends(), first, count)) return;
+  }
+}
+
+// Waits until the peer has what was put through other queues.
+WEFT_DEVICE void IbgdaChannel::settle_others(const ibgda::Queue& own) {
+  for (uint32_t lane = 0; lane < mesh_->queues_per_peer; ++lane) {
+    const ibgda::Queue& queue = mesh_->queues[peer_ * mesh_->queues_per_peer + lane];
+    if (&queue != &own) ibgda::settle(queue, ends());
+  }
+}
+
+WEFT_DEVICE void IbgdaChannel::flush() {
+  for (uint32_t lane = 0; lane < mesh_->queues_per_peer; ++lane) {
+    const ibgda::Queue& queue = mesh_->queues[peer_ * mesh_->queues_per_peer + lane];
+    ibgda::settle(queue, ends());
+  }
+}
+
+static_assert(Channel<IbgdaChannel>, "IbgdaChannel must model Channel");
+static_assert(Mesh<IbgdaMesh>, "IbgdaMesh must model Mesh");
+
+}  // namespace weft

@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transports/ibgda/queues.h"
+
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+namespace weft::ibgda {
+namespace {
+
+// What the ends of a queue tell each other; the NIC's own address follows.
+struct Greeting {
+  uint64_t farewell_base;
+  uint32_t farewell_key;
+  uint32_t address_bytes;
+};
+constexpr uint64_t kGone = 1;  // what a farewell word says
+
+}  // namespace
+
+Result<std::unique_ptr<Queues>> Queues::create(Nic& nic, Device device, const std::vector<int>& served,
+                                               const QueueSizes& sizes) {
+  auto queues = std::unique_ptr<Queues>(new Queues(nic, device, sizes));
+  WEFT_TRY(queues->open(served));
+  return queues;
+}
+
+void Queues::stop() {
+  stops_.store(true, std::memory_order_release);
+  if (watcher_.joinable()) watcher_.join();
+}
+
+Queues::~Queues() {
+  stop();
+  pairs_.clear();
+  if (enrolled_.handle) nic_.release(enrolled_);
+}
+
+Status Queues::open(const std::vector<int>& served) {
+  const uint64_t places = static_cast<uint64_t>(sizes_.ranks) * sizes_.per_peer;
+  const uint64_t words = 2 * places * sizeof(uint64_t);
+  WEFT_TRY_ASSIGN(words_, HostVisible::create(device_, words + places * sizeof(FaultBox)));
+  sinks_ = words_->at<uint64_t>(0);
+  farewells_ = sinks_ + places;
+  faults_ = words_->at<FaultBox>(words);
+  WEFT_TRY_ASSIGN(enrolled_, nic_.enroll(words_->data(), words, Device{}));
+  WEFT_TRY_ASSIGN(states_, LocalMemory::create(device_, places * sizeof(QueueState)));
+  WEFT_TRY_ASSIGN(table_, LocalMemory::create(device_, places * sizeof(Queue)));
+  for (int peer : served)
+    for (uint32_t lane = 0; lane < sizes_.per_peer; ++lane) WEFT_TRY(open_queue(peer, lane));
+  return {};
+}
+
+Status Queues::open_queue(int peer, uint32_t lane) {
+  WEFT_TRY_ASSIGN(auto pair, nic_.create_queue(sizes_.blocks));
+  pairs_[place(peer, lane)] = {peer, std::move(pair), false, 0, {}};
+  return describe(place(peer, lane));
+}
+
+// Writes down for device code where a queue is.
+Status Queues::describe(size_t place) {
+  const QueueMemory& memory = pairs_.at(place).pair->memory();
+  const Queue queue{memory.ring,
+                    memory.completions,
+                    memory.record,
+                    memory.doorbell,
+                    states_->at<QueueState>(place * sizeof(QueueState)),
+                    faults_ + place,
+                    enrolled_.base + place * sizeof(uint64_t),
+                    big_endian(enrolled_.local_key),
+                    memory.number,
+                    memory.blocks - 1,
+                    memory.entries - 1};
+  return table_->write(place * sizeof(Queue), &queue, sizeof queue);
+}
+
+std::string Queues::addresses(int peer) const {
+  std::string all;
+  for (uint32_t lane = 0; lane < sizes_.per_peer; ++lane) {
+    const auto found = pairs_.find(place(peer, lane));
+    if (found == pairs_.end()) return "";
+    const std::string address = found->second.pair->address();
+    const uint64_t farewell_at =
+        static_cast<uint64_t>(reinterpret_cast<std::byte*>(farewells_ + found->first) - words_->data());
+    const Greeting greeting{enrolled_.base + farewell_at, enrolled_.remote_key,
+                            static_cast<uint32_t>(address.size())};
+    all.append(reinterpret_cast<const char*>(&greeting), sizeof greeting);
+    all += address;
+  }
+  return all;
+}
+
+Status Queues::connect(const std::vector<std::string>& theirs) {
+  for (auto& [at, pair] : pairs_) {
+    std::string_view rest = theirs[static_cast<size_t>(pair.peer)];
+    Greeting greeting{};
+    for (uint32_t lane = 0; lane <= at % sizes_.per_peer; ++lane) {
+      if (lane > 0) rest.remove_prefix(greeting.address_bytes);
+      if (rest.size() < sizeof greeting)
+        return Status::make(Code::kPeerLost, "ibgda: rank {} could not make its queues", pair.peer);
+      std::memcpy(&greeting, rest.data(), sizeof greeting);
+      rest.remove_prefix(sizeof greeting);
+      if (rest.size() < greeting.address_bytes)
+        return Status::make(Code::kSystem, "ibgda: rank {} told an address that is cut", pair.peer);
+    }
+    pair.farewell = {greeting.farewell_base, big_endian(greeting.farewell_key), 0};
+    const Status joined = pair.pair->connect(rest.substr(0, greeting.address_bytes));
+    if (!joined.ok())
+      return Status::make(joined.code(), "ibgda: queue to rank {}: {}", pair.peer, joined.message());
+  }
+  return {};
+}
+
+Status Queues::reset(int peer) {
+  std::lock_guard lock(mutex_);
+  for (uint32_t lane = 0; lane < sizes_.per_peer; ++lane) {
+    const size_t at = place(peer, lane);
+    Pair& pair = pairs_.at(at);
+    WEFT_TRY(pair.pair->reset());
+    WEFT_TRY(describe(at));
+    const QueueState fresh{};
+    WEFT_TRY(states_->write(at * sizeof fresh, &fresh, sizeof fresh));
+    faults_[at] = {};
+    pair.is_told = false;
+    pair.passed_on = 0;
+  }
+  return {};
+}
+
+// ---- watching, from the host
+
+bool Queues::is_broken(size_t place) const {
+  return load_acquire(&faults_[place].raised) != 0;
+}
+
+// Not so where a kernel gave up or asked for a wrong place: the NIC knows nothing of that.
+bool Queues::is_refused(size_t place) const {
+  return is_broken(place) && faults_[place].site == Site::kQueueRefused;
+}
+
+namespace {
+
+// What the record says was posted, and the completion of the last of it. 16 bits of a count.
+struct Newest {
+  uint32_t next, last;
+  bool is_of_it;  // that completion is there
+};
+Newest newest_of(const QueueMemory& memory) {
+  const uint32_t next = big_endian(load_acquire(memory.record + kRecordOfSends));
+  const auto* entries = reinterpret_cast<const Completion*>(memory.completions);
+  const uint32_t last = load_acquire(&entries[(next - 1) & (memory.entries - 1)].last);
+  return {next, last, opcode_of(last) != kNotYet && index_of(last) == ((next - 1) & 0xffffu)};
+}
+
+}  // namespace
+
+bool Queues::is_idle(size_t place) const {
+  if (is_refused(place)) return true;
+  const Newest newest = newest_of(pairs_.at(place).pair->memory());
+  const bool is_fresh = newest.next == 0 && opcode_of(newest.last) == kNotYet;
+  return is_fresh || newest.is_of_it;
+}
+
+bool Queues::drain(Deadline until) const {
+  return wait_until(until, [&] {
+    for (const auto& [at, pair] : pairs_)
+      if (!is_idle(at)) return false;
+    return true;
+  });
+}
+
+// Kernels look at completions only where they wait. What comes back refused meanwhile is found here: everything behind
+// it is refused too, the newest included.
+void Queues::look_for_errors(size_t place) {
+  const QueueMemory& memory = pairs_.at(place).pair->memory();
+  const Newest newest = newest_of(memory);
+  if (!newest.is_of_it || opcode_of(newest.last) != kRefused) return;
+  const auto* entries = reinterpret_cast<const Completion*>(memory.completions);
+  const Completion* first = &entries[(newest.next - 1) & (memory.entries - 1)];
+  uint32_t index = (newest.next - 1) & 0xffffu;
+  for (uint32_t back = 2; back <= memory.entries; ++back) {
+    const Completion& before = entries[(newest.next - back) & (memory.entries - 1)];
+    const uint32_t last = load_acquire(&before.last);
+    if (opcode_of(last) != kRefused || index_of(last) != ((newest.next - back) & 0xffffu)) break;
+    first = &before;
+    index = index_of(last);
+  }
+  raise(&faults_[place], Site::kQueueRefused, static_cast<uint32_t>(sizes_.rank),
+        static_cast<uint32_t>(pairs_.at(place).peer), index, index, 0,
+        static_cast<uint32_t>(first->vendor) << 8 | first->syndrome);
+}
+
+// Whether it broke, the first time that this is asked.
+bool Queues::notices_break(size_t place) {
+  std::lock_guard lock(mutex_);
+  if (!is_broken(place)) look_for_errors(place);
+  return is_broken(place) && !std::exchange(pairs_.at(place).is_told, true);
+}
+
+bool Queues::pass_on_doorbells() {
+  std::lock_guard lock(mutex_);
+  bool any = false;
+  for (auto& [at, pair] : pairs_) {
+    const uint64_t doorbell = load_acquire(pair.pair->memory().doorbell);
+    if (!pair.pair->is_rung_by_host() || doorbell == pair.passed_on) continue;
+    pair.passed_on = doorbell;
+    pair.pair->ring(doorbell);
+    any = true;
+  }
+  return any;
+}
+
+void Queues::start(std::function<void(const FaultBox&)> on_broken) {
+  on_broken_ = std::move(on_broken);
+  watcher_ = std::thread([this] { watch(); });
+}
+
+// Passes on doorbells where device code cannot ring, at once; looks for queues that broke once in a while.
+void Queues::watch() {
+  constexpr auto kLook = std::chrono::milliseconds(2);
+  auto next_look = std::chrono::steady_clock::now();
+  bool rings = false;
+  for (const auto& [at, pair] : pairs_) rings = rings || pair.pair->is_rung_by_host();
+  for (unsigned idle = 0; !stops_.load(std::memory_order_acquire);) {
+    ++idle;
+    if (rings && pass_on_doorbells()) idle = 0;
+    if (std::chrono::steady_clock::now() >= next_look) {
+      next_look = std::chrono::steady_clock::now() + kLook;
+      for (auto& [at, pair] : pairs_)
+        if (notices_break(at)) on_broken_(faults_[at]);
+    }
+    rings ? back_off(idle) : std::this_thread::sleep_for(kLook);
+  }
+}
+
+// ---- leaving
+
+void Queues::forgo(int peer) {
+  std::lock_guard lock(mutex_);
+  forgone_.insert(peer);
+}
+
+// No kernel posts any more, and everything posted is done: the host goes on where they stopped.
+void Queues::post_farewell(size_t place) {
+  const Pair& pair = pairs_.at(place);
+  const QueueMemory& memory = pair.pair->memory();
+  const uint32_t index = big_endian(load_acquire(memory.record + kRecordOfSends));
+  const Entry entry =
+      value_entry({index, memory.number, kSignalled}, {pair.farewell.base, pair.farewell.key}, kGone);
+  std::memcpy(memory.ring + (index & (memory.blocks - 1)) * kBlockBytes, &entry, sizeof entry);
+  store_release(memory.record + kRecordOfSends, record_word(index + 1));
+  store_register(memory.doorbell, doorbell_word(index + 1, memory.number));
+}
+
+void Queues::leave(Deadline until) {
+  if (!drain(until)) return;
+  const auto is_forgone = [&](size_t at) {
+    std::lock_guard lock(mutex_);
+    return is_refused(at) || forgone_.contains(pairs_.at(at).peer);
+  };
+  for (const auto& [at, pair] : pairs_)
+    if (!is_forgone(at)) post_farewell(at);
+  (void)wait_until(until, [&] {
+    for (const auto& [at, pair] : pairs_)
+      if (load_acquire(farewells_ + at) != kGone && !is_forgone(at)) return false;
+    return true;
+  });
+  (void)drain(until);
+}
+
+}  // namespace weft::ibgda

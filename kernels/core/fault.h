@@ -50,6 +50,7 @@ enum class Site : uint32_t {
   kDispatchForward,  // ... the messages of a peer that this rank hands on
   kCombineSlot,      // combine over nodes: the peer has not read the sums that this rank sent it before
   kCombineSum,       // ... the sums of another node, from its hub
+  kEngramFetch,      // engram: an entry of a peer behind a port
 };
 
 struct FaultBox {

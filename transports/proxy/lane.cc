@@ -62,6 +62,7 @@ bool Lane::turn() {
     end(peer_->why());
   }
   if (is_lost_) {
+    if (status_.ok() && owes_gets()) note_loss(peer_->why());  // it left in peace, but somebody waits for its memory
     drop_all();
     return any;
   }
@@ -83,11 +84,16 @@ void Lane::end(const Status& why) {
 
 // Signals alone are mostly what a peer that is done with its last call does not wait for.
 bool Lane::owes_data() const {
-  const auto moves_data = [](const Queued& queued) {
-    return op_of(queued.command) == Op::kPut || op_of(queued.command) == Op::kGet;
-  };
-  return std::ranges::any_of(queue_, moves_data) || !gets_in_flight_.empty() ||
+  return owes_gets() ||
+         std::ranges::any_of(queue_,
+                             [](const Queued& queued) { return op_of(queued.command) == Op::kPut; }) ||
          std::ranges::any_of(in_flight_, [](const InFlight& posted) { return posted.has_put; });
+}
+
+bool Lane::owes_gets() const {
+  return !gets_in_flight_.empty() || std::ranges::any_of(queue_, [](const Queued& queued) {
+    return op_of(queued.command) == Op::kGet;
+  });
 }
 
 bool Lane::send() {
@@ -433,6 +439,10 @@ void Lane::drop_all() {
 void Lane::lose(Status why) {
   if (is_lost_) return;
   is_lost_ = true;
+  note_loss(why);
+}
+
+void Lane::note_loss(const Status& why) {
   how_ = text("{}; {} writes sent to it, {} confirmed, {} received", why.message(), next_out_, confirmed_,
               next_in_);
   status_ = Status::make(why.code() == Code::kOk ? Code::kPeerLost : why.code(),

@@ -116,6 +116,7 @@ class Lane {
   bool post(transfer::WriteRequest request, uint32_t imm, bool has_put);
   void end(const Status& why);
   bool owes_data() const;
+  bool owes_gets() const;
   bool take_finished();
   bool take_credits();
   bool take_arrived();
@@ -127,6 +128,7 @@ class Lane {
   void publish_flushes();
   void drop_all();
   void lose(Status why);
+  void note_loss(const Status& why);
   void notify(uint32_t imm);
 
   Traffic& traffic_;

@@ -92,7 +92,7 @@ def at_slots(rows: Tensor, slot_of_row: Tensor, top_k: int) -> Tensor:
     wide = rows.new_zeros((rows.size(0), top_k + 1, rows.size(1)))
     at = torch.where(slot_of_row < 0, top_k, slot_of_row.long())
     wide.scatter_(1, at.view(-1, 1, 1).expand(-1, 1, rows.size(1)), rows.unsqueeze(1))
-    return wide[:, :top_k].reshape(rows.size(0), top_k * rows.size(1))
+    return wide[:, :top_k].contiguous().view(rows.size(0), top_k * rows.size(1))
 
 
 def column_major(scales: Tensor) -> Tensor:

@@ -83,7 +83,8 @@ WEFT_KERNEL void ring_send(const RingArgs& a, const MeshT& mesh, const Shape& sh
   const uint64_t number = a.state->epoch + 1;
   const uint64_t must_be_read = number > a.in_flight ? number - a.in_flight : 0;
   if (!ring::await(a, block, mesh, a.at.released, must_be_read, Site::kRingSend, flag)) return;
-  const uint64_t slot = ring::slot_of(a, a.at.slots, number), outgoing = ring::slot_of(a, a.at.outbox, number);
+  const uint64_t slot = ring::slot_of(a, a.at.slots, number),
+                 outgoing = ring::slot_of(a, a.at.outbox, number);
   const bool is_far = is_port(mesh, a.peer);
   std::byte* to = is_far ? mesh.local() + outgoing : near_window(mesh, a.peer) + slot;
   ring::move_message(a, block, warp, shape, to, a.data);

@@ -72,8 +72,8 @@ EngramLayout plan_engram(uint64_t entries_per_rank, uint64_t row_bytes, bool has
   Carver carver;
   carver.take(entries_per_rank * row_bytes);
   if (has_ports) {
-    const uint64_t warps = limits.is_cuda ? kPortFetchBlocks * (kFetchThreads / kCudaWarp)
-                                          : std::max(1u, limits.host_threads);
+    const uint64_t warps =
+        limits.is_cuda ? kPortFetchBlocks * (kFetchThreads / kCudaWarp) : std::max(1u, limits.host_threads);
     at.landing_bytes = landing_bytes_of(row_bytes);
     at.words = carver.take(warps * kLandings * sizeof(uint64_t));
     at.landings = carver.take(warps * kLandings * at.landing_bytes);

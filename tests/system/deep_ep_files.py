@@ -3,8 +3,8 @@
 
     torchrun --nnodes 2 ... deep_ep_files.py FOLDER/tests/legacy/test_internode.py --num-tokens 64
 
-one process per machine, which starts its ranks itself. What is replaced is torch's (uccl_benches.py), the start of ranks,
-which are forked, and timing, which means nothing here: each call runs once.
+one process per machine, which starts its ranks itself. What is replaced is torch's (uccl_benches.py), the start of
+ranks, which are forked, and timing, which means nothing here: each call runs once.
 """
 
 from __future__ import annotations

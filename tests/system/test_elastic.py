@@ -90,9 +90,7 @@ def reference(
     return ordered_accumulate(data, biases[0].float() + biases[1].float())
 
 
-def check_rows(
-    rank: Rank, case: MoeCase, multiple: bool = True, hybrid: bool = True, **options: Any
-) -> None:
+def check_rows(rank: Rank, case: MoeCase, multiple: bool = True, hybrid: bool = True, **options: Any) -> None:
     buffer, me = kept_buffer(rank, multiple, hybrid), rank.rank
     rows = oracle.ht_dispatch(case.routes(), case.num_experts, me)
     n, most = len(rows.src_rank), max(case.tokens)

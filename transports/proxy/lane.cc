@@ -62,7 +62,8 @@ bool Lane::turn() {
     end(peer_->why());
   }
   if (is_lost_) {
-    if (status_.ok() && owes_gets()) note_loss(peer_->why());  // it left in peace, but somebody waits for its memory
+    if (status_.ok() && owes_gets())
+      note_loss(peer_->why());  // it left in peace, but somebody waits for its memory
     drop_all();
     return any;
   }
@@ -91,9 +92,8 @@ bool Lane::owes_data() const {
 }
 
 bool Lane::owes_gets() const {
-  return !gets_in_flight_.empty() || std::ranges::any_of(queue_, [](const Queued& queued) {
-    return op_of(queued.command) == Op::kGet;
-  });
+  return !gets_in_flight_.empty() ||
+         std::ranges::any_of(queue_, [](const Queued& queued) { return op_of(queued.command) == Op::kGet; });
 }
 
 bool Lane::send() {
@@ -225,7 +225,8 @@ bool Lane::take_gets() {
     }
     ++gets_finished_;
   }
-  for (; !is_lost_ && !got_marks_.empty() && got_marks_.front().gets <= gets_finished_; got_marks_.pop_front()) {
+  for (; !is_lost_ && !got_marks_.empty() && got_marks_.front().gets <= gets_finished_;
+       got_marks_.pop_front()) {
     store_word(got_marks_.front().command);
     any = true;
   }

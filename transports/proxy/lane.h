@@ -52,7 +52,9 @@ class Lane {
   size_t queued() const { return queue_.size(); }
   // Writes of data, beside records, that went out or came in.
   uint64_t data_writes() const { return data_writes_; }
-  bool is_idle() const { return queue_.empty() && in_flight_.empty() && gets_in_flight_.empty() && notices_.empty(); }
+  bool is_idle() const {
+    return queue_.empty() && in_flight_.empty() && gets_in_flight_.empty() && notices_.empty();
+  }
 
   // Says farewell: everything taken so far is confirmed once is_closed().
   void close() {

@@ -29,7 +29,6 @@ from weft.demo.text import batch, load_text
 from weft.runtime.progress import progress
 from weft.testing.ranks import Rank
 
-
 SumUp = Callable[[torch.Tensor], Any]  # replaces a tensor by its sum over ranks
 
 

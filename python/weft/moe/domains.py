@@ -24,7 +24,7 @@ class Domains(NamedTuple):
 
 
 def domains_of(numbers: Sequence[int]) -> Domains:
-    """Return the grid of (groups, ranks of one) by each rank's group; groups that differ in size are one of all ranks."""
+    """Return the grid of ranks by each one's group; groups that differ in size are one of all ranks."""
     groups = len(set(numbers))
     if groups * max(Counter(numbers).values()) != len(numbers):
         return domains_of([0] * len(numbers))

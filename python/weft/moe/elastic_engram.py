@@ -89,7 +89,7 @@ class EngramReads:
     ) -> Callable[[], Fetched]:
         """Start to read entries; the function that is returned gives them. Not collective.
 
-        A rank on another node serves reads while its buffer lives: ranks meet, in barrier() or destroy(), before one goes.
+        A rank on another node serves reads while its buffer lives: meet, in barrier() or destroy(), before one goes.
 
         Args:
             indices: int32 or int64 [T, k], contiguous: which entries each of T tokens reads.

@@ -82,7 +82,8 @@ class ElasticFacts:
     ) -> int:
         """Return how many SMs it takes to fill the links: even, at least 4, 64 unless overlap is preferred.
 
-        That of the node is the faster one, and counts alone. One SM writes ``sm_write_gbs``; ``nvlink_gbs`` 0 counts as 400.
+        The link of the node is the faster one, and counts alone. One SM writes ``sm_write_gbs``; ``nvlink_gbs`` 0
+        counts as 400.
         """
         check_whole("num_experts", num_experts, 1)
         check_whole("num_topk", num_topk, 1)

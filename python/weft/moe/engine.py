@@ -80,11 +80,13 @@ class Engine(RuntimeFacts):
         self.core = _core.MoeBuffer.create(
             communicator, heap_bytes, low_latency_bytes, timeout_s, each_alone=each_alone
         )
-        # The island of each rank: those that all map each other. () where all do. An elastic buffer's logical groups are
-        # these, too, but one where each rank was asked to be alone.
+        # The island of each rank: those that all map each other. () where all do. An elastic buffer's logical groups
+        # are these, too, but one where each rank was asked to be alone.
         self.islands: tuple[int, ...] = tuple(self.core.islands)
         self.group_key = _group_key(communicator, self.islands)
-        self._logical_groups = [0] * int(communicator.size) if each_alone or not self.islands else list(self.islands)
+        self._logical_groups = (
+            [0] * int(communicator.size) if each_alone or not self.islands else list(self.islands)
+        )
         self._handle_buffer = int(self.core.handle_buffer_key)
         self.planned_sms = int(self.core.planned_sms)  # of calls whose caller names no number; 1 on the CPU
         self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
@@ -355,7 +357,7 @@ class Engine(RuntimeFacts):
 
 
 def _group_key(communicator: Any, islands: tuple[int, ...]) -> int:
-    """Return a number of these ranks, in this order, on these devices, in these islands, as this one of them sees it."""
+    """Return a number of these ranks in this order, their devices and islands, as this one of them sees it."""
     ranks = [(facts["host"], facts["process"], facts["device"]) for facts in communicator.facts]
     text = repr((communicator.rank, ranks, islands)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1  # fits an int64

@@ -412,7 +412,7 @@ def _config_of(handle: Handle | None) -> tuple[HybridEPConfig, EPHandle]:
 
 
 def _handle_entries(config: HybridEPConfig, ep_handle: EPHandle) -> Handle:
-    """Return what handles begin with. The maps between nodes are None: what forwarding keeps is in the config's handle."""
+    """Return what handles begin with. The maps between nodes are None: the config's handle has them."""
     ids = ep_handle.recv_topk_idx
     ones = torch.ones_like(ids, dtype=torch.float32)
     local_map = _scattered(ids, ones, (ids.size(0), config.num_of_experts_per_rank)) > 0

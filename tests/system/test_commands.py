@@ -35,7 +35,7 @@ def test_demo_trains_both_ways_and_draws(tmp_path: Path) -> None:
 
 
 def test_experts_over_two_nodes_train_to_the_losses_of_one_rank() -> None:
-    plan = Plan(Shape(experts=16), steps=4, sequences=4, seed=0, device="cpu")
+    plan = Plan(Shape(experts=16), steps=2, sequences=4, seed=0, device="cpu")
     with nodes(2, "fabric:tcp"):
         over_nodes = run_ranks(4, train_over_ranks, plan, 2, with_gpus=False)[0]
     (alone,) = run_ranks(1, train_alone, plan, with_group=False, with_gpus=False)

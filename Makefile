@@ -21,7 +21,7 @@ demo: setup
 	@.venv/bin/weft demo
 
 demo-two-machines: setup
-	@.venv/bin/python -m weft.testing.machines --machines 2 --ranks 2 -- -m weft demo --machines 2
+	@.venv/bin/weft demo --nodes 2
 
 test:
 	@tools/packages test

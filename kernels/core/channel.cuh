@@ -10,6 +10,9 @@
 //                                            before on this channel is visible there
 //   signal_add(word, n)                      the same, but adds n to the word: counters of several writers
 //   flush()                                  sources put before may be reused; says nothing about the peer
+//   get(group, dst, src, bytes, word, value) start copying bytes of the peer's window, from offset src, into the own
+//                                            at dst; all three are multiples of 16. The own 64-bit word holds value
+//                                            once they are there. The peer takes no part
 // put_value and signal_add are called by one thread, after the group that put has synchronised; words are
 // 8-byte aligned. Two calls on one channel from different threads are in no order unless the threads are.
 //
@@ -39,6 +42,7 @@ concept Channel = requires(C channel, Warp warp, WindowOffset offset, uint64_t n
   channel.put_value(offset, n);
   channel.signal_add(offset, n);
   channel.flush();
+  channel.get(warp, offset, offset, n, offset, n);
 };
 
 template <class C>

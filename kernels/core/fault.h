@@ -55,6 +55,7 @@ enum class Site : uint32_t {
   kQueueOrder,       // ... entries before `expected` have not been published; `seen` are
   kQueueFlush,       // ... entry `expected` is not done; `seen` are
   kQueueRefused,     // ... the NIC refused entry `expected`; detail: vendor's number << 8 | syndrome
+  kEngramFetch,      // engram: an entry of a peer behind a port
 };
 
 struct FaultBox {

@@ -31,6 +31,12 @@ class HybridChannel {
     is_mapped() ? mapped_.signal_add(word, n) : port_.signal_add(word, n);
   }
   WEFT_DEVICE void flush() { is_mapped() ? mapped_.flush() : port_.flush(); }
+  template <class Group>
+  WEFT_DEVICE void get(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes, WindowOffset word,
+                       uint64_t value) {
+    is_mapped() ? mapped_.get(group, dst, src, bytes, word, value)
+                : port_.get(group, dst, src, bytes, word, value);
+  }
   WEFT_DEVICE bool is_mapped() const { return mapped_.mapped() != nullptr; }
 
  private:

@@ -1,23 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // ring.cuh: messages between neighbours, for pipeline parallelism, through slots in the receiver's window.
-// Send:     1 wait until the slot's last message has been read   2 every warp pushes pieces into the slot
-//           3 the last block to finish writes the size and signals
+// Send:     1 wait until the slot's last message has been read   2 every warp pushes pieces into the slot, or into one
+//           of the outbox where the neighbour is behind a port   3 the last block to finish tells the size and signals,
+//           and has the outbox's slot put there
 // Receive:  1 wait for the signal   2 every warp copies pieces out   3 the last block gives the slot back
 // Waits:    step 1 of either, for the one neighbour. Messages between two ranks keep their order.
-// Cost:     the message's bytes once over the link, once more at the receiver; two signals.
+// Cost:     the message's bytes once over the link, once more at the receiver, and through a port at the sender; a size
+//           and two signals.
 #pragma once
 
 #include "kernels/core/channel.cuh"
 #include "kernels/core/copy.cuh"
+#include "kernels/core/reach.cuh"
 #include "kernels/moe/ready.cuh"
 #include "kernels/moe/ring_args.h"
 
 namespace weft {
 namespace ring {
 
-WEFT_DEVICE uint64_t slot_at(const RingArgs& a, uint64_t number) {
-  return a.at.slots + (a.side * a.in_flight + (number - 1) % a.in_flight) * a.slot_bytes;
+WEFT_DEVICE uint64_t slot_of(const RingArgs& a, uint64_t slots, uint64_t number) {
+  return slots + (a.side * a.in_flight + (number - 1) % a.in_flight) * a.slot_bytes;
 }
 WEFT_DEVICE uint64_t size_at(const RingArgs& a, uint64_t number) {
   return a.at.sizes + (a.side * a.in_flight + (number - 1) % a.in_flight) * sizeof(uint64_t);
@@ -80,11 +83,18 @@ WEFT_KERNEL void ring_send(const RingArgs& a, const MeshT& mesh, const Shape& sh
   const uint64_t number = a.state->epoch + 1;
   const uint64_t must_be_read = number > a.in_flight ? number - a.in_flight : 0;
   if (!ring::await(a, block, mesh, a.at.released, must_be_read, Site::kRingSend, flag)) return;
-  std::byte* window = mesh.to(a.peer).mapped();
-  ring::move_message(a, block, warp, shape, window + ring::slot_at(a, number), a.data);
+  const uint64_t slot = ring::slot_of(a, a.at.slots, number),
+                 outgoing = ring::slot_of(a, a.at.outbox, number);
+  const bool is_far = is_port(mesh, a.peer);
+  std::byte* to = is_far ? mesh.local() + outgoing : near_window(mesh, a.peer) + slot;
+  ring::move_message(a, block, warp, shape, to, a.data);
   if (!last_block(block, &a.state->arrived, flag) || block.rank() != 0) return;
-  store_relaxed(reinterpret_cast<uint64_t*>(window + ring::size_at(a, number)), a.bytes);
-  mesh.to(a.peer).put_value(a.at.arrived + a.side * sizeof(uint64_t), number);
+  const uint64_t arrived = a.at.arrived + a.side * sizeof(uint64_t);
+  put_word(mesh, a.peer, ring::size_at(a, number), a.bytes);
+  if (is_far)
+    mesh.to(a.peer).put_with_signal(OneThread{}, slot, outgoing, round_up(a.bytes, 16), arrived, number);
+  else
+    put_word(mesh, a.peer, arrived, number);
   advance(a.state);
 }
 
@@ -99,12 +109,12 @@ WEFT_KERNEL void ring_receive(const RingArgs& a, const MeshT& mesh, const Shape&
   const uint64_t sent_bytes =
       load_relaxed(reinterpret_cast<const uint64_t*>(mesh.local() + ring::size_at(a, number)));
   if (sent_bytes == a.bytes) {
-    ring::move_message(a, block, warp, shape, a.data, mesh.local() + ring::slot_at(a, number));
+    ring::move_message(a, block, warp, shape, a.data, mesh.local() + ring::slot_of(a, a.at.slots, number));
   } else if (block.index() == 0 && block.rank() == 0) {
     raise(a.wait.fault, Site::kRingBytes, a.wait.self, a.peer, a.bytes, sent_bytes, 0);
   }
   if (!last_block(block, &a.state->arrived, flag) || block.rank() != 0) return;
-  mesh.to(a.peer).put_value(a.at.released + a.side * sizeof(uint64_t), number);
+  put_word(mesh, a.peer, a.at.released + a.side * sizeof(uint64_t), number);
   advance(a.state);
 }
 

@@ -23,6 +23,7 @@ struct NeighbourLayout {
   uint64_t released;  // u64[sides]: the last message to that side of a neighbour which it has read
   uint64_t sizes;     // u64[sides][in_flight]: bytes of each message
   uint64_t slots;     // [sides][in_flight] of slot_bytes
+  uint64_t outbox;  // as many, local: what goes to neighbours through their ports; none where all are mapped
   uint64_t end;
 };
 

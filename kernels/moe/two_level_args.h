@@ -71,16 +71,27 @@ struct TwoLevelRoutes {
   int32_t* hub_first;   // [R] first record of a source that this rank serves
   int32_t* lane_first;  // [R][L] first message of a lane
   int32_t* lane_count;  // [R][L] its messages
-  // [messages][W] a message's number among the rows that a member got from its source, or -1
+  // Where sums have an order of their own, else null: the islands of a token, and the places of the members of this rank's
+  // island that have rows of it, as they are added; then -1.
+  int32_t* island_order;  // [T][I]
+  int32_t* own_order;     // [T][W]
+  // [messages][W] a message's number among the rows that a member got from its source, or -1. Where sums have an order,
+  // behind it [W]: the places of members as their rows are added; then -1.
   int32_t* records;
   uint64_t most_messages;  // room of `records`
 };
+// Words of all arrays but `records`.
 WEFT_DEVICE constexpr uint64_t route_words(uint64_t tokens, uint64_t ranks, uint64_t islands, uint64_t widest,
-                                           uint64_t lanes) {
-  return (tokens + 1) * islands + ranks * (islands + widest + 1 + 2 * lanes);
+                                           uint64_t lanes, bool is_ordered) {
+  return (tokens + 1) * islands + ranks * (islands + widest + 1 + 2 * lanes) +
+         (is_ordered ? tokens * (islands + widest) : 0);
+}
+WEFT_DEVICE constexpr uint64_t record_words(uint64_t widest, bool is_ordered) {
+  return is_ordered ? 2 * widest : widest;
 }
 WEFT_DEVICE constexpr TwoLevelRoutes routes_in(int32_t* at, int32_t* records, uint64_t tokens, uint64_t ranks,
-                                               uint64_t islands, uint64_t widest, uint64_t lanes) {
+                                               uint64_t islands, uint64_t widest, uint64_t lanes,
+                                               bool is_ordered) {
   TwoLevelRoutes routes{};
   routes.send_pair = at;
   routes.pairs = routes.send_pair + tokens * islands;
@@ -89,6 +100,8 @@ WEFT_DEVICE constexpr TwoLevelRoutes routes_in(int32_t* at, int32_t* records, ui
   routes.hub_first = routes.back_first + ranks * widest;
   routes.lane_first = routes.hub_first + ranks;
   routes.lane_count = routes.lane_first + ranks * lanes;
+  routes.island_order = is_ordered ? routes.lane_count + ranks * lanes : nullptr;
+  routes.own_order = is_ordered ? routes.island_order + tokens * islands : nullptr;
   routes.records = records;
   return routes;
 }
@@ -122,6 +135,7 @@ WEFT_DEVICE constexpr uint64_t sum_stride(uint64_t row_bytes, uint64_t top_k) {
 
 struct TwoLevelNotifyArgs {
   NotifyArgs base;
+  const int32_t* sum_place;  // [T][R], or null: as in LayoutArgs
   Islands islands;
   TwoLevelOffsets at;
   TwoLevelRoutes routes;

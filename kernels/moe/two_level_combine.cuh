@@ -13,7 +13,8 @@
 // for the sums of other islands.
 //
 // Sums: float32 over the ranks of an island ascending, rounded to the rows' type once; then float32 over the biases and
-// the islands ascending, rounded once.
+// the islands ascending, rounded once. Where a token's ranks have an order (HandleMemory::sum_place), it goes in the place
+// of ascending, and islands are added in the order of the last rank of each.
 //
 // Cost over the network, per (token, other island): row_bytes + 4 * K bytes, in whole vectors; per slot of them a put
 // with a signal there and a signal back.
@@ -28,8 +29,8 @@ template <class MeshT, class Shape>
 class CombineLanes : public IslandRows<MeshT, Shape> {
   using Rows = IslandRows<MeshT, Shape>;
   using Rows::a_, Rows::warp_, Rows::mesh_, Rows::shape_, Rows::epoch_, Rows::own_;
-  using Rows::add_island, Rows::for_vectors, Rows::have_come, Rows::island_weight, Rows::messages,
-      Rows::pushed_at;
+  using Rows::add_island, Rows::for_vectors, Rows::have_come, Rows::is_ordered, Rows::island_weight,
+      Rows::messages, Rows::pushed_at;
   using Rows::record_of, Rows::rows_of, Rows::slot_messages, Rows::stride, Rows::top_k;
 
  public:
@@ -142,6 +143,10 @@ class CombineLanes : public IslandRows<MeshT, Shape> {
   WEFT_DEVICE bool goes_to(uint64_t token, uint32_t island) const {
     return a_.routes.send_pair[token * a_.islands.count + island] >= 0;
   }
+  // The island whose sum is added as number n; -1: none, nor later ones.
+  WEFT_DEVICE int32_t island_added(uint64_t token, uint32_t n) const {
+    return is_ordered() ? a_.routes.island_order[token * a_.islands.count + n] : static_cast<int32_t>(n);
+  }
   // The next sum of an island that this rank has not taken yet.
   WEFT_DEVICE const std::byte* next_sum(uint32_t lane, uint32_t island, const RingState* states) const {
     const uint64_t rings = a_.at.island_rings;
@@ -215,7 +220,10 @@ class CombineLanes : public IslandRows<MeshT, Shape> {
       };
       for (const std::byte* bias : a_.base.bias)
         if (bias) add(bias + at);
-      for (uint32_t island = 0; island < a_.islands.count; ++island) {
+      for (uint32_t n = 0; n < a_.islands.count; ++n) {
+        const int32_t added = island_added(token, n);
+        if (added < 0) break;
+        const auto island = static_cast<uint32_t>(added);
         if (!goes_to(token, island)) continue;
         if (island != own_) {
           add(next_sum(lane, island, states));

@@ -179,9 +179,10 @@ class DispatchLanes {
     const uint64_t number = uint64_t{static_cast<uint32_t>(a_.routes.hub_first[source])} + number_in(message);
     const bool has_room =
         number < a_.routes.most_messages;  // else a member has too few num_worst_tokens, and says so
+    int32_t* record = a_.routes.records + number * record_words(a_.islands.widest, is_ordered());
     for (uint32_t i = warp_.rank(); has_room && i < a_.islands.widest; i += warp_.size())
-      a_.routes.records[number * a_.islands.widest + i] =
-          static_cast<int32_t>(word_in(message, form_.rows + i * 4));
+      record[i] = static_cast<int32_t>(word_in(message, form_.rows + i * 4));
+    if (has_room && is_ordered() && top_k() != 0) order_members(message, record + a_.islands.widest);
     for (uint32_t i = 0; i < members; ++i) {
       const auto at = static_cast<int32_t>(word_in(message, form_.rows + i * 4));
       if (at < 0) continue;
@@ -189,6 +190,32 @@ class DispatchLanes {
       const uint64_t row =
           uint64_t{row_span(a_.base.prefix, mesh_.ranks(), source, member).first} + static_cast<uint32_t>(at);
       if (row < places_[member].capacity_rows) place(places_[member], member, row, message);
+    }
+  }
+
+  // -- the order in which this hub adds a message's rows: by the right-most slot of each member. A dispatch without ids
+  // repeats one that had them, and what that wrote stays.
+  WEFT_DEVICE bool is_ordered() const { return a_.routes.own_order != nullptr; }
+  WEFT_DEVICE int64_t owner_in(const std::byte* message, uint32_t k) const {
+    const auto expert = static_cast<int32_t>(word_in(message, form_.ids + k * 4));
+    return expert < 0 ? -1 : static_cast<int64_t>(expert) / a_.base.experts_per_rank;
+  }
+  // Whether slot k is the right-most one of a member of this island.
+  WEFT_DEVICE bool is_right_most(const std::byte* message, uint32_t k) const {
+    const int64_t owner = owner_in(message, k);
+    if (owner < 0 || a_.islands.island[owner] != own_) return false;
+    for (uint32_t later = k + 1; later < top_k(); ++later)
+      if (owner_in(message, later) == owner) return false;
+    return true;
+  }
+  WEFT_DEVICE void order_members(const std::byte* message, int32_t* order) const {
+    for (uint32_t i = warp_.rank(); i < a_.islands.widest; i += warp_.size()) order[i] = -1;
+    warp_.sync();
+    for (uint32_t k = warp_.rank(); k < top_k(); k += warp_.size()) {
+      if (!is_right_most(message, k)) continue;
+      uint32_t before = 0;
+      for (uint32_t earlier = 0; earlier < k; ++earlier) before += is_right_most(message, earlier) ? 1 : 0;
+      order[before] = static_cast<int32_t>(a_.islands.place[owner_in(message, k)]);
     }
   }
 

@@ -16,6 +16,20 @@ namespace two_level {
 
 inline constexpr uint32_t kHeaderWords = sizeof(CountHeader) / 4;
 
+// Fills sorted[0..count) with those i that have a key of 0 or more, by key; keys differ. Then -1.
+template <class KeyOf>
+WEFT_DEVICE void sort_places(uint32_t count, int32_t* sorted, KeyOf key_of) {
+  for (uint32_t i = 0; i < count; ++i) sorted[i] = -1;
+  uint32_t filled = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    const int32_t key = key_of(i);
+    if (key < 0) continue;
+    uint32_t at = filled++;
+    for (; at > 0 && key_of(static_cast<uint32_t>(sorted[at - 1])) > key; --at) sorted[at] = sorted[at - 1];
+    sorted[at] = static_cast<int32_t>(i);
+  }
+}
+
 WEFT_DEVICE bool goes_to_island(const TwoLevelNotifyArgs& a, uint32_t ranks, uint64_t token,
                                 uint32_t island) {
   const Islands& is = a.islands;
@@ -141,6 +155,28 @@ WEFT_DEVICE void sum_pairs(const TwoLevelNotifyArgs& a, Block block, const MeshT
     a.routes.handed_on[island] += a.routes.handed_on[island - 1];
 }
 
+// Writes in which order a token's islands are added, by the last of their ranks, and the members of this rank's own. The
+// block, for all tokens.
+WEFT_DEVICE void order_sums(const TwoLevelNotifyArgs& a, Block block, uint32_t ranks, uint32_t own) {
+  const Islands& is = a.islands;
+  for (uint64_t token = block.rank(); token < a.base.mine.tokens; token += block.size()) {
+    const auto place_of = [&](uint32_t rank) {
+      return a.base.token_in_rank[token * ranks + rank] != 0 ? a.sum_place[token * ranks + rank] : -1;
+    };
+    const auto last_in = [&](uint32_t island) {
+      int32_t last = -1;
+      for (uint32_t i = is.first[island]; i < is.first[island + 1]; ++i) {
+        const int32_t place = place_of(is.members[i]);
+        if (place > last) last = place;
+      }
+      return last;
+    };
+    sort_places(is.count, a.routes.island_order + token * is.count, last_in);
+    sort_places(is.widest, a.routes.own_order + token * is.widest,
+                [&](uint32_t i) { return i < is.size(own) ? place_of(is.member(own, i)) : -1; });
+  }
+}
+
 // Tells all peers this rank's counts, waits for theirs, and reports what follows from them. The block;
 // shared: u32[1 + R + I].
 template <class MeshT>
@@ -186,13 +222,16 @@ WEFT_KERNEL void two_level_notify(const TwoLevelNotifyArgs& a, const MeshT& mesh
   auto* shared = reinterpret_cast<uint32_t*>(block.shared());  // u32[1 + R + I] or u32[warps]
   const BlockSpan traced(a.base.wait.trace, Work::kNotify);
   const uint32_t ranks = mesh.ranks();
-  const uint32_t peers_at = 2, islands_at = peers_at + ranks;
-  for (uint32_t job = block.index(); job < islands_at + a.islands.count; job += block.count()) {
+  const uint32_t peers_at = 2, islands_at = peers_at + ranks, order_at = islands_at + a.islands.count;
+  for (uint32_t job = block.index(); job <= order_at; job += block.count()) {
     if (job == 0) two_level::exchange_counts(a, block, warp, mesh, shared);
     if (job == 1) notify::scan_slots(a.base, block, warp, shared, ranks);
     if (job >= peers_at && job < islands_at)
       notify::scan_peer(a.base, block, warp, shared, ranks, job - peers_at);
-    if (job >= islands_at) two_level::scan_island(a, block, warp, shared, ranks, job - islands_at);
+    if (job >= islands_at && job < order_at)
+      two_level::scan_island(a, block, warp, shared, ranks, job - islands_at);
+    if (job == order_at && a.routes.island_order)
+      two_level::order_sums(a, block, ranks, a.islands.island[mesh.rank()]);
   }
 }
 

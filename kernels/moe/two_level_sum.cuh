@@ -43,7 +43,14 @@ class IslandRows {
   // The rows of message `number` of a source that this rank serves.
   WEFT_DEVICE const int32_t* record_of(uint32_t source, uint32_t number) const {
     const uint64_t first = static_cast<uint32_t>(a_.routes.hub_first[source]);
-    return a_.routes.records + (first + number) * a_.islands.widest;
+    return a_.routes.records + (first + number) * record_words(a_.islands.widest, is_ordered());
+  }
+  // Where sums have no order of their own, islands and members ascend.
+  WEFT_DEVICE bool is_ordered() const { return a_.routes.own_order != nullptr; }
+  // The place of the member whose row of a token is added as number n; -1: none, nor later ones.
+  WEFT_DEVICE int32_t member_added(const int32_t* record, uint64_t token, uint32_t n) const {
+    if (!is_ordered()) return static_cast<int32_t>(n);
+    return record ? record[a_.islands.widest + n] : a_.routes.own_order[token * a_.islands.widest + n];
   }
   // Which row of those from `source` a token has at member i; -1: none. A token of this rank itself has no record.
   WEFT_DEVICE int32_t row_number(const int32_t* record, uint64_t token, uint32_t i) const {
@@ -86,7 +93,10 @@ class IslandRows {
   template <class Element, uint32_t kVecs>
   WEFT_DEVICE void add_island(float (&sums)[kVecs][Element::kPerVec], uint32_t source, const int32_t* record,
                               uint64_t token, uint64_t v, uint64_t stride) const {
-    for (uint32_t i = 0; i < a_.islands.size(own_); ++i) {
+    for (uint32_t n = 0; n < a_.islands.size(own_); ++n) {
+      const int32_t added = member_added(record, token, n);
+      if (added < 0) break;
+      const auto i = static_cast<uint32_t>(added);
       const int32_t number = row_number(record, token, i);
       if (number < 0) continue;
       const Place place = place_of(source, i, number);

@@ -62,11 +62,13 @@ void bind_moe(nb::module_& module) {
       .def_static(
           "create",
           [](std::shared_ptr<Communicator> comm, uint64_t heap_bytes, uint64_t low_latency_bytes,
-             double timeout_s) {
-            return value_or_throw(without_gil(
-                [&] { return MoeBuffer::create(comm, {heap_bytes, low_latency_bytes, timeout_s}); }));
+             double timeout_s, bool each_alone) {
+            return value_or_throw(without_gil([&] {
+              return MoeBuffer::create(comm, {heap_bytes, low_latency_bytes, timeout_s, each_alone});
+            }));
           },
-          nb::arg("communicator"), nb::arg("heap_bytes"), nb::arg("low_latency_bytes"), nb::arg("timeout_s"))
+          nb::arg("communicator"), nb::arg("heap_bytes"), nb::arg("low_latency_bytes"), nb::arg("timeout_s"),
+          nb::arg("each_alone") = false)
       .def_prop_ro("planned_sms", &MoeBuffer::planned_sms)
       .def(
           "layout",
@@ -82,7 +84,7 @@ void bind_moe(nb::module_& module) {
           "notify",
           [](MoeBuffer& self, const RowFormat& format, uint64_t token_in_rank, uint64_t tokens_per_expert,
              uint32_t tokens, uint32_t experts, const HandleMemory& handle, uint64_t worst_rows,
-             uint64_t stream, uint64_t after, bool waits) {
+             uint64_t most_tokens, uint64_t stream, uint64_t after, bool waits) {
             return value_or_throw(without_gil([&] {
               return self.notify({format,
                                   pointer<uint8_t>(token_in_rank),
@@ -91,12 +93,13 @@ void bind_moe(nb::module_& module) {
                                   experts,
                                   handle,
                                   worst_rows,
-                                  {pointer<void>(stream), pointer<void>(after), waits, false}});
+                                  {pointer<void>(stream), pointer<void>(after), waits, false},
+                                  most_tokens});
             }));
           },
           nb::kw_only(), nb::arg("format"), nb::arg("token_in_rank"), nb::arg("tokens_per_expert"),
-          nb::arg("tokens"), nb::arg("experts"), nb::arg("handle"), nb::arg("worst_rows"), nb::arg("stream"),
-          nb::arg("after"), nb::arg("waits"))
+          nb::arg("tokens"), nb::arg("experts"), nb::arg("handle"), nb::arg("worst_rows"),
+          nb::arg("most_tokens"), nb::arg("stream"), nb::arg("after"), nb::arg("waits"))
       // By position, as these are on the path of every call.
       .def("dispatch",
            [](MoeBuffer& self, const RowFormat& format, uint64_t x, uint64_t scales,
@@ -169,10 +172,11 @@ void bind_moe(nb::module_& module) {
           },
           nb::kw_only(), nb::arg("format"), nb::arg("rows"), nb::arg("staging_rows"))
       .def_prop_ro("islands", &MoeBuffer::islands)
-      .def("route_words", &MoeBuffer::route_words, nb::arg("tokens"))
-      .def("record_words", &MoeBuffer::record_words, nb::arg("sent_rows"), nb::arg("received_rows"))
+      .def("route_words", &MoeBuffer::route_words, nb::arg("tokens"), nb::arg("is_ordered"))
+      .def("record_words", &MoeBuffer::record_words, nb::arg("sent_rows"), nb::arg("received_rows"),
+           nb::arg("is_ordered"))
       .def("most_staging_rows", &MoeBuffer::most_staging_rows, nb::arg("worst_rows"),
-           nb::arg("most_sent_rows"))
+           nb::arg("most_sent_rows"), nb::arg("most_tokens"))
       .def_prop_ro("handle_buffer_key", &MoeBuffer::handle_buffer_key)
       .def("give_back", &MoeBuffer::give_back, nb::arg("offset"))
       .def_prop_ro("largest_piece_bytes", &MoeBuffer::largest_piece)

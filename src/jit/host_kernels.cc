@@ -125,11 +125,11 @@ void add_kernels(std::vector<KernelRow>& rows, MeshKind<MeshT> mesh) {
                    LowLatencyDispatchShape, 512, kLowLatencyRows);
   WEFT_HOST_KERNEL(kAny, "kernels/moe/low_latency_combine.cuh", low_latency_combine, LowLatencyCombineArgs,
                    LowLatencyCombineShape, 512, kLowLatencyReplies);
-  WEFT_HOST_KERNEL(kMapped, "kernels/moe/ring.cuh", ring_send, RingArgs, RingShape, 96,
+  WEFT_HOST_KERNEL(kAny, "kernels/moe/ring.cuh", ring_send, RingArgs, RingShape, 96,
                    "whole_vecs=1; whole_vecs=0");
-  WEFT_HOST_KERNEL(kMapped, "kernels/moe/ring.cuh", ring_receive, RingArgs, RingShape, 96,
+  WEFT_HOST_KERNEL(kAny, "kernels/moe/ring.cuh", ring_receive, RingArgs, RingShape, 96,
                    "whole_vecs=1; whole_vecs=0");
-  WEFT_HOST_KERNEL(kMapped, "kernels/moe/engram.cuh", engram_fetch, EngramArgs, EngramShape, 512, "");
+  WEFT_HOST_KERNEL(kAny, "kernels/moe/engram.cuh", engram_fetch, EngramArgs, EngramShape, 512, "");
   WEFT_HOST_KERNEL(kAny, "kernels/collective/program.cuh", run_program, ProgramArgs, ProgramShape, 512,
                    kPrograms);
   WEFT_HOST_KERNEL(kMapped, "kernels/collective/exchange.cuh", run_exchange, ExchangeArgs, ExchangeShape, 256,

@@ -80,7 +80,7 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
   std::unique_ptr<TwoLevel> levels;
   uint64_t control_end = control.end;
   if (!comm->why_not_all_mapped().empty()) {
-    WEFT_TRY_ASSIGN(IslandPlan islands, meet_islands(*comm));
+    WEFT_TRY_ASSIGN(IslandPlan islands, meet_islands(*comm, wanted.each_alone));
     control = plan_control(ranks, islands.count);
     const auto rings = plan_two_level(control.end, control.offsets.record_words, islands, limits);
     levels = std::make_unique<TwoLevel>(std::move(islands), rings, static_cast<uint32_t>(comm->rank()));

@@ -36,6 +36,7 @@ struct MoeOptions {
   uint64_t heap_bytes;         // for rows in flight and received; grows when a dispatch needs more
   uint64_t low_latency_bytes;  // set aside for low-latency mode; with port peers, more: see create()
   double timeout_s;            // 0 takes the communicator's
+  bool each_alone = false;  // where ranks do not all map each other, sum no rows of a node before they return
 };
 
 // Room in the heap with which a dispatch of `rows` rows at most and its combine, of `staging_rows`, need not grow the
@@ -43,7 +44,7 @@ struct MoeOptions {
 uint64_t worst_case_bytes(const RowFormat& format, uint64_t rows, uint64_t staging_rows);
 
 // The places that a dispatch's handle keeps. R ranks, T tokens: send_row i32[T][R], slot_base i32[T], prefix
-// i32[R][R], sum_place i32[T][R] or null: combine adds ranks ascending. Among ranks that do not all map each other also
+// i32[R][R], sum_place i32[T][R] of those that get the token, or null: combine adds ranks ascending. Among ranks that do not all map each other also
 // i32[MoeBuffer::route_words()], and from the dispatch on i32[MoeBuffer::record_words()].
 struct HandleMemory {
   int32_t* send_row;
@@ -71,6 +72,7 @@ struct NotifyCall {
   HandleMemory handle;
   uint64_t worst_rows;  // 0: block until the counts are known; else the same on all ranks, and nothing waits
   CallOrder order;
+  uint64_t most_tokens = 0;  // no rank has more; the same on all ranks; 0: not known. Only with worst_rows
 };
 
 struct Notified {
@@ -166,14 +168,16 @@ class MoeBuffer {
   // captured.
   Status make_room_for(const RowFormat& format, uint64_t rows, uint64_t staging_rows);
   // What handles keep where ranks do not all map each other, else 0: words for T tokens; and for a dispatch whose
-  // notify found so many sent and received rows.
-  uint64_t route_words(uint64_t tokens) const { return levels_ ? levels_->route_words(tokens) : 0; }
-  uint64_t record_words(uint64_t sent_rows, uint64_t received_rows) const {
-    return levels_ ? levels_->record_words(levels_->most_messages(sent_rows, received_rows)) : 0;
+  // notify found so many sent and received rows. is_ordered: the handle has a sum_place.
+  uint64_t route_words(uint64_t tokens, bool is_ordered) const {
+    return levels_ ? levels_->route_words(tokens, is_ordered) : 0;
   }
-  // Rows that combine gets back at most, with num_worst_tokens and so many sent ones.
-  uint64_t most_staging_rows(uint64_t worst_rows, uint64_t most_sent_rows) const {
-    return levels_ ? levels_->most_staging_rows(worst_rows) : most_sent_rows;
+  uint64_t record_words(uint64_t sent_rows, uint64_t received_rows, bool is_ordered) const {
+    return levels_ ? levels_->record_words(levels_->most_messages(sent_rows, received_rows), is_ordered) : 0;
+  }
+  // Rows that combine gets back at most, with num_worst_tokens, so many sent ones, and NotifyCall::most_tokens.
+  uint64_t most_staging_rows(uint64_t worst_rows, uint64_t most_sent_rows, uint64_t most_tokens) const {
+    return levels_ ? levels_->most_staging_rows(worst_rows, most_tokens) : most_sent_rows;
   }
   // The island of each rank (TwoLevel), where there are several.
   std::vector<uint32_t> islands() const {

@@ -52,6 +52,7 @@ Status MoeBuffer::launch_notify(const NotifyArgs& args, const HandleMemory& memo
   if (!levels_) return launch(key_of_notify, grid, &args, sizeof(args), {}, stream);
   TwoLevelNotifyArgs both{};
   both.base = args;
+  both.sum_place = memory.sum_place;
   levels_->complete(both, *window_, memory, args.mine.tokens);
   return launch(key_of_two_level_notify, grid, &both, sizeof(both), {}, stream);
 }

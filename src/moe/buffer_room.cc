@@ -59,8 +59,8 @@ Status MoeBuffer::make_room_for(const RowFormat& format, uint64_t rows, uint64_t
 // Their hosts meet here, once; a captured call can't, and takes what earlier ones left.
 Status MoeBuffer::make_room_for_worst(const NotifyCall& call) {
   const RowFormat& format = call.format;
-  const uint64_t need =
-      worst_case_bytes(format, call.worst_rows, most_staging_rows(call.worst_rows, call.worst_rows));
+  const uint64_t need = worst_case_bytes(
+      format, call.worst_rows, most_staging_rows(call.worst_rows, call.worst_rows, call.most_tokens));
   if (low_latency_end_ + need <= window_->bytes()) return {};
   WEFT_TRY_ASSIGN(const bool capturing, is_capturing(call.order.stream));
   if (capturing) return {};

@@ -9,11 +9,13 @@
 // Entry e is entry e % entries_per_rank of rank e / entries_per_rank. On CUDA fetch() enqueues on `stream`
 // and can be captured in a graph; on the host it returns when it is done. Threads: one caller at a time.
 // Lifetime: must not outlive the buffer, whose faults it shares. Errors: kInvalid for an index that names no
-// entry, on CUDA at the next call; that entry's place in `out` is left as it was.
+// entry, on CUDA at the next call; that entry's place in `out` is left as it was; kPeerLost names a rank behind a port
+// whose entry did not come.
 #pragma once
 
 #include <memory>
 
+#include "kernels/moe/engram_args.h"
 #include "moe/buffer.h"
 
 namespace weft {
@@ -45,11 +47,13 @@ class Engram {
   uint64_t row_bytes() const { return row_bytes_; }
 
  private:
+  bool has_ports() const;
   Status run_fetch(const EngramFetch& call);
 
   MoeBuffer& buffer_;
   TallyOperation& fetches_;
   std::unique_ptr<Window> window_;
+  EngramLayout at_{};
   uint64_t entries_per_rank_ = 0;
   uint64_t row_bytes_ = 0;
 };

@@ -56,6 +56,7 @@ const char* operation(Site site) {
     case Site::kRingBytes:
       return "pp_recv.bytes";
     case Site::kEngramIndex:
+    case Site::kEngramFetch:
       return "engram_fetch";
     case Site::kLowLatencySignal:
       return "low_latency_combine.signal";

@@ -8,7 +8,8 @@ namespace weft {
 Result<std::unique_ptr<Ring>> Ring::create(MoeBuffer& buffer, uint64_t max_bytes, uint32_t in_flight) {
   WEFT_TRY(buffer.communicator()->agree(
       "pp_set_config", {{"num_max_tensor_bytes", max_bytes}, {"num_max_inflight_tensors", in_flight}}));
-  const NeighbourPlan plan = plan_neighbours(max_bytes, in_flight);
+  const bool has_ports = !buffer.communicator()->why_not_all_mapped().empty();
+  const NeighbourPlan plan = plan_neighbours(max_bytes, in_flight, has_ports);
   WEFT_TRY_ASSIGN(auto window, Window::create(buffer.communicator(), plan.at.end));
   return std::unique_ptr<Ring>(new Ring(buffer, std::move(window), plan, max_bytes, in_flight));
 }

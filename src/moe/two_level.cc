@@ -8,9 +8,9 @@
 
 namespace weft {
 
-Result<IslandPlan> meet_islands(Communicator& comm) {
+Result<IslandPlan> meet_islands(Communicator& comm, bool each_alone) {
   std::vector<uint64_t> mine((static_cast<size_t>(comm.size()) + 63) / 64, 0);
-  for (const int rank : comm.mapped_ranks())
+  for (const int rank : each_alone ? std::vector<int>{comm.rank()} : comm.mapped_ranks())
     mine[static_cast<size_t>(rank) / 64] |= uint64_t{1} << (rank % 64);
   WEFT_TRY_ASSIGN(const auto mapped, comm.show("moe.islands", mine));
   return plan_islands(mapped);
@@ -48,11 +48,12 @@ Islands TwoLevel::tables(const Window& window) const {
 TwoLevelRoutes TwoLevel::routes(const HandleMemory& memory, uint32_t tokens) const {
   if (!memory.routes) return {};
   return routes_in(memory.routes, memory.records, tokens, islands_.island.size(), islands_.count,
-                   islands_.widest, control_.lanes);
+                   islands_.widest, control_.lanes, memory.sum_place != nullptr);
 }
 
-uint64_t TwoLevel::route_words(uint64_t tokens) const {
-  return weft::route_words(tokens, islands_.island.size(), islands_.count, islands_.widest, control_.lanes);
+uint64_t TwoLevel::route_words(uint64_t tokens, bool is_ordered) const {
+  return weft::route_words(tokens, islands_.island.size(), islands_.count, islands_.widest, control_.lanes,
+                           is_ordered);
 }
 
 Status TwoLevel::fits(uint64_t row_bytes, uint64_t scale_words, uint64_t top_k) const {

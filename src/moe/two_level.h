@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What a MoeBuffer of ranks that do not all map each other has besides: its islands, and where its rings stand.
-//   WEFT_TRY_ASSIGN(const IslandPlan islands, meet_islands(*comm));        // collective
+//   WEFT_TRY_ASSIGN(const IslandPlan islands, meet_islands(*comm, false)); // collective
 //   TwoLevel levels(std::move(islands), plan_two_level(begin, ...), limits);
 //   WEFT_TRY(levels.write_tables(*window));
 //   TwoLevelDispatchArgs args = levels.dispatch_args(window, dispatch_args, memory, tokens, grid);
 // Threads: const methods may run concurrently.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -24,8 +25,9 @@ inline uint64_t rows_between(const int32_t* prefix, int ranks, int from, int to)
   return static_cast<uint64_t>(prefix[from * ranks + to] - before);
 }
 
-// Who maps whom, told by all ranks to all. Errors: those of Communicator::show().
-Result<IslandPlan> meet_islands(Communicator& comm);
+// Who maps whom, told by all ranks to all. each_alone: this rank says that it maps nobody, so it is an island of its own
+// whatever the others say. Errors: those of Communicator::show().
+Result<IslandPlan> meet_islands(Communicator& comm, bool each_alone);
 
 class TwoLevel {
  public:
@@ -40,15 +42,21 @@ class TwoLevel {
   const IslandPlan& islands() const { return islands_; }
   uint32_t lanes() const { return control_.lanes; }
   uint64_t end() const { return control_.end; }
-  // i32 words of HandleMemory::routes, and of records for so many messages.
-  uint64_t route_words(uint64_t tokens) const;
-  uint64_t record_words(uint64_t messages) const { return messages * islands_.widest; }
+  // i32 words of HandleMemory::routes, and of records for so many messages. is_ordered: with HandleMemory::sum_place.
+  uint64_t route_words(uint64_t tokens, bool is_ordered) const;
+  uint64_t record_words(uint64_t messages, bool is_ordered) const {
+    return messages * weft::record_words(islands_.widest, is_ordered);
+  }
   // Messages that this rank hands on at most, with so many rows in the staging of combine and received by itself.
   uint64_t most_messages(uint64_t staging_rows, uint64_t received_rows) const {
     return staging_rows + received_rows;
   }
-  // Rows in the staging of combine at most, where no rank receives more than `rows`.
-  uint64_t most_staging_rows(uint64_t rows) const { return (islands_.widest - 1) * rows; }
+  // Rows in the staging of combine at most, where no rank receives more than `rows`, nor, unless 0, has more tokens than
+  // `tokens`: members return them for those whom a rank serves, and for itself.
+  uint64_t most_staging_rows(uint64_t rows, uint64_t tokens) const {
+    const uint64_t of_member = tokens == 0 ? rows : std::min(rows, (islands_.most_served + 1) * tokens);
+    return (islands_.widest - 1) * of_member;
+  }
   // Errors: kInvalid where one row with what goes beside it does not fit a slot.
   Status fits(uint64_t row_bytes, uint64_t scale_words, uint64_t top_k) const;
 

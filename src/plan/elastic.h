@@ -6,17 +6,19 @@
 
 #include <cstdint>
 
+#include "kernels/moe/engram_args.h"
 #include "kernels/moe/ring_args.h"
 #include "plan/high_throughput.h"
 
 namespace weft {
 
-// Where the slots stand, from offset 0 of every window. slot_bytes is rounded up to whole lines.
+// Where the slots stand, from offset 0 of every window. slot_bytes is rounded up to whole lines. has_ports: not all ranks
+// map each other, so there is an outbox.
 struct NeighbourPlan {
   NeighbourLayout at;
   uint64_t slot_bytes;
 };
-NeighbourPlan plan_neighbours(uint64_t max_bytes, uint32_t in_flight);
+NeighbourPlan plan_neighbours(uint64_t max_bytes, uint32_t in_flight, bool has_ports);
 
 // Who sends to whom: the side of `peer` that takes what `rank` sends, or -1 where they are no neighbours.
 // Where a rank is both neighbours of another, it is the previous one.
@@ -24,6 +26,10 @@ int ring_side(uint32_t rank, uint32_t peer, uint32_t ranks);
 
 // num_sms 0: as many as a message of this size is worth.
 GridPlan plan_ring_message(uint64_t bytes, uint32_t num_sms, const ComputeLimits& limits);
-GridPlan plan_engram_fetch(uint64_t count, const ComputeLimits& limits);
+GridPlan plan_engram_fetch(uint64_t count, bool has_ports, const ComputeLimits& limits);
+
+// Where a rank's entries stand in its window, and what it fetches through ports lands: from offset 0 of every window.
+EngramLayout plan_engram(uint64_t entries_per_rank, uint64_t row_bytes, bool has_ports,
+                         const ComputeLimits& limits);
 
 }  // namespace weft

@@ -95,7 +95,7 @@ TwoLevelControl plan_two_level(uint64_t begin, uint64_t count_record_words, cons
 GridPlan plan_two_level_notify(uint32_t ranks, uint32_t islands, const ComputeLimits& limits) {
   GridPlan grid = plan_notify(ranks, limits);
   grid.shared_bytes = std::max(grid.shared_bytes, (1 + ranks + islands) * 4);
-  if (limits.is_cuda) grid.blocks = std::min(ranks + islands + 2, limits.max_blocks);
+  if (limits.is_cuda) grid.blocks = std::min(ranks + islands + 3, limits.max_blocks);
   return grid;
 }
 

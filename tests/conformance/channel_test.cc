@@ -325,6 +325,30 @@ TYPED_TEST(ChannelTest, FlushMakesTheSourceReusable) {
   });
 }
 
+TYPED_TEST(ChannelTest, GetsBringWhatAPeerHoldsBeforeTheirWord) {
+  this->on_ranks([](auto& rank) {
+    constexpr uint64_t kPiece = 4112, kPieces = 9;
+    rank.stage(rank.self(), 0, kPiece * kPieces);
+    ASSERT_TRUE(rank.comm->barrier().ok());
+    uint64_t got = 0;
+    for (uint32_t peer = 0; peer < rank.size(); ++peer) {
+      auto channel = rank.to(peer);
+      for (uint64_t piece = 0; piece < kPieces; ++piece) {
+        const uint64_t at = kData + got % 3 * kPiece;
+        channel.get(Warp{}, at, kSource + piece * kPiece, kPiece, rank.signal_of(rank.self()), ++got);
+        if (got % 3 != 0) continue;  // up to three are under way
+        ASSERT_TRUE(rank.wait(rank.signal_of(rank.self()), got)) << "saw " << rank.seen;
+        for (uint64_t back = 0; back < 3; ++back)
+          EXPECT_TRUE(rank.holds(kData + (2 - back) * kPiece, peer, (piece - back) * kPiece, kPiece))
+              << "piece " << piece - back << " of rank " << peer;
+      }
+    }
+    EXPECT_EQ(rank.at(kData + 3 * kPiece), kPoison);
+    rank.to(rank.right()).get(Warp{}, kData, kSource, 0, rank.signal_of(rank.self()), ++got);
+    EXPECT_TRUE(rank.wait(rank.signal_of(rank.self()), got));
+  });
+}
+
 TYPED_TEST(ChannelTest, SeveralWarpsPutAtOnce) {
   this->on_ranks([](auto& rank) {
     constexpr uint32_t kWarps = 3;

@@ -79,7 +79,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
                            mine.in_rank.data(), nullptr, nullptr})
                   .message(),
               "");
-    mine.routes.resize(buffer.route_words(mine.tokens));
+    mine.routes.resize(buffer.route_words(mine.tokens, false));
     const RowFormat format{c.row_bytes, c.scale_words, c.top_k, 8, 2, c.row_bytes};
     Result<Notified> counts = buffer.notify({format,
                                              mine.in_rank.data(),
@@ -90,7 +90,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
                                              0,
                                              {}});
     ASSERT_EQ(counts.status().message(), "");
-    mine.records.resize(buffer.record_words(counts->sent_rows, counts->received_rows));
+    mine.records.resize(buffer.record_words(counts->sent_rows, counts->received_rows, false));
     Result<Received> received = buffer.dispatch({format,
                                                  reinterpret_cast<std::byte*>(mine.x.data()),
                                                  mine.scales.data(),

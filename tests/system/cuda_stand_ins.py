@@ -58,11 +58,11 @@ def install() -> None:
 
 
 def _with_plain_sizes(all_to_all_single: Any) -> Any:
-    def call(output: Any, input: Any, **options: Any) -> Any:
-        plain = {
-            name: value.tolist() if isinstance(value, torch.Tensor) else value
-            for name, value in options.items()
-        }
-        return all_to_all_single(output, input, **plain)
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    def call(output: Any, input: Any, *sizes: Any, **options: Any) -> Any:
+        named = {name: plain(value) for name, value in options.items()}
+        return all_to_all_single(output, input, *map(plain, sizes), **named)
 
     return call

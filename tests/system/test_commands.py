@@ -7,9 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
+from port_nodes import nodes
 from programs import WEFT, run_program, torchrun
 
 from weft.bench.report import check_document
+from weft.demo.agreement import compare
+from weft.demo.model import Shape
+from weft.demo.train import Plan, train_alone, train_over_ranks
+from weft.testing.ranks import run_ranks
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -27,6 +32,15 @@ def test_demo_trains_both_ways_and_draws(tmp_path: Path) -> None:
     assert [len(losses) for losses in written["losses"].values()] == [4, 4]
     rows = 4 * 5 * 64 * 2 * 2  # steps, sequences, bytes, top-k, layers
     assert sum(map(sum, written["rows"])) == rows and len(written["rows"]) == 3
+
+
+def test_experts_over_two_nodes_train_to_the_losses_of_one_rank() -> None:
+    plan = Plan(Shape(experts=16), steps=2, sequences=4, seed=0, device="cpu")
+    with nodes(2, "fabric:tcp"):
+        over_nodes = run_ranks(4, train_over_ranks, plan, 2, with_gpus=False)[0]
+    (alone,) = run_ranks(1, train_alone, plan, with_group=False, with_gpus=False)
+    agreement = compare(alone.losses, over_nodes.losses)
+    assert agreement.holds, agreement.sentence()
 
 
 SHAPES = [

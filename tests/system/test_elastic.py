@@ -13,24 +13,42 @@ from torch import Tensor
 import weft
 from weft.testing import oracle
 from weft.testing.cases import MoeCase
-from weft.testing.elastic_refs import combine as combine_reference
+from weft.testing.elastic_refs import ordered_accumulate, reduce_equal_slots
 from weft.testing.ranks import Rank, RankPool
 
 ALIGNMENT = 8
 
 
-def kept_buffer(rank: Rank, multiple: bool = True) -> weft.ElasticBuffer:
+def kept_buffer(rank: Rank, multiple: bool = True, hybrid: bool = True) -> weft.ElasticBuffer:
     """Return this rank's buffer of the pool, made at its first use."""
-    key = f"elastic {multiple}"
+    key = f"elastic {multiple} {hybrid}"
     if key not in rank.kept:
         rank.kept[key] = weft.ElasticBuffer(
-            rank.group, num_bytes=16 << 20, allow_multiple_reduction=multiple, num_gpu_timeout_secs=30
+            rank.group,
+            num_bytes=16 << 20,
+            allow_hybrid_mode=hybrid,
+            allow_multiple_reduction=multiple,
+            num_gpu_timeout_secs=30,
         )
     return rank.kept[key]
 
 
+def node_of_rank(num_ranks: int) -> list[int]:
+    """Return the node of each rank, as WEFT_RANKS_PER_NODE cuts this host."""
+    per_node = int(weft._core.config().ranks_per_node) or num_ranks
+    return [rank // per_node for rank in range(num_ranks)]
+
+
+def logical_size(num_ranks: int, hybrid: bool) -> tuple[int, int]:
+    """Return (scale-out, scale-up) ranks: nodes of equal size, in hybrid mode, or one domain."""
+    nodes = node_of_rank(num_ranks)
+    num_nodes = nodes[-1] + 1
+    equal = num_ranks % num_nodes == 0 and nodes.count(num_nodes - 1) == nodes.count(0)
+    return (num_nodes, num_ranks // num_nodes) if hybrid and equal else (1, num_ranks)
+
+
 def case_for(num_ranks: int, **options: Any) -> MoeCase:
-    tokens = tuple((7, 0, 12, 5)[r] for r in range(num_ranks))
+    tokens = tuple((7, 0, 12, 5)[r % 4] for r in range(num_ranks))
     return MoeCase(**{"tokens": tokens, "hidden": 72, "top_k": 4, "num_experts": 4 * num_ranks, **options})
 
 
@@ -57,13 +75,23 @@ def slot_values(case: MoeCase, rank: int) -> Tensor:
     return (case.x(rank).float().unsqueeze(1) * factors.unsqueeze(2)).bfloat16()
 
 
-def reference(case: MoeCase, rank: int, multiple: bool, biases: tuple[Tensor, Tensor]) -> Tensor:
-    values, ids = slot_values(case, rank), case.topk_idx(rank)
-    return combine_reference(values, ids, 1, case.num_ranks, case.num_experts, biases, multiple)
+def reference(
+    case: MoeCase, rank: int, biases: tuple[Tensor, Tensor], sums_rank: bool, sums_node: bool
+) -> Tensor:
+    """Return what combine gives: slots of a rank, and then of a node, are summed and rounded first where it is said."""
+    ids, per_rank = case.topk_idx(rank), -(-case.num_experts // case.num_ranks)
+    owner = torch.where(ids < 0, -1, ids // per_rank)
+    data = slot_values(case, rank).masked_fill((ids < 0).unsqueeze(2), 0.0)
+    if sums_rank:
+        data = reduce_equal_slots(data, owner)
+    nodes = torch.tensor(node_of_rank(case.num_ranks))
+    if sums_node and len(nodes.unique()) > 1:
+        data = reduce_equal_slots(data, torch.where(owner < 0, -1, nodes[owner.clamp(min=0)]))
+    return ordered_accumulate(data, biases[0].float() + biases[1].float())
 
 
-def check_rows(rank: Rank, case: MoeCase, **options: Any) -> None:
-    buffer, me = kept_buffer(rank), rank.rank
+def check_rows(rank: Rank, case: MoeCase, multiple: bool = True, hybrid: bool = True, **options: Any) -> None:
+    buffer, me = kept_buffer(rank, multiple, hybrid), rank.rank
     rows = oracle.ht_dispatch(case.routes(), case.num_experts, me)
     n, most = len(rows.src_rank), max(case.tokens)
     x, idx, weights, handle, event = dispatch(buffer, case, **options)
@@ -77,7 +105,11 @@ def check_rows(rank: Rank, case: MoeCase, **options: Any) -> None:
         handle.recv_src_metadata[:n, 1].long(), rows.src_rank * case.top_k + slots.amax(1, keepdim=True)[:, 0]
     )
     assert (handle.recv_src_metadata[:, 2:] == -1).all()
-    assert torch.equal(handle.psum_num_recv_tokens_per_scaleup_rank.long(), rows.per_source.cumsum(0))
+    scaleout, scaleup = logical_size(rank.size, hybrid)
+    assert buffer.get_logical_domain_size() == (scaleout, scaleup)
+    assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == divmod(me, scaleup)
+    per_place = rows.per_source.view(scaleout, scaleup).sum(0)
+    assert torch.equal(handle.psum_num_recv_tokens_per_scaleup_rank.long(), per_place.cumsum(0))
     aligned = [-(-count // ALIGNMENT) * ALIGNMENT for count in rows.per_expert]
     assert handle.num_unaligned_recv_tokens_per_expert.tolist() == rows.per_expert
     assert handle.psum_num_recv_tokens_per_expert.tolist() == torch.tensor(aligned).cumsum(0).tolist()
@@ -98,7 +130,7 @@ def check_rows(rank: Rank, case: MoeCase, **options: Any) -> None:
     y[:n] = total.bfloat16()
     biases = (case.bias(me, 0), case.bias(me, 1))
     combined, back, _ = buffer.combine(y, handle, topk_weights=weights, bias=biases)
-    assert torch.equal(combined, reference(case, me, True, biases))
+    assert torch.equal(combined, reference(case, me, biases, True, multiple and hybrid))
     assert torch.equal(back, case.topk_weights(me).masked_fill(case.topk_idx(me) < 0, 0))
 
     cached = buffer.dispatch(case.x(me), topk_weights=case.topk_weights(me), handle=handle)
@@ -109,8 +141,10 @@ def check_rows(rank: Rank, case: MoeCase, **options: Any) -> None:
     assert buffer.dispatch(case.x(me), handle=handle)[2] is None
 
 
-def check_expanded(rank: Rank, case: MoeCase, multiple: bool = True, **options: Any) -> None:
-    buffer, me = kept_buffer(rank, multiple), rank.rank
+def check_expanded(
+    rank: Rank, case: MoeCase, multiple: bool = True, hybrid: bool = True, **options: Any
+) -> None:
+    buffer, me = kept_buffer(rank, multiple, hybrid), rank.rank
     rows = oracle.ht_dispatch(case.routes(), case.num_experts, me)
     n = len(rows.src_rank)
     x, idx, weights, handle, _ = dispatch(buffer, case, do_expand=True, do_zero_padding=True, **options)
@@ -141,7 +175,7 @@ def check_expanded(rank: Rank, case: MoeCase, multiple: bool = True, **options: 
 
     biases = (case.bias(me, 0), case.bias(me, 1))
     combined, back, _ = buffer.combine(y, handle, topk_weights=weights if multiple else None, bias=biases)
-    assert torch.equal(combined, reference(case, me, multiple, biases))
+    assert torch.equal(combined, reference(case, me, biases, multiple, multiple and hybrid))
     if multiple:
         assert torch.equal(back, case.topk_weights(me).masked_fill(case.topk_idx(me) < 0, 0))
     again = buffer.dispatch(

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from port_nodes import nodes
+from test_elastic import node_of_rank
 from torch import Tensor
 
 from weft.testing.cases import MoeCase
@@ -61,7 +63,9 @@ def _there_and_back(rank: Rank) -> None:
     x, (routing_map, probs) = CASE.x(rank.rank), _maps(rank.rank)
     most = max(CASE.tokens)
     with _buffer(rank) as buffer:
-        assert (buffer.rank, buffer.group_size, buffer.num_of_nodes) == (rank.rank, rank.size, 1)
+        nodes = len(set(node_of_rank(rank.size)))
+        assert (buffer.rank, buffer.group_size, buffer.num_of_nodes) == (rank.rank, rank.size, nodes)
+        assert (buffer.node_rank, buffer.local_rank) == divmod(rank.rank, rank.size // nodes)
         for pad in (None, PAD):
             rows_ref, probs_ref, counts_ref = _expected(rank, pad or 1)
             rows, row_probs, scales, counts, handle = buffer.dispatch_with_permute(
@@ -194,3 +198,35 @@ def _layer(rank: Rank) -> None:
 @pytest.mark.parametrize("program", [_there_and_back, _by_indices, _layer])
 def test_hybrid_ep_buffer(program: Any) -> None:
     run_ranks(CASE.num_ranks, program)
+
+
+@pytest.mark.parametrize("program", [_there_and_back, _by_indices, _layer])
+def test_hybrid_ep_buffer_over_nodes_of_one(program: Any) -> None:
+    with nodes(1, "fabric:tcp"):
+        run_ranks(CASE.num_ranks, program, with_gpus=False)
+
+
+def _over_two_nodes(rank: Rank) -> None:
+    """Four ranks as 2 x 2: the same as on one node, but for one rounding of each node's sum."""
+    case = MoeCase(tokens=(13, 0, 7, 22), hidden=64, top_k=3, num_experts=8, seed=5)
+    import deep_ep
+
+    idx, weights = case.topk_idx(rank.rank), case.topk_weights(rank.rank)
+    with deep_ep.HybridEPBuffer(
+        group=rank.group, hidden_dim=64, max_num_of_tokens_per_rank=22, num_local_experts=2
+    ) as buffer:
+        assert (buffer.num_of_nodes, buffer.node_rank, buffer.local_rank) == (2, *divmod(rank.rank, 2))
+        rows, probs, _, _, handle = buffer.dispatch_with_permute(
+            hidden=case.x(rank.rank), topk_idx=idx, topk_weights=weights, num_of_experts=case.num_experts
+        )
+        combined, back = buffer.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
+        copies = case.x(rank.rank).float() * (idx >= 0).sum(1, keepdim=True)
+        torch.testing.assert_close(combined.float(), copies, rtol=2e-2, atol=1e-2)
+        dense = torch.zeros(idx.size(0), case.num_experts + 1)
+        dense.scatter_add_(1, idx.masked_fill(idx < 0, case.num_experts), weights)
+        assert torch.equal(back, dense[:, :-1])
+
+
+def test_hybrid_ep_buffer_over_two_nodes() -> None:
+    with nodes(2, "fabric:shm"):
+        run_ranks(4, _over_two_nodes, with_gpus=False)

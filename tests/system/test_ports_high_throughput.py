@@ -362,18 +362,6 @@ def test_rows_that_fit_no_slot_are_refused() -> None:
         pool.run(_too_wide)
 
 
-def _elastic_is_refused(rank: Rank) -> None:
-    with pytest.raises(
-        Error, match="ElasticBuffer's ranks all map each other, and rank 0 reaches rank 1 through"
-    ):
-        weft.ElasticBuffer(rank.group, num_bytes=2 << 20)
-
-
-def test_an_elastic_buffer_says_that_it_needs_mapped_ranks() -> None:
-    with nodes(1, "fabric:tcp"):
-        run_ranks(2, _elastic_is_refused, with_gpus=False)
-
-
 # ---- losses
 
 _KILLED = {"WEFT_PEER_DEAD_S": "3", "WEFT_HEARTBEAT_S": "0.5"}

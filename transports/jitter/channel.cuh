@@ -72,6 +72,13 @@ class JitterChannel {
     jitter::hesitate(dial_);
     behind_.flush();
   }
+  template <class Group>
+  WEFT_DEVICE void get(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes, WindowOffset word,
+                       uint64_t value) {
+    if (group.rank() == 0) jitter::hesitate(dial_);
+    group.sync();
+    behind_.get(group, dst, src, bytes, word, value);
+  }
 
  private:
   Behind behind_;

@@ -30,6 +30,13 @@ class MappedChannel {
     add_release(reinterpret_cast<uint64_t*>(peer_ + word), n);
   }
   WEFT_DEVICE void flush() {}
+  template <class Group>
+  WEFT_DEVICE void get(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes, WindowOffset word,
+                       uint64_t value) {
+    copy_bytes(group, own_ + dst, peer_ + src, bytes);
+    group.sync();
+    if (group.rank() == 0) store_release(reinterpret_cast<uint64_t*>(own_ + word), value);
+  }
   WEFT_DEVICE std::byte* mapped() const { return peer_; }
 
  private:

@@ -21,7 +21,7 @@ class ProxyChannel {
   template <class Group>
   WEFT_DEVICE void put(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes) {
     group.sync();  // every thread's part of the source is written
-    if (group.rank() == 0) put_range(dst, src, bytes, 0);
+    if (group.rank() == 0) move_range(proxy::Op::kPut, dst, src, bytes, 0);
     group.sync();
   }
   template <class Group>
@@ -29,7 +29,7 @@ class ProxyChannel {
                                    WindowOffset word, uint64_t value) {
     group.sync();
     if (group.rank() == 0) {
-      put_range(dst, src, bytes, proxy::kMore);
+      move_range(proxy::Op::kPut, dst, src, bytes, proxy::kMore);
       tell(proxy::Op::kValue, word, value, bytes == 0);  // else the put has released
     }
     group.sync();
@@ -39,10 +39,21 @@ class ProxyChannel {
   }
   WEFT_DEVICE void signal_add(WindowOffset word, uint64_t n) { tell(proxy::Op::kAdd, word, n, true); }
   WEFT_DEVICE void flush();
+  template <class Group>
+  WEFT_DEVICE void get(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes, WindowOffset word,
+                       uint64_t value) {
+    group.sync();  // nobody reads any more what was at the destination
+    if (group.rank() == 0) {
+      move_range(proxy::Op::kGet, dst, src, bytes, 0);
+      tell(proxy::Op::kGot, word, value, bytes == 0);
+    }
+    group.sync();
+  }
 
  private:
-  // `more`: proxy::kMore where a signal follows at once.
-  WEFT_DEVICE void put_range(WindowOffset dst, WindowOffset src, uint64_t bytes, uint64_t more);
+  // Of a put or a get. `more`: proxy::kMore where a signal follows at once.
+  WEFT_DEVICE void move_range(proxy::Op op, WindowOffset dst, WindowOffset src, uint64_t bytes,
+                              uint64_t more);
   // `releases`: the thread may know of what the peer is to see and no earlier command has published.
   WEFT_DEVICE void tell(proxy::Op op, WindowOffset word, uint64_t value, bool releases);
   WEFT_DEVICE bool await_room(const proxy::Fifo& fifo, uint64_t position);
@@ -99,7 +110,8 @@ WEFT_DEVICE bool ProxyChannel::push(proxy::Command command, bool releases, uint6
   return true;
 }
 
-WEFT_DEVICE void ProxyChannel::put_range(WindowOffset dst, WindowOffset src, uint64_t bytes, uint64_t more) {
+WEFT_DEVICE void ProxyChannel::move_range(proxy::Op op, WindowOffset dst, WindowOffset src, uint64_t bytes,
+                                          uint64_t more) {
   const uint64_t room = mesh_->bytes;
   const bool is_inside = bytes <= room && dst <= room - bytes && src <= room - bytes;
   if (!is_inside || (dst | src | bytes) % proxy::kUnit != 0)
@@ -108,7 +120,7 @@ WEFT_DEVICE void ProxyChannel::put_range(WindowOffset dst, WindowOffset src, uin
     const uint64_t left = bytes - done;
     const uint64_t part = left < proxy::kCommandBytesMax ? left : proxy::kCommandBytesMax;
     uint64_t position = 0;
-    proxy::Command command = proxy::put_command(peer_, mesh_->region, dst + done, src + done, part);
+    proxy::Command command = proxy::range_command(op, peer_, mesh_->region, dst + done, src + done, part);
     command.b |= more;
     if (!push(command, done == 0, position)) return;
     done += part;

@@ -73,7 +73,8 @@ class ProxyLink : public Link {
     Regions::Own own = regions_.own(region);
     if (own.bytes != window.bytes) {
       own = {window.local, window.bytes, nullptr, 0};
-      WEFT_TRY_ASSIGN(own.memory, engine_->enroll({window.local, window.bytes}, provider::kRemoteWrite));
+      WEFT_TRY_ASSIGN(own.memory, engine_->enroll({window.local, window.bytes},
+                                                  provider::kRemoteWrite | provider::kRemoteRead));
       regions_.add(region, own);
     }
     WEFT_TRY_ASSIGN(const std::string descriptor, engine_->describe(*own.memory));

@@ -56,16 +56,19 @@ Status Lane::attach(const std::string& greeting, Deadline until) {
 }
 
 bool Lane::turn() {
-  if (is_self_) return send();
+  if (is_self_) return send() | take_gets();
   bool any = take_arrived();  // also what a peer that is gone by now has sent before
   if (!is_lost_ && !peer_->is_alive()) {
     end(peer_->why());
   }
   if (is_lost_) {
+    if (status_.ok() && owes_gets())
+      note_loss(peer_->why());  // it left in peace, but somebody waits for its memory
     drop_all();
     return any;
   }
   any = take_finished() || any;
+  any = take_gets() || any;
   any = take_credits() || any;
   return send() || any;
 }
@@ -82,9 +85,15 @@ void Lane::end(const Status& why) {
 
 // Signals alone are mostly what a peer that is done with its last call does not wait for.
 bool Lane::owes_data() const {
-  return std::ranges::any_of(queue_,
+  return owes_gets() ||
+         std::ranges::any_of(queue_,
                              [](const Queued& queued) { return op_of(queued.command) == Op::kPut; }) ||
          std::ranges::any_of(in_flight_, [](const InFlight& posted) { return posted.has_put; });
+}
+
+bool Lane::owes_gets() const {
+  return !gets_in_flight_.empty() ||
+         std::ranges::any_of(queue_, [](const Queued& queued) { return op_of(queued.command) == Op::kGet; });
 }
 
 bool Lane::send() {
@@ -101,11 +110,17 @@ bool Lane::send_front() {
     queue_.pop_front();
     return true;
   }
+  if (op_of(front.command) == Op::kGot) {
+    got_marks_.push_back({gets_posted_, front.command});
+    queue_.pop_front();
+    return true;
+  }
   if (is_self_) {
     carry_out_here(front);
     queue_.pop_front();
     return true;
   }
+  if (op_of(front.command) == Op::kGet) return post_get(front);
   // A slot of the outbox is free again once its last write is finished.
   if (next_out_ - confirmed_ >= kWindow || next_out_ - finished_ >= kRing) return false;
   if (!goes_in_record(front)) return post_put(front);
@@ -159,6 +174,63 @@ bool Lane::post_put(Queued& put) {
   put.done += part;
   if (put.done == bytes_of(c)) queue_.pop_front();
   return true;
+}
+
+bool Lane::post_get(Queued& get) {
+  const Command c = get.command;
+  const uint64_t part = std::min(bytes_of(c) - get.done, traffic_.pace.bytes_in_flight);
+  transfer::ReadRequest request;
+  request.dst = traffic_.regions.own(src_region_of(c)).memory;
+  request.src = traffic_.regions.of(dst_region_of(c), rank_);
+  if (!request.src || !request.dst) {
+    lose(Status::invalid("proxy: a get from or to window {} of rank {}, which is gone", dst_region_of(c),
+                         rank_));
+    return false;
+  }
+  request.src_offset = src_of(c) + get.done;
+  request.dst_offset = dst_of(c) + get.done;
+  request.bytes = part;
+  request.how.timeout_s = traffic_.timeout_s;
+  if (!reserve(part)) return false;
+  Result<std::shared_ptr<transfer::Transfer>> posted = traffic_.engine.read(std::move(request));
+  if (!posted.ok()) {
+    release(part);
+    end(posted.status());
+    return false;
+  }
+  gets_in_flight_.push_back({std::move(*posted), part, tally_now_ns(), false, false});
+  ++gets_posted_;
+  ++data_writes_;
+  get.done += part;
+  if (get.done == bytes_of(c)) queue_.pop_front();
+  return true;
+}
+
+// In order, so that a word says that all before it have come. A lane that is lost says no more: whoever waits for the word
+// learns of the loss.
+bool Lane::take_gets() {
+  bool any = false;
+  while (!is_lost_ && !gets_in_flight_.empty() && gets_in_flight_.front().transfer->is_finished()) {
+    const InFlight done = std::move(gets_in_flight_.front());
+    gets_in_flight_.pop_front();
+    release(done.bytes);
+    any = true;
+    count_up(gets_.calls, 1);
+    count_up(gets_.bytes, done.bytes);
+    add_time(gets_, tally_now_ns() - done.since_ns);
+    if (const Status status = done.transfer->status(); !status.ok()) {
+      count_up(gets_.errors, 1);
+      lose(status);
+      break;
+    }
+    ++gets_finished_;
+  }
+  for (; !is_lost_ && !got_marks_.empty() && got_marks_.front().gets <= gets_finished_;
+       got_marks_.pop_front()) {
+    store_word(got_marks_.front().command);
+    any = true;
+  }
+  return any;
 }
 
 bool Lane::post_record() {
@@ -319,13 +391,17 @@ void Lane::apply(Command signal) {
     has_farewell_ = true;
     return notify(kClosedImm);
   }
+  store_word(signal);
+}
+
+void Lane::store_word(Command signal) {
   const Regions::Own window = traffic_.regions.own(dst_region_of(signal));
   if (!window.base || word_of(signal) + 8 > window.bytes) return;  // the window is gone here: nobody looks
   auto* word = reinterpret_cast<uint64_t*>(window.base + word_of(signal));
-  if (op == Op::kValue)
-    store_release(word, signal.a);
-  else
+  if (op_of(signal) == Op::kAdd)
     add_release(word, signal.a);
+  else
+    store_release(word, signal.a);
 }
 
 // To the own rank: in order, at once.
@@ -347,6 +423,9 @@ void Lane::publish_flushes() {
 // Nobody reads sources for this peer any more, so whoever waits for them may go on.
 void Lane::drop_all() {
   for (const InFlight& lost : in_flight_) release(lost.bytes);
+  for (const InFlight& lost : gets_in_flight_) release(lost.bytes);
+  gets_in_flight_.clear();
+  got_marks_.clear();
   for (size_t i = 0; i < notices_in_flight_.size(); ++i) release(0);
   finished_ += in_flight_.size();
   in_flight_.clear();
@@ -361,6 +440,10 @@ void Lane::drop_all() {
 void Lane::lose(Status why) {
   if (is_lost_) return;
   is_lost_ = true;
+  note_loss(why);
+}
+
+void Lane::note_loss(const Status& why) {
   how_ = text("{}; {} writes sent to it, {} confirmed, {} received", why.message(), next_out_, confirmed_,
               next_in_);
   status_ = Status::make(why.code() == Code::kOk ? Code::kPeerLost : why.code(),

@@ -52,7 +52,9 @@ class Lane {
   size_t queued() const { return queue_.size(); }
   // Writes of data, beside records, that went out or came in.
   uint64_t data_writes() const { return data_writes_; }
-  bool is_idle() const { return queue_.empty() && in_flight_.empty() && notices_.empty(); }
+  bool is_idle() const {
+    return queue_.empty() && in_flight_.empty() && gets_in_flight_.empty() && notices_.empty();
+  }
 
   // Says farewell: everything taken so far is confirmed once is_closed().
   void close() {
@@ -71,7 +73,7 @@ class Lane {
   struct Queued {
     Command command;
     uint64_t position;
-    uint64_t done;  // bytes of a put that have been posted
+    uint64_t done;  // bytes of a put or get that have been posted
   };
   struct InFlight {
     std::shared_ptr<transfer::Transfer> transfer;
@@ -84,11 +86,17 @@ class Lane {
     uint64_t writes;  // once so many are finished, sources are reusable up to
     uint64_t position;
   };
+  // Once so many gets are finished, the word of this rank's own holds the value.
+  struct GotMark {
+    uint64_t gets;
+    Command command;
+  };
 
   Lane(Traffic& traffic, int rank, uint64_t* flushed)
       : traffic_(traffic),
         puts_(tally_operation("proxy.put", "proxy")),
         signal_writes_(tally_operation("proxy.signal", "proxy")),
+        gets_(tally_operation("proxy.get", "proxy")),
         rank_(rank),
         flushed_(flushed),
         is_self_(rank == traffic.self) {}
@@ -98,6 +106,8 @@ class Lane {
   void release(uint64_t bytes);
   bool send_notices();
   bool post_put(Queued& put);
+  bool post_get(Queued& get);
+  bool take_gets();
   bool post_record();
   uint32_t write_record(Record& record);
   bool add_put(Record& record, Command put);
@@ -108,20 +118,23 @@ class Lane {
   bool post(transfer::WriteRequest request, uint32_t imm, bool has_put);
   void end(const Status& why);
   bool owes_data() const;
+  bool owes_gets() const;
   bool take_finished();
   bool take_credits();
   bool take_arrived();
   void apply(const Record& record);
   void apply(Command signal);
+  void store_word(Command signal);
   void apply_put(Command put, const void* bytes);
   void carry_out_here(const Queued& queued);
   void publish_flushes();
   void drop_all();
   void lose(Status why);
+  void note_loss(const Status& why);
   void notify(uint32_t imm);
 
   Traffic& traffic_;
-  TallyOperation &puts_, &signal_writes_;  // of this process
+  TallyOperation &puts_, &signal_writes_, &gets_;  // of this process
   const int rank_;
   uint64_t* const flushed_;  // this peer's word, which device code polls
   const bool is_self_;
@@ -134,6 +147,9 @@ class Lane {
   std::deque<Queued> queue_;
   std::deque<InFlight> in_flight_;
   std::deque<Mark> marks_;
+  std::deque<InFlight> gets_in_flight_;
+  std::deque<GotMark> got_marks_;
+  uint64_t gets_posted_ = 0, gets_finished_ = 0;
   std::deque<uint32_t> notices_;  // immediates alone that wait for their turn: confirmations, farewells
   std::deque<std::shared_ptr<transfer::Transfer>> notices_in_flight_;
   uint32_t turns_for_more_ = 0;  // that a put has stood alone in the queue

@@ -7,8 +7,10 @@
 //   put         a: source 32 | destination 32
 //               b: commit 1 | op 4 | peer 14 | src region 4 | dst region 4 | length 22 | unused 14 | more 1
 //               more: the same thread asks for something else of the same peer right away
+//   get         as put, the other way around: the source is the peer's
 //   value, add  a: the 64-bit value
 //               b: commit 1 | op 4 | peer 14 | unused 4 | dst region 4 | word 37
+//   got         as value, of this rank's own word, once all gets before it have come
 //   flush       a: unused
 //               b: commit 1 | op 4 | peer 14 | unused 45; close, which hosts alone send, the same
 // On the way to a peer, a small put is followed by its bytes (Record).
@@ -20,7 +22,7 @@
 
 namespace weft::proxy {
 
-enum class Op : uint32_t { kPut = 1, kValue = 2, kAdd = 3, kFlush = 4, kClose = 5 };
+enum class Op : uint32_t { kPut = 1, kValue = 2, kAdd = 3, kFlush = 4, kClose = 5, kGet = 6, kGot = 7 };
 
 struct alignas(16) Command {
   uint64_t a, b;
@@ -38,9 +40,9 @@ WEFT_DEVICE constexpr uint64_t head_of(Op op, uint32_t peer) {
   return static_cast<uint64_t>(op) << 59 | static_cast<uint64_t>(peer) << 45;
 }
 // All within the limits above: the channel checks.
-WEFT_DEVICE constexpr Command put_command(uint32_t peer, uint32_t region, uint64_t dst, uint64_t src,
-                                          uint64_t bytes) {
-  return {(src / kUnit) << 32 | dst / kUnit, head_of(Op::kPut, peer) | static_cast<uint64_t>(region) << 41 |
+WEFT_DEVICE constexpr Command range_command(Op op, uint32_t peer, uint32_t region, uint64_t dst, uint64_t src,
+                                            uint64_t bytes) {
+  return {(src / kUnit) << 32 | dst / kUnit, head_of(op, peer) | static_cast<uint64_t>(region) << 41 |
                                                  static_cast<uint64_t>(region) << 37 | (bytes / kUnit) << 15};
 }
 inline constexpr uint64_t kMore = 1;  // in the b of a put

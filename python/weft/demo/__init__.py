@@ -27,11 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options."""
     parser.add_argument("--ranks", type=int, default=0, help="ranks; 0 takes all GPUs, or 4 without any")
     parser.add_argument(
-        "--machines",
+        "--nodes",
         type=int,
         default=1,
-        help="started by torchrun on so many: ranks of a machine share experts, gradients are summed across "
-        "(make demo-two-machines)",
+        help="spread ranks and experts over so many: network namespaces (as root), else parts of this host; on the CPU",
     )
     parser.add_argument("--steps", type=int, default=200, help="training steps of each run (default 200)")
     parser.add_argument("--sequences", type=int, default=16, help="sequences of 64 bytes per step, all ranks")
@@ -49,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
     if importlib.util.find_spec("matplotlib") is None:  # told before the training, which takes a while
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
-    if args.machines > 1:
-        return _run_over_machines(args)
+    if args.nodes != 1:
+        return _run_over_nodes(args)
     num_ranks, plan = _plan(args)
     args.out.mkdir(parents=True, exist_ok=True)  # a folder that can't be written is told before the training
     print(settings_of(plan))
@@ -59,21 +58,26 @@ def run(args: argparse.Namespace) -> int:
     return _report(args.out, num_ranks, plan, alone, over_ranks)
 
 
-def _run_over_machines(args: argparse.Namespace) -> int:
-    """The same on ranks that torchrun has started, on the CPU; rank 0 trains alone afterwards, and reports."""
+def _run_over_nodes(args: argparse.Namespace) -> int:
+    """The same on nodes, by torchrun on each; rank 0 trains alone afterwards, and reports."""
     import torch.distributed
 
     from weft.demo import train
     from weft.runtime.bootstrap import Environment
+    from weft.testing.machines import run_everywhere
     from weft.testing.ranks import run_as_rank, run_ranks
 
-    if not torch.distributed.is_torchelastic_launched():
-        raise invalid("machines", args.machines, "1, or a run under torchrun: make demo-two-machines")
-    args.ranks, args.device = Environment().size, "cpu"
-    if args.ranks % args.machines:
-        raise invalid("machines", args.machines, f"a number that divides {args.ranks} ranks")
+    is_rank = torch.distributed.is_torchelastic_launched()
+    args.ranks, args.device = Environment().size if is_rank else args.ranks or 4, "cpu"
+    if args.nodes < 1 or args.ranks % args.nodes:
+        raise invalid("nodes", args.nodes, f"a number that divides {args.ranks} ranks")
     num_ranks, plan = _plan(args)
-    rank, over_ranks = run_as_rank(train.train_over_machines, plan, args.machines)
+    if not is_rank:
+        args.out.mkdir(parents=True, exist_ok=True)
+        options = ("nodes", "steps", "sequences", "seed", "out")
+        same = [word for name in options for word in (f"--{name}", str(getattr(args, name)))]
+        return run_everywhere(args.nodes, args.ranks // args.nodes, ["-m", "weft", "demo", *same])
+    rank, over_ranks = run_as_rank(train.train_over_ranks, plan, args.nodes)
     if rank:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)

@@ -7,13 +7,13 @@ so the sum of the ranks' gradients is the gradient of one rank with all sequence
 where the expert lives; those of the parameters that every rank holds are summed with an all-reduce of
 torch.distributed.
 
-Over machines, each machine has all experts, and the ranks of a machine share them through a ``weft.Buffer``. Gradients
-are summed across machines by ``weft.Communicator``: an expert's among the ranks that hold it, the others among all.
+Over nodes it is the same, with gradients summed by ``weft.Communicator``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +28,8 @@ from weft.demo.model import ByteModel, Exchange, Local, OverRanks, Shape
 from weft.demo.text import batch, load_text
 from weft.runtime.progress import progress
 from weft.testing.ranks import Rank
+
+SumUp = Callable[[torch.Tensor], Any]  # replaces a tensor by its sum over ranks
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,10 @@ def train_alone(me: Rank, plan: Plan) -> Outcome:
     )
 
 
-def train_over_ranks(me: Rank, plan: Plan) -> Outcome:
-    """Train over the ranks of ``me.group`` through one ``weft.Buffer``. Collective."""
+def train_over_ranks(me: Rank, plan: Plan, nodes: int = 1) -> Outcome:
+    """Train over the ranks of ``me.group``, which are on so many nodes, through one ``weft.Buffer``. Collective."""
     device = _device_of(me, plan)
-    group = torch.distributed.new_group(backend="nccl") if plan.device == "cuda" else me.group
+    sum_up = _sum_of_torch(me, plan) if nodes == 1 else weft.Communicator(me.group).all_reduce
     hidden_bytes = plan.shape.hidden * 2
     configs = (weft.Buffer.get_dispatch_config(me.size), weft.Buffer.get_combine_config(me.size))
     nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, me.size) for config in configs)
@@ -129,7 +131,8 @@ def train_over_ranks(me: Rank, plan: Plan) -> Outcome:
     buffer = weft.Buffer(me.group, nvl_bytes, rdma_bytes, explicitly_destroy=True, device=device)
     stopwatch = Stopwatch(device)
     exchange = OverRanks(plan.shape.experts, me.rank, me.size, TimedBuffer(buffer, stopwatch))
-    outcome = _train(me, plan, device, exchange, stopwatch, group, f"{me.size} ranks, through Weft")
+    title = f"{me.size} ranks{f' on {nodes} nodes' if nodes > 1 else ''}, through Weft"
+    outcome = _train(me, plan, device, exchange, stopwatch, sum_up, title)
     rows: list[list[int]] = [[] for _ in range(me.size)]
     torch.distributed.all_gather_object(rows, outcome.rows[0], group=me.group)
     buffer.destroy()
@@ -137,40 +140,9 @@ def train_over_ranks(me: Rank, plan: Plan) -> Outcome:
     return outcome
 
 
-def train_over_machines(me: Rank, plan: Plan, machines: int) -> Outcome:
-    """Train over the ranks of ``me.group``, equally many neighbours on each machine, on the CPU. Collective."""
-    per_machine = me.size // machines
-    first = me.rank - me.rank % per_machine
-    groups = [list(range(at, at + per_machine)) for at in range(0, me.size, per_machine)]
-    rails = [list(range(at, me.size, per_machine)) for at in range(per_machine)]
-    (mine, rail) = (_group_of(me.rank, ranks) for ranks in (groups, rails))
-    stopwatch = Stopwatch(torch.device("cpu"))
-    buffer = weft.Buffer(mine, num_nvl_bytes=_BUFFER_BYTES, explicitly_destroy=True)
-    exchange = OverRanks(plan.shape.experts, me.rank - first, per_machine, TimedBuffer(buffer, stopwatch))
-    sums = Sums(weft.Communicator(me.group), weft.Communicator(rail))
-    title = f"{machines} machines of {per_machine} ranks, through Weft"
-    outcome = _train(me, plan, torch.device("cpu"), exchange, stopwatch, sums, title)
-    rows: list[list[int]] = [[] for _ in range(me.size)]
-    torch.distributed.all_gather_object(rows, outcome.rows[0], group=me.group)
-    buffer.destroy()
-    outcome.rows = rows
-    return outcome
-
-
-_BUFFER_BYTES = 1 << 26
-
-
-def _group_of(rank: int, groups: list[list[int]]) -> Any:
-    made = [torch.distributed.new_group(ranks) for ranks in groups]
-    return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
-
-
-@dataclass
-class Sums:
-    """What sums gradients over machines: of what all ranks hold, and of what the same rank of each machine holds."""
-
-    all_ranks: weft.Communicator
-    rail: weft.Communicator
+def _sum_of_torch(me: Rank, plan: Plan) -> SumUp:
+    group = torch.distributed.new_group(backend="nccl") if plan.device == "cuda" else me.group
+    return functools.partial(torch.distributed.all_reduce, group=group)
 
 
 def _device_of(me: Rank, plan: Plan) -> torch.device:
@@ -186,7 +158,7 @@ def _train(
     device: torch.device,
     exchange: Exchange,
     stopwatch: Stopwatch,
-    group: Any,
+    sum_up: SumUp | None,
     title: str,
 ) -> Outcome:
     torch.manual_seed(plan.seed)
@@ -201,7 +173,7 @@ def _train(
             for parameters in optimizer.param_groups:
                 parameters["lr"] = plan.learning_rate * min(1.0, (step + 1) / plan.warmup_steps)
             tokens = batch(text, step, plan.sequences, plan.shape.length, plan.seed).to(device)
-            outcome.losses.append(_step(model, optimizer, tokens, me, group, stopwatch))
+            outcome.losses.append(_step(model, optimizer, tokens, me, sum_up, stopwatch))
             if step == 0:  # the first step sets things up; it is not timed
                 started, communicated = time.perf_counter(), stopwatch.seconds()
             bar.update(task, advance=1, description=f"{title}: loss {outcome.losses[-1]:.3f}")
@@ -217,7 +189,7 @@ def _step(
     optimizer: torch.optim.Optimizer,
     tokens: torch.Tensor,
     me: Rank,
-    group: Any,
+    sum_up: SumUp | None,
     stopwatch: Stopwatch,
 ) -> float:
     """Take one step on this rank's share of int64[sequences, length + 1]; return the loss over all ranks."""
@@ -228,29 +200,19 @@ def _step(
     optimizer.zero_grad()
     loss.backward()
     summed = loss.detach().reshape(1)
-    if me.size > 1:
+    if sum_up is not None:
         with stopwatch.running():
-            summed = _sum_over_ranks(model, summed, group)
+            summed = _sum_over_ranks(model, summed, sum_up)
     optimizer.step()
     return summed.item()
 
 
-def _sum_over_ranks(model: ByteModel, loss: torch.Tensor, group: Any) -> torch.Tensor:
-    """Sum the gradients of the shared parameters, and the loss, over the ranks in one all-reduce; over machines, those
-    of the experts in another."""
-    shared = [p.grad for p in model.shared_parameters() if p.grad is not None]
-    if not isinstance(group, Sums):
-        return _sum_flat([*shared, loss], lambda flat: torch.distributed.all_reduce(flat, group=group))
-    owned = [p.grad for m in model.mixtures() for p in (m.up, m.down) if p.grad is not None]
-    _sum_flat(owned, group.rail.all_reduce)
-    return _sum_flat([*shared, loss], group.all_ranks.all_reduce)
-
-
-def _sum_flat(tensors: list[torch.Tensor], sum_up: Callable[[torch.Tensor], Any]) -> torch.Tensor:
-    """Replace tensors by their sums over ranks, all in one call; return the last."""
+def _sum_over_ranks(model: ByteModel, loss: torch.Tensor, sum_up: SumUp) -> torch.Tensor:
+    """Sum the gradients of the shared parameters, and the loss, over the ranks in one call; return the loss."""
+    tensors = [*(p.grad for p in model.shared_parameters() if p.grad is not None), loss]
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     sum_up(flat)
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
-    return tensors[-1]
+    return loss

@@ -5,17 +5,44 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed
 
+from weft import _core
+
+
+class Domains(NamedTuple):
+    """How ranks are grouped: how many groups of how many ranks, and each rank's group and its place there."""
+
+    groups: int
+    local: int
+    group_of: tuple[int, ...]
+    place_of: tuple[int, ...]
+
+
+def domains_of(numbers: Sequence[int]) -> Domains:
+    """Return the grid of ranks by each one's group; groups that differ in size are one of all ranks."""
+    groups = len(set(numbers))
+    if groups * max(Counter(numbers).values()) != len(numbers):
+        return domains_of([0] * len(numbers))
+    places = tuple(list(numbers[:rank]).count(number) for rank, number in enumerate(numbers))
+    return Domains(groups, len(numbers) // groups, tuple(numbers), places)
+
 
 def get_physical_domain_size(group: Any) -> tuple[int, int]:
-    """Return (nodes, most ranks on one node) of a torch process group. Collective."""
+    """Return (nodes, most ranks on one node) of a torch process group. Collective.
+
+    WEFT_RANKS_PER_NODE cuts machines into nodes.
+    """
     names = [""] * group.size()
     torch.distributed.all_gather_object(names, _machine_name(), group=group)
-    ranks_per_node = Counter(names)
+    per_node = int(_core.config().ranks_per_node)
+    places = [names[:rank].count(name) for rank, name in enumerate(names)]
+    nodes = [(name, place // per_node if per_node else 0) for name, place in zip(names, places, strict=True)]
+    ranks_per_node = Counter(nodes)
     return len(ranks_per_node), max(ranks_per_node.values())
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.errors import Error, invalid
+from weft.errors import invalid
 from weft.moe import arguments, elastic_rows, high_throughput
 from weft.moe.config import (
     MAX_ALIGNMENT,
@@ -45,7 +45,7 @@ _LEAST_TIMEOUT_S = 1e-3
 
 
 class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
-    """Dispatch, combine and what goes with them among the ranks of one node; CPU and CUDA tensors.
+    """Dispatch, combine and what goes with them among ranks of one node or several; CPU and CUDA tensors.
 
     Args:
         group: as for weft.Buffer.
@@ -58,7 +58,10 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         prefer_overlap_with_compute: lets get_theoretical_num_sms() name few SMs.
         num_cpu_timeout_secs, num_gpu_timeout_secs: the larger bounds every wait for a peer.
         explicitly_destroy, device: as for weft.Buffer.
-        num_cpu_bytes, allow_hybrid_mode, sl_idx, num_allocated_qps: taken for compatibility.
+        allow_hybrid_mode: over several nodes a row crosses the network once for each node that has an expert of it, and
+            a sum of the node's rows comes back. False: once for each rank, and each rank's row comes back, so that
+            combine rounds as it does on one node.
+        num_cpu_bytes, sl_idx, num_allocated_qps: taken for compatibility.
     Raises: weft.Error naming a wrong argument; weft.PeerLost naming ranks that stayed away.
 
     Collective calls, streams, events, threads and errors: as for weft.Buffer.
@@ -119,11 +122,9 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             device=device,
             heap_bytes=lambda ranks: num_bytes or elastic_heap_bytes(ranks, *shape),
             timeout_s=timeout_s,
+            each_alone=not allow_hybrid_mode,
             explicitly_destroy=bool(explicitly_destroy),
         )
-        if self._engines.alive().islands:
-            why = self._engines.alive().communicator.why_not_all_mapped
-            raise Error(f"group: an ElasticBuffer's ranks all map each other, and {why}", "unsupported")
         super().__init__()
         self.group = group
         self.rank_idx, self.num_ranks = self._engines.rank, self._engines.size
@@ -133,9 +134,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         self.prefer_overlap_with_compute = bool(prefer_overlap_with_compute)
         self.deterministic = bool(deterministic)
         self.explicitly_destroy = bool(explicitly_destroy)
-        self.num_scaleout_ranks = self.num_rdma_ranks = 1
-        self.num_scaleup_ranks = self.num_nvlink_ranks = self.num_ranks
-        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        self._find_domains()
         self.nccl_comm_handle: Any = None
 
     # -- life and facts --------------------------------------------------------------------------------------
@@ -263,7 +262,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             )
             stats = self._check_stats(cumulative_local_expert_recv_stats, experts, engine)
             sent = torch.zeros_like(ids, dtype=torch.float32) if weights is None else weights
-            at_owner = do_expand and not self.allow_multiple_reduction
+            at_owner = not self.allow_multiple_reduction and (do_expand or engine.has_sums_of_nodes)
             rows = Rows(data, scales, ids, sent, True, ids.size(1) if at_owner else 1)
             wanted = elastic_rows.Wanted(
                 experts,
@@ -316,8 +315,10 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         Returns: (combined bf16 [T, hidden]; the weights of each slot as its expert's rank sent them back,
             float32 [T, K], 0 for -1, or None; event).
             Rounding: expanded, each rank's slots are summed in ascending order in float32 and rounded to bf16.
-            Then, in float32 from the bias on, ranks are added in order of their right-most slots; one rounding.
-            Without allow_multiple_reduction all expanded slots are added in ascending order, one rounding.
+            Over several nodes, in hybrid mode, the ranks of each are summed in order of their right-most slots and
+            rounded. Then, in float32 from the bias on, ranks, or nodes, are added in that order; one rounding.
+            Without allow_multiple_reduction nothing is summed before: all expanded slots, or all ranks in the order of
+            their right-most slots, are added in ascending order, one rounding.
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
         """
         engine = self._engines.of("x", x)
@@ -326,7 +327,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         x = arguments.check_rows("x", x, num_rows, (torch.bfloat16,), engine.device)
         biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, engine.device)
         if topk_weights is not None:
-            if handle.sums_at_owner:
+            if handle.sums_at_owner and handle.do_expand:
                 raise invalid("topk_weights", "weights", "None, as allow_multiple_reduction is False")
             shape = (num_rows,) if handle.do_expand else (num_rows, handle.topk_idx.size(1))
             arguments.check_tensor("topk_weights", topk_weights, shape, (torch.float32,), engine.device)

@@ -89,6 +89,8 @@ class EngramReads:
     ) -> Callable[[], Fetched]:
         """Start to read entries; the function that is returned gives them. Not collective.
 
+        A rank on another node serves reads while its buffer lives: meet, in barrier() or destroy(), before one goes.
+
         Args:
             indices: int32 or int64 [T, k], contiguous: which entries each of T tokens reads.
             num_qps: taken. use_tma_aligned_col_major_sf: scales are column-major, their token dimension padded
@@ -96,6 +98,7 @@ class EngramReads:
         Returns: a function without arguments. It makes the current stream wait and returns (data of the stored
         type [T, k * hidden], each token's entries one after the other; scales [T, k * words], or None).
         Raises: weft.Error for an index outside [0, R * n), on CUDA at a later call; before engram_write().
+            weft.PeerLost naming a rank on another node that is gone, or silent.
         """
         engine = self._engines.alive()
         check_whole("num_qps", num_qps, 0)

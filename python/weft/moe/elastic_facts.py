@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 from weft.moe.arguments import group_size
@@ -18,20 +19,36 @@ class ElasticFacts:
     """The part of ElasticBuffer that only answers questions."""
 
     _engines: Engines
+    allow_hybrid_mode: bool
     num_rdma_ranks: int
     num_nvlink_ranks: int
     num_scaleout_ranks: int
     num_scaleup_ranks: int
+    scaleout_rank_idx: int
+    scaleup_rank_idx: int
     num_allocated_qps: int
     prefer_overlap_with_compute: bool
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """Return (nodes, ranks of one node)."""
+        """Return (nodes, most ranks of one node)."""
         return self.num_rdma_ranks, self.num_nvlink_ranks
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """Return (scale-out ranks, scale-up ranks)."""
+        """Return (scale-out ranks, scale-up ranks): in hybrid mode groups of ranks that map each other, and their size.
+
+        (1, ranks) where all map each other, without hybrid mode, and where groups differ in size.
+        """
         return self.num_scaleout_ranks, self.num_scaleup_ranks
+
+    def _find_domains(self) -> None:
+        """Set what says how the ranks are spread."""
+        engine = self._engines.alive()
+        per_node = Counter(facts["node"] for facts in engine.communicator.facts)
+        self.num_rdma_ranks, self.num_nvlink_ranks = len(per_node), max(per_node.values())
+        logical = engine.logical
+        self.num_scaleout_ranks, self.num_scaleup_ranks = logical.groups, logical.local
+        self.scaleout_rank_idx = logical.group_of[self._engines.rank]
+        self.scaleup_rank_idx = logical.place_of[self._engines.rank]
 
     @staticmethod
     def get_buffer_size_hint(
@@ -65,7 +82,8 @@ class ElasticFacts:
     ) -> int:
         """Return how many SMs it takes to fill the links: even, at least 4, 64 unless overlap is preferred.
 
-        One SM writes ``sm_write_gbs``; ``nvlink_gbs`` 0 counts as 400.
+        The link of the node is the faster one, and counts alone. One SM writes ``sm_write_gbs``; ``nvlink_gbs`` 0
+        counts as 400.
         """
         check_whole("num_experts", num_experts, 1)
         check_whole("num_topk", num_topk, 1)
@@ -75,5 +93,5 @@ class ElasticFacts:
         return min(number, self._engines.alive().num_sms)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Return 0 to num_allocated_qps; among ranks of one node none is used."""
+        """Return 0 to num_allocated_qps; Weft's proxies use none of them."""
         return min(self.num_allocated_qps, check_whole("num_sms", num_sms, 0, MAX_SMS))

@@ -21,14 +21,15 @@ class EPHandle:
         num_recv_tokens: N; num_expanded_tokens: rows of the expanded layout, 0 without it. Both are the worst case
             when the host did not wait for counts.
         num_recv_tokens_per_expert_list: aligned counts; empty when the host did not wait.
-        psum_num_recv_tokens_per_scaleup_rank: i32[R], inclusive over source ranks.
+        psum_num_recv_tokens_per_scaleup_rank: i32[scale-up ranks], inclusive over the places of source ranks in their
+            nodes, all nodes together. Rows themselves come by source rank.
         psum_num_recv_tokens_per_expert: i32[Le]. Expanded: where a segment's real rows end; else the inclusive sum
             of aligned counts.
         num_unaligned_recv_tokens_per_expert: i32[Le].
         recv_src_metadata: i32[N, K + 2]: source rank * num_max_tokens_per_rank + source token; source rank * K +
             right-most local slot; per slot its expanded row, -1 for none. Undefined in the tail of a worst case.
         dst_buffer_slot_idx: i32[T, K]: a slot's row among those that this rank sends to its expert's rank, or -1.
-        token_metadata_at_forward, channel_linked_list: None; they belong to forwarding between nodes.
+        token_metadata_at_forward, channel_linked_list: None; what forwarding between nodes keeps is in state.
         state, expansion, recv_topk_idx, sums_at_owner: of Weft's own calls; the last says that combine brings back
             every slot's row, to be summed at the token's rank.
 
@@ -74,17 +75,27 @@ def expert_psum(counts: ExpertCounts, do_expand: bool) -> Tensor:
     return (counts.begins + counts.slots if do_expand else counts.ends).to(torch.int32)
 
 
+def scaleup_psum(prefix: Tensor, places: Tensor, num_places: int) -> Tensor:
+    """Return psum_num_recv_tokens_per_scaleup_rank of rows from ranks 0..i, prefix i32[R], and places i64[R]."""
+    counts = prefix.diff(prepend=prefix.new_zeros(1))
+    return prefix.new_zeros(num_places).index_add_(0, places, counts).cumsum(0, dtype=torch.int32)
+
+
+def right_most_slots(recv_topk_idx: Tensor) -> Tensor:
+    """Return i32[N]: each row's right-most slot with an expert here; -1 for none."""
+    slots = torch.arange(recv_topk_idx.size(1), dtype=torch.int32, device=recv_topk_idx.device)
+    return slots.expand_as(recv_topk_idx).masked_fill(recv_topk_idx < 0, -1).amax(dim=1)
+
+
 def source_metadata(
     state: DispatchState, rank: int, recv_topk_idx: Tensor, expansion: Expansion | None, max_tokens: int
 ) -> Tensor:
     """Return recv_src_metadata of the rows that ``rank`` received."""
     num_rows, top_k = recv_topk_idx.shape
-    device = recv_topk_idx.device
     ends = state.prefix[:, rank].contiguous()
-    rows = torch.arange(num_rows, dtype=torch.int32, device=device)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=recv_topk_idx.device)
     src_rank = torch.searchsorted(ends, rows, right=True).to(torch.int32)
-    slots = torch.arange(top_k, dtype=torch.int32, device=device)
-    right_most = slots.expand(num_rows, top_k).masked_fill(recv_topk_idx < 0, -1).amax(dim=1)
+    right_most = right_most_slots(recv_topk_idx)
     row_of_slot = torch.full_like(recv_topk_idx, -1) if expansion is None else expansion.row_of_slot
     origin = torch.stack((src_rank * max_tokens + state.token, src_rank * top_k + right_most), dim=1)
     return torch.cat((origin, row_of_slot.to(torch.int32)), dim=1)

@@ -87,6 +87,14 @@ def reduce_slots(y: Tensor, row_of_slot: Tensor) -> Tensor:
     return total.to(y.dtype)
 
 
+def at_slots(rows: Tensor, slot_of_row: Tensor, top_k: int) -> Tensor:
+    """Return [N, top_k * hidden]: each row of [N, hidden] at its slot, 0 elsewhere; a row without a slot nowhere."""
+    wide = rows.new_zeros((rows.size(0), top_k + 1, rows.size(1)))
+    at = torch.where(slot_of_row < 0, top_k, slot_of_row.long())
+    wide.scatter_(1, at.view(-1, 1, 1).expand(-1, 1, rows.size(1)), rows.unsqueeze(1))
+    return wide[:, :top_k].contiguous().view(rows.size(0), top_k * rows.size(1))
+
+
 def column_major(scales: Tensor) -> Tensor:
     """Return [N, n] column-major, its token dimension padded to a multiple of 4 rows (16 bytes)."""
     num_rows, words = scales.shape

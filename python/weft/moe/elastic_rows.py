@@ -13,7 +13,14 @@ from torch import Tensor
 
 from weft.moe import elastic_layout, high_throughput
 from weft.moe.config import align, ceil_div, local_experts
-from weft.moe.elastic_handle import EPHandle, destination_slots, expert_psum, source_metadata
+from weft.moe.elastic_handle import (
+    EPHandle,
+    destination_slots,
+    expert_psum,
+    right_most_slots,
+    scaleup_psum,
+    source_metadata,
+)
 from weft.moe.elastic_layout import Expansion, ExpertCounts
 from weft.moe.engine import Engine
 from weft.moe.events import EventHandle
@@ -53,6 +60,7 @@ def first_dispatch(engine: Engine, rows: Rows, wanted: Wanted) -> tuple[Received
             wanted.num_sms,
             engine.as_ordered,
             sum_place,
+            wanted.num_max_tokens,
         )
         recv_idx = received.ids()
         assert recv_idx is not None
@@ -75,7 +83,9 @@ def first_dispatch(engine: Engine, rows: Rows, wanted: Wanted) -> tuple[Received
             num_recv_tokens=state.num_rows,
             num_expanded_tokens=expansion.slot_of_row.size(0) if expansion else 0,
             num_recv_tokens_per_expert_list=[] if wanted.counts_unknown else aligned,
-            psum_num_recv_tokens_per_scaleup_rank=state.prefix[:, rank].contiguous(),
+            psum_num_recv_tokens_per_scaleup_rank=scaleup_psum(
+                state.prefix[:, rank], engine.scaleup_places, engine.logical.local
+            ),
             psum_num_recv_tokens_per_expert=expert_psum(experts, wanted.do_expand),
             num_unaligned_recv_tokens_per_expert=experts.slots,
             recv_src_metadata=source_metadata(state, rank, recv_idx, expansion, wanted.num_max_tokens),
@@ -127,13 +137,17 @@ def combine(
             row_of = expansion.row_of_slot.view(-1)
             if handle.sums_at_owner:
                 rows = elastic_layout.take_rows(x, row_of, True).view(state.num_rows, top_k * hidden)
-                sent_biases = ()
             else:
                 rows = elastic_layout.reduce_slots(x, expansion.row_of_slot)
             if weights is not None:
                 weights = elastic_layout.take_rows(weights, row_of, True).view(-1, top_k)
-        elif weights is not None:
-            weights = weights.masked_fill(handle.recv_topk_idx < 0, 0.0)
+        else:
+            if handle.sums_at_owner:
+                rows = elastic_layout.at_slots(x, right_most_slots(handle.recv_topk_idx), top_k)
+            if weights is not None:
+                weights = weights.masked_fill(handle.recv_topk_idx < 0, 0.0)
+        if handle.sums_at_owner:
+            sent_biases = ()
         combined = engine.empty(state.num_tokens, rows.size(1), dtype=x.dtype)
         combined_weights = None
         if weights is not None:

@@ -162,7 +162,14 @@ def _gather_rows(engine: Engine, rows: Tensor) -> Tensor:
         per_expert = torch.zeros(1, dtype=torch.int32, device=engine.device)
         total = rows.size(0) * ranks
         received, _, _ = high_throughput.dispatch(
-            engine, Rows(rows, None, combine_rows=0), in_rank, per_expert, total, _NUM_SMS, engine.as_ordered
+            engine,
+            Rows(rows, None, combine_rows=0),
+            in_rank,
+            per_expert,
+            total,
+            _NUM_SMS,
+            engine.as_ordered,
+            most_tokens=rows.size(0),
         )
     return received.parts()[0]
 

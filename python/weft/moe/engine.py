@@ -23,6 +23,7 @@ from torch.utils.dlpack import from_dlpack
 from weft import _core
 from weft.errors import invalid
 from weft.moe.arguments import describe
+from weft.moe.domains import Domains, domains_of
 from weft.moe.events import EventHandle, EventOverlap
 from weft.moe.host_memory import HostMemory
 from weft.moe.runtime_facts import RuntimeFacts
@@ -60,6 +61,7 @@ class Engine(RuntimeFacts):
     Args:
         communicator: the ranks.
         heap_bytes, low_latency_bytes: parts of the window. timeout_s: bound of every wait.
+        each_alone: where ranks do not all map each other, each is an island of its own.
     """
 
     def __init__(
@@ -70,14 +72,21 @@ class Engine(RuntimeFacts):
         low_latency_bytes: int,
         timeout_s: float,
         may_mask: bool = False,
+        each_alone: bool = False,
     ) -> None:
         self.device = device
-        self.group_key = _group_key(communicator)
         self.communicator = communicator
         self.is_cuda = device.type == "cuda"
-        self.core = _core.MoeBuffer.create(communicator, heap_bytes, low_latency_bytes, timeout_s)
-        # The island of each rank: those that all map each other. () where all do.
+        self.core = _core.MoeBuffer.create(
+            communicator, heap_bytes, low_latency_bytes, timeout_s, each_alone=each_alone
+        )
+        # The island of each rank: those that all map each other. () where all do. An elastic buffer's logical groups
+        # are these, too, but one where each rank was asked to be alone.
         self.islands: tuple[int, ...] = tuple(self.core.islands)
+        self.group_key = _group_key(communicator, self.islands)
+        self._logical_groups = (
+            [0] * int(communicator.size) if each_alone or not self.islands else list(self.islands)
+        )
         self._handle_buffer = int(self.core.handle_buffer_key)
         self.planned_sms = int(self.core.planned_sms)  # of calls whose caller names no number; 1 on the CPU
         self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
@@ -115,6 +124,21 @@ class Engine(RuntimeFacts):
     def make_room_for(self, state: Any, row_format: Any, num_rows: int) -> None:
         """Grow the window for num_rows received rows and those that come back, if need be: ranks' hosts meet."""
         self.core.make_room_for(format=row_format, rows=num_rows, staging_rows=state.staging_rows)
+
+    @functools.cached_property
+    def logical(self) -> Domains:
+        """How an elastic buffer's ranks are grouped."""
+        return domains_of(self._logical_groups)
+
+    @functools.cached_property
+    def scaleup_places(self) -> torch.Tensor:
+        """The place of each rank in its logical group, i64[ranks] on the device."""
+        return torch.tensor(self.logical.place_of, device=self.device)
+
+    @property
+    def has_sums_of_nodes(self) -> bool:
+        """Whether combine sums rows of several ranks, and rounds, before they return to their token."""
+        return len(set(self.islands)) < len(self.islands)
 
     @functools.cached_property
     def rdma_places(self) -> torch.Tensor | None:
@@ -332,8 +356,8 @@ class Engine(RuntimeFacts):
             self.comm_stream.synchronize()
 
 
-def _group_key(communicator: Any) -> int:
-    """Return a number of these ranks, in this order, on these devices, as this one of them sees it."""
+def _group_key(communicator: Any, islands: tuple[int, ...]) -> int:
+    """Return a number of these ranks in this order, their devices and islands, as this one of them sees it."""
     ranks = [(facts["host"], facts["process"], facts["device"]) for facts in communicator.facts]
-    text = repr((communicator.rank, ranks)).encode()
+    text = repr((communicator.rank, ranks, islands)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1  # fits an int64

@@ -31,7 +31,7 @@ class Engines:
         owner: the class that messages name. group, comm: the ranks, as for weft.Buffer.
         device: what this rank computes on; None is torch's current GPU, or the CPU where there is none.
         heap_bytes: room for rows at first, for so many ranks.
-        low_latency_bytes, timeout_s, may_mask: as for Engine.
+        low_latency_bytes, timeout_s, may_mask, each_alone: as for Engine.
         explicitly_destroy: destroy() is allowed.
     Raises: weft.Error naming a wrong argument; weft.PeerLost naming ranks that stayed away.
     Threads: one caller at a time.
@@ -48,6 +48,7 @@ class Engines:
         low_latency_bytes: int = 0,
         timeout_s: float = 0.0,
         may_mask: bool = False,
+        each_alone: bool = False,
         explicitly_destroy: bool = False,
     ) -> None:
         if group is None and comm is None:
@@ -59,6 +60,7 @@ class Engines:
         self._ranks = (group, comm if group is None else None)
         self._sizes = (heap_bytes, low_latency_bytes, timeout_s)
         self._may_mask = may_mask
+        self._each_alone = each_alone
         self._explicitly_destroy = explicitly_destroy
         self._by_device: dict[torch.device, Engine] = {}
         self.plans: dict[
@@ -145,7 +147,15 @@ class Engines:
             heap_bytes, low_latency_bytes, timeout_s = self._sizes
             communicator = connect(*self._ranks, device, timeout_s)
             room = heap_bytes(int(communicator.size))
-            engine = Engine(communicator, device, room, low_latency_bytes, timeout_s, self._may_mask)
+            engine = Engine(
+                communicator,
+                device,
+                room,
+                low_latency_bytes,
+                timeout_s,
+                self._may_mask,
+                self._each_alone,
+            )
             self._by_device[device] = engine
         return self._by_device[device]
 

@@ -136,16 +136,18 @@ def dispatch(
     num_sms: int,
     order: Order,
     sum_place: Tensor | None = None,
+    most_tokens: int = 0,
 ) -> tuple[Received, DispatchState, list[int]]:
     """Exchange counts, then rows. Returns what came, the routes, and the slots of each local expert.
 
-    With num_worst_tokens the counts stay on the device, and the last list is empty.
+    With num_worst_tokens the counts stay on the device, and the last list is empty. most_tokens: no rank has more,
+    the same on all ranks; 0: not known.
     """
     num_tokens, num_ranks = is_token_in_rank.shape
     send_row = engine.empty(num_tokens, num_ranks, dtype=torch.int32)
     slot_base = engine.empty(num_tokens, dtype=torch.int32)
     prefix = engine.empty(num_ranks, num_ranks, dtype=torch.int32)
-    route_words = int(engine.core.route_words(num_tokens))
+    route_words = int(engine.core.route_words(num_tokens, sum_place is not None))
     routes = engine.empty(route_words, dtype=torch.int32) if route_words else None
     memory = _core.HandleMemory(
         send_row.data_ptr(), slot_base.data_ptr(), prefix.data_ptr(), address(sum_place), address(routes)
@@ -164,6 +166,7 @@ def dispatch(
             experts=num_tokens_per_expert.size(0),
             handle=memory,
             worst_rows=num_worst_tokens,
+            most_tokens=most_tokens,
             stream=stream,
             after=after,
             waits=waits,
@@ -175,10 +178,11 @@ def dispatch(
     num_rows, staging_rows = notified.received_rows, notified.sent_rows
     if counts_unknown:
         num_rows = num_worst_tokens
-        staging_rows = engine.core.most_staging_rows(num_worst_tokens, num_tokens * most_copies)
+        staging_rows = engine.core.most_staging_rows(num_worst_tokens, num_tokens * most_copies, most_tokens)
     records = None
     if routes is not None:
-        records = engine.empty(int(engine.core.record_words(staging_rows, num_rows)), dtype=torch.int32)
+        record_words = engine.core.record_words(staging_rows, num_rows, sum_place is not None)
+        records = engine.empty(int(record_words), dtype=torch.int32)
         memory = _core.HandleMemory(
             *(send_row.data_ptr(), slot_base.data_ptr(), prefix.data_ptr(), address(sum_place)),
             *(address(routes), address(records)),

@@ -8,7 +8,7 @@
 
 T tokens here, N rows received here, X rows in expert order, R ranks, E experts, Le of them here, K slots per token.
 Megatron-LM ("hybridep") and torchtitan call it. It is an ``ElasticBuffer`` in its expanded layout: one call sends rows
-and puts them in their experts' segments, and one sums them on their way back. Ranks of one node.
+and puts them in their experts' segments, and one sums them on their way back.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _scattered(ids: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 class HybridEPBuffer:
-    """Dispatch and combine among the ranks of one node, with rows in the order of experts.
+    """Dispatch and combine among ranks of one node or several, with rows in the order of experts.
 
     Args:
         group: as for weft.Buffer.
@@ -112,9 +112,10 @@ class HybridEPBuffer:
             group, num_max_tokens_per_rank=max(tokens, 1), hidden=hidden, use_fp8_dispatch=self.use_fp8
         )
         self.rank, self.group_size = self._buffer.rank_idx, self._buffer.num_ranks
-        self.num_of_hybrid_ep_ranks_per_nvlink_domain = self.group_size
-        self.local_rank, self.node_rank, self.num_of_nodes = self.rank, 0, 1
-        self.config = HybridEPConfig(hidden, max(tokens, 1), local, self.group_size)
+        self.num_of_nodes, per_node = self._buffer.get_logical_domain_size()
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = per_node
+        self.local_rank, self.node_rank = self._buffer.scaleup_rank_idx, self._buffer.scaleout_rank_idx
+        self.config = HybridEPConfig(hidden, max(tokens, 1), local, per_node, self.num_of_nodes)
 
     # -- life and facts --------------------------------------------------------------------------------------
 
@@ -161,7 +162,8 @@ class HybridEPBuffer:
         )
         if tokens > known.max_num_of_tokens_per_rank:
             known.max_num_of_tokens_per_rank = -(-tokens // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
-        return HybridEPConfig(hidden, known.max_num_of_tokens_per_rank, local, self.group_size)
+        sizes = (known.num_of_ranks_per_node, known.num_of_nodes)
+        return HybridEPConfig(hidden, known.max_num_of_tokens_per_rank, local, *sizes)
 
     # -- rows in the order of experts ------------------------------------------------------------------------
 
@@ -410,7 +412,7 @@ def _config_of(handle: Handle | None) -> tuple[HybridEPConfig, EPHandle]:
 
 
 def _handle_entries(config: HybridEPConfig, ep_handle: EPHandle) -> Handle:
-    """Return what handles begin with; the maps between nodes are empty on one node."""
+    """Return what handles begin with. The maps between nodes are None: the config's handle has them."""
     ids = ep_handle.recv_topk_idx
     ones = torch.ones_like(ids, dtype=torch.float32)
     local_map = _scattered(ids, ones, (ids.size(0), config.num_of_experts_per_rank)) > 0

@@ -97,15 +97,15 @@ def combine(
     rank_of_slot = torch.where(topk_idx < 0, -1, topk_idx // per_rank)
     data = y.masked_fill((topk_idx < 0).unsqueeze(2), 0.0)
     if reduce_in_local:
-        data = _reduce_equal_slots(data, rank_of_slot)
+        data = reduce_equal_slots(data, rank_of_slot)
     if reduce_in_scaleup and num_scaleout_ranks > 1:
-        data = _reduce_equal_slots(data, torch.where(rank_of_slot < 0, -1, rank_of_slot // num_scaleup_ranks))
+        data = reduce_equal_slots(data, torch.where(rank_of_slot < 0, -1, rank_of_slot // num_scaleup_ranks))
     if isinstance(bias, tuple):
         return ordered_accumulate(data, bias[0].float() + bias[1].float())
     return ordered_accumulate(data, bias)
 
 
-def _reduce_equal_slots(data: Tensor, owner: Tensor) -> Tensor:
+def reduce_equal_slots(data: Tensor, owner: Tensor) -> Tensor:
     """Return data with each owner's slots summed in ascending order, rounded, at its right-most slot."""
     result = torch.zeros_like(data)
     for slot in range(owner.size(1)):

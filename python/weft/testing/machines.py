@@ -7,7 +7,7 @@
 
     Machines(2, BadLink(loss=0.01))    # every cable loses frames: weft.testing.bad_link
 
-    python -m weft.testing.machines --machines 2 --ranks 2 -- -m weft demo --machines 2
+    python -m weft.testing.machines --machines 2 --ranks 2 -- train.py
 
 starts torchrun with what follows ``--`` on each. Processes of different namespaces have no network in common but the
 cables, and Weft takes them for different hosts. Needs root and ``ip`` (iproute2); why_not() says what is missing. The

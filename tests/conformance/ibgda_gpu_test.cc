@@ -74,7 +74,9 @@ TEST_F(IbgdaGpu, AMillionOperationsArriveInOrder) {
       ASSERT_EQ(seconds.status().message(), "") << "rank " << rank;
       const bool adds = load.call == ChannelCall::kAdd && (load.way == ChannelWay::kRoundTrip || rank == 1);
       added += adds ? uint64_t{load.count} * load.repeats : 0;
-      EXPECT_EQ(loop.added(), added);
+      const auto there = loop.added();
+      ASSERT_EQ(there.status().message(), "") << "rank " << rank;
+      EXPECT_EQ(*there, added);
     }
   });
   std::printf("entries %llu\n", static_cast<unsigned long long>(model_->entries()));

@@ -9,6 +9,7 @@
 // Threads: any.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 

@@ -253,12 +253,11 @@ struct NvshmemFixture {
   static void tear_down() { Settings::clear({"WEFT_NVSHMEM_LIBRARY"}); }
 };
 
-using Fixtures =
-    ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture, HybridFixture,
-                     JitterFixture, Nccl228Fixture, Nccl230Fixture, NvshmemFixture, QueueFixture,
-                     SharedCompletionFixture, Mlx5Fixture>;
-inline constexpr const char* kTestedTransports[] = {MappedFixture::kName, TcpFixture::kName,
-                                                    JitterFixture::kName, Nccl228Fixture::kName,
+using Fixtures = ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture,
+                                  HybridFixture, JitterFixture, Nccl228Fixture, Nccl230Fixture,
+                                  NvshmemFixture, QueueFixture, SharedCompletionFixture, Mlx5Fixture>;
+inline constexpr const char* kTestedTransports[] = {MappedFixture::kName,  TcpFixture::kName,
+                                                    JitterFixture::kName,  Nccl228Fixture::kName,
                                                     NvshmemFixture::kName, QueueFixture::kName};
 
 // The mesh of a window, if it is of the type that the fixture expects.

@@ -58,12 +58,14 @@ struct FakeMlx5Calls {
 
   static ib::Mr* reg_mr(ib::Pd* pd, void* at, size_t bytes, int access) {
     std::lock_guard lock(state().mutex);
-    const int all = ib::kAccessLocalWrite | ib::kAccessRemoteWrite | ib::kAccessRemoteAtomic;
+    const int all =
+        ib::kAccessLocalWrite | ib::kAccessRemoteRead | ib::kAccessRemoteWrite | ib::kAccessRemoteAtomic;
     if (access != all) fail(text("registered with access {}", access));
     auto* mr = new FakeMr{};
     mr->nic = reinterpret_cast<FakePd*>(pd)->nic.get();
-    mr->enrolled = mr->nic->enroll_at(static_cast<std::byte*>(at), bytes, kAccessWrite | kAccessAtomic,
-                                      reinterpret_cast<uint64_t>(at));
+    mr->enrolled =
+        mr->nic->enroll_at(static_cast<std::byte*>(at), bytes, kAccessRead | kAccessWrite | kAccessAtomic,
+                           reinterpret_cast<uint64_t>(at));
     mr->lkey = mr->enrolled.local_key;
     mr->rkey = mr->enrolled.remote_key;
     ++state().mrs;

@@ -157,7 +157,7 @@ std::unique_ptr<ibgda::QueuePair> ModelNic::create_queue(uint32_t blocks, uint32
 }
 
 Result<ibgda::Enrolled> ModelNic::enroll(std::byte* data, uint64_t bytes, Device) {
-  return enroll_for(data, bytes, kAccessWrite | kAccessAtomic);
+  return enroll_for(data, bytes, kAccessRead | kAccessWrite | kAccessAtomic);
 }
 
 // Addresses have nothing to do with where the memory is; some begin at 0.

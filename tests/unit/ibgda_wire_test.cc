@@ -53,6 +53,22 @@ TEST(IbgdaWire, AWriteIsTheseBytes) {
             "00000000000000000000000000000000");
 }
 
+TEST(IbgdaWire, AReadIsTheseBytes) {
+  const Entry entry = read_entry(kAt, kSrc, kDst, 0x00fedcb0);
+  EXPECT_EQ(hex(&entry, sizeof entry),
+            "00a6b710"  // read
+            "0a1b2c03"
+            "00000008"
+            "00000000\n"
+            "0102030405060708"  // where it is, at the peer
+            "31425364"
+            "00000000\n"
+            "00fedcb0"
+            "75869708"
+            "1112131415161718\n"  // where it goes
+            "00000000000000000000000000000000");
+}
+
 TEST(IbgdaWire, AValueIsTheseBytes) {
   const Entry entry = value_entry({0xffff, kQueue, 0}, kDst, 0xa1a2a3a4a5a6a7a8);
   EXPECT_EQ(hex(&entry, sizeof entry),
@@ -171,6 +187,10 @@ TEST(IbgdaWire, TheVendorsStructsAreTheSameBytes) {
   put_unit(theirs, 2, data);
   const Entry write = write_entry(kAt, kDst, kSrc, 0x00fedcb0);
   EXPECT_EQ(hex(&write, sizeof write), hex(&theirs, sizeof theirs));
+  theirs = vendors(kAt.index, MLX5_OPCODE_RDMA_READ, 3, MLX5_WQE_CTRL_CQ_UPDATE);
+  put_unit(theirs, 2, data);
+  const Entry read = read_entry(kAt, kSrc, kDst, 0x00fedcb0);
+  EXPECT_EQ(hex(&read, sizeof read), hex(&theirs, sizeof theirs));
 
   mlx5_wqe_atomic_seg atomic{};
   atomic.swap_add = htobe64(0xb1b2b3b4b5b6b7b8);

@@ -28,21 +28,31 @@ class IbgdaChannel {
   template <class Group>
   WEFT_DEVICE void put(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes) {
     group.sync();  // every thread's part of the source is written
-    if (group.rank() == 0) put_range(dst, src, bytes, {});
+    if (group.rank() == 0) move_range(Way::kPut, dst, src, bytes, {});
     group.sync();
   }
   template <class Group>
   WEFT_DEVICE void put_with_signal(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes,
                                    WindowOffset word, uint64_t value) {
     group.sync();
-    if (group.rank() == 0) put_range(dst, src, bytes, {Signal::kValue, word, value});
+    if (group.rank() == 0) move_range(Way::kPut, dst, src, bytes, {Signal::kValue, word, value});
     group.sync();
   }
   WEFT_DEVICE void put_value(WindowOffset word, uint64_t value) {
-    put_range(0, 0, 0, {Signal::kValue, word, value});
+    move_range(Way::kPut, 0, 0, 0, {Signal::kValue, word, value});
   }
-  WEFT_DEVICE void signal_add(WindowOffset word, uint64_t n) { put_range(0, 0, 0, {Signal::kAdd, word, n}); }
+  WEFT_DEVICE void signal_add(WindowOffset word, uint64_t n) {
+    move_range(Way::kPut, 0, 0, 0, {Signal::kAdd, word, n});
+  }
   WEFT_DEVICE void flush();
+  // Waits for the bytes: the own NIC has no entry that writes a word of its own window behind a read.
+  template <class Group>
+  WEFT_DEVICE void get(Group group, WindowOffset dst, WindowOffset src, uint64_t bytes, WindowOffset word,
+                       uint64_t value) {
+    group.sync();  // nobody reads any more what was at the destination
+    if (group.rank() == 0) get_range(dst, src, bytes, word, value);
+    group.sync();
+  }
 
  private:
   struct Signal {
@@ -50,7 +60,12 @@ class IbgdaChannel {
     WindowOffset word = 0;
     uint64_t value = 0;
   };
-  WEFT_DEVICE void put_range(WindowOffset dst, WindowOffset src, uint64_t bytes, Signal signal);
+  enum class Way { kPut, kGet };
+  WEFT_DEVICE void move_range(Way way, WindowOffset dst, WindowOffset src, uint64_t bytes, Signal signal);
+  WEFT_DEVICE void get_range(WindowOffset dst, WindowOffset src, uint64_t bytes, WindowOffset word,
+                             uint64_t value);
+  WEFT_DEVICE ibgda::Entry range_entry(Way way, ibgda::Heading at, WindowOffset dst, WindowOffset src,
+                                       uint32_t bytes);
   WEFT_DEVICE bool is_inside(const ibgda::Queue& queue, WindowOffset dst, WindowOffset src, uint64_t bytes,
                              const Signal& signal);
   WEFT_DEVICE ibgda::Entry signal_entry(const ibgda::Queue& queue, ibgda::Heading at, const Signal& signal);
@@ -232,8 +247,18 @@ WEFT_DEVICE ibgda::Entry IbgdaChannel::signal_entry(const ibgda::Queue& queue, i
              : ibgda::add_entry(at, word, signal.value, {queue.sink, queue.sink_key});
 }
 
-// A put of any size, then a signal or none: as few batches as the queue's size allows, one doorbell each.
-WEFT_DEVICE void IbgdaChannel::put_range(WindowOffset dst, WindowOffset src, uint64_t bytes, Signal signal) {
+// A put or a get; dst and src in the peer's window and the own, or the other way round.
+WEFT_DEVICE ibgda::Entry IbgdaChannel::range_entry(Way way, ibgda::Heading at, WindowOffset dst,
+                                                   WindowOffset src, uint32_t bytes) {
+  const ibgda::RemotePart part = mesh_->parts[peer_];
+  return way == Way::kPut
+             ? ibgda::write_entry(at, {part.base + dst, part.key}, {mesh_->base + src, mesh_->key}, bytes)
+             : ibgda::read_entry(at, {mesh_->base + dst, mesh_->key}, {part.base + src, part.key}, bytes);
+}
+
+// Bytes of any number, then a signal or none: as few batches as the queue's size allows, one doorbell each.
+WEFT_DEVICE void IbgdaChannel::move_range(Way way, WindowOffset dst, WindowOffset src, uint64_t bytes,
+                                          Signal signal) {
   const ibgda::Queue& queue = own_queue();
   if (!is_inside(queue, dst, src, bytes, signal)) return;
   if (signal.kind != Signal::kNone && mesh_->queues_per_peer > 1) settle_others(queue);
@@ -241,7 +266,6 @@ WEFT_DEVICE void IbgdaChannel::put_range(WindowOffset dst, WindowOffset src, uin
   const uint64_t pieces = (bytes + put_bytes - 1) >> mesh_->put_shift;
   uint64_t left = pieces + (signal.kind != Signal::kNone);
   const uint32_t most = (queue.block_mask + 1) / 2;
-  const ibgda::RemotePart part = mesh_->parts[peer_];
   for (uint64_t done = 0; left > 0;) {
     const uint32_t count = left < most ? static_cast<uint32_t>(left) : most;
     uint64_t first = 0;
@@ -257,13 +281,21 @@ WEFT_DEVICE void IbgdaChannel::put_range(WindowOffset dst, WindowOffset src, uin
       }
       const uint64_t rest = bytes - done;
       const auto length = static_cast<uint32_t>(rest < put_bytes ? rest : put_bytes);
-      ibgda::write_entry_to(queue, first + i,
-                            ibgda::write_entry(at, {part.base + dst + done, part.key},
-                                               {mesh_->base + src + done, mesh_->key}, length));
+      ibgda::write_entry_to(queue, first + i, range_entry(way, at, dst + done, src + done, length));
       done += length;
     }
     if (!ibgda::publish(queue, ends(), first, count)) return;
   }
+}
+
+WEFT_DEVICE void IbgdaChannel::get_range(WindowOffset dst, WindowOffset src, uint64_t bytes,
+                                         WindowOffset word, uint64_t value) {
+  const ibgda::Queue& queue = own_queue();
+  if (!is_inside(queue, dst, src, bytes, {Signal::kValue, word, value})) return;
+  move_range(Way::kGet, dst, src, bytes, {});
+  ibgda::settle(queue, ends());
+  if (load_relaxed(&queue.state->is_broken) == 0)
+    store_release(reinterpret_cast<uint64_t*>(mesh_->own + word), value);
 }
 
 // Waits until the peer has what was put through other queues.

@@ -237,7 +237,8 @@ class Mlx5Nic : public Nic {
 
   // Without relaxed ordering: a signal must not overtake what was put before it.
   Result<Enrolled> enroll(std::byte* data, uint64_t bytes, Device device) override {
-    const int access = ib::kAccessLocalWrite | ib::kAccessRemoteWrite | ib::kAccessRemoteAtomic;
+    const int access =
+        ib::kAccessLocalWrite | ib::kAccessRemoteRead | ib::kAccessRemoteWrite | ib::kAccessRemoteAtomic;
     ib::Mr* mr = nic_->verbs.reg_mr(nic_->pd, data, bytes, access);
     if (!mr) return logged(Status::from_errno(errno, "ibgda: registering {} bytes on {}", bytes, nic_->name));
     return Enrolled{mr, mr->lkey, mr->rkey, reinterpret_cast<uint64_t>(data)};

@@ -89,6 +89,13 @@ WEFT_DEVICE constexpr Entry write_entry(Heading at, Place dst, Place src, uint32
            data_unit(src.address, src.key, bytes),
            {}}};
 }
+// Reads from `src`, which is the peer's, into `dst`.
+WEFT_DEVICE constexpr Entry read_entry(Heading at, Place dst, Place src, uint32_t bytes) {
+  return {{control_unit(at, Opcode::kRead, 3),
+           remote_unit(src.address, src.key),
+           data_unit(dst.address, dst.key, bytes),
+           {}}};
+}
 // Writes 8 bytes that are in the entry itself.
 WEFT_DEVICE constexpr Entry value_entry(Heading at, Place dst, uint64_t value) {
   return {{control_unit(at, Opcode::kWrite, 3), remote_unit(dst.address, dst.key), inline_unit(value), {}}};

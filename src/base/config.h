@@ -101,7 +101,6 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(jitter_seed, int64_t, 1, "seed of those waits", between(0, 1 << 30)) \
   WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty takes the system's, or a package's where that is older than 2.0") \
   WEFT_OPTION(nvshmem_library, std::string, "", "path of the libnvshmem_host that the transport nvshmem uses; empty takes the one that is loaded, else looks in Python packages, then the system") \
-  WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty lets the system's loader look") \
   WEFT_OPTION(libibverbs, std::string, "", "path of libibverbs; empty lets the system's loader look") \
   WEFT_OPTION(ib_port, int64_t, 0, "port that verbs uses; 0 takes the first that is active", between(0, 255)) \
   WEFT_OPTION(gid_index, int64_t, -1, "GID that verbs uses; -1 prefers RoCE v2 and IPv4", between(-1, 255)) \

@@ -47,8 +47,9 @@ class Machine:
 
 # Fitted by `python -m weft.bench.collective.fit --machine bench/results/tune/cpu-2core-2-ranks.measured.json`.
 CPU = Machine("cpu", 6.3, 2.0, 6.2, 6.2, 6.2, 5.6, 0.05, refer_bytes=16 << 10, one_thread=True)
-# Of programs; exchanges have costs of their own below.
-NVLINK = Machine("nvlink", 6.0, 1.3, 260.0, 25.0, 60.0, 2.0, 1.0, step_us=3.0)
+# Of programs, whose messages go through slots: a block moves 9 GB/s (send_recv and broadcast of 32 MiB on 2 H100,
+# bench/results/h100-x2-nccl-tests.json). Exchanges have costs of their own below.
+NVLINK = Machine("nvlink", 6.0, 1.3, 260.0, 9.0, 60.0, 2.0, 1.0, step_us=3.0)
 MACHINES = {"cpu": CPU, "nvlink": NVLINK}
 _LL128_FACTOR = 128 / 120
 _SLICE_BYTES = 1 << 18

@@ -198,12 +198,12 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
         Variant("alltoall_allpairs", "Simple", 8),
         Variant("alltoall_allpairs", "Simple", 16),
     ),
-    "alltoallv": tuple(Variant("alltoallv_allpairs", "Simple", instances) for instances in (1, 4, 8)),
+    "alltoallv": tuple(Variant("alltoallv_allpairs", "Simple", instances) for instances in (1, 4, 8, 16, 32)),
     "broadcast": (
         Variant("broadcast_flat", "LL"),
         *(Variant("broadcast_flat", "Simple", instances) for instances in (1, 4, 8)),
         *(Variant("broadcast_scatter_allgather", "Simple", instances) for instances in (1, 4, 16)),
-        *(Variant("broadcast_chain", "Simple", instances) for instances in (1, 4, 16)),
+        *(Variant("broadcast_chain", "Simple", instances) for instances in (1, 4, 16, 32)),
     ),
     "reduce": (
         Variant("reduce_flat", "LL"),
@@ -221,6 +221,8 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
     "sendrecv": (Variant("sendrecv", "Simple"),),
 }
 
+
+_MOST_BLOCKS_OF_PAIRS = 64
 
 # The same for several nodes with as many ranks each, beside those above; they take ``per_node``.
 TWO_LEVEL: dict[str, tuple[Variant, ...]] = {
@@ -240,6 +242,8 @@ def candidates(collective: str, ranks: int, per_node: int) -> tuple[Variant, ...
     Between nodes a ring goes through one rank of each, whose core and NIC carry everything: it is left out.
     """
     flat = VARIANTS.get(collective, ())
+    if collective == "alltoallv":  # every instance has a block for each rank, whatever the sizes
+        flat = tuple(v for v in flat if v.instances == 1 or v.instances * ranks <= _MOST_BLOCKS_OF_PAIRS)
     if not 1 < per_node < ranks:
         return flat
     flat = tuple(variant for variant in flat if not variant.name.endswith("_ring"))

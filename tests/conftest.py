@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--thorough",
         action="store_true",
         help="1000 random collective programs instead of 120; the largest library algorithm on up to 16 ranks; "
-        "a million operations through NCCL's RMA interface",
+        "a million operations through NCCL's RMA interface; ElasticBuffer over more nodes",
     )
 
 

@@ -10,6 +10,7 @@
 
 #include "base/cuda_driver.h"
 #include "conformance/fixtures.h"
+#include "jit/toolchain.h"
 #include "measure/channel_loop.h"
 
 namespace weft {
@@ -30,6 +31,7 @@ class IbgdaGpu : public ::testing::Test {
     if (!driver.ok()) GTEST_SKIP() << driver.status().message();
     if ((*driver)->device_count < 2)
       GTEST_SKIP() << "needs two GPUs, this machine has " << (*driver)->device_count;
+    set_toolchain({"", {}, WEFT_SOURCE_DIR});
   }
   void TearDown() override {
     EXPECT_EQ(model_ ? model_->failures() : "", "");

@@ -157,7 +157,8 @@ class _Samples:
         if "weft" in self.replays:
             _, dispatch, combine, cached, _ = self.replays["weft"]
             return {"ht_dispatch": dispatch, "ht_combine": combine, "cached": cached}
-        of_weft, results = self.calls["weft"], []
+        of_weft = self.calls["weft"]
+        results: list[Any] = []
         layout = of_weft.layout(self.topk_idx)
 
         def dispatch_now() -> None:

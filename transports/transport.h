@@ -60,6 +60,8 @@ struct WindowView {
   std::byte* local = nullptr;
   std::byte* const* bases = nullptr;  // by rank; null where not mapped
   std::byte* const* table = nullptr;  // the same, where kernels of this rank can read it
+  // What `local` lives as long as: for a link that peers may reach it through after the window is gone.
+  std::shared_ptr<const void> memory = {};
 };
 
 // What kernels are given to reach peers: a value of the device type `type`, which transports/list.h names.

@@ -135,7 +135,7 @@ Status Window::change_size(uint64_t at_least_bytes, std::string_view operation) 
 }
 
 WindowView Window::view(uint64_t bytes) const {
-  return {number_, bytes, local(), bases_.data(), table_};
+  return {number_, bytes, local(), bases_.data(), table_, own_};
 }
 
 namespace {

@@ -18,6 +18,7 @@ std::string hex(uint32_t value) {
   return out.str();
 }
 
+// Not a remote access error: ranges are checked before they are posted, so the peer no longer lends its memory.
 bool is_own_fault(uint32_t syndrome) {
   switch (static_cast<Syndrome>(syndrome)) {
     case Syndrome::kLocalLength:
@@ -26,7 +27,6 @@ bool is_own_fault(uint32_t syndrome) {
     case Syndrome::kWindowBind:
     case Syndrome::kLocalAccess:
     case Syndrome::kRemoteInvalid:
-    case Syndrome::kRemoteAccess:
       return true;
     default:
       return false;

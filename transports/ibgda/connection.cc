@@ -35,6 +35,7 @@ class IbgdaLink : public Link {
     if (queues_) queues_->stop();  // who watches calls this object, which calls the queues
     queues_.reset();
     for (auto& [number, window] : windows_) release(window, 0);
+    for (Known& window : gone_) release(window, 0);
   }
 
   void finish() override {
@@ -48,6 +49,7 @@ class IbgdaLink : public Link {
       WEFT_TRY_ASSIGN(const Enrolled made, nic_->enroll(window.local, window.bytes, device_));
       known.enrolled.emplace_back(window.bytes, made);
     }
+    known.memory = window.memory;
     const Enrolled& enrolled = known.enrolled.back().second;
     const RemotePart part{enrolled.base, big_endian(enrolled.remote_key), 0};
     return std::string(reinterpret_cast<const char*>(&part), sizeof part);
@@ -65,12 +67,15 @@ class IbgdaLink : public Link {
     return {};
   }
 
+  // Of a window that is gone peers may still have signals under way that nobody waits for any more. A NIC would refuse
+  // them, and break the queue. So its keys and memory stay until all have taken leave.
   void forget(int window, uint64_t bytes) override {
     const auto known = windows_.find(window);
     if (known == windows_.end()) return;
     (void)queues_->drain(Deadline::after_s(std::min(kFarewell_s, timeout_s_)));
-    release(known->second, bytes);
-    if (bytes == 0) windows_.erase(known);
+    if (bytes > 0) return release(known->second, bytes);
+    gone_.push_back(std::move(known->second));
+    windows_.erase(known);
   }
 
   Result<MeshPart> mesh(const WindowView& window) override {
@@ -114,6 +119,7 @@ class IbgdaLink : public Link {
   struct Known {
     std::vector<std::pair<uint64_t, Enrolled>> enrolled;  // by bytes of the window, as it grew
     std::vector<std::unique_ptr<LocalMemory>> parts;
+    std::shared_ptr<const void> memory;  // of the window, as it is now
   };
 
   explicit IbgdaLink(const Group& group)
@@ -194,6 +200,7 @@ class IbgdaLink : public Link {
   std::unique_ptr<Nic> nic_;
   std::unique_ptr<Queues> queues_;
   std::map<int, Known> windows_;  // by number
+  std::vector<Known> gone_;
   bool is_finished_ = false;
   std::mutex mutex_;
   Status lost_;                        // the first queue that broke

@@ -4,10 +4,13 @@ cable is out for longer and for shorter than the deadline, a rank is late, a pro
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,13 +82,36 @@ def test_late_ranks_are_waited_for_and_other_nodes_are_named() -> None:
 # ---- a thread that does not run
 
 _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
+_ALL = 0x40000000  # __WALL: threads, too
 
 
-def _ptrace(request: int, thread: int) -> None:
+def _ptrace(request: int, thread: int) -> bool:
+    """Return False for a thread that has ended."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long] * 4
-    if libc.ptrace(request, thread, 0, 0) < 0:
-        pytest.skip(f"ptrace: {os.strerror(ctypes.get_errno())}")
+    if libc.ptrace(request, thread, 0, 0) >= 0:
+        return True
+    if ctypes.get_errno() == errno.ESRCH:
+        return False
+    pytest.skip(f"ptrace: {os.strerror(ctypes.get_errno())}")
+
+
+@contextlib.contextmanager
+def _stopped(threads: list[int]) -> Iterator[None]:
+    """Stop threads of another process meanwhile. One that is still held when its process dies keeps it from ending."""
+    held: list[int] = []
+    try:
+        held += [thread for thread in threads if _ptrace(_SEIZE, thread)]
+        assert held
+        for thread in held:
+            _ptrace(_INTERRUPT, thread)
+        yield
+    finally:
+        for thread in held:
+            until = time.monotonic() + 10
+            while os.waitpid(thread, os.WNOHANG | _ALL)[0] == 0 and time.monotonic() < until:
+                time.sleep(0.01)
+            _ptrace(_DETACH, thread)
 
 
 def _threads_of_proxies(rank: Rank) -> list[int]:
@@ -109,17 +135,9 @@ def test_calls_go_on_without_the_threads_of_proxies() -> None:
     """Who waits carries out what the stopped threads of rank 1 would have."""
     with nodes(2, "fabric:tcp"), RankPool(4, with_gpus=False) as pool:
         threads = pool.run(_threads_of_proxies)[1]
-        assert threads
         time.sleep(0.5)  # they nap, and hold no turn
-        for thread in threads:
-            _ptrace(_SEIZE, thread)
-            _ptrace(_INTERRUPT, thread)
-        try:
+        with _stopped(threads):
             pool.run(_rounds)
-        finally:
-            for thread in threads:
-                os.waitpid(thread, 0x40000000)  # __WALL: it has stopped
-                _ptrace(_DETACH, thread)
         pool.run(_rounds)
 
 

@@ -36,6 +36,8 @@ _SILENT_S = (
     2.0  # a store that answers nothing for so long is taken for broken by who misses a dead rank, or is late
 )
 
+_SILENT = "the store of the process group does not answer"
+
 _Found = TypeVar("_Found")
 
 
@@ -91,17 +93,20 @@ class Gathering:
         self._is_over = False  # nobody waits for the thread that asks any more
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
-        """See Bootstrap.all_gather. Useless once the store has not answered in time."""
+        """See Bootstrap.all_gather. Useless once a thread was left with a question."""
+        if self._is_over:
+            raise PeerLost(f"rank {self.rank}, bootstrap.all_gather: {_SILENT}")
         self._missing, self._watched = list(range(self.size)), {}
         self._answered_at = time.monotonic()
         until = self._answered_at + timeout_s
-        try:
-            return _ask(
-                lambda: self._gather(data, timeout_s), lambda: self._raise_if_silent(until, timeout_s)
-            )
-        except BaseException:
-            self._is_over = True
-            raise
+        return _ask(
+            lambda: self._gather(data, timeout_s),
+            lambda: self._raise_if_silent(until, timeout_s),
+            self._leave_thread,
+        )
+
+    def _leave_thread(self) -> None:
+        self._is_over = True
 
     def _raise_if_silent(self, until: float, timeout_s: float) -> None:
         """Raise PeerLost where the store answers no more and a rank is dead, or the deadline has passed."""
@@ -110,13 +115,12 @@ class Gathering:
             return
         watched, missing = dict(self._watched), list(self._missing)
         ended = {rank: watched[rank] for rank in missing if rank in watched and watched[rank].has_ended}
-        silent = "the store of the process group does not answer"
         if ended:
             fates = _dead(ended) or _words(ended)
-            raise PeerLost(f"rank {self.rank}, bootstrap.all_gather: {fates}, and {silent}")
+            raise PeerLost(f"rank {self.rank}, bootstrap.all_gather: {fates}, and {_SILENT}")
         if now >= until + _SILENT_S:
             others = [rank for rank in missing if rank != self.rank] or missing
-            raise PeerLost(f"{lost_message(self.rank, timeout_s, others)}: {silent}")
+            raise PeerLost(f"{lost_message(self.rank, timeout_s, others)}: {_SILENT}")
 
     def _gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         keys = [self._key(self._round, rank) for rank in range(self.size)]
@@ -192,10 +196,13 @@ class Gathering:
         return f"{number}/{rank}"
 
 
-def _ask(question: Callable[[], _Found], give_up: Callable[[], None]) -> _Found:
+def _ask(
+    question: Callable[[], _Found], give_up: Callable[[], None], on_leave: Callable[[], None] = lambda: None
+) -> _Found:
     """Return, or raise, what ``question`` does on a thread of its own.
 
-    ``give_up`` is called now and then; what it raises ends the wait, and leaves the thread behind.
+    ``give_up`` is called now and then; what it raises ends the wait, and leaves the thread behind, as a signal does.
+    ``on_leave`` is called then.
     """
     found: list[_Found] = []
     failed: list[BaseException] = []
@@ -211,10 +218,14 @@ def _ask(question: Callable[[], _Found], give_up: Callable[[], None]) -> _Found:
 
     threading.Thread(target=answer, name="weft-store", daemon=True).start()
     began = time.monotonic()
-    while not is_over.wait(_LOOK_EVERY_S):
-        if time.monotonic() - began < 4 * _LOOK_EVERY_S:  # who was stopped meanwhile looks once more
-            give_up()
-        began = time.monotonic()
+    try:
+        while not is_over.wait(_LOOK_EVERY_S):
+            if time.monotonic() - began < 4 * _LOOK_EVERY_S:  # who was stopped meanwhile looks once more
+                give_up()
+            began = time.monotonic()
+    except BaseException:
+        on_leave()
+        raise
     if failed:
         raise failed[0]
     return found[0]

@@ -17,10 +17,10 @@ KEYWORDS = {"if", "for", "while", "switch", "return"}
 
 
 def public_part(text: str) -> str:
-    """Return the header without nested namespaces, comments and private members."""
+    """Return the header without nested namespaces, comments, attributes and private members."""
     text = text[text.index("namespace weft {") + 16 :]
     text = re.sub(r"^namespace (\w*).*?^\}  // namespace \1$", "", text, flags=re.M | re.S)
-    text = re.sub(r"//[^\n]*", "", text)
+    text = re.sub(r"//[^\n]*|\[\[[^\]]*\]\] ", "", text)  # attributes, too
     return re.sub(r"^ private:\n.*?^\};", "};", text, flags=re.M | re.S)
 
 

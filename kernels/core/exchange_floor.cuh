@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // exchange_floor.cuh: what `weft bench floor` times: ranks that map each other exchange bytes, and nothing else.
-// Steps of a block: 1 its share of `bytes` goes to each of `peers` ranks, this one's successors: by stores through the
-// channel, by bulk copies through shared memory, or as lines (core/line.cuh)   2 a flag goes to the same block, or warp,
-// of each; lines need none   3 it waits for the same from this rank's predecessors   4 it notes when it began and ended.
+// Steps of a block:
+//   1 Its share of `bytes` goes to each of `peers` ranks, the successors of this one. It goes by stores through the channel,
+//     by bulk copies through shared memory, or as lines (core/line.cuh).
+//   2 A flag goes to the same block, or warp, of each. Lines need none.
+//   3 It waits for the same from the predecessors of this rank.
+//   4 It notes when it began and ended.
 // A copy ends after step 1, when what the block has stored has arrived.
 // Launches are counted by block, on the device, so a graph may be replayed; ranks launch the same ones in one order.
 // Waits: step 3, for one peer each; bounded by the wait rule, which names it.

@@ -19,7 +19,7 @@ import test_low_latency_gpu as low_latency
 import torch
 from gpu_ranks import run_on_gpus
 from programs import WEFT, run_program
-from test_window_gpu import device_words, meet, write_around
+from test_window_gpu import check_outlives, device_words, meet, write_around
 from torch.utils.dlpack import from_dlpack
 
 import weft
@@ -130,28 +130,13 @@ def _check_refusals(comm: weft.Communicator) -> None:
     write_around(comm, weft.Window(comm, 4096), 0, 1024, 11)
 
 
-def _check_outlives(comm: weft.Communicator) -> None:
-    """A rank that destroys its window leaves its memory to those that still map it."""
-    window = weft.Window(comm, 4096)
-    window.tensor(comm.rank, (1024,), torch.int32).fill_(comm.rank + 40)
-    meet(comm)
-    view = window.tensor(0, (1024,), torch.int32)
-    if comm.rank == 0:
-        del window, view
-        gc.collect()
-    comm.barrier()
-    if comm.rank != 0:
-        assert (view == 40).all()
-    comm.barrier()
-
-
 def _windows(rank: Rank, transport: str) -> None:
     for _ in range(2):  # communicators come and go
         comm = _comm(rank, transport)
         _check_sizes(comm)
         _check_several(comm)
         _check_refusals(comm)
-        _check_outlives(comm)
+        check_outlives(comm)
 
 
 def test_windows_hold_what_peers_store(transport: str) -> None:

@@ -122,8 +122,8 @@ struct Completion {
   uint8_t vendor;             // of an error: the vendor's number
   uint8_t syndrome;           // of an error
   uint32_t opcode_and_queue;  // big-endian: opcode 8 | queue number 24
-  uint32_t
-      last;  // big-endian: index of the entry's first block 16 | signature 8 | opcode 4, format 2, solicited 1, owner 1
+  // Big-endian: index of the entry's first block 16 | signature 8 | opcode 4, format 2, solicited 1, owner 1.
+  uint32_t last;
 };
 static_assert(sizeof(Completion) == kBlockBytes && alignof(Completion) == 4);
 inline constexpr uint32_t kCompleted = 0, kRefused = 13, kNotYet = 15;

@@ -174,7 +174,8 @@ void bind_jit(nb::module_& module) {
         return std::pair(std::move(out.log), as_bytes(out.cubin));
       },
       nb::arg("source"), nb::arg("headers"), nb::arg("options"), nb::arg("architecture"),
-      "Compiles device code that is none of Weft's by NVRTC, with CUDA's headers and those given by (name, text): "
+      "Compiles device code that is none of Weft's by NVRTC, with CUDA's headers and those given by (name, "
+      "text): "
       "the log and the cubin.");
   module.def("nvrtc_identity", [] { return value_or_throw(Nvrtc::open())->identity(); });
   module.def("nvrtc_path", [] { return value_or_throw(Nvrtc::open())->path(); });

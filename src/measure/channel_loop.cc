@@ -80,7 +80,7 @@ Result<std::vector<double>> ChannelLoop::run(const ChannelLoad& load) {
   WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, &args, sizeof(args), &shape));
   if (!comm.device().is_host()) WEFT_TRY(wait_for_device(comm.device().ordinal));
   WEFT_TRY(fault_status(*fault));
-  // As the kernel counts; every repetition meets once, one-way ones twice.
+  // As the kernel counts; every repetition meets once, one-way ones meet twice.
   const bool is_round_trip = load.way == ChannelWay::kRoundTrip;
   const bool adds = load.call == ChannelCall::kAdd;
   said_ += uint64_t{load.repeats} * (is_round_trip ? 1 + (adds ? 0 : load.count) : 2);

@@ -116,7 +116,7 @@ void add_kernels(std::vector<KernelRow>& rows, MeshKind<MeshT> mesh) {
   WEFT_HOST_KERNEL(kMapped, "kernels/moe/high_throughput_combine.cuh", combine_rows, CombineArgs,
                    HighThroughputShape, 512, kRows);
   WEFT_HOST_KERNEL(kPorts, "kernels/moe/two_level_notify.cuh", two_level_notify, TwoLevelNotifyArgs,
-                   HighThroughputShape, 1024, "");
+                   HighThroughputShape, 512, "");
   WEFT_HOST_KERNEL(kPorts, "kernels/moe/two_level_dispatch.cuh", two_level_dispatch, TwoLevelDispatchArgs,
                    HighThroughputShape, 512, kRows);
   WEFT_HOST_KERNEL(kPorts, "kernels/moe/two_level_combine.cuh", two_level_combine, TwoLevelCombineArgs,

@@ -92,10 +92,13 @@ TwoLevelControl plan_two_level(uint64_t begin, uint64_t count_record_words, cons
   return control;
 }
 
+// Half the threads of plan_notify() on GPUs: code that writes a NIC's queues takes more than 64 registers of a thread.
 GridPlan plan_two_level_notify(uint32_t ranks, uint32_t islands, const ComputeLimits& limits) {
   GridPlan grid = plan_notify(ranks, limits);
   grid.shared_bytes = std::max(grid.shared_bytes, (1 + ranks + islands) * 4);
-  if (limits.is_cuda) grid.blocks = std::min(ranks + islands + 3, limits.max_blocks);
+  if (!limits.is_cuda) return grid;
+  grid.threads_per_block = 512;
+  grid.blocks = std::min(ranks + islands + 3, limits.max_blocks);
   return grid;
 }
 

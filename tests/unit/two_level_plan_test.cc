@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "jit/host_kernels.h"
+
 namespace weft {
 namespace {
 
@@ -81,6 +83,14 @@ TEST(TwoLevelPlan, RingsOfManyRanksStayWithinTheirShareOfMemory) {
     EXPECT_GE(control.offsets.island_rings, 4096u);
     EXPECT_LE(control.end, 200u << 20);
   }
+}
+
+// Registers are counted for the threads that the table names.
+TEST(TwoLevelPlan, NotifyHasTheThreadsThatItIsCompiledFor) {
+  const GridPlan grid = plan_two_level_notify(64, 8, kH200);
+  EXPECT_EQ(grid.threads_per_block, find_kernel("two_level_notify", "IbgdaMesh")->threads_per_block);
+  EXPECT_GE(grid.shared_bytes, (1 + 64 + 8) * 4u);
+  EXPECT_EQ(plan_two_level_notify(64, 8, kHost).threads_per_block, kHost.host_threads);
 }
 
 TEST(TwoLevelPlan, EveryLaneHasAWarpAndItsStateAPlace) {

@@ -58,9 +58,8 @@ DeviceCopy::~DeviceCopy() {
 Result<std::unique_ptr<OwnStream>> OwnStream::create(int ordinal) {
   WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal));
   CUstream stream = nullptr;
-  WEFT_TRY(
-      logged(cuda_status(current.driver().cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, 0),
-                         "make a stream on cuda:{}", ordinal)));
+  WEFT_TRY(logged(cuda_status(current.driver().cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, 0),
+                              "make a stream on cuda:{}", ordinal)));
   return std::unique_ptr<OwnStream>(new OwnStream(ordinal, stream));
 }
 

@@ -280,10 +280,10 @@ struct NvshmemFixture {
   static void tear_down() { Settings::clear({"WEFT_NVSHMEM_LIBRARY"}); }
 };
 
-using Fixtures = ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture,
-                                  HybridFixture, JitterFixture, Nccl228Fixture, Nccl230Fixture,
-                                  NvshmemFixture, QueueFixture, SharedCompletionFixture, Mlx5Fixture,
-                                  DeviceQueueFixture>;
+using Fixtures =
+    ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture, HybridFixture,
+                     JitterFixture, Nccl228Fixture, Nccl230Fixture, NvshmemFixture, QueueFixture,
+                     SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture>;
 inline constexpr const char* kTestedTransports[] = {MappedFixture::kName,  TcpFixture::kName,
                                                     JitterFixture::kName,  Nccl228Fixture::kName,
                                                     NvshmemFixture::kName, QueueFixture::kName};

@@ -144,8 +144,7 @@ TEST_P(IbgdaPosts, AMillionOperationsArriveInOrder) {
   EXPECT_GE(operations, 1'000'000u / GetParam().divisor);
   result("million.operations", static_cast<double>(operations));
   result("million.entries", static_cast<double>(model_->entries()));
-  result("million.seconds",
-         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  result("million.seconds", std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
 }
 
 // A put that takes eight entries, and its signal: nine entries, one doorbell. Greetings have one of each.
@@ -244,16 +243,17 @@ class Replays {
     window_ = std::move(*window);
     rounds_ = std::move(*rounds);
     seen_ = std::move(*seen);
-    args_ = {{static_cast<uint64_t>(kTimeout_s * 1e9), seen_->at<FaultBox>(0), static_cast<uint32_t>(rank), 0},
-             rounds_->at<uint64_t>(0),
-             seen_->at<uint64_t>(sizeof(FaultBox)),
-             kToldAt,
-             kAddedAt,
-             kSourceAt,
-             kDataAt,
-             kBytes,
-             static_cast<uint32_t>(1 - rank),
-             0};
+    args_ = {
+        {static_cast<uint64_t>(kTimeout_s * 1e9), seen_->at<FaultBox>(0), static_cast<uint32_t>(rank), 0},
+        rounds_->at<uint64_t>(0),
+        seen_->at<uint64_t>(sizeof(FaultBox)),
+        kToldAt,
+        kAddedAt,
+        kSourceAt,
+        kDataAt,
+        kBytes,
+        static_cast<uint32_t>(1 - rank),
+        0};
   }
 
   void on_host(uint64_t count) {

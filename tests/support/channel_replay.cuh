@@ -26,7 +26,7 @@ static_assert(sizeof(ChannelReplayArgs) == 104);  // for the host and for GPUs
 struct ChannelReplayShape {};
 
 WEFT_DEVICE uint64_t replay_pattern(uint32_t rank, uint64_t round, uint64_t word) {
-  return (round * 0x9e3779b97f4a7c15u + word) ^ uint64_t{rank} << 60;
+  return (round * 0x9e3779b97f4a7c15u + word) ^ uint64_t { rank } << 60;
 }
 
 template <class MeshT, class Shape>

@@ -24,7 +24,8 @@ constexpr uint32_t kEventQueue = 0x5a;
 // A command's bytes, of which each bit is looked at once; what nobody looked at must be 0.
 class Reader {
  public:
-  Reader(const void* bytes, size_t size) : left_(static_cast<const uint8_t*>(bytes), static_cast<const uint8_t*>(bytes) + size) {}
+  Reader(const void* bytes, size_t size)
+      : left_(static_cast<const uint8_t*>(bytes), static_cast<const uint8_t*>(bytes) + size) {}
   // Bytes, big-endian.
   uint64_t take(size_t at, size_t bytes) {
     uint64_t value = 0;
@@ -42,7 +43,8 @@ class Reader {
   }
   std::string rest() const {
     for (size_t at = 0; at < left_.size(); ++at)
-      if (left_[at] != 0) return text("byte {} has bits {} that mean nothing here", at, static_cast<int>(left_[at]));
+      if (left_[at] != 0)
+        return text("byte {} has bits {} that mean nothing here", at, static_cast<int>(left_[at]));
     return "";
   }
 
@@ -118,7 +120,8 @@ FakeDevx::State* current = nullptr;
 
 FakeObject* FakeDevx::State::make_cq(Reader& in) {
   auto cq = std::make_unique<FakeObject>();
-  check(in.bits(16, 0x02) == 1 && in.bits(92, 0x80) == 1, "a completion queue in memory that is not registered");
+  check(in.bits(16, 0x02) == 1 && in.bits(92, 0x80) == 1,
+        "a completion queue in memory that is not registered");
   check(in.bits(17, 0x02) == 1, "a completion queue that minds overrun");
   cq->entries = 1u << in.bits(28, 0x1f);
   check(uars.contains(static_cast<uint32_t>(in.take(29, 3))), "a completion queue without a doorbell page");
@@ -126,7 +129,8 @@ FakeObject* FakeDevx::State::make_cq(Reader& in) {
   const auto record = static_cast<uint32_t>(in.take(20, 4));
   place(record, in.take(72, 8), 8, "record of a completion queue");
   const uint64_t offset = in.take(80, 8);
-  cq->completions = place(static_cast<uint32_t>(in.take(88, 4)), offset, uint64_t{cq->entries} * 64, "completions");
+  cq->completions =
+      place(static_cast<uint32_t>(in.take(88, 4)), offset, uint64_t{cq->entries} * 64, "completions");
   cq->number = drawn += 0x0101;
   return cq->completions ? cq.release() : nullptr;
 }
@@ -138,7 +142,8 @@ FakeObject* FakeDevx::State::make_qp(Reader& in) {
   ModelNic* nic = nic_of(static_cast<uint32_t>(in.take(29, 3)));
   const auto uar = uars.find(static_cast<uint32_t>(in.take(37, 3)));
   const auto cq = cqs.find(static_cast<uint32_t>(in.take(149, 3)));
-  check(in.take(181, 3) == (cq == cqs.end() ? 0 : cq->first), "another completion queue for what is received");
+  check(in.take(181, 3) == (cq == cqs.end() ? 0 : cq->first),
+        "another completion queue for what is received");
   check(in.bits(196, 0x07) == 3, "a queue pair that receives");
   const uint32_t blocks = 1u << in.bits(34, 0x78);
   check(in.bits(232, 0x10) == 1 && in.bits(268, 0x80) == 1, "a queue pair in memory that is not registered");
@@ -170,7 +175,8 @@ void FakeDevx::State::to_init(FakeObject& qp, Reader& in) {
 
 void FakeDevx::State::to_receive(FakeObject& qp, Reader& in) {
   check(qp.state == 1, "a queue pair receives before it was started");
-  check(in.bits(32, 0xe0) != 0 && in.bits(32, 0x1f) == 30, "a queue pair without sizes of packets and messages");
+  check(in.bits(32, 0xe0) != 0 && in.bits(32, 0x1f) == 30,
+        "a queue pair without sizes of packets and messages");
   check(in.bits(169, 0xe0) == 4 && in.bits(172, 0x1f) != 0, "a queue pair that answers no reads");
   qp.peer = static_cast<uint32_t>(in.take(45, 3));
   qp.expects_from = static_cast<uint32_t>(in.take(173, 3));
@@ -179,12 +185,13 @@ void FakeDevx::State::to_receive(FakeObject& qp, Reader& in) {
   for (size_t i = 0; i < raw.size(); ++i) raw[i] = static_cast<uint8_t>(in.take(64 + i, 1));
   std::memcpy(&gid, raw.data(), sizeof raw);
   for (int i = 0; i < 6; ++i)
-    check(in.take(86 + static_cast<size_t>(i), 1) == mac_byte(gid, i), "another MAC address than the GID has");
+    check(in.take(86 + static_cast<size_t>(i), 1) == mac_byte(gid, i),
+          "another MAC address than the GID has");
   check(in.take(85, 1) == 2 && in.take(57, 1) == 3, "a path from another port or GID");
   check(in.take(59, 1) != 0 && in.take(82, 2) >= 0xc000, "a path without hops or source port");
-  (void)in.take(60, 2);      // traffic class: 4 bits of each
-  (void)in.bits(81, 0x3f);   // and as DSCP
-  (void)in.bits(84, 0x70);   // priority
+  (void)in.take(60, 2);     // traffic class: 4 bits of each
+  (void)in.bits(81, 0x3f);  // and as DSCP
+  (void)in.bits(84, 0x70);  // priority
   const auto peer = qps.find(qp.peer);
   if (!check(peer != qps.end(), text("queue {} is to be joined to {}", qp.number, qp.peer))) return;
   check(qp.pair->connect(peer->second->pair->address()).ok(), "the model does not join the queues");
@@ -193,12 +200,14 @@ void FakeDevx::State::to_receive(FakeObject& qp, Reader& in) {
 
 void FakeDevx::State::to_send(FakeObject& qp, Reader& in) {
   check(qp.state == 2, "a queue pair sends before it receives");
-  check(in.bits(56, 0xf8) != 0 && in.bits(137, 0x07) != 0 && in.bits(138, 0xe0) == 7, "a queue pair that never asks again");
+  check(in.bits(56, 0xf8) != 0 && in.bits(137, 0x07) != 0 && in.bits(138, 0xe0) == 7,
+        "a queue pair that never asks again");
   check(in.bits(137, 0xe0) == 4, "a queue pair that sends no reads");
   qp.sends_from = static_cast<uint32_t>(in.take(145, 3));
   const auto peer = qps.find(qp.peer);
   const bool is_known = peer != qps.end() && peer->second->state >= 2;
-  check(!is_known || peer->second->expects_from == qp.sends_from, "the ends do not agree about where they begin");
+  check(!is_known || peer->second->expects_from == qp.sends_from,
+        "the ends do not agree about where they begin");
   qp.state = 3;
 }
 
@@ -225,10 +234,12 @@ mlx5::Umem* umem_reg(ib::Context*, mlx5::UmemIn* in) {
   if (in->comp_mask == mlx5::kUmemDmabuf) {
     if (current->plan.dmabuf != 0) return refuse_umem(current->plan.dmabuf);
     const auto offset = reinterpret_cast<uint64_t>(in->at);
-    struct stat file {};
+    struct stat file{};
     if (fstat(in->dmabuf, &file) != 0) return refuse_umem(EBADF);
-    if (offset % kPage != 0 || offset + in->bytes > static_cast<uint64_t>(file.st_size)) return refuse_umem(EINVAL);
-    void* mapped = mmap(nullptr, in->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, in->dmabuf, static_cast<off_t>(offset));
+    if (offset % kPage != 0 || offset + in->bytes > static_cast<uint64_t>(file.st_size))
+      return refuse_umem(EINVAL);
+    void* mapped =
+        mmap(nullptr, in->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, in->dmabuf, static_cast<off_t>(offset));
     if (mapped == MAP_FAILED) return refuse_umem(errno);
     umem->at = static_cast<std::byte*>(mapped);
     umem->held = {mapped, [bytes = in->bytes](const void* at) { munmap(const_cast<void*>(at), bytes); }};
@@ -275,7 +286,8 @@ mlx5::DevxObject* obj_create(ib::Context*, const void* in, size_t bytes, void* o
   std::lock_guard lock(current->mutex);
   Reader reader(in, bytes);
   const uint64_t code = reader.take(0, 2);
-  current->check(bytes == kCommand && out_bytes == kAnswer && (code == 0x400 || code == 0x500), "an unknown command");
+  current->check(bytes == kCommand && out_bytes == kAnswer && (code == 0x400 || code == 0x500),
+                 "an unknown command");
   FakeObject* made = nullptr;
   if (code == 0x500 && current->plan.queue_pair != 0) {
     static_cast<uint8_t*>(out)[0] = 3;
@@ -330,7 +342,8 @@ FakeDevx::~FakeDevx() {
 }
 
 mlx5::Devx FakeDevx::calls() {
-  return {open_device, umem_reg, umem_dereg, alloc_uar, free_uar, query_eqn, obj_create, obj_modify, obj_destroy};
+  return {open_device, umem_reg,   umem_dereg, alloc_uar,  free_uar,
+          query_eqn,   obj_create, obj_modify, obj_destroy};
 }
 
 ib::Ah* FakeDevx::create_ah(ib::Pd*, ib::AhAttr* attr) {

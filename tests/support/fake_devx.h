@@ -50,7 +50,8 @@ class FakeDevx {
 // anybody.
 class FileRooms : public ibgda::QueueRooms {
  public:
-  explicit FileRooms(int64_t error = 0, std::string no_peers = "") : error_(error), no_peers_(std::move(no_peers)) {}
+  explicit FileRooms(int64_t error = 0, std::string no_peers = "")
+      : error_(error), no_peers_(std::move(no_peers)) {}
   std::string name() const override { return "file:0"; }
   Result<std::unique_ptr<ibgda::QueueRoom>> make(uint64_t bytes) override;
   std::string no_peer_memory() const override { return no_peers_; }

@@ -218,7 +218,8 @@ provider::ib::Library FakeMlx5::verbs() const {
   return library;
 }
 ibgda::mlx5::Library FakeMlx5::mlx5() const {
-  return {FakeMlx5Calls::is_supported, FakeMlx5Calls::create_cq, FakeMlx5Calls::init_obj, FakeDevx::calls(), ""};
+  return {FakeMlx5Calls::is_supported, FakeMlx5Calls::create_cq, FakeMlx5Calls::init_obj, FakeDevx::calls(),
+          ""};
 }
 std::string FakeMlx5::failures() const {
   std::lock_guard lock(state().mutex);

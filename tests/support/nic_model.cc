@@ -140,9 +140,9 @@ std::unique_ptr<ibgda::QueuePair> ModelNic::create_queue(uint32_t blocks, uint32
     shared_->fail(memory.status().message());
     return nullptr;
   }
-  auto* data = reinterpret_cast<std::byte*>(
-      (reinterpret_cast<uintptr_t>((*memory)->data()) + ibgda::kBlockBytes - 1) / ibgda::kBlockBytes *
-      ibgda::kBlockBytes);
+  auto* data =
+      reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>((*memory)->data()) + ibgda::kBlockBytes - 1) /
+                                   ibgda::kBlockBytes * ibgda::kBlockBytes);
   ibgda::QueueMemory at{data, data + uint64_t{blocks} * ibgda::kBlockBytes};
   at.record = reinterpret_cast<uint32_t*>(at.completions + uint64_t{completions} * ibgda::kBlockBytes);
   at.doorbell =

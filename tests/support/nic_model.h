@@ -102,7 +102,8 @@ class ModelNic : public ibgda::Nic {
   uint32_t put_shift() const override;
 
  private:
-  std::unique_ptr<ibgda::QueuePair> add_queue(ibgda::QueueMemory at, std::shared_ptr<const void> held, bool fills);
+  std::unique_ptr<ibgda::QueuePair> add_queue(ibgda::QueueMemory at, std::shared_ptr<const void> held,
+                                              bool fills);
 
   const std::shared_ptr<NicShared> shared_;
   const std::shared_ptr<Core> core_;

@@ -30,7 +30,8 @@ SAME_PLACE(Umem, number, mlx5dv_devx_umem, umem_id);
 static_assert(sizeof(Uar) == sizeof(mlx5dv_devx_uar));
 SAME_PLACE(Uar, reg, mlx5dv_devx_uar, reg_addr);
 SAME_PLACE(Uar, page, mlx5dv_devx_uar, page_id);
-static_assert(sizeof(ContextAttr) == sizeof(mlx5dv_context_attr) && kContextDevx == MLX5DV_CONTEXT_FLAGS_DEVX);
+static_assert(sizeof(ContextAttr) == sizeof(mlx5dv_context_attr) &&
+              kContextDevx == MLX5DV_CONTEXT_FLAGS_DEVX);
 static_assert(sizeof(DirectPd) == sizeof(mlx5dv_pd));
 SAME_PLACE(DirectPd, number, mlx5dv_pd, pdn);
 SAME_PLACE(DirectAh, vector, mlx5dv_ah, av);
@@ -48,11 +49,11 @@ namespace weft {
 namespace {
 
 using ::testing::AllOf;
-using ::testing::HasSubstr;
 using testing::DeviceQueueFixture;
 using testing::DevxPlan;
 using testing::FakeMlx5;
 using testing::FileRooms;
+using ::testing::HasSubstr;
 using testing::Mlx5Fixture;
 using testing::run_thread_ranks;
 
@@ -73,7 +74,8 @@ TEST(IbgdaDevx, FieldsLieWhereTheVendorSays) {
   puts(qp::kContext + qp::kLogBlocks, 10, 34, {0x50});
   puts(qp::kContext + qp::kUar, 0xabcdef, 37, {0xab, 0xcd, 0xef});
   puts(qp::kContext + qp::kSendCq, 0x010203, 149, {1, 2, 3});
-  puts(qp::kContext + qp::kRecordAt, 0x1122334455667788, 184, {0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88});
+  puts(qp::kContext + qp::kRecordAt, 0x1122334455667788, 184,
+       {0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88});
   puts(qp::kContext + qp::kReceives, 3, 196, {3});
   puts(qp::kContext + qp::kRecordIsUmem, 1, 232, {0x10});
   puts(qp::kContext + qp::kRecordUmem, 0x99aabbcc, 252, {0x99, 0xaa, 0xbb, 0xcc});
@@ -153,8 +155,9 @@ TEST_F(IbgdaDeviceQueues, AnOldLibraryLeavesQueuesInMemoryOfTheHost) {
   ibgda::mlx5::Library old = fake().mlx5();
   old.devx = {};
   old.lacks_devx = " mlx5dv_devx_umem_reg_ex";
-  ibgda::Mlx5Nics nics(fake().verbs(), old,
-                       [](Device) { return std::unique_ptr<ibgda::QueueRooms>(std::make_unique<FileRooms>()); });
+  ibgda::Mlx5Nics nics(fake().verbs(), old, [](Device) {
+    return std::unique_ptr<ibgda::QueueRooms>(std::make_unique<FileRooms>());
+  });
   ibgda::set_nic_source(&nics);
   put_once();
   ibgda::set_nic_source(nullptr);
@@ -192,9 +195,8 @@ TEST(IbgdaDeviceQueuesWrong, AWrongPlaceInTheMemoryIsFoundByItsDeadline) {
   const ibgda::QueueMemory& at = (*a)->memory();
   ASSERT_TRUE((*a)->put_entry(0, {}).ok());
   store_register(at.doorbell, ibgda::doorbell_word(1, at.number));
-  EXPECT_FALSE(wait_until(Deadline::after_s(0.3), [&] {
-    return ibgda::opcode_of((*a)->completion(0).last) != ibgda::kNotYet;
-  }));
+  EXPECT_FALSE(wait_until(Deadline::after_s(0.3),
+                          [&] { return ibgda::opcode_of((*a)->completion(0).last) != ibgda::kNotYet; }));
   EXPECT_THAT(Mlx5Fixture::fake()->model().failures(), HasSubstr("record"));
   a->reset();
   b->reset();

@@ -71,7 +71,8 @@ std::string choose_room_way(Opened& nic) {
     add("memory", room.status().message());
     return why;
   }
-  for (const auto& [way, name] : {std::pair{RoomWay::kDmabuf, "DMA-BUF"}, {RoomWay::kPeerMemory, "peer memory"}}) {
+  for (const auto& [way, name] :
+       {std::pair{RoomWay::kDmabuf, "DMA-BUF"}, {RoomWay::kPeerMemory, "peer memory"}}) {
     const std::string no_peers = way == RoomWay::kPeerMemory ? nic.rooms->no_peer_memory() : "";
     if (!no_peers.empty()) {
       add(name, no_peers);
@@ -105,8 +106,13 @@ Status DeviceQueue::make_room() {
   const Layout layout = layout_of(blocks);
   WEFT_TRY_ASSIGN(room_, nic_->rooms->make(layout.bytes));
   std::byte* data = room_->data();
-  at_ = {data, data + layout.completions, reinterpret_cast<uint32_t*>(data + layout.record), nullptr, blocks,
-         blocks, 0};
+  at_ = {data,
+         data + layout.completions,
+         reinterpret_cast<uint32_t*>(data + layout.record),
+         nullptr,
+         blocks,
+         blocks,
+         0};
   const std::vector<uint8_t> fresh(uint64_t{blocks} * kBlockBytes, kNotYetByte);
   WEFT_TRY(room_->write(at_.completions, fresh.data(), fresh.size()));
   WEFT_TRY_ASSIGN(umem_, register_room(*nic_, *room_, layout.bytes, nic_->way));
@@ -117,7 +123,8 @@ Status DeviceQueue::make_room() {
 namespace {
 
 // A command that makes an object; null, with errno, where the NIC refuses it.
-mlx5::DevxObject* make(const Opened& nic, const Command& command, std::array<uint8_t, mlx5::kAnswerBytes>& answer) {
+mlx5::DevxObject* make(const Opened& nic, const Command& command,
+                       std::array<uint8_t, mlx5::kAnswerBytes>& answer) {
   return nic.direct.devx.obj_create(nic.context, command.bytes.data(), command.bytes.size(), answer.data(),
                                     answer.size());
 }

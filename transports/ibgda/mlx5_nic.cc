@@ -293,7 +293,8 @@ std::string Mlx5Nics::prepare_rooms(Opened& opened) const {
   auto rooms = make_rooms_(opened.device);
   if (!rooms.ok()) return rooms.status().message();
   if (!*rooms) return "";
-  if (!opened.direct.lacks_devx.empty()) return "libmlx5 lacks" + opened.direct.lacks_devx + " (rdma-core 37 has them)";
+  if (!opened.direct.lacks_devx.empty())
+    return "libmlx5 lacks" + opened.direct.lacks_devx + " (rdma-core 44 has them)";
   opened.rooms = std::move(*rooms);
   return "";
 }
@@ -346,7 +347,8 @@ Result<std::unique_ptr<Nic>> Mlx5Nics::open(Device device) {
     why_host += worse;
     if (opened->way != RoomWay::kNone)
       log_info("ibgda: queues of {} lie in memory of {}, by {}{}{}", opened->name, opened->rooms->name(),
-               opened->way == RoomWay::kDmabuf ? "DMA-BUF" : "peer memory", worse.empty() ? "" : "; not by ", worse);
+               opened->way == RoomWay::kDmabuf ? "DMA-BUF" : "peer memory", worse.empty() ? "" : "; not by ",
+               worse);
   }
   if (!why_host.empty() && opened->way == RoomWay::kNone)
     log_info("ibgda: queues of {} lie in pinned memory of the host: {}", opened->name, why_host);

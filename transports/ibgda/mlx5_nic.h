@@ -25,7 +25,8 @@ class Mlx5Nics : public NicSource {
   using MakeRooms = std::function<Result<std::unique_ptr<QueueRooms>>(Device)>;
   static Result<std::unique_ptr<QueueRooms>> gpu_rooms(Device device);
 
-  Mlx5Nics(Result<provider::ib::Library> verbs, Result<mlx5::Library> direct, MakeRooms make_rooms = gpu_rooms)
+  Mlx5Nics(Result<provider::ib::Library> verbs, Result<mlx5::Library> direct,
+           MakeRooms make_rooms = gpu_rooms)
       : verbs_(std::move(verbs)), direct_(std::move(direct)), make_rooms_(std::move(make_rooms)) {}
   // The first usable one, or the first of WEFT_PROXY_NICS that is. Says of each device why it is of no use.
   NicFinding find(Device device) override;

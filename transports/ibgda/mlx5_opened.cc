@@ -36,9 +36,9 @@ Result<QueueAddress> read_address(std::string_view bytes) {
 
 Route route_to(const Opened& nic, const QueueAddress& peer) {
   const auto own_mtu = static_cast<uint8_t>(nic.port.attr.active_mtu);
-  return {ib::route_to(nic.port.port, nic.port.gid_index,
-                       {peer.gid, peer.lid, peer.mtu, peer.is_ethernet != 0}),
-          std::min(own_mtu, peer.mtu)};
+  return {
+      ib::route_to(nic.port.port, nic.port.gid_index, {peer.gid, peer.lid, peer.mtu, peer.is_ethernet != 0}),
+      std::min(own_mtu, peer.mtu)};
 }
 
 // A GPU's driver may refuse to map the register; then the host rings.

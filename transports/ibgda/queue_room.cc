@@ -88,12 +88,13 @@ std::string no_device_queues(Device device) {
   if (!driver.ok()) return driver.status().message();
   CUdevice id = 0;
   int exports = 0;
-  const bool is_known = (*driver)->cuDeviceGet(&id, device.ordinal) == CUDA_SUCCESS &&
-                        (*driver)->cuDeviceGetAttribute(&exports, CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED,
-                                                        id) == CUDA_SUCCESS;
+  const bool is_known =
+      (*driver)->cuDeviceGet(&id, device.ordinal) == CUDA_SUCCESS &&
+      (*driver)->cuDeviceGetAttribute(&exports, CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, id) == CUDA_SUCCESS;
   const std::string no_peers = CudaRooms(device).no_peer_memory();
   if ((is_known && exports != 0) || no_peers.empty()) return "";
-  return text("cuda:{} exports no memory (DMA-BUF: open kernel modules of the driver), {}", device.ordinal, no_peers);
+  return text("cuda:{} exports no memory (DMA-BUF: open kernel modules of the driver), {}", device.ordinal,
+              no_peers);
 }
 
 }  // namespace weft::ibgda

@@ -180,7 +180,8 @@ void Queues::look_for_errors(size_t place) {
   uint32_t index = (newest.next - 1) & 0xffffu;
   for (uint32_t back = 2; back <= pair.memory().entries; ++back) {
     const Completion before = pair.completion(newest.next - back);
-    if (opcode_of(before.last) != kRefused || index_of(before.last) != ((newest.next - back) & 0xffffu)) break;
+    if (opcode_of(before.last) != kRefused || index_of(before.last) != ((newest.next - back) & 0xffffu))
+      break;
     first = before;
     index = index_of(before.last);
   }

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.runtime import nvrtc
+
 ROOT = Path(__file__).parents[2]
 POSTING_GOAL_NS = 500  # of put_with_signal by one warp
 TESTS = {
@@ -59,6 +61,9 @@ def _keep(results: dict[str, float]) -> None:
 def test_a_model_of_the_nic_understands_what_gpus_write(name: str) -> None:
     # Code that is loaded at its first launch would wait there for the other rank's kernel.
     environment = os.environ | {"CUDA_MODULE_LOADING": "EAGER"}
+    if compiler := nvrtc.find().nvrtc:  # that of the Python packages, as the library would use
+        places = [str(compiler.parent), os.environ.get("LD_LIBRARY_PATH", "")]
+        environment["LD_LIBRARY_PATH"] = ":".join(place for place in places if place)
     try:
         ran = subprocess.run(
             [str(_binary()), f"--gtest_filter=Ibgda/IbgdaPosts.{name}/gpus"],

@@ -248,7 +248,8 @@ mlx5::Umem* umem_reg(ib::Context*, mlx5::UmemIn* in) {
     umem->at = static_cast<std::byte*>(in->at);
   }
   umem->number = current->drawn += 0x010001;
-  return current->umems[umem->number] = umem.release();
+  current->umems[umem->number] = umem.get();
+  return umem.release();
 }
 
 int umem_dereg(mlx5::Umem* umem) {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queues of the ibgda transport in pinned memory, written by GPUs and served by a model of the NIC (C++).
 
-Two GPUs take a rank each; one GPU takes both (RANKS_PER_GPU=2). WEFT_IBGDA_RESULTS names a file for what was measured.
+Two GPUs take a rank each; one GPU takes both (RANKS_PER_GPU=2). IBGDA_RESULTS names a file for what was measured.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _binary() -> Path:
 
 
 def _keep(results: dict[str, float]) -> None:
-    """Add results to the file that WEFT_IBGDA_RESULTS names."""
-    path = os.environ.get("WEFT_IBGDA_RESULTS")
+    """Add results to the file that IBGDA_RESULTS names."""
+    path = os.environ.get("IBGDA_RESULTS")
     if not path:
         return
     file = Path(path)

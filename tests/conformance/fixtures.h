@@ -193,7 +193,6 @@ struct DeviceQueueFixture {
     ibgda::set_nic_source(Mlx5Fixture::nics().get());
   }
   static void tear_down() {
-    EXPECT_TRUE(kinds().empty() || Mlx5Fixture::fake()->devx().queues_made() > 0);
     Mlx5Fixture::tear_down();
   }
 };

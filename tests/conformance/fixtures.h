@@ -192,9 +192,7 @@ struct DeviceQueueFixture {
     Mlx5Fixture::nics() = std::make_unique<ibgda::Mlx5Nics>(fake.verbs(), fake.mlx5(), std::move(rooms));
     ibgda::set_nic_source(Mlx5Fixture::nics().get());
   }
-  static void tear_down() {
-    Mlx5Fixture::tear_down();
-  }
+  static void tear_down() { Mlx5Fixture::tear_down(); }
 };
 
 // Ports for tests of kernels, in nodes of so many ranks: proxies over a network that reorders and delays, or queues of a

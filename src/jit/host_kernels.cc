@@ -68,7 +68,7 @@ constexpr const char* kLowLatencyReplies =
     "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=1 weights=1 element=2 out_element=2 "
     "accumulate=0";
 
-// float32 sum, bfloat16 maximum and average, and FP8 product, over every wire.
+// float32 sum, bfloat16 maximum and average, and FP8 product, over every protocol.
 constexpr const char* kPrograms =
     "element=0 reduction=0 protocol=0; element=0 reduction=0 protocol=1; element=2 reduction=3 protocol=1; "
     "element=3 reduction=1 protocol=0; element=2 reduction=4 protocol=2";

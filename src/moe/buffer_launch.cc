@@ -32,10 +32,10 @@ CombineArgs in_roles(CombineArgs args, const GridPlan& grid) {
 }
 
 template <class TwoLevelArgs, class Args>
-TwoLevelArgs in_lanes(const Args& args, const TwoLevelGrid& plan) {
+TwoLevelArgs in_batches(const Args& args, const TwoLevelGrid& plan) {
   TwoLevelArgs both{};
   both.base = in_roles(args, plan.grid);
-  both.lane_warps = plan.lane_warps;
+  both.batch_warps = plan.batch_warps;
   both.states_at = plan.states_at;
   return both;
 }
@@ -65,9 +65,9 @@ Status MoeBuffer::launch_dispatch(const DispatchArgs& args, const DispatchCall& 
     const DispatchArgs filled = in_roles(args, grid);
     return launch(&dispatch_key, grid, &filled, sizeof(filled), shape, call.order.stream);
   }
-  const TwoLevelGrid plan = plan_two_level_dispatch(ranks, levels_->islands(), levels_->lanes(),
+  const TwoLevelGrid plan = plan_two_level_dispatch(ranks, levels_->islands(), levels_->batches(),
                                                     piece_bytes_of(shape), call.num_sms, limits_);
-  auto both = in_lanes<TwoLevelDispatchArgs>(args, plan);
+  auto both = in_batches<TwoLevelDispatchArgs>(args, plan);
   levels_->complete(both, *window_, call.handle, call.tokens);
   both.routes.most_messages = levels_->most_messages(call.staging_rows, call.rows);
   return launch(&two_level_dispatch_key, plan.grid, &both, sizeof(both), shape, call.order.stream);
@@ -82,8 +82,8 @@ Status MoeBuffer::launch_combine(const CombineArgs& args, const CombineCall& cal
     return launch(&combine_key, grid, &filled, sizeof(filled), shape, call.order.stream);
   }
   const TwoLevelGrid plan =
-      plan_two_level_combine(levels_->islands(), levels_->lanes(), call.num_sms, limits_);
-  auto both = in_lanes<TwoLevelCombineArgs>(args, plan);
+      plan_two_level_combine(levels_->islands(), levels_->batches(), call.num_sms, limits_);
+  auto both = in_batches<TwoLevelCombineArgs>(args, plan);
   levels_->complete(both, *window_, call.handle, call.tokens);
   return launch(&two_level_combine_key, plan.grid, &both, sizeof(both), shape, call.order.stream);
 }

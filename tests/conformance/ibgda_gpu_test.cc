@@ -147,7 +147,7 @@ TEST_P(IbgdaPosts, AMillionOperationsArriveInOrder) {
   result("million.seconds", std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
 }
 
-// A put that takes eight entries, and its signal: nine entries, one doorbell. Greetings have one of each.
+// A put that takes eight entries, and its signal: nine entries, one doorbell. Meetings have one of each.
 TEST_P(IbgdaPosts, ABatchRingsOnce) {
   use({.seed = 73, .put_shift = 9}, "64");
   on_loops([&](ChannelLoop& loop, int rank) {
@@ -155,14 +155,14 @@ TEST_P(IbgdaPosts, ABatchRingsOnce) {
     const Posted before = posted(loop.window(), rank);
     ASSERT_EQ(loop.run(load).status().message(), "") << "rank " << rank;
     const Posted after = posted(loop.window(), rank);
-    const uint64_t calls = rank == 0 ? uint64_t{load.count} * load.repeats : 0, greetings = 2 * load.repeats;
-    EXPECT_EQ(after.entries - before.entries, 9 * calls + greetings);
-    EXPECT_EQ(after.doorbells - before.doorbells, calls + greetings);
+    const uint64_t calls = rank == 0 ? uint64_t{load.count} * load.repeats : 0, meetings = 2 * load.repeats;
+    EXPECT_EQ(after.entries - before.entries, 9 * calls + meetings);
+    EXPECT_EQ(after.doorbells - before.doorbells, calls + meetings);
     if (rank != 0) return;
     result("batches.calls", static_cast<double>(calls));
     result("batches.entries_of_a_call", 9);
     result("batches.doorbells_of_a_call",
-           static_cast<double>(after.doorbells - before.doorbells - greetings) / static_cast<double>(calls));
+           static_cast<double>(after.doorbells - before.doorbells - meetings) / static_cast<double>(calls));
   });
 }
 
@@ -233,7 +233,7 @@ struct GraphCalls {
 // One rank's side: memory that launches count in, and the launch.
 class Replays {
  public:
-  static constexpr uint64_t kToldAt = 0, kAddedAt = 128, kSourceAt = 4096, kDataAt = 8192, kBytes = 1024;
+  static constexpr uint64_t kSignalAt = 0, kAddedAt = 128, kSourceAt = 4096, kDataAt = 8192, kBytes = 1024;
 
   Replays(std::shared_ptr<Communicator> comm, int rank) : comm_(std::move(comm)), device_(comm_->device()) {
     auto window = Window::create(comm_, 16384);
@@ -247,7 +247,7 @@ class Replays {
         {static_cast<uint64_t>(kTimeout_s * 1e9), seen_->at<FaultBox>(0), static_cast<uint32_t>(rank), 0},
         rounds_->at<uint64_t>(0),
         seen_->at<uint64_t>(sizeof(FaultBox)),
-        kToldAt,
+        kSignalAt,
         kAddedAt,
         kSourceAt,
         kDataAt,
@@ -301,11 +301,11 @@ class Replays {
     EXPECT_EQ(fault->raised, 0u) << "rank " << rank << ", waited for " << fault->peer << ": expected "
                                  << fault->expected << ", saw " << fault->seen;
     EXPECT_EQ(*args_.wrong, 0u) << "rank " << rank;
-    const auto* told = reinterpret_cast<const uint64_t*>(window_->local() + kToldAt);
+    const auto* signal = reinterpret_cast<const uint64_t*>(window_->local() + kSignalAt);
     const auto* added = reinterpret_cast<const uint64_t*>(window_->local() + kAddedAt);
     EXPECT_TRUE(wait_until(Deadline::after_s(kTimeout_s), [&] { return load_acquire(added) >= launches; }));
     EXPECT_EQ(load_acquire(added), launches) << "rank " << rank;
-    EXPECT_EQ(load_acquire(told), launches) << "rank " << rank;
+    EXPECT_EQ(load_acquire(signal), launches) << "rank " << rank;
   }
   const Window& window() const { return *window_; }
 

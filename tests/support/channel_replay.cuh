@@ -14,7 +14,7 @@ struct ChannelReplayArgs {
   WaitRule wait;
   uint64_t* rounds;    // that are done; memory of the device
   uint64_t* wrong;     // words that were not what the peer put; memory that the host sees
-  uint64_t told_at;    // u64 in the window: the peer's round
+  uint64_t signal_at;    // u64 in the window: the peer's round
   uint64_t added_at;   // u64: how often the peer has added 1
   uint64_t source_at;  // two places of `bytes` each, and as many at
   uint64_t data_at;
@@ -39,13 +39,13 @@ WEFT_KERNEL void channel_replay(const ChannelReplayArgs& a, const MeshT& mesh, c
   for (uint64_t i = warp.rank(); i < a.bytes / 8; i += warp.size())
     source[i] = replay_pattern(mesh.rank(), round, i);
   auto to = mesh.to(a.peer);
-  to.put_with_signal(warp, a.data_at + place, a.source_at + place, a.bytes, a.told_at, round);
+  to.put_with_signal(warp, a.data_at + place, a.source_at + place, a.bytes, a.signal_at, round);
   bool came = true;
   if (warp.rank() == 0) {
     to.signal_add(a.added_at, 1);
     uint64_t seen = 0, waited_ns = 0;
-    const auto* told = reinterpret_cast<const uint64_t*>(mesh.local() + a.told_at);
-    came = poll_host_signal(told, round, a.wait, seen, waited_ns);
+    const auto* signal = reinterpret_cast<const uint64_t*>(mesh.local() + a.signal_at);
+    came = poll_host_signal(signal, round, a.wait, seen, waited_ns);
     if (!came) raise(a.wait.fault, Site::kChannelLoop, a.wait.self, a.peer, round, seen, waited_ns);
   }
   if (warp.any(!came)) return;

@@ -93,16 +93,16 @@ TEST(TwoLevelPlan, NotifyHasTheThreadsThatItIsCompiledFor) {
   EXPECT_EQ(plan_two_level_notify(64, 8, kHost).threads_per_block, kHost.host_threads);
 }
 
-TEST(TwoLevelPlan, EveryLaneHasAWarpAndItsStateAPlace) {
+TEST(TwoLevelPlan, EveryBatchHasAWarpAndItsStateAPlace) {
   const IslandPlan islands = islands_of({0, 0, 1, 1, 2, 2});
   const TwoLevelGrid dispatch = plan_two_level_dispatch(6, islands, 32, 14336, 20, kH200);
-  EXPECT_LE(dispatch.lane_warps.first + dispatch.lane_warps.count, dispatch.grid.threads_per_block / 32);
+  EXPECT_LE(dispatch.batch_warps.first + dispatch.batch_warps.count, dispatch.grid.threads_per_block / 32);
   EXPECT_LE(dispatch.grid.shared_bytes, kH200.shared_bytes);
   EXPECT_GE(dispatch.grid.shared_bytes - dispatch.states_at,
-            ring_states_bytes(islands.count, islands.most_served, 32, 20, dispatch.lane_warps.count));
+            ring_states_bytes(islands.count, islands.most_served, 32, 20, dispatch.batch_warps.count));
   const TwoLevelGrid combine = plan_two_level_combine(islands, 2, 0, kHost);
   EXPECT_EQ(combine.grid.threads_per_block, kHost.host_threads);
-  EXPECT_EQ(combine.lane_warps.count, kHost.host_threads);
+  EXPECT_EQ(combine.batch_warps.count, kHost.host_threads);
 }
 
 }  // namespace

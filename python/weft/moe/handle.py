@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weft import _core
-from weft.moe.engine import address
+from weft.moe.device_context import address
 
 _KIND = 0x57454654_4854  # of the facts in a handle: another number than those of other handles
 

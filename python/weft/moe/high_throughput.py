@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft import _core
 from weft.errors import Error
-from weft.moe.engine import Engine, Order, address
+from weft.moe.device_context import DeviceContext, Order, address
 from weft.moe.handle import DispatchState
 from weft.runtime import spans
 from weft.runtime.allocation import tensor_form
@@ -87,23 +87,23 @@ class Layout(NamedTuple):
         return self.counts[self.is_token_in_rank.size(1) :]
 
 
-def empty_layout(engine: Engine, num_tokens: int, num_experts: int) -> Layout:
+def empty_layout(context: DeviceContext, num_tokens: int, num_experts: int) -> Layout:
     """Allocate what layout() fills, for the stream that is current."""
-    num_ranks = int(engine.communicator.size)
+    num_ranks = int(context.communicator.size)
     return Layout(
-        engine.empty(num_ranks + num_experts, dtype=torch.int32),
-        engine.empty(num_tokens, num_ranks, dtype=torch.bool),
+        context.empty(num_ranks + num_experts, dtype=torch.int32),
+        context.empty(num_tokens, num_ranks, dtype=torch.bool),
     )
 
 
 class LayoutPlan:
     """What layouts of one signature share: the experts and the makers of what they fill."""
 
-    def __init__(self, engine: Engine, num_tokens: int, num_experts: int) -> None:
-        num_ranks = int(engine.communicator.size)
-        self.engine, self.num_experts = engine, num_experts
+    def __init__(self, context: DeviceContext, num_tokens: int, num_experts: int) -> None:
+        num_ranks = int(context.communicator.size)
+        self.context, self.num_experts = context, num_experts
         self.parts = (num_ranks, num_experts)
-        self._outputs = engine.allocator(
+        self._outputs = context.allocator(
             tensor_form((num_ranks + num_experts,), torch.int32),
             tensor_form((num_tokens, num_ranks), torch.bool),
         )
@@ -114,13 +114,13 @@ class LayoutPlan:
 
 
 def layout(
-    engine: Engine, topk_idx: Tensor, into: Layout, stream: int, sum_place: Tensor | None = None
+    context: DeviceContext, topk_idx: Tensor, into: Layout, stream: int, sum_place: Tensor | None = None
 ) -> None:
     """Fill ``into``, and sum_place i32[T, ranks], by right-most slot."""
     num_tokens, top_k = topk_idx.shape
     spans.run(
         "layout",
-        engine.core.layout,
+        context.core.layout,
         *(address(topk_idx), topk_idx.element_size(), num_tokens, top_k),
         into.counts.size(0) - into.is_token_in_rank.size(1),
         *(into.counts.data_ptr(), address(into.is_token_in_rank), address(sum_place), stream),
@@ -128,7 +128,7 @@ def layout(
 
 
 def dispatch(
-    engine: Engine,
+    context: DeviceContext,
     rows: Rows,
     is_token_in_rank: Tensor,
     num_tokens_per_expert: Tensor,
@@ -144,11 +144,11 @@ def dispatch(
     the same on all ranks; 0: not known.
     """
     num_tokens, num_ranks = is_token_in_rank.shape
-    send_row = engine.empty(num_tokens, num_ranks, dtype=torch.int32)
-    slot_base = engine.empty(num_tokens, dtype=torch.int32)
-    prefix = engine.empty(num_ranks, num_ranks, dtype=torch.int32)
-    route_words = int(engine.core.route_words(num_tokens, sum_place is not None))
-    routes = engine.empty(route_words, dtype=torch.int32) if route_words else None
+    send_row = context.empty(num_tokens, num_ranks, dtype=torch.int32)
+    slot_base = context.empty(num_tokens, dtype=torch.int32)
+    prefix = context.empty(num_ranks, num_ranks, dtype=torch.int32)
+    route_words = int(context.core.route_words(num_tokens, sum_place is not None))
+    routes = context.empty(route_words, dtype=torch.int32) if route_words else None
     memory = _core.HandleMemory(
         send_row.data_ptr(), slot_base.data_ptr(), prefix.data_ptr(), address(sum_place), address(routes)
     )
@@ -158,7 +158,7 @@ def dispatch(
     try:
         notified = spans.run(
             "dispatch.counts",
-            engine.core.notify,
+            context.core.notify,
             format=row_format,
             token_in_rank=is_token_in_rank.data_ptr(),
             tokens_per_expert=num_tokens_per_expert.data_ptr(),
@@ -172,23 +172,23 @@ def dispatch(
             waits=waits,
         )
     except Error:  # counts are known, or awaited in vain, while the kernel still writes places
-        engine.finish(True, (is_token_in_rank, num_tokens_per_expert, send_row, slot_base, prefix, routes))
+        context.finish(True, (is_token_in_rank, num_tokens_per_expert, send_row, slot_base, prefix, routes))
         raise
     most_copies = min(num_ranks, row_format.top_k) if row_format.top_k else num_ranks
     num_rows, staging_rows = notified.received_rows, notified.sent_rows
     if counts_unknown:
         num_rows = num_worst_tokens
-        staging_rows = engine.core.most_staging_rows(num_worst_tokens, num_tokens * most_copies, most_tokens)
+        staging_rows = context.core.most_staging_rows(num_worst_tokens, num_tokens * most_copies, most_tokens)
     records = None
     if routes is not None:
-        record_words = engine.core.record_words(staging_rows, num_rows, sum_place is not None)
-        records = engine.empty(int(record_words), dtype=torch.int32)
+        record_words = context.core.record_words(staging_rows, num_rows, sum_place is not None)
+        records = context.empty(int(record_words), dtype=torch.int32)
         memory = _core.HandleMemory(
             *(send_row.data_ptr(), slot_base.data_ptr(), prefix.data_ptr(), address(sum_place)),
             *(address(routes), address(records)),
         )
     received = _send(
-        engine,
+        context,
         rows,
         num_tokens_per_expert.size(0),
         memory,
@@ -200,8 +200,8 @@ def dispatch(
         (stream, after, False, joins),
     )
     state = DispatchState(
-        group_key=engine.group_key,
-        rank=int(engine.communicator.rank),
+        group_key=context.group_key,
+        rank=int(context.communicator.rank),
         handle_id=notified.handle_id,
         num_experts=num_tokens_per_expert.size(0),
         top_k=row_format.top_k,
@@ -218,15 +218,15 @@ def dispatch(
         sum_place=sum_place,
         routes=routes,
         records=records,
-        islands=engine.islands,
+        islands=context.islands,
     )
     return received, state, list(notified.tokens_per_local_expert)
 
 
-def repeat(engine: Engine, rows: Rows, state: DispatchState, num_sms: int, order: Order) -> Received:
+def repeat(context: DeviceContext, rows: Rows, state: DispatchState, num_sms: int, order: Order) -> Received:
     """Send rows along the routes of an earlier dispatch."""
     return _send(
-        engine,
+        context,
         rows,
         state.num_experts,
         state.memory,
@@ -241,7 +241,7 @@ def repeat(engine: Engine, rows: Rows, state: DispatchState, num_sms: int, order
 
 
 def _send(
-    engine: Engine,
+    context: DeviceContext,
     rows: Rows,
     num_experts: int,
     memory: Any,
@@ -255,17 +255,17 @@ def _send(
 ) -> Received:
     scales = rows.scales
     call = functools.partial(
-        engine.core.dispatch,
+        context.core.dispatch,
         *(rows.format, rows.x.data_ptr(), address(scales)),
         *((0, 0) if scales is None else scales.stride()),
         *(address(rows.topk_idx), address(rows.topk_weights), rows.x.size(0), num_experts),
         *(memory, handle_id, num_rows, staging_rows, counts_unknown, rows.keep_weights, is_one_piece),
         *(num_sms, *order),
     )
-    return Received(engine, _with_room(engine, "dispatch", call), rows, num_rows)
+    return Received(context, _with_room(context, "dispatch", call), rows, num_rows)
 
 
-def _with_room(engine: Engine, name: str, call: Callable[[], Any]) -> Any:
+def _with_room(context: DeviceContext, name: str, call: Callable[[], Any]) -> Any:
     """Return call(); where the window is full of pieces that other streams still use, after these."""
     try:
         return spans.run(name, call)
@@ -273,13 +273,13 @@ def _with_room(engine: Engine, name: str, call: Callable[[], Any]) -> Any:
         is_room = error.code == "capacity" and str(error).startswith(
             "num_nvl_bytes:"
         )  # no fault of an earlier call
-        if not is_room or not engine.reclaim(wait=True):
+        if not is_room or not context.reclaim(wait=True):
             raise
     return call()
 
 
 def combine(
-    engine: Engine,
+    context: DeviceContext,
     x: Tensor,
     topk_weights: Tensor | None,
     biases: tuple[Tensor, ...],
@@ -292,25 +292,25 @@ def combine(
     combined, combined_weights = outputs
     bias_addresses = [bias.data_ptr() for bias in biases] + [0, 0]
     call = functools.partial(
-        engine.core.combine,
+        context.core.combine,
         *(x.size(1) * x.element_size(), topk_weights.size(1) if topk_weights is not None else 0),
         *(_SUMMED_ELEMENTS[x.dtype], x.data_ptr(), address(topk_weights), state.slot.data_ptr()),
         *(bias_addresses[0], bias_addresses[1], combined.data_ptr(), address(combined_weights)),
         *(state.num_tokens, state.memory, state.handle_id, state.staging_rows, num_sms, *order),
     )
-    _with_room(engine, "combine", call)
+    _with_room(context, "combine", call)
 
 
 class CombinePlan:
     """What combines of rows of one form share."""
 
-    def __init__(self, engine: Engine, x: Tensor) -> None:
-        self.engine = engine
+    def __init__(self, context: DeviceContext, x: Tensor) -> None:
+        self.context = context
         self._columns, self._dtype = x.size(1), x.dtype
 
     def new_output(self, num_tokens: int) -> Tensor:
         """Return [num_tokens, columns] to be filled, for the stream that is current."""
-        return self.engine.empty(num_tokens, self._columns, dtype=self._dtype)
+        return self.context.empty(num_tokens, self._columns, dtype=self._dtype)
 
 
 _SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kElementFp32
@@ -319,13 +319,13 @@ _SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kEleme
 class Received:
     """The results of a dispatch in the pieces that it filled: rows and scales; ids, weights and origins."""
 
-    def __init__(self, engine: Engine, received: Any, sent: Rows, num_rows: int) -> None:
+    def __init__(self, context: DeviceContext, received: Any, sent: Rows, num_rows: int) -> None:
         self.num_rows = num_rows
-        self._engine = engine
+        self._context = context
         self._layout = received.layout
         self._rows_at, self._meta_at = received.rows_at, received.meta_at
-        self._rows = engine.lend(received.rows_at)
-        self._meta_lease = self._rows if received.is_one_piece else engine.lend(received.meta_at)
+        self._rows = context.lend(received.rows_at)
+        self._meta_lease = self._rows if received.is_one_piece else context.lend(received.meta_at)
         self._sent = sent
 
     def payload(self) -> Payload:
@@ -366,15 +366,15 @@ class Received:
     @functools.cached_property
     def _meta(self) -> Tensor:
         at, num_bytes = self._meta_at, self._layout.meta_bytes
-        return self._engine.storage_of(self._meta_lease, at, num_bytes, can_be_freed=False)
+        return self._context.storage_of(self._meta_lease, at, num_bytes, can_be_freed=False)
 
     def _rows_of(self, offset: int, num_bytes: int, like: Tensor) -> Tensor:
         begin = self._rows_at + offset
-        storage = self._engine.storage_of(self._rows, begin, num_bytes, can_be_freed=True)
+        storage = self._context.storage_of(self._rows, begin, num_bytes, can_be_freed=True)
         return self._matrix(storage, 0, like)
 
     def _matrix(self, piece: Tensor, offset: int, like: Tensor) -> Tensor:
-        return self._engine.output(piece, offset, (self.num_rows, like.size(1)), like.dtype)
+        return self._context.output(piece, offset, (self.num_rows, like.size(1)), like.dtype)
 
     def _column(self, offset: int) -> Tensor:
-        return self._engine.output(self._meta, offset, (self.num_rows,), torch.int32)
+        return self._context.output(self._meta, offset, (self.num_rows,), torch.int32)

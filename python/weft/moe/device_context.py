@@ -46,16 +46,16 @@ def address(tensor: torch.Tensor | None) -> int:
 class HostLease:
     """Owns one piece of a window in host memory; the DLPack capsule of a view keeps it alive."""
 
-    def __init__(self, engine: Engine, offset: int) -> None:
-        self._engine = engine
+    def __init__(self, context: DeviceContext, offset: int) -> None:
+        self._context = context
         self._offset = offset
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._engine.core.give_back(self._offset)
+            self._context.core.give_back(self._offset)
 
 
-class Engine(RuntimeFacts):
+class DeviceContext(RuntimeFacts):
     """The core buffer of one device and what orders work on it.
 
     Args:

@@ -28,7 +28,7 @@ from weft.moe.events import EventHandle, EventOverlap
 from weft.moe.host_memory import HostMemory
 from weft.moe.runtime_facts import RuntimeFacts
 from weft.moe.window_pieces import CudaStreams, Lease, StorageOwner, WindowPieces, watch_torch
-from weft.runtime.allocation import TensorForm, new_on_cuda, strides_in_order, tensor_form
+from weft.runtime.allocation import TensorForm, new_on_cuda, new_on_host, strides_in_order, tensor_form
 from weft.runtime.streams import current_stream
 
 _NOWHERE = 16
@@ -326,7 +326,7 @@ class Engine(RuntimeFacts):
         shape, strides, dtype = form
         num_elements = math.prod(shape)
         if num_elements * dtype.itemsize < _SMALL_BYTES:
-            return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=self.device)
+            return functools.partial(new_on_host, form)
         if strides == strides_in_order(shape):
             return functools.partial(self.empty, *shape, dtype=dtype)
         return lambda: self.empty(num_elements, dtype=dtype).as_strided(shape, strides)

@@ -16,7 +16,7 @@ from weft.errors import Error
 from weft.moe.engine import Engine, Order, address
 from weft.moe.handle import DispatchState
 from weft.runtime import spans
-from weft.runtime.allocation import tensor_form
+from weft.runtime.allocation import part_of, tensor_form
 
 Payload = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -79,12 +79,13 @@ class Layout(NamedTuple):
     @property
     def tokens_per_rank(self) -> Tensor:
         """i32[ranks]."""
-        return self.counts[: self.is_token_in_rank.size(1)]
+        return part_of(self.counts, 0, (self.is_token_in_rank.size(1),))
 
     @property
     def slots_per_expert(self) -> Tensor:
         """i32[experts]."""
-        return self.counts[self.is_token_in_rank.size(1) :]
+        num_ranks = self.is_token_in_rank.size(1)
+        return part_of(self.counts, num_ranks, (self.counts.size(0) - num_ranks,))
 
 
 def empty_layout(engine: Engine, num_tokens: int, num_experts: int) -> Layout:

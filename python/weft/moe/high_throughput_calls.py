@@ -110,7 +110,7 @@ class HighThroughputCalls:
             with engine.on_comm_stream():
                 per_node = self._count_per_node(engine, counted.is_token_in_rank)
             event = engine.finish(async_finish, (topk_idx, *counted, per_node))
-        per_rank, per_expert = torch.split_with_sizes(counted.counts, plan.parts)
+        per_rank, per_expert = counted.tokens_per_rank, counted.slots_per_expert
         return per_rank, per_node, per_expert, counted.is_token_in_rank, event
 
     def _signature(self, call: str, tensors: tuple[Any, ...], *values: object) -> Signature:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.moe.handle import facts_of
+from weft.runtime.allocation import part_of
 
 _KIND = 0x57454654_4C4C  # of the facts in a handle: another number than those of other handles
 _MADE_AT_ONCE = 64
@@ -29,7 +30,9 @@ def new_status(is_received: bool) -> Tensor:
         return unused.pop()
     except IndexError:
         entries = [(int(is_received), next(_numbers)) for _ in range(_MADE_AT_ONCE)]
-        unused += torch.tensor(entries, dtype=torch.int64, device="cpu").unbind()
+        with torch.inference_mode(False):  # autograd may save them in a later call
+            together = torch.tensor(entries, dtype=torch.int64, device="cpu")
+            unused += [part_of(together, 2 * i, (2,)) for i in range(_MADE_AT_ONCE)]
         return unused.pop()
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Uninitialised tensors, allocated for the stream that is current, by the shortest way that torch has.
 
-    rows, counts = new_on_cuda((tensor_form((128, 7168), torch.bfloat16), tensor_form((8,), torch.int32)), device)
-    last = part_of(counts, 3, (5,))      # of the same memory, but no view
+    forms = (tensor_form((128, 7168), torch.bfloat16), tensor_form((8,), torch.int32), tensor_form((9,), torch.int32))
+    make = OutputMaker(forms, device, large=..., together=(1, 2))
+    rows, routes, places = make()        # again and again; the last two share memory, but are no views
 
 torch.empty takes some 3 us of the host, more than most of what surrounds it here. The functions that torch's compiled
 code allocates with take a sixth of that; the one for CUDA knows the current device only. They take memory from torch's
@@ -12,10 +13,13 @@ allocators. What that code makes tensors of one memory with takes a twentieth of
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from weft import _core
 
 TensorForm = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides in elements, type
 
@@ -33,21 +37,21 @@ def tensor_form(
     return shape, strides_in_order(shape) if strides is None else strides, dtype
 
 
-def new_on_cuda(forms: Iterable[TensorForm | None], device: torch.device) -> list[Any]:
-    """Return an uninitialised tensor of each form, None for None. device: with its number."""
-    if _short_way is not None and _current_device() == device.index:
-        return [None if form is None else _short_way(*form) for form in forms]
-    empty = torch.empty_strided
-    return [None if form is None else empty(*form[:2], dtype=form[2], device=device) for form in forms]
-
-
-def new_on_host(form: TensorForm) -> torch.Tensor:
-    """Return an uninitialised tensor on the CPU."""
+def new_on_cuda(form: TensorForm, device: torch.device) -> torch.Tensor:
+    """Return an uninitialised tensor. device: with its number."""
     shape, strides, dtype = form
-    if _short_way_on_host is None:
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-    made: torch.Tensor = _short_way_on_host(shape, strides, dtype)
-    return made
+    if _short_way is not None and _current_device() == device.index:
+        made: torch.Tensor = _short_way(shape, strides, dtype)
+        return made
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _host_by_torch(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+
+# (shape, strides, dtype) -> an uninitialised tensor on the CPU
+new_on_host: Callable[..., torch.Tensor] = _short_way_on_host or _host_by_torch
 
 
 def _part_by_set(
@@ -69,6 +73,83 @@ def part_of(tensor: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.
     return made
 
 
+class OutputMaker:
+    """Makes what calls of one signature fill: a tensor of each form, None for None.
+
+    Args:
+        device: with its number.
+        large: makes a tensor on the CPU of a form of 1 MiB or more.
+        together: the places of contiguous forms of one type that lie in one memory: of no results that a caller may
+            free, but each piece of memory costs the host as much as all else of a tensor.
+    """
+
+    def __init__(
+        self,
+        forms: Sequence[TensorForm | None],
+        device: torch.device,
+        large: Callable[[TensorForm], torch.Tensor],
+        together: Sequence[int] = (),
+    ) -> None:
+        self._device, self._large, self._count = device, large, len(forms)
+        self._memory = [(i, form) for i, form in enumerate(forms) if form is not None and i not in together]
+        self._parts = _parts_of(forms, together)
+        if self._parts:
+            place, shape, _, offset = self._parts[-1]
+            form = forms[place]
+            assert form is not None
+            # Without a place among the results.
+            self._memory.append((len(forms), tensor_form((offset + math.prod(shape),), form[2])))
+        self._by_core: Callable[[], list[Any]] | None = None
+        short_way = _short_way_on_host if device.type == "cpu" else _short_way
+        is_large = device.type == "cpu" and any(_is_large(form) for _, form in self._memory)
+        if short_way is not None and _reinterpret is not None and not is_large:
+            self._by_core = _core.TensorMaker(
+                short_way, _reinterpret, self._count, self._memory, self._parts
+            )
+
+    def __call__(self) -> list[Any]:
+        """Return new tensors, for the stream that is current."""
+        if self._by_core is not None and (
+            self._device.index is None or _current_device() == self._device.index
+        ):
+            return self._by_core()
+        results: list[Any] = [None] * (self._count + 1)
+        for place, form in self._memory:
+            results[place] = last = self._new(form)
+        for place, shape, strides, offset in self._parts:
+            results[place] = _part(last, shape, strides, offset)
+        return results[: self._count]
+
+    def _new(self, form: TensorForm) -> torch.Tensor:
+        if self._device.type != "cpu":
+            return new_on_cuda(form, self._device)
+        return self._large(form) if _is_large(form) else new_on_host(*form)
+
+
+Part = tuple[int, tuple[int, ...], tuple[int, ...], int]  # a place, a shape, strides, an offset in elements
+
+
+def _parts_of(forms: Sequence[TensorForm | None], together: Sequence[int]) -> list[Part]:
+    """Return where each of the forms lies in their one memory, the last one last."""
+    parts: list[Part] = []
+    end = 0
+    for place in together:
+        form = forms[place]
+        if form is not None:
+            shape, strides, dtype = form
+            parts.append((place, shape, strides, end))
+            end += -(-math.prod(shape) * dtype.itemsize // _PART_BYTES) * _PART_BYTES // dtype.itemsize
+    return parts
+
+
+def _is_large(form: TensorForm) -> bool:
+    return math.prod(form[0]) * form[2].itemsize >= _LARGE_BYTES
+
+
+_LARGE_BYTES = 1 << 20  # smaller pieces on the CPU the C library keeps itself
+_PART_BYTES = 512  # as torch aligns memory of its own on GPUs
+
+
 @functools.lru_cache(maxsize=4096)  # calls ask for the same ones again and again
 def strides_in_order(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
@@ -79,4 +160,4 @@ def strides_in_order(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-__all__ = ["TensorForm", "new_on_cuda", "new_on_host", "part_of", "strides_in_order", "tensor_form"]
+__all__ = ["OutputMaker", "TensorForm", "new_on_cuda", "new_on_host", "part_of", "strides_in_order", "tensor_form"]

@@ -136,8 +136,8 @@ class Transport {
   virtual const char* carried_by() const = 0;  // one line for people
   // Probes this machine; never fails: says why it is unusable instead.
   virtual Caps caps(Device device) const = 0;
-  // What this rank tells all others of itself before transports are chosen: RankFacts::cards.
-  virtual std::string card(Device device) const { return {}; }
+  // What all other ranks learn of this one before transports are chosen: RankFacts::descriptors.
+  virtual std::string descriptor(Device device) const { return {}; }
   // Why it cannot carry data from `self` to `peer`; empty when it can. Pure.
   virtual std::string refuses(const RankFacts& self, const RankFacts& peer) const = 0;
   // Collective over all ranks of the group, those without peers here included. Errors: kPeerLost naming the

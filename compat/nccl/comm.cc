@@ -20,8 +20,8 @@ namespace {
 constexpr uint64_t kSlotBytes = 128 << 10, kUnusedSlotBytes = 4 << 10;
 
 // What a rank tells the others first. All run the same build, which the ticket's magic and `bytes` check.
-struct Card {
-  uint64_t bytes = sizeof(Card);
+struct RankDescriptor {
+  uint64_t bytes = sizeof(RankDescriptor);
   uint64_t has_real = 0;
   uint64_t is_host = 0;
   char forward[512] = {};
@@ -101,7 +101,7 @@ Status ncclComm::meet(const ncclUniqueId& id, ncclUniqueId& real_id, bool& all_h
   if (!ticket.is_valid())
     return Status::invalid("commId: got bytes that ncclGetUniqueId of this library did not make");
   WEFT_TRY_ASSIGN(bootstrap_, weft::join_meeting(ticket, rank_, size_, until));
-  weft::nccl::Card mine;
+  weft::nccl::RankDescriptor mine;
   mine.is_host = device_.is_host();
   const std::string& forward = weft::config().nccl_forward;
   std::memcpy(mine.forward, forward.data(), std::min(forward.size(), sizeof mine.forward - 1));
@@ -115,16 +115,17 @@ Status ncclComm::meet(const ncclUniqueId& id, ncclUniqueId& real_id, bool& all_h
       bootstrap_->all_gather(std::string(reinterpret_cast<const char*>(&mine), sizeof mine), until));
   all_have_real = true;
   for (int rank = 0; rank < size_; ++rank) {
-    weft::nccl::Card card;
-    if (all[rank].size() != sizeof card) return Status::invalid("rank {} runs another version of Weft", rank);
-    std::memcpy(static_cast<void*>(&card), all[rank].data(), sizeof card);
-    if (rank == 0) real_id = card.real_id;
-    if (std::strcmp(card.forward, mine.forward) != 0 || card.is_host != mine.is_host)
+    weft::nccl::RankDescriptor theirs;
+    if (all[rank].size() != sizeof theirs)
+      return Status::invalid("rank {} runs another version of Weft", rank);
+    std::memcpy(static_cast<void*>(&theirs), all[rank].data(), sizeof theirs);
+    if (rank == 0) real_id = theirs.real_id;
+    if (std::strcmp(theirs.forward, mine.forward) != 0 || theirs.is_host != mine.is_host)
       return weft::logged(
           Status::invalid("rank {} has another WEFT_NCCL_FORWARD or WEFT_NCCL_DEVICE than rank {}, allowed: "
                           "the same on all ranks",
                           rank, rank_));
-    all_have_real = all_have_real && card.has_real;
+    all_have_real = all_have_real && theirs.has_real;
   }
   return {};
 }

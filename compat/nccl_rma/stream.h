@@ -105,8 +105,8 @@ class Incoming {
   // Takes what has its turn; `carry_out` gets the units of a record. Whether anything was taken.
   Result<bool> advance(const std::function<Status(std::string_view units)>& carry_out);
   uint64_t taken() const { return next_; }
-  bool owes_credit() const { return next_ != told_; }
-  void told() { told_ = next_; }
+  bool owes_credit() const { return next_ != credited_; }
+  void credited() { credited_ = next_; }
   uint32_t id() const { return id_; }
 
  private:
@@ -116,7 +116,7 @@ class Incoming {
   const uint32_t id_;
   const std::shared_ptr<transfer::Peer> peer_;
   transfer::Engine& engine_;
-  uint64_t next_ = 0, told_ = 0;
+  uint64_t next_ = 0, credited_ = 0;
   std::deque<std::pair<uint64_t, std::string>> records_;
   std::array<std::shared_ptr<transfer::ImmCounter>, kNumbers> written_;
   std::array<uint64_t, kNumbers> known_{};  // immediates that belong to numbers that were taken

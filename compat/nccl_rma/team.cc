@@ -50,17 +50,17 @@ Result<std::shared_ptr<Team>> Team::connect(const proxy::Network& network, const
 
 Status Team::meet(const std::string& introduction) {
   const Deadline until = Deadline::after_s(timeout_s_);
-  WEFT_TRY_ASSIGN(const std::vector<std::string> cards,
+  WEFT_TRY_ASSIGN(const std::vector<std::string> addresses,
                   exchange("connect", introduction + engine_->address()));
   Status first;
   for (int peer = 0; peer < ranks() && first.ok(); ++peer) {
-    const std::string& card = cards[static_cast<size_t>(peer)];
-    if (!card.starts_with(introduction)) {
-      first =
-          Status::invalid("rank {}: got '{}', allowed: '{}' as here", peer, card.substr(0, card.find('\n')),
-                          introduction.substr(0, introduction.size() - 1));
+    const std::string& address = addresses[static_cast<size_t>(peer)];
+    if (!address.starts_with(introduction)) {
+      first = Status::invalid("rank {}: got '{}', allowed: '{}' as here", peer,
+                              address.substr(0, address.find('\n')),
+                              introduction.substr(0, introduction.size() - 1));
     } else if (peer != rank_) {
-      auto connected = engine_->connect(std::string_view(card).substr(introduction.size()), until);
+      auto connected = engine_->connect(std::string_view(address).substr(introduction.size()), until);
       if (!connected.ok()) {
         first = connected.status();
         continue;
@@ -75,8 +75,8 @@ Status Team::meet(const std::string& introduction) {
 
 // Every rank's bytes, or why one has none: then all ranks fail alike.
 Result<std::vector<std::string>> Team::exchange(const char* what, const Result<std::string>& mine) {
-  const std::string card = mine.ok() ? "+" + *mine : "-" + mine.status().message();
-  WEFT_TRY_ASSIGN(std::vector<std::string> all, meeting_->all_gather(card, Deadline::after_s(timeout_s_)));
+  const std::string answer = mine.ok() ? "+" + *mine : "-" + mine.status().message();
+  WEFT_TRY_ASSIGN(std::vector<std::string> all, meeting_->all_gather(answer, Deadline::after_s(timeout_s_)));
   if (!mine.ok()) return mine.status();
   for (size_t peer = 0; peer < all.size(); ++peer) {
     if (!all[peer].starts_with('+'))
@@ -100,15 +100,15 @@ Result<uint32_t> Team::enroll(void* data, uint64_t bytes, int pointer_kind, uint
     WEFT_TRY_ASSIGN(const std::string descriptor, engine_->describe(*region->memory));
     return text("{} {}\n", regions_made_, bytes) + descriptor;
   };
-  const auto cards = exchange("regMrSym", prepare());
-  Status status = cards.status();
+  const auto descriptors = exchange("regMrSym", prepare());
+  Status status = descriptors.status();
   if (status.ok()) {
     std::lock_guard lock(mutex_);
     region->number = regions_made_;
     regions_[regions_made_++] = region;  // a rank that is ahead may put to it from here on
   }
   if (status.ok()) {
-    status = attach(*region, *cards);
+    status = attach(*region, *descriptors);
     const Status all =
         exchange("regMrSym", status.ok() ? Result<std::string>(std::string()) : Result<std::string>(status))
             .status();
@@ -123,20 +123,20 @@ Result<uint32_t> Team::enroll(void* data, uint64_t bytes, int pointer_kind, uint
   return status;
 }
 
-Status Team::attach(Region& region, const std::vector<std::string>& cards) {
+Status Team::attach(Region& region, const std::vector<std::string>& descriptors) {
   const Deadline until = Deadline::after_s(timeout_s_);
   for (int peer = 0; peer < ranks(); ++peer) {
-    const std::string& card = cards[static_cast<size_t>(peer)];
-    const size_t end = card.find('\n');
+    const std::string& descriptor = descriptors[static_cast<size_t>(peer)];
+    const size_t end = descriptor.find('\n');
     uint32_t number = 0;
     unsigned long long bytes = 0;
-    if (end == std::string::npos || std::sscanf(card.c_str(), "%u %llu", &number, &bytes) != 2 ||
+    if (end == std::string::npos || std::sscanf(descriptor.c_str(), "%u %llu", &number, &bytes) != 2 ||
         number != region.number)
       return Status::invalid("regMrSym: rank {} registers its region '{}', allowed: number {} as here", peer,
-                             card.substr(0, std::min<size_t>(end, 40)), region.number);
+                             descriptor.substr(0, std::min<size_t>(end, 40)), region.number);
     Region::Part part{bytes, region.memory->is_staged(), nullptr};
     if (peer != rank_) {
-      WEFT_TRY_ASSIGN(part.remote, engine_->attach(std::string_view(card).substr(end + 1), until));
+      WEFT_TRY_ASSIGN(part.remote, engine_->attach(std::string_view(descriptor).substr(end + 1), until));
       part.is_staged = part.remote->is_staged();
     }
     std::lock_guard lock(mutex_);

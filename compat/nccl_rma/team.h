@@ -110,7 +110,7 @@ class Team {
        std::shared_ptr<MeetingBootstrap> meeting);
   Status meet(const std::string& introduction);
   Result<std::vector<std::string>> exchange(const char* what, const Result<std::string>& mine);
-  Status attach(Region& region, const std::vector<std::string>& cards);
+  Status attach(Region& region, const std::vector<std::string>& descriptors);
   void run();
   static Status closed();
 

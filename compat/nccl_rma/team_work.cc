@@ -349,7 +349,7 @@ void Team::tell_credits(int rank) {
     if (!in->owes_credit() || count == kMost) continue;
     const Credit credit{id, 0, in->taken()};
     message.append(reinterpret_cast<const char*>(&credit), sizeof credit);
-    in->told();
+    in->credited();
     ++count;
   }
   if (count == 0) return;

@@ -135,13 +135,13 @@ template <class Format, class Op>
 struct Combiner {
   static constexpr uint32_t kPerVec = 16 / sizeof(typename Format::Stored);
   static constexpr bool kIsAverage = kDivides<Op>;
-  struct Lanes {
+  struct Elements {
     typename Format::Stored values[kPerVec];
   };
   WEFT_DEVICE static Vec16 apply(const Vec16& a, const Vec16& b) {
-    const auto x = __builtin_bit_cast(Lanes, a);
-    const auto y = __builtin_bit_cast(Lanes, b);
-    Lanes out;
+    const auto x = __builtin_bit_cast(Elements, a);
+    const auto y = __builtin_bit_cast(Elements, b);
+    Elements out;
     WEFT_UNROLL
     for (uint32_t i = 0; i < kPerVec; ++i)
       out.values[i] = Format::store(Op::apply(Format::load(x.values[i]), Format::load(y.values[i])));
@@ -150,10 +150,10 @@ struct Combiner {
   // What is left to do when everything is combined: the same as dividing the stored sums.
   WEFT_DEVICE static Vec16 finish(const Vec16& combined, [[maybe_unused]] uint32_t summands) {
     if constexpr (kDivides<Op>) {
-      auto lanes = __builtin_bit_cast(Lanes, combined);
+      auto elements = __builtin_bit_cast(Elements, combined);
       WEFT_UNROLL
-      for (uint32_t i = 0; i < kPerVec; ++i) lanes.values[i] = divided<Format>(lanes.values[i], summands);
-      return __builtin_bit_cast(Vec16, lanes);
+      for (uint32_t i = 0; i < kPerVec; ++i) elements.values[i] = divided<Format>(elements.values[i], summands);
+      return __builtin_bit_cast(Vec16, elements);
     } else {
       return combined;
     }

@@ -14,7 +14,7 @@
 //           slice: every byte crosses a link once (all_reduce: twice), and is copied once more where it
 //           arrives, while the next slice is under way. No byte of the buffers is touched by a peer, so they
 //           may lie anywhere and have any alignment.
-// Sums are in the order of ranks, so all ranks get the same bits. Waits: for lines, cards and signals of
+// Sums are in the order of ranks, so all ranks get the same bits. Waits: for lines, descriptors, signals of
 // every peer; bounded by the wait rule. exchange_args.h says why slots may be reused without asking.
 //
 // Who gives up sends nothing from then on that it made of what did not come, and takes back what would let a

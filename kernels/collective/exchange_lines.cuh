@@ -18,10 +18,10 @@ struct Lines {
   uint64_t tag;
 
   WEFT_DEVICE bool is_there(const Vec16& line) const {
-    return message::LlWire::is_there({nullptr, tag}, line);
+    return message::LlSlots::is_there({nullptr, tag}, line);
   }
   WEFT_DEVICE void put(uint32_t unit, const Vec16& value) const {
-    const uint32_t flag = message::LlWire::flag(tag), salted = message::LlWire::salted_flag(tag);
+    const uint32_t flag = message::LlSlots::flag(tag), salted = message::LlSlots::salted_flag(tag);
     store_line(first + unit, {{value.words[0], flag, value.words[1], salted}});
     store_line(first + second_at + unit, {{value.words[2], flag, value.words[3], salted}});
   }

@@ -10,16 +10,17 @@ namespace weft {
 
 namespace exchange {
 
-// The buffer that a peer's card tells of; false where it is in a window that this rank no longer has.
+// The buffer that a peer's descriptor names; false where it is in a window that this rank no longer has.
 template <class R>
-WEFT_DEVICE bool read_card(const R& run, uint64_t card, uint32_t peer, uint32_t which, std::byte*& place) {
+WEFT_DEVICE bool read_descriptor(const R& run, uint64_t descriptor, uint32_t peer, uint32_t which,
+                                 std::byte*& place) {
   const ExchangeArgs& a = run.a;
-  const uint64_t window = card >> kCardOffsetBits & ((1u << kCardWindowBits) - 1);
-  const uint64_t offset = (card & ((uint64_t{1} << kCardOffsetBits) - 1)) * 16;
+  const uint64_t window = descriptor >> kDescriptorOffsetBits & ((1u << kDescriptorWindowBits) - 1);
+  const uint64_t offset = (descriptor & ((uint64_t{1} << kDescriptorOffsetBits) - 1)) * 16;
   place = nullptr;
   if (window == 0) return true;
   // Mostly the peer's buffer is in the same window as this rank's.
-  const bool is_same = window == (a.places[which] >> kCardOffsetBits);
+  const bool is_same = window == (a.places[which] >> kDescriptorOffsetBits);
   std::byte* const* bases = is_same ? a.own_windows[which] : a.windows[window - 1];
   if (!bases) {
     raise(a.wait.fault, Site::kPeerWindow, a.wait.self, peer, window - 1, 0, 0, run.block.index() << 16);
@@ -29,45 +30,46 @@ WEFT_DEVICE bool read_card(const R& run, uint64_t card, uint32_t peer, uint32_t 
   return true;
 }
 
-// Exchanges cards with every peer's block. Afterwards places() holds every rank's buffers, all peers have
+// Exchanges descriptors with every peer's block. Afterwards places() holds every rank's buffers, all peers have
 // started the call, and met() says whether all buffers have places. False: a peer did not come; who comes
-// now finds no card of this block.
+// now finds no descriptor of this block.
 template <class R>
 WEFT_DEVICE bool meet(const R& run, uint64_t meeting) {
   const ExchangeArgs& a = run.a;
   const ExchangeLayout& layout = a.layout;
-  const uint64_t cards = layout.cards_at + ((meeting & 1) * layout.blocks + run.block.index()) * run.ranks *
-                                               2 * sizeof(uint64_t);
+  const uint64_t descriptors = layout.descriptors_at + ((meeting & 1) * layout.blocks + run.block.index()) *
+                                                           run.ranks * 2 * sizeof(uint64_t);
   auto mark_of = [&](uint32_t which) {
     const uint64_t half = which == 0 ? a.digest & 0xffff : a.digest >> 16;
-    return half << 48 | (meeting & ((1u << kCardMeetingBits) - 1)) << kCardMarkAt;
+    return half << 48 | (meeting & ((1u << kDescriptorMeetingBits) - 1)) << kDescriptorMarkAt;
   };
-  auto card_at = [&](uint32_t i) {  // of which a rank has two at every peer
-    return reinterpret_cast<uint64_t*>(run.mesh.to(i / 2).mapped() + cards) + run.self * 2 + i % 2;
+  auto descriptor_at = [&](uint32_t i) {  // of which a rank has two at every peer
+    return reinterpret_cast<uint64_t*>(run.mesh.to(i / 2).mapped() + descriptors) + run.self * 2 + i % 2;
   };
   for (uint32_t i = run.block.rank(); i < 2 * run.ranks; i += run.block.size())
-    store_release(card_at(i), a.places[i % 2] | mark_of(i % 2));
+    store_release(descriptor_at(i), a.places[i % 2] | mark_of(i % 2));
   if (run.block.rank() == 0) *run.met() = {1, 1, {}};
   run.block.sync();
   PeerPatience patience{{a.wait}, run.block.index()};
   for (uint32_t i = run.block.rank(); i < 2 * run.ranks; i += run.block.size()) {
     const uint32_t peer = i / 2, which = i % 2;
-    const auto* here = reinterpret_cast<const uint64_t*>(run.mesh.local() + cards) + i;
-    uint64_t card = load_acquire(here);
+    const auto* here = reinterpret_cast<const uint64_t*>(run.mesh.local() + descriptors) + i;
+    uint64_t descriptor = load_acquire(here);
     bool came = true;
-    for (uint32_t looks = 0; (card ^ mark_of(which)) >> kCardMarkAt != 0 && came; ++looks) {
+    for (uint32_t looks = 0; (descriptor ^ mark_of(which)) >> kDescriptorMarkAt != 0 && came; ++looks) {
       came = !patience.ends(looks, peer, meeting, meeting - 1);
-      card = load_acquire(here);
+      descriptor = load_acquire(here);
     }
     std::byte* place = nullptr;
-    if (!came || !read_card(run, card, peer, which, place)) store_release_block(&run.met()->all_came, 0);
+    if (!came || !read_descriptor(run, descriptor, peer, which, place))
+      store_release_block(&run.met()->all_came, 0);
     if (!place && run.needs(which)) store_release_block(&run.met()->all_have_places, 0);
     run.places(which)[peer] = place;
   }
   run.block.sync();
   if (run.met()->all_came != 0) return true;
   for (uint32_t i = run.block.rank(); i < 2 * run.ranks; i += run.block.size())
-    store_release(card_at(i), ~mark_of(i % 2));
+    store_release(descriptor_at(i), ~mark_of(i % 2));
   return false;
 }
 

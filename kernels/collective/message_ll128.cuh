@@ -4,7 +4,7 @@
 // lane a pair of words: take it from a message or from memory, combine it, store it, put it into a message.
 #pragma once
 
-#include "kernels/collective/message_wires.cuh"
+#include "kernels/collective/message_slots.cuh"
 
 namespace weft {
 namespace message {
@@ -53,9 +53,9 @@ template <class Combiner, class GiveUp>
 WEFT_DEVICE bool move_pair(const Movement& m, uint64_t line, uint32_t lane, const Pair& pair, Vec16& value,
                            GiveUp gives_up) {
   if (m.in.at) {
-    for (uint32_t polls = 0; !Ll128Wire::is_there(m.in, line); ++polls)
+    for (uint32_t polls = 0; !Ll128Slots::is_there(m.in, line); ++polls)
       if (gives_up(polls)) return false;
-    value = load_line(reinterpret_cast<const Vec16*>(m.in.at + line * Ll128Wire::kLineBytes) + lane);
+    value = load_line(reinterpret_cast<const Vec16*>(m.in.at + line * Ll128Slots::kLineBytes) + lane);
     if (m.src.at) value = combined<Combiner>(value, load_pair(m.src, pair), m.divisor);
   } else {
     value = load_pair(m.src, pair);
@@ -73,14 +73,14 @@ WEFT_DEVICE bool move_pair(const Movement& m, uint64_t line, uint32_t lane, cons
 template <class Combiner, class GiveUp>
 WEFT_DEVICE void move_lines(Block block, const Movement& m, GiveUp gives_up) {
   const Warp warp;
-  const uint64_t lines = (m.units * 2 + Ll128Wire::kLineWords - 1) / Ll128Wire::kLineWords;
-  const uint64_t items = lines * Ll128Wire::kLanes;
+  const uint64_t lines = (m.units * 2 + Ll128Slots::kLineWords - 1) / Ll128Slots::kLineWords;
+  const uint64_t items = lines * Ll128Slots::kLanes;
   const uint64_t turns = (items + warp.size() - 1) / warp.size() * warp.size();
   for (uint64_t item = block.rank(); item < turns; item += block.size()) {
-    const uint64_t line = item / Ll128Wire::kLanes;
-    const auto lane = static_cast<uint32_t>(item % Ll128Wire::kLanes);
-    const bool has_second = lane + 1 < Ll128Wire::kLanes;
-    const Pair pair{line * Ll128Wire::kLineWords + 2 * lane, has_second};
+    const uint64_t line = item / Ll128Slots::kLanes;
+    const auto lane = static_cast<uint32_t>(item % Ll128Slots::kLanes);
+    const bool has_second = lane + 1 < Ll128Slots::kLanes;
+    const Pair pair{line * Ll128Slots::kLineWords + 2 * lane, has_second};
     Vec16 value{};
     const bool came = item >= items || move_pair<Combiner>(m, line, lane, pair, value, gives_up);
     if (!m.out.at || warp.any(!came)) continue;
@@ -90,7 +90,7 @@ WEFT_DEVICE void move_lines(Block block, const Movement& m, GiveUp gives_up) {
       value.words[3] = static_cast<uint32_t>(tag >> 32);
     }
     if (item < items)
-      store_line_part(reinterpret_cast<Vec16*>(m.out.at + line * Ll128Wire::kLineBytes) + lane, value,
+      store_line_part(reinterpret_cast<Vec16*>(m.out.at + line * Ll128Slots::kLineBytes) + lane, value,
                       !has_second);
   }
 }

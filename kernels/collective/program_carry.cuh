@@ -97,9 +97,9 @@ WEFT_DEVICE bool carry_out(const ProgramArgs& a, const Shape& shape, Block block
   };
   auto move_all = [&](const Movement& all) {
     if (shape.protocol == static_cast<int64_t>(Protocol::kSimple))
-      move<message::SimpleWire>(block, shape, all, gives_up);
+      move<message::SimpleSlots>(block, shape, all, gives_up);
     else if (shape.protocol == static_cast<int64_t>(Protocol::kLl))
-      move<message::LlWire>(block, shape, all, gives_up);
+      move<message::LlSlots>(block, shape, all, gives_up);
     else
       move_ll128(block, shape, all, gives_up);
   };

@@ -41,8 +41,8 @@ WEFT_DEVICE bool has_all(const ProgramArgs& a, const MeshT& mesh, const Shape& s
       const Slot slot{mesh.local() + ring.slot_at,
                       message_tag(cursor.received, cursor.salt + mark_of(a, cursor, turn))};
       const bool has_arrived = shape.protocol == static_cast<int64_t>(Protocol::kLl)
-                                   ? message::LlWire::arrived(slot, turn.units - 1)
-                                   : message::Ll128Wire::arrived(slot, turn.units - 1);
+                                   ? message::LlSlots::arrived(slot, turn.units - 1)
+                                   : message::Ll128Slots::arrived(slot, turn.units - 1);
       if (!has_arrived) return lack = {peer, cursor.received + 1, cursor.received}, false;
     }
   }

@@ -2,7 +2,7 @@
 //
 // channel_loop.cuh: what `weft bench channel` times: two ranks and one call of their channels, again and
 // again, from one warp each.
-// Steps of a repetition: 1 both greet   2 kRoundTrip: the calls go to and fro, and each side waits for the
+// Steps of a repetition: 1 both meet   2 kRoundTrip: the calls go to and fro, and each side waits for the
 // other's; kOneWay: rank `first` makes all calls, tells the other at the end, and waits for its answer
 // 3 `first` notes the time that step 2 took; kPosting, the time of its calls alone, without what comes of them.
 // Waits: for one word of the own window; bounded by the wait rule, which names the peer.
@@ -18,7 +18,7 @@ enum class ChannelWay : uint32_t { kRoundTrip, kOneWay, kPosting };
 struct ChannelLoopArgs {
   WaitRule wait;
   uint64_t* nanoseconds;  // [repeats] of step 2; written by `first`
-  uint64_t told_at;       // u64 in the window: what the peer has said last; its first value is `said`
+  uint64_t signal_at;     // u64 in the window: what the peer has said last; its first value is `said`
   uint64_t added_at;      // u64 in the window: what the peer has added
   uint64_t src_at;        // `places` places of `bytes` each, and as many at
   uint64_t dst_at;
@@ -59,12 +59,12 @@ struct Side {
     return !warp.any(!came);
   }
   WEFT_DEVICE void tell(uint64_t value) {
-    if (warp.rank() == 0) mesh.to(a.peer).put_value(a.told_at, value);
+    if (warp.rank() == 0) mesh.to(a.peer).put_value(a.signal_at, value);
   }
   // Both say so much and wait for the other to.
-  WEFT_DEVICE bool greet() {
+  WEFT_DEVICE bool meet() {
     tell(++said);
-    return wait(a.told_at, said);
+    return wait(a.signal_at, said);
   }
   // Call number `i`, which says `value` where it says something.
   WEFT_DEVICE void call(uint32_t i, uint64_t value) {
@@ -74,13 +74,13 @@ struct Side {
       case ChannelCall::kPut:
         return to.put(warp, a.dst_at + place, a.src_at + place, a.bytes);
       case ChannelCall::kPutWithSignal:
-        return to.put_with_signal(warp, a.dst_at + place, a.src_at + place, a.bytes, a.told_at, value);
+        return to.put_with_signal(warp, a.dst_at + place, a.src_at + place, a.bytes, a.signal_at, value);
       case ChannelCall::kPutFlush:
         to.put(warp, a.dst_at + place, a.src_at + place, a.bytes);
         if (warp.rank() == 0) to.flush();
         return warp.sync();
       case ChannelCall::kSignal:
-        if (warp.rank() == 0) to.put_value(a.told_at, value);
+        if (warp.rank() == 0) to.put_value(a.signal_at, value);
         return;
       case ChannelCall::kAdd:
         if (warp.rank() == 0) to.signal_add(a.added_at, 1);
@@ -92,7 +92,7 @@ struct Side {
     for (uint32_t i = 0; i < a.count; ++i) {
       ++(adds ? added : said);
       if (a.is_first) call(i, said);
-      if (!wait(adds ? a.added_at : a.told_at, adds ? added : said)) return false;
+      if (!wait(adds ? a.added_at : a.signal_at, adds ? added : said)) return false;
       if (!a.is_first) call(i, said);
     }
     return true;
@@ -101,7 +101,7 @@ struct Side {
   WEFT_DEVICE bool one_way() {
     if (a.is_first)
       for (uint32_t i = 0; i < a.count; ++i) call(i, said);
-    return a.is_first ? greet() : wait(a.told_at, said + 1) && greet();
+    return a.is_first ? meet() : wait(a.signal_at, said + 1) && meet();
   }
 };
 
@@ -113,7 +113,7 @@ WEFT_KERNEL void channel_loop_run(const ChannelLoopArgs& a, const MeshT& mesh, c
   if (Block().index() != 0 || warp.index() != 0) return;
   channel_loop::Side<MeshT> side{a, mesh, a.said, a.added};
   for (uint32_t i = 0; i < a.repeats; ++i) {
-    if (!side.greet()) return;
+    if (!side.meet()) return;
     const uint64_t start_ns = now_ns();
     const bool went =
         static_cast<ChannelWay>(a.way) == ChannelWay::kRoundTrip ? side.round_trips() : side.one_way();

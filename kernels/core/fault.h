@@ -13,10 +13,10 @@ enum class Site : uint32_t {
   kNone = 0,
   kCounts,                  // dispatch: the counts of a peer
   kCountsDisagree,          // dispatch: a peer's sizes differ from this rank's
-  kDispatchReady,           // dispatch: a peer's address for its rows
+  kDispatchRendezvous,      // dispatch: a peer's address for its rows
   kDispatchRecv,            // dispatch: the rows of a peer
   kDispatchCapacity,        // dispatch: more rows came than num_worst_tokens allows
-  kCombineReady,            // combine: a peer's address for its rows
+  kCombineRendezvous,       // combine: a peer's address for its rows
   kCombineRecv,             // combine: the rows of a peer
   kCombineHandle,           // combine: the peer combines another dispatch than this rank
   kDispatchHandle,          // cached dispatch: the peer repeats another dispatch than this rank

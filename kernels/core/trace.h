@@ -17,10 +17,10 @@ enum class Work : uint32_t {
   kPushBack,         // combine: a warp's rows to their owners
   kSum,              // combine: the rows of one token
   kCombine,          // combine: a block, start to end
-  kSendLane,         // low-latency dispatch: one lane's tokens to all peers
+  kSendBatch,        // low-latency dispatch: one batch's tokens to all peers
   kUnpack,           // low-latency dispatch: messages of `peer` that have come, to their places
   kLowLatencyBegin,  // low latency: from launch until the call's number is known
-  kAnswer,           // low-latency combine: replies to a lane of `peer`
+  kAnswer,           // low-latency combine: replies to a batch of `peer`
   kLowLatencySum,    // low-latency combine: a part of one token's sum
   kLowLatencyCall,   // low latency: a block, start to end
 };

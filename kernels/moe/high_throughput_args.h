@@ -17,14 +17,14 @@ namespace weft {
 // does not overwrite what this rank still reads, and none can be two ahead, since each call waits for all
 // records.
 struct HighThroughputOffsets {
-  uint64_t count_signal;    // u64[R]            by source: epoch of its counts
-  uint64_t count_record;    // u32[2][R][words]  by parity, source
-  uint64_t ready_signal;    // u64[R]
-  uint64_t ready_record;    // ReadyRecord[2][R]
-  uint64_t arrived_signal;  // u64[R]
-  uint64_t combine_signal;  // u64[R]
-  uint64_t combine_record;  // ReadyRecord[2][R]
-  uint64_t chunk_signal;    // u64[R][kMaxChunks] by source, chunk of its rows: epoch of the combine
+  uint64_t count_signal;       // u64[R]            by source: epoch of its counts
+  uint64_t count_record;       // u32[2][R][words]  by parity, source
+  uint64_t rendezvous_signal;  // u64[R]
+  uint64_t rendezvous_record;  // RendezvousRecord[2][R]
+  uint64_t arrived_signal;     // u64[R]
+  uint64_t combine_signal;     // u64[R]
+  uint64_t combine_record;     // RendezvousRecord[2][R]
+  uint64_t chunk_signal;       // u64[R][kMaxChunks] by source, chunk of its rows: epoch of the combine
   uint64_t record_words;
 };
 
@@ -45,7 +45,7 @@ static_assert(sizeof(CountHeader) == 48);
 inline constexpr uint32_t kAgreedWords = 5;
 
 // What one rank tells each peer right before rows move: where they go, and which dispatch this is about.
-struct ReadyRecord {
+struct RendezvousRecord {
   uint64_t rows_at;
   uint64_t meta_at;
   uint64_t capacity_rows;
@@ -54,12 +54,12 @@ struct ReadyRecord {
   uint64_t extras;  // what else travels with a row: see row_extras()
   uint64_t reserved[2];
 };
-static_assert(sizeof(ReadyRecord) == 64);
+static_assert(sizeof(RendezvousRecord) == 64);
 WEFT_DEVICE constexpr uint64_t row_extras(uint64_t scale_words, uint64_t top_k, uint64_t id_bytes) {
   return scale_words | top_k << 32 | id_bytes << 56;
 }
 
-// Why a rank refuses a peer's ReadyRecord: the last number of the fault that it raises.
+// Why a rank refuses a peer's RendezvousRecord: the last number of the fault that it raises.
 inline constexpr uint64_t kOtherHandle = 0;
 inline constexpr uint64_t kOtherRowBytes = 1;
 inline constexpr uint64_t kOtherExtras = 2;
@@ -161,7 +161,7 @@ struct DispatchArgs {
   const int32_t* prefix;
   const CountReport* report;  // a disagreement stops the dispatch
   const int32_t* sum_place;   // [T][R], or null: ranks ascending
-  ReadyRecord mine;
+  RendezvousRecord mine;
   uint32_t experts;
   uint32_t experts_per_rank;
   uint32_t id_bytes;
@@ -187,7 +187,7 @@ struct CombineArgs {
   std::byte* combined;        // [T] rows
   float* combined_weights;    // [T][K], or null
   uint64_t tokens;
-  ReadyRecord mine;  // rows_at: staging rows; meta_at: staging weights, f32[capacity][K]
+  RendezvousRecord mine;  // rows_at: staging rows; meta_at: staging weights, f32[capacity][K]
   WarpRange push_warps;
   WarpRange sum_warps;
   WarpRange watch_warps;  // one warp that waits for the whole block, or none: sum warps wait themselves

@@ -38,11 +38,11 @@ WEFT_KERNEL void combine_rows(const CombineArgs& a, const MeshT& mesh, const Sha
   if (block.rank() == 0) *progress.failed = 0;
 
   const uint64_t epoch = a.state->epoch + 1;
-  const ReadyExchange ready = ready_of(a);
-  if (!begin_exchange(a, ready, block, warp, mesh, epoch, flags)) return;
-  combine::push_rows(a, ready, block, warp, mesh, shape, epoch);
+  const Rendezvous rendezvous = rendezvous_of(a);
+  if (!begin_rendezvous(a, rendezvous, block, warp, mesh, epoch, flags)) return;
+  combine::push_rows(a, rendezvous, block, warp, mesh, shape, epoch);
   combine::watch_chunks(a, warp, mesh, epoch, progress);
-  combine::sum_tokens(a, ready, block, warp, mesh, shape, epoch, progress);
+  combine::sum_tokens(a, rendezvous, block, warp, mesh, shape, epoch, progress);
   finish_launch(block, a.state, &flags[1]);
 }
 

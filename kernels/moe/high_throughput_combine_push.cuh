@@ -4,7 +4,7 @@
 // A chunk's signal leaves a few items after its last row, so that the release does not wait for the row.
 #pragma once
 
-#include "kernels/moe/ready.cuh"
+#include "kernels/moe/rendezvous.cuh"
 
 namespace weft {
 namespace combine {
@@ -15,8 +15,8 @@ struct Staging {
 };
 
 template <class MeshT>
-WEFT_DEVICE Staging staging_of(const ReadyExchange& x, const MeshT& mesh, uint64_t epoch, uint32_t owner) {
-  const ReadyRecord* theirs = ready_record(x, mesh, epoch, owner);
+WEFT_DEVICE Staging staging_of(const Rendezvous& x, const MeshT& mesh, uint64_t epoch, uint32_t owner) {
+  const RendezvousRecord* theirs = rendezvous_record(x, mesh, epoch, owner);
   std::byte* window = mesh.to(owner).mapped();
   return {window + theirs->rows_at, reinterpret_cast<float*>(window + theirs->meta_at)};
 }
@@ -121,7 +121,7 @@ struct PushTag {
 };
 
 template <class MeshT, class Shape>
-WEFT_DEVICE void push_rows(const CombineArgs& a, const ReadyExchange& x, Block block, Warp warp,
+WEFT_DEVICE void push_rows(const CombineArgs& a, const Rendezvous& x, Block block, Warp warp,
                            const MeshT& mesh, const Shape& shape, uint64_t epoch) {
   const Share share = share_of(block, warp, a.push_warps);
   if (!share.active || mesh.ranks() == 1) return;

@@ -134,7 +134,7 @@ WEFT_DEVICE void sum_weights(const CombineArgs& a, Warp warp, const Shape& shape
 }
 
 template <class MeshT, class Shape>
-WEFT_DEVICE void sum_tokens(const CombineArgs& a, const ReadyExchange& x, Block block, Warp warp,
+WEFT_DEVICE void sum_tokens(const CombineArgs& a, const Rendezvous& x, Block block, Warp warp,
                             const MeshT& mesh, const Shape& shape, uint64_t epoch, const Progress& progress) {
   const Share share = share_of(block, warp, a.sum_warps);
   if (!share.active) return;

@@ -4,7 +4,7 @@
 // peers and notes in shared memory how far each has come; without one, every sum warp waits for itself.
 #pragma once
 
-#include "kernels/moe/ready.cuh"
+#include "kernels/moe/rendezvous.cuh"
 
 namespace weft {
 namespace combine {

@@ -8,17 +8,17 @@
 #pragma once
 
 #include "kernels/moe/high_throughput_layout.cuh"
-#include "kernels/moe/ready.cuh"
+#include "kernels/moe/rendezvous.cuh"
 
 namespace weft {
 namespace dispatch {
 
 // Thread `peer` works out where this rank's rows start at that peer.
 template <class MeshT, class Shape>
-WEFT_DEVICE void place_peers(const DispatchArgs& a, const ReadyExchange& x, Block block, const MeshT& mesh,
+WEFT_DEVICE void place_peers(const DispatchArgs& a, const Rendezvous& x, Block block, const MeshT& mesh,
                              const Shape& shape, uint64_t epoch, PeerPlace* places) {
   for (uint32_t peer = block.rank(); peer < mesh.ranks(); peer += block.size()) {
-    const ReadyRecord theirs = *ready_record(x, mesh, epoch, peer);
+    const RendezvousRecord theirs = *rendezvous_record(x, mesh, epoch, peer);
     const ReceiveLayout layout =
         receive_layout(theirs.capacity_rows, shape.row_bytes, shape.scale_words, shape.top_k, a.id_bytes);
     std::byte* window = mesh.to(peer).mapped();
@@ -175,7 +175,7 @@ WEFT_DEVICE void signal_and_wait(const DispatchArgs& a, Warp warp, const MeshT& 
 
 // Whether rows may go; where it returns false the kernel returns. epoch: of this dispatch. flags: u32[2], shared.
 template <class MeshT>
-WEFT_DEVICE bool begin(const DispatchArgs& a, const ReadyExchange& ready, Block block, Warp warp,
+WEFT_DEVICE bool begin(const DispatchArgs& a, const Rendezvous& rendezvous, Block block, Warp warp,
                        const MeshT& mesh, uint64_t epoch, uint32_t* flags) {
   if (a.report && a.report->disagreeing_word != kAgreedWords) {
     if (block.index() == 0 && block.rank() == 0)
@@ -183,7 +183,7 @@ WEFT_DEVICE bool begin(const DispatchArgs& a, const ReadyExchange& ready, Block 
             a.report->theirs, a.report->disagreeing_word);
     return false;
   }
-  return begin_exchange(a, ready, block, warp, mesh, epoch, flags);
+  return begin_rendezvous(a, rendezvous, block, warp, mesh, epoch, flags);
 }
 
 }  // namespace dispatch
@@ -196,9 +196,9 @@ WEFT_KERNEL void dispatch_rows(const DispatchArgs& a, const MeshT& mesh, const S
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   auto* places = reinterpret_cast<PeerPlace*>(block.shared() + 128);
   const uint64_t epoch = a.state->epoch + 1;
-  const ReadyExchange ready = ready_of(a);
-  if (!dispatch::begin(a, ready, block, warp, mesh, epoch, flags)) return;
-  dispatch::place_peers(a, ready, block, mesh, shape, epoch, places);
+  const Rendezvous rendezvous = rendezvous_of(a);
+  if (!dispatch::begin(a, rendezvous, block, warp, mesh, epoch, flags)) return;
+  dispatch::place_peers(a, rendezvous, block, mesh, shape, epoch, places);
   dispatch::send_rows(a, block, warp, mesh.ranks(), shape, places);
   dispatch::send_meta(a, block, warp, mesh.ranks(), shape, places);
   if (a.fill_tail) dispatch::fill_tail(a, block, mesh.ranks(), mesh.rank(), shape, places[mesh.rank()]);

@@ -48,12 +48,12 @@ struct LowLatencyCall {
   uint32_t experts;
   const void* topk_idx;  // [T][K] of id_bytes
   uint32_t id_bytes;
-  uint32_t lines;       // 1: there may be lines: all links keep them whole (core/line.cuh), and they fit
-  Lanes lanes;          // of any source
-  Divisor lane_tokens;  // of this rank's tokens, in each lane but the last
+  uint32_t lines;        // 1: there may be lines: all links keep them whole (core/line.cuh), and they fit
+  Batches batches;       // of any source
+  Divisor batch_tokens;  // of this rank's tokens, in each batch but the last
   uint32_t reserved;
-  LowLatencyHello hello;  // dispatch_epoch is filled in by the kernel
-  uint64_t* wait_cycles;  // u64[R] or null: cycles spent waiting for each source are added
+  LowLatencyHandshake handshake;  // dispatch_epoch is filled in by the kernel
+  uint64_t* wait_cycles;          // u64[R] or null: cycles spent waiting for each source are added
 };
 static_assert(sizeof(LowLatencyCall) == 176);
 
@@ -80,9 +80,9 @@ struct LowLatencyDispatchArgs {
   int32_t* expert_stats;   // [Le] added to, or null
   int32_t* routes;         // RoutesLayout
   Divisor receive_splits;  // warps that share one message
-  Divisor source_jobs;     // lanes times receive_splits
+  Divisor source_jobs;     // batches times receive_splits
   uint32_t tiled_scales;   // 1: rows of scales stand in tiles: see tiled_row()
-  uint32_t line_tokens;    // so many tokens, or fewer, leave as lines: at most one a lane
+  uint32_t line_tokens;    // so many tokens, or fewer, leave as lines: at most one a batch
   uint32_t expert_rows;    // of each expert in the outputs, where these are not packed: R * M, or fewer
   uint32_t max_rows;       // of all experts in packed outputs
 };
@@ -105,7 +105,7 @@ struct LowLatencyCombineArgs {
   const int32_t* routes;   // of the dispatch
   std::byte* combined;     // [T][H]
   Divisor pieces;          // warps that share one reply: the same on all ranks
-  Divisor owner_jobs;      // lanes times pieces
+  Divisor owner_jobs;      // batches times pieces
   Divisor receive_splits;  // warps that share one token's sum: a multiple of pieces
   Divisor piece_splits;    // receive_splits in each piece
   // u32, written by this rank's other kernels: the rows behind one are there once it has reached

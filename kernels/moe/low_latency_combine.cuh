@@ -2,17 +2,17 @@
 //
 // low_latency_combine.cuh: the experts' rows return to their tokens and are summed there.
 // Send:    1 every rank tells its peers the weights of its tokens (exact: only that it has come)
-//          2 every warp takes a piece of the messages of one (owner, lane), in the dispatch's terms: sums a
+//          2 every warp takes a piece of the messages of one (owner, batch), in the dispatch's terms: sums a
 //            message's rows with their weights and stores one reply per token (exact: one per row, as it
-//            is), then moves the lane's word. What came as lines is answered as lines, and no word moves
-// Receive: 3 every warp takes a part of one token, waits for the lanes that bring its replies, or for
+//            is), then moves the batch's word. What came as lines is answered as lines, and no word moves
+// Receive: 3 every warp takes a part of one token, waits for the batches that bring its replies, or for
 //            lines, and sums them
 // Sums:    float32. Reduced: slots of one rank in order, rounded to bf16, then ranks in the order of their
 //          first slots, one rounding. Exact: slots in order, one rounding.
 // Waits:   for the peers' reading of the call before last; step 2 for an owner's weights, and, where other
 //          kernels of this rank raise signals, for those of the rows it sends; step 3 for words or lines.
 // Cost:    per (token, rank) (exact: per slot) one row, as lines 8/7 of it; per rank and token 4 * K bytes
-//          of weights, or a line; per (lane, piece, rank) a word.
+//          of weights, or a line; per (batch, piece, rank) a word.
 #pragma once
 
 #include "kernels/moe/low_latency_combine_answer.cuh"
@@ -31,7 +31,7 @@ WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT
                                     Site::kLowLatencyCombineSlot, [] {});
   if (a.call.phases & kPhaseSend) {
     low_latency::send_weights(c);
-    low_latency::answer_lanes(c);
+    low_latency::answer_batches(c);
   }
   if (a.call.phases & kPhaseReceive) {
     low_latency::check_peers(c);

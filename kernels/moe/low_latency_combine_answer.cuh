@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // low_latency_combine_answer.cuh: delivers: tells peers the weights of this rank's tokens, and answers what the dispatch
-// brought: a reply for each message or row, built at its place in the owner's window, then the lane's word there, unless
+// brought: a reply for each message or row, built at its place in the owner's window, then the batch's word there, unless
 // the replies are lines.
 #pragma once
 
@@ -43,28 +43,28 @@ WEFT_DEVICE void send_weights(const C& c) {
   for (uint32_t peer = c.block.count() - 1 - c.block.index(); peer < c.ranks(); peer += c.block.count()) {
     if (c.present()[peer] == 0) continue;
     if (c.takes_own_weights()) send_weights_to(c, peer);
-    if (c.has_lines()) {  // nobody who answers waits for the greeting
+    if (c.has_lines()) {  // nobody who answers waits for the handshake
       if (c.block.rank() + c.warp.size() == c.block.size())
-        greet(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
+        send_handshake(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
       continue;
     }
     c.block.sync();
-    if (c.block.rank() == 0) greet(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
-    c.block.sync();  // the greeting would wait for all that the block's warps answer by then
+    if (c.block.rank() == 0) send_handshake(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
+    c.block.sync();  // the handshake would wait for all that the block's warps answer by then
   }
 }
 
 // ---- step 2
 // --------------------------------------------------------------------------------------------------------
 
-// Loads the experts' rows that are listed. get_ready() runs when the first are on their way, and before a
+// Loads the experts' rows that are listed. await_owner() runs when the first are on their way, and before a
 // weight is used; no sum is made if it returns false.
-template <class C, class RowOf, class GetReady>
+template <class C, class RowOf, class AwaitOwner>
 struct RowSource {
   const C& c;
-  const Wire& wire;
+  const VecLayout& layout;
   RowOf row_of;
-  GetReady get_ready;
+  AwaitOwner await_owner;
   bool is_ready = false;
 
   template <uint32_t kRows, uint32_t kVecs>
@@ -74,47 +74,47 @@ struct RowSource {
     for (uint32_t r = 0; r < kRows; ++r) {
       if (row + r >= count) continue;
       const auto* vecs = reinterpret_cast<const Vec16*>(row_of(row + r));
-      if (kIsHost && !wire.lines) {
+      if (kIsHost && !layout.lines) {
         load_side_by_side(held[r], vecs, first, last);
         continue;
       }
       WEFT_UNROLL
       for (uint32_t v = 0; v < kVecs; ++v) {
         const uint32_t index = first + v * c.warp.size();
-        if (index < last && wire.holds(index)) held[r][v] = load_vec(vecs + wire.vec(index));
+        if (index < last && layout.holds(index)) held[r][v] = load_vec(vecs + layout.vec(index));
       }
     }
-    is_ready = is_ready || get_ready();
+    is_ready = is_ready || await_owner();
     return is_ready;
   }
 };
 
-// This warp's piece of the listed rows' sum, to a reply, unless get_ready() returns false: it runs once,
+// This warp's piece of the listed rows' sum, to a reply, unless await_owner() returns false: it runs once,
 // before a weight is used.
-template <class C, class GetReady>
+template <class C, class AwaitOwner>
 WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::byte* reply,
-                             GetReady get_ready) {
+                             AwaitOwner await_owner) {
   const uint32_t piece = m.piece;
   auto row_of = [&](uint32_t i) { return c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes; };
   if (!is_log(c.shape.reply)) {
-    const Wire wire{m.as_lines, c.row_vecs(), c.tag()};
-    const RowSource<C, decltype(row_of), GetReady> source{c, wire, row_of, get_ready};
+    const VecLayout layout{m.as_lines, c.row_vecs(), c.tag()};
+    const RowSource<C, decltype(row_of), AwaitOwner> source{c, layout, row_of, await_owner};
     bool is_made = false;
     with_row_element(c.shape, [&](auto element) {
       using Element = decltype(element);
       is_made = sum_rows<Element, kSendVecs, kSendRows>(
-          c, wire.range(piece, c.a.pieces), count, source,
+          c, layout.range(piece, c.a.pieces), count, source,
           [&](uint32_t index, const float (&sums)[Element::kPerVec]) {
             auto* vecs = reinterpret_cast<Vec16*>(reply);
-            if (kIsHost && !wire.lines)  // without a call, which takes a host as long as the sum
+            if (kIsHost && !layout.lines)  // without a call, which takes a host as long as the sum
               store_vec(vecs + index, Element::round(sums));
             else
-              wire.store(vecs, index, Element::round(sums));
+              layout.store(vecs, index, Element::round(sums));
           });
     });
     return is_made;
   }
-  if (!get_ready()) return false;
+  if (!await_owner()) return false;
   const auto block_elems = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2));
   const Range blocks = part_of(static_cast<uint32_t>(c.shape.row_bytes) / 2 / block_elems, piece, c.a.pieces);
   for (uint32_t b = blocks.first; b < blocks.last; ++b)
@@ -179,10 +179,10 @@ WEFT_DEVICE bool await_rows(const C& c, const int32_t* record) {
 // Waits for an owner's weights, if it sends any, unless these are lines; the host, where that is near, and whoever
 // was told places also leaves out an owner that means another call. The warp.
 template <class C>
-WEFT_DEVICE bool owner_is_ready(const C& c, uint32_t owner) {
+WEFT_DEVICE bool owner_agrees(const C& c, uint32_t owner) {
   bool is_ready = true;
   if (((c.takes_own_weights() && !c.has_lines()) || kIsHost || C::kPorts) && c.warp.rank() == 0) {
-    is_ready = await_greeting(c.a.call, c.mesh, c.epoch, owner, Site::kLowLatencyCombineRecv);
+    is_ready = await_handshake(c.a.call, c.mesh, c.epoch, owner, Site::kLowLatencyCombineRecv);
     if (is_ready && (kIsHost || C::kPorts))
       is_ready = agrees(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch());
   }
@@ -213,29 +213,29 @@ struct MappedReplies {
     return near_window(c.mesh, m.owner) + c.reply_at(token, *slot, m.as_lines);
   }
   WEFT_DEVICE void leave_out() const {}
-  WEFT_DEVICE void finish(const Message& m, uint32_t lane, uint32_t messages) const {
+  WEFT_DEVICE void finish(const Message& m, uint32_t batch, uint32_t messages) const {
     if (c.warp.rank() == 0 && !m.as_lines)
       c.mesh.to(m.owner).put_value(
-          word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), lane * c.a.pieces.value + m.piece),
+          word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), batch * c.a.pieces.value + m.piece),
           c.epoch.number * kWordEpoch | kWordDone | messages);
   }
 };
 
 template <class C>
-WEFT_DEVICE auto replies_to(const C& c, uint32_t owner, uint32_t lane) {
+WEFT_DEVICE auto replies_to(const C& c, uint32_t owner, uint32_t batch) {
   if constexpr (C::kPorts)
-    return PortReplies<C>(c, owner, lane);
+    return PortReplies<C>(c, owner, batch);
   else
     return MappedReplies<C>{c};
 }
 
 // One reply: the weighted sum of the message's listed rows, to the slot of the first of them.
-template <class C, class GetReady, class Replies>
-WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, GetReady get_ready,
+template <class C, class AwaitOwner, class Replies>
+WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, AwaitOwner await_owner,
                                 Replies& replies) {
   const auto token = static_cast<uint32_t>(m.record[0]);
   auto get_weights = [&] {
-    if (!get_ready()) return false;
+    if (!await_owner()) return false;
     if (c.takes_own_weights() && c.has_lines()) return take_weight_lines(c, m.owner, token, count);
     const auto* weights =
         c.takes_own_weights()
@@ -249,10 +249,10 @@ WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, Ge
 }
 
 // One reply per row, as it is.
-template <class C, class GetReady, class Replies>
-WEFT_DEVICE bool answer_exact(const C& c, const Message& m, GetReady get_ready, Replies& replies) {
+template <class C, class AwaitOwner, class Replies>
+WEFT_DEVICE bool answer_exact(const C& c, const Message& m, AwaitOwner await_owner, Replies& replies) {
   const auto token = static_cast<uint32_t>(m.record[0]);
-  if (!get_ready()) return false;
+  if (!await_owner()) return false;
   for (uint32_t slot = 0; slot < c.top_k(); ++slot) {
     if (m.record[1 + slot] < 0) continue;
     list_rows(c, [&](uint32_t k) { return k == slot ? m.record[1 + k] : -1; });
@@ -264,30 +264,30 @@ WEFT_DEVICE bool answer_exact(const C& c, const Message& m, GetReady get_ready, 
   return true;
 }
 
-// A piece of all replies to one lane of one owner, then, unless they are lines, the lane's word there. The
+// A piece of all replies to one batch of one owner, then, unless they are lines, the batch's word there. The
 // warp.
 template <class C>
-WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t piece) {
+WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32_t piece) {
   const RoutesLayout routes = c.routes();
-  const uint32_t lane_at = owner * c.lanes().count + lane;
-  Message m{c.a.routes + routes.records + lane_at * c.lanes().capacity * routes.record_words, owner, piece,
+  const uint32_t batch_at = owner * c.batches().count + batch;
+  Message m{c.a.routes + routes.records + batch_at * c.batches().capacity * routes.record_words, owner, piece,
             false};
   // The first record is asked for before it is known whether there is one: memory is far.
   const uint32_t noted =
-      load_relaxed(reinterpret_cast<const uint32_t*>(c.a.routes) + routes.counts + lane_at);
-  const uint32_t messages = noted & kMaxLaneTokens;
+      load_relaxed(reinterpret_cast<const uint32_t*>(c.a.routes) + routes.counts + batch_at);
+  const uint32_t messages = noted & kMaxBatchTokens;
   m.as_lines = (noted & kCameAsLines) != 0 && c.answers_lines();
   uint32_t count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
   if (messages == 0 || c.present()[owner] == 0) return;
   const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
   bool is_ready = false;
-  auto get_ready = [&] {
+  auto await_owner = [&] {
     if (!c.a.signals) prefetch_rows(c, piece, count);
-    is_ready = is_ready || owner_is_ready(c, owner);
+    is_ready = is_ready || owner_agrees(c, owner);
     return is_ready;
   };
-  if (C::kPorts && !get_ready()) return;  // the owner says where its replies stand
-  auto replies = replies_to<C>(c, owner, lane);
+  if (C::kPorts && !await_owner()) return;  // the owner says where its replies stand
+  auto replies = replies_to<C>(c, owner, batch);
   WEFT_ROLLED
   for (uint32_t index = 0; index < messages; ++index, m.record += routes.record_words) {
     if (index > 0) count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
@@ -298,23 +298,23 @@ WEFT_DEVICE void answer_lane(const C& c, uint32_t owner, uint32_t lane, uint32_t
       replies.leave_out();
       continue;
     }
-    if (!(is_reduced(c.shape.reply) ? answer_reduced(c, m, count, get_ready, replies)
-                                    : answer_exact(c, m, get_ready, replies)))
+    if (!(is_reduced(c.shape.reply) ? answer_reduced(c, m, count, await_owner, replies)
+                                    : answer_exact(c, m, await_owner, replies)))
       return;
     c.warp.sync();
   }
-  replies.finish(m, lane, messages);
+  replies.finish(m, batch, messages);
 }
 
 // Owners start with this rank's successor; its own tokens come last, when their weights have surely come.
 template <class C>
-WEFT_DEVICE void answer_lanes(const C& c) {
+WEFT_DEVICE void answer_batches(const C& c) {
   const WarpShare share = warp_share(c.block, c.warp);
   WEFT_ROLLED
   for (uint32_t job = share.index; job < c.a.owner_jobs.value * c.ranks(); job += share.total) {
     const uint32_t owner = (c.mesh.rank() + 1 + job / c.a.owner_jobs) % c.ranks();
     const uint32_t in_owner = job % c.a.owner_jobs;
-    answer_lane(c, owner, in_owner / c.a.pieces, in_owner % c.a.pieces);
+    answer_batch(c, owner, in_owner / c.a.pieces, in_owner % c.a.pieces);
   }
 }
 

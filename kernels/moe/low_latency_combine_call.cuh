@@ -4,7 +4,7 @@
 // in a window, and what a warp keeps in shared memory: the rows that it sums and their weights.
 #pragma once
 
-#include "kernels/moe/low_latency_hello.cuh"
+#include "kernels/moe/low_latency_handshake.cuh"
 #include "kernels/moe/low_latency_lines.cuh"
 
 namespace weft {
@@ -43,7 +43,7 @@ struct Combine {
 
   WEFT_DEVICE uint32_t ranks() const { return static_cast<uint32_t>(shape.ranks); }
   WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
-  WEFT_DEVICE Lanes lanes() const { return a.call.lanes; }
+  WEFT_DEVICE Batches batches() const { return a.call.batches; }
   WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
   // Tokens that came as lines are answered so, unless the answers are LogFMT.
   WEFT_DEVICE bool has_lines() const { return !kPorts && a.call.lines != 0; }
@@ -56,7 +56,7 @@ struct Combine {
       return lay_out_routes();
   }
   WEFT_DEVICE RoutesLayout lay_out_routes() const {
-    return routes_layout(shape.ranks, lanes(), shape.top_k, shape.weights != 0);
+    return routes_layout(shape.ranks, batches(), shape.top_k, shape.weights != 0);
   }
   WEFT_DEVICE uint64_t stride() const { return reply_stride(shape.row_bytes, shape.reply); }
   WEFT_DEVICE CombineLayout layout() const {
@@ -104,7 +104,7 @@ struct Combine {
   // Where ranks have port peers: what owners tell this rank, what this rank tells a port peer, and which reply slot k of
   // token t, at t * K + k, gets.
   WEFT_DEVICE PortCombineLayout port_layout() const {
-    return port_combine_layout(shape.ranks, a.call.max_tokens, top_k(), lanes(), shape.row_bytes,
+    return port_combine_layout(shape.ranks, a.call.max_tokens, top_k(), batches(), shape.row_bytes,
                                shape.reply);
   }
   WEFT_DEVICE uint64_t note_at(uint32_t owner) const {

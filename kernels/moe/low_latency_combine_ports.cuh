@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // low_latency_combine_ports.cuh: delivers a combine where ranks have port peers (low_latency_ports.h). Every rank tells
-// every peer in a note where the peer's replies to each of its lanes begin, with the weights of its tokens. Replies to
-// a mapped owner are built there; those to a port peer in the outbox, from which they leave in one range for each lane,
+// every peer in a note where the peer's replies to each of its batches begin, with the weights of its tokens. Replies to
+// a mapped owner are built there; those to a port peer in the outbox, from which they leave in one range for each batch,
 // or in more where the outbox is small.
 // Waits: an answerer for its owner's note; where the outbox is small, for what has been put before.
 #pragma once
@@ -28,13 +28,13 @@ WEFT_DEVICE uint32_t replying_rank(const C& c, uint32_t token, uint32_t k) {
   return is_own ? rank : c.ranks();
 }
 
-// Gives the replies of a rank to this rank's lane their places, notes them by slot, and returns the first. One thread.
+// Gives the replies of a rank to this rank's batch their places, notes them by slot, and returns the first. One thread.
 template <class C>
-WEFT_DEVICE uint32_t place_replies(const C& c, uint32_t lane, uint32_t rank) {
-  const uint32_t share = c.a.call.lane_tokens.value, tokens = c.a.call.tokens;
-  const uint32_t begin = lane * share < tokens ? lane * share : tokens;
+WEFT_DEVICE uint32_t place_replies(const C& c, uint32_t batch, uint32_t rank) {
+  const uint32_t share = c.a.call.batch_tokens.value, tokens = c.a.call.tokens;
+  const uint32_t begin = batch * share < tokens ? batch * share : tokens;
   const uint32_t end = begin + share < tokens ? begin + share : tokens;
-  uint32_t first = lane * c.port_layout().lane_replies;
+  uint32_t first = batch * c.port_layout().batch_replies;
   WEFT_ROLLED
   for (uint32_t i = begin * c.top_k(); i < end * c.top_k(); ++i)
     if (replying_rank(c, i / c.top_k(), i % c.top_k()) < rank) ++first;
@@ -73,26 +73,26 @@ WEFT_DEVICE void send_notes(const C& c) {
     if (c.present()[peer] == 0) continue;
     const bool is_far = is_port(c.mesh, peer);
     std::byte* at = is_far ? c.mesh.local() + c.outgoing_note_at(peer) : near_window(c.mesh, peer) + to;
-    for (uint32_t lane = c.block.rank(); lane < c.lanes().count; lane += c.block.size())
-      store_relaxed(reinterpret_cast<uint32_t*>(at) + lane, place_replies(c, lane, peer));
+    for (uint32_t batch = c.block.rank(); batch < c.batches().count; batch += c.block.size())
+      store_relaxed(reinterpret_cast<uint32_t*>(at) + batch, place_replies(c, batch, peer));
     if (c.takes_own_weights()) write_weights(c, at + note.weights);
     c.block.sync();
     if (c.block.rank() == 0) {
       if (is_far) c.mesh.to(peer).put(OneThread{}, to, c.outgoing_note_at(peer), bytes);
-      greet(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
+      send_handshake(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
     }
     c.block.sync();
   }
 }
 
-// This rank's replies to one lane of an owner whose note has come. The warp.
+// This rank's replies to one batch of an owner whose note has come. The warp.
 template <class C>
 class PortReplies {
  public:
-  WEFT_DEVICE PortReplies(const C& c, uint32_t owner, uint32_t lane)
-      : c_(c), owner_(owner), lane_(lane), window_(near_window(c.mesh, owner)) {
+  WEFT_DEVICE PortReplies(const C& c, uint32_t owner, uint32_t batch)
+      : c_(c), owner_(owner), batch_(batch), window_(near_window(c.mesh, owner)) {
     const auto* firsts = reinterpret_cast<const uint32_t*>(c.mesh.local() + c.note_at(owner));
-    first_ = load_relaxed(firsts + lane);
+    first_ = load_relaxed(firsts + batch);
   }
 
   // Where the next one is built. Where the outbox is full, those before it leave first.
@@ -112,9 +112,9 @@ class PortReplies {
   WEFT_DEVICE void leave_out() {
     if (is_reduced(c_.shape.reply)) place({}, 0, nullptr);
   }
-  // The rest leaves, and the lane's word behind it.
-  WEFT_DEVICE void finish(const Message&, uint32_t lane, uint32_t messages) {
-    const uint64_t word = word_offset(c_.a.call, c_.ranks(), c_.epoch, c_.mesh.rank(), lane);
+  // The rest leaves, and the batch's word behind it.
+  WEFT_DEVICE void finish(const Message&, uint32_t batch, uint32_t messages) {
+    const uint64_t word = word_offset(c_.a.call, c_.ranks(), c_.epoch, c_.mesh.rank(), batch);
     const uint64_t value = c_.epoch.number * kWordEpoch | kWordDone | messages;
     if (!window_ && built_ != sent_)
       return c_.mesh.to(owner_).put_with_signal(c_.warp, reply_at(sent_), outbox_at(), bytes(), word, value);
@@ -127,12 +127,12 @@ class PortReplies {
   WEFT_DEVICE uint64_t bytes() const { return (built_ - sent_) * stride(); }
   WEFT_DEVICE uint64_t reply_at(uint32_t number) const { return c_.port_reply_at(first_ + number); }
   WEFT_DEVICE uint64_t outbox_at() const {
-    const uint64_t slot = (uint64_t{owner_} * c_.lanes().count + lane_) * c_.a.answer_room;
+    const uint64_t slot = (uint64_t{owner_} * c_.batches().count + batch_) * c_.a.answer_room;
     return outbox_offset(c_.a.call, c_.shape.ranks, c_.epoch) + c_.port_layout().answers + slot * stride();
   }
 
   const C& c_;
-  const uint32_t owner_, lane_;
+  const uint32_t owner_, batch_;
   std::byte* const window_;
   uint32_t first_;
   uint32_t built_ = 0, sent_ = 0;

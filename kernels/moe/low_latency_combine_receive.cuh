@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_combine_receive.cuh: receives: sums each token's replies as the words of their lanes move or their lines
+// low_latency_combine_receive.cuh: receives: sums each token's replies as the words of their batches move or their lines
 // come.
 #pragma once
 
@@ -40,9 +40,9 @@ template <class C>
 WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t piece) {
   if (!has_reply(c, k)) return false;
   const uint32_t rank = c.slot_rank()[k];
-  const uint32_t lane = token / c.a.call.lane_tokens;
+  const uint32_t batch = token / c.a.call.batch_tokens;
   const auto* word = reinterpret_cast<const uint64_t*>(
-      c.mesh.local() + word_offset(c.a.call, c.ranks(), c.epoch, rank, lane * c.a.pieces.value + piece));
+      c.mesh.local() + word_offset(c.a.call, c.ranks(), c.epoch, rank, batch * c.a.pieces.value + piece));
   const uint64_t start = cycles();
   uint64_t seen = 0;
   const bool came = await(c.a.call, word, c.epoch.number * kWordEpoch + kWordDone, rank,
@@ -66,7 +66,7 @@ WEFT_DEVICE int32_t reply_number(const C& c, uint32_t token, uint32_t k) {
 template <class C>
 struct ReplySource {
   const C& c;
-  const Wire& wire;
+  const VecLayout& layout;
   uint32_t token;
 
   WEFT_DEVICE const Vec16* reply(uint32_t row) const {
@@ -75,14 +75,14 @@ struct ReplySource {
                                             c.port_reply_at(static_cast<uint32_t>(c.rows()[row])));
     else
       return reinterpret_cast<const Vec16*>(
-          c.mesh.local() + c.reply_at(token, static_cast<uint32_t>(c.rows()[row]), wire.lines));
+          c.mesh.local() + c.reply_at(token, static_cast<uint32_t>(c.rows()[row]), layout.lines));
   }
   WEFT_DEVICE uint32_t peer(uint32_t row) const { return c.slot_rank()[c.slots()[row]]; }
 
   template <uint32_t kRows, uint32_t kVecs>
   WEFT_DEVICE bool operator()(Vec16 (&held)[kRows][kVecs], uint32_t row, uint32_t count, uint32_t first,
                               uint32_t last) {
-    if (kIsHost && !wire.lines) {
+    if (kIsHost && !layout.lines) {
       for (uint32_t r = 0; r < kRows && row + r < count; ++r)
         load_side_by_side(held[r], reply(row + r), first, last);
       return true;
@@ -98,10 +98,10 @@ struct ReplySource {
         WEFT_UNROLL
         for (uint32_t v = 0; v < kVecs; ++v) {
           const uint32_t index = first + v * c.warp.size();
-          if (index < last && !wire.load(reply(row + r), index, held[r][v])) missing |= 1u << r;
+          if (index < last && !layout.load(reply(row + r), index, held[r][v])) missing |= 1u << r;
         }
       }
-      if (!wire.lines || !c.warp.any(missing != 0)) return true;
+      if (!layout.lines || !c.warp.any(missing != 0)) return true;
       if (c.a.call.masked) lost |= masked_rows<kRows>(row, count);
       return !c.warp.any((missing & ~lost) != 0);
     };
@@ -203,13 +203,14 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   const uint32_t piece = split / c.a.piece_splits;
   const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
   find_ranks(c, token);
-  const Wire wire{c.sent_lines(), c.row_vecs(), c.tag()};
+  const VecLayout layout{c.sent_lines(), c.row_vecs(), c.tag()};
   const uint32_t count = list_rows(c, [&](uint32_t k) {
-    return (wire.lines ? has_reply(c, k) : await_reply(c, token, k, piece)) ? reply_number(c, token, k) : -1;
+    return (layout.lines ? has_reply(c, k) : await_reply(c, token, k, piece)) ? reply_number(c, token, k)
+                                                                              : -1;
   });
   list_weights(c, count, [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
   const Span traced(c.a.call.wait.trace, Work::kLowLatencySum, c.warp.rank() == 0);
-  const ReplySource<C> source{c, wire, token};
+  const ReplySource<C> source{c, layout, token};
   std::byte* out = c.a.combined + uint64_t{token} * c.out_row_bytes();
   if (is_log(c.shape.reply)) {
     const auto unit_bytes = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2) * 2);
@@ -219,15 +220,15 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
     for (uint32_t b = part.first; b < part.last; ++b)
       decode_block(c, b * groups, groups, count, reply_of, out);
   } else {
-    if (wire.lines && c.a.call.wait_cycles && token == 0 && split == 0) note_waits(c, source, count);
+    if (layout.lines && c.a.call.wait_cycles && token == 0 && split == 0) note_waits(c, source, count);
     const Range part =
-        wire.lines ? wire.range(split, c.a.receive_splits) : c.part_of_units(c.row_vecs(), split);
+        layout.lines ? layout.range(split, c.a.receive_splits) : c.part_of_units(c.row_vecs(), split);
     with_row_element(c.shape, [&](auto element) {
       using Element = decltype(element);
       sum_rows<Element, kReceiveVecs, kReceiveRows>(c, part, count, source,
                                                     [&](uint32_t index, float (&sums)[Element::kPerVec]) {
-                                                      if (wire.holds(index))
-                                                        store_sums<Element>(c, out, wire.vec(index), sums);
+                                                      if (layout.holds(index))
+                                                        store_sums<Element>(c, out, layout.vec(index), sums);
                                                     });
     });
   }
@@ -241,7 +242,7 @@ WEFT_DEVICE void check_peers(const C& c) {
   if (c.block.index() + 1 != c.block.count() || c.warp.index() + 1 != c.block.warps()) return;
   for (uint32_t peer = c.warp.rank(); peer < c.ranks(); peer += c.warp.size())
     if (c.present()[peer] != 0 &&
-        await_greeting(c.a.call, c.mesh, c.epoch, peer, Site::kLowLatencyCombineRecv))
+        await_handshake(c.a.call, c.mesh, c.epoch, peer, Site::kLowLatencyCombineRecv))
       agrees(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
   c.warp.sync();
 }

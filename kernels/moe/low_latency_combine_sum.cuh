@@ -17,7 +17,7 @@ inline constexpr uint32_t kSendRows = kIsHost ? 1 : 2;
 inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 1;
 inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;
 
-// The sum of weight * element over the `count` listed rows, for this part of what the wire counts.
+// The sum of weight * element over the `count` listed rows, for this part of what the layout counts.
 // source(held, row, count, first, last) loads kVecs of kRows rows from `row` on, or returns false: no sum is
 // made then. put(index, sums) gets a vector's sums. The warp.
 template <class Element, uint32_t kVecs, uint32_t kRows, class C, class Source, class Put>

@@ -16,28 +16,28 @@ namespace low_latency {
 
 template <class D>
 WEFT_DEVICE void clear_choices(const D& d) {
-  for (uint32_t i = d.block.rank(); i < d.ranks() * d.local_experts(); i += d.block.size()) d.so_far()[i] = 0;
+  for (uint32_t i = d.block.rank(); i < d.ranks() * d.local_experts(); i += d.block.size()) d.prefix()[i] = 0;
 }
 
-// Adds up, in so_far(), what entries [first, last) of topk_idx choose. Thread `rank` of the `size` that share the
+// Adds up, in prefix(), what entries [first, last) of topk_idx choose. Thread `rank` of the `size` that share the
 // work.
 template <class D>
 WEFT_DEVICE void add_choices(const D& d, uint32_t first, uint32_t last, uint32_t rank, uint32_t size) {
   for (uint32_t i = first + rank; i < last; i += size) {
     const int64_t expert = expert_at(d.a.call.topk_idx, d.a.call.id_bytes, i);
-    if (expert >= 0 && expert < d.a.call.experts) add_local(&d.so_far()[expert], uint32_t{1});
+    if (expert >= 0 && expert < d.a.call.experts) add_local(&d.prefix()[expert], uint32_t{1});
   }
 }
 
 // ---- step 2
 // --------------------------------------------------------------------------------------------------------
 
-// A lane's tokens: consecutive ones.
+// A batch's tokens: consecutive ones.
 template <class D>
-WEFT_DEVICE Range lane_tokens(const D& d, uint32_t lane) {
+WEFT_DEVICE Range batch_tokens(const D& d, uint32_t batch) {
   const uint32_t tokens = d.a.call.tokens;
-  const uint32_t share = d.a.call.lane_tokens.value;
-  const uint32_t first = lane * share < tokens ? lane * share : tokens;
+  const uint32_t share = d.a.call.batch_tokens.value;
+  const uint32_t first = batch * share < tokens ? batch * share : tokens;
   return {first, first + share < tokens ? first + share : tokens};
 }
 
@@ -49,18 +49,18 @@ WEFT_DEVICE void read_choices(const D& d, uint32_t token) {
   d.warp.sync();
 }
 
-// Where the next message of a lane to a rank is built: in the rank's window, or in the outbox for a port peer.
+// Where the next message of a batch to a rank is built: in the rank's window, or in the outbox for a port peer.
 template <class D>
-WEFT_DEVICE std::byte* message_place(const D& d, uint32_t rank, uint32_t lane) {
-  if (is_port(d.mesh, rank)) return d.mesh.local() + d.outgoing_at(rank, lane, d.sent()[rank]);
-  return near_window(d.mesh, rank) + (d.sends_lines() ? d.line_message_at(d.mesh.rank(), lane)
-                                                      : d.message_at(d.mesh.rank(), lane, d.sent()[rank]));
+WEFT_DEVICE std::byte* message_place(const D& d, uint32_t rank, uint32_t batch) {
+  if (is_port(d.mesh, rank)) return d.mesh.local() + d.outgoing_at(rank, batch, d.sent()[rank]);
+  return near_window(d.mesh, rank) + (d.sends_lines() ? d.line_message_at(d.mesh.rank(), batch)
+                                                      : d.message_at(d.mesh.rank(), batch, d.sent()[rank]));
 }
 
 // One warp, when the choices were read: finds where a token goes: its slots' ranks, experts and places there,
 // and each rank once.
 template <class D>
-WEFT_DEVICE void route_token(const D& d, uint32_t lane) {
+WEFT_DEVICE void route_token(const D& d, uint32_t batch) {
   uint32_t targets = 0;
   for (uint32_t first = 0; first < d.top_k(); first += d.warp.size()) {
     const uint32_t k = first + d.warp.rank();
@@ -81,11 +81,11 @@ WEFT_DEVICE void route_token(const D& d, uint32_t lane) {
     if (k < d.top_k()) {
       d.slot_rank()[k] = rank;
       d.slot_expert()[k] = expert < 0 ? 0 : static_cast<uint32_t>(expert) % d.local_experts();
-      d.slot_place()[k] = expert < 0 ? 0 : d.so_far()[expert] + twins;
+      d.slot_place()[k] = expert < 0 ? 0 : d.prefix()[expert] + twins;
     }
     if (!goes) continue;
     d.target()[at] = rank;
-    d.place()[at] = message_place(d, rank, lane);
+    d.place()[at] = message_place(d, rank, batch);
   }
   if (d.warp.rank() == 0) *d.targets() = targets;
 }
@@ -94,7 +94,7 @@ WEFT_DEVICE void route_token(const D& d, uint32_t lane) {
 template <class D>
 WEFT_DEVICE void count_token(const D& d) {
   for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
-    if (d.slot_choice()[k] >= 0) add_local(&d.so_far()[d.slot_choice()[k]], uint32_t{1});
+    if (d.slot_choice()[k] >= 0) add_local(&d.prefix()[d.slot_choice()[k]], uint32_t{1});
   for (uint32_t i = d.warp.rank(); i < *d.targets(); i += d.warp.size()) d.sent()[d.target()[i]] += 1;
   d.warp.sync();
 }

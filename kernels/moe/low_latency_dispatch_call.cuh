@@ -4,7 +4,7 @@
 // and counts stand in a window, and what the block keeps in shared memory.
 #pragma once
 
-#include "kernels/moe/low_latency_hello.cuh"
+#include "kernels/moe/low_latency_handshake.cuh"
 #include "kernels/moe/low_latency_lines.cuh"
 
 namespace weft {
@@ -54,7 +54,7 @@ struct Dispatch {
     const uint32_t padding = shape.padding != 0 ? static_cast<uint32_t>(shape.padding) : 1;
     return (rows + padding - 1) / padding * padding;
   }
-  WEFT_DEVICE Lanes lanes() const { return a.call.lanes; }
+  WEFT_DEVICE Batches batches() const { return a.call.batches; }
   WEFT_DEVICE MessageLayout lay_out_message() const {
     return message_layout(shape.top_k, has_weights(), shape.row_bytes, shape.scale_bytes);
   }
@@ -64,23 +64,23 @@ struct Dispatch {
     else
       return lay_out_message();
   }
-  // Whether this rank's tokens leave as lines: one lane has one token then, or none.
+  // Whether this rank's tokens leave as lines: one batch has one token then, or none.
   WEFT_DEVICE bool sends_lines() const { return !kPorts && a.call.tokens <= a.line_tokens; }
   // Whether tokens of other ranks may come as lines.
   WEFT_DEVICE bool takes_lines() const { return !kPorts && a.call.lines != 0; }
   WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
   WEFT_DEVICE RoutesLayout routes() const {
-    return routes_layout(shape.ranks, lanes(), shape.top_k, has_weights());
+    return routes_layout(shape.ranks, batches(), shape.top_k, has_weights());
   }
   WEFT_DEVICE uint64_t half_at() const { return half_offset(a.call, shape.ranks, epoch); }
-  // Offset in the window of message `index` of a lane of a source.
-  WEFT_DEVICE uint64_t message_at(uint32_t source, uint32_t lane, uint32_t index) const {
-    const uint64_t slot = (uint64_t{source} * lanes().count + lane) * lanes().capacity + index;
+  // Offset in the window of message `index` of a batch of a source.
+  WEFT_DEVICE uint64_t message_at(uint32_t source, uint32_t batch, uint32_t index) const {
+    const uint64_t slot = (uint64_t{source} * batches().count + batch) * batches().capacity + index;
     return half_at() + slot * message().stride;
   }
   // Where its only one stands if that comes as lines.
-  WEFT_DEVICE uint64_t line_message_at(uint32_t source, uint32_t lane) const {
-    const uint64_t slot = uint64_t{source} * lanes().count + lane;
+  WEFT_DEVICE uint64_t line_message_at(uint32_t source, uint32_t batch) const {
+    const uint64_t slot = uint64_t{source} * batches().count + batch;
     return half_at() + a.call.lines_at + slot * message().line_bytes();
   }
 
@@ -94,11 +94,11 @@ struct Dispatch {
   }
 
   WEFT_DEVICE DispatchOutbox outbox() const {
-    return dispatch_outbox(shape.ranks, local_experts(), lanes(), message());
+    return dispatch_outbox(shape.ranks, local_experts(), batches(), message());
   }
-  // Offsets in the window of what goes to a port peer: message `index` of a lane, and the first count_word().
-  WEFT_DEVICE uint64_t outgoing_at(uint32_t peer, uint32_t lane, uint32_t index) const {
-    const uint64_t slot = (uint64_t{peer} * lanes().count + lane) * lanes().capacity + index;
+  // Offsets in the window of what goes to a port peer: message `index` of a batch, and the first count_word().
+  WEFT_DEVICE uint64_t outgoing_at(uint32_t peer, uint32_t batch, uint32_t index) const {
+    const uint64_t slot = (uint64_t{peer} * batches().count + batch) * batches().capacity + index;
     return outbox_offset(a.call, shape.ranks, epoch) + outbox().messages + slot * message().stride;
   }
   WEFT_DEVICE uint64_t outgoing_counts_at(uint32_t peer) const {
@@ -122,9 +122,9 @@ struct Dispatch {
   }
   WEFT_DEVICE uint32_t* present() const { return at<uint32_t>(shared().present); }
   WEFT_DEVICE uint32_t* sent() const { return at<uint32_t>(shared().sent); }
-  WEFT_DEVICE uint32_t* gives() const { return at<uint32_t>(shared().gives); }
+  WEFT_DEVICE uint32_t* sends_rows() const { return at<uint32_t>(shared().sends_rows); }
   WEFT_DEVICE uint32_t* found() const { return at<uint32_t>(shared().found); }
-  WEFT_DEVICE uint32_t* so_far() const { return at<uint32_t>(shared().so_far); }
+  WEFT_DEVICE uint32_t* prefix() const { return at<uint32_t>(shared().prefix); }
   WEFT_DEVICE uint32_t* begin() const { return at<uint32_t>(shared().begin); }
   WEFT_DEVICE uint32_t* expert_rows() const { return at<uint32_t>(shared().rows); }
   // Of the current token, by slot; a slot without an expert has rank R.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_dispatch_receive.cuh: receives messages: follows the lanes of all sources and copies each message to the
-// rows of its experts as the lane's word moves or its lines come, and notes where its answer goes.
+// low_latency_dispatch_receive.cuh: receives messages: follows the batches of all sources and copies each message to the
+// rows of its experts as the batch's word moves or its lines come, and notes where its answer goes.
 #pragma once
 
 #include "kernels/moe/low_latency_dispatch_segments.cuh"
@@ -35,7 +35,7 @@ WEFT_DEVICE RowPlace row_place(const D& d, uint32_t source, uint32_t k) {
   const auto* head = reinterpret_cast<const uint32_t*>(d.head());
   const uint32_t expert = head[d.message().expert + k];
   // A rank that disagrees about sizes, which the call reports, may have written over this message.
-  if (expert >= d.own_experts() || d.gives()[source] == 0) return {-1, 0, 0};
+  if (expert >= d.own_experts() || d.sends_rows()[source] == 0) return {-1, 0, 0};
   const uint64_t in_expert = d.begin()[source * d.local_experts() + expert] + head[d.message().place + k];
   if (d.is_packed())
     return in_expert < d.a.max_rows ? RowPlace{static_cast<int32_t>(in_expert), 0, in_expert}
@@ -131,32 +131,32 @@ template <class D>
 struct Incoming {
   const D& d;
   uint32_t source;
-  uint32_t lane;
+  uint32_t batch;
   uint32_t split;
-  Wire wire;  // of the body
+  VecLayout layout;  // of the body
   Range part;
   const Vec16* message;            // the lines, until a word says that there are others
   Vec16 held[kVecsInFlight] = {};  // of the part, from its first on
   bool has_chunk = false;          // these were asked for
   bool came = false;               // in this lane, all of these
 
-  WEFT_DEVICE Incoming(const D& dispatch, uint32_t from, uint32_t of_lane, uint32_t of_split)
+  WEFT_DEVICE Incoming(const D& dispatch, uint32_t from, uint32_t of_batch, uint32_t of_split)
       : d(dispatch),
         source(from),
-        lane(of_lane),
+        batch(of_batch),
         split(of_split),
-        wire{d.takes_lines(), d.message().body_vecs(), d.tag()},
-        part(wire.range(split, d.a.receive_splits)),
-        message(reinterpret_cast<const Vec16*>(d.mesh.local() + d.line_message_at(source, lane))) {}
+        layout{d.takes_lines(), d.message().body_vecs(), d.tag()},
+        part(layout.range(split, d.a.receive_splits)),
+        message(reinterpret_cast<const Vec16*>(d.mesh.local() + d.line_message_at(source, batch))) {}
 
   WEFT_DEVICE void load(uint32_t first) {
     const uint32_t head_vecs = d.message().head_vecs();
-    const Vec16* body = message + (wire.lines ? parts_of(head_vecs) : head_vecs);
+    const Vec16* body = message + (layout.lines ? parts_of(head_vecs) : head_vecs);
     came = true;
     WEFT_UNROLL
     for (uint32_t i = 0; i < kVecsInFlight; ++i) {
       const uint32_t index = first + d.warp.rank() + i * d.warp.size();
-      if (index < part.last) came = wire.load(body, index, held[i]) && came;
+      if (index < part.last) came = layout.load(body, index, held[i]) && came;
     }
   }
 
@@ -169,11 +169,11 @@ struct Incoming {
   }
   // What a word says has come.
   WEFT_DEVICE void take(uint32_t index) {
-    if (wire.lines) {
-      wire.lines = false;
-      part = wire.range(split, d.a.receive_splits);
+    if (layout.lines) {
+      layout.lines = false;
+      part = layout.range(split, d.a.receive_splits);
     }
-    message = reinterpret_cast<const Vec16*>(d.mesh.local() + d.message_at(source, lane, index));
+    message = reinterpret_cast<const Vec16*>(d.mesh.local() + d.message_at(source, batch, index));
     if constexpr (!kIsHost) load(part.first);
     has_chunk = !kIsHost;
     for (uint32_t i = d.warp.rank(); i < d.message().head_vecs(); i += d.warp.size())
@@ -186,19 +186,19 @@ struct Incoming {
     const Span traced(d.a.call.wait.trace, Work::kUnpack, d.warp.rank() == 0, source);
     d.warp.sync();
     const uint32_t count = place_message(d, source);
-    const bool is_whole = kIsHost && !wire.lines && d.a.receive_splits.value == 1;
+    const bool is_whole = kIsHost && !layout.lines && d.a.receive_splits.value == 1;
     if (is_whole) copy_body(d, count, message + d.message().head_vecs());
     WEFT_ROLLED
     for (uint32_t first = is_whole ? part.last : part.first; first < part.last;
          first += kVecsInFlight * d.warp.size()) {
       if (!has_chunk) load(first);
       has_chunk = false;
-      if (wire.lines && d.warp.any(!came) && !await_chunk(first)) return false;
+      if (layout.lines && d.warp.any(!came) && !await_chunk(first)) return false;
       uint32_t vecs[kVecsInFlight];
       WEFT_UNROLL
       for (uint32_t i = 0; i < kVecsInFlight; ++i) {
         const uint32_t index = first + d.warp.rank() + i * d.warp.size();
-        vecs[i] = index < part.last && wire.holds(index) ? wire.vec(index) : ~uint32_t{0};
+        vecs[i] = index < part.last && layout.holds(index) ? layout.vec(index) : ~uint32_t{0};
       }
       store_body(d, count, vecs, held);
     }
@@ -215,16 +215,16 @@ struct Incoming {
 };
 
 template <class D>
-WEFT_DEVICE const uint64_t* lane_word(const D& d, uint32_t source, uint32_t lane) {
+WEFT_DEVICE const uint64_t* batch_word(const D& d, uint32_t source, uint32_t batch) {
   return reinterpret_cast<const uint64_t*>(d.mesh.local() +
-                                           word_offset(d.a.call, d.ranks(), d.epoch, source, lane));
+                                           word_offset(d.a.call, d.ranks(), d.epoch, source, batch));
 }
 
-// Waits until a lane's word reaches `want`, or, where lines may come instead, until the first message's do:
+// Waits until a batch's word reaches `want`, or, where lines may come instead, until the first message's do:
 // then the word is less. The warp. False: neither came.
 template <class D>
 WEFT_DEVICE bool await_either(const D& d, Incoming<D>& incoming, uint64_t want, uint64_t& word) {
-  const uint64_t* at = lane_word(d, incoming.source, incoming.lane);
+  const uint64_t* at = batch_word(d, incoming.source, incoming.batch);
   const bool takes_chunk = d.sends_lines();  // who has few tokens has peers who have few
   auto look = [&] {
     word = d.warp.rank() == 0 ? load_signal(at) : 0;
@@ -239,32 +239,32 @@ WEFT_DEVICE bool await_either(const D& d, Incoming<D>& incoming, uint64_t want, 
 template <class D>
 WEFT_DEVICE bool await_word(const D& d, const Incoming<D>& incoming, uint64_t want, uint64_t& word) {
   word = 0;
-  if (d.warp.rank() == 0 && !await(d.a.call, lane_word(d, incoming.source, incoming.lane), want,
+  if (d.warp.rank() == 0 && !await(d.a.call, batch_word(d, incoming.source, incoming.batch), want,
                                    incoming.source, Site::kLowLatencyDispatchRecv, kWordEpoch, word))
     word = 0;
   word = d.warp.broadcast(word);
   return word >= want;
 }
 
-// Follows one lane until all its messages are unpacked. Returns what is to be noted of it. The warp.
+// Follows one batch until all its messages are unpacked. Returns what is to be noted of it. The warp.
 template <class D>
-WEFT_DEVICE uint32_t receive_messages(const D& d, uint32_t source, uint32_t lane, uint32_t split) {
+WEFT_DEVICE uint32_t receive_messages(const D& d, uint32_t source, uint32_t batch, uint32_t split) {
   const uint64_t start = cycles();
-  Incoming<D> incoming(d, source, lane, split);
+  Incoming<D> incoming(d, source, batch, split);
   uint32_t unpacked = 0;
   for (uint64_t word = 0; (word & kWordDone) == 0;) {
     const uint64_t want = d.epoch.number * kWordEpoch + unpacked + 1;
     const bool is_first = unpacked == 0;
-    if (!(is_first && incoming.wire.lines ? await_either(d, incoming, want, word)
-                                          : await_word(d, incoming, want, word)))
+    if (!(is_first && incoming.layout.lines ? await_either(d, incoming, want, word)
+                                            : await_word(d, incoming, want, word)))
       break;
-    if (is_first && lane == 0 && split == 0 && d.a.call.wait_cycles && d.warp.rank() == 0)
+    if (is_first && batch == 0 && split == 0 && d.a.call.wait_cycles && d.warp.rank() == 0)
       add_local(&d.a.call.wait_cycles[source], cycles() - start);
     const bool are_lines = word < want;
-    if (are_lines) word = kWordDone | 1;  // a lane of lines has one message
-    const auto arrived = static_cast<uint32_t>(word & kMaxLaneTokens);
+    if (are_lines) word = kWordDone | 1;  // a batch of lines has one message
+    const auto arrived = static_cast<uint32_t>(word & kMaxBatchTokens);
     const RoutesLayout routes = d.routes();
-    const uint64_t slot = (uint64_t{source} * d.lanes().count + lane) * d.lanes().capacity;
+    const uint64_t slot = (uint64_t{source} * d.batches().count + batch) * d.batches().capacity;
     WEFT_ROLLED
     for (; unpacked < arrived; ++unpacked) {
       if (!are_lines) incoming.take(unpacked);
@@ -277,21 +277,21 @@ WEFT_DEVICE uint32_t receive_messages(const D& d, uint32_t source, uint32_t lane
 }
 
 template <class D>
-WEFT_DEVICE void receive_lane(const D& d, uint32_t source, uint32_t lane, uint32_t split) {
-  const uint32_t came = d.present()[source] == 0 ? 0 : receive_messages(d, source, lane, split);
+WEFT_DEVICE void receive_batch(const D& d, uint32_t source, uint32_t batch, uint32_t split) {
+  const uint32_t came = d.present()[source] == 0 ? 0 : receive_messages(d, source, batch, split);
   if (split == 0 && d.warp.rank() == 0)
-    d.a.routes[d.routes().counts + uint64_t{source} * d.lanes().count + lane] = static_cast<int32_t>(came);
+    d.a.routes[d.routes().counts + uint64_t{source} * d.batches().count + batch] = static_cast<int32_t>(came);
 }
 
 // Each rank starts with itself and goes on with its successor, so that it follows the order of arrival.
 template <class D>
-WEFT_DEVICE void receive_lanes(const D& d) {
+WEFT_DEVICE void receive_batches(const D& d) {
   const WarpShare share = warp_share(d.block, d.warp);
   WEFT_ROLLED
   for (uint32_t job = share.index; job < d.a.source_jobs.value * d.ranks(); job += share.total) {
     const uint32_t source = (d.mesh.rank() + job / d.a.source_jobs) % d.ranks();
     const uint32_t in_source = job % d.a.source_jobs;
-    receive_lane(d, source, in_source / d.a.receive_splits, in_source % d.a.receive_splits);
+    receive_batch(d, source, in_source / d.a.receive_splits, in_source % d.a.receive_splits);
   }
 }
 

@@ -15,13 +15,13 @@ inline constexpr uint32_t kCountsInFlight = 8;
 // --------------------------------------------------------------------------------------------------------
 
 // One lane: waits for what sources first .. first+kCountsInFlight-1 have for an expert here, and notes it in
-// begin(). A source that does not say gives nothing.
+// begin(). A source that does not say so sends nothing.
 template <class D>
 WEFT_DEVICE void await_counts(const D& d, uint32_t first, uint32_t expert) {
   Span traced(d.a.call.wait.trace, Site::kLowLatencyDispatchRecv, first);
   uint64_t words[kCountsInFlight] = {};
   auto is_missing = [&](uint32_t i) {
-    return first + i < d.ranks() && d.gives()[first + i] != 0 && !is_of_call(words[i], d.epoch.number);
+    return first + i < d.ranks() && d.sends_rows()[first + i] != 0 && !is_of_call(words[i], d.epoch.number);
   };
   auto all_came = [&] {
     bool came = true;
@@ -45,9 +45,9 @@ WEFT_DEVICE void await_counts(const D& d, uint32_t first, uint32_t expert) {
   WEFT_ROLLED
   for (uint32_t source = first; !came && source < d.ranks() && source < first + kCountsInFlight; ++source) {
     const uint64_t word = load_relaxed(d.count_word_at(source, expert));
-    if (d.gives()[source] == 0 || is_of_call(word, d.epoch.number)) continue;
+    if (d.sends_rows()[source] == 0 || is_of_call(word, d.epoch.number)) continue;
     lose(d.a.call, source, Site::kLowLatencyDispatchRecv, d.epoch.number, word >> 32, waited_ns);
-    d.gives()[source] = 0;
+    d.sends_rows()[source] = 0;
   }
 }
 
@@ -56,10 +56,10 @@ WEFT_DEVICE void await_counts(const D& d, uint32_t first, uint32_t expert) {
 template <class D>
 WEFT_DEVICE void check_sources(const D& d) {
   for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
-    if (d.gives()[source] != 0 &&
-        (!await_greeting(d.a.call, d.mesh, d.epoch, source, Site::kLowLatencyDispatchRecv) ||
+    if (d.sends_rows()[source] != 0 &&
+        (!await_handshake(d.a.call, d.mesh, d.epoch, source, Site::kLowLatencyDispatchRecv) ||
          !agrees(d.a.call, d.mesh, d.epoch, source, 0)))
-      d.gives()[source] = 0;
+      d.sends_rows()[source] = 0;
   d.warp.sync();
 }
 
@@ -98,9 +98,9 @@ template <class D>
 WEFT_DEVICE void find_segments(const D& d) {
   const bool reports = d.block.index() + 1 == d.block.count();
   for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
-    d.gives()[source] = d.present()[source];
+    d.sends_rows()[source] = d.present()[source];
   d.warp.sync();
-  // First: who means another call tells other counts. Those that come through a port are there once it has greeted.
+  // First: who means another call tells other counts. Those that come through a port are there once it has arrived.
   if (reports || kIsHost || D::kPorts) check_sources(d);
   WEFT_ROLLED
   for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size())
@@ -112,7 +112,7 @@ WEFT_DEVICE void find_segments(const D& d) {
     WEFT_ROLLED
     for (uint32_t source = 0; source < d.ranks(); ++source) {
       uint32_t& segment = d.begin()[source * d.local_experts() + expert];
-      const uint32_t count = d.gives()[source] != 0 ? segment : 0;
+      const uint32_t count = d.sends_rows()[source] != 0 ? segment : 0;
       segment = begin;
       if (reports && !d.is_packed())
         d.a.layout_range[uint64_t{expert} * d.ranks() + source] =

@@ -8,9 +8,9 @@
 // for its own sizes, so calls of any sizes may follow each other. A half is written again two calls later,
 // and only after its owner has said that it has read all of it.
 //
-// A source's tokens are dealt out to lanes, consecutive tokens to one lane. A lane's messages to one peer
+// A source's tokens are dealt out to batches, consecutive tokens to one batch. A batch's messages to one peer
 // stand in order, and one word in the peer's control area counts them: (epoch, all came, how many). A source
-// with few tokens, one to a lane, sends messages as lines (core/line.cuh), which no word follows; so do those
+// with few tokens, one to a batch, sends messages as lines (core/line.cuh), which no word follows; so do those
 // who answer it. Lines have the last part of each half, from lines_begin() on, for themselves, whatever the
 // sizes of a call: where other reads had left pieces of a line in a cache, a line would not be seen whole.
 #pragma once
@@ -21,8 +21,8 @@
 
 namespace weft {
 
-inline constexpr uint32_t kMaxLanes = 128;  // one token each at 128 tokens: as many blocks as a GPU has SMs
-inline constexpr uint32_t kWordsPerSource = 1024;  // lanes, or (lane, piece) pairs in combine
+inline constexpr uint32_t kMaxBatches = 128;  // one token each at 128 tokens: as many blocks as a GPU has SMs
+inline constexpr uint32_t kWordsPerSource = 1024;  // batches, or (batch, piece) pairs in combine
 inline constexpr uint32_t kMaxExperts = 16384;
 inline constexpr uint32_t kTickets = 64;  // calls whose receive phase may be outstanding, far more than two
 
@@ -36,22 +36,22 @@ struct LowLatencyState {
 static_assert(sizeof(LowLatencyState) == 32 + 8 * kTickets);
 
 // What a rank tells every peer at the start of a call; they must agree.
-struct LowLatencyHello {
+struct LowLatencyHandshake {
   static constexpr uint32_t kWords = 6;
   uint32_t
       words[kWords];  // max tokens, bytes of a row, top-k, experts, bytes of its scales, form of the payload
   uint64_t dispatch_epoch;  // combine: which dispatch it answers
 };
-static_assert(sizeof(LowLatencyHello) == 32);
+static_assert(sizeof(LowLatencyHandshake) == 32);
 
 struct LowLatencyControl {
-  uint64_t state;     // LowLatencyState of this rank
-  uint64_t masked;    // u32[R] of this rank: 1 for peers to leave out
-  uint64_t consumed;  // u64[2][R]          by half, peer: the last call that the peer has read whole
-  uint64_t ready;     // u64[2][R]          by half, source: the last call whose greeting or weights came
-  uint64_t counts;    // u64[2][kMaxExperts] by half: [R][Le] by source: count_word() of my experts
-  uint64_t hello;     // LowLatencyHello[2][R]
-  uint64_t word;      // u64[2][R][kWordsPerSource]
+  uint64_t state;      // LowLatencyState of this rank
+  uint64_t masked;     // u32[R] of this rank: 1 for peers to leave out
+  uint64_t consumed;   // u64[2][R]          by half, peer: the last call that the peer has read whole
+  uint64_t arrived;    // u64[2][R]          by half, source: the last call whose handshake or weights came
+  uint64_t counts;     // u64[2][kMaxExperts] by half: [R][Le] by source: count_word() of my experts
+  uint64_t handshake;  // LowLatencyHandshake[2][R]
+  uint64_t word;       // u64[2][R][kWordsPerSource]
   uint64_t end;
 };
 WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
@@ -60,9 +60,9 @@ WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
   at.state = carver.take(sizeof(LowLatencyState));
   at.masked = carver.take(ranks * 4);
   at.consumed = carver.take(2 * ranks * 8);
-  at.ready = carver.take(2 * ranks * 8);
+  at.arrived = carver.take(2 * ranks * 8);
   at.counts = carver.take(uint64_t{2} * kMaxExperts * 8);
-  at.hello = carver.take(2 * ranks * sizeof(LowLatencyHello));
+  at.handshake = carver.take(2 * ranks * sizeof(LowLatencyHandshake));
   at.word = carver.take(2 * ranks * kWordsPerSource * 8);
   at.end = carver.take(0);
   return at;
@@ -80,17 +80,17 @@ WEFT_DEVICE constexpr bool is_of_call(uint64_t count_word, uint64_t epoch) {
 // A word's value: it grows within a call and from call to call.
 inline constexpr uint64_t kWordEpoch = 1 << 16;
 inline constexpr uint64_t kWordDone = 1 << 15;
-inline constexpr uint32_t kMaxLaneTokens = kWordDone - 1;
+inline constexpr uint32_t kMaxBatchTokens = kWordDone - 1;
 
-struct Lanes {
+struct Batches {
   uint32_t count;
-  uint32_t capacity;  // tokens of one lane at most
+  uint32_t capacity;  // tokens of one batch at most
 
-  // Tokens of each lane when a source has `tokens`.
+  // Tokens of each batch when a source has `tokens`.
   WEFT_DEVICE constexpr uint32_t share(uint32_t tokens) const { return (tokens + count - 1) / count; }
 };
-WEFT_DEVICE constexpr Lanes lanes_of(uint32_t max_tokens) {
-  const uint32_t capacity = (max_tokens + kMaxLanes - 1) / kMaxLanes;
+WEFT_DEVICE constexpr Batches batches_of(uint32_t max_tokens) {
+  const uint32_t capacity = (max_tokens + kMaxBatches - 1) / kMaxBatches;
   return {(max_tokens + capacity - 1) / capacity, capacity};
 }
 
@@ -140,10 +140,10 @@ WEFT_DEVICE constexpr MessageLayout message_layout(uint64_t top_k, bool has_weig
   return at;
 }
 
-// What lines get of a half at most: room for one token per lane of every rank, or of 16 ranks, in 64 KiB
+// What lines get of a half at most: room for one token per batch of every rank, or of 16 ranks, in 64 KiB
 // each.
 WEFT_DEVICE constexpr uint64_t most_line_bytes(uint64_t ranks) {
-  return larger(ranks, 16) * kMaxLanes * 65536;
+  return larger(ranks, 16) * kMaxBatches * 65536;
 }
 // Where the lines of a half begin. Up to that, words and lines share it evenly.
 WEFT_DEVICE constexpr uint64_t lines_begin(uint64_t ranks, uint64_t half_bytes) {
@@ -152,20 +152,21 @@ WEFT_DEVICE constexpr uint64_t lines_begin(uint64_t ranks, uint64_t half_bytes) 
   return half_bytes - (even < most ? even : most);
 }
 
-// Bytes of a half that a dispatch takes: messages that words follow, [R][lanes][capacity] of stride, from its
-// start, and those that are lines, [R][lanes] of line_bytes(), from lines_begin().
-WEFT_DEVICE constexpr uint64_t message_bytes(uint64_t ranks, Lanes lanes, const MessageLayout& message) {
-  return ranks * lanes.count * lanes.capacity * message.stride;
+// Bytes of a half that a dispatch takes: messages that words follow, [R][batches][capacity] of stride, from its
+// start, and those that are lines, [R][batches] of line_bytes(), from lines_begin().
+WEFT_DEVICE constexpr uint64_t message_bytes(uint64_t ranks, Batches batches, const MessageLayout& message) {
+  return ranks * batches.count * batches.capacity * message.stride;
 }
-WEFT_DEVICE constexpr uint64_t line_message_bytes(uint64_t ranks, Lanes lanes, const MessageLayout& message) {
-  return ranks * lanes.count * message.line_bytes();
+WEFT_DEVICE constexpr uint64_t line_message_bytes(uint64_t ranks, Batches batches,
+                                                  const MessageLayout& message) {
+  return ranks * batches.count * message.line_bytes();
 }
 
 // A combine: the same offsets from the start of a half for words, and from lines_begin() for lines. A reply
 // stands at the token's slot: the slot of its expert, or (reduced) the first of its rank's.
 struct CombineLayout {
   uint64_t weights;  // [R][M] weights_stride(): by owner, f32[K] of its tokens, as lines where there are any
-  uint64_t replies;  // [M][K]; as lines [lanes][K], since who has more tokens than lanes gets none
+  uint64_t replies;  // [M][K]; as lines [batches][K], since who has more tokens than batches gets none
   uint64_t word_bytes;
   uint64_t line_bytes;
 };
@@ -179,7 +180,7 @@ WEFT_DEVICE constexpr CombineLayout combine_layout(uint64_t ranks, uint64_t max_
   at.weights = carver.take(ranks * max_tokens * weights_stride(top_k));
   at.replies = carver.take(max_tokens * top_k * reply_stride);
   at.word_bytes = carver.end();
-  at.line_bytes = at.replies + lanes_of(static_cast<uint32_t>(max_tokens)).count * top_k * reply_stride;
+  at.line_bytes = at.replies + batches_of(static_cast<uint32_t>(max_tokens)).count * top_k * reply_stride;
   return at;
 }
 
@@ -187,22 +188,22 @@ WEFT_DEVICE constexpr CombineLayout combine_layout(uint64_t ranks, uint64_t max_
 struct RoutesLayout {
   uint64_t epoch;   // u64: the dispatch's call number
   uint64_t lines;   // 1: this rank's tokens travelled as lines
-  uint64_t counts;  // i32[R][lanes], with kCameAsLines
+  uint64_t counts;  // i32[R][batches], with kCameAsLines
   uint64_t
-      records;  // [R][lanes][capacity] of record_words: token, row [K] of the output or -1, weight [K] if any
+      records;  // [R][batches][capacity] of record_words: token, row [K] of the output or -1, weight [K] if any
   uint64_t record_words;
   uint64_t words;
 };
-inline constexpr uint32_t kCameAsLines = 1 << 16;  // beyond kMaxLaneTokens
-WEFT_DEVICE constexpr RoutesLayout routes_layout(uint64_t ranks, Lanes lanes, uint64_t top_k,
+inline constexpr uint32_t kCameAsLines = 1 << 16;  // beyond kMaxBatchTokens
+WEFT_DEVICE constexpr RoutesLayout routes_layout(uint64_t ranks, Batches batches, uint64_t top_k,
                                                  bool has_weights) {
   RoutesLayout at{};
   at.epoch = 0;
   at.lines = 2;
   at.counts = 4;
-  at.records = at.counts + ranks * lanes.count;
+  at.records = at.counts + ranks * batches.count;
   at.record_words = 1 + top_k * (has_weights ? 2 : 1);
-  at.words = at.records + ranks * lanes.count * lanes.capacity * at.record_words;
+  at.words = at.records + ranks * batches.count * batches.capacity * at.record_words;
   return at;
 }
 
@@ -211,15 +212,15 @@ WEFT_DEVICE constexpr RoutesLayout routes_layout(uint64_t ranks, Lanes lanes, ui
 
 // First u64 epoch; then u32 present[R]; then what only one phase or one kernel needs.
 struct DispatchShared {
-  uint64_t present;  // u32[R]   0: nothing goes to that rank
-  uint64_t gives;    // u32[R]   0: nothing comes from that rank
-  uint64_t found;    // u32      1 once `begin` is there
-  uint64_t sent;     // u32[R]   messages of the current lane, by peer
+  uint64_t present;     // u32[R]   0: nothing goes to that rank
+  uint64_t sends_rows;  // u32[R]  0: nothing comes from that rank
+  uint64_t found;       // u32      1 once `begin` is there
+  uint64_t sent;        // u32[R]   messages of the current batch, by peer
   uint64_t slot;  // u32[4][K]  of the current token: expert, its rank, its number there, place in its segment
   uint64_t targets;  // u32      how many ranks the current token goes to
   uint64_t target;   // u32[K]   which
   uint64_t place;    // std::byte*[K]  where its message goes there
-  uint64_t so_far;   // u32[R][Le] this rank's rows before the current token, by expert
+  uint64_t prefix;   // u32[R][Le] this rank's rows before the current token, by expert
   uint64_t begin;    // u32[R][Le] where segments begin, by source and local expert
   uint64_t rows;     // u32[Le] of each expert, where outputs are packed
   uint64_t row;      // i32[warps][K]  the current message's rows, by warp
@@ -236,14 +237,14 @@ WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t ex
   Carver carver(16);
   DispatchShared at{};
   at.present = carver.take(ranks * 4, 16);
-  at.gives = carver.take(ranks * 4, 16);
+  at.sends_rows = carver.take(ranks * 4, 16);
   at.found = carver.take(4, 16);
   at.sent = carver.take(ranks * 4, 16);
   at.slot = carver.take(4 * top_k * 4, 16);
   at.targets = carver.take(4, 16);
   at.target = carver.take(top_k * 4, 16);
   at.place = carver.take(top_k * 8, 16);
-  at.so_far = carver.take(ranks * experts_per_rank * 4, 16);
+  at.prefix = carver.take(ranks * experts_per_rank * 4, 16);
   at.begin = carver.take(ranks * experts_per_rank * 4, 16);
   at.rows = carver.take(is_packed ? experts_per_rank * 4 : 0, 16);
   at.row = carver.take(warps * top_k * 4, 16);

@@ -19,7 +19,7 @@ WEFT_DEVICE constexpr Range part_of(uint32_t items, uint32_t part, Divisor parts
 }
 
 // How vectors travel: one after the other, or as lines, whose parts are counted then.
-struct Wire {
+struct VecLayout {
   bool lines;
   uint32_t vecs;
   uint64_t tag;
@@ -53,13 +53,13 @@ WEFT_DEVICE void load_side_by_side(Vec16 (&held)[kVecs], const Vec16* row, uint3
 }
 
 // One thread: a peer was waited for in vain that sends lines. They do not say which call they were last
-// written in; the peer's last greeting does.
+// written in; the peer's last handshake does.
 template <class MeshT>
 WEFT_DEVICE void lose_lines(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer,
                             Site site, uint64_t waited_ns) {
-  const uint64_t ready = low_latency_control(mesh.ranks()).ready;
-  const auto* greeted = mesh.local() + control_offset(call, ready, mesh.ranks(), epoch, peer);
-  lose(call, peer, site, epoch.number, load_relaxed(reinterpret_cast<const uint64_t*>(greeted)), waited_ns);
+  const uint64_t arrived_at = low_latency_control(mesh.ranks()).arrived;
+  const auto* arrived = mesh.local() + control_offset(call, arrived_at, mesh.ranks(), epoch, peer);
+  lose(call, peer, site, epoch.number, load_relaxed(reinterpret_cast<const uint64_t*>(arrived)), waited_ns);
 }
 
 // Waits, in the warp, for what a peer sends as lines: came() looks, and says the same in every lane. False:

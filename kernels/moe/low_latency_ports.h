@@ -6,10 +6,10 @@
 //
 // The half's first part is written by peers, the second, from LowLatencyCall::lines_at on, is this rank's outbox, since
 // nothing travels as lines then. What goes to a port peer is built in the outbox as it stands at the peer and leaves in
-// ranges, one for each lane or more; lanes have more tokens, so that a range is worth a write. Each peer has a part of the
+// ranges, one for each batch or more; batches have more tokens, so that a range is worth a write. Each peer has a part of the
 // outbox for itself: what a masked peer has not been sent yet stays as it was.
 //
-// Replies to a lane stand next to each other: those of rank 0, of rank 1, ..., each in the order of tokens and slots.
+// Replies to a batch stand next to each other: those of rank 0, of rank 1, ..., each in the order of tokens and slots.
 // The owner tells each rank where its own begin.
 #pragma once
 
@@ -17,11 +17,11 @@
 
 namespace weft {
 
-inline constexpr uint32_t kPortLaneTokens = 8;
+inline constexpr uint32_t kPortBatchTokens = 8;
 
-WEFT_DEVICE constexpr Lanes port_lanes_of(uint32_t max_tokens) {
-  const uint32_t most = (max_tokens + kPortLaneTokens - 1) / kPortLaneTokens;
-  const uint32_t wanted = most < kMaxLanes ? most : kMaxLanes;
+WEFT_DEVICE constexpr Batches port_batches_of(uint32_t max_tokens) {
+  const uint32_t most = (max_tokens + kPortBatchTokens - 1) / kPortBatchTokens;
+  const uint32_t wanted = most < kMaxBatches ? most : kMaxBatches;
   const uint32_t capacity = (max_tokens + wanted - 1) / wanted;
   return {(max_tokens + capacity - 1) / capacity, capacity};
 }
@@ -31,34 +31,34 @@ WEFT_DEVICE constexpr uint32_t port_count_words(uint32_t experts_per_rank) {
   return (experts_per_rank + 1) / 2 * 2;
 }
 
-// Offsets from the outbox. A hello stands first in that of a combine, too.
+// Offsets from the outbox. A handshake stands first in that of a combine, too.
 struct DispatchOutbox {
-  uint64_t hello;     // LowLatencyHello[R]
-  uint64_t counts;    // [R][port_count_words(Le)]
-  uint64_t messages;  // [R][lanes][capacity] of the message's stride
+  uint64_t handshake;  // LowLatencyHandshake[R]
+  uint64_t counts;     // [R][port_count_words(Le)]
+  uint64_t messages;   // [R][batches][capacity] of the message's stride
   uint64_t bytes;
 };
-WEFT_DEVICE constexpr DispatchOutbox dispatch_outbox(uint64_t ranks, uint32_t experts_per_rank, Lanes lanes,
-                                                     const MessageLayout& message) {
+WEFT_DEVICE constexpr DispatchOutbox dispatch_outbox(uint64_t ranks, uint32_t experts_per_rank,
+                                                     Batches batches, const MessageLayout& message) {
   Carver carver;
   DispatchOutbox at{};
-  at.hello = carver.take(ranks * sizeof(LowLatencyHello));
+  at.handshake = carver.take(ranks * sizeof(LowLatencyHandshake));
   at.counts = carver.take(ranks * port_count_words(experts_per_rank) * 8);
-  at.messages = carver.take(message_bytes(ranks, lanes, message));
+  at.messages = carver.take(message_bytes(ranks, batches, message));
   at.bytes = carver.end();
   return at;
 }
 
-// What an owner tells every rank: where the replies of that rank to each lane begin, u32[lanes], counted in replies;
+// What an owner tells every rank: where the replies of that rank to each batch begin, u32[batches], counted in replies;
 // then, with a reduced reply, the weights of its tokens, f32[T][K in whole vectors].
 struct NoteLayout {
   uint64_t weights;
   uint64_t weights_stride;
   uint64_t bytes;  // of a note with M tokens
 };
-WEFT_DEVICE constexpr NoteLayout note_layout(Lanes lanes, uint64_t max_tokens, uint64_t top_k) {
+WEFT_DEVICE constexpr NoteLayout note_layout(Batches batches, uint64_t max_tokens, uint64_t top_k) {
   NoteLayout at{};
-  at.weights = round_up_16(lanes.count * 4);
+  at.weights = round_up_16(batches.count * 4);
   at.weights_stride = round_up_16(top_k * 4);
   at.bytes = at.weights + max_tokens * at.weights_stride;
   return at;
@@ -66,50 +66,50 @@ WEFT_DEVICE constexpr NoteLayout note_layout(Lanes lanes, uint64_t max_tokens, u
 
 struct PortCombineLayout {
   NoteLayout note;
-  uint64_t stride;        // of replies
-  uint32_t lane_replies;  // to one lane, of all ranks together, at most
-  uint32_t lane_answers;  // of one rank to one lane at most
+  uint64_t stride;         // of replies
+  uint32_t batch_replies;  // to one batch, of all ranks together, at most
+  uint32_t batch_answers;  // of one rank to one batch at most
   // From the start of the half:
   uint64_t notes;    // [R] by owner
-  uint64_t replies;  // [lanes][lane_replies]
+  uint64_t replies;  // [batches][batch_replies]
   uint64_t inbox_bytes;
   // From the outbox:
-  uint64_t hello;      // LowLatencyHello[R]
+  uint64_t handshake;  // LowLatencyHandshake[R]
   uint64_t own_notes;  // [R] by peer
   uint64_t places;     // u32[M][K]: which reply a slot's is; local
-  uint64_t answers;    // [R][lanes][answer_room()], by owner
+  uint64_t answers;    // [R][batches][answer_room()], by owner
 };
 WEFT_DEVICE constexpr PortCombineLayout port_combine_layout(uint64_t ranks, uint64_t max_tokens,
-                                                            uint32_t top_k, Lanes lanes, uint64_t row_bytes,
-                                                            int64_t reply) {
+                                                            uint32_t top_k, Batches batches,
+                                                            uint64_t row_bytes, int64_t reply) {
   PortCombineLayout at{};
   const uint32_t per_token = !is_reduced(reply) || top_k < ranks ? top_k : static_cast<uint32_t>(ranks);
-  at.note = note_layout(lanes, max_tokens, top_k);
+  at.note = note_layout(batches, max_tokens, top_k);
   at.stride = is_log(reply) ? reply_stride(row_bytes, reply) : row_bytes;
-  at.lane_replies = lanes.capacity * per_token;
-  at.lane_answers = lanes.capacity * (is_reduced(reply) ? 1 : top_k);
+  at.batch_replies = batches.capacity * per_token;
+  at.batch_answers = batches.capacity * (is_reduced(reply) ? 1 : top_k);
   Carver inbox;
   at.notes = inbox.take(ranks * at.note.bytes);
-  at.replies = inbox.take(uint64_t{lanes.count} * at.lane_replies * at.stride);
+  at.replies = inbox.take(uint64_t{batches.count} * at.batch_replies * at.stride);
   at.inbox_bytes = inbox.end();
   Carver outbox;
-  at.hello = outbox.take(ranks * sizeof(LowLatencyHello));
+  at.handshake = outbox.take(ranks * sizeof(LowLatencyHandshake));
   at.own_notes = outbox.take(ranks * at.note.bytes);
   at.places = outbox.take(max_tokens * top_k * 4);
   at.answers = outbox.take(0);
   return at;
 }
 
-// Bytes of the least outbox that a combine can do with, and answers to one lane of one owner that fit an outbox of
+// Bytes of the least outbox that a combine can do with, and answers to one batch of one owner that fit an outbox of
 // `bytes`: whoever has more waits in between until the first have left.
-WEFT_DEVICE constexpr uint64_t least_outbox(const PortCombineLayout& at, uint64_t ranks, Lanes lanes) {
-  return at.answers + ranks * lanes.count * at.stride;
+WEFT_DEVICE constexpr uint64_t least_outbox(const PortCombineLayout& at, uint64_t ranks, Batches batches) {
+  return at.answers + ranks * batches.count * at.stride;
 }
-WEFT_DEVICE constexpr uint32_t answer_room(const PortCombineLayout& at, uint64_t ranks, Lanes lanes,
+WEFT_DEVICE constexpr uint32_t answer_room(const PortCombineLayout& at, uint64_t ranks, Batches batches,
                                            uint64_t bytes) {
   if (bytes < at.answers) return 0;
-  const uint64_t fit = (bytes - at.answers) / (ranks * lanes.count * at.stride);
-  return fit < at.lane_answers ? static_cast<uint32_t>(fit) : at.lane_answers;
+  const uint64_t fit = (bytes - at.answers) / (ranks * batches.count * at.stride);
+  return fit < at.batch_answers ? static_cast<uint32_t>(fit) : at.batch_answers;
 }
 
 }  // namespace weft

@@ -13,7 +13,7 @@
 #include "kernels/core/channel.cuh"
 #include "kernels/core/copy.cuh"
 #include "kernels/core/reach.cuh"
-#include "kernels/moe/ready.cuh"
+#include "kernels/moe/rendezvous.cuh"
 #include "kernels/moe/ring_args.h"
 
 namespace weft {

@@ -8,10 +8,10 @@
 // Way back: the hub adds the results of its island and sends one sum.
 // Islands of different sizes: a hub serves several ranks of a larger island.
 //
-// Two ranks that are each other's hub have rings between them, one for each lane of tokens. A ring is slots in the
+// Two ranks that are each other's hub have rings between them, one for each batch of tokens. A ring is slots in the
 // receiver's window. The sender fills them from an outbox of the same shape. The receiver says how many it has read.
 //
-// R ranks, I islands, L lanes, T tokens here, K slots per token, W ranks in the widest island, V ranks served at most.
+// R ranks, I islands, L batches, T tokens here, K slots per token, W ranks in the widest island, V ranks served at most.
 #pragma once
 
 #include "kernels/moe/high_throughput_args.h"
@@ -29,7 +29,7 @@ struct Islands {
   uint32_t count;
   uint32_t widest;
   uint32_t served_count;
-  uint32_t lanes;
+  uint32_t batches;
 
   WEFT_DEVICE uint32_t size(uint32_t which) const { return first[which + 1] - first[which]; }
   WEFT_DEVICE uint32_t member(uint32_t which, uint32_t at) const { return members[first[which] + at]; }
@@ -68,9 +68,9 @@ struct TwoLevelRoutes {
   int32_t* handed_on;  // [I] messages from this and lower islands that this rank hands on
   // [R][W] first row, in the staging of a source's hub here, of what a member of this island returns to that source
   int32_t* back_first;
-  int32_t* hub_first;   // [R] first record of a source that this rank serves
-  int32_t* lane_first;  // [R][L] first message of a lane
-  int32_t* lane_count;  // [R][L] its messages
+  int32_t* hub_first;    // [R] first record of a source that this rank serves
+  int32_t* batch_first;  // [R][L] first message of a batch
+  int32_t* batch_count;  // [R][L] its messages
   // Where sums have an order of their own, else null: the islands of a token, and the places of the members of this rank's
   // island that have rows of it, as they are added; then -1.
   int32_t* island_order;  // [T][I]
@@ -82,15 +82,15 @@ struct TwoLevelRoutes {
 };
 // Words of all arrays but `records`.
 WEFT_DEVICE constexpr uint64_t route_words(uint64_t tokens, uint64_t ranks, uint64_t islands, uint64_t widest,
-                                           uint64_t lanes, bool is_ordered) {
-  return (tokens + 1) * islands + ranks * (islands + widest + 1 + 2 * lanes) +
+                                           uint64_t batches, bool is_ordered) {
+  return (tokens + 1) * islands + ranks * (islands + widest + 1 + 2 * batches) +
          (is_ordered ? tokens * (islands + widest) : 0);
 }
 WEFT_DEVICE constexpr uint64_t record_words(uint64_t widest, bool is_ordered) {
   return is_ordered ? 2 * widest : widest;
 }
 WEFT_DEVICE constexpr TwoLevelRoutes routes_in(int32_t* at, int32_t* records, uint64_t tokens, uint64_t ranks,
-                                               uint64_t islands, uint64_t widest, uint64_t lanes,
+                                               uint64_t islands, uint64_t widest, uint64_t batches,
                                                bool is_ordered) {
   TwoLevelRoutes routes{};
   routes.send_pair = at;
@@ -98,9 +98,9 @@ WEFT_DEVICE constexpr TwoLevelRoutes routes_in(int32_t* at, int32_t* records, ui
   routes.handed_on = routes.pairs + ranks * islands;
   routes.back_first = routes.handed_on + islands;
   routes.hub_first = routes.back_first + ranks * widest;
-  routes.lane_first = routes.hub_first + ranks;
-  routes.lane_count = routes.lane_first + ranks * lanes;
-  routes.island_order = is_ordered ? routes.lane_count + ranks * lanes : nullptr;
+  routes.batch_first = routes.hub_first + ranks;
+  routes.batch_count = routes.batch_first + ranks * batches;
+  routes.island_order = is_ordered ? routes.batch_count + ranks * batches : nullptr;
   routes.own_order = is_ordered ? routes.island_order + tokens * islands : nullptr;
   routes.records = records;
   return routes;
@@ -146,7 +146,7 @@ struct TwoLevelDispatchArgs {
   Islands islands;
   TwoLevelOffsets at;
   TwoLevelRoutes routes;
-  WarpRange lane_warps;
+  WarpRange batch_warps;
   uint64_t states_at;  // of RingStates in shared memory
 };
 
@@ -155,7 +155,7 @@ struct TwoLevelCombineArgs {
   Islands islands;
   TwoLevelOffsets at;
   TwoLevelRoutes routes;
-  WarpRange lane_warps;
+  WarpRange batch_warps;
   uint64_t states_at;  // of RingStates in shared memory
 };
 
@@ -172,13 +172,13 @@ struct RingState {
   uint32_t slots;    // slots put or taken
   uint32_t is_done;  // 1: nothing more will come
 };
-WEFT_DEVICE constexpr uint32_t lanes_per_warp(uint32_t lanes, uint64_t warps) {
-  return static_cast<uint32_t>((lanes + warps - 1) / warps);
+WEFT_DEVICE constexpr uint32_t batches_per_warp(uint32_t batches, uint64_t warps) {
+  return static_cast<uint32_t>((batches + warps - 1) / warps);
 }
-// What a launch's lanes keep in shared memory, behind what the others do.
-WEFT_DEVICE constexpr uint64_t ring_states_bytes(uint32_t islands, uint32_t served, uint32_t lanes,
+// What a launch's batches keep in shared memory, behind what the others do.
+WEFT_DEVICE constexpr uint64_t ring_states_bytes(uint32_t islands, uint32_t served, uint32_t batches,
                                                  uint32_t blocks, uint32_t warps) {
-  return uint64_t{warps} * lanes_per_warp(lanes, uint64_t{blocks} * warps) * (islands + served) *
+  return uint64_t{warps} * batches_per_warp(batches, uint64_t{blocks} * warps) * (islands + served) *
          sizeof(RingState);
 }
 

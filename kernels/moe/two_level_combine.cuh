@@ -6,7 +6,7 @@
 // Steps: 1. All ranks say where their staging is.
 //        2. Push warps copy rows into the staging of the hub of the rank that they return to, chunk by chunk, a signal
 //           each. A hub's own rows stay where they are.
-//        3. Lane warps add the rows of each message of those whom this rank serves, and send the sums; and add what came
+//        3. Batch warps add the rows of each message of those whom this rank serves, and send the sums; and add what came
 //           from each island to this rank's tokens, in order.
 //
 // Waits: step 1 for every peer's address; step 3 for the chunks of its island, for slots that sources have read, and
@@ -26,7 +26,7 @@ namespace weft {
 namespace two_level {
 
 template <class MeshT, class Shape>
-class CombineLanes : public IslandRows<MeshT, Shape> {
+class CombineBatches : public IslandRows<MeshT, Shape> {
   using Rows = IslandRows<MeshT, Shape>;
   using Rows::a_, Rows::warp_, Rows::mesh_, Rows::shape_, Rows::epoch_, Rows::own_;
   using Rows::add_island, Rows::for_vectors, Rows::have_come, Rows::is_ordered, Rows::island_weight,
@@ -37,23 +37,23 @@ class CombineLanes : public IslandRows<MeshT, Shape> {
   using Rows::Rows;
 
   // Step 2. Tasks are (number of a chunk, source), those of this rank's successors first.
-  WEFT_DEVICE void push(const ReadyExchange& ready, const Share& share) const {
+  WEFT_DEVICE void push(const Rendezvous& rendezvous, const Share& share) const {
     const uint32_t ranks = mesh_.ranks(), self = mesh_.rank();
     for (uint64_t task = share.index; task < uint64_t{ranks} * kPushChunks; task += share.total) {
       const auto source = static_cast<uint32_t>((self + 1 + task % ranks) % ranks);
       const uint32_t hub = a_.islands.hub(source, own_);
-      if (hub != self) push_chunk(ready, source, hub, static_cast<uint32_t>(task / ranks));
+      if (hub != self) push_chunk(rendezvous, source, hub, static_cast<uint32_t>(task / ranks));
     }
   }
 
   // Step 3.
-  WEFT_DEVICE void take_turn(uint32_t lane, RingState* states, Turn& turn) const {
-    for (uint32_t i = 0; i < a_.islands.served_count; ++i) send(lane, i, states[a_.islands.count + i], turn);
-    sum_tokens(lane, states, turn);
+  WEFT_DEVICE void take_turn(uint32_t batch, RingState* states, Turn& turn) const {
+    for (uint32_t i = 0; i < a_.islands.served_count; ++i) send(batch, i, states[a_.islands.count + i], turn);
+    sum_tokens(batch, states, turn);
   }
 
  private:
-  WEFT_DEVICE void push_chunk(const ReadyExchange& ready, uint32_t source, uint32_t hub,
+  WEFT_DEVICE void push_chunk(const Rendezvous& rendezvous, uint32_t source, uint32_t hub,
                               uint32_t chunk) const {
     const RowSpan span = rows_of(source, mesh_.rank());
     const uint32_t size = push_rows_of(span.count), begin = chunk * size;
@@ -61,7 +61,7 @@ class CombineLanes : public IslandRows<MeshT, Shape> {
     const Span traced(a_.base.wait.trace, Work::kPushBack, warp_.rank() == 0);
     const uint32_t count = span.count - begin < size ? span.count - begin : size;
     const uint32_t place = a_.islands.place[mesh_.rank()];
-    const ReadyRecord* theirs = ready_record(ready, mesh_, epoch_, hub);
+    const RendezvousRecord* theirs = rendezvous_record(rendezvous, mesh_, epoch_, hub);
     std::byte* window = near_window(mesh_, hub);
     const uint64_t to =
         uint64_t{static_cast<uint32_t>(a_.routes.back_first[source * a_.islands.widest + place])} + begin;
@@ -76,22 +76,22 @@ class CombineLanes : public IslandRows<MeshT, Shape> {
   }
 
   // -- to those whom this rank serves
-  WEFT_DEVICE Ring ring_to(uint32_t lane, uint32_t i) const {
-    const uint64_t here = ring_number(a_.islands, i, lane);
-    const uint64_t there = ring_number(a_.islands, own_, lane);
+  WEFT_DEVICE Ring ring_to(uint32_t batch, uint32_t i) const {
+    const uint64_t here = ring_number(a_.islands, i, batch);
+    const uint64_t there = ring_number(a_.islands, own_, batch);
     return {a_.islands.served[i], slot_at(a_.at, a_.at.served_rings, here, 0),
             slot_at(a_.at, a_.at.island_rings, there, 0), a_.at.sums_taken + here * 8,
             a_.at.sums_sent + there * 8};
   }
 
-  // Adds rows of the lane's next messages into its slot until it is full, or a row is missing. state.at: messages added.
-  WEFT_DEVICE void send(uint32_t lane, uint32_t i, RingState& kept, Turn& turn) const {
+  // Adds rows of the batch's next messages into its slot until it is full, or a row is missing. state.at: messages added.
+  WEFT_DEVICE void send(uint32_t batch, uint32_t i, RingState& kept, Turn& turn) const {
     RingState state = kept;
-    const Ring ring = ring_to(lane, i);
+    const Ring ring = ring_to(batch, i);
     if (state.is_done || messages(ring.peer, own_) == 0) return;
-    const uint32_t row = ring.peer * a_.islands.lanes + lane;
-    const auto first = static_cast<uint32_t>(a_.routes.lane_first[row]);
-    const auto count = static_cast<uint32_t>(a_.routes.lane_count[row]);
+    const uint32_t row = ring.peer * a_.islands.batches + batch;
+    const auto first = static_cast<uint32_t>(a_.routes.batch_first[row]);
+    const auto count = static_cast<uint32_t>(a_.routes.batch_count[row]);
     if (count == 0) return;
     if (!has_slot(warp_, mesh_, ring, state, epoch_, Site::kCombineSlot, turn)) return;
     std::byte* slot = mesh_.local() + ring.own_slots + (state.slots % kHubSlots) * a_.at.slot_bytes;
@@ -134,9 +134,9 @@ class CombineLanes : public IslandRows<MeshT, Shape> {
   }
 
   // -- to this rank's tokens
-  WEFT_DEVICE Ring ring_from(uint32_t lane, uint32_t island) const {
-    const uint64_t here = ring_number(a_.islands, island, lane);
-    const uint64_t there = ring_number(a_.islands, a_.islands.number[island], lane);
+  WEFT_DEVICE Ring ring_from(uint32_t batch, uint32_t island) const {
+    const uint64_t here = ring_number(a_.islands, island, batch);
+    const uint64_t there = ring_number(a_.islands, a_.islands.number[island], batch);
     return {a_.islands.hub(mesh_.rank(), island), slot_at(a_.at, a_.at.island_rings, here, 0), 0,
             a_.at.sums_sent + here * 8, a_.at.sums_taken + there * 8};
   }
@@ -148,16 +148,16 @@ class CombineLanes : public IslandRows<MeshT, Shape> {
     return is_ordered() ? a_.routes.island_order[token * a_.islands.count + n] : static_cast<int32_t>(n);
   }
   // The next sum of an island that this rank has not taken yet.
-  WEFT_DEVICE const std::byte* next_sum(uint32_t lane, uint32_t island, const RingState* states) const {
+  WEFT_DEVICE const std::byte* next_sum(uint32_t batch, uint32_t island, const RingState* states) const {
     const uint64_t rings = a_.at.island_rings;
     const uint32_t taken = states[island].moved;
     return mesh_.local() +
-           slot_at(a_.at, rings, ring_number(a_.islands, island, lane), taken / slot_messages()) +
+           slot_at(a_.at, rings, ring_number(a_.islands, island, batch), taken / slot_messages()) +
            taken % slot_messages() * stride();
   }
 
   // Whether all that a token needs is here. states[island].at: sums of it that are.
-  WEFT_DEVICE bool is_ready(uint32_t lane, uint64_t token, RingState* states, Turn& turn) const {
+  WEFT_DEVICE bool is_ready(uint32_t batch, uint64_t token, RingState* states, Turn& turn) const {
     for (uint32_t island = 0; island < a_.islands.count; ++island) {
       if (!goes_to(token, island)) continue;
       if (island == own_) {
@@ -166,7 +166,7 @@ class CombineLanes : public IslandRows<MeshT, Shape> {
       }
       RingState state = states[island];
       if (state.at > state.moved) continue;
-      const Ring ring = ring_from(lane, island);
+      const Ring ring = ring_from(batch, island);
       state.at = static_cast<uint32_t>(read_word(warp_, mesh_, ring.own_word, epoch_) & kRingCount);
       if (state.at <= state.moved) {
         turn.waits_for({Site::kCombineSum, ring.peer, state.moved + 1, state.at});
@@ -178,38 +178,39 @@ class CombineLanes : public IslandRows<MeshT, Shape> {
   }
 
   // A token's sums were taken: slots whose last one that was are free.
-  WEFT_DEVICE void take_sums(uint32_t lane, uint64_t token, RingState* states) const {
+  WEFT_DEVICE void take_sums(uint32_t batch, uint64_t token, RingState* states) const {
     for (uint32_t island = 0; island < a_.islands.count; ++island) {
       if (island == own_ || !goes_to(token, island)) continue;
       RingState state = states[island];
       ++state.moved;
-      if (state.moved % slot_messages() == 0) free_slot(warp_, mesh_, ring_from(lane, island), state, epoch_);
+      if (state.moved % slot_messages() == 0)
+        free_slot(warp_, mesh_, ring_from(batch, island), state, epoch_);
       keep(warp_, states[island], state);
     }
   }
 
-  // The lane's tokens in order, until one is not ready. The own island's state counts them.
-  WEFT_DEVICE void sum_tokens(uint32_t lane, RingState* states, Turn& turn) const {
-    const LaneRange range = lane_range(a_.base.tokens, lane, a_.islands.lanes);
+  // The batch's tokens in order, until one is not ready. The own island's state counts them.
+  WEFT_DEVICE void sum_tokens(uint32_t batch, RingState* states, Turn& turn) const {
+    const BatchRange range = batch_range(a_.base.tokens, batch, a_.islands.batches);
     RingState state = states[own_];
     const uint32_t before = state.at;
     for (; range.first + state.at < range.end; ++state.at) {
       const uint64_t token = range.first + state.at;
-      if (!is_ready(lane, token, states, turn)) break;
+      if (!is_ready(batch, token, states, turn)) break;
       const Span traced(a_.base.wait.trace, Work::kSum, warp_.rank() == 0);
       if (shape_.element == kElementFp32)
-        sum_row<Fp32>(lane, token, states);
+        sum_row<Fp32>(batch, token, states);
       else
-        sum_row<Bf16>(lane, token, states);
-      for (uint32_t k = warp_.rank(); k < top_k(); k += warp_.size()) sum_weight(lane, token, states, k);
-      take_sums(lane, token, states);
+        sum_row<Bf16>(batch, token, states);
+      for (uint32_t k = warp_.rank(); k < top_k(); k += warp_.size()) sum_weight(batch, token, states, k);
+      take_sums(batch, token, states);
     }
     if (state.at != before) turn.moved();
     keep(warp_, states[own_], state);
   }
 
   template <class Element>
-  WEFT_DEVICE void sum_row(uint32_t lane, uint64_t token, const RingState* states) const {
+  WEFT_DEVICE void sum_row(uint32_t batch, uint64_t token, const RingState* states) const {
     const uint64_t stride = warp_.size(), at = token * shape_.row_bytes;
     for_vectors([&]<uint32_t kVecs>(uint64_t v) {
       float sums[kVecs][Element::kPerVec] = {};
@@ -226,7 +227,7 @@ class CombineLanes : public IslandRows<MeshT, Shape> {
         const auto island = static_cast<uint32_t>(added);
         if (!goes_to(token, island)) continue;
         if (island != own_) {
-          add(next_sum(lane, island, states));
+          add(next_sum(batch, island, states));
           continue;
         }
         float part[kVecs][Element::kPerVec] = {};
@@ -239,7 +240,7 @@ class CombineLanes : public IslandRows<MeshT, Shape> {
       for (uint32_t j = 0; j < kVecs; ++j) store_vec_streaming(out + j * stride, Element::round(sums[j]));
     });
   }
-  WEFT_DEVICE void sum_weight(uint32_t lane, uint64_t token, const RingState* states, uint32_t k) const {
+  WEFT_DEVICE void sum_weight(uint32_t batch, uint64_t token, const RingState* states, uint32_t k) const {
     float sum = 0.0f;
     for (uint32_t island = 0; island < a_.islands.count; ++island) {
       if (!goes_to(token, island)) continue;
@@ -247,7 +248,7 @@ class CombineLanes : public IslandRows<MeshT, Shape> {
         sum += island_weight(mesh_.rank(), nullptr, token, k);
       else
         sum += float_of_bits(load_relaxed(
-            reinterpret_cast<const uint32_t*>(next_sum(lane, island, states) + shape_.row_bytes) + k));
+            reinterpret_cast<const uint32_t*>(next_sum(batch, island, states) + shape_.row_bytes) + k));
     }
     a_.base.combined_weights[token * top_k() + k] = sum;
   }
@@ -263,12 +264,12 @@ WEFT_KERNEL void two_level_combine(const TwoLevelCombineArgs& a, const MeshT& me
   const BlockSpan traced(base.wait.trace, Work::kCombine);
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   const uint64_t epoch = base.state->epoch + 1;
-  const ReadyExchange ready = ready_of(base);
-  if (!begin_exchange(base, ready, block, warp, mesh, epoch, flags)) return;
-  const two_level::CombineLanes<MeshT, Shape> lanes(a, warp, mesh, shape, epoch);
+  const Rendezvous rendezvous = rendezvous_of(base);
+  if (!begin_rendezvous(base, rendezvous, block, warp, mesh, epoch, flags)) return;
+  const two_level::CombineBatches<MeshT, Shape> batches(a, warp, mesh, shape, epoch);
   const Share share = share_of(block, warp, base.push_warps);
-  if (share.active) lanes.push(ready, share);
-  two_level::serve_lanes(a, block, warp, lanes);
+  if (share.active) batches.push(rendezvous, share);
+  two_level::serve_batches(a, block, warp, batches);
   finish_launch(block, base.state, &flags[1]);
 }
 

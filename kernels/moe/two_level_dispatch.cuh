@@ -5,7 +5,7 @@
 //
 // Steps: 1. All ranks say where their rows go.
 //        2. Row and meta warps push what goes to this rank's own island, as in high_throughput_dispatch.cuh.
-//        3. Lane warps pack what goes to other islands into slots for their hubs, and hand on what came for this one.
+//        3. Batch warps pack what goes to other islands into slots for their hubs, and hand on what came for this one.
 //        4. The last block signals the ranks of its island and waits for theirs.
 //
 // Waits: step 1 for every peer's address, step 3 for slots that hubs have read and for the messages of those whom this
@@ -23,14 +23,14 @@ namespace two_level {
 
 // Thread `peer`: as dispatch::place_peers(), with no room at ranks of other islands.
 template <class MeshT, class Shape>
-WEFT_DEVICE void place_members(const TwoLevelDispatchArgs& a, const ReadyExchange& x, Block block,
+WEFT_DEVICE void place_members(const TwoLevelDispatchArgs& a, const Rendezvous& x, Block block,
                                const MeshT& mesh, const Shape& shape, uint64_t epoch, PeerPlace* places) {
   const Islands& is = a.islands;
   for (uint32_t peer = block.rank(); peer < mesh.ranks(); peer += block.size()) {
     PeerPlace& place = places[peer];
     place = {};
     if (is.island[peer] != is.island[mesh.rank()]) continue;
-    const ReadyRecord theirs = *ready_record(x, mesh, epoch, peer);
+    const RendezvousRecord theirs = *rendezvous_record(x, mesh, epoch, peer);
     const ReceiveLayout layout = receive_layout(theirs.capacity_rows, shape.row_bytes, shape.scale_words,
                                                 shape.top_k, a.base.id_bytes);
     std::byte* window = near_window(mesh, peer);
@@ -46,12 +46,12 @@ WEFT_DEVICE void place_members(const TwoLevelDispatchArgs& a, const ReadyExchang
   block.sync();
 }
 
-// The lanes of a dispatch, as a warp sees them.
+// The batches of a dispatch, as a warp sees them.
 template <class MeshT, class Shape>
-class DispatchLanes {
+class DispatchBatches {
  public:
-  WEFT_DEVICE DispatchLanes(const TwoLevelDispatchArgs& a, Warp warp, const MeshT& mesh, const Shape& shape,
-                            uint64_t epoch, const PeerPlace* places)
+  WEFT_DEVICE DispatchBatches(const TwoLevelDispatchArgs& a, Warp warp, const MeshT& mesh, const Shape& shape,
+                              uint64_t epoch, const PeerPlace* places)
       : a_(a),
         warp_(warp),
         mesh_(mesh),
@@ -61,11 +61,11 @@ class DispatchLanes {
         form_(message_form(shape.row_bytes, shape.scale_words, top_k(), a.islands.widest)),
         own_(a.islands.island[mesh.rank()]) {}
 
-  WEFT_DEVICE void take_turn(uint32_t lane, RingState* states, Turn& turn) {
+  WEFT_DEVICE void take_turn(uint32_t batch, RingState* states, Turn& turn) {
     for (uint32_t island = 0; island < a_.islands.count; ++island)
-      if (island != own_) send(lane, island, states[island], turn);
+      if (island != own_) send(batch, island, states[island], turn);
     for (uint32_t i = 0; i < a_.islands.served_count; ++i)
-      hand_on(lane, i, states[a_.islands.count + i], turn);
+      hand_on(batch, i, states[a_.islands.count + i], turn);
   }
 
  private:
@@ -81,21 +81,21 @@ class DispatchLanes {
   }
 
   // -- to a hub
-  WEFT_DEVICE Ring ring_to(uint32_t lane, uint32_t island) const {
-    const uint64_t here = ring_number(a_.islands, island, lane);
-    const uint64_t there = ring_number(a_.islands, a_.islands.number[island], lane);
+  WEFT_DEVICE Ring ring_to(uint32_t batch, uint32_t island) const {
+    const uint64_t here = ring_number(a_.islands, island, batch);
+    const uint64_t there = ring_number(a_.islands, a_.islands.number[island], batch);
     return {a_.islands.hub(mesh_.rank(), island), slot_at(a_.at, a_.at.island_rings, here, 0),
             slot_at(a_.at, a_.at.served_rings, there, 0), a_.at.rows_taken + here * 8,
             a_.at.rows_sent + there * 8};
   }
 
-  // The lane's next slot to an island.
-  WEFT_DEVICE void send(uint32_t lane, uint32_t island, RingState& kept, Turn& turn) {
+  // The batch's next slot to an island.
+  WEFT_DEVICE void send(uint32_t batch, uint32_t island, RingState& kept, Turn& turn) {
     RingState state = kept;
     if (state.is_done || !are_there(mesh_.rank(), island)) return;
-    const Ring ring = ring_to(lane, island);
+    const Ring ring = ring_to(batch, island);
     if (!has_slot(warp_, mesh_, ring, state, epoch_, Site::kDispatchSlot, turn)) return;
-    const LaneRange range = lane_range(a_.base.tokens, lane, a_.islands.lanes);
+    const BatchRange range = batch_range(a_.base.tokens, batch, a_.islands.batches);
     std::byte* slot = mesh_.local() + ring.own_slots + (state.slots % kHubSlots) * a_.at.slot_bytes;
     uint32_t built = 0;
     for (; range.first + state.at < range.end; ++state.at) {
@@ -137,17 +137,17 @@ class DispatchLanes {
   }
 
   // -- from those whom this rank serves
-  WEFT_DEVICE Ring ring_from(uint32_t lane, uint32_t i) const {
-    const uint64_t here = ring_number(a_.islands, i, lane);
-    const uint64_t there = ring_number(a_.islands, own_, lane);
+  WEFT_DEVICE Ring ring_from(uint32_t batch, uint32_t i) const {
+    const uint64_t here = ring_number(a_.islands, i, batch);
+    const uint64_t there = ring_number(a_.islands, own_, batch);
     return {a_.islands.served[i], slot_at(a_.at, a_.at.served_rings, here, 0), 0, a_.at.rows_sent + here * 8,
             a_.at.rows_taken + there * 8};
   }
 
   // What has come in one slot, to its places.
-  WEFT_DEVICE void hand_on(uint32_t lane, uint32_t i, RingState& kept, Turn& turn) {
+  WEFT_DEVICE void hand_on(uint32_t batch, uint32_t i, RingState& kept, Turn& turn) {
     RingState state = kept;
-    const Ring ring = ring_from(lane, i);
+    const Ring ring = ring_from(batch, i);
     if (state.is_done || !are_there(ring.peer, own_)) return;
     const uint64_t word = read_word(warp_, mesh_, ring.own_word, epoch_);
     const auto come = static_cast<uint32_t>(word & kRingCount);
@@ -159,11 +159,11 @@ class DispatchLanes {
     const uint32_t count = left < slot_messages() ? left : slot_messages();
     for (uint32_t m = 0; m < count; ++m) hand_on_message(ring.peer, slot + m * form_.stride);
     if (count != 0 && state.moved == 0 && warp_.rank() == 0)
-      a_.routes.lane_first[ring.peer * a_.islands.lanes + lane] = static_cast<int32_t>(number_in(slot));
+      a_.routes.batch_first[ring.peer * a_.islands.batches + batch] = static_cast<int32_t>(number_in(slot));
     state.moved += count;
     state.is_done = is_last && state.moved == come;
     if (state.is_done && warp_.rank() == 0)
-      a_.routes.lane_count[ring.peer * a_.islands.lanes + lane] = static_cast<int32_t>(come);
+      a_.routes.batch_count[ring.peer * a_.islands.batches + batch] = static_cast<int32_t>(come);
     if (count != 0) free_slot(warp_, mesh_, ring, state, epoch_);
     keep(warp_, kept, state);
     turn.moved();
@@ -292,13 +292,13 @@ WEFT_KERNEL void two_level_dispatch(const TwoLevelDispatchArgs& a, const MeshT& 
   auto* flags = reinterpret_cast<uint32_t*>(block.shared());
   auto* places = reinterpret_cast<PeerPlace*>(block.shared() + 128);
   const uint64_t epoch = base.state->epoch + 1;
-  const ReadyExchange ready = ready_of(base);
-  if (!dispatch::begin(base, ready, block, warp, mesh, epoch, flags)) return;
-  two_level::place_members(a, ready, block, mesh, shape, epoch, places);
-  two_level::DispatchLanes<MeshT, Shape> lanes(a, warp, mesh, shape, epoch, places);
+  const Rendezvous rendezvous = rendezvous_of(base);
+  if (!dispatch::begin(base, rendezvous, block, warp, mesh, epoch, flags)) return;
+  two_level::place_members(a, rendezvous, block, mesh, shape, epoch, places);
+  two_level::DispatchBatches<MeshT, Shape> batches(a, warp, mesh, shape, epoch, places);
   dispatch::send_rows(base, block, warp, mesh.ranks(), shape, places);
   dispatch::send_meta(base, block, warp, mesh.ranks(), shape, places);
-  two_level::serve_lanes(a, block, warp, lanes);
+  two_level::serve_batches(a, block, warp, batches);
   if (base.fill_tail && two_level::received_rows(base, mesh) <= base.mine.capacity_rows)
     dispatch::fill_tail(base, block, mesh.ranks(), mesh.rank(), shape, places[mesh.rank()]);
   if (!last_block(block, &base.state->arrived, &flags[1])) return;

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // two_level_ring.cuh: rings of slots between a rank and its hubs (two_level_args.h), and the loop that serves them.
-// A warp serves its lanes in turns and waits within none of them: a rank that sends must also take, or two would wait for
+// A warp serves its batches in turns and waits within none of them: a rank that sends must also take, or two would wait for
 // each other. All of it is called by a warp together.
 // Words of a ring are only ever of the call that they name: every rank is in this call once all have exchanged
-// ReadyRecords, and so has read all slots of the call before.
+// RendezvousRecords, and so has read all slots of the call before.
 #pragma once
 
 #include "kernels/core/copy.cuh"
-#include "kernels/moe/ready.cuh"
+#include "kernels/moe/rendezvous.cuh"
 #include "kernels/moe/two_level_args.h"
 
 namespace weft {
 namespace two_level {
 
-// What a lane waits for, when nothing moves.
+// What a batch waits for, when nothing moves.
 struct Missing {
   Site site;
   uint32_t peer;
@@ -35,8 +35,8 @@ struct Turn {
 };
 
 // A ring's first slot, and its words, counted in rings.
-WEFT_DEVICE uint64_t ring_number(const Islands& is, uint32_t which, uint32_t lane) {
-  return uint64_t{which} * is.lanes + lane;
+WEFT_DEVICE uint64_t ring_number(const Islands& is, uint32_t which, uint32_t batch) {
+  return uint64_t{which} * is.batches + batch;
 }
 WEFT_DEVICE uint64_t slot_at(const TwoLevelOffsets& at, uint64_t rings, uint64_t ring, uint32_t slot) {
   return rings + (ring * kHubSlots + slot % kHubSlots) * at.slot_bytes;
@@ -104,34 +104,35 @@ WEFT_DEVICE void free_slot(Warp warp, const MeshT& mesh, const Ring& ring, RingS
   if (warp.rank() == 0) put_word(mesh, ring.peer, ring.peer_word, word_of(epoch, state.slots));
 }
 
-struct LaneRange {
+struct BatchRange {
   uint32_t first;
   uint32_t end;
 };
-WEFT_DEVICE LaneRange lane_range(uint64_t tokens, uint32_t lane, uint32_t lanes) {
-  return {static_cast<uint32_t>(tokens * lane / lanes), static_cast<uint32_t>(tokens * (lane + 1) / lanes)};
+WEFT_DEVICE BatchRange batch_range(uint64_t tokens, uint32_t batch, uint32_t batches) {
+  return {static_cast<uint32_t>(tokens * batch / batches),
+          static_cast<uint32_t>(tokens * (batch + 1) / batches)};
 }
 
-// A warp's lanes. lanes.take_turn(lane, states, turn) moves what it can without waiting; states are [islands + served],
+// A warp's batches. batches.take_turn(batch, states, turn) moves what it can without waiting; states are [islands + served],
 // zero at first. Returns whether all has moved; else has raised what it waited for.
-template <class Args, class Lanes>
-WEFT_DEVICE bool serve_lanes(const Args& a, Block block, Warp warp, Lanes& lanes) {
+template <class Args, class Batches>
+WEFT_DEVICE bool serve_batches(const Args& a, Block block, Warp warp, Batches& batches) {
   const Islands& is = a.islands;
-  const WarpRange role = a.lane_warps;
+  const WarpRange role = a.batch_warps;
   const WaitRule& rule = a.base.wait;
   std::byte* shared = block.shared() + a.states_at;
   const Share share = share_of(block, warp, role);
   if (!share.active) return true;
   const uint32_t rings = is.count + is.served_count;
-  const uint32_t own_lanes = lanes_per_warp(is.lanes, share.total);
-  auto* states = reinterpret_cast<RingState*>(shared) + (warp.index() - role.first) * own_lanes * rings;
-  for (uint32_t i = warp.rank(); i < own_lanes * rings; i += warp.size()) states[i] = {};
+  const uint32_t own_batches = batches_per_warp(is.batches, share.total);
+  auto* states = reinterpret_cast<RingState*>(shared) + (warp.index() - role.first) * own_batches * rings;
+  for (uint32_t i = warp.rank(); i < own_batches * rings; i += warp.size()) states[i] = {};
   warp.sync();
   Patience patience{rule};
   for (uint32_t looks = 0;; ++looks) {
     Turn turn;
-    for (uint32_t i = 0; share.index + i * share.total < is.lanes; ++i)
-      lanes.take_turn(static_cast<uint32_t>(share.index + i * share.total), states + i * rings, turn);
+    for (uint32_t i = 0; share.index + i * share.total < is.batches; ++i)
+      batches.take_turn(static_cast<uint32_t>(share.index + i * share.total), states + i * rings, turn);
     if (!turn.is_pending) return true;
     if (turn.has_moved) {
       looks = 0;

@@ -311,7 +311,7 @@ class LoopbackRail : public Rail {
   bool apply(Packet& packet, Event& event) {
     std::string refusal = packet.damaged ? "loopback: damaged by the fault plan" : "";
     if (refusal.empty()) refusal = perform(packet);
-    bool told = false;
+    bool reported = false;
     if (refusal.empty() && packet.kind == Kind::kSend) {
       const Receive receive = receives_.front();
       receives_.pop_front();
@@ -320,14 +320,14 @@ class LoopbackRail : public Rail {
       event.kind = EventKind::kReceived;
       event.context = receive.context;
       event.bytes = bytes;
-      told = true;
+      reported = true;
     } else if (refusal.empty() && packet.kind == Kind::kWrite && packet.op.has_imm) {
       event.kind = EventKind::kImm;
       event.imm = packet.op.imm;
-      told = true;
+      reported = true;
     }
     if (packet.op.context) reply(packet, std::move(refusal));
-    return told;
+    return reported;
   }
 
   void reply(const Packet& packet, std::string refusal) {

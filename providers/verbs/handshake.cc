@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How two rails come to be connected: each greets the other's datagram queue pair until it is answered, and joins
-// its queue pair to the one that the greeting names.
+// How two rails connect: each sends handshakes to the other's datagram queue pair until it is answered, and joins
+// its queue pair to the one that the handshake names.
 #include <algorithm>
 #include <cerrno>
 
@@ -15,37 +15,37 @@ namespace {
 
 constexpr uint32_t kQkey = 0x57454654;
 constexpr auto kJoinFor = std::chrono::seconds(60);  // a link that the engine never asked for
-constexpr auto kGreetLast = std::chrono::milliseconds(200);
+constexpr auto kHandshakePauseLast = std::chrono::milliseconds(200);
 
 }  // namespace
 
-Status VerbsRail::open_greeter() {
-  ib::QpInitAttr init{nullptr, cq_, cq_, nullptr, {kGreetings, kGreetings, 1, 1, 0}, ib::kTypeUd, 1};
-  greeter_ = ib_.create_qp(pd_, &init);
-  if (!greeter_)
+Status VerbsRail::open_handshake_qp() {
+  ib::QpInitAttr init{nullptr, cq_, cq_, nullptr, {kHandshakes, kHandshakes, 1, 1, 0}, ib::kTypeUd, 1};
+  handshake_qp_ = ib_.create_qp(pd_, &init);
+  if (!handshake_qp_)
     return logged(Status::from_errno(errno, "verbs: making the datagram queue pair on {}", nic_.name));
   ib::QpAttr attr{};
   attr.qp_state = ib::kStateInit;
   attr.port_num = port_;
   attr.qkey = kQkey;
-  bool worked =
-      ib_.modify_qp(greeter_, &attr, ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskQkey) == 0;
+  bool worked = ib_.modify_qp(handshake_qp_, &attr,
+                              ib::kMaskState | ib::kMaskPkey | ib::kMaskPort | ib::kMaskQkey) == 0;
   attr.qp_state = ib::kStateRtr;
-  worked = worked && ib_.modify_qp(greeter_, &attr, ib::kMaskState) == 0;
+  worked = worked && ib_.modify_qp(handshake_qp_, &attr, ib::kMaskState) == 0;
   attr.qp_state = ib::kStateRts;
   attr.sq_psn = static_cast<uint32_t>(random_key()) & 0xffffff;
-  worked = worked && ib_.modify_qp(greeter_, &attr, ib::kMaskState | ib::kMaskSqPsn) == 0;
+  worked = worked && ib_.modify_qp(handshake_qp_, &attr, ib::kMaskState | ib::kMaskSqPsn) == 0;
   if (!worked)
     return logged(Status::from_errno(errno, "verbs: starting the datagram queue pair on {}", nic_.name));
-  place_.greeter_qpn = greeter_->qp_num;
+  place_.handshake_qpn = handshake_qp_->qp_num;
   return {};
 }
 
-bool VerbsRail::repost_greeting(uint32_t i) {
-  ib::Sge part{reinterpret_cast<uint64_t>(greeting_buffer(i)), kRouteHeaderBytes + sizeof(Greeting),
+bool VerbsRail::repost_handshake(uint32_t i) {
+  ib::Sge part{reinterpret_cast<uint64_t>(handshake_buffer(i)), kRouteHeaderBytes + sizeof(Handshake),
                arena_mr_->lkey};
   ib::RecvWr wr{i, nullptr, &part, 1}, *bad = nullptr;
-  return context_->ops.post_recv(greeter_, &wr, &bad) == 0;
+  return context_->ops.post_recv(handshake_qp_, &wr, &bad) == 0;
 }
 
 ib::AhAttr VerbsRail::route_to(const Place& there) const {
@@ -93,16 +93,16 @@ bool VerbsRail::to_init(ib::Qp* qp) {
   return ib::to_init(ib_, qp, port_, ib::kAccessRemoteRead | ib::kAccessRemoteWrite);
 }
 
-bool VerbsRail::join(Link& link, const Greeting& greeting) {
+bool VerbsRail::join(Link& link, const Handshake& handshake) {
   if (link.state == LinkState::kUp) {  // to one that has been given up since
     ib::QpAttr attr{};
     attr.qp_state = ib::kStateReset;
     if (ib_.modify_qp(link.qp, &attr, ib::kMaskState) != 0 || !to_init(link.qp)) return false;
   }
   link.state = LinkState::kUp;
-  link.their_qpn = greeting.qpn;
-  link.their_number = greeting.number;
-  return bring_up(link, greeting.qpn, greeting.psn);
+  link.their_qpn = handshake.qpn;
+  link.their_number = handshake.number;
+  return bring_up(link, handshake.qpn, handshake.psn);
 }
 
 bool VerbsRail::bring_up(Link& link, uint32_t qpn, uint32_t psn) {
@@ -128,45 +128,45 @@ void VerbsRail::retire(Link& link) {
   link.ah = nullptr;
 }
 
-bool VerbsRail::send_greeting(Link& link, bool is_answer) {
-  if (free_greetings_.empty()) return false;
-  const uint32_t index = free_greetings_.back();
-  Greeting greeting;
-  greeting.is_answer = is_answer;
-  greeting.from = place_;
-  greeting.qpn = link.qp->qp_num;
-  greeting.psn = link.psn;
-  greeting.number = link.number;
-  greeting.heard_qpn = link.their_qpn;
-  char* buffer = greeting_buffer(index);
-  std::memcpy(buffer, &greeting, sizeof greeting);
-  ib::Sge part{reinterpret_cast<uint64_t>(buffer), sizeof greeting, arena_mr_->lkey};
+bool VerbsRail::send_handshake(Link& link, bool is_answer) {
+  if (free_handshakes_.empty()) return false;
+  const uint32_t index = free_handshakes_.back();
+  Handshake handshake;
+  handshake.is_answer = is_answer;
+  handshake.from = place_;
+  handshake.qpn = link.qp->qp_num;
+  handshake.psn = link.psn;
+  handshake.number = link.number;
+  handshake.heard_qpn = link.their_qpn;
+  char* buffer = handshake_buffer(index);
+  std::memcpy(buffer, &handshake, sizeof handshake);
+  ib::Sge part{reinterpret_cast<uint64_t>(buffer), sizeof handshake, arena_mr_->lkey};
   ib::SendWr wr{}, *bad = nullptr;
-  wr.wr_id = kGreetingSent + index;
+  wr.wr_id = kHandshakeSent + index;
   wr.sg_list = &part;
   wr.num_sge = 1;
   wr.opcode = ib::kOpSend;
   wr.send_flags = ib::kSendSignaled;
   wr.wr.ud.ah = link.ah;
-  wr.wr.ud.remote_qpn = link.there.greeter_qpn;
+  wr.wr.ud.remote_qpn = link.there.handshake_qpn;
   wr.wr.ud.remote_qkey = kQkey;
-  if (context_->ops.post_send(greeter_, &wr, &bad) != 0) return false;
-  free_greetings_.pop_back();
+  if (context_->ops.post_send(handshake_qp_, &wr, &bad) != 0) return false;
+  free_handshakes_.pop_back();
   return true;
 }
 
-void VerbsRail::greet() {
+void VerbsRail::send_handshakes() {
   const auto now = Clock::now();
   for (Link& link : links_) {
-    if (link.owes_answer && send_greeting(link, true)) link.owes_answer = false;
-    if (link.answers_again && now >= link.next_answer && send_greeting(link, true))
+    if (link.owes_answer && send_handshake(link, true)) link.owes_answer = false;
+    if (link.answers_again && now >= link.next_answer && send_handshake(link, true))
       link.answers_again = false;
     if (!is_joining(link.state)) continue;
     if (!link.is_used && now - link.made > kJoinFor) {
       break_link(link);
-    } else if (now >= link.next_greeting && send_greeting(link, false)) {
-      link.next_greeting = now + some_time(link.pause);
-      link.pause = std::min<Clock::duration>(link.pause * 2, kGreetLast);
+    } else if (now >= link.next_handshake && send_handshake(link, false)) {
+      link.next_handshake = now + some_time(link.pause);
+      link.pause = std::min<Clock::duration>(link.pause * 2, kHandshakePauseLast);
     }
   }
 }
@@ -175,36 +175,36 @@ Clock::duration VerbsRail::some_time(Clock::duration usual) {
   return usual / 2 + usual * static_cast<int64_t>(random_()) / static_cast<int64_t>(random_.max());
 }
 
-void VerbsRail::on_greeting(const ib::Wc& wc) {
+void VerbsRail::on_handshake(const ib::Wc& wc) {
   const uint32_t i = static_cast<uint32_t>(wc.wr_id);
-  Greeting greeting;
-  const bool is_whole = wc.byte_len >= kRouteHeaderBytes + sizeof greeting;
+  Handshake handshake;
+  const bool is_whole = wc.byte_len >= kRouteHeaderBytes + sizeof handshake;
   if (is_whole)
-    std::memcpy(static_cast<void*>(&greeting), greeting_buffer(i) + kRouteHeaderBytes, sizeof greeting);
-  repost_greeting(i);
-  if (!is_whole || std::memcmp(greeting.tag, "wgr3", 4) != 0 ||
-      std::memcmp(greeting.from.tag, "ibv1", 4) != 0)
+    std::memcpy(static_cast<void*>(&handshake), handshake_buffer(i) + kRouteHeaderBytes, sizeof handshake);
+  repost_handshake(i);
+  if (!is_whole || std::memcmp(handshake.tag, "wgr3", 4) != 0 ||
+      std::memcmp(handshake.from.tag, "ibv1", 4) != 0)
     return;
-  if (Link* const link = link_for(greeting)) heed(*link, greeting);
+  if (Link* const link = link_for(handshake)) heed(*link, handshake);
 }
 
-Link* VerbsRail::link_for(const Greeting& greeting) {
-  Link* const known = live_link(greeting.from);
-  if (greeting.is_answer && (!known || greeting.heard_qpn != known->qp->qp_num)) return nullptr;
-  if (known && greeting.number < known->their_number) return nullptr;
-  if (known && known->state == LinkState::kConnected && greeting.qpn != known->their_qpn)
+Link* VerbsRail::link_for(const Handshake& handshake) {
+  Link* const known = live_link(handshake.from);
+  if (handshake.is_answer && (!known || handshake.heard_qpn != known->qp->qp_num)) return nullptr;
+  if (known && handshake.number < known->their_number) return nullptr;
+  if (known && known->state == LinkState::kConnected && handshake.qpn != known->their_qpn)
     break_link(*known);  // they start anew; the engine hears of it by their hello
-  const auto found = link_to(greeting.from);
+  const auto found = link_to(handshake.from);
   return found.ok() ? &links_[*found] : nullptr;
 }
 
-void VerbsRail::heed(Link& link, const Greeting& greeting) {
-  if (link.their_qpn != greeting.qpn && !join(link, greeting)) return break_link(link);
-  if (greeting.heard_qpn == link.qp->qp_num) link.state = LinkState::kConnected;
-  if (greeting.is_answer) return;
-  link.owes_answer = !send_greeting(link, true);
+void VerbsRail::heed(Link& link, const Handshake& handshake) {
+  if (link.their_qpn != handshake.qpn && !join(link, handshake)) return break_link(link);
+  if (handshake.heard_qpn == link.qp->qp_num) link.state = LinkState::kConnected;
+  if (handshake.is_answer) return;
+  link.owes_answer = !send_handshake(link, true);
   link.answers_again = random_() % 2 == 0;
-  link.next_answer = Clock::now() + some_time(kGreetFirst);
+  link.next_answer = Clock::now() + some_time(kHandshakePauseFirst);
 }
 
 }  // namespace weft::provider

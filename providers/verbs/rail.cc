@@ -20,7 +20,7 @@ VerbsRail::~VerbsRail() {
     if (link.qp) ib_.destroy_qp(link.qp);
     if (link.ah) ib_.destroy_ah(link.ah);
   }
-  if (greeter_) ib_.destroy_qp(greeter_);
+  if (handshake_qp_) ib_.destroy_qp(handshake_qp_);
   if (srq_) ib_.destroy_srq(srq_);
   if (cq_) ib_.destroy_cq(cq_);
   if (arena_mr_) ib_.dereg_mr(arena_mr_);
@@ -55,15 +55,15 @@ Status VerbsRail::open(ib::Device* device, uint8_t port, int gid_index) {
   if (gid_index >= 0)
     WEFT_TRY(step("ibv_query_gid", ib_.query_gid(context_, port, gid_index, &place_.gid) == 0));
   const size_t arena_bytes =
-      size_t{kReceives} * kMessageBytes + 2 * kGreetings * (kRouteHeaderBytes + sizeof(Greeting));
+      size_t{kReceives} * kMessageBytes + 2 * kHandshakes * (kRouteHeaderBytes + sizeof(Handshake));
   arena_ = std::make_unique<char[]>(arena_bytes);
   arena_mr_ = ib_.reg_mr(pd_, arena_.get(), arena_bytes, ib::kAccessLocalWrite);
   WEFT_TRY(step("ibv_reg_mr", arena_mr_));
-  WEFT_TRY(open_greeter());
+  WEFT_TRY(open_handshake_qp());
   for (uint32_t i = 0; i < kReceives; ++i) WEFT_TRY(step("ibv_post_srq_recv", repost(i)));
-  for (uint32_t i = 0; i < kGreetings; ++i) {
-    WEFT_TRY(step("ibv_post_recv", repost_greeting(i)));
-    free_greetings_.push_back(kGreetings + i);
+  for (uint32_t i = 0; i < kHandshakes; ++i) {
+    WEFT_TRY(step("ibv_post_recv", repost_handshake(i)));
+    free_handshakes_.push_back(kHandshakes + i);
   }
   return {};
 }
@@ -132,7 +132,7 @@ Posted VerbsRail::post_recv(void* data, uint64_t bytes, void*, Context* context)
 }
 
 size_t VerbsRail::poll(Event* events, size_t max) {
-  greet();
+  send_handshakes();
   size_t made = 0;
   while (made < max && !messages_.empty() && !receives_.empty()) {
     deliver(messages_.front(), events[made++]);
@@ -207,11 +207,11 @@ Posted VerbsRail::post(Link& link, ib::SendWr& wr, ib::Sge& part, Context* conte
 bool VerbsRail::take(const ib::Wc& wc, Event& event) {
   event.peer_gone = false;
   const bool is_receive = wc.status == 0 && (wc.opcode & ib::kWcRecv);
-  if (wc.qp_num == greeter_->qp_num) {
-    if (wc.wr_id >= kGreetingSent)
-      free_greetings_.push_back(static_cast<uint32_t>(wc.wr_id - kGreetingSent));
+  if (wc.qp_num == handshake_qp_->qp_num) {
+    if (wc.wr_id >= kHandshakeSent)
+      free_handshakes_.push_back(static_cast<uint32_t>(wc.wr_id - kHandshakeSent));
     else if (is_receive)
-      on_greeting(wc);
+      on_handshake(wc);
     return false;
   }
   Link* const link = link_of(wc.qp_num);

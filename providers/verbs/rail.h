@@ -23,16 +23,16 @@ using ib::Gid;
 using Clock = std::chrono::steady_clock;
 inline constexpr uint32_t kReceives = 512;  // shared by messages and immediates
 inline constexpr uint32_t kMessageBytes = 4096;
-inline constexpr uint32_t kGreetings = 64;         // datagram receives, and as many sends
+inline constexpr uint32_t kHandshakes = 64;        // datagram receives, and as many sends
 inline constexpr uint32_t kRouteHeaderBytes = 40;  // in front of every datagram
 inline constexpr uint32_t kSendDepth = 512;
-inline constexpr auto kGreetFirst = std::chrono::milliseconds(5);  // between greetings, at first
-inline constexpr uint64_t kGreetingSent = uint64_t{1} << 32;       // wr_id of datagram sends, plus the buffer
+inline constexpr auto kHandshakePauseFirst = std::chrono::milliseconds(5);  // between handshakes, at first
+inline constexpr uint64_t kHandshakeSent = uint64_t{1} << 32;  // wr_id of datagram sends, plus the buffer
 
 // Where a rail is reached: what address() returns.
 struct Place {
   char tag[4] = {'i', 'b', 'v', '1'};
-  uint32_t greeter_qpn = 0;  // of its datagram queue pair
+  uint32_t handshake_qpn = 0;  // of its datagram queue pair
   Gid gid{};
   uint16_t lid = 0;
   uint8_t mtu = 0;
@@ -45,7 +45,7 @@ static_assert(sizeof(Place) == 40);
 
 // The datagram of the handshake. It may be lost, and it may wait to be read until its sender's link is long
 // gone.
-struct Greeting {
+struct Handshake {
   char tag[4] = {'w', 'g', 'r', '3'};
   uint32_t is_answer = 0;
   Place from;
@@ -56,14 +56,14 @@ struct Greeting {
 };
 
 // kUp: our queue pair is connected, but theirs may not be yet, so that nothing may be sent.
-enum class LinkState { kGreeting, kUp, kConnected, kBroken };
+enum class LinkState { kHandshaking, kUp, kConnected, kBroken };
 
 inline bool is_joining(LinkState state) {
-  return state == LinkState::kGreeting || state == LinkState::kUp;
+  return state == LinkState::kHandshaking || state == LinkState::kUp;
 }
 
 struct Link {
-  LinkState state = LinkState::kGreeting;
+  LinkState state = LinkState::kHandshaking;
   bool is_used = false;  // by the engine, through resolve()
   Place there;
   ib::Qp* qp = nullptr;
@@ -73,12 +73,12 @@ struct Link {
   uint32_t their_qpn = 0;  // 0: joined to none yet
   uint32_t their_number = 0;
   uint32_t under_way = 0;    // posted and not come back
-  bool owes_answer = false;  // to their greeting
+  bool owes_answer = false;  // to their handshake
   bool answers_again = false;
   Clock::time_point next_answer{};
   Clock::time_point made = Clock::now();
-  Clock::time_point next_greeting{};
-  Clock::duration pause = kGreetFirst;
+  Clock::time_point next_handshake{};
+  Clock::duration pause = kHandshakePauseFirst;
 };
 
 class VerbsRail : public Rail {
@@ -121,15 +121,15 @@ class VerbsRail : public Rail {
   };
 
   static uint32_t key_of(void* lkey) { return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lkey)); }
-  char* greeting_buffer(uint32_t i) {  // the first half is for receiving
-    return arena_.get() + size_t{kReceives} * kMessageBytes + i * (kRouteHeaderBytes + sizeof(Greeting));
+  char* handshake_buffer(uint32_t i) {  // the first half is for receiving
+    return arena_.get() + size_t{kReceives} * kMessageBytes + i * (kRouteHeaderBytes + sizeof(Handshake));
   }
 
-  Status open_greeter();
+  Status open_handshake_qp();
 
   bool repost(uint32_t i);
 
-  bool repost_greeting(uint32_t i);
+  bool repost_handshake(uint32_t i);
 
   // Device memory by DMA-BUF; null when that does not work, and the caller tries peer memory.
   ib::Mr* enroll_cuda(const Range& range, int flags);
@@ -145,8 +145,8 @@ class VerbsRail : public Rail {
 
   bool to_init(ib::Qp* qp);
 
-  // Joins a link on which nothing was posted yet to the queue pair of a greeting.
-  bool join(Link& link, const Greeting& greeting);
+  // Joins a link on which nothing was posted yet to the queue pair of a handshake.
+  bool join(Link& link, const Handshake& handshake);
 
   bool bring_up(Link& link, uint32_t qpn, uint32_t psn);
 
@@ -157,22 +157,22 @@ class VerbsRail : public Rail {
 
   // ---- handshake
   // False when there is no room now.
-  bool send_greeting(Link& link, bool is_answer);
+  bool send_handshake(Link& link, bool is_answer);
 
-  // Datagrams may be lost: answers wait for room, greetings are repeated until the other side is known to be
+  // Datagrams may be lost: answers wait for room, handshakes are repeated until the other side is known to be
   // up, and some answers are given twice, all at irregular times. Links in step would lose the same datagrams
   // again and again on a network that loses them in a pattern.
-  void greet();
+  void send_handshakes();
 
   // Half of it to one and a half.
   Clock::duration some_time(Clock::duration usual);
 
-  void on_greeting(const ib::Wc& wc);
+  void on_handshake(const ib::Wc& wc);
 
-  // Null: the greeting is of a link, or for one, that is gone.
-  Link* link_for(const Greeting& greeting);
+  // Null: the handshake is of a link, or for one, that is gone.
+  Link* link_for(const Handshake& handshake);
 
-  void heed(Link& link, const Greeting& greeting);
+  void heed(Link& link, const Handshake& handshake);
 
   // ---- data
   Posted post_rma(const RmaOp& op, int opcode);
@@ -191,13 +191,13 @@ class VerbsRail : public Rail {
   ib::Pd* pd_ = nullptr;
   ib::Cq* cq_ = nullptr;
   ib::Srq* srq_ = nullptr;
-  ib::Qp* greeter_ = nullptr;
+  ib::Qp* handshake_qp_ = nullptr;
   ib::Mr* arena_mr_ = nullptr;
   std::unique_ptr<char[]> arena_;
   uint8_t port_ = 1;
   int gid_index_ = -1;
   Place place_;
-  std::vector<uint32_t> free_greetings_;  // buffers for sending
+  std::vector<uint32_t> free_handshakes_;  // buffers for sending
   std::minstd_rand random_{static_cast<uint32_t>(random_key())};
   std::deque<Link> links_;
   uint32_t links_made_ = 0;

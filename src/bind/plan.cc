@@ -12,14 +12,14 @@ namespace {
 
 namespace nb = nanobind;
 
-nb::dict to_dict(const TrafficPhase& phase, const GridPlan& grid, uint32_t lane_warps) {
+nb::dict to_dict(const TrafficPhase& phase, const GridPlan& grid, uint32_t batch_warps) {
   nb::dict dict;
   dict["blocks"] = grid.blocks;
   dict["threads_per_block"] = grid.threads_per_block;
   dict["row_warps"] = grid.first_role.count;
   dict["other_warps"] = grid.second_role.count;
   dict["watch_warps"] = grid.watch_role.count;
-  dict["lane_warps"] = lane_warps;
+  dict["batch_warps"] = batch_warps;
   dict["mapped_bytes"] = phase.mapped_bytes;
   dict["network_bytes"] = phase.network_bytes;
   dict["puts"] = phase.num_puts;
@@ -49,10 +49,10 @@ nb::dict plan_experts(bool is_low_latency, const nb::dict& shape, const nb::dict
   nb::dict dict;
   dict["sms"] = traffic.sms;
   dict["piece_bytes"] = traffic.piece_bytes;
-  dict["lanes"] = traffic.lanes;
+  dict["batches"] = traffic.batches;
   dict["inbox_bytes"] = traffic.inbox_bytes;
-  dict["dispatch"] = to_dict(traffic.dispatch, traffic.dispatch_grid, traffic.dispatch_lane_warps);
-  dict["combine"] = to_dict(traffic.combine, traffic.combine_grid, traffic.combine_lane_warps);
+  dict["dispatch"] = to_dict(traffic.dispatch, traffic.dispatch_grid, traffic.dispatch_batch_warps);
+  dict["combine"] = to_dict(traffic.combine, traffic.combine_grid, traffic.combine_batch_warps);
   dict["per_node_bytes"] = traffic.per_node_bytes;
   dict["per_node_us"] = traffic.per_node_us;
   return dict;

@@ -35,7 +35,7 @@ constexpr uint32_t kHostRegionUnits = 64, kCudaRegionUnits = 256;
 constexpr uint32_t kHostStageUnits = 256, kCudaStageUnits = 1024;
 
 // Each rank shows a number in its own memory; who can read it may read everything there.
-struct ProcessCard {
+struct MemoryProbe {
   uint32_t process;
   uint32_t reserved;
   uint64_t address;
@@ -122,34 +122,34 @@ Result<std::unique_ptr<CollectiveRunner>> CollectiveRunner::create(std::shared_p
   return runner;
 }
 
-// Whether ranks can read each other's memory, found by trying. Collective. The cards stand where the grants
+// Whether ranks can read each other's memory, found by trying. Collective. The probes stand where the grants
 // will, which are zero again before anybody runs.
 Status CollectiveRunner::probe_process_reads() {
   const int ranks = comm_->size(), self = comm_->rank();
   const DirectTables tables = direct_tables(static_cast<uint64_t>(ranks), true);
   auto* processes = direct_->at<uint32_t>(tables.processes_at);
   auto* readers = direct_->at<uint32_t>(tables.readers_at);
-  auto card_of = [&](int rank) {
-    return reinterpret_cast<ProcessCard*>(window_->base(rank) + rings_.grants_at);
+  auto probe_of = [&](int rank) {
+    return reinterpret_cast<MemoryProbe*>(window_->base(rank) + rings_.grants_at);
   };
   const uint64_t number = uint64_t{0x9e3779b97f4a7c15} * static_cast<uint64_t>(getpid() + 1);
-  *card_of(self) = {static_cast<uint32_t>(getpid()), 0, reinterpret_cast<uint64_t>(&number), number};
+  *probe_of(self) = {static_cast<uint32_t>(getpid()), 0, reinterpret_cast<uint64_t>(&number), number};
   WEFT_TRY(comm_->barrier());
   for (int rank : config().process_reads ? comm_->mapped_ranks() : std::vector<int>()) {
-    const ProcessCard card = *card_of(rank);
+    const MemoryProbe probe = *probe_of(rank);
     uint64_t seen = 0;
-    const bool can = read_process(card.process, &seen, card.address, sizeof(seen)) && seen == card.number;
-    processes[rank] = can ? card.process : 0;
+    const bool can = read_process(probe.process, &seen, probe.address, sizeof(seen)) && seen == probe.number;
+    processes[rank] = can ? probe.process : 0;
   }
   WEFT_TRY(comm_->barrier());
-  auto* told = reinterpret_cast<uint32_t*>(window_->local() + rings_.grants_at);
-  *card_of(self) = {};
+  auto* grants = reinterpret_cast<uint32_t*>(window_->local() + rings_.grants_at);
+  *probe_of(self) = {};
   WEFT_TRY(comm_->barrier());
   for (int rank : comm_->mapped_ranks())
     reinterpret_cast<uint32_t*>(window_->base(rank) + rings_.grants_at)[self] = processes[rank] != 0;
   WEFT_TRY(comm_->barrier());
-  std::copy_n(told, ranks, readers);
-  std::fill_n(told, ranks, 0u);
+  std::copy_n(grants, ranks, readers);
+  std::fill_n(grants, ranks, 0u);
   const bool i_read_all = std::all_of(processes, processes + ranks, [](uint32_t p) { return p != 0; });
   WEFT_TRY_ASSIGN(const std::vector<std::string> answers,
                   comm_->bootstrap().all_gather(i_read_all ? "1" : "0", comm_->deadline()));

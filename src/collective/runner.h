@@ -192,7 +192,7 @@ class CollectiveRunner {
   Status launch(const Kernel& kernel, Launch how, const void* args, size_t args_bytes, const void* shape,
                 void* stream, bool is_of_pairs = false);
   Status bring_up_windows();
-  uint64_t card(std::byte* memory, std::byte* const** bases) const;
+  uint64_t descriptor(std::byte* memory, std::byte* const** bases) const;
   Result<std::byte*> scratch(uint64_t bytes);
   Result<const ChunkSpan*> table(const std::vector<ChunkSpan>& entries, ChunkTable& table, void* stream);
   WaitRule wait_rule() const;

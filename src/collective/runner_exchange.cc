@@ -92,23 +92,23 @@ Status CollectiveRunner::start(const PlannedExchange& planned, std::byte* input,
   args.output = output;
   const bool is_aligned = (reinterpret_cast<uint64_t>(input) | reinterpret_cast<uint64_t>(output)) % 16 == 0;
   if (args.way == ExchangeWay::kPlaces && is_aligned) {
-    args.places[0] = card(input, &args.own_windows[0]);
-    args.places[1] = card(output, &args.own_windows[1]);
+    args.places[0] = descriptor(input, &args.own_windows[0]);
+    args.places[1] = descriptor(output, &args.own_windows[1]);
   }
   board_->post(planned.record);
   WEFT_TRY(compare_calls());
   return launch(*planned.kernel, planned.how, &args, sizeof(args), &planned.shape, stream);
 }
 
-// Where peers find a buffer, as in a card; sets the table of its window, which direct_ holds already.
-uint64_t CollectiveRunner::card(std::byte* memory, std::byte* const** bases) const {
+// Where peers find a buffer, as in a descriptor; sets the table of its window, which direct_ holds already.
+uint64_t CollectiveRunner::descriptor(std::byte* memory, std::byte* const** bases) const {
   const Communicator::WindowPlace found = comm_->find_window(memory);
-  const bool fits = found.number >= 0 && found.number + 1 < (1 << kCardWindowBits) &&
+  const bool fits = found.number >= 0 && found.number + 1 < (1 << kDescriptorWindowBits) &&
                     static_cast<size_t>(found.number) < known_windows_.size() && found.offset % 16 == 0 &&
-                    found.offset / 16 < uint64_t{1} << kCardOffsetBits;
+                    found.offset / 16 < uint64_t{1} << kDescriptorOffsetBits;
   if (!fits) return 0;
   *bases = known_windows_[static_cast<size_t>(found.number)];
-  return (static_cast<uint64_t>(found.number) + 1) << kCardOffsetBits | found.offset / 16;
+  return (static_cast<uint64_t>(found.number) + 1) << kDescriptorOffsetBits | found.offset / 16;
 }
 
 }  // namespace weft

@@ -16,7 +16,7 @@ namespace {
 
 // What a rank tells the others at creation. Plain bytes: all ranks run the same build, which `version`
 // checks.
-struct RankCard {
+struct RankDescriptor {
   static constexpr uint64_t kVersion = 2;  // changes with the fields
 
   uint64_t version = kVersion;
@@ -40,47 +40,48 @@ void copy_text(char (&to)[N], std::string_view from) {
   std::memcpy(to, from.data(), std::min(from.size(), N - 1));
 }
 
-std::string to_bytes(const RankCard& card) {
-  return std::string(reinterpret_cast<const char*>(&card), sizeof card);
+std::string to_bytes(const RankDescriptor& descriptor) {
+  return std::string(reinterpret_cast<const char*>(&descriptor), sizeof descriptor);
 }
 
-Result<RankCard> from_bytes(const std::string& bytes, int rank) {
-  RankCard card;
-  if (bytes.size() == sizeof card) std::memcpy(&card, bytes.data(), sizeof card);
-  if (bytes.size() != sizeof card || card.version != RankCard::kVersion)
+Result<RankDescriptor> from_bytes(const std::string& bytes, int rank) {
+  RankDescriptor descriptor;
+  if (bytes.size() == sizeof descriptor) std::memcpy(&descriptor, bytes.data(), sizeof descriptor);
+  if (bytes.size() != sizeof descriptor || descriptor.version != RankDescriptor::kVersion)
     return Status::make(Code::kInvalid, "rank {} runs another version of Weft", rank);
-  return card;
+  return descriptor;
 }
 
-RankCard make_card(const RankFacts& facts, const ParcelAddress& address, std::string_view transport) {
-  RankCard card;
-  card.process = facts.process;
-  card.parcels = address;
-  card.ranks_per_node = config().ranks_per_node;
-  card.device_kind = static_cast<int32_t>(facts.device.kind);
-  card.device_ordinal = facts.device.ordinal;
-  copy_text(card.host, facts.host);
-  copy_text(card.gpu, facts.gpu);
-  copy_text(card.gpus_beyond, facts.gpus_beyond);
-  card.numa_node = facts.numa_node;
-  copy_text(card.transport, transport);
-  copy_text(card.settings, shared_settings());
-  card.can_share_vmm = facts.can_share_vmm;
-  card.can_share_ipc = facts.can_share_ipc;
-  return card;
+RankDescriptor make_descriptor(const RankFacts& facts, const ParcelAddress& address,
+                               std::string_view transport) {
+  RankDescriptor descriptor;
+  descriptor.process = facts.process;
+  descriptor.parcels = address;
+  descriptor.ranks_per_node = config().ranks_per_node;
+  descriptor.device_kind = static_cast<int32_t>(facts.device.kind);
+  descriptor.device_ordinal = facts.device.ordinal;
+  copy_text(descriptor.host, facts.host);
+  copy_text(descriptor.gpu, facts.gpu);
+  copy_text(descriptor.gpus_beyond, facts.gpus_beyond);
+  descriptor.numa_node = facts.numa_node;
+  copy_text(descriptor.transport, transport);
+  copy_text(descriptor.settings, shared_settings());
+  descriptor.can_share_vmm = facts.can_share_vmm;
+  descriptor.can_share_ipc = facts.can_share_ipc;
+  return descriptor;
 }
 
-RankFacts to_facts(const RankCard& card, int rank) {
+RankFacts to_facts(const RankDescriptor& descriptor, int rank) {
   RankFacts facts;
   facts.rank = rank;
-  facts.host = card.host;
-  facts.process = card.process;
-  facts.device = {static_cast<Device::Kind>(card.device_kind), card.device_ordinal};
-  facts.gpu = card.gpu;
-  facts.gpus_beyond = card.gpus_beyond;
-  facts.numa_node = static_cast<int>(card.numa_node);
-  facts.can_share_vmm = card.can_share_vmm;
-  facts.can_share_ipc = card.can_share_ipc;
+  facts.host = descriptor.host;
+  facts.process = descriptor.process;
+  facts.device = {static_cast<Device::Kind>(descriptor.device_kind), descriptor.device_ordinal};
+  facts.gpu = descriptor.gpu;
+  facts.gpus_beyond = descriptor.gpus_beyond;
+  facts.numa_node = static_cast<int>(descriptor.numa_node);
+  facts.can_share_vmm = descriptor.can_share_vmm;
+  facts.can_share_ipc = descriptor.can_share_ipc;
   return facts;
 }
 
@@ -102,12 +103,12 @@ Status check_settings(int rank, const char* theirs, const char* first) {
   return Status();
 }
 
-// Every rank compares all cards with rank 0's, so every rank fails with the same words.
-Status check_agreement(const std::vector<RankCard>& cards) {
-  for (int rank = 1; rank < static_cast<int>(cards.size()); ++rank) {
-    const RankCard &first = cards[0], &card = cards[rank];
-    WEFT_TRY(must_equal("transport", rank, std::string(card.transport), std::string(first.transport)));
-    WEFT_TRY(check_settings(rank, card.settings, first.settings));
+// Every rank compares all descriptors with rank 0's, so every rank fails with the same words.
+Status check_agreement(const std::vector<RankDescriptor>& descriptors) {
+  for (int rank = 1; rank < static_cast<int>(descriptors.size()); ++rank) {
+    const RankDescriptor &first = descriptors[0], &descriptor = descriptors[rank];
+    WEFT_TRY(must_equal("transport", rank, std::string(descriptor.transport), std::string(first.transport)));
+    WEFT_TRY(check_settings(rank, descriptor.settings, first.settings));
   }
   return Status();
 }
@@ -136,32 +137,32 @@ Result<std::shared_ptr<Communicator>> Communicator::create(std::shared_ptr<Boots
   return comm;
 }
 
-// Exchanges cards: afterwards the facts and addresses of all ranks are known and their settings agree.
+// Exchanges descriptors: afterwards the facts and addresses of all ranks are known and their settings agree.
 Status Communicator::meet(std::string_view transport) {
   WEFT_TRY_ASSIGN(parcels_, ParcelExchange::open(rank_));
-  const RankCard mine = make_card(facts_[0], parcels_->address(), transport);
+  const RankDescriptor mine = make_descriptor(facts_[0], parcels_->address(), transport);
   WEFT_TRY_ASSIGN(const std::vector<std::string> all, bootstrap_->all_gather(to_bytes(mine), deadline()));
   if (static_cast<int>(all.size()) != bootstrap_->size())
     return Status::make(Code::kSystem, "bootstrap: got {} answers, allowed: {}", all.size(),
                         bootstrap_->size());
-  std::vector<RankCard> cards;
+  std::vector<RankDescriptor> descriptors;
   for (const std::string& bytes : all) {
-    WEFT_TRY_ASSIGN(const RankCard card, from_bytes(bytes, static_cast<int>(cards.size())));
-    cards.push_back(card);
+    WEFT_TRY_ASSIGN(const RankDescriptor descriptor, from_bytes(bytes, static_cast<int>(descriptors.size())));
+    descriptors.push_back(descriptor);
   }
-  WEFT_TRY(check_agreement(cards));
+  WEFT_TRY(check_agreement(descriptors));
   facts_.clear();
-  for (const RankCard& card : cards) {
-    addresses_.push_back(card.parcels);
-    facts_.push_back(to_facts(card, static_cast<int>(facts_.size())));
+  for (const RankDescriptor& descriptor : descriptors) {
+    addresses_.push_back(descriptor.parcels);
+    facts_.push_back(to_facts(descriptor, static_cast<int>(facts_.size())));
   }
   // The keys are random, and known to nobody but who came through the bootstrap.
   std::string keys;
   for (const ParcelAddress& address : addresses_)
     keys.append(reinterpret_cast<const char*>(&address.key), sizeof address.key);
   secret_ = bytes_of(prove(config().job_secret, "communicator", {keys}));
-  number_nodes(facts_, cards[0].ranks_per_node);
-  key_ = cards[0].parcels.key;
+  number_nodes(facts_, descriptors[0].ranks_per_node);
+  key_ = descriptors[0].parcels.key;
   return Status();
 }
 
@@ -176,10 +177,10 @@ bool Communicator::is_mapped_enough(std::string_view wanted) const {
 }
 
 // Every rank learns what each transport of every other has to say of it.
-Status Communicator::exchange_cards(std::string_view wanted) {
+Status Communicator::exchange_descriptors(std::string_view wanted) {
   std::string mine;
   for (const Transport* transport : transports())
-    mine += (is_asked_for(wanted, *transport) ? transport->card(device()) : "") + '\0';
+    mine += (is_asked_for(wanted, *transport) ? transport->descriptor(device()) : "") + '\0';
   WEFT_TRY_ASSIGN(const std::vector<std::string> all, bootstrap_->all_gather(mine, deadline()));
   for (int rank = 0; rank < size(); ++rank) {
     size_t at = 0;
@@ -187,7 +188,7 @@ Status Communicator::exchange_cards(std::string_view wanted) {
       const size_t end = all[rank].find('\0', at);
       if (end == std::string::npos)
         return Status::make(Code::kInvalid, "rank {} runs another version of Weft", rank);
-      facts_[rank].cards[transport->name()] = all[rank].substr(at, end - at);
+      facts_[rank].descriptors[transport->name()] = all[rank].substr(at, end - at);
       at = end + 1;
     }
   }
@@ -200,7 +201,7 @@ Status Communicator::connect(std::string_view transport) {
   if (is_mapped_enough(transport)) {
     usable.push_back({transports().front(), transports().front()->caps(device())});
   } else {
-    WEFT_TRY(exchange_cards(transport));
+    WEFT_TRY(exchange_descriptors(transport));
     usable = candidates_for(transport, device());
   }
   // What a peer cannot reach, this rank must know too: all ranks fail here, or none.

@@ -110,7 +110,7 @@ class Communicator {
   Communicator() = default;
   Status meet(std::string_view transport);
   bool is_mapped_enough(std::string_view wanted) const;
-  Status exchange_cards(std::string_view wanted);
+  Status exchange_descriptors(std::string_view wanted);
   Status connect(std::string_view transport);
   Status watch_peers();
   Status meet_other_nodes();

@@ -68,7 +68,7 @@ constexpr const char* kLowLatencyReplies =
     "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=1 weights=1 element=2 out_element=2 "
     "accumulate=0";
 
-// float32 sum, bfloat16 maximum and average, and FP8 product, over every wire.
+// float32 sum, bfloat16 maximum and average, and FP8 product, over every protocol.
 constexpr const char* kPrograms =
     "element=0 reduction=0 protocol=0; element=0 reduction=0 protocol=1; element=2 reduction=3 protocol=1; "
     "element=3 reduction=1 protocol=0; element=2 reduction=4 protocol=2";
@@ -116,7 +116,7 @@ void add_kernels(std::vector<KernelRow>& rows, MeshKind<MeshT> mesh) {
   WEFT_HOST_KERNEL(kMapped, "kernels/moe/high_throughput_combine.cuh", combine_rows, CombineArgs,
                    HighThroughputShape, 512, kRows);
   WEFT_HOST_KERNEL(kPorts, "kernels/moe/two_level_notify.cuh", two_level_notify, TwoLevelNotifyArgs,
-                   HighThroughputShape, 1024, "");
+                   HighThroughputShape, 512, "");
   WEFT_HOST_KERNEL(kPorts, "kernels/moe/two_level_dispatch.cuh", two_level_dispatch, TwoLevelDispatchArgs,
                    HighThroughputShape, 512, kRows);
   WEFT_HOST_KERNEL(kPorts, "kernels/moe/two_level_combine.cuh", two_level_combine, TwoLevelCombineArgs,

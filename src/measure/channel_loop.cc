@@ -10,7 +10,7 @@
 namespace weft {
 namespace {
 
-constexpr uint64_t kToldAt = 0, kAddedAt = 128;  // words of the window
+constexpr uint64_t kSignalAt = 0, kAddedAt = 128;  // words of the window
 
 Status fault_status(const FaultBox& fault) {
   if (load_acquire(&fault.raised) == 0) return Status();
@@ -59,7 +59,7 @@ Result<std::vector<double>> ChannelLoop::run(const ChannelLoad& load) {
   ChannelLoopArgs args{};
   args.wait = {static_cast<uint64_t>(comm.timeout_s() * 1e9), fault, rank, 0};
   args.nanoseconds = times->at<uint64_t>(0);
-  args.told_at = kToldAt;
+  args.signal_at = kSignalAt;
   args.added_at = kAddedAt;
   args.src_at = src_at();
   args.dst_at = dst_at();
@@ -80,7 +80,7 @@ Result<std::vector<double>> ChannelLoop::run(const ChannelLoad& load) {
   WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, &args, sizeof(args), &shape));
   if (!comm.device().is_host()) WEFT_TRY(wait_for_device(comm.device().ordinal));
   WEFT_TRY(fault_status(*fault));
-  // As the kernel counts; every repetition greets once, one-way ones twice.
+  // As the kernel counts; every repetition meets once, one-way ones twice.
   const bool is_round_trip = load.way == ChannelWay::kRoundTrip;
   const bool adds = load.call == ChannelCall::kAdd;
   said_ += uint64_t{load.repeats} * (is_round_trip ? 1 + (adds ? 0 : load.count) : 2);

@@ -22,7 +22,7 @@ double now_s() {
   return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
 }
 
-struct Card {  // what the two sides exchange
+struct BufferDescriptor {  // what the two sides exchange
   uint64_t base = 0;
   uint64_t rkey = 0;
   uint64_t bytes = 0;
@@ -35,7 +35,7 @@ struct RawLoop::Impl {
   provider::Registration mine;
   provider::FabricObjects objects;
   uint64_t peer = 0;
-  Card there;
+  BufferDescriptor there;
   char* data = nullptr;
   uint64_t bytes = 0;
   std::vector<provider::Context> contexts{kContexts};
@@ -154,15 +154,16 @@ Result<std::unique_ptr<RawLoop>> RawLoop::open(provider::Provider& provider, con
 }
 
 std::string RawLoop::address() const {
-  const Card card{impl_->mine.base, impl_->mine.rkey, impl_->bytes};
-  return std::string(reinterpret_cast<const char*>(&card), sizeof card) + impl_->rail->address();
+  const BufferDescriptor descriptor{impl_->mine.base, impl_->mine.rkey, impl_->bytes};
+  return std::string(reinterpret_cast<const char*>(&descriptor), sizeof descriptor) + impl_->rail->address();
 }
 
 Status RawLoop::connect(std::string_view address) {
-  if (address.size() <= sizeof(Card))
+  if (address.size() <= sizeof(BufferDescriptor))
     return Status::invalid("address: got {} bytes, allowed: a raw loop's", address.size());
-  std::memcpy(&impl_->there, address.data(), sizeof(Card));
-  WEFT_TRY_ASSIGN(const provider::Route route, impl_->rail->resolve(address.substr(sizeof(Card))));
+  std::memcpy(&impl_->there, address.data(), sizeof(BufferDescriptor));
+  WEFT_TRY_ASSIGN(const provider::Route route,
+                  impl_->rail->resolve(address.substr(sizeof(BufferDescriptor))));
   impl_->peer = provider::fabric_address(*impl_->rail, route);
   return {};
 }

@@ -12,10 +12,10 @@ KernelKey key_of_notify(const HighThroughputShape&) {
 }
 
 template <class TwoLevelArgs, class Args>
-TwoLevelArgs in_lanes(const Args& args, const TwoLevelGrid& plan) {
+TwoLevelArgs in_batches(const Args& args, const TwoLevelGrid& plan) {
   TwoLevelArgs both{};
   both.base = in_roles(args, plan.grid);
-  both.lane_warps = plan.lane_warps;
+  both.batch_warps = plan.batch_warps;
   both.states_at = plan.states_at;
   return both;
 }
@@ -35,9 +35,9 @@ Status MoeBuffer::notify_on_levels(const NotifyArgs& args, const HandleMemory& m
 
 Status MoeBuffer::dispatch_on_levels(const DispatchArgs& args, const DispatchCall& call, void* stream) {
   const HighThroughputShape shape = dispatch_shape(call.format);
-  const TwoLevelGrid plan = plan_two_level_dispatch(ranks(), levels_->islands(), levels_->lanes(),
+  const TwoLevelGrid plan = plan_two_level_dispatch(ranks(), levels_->islands(), levels_->batches(),
                                                     piece_bytes_of(shape), call.num_sms, limits_);
-  auto both = in_lanes<TwoLevelDispatchArgs>(args, plan);
+  auto both = in_batches<TwoLevelDispatchArgs>(args, plan);
   levels_->complete(both, *window_, call.handle, call.tokens);
   both.routes.most_messages = levels_->most_messages(call.staging_rows, call.rows);
   return launch(&two_level_dispatch_key, plan.grid, &both, sizeof(both), shape, stream);
@@ -45,8 +45,8 @@ Status MoeBuffer::dispatch_on_levels(const DispatchArgs& args, const DispatchCal
 
 Status MoeBuffer::combine_on_levels(const CombineArgs& args, const CombineCall& call, void* stream) {
   const TwoLevelGrid plan =
-      plan_two_level_combine(levels_->islands(), levels_->lanes(), call.num_sms, limits_);
-  auto both = in_lanes<TwoLevelCombineArgs>(args, plan);
+      plan_two_level_combine(levels_->islands(), levels_->batches(), call.num_sms, limits_);
+  auto both = in_batches<TwoLevelCombineArgs>(args, plan);
   levels_->complete(both, *window_, call.handle, call.tokens);
   const HighThroughputShape shape = combine_shape(call.row_bytes, call.top_k, call.element);
   return launch(&two_level_combine_key, plan.grid, &both, sizeof(both), shape, stream);

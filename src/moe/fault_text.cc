@@ -19,14 +19,14 @@ const char* operation(Site site) {
       return "dispatch.counts";
     case Site::kCountsDisagree:
       return "dispatch.counts";
-    case Site::kDispatchReady:
-      return "dispatch.ready";
+    case Site::kDispatchRendezvous:
+      return "dispatch.rendezvous";
     case Site::kDispatchRecv:
       return "dispatch.recv";
     case Site::kDispatchCapacity:
       return "dispatch.capacity";
-    case Site::kCombineReady:
-      return "combine.ready";
+    case Site::kCombineRendezvous:
+      return "combine.rendezvous";
     case Site::kCombineRecv:
       return "combine.recv";
     case Site::kCombineHandle:
@@ -115,7 +115,7 @@ const char* work_name(Work work) {
       return "combine.sum";
     case Work::kCombine:
       return "combine";
-    case Work::kSendLane:
+    case Work::kSendBatch:
       return "low_latency_dispatch.send";
     case Work::kUnpack:
       return "low_latency_dispatch.unpack";
@@ -131,8 +131,8 @@ const char* work_name(Work work) {
   return "unknown";
 }
 
-// What LowLatencyHello::words hold.
-const char* hello_name(uint64_t word) {
+// What LowLatencyHandshake::words hold.
+const char* handshake_word_name(uint64_t word) {
   static constexpr const char* kNames[] = {"num_max_dispatch_tokens_per_rank",
                                            "x (bytes per row)",
                                            "topk_idx (top-k)",
@@ -173,7 +173,7 @@ Status extras_differ(const FaultBox& box) {
   return differ("arguments", box.self, box.expected, box.peer, box.seen);
 }
 
-// What a rank refused a peer's ReadyRecord for.
+// What a rank refused a peer's RendezvousRecord for.
 Status record_differs(const FaultBox& box) {
   if (box.waited_ns == kOtherExtras) return extras_differ(box);
   if (box.waited_ns == kOtherRowBytes)
@@ -218,7 +218,7 @@ Status fault_status(const FaultBox& box, PeerWatch& peers) {
                         box.expected, box.seen, box.self);
   if (box.site == Site::kLowLatencyAgree)
     return Status::invalid("{}: rank {} was given {}, rank {} {}, allowed: the same on all ranks",
-                           hello_name(box.waited_ns), box.self, box.expected, box.peer, box.seen);
+                           handshake_word_name(box.waited_ns), box.self, box.expected, box.peer, box.seen);
   if (box.site == Site::kRingBytes)
     return Status::invalid("t: rank {} receives {} bytes, rank {} sent {}, allowed: the same on both",
                            box.self, box.expected, box.peer, box.seen);

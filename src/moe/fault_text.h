@@ -22,7 +22,7 @@ Status take_fault(FaultBox& box, PeerWatch& peers);
 // The error for sizes on which ranks disagree: `word` counts the members of CountHeader.
 Status disagreement(uint64_t word, uint32_t self, uint64_t mine, uint32_t peer, uint64_t theirs);
 
-// What TraceSpan::what stands for: "combine.push", or "wait dispatch.ready" for a Site.
+// What TraceSpan::what stands for: "combine.push", or "wait dispatch.rendezvous" for a Site.
 std::string span_name(uint32_t what);
 
 }  // namespace weft

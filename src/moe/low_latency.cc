@@ -52,7 +52,7 @@ TallyCaller caller_of(const Window& window) {
 
 Result<uint32_t> agree_on_line_tokens(Communicator& comm) {
   const int64_t wanted = config().low_latency_line_tokens;
-  const bool is_valid = wanted >= -1 && wanted <= kMaxLanes;
+  const bool is_valid = wanted >= -1 && wanted <= kMaxBatches;
   const bool may =
       comm.why_not_all_mapped().empty() && (comm.device().is_host() || keeps_lines_whole(comm.facts()));
   const uint32_t mine = !may || !is_valid ? 0
@@ -63,7 +63,7 @@ Result<uint32_t> agree_on_line_tokens(Communicator& comm) {
       comm.agree("low_latency.lines",
                  {{"WEFT_LOW_LATENCY_LINE_TOKENS, where links allow it", is_valid ? mine : kRefused}});
   if (!is_valid)
-    return Status::invalid("WEFT_LOW_LATENCY_LINE_TOKENS: got {}, allowed: -1 to {}", wanted, kMaxLanes);
+    return Status::invalid("WEFT_LOW_LATENCY_LINE_TOKENS: got {}, allowed: -1 to {}", wanted, kMaxBatches);
   WEFT_TRY(agreed);
   return mine;
 }
@@ -137,7 +137,7 @@ Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const Lo
     return Status::invalid("x: got {} tokens, allowed: at most num_max_dispatch_tokens_per_rank, {}", tokens,
                            sizes.max_tokens);
   const uint64_t rows = uint64_t{sizes.experts_per_rank()} * sizes.ranks * sizes.max_tokens;
-  if (rows > std::numeric_limits<int32_t>::max() || sizes.lanes().capacity > kMaxLaneTokens)
+  if (rows > std::numeric_limits<int32_t>::max() || sizes.batches().capacity > kMaxBatchTokens)
     return Status::invalid(
         "num_max_dispatch_tokens_per_rank: got {}, allowed: at most {} rows received by all experts of a "
         "rank together",
@@ -167,8 +167,8 @@ LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, const LowLatency
   call.tokens = tokens;
   call.experts = sizes.experts;
   call.lines = plan.lines ? 1 : 0;
-  call.lanes = sizes.lanes();
-  call.lane_tokens = Divisor::of(std::max(call.lanes.share(tokens), 1u));
+  call.batches = sizes.batches();
+  call.batch_tokens = Divisor::of(std::max(call.batches.share(tokens), 1u));
   return call;
 }
 
@@ -218,16 +218,16 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
   LowLatencyDispatchArgs args{};
   args.call = common(all, plan, form.tokens);
   args.call.id_bytes = form.id_bytes;
-  args.call.hello = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, form.scale_bytes,
-                      static_cast<uint32_t>(form.payload * 2 + shape.weights)},
-                     0};
+  args.call.handshake = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, form.scale_bytes,
+                          static_cast<uint32_t>(form.payload * 2 + shape.weights)},
+                         0};
   args.x_row_bytes = form.row_bytes * shrinks_by(form.payload);
   args.scale_expert_stride = form.scale_expert_stride;
   args.scale_row_stride = form.scale_row_stride;
   args.scale_word_stride = form.tiled_scales ? kTiledWordStride : form.scale_word_stride;
   args.tiled_scales = form.tiled_scales ? 1 : 0;
   args.receive_splits = Divisor::of(plan.receive_splits);
-  args.source_jobs = Divisor::of(args.call.lanes.count * plan.receive_splits);
+  args.source_jobs = Divisor::of(args.call.batches.count * plan.receive_splits);
   args.line_tokens = plan.line_tokens;
   args.expert_rows = form.expert_rows != 0 ? form.expert_rows : ranks() * form.max_tokens;
   args.max_rows = form.max_rows;
@@ -308,19 +308,19 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   LowLatencyCombineArgs args{};
   args.call = common(all, plan, form.tokens);
   args.call.id_bytes = form.id_bytes;
-  const auto wire = static_cast<uint32_t>(form.element * 4 + form.reply);
-  const uint32_t kind = kCombineForms + wire * 2 + (form.has_weights ? 1 : 0);
-  args.call.hello = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, 0, kind}, 0};
+  const auto row_form = static_cast<uint32_t>(form.element * 4 + form.reply);
+  const uint32_t kind = kCombineForms + row_form * 2 + (form.has_weights ? 1 : 0);
+  args.call.handshake = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, 0, kind}, 0};
   args.x_row_bytes = form.x_row_bytes;
   args.signal_value = form.signal_value;
   args.signals_per_expert = form.signals_per_expert;
   args.signal_rows = form.signal_rows;
   if (all.has_ports)
-    args.answer_room = answer_room(port_combine_layout(ranks(), form.max_tokens, form.top_k, args.call.lanes,
-                                                       shape.row_bytes, form.reply),
-                                   ranks(), args.call.lanes, half_bytes() - lines_at());
+    args.answer_room = answer_room(port_combine_layout(ranks(), form.max_tokens, form.top_k,
+                                                       args.call.batches, shape.row_bytes, form.reply),
+                                   ranks(), args.call.batches, half_bytes() - lines_at());
   args.pieces = Divisor::of(plan.pieces);
-  args.owner_jobs = Divisor::of(args.call.lanes.count * plan.pieces);
+  args.owner_jobs = Divisor::of(args.call.batches.count * plan.pieces);
   const PlannedCombine::Grid receiving = grid_of(plan);
   WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, low_latency_key(shape), receiving.how));
   return PlannedCombine{form, shape, args, grid_of(sends), receiving, kernel};

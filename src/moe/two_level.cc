@@ -41,18 +41,18 @@ Islands TwoLevel::tables(const Window& window) const {
   is.count = islands_.count;
   is.widest = islands_.widest;
   is.served_count = static_cast<uint32_t>(served_.size());
-  is.lanes = control_.lanes;
+  is.batches = control_.batches;
   return is;
 }
 
 TwoLevelRoutes TwoLevel::routes(const HandleMemory& memory, uint32_t tokens) const {
   if (!memory.routes) return {};
   return routes_in(memory.routes, memory.records, tokens, islands_.island.size(), islands_.count,
-                   islands_.widest, control_.lanes, memory.sum_place != nullptr);
+                   islands_.widest, control_.batches, memory.sum_place != nullptr);
 }
 
 uint64_t TwoLevel::route_words(uint64_t tokens, bool is_ordered) const {
-  return weft::route_words(tokens, islands_.island.size(), islands_.count, islands_.widest, control_.lanes,
+  return weft::route_words(tokens, islands_.island.size(), islands_.count, islands_.widest, control_.batches,
                            is_ordered);
 }
 

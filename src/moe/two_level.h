@@ -40,7 +40,7 @@ class TwoLevel {
 
   Status write_tables(Window& window) const;
   const IslandPlan& islands() const { return islands_; }
-  uint32_t lanes() const { return control_.lanes; }
+  uint32_t batches() const { return control_.batches; }
   uint64_t end() const { return control_.end; }
   // i32 words of HandleMemory::routes, and of records for so many messages. is_ordered: with HandleMemory::sum_place.
   uint64_t route_words(uint64_t tokens, bool is_ordered) const;

@@ -69,7 +69,7 @@ RingPlan plan_rings(const RingOptions& options) {
   plan.exchange.stage_units = options.stage_units;
   const uint64_t regions = uint64_t{2} * options.ranks * options.exchange_blocks;
   plan.exchange.inbox_at = carver.take(regions * options.region_units * 2 * kUnitBytes, 4096);
-  plan.exchange.cards_at = carver.take(regions * 2 * sizeof(uint64_t), 4096);
+  plan.exchange.descriptors_at = carver.take(regions * 2 * sizeof(uint64_t), 4096);
   plan.exchange.done_at = carver.take(regions / 2 * sizeof(uint64_t), 4096);
   plan.exchange.stages_at = carver.take(regions / 2 * kStageAreas * options.stage_units * kUnitBytes, 4096);
   plan.exchange.staged_at = carver.take(regions / 2 * sizeof(uint64_t), 4096);

@@ -72,10 +72,10 @@ uint64_t whole(double count) {
   return static_cast<uint64_t>(std::llround(count));
 }
 
-// Puts of `messages` to one island, dealt over lanes, as many to a slot as fit: every lane ends with one.
-uint64_t ring_puts(double messages, uint32_t lanes, uint64_t per_slot) {
-  const double of_lane = messages / lanes / static_cast<double>(per_slot);
-  return lanes * std::max<uint64_t>(1, static_cast<uint64_t>(std::ceil(of_lane)));
+// Puts of `messages` to one island, dealt over batches, as many to a slot as fit: every batch ends with one.
+uint64_t ring_puts(double messages, uint32_t batches, uint64_t per_slot) {
+  const double of_batch = messages / batches / static_cast<double>(per_slot);
+  return batches * std::max<uint64_t>(1, static_cast<uint64_t>(std::ceil(of_batch)));
 }
 
 }  // namespace
@@ -125,14 +125,14 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
   const HighThroughputControl control = plan_control(ranks, shape.nodes);
   const TwoLevelControl rings =
       plan_two_level(control.end, control.offsets.record_words, islands, machine.limits);
-  const TwoLevelGrid dispatch =
-      plan_two_level_dispatch(ranks, islands, rings.lanes, traffic.piece_bytes, traffic.sms, machine.limits);
-  const TwoLevelGrid combine = plan_two_level_combine(islands, rings.lanes, traffic.sms, machine.limits);
+  const TwoLevelGrid dispatch = plan_two_level_dispatch(ranks, islands, rings.batches, traffic.piece_bytes,
+                                                        traffic.sms, machine.limits);
+  const TwoLevelGrid combine = plan_two_level_combine(islands, rings.batches, traffic.sms, machine.limits);
   traffic.dispatch_grid = dispatch.grid;
   traffic.combine_grid = combine.grid;
-  traffic.dispatch_lane_warps = dispatch.lane_warps.count;
-  traffic.combine_lane_warps = combine.lane_warps.count;
-  traffic.lanes = rings.lanes;
+  traffic.dispatch_batch_warps = dispatch.batch_warps.count;
+  traffic.combine_batch_warps = combine.batch_warps.count;
+  traffic.batches = rings.batches;
   traffic.inbox_bytes = rings.end - control.end;
 
   const double crossing = shape.tokens * to.node;  // tokens for one other node
@@ -146,7 +146,7 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
       return Status::invalid("hidden: got rows that take {} bytes on the network, allowed: {} at most",
                              strides[i], rings.offsets.slot_bytes);
     phases[i]->network_bytes = whole(crossing * others * static_cast<double>(strides[i]));
-    phases[i]->num_puts = others * ring_puts(crossing, rings.lanes, per_slot);
+    phases[i]->num_puts = others * ring_puts(crossing, rings.batches, per_slot);
     phases[i]->chunk_bytes = per_slot * strides[i];
   }
   time_phase(traffic.dispatch, machine, 1, 2);  // counts go first
@@ -188,8 +188,8 @@ Result<ExpertTraffic> plan_low_latency_traffic(const ExpertTrafficShape& shape,
     grid.shared_bytes = plans[i].shared_bytes;
   }
   traffic.piece_bytes = static_cast<uint32_t>(shape.row_bytes);
-  const Lanes lanes = sizes.lanes();
-  traffic.lanes = far ? lanes.count : 0;
+  const Batches batches = sizes.batches();
+  traffic.batches = far ? batches.count : 0;
   if (far)
     traffic.inbox_bytes =
         low_latency_region_bytes(ranks, std::max(plans[0].word_bytes, plans[1].word_bytes), true);
@@ -202,14 +202,14 @@ Result<ExpertTraffic> plan_low_latency_traffic(const ExpertTrafficShape& shape,
     const double rows = shape.tokens * to.rank;  // to or from one rank
     phases[i]->mapped_bytes = whole(rows * near * static_cast<double>(stored[i]));
     phases[i]->network_bytes = whole(rows * far * static_cast<double>(strides[i]));
-    phases[i]->num_puts = uint64_t{far} * lanes.count;
-    phases[i]->chunk_bytes = far ? lanes.capacity * strides[i] : 0;
+    phases[i]->num_puts = uint64_t{far} * batches.count;
+    phases[i]->chunk_bytes = far ? batches.capacity * strides[i] : 0;
     time_phase(*phases[i], machine, far ? 0 : 1, far ? 1 : 0);
   }
   TrafficPhase per_node = traffic.dispatch;
   per_node.network_bytes =
       whole(shape.tokens * to.node * (shape.nodes - 1) * static_cast<double>(message.stride));
-  per_node.num_puts = uint64_t{shape.nodes - 1} * lanes.count;
+  per_node.num_puts = uint64_t{shape.nodes - 1} * batches.count;
   // What came once for a node is stored on to its other ranks.
   per_node.mapped_bytes +=
       whole(shape.tokens * to.rank * (shape.nodes - 1) * near * static_cast<double>(message.bytes));

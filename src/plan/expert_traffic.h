@@ -56,10 +56,10 @@ struct ExpertTraffic {
   uint32_t sms;
   GridPlan dispatch_grid;
   GridPlan combine_grid;
-  uint32_t dispatch_lane_warps;  // of each SM: the network, high throughput over nodes only
-  uint32_t combine_lane_warps;
+  uint32_t dispatch_batch_warps;  // of each SM: the network, high throughput over nodes only
+  uint32_t combine_batch_warps;
   uint32_t piece_bytes;  // a row moves in pieces of these to mapped ranks; low latency: of a row
-  uint32_t lanes;        // over the network, each in an order of its own; 0 without
+  uint32_t batches;      // over the network, each in an order of its own; 0 without
   uint64_t inbox_bytes;  // of a rank's window that the network writes, with the outbox that mirrors it
   TrafficPhase dispatch;
   TrafficPhase combine;

@@ -46,11 +46,11 @@ HighThroughputControl plan_control(uint32_t ranks, uint32_t islands) {
   at.record_words = round_up(sizeof(CountHeader) / 4 + ranks + kMaxExpertsPerRank + island_words, 32);
   at.count_signal = carver.take(ranks * 8);
   at.count_record = carver.take(2 * ranks * at.record_words * 4);
-  at.ready_signal = carver.take(ranks * 8);
-  at.ready_record = carver.take(2 * ranks * sizeof(ReadyRecord));
+  at.rendezvous_signal = carver.take(ranks * 8);
+  at.rendezvous_record = carver.take(2 * ranks * sizeof(RendezvousRecord));
   at.arrived_signal = carver.take(ranks * 8);
   at.combine_signal = carver.take(ranks * 8);
-  at.combine_record = carver.take(2 * ranks * sizeof(ReadyRecord));
+  at.combine_record = carver.take(2 * ranks * sizeof(RendezvousRecord));
   at.chunk_signal = carver.take(uint64_t{ranks} * kMaxChunks * 8);
   control.notify_state = carver.take(sizeof(GridState));
   control.dispatch_state = carver.take(sizeof(GridState));

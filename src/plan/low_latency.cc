@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint32_t kCudaThreads = 512;
 constexpr uint32_t kMostPieces = 8;
-static_assert(kMaxLanes * kMostPieces <= kWordsPerSource);
+static_assert(kMaxBatches * kMostPieces <= kWordsPerSource);
 // Combine cuts replies so that about so many warps have one: all of a large GPU. Ranks must agree on it.
 constexpr double kAnsweringWarps = 2048;
 constexpr uint32_t kMostSplitsOfPiece = 16;
@@ -46,7 +46,7 @@ uint32_t most_line_tokens(const LowLatencySizes& sizes, const LowLatencyDispatch
   const double reply_bytes = static_cast<double>(shape.row_bytes) * shrinks_by(shape.payload);
   const double extra_bytes = peers * (static_cast<double>(message.bytes) + reply_bytes) / kLineVecs;
   const double tokens = kSavedUs * kEgressBytesPerUs / std::max(extra_bytes, 1.0);
-  return static_cast<uint32_t>(std::min<double>(tokens, kMaxLanes));
+  return static_cast<uint32_t>(std::min<double>(tokens, kMaxBatches));
 }
 
 bool may_have_lines(const LowLatencySizes& sizes, uint64_t line_bytes) {
@@ -54,23 +54,23 @@ bool may_have_lines(const LowLatencySizes& sizes, uint64_t line_bytes) {
 }
 
 uint64_t port_combine_bytes(const LowLatencySizes& sizes, const LowLatencyCombineShape& shape) {
-  const Lanes lanes = sizes.lanes();
+  const Batches batches = sizes.batches();
   const PortCombineLayout at =
-      port_combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, lanes, shape.row_bytes, shape.reply);
-  return std::max(at.inbox_bytes, least_outbox(at, sizes.ranks, lanes));
+      port_combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, batches, shape.row_bytes, shape.reply);
+  return std::max(at.inbox_bytes, least_outbox(at, sizes.ranks, batches));
 }
 
 uint64_t bytes_of_any_form(const LowLatencySizes& sizes, uint64_t hidden) {
   // Rows in bf16 with float32 scales per 16 channels are larger than any payload.
   const MessageLayout message =
       message_layout(sizes.top_k, true, (hidden * 2 + 15) / 16 * 16, hidden / 16 * 4);
-  const Lanes lanes = lanes_of(sizes.max_tokens);
+  const Batches batches = batches_of(sizes.max_tokens);
   const uint64_t row_bytes = (hidden * 2 + 15) / 16 * 16;
   const uint64_t reply =
       std::max(reply_stride(row_bytes, kReplyExact), reply_stride(row_bytes, kReplyExactLog));
   const CombineLayout combine = combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, reply);
-  const uint64_t words = std::max(message_bytes(sizes.ranks, lanes, message), combine.word_bytes);
-  const uint64_t lines = std::max(line_message_bytes(sizes.ranks, lanes, message), combine.line_bytes);
+  const uint64_t words = std::max(message_bytes(sizes.ranks, batches, message), combine.word_bytes);
+  const uint64_t lines = std::max(line_message_bytes(sizes.ranks, batches, message), combine.line_bytes);
   return low_latency_region_bytes(sizes.ranks,
                                   std::max(words, std::min(lines, most_line_bytes(sizes.ranks))));
 }
@@ -80,13 +80,13 @@ uint64_t bytes_of_any_form(const LowLatencySizes& sizes, uint64_t hidden) {
 LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const LowLatencyDispatchShape& shape,
                                          const ComputeLimits& limits) {
   LowLatencyPlan plan = grid_plan(limits);
-  const Lanes lanes = sizes.lanes();
+  const Batches batches = sizes.batches();
   const MessageLayout message =
       message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
   plan.word_bytes = sizes.has_ports
-                        ? dispatch_outbox(sizes.ranks, sizes.experts_per_rank(), lanes, message).bytes
-                        : message_bytes(sizes.ranks, lanes, message);
-  plan.lines = may_have_lines(sizes, line_message_bytes(sizes.ranks, lanes, message));
+                        ? dispatch_outbox(sizes.ranks, sizes.experts_per_rank(), batches, message).bytes
+                        : message_bytes(sizes.ranks, batches, message);
+  plan.lines = may_have_lines(sizes, line_message_bytes(sizes.ranks, batches, message));
   const uint32_t warps = warps_per_block(plan, limits);
   auto shared_bytes = [&](bool has_image) {
     return dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps, message, has_image,
@@ -96,11 +96,11 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   const bool has_room = plan.lines && (!limits.is_cuda || shared_bytes(true) <= limits.shared_bytes);
   const uint32_t wanted =
       sizes.line_tokens == kPlannedLineTokens ? most_line_tokens(sizes, shape, message) : sizes.line_tokens;
-  plan.line_tokens = has_room ? std::min(wanted, lanes.count) : 0;
+  plan.line_tokens = has_room ? std::min(wanted, batches.count) : 0;
   plan.shared_bytes = static_cast<uint32_t>(shared_bytes(plan.line_tokens != 0));
   plan.pieces = 1;
   plan.receive_splits =
-      limits.is_cuda ? std::clamp(plan.blocks * warps / (sizes.ranks * lanes.count), 1u, kMostPieces) : 1;
+      limits.is_cuda ? std::clamp(plan.blocks * warps / (sizes.ranks * batches.count), 1u, kMostPieces) : 1;
   return plan;
 }
 
@@ -117,7 +117,7 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
   plan.pieces = 1;
   plan.receive_splits = 1;
   if (!limits.is_cuda) return plan;
-  const double messages = sizes.lanes().count * ranks_of_token(sizes);
+  const double messages = sizes.batches().count * ranks_of_token(sizes);
   // A reply leaves the outbox in one piece.
   if (!sizes.has_ports)
     plan.pieces = std::clamp(static_cast<uint32_t>(kAnsweringWarps / messages), 1u, kMostPieces);
@@ -127,7 +127,7 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
 }
 
 uint64_t low_latency_routes_words(const LowLatencySizes& sizes, bool has_weights) {
-  return routes_layout(sizes.ranks, sizes.lanes(), sizes.top_k, has_weights).words;
+  return routes_layout(sizes.ranks, sizes.batches(), sizes.top_k, has_weights).words;
 }
 
 uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t word_bytes, bool has_ports) {
@@ -145,8 +145,8 @@ uint64_t low_latency_lines_at(uint32_t ranks, uint64_t half_bytes, bool has_port
   return has_ports ? half_bytes / 2 / kLineBytes * kLineBytes : lines_begin(ranks, half_bytes);
 }
 
-// Lanes of ports may have room for an eighth more tokens than there are; what ranks tell each other besides has at most
-// 16 bytes for each of kMaxExperts, and hellos.
+// Batches of ports may have room for an eighth more tokens than there are; what ranks tell each other besides has at most
+// 16 bytes for each of kMaxExperts, and handshakes.
 uint64_t low_latency_bytes_with_ports(uint32_t ranks, uint64_t region_bytes) {
   const uint64_t half = low_latency_half_bytes(ranks, region_bytes);
   if (half == 0) return region_bytes;
@@ -155,11 +155,11 @@ uint64_t low_latency_bytes_with_ports(uint32_t ranks, uint64_t region_bytes) {
       ranks, words + words / 8 + uint64_t{16} * kMaxExperts + ranks * uint64_t{128}, true);
 }
 
-// Where lanes get room for one token more there are fewer of them, and small rows then take less: a buffer for so many
+// Where batches get room for one token more there are fewer of them, and small rows then take less: a buffer for so many
 // tokens must do for fewer, too.
 uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
   LowLatencySizes fewer = sizes;
-  fewer.max_tokens = (lanes_of(sizes.max_tokens).capacity - 1) * kMaxLanes;
+  fewer.max_tokens = (batches_of(sizes.max_tokens).capacity - 1) * kMaxBatches;
   const uint64_t bytes = bytes_of_any_form(sizes, hidden);
   return fewer.max_tokens == 0 ? bytes : std::max(bytes, bytes_of_any_form(fewer, hidden));
 }

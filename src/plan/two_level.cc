@@ -8,17 +8,17 @@
 namespace weft {
 namespace {
 
-constexpr uint32_t kHostLanes = 2, kCudaLanes = 32;
+constexpr uint32_t kHostBatches = 2, kCudaBatches = 32;
 constexpr uint32_t kCudaWarp = 32;
 // Of one rank's window for all rings. Slots larger than the second bring nothing over tcp and shm on a host.
 constexpr uint64_t kRingBytes = uint64_t{64} << 20, kMostSlotBytes = 256 << 10, kLeastSlotBytes = 64 << 10;
 
-TwoLevelGrid with_states(GridPlan grid, WarpRange lane_warps, const IslandPlan& islands, uint32_t lanes) {
+TwoLevelGrid with_states(GridPlan grid, WarpRange batch_warps, const IslandPlan& islands, uint32_t batches) {
   const uint64_t states_at = round_up(grid.shared_bytes, 16);
   grid.shared_bytes =
-      static_cast<uint32_t>(states_at + ring_states_bytes(islands.count, islands.most_served, lanes,
-                                                          grid.blocks, lane_warps.count));
-  return {grid, lane_warps, states_at};
+      static_cast<uint32_t>(states_at + ring_states_bytes(islands.count, islands.most_served, batches,
+                                                          grid.blocks, batch_warps.count));
+  return {grid, batch_warps, states_at};
 }
 
 }  // namespace
@@ -72,11 +72,11 @@ TwoLevelControl plan_two_level(uint64_t begin, uint64_t count_record_words, cons
                                const ComputeLimits& limits) {
   TwoLevelControl control{};
   const auto ranks = static_cast<uint64_t>(islands.island.size());
-  const uint64_t lanes = limits.is_cuda ? kCudaLanes : kHostLanes;
-  const uint64_t to_islands = islands.count * lanes, to_served = islands.most_served * lanes;
+  const uint64_t batches = limits.is_cuda ? kCudaBatches : kHostBatches;
+  const uint64_t to_islands = islands.count * batches, to_served = islands.most_served * batches;
   const uint64_t slots = (to_islands + to_served) * kHubSlots;
   TwoLevelOffsets& at = control.offsets;
-  control.lanes = static_cast<uint32_t>(lanes);
+  control.batches = static_cast<uint32_t>(batches);
   at.slot_bytes = std::clamp(kRingBytes / slots / 4096 * 4096, kLeastSlotBytes, kMostSlotBytes);
   Carver carver(begin);
   control.tables = carver.take((3 * ranks + 2 * islands.count + 1 + islands.most_served) * sizeof(uint32_t));
@@ -92,41 +92,44 @@ TwoLevelControl plan_two_level(uint64_t begin, uint64_t count_record_words, cons
   return control;
 }
 
+// Half the threads of plan_notify() on GPUs: code that writes a NIC's queues takes more than 64 registers of a thread.
 GridPlan plan_two_level_notify(uint32_t ranks, uint32_t islands, const ComputeLimits& limits) {
   GridPlan grid = plan_notify(ranks, limits);
   grid.shared_bytes = std::max(grid.shared_bytes, (1 + ranks + islands) * 4);
-  if (limits.is_cuda) grid.blocks = std::min(ranks + islands + 3, limits.max_blocks);
+  if (!limits.is_cuda) return grid;
+  grid.threads_per_block = 512;
+  grid.blocks = std::min(ranks + islands + 3, limits.max_blocks);
   return grid;
 }
 
-// On GPUs a third of the warps beside the row warps serve lanes.
-TwoLevelGrid plan_two_level_dispatch(uint32_t ranks, const IslandPlan& islands, uint32_t lanes,
+// On GPUs a third of the warps beside the row warps serve batches.
+TwoLevelGrid plan_two_level_dispatch(uint32_t ranks, const IslandPlan& islands, uint32_t batches,
                                      uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits) {
-  constexpr uint32_t kLaneWarps = 4;
+  constexpr uint32_t kBatchWarps = 4;
   ComputeLimits left = limits;
   const auto states =
-      static_cast<uint32_t>(ring_states_bytes(islands.count, islands.most_served, lanes, 1, kLaneWarps));
+      static_cast<uint32_t>(ring_states_bytes(islands.count, islands.most_served, batches, 1, kBatchWarps));
   if (limits.is_cuda) left.shared_bytes -= std::min(left.shared_bytes / 2, states + 16);
   GridPlan grid = plan_dispatch(ranks, piece_bytes, num_sms, left);
-  if (!limits.is_cuda) return with_states(grid, grid.first_role, islands, lanes);
-  grid.second_role.count -= kLaneWarps;
-  return with_states(grid, {grid.second_role.first + grid.second_role.count, kLaneWarps}, islands, lanes);
+  if (!limits.is_cuda) return with_states(grid, grid.first_role, islands, batches);
+  grid.second_role.count -= kBatchWarps;
+  return with_states(grid, {grid.second_role.first + grid.second_role.count, kBatchWarps}, islands, batches);
 }
 
-TwoLevelGrid plan_two_level_combine(const IslandPlan& islands, uint32_t lanes, uint32_t num_sms,
+TwoLevelGrid plan_two_level_combine(const IslandPlan& islands, uint32_t batches, uint32_t num_sms,
                                     const ComputeLimits& limits) {
-  constexpr uint32_t kPushWarps = 8, kLaneWarps = 8, kFlagsBytes = 128;
+  constexpr uint32_t kPushWarps = 8, kBatchWarps = 8, kFlagsBytes = 128;
   if (!limits.is_cuda) {
     const WarpRange all{0, limits.host_threads};
-    return with_states({1, limits.host_threads, kFlagsBytes, all, all, {}}, all, islands, lanes);
+    return with_states({1, limits.host_threads, kFlagsBytes, all, all, {}}, all, islands, batches);
   }
   const GridPlan grid{std::clamp(num_sms, 1u, limits.max_blocks),
-                      (kPushWarps + kLaneWarps) * kCudaWarp,
+                      (kPushWarps + kBatchWarps) * kCudaWarp,
                       kFlagsBytes,
                       {0, kPushWarps},
                       {},
                       {}};
-  return with_states(grid, {kPushWarps, kLaneWarps}, islands, lanes);
+  return with_states(grid, {kPushWarps, kBatchWarps}, islands, batches);
 }
 
 }  // namespace weft

@@ -37,7 +37,7 @@ IslandPlan plan_islands(const std::vector<std::vector<uint64_t>>& mapped);
 struct TwoLevelControl {
   TwoLevelOffsets offsets;
   uint64_t tables;  // u32: island, place, members, first, served, number
-  uint32_t lanes;
+  uint32_t batches;
   uint64_t end;
 };
 TwoLevelControl plan_two_level(uint64_t begin, uint64_t count_record_words, const IslandPlan& islands,
@@ -45,13 +45,13 @@ TwoLevelControl plan_two_level(uint64_t begin, uint64_t count_record_words, cons
 
 struct TwoLevelGrid {
   GridPlan grid;
-  WarpRange lane_warps;
+  WarpRange batch_warps;
   uint64_t states_at;
 };
 GridPlan plan_two_level_notify(uint32_t ranks, uint32_t islands, const ComputeLimits& limits);
-TwoLevelGrid plan_two_level_dispatch(uint32_t ranks, const IslandPlan& islands, uint32_t lanes,
+TwoLevelGrid plan_two_level_dispatch(uint32_t ranks, const IslandPlan& islands, uint32_t batches,
                                      uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits);
-TwoLevelGrid plan_two_level_combine(const IslandPlan& islands, uint32_t lanes, uint32_t num_sms,
+TwoLevelGrid plan_two_level_combine(const IslandPlan& islands, uint32_t batches, uint32_t num_sms,
                                     const ComputeLimits& limits);
 
 }  // namespace weft

@@ -27,8 +27,8 @@ struct RankFacts {
       gpus_beyond;  // PCI addresses, each followed by a comma, of visible GPUs it has no peer access to
   bool can_share_vmm = false;  // its GPU's memory can be given away as a file descriptor
   bool can_share_ipc = false;  // ... as a CUDA IPC handle
-  // What each transport tells of this rank, by the transport's name (Transport::card()).
-  std::map<std::string, std::string> cards;
+  // Transport::descriptor() of this rank, by the transport's name.
+  std::map<std::string, std::string> descriptors;
 };
 
 // The same text for processes that can give each other file descriptors: one boot of one kernel, one network

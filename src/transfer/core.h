@@ -247,7 +247,7 @@ class Core {
   Status route_to(Peer& peer);
   void send_message(Peer& peer, MessageType type, std::string_view body, Transfer* transfer = nullptr,
                     uint32_t rail = kAnyRail);
-  void greet(Peer& peer, MessageType type);
+  void send_handshake(Peer& peer, MessageType type);
   void flush_messages();
   bool post_message(OutMessage& message, uint32_t number);
   void on_message(std::string_view bytes);

@@ -162,7 +162,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   uint32_t next_out_ = 1, next_in_ = 1;              // sequence of ordered messages
   std::unordered_map<uint32_t, std::string> early_;  // messages that overtook others, by sequence
   Clock::time_point gap_since_{};
-  Clock::time_point heard_{}, told_{};
+  Clock::time_point heard_{}, sent_to_{};
   NamedProcess process_;                                            // known where it is one of this host
   Clock::time_point ended_{};                                       // when that was first seen to have ended
   std::unordered_map<uint32_t, std::shared_ptr<ImmCounter>> imms_;  // by counter_key()

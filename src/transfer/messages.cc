@@ -30,7 +30,7 @@ void Core::send_message(Peer& peer, MessageType type, std::string_view body, Tra
   if (is_ordered(type)) head.sequence = peer.next_out_++;
   if (transfer) ++transfer->in_flight_;
   out_messages_.push_back({&peer, to_bytes(head, body), transfer, rail});
-  peer.told_ = last_tick_;
+  peer.sent_to_ = last_tick_;
   flush_messages();
 }
 

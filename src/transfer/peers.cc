@@ -72,7 +72,7 @@ Result<std::shared_ptr<Peer>> Core::make_peer(const Address& address) {
   WEFT_TRY(route_to(*peer));
   peer->slot_here_ = slot;
   peer->next_out_ = peer->next_in_ = 1;
-  peer->heard_ = peer->told_ = Clock::now();
+  peer->heard_ = peer->sent_to_ = Clock::now();
   peer->process_ = NamedProcess(address.process);
   peer->ended_ = {};
   {
@@ -170,7 +170,7 @@ Result<std::shared_ptr<Peer>> Core::connect(std::string_view bytes, Deadline unt
     if (peer->state() != PeerState::kConnecting || is_closed()) return true;
     if (const auto now = Clock::now(); now >= next_hello) {
       HoldToken hold(token);
-      if (peer->state() == PeerState::kConnecting) greet(*peer, MessageType::kHello);
+      if (peer->state() == PeerState::kConnecting) send_handshake(*peer, MessageType::kHello);
       next_hello = now + pause;
       pause = std::min(pause * 2, to_duration(2.0));
     }
@@ -219,7 +219,7 @@ void Core::on_hello(const MessageHead& head, std::string_view body) {
   if (!is_again) spend(hello->nonce);
   peer->nonce_there_ = hello->nonce;
   become_connected(*peer, *hello, peer->life_);
-  greet(*peer, MessageType::kWelcome);  // again for every hello: the last may be lost
+  send_handshake(*peer, MessageType::kWelcome);  // again for every hello: the last may be lost
   on_ordered(*peer, {}, {});
 }
 
@@ -377,7 +377,7 @@ void Core::lose_path(Peer& peer, uint32_t rail, const std::string& why) {
 }
 
 // Hellos and welcomes take every path: nothing is known of them yet.
-void Core::greet(Peer& peer, MessageType type) {
+void Core::send_handshake(Peer& peer, MessageType type) {
   if (type == MessageType::kHello) {
     peer.nonces_.push_back(random_nonce());
     if (peer.nonces_.size() > kNoncesKept) peer.nonces_.pop_front();
@@ -430,7 +430,7 @@ void Core::check_peers(Clock::time_point now, Clock::duration slept) {
       peer->heard_ += slept;
       for (Peer::Path& path : peer->paths_) path.moved += slept;
     }
-    if (now - peer->told_ >= to_duration(options.heartbeat_s)) send_heartbeats(*peer);
+    if (now - peer->sent_to_ >= to_duration(options.heartbeat_s)) send_heartbeats(*peer);
     if (const int rail = find_stuck_path(*peer, now); rail >= 0)
       stuck.emplace_back(peer, static_cast<uint32_t>(rail));
     if (now - peer->heard_ > dead_after)

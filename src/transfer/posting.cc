@@ -252,7 +252,7 @@ Posted Core::post_imm(Peer& peer, uint32_t imm, Transfer& transfer, uint32_t wan
   op.has_imm = true;
   op.imm = imm;
   op.context = flight;
-  peer.told_ = last_tick_;
+  peer.sent_to_ = last_tick_;
   return book(flight, rails[rail].rail->post_write(op));
 }
 

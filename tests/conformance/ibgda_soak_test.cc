@@ -28,13 +28,13 @@ constexpr uint64_t kPutBytes = 512, kWindow = 256 << 10;
 
 // Where what goes from a warp of one rank to the same warp of another stands, on both sides; a round of two.
 struct Places {
-  static uint64_t lane(uint32_t rank, uint32_t warp) { return rank * kWarps + warp; }
-  static uint64_t told(uint64_t lane) { return 64 * lane; }       // the round that is there
-  static uint64_t added(uint64_t lane) { return 64 * lane + 8; }  // counter
-  static uint64_t data(uint64_t lane, uint64_t round) {
-    return 8192 + (lane * 2 + round % 2) * kPuts * kPutBytes;
+  static uint64_t pair(uint32_t rank, uint32_t warp) { return rank * kWarps + warp; }
+  static uint64_t signal(uint64_t pair) { return 64 * pair; }     // the round that is there
+  static uint64_t added(uint64_t pair) { return 64 * pair + 8; }  // counter
+  static uint64_t data(uint64_t pair, uint64_t round) {
+    return 8192 + (pair * 2 + round % 2) * kPuts * kPutBytes;
   }
-  static uint64_t source(uint64_t lane, uint64_t round) { return kWindow / 2 + data(lane, round); }
+  static uint64_t source(uint64_t pair, uint64_t round) { return kWindow / 2 + data(pair, round); }
 };
 static_assert(8192 + 2 * kRanks * kWarps * kPuts * kPutBytes <= kWindow / 2);
 
@@ -87,7 +87,7 @@ class Warps {
 
   // The source of two rounds ago is free: the peer has told of a round that it began after it had read that.
   void send(uint32_t peer, uint64_t round) {
-    const uint64_t theirs = Places::lane(mesh_.rank(), warp_), mine = Places::lane(peer, warp_);
+    const uint64_t theirs = Places::pair(mesh_.rank(), warp_), mine = Places::pair(peer, warp_);
     const Round plan = Round::draw(seed_, mesh_.rank(), peer, warp_, round);
     auto channel = mesh_.to(peer);
     for (uint64_t i = 0; i < plan.adds; ++i) channel.signal_add(Places::added(theirs), i + 1);
@@ -99,7 +99,7 @@ class Warps {
       if (put + 1 < plan.puts)
         channel.put(Warp{}, dst, src, plan.bytes[put]);
       else
-        channel.put_with_signal(Warp{}, dst, src, plan.bytes[put], Places::told(theirs), round);
+        channel.put_with_signal(Warp{}, dst, src, plan.bytes[put], Places::signal(theirs), round);
     }
     if (plan.flushes) {  // nothing may be read from there any more
       channel.flush();
@@ -109,22 +109,22 @@ class Warps {
   }
 
   std::string receive(uint32_t peer, uint64_t round, uint64_t& added) {
-    const uint64_t lane = Places::lane(peer, warp_);
+    const uint64_t pair = Places::pair(peer, warp_);
     const Round plan = Round::draw(seed_, peer, mesh_.rank(), warp_, round);
-    uint64_t told = 0;
-    const auto is_there = [&] { return (told = load_acquire(word(Places::told(lane)))) >= round; };
+    uint64_t signalled = 0;
+    const auto is_there = [&] { return (signalled = load_acquire(word(Places::signal(pair)))) >= round; };
     if (!wait_until(Deadline::after_s(kTimeout_s), is_there))
-      return text("rank {} told of round {}", peer, told);
-    if (told > round + 1) return text("rank {} told of round {}", peer, told);
+      return text("rank {} signalled round {}", peer, signalled);
+    if (signalled > round + 1) return text("rank {} signalled round {}", peer, seen);
     for (uint32_t put = 0; put < plan.puts; ++put)
       for (uint64_t i = 0; i < plan.bytes[put] / 8; ++i) {
-        const uint64_t at = Places::data(lane, round) + put * kPutBytes;
+        const uint64_t at = Places::data(pair, round) + put * kPutBytes;
         if (word(at)[i] != pattern(peer, mesh_.rank(), round, put, i))
           return text("put {} of rank {}: word {} of {} is wrong", put, peer, i, plan.bytes[put] / 8);
       }
     added += plan.adds * (plan.adds + 1) / 2;
     const Round next = Round::draw(seed_, peer, mesh_.rank(), warp_, round + 1);
-    const uint64_t seen = load_acquire(word(Places::added(lane)));
+    const uint64_t seen = load_acquire(word(Places::added(pair)));
     if (seen < added || seen > added + next.adds * (next.adds + 1) / 2)
       return text("rank {} has added {}, expected {}", peer, seen, added);
     return "";

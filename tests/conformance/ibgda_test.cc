@@ -168,8 +168,8 @@ TEST_F(Ibgda, SignalsStayBehindPutsOfOtherQueues) {
       rank.mesh.to(peer).put_value(16, round);  // read
       ASSERT_TRUE(rank.wait(16, round));
     }
-    for (uint32_t lane = 0; lane < 3; ++lane)
-      EXPECT_GT(rank.mesh.queues[peer * 3 + lane].state->published, 0u);
+    for (uint32_t which = 0; which < 3; ++which)
+      EXPECT_GT(rank.mesh.queues[peer * 3 + which].state->published, 0u);
     ASSERT_TRUE(rank.meet().ok());
   });
 }
@@ -237,16 +237,16 @@ INSTANTIATE_TEST_SUITE_P(Syndromes, IbgdaRefused,
 TEST_F(Ibgda, ADeadNicIsFoundThoughNobodyWaits) {
   use({.seed = 34, .retry_s = 0.05});
   on_ranks(3, [&](Rank& rank) {
-    std::atomic<int> told{-1};
+    std::atomic<int> reported{-1};
     rank.comm->port_link()->on_lost([&](int peer, const std::string& how) {
       EXPECT_THAT(how, HasSubstr("transport retry counter exceeded"));
-      told = peer;
+      reported = peer;
     });
     if (rank.comm->rank() == 0) model_->kill_nic_of(rank.queue(0).number);
     ASSERT_TRUE(rank.meet().ok());
     if (rank.comm->rank() != 0) {
       rank.mesh.to(0).put_value(8, 1);
-      EXPECT_TRUE(wait_until(Deadline::after_s(10), [&] { return told == 0; }));
+      EXPECT_TRUE(wait_until(Deadline::after_s(10), [&] { return reported == 0; }));
       EXPECT_EQ(rank.comm->port_link()->status().code(), Code::kPeerLost);
       const int other = 3 - rank.comm->rank();
       rank.mesh.to(static_cast<uint32_t>(other)).put_value(16, 5);

@@ -164,16 +164,16 @@ struct Script {
 void random_traffic(Communicator& comm, int channels, int stride, uint64_t operations, uint64_t seed) {
   constexpr uint64_t kSlots = 64;
   const auto ranks = static_cast<uint64_t>(comm.ranks()), self = static_cast<uint64_t>(comm.rank());
-  const uint64_t lanes = ranks * static_cast<uint64_t>(channels);  // lane: peer and channel
-  const uint64_t half = lanes * kSlots * Script::kSlotBytes;
+  const uint64_t pairs = ranks * static_cast<uint64_t>(channels);  // pair: peer and channel
+  const uint64_t half = pairs * kSlots * Script::kSlotBytes;
   std::vector<char> src(half), dst(half, char(0xEE));
-  std::vector<uint64_t> words(lanes * 2);  // arrived, given back
+  std::vector<uint64_t> words(pairs * 2);  // arrived, given back
   void* src_memory = comm.enroll(src.data(), half);
   void* dst_memory = comm.enroll(dst.data(), half);
   void* word_memory = comm.enroll(words.data(), words.size() * 8, kForceStrictOrder | kSignalNeverReset);
   comm.open(channels, stride);
   comm.barrier();
-  const auto lane_of = [&](uint64_t rank, uint64_t channel) { return channel * ranks + rank; };
+  const auto pair_of = [&](uint64_t rank, uint64_t channel) { return channel * ranks + rank; };
   const auto script = [&](uint64_t from, uint64_t to, uint64_t channel) {
     return Script{seed + (from * ranks + to) * 64 + channel};
   };
@@ -188,12 +188,12 @@ void random_traffic(Communicator& comm, int channels, int stride, uint64_t opera
     };
     const auto send = [&](uint64_t to) {
       Way& way = ways[to];
-      const uint64_t lane = lane_of(to, channel), there = lane_of(self, channel);
+      const uint64_t pair = pair_of(to, channel), there = pair_of(self, channel);
       const Script say = script(self, to, channel);
-      const uint64_t back = std::atomic_ref<uint64_t>(words[lane * 2 + 1]).load(std::memory_order_acquire);
+      const uint64_t back = std::atomic_ref<uint64_t>(words[pair * 2 + 1]).load(std::memory_order_acquire);
       for (; way.sent < operations && way.sent - back < kSlots; ++way.sent) {
         const uint64_t slot = way.sent % kSlots * Script::kSlotBytes, i = way.sent;
-        char* from = src.data() + lane * kSlots * Script::kSlotBytes + slot;
+        char* from = src.data() + pair * kSlots * Script::kSlotBytes + slot;
         for (uint64_t at = 0; at < say.bytes(i); ++at) from[at] = say.byte(i, at);
         Operation put{static_cast<uint32_t>(to),
                       static_cast<uint32_t>(channel),
@@ -213,9 +213,9 @@ void random_traffic(Communicator& comm, int channels, int stride, uint64_t opera
     // Everything up to the last operation that the signal's value covers must be there.
     const auto take = [&](uint64_t from) {
       Way& way = ways[from];
-      const uint64_t lane = lane_of(from, channel);
+      const uint64_t pair = pair_of(from, channel);
       const Script said = script(from, self, channel);
-      const uint64_t value = std::atomic_ref<uint64_t>(words[lane * 2]).load(std::memory_order_acquire);
+      const uint64_t value = std::atomic_ref<uint64_t>(words[pair * 2]).load(std::memory_order_acquire);
       uint64_t i = way.taken, arrived = way.arrived, last = way.taken;
       for (; arrived < value && i < operations; ++i) {
         if (!said.has_signal(i) && i + 1 != operations && (i + 1) % (kSlots / 4) != 0) continue;
@@ -224,7 +224,7 @@ void random_traffic(Communicator& comm, int channels, int stride, uint64_t opera
       }
       if (arrived != value) return is_fine = false, void();
       for (i = way.taken; i < last; ++i) {
-        const char* bytes = dst.data() + (lane * kSlots + i % kSlots) * Script::kSlotBytes;
+        const char* bytes = dst.data() + (pair * kSlots + i % kSlots) * Script::kSlotBytes;
         for (uint64_t at = 0; at < said.bytes(i); ++at)
           if (bytes[at] != said.byte(i, at)) return is_fine = false, void();
       }
@@ -233,7 +233,7 @@ void random_traffic(Communicator& comm, int channels, int stride, uint64_t opera
       if (way.taken - way.given < kSlots / 2 && way.taken != operations) return;
       if (way.taken == way.given) return;
       comm.push({static_cast<uint32_t>(from), static_cast<uint32_t>(channel), nullptr, 0, 0, nullptr, 0,
-                 word_memory, lane_of(self, channel) * 16 + 8, way.taken - way.given, kSignalAdd, false,
+                 word_memory, pair_of(self, channel) * 16 + 8, way.taken - way.given, kSignalAdd, false,
                  false});
       way.given = way.taken;
     };
@@ -266,15 +266,15 @@ void random_traffic(Communicator& comm, int channels, int stride, uint64_t opera
   EXPECT_TRUE(comm.quiet());
   EXPECT_EQ(comm.failure(), kNcclSuccess);
   comm.barrier();
-  for (uint64_t lane = 0; lane < lanes; ++lane) {
-    const uint64_t from = lane % ranks;
+  for (uint64_t pair = 0; pair < pairs; ++pair) {
+    const uint64_t from = pair % ranks;
     if ((from + ranks - self) % static_cast<uint64_t>(stride)) continue;
-    const Script said = script(from, self, lane / ranks);
+    const Script said = script(from, self, pair / ranks);
     uint64_t sum = 0;
     for (uint64_t i = 0; i < operations; ++i)
       if (said.has_signal(i) || i + 1 == operations || (i + 1) % (kSlots / 4) == 0) sum += said.value(i);
-    EXPECT_EQ(words[lane * 2], sum) << "rank " << self << " lane " << lane;
-    EXPECT_EQ(words[lane * 2 + 1], operations);
+    EXPECT_EQ(words[pair * 2], sum) << "rank " << self << " pair " << pair;
+    EXPECT_EQ(words[pair * 2 + 1], operations);
   }
   comm.barrier();
   comm.close();

@@ -290,19 +290,19 @@ def test_an_unplugged_link_is_noticed_on_both_sides(spaces: list[str], tmp_path:
             assert all(rank.poll() is None for rank in ranks), [rank.communicate() for rank in ranks]
             time.sleep(0.05)
         run("ip", "-n", spaces[1], "link", "set", spaces[3], "down")
-        told: list[Any] = []
+        reports: list[Any] = []
         for rank in ranks:
             said, errors = rank.communicate(timeout=60)
             assert said, errors
-            told.append(json.loads(said.splitlines()[-1]))
+            reports.append(json.loads(said.splitlines()[-1]))
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    for rank, story in enumerate(told):
+    for rank, story in enumerate(reports):
         assert f"rank {1 - rank}" in story["message"], story
         assert story["waited_s"] < SOON_S
-    assert any("has not been heard of for 2 s" in story["message"] for story in told), told
+    assert any("has not been heard of for 2 s" in story["message"] for story in reports), reports
 
 
 # ---- the farewell of a dead peer: ranks in process namespaces of their own, as on machines of their own
@@ -347,12 +347,12 @@ def seconds_to_leave() -> float:
         for rank in range(3)
     ]
     try:
-        told = [rank.communicate(timeout=100) for rank in ranks]
+        reports = [rank.communicate(timeout=100) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert told[0][0] and told[2][0], told
-    return max(float(told[0][0]), float(told[2][0]))
+    assert reports[0][0] and reports[2][0], reports
+    return max(float(reports[0][0]), float(reports[2][0]))
 
 
 APART = ["unshare", "--pid", "--fork", "--kill-child"]

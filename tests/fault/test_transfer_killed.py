@@ -122,8 +122,8 @@ def report_who_closed(rank: Rank, provider: str) -> str:
     engine = TransferEngine(
         provider, name=f"rank {rank.rank}", timeout_s=TIMEOUT_S, peer_dead_s=2 * TIMEOUT_S
     )
-    cards = TorchGroup(rank.group).all_gather(engine.address, TIMEOUT_S)
-    peers = {other: engine.connect(cards[other]) for other in range(rank.size) if other != rank.rank}
+    addresses = TorchGroup(rank.group).all_gather(engine.address, TIMEOUT_S)
+    peers = {other: engine.connect(addresses[other]) for other in range(rank.size) if other != rank.rank}
     engine.barrier(list(peers.values()), 1)
     if rank.rank == 2:
         os._exit(3)
@@ -150,7 +150,7 @@ def look_at_process(rank: Rank, provider: str) -> tuple[str, float]:
         provider, name=f"rank {rank.rank}", timeout_s=TIMEOUT_S, peer_dead_s=2 * TIMEOUT_S
     )
     ranks = TorchGroup(rank.group)
-    cards = ranks.all_gather(engine.address, TIMEOUT_S)
+    addresses = ranks.all_gather(engine.address, TIMEOUT_S)
     names = ranks.all_gather(_core.this_process_name(), TIMEOUT_S)
     if rank.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -158,7 +158,7 @@ def look_at_process(rank: Rank, provider: str) -> tuple[str, float]:
         time.sleep(0.01)
     began = time.monotonic()
     with pytest.raises(PeerLost) as raised:
-        engine.connect(cards[1])
+        engine.connect(addresses[1])
     engine.close()
     return str(raised.value), time.monotonic() - began
 
@@ -179,8 +179,8 @@ def use_memory_of_one_that_gave_up(rank: Rank, provider: str, call: str) -> str:
     )
     own = engine.register(bytearray(BYTES), remote_read=True, remote_write=True)
     ranks = TorchGroup(rank.group)
-    cards = ranks.all_gather(pickle.dumps((engine.address, own.descriptor, os.getpid())), TIMEOUT_S)
-    address, descriptor, pid = pickle.loads(cards[1 - rank.rank])
+    addresses = ranks.all_gather(pickle.dumps((engine.address, own.descriptor, os.getpid())), TIMEOUT_S)
+    address, descriptor, pid = pickle.loads(addresses[1 - rank.rank])
     peer = engine.connect(address)
     remote = engine.attach(descriptor)
     ranks.all_gather(b"", TIMEOUT_S)

@@ -161,7 +161,7 @@ def _bits(rank: Rank, case: MoeCase, form: str, line_tokens: int) -> list[torch.
     return [t.view(torch.uint8).cpu() for t in whole]
 
 
-def _check_wires(rank: Rank) -> None:
+def _check_lines_and_words(rank: Rank) -> None:
     for tokens, hidden in ((128, 7168), (33, 512), (2, 512)):
         case = _case(rank.size, tokens, hidden, 8, 8)
         for form in FORMATS:
@@ -173,7 +173,7 @@ def _check_wires(rank: Rank) -> None:
 
 def test_lines_and_words_bring_the_same_bits() -> None:
     """Over NVLink; elsewhere all are words."""
-    run_on_gpus(num_ranks_here(), _check_wires)
+    run_on_gpus(num_ranks_here(), _check_lines_and_words)
 
 
 def _check_graph(rank: Rank) -> None:

@@ -105,7 +105,7 @@ def _check_freed(rank: Rank) -> None:
     """Who frees what was received, and keeps the tensor, gets its memory back; scales outlive their rows."""
     rows_bytes = rank.size * _TOKENS * _HIDDEN * 2
     buffer = weft.Buffer(rank.group, num_nvl_bytes=16 * rows_bytes)
-    window_bytes = buffer._engines.alive().core.window_bytes
+    window_bytes = buffer._contexts.alive().core.window_bytes
     kept = []
     for round_number in range(40):
         recv_x, _, recv_weights, _, handle, _ = _dispatch(buffer, float(round_number))
@@ -121,7 +121,7 @@ def _check_freed(rank: Rank) -> None:
         combined, _, _ = buffer.combine(torch.ones_like(seen), handle)
         assert bool((combined == rank.size).all())
         side.synchronize()  # until then its piece stays out, and a window may grow instead
-    assert buffer._engines.alive().core.window_bytes == window_bytes
+    assert buffer._contexts.alive().core.window_bytes == window_bytes
     torch.cuda.synchronize()
     for _, seen, round_number in kept:
         assert bool((seen == round_number).all()), f"round {round_number}"

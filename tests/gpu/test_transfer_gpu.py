@@ -28,11 +28,11 @@ def pattern(seed: int, device: str) -> torch.Tensor:
     return torch.randint(0, 256, (NUM_BYTES,), dtype=torch.uint8, generator=made).to(device)
 
 
-def told_by_all(rank: Rank, mine: Any) -> list[Any]:
+def gathered(rank: Rank, mine: Any) -> list[Any]:
     """Return what every rank gave, in rank order."""
-    told: list[Any] = [None] * rank.size
-    torch.distributed.all_gather_object(told, mine, group=rank.group)
-    return told
+    reports: list[Any] = [None] * rank.size
+    torch.distributed.all_gather_object(reports, mine, group=rank.group)
+    return reports
 
 
 def page_lists() -> tuple[list[int], list[int]]:
@@ -83,9 +83,9 @@ def between(rank: Rank, provider: str, from_gpu: bool, to_gpu: bool) -> None:
     with TransferEngine(provider, name=f"rank{rank.rank}", timeout_s=TIMEOUT_S) as engine:
         memory = engine.register(buffer, remote_write=True)
         assert memory.path and memory.path_reason
-        told = told_by_all(rank, (engine.address, memory.descriptor))
-        engine.connect(told[1 - rank.rank][0])
-        remote = engine.attach(told[1 - rank.rank][1])
+        reports = gathered(rank, (engine.address, memory.descriptor))
+        engine.connect(reports[1 - rank.rank][0])
+        remote = engine.attach(reports[1 - rank.rank][1])
         if rank.rank == 0:
             write_all(engine, memory, remote, buffer)
         else:

@@ -82,18 +82,18 @@ TEST_P(LowLatencyPorts, SlowRanksAreWaitedFor) {
   });
 }
 
-// Two of three ranks own all experts, so that more replies of each go to a lane than fit its part of the outbox: they
+// Two of three ranks own all experts, so that more replies of each go to a batch than fit its part of the outbox: they
 // leave in several ranges.
 TEST_P(LowLatencyPorts, TheLeastRegionServesWhereRepliesDoNotAllFit) {
   const Case c{3, 512, 4, 4, 30, kPayloadCopy, kReplyExact};
   if (std::stoi(GetParam().ranks_per_node) == 3) GTEST_SKIP() << "all ranks map each other";
   const LowLatencySizes sizes{c.ranks, c.max_tokens, c.top_k, c.experts, 0, 0, true};
-  const Lanes lanes = sizes.lanes();
+  const Batches batches = sizes.batches();
   const PortCombineLayout at =
-      port_combine_layout(c.ranks, c.max_tokens, c.top_k, lanes, c.hidden * 2, c.reply);
-  const uint64_t least = std::max(at.inbox_bytes, least_outbox(at, c.ranks, lanes));
-  ASSERT_GT(answer_room(at, c.ranks, lanes, least), 0u);
-  ASSERT_LT(answer_room(at, c.ranks, lanes, least), lanes.capacity * 2 * 3 / 4);
+      port_combine_layout(c.ranks, c.max_tokens, c.top_k, batches, c.hidden * 2, c.reply);
+  const uint64_t least = std::max(at.inbox_bytes, least_outbox(at, c.ranks, batches));
+  ASSERT_GT(answer_room(at, c.ranks, batches, least), 0u);
+  ASSERT_LT(answer_room(at, c.ranks, batches, least), batches.capacity * 2 * 3 / 4);
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, low_latency_region_bytes(c.ranks, least, true), 1, 0);
     for (uint32_t seed = 0; seed < 3; ++seed) run_whole(c, rank, seed);

@@ -27,16 +27,16 @@ constexpr double kSilentS = 1.5;
 
 // No lines, lines for ranks with few tokens beside ranks with more, and the usual: most cases have no more.
 constexpr uint32_t kUsual = 64;
-constexpr uint32_t kWires[] = {0, 5, kUsual};
+constexpr uint32_t kLineTokens[] = {0, 5, kUsual};
 
-class LowLatencyWires : public ::testing::TestWithParam<uint32_t> {};
-INSTANTIATE_TEST_SUITE_P(LineTokens, LowLatencyWires, ::testing::ValuesIn(kWires));
+class LowLatencyLines : public ::testing::TestWithParam<uint32_t> {};
+INSTANTIATE_TEST_SUITE_P(LineTokens, LowLatencyLines, ::testing::ValuesIn(kLineTokens));
 
 class LowLatencyCases : public ::testing::TestWithParam<Case> {};
 
 TEST_P(LowLatencyCases, ThreadsRoundTrip) {
   run_ranks(RanksAre::kThreads, GetParam().ranks, [](std::shared_ptr<Bootstrap> boot) {
-    for (uint32_t line_tokens : kWires) {
+    for (uint32_t line_tokens : kLineTokens) {
       Rank rank(boot, region_for(GetParam()), GetParam().host_threads, line_tokens);
       for (uint32_t seed = 0; seed < 3; ++seed) run_whole(GetParam(), rank, seed);
     }
@@ -69,7 +69,7 @@ TEST(LowLatency, ProcessesRoundTrip) {
   });
 }
 
-TEST_P(LowLatencyWires, TwoCallsMayBeOutstanding) {
+TEST_P(LowLatencyLines, TwoCallsMayBeOutstanding) {
   const Case c{3, 128, 3, 6, 10};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region_for(c), 2, GetParam());
@@ -117,7 +117,7 @@ class MicroBatch {
 };
 
 // Repeats (--gtest_repeat) draw other sizes.
-TEST_P(LowLatencyWires, InterleavedMicroBatchesOfAnySizeStayApart) {
+TEST_P(LowLatencyLines, InterleavedMicroBatchesOfAnySizeStayApart) {
   constexpr uint32_t kRounds = 60;
   static uint32_t repeats = 0;
   const uint32_t repeat = repeats++;
@@ -144,7 +144,7 @@ TEST_P(LowLatencyWires, InterleavedMicroBatchesOfAnySizeStayApart) {
   });
 }
 
-TEST_P(LowLatencyWires, SizesMayChangeFromCallToCall) {
+TEST_P(LowLatencyLines, SizesMayChangeFromCallToCall) {
   const Case big{3, 512, 8, 12, 40};
   const std::vector<Case> cases = {
       big, {3, 128, 3, 6, 10, kPayloadFp8}, {3, 8, 1, 3, 2, kPayloadCopy, kReplyExact}};
@@ -154,7 +154,7 @@ TEST_P(LowLatencyWires, SizesMayChangeFromCallToCall) {
   });
 }
 
-TEST_P(LowLatencyWires, SlowRanksAreWaitedFor) {
+TEST_P(LowLatencyLines, SlowRanksAreWaitedFor) {
   const Case c{4, 64, 3, 8, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region_for(c), 1, GetParam());
@@ -167,7 +167,7 @@ TEST_P(LowLatencyWires, SlowRanksAreWaitedFor) {
 }
 
 // Words and acknowledgements hold epochs far beyond 32 bits.
-TEST_P(LowLatencyWires, EpochsGoOnForYears) {
+TEST_P(LowLatencyLines, EpochsGoOnForYears) {
   const Case c{2, 64, 2, 4, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region_for(c), 2, GetParam());
@@ -184,7 +184,7 @@ TEST_P(LowLatencyWires, EpochsGoOnForYears) {
   });
 }
 
-TEST_P(LowLatencyWires, SilentRankIsNamed) {
+TEST_P(LowLatencyLines, SilentRankIsNamed) {
   const Case c{3, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region_for(c), 1, GetParam(), false, kSilentS);
@@ -200,7 +200,7 @@ TEST_P(LowLatencyWires, SilentRankIsNamed) {
   });
 }
 
-TEST_P(LowLatencyWires, SilentRankIsMaskedWhereAllowed) {
+TEST_P(LowLatencyLines, SilentRankIsMaskedWhereAllowed) {
   const Case c{3, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region_for(c), 1, GetParam(), true, kSilentS);
@@ -236,10 +236,10 @@ void disagree(uint32_t line_tokens, bool may_mask) {
     for (uint32_t turn = 2; turn < 6; ++turn) run_whole(c, rank, turn);
   });
 }
-TEST_P(LowLatencyWires, RanksThatDisagreeAreToldAndMayGoOn) {
+TEST_P(LowLatencyLines, RanksThatDisagreeAreToldAndMayGoOn) {
   disagree(GetParam(), false);
 }
-TEST_P(LowLatencyWires, RanksThatDisagreeAreNotMasked) {
+TEST_P(LowLatencyLines, RanksThatDisagreeAreNotMasked) {
   disagree(GetParam(), true);
 }
 
@@ -287,15 +287,15 @@ TEST(LowLatency, TooSmallARegionIsRefusedBeforeAnythingIsSent) {
 // What the refusal above asks for: it has room for words, and for lines as far as they take no more.
 TEST(LowLatency, TheLeastRegionServesEvenWhereOnlySomeLinesFit) {
   const Case c{3, 64, 1, 3, 9};
-  const Lanes lanes = lanes_of(c.max_tokens);
+  const Batches batches = batches_of(c.max_tokens);
   const MessageLayout message = message_layout(c.top_k, false, c.row_bytes(), c.scale_bytes());
   const CombineLayout combine =
       combine_layout(c.ranks, c.max_tokens, c.top_k, reply_stride(c.hidden * 2, c.reply));
-  const uint64_t region =
-      low_latency_region_bytes(c.ranks, std::max(message_bytes(c.ranks, lanes, message), combine.word_bytes));
+  const uint64_t region = low_latency_region_bytes(
+      c.ranks, std::max(message_bytes(c.ranks, batches, message), combine.word_bytes));
   const uint64_t half = low_latency_half_bytes(c.ranks, region);
   const uint64_t line_room = half - lines_begin(c.ranks, half);
-  ASSERT_GT(line_message_bytes(c.ranks, lanes, message), line_room);
+  ASSERT_GT(line_message_bytes(c.ranks, batches, message), line_room);
   ASSERT_LE(combine.line_bytes, line_room);
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
     Rank rank(boot, region, 1, kUsual);

@@ -56,7 +56,7 @@ class Compilation:
         return _core.compile_kernel(key(self.name, 2, self.protocol, op=self.op), self.architecture)
 
 
-# A step takes NVRTC some seconds. The three protocols share everything but their wires, so one goes through all
+# A step takes NVRTC some seconds. The three protocols share everything but their slots, so one goes through all
 # architectures; the others show that theirs compile as constants, too.
 CASES = [
     *(Compilation("allreduce_1step", "LL", architecture) for architecture in ARCHITECTURES),

@@ -97,5 +97,5 @@ def break_a_byte(me: Rank) -> str:
 
 
 def test_a_wrong_byte_is_found_by_all_ranks() -> None:
-    told = run_ranks(2, break_a_byte, with_gpus=False)
-    assert told[0] == told[1] and "rank 0 got other bytes than ranks [1] sent" in told[0]
+    reports = run_ranks(2, break_a_byte, with_gpus=False)
+    assert reports[0] == reports[1] and "rank 0 got other bytes than ranks [1] sent" in reports[0]

@@ -50,9 +50,9 @@ def test_a_dead_rank_is_to_be_named_by_all_and_before_the_deadline() -> None:
 
 
 def test_who_was_stopped_may_hear_that_it_was_given_up() -> None:
-    told = f"rank {LOST} (pid 7 on vm) (this rank) was given up by the others: it is lost: no sign of life for 4 s"
-    assert verdicts("stop", lost(LOST, told)) == []
-    assert verdicts("stop", lost(0, told.replace(f"rank {LOST}", "rank 0"))) == [WRONG_BLAME]
+    message = f"rank {LOST} (pid 7 on vm) (this rank) was given up by the others: it is lost: no sign of life for 4 s"
+    assert verdicts("stop", lost(LOST, message)) == []
+    assert verdicts("stop", lost(0, message.replace(f"rank {LOST}", "rank 0"))) == [WRONG_BLAME]
 
 
 def test_blames_are_followed_to_a_rank_that_stands_still() -> None:

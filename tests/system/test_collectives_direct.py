@@ -158,9 +158,11 @@ def _passes_a_window_that_a_peer_destroyed(rank: Rank) -> tuple[str, str]:
 
 
 def test_a_window_that_some_rank_has_destroyed_is_named() -> None:
-    told = run_ranks(3, _passes_a_window_that_a_peer_destroyed)
-    assert told[1][0] == "closed" and "memory of window" in told[1][1] and "destroyed" in told[1][1], told
-    assert all(code == "peer_lost" and "rank 1" in text for code, text in (told[0], told[2])), told
+    reports = run_ranks(3, _passes_a_window_that_a_peer_destroyed)
+    assert (
+        reports[1][0] == "closed" and "memory of window" in reports[1][1] and "destroyed" in reports[1][1]
+    ), reports
+    assert all(code == "peer_lost" and "rank 1" in text for code, text in (reports[0], reports[2])), reports
 
 
 def _stores_only_where_it_still_can(rank: Rank) -> list[float]:

@@ -75,7 +75,7 @@ def test_bench_moe_checks_measures_and_writes(
 
 
 @pytest.mark.parametrize(
-    ("mode", "wait"), [("ht", "wait dispatch.ready"), ("ll", "wait low_latency_dispatch.recv")]
+    ("mode", "wait"), [("ht", "wait dispatch.rendezvous"), ("ll", "wait low_latency_dispatch.recv")]
 )
 def test_bench_moe_traces_and_names_the_slow_rank(mode: str, wait: str, tmp_path: Path) -> None:
     shape = ["--tokens", "20", "--hidden", "64", "--top-k", "3", "--experts", "12", "--ranks", "3"]

@@ -133,9 +133,9 @@ def test_the_plan_says_which_way_each_peer_goes(tmp_path: Path) -> None:
         ["2", "1", "cpu", "0-1", "(proxy)"],
     ], ran.stdout + ran.stderr
     ran = run_program([*torchrun(3), "-m", "weft", "info", "--plan", "--json"], tmp_path, more=more)
-    told = json.loads(ran.stdout)["plan"]
-    assert [one["node"] for one in told] == [0, 0, 1]
-    assert told[1]["peers"]["2"] == {"transport": "proxy", "reach": "port"}, told
+    reports = json.loads(ran.stdout)["plan"]
+    assert [one["node"] for one in reports] == [0, 0, 1]
+    assert reports[1]["peers"]["2"] == {"transport": "proxy", "reach": "port"}, reports
 
 
 def test_one_rank_is_told_how_to_see_a_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,8 +57,8 @@ def test_a_package_goes_before_an_old_libfabric_of_the_system_and_the_user_befor
     packaged = build(tmp_path / "lib" / "mpich", 77)
     named = build(tmp_path / "named", 78)
     ask = [sys.executable, "-c", _ASK, str(tmp_path)]
-    told = run_program(ask, tmp_path, more={"WEFT_LIBFABRIC": str(named)})
-    assert told.stdout.split() == [str(named), "2.78", "True"], told.stderr
+    reports = run_program(ask, tmp_path, more={"WEFT_LIBFABRIC": str(named)})
+    assert reports.stdout.split() == [str(named), "2.78", "True"], reports.stderr
     if system_is_sound():
         pytest.skip("the system's libfabric is a sound one")
     found = run_program(ask, tmp_path)

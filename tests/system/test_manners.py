@@ -14,7 +14,7 @@ from programs import environment
 import weft
 from weft.collectives import AllGather, Program, chunk
 from weft.errors import Error
-from weft.moe import engines
+from weft.moe import buffer_contexts
 from weft.moe.elastic_sessions import GatherSessions
 from weft.runtime.communicator import device_name
 from weft.testing.ranks import Rank, RankPool
@@ -136,10 +136,10 @@ def test_no_device_is_torchs_current_gpu_for_all(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert device_name(None) == "cuda:3"
-    assert engines.device_of(None) == torch.device("cuda:3")
+    assert buffer_contexts.device_of(None) == torch.device("cuda:3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_name(None) == "cpu"
-    assert engines.device_of(None) == torch.device("cpu")
+    assert buffer_contexts.device_of(None) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delitem(sys.modules, "torch")
     assert device_name(None) == "cpu"

@@ -131,7 +131,7 @@ def test_round_trip_at_the_edges(pool: RankPool, change: dict[str, Any]) -> None
     )
 
 
-def test_many_tokens_in_large_lanes() -> None:
+def test_many_tokens_in_large_batches() -> None:
     case = MoeCase((1500, 1300, 700), 16, 2, 5)
     with nodes(2, "fabric:shm"), RankPool(3, with_gpus=False) as pool:
         pool.run(check_many_tokens, case, 1600)

@@ -140,10 +140,10 @@ def _differ_later(rank: Rank) -> None:
     for _ in range(3):
         comm.all_reduce(torch.ones(4))
         comm.all_reduce(torch.ones(4), "max")
-    with pytest.raises(Error) as told:
+    with pytest.raises(Error) as reports:
         comm.all_reduce(torch.ones(4), "max" if rank.rank else "sum")
     dist.barrier(rank.group)
-    assert "all_reduce of 4 float32" in str(told.value) or "waited" in str(told.value)
+    assert "all_reduce of 4 float32" in str(reports.value) or "waited" in str(reports.value)
     with pytest.raises(Error):
         comm.all_reduce(torch.ones(4))
 

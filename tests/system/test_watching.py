@@ -70,7 +70,7 @@ class Job:
 
     folder: Path
     looks: list[top.Look]
-    told: list[str]
+    reports: list[str]
     top: subprocess.CompletedProcess[str]
     scraped: str
     errors: list[str]
@@ -139,11 +139,11 @@ def test_counts_are_seen_from_outside(job: Job) -> None:
 
 
 def test_top_says_who_waits_for_whom(job: Job) -> None:
-    assert len(job.told) == 1
+    assert len(job.reports) == 1
     assert re.match(
-        r"rank 0 is in all_reduce, call 7, for [\d.]+ s; waits for rank 1 \(process \d+\)", job.told[0]
+        r"rank 0 is in all_reduce, call 7, for [\d.]+ s; waits for rank 1 \(process \d+\)", job.reports[0]
     )
-    assert "which left all_reduce, call 6" in job.told[0]
+    assert "which left all_reduce, call 6" in job.reports[0]
     assert job.top.returncode == 0, job.top.stderr
     assert "waits for rank 1" in " ".join(job.top.stdout.split())
     assert max(map(len, job.top.stdout.splitlines())) <= 80

@@ -108,8 +108,8 @@ class Tampering : public Bootstrap {
 
 TEST(Communicator, AnotherVersionOfWeftIsNamed) {
   const std::vector<std::function<void(std::string&)>> changes = {
-      [](std::string& card) { card.resize(card.size() - 1); }, [](std::string& card) { card.clear(); },
-      [](std::string& card) { card[0] = 99; }};
+      [](std::string& bytes) { bytes.resize(bytes.size() - 1); }, [](std::string& bytes) { bytes.clear(); },
+      [](std::string& bytes) { bytes[0] = 99; }};
   for (const auto& change : changes)
     run_thread_ranks(2, [&](std::shared_ptr<Bootstrap> boot) {
       const auto comm = Communicator::create(std::make_shared<Tampering>(boot, change), Device{}, kTimeout_s);

@@ -54,11 +54,11 @@ TEST(LowLatencyPlan, PiecesDoNotDependOnTheTokensOfARank) {
       EXPECT_EQ(plan.pieces, pieces);
       EXPECT_EQ(plan.receive_splits % pieces, 0u);
     }
-    EXPECT_LE(lanes_of(max_tokens).count * pieces, kWordsPerSource);
+    EXPECT_LE(batches_of(max_tokens).count * pieces, kWordsPerSource);
   }
 }
 
-// Few tokens travel as lines: one to a lane, and only while the bytes that lines add cost less than they
+// Few tokens travel as lines: one to a batch, and only while the bytes that lines add cost less than they
 // save.
 TEST(LowLatencyPlan, LinesAreForFewTokens) {
   auto line_tokens = [](LowLatencySizes sizes, uint32_t wanted, const ComputeLimits& limits) {
@@ -70,7 +70,7 @@ TEST(LowLatencyPlan, LinesAreForFewTokens) {
   EXPECT_EQ(line_tokens({2, 128, 8, 256}, kPlannedLineTokens, kH200), 128u);
   EXPECT_EQ(line_tokens({8, 16, 8, 256}, kPlannedLineTokens, kH200), 16u);
   EXPECT_EQ(line_tokens({8, 4096, 8, 256}, 64, kH200), 64u);
-  EXPECT_EQ(line_tokens({8, 300, 8, 256}, kMaxLanes, kH200), 100u);  // lanes of three tokens
+  EXPECT_EQ(line_tokens({8, 300, 8, 256}, kMaxBatches, kH200), 100u);  // batches of three tokens
   EXPECT_EQ(line_tokens({8, 128, 8, 256}, 0, kH200), 0u);
   ComputeLimits small = kH200;
   small.shared_bytes = 8 * 1024;  // no room for the image of a message
@@ -82,7 +82,7 @@ TEST(LowLatencyPlan, LinesNeedRoomOfTheirOwn) {
   LowLatencySizes sizes{8, 128, 8, 256, 128};
   const LowLatencyDispatchShape shape = fp8(sizes, 7168);
   const MessageLayout message = message_layout(8, false, 7168, 7168 / 32);
-  sizes.line_room = line_message_bytes(8, lanes_of(128), message);
+  sizes.line_room = line_message_bytes(8, batches_of(128), message);
   EXPECT_TRUE(plan_low_latency_dispatch(sizes, shape, kH200).lines);
   EXPECT_EQ(plan_low_latency_dispatch(sizes, shape, kH200).line_tokens, 128u);
   sizes.line_room -= 1;
@@ -99,12 +99,13 @@ TEST(LowLatencyPlan, LinesNeedRoomOfTheirOwn) {
   }
 }
 
-TEST(LowLatencyPlan, LanesHoldEveryToken) {
+TEST(LowLatencyPlan, BatchesHoldEveryToken) {
   for (uint32_t max_tokens = 1; max_tokens < 1000; ++max_tokens) {
-    const Lanes lanes = lanes_of(max_tokens);
-    EXPECT_LE(lanes.count, kMaxLanes);
-    EXPECT_GE(lanes.count * lanes.capacity, max_tokens);
-    for (uint32_t tokens : {1u, max_tokens / 2, max_tokens}) EXPECT_LE(lanes.share(tokens), lanes.capacity);
+    const Batches batches = batches_of(max_tokens);
+    EXPECT_LE(batches.count, kMaxBatches);
+    EXPECT_GE(batches.count * batches.capacity, max_tokens);
+    for (uint32_t tokens : {1u, max_tokens / 2, max_tokens})
+      EXPECT_LE(batches.share(tokens), batches.capacity);
   }
 }
 

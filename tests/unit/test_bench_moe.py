@@ -108,7 +108,7 @@ def traced(rank: int, lined_up_us: float, begin_us: float, core_wait_us: float |
     wait = (
         begin_us,
         max(begin_us, 3050.0 if rank != 1 else begin_us),
-        "wait dispatch.ready",
+        "wait dispatch.rendezvous",
         1 - min(rank, 1),
     )
     work = (wait[1], wait[1] + 20, "dispatch.rows", None)
@@ -130,8 +130,8 @@ def test_a_rank_that_waits_for_a_core_is_not_called_slow(core_wait_us: float | N
         for rank in range(4)
     ]
     lines = straggler_lines(of_ranks)
-    told = "weft dispatch: rank 1 is slow: its peers wait 3010 us for it"
-    assert (told in lines) == is_slow
+    reports = "weft dispatch: rank 1 is slow: its peers wait 3010 us for it"
+    assert (reports in lines) == is_slow
     assert ("no rank is slow" in lines) != is_slow
     assert any(line.startswith("ranks share cores here") for line in lines) == bool(core_wait_us)
 

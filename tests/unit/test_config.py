@@ -109,7 +109,7 @@ def test_size_hints_grow_with_their_arguments(
         assert small <= hint(hidden_bytes + more_bytes, num_ranks + more_ranks)
 
 
-@example(116, 1, 13, 1, 13)  # lanes of three tokens, of which there are fewer than of two
+@example(116, 1, 13, 1, 13)  # batches of three tokens, of which there are fewer than of two
 @given(
     st.integers(0, 4096), st.integers(1, 8192), st.integers(1, 64), st.integers(1, 900), st.integers(0, 99)
 )

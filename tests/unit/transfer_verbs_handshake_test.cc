@@ -43,7 +43,7 @@ TEST(VerbsHandshake, GreetingsThatArriveTogetherAreAllAnsweredAtOnce) {
   for (size_t i = 0; i < many.size(); ++i) {
     many[i] = open_rail();
     routes[i] = *many[i]->resolve(one->address());
-    poll(*many[i]);  // sends its greeting
+    poll(*many[i]);  // sends its handshake
   }
   poll(*one);
   for (size_t i = 0; i < many.size(); ++i) {
@@ -54,7 +54,7 @@ TEST(VerbsHandshake, GreetingsThatArriveTogetherAreAllAnsweredAtOnce) {
 }
 
 TEST(VerbsHandshake, WhoSendsIsKnownToBeUp) {
-  // b's link comes up by a's first greeting, and every later word of a is lost.
+  // b's link comes up by a's first handshake, and every later word of a is lost.
   bool is_lost = false;
   const FakeVerbsLoss later([&](uint32_t) { return is_lost; });
   const std::unique_ptr<Rail> a = open_rail(), b = open_rail();
@@ -72,7 +72,7 @@ TEST(VerbsHandshake, WhoSendsIsKnownToBeUp) {
   poll(*b);
 }
 
-// What is lost follows a pattern that rails greeting in step would run into again and again.
+// What is lost follows a pattern that rails whose handshakes keep step would run into again and again.
 TEST(VerbsHandshake, LossInAPatternKeepsNobodyApart) {
   for (uint32_t period = 2; period <= 5; ++period)
     for (uint32_t lost = 0; lost < period; ++lost) {

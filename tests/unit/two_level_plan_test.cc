@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "jit/host_kernels.h"
+
 namespace weft {
 namespace {
 
@@ -83,16 +85,24 @@ TEST(TwoLevelPlan, RingsOfManyRanksStayWithinTheirShareOfMemory) {
   }
 }
 
-TEST(TwoLevelPlan, EveryLaneHasAWarpAndItsStateAPlace) {
+// Registers are counted for the threads that the table names.
+TEST(TwoLevelPlan, NotifyHasTheThreadsThatItIsCompiledFor) {
+  const GridPlan grid = plan_two_level_notify(64, 8, kH200);
+  EXPECT_EQ(grid.threads_per_block, find_kernel("two_level_notify", "IbgdaMesh")->threads_per_block);
+  EXPECT_GE(grid.shared_bytes, (1 + 64 + 8) * 4u);
+  EXPECT_EQ(plan_two_level_notify(64, 8, kHost).threads_per_block, kHost.host_threads);
+}
+
+TEST(TwoLevelPlan, EveryBatchHasAWarpAndItsStateAPlace) {
   const IslandPlan islands = islands_of({0, 0, 1, 1, 2, 2});
   const TwoLevelGrid dispatch = plan_two_level_dispatch(6, islands, 32, 14336, 20, kH200);
-  EXPECT_LE(dispatch.lane_warps.first + dispatch.lane_warps.count, dispatch.grid.threads_per_block / 32);
+  EXPECT_LE(dispatch.batch_warps.first + dispatch.batch_warps.count, dispatch.grid.threads_per_block / 32);
   EXPECT_LE(dispatch.grid.shared_bytes, kH200.shared_bytes);
   EXPECT_GE(dispatch.grid.shared_bytes - dispatch.states_at,
-            ring_states_bytes(islands.count, islands.most_served, 32, 20, dispatch.lane_warps.count));
+            ring_states_bytes(islands.count, islands.most_served, 32, 20, dispatch.batch_warps.count));
   const TwoLevelGrid combine = plan_two_level_combine(islands, 2, 0, kHost);
   EXPECT_EQ(combine.grid.threads_per_block, kHost.host_threads);
-  EXPECT_EQ(combine.lane_warps.count, kHost.host_threads);
+  EXPECT_EQ(combine.batch_warps.count, kHost.host_threads);
 }
 
 }  // namespace

@@ -86,11 +86,11 @@ Caps ibgda_caps(Device device) {
 }
 
 std::string ibgda_refuses(const RankFacts& self, const RankFacts& peer, const char* transport) {
-  const auto card_of = [&](const RankFacts& rank) {
-    const auto found = rank.cards.find(transport);
-    return found == rank.cards.end() ? std::string() : found->second;
+  const auto descriptor_of = [&](const RankFacts& rank) {
+    const auto found = rank.descriptors.find(transport);
+    return found == rank.descriptors.end() ? std::string() : found->second;
   };
-  const std::string mine = card_of(self), theirs = card_of(peer);
+  const std::string mine = descriptor_of(self), theirs = descriptor_of(peer);
   if (mine.empty()) return text("rank {} has no NIC whose queues kernels can write", self.rank);
   if (theirs.empty()) return text("rank {} has no NIC whose queues kernels can write", peer.rank);
   if (mine != theirs) return text("one rank's network is {}, the other's {}", mine, theirs);

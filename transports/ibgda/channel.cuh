@@ -218,8 +218,8 @@ WEFT_DEVICE void settle(const Queue& queue, Ends ends) {
 }  // namespace ibgda
 
 WEFT_DEVICE const ibgda::Queue& IbgdaChannel::own_queue() const {
-  const uint32_t lane = mesh_->queues_per_peer == 1 ? 0 : Block().index() % mesh_->queues_per_peer;
-  return mesh_->queues[peer_ * mesh_->queues_per_peer + lane];
+  const uint32_t which = mesh_->queues_per_peer == 1 ? 0 : Block().index() % mesh_->queues_per_peer;
+  return mesh_->queues[peer_ * mesh_->queues_per_peer + which];
 }
 
 WEFT_DEVICE ibgda::Ends IbgdaChannel::ends() const {
@@ -300,15 +300,15 @@ WEFT_DEVICE void IbgdaChannel::get_range(WindowOffset dst, WindowOffset src, uin
 
 // Waits until the peer has what was put through other queues.
 WEFT_DEVICE void IbgdaChannel::settle_others(const ibgda::Queue& own) {
-  for (uint32_t lane = 0; lane < mesh_->queues_per_peer; ++lane) {
-    const ibgda::Queue& queue = mesh_->queues[peer_ * mesh_->queues_per_peer + lane];
+  for (uint32_t which = 0; which < mesh_->queues_per_peer; ++which) {
+    const ibgda::Queue& queue = mesh_->queues[peer_ * mesh_->queues_per_peer + which];
     if (&queue != &own) ibgda::settle(queue, ends());
   }
 }
 
 WEFT_DEVICE void IbgdaChannel::flush() {
-  for (uint32_t lane = 0; lane < mesh_->queues_per_peer; ++lane) {
-    const ibgda::Queue& queue = mesh_->queues[peer_ * mesh_->queues_per_peer + lane];
+  for (uint32_t which = 0; which < mesh_->queues_per_peer; ++which) {
+    const ibgda::Queue& queue = mesh_->queues[peer_ * mesh_->queues_per_peer + which];
     ibgda::settle(queue, ends());
   }
 }

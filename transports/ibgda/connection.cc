@@ -214,7 +214,7 @@ class IbgdaTransport : public Transport {
   const char* name() const override { return "ibgda"; }
   const char* carried_by() const override { return "queues of an mlx5 NIC that kernels write themselves"; }
   Caps caps(Device device) const override { return ibgda_caps(device); }
-  std::string card(Device device) const override {
+  std::string descriptor(Device device) const override {
     const NicFinding found = nic_source().find(device);
     return found.unusable_because.empty() ? found.network : "";
   }

@@ -9,7 +9,7 @@ namespace weft::ibgda {
 namespace {
 
 // What the ends of a queue tell each other; the NIC's own address follows.
-struct Greeting {
+struct PairDescriptor {
   uint64_t farewell_base;
   uint32_t farewell_key;
   uint32_t address_bytes;
@@ -47,14 +47,14 @@ Status Queues::open(const std::vector<int>& served) {
   WEFT_TRY_ASSIGN(states_, LocalMemory::create(device_, places * sizeof(QueueState)));
   WEFT_TRY_ASSIGN(table_, LocalMemory::create(device_, places * sizeof(Queue)));
   for (int peer : served)
-    for (uint32_t lane = 0; lane < sizes_.per_peer; ++lane) WEFT_TRY(open_queue(peer, lane));
+    for (uint32_t which = 0; which < sizes_.per_peer; ++which) WEFT_TRY(open_queue(peer, which));
   return {};
 }
 
-Status Queues::open_queue(int peer, uint32_t lane) {
+Status Queues::open_queue(int peer, uint32_t which) {
   WEFT_TRY_ASSIGN(auto pair, nic_.create_queue(sizes_.blocks));
-  pairs_[place(peer, lane)] = {peer, std::move(pair), false, 0, {}};
-  return describe(place(peer, lane));
+  pairs_[place(peer, which)] = {peer, std::move(pair), false, 0, {}};
+  return describe(place(peer, which));
 }
 
 // Writes down for device code where a queue is.
@@ -76,15 +76,15 @@ Status Queues::describe(size_t place) {
 
 std::string Queues::addresses(int peer) const {
   std::string all;
-  for (uint32_t lane = 0; lane < sizes_.per_peer; ++lane) {
-    const auto found = pairs_.find(place(peer, lane));
+  for (uint32_t which = 0; which < sizes_.per_peer; ++which) {
+    const auto found = pairs_.find(place(peer, which));
     if (found == pairs_.end()) return "";
     const std::string address = found->second.pair->address();
     const uint64_t farewell_at =
         static_cast<uint64_t>(reinterpret_cast<std::byte*>(farewells_ + found->first) - words_->data());
-    const Greeting greeting{enrolled_.base + farewell_at, enrolled_.remote_key,
-                            static_cast<uint32_t>(address.size())};
-    all.append(reinterpret_cast<const char*>(&greeting), sizeof greeting);
+    const PairDescriptor descriptor{enrolled_.base + farewell_at, enrolled_.remote_key,
+                                    static_cast<uint32_t>(address.size())};
+    all.append(reinterpret_cast<const char*>(&descriptor), sizeof descriptor);
     all += address;
   }
   return all;
@@ -93,18 +93,18 @@ std::string Queues::addresses(int peer) const {
 Status Queues::connect(const std::vector<std::string>& theirs) {
   for (auto& [at, pair] : pairs_) {
     std::string_view rest = theirs[static_cast<size_t>(pair.peer)];
-    Greeting greeting{};
-    for (uint32_t lane = 0; lane <= at % sizes_.per_peer; ++lane) {
-      if (lane > 0) rest.remove_prefix(greeting.address_bytes);
-      if (rest.size() < sizeof greeting)
+    PairDescriptor descriptor{};
+    for (uint32_t which = 0; which <= at % sizes_.per_peer; ++which) {
+      if (which > 0) rest.remove_prefix(descriptor.address_bytes);
+      if (rest.size() < sizeof descriptor)
         return Status::make(Code::kPeerLost, "ibgda: rank {} could not make its queues", pair.peer);
-      std::memcpy(&greeting, rest.data(), sizeof greeting);
-      rest.remove_prefix(sizeof greeting);
-      if (rest.size() < greeting.address_bytes)
-        return Status::make(Code::kSystem, "ibgda: rank {} told an address that is cut", pair.peer);
+      std::memcpy(&descriptor, rest.data(), sizeof descriptor);
+      rest.remove_prefix(sizeof descriptor);
+      if (rest.size() < descriptor.address_bytes)
+        return Status::make(Code::kSystem, "ibgda: rank {} sent an address that is cut", pair.peer);
     }
-    pair.farewell = {greeting.farewell_base, big_endian(greeting.farewell_key), 0};
-    const Status joined = pair.pair->connect(rest.substr(0, greeting.address_bytes));
+    pair.farewell = {descriptor.farewell_base, big_endian(descriptor.farewell_key), 0};
+    const Status joined = pair.pair->connect(rest.substr(0, descriptor.address_bytes));
     if (!joined.ok())
       return Status::make(joined.code(), "ibgda: queue to rank {}: {}", pair.peer, joined.message());
   }
@@ -113,15 +113,15 @@ Status Queues::connect(const std::vector<std::string>& theirs) {
 
 Status Queues::reset(int peer) {
   std::lock_guard lock(mutex_);
-  for (uint32_t lane = 0; lane < sizes_.per_peer; ++lane) {
-    const size_t at = place(peer, lane);
+  for (uint32_t which = 0; which < sizes_.per_peer; ++which) {
+    const size_t at = place(peer, which);
     Pair& pair = pairs_.at(at);
     WEFT_TRY(pair.pair->reset());
     WEFT_TRY(describe(at));
     const QueueState fresh{};
     WEFT_TRY(states_->write(at * sizeof fresh, &fresh, sizeof fresh));
     faults_[at] = {};
-    pair.is_told = false;
+    pair.is_reported = false;
     pair.passed_on = 0;
   }
   return {};
@@ -194,7 +194,7 @@ void Queues::look_for_errors(size_t place) {
 bool Queues::notices_break(size_t place) {
   std::lock_guard lock(mutex_);
   if (!is_broken(place)) look_for_errors(place);
-  return is_broken(place) && !std::exchange(pairs_.at(place).is_told, true);
+  return is_broken(place) && !std::exchange(pairs_.at(place).is_reported, true);
 }
 
 bool Queues::pass_on_doorbells() {

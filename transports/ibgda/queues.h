@@ -61,8 +61,8 @@ class Queues {
  private:
   Queues(Nic& nic, Device device, const QueueSizes& sizes) : nic_(nic), device_(device), sizes_(sizes) {}
   Status open(const std::vector<int>& served);
-  Status open_queue(int peer, uint32_t lane);
-  size_t place(int peer, uint32_t lane) const { return static_cast<size_t>(peer) * sizes_.per_peer + lane; }
+  Status open_queue(int peer, uint32_t which);
+  size_t place(int peer, uint32_t which) const { return static_cast<size_t>(peer) * sizes_.per_peer + which; }
   bool is_idle(size_t place) const;
   bool is_broken(size_t place) const;
   bool is_refused(size_t place) const;
@@ -76,7 +76,7 @@ class Queues {
   struct Pair {
     int peer = 0;
     std::unique_ptr<QueuePair> pair;
-    bool is_told = false;
+    bool is_reported = false;
     uint64_t passed_on = 0;  // doorbell
     RemotePart farewell{};   // the peer's word for this queue
   };
@@ -93,7 +93,7 @@ class Queues {
   std::function<void(const FaultBox&)> on_broken_;
   std::thread watcher_;
   std::atomic<bool> stops_{false};
-  mutable std::mutex mutex_;  // of faults, told and forgone; held while a queue begins anew
+  mutable std::mutex mutex_;  // of faults, reported and forgone; held while a queue begins anew
   std::set<int> forgone_;
 };
 

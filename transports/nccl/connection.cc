@@ -271,18 +271,18 @@ class NcclTransport : public Transport {
   }
 
   // The version; empty where it cannot be used.
-  std::string card(Device device) const override {
+  std::string descriptor(Device device) const override {
     const Result<const Library*> nccl = library_for(device);
     return nccl.ok() ? version_text((*nccl)->version) : "";
   }
 
   std::string refuses(const RankFacts& self, const RankFacts& peer) const override {
     for (const RankFacts* one : {&self, &peer}) {
-      const auto card = one->cards.find(kName);
-      if (card == one->cards.end() || card->second.empty())
+      const auto descriptor = one->descriptors.find(kName);
+      if (descriptor == one->descriptors.end() || descriptor->second.empty())
         return text("rank {} has no NCCL that it could use", one->rank);
     }
-    const std::string &mine = self.cards.at(kName), &theirs = peer.cards.at(kName);
+    const std::string &mine = self.descriptors.at(kName), &theirs = peer.descriptors.at(kName);
     if (mine != theirs)
       return text("rank {} has NCCL {}, rank {} has NCCL {}", self.rank, mine, peer.rank, theirs);
     if (!self.gpu.empty() && self.gpu == peer.gpu && self.host == peer.host)

@@ -199,7 +199,7 @@ class ProxyLink : public Link {
     idle_proxies_ = std::move(made);
     for (int peer : served()) {
       uint64_t* flushed = shared_->at<uint64_t>(at_.flushed_at) + peer;
-      WEFT_TRY_ASSIGN(lanes_[peer], Lane::create(*traffic_, peer, flushed));
+      WEFT_TRY_ASSIGN(queues_[peer], PeerQueue::create(*traffic_, peer, flushed));
     }
     return Status();
   }
@@ -226,19 +226,19 @@ class ProxyLink : public Link {
     WEFT_TRY_ASSIGN(const std::vector<std::string> addresses,
                     exchange(opened.ok() ? engine_->address() : std::string()));
     Status connected = opened.ok() ? start_engine(addresses) : opened;
-    std::string greetings;  // one for each rank, with its length before it
+    std::string inboxes;  // a descriptor for each rank, with its length before it
     for (int peer = 0; peer < ranks_; ++peer) {
-      std::string greeting;
-      if (connected.ok() && lanes_.contains(peer) && peer != rank_) {
-        Result<std::string> made = lanes_[peer]->greeting();
-        if (made.ok()) greeting = *made;
+      std::string inbox;
+      if (connected.ok() && queues_.contains(peer) && peer != rank_) {
+        Result<std::string> made = queues_[peer]->describe_inbox();
+        if (made.ok()) inbox = *made;
         connected = made.status();
       }
-      const auto length = static_cast<uint32_t>(greeting.size());
-      greetings.append(reinterpret_cast<const char*>(&length), sizeof length);
-      greetings += greeting;
+      const auto length = static_cast<uint32_t>(inbox.size());
+      inboxes.append(reinterpret_cast<const char*>(&length), sizeof length);
+      inboxes += inbox;
     }
-    WEFT_TRY_ASSIGN(const std::vector<std::string> all, exchange(connected.ok() ? greetings : std::string()));
+    WEFT_TRY_ASSIGN(const std::vector<std::string> all, exchange(connected.ok() ? inboxes : std::string()));
     if (connected.ok()) connected = attach_inboxes(all);
     stop_helper();
     if (connected.ok()) start_proxies();
@@ -258,7 +258,7 @@ class ProxyLink : public Link {
       if (address.empty()) return Status::make(Code::kPeerLost, "proxy: rank {} could not start", peer);
       WEFT_TRY_ASSIGN(auto connected, engine_->connect(address, Deadline::after_s(timeout_s_)));
       connected_[peer] = connected;
-      WEFT_TRY(lanes_[peer]->connect(std::move(connected)));
+      WEFT_TRY(queues_[peer]->connect(std::move(connected)));
     }
     return Status();
   }
@@ -266,7 +266,7 @@ class ProxyLink : public Link {
   Status attach_inboxes(const std::vector<std::string>& all) {
     for (int peer : peers_) {
       const std::string& theirs = all[static_cast<size_t>(peer)];
-      std::string mine;  // the greeting that is for this rank
+      std::string mine;  // the descriptor that is for this rank
       for (size_t at = 0, rank = 0; at + sizeof(uint32_t) <= theirs.size(); ++rank) {
         uint32_t length = 0;
         std::memcpy(&length, theirs.data() + at, sizeof length);
@@ -275,7 +275,7 @@ class ProxyLink : public Link {
         at += length;
       }
       if (mine.empty()) return Status::make(Code::kPeerLost, "proxy: rank {} could not connect", peer);
-      WEFT_TRY(lanes_[peer]->attach(mine, Deadline::after_s(timeout_s_)));
+      WEFT_TRY(queues_[peer]->attach(mine, Deadline::after_s(timeout_s_)));
     }
     return Status();
   }
@@ -286,12 +286,12 @@ class ProxyLink : public Link {
   }
 
   void start_proxies() {
-    for (auto& [rank, lane] : lanes_)
-      idle_proxies_[static_cast<size_t>(rank) % idle_proxies_.size()]->add(std::move(lane));
-    lanes_.clear();
+    for (auto& [rank, queue] : queues_)
+      idle_proxies_[static_cast<size_t>(rank) % idle_proxies_.size()]->add(std::move(queue));
+    queues_.clear();
     proxies_ = std::move(idle_proxies_);
     for (const auto& proxy : proxies_)
-      proxy->start([this] { progress(); }, [this](const Lane& lane) { note_loss(lane); });
+      proxy->start([this] { progress(); }, [this](const PeerQueue& queue) { note_loss(queue); });
   }
 
   void progress() {
@@ -309,11 +309,11 @@ class ProxyLink : public Link {
     for (const auto& [peer, how] : gone) engine_->lose(connected_.at(peer), Status(Code::kPeerLost, how));
   }
 
-  void note_loss(const Lane& lane) {
+  void note_loss(const PeerQueue& queue) {
     std::lock_guard lock(mutex_);
-    const Status why = logged(lane.status());
+    const Status why = logged(queue.status());
     if (status_.ok()) status_ = why;
-    lost_.emplace_back(lane.rank(), text("is lost: {}", lane.how()));
+    lost_.emplace_back(queue.rank(), text("is lost: {}", queue.how()));
     if (tell_) tell_(lost_.back().first, lost_.back().second);
   }
 
@@ -328,7 +328,7 @@ class ProxyLink : public Link {
   std::unique_ptr<LocalMemory> fifos_;  // [proxies], as device code reads them
   Shared at_{};
   FaultBox* fault_ = nullptr;
-  std::map<int, std::unique_ptr<Lane>> lanes_;                // until the proxies have them
+  std::map<int, std::unique_ptr<PeerQueue>> queues_;          // until the proxies have them
   std::map<int, std::shared_ptr<transfer::Peer>> connected_;  // by rank; constant once proxies run
   std::mutex gone_mutex_;
   std::vector<std::pair<int, std::string>> gone_;  // peers, and how, for the proxies to end
@@ -396,7 +396,7 @@ class ProxyTransport : public Transport {
   }
 
   // provider;process or host it is limited to
-  std::string card(Device) const override {
+  std::string descriptor(Device) const override {
     const Result<Network>& network = network_here();
     if (!network.ok()) return "";
     const std::string provider = network->provider->name();
@@ -407,9 +407,10 @@ class ProxyTransport : public Transport {
   }
 
   std::string refuses(const RankFacts& self, const RankFacts& peer) const override {
-    const auto mine = self.cards.find(name()), theirs = peer.cards.find(name());
-    if (mine == self.cards.end() || mine->second.empty()) return text("rank {} has no network", self.rank);
-    if (theirs == peer.cards.end() || theirs->second.empty())
+    const auto mine = self.descriptors.find(name()), theirs = peer.descriptors.find(name());
+    if (mine == self.descriptors.end() || mine->second.empty())
+      return text("rank {} has no network", self.rank);
+    if (theirs == peer.descriptors.end() || theirs->second.empty())
       return text("rank {} has no network", peer.rank);
     if (self.device.kind != peer.device.kind)
       return text("one rank uses {}, the other {}", self.device, peer.device);

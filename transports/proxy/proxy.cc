@@ -10,8 +10,8 @@ namespace weft::proxy {
 namespace {
 
 constexpr uint64_t kLine = 128;        // words of the two sides lie on lines of their own
-constexpr uint32_t kTakenAtOnce = 64;  // commands, before lanes have their turn
-constexpr size_t kQueuedMost = 4096;   // commands in lanes; beyond it, the FIFO waits
+constexpr uint32_t kTakenAtOnce = 64;  // commands, before queues have their turn
+constexpr size_t kQueuedMost = 4096;   // commands in queues; beyond it, the FIFO waits
 constexpr unsigned kSpins = 64, kYields = 512;
 constexpr std::chrono::microseconds kNap(50), kCalmNap(400), kIdleNap(2000);
 // Kernels of a GPU cannot help: what they ask for is waited for awake so long after the last of it.
@@ -56,14 +56,14 @@ Result<std::unique_ptr<Proxy>> Proxy::create(Device device, uint64_t capacity) {
   return std::unique_ptr<Proxy>(new Proxy(std::move(fifo), device.is_host()));
 }
 
-void Proxy::start(std::function<void()> progress, std::function<void(const Lane&)> on_lost) {
+void Proxy::start(std::function<void()> progress, std::function<void(const PeerQueue&)> on_lost) {
   progress_ = std::move(progress);
   on_lost_ = std::move(on_lost);
-  told_.assign(lanes_.size(), false);
-  for (const std::unique_ptr<Lane>& lane : lanes_) {
-    const auto rank = static_cast<size_t>(lane->rank());
+  reported_.assign(queues_.size(), false);
+  for (const std::unique_ptr<PeerQueue>& queue : queues_) {
+    const auto rank = static_cast<size_t>(queue->rank());
     if (by_rank_.size() <= rank) by_rank_.resize(rank + 1, nullptr);
-    by_rank_[rank] = lane.get();
+    by_rank_[rank] = queue.get();
   }
   thread_ = std::thread([this] { run(); });
 }
@@ -143,24 +143,24 @@ bool Proxy::turn() {
   bool any = take_commands();
   // Before the network is looked at, which takes a system call or two on some.
   if (any)
-    for (const std::unique_ptr<Lane>& lane : lanes_) lane->send_taken();
+    for (const std::unique_ptr<PeerQueue>& queue : queues_) queue->send_taken();
   progress_();
   bool is_quiet = !any;
   bool is_done = !any && is_finishing_.load(std::memory_order_acquire);
   uint64_t data_writes = 0;
   bool has_queued = false;
   const bool closes = is_done && !has_closed_;
-  for (size_t i = 0; i < lanes_.size(); ++i) {
-    Lane& lane = *lanes_[i];
-    if (closes) lane.close();
-    any = lane.turn() || any;
-    data_writes += lane.data_writes();
-    has_queued = has_queued || lane.queued() > 0;
-    is_quiet = is_quiet && lane.is_idle();
-    is_done = is_done && lane.is_idle() && lane.is_closed();
-    if (!lane.status().ok() && !told_[i]) {
-      told_[i] = true;
-      on_lost_(lane);
+  for (size_t i = 0; i < queues_.size(); ++i) {
+    PeerQueue& queue = *queues_[i];
+    if (closes) queue.close();
+    any = queue.turn() || any;
+    data_writes += queue.data_writes();
+    has_queued = has_queued || queue.queued() > 0;
+    is_quiet = is_quiet && queue.is_idle();
+    is_done = is_done && queue.is_idle() && queue.is_closed();
+    if (!queue.status().ok() && !reported_[i]) {
+      reported_[i] = true;
+      on_lost_(queue);
     }
   }
   has_closed_ = has_closed_ || closes;
@@ -173,19 +173,19 @@ bool Proxy::turn() {
 
 bool Proxy::take_commands() {
   size_t queued = 0;
-  for (const std::unique_ptr<Lane>& lane : lanes_) queued += lane->queued();
+  for (const std::unique_ptr<PeerQueue>& queue : queues_) queued += queue->queued();
   uint32_t taken = 0;
   for (; taken < kTakenAtOnce && queued + taken < kQueuedMost; ++taken) {
     Command command;
     uint64_t position = 0;
     if (!fifo_->pop(command, position)) break;
-    if (Lane* lane = lane_to(peer_of(command))) lane->take(command, position);
+    if (PeerQueue* queue = queue_to(peer_of(command))) queue->take(command, position);
   }
   fifo_->publish();
   return taken > 0;
 }
 
-Lane* Proxy::lane_to(uint32_t rank) {
+PeerQueue* Proxy::queue_to(uint32_t rank) {
   return rank < by_rank_.size() ? by_rank_[rank] : nullptr;
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A Proxy is one host thread that takes commands from its FIFO and carries them out through its lanes.
+// A Proxy is one host thread that takes commands from its FIFO and carries them out through its queues.
 //   WEFT_TRY_ASSIGN(auto proxy, Proxy::create(device, 2048));
-//   proxy->add(std::move(lane)); proxy->start(...);   proxy->fifo()        // what device code is given
+//   proxy->add(std::move(queue)); proxy->start(...);   proxy->fifo()        // what device code is given
 // It looks often while there is work, and every 2 ms once there has been none for WEFT_PROXY_IDLE_S. Host
 // threads whose kernels wait do its work meanwhile (help()): nobody has to be woken for what they asked for,
 // nor for what they wait for. The proxy's own thread then only looks whether they still do.
@@ -19,7 +19,7 @@
 #include "base/device.h"
 #include "memory/host_visible.h"
 #include "memory/local_memory.h"
-#include "transports/proxy/lane.h"
+#include "transports/proxy/peer_queue.h"
 
 namespace weft::proxy {
 
@@ -53,9 +53,9 @@ class Proxy {
   ~Proxy() { stop(); }
 
   const Fifo& fifo() const { return fifo_->fifo(); }
-  void add(std::unique_ptr<Lane> lane) { lanes_.push_back(std::move(lane)); }
+  void add(std::unique_ptr<PeerQueue> queue) { queues_.push_back(std::move(queue)); }
   // `progress` moves the network; `on_lost` is called once for each peer that is lost.
-  void start(std::function<void()> progress, std::function<void(const Lane&)> on_lost);
+  void start(std::function<void()> progress, std::function<void(const PeerQueue&)> on_lost);
   // One round of its work, unless another thread is at it; whether anything came of it. Threads: any.
   bool help();
   // Until nothing is queued or under way, or `until`: what was asked for before has read its sources. Threads: any.
@@ -71,22 +71,22 @@ class Proxy {
   bool try_turn(bool& any);
   bool is_calm();
   bool take_commands();
-  Lane* lane_to(uint32_t rank);
+  PeerQueue* queue_to(uint32_t rank);
 
   std::unique_ptr<FifoReader> fifo_;
   const bool is_host_;  // whose kernels fill it
-  std::vector<std::unique_ptr<Lane>> lanes_;
-  std::vector<bool> told_;  // of a lane that lost its peer
-  std::vector<Lane*> by_rank_;
+  std::vector<std::unique_ptr<PeerQueue>> queues_;
+  std::vector<bool> reported_;  // of a queue that lost its peer
+  std::vector<PeerQueue*> by_rank_;
   std::function<void()> progress_;
-  std::function<void(const Lane&)> on_lost_;
+  std::function<void(const PeerQueue&)> on_lost_;
   std::thread thread_;
   std::atomic<bool> is_turning_{false};  // somebody does the work
   std::atomic<uint64_t> helped_{0};      // rounds by others
   std::atomic<bool> is_finishing_{false}, is_finished_{false}, stopping_{false};
   std::atomic<uint64_t> quiet_turns_{0};  // that found nothing queued and nothing under way
-  std::atomic<uint64_t> data_writes_{0};  // of all lanes
-  std::atomic<bool> has_queued_{false};   // a lane has
+  std::atomic<uint64_t> data_writes_{0};  // of all queues
+  std::atomic<bool> has_queued_{false};   // a queue has
   uint64_t data_writes_seen_ = 0;         // by run()
   bool has_closed_ = false;
 };

@@ -49,7 +49,7 @@ class Client:
         self.line, self.args = line, args
         self.side = open_side(args, "client")  # first: what is wrong with the provider is said here
         theirs = line.recv()
-        line.send(self.side.card())
+        line.send(self.side.descriptor())
         self.side.meet(theirs)
         self.side.buffer[:] = os.urandom(MIB) * (BUFFER_BYTES // MIB)
 
@@ -184,13 +184,13 @@ def measure_others(client: Client, loads: Sequence[Load], rows: Sequence[Row], r
     """Add what other engines need for the same work to the rows; return notes about them."""
     side = client.side
     opened = side.open_others(client.line.host)
-    theirs = client.order({"do": "open others", "cards": opened["cards"]})
+    theirs = client.order({"do": "open others", "descriptors": opened["descriptors"]})
     absent: dict[str, str] = {**theirs["absent"], **opened["absent"]}
     for name, other in side.others.items():
         if name in absent:
             continue
         try:
-            other.meet(theirs["cards"][name])
+            other.meet(theirs["descriptors"][name])
             for load, row in zip(loads, rows, strict=True):
                 if load.call not in ("write", "read", "paged_write"):
                     continue

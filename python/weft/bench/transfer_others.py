@@ -27,10 +27,10 @@ TIMEOUT_S = 60.0
 class Other(Protocol):
     """One engine on one side, with the side's buffer registered."""
 
-    def card(self) -> dict[str, Any]:
+    def descriptor(self) -> dict[str, Any]:
         """Return what the other side needs for ``meet``."""
 
-    def meet(self, card: dict[str, Any]) -> None:
+    def meet(self, descriptor: dict[str, Any]) -> None:
         """Connect to the other side."""
 
     def seconds(self, kind: str, pairs: Pairs, nbytes: int, repeats: int) -> list[float]:
@@ -48,13 +48,13 @@ class Nixl:
         self.memory = self.agent.register_memory([(address, nbytes, 0, "")], "DRAM")
         self.peer, self.there = "", 0
 
-    def card(self) -> dict[str, Any]:
+    def descriptor(self) -> dict[str, Any]:
         """Return the agent's metadata and the buffer's address."""
         return {"metadata": bytes(self.agent.get_agent_metadata()), "address": self.address}
 
-    def meet(self, card: dict[str, Any]) -> None:
+    def meet(self, descriptor: dict[str, Any]) -> None:
         """Load the other agent."""
-        self.peer, self.there = self.agent.add_remote_agent(card["metadata"]), card["address"]
+        self.peer, self.there = self.agent.add_remote_agent(descriptor["metadata"]), descriptor["address"]
 
     def seconds(self, kind: str, pairs: Pairs, nbytes: int, repeats: int) -> list[float]:
         """One request, made once and posted ``repeats`` times."""
@@ -91,13 +91,13 @@ class Mooncake:
             raise RuntimeError("register_memory() failed")
         self.peer, self.there = "", 0
 
-    def card(self) -> dict[str, Any]:
+    def descriptor(self) -> dict[str, Any]:
         """Return where the engine listens and the buffer's address."""
         return {"peer": f"{self.host}:{self.engine.get_rpc_port()}", "address": self.address}
 
-    def meet(self, card: dict[str, Any]) -> None:
+    def meet(self, descriptor: dict[str, Any]) -> None:
         """Remember the other side; Mooncake connects with the first request."""
-        self.peer, self.there = card["peer"], card["address"]
+        self.peer, self.there = descriptor["peer"], descriptor["address"]
 
     def seconds(self, kind: str, pairs: Pairs, nbytes: int, repeats: int) -> list[float]:
         """One batch per repetition."""

@@ -37,7 +37,7 @@ class Side:
     def __post_init__(self) -> None:
         self.memory = self.engine.register(self.span, remote_read=True, remote_write=True)
 
-    def card(self) -> dict[str, Any]:
+    def descriptor(self) -> dict[str, Any]:
         """Return what the other side needs."""
         return {
             "address": self.engine.address,
@@ -45,17 +45,20 @@ class Side:
             "raw": None if self.raw is None else self.raw.address,
         }
 
-    def meet(self, card: dict[str, Any]) -> None:
-        """Connect to the side with that card."""
-        self.peer = self.engine.connect(card["address"], DIAL_S)
-        self.remote = self.engine.attach(card["descriptor"], DIAL_S)
-        if self.raw is not None and card["raw"] is not None:
-            self.raw.connect(card["raw"])
+    def meet(self, descriptor: dict[str, Any]) -> None:
+        """Connect to the side with that descriptor."""
+        self.peer = self.engine.connect(descriptor["address"], DIAL_S)
+        self.remote = self.engine.attach(descriptor["descriptor"], DIAL_S)
+        if self.raw is not None and descriptor["raw"] is not None:
+            self.raw.connect(descriptor["raw"])
 
     def open_others(self, host: str) -> dict[str, Any]:
-        """Open other engines on the same buffer; return their cards, or why they are absent."""
+        """Open other engines on the same buffer; return their descriptors, or why they are absent."""
         self.others, absent = open_others(self.span.address, BUFFER_BYTES, host)
-        return {"cards": {name: other.card() for name, other in self.others.items()}, "absent": absent}
+        return {
+            "descriptors": {name: other.descriptor() for name, other in self.others.items()},
+            "absent": absent,
+        }
 
 
 def open_side(args: argparse.Namespace, name: str) -> Side:
@@ -82,7 +85,7 @@ def serve(line: Line, args: argparse.Namespace) -> None:
     side = open_side(args, "server")
     if args.command == "server":
         print(describe_nics(side.engine), flush=True)
-    line.send(side.card())
+    line.send(side.descriptor())
     side.meet(line.recv())
     answered = _core.TransferAnswered()
     while (order := line.recv())["do"] != "quit":
@@ -105,9 +108,9 @@ def serve(line: Line, args: argparse.Namespace) -> None:
         elif order["do"] == "open others":
             opened = side.open_others(line.host)
             line.send(opened)
-            for name, card in order["cards"].items():
+            for name, descriptor in order["descriptors"].items():
                 if name in side.others:
-                    side.others[name].meet(card)
+                    side.others[name].meet(descriptor)
         elif order["do"] == "show":
             line.send({"bytes": side.buffer[order["at"] : order["at"] + order["count"]]})
     side.engine.close()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``weft chaos``: every call in random order, size and form, while a seeded adversary hurts ranks; all is judged.
 
-operations.py      the calls, each against the oracle (engine_place.py: those of the transfer engine)
+operations.py      the calls, each against the oracle (connected_engine.py: those of the transfer engine)
 adversary.py       the faults: what they do, where they can be had, how a round with one may end
 rounds.py          one round: drawn from a seed and a number, run on ranks of its own
 judge.py           what is wrong with a round: results, blame, errors, leaks

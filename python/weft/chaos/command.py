@@ -111,7 +111,7 @@ class Account:
         self.slowest_found_s = max(self.slowest_found_s, result.found_s)
         self.seconds += seconds
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return it for the JSON."""
         return {
             "seconds": round(self.seconds, 1),
@@ -241,7 +241,7 @@ def _write(
         before = record.before
         transports = dict(before.get("transports", {}))
         for name, account in accounts.items():
-            transports[name] = added(transports.get(name, {}), account.told())
+            transports[name] = added(transports.get(name, {}), account.as_dict())
         record.after = {
             **before,  # a person may have noted more
             "date": datetime.now(timezone.utc).date().isoformat(),

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 import weft
-from weft.chaos.engine_place import SLOT_BYTES, EnginePlace, pattern
+from weft.chaos.connected_engine import SLOT_BYTES, ConnectedEngine, pattern
 from weft.collectives.exchanges import EXCHANGES
 from weft.collectives.library import entries
 from weft.collectives.variants import Choice, parse_variant
@@ -78,7 +78,7 @@ class Place:
         return self._once("elastic", self._make_elastic)
 
     @property
-    def engine(self) -> EnginePlace:
+    def engine(self) -> ConnectedEngine:
         """A transfer engine, connected to those of all others."""
         return self._once("engine", self._make_engine)
 
@@ -110,9 +110,9 @@ class Place:
         buffer.pp_set_config(1 << 16, 2)
         return buffer
 
-    def _make_engine(self) -> EnginePlace:
+    def _make_engine(self) -> ConnectedEngine:
         ranks = find_bootstrap(self.meet())
-        return EnginePlace(self.rank, ranks, self.transport, self.timeout_s, self.peer_dead_s)
+        return ConnectedEngine(self.rank, ranks, self.transport, self.timeout_s, self.peer_dead_s)
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ class _Connection:
         self.messages: deque[tuple[float, int]] = deque()
 
 
-class _Lane:
+class _BlockState:
     """A block on the clock: its steps that are done, when each ended, and how many steps led to it."""
 
     def __init__(self, rank: int, number: int, block: Block, out: _Connection, into: _Connection) -> None:
@@ -205,76 +205,76 @@ class _Clock:
         self._thread = [0.0] * algorithm.num_ranks
         self._worked_us = [0.0] * algorithm.num_ranks
         connections: dict[tuple[int, int, int], _Connection] = defaultdict(_Connection)
-        self._lanes = [
-            _Lane(
+        self._blocks = [
+            _BlockState(
                 *(rank, number, block),
                 connections[rank, block.send, block.channel],
                 connections[block.recv, rank, block.channel],
             )
             for rank, number, block in algorithm.blocks()
         ]
-        self._lane_of = {(lane.rank, lane.number): lane for lane in self._lanes}
+        self._block_of = {(block.rank, block.number): block for block in self._blocks}
         self.critical_steps = 0
 
     def play(self) -> list[Event]:
         """Return all steps with their times; ends early where the algorithm deadlocks."""
         events: list[Event] = []
-        waiting = self._lanes
+        waiting = self._blocks
         while waiting:
             before = len(events)
-            for lane in waiting:
-                while len(lane.ends) < len(lane.steps):
-                    event = self._try(lane, lane.steps[len(lane.ends)])
+            for block in waiting:
+                while len(block.ends) < len(block.steps):
+                    event = self._try(block, block.steps[len(block.ends)])
                     if event is None:
                         break
                     events.append(event)
             if len(events) == before:
                 break
-            waiting = [lane for lane in waiting if len(lane.ends) < len(lane.steps)]
-        self.critical_steps = max((depth for lane in self._lanes for depth in lane.depths), default=0)
+            waiting = [block for block in waiting if len(block.ends) < len(block.steps)]
+        self.critical_steps = max((depth for block in self._blocks for depth in block.depths), default=0)
         return events
 
     def busiest_us(self) -> float:
         """Return how long the busiest block, rank's egress or rank's only thread works on one slice."""
-        lanes = (lane.busy_us for lane in self._lanes)
-        return max([*lanes, *self._sent_us, *self._worked_us], default=0.0)
+        busy = (block.busy_us for block in self._blocks)
+        return max([*busy, *self._sent_us, *self._worked_us], default=0.0)
 
-    def _try(self, lane: _Lane, step: Step) -> Event | None:
-        at = len(lane.ends)
-        ready, depth = (lane.ends[-1], lane.depths[-1]) if at else (0.0, 0)
+    def _try(self, block: _BlockState, step: Step) -> Event | None:
+        at = len(block.ends)
+        ready, depth = (block.ends[-1], block.depths[-1]) if at else (0.0, 0)
         for number, needed in step.depends:
-            other = self._lane_of[lane.rank, number]
+            other = self._block_of[block.rank, number]
             if len(other.ends) <= needed:
                 return None
             ready, depth = max(ready, other.ends[needed]), max(depth, other.depths[needed])
         if step.op.receives:
-            if not lane.into.messages:
+            if not block.into.messages:
                 return None
-            arrives, sender_depth = lane.into.messages.popleft()
+            arrives, sender_depth = block.into.messages.popleft()
             ready, depth = max(ready, arrives), max(depth, sender_depth)
-        send = self._direct.sends.get((lane.rank, lane.number, at))
-        to_port = step.op.sends and self._machine.is_port(lane.rank, lane.to)
-        from_port = step.op.receives and self._machine.is_port(lane.rank, lane.come_from)
+        send = self._direct.sends.get((block.rank, block.number, at))
+        to_port = step.op.sends and self._machine.is_port(block.rank, block.to)
+        from_port = step.op.receives and self._machine.is_port(block.rank, block.come_from)
         is_referred = send is not None and send.may_refer and not to_port
         port_us = self._machine.port_step_us + step.count * self._port_us
         work_us = self._work_us(step, is_referred) + (to_port + from_port) * port_us
         if self._machine.one_thread:
-            ready = max(ready, self._thread[lane.rank])
-            self._thread[lane.rank] = ready + work_us
-            self._worked_us[lane.rank] += work_us
+            ready = max(ready, self._thread[block.rank])
+            self._thread[block.rank] = ready + work_us
+            self._worked_us[block.rank] += work_us
         end = ready + work_us
         if step.op.sends:
             if not is_referred:
                 wire_us = step.count * self._wire_us
-                self._sent_us[lane.rank] += wire_us
-                self._egress[lane.rank] = max(self._egress[lane.rank], ready) + wire_us
-                end = max(end, self._egress[lane.rank])
+                self._sent_us[block.rank] += wire_us
+                self._egress[block.rank] = max(self._egress[block.rank], ready) + wire_us
+                end = max(end, self._egress[block.rank])
             travels_us = self._machine.port_message_us if to_port else self._machine.message_us
-            lane.out.messages.append((end + travels_us + self._sync, depth + 1))
-        lane.busy_us += end - ready
-        lane.ends.append(end)
-        lane.depths.append(depth + 1)
-        return Event(lane.rank, lane.number, at, ready, end)
+            block.out.messages.append((end + travels_us + self._sync, depth + 1))
+        block.busy_us += end - ready
+        block.ends.append(end)
+        block.depths.append(depth + 1)
+        return Event(block.rank, block.number, at, ready, end)
 
     def _work_us(self, step: Step, is_referred: bool) -> float:
         if is_referred and step.op is Op.SEND:

@@ -102,8 +102,8 @@ def _hangs(algorithm: Algorithm, group: int, slots: int) -> bool:
             if lack is not None:
                 waiting.setdefault(lack, []).append(identity)
                 break
-            for told in _advance(block, identity, in_flight):
-                ready.extend(waiting.pop(told, ()))
+            for woken in _advance(block, identity, in_flight):
+                ready.extend(waiting.pop(woken, ()))
     return any(block.step < len(block.steps) for block in blocks.values())
 
 
@@ -126,15 +126,15 @@ def _lack(
 def _advance(block: _Counted, identity: tuple[int, int], in_flight: dict[Connection, int]) -> list[object]:
     """Move one message on; return what others may have waited for."""
     step = block.steps[block.step]
-    told: list[object] = []
+    woken: list[object] = []
     if step.op.receives:
         in_flight[block.incoming] -= 1
-        told.append((block.incoming, "slot"))
+        woken.append((block.incoming, "slot"))
     if step.op.sends:
         in_flight[block.outgoing] = in_flight.get(block.outgoing, 0) + 1
-        told.append((block.outgoing, "message"))
+        woken.append((block.outgoing, "message"))
     block.message += 1
     if block.message == block.messages[block.step]:
-        told.append((*identity, "step", block.step))
+        woken.append((*identity, "step", block.step))
         block.step, block.message = block.step + 1, 0
-    return told
+    return woken

@@ -363,10 +363,10 @@ class _Gpu:
             return Operand(self.rank, self._buffer(operand, "type"), index, size)
         refs = block.nodes("remote_buffer_refs", "remoteBufferRefs")
         kinds = {ref.field("access_channel_type", "type") for ref in refs}
-        is_told = (
+        is_given = (
             op.has("channel_type") or len(kinds) != 1
         )  # release 0.9 leaves it out where a sum is sent as well
-        kind = self._kind(op, "channel_type") if is_told else kinds.pop()
+        kind = self._kind(op, "channel_type") if is_given else kinds.pop()
         ids = self._typed(refs, "access_channel_type", kind, ("remote_buffer_ids", "remoteBufferIds"))
         number = self._one(op, "remote_buffer_ids", ids, operand.number("buffer_id", "buff_id"))
         buffers = self.gpu.nodes("remote_buffers", "remoteBuffers")

@@ -50,7 +50,7 @@ _MEANINGS = {
     Op.REDUCE: "add",
 }
 ALL = "all"  # messages have arrows
-_MOST_LANES_WITH_ARROWS = 40
+_MOST_ROWS_WITH_ARROWS = 40
 _ROW, _GAP, _LEFT, _RIGHT, _TOP, _WIDTH = 16, 8, 180, 36, 60, 1140
 _LETTER = 5.2  # of a name on a bar: its width at most
 _MOST_TICKS = 8
@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     if args.chunk and args.chunk not in known:
         raise invalid("chunk", args.chunk, "RANK.INDEX of a chunk that some step moves, such as 0.0")
     if args.output:
-        lanes = sum(1 for _ in algorithm.blocks())
-        followed = args.chunk or (ALL if lanes <= _MOST_LANES_WITH_ARROWS else "")
+        rows = sum(1 for _ in algorithm.blocks())
+        followed = args.chunk or (ALL if rows <= _MOST_ROWS_WITH_ARROWS else "")
         Path(args.output).write_text(svg(algorithm, guess, subtitle, followed))
         print(f"wrote {args.output}")
     if args.html:
@@ -146,18 +146,18 @@ def time_parts(guess: Estimate, machine: Machine) -> str:
 def svg(
     algorithm: Algorithm, guess: Estimate, subtitle: str = "", followed: str = ALL, waits: bool = False
 ) -> str:
-    """Return the drawing: a lane per block, a bar per step, an arrow per message; ``subtitle`` under the title.
+    """Return the drawing: a row per block, a bar per step, an arrow per message; ``subtitle`` under the title.
 
     ``followed``: ALL messages have arrows, or those with the chunk RANK.INDEX; "" none. ``waits``: of a step for one
     of another block, too, dashed.
     """
     names = chunk_names(algorithm)
-    lanes: dict[tuple[int, int], int] = {}
+    rows: dict[tuple[int, int], int] = {}
     at = _TOP
     for rank, number, _ in algorithm.blocks():
         if number == 0 and rank:
             at += _GAP
-        lanes[rank, number] = at
+        rows[rank, number] = at
         at += _ROW
     end_us = max((event.end_us for event in guess.events), default=1.0) or 1.0
     scale = (_WIDTH - _LEFT - _RIGHT) / end_us
@@ -172,11 +172,11 @@ def svg(
         f"ranks, {algorithm.protocol}</text>",
         f'<text x="10" y="34" fill="#57606a">{_text(subtitle)}</text>',
     ]
-    parts += _lane_labels(algorithm, lanes)
-    parts += _bars(algorithm, guess, lanes, scale, names)
-    parts += _arrows(algorithm, guess, lanes, scale, names, followed)
+    parts += _row_labels(algorithm, rows)
+    parts += _bars(algorithm, guess, rows, scale, names)
+    parts += _arrows(algorithm, guess, rows, scale, names, followed)
     if waits:
-        parts += _wait_lines(algorithm, guess, lanes, scale)
+        parts += _wait_lines(algorithm, guess, rows, scale)
     parts += _axis(end_us, scale, at)
     return "\n".join([*parts, *_legend(algorithm, at + 34, waits), "</svg>", ""])
 
@@ -235,10 +235,10 @@ def page(algorithm: Algorithm, drawing: str, text: str, has_one_chunk: bool = Fa
     )
 
 
-def _lane_labels(algorithm: Algorithm, lanes: dict[tuple[int, int], int]) -> list[str]:
+def _row_labels(algorithm: Algorithm, rows: dict[tuple[int, int], int]) -> list[str]:
     parts = []
     for rank, number, block in algorithm.blocks():
-        y = lanes[rank, number]
+        y = rows[rank, number]
         peers = (f" to {block.send}" if block.send >= 0 else "") + (
             f" from {block.recv}" if block.recv >= 0 else ""
         )
@@ -252,7 +252,7 @@ def _lane_labels(algorithm: Algorithm, lanes: dict[tuple[int, int], int]) -> lis
 def _bars(
     algorithm: Algorithm,
     guess: Estimate,
-    lanes: dict[tuple[int, int], int],
+    rows: dict[tuple[int, int], int],
     scale: float,
     names: Names,
 ) -> list[str]:
@@ -271,12 +271,12 @@ def _bars(
         )
         parts.append(
             f'<rect class="step" id="s{event.rank}-{event.block}-{event.step}" data-chunks="{" ".join(moved)}" '
-            f'x="{x:.1f}" y="{lanes[event.rank, event.block]}" width="{width:.1f}" '
+            f'x="{x:.1f}" y="{rows[event.rank, event.block]}" width="{width:.1f}" '
             f'height="{_ROW - 2}" fill="{_COLORS[step.op]}"><title>{_text(tip)}</title></rect>'
         )
         label = moved[0] + (f" +{len(moved) - 1}" if len(moved) > 1 else "") if moved else ""
         if label and width > _LETTER * len(label) + 4:
-            y = lanes[event.rank, event.block] + _ROW - 5
+            y = rows[event.rank, event.block] + _ROW - 5
             parts.append(
                 f'<text class="name" x="{x + 2:.1f}" y="{y}" font-size="9" fill="white" pointer-events="none">{label}'
                 "</text>"
@@ -287,7 +287,7 @@ def _bars(
 def _arrows(
     algorithm: Algorithm,
     guess: Estimate,
-    lanes: dict[tuple[int, int], int],
+    rows: dict[tuple[int, int], int],
     scale: float,
     names: Names,
     followed: str,
@@ -296,7 +296,7 @@ def _arrows(
     parts = []
     for event in guess.events:
         block = algorithm.ranks[event.rank].blocks[event.block]
-        y = lanes[event.rank, event.block] + _ROW // 2 - 1
+        y = rows[event.rank, event.block] + _ROW // 2 - 1
         op = block.steps[event.step].op
         if op.receives:
             source = sends[block.recv, event.rank, block.channel].pop(0)
@@ -318,17 +318,17 @@ def _arrows(
 
 
 def _wait_lines(
-    algorithm: Algorithm, guess: Estimate, lanes: dict[tuple[int, int], int], scale: float
+    algorithm: Algorithm, guess: Estimate, rows: dict[tuple[int, int], int], scale: float
 ) -> list[str]:
     """Draw what steps wait for in other blocks of their rank."""
     ends = {(event.rank, event.block, event.step): event.end_us for event in guess.events}
     parts = []
     for event in guess.events:
         step = algorithm.ranks[event.rank].blocks[event.block].steps[event.step]
-        y = lanes[event.rank, event.block] + _ROW // 2 - 1
+        y = rows[event.rank, event.block] + _ROW // 2 - 1
         for block, at in step.depends:
             x0 = _LEFT + ends[event.rank, block, at] * scale
-            y0 = lanes[event.rank, block] + _ROW // 2 - 1
+            y0 = rows[event.rank, block] + _ROW // 2 - 1
             parts.append(
                 f'<path class="wait" data-of="s{event.rank}-{event.block}-{event.step}" stroke-dasharray="3 2" '
                 f'fill="none" d="M{x0:.1f} {y0}L{_LEFT + event.start_us * scale:.1f} {y}"/>'

@@ -352,16 +352,16 @@ class _Traffic:
         step = block.steps[len(self._ends[identity])]
         if step.op.receives:
             self._messages[block.recv, rank, block.channel].popleft()
-        end, told = start, self._waiting.pop((*identity, "step"), [])
+        end, woken = start, self._waiting.pop((*identity, "step"), [])
         if step.op.sends:
             pair, key = (rank, block.send), (rank, block.send, block.channel)
             link = self._links[pair]
             begin = max(start, self._free[pair])
             end = self._free[pair] = begin + step.count * self._chunk_bytes * link.us_per_byte
             self._messages[key].append(end + link.us)
-            told = told + self._waiting.pop(key, [])
+            woken = woken + self._waiting.pop(key, [])
         self._ends[identity].append(end)
-        return told
+        return woken
 
 
 def bound_us(network: Network, collective: str, num_bytes: int) -> float:

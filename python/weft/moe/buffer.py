@@ -22,6 +22,7 @@ from torch import Tensor
 
 from weft.errors import invalid
 from weft.moe import arguments, trace
+from weft.moe.buffer_contexts import BufferContexts
 from weft.moe.config import (
     MAX_BYTES,
     MAX_SMS,
@@ -33,8 +34,7 @@ from weft.moe.config import (
     recommended_combine_config,
     recommended_dispatch_config,
 )
-from weft.moe.engine import Engine
-from weft.moe.engines import Engines
+from weft.moe.device_context import DeviceContext
 from weft.moe.events import EventHandle, EventOverlap
 from weft.moe.high_throughput_calls import HighThroughputCalls
 from weft.moe.low_latency import LowLatencyCalls
@@ -104,7 +104,7 @@ class Buffer(HighThroughputCalls, LowLatencyCalls):
         self.low_latency_mode = bool(low_latency_mode)
         self.explicitly_destroy = bool(explicitly_destroy)
         self.enable_shrink = bool(enable_shrink)
-        self._engines = Engines(
+        self._contexts = BufferContexts(
             "Buffer",
             group,
             comm,
@@ -115,8 +115,8 @@ class Buffer(HighThroughputCalls, LowLatencyCalls):
             may_mask=self.enable_shrink,
             explicitly_destroy=self.explicitly_destroy,
         )
-        self.device = self._engines.device
-        self.rank, self.group_size = self._engines.rank, self._engines.size
+        self.device = self._contexts.device
+        self.rank, self.group_size = self._contexts.rank, self._contexts.size
 
     # -- statics ---------------------------------------------------------------------------------------------
 
@@ -161,9 +161,9 @@ class Buffer(HighThroughputCalls, LowLatencyCalls):
     # -- life ------------------------------------------------------------------------------------------------
 
     @property
-    def runtime(self) -> Engine | None:
+    def runtime(self) -> DeviceContext | None:
         """What calls run on; None after destroy()."""
-        return self._engines.main
+        return self._contexts.main
 
     def destroy(self) -> None:
         """Wait for all ranks, then give the memory back; tensors that live in it stay valid until they go.
@@ -171,7 +171,7 @@ class Buffer(HighThroughputCalls, LowLatencyCalls):
         Raises: weft.Error unless made with ``explicitly_destroy``, or when called twice; weft.PeerLost naming a
         rank that is gone, unless made with ``enable_shrink``: the memory is given back all the same.
         """
-        self._engines.destroy()
+        self._contexts.destroy()
 
     def __enter__(self) -> Buffer:
         return self
@@ -180,16 +180,16 @@ class Buffer(HighThroughputCalls, LowLatencyCalls):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Destroy the buffer, made with ``explicitly_destroy`` or not; after an error without waiting for others."""
-        self._engines.close(is_clean=error is None)
+        self._contexts.close(is_clean=error is None)
 
     def __repr__(self) -> str:
-        return self._engines.describe(
+        return self._contexts.describe(
             "Buffer", num_nvl_bytes=self.num_nvl_bytes, num_rdma_bytes=self.num_rdma_bytes
         )
 
     def get_comm_stream(self) -> Any:
         """Return the torch.cuda.Stream that calls run on; on the CPU, the current torch.cpu.Stream."""
-        return self._engines.comm_stream()
+        return self._contexts.comm_stream()
 
     def get_local_buffer_tensor(
         self,
@@ -207,9 +207,9 @@ class Buffer(HighThroughputCalls, LowLatencyCalls):
         """
         arguments.check_dtype("dtype", dtype)
         check_flags(use_rdma_buffer=use_rdma_buffer)
-        engine = self._engines.alive()
+        context = self._contexts.alive()
         begin, num_bytes = (
-            engine.low_latency_part() if use_rdma_buffer else engine.rows_part(self.num_nvl_bytes)
+            context.low_latency_part() if use_rdma_buffer else context.rows_part(self.num_nvl_bytes)
         )
         offset = check_whole("offset", offset, 0, num_bytes)
         if offset % dtype.itemsize:
@@ -220,7 +220,7 @@ class Buffer(HighThroughputCalls, LowLatencyCalls):
             raise invalid(
                 "size", f"{list(shape)}: {shape.numel()} elements", f"at most {room} after the offset"
             )
-        return engine.permanent_view(begin + offset, shape.numel() * dtype.itemsize).view(dtype).view(shape)
+        return context.permanent_view(begin + offset, shape.numel() * dtype.itemsize).view(dtype).view(shape)
 
     def take_trace(self) -> trace.Trace:
         """Return what kernels on this buffer's device noted since the last look, once they have all finished.
@@ -229,4 +229,4 @@ class Buffer(HighThroughputCalls, LowLatencyCalls):
         ``weft.moe.trace.Span``. That costs them a few percent.
         Raises: weft.Error without that option.
         """
-        return trace.take_from(self._engines.alive())
+        return trace.take_from(self._contexts.alive())

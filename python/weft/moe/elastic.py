@@ -7,7 +7,7 @@
     combined, _, _ = buffer.combine(my_experts(recv_x, handle.psum_num_recv_tokens_per_expert), handle)
 
 T tokens here, N rows received here, X expanded rows, R ranks, E experts, Le of them here, K slots per token,
-M = num_max_tokens_per_rank. It stands on the same engine and kernels as ``weft.Buffer``.
+M = num_max_tokens_per_rank. It stands on the same context and kernels as ``weft.Buffer``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from weft.errors import invalid
 from weft.moe import arguments, elastic_rows, high_throughput
+from weft.moe.buffer_contexts import BufferContexts
 from weft.moe.config import (
     MAX_ALIGNMENT,
     MAX_BYTES,
@@ -29,14 +30,13 @@ from weft.moe.config import (
     check_whole,
     local_experts,
 )
+from weft.moe.device_context import DeviceContext
 from weft.moe.elastic_engram import EngramReads
 from weft.moe.elastic_facts import ElasticFacts
 from weft.moe.elastic_handle import EPHandle
 from weft.moe.elastic_ring import RingMessages
 from weft.moe.elastic_sessions import GatherSessions
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES, MAX_HIDDEN, elastic_heap_bytes, elastic_size_hint
-from weft.moe.engine import Engine
-from weft.moe.engines import Engines
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, handle_of
 from weft.moe.high_throughput import Payload, Rows
 from weft.runtime.modes import outside_modes
@@ -115,7 +115,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             explicitly_destroy=explicitly_destroy,
         )
         shape = (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction)
-        self._engines = Engines(
+        self._contexts = BufferContexts(
             "ElasticBuffer",
             group,
             None,
@@ -127,7 +127,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         )
         super().__init__()
         self.group = group
-        self.rank_idx, self.num_ranks = self._engines.rank, self._engines.size
+        self.rank_idx, self.num_ranks = self._contexts.rank, self._contexts.size
         self.num_bytes = num_bytes or elastic_size_hint(self.num_ranks, *shape)
         self.allow_hybrid_mode = bool(allow_hybrid_mode)
         self.allow_multiple_reduction = bool(allow_multiple_reduction)
@@ -140,13 +140,13 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
     # -- life and facts --------------------------------------------------------------------------------------
 
     @property
-    def runtime(self) -> Engine | None:
+    def runtime(self) -> DeviceContext | None:
         """What calls run on; None after destroy()."""
-        return self._engines.main
+        return self._contexts.main
 
     def destroy(self) -> None:
         """Wait for all ranks, then give the memory back. Raises: weft.Error unless explicitly_destroy."""
-        self._engines.destroy()
+        self._contexts.destroy()
         self._drop_ring()
         self._drop_table()
 
@@ -157,12 +157,12 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Destroy the buffer, made with ``explicitly_destroy`` or not; after an error without waiting for others."""
-        self._engines.close(is_clean=error is None)
+        self._contexts.close(is_clean=error is None)
         self._drop_ring()
         self._drop_table()
 
     def __repr__(self) -> str:
-        return self._engines.describe("ElasticBuffer", num_bytes=self.num_bytes)
+        return self._contexts.describe("ElasticBuffer", num_bytes=self.num_bytes)
 
     @staticmethod
     def capture() -> EventHandle:
@@ -171,7 +171,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
 
     def get_comm_stream(self) -> Any:
         """Return the stream that calls run on; see weft.Buffer."""
-        return self._engines.comm_stream()
+        return self._contexts.comm_stream()
 
     # -- dispatch --------------------------------------------------------------------------------------------
 
@@ -222,11 +222,11 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             handle; event). Rows come in order of source rank, then token; expanded rows inside an expert too.
         Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E.
         """
-        engine = self._engines.of("x", x)
-        data, scales = arguments.check_rows_with_scales(x, "tokens", engine.device)
+        context = self._contexts.of("x", x)
+        data, scales = arguments.check_rows_with_scales(x, "tokens", context.device)
         previous = handle_of(previous_event, "previous_event")
         before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
-        arguments.check_deterministic_fill(engine.device)
+        arguments.check_deterministic_fill(context.device)
         check_flags(
             async_with_compute_stream=async_with_compute_stream,
             allocate_on_comm_stream=allocate_on_comm_stream,
@@ -236,10 +236,10 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             do_zero_padding=do_zero_padding,
             use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
         )
-        sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or engine.planned_sms
+        sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or context.planned_sms
         check_whole("num_qps", num_qps, 0)
         if handle is not None:
-            self._check_repeat(handle, engine, data, topk_idx, cumulative_local_expert_recv_stats, do_expand)
+            self._check_repeat(handle, context, data, topk_idx, cumulative_local_expert_recv_stats, do_expand)
             _check_same(
                 handle,
                 num_experts=num_experts,
@@ -249,10 +249,10 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             weights = self._check_weights(topk_weights, handle.topk_idx)
             ids = handle.topk_idx if weights is not None else None
             rows = Rows(data, scales, ids, weights, True)
-            if engine.lacks_room_for(handle.state):
-                engine.make_room_for(handle.state, rows.format, handle.state.num_rows)
-            engine.begin(previous)
-            received = high_throughput.repeat(engine, rows, handle.state, sms, engine.as_ordered)
+            if context.lacks_room_for(handle.state):
+                context.make_room_for(handle.state, rows.format, handle.state.num_rows)
+            context.begin(previous)
+            received = high_throughput.repeat(context, rows, handle.state, sms, context.as_ordered)
         else:
             ids, experts = self._check_routes(topk_idx, data, num_experts, do_expand)
             weights = self._check_weights(topk_weights, ids)
@@ -260,9 +260,9 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             alignment = check_whole(
                 "expert_alignment", 1 if expert_alignment is None else expert_alignment, 1, MAX_ALIGNMENT
             )
-            stats = self._check_stats(cumulative_local_expert_recv_stats, experts, engine)
+            stats = self._check_stats(cumulative_local_expert_recv_stats, experts, context)
             sent = torch.zeros_like(ids, dtype=torch.float32) if weights is None else weights
-            at_owner = not self.allow_multiple_reduction and (do_expand or engine.has_sums_of_nodes)
+            at_owner = not self.allow_multiple_reduction and (do_expand or context.has_sums_of_nodes)
             rows = Rows(data, scales, ids, sent, True, ids.size(1) if at_owner else 1)
             wanted = elastic_rows.Wanted(
                 experts,
@@ -274,20 +274,20 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
                 do_handle_copy,
                 do_cpu_sync is not None and not do_cpu_sync,
             )
-            engine.begin(previous)
-            received, handle = elastic_rows.first_dispatch(engine, rows, wanted)
+            context.begin(previous)
+            received, handle = elastic_rows.first_dispatch(context, rows, wanted)
             if stats is not None:
-                with engine.on_comm_stream():
+                with context.on_comm_stream():
                     stats += handle.num_unaligned_recv_tokens_per_expert
-        engine.order_after(before_epilogue)
-        with engine.on_comm_stream():
+        context.order_after(before_epilogue)
+        with context.on_comm_stream():
             outputs = elastic_rows.outputs(
                 received, handle, weights is not None, do_zero_padding, use_tma_aligned_col_major_sf
             )
             del received
-        event = engine.finish(bool(async_with_compute_stream), (data, scales, ids, weights, handle.topk_idx))
+        event = context.finish(bool(async_with_compute_stream), (data, scales, ids, weights, handle.topk_idx))
         data_out = outputs[0] if isinstance(outputs[0], tuple) else (outputs[0],)
-        engine.hand_over([*data_out, *outputs[1:]])
+        context.hand_over([*data_out, *outputs[1:]])
         return (*outputs, handle, event)
 
     # -- combine ---------------------------------------------------------------------------------------------
@@ -321,16 +321,16 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             their right-most slots, are added in ascending order, one rounding.
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
         """
-        engine = self._engines.of("x", x)
-        state = engine.check_handle(handle, EPHandle, "dispatch")
+        context = self._contexts.of("x", x)
+        state = context.check_handle(handle, EPHandle, "dispatch")
         num_rows = handle.num_expanded_tokens if handle.do_expand else state.num_rows
-        x = arguments.check_rows("x", x, num_rows, (torch.bfloat16,), engine.device)
-        biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, engine.device)
+        x = arguments.check_rows("x", x, num_rows, (torch.bfloat16,), context.device)
+        biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, context.device)
         if topk_weights is not None:
             if handle.sums_at_owner and handle.do_expand:
                 raise invalid("topk_weights", "weights", "None, as allow_multiple_reduction is False")
             shape = (num_rows,) if handle.do_expand else (num_rows, handle.topk_idx.size(1))
-            arguments.check_tensor("topk_weights", topk_weights, shape, (torch.float32,), engine.device)
+            arguments.check_tensor("topk_weights", topk_weights, shape, (torch.float32,), context.device)
         previous = handle_of(previous_event, "previous_event")
         before_epilogue = handle_of(previous_event_before_epilogue, "previous_event_before_epilogue")
         check_flags(
@@ -339,26 +339,32 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
         )
         sms = check_whole("num_sms", num_sms, 0, MAX_SMS) or handle.num_sms
         check_whole("num_qps", num_qps, 0)
-        arguments.check_deterministic_fill(engine.device)
-        if engine.lacks_room_for(state):
+        arguments.check_deterministic_fill(context.device)
+        if context.lacks_room_for(state):
             top_k = handle.topk_idx.size(1)
             slots = top_k if handle.sums_at_owner else 1
             row_format = high_throughput.combined_format(x, 0 if topk_weights is None else top_k, slots)
-            engine.make_room_for(state, row_format, 0)
-        engine.begin(previous)
+            context.make_room_for(state, row_format, 0)
+        context.begin(previous)
         combined, weights = elastic_rows.combine(
-            engine, x, topk_weights, biases, handle, before_epilogue, sms
+            context, x, topk_weights, biases, handle, before_epilogue, sms
         )
-        event = engine.finish(bool(async_with_compute_stream), (x, topk_weights, *biases))
-        engine.hand_over([combined, weights])
+        event = context.finish(bool(async_with_compute_stream), (x, topk_weights, *biases))
+        context.hand_over([combined, weights])
         return combined, weights, event
 
     # -- checks ----------------------------------------------------------------------------------------------
 
     def _check_repeat(
-        self, handle: EPHandle, engine: Engine, data: Tensor, topk_idx: object, stats: object, do_expand: bool
+        self,
+        handle: EPHandle,
+        context: DeviceContext,
+        data: Tensor,
+        topk_idx: object,
+        stats: object,
+        do_expand: bool,
     ) -> None:
-        engine.check_handle(handle, EPHandle, "dispatch")
+        context.check_handle(handle, EPHandle, "dispatch")
         for argument, value in (("topk_idx", topk_idx), ("cumulative_local_expert_recv_stats", stats)):
             if value is not None:
                 raise invalid(argument, arguments.describe(value), "None with a handle")
@@ -396,12 +402,12 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             raise invalid("num_max_tokens_per_rank", most, f"at least the {num_tokens} tokens of x")
         return most
 
-    def _check_stats(self, stats: object, num_experts: int, engine: Engine) -> Tensor | None:
+    def _check_stats(self, stats: object, num_experts: int, context: DeviceContext) -> Tensor | None:
         if stats is None:
             return None
         local = local_experts(num_experts, self.num_ranks, self.rank_idx)
         name = "cumulative_local_expert_recv_stats"
-        return arguments.check_tensor(name, stats, (local,), (torch.int32,), engine.device)
+        return arguments.check_tensor(name, stats, (local,), (torch.int32,), context.device)
 
 
 def _check_same(handle: EPHandle, **sizes: object) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 from weft import _core
 from weft.errors import Error, invalid
 from weft.moe import arguments
+from weft.moe.buffer_contexts import BufferContexts
 from weft.moe.config import align, check_flags, check_whole
+from weft.moe.device_context import address
 from weft.moe.elastic_layout import column_major
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
-from weft.moe.engine import address
-from weft.moe.engines import Engines
 from weft.runtime import spans
 
 Fetched = tuple[Tensor, Tensor | None]
@@ -30,7 +30,7 @@ class EngramReads:
     A fetch needs nothing of other ranks: it reads their windows. See ElasticBuffer for what calls share.
     """
 
-    _engines: Engines
+    _contexts: BufferContexts
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,25 +63,25 @@ class EngramReads:
         Raises: weft.Error, on all ranks where they disagree about n or hidden; weft.PeerLost naming a rank that
         stays away.
         """
-        engine = self._engines.alive()
-        entries = arguments.check_tensor("storage", storage, ("entries", "hidden"), (), engine.device)
+        context = self._contexts.alive()
+        entries = arguments.check_tensor("storage", storage, ("entries", "hidden"), (), context.device)
         entry_bytes = entries.size(1) * entries.element_size()
         if entry_bytes == 0:
             raise invalid("storage", arguments.describe(storage), "entries of at least one element")
         if (sf is None) == (entries.dtype == _FP8):
             raise invalid("sf", arguments.describe(sf), "scales with float8_e4m3fn entries, None with others")
         if sf is not None:
-            shape = (entries.size(0) * self._engines.size, "words")
-            arguments.check_tensor("sf", sf, shape, arguments.SCALES, engine.device, contiguous=False)
-        engine.synchronize_current()
-        table = self._table or _core.Engram(engine.core)
+            shape = (entries.size(0) * self._contexts.size, "words")
+            arguments.check_tensor("sf", sf, shape, arguments.SCALES, context.device, contiguous=False)
+        context.synchronize_current()
+        table = self._table or _core.Engram(context.core)
         table.resize(
             entries.size(0), entry_bytes
         )  # all ranks have left the old entries alone when they meet here
         if entries.size(0) > 0:
             torch.utils.dlpack.from_dlpack(table.local()).copy_(entries.view(torch.uint8).view(-1))
-        engine.synchronize_current()
-        engine.communicator.barrier()
+        context.synchronize_current()
+        context.communicator.barrier()
         self._table, self._entry_type, self._entry_scales = table, entries.dtype, sf
 
     def engram_fetch(
@@ -100,20 +100,20 @@ class EngramReads:
         Raises: weft.Error for an index outside [0, R * n), on CUDA at a later call; before engram_write().
             weft.PeerLost naming a rank on another node that is gone, or silent.
         """
-        engine = self._engines.alive()
+        context = self._contexts.alive()
         check_whole("num_qps", num_qps, 0)
         check_flags(use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf)
         if self._table is None:
             raise Error("engram_write: got no call yet, allowed: reads after it")
-        ids = arguments.check_tensor("indices", indices, ("tokens", "entries"), arguments.IDS, engine.device)
-        table, total = self._table, int(self._table.entries_per_rank) * self._engines.size
-        if not engine.is_cuda and ids.numel() > 0 and not (int(ids.min()) >= 0 and int(ids.max()) < total):
+        ids = arguments.check_tensor("indices", indices, ("tokens", "entries"), arguments.IDS, context.device)
+        table, total = self._table, int(self._table.entries_per_rank) * self._contexts.size
+        if not context.is_cuda and ids.numel() > 0 and not (int(ids.min()) >= 0 and int(ids.max()) < total):
             worst = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise invalid("indices", f"entry {worst}", f"0 to {total - 1}")
-        engine.begin(None)
-        with engine.on_comm_stream():
+        context.begin(None)
+        with context.on_comm_stream():
             hidden = int(table.row_bytes) // self._entry_type.itemsize
-            data = engine.empty(ids.size(0), ids.size(1) * hidden, dtype=self._entry_type)
+            data = context.empty(ids.size(0), ids.size(1) * hidden, dtype=self._entry_type)
             spans.run(
                 "engram_fetch",
                 table.fetch,
@@ -121,11 +121,11 @@ class EngramReads:
                 id_bytes=ids.element_size(),
                 count=ids.numel(),
                 out=address(data),
-                stream=engine.stream,
+                stream=context.stream,
             )
             scales = self._fetch_scales(ids, bool(use_tma_aligned_col_major_sf))
-        event = engine.finish(True, (ids,))
-        engine.hand_over([data, scales])
+        event = context.finish(True, (ids,))
+        context.hand_over([data, scales])
 
         def hook() -> Fetched:
             event.current_stream_wait()

@@ -8,9 +8,9 @@ from collections import Counter
 from typing import Any
 
 from weft.moe.arguments import group_size
+from weft.moe.buffer_contexts import BufferContexts
 from weft.moe.config import MAX_SMS, align, check_number, check_whole
 from weft.moe.elastic_sizes import elastic_size_hint
-from weft.moe.engines import Engines
 
 _NVLINK_GBS = 400.0  # of one GPU, where the caller does not say
 
@@ -18,7 +18,7 @@ _NVLINK_GBS = 400.0  # of one GPU, where the caller does not say
 class ElasticFacts:
     """The part of ElasticBuffer that only answers questions."""
 
-    _engines: Engines
+    _contexts: BufferContexts
     allow_hybrid_mode: bool
     num_rdma_ranks: int
     num_nvlink_ranks: int
@@ -42,13 +42,13 @@ class ElasticFacts:
 
     def _find_domains(self) -> None:
         """Set what says how the ranks are spread."""
-        engine = self._engines.alive()
-        per_node = Counter(facts["node"] for facts in engine.communicator.facts)
+        context = self._contexts.alive()
+        per_node = Counter(facts["node"] for facts in context.communicator.facts)
         self.num_rdma_ranks, self.num_nvlink_ranks = len(per_node), max(per_node.values())
-        logical = engine.logical
+        logical = context.logical
         self.num_scaleout_ranks, self.num_scaleup_ranks = logical.groups, logical.local
-        self.scaleout_rank_idx = logical.group_of[self._engines.rank]
-        self.scaleup_rank_idx = logical.place_of[self._engines.rank]
+        self.scaleout_rank_idx = logical.group_of[self._contexts.rank]
+        self.scaleup_rank_idx = logical.place_of[self._contexts.rank]
 
     @staticmethod
     def get_buffer_size_hint(
@@ -90,7 +90,7 @@ class ElasticFacts:
         links = check_number("nvlink_gbs", nvlink_gbs, 0) or _NVLINK_GBS
         needed = align(math.ceil(links / check_number("sm_write_gbs", sm_write_gbs, 1)), 2)
         number = max(needed, 4 if self.prefer_overlap_with_compute else 64)
-        return min(number, self._engines.alive().num_sms)
+        return min(number, self._contexts.alive().num_sms)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Return 0 to num_allocated_qps; Weft's proxies use none of them."""

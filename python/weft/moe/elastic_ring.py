@@ -10,10 +10,10 @@ from torch import Tensor
 from weft import _core
 from weft.errors import Error
 from weft.moe import arguments
+from weft.moe.buffer_contexts import BufferContexts
 from weft.moe.config import MAX_SMS, align, check_whole
+from weft.moe.device_context import address
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
-from weft.moe.engine import address
-from weft.moe.engines import Engines
 from weft.runtime import spans
 
 _MESSAGE_ALIGNMENT_BYTES = 32
@@ -28,7 +28,7 @@ class RingMessages:
     the order in which they were sent; the two directions, and both neighbours, are independent.
     """
 
-    _engines: Engines
+    _contexts: BufferContexts
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,9 +53,9 @@ class RingMessages:
         """
         max_bytes = check_whole("num_max_tensor_bytes", num_max_tensor_bytes, 1, _MOST_BYTES)
         in_flight = check_whole("num_max_inflight_tensors", num_max_inflight_tensors, 1, _MOST_IN_FLIGHT)
-        engine = self._engines.alive()
-        engine.synchronize_current()
-        self._ring = _core.Ring.create(engine.core, max_bytes, in_flight)
+        context = self._contexts.alive()
+        context.synchronize_current()
+        self._ring = _core.Ring.create(context.core, max_bytes, in_flight)
 
     def pp_send(self, t: Tensor, dst_rank_idx: int, num_sms: int = 0) -> None:
         """Send a tensor to a neighbour, in order on the current stream. On the CPU it is sent on return.
@@ -89,15 +89,15 @@ class RingMessages:
 
     def _message(self, argument: str, t: Tensor, peer: int, num_sms: int) -> tuple[Any, dict[str, int]]:
         """Check a message. Return what carries it, and its description for the core."""
-        engine = self._engines.alive()
+        context = self._contexts.alive()
         if self._ring is None:
             raise Error("pp_set_config: got no call yet, allowed: messages after it")
         shape = tuple(t.shape) if isinstance(t, Tensor) else ()
-        arguments.check_tensor("t", t, shape, (), engine.device)
+        arguments.check_tensor("t", t, shape, (), context.device)
         return self._ring, {
             "data": address(t),
             "bytes": t.numel() * t.element_size(),
-            "peer": check_whole(argument, peer, 0, self._engines.size - 1),
+            "peer": check_whole(argument, peer, 0, self._contexts.size - 1),
             "num_sms": check_whole("num_sms", num_sms, 0, MAX_SMS),
-            "stream": engine.current_stream,
+            "stream": context.current_stream,
         }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What elastic dispatch and combine do once their arguments are checked: rows to their layout, and back.
 
-Work goes to the engine's communication stream; nothing here waits for a GPU.
+Work goes to the context's communication stream; nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft.moe import elastic_layout, high_throughput
 from weft.moe.config import align, ceil_div, local_experts
+from weft.moe.device_context import DeviceContext
 from weft.moe.elastic_handle import (
     EPHandle,
     destination_slots,
@@ -22,7 +23,6 @@ from weft.moe.elastic_handle import (
     source_metadata,
 )
 from weft.moe.elastic_layout import Expansion, ExpertCounts
-from weft.moe.engine import Engine
 from weft.moe.events import EventHandle
 from weft.moe.high_throughput import Payload, Received, Rows
 
@@ -41,24 +41,24 @@ class Wanted:
     counts_unknown: bool
 
 
-def first_dispatch(engine: Engine, rows: Rows, wanted: Wanted) -> tuple[Received, EPHandle]:
+def first_dispatch(context: DeviceContext, rows: Rows, wanted: Wanted) -> tuple[Received, EPHandle]:
     """Send rows along new routes. Returns what came, one row per (token, rank), and the handle."""
     assert rows.topk_idx is not None
-    ids, ranks, rank = rows.topk_idx, int(engine.communicator.size), int(engine.communicator.rank)
+    ids, ranks, rank = rows.topk_idx, int(context.communicator.size), int(context.communicator.rank)
     num_tokens, top_k = ids.shape
-    with engine.on_comm_stream():
-        counted = high_throughput.empty_layout(engine, num_tokens, wanted.num_experts)
-        sum_place = engine.empty(num_tokens, ranks, dtype=torch.int32)
-        high_throughput.layout(engine, ids, counted, engine.stream, sum_place)
+    with context.on_comm_stream():
+        counted = high_throughput.empty_layout(context, num_tokens, wanted.num_experts)
+        sum_place = context.empty(num_tokens, ranks, dtype=torch.int32)
+        high_throughput.layout(context, ids, counted, context.stream, sum_place)
         worst = max(ranks * wanted.num_max_tokens, 1) if wanted.counts_unknown else 0
         received, state, slots = high_throughput.dispatch(
-            engine,
+            context,
             rows,
             counted.is_token_in_rank,
             counted.slots_per_expert,
             worst,
             wanted.num_sms,
-            engine.as_ordered,
+            context.as_ordered,
             sum_place,
             wanted.num_max_tokens,
         )
@@ -84,7 +84,7 @@ def first_dispatch(engine: Engine, rows: Rows, wanted: Wanted) -> tuple[Received
             num_expanded_tokens=expansion.slot_of_row.size(0) if expansion else 0,
             num_recv_tokens_per_expert_list=[] if wanted.counts_unknown else aligned,
             psum_num_recv_tokens_per_scaleup_rank=scaleup_psum(
-                state.prefix[:, rank], engine.scaleup_places, engine.logical.local
+                state.prefix[:, rank], context.scaleup_places, context.logical.local
             ),
             psum_num_recv_tokens_per_expert=expert_psum(experts, wanted.do_expand),
             num_unaligned_recv_tokens_per_expert=experts.slots,
@@ -95,7 +95,7 @@ def first_dispatch(engine: Engine, rows: Rows, wanted: Wanted) -> tuple[Received
             recv_topk_idx=recv_idx,
             sums_at_owner=wanted.sums_at_owner,
         )
-    engine.hand_over([value for value in vars(handle).values() if isinstance(value, Tensor)])
+    context.hand_over([value for value in vars(handle).values() if isinstance(value, Tensor)])
     return received, handle
 
 
@@ -121,7 +121,7 @@ def outputs(
 
 
 def combine(
-    engine: Engine,
+    context: DeviceContext,
     x: Tensor,
     topk_weights: Tensor | None,
     biases: tuple[Tensor, ...],
@@ -131,7 +131,7 @@ def combine(
 ) -> tuple[Tensor, Tensor | None]:
     """Return bf16 [T, hidden], and f32 [T, K] where weights come back too."""
     state, expansion, top_k, hidden = handle.state, handle.expansion, handle.topk_idx.size(1), x.size(1)
-    with engine.on_comm_stream():
+    with context.on_comm_stream():
         rows, weights, sent_biases = x, topk_weights, biases
         if expansion is not None:
             row_of = expansion.row_of_slot.view(-1)
@@ -148,14 +148,14 @@ def combine(
                 weights = weights.masked_fill(handle.recv_topk_idx < 0, 0.0)
         if handle.sums_at_owner:
             sent_biases = ()
-        combined = engine.empty(state.num_tokens, rows.size(1), dtype=x.dtype)
+        combined = context.empty(state.num_tokens, rows.size(1), dtype=x.dtype)
         combined_weights = None
         if weights is not None:
-            combined_weights = engine.empty(state.num_tokens, top_k, dtype=torch.float32)
-        engine.order_after(before_epilogue)
+            combined_weights = context.empty(state.num_tokens, top_k, dtype=torch.float32)
+        context.order_after(before_epilogue)
         results = (combined, combined_weights)
         high_throughput.combine(
-            engine, rows, weights, sent_biases, state, results, num_sms, engine.as_ordered
+            context, rows, weights, sent_biases, state, results, num_sms, context.as_ordered
         )
         if handle.sums_at_owner:
             combined = _sum_slots(combined.view(-1, top_k, hidden), biases)

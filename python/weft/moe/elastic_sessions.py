@@ -13,10 +13,10 @@ from torch import Tensor
 
 from weft.errors import Error, invalid
 from weft.moe import arguments, high_throughput
+from weft.moe.buffer_contexts import BufferContexts
 from weft.moe.config import align, ceil_div, check_flags, check_whole
+from weft.moe.device_context import DeviceContext
 from weft.moe.elastic_sizes import BUFFER_ALIGNMENT_BYTES
-from weft.moe.engine import Engine
-from weft.moe.engines import Engines
 from weft.moe.events import EventOverlap
 from weft.moe.high_throughput import Rows
 from weft.runtime.modes import outside_modes
@@ -30,7 +30,7 @@ Shapes = Sequence[int] | Sequence[Sequence[int]]
 class GatherSessions:
     """The part of ElasticBuffer that moves the same bytes to all ranks. See there for what all calls share."""
 
-    _engines: Engines
+    _contexts: BufferContexts
     num_ranks: int
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class GatherSessions:
         use_comm_stream, sequential: taken; the current stream waits for the communication stream in any case.
         On the CPU the host waits.
         """
-        engine = self._engines.alive()
+        context = self._contexts.alive()
         check_flags(use_comm_stream=use_comm_stream, with_cpu_sync=with_cpu_sync, sequential=sequential)
-        if engine.is_cuda:
-            engine.core.barrier(engine.stream, engine.current_stream)
-        if with_cpu_sync or not engine.is_cuda:
-            engine.synchronize()
-            engine.communicator.barrier()
+        if context.is_cuda:
+            context.core.barrier(context.stream, context.current_stream)
+        if with_cpu_sync or not context.is_cuda:
+            context.synchronize()
+            context.communicator.barrier()
 
     @staticmethod
     def get_agrs_num_max_session_bytes(group: Any, shapes: Shapes, dtype: torch.dtype) -> int:
@@ -77,7 +77,7 @@ class GatherSessions:
 
     def create_agrs_session(self) -> None:
         """Open a session. Raises: weft.Error while one is open, or before agrs_set_config()."""
-        self._engines.alive()
+        self._contexts.alive()
         if self._left is not None or self._session_gathers == 0:
             state = "an open session" if self._left is not None else "no agrs_set_config()"
             raise invalid("session", state, "agrs_set_config() first, one session at a time")
@@ -102,7 +102,7 @@ class GatherSessions:
     def agrs_get_inplace_tensor(self, shapes: Shapes, dtype: torch.dtype) -> Any:
         """Return a tensor, or a tuple of them for several shapes, to fill and give to all_gather()."""
         left_bytes, _ = self._require_session()
-        device = self._engines.device
+        device = self._contexts.device
         item_bytes = arguments.check_dtype("dtype", dtype).itemsize
         each = _each(shapes)
         most = max((math.prod(shape) * item_bytes for shape in each), default=0)
@@ -124,9 +124,9 @@ class GatherSessions:
         given = [tensor for tensor in several if isinstance(tensor, Tensor)]
         if not given or len(given) < len(several):
             raise invalid("t", arguments.describe(t), "a tensor, or a list of at least one")
-        engine = self._engines.of("t", given[0])
+        context = self._contexts.of("t", given[0])
         for tensor in given:
-            arguments.check_tensor("t", tensor, tuple(tensor.shape), (), engine.device)
+            arguments.check_tensor("t", tensor, tuple(tensor.shape), (), context.device)
         sizes = [_padded(tensor.numel() * tensor.element_size()) for tensor in given]
         taken = sum(sizes) * self.num_ranks
         if taken > left_bytes or left_gathers < 1:
@@ -135,17 +135,17 @@ class GatherSessions:
             )
             raise Error(f"t: got {taken} bytes in one more call, allowed: {allowed}", "capacity")
         self._left = (left_bytes - taken, left_gathers - 1)
-        engine.begin(None)
-        with engine.on_comm_stream():
-            received = _gather_rows(engine, _as_rows(given, sizes))
+        context.begin(None)
+        with context.on_comm_stream():
+            received = _gather_rows(context, _as_rows(given, sizes))
             flat = received.view(self.num_ranks, -1)
             gathered = [_part(flat, sum(sizes[:i]), tensor) for i, tensor in enumerate(given)]
-            if engine.is_cuda and engine.core.largest_piece_bytes < self._session_bytes:
+            if context.is_cuda and context.core.largest_piece_bytes < self._session_bytes:
                 # A session has to fit, whatever the caller still holds of the sessions before it.
                 gathered = [tensor.clone() for tensor in gathered]
             del received, flat
-        event = engine.finish(True, tuple(given))
-        engine.hand_over([*gathered])
+        event = context.finish(True, tuple(given))
+        context.hand_over([*gathered])
         return (*gathered, _waiter(event))
 
     def _require_session(self) -> tuple[int, int]:
@@ -154,21 +154,21 @@ class GatherSessions:
         return self._left
 
 
-def _gather_rows(engine: Engine, rows: Tensor) -> Tensor:
+def _gather_rows(context: DeviceContext, rows: Tensor) -> Tensor:
     """Return uint8[R * rows, bytes]: every rank's rows, by one dispatch that goes everywhere."""
-    ranks = int(engine.communicator.size)
-    with engine.on_comm_stream():
-        in_rank = torch.ones((rows.size(0), ranks), dtype=torch.bool, device=engine.device)
-        per_expert = torch.zeros(1, dtype=torch.int32, device=engine.device)
+    ranks = int(context.communicator.size)
+    with context.on_comm_stream():
+        in_rank = torch.ones((rows.size(0), ranks), dtype=torch.bool, device=context.device)
+        per_expert = torch.zeros(1, dtype=torch.int32, device=context.device)
         total = rows.size(0) * ranks
         received, _, _ = high_throughput.dispatch(
-            engine,
+            context,
             Rows(rows, None, combine_rows=0),
             in_rank,
             per_expert,
             total,
             _NUM_SMS,
-            engine.as_ordered,
+            context.as_ordered,
             most_tokens=rows.size(0),
         )
     return received.parts()[0]

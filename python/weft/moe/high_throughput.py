@@ -14,7 +14,7 @@ from torch.autograd import profiler
 
 from weft import _core
 from weft.errors import Error
-from weft.moe.engine import Engine, Order
+from weft.moe.device_context import DeviceContext, Order
 from weft.moe.handle import DispatchState
 from weft.runtime import spans
 from weft.runtime.allocation import part_of, tensor_form
@@ -85,22 +85,22 @@ class Layout(NamedTuple):
         return part_of(self.counts, num_ranks, (self.counts.size(0) - num_ranks,))
 
 
-def empty_layout(engine: Engine, num_tokens: int, num_experts: int) -> Layout:
+def empty_layout(context: DeviceContext, num_tokens: int, num_experts: int) -> Layout:
     """Allocate what layout() fills, for the stream that is current."""
-    num_ranks = int(engine.communicator.size)
+    num_ranks = int(context.communicator.size)
     return Layout(
-        engine.empty(num_ranks + num_experts, dtype=torch.int32),
-        engine.empty(num_tokens, num_ranks, dtype=torch.bool),
+        context.empty(num_ranks + num_experts, dtype=torch.int32),
+        context.empty(num_tokens, num_ranks, dtype=torch.bool),
     )
 
 
 class LayoutPlan:
     """What layouts of one signature share: the experts and the makers of what they fill."""
 
-    def __init__(self, engine: Engine, num_tokens: int, num_experts: int) -> None:
-        num_ranks = int(engine.communicator.size)
-        self.engine, self.num_experts = engine, num_experts
-        self._outputs = engine.allocator(
+    def __init__(self, context: DeviceContext, num_tokens: int, num_experts: int) -> None:
+        num_ranks = int(context.communicator.size)
+        self.context, self.num_experts = context, num_experts
+        self._outputs = context.allocator(
             tensor_form((num_ranks + num_experts,), torch.int32),
             tensor_form((num_tokens, num_ranks), torch.bool),
         )
@@ -111,12 +111,12 @@ class LayoutPlan:
 
 
 def layout(
-    engine: Engine, topk_idx: Tensor, into: Layout, stream: int, sum_place: Tensor | None = None
+    context: DeviceContext, topk_idx: Tensor, into: Layout, stream: int, sum_place: Tensor | None = None
 ) -> None:
     """Fill ``into``, and sum_place i32[T, ranks], by right-most slot."""
     num_tokens, top_k = topk_idx.shape
     num_experts = into.counts.size(0) - into.is_token_in_rank.size(1)
-    run = engine.core.layout
+    run = context.core.layout
     if profiler._is_profiler_enabled or spans.NVTX:
         run = spans.around("layout", run)
     run(
@@ -126,7 +126,7 @@ def layout(
 
 
 def dispatch(
-    engine: Engine,
+    context: DeviceContext,
     rows: Rows,
     is_token_in_rank: Tensor,
     num_tokens_per_expert: Tensor,
@@ -142,11 +142,11 @@ def dispatch(
     the same on all ranks; 0: not known.
     """
     num_tokens, num_ranks = is_token_in_rank.shape
-    send_row = engine.empty(num_tokens, num_ranks, dtype=torch.int32)
-    slot_base = engine.empty(num_tokens, dtype=torch.int32)
-    prefix = engine.empty(num_ranks, num_ranks, dtype=torch.int32)
-    route_words = int(engine.core.route_words(num_tokens, sum_place is not None))
-    routes = engine.empty(route_words, dtype=torch.int32) if route_words else None
+    send_row = context.empty(num_tokens, num_ranks, dtype=torch.int32)
+    slot_base = context.empty(num_tokens, dtype=torch.int32)
+    prefix = context.empty(num_ranks, num_ranks, dtype=torch.int32)
+    route_words = int(context.core.route_words(num_tokens, sum_place is not None))
+    routes = context.empty(route_words, dtype=torch.int32) if route_words else None
     memory = _core.HandleMemory(send_row, slot_base, prefix, sum_place, routes)
     counts_unknown = num_worst_tokens > 0
     stream, after, waits, joins = order
@@ -154,7 +154,7 @@ def dispatch(
     try:
         notified = spans.run(
             "dispatch.counts",
-            engine.core.notify,
+            context.core.notify,
             format=row_format,
             token_in_rank=is_token_in_rank,
             tokens_per_expert=num_tokens_per_expert,
@@ -168,20 +168,20 @@ def dispatch(
             waits=waits,
         )
     except Error:  # counts are known, or awaited in vain, while the kernel still writes places
-        engine.finish(True, (is_token_in_rank, num_tokens_per_expert, send_row, slot_base, prefix, routes))
+        context.finish(True, (is_token_in_rank, num_tokens_per_expert, send_row, slot_base, prefix, routes))
         raise
     most_copies = min(num_ranks, row_format.top_k) if row_format.top_k else num_ranks
     num_rows, staging_rows = notified.received_rows, notified.sent_rows
     if counts_unknown:
         num_rows = num_worst_tokens
-        staging_rows = engine.core.most_staging_rows(num_worst_tokens, num_tokens * most_copies, most_tokens)
+        staging_rows = context.core.most_staging_rows(num_worst_tokens, num_tokens * most_copies, most_tokens)
     records = None
     if routes is not None:
-        record_words = engine.core.record_words(staging_rows, num_rows, sum_place is not None)
-        records = engine.empty(int(record_words), dtype=torch.int32)
+        record_words = context.core.record_words(staging_rows, num_rows, sum_place is not None)
+        records = context.empty(int(record_words), dtype=torch.int32)
         memory = _core.HandleMemory(send_row, slot_base, prefix, sum_place, routes, records)
     received = _send(
-        engine,
+        context,
         rows,
         num_tokens_per_expert.size(0),
         memory,
@@ -193,8 +193,8 @@ def dispatch(
         (stream, after, False, joins),
     )
     state = DispatchState(
-        group_key=engine.group_key,
-        rank=int(engine.communicator.rank),
+        group_key=context.group_key,
+        rank=int(context.communicator.rank),
         handle_id=notified.handle_id,
         num_experts=num_tokens_per_expert.size(0),
         top_k=row_format.top_k,
@@ -211,15 +211,15 @@ def dispatch(
         sum_place=sum_place,
         routes=routes,
         records=records,
-        islands=engine.islands,
+        islands=context.islands,
     )
     return received, state, list(notified.tokens_per_local_expert)
 
 
-def repeat(engine: Engine, rows: Rows, state: DispatchState, num_sms: int, order: Order) -> Received:
+def repeat(context: DeviceContext, rows: Rows, state: DispatchState, num_sms: int, order: Order) -> Received:
     """Send rows along the routes of an earlier dispatch."""
     return _send(
-        engine,
+        context,
         rows,
         state.num_experts,
         state.memory,
@@ -234,7 +234,7 @@ def repeat(engine: Engine, rows: Rows, state: DispatchState, num_sms: int, order
 
 
 def _send(
-    engine: Engine,
+    context: DeviceContext,
     rows: Rows,
     num_experts: int,
     memory: Any,
@@ -253,11 +253,11 @@ def _send(
         *(memory, handle_id, num_rows, staging_rows, counts_unknown, rows.keep_weights, is_one_piece),
         *(num_sms, *order),
     )
-    received = _with_room(engine, "dispatch", engine.core.dispatch, arguments)
-    return Received(engine, received, rows, num_rows)
+    received = _with_room(context, "dispatch", context.core.dispatch, arguments)
+    return Received(context, received, rows, num_rows)
 
 
-def _with_room(engine: Engine, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _with_room(context: DeviceContext, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Return call(*arguments); where the window is full of pieces that other streams still use, after these."""
     run = call
     if profiler._is_profiler_enabled or spans.NVTX:
@@ -268,13 +268,13 @@ def _with_room(engine: Engine, name: str, call: Callable[..., Any], arguments: t
         is_room = error.code == "capacity" and str(error).startswith(
             "num_nvl_bytes:"
         )  # no fault of an earlier call
-        if not is_room or not engine.reclaim(wait=True):
+        if not is_room or not context.reclaim(wait=True):
             raise
     return call(*arguments)
 
 
 def combine(
-    engine: Engine,
+    context: DeviceContext,
     x: Tensor,
     topk_weights: Tensor | None,
     biases: tuple[Tensor, ...],
@@ -289,19 +289,19 @@ def combine(
         *(_SUMMED_ELEMENTS[x.dtype], x, topk_weights, state.slot, *(*biases, None, None)[:2], *outputs),
         *(state.num_tokens, state.memory, state.handle_id, state.staging_rows, num_sms, *order),
     )
-    _with_room(engine, "combine", engine.core.combine, arguments)
+    _with_room(context, "combine", context.core.combine, arguments)
 
 
 class CombinePlan:
     """What combines of rows of one form share."""
 
-    def __init__(self, engine: Engine, x: Tensor) -> None:
-        self.engine = engine
+    def __init__(self, context: DeviceContext, x: Tensor) -> None:
+        self.context = context
         self._columns, self._dtype = x.size(1), x.dtype
 
     def new_output(self, num_tokens: int) -> Tensor:
         """Return [num_tokens, columns] to be filled, for the stream that is current."""
-        return self.engine.empty(num_tokens, self._columns, dtype=self._dtype)
+        return self.context.empty(num_tokens, self._columns, dtype=self._dtype)
 
 
 _SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kElementFp32
@@ -310,13 +310,13 @@ _SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kEleme
 class Received:
     """The results of a dispatch in the pieces that it filled: rows and scales; ids, weights and origins."""
 
-    def __init__(self, engine: Engine, received: Any, sent: Rows, num_rows: int) -> None:
+    def __init__(self, context: DeviceContext, received: Any, sent: Rows, num_rows: int) -> None:
         self.num_rows = num_rows
-        self._engine = engine
+        self._context = context
         self._layout = received.layout
         self._rows_at, self._meta_at = received.rows_at, received.meta_at
-        self._rows = engine.lend(received.rows_at)
-        self._meta_lease = self._rows if received.is_one_piece else engine.lend(received.meta_at)
+        self._rows = context.lend(received.rows_at)
+        self._meta_lease = self._rows if received.is_one_piece else context.lend(received.meta_at)
         self._sent = sent
 
     def payload(self) -> Payload:
@@ -355,13 +355,13 @@ class Received:
 
     @functools.cached_property
     def _meta(self) -> Tensor:
-        return self._engine.words_at(self._meta_lease, self._meta_at, self._layout.meta_bytes)
+        return self._context.words_at(self._meta_lease, self._meta_at, self._layout.meta_bytes)
 
     def _rows_of(self, begin: int, like: Tensor) -> Tensor:
-        return self._engine.rows_at(self._rows, begin, (self.num_rows, like.size(1)), like.dtype)
+        return self._context.rows_at(self._rows, begin, (self.num_rows, like.size(1)), like.dtype)
 
     def _matrix(self, offset: int, like: Tensor) -> Tensor:
-        return self._engine.output(self._meta, offset, (self.num_rows, like.size(1)), like.dtype)
+        return self._context.output(self._meta, offset, (self.num_rows, like.size(1)), like.dtype)
 
     def _column(self, offset: int) -> Tensor:
-        return self._engine.output(self._meta, offset, (self.num_rows,), torch.int32)
+        return self._context.output(self._meta, offset, (self.num_rows,), torch.int32)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from weft.errors import invalid
 from weft.moe import arguments, high_throughput
+from weft.moe.buffer_contexts import BufferContexts, Signature
 from weft.moe.config import MAX_ALIGNMENT, Config, align, check_whole
-from weft.moe.engine import Engine
-from weft.moe.engines import Engines, Signature
+from weft.moe.device_context import DeviceContext
 from weft.moe.events import EventOverlap, PreviousEvent, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
 from weft.moe.high_throughput import CombinePlan, LayoutPlan, Payload
@@ -65,7 +65,7 @@ def _forms(*tensors: Any) -> object:
 class HighThroughputCalls:
     """The part of ``weft.Buffer`` that is high throughput; see there for construction, streams, threads, errors."""
 
-    _engines: Engines
+    _contexts: BufferContexts
     _asked_sms: ClassVar[int]
     group_size: int
 
@@ -92,14 +92,14 @@ class HighThroughputCalls:
             bool[T, R], event). A node is what ranks make that map each other; where all do, eight ranks, and None for
             up to eight.
         """
-        self._engines.alive()
+        self._contexts.alive()
         forms = _forms(topk_idx) if type(num_experts) is int else ()
         signature: Signature = ("layout", forms, num_experts) if forms else ()
-        plan: LayoutPlan | None = self._engines.plans.get(signature)
+        plan: LayoutPlan | None = self._contexts.plans.get(signature)
         if plan is None:
             plan = self._plan_layout(topk_idx, num_experts)
-            self._engines.keep(signature, plan)
-        engine = plan.engine
+            self._contexts.keep(signature, plan)
+        context = plan.context
         arguments.check_expert_ids(topk_idx, plan.num_experts)
         previous = handle_of(previous_event, "previous_event")
         arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
@@ -107,32 +107,32 @@ class HighThroughputCalls:
             previous is None and not async_finish
         ):  # its memory is the caller's alone, so it can run as torch's kernels
             counted = plan.new_outputs()
-            engine.layout_stream = engine.current_stream
-            high_throughput.layout(engine, topk_idx, counted, engine.layout_stream)
-            per_node = self._count_per_node(engine, counted.is_token_in_rank)
+            context.layout_stream = context.current_stream
+            high_throughput.layout(context, topk_idx, counted, context.layout_stream)
+            per_node = self._count_per_node(context, counted.is_token_in_rank)
             event = EventOverlap()
         else:
-            engine.begin(previous)
-            with engine.allocating(allocate_on_comm_stream):
+            context.begin(previous)
+            with context.allocating(allocate_on_comm_stream):
                 counted = plan.new_outputs()
-            high_throughput.layout(engine, topk_idx, counted, engine.stream)
-            with engine.on_comm_stream():
-                per_node = self._count_per_node(engine, counted.is_token_in_rank)
-            event = engine.finish(async_finish, (topk_idx, *counted, per_node))
+            high_throughput.layout(context, topk_idx, counted, context.stream)
+            with context.on_comm_stream():
+                per_node = self._count_per_node(context, counted.is_token_in_rank)
+            event = context.finish(async_finish, (topk_idx, *counted, per_node))
         per_rank, per_expert = counted.tokens_per_rank, counted.slots_per_expert
         return per_rank, per_node, per_expert, counted.is_token_in_rank, event
 
     def _plan_layout(self, topk_idx: object, num_experts: object) -> LayoutPlan:
-        engine = self._engines.of("topk_idx", topk_idx)
-        ids = arguments.check_topk_idx(topk_idx, "tokens", engine.device)
-        return LayoutPlan(engine, ids.size(0), arguments.check_num_experts(num_experts, self.group_size))
+        context = self._contexts.of("topk_idx", topk_idx)
+        ids = arguments.check_topk_idx(topk_idx, "tokens", context.device)
+        return LayoutPlan(context, ids.size(0), arguments.check_num_experts(num_experts, self.group_size))
 
-    def _count_per_node(self, engine: Engine, in_rank: Tensor) -> Tensor | None:
+    def _count_per_node(self, context: DeviceContext, in_rank: Tensor) -> Tensor | None:
         """Return how many tokens go to each group of ranks; None for up to eight that all map each other."""
-        places = engine.rdma_places
+        places = context.rdma_places
         if places is None:
             return None
-        shape = (in_rank.size(0), engine.get_num_rdma_ranks())
+        shape = (in_rank.size(0), context.get_num_rdma_ranks())
         goes = torch.zeros(shape, dtype=torch.int32, device=in_rank.device)
         goes.scatter_reduce_(1, places.expand(in_rank.size(0), -1), in_rank.int(), "amax")
         per_node: Tensor = goes.sum(dim=0, dtype=torch.int32)
@@ -183,25 +183,25 @@ class HighThroughputCalls:
             streams that record_stream() named are done with it.
         Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E.
         """
-        engine, rows = self._check_rows(x)
+        context, rows = self._check_rows(x)
         previous = handle_of(previous_event, "previous_event")
         arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
-        arguments.check_deterministic_fill(engine.device)
-        num_sms = self._num_sms(config, engine)
+        arguments.check_deterministic_fill(context.device)
+        num_sms = self._num_sms(config, context)
         if handle is not None:
-            state = self._check_repeat(handle, rows, topk_idx, topk_weights, engine)
-            if engine.lacks_room_for(state):
-                engine.make_room_for(state, rows.format, state.num_rows)
+            state = self._check_repeat(handle, rows, topk_idx, topk_weights, context)
+            if context.lacks_room_for(state):
+                context.make_room_for(state, rows.format, state.num_rows)
             received = high_throughput.repeat(
-                engine, rows, state, num_sms, engine.order(previous, async_finish)
+                context, rows, state, num_sms, context.order(previous, async_finish)
             )
-            event = engine.result_event(async_finish, (rows.x, rows.scales))
+            event = context.result_event(async_finish, (rows.x, rows.scales))
             return received.payload(), None, None, None, None, event
 
         given = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
         forms = _forms(rows.x, *given, topk_idx, topk_weights)
         signature: Signature = ("dispatch", forms) if forms else ()
-        if signature in self._engines.plans:
+        if signature in self._contexts.plans:
             in_rank, per_expert, ids, weights = (
                 is_token_in_rank,
                 num_tokens_per_expert,
@@ -212,7 +212,7 @@ class HighThroughputCalls:
         else:
             in_rank, per_expert = self._check_layout(rows.x, *given)
             ids, weights = self._check_top_k(rows.x, topk_idx, topk_weights)
-            self._engines.keep(signature, True)
+            self._contexts.keep(signature, True)
         if ids is not None:
             arguments.check_expert_ids(ids, per_expert.size(0))
         arguments.check_slot_counts(per_expert, ids)
@@ -224,11 +224,11 @@ class HighThroughputCalls:
             )
         rows = high_throughput.Rows(rows.x, rows.scales, ids, weights, has_global_scale=rows.has_global_scale)
         received, state, counts = high_throughput.dispatch(
-            *(engine, rows, in_rank, per_expert, num_worst_tokens, num_sms),
-            engine.order(previous, async_finish),
+            *(context, rows, in_rank, per_expert, num_worst_tokens, num_sms),
+            context.order(previous, async_finish),
         )
         used = (rows.x, rows.scales, ids, weights, in_rank, per_expert)
-        event = engine.result_event(async_finish, (*used, state.send_row, state.slot_base, state.prefix))
+        event = context.result_event(async_finish, (*used, state.send_row, state.slot_base, state.prefix))
         aligned = counts if alignment == 1 else [align(count, alignment) for count in counts]
         assert num_tokens_per_rank is not None
         handle = DispatchHandle(state, num_tokens_per_rank)
@@ -246,7 +246,7 @@ class HighThroughputCalls:
         num_ranks, device, i32 = self.group_size, x.device, (torch.int32,)
         arguments.check_tensor("num_tokens_per_rank", num_tokens_per_rank, (num_ranks,), i32, device)
         if num_tokens_per_rdma_rank is not None:
-            shape = (self._engines.alive().get_num_rdma_ranks(),)
+            shape = (self._contexts.alive().get_num_rdma_ranks(),)
             arguments.check_tensor("num_tokens_per_rdma_rank", num_tokens_per_rdma_rank, shape, i32, device)
         in_rank = arguments.check_tensor(
             "is_token_in_rank", is_token_in_rank, (x.size(0), num_ranks), (torch.bool,), device
@@ -273,7 +273,7 @@ class HighThroughputCalls:
         rows: high_throughput.Rows,
         topk_idx: object,
         topk_weights: object,
-        engine: Engine,
+        context: DeviceContext,
     ) -> DispatchState:
         """Check the arguments of a dispatch along the routes of an earlier one."""
         for argument, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
@@ -281,20 +281,20 @@ class HighThroughputCalls:
                 raise invalid(
                     argument, arguments.describe(value), "None with a handle, whose routes are repeated"
                 )
-        state = self._check_handle(handle, engine)
+        state = self._check_handle(handle, context)
         if rows.x.size(0) != state.num_tokens:
             raise invalid(
                 "x", arguments.describe(rows.x), f"the {state.num_tokens} rows of the handle's dispatch"
             )
         return state
 
-    def _check_handle(self, handle: object, engine: Engine) -> DispatchState:
-        state: DispatchState = engine.check_handle(handle, DispatchHandle, "dispatch")
+    def _check_handle(self, handle: object, context: DeviceContext) -> DispatchState:
+        state: DispatchState = context.check_handle(handle, DispatchHandle, "dispatch")
         return state
 
-    def _num_sms(self, config: object, engine: Engine) -> int:
+    def _num_sms(self, config: object, context: DeviceContext) -> int:
         given = arguments.check_config(config)
-        return given.num_sms if given is not None else self._asked_sms or engine.planned_sms
+        return given.num_sms if given is not None else self._asked_sms or context.planned_sms
 
     # -- combine ---------------------------------------------------------------------------------------------
 
@@ -324,50 +324,50 @@ class HighThroughputCalls:
             float32 [T, K], or None; event).
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
         """
-        self._engines.alive()
+        self._contexts.alive()
         forms = _forms(x)
         signature: Signature = ("combine", forms) if forms else ()
-        plan: CombinePlan | None = self._engines.plans.get(signature)
+        plan: CombinePlan | None = self._contexts.plans.get(signature)
         if plan is None or bias is not None or x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
-            engine = self._engines.of("x", x)
-            state = self._check_handle(handle, engine)
-            x = arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, engine.device)
-            biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, engine.device)
-            plan = self._engines.keep(signature, CombinePlan(engine, x))
+            context = self._contexts.of("x", x)
+            state = self._check_handle(handle, context)
+            x = arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, context.device)
+            biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, context.device)
+            plan = self._contexts.keep(signature, CombinePlan(context, x))
         else:
-            engine, biases = plan.engine, ()
-            state = self._check_handle(handle, engine)
+            context, biases = plan.context, ()
+            state = self._check_handle(handle, context)
             if x.size(0) != state.num_rows:
-                arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, engine.device)
+                arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, context.device)
         if topk_weights is not None:
             columns = state.top_k or "top_k"
             topk_weights = arguments.check_tensor(
-                "topk_weights", topk_weights, (state.num_rows, columns), (torch.float32,), engine.device
+                "topk_weights", topk_weights, (state.num_rows, columns), (torch.float32,), context.device
             )
         previous = handle_of(previous_event, "previous_event")
         arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
-        arguments.check_deterministic_fill(engine.device)
-        num_sms = self._num_sms(config, engine)
-        if engine.lacks_room_for(state):
-            engine.make_room_for(
+        arguments.check_deterministic_fill(context.device)
+        num_sms = self._num_sms(config, context)
+        if context.lacks_room_for(state):
+            context.make_room_for(
                 state,
                 high_throughput.combined_format(x, 0 if topk_weights is None else topk_weights.size(1)),
                 0,
             )
-        with engine.allocating(allocate_on_comm_stream):
+        with context.allocating(allocate_on_comm_stream):
             combined = plan.new_output(state.num_tokens)
             combined_weights = None
             if topk_weights is not None:
-                combined_weights = engine.empty(state.num_tokens, topk_weights.size(1), dtype=torch.float32)
-        order = engine.order(previous, async_finish)
+                combined_weights = context.empty(state.num_tokens, topk_weights.size(1), dtype=torch.float32)
+        order = context.order(previous, async_finish)
         high_throughput.combine(
-            engine, x, topk_weights, biases, state, (combined, combined_weights), num_sms, order
+            context, x, topk_weights, biases, state, (combined, combined_weights), num_sms, order
         )
         used = (x, topk_weights, *biases, state.send_row, state.slot_base, state.prefix)
         return (
             combined,
             combined_weights,
-            engine.result_event(async_finish, (*used, combined, combined_weights)),
+            context.result_event(async_finish, (*used, combined, combined_weights)),
         )
 
     # -- across nodes, by their older names ------------------------------------------------------------------
@@ -375,18 +375,18 @@ class HighThroughputCalls:
     internode_dispatch = _with_config(dispatch)
     internode_combine = _with_config(combine)
 
-    def _check_rows(self, x: Payload) -> tuple[Engine, high_throughput.Rows]:
-        """Return the rows of x and the engine that they are for: a tensor, a pair with scales, or an NVFP4 triple."""
-        self._engines.alive()
+    def _check_rows(self, x: Payload) -> tuple[DeviceContext, high_throughput.Rows]:
+        """Return the rows of x and the context that they are for: a tensor, a pair with scales, or an NVFP4 triple."""
+        self._contexts.alive()
         forms = _forms(x) if isinstance(x, Tensor) else ()
         signature: Signature = ("rows", forms) if forms else ()
-        form: tuple[Engine, Any] | None = self._engines.plans.get(signature)
+        form: tuple[DeviceContext, Any] | None = self._contexts.plans.get(signature)
         if form is not None and isinstance(x, Tensor) and not x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
             return form[0], high_throughput.Rows(x, None)
-        engine = self._engines.of("x", x)
+        context = self._contexts.of("x", x)
         if isinstance(x, (tuple, list)) and len(x) == 3:
-            packed, words = arguments.check_nvfp4_rows(x, "tokens", engine.device)
-            return engine, high_throughput.Rows(packed, words, has_global_scale=True)
-        rows = high_throughput.Rows(*arguments.check_rows_with_scales(x, "tokens", engine.device))
-        self._engines.keep(signature, (engine, None))
-        return engine, rows
+            packed, words = arguments.check_nvfp4_rows(x, "tokens", context.device)
+            return context, high_throughput.Rows(packed, words, has_global_scale=True)
+        rows = high_throughput.Rows(*arguments.check_rows_with_scales(x, "tokens", context.device))
+        self._contexts.keep(signature, (context, None))
+        return context, rows

@@ -20,9 +20,9 @@ from torch import Tensor
 from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments
+from weft.moe.buffer_contexts import BufferContexts, Signature
 from weft.moe.config import MAX_LOW_LATENCY_TOKENS, check_flags, check_whole
-from weft.moe.engine import Engine, address
-from weft.moe.engines import Engines, Signature
+from weft.moe.device_context import DeviceContext, address
 from weft.moe.events import EventOverlap
 from weft.moe.low_latency_dispatch import Sent, Sizes, check_global_scale, check_outputs
 from weft.moe.low_latency_formats import SCALE_GROUP, check_output, find_format
@@ -41,7 +41,7 @@ class LowLatencyCalls:
     accordingly smaller.
     """
 
-    _engines: Engines
+    _contexts: BufferContexts
     rank: int
     group_size: int
     low_latency_mode: bool
@@ -119,30 +119,30 @@ class LowLatencyCalls:
             if forms := plain_forms(x, topk_idx, topk_weights):
                 sizes = (most, type(most), experts, type(experts))
                 signature = (forms, *sizes, *flags, async_finish, return_recv_hook)
-                plan = self._engines.plans.get(signature)
+                plan = self._contexts.plans.get(signature)
         except TypeError:  # an option that is no key: checks will say what is wrong
             signature = ()
         if plan is None or x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
             arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
             plan = self._plan_dispatch(x, topk_idx, topk_weights, most, experts, flags)
-            self._engines.keep(signature, plan)
-        engine = plan.engine
+            self._contexts.keep(signature, plan)
+        context = plan.context
         stats, costs = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         if stats is not None or costs is not None:
             self._check_stats(plan, stats, costs)
-        scale = check_global_scale(x_global_scale, use_nvfp4, engine)
+        scale = check_global_scale(x_global_scale, use_nvfp4, context)
         sent = (x, scale, topk_idx, topk_weights, stats, costs)
         if out_packed_recv_x is out_src_info is out_layout_range is out_count is None:
             filled = plan.new_outputs()
         else:
             wanted = (out_packed_recv_x, out_src_info, out_layout_range, out_count)
-            filled = plan.outputs(check_outputs(engine, plan.sizes, plan.form, Sent(*sent), wanted))
+            filled = plan.outputs(check_outputs(context, plan.sizes, plan.form, Sent(*sent), wanted))
         memory, scale_memory, src_info, layout_range, counts, routes, weights, sources = filled
         is_received = not return_recv_hook
         state = LowLatencyState(plan.handle_form, routes, new_status(is_received), is_received)
         tensors = (*sent, *filled)
         event, hook = launch(
-            engine, "dispatch", plan.calls, tensors, async_finish, return_recv_hook, state.receive
+            context, "dispatch", plan.calls, tensors, async_finish, return_recv_hook, state.receive
         )
         rows, scales = plan.form.seen(memory, scale_memory)
         handle = LowLatencyHandle(state, src_info, layout_range)
@@ -152,7 +152,7 @@ class LowLatencyCalls:
         return payload, counts, weights, sources, handle, event, hook
 
     def _check_stats(self, plan: DispatchPlan, stats: object, costs: object) -> None:
-        local, device = (plan.sizes.local_experts,), plan.engine.device
+        local, device = (plan.sizes.local_experts,), plan.context.device
         arguments.check_optional("cumulative_local_expert_recv_stats", stats, local, torch.int32, device)
         ranks = (self.group_size,)
         arguments.check_optional("dispatch_wait_recv_cost_stats", costs, ranks, torch.int64, device)
@@ -167,7 +167,7 @@ class LowLatencyCalls:
         flags: Any,
     ) -> DispatchPlan:
         """Check what the calls of one signature share, and plan them."""
-        engine = self._low_latency_engine("x", x)
+        context = self._low_latency_context("x", x)
         names = ("use_fp8", "round_scale", "use_ue8m0", "use_mxfp8", "use_nvfp4", "use_ue8m0_for_sf")
         asked = dict(zip(names, flags, strict=True))
         check_flags(**asked)
@@ -177,13 +177,13 @@ class LowLatencyCalls:
             self.rank,
             self.group_size,
         )
-        rows = arguments.check_rows("x", x, "tokens", (torch.bfloat16,), engine.device)
-        ids = arguments.check_topk_idx(topk_idx, rows.size(0), engine.device)
+        rows = arguments.check_rows("x", x, "tokens", (torch.bfloat16,), context.device)
+        ids = arguments.check_topk_idx(topk_idx, rows.size(0), context.device)
         form = find_format(rows.size(1), **{name: bool(flag) for name, flag in asked.items()})
         weights = arguments.check_optional(
-            "topk_weights", topk_weights, ids.shape, torch.float32, engine.device
+            "topk_weights", topk_weights, ids.shape, torch.float32, context.device
         )
-        return DispatchPlan(engine, sizes, form, ids, weights is not None)
+        return DispatchPlan(context, sizes, form, ids, weights is not None)
 
     # -- combine ---------------------------------------------------------------------------------------------
 
@@ -244,20 +244,20 @@ class LowLatencyCalls:
         if type(handle) is LowLatencyHandle:
             state = handle.state
         else:  # the tensors of one
-            state = self._check_low_latency_handle(handle, self._low_latency_engine("x", x))
+            state = self._check_low_latency_handle(handle, self._low_latency_context("x", x))
         signature: Signature = ()  # of no call
         plan: CombinePlan | None = None
         try:
             forms = plain_forms(x, topk_idx, topk_weights)
             if forms and zero_copy is False and overlap is False:
                 signature = (forms, state.form, use_logfmt, exact, async_finish, return_recv_hook)
-                plan = self._engines.plans.get(signature)
+                plan = self._contexts.plans.get(signature)
         except TypeError:  # an option that is no key: checks will say what is wrong
             signature = ()
         if plan is not None and x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
             plan = None
         if plan is None:
-            state = self._check_low_latency_handle(handle, self._low_latency_engine("x", x))
+            state = self._check_low_latency_handle(handle, self._low_latency_context("x", x))
         if not state.is_received:
             raise invalid("handle", "that of a dispatch whose hook has not run", "combining after hook()")
         rows, signals = x, NO_SIGNALS
@@ -265,30 +265,30 @@ class LowLatencyCalls:
             arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
             arguments.check_not_both("zero_copy", zero_copy, "use_logfmt", use_logfmt)
             check_flags(exact=exact, overlap=overlap)
-            engine = self._low_latency_engine("x", x)
-            rows = self._check_combine_rows(engine, state, x, zero_copy)
+            context = self._low_latency_context("x", x)
+            rows = self._check_combine_rows(context, state, x, zero_copy)
             if overlap:
                 signals = check_signals(
-                    *(engine.device, state.form.rows_shape, src_signals, src_signal_expect_value),
+                    *(context.device, state.form.rows_shape, src_signals, src_signal_expect_value),
                     *(comp_signal, block_m, threshold, num_sms),
                 )
                 local = state.form.rows_shape[:1]
                 arguments.check_optional(
-                    "packed_recv_count", packed_recv_count, local, torch.int32, engine.device
+                    "packed_recv_count", packed_recv_count, local, torch.int32, context.device
                 )
             reply = REPLIES[bool(exact), bool(use_logfmt)]
-            plan = self._plan_combine(engine, state.form, topk_idx, topk_weights, reply, signals)
-            self._engines.keep(signature, plan)
-        engine = plan.engine
+            plan = self._plan_combine(context, state.form, topk_idx, topk_weights, reply, signals)
+            self._contexts.keep(signature, plan)
+        context = plan.context
         costs = arguments.check_optional(
             "combine_wait_recv_cost_stats",
             combine_wait_recv_cost_stats,
             (self.group_size,),
             torch.int64,
-            engine.device,
+            context.device,
         )
         sums = (state.form.num_tokens, state.form.hidden)
-        combined = check_output(engine, "out", out, sums, torch.bfloat16)
+        combined = check_output(context, "out", out, sums, torch.bfloat16)
         if combined is None:
             combined = plan.new_outputs()[0]
         else:
@@ -300,15 +300,15 @@ class LowLatencyCalls:
             }
             arguments.check_apart({"out": combined}, {**others, "combine_wait_recv_cost_stats": costs})
         used = (rows, topk_idx, topk_weights, state.routes, combined, costs, signals.tensor)
-        event, hook = launch(engine, "combine", plan.calls, used, async_finish, return_recv_hook)
+        event, hook = launch(context, "combine", plan.calls, used, async_finish, return_recv_hook)
         return combined, event, hook
 
     def _check_combine_rows(
-        self, engine: Engine, state: LowLatencyState, x: object, zero_copy: bool
+        self, context: DeviceContext, state: LowLatencyState, x: object, zero_copy: bool
     ) -> Tensor:
         bf16 = (torch.bfloat16,)
         rows = arguments.check_tensor(
-            "x", x, state.form.rows_shape, bf16, engine.device, contiguous=not zero_copy
+            "x", x, state.form.rows_shape, bf16, context.device, contiguous=not zero_copy
         )
         if not zero_copy:
             return arguments.check_alignment("x", rows)
@@ -318,7 +318,7 @@ class LowLatencyCalls:
 
     def _plan_combine(
         self,
-        engine: Engine,
+        context: DeviceContext,
         form: LowLatencyForm,
         topk_idx: object,
         topk_weights: object,
@@ -327,8 +327,8 @@ class LowLatencyCalls:
     ) -> CombinePlan:
         """Check what the calls of one signature share, and plan them."""
         shape = (form.num_tokens, form.top_k)
-        ids = arguments.check_tensor("topk_idx", topk_idx, shape, arguments.IDS, engine.device)
-        weights = arguments.check_optional("topk_weights", topk_weights, shape, torch.float32, engine.device)
+        ids = arguments.check_tensor("topk_idx", topk_idx, shape, arguments.IDS, context.device)
+        weights = arguments.check_optional("topk_weights", topk_weights, shape, torch.float32, context.device)
         if weights is None and (reply != _core.REPLY_REDUCED or not form.had_weights):
             raise invalid(
                 "topk_weights", "None", "float32 weights; None only if the dispatch had them, not exact"
@@ -350,24 +350,24 @@ class LowLatencyCalls:
             "signal_rows": signals.rows,
             "num_sms": signals.num_sms,
         }
-        return CombinePlan(engine, facts, (form.num_tokens, form.hidden))
+        return CombinePlan(context, facts, (form.num_tokens, form.hidden))
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return bf16 [Le, R * M, hidden] to be filled and then combined with ``zero_copy=True``."""
-        engine = self._low_latency_engine(
+        context = self._low_latency_context(
             "handle", handle[0] if isinstance(handle, (tuple, list)) and handle else handle
         )
-        state = self._check_low_latency_handle(handle, engine)
+        state = self._check_low_latency_handle(handle, context)
         rows = state.combine_rows
         if rows is None:
-            rows = state.combine_rows = engine.empty(*state.form.rows_shape, dtype=torch.bfloat16)
+            rows = state.combine_rows = context.empty(*state.form.rows_shape, dtype=torch.bfloat16)
         return rows
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
         """Check the sizes. There is nothing to clean: signals only grow, whatever is called in between."""
-        self._low_latency_engine("buffer", None)
+        self._low_latency_context("buffer", None)
         check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         check_whole("hidden", hidden, 1)
         arguments.check_num_experts(num_experts, self.group_size)
@@ -381,39 +381,39 @@ class LowLatencyCalls:
         stream.
         Raises: weft.Error unless the buffer was made with enable_shrink.
         """
-        engine = self._shrinking_engine()
+        context = self._shrinking_context()
         rank = check_whole("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         check_flags(mask=mask)
-        engine.low_latency.set_mask(rank, bool(mask), engine.current_stream)
+        context.low_latency.set_mask(rank, bool(mask), context.current_stream)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Fill mask_status, int32 [R] on the buffer's device, with 1 for a masked rank, in stream order."""
-        engine = self._shrinking_engine()
+        context = self._shrinking_context()
         status = arguments.check_tensor(
-            "mask_status", mask_status, (self.group_size,), (torch.int32,), engine.device
+            "mask_status", mask_status, (self.group_size,), (torch.int32,), context.device
         )
-        engine.low_latency.query_masks(address(status), engine.current_stream)
+        context.low_latency.query_masks(address(status), context.current_stream)
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Unmask all ranks. In order on the current stream."""
-        engine = self._shrinking_engine()
-        engine.low_latency.clear_masks(engine.current_stream)
+        context = self._shrinking_context()
+        context.low_latency.clear_masks(context.current_stream)
 
     # -- checks ----------------------------------------------------------------------------------------------
 
-    def _low_latency_engine(self, argument: str, value: object) -> Engine:
-        """Return the engine for a tensor's device, or of the buffer's own for None."""
-        engine = self._engines.alive()
+    def _low_latency_context(self, argument: str, value: object) -> DeviceContext:
+        """Return the context for a tensor's device, or of the buffer's own for None."""
+        context = self._contexts.alive()
         if not self.low_latency_mode:
             raise invalid("low_latency_mode", False, "True, when the buffer is made, for low-latency calls")
-        return engine if argument == "buffer" else self._engines.of(argument, value)
+        return context if argument == "buffer" else self._contexts.of(argument, value)
 
-    def _shrinking_engine(self) -> Engine:
-        engine = self._low_latency_engine("buffer", None)
+    def _shrinking_context(self) -> DeviceContext:
+        context = self._low_latency_context("buffer", None)
         if not self.enable_shrink:
             raise invalid("enable_shrink", False, "True, when the buffer is made, for masks")
-        return engine
+        return context
 
-    def _check_low_latency_handle(self, handle: object, engine: Engine) -> LowLatencyState:
-        state: LowLatencyState = engine.check_handle(handle, LowLatencyHandle, "low_latency_dispatch")
+    def _check_low_latency_handle(self, handle: object, context: DeviceContext) -> LowLatencyState:
+        state: LowLatencyState = context.check_handle(handle, LowLatencyHandle, "low_latency_dispatch")
         return state

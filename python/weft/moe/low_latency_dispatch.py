@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.config import local_experts
-from weft.moe.engine import Engine
+from weft.moe.device_context import DeviceContext
 from weft.moe.low_latency_formats import Format, check_output
 
 
@@ -57,7 +57,11 @@ class Sent(NamedTuple):
 
 
 def check_outputs(
-    engine: Engine, sizes: Sizes, form: Format, sent: Sent, wanted: tuple[object, object, object, object]
+    context: DeviceContext,
+    sizes: Sizes,
+    form: Format,
+    sent: Sent,
+    wanted: tuple[object, object, object, object],
 ) -> tuple[Tensor | None, ...]:
     """Return the caller's rows, src_info, layout_range and counts to be filled; None: new ones.
 
@@ -68,7 +72,7 @@ def check_outputs(
     shapes = ((*rows, form.columns), rows, (rows[0], sizes.num_ranks), (rows[0],))
     types = (form.row_type, i32, torch.int64, i32)
     given = {
-        name: check_output(engine, name, value, shape, dtype)
+        name: check_output(context, name, value, shape, dtype)
         for name, value, shape, dtype in zip(names, wanted, shapes, types, strict=True)
     }
     arguments.check_apart(
@@ -77,16 +81,16 @@ def check_outputs(
     return tuple(given.values())
 
 
-def check_global_scale(value: Tensor | None, is_nvfp4: bool, engine: Engine) -> Tensor | None:
+def check_global_scale(value: Tensor | None, is_nvfp4: bool, context: DeviceContext) -> Tensor | None:
     """Return the float32 that NVFP4 scales are relative to, on the device."""
     if not is_nvfp4:
         if value is not None:
             raise invalid("x_global_scale", arguments.describe(value), "None without use_nvfp4")
         return None
     if value is None:
-        return torch.ones(1, dtype=torch.float32, device=engine.device)
+        return torch.ones(1, dtype=torch.float32, device=context.device)
     shape = tuple(value.shape) if isinstance(value, Tensor) else (1,)
-    scale = arguments.check_tensor("x_global_scale", value, shape, (torch.float32,), engine.device)
+    scale = arguments.check_tensor("x_global_scale", value, shape, (torch.float32,), context.device)
     if scale.numel() != 1:
         raise invalid("x_global_scale", arguments.describe(value), "float32 of one element")
     return scale

@@ -18,7 +18,7 @@ from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments
 from weft.moe.config import ceil_div
-from weft.moe.engine import Engine
+from weft.moe.device_context import DeviceContext
 from weft.runtime.allocation import TensorForm, tensor_form
 
 SCALE_GROUP = 128  # channels that share an FP8 scale or a LogFMT range
@@ -114,13 +114,13 @@ def find_format(
 
 
 def check_output(
-    engine: Engine, argument: str, given: object, shape: tuple[int, ...], dtype: torch.dtype
+    context: DeviceContext, argument: str, given: object, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor | None:
     """Return the tensor that the caller wants filled, or None for a new one."""
     if given is None:
         return None
     return arguments.check_alignment(
-        argument, arguments.check_tensor(argument, given, shape, (dtype,), engine.device)
+        argument, arguments.check_tensor(argument, given, shape, (dtype,), context.device)
     )
 
 

@@ -83,7 +83,7 @@ class LowLatencyState:
 
     @property
     def group_key(self) -> int:
-        """The ranks, as Engine.group_key has them."""
+        """The ranks, as DeviceContext.group_key has them."""
         return self.form.group_key
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from weft.errors import Error
-from weft.moe.engine import Engine
+from weft.moe.device_context import DeviceContext
 from weft.moe.events import EventOverlap
 from weft.runtime import spans
 from weft.runtime.modes import outside_modes
@@ -19,7 +19,7 @@ Hook = Callable[[], None]
 
 
 def launch(
-    engine: Engine,
+    context: DeviceContext,
     name: Literal["dispatch", "combine"],
     calls: Any,
     tensors: tuple[Tensor | None, ...],
@@ -33,20 +33,20 @@ def launch(
     once the receive phase is launched.
     Raises: weft.Error, with nothing sent, while the hook of the call before the last one is still to be run.
     """
-    if engine.unreceived:
-        _check_hooks(engine)
+    if context.unreceived:
+        _check_hooks(context)
     if return_recv_hook:
-        sent = spans.run(f"low_latency_{name}.send", calls.send, *tensors, engine.current_stream)
-        return EventOverlap(), _ReceiveHook(engine, name, calls, sent, tensors, on_receive)
+        sent = spans.run(f"low_latency_{name}.send", calls.send, *tensors, context.current_stream)
+        return EventOverlap(), _ReceiveHook(context, name, calls, sent, tensors, on_receive)
     run = calls.run
     if profiler._is_profiler_enabled or spans.NVTX:
         run = spans.around(f"low_latency_{name}", run)
-    engine.low_latency_calls = (
-        run(*tensors, engine.stream, engine.current_stream, not async_finish) or engine.low_latency_calls
+    context.low_latency_calls = (
+        run(*tensors, context.stream, context.current_stream, not async_finish) or context.low_latency_calls
     )
     if not async_finish:
         return EventOverlap(), None
-    event = engine.finish(async_finish, tensors)
+    event = context.finish(async_finish, tensors)
     event.extra_tensors = tuple(tensor for tensor in tensors if tensor is not None)
     return event, None
 
@@ -56,14 +56,14 @@ class _ReceiveHook:
 
     def __init__(
         self,
-        engine: Engine,
+        context: DeviceContext,
         name: str,
         calls: Any,
         sent: Any,
         tensors: tuple[Tensor | None, ...],
         on_receive: Callable[[], None] | None,
     ) -> None:
-        self._engine = engine
+        self._context = context
         self._name = name
         self._on_receive = on_receive
         self._calls = calls
@@ -71,14 +71,14 @@ class _ReceiveHook:
         self._tensors: tuple[Tensor | None, ...] | None = tensors
         self._number = int(sent.number)  # 0 for a captured call, which sends nothing yet
         if self._number:
-            engine.low_latency_calls = self._number
-            engine.unreceived[self._number] = f"low_latency_{name}"
+            context.low_latency_calls = self._number
+            context.unreceived[self._number] = f"low_latency_{name}"
 
     @outside_modes
     def __call__(self) -> None:
         if self._tensors is None:
             raise Error("hook: called a second time, allowed: once for each call that returned one")
-        self._engine.unreceived.pop(self._number, None)
+        self._context.unreceived.pop(self._number, None)
         spans.run(f"low_latency_{self._name}.receive", self._calls.receive, self._sent)
         self._tensors = None
         if self._on_receive is not None:
@@ -90,9 +90,9 @@ class _ReceiveHook:
 # then look like a lost rank, or with enable_shrink mask this one. This rank alone can tell the difference.
 
 
-def _check_hooks(engine: Engine) -> None:
-    late = [name for number, name in engine.unreceived.items() if number < engine.low_latency_calls]
-    if late and not engine.is_capturing:
+def _check_hooks(context: DeviceContext) -> None:
+    late = [name for number, name in context.unreceived.items() if number < context.low_latency_calls]
+    if late and not context.is_capturing:
         raise Error(
             f"hook: got none run of the {late[0]}() before the last call, allowed: a hook runs before the "
             "second call after its own; where it was dropped, destroy the buffer"

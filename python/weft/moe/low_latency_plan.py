@@ -2,7 +2,7 @@
 """What low-latency calls of one signature have in common: it is checked and planned by the first of them, and kept.
 
     signature = (x.dtype, x.shape, ..., num_experts, use_fp8, ...)
-    plan = engines.plans.get(signature) or engines.keep(signature, DispatchPlan(engine, sizes, form, ids, has_weights))
+    plan = contexts.plans.get(signature) or contexts.keep(signature, DispatchPlan(context, sizes, form, ids, ...))
     filled = plan.new_outputs()
     plan.calls.run(x, ..., stream, after, joins)      # one trip into the core
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weft import _core
-from weft.moe.engine import Engine
+from weft.moe.device_context import DeviceContext
 from weft.moe.low_latency_dispatch import Sizes
 from weft.moe.low_latency_formats import Format
 from weft.moe.low_latency_handle import low_latency_form
@@ -35,13 +35,13 @@ class DispatchPlan:
     """
 
     def __init__(
-        self, engine: Engine, sizes: Sizes, form: Format, topk_idx: Tensor, has_weights: bool
+        self, context: DeviceContext, sizes: Sizes, form: Format, topk_idx: Tensor, has_weights: bool
     ) -> None:
-        self.engine, self.sizes, self.form = engine, sizes, form
+        self.context, self.sizes, self.form = context, sizes, form
         self.num_tokens, self.top_k = topk_idx.shape
         rows = (sizes.local_experts, sizes.rows)
         scale_strides = form.scale_strides(rows)
-        self.calls: Any = engine.low_latency.plan_dispatch(
+        self.calls: Any = context.low_latency.plan_dispatch(
             max_tokens=sizes.max_tokens,
             tokens=self.num_tokens,
             top_k=self.top_k,
@@ -57,11 +57,11 @@ class DispatchPlan:
             tiled_scales=form.is_tiled,
         )
         words = int(
-            engine.low_latency.routes_words(sizes.max_tokens, self.top_k, sizes.num_experts, has_weights)
+            context.low_latency.routes_words(sizes.max_tokens, self.top_k, sizes.num_experts, has_weights)
         )
         i32, meta = torch.int32, (rows[0], sizes.num_ranks)
         self.handle_form = low_latency_form(
-            engine.group_key,
+            context.group_key,
             *(self.num_tokens, self.top_k, has_weights, sizes.max_tokens, form.hidden, sizes.num_experts),
             (*rows, form.hidden),
         )
@@ -76,24 +76,24 @@ class DispatchPlan:
             tensor_form(rows, i32) if has_weights else None,
         )
         # All that a dispatch fills, in the order of the core, for the stream that is current.
-        self.new_outputs = engine.allocator(*self._forms, together=_OF_HANDLE)
+        self.new_outputs = context.allocator(*self._forms, together=_OF_HANDLE)
 
     def outputs(self, given: tuple[Tensor | None, ...]) -> list[Any]:
         """Return the caller's rows, src_info, layout_range and counts, checked, or new ones instead of None."""
         rows, src_info, layout_range, counts = given
         mine = (rows, None, src_info, layout_range, counts, None, None, None)
         forms = (None if tensor is not None else form for tensor, form in zip(mine, self._forms, strict=True))
-        made = self.engine.allocator(*forms)()
+        made = self.context.allocator(*forms)()
         return [new if old is None else old for old, new in zip(mine, made, strict=True)]
 
 
 class CombinePlan:
     """A combine's form, and the core's calls of it. Raises: weft.Error where sizes do not fit the buffer."""
 
-    def __init__(self, engine: Engine, form: dict[str, int], out_shape: tuple[int, int]) -> None:
-        self.engine = engine
-        self.calls: Any = engine.low_latency.plan_combine(**form)
-        self.new_outputs = engine.allocator(tensor_form(out_shape, torch.bfloat16))  # the sums alone
+    def __init__(self, context: DeviceContext, form: dict[str, int], out_shape: tuple[int, int]) -> None:
+        self.context = context
+        self.calls: Any = context.low_latency.plan_combine(**form)
+        self.new_outputs = context.allocator(tensor_form(out_shape, torch.bfloat16))  # the sums alone
 
 
 REPLIES = {

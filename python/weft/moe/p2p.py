@@ -25,9 +25,9 @@ from torch import Tensor
 
 from weft.errors import Error, invalid
 from weft.moe import arguments, trace
+from weft.moe.buffer_contexts import device_of
 from weft.moe.config import check_flags, check_number
-from weft.moe.engine import Engine
-from weft.moe.engines import device_of
+from weft.moe.device_context import DeviceContext
 from weft.moe.p2p_plans import CombineForms, DispatchForms, Layout
 from weft.moe.p2p_sizes import SUMMED, DpColumn, P2PSizes
 from weft.runtime.bootstrap import find_bootstrap
@@ -56,11 +56,11 @@ class P2PRows(NamedTuple):
 class P2PHandle:
     """One exchange on its way: what its next phase needs. Made by dispatch_send()."""
 
-    def __init__(self, engine: Engine, ids: Tensor, weights: Tensor, sent: Any, tensors: Any) -> None:
-        self.engine = engine
+    def __init__(self, context: DeviceContext, ids: Tensor, weights: Tensor, sent: Any, tensors: Any) -> None:
+        self.context = context
         self.ids, self.weights = ids, weights
         self.phase = "dispatch_send"  # the last one that ran
-        self.streams = {engine.current_stream}  # that phases ran on
+        self.streams = {context.current_stream}  # that phases ran on
         self.sent = sent  # of the core: the call whose receive is to come
         self.kept: tuple[Tensor | None, ...] = tensors  # until then
         self.layout: Layout | None = None  # of received rows
@@ -151,13 +151,15 @@ class P2PAllToAll:
         self.num_local_experts = self.sizes.local_experts(self.num_dp_groups, self.dp_rank)
         self.max_recv_tokens = self.sizes.rows_of(self.num_dp_groups, self.dp_rank)
         room = self.sizes.window_bytes(self.num_dp_groups)
-        self._engines = [Engine(communicator, self.device, 0, room, timeout_s) for _ in range(max_in_flight)]
-        self._dispatches = {engine: DispatchForms(engine, self.sizes) for engine in self._engines}
-        self._combines = {engine: CombineForms(engine, self.sizes) for engine in self._engines}
+        self._contexts = [
+            DeviceContext(communicator, self.device, 0, room, timeout_s) for _ in range(max_in_flight)
+        ]
+        self._dispatches = {context: DispatchForms(context, self.sizes) for context in self._contexts}
+        self._combines = {context: CombineForms(context, self.sizes) for context in self._contexts}
         if self.device.type == "cuda":  # compiled now: peers would wait for it in the first exchange
-            engine = self._engines[0]
-            self._dispatches[engine].sender(0, 8)
-            self._combines[engine].calls(0, 8, hidden_dim, out_dtype, self.exact, False)
+            context = self._contexts[0]
+            self._dispatches[context].sender(0, 8)
+            self._combines[context].calls(0, 8, hidden_dim, out_dtype, self.exact, False)
         self._sent = 0
         self._last: tuple[int, Any] | None = None  # stream and event of the last phase
 
@@ -180,7 +182,7 @@ class P2PAllToAll:
         Returns: the handle of this exchange, for the other phases. The tensors may be written again once the stream
             has passed this call.
         """
-        engine = self._next_engine()
+        context = self._next_context()
         tokens = self._check_rows(x)
         ids, bounded = self._check_ids(topk_idx, tokens), self._check_bound(bound_m)
         shape = (tokens, self.sizes.num_experts_per_token)
@@ -189,13 +191,13 @@ class P2PAllToAll:
         if bounded is not None:
             outside = torch.arange(tokens, device=self.device, dtype=torch.int32) >= bounded
             ids = ids.masked_fill(outside.unsqueeze(1), -1)
-        self._check_in_flight(engine)
-        calls = self._dispatches[engine].sender(tokens, ids.element_size())
+        self._check_in_flight(context)
+        calls = self._dispatches[context].sender(tokens, ids.element_size())
         tensors = (x, scale, ids, topk_weights, *(None,) * 10)
-        sent = self._launch(engine, "dispatch_send", lambda on: calls.send(*tensors, on))
-        self._note_sent(engine, sent, "dispatch_recv")
+        sent = self._launch(context, "dispatch_send", lambda on: calls.send(*tensors, on))
+        self._note_sent(context, sent, "dispatch_recv")
         self._sent += 1
-        return P2PHandle(engine, ids, topk_weights, sent, tensors)
+        return P2PHandle(context, ids, topk_weights, sent, tensors)
 
     def dispatch_recv(
         self,
@@ -214,8 +216,8 @@ class P2PAllToAll:
         """
         self._check_phase(handle, "dispatch_send", "dispatch_recv")
         self._used_here(handle)
-        engine = handle.engine
-        forms = self._dispatches[engine]
+        context = handle.context
+        forms = self._dispatches[context]
         layout = forms.layout(out_x, out_x_scale, self.num_local_experts, self.max_recv_tokens)
         made = forms.new_outputs(layout, self.num_local_experts, self.num_dp_groups)
         rows = out_x if out_x is not None else made.x
@@ -231,7 +233,7 @@ class P2PAllToAll:
         into = (rows, scales, made.src_token, made.ranges, counts, made.routes, made.weights, made.src_rank)
         used = (*handle.kept[:4], None, None, *into)
         ticket = handle.sent.ticket
-        self._launch(engine, "dispatch_recv", lambda on: calls.receive_into(*used, ticket, on))
+        self._launch(context, "dispatch_recv", lambda on: calls.receive_into(*used, ticket, on))
         self._note_received(handle)
         handle.phase, handle.layout, handle.routes = "dispatch_recv", layout, made.routes
         handle.rows_shape = tuple(rows.shape)
@@ -247,7 +249,7 @@ class P2PAllToAll:
         An exchange may be combined again once combine_recv() has run.
         """
         self._check_phase(handle, ("dispatch_recv", "combine_recv"), "combine_send")
-        engine = handle.engine
+        context = handle.context
         self._check_results(expert_y, handle)
         self._used_here(handle)
         own = handle.weights
@@ -255,13 +257,13 @@ class P2PAllToAll:
             shape, f32 = tuple(handle.weights.shape), (torch.float32,)
             own = arguments.check_tensor("topk_weights", topk_weights, shape, f32, self.device)
         travel = topk_weights is not None and not self.exact
-        self._check_in_flight(engine)
+        self._check_in_flight(context)
         key = (handle.num_tokens, handle.ids.element_size(), int(expert_y.size(-1)), expert_y.dtype)
-        calls = self._combines[engine].calls(*key, self.exact, travel)
+        calls = self._combines[context].calls(*key, self.exact, travel)
         kept_weights = own if self.exact or travel else None
         tensors = (expert_y, handle.ids, kept_weights, handle.routes, None, None, None)
-        sent = self._launch(engine, "combine_send", lambda on: calls.send(*tensors, on))
-        self._note_sent(engine, sent, "combine_recv")
+        sent = self._launch(context, "combine_send", lambda on: calls.send(*tensors, on))
+        self._note_sent(context, sent, "combine_recv")
         handle.phase, handle.sent, handle.kept = "combine_send", sent, (*tensors, expert_y)
         handle.combine_form = (*key, self.exact, travel)
 
@@ -280,7 +282,7 @@ class P2PAllToAll:
         check_flags(accumulate=accumulate)
         if accumulate and out_tokens is None:
             raise invalid("accumulate", "True without out_tokens", "True with the tensor to add to")
-        engine = handle.engine
+        context = handle.context
         shape = (handle.num_tokens, handle.combine_form[2])
         if out_tokens is None:
             out = torch.empty(shape, dtype=self.sizes.out_dtype, device=self.device)
@@ -289,17 +291,17 @@ class P2PAllToAll:
                 "out_tokens", out_tokens, shape, (self.sizes.out_dtype,), self.device
             )
             arguments.check_alignment("out_tokens", out)
-        calls = self._combines[engine].calls(*handle.combine_form, bool(accumulate))
+        calls = self._combines[context].calls(*handle.combine_form, bool(accumulate))
         used = (*handle.kept[:4], out, None, None)
         ticket = handle.sent.ticket
-        self._launch(engine, "combine_recv", lambda on: calls.receive_into(*used, ticket, on))
+        self._launch(context, "combine_recv", lambda on: calls.receive_into(*used, ticket, on))
         self._note_received(handle)
         handle.phase = "combine_recv"
         return out
 
     def take_trace(self) -> trace.Trace:
         """Return what kernels of all exchanges noted since the last look, as Buffer.take_trace() does."""
-        return trace.take_from(*self._engines)
+        return trace.take_from(*self._contexts)
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
@@ -324,12 +326,12 @@ class P2PAllToAll:
 
     def destroy(self) -> None:
         """Wait for all ranks, then give the memory back. Raises: weft.PeerLost naming a rank that is gone."""
-        engines, self._engines = self._engines, []
+        contexts, self._contexts = self._contexts, []
         self._dispatches, self._combines = {}, {}
-        for engine in engines:
-            engine.synchronize()
-        if engines:
-            engines[0].communicator.barrier()
+        for context in contexts:
+            context.synchronize()
+        if contexts:
+            contexts[0].communicator.barrier()
 
     def __enter__(self) -> P2PAllToAll:
         return self
@@ -340,23 +342,23 @@ class P2PAllToAll:
         """Destroy it; after an error without waiting for others."""
         if error is None:
             self.destroy()
-        self._engines = []
+        self._contexts = []
         self._dispatches, self._combines = {}, {}
 
     def __repr__(self) -> str:
         where = f"data-parallel rank {self.dp_rank} of {self.num_dp_groups}, {self.device}"
-        return f"weft.P2PAllToAll({where}{'' if self._engines else ', destroyed'})"
+        return f"weft.P2PAllToAll({where}{'' if self._contexts else ', destroyed'})"
 
     # -- order -----------------------------------------------------------------------------------------------
 
-    def _launch(self, engine: Engine, name: str, run: Callable[[int], Any]) -> Any:
+    def _launch(self, context: DeviceContext, name: str, run: Callable[[int], Any]) -> Any:
         """Run a phase on the current stream, after the one before it.
 
-        An engine orders its own phases. Where there are several, a receive of one could take all SMs while a send of
+        A context orders its own phases. Where there are several, a receive of one could take all SMs while a send of
         another waits for one, on two ranks crosswise; so phases run in the order in which all ranks call them.
         """
-        stream = engine.current_stream
-        if len(self._engines) == 1 or not engine.is_cuda or engine.is_capturing:
+        stream = context.current_stream
+        if len(self._contexts) == 1 or not context.is_cuda or context.is_capturing:
             return run(stream)
         if self._last is not None and self._last[0] != stream:
             self._last[1].wait(torch.cuda.current_stream(self.device))
@@ -368,12 +370,12 @@ class P2PAllToAll:
 
     def _used_here(self, handle: P2PHandle) -> None:
         """Tell torch that a handle's own tensors are used on the current stream, where phases have several."""
-        engine = handle.engine
-        if not engine.is_cuda or engine.is_capturing:
+        context = handle.context
+        if not context.is_cuda or context.is_capturing:
             return
-        handle.streams.add(engine.current_stream)
+        handle.streams.add(context.current_stream)
         if len(handle.streams) > 1:
-            engine.hand_over((handle.ids, handle.weights, handle.routes))
+            context.hand_over((handle.ids, handle.weights, handle.routes))
 
     def _agree(self, communicator: Any) -> None:
         """Raise on all ranks where they were not made for the same. Collective."""
@@ -387,33 +389,33 @@ class P2PAllToAll:
                     given = f"{value} on rank {communicator.rank} and {theirs[name]} on rank {peer}"
                     raise invalid(name, given, "the same on all ranks")
 
-    def _next_engine(self) -> Engine:
-        if not self._engines:
+    def _next_context(self) -> DeviceContext:
+        if not self._contexts:
             raise Error("P2PAllToAll: used after destroy(), allowed: calls before it", "closed")
-        return self._engines[self._sent % len(self._engines)]
+        return self._contexts[self._sent % len(self._contexts)]
 
-    def _check_in_flight(self, engine: Engine) -> None:
+    def _check_in_flight(self, context: DeviceContext) -> None:
         """Refuse a send that would wait for a receive of this rank's own: see low_latency_phases."""
-        late = [name for number, name in engine.unreceived.items() if number < engine.low_latency_calls]
-        if late and not engine.is_capturing:
+        late = [name for number, name in context.unreceived.items() if number < context.low_latency_calls]
+        if late and not context.is_capturing:
             raise Error(
                 f"{late[0]}: still to be called for the exchange before the last one, allowed: at most "
                 f"max_in_flight ({self.sizes.max_in_flight}) at once"
             )
 
-    def _note_sent(self, engine: Engine, sent: Any, receive: str) -> None:
+    def _note_sent(self, context: DeviceContext, sent: Any, receive: str) -> None:
         if number := int(sent.number):  # 0 for a captured call, which sends nothing yet
-            engine.low_latency_calls = number
-            engine.unreceived[number] = receive
+            context.low_latency_calls = number
+            context.unreceived[number] = receive
 
     def _note_received(self, handle: P2PHandle) -> None:
-        handle.engine.unreceived.pop(int(handle.sent.number), None)
+        handle.context.unreceived.pop(int(handle.sent.number), None)
         handle.kept = ()
 
     # -- checks ----------------------------------------------------------------------------------------------
 
     def _check_phase(self, handle: object, after: str | tuple[str, ...], phase: str) -> None:
-        if not isinstance(handle, P2PHandle) or handle.engine not in self._engines:
+        if not isinstance(handle, P2PHandle) or handle.context not in self._contexts:
             raise invalid(
                 "handle", arguments.describe(handle), "what dispatch_send() of this object returned"
             )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forms of a P2PAllToAll's phases, planned once each, and the tensors that a dispatch fills.
 
-    forms = DispatchForms(engine, sizes)
+    forms = DispatchForms(context, sizes)
     layout = forms.layout(None, None, local_experts, max_recv_tokens)     # or those of the caller's tensors
     made = forms.new_outputs(layout, local_experts, num_ranks)
     calls = forms.receiver(tokens, id_bytes, layout)
@@ -21,7 +21,7 @@ from torch import Tensor
 from weft import _core
 from weft.errors import invalid
 from weft.moe import arguments
-from weft.moe.engine import Engine
+from weft.moe.device_context import DeviceContext
 from weft.moe.low_latency_formats import check_output
 from weft.moe.p2p_sizes import SUMMED, P2PSizes
 from weft.runtime.allocation import tensor_form
@@ -65,11 +65,11 @@ def _routes_of(sizes: P2PSizes, tokens: int, id_bytes: int) -> dict[str, int]:
 
 
 class DispatchForms:
-    """Dispatches of one engine."""
+    """Dispatches of one context."""
 
-    def __init__(self, engine: Engine, sizes: P2PSizes) -> None:
-        self._engine, self._sizes = engine, sizes
-        words = engine.low_latency.routes_words(
+    def __init__(self, context: DeviceContext, sizes: P2PSizes) -> None:
+        self._context, self._sizes = context, sizes
+        words = context.low_latency.routes_words(
             sizes.max_num_tokens, sizes.num_experts_per_token, sizes.num_experts, True
         )
         self._routes_words = int(words)
@@ -79,7 +79,7 @@ class DispatchForms:
 
     def layout(self, out_x: object, out_scale: object, local_experts: int, max_rows: int) -> Layout:
         """Return the layout of the caller's tensors, checked, or of new ones. Raises: weft.Error naming one."""
-        sizes, engine = self._sizes, self._engine
+        sizes, context = self._sizes, self._context
         rows: tuple[int, ...] = (max_rows,)
         if sizes.max_tokens_per_expert is not None:
             rows = (local_experts, sizes.max_tokens_per_expert)
@@ -88,7 +88,7 @@ class DispatchForms:
             if len(rows) == 2 and rows[0] != local_experts:
                 raise invalid("out_x", arguments.describe(out_x), f"[{local_experts} experts, rows, hidden]")
         if out_x is not None:
-            check_output(engine, "out_x", out_x, (*rows, sizes.hidden_dim), sizes.in_dtype)
+            check_output(context, "out_x", out_x, (*rows, sizes.hidden_dim), sizes.in_dtype)
         words, dtype = sizes.hidden_dim_scale, sizes.scale_dtype
         if words is None or dtype is None:
             if out_scale is not None:
@@ -98,7 +98,7 @@ class DispatchForms:
             return Layout(rows, (rows[-1] * words if len(rows) == 2 else 0, words, 1))
         shape = (*rows, words)
         scale = arguments.check_tensor(
-            "out_x_scale", out_scale, shape, (dtype,), engine.device, contiguous=False
+            "out_x_scale", out_scale, shape, (dtype,), context.device, contiguous=False
         )
         strides = scale.stride()
         return Layout(rows, (strides[0] if len(rows) == 2 else 0, strides[-2], strides[-1]))
@@ -111,7 +111,7 @@ class DispatchForms:
             scale = None
             if sizes.hidden_dim_scale is not None and sizes.scale_dtype is not None:
                 scale = tensor_form((*layout.rows, sizes.hidden_dim_scale), sizes.scale_dtype)
-            make = self._makers[layout] = self._engine.allocator(
+            make = self._makers[layout] = self._context.allocator(
                 tensor_form((*layout.rows, sizes.hidden_dim), sizes.in_dtype),
                 scale,
                 tensor_form((local_experts,), i32),
@@ -129,7 +129,7 @@ class DispatchForms:
         rows = layout.rows if layout is not None else (1,) if per_expert is None else (1, per_expert)
         is_packed = len(rows) == 1
         strides = (0, 0, 0) if layout is None else layout.scale_strides
-        return self._engine.low_latency.plan_dispatch(
+        return self._context.low_latency.plan_dispatch(
             **_routes_of(sizes, tokens, id_bytes),
             payload=_core.PAYLOAD_COPY,
             row_bytes=sizes.row_bytes,
@@ -146,10 +146,10 @@ class DispatchForms:
 
 
 class CombineForms:
-    """Combines of one engine."""
+    """Combines of one context."""
 
-    def __init__(self, engine: Engine, sizes: P2PSizes) -> None:
-        self._engine, self._sizes = engine, sizes
+    def __init__(self, context: DeviceContext, sizes: P2PSizes) -> None:
+        self._context, self._sizes = context, sizes
         self.calls = functools.lru_cache(maxsize=4096)(self._plan)
 
     def _plan(
@@ -163,7 +163,7 @@ class CombineForms:
         accumulate: bool = False,
     ) -> Any:
         sizes = self._sizes
-        return self._engine.low_latency.plan_combine(
+        return self._context.low_latency.plan_combine(
             **_routes_of(sizes, tokens, id_bytes),
             reply=_core.REPLY_EXACT if exact else _core.REPLY_REDUCED,
             row_bytes=hidden * dtype.itemsize,

@@ -42,19 +42,19 @@ class Trace(NamedTuple):
     num_dropped: int
 
 
-def take_from(*engines: Any) -> Trace:
-    """Return what kernels of the engines of a device noted since the last look, once they have all finished.
+def take_from(*contexts: Any) -> Trace:
+    """Return what kernels of the contexts of a device noted since the last look, once they have all finished.
 
     Raises: weft.Error without WEFT_TRACE_SPANS.
     """
     spans: list[Span] = []
     num_dropped = 0
-    for engine in engines:
-        log = engine.trace_log()
+    for context in contexts:
+        log = context.trace_log()
         if log is None:
             raise invalid("WEFT_TRACE_SPANS", 0, "room for the spans of a trace, such as 100000")
-        if engine.is_cuda:
-            torch.cuda.synchronize(engine.device)
+        if context.is_cuda:
+            torch.cuda.synchronize(context.device)
         taken = take(log)
         spans += taken.spans
         num_dropped += taken.num_dropped

@@ -74,7 +74,7 @@ class Buffer(buffer.Buffer):
             explicitly_destroy,
             **options,
         )
-        nodes = {facts["node"] for facts in self._engines.alive().communicator.facts}
+        nodes = {facts["node"] for facts in self._contexts.alive().communicator.facts}
         if is_intranode and len(nodes) > 1:
             raise invalid("is_intranode", True, f"None or False for a group of {len(nodes)} nodes")
 

@@ -2,7 +2,7 @@
 """When a piece of the window, in which a received tensor lay, can be written again on a GPU.
 
     pieces = WindowPieces(core.give_back, comm_stream, CudaStreams(device))
-    lease = pieces.lend(engine, offset)
+    lease = pieces.lend(context, offset)
     share = lease.share()                      # kept alive by a storage in that piece
     share.lies_at(address, can_be_freed=True)
     pieces.reclaim()                           # before the communication stream writes into what was given back

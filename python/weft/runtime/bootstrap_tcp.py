@@ -233,7 +233,7 @@ class TcpAddress:
     def _knock(self, until: _Deadline, timeout_s: float) -> socket.socket:
         """Connect to rank 0, which may not be listening yet."""
         host, port = self._address
-        why, told_at = "", time.monotonic() + _TELL_AFTER_S
+        why, report_at = "", time.monotonic() + _TELL_AFTER_S
         while not until.passed():
             try:
                 return socket.create_connection(self._address, timeout=min(until.left_s(), _TELL_AFTER_S))
@@ -241,8 +241,8 @@ class TcpAddress:
                 raise invalid("address", f"'{host}'", f"a host that can be resolved ({error})") from error
             except OSError as error:
                 why = str(error)
-                if time.monotonic() >= told_at:
-                    told_at = float("inf")
+                if time.monotonic() >= report_at:
+                    report_at = float("inf")
                     if error.errno in _NO_WAY:
                         break
                     log.warning(

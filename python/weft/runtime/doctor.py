@@ -64,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
 
 def lines(finding: Finding) -> list[str]:
     """Return what is printed of a finding: a line for people who scan, the rest indented below it."""
-    told = _wrapped(f"{finding.state:8} {finding.what}: {finding.serves}", "")
-    told += _wrapped(finding.why, _INDENT) if finding.why else []
+    lines = _wrapped(f"{finding.state:8} {finding.what}: {finding.serves}", "")
+    lines += _wrapped(finding.why, _INDENT) if finding.why else []
     # A command stays on one line, to be copied.
-    return [*told, f"{_INDENT}-> {finding.remedy}"] if finding.remedy else told
+    return [*lines, f"{_INDENT}-> {finding.remedy}"] if finding.remedy else lines
 
 
 _INDENT = " " * 9

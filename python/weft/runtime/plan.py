@@ -170,7 +170,7 @@ def _roles(mode: str, plans: list[dict[str, Any]]) -> Table:
         "row warps",
         "other warps",
         "network warps",
-        "lanes",
+        "batches",
         "piece KiB",
         "chunk KiB",
         "inbox MiB",
@@ -186,14 +186,14 @@ def _roles(mode: str, plans: list[dict[str, Any]]) -> Table:
     for plan in plans:
         for call in ("dispatch", "combine"):
             phase = plan[call]
-            roles = ("row_warps", "other_warps", "lane_warps")
+            roles = ("row_warps", "other_warps", "batch_warps")
             table.add(
                 str(plan["nodes"]),
                 call,
                 str(phase["blocks"]),
                 str(phase["threads_per_block"]),
                 *(str(phase[role]) if phase[role] and mode == "ht" else "" for role in roles),
-                str(plan["lanes"] or ""),
+                str(plan["batches"] or ""),
                 f"{plan['piece_bytes'] / 1024:.1f}" if mode == "ht" and call == "dispatch" else "",
                 f"{phase['chunk_bytes'] / 1024:.1f}" if phase["chunk_bytes"] else "",
                 f"{plan['inbox_bytes'] / 2**20:.0f}" if plan["inbox_bytes"] and call == "dispatch" else "",

@@ -171,10 +171,10 @@ def _screen(before: list[Look], looks: list[Look], console: Any) -> list[Any]:
     earlier = {one.pid: one for one in before}
     tables = [_process_table(looks), _rate_table(earlier, looks), _peer_table(earlier, looks)]
     parts: list[Any] = [part for table in tables if len(table) for part in table.parts(console.width)]
-    told = waits(looks, before)
+    waiting_lines = waits(looks, before)
     return (
-        [*parts, *(Text(line, "bold red") for line in told)]
-        if told
+        [*parts, *(Text(line, "bold red") for line in waiting_lines)]
+        if waiting_lines
         else [*parts, Text("Nobody waits for long.")]
     )
 

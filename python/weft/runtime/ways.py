@@ -30,8 +30,8 @@ def ways(communicator: Communicator) -> list[dict[str, Any]]:
             peers[str(peer)] = {"transport": name, "reach": reach[name]}
     facts = communicator.core.facts[communicator.rank]
     mine = {name: facts[name] for name in ("rank", "node", "host", "device")} | {"peers": peers}
-    told = communicator.bootstrap.all_gather(json.dumps(mine).encode(), communicator.timeout_s)
-    return [json.loads(bytes(one)) for one in told]
+    answers = communicator.bootstrap.all_gather(json.dumps(mine).encode(), communicator.timeout_s)
+    return [json.loads(bytes(one)) for one in answers]
 
 
 def ways_table(of_ranks: list[dict[str, Any]]) -> Table:

@@ -198,10 +198,10 @@ def forward(ends: tuple[int, int], link: BadLink) -> Report:
 
 def main() -> None:
     """Be the cable that the argument describes."""
-    told = json.loads(sys.argv[1])
-    taps = [open_tap(namespace, name) for namespace, name in told["ends"]]
+    settings = json.loads(sys.argv[1])
+    taps = [open_tap(namespace, name) for namespace, name in settings["ends"]]
     print("ready", flush=True)
-    report = forward((taps[0], taps[1]), BadLink(**told["link"]))
+    report = forward((taps[0], taps[1]), BadLink(**settings["link"]))
     print(json.dumps(dataclasses.asdict(report)), flush=True)
 
 

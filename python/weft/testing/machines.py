@@ -129,8 +129,8 @@ class Machines:
             cable.terminate()
         for cable in self._cables:
             try:
-                told = cable.communicate(timeout=_END_S)[0]
-                self.link_reports.append(Report(**json.loads(told.splitlines()[-1])))
+                output = cable.communicate(timeout=_END_S)[0]
+                self.link_reports.append(Report(**json.loads(output.splitlines()[-1])))
             except (subprocess.TimeoutExpired, ValueError, IndexError):
                 cable.kill()
                 cable.wait()
@@ -145,8 +145,8 @@ class Machines:
 def _start_cable(machine: str, switch: str, port: str, link: BadLink, at: int) -> subprocess.Popen[str]:
     """Start cable number ``at`` and wait for its ends. Raises: Error with what the system says."""
     own = dataclasses.replace(link, seed=link.seed * 1000 + at)
-    told = json.dumps({"ends": [[machine, "eth0"], [switch, port]], "link": dataclasses.asdict(own)})
-    command = [sys.executable, "-I", "-S", bad_link.__file__, told]
+    settings = json.dumps({"ends": [[machine, "eth0"], [switch, port]], "link": dataclasses.asdict(own)})
+    command = [sys.executable, "-I", "-S", bad_link.__file__, settings]
     cable = subprocess.Popen(
         command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )

@@ -41,7 +41,7 @@ def straggler_lines(of_ranks: CallsOfRanks) -> list[str]:
     lines, any_is_slow, most_core_wait_us = [], False, 0.0
     for name in dict.fromkeys(call.name for call in of_ranks[0]):
         seen = _lateness(of_ranks, name)
-        lines.append(f"{name}: keeps its peers longer than they keep it, us: {_told(seen.late)}")
+        lines.append(f"{name}: keeps its peers longer than they keep it, us: {_in_words(seen.late)}")
         slow = seen.slow_ranks()
         lines += [
             f"{name}: rank {rank} is slow: its peers wait {seen.late[rank]:.0f} us for it" for rank in slow
@@ -109,5 +109,5 @@ def _median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else 0.0
 
 
-def _told(values: Sequence[float]) -> str:
+def _in_words(values: Sequence[float]) -> str:
     return ", ".join(f"rank {rank} {us:.1f}" for rank, us in enumerate(values))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of one buffer, one per device, and the buffer's life: what ``Buffer`` and ``ElasticBuffer`` share.
+"""The device contexts of one buffer, and the buffer's life: what ``Buffer`` and ``ElasticBuffer`` share.
 
-engines = Engines("Buffer", group, None, device=None, heap_bytes=lambda ranks: ranks << 28)
-engine = engines.of("x", x)      # checks that the buffer lives and that the tensor is on a device of it
+contexts = BufferContexts("Buffer", group, None, device=None, heap_bytes=lambda ranks: ranks << 28)
+context = contexts.of("x", x)      # checks that the buffer lives and that the tensor is on a device of it
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.errors import Error, PeerLost, invalid
 from weft.moe import arguments
-from weft.moe.engine import Engine
+from weft.moe.device_context import DeviceContext
 from weft.runtime.communicator import connect, device_name
 
 Signature = tuple[Any, ...]
@@ -23,15 +23,15 @@ _Plan = TypeVar("_Plan")
 _MOST_PLANS = 4096
 
 
-class Engines:
-    """Engines by device. That of the buffer's own device is made at once, collectively; that of the CPU when a
-    CPU tensor first comes.
+class BufferContexts:
+    """Device contexts by device. That of the buffer's own device is made at once, collectively; that of the CPU when
+    a CPU tensor first comes.
 
     Args:
         owner: the class that messages name. group, comm: the ranks, as for weft.Buffer.
         device: what this rank computes on; None is torch's current GPU, or the CPU where there is none.
         heap_bytes: room for rows at first, for so many ranks.
-        low_latency_bytes, timeout_s, may_mask, each_alone: as for Engine.
+        low_latency_bytes, timeout_s, may_mask, each_alone: as for DeviceContext.
         explicitly_destroy: destroy() is allowed.
     Raises: weft.Error naming a wrong argument; weft.PeerLost naming ranks that stayed away.
     Threads: one caller at a time.
@@ -62,22 +62,21 @@ class Engines:
         self._may_mask = may_mask
         self._each_alone = each_alone
         self._explicitly_destroy = explicitly_destroy
-        self._by_device: dict[torch.device, Engine] = {}
-        self.plans: dict[
-            Signature, Any
-        ] = {}  # of calls of engines that live, by all that their checks look at
-        self.main: Engine | None = self._on(self.device)  # None after destroy()
+        self._by_device: dict[torch.device, DeviceContext] = {}
+        # Plans of calls that these contexts made, by all that the calls' checks look at.
+        self.plans: dict[Signature, Any] = {}
+        self.main: DeviceContext | None = self._on(self.device)  # None after destroy()
         self.rank = int(self.main.communicator.rank)
         self.size = int(self.main.communicator.size)
 
-    def alive(self) -> Engine:
-        """Return the engine of the buffer's own device. Raises: weft.Error, code closed, after destroy()."""
+    def alive(self) -> DeviceContext:
+        """Return the context of the buffer's own device. Raises: weft.Error, code closed, after destroy()."""
         if self.main is None:
             raise Error(f"{self._owner}: used after destroy(), allowed: calls before it", "closed")
         return self.main
 
-    def of(self, argument: str, value: object) -> Engine:
-        """Return the engine for the device of a tensor, or of the first of a tuple.
+    def of(self, argument: str, value: object) -> DeviceContext:
+        """Return the context for the device of a tensor, or of the first of a tuple.
 
         Raises: weft.Error naming ``argument`` for anything else, and for other devices than the buffer's or the
         CPU.
@@ -102,10 +101,10 @@ class Engines:
         """Wait for all ranks, then let go of the memory; see Buffer.destroy()."""
         if not self._explicitly_destroy:
             raise invalid("explicitly_destroy", False, "True for a buffer that is destroyed by hand")
-        engine = self.alive()
-        engine.synchronize()
+        context = self.alive()
+        context.synchronize()
         try:
-            engine.communicator.barrier()
+            context.communicator.barrier()
         except PeerLost:
             if not self._may_mask:
                 raise  # else calls have gone on without that rank, and so may this one
@@ -121,33 +120,33 @@ class Engines:
         """
         if self.main is None:
             return
-        engine = self.main
+        context = self.main
         try:
             if is_clean:
-                engine.synchronize()
-                engine.communicator.barrier()
+                context.synchronize()
+                context.communicator.barrier()
         finally:
             self.main = None
             self._by_device.clear()
             self.plans.clear()
 
     def describe(self, name: str, **facts: object) -> str:
-        """Return the repr of a buffer on these engines."""
-        told = "".join(f", {key} {value}" for key, value in facts.items())
+        """Return the repr of a buffer on these contexts."""
+        shown = "".join(f", {key} {value}" for key, value in facts.items())
         end = "" if self.main is not None else ", destroyed"
-        return f"weft.{name}(rank {self.rank} of {self.size}, {self.device}{told}{end})"
+        return f"weft.{name}(rank {self.rank} of {self.size}, {self.device}{shown}{end})"
 
     def comm_stream(self) -> Any:
         """Return the torch.cuda.Stream that calls run on; on the CPU, the current torch.cpu.Stream."""
-        engine = self.alive()
-        return engine.comm_stream if engine.is_cuda else torch.cpu.current_stream()
+        context = self.alive()
+        return context.comm_stream if context.is_cuda else torch.cpu.current_stream()
 
-    def _on(self, device: torch.device) -> Engine:
+    def _on(self, device: torch.device) -> DeviceContext:
         if device not in self._by_device:
             heap_bytes, low_latency_bytes, timeout_s = self._sizes
             communicator = connect(*self._ranks, device, timeout_s)
             room = heap_bytes(int(communicator.size))
-            engine = Engine(
+            context = DeviceContext(
                 communicator,
                 device,
                 room,
@@ -156,7 +155,7 @@ class Engines:
                 self._may_mask,
                 self._each_alone,
             )
-            self._by_device[device] = engine
+            self._by_device[device] = context
         return self._by_device[device]
 
 

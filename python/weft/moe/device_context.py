@@ -33,6 +33,7 @@ from weft.runtime.allocation import (
     OutputMaker,
     TensorForm,
     new_on_cuda,
+    new_on_host,
     part_of,
     strides_in_order,
     tensor_form,
@@ -64,16 +65,16 @@ def address(tensor: torch.Tensor | None) -> int:
 class HostLease:
     """Owns one piece of a window in host memory; the DLPack capsule of a view keeps it alive."""
 
-    def __init__(self, engine: Engine, offset: int) -> None:
-        self._engine = engine
+    def __init__(self, context: DeviceContext, offset: int) -> None:
+        self._context = context
         self._offset = offset
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._engine.core.give_back(self._offset)
+            self._context.core.give_back(self._offset)
 
 
-class Engine(RuntimeFacts):
+class DeviceContext(RuntimeFacts):
     """The core buffer of one device and what orders work on it.
 
     Args:
@@ -224,7 +225,8 @@ class Engine(RuntimeFacts):
         """
         if dtype is torch.int32:
             return self._own(part_of(words, offset // 4, shape))
-        part = torch.empty(0, dtype=dtype, device=self.device)
+        nothing = tensor_form((0,), dtype)
+        part = new_on_cuda(nothing, self.device) if self.is_cuda else new_on_host(*nothing)
         begin = offset // dtype.itemsize
         return self._own(part.set_(words.untyped_storage(), begin, shape, strides_in_order(shape)))  # type: ignore[call-overload]
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transports/proxy/lane.h"
+#include "transports/proxy/peer_queue.h"
 
 #include <algorithm>
 #include <cstring>
@@ -8,7 +8,7 @@
 namespace weft::proxy {
 namespace {
 
-// Commands that a lane sends and records that it takes in one turn, so that others have theirs.
+// Commands that a queue sends and records that it takes in one turn, so that others have theirs.
 constexpr uint32_t kPerTurn = 64;
 // A put waits so many turns for the signal that its thread is about to ask for.
 constexpr uint32_t kTurnsForMore = 16;
@@ -20,20 +20,20 @@ bool is_signal(Command command) {
 
 }  // namespace
 
-Result<std::unique_ptr<Lane>> Lane::create(Traffic& traffic, int rank, uint64_t* flushed) {
-  std::unique_ptr<Lane> lane(new Lane(traffic, rank, flushed));
-  if (lane->is_self_) return lane;
-  lane->outbox_.resize(kRing);
-  lane->inbox_.resize(kRing);
+Result<std::unique_ptr<PeerQueue>> PeerQueue::create(Traffic& traffic, int rank, uint64_t* flushed) {
+  std::unique_ptr<PeerQueue> queue(new PeerQueue(traffic, rank, flushed));
+  if (queue->is_self_) return queue;
+  queue->outbox_.resize(kRing);
+  queue->inbox_.resize(kRing);
   const auto range = [](std::vector<Record>& records) {
     return provider::Range{records.data(), records.size() * sizeof(Record)};
   };
-  WEFT_TRY_ASSIGN(lane->outbox_memory_, traffic.engine.enroll(range(lane->outbox_), provider::kLocal));
-  WEFT_TRY_ASSIGN(lane->inbox_memory_, traffic.engine.enroll(range(lane->inbox_), provider::kRemoteWrite));
-  return lane;
+  WEFT_TRY_ASSIGN(queue->outbox_memory_, traffic.engine.enroll(range(queue->outbox_), provider::kLocal));
+  WEFT_TRY_ASSIGN(queue->inbox_memory_, traffic.engine.enroll(range(queue->inbox_), provider::kRemoteWrite));
+  return queue;
 }
 
-Status Lane::connect(std::shared_ptr<transfer::Peer> peer) {
+Status PeerQueue::connect(std::shared_ptr<transfer::Peer> peer) {
   peer_ = std::move(peer);
   const auto counters = [&](uint32_t first, uint32_t count, auto& into, auto& bases) -> Status {
     bases.assign(count, 0);
@@ -50,12 +50,12 @@ Status Lane::connect(std::shared_ptr<transfer::Peer> peer) {
   return Status();
 }
 
-Status Lane::attach(const std::string& greeting, Deadline until) {
-  WEFT_TRY_ASSIGN(their_inbox_, traffic_.engine.attach(greeting, until));
+Status PeerQueue::attach(const std::string& inbox, Deadline until) {
+  WEFT_TRY_ASSIGN(their_inbox_, traffic_.engine.attach(inbox, until));
   return Status();
 }
 
-bool Lane::turn() {
+bool PeerQueue::turn() {
   if (is_self_) return send() | take_gets();
   bool any = take_arrived();  // also what a peer that is gone by now has sent before
   if (!is_lost_ && !peer_->is_alive()) {
@@ -75,7 +75,7 @@ bool Lane::turn() {
 
 // The peer takes nothing more. It left in peace where no data is owed to it; its farewell may be known before its
 // engine's end.
-void Lane::end(const Status& why) {
+void PeerQueue::end(const Status& why) {
   const bool has_left = has_farewell_ || peer_->state() == transfer::PeerState::kClosed;
   if (has_left && (is_closing_ || !owes_data()))
     is_lost_ = true;
@@ -84,26 +84,26 @@ void Lane::end(const Status& why) {
 }
 
 // Signals alone are mostly what a peer that is done with its last call does not wait for.
-bool Lane::owes_data() const {
+bool PeerQueue::owes_data() const {
   return owes_gets() ||
          std::ranges::any_of(queue_,
                              [](const Queued& queued) { return op_of(queued.command) == Op::kPut; }) ||
          std::ranges::any_of(in_flight_, [](const InFlight& posted) { return posted.has_put; });
 }
 
-bool Lane::owes_gets() const {
+bool PeerQueue::owes_gets() const {
   return !gets_in_flight_.empty() ||
          std::ranges::any_of(queue_, [](const Queued& queued) { return op_of(queued.command) == Op::kGet; });
 }
 
-bool Lane::send() {
+bool PeerQueue::send() {
   bool any = send_notices();
   for (uint32_t i = 0; i < kPerTurn && !queue_.empty() && send_front(); ++i) any = true;
   publish_flushes();
   return any;
 }
 
-bool Lane::send_front() {
+bool PeerQueue::send_front() {
   Queued& front = queue_.front();
   if (op_of(front.command) == Op::kFlush) {
     marks_.push_back({next_out_, front.position + 1});
@@ -127,19 +127,19 @@ bool Lane::send_front() {
   return !awaits_more(front) && post_record();
 }
 
-bool Lane::goes_in_record(const Queued& queued) const {
+bool PeerQueue::goes_in_record(const Queued& queued) const {
   return is_signal(queued.command) ||
          (op_of(queued.command) == Op::kPut && bytes_of(queued.command) <= kSmallPutBytesMax);
 }
 
-bool Lane::awaits_more(const Queued& front) {
+bool PeerQueue::awaits_more(const Queued& front) {
   const bool is_alone = queue_.size() == 1 && op_of(front.command) == Op::kPut && (front.command.b & kMore);
   turns_for_more_ = is_alone && turns_for_more_ < kTurnsForMore ? turns_for_more_ + 1 : 0;
   return turns_for_more_ > 0;
 }
 
 // Whether the NICs take another write of so many bytes now; it is counted then. One always goes.
-bool Lane::reserve(uint64_t bytes) {
+bool PeerQueue::reserve(uint64_t bytes) {
   const uint32_t writes = traffic_.writes.fetch_add(1, std::memory_order_relaxed);
   const uint64_t others = traffic_.bytes.fetch_add(bytes, std::memory_order_relaxed);
   const Pace& pace = traffic_.pace;
@@ -148,12 +148,12 @@ bool Lane::reserve(uint64_t bytes) {
   return false;
 }
 
-void Lane::release(uint64_t bytes) {
+void PeerQueue::release(uint64_t bytes) {
   traffic_.bytes.fetch_sub(bytes, std::memory_order_relaxed);
   traffic_.writes.fetch_sub(1, std::memory_order_relaxed);
 }
 
-bool Lane::post_put(Queued& put) {
+bool PeerQueue::post_put(Queued& put) {
   const Command c = put.command;
   const uint64_t left = bytes_of(c) - put.done;
   const uint64_t part = std::min(left, traffic_.pace.bytes_in_flight);
@@ -176,7 +176,7 @@ bool Lane::post_put(Queued& put) {
   return true;
 }
 
-bool Lane::post_get(Queued& get) {
+bool PeerQueue::post_get(Queued& get) {
   const Command c = get.command;
   const uint64_t part = std::min(bytes_of(c) - get.done, traffic_.pace.bytes_in_flight);
   transfer::ReadRequest request;
@@ -206,9 +206,9 @@ bool Lane::post_get(Queued& get) {
   return true;
 }
 
-// In order, so that a word says that all before it have come. A lane that is lost says no more: whoever waits for the word
+// In order, so that a word says that all before it have come. A queue that is lost says no more: whoever waits for the word
 // learns of the loss.
-bool Lane::take_gets() {
+bool PeerQueue::take_gets() {
   bool any = false;
   while (!is_lost_ && !gets_in_flight_.empty() && gets_in_flight_.front().transfer->is_finished()) {
     const InFlight done = std::move(gets_in_flight_.front());
@@ -233,7 +233,7 @@ bool Lane::take_gets() {
   return any;
 }
 
-bool Lane::post_record() {
+bool PeerQueue::post_record() {
   Record& record = outbox_[next_out_ % kRing];
   record.sequence = next_out_;
   record.count = record.reserved = 0;
@@ -253,7 +253,7 @@ bool Lane::post_record() {
 }
 
 // As many as stand next to each other in the queue and fit: how many. None: the peer is lost.
-uint32_t Lane::write_record(Record& record) {
+uint32_t PeerQueue::write_record(Record& record) {
   uint32_t taken = 0;
   for (; taken < queue_.size() && goes_in_record(queue_[taken]); ++taken) {
     const Command command = queue_[taken].command;
@@ -267,18 +267,18 @@ uint32_t Lane::write_record(Record& record) {
   return taken;
 }
 
-Command Lane::as_peer_names(Command command) const {
+Command PeerQueue::as_peer_names(Command command) const {
   if (op_of(command) == Op::kClose) return command;
   const Regions::Name name = traffic_.regions.name_at(dst_region_of(command), rank_);
   return addressed(command, name.region, name.use);
 }
 
 // What comes late for a window that is gone does not reach the one that has its region now.
-bool Lane::is_current(Command command) const {
+bool PeerQueue::is_current(Command command) const {
   return op_of(command) == Op::kClose || traffic_.regions.own(dst_region_of(command)).use == use_of(command);
 }
 
-bool Lane::add_put(Record& record, Command put) {
+bool PeerQueue::add_put(Record& record, Command put) {
   const Regions::Own window = traffic_.regions.own(src_region_of(put));
   const uint64_t bytes = bytes_of(put);
   if (!window.base || src_of(put) + bytes > window.bytes) {
@@ -291,7 +291,7 @@ bool Lane::add_put(Record& record, Command put) {
   return true;
 }
 
-bool Lane::post(transfer::WriteRequest request, uint32_t imm, bool has_put) {
+bool PeerQueue::post(transfer::WriteRequest request, uint32_t imm, bool has_put) {
   const uint64_t bytes = request.bytes;
   request.how.imm = imm + static_cast<uint32_t>(next_out_ % kRing);
   request.how.timeout_s = traffic_.timeout_s;
@@ -306,7 +306,7 @@ bool Lane::post(transfer::WriteRequest request, uint32_t imm, bool has_put) {
   return true;
 }
 
-bool Lane::take_finished() {
+bool PeerQueue::take_finished() {
   bool any = false;
   while (!in_flight_.empty() && in_flight_.front().transfer->is_finished()) {
     const InFlight done = std::move(in_flight_.front());
@@ -328,7 +328,7 @@ bool Lane::take_finished() {
 }
 
 // A number's counts are looked at again, and forgotten, halfway to its next use: what comes twice comes soon.
-bool Lane::take_credits() {
+bool PeerQueue::take_credits() {
   bool any = false;
   while (credits_[grants_ % kCredits]->value() > credit_base_[grants_ % kCredits]) {
     const uint64_t old = (grants_ + kCredits / 2) % kCredits;
@@ -340,7 +340,7 @@ bool Lane::take_credits() {
   return any;
 }
 
-bool Lane::take_arrived() {
+bool PeerQueue::take_arrived() {
   bool any = false;
   for (uint32_t i = 0; i < kPerTurn; ++i) {
     const uint64_t slot = next_in_ % kRing;
@@ -360,7 +360,7 @@ bool Lane::take_arrived() {
   return any;
 }
 
-void Lane::apply(const Record& record) {
+void PeerQueue::apply(const Record& record) {
   if (record.sequence != next_in_ || record.count > kRecordUnits)
     return lose(Status::make(Code::kSystem, "proxy: rank {} sent record {} where {} was due", rank_,
                              record.sequence, next_in_));
@@ -379,13 +379,13 @@ void Lane::apply(const Record& record) {
 }
 
 // Nothing where the window is gone: nobody looks.
-void Lane::apply_put(Command put, const void* bytes) {
+void PeerQueue::apply_put(Command put, const void* bytes) {
   const Regions::Own window = traffic_.regions.own(dst_region_of(put));
   if (!window.base || dst_of(put) + bytes_of(put) > window.bytes) return;
   std::memmove(window.base + dst_of(put), bytes, bytes_of(put));
 }
 
-void Lane::apply(Command signal) {
+void PeerQueue::apply(Command signal) {
   const Op op = op_of(signal);
   if (op == Op::kClose) {
     has_farewell_ = true;
@@ -394,7 +394,7 @@ void Lane::apply(Command signal) {
   store_word(signal);
 }
 
-void Lane::store_word(Command signal) {
+void PeerQueue::store_word(Command signal) {
   const Regions::Own window = traffic_.regions.own(dst_region_of(signal));
   if (!window.base || word_of(signal) + 8 > window.bytes) return;  // the window is gone here: nobody looks
   auto* word = reinterpret_cast<uint64_t*>(window.base + word_of(signal));
@@ -405,7 +405,7 @@ void Lane::store_word(Command signal) {
 }
 
 // To the own rank: in order, at once.
-void Lane::carry_out_here(const Queued& queued) {
+void PeerQueue::carry_out_here(const Queued& queued) {
   const Command c = queued.command;
   if (is_signal(c)) {
     if (op_of(c) != Op::kClose) apply(c);
@@ -415,13 +415,13 @@ void Lane::carry_out_here(const Queued& queued) {
   if (window.base && src_of(c) + bytes_of(c) <= window.bytes) apply_put(c, window.base + src_of(c));
 }
 
-void Lane::publish_flushes() {
+void PeerQueue::publish_flushes() {
   for (; !marks_.empty() && marks_.front().writes <= finished_; marks_.pop_front())
     store_release(flushed_, marks_.front().position);
 }
 
 // Nobody reads sources for this peer any more, so whoever waits for them may go on.
-void Lane::drop_all() {
+void PeerQueue::drop_all() {
   for (const InFlight& lost : in_flight_) release(lost.bytes);
   for (const InFlight& lost : gets_in_flight_) release(lost.bytes);
   gets_in_flight_.clear();
@@ -437,25 +437,25 @@ void Lane::drop_all() {
   publish_flushes();
 }
 
-void Lane::lose(Status why) {
+void PeerQueue::lose(Status why) {
   if (is_lost_) return;
   is_lost_ = true;
   note_loss(why);
 }
 
-void Lane::note_loss(const Status& why) {
+void PeerQueue::note_loss(const Status& why) {
   how_ = text("{}; {} writes sent to it, {} confirmed, {} received", why.message(), next_out_, confirmed_,
               next_in_);
   status_ = Status::make(why.code() == Code::kOk ? Code::kPeerLost : why.code(),
                          "rank {}, proxy: lost rank {}: {}", traffic_.self, rank_, how_);
 }
 
-void Lane::notify(uint32_t imm) {
+void PeerQueue::notify(uint32_t imm) {
   if (!is_lost_) notices_.push_back(imm);
 }
 
 // They come before data, which may wait for the peer's.
-bool Lane::send_notices() {
+bool PeerQueue::send_notices() {
   bool any = false;
   while (!notices_in_flight_.empty() && notices_in_flight_.front()->is_finished()) {
     notices_in_flight_.pop_front();

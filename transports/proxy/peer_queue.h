@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A Lane carries commands to one peer and takes in what that peer sends. Data goes straight into the peer's
+// A PeerQueue carries commands to one peer and takes in what that peer sends. Data goes straight into the peer's
 // window; values, adds and small puts go as records into its inbox, and the peer's host applies them: a small
 // put and its signal are one message. Every write has a
 // number; the receiver takes writes in the order of their numbers, whatever order they come in, so a signal
@@ -19,7 +19,7 @@
 
 namespace weft::proxy {
 
-// What all lanes of a link share. Atomic where several proxy threads write.
+// What all queues of a link share. Atomic where several proxy threads write.
 struct Traffic {
   transfer::Engine& engine;
   Regions& regions;
@@ -30,16 +30,15 @@ struct Traffic {
   std::atomic<uint32_t> writes{0};
 };
 
-class Lane {
+class PeerQueue {
  public:
   // Registers inbox and outbox. Errors: those of the engine.
-  static Result<std::unique_ptr<Lane>> create(Traffic& traffic, int rank, uint64_t* flushed);
+  static Result<std::unique_ptr<PeerQueue>> create(Traffic& traffic, int rank, uint64_t* flushed);
 
-  // Connects the peer by its engine's address and attaches its inbox; greeting() is what the peer needs for
-  // it.
+  // Connects the peer by its engine's address. describe_inbox() is what the peer needs to attach this inbox.
   Status connect(std::shared_ptr<transfer::Peer> peer);
-  Result<std::string> greeting() const { return traffic_.engine.describe(*inbox_memory_); }
-  Status attach(const std::string& greeting, Deadline until);
+  Result<std::string> describe_inbox() const { return traffic_.engine.describe(*inbox_memory_); }
+  Status attach(const std::string& inbox, Deadline until);
 
   // Takes a command from the FIFO; `position` is its place there.
   void take(Command command, uint64_t position) { queue_.push_back({command, position, 0}); }
@@ -92,7 +91,7 @@ class Lane {
     Command command;
   };
 
-  Lane(Traffic& traffic, int rank, uint64_t* flushed)
+  PeerQueue(Traffic& traffic, int rank, uint64_t* flushed)
       : traffic_(traffic),
         puts_(tally_operation("proxy.put", "proxy")),
         signal_writes_(tally_operation("proxy.signal", "proxy")),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// message_wires.cuh: the three ways in which units travel in a slot: plain memory, LL lines, LL128 lines.
-// A wire says how a unit is put, how it is taken, and how the receiver sees that it has arrived.
+// message_slots.cuh: the three ways in which units travel in a slot: plain memory, LL lines, LL128 lines.
+// Each says how a unit is put, how it is taken, and how the receiver sees that it has arrived.
 #pragma once
 
 #include "kernels/collective/message_units.cuh"
@@ -10,7 +10,7 @@ namespace weft {
 namespace message {
 
 // How units travel in a slot. take() returns false where the unit did not come.
-struct SimpleWire {
+struct SimpleSlots {
   static constexpr bool kIsPlain = true;
   template <class GiveUp>
   WEFT_DEVICE static bool take(const Slot& slot, uint64_t unit, Vec16& value, GiveUp) {
@@ -25,7 +25,7 @@ struct SimpleWire {
 // Two lines of (4 bytes, flag, 4 bytes, flag) per unit. The first flag is the message's number plus one, so
 // memory that was never written is no message; the second is the same with the call's salt. A line's second
 // half is visible no later than its first, or memory moves whole lines.
-struct LlWire {
+struct LlSlots {
   static constexpr bool kIsPlain = false;
   WEFT_DEVICE static uint32_t flag(uint64_t tag) { return static_cast<uint32_t>(tag) + 1; }
   WEFT_DEVICE static uint32_t salted_flag(uint64_t tag) {
@@ -63,7 +63,7 @@ struct LlWire {
 // Lines of 128 bytes: 15 words of 8 bytes, then the message's tag plus one. Eight neighbours of a warp
 // write a line with one instruction each of 16 bytes at the same time, and NVLink delivers such a line whole;
 // on the host the number is stored last.
-struct Ll128Wire {
+struct Ll128Slots {
   static constexpr bool kIsPlain = false;
   static constexpr uint32_t kLineBytes = 128, kLineWords = 15, kLanes = 8;
   WEFT_DEVICE static const uint64_t* tag_of(const Slot& slot, uint64_t line) {

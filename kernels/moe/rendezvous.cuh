@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ready.cuh: the exchange that starts every transfer of rows. Each rank tells all peers where its rows go and
-// which dispatch it means; nobody writes to a peer before that peer has said so.
+// rendezvous.cuh: the rendezvous that starts every transfer of rows. Each rank gives all peers a record: where its
+// rows go, and which dispatch it means. Nobody writes to a peer before that peer's record has come.
 #pragma once
 
 #include "kernels/core/grid.cuh"
@@ -10,7 +10,7 @@
 
 namespace weft {
 
-struct ReadyExchange {
+struct Rendezvous {
   uint64_t signal_at;
   uint64_t record_at;
   Site silent;    // the peer's record never came
@@ -18,28 +18,28 @@ struct ReadyExchange {
 };
 
 template <class MeshT>
-WEFT_DEVICE const ReadyRecord* ready_record(const ReadyExchange& x, const MeshT& mesh, uint64_t epoch,
-                                            uint32_t peer) {
-  const auto* records = reinterpret_cast<const ReadyRecord*>(mesh.local() + x.record_at);
+WEFT_DEVICE const RendezvousRecord* rendezvous_record(const Rendezvous& x, const MeshT& mesh, uint64_t epoch,
+                                                      uint32_t peer) {
+  const auto* records = reinterpret_cast<const RendezvousRecord*>(mesh.local() + x.record_at);
   return records + (epoch & 1) * mesh.ranks() + peer;
 }
 
-// One lane per peer, where some may be behind ports: those get this rank's own copy of its record, and the signal behind it.
+// One lane per peer. Peers behind ports get this rank's own copy of its record, and the signal behind it.
 template <class MeshT>
-WEFT_DEVICE void post_ready_to_ports(const ReadyExchange& x, Warp warp, const MeshT& mesh,
-                                     const ReadyRecord& mine, uint64_t epoch) {
-  const uint64_t offset = x.record_at + ((epoch & 1) * mesh.ranks() + mesh.rank()) * sizeof(ReadyRecord);
+WEFT_DEVICE void post_record_to_ports(const Rendezvous& x, Warp warp, const MeshT& mesh,
+                                      const RendezvousRecord& mine, uint64_t epoch) {
+  const uint64_t offset = x.record_at + ((epoch & 1) * mesh.ranks() + mesh.rank()) * sizeof(RendezvousRecord);
   const uint64_t signal = x.signal_at + mesh.rank() * 8;
   const auto* words = reinterpret_cast<const uint64_t*>(&mine);
   const auto write = [&](std::byte* window) {
     auto* record = reinterpret_cast<uint64_t*>(window + offset);
-    for (uint32_t i = 0; i < sizeof(ReadyRecord) / 8; ++i) store_relaxed(record + i, words[i]);
+    for (uint32_t i = 0; i < sizeof(RendezvousRecord) / 8; ++i) store_relaxed(record + i, words[i]);
   };
   if (warp.rank() == 0) write(mesh.local());
   warp.sync();
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     if (is_port(mesh, peer)) {
-      mesh.to(peer).put_with_signal(OneThread{}, offset, offset, sizeof(ReadyRecord), signal, epoch);
+      mesh.to(peer).put_with_signal(OneThread{}, offset, offset, sizeof(RendezvousRecord), signal, epoch);
       continue;
     }
     // This rank's own copy is the source of the puts before: it is not written again.
@@ -50,24 +50,24 @@ WEFT_DEVICE void post_ready_to_ports(const ReadyExchange& x, Warp warp, const Me
 
 // One lane per peer.
 template <class MeshT>
-WEFT_DEVICE void post_ready(const ReadyExchange& x, Warp warp, const MeshT& mesh, const ReadyRecord& mine,
-                            uint64_t epoch) {
-  const uint64_t offset = x.record_at + ((epoch & 1) * mesh.ranks() + mesh.rank()) * sizeof(ReadyRecord);
+WEFT_DEVICE void post_record(const Rendezvous& x, Warp warp, const MeshT& mesh, const RendezvousRecord& mine,
+                             uint64_t epoch) {
+  const uint64_t offset = x.record_at + ((epoch & 1) * mesh.ranks() + mesh.rank()) * sizeof(RendezvousRecord);
   const auto* words = reinterpret_cast<const uint64_t*>(&mine);
   for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
     auto channel = mesh.to(peer);
     auto* record = reinterpret_cast<uint64_t*>(channel.mapped() + offset);
-    for (uint32_t i = 0; i < sizeof(ReadyRecord) / 8; ++i) store_relaxed(record + i, words[i]);
+    for (uint32_t i = 0; i < sizeof(RendezvousRecord) / 8; ++i) store_relaxed(record + i, words[i]);
     channel.put_value(x.signal_at + mesh.rank() * 8, epoch);
   }
 }
 
-WEFT_DEVICE bool agrees(const ReadyRecord& theirs, const ReadyRecord& mine) {
+WEFT_DEVICE bool agrees(const RendezvousRecord& theirs, const RendezvousRecord& mine) {
   return theirs.handle == mine.handle && theirs.row_bytes == mine.row_bytes && theirs.extras == mine.extras;
 }
 
-WEFT_DEVICE void raise_mistaken(const ReadyExchange& x, const WaitRule& rule, uint32_t peer,
-                                const ReadyRecord& mine, const ReadyRecord& theirs) {
+WEFT_DEVICE void raise_mistaken(const Rendezvous& x, const WaitRule& rule, uint32_t peer,
+                                const RendezvousRecord& mine, const RendezvousRecord& theirs) {
   if (theirs.handle != mine.handle)
     raise(rule.fault, x.mistaken, rule.self, peer, mine.handle, theirs.handle, kOtherHandle);
   else if (theirs.row_bytes != mine.row_bytes)
@@ -76,50 +76,50 @@ WEFT_DEVICE void raise_mistaken(const ReadyExchange& x, const WaitRule& rule, ui
     raise(rule.fault, x.mistaken, rule.self, peer, mine.extras, theirs.extras, kOtherExtras);
 }
 
-// Returns, in every thread of the block, whether all peers are ready for the same transfer as this rank.
+// Returns, in every thread of the block, whether all peers have come to the same transfer as this rank.
 template <class MeshT>
-WEFT_DEVICE bool exchange_ready(const ReadyExchange& x, Block block, Warp warp, const MeshT& mesh,
-                                const ReadyRecord& mine, uint64_t epoch, const WaitRule& rule,
-                                uint32_t* shared_flag) {
+WEFT_DEVICE bool meet_peers(const Rendezvous& x, Block block, Warp warp, const MeshT& mesh,
+                            const RendezvousRecord& mine, uint64_t epoch, const WaitRule& rule,
+                            uint32_t* shared_flag) {
   if (warp.index() == 0) {
     const bool takes_part = !is_void(rule, load_gave_up(rule));
     if (block.index() == 0 && takes_part) {
       if constexpr (kHasPorts<MeshT>)
-        post_ready_to_ports(x, warp, mesh, mine, epoch);
+        post_record_to_ports(x, warp, mesh, mine, epoch);
       else
-        post_ready(x, warp, mesh, mine, epoch);
+        post_record(x, warp, mesh, mine, epoch);
     }
     const auto* signals = reinterpret_cast<const uint64_t*>(mesh.local() + x.signal_at);
-    bool ready = takes_part && wait_all_peers(warp, mesh.ranks(), epoch, x.silent, rule,
-                                              [&](uint32_t peer) { return signals + peer; });
+    bool came = takes_part && wait_all_peers(warp, mesh.ranks(), epoch, x.silent, rule,
+                                             [&](uint32_t peer) { return signals + peer; });
     bool same = true;
-    for (uint32_t peer = warp.rank(); ready && peer < mesh.ranks(); peer += warp.size()) {
-      const ReadyRecord* theirs = ready_record(x, mesh, epoch, peer);
+    for (uint32_t peer = warp.rank(); came && peer < mesh.ranks(); peer += warp.size()) {
+      const RendezvousRecord* theirs = rendezvous_record(x, mesh, epoch, peer);
       if (agrees(*theirs, mine)) continue;
       if (block.index() == 0) raise_mistaken(x, rule, peer, mine, *theirs);
       same = false;
     }
-    ready = ready && !warp.any(!same);
-    if (warp.rank() == 0) *shared_flag = ready ? 1 : 0;
+    const bool is_agreed = came && !warp.any(!same);
+    if (warp.rank() == 0) *shared_flag = is_agreed ? 1 : 0;
   }
   block.sync();
   return *shared_flag != 0;
 }
 
 // Where the records of dispatches and of combines stand, and the sites of their waits.
-WEFT_DEVICE ReadyExchange ready_of(const DispatchArgs& a) {
-  return {a.at.ready_signal, a.at.ready_record, Site::kDispatchReady, Site::kDispatchHandle};
+WEFT_DEVICE Rendezvous rendezvous_of(const DispatchArgs& a) {
+  return {a.at.rendezvous_signal, a.at.rendezvous_record, Site::kDispatchRendezvous, Site::kDispatchHandle};
 }
-WEFT_DEVICE ReadyExchange ready_of(const CombineArgs& a) {
-  return {a.at.combine_signal, a.at.combine_record, Site::kCombineReady, Site::kCombineHandle};
+WEFT_DEVICE Rendezvous rendezvous_of(const CombineArgs& a) {
+  return {a.at.combine_signal, a.at.combine_record, Site::kCombineRendezvous, Site::kCombineHandle};
 }
 
-// exchange_ready() for a kernel of arguments `a`: where it returns false the launch is finished, and the kernel returns.
+// meet_peers() for a kernel of arguments `a`: where it returns false the launch is finished, and the kernel returns.
 // Where ranks disagree all know it, and stay in step. flags: u32[2], shared.
 template <class MeshT, class Args>
-WEFT_DEVICE bool begin_exchange(const Args& a, const ReadyExchange& ready, Block block, Warp warp,
-                                const MeshT& mesh, uint64_t epoch, uint32_t* flags) {
-  if (exchange_ready(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0])) return true;
+WEFT_DEVICE bool begin_rendezvous(const Args& a, const Rendezvous& ready, Block block, Warp warp,
+                                  const MeshT& mesh, uint64_t epoch, uint32_t* flags) {
+  if (meet_peers(ready, block, warp, mesh, a.mine, epoch, a.wait, &flags[0])) return true;
   finish_launch(block, a.state, &flags[1]);
   return false;
 }

@@ -20,7 +20,7 @@ def pattern(rank: int) -> bytes:
     return random.Random(rank).randbytes(SLOT_BYTES)
 
 
-class EnginePlace:
+class ConnectedEngine:
     """Making one is collective. Memory: a slot for each writer, one that others read, one to send from.
 
     An engine is called "rank N", so that its errors name ranks as those of communicators do.
@@ -37,8 +37,8 @@ class EnginePlace:
         self._target = self.core.register(self._slots, remote_write=True)
         self._source = self.core.register(self._local)
         shown = self.core.register(bytearray(pattern(rank)), remote_read=True)
-        card = self.core.address, self._target.descriptor, shown.descriptor
-        everyone = [pickle.loads(given) for given in ranks.all_gather(pickle.dumps(card), timeout_s)]
+        mine = self.core.address, self._target.descriptor, shown.descriptor
+        everyone = [pickle.loads(given) for given in ranks.all_gather(pickle.dumps(mine), timeout_s)]
         others = [r for r in range(self.size) if r != rank]
         self._peers: dict[int, Peer] = {r: self.core.connect(everyone[r][0]) for r in others}
         self._targets: dict[int, Remote] = {r: self.core.attach(everyone[r][1]) for r in others}

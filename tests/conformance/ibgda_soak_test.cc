@@ -115,7 +115,7 @@ class Warps {
     const auto is_there = [&] { return (signalled = load_acquire(word(Places::signal(pair)))) >= round; };
     if (!wait_until(Deadline::after_s(kTimeout_s), is_there))
       return text("rank {} signalled round {}", peer, signalled);
-    if (signalled > round + 1) return text("rank {} signalled round {}", peer, seen);
+    if (signalled > round + 1) return text("rank {} signalled round {}", peer, signalled);
     for (uint32_t put = 0; put < plan.puts; ++put)
       for (uint64_t i = 0; i < plan.bytes[put] / 8; ++i) {
         const uint64_t at = Places::data(pair, round) + put * kPutBytes;

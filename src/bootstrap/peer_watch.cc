@@ -219,7 +219,8 @@ bool PeerWatch::is_given_up_by(int peer) {
 std::string PeerWatch::given_up_by() {
   std::lock_guard lock(mutex_);
   look_locked();
-  if (const std::string who = who_says(Note::kGaveUp); !who.empty()) return "this rank was given up by " + who;
+  if (const std::string who = who_says(Note::kGaveUp); !who.empty())
+    return "this rank was given up by " + who;
   std::string all;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
     if (is_over_now(peer)) all += (all.empty() ? "" : ", ") + fate_locked(peer);

@@ -39,9 +39,7 @@ from weft.errors import Error, PeerLost
 from weft.testing.ranks import Rank, RankError, RankPool
 
 DEADLINE_S = 100.0  # of a round; whoever is not done by then hangs
-COMPILE_S = (
-    300.0  # more, where ranks compile without a cache: on a busy machine the C++ compiler takes minutes
-)
+COMPILE_S = 300.0  # more, where ranks compile without a cache, which takes a busy machine minutes
 _COMPILE = "compile_kernel"
 _HEAD_CHARS, _END_CHARS = 4000, 1000  # of a rank's standard error that are kept
 

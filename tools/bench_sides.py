@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -126,6 +127,12 @@ def show(rows: list[dict[str, Any]], sides: list[Side]) -> None:
                 )
 
 
+def command() -> str:
+    """Return what was typed, without the folder that this checkout lies in."""
+    words = shlex.join(["tools/bench_sides.py", *sys.argv[1:]])
+    return words.replace(f"{Path(__file__).resolve().parents[1]}/", "")
+
+
 def main() -> None:
     """Run all rounds, print the comparison, write the JSON."""
     parser = argparse.ArgumentParser(
@@ -157,7 +164,7 @@ def main() -> None:
     if given.json:
         of_first = reports[sides[0][0]]
         record = {name: of_first[name] for name in ("date", "machine", "versions")}
-        record |= {"arguments": given.arguments, "rounds": given.rounds, "sides": dict(sides), "rows": rows}
+        record |= {"command": command(), "sides": [name for name, _ in sides], "rows": rows}
         given.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

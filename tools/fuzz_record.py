@@ -34,7 +34,7 @@ def figures(log: str) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Return what the figures depend on."""
-    return {"cpu_count": os.cpu_count(), "platform": platform.platform(), "load_1_min": os.getloadavg()[0]}
+    return {"cpu_count": os.cpu_count(), "platform": platform.platform()}
 
 
 def versions(compiler: str) -> dict[str, str]:
@@ -59,13 +59,14 @@ def main() -> None:
     given = parser.parse_args()
     record = json.loads(given.record.read_text()) if given.record.exists() else {"targets": {}}
     record["date"] = datetime.date.today().isoformat()
+    record["machine"] = machine()
     record["versions"] = versions(given.compiler)
     record["targets"][given.target] = {
         **figures(given.log.read_text(errors="replace")),
         "findings": given.findings,
         "seconds": given.seconds,
         "command": given.command,
-        "machine": machine(),
+        "load_1_min": round(os.getloadavg()[0], 1),
     }
     given.record.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from typing import Any
 _TIMES = ("us", "enqueue_us", "eager_us")
 _NO_KEYS = {"us_min", "us_max", "floor_us", "checked", "baselines", *_TIMES}
 Side = tuple[str, dict[str, str]]
+Row = dict[str, Any]
 Samples = dict[
     tuple[str, str], dict[str, list[float]]
 ]  # (row, what was timed) -> side -> a median for each round
@@ -46,14 +48,42 @@ def side(text: str) -> Side:
     return name, {variable: value for variable, _, value in pairs}
 
 
-def key(row: dict[str, Any]) -> str:
-    """Return what tells a row apart: its texts, whole numbers and claims, not what was measured."""
-    kept = {k: v for k, v in row.items() if k not in _NO_KEYS and isinstance(v, (str, int))}
-    return " ".join(str(v) if isinstance(v, str) else f"{k}={v}" for k, v in kept.items())
+def kept(row: Row) -> Row:
+    """Return what may tell a row apart: its texts, whole numbers and claims, not what was measured."""
+    return {k: v for k, v in row.items() if k not in _NO_KEYS and isinstance(v, (str, int))}
 
 
-def measure(of: Side, arguments: list[str], python: str, samples: Samples) -> dict[str, Any]:
-    """Run the bench once on a side; add its rows to ``samples``; return its report."""
+def keys(rows: dict[str, list[Row]]) -> list[str]:
+    """Return the fields that tell rows apart: those in which all sides have the same values.
+
+    Another commit may have fields of its own, or choose another algorithm.
+    """
+
+    def values(of: list[Row], field: str) -> set[Any]:
+        return {kept(row).get(field) for row in of}
+
+    first, *others = rows.values()
+    fields = dict.fromkeys(field for row in first for field in kept(row))
+    return [f for f in fields if all(values(first, f) == values(other, f) for other in others)]
+
+
+def sort(rows: dict[str, list[Row]]) -> Samples:
+    """Return the times of all rounds by row and side."""
+    fields, samples = keys(rows), Samples()
+    for name, of_side in rows.items():
+        for row in of_side:
+            shown = kept(row)
+            words = [
+                shown[f] if isinstance(shown[f], str) else f"{f}={shown[f]}" for f in fields if f in shown
+            ]
+            for time in _TIMES:
+                if isinstance(row.get(time), (int, float)):
+                    samples.setdefault((" ".join(words), time), {}).setdefault(name, []).append(row[time])
+    return samples
+
+
+def measure(of: Side, arguments: list[str], python: str) -> dict[str, Any]:
+    """Run the bench once on a side; return its report."""
     name, variables = of
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
@@ -62,10 +92,6 @@ def measure(of: Side, arguments: list[str], python: str, samples: Samples) -> di
         if ran.returncode != 0 or not path.exists():
             sys.exit(f"side {name}: {' '.join(command)} ended with {ran.returncode}:\n{ran.stderr[-3000:]}")
         report: dict[str, Any] = json.loads(path.read_text())
-    for row in report["rows"]:
-        for time in _TIMES:
-            if isinstance(row.get(time), (int, float)):
-                samples.setdefault((key(row), time), {}).setdefault(name, []).append(row[time])
     return report
 
 
@@ -101,6 +127,12 @@ def show(rows: list[dict[str, Any]], sides: list[Side]) -> None:
                 )
 
 
+def command() -> str:
+    """Return what was typed, without the folder that this checkout lies in."""
+    words = shlex.join(["tools/bench_sides.py", *sys.argv[1:]])
+    return words.replace(f"{Path(__file__).resolve().parents[1]}/", "")
+
+
 def main() -> None:
     """Run all rounds, print the comparison, write the JSON."""
     parser = argparse.ArgumentParser(
@@ -117,19 +149,22 @@ def main() -> None:
     sides: list[Side] = given.side
     if len({name for name, _ in sides}) < len(sides) or len(sides) < 2:
         parser.error("--side: give two or more, with different names")
-    samples: Samples = {}
+    measured: dict[str, list[Row]] = {name: [] for name, _ in sides}
     reports: dict[str, Any] = {}
     for turn in range(given.rounds):
         first = turn % len(sides)
         for of in sides[first:] + sides[:first]:
-            reports[of[0]] = measure(of, given.arguments, given.python, samples)
+            reports[of[0]] = measure(of, given.arguments, given.python)
+            measured[of[0]] += reports[of[0]]["rows"]
             print(f"round {turn + 1} of {given.rounds}: {of[0]}", file=sys.stderr)
-    rows = compare(samples, sides)
+    rows = compare(sort(measured), sides)
+    if not any(len(row["us"]) == len(sides) for row in rows):
+        sys.exit("the sides have no row in common: do they take the same arguments?")
     show(rows, sides)
     if given.json:
         of_first = reports[sides[0][0]]
         record = {name: of_first[name] for name in ("date", "machine", "versions")}
-        record |= {"arguments": given.arguments, "rounds": given.rounds, "sides": dict(sides), "rows": rows}
+        record |= {"command": command(), "sides": [name for name, _ in sides], "rows": rows}
         given.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -19,9 +19,10 @@ struct PeerWatch::Note {
   std::atomic<uint32_t> state;
   int32_t pid;
   char host[64];
-  // By rank: 1 for peers that have masked this rank. Those beyond have no place here, and this rank is not told.
-  static constexpr int kMaskers = 2048;
-  std::atomic<uint8_t> masked_by[kMaskers];
+  // By rank: what a peer says to this one. Ranks beyond have no place here, and this rank is not told.
+  enum Says : uint8_t { kMasked = 1, kGaveUp = 2 };
+  static constexpr int kSpeakers = 2048;
+  std::atomic<uint8_t> said_by[kSpeakers];
 };
 
 namespace {
@@ -173,20 +174,56 @@ PeerWatch::Note* PeerWatch::note_of(int peer) const {
   return is_known ? reinterpret_cast<Note*>(peers_[peer].note.data()) : nullptr;
 }
 
-void PeerWatch::mask(int peer, bool is_masked) {
+void PeerWatch::say_to(int peer, uint8_t what, bool is_so) {
   if (!is_of_this_process()) return;
   std::lock_guard lock(mutex_);
   Note* const note = note_of(peer);
-  if (note && rank_ < Note::kMaskers) note->masked_by[rank_].store(is_masked, std::memory_order_release);
+  if (!note || rank_ >= Note::kSpeakers) return;
+  if (is_so)
+    note->said_by[rank_].fetch_or(what, std::memory_order_release);
+  else
+    note->said_by[rank_].fetch_and(static_cast<uint8_t>(~what), std::memory_order_release);
+}
+
+bool PeerWatch::says(int peer, uint8_t what) const {
+  const auto* own = reinterpret_cast<const Note*>(own_.data());
+  const bool has_place = peer >= 0 && peer < std::min(static_cast<int>(peers_.size()), Note::kSpeakers);
+  return has_place && (own->said_by[peer].load(std::memory_order_acquire) & what);
+}
+
+std::string PeerWatch::who_says(uint8_t what) const {
+  std::string all;
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
+    if (says(peer, what)) all += (all.empty() ? "" : ", ") + name(peer);
+  return all;
+}
+
+void PeerWatch::mask(int peer, bool is_masked) {
+  say_to(peer, Note::kMasked, is_masked);
 }
 
 std::string PeerWatch::maskers() {
   std::lock_guard lock(mutex_);
-  const auto* own = reinterpret_cast<const Note*>(own_.data());
-  const int count = std::min(static_cast<int>(peers_.size()), Note::kMaskers);
+  return who_says(Note::kMasked);
+}
+
+void PeerWatch::give_up(int peer) {
+  say_to(peer, Note::kGaveUp, true);
+}
+
+bool PeerWatch::is_given_up_by(int peer) {
+  std::lock_guard lock(mutex_);
+  return says(peer, Note::kGaveUp);
+}
+
+std::string PeerWatch::given_up_by() {
+  std::lock_guard lock(mutex_);
+  look_locked();
+  if (const std::string who = who_says(Note::kGaveUp); !who.empty())
+    return "this rank was given up by " + who;
   std::string all;
-  for (int peer = 0; peer < count; ++peer)
-    if (own->masked_by[peer].load(std::memory_order_acquire)) all += (all.empty() ? "" : ", ") + name(peer);
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
+    if (is_over_now(peer)) all += (all.empty() ? "" : ", ") + fate_locked(peer);
   return all;
 }
 

@@ -86,6 +86,13 @@ class PeerWatch {
   // Who has masked this rank: "rank 0 (pid 4711 on node7), rank 2 (...)"; empty for nobody.
   std::string maskers();
 
+  // This rank has waited for a peer of this host until the deadline; the peer sees it in given_up_by().
+  void give_up(int peer);
+  bool is_given_up_by(int peer);
+  // Who has given this rank up: "this rank was given up by rank 0 (pid 4711 on node7), rank 2 (...)". Where nobody has,
+  // who of this host is over: "rank 0 (...) has left"; else empty.
+  std::string given_up_by();
+
   // The process is about to exit: what ends from now on ends because of that. For an exit handler.
   static void process_ends();
 
@@ -105,6 +112,9 @@ class PeerWatch {
   bool is_of_this_process() const;
   bool has_left(int peer) const;
   bool is_over_now(int peer) const;
+  void say_to(int peer, uint8_t what, bool is_so);
+  bool says(int peer, uint8_t what) const;
+  std::string who_says(uint8_t what) const;
   void look();
   void look_locked();
   std::string name(int peer) const;

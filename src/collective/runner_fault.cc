@@ -51,7 +51,9 @@ Status CollectiveRunner::fault() {
   const FaultBox& box = *visible_->at<FaultBox>(0);
   if (broken_.ok() && load_acquire(&box.raised) != 0) {
     broken_ = logged(fault_status());
-    if (broken_.code() == Code::kPeerLost && box.peer != box.self) tally_.lost(box.peer);
+    const bool names_peer = broken_.code() == Code::kPeerLost && box.peer != box.self;
+    if (names_peer) tally_.lost(box.peer);
+    if (names_peer && box.site == Site::kCollective) comm_->peers().give_up(static_cast<int>(box.peer));
   }
   return broken_;
 }
@@ -129,9 +131,13 @@ std::string CollectiveRunner::sentence() const {
     return text("rank {}, collective {}, block {}, step {}: rank {} had given up waiting for this rank{}{}",
                 box.self, last_program, box.detail >> 16, box.detail & 0xffff, box.peer,
                 lost.empty() ? "" : "; ", lost);
-  const std::string whom = box.peer == box.self ? "another block of its own" : text("rank {}", box.peer);
-  const std::string fate =
-      lost.empty() && box.peer != box.self ? peers.fate(static_cast<int>(box.peer)) : lost;
+  const auto peer = static_cast<int>(box.peer);
+  const bool is_own = box.peer == box.self;
+  const std::string whom = is_own ? "another block of its own" : text("rank {}", box.peer);
+  std::string fate = lost.empty() && !is_own ? peers.fate(peer) : lost;
+  // This rank may have stood still until the others had enough: it is the first of its blocks to look that comes here.
+  if (lost.empty() && (is_own || peers.is_given_up_by(peer)))
+    fate += (fate.empty() ? "" : "; ") + peers.given_up_by();
   return text(
       "rank {}, collective {}, block {}, step {}, waited {} s for {}: expected message {}, saw {}{}{}",
       box.self, last_program, box.detail >> 16, box.detail & 0xffff,

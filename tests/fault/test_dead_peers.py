@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import weft
+from weft.collectives.variants import parse_variant
 from weft.testing.ranks import Rank, run_ranks
 
 SOON_S = 30.0  # far below the deadline of 120 s: test machines are busy
@@ -89,6 +90,30 @@ def test_a_stopped_rank_keeps_the_deadline() -> None:
     assert any(
         f"rank {LOST} (pid " in results[rank][0] and "is stopped" in results[rank][0] for rank in (0, 2)
     )
+
+
+def stand_still(rank: Rank, timeout_s: float) -> str:
+    """One rank waits in its call, stands still for three deadlines, and goes on; the others come meanwhile."""
+    comm = weft.Communicator(rank.group, timeout_s=timeout_s)
+    given, out = torch.ones(3, 1000), torch.zeros(1, 1000)
+    way = parse_variant("reducescatter_allpairs Simple").choice(rank.size, False)
+    comm.collectives.reduce_scatter(given, algorithm=way, out=out)
+    torch.distributed.barrier(group=rank.group)
+    if rank.rank == LOST:
+        naps = f"sleep 0.5; kill -STOP {os.getpid()}; sleep {3 * timeout_s}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", naps])
+    else:
+        time.sleep(1)
+    with pytest.raises(weft.PeerLost) as raised:
+        for _ in range(2):  # the others may have what they need for the first
+            comm.collectives.reduce_scatter(given, algorithm=way, out=out)
+    return str(raised.value)
+
+
+def test_a_rank_that_stood_still_reads_that_the_others_gave_it_up() -> None:
+    """Its first block to look waits for another of its own, which says nothing of the others."""
+    messages = run_ranks(3, stand_still, 1.0, deadline_s=90, with_gpus=False)
+    assert "given up by rank" in messages[LOST] or "had given up waiting for this rank" in messages[LOST]
 
 
 def work_and_return(rank: Rank, seed: int) -> None:

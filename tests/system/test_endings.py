@@ -39,35 +39,64 @@ def session_of(leader: int) -> list[int]:
     return found
 
 
-@pytest.fixture
-def training(tmp_path: Path) -> subprocess.Popen[bytes]:
-    """Return a ``weft demo`` whose two ranks are at work, with temporary files in ``tmp_path``."""
+def begin(arguments: str, tmp_path: Path) -> subprocess.Popen[bytes]:
+    """Return a command of two processes or more that is at work, with its files and temporary files in ``tmp_path``."""
     (tmp_path / "tmp").mkdir()
-    command = [*WEFT, "demo", "--ranks", "2", "--steps", "1000000", "--device", "cpu", "--out", str(tmp_path)]
     started = subprocess.Popen(
-        command,
+        [*WEFT, *arguments.split()],
+        cwd=tmp_path,
         env=environment() | {"TMPDIR": str(tmp_path / "tmp")},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # which nohup would have ignored
     )
-    eventually(lambda: len(session_of(started.pid)) >= 2, "the demo makes no ranks")
+    eventually(lambda: len(session_of(started.pid)) >= 2, f"{arguments} makes no ranks")
     return started
+
+
+DEMO = "demo --ranks 2 --steps 1000000 --device cpu --out ."
+# Every other command that works for long; what serves or watches has one process.
+LONG = (
+    "bench moe --device cpu --ranks 2 --iterations 1000000",
+    "bench collective --device cpu --ranks 2 --calls all_reduce -b 1M -e 1M -n 1000000 --no-baseline",
+    "chaos --minutes 60 --transport mapped",
+    "chaos --minutes 60 --transport fabric:tcp",
+    "tune --device cpu --ranks 2",
+)
+PROMISED_S = 2.0
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name
 )
-def test_a_signal_ends_a_command_and_its_ranks(
-    training: subprocess.Popen[bytes], number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_signal_ends_a_command_and_its_ranks(number: signal.Signals, tmp_path: Path) -> None:
+    training = begin(DEMO, tmp_path)
     os.kill(training.pid, number)
     status = training.wait(PATIENCE_S)
     assert status == (-number if number == signal.SIGKILL else 128 + number)
     eventually(lambda: not session_of(training.pid), "ranks go on without their parent")
     if number != signal.SIGKILL:
         assert list((tmp_path / "tmp").glob("weft-*")) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("arguments", [DEMO, *LONG])
+def test_every_long_command_ends_in_time(
+    arguments: str, number: signal.Signals, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    if not pytestconfig.getoption("--thorough"):
+        pytest.skip("the time that it takes is measured on an idle machine, with --thorough")
+    started = begin(arguments, tmp_path)
+    time.sleep(3)  # until its ranks are at work
+    assert started.poll() is None
+    began = time.monotonic()
+    os.kill(started.pid, number)
+    assert started.wait(PATIENCE_S) == 128 + number
+    eventually(lambda: not session_of(started.pid), "ranks go on without their parent")
+    took_s = time.monotonic() - began
+    assert list((tmp_path / "tmp").glob("weft-*")) == []
+    assert took_s < PROMISED_S
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next(

@@ -39,6 +39,7 @@ from weft.errors import Error, PeerLost
 from weft.testing.ranks import Rank, RankError, RankPool
 
 DEADLINE_S = 100.0  # of a round; whoever is not done by then hangs
+COMPILE_S = 300.0  # more, where ranks compile without a cache, which takes a busy machine minutes
 _COMPILE = "compile_kernel"
 _HEAD_CHARS, _END_CHARS = 4000, 1000  # of a rank's standard error that are kept
 
@@ -112,9 +113,10 @@ def run_round(drawn: Round, folder: Path) -> Result:
     outcomes: list[Outcome] = []
     processes = 1 if is_threads else drawn.ranks
     lost = [fault.victim] if fault.is_deadly else []
+    deadline_s = DEADLINE_S + (COMPILE_S if fault.kind in COMPILES else 0)
     with _environment(_settings(drawn, folder)):
         pool = RankPool(
-            processes, with_gpus=False, deadline_s=DEADLINE_S, first=(body, (drawn, board, folder))
+            processes, with_gpus=False, deadline_s=deadline_s, first=(body, (drawn, board, folder))
         )
     with pool:
         pids = [pool.pid(rank) for rank in range(processes)]

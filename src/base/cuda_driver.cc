@@ -85,13 +85,16 @@ Result<int> cuda_device_attribute(int ordinal, int attribute) {
 Result<CudaContext> CudaContext::enter(int ordinal) {
   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
   WEFT_TRY_ASSIGN(CUcontext context, primary_context(*driver, ordinal));
+  CUcontext current = nullptr;
+  if (driver->cuCtxGetCurrent(&current) == CUDA_SUCCESS && current == context)
+    return CudaContext(driver, false);  // as in a thread that has used torch on this device
   WEFT_TRY(cuda_status(driver->cuCtxPushCurrent(context), "entering CUDA device {}", ordinal));
-  return CudaContext(driver);
+  return CudaContext(driver, true);
 }
 
 CudaContext::~CudaContext() {
   CUcontext popped = nullptr;
-  if (driver_) driver_->cuCtxPopCurrent(&popped);
+  if (is_pushed_) driver_->cuCtxPopCurrent(&popped);
 }
 
 }  // namespace weft

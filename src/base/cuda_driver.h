@@ -278,15 +278,17 @@ Result<int> cuda_device_attribute(int ordinal, int attribute);
 class CudaContext {
  public:
   static Result<CudaContext> enter(int ordinal);
-  CudaContext(CudaContext&& other) noexcept : driver_(std::exchange(other.driver_, nullptr)) {}
+  CudaContext(CudaContext&& other) noexcept
+      : driver_(other.driver_), is_pushed_(std::exchange(other.is_pushed_, false)) {}
   CudaContext& operator=(CudaContext&&) = delete;
   ~CudaContext();
 
   const CudaDriver& driver() const { return *driver_; }
 
  private:
-  explicit CudaContext(const CudaDriver* driver) : driver_(driver) {}
-  const CudaDriver* driver_;  // null in a moved-from object
+  CudaContext(const CudaDriver* driver, bool is_pushed) : driver_(driver), is_pushed_(is_pushed) {}
+  const CudaDriver* driver_;
+  bool is_pushed_;  // else it was current already
 };
 
 }  // namespace weft

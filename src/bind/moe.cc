@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind.h"
+#include "bind/tensors.h"
 #include "moe/buffer.h"
 #include "moe/fault_text.h"
 
@@ -18,6 +19,16 @@ WindowArray view_of(const Window& window, uint64_t offset, uint64_t bytes, nb::o
   const Device device = window.communicator()->device();
   const int kind = device.is_host() ? nb::device::cpu::value : nb::device::cuda::value;
   return WindowArray(window.local() + offset, {bytes}, owner, {}, nb::dtype<uint8_t>(), kind, device.ordinal);
+}
+
+// A capsule for torch: [rows][columns] of a type by the code and bits of DLPack.
+static nb::ndarray<> rows_of(const Window& window, uint64_t offset, size_t rows, size_t columns, uint8_t code,
+                             uint8_t bits, nb::object owner) {
+  const Device device = window.communicator()->device();
+  const int kind = device.is_host() ? nb::device::cpu::value : nb::device::cuda::value;
+  const size_t shape[] = {rows, columns};
+  return nb::ndarray<>(window.local() + offset, 2, shape, owner, nullptr, {code, bits, 1}, kind,
+                       device.ordinal);
 }
 
 void bind_moe(nb::module_& module) {
@@ -32,14 +43,14 @@ void bind_moe(nb::module_& module) {
   nb::class_<HandleMemory>(module, "HandleMemory")
       .def(
           "__init__",
-          [](HandleMemory* self, uint64_t send_row, uint64_t slot_base, uint64_t prefix, uint64_t sum_place,
-             uint64_t routes, uint64_t records) {
+          [](HandleMemory* self, TensorAddress send_row, TensorAddress slot_base, TensorAddress prefix,
+             TensorAddress sum_place, TensorAddress routes, TensorAddress records) {
             new (self) HandleMemory{pointer<int32_t>(send_row), pointer<int32_t>(slot_base),
                                     pointer<int32_t>(prefix),   pointer<int32_t>(sum_place),
                                     pointer<int32_t>(routes),   pointer<int32_t>(records)};
           },
-          nb::arg("send_row"), nb::arg("slot_base"), nb::arg("prefix"), nb::arg("sum_place") = 0,
-          nb::arg("routes") = 0, nb::arg("records") = 0);
+          nb::arg("send_row"), nb::arg("slot_base"), nb::arg("prefix"), nb::arg("sum_place") = nb::none(),
+          nb::arg("routes") = nb::none(), nb::arg("records") = nb::none());
   nb::class_<Notified>(module, "Notified")
       .def_ro("handle_id", &Notified::handle_id)
       .def_ro("received_rows", &Notified::received_rows)
@@ -72,8 +83,9 @@ void bind_moe(nb::module_& module) {
       .def_prop_ro("planned_sms", &MoeBuffer::planned_sms)
       .def(
           "layout",
-          [](MoeBuffer& self, uint64_t topk_idx, uint32_t id_bytes, uint32_t tokens, uint32_t top_k,
-             uint32_t experts, uint64_t counts, uint64_t token_in_rank, uint64_t sum_place, uint64_t stream) {
+          [](MoeBuffer& self, TensorAddress topk_idx, uint32_t id_bytes, uint32_t tokens, uint32_t top_k,
+             uint32_t experts, TensorAddress counts, TensorAddress token_in_rank, TensorAddress sum_place,
+             uint64_t stream) {
             check(without_gil([&] {
               return self.layout({pointer<void>(topk_idx), id_bytes, tokens, top_k, experts,
                                   pointer<int32_t>(counts), pointer<uint8_t>(token_in_rank),
@@ -82,8 +94,8 @@ void bind_moe(nb::module_& module) {
           })
       .def(
           "notify",
-          [](MoeBuffer& self, const RowFormat& format, uint64_t token_in_rank, uint64_t tokens_per_expert,
-             uint32_t tokens, uint32_t experts, const HandleMemory& handle, uint64_t worst_rows,
+          [](MoeBuffer& self, const RowFormat& format, TensorAddress token_in_rank,
+             TensorAddress tokens_per_expert, uint32_t tokens, uint32_t experts, const HandleMemory& handle, uint64_t worst_rows,
              uint64_t most_tokens, uint64_t stream, uint64_t after, bool waits) {
             return value_or_throw(without_gil([&] {
               return self.notify({format,
@@ -102,8 +114,9 @@ void bind_moe(nb::module_& module) {
           nb::arg("most_tokens"), nb::arg("stream"), nb::arg("after"), nb::arg("waits"))
       // By position, as these are on the path of every call.
       .def("dispatch",
-           [](MoeBuffer& self, const RowFormat& format, uint64_t x, uint64_t scales,
-              int64_t scale_token_stride, int64_t scale_word_stride, uint64_t topk_idx, uint64_t topk_weights,
+           [](MoeBuffer& self, const RowFormat& format, TensorAddress x, TensorAddress scales,
+              int64_t scale_token_stride, int64_t scale_word_stride, TensorAddress topk_idx,
+              TensorAddress topk_weights,
               uint32_t tokens, uint32_t experts, const HandleMemory& handle, uint64_t handle_id,
               uint64_t rows, uint64_t staging_rows, bool counts_unknown, bool keep_weights, bool is_one_piece,
               uint32_t num_sms, uint64_t stream, uint64_t after, bool waits, bool joins) {
@@ -129,9 +142,9 @@ void bind_moe(nb::module_& module) {
              }));
            })
       .def("combine",
-           [](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element, uint64_t x,
-              uint64_t topk_weights, uint64_t slot, uint64_t bias0, uint64_t bias1, uint64_t combined,
-              uint64_t combined_weights, uint32_t tokens, const HandleMemory& handle, uint64_t handle_id,
+           [](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element, TensorAddress x,
+              TensorAddress topk_weights, TensorAddress slot, TensorAddress bias0, TensorAddress bias1,
+              TensorAddress combined, TensorAddress combined_weights, uint32_t tokens, const HandleMemory& handle, uint64_t handle_id,
               uint64_t staging_rows, uint32_t num_sms, uint64_t stream, uint64_t after, bool waits,
               bool joins) {
              check(without_gil([&] {
@@ -165,6 +178,11 @@ void bind_moe(nb::module_& module) {
             return view_of(self.window(), offset, bytes, std::move(owner));
           },
           nb::arg("offset"), nb::arg("bytes"), nb::arg("owner"))
+      .def("rows",
+           [](MoeBuffer& self, uint64_t offset, size_t rows, size_t columns, uint8_t code, uint8_t bits,
+              nb::object owner) {
+             return rows_of(self.window(), offset, rows, columns, code, bits, std::move(owner));
+           })
       .def(
           "make_room_for",
           [](MoeBuffer& self, const RowFormat& format, uint64_t rows, uint64_t staging_rows) {

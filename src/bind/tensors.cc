@@ -9,6 +9,8 @@
 
 #include <cstring>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bind/bind.h"
 
@@ -140,6 +142,57 @@ bool read_plain_tensors_by(nb::capsule table, nb::tuple types) {
   return true;
 }
 
+// Makes what calls of one form fill, by two functions of torch: weft/runtime/allocation.py, OutputMaker.
+class TensorMaker {
+ public:
+  // empty(shape, strides, dtype) makes a tensor, part(tensor, shape, strides, offset) one of the same memory. memory: a
+  // place among `count` results and empty()'s arguments, for each piece of memory; parts: a place, a shape, strides and
+  // an offset in elements of the last piece, which has no place of its own.
+  TensorMaker(nb::object empty, nb::object part, size_t count, nb::list memory, nb::list parts)
+      : empty_(std::move(empty)), part_(std::move(part)), count_(count) {
+    for (nb::handle piece : memory) memory_.push_back({nb::cast<size_t>(piece[0]), nb::tuple(piece[1])});
+    for (nb::handle piece : parts)
+      parts_.push_back({nb::cast<size_t>(piece[0]), piece[1], piece[2], piece[3]});
+  }
+
+  nb::list make() const {
+    nb::list results = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(count_)));
+    for (size_t i = 0; i < count_; ++i) set(results, i, nb::none());
+    nb::object last;
+    for (const Piece& piece : memory_) {
+      last = made(PyObject_Call(empty_.ptr(), piece.arguments.ptr(), nullptr));
+      if (piece.place < count_) set(results, piece.place, last);
+    }
+    for (const Part& part : parts_) {
+      const nb::object arguments = nb::make_tuple(last, part.shape, part.strides, part.offset);
+      set(results, part.place, made(PyObject_Call(part_.ptr(), arguments.ptr(), nullptr)));
+    }
+    return results;
+  }
+
+ private:
+  struct Piece {
+    size_t place;
+    nb::tuple arguments;
+  };
+  struct Part {
+    size_t place;
+    nb::object shape, strides, offset;
+  };
+  static nb::object made(PyObject* tensor) {
+    if (!tensor) throw nb::python_error();
+    return nb::steal(tensor);
+  }
+  static void set(nb::list& results, size_t place, nb::object value) {
+    PyList_SetItem(results.ptr(), static_cast<Py_ssize_t>(place), value.release().ptr());
+  }
+
+  nb::object empty_, part_;
+  size_t count_;
+  std::vector<Piece> memory_;
+  std::vector<Part> parts_;
+};
+
 }  // namespace
 
 bool read_address(PyObject* value, TensorAddress& address) noexcept {
@@ -162,6 +215,10 @@ bool read_address(PyObject* value, TensorAddress& address) noexcept {
 void bind_tensors(nb::module_& module) {
   module.def("plain_address", &plain_address, nb::arg("value").none());
   module.def("plain_forms", &plain_forms);
+  nb::class_<TensorMaker>(module, "TensorMaker")
+      .def(nb::init<nb::object, nb::object, size_t, nb::list, nb::list>(), nb::arg("empty"), nb::arg("part"),
+           nb::arg("count"), nb::arg("memory"), nb::arg("parts"))
+      .def("__call__", &TensorMaker::make);
   module.def("read_plain_tensors_by", &read_plain_tensors_by, nb::arg("table"), nb::arg("types"));
 }
 

@@ -33,6 +33,9 @@ uint64_t trace_bytes_of(int64_t spans) {
 KernelKey key_of_layout(const HighThroughputShape&) {
   return layout_key();
 }
+KernelKey key_of_notify(const HighThroughputShape&) {
+  return notify_key();
+}
 
 TallyCaller caller_of(const Communicator& comm, uint64_t key) {
   TallyCaller caller = comm.tally_caller();
@@ -278,7 +281,10 @@ Result<Notified> MoeBuffer::run_notify(const NotifyCall& call) {
   args.report = report;
   args.host_waits = waits ? 1 : 0;
   WEFT_TRY(begin(call.order));
-  WEFT_TRY(launch_notify(args, call.handle, false, call.order.stream));
+  if (levels_)
+    WEFT_TRY(notify_on_levels(args, call.handle, false, call.order.stream));
+  else
+    WEFT_TRY(launch(key_of_notify, plan_notify(ranks(), limits_), &args, sizeof(args), {}, call.order.stream));
   return collect(call, report, handle_id(handle_key_, ++dispatches_));
 }
 
@@ -357,7 +363,12 @@ Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {
   args.fill_tail = call.counts_unknown ? 1 : 0;
   args.keep_weights = call.keep_weights ? 1 : 0;
   args.sum_place = call.handle.sum_place;
-  const Status launched = launch_dispatch(args, call);
+  const HighThroughputShape shape = dispatch_shape(format);
+  const GridPlan grid = plan_dispatch(ranks(), piece_bytes_of(shape), call.num_sms, limits_);
+  args = in_roles(args, grid);
+  const Status launched =
+      levels_ ? dispatch_on_levels(args, call, call.order.stream)
+              : launch(&dispatch_key, grid, &args, sizeof(args), shape, call.order.stream);
   if (launched.ok()) {
     WEFT_TRY(end(call.order));
     return received;
@@ -396,7 +407,13 @@ Status MoeBuffer::run_combine(const CombineCall& call) {
                row_extras(0, call.top_k, 0),
                {}};
   if (comm_->device().is_host()) prefer_huge_pages(call.combined, call.tokens * call.row_bytes);
-  WEFT_TRY(launch_combine(args, call));
+  const HighThroughputShape shape = combine_shape(call.row_bytes, call.top_k, call.element);
+  const GridPlan grid = plan_combine(ranks(), piece_bytes_of(shape), call.num_sms, limits_);
+  args = in_roles(args, grid);
+  if (levels_)
+    WEFT_TRY(combine_on_levels(args, call, call.order.stream));
+  else
+    WEFT_TRY(launch(&combine_key, grid, &args, sizeof(args), shape, call.order.stream));
   return end(call.order);
 }
 
@@ -410,7 +427,12 @@ Status MoeBuffer::run_barrier(const CallOrder& order) {
   args.prefix = reinterpret_cast<int32_t*>(window_->local() + control_.barrier_prefix);
   args.report = unawaited_report();
   WEFT_TRY(begin(order));
-  WEFT_TRY(launch_notify(args, {}, true, order.stream));
+  GridPlan grid = plan_notify(ranks(), limits_);
+  grid.blocks = 1;  // it has no tokens
+  if (levels_)
+    WEFT_TRY(notify_on_levels(args, {}, true, order.stream));
+  else
+    WEFT_TRY(launch(key_of_notify, grid, &args, sizeof(args), {}, order.stream));
   return end(order);
 }
 

@@ -142,6 +142,23 @@ struct LayoutCall {
   void* stream;
 };
 
+inline uint32_t piece_bytes_of(const HighThroughputShape& shape) {
+  return static_cast<uint32_t>(shape.piece_bytes);
+}
+
+// Arguments with the roles that a plan gives to warps.
+inline DispatchArgs in_roles(DispatchArgs args, const GridPlan& grid) {
+  args.row_warps = grid.first_role;
+  args.meta_warps = grid.second_role;
+  return args;
+}
+inline CombineArgs in_roles(CombineArgs args, const GridPlan& grid) {
+  args.push_warps = grid.first_role;
+  args.sum_warps = grid.second_role;
+  args.watch_warps = grid.watch_role;
+  return args;
+}
+
 class MoeBuffer {
   using KeyOf = KernelKey (*)(const HighThroughputShape& shape);
   // What calls of one shape run, so that nobody looks for it by its names again.
@@ -237,9 +254,11 @@ class MoeBuffer {
   Status run_barrier(const CallOrder& order);
   void count_rows(const HandleMemory& memory, uint32_t tokens, bool comes_back, uint64_t row_bytes);
   void prepare(const RowFormat& format);
-  Status launch_notify(const NotifyArgs& args, const HandleMemory& memory, bool is_barrier, void* stream);
-  Status launch_dispatch(const DispatchArgs& args, const DispatchCall& call);
-  Status launch_combine(const CombineArgs& args, const CombineCall& call);
+  // Where ranks do not all map each other: buffer_levels.cc.
+  Status notify_on_levels(const NotifyArgs& args, const HandleMemory& memory, bool is_barrier, void* stream);
+  Status dispatch_on_levels(const DispatchArgs& args, const DispatchCall& call, void* stream);
+  Status combine_on_levels(const CombineArgs& args, const CombineCall& call, void* stream);
+  uint32_t ranks() const { return static_cast<uint32_t>(comm_->size()); }
   Result<const Kernel*> find_kernel(KeyOf key_of, const HighThroughputShape& shape, const Launch& how);
   Status begin(const CallOrder& order);
   Status end(const CallOrder& order);

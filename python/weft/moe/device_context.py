@@ -23,19 +23,38 @@ from torch.utils.dlpack import from_dlpack
 from weft import _core
 from weft.errors import invalid
 from weft.moe.arguments import describe
+from weft.moe.config import ceil_div
 from weft.moe.domains import Domains, domains_of
 from weft.moe.events import EventHandle, EventOverlap
 from weft.moe.host_memory import HostMemory
 from weft.moe.runtime_facts import RuntimeFacts
 from weft.moe.window_pieces import CudaStreams, Lease, StorageOwner, WindowPieces, watch_torch
-from weft.runtime.allocation import TensorForm, new_on_cuda, strides_in_order, tensor_form
+from weft.runtime.allocation import (
+    OutputMaker,
+    TensorForm,
+    new_on_cuda,
+    new_on_host,
+    part_of,
+    strides_in_order,
+    tensor_form,
+)
 from weft.runtime.streams import current_stream
 
 _NOWHERE = 16
 # The stream of a call, and the caller's; whether the first waits for the second, and then the second for the first.
 Order = tuple[int, int, bool, bool]
 _NO_ORDER: Order = (0, 0, False, False)
-_SMALL_BYTES = 1 << 20  # results on the CPU that the C library keeps itself
+# By type: its code and bits in DLPack, as old as __dlpack__() itself. Others are described by their bytes.
+_EXCHANGED_TYPES = {
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+    torch.float16: (2, 16),
+    torch.float32: (2, 32),
+    torch.bfloat16: (4, 16),
+}
+# from_dlpack() asks for streams first, of an object: here nothing waits for any.
+_from_capsule: Any = torch._C._from_dlpack
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -90,7 +109,9 @@ class DeviceContext(RuntimeFacts):
         self._handle_buffer = int(self.core.handle_buffer_key)
         self.planned_sms = int(self.core.planned_sms)  # of calls whose caller names no number; 1 on the CPU
         self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
-        self._stream = int(self.comm_stream.cuda_stream) if self.comm_stream is not None else 0
+        # The communication stream for the core; 0 on the CPU, where calls finish before they return.
+        self.stream = int(self.comm_stream.cuda_stream) if self.comm_stream is not None else 0
+        self._ordinal = device.index if self.is_cuda else -1
         self.low_latency = _core.LowLatency(self.core, may_mask)
         self.low_latency_calls = 0
         self.unreceived: dict[int, str] = {}  # by number, those whose hook has not run
@@ -155,36 +176,63 @@ class DeviceContext(RuntimeFacts):
             return None
         return self._pieces.lend(self, offset) if self._pieces else HostLease(self, offset)
 
-    def storage_of(
-        self, lease: Lease | HostLease | None, offset: int, num_bytes: int, can_be_freed: bool
+    def rows_at(
+        self, lease: Lease | HostLease | None, offset: int, shape: tuple[int, int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return uint8[num_bytes] of a leased piece from ``offset`` of the window on, with a storage of its own.
+        """Return what peers wrote into a leased piece at byte ``offset`` of the window, with a storage of its own.
+
+        It is a view of no other tensor. On CUDA it lies in the piece, and resize_(0) gives it back; on the CPU it is a
+        copy, as torch can resize only what it has allocated.
+        """
+        exchanged = _EXCHANGED_TYPES.get(dtype)
+        if exchanged is None or 0 in shape:
+            num_bytes = shape[0] * shape[1] * dtype.itemsize
+            return self.output(self.words_at(lease, offset, num_bytes, True), 0, shape, dtype)
+        return self._own(self._view_of(lease, offset, shape, exchanged, True))
+
+    def words_at(
+        self, lease: Lease | HostLease | None, offset: int, num_bytes: int, can_be_freed: bool = False
+    ) -> torch.Tensor:
+        """Return i32[words] of a leased piece from byte ``offset`` of the window, with a storage of its own.
 
         can_be_freed: on CUDA resize_(0) gives it back, as nobody else has this storage.
         """
-        if lease is None:
-            return self.permanent_view(offset, max(num_bytes, 16))
-        owner = lease.share() if isinstance(lease, Lease) else lease
-        view: torch.Tensor = from_dlpack(self.core.view(offset, max(num_bytes, 16), owner))
+        words = ceil_div(max(num_bytes, 16), 4)
+        view = self._view_of(lease, offset, (1, words), _EXCHANGED_TYPES[torch.int32], can_be_freed)
+        return part_of(view, 0, (words,))
+
+    def _view_of(
+        self,
+        lease: Lease | HostLease | None,
+        offset: int,
+        shape: tuple[int, int],
+        exchanged: tuple[int, int],
+        can_be_freed: bool,
+    ) -> torch.Tensor:
+        owner: object = self if lease is None else lease.share() if isinstance(lease, Lease) else lease
+        view: torch.Tensor = _from_capsule(self.core.rows(offset, *shape, *exchanged, owner))
         if isinstance(owner, StorageOwner):
-            owner.lies_at(view.untyped_storage().data_ptr(), can_be_freed)
+            owner.lies_at(view.data_ptr(), can_be_freed)
         return view
 
     def output(
-        self, piece: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+        self, words: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return a tensor of what peers wrote into a piece, from byte ``offset`` on.
+        """Return a tensor of what peers wrote into a piece, from byte ``offset`` of its words on.
 
         It is a view of no other tensor. On CUDA it lies in the piece; on the CPU it is a copy with a storage of its
-        own, as torch can resize only what it has allocated.
+        own.
         """
-        if not self.is_cuda:
-            num_bytes = math.prod(shape) * dtype.itemsize
-            copy = self.empty(*shape, dtype=dtype)
-            return copy.copy_(piece[offset : offset + num_bytes].view(dtype).view(shape))
-        begin = piece.storage_offset() + offset // dtype.itemsize
-        view: torch.Tensor = new_on_cuda((tensor_form((0,), dtype),), self.device)[0]
-        return view.set_(piece.untyped_storage(), begin, shape, strides_in_order(shape))
+        if dtype is torch.int32:
+            return self._own(part_of(words, offset // 4, shape))
+        nothing = tensor_form((0,), dtype)
+        part = new_on_cuda(nothing, self.device) if self.is_cuda else new_on_host(*nothing)
+        begin = offset // dtype.itemsize
+        return self._own(part.set_(words.untyped_storage(), begin, shape, strides_in_order(shape)))  # type: ignore[call-overload]
+
+    def _own(self, part: torch.Tensor) -> torch.Tensor:
+        """Return a part of the window for the caller: on the CPU a copy."""
+        return part if self.is_cuda else self.empty(*part.shape, dtype=part.dtype).copy_(part)
 
     def permanent_view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return uint8[num_bytes] of the window, which stays mapped as long as the view."""
@@ -212,15 +260,10 @@ class DeviceContext(RuntimeFacts):
         """
         if self._pieces is None or self.is_capturing:
             return False
-        self.core.reclaim(self._stream, self.current_stream)
+        self.core.reclaim(self.stream, self.current_stream)
         return self._pieces.reclaim(wait)
 
     # -- order -----------------------------------------------------------------------------------------------
-
-    @property
-    def stream(self) -> int:
-        """The communication stream for the core; 0 on the CPU, where calls finish before they return."""
-        return self._stream
 
     @property
     def is_capturing(self) -> bool:
@@ -230,24 +273,26 @@ class DeviceContext(RuntimeFacts):
     @property
     def current_stream(self) -> int:
         """The caller's stream for the core; 0 on the CPU."""
-        return int(current_stream(self.device.index)) if self.is_cuda else 0
+        stream: int = current_stream(self._ordinal) if self.is_cuda else 0
+        return stream
 
     def order(self, previous: EventHandle | None, async_finish: bool) -> Order:
         """Return how the core is to order a call; order it after ``previous``, if there is one."""
         if not self.is_cuda:
             return _NO_ORDER
         current = self.current_stream
-        self._wait_for_layout(None if previous is not None else current)
+        if self.layout_stream is not None:
+            self._wait_for_layout(None if previous is not None else current)
         if previous is not None:
             previous.stream_wait(self.comm_stream)
         if self._pieces:
             self._pieces.reclaim_kept()
-        return self._stream, current, previous is None, not async_finish
+        return self.stream, current, previous is None, not async_finish
 
     @property
     def as_ordered(self) -> Order:
         """The order of a call between begin() and finish(), which have seen to that."""
-        return self._stream, self.current_stream, False, False
+        return self.stream, self.current_stream, False, False
 
     def begin(self, previous: EventHandle | None) -> None:
         """Order the communication stream after ``previous``, or else after the current stream."""
@@ -257,7 +302,7 @@ class DeviceContext(RuntimeFacts):
         if previous is not None:
             previous.stream_wait(self.comm_stream)
         else:
-            self.core.wait(self._stream, self.current_stream)
+            self.core.wait(self.stream, self.current_stream)
         self.reclaim()
 
     def _wait_for_layout(self, waited_for: int | None) -> None:
@@ -268,7 +313,7 @@ class DeviceContext(RuntimeFacts):
         ):  # graphs wait for nothing outside of them
             return
         if not is_covered:
-            self.core.wait(self._stream, stream)
+            self.core.wait(self.stream, stream)
         self.layout_stream = None
 
     def result_event(self, async_finish: bool, tensors: tuple[torch.Tensor | None, ...]) -> EventOverlap:
@@ -280,7 +325,7 @@ class DeviceContext(RuntimeFacts):
         if not self.is_cuda:
             return EventOverlap(EventHandle() if async_finish else None)
         if not async_finish:
-            self.core.wait(self.current_stream, self._stream)
+            self.core.wait(self.current_stream, self.stream)
             return EventOverlap(None)
         for tensor in tensors:
             if tensor is not None:
@@ -310,26 +355,20 @@ class DeviceContext(RuntimeFacts):
         """Return an uninitialised tensor, allocated for the stream that is current."""
         if not self.is_cuda:
             return self._host_memory.empty(shape, dtype)
-        tensor: torch.Tensor = new_on_cuda((tensor_form(shape, dtype),), self.device)[0]
-        return tensor
+        return new_on_cuda(tensor_form(shape, dtype), self.device)
 
-    def allocator(self, *forms: TensorForm | None) -> Callable[[], list[Any]]:
-        """Return what makes an uninitialised tensor of each form, None for None, as empty() does."""
-        if self.is_cuda:
-            return functools.partial(new_on_cuda, forms, self.device)
-        makers = [self._host_maker(form) for form in forms]
-        return lambda: [make() for make in makers]
+    def allocator(self, *forms: TensorForm | None, together: Sequence[int] = ()) -> OutputMaker:
+        """Return what makes an uninitialised tensor of each form, None for None, as empty() does.
 
-    def _host_maker(self, form: TensorForm | None) -> Callable[[], torch.Tensor | None]:
-        if form is None:
-            return lambda: None
+        together: the places of those that lie in one memory, none of which a caller may free by itself.
+        """
+        return OutputMaker(forms, self.device, self._large_on_host, together)
+
+    def _large_on_host(self, form: TensorForm) -> torch.Tensor:
         shape, strides, dtype = form
-        num_elements = math.prod(shape)
-        if num_elements * dtype.itemsize < _SMALL_BYTES:
-            return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=self.device)
         if strides == strides_in_order(shape):
-            return functools.partial(self.empty, *shape, dtype=dtype)
-        return lambda: self.empty(num_elements, dtype=dtype).as_strided(shape, strides)
+            return self.empty(*shape, dtype=dtype)
+        return self.empty(math.prod(shape), dtype=dtype).as_strided(shape, strides)
 
     def on_comm_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which torch's work goes to the communication stream, if any."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from weft import _core
-from weft.moe.device_context import address
 
 _KIND = 0x57454654_4854  # of the facts in a handle: another number than those of other handles
 
@@ -50,8 +49,9 @@ class DispatchState:
     @functools.cached_property
     def memory(self) -> Any:
         """The addresses for the core."""
-        tensors = (self.send_row, self.slot_base, self.prefix, self.sum_place, self.routes, self.records)
-        return _core.HandleMemory(*[address(tensor) for tensor in tensors])
+        return _core.HandleMemory(
+            self.send_row, self.slot_base, self.prefix, self.sum_place, self.routes, self.records
+        )
 
 
 class DispatchHandle(tuple):  # type: ignore[type-arg]

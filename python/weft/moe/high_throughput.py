@@ -10,18 +10,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from weft import _core
 from weft.errors import Error
-from weft.moe.device_context import DeviceContext, Order, address
+from weft.moe.device_context import DeviceContext, Order
 from weft.moe.handle import DispatchState
 from weft.runtime import spans
-from weft.runtime.allocation import tensor_form
+from weft.runtime.allocation import part_of, tensor_form
 
 Payload = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rows:
     """What a dispatch sends: rows [T, hidden], maybe 4-byte scales [T, n] of any strides, ids and weights.
 
@@ -39,19 +40,22 @@ class Rows:
     combine_rows: int = 1
     has_global_scale: bool = False
 
-    @functools.cached_property
+    @property
     def format(self) -> Any:
         """The core's description. Combine brings back bf16, or float32 for wider elements."""
         num_elements, element_bytes = self.x.size(1), self.x.element_size()
         summed_bytes = 16 if self.has_global_scale else 2 if element_bytes <= 2 else 4
-        return _core.RowFormat(
-            row_bytes=num_elements * element_bytes,
-            scale_words=self.scales.size(1) if self.scales is not None else 0,
-            top_k=self.topk_idx.size(1) if self.topk_idx is not None else 0,
-            id_bytes=self.topk_idx.element_size() if self.topk_idx is not None else 8,
-            element=element_bytes,
-            combine_row_bytes=num_elements * summed_bytes * self.combine_rows,
+        return _row_format(
+            num_elements * element_bytes,
+            self.scales.size(1) if self.scales is not None else 0,
+            self.topk_idx.size(1) if self.topk_idx is not None else 0,
+            self.topk_idx.element_size() if self.topk_idx is not None else 8,
+            element_bytes,
+            num_elements * summed_bytes * self.combine_rows,
         )
+
+
+_row_format = functools.lru_cache(maxsize=1024)(_core.RowFormat)  # calls ask for the same ones again and again
 
 
 def combined_format(x: Tensor, top_k: int, slots: int = 1) -> Any:
@@ -60,14 +64,7 @@ def combined_format(x: Tensor, top_k: int, slots: int = 1) -> Any:
     slots: how many rows of x make one of them.
     """
     row_bytes = x.size(1) * x.element_size() * slots
-    return _core.RowFormat(
-        row_bytes=row_bytes,
-        scale_words=0,
-        top_k=top_k,
-        id_bytes=8,
-        element=x.element_size(),
-        combine_row_bytes=row_bytes,
-    )
+    return _row_format(row_bytes, 0, top_k, 8, x.element_size(), row_bytes)
 
 
 class Layout(NamedTuple):
@@ -79,12 +76,13 @@ class Layout(NamedTuple):
     @property
     def tokens_per_rank(self) -> Tensor:
         """i32[ranks]."""
-        return self.counts[: self.is_token_in_rank.size(1)]
+        return part_of(self.counts, 0, (self.is_token_in_rank.size(1),))
 
     @property
     def slots_per_expert(self) -> Tensor:
         """i32[experts]."""
-        return self.counts[self.is_token_in_rank.size(1) :]
+        num_ranks = self.is_token_in_rank.size(1)
+        return part_of(self.counts, num_ranks, (self.counts.size(0) - num_ranks,))
 
 
 def empty_layout(context: DeviceContext, num_tokens: int, num_experts: int) -> Layout:
@@ -102,7 +100,6 @@ class LayoutPlan:
     def __init__(self, context: DeviceContext, num_tokens: int, num_experts: int) -> None:
         num_ranks = int(context.communicator.size)
         self.context, self.num_experts = context, num_experts
-        self.parts = (num_ranks, num_experts)
         self._outputs = context.allocator(
             tensor_form((num_ranks + num_experts,), torch.int32),
             tensor_form((num_tokens, num_ranks), torch.bool),
@@ -118,12 +115,13 @@ def layout(
 ) -> None:
     """Fill ``into``, and sum_place i32[T, ranks], by right-most slot."""
     num_tokens, top_k = topk_idx.shape
-    spans.run(
-        "layout",
-        context.core.layout,
-        *(address(topk_idx), topk_idx.element_size(), num_tokens, top_k),
-        into.counts.size(0) - into.is_token_in_rank.size(1),
-        *(into.counts.data_ptr(), address(into.is_token_in_rank), address(sum_place), stream),
+    num_experts = into.counts.size(0) - into.is_token_in_rank.size(1)
+    run = context.core.layout
+    if profiler._is_profiler_enabled or spans.NVTX:
+        run = spans.around("layout", run)
+    run(
+        *(topk_idx, topk_idx.element_size(), num_tokens, top_k, num_experts),
+        *(into.counts, into.is_token_in_rank, sum_place, stream),
     )
 
 
@@ -149,9 +147,7 @@ def dispatch(
     prefix = context.empty(num_ranks, num_ranks, dtype=torch.int32)
     route_words = int(context.core.route_words(num_tokens, sum_place is not None))
     routes = context.empty(route_words, dtype=torch.int32) if route_words else None
-    memory = _core.HandleMemory(
-        send_row.data_ptr(), slot_base.data_ptr(), prefix.data_ptr(), address(sum_place), address(routes)
-    )
+    memory = _core.HandleMemory(send_row, slot_base, prefix, sum_place, routes)
     counts_unknown = num_worst_tokens > 0
     stream, after, waits, joins = order
     row_format = rows.format
@@ -160,8 +156,8 @@ def dispatch(
             "dispatch.counts",
             context.core.notify,
             format=row_format,
-            token_in_rank=is_token_in_rank.data_ptr(),
-            tokens_per_expert=num_tokens_per_expert.data_ptr(),
+            token_in_rank=is_token_in_rank,
+            tokens_per_expert=num_tokens_per_expert,
             tokens=num_tokens,
             experts=num_tokens_per_expert.size(0),
             handle=memory,
@@ -183,10 +179,7 @@ def dispatch(
     if routes is not None:
         record_words = context.core.record_words(staging_rows, num_rows, sum_place is not None)
         records = context.empty(int(record_words), dtype=torch.int32)
-        memory = _core.HandleMemory(
-            *(send_row.data_ptr(), slot_base.data_ptr(), prefix.data_ptr(), address(sum_place)),
-            *(address(routes), address(records)),
-        )
+        memory = _core.HandleMemory(send_row, slot_base, prefix, sum_place, routes, records)
     received = _send(
         context,
         rows,
@@ -254,28 +247,30 @@ def _send(
     is_one_piece: bool = False,
 ) -> Received:
     scales = rows.scales
-    call = functools.partial(
-        context.core.dispatch,
-        *(rows.format, rows.x.data_ptr(), address(scales)),
-        *((0, 0) if scales is None else scales.stride()),
-        *(address(rows.topk_idx), address(rows.topk_weights), rows.x.size(0), num_experts),
+    arguments = (
+        *(rows.format, rows.x, scales, *((0, 0) if scales is None else scales.stride())),
+        *(rows.topk_idx, rows.topk_weights, rows.x.size(0), num_experts),
         *(memory, handle_id, num_rows, staging_rows, counts_unknown, rows.keep_weights, is_one_piece),
         *(num_sms, *order),
     )
-    return Received(context, _with_room(context, "dispatch", call), rows, num_rows)
+    received = _with_room(context, "dispatch", context.core.dispatch, arguments)
+    return Received(context, received, rows, num_rows)
 
 
-def _with_room(context: DeviceContext, name: str, call: Callable[[], Any]) -> Any:
-    """Return call(); where the window is full of pieces that other streams still use, after these."""
+def _with_room(context: DeviceContext, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Return call(*arguments); where the window is full of pieces that other streams still use, after these."""
+    run = call
+    if profiler._is_profiler_enabled or spans.NVTX:
+        run = spans.around(name, call)
     try:
-        return spans.run(name, call)
+        return run(*arguments)
     except Error as error:
         is_room = error.code == "capacity" and str(error).startswith(
             "num_nvl_bytes:"
         )  # no fault of an earlier call
         if not is_room or not context.reclaim(wait=True):
             raise
-    return call()
+    return call(*arguments)
 
 
 def combine(
@@ -289,16 +284,12 @@ def combine(
     order: Order,
 ) -> None:
     """Send x [N, hidden] back and sum it into outputs: [T, hidden] and, with weights, f32[T, top_k]."""
-    combined, combined_weights = outputs
-    bias_addresses = [bias.data_ptr() for bias in biases] + [0, 0]
-    call = functools.partial(
-        context.core.combine,
+    arguments = (
         *(x.size(1) * x.element_size(), topk_weights.size(1) if topk_weights is not None else 0),
-        *(_SUMMED_ELEMENTS[x.dtype], x.data_ptr(), address(topk_weights), state.slot.data_ptr()),
-        *(bias_addresses[0], bias_addresses[1], combined.data_ptr(), address(combined_weights)),
+        *(_SUMMED_ELEMENTS[x.dtype], x, topk_weights, state.slot, *(*biases, None, None)[:2], *outputs),
         *(state.num_tokens, state.memory, state.handle_id, state.staging_rows, num_sms, *order),
     )
-    _with_room(context, "combine", call)
+    _with_room(context, "combine", context.core.combine, arguments)
 
 
 class CombinePlan:
@@ -339,21 +330,20 @@ class Received:
 
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """Return rows [N, hidden], and scales [N, n] or None, as they came."""
-        scales_at = self._layout.scales
+        rows = self._rows_of(self._rows_at, self._sent.x)
         if self._sent.scales is None:
-            return self._rows_of(0, self._layout.rows_bytes, self._sent.x), None
-        rows = self._rows_of(0, scales_at, self._sent.x)
-        return rows, self._rows_of(scales_at, self._layout.rows_bytes - scales_at, self._sent.scales)
+            return rows, None
+        return rows, self._rows_of(self._rows_at + self._layout.scales, self._sent.scales)
 
     def ids(self) -> Tensor | None:
         """Return local expert ids [N, top_k], -1 elsewhere."""
-        return None if self._sent.topk_idx is None else self._matrix(self._meta, 0, self._sent.topk_idx)
+        return None if self._sent.topk_idx is None else self._matrix(0, self._sent.topk_idx)
 
     def weights(self) -> Tensor | None:
         """Return float32 [N, top_k], 0 elsewhere."""
         if self._sent.topk_weights is None:
             return None
-        return self._matrix(self._meta, self._layout.weights, self._sent.topk_weights)
+        return self._matrix(self._layout.weights, self._sent.topk_weights)
 
     def token(self) -> Tensor:
         """Return i32[N], each row's token at its source."""
@@ -365,16 +355,13 @@ class Received:
 
     @functools.cached_property
     def _meta(self) -> Tensor:
-        at, num_bytes = self._meta_at, self._layout.meta_bytes
-        return self._context.storage_of(self._meta_lease, at, num_bytes, can_be_freed=False)
+        return self._context.words_at(self._meta_lease, self._meta_at, self._layout.meta_bytes)
 
-    def _rows_of(self, offset: int, num_bytes: int, like: Tensor) -> Tensor:
-        begin = self._rows_at + offset
-        storage = self._context.storage_of(self._rows, begin, num_bytes, can_be_freed=True)
-        return self._matrix(storage, 0, like)
+    def _rows_of(self, begin: int, like: Tensor) -> Tensor:
+        return self._context.rows_at(self._rows, begin, (self.num_rows, like.size(1)), like.dtype)
 
-    def _matrix(self, piece: Tensor, offset: int, like: Tensor) -> Tensor:
-        return self._context.output(piece, offset, (self.num_rows, like.size(1)), like.dtype)
+    def _matrix(self, offset: int, like: Tensor) -> Tensor:
+        return self._context.output(self._meta, offset, (self.num_rows, like.size(1)), like.dtype)
 
     def _column(self, offset: int) -> Tensor:
         return self._context.output(self._meta, offset, (self.num_rows,), torch.int32)

@@ -54,6 +54,14 @@ def _with_config(call: Callable[_P, _T]) -> Callable[_P, _T]:
     return with_config
 
 
+def _forms(*tensors: Any) -> object:
+    """Return what calls of such tensors are known by; nothing where they are to be checked."""
+    try:
+        return plain_forms(*tensors)
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # checks will say what is wrong
+        return ()
+
+
 class HighThroughputCalls:
     """The part of ``weft.Buffer`` that is high throughput; see there for construction, streams, threads, errors."""
 
@@ -85,7 +93,8 @@ class HighThroughputCalls:
             up to eight.
         """
         self._contexts.alive()
-        signature = self._signature("layout", (topk_idx,), num_experts)
+        forms = _forms(topk_idx) if type(num_experts) is int else ()
+        signature: Signature = ("layout", forms, num_experts) if forms else ()
         plan: LayoutPlan | None = self._contexts.plans.get(signature)
         if plan is None:
             plan = self._plan_layout(topk_idx, num_experts)
@@ -110,18 +119,8 @@ class HighThroughputCalls:
             with context.on_comm_stream():
                 per_node = self._count_per_node(context, counted.is_token_in_rank)
             event = context.finish(async_finish, (topk_idx, *counted, per_node))
-        per_rank, per_expert = torch.split_with_sizes(counted.counts, plan.parts)
+        per_rank, per_expert = counted.tokens_per_rank, counted.slots_per_expert
         return per_rank, per_node, per_expert, counted.is_token_in_rank, event
-
-    def _signature(self, call: str, tensors: tuple[Any, ...], *values: object) -> Signature:
-        """Return what a plan of calls like this one is kept under; () where arguments are to be checked."""
-        try:
-            forms = plain_forms(*tensors)
-        except (AttributeError, TypeError, ValueError, RuntimeError):  # checks will say what is wrong
-            return ()
-        if not forms or any(type(value) not in (int, bool) for value in values):
-            return ()
-        return (call, forms, *values, *map(type, values))  # as True is as good a key as 1
 
     def _plan_layout(self, topk_idx: object, num_experts: object) -> LayoutPlan:
         context = self._contexts.of("topk_idx", topk_idx)
@@ -200,7 +199,8 @@ class HighThroughputCalls:
             return received.payload(), None, None, None, None, event
 
         given = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
-        signature = self._signature("dispatch", (rows.x, *given, topk_idx, topk_weights))
+        forms = _forms(rows.x, *given, topk_idx, topk_weights)
+        signature: Signature = ("dispatch", forms) if forms else ()
         if signature in self._contexts.plans:
             in_rank, per_expert, ids, weights = (
                 is_token_in_rank,
@@ -325,7 +325,8 @@ class HighThroughputCalls:
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
         """
         self._contexts.alive()
-        signature = self._signature("combine", (x,), bias is None)
+        forms = _forms(x)
+        signature: Signature = ("combine", forms) if forms else ()
         plan: CombinePlan | None = self._contexts.plans.get(signature)
         if plan is None or bias is not None or x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
             context = self._contexts.of("x", x)
@@ -377,7 +378,8 @@ class HighThroughputCalls:
     def _check_rows(self, x: Payload) -> tuple[DeviceContext, high_throughput.Rows]:
         """Return the rows of x and the context that they are for: a tensor, a pair with scales, or an NVFP4 triple."""
         self._contexts.alive()
-        signature = self._signature("rows", (x,)) if isinstance(x, Tensor) else ()
+        forms = _forms(x) if isinstance(x, Tensor) else ()
+        signature: Signature = ("rows", forms) if forms else ()
         form: tuple[DeviceContext, Any] | None = self._contexts.plans.get(signature)
         if form is not None and isinstance(x, Tensor) and not x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
             return form[0], high_throughput.Rows(x, None)

@@ -131,31 +131,25 @@ class LowLatencyCalls:
         if stats is not None or costs is not None:
             self._check_stats(plan, stats, costs)
         scale = check_global_scale(x_global_scale, use_nvfp4, context)
-        sent = Sent(x, scale, topk_idx, topk_weights, stats, costs)
+        sent = (x, scale, topk_idx, topk_weights, stats, costs)
         if out_packed_recv_x is out_src_info is out_layout_range is out_count is None:
             filled = plan.new_outputs()
         else:
             wanted = (out_packed_recv_x, out_src_info, out_layout_range, out_count)
-            filled = plan.outputs(check_outputs(context, plan.sizes, plan.form, sent, wanted))
+            filled = plan.outputs(check_outputs(context, plan.sizes, plan.form, Sent(*sent), wanted))
+        memory, scale_memory, src_info, layout_range, counts, routes, weights, sources = filled
         is_received = not return_recv_hook
-        state = LowLatencyState(plan.handle_form, filled.routes, new_status(is_received), is_received)
+        state = LowLatencyState(plan.handle_form, routes, new_status(is_received), is_received)
+        tensors = (*sent, *filled)
         event, hook = launch(
-            *(
-                context,
-                "dispatch",
-                plan.calls,
-                (*sent, *filled),
-                async_finish,
-                return_recv_hook,
-                state.receive,
-            )
+            context, "dispatch", plan.calls, tensors, async_finish, return_recv_hook, state.receive
         )
-        rows, scales = plan.form.seen(filled.memory, filled.scale_memory)
-        handle = LowLatencyHandle(state, filled.src_info, filled.layout_range)
+        rows, scales = plan.form.seen(memory, scale_memory)
+        handle = LowLatencyHandle(state, src_info, layout_range)
         payload = rows if scales is None else (rows, scales)
         if topk_weights is None:
-            return payload, filled.counts, handle, event, hook
-        return payload, filled.counts, filled.weights, filled.sources, handle, event, hook
+            return payload, counts, handle, event, hook
+        return payload, counts, weights, sources, handle, event, hook
 
     def _check_stats(self, plan: DispatchPlan, stats: object, costs: object) -> None:
         local, device = (plan.sizes.local_experts,), plan.context.device
@@ -296,7 +290,7 @@ class LowLatencyCalls:
         sums = (state.form.num_tokens, state.form.hidden)
         combined = check_output(context, "out", out, sums, torch.bfloat16)
         if combined is None:
-            combined = plan.new_output()
+            combined = plan.new_outputs()[0]
         else:
             others = {
                 "x": rows,

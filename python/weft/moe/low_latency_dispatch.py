@@ -56,19 +56,6 @@ class Sent(NamedTuple):
         return dict(zip((*names, *stats), self, strict=True))
 
 
-class Filled(NamedTuple):
-    """What a dispatch fills, as the core takes it. Rows and scales lie in memory and scale_memory."""
-
-    memory: Tensor
-    scale_memory: Tensor | None
-    src_info: Tensor
-    layout_range: Tensor
-    counts: Tensor
-    routes: Tensor  # for combine
-    weights: Tensor | None  # of rows, as source ranks, where weights travel
-    sources: Tensor | None
-
-
 def check_outputs(
     context: DeviceContext,
     sizes: Sizes,

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from weft.moe.handle import facts_of
+from weft.runtime.allocation import part_of
 
 _KIND = 0x57454654_4C4C  # of the facts in a handle: another number than those of other handles
 _MADE_AT_ONCE = 64
-_numbers = itertools.count(1)
+_blocks = itertools.count(1)  # of numbers of handles
 _combine_rows: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
@@ -28,8 +29,11 @@ def new_status(is_received: bool) -> Tensor:
     try:
         return unused.pop()
     except IndexError:
-        entries = [(int(is_received), next(_numbers)) for _ in range(_MADE_AT_ONCE)]
-        unused += torch.tensor(entries, dtype=torch.int64, device="cpu").unbind()
+        first = next(_blocks) * _MADE_AT_ONCE
+        with torch.inference_mode(False):  # autograd may save them in a later call
+            numbers = torch.arange(first, first + _MADE_AT_ONCE, dtype=torch.int64, device="cpu")
+            together = torch.stack((torch.full_like(numbers, int(is_received)), numbers), dim=1)
+            unused += [part_of(together, 2 * i, (2,)) for i in range(_MADE_AT_ONCE)]
         return unused.pop()
 
 
@@ -54,9 +58,10 @@ class LowLatencyForm:
         return torch.tensor((_KIND, *numbers, *sizes), dtype=torch.int64, device="cpu")
 
     @functools.cached_property
-    def sizes(self) -> tuple[Tensor, Tensor, Tensor]:
-        """M, hidden and E, as a handle has them: i64 of no dimension."""
-        return self.facts[5], self.facts[6], self.facts[7]
+    def entries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a handle has of it: M, hidden and E, i64 of no dimension; and the facts."""
+        facts = self.facts
+        return facts[5], facts[6], facts[7], facts
 
 
 low_latency_form = functools.lru_cache(maxsize=256)(LowLatencyForm)
@@ -90,6 +95,7 @@ class LowLatencyState:
     def receive(self) -> None:
         """Note that the dispatch has received, or will before anything that is launched later."""
         self.status.numpy()[0] = 1  # autograd, which may have saved it, shall not take this for a change
+        self._was_received = True
 
     @property
     def combine_rows(self) -> Tensor | None:
@@ -117,10 +123,9 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
 
     def __new__(cls, state: LowLatencyState, src_info: Tensor, layout_range: Tensor) -> LowLatencyHandle:
         """Return the handle with its state beside the tensors."""
-        form = state.form
-        handle = super().__new__(
-            cls, (src_info, layout_range, *form.sizes, state.routes, form.facts, state.status)
-        )
+        max_tokens, hidden, num_experts, facts = state.form.entries
+        entries = (src_info, layout_range, max_tokens, hidden, num_experts, state.routes, facts, state.status)
+        handle = tuple.__new__(cls, entries)
         handle.state = state
         return handle
 

@@ -19,10 +19,13 @@ from torch import Tensor
 
 from weft import _core
 from weft.moe.device_context import DeviceContext
-from weft.moe.low_latency_dispatch import Filled, Sizes
+from weft.moe.low_latency_dispatch import Sizes
 from weft.moe.low_latency_formats import Format
 from weft.moe.low_latency_handle import low_latency_form
 from weft.runtime.allocation import tensor_form
+
+
+_OF_HANDLE = (5, 2)  # routes and src_info, which no caller gets but in a handle
 
 
 class DispatchPlan:
@@ -72,19 +75,16 @@ class DispatchPlan:
             tensor_form(rows, torch.float32) if has_weights else None,
             tensor_form(rows, i32) if has_weights else None,
         )
-        self._new_outputs = context.allocator(*self._forms)
+        # All that a dispatch fills, in the order of the core, for the stream that is current.
+        self.new_outputs = context.allocator(*self._forms, together=_OF_HANDLE)
 
-    def new_outputs(self) -> Filled:
-        """Return new tensors for everything that a dispatch fills, for the stream that is current."""
-        return Filled(*self._new_outputs())
-
-    def outputs(self, given: tuple[Tensor | None, ...]) -> Filled:
+    def outputs(self, given: tuple[Tensor | None, ...]) -> list[Any]:
         """Return the caller's rows, src_info, layout_range and counts, checked, or new ones instead of None."""
         rows, src_info, layout_range, counts = given
         mine = (rows, None, src_info, layout_range, counts, None, None, None)
         forms = (None if tensor is not None else form for tensor, form in zip(mine, self._forms, strict=True))
         made = self.context.allocator(*forms)()
-        return Filled(*(new if old is None else old for old, new in zip(mine, made, strict=True)))
+        return [new if old is None else old for old, new in zip(mine, made, strict=True)]
 
 
 class CombinePlan:
@@ -93,12 +93,7 @@ class CombinePlan:
     def __init__(self, context: DeviceContext, form: dict[str, int], out_shape: tuple[int, int]) -> None:
         self.context = context
         self.calls: Any = context.low_latency.plan_combine(**form)
-        self._new_output = context.allocator(tensor_form(out_shape, torch.bfloat16))
-
-    def new_output(self) -> Tensor:
-        """Return a new tensor for the sums, for the stream that is current."""
-        sums: Tensor = self._new_output()[0]
-        return sums
+        self.new_outputs = context.allocator(tensor_form(out_shape, torch.bfloat16))  # the sums alone
 
 
 REPLIES = {

@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uninitialised CUDA tensors, allocated for the stream that is current, by the shortest way that torch has.
+"""Uninitialised tensors, allocated for the stream that is current, by the shortest way that torch has.
 
-    rows, counts = new_on_cuda((tensor_form((128, 7168), torch.bfloat16), tensor_form((8,), torch.int32)), device)
+    forms = (tensor_form((128, 7168), torch.bfloat16), tensor_form((8,), torch.int32), tensor_form((9,), torch.int32))
+    make = OutputMaker(forms, device, large=..., together=(1, 2))
+    rows, routes, places = make()        # again and again; the last two share memory, but are no views
 
-torch.empty takes some 3 us of the host, more than most of what surrounds it here. The function that torch's compiled
-code allocates with takes a sixth of that; it knows the current device only. Both take memory from torch's allocator.
+torch.empty takes some 3 us of the host, more than most of what surrounds it here. The functions that torch's compiled
+code allocates with take a sixth of that; the one for CUDA knows the current device only. They take memory from torch's
+allocators. What that code makes tensors of one memory with takes a twentieth of what split() does.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from weft import _core
 
 TensorForm = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides in elements, type
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _short_way: Any = getattr(_guards, "_empty_strided_cuda", None)
+_short_way_on_host: Any = getattr(_guards, "_empty_strided_cpu", None)
+_reinterpret: Any = getattr(_guards, "_reinterpret_tensor", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
@@ -29,12 +37,117 @@ def tensor_form(
     return shape, strides_in_order(shape) if strides is None else strides, dtype
 
 
-def new_on_cuda(forms: Iterable[TensorForm | None], device: torch.device) -> list[Any]:
-    """Return an uninitialised tensor of each form, None for None. device: with its number."""
+def new_on_cuda(form: TensorForm, device: torch.device) -> torch.Tensor:
+    """Return an uninitialised tensor. device: with its number."""
+    shape, strides, dtype = form
     if _short_way is not None and _current_device() == device.index:
-        return [None if form is None else _short_way(*form) for form in forms]
-    empty = torch.empty_strided
-    return [None if form is None else empty(*form[:2], dtype=form[2], device=device) for form in forms]
+        made: torch.Tensor = _short_way(shape, strides, dtype)
+        return made
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _host_by_torch(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+
+# (shape, strides, dtype) -> an uninitialised tensor on the CPU
+new_on_host: Callable[..., torch.Tensor] = _short_way_on_host or _host_by_torch
+
+
+def _part_by_set(
+    tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    part = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return part.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, shape, strides)  # type: ignore[call-overload, no-any-return]
+
+
+_part: Any = _reinterpret or _part_by_set
+
+
+def part_of(tensor: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a contiguous tensor of the memory of another one, of the same type, from element ``offset`` of that.
+
+    It is no view, as far as autograd can tell: it may be changed in place, and what saved the other does not see it.
+    """
+    made: torch.Tensor = _part(tensor, shape, strides_in_order(shape), offset)
+    return made
+
+
+class OutputMaker:
+    """Makes what calls of one signature fill: a tensor of each form, None for None.
+
+    Args:
+        device: with its number.
+        large: makes a tensor on the CPU of a form of 1 MiB or more.
+        together: the places of contiguous forms of one type that lie in one memory: of no results that a caller may
+            free, but each piece of memory costs the host as much as all else of a tensor.
+    """
+
+    def __init__(
+        self,
+        forms: Sequence[TensorForm | None],
+        device: torch.device,
+        large: Callable[[TensorForm], torch.Tensor],
+        together: Sequence[int] = (),
+    ) -> None:
+        self._device, self._large, self._count = device, large, len(forms)
+        self._memory = [(i, form) for i, form in enumerate(forms) if form is not None and i not in together]
+        self._parts = _parts_of(forms, together)
+        if self._parts:
+            place, shape, _, offset = self._parts[-1]
+            form = forms[place]
+            assert form is not None
+            # Without a place among the results.
+            self._memory.append((len(forms), tensor_form((offset + math.prod(shape),), form[2])))
+        self._by_core: Callable[[], list[Any]] | None = None
+        short_way = _short_way_on_host if device.type == "cpu" else _short_way
+        is_large = device.type == "cpu" and any(_is_large(form) for _, form in self._memory)
+        if short_way is not None and _reinterpret is not None and not is_large:
+            self._by_core = _core.TensorMaker(
+                short_way, _reinterpret, self._count, self._memory, self._parts
+            )
+
+    def __call__(self) -> list[Any]:
+        """Return new tensors, for the stream that is current."""
+        if self._by_core is not None and (
+            self._device.index is None or _current_device() == self._device.index
+        ):
+            return self._by_core()
+        results: list[Any] = [None] * (self._count + 1)
+        for place, form in self._memory:
+            results[place] = last = self._new(form)
+        for place, shape, strides, offset in self._parts:
+            results[place] = _part(last, shape, strides, offset)
+        return results[: self._count]
+
+    def _new(self, form: TensorForm) -> torch.Tensor:
+        if self._device.type != "cpu":
+            return new_on_cuda(form, self._device)
+        return self._large(form) if _is_large(form) else new_on_host(*form)
+
+
+Part = tuple[int, tuple[int, ...], tuple[int, ...], int]  # a place, a shape, strides, an offset in elements
+
+
+def _parts_of(forms: Sequence[TensorForm | None], together: Sequence[int]) -> list[Part]:
+    """Return where each of the forms lies in their one memory, the last one last."""
+    parts: list[Part] = []
+    end = 0
+    for place in together:
+        form = forms[place]
+        if form is not None:
+            shape, strides, dtype = form
+            parts.append((place, shape, strides, end))
+            end += -(-math.prod(shape) * dtype.itemsize // _PART_BYTES) * _PART_BYTES // dtype.itemsize
+    return parts
+
+
+def _is_large(form: TensorForm) -> bool:
+    return math.prod(form[0]) * form[2].itemsize >= _LARGE_BYTES
+
+
+_LARGE_BYTES = 1 << 20  # smaller pieces on the CPU the C library keeps itself
+_PART_BYTES = 512  # as torch aligns memory of its own on GPUs
 
 
 @functools.lru_cache(maxsize=4096)  # calls ask for the same ones again and again
@@ -47,4 +160,4 @@ def strides_in_order(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-__all__ = ["TensorForm", "new_on_cuda", "strides_in_order", "tensor_form"]
+__all__ = ["OutputMaker", "TensorForm", "new_on_cuda", "new_on_host", "part_of", "strides_in_order", "tensor_form"]

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what the first calls of a process cost: with an empty kernel cache, then in a second process, with a full one.
+"""Measures what the first calls of a process cost: with an empty kernel cache, then, in a second process, a full one.
 
     python tools/first_use.py --device cuda --ranks 2 --transport mapped --json first-use.json
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what the first calls of a process cost: with an empty kernel cache, then in a second process that finds it full.
+"""Measures what the first calls of a process cost: with an empty kernel cache, then, in a second process, a full one.
 
     python tools/first_use.py --device cuda --ranks 2 --transport mapped --json first-use.json
 
-Both processes make a buffer and run low-latency dispatch and combine twice, then high-throughput dispatch and combine twice.
+Both processes make a buffer and run low-latency dispatch and combine twice, then the high-throughput ones twice.
 Times are the slowest rank's, in milliseconds, with the device's work. ``load``: a first call less the one after it, all
 calls together, in the second process.
 """
@@ -117,7 +117,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as cache:
             options = ["--device", args.device, "--ranks", str(args.ranks)]
             empty, full = (in_a_process(options, cache, transport) for _ in range(2))
-        load = sum(full[f"{pair}_first"] - full[f"{pair}_second"] for pair in ("low_latency", "high_throughput"))
+        load = sum(
+            full[f"{pair}_first"] - full[f"{pair}_second"] for pair in ("low_latency", "high_throughput")
+        )
         rows.append({"transport": transport, "empty_ms": empty, "full_ms": full, "load_ms": load})
         print(f"{transport}:")
         for name in empty:

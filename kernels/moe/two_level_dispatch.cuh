@@ -29,9 +29,8 @@ WEFT_DEVICE void place_members(const TwoLevelDispatchArgs& a, const Rendezvous& 
   for (uint32_t peer = block.rank(); peer < mesh.ranks(); peer += block.size()) {
     places[peer] = {};
     if (is.island[peer] != is.island[mesh.rank()]) continue;
-    places[peer] =
-        dispatch::place_at(near_window(mesh, peer), *rendezvous_record(x, mesh, epoch, peer), a.base, shape,
-                           row_span(a.base.prefix, mesh.ranks(), mesh.rank(), peer).first);
+    const RendezvousRecord theirs = *rendezvous_record(x, mesh, epoch, peer);
+    dispatch::place_rows(places[peer], theirs, a.base, mesh, shape, peer);
   }
   block.sync();
 }

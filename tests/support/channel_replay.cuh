@@ -14,7 +14,7 @@ struct ChannelReplayArgs {
   WaitRule wait;
   uint64_t* rounds;    // that are done; memory of the device
   uint64_t* wrong;     // words that were not what the peer put; memory that the host sees
-  uint64_t signal_at;    // u64 in the window: the peer's round
+  uint64_t signal_at;  // u64 in the window: the peer's round
   uint64_t added_at;   // u64: how often the peer has added 1
   uint64_t source_at;  // two places of `bytes` each, and as many at
   uint64_t data_at;

@@ -256,7 +256,7 @@ def _show_core(args: argparse.Namespace) -> list[int]:
 
 def _in_core(call: Callable[[], object], spent: list[int], args: argparse.Namespace) -> float:
     """Return the microseconds of a call in the core, without those of host kernels; median of the batches."""
-    batches = []
+    batches: list[float] = []
     for _ in range(args.batches):
         _meet(args)
         began, kernel_ns = spent[0], _core.host_kernel_ns()
@@ -264,7 +264,7 @@ def _in_core(call: Callable[[], object], spent: list[int], args: argparse.Namesp
             call()
         batches.append((spent[0] - began - (_core.host_kernel_ns() - kernel_ns)) / 1e3 / BATCH)
     _finish(args)
-    return statistics.median(batches)
+    return float(statistics.median(batches))
 
 
 def _print_machine(args: argparse.Namespace) -> None:

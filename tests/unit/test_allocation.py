@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def test_every_form_is_made_anew(
     for number, tensor in enumerate(tensor for tensor in (*first, *second) if tensor is not None):
         assert (tensor == number).all()  # nobody else wrote here
     filled = sorted((place for place in places if len(place)), key=lambda place: place.start)
-    assert all(one.stop <= other.start for one, other in zip(filled, filled[1:], strict=False))
+    assert all(one.stop <= other.start for one, other in itertools.pairwise(filled))
 
 
 @pytest.mark.parametrize("by_core", [True, False], ids=["core", "torch"])

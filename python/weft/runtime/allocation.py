@@ -58,7 +58,7 @@ def _part_by_set(
     tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> torch.Tensor:
     part = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return part.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, shape, strides)  # type: ignore[call-overload, no-any-return]
+    return part.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, shape, strides)
 
 
 _part: Any = _reinterpret or _part_by_set
@@ -103,9 +103,7 @@ class OutputMaker:
         short_way = _short_way_on_host if device.type == "cpu" else _short_way
         is_large = device.type == "cpu" and any(_is_large(form) for _, form in self._memory)
         if short_way is not None and _reinterpret is not None and not is_large:
-            self._by_core = _core.TensorMaker(
-                short_way, _reinterpret, self._count, self._memory, self._parts
-            )
+            self._by_core = _core.TensorMaker(short_way, _reinterpret, self._count, self._memory, self._parts)
 
     def __call__(self) -> list[Any]:
         """Return new tensors, for the stream that is current."""
@@ -160,4 +158,12 @@ def strides_in_order(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-__all__ = ["OutputMaker", "TensorForm", "new_on_cuda", "new_on_host", "part_of", "strides_in_order", "tensor_form"]
+__all__ = [
+    "OutputMaker",
+    "TensorForm",
+    "new_on_cuda",
+    "new_on_host",
+    "part_of",
+    "strides_in_order",
+    "tensor_form",
+]

@@ -52,6 +52,7 @@ def main() -> None:
         "--tokens", type=int, default=0, help="of a rank, in all calls (default 128 and 4096)"
     )
     parser.add_argument("--hidden", type=int, default=HIDDEN)
+    parser.add_argument("--experts", type=int, default=EXPERTS)
     parser.add_argument("--batches", type=int, default=15, help=f"of {BATCH} calls each")
     parser.add_argument("--functions", type=int, default=14, help="lines of a profile")
     parser.add_argument("--json", type=Path, help="file for times and counts, in the form of the benchmarks")
@@ -109,19 +110,19 @@ def _row(
 def _low_latency(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
     tokens = args.tokens or TOKENS
     ranks = dist.get_world_size()
-    room = weft.Buffer.get_low_latency_rdma_size_hint(tokens, args.hidden, ranks, EXPERTS)
+    room = weft.Buffer.get_low_latency_rdma_size_hint(tokens, args.hidden, ranks, args.experts)
     buffer = weft.Buffer(dist.group.WORLD, 0, room, low_latency_mode=True, device=args.device)
     x = torch.randn(tokens, args.hidden, device=args.device).bfloat16()
-    ids = _ids(tokens, args.device)
+    ids = _ids(tokens, args)
     weights = torch.ones(tokens, TOP_K, device=args.device)
     rows = torch.zeros(
-        -(-EXPERTS // ranks), tokens * ranks, args.hidden, dtype=torch.bfloat16, device=args.device
+        -(-args.experts // ranks), tokens * ranks, args.hidden, dtype=torch.bfloat16, device=args.device
     )
 
     def pair(with_hooks: bool) -> Callable[[], object]:
         def call() -> None:
             *_, handle, _, hook = buffer.low_latency_dispatch(
-                x, ids, tokens, EXPERTS, return_recv_hook=with_hooks
+                x, ids, tokens, args.experts, return_recv_hook=with_hooks
             )
             if hook is not None:
                 hook()
@@ -139,11 +140,11 @@ def _high_throughput(args: argparse.Namespace) -> dict[str, Callable[[], object]
     buffer = weft.Buffer(dist.group.WORLD, ranks * tokens * args.hidden * 2 * 8, device=args.device)
     elastic = weft.ElasticBuffer(dist.group.WORLD, 2 << 20, device=args.device)
     x = torch.randn(tokens, args.hidden, device=args.device).bfloat16()
-    ids = _ids(tokens, args.device)
+    ids = _ids(tokens, args)
     weights = torch.ones(tokens, TOP_K, device=args.device)
 
     def dispatch() -> Any:
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, args.experts)
         return buffer.dispatch(
             x,
             num_tokens_per_rank=per_rank,
@@ -156,7 +157,7 @@ def _high_throughput(args: argparse.Namespace) -> dict[str, Callable[[], object]
     received, *_, handle, _ = dispatch()
     rows = received.clone()
     return {
-        "layout": lambda: buffer.get_dispatch_layout(ids, EXPERTS),
+        "layout": lambda: buffer.get_dispatch_layout(ids, args.experts),
         "dispatch, cached": lambda: buffer.dispatch(x, handle=handle),
         "combine": lambda: buffer.combine(rows, handle),
         "layout + dispatch, counts waited": dispatch,
@@ -181,9 +182,9 @@ def _collectives(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
     return calls
 
 
-def _ids(tokens: int, device: str) -> torch.Tensor:
-    scores = torch.rand(tokens, EXPERTS, generator=torch.Generator().manual_seed(dist.get_rank()))
-    return scores.topk(TOP_K, dim=1).indices.to(device)
+def _ids(tokens: int, args: argparse.Namespace) -> torch.Tensor:
+    scores = torch.rand(tokens, args.experts, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return scores.topk(TOP_K, dim=1).indices.to(args.device)
 
 
 def _times(call: Callable[[], object], args: argparse.Namespace) -> tuple[list[float], list[float]]:

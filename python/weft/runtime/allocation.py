@@ -91,6 +91,7 @@ class OutputMaker:
         together: Sequence[int] = (),
     ) -> None:
         self._device, self._large, self._count = device, large, len(forms)
+        self._ordinal = None if device.type == "cpu" else device.index
         self._memory = [(i, form) for i, form in enumerate(forms) if form is not None and i not in together]
         self._parts = _parts_of(forms, together)
         if self._parts:
@@ -107,9 +108,7 @@ class OutputMaker:
 
     def __call__(self) -> list[Any]:
         """Return new tensors, for the stream that is current."""
-        if self._by_core is not None and (
-            self._device.index is None or _current_device() == self._device.index
-        ):
+        if self._by_core is not None and (self._ordinal is None or _current_device() == self._ordinal):
             return self._by_core()
         results: list[Any] = [None] * (self._count + 1)
         for place, form in self._memory:

@@ -33,10 +33,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what did not run and why: the reasons with their counts, most first."""
-    reasons = Counter(skip_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    """Say how many tests ran, and why the others did not: the reasons with their counts, most first."""
+    stats = terminalreporter.stats
+    reasons = Counter(skip_reason(report) for report in stats.get("skipped", []))
+    ran = {
+        report.nodeid
+        for kind in ("passed", "failed", "error", "xfailed", "xpassed")
+        for report in stats.get(kind, [])
+    }
     if reasons:
-        terminalreporter.section(f"{reasons.total()} skipped, by reason")
+        total = len(ran) + reasons.total()
+        terminalreporter.section(
+            f"{len(ran)} of {total} tests ran here; {reasons.total()} skipped, by reason"
+        )
     for reason, count in reasons.most_common():
         terminalreporter.line(f"{count:5}  {reason}")
 

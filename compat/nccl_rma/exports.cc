@@ -123,7 +123,7 @@ NcclResult connect(void*, void* handles[], int ranks, int rank, void* listener, 
     Meeting meeting;
     std::memcpy(static_cast<void*>(&meeting), handles[0], sizeof meeting);
     if (std::memcmp(meeting.magic, kMagic, sizeof kMagic) != 0)
-      return Status::invalid("handles: rank 0's is not one of this plug-in");
+      return Status::invalid("handles: got one of rank 0 that this plug-in did not make");
     if (meeting.protocol != kProtocol)
       return Status::invalid("handles: rank 0 speaks version {}, allowed: {}", meeting.protocol, kProtocol);
     own->is_hub = rank == 0;

@@ -33,14 +33,14 @@ class Handles {
     std::lock_guard lock(mutex_);
     const auto found = all_.find(reinterpret_cast<uint64_t>(handle));
     if (found == all_.end())
-      return Status::invalid("{}: got a handle that is none, or was given back", argument);
+      return Status::invalid("{}: got a handle that was never made, or was given back", argument);
     return found->second;
   }
   Result<T> take(const char* argument, const void* handle) {
     std::lock_guard lock(mutex_);
     const auto found = all_.find(reinterpret_cast<uint64_t>(handle));
     if (found == all_.end())
-      return Status::invalid("{}: got a handle that is none, or was given back", argument);
+      return Status::invalid("{}: got a handle that was never made, or was given back", argument);
     T object = std::move(found->second);
     all_.erase(found);
     return object;

@@ -31,26 +31,19 @@ namespace weft::nccl_rma {
 constexpr uint32_t kNoRegion = UINT32_MAX;
 
 // A put, a signal, or both. Offsets and bytes in bytes.
-struct Put {
+struct Get {
   uint32_t channel = 0;
-  uint32_t rank = 0;
+  uint32_t rank = 0;  // the peer: whose memory is read, or, of a put, written
   uint32_t src = kNoRegion;
   uint64_t src_offset = 0;
   uint64_t bytes = 0;
   uint32_t dst = kNoRegion;
   uint64_t dst_offset = 0;
+};
+struct Put : Get {
   uint32_t signal = kNoRegion;
   uint64_t signal_offset = 0;
   uint64_t value = 0;  // that is added to the signal
-};
-struct Get {
-  uint32_t channel = 0;
-  uint32_t rank = 0;
-  uint32_t src = kNoRegion;
-  uint64_t src_offset = 0;
-  uint64_t bytes = 0;
-  uint32_t dst = kNoRegion;
-  uint64_t dst_offset = 0;
 };
 
 class Team {

@@ -30,7 +30,7 @@ Status malformed(const char* what) {
 Result<std::shared_ptr<Region>> Team::region(const char* argument, uint32_t number) const {
   const auto found = regions_.find(number);
   if (found == regions_.end())
-    return Status::invalid("{}: got a handle that is none, or was given back", argument);
+    return Status::invalid("{}: got a handle that was never made, or was given back", argument);
   return found->second;
 }
 
@@ -72,7 +72,7 @@ Outgoing& Team::stream(Context& context, uint32_t channel, uint32_t rank) {
   stream = link.out.back().get();
   if (!link.status.ok()) stream->fail(link.status);
   if (id >= kStreams)
-    stream->fail(Status::make(Code::kCapacity, "context: {} ways to rank {} are in use, allowed: {}", id,
+    stream->fail(Status::make(Code::kCapacity, "context: {} streams to rank {} are in use, allowed: {}", id,
                               rank, kStreams));
   return *stream;
 }
@@ -170,7 +170,7 @@ Result<uint64_t> Team::done_already(uint32_t number) {
 Result<bool> Team::test(uint64_t id) {
   std::lock_guard lock(mutex_);
   Request* request = requests_.find(id);
-  if (!request) return Status::invalid("request: got one that is none, or has ended");
+  if (!request) return Status::invalid("request: got one that was never made, or has ended");
   const auto has_ended = [&] {
     return request->has_ended || (request->read && request->read->is_finished());
   };

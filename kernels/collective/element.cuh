@@ -152,7 +152,8 @@ struct Combiner {
     if constexpr (kDivides<Op>) {
       auto elements = __builtin_bit_cast(Elements, combined);
       WEFT_UNROLL
-      for (uint32_t i = 0; i < kPerVec; ++i) elements.values[i] = divided<Format>(elements.values[i], summands);
+      for (uint32_t i = 0; i < kPerVec; ++i)
+        elements.values[i] = divided<Format>(elements.values[i], summands);
       return __builtin_bit_cast(Vec16, elements);
     } else {
       return combined;

@@ -12,16 +12,11 @@ namespace weft {
 
 namespace exchange {
 
-inline constexpr uint32_t kPipeStages = 4;
 // Looks at a flag before the first pause: what is waited for is mostly under way.
 inline constexpr uint32_t kEagerLooks = Warp::kMaxSize == 1 ? 0 : 64;
 // Sources that one thread has under way while it adds; registers bound it, of which conversions take many.
 template <class Combiner>
 inline constexpr uint32_t kSourcesInFlight = Combiner::kPerVec > 8 ? 2 : 8;
-
-WEFT_DEVICE constexpr uint32_t pipe_bytes(uint32_t piece_bytes) {
-  return 128 + kPipeStages * ((piece_bytes + 127) / 128 * 128);
-}
 
 // Places of all ranks' inputs and outputs, in shared memory after a meeting.
 struct Met {

@@ -99,8 +99,10 @@ struct Side {
   }
   // The other rank's word never goes back: the calls say what it has been told, the last says more.
   WEFT_DEVICE bool one_way() {
-    if (a.is_first)
+    if (a.is_first) {
       for (uint32_t i = 0; i < a.count; ++i) call(i, said);
+      posted_ns = now_ns();
+    }
     return a.is_first ? meet() : wait(a.signal_at, said + 1) && meet();
   }
 };

@@ -113,7 +113,7 @@ struct Side {
   // A block's pieces go round: one to each peer, then the next ones.
   WEFT_DEVICE void by_bulk_copies() const {
     if (warp.index() >= kFloorPipes) return;
-    constexpr uint32_t kPipeBytes = 128 + kFloorStages * kFloorPieceBytes;
+    constexpr uint32_t kPipeBytes = pipe_bytes(kFloorPieceBytes, kFloorStages);
     RowPipe<kFloorStages> pipe(warp, block.shared() + warp.index() * kPipeBytes, kFloorPieceBytes);
     const uint64_t end = uint64_t{last()} * 16;
     const uint32_t pipes = block.warps() < kFloorPipes ? block.warps() : kFloorPipes;

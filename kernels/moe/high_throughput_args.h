@@ -201,8 +201,6 @@ struct HighThroughputShape {
   int64_t top_k;
   int64_t element;  // kElementBf16 or kElementFp32: what combine sums
 };
-inline constexpr uint32_t kPipeStages = 4;
-inline constexpr uint32_t kPipeBarrierBytes = 128;
 
 // Shared memory of dispatch_rows and combine_rows: four words, a PeerPlace for each rank, a RowPipe for each
 // row warp.
@@ -219,9 +217,6 @@ struct PeerPlace {
 static_assert(sizeof(PeerPlace) == 64);
 WEFT_DEVICE constexpr uint32_t pipes_at(uint32_t ranks) {
   return static_cast<uint32_t>(round_up(128 + ranks * sizeof(PeerPlace), 128));
-}
-WEFT_DEVICE constexpr uint32_t pipe_bytes(uint32_t piece_bytes) {
-  return static_cast<uint32_t>(round_up(kPipeBarrierBytes + kPipeStages * piece_bytes, 128));
 }
 WEFT_DEVICE constexpr uint32_t rows_shared_bytes(uint32_t ranks, uint32_t row_warps, uint32_t piece_bytes) {
   return pipes_at(ranks) + row_warps * pipe_bytes(piece_bytes);

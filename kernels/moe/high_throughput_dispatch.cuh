@@ -13,24 +13,31 @@
 namespace weft {
 namespace dispatch {
 
+// Where this rank's rows stand in a peer's window, by the peer's record.
+template <class Shape>
+WEFT_DEVICE PeerPlace place_at(std::byte* window, const RendezvousRecord& theirs, const DispatchArgs& a,
+                               const Shape& shape, uint32_t first_row) {
+  const ReceiveLayout layout =
+      receive_layout(theirs.capacity_rows, shape.row_bytes, shape.scale_words, shape.top_k, a.id_bytes);
+  PeerPlace place;
+  place.rows = window + theirs.rows_at;
+  place.scales = place.rows + layout.scales;
+  place.ids = window + theirs.meta_at;
+  place.weights = place.ids + layout.weights;
+  place.token = place.ids + layout.token;
+  place.slot = place.ids + layout.slot;
+  place.first_row = first_row;
+  place.capacity_rows = theirs.capacity_rows;
+  return place;
+}
+
 // Thread `peer` works out where this rank's rows start at that peer.
 template <class MeshT, class Shape>
 WEFT_DEVICE void place_peers(const DispatchArgs& a, const Rendezvous& x, Block block, const MeshT& mesh,
                              const Shape& shape, uint64_t epoch, PeerPlace* places) {
   for (uint32_t peer = block.rank(); peer < mesh.ranks(); peer += block.size()) {
-    const RendezvousRecord theirs = *rendezvous_record(x, mesh, epoch, peer);
-    const ReceiveLayout layout =
-        receive_layout(theirs.capacity_rows, shape.row_bytes, shape.scale_words, shape.top_k, a.id_bytes);
-    std::byte* window = mesh.to(peer).mapped();
-    PeerPlace& place = places[peer];
-    place.rows = window + theirs.rows_at;
-    place.scales = place.rows + layout.scales;
-    place.ids = window + theirs.meta_at;
-    place.weights = place.ids + layout.weights;
-    place.token = place.ids + layout.token;
-    place.slot = place.ids + layout.slot;
-    place.first_row = row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).first;
-    place.capacity_rows = theirs.capacity_rows;
+    places[peer] = place_at(mesh.to(peer).mapped(), *rendezvous_record(x, mesh, epoch, peer), a, shape,
+                            row_span(a.prefix, mesh.ranks(), mesh.rank(), peer).first);
   }
   block.sync();
 }

@@ -12,7 +12,6 @@ namespace weft {
 namespace low_latency {
 
 // ---- step 1
-// --------------------------------------------------------------------------------------------------------
 
 // The block.
 template <class C>
@@ -55,7 +54,6 @@ WEFT_DEVICE void send_weights(const C& c) {
 }
 
 // ---- step 2
-// --------------------------------------------------------------------------------------------------------
 
 // Loads the experts' rows that are listed. await_owner() runs when the first are on their way, and before a
 // weight is used; no sum is made if it returns false.

@@ -10,7 +10,6 @@ namespace weft {
 namespace low_latency {
 
 // ---- step 3
-// --------------------------------------------------------------------------------------------------------
 
 // Notes in slot_rank() where a token's slots went. The warp.
 template <class C>

@@ -4,7 +4,7 @@
 // LogFMT where a block of channels allows, and what is read back of LogFMT. In float32, in the order of the list.
 #pragma once
 
-#include "kernels/core/quantise.cuh"
+#include "kernels/core/logfmt.cuh"
 #include "kernels/moe/low_latency_combine_call.cuh"
 
 namespace weft {

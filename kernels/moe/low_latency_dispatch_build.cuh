@@ -12,7 +12,6 @@ namespace weft {
 namespace low_latency {
 
 // ---- step 1
-// --------------------------------------------------------------------------------------------------------
 
 template <class D>
 WEFT_DEVICE void clear_choices(const D& d) {
@@ -30,7 +29,6 @@ WEFT_DEVICE void add_choices(const D& d, uint32_t first, uint32_t last, uint32_t
 }
 
 // ---- step 2
-// --------------------------------------------------------------------------------------------------------
 
 // A batch's tokens: consecutive ones.
 template <class D>

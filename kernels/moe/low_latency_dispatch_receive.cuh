@@ -13,7 +13,6 @@ namespace low_latency {
 inline constexpr uint32_t kVecsInFlight = 4;
 
 // ---- step 4
-// --------------------------------------------------------------------------------------------------------
 
 // Where the scales of a row begin, in words.
 template <class D>

@@ -12,7 +12,6 @@ namespace low_latency {
 inline constexpr uint32_t kCountsInFlight = 8;
 
 // ---- step 3
-// --------------------------------------------------------------------------------------------------------
 
 // One lane: waits for what sources first .. first+kCountsInFlight-1 have for an expert here, and notes it in
 // begin(). A source that does not say so sends nothing.

@@ -208,7 +208,6 @@ WEFT_DEVICE constexpr RoutesLayout routes_layout(uint64_t ranks, Batches batches
 }
 
 // ---- shared memory of a block
-// --------------------------------------------------------------------------------------
 
 // First u64 epoch; then u32 present[R]; then what only one phase or one kernel needs.
 struct DispatchShared {

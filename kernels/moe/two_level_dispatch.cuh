@@ -27,21 +27,11 @@ WEFT_DEVICE void place_members(const TwoLevelDispatchArgs& a, const Rendezvous& 
                                const MeshT& mesh, const Shape& shape, uint64_t epoch, PeerPlace* places) {
   const Islands& is = a.islands;
   for (uint32_t peer = block.rank(); peer < mesh.ranks(); peer += block.size()) {
-    PeerPlace& place = places[peer];
-    place = {};
+    places[peer] = {};
     if (is.island[peer] != is.island[mesh.rank()]) continue;
-    const RendezvousRecord theirs = *rendezvous_record(x, mesh, epoch, peer);
-    const ReceiveLayout layout = receive_layout(theirs.capacity_rows, shape.row_bytes, shape.scale_words,
-                                                shape.top_k, a.base.id_bytes);
-    std::byte* window = near_window(mesh, peer);
-    place.rows = window + theirs.rows_at;
-    place.scales = place.rows + layout.scales;
-    place.ids = window + theirs.meta_at;
-    place.weights = place.ids + layout.weights;
-    place.token = place.ids + layout.token;
-    place.slot = place.ids + layout.slot;
-    place.first_row = row_span(a.base.prefix, mesh.ranks(), mesh.rank(), peer).first;
-    place.capacity_rows = theirs.capacity_rows;
+    places[peer] =
+        dispatch::place_at(near_window(mesh, peer), *rendezvous_record(x, mesh, epoch, peer), a.base, shape,
+                           row_span(a.base.prefix, mesh.ranks(), mesh.rank(), peer).first);
   }
   block.sync();
 }

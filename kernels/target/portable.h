@@ -15,6 +15,12 @@ struct RowItem {
   RowPiece piece;
   Tag tag;
 };
+// A RowPipe's shared memory: its barriers, then its stages, of piece_bytes each.
+inline constexpr uint32_t kPipeStages = 4;
+inline constexpr uint32_t kPipeBarrierBytes = 128;
+WEFT_DEVICE constexpr uint32_t pipe_bytes(uint32_t piece_bytes, uint32_t stages = kPipeStages) {
+  return (kPipeBarrierBytes + stages * piece_bytes + 127) / 128 * 128;
+}
 
 WEFT_DEVICE float float_of_bits(uint32_t bits) {
   return __builtin_bit_cast(float, bits);

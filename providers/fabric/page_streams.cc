@@ -312,7 +312,7 @@ bool PageStreams::check_claim(Incoming& in) {
   in.heads_bytes = sizeof(FrameHead);
   if (in.is_proven) return true;
   if (std::has_single_bit(++turned_away_))
-    log_warn("fabric: a stream of pages is refused: who made it does not know the job's secret ({} so far)",
+    log_warn("fabric: a stream of pages is refused: its sender does not know the job's secret ({} so far)",
              turned_away_);
   FrameReply reply;
   reply.is_refused = kClaimRefused;

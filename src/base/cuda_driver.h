@@ -3,8 +3,8 @@
 // The CUDA driver, opened at run time: Weft is built without a CUDA header and imports on machines without a
 // driver.
 //   WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-//   WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal));     // the device's primary context,
-//   until scope end WEFT_TRY(cuda_status(driver->cuMemUnmap(address, bytes), "unmapping a window"));
+//   WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal));  // the primary one, until scope end
+//   WEFT_TRY(cuda_status(driver->cuMemUnmap(address, bytes), "unmapping a window"));
 // Types and constants keep NVIDIA's names and values and live in namespace weft; tests/unit/test_cuda_abi.py
 // compares each size, offset, value and signature with cuda.h where there is one. Threads: the table is
 // constant once made; which calls may run at once is the driver's own rule. Streams: a null CUstream is the

@@ -3,7 +3,6 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "base/config.h"
@@ -17,7 +16,6 @@
 #include "jit/source.h"
 #include "jit/toolchain.h"
 #include "moe/kernel_keys.h"
-#include "transports/nccl/headers.h"
 
 namespace nb = nanobind;
 
@@ -37,16 +35,15 @@ Compiled compile_for_python(const KernelKey& key, const std::string& arch,
 }
 
 // Not cached: no kernel of Weft's is compiled so.
-Result<NvrtcOutput> compile_with_nccl(const std::string& source, const std::string& folder, int backend,
-                                      const std::string& architecture) {
+Result<NvrtcOutput> compile_source(const std::string& source,
+                                   const std::vector<std::pair<std::string, std::string>>& named,
+                                   std::vector<std::string> options, const std::string& architecture) {
   WEFT_TRY_ASSIGN(const Nvrtc* nvrtc, Nvrtc::open());
-  WEFT_TRY_ASSIGN(const auto texts, nccl_link::device_headers(folder, 0));
   std::vector<NvrtcHeader> headers;
-  for (const nccl_link::Header& header : texts) headers.push_back({header.name, header.text});
-  std::vector<std::string> options = nccl_link::gin_options(static_cast<nccl_link::GinBackend>(backend));
+  for (const auto& [name, text] : named) headers.push_back({name, text});
   options.push_back("--gpu-architecture=" + architecture);
   for (const std::string& include : toolchain().include_dirs) options.push_back("-I" + include);
-  return nvrtc->compile("#include \"weft_nccl.h\"\n" + source + nccl_link::layout_probe(), headers, options);
+  return nvrtc->compile(source, headers, options);
 }
 
 // The kernels of calls as they run among mapped peers.
@@ -166,16 +163,20 @@ void bind_jit(nb::module_& module) {
   module.def("host_kernel_ns", &host_kernel_ns,
              "Processor time that the calling thread has spent in kernels on the host since it first asked.");
   module.def(
-      "compile_with_nccl",
-      [](const std::string& source, const std::string& folder, int backend, const std::string& architecture) {
-        nb::gil_scoped_release unlocked;
-        NvrtcOutput out = value_or_throw(compile_with_nccl(source, folder, backend, architecture));
-        const auto sizes = value_or_throw(nccl_link::read_layout(out.cubin));
-        return std::tuple(std::move(out.log), sizes.dev_comm_bytes, sizes.window_bytes);
+      "compile_source",
+      [](const std::string& source, const std::vector<std::pair<std::string, std::string>>& headers,
+         const std::vector<std::string>& options, const std::string& architecture) {
+        NvrtcOutput out;
+        {
+          nb::gil_scoped_release unlocked;
+          out = value_or_throw(compile_source(source, headers, options, architecture));
+        }
+        return std::pair(std::move(out.log), as_bytes(out.cubin));
       },
-      nb::arg("source"), nb::arg("folder"), nb::arg("backend"), nb::arg("architecture"),
-      "Compiles device code that uses NCCL's headers in a folder, for one back end of GIN: the log, and what "
-      "ncclDevComm and a window take, in bytes.");
+      nb::arg("source"), nb::arg("headers"), nb::arg("options"), nb::arg("architecture"),
+      "Compiles device code that is none of Weft's by NVRTC, with CUDA's headers and those given by (name, "
+      "text): "
+      "the log and the cubin.");
   module.def("nvrtc_identity", [] { return value_or_throw(Nvrtc::open())->identity(); });
   module.def("nvrtc_path", [] { return value_or_throw(Nvrtc::open())->path(); });
   module.def(

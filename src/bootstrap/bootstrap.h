@@ -2,8 +2,8 @@
 //
 // A Bootstrap is how ranks find each other before any window exists: one collective that moves a few hundred
 // bytes.
-//   std::vector<std::shared_ptr<Bootstrap>> ranks = thread_bootstraps(4);     // ranks as threads of this
-//   process Result<std::vector<std::string>> all = ranks[0]->all_gather(mine, Deadline::after_s(10));
+//   std::vector<std::shared_ptr<Bootstrap>> ranks = thread_bootstraps(4);  // as threads of this process
+//   Result<std::vector<std::string>> all = ranks[0]->all_gather(mine, Deadline::after_s(10));
 // Python implements it over torch process groups, torchrun's environment, TCP and MPI
 // (weft/runtime/bootstrap.py). Threads: one call at a time per object.
 #pragma once

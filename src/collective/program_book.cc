@@ -28,7 +28,7 @@ Result<std::vector<uint32_t>> read_words(const std::string& path) {
   file.read(magic, sizeof magic);
   if (bytes < sizeof magic || bytes > kMaxFileBytes || bytes % 4 != 0 ||
       std::memcmp(magic, kMagic, sizeof kMagic) != 0)
-    return Status::invalid("{}: {} bytes that are no book of programs", path, bytes);
+    return Status::invalid("{}: its {} bytes are not a book of programs", path, bytes);
   std::vector<uint32_t> words((bytes - sizeof magic) / 4);
   file.read(reinterpret_cast<char*>(words.data()), static_cast<std::streamsize>(words.size() * 4));
   if (!file) return Status::make(Code::kSystem, "{}: ends before its {} bytes", path, bytes);

@@ -20,7 +20,7 @@ Status CollectiveRunner::exchange(const ExchangeCall& call) {
 
 Result<CollectiveRunner::PlannedExchange> CollectiveRunner::plan(const ExchangeCall& call) const {
   if (exchange_.blocks == 0)
-    return Status::make(Code::kUnsupported, "an exchange, allowed: of a runner that was made for exchanges{}",
+    return Status::make(Code::kUnsupported, "exchange: this communicator has none, allowed: programs{}",
                         rings_.has_outbox ? "; " + comm_->why_not_all_mapped() : "");
   const auto ranks = static_cast<uint32_t>(comm_->size());
   const bool adds = call.kind == Exchange::kAllReduce || call.kind == Exchange::kReduceScatter;

@@ -339,8 +339,9 @@ Status Communicator::meet_other_nodes() {
   for (int rank = 0; rank < size(); ++rank)
     if (verdicts[rank].empty() || static_cast<Code>(verdicts[rank][0]) != Code::kOk) {
       log_warn(
-          "rank {}: who dies on another node is noticed after {} s only: rank {} did not reach rank 0 on its "
-          "network interface (WEFT_INTERFACE): {}",
+          "rank {}: deaths on other nodes are noticed only after {} s, because rank {} did not reach rank 0 "
+          "on "
+          "its network interface (WEFT_INTERFACE): {}",
           rank_, config().peer_dead_s, rank,
           verdicts[rank].substr(std::min<size_t>(1, verdicts[rank].size())));
       return {};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Jit turns the name of a kernel and its constants into something that can be launched on a device.
-//   WEFT_TRY_ASSIGN(const Kernel* kernel, Jit::of(device).get(key));           // compiled at most once per
-//   process WEFT_TRY(Jit::of(device).launch(*kernel, {.blocks = 16, .threads_per_block = 512, .stream =
-//   stream}, args, mesh, shape));
+//   WEFT_TRY_ASSIGN(const Kernel* kernel, Jit::of(device).get(key));   // compiled at most once per process
+//   const Launch how{.blocks = 16, .threads_per_block = 512, .stream = stream};
+//   WEFT_TRY(Jit::of(device).launch(*kernel, how, args, mesh, shape));
 // CUDA: about ten generated lines around the kernel's source are compiled by NVRTC for the device's
 // architecture, kept on disk (cache.h) and loaded with the driver. Host: the kernel was compiled with Weft
 // (host_kernels.h), or is generated source (host_compile.h); a launch runs its warps as threads

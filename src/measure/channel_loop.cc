@@ -5,7 +5,6 @@
 
 #include "base/log.h"
 #include "jit/mesh_launch.h"
-#include "memory/device_memory.h"
 
 namespace weft {
 namespace {
@@ -27,6 +26,9 @@ Result<std::unique_ptr<ChannelLoop>> ChannelLoop::create(std::shared_ptr<Communi
   WEFT_TRY_ASSIGN(auto window, Window::create(std::move(comm), header_bytes() + 2 * bytes));
   std::unique_ptr<ChannelLoop> loop(new ChannelLoop(std::move(window)));
   WEFT_TRY_ASSIGN(loop->fault_, HostVisible::create(device, sizeof(FaultBox)));
+  if (!device.is_host()) {
+    WEFT_TRY_ASSIGN(loop->stream_, OwnStream::create(device.ordinal));
+  }
   return loop;
 }
 
@@ -50,7 +52,7 @@ Result<std::vector<double>> ChannelLoop::run(const ChannelLoad& load) {
   const bool is_seen = load.call != ChannelCall::kPut && load.call != ChannelCall::kPutFlush;
   if (load.way == ChannelWay::kRoundTrip && !is_seen)
     return Status::invalid("call: got one that the peer does not see, allowed for round trips: signals");
-  const Communicator& comm = *window_->communicator();
+  Communicator& comm = *window_->communicator();
   WEFT_TRY_ASSIGN(auto times,
                   HostVisible::create(comm.device(), std::max(1u, load.repeats) * sizeof(uint64_t)));
   auto* fault = fault_->at<FaultBox>(0);
@@ -77,10 +79,14 @@ Result<std::vector<double>> ChannelLoop::run(const ChannelLoad& load) {
   KernelKey key{"kernels/core/channel_loop.cuh", "channel_loop_run", "ChannelLoopArgs"};
   Launch how;
   how.threads_per_block = comm.device().is_host() ? 1 : 32;  // one warp
-  WEFT_TRY(launch_on_mesh(*window_, std::move(key), how, &args, sizeof(args), &shape));
-  if (!comm.device().is_host()) WEFT_TRY(wait_for_device(comm.device().ordinal));
+  if (stream_) how.stream = stream_->get();
+  // Memory and code are there before any kernel waits: what a GPU's driver does for one rank can wait for the other's.
+  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, std::move(key), how));
+  WEFT_TRY(comm.barrier());
+  WEFT_TRY(launch_on_mesh(*window_, *kernel, how, &args, sizeof(args), &shape));
+  if (stream_) WEFT_TRY(stream_->wait());
   WEFT_TRY(fault_status(*fault));
-  // As the kernel counts; every repetition meets once, one-way ones twice.
+  // As the kernel counts; every repetition meets once, one-way ones meet twice.
   const bool is_round_trip = load.way == ChannelWay::kRoundTrip;
   const bool adds = load.call == ChannelCall::kAdd;
   said_ += uint64_t{load.repeats} * (is_round_trip ? 1 + (adds ? 0 : load.count) : 2);

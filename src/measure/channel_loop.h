@@ -12,6 +12,7 @@
 
 #include "comm/window.h"
 #include "kernels/core/channel_loop.cuh"
+#include "memory/device_memory.h"
 #include "memory/host_visible.h"
 
 namespace weft {
@@ -44,6 +45,7 @@ class ChannelLoop {
   static uint64_t header_bytes() { return 4096; }
   std::unique_ptr<Window> window_;
   std::unique_ptr<HostVisible> fault_;
+  std::unique_ptr<OwnStream> stream_;  // ranks may share a GPU; null on the host
   uint64_t said_ = 0, added_ = 0;
 };
 

@@ -15,13 +15,9 @@ CUdeviceptr address(const void* at) {
 template <class Queue>
 Status run_apart(int ordinal, std::string_view what, Queue queue) {
   WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal));
-  const CudaDriver& driver = current.driver();
-  CUstream stream = nullptr;
-  WEFT_TRY(logged(cuda_status(driver.cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, 0), what)));
-  CUresult result = queue(driver, stream);
-  if (result == CUDA_SUCCESS) result = driver.cuStreamSynchronize(stream);
-  driver.cuStreamDestroy(stream);
-  return logged(cuda_status(result, what));
+  WEFT_TRY_ASSIGN(auto stream, OwnStream::create(ordinal));
+  WEFT_TRY(logged(cuda_status(queue(current.driver(), static_cast<CUstream>(stream->get())), what)));
+  return stream->wait();
 }
 
 }  // namespace
@@ -57,6 +53,25 @@ Result<std::unique_ptr<DeviceCopy>> DeviceCopy::create(int ordinal, const void* 
 DeviceCopy::~DeviceCopy() {
   Result<CudaContext> current = CudaContext::enter(ordinal_);
   if (current.ok()) current->driver().cuMemFree(address(data_));
+}
+
+Result<std::unique_ptr<OwnStream>> OwnStream::create(int ordinal) {
+  WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal));
+  CUstream stream = nullptr;
+  WEFT_TRY(logged(cuda_status(current.driver().cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, 0),
+                              "make a stream on cuda:{}", ordinal)));
+  return std::unique_ptr<OwnStream>(new OwnStream(ordinal, stream));
+}
+
+OwnStream::~OwnStream() {
+  Result<CudaContext> current = CudaContext::enter(ordinal_);
+  if (current.ok()) current->driver().cuStreamDestroy(static_cast<CUstream>(stream_));
+}
+
+Status OwnStream::wait() const {
+  WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal_));
+  return logged(cuda_status(current.driver().cuStreamSynchronize(static_cast<CUstream>(stream_)),
+                            "wait for a stream of cuda:{}", ordinal_));
 }
 
 Status wait_for_device(int ordinal) {

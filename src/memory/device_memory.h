@@ -35,6 +35,23 @@ class DeviceCopy {
   std::byte* const data_;
 };
 
+// A stream that waits for nobody's work but its own. Threads: one at a time.
+class OwnStream {
+ public:
+  static Result<std::unique_ptr<OwnStream>> create(int ordinal);
+  ~OwnStream();
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+
+  void* get() const { return stream_; }  // CUstream
+  Status wait() const;                   // until what it got is done
+
+ private:
+  OwnStream(int ordinal, void* stream) : ordinal_(ordinal), stream_(stream) {}
+  const int ordinal_;
+  void* const stream_;
+};
+
 // Waits for everything that was queued on a GPU by this process. For memory that is about to be unmapped.
 Status wait_for_device(int ordinal);
 

@@ -2,8 +2,8 @@
 //
 // Heap hands out ranges of offsets of the local window: where operations put outputs that peers write into.
 //   Heap heap(4096, window->bytes());
-//   std::optional<uint64_t> at = heap.take(bytes);      // first fit, kAlignment-aligned; none when nothing
-//   fits heap.give(*at);
+//   std::optional<uint64_t> at = heap.take(bytes);   // first fit, kAlignment-aligned; none when nothing fits
+//   heap.give(*at);
 // Each rank has its own heap; the same sequence of calls gives the same offsets on every rank.
 // Threads: any.
 #pragma once

@@ -4,8 +4,8 @@
 // other kernels run (TwoLevel), and handles keep more.
 //   WEFT_TRY_ASSIGN(auto buffer, MoeBuffer::create(comm, options));
 //   WEFT_TRY_ASSIGN(Notified counts, buffer->notify(call));       // who sends how many rows to whom
-//   WEFT_TRY_ASSIGN(Received rows, buffer->dispatch(rows_call));  // rows in this rank's window, until
-//   give_back() WEFT_TRY(buffer->combine(combine_call));
+//   WEFT_TRY_ASSIGN(Received rows, buffer->dispatch(rows_call));  // in this rank's window until give_back()
+//   WEFT_TRY(buffer->combine(combine_call));
 // Pointers are memory of this rank's device; nothing is checked here that Python has checked. Calls are
 // collective and in the same order on all ranks. On CUDA they enqueue on `stream`; on the host they return
 // when they are done. Threads: one caller at a time; give_back() from any thread. Errors: kPeerLost names the

@@ -128,7 +128,7 @@ ExchangePlan plan_exchange(const ExchangeSize& size, const ExchangeLayout& layou
   plan.piece_bytes = static_cast<uint32_t>(std::clamp(piece, kLeastPieceBytes, kMostPieceBytes));
   plan.grid.shared_bytes = exchange::places_bytes(size.ranks);
   if (size.way == ExchangeWay::kPlaces && pushes(size) && limits.is_cuda)
-    plan.grid.shared_bytes += plan.pipe_warps * exchange::pipe_bytes(plan.piece_bytes);
+    plan.grid.shared_bytes += plan.pipe_warps * pipe_bytes(plan.piece_bytes);
   return plan;
 }
 

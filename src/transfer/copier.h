@@ -2,8 +2,8 @@
 //
 // Copies between host memory and memory of either kind, for what no NIC can reach.
 //   WEFT_TRY(copy_to_host(buffer, gpu_pointer, bytes, range));          // done when it returns
-//   CopyQueue queue(range.device);                                      // or: several copies, asked for
-//   later queue.copy(a, b, n); queue.copy(c, d, m); queue.seal(); ... if (*queue.is_done()) ...
+//   CopyQueue queue(range.device);                                      // or: several copies, asked for later
+//   queue.copy(a, b, n); queue.copy(c, d, m); queue.seal(); ... if (*queue.is_done()) ...
 // On the host a queue copies at once. Device copies run on a stream of their own, in no order with the user's
 // streams. Threads: one per queue. The CUDA paths have not been run on hardware.
 #pragma once

@@ -171,6 +171,30 @@ struct Mlx5Fixture {
   }
 };
 
+// The same with queues in memory that the device lends the NIC, by commands to it.
+struct DeviceQueueFixture {
+  static constexpr const char* kName = "ibgda";
+  static constexpr const char* kTransport = kName;
+  using Mesh = IbgdaMesh;
+#if defined(__SANITIZE_THREAD__)  // sees two addresses of one memory as two
+  static std::vector<RanksAre> kinds() { return {}; }
+#else
+  static std::vector<RanksAre> kinds() { return {RanksAre::kThreads}; }
+#endif
+  static std::vector<int> ranks() { return {3}; }
+  static void set_up() {
+    set_up_with([](Device) { return std::unique_ptr<ibgda::QueueRooms>(std::make_unique<FileRooms>()); });
+  }
+  static void set_up_with(ibgda::Mlx5Nics::MakeRooms rooms) {
+    Settings::set({{"WEFT_IBGDA_DEPTH", "16"}});
+    Mlx5Fixture::fake() = std::make_unique<FakeMlx5>(NicPlan{.seed = 8});
+    FakeMlx5& fake = *Mlx5Fixture::fake();
+    Mlx5Fixture::nics() = std::make_unique<ibgda::Mlx5Nics>(fake.verbs(), fake.mlx5(), std::move(rooms));
+    ibgda::set_nic_source(Mlx5Fixture::nics().get());
+  }
+  static void tear_down() { Mlx5Fixture::tear_down(); }
+};
+
 // Ports for tests of kernels, in nodes of so many ranks: proxies over a network that reorders and delays, or queues of a
 // model of a NIC. FIFOs and rings are small, so that they wrap and fill up.
 struct PortsCase {
@@ -253,9 +277,10 @@ struct NvshmemFixture {
   static void tear_down() { Settings::clear({"WEFT_NVSHMEM_LIBRARY"}); }
 };
 
-using Fixtures = ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture,
-                                  HybridFixture, JitterFixture, Nccl228Fixture, Nccl230Fixture,
-                                  NvshmemFixture, QueueFixture, SharedCompletionFixture, Mlx5Fixture>;
+using Fixtures =
+    ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture, HybridFixture,
+                     JitterFixture, Nccl228Fixture, Nccl230Fixture, NvshmemFixture, QueueFixture,
+                     SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture>;
 inline constexpr const char* kTestedTransports[] = {MappedFixture::kName,  TcpFixture::kName,
                                                     JitterFixture::kName,  Nccl228Fixture::kName,
                                                     NvshmemFixture::kName, QueueFixture::kName};

@@ -80,7 +80,8 @@ def _check_dispatched(
             begin, count = divmod(int(ranges[expert, source]), 1 << 32)
             found = src_info[expert, begin : begin + count].long()
             assert found.sort().values.tolist() == tokens.tolist()
-            assert calc_diff(rows[begin : begin + count], delivered[source][found]) < 1e-6
+            # Rows are copied, and quantised to the same bits on every target.
+            assert torch.equal(rows[begin : begin + count], delivered[source][found])
         results[expert, :total] = (rows * 0.25).bfloat16()
     return results
 

@@ -12,7 +12,7 @@
 #include <numeric>
 #include <random>
 
-#include "kernels/core/quantise.cuh"
+#include "kernels/core/logfmt.cuh"
 #include "moe/low_latency.h"
 #include "support/ranks.h"
 

@@ -304,7 +304,6 @@ TEST(LowLatency, TheLeastRegionServesEvenWhereOnlySomeLinesFit) {
 }
 
 // ---- numbers
-// -------------------------------------------------------------------------------------------------------
 
 float e4m3_value(uint32_t code) {
   const uint32_t exponent = code >> 3 & 0xf;

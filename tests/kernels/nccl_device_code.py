@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from nccl_device_headers import LAYOUT_PROBE, device_headers, gin_options, layout_of
+
 from weft import _core
 
 # Back ends of GIN, by NCCL's numbers.
@@ -68,9 +70,12 @@ def version_of(folder: Path) -> tuple[int, int, int]:
 
 def compile_every_call(folder: Path, backend: str, architecture: str) -> Sizes:
     """Compile ``SOURCE`` with the headers in ``folder``; raise weft.Error with the compiler's log where it refuses."""
-    log, dev_comm, window = _core.compile_with_nccl(SOURCE, str(folder), BACKENDS[backend], architecture)
+    source = f'#include "weft_nccl.h"\n{SOURCE}{LAYOUT_PROBE}'
+    log, cubin = _core.compile_source(
+        source, device_headers(folder), gin_options(BACKENDS[backend]), architecture
+    )
     assert "error" not in log, log
-    return Sizes(dev_comm, window)
+    return Sizes(*layout_of(cubin))
 
 
 def has_backend(folder: Path, backend: str) -> bool:

@@ -16,6 +16,7 @@ namespace mlx5 = ibgda::mlx5;
 
 struct FakePd {
   std::unique_ptr<ModelNic> nic;
+  uint32_t number = 0;
 };
 struct FakeCq : ib::Cq {
   uint32_t entries = 0;
@@ -35,6 +36,8 @@ struct State {
   std::mutex mutex;
   FakeMlx5* fake = nullptr;
   std::map<uint32_t, FakeQp*> qps;
+  std::map<uint32_t, FakePd*> pds;
+  uint32_t pds_made = 0x030200;
   size_t cqs = 0, mrs = 0;
   std::string failures;
 };
@@ -49,10 +52,16 @@ struct FakeMlx5Calls {
   static void fail(const std::string& what) { state().failures += what + "\n"; }
 
   static ib::Pd* alloc_pd(ib::Context*) {
-    return reinterpret_cast<ib::Pd*>(new FakePd{state().fake->model_.open_model()});
+    std::lock_guard lock(state().mutex);
+    auto* pd = new FakePd{state().fake->model_.open_model(), ++state().pds_made};
+    state().pds[pd->number] = pd;
+    return reinterpret_cast<ib::Pd*>(pd);
   }
   static int dealloc_pd(ib::Pd* pd) {
-    delete reinterpret_cast<FakePd*>(pd);
+    std::lock_guard lock(state().mutex);
+    auto* fake = reinterpret_cast<FakePd*>(pd);
+    state().pds.erase(fake->number);
+    delete fake;
     return 0;
   }
 
@@ -160,6 +169,11 @@ struct FakeMlx5Calls {
 
   static int init_obj(mlx5::Object* object, uint64_t type) {
     std::lock_guard lock(state().mutex);
+    if (type == mlx5::kObjectAh) return FakeDevx::init_ah(object);
+    if (type == mlx5::kObjectPd) {
+      static_cast<mlx5::DirectPd*>(object->pd.out)->number = static_cast<FakePd*>(object->pd.in)->number;
+      return 0;
+    }
     if (type != (mlx5::kObjectQp | mlx5::kObjectCq)) return EINVAL;
     const auto* qp = static_cast<FakeQp*>(object->qp.in);
     const ibgda::QueueMemory& memory = qp->pair->memory();
@@ -173,10 +187,15 @@ struct FakeMlx5Calls {
     completions->entry_bytes = ibgda::kBlockBytes;
     return 0;
   }
+  static ModelNic* nic_of(uint32_t pd) {
+    std::lock_guard lock(state().mutex);
+    const auto found = state().pds.find(pd);
+    return found == state().pds.end() ? nullptr : found->second->nic.get();
+  }
   static bool is_supported(ib::Device*) { return state().fake->is_mlx5_; }
 };
 
-FakeMlx5::FakeMlx5(NicPlan plan) : model_(plan) {
+FakeMlx5::FakeMlx5(NicPlan plan) : model_(plan), devx_(FakeMlx5Calls::nic_of) {
   state().fake = this;
   state().failures.clear();
 }
@@ -194,18 +213,21 @@ provider::ib::Library FakeMlx5::verbs() const {
   library.create_qp = FakeMlx5Calls::create_qp;
   library.modify_qp = FakeMlx5Calls::modify_qp;
   library.destroy_qp = FakeMlx5Calls::destroy_qp;
+  library.create_ah = FakeDevx::create_ah;
+  library.destroy_ah = FakeDevx::destroy_ah;
   return library;
 }
 ibgda::mlx5::Library FakeMlx5::mlx5() const {
-  return {FakeMlx5Calls::is_supported, FakeMlx5Calls::create_cq, FakeMlx5Calls::init_obj};
+  return {FakeMlx5Calls::is_supported, FakeMlx5Calls::create_cq, FakeMlx5Calls::init_obj, FakeDevx::calls(),
+          ""};
 }
 std::string FakeMlx5::failures() const {
   std::lock_guard lock(state().mutex);
-  return state().failures;
+  return state().failures + devx_.failures();
 }
 size_t FakeMlx5::left_over() const {
   std::lock_guard lock(state().mutex);
-  return state().qps.size() + state().cqs + state().mrs;
+  return state().qps.size() + state().cqs + state().mrs + state().pds.size() + devx_.left_over();
 }
 
 }  // namespace weft::testing

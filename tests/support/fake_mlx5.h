@@ -8,6 +8,7 @@
 // Threads: any. One at a time: its functions find it by themselves.
 #pragma once
 
+#include "support/fake_devx.h"
 #include "support/nic_model.h"
 #include "transports/ibgda/mlx5_abi.h"
 
@@ -26,12 +27,15 @@ class FakeMlx5 {
   // Queue pairs, completion queues and registrations that were not given back.
   size_t left_over() const;
 
+  FakeDevx& devx() { return devx_; }
+
   void refuse_overrun_flag() { takes_overrun_flag_ = false; }  // as older kernels do
   void be_of_another_family() { is_mlx5_ = false; }
 
  private:
   friend struct FakeMlx5Calls;
   NicModel model_;
+  FakeDevx devx_;
   bool takes_overrun_flag_ = true, is_mlx5_ = true;
 };
 

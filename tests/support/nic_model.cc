@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/deadline.h"
+#include "memory/host_visible.h"
 #include "support/nic_queue.h"
 
 namespace weft::testing {
@@ -139,6 +140,25 @@ std::unique_ptr<ibgda::QueuePair> ModelNic::create_queue(uint32_t blocks, uint32
     shared_->fail(memory.status().message());
     return nullptr;
   }
+  auto* data =
+      reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>((*memory)->data()) + ibgda::kBlockBytes - 1) /
+                                   ibgda::kBlockBytes * ibgda::kBlockBytes);
+  ibgda::QueueMemory at{data, data + uint64_t{blocks} * ibgda::kBlockBytes};
+  at.record = reinterpret_cast<uint32_t*>(at.completions + uint64_t{completions} * ibgda::kBlockBytes);
+  at.doorbell =
+      reinterpret_cast<uint64_t*>(at.completions + (uint64_t{completions} + 1) * ibgda::kBlockBytes);
+  at.blocks = blocks;
+  at.entries = completions;
+  return add_queue(at, std::shared_ptr<const void>(std::move(*memory)), true);
+}
+
+std::unique_ptr<ibgda::QueuePair> ModelNic::create_queue_in(ibgda::QueueMemory at,
+                                                            std::shared_ptr<const void> held) {
+  return add_queue(at, std::move(held), false);
+}
+
+std::unique_ptr<ibgda::QueuePair> ModelNic::add_queue(ibgda::QueueMemory at, std::shared_ptr<const void> held,
+                                                      bool fills) {
   uint32_t number = 0;  // no two bytes alike
   uint64_t seed = 0;
   {
@@ -148,8 +168,8 @@ std::unique_ptr<ibgda::QueuePair> ModelNic::create_queue(uint32_t blocks, uint32
     seed = shared_->draw();
     shared_->queues[number] = nullptr;  // taken
   }
-  auto queue =
-      std::make_shared<ModelQueue>(shared_, core_, std::move(*memory), number, blocks, completions, seed);
+  at.number = number;
+  auto queue = std::make_shared<ModelQueue>(shared_, core_, std::move(held), at, fills, seed);
   std::lock_guard lock(shared_->mutex);
   shared_->queues[number] = queue;
   ++shared_->version;

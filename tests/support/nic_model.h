@@ -92,6 +92,8 @@ class ModelNic : public ibgda::Nic {
   Result<std::unique_ptr<ibgda::QueuePair>> create_queue(uint32_t blocks) override;
   // With another number of completions than blocks.
   std::unique_ptr<ibgda::QueuePair> create_queue(uint32_t blocks, uint32_t completions);
+  // In memory that `held` keeps; its number is the model's. Who gives it has filled it.
+  std::unique_ptr<ibgda::QueuePair> create_queue_in(ibgda::QueueMemory at, std::shared_ptr<const void> held);
   Result<ibgda::Enrolled> enroll(std::byte* data, uint64_t bytes, Device device) override;
   ibgda::Enrolled enroll_for(std::byte* data, uint64_t bytes, uint32_t access);
   // ... under an address that the caller chooses.
@@ -100,6 +102,9 @@ class ModelNic : public ibgda::Nic {
   uint32_t put_shift() const override;
 
  private:
+  std::unique_ptr<ibgda::QueuePair> add_queue(ibgda::QueueMemory at, std::shared_ptr<const void> held,
+                                              bool fills);
+
   const std::shared_ptr<NicShared> shared_;
   const std::shared_ptr<Core> core_;
   const Device device_;

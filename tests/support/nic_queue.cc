@@ -116,22 +116,15 @@ std::string decode(const std::vector<std::byte>& entry, uint64_t index, uint32_t
 }
 
 ModelQueue::ModelQueue(std::shared_ptr<NicShared> shared, std::shared_ptr<ModelNic::Core> nic,
-                       std::unique_ptr<HostVisible> memory, uint32_t number, uint32_t blocks,
-                       uint32_t entries, uint64_t seed)
+                       std::shared_ptr<const void> held, const ibgda::QueueMemory& at, bool fills,
+                       uint64_t seed)
     : shared_(std::move(shared)),
       nic_(std::move(nic)),
-      held_(std::move(memory)),
+      held_(std::move(held)),
+      fills_(fills),
+      at_(at),
       random_(seed),
-      hashes_(blocks) {
-  auto* data = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(held_->data()) + kBlockBytes - 1) /
-                                            kBlockBytes * kBlockBytes);
-  at_.ring = data;
-  at_.completions = data + uint64_t{blocks} * kBlockBytes;
-  at_.record = reinterpret_cast<uint32_t*>(at_.completions + uint64_t{entries} * kBlockBytes);
-  at_.doorbell = reinterpret_cast<uint64_t*>(at_.completions + uint64_t{entries + 1} * kBlockBytes);
-  at_.blocks = blocks;
-  at_.entries = entries;
-  at_.number = number;
+      hashes_(at.blocks) {
   reset();
 }
 
@@ -177,6 +170,10 @@ void ModelQueue::reset() {
   refuses_.reset();
   psn_ = static_cast<uint32_t>(random_() & 0xffffff);
   ++generation_;
+  if (fills_) fill();
+}
+
+void ModelQueue::fill() {
   std::memset(at_.ring, static_cast<int>(kConsumed), uint64_t{at_.blocks} * kBlockBytes);
   std::memset(at_.completions, 0, uint64_t{at_.entries} * kBlockBytes);
   for (uint64_t i = 0; i < at_.entries; ++i)

@@ -9,7 +9,6 @@
 #include <random>
 #include <utility>
 
-#include "memory/host_visible.h"
 #include "support/nic_model.h"
 
 namespace weft::testing {
@@ -36,8 +35,7 @@ std::string decode(const std::vector<std::byte>& entry, uint64_t index, uint32_t
 class ModelQueue {
  public:
   ModelQueue(std::shared_ptr<NicShared> shared, std::shared_ptr<ModelNic::Core> nic,
-             std::unique_ptr<HostVisible> memory, uint32_t number, uint32_t blocks, uint32_t entries,
-             uint64_t seed);
+             std::shared_ptr<const void> held, const ibgda::QueueMemory& at, bool fills, uint64_t seed);
 
   const ibgda::QueueMemory& memory() const { return at_; }
   const ModelNic::Core& nic() const { return *nic_; }
@@ -67,6 +65,7 @@ class ModelQueue {
 
   bool chance(double p) { return std::uniform_real_distribution<>(0, 1)(random_) < p; }
   void fail(const std::string& what);
+  void fill();
   bool look_at_doorbell();
   void accept(uint64_t bound);
   uint64_t hash_of(uint64_t block) const;
@@ -88,7 +87,8 @@ class ModelQueue {
 
   const std::shared_ptr<NicShared> shared_;
   const std::shared_ptr<ModelNic::Core> nic_;
-  const std::unique_ptr<HostVisible> held_;
+  const std::shared_ptr<const void> held_;  // the memory
+  const bool fills_;                        // it when the queue is reset; else who made it did
   ibgda::QueueMemory at_;
   std::mutex mutex_;
   std::mt19937_64 random_;

@@ -796,7 +796,7 @@ def check_forgotten_hook(rank: Rank, case: MoeCase, shrink: bool) -> None:
         forgotten[-1]()
     buffer.low_latency_dispatch(**arguments)
     if rank.rank == 1:
-        late = "^hook: got none run of the low_latency_dispatch.. before the last call"
+        late = "^hook: that of the low_latency_dispatch.. before the last call has not run"
         for hooks in (False, True):
             with pytest.raises(weft.Error, match=late):
                 buffer.low_latency_dispatch(**arguments, return_recv_hook=hooks)

@@ -106,9 +106,8 @@ Status status_of(const FaultBox& fault) {
   switch (fault.site) {
     case Site::kPortRange:
       return Status::invalid(
-          "{}: a put or signal to rank {} of a place that lies outside the window or is not aligned: window "
-          "of {} "
-          "bytes, offset {}",
+          "{}: a put or signal to rank {} lies outside the window or is not aligned: window of {} bytes, "
+          "offset {}",
           who, fault.peer, fault.expected, fault.seen);
     case Site::kQueueRefused:
       return Status::make(

@@ -15,15 +15,29 @@
 #include "base/cuda_driver.h"
 #include "base/log.h"
 #include "base/random.h"
-#include "memory/host_visible.h"
-#include "providers/verbs/connect.h"
 #include "providers/verbs/library.h"
-#include "transports/ibgda/pinned_pages.h"
-#include "transports/ibgda/wire.h"
+#include "transports/ibgda/mlx5_device_queue.h"
+#include "transports/ibgda/mlx5_opened.h"
 
 namespace weft::ibgda {
 namespace mlx5 {
 namespace {
+
+// What queues in memory of a device need besides.
+template <class Find>
+void find_devx(Library& library, Find find, std::string& missing) {
+  Devx& devx = library.devx;
+  find(devx.open_device, "mlx5dv_open_device", "MLX5_1.7");
+  find(devx.umem_reg, "mlx5dv_devx_umem_reg_ex", "MLX5_1.19");
+  find(devx.umem_dereg, "mlx5dv_devx_umem_dereg", "MLX5_1.7");
+  find(devx.alloc_uar, "mlx5dv_devx_alloc_uar", "MLX5_1.7");
+  find(devx.free_uar, "mlx5dv_devx_free_uar", "MLX5_1.7");
+  find(devx.query_eqn, "mlx5dv_devx_query_eqn", "MLX5_1.7");
+  find(devx.obj_create, "mlx5dv_devx_obj_create", "MLX5_1.7");
+  find(devx.obj_modify, "mlx5dv_devx_obj_modify", "MLX5_1.7");
+  find(devx.obj_destroy, "mlx5dv_devx_obj_destroy", "MLX5_1.7");
+  library.lacks_devx = missing;
+}
 
 Result<Library> open_once() {
   void* handle = dlopen("libmlx5.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -39,6 +53,7 @@ Result<Library> open_once() {
   find(library.init_obj, "mlx5dv_init_obj", "MLX5_1.2");
   if (!missing.empty())
     return Status::make(Code::kUnsupported, "libmlx5: it lacks{} (rdma-core 20 has them)", missing);
+  find_devx(library, find, missing);
   return library;
 }
 
@@ -52,40 +67,6 @@ Result<Library> open_library() {
 }  // namespace mlx5
 
 namespace {
-
-namespace ib = provider::ib;
-
-Status failed(const char* what, const std::string& nic) {
-  return logged(Status::from_errno(errno, "ibgda: {} on {}", what, nic));
-}
-
-// What the queues of a NIC share.
-struct Opened {
-  ib::Library verbs;
-  mlx5::Library direct;
-  std::string name;
-  Device device;
-  ib::PortChoice port;
-  ib::Gid gid{};
-  ib::Context* context = nullptr;
-  ib::Pd* pd = nullptr;
-  std::unique_ptr<PinnedPages> pages;  // null on the CPU
-
-  ~Opened() {
-    if (pd) verbs.dealloc_pd(pd);
-    if (context) verbs.close_device(context);
-  }
-};
-
-struct QueueAddress {
-  char tag[4] = {'m', 'l', 'x', '5'};
-  uint32_t number = 0, psn = 0;
-  ib::Gid gid{};
-  uint16_t lid = 0;
-  uint8_t mtu = 0, is_ethernet = 0;
-  uint32_t unused = 0;
-};
-static_assert(sizeof(QueueAddress) == 40);
 
 class Mlx5Queue : public QueuePair {
  public:
@@ -104,27 +85,12 @@ class Mlx5Queue : public QueuePair {
   }
 
   const QueueMemory& memory() const override { return at_; }
-  std::string address() const override {
-    QueueAddress own;
-    own.number = at_.number;
-    own.psn = psn_;
-    own.gid = nic_->gid;
-    own.lid = nic_->port.attr.lid;
-    own.mtu = static_cast<uint8_t>(nic_->port.attr.active_mtu);
-    own.is_ethernet = nic_->port.attr.link_layer == ib::kLinkEthernet;
-    return {reinterpret_cast<const char*>(&own), sizeof own};
-  }
+  std::string address() const override { return address_of(*nic_, at_.number, psn_); }
 
   Status connect(std::string_view address) override {
-    QueueAddress peer;
-    if (address.size() != sizeof peer || address.substr(0, 4) != "mlx5")
-      return Status::invalid("address: got {} bytes that no mlx5 queue made, allowed: {}", address.size(),
-                             sizeof peer);
-    std::memcpy(static_cast<void*>(&peer), address.data(), sizeof peer);
-    const ib::AhAttr route = ib::route_to(nic_->port.port, nic_->port.gid_index,
-                                          {peer.gid, peer.lid, peer.mtu, peer.is_ethernet != 0});
-    const auto own_mtu = static_cast<uint8_t>(nic_->port.attr.active_mtu);
-    if (!ib::to_ready(nic_->verbs, qp_, route, std::min(own_mtu, peer.mtu), {peer.number, peer.psn, psn_}))
+    WEFT_TRY_ASSIGN(const QueueAddress peer, read_address(address));
+    const Route route = route_to(*nic_, peer);
+    if (!ib::to_ready(nic_->verbs, qp_, route.way, route.mtu, {peer.number, peer.psn, psn_}))
       return failed("connecting a queue pair", nic_->name);
     return {};
   }
@@ -135,8 +101,8 @@ class Mlx5Queue : public QueuePair {
     return open();
   }
 
-  bool is_rung_by_host() const override { return word_ != nullptr; }
-  void ring(uint64_t doorbell) override { store_register(register_, doorbell); }
+  bool is_rung_by_host() const override { return doorbell_.is_rung_by_host(); }
+  void ring(uint64_t doorbell) override { doorbell_.ring(doorbell); }
 
  private:
   // As many completions as an entry could need: libmlx5 makes rings larger than they were asked for.
@@ -172,41 +138,33 @@ class Mlx5Queue : public QueuePair {
     at_ = {static_cast<std::byte*>(qp.sends.buffer),
            static_cast<std::byte*>(cq.buffer),
            qp.record,
-           static_cast<uint64_t*>(qp.doorbell.reg),
+           nullptr,
            qp.sends.blocks,
            cq.entries,
            qp_->qp_num};
-    register_ = at_.doorbell;
+    WEFT_TRY(doorbell_.open(*nic_, qp.doorbell.reg));
+    at_.doorbell = doorbell_.at();
     return {};
   }
 
-  // For a GPU. Its driver may refuse to map the register; then the host rings.
+  // For a GPU.
   Status pin() {
     if (!nic_->pages) return {};
     WEFT_TRY(nic_->pages->pin(at_.ring, uint64_t{at_.blocks} * kBlockBytes, PinnedPages::kMemory));
     WEFT_TRY(nic_->pages->pin(at_.completions, uint64_t{at_.entries} * kBlockBytes, PinnedPages::kMemory));
     WEFT_TRY(nic_->pages->pin(at_.record, 2 * sizeof(uint32_t), PinnedPages::kMemory));
     is_pinned_ = true;
-    const Status mapped = nic_->pages->pin(register_, sizeof(uint64_t), PinnedPages::kRegister);
-    if (mapped.ok()) {
-      is_register_pinned_ = true;
-      return {};
-    }
-    WEFT_TRY_ASSIGN(word_, HostVisible::create(nic_->device, sizeof(uint64_t)));
-    at_.doorbell = word_->at<uint64_t>(0);
-    log_info("ibgda: a thread of the host rings {}'s doorbells: {}", nic_->name, mapped.message());
     return {};
   }
 
   void close() {
-    if (is_register_pinned_) nic_->pages->unpin(register_, sizeof(uint64_t));
+    doorbell_.close();
     if (is_pinned_) {
       nic_->pages->unpin(at_.ring, uint64_t{at_.blocks} * kBlockBytes);
       nic_->pages->unpin(at_.completions, uint64_t{at_.entries} * kBlockBytes);
       nic_->pages->unpin(at_.record, 2 * sizeof(uint32_t));
     }
-    is_pinned_ = is_register_pinned_ = false;
-    word_.reset();
+    is_pinned_ = false;
     if (qp_) nic_->verbs.destroy_qp(qp_);
     if (cq_) nic_->verbs.destroy_cq(cq_);
     qp_ = nullptr;
@@ -218,9 +176,8 @@ class Mlx5Queue : public QueuePair {
   ib::Cq* cq_ = nullptr;
   ib::Qp* qp_ = nullptr;
   QueueMemory at_;
-  uint64_t* register_ = nullptr;
-  std::unique_ptr<HostVisible> word_;  // where the register cannot be mapped
-  bool is_pinned_ = false, is_register_pinned_ = false;
+  Doorbell doorbell_;
+  bool is_pinned_ = false;
   uint32_t psn_ = 0;
 };
 
@@ -230,6 +187,11 @@ class Mlx5Nic : public Nic {
   const std::string& name() const override { return nic_->name; }
 
   Result<std::unique_ptr<QueuePair>> create_queue(uint32_t blocks) override {
+    if (nic_->way != RoomWay::kNone) {
+      auto queue = std::make_unique<DeviceQueue>(nic_, blocks);
+      WEFT_TRY(queue->open());
+      return std::unique_ptr<QueuePair>(std::move(queue));
+    }
     auto queue = std::make_unique<Mlx5Queue>(nic_, blocks);
     WEFT_TRY(queue->open());
     return std::unique_ptr<QueuePair>(std::move(queue));
@@ -288,6 +250,12 @@ std::string network_of(const ib::PortChoice& port) {
 
 }  // namespace
 
+// The CPU's memory is where libibverbs puts queues anyway.
+Result<std::unique_ptr<QueueRooms>> Mlx5Nics::gpu_rooms(Device device) {
+  if (device.is_host()) return std::unique_ptr<QueueRooms>();
+  return cuda_rooms(device);
+}
+
 NicFinding Mlx5Nics::find(Device device) {
   if (!verbs_.ok()) return {verbs_.status().message(), "", "", 0};
   if (!direct_.ok()) return {direct_.status().message(), "", "", 0};
@@ -304,12 +272,43 @@ NicFinding Mlx5Nics::find(Device device) {
                 }
               });
   if (!found.network.empty()) {
-    if (!device.is_host()) found.details += ", through pinned memory of the host; " + doorbell_expectation();
+    if (!device.is_host()) {
+      const std::string why_not =
+          direct_->lacks_devx.empty() ? no_device_queues(device) : "libmlx5 lacks" + direct_->lacks_devx;
+      found.details += ", windows in pinned memory of the host; queues in ";
+      found.details += why_not.empty() ? "memory of the GPU where the kernel takes that"
+                                       : "pinned memory of the host: " + why_not;
+      found.details += "; " + doorbell_expectation();
+    }
     return found;
   }
   found.unusable_because =
       reasons.empty() ? "libibverbs finds no RDMA device" : "no mlx5 NIC is usable: " + reasons;
   return found;
+}
+
+// Where queues may lie in memory of the device. Why not; empty: nobody has asked the kernel yet, or it is the CPU.
+std::string Mlx5Nics::prepare_rooms(Opened& opened) const {
+  if (!make_rooms_) return "";
+  auto rooms = make_rooms_(opened.device);
+  if (!rooms.ok()) return rooms.status().message();
+  if (!*rooms) return "";
+  if (!opened.direct.lacks_devx.empty())
+    return "libmlx5 lacks" + opened.direct.lacks_devx + " (rdma-core 44 has them)";
+  opened.rooms = std::move(*rooms);
+  return "";
+}
+
+// With commands (DevX) where queues may lie in memory of the device, else without. `why_host`: why without.
+void Mlx5Nics::open_context(Opened& opened, ib::Device* device, std::string& why_host) const {
+  if (opened.rooms) {
+    mlx5::ContextAttr attr{mlx5::kContextDevx, 0};
+    opened.context = opened.direct.devx.open_device(device, &attr);
+    if (opened.context) return;
+    why_host = text("no commands (DevX) on {}: {}", opened.name, std::strerror(errno));
+    opened.rooms.reset();
+  }
+  opened.context = opened.verbs.open_device(device);
 }
 
 Result<std::unique_ptr<Nic>> Mlx5Nics::open(Device device) {
@@ -329,9 +328,9 @@ Result<std::unique_ptr<Nic>> Mlx5Nics::open(Device device) {
     return Status::make(Code::kUnsupported, "ibgda: {}", find(device).unusable_because);
   int count = 0;
   ib::Device** devices = verbs_->get_device_list(&count);
+  std::string why_host = prepare_rooms(*opened);
   for (int i = 0; devices && i < count; ++i)
-    if (verbs_->get_device_name(devices[i]) == opened->name)
-      opened->context = verbs_->open_device(devices[i]);
+    if (verbs_->get_device_name(devices[i]) == opened->name) open_context(*opened, devices[i], why_host);
   if (devices) verbs_->free_device_list(devices);
   if (!opened->context) return failed("ibv_open_device", opened->name);
   const int gid = opened->port.gid_index;
@@ -343,6 +342,16 @@ Result<std::unique_ptr<Nic>> Mlx5Nics::open(Device device) {
     WEFT_TRY_ASSIGN(opened->pages, PinnedPages::create(device));
   }
   log_info("ibgda: {} port {}, GID {}", opened->name, static_cast<int>(opened->port.port), gid);
+  if (opened->rooms) {
+    const std::string worse = choose_room_way(*opened);
+    why_host += worse;
+    if (opened->way != RoomWay::kNone)
+      log_info("ibgda: queues of {} lie in memory of {}, by {}{}{}", opened->name, opened->rooms->name(),
+               opened->way == RoomWay::kDmabuf ? "DMA-BUF" : "peer memory", worse.empty() ? "" : "; not by ",
+               worse);
+  }
+  if (!why_host.empty() && opened->way == RoomWay::kNone)
+    log_info("ibgda: queues of {} lie in pinned memory of the host: {}", opened->name, why_host);
   return std::unique_ptr<Nic>(std::make_unique<Mlx5Nic>(std::move(opened)));
 }
 
@@ -369,7 +378,7 @@ class OnceFound : public Mlx5Nics {
 }  // namespace
 
 NicSource& mlx5_nics() {
-  static OnceFound source(ib::open_library(), mlx5::open_library());
+  static OnceFound source(ib::open_library(), mlx5::open_library(), Mlx5Nics::gpu_rooms);
   return source;
 }
 

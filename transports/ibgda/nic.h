@@ -16,6 +16,7 @@
 
 #include "base/device.h"
 #include "base/status.h"
+#include "transports/ibgda/wire.h"
 
 namespace weft::ibgda {
 
@@ -44,6 +45,16 @@ class QueuePair {
   // Whether memory().doorbell is a word of the host's memory that a thread of the host has to pass on by ring().
   virtual bool is_rung_by_host() const { return false; }
   virtual void ring(uint64_t /*doorbell*/) {}
+
+  // What the host sees and writes of memory(), which is its own unless a queue says otherwise.
+  // Whether that takes many microseconds: nobody should look all the time.
+  virtual bool is_far() const { return false; }
+  // The record's next free index, of 16 bits.
+  virtual uint32_t posted() const { return big_endian(load_acquire(memory().record + kRecordOfSends)); }
+  // That of an entry; its last word is read first.
+  virtual Completion completion(uint32_t index) const;
+  // Writes an entry and the record of it. The doorbell is the caller's.
+  virtual Status put_entry(uint32_t index, const Entry& entry);
 };
 
 // Memory that a NIC may reach. Valid until it is released.

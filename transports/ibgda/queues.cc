@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "base/log.h"
+
 namespace weft::ibgda {
 namespace {
 
@@ -145,10 +147,9 @@ struct Newest {
   uint32_t next, last;
   bool is_of_it;  // that completion is there
 };
-Newest newest_of(const QueueMemory& memory) {
-  const uint32_t next = big_endian(load_acquire(memory.record + kRecordOfSends));
-  const auto* entries = reinterpret_cast<const Completion*>(memory.completions);
-  const uint32_t last = load_acquire(&entries[(next - 1) & (memory.entries - 1)].last);
+Newest newest_of(const QueuePair& pair) {
+  const uint32_t next = pair.posted();
+  const uint32_t last = pair.completion(next - 1).last;
   return {next, last, opcode_of(last) != kNotYet && index_of(last) == ((next - 1) & 0xffffu)};
 }
 
@@ -156,7 +157,7 @@ Newest newest_of(const QueueMemory& memory) {
 
 bool Queues::is_idle(size_t place) const {
   if (is_refused(place)) return true;
-  const Newest newest = newest_of(pairs_.at(place).pair->memory());
+  const Newest newest = newest_of(*pairs_.at(place).pair);
   const bool is_fresh = newest.next == 0 && opcode_of(newest.last) == kNotYet;
   return is_fresh || newest.is_of_it;
 }
@@ -172,22 +173,21 @@ bool Queues::drain(Deadline until) const {
 // Kernels look at completions only where they wait. What comes back refused meanwhile is found here: everything behind
 // it is refused too, the newest included.
 void Queues::look_for_errors(size_t place) {
-  const QueueMemory& memory = pairs_.at(place).pair->memory();
-  const Newest newest = newest_of(memory);
+  const QueuePair& pair = *pairs_.at(place).pair;
+  const Newest newest = newest_of(pair);
   if (!newest.is_of_it || opcode_of(newest.last) != kRefused) return;
-  const auto* entries = reinterpret_cast<const Completion*>(memory.completions);
-  const Completion* first = &entries[(newest.next - 1) & (memory.entries - 1)];
+  Completion first = pair.completion(newest.next - 1);
   uint32_t index = (newest.next - 1) & 0xffffu;
-  for (uint32_t back = 2; back <= memory.entries; ++back) {
-    const Completion& before = entries[(newest.next - back) & (memory.entries - 1)];
-    const uint32_t last = load_acquire(&before.last);
-    if (opcode_of(last) != kRefused || index_of(last) != ((newest.next - back) & 0xffffu)) break;
-    first = &before;
-    index = index_of(last);
+  for (uint32_t back = 2; back <= pair.memory().entries; ++back) {
+    const Completion before = pair.completion(newest.next - back);
+    if (opcode_of(before.last) != kRefused || index_of(before.last) != ((newest.next - back) & 0xffffu))
+      break;
+    first = before;
+    index = index_of(before.last);
   }
   raise(&faults_[place], Site::kQueueRefused, static_cast<uint32_t>(sizes_.rank),
         static_cast<uint32_t>(pairs_.at(place).peer), index, index, 0,
-        static_cast<uint32_t>(first->vendor) << 8 | first->syndrome);
+        static_cast<uint32_t>(first.vendor) << 8 | first.syndrome);
 }
 
 // Whether it broke, the first time that this is asked.
@@ -215,21 +215,25 @@ void Queues::start(std::function<void(const FaultBox&)> on_broken) {
   watcher_ = std::thread([this] { watch(); });
 }
 
-// Passes on doorbells where device code cannot ring, at once; looks for queues that broke once in a while.
+// Passes on doorbells where device code cannot ring, at once; looks for queues that broke once in a while, seldom where a
+// look takes long.
 void Queues::watch() {
-  constexpr auto kLook = std::chrono::milliseconds(2);
+  bool rings = false, is_far = false;
+  for (const auto& [at, pair] : pairs_) {
+    rings = rings || pair.pair->is_rung_by_host();
+    is_far = is_far || pair.pair->is_far();
+  }
+  const auto look_every = std::chrono::milliseconds(is_far ? 100 : 2);
   auto next_look = std::chrono::steady_clock::now();
-  bool rings = false;
-  for (const auto& [at, pair] : pairs_) rings = rings || pair.pair->is_rung_by_host();
   for (unsigned idle = 0; !stops_.load(std::memory_order_acquire);) {
     ++idle;
     if (rings && pass_on_doorbells()) idle = 0;
     if (std::chrono::steady_clock::now() >= next_look) {
-      next_look = std::chrono::steady_clock::now() + kLook;
+      next_look = std::chrono::steady_clock::now() + look_every;
       for (auto& [at, pair] : pairs_)
         if (notices_break(at)) on_broken_(faults_[at]);
     }
-    rings ? back_off(idle) : std::this_thread::sleep_for(kLook);
+    rings ? back_off(idle) : std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
 }
 
@@ -244,11 +248,10 @@ void Queues::forgo(int peer) {
 void Queues::post_farewell(size_t place) {
   const Pair& pair = pairs_.at(place);
   const QueueMemory& memory = pair.pair->memory();
-  const uint32_t index = big_endian(load_acquire(memory.record + kRecordOfSends));
+  const uint32_t index = pair.pair->posted();
   const Entry entry =
       value_entry({index, memory.number, kSignalled}, {pair.farewell.base, pair.farewell.key}, kGone);
-  std::memcpy(memory.ring + (index & (memory.blocks - 1)) * kBlockBytes, &entry, sizeof entry);
-  store_release(memory.record + kRecordOfSends, record_word(index + 1));
+  if (!logged(pair.pair->put_entry(index, entry)).ok()) return;
   store_register(memory.doorbell, doorbell_word(index + 1, memory.number));
 }
 

@@ -141,10 +141,10 @@ class ProxyLink : public Link {
     const bool is_range = fault_->site == Site::kPortRange;
     broken_ = logged(Status::make(
         is_range ? Code::kInvalid : Code::kPeerLost,
-        is_range
-            ? "rank {}, proxy: a put or signal to rank {} of a place that lies outside the window or is not "
-              "aligned: window of {} bytes, offset {}"
-            : "rank {}, proxy: the thread that serves rank {} is behind: expected position {}, saw {}",
+        is_range ? "rank {}, proxy: a put or signal to rank {} lies outside the window or is not aligned: "
+                   "window of "
+                   "{} bytes, offset {}"
+                 : "rank {}, proxy: the thread that serves rank {} is behind: expected position {}, saw {}",
         fault_->self, fault_->peer, fault_->expected, fault_->seen));
     return broken_;
   }

@@ -79,7 +79,7 @@ Result<std::vector<uint64_t>> FifoBench::answer(uint64_t count) {
     WEFT_TRY(pop(command, taken));
     answered.push_back(now_ns());
     if (op_of(command) != Op::kFlush)
-      return Status::make(Code::kSystem, "FIFO: command {} is no flush", taken);
+      return Status::make(Code::kSystem, "FIFO: command {} is not a flush", taken);
     store_release(visible_->at<uint64_t>(kAnsweredAt), taken + 1);
   }
   reader_->publish();

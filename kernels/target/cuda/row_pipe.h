@@ -73,12 +73,11 @@ template <uint32_t kStages>
 class RowPipe {
  public:
   static constexpr uint32_t kAhead = kStages / 2;
-  static constexpr uint32_t kBarrierBytes = 128;
-  static_assert(kStages * 8 <= kBarrierBytes && kStages >= 2);
+  static_assert(kStages * 8 <= kPipeBarrierBytes && kStages >= 2);
 
   WEFT_DEVICE RowPipe(Warp warp, std::byte* shared, uint32_t piece_bytes)
       : barriers_(reinterpret_cast<uint64_t*>(shared)),
-        stages_(shared + kBarrierBytes),
+        stages_(shared + kPipeBarrierBytes),
         piece_bytes_(piece_bytes),
         warp_(warp) {
     if (warp_.rank() == 0) {

@@ -51,9 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print and write on rank 0. Returns 0; bytes that arrive wrong raise."""
     import torch
-    import torch.distributed
 
-    from weft.testing.ranks import run_as_rank, run_ranks
+    from weft.testing.ranks import run_job
 
     torch.set_num_threads(1)
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
@@ -71,15 +70,16 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.samples < 1:
         raise invalid("samples", args.samples, "1 or more")
-    if torch.distributed.is_torchelastic_launched():
-        rank, rows = run_as_rank(measure, plan)
-        if rank:
-            return 0
-    else:
-        num_ranks = args.ranks or gpus or 2
-        if num_ranks < 2 or (gpus and num_ranks > gpus):
-            raise invalid("ranks", num_ranks, f"2 to {gpus}, one per GPU" if gpus else "2 or more")
-        rows = run_ranks(num_ranks, measure, plan, deadline_s=DEADLINE_S)[0]
+
+    def num_ranks() -> int:
+        ranks = args.ranks or gpus or 2
+        if ranks < 2 or (gpus and ranks > gpus):
+            raise invalid("ranks", ranks, f"2 to {gpus}, one per GPU" if gpus else "2 or more")
+        return ranks
+
+    rows = run_job(measure, plan, num_ranks=num_ranks, deadline_s=DEADLINE_S)
+    if rows is None:
+        return 0
     report = Report("weft bench floor", _COLUMNS, wide=args.wide)
     for row in rows:
         report.add(row)

@@ -94,6 +94,6 @@ def _check_hooks(context: DeviceContext) -> None:
     late = [name for number, name in context.unreceived.items() if number < context.low_latency_calls]
     if late and not context.is_capturing:
         raise Error(
-            f"hook: got none run of the {late[0]}() before the last call, allowed: a hook runs before the "
+            f"hook: that of the {late[0]}() before the last call has not run, allowed: a hook runs before the "
             "second call after its own; where it was dropped, destroy the buffer"
         )

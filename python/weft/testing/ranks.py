@@ -117,6 +117,21 @@ def run_as_rank(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
     return me.rank, result
 
 
+def run_job(
+    function: Callable[..., Any], *args: Any, num_ranks: Callable[[], int], deadline_s: float = 120.0
+) -> Any:
+    """Run ``function(rank, *args)`` on every rank of a job: torchrun's, if it started this process, or own ones.
+
+    Args: num_ranks: how many own ranks to start; it is called only then, and may refuse options that do not fit.
+    Returns: rank 0's result; None on the other ranks of torchrun, which have nothing to report.
+    Raises: what the function or num_ranks raises.
+    """
+    if torch.distributed.is_torchelastic_launched():
+        rank, result = run_as_rank(function, *args)
+        return None if rank else result
+    return run_ranks(num_ranks(), function, *args, deadline_s=deadline_s)[0]
+
+
 class RankPool:
     """Ranks that stay alive between runs, so that one run costs no fork and objects outlive it.
 

@@ -95,12 +95,11 @@ def _settings(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 def run(args: argparse.Namespace) -> int:
     """Measure, and report on rank 0. Returns 0; a wrong result raises before it is timed."""
     import torch
-    import torch.distributed
 
     from weft.bench.collective.cases import Options, call_of
     from weft.bench.collective.measure import measure
     from weft.bench.eager import time_columns
-    from weft.testing.ranks import run_as_rank, run_ranks
+    from weft.testing.ranks import run_job
 
     torch.set_num_threads(1)
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
@@ -139,13 +138,9 @@ def run(args: argparse.Namespace) -> int:
         settings=_settings(args),
         in_window=args.memory == "window" or (args.memory == "auto" and bool(gpus)),
     )
-    if torch.distributed.is_torchelastic_launched():
-        rank, rows = run_as_rank(measure, options)
-        if rank:
-            return 0
-    else:
-        ranks = args.ranks or gpus or 4
-        rows = run_ranks(ranks, measure, options, deadline_s=DEADLINE_S)[0]
+    rows = run_job(measure, options, num_ranks=lambda: args.ranks or gpus or 4, deadline_s=DEADLINE_S)
+    if rows is None:
+        return 0
     columns = ("ranks", "algorithm", "algbw_gbs", "busbw_gbs")
     report = Report("weft bench collective", extra_columns=columns, wide=args.wide)
     for row in rows:

@@ -88,10 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, and report on rank 0. Returns 0; a wrong result raises before anything is timed."""
     import torch
-    import torch.distributed
 
     from weft import _core
-    from weft.testing.ranks import run_as_rank, run_ranks
+    from weft.testing.ranks import run_job
 
     for name, value in PRESETS.get(args.preset, {}).items():
         setattr(args, name, value)
@@ -106,22 +105,20 @@ def run(args: argparse.Namespace) -> int:
         os.environ["WEFT_RANKS_PER_NODE"] = str(options.ranks_per_node)
         os.environ["WEFT_PROXY_PROVIDER"] = options.provider
     _core.config_reload()  # ranks that are forked from here have what this process has read
-    if torch.distributed.is_torchelastic_launched():
-        rank, measured = run_as_rank(measure, options)
-        if rank:
-            return 0
-    else:
-        num_ranks = args.ranks or gpus or 4
-        if options.ranks_per_node >= num_ranks:
-            raise invalid(
-                "ranks-per-node", options.ranks_per_node, f"1 to {num_ranks - 1}: less than --ranks"
-            )
-        if num_ranks < 1 or (gpus and num_ranks > gpus):
-            raise invalid("ranks", num_ranks, f"1 to {gpus}, one per GPU" if gpus else "1 or more")
-        if options.delayed_rank >= num_ranks:
-            raise invalid("delay", args.delay, f"a rank of 0 to {num_ranks - 1}")
-        measured = run_ranks(num_ranks, measure, options, deadline_s=DEADLINE_S)[0]
-    _report(args, measured, options)
+
+    def num_ranks() -> int:
+        ranks = args.ranks or gpus or 4
+        if options.ranks_per_node >= ranks:
+            raise invalid("ranks-per-node", options.ranks_per_node, f"1 to {ranks - 1}: less than --ranks")
+        if ranks < 1 or (gpus and ranks > gpus):
+            raise invalid("ranks", ranks, f"1 to {gpus}, one per GPU" if gpus else "1 or more")
+        if options.delayed_rank >= ranks:
+            raise invalid("delay", args.delay, f"a rank of 0 to {ranks - 1}")
+        return ranks
+
+    measured = run_job(measure, options, num_ranks=num_ranks, deadline_s=DEADLINE_S)
+    if measured is not None:
+        _report(args, measured, options)
     return 0
 
 

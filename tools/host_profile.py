@@ -6,7 +6,9 @@
     torchrun --nproc-per-node 2 tools/host_profile.py --calls barrier,all_reduce --functions 20 --device cpu
 
 For each call: the time until it returns, back to back (median and least of the repeats); with the GPU's work; and from
-a second run under cProfile, how often a call of it enters each function, and what that costs. Calls of the core appear
+a second run, how much of it passes in the core, the driver's part included; and from a third one under cProfile, how
+often a call of it enters each function, and what that costs. First, what steps of a call cost by themselves on this
+machine: those of the driver are asked by ctypes, whose own price stands beside them. Calls of the core appear
 as ``core.Class.method``; the profiler makes everything slower, small functions most. On the CPU a call runs its kernel
 before it returns: the first time is the processor's without the kernel's, and counts of functions say more than times.
 Ranks may share a GPU, which then works for one process at a time: only the times until calls return count there.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import ctypes
 import json
 import os
 import pstats
@@ -33,6 +36,7 @@ import torch.distributed as dist
 import weft
 from weft import _core
 from weft.bench.report import Report, Row
+from weft.runtime import allocation, plain
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 128, 7168, 8, 256
 HT_TOKENS = 4096
@@ -48,6 +52,7 @@ def main() -> None:
         "--tokens", type=int, default=0, help="of a rank, in all calls (default 128 and 4096)"
     )
     parser.add_argument("--hidden", type=int, default=HIDDEN)
+    parser.add_argument("--experts", type=int, default=EXPERTS)
     parser.add_argument("--batches", type=int, default=15, help=f"of {BATCH} calls each")
     parser.add_argument("--functions", type=int, default=14, help="lines of a profile")
     parser.add_argument("--json", type=Path, help="file for times and counts, in the form of the benchmarks")
@@ -62,14 +67,15 @@ def main() -> None:
     if rank == 0:
         _print_machine(args)
     timed = {name: _times(calls[name], args) for name in chosen}
-    _show_core()
+    spent = _show_core(args)
     launch = ["torchrun", "--nproc-per-node", str(dist.get_world_size())]
     report = Report("host time", command=shlex.join([*launch, *sys.argv]))
     for name in chosen:
+        in_core = _in_core(calls[name], spent, args)
         profile = _profiled(calls[name], args)
         if rank == 0:
-            _print(name, *timed[name], profile, args)
-            report.add(_row(name, *timed[name], profile, args))
+            _print(name, *timed[name], in_core, profile, args)
+            report.add(_row(name, *timed[name], in_core, profile, args))
     if rank == 0 and args.json:
         args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
     dist.barrier()
@@ -84,11 +90,17 @@ def _counts(profile: pstats.Stats, args: argparse.Namespace) -> tuple[float, flo
 
 
 def _row(
-    name: str, enqueue_us: list[float], eager_us: list[float], profile: pstats.Stats, args: argparse.Namespace
+    name: str,
+    enqueue_us: list[float],
+    eager_us: list[float],
+    in_core_us: float,
+    profile: pstats.Stats,
+    args: argparse.Namespace,
 ) -> Row:
     python_calls, c_calls = _counts(profile, args)
     extra = {
         "enqueue_us": round(statistics.median(enqueue_us), 2),
+        "in_core_us": round(in_core_us, 2),
         "python_calls": round(python_calls),
         "c_calls": round(c_calls),
     }
@@ -98,19 +110,19 @@ def _row(
 def _low_latency(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
     tokens = args.tokens or TOKENS
     ranks = dist.get_world_size()
-    room = weft.Buffer.get_low_latency_rdma_size_hint(tokens, args.hidden, ranks, EXPERTS)
+    room = weft.Buffer.get_low_latency_rdma_size_hint(tokens, args.hidden, ranks, args.experts)
     buffer = weft.Buffer(dist.group.WORLD, 0, room, low_latency_mode=True, device=args.device)
     x = torch.randn(tokens, args.hidden, device=args.device).bfloat16()
-    ids = _ids(tokens, args.device)
+    ids = _ids(tokens, args)
     weights = torch.ones(tokens, TOP_K, device=args.device)
     rows = torch.zeros(
-        -(-EXPERTS // ranks), tokens * ranks, args.hidden, dtype=torch.bfloat16, device=args.device
+        -(-args.experts // ranks), tokens * ranks, args.hidden, dtype=torch.bfloat16, device=args.device
     )
 
     def pair(with_hooks: bool) -> Callable[[], object]:
         def call() -> None:
             *_, handle, _, hook = buffer.low_latency_dispatch(
-                x, ids, tokens, EXPERTS, return_recv_hook=with_hooks
+                x, ids, tokens, args.experts, return_recv_hook=with_hooks
             )
             if hook is not None:
                 hook()
@@ -128,11 +140,11 @@ def _high_throughput(args: argparse.Namespace) -> dict[str, Callable[[], object]
     buffer = weft.Buffer(dist.group.WORLD, ranks * tokens * args.hidden * 2 * 8, device=args.device)
     elastic = weft.ElasticBuffer(dist.group.WORLD, 2 << 20, device=args.device)
     x = torch.randn(tokens, args.hidden, device=args.device).bfloat16()
-    ids = _ids(tokens, args.device)
+    ids = _ids(tokens, args)
     weights = torch.ones(tokens, TOP_K, device=args.device)
 
     def dispatch() -> Any:
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, args.experts)
         return buffer.dispatch(
             x,
             num_tokens_per_rank=per_rank,
@@ -145,7 +157,7 @@ def _high_throughput(args: argparse.Namespace) -> dict[str, Callable[[], object]
     received, *_, handle, _ = dispatch()
     rows = received.clone()
     return {
-        "layout": lambda: buffer.get_dispatch_layout(ids, EXPERTS),
+        "layout": lambda: buffer.get_dispatch_layout(ids, args.experts),
         "dispatch, cached": lambda: buffer.dispatch(x, handle=handle),
         "combine": lambda: buffer.combine(rows, handle),
         "layout + dispatch, counts waited": dispatch,
@@ -170,15 +182,15 @@ def _collectives(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
     return calls
 
 
-def _ids(tokens: int, device: str) -> torch.Tensor:
-    scores = torch.rand(tokens, EXPERTS, generator=torch.Generator().manual_seed(dist.get_rank()))
-    return scores.topk(TOP_K, dim=1).indices.to(device)
+def _ids(tokens: int, args: argparse.Namespace) -> torch.Tensor:
+    scores = torch.rand(tokens, args.experts, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return scores.topk(TOP_K, dim=1).indices.to(args.device)
 
 
 def _times(call: Callable[[], object], args: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Return the microseconds of each call until it returns, and of each with the GPU's work, by batches."""
     enqueue_us, eager_us = [], []
-    clock = time.perf_counter_ns if args.device != "cpu" else time.thread_time_ns  # as weft.bench.eager
+    clock = _clock(args)
     for batch in range(args.batches + 2):
         _meet(args)
         began = time.perf_counter_ns()
@@ -191,6 +203,11 @@ def _times(call: Callable[[], object], args: argparse.Namespace) -> tuple[list[f
         if batch >= 2:
             eager_us.append((time.perf_counter_ns() - began) / 1e3 / BATCH)
     return enqueue_us, eager_us
+
+
+def _clock(args: argparse.Namespace) -> Callable[[], int]:
+    """Return the clock of weft.bench.eager: on the CPU ranks share cores, and what others do there is no part."""
+    return time.perf_counter_ns if args.device != "cpu" else time.thread_time_ns
 
 
 def _profiled(call: Callable[[], object], args: argparse.Namespace) -> pstats.Stats:
@@ -215,35 +232,65 @@ def _finish(args: argparse.Namespace) -> None:
         torch.cuda.synchronize()
 
 
-def _show_core() -> None:
-    """Let profiles see calls of the core: a Python function in front of each method."""
+def _show_core(args: argparse.Namespace) -> list[int]:
+    """Let profiles see calls of the core: a Python function in front of each method. Returns the ns spent in them."""
+    spent = [0]
+    clock = _clock(args)
 
     def shown(name: str, method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return method(*args, **kwargs)
+            began = clock()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                spent[0] += clock() - began
 
         call.__code__ = call.__code__.replace(co_name=f"core.{name}")
         return call
 
     for kind in (value for value in vars(_core).values() if isinstance(value, type)):
         for name, method in list(vars(kind).items()):
-            if type(method).__name__ == "nb_method":
+            if type(method).__name__ == "nb_method" and not name.startswith("__"):
                 setattr(kind, name, shown(f"{kind.__name__}.{name}", method))
+    return spent
+
+
+def _in_core(call: Callable[[], object], spent: list[int], args: argparse.Namespace) -> float:
+    """Return the microseconds of a call in the core, without those of host kernels; median of the batches."""
+    batches: list[float] = []
+    for _ in range(args.batches):
+        _meet(args)
+        began, kernel_ns = spent[0], _core.host_kernel_ns()
+        for _ in range(BATCH):
+            call()
+        batches.append((spent[0] - began - (_core.host_kernel_ns() - kernel_ns)) / 1e3 / BATCH)
+    _finish(args)
+    return float(statistics.median(batches))
 
 
 def _print_machine(args: argparse.Namespace) -> None:
-    steps: dict[str, Callable[[], object]] = {"an empty function": lambda: None}
-    one = torch.zeros(1, device=args.device)
-    steps["torch.empty"] = lambda: torch.empty((64, 8), dtype=torch.int32, device=one.device)
-    if args.device != "cpu":
+    one = torch.zeros(256, dtype=torch.int32, device=args.device)
+    form = allocation.tensor_form((64, 8), torch.int32)
+    steps: dict[str, Callable[[], object]] = {
+        "an empty function": lambda: None,
+        "torch.empty": lambda: torch.empty((64, 8), dtype=torch.int32, device=one.device),
+        "a part of a tensor": lambda: allocation.part_of(one, 8, (64,)),
+        "a signature of three tensors": lambda: plain.plain_forms(one, one, one),
+    }
+    if args.device == "cpu":
+        steps["a tensor, the short way"] = lambda: allocation.new_on_host(*form)
+    else:
         stream, event = torch.cuda.Stream(), torch.cuda.Event()
         ordinal = torch.cuda.current_device()
+        steps["a tensor, the short way, and its end"] = lambda: allocation.new_on_cuda(form, one.device)
         steps["torch's smallest launch (zero_)"] = one.zero_
+        steps["a launch without a tensor (_sleep)"] = lambda: torch.cuda._sleep(1)
         steps["torch.cuda.current_stream"] = lambda: torch.cuda.current_stream(ordinal)
         steps["its number alone"] = lambda: torch._C._cuda_getCurrentRawStream(ordinal)
         steps["record an event, wait for it"] = lambda: stream.wait_event(
             torch.cuda.current_stream().record_event(event)
         )
+        steps |= _driver_steps(torch.cuda.current_stream().cuda_stream, stream.cuda_stream)
     for name, step in steps.items():
         enqueue_us = []
         for _ in range(300):
@@ -254,15 +301,46 @@ def _print_machine(args: argparse.Namespace) -> None:
         print(f"{name:36} {statistics.median(enqueue_us):8.2f} us")
 
 
+def _driver_steps(current: int, other: int) -> dict[str, Callable[[], object]]:
+    """Return calls of the driver that calls of Weft make beside their launch."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    context, version, capturing = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    event = ctypes.c_void_p()
+    if driver.cuEventCreate(ctypes.byref(event), 2) != 0:  # without times
+        return {}
+    streams = ctypes.c_void_p(current), ctypes.c_void_p(other)
+    driver.cuCtxGetCurrent(ctypes.byref(context))
+
+    def enter_and_leave() -> None:
+        driver.cuCtxPushCurrent_v2(context)
+        driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+
+    return {
+        "driver: cuDriverGetVersion": lambda: driver.cuDriverGetVersion(ctypes.byref(version)),
+        "driver: cuCtxGetCurrent": lambda: driver.cuCtxGetCurrent(ctypes.byref(context)),
+        "driver: cuCtxPushCurrent and Pop": enter_and_leave,
+        "driver: cuStreamIsCapturing": lambda: driver.cuStreamIsCapturing(
+            streams[0], ctypes.byref(capturing)
+        ),
+        "driver: cuEventRecord": lambda: driver.cuEventRecord(event, streams[0]),
+        "driver: cuStreamWaitEvent": lambda: driver.cuStreamWaitEvent(streams[1], event, 0),
+    }
+
+
 def _print(
-    name: str, enqueue_us: list[float], eager_us: list[float], profile: pstats.Stats, args: argparse.Namespace
+    name: str,
+    enqueue_us: list[float],
+    eager_us: list[float],
+    in_core_us: float,
+    profile: pstats.Stats,
+    args: argparse.Namespace,
 ) -> None:
     calls = args.batches * BATCH
     python_calls, c_calls = _counts(profile, args)
     print(
         f"\n== {name}: enqueue {statistics.median(enqueue_us):.1f} us (least {min(enqueue_us):.1f})", end=""
     )
-    print(f", with its work {statistics.median(eager_us):.1f} us")
+    print(f", in the core {in_core_us:.1f}, with its work {statistics.median(eager_us):.1f} us")
     print(f"   {python_calls:.0f} Python and {c_calls:.0f} C calls;", end="")
     print(" per call, under the profiler: times entered, own us, us with what it calls")
     of_all = profile.stats.items()  # type: ignore[attr-defined]

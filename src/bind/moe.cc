@@ -81,22 +81,21 @@ void bind_moe(nb::module_& module) {
           nb::arg("communicator"), nb::arg("heap_bytes"), nb::arg("low_latency_bytes"), nb::arg("timeout_s"),
           nb::arg("each_alone") = false)
       .def_prop_ro("planned_sms", &MoeBuffer::planned_sms)
-      .def(
-          "layout",
-          [](MoeBuffer& self, TensorAddress topk_idx, uint32_t id_bytes, uint32_t tokens, uint32_t top_k,
-             uint32_t experts, TensorAddress counts, TensorAddress token_in_rank, TensorAddress sum_place,
-             uint64_t stream) {
-            check(without_gil([&] {
-              return self.layout({pointer<void>(topk_idx), id_bytes, tokens, top_k, experts,
-                                  pointer<int32_t>(counts), pointer<uint8_t>(token_in_rank),
-                                  pointer<int32_t>(sum_place), pointer<void>(stream)});
-            }));
-          })
+      .def("layout",
+           [](MoeBuffer& self, TensorAddress topk_idx, uint32_t id_bytes, uint32_t tokens, uint32_t top_k,
+              uint32_t experts, TensorAddress counts, TensorAddress token_in_rank, TensorAddress sum_place,
+              uint64_t stream) {
+             check(without_gil([&] {
+               return self.layout({pointer<void>(topk_idx), id_bytes, tokens, top_k, experts,
+                                   pointer<int32_t>(counts), pointer<uint8_t>(token_in_rank),
+                                   pointer<int32_t>(sum_place), pointer<void>(stream)});
+             }));
+           })
       .def(
           "notify",
           [](MoeBuffer& self, const RowFormat& format, TensorAddress token_in_rank,
-             TensorAddress tokens_per_expert, uint32_t tokens, uint32_t experts, const HandleMemory& handle, uint64_t worst_rows,
-             uint64_t most_tokens, uint64_t stream, uint64_t after, bool waits) {
+             TensorAddress tokens_per_expert, uint32_t tokens, uint32_t experts, const HandleMemory& handle,
+             uint64_t worst_rows, uint64_t most_tokens, uint64_t stream, uint64_t after, bool waits) {
             return value_or_throw(without_gil([&] {
               return self.notify({format,
                                   pointer<uint8_t>(token_in_rank),
@@ -113,40 +112,40 @@ void bind_moe(nb::module_& module) {
           nb::arg("tokens"), nb::arg("experts"), nb::arg("handle"), nb::arg("worst_rows"),
           nb::arg("most_tokens"), nb::arg("stream"), nb::arg("after"), nb::arg("waits"))
       // By position, as these are on the path of every call.
-      .def("dispatch",
-           [](MoeBuffer& self, const RowFormat& format, TensorAddress x, TensorAddress scales,
-              int64_t scale_token_stride, int64_t scale_word_stride, TensorAddress topk_idx,
-              TensorAddress topk_weights,
-              uint32_t tokens, uint32_t experts, const HandleMemory& handle, uint64_t handle_id,
-              uint64_t rows, uint64_t staging_rows, bool counts_unknown, bool keep_weights, bool is_one_piece,
-              uint32_t num_sms, uint64_t stream, uint64_t after, bool waits, bool joins) {
-             return value_or_throw(without_gil([&] {
-               return self.dispatch({format,
-                                     pointer<std::byte>(x),
-                                     pointer<uint32_t>(scales),
-                                     scale_token_stride,
-                                     scale_word_stride,
-                                     pointer<void>(topk_idx),
-                                     pointer<float>(topk_weights),
-                                     tokens,
-                                     experts,
-                                     handle,
-                                     handle_id,
-                                     rows,
-                                     staging_rows,
-                                     counts_unknown,
-                                     keep_weights,
-                                     is_one_piece,
-                                     num_sms,
-                                     {pointer<void>(stream), pointer<void>(after), waits, joins}});
-             }));
-           })
+      .def(
+          "dispatch",
+          [](MoeBuffer& self, const RowFormat& format, TensorAddress x, TensorAddress scales,
+             int64_t scale_token_stride, int64_t scale_word_stride, TensorAddress topk_idx,
+             TensorAddress topk_weights, uint32_t tokens, uint32_t experts, const HandleMemory& handle,
+             uint64_t handle_id, uint64_t rows, uint64_t staging_rows, bool counts_unknown, bool keep_weights,
+             bool is_one_piece, uint32_t num_sms, uint64_t stream, uint64_t after, bool waits, bool joins) {
+            return value_or_throw(without_gil([&] {
+              return self.dispatch({format,
+                                    pointer<std::byte>(x),
+                                    pointer<uint32_t>(scales),
+                                    scale_token_stride,
+                                    scale_word_stride,
+                                    pointer<void>(topk_idx),
+                                    pointer<float>(topk_weights),
+                                    tokens,
+                                    experts,
+                                    handle,
+                                    handle_id,
+                                    rows,
+                                    staging_rows,
+                                    counts_unknown,
+                                    keep_weights,
+                                    is_one_piece,
+                                    num_sms,
+                                    {pointer<void>(stream), pointer<void>(after), waits, joins}});
+            }));
+          })
       .def("combine",
            [](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element, TensorAddress x,
               TensorAddress topk_weights, TensorAddress slot, TensorAddress bias0, TensorAddress bias1,
-              TensorAddress combined, TensorAddress combined_weights, uint32_t tokens, const HandleMemory& handle, uint64_t handle_id,
-              uint64_t staging_rows, uint32_t num_sms, uint64_t stream, uint64_t after, bool waits,
-              bool joins) {
+              TensorAddress combined, TensorAddress combined_weights, uint32_t tokens,
+              const HandleMemory& handle, uint64_t handle_id, uint64_t staging_rows, uint32_t num_sms,
+              uint64_t stream, uint64_t after, bool waits, bool joins) {
              check(without_gil([&] {
                return self.combine({row_bytes,
                                     top_k,

@@ -111,6 +111,7 @@ void append(std::string& key, T value) {
 // Type, device and shape of each tensor.
 nb::bytes plain_forms(nb::args values) {
   std::string key;
+  key.reserve(256);
   for (nb::handle value : values) {
     if (value.is_none()) {
       key.push_back('-');

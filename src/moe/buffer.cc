@@ -284,7 +284,8 @@ Result<Notified> MoeBuffer::run_notify(const NotifyCall& call) {
   if (levels_)
     WEFT_TRY(notify_on_levels(args, call.handle, false, call.order.stream));
   else
-    WEFT_TRY(launch(key_of_notify, plan_notify(ranks(), limits_), &args, sizeof(args), {}, call.order.stream));
+    WEFT_TRY(
+        launch(key_of_notify, plan_notify(ranks(), limits_), &args, sizeof(args), {}, call.order.stream));
   return collect(call, report, handle_id(handle_key_, ++dispatches_));
 }
 
@@ -366,9 +367,9 @@ Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {
   const HighThroughputShape shape = dispatch_shape(format);
   const GridPlan grid = plan_dispatch(ranks(), piece_bytes_of(shape), call.num_sms, limits_);
   args = in_roles(args, grid);
-  const Status launched =
-      levels_ ? dispatch_on_levels(args, call, call.order.stream)
-              : launch(&dispatch_key, grid, &args, sizeof(args), shape, call.order.stream);
+  const Status launched = levels_
+                              ? dispatch_on_levels(args, call, call.order.stream)
+                              : launch(&dispatch_key, grid, &args, sizeof(args), shape, call.order.stream);
   if (launched.ok()) {
     WEFT_TRY(end(call.order));
     return received;

@@ -39,7 +39,9 @@ def test_every_stop_of_a_walk_is_there(walk: str) -> None:
         assert defines(ROOT / path, name), f"{path} has no {name}"
 
 
-@pytest.mark.parametrize(("name", "there"), [("notify_on_levels", True), ("launch", False), ("complete", False)])
+@pytest.mark.parametrize(
+    ("name", "there"), [("notify_on_levels", True), ("launch", False), ("complete", False)]
+)
 def test_a_call_is_no_definition(name: str, there: bool) -> None:
     assert defines(ROOT / "src/moe/buffer_levels.cc", name) == there
 

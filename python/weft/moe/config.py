@@ -72,6 +72,8 @@ def check_number(argument: str, value: object, least: float) -> float:
 def check_flags(**flags: object) -> None:
     """Refuse options that are neither True nor False (nor 1, 0 or None, which callers pass for them)."""
     for name, value in flags.items():
+        if value is True or value is False:
+            continue
         try:
             is_flag = not is_unreadable(value) and value in (None, False, True)
         except (TypeError, ValueError, RuntimeError):  # tensors and arrays of several elements

@@ -228,7 +228,7 @@ class DeviceContext(RuntimeFacts):
         nothing = tensor_form((0,), dtype)
         part = new_on_cuda(nothing, self.device) if self.is_cuda else new_on_host(*nothing)
         begin = offset // dtype.itemsize
-        return self._own(part.set_(words.untyped_storage(), begin, shape, strides_in_order(shape)))  # type: ignore[call-overload]
+        return self._own(part.set_(words.untyped_storage(), begin, shape, strides_in_order(shape)))
 
     def _own(self, part: torch.Tensor) -> torch.Tensor:
         """Return a part of the window for the caller: on the CPU a copy."""

@@ -55,7 +55,9 @@ class Rows:
         )
 
 
-_row_format = functools.lru_cache(maxsize=1024)(_core.RowFormat)  # calls ask for the same ones again and again
+_row_format = functools.lru_cache(maxsize=1024)(
+    _core.RowFormat
+)  # calls ask for the same ones again and again
 
 
 def combined_format(x: Tensor, top_k: int, slots: int = 1) -> Any:
@@ -257,7 +259,9 @@ def _send(
     return Received(context, received, rows, num_rows)
 
 
-def _with_room(context: DeviceContext, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _with_room(
+    context: DeviceContext, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
     """Return call(*arguments); where the window is full of pieces that other streams still use, after these."""
     run = call
     if profiler._is_profiler_enabled or spans.NVTX:

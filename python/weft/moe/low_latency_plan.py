@@ -24,7 +24,6 @@ from weft.moe.low_latency_formats import Format
 from weft.moe.low_latency_handle import low_latency_form
 from weft.runtime.allocation import tensor_form
 
-
 _OF_HANDLE = (5, 2)  # routes and src_info, which no caller gets but in a handle
 
 

@@ -58,7 +58,7 @@ def _part_by_set(
     tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> torch.Tensor:
     part = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return part.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, shape, strides)  # type: ignore[call-overload, no-any-return]
+    return part.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, shape, strides)
 
 
 _part: Any = _reinterpret or _part_by_set
@@ -91,6 +91,7 @@ class OutputMaker:
         together: Sequence[int] = (),
     ) -> None:
         self._device, self._large, self._count = device, large, len(forms)
+        self._ordinal = None if device.type == "cpu" else device.index
         self._memory = [(i, form) for i, form in enumerate(forms) if form is not None and i not in together]
         self._parts = _parts_of(forms, together)
         if self._parts:
@@ -103,15 +104,11 @@ class OutputMaker:
         short_way = _short_way_on_host if device.type == "cpu" else _short_way
         is_large = device.type == "cpu" and any(_is_large(form) for _, form in self._memory)
         if short_way is not None and _reinterpret is not None and not is_large:
-            self._by_core = _core.TensorMaker(
-                short_way, _reinterpret, self._count, self._memory, self._parts
-            )
+            self._by_core = _core.TensorMaker(short_way, _reinterpret, self._count, self._memory, self._parts)
 
     def __call__(self) -> list[Any]:
         """Return new tensors, for the stream that is current."""
-        if self._by_core is not None and (
-            self._device.index is None or _current_device() == self._device.index
-        ):
+        if self._by_core is not None and (self._ordinal is None or _current_device() == self._ordinal):
             return self._by_core()
         results: list[Any] = [None] * (self._count + 1)
         for place, form in self._memory:
@@ -160,4 +157,12 @@ def strides_in_order(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-__all__ = ["OutputMaker", "TensorForm", "new_on_cuda", "new_on_host", "part_of", "strides_in_order", "tensor_form"]
+__all__ = [
+    "OutputMaker",
+    "TensorForm",
+    "new_on_cuda",
+    "new_on_host",
+    "part_of",
+    "strides_in_order",
+    "tensor_form",
+]

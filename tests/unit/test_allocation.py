@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uninitialised tensors by torch's short ways and by its public ones: the same tensors."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from weft.runtime import allocation
+from weft.runtime.allocation import OutputMaker, part_of, tensor_form
+
+CPU = torch.device("cpu")
+FORMS = (
+    tensor_form((3, 4), torch.bfloat16),
+    tensor_form((7,), torch.int32),
+    None,
+    tensor_form((5, 3, 2), torch.float32, (1, 10, 5)),
+    tensor_form((0, 3), torch.int32),
+    tensor_form((2, 131), torch.int32),
+)
+
+
+def _large(form: allocation.TensorForm) -> torch.Tensor:
+    return torch.full(form[0], 7, dtype=form[2])
+
+
+def _maker(together: tuple[int, ...], by_core: bool, monkeypatch: pytest.MonkeyPatch) -> OutputMaker:
+    if not by_core:
+        monkeypatch.setattr(allocation, "_reinterpret", None)
+        monkeypatch.setattr(allocation, "_part", allocation._part_by_set)
+        monkeypatch.setattr(allocation, "new_on_host", allocation._host_by_torch)
+    return OutputMaker(FORMS, CPU, _large, together)
+
+
+def _described(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+@pytest.mark.parametrize("together", [(), (5, 1), (1, 4, 5), (2, 1)], ids=str)
+@pytest.mark.parametrize("by_core", [True, False], ids=["core", "torch"])
+def test_every_form_is_made_anew(
+    together: tuple[int, ...], by_core: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = _maker(together, by_core, monkeypatch)
+    first, second = make(), make()
+    wanted = [None if form is None else (*form, CPU) for form in FORMS]
+    assert [_described(tensor) for tensor in first] == wanted == [_described(tensor) for tensor in second]
+    places: list[range] = []
+    for number, tensor in enumerate(tensor for tensor in (*first, *second) if tensor is not None):
+        assert tensor._base is None
+        assert tensor.data_ptr() % 16 == 0
+        tensor.fill_(number)
+        places.append(range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+    for number, tensor in enumerate(tensor for tensor in (*first, *second) if tensor is not None):
+        assert (tensor == number).all()  # nobody else wrote here
+    filled = sorted((place for place in places if len(place)), key=lambda place: place.start)
+    assert all(one.stop <= other.start for one, other in itertools.pairwise(filled))
+
+
+@pytest.mark.parametrize("by_core", [True, False], ids=["core", "torch"])
+def test_only_those_asked_for_share_memory(by_core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def storages(together: tuple[int, ...]) -> int:
+        made = _maker(together, by_core, monkeypatch)()
+        return len({tensor.untyped_storage()._cdata for tensor in made if tensor is not None})
+
+    assert storages(()) == 5
+    assert storages((5, 1)) == 4
+
+
+def test_large_results_come_from_their_maker() -> None:
+    form = tensor_form((1 << 20,), torch.uint8)
+    made = OutputMaker((form, FORMS[0]), CPU, _large)()
+    assert (made[0] == 7).all()
+    assert _described(made[1]) == (*tensor_form((3, 4), torch.bfloat16), CPU)
+
+
+@pytest.mark.parametrize("by_core", [True, False], ids=["short", "public"])
+def test_a_part_is_no_view(by_core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not by_core:
+        monkeypatch.setattr(allocation, "_part", allocation._part_by_set)
+    whole = torch.arange(20, dtype=torch.int32)[4:]
+    part = part_of(whole, 2, (3, 2))
+    assert part.tolist() == [[6, 7], [8, 9], [10, 11]]
+    assert part._base is None
+    part.add_(1)
+    assert whole[2] == 7
+    assert whole._version == 0  # autograd, which may have saved it, does not see the change

@@ -52,6 +52,7 @@ struct LowLatencyControl {
   uint64_t counts;    // u64[2][kMaxExperts] by half: [R][Le] by source: count_word() of my experts
   uint64_t hello;     // LowLatencyHello[2][R]
   uint64_t word;      // u64[2][R][kWordsPerSource]
+  uint64_t carriers;  // u32[2][R] of this rank: see low_latency_ports.h
   uint64_t end;
 };
 WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
@@ -64,6 +65,7 @@ WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
   at.counts = carver.take(uint64_t{2} * kMaxExperts * 8);
   at.hello = carver.take(2 * ranks * sizeof(LowLatencyHello));
   at.word = carver.take(2 * ranks * kWordsPerSource * 8);
+  at.carriers = carver.take(2 * ranks * 4);
   at.end = carver.take(0);
   return at;
 }
@@ -109,8 +111,8 @@ WEFT_DEVICE constexpr uint64_t larger(uint64_t a, uint64_t b) {
   return a > b ? a : b;
 }
 
-// A token on its way to one rank: a head of u32 words {token, reserved x 3, local expert or -1 [K], place in
-// its segment [K], weight [K] if any}, and a body: the row, its scales. As lines, those of the head come
+// A token on its way to one rank: a head of u32 words {token, reserved x 3, local expert or -1 [K] (where a
+// message is for a whole node: expert), place in its segment [K], weight [K] if any}, and a body: the row, its scales. As lines, those of the head come
 // first.
 struct MessageLayout {
   uint64_t expert;  // in words

@@ -94,7 +94,7 @@ def _receives_in_other_orders(rank: Rank, case: MoeCase) -> None:
 
 def _bytes_of_dispatch(rank: Rank, case: MoeCase, ranks_per_node: int, once_per_node: bool) -> float:
     """A token crosses once for each other node that has an expert of it, or for each rank there."""
-    hint = weft.Buffer.get_low_latency_rdma_size_hint(512, case.hidden, rank.size, case.num_experts)
+    hint = weft.Buffer.get_low_latency_rdma_size_hint(128, case.hidden, rank.size, case.num_experts)
     buffer = weft.Buffer(rank.group, 0, hint, low_latency_mode=True)
     x, idx, weights = case.x(rank.rank), case.topk_idx(rank.rank), case.topk_weights(rank.rank)
     goes = oracle.layout(idx, case.num_experts, rank.size)[2].clone()
@@ -105,7 +105,7 @@ def _bytes_of_dispatch(rank: Rank, case: MoeCase, ranks_per_node: int, once_per_
     for _ in range(2):
         barrier(rank)
         before = network_bytes()
-        recv, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 512, case.num_experts, use_fp8=False)
+        recv, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 128, case.num_experts, use_fp8=False)
         barrier(rank)
         middle = network_bytes()
         buffer.low_latency_combine(outputs_of(recv), idx, weights, handle)
@@ -119,7 +119,7 @@ def _bytes_of_dispatch(rank: Rank, case: MoeCase, ranks_per_node: int, once_per_
 @pytest.mark.parametrize("place", PLACES[:2], ids=str)
 def test_a_token_crosses_the_network_once_for_each_node(place: tuple[int, int, str]) -> None:
     num_ranks, ranks_per_node, provider = place
-    case = MoeCase(_of_ranks(num_ranks, 400, 512, 300), 7168, 8, 40, empty_share=0.1)
+    case = MoeCase(_of_ranks(num_ranks, 100, 128, 70), 7168, 8, 40, empty_share=0.1)
     crossed = {}
     for way in ("node", "direct"):
         with (
@@ -130,9 +130,9 @@ def test_a_token_crosses_the_network_once_for_each_node(place: tuple[int, int, s
     assert crossed["node"] < 0.75 * crossed["direct"]
 
 
-def _says(rank: Rank, **options: Any) -> bool:
+def _says(rank: Rank, shrinks: bool) -> bool:
     hint = weft.Buffer.get_low_latency_rdma_size_hint(64, 4096, rank.size, 16)
-    buffer = weft.Buffer(rank.group, 0, hint, low_latency_mode=True, **options)
+    buffer = weft.Buffer(rank.group, 0, hint, low_latency_mode=True, enable_shrink=shrinks)
     return bool(buffer.runtime.low_latency.sends_once_per_node(64, 8, 16, 8192, 0))
 
 
@@ -148,7 +148,7 @@ def _says(rank: Rank, **options: Any) -> bool:
 )
 def test_what_is_chosen(way: str, ranks_per_node: int, shrinks: bool, expected: bool) -> None:
     with nodes(ranks_per_node, "fabric:tcp", WEFT_LOW_LATENCY_FANOUT=way):
-        assert run_ranks(4, _says, enable_shrink=shrinks, with_gpus=False) == [expected] * 4
+        assert run_ranks(4, _says, shrinks, with_gpus=False) == [expected] * 4
 
 
 def test_masks_go_with_once_per_rank() -> None:

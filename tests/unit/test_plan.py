@@ -56,7 +56,7 @@ def test_bytes_are_those_of_drawn_routes(
         ("--ranks-per-node 8", "node"),
         ("--ranks-per-node 2 --tokens 1 --puts 10", "direct"),  # a put saves less than the mapped link costs
         ("--ranks-per-node 8 --mapped-gb-s 4", "direct"),  # a node that is slower than its network
-        ("--ranks-per-node 8 --mapped-gb-s 4 --nic-gbit 20", "node"),
+        ("--ranks-per-node 8 --mapped-gb-s 4 --nic-gbit 10", "node"),
         ("--ranks-per-node 1", "direct"),  # there is nobody to share with
     ],
 )

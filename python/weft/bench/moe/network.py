@@ -83,7 +83,7 @@ class NetworkSamples:
         if row.call.startswith("ll_"):
             row.extra["bound_us"] = round(RAW_FACTOR * raw_us + RAW_BEYOND_US, 1)
             row.extra["within_bound"] = row.us <= row.extra["bound_us"]
-        row.extra["network_mb"] = round(self._bytes[step] / 1e6, 3)
+        row.extra["network_mb"] = round(self._bytes[step] / 1e6, 6)
         row.floor_us = (row.floor_us or 0.0) + network_us
 
 

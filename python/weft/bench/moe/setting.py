@@ -338,8 +338,8 @@ def method_notes(bench: Bench, has_deep_ep: bool) -> list[str]:
 def _node_notes(bench: Bench) -> list[str]:
     lines = [
         "floor: the provider's own loop for what a rank sends to other nodes (network us), half of the ranks after the "
-        "other, each row once per node (ll combine, and ll dispatch that is sent so: once per rank); and the fastest "
-        "memcpy of the other rows that it receives; raw us: that loop, the slower half"
+        "other, each row once per node, or once per rank where fan out is direct; and the fastest memcpy of the other "
+        "rows that it receives; raw us: that loop, the slower half"
     ]
     if bench.options.mode == "ll":
         lines.append(

@@ -163,10 +163,10 @@ uint32_t* LowLatency::carriers() const {
   return reinterpret_cast<uint32_t*>(window_->local() + begin_ + low_latency_control(ranks()).carriers);
 }
 
-// Windows of ranks with port peers are memory that hosts reach.
+// Windows of ranks with port peers are memory that hosts reach. A buffer that serves no such calls has no region.
 void LowLatency::write_carriers() const {
   const IslandPlan& islands = terms_.islands;
-  if (!has_ports() || islands.count == 0) return;
+  if (!has_ports() || islands.count == 0 || half_bytes() == 0) return;
   const uint32_t own = islands.island[rank()];
   for (uint32_t peer = 0; peer < ranks(); ++peer) {
     const uint32_t theirs = islands.island[peer];

@@ -85,8 +85,9 @@ struct LowLatencyDispatchArgs {
   uint32_t line_tokens;    // so many tokens, or fewer, leave as lines: at most one a batch
   uint32_t expert_rows;    // of each expert in the outputs, where these are not packed: R * M, or fewer
   uint32_t max_rows;       // of all experts in packed outputs
+  const uint32_t* carriers;  // LowLatencyControl::carriers; null where each rank gets its own messages
 };
-static_assert(sizeof(LowLatencyDispatchArgs) == 344);
+static_assert(sizeof(LowLatencyDispatchArgs) == 352);
 
 // Where matrix units of Blackwell want the first word of row `row` of an expert's scales, `words` to a row,
 // the others kTiledWordStride apart: tiles [row / 128][word] of 128 words, in which rows 32 apart are

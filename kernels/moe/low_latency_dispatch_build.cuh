@@ -56,7 +56,7 @@ WEFT_DEVICE std::byte* message_place(const D& d, uint32_t rank, uint32_t batch) 
 }
 
 // One warp, when the choices were read: finds where a token goes: its slots' ranks, experts and places there,
-// and each rank once.
+// and each rank, or carrier of ranks, once.
 template <class D>
 WEFT_DEVICE void route_token(const D& d, uint32_t batch) {
   uint32_t targets = 0;
@@ -64,6 +64,7 @@ WEFT_DEVICE void route_token(const D& d, uint32_t batch) {
     const uint32_t k = first + d.warp.rank();
     const int32_t expert = k < d.top_k() ? d.slot_choice()[k] : -1;
     const uint32_t rank = expert < 0 ? d.ranks() : static_cast<uint32_t>(expert) / d.local_experts();
+    const uint32_t target = expert < 0 ? d.ranks() : d.carrier_to(rank);
     uint32_t twins = 0;
     bool is_first = true;
     WEFT_STREAM_LOOP
@@ -71,9 +72,10 @@ WEFT_DEVICE void route_token(const D& d, uint32_t batch) {
       const int32_t other = kIsHost ? d.slot_choice()[slot] : d.warp.broadcast(expert, slot);
       const bool is_earlier = slot < k && other >= 0;
       twins += is_earlier && other == expert ? 1 : 0;
-      is_first = is_first && !(is_earlier && static_cast<uint32_t>(other) / d.local_experts() == rank);
+      is_first = is_first &&
+                 !(is_earlier && d.carrier_to(static_cast<uint32_t>(other) / d.local_experts()) == target);
     }
-    const bool goes = expert >= 0 && is_first && d.present()[rank] != 0;
+    const bool goes = expert >= 0 && is_first && d.present()[target] != 0;
     const uint32_t at = targets + d.warp.count_below(goes);
     targets += d.warp.count(goes);
     if (k < d.top_k()) {
@@ -82,8 +84,8 @@ WEFT_DEVICE void route_token(const D& d, uint32_t batch) {
       d.slot_place()[k] = expert < 0 ? 0 : d.prefix()[expert] + twins;
     }
     if (!goes) continue;
-    d.target()[at] = rank;
-    d.place()[at] = message_place(d, rank, batch);
+    d.target()[at] = target;
+    d.place()[at] = message_place(d, target, batch);
   }
   if (d.warp.rank() == 0) *d.targets() = targets;
 }
@@ -243,6 +245,13 @@ WEFT_DEVICE void send_row(const D& d, uint64_t token, const FirstVecs& first) {
   }
 }
 
+// What a message to `rank` says of slot k: the expert, or that it is none of those that the message is for.
+template <class D>
+WEFT_DEVICE uint32_t expert_in_head(const D& d, uint32_t rank, uint32_t k) {
+  if (d.is_shared()) return static_cast<uint32_t>(d.slot_choice()[k]);
+  return d.slot_rank()[k] == rank ? d.slot_expert()[k] : ~uint32_t{0};
+}
+
 // One warp, when the token was routed: the heads of its messages, at their destinations, or in shared memory
 // for lines.
 template <class D>
@@ -255,7 +264,7 @@ WEFT_DEVICE void write_heads(const D& d, uint32_t token) {
     auto* head = reinterpret_cast<uint32_t*>(d.sends_lines() ? d.heads(t) : d.place()[t]);
     if (d.warp.rank() == 0) store_watched(head, token);
     for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
-      store_watched(head + message.expert + k, d.slot_rank()[k] == rank ? d.slot_expert()[k] : ~uint32_t{0});
+      store_watched(head + message.expert + k, expert_in_head(d, rank, k));
       store_watched(head + message.place + k, d.slot_place()[k]);
       if (d.has_weights())
         store_watched(head + message.weight + k,

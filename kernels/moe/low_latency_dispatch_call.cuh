@@ -55,6 +55,23 @@ struct Dispatch {
     return (rows + padding - 1) / padding * padding;
   }
   WEFT_DEVICE Batches batches() const { return a.call.batches; }
+  // Whether a token crosses the network once for each node (low_latency_ports.h).
+  WEFT_DEVICE bool is_shared() const {
+    if constexpr (kPorts)
+      return a.carriers != nullptr;
+    else
+      return false;
+  }
+  // The rank that gets this rank's messages for a peer.
+  WEFT_DEVICE uint32_t carrier_to(uint32_t peer) const { return is_shared() ? a.carriers[peer] : peer; }
+  // The window in which a source's messages and words stand.
+  WEFT_DEVICE const std::byte* inbox(uint32_t source) const {
+    return is_shared() ? near_window(mesh, a.carriers[ranks() + source]) : mesh.local();
+  }
+  // A number of own_experts() or more: of another rank, or none.
+  WEFT_DEVICE uint32_t own_expert(uint32_t in_head) const {
+    return is_shared() ? in_head - mesh.rank() * local_experts() : in_head;
+  }
   WEFT_DEVICE MessageLayout lay_out_message() const {
     return message_layout(shape.top_k, has_weights(), shape.row_bytes, shape.scale_bytes);
   }

@@ -62,9 +62,10 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
 }
 
 // One thread, after the block's stores: a batch's messages to a port peer leave the outbox, as one range, and the batch's
-// word behind them.
+// word behind them. A peer that reads them in another rank's window gets none.
 template <class D>
 WEFT_DEVICE void send_range(const D& d, uint32_t batch, uint32_t peer) {
+  if (d.carrier_to(peer) != peer) return;
   const uint32_t count = d.sent()[peer];
   const uint64_t word = word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), batch);
   const uint64_t value = d.epoch.number * kWordEpoch | kWordDone | count;

@@ -32,7 +32,7 @@ struct RowPlace {
 template <class D>
 WEFT_DEVICE RowPlace row_place(const D& d, uint32_t source, uint32_t k) {
   const auto* head = reinterpret_cast<const uint32_t*>(d.head());
-  const uint32_t expert = head[d.message().expert + k];
+  const uint32_t expert = d.own_expert(head[d.message().expert + k]);
   // A rank that disagrees about sizes, which the call reports, may have written over this message.
   if (expert >= d.own_experts() || d.sends_rows()[source] == 0) return {-1, 0, 0};
   const uint64_t in_expert = d.begin()[source * d.local_experts() + expert] + head[d.message().place + k];
@@ -41,6 +41,18 @@ WEFT_DEVICE RowPlace row_place(const D& d, uint32_t source, uint32_t k) {
                                     : RowPlace{-1, 0, 0};
   if (in_expert >= d.a.expert_rows) return {-1, 0, 0};
   return {static_cast<int32_t>(expert * d.a.expert_rows + in_expert), expert, in_expert};
+}
+
+// Whether the message in head() has a row for this rank: what crosses once for a node may be for others of it. The warp.
+template <class D>
+WEFT_DEVICE bool is_for_this_rank(const D& d) {
+  if (!d.is_shared()) return true;
+  d.warp.sync();
+  const auto* head = reinterpret_cast<const uint32_t*>(d.head());
+  bool is_own = false;
+  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
+    is_own = is_own || d.own_expert(head[d.message().expert + k]) < d.own_experts();
+  return d.warp.any(is_own);
 }
 
 // One lane per slot: lists in rows() where the rows of the message in head() go, and returns how many. The
@@ -172,9 +184,9 @@ struct Incoming {
       layout.lines = false;
       part = layout.range(split, d.a.receive_splits);
     }
-    message = reinterpret_cast<const Vec16*>(d.mesh.local() + d.message_at(source, batch, index));
-    if constexpr (!kIsHost) load(part.first);
-    has_chunk = !kIsHost;
+    message = reinterpret_cast<const Vec16*>(d.inbox(source) + d.message_at(source, batch, index));
+    has_chunk = !kIsHost && !d.is_shared();  // which may be for another rank
+    if (has_chunk) load(part.first);
     for (uint32_t i = d.warp.rank(); i < d.message().head_vecs(); i += d.warp.size())
       d.head()[i] = load_vec_fresh(message + i);
   }
@@ -215,7 +227,7 @@ struct Incoming {
 
 template <class D>
 WEFT_DEVICE const uint64_t* batch_word(const D& d, uint32_t source, uint32_t batch) {
-  return reinterpret_cast<const uint64_t*>(d.mesh.local() +
+  return reinterpret_cast<const uint64_t*>(d.inbox(source) +
                                            word_offset(d.a.call, d.ranks(), d.epoch, source, batch));
 }
 
@@ -250,7 +262,7 @@ template <class D>
 WEFT_DEVICE uint32_t receive_messages(const D& d, uint32_t source, uint32_t batch, uint32_t split) {
   const uint64_t start = cycles();
   Incoming<D> incoming(d, source, batch, split);
-  uint32_t unpacked = 0;
+  uint32_t unpacked = 0, noted = 0;
   for (uint64_t word = 0; (word & kWordDone) == 0;) {
     const uint64_t want = d.epoch.number * kWordEpoch + unpacked + 1;
     const bool is_first = unpacked == 0;
@@ -267,12 +279,14 @@ WEFT_DEVICE uint32_t receive_messages(const D& d, uint32_t source, uint32_t batc
     WEFT_ROLLED
     for (; unpacked < arrived; ++unpacked) {
       if (!are_lines) incoming.take(unpacked);
-      int32_t* record = d.a.routes + routes.records + (slot + unpacked) * routes.record_words;
+      if (!is_for_this_rank(d)) continue;
+      int32_t* record = d.a.routes + routes.records + (slot + noted) * routes.record_words;
       if (!incoming.unpack(split == 0 ? record : nullptr)) return 0;
+      ++noted;
     }
     if (are_lines) return 1 | kCameAsLines;
   }
-  return unpacked;
+  return noted;
 }
 
 template <class D>

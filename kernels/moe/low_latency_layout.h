@@ -52,6 +52,7 @@ struct LowLatencyControl {
   uint64_t counts;     // u64[2][kMaxExperts] by half: [R][Le] by source: count_word() of my experts
   uint64_t handshake;  // LowLatencyHandshake[2][R]
   uint64_t word;       // u64[2][R][kWordsPerSource]
+  uint64_t carriers;   // u32[2][R] of this rank: see low_latency_ports.h
   uint64_t end;
 };
 WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
@@ -64,6 +65,7 @@ WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
   at.counts = carver.take(uint64_t{2} * kMaxExperts * 8);
   at.handshake = carver.take(2 * ranks * sizeof(LowLatencyHandshake));
   at.word = carver.take(2 * ranks * kWordsPerSource * 8);
+  at.carriers = carver.take(2 * ranks * 4);
   at.end = carver.take(0);
   return at;
 }
@@ -109,9 +111,9 @@ WEFT_DEVICE constexpr uint64_t larger(uint64_t a, uint64_t b) {
   return a > b ? a : b;
 }
 
-// A token on its way to one rank: a head of u32 words {token, reserved x 3, local expert or -1 [K], place in
-// its segment [K], weight [K] if any}, and a body: the row, its scales. As lines, those of the head come
-// first.
+// A token on its way to one rank, or to a node: a head of u32 words {token, reserved x 3, expert [K], place in its
+// segment [K], weight [K] if any}, and a body: the row, its scales. The expert is the rank's own number of it, or -1; in
+// a message to a node the number among all experts. As lines, those of the head come first.
 struct MessageLayout {
   uint64_t expert;  // in words
   uint64_t place;

@@ -9,6 +9,12 @@
 // ranges, one for each batch or more; batches have more tokens, so that a range is worth a write. Each peer has a part of the
 // outbox for itself: what a masked peer has not been sent yet stays as it was.
 //
+// Where ranks of a node share what the network brings, a token crosses it once for each node. It goes to the node's
+// carrier, the rank there with the source's own place, and all ranks of the node read it in the carrier's window, which they
+// map. Nobody hands anything on, so nobody's launch waits for another's; every rank acknowledges to the source what it has
+// read there, as always. LowLatencyControl::carriers holds, by peer, the rank that gets what this rank has for it, and
+// by source, the rank in whose window that source's messages stand. Counts and handshakes go to each rank.
+//
 // Replies to a batch stand next to each other: those of rank 0, of rank 1, ..., each in the order of tokens and slots.
 // The owner tells each rank where its own begin.
 #pragma once

@@ -188,10 +188,24 @@ void bind_low_latency(nb::module_& module) {
             new (self) LowLatency(
                 buffer.window(), buffer.low_latency_begin(), buffer.low_latency_end(), buffer.limits(),
                 {buffer.fault_box(), buffer.timeout_s(), may_mask, buffer.trace(), buffer.gave_up()},
-                buffer.line_tokens());
+                buffer.low_latency_terms());
             if (may_mask) buffer.outlive_peers();
           },
           nb::arg("buffer"), nb::arg("may_mask"), nb::keep_alive<1, 2>())
+      .def(
+          "sends_once_per_node",
+          [](const LowLatency& self, uint32_t max_tokens, uint32_t top_k, uint32_t experts, uint32_t row_bytes,
+             uint32_t scale_bytes) {
+            LowLatencyDispatchForm form;
+            form.max_tokens = max_tokens;
+            form.top_k = top_k;
+            form.experts = experts;
+            form.row_bytes = row_bytes;
+            form.scale_bytes = scale_bytes;
+            return self.sends_once_per_node(form);
+          },
+          nb::arg("max_tokens"), nb::arg("top_k"), nb::arg("experts"), nb::arg("row_bytes"),
+          nb::arg("scale_bytes"))
       .def(
           "plan_dispatch",
           [](LowLatency& self, uint32_t max_tokens, uint32_t tokens, uint32_t top_k, uint32_t experts,

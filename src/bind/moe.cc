@@ -215,8 +215,10 @@ void bind_moe(nb::module_& module) {
       .def_prop_ro("low_latency_end", &MoeBuffer::low_latency_end);
   module.def(
       "worst_case_bytes",
-      [](const RowFormat& format, uint64_t rows) { return worst_case_bytes(format, rows, rows); },
-      nb::arg("format"), nb::arg("rows"));
+      [](const RowFormat& format, uint64_t rows, uint64_t staging_rows) {
+        return worst_case_bytes(format, rows, staging_rows);
+      },
+      nb::arg("format"), nb::arg("rows"), nb::arg("staging_rows"));
   module.attr("HANDLE_NUMBER_BITS") = kHandleNumberBits;
   module.def("span_name", &span_name, nb::arg("what"));
 }

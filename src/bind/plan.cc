@@ -36,14 +36,11 @@ nb::dict plan_experts(bool is_low_latency, const nb::dict& shape, const nb::dict
                                  count(shape, "tokens"),      count(shape, "top_k"),
                                  count(shape, "experts"),     count(shape, "row_bytes"),
                                  count(shape, "scale_bytes"), count(shape, "result_bytes")};
-  const MachineFigures figures{{true, count(machine, "sms"), 1, count(machine, "shared_bytes")},
+  const MachineFigures figures{{figure("mapped_gb_s"), figure("network_gb_s"), figure("mapped_latency_us"),
+                                figure("network_latency_us"), figure("million_puts_per_s")},
+                               {true, count(machine, "sms"), 1, count(machine, "shared_bytes")},
                                nb::cast<int>(machine["nvlinks"]),
-                               nb::cast<int>(machine["compute_major"]),
-                               figure("mapped_gb_s"),
-                               figure("network_gb_s"),
-                               figure("mapped_latency_us"),
-                               figure("network_latency_us"),
-                               figure("million_puts_per_s")};
+                               nb::cast<int>(machine["compute_major"])};
   const ExpertTraffic traffic = value_or_throw(is_low_latency ? plan_low_latency_traffic(asked, figures)
                                                               : plan_high_throughput_traffic(asked, figures));
   nb::dict dict;
@@ -53,8 +50,16 @@ nb::dict plan_experts(bool is_low_latency, const nb::dict& shape, const nb::dict
   dict["inbox_bytes"] = traffic.inbox_bytes;
   dict["dispatch"] = to_dict(traffic.dispatch, traffic.dispatch_grid, traffic.dispatch_batch_warps);
   dict["combine"] = to_dict(traffic.combine, traffic.combine_grid, traffic.combine_batch_warps);
-  dict["per_node_bytes"] = traffic.per_node_bytes;
-  dict["per_node_us"] = traffic.per_node_us;
+  if (!is_low_latency) return dict;
+  const FanOut& ways = traffic.fan_out;
+  for (const auto& [name, way] : {std::pair{"per_rank", &ways.per_rank}, std::pair{"per_node", &ways.per_node}}) {
+    nb::dict of_way;
+    of_way["network_bytes"] = way->network_bytes;
+    of_way["puts"] = way->num_puts;
+    of_way["us"] = way->us;
+    dict[name] = of_way;
+  }
+  dict["fan_out"] = ways.is_per_node() ? "node" : "direct";
   return dict;
 }
 

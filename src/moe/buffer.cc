@@ -96,12 +96,13 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
   WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 2 + report_bytes(ranks)));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
   if (comm->rank() != 0) CompileNotice::keep_off_terminal();
-  WEFT_TRY_ASSIGN(const uint32_t line_tokens, agree_on_line_tokens(*comm));
+  WEFT_TRY_ASSIGN(LowLatencyTerms terms,
+                  agree_on_low_latency(*comm, levels ? levels->islands() : IslandPlan{}));
   if (levels) WEFT_TRY(levels->write_tables(*window));
   std::unique_ptr<MoeBuffer> buffer(new MoeBuffer(std::move(comm), std::move(window), std::move(visible),
                                                   options, control, std::move(levels)));
   buffer->limits_ = limits;
-  buffer->line_tokens_ = line_tokens;
+  buffer->low_latency_terms_ = std::move(terms);
   if (limits.is_cuda) {
     WEFT_TRY_ASSIGN(const GpuFacts gpu, gpu_facts(buffer->comm_->device().ordinal));
     buffer->planned_sms_ = plan_num_sms(gpu.nvlinks, gpu.compute_major, limits);

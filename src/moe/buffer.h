@@ -26,6 +26,7 @@
 #include "moe/fault_text.h"
 #include "moe/handle_id.h"
 #include "moe/kernel_keys.h"
+#include "moe/low_latency.h"
 #include "moe/returned_pieces.h"
 #include "moe/two_level.h"
 #include "plan/high_throughput.h"
@@ -235,8 +236,7 @@ class MoeBuffer {
   const ComputeLimits& limits() const { return limits_; }
   // Of calls whose caller names no number: plan_num_sms(). On the host it means nothing.
   uint32_t planned_sms() const { return planned_sms_; }
-  // Of low-latency mode: see agree_on_line_tokens().
-  uint32_t line_tokens() const { return line_tokens_; }
+  const LowLatencyTerms& low_latency_terms() const { return low_latency_terms_; }
   double timeout_s() const { return timeout_s_; }
   WaitRule wait_rule() const;
 
@@ -284,7 +284,7 @@ class MoeBuffer {
   std::unique_ptr<TwoLevel> levels_;  // null where all ranks map each other
   ComputeLimits limits_{};
   uint32_t planned_sms_ = 1;
-  uint32_t line_tokens_ = 0;
+  LowLatencyTerms low_latency_terms_;
   double timeout_s_;
   uint64_t low_latency_begin_;
   uint64_t low_latency_end_;

@@ -16,6 +16,8 @@ namespace weft {
 namespace {
 
 constexpr uint32_t kCombineForms = 16;  // so that a dispatch and a combine that meet do not agree
+constexpr uint32_t kSharedForms = 128;  // nor ranks that send tokens once to a node and others that do not
+constexpr double kMillionPutsPerS = 1;  // as `weft plan` takes it
 
 Launch launch_of(const LowLatencyPlan& plan) {
   return {plan.blocks, plan.threads_per_block, plan.shared_bytes, nullptr, false};
@@ -41,6 +43,32 @@ bool keeps_lines_whole(const std::vector<RankFacts>& ranks) {
   return true;
 }
 
+// Of this rank, in thousandths of LinkFigures' units, so that ranks can show them; none: more than any.
+std::vector<uint64_t> shown_links(Communicator& comm) {
+  double mapped_gb_s = 1e6, network_gb_s = 1e6, mapped_us = 0, network_us = 0;
+  for (int peer = 0; peer < comm.size(); ++peer) {
+    if (peer == comm.rank()) continue;
+    const Caps caps = comm.transport_to(peer)->caps(comm.device());
+    double& gb_s = caps.reach == Reach::kMapped ? mapped_gb_s : network_gb_s;
+    double& us = caps.reach == Reach::kMapped ? mapped_us : network_us;
+    gb_s = std::min(gb_s, caps.bandwidth_gb_s);
+    us = std::max(us, caps.latency_us);
+  }
+  std::vector<uint64_t> shown;
+  for (const double figure : {mapped_gb_s, network_gb_s, mapped_us, network_us})
+    shown.push_back(static_cast<uint64_t>(figure * 1e3));
+  return shown;
+}
+
+LinkFigures least_of(const std::vector<std::vector<uint64_t>>& shown) {
+  std::vector<uint64_t> least = shown[0];
+  for (const std::vector<uint64_t>& of_rank : shown)
+    for (size_t i = 0; i < least.size(); ++i)
+      least[i] = i < 2 ? std::min(least[i], of_rank[i]) : std::max(least[i], of_rank[i]);
+  const auto figure = [&](size_t i) { return static_cast<double>(std::max<uint64_t>(least[i], 1)) / 1e3; };
+  return {figure(0), figure(1), figure(2), figure(3), kMillionPutsPerS};
+}
+
 TallyCaller caller_of(const Window& window) {
   TallyCaller caller = window.communicator()->tally_caller();
   caller.key +=
@@ -50,7 +78,7 @@ TallyCaller caller_of(const Window& window) {
 
 }  // namespace
 
-Result<uint32_t> agree_on_line_tokens(Communicator& comm) {
+Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, IslandPlan islands) {
   const int64_t wanted = config().low_latency_line_tokens;
   const bool is_valid = wanted >= -1 && wanted <= kMaxBatches;
   const bool may =
@@ -65,24 +93,30 @@ Result<uint32_t> agree_on_line_tokens(Communicator& comm) {
   if (!is_valid)
     return Status::invalid("WEFT_LOW_LATENCY_LINE_TOKENS: got {}, allowed: -1 to {}", wanted, kMaxBatches);
   WEFT_TRY(agreed);
-  return mine;
+  LowLatencyTerms terms{mine, std::move(islands), {}};
+  if (comm.why_not_all_mapped().empty()) return terms;
+  WEFT_TRY_ASSIGN(const auto shown, comm.show("low_latency.links", shown_links(comm)));
+  terms.links = least_of(shown);
+  return terms;
 }
 
 LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
-                       const LowLatencyWaits& waits, uint32_t line_tokens)
+                       const LowLatencyWaits& waits, LowLatencyTerms terms)
     : window_(&window),
       comm_(window.communicator()),
       begin_(begin),
       end_(end),
       limits_(limits),
       waits_(waits),
-      line_tokens_(line_tokens),
+      terms_(std::move(terms)),
       tally_("low latency", caller_of(window)),
       dispatches_(counted("low_latency_dispatch")),
       combines_(counted("low_latency_combine")),
       order_(window.communicator()->device()),
       last_phase_(window.communicator()->device()),
-      known_masked_(ranks()) {}
+      known_masked_(ranks()) {
+  write_carriers();
+}
 
 LowLatency::~LowLatency() {
   for (uint32_t peer = 0; peer < known_masked_.size(); ++peer)
@@ -118,11 +152,43 @@ Result<uint64_t> LowLatency::end_run(const LowLatencyRun& run) {
 }
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
-  return {ranks(), max_tokens, top_k, experts, line_tokens_, half_bytes() - lines_at(), has_ports()};
+  return {ranks(), max_tokens, top_k, experts, terms_.line_tokens, half_bytes() - lines_at(), has_ports()};
 }
 
 uint32_t* LowLatency::masks() const {
   return reinterpret_cast<uint32_t*>(window_->local() + begin_ + low_latency_control(ranks()).masked);
+}
+
+uint32_t* LowLatency::carriers() const {
+  return reinterpret_cast<uint32_t*>(window_->local() + begin_ + low_latency_control(ranks()).carriers);
+}
+
+// Windows of ranks with port peers are memory that hosts reach. A buffer that serves no such calls has no region.
+void LowLatency::write_carriers() const {
+  const IslandPlan& islands = terms_.islands;
+  if (!has_ports() || islands.count == 0 || half_bytes() == 0) return;
+  const uint32_t own = islands.island[rank()];
+  for (uint32_t peer = 0; peer < ranks(); ++peer) {
+    const uint32_t theirs = islands.island[peer];
+    carriers()[peer] = theirs == own ? peer : islands.hub(rank(), theirs);
+    carriers()[ranks() + peer] = theirs == own ? rank() : islands.hub(peer, own);
+  }
+}
+
+// Where peers may be masked each rank gets its own: a carrier that is lost would take the tokens of ranks that live.
+bool LowLatency::sends_once_per_node(const LowLatencyDispatchForm& form) const {
+  const IslandPlan& islands = terms_.islands;
+  if (!has_ports() || waits_.may_mask || islands.widest < 2) return false;
+  if (config().low_latency_fanout != "auto") return config().low_latency_fanout == "node";
+  const ExpertTrafficShape shape{islands.count,
+                                 islands.widest,
+                                 form.max_tokens,
+                                 std::min(form.top_k, form.experts),
+                                 form.experts,
+                                 form.row_bytes,
+                                 form.scale_bytes,
+                                 0};
+  return plan_low_latency_fan_out(shape, terms_.links).is_per_node();
 }
 
 Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const {
@@ -221,6 +287,10 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
   args.call.handshake = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, form.scale_bytes,
                           static_cast<uint32_t>(form.payload * 2 + shape.weights)},
                          0};
+  if (sends_once_per_node(form)) {
+    args.carriers = carriers();
+    args.call.handshake.words[5] += kSharedForms;
+  }
   args.x_row_bytes = form.row_bytes * shrinks_by(form.payload);
   args.scale_expert_stride = form.scale_expert_stride;
   args.scale_row_stride = form.scale_row_stride;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // LowLatency is the host side of low-latency dispatch and combine: validate, plan, launch.
-//   LowLatency mode(window, begin, end, limits, {fault, timeout_s, false}, line_tokens);
+//   LowLatency mode(window, begin, end, limits, {fault, timeout_s, false}, terms);
 //   WEFT_TRY_ASSIGN(const PlannedDispatch plan, mode.plan(form));          // once for calls of this form
 //   const uint32_t ticket = mode.next_ticket();
 //   WEFT_TRY(mode.launch(plan, memory, ticket, kPhaseSend, stream));       // then x may be reused
@@ -25,7 +25,9 @@
 #include "jit/jit.h"
 #include "kernels/moe/low_latency_args.h"
 #include "moe/fault_text.h"
+#include "plan/expert_traffic.h"
 #include "plan/low_latency.h"
+#include "plan/two_level.h"
 
 namespace weft {
 
@@ -148,21 +150,27 @@ struct LowLatencyRun {
   bool is_captured;
 };
 
-// How many tokens of a rank may travel as lines (core/line.cuh), 0 where links do not keep these whole. All
-// ranks call it together. Errors: kInvalid where the setting is out of range or ranks differ.
-Result<uint32_t> agree_on_line_tokens(Communicator& comm);
+// What all ranks of a buffer know alike.
+struct LowLatencyTerms {
+  uint32_t line_tokens = 0;  // of a rank that may travel as lines (core/line.cuh); 0 where links do not keep these whole
+  IslandPlan islands = {};   // none where all ranks map each other
+  LinkFigures links = {};    // between islands, the least of any rank: what their planner goes by
+};
+// All ranks call it together, with the islands that they have found. Errors: kInvalid where the setting of lines is out of
+// range or ranks differ; those of Communicator::show().
+Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, IslandPlan islands);
 
 // Whether ids [count] in host memory are -1 or of experts: kInvalid with the first that is not.
 Status check_expert_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts);
 
 class LowLatency {
  public:
-  // `line_tokens`: of agree_on_line_tokens(), the same on all ranks.
+  // `terms`: of agree_on_low_latency().
   ~LowLatency();  // takes back its masks
   LowLatency(const LowLatency&) = delete;
   LowLatency& operator=(const LowLatency&) = delete;
   LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
-             const LowLatencyWaits& waits, uint32_t line_tokens);
+             const LowLatencyWaits& waits, LowLatencyTerms terms);
 
   // Errors: kInvalid, kCapacity where sizes do not fit; those of Jit::get.
   Result<PlannedDispatch> plan(const LowLatencyDispatchForm& form) const;
@@ -205,6 +213,8 @@ class LowLatency {
     return take_fault(*waits_.fault, peers());
   }
 
+  // Whether a token of such calls crosses the network once for each node (low_latency_ports.h).
+  bool sends_once_per_node(const LowLatencyDispatchForm& form) const;
   LowLatencySizes sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
   uint64_t routes_words(uint32_t max_tokens, uint32_t top_k, uint32_t experts, bool has_weights) const {
     return low_latency_routes_words(sizes(max_tokens, top_k, experts), has_weights);
@@ -217,6 +227,8 @@ class LowLatency {
   uint64_t half_bytes() const { return low_latency_half_bytes(ranks(), end_ - begin_); }
   bool has_ports() const { return !window_->communicator()->why_not_all_mapped().empty(); }
   uint64_t lines_at() const { return low_latency_lines_at(ranks(), half_bytes(), has_ports()); }  // in a half
+  uint32_t* carriers() const;
+  void write_carriers() const;
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
   LowLatencyCall common(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t tokens) const;
   // A call in one launch, or one of its two phases: each is an operation of its own.
@@ -247,7 +259,7 @@ class LowLatency {
   uint64_t end_;
   ComputeLimits limits_;
   LowLatencyWaits waits_;
-  uint32_t line_tokens_;
+  const LowLatencyTerms terms_;
   uint32_t ticket_ = 0;
   uint64_t calls_ = 0;
   CallTally tally_;

@@ -54,7 +54,7 @@ Status check(const ExpertTrafficShape& shape) {
 }
 
 // Fills in how long a phase takes. `mapped_trips`, `network_trips`: what one after another waits for.
-void time_phase(TrafficPhase& phase, const MachineFigures& machine, double mapped_trips,
+void time_phase(TrafficPhase& phase, const LinkFigures& machine, double mapped_trips,
                 double network_trips) {
   const double latency =
       mapped_trips * machine.mapped_latency_us + network_trips * machine.network_latency_us;
@@ -154,6 +154,27 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
   return traffic;
 }
 
+FanOut plan_low_latency_fan_out(const ExpertTrafficShape& shape, const LinkFigures& links) {
+  const Chances to = chances_of(shape);
+  const double near = shape.ranks_per_node - 1.0, others = shape.nodes - 1.0;
+  const MessageLayout message = message_layout(shape.top_k, false, shape.row_bytes, shape.scale_bytes);
+  const auto bytes = static_cast<double>(message.bytes), stride = static_cast<double>(message.stride);
+  const Batches batches = others > 0 ? port_batches_of(shape.tokens) : Batches{0, 0};
+  const uint64_t far = uint64_t{shape.nodes - 1} * shape.ranks_per_node;
+  const double to_rank = shape.tokens * to.rank, to_node = shape.tokens * to.node;
+  const uint64_t near_bytes = whole(to_rank * near * bytes);
+  // Slots of ports travel whole.
+  const uint64_t chunk = batches.capacity * message.stride;
+  FanOut made{{near_bytes, whole(to_rank * static_cast<double>(far) * stride), far * batches.count, chunk, 0,
+               Bound::kLatency},
+              // What came once for a node goes on to its other ranks over mapped links.
+              {near_bytes + whole(to_rank * others * near * bytes), whole(to_node * others * stride),
+               uint64_t{shape.nodes - 1} * batches.count, chunk, 0, Bound::kLatency}};
+  time_phase(made.per_rank, links, far ? 0 : 1, far ? 1 : 0);
+  time_phase(made.per_node, links, 1, far ? 1 : 0);
+  return made;
+}
+
 Result<ExpertTraffic> plan_low_latency_traffic(const ExpertTrafficShape& shape,
                                                const MachineFigures& machine) {
   WEFT_TRY(check(shape));
@@ -194,28 +215,15 @@ Result<ExpertTraffic> plan_low_latency_traffic(const ExpertTrafficShape& shape,
     traffic.inbox_bytes =
         low_latency_region_bytes(ranks, std::max(plans[0].word_bytes, plans[1].word_bytes), true);
 
-  const MessageLayout message = message_layout(shape.top_k, false, shape.row_bytes, shape.scale_bytes);
-  const uint64_t strides[] = {message.stride, reply_stride(shape.result_bytes, kReplyReduced)};
-  const uint64_t stored[] = {message.bytes, shape.result_bytes};  // slots of ports travel whole
-  TrafficPhase* const phases[] = {&traffic.dispatch, &traffic.combine};
-  for (int i = 0; i < 2; ++i) {
-    const double rows = shape.tokens * to.rank;  // to or from one rank
-    phases[i]->mapped_bytes = whole(rows * near * static_cast<double>(stored[i]));
-    phases[i]->network_bytes = whole(rows * far * static_cast<double>(strides[i]));
-    phases[i]->num_puts = uint64_t{far} * batches.count;
-    phases[i]->chunk_bytes = far ? batches.capacity * strides[i] : 0;
-    time_phase(*phases[i], machine, far ? 0 : 1, far ? 1 : 0);
-  }
-  TrafficPhase per_node = traffic.dispatch;
-  per_node.network_bytes =
-      whole(shape.tokens * to.node * (shape.nodes - 1) * static_cast<double>(message.stride));
-  per_node.num_puts = uint64_t{shape.nodes - 1} * batches.count;
-  // What came once for a node is stored on to its other ranks.
-  per_node.mapped_bytes +=
-      whole(shape.tokens * to.rank * (shape.nodes - 1) * near * static_cast<double>(message.bytes));
-  time_phase(per_node, machine, 1, far ? 1 : 0);
-  traffic.per_node_bytes = per_node.network_bytes;
-  traffic.per_node_us = per_node.us;
+  traffic.fan_out = plan_low_latency_fan_out(shape, machine);
+  traffic.dispatch = traffic.fan_out.is_per_node() ? traffic.fan_out.per_node : traffic.fan_out.per_rank;
+  const uint64_t stride = reply_stride(shape.result_bytes, kReplyReduced);
+  const double rows = shape.tokens * to.rank;  // from one rank
+  traffic.combine.mapped_bytes = whole(rows * near * static_cast<double>(shape.result_bytes));
+  traffic.combine.network_bytes = whole(rows * far * static_cast<double>(stride));
+  traffic.combine.num_puts = uint64_t{far} * batches.count;
+  traffic.combine.chunk_bytes = far ? batches.capacity * stride : 0;
+  time_phase(traffic.combine, machine, far ? 0 : 1, far ? 1 : 0);
   return traffic;
 }
 

@@ -28,15 +28,17 @@ struct ExpertTrafficShape {
 };
 
 // Of one rank. Rates are in 10^9 bytes and 10^6 puts per second.
-struct MachineFigures {
-  ComputeLimits limits;
-  int nvlinks;
-  int compute_major;
+struct LinkFigures {
   double mapped_gb_s;
   double network_gb_s;
   double mapped_latency_us;
   double network_latency_us;  // a put with signal until the peer sees it
   double million_puts_per_s;
+};
+struct MachineFigures : LinkFigures {
+  ComputeLimits limits;
+  int nvlinks;
+  int compute_major;
 };
 
 enum class Bound { kLatency, kMapped, kNetwork, kPuts };
@@ -52,6 +54,14 @@ struct TrafficPhase {
   Bound bound;  // what takes longest
 };
 
+// A low-latency dispatch may send a row once for each (token, rank), or once for each (token, node), whose ranks then read
+// it there.
+struct FanOut {
+  TrafficPhase per_rank;
+  TrafficPhase per_node;
+  bool is_per_node() const { return per_node.us < per_rank.us; }
+};
+
 struct ExpertTraffic {
   uint32_t sms;
   GridPlan dispatch_grid;
@@ -63,9 +73,7 @@ struct ExpertTraffic {
   uint64_t inbox_bytes;  // of a rank's window that the network writes, with the outbox that mirrors it
   TrafficPhase dispatch;
   TrafficPhase combine;
-  // Low latency: what dispatch would send, a row for each (token, node) instead of (token, rank).
-  uint64_t per_node_bytes;
-  double per_node_us;
+  FanOut fan_out;  // low latency: dispatch is the one that is shorter
 };
 
 // Errors: kInvalid naming what is 0 or does not fit.
@@ -73,5 +81,7 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
                                                    const MachineFigures& machine);
 Result<ExpertTraffic> plan_low_latency_traffic(const ExpertTrafficShape& shape,
                                                const MachineFigures& machine);
+// What calls decide their fan-out by: of nodes that differ, ranks_per_node is the widest's. All ranks must give the same.
+FanOut plan_low_latency_fan_out(const ExpertTrafficShape& shape, const LinkFigures& links);
 
 }  // namespace weft

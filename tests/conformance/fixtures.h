@@ -200,9 +200,11 @@ struct DeviceQueueFixture {
 struct PortsCase {
   const char* ranks_per_node;
   bool has_queues = false;
+  const char* fan_out = "auto";  // of low-latency calls
 
   void set_up() const {
-    Settings::set({{"WEFT_PROXY_PROVIDER", "loopback"},
+    Settings::set({{"WEFT_LOW_LATENCY_FANOUT", fan_out},
+                   {"WEFT_PROXY_PROVIDER", "loopback"},
                    {"WEFT_PROXY_FIFO", "16"},
                    {"WEFT_PROXIES", "2"},
                    {"WEFT_RANKS_PER_NODE", ranks_per_node}});
@@ -217,10 +219,11 @@ struct PortsCase {
     if (has_queues) QueueFixture::tear_down();
     ReorderingFixture::network().set_plan({});
     Settings::clear(
-        {"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO", "WEFT_PROXIES", "WEFT_RANKS_PER_NODE", "WEFT_TRANSPORT"});
+        {"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO", "WEFT_PROXIES", "WEFT_RANKS_PER_NODE", "WEFT_TRANSPORT",
+         "WEFT_LOW_LATENCY_FANOUT"});
   }
   friend void PrintTo(const PortsCase& ports, std::ostream* out) {
-    *out << ports.ranks_per_node << (ports.has_queues ? " ibgda" : " proxy");
+    *out << ports.ranks_per_node << (ports.has_queues ? " ibgda " : " proxy ") << ports.fan_out;
   }
 };
 

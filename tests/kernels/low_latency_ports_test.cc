@@ -30,8 +30,9 @@ class LowLatencyPorts : public ::testing::TestWithParam<PortsCase> {
   void TearDown() override { GetParam().tear_down(); }
 };
 INSTANTIATE_TEST_SUITE_P(RanksPerNode, LowLatencyPorts,
-                         ::testing::Values(PortsCase{"1"}, PortsCase{"2"}, PortsCase{"3"},
-                                           PortsCase{"1", true}, PortsCase{"2", true}));
+                         ::testing::Values(PortsCase{"1"}, PortsCase{"2", false, "node"},
+                                           PortsCase{"2", false, "direct"}, PortsCase{"3", false, "node"},
+                                           PortsCase{"1", true}, PortsCase{"2", true, "node"}));
 
 TEST_P(LowLatencyPorts, RoundTripsOfAnyShape) {
   const Case cases[] = {{2, 512, 3, 8, 9, kPayloadFp8Exponent},

@@ -14,6 +14,7 @@
 
 #include "kernels/core/logfmt.cuh"
 #include "moe/low_latency.h"
+#include "moe/two_level.h"
 #include "support/ranks.h"
 
 namespace weft::testing {
@@ -109,7 +110,21 @@ class Rank {
     window_ = std::move(*window);
     mode_ = std::make_unique<LowLatency>(*window_, kBegin, kBegin + region_bytes,
                                          ComputeLimits{false, 1, host_threads, 0},
-                                         LowLatencyWaits{&fault_, timeout_s, may_mask}, line_tokens);
+                                         LowLatencyWaits{&fault_, timeout_s, may_mask}, terms(line_tokens));
+  }
+
+  // As a buffer agrees on them, but for lines.
+  LowLatencyTerms terms(uint32_t line_tokens) {
+    LowLatencyTerms made;
+    if (!comm_->why_not_all_mapped().empty()) {
+      auto islands = meet_islands(*comm_, false);
+      EXPECT_EQ(islands.status().message(), "");
+      auto agreed = agree_on_low_latency(*comm_, std::move(*islands));
+      EXPECT_EQ(agreed.status().message(), "");
+      made = std::move(*agreed);
+    }
+    made.line_tokens = line_tokens;
+    return made;
   }
 
   uint32_t rank() const { return static_cast<uint32_t>(comm_->rank()); }

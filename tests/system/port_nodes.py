@@ -4,19 +4,23 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from programs import WEFT, run_program
 
+import weft
 from weft import _core
+from weft.testing.ranks import Rank
 
 SETTINGS = (
     *("WEFT_RANKS_PER_NODE", "WEFT_PROXY_PROVIDER", "WEFT_PEER_DEAD_S", "WEFT_HEARTBEAT_S"),
-    *("WEFT_TRANSPORT", "WEFT_JITTER_US", "WEFT_PROXY_FIFO"),
+    *("WEFT_TRANSPORT", "WEFT_JITTER_US", "WEFT_PROXY_FIFO", "WEFT_LOW_LATENCY_FANOUT"),
 )
 
 
@@ -54,6 +58,28 @@ def nodes(ranks_per_node: int, provider: str, **more: str) -> Iterator[None]:
         use_ports(patch, ranks_per_node, provider)
         yield
     _core.config_reload()
+
+
+def network_bytes() -> int:
+    """Return the bytes of this rank's finished writes. One is counted when it has finished, which may be after the call
+    has."""
+
+    def counted() -> int:
+        peers = weft.metrics().peers
+        return sum(int(peer["bytes"]) for peer in peers if peer["transport"].startswith("fabric"))
+
+    seen = [counted()]
+    while len(seen) < 4 or len(set(seen[-4:])) > 1:  # the same for 0.15 s
+        time.sleep(0.05)
+        seen.append(counted())
+    return seen[-1]
+
+
+def sum_over(rank: Rank, number: int) -> int:
+    """Return the sum of what all ranks give. Collective."""
+    numbers: list[Any] = [None] * rank.size
+    torch.distributed.all_gather_object(numbers, number, group=rank.group)
+    return sum(numbers)
 
 
 def bench_moe(mode: str, tokens: int, hidden: int, folder: Path, ranks_per_node: int = 2) -> tuple[Any, Any]:

@@ -27,7 +27,7 @@ from moe_checks import (
     expert_output,
     kept_buffer,
 )
-from port_nodes import bench_moe, check_network_rows, nodes
+from port_nodes import bench_moe, check_network_rows, network_bytes, nodes
 from test_moe_ht import (
     cases,
     check_aliases,
@@ -210,20 +210,6 @@ def test_gradients_flow_back_along_the_routes(pool: RankPool) -> None:
     pool.run(_check_gradients, _case(pool, 6, 9, 4))
 
 
-def _network_bytes() -> int:
-    """Bytes of this rank's finished writes. One is counted when it has finished, which may be after the call has."""
-
-    def counted() -> int:
-        peers = weft.metrics().peers
-        return sum(int(peer["bytes"]) for peer in peers if peer["transport"].startswith("fabric"))
-
-    seen = [counted()]
-    while len(seen) < 4 or len(set(seen[-4:])) > 1:  # the same for 0.15 s
-        time.sleep(0.05)
-        seen.append(counted())
-    return seen[-1]
-
-
 def _check_network_bytes(rank: Rank, case: MoeCase, ranks_per_node: int) -> list[int]:
     """Each way, a row crosses the network once per (token, other node). Return the bytes of all ranks each way."""
     buffer = kept_buffer(rank)
@@ -235,14 +221,14 @@ def _check_network_bytes(rank: Rank, case: MoeCase, ranks_per_node: int) -> list
     rows_of_ranks: list[Any] = [None] * rank.size
     torch.distributed.all_gather_object(rows_of_ranks, sent_rows, group=rank.group)
     barrier(rank)
-    before = _network_bytes()
+    before = network_bytes()
     recv_x, _, recv_weights, _, handle, _ = dispatch(buffer, case, rank.rank)
-    middle = _network_bytes()
+    middle = network_bytes()
     buffer.combine(expert_output(recv_x, rank.rank), handle, topk_weights=recv_weights)
     buffer.runtime.communicator.barrier()
     counted: list[Any] = [None] * rank.size
     torch.distributed.all_gather_object(
-        counted, (middle - before, _network_bytes() - middle), group=rank.group
+        counted, (middle - before, network_bytes() - middle), group=rank.group
     )
     needed = sum(rows_of_ranks) * case.hidden * 2
     assert needed > 8 << 20

@@ -43,9 +43,28 @@ def test_bytes_are_those_of_drawn_routes(
     # A message of high throughput has ids, weights and places beside its row; one of low latency ids and places.
     assert ht["dispatch"]["network_bytes"] == pytest.approx(node_rows / ranks * row, rel=0.05)
     assert ht["combine"]["network_bytes"] == pytest.approx(node_rows / ranks * row, rel=0.05)
-    assert ll["dispatch"]["network_bytes"] == pytest.approx(rank_rows / ranks * row, rel=0.08)
+    assert ll["per_rank"]["network_bytes"] == pytest.approx(rank_rows / ranks * row, rel=0.08)
     assert ll["combine"]["mapped_bytes"] == pytest.approx(near_rows / ranks * row, rel=0.08)
-    assert ll["per_node_bytes"] == pytest.approx(node_rows / ranks * row, rel=0.08)
+    assert ll["per_node"]["network_bytes"] == pytest.approx(node_rows / ranks * row, rel=0.08)
+    chosen = ll["per_node" if ll["fan_out"] == "node" else "per_rank"]
+    assert {name: ll["dispatch"][name] for name in chosen} == chosen
+
+
+@pytest.mark.parametrize(
+    ("machine", "fan_out"),
+    [
+        ("--ranks-per-node 8", "node"),
+        ("--ranks-per-node 2 --tokens 1 --puts 10", "direct"),  # a put saves less than the mapped link costs
+        ("--ranks-per-node 8 --mapped-gb-s 4", "direct"),  # a node that is slower than its network
+        ("--ranks-per-node 8 --mapped-gb-s 4 --nic-gbit 10", "node"),
+        ("--ranks-per-node 1", "direct"),  # there is nobody to share with
+    ],
+)
+def test_fan_out_follows_the_machine(capsys: pytest.CaptureFixture[str], machine: str, fan_out: str) -> None:
+    (made,) = plan(capsys, "--mode", "ll", *machine.split())
+    assert made["fan_out"] == fan_out, made
+    ways = made["per_rank"]["us"], made["per_node"]["us"]
+    assert made["dispatch"]["us"] == min(ways)
 
 
 def test_a_faster_link_is_no_longer_what_limits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,9 @@ constexpr uint32_t kTakenAtOnce = 64;  // commands, before queues have their tur
 constexpr size_t kQueuedMost = 4096;   // commands in queues; beyond it, the FIFO waits
 constexpr unsigned kSpins = 64, kYields = 512;
 constexpr std::chrono::microseconds kNap(50), kCalmNap(400), kIdleNap(2000);
-// Kernels of a GPU cannot help: what they ask for is waited for awake so long after the last of it.
-constexpr std::chrono::milliseconds kAwakeForGpu(10);
+// Kernels of a GPU cannot help: what they ask for is waited for awake so long after the last of it, longer than most
+// programs compute between two calls.
+constexpr std::chrono::milliseconds kAwakeForGpu(100);
 
 }  // namespace
 

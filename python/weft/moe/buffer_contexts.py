@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device contexts of one buffer, and the buffer's life: what ``Buffer`` and ``ElasticBuffer`` share.
 
-contexts = BufferContexts("Buffer", group, None, device=None, heap_bytes=lambda ranks: ranks << 28)
+contexts = BufferContexts("Buffer", group, None, device=None, heap_bytes=lambda nodes: sum(nodes) << 28)
 context = contexts.of("x", x)      # checks that the buffer lives and that the tensor is on a device of it
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ class BufferContexts:
     Args:
         owner: the class that messages name. group, comm: the ranks, as for weft.Buffer.
         device: what this rank computes on; None is torch's current GPU, or the CPU where there is none.
-        heap_bytes: room for rows at first, for so many ranks.
+        heap_bytes: room for rows at first, for the numbers of ranks of all nodes.
         low_latency_bytes, timeout_s, may_mask, each_alone: as for DeviceContext.
         explicitly_destroy: destroy() is allowed.
     Raises: weft.Error naming a wrong argument; weft.PeerLost naming ranks that stayed away.
@@ -44,7 +45,7 @@ class BufferContexts:
         comm: Any,
         *,
         device: torch.device | str | None,
-        heap_bytes: Callable[[int], int],
+        heap_bytes: Callable[[list[int]], int],
         low_latency_bytes: int = 0,
         timeout_s: float = 0.0,
         may_mask: bool = False,
@@ -145,7 +146,7 @@ class BufferContexts:
         if device not in self._by_device:
             heap_bytes, low_latency_bytes, timeout_s = self._sizes
             communicator = connect(*self._ranks, device, timeout_s)
-            room = heap_bytes(int(communicator.size))
+            room = heap_bytes(list(Counter(facts["node"] for facts in communicator.facts).values()))
             context = DeviceContext(
                 communicator,
                 device,

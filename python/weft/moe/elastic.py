@@ -120,7 +120,7 @@ class ElasticBuffer(ElasticFacts, GatherSessions, RingMessages, EngramReads):
             group,
             None,
             device=device,
-            heap_bytes=lambda ranks: num_bytes or elastic_heap_bytes(ranks, *shape),
+            heap_bytes=lambda of_nodes: num_bytes or elastic_heap_bytes(of_nodes, *shape),
             timeout_s=timeout_s,
             each_alone=not allow_hybrid_mode,
             explicitly_destroy=bool(explicitly_destroy),

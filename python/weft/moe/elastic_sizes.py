@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft import _core
 from weft.errors import invalid
 from weft.moe.config import MAX_BYTES, align, ceil_div, check_flags, check_whole
@@ -40,7 +42,7 @@ def elastic_size_hint(
 
 
 def elastic_heap_bytes(
-    num_ranks: int,
+    ranks_of_nodes: Sequence[int],
     num_max_tokens_per_rank: int,
     hidden: int,
     num_topk: int = 0,
@@ -49,8 +51,10 @@ def elastic_heap_bytes(
 ) -> int:
     """Return room for rows with which a first dispatch that waits for no counts need not grow the window.
 
-    Such a call may be captured in a graph, where nothing can grow. num_topk 0 counts as 32.
+    Such a call may be captured in a graph, where nothing can grow. num_topk 0 counts as 32. Where nodes differ, a rank of
+    a small one adds up rows for several ranks of a large one.
     """
+    num_ranks = sum(ranks_of_nodes)
     shape = (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction)
     wanted = elastic_size_hint(num_ranks, *shape)
     if wanted > MAX_BYTES:
@@ -66,4 +70,7 @@ def elastic_heap_bytes(
         element=1 if use_fp8_dispatch else 2,
         combine_row_bytes=align(2 * hidden, 16) * (1 if allow_multiple_reduction else top_k),
     )
-    return int(_core.worst_case_bytes(row_format, num_ranks * num_max_tokens_per_rank))
+    served = max(sum(ceil_div(other, own) for other in ranks_of_nodes) for own in ranks_of_nodes)  # itself included
+    staging_ranks = max(num_ranks, (max(ranks_of_nodes) - 1) * served)
+    rows = num_ranks * num_max_tokens_per_rank
+    return int(_core.worst_case_bytes(row_format, rows, staging_ranks * num_max_tokens_per_rank))

@@ -235,22 +235,22 @@ def _fan_out(mode: str, plans: list[dict[str, Any]]) -> list[Table | str]:
     if mode == "ht":
         return ["Fan-out: a row crosses the network once for each (token, node), then by stores."]
     table = Table(
-        "Fan-out: calls send a row for each (token, rank); what one for each node takes",
+        "Fan-out: dispatch sends a row for each (token, rank), or one for each (token, node); combine one for each rank",
         [
             Column("nodes", is_number=True, is_key=True),
-            *(Column(head, is_number=True) for head in ("per rank MB", "us", "per node MB", "us of it")),
-            Column("shorter", is_whole=True),
+            *(
+                Column(head, is_number=True)
+                for head in ("rank MB", "rank puts", "rank us", "node MB", "node puts", "node us")
+            ),
+            Column("chosen", is_whole=True),
         ],
         fold_constants=False,
     )
     for plan in over_nodes:
-        dispatch = plan["dispatch"]
-        table.add(
-            str(plan["nodes"]),
-            f"{dispatch['network_bytes'] / 1e6:.2f}",
-            f"{dispatch['us']:.1f}",
-            f"{plan['per_node_bytes'] / 1e6:.2f}",
-            f"{plan['per_node_us']:.1f}",
-            "per node" if plan["per_node_us"] < dispatch["us"] else "per rank",
-        )
+        figures = [
+            text
+            for way in (plan["per_rank"], plan["per_node"])
+            for text in (f"{way['network_bytes'] / 1e6:.2f}", str(way["puts"]), f"{way['us']:.1f}")
+        ]
+        table.add(str(plan["nodes"]), *figures, plan["fan_out"])
     return [table]

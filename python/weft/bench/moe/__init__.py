@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node",
         type=int,
         default=0,
-        help="cut this host into nodes of so many CPU ranks, which reach each other through the network",
+        help="cut this host into nodes of so many ranks, which reach each other through the network",
     )
     parser.add_argument(
         "--provider",
@@ -185,8 +185,6 @@ def _nodes(args: argparse.Namespace, gpus: int) -> dict[str, Any]:
         return {}
     if args.ranks_per_node < 0:
         raise invalid("ranks-per-node", args.ranks_per_node, "0 or more")
-    if gpus:
-        raise invalid("ranks-per-node", args.ranks_per_node, "with --device cpu")
     provider = PROVIDERS.get(args.provider, args.provider)
     return {
         "ranks_per_node": args.ranks_per_node,
@@ -207,7 +205,7 @@ def _delay(given: str | None) -> dict[str, Any]:
 def _report(args: argparse.Namespace, measured: Measured, options: Options) -> None:
     from weft.bench.eager import time_columns
 
-    columns = ("ranks", "logical_gbs", "egress_gbs", *(("network_us",) if options.ranks_per_node else ()))
+    columns = ("ranks", "logical_gbs", "egress_gbs", *(("network_us", "raw_us", "bound_us", "fan_out") if options.ranks_per_node else ()))
     columns += ("product_us", "overlap_us", "hidden_share") if options.overlap_us else ()
     report = Report("weft bench moe", extra_columns=columns, wide=args.wide)
     for row in measured.rows:

@@ -115,9 +115,8 @@ class _Samples:
         self.y = torch.randn(max(most, calls["weft"].worst_rows), 8, device=bench.device).bfloat16()
         self.y = self.y.repeat(1, -(-o.hidden // 8))[:, : o.hidden].contiguous()
         self.all_to_all = peers.AllToAll(bench.group, me.rank, me.size, o.experts)
-        of_sets = [far_messages(routes, o.experts, o.ranks_per_node or me.size) for routes in inputs.routes]
-        far = sum(of_sets) / len(of_sets)
-        self._network = NetworkSamples(bench, far) if o.ranks_per_node else None
+        far = far_messages(inputs.routes, o.experts, o.ranks_per_node or me.size)
+        self._network = NetworkSamples(bench, far, far) if o.ranks_per_node else None
         received = round(traffic.received - far)
         self.copy_in = peers.Memcpy(received * row_bytes(o.dtype, o.hidden), bench.device)
         self.copy_back = peers.Memcpy(received * row_bytes("bf16", o.hidden), bench.device)

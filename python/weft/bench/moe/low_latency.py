@@ -15,7 +15,7 @@ import weft
 from weft.bench.eager import Eager, Times, add_times
 from weft.bench.moe import check, kernel_time, peers
 from weft.bench.moe.floors import Traffic, row_bytes
-from weft.bench.moe.network import NetworkSamples, far_rows
+from weft.bench.moe.network import NetworkSamples, far_messages, far_rows
 from weft.bench.moe.setting import (
     Bench,
     Inputs,
@@ -126,9 +126,8 @@ class Samples:
             name: of_peer.new_results(me.size, o.hidden, bench.device) for name, of_peer in calls.items()
         }
         self.all_to_all = peers.AllToAll(bench.group, me.rank, me.size, o.experts)
-        of_sets = [far_rows(routes, o.experts, o.ranks_per_node or me.size) for routes in inputs.routes]
-        far = sum(of_sets) / len(of_sets)
-        self._network = NetworkSamples(bench, far) if o.ranks_per_node else None
+        far = far_rows(inputs.routes, o.experts, o.ranks_per_node or me.size)
+        self._network = self._open_network(inputs, far) if o.ranks_per_node else None
         received = round(traffic.received - far)
         self.back = torch.zeros(o.tokens * me.size, o.hidden, dtype=torch.bfloat16, device=bench.device)
         self.copy_in = peers.Memcpy(received * row_bytes(o.dtype, o.hidden), bench.device)
@@ -137,6 +136,13 @@ class Samples:
         self.replays = {name: self._capture(name, of_peer) for name, of_peer in captured.items()}
         has_round_trips = captured and o.tokens <= FEW_TOKENS
         self.round_trips = self._capture_round_trips(calls["weft"]) if has_round_trips else None
+
+    def _open_network(self, inputs: Inputs, far: float) -> NetworkSamples:
+        o = self.bench.options
+        of_weft = self.calls.get("low_latency", self.calls["weft"])  # beside the split calls, which decide alike
+        self.once_per_node = of_weft.once_per_node(o.top_k, o.hidden)
+        out = far_messages(inputs.routes, o.experts, o.ranks_per_node) if self.once_per_node else far
+        return NetworkSamples(self.bench, out, far)
 
     def _capture(self, name: str, of_peer: Any) -> tuple[Callable[[], None], Callable[[], None]]:
         # Captured one after the other, without a warm-up between: a dispatch is always followed by its
@@ -242,6 +248,7 @@ class Samples:
         """Add to a row's floor what the network needs for the bytes that cross."""
         if self._network:
             self._network.add_to(row, step)
+            row.extra["fan_out"] = "node" if self.once_per_node and step == "dispatch" else "direct"
 
     def _pair(self, name: str, of_peer: Any, timed: Timed) -> None:
         handle = timed(f"{name} dispatch", lambda: of_peer.dispatch(self.x, self.topk_idx))[2]

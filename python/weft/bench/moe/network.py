@@ -3,6 +3,7 @@
 
 The floor is the provider's own loop (``fi_writemsg``, no engine, no proxy, no kernel) in the same processes: every rank
 writes to one other the bytes that it sends to other nodes, in large pieces, half of the ranks after the other half.
+``network_us`` is the sum of the halves, ``raw_us`` the slower one: ranks that have a core and a NIC each need no more.
 """
 
 from __future__ import annotations
@@ -25,55 +26,64 @@ if TYPE_CHECKING:
     from weft.bench.report import Row
 
 PIECE_BYTES = 256 << 10
+RAW_FACTOR, RAW_BEYOND_US = 2.0, 15.0  # a low-latency call should take no more than this times the loop, and this more
 WINDOW = 64
 TIMEOUT_S = 60.0
 
 
-def far_rows(routes: Sequence[Tensor], experts: int, ranks_per_node: int) -> float:
-    """Return the rows that a rank sends to other nodes, one per (token, rank); the mean over ranks."""
-    num_ranks = len(routes)
+def far_rows(sets: Sequence[Sequence[Tensor]], experts: int, ranks_per_node: int) -> float:
+    """Return the rows that a rank sends to other nodes, one per (token, rank); the mean over ranks and sets of routes."""
     far = 0
-    for rank, topk_idx in enumerate(routes):
-        per_rank = oracle.layout(topk_idx, experts, num_ranks)[0].tolist()
-        far += sum(n for peer, n in enumerate(per_rank) if peer // ranks_per_node != rank // ranks_per_node)
-    return far / num_ranks
+    for routes in sets:
+        for rank, topk_idx in enumerate(routes):
+            per_rank = oracle.layout(topk_idx, experts, len(routes))[0].tolist()
+            far += sum(
+                n for peer, n in enumerate(per_rank) if peer // ranks_per_node != rank // ranks_per_node
+            )
+    return far / len(sets) / len(sets[0])
 
 
-def far_messages(routes: Sequence[Tensor], experts: int, ranks_per_node: int) -> float:
-    """Return the rows that a rank sends to other nodes, one per (token, node); the mean over ranks."""
-    num_ranks = len(routes)
+def far_messages(sets: Sequence[Sequence[Tensor]], experts: int, ranks_per_node: int) -> float:
+    """Return the rows that a rank sends to other nodes, one per (token, node); the mean over ranks and sets of routes."""
     far = 0
-    for rank, topk_idx in enumerate(routes):
-        in_rank = oracle.layout(topk_idx, experts, num_ranks)[2]
-        for first in range(0, num_ranks, ranks_per_node):
-            if first // ranks_per_node != rank // ranks_per_node:
-                far += int(in_rank[:, first : first + ranks_per_node].any(dim=1).sum())
-    return far / num_ranks
+    for routes in sets:
+        for rank, topk_idx in enumerate(routes):
+            in_rank = oracle.layout(topk_idx, experts, len(routes))[2]
+            for first in range(0, len(routes), ranks_per_node):
+                if first // ranks_per_node != rank // ranks_per_node:
+                    far += int(in_rank[:, first : first + ranks_per_node].any(dim=1).sum())
+    return far / len(sets) / len(sets[0])
 
 
 class NetworkSamples:
-    """What the network needs for a rank's rows to other nodes, sampled beside the calls. Collective."""
+    """What the network needs for so many rows to other nodes, there and back, sampled beside the calls. Collective."""
 
-    def __init__(self, bench: Bench, far_rows: float) -> None:
+    def __init__(self, bench: Bench, out_rows: float, back_rows: float) -> None:
         o = bench.options
         self._floor = NetworkFloor(bench.me, o.provider, o.nic)
         self._bytes = {
-            "dispatch": far_rows * row_bytes(o.dtype, o.hidden),
-            "combine": far_rows * row_bytes("bf16", o.hidden),
+            "dispatch": out_rows * row_bytes(o.dtype, o.hidden),
+            "combine": back_rows * row_bytes("bf16", o.hidden),
         }
-        self._us: dict[str, list[float]] = {step: [] for step in self._bytes}
+        self._us: dict[str, list[tuple[float, float]]] = {step: [] for step in self._bytes}
         self._warmup = o.warmup
 
     def take(self) -> None:
         """Take one sample of each step."""
         for step, num_bytes in self._bytes.items():
-            self._us[step].append(self._floor.exchange_us(num_bytes))
+            self._us[step].append(self._floor.halves_us(num_bytes))
 
     def add_to(self, row: Row, step: str) -> None:
         """Add to a row's floor what the network needs for the bytes that cross, warm-up left out."""
-        network_us = statistics.median(self._us[step][self._warmup :])
+        halves = self._us[step][self._warmup :]
+        network_us = statistics.median(sum(pair) for pair in halves)
+        raw_us = statistics.median(max(pair) for pair in halves)
         row.extra["network_us"] = round(network_us, 1)
-        row.extra["network_mb"] = round(self._bytes[step] / 1e6, 3)
+        row.extra["raw_us"] = round(raw_us, 1)
+        if row.call.startswith("ll_"):
+            row.extra["bound_us"] = round(RAW_FACTOR * raw_us + RAW_BEYOND_US, 1)
+            row.extra["within_bound"] = row.us <= row.extra["bound_us"]
+        row.extra["network_mb"] = round(self._bytes[step] / 1e6, 6)
         row.floor_us = (row.floor_us or 0.0) + network_us
 
 
@@ -94,8 +104,8 @@ class NetworkFloor:
         if self._raw:
             self._raw.connect(addresses[self._other])
 
-    def exchange_us(self, num_bytes: float) -> float:
-        """Return how long it takes until every rank has written so many bytes: the slowest of each half."""
+    def halves_us(self, num_bytes: float) -> tuple[float, float]:
+        """Return how long it takes until each half of the ranks has written so many bytes: the slowest of it."""
         mine = 0.0
         for is_first in (True, False):
             torch.distributed.barrier(group=self._me.group)
@@ -105,8 +115,8 @@ class NetworkFloor:
                 self._raw.serve(TIMEOUT_S)
         of_ranks: list[Any] = [None] * self._me.size
         torch.distributed.all_gather_object(of_ranks, (self._is_first, mine), group=self._me.group)
-        slowest = [max(us for first, us in of_ranks if first == half) for half in (True, False)]
-        return float(sum(slowest))
+        first, second = (max(us for is_first, us in of_ranks if is_first == half) for half in (True, False))
+        return float(first), float(second)
 
     def _write_us(self, num_bytes: float) -> float:
         piece = max(min(PIECE_BYTES, round(num_bytes)), 16)

@@ -75,6 +75,12 @@ class LowLatency:
         combined: Tensor = self.buffer.low_latency_combine(y, topk_idx, topk_weights, handle)[0]
         return combined
 
+    def once_per_node(self, top_k: int, hidden: int) -> bool:
+        """Return whether Weft sends a token of a dispatch once to each other node, not once to each rank."""
+        row, scales = (hidden, hidden // 128 * 4) if self.use_fp8 else (hidden * 2, 0)
+        mode = self.buffer.runtime.low_latency
+        return bool(mode.sends_once_per_node(self.max_tokens, top_k, self.experts, row, scales))
+
     def new_results(self, num_ranks: int, hidden: int, device: torch.device) -> Tensor:
         """Return room for what experts make of the rows."""
         shape = (-(-self.experts // num_ranks), self.max_tokens * num_ranks, hidden)

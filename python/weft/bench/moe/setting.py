@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.bench.eager import Eager, Times
 from weft.bench.exchange_floor import Floor
-from weft.bench.moe import check, peers
+from weft.bench.moe import check, network, peers
 from weft.bench.moe.floors import Traffic, traffic_of
 from weft.bench.moe.routes import make_routes
 from weft.bench.moe.trace import TRACED_SAMPLES, CallsOfRanks, Tracer
@@ -259,7 +259,7 @@ def make_row(
     made = Row(f"{mode}_{step}", dtype, o.tokens, round(logical_bytes), us[f"weft {step}"], checked=True)
     measured = {name: us.get(f"{key} {step}") for key, name in names.items()}
     made.baselines = {name: statistics.median(samples) for name, samples in measured.items() if samples}
-    if bench.on_gpu:
+    if bench.on_gpu and not o.ranks_per_node:
         made.floor_us = bench.exchange_floor_us(egress_bytes)
     else:
         made.floor_us = min(us[f"memcpy {step}"])
@@ -321,21 +321,31 @@ def method_notes(bench: Bench, has_deep_ep: bool) -> list[str]:
         "kernel us: from the first block's start to the last one's end by the kernels' own stamps, in a buffer of its "
         "own; kernel warm us: the same of calls in a row"
     )
-    if bench.on_gpu:
+    if bench.options.ranks_per_node:
+        lines += _node_notes(bench)
+    elif bench.on_gpu:
         lines.append(
             "floor: a bare exchange of the bytes that leave a GPU, by the best of weft bench floor, in this run; the "
             "kernel's time, as kernel us"
-        )
-    elif bench.options.ranks_per_node:
-        lines.append(
-            "floor: the provider's own loop for what a rank sends to other nodes (network us), each row once per rank "
-            "(ht: once per node), half of the ranks after the other; and the fastest memcpy of the other rows that it "
-            "receives"
         )
     else:
         lines.append("floor: the fastest of the memcpy samples")
     if not has_deep_ep:
         lines.append("deep_ep: not measured, DeepEP itself is not installed here")
+    return lines
+
+
+def _node_notes(bench: Bench) -> list[str]:
+    lines = [
+        "floor: the provider's own loop for what a rank sends to other nodes (network us), half of the ranks after the "
+        "other, each row once per node, or once per rank where fan out is direct; and the fastest memcpy of the other "
+        "rows that it receives; raw us: that loop, the slower half"
+    ]
+    if bench.options.mode == "ll":
+        lines.append(
+            f"bound us: {network.RAW_FACTOR:.1f} times raw us and {network.RAW_BEYOND_US:.0f} us, what a call should take "
+            "at most where ranks have a core and a NIC each"
+        )
     return lines
 
 

@@ -69,9 +69,11 @@ def _elastic(rank: Rank, case: MoeCase, options: dict[str, Any], grows: bool) ->
     """Dispatches that wait for no counts, as graphs have them, each with a cached one and a combine."""
     most, me = max(*case.tokens, 1), rank.rank
     hint = weft.ElasticBuffer.get_buffer_size_hint(rank.group, most, case.hidden, case.top_k, **options)
-    sizes = {"num_bytes": hint} if grows else {
-        "num_max_tokens_per_rank": most, "hidden": case.hidden, "num_topk": case.top_k
-    }
+    sizes = (
+        {"num_bytes": hint}
+        if grows
+        else {"num_max_tokens_per_rank": most, "hidden": case.hidden, "num_topk": case.top_k}
+    )
     with weft.ElasticBuffer(rank.group, **sizes, **options, explicitly_destroy=True) as buffer:
         assert buffer.num_bytes == hint
         room = buffer.runtime.core.window_bytes

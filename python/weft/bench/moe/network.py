@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from weft.bench.report import Row
 
 PIECE_BYTES = 256 << 10
-RAW_FACTOR, RAW_BEYOND_US = 2.0, 15.0  # a low-latency call should take no more than this times the loop, and this more
+RAW_FACTOR, RAW_BEYOND_US = (
+    2.0,
+    15.0,
+)  # a low-latency call should take no more than this times the loop, and this more
 WINDOW = 64
 TIMEOUT_S = 60.0
 

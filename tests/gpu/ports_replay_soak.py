@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low latency over ports, replayed many times: no wrong row, no hang. Tests replay some hundreds of times; the real thing:
+"""Low latency over ports, replayed many times: no wrong row, no hang. The tests replay some hundreds of times; this:
 
     PYTHONPATH=python:tests/gpu python tests/gpu/ports_replay_soak.py --rounds 100000 --minutes 8 --json FILE
 
-A round is a dispatch and a combine among ranks that are cut into nodes. On GPUs each number of tokens has a graph, which is
-captured once; between replays the size is drawn anew, for each rank its own, so ranks with few tokens meet ranks with
+A round is a dispatch and a combine among ranks that are cut into nodes. On GPUs each number of tokens has a graph, which
+is captured once; between replays the size is drawn anew, for each rank its own, so ranks with few tokens meet ranks with
 many. Routes, empty choices and rows are drawn in each replay, on the device. Every combined row is compared on the
 device with what it has to be; a row of another replay, token or rank is another number. With --device cpu calls are
 made one by one, without graphs.

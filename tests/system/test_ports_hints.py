@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers over nodes that are as large as DeepEP's hints say: no call is refused, and where sizes are known nothing grows."""
+"""Buffers over nodes, as large as DeepEP's hints say: no call is refused, and where sizes are known nothing grows."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def elastic_heap_bytes(
 ) -> int:
     """Return room for rows with which a first dispatch that waits for no counts need not grow the window.
 
-    Such a call may be captured in a graph, where nothing can grow. num_topk 0 counts as 32. Where nodes differ, a rank of
-    a small one adds up rows for several ranks of a large one.
+    Such a call may be captured in a graph, where nothing can grow. num_topk 0 counts as 32. Where nodes differ, a rank
+    of a small one adds up rows for several ranks of a large one.
     """
     num_ranks = sum(ranks_of_nodes)
     shape = (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction)

@@ -35,7 +35,7 @@ TIMEOUT_S = 60.0
 
 
 def far_rows(sets: Sequence[Sequence[Tensor]], experts: int, ranks_per_node: int) -> float:
-    """Return the rows that a rank sends to other nodes, one per (token, rank); the mean over ranks and sets of routes."""
+    """Return the rows that a rank sends to other nodes, one per (token, rank); the mean over ranks and routes."""
     far = 0
     for routes in sets:
         for rank, topk_idx in enumerate(routes):
@@ -47,7 +47,7 @@ def far_rows(sets: Sequence[Sequence[Tensor]], experts: int, ranks_per_node: int
 
 
 def far_messages(sets: Sequence[Sequence[Tensor]], experts: int, ranks_per_node: int) -> float:
-    """Return the rows that a rank sends to other nodes, one per (token, node); the mean over ranks and sets of routes."""
+    """Return the rows that a rank sends to other nodes, one per (token, node); the mean over ranks and routes."""
     far = 0
     for routes in sets:
         for rank, topk_idx in enumerate(routes):

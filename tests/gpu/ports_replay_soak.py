@@ -4,7 +4,7 @@
     PYTHONPATH=python:tests/gpu python tests/gpu/ports_replay_soak.py --rounds 100000 --minutes 8 --json FILE
 
 A round is a dispatch and a combine among ranks that are cut into nodes. On GPUs each number of tokens has a graph,
-captured once. Between replays the size is drawn anew, for each rank its own: ranks with few tokens meet ranks with many.
+captured once. Between replays sizes are drawn anew, for each rank its own: ranks with few tokens meet ranks with many.
 Each replay draws routes, empty choices and rows on the device, and compares every combined row there with what it has
 to be; a row of another replay, token or rank is another number. With --device cpu calls are made one by one.
 It ends with the rounds or the minutes, whichever come first, and says how many rounds there were. RANKS_PER_GPU=2 lets

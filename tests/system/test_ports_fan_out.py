@@ -141,7 +141,9 @@ def test_a_token_crosses_the_network_once_for_each_node(place: tuple[int, int, s
 def _says(rank: Rank, shrinks: bool) -> bool:
     hint = weft.Buffer.get_low_latency_rdma_size_hint(64, 4096, rank.size, 16)
     buffer = weft.Buffer(rank.group, 0, hint, low_latency_mode=True, enable_shrink=shrinks)
-    return bool(buffer.runtime.low_latency.sends_once_per_node(64, 8, 16, 8192, 0))
+    engine = buffer.runtime
+    assert engine is not None
+    return bool(engine.low_latency.sends_once_per_node(64, 8, 16, 8192, 0))
 
 
 @pytest.mark.parametrize(

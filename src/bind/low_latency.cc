@@ -194,8 +194,8 @@ void bind_low_latency(nb::module_& module) {
           nb::arg("buffer"), nb::arg("may_mask"), nb::keep_alive<1, 2>())
       .def(
           "sends_once_per_node",
-          [](const LowLatency& self, uint32_t max_tokens, uint32_t top_k, uint32_t experts, uint32_t row_bytes,
-             uint32_t scale_bytes) {
+          [](const LowLatency& self, uint32_t max_tokens, uint32_t top_k, uint32_t experts,
+             uint32_t row_bytes, uint32_t scale_bytes) {
             LowLatencyDispatchForm form;
             form.max_tokens = max_tokens;
             form.top_k = top_k;

@@ -52,7 +52,8 @@ nb::dict plan_experts(bool is_low_latency, const nb::dict& shape, const nb::dict
   dict["combine"] = to_dict(traffic.combine, traffic.combine_grid, traffic.combine_batch_warps);
   if (!is_low_latency) return dict;
   const FanOut& ways = traffic.fan_out;
-  for (const auto& [name, way] : {std::pair{"per_rank", &ways.per_rank}, std::pair{"per_node", &ways.per_node}}) {
+  for (const auto& [name, way] :
+       {std::pair{"per_rank", &ways.per_rank}, std::pair{"per_node", &ways.per_node}}) {
     nb::dict of_way;
     of_way["network_bytes"] = way->network_bytes;
     of_way["puts"] = way->num_puts;

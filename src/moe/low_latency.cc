@@ -180,14 +180,9 @@ bool LowLatency::sends_once_per_node(const LowLatencyDispatchForm& form) const {
   const IslandPlan& islands = terms_.islands;
   if (!has_ports() || waits_.may_mask || islands.widest < 2) return false;
   if (config().low_latency_fanout != "auto") return config().low_latency_fanout == "node";
-  const ExpertTrafficShape shape{islands.count,
-                                 islands.widest,
-                                 form.max_tokens,
-                                 std::min(form.top_k, form.experts),
-                                 form.experts,
-                                 form.row_bytes,
-                                 form.scale_bytes,
-                                 0};
+  const ExpertTrafficShape shape{
+      islands.count, islands.widest, form.max_tokens,  std::min(form.top_k, form.experts),
+      form.experts,  form.row_bytes, form.scale_bytes, 0};
   return plan_low_latency_fan_out(shape, terms_.links).is_per_node();
 }
 

@@ -152,9 +152,10 @@ struct LowLatencyRun {
 
 // What all ranks of a buffer know alike.
 struct LowLatencyTerms {
-  uint32_t line_tokens = 0;  // of a rank that may travel as lines (core/line.cuh); 0 where links do not keep these whole
-  IslandPlan islands = {};   // none where all ranks map each other
-  LinkFigures links = {};    // between islands, the least of any rank: what their planner goes by
+  uint32_t line_tokens =
+      0;  // of a rank that may travel as lines (core/line.cuh); 0 where links do not keep these whole
+  IslandPlan islands = {};  // none where all ranks map each other
+  LinkFigures links = {};   // between islands, the least of any rank: what their planner goes by
 };
 // All ranks call it together, with the islands that they have found. Errors: kInvalid where the setting of lines is out of
 // range or ranks differ; those of Communicator::show().

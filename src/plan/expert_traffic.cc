@@ -54,8 +54,7 @@ Status check(const ExpertTrafficShape& shape) {
 }
 
 // Fills in how long a phase takes. `mapped_trips`, `network_trips`: what one after another waits for.
-void time_phase(TrafficPhase& phase, const LinkFigures& machine, double mapped_trips,
-                double network_trips) {
+void time_phase(TrafficPhase& phase, const LinkFigures& machine, double mapped_trips, double network_trips) {
   const double latency =
       mapped_trips * machine.mapped_latency_us + network_trips * machine.network_latency_us;
   const double mapped = static_cast<double>(phase.mapped_bytes) / machine.mapped_gb_s / 1e3;

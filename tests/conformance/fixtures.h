@@ -218,9 +218,8 @@ struct PortsCase {
   void tear_down() const {
     if (has_queues) QueueFixture::tear_down();
     ReorderingFixture::network().set_plan({});
-    Settings::clear(
-        {"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO", "WEFT_PROXIES", "WEFT_RANKS_PER_NODE", "WEFT_TRANSPORT",
-         "WEFT_LOW_LATENCY_FANOUT"});
+    Settings::clear({"WEFT_PROXY_PROVIDER", "WEFT_PROXY_FIFO", "WEFT_PROXIES", "WEFT_RANKS_PER_NODE",
+                     "WEFT_TRANSPORT", "WEFT_LOW_LATENCY_FANOUT"});
   }
   friend void PrintTo(const PortsCase& ports, std::ostream* out) {
     *out << ports.ranks_per_node << (ports.has_queues ? " ibgda " : " proxy ") << ports.fan_out;

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low latency over ports, replayed many times: no wrong row, no hang. Tests replay some hundreds of times; the real thing:
+"""Low latency over ports, replayed many times: no wrong row, no hang. The tests replay some hundreds of times; this:
 
     PYTHONPATH=python:tests/gpu python tests/gpu/ports_replay_soak.py --rounds 100000 --minutes 8 --json FILE
 
-A round is a dispatch and a combine among ranks that are cut into nodes. On GPUs each number of tokens has a graph, which is
-captured once; between replays the size is drawn anew, for each rank its own, so ranks with few tokens meet ranks with
-many. Routes, empty choices and rows are drawn in each replay, on the device. Every combined row is compared on the
-device with what it has to be; a row of another replay, token or rank is another number. With --device cpu calls are
-made one by one, without graphs.
+A round is a dispatch and a combine among ranks that are cut into nodes. On GPUs each number of tokens has a graph,
+captured once. Between replays sizes are drawn anew, for each rank its own: ranks with few tokens meet ranks with many.
+Each replay draws routes, empty choices and rows on the device, and compares every combined row there with what it has
+to be; a row of another replay, token or rank is another number. With --device cpu calls are made one by one.
 It ends with the rounds or the minutes, whichever come first, and says how many rounds there were. RANKS_PER_GPU=2 lets
 two ranks share each GPU.
 """
@@ -29,7 +28,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import weft
 from weft import _core
@@ -75,7 +73,9 @@ class Outcome:
     @property
     def is_good(self) -> bool:
         """Whether all was right and all rounds were made."""
-        return not self.error and self.wrong_rows == 0 and self.rows > 0 and self.rounds == self.options.rounds
+        return (
+            not self.error and self.wrong_rows == 0 and self.rows > 0 and self.rounds == self.options.rounds
+        )
 
 
 class Rounds:
@@ -84,10 +84,18 @@ class Rounds:
     def __init__(self, rank: Rank, options: Options) -> None:
         o, n = options, rank.size
         self.rank, self.options, self.experts = rank, o, 4 * n
-        self.device = torch.device("cuda", torch.cuda.current_device()) if o.device == "cuda" else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if o.device == "cuda" else torch.device("cpu")
+        )
         hint = weft.Buffer.get_low_latency_rdma_size_hint(max(SIZES), o.hidden, n, self.experts)
         self.buffer = weft.Buffer(
-            rank.group, 0, hint, low_latency_mode=True, timeout_s=TIMEOUT_S, device=self.device, explicitly_destroy=True
+            rank.group,
+            0,
+            hint,
+            low_latency_mode=True,
+            timeout_s=TIMEOUT_S,
+            device=self.device,
+            explicitly_destroy=True,
         )
         drawn = torch.Generator().manual_seed(o.seed * 1000 + rank.rank)
         shape = (ROUTES, max(SIZES), self.experts)
@@ -158,7 +166,9 @@ class Rounds:
                     outcome.rounds += 1
                 self._settle()
                 bar.update(task, completed=outcome.rounds)
-                goes_on = self._goes_on(outcome.rounds < o.rounds and time.monotonic() - began < o.minutes * 60)
+                goes_on = self._goes_on(
+                    outcome.rounds < o.rounds and time.monotonic() - began < o.minutes * 60
+                )
         outcome.seconds = round(time.monotonic() - began, 1)
         outcome.rows, outcome.wrong_rows = int(self.rows), int(self.wrong)
         outcome.replays_of_sizes = {str(tokens): count for tokens, count in counts.items()}
@@ -168,7 +178,9 @@ class Rounds:
         """Return whether a token crosses the network once for each node."""
         o = self.options
         return bool(
-            self.buffer.runtime.low_latency.sends_once_per_node(max(SIZES), o.top_k, self.experts, o.hidden * 2, 0)
+            self.buffer.runtime.low_latency.sends_once_per_node(
+                max(SIZES), o.top_k, self.experts, o.hidden * 2, 0
+            )
         )
 
     def _goes_on(self, wishes: bool) -> bool:
@@ -210,7 +222,9 @@ def run(options: Options) -> Outcome:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--rounds", type=int, default=100_000, help="of each provider (%(default)s)")
     add("--minutes", type=float, default=4.0, help="of each provider at most (%(default)s)")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -33,11 +32,15 @@ from weft.testing.round_trips import BF16, FORMATS, Format, outputs_of
 PLACES = ((4, 2, "fabric:tcp"), (5, 3, "fabric:shm"), (4, 3, "fabric:tcp"))
 
 
-@pytest.fixture(scope="module", params=[(*place, way) for place in PLACES for way in ("node", "direct")], ids=str)
+@pytest.fixture(
+    scope="module", params=[(*place, way) for place in PLACES for way in ("node", "direct")], ids=str
+)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     num_ranks, ranks_per_node, provider, way = request.param
     if way == "direct" and request.param[:3] != PLACES[0] and not request.config.getoption("--thorough"):
-        pytest.skip("--thorough: once per rank over more nodes; test_ports_experts.py has what the planner takes")
+        pytest.skip(
+            "--thorough: once per rank over more nodes; test_ports_experts.py has what the planner takes"
+        )
     with (
         nodes(ranks_per_node, provider, WEFT_LOW_LATENCY_FANOUT=way),
         RankPool(num_ranks, with_gpus=False) as ranks,
@@ -76,7 +79,12 @@ def _receives_in_other_orders(rank: Rank, case: MoeCase) -> None:
     for _ in range(3):
         sent = [
             buffer.low_latency_dispatch(
-                case.x(rank.rank) * scale, idx, MOST_TOKENS, case.num_experts, use_fp8=False, return_recv_hook=True
+                case.x(rank.rank) * scale,
+                idx,
+                MOST_TOKENS,
+                case.num_experts,
+                use_fp8=False,
+                return_recv_hook=True,
             )
             for scale in (1, 2)
         ]
@@ -133,7 +141,9 @@ def test_a_token_crosses_the_network_once_for_each_node(place: tuple[int, int, s
 def _says(rank: Rank, shrinks: bool) -> bool:
     hint = weft.Buffer.get_low_latency_rdma_size_hint(64, 4096, rank.size, 16)
     buffer = weft.Buffer(rank.group, 0, hint, low_latency_mode=True, enable_shrink=shrinks)
-    return bool(buffer.runtime.low_latency.sends_once_per_node(64, 8, 16, 8192, 0))
+    engine = buffer.runtime
+    assert engine is not None
+    return bool(engine.low_latency.sends_once_per_node(64, 8, 16, 8192, 0))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +168,9 @@ def test_masks_go_with_once_per_rank() -> None:
 
 def _one_shrinks(rank: Rank) -> None:
     hint = weft.Buffer.get_low_latency_rdma_size_hint(MOST_TOKENS, 128, rank.size, 8)
-    buffer = weft.Buffer(rank.group, 0, hint, low_latency_mode=True, enable_shrink=rank.rank == 1, timeout_s=20.0)
+    buffer = weft.Buffer(
+        rank.group, 0, hint, low_latency_mode=True, enable_shrink=rank.rank == 1, timeout_s=20.0
+    )
     case = MoeCase((4, 4, 4, 4), 128, 2, 8)
     with pytest.raises(Error, match="enable_shrink"):
         buffer.low_latency_dispatch(case.x(rank.rank), case.topk_idx(rank.rank), MOST_TOKENS, 8)

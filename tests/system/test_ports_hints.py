@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers over nodes that are as large as DeepEP's hints say: no call is refused, and where sizes are known nothing grows."""
+"""Buffers over nodes, as large as DeepEP's hints say: no call is refused, and where sizes are known nothing grows."""
 
 from __future__ import annotations
 
@@ -50,10 +50,12 @@ def _low_latency(rank: Rank, case: MoeCase, form: Format, hooks: bool) -> None:
     hint = weft.Buffer.get_low_latency_rdma_size_hint(most, case.hidden, rank.size, case.num_experts)
     with weft.Buffer(rank.group, 0, hint, low_latency_mode=True, explicitly_destroy=True) as buffer:
         rank.kept["buffer"] = buffer
-        room = buffer.runtime.core.window_bytes
+        engine = buffer.runtime
+        assert engine is not None
+        room = engine.core.window_bytes
         for _ in range(2):
             check_ll_round_trip(rank, case, form, most, hooks)
-        assert buffer.runtime.core.window_bytes == room
+        assert engine.core.window_bytes == room
     del rank.kept["buffer"]
 
 
@@ -69,12 +71,16 @@ def _elastic(rank: Rank, case: MoeCase, options: dict[str, Any], grows: bool) ->
     """Dispatches that wait for no counts, as graphs have them, each with a cached one and a combine."""
     most, me = max(*case.tokens, 1), rank.rank
     hint = weft.ElasticBuffer.get_buffer_size_hint(rank.group, most, case.hidden, case.top_k, **options)
-    sizes = {"num_bytes": hint} if grows else {
-        "num_max_tokens_per_rank": most, "hidden": case.hidden, "num_topk": case.top_k
-    }
+    sizes = (
+        {"num_bytes": hint}
+        if grows
+        else {"num_max_tokens_per_rank": most, "hidden": case.hidden, "num_topk": case.top_k}
+    )
     with weft.ElasticBuffer(rank.group, **sizes, **options, explicitly_destroy=True) as buffer:
         assert buffer.num_bytes == hint
-        room = buffer.runtime.core.window_bytes
+        engine = buffer.runtime
+        assert engine is not None
+        room = engine.core.window_bytes
         for sync in (False, None):
             for expand in (False, True):
                 rows, _, weights, handle, _ = buffer.dispatch(
@@ -90,7 +96,7 @@ def _elastic(rank: Rank, case: MoeCase, options: dict[str, Any], grows: bool) ->
                 combined, _, _ = buffer.combine(torch.zeros_like(rows), handle, topk_weights=back)
                 assert not combined.any()
                 if not grows and not expand:
-                    assert buffer.runtime.core.window_bytes == room, (sync, expand)
+                    assert engine.core.window_bytes == room, (sync, expand)
 
 
 @drawn(max_examples=8)
@@ -123,6 +129,7 @@ def _high_throughput(rank: Rank, case: MoeCase) -> None:
                 topk_idx=idx,
                 topk_weights=case.topk_weights(rank.rank),
             )
+            assert handle is not None and isinstance(rows, torch.Tensor)
             combined, _, _ = buffer.combine(torch.zeros_like(rows), handle, topk_weights=weights)
             assert not combined.any()
 

@@ -51,8 +51,8 @@ def elastic_heap_bytes(
 ) -> int:
     """Return room for rows with which a first dispatch that waits for no counts need not grow the window.
 
-    Such a call may be captured in a graph, where nothing can grow. num_topk 0 counts as 32. Where nodes differ, a rank of
-    a small one adds up rows for several ranks of a large one.
+    Such a call may be captured in a graph, where nothing can grow. num_topk 0 counts as 32. Where nodes differ, a rank
+    of a small one adds up rows for several ranks of a large one.
     """
     num_ranks = sum(ranks_of_nodes)
     shape = (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction)
@@ -70,7 +70,9 @@ def elastic_heap_bytes(
         element=1 if use_fp8_dispatch else 2,
         combine_row_bytes=align(2 * hidden, 16) * (1 if allow_multiple_reduction else top_k),
     )
-    served = max(sum(ceil_div(other, own) for other in ranks_of_nodes) for own in ranks_of_nodes)  # itself included
+    served = max(
+        sum(ceil_div(other, own) for other in ranks_of_nodes) for own in ranks_of_nodes
+    )  # itself included
     staging_ranks = max(num_ranks, (max(ranks_of_nodes) - 1) * served)
     rows = num_ranks * num_max_tokens_per_rank
     return int(_core.worst_case_bytes(row_format, rows, staging_ranks * num_max_tokens_per_rank))

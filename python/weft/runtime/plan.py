@@ -235,7 +235,7 @@ def _fan_out(mode: str, plans: list[dict[str, Any]]) -> list[Table | str]:
     if mode == "ht":
         return ["Fan-out: a row crosses the network once for each (token, node), then by stores."]
     table = Table(
-        "Fan-out: dispatch sends a row for each (token, rank), or one for each (token, node); combine one for each rank",
+        "Fan-out: dispatch sends a row for each (token, rank), or for each (token, node); combine one for each rank",
         [
             Column("nodes", is_number=True, is_key=True),
             *(

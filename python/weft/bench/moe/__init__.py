@@ -205,7 +205,12 @@ def _delay(given: str | None) -> dict[str, Any]:
 def _report(args: argparse.Namespace, measured: Measured, options: Options) -> None:
     from weft.bench.eager import time_columns
 
-    columns = ("ranks", "logical_gbs", "egress_gbs", *(("network_us", "raw_us", "bound_us", "fan_out") if options.ranks_per_node else ()))
+    columns = (
+        "ranks",
+        "logical_gbs",
+        "egress_gbs",
+        *(("network_us", "raw_us", "bound_us", "fan_out") if options.ranks_per_node else ()),
+    )
     columns += ("product_us", "overlap_us", "hidden_share") if options.overlap_us else ()
     report = Report("weft bench moe", extra_columns=columns, wide=args.wide)
     for row in measured.rows:

@@ -139,7 +139,9 @@ class Samples:
 
     def _open_network(self, inputs: Inputs, far: float) -> NetworkSamples:
         o = self.bench.options
-        of_weft = self.calls.get("low_latency", self.calls["weft"])  # beside the split calls, which decide alike
+        of_weft = self.calls.get(
+            "low_latency", self.calls["weft"]
+        )  # beside the split calls, which decide alike
         self.once_per_node = of_weft.once_per_node(o.top_k, o.hidden)
         out = far_messages(inputs.routes, o.experts, o.ranks_per_node) if self.once_per_node else far
         return NetworkSamples(self.bench, out, far)

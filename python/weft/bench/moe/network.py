@@ -26,13 +26,16 @@ if TYPE_CHECKING:
     from weft.bench.report import Row
 
 PIECE_BYTES = 256 << 10
-RAW_FACTOR, RAW_BEYOND_US = 2.0, 15.0  # a low-latency call should take no more than this times the loop, and this more
+RAW_FACTOR, RAW_BEYOND_US = (
+    2.0,
+    15.0,
+)  # a low-latency call should take no more than this times the loop, and this more
 WINDOW = 64
 TIMEOUT_S = 60.0
 
 
 def far_rows(sets: Sequence[Sequence[Tensor]], experts: int, ranks_per_node: int) -> float:
-    """Return the rows that a rank sends to other nodes, one per (token, rank); the mean over ranks and sets of routes."""
+    """Return the rows that a rank sends to other nodes, one per (token, rank); the mean over ranks and routes."""
     far = 0
     for routes in sets:
         for rank, topk_idx in enumerate(routes):
@@ -44,7 +47,7 @@ def far_rows(sets: Sequence[Sequence[Tensor]], experts: int, ranks_per_node: int
 
 
 def far_messages(sets: Sequence[Sequence[Tensor]], experts: int, ranks_per_node: int) -> float:
-    """Return the rows that a rank sends to other nodes, one per (token, node); the mean over ranks and sets of routes."""
+    """Return the rows that a rank sends to other nodes, one per (token, node); the mean over ranks and routes."""
     far = 0
     for routes in sets:
         for rank, topk_idx in enumerate(routes):

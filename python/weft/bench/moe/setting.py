@@ -343,8 +343,8 @@ def _node_notes(bench: Bench) -> list[str]:
     ]
     if bench.options.mode == "ll":
         lines.append(
-            f"bound us: {network.RAW_FACTOR:.1f} times raw us and {network.RAW_BEYOND_US:.0f} us, what a call should take "
-            "at most where ranks have a core and a NIC each"
+            f"bound us: {network.RAW_FACTOR:.1f} times raw us and {network.RAW_BEYOND_US:.0f} us, what a call should "
+            "take at most where ranks have a core and a NIC each"
         )
     return lines
 

@@ -72,19 +72,19 @@ struct LowLatencyDispatchArgs {
   uint64_t scale_expert_stride;
   uint64_t scale_row_stride;
   uint64_t scale_word_stride;
-  int32_t* src_info;       // [Le][R * M]  the row's token at its source
-  int64_t* layout_range;   // [Le][R]      begin << 32 | count
-  int32_t* counts;         // [Le]
-  float* out_weights;      // [Le][R * M], or null
-  int32_t* out_source;     // [Le][R * M], or null
-  int32_t* expert_stats;   // [Le] added to, or null
-  int32_t* routes;         // RoutesLayout
-  Divisor receive_splits;  // warps that share one message
-  Divisor source_jobs;     // batches times receive_splits
-  uint32_t tiled_scales;   // 1: rows of scales stand in tiles: see tiled_row()
-  uint32_t line_tokens;    // so many tokens, or fewer, leave as lines: at most one a batch
-  uint32_t expert_rows;    // of each expert in the outputs, where these are not packed: R * M, or fewer
-  uint32_t max_rows;       // of all experts in packed outputs
+  int32_t* src_info;         // [Le][R * M]  the row's token at its source
+  int64_t* layout_range;     // [Le][R]      begin << 32 | count
+  int32_t* counts;           // [Le]
+  float* out_weights;        // [Le][R * M], or null
+  int32_t* out_source;       // [Le][R * M], or null
+  int32_t* expert_stats;     // [Le] added to, or null
+  int32_t* routes;           // RoutesLayout
+  Divisor receive_splits;    // warps that share one message
+  Divisor source_jobs;       // batches times receive_splits
+  uint32_t tiled_scales;     // 1: rows of scales stand in tiles: see tiled_row()
+  uint32_t line_tokens;      // so many tokens, or fewer, leave as lines: at most one a batch
+  uint32_t expert_rows;      // of each expert in the outputs, where these are not packed: R * M, or fewer
+  uint32_t max_rows;         // of all experts in packed outputs
   const uint32_t* carriers;  // LowLatencyControl::carriers; null where each rank gets its own messages
 };
 static_assert(sizeof(LowLatencyDispatchArgs) == 352);

@@ -221,13 +221,16 @@ ibgda::mlx5::Library FakeMlx5::mlx5() const {
   return {FakeMlx5Calls::is_supported, FakeMlx5Calls::create_cq, FakeMlx5Calls::init_obj, FakeDevx::calls(),
           ""};
 }
+// The device queues lock what is theirs first and ask here for their NIC, so they are asked before the lock.
 std::string FakeMlx5::failures() const {
+  const std::string of_queues = devx_.failures();
   std::lock_guard lock(state().mutex);
-  return state().failures + devx_.failures();
+  return state().failures + of_queues;
 }
 size_t FakeMlx5::left_over() const {
+  const size_t of_queues = devx_.left_over();
   std::lock_guard lock(state().mutex);
-  return state().qps.size() + state().cqs + state().mrs + state().pds.size() + devx_.left_over();
+  return state().qps.size() + state().cqs + state().mrs + state().pds.size() + of_queues;
 }
 
 }  // namespace weft::testing

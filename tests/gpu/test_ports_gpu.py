@@ -331,7 +331,8 @@ def _fifo(_: Rank) -> None:
         assert _core.fifo_seconds(device, producers, 3000, capacity) > 0  # order and number are checked
     round_trips, to_pop, look_us = _core.fifo_trips(device, 200, 2048)
     assert len(round_trips) == len(to_pop) == 200
-    assert min(round_trips) > 0 and look_us > 0  # the way to the pop is of two clocks
+    # The way to the pop is of two clocks. A look may be shorter than a tick of the GPU's, which is 1 us on some machines.
+    assert min(round_trips) > 0 and look_us >= 0
 
 
 def test_a_queue_carries_every_command_in_order() -> None:

@@ -32,7 +32,7 @@ def get_nccl_comm_handle(group: Any, force_new_comm: bool = False) -> NCCLCommHa
     Raises: weft.Error when the group has none (gloo, or no collective has run yet), or for force_new_comm.
     """
     if group not in _handles:
-        backend = group._get_backend(torch.device("cuda")) if torch.cuda.is_available() else None
+        backend: Any = group._get_backend(torch.device("cuda")) if torch.cuda.is_available() else None
         pointer = backend._comm_ptr() if hasattr(backend, "_comm_ptr") else 0
         if not pointer or force_new_comm:
             raise Error("group: got one without an NCCL communicator, allowed: one that has used NCCL")

@@ -9,6 +9,7 @@
 
 #include "base/config.h"
 #include "base/log.h"
+#include "providers/fabric/kept_signals.h"
 #include "providers/fabric/region_name.h"
 
 namespace weft::provider::fi {
@@ -31,6 +32,7 @@ std::string file_of(const void* function, const std::string& otherwise) {
 }
 
 Result<Library> open_at(const std::string& path) {
+  const KeptSignals kept;
   void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) return Status::make(Code::kUnsupported, "libfabric: {} (package libfabric1)", dlerror());
   Library library;
@@ -110,6 +112,7 @@ Status failure(const Library& library, ssize_t code, const std::string& what) {
 }
 
 Result<InfoList> find_networks(const Library& library, const std::string& kind) {
+  const KeptSignals kept;
   int code = 0;
   const bool is_shm = kind == "shm";
   const bool may_reach_devices = !is_sockets(kind) && !is_shm;

@@ -33,9 +33,9 @@ FABRIC_1.3 { global: fi_getinfo; fi_freeinfo; fi_dupinfo; } FABRIC_1.1;
 _ASK = "import sys; sys.prefix = sys.argv[1]; from weft import _core; print(*_core.libfabric())"
 
 
-def build(folder: Path, minor: int) -> Path:
+def build(folder: Path, minor: int, more: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "fabric.c").write_text(_SOURCE)
+    (folder / "fabric.c").write_text(_SOURCE + more)
     (folder / "versions").write_text(_VERSIONS)
     library = folder / "libfabric.so.1"
     options = [f"-DMINOR={minor}", "-shared", "-fPIC", f"-Wl,--version-script={folder / 'versions'}"]
@@ -79,3 +79,34 @@ def test_people_are_told_of_an_old_libfabric(
     assert cli.main(["info"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "use libfabric 1.17 (/lib/libfabric.so.1); weft doctor says why" in shown
+
+
+_TAKES_SIGNALS = """
+#include <signal.h>
+#include <unistd.h>
+static void end(int number) { _exit(77); }
+static void take(void) { signal(SIGINT, end); signal(SIGTERM, end); signal(SIGSEGV, end); }
+__attribute__((constructor)) static void loaded(void) { take(); }
+"""
+_KEEP = """
+import os, signal
+from weft import _core
+signal.signal(signal.SIGTERM, lambda number, frame: print("mine"))
+try:
+    _core.transfer_find_provider("fabric:tcp").probe()
+except Exception:
+    pass
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("which", ["one that takes signals", "the one that is here"])
+def test_signals_stay_those_of_the_program(which: str, tmp_path: Path) -> None:
+    """Release 1.17 takes SIGTERM and SIGINT: commands ended with status 1, and left their folders."""
+    more = {}
+    if which == "one that takes signals":
+        if shutil.which("c++") is None:
+            pytest.skip("no C++ compiler")
+        more = {"WEFT_LIBFABRIC": str(build(tmp_path / "named", 78, _TAKES_SIGNALS))}
+    said = run_program([sys.executable, "-c", _KEEP], tmp_path, more=more)
+    assert (said.returncode, said.stdout) == (0, "mine\n"), said.stderr

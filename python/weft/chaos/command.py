@@ -29,11 +29,12 @@ from weft.chaos.judge import VERDICTS
 from weft.chaos.operations import ENGINE, MAPPED, PORTS
 from weft.chaos.rounds import Result, draw_round, run_round
 from weft.errors import Error, invalid
-from weft.runtime.endings import OwnedFolder
+from weft.runtime.endings import OwnedFolder, end_with_parent
 from weft.runtime.shared_record import shared_record
 from weft.runtime.tables import Column, Table, add_wide_argument, make_console
 
 _FOLDER = "weft-chaos-"
+_MOST_TO_END_S = 5.0
 _EPILOG = """\
 A round starts 2 to 4 ranks, which make up to 30 calls; one fault strikes one of them. Every result is compared with
 an oracle. A rank that is hurt must be blamed by all that miss it, with the right error; where nobody has to fail,
@@ -294,6 +295,26 @@ def _with_shifted_clock() -> int:
             )
             if built.returncode == 0:
                 variables["LD_PRELOAD"] = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(library)]))
-        return subprocess.run([sys.executable, "-m", "weft", *sys.argv[1:]], env=variables).returncode
+        return _run_until_ended([sys.executable, "-m", "weft", *sys.argv[1:]], variables)
     finally:
         owned.remove()
+
+
+def _run_until_ended(command: list[str], variables: dict[str, str]) -> int:
+    """Run a command that ends with this one, and in order: it removes what it made. Return its status."""
+    parent = os.getpid()
+
+    def begin() -> None:
+        os.setpgid(0, 0)  # a terminal's signals reach it through this process alone, once
+        end_with_parent(parent)
+
+    inner = subprocess.Popen(command, env=variables, preexec_fn=begin)
+    try:
+        return inner.wait()
+    except BaseException:
+        inner.terminate()
+        try:
+            inner.wait(_MOST_TO_END_S)
+        except subprocess.TimeoutExpired:
+            inner.kill()
+        raise

@@ -331,7 +331,7 @@ def _fifo(_: Rank) -> None:
         assert _core.fifo_seconds(device, producers, 3000, capacity) > 0  # order and number are checked
     round_trips, to_pop, look_us = _core.fifo_trips(device, 200, 2048)
     assert len(round_trips) == len(to_pop) == 200
-    # The way to the pop is of two clocks. A look may be shorter than a tick of the GPU's, which is 1 us on some machines.
+    # The way to the pop is of two clocks. A look may be shorter than a tick of the GPU's: 1 us on some machines.
     assert min(round_trips) > 0 and look_us >= 0
 
 

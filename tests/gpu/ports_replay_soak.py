@@ -34,7 +34,7 @@ from weft import _core
 from weft.runtime.progress import progress
 from weft.testing.ranks import Rank, run_ranks
 
-SIZES = (0, 1, 7, 33, 64, 128)  # tokens of a rank: no lane, one, odd ones, all
+SIZES = (0, 1, 7, 33, 64, 128)  # tokens of a rank: no batch, one, odd ones, all
 ROUTES = 509  # a prime, so that routes and sizes meet in all ways
 CHUNK = 250  # rounds between looks at the clock
 TIMEOUT_S = 60.0

@@ -24,6 +24,11 @@ SETTINGS = (
 )
 
 
+def tokens_of(num_ranks: int, *some: int) -> tuple[int, ...]:
+    """Return how many tokens each rank has: those numbers by turns."""
+    return tuple(some[rank % len(some)] for rank in range(num_ranks))
+
+
 def has_nic(provider: str) -> bool:
     """Whether a provider has a NIC here that can be used."""
     return any(not nic["unusable_because"] for nic in _core.transfer_find_provider(provider).probe())

@@ -29,7 +29,7 @@ from p2p_checks import (
     results_of,
     rows_of,
 )
-from port_nodes import nodes
+from port_nodes import nodes, tokens_of
 from programs import WEFT, run_program, torchrun
 
 import weft
@@ -73,10 +73,6 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
         yield ranks
 
 
-def _tokens(num_ranks: int, *some: int) -> tuple[int, ...]:
-    return tuple(some[rank % len(some)] for rank in range(num_ranks))
-
-
 def _exchanges(rank: Rank, case: MoeCase, form: Form, rounds: int = 2, most: int = MOST) -> None:
     """Some exchanges one after another, on an object that others of the pool have used before, or not."""
     with make(rank, case, form, most) as a2a:
@@ -86,7 +82,9 @@ def _exchanges(rank: Rank, case: MoeCase, form: Form, rounds: int = 2, most: int
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_rows_of_every_type_and_layout(pool: RankPool, form: Form) -> None:
-    pool.run(_exchanges, MoeCase(_tokens(pool.num_ranks, 9, 0, 14), hidden=64, top_k=3, num_experts=7), form)
+    pool.run(
+        _exchanges, MoeCase(tokens_of(pool.num_ranks, 9, 0, 14), hidden=64, top_k=3, num_experts=7), form
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_rows_of_every_type_and_layout(pool: RankPool, form: Form) -> None:
     ids=str,
 )
 def test_edges(pool: RankPool, change: dict[str, Any]) -> None:
-    tokens = _tokens(pool.num_ranks, *change.pop("tokens", (5, 8, 3)))
+    tokens = tokens_of(pool.num_ranks, *change.pop("tokens", (5, 8, 3)))
     case = MoeCase(tokens, **({"hidden": 64, "top_k": 4, "num_experts": 8} | change))
     pool.run(_exchanges, case, Form(padding=4))
 
@@ -138,7 +136,7 @@ def test_any_shape_matches_plain_indexing(pool: RankPool, data: st.DataObject) -
 
 def _bounded(rank: Rank) -> None:
     """bound_m hides the last tokens: nobody gets them, and their sums are zero."""
-    case, form = MoeCase(_tokens(rank.size, 7, 12), 64, 3, 6), Form()
+    case, form = MoeCase(tokens_of(rank.size, 7, 12), 64, 3, 6), Form()
     with make(rank, case, form, MOST) as a2a:
         for bound in (5, 0, 100):
             me = rank.rank
@@ -161,7 +159,7 @@ def _bounded(rank: Rank) -> None:
 
 
 def _added(rank: Rank) -> None:
-    case = MoeCase(_tokens(rank.size, 7, 12), 64, 3, 6)
+    case = MoeCase(tokens_of(rank.size, 7, 12), 64, 3, 6)
     for form in (Form(), Form(exact=True), Form(out_dtype=FLOAT), Form(HALF, HALF, BF16, exact=True)):
         with make(rank, case, form, MOST) as a2a:
             exchange(rank, a2a, case, form, accumulate=True)
@@ -169,7 +167,7 @@ def _added(rank: Rank) -> None:
 
 def _into_the_callers(rank: Rank) -> None:
     """Outputs of the caller's, scales in columns; nothing but the rows is written."""
-    case, form = MoeCase(_tokens(rank.size, 7, 12), 64, 3, 6), Form(FP8, scale_words=3, padding=4)
+    case, form = MoeCase(tokens_of(rank.size, 7, 12), 64, 3, 6), Form(FP8, scale_words=3, padding=4)
     me = rank.rank
     with make(rank, case, form, MOST) as a2a:
         room = a2a.max_recv_tokens
@@ -200,7 +198,7 @@ def _into_the_callers(rank: Rank) -> None:
 
 def _combined_twice(rank: Rank) -> None:
     """The same rows come back twice, the second time with other weights."""
-    case, form = MoeCase(_tokens(rank.size, 7, 12), 64, 3, 6), Form()
+    case, form = MoeCase(tokens_of(rank.size, 7, 12), 64, 3, 6), Form()
     me = rank.rank
     with make(rank, case, form, MOST) as a2a:
         handle = a2a.dispatch_send(case.x(me), case.topk_idx(me), case.topk_weights(me))
@@ -311,7 +309,7 @@ def test_a_prefill_of_4096_tokens() -> None:
 
 def _with_dp(rank: Rank, dp_size: int) -> None:
     groups, me = rank.size // dp_size, rank.rank // dp_size
-    case, form = MoeCase(_tokens(groups, 9, 0, 14), 64, 3, 7), Form(padding=4)
+    case, form = MoeCase(tokens_of(groups, 9, 0, 14), 64, 3, 7), Form(padding=4)
     with make(rank, case, form, MOST, dp_size=dp_size) as a2a:
         assert (a2a.dp_rank, a2a.num_dp_groups) == (me, groups)
         for _ in range(2):

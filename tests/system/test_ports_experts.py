@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from low_latency_blocks import BLOCK_CASES
 from moe_checks import barrier
-from port_nodes import bench_moe, check_network_rows, nodes
+from port_nodes import bench_moe, check_network_rows, nodes, tokens_of
 from test_moe_ll import (
     MOST_TOKENS,
-    cases,
     check_asynchronous,
     check_blocks_on_cpu,
+    check_drawn_round_trip,
     check_ll_round_trip,
     check_logfmt,
     check_many_tokens,
@@ -56,25 +56,17 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
         yield ranks
 
 
-def _tokens(num_ranks: int, *some: int) -> tuple[int, ...]:
-    return tuple(some[rank % len(some)] for rank in range(num_ranks))
-
-
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("hooks", [False, True])
 def test_round_trip_in_every_format(pool: RankPool, form: Format, hooks: bool) -> None:
-    case = MoeCase(_tokens(pool.num_ranks, 9, 14, 1), hidden=512, top_k=3, num_experts=8)
+    case = MoeCase(tokens_of(pool.num_ranks, 9, 14, 1), hidden=512, top_k=3, num_experts=8)
     pool.run(check_ll_round_trip, case, form, MOST_TOKENS, hooks)
 
 
 @drawn(max_examples=8)
 @given(data=st.data())
 def test_round_trip_of_any_shape_matches_the_oracle(pool: RankPool, data: st.DataObject) -> None:
-    case, form = data.draw(cases(pool.num_ranks))
-    most_tokens = max(*case.tokens, 1) if data.draw(st.booleans()) else MOST_TOKENS
-    if case.routing != "distinct" or case.top_k > case.num_experts:  # rows may name an expert twice
-        most_tokens *= case.top_k
-    pool.run(check_ll_round_trip, case, form, most_tokens, data.draw(st.booleans()))
+    check_drawn_round_trip(pool, data)
 
 
 def check_exact(rank: Rank, case: MoeCase) -> None:
@@ -103,12 +95,12 @@ def check_exact(rank: Rank, case: MoeCase) -> None:
     ids=lambda check: check.__name__,
 )
 def test_whatever_a_call_can_do(pool: RankPool, check: Callable[..., None]) -> None:
-    pool.run(check, MoeCase(_tokens(pool.num_ranks, 6, 0, 16), hidden=1024, top_k=4, num_experts=8))
+    pool.run(check, MoeCase(tokens_of(pool.num_ranks, 6, 0, 16), hidden=1024, top_k=4, num_experts=8))
 
 
 @pytest.mark.parametrize(("form", "hidden", "exponents"), BLOCK_CASES[1::2])
 def test_rows_in_mxfp8_and_nvfp4(pool: RankPool, form: str, hidden: int, exponents: bool) -> None:
-    case = MoeCase(_tokens(pool.num_ranks, 9, 18, 0), hidden, 4, pool.num_ranks + 2)
+    case = MoeCase(tokens_of(pool.num_ranks, 9, 18, 0), hidden, 4, pool.num_ranks + 2)
     pool.run(check_blocks_on_cpu, case, form, exponents, False)
 
 
@@ -125,7 +117,7 @@ def test_rows_in_mxfp8_and_nvfp4(pool: RankPool, form: str, hidden: int, exponen
     ids=str,
 )
 def test_round_trip_at_the_edges(pool: RankPool, change: dict[str, Any]) -> None:
-    tokens = _tokens(pool.num_ranks, *change.pop("tokens", (5, 8, 3)))
+    tokens = tokens_of(pool.num_ranks, *change.pop("tokens", (5, 8, 3)))
     pool.run(
         check_ll_round_trip, MoeCase(tokens, **({"hidden": 64, "top_k": 4, "num_experts": 8} | change)), BF16
     )

@@ -11,10 +11,10 @@ from drawn import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 from moe_checks import barrier
-from port_nodes import _settings, network_bytes, nodes, sum_over  # noqa: F401
+from port_nodes import _settings, network_bytes, nodes, sum_over, tokens_of  # noqa: F401
 from test_moe_ll import (
     MOST_TOKENS,
-    cases,
+    check_drawn_round_trip,
     check_ll_round_trip,
     check_masks,
     check_two_outstanding,
@@ -48,29 +48,21 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
         yield ranks
 
 
-def _of_ranks(num_ranks: int, *some: int) -> tuple[int, ...]:
-    return tuple(some[rank % len(some)] for rank in range(num_ranks))
-
-
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("hooks", [False, True])
 def test_round_trip_in_every_format(pool: RankPool, form: Format, hooks: bool) -> None:
-    case = MoeCase(_of_ranks(pool.num_ranks, 9, 0, 16), hidden=512, top_k=3, num_experts=8)
+    case = MoeCase(tokens_of(pool.num_ranks, 9, 0, 16), hidden=512, top_k=3, num_experts=8)
     pool.run(check_ll_round_trip, case, form, MOST_TOKENS, hooks)
 
 
 @drawn(max_examples=8)
 @given(data=st.data())
 def test_round_trip_of_any_shape_matches_the_oracle(pool: RankPool, data: st.DataObject) -> None:
-    case, form = data.draw(cases(pool.num_ranks))
-    most_tokens = max(*case.tokens, 1) if data.draw(st.booleans()) else MOST_TOKENS
-    if case.routing != "distinct" or case.top_k > case.num_experts:  # rows may name an expert twice
-        most_tokens *= case.top_k
-    pool.run(check_ll_round_trip, case, form, most_tokens, data.draw(st.booleans()))
+    check_drawn_round_trip(pool, data)
 
 
 def test_two_calls_may_be_outstanding(pool: RankPool) -> None:
-    pool.run(check_two_outstanding, MoeCase(_of_ranks(pool.num_ranks, 6, 0, 16), 1024, 4, 8))
+    pool.run(check_two_outstanding, MoeCase(tokens_of(pool.num_ranks, 6, 0, 16), 1024, 4, 8))
 
 
 def _receives_in_other_orders(rank: Rank, case: MoeCase) -> None:
@@ -127,7 +119,7 @@ def _bytes_of_dispatch(rank: Rank, case: MoeCase, ranks_per_node: int, once_per_
 @pytest.mark.parametrize("place", PLACES[:2], ids=str)
 def test_a_token_crosses_the_network_once_for_each_node(place: tuple[int, int, str]) -> None:
     num_ranks, ranks_per_node, provider = place
-    case = MoeCase(_of_ranks(num_ranks, 100, 128, 70), 7168, 8, 40, empty_share=0.1)
+    case = MoeCase(tokens_of(num_ranks, 100, 128, 70), 7168, 8, 40, empty_share=0.1)
     crossed = {}
     for way in ("node", "direct"):
         with (
@@ -182,7 +174,7 @@ def test_ranks_that_disagree_are_told() -> None:
 
 
 def test_receives_may_run_in_different_orders(pool: RankPool) -> None:
-    case = MoeCase(_of_ranks(pool.num_ranks, 5, 12, 0), 256, 3, 8)
+    case = MoeCase(tokens_of(pool.num_ranks, 5, 12, 0), 256, 3, 8)
     pool.run(_receives_in_other_orders, case)
 
 

@@ -69,6 +69,18 @@ LinkFigures least_of(const std::vector<std::vector<uint64_t>>& shown) {
   return {figure(0), figure(1), figure(2), figure(3), kMillionPutsPerS};
 }
 
+// LowLatencyControl::carriers.
+std::vector<uint32_t> carriers_of(const IslandPlan& islands, uint32_t ranks, uint32_t rank) {
+  std::vector<uint32_t> carriers(2 * ranks);
+  const uint32_t own = islands.island[rank];
+  for (uint32_t peer = 0; peer < ranks; ++peer) {
+    const uint32_t theirs = islands.island[peer];
+    carriers[peer] = theirs == own ? peer : islands.hub(rank, theirs);
+    carriers[ranks + peer] = theirs == own ? rank : islands.hub(peer, own);
+  }
+  return carriers;
+}
+
 TallyCaller caller_of(const Window& window) {
   TallyCaller caller = window.communicator()->tally_caller();
   caller.key +=
@@ -98,6 +110,17 @@ Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, IslandPlan isla
   WEFT_TRY_ASSIGN(const auto shown, comm.show("low_latency.links", shown_links(comm)));
   terms.links = least_of(shown);
   return terms;
+}
+
+Result<std::shared_ptr<LocalMemory>> make_low_latency_board(const Communicator& comm, uint64_t region_bytes,
+                                                            const IslandPlan& islands) {
+  const auto ranks = static_cast<uint32_t>(comm.size());
+  WEFT_TRY_ASSIGN(std::shared_ptr<LocalMemory> board,
+                  LocalMemory::create(comm.device(), low_latency_board_bytes(ranks, region_bytes)));
+  if (islands.count == 0) return board;
+  const std::vector<uint32_t> carriers = carriers_of(islands, ranks, static_cast<uint32_t>(comm.rank()));
+  WEFT_TRY(board->write(low_latency_control(ranks).carriers, carriers.data(), carriers.size() * 4));
+  return board;
 }
 
 LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const ComputeLimits& limits,
@@ -152,27 +175,36 @@ Result<uint64_t> LowLatency::end_run(const LowLatencyRun& run) {
 }
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
-  return {ranks(), max_tokens, top_k, experts, terms_.line_tokens, half_bytes() - lines_at(), has_ports()};
+  return {ranks(),      max_tokens,  top_k,
+          experts,      terms_.line_tokens, half_bytes() - lines_at(),
+          has_ports(), terms_.board != nullptr};
 }
 
 uint32_t* LowLatency::masks() const {
-  return reinterpret_cast<uint32_t*>(window_->local() + begin_ + low_latency_control(ranks()).masked);
+  return reinterpret_cast<uint32_t*>(control() + low_latency_control(ranks()).masked);
+}
+
+std::byte* LowLatency::control() const {
+  return terms_.board ? terms_.board->data() : window_->local() + begin_;
+}
+
+LowLatencyBoard LowLatency::board(uint64_t own_bytes) const {
+  if (!terms_.board) return {};
+  const uint64_t control_end = low_latency_control(ranks()).end;
+  const uint64_t half = (terms_.board->bytes() - control_end) / 2 / kLineBytes * kLineBytes;
+  return {control(), own_bytes <= half ? control() + control_end : nullptr, half};
 }
 
 uint32_t* LowLatency::carriers() const {
-  return reinterpret_cast<uint32_t*>(window_->local() + begin_ + low_latency_control(ranks()).carriers);
+  return reinterpret_cast<uint32_t*>(control() + low_latency_control(ranks()).carriers);
 }
 
-// Windows of ranks with port peers are memory that hosts reach. A buffer that serves no such calls has no region.
+// Windows of ranks with port peers are memory that hosts reach; who makes a board writes them there. A buffer that serves no
+// such calls has no region.
 void LowLatency::write_carriers() const {
-  const IslandPlan& islands = terms_.islands;
-  if (!has_ports() || islands.count == 0 || half_bytes() == 0) return;
-  const uint32_t own = islands.island[rank()];
-  for (uint32_t peer = 0; peer < ranks(); ++peer) {
-    const uint32_t theirs = islands.island[peer];
-    carriers()[peer] = theirs == own ? peer : islands.hub(rank(), theirs);
-    carriers()[ranks() + peer] = theirs == own ? rank() : islands.hub(peer, own);
-  }
+  if (!has_ports() || terms_.board || terms_.islands.count == 0 || half_bytes() == 0) return;
+  const std::vector<uint32_t> made = carriers_of(terms_.islands, ranks(), rank());
+  std::copy(made.begin(), made.end(), carriers());
 }
 
 // Where peers may be masked each rank gets its own: a carrier that is lost would take the tokens of ranks that live.
@@ -296,6 +328,9 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
   args.line_tokens = plan.line_tokens;
   args.expert_rows = form.expert_rows != 0 ? form.expert_rows : ranks() * form.max_tokens;
   args.max_rows = form.max_rows;
+  args.call.board = board(own_dispatch_bytes(
+      args.call.batches,
+      message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes)));
   const Launch how = launch_of(plan);
   // A combine follows, most often a reduced one: it is compiled beside this. Not where outputs have other places: who asks
   // for these knows what its results will be.
@@ -380,10 +415,14 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   args.signal_value = form.signal_value;
   args.signals_per_expert = form.signals_per_expert;
   args.signal_rows = form.signal_rows;
-  if (all.has_ports)
-    args.answer_room = answer_room(port_combine_layout(ranks(), form.max_tokens, form.top_k,
-                                                       args.call.batches, shape.row_bytes, form.reply),
-                                   ranks(), args.call.batches, half_bytes() - lines_at());
+  args.answer_parts = Divisor::of(1);
+  if (all.has_ports) {
+    const PortCombineLayout at = port_combine_layout(ranks(), form.max_tokens, form.top_k, args.call.batches,
+                                                     shape.row_bytes, form.reply);
+    args.answer_room = answer_room(at, ranks(), args.call.batches, half_bytes() - lines_at());
+    if (args.answer_room == at.batch_answers) args.answer_parts = Divisor::of(plan.answer_parts);
+    args.call.board = board(own_combine(at, form.max_tokens, form.top_k, args.call.batches).bytes);
+  }
   args.pieces = Divisor::of(plan.pieces);
   args.owner_jobs = Divisor::of(args.call.batches.count * plan.pieces);
   const PlannedCombine::Grid receiving = grid_of(plan);

@@ -49,7 +49,8 @@ def _keep(results: dict[str, float]) -> None:
         check=False,
     )
     kept |= {
-        "what": "ibgda: queues in pinned memory or the GPU's own, written by GPUs, served by a model of the NIC; no NIC took part",
+        "what": "ibgda: queues in pinned memory or the GPU's own, written by GPUs, served by a model of the NIC; "
+        "no NIC took part",
         "gpu": torch.cuda.get_device_name(0),
         "driver": driver.stdout.split("\n")[0],
         "posting_goal_ns": POSTING_GOAL_NS,

@@ -48,6 +48,7 @@ struct LowLatencyCall {
   uint64_t
       lines_at;  // in a half: lines_begin(); where ranks have port peers, the outbox (low_latency_ports.h)
   uint32_t* masked;   // u32[R]: peers to leave out; null where there is no shrinking
+  uint32_t* silent;   // u32[R], also the host's: 1 for peers that kernels have masked; null as above
   uint32_t phases;    // kPhaseSend, kPhaseReceive, or both
   uint32_t ticket;    // ties the two launches of a call: < kTickets, different for calls outstanding together
   uint32_t may_mask;  // 1: a silent peer is masked; 0: it is a fault
@@ -64,7 +65,7 @@ struct LowLatencyCall {
   uint64_t* wait_cycles;          // u64[R] or null: cycles spent waiting for each source are added
   LowLatencyBoard board;
 };
-static_assert(sizeof(LowLatencyCall) == 200);
+static_assert(sizeof(LowLatencyCall) == 208);
 
 // Outputs are [Le][expert_rows] rows; only the first counts[e] rows of each expert are written. With padding in the
 // shape they are packed instead: [max_rows], each expert's behind those of the one before it, beginning at a multiple
@@ -96,7 +97,7 @@ struct LowLatencyDispatchArgs {
   uint32_t max_rows;         // of all experts in packed outputs
   const uint32_t* carriers;  // LowLatencyControl::carriers; null where each rank gets its own messages
 };
-static_assert(sizeof(LowLatencyDispatchArgs) == 376);
+static_assert(sizeof(LowLatencyDispatchArgs) == 384);
 
 // Where matrix units of Blackwell want the first word of row `row` of an expert's scales, `words` to a row,
 // the others kTiledWordStride apart: tiles [row / 128][word] of 128 words, in which rows 32 apart are
@@ -128,7 +129,7 @@ struct LowLatencyCombineArgs {
   uint32_t answer_room;  // answer_room() of the outbox
   Divisor answer_parts;  // of each reply, which the warps of a block share out
 };
-static_assert(sizeof(LowLatencyCombineArgs) == 328);
+static_assert(sizeof(LowLatencyCombineArgs) == 336);
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.
 struct LowLatencyDispatchShape {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// GPUs that write queues in pinned memory of the host, which a model of the NIC serves: what a GPU's stores look like from
+// GPUs that write queues in pinned memory of the host, or in their own, which a model of the NIC serves: what a GPU's stores look like from
 // outside, in which order, and what posting costs it. Two ranks are threads of this process, each with a GPU, or both
 // with the only one. The CPU runs the same, shorter: a mistake of the test shows without a GPU.
 // Every wait is bounded by kTimeout_s. Lines "result NAME VALUE" are for tests/gpu/test_ibgda_gpu.py.
@@ -19,6 +19,7 @@
 #include "measure/channel_loop.h"
 #include "memory/local_memory.h"
 #include "support/channel_replay.cuh"
+#include "support/fake_devx.h"
 
 namespace weft {
 namespace {
@@ -40,6 +41,7 @@ struct Where {
   const char* name;
   bool has_gpus;
   uint32_t divisor;  // of the work
+  bool is_far;       // queues lie in memory of the device, and the model copies
 };
 void PrintTo(const Where& where, std::ostream* out) {
   *out << where.name;
@@ -68,6 +70,12 @@ class IbgdaPosts : public ::testing::TestWithParam<Where> {
   }
   void use(NicPlan plan, const char* depth) {
     Settings::set({{"WEFT_IBGDA_DEPTH", depth}});
+    if (GetParam().is_far) {
+      plan.rooms = [](Device device) -> Result<std::unique_ptr<ibgda::QueueRooms>> {
+        if (!device.is_host()) return ibgda::cuda_rooms(device);
+        return std::unique_ptr<ibgda::QueueRooms>(std::make_unique<testing::FileRooms>());
+      };
+    }
     model_ = std::make_unique<NicModel>(plan);
     ibgda::set_nic_source(model_.get());
   }
@@ -339,7 +347,9 @@ TEST_P(IbgdaPosts, ReplaysOfAGraphLoseNothing) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ibgda, IbgdaPosts,
-                         ::testing::Values(Where{"host", false, 100}, Where{"gpus", true, 1}),
+                         ::testing::Values(Where{"host", false, 100, false},
+                                           Where{"host_copies", false, 100, true},
+                                           Where{"gpus", true, 1, false}, Where{"gpus_own", true, 20, true}),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

@@ -135,8 +135,12 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
 Status MoeBuffer::open_trace() {
   trace_bytes_ = trace_bytes_of(config().trace_spans);
   if (trace_bytes_ == 0) return {};
-  WEFT_TRY_ASSIGN(trace_at_, take(trace_bytes_, "trace"));
   const TraceLog log{0, static_cast<uint32_t>(config().trace_spans), 0};
+  if (levels_ && limits_.is_cuda) {  // whose window is memory of the host
+    WEFT_TRY_ASSIGN(trace_memory_, LocalMemory::create(comm_->device(), trace_bytes_));
+    return trace_memory_->write(0, &log, sizeof log);
+  }
+  WEFT_TRY_ASSIGN(trace_at_, take(trace_bytes_, "trace"));
   if (!comm_->device().is_host())
     return copy_to_device(comm_->device().ordinal, window_->local() + trace_at_, &log, sizeof log);
   std::memcpy(window_->local() + trace_at_, &log, sizeof log);
@@ -144,6 +148,7 @@ Status MoeBuffer::open_trace() {
 }
 
 TraceLog* MoeBuffer::trace() const {
+  if (trace_memory_) return trace_memory_->at<TraceLog>(0);
   return trace_bytes_ == 0 ? nullptr : reinterpret_cast<TraceLog*>(window_->local() + trace_at_);
 }
 

@@ -177,7 +177,7 @@ Result<uint64_t> LowLatency::end_run(const LowLatencyRun& run) {
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
   return {ranks(),      max_tokens,  top_k,
           experts,      terms_.line_tokens, half_bytes() - lines_at(),
-          has_ports(), terms_.board != nullptr};
+          has_ports(), has_board()};
 }
 
 uint32_t* LowLatency::masks() const {
@@ -185,11 +185,11 @@ uint32_t* LowLatency::masks() const {
 }
 
 std::byte* LowLatency::control() const {
-  return terms_.board ? terms_.board->data() : window_->local() + begin_;
+  return has_board() ? terms_.board->data() : window_->local() + begin_;
 }
 
 LowLatencyBoard LowLatency::board(uint64_t own_bytes) const {
-  if (!terms_.board) return {};
+  if (!has_board()) return {};
   const uint64_t control_end = low_latency_control(ranks()).end;
   const uint64_t half = (terms_.board->bytes() - control_end) / 2 / kLineBytes * kLineBytes;
   return {control(), own_bytes <= half ? control() + control_end : nullptr, half};
@@ -202,7 +202,7 @@ uint32_t* LowLatency::carriers() const {
 // Windows of ranks with port peers are memory that hosts reach; who makes a board writes them there. A buffer that serves no
 // such calls has no region.
 void LowLatency::write_carriers() const {
-  if (!has_ports() || terms_.board || terms_.islands.count == 0 || half_bytes() == 0) return;
+  if (!has_ports() || has_board() || terms_.islands.count == 0 || half_bytes() == 0) return;
   const std::vector<uint32_t> made = carriers_of(terms_.islands, ranks(), rank());
   std::copy(made.begin(), made.end(), carriers());
 }

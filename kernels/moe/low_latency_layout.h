@@ -260,8 +260,8 @@ WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t ex
 }
 
 struct CombineShared {
+  uint64_t unanswered;  // u32    with port peers: 1 if some of the batch that the block answers could not be
   uint64_t present;
-  uint64_t unanswered;  // u32    1: some of the batch that the block answers could not be, with port peers
   uint64_t row;     // i32[warps][K]  what the warp sums: row numbers, or slots of replies
   uint64_t slot;    // u32[warps][K]  which slots of the token these are
   uint64_t weight;  // f32[warps][K]
@@ -272,8 +272,8 @@ struct CombineShared {
 WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_k, uint64_t warps) {
   Carver carver(16);
   CombineShared at{};
-  at.present = carver.take(ranks * 4 + 4, 16);
-  at.unanswered = at.present + ranks * 4;
+  at.unanswered = 8;  // beside the epoch
+  at.present = carver.take(ranks * 4, 16);
   at.row = carver.take(warps * top_k * 4, 16);
   at.slot = carver.take(warps * top_k * 4, 16);
   at.weight = carver.take(warps * top_k * 4, 16);

@@ -136,9 +136,10 @@ struct Combine {
   WEFT_DEVICE OwnCombine own_layout() const {
     return own_combine(port_layout(), a.call.max_tokens, top_k(), batches());
   }
+  // Exact replies may need more room than there is.
   WEFT_DEVICE bool keeps_own(uint32_t owner) const {
     if constexpr (kPorts)
-      return a.call.board.own && owner == mesh.rank();
+      return a.call.board.own && owner == mesh.rank() && own_layout().bytes <= a.call.board.own_bytes;
     else
       return false;
   }

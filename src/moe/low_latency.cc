@@ -424,7 +424,7 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
                                                      shape.row_bytes, form.reply);
     args.answer_room = answer_room(at, ranks(), args.call.batches, half_bytes() - lines_at());
     if (args.answer_room == at.batch_answers) args.answer_parts = Divisor::of(plan.answer_parts);
-    args.call.board = board(own_combine(at, form.max_tokens, form.top_k, args.call.batches).bytes);
+    args.call.board = board(own_combine(at, form.max_tokens, form.top_k, args.call.batches).replies);
   }
   args.pieces = Divisor::of(plan.pieces);
   args.owner_jobs = Divisor::of(args.call.batches.count * plan.pieces);

@@ -72,9 +72,9 @@ WEFT_DEVICE void answer_together(const C& c, uint32_t owner, uint32_t batch) {
     if (kIsHost && index + 1 < messages) ask_ahead(c, {m.record + routes.record_words, owner, m.piece, false});
     is_made = answer_message(c, m, replies.at(replies_before(c, records, index)));
   }
-  if (!is_made && c.warp.rank() == 0) store_relaxed(c.unanswered(), uint32_t{1});
+  if (!is_made && c.warp.rank() == 0) *c.unanswered() = 1;
   c.block.sync();
-  if (c.warp.index() == 0 && load_relaxed(c.unanswered()) == 0)
+  if (c.warp.index() == 0 && *c.unanswered() == 0)
     replies.send(replies_before(c, records, messages), messages);
 }
 

@@ -50,8 +50,9 @@ WEFT_DEVICE uint32_t place_replies(const C& c, uint32_t batch, uint32_t rank) {
   WEFT_ROLLED
   for (uint32_t i = begin * c.top_k(); i < last; i += c.warp.size()) {
     const bool is_its = rank_of_reply(i + c.warp.rank()) == rank;
-    if (is_its) store_relaxed(c.places() + i + c.warp.rank(), next + c.warp.count_below(is_its));
+    const uint32_t place = next + c.warp.count_below(is_its);
     next += c.warp.count(is_its);
+    if (is_its) store_relaxed(c.places() + i + c.warp.rank(), place);
   }
   return first;
 }

@@ -35,8 +35,9 @@ inline constexpr int64_t kReplyExactLog = 3;
 // Where windows lie in memory of the host that a GPU reads over PCIe, kernels keep in the GPU's memory what they can: see
 // low_latency_watch.cuh.
 struct LowLatencyBoard {
-  std::byte* control;   // this rank's copy of LowLatencyControl; null: there is none, and kernels look at the window
-  std::byte* own;       // with a board: [2] of own_bytes, by half: see low_latency_ports.h
+  std::byte*
+      control;  // this rank's copy of LowLatencyControl; null: there is none, and kernels look at the window
+  std::byte* own;  // with a board: [2] of own_bytes, by half: see low_latency_ports.h
   uint64_t own_bytes;
 };
 

@@ -25,7 +25,8 @@ namespace weft {
 
 template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT& mesh, const Shape& shape) {
-  low_latency::Combine<MeshT, Shape> c{a, mesh, shape, low_latency::workers_of<MeshT>(a.call), Warp{}, {}, {}};
+  low_latency::Combine<MeshT, Shape> c{a,      mesh, shape, low_latency::workers_of<MeshT>(a.call),
+                                       Warp{}, {},   {}};
   c.keep_layouts();
   auto* shared_epoch = c.template at<uint64_t>(0);
   if constexpr (kHasPorts<MeshT>)

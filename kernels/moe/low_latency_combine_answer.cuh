@@ -237,8 +237,7 @@ WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, Aw
     if (!await_owner()) return false;
     if (c.takes_own_weights() && c.has_lines()) return take_weight_lines(c, m.owner, token, count);
     const auto* weights =
-        !c.takes_own_weights()
-            ? reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k()
+        !c.takes_own_weights() ? reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k()
         : c.keeps_own(m.owner)
             ? reinterpret_cast<const uint32_t*>(c.a.topk_weights) + uint64_t{token} * c.top_k()
             : reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token));

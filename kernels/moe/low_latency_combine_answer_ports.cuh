@@ -69,7 +69,8 @@ WEFT_DEVICE void answer_together(const C& c, uint32_t owner, uint32_t batch) {
        unit += c.block.warps()) {
     const uint32_t index = unit / c.reply_parts();
     const Message m{records + index * routes.record_words, owner, unit % c.reply_parts(), false};
-    if (kIsHost && index + 1 < messages) ask_ahead(c, {m.record + routes.record_words, owner, m.piece, false});
+    if (kIsHost && index + 1 < messages)
+      ask_ahead(c, {m.record + routes.record_words, owner, m.piece, false});
     is_made = answer_message(c, m, replies.at(replies_before(c, records, index)));
   }
   if (!is_made && c.warp.rank() == 0) *c.unanswered() = 1;

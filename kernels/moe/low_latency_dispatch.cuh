@@ -26,7 +26,8 @@ namespace weft {
 template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const MeshT& mesh,
                                       const Shape& shape) {
-  low_latency::Dispatch<MeshT, Shape> d{a, mesh, shape, low_latency::workers_of<MeshT>(a.call), Warp{}, {}, {}};
+  low_latency::Dispatch<MeshT, Shape> d{a,      mesh, shape, low_latency::workers_of<MeshT>(a.call),
+                                        Warp{}, {},   {}};
   d.keep_layouts();
   auto* shared_epoch = d.template at<uint64_t>(0);
   if constexpr (kHasPorts<MeshT>)

@@ -100,8 +100,8 @@ WEFT_DEVICE void move_empty_words(const D& d, uint32_t batch) {
       send_range(d, batch, peer);
       continue;
     }
-    std::byte* theirs = near_control(d.a.call, d.mesh, peer,
-                                     word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), batch));
+    std::byte* theirs =
+        near_control(d.a.call, d.mesh, peer, word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), batch));
     store_relaxed(reinterpret_cast<uint64_t*>(theirs), d.epoch.number * kWordEpoch | kWordDone);
   }
 }

@@ -231,8 +231,7 @@ template <class D>
 WEFT_DEVICE const uint64_t* batch_word(const D& d, uint32_t source, uint32_t batch) {
   const uint64_t at = word_offset(d.a.call, d.ranks(), d.epoch, source, batch);
   if constexpr (D::kPorts)
-    if (d.a.call.board.control)
-      return reinterpret_cast<const uint64_t*>(control_at(d.a.call, d.mesh, at));
+    if (d.a.call.board.control) return reinterpret_cast<const uint64_t*>(control_at(d.a.call, d.mesh, at));
   return reinterpret_cast<const uint64_t*>(d.inbox(source) + at);
 }
 

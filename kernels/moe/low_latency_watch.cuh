@@ -62,16 +62,14 @@ class Watcher {
     if (item >= items()) return {};
     const LowLatencyCall& call = c_.a.call;
     const LowLatencyControl at = low_latency_control(c_.ranks());
-    if (item < c_.ranks())
-      return in_window(item, control_offset(call, at.arrived, c_.ranks(), epoch_, item));
+    if (item < c_.ranks()) return in_window(item, control_offset(call, at.arrived, c_.ranks(), epoch_, item));
     item -= c_.ranks();
     if (item < 2 * c_.ranks())
       return in_window(item % c_.ranks(), call.region + at.consumed + uint64_t{item} * 8);
     item -= 2 * c_.ranks();
     const uint32_t source = item / words_of_source(), word = item % words_of_source();
     if (word < c_.awaited_counts()) return in_window(source, c_.counts_at(source) + uint64_t{word} * 8);
-    const uint64_t offset =
-        word_offset(call, c_.ranks(), epoch_, source, word - c_.awaited_counts());
+    const uint64_t offset = word_offset(call, c_.ranks(), epoch_, source, word - c_.awaited_counts());
     return from(source, c_.inbox(source), offset);
   }
   WEFT_DEVICE Watched in_window(uint32_t source, uint64_t offset) const {

@@ -175,8 +175,7 @@ Result<uint64_t> LowLatency::end_run(const LowLatencyRun& run) {
 }
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
-  return {ranks(),      max_tokens,  top_k,
-          experts,      terms_.line_tokens, half_bytes() - lines_at(),
+  return {ranks(),     max_tokens, top_k, experts, terms_.line_tokens, half_bytes() - lines_at(),
           has_ports(), has_board()};
 }
 
@@ -331,9 +330,9 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
   args.line_tokens = plan.line_tokens;
   args.expert_rows = form.expert_rows != 0 ? form.expert_rows : ranks() * form.max_tokens;
   args.max_rows = form.max_rows;
-  args.call.board = board(own_dispatch_bytes(
-      args.call.batches,
-      message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes)));
+  args.call.board =
+      board(own_dispatch_bytes(args.call.batches, message_layout(shape.top_k, shape.weights != 0,
+                                                                 shape.row_bytes, shape.scale_bytes)));
   const Launch how = launch_of(plan);
   // A combine follows, most often a reduced one: it is compiled beside this. Not where outputs have other places: who asks
   // for these knows what its results will be.

@@ -159,7 +159,8 @@ struct LowLatencyTerms {
       0;  // of a rank that may travel as lines (core/line.cuh); 0 where links do not keep these whole
   IslandPlan islands = {};  // none where all ranks map each other
   LinkFigures links = {};   // between islands, the least of any rank: what their planner goes by
-  std::shared_ptr<LocalMemory> board = {};  // of make_low_latency_board(): this rank's; null: kernels look at the window
+  std::shared_ptr<LocalMemory> board =
+      {};  // of make_low_latency_board(): this rank's; null: kernels look at the window
 };
 // The board of a region of `region_bytes` of a rank with port peers (low_latency_watch.cuh). It lives as long as the region,
 // and what serves the same region gets the same. Errors: kSystem where the device has no room.

@@ -39,8 +39,9 @@ struct LowLatencyPlan {
   uint32_t threads_per_block;
   uint32_t shared_bytes;
   uint32_t pieces;  // combine: warps that share one reply; all ranks must use the same, so T plays no part
-  uint32_t receive_splits;   // warps that share one message or one token's sum; a multiple of pieces
-  uint32_t answer_parts = 1;  // combine with port peers: parts of a reply, which the warps of a block share out
+  uint32_t receive_splits;  // warps that share one message or one token's sum; a multiple of pieces
+  uint32_t answer_parts =
+      1;  // combine with port peers: parts of a reply, which the warps of a block share out
   uint32_t line_tokens = 0;  // dispatch: this rank's tokens travel as lines if they are so few; 0: never
 };
 

@@ -108,11 +108,10 @@ class Rank {
     auto window = Window::create(comm_, kBegin + region_bytes);
     EXPECT_EQ(window.status().message(), "");
     window_ = std::move(*window);
-    mode_ = std::make_unique<LowLatency>(*window_, kBegin, kBegin + region_bytes,
-                                         ComputeLimits{false, 1, host_threads, 0},
-                                         LowLatencyWaits{&fault_, timeout_s, may_mask},
-                                         has_board ? with_board(terms(line_tokens), region_bytes)
-                                                   : terms(line_tokens));
+    mode_ = std::make_unique<LowLatency>(
+        *window_, kBegin, kBegin + region_bytes, ComputeLimits{false, 1, host_threads, 0},
+        LowLatencyWaits{&fault_, timeout_s, may_mask},
+        has_board ? with_board(terms(line_tokens), region_bytes) : terms(line_tokens));
   }
 
   // As a GPU has one.

@@ -66,12 +66,13 @@ TEST(LowLatencyPlan, WhereABlockWatchesTheOthersShareTheWork) {
 TEST(LowLatencyPlan, ABoardHoldsWhatARankSendsToItself) {
   for (const uint32_t ranks : {2u, 3u, 8u, 64u}) {
     const LowLatencySizes sizes{ranks, 128, 8, 256, 0, 0, true, true};
-    const uint64_t region = low_latency_bytes_with_ports(ranks, low_latency_hint_bytes({ranks, 128, 8, 256}, 7168));
+    const uint64_t region =
+        low_latency_bytes_with_ports(ranks, low_latency_hint_bytes({ranks, 128, 8, 256}, 7168));
     const uint64_t half = (low_latency_board_bytes(ranks, region) - low_latency_control(ranks).end) / 2;
     const LowLatencyDispatchShape shape = fp8(sizes, 7168);
-    EXPECT_GE(half, own_dispatch_bytes(sizes.batches(), message_layout(8, true, shape.row_bytes, shape.scale_bytes)));
-    const PortCombineLayout at =
-        port_combine_layout(ranks, 128, 8, sizes.batches(), 14336, kReplyReduced);
+    EXPECT_GE(half, own_dispatch_bytes(sizes.batches(),
+                                       message_layout(8, true, shape.row_bytes, shape.scale_bytes)));
+    const PortCombineLayout at = port_combine_layout(ranks, 128, 8, sizes.batches(), 14336, kReplyReduced);
     if (ranks <= 8) {
       EXPECT_GE(half, own_combine(at, 128, 8, sizes.batches()).bytes);
     }

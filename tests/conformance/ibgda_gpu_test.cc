@@ -20,6 +20,7 @@
 #include "memory/local_memory.h"
 #include "support/channel_replay.cuh"
 #include "support/fake_devx.h"
+#include "support/posting_floor.cuh"
 
 namespace weft {
 namespace {
@@ -205,6 +206,39 @@ TEST_P(IbgdaPosts, WhatPostingCosts) {
     });
     EXPECT_EQ(model_->failures(), "");
   }
+}
+
+// What no call can do without, by the same clock.
+TEST_P(IbgdaPosts, WhatItsFencesCost) {
+  use({.seed = 75}, "16");
+  on_ranks([&](const std::shared_ptr<Communicator>& comm, int rank) {
+    const Device device = comm->device();
+    auto window = Window::create(comm, 4096);
+    auto queue = LocalMemory::create(device, 65 * ibgda::kBlockBytes);
+    auto seen = HostVisible::create(device, 2 * sizeof(uint64_t));
+    ASSERT_TRUE(window.ok() && queue.ok() && seen.ok());
+    const PostingFloorArgs args{(*queue)->at<std::byte>(0), (*queue)->at<uint32_t>(64 * ibgda::kBlockBytes),
+                                (*seen)->at<uint64_t>(0), (*seen)->at<uint64_t>(8), 2000};
+    if (device.is_host()) {
+      posting_floor(args, mesh_of<IbgdaMesh>(**window), PostingFloorShape{});
+    } else {
+      auto stream = OwnStream::create(device.ordinal);
+      ASSERT_TRUE(stream.ok());
+      Launch how;
+      how.threads_per_block = 32;
+      how.stream = (*stream)->get();
+      const KernelKey key{"tests/support/posting_floor.cuh", "posting_floor", "PostingFloorArgs"};
+      const auto kernel = kernel_on_mesh(**window, key, how);
+      ASSERT_EQ(kernel.status().message(), "");
+      for (int i = 0; i < 2; ++i)
+        EXPECT_EQ(launch_on_mesh(**window, **kernel, how, &args, sizeof args, nullptr).message(), "");
+      EXPECT_EQ((*stream)->wait().message(), "");
+    }
+    EXPECT_EQ(*args.doorbell, args.count - 1);
+    EXPECT_GT(*args.took_ns, 0u);
+    if (rank == 0)
+      result("posting.fences_ns", static_cast<double>(*args.took_ns) / static_cast<double>(args.count));
+  });
 }
 
 // ---- graphs

@@ -24,6 +24,7 @@ TESTS = {
     "AMillionOperationsArriveInOrder": 150,
     "ABatchRingsOnce": 60,
     "WhatPostingCosts": 90,
+    "WhatItsFencesCost": 60,
     "ReplaysOfAGraphLoseNothing": 60,
 }
 

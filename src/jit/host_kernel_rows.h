@@ -58,8 +58,8 @@ void add_row(AddRow add) {
 // Calls add for the mesh of every transport, alone and with mapped peers beside its ports.
 template <class Add>
 void for_each_mesh(Add add) {
-#define WEFT_TRANSPORT(folder, MeshT)      \
-  add(MeshKind<MeshT>{#MeshT});            \
+#define WEFT_TRANSPORT(folder, MeshT)               \
+  add(MeshKind<MeshT>{#MeshT});                     \
   if constexpr (!std::is_same_v<MeshT, MappedMesh>) \
     add(MeshKind<HybridMesh<MappedMesh, MeshT>>{"HybridMesh<weft::MappedMesh, weft::" #MeshT ">"});
   WEFT_TRANSPORTS(WEFT_TRANSPORT)

@@ -26,8 +26,8 @@ void add_collective_kernels(std::vector<KernelRow>& rows) {
   for_each_mesh([&]<class MeshT>(MeshKind<MeshT> mesh) {
     WEFT_HOST_KERNEL(kAny, "kernels/collective/program.cuh", run_program, ProgramArgs, ProgramShape, 512,
                      kPrograms);
-    WEFT_HOST_KERNEL(kMapped, "kernels/collective/exchange.cuh", run_exchange, ExchangeArgs, ExchangeShape, 256,
-                     kExchangeShapes);
+    WEFT_HOST_KERNEL(kMapped, "kernels/collective/exchange.cuh", run_exchange, ExchangeArgs, ExchangeShape,
+                     256, kExchangeShapes);
     WEFT_HOST_KERNEL(kAny, "kernels/collective/program.cuh", scale_buffer, ScaleArgs, ProgramShape, 512,
                      "element=0 reduction=0 protocol=0; element=2 reduction=0 protocol=0");
   });

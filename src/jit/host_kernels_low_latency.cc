@@ -40,8 +40,8 @@ constexpr const char* kLowLatencyReplies =
 
 void add_low_latency_kernels(std::vector<KernelRow>& rows) {
   for_each_mesh([&]<class MeshT>(MeshKind<MeshT> mesh) {
-    WEFT_HOST_KERNEL(kAny, "kernels/moe/low_latency_dispatch.cuh", low_latency_dispatch, LowLatencyDispatchArgs,
-                     LowLatencyDispatchShape, 512, kLowLatencyRows);
+    WEFT_HOST_KERNEL(kAny, "kernels/moe/low_latency_dispatch.cuh", low_latency_dispatch,
+                     LowLatencyDispatchArgs, LowLatencyDispatchShape, 512, kLowLatencyRows);
     WEFT_HOST_KERNEL(kAny, "kernels/moe/low_latency_combine.cuh", low_latency_combine, LowLatencyCombineArgs,
                      LowLatencyCombineShape, 512, kLowLatencyReplies);
   });

@@ -404,8 +404,7 @@ void mapped_peers_give_their_address(R& rank) {
 }
 TYPED_TEST(ChannelTest, MappedPeersGiveTheirAddress) {
   if constexpr (!MappedMeshOnly<typename TypeParam::Mesh>) GTEST_SKIP() << "ports have no addresses";
-  if constexpr (MappedMeshOnly<typename TypeParam::Mesh>)
-    this->on_ranks(mapped_peers_give_their_address);
+  if constexpr (MappedMeshOnly<typename TypeParam::Mesh>) this->on_ranks(mapped_peers_give_their_address);
 }
 
 template <class R>

@@ -40,6 +40,7 @@ struct LowLatencyCall {
   uint64_t
       lines_at;  // in a half: lines_begin(); where ranks have port peers, the outbox (low_latency_ports.h)
   uint32_t* masked;   // u32[R]: peers to leave out; null where there is no shrinking
+  uint32_t* silent;   // u32[R], also the host's: 1 for peers that kernels have masked; null as above
   uint32_t phases;    // kPhaseSend, kPhaseReceive, or both
   uint32_t ticket;    // ties the two launches of a call: < kTickets, different for calls outstanding together
   uint32_t may_mask;  // 1: a silent peer is masked; 0: it is a fault
@@ -55,7 +56,7 @@ struct LowLatencyCall {
   LowLatencyHandshake handshake;  // dispatch_epoch is filled in by the kernel
   uint64_t* wait_cycles;          // u64[R] or null: cycles spent waiting for each source are added
 };
-static_assert(sizeof(LowLatencyCall) == 176);
+static_assert(sizeof(LowLatencyCall) == 184);
 
 // Outputs are [Le][expert_rows] rows; only the first counts[e] rows of each expert are written. With padding in the
 // shape they are packed instead: [max_rows], each expert's behind those of the one before it, beginning at a multiple
@@ -87,7 +88,7 @@ struct LowLatencyDispatchArgs {
   uint32_t max_rows;         // of all experts in packed outputs
   const uint32_t* carriers;  // LowLatencyControl::carriers; null where each rank gets its own messages
 };
-static_assert(sizeof(LowLatencyDispatchArgs) == 352);
+static_assert(sizeof(LowLatencyDispatchArgs) == 360);
 
 // Where matrix units of Blackwell want the first word of row `row` of an expert's scales, `words` to a row,
 // the others kTiledWordStride apart: tiles [row / 128][word] of 128 words, in which rows 32 apart are
@@ -117,7 +118,7 @@ struct LowLatencyCombineArgs {
   uint32_t signal_rows;  // of an expert, that one signal stands for
   uint32_t answer_room;  // where ranks have port peers: answer_room() of the outbox
 };
-static_assert(sizeof(LowLatencyCombineArgs) == 288);
+static_assert(sizeof(LowLatencyCombineArgs) == 296);
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.
 struct LowLatencyDispatchShape {

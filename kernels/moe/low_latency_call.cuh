@@ -58,6 +58,7 @@ WEFT_DEVICE void lose(const LowLatencyCall& call, uint32_t peer, Site site, uint
     raise(call.wait.fault, site, call.wait.self, peer, want, seen, waited_ns);
   } else if (waited_ns > call.wait.timeout_ns) {  // else another warp's fault has ended the wait
     store_relaxed(call.masked + peer, uint32_t{1});
+    store_relaxed(call.silent + peer, uint32_t{1});
   }
 }
 

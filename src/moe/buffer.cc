@@ -43,6 +43,18 @@ TallyCaller caller_of(const Communicator& comm, uint64_t key) {
   return caller;
 }
 
+// Of the memory that the host and kernels see.
+struct VisibleOffsets {
+  explicit VisibleOffsets(uint32_t ranks) {
+    Carver carver;
+    fault = carver.take(sizeof(FaultBox));
+    awaited_report = carver.take(report_bytes(ranks));
+    silent = carver.take(ranks * sizeof(uint32_t));
+    end = carver.end();
+  }
+  uint64_t fault, awaited_report, silent, end;
+};
+
 }  // namespace
 
 MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window,
@@ -66,9 +78,10 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
       dispatches_counted_(tally_.operation("dispatch")),
       combines_(tally_.operation("combine")),
       barriers_(tally_.operation("barrier")) {
-  Carver carver;
-  fault_ = visible_->at<FaultBox>(carver.take(sizeof(FaultBox)));
-  awaited_report_ = visible_->at<CountReport>(carver.take(report_bytes(comm_->size())));
+  const VisibleOffsets at(ranks());
+  fault_ = visible_->at<FaultBox>(at.fault);
+  awaited_report_ = visible_->at<CountReport>(at.awaited_report);
+  silent_ = visible_->at<uint32_t>(at.silent);
   on_death_ = comm_->peers().alarm([box = fault_, self = static_cast<uint32_t>(comm_->rank())](int peer) {
     raise(box, Site::kPeerDied, self, static_cast<uint32_t>(peer), 0, 0, 0);
   });
@@ -93,7 +106,7 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
   }
   const uint64_t bytes = round_up(control_end, 4096) + round_up(options.low_latency_bytes, 4096) +
                          options.heap_bytes + heap_bytes_of(trace_bytes_of(config().trace_spans));
-  WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 2 + report_bytes(ranks)));
+  WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), VisibleOffsets(ranks).end));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
   if (comm->rank() != 0) CompileNotice::keep_off_terminal();
   WEFT_TRY_ASSIGN(LowLatencyTerms terms,

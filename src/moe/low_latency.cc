@@ -223,6 +223,7 @@ LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, const LowLatency
   call.half_bytes = half_bytes();
   call.lines_at = lines_at();
   call.masked = waits_.may_mask ? masks() : nullptr;
+  call.silent = waits_.may_mask ? waits_.silent : nullptr;
   call.may_mask = waits_.may_mask ? 1 : 0;
   call.max_tokens = sizes.max_tokens;
   call.tokens = tokens;
@@ -238,23 +239,25 @@ Status LowLatency::launch(const Kernel& kernel, const Launch& how, const void* a
   if (waits_.may_mask) WEFT_TRY(own_mask());
   WEFT_TRY(launch_on_mesh(*window_, kernel, how, args, args_bytes, shape,
                           waits_.may_mask ? Losses::kAreNoErrors : Losses::kAreErrors));
-  if (limits_.is_cuda) return {};
-  if (waits_.may_mask) note_masked();
-  return fault();
+  if (waits_.may_mask) note_silent();
+  return limits_.is_cuda ? Status{} : fault();
 }
 
-// Only of kernels on the host: a look at what a GPU has masked would have to wait for it. The peer is told, in case
-// that it comes back.
-void LowLatency::note_masked() {
+// What calls that have ended so far have masked: on a GPU, earlier ones. The peer is told, in case that it comes back.
+void LowLatency::note_silent() {
   for (uint32_t peer = 0; peer < ranks(); ++peer) {
-    const bool masked = load_relaxed(masks() + peer) != 0;
-    if (masked && !known_masked_[peer]) {
-      log_warn("rank {}: rank {} stayed silent for {} s in a low-latency call and is masked from now on",
-               rank(), peer, waits_.timeout_s);
-      comm_->peers().mask(static_cast<int>(peer), true);
-    }
-    known_masked_[peer] = masked;
+    if (load_relaxed(waits_.silent + peer) == 0 || known_masked_[peer]) continue;
+    log_warn("rank {}: rank {} stayed silent for {} s in a low-latency call and is masked from now on",
+             rank(), peer, waits_.timeout_s);
+    comm_->peers().mask(static_cast<int>(peer), true);
+    known_masked_[peer] = true;
   }
+}
+
+void LowLatency::forget_mask(uint32_t peer) {
+  store_relaxed(waits_.silent + peer, 0u);
+  known_masked_[peer] = false;
+  comm_->peers().mask(static_cast<int>(peer), false);
 }
 
 // Others leave this rank out: alone, it would wait for each of them and compute without their rows.
@@ -264,8 +267,8 @@ Status LowLatency::own_mask() {
   return Status::make(
       Code::kPeerLost,
       "rank {} (this rank) was given up by {}: it stayed silent in a low-latency call past their "
-      "deadline and is masked, allowed: a new buffer of all ranks, or until they unmask it "
-      "(low_latency_update_mask_buffer)",
+      "deadline and is masked, allowed: a new buffer of all ranks (to unmask it helps only a rank that has "
+      "missed no call)",
       rank(), maskers);
 }
 
@@ -456,18 +459,18 @@ Status LowLatency::write_words(uint32_t* at, uint32_t value, uint64_t words, voi
 
 Status LowLatency::set_mask(uint32_t rank, bool masked, void* stream) {
   if (rank >= ranks()) return Status::invalid("rank_to_mask: got {}, allowed: 0 to {}", rank, ranks() - 1);
+  if (!masked) forget_mask(rank);
   known_masked_[rank] = masked;
-  if (!masked) comm_->peers().mask(static_cast<int>(rank), false);
   return write_words(masks() + rank, masked ? 1 : 0, 1, stream);
 }
 
 Status LowLatency::clear_masks(void* stream) {
-  known_masked_.assign(ranks(), false);
-  for (uint32_t peer = 0; peer < ranks(); ++peer) comm_->peers().mask(static_cast<int>(peer), false);
+  for (uint32_t peer = 0; peer < ranks(); ++peer) forget_mask(peer);
   return write_words(masks(), 0, ranks(), stream);
 }
 
 Status LowLatency::query_masks(int32_t* out, void* stream) {
+  if (waits_.may_mask) note_silent();
   const uint64_t bytes = ranks() * sizeof(int32_t);
   if (!limits_.is_cuda) {
     std::memcpy(out, masks(), bytes);

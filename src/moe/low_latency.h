@@ -35,6 +35,7 @@ struct LowLatencyWaits {
   FaultBox* fault;  // memory that host and device see
   double timeout_s;
   bool may_mask;  // a silent peer is masked and left out from then on, instead of a fault; the host logs it
+  uint32_t* silent;  // u32[R], zero, memory that host and device see: 1 for peers that a call has masked
   TraceLog* trace = nullptr;
   uint32_t* gave_up = nullptr;  // as in a WaitRule; of no use where peers may be masked
 };
@@ -250,7 +251,8 @@ class LowLatency {
   Status launch(const Kernel& kernel, const Launch& how, const void* args, size_t args_bytes,
                 const void* shape);
   PeerWatch& peers() { return window_->communicator()->peers(); }
-  void note_masked();
+  void note_silent();
+  void forget_mask(uint32_t peer);
   Status own_mask();
   Status write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream);
 

@@ -222,8 +222,20 @@ def _measured(name: str, call: Callable[[], object], args: argparse.Namespace) -
     enqueue_us, eager_us = _times(call, args)
     if args.device == "cpu":
         return Measured(name, enqueue_us, eager_us, None, None)
-    in_graph = _in_graph(call, args) if name.startswith(CAPTURED) else None
-    return Measured(name, enqueue_us, eager_us, _in_kernels(call, args), in_graph)
+    in_kernels = _unless_refused(_in_kernels, name, call, args)
+    in_graph = _unless_refused(_in_graph, name, call, args) if name.startswith(CAPTURED) else None
+    return Measured(name, enqueue_us, eager_us, in_kernels, in_graph)
+
+
+def _unless_refused(
+    measure: Callable[..., float], name: str, call: Callable[[], object], args: argparse.Namespace
+) -> float | None:
+    """Return what is measured; None, saying why, where the machine or the call refuses: all else is worth having."""
+    try:
+        return measure(call, args)
+    except RuntimeError as error:
+        print(f"{name}, {measure.__name__.strip('_')}: {error}", file=sys.stderr)
+        return None
 
 
 def _in_kernels(call: Callable[[], object], args: argparse.Namespace) -> float:

@@ -8,6 +8,7 @@ A side is a name and what its runs have in the environment: settings, or another
         collective --device cpu --ranks 4 --calls all_reduce -b 1K -e 1M
     tools/bench_sides.py --side old:PYTHONPATH=/tmp/old --side new:PYTHONPATH=/tmp/new --json cost.json -- \\
         moe --device cpu
+    tools/bench_sides.py --side mapped: --side nccl:WEFT_TRANSPORT=nccl,WEFT_WINDOW_BYTES=4GiB -- moe --mode ll
 
 Another commit's installation: git archive COMMIT into a folder, and there pip install --no-deps --target /tmp/old .
 

@@ -5,9 +5,11 @@
     torchrun --nproc-per-node 2 tools/host_profile.py              # every call, on GPUs where there are any
     torchrun --nproc-per-node 2 tools/host_profile.py --calls barrier,all_reduce --functions 20 --device cpu
 
-For each call: the time until it returns, back to back (median and least of the repeats); with the GPU's work; and from
-a second run, how much of it passes in the core, the driver's part included; and from a third one under cProfile, how
-often a call of it enters each function, and what that costs. First, what steps of a call cost by themselves on this
+For each call: the time until it returns, back to back (median and least of the repeats); with the GPU's work; on GPUs
+also what its kernels take, by torch's profiler, and what a call takes in a CUDA graph, where it can be captured; and
+from a second run, how much of it passes in the core, the driver's part included; and from a third one under cProfile,
+how often a call of it enters each function, and what that costs. --json keeps all of it, with the goal of each call
+(GOALS_US) beside. First, what steps of a call cost by themselves on this
 machine: those of the driver are asked by ctypes, whose own price stands beside them. Calls of the core appear
 as ``core.Class.method``; the profiler makes everything slower, small functions most. On the CPU a call runs its kernel
 before it returns: the first time is the processor's without the kernel's, and counts of functions say more than times.
@@ -26,7 +28,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,60 @@ from weft.runtime import allocation, plain
 TOKENS, HIDDEN, TOP_K, EXPERTS = 128, 7168, 8, 256
 HT_TOKENS = 4096
 BATCH = 20  # calls between two waits for the GPU: far fewer than a stream can hold
+# Until a call returns, on a machine where torch.empty takes 2 us and a bare launch 3.
+GOALS_US = {
+    "low_latency pair": 25.0,
+    "low_latency pair, hooks": 25.0,
+    "layout": 10.0,
+    "dispatch, cached": 25.0,
+    "combine": 20.0,
+    "barrier": 8.0,
+    "all_reduce 1 KiB": 8.0,
+    "all_reduce 32 KiB": 8.0,
+    "all_reduce 256 KiB": 8.0,
+}
+# Cached dispatches are not: a graph keeps what each of them receives.
+CAPTURED = ("low_latency", "layout", "combine", "barrier", "all_reduce", "all_gather", "broadcast")
+
+
+@dataclass
+class Measured:
+    """What one call took, in microseconds."""
+
+    name: str
+    enqueue_us: list[float]  # of each call
+    eager_us: list[float]  # with the GPU's work, by batches
+    kernels_us: float | None  # on GPUs
+    graph_us: float | None  # on GPUs, of calls that can be captured
+    in_core_us: float = 0.0
+    profile: pstats.Stats | None = None
+
+    def entered(self, args: argparse.Namespace) -> tuple[float, float]:
+        """Return how many Python and how many C functions one call enters."""
+        entered = [(file, row[1]) for (file, _, _), row in self.functions()]
+        in_python = sum(count for file, count in entered if file != "~")
+        in_c = sum(count for file, count in entered if file == "~")
+        return in_python / (args.batches * BATCH), in_c / (args.batches * BATCH)
+
+    def functions(self) -> Iterable[Any]:
+        """Return what the profile has of each function."""
+        assert self.profile is not None
+        return self.profile.stats.items()  # type: ignore[attr-defined, no-any-return]
+
+    def row(self, args: argparse.Namespace) -> Row:
+        """Return the row of a report."""
+        python_calls, c_calls = self.entered(args)
+        extra: dict[str, float | None] = {
+            "enqueue_us": round(statistics.median(self.enqueue_us), 2),
+            "goal_us": GOALS_US.get(self.name),
+            "in_core_us": round(self.in_core_us, 2),
+            "kernels_us": self.kernels_us,
+            "graph_us": self.graph_us,
+            "python_calls": round(python_calls),
+            "c_calls": round(c_calls),
+        }
+        known = {name: value for name, value in extra.items() if value is not None}
+        return Row(self.name, "", args.tokens or None, 0, self.eager_us, extra=known)
 
 
 def main() -> None:
@@ -64,47 +121,21 @@ def main() -> None:
     calls = {**_low_latency(args), **_high_throughput(args), **_collectives(args)}
     wanted = args.calls.split(",") if args.calls else list(calls)
     chosen = [name for name in calls if any(name.startswith(start) for start in wanted)]
-    if rank == 0:
-        _print_machine(args)
-    timed = {name: _times(calls[name], args) for name in chosen}
+    steps = _steps_of_machine(args) if rank == 0 else {}
+    measured = [_measured(name, calls[name], args) for name in chosen]
     spent = _show_core(args)
     launch = ["torchrun", "--nproc-per-node", str(dist.get_world_size())]
     report = Report("host time", command=shlex.join([*launch, *sys.argv]))
-    for name in chosen:
-        in_core = _in_core(calls[name], spent, args)
-        profile = _profiled(calls[name], args)
+    report.note("steps: " + ", ".join(f"{name} {us:.2f} us" for name, us in steps.items()))
+    for one in measured:
+        one.in_core_us = _in_core(calls[one.name], spent, args)
+        one.profile = _profiled(calls[one.name], args)
         if rank == 0:
-            _print(name, *timed[name], in_core, profile, args)
-            report.add(_row(name, *timed[name], in_core, profile, args))
+            _print(one, args)
+            report.add(one.row(args))
     if rank == 0 and args.json:
         args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
     dist.barrier()
-
-
-def _counts(profile: pstats.Stats, args: argparse.Namespace) -> tuple[float, float]:
-    """Return how many Python and how many C functions one call enters."""
-    entered = [(file, row[1]) for (file, _, _), row in profile.stats.items()]  # type: ignore[attr-defined]
-    in_python = sum(count for file, count in entered if file != "~")
-    in_c = sum(count for file, count in entered if file == "~")
-    return in_python / (args.batches * BATCH), in_c / (args.batches * BATCH)
-
-
-def _row(
-    name: str,
-    enqueue_us: list[float],
-    eager_us: list[float],
-    in_core_us: float,
-    profile: pstats.Stats,
-    args: argparse.Namespace,
-) -> Row:
-    python_calls, c_calls = _counts(profile, args)
-    extra = {
-        "enqueue_us": round(statistics.median(enqueue_us), 2),
-        "in_core_us": round(in_core_us, 2),
-        "python_calls": round(python_calls),
-        "c_calls": round(c_calls),
-    }
-    return Row(name, "", args.tokens or None, 0, eager_us, extra=extra)
 
 
 def _low_latency(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
@@ -185,6 +216,53 @@ def _collectives(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
 def _ids(tokens: int, args: argparse.Namespace) -> torch.Tensor:
     scores = torch.rand(tokens, args.experts, generator=torch.Generator().manual_seed(dist.get_rank()))
     return scores.topk(TOP_K, dim=1).indices.to(args.device)
+
+
+def _measured(name: str, call: Callable[[], object], args: argparse.Namespace) -> Measured:
+    enqueue_us, eager_us = _times(call, args)
+    if args.device == "cpu":
+        return Measured(name, enqueue_us, eager_us, None, None)
+    in_kernels = _unless_refused(_in_kernels, name, call, args)
+    in_graph = _unless_refused(_in_graph, name, call, args) if name.startswith(CAPTURED) else None
+    return Measured(name, enqueue_us, eager_us, in_kernels, in_graph)
+
+
+def _unless_refused(
+    measure: Callable[..., float], name: str, call: Callable[[], object], args: argparse.Namespace
+) -> float | None:
+    """Return what is measured; None, saying why, where the machine or the call refuses: all else is worth having."""
+    try:
+        return measure(call, args)
+    except RuntimeError as error:
+        print(f"{name}, {measure.__name__.strip('_')}: {error}", file=sys.stderr)
+        return None
+
+
+def _in_kernels(call: Callable[[], object], args: argparse.Namespace) -> float:
+    """Return the microseconds that the GPU works for a call, the waits of its kernels for other ranks included."""
+    _meet(args)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        for _ in range(BATCH):
+            call()
+        _finish(args)
+    return round(sum(float(event.self_device_time_total) for event in profiled.key_averages()) / BATCH, 2)
+
+
+def _in_graph(call: Callable[[], object], args: argparse.Namespace) -> float:
+    """Return the microseconds of a call among many in one CUDA graph."""
+    _meet(args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(BATCH):
+            call()
+    took_us = []
+    for _ in range(args.batches):
+        _meet(args)
+        began = time.perf_counter_ns()
+        graph.replay()
+        _finish(args)
+        took_us.append((time.perf_counter_ns() - began) / 1e3 / BATCH)
+    return round(statistics.median(took_us), 2)
 
 
 def _times(call: Callable[[], object], args: argparse.Namespace) -> tuple[list[float], list[float]]:
@@ -268,7 +346,8 @@ def _in_core(call: Callable[[], object], spent: list[int], args: argparse.Namesp
     return float(statistics.median(batches))
 
 
-def _print_machine(args: argparse.Namespace) -> None:
+def _steps_of_machine(args: argparse.Namespace) -> dict[str, float]:
+    """Print and return the microseconds of steps that calls are made of."""
     one = torch.zeros(256, dtype=torch.int32, device=args.device)
     form = allocation.tensor_form((64, 8), torch.int32)
     steps: dict[str, Callable[[], object]] = {
@@ -291,6 +370,7 @@ def _print_machine(args: argparse.Namespace) -> None:
             torch.cuda.current_stream().record_event(event)
         )
         steps |= _driver_steps(torch.cuda.current_stream().cuda_stream, stream.cuda_stream)
+    took_us = {}
     for name, step in steps.items():
         enqueue_us = []
         for _ in range(300):
@@ -298,7 +378,9 @@ def _print_machine(args: argparse.Namespace) -> None:
             step()
             enqueue_us.append((time.perf_counter_ns() - started) / 1e3)
         _finish(args)
-        print(f"{name:36} {statistics.median(enqueue_us):8.2f} us")
+        took_us[name] = statistics.median(enqueue_us)
+        print(f"{name:36} {took_us[name]:8.2f} us")
+    return took_us
 
 
 def _driver_steps(current: int, other: int) -> dict[str, Callable[[], object]]:
@@ -327,24 +409,21 @@ def _driver_steps(current: int, other: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def _print(
-    name: str,
-    enqueue_us: list[float],
-    eager_us: list[float],
-    in_core_us: float,
-    profile: pstats.Stats,
-    args: argparse.Namespace,
-) -> None:
+def _print(one: Measured, args: argparse.Namespace) -> None:
     calls = args.batches * BATCH
-    python_calls, c_calls = _counts(profile, args)
+    python_calls, c_calls = one.entered(args)
+    least = min(one.enqueue_us)
+    print(f"\n== {one.name}: enqueue {statistics.median(one.enqueue_us):.1f} us (least {least:.1f})", end="")
+    if one.name in GOALS_US:
+        print(f", goal {GOALS_US[one.name]:.0f}", end="")
     print(
-        f"\n== {name}: enqueue {statistics.median(enqueue_us):.1f} us (least {min(enqueue_us):.1f})", end=""
+        f", in the core {one.in_core_us:.1f}, with its work {statistics.median(one.eager_us):.1f} us", end=""
     )
-    print(f", in the core {in_core_us:.1f}, with its work {statistics.median(eager_us):.1f} us")
+    known = {"its kernels": one.kernels_us, "in a graph": one.graph_us}
+    print("".join(f", {what} {us:.1f}" for what, us in known.items() if us is not None))
     print(f"   {python_calls:.0f} Python and {c_calls:.0f} C calls;", end="")
     print(" per call, under the profiler: times entered, own us, us with what it calls")
-    of_all = profile.stats.items()  # type: ignore[attr-defined]
-    rows = sorted(of_all, key=lambda item: -item[1][2])
+    rows = sorted(one.functions(), key=lambda item: -item[1][2])
     for (file, line, function), (_, count, own_s, total_s, _) in rows[: args.functions]:
         place = "" if file == "~" else f"{os.sep.join(file.split(os.sep)[-2:])}:{line} "
         print(

@@ -130,37 +130,47 @@ struct LayoutArgs {
   int32_t* sum_place;      // [T][R], or null: when combine adds a rank's row, by its right-most slot
 };
 
-struct NotifyArgs {
+// The arguments of a call have three parts besides its own numbers: what all calls of a buffer share, what a dispatch's
+// handle keeps, and the caller's tensors. The binding fills in the tensors, once.
+struct CallControl {
   HighThroughputOffsets at;
   WaitRule wait;
   GridState* state;
+};
+
+// Written by a notify, read by its dispatches and combines.
+struct RoutePlaces {
+  int32_t* send_row;   // [T][R] the token's place among this rank's rows for a peer, or -1
+  int32_t* slot_base;  // [T] the token's first place in this rank's combine staging
+  int32_t* prefix;     // [R][R] rows that rank j gets from ranks 0..i
+  const int32_t*
+      sum_place;  // [T][R] of ranks that get the token, by a layout; null: combine adds ranks ascending
+};
+
+struct NotifyTensors {
   const uint8_t* token_in_rank;      // [T][R]
   const int32_t* tokens_per_expert;  // [experts]
+};
+
+struct NotifyArgs : CallControl, RoutePlaces, NotifyTensors {
   CountHeader mine;
   uint32_t experts_per_rank;
   uint32_t host_waits;  // for the report: 0, or 1
-  int32_t* send_row;    // [T][R] the token's place among this rank's rows for a peer, or -1
-  int32_t* slot_base;   // [T] the token's first place in this rank's combine staging
-  int32_t* prefix;      // [R][R] rows that rank j gets from ranks 0..i
   CountReport* report;
 };
 
-struct DispatchArgs {
-  HighThroughputOffsets at;
-  WaitRule wait;
-  GridState* state;
+struct DispatchTensors {
   const std::byte* x;      // [T] rows
   const uint32_t* scales;  // element (t, i) at t * scale_token_stride + i * scale_word_stride
   int64_t scale_token_stride;
   int64_t scale_word_stride;
-  const void* topk_idx;       // [T][K], or null
+  const void* topk_idx;       // [T][K], or null: no ids travel
   const float* topk_weights;  // [T][K], or null
+};
+
+struct DispatchArgs : CallControl, RoutePlaces, DispatchTensors {
   uint64_t tokens;
-  const int32_t* send_row;
-  const int32_t* slot_base;
-  const int32_t* prefix;
   const CountReport* report;  // a disagreement stops the dispatch
-  const int32_t* sum_place;   // [T][R], or null: ranks ascending
   RendezvousRecord mine;
   uint32_t experts;
   uint32_t experts_per_rank;
@@ -172,20 +182,16 @@ struct DispatchArgs {
   WarpRange meta_warps;
 };
 
-struct CombineArgs {
-  HighThroughputOffsets at;
-  WaitRule wait;
-  GridState* state;
+struct CombineTensors {
   const std::byte* x;         // [N] rows
   const float* topk_weights;  // [N][K], or null
-  const int32_t* slot;        // [N] place in the owner's staging
-  const int32_t* send_row;    // [T][R]
-  const int32_t* slot_base;   // [T]
-  const int32_t* prefix;      // [R][R]
-  const int32_t* sum_place;   // [T][R], or null: ranks ascending
+  const int32_t* slot;        // [N] place in the owner's staging, from the dispatch
   const std::byte* bias[2];   // [T] rows each, or null
   std::byte* combined;        // [T] rows
   float* combined_weights;    // [T][K], or null
+};
+
+struct CombineArgs : CallControl, RoutePlaces, CombineTensors {
   uint64_t tokens;
   RendezvousRecord mine;  // rows_at: staging rows; meta_at: staging weights, f32[capacity][K]
   WarpRange push_warps;

@@ -56,40 +56,44 @@ struct LowLatencyCall {
   uint32_t max_tokens;
   uint32_t tokens;
   uint32_t experts;
-  const void* topk_idx;  // [T][K] of id_bytes
   uint32_t id_bytes;
   uint32_t lines;        // 1: there may be lines: all links keep them whole (core/line.cuh), and they fit
   Batches batches;       // of any source
   Divisor batch_tokens;  // of this rank's tokens, in each batch but the last
   uint32_t reserved;
   LowLatencyHandshake handshake;  // dispatch_epoch is filled in by the kernel
-  uint64_t* wait_cycles;          // u64[R] or null: cycles spent waiting for each source are added
   LowLatencyBoard board;
 };
-static_assert(sizeof(LowLatencyCall) == 208);
+static_assert(sizeof(LowLatencyCall) == 192);
+
+// A dispatch's tensors, which change from call to call: the binding fills them in, the rest of the arguments is planned.
+struct LowLatencyDispatchMemory {
+  const std::byte* x;         // [T] rows of x_row_bytes
+  const std::byte* x_scales;  // [T] rows of scale bytes, with kPayloadCopy; f32, the global scale, with NVFP4
+  const void* topk_idx;       // [T][K] of id_bytes, -1 = none
+  const float* topk_weights;  // [T][K], with weights = 1 in the shape; null: none travel
+  int32_t* expert_stats;      // [Le] added to, or null
+  uint64_t* wait_cycles;      // [R] or null: cycles spent waiting for each source are added
+  std::byte* out;             // rows
+  uint32_t* out_scales;       // 4-byte words, with the strides of the arguments
+  int32_t* src_info;          // [Le][R * M]  the row's token at its source
+  int64_t* layout_range;      // [Le][R]      begin << 32 | count
+  int32_t* counts;            // [Le]
+  int32_t* routes;            // RoutesLayout, for the combine; 16-byte aligned
+  float* out_weights;         // [Le][R * M], or null
+  int32_t* out_source;        // [Le][R * M], or null
+};
 
 // Outputs are [Le][expert_rows] rows; only the first counts[e] rows of each expert are written. With padding in the
 // shape they are packed instead: [max_rows], each expert's behind those of the one before it, beginning at a multiple
 // of the padding.
-struct LowLatencyDispatchArgs {
+struct LowLatencyDispatchArgs : LowLatencyDispatchMemory {
   LowLatencyCall call;
-  const std::byte* x;  // [T] rows of x_row_bytes
   uint64_t x_row_bytes;
-  const std::byte* x_scales;  // [T] rows of scale bytes, with kPayloadCopy; f32, the global scale, with NVFP4
-  const float* topk_weights;  // [T][K], with weights = 1 in the shape
-  std::byte* out;
-  uint32_t*
-      out_scales;  // word w of row i of expert e at e * expert_stride + i * row_stride + w * word_stride
+  // Of out_scales: word w of row i of expert e at e * expert_stride + i * row_stride + w * word_stride.
   uint64_t scale_expert_stride;
   uint64_t scale_row_stride;
   uint64_t scale_word_stride;
-  int32_t* src_info;         // [Le][R * M]  the row's token at its source
-  int64_t* layout_range;     // [Le][R]      begin << 32 | count
-  int32_t* counts;           // [Le]
-  float* out_weights;        // [Le][R * M], or null
-  int32_t* out_source;       // [Le][R * M], or null
-  int32_t* expert_stats;     // [Le] added to, or null
-  int32_t* routes;           // RoutesLayout
   Divisor receive_splits;    // warps that share one message
   Divisor source_jobs;       // batches times receive_splits
   uint32_t tiled_scales;     // 1: rows of scales stand in tiles: see tiled_row()
@@ -108,21 +112,27 @@ WEFT_DEVICE constexpr uint64_t tiled_row(uint64_t row, uint64_t words) {
   return row / 128 * words * kTiledWordStride + row % 32 * 4 + row % 128 / 32;
 }
 
-struct LowLatencyCombineArgs {
+// A combine's tensors.
+struct LowLatencyCombineMemory {
+  const std::byte* x;    // [Le][R * M] rows of x_row_bytes
+  const void* topk_idx;  // as given to the dispatch
+  // [T][K]; null: those of the dispatch, with kReplyReduced and weights = 1 in the shape
+  const float* topk_weights;
+  const int32_t* routes;  // of the dispatch
+  std::byte* combined;    // [T][H]
+  uint64_t* wait_cycles;  // [R] or null: cycles spent waiting for each rank are added
+  // u32[Le][signals_per_expert], written by this rank's other kernels: the rows behind one are there once it has reached
+  // signal_value. Null: all rows are there.
+  const uint32_t* signals;
+};
+
+struct LowLatencyCombineArgs : LowLatencyCombineMemory {
   LowLatencyCall call;
-  const std::byte* x;  // [Le][R * M] rows of x_row_bytes
   uint64_t x_row_bytes;
-  const float*
-      topk_weights;  // [T][K]; null: those of the dispatch, with kReplyReduced and weights = 1 in the shape
-  const int32_t* routes;   // of the dispatch
-  std::byte* combined;     // [T][H]
   Divisor pieces;          // warps that share one reply: the same on all ranks
   Divisor owner_jobs;      // batches times pieces
   Divisor receive_splits;  // warps that share one token's sum: a multiple of pieces
   Divisor piece_splits;    // receive_splits in each piece
-  // u32, written by this rank's other kernels: the rows behind one are there once it has reached
-  // signal_value.
-  const uint32_t* signals;  // [Le][signals_per_expert], or null: all rows are there
   uint32_t signal_value;
   uint32_t signals_per_expert;
   uint32_t signal_rows;  // of an expert, that one signal stands for

@@ -259,9 +259,10 @@ WEFT_DEVICE WarpShare warp_share(Blocks block, Warp warp) {
 }
 
 // A choice that names no expert counts as empty.
-WEFT_DEVICE int64_t chosen_expert(const LowLatencyCall& call, uint64_t top_k, uint64_t token, uint64_t k) {
-  const int64_t expert = expert_at(call.topk_idx, call.id_bytes, token * top_k + k);
-  return expert >= 0 && expert < call.experts ? expert : -1;
+template <class Args>
+WEFT_DEVICE int64_t chosen_expert(const Args& a, uint64_t top_k, uint64_t token, uint64_t k) {
+  const int64_t expert = expert_at(a.topk_idx, a.call.id_bytes, token * top_k + k);
+  return expert >= 0 && expert < a.call.experts ? expert : -1;
 }
 
 }  // namespace low_latency

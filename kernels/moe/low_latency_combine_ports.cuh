@@ -16,7 +16,7 @@ namespace low_latency {
 template <class C>
 WEFT_DEVICE uint32_t replying_rank(const C& c, uint32_t token, uint32_t k) {
   const auto rank_of = [&](uint32_t slot) {
-    const int64_t expert = chosen_expert(c.a.call, c.top_k(), token, slot);
+    const int64_t expert = chosen_expert(c.a, c.top_k(), token, slot);
     return expert < 0 ? c.ranks()
                       : static_cast<uint32_t>(expert) / static_cast<uint32_t>(c.shape.experts_per_rank);
   };

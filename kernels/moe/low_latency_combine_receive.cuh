@@ -15,7 +15,7 @@ namespace low_latency {
 template <class C>
 WEFT_DEVICE void find_ranks(const C& c, uint32_t token) {
   for (uint32_t k = c.warp.rank(); k < c.top_k(); k += c.warp.size()) {
-    const int64_t expert = chosen_expert(c.a.call, c.top_k(), token, k);
+    const int64_t expert = chosen_expert(c.a, c.top_k(), token, k);
     c.slot_rank()[k] = expert < 0
                            ? c.ranks()
                            : static_cast<uint32_t>(expert) / static_cast<uint32_t>(c.shape.experts_per_rank);
@@ -46,8 +46,7 @@ WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t pi
   uint64_t seen = 0;
   const bool came = await(c.a.call, c.mesh, word, c.epoch.number * kWordEpoch + kWordDone, rank,
                           Site::kLowLatencyCombineRecv, kWordEpoch, seen);
-  if (c.a.call.wait_cycles && token == 0 && piece == 0)
-    add_local(&c.a.call.wait_cycles[rank], cycles() - start);
+  if (c.a.wait_cycles && token == 0 && piece == 0) add_local(&c.a.wait_cycles[rank], cycles() - start);
   return came;
 }
 
@@ -148,7 +147,7 @@ WEFT_DEVICE void note_waits(const C& c, const ReplySource<C>& source, uint32_t c
     const uint32_t peer = source.peer(row);
     if (is_masked(c.a.call, peer)) continue;
     if (poll(c.a.call.wait, waited_ns, [&] { return load_part(source.reply(row), last, c.tag(), tag); }))
-      add_local(&c.a.call.wait_cycles[peer], cycles() - start);
+      add_local(&c.a.wait_cycles[peer], cycles() - start);
     else
       lose_lines(c.a.call, c.mesh, c.epoch, peer, Site::kLowLatencyCombineRecv, waited_ns);
   }
@@ -218,7 +217,7 @@ WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
     for (uint32_t b = part.first; b < part.last; ++b)
       decode_block(c, b * groups, groups, count, reply_of, out);
   } else {
-    if (layout.lines && c.a.call.wait_cycles && token == 0 && split == 0) note_waits(c, source, count);
+    if (layout.lines && c.a.wait_cycles && token == 0 && split == 0) note_waits(c, source, count);
     const Range part =
         layout.lines ? layout.range(split, c.a.receive_splits) : c.part_of_units(c.row_vecs(), split);
     with_row_element(c.shape, [&](auto element) {

@@ -23,7 +23,7 @@ WEFT_DEVICE void clear_choices(const D& d) {
 template <class D>
 WEFT_DEVICE void add_choices(const D& d, uint32_t first, uint32_t last, uint32_t rank, uint32_t size) {
   for (uint32_t i = first + rank; i < last; i += size) {
-    const int64_t expert = expert_at(d.a.call.topk_idx, d.a.call.id_bytes, i);
+    const int64_t expert = expert_at(d.a.topk_idx, d.a.call.id_bytes, i);
     if (expert >= 0 && expert < d.a.call.experts) add_local(&d.prefix()[expert], uint32_t{1});
   }
 }
@@ -43,7 +43,7 @@ WEFT_DEVICE Range batch_tokens(const D& d, uint32_t batch) {
 template <class D>
 WEFT_DEVICE void read_choices(const D& d, uint32_t token) {
   for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
-    d.slot_choice()[k] = static_cast<int32_t>(chosen_expert(d.a.call, d.top_k(), token, k));
+    d.slot_choice()[k] = static_cast<int32_t>(chosen_expert(d.a, d.top_k(), token, k));
   d.warp.sync();
 }
 

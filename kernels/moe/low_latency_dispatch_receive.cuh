@@ -273,8 +273,8 @@ WEFT_DEVICE uint32_t receive_messages(const D& d, uint32_t source, uint32_t batc
     if (!(is_first && incoming.layout.lines ? await_either(d, incoming, want, word)
                                             : await_word(d, incoming, want, word)))
       break;
-    if (is_first && batch == 0 && split == 0 && d.a.call.wait_cycles && d.warp.rank() == 0)
-      add_local(&d.a.call.wait_cycles[source], cycles() - start);
+    if (is_first && batch == 0 && split == 0 && d.a.wait_cycles && d.warp.rank() == 0)
+      add_local(&d.a.wait_cycles[source], cycles() - start);
     const bool are_lines = word < want;
     if (are_lines) word = kWordDone | 1;  // a batch of lines has one message
     const auto arrived = static_cast<uint32_t>(word & kMaxBatchTokens);

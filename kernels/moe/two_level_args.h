@@ -135,7 +135,6 @@ WEFT_DEVICE constexpr uint64_t sum_stride(uint64_t row_bytes, uint64_t top_k) {
 
 struct TwoLevelNotifyArgs {
   NotifyArgs base;
-  const int32_t* sum_place;  // [T][R], or null: as in LayoutArgs
   Islands islands;
   TwoLevelOffsets at;
   TwoLevelRoutes routes;

@@ -161,7 +161,7 @@ WEFT_DEVICE void order_sums(const TwoLevelNotifyArgs& a, Block block, uint32_t r
   const Islands& is = a.islands;
   for (uint64_t token = block.rank(); token < a.base.mine.tokens; token += block.size()) {
     const auto place_of = [&](uint32_t rank) {
-      return a.base.token_in_rank[token * ranks + rank] != 0 ? a.sum_place[token * ranks + rank] : -1;
+      return a.base.token_in_rank[token * ranks + rank] != 0 ? a.base.sum_place[token * ranks + rank] : -1;
     };
     const auto last_in = [&](uint32_t island) {
       int32_t last = -1;

@@ -93,28 +93,19 @@ LowLatencyDispatchMemory dispatch_memory(TensorAddress x, TensorAddress x_scales
                                          TensorAddress layout_range, TensorAddress counts,
                                          TensorAddress routes, TensorAddress out_weights,
                                          TensorAddress out_source) {
-  return {pointer<void>(x),
-          pointer<void>(x_scales),
-          pointer<void>(topk_idx),
-          pointer<float>(topk_weights),
-          pointer<int32_t>(expert_stats),
-          pointer<uint64_t>(wait_cycles),
-          pointer<void>(out),
-          pointer<void>(out_scales),
-          pointer<int32_t>(src_info),
-          pointer<int64_t>(layout_range),
-          pointer<int32_t>(counts),
-          pointer<int32_t>(routes),
-          pointer<float>(out_weights),
-          pointer<int32_t>(out_source)};
+  return {pointer<std::byte>(x),          pointer<std::byte>(x_scales),   pointer<void>(topk_idx),
+          pointer<float>(topk_weights),   pointer<int32_t>(expert_stats), pointer<uint64_t>(wait_cycles),
+          pointer<std::byte>(out),        pointer<uint32_t>(out_scales),  pointer<int32_t>(src_info),
+          pointer<int64_t>(layout_range), pointer<int32_t>(counts),       pointer<int32_t>(routes),
+          pointer<float>(out_weights),    pointer<int32_t>(out_source)};
 }
 
 LowLatencyCombineMemory combine_memory(TensorAddress x, TensorAddress topk_idx, TensorAddress topk_weights,
                                        TensorAddress routes, TensorAddress combined,
                                        TensorAddress wait_cycles, TensorAddress signals) {
-  return {pointer<void>(x),         pointer<void>(topk_idx), pointer<float>(topk_weights),
-          pointer<int32_t>(routes), pointer<void>(combined), pointer<uint64_t>(wait_cycles),
-          pointer<void>(signals)};
+  return {pointer<std::byte>(x),     pointer<void>(topk_idx),      pointer<float>(topk_weights),
+          pointer<int32_t>(routes),  pointer<std::byte>(combined), pointer<uint64_t>(wait_cycles),
+          pointer<uint32_t>(signals)};
 }
 
 // run() and send() with the tensors of a call by position, None for one that is left out, then the streams.

@@ -34,6 +34,13 @@ static nb::ndarray<> rows_of(const Window& window, uint64_t offset, size_t rows,
                        device.ordinal);
 }
 
+// Of weft.moe.device_context.
+using Order = std::tuple<uint64_t, uint64_t, bool, bool>;
+static CallOrder order_of(const Order& order) {
+  const auto& [stream, after, waits, joins] = order;
+  return {pointer<void>(stream), pointer<void>(after), waits, joins};
+}
+
 void bind_moe(nb::module_& module) {
   nb::class_<RowFormat>(module, "RowFormat")
       .def(nb::init<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>(), nb::arg("row_bytes"),
@@ -48,12 +55,17 @@ void bind_moe(nb::module_& module) {
           "__init__",
           [](HandleMemory* self, TensorAddress send_row, TensorAddress slot_base, TensorAddress prefix,
              TensorAddress sum_place, TensorAddress routes, TensorAddress records) {
-            new (self) HandleMemory{pointer<int32_t>(send_row), pointer<int32_t>(slot_base),
-                                    pointer<int32_t>(prefix),   pointer<int32_t>(sum_place),
-                                    pointer<int32_t>(routes),   pointer<int32_t>(records)};
+            new (self) HandleMemory{{pointer<int32_t>(send_row), pointer<int32_t>(slot_base),
+                                     pointer<int32_t>(prefix), pointer<int32_t>(sum_place)},
+                                    pointer<int32_t>(routes),
+                                    pointer<int32_t>(records)};
           },
           nb::arg("send_row"), nb::arg("slot_base"), nb::arg("prefix"), nb::arg("sum_place") = nb::none(),
           nb::arg("routes") = nb::none(), nb::arg("records") = nb::none());
+  nb::class_<DispatchHandle>(module, "DispatchHandle")
+      .def(nb::init<const HandleMemory&, uint64_t, uint32_t, uint32_t, uint64_t, uint64_t, bool>(),
+           nb::arg("memory"), nb::arg("id"), nb::arg("tokens"), nb::arg("experts"), nb::arg("rows"),
+           nb::arg("staging_rows"), nb::arg("counts_unknown"));
   nb::class_<Notified>(module, "Notified")
       .def_ro("handle_id", &Notified::handle_id)
       .def_ro("received_rows", &Notified::received_rows)
@@ -70,6 +82,7 @@ void bind_moe(nb::module_& module) {
       .def_ro("rows_at", &Received::rows_at)
       .def_ro("meta_at", &Received::meta_at)
       .def_ro("is_one_piece", &Received::is_one_piece)
+      .def_ro("is_captured", &Received::is_captured)
       .def_ro("layout", &Received::layout);
 
   nb::class_<MoeBuffer>(module, "MoeBuffer")
@@ -89,90 +102,74 @@ void bind_moe(nb::module_& module) {
               uint32_t experts, TensorAddress counts, TensorAddress token_in_rank, TensorAddress sum_place,
               uint64_t stream) {
              check(without_gil([&] {
-               return self.layout({pointer<void>(topk_idx), id_bytes, tokens, top_k, experts,
-                                   pointer<int32_t>(counts), pointer<uint8_t>(token_in_rank),
-                                   pointer<int32_t>(sum_place), pointer<void>(stream)});
+               return self.layout(
+                   {pointer<void>(topk_idx), tokens, top_k, id_bytes, 0, experts, 0, 0,
+                    pointer<int32_t>(counts), pointer<uint8_t>(token_in_rank), pointer<int32_t>(sum_place)},
+                   pointer<void>(stream));
              }));
            })
       .def(
           "notify",
           [](MoeBuffer& self, const RowFormat& format, TensorAddress token_in_rank,
-             TensorAddress tokens_per_expert, uint32_t tokens, uint32_t experts, const HandleMemory& handle,
-             uint64_t worst_rows, uint64_t most_tokens, uint64_t stream, uint64_t after, bool waits) {
+             TensorAddress tokens_per_expert, uint32_t tokens, uint32_t experts, const HandleMemory& memory,
+             uint64_t worst_rows, uint64_t most_tokens, const Order& order) {
             return value_or_throw(without_gil([&] {
-              return self.notify({format,
-                                  pointer<uint8_t>(token_in_rank),
-                                  pointer<int32_t>(tokens_per_expert),
+              return self.notify({{pointer<uint8_t>(token_in_rank), pointer<int32_t>(tokens_per_expert)},
+                                  format,
+                                  memory,
                                   tokens,
                                   experts,
-                                  handle,
                                   worst_rows,
-                                  {pointer<void>(stream), pointer<void>(after), waits, false},
+                                  order_of(order),
                                   most_tokens});
             }));
           },
           nb::kw_only(), nb::arg("format"), nb::arg("token_in_rank"), nb::arg("tokens_per_expert"),
-          nb::arg("tokens"), nb::arg("experts"), nb::arg("handle"), nb::arg("worst_rows"),
-          nb::arg("most_tokens"), nb::arg("stream"), nb::arg("after"), nb::arg("waits"))
+          nb::arg("tokens"), nb::arg("experts"), nb::arg("memory"), nb::arg("worst_rows"),
+          nb::arg("most_tokens"), nb::arg("order"))
       // By position, as these are on the path of every call.
-      .def(
-          "dispatch",
-          [](MoeBuffer& self, const RowFormat& format, TensorAddress x, TensorAddress scales,
-             int64_t scale_token_stride, int64_t scale_word_stride, TensorAddress topk_idx,
-             TensorAddress topk_weights, uint32_t tokens, uint32_t experts, const HandleMemory& handle,
-             uint64_t handle_id, uint64_t rows, uint64_t staging_rows, bool counts_unknown, bool keep_weights,
-             bool is_one_piece, uint32_t num_sms, uint64_t stream, uint64_t after, bool waits, bool joins) {
-            return value_or_throw(without_gil([&] {
-              return self.dispatch({format,
-                                    pointer<std::byte>(x),
-                                    pointer<uint32_t>(scales),
-                                    scale_token_stride,
-                                    scale_word_stride,
-                                    pointer<void>(topk_idx),
-                                    pointer<float>(topk_weights),
-                                    tokens,
-                                    experts,
-                                    handle,
-                                    handle_id,
-                                    rows,
-                                    staging_rows,
-                                    counts_unknown,
-                                    keep_weights,
-                                    is_one_piece,
-                                    num_sms,
-                                    {pointer<void>(stream), pointer<void>(after), waits, joins}});
-            }));
-          })
+      .def("dispatch",
+           [](MoeBuffer& self, const RowFormat& format, TensorAddress x, TensorAddress scales,
+              int64_t scale_token_stride, int64_t scale_word_stride, TensorAddress topk_idx,
+              TensorAddress topk_weights, const DispatchHandle& handle, bool keep_weights, bool is_one_piece,
+              uint32_t num_sms, const Order& order) {
+             return value_or_throw(without_gil([&] {
+               return self.dispatch(
+                   {{pointer<std::byte>(x), pointer<uint32_t>(scales), scale_token_stride, scale_word_stride,
+                     pointer<void>(topk_idx), pointer<float>(topk_weights)},
+                    format,
+                    handle,
+                    keep_weights,
+                    is_one_piece,
+                    num_sms,
+                    order_of(order)});
+             }));
+           })
       .def("combine",
            [](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element, TensorAddress x,
               TensorAddress topk_weights, TensorAddress slot, TensorAddress bias0, TensorAddress bias1,
-              TensorAddress combined, TensorAddress combined_weights, uint32_t tokens,
-              const HandleMemory& handle, uint64_t handle_id, uint64_t staging_rows, uint32_t num_sms,
-              uint64_t stream, uint64_t after, bool waits, bool joins) {
+              TensorAddress combined, TensorAddress combined_weights, const DispatchHandle& handle,
+              uint32_t num_sms, const Order& order) {
              check(without_gil([&] {
-               return self.combine({row_bytes,
+               return self.combine({{pointer<std::byte>(x),
+                                     pointer<float>(topk_weights),
+                                     pointer<int32_t>(slot),
+                                     {pointer<std::byte>(bias0), pointer<std::byte>(bias1)},
+                                     pointer<std::byte>(combined),
+                                     pointer<float>(combined_weights)},
+                                    row_bytes,
                                     top_k,
                                     element,
-                                    pointer<std::byte>(x),
-                                    pointer<float>(topk_weights),
-                                    pointer<int32_t>(slot),
-                                    {pointer<std::byte>(bias0), pointer<std::byte>(bias1)},
-                                    pointer<std::byte>(combined),
-                                    pointer<float>(combined_weights),
-                                    tokens,
                                     handle,
-                                    handle_id,
-                                    staging_rows,
                                     num_sms,
-                                    {pointer<void>(stream), pointer<void>(after), waits, joins}});
+                                    order_of(order)});
              }));
            })
       .def("wait", [](MoeBuffer& self, uint64_t stream,
                       uint64_t first) { check(self.wait(pointer<void>(stream), pointer<void>(first))); })
       .def("barrier",
-           [](MoeBuffer& self, uint64_t stream, uint64_t after) {
-             check(without_gil(
-                 [&] { return self.barrier({pointer<void>(stream), pointer<void>(after), true, true}); }));
+           [](MoeBuffer& self, const Order& order) {
+             check(without_gil([&] { return self.barrier(order_of(order)); }));
            })
       .def(
           "view",
@@ -204,10 +201,8 @@ void bind_moe(nb::module_& module) {
            [](MoeBuffer& self, uint64_t offset, uint64_t stream) {
              return value_or_throw(self.returned_pieces().give_back(offset, pointer<void>(stream)));
            })
-      .def("reclaim",
-           [](MoeBuffer& self, uint64_t stream, uint64_t current) {
-             check(self.returned_pieces().reclaim(pointer<void>(stream), pointer<void>(current)));
-           })
+      .def("reclaim", [](MoeBuffer& self, uint64_t stream) { check(self.reclaim(pointer<void>(stream))); })
+      .def("follow", [](MoeBuffer& self, uint64_t stream) { check(self.follow(pointer<void>(stream))); })
       .def("check_fault", [](MoeBuffer& self) { check(self.fault()); })
       .def(
           "trace_view",

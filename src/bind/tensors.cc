@@ -148,15 +148,23 @@ class TensorMaker {
  public:
   // empty(shape, strides, dtype) makes a tensor, part(tensor, shape, strides, offset) one of the same memory. memory: a
   // place among `count` results and empty()'s arguments, for each piece of memory; parts: a place, a shape, strides and
-  // an offset in elements of the last piece, which has no place of its own.
-  TensorMaker(nb::object empty, nb::object part, size_t count, nb::list memory, nb::list parts)
-      : empty_(std::move(empty)), part_(std::move(part)), count_(count) {
+  // an offset in elements of the last piece, which has no place of its own. empty() makes tensors of the current device: where
+  // current_device(), unless it is None, returns another one than `device`, otherwise() makes them.
+  TensorMaker(nb::object empty, nb::object part, size_t count, nb::list memory, nb::list parts,
+              nb::object current_device, nb::object device, nb::object otherwise)
+      : empty_(std::move(empty)),
+        part_(std::move(part)),
+        count_(count),
+        current_device_(std::move(current_device)),
+        device_(std::move(device)),
+        otherwise_(std::move(otherwise)) {
     for (nb::handle piece : memory) memory_.push_back({nb::cast<size_t>(piece[0]), nb::tuple(piece[1])});
     for (nb::handle piece : parts)
       parts_.push_back({nb::cast<size_t>(piece[0]), piece[1], piece[2], piece[3]});
   }
 
   nb::list make() const {
+    if (!current_device_.is_none() && !current_device_().equal(device_)) return nb::list(otherwise_());
     nb::list results = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(count_)));
     for (size_t i = 0; i < count_; ++i) set(results, i, nb::none());
     nb::object last;
@@ -190,6 +198,7 @@ class TensorMaker {
 
   nb::object empty_, part_;
   size_t count_;
+  nb::object current_device_, device_, otherwise_;
   std::vector<Piece> memory_;
   std::vector<Part> parts_;
 };
@@ -201,6 +210,15 @@ bool read_address(PyObject* value, TensorAddress& address) noexcept {
   if (value == Py_None) {
     address.value = 0;
     return true;
+  }
+  nb::dlpack::dltensor tensor;
+  if (torch_table && is_plain_type(value)) {
+    if (torch_table->describe(value, &tensor) == 0) {
+      const auto at = reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset;
+      address.value = at == 0 ? kNowhere : at;
+      return true;
+    }
+    PyErr_Clear();
   }
   PyObject* number = call_method(value, data_ptr);
   const uint64_t at = number ? PyLong_AsUnsignedLongLong(number) : 0;
@@ -217,8 +235,9 @@ void bind_tensors(nb::module_& module) {
   module.def("plain_address", &plain_address, nb::arg("value").none());
   module.def("plain_forms", &plain_forms);
   nb::class_<TensorMaker>(module, "TensorMaker")
-      .def(nb::init<nb::object, nb::object, size_t, nb::list, nb::list>(), nb::arg("empty"), nb::arg("part"),
-           nb::arg("count"), nb::arg("memory"), nb::arg("parts"))
+      .def(nb::init<nb::object, nb::object, size_t, nb::list, nb::list, nb::object, nb::object, nb::object>(),
+           nb::arg("empty"), nb::arg("part"), nb::arg("count"), nb::arg("memory"), nb::arg("parts"),
+           nb::arg("current_device").none(), nb::arg("device").none(), nb::arg("otherwise"))
       .def("__call__", &TensorMaker::make);
   module.def("read_plain_tensors_by", &read_plain_tensors_by, nb::arg("table"), nb::arg("types"));
 }

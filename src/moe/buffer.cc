@@ -71,6 +71,7 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
       heap_(low_latency_end_, window_->bytes()),
       returned_(comm_->device(), heap_),
       order_(comm_->device()),
+      last_call_(comm_->device()),
       handle_key_(comm_->key() + static_cast<uint64_t>(window_->number())),
       tally_("buffer", caller_of(*comm_, handle_key_)),
       layouts_(tally_.operation("layout")),
@@ -212,18 +213,44 @@ void MoeBuffer::prepare(const RowFormat& format) {
   prepare_on_mesh(*window_, high_throughput_keys(format, static_cast<uint32_t>(comm_->size()), limits_));
 }
 
-Status MoeBuffer::begin(const CallOrder& order) {
-  if (order.waits) WEFT_TRY(order_.wait(order.stream, order.after));
-  return returned_.reclaim(order.stream, order.after);
+Result<MoeBuffer::Place> MoeBuffer::begin(const CallOrder& order) {
+  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(comm_->device(), order.after));
+  const Place place{order.waits && order.joins && !is_captured ? order.after : order.stream, is_captured};
+  if (order.waits) WEFT_TRY(order_.wait(place.stream, order.after));
+  if (is_captured) return place;
+  WEFT_TRY(last_call_.wait(place.stream));
+  WEFT_TRY(returned_.reclaim(place.stream).status());
+  return place;
 }
 
-Status MoeBuffer::end(const CallOrder& order) {
-  return order.joins ? order_.wait(order.after, order.stream) : Status();
+Status MoeBuffer::end(const CallOrder& order, const Place& place) {
+  if (order.joins) WEFT_TRY(order_.wait(order.after, place.stream));
+  return place.is_captured ? Status() : last_call_.note(place.stream);
+}
+
+// A call that fails keeps its place, too: the next one may take memory that this one has waited for.
+template <class Run>
+std::invoke_result_t<Run, const MoeBuffer::Place&> MoeBuffer::in_order(const CallOrder& order, Run run) {
+  WEFT_TRY_ASSIGN(const Place place, begin(order));
+  auto result = run(place);
+  const Status ended = end(order, place);
+  if (result.ok() && !ended.ok()) return ended;
+  return result;
+}
+
+Status MoeBuffer::reclaim(void* stream) {
+  WEFT_TRY_ASSIGN(const bool any, returned_.reclaim(stream));
+  return any ? follow(stream) : Status();
+}
+
+Status MoeBuffer::follow(void* stream) {
+  WEFT_TRY(last_call_.wait(stream));
+  return last_call_.note(stream);
 }
 
 // Each call, counted; its bytes are those of rows that travel, as far as the host knows.
-Status MoeBuffer::layout(const LayoutCall& call) {
-  return tally_.count(layouts_, {0, call.tokens, -1, false}, [&] { return run_layout(call); });
+Status MoeBuffer::layout(const LayoutArgs& call, void* stream) {
+  return tally_.count(layouts_, {0, call.tokens, -1, false}, [&] { return run_layout(call, stream); });
 }
 
 Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
@@ -231,16 +258,16 @@ Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
 }
 
 Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
-  const CallFacts facts{call.staging_rows * call.format.row_bytes, call.tokens};
+  const CallFacts facts{call.handle.staging_rows * call.format.row_bytes, call.handle.tokens};
   auto received = tally_.count(dispatches_counted_, facts, [&] { return run_dispatch(call); });
-  if (received.ok()) count_rows(call.handle, call.tokens, false, call.format.row_bytes);
+  if (received.ok()) count_rows(call.handle, false, call.format.row_bytes);
   return received;
 }
 
 Status MoeBuffer::combine(const CombineCall& call) {
-  const CallFacts facts{call.staging_rows * call.row_bytes, call.tokens};
+  const CallFacts facts{call.handle.staging_rows * call.row_bytes, call.handle.tokens};
   const Status status = tally_.count(combines_, facts, [&] { return run_combine(call); });
-  if (status.ok()) count_rows(call.handle, call.tokens, true, call.row_bytes);
+  if (status.ok()) count_rows(call.handle, true, call.row_bytes);
   return status;
 }
 
@@ -249,38 +276,33 @@ Status MoeBuffer::barrier(const CallOrder& order) {
 }
 
 // A GPU has the counts where the host cannot look without waiting.
-void MoeBuffer::count_rows(const HandleMemory& memory, uint32_t tokens, bool comes_back, uint64_t row_bytes) {
+void MoeBuffer::count_rows(const DispatchHandle& handle, bool comes_back, uint64_t row_bytes) {
   if (!comm_->device().is_host()) return;
   const int ranks = comm_->size(), self = comm_->rank();
   if (levels_) {
-    for (const auto& [peer, rows] : levels_->rows_sent(memory, tokens, comes_back))
+    for (const auto& [peer, rows] : levels_->rows_sent(handle.memory, handle.tokens, comes_back))
       tally_.sent_to(peer, rows * row_bytes);
     return;
   }
   for (int peer = 0; peer < ranks; ++peer) {
     if (peer == self) continue;
     const int from = comes_back ? peer : self, to = comes_back ? self : peer;
-    tally_.sent_to(static_cast<size_t>(peer), rows_between(memory.prefix, ranks, from, to) * row_bytes);
+    tally_.sent_to(static_cast<size_t>(peer),
+                   rows_between(handle.memory.prefix, ranks, from, to) * row_bytes);
   }
 }
 
-Status MoeBuffer::run_layout(const LayoutCall& call) {
+CallControl MoeBuffer::control(uint64_t state) const {
+  return {control_.offsets, wait_rule(), reinterpret_cast<GridState*>(window_->local() + state)};
+}
+
+Status MoeBuffer::run_layout(LayoutArgs args, void* stream) {
   WEFT_TRY(fault());
-  const auto ranks = static_cast<uint32_t>(comm_->size());
-  const LayoutArgs args{call.topk_idx,
-                        call.tokens,
-                        call.top_k,
-                        call.id_bytes,
-                        ranks,
-                        call.experts,
-                        experts_per_rank(call.experts),
-                        0,
-                        call.counts,
-                        call.token_in_rank,
-                        call.sum_place};
-  WEFT_TRY(zero(call.counts, (ranks + call.experts) * sizeof(int32_t), call.stream));
-  return launch(key_of_layout, plan_layout(call.tokens, ranks, call.experts, limits_), &args, sizeof(args),
-                {}, call.stream);
+  args.ranks = ranks();
+  args.experts_per_rank = experts_per_rank(args.experts);
+  WEFT_TRY(zero(args.counts, (args.ranks + args.experts) * sizeof(int32_t), stream));
+  return launch(key_of_layout, plan_layout(args.tokens, args.ranks, args.experts, limits_), &args,
+                sizeof(args), {}, stream);
 }
 
 Result<Notified> MoeBuffer::run_notify(const NotifyCall& call) {
@@ -293,26 +315,17 @@ Result<Notified> MoeBuffer::run_notify(const NotifyCall& call) {
   const RowFormat& format = call.format;
   CountReport* report = waits ? awaited_report_ : unawaited_report();
   if (waits) store_relaxed(&report->epoch, uint64_t{0});
-  NotifyArgs args{};
-  args.at = control_.offsets;
-  args.wait = wait_rule();
-  args.state = reinterpret_cast<GridState*>(window_->local() + control_.notify_state);
-  args.token_in_rank = call.token_in_rank;
-  args.tokens_per_expert = call.tokens_per_expert;
+  NotifyArgs args{control(control_.notify_state), call.memory, call};
   args.mine = {format.row_bytes, format.scale_words, format.top_k,  call.experts, format.element, call.tokens,
                {0, 0},           heap_.largest(),    staging_bytes_};
   args.experts_per_rank = experts_per_rank(call.experts);
-  args.send_row = call.handle.send_row;
-  args.slot_base = call.handle.slot_base;
-  args.prefix = call.handle.prefix;
   args.report = report;
   args.host_waits = waits ? 1 : 0;
-  WEFT_TRY(begin(call.order));
-  if (levels_)
-    WEFT_TRY(notify_on_levels(args, call.handle, false, call.order.stream));
-  else
-    WEFT_TRY(
-        launch(key_of_notify, plan_notify(ranks(), limits_), &args, sizeof(args), {}, call.order.stream));
+  WEFT_TRY(in_order(call.order, [&](const Place& place) {
+    return levels_
+               ? notify_on_levels(args, call.memory, false, place.stream)
+               : launch(key_of_notify, plan_notify(ranks(), limits_), &args, sizeof(args), {}, place.stream);
+  }));
   return collect(call, report, handle_id(handle_key_, ++dispatches_));
 }
 
@@ -355,52 +368,40 @@ Status MoeBuffer::compare(const CountReport& report) const {
 Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {
   WEFT_TRY(fault());
   if (levels_) WEFT_TRY(levels_->fits(call.format.row_bytes, call.format.scale_words, call.format.top_k));
+  return in_order(call.order, [&](const Place& place) { return send_rows(call, place); });
+}
+
+Result<Received> MoeBuffer::send_rows(const DispatchCall& call, const Place& place) {
   const RowFormat& format = call.format;
+  const DispatchHandle& handle = call.handle;
   Received received{};
+  received.is_captured = place.is_captured;
   received.layout =
-      receive_layout(call.rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
-  WEFT_TRY(begin(call.order));
-  WEFT_TRY(ensure_staging(staging_bytes_of(call.staging_rows, format.combine_row_bytes, format.top_k)));
+      receive_layout(handle.rows, format.row_bytes, format.scale_words, format.top_k, format.id_bytes);
+  WEFT_TRY(ensure_staging(staging_bytes_of(handle.staging_rows, format.combine_row_bytes, format.top_k)));
   WEFT_TRY(take_pieces(call, received));
 
-  DispatchArgs args{};
-  args.at = control_.offsets;
-  args.wait = wait_rule();
-  args.state = reinterpret_cast<GridState*>(window_->local() + control_.dispatch_state);
-  args.x = call.x;
-  args.scales = call.scales;
-  args.scale_token_stride = call.scale_token_stride;
-  args.scale_word_stride = call.scale_word_stride;
-  args.topk_idx = call.topk_idx;
-  args.topk_weights = call.topk_weights;
-  args.tokens = call.tokens;
-  args.send_row = call.handle.send_row;
-  args.slot_base = call.handle.slot_base;
-  args.prefix = call.handle.prefix;
-  args.report = call.counts_unknown ? unawaited_report() : nullptr;
+  DispatchArgs args{control(control_.dispatch_state), handle.memory, call};
+  args.tokens = handle.tokens;
+  args.report = handle.counts_unknown ? unawaited_report() : nullptr;
   args.mine = {received.rows_at,
                received.meta_at,
-               call.rows,
-               call.handle_id,
+               handle.rows,
+               handle.id,
                format.row_bytes,
                row_extras(format.scale_words, format.top_k, format.top_k ? format.id_bytes : 0),
                {}};
-  args.experts = call.experts;
-  args.experts_per_rank = experts_per_rank(call.experts);
+  args.experts = handle.experts;
+  args.experts_per_rank = experts_per_rank(handle.experts);
   args.id_bytes = format.id_bytes;
-  args.fill_tail = call.counts_unknown ? 1 : 0;
+  args.fill_tail = handle.counts_unknown ? 1 : 0;
   args.keep_weights = call.keep_weights ? 1 : 0;
-  args.sum_place = call.handle.sum_place;
   const HighThroughputShape shape = dispatch_shape(format);
   const GridPlan grid = plan_dispatch(ranks(), piece_bytes_of(shape), call.num_sms, limits_);
   args = in_roles(args, grid);
-  const Status launched = levels_
-                              ? dispatch_on_levels(args, call, call.order.stream)
-                              : launch(&dispatch_key, grid, &args, sizeof(args), shape, call.order.stream);
-  if (launched.ok()) {
-    WEFT_TRY(end(call.order));
-    return received;
-  }
+  const Status launched = levels_ ? dispatch_on_levels(args, call, place.stream)
+                                  : launch(&dispatch_key, grid, &args, sizeof(args), shape, place.stream);
+  if (launched.ok()) return received;
   heap_.give(received.rows_at);
   if (!received.is_one_piece) heap_.give(received.meta_at);
   return launched;
@@ -409,59 +410,41 @@ Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {
 Status MoeBuffer::run_combine(const CombineCall& call) {
   WEFT_TRY(fault());
   if (levels_) WEFT_TRY(levels_->fits(call.row_bytes, 0, call.top_k));
-  WEFT_TRY(begin(call.order));
-  WEFT_TRY(ensure_staging(staging_bytes_of(call.staging_rows, call.row_bytes, call.top_k)));
-  CombineArgs args{};
-  args.at = control_.offsets;
-  args.wait = wait_rule();
-  args.state = reinterpret_cast<GridState*>(window_->local() + control_.combine_state);
-  args.x = call.x;
-  args.topk_weights = call.topk_weights;
-  args.slot = call.slot;
-  args.send_row = call.handle.send_row;
-  args.slot_base = call.handle.slot_base;
-  args.prefix = call.handle.prefix;
-  args.sum_place = call.handle.sum_place;
-  args.bias[0] = call.bias[0];
-  args.bias[1] = call.bias[1];
-  args.combined = call.combined;
-  args.combined_weights = call.combined_weights;
-  args.tokens = call.tokens;
+  return in_order(call.order, [&](const Place& place) { return send_sums(call, place.stream); });
+}
+
+Status MoeBuffer::send_sums(const CombineCall& call, void* stream) {
+  const DispatchHandle& handle = call.handle;
+  WEFT_TRY(ensure_staging(staging_bytes_of(handle.staging_rows, call.row_bytes, call.top_k)));
+  CombineArgs args{control(control_.combine_state), handle.memory, call};
+  args.tokens = handle.tokens;
   args.mine = {staging_at_,
-               staging_at_ + round_up(call.staging_rows * call.row_bytes, 16),
-               call.staging_rows,
-               call.handle_id,
+               staging_at_ + round_up(handle.staging_rows * call.row_bytes, 16),
+               handle.staging_rows,
+               handle.id,
                call.row_bytes,
                row_extras(0, call.top_k, 0),
                {}};
-  if (comm_->device().is_host()) prefer_huge_pages(call.combined, call.tokens * call.row_bytes);
+  if (comm_->device().is_host()) prefer_huge_pages(call.combined, handle.tokens * call.row_bytes);
   const HighThroughputShape shape = combine_shape(call.row_bytes, call.top_k, call.element);
   const GridPlan grid = plan_combine(ranks(), piece_bytes_of(shape), call.num_sms, limits_);
   args = in_roles(args, grid);
-  if (levels_)
-    WEFT_TRY(combine_on_levels(args, call, call.order.stream));
-  else
-    WEFT_TRY(launch(&combine_key, grid, &args, sizeof(args), shape, call.order.stream));
-  return end(call.order);
+  if (levels_) return combine_on_levels(args, call, stream);
+  return launch(&combine_key, grid, &args, sizeof(args), shape, stream);
 }
 
 // The exchange of counts, of no rows: no rank leaves it before all have come.
 Status MoeBuffer::run_barrier(const CallOrder& order) {
   WEFT_TRY(fault());
-  NotifyArgs args{};
-  args.at = control_.offsets;
-  args.wait = wait_rule();
-  args.state = reinterpret_cast<GridState*>(window_->local() + control_.notify_state);
+  NotifyArgs args{control(control_.notify_state), {}, {}};
   args.prefix = reinterpret_cast<int32_t*>(window_->local() + control_.barrier_prefix);
   args.report = unawaited_report();
-  WEFT_TRY(begin(order));
   GridPlan grid = plan_notify(ranks(), limits_);
   grid.blocks = 1;  // it has no tokens
-  if (levels_)
-    WEFT_TRY(notify_on_levels(args, {}, true, order.stream));
-  else
-    WEFT_TRY(launch(key_of_notify, grid, &args, sizeof(args), {}, order.stream));
-  return end(order);
+  return in_order(order, [&](const Place& place) {
+    return levels_ ? notify_on_levels(args, {}, true, place.stream)
+                   : launch(key_of_notify, grid, &args, sizeof(args), {}, place.stream);
+  });
 }
 
 }  // namespace weft

@@ -7,13 +7,14 @@
 //   WEFT_TRY_ASSIGN(Received rows, buffer->dispatch(rows_call));  // in this rank's window until give_back()
 //   WEFT_TRY(buffer->combine(combine_call));
 // Pointers are memory of this rank's device; nothing is checked here that Python has checked. Calls are
-// collective and in the same order on all ranks. On CUDA they enqueue on `stream`; on the host they return
+// collective and in the same order on all ranks. On CUDA they enqueue on streams that CallOrder names; on the host they return
 // when they are done. Threads: one caller at a time; give_back() from any thread. Errors: kPeerLost names the
 // silent rank, after which every call fails: the ranks no longer agree on epochs. Where ranks disagree about
 // a call, kInvalid on all of them, and the next call may succeed.
 #pragma once
 
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "base/stream_order.h"
@@ -44,62 +45,56 @@ struct MoeOptions {
 // window.
 uint64_t worst_case_bytes(const RowFormat& format, uint64_t rows, uint64_t staging_rows);
 
-// The places that a dispatch's handle keeps. R ranks, T tokens: send_row i32[T][R], slot_base i32[T], prefix
-// i32[R][R], sum_place i32[T][R] of those that get the token, or null: combine adds ranks ascending. Among ranks that do not all map each other also
-// i32[MoeBuffer::route_words()], and from the dispatch on i32[MoeBuffer::record_words()].
-struct HandleMemory {
-  int32_t* send_row;
-  int32_t* slot_base;
-  int32_t* prefix;
-  const int32_t* sum_place = nullptr;
+// The memory that a dispatch's handle keeps. Among ranks that do not all map each other also routes
+// i32[MoeBuffer::route_words()], and from the dispatch on records i32[MoeBuffer::record_words()].
+struct HandleMemory : RoutePlaces {
   int32_t* routes = nullptr;
   int32_t* records = nullptr;
 };
 
-// The streams of a call; nothing to order on the host.
+// All that repeats and combines of a dispatch go by.
+struct DispatchHandle {
+  HandleMemory memory;
+  uint64_t id;  // names this dispatch on all ranks: see handle_id.h
+  uint32_t tokens;
+  uint32_t experts;
+  uint64_t rows;          // to make room for here
+  uint64_t staging_rows;  // sent rows that combine will get back, at most
+  bool counts_unknown;    // num_worst_tokens: fill the tail, and stop if ranks disagree
+};
+
+// The streams of a call; nothing to order on the host. Calls run one after another, on whatever streams they are. One that
+// waits and joins runs on `after` itself, which saves the events, unless a graph captures that.
 struct CallOrder {
-  void* stream = nullptr;  // that it runs on
+  void* stream = nullptr;  // that it runs on otherwise
   void* after = nullptr;   // the caller's
   bool waits = false;      // `stream` waits for `after` first
   bool joins = false;      // `after` waits for `stream` then
 };
 
-struct NotifyCall {
+// A call: its tensors, as the kernel's arguments have them, and what they are planned from.
+struct NotifyCall : NotifyTensors {
   RowFormat format;
-  const uint8_t* token_in_rank;      // [T][R]
-  const int32_t* tokens_per_expert;  // [experts]
+  HandleMemory memory;
   uint32_t tokens;
   uint32_t experts;
-  HandleMemory handle;
   uint64_t worst_rows;  // 0: block until the counts are known; else the same on all ranks, and nothing waits
   CallOrder order;
   uint64_t most_tokens = 0;  // no rank has more; the same on all ranks; 0: not known. Only with worst_rows
 };
 
 struct Notified {
-  uint64_t handle_id = 0;      // names this dispatch on all ranks: see handle_id.h
+  uint64_t handle_id = 0;      // DispatchHandle::id
   uint64_t received_rows = 0;  // these only with `wait`
   uint64_t sent_rows = 0;      // that combine will get back here: sent ones, or those that a hub adds
   std::vector<int32_t> tokens_per_local_expert;
 };
 
-struct DispatchCall {
+struct DispatchCall : DispatchTensors {
   RowFormat format;
-  const std::byte* x;  // [T] rows
-  const uint32_t* scales;
-  int64_t scale_token_stride;  // in words
-  int64_t scale_word_stride;
-  const void* topk_idx;  // null: no ids travel
-  const float* topk_weights;
-  uint32_t tokens;
-  uint32_t experts;
-  HandleMemory handle;
-  uint64_t handle_id;
-  uint64_t rows;          // to make room for here
-  uint64_t staging_rows;  // sent rows that combine will get back, at most
-  bool counts_unknown;    // num_worst_tokens: fill the tail, and stop if ranks disagree
-  bool keep_weights;      // also those of slots whose expert is elsewhere
-  bool is_one_piece;      // rows and the rest in one piece, where there is room for one
+  DispatchHandle handle;
+  bool keep_weights;  // also those of slots whose expert is elsewhere
+  bool is_one_piece;  // rows and the rest in one piece, where there is room for one
   uint32_t num_sms;
   CallOrder order;
 };
@@ -110,37 +105,17 @@ struct Received {
   uint64_t rows_at;
   uint64_t meta_at;
   bool is_one_piece;
+  bool is_captured;  // in a graph, which fills them again at every replay
   ReceiveLayout layout;
 };
 
-struct CombineCall {
+struct CombineCall : CombineTensors {
   uint32_t row_bytes;
   uint32_t top_k;
-  int64_t element;            // kElementBf16 or kElementFp32
-  const std::byte* x;         // [N] rows
-  const float* topk_weights;  // [N][K], or null
-  const int32_t* slot;        // [N], from the dispatch
-  const std::byte* bias[2];
-  std::byte* combined;      // [T] rows
-  float* combined_weights;  // [T][K], or null
-  uint32_t tokens;
-  HandleMemory handle;
-  uint64_t handle_id;
-  uint64_t staging_rows;
+  int64_t element;  // kElementBf16 or kElementFp32
+  DispatchHandle handle;
   uint32_t num_sms;
   CallOrder order;
-};
-
-struct LayoutCall {
-  const void* topk_idx;  // [T][K]
-  uint32_t id_bytes;
-  uint32_t tokens;
-  uint32_t top_k;
-  uint32_t experts;
-  int32_t* counts;         // [R + experts]: tokens per rank, then per expert
-  uint8_t* token_in_rank;  // [T][R]
-  int32_t* sum_place;      // [T][R], or null
-  void* stream;
 };
 
 inline uint32_t piece_bytes_of(const HighThroughputShape& shape) {
@@ -175,7 +150,8 @@ class MoeBuffer {
   static Result<std::unique_ptr<MoeBuffer>> create(std::shared_ptr<Communicator> comm,
                                                    const MoeOptions& options);
 
-  Status layout(const LayoutCall& call);
+  // Ranks and experts_per_rank are filled in here, and counts need not be zero.
+  Status layout(const LayoutArgs& call, void* stream);
   Result<Notified> notify(const NotifyCall& call);
   Result<Received> dispatch(const DispatchCall& call);
   Status combine(const CombineCall& call);
@@ -211,6 +187,10 @@ class MoeBuffer {
   uint64_t largest_piece() const { return heap_.largest(); }
   // Frees pieces by itself once streams are done: see ReturnedPieces. Calls reclaim first.
   ReturnedPieces& returned_pieces() { return returned_; }
+  // Frees what was given back: `stream` waits for it, and later calls for `stream`. Not while a graph captures that.
+  Status reclaim(void* stream);
+  // Later calls come after what `stream` has got so far.
+  Status follow(void* stream);
   // Makes `stream` wait for what `first` has got so far.
   Status wait(void* stream, void* first) { return order_.wait(stream, first); }
   // What a kernel gave up for since the last look: see take_fault().
@@ -248,12 +228,13 @@ class MoeBuffer {
 
   Status launch(KeyOf key_of, const GridPlan& grid, const void* args, size_t args_bytes,
                 const HighThroughputShape& shape, void* stream);
-  Status run_layout(const LayoutCall& call);
+  Status run_layout(LayoutArgs args, void* stream);
   Result<Notified> run_notify(const NotifyCall& call);
   Result<Received> run_dispatch(const DispatchCall& call);
   Status run_combine(const CombineCall& call);
   Status run_barrier(const CallOrder& order);
-  void count_rows(const HandleMemory& memory, uint32_t tokens, bool comes_back, uint64_t row_bytes);
+  void count_rows(const DispatchHandle& handle, bool comes_back, uint64_t row_bytes);
+  CallControl control(uint64_t state) const;
   void prepare(const RowFormat& format);
   // Where ranks do not all map each other: buffer_levels.cc.
   Status notify_on_levels(const NotifyArgs& args, const HandleMemory& memory, bool is_barrier, void* stream);
@@ -261,8 +242,17 @@ class MoeBuffer {
   Status combine_on_levels(const CombineArgs& args, const CombineCall& call, void* stream);
   uint32_t ranks() const { return static_cast<uint32_t>(comm_->size()); }
   Result<const Kernel*> find_kernel(KeyOf key_of, const HighThroughputShape& shape, const Launch& how);
-  Status begin(const CallOrder& order);
-  Status end(const CallOrder& order);
+  // Where a call runs.
+  struct Place {
+    void* stream;
+    bool is_captured;  // in a graph, whose order is the caller's
+  };
+  Result<Place> begin(const CallOrder& order);
+  Status end(const CallOrder& order, const Place& place);
+  template <class Run>
+  std::invoke_result_t<Run, const Place&> in_order(const CallOrder& order, Run run);
+  Result<Received> send_rows(const DispatchCall& call, const Place& place);
+  Status send_sums(const CombineCall& call, void* stream);
   Status take_pieces(const DispatchCall& call, Received& received);
   Status open_trace();
   // Of calls whose counts the host does not wait for: near the kernels, which read it for themselves.
@@ -272,7 +262,6 @@ class MoeBuffer {
   Status compare(const CountReport& report) const;
   Status make_room(const NotifyCall& call, const RankCounts* counts);
   Status make_room_for_worst(const NotifyCall& call);
-  Result<bool> is_capturing(void* stream) const;
   Status grow(uint64_t bytes);
   Status ensure_staging(uint64_t bytes);
   Result<uint64_t> take(uint64_t bytes, const char* what);
@@ -294,6 +283,7 @@ class MoeBuffer {
   Heap heap_;
   ReturnedPieces returned_;
   StreamOrder order_;
+  StreamMark last_call_;
   std::vector<KnownKernel> kernels_;
   FaultBox* fault_;
   uint32_t* silent_;

@@ -28,7 +28,6 @@ Status MoeBuffer::notify_on_levels(const NotifyArgs& args, const HandleMemory& m
   if (is_barrier) grid.blocks = 1;  // it has no tokens
   TwoLevelNotifyArgs both{};
   both.base = args;
-  both.sum_place = memory.sum_place;
   levels_->complete(both, *window_, memory, args.mine.tokens);
   return launch(key_of_notify, grid, &both, sizeof(both), {}, stream);
 }
@@ -38,8 +37,8 @@ Status MoeBuffer::dispatch_on_levels(const DispatchArgs& args, const DispatchCal
   const TwoLevelGrid plan = plan_two_level_dispatch(ranks(), levels_->islands(), levels_->batches(),
                                                     piece_bytes_of(shape), call.num_sms, limits_);
   auto both = in_batches<TwoLevelDispatchArgs>(args, plan);
-  levels_->complete(both, *window_, call.handle, call.tokens);
-  both.routes.most_messages = levels_->most_messages(call.staging_rows, call.rows);
+  levels_->complete(both, *window_, call.handle.memory, call.handle.tokens);
+  both.routes.most_messages = levels_->most_messages(call.handle.staging_rows, call.handle.rows);
   return launch(&two_level_dispatch_key, plan.grid, &both, sizeof(both), shape, stream);
 }
 
@@ -47,7 +46,7 @@ Status MoeBuffer::combine_on_levels(const CombineArgs& args, const CombineCall& 
   const TwoLevelGrid plan =
       plan_two_level_combine(levels_->islands(), levels_->batches(), call.num_sms, limits_);
   auto both = in_batches<TwoLevelCombineArgs>(args, plan);
-  levels_->complete(both, *window_, call.handle, call.tokens);
+  levels_->complete(both, *window_, call.handle.memory, call.handle.tokens);
   const HighThroughputShape shape = combine_shape(call.row_bytes, call.top_k, call.element);
   return launch(&two_level_combine_key, plan.grid, &both, sizeof(both), shape, stream);
 }

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <optional>
 
-#include "base/cuda_driver.h"
 #include "base/log.h"
 #include "moe/buffer.h"
 #include "moe/room.h"
@@ -62,7 +61,7 @@ Status MoeBuffer::make_room_for_worst(const NotifyCall& call) {
   const uint64_t need = worst_case_bytes(
       format, call.worst_rows, most_staging_rows(call.worst_rows, call.worst_rows, call.most_tokens));
   if (low_latency_end_ + need <= window_->bytes()) return {};
-  WEFT_TRY_ASSIGN(const bool capturing, is_capturing(call.order.stream));
+  WEFT_TRY_ASSIGN(const bool capturing, is_capturing(comm_->device(), call.order.after));
   if (capturing) return {};
   const Status grown = grow(low_latency_end_ + need);
   if (grown.code() == Code::kCapacity)
@@ -73,15 +72,6 @@ Status MoeBuffer::make_room_for_worst(const NotifyCall& call) {
   return logged(
       Status::invalid("num_worst_tokens: got {} rows of {} bytes, allowed: the same on all ranks ({})",
                       call.worst_rows, format.row_bytes, grown.message()));
-}
-
-Result<bool> MoeBuffer::is_capturing(void* stream) const {
-  if (comm_->device().is_host()) return false;
-  WEFT_TRY_ASSIGN(const CudaDriver* driver, cuda_driver());
-  int state = 0;
-  WEFT_TRY(cuda_status(driver->cuStreamIsCapturing(static_cast<CUstream>(stream), &state),
-                       "ask whether a stream is captured"));
-  return state != 0;
 }
 
 Status MoeBuffer::grow(uint64_t at_least_bytes) {

@@ -318,20 +318,7 @@ Status LowLatency::start(const PlannedDispatch& plan, const LowLatencyDispatchMe
   LowLatencyDispatchArgs args = plan.args;
   args.call.phases = phases;
   args.call.ticket = ticket % kTickets;
-  args.call.topk_idx = memory.topk_idx;
-  args.call.wait_cycles = memory.wait_cycles;
-  args.x = static_cast<const std::byte*>(memory.x);
-  args.x_scales = static_cast<const std::byte*>(memory.x_scales);
-  args.topk_weights = memory.topk_weights;
-  args.out = static_cast<std::byte*>(memory.out);
-  args.out_scales = static_cast<uint32_t*>(memory.out_scales);
-  args.src_info = memory.src_info;
-  args.layout_range = memory.layout_range;
-  args.counts = memory.counts;
-  args.out_weights = memory.out_weights;
-  args.out_source = memory.out_source;
-  args.expert_stats = memory.expert_stats;
-  args.routes = memory.routes;
+  static_cast<LowLatencyDispatchMemory&>(args) = memory;
   Launch how = plan.how;
   how.stream = stream;
   return launch(*plan.kernel, how, &args, sizeof(args), &plan.shape);
@@ -398,32 +385,12 @@ Status LowLatency::start(const PlannedCombine& plan, const LowLatencyCombineMemo
   LowLatencyCombineArgs args = plan.args;
   args.call.phases = phases;
   args.call.ticket = ticket % kTickets;
-  args.call.topk_idx = memory.topk_idx;
-  args.call.wait_cycles = memory.wait_cycles;
-  args.x = static_cast<const std::byte*>(memory.x);
-  args.topk_weights = memory.topk_weights;
-  args.routes = memory.routes;
-  args.combined = static_cast<std::byte*>(memory.combined);
+  static_cast<LowLatencyCombineMemory&>(args) = memory;
   args.receive_splits = grid.receive_splits;
   args.piece_splits = grid.piece_splits;
-  args.signals = static_cast<const uint32_t*>(memory.signals);
   Launch how = grid.how;
   how.stream = stream;
   return launch(*plan.kernel, how, &args, sizeof(args), &plan.shape);
-}
-
-Status LowLatency::dispatch(const LowLatencyDispatchCall& call, uint32_t phases) {
-  LowLatencyDispatchForm form = call;
-  form.has_weights = call.topk_weights != nullptr;
-  WEFT_TRY_ASSIGN(const PlannedDispatch planned, plan(form));
-  return launch(planned, call, call.ticket, phases, call.stream);
-}
-
-Status LowLatency::combine(const LowLatencyCombineCall& call, uint32_t phases) {
-  LowLatencyCombineForm form = call;
-  form.has_weights = call.topk_weights != nullptr;
-  WEFT_TRY_ASSIGN(const PlannedCombine planned, plan(form));
-  return launch(planned, call, call.ticket, phases, call.stream);
 }
 
 Status check_expert_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts) {

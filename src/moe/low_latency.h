@@ -42,7 +42,8 @@ struct LowLatencyWaits {
   uint32_t* gave_up = nullptr;  // as in a WaitRule; of no use where peers may be masked
 };
 
-// A call is a form, which many calls share and which is planned once, and the memory of this one call.
+// A call is a form, which many calls share and which is planned once, and the memory of this one call, which is a part of
+// the kernel's arguments (kernels/moe/low_latency_args.h).
 // R ranks, T tokens, M = max_tokens, K = top_k, H channels, Le experts per rank (rounded up).
 struct LowLatencyDispatchForm {
   uint32_t max_tokens = 0;
@@ -64,28 +65,6 @@ struct LowLatencyDispatchForm {
   uint32_t max_rows = 0;
 };
 
-struct LowLatencyDispatchMemory {
-  const void* x = nullptr;              // [T] rows: row_bytes with kPayloadCopy, else bf16[H]
-  const void* x_scales = nullptr;       // [T] rows of scale_bytes, with kPayloadCopy; f32 with NVFP4
-  const void* topk_idx = nullptr;       // [T][K], -1 = none
-  const float* topk_weights = nullptr;  // [T][K]; null: none travel
-  int32_t* expert_stats = nullptr;      // [Le], added to, or null
-  uint64_t* wait_cycles = nullptr;      // [R], added to, or null
-  void* out = nullptr;                  // [Le][R * M] rows
-  void* out_scales = nullptr;           // 4-byte words, with the form's strides
-  int32_t* src_info = nullptr;          // [Le][R * M]
-  int64_t* layout_range = nullptr;      // [Le][R]
-  int32_t* counts = nullptr;            // [Le]
-  int32_t* routes = nullptr;            // routes_words() words, 16-byte aligned: for the combine
-  float* out_weights = nullptr;         // [Le][R * M], or null
-  int32_t* out_source = nullptr;        // [Le][R * M], or null
-};
-
-struct LowLatencyDispatchCall : LowLatencyDispatchForm, LowLatencyDispatchMemory {
-  uint32_t ticket = 0;
-  void* stream = nullptr;
-};
-
 struct LowLatencyCombineForm {
   uint32_t max_tokens = 0;
   uint32_t tokens = 0;
@@ -105,21 +84,6 @@ struct LowLatencyCombineForm {
   int64_t element = kElementBf16;      // of x; with LogFMT, as out_element, bf16
   int64_t out_element = kElementBf16;  // of combined
   bool accumulate = false;             // combined is added to
-};
-
-struct LowLatencyCombineMemory {
-  const void* x = nullptr;              // the dispatch's rows
-  const void* topk_idx = nullptr;       // as given to the dispatch
-  const float* topk_weights = nullptr;  // [T][K], or null
-  const int32_t* routes = nullptr;
-  void* combined = nullptr;         // [T][H]
-  uint64_t* wait_cycles = nullptr;  // [R], added to, or null
-  const void* signals = nullptr;    // u32[Le][signals_per_expert], or null
-};
-
-struct LowLatencyCombineCall : LowLatencyCombineForm, LowLatencyCombineMemory {
-  uint32_t ticket = 0;
-  void* stream = nullptr;
 };
 
 // What calls of one form have in common. Its kernels are compiled; a launch fills in memory, ticket and
@@ -190,9 +154,6 @@ class LowLatency {
                 uint32_t phases, void* stream);
   Status launch(const PlannedCombine& plan, const LowLatencyCombineMemory& memory, uint32_t ticket,
                 uint32_t phases, void* stream);
-  // Planned for this one call.
-  Status dispatch(const LowLatencyDispatchCall& call, uint32_t phases);
-  Status combine(const LowLatencyCombineCall& call, uint32_t phases);
   // On CUDA ids are not looked at: it would stall the stream.
   Status check_ids(const void* ids, uint32_t id_bytes, uint64_t count, uint32_t experts) const;
   // Ties the phases of one call. A call captured in a graph keeps its ticket in every replay.

@@ -38,26 +38,25 @@ Result<bool> ReturnedPieces::give_back(uint64_t offset, void* stream) {
     spare_events_.push_back(event);
     return cuda_failure(recorded, "recording an event");
   }
-  pieces_.push_back({offset, event});
+  pieces_.push_back({offset, event, stream});
   return true;
 }
 
-Status ReturnedPieces::reclaim(void* stream, void* current) {
+Result<bool> ReturnedPieces::reclaim(void* stream) {
   std::lock_guard lock(mutex_);
-  if (pieces_.empty()) return {};
-  WEFT_TRY_ASSIGN(const bool is_captured, is_capturing(device_, current));
-  if (is_captured) return {};
+  if (pieces_.empty()) return false;
   WEFT_TRY_ASSIGN(const CudaContext context, CudaContext::enter(device_.ordinal));
   while (!pieces_.empty()) {
     const Piece piece = pieces_.back();
-    WEFT_TRY(cuda_status(context.driver().cuStreamWaitEvent(static_cast<CUstream>(stream),
-                                                            static_cast<CUevent>(piece.event), 0),
-                         "making a stream wait for another"));
+    if (piece.stream != stream)
+      WEFT_TRY(cuda_status(context.driver().cuStreamWaitEvent(static_cast<CUstream>(stream),
+                                                              static_cast<CUevent>(piece.event), 0),
+                           "making a stream wait for another"));
     pieces_.pop_back();
     spare_events_.push_back(piece.event);
     heap_.give(piece.offset);
   }
-  return {};
+  return true;
 }
 
 }  // namespace weft

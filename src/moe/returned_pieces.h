@@ -4,7 +4,7 @@
 // waits.
 //   ReturnedPieces pieces(device, heap);
 //   WEFT_TRY_ASSIGN(const bool noted, pieces.give_back(offset, stream));   // the last to use it, so far
-//   WEFT_TRY(pieces.reclaim(comm_stream, current_stream));                 // free; comm_stream waits
+//   WEFT_TRY_ASSIGN(const bool any, pieces.reclaim(stream));               // free; `stream` waits
 // Events come from a pool, whose events live as long as this. Threads: any.
 #pragma once
 
@@ -26,14 +26,15 @@ class ReturnedPieces {
   // Notes what `stream` has got so far. false, and nothing is noted, while a graph captures the stream.
   // Errors: kSystem from the driver.
   Result<bool> give_back(uint64_t offset, void* stream);
-  // Makes `stream` wait for what was noted, and the ranges free. Does nothing while a graph captures
-  // `current`. Errors: kSystem from the driver; what was not waited for stays.
-  Status reclaim(void* stream, void* current);
+  // Makes `stream` wait for what was noted, and the ranges free; returns whether there were any. Not while a graph
+  // captures the stream. Errors: kSystem from the driver; what was not waited for stays.
+  Result<bool> reclaim(void* stream);
 
  private:
   struct Piece {
     uint64_t offset;
     void* event;
+    void* stream;  // that the event was recorded on
   };
   Result<void*> new_event();
 

@@ -41,8 +41,8 @@ struct RankData {
 
   std::vector<int32_t> routes, records;  // of ranks that do not all map each other
 
-  HandleMemory handle() {
-    return {send_row.data(), slot_base.data(), prefix.data(), nullptr, routes.data(), records.data()};
+  HandleMemory memory() {
+    return {{send_row.data(), slot_base.data(), prefix.data(), nullptr}, routes.data(), records.data()};
   }
 };
 
@@ -75,58 +75,48 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
     const Case& c = GetParam();
     RankData& mine = all[rank];
     ASSERT_EQ(buffer
-                  .layout({mine.ids.data(), 8, mine.tokens, c.top_k, c.experts, mine.counts.data(),
-                           mine.in_rank.data(), nullptr, nullptr})
+                  .layout({mine.ids.data(), mine.tokens, c.top_k, 8, 0, c.experts, 0, 0, mine.counts.data(),
+                           mine.in_rank.data(), nullptr},
+                          nullptr)
                   .message(),
               "");
     mine.routes.resize(buffer.route_words(mine.tokens, false));
     const RowFormat format{c.row_bytes, c.scale_words, c.top_k, 8, 2, c.row_bytes};
-    Result<Notified> counts = buffer.notify({format,
-                                             mine.in_rank.data(),
-                                             mine.counts.data() + c.ranks,
+    Result<Notified> counts = buffer.notify({{mine.in_rank.data(), mine.counts.data() + c.ranks},
+                                             format,
+                                             mine.memory(),
                                              mine.tokens,
                                              c.experts,
-                                             mine.handle(),
                                              0,
                                              {}});
     ASSERT_EQ(counts.status().message(), "");
     mine.records.resize(buffer.record_words(counts->sent_rows, counts->received_rows, false));
-    Result<Received> received = buffer.dispatch({format,
-                                                 reinterpret_cast<std::byte*>(mine.x.data()),
-                                                 mine.scales.data(),
-                                                 c.scale_words,
-                                                 1,
-                                                 mine.ids.data(),
-                                                 mine.weights.data(),
-                                                 mine.tokens,
-                                                 c.experts,
-                                                 mine.handle(),
-                                                 counts->handle_id,
-                                                 counts->received_rows,
-                                                 counts->sent_rows,
-                                                 false,
-                                                 false,
-                                                 false,
-                                                 0,
-                                                 {}});
+    const DispatchHandle handle{mine.memory(),         counts->handle_id, mine.tokens, c.experts,
+                                counts->received_rows, counts->sent_rows, false};
+    Result<Received> received =
+        buffer.dispatch({{reinterpret_cast<std::byte*>(mine.x.data()), mine.scales.data(), c.scale_words, 1,
+                          mine.ids.data(), mine.weights.data()},
+                         format,
+                         handle,
+                         false,
+                         false,
+                         0,
+                         {}});
     ASSERT_EQ(received.status().message(), "");
     check_received(buffer, rank, all, *counts, *received);
 
     const std::byte* meta = buffer.window().local() + received->meta_at;
     ASSERT_EQ(buffer
-                  .combine({c.row_bytes,
+                  .combine({{buffer.window().local() + received->rows_at,
+                             reinterpret_cast<const float*>(meta + received->layout.weights),
+                             reinterpret_cast<const int32_t*>(meta + received->layout.slot),
+                             {nullptr, nullptr},
+                             reinterpret_cast<std::byte*>(mine.combined.data()),
+                             mine.combined_weights.data()},
+                            c.row_bytes,
                             c.top_k,
                             kElementBf16,
-                            buffer.window().local() + received->rows_at,
-                            reinterpret_cast<const float*>(meta + received->layout.weights),
-                            reinterpret_cast<const int32_t*>(meta + received->layout.slot),
-                            {nullptr, nullptr},
-                            reinterpret_cast<std::byte*>(mine.combined.data()),
-                            mine.combined_weights.data(),
-                            mine.tokens,
-                            mine.handle(),
-                            counts->handle_id,
-                            counts->sent_rows,
+                            handle,
                             0,
                             {}})
                   .message(),

@@ -86,6 +86,12 @@ std::vector<T> poisoned(uint64_t elements) {
   return memory;
 }
 
+template <class Vector>
+auto bytes_of(Vector& of) {
+  using Byte = std::conditional_t<std::is_const_v<Vector>, const std::byte, std::byte>;
+  return reinterpret_cast<Byte*>(of.data());
+}
+
 struct Output {
   std::vector<uint8_t> rows;
   std::vector<uint32_t> scales;
@@ -175,10 +181,10 @@ class RoundTrip {
     fill_calls();
   }
 
-  Status dispatch(uint32_t phases) { return rank_.mode().dispatch(dispatch_, phases); }
+  Status dispatch(uint32_t phases) { return run(dispatch_, phases); }
   Status combine(uint32_t phases) {
     if (phases & kPhaseSend) make_results();
-    return rank_.mode().combine(combine_, phases);
+    return run(combine_, phases);
   }
 
   // Counts, ranges, sources and rows are those of plain indexing; nothing else was written.
@@ -218,6 +224,17 @@ class RoundTrip {
   }
 
  private:
+  template <class Form, class Memory>
+  struct Call : Form, Memory {
+    uint32_t ticket = 0;
+  };
+  template <class Form, class Memory>
+  Status run(Call<Form, Memory>& call, uint32_t phases) {
+    call.has_weights = call.topk_weights != nullptr;
+    WEFT_TRY_ASSIGN(const auto planned, rank_.mode().plan(static_cast<const Form&>(call)));
+    return rank_.mode().launch(planned, call, call.ticket, phases, nullptr);
+  }
+
   const Input& mine() const { return all_[rank_.rank()]; }
   // The last ranks own fewer experts, or none, where these do not divide evenly.
   uint32_t owned() const {
@@ -226,7 +243,7 @@ class RoundTrip {
   }
 
   void fill_calls() {
-    LowLatencyDispatchCall& d = dispatch_;
+    auto& d = dispatch_;
     d.max_tokens = c_.max_tokens;
     d.tokens = mine().tokens;
     d.top_k = c_.top_k;
@@ -237,8 +254,8 @@ class RoundTrip {
     d.topk_idx = mine().ids.data();
     static const float kNone = 0;  // a null pointer would say that no weights travel, on this rank only
     d.topk_weights = !c_.weights_travel ? nullptr : mine().weights.empty() ? &kNone : mine().weights.data();
-    d.x = mine().x.data();
-    d.out = out_.rows.data();
+    d.x = bytes_of(mine().x);
+    d.out = bytes_of(out_.rows);
     d.out_scales = out_.scales.data();
     d.padding = c_.padding;
     d.max_rows = static_cast<uint32_t>(out_.src_info.size());
@@ -254,7 +271,7 @@ class RoundTrip {
     d.wait_cycles = out_.waits.data();
     d.routes = out_.routes.data();
     d.ticket = rank_.mode().next_ticket();
-    LowLatencyCombineCall& b = combine_;
+    auto& b = combine_;
     b.max_tokens = c_.max_tokens;
     b.tokens = mine().tokens;
     b.top_k = c_.top_k;
@@ -266,10 +283,10 @@ class RoundTrip {
                      : mine().weights.empty()                  ? &kNone
                                                                : mine().weights.data();
     b.dispatch_had_weights = c_.weights_travel;
-    b.x = out_.y.data();
+    b.x = bytes_of(out_.y);
     b.x_row_bytes = c_.hidden * 2;
     b.routes = out_.routes.data();
-    b.combined = out_.combined.data();
+    b.combined = bytes_of(out_.combined);
     b.wait_cycles = out_.waits.data();
     b.ticket = rank_.mode().next_ticket();
   }
@@ -354,8 +371,8 @@ class RoundTrip {
   Rank& rank_;
   std::vector<Input> all_;
   Output out_;
-  LowLatencyDispatchCall dispatch_;
-  LowLatencyCombineCall combine_;
+  Call<LowLatencyDispatchForm, LowLatencyDispatchMemory> dispatch_{};
+  Call<LowLatencyCombineForm, LowLatencyCombineMemory> combine_{};
 };
 
 inline constexpr uint32_t kBoth = kPhaseSend | kPhaseReceive;

@@ -252,10 +252,10 @@ def _barrier_of_streams(rank: Rank) -> None:
         x, ids, weights = _rows(rank.rank, 0)
         for turn in range(3):
             mine.write_text(str(turn))
-            buffer.runtime.core.barrier(0, 0)  # type: ignore[union-attr]
+            buffer.runtime.core.barrier((0, 0, True, True))  # type: ignore[union-attr]
             turns = [int((rank.folder / f"rank {other}").read_text()) for other in range(rank.size)]
             assert min(turns) >= turn
-            buffer.runtime.core.barrier(0, 0)  # type: ignore[union-attr]
+            buffer.runtime.core.barrier((0, 0, True, True))  # type: ignore[union-attr]
             assert (
                 _dispatch(buffer, x, ids, weights)[0].size(1) == HIDDEN
             )  # its counts and epochs are not disturbed

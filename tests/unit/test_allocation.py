@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,12 +28,17 @@ def _large(form: allocation.TensorForm) -> torch.Tensor:
     return torch.full(form[0], 7, dtype=form[2])
 
 
-def _maker(together: tuple[int, ...], by_core: bool, monkeypatch: pytest.MonkeyPatch) -> OutputMaker:
+def _maker(
+    together: tuple[int, ...], by_core: bool, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], list[Any]]:
     if not by_core:
         monkeypatch.setattr(allocation, "_reinterpret", None)
         monkeypatch.setattr(allocation, "_part", allocation._part_by_set)
         monkeypatch.setattr(allocation, "new_on_host", allocation._host_by_torch)
-    return OutputMaker(FORMS, CPU, _large, together)
+    made = OutputMaker(FORMS, CPU, _large, together)
+    shortest = made.shortest()
+    assert (shortest is not made) == by_core
+    return shortest
 
 
 def _described(tensor: torch.Tensor | None) -> Any:
@@ -72,7 +78,7 @@ def test_only_those_asked_for_share_memory(by_core: bool, monkeypatch: pytest.Mo
 
 def test_large_results_come_from_their_maker() -> None:
     form = tensor_form((1 << 20,), torch.uint8)
-    made = OutputMaker((form, FORMS[0]), CPU, _large)()
+    made = OutputMaker((form, FORMS[0]), CPU, _large).shortest()()
     assert (made[0] == 7).all()
     assert _described(made[1]) == (*tensor_form((3, 4), torch.bfloat16), CPU)
 

@@ -153,56 +153,53 @@ void PeerQueue::release(uint64_t bytes) {
   traffic_.writes.fetch_sub(1, std::memory_order_relaxed);
 }
 
-bool PeerQueue::post_put(Queued& put) {
-  const Command c = put.command;
-  const uint64_t left = bytes_of(c) - put.done;
-  const uint64_t part = std::min(left, traffic_.pace.bytes_in_flight);
-  transfer::WriteRequest request;
-  request.src = traffic_.regions.own(src_region_of(c)).memory;
-  request.dst = traffic_.regions.of(dst_region_of(c), rank_);
-  if (!request.src || !request.dst) {
-    lose(Status::invalid("proxy: a put from or to window {} of rank {}, which is gone", dst_region_of(c),
-                         rank_));
-    return false;
+// The next piece of a put or get, for which the NICs have room: its bytes are counted as under way. None where they have
+// not, or where a window is gone, which loses the peer.
+std::optional<PeerQueue::Piece> PeerQueue::next_piece(const Queued& queued) {
+  const Command c = queued.command;
+  const Piece piece{traffic_.regions.own(src_region_of(c)).memory, traffic_.regions.of(dst_region_of(c), rank_),
+                    src_of(c) + queued.done, dst_of(c) + queued.done,
+                    std::min(bytes_of(c) - queued.done, traffic_.pace.bytes_in_flight)};
+  if (!piece.own || !piece.theirs) {
+    lose(Status::invalid("proxy: a {} from or to window {} of rank {}, which is gone",
+                         op_of(c) == Op::kGet ? "get" : "put", dst_region_of(c), rank_));
+    return {};
   }
-  request.src_offset = src_of(c) + put.done;
-  request.dst_offset = dst_of(c) + put.done;
-  request.bytes = part;
-  if (!reserve(part)) return false;
-  if (!post(std::move(request), kDataImm, true)) return false;
+  if (!reserve(piece.bytes)) return {};
+  return piece;
+}
+
+void PeerQueue::note_posted(Queued& queued, uint64_t bytes) {
   ++data_writes_;
-  put.done += part;
-  if (put.done == bytes_of(c)) queue_.pop_front();
+  queued.done += bytes;
+  if (queued.done == bytes_of(queued.command)) queue_.pop_front();
+}
+
+bool PeerQueue::post_put(Queued& put) {
+  const std::optional<Piece> piece = next_piece(put);
+  if (!piece) return false;
+  transfer::WriteRequest request{piece->own,          piece->own_offset, piece->theirs,
+                                 piece->their_offset, piece->bytes,      {}};
+  if (!post(std::move(request), kDataImm, true)) return false;
+  note_posted(put, piece->bytes);
   return true;
 }
 
 bool PeerQueue::post_get(Queued& get) {
-  const Command c = get.command;
-  const uint64_t part = std::min(bytes_of(c) - get.done, traffic_.pace.bytes_in_flight);
-  transfer::ReadRequest request;
-  request.dst = traffic_.regions.own(src_region_of(c)).memory;
-  request.src = traffic_.regions.of(dst_region_of(c), rank_);
-  if (!request.src || !request.dst) {
-    lose(Status::invalid("proxy: a get from or to window {} of rank {}, which is gone", dst_region_of(c),
-                         rank_));
-    return false;
-  }
-  request.src_offset = src_of(c) + get.done;
-  request.dst_offset = dst_of(c) + get.done;
-  request.bytes = part;
+  const std::optional<Piece> piece = next_piece(get);
+  if (!piece) return false;
+  transfer::ReadRequest request{piece->own,          piece->own_offset, piece->theirs,
+                                piece->their_offset, piece->bytes,      {}};
   request.how.timeout_s = traffic_.timeout_s;
-  if (!reserve(part)) return false;
   Result<std::shared_ptr<transfer::Transfer>> posted = traffic_.engine.read(std::move(request));
   if (!posted.ok()) {
-    release(part);
+    release(piece->bytes);
     end(posted.status());
     return false;
   }
-  gets_in_flight_.push_back({std::move(*posted), part, tally_now_ns(), false, false});
+  gets_in_flight_.push_back({std::move(*posted), piece->bytes, tally_now_ns(), false, false});
   ++gets_posted_;
-  ++data_writes_;
-  get.done += part;
-  if (get.done == bytes_of(c)) queue_.pop_front();
+  note_posted(get, piece->bytes);
   return true;
 }
 

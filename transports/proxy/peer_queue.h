@@ -10,6 +10,7 @@
 
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -85,6 +86,12 @@ class PeerQueue {
     uint64_t writes;  // once so many are finished, sources are reusable up to
     uint64_t position;
   };
+  // Of a put or get: so many bytes between the own window and the peer's.
+  struct Piece {
+    std::shared_ptr<transfer::Memory> own;
+    std::shared_ptr<transfer::Remote> theirs;
+    uint64_t own_offset, their_offset, bytes;
+  };
   // Once so many gets are finished, the word of this rank's own holds the value.
   struct GotMark {
     uint64_t gets;
@@ -104,6 +111,8 @@ class PeerQueue {
   bool reserve(uint64_t bytes);
   void release(uint64_t bytes);
   bool send_notices();
+  std::optional<Piece> next_piece(const Queued& queued);
+  void note_posted(Queued& queued, uint64_t bytes);
   bool post_put(Queued& put);
   bool post_get(Queued& get);
   bool take_gets();

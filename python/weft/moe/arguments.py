@@ -259,6 +259,12 @@ def check_allocation(allocate_on_comm_stream: bool, previous_event: object, asyn
         )
 
 
+# () -> bool, without the function of Python in front of it
+is_deterministic = getattr(
+    torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+
+
 def check_deterministic_fill(device: torch.device) -> None:
     """Refuse torch's filling of new tensors, which on CUDA overwrites what the communication stream wrote."""
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():

@@ -64,9 +64,10 @@ class Buffer(HighThroughputCalls, LowLatencyCalls):
     get_local_buffer_tensor(), get_dispatch_layout(), take_trace() and those of masks. Exceptions of a wrong
     argument are raised before anything is written or sent, so the call can be repeated. After PeerLost only
     destroy() makes sense.
-    Streams: on CUDA, calls run on a communication stream that first waits for ``previous_event`` or, without
-    one, for the current stream. With ``async_finish`` the caller waits for the returned event; otherwise the
-    current stream has, and the returned event is empty. On the CPU a call is finished when it returns.
+    Streams: on CUDA, a call with ``previous_event`` or ``async_finish`` runs on a communication stream of high priority
+    that first waits for the event or, without one, for the current stream. With ``async_finish`` the caller waits for
+    the returned event; otherwise the current stream has, and the returned event is empty. A call with neither runs on
+    the current stream. On the CPU a call is finished when it returns.
     Threads: one caller at a time; waiting for a peer releases the interpreter's lock.
     """
 

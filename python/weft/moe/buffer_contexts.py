@@ -140,6 +140,7 @@ class BufferContexts:
     def comm_stream(self) -> Any:
         """Return the torch.cuda.Stream that calls run on; on the CPU, the current torch.cpu.Stream."""
         context = self.alive()
+        context.is_comm_in_use = True  # by the caller
         return context.comm_stream if context.is_cuda else torch.cpu.current_stream()
 
     def _on(self, device: torch.device) -> DeviceContext:

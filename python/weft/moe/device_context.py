@@ -13,7 +13,7 @@ import functools
 import hashlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -42,6 +42,7 @@ from weft.runtime.streams import current_stream
 
 _NOWHERE = 16
 # The stream of a call, and the caller's; whether the first waits for the second, and then the second for the first.
+# A call that does both runs on the caller's, outside of graphs: CallOrder in src/moe/buffer.h.
 Order = tuple[int, int, bool, bool]
 _NO_ORDER: Order = (0, 0, False, False)
 # By type: its code and bits in DLPack, as old as __dlpack__() itself. Others are described by their bytes.
@@ -116,12 +117,14 @@ class DeviceContext(RuntimeFacts):
         self.low_latency_calls = 0
         self.unreceived: dict[int, str] = {}  # by number, those whose hook has not run
         self.layout_stream: int | None = None  # of a layout that no call was ordered after yet
+        # Whether the communication stream may have got work that no barrier was ordered after yet.
+        self.is_comm_in_use = False
         self._pieces: WindowPieces | None = None
         if self.is_cuda:
             watch_torch()
             streams = CudaStreams(device)
             self._pieces = WindowPieces(
-                self.core.give_back, self.comm_stream, streams, self.core.give_back_after
+                self.core.give_back, self.comm_stream, streams, self.core.give_back_after, self.core.follow
             )
         self._host_memory = HostMemory()
 
@@ -170,9 +173,12 @@ class DeviceContext(RuntimeFacts):
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def lend(self, offset: int) -> Lease | HostLease | None:
-        """Return the lease of a piece of the window, which comes back when the lease and its storages are gone."""
-        if self.is_capturing:  # the graph writes here at every replay: the piece is never given back
+    def lend(self, offset: int, is_captured: bool) -> Lease | HostLease | None:
+        """Return the lease of a piece of the window, which comes back when the lease and its storages are gone.
+
+        is_captured: by a graph, which writes there at every replay, so that the piece never comes back.
+        """
+        if is_captured:
             return None
         return self._pieces.lend(self, offset) if self._pieces else HostLease(self, offset)
 
@@ -253,14 +259,14 @@ class DeviceContext(RuntimeFacts):
         return begin, max(int(self.core.low_latency_end) - begin, 0)
 
     def reclaim(self, wait: bool = False) -> bool:
-        """Make pieces that were given back usable by work that the communication stream gets from now on.
+        """Make pieces that were given back usable by later calls, after which the communication stream waits.
 
-        wait: also those that recorded streams still use, after which the communication stream then waits.
+        wait: also those that recorded streams still use.
         Returns whether there were any.
         """
         if self._pieces is None or self.is_capturing:
             return False
-        self.core.reclaim(self.stream, self.current_stream)
+        self.core.reclaim(self.stream)
         return self._pieces.reclaim(wait)
 
     # -- order -----------------------------------------------------------------------------------------------
@@ -280,14 +286,29 @@ class DeviceContext(RuntimeFacts):
         """Return how the core is to order a call; order it after ``previous``, if there is one."""
         if not self.is_cuda:
             return _NO_ORDER
-        current = self.current_stream
+        current = current_stream(self._ordinal)
+        is_side_by_side = async_finish or previous is not None
         if self.layout_stream is not None:
-            self._wait_for_layout(None if previous is not None else current)
+            on = self.stream if is_side_by_side else current
+            self._wait_for_layout(on, None if previous is not None else current)
+        if is_side_by_side:
+            self.is_comm_in_use = True
         if previous is not None:
             previous.stream_wait(self.comm_stream)
-        if self._pieces:
+        if self._pieces and self._pieces.returned:
             self._pieces.reclaim_kept()
         return self.stream, current, previous is None, not async_finish
+
+    def order_of_all(self) -> Order:
+        """Return the order of a barrier: after the current stream and whatever the communication stream has got."""
+        if not self.is_cuda:
+            return _NO_ORDER
+        current = current_stream(self._ordinal)
+        if not self.is_comm_in_use:
+            return self.stream, current, True, True
+        self.is_comm_in_use = self.is_capturing  # a graph orders nothing outside of it
+        self.core.wait(self.stream, current)
+        return self.stream, current, False, True
 
     @property
     def as_ordered(self) -> Order:
@@ -298,32 +319,33 @@ class DeviceContext(RuntimeFacts):
         """Order the communication stream after ``previous``, or else after the current stream."""
         if not self.is_cuda:
             return
-        self._wait_for_layout(None if previous is not None else self.current_stream)
+        self.is_comm_in_use = True
+        self._wait_for_layout(self.stream, None if previous is not None else self.current_stream)
         if previous is not None:
             previous.stream_wait(self.comm_stream)
         else:
             self.core.wait(self.stream, self.current_stream)
         self.reclaim()
 
-    def _wait_for_layout(self, waited_for: int | None) -> None:
-        """Order the communication stream after a layout on another stream than the one that it waits for anyway."""
+    def _wait_for_layout(self, on: int, waited_for: int | None) -> None:
+        """Order the stream of a call after a layout on another stream than the one that it waits for anyway."""
         stream, is_covered = self.layout_stream, self.layout_stream == waited_for
         if stream is None or (
             not is_covered and self.is_capturing
         ):  # graphs wait for nothing outside of them
             return
         if not is_covered:
-            self.core.wait(self.stream, stream)
+            self.core.wait(on, stream)
         self.layout_stream = None
 
-    def result_event(self, async_finish: bool, tensors: tuple[torch.Tensor | None, ...]) -> EventOverlap:
-        """Return the event of a call that order() began."""
-        return self.finish(True, tensors) if async_finish else EventOverlap()
-
     def finish(self, async_finish: bool, tensors: tuple[torch.Tensor | None, ...]) -> EventOverlap:
-        """End a call: the caller waits for the event it gets, or the current stream waits now."""
+        """End a call: the caller waits for the event it gets, or the current stream waits now.
+
+        One that order() began is at its end, but for the event of async_finish.
+        """
         if not self.is_cuda:
             return EventOverlap(EventHandle() if async_finish else None)
+        self.is_comm_in_use = True
         if not async_finish:
             self.core.wait(self.current_stream, self.stream)
             return EventOverlap(None)
@@ -357,12 +379,15 @@ class DeviceContext(RuntimeFacts):
             return self._host_memory.empty(shape, dtype)
         return new_on_cuda(tensor_form(shape, dtype), self.device)
 
-    def allocator(self, *forms: TensorForm | None, together: Sequence[int] = ()) -> OutputMaker:
+    def allocator(
+        self, *forms: TensorForm | None, together: Sequence[int] = (), part_bytes: int = 512
+    ) -> Callable[[], list[Any]]:
         """Return what makes an uninitialised tensor of each form, None for None, as empty() does.
 
-        together: the places of those that lie in one memory, none of which a caller may free by itself.
+        together, part_bytes: the places of those that lie in one memory, none of which a caller may free by itself, and
+            what their beginnings are multiples of.
         """
-        return OutputMaker(forms, self.device, self._large_on_host, together)
+        return OutputMaker(forms, self.device, self._large_on_host, together, part_bytes).shortest()
 
     def _large_on_host(self, form: TensorForm) -> torch.Tensor:
         shape, strides, dtype = form
@@ -372,6 +397,7 @@ class DeviceContext(RuntimeFacts):
 
     def on_comm_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which torch's work goes to the communication stream, if any."""
+        self.is_comm_in_use = True
         return torch.cuda.stream(self.comm_stream) if self.is_cuda else nullcontext()
 
     def allocating(self, on_comm_stream: bool) -> AbstractContextManager[Any]:
@@ -392,8 +418,9 @@ class DeviceContext(RuntimeFacts):
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait, on the host, until the communication stream has done all it got."""
+        """Wait, on the host, until the communication stream has done all it got, and every call its work."""
         if self.is_cuda:
+            self.core.follow(self.stream)
             self.comm_stream.synchronize()
 
 

@@ -47,9 +47,9 @@ def first_dispatch(context: DeviceContext, rows: Rows, wanted: Wanted) -> tuple[
     ids, ranks, rank = rows.topk_idx, int(context.communicator.size), int(context.communicator.rank)
     num_tokens, top_k = ids.shape
     with context.on_comm_stream():
-        counted = high_throughput.empty_layout(context, num_tokens, wanted.num_experts)
+        layout = high_throughput.LayoutPlan(context, ids, wanted.num_experts)
         sum_place = context.empty(num_tokens, ranks, dtype=torch.int32)
-        high_throughput.layout(context, ids, counted, context.stream, sum_place)
+        counted = layout.run(ids, layout.new_outputs(), context.stream, sum_place)
         worst = max(ranks * wanted.num_max_tokens, 1) if wanted.counts_unknown else 0
         received, state, slots = high_throughput.dispatch(
             context,

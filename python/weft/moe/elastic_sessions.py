@@ -51,7 +51,7 @@ class GatherSessions:
         context = self._contexts.alive()
         check_flags(use_comm_stream=use_comm_stream, with_cpu_sync=with_cpu_sync, sequential=sequential)
         if context.is_cuda:
-            context.core.barrier(context.stream, context.current_stream)
+            context.core.barrier(context.order_of_all())
         if with_cpu_sync or not context.is_cuda:
             context.synchronize()
             context.communicator.barrier()

@@ -13,6 +13,7 @@ Threads: an object is used by one thread at a time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -67,8 +68,11 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self.hook_after_wait: Callable[[], Any] | None = None
-        self._release_on_exit = False
+
+    event: EventHandle | None = None
+    extra_tensors: tuple[torch.Tensor, ...] | None = None
+    hook_after_wait: Callable[[], Any] | None = None
+    _release_on_exit = False
 
     def __repr__(self) -> str:
         kept = len(self.extra_tensors or ())
@@ -113,6 +117,9 @@ class EventOverlap:
         if self.event is not None:
             self.current_stream_wait(release_handle)
 
+
+# () -> EventOverlap(), of a call that has finished for the current stream, without a call of its constructor
+finished_event: Callable[[], EventOverlap] = functools.partial(object.__new__, EventOverlap)
 
 PreviousEvent = EventOverlap | EventHandle | None
 

@@ -47,11 +47,13 @@ class DispatchState:
     islands: tuple[int, ...] = ()
 
     @functools.cached_property
-    def memory(self) -> Any:
-        """The addresses for the core."""
-        return _core.HandleMemory(
+    def core(self) -> Any:
+        """All of it that the core goes by."""
+        memory = _core.HandleMemory(
             self.send_row, self.slot_base, self.prefix, self.sum_place, self.routes, self.records
         )
+        sizes = (self.num_tokens, self.num_experts, self.num_rows, self.staging_rows)
+        return _core.DispatchHandle(memory, self.handle_id, *sizes, self.counts_unknown)
 
 
 class DispatchHandle(tuple):  # type: ignore[type-arg]

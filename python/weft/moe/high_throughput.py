@@ -17,7 +17,7 @@ from weft.errors import Error
 from weft.moe.device_context import DeviceContext, Order
 from weft.moe.handle import DispatchState
 from weft.runtime import spans
-from weft.runtime.allocation import part_of, tensor_form
+from weft.runtime.allocation import tensor_form
 
 Payload = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -39,6 +39,7 @@ class Rows:
     keep_weights: bool = False
     combine_rows: int = 1
     has_global_scale: bool = False
+    known_format: Any = None  # the format of these, where an earlier call has asked for it
 
     @property
     def format(self) -> Any:
@@ -72,59 +73,38 @@ def combined_format(x: Tensor, top_k: int, slots: int = 1) -> Any:
 class Layout(NamedTuple):
     """Who gets what."""
 
-    counts: Tensor  # i32[ranks + experts]: tokens per rank, then slots per expert
+    tokens_per_rank: Tensor  # i32[ranks]; the next one lies behind it
+    slots_per_expert: Tensor  # i32[experts]
     is_token_in_rank: Tensor  # bool[T, ranks]
-
-    @property
-    def tokens_per_rank(self) -> Tensor:
-        """i32[ranks]."""
-        return part_of(self.counts, 0, (self.is_token_in_rank.size(1),))
-
-    @property
-    def slots_per_expert(self) -> Tensor:
-        """i32[experts]."""
-        num_ranks = self.is_token_in_rank.size(1)
-        return part_of(self.counts, num_ranks, (self.counts.size(0) - num_ranks,))
-
-
-def empty_layout(context: DeviceContext, num_tokens: int, num_experts: int) -> Layout:
-    """Allocate what layout() fills, for the stream that is current."""
-    num_ranks = int(context.communicator.size)
-    return Layout(
-        context.empty(num_ranks + num_experts, dtype=torch.int32),
-        context.empty(num_tokens, num_ranks, dtype=torch.bool),
-    )
 
 
 class LayoutPlan:
-    """What layouts of one signature share: the experts and the makers of what they fill."""
+    """What layouts of one signature share: sizes, and the maker of what they fill.
 
-    def __init__(self, context: DeviceContext, num_tokens: int, num_experts: int) -> None:
+    counted = plan.run(ids, plan.new_outputs(), stream)
+    """
+
+    def __init__(self, context: DeviceContext, topk_idx: Tensor, num_experts: int) -> None:
         num_ranks = int(context.communicator.size)
         self.context, self.num_experts = context, num_experts
-        self._outputs = context.allocator(
-            tensor_form((num_ranks + num_experts,), torch.int32),
+        num_tokens, top_k = topk_idx.shape
+        self._sizes = (topk_idx.element_size(), num_tokens, top_k, num_experts)
+        # For the stream that is current, in the order of Layout.
+        self.new_outputs = context.allocator(
+            tensor_form((num_ranks,), torch.int32),
+            tensor_form((num_experts,), torch.int32),
             tensor_form((num_tokens, num_ranks), torch.bool),
+            together=(0, 1),
+            part_bytes=4,
         )
 
-    def new_outputs(self) -> Layout:
-        """Return what layout() fills, for the stream that is current."""
-        return Layout(*self._outputs())
-
-
-def layout(
-    context: DeviceContext, topk_idx: Tensor, into: Layout, stream: int, sum_place: Tensor | None = None
-) -> None:
-    """Fill ``into``, and sum_place i32[T, ranks], by right-most slot."""
-    num_tokens, top_k = topk_idx.shape
-    num_experts = into.counts.size(0) - into.is_token_in_rank.size(1)
-    run = context.core.layout
-    if profiler._is_profiler_enabled or spans.NVTX:
-        run = spans.around("layout", run)
-    run(
-        *(topk_idx, topk_idx.element_size(), num_tokens, top_k, num_experts),
-        *(into.counts, into.is_token_in_rank, sum_place, stream),
-    )
+    def run(self, topk_idx: Tensor, into: list[Any], stream: int, sum_place: Tensor | None = None) -> Layout:
+        """Fill ``into``, and sum_place i32[T, ranks], by right-most slot."""
+        run = self.context.core.layout
+        if profiler._is_profiler_enabled or spans.NVTX:
+            run = spans.around("layout", run)
+        run(topk_idx, *self._sizes, into[0], into[2], sum_place, stream)
+        return Layout._make(into)
 
 
 def dispatch(
@@ -151,7 +131,6 @@ def dispatch(
     routes = context.empty(route_words, dtype=torch.int32) if route_words else None
     memory = _core.HandleMemory(send_row, slot_base, prefix, sum_place, routes)
     counts_unknown = num_worst_tokens > 0
-    stream, after, waits, joins = order
     row_format = rows.format
     try:
         notified = spans.run(
@@ -162,12 +141,10 @@ def dispatch(
             tokens_per_expert=num_tokens_per_expert,
             tokens=num_tokens,
             experts=num_tokens_per_expert.size(0),
-            handle=memory,
+            memory=memory,
             worst_rows=num_worst_tokens,
             most_tokens=most_tokens,
-            stream=stream,
-            after=after,
-            waits=waits,
+            order=order,
         )
     except Error:  # counts are known, or awaited in vain, while the kernel still writes places
         context.finish(True, (is_token_in_rank, num_tokens_per_expert, send_row, slot_base, prefix, routes))
@@ -182,18 +159,9 @@ def dispatch(
         record_words = context.core.record_words(staging_rows, num_rows, sum_place is not None)
         records = context.empty(int(record_words), dtype=torch.int32)
         memory = _core.HandleMemory(send_row, slot_base, prefix, sum_place, routes, records)
-    received = _send(
-        context,
-        rows,
-        num_tokens_per_expert.size(0),
-        memory,
-        notified.handle_id,
-        num_rows,
-        staging_rows,
-        counts_unknown,
-        num_sms,
-        (stream, after, False, joins),
-    )
+    sizes = (num_tokens, num_tokens_per_expert.size(0), num_rows, staging_rows)
+    handle = _core.DispatchHandle(memory, notified.handle_id, *sizes, counts_unknown)
+    received = _send(context, rows, handle, num_rows, num_sms, order)
     state = DispatchState(
         group_key=context.group_key,
         rank=int(context.communicator.rank),
@@ -220,40 +188,23 @@ def dispatch(
 
 def repeat(context: DeviceContext, rows: Rows, state: DispatchState, num_sms: int, order: Order) -> Received:
     """Send rows along the routes of an earlier dispatch."""
-    return _send(
-        context,
-        rows,
-        state.num_experts,
-        state.memory,
-        state.handle_id,
-        state.num_rows,
-        state.staging_rows,
-        state.counts_unknown,
-        num_sms,
-        order,
-        is_one_piece=True,
-    )
+    return _send(context, rows, state.core, state.num_rows, num_sms, order, is_one_piece=True)
 
 
 def _send(
     context: DeviceContext,
     rows: Rows,
-    num_experts: int,
-    memory: Any,
-    handle_id: int,
+    handle: Any,
     num_rows: int,
-    staging_rows: int,
-    counts_unknown: bool,
     num_sms: int,
     order: Order,
     is_one_piece: bool = False,
 ) -> Received:
     scales = rows.scales
     arguments = (
-        *(rows.format, rows.x, scales, *((0, 0) if scales is None else scales.stride())),
-        *(rows.topk_idx, rows.topk_weights, rows.x.size(0), num_experts),
-        *(memory, handle_id, num_rows, staging_rows, counts_unknown, rows.keep_weights, is_one_piece),
-        *(num_sms, *order),
+        *(rows.known_format or rows.format, rows.x, scales, *((0, 0) if scales is None else scales.stride())),
+        *(rows.topk_idx, rows.topk_weights, handle, rows.keep_weights, is_one_piece),
+        *(num_sms, order),
     )
     received = _with_room(context, "dispatch", context.core.dispatch, arguments)
     return Received(context, received, rows, num_rows)
@@ -291,7 +242,7 @@ def combine(
     arguments = (
         *(x.size(1) * x.element_size(), topk_weights.size(1) if topk_weights is not None else 0),
         *(_SUMMED_ELEMENTS[x.dtype], x, topk_weights, state.slot, *(*biases, None, None)[:2], *outputs),
-        *(state.num_tokens, state.memory, state.handle_id, state.staging_rows, num_sms, *order),
+        *(state.core, num_sms, order),
     )
     _with_room(context, "combine", context.core.combine, arguments)
 
@@ -302,12 +253,21 @@ class CombinePlan:
     def __init__(self, context: DeviceContext, x: Tensor) -> None:
         self.context = context
         self._columns, self._dtype = x.size(1), x.dtype
+        self._makers: dict[int, Callable[[], list[Any]]] = {}
 
     def new_output(self, num_tokens: int) -> Tensor:
         """Return [num_tokens, columns] to be filled, for the stream that is current."""
-        return self.context.empty(num_tokens, self._columns, dtype=self._dtype)
+        make = self._makers.get(num_tokens)
+        if make is None:
+            if len(self._makers) >= _MOST_MAKERS:
+                self._makers.clear()
+            make = self.context.allocator(tensor_form((num_tokens, self._columns), self._dtype))
+            self._makers[num_tokens] = make
+        made: Tensor = make()[0]
+        return made
 
 
+_MOST_MAKERS = 64
 _SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kElementFp32
 
 
@@ -319,8 +279,11 @@ class Received:
         self._context = context
         self._layout = received.layout
         self._rows_at, self._meta_at = received.rows_at, received.meta_at
-        self._rows = context.lend(received.rows_at)
-        self._meta_lease = self._rows if received.is_one_piece else context.lend(received.meta_at)
+        is_captured = received.is_captured
+        self._rows = context.lend(received.rows_at, is_captured)
+        self._meta_lease = (
+            self._rows if received.is_one_piece else context.lend(received.meta_at, is_captured)
+        )
         self._sent = sent
 
     def payload(self) -> Payload:

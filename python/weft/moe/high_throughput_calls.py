@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -20,12 +21,13 @@ from weft.moe import arguments, high_throughput
 from weft.moe.buffer_contexts import BufferContexts, Signature
 from weft.moe.config import MAX_ALIGNMENT, Config, align, check_whole
 from weft.moe.device_context import DeviceContext
-from weft.moe.events import EventOverlap, PreviousEvent, handle_of
+from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, finished_event, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
 from weft.moe.high_throughput import CombinePlan, LayoutPlan, Payload
 from weft.runtime.modes import outside_modes
 from weft.runtime.plain import plain_forms
 
+_NOTHING = nullcontext()
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -52,14 +54,6 @@ def _with_config(call: Callable[_P, _T]) -> Callable[_P, _T]:
     with_config.__qualname__ = f"Buffer.{with_config.__name__}"
     with_config.__doc__ = f"The same as {call.__name__}(), with config required."
     return with_config
-
-
-def _forms(*tensors: Any) -> object:
-    """Return what calls of such tensors are known by; nothing where they are to be checked."""
-    try:
-        return plain_forms(*tensors)
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # checks will say what is wrong
-        return ()
 
 
 class HighThroughputCalls:
@@ -92,40 +86,44 @@ class HighThroughputCalls:
             bool[T, R], event). A node is what ranks make that map each other; where all do, eight ranks, and None for
             up to eight.
         """
-        self._contexts.alive()
-        forms = _forms(topk_idx) if type(num_experts) is int else ()
+        forms = plain_forms(topk_idx) if type(num_experts) is int else ()
         signature: Signature = ("layout", forms, num_experts) if forms else ()
         plan: LayoutPlan | None = self._contexts.plans.get(signature)
         if plan is None:
             plan = self._plan_layout(topk_idx, num_experts)
             self._contexts.keep(signature, plan)
         context = plan.context
-        arguments.check_expert_ids(topk_idx, plan.num_experts)
-        previous = handle_of(previous_event, "previous_event")
-        arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
-        if (
-            previous is None and not async_finish
-        ):  # its memory is the caller's alone, so it can run as torch's kernels
-            counted = plan.new_outputs()
-            context.layout_stream = context.current_stream
-            high_throughput.layout(context, topk_idx, counted, context.layout_stream)
-            per_node = self._count_per_node(context, counted.is_token_in_rank)
-            event = EventOverlap()
-        else:
-            context.begin(previous)
-            with context.allocating(allocate_on_comm_stream):
-                counted = plan.new_outputs()
-            high_throughput.layout(context, topk_idx, counted, context.stream)
-            with context.on_comm_stream():
-                per_node = self._count_per_node(context, counted.is_token_in_rank)
-            event = context.finish(async_finish, (topk_idx, *counted, per_node))
-        per_rank, per_expert = counted.tokens_per_rank, counted.slots_per_expert
-        return per_rank, per_node, per_expert, counted.is_token_in_rank, event
+        if not context.is_cuda:
+            arguments.check_expert_ids(topk_idx, plan.num_experts)
+        previous = self._check_order(previous_event, async_finish, allocate_on_comm_stream)
+        if previous is None and not async_finish:  # its memory is the caller's: it can run as torch's kernels
+            context.layout_stream = stream = context.current_stream
+            per_rank, per_expert, in_rank = plan.run(topk_idx, plan.new_outputs(), stream)
+            per_node = None if context.rdma_places is None else self._count_per_node(context, in_rank)
+            return per_rank, per_node, per_expert, in_rank, finished_event()
+        context.begin(previous)
+        with context.allocating(allocate_on_comm_stream):
+            outputs = plan.new_outputs()
+        per_rank, per_expert, in_rank = plan.run(topk_idx, outputs, context.stream)
+        with context.on_comm_stream():
+            per_node = self._count_per_node(context, in_rank)
+        event = context.finish(async_finish, (topk_idx, per_rank, per_expert, in_rank, per_node))
+        return per_rank, per_node, per_expert, in_rank, event
 
     def _plan_layout(self, topk_idx: object, num_experts: object) -> LayoutPlan:
         context = self._contexts.of("topk_idx", topk_idx)
         ids = arguments.check_topk_idx(topk_idx, "tokens", context.device)
-        return LayoutPlan(context, ids.size(0), arguments.check_num_experts(num_experts, self.group_size))
+        return LayoutPlan(context, ids, arguments.check_num_experts(num_experts, self.group_size))
+
+    def _check_order(
+        self, previous_event: PreviousEvent, async_finish: bool, allocate_on_comm_stream: bool
+    ) -> EventHandle | None:
+        """Return the event to wait for, or None."""
+        if previous_event is None and async_finish is False and allocate_on_comm_stream is False:
+            return None
+        previous = handle_of(previous_event, "previous_event")
+        arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
+        return previous
 
     def _count_per_node(self, context: DeviceContext, in_rank: Tensor) -> Tensor | None:
         """Return how many tokens go to each group of ranks; None for up to eight that all map each other."""
@@ -184,9 +182,9 @@ class HighThroughputCalls:
         Raises: weft.Error also, on all ranks, when they disagree about row size, scales, K or E.
         """
         context, rows = self._check_rows(x)
-        previous = handle_of(previous_event, "previous_event")
-        arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
-        arguments.check_deterministic_fill(context.device)
+        previous = self._check_order(previous_event, async_finish, allocate_on_comm_stream)
+        if context.is_cuda and arguments.is_deterministic():
+            arguments.check_deterministic_fill(context.device)
         num_sms = self._num_sms(config, context)
         if handle is not None:
             state = self._check_repeat(handle, rows, topk_idx, topk_weights, context)
@@ -195,11 +193,11 @@ class HighThroughputCalls:
             received = high_throughput.repeat(
                 context, rows, state, num_sms, context.order(previous, async_finish)
             )
-            event = context.result_event(async_finish, (rows.x, rows.scales))
+            event = context.finish(True, (rows.x, rows.scales)) if async_finish else finished_event()
             return received.payload(), None, None, None, None, event
 
         given = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
-        forms = _forms(rows.x, *given, topk_idx, topk_weights)
+        forms = plain_forms(rows.x, *given, topk_idx, topk_weights)
         signature: Signature = ("dispatch", forms) if forms else ()
         if signature in self._contexts.plans:
             in_rank, per_expert, ids, weights = (
@@ -228,7 +226,8 @@ class HighThroughputCalls:
             context.order(previous, async_finish),
         )
         used = (rows.x, rows.scales, ids, weights, in_rank, per_expert)
-        event = context.result_event(async_finish, (*used, state.send_row, state.slot_base, state.prefix))
+        places = (state.send_row, state.slot_base, state.prefix)
+        event = context.finish(True, (*used, *places)) if async_finish else finished_event()
         aligned = counts if alignment == 1 else [align(count, alignment) for count in counts]
         assert num_tokens_per_rank is not None
         handle = DispatchHandle(state, num_tokens_per_rank)
@@ -289,12 +288,17 @@ class HighThroughputCalls:
         return state
 
     def _check_handle(self, handle: object, context: DeviceContext) -> DispatchState:
+        if type(handle) is DispatchHandle and handle.state.group_key == context.group_key:
+            return handle.state
         state: DispatchState = context.check_handle(handle, DispatchHandle, "dispatch")
         return state
 
     def _num_sms(self, config: object, context: DeviceContext) -> int:
+        if config is None:
+            return self._asked_sms or context.planned_sms
         given = arguments.check_config(config)
-        return given.num_sms if given is not None else self._asked_sms or context.planned_sms
+        assert given is not None
+        return given.num_sms
 
     # -- combine ---------------------------------------------------------------------------------------------
 
@@ -324,8 +328,7 @@ class HighThroughputCalls:
             float32 [T, K], or None; event).
         Raises: weft.Error also, on all ranks, when they combine different dispatches or sizes.
         """
-        self._contexts.alive()
-        forms = _forms(x)
+        forms = plain_forms(x)
         signature: Signature = ("combine", forms) if forms else ()
         plan: CombinePlan | None = self._contexts.plans.get(signature)
         if plan is None or bias is not None or x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
@@ -344,9 +347,9 @@ class HighThroughputCalls:
             topk_weights = arguments.check_tensor(
                 "topk_weights", topk_weights, (state.num_rows, columns), (torch.float32,), context.device
             )
-        previous = handle_of(previous_event, "previous_event")
-        arguments.check_allocation(allocate_on_comm_stream, previous_event, async_finish)
-        arguments.check_deterministic_fill(context.device)
+        previous = self._check_order(previous_event, async_finish, allocate_on_comm_stream)
+        if context.is_cuda and arguments.is_deterministic():
+            arguments.check_deterministic_fill(context.device)
         num_sms = self._num_sms(config, context)
         if context.lacks_room_for(state):
             context.make_room_for(
@@ -354,21 +357,18 @@ class HighThroughputCalls:
                 high_throughput.combined_format(x, 0 if topk_weights is None else topk_weights.size(1)),
                 0,
             )
-        with context.allocating(allocate_on_comm_stream):
+        with context.allocating(True) if allocate_on_comm_stream else _NOTHING:
             combined = plan.new_output(state.num_tokens)
             combined_weights = None
             if topk_weights is not None:
                 combined_weights = context.empty(state.num_tokens, topk_weights.size(1), dtype=torch.float32)
+        outputs = (combined, combined_weights)
         order = context.order(previous, async_finish)
-        high_throughput.combine(
-            context, x, topk_weights, biases, state, (combined, combined_weights), num_sms, order
-        )
+        high_throughput.combine(context, x, topk_weights, biases, state, outputs, num_sms, order)
+        if not async_finish:
+            return combined, combined_weights, finished_event()
         used = (x, topk_weights, *biases, state.send_row, state.slot_base, state.prefix)
-        return (
-            combined,
-            combined_weights,
-            context.result_event(async_finish, (*used, combined, combined_weights)),
-        )
+        return combined, combined_weights, context.finish(True, (*used, *outputs))
 
     # -- across nodes, by their older names ------------------------------------------------------------------
 
@@ -377,16 +377,15 @@ class HighThroughputCalls:
 
     def _check_rows(self, x: Payload) -> tuple[DeviceContext, high_throughput.Rows]:
         """Return the rows of x and the context that they are for: a tensor, a pair with scales, or an NVFP4 triple."""
-        self._contexts.alive()
-        forms = _forms(x) if isinstance(x, Tensor) else ()
+        forms = plain_forms(x) if isinstance(x, Tensor) else ()
         signature: Signature = ("rows", forms) if forms else ()
         form: tuple[DeviceContext, Any] | None = self._contexts.plans.get(signature)
         if form is not None and isinstance(x, Tensor) and not x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
-            return form[0], high_throughput.Rows(x, None)
+            return form[0], high_throughput.Rows(x, None, known_format=form[1])
         context = self._contexts.of("x", x)
         if isinstance(x, (tuple, list)) and len(x) == 3:
             packed, words = arguments.check_nvfp4_rows(x, "tokens", context.device)
             return context, high_throughput.Rows(packed, words, has_global_scale=True)
         rows = high_throughput.Rows(*arguments.check_rows_with_scales(x, "tokens", context.device))
-        self._contexts.keep(signature, (context, None))
+        self._contexts.keep(signature, (context, rows.format))
         return context, rows

@@ -130,7 +130,9 @@ class LowLatencyCalls:
         stats, costs = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         if stats is not None or costs is not None:
             self._check_stats(plan, stats, costs)
-        scale = check_global_scale(x_global_scale, use_nvfp4, context)
+        scale = None
+        if x_global_scale is not None or use_nvfp4:
+            scale = check_global_scale(x_global_scale, use_nvfp4, context)
         sent = (x, scale, topk_idx, topk_weights, stats, costs)
         if out_packed_recv_x is out_src_info is out_layout_range is out_count is None:
             filled = plan.new_outputs()
@@ -142,7 +144,13 @@ class LowLatencyCalls:
         state = LowLatencyState(plan.handle_form, routes, new_status(is_received), is_received)
         tensors = (*sent, *filled)
         event, hook = launch(
-            context, "dispatch", plan.calls, tensors, async_finish, return_recv_hook, state.receive
+            context,
+            "low_latency_dispatch",
+            plan.calls,
+            tensors,
+            async_finish,
+            return_recv_hook,
+            state.receive,
         )
         rows, scales = plan.form.seen(memory, scale_memory)
         handle = LowLatencyHandle(state, src_info, layout_range)
@@ -280,18 +288,17 @@ class LowLatencyCalls:
             plan = self._plan_combine(context, state.form, topk_idx, topk_weights, reply, signals)
             self._contexts.keep(signature, plan)
         context = plan.context
-        costs = arguments.check_optional(
-            "combine_wait_recv_cost_stats",
-            combine_wait_recv_cost_stats,
-            (self.group_size,),
-            torch.int64,
-            context.device,
-        )
-        sums = (state.form.num_tokens, state.form.hidden)
-        combined = check_output(context, "out", out, sums, torch.bfloat16)
-        if combined is None:
+        costs = combine_wait_recv_cost_stats
+        if costs is not None:
+            ranks = (self.group_size,)
+            arguments.check_tensor(
+                "combine_wait_recv_cost_stats", costs, ranks, (torch.int64,), context.device
+            )
+        if out is None:
             combined = plan.new_outputs()[0]
         else:
+            sums = (state.form.num_tokens, state.form.hidden)
+            combined = check_output(context, "out", out, sums, torch.bfloat16)
             others = {
                 "x": rows,
                 "topk_idx": topk_idx,
@@ -300,7 +307,7 @@ class LowLatencyCalls:
             }
             arguments.check_apart({"out": combined}, {**others, "combine_wait_recv_cost_stats": costs})
         used = (rows, topk_idx, topk_weights, state.routes, combined, costs, signals.tensor)
-        event, hook = launch(context, "combine", plan.calls, used, async_finish, return_recv_hook)
+        event, hook = launch(context, "low_latency_combine", plan.calls, used, async_finish, return_recv_hook)
         return combined, event, hook
 
     def _check_combine_rows(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import weakref
@@ -15,7 +16,7 @@ from weft.moe.handle import facts_of
 from weft.runtime.allocation import part_of
 
 _KIND = 0x57454654_4C4C  # of the facts in a handle: another number than those of other handles
-_MADE_AT_ONCE = 64
+_MADE_AT_ONCE = 256
 _blocks = itertools.count(1)  # of numbers of handles
 _combine_rows: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
@@ -94,7 +95,8 @@ class LowLatencyState:
 
     def receive(self) -> None:
         """Note that the dispatch has received, or will before anything that is launched later."""
-        self.status.numpy()[0] = 1  # autograd, which may have saved it, shall not take this for a change
+        # Autograd, which may have saved it, shall not take this for a change.
+        ctypes.c_int64.from_address(self.status.data_ptr()).value = 1
         self._was_received = True
 
     @property

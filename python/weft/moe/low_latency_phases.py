@@ -11,7 +11,7 @@ from torch.autograd import profiler
 
 from weft.errors import Error
 from weft.moe.device_context import DeviceContext
-from weft.moe.events import EventOverlap
+from weft.moe.events import EventOverlap, finished_event
 from weft.runtime import spans
 from weft.runtime.modes import outside_modes
 
@@ -20,7 +20,7 @@ Hook = Callable[[], None]
 
 def launch(
     context: DeviceContext,
-    name: Literal["dispatch", "combine"],
+    name: Literal["low_latency_dispatch", "low_latency_combine"],
     calls: Any,
     tensors: tuple[Tensor | None, ...],
     async_finish: bool,
@@ -35,17 +35,17 @@ def launch(
     """
     if context.unreceived:
         _check_hooks(context)
+    is_watched = profiler._is_profiler_enabled or spans.NVTX
     if return_recv_hook:
-        sent = spans.run(f"low_latency_{name}.send", calls.send, *tensors, context.current_stream)
-        return EventOverlap(), _ReceiveHook(context, name, calls, sent, tensors, on_receive)
-    run = calls.run
-    if profiler._is_profiler_enabled or spans.NVTX:
-        run = spans.around(f"low_latency_{name}", run)
+        send = spans.around(f"{name}.send", calls.send) if is_watched else calls.send
+        sent = send(*tensors, context.current_stream)
+        return finished_event(), _ReceiveHook(context, name, calls, sent, tensors, on_receive)
+    run = spans.around(name, calls.run) if is_watched else calls.run
     context.low_latency_calls = (
         run(*tensors, context.stream, context.current_stream, not async_finish) or context.low_latency_calls
     )
     if not async_finish:
-        return EventOverlap(), None
+        return finished_event(), None
     event = context.finish(async_finish, tensors)
     event.extra_tensors = tuple(tensor for tensor in tensors if tensor is not None)
     return event, None
@@ -69,17 +69,21 @@ class _ReceiveHook:
         self._calls = calls
         self._sent = sent
         self._tensors: tuple[Tensor | None, ...] | None = tensors
-        self._number = int(sent.number)  # 0 for a captured call, which sends nothing yet
+        self._number: int = sent.number  # 0 for a captured call, which sends nothing yet
         if self._number:
             context.low_latency_calls = self._number
-            context.unreceived[self._number] = f"low_latency_{name}"
+            context.unreceived[self._number] = name
 
     @outside_modes
     def __call__(self) -> None:
         if self._tensors is None:
             raise Error("hook: called a second time, allowed: once for each call that returned one")
-        self._context.unreceived.pop(self._number, None)
-        spans.run(f"low_latency_{self._name}.receive", self._calls.receive, self._sent)
+        if self._number:
+            self._context.unreceived.pop(self._number, None)
+        receive = self._calls.receive
+        if profiler._is_profiler_enabled or spans.NVTX:
+            receive = spans.around(f"{self._name}.receive", receive)
+        receive(self._sent)
         self._tensors = None
         if self._on_receive is not None:
             self._on_receive()

@@ -7,11 +7,11 @@
     share.lies_at(address, can_be_freed=True)
     pieces.reclaim()                           # before the communication stream writes into what was given back
 
-Peers write into a piece once this rank's communication stream has told them to. So that stream first waits for what
-was queued, when the last tensor of the piece died, on the stream that was current when it was lent and on the one
-that was current when it died. Streams that ``Tensor.record_stream()`` named may lag behind for long, and must not
-hold up later calls: their pieces stay out until they are done, as torch does it with memory of its own, unless there
-is no other room.
+Peers write into a piece once a later call of this rank has told them to. So the communication stream first waits for
+what was queued, when the last tensor of the piece died, on the stream that was current when it was lent and on the one
+that was current when it died, and later calls come after that. Streams that ``Tensor.record_stream()`` named may lag
+behind for long, and must not hold up later calls: their pieces stay out until they are done, as torch does it with
+memory of its own, unless there is no other room.
 
 Torch keeps streams, and frees storages by ``resize_(0)``, for its own memory only. ``watch_torch()`` therefore puts
 functions in front of ``torch.Tensor.record_stream`` and ``torch.UntypedStorage.resize_``, which do the same for
@@ -89,9 +89,10 @@ class WindowPieces:
     """The pieces of one window that are out, or on their way back.
 
     Args:
-        give_back: makes an offset free. comm_stream: writes into free pieces. cuda: what CudaStreams is.
+        give_back: makes an offset free. comm_stream: waits for pieces. cuda: what CudaStreams is.
         give_back_after: does so with an offset, once the communication stream waits for what a stream, given by its
             number, has got; returns False where a graph is captured. None: pieces are all kept here.
+        follow: orders later calls after what a stream, given by its number, has got. None: they run on comm_stream.
     """
 
     def __init__(
@@ -100,12 +101,14 @@ class WindowPieces:
         comm_stream: Any,
         cuda: Any,
         give_back_after: Callable[[int, int], bool] | None = None,
+        follow: Callable[[int], object] | None = None,
     ) -> None:
         self._give_back = give_back
         self._comm_stream = comm_stream
         self._cuda = cuda
         self._give_back_after = give_back_after
-        self._returned: list[_Returned] = []
+        self._follow = follow
+        self.returned: list[_Returned] = []  # that wait for streams here
 
     def lend(self, owner: object, offset: int) -> Lease:
         """Return the lease of a piece. owner: what keeps its memory."""
@@ -119,16 +122,18 @@ class WindowPieces:
             return
         soon = {stream.cuda_stream: stream for stream in (home, now)}
         late = [stream for number, stream in recorded.items() if number not in soon]
-        late = [stream for stream in late if stream.cuda_stream != self._comm_stream.cuda_stream]
+        late = [
+            stream for stream in late if stream.cuda_stream != self._comm_stream.cuda_stream
+        ]  # it waits itself
         piece = _Returned(
             offset, [_Mark(stream) for stream in soon.values()], [_Mark(stream) for stream in late]
         )
         piece.settle(self._cuda)
-        self._returned.append(piece)
+        self.returned.append(piece)
 
     def reclaim_kept(self) -> None:
         """Do as reclaim(), outside of captures, where there is anything to do."""
-        if self._returned and not self._cuda.is_capturing(self._cuda.current()):
+        if self.returned and not self._cuda.is_capturing(self._cuda.current()):
             self.reclaim()
 
     def reclaim(self, wait: bool = False) -> bool:
@@ -138,16 +143,18 @@ class WindowPieces:
         """
         pending: list[_Returned] = []
         gave = False
-        while self._returned:
-            piece = self._returned.pop()
+        while self.returned:
+            piece = self.returned.pop()
             if not piece.settle(self._cuda) or (piece.late and not wait):
                 pending.append(piece)
                 continue
             for mark in (*piece.soon, *piece.late):
                 self._comm_stream.wait_event(mark.event)
+            if self._follow is not None:
+                self._follow(self._comm_stream.cuda_stream)
             self._give_back(piece.offset)
             gave = True
-        self._returned += pending
+        self.returned += pending
         return gave
 
 

@@ -2,7 +2,7 @@
 """Uninitialised tensors, allocated for the stream that is current, by the shortest way that torch has.
 
     forms = (tensor_form((128, 7168), torch.bfloat16), tensor_form((8,), torch.int32), tensor_form((9,), torch.int32))
-    make = OutputMaker(forms, device, large=..., together=(1, 2))
+    make = OutputMaker(forms, device, large=..., together=(1, 2)).shortest()
     rows, routes, places = make()        # again and again; the last two share memory, but are no views
 
 torch.empty takes some 3 us of the host, more than most of what surrounds it here. The functions that torch's compiled
@@ -81,6 +81,7 @@ class OutputMaker:
         large: makes a tensor on the CPU of a form of 1 MiB or more.
         together: the places of contiguous forms of one type that lie in one memory: of no results that a caller may
             free, but each piece of memory costs the host as much as all else of a tensor.
+        part_bytes: each of those begins at a multiple of it.
     """
 
     def __init__(
@@ -89,27 +90,33 @@ class OutputMaker:
         device: torch.device,
         large: Callable[[TensorForm], torch.Tensor],
         together: Sequence[int] = (),
+        part_bytes: int = 512,  # as torch aligns memory of its own on GPUs
     ) -> None:
         self._device, self._large, self._count = device, large, len(forms)
-        self._ordinal = None if device.type == "cpu" else device.index
         self._memory = [(i, form) for i, form in enumerate(forms) if form is not None and i not in together]
-        self._parts = _parts_of(forms, together)
+        self._parts = _parts_of(forms, together, part_bytes)
         if self._parts:
             place, shape, _, offset = self._parts[-1]
             form = forms[place]
             assert form is not None
             # Without a place among the results.
             self._memory.append((len(forms), tensor_form((offset + math.prod(shape),), form[2])))
-        self._by_core: Callable[[], list[Any]] | None = None
-        short_way = _short_way_on_host if device.type == "cpu" else _short_way
-        is_large = device.type == "cpu" and any(_is_large(form) for _, form in self._memory)
-        if short_way is not None and _reinterpret is not None and not is_large:
-            self._by_core = _core.TensorMaker(short_way, _reinterpret, self._count, self._memory, self._parts)
+
+    def shortest(self) -> Callable[[], list[Any]]:
+        """Return what makes the same tensors in fewer steps, where torch has its short ways; else this object."""
+        is_host = self._device.type == "cpu"
+        short_way = _short_way_on_host if is_host else _short_way
+        is_large = is_host and any(_is_large(form) for _, form in self._memory)
+        if short_way is None or _reinterpret is None or is_large:
+            return self
+        asked = (None, None) if is_host else (_current_device, self._device.index)
+        made: Callable[[], list[Any]] = _core.TensorMaker(
+            *(short_way, _reinterpret, self._count, self._memory, self._parts), *asked, self
+        )
+        return made
 
     def __call__(self) -> list[Any]:
         """Return new tensors, for the stream that is current."""
-        if self._by_core is not None and (self._ordinal is None or _current_device() == self._ordinal):
-            return self._by_core()
         results: list[Any] = [None] * (self._count + 1)
         for place, form in self._memory:
             results[place] = last = self._new(form)
@@ -126,7 +133,7 @@ class OutputMaker:
 Part = tuple[int, tuple[int, ...], tuple[int, ...], int]  # a place, a shape, strides, an offset in elements
 
 
-def _parts_of(forms: Sequence[TensorForm | None], together: Sequence[int]) -> list[Part]:
+def _parts_of(forms: Sequence[TensorForm | None], together: Sequence[int], part_bytes: int) -> list[Part]:
     """Return where each of the forms lies in their one memory, the last one last."""
     parts: list[Part] = []
     end = 0
@@ -135,7 +142,7 @@ def _parts_of(forms: Sequence[TensorForm | None], together: Sequence[int]) -> li
         if form is not None:
             shape, strides, dtype = form
             parts.append((place, shape, strides, end))
-            end += -(-math.prod(shape) * dtype.itemsize // _PART_BYTES) * _PART_BYTES // dtype.itemsize
+            end += -(-math.prod(shape) * dtype.itemsize // part_bytes) * part_bytes // dtype.itemsize
     return parts
 
 
@@ -144,7 +151,6 @@ def _is_large(form: TensorForm) -> bool:
 
 
 _LARGE_BYTES = 1 << 20  # smaller pieces on the CPU the C library keeps itself
-_PART_BYTES = 512  # as torch aligns memory of its own on GPUs
 
 
 @functools.lru_cache(maxsize=4096)  # calls ask for the same ones again and again

@@ -31,6 +31,13 @@ def plain_address_by_python(value: object) -> int:
 
 
 def plain_forms_by_python(*values: torch.Tensor | None) -> object:
+    try:
+        return _plain_forms(values)
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # of what only looks like a tensor
+        return ()
+
+
+def _plain_forms(values: tuple[torch.Tensor | None, ...]) -> object:
     forms: list[Any] = []
     for value in values:
         if value is None:

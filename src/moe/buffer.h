@@ -286,6 +286,8 @@ class MoeBuffer {
   ComputeLimits limits_{};
   uint32_t planned_sms_ = 1;
   LowLatencyTerms low_latency_terms_;
+  std::unique_ptr<LocalMemory> gave_up_,
+      trace_memory_;  // where the window is no memory of the device; else null
   double timeout_s_;
   uint64_t low_latency_begin_;
   uint64_t low_latency_end_;

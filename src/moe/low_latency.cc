@@ -152,27 +152,12 @@ Result<uint64_t> LowLatency::end_run(const LowLatencyRun& run) {
 }
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
-  return {ranks(), max_tokens, top_k, experts, terms_.line_tokens, half_bytes() - lines_at(), has_ports()};
+  return {ranks(),     max_tokens, top_k, experts, terms_.line_tokens, half_bytes() - lines_at(),
+          has_ports(), has_board()};
 }
 
 uint32_t* LowLatency::masks() const {
-  return reinterpret_cast<uint32_t*>(window_->local() + begin_ + low_latency_control(ranks()).masked);
-}
-
-uint32_t* LowLatency::carriers() const {
-  return reinterpret_cast<uint32_t*>(window_->local() + begin_ + low_latency_control(ranks()).carriers);
-}
-
-// Windows of ranks with port peers are memory that hosts reach. A buffer that serves no such calls has no region.
-void LowLatency::write_carriers() const {
-  const IslandPlan& islands = terms_.islands;
-  if (!has_ports() || islands.count == 0 || half_bytes() == 0) return;
-  const uint32_t own = islands.island[rank()];
-  for (uint32_t peer = 0; peer < ranks(); ++peer) {
-    const uint32_t theirs = islands.island[peer];
-    carriers()[peer] = theirs == own ? peer : islands.hub(rank(), theirs);
-    carriers()[ranks() + peer] = theirs == own ? rank() : islands.hub(peer, own);
-  }
+  return reinterpret_cast<uint32_t*>(control() + low_latency_control(ranks()).masked);
 }
 
 // Where peers may be masked each rank gets its own: a carrier that is lost would take the tokens of ranks that live.
@@ -299,6 +284,9 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
   args.line_tokens = plan.line_tokens;
   args.expert_rows = form.expert_rows != 0 ? form.expert_rows : ranks() * form.max_tokens;
   args.max_rows = form.max_rows;
+  args.call.board =
+      board(own_dispatch_bytes(args.call.batches, message_layout(shape.top_k, shape.weights != 0,
+                                                                 shape.row_bytes, shape.scale_bytes)));
   const Launch how = launch_of(plan);
   // A combine follows, most often a reduced one: it is compiled beside this. Not where outputs have other places: who asks
   // for these knows what its results will be.
@@ -383,10 +371,14 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   args.signal_value = form.signal_value;
   args.signals_per_expert = form.signals_per_expert;
   args.signal_rows = form.signal_rows;
-  if (all.has_ports)
-    args.answer_room = answer_room(port_combine_layout(ranks(), form.max_tokens, form.top_k,
-                                                       args.call.batches, shape.row_bytes, form.reply),
-                                   ranks(), args.call.batches, half_bytes() - lines_at());
+  args.answer_parts = Divisor::of(1);
+  if (all.has_ports) {
+    const PortCombineLayout at = port_combine_layout(ranks(), form.max_tokens, form.top_k, args.call.batches,
+                                                     shape.row_bytes, form.reply);
+    args.answer_room = answer_room(at, ranks(), args.call.batches, half_bytes() - lines_at());
+    if (args.answer_room == at.batch_answers) args.answer_parts = Divisor::of(plan.answer_parts);
+    args.call.board = board(own_combine(at, form.max_tokens, form.top_k, args.call.batches).replies);
+  }
   args.pieces = Divisor::of(plan.pieces);
   args.owner_jobs = Divisor::of(args.call.batches.count * plan.pieces);
   const PlannedCombine::Grid receiving = grid_of(plan);

@@ -101,7 +101,7 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
     with_row_element(c.shape, [&](auto element) {
       using Element = decltype(element);
       is_made = sum_rows<Element, kSendVecs, kSendRows>(
-          c, layout.range(piece, c.a.pieces), count, source,
+          c, layout.range(piece, c.reply_parts()), count, source,
           [&](uint32_t index, const float (&sums)[Element::kPerVec]) {
             auto* vecs = reinterpret_cast<Vec16*>(reply);
             if (kIsHost && !layout.lines)  // without a call, which takes a host as long as the sum
@@ -114,7 +114,8 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
   }
   if (!await_owner()) return false;
   const auto block_elems = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2));
-  const Range blocks = part_of(static_cast<uint32_t>(c.shape.row_bytes) / 2 / block_elems, piece, c.a.pieces);
+  const Range blocks =
+      part_of(static_cast<uint32_t>(c.shape.row_bytes) / 2 / block_elems, piece, c.reply_parts());
   for (uint32_t b = blocks.first; b < blocks.last; ++b)
     encode_block(c, b * block_elems / kGroupElems, block_elems / kGroupElems, count, row_of, reply);
   return true;
@@ -236,9 +237,10 @@ WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, Aw
     if (!await_owner()) return false;
     if (c.takes_own_weights() && c.has_lines()) return take_weight_lines(c, m.owner, token, count);
     const auto* weights =
-        c.takes_own_weights()
-            ? reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token))
-            : reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k();
+        !c.takes_own_weights() ? reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k()
+        : c.keeps_own(m.owner)
+            ? reinterpret_cast<const uint32_t*>(c.a.topk_weights) + uint64_t{token} * c.top_k()
+            : reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token));
     list_weights(c, count, [&](uint32_t k) { return float_of_bits(load_relaxed(weights + k)); });
     return true;
   };

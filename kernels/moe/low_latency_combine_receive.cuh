@@ -40,11 +40,11 @@ WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t pi
   if (!has_reply(c, k)) return false;
   const uint32_t rank = c.slot_rank()[k];
   const uint32_t batch = token / c.a.call.batch_tokens;
-  const auto* word = reinterpret_cast<const uint64_t*>(
-      c.mesh.local() + word_offset(c.a.call, c.ranks(), c.epoch, rank, batch * c.a.pieces.value + piece));
+  const auto* word = reinterpret_cast<const uint64_t*>(control_at(
+      c.a.call, c.mesh, word_offset(c.a.call, c.ranks(), c.epoch, rank, batch * c.a.pieces.value + piece)));
   const uint64_t start = cycles();
   uint64_t seen = 0;
-  const bool came = await(c.a.call, word, c.epoch.number * kWordEpoch + kWordDone, rank,
+  const bool came = await(c.a.call, c.mesh, word, c.epoch.number * kWordEpoch + kWordDone, rank,
                           Site::kLowLatencyCombineRecv, kWordEpoch, seen);
   if (c.a.wait_cycles && token == 0 && piece == 0) add_local(&c.a.wait_cycles[rank], cycles() - start);
   return came;
@@ -69,8 +69,7 @@ struct ReplySource {
 
   WEFT_DEVICE const Vec16* reply(uint32_t row) const {
     if constexpr (C::kPorts)
-      return reinterpret_cast<const Vec16*>(c.mesh.local() +
-                                            c.port_reply_at(static_cast<uint32_t>(c.rows()[row])));
+      return reinterpret_cast<const Vec16*>(c.reply_of(peer(row), static_cast<uint32_t>(c.rows()[row])));
     else
       return reinterpret_cast<const Vec16*>(
           c.mesh.local() + c.reply_at(token, static_cast<uint32_t>(c.rows()[row]), layout.lines));

@@ -36,7 +36,8 @@ WEFT_DEVICE void await_counts(const D& d, uint32_t first, uint32_t expert) {
     return came;
   };
   uint64_t waited_ns = 0;
-  const bool came = poll(d.a.call.wait, waited_ns, all_came);
+  const auto& rule = wait_rule(d.a.call, d.mesh);
+  const bool came = poll(rule, waited_ns, all_came);
   WEFT_UNROLL
   for (uint32_t i = 0; i < kCountsInFlight; ++i)
     if (first + i < d.ranks())

@@ -68,10 +68,9 @@ def run(command: Command, folder: Path) -> None:
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
 def test_programs_and_commands_of_the_guide_do_what_it_shows(guide: Path, tmp_path: Path) -> None:
     text = guide.read_text()
-    if "fabric:shm" in text and not any(
-        nic.is_usable and nic.provider == "fabric:shm" for nic in transfer.nics()
-    ):
-        pytest.skip("libfabric's shm provider is not usable here: apt install libfabric1")
+    for provider in sorted(set(re.findall(r"fabric:(?:shm|tcp)", text))):
+        if not any(nic.is_usable for nic in transfer.nics(provider)):
+            pytest.skip(f"{provider} is not usable here: apt install libfabric1")
     for language, block in BLOCK.findall(text):
         if language == "python":
             name = re.match(r"# (\w+\.py)\n", block)

@@ -78,3 +78,22 @@ def test_what_the_system_does_not_package_is_not_asked_for(tmp_path: Path) -> No
     said = packages("test", path).stdout
     assert "missing: clang 17 or newer" in said
     assert "clang-" not in said.partition("to install: ")[2]
+
+
+def test_tests_run_without_googletest_and_say_so(tmp_path: Path) -> None:
+    """CMake warns that GoogleTest is missing and makes no target for the C++ tests: Python's run all the same."""
+    build, programs = tmp_path / "build" / "cp", tmp_path / ".venv" / "bin"
+    build.mkdir(parents=True)
+    programs.mkdir(parents=True)
+    (tmp_path / "tools").mkdir()
+    script = tmp_path / "tools" / "run-tests"
+    script.write_text((ROOT / "tools" / "run-tests").read_text())
+    program(tmp_path, "cmake", 'case $1 in --build) exit 1 ;; *) echo "GoogleTest is missing" ;; esac')
+    program(programs, "python", 'echo "ran $@"')
+    (build / "CMakeCache.txt").write_text(f"CMAKE_COMMAND:INTERNAL={tmp_path}/cmake\n")
+    (build / "weft_tests").touch()  # of a time when it was there
+    ran = subprocess.run(["/bin/bash", script, "tests/unit"], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert "GoogleTest is missing: apt-get install libgtest-dev libgmock-dev" in ran.stdout
+    assert "ran -m pytest --cpp-tests=build/cp/weft_tests tests/unit" in ran.stdout
+    assert not (build / "weft_tests").exists()

@@ -77,7 +77,7 @@ struct Combine {
   // The part of a row that makes one piece of a reply.
   WEFT_DEVICE Range vecs_of(uint32_t piece) const { return part_of(row_vecs(), piece, reply_parts()); }
   // Of a reply, each of which a warp builds.
-  WEFT_DEVICE Divisor reply_parts() const {
+  WEFT_DEVICE const Divisor& reply_parts() const {
     if constexpr (kPorts)
       return a.answer_parts;
     else

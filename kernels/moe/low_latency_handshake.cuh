@@ -36,12 +36,12 @@ WEFT_DEVICE void send_handshake(const LowLatencyCall& call, const MeshT& mesh, E
                                 uint64_t dispatch_epoch) {
   if (is_port(mesh, peer)) return send_handshake_to_port(call, mesh, epoch, peer, dispatch_epoch);
   const LowLatencyControl at = low_latency_control(mesh.ranks());
-  auto* handshake =
-      reinterpret_cast<LowLatencyHandshake*>(near_control(call, mesh, peer, call.region + at.handshake)) +
-      epoch.parity * mesh.ranks() + mesh.rank();
+  std::byte* control = near_control(call, mesh, peer, call.region);
+  auto* handshake = reinterpret_cast<LowLatencyHandshake*>(control + at.handshake) +
+                    epoch.parity * mesh.ranks() + mesh.rank();
   write_handshake(call, handshake, dispatch_epoch);
   const uint64_t arrived = control_offset(call, at.arrived, mesh.ranks(), epoch, mesh.rank());
-  store_release(reinterpret_cast<uint64_t*>(near_control(call, mesh, peer, arrived)), epoch.number);
+  store_release(reinterpret_cast<uint64_t*>(control + (arrived - call.region)), epoch.number);
 }
 
 // One thread: waits for a source's handshake. False: leave that source out.

@@ -147,19 +147,18 @@ WEFT_DEVICE void send_token_as_lines(const D& d, uint32_t batch, uint32_t token,
 
 // One batch's tokens, in order. The block. `is_prepared`: prefix() is already what earlier batches choose, and the
 // first token's choices were read; else prefix() is what the first `counted` tokens choose, or anything where that is 0.
-// `first` is of the first token. Only a host's blocks have many batches, and must not count from the start for each.
+// `first` is of the first token. Blocks with many batches must not count from the start for each.
 template <class D>
 WEFT_DEVICE void send_batch(const D& d, uint32_t batch, bool is_prepared, uint32_t counted, FirstVecs first) {
   const Span traced(d.a.call.wait.trace, Work::kSendBatch, d.block.rank() == 0);
   const Range tokens = batch_tokens(d, batch);
   for (uint32_t i = d.block.rank(); i < d.ranks(); i += d.block.size()) d.sent()[i] = 0;
   if (!is_prepared) {
-    if (!kIsHost || counted == 0) {
+    if (counted == 0) {
       clear_choices(d);
       d.block.sync();
     }
-    const uint32_t known = kIsHost ? counted * d.top_k() : 0;
-    add_choices(d, known, tokens.first * d.top_k(), d.block.rank(), d.block.size());
+    add_choices(d, counted * d.top_k(), tokens.first * d.top_k(), d.block.rank(), d.block.size());
   }
   d.block.sync();
   if (tokens.first == tokens.last) {

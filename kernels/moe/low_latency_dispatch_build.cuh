@@ -13,6 +13,9 @@ namespace low_latency {
 
 // ---- step 1
 
+// Ids that a thread asks for at once: memory is far. As many as 128 tokens of eight have for each.
+inline constexpr uint32_t kIdsInFlight = 3;
+
 template <class D>
 WEFT_DEVICE void clear_choices(const D& d) {
   for (uint32_t i = d.block.rank(); i < d.ranks() * d.local_experts(); i += d.block.size()) d.prefix()[i] = 0;
@@ -22,9 +25,15 @@ WEFT_DEVICE void clear_choices(const D& d) {
 // work.
 template <class D>
 WEFT_DEVICE void add_choices(const D& d, uint32_t first, uint32_t last, uint32_t rank, uint32_t size) {
-  for (uint32_t i = first + rank; i < last; i += size) {
-    const int64_t expert = expert_at(d.a.call.topk_idx, d.a.call.id_bytes, i);
-    if (expert >= 0 && expert < d.a.call.experts) add_local(&d.prefix()[expert], uint32_t{1});
+  WEFT_ROLLED
+  for (uint32_t base = first + rank; base < last; base += kIdsInFlight * size) {
+    int64_t experts[kIdsInFlight];
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kIdsInFlight; ++i)
+      experts[i] = base + i * size < last ? expert_at(d.a.call.topk_idx, d.a.call.id_bytes, base + i * size) : -1;
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kIdsInFlight; ++i)
+      if (experts[i] >= 0 && experts[i] < d.a.call.experts) add_local(&d.prefix()[experts[i]], uint32_t{1});
   }
 }
 
@@ -115,10 +124,12 @@ WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
 }
 
 // What a thread of the block sends first of a row, which it asks for before it is known where the row goes:
-// with kPayloadCopy vectors a block's size apart, with FP8 the channels of its first unit, else nothing.
+// with kPayloadCopy vectors a block's size apart and a word of the scales, with FP8 the channels of its first unit, else
+// nothing.
 inline constexpr uint32_t kFirstVecs = kLaneElems / 8;
 struct FirstVecs {
   Vec16 held[kFirstVecs];
+  uint32_t scale;
 };
 template <class D>
 WEFT_DEVICE FirstVecs load_first_vecs(const D& d, uint32_t token) {
@@ -131,6 +142,8 @@ WEFT_DEVICE FirstVecs load_first_vecs(const D& d, uint32_t token) {
     const uint32_t at = is_copy ? d.block.rank() + v * d.block.size() : d.block.rank() * kFirstVecs + v;
     if (at < d.a.x_row_bytes / 16) first.held[v] = load_vec_streaming(row + at);
   }
+  if (is_copy && d.block.rank() < d.shape.scale_bytes / 4)
+    first.scale = reinterpret_cast<const uint32_t*>(d.a.x_scales + token * d.shape.scale_bytes)[d.block.rank()];
   return first;
 }
 
@@ -157,7 +170,7 @@ WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byt
   for (uint32_t i = d.block.rank() + kFirstVecs * step; i < vecs; i += step)
     store_to_all(d, message.row + i * 16, load_vec_streaming(reinterpret_cast<const Vec16*>(row) + i));
   for (uint32_t i = d.block.rank(); i < d.shape.scale_bytes / 4; i += d.block.size()) {
-    const uint32_t word = reinterpret_cast<const uint32_t*>(scales)[i];
+    const uint32_t word = i < step ? first.scale : reinterpret_cast<const uint32_t*>(scales)[i];
     at_places(d, [&](std::byte* place) {
       store_watched(reinterpret_cast<uint32_t*>(place + message.scales) + i, word);
     });

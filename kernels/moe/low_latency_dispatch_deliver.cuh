@@ -39,6 +39,7 @@ template <class D>
 WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
   const Range blocks = counting_blocks(d);
   if (d.block.index() < blocks.first) return;
+  const Span traced(d.a.call.wait.trace, Work::kTellCounts, d.block.rank() == 0);
   if (!is_counted) {
     add_choices(d, 0, d.a.call.tokens * d.top_k(), d.block.rank(), d.block.size());
     d.block.sync();
@@ -108,6 +109,7 @@ WEFT_DEVICE void move_empty_words(const D& d, uint32_t batch) {
 // The current token's messages, from their image, as lines. The block.
 template <class D>
 WEFT_DEVICE void store_lines(const D& d) {
+  const Span traced(d.a.call.wait.trace, Work::kStoreLines, d.block.rank() == 0);
   const uint32_t head_vecs = d.message().head_vecs(), body_vecs = d.message().body_vecs();
   const uint32_t head = parts_of(head_vecs), parts = head + parts_of(body_vecs);
   const auto* body = reinterpret_cast<const Vec16*>(d.image()) + head_vecs;

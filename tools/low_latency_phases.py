@@ -108,7 +108,9 @@ def _summary(kernels: list[list[Any]]) -> dict[str, list[float]]:
         start = min(span.begin_ns for span in spans)
         by_name: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for span in spans:
-            name = span.name if span.peer is None else f"{span.name} of {'self' if span.peer == 0 else 'peer'}"
+            name = (
+                span.name if span.peer is None else f"{span.name} of {'self' if span.peer == 0 else 'peer'}"
+            )
             by_name[name].append(((span.begin_ns - start) / 1e3, (span.end_ns - start) / 1e3))
         for name, times in by_name.items():
             begins, ends = zip(*times, strict=True)
@@ -135,14 +137,18 @@ def _sampled(device_dir: Path, sample: int, into: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--dtype", choices=("bf16", "fp8"), default="fp8")
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs")
     parser.add_argument("--iterations", type=int, default=40)
-    parser.add_argument("--sample", type=int, default=6, help="of so many blocks one notes phases; 0: times by events alone")
+    parser.add_argument(
+        "--sample", type=int, default=6, help="of so many blocks one notes phases; 0: times by events alone"
+    )
     parser.add_argument("--kernels", action="append", default=[], metavar="LABEL=DIR")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -150,7 +156,19 @@ def main() -> None:
     if ranks < 2:
         parser.error(f"--ranks: got {ranks}, allowed: 2 or more GPUs")
     options = Options(
-        "ll", args.tokens, args.hidden, 8, args.experts, args.dtype, "uniform", "auto", "cuda", args.iterations, 3, 0, False
+        "ll",
+        args.tokens,
+        args.hidden,
+        8,
+        args.experts,
+        args.dtype,
+        "uniform",
+        "auto",
+        "cuda",
+        args.iterations,
+        3,
+        0,
+        False,
     )
     tools = nvrtc.find()
     sources = dict(given.split("=", 1) for given in args.kernels) or {"installed": str(tools.device_dir)}

@@ -30,7 +30,8 @@ WEFT_DEVICE void add_choices(const D& d, uint32_t first, uint32_t last, uint32_t
     int64_t experts[kIdsInFlight];
     WEFT_UNROLL
     for (uint32_t i = 0; i < kIdsInFlight; ++i)
-      experts[i] = base + i * size < last ? expert_at(d.a.call.topk_idx, d.a.call.id_bytes, base + i * size) : -1;
+      experts[i] =
+          base + i * size < last ? expert_at(d.a.call.topk_idx, d.a.call.id_bytes, base + i * size) : -1;
     WEFT_UNROLL
     for (uint32_t i = 0; i < kIdsInFlight; ++i)
       if (experts[i] >= 0 && experts[i] < d.a.call.experts) add_local(&d.prefix()[experts[i]], uint32_t{1});
@@ -143,7 +144,8 @@ WEFT_DEVICE FirstVecs load_first_vecs(const D& d, uint32_t token) {
     if (at < d.a.x_row_bytes / 16) first.held[v] = load_vec_streaming(row + at);
   }
   if (is_copy && d.block.rank() < d.shape.scale_bytes / 4)
-    first.scale = reinterpret_cast<const uint32_t*>(d.a.x_scales + token * d.shape.scale_bytes)[d.block.rank()];
+    first.scale =
+        reinterpret_cast<const uint32_t*>(d.a.x_scales + token * d.shape.scale_bytes)[d.block.rank()];
   return first;
 }
 

@@ -60,7 +60,8 @@ WEFT_DEVICE void await_counts(const D& d, uint32_t first) {
   WEFT_UNROLL
   for (uint32_t i = 0; i < kCountsInFlight; ++i) {
     const CountPlace at = count_place(d, first + i);
-    if (first + i < last) d.begin()[at.source * d.local_experts() + at.expert] = static_cast<uint32_t>(words[i]);
+    if (first + i < last)
+      d.begin()[at.source * d.local_experts() + at.expert] = static_cast<uint32_t>(words[i]);
   }
   WEFT_ROLLED
   for (uint32_t i = 0; !came && first + i < last && i < kCountsInFlight; ++i) {

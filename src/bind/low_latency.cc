@@ -211,7 +211,8 @@ void bind_low_latency(nb::module_& module) {
           [](LowLatency& self, uint32_t max_tokens, uint32_t tokens, uint32_t top_k, uint32_t experts,
              uint32_t id_bytes, int64_t payload, uint32_t row_bytes, uint32_t scale_bytes, bool has_weights,
              uint64_t scale_expert_stride, uint64_t scale_row_stride, uint64_t scale_word_stride,
-             bool tiled_scales, uint32_t expert_rows, uint32_t padding, uint32_t max_rows, uint32_t grid_sms) {
+             bool tiled_scales, uint32_t expert_rows, uint32_t padding, uint32_t max_rows,
+             uint32_t grid_sms) {
             const LowLatencyDispatchForm form{max_tokens,
                                               tokens,
                                               top_k,

@@ -103,7 +103,8 @@ struct LowLatencyCombineForm {
   int64_t element = kElementBf16;      // of x; with LogFMT, as out_element, bf16
   int64_t out_element = kElementBf16;  // of combined
   bool accumulate = false;             // combined is added to
-  uint32_t grid_sms = 0;  // that each phase takes at most; 0: all. Replies are cut by it: the same on all ranks
+  uint32_t grid_sms =
+      0;  // that each phase takes at most; 0: all. Replies are cut by it: the same on all ranks
 };
 
 struct LowLatencyCombineMemory {

@@ -105,9 +105,9 @@ class P2PAllToAll:
     phases of an exchange no kernel of it runs. A phase runs on the stream that is current, after phases called before
     it, whatever their streams. CUDA graphs may capture phases: all of an exchange in one graph.
     With num_sms phases run on a stream of the object's own: a send after what the current stream has got, a receive
-    right behind its send, whenever it is called, and then the current stream waits for it. What that stream gets between
-    the two calls runs beside both, and the send's tensors must stay as they are until it has passed the receive. A receive
-    into tensors of the caller's waits for what the stream had got before it.
+    right behind its send, whenever it is called, and then the current stream waits for it. What that stream gets
+    between the two calls runs beside both, and the send's tensors must stay as they are until it has passed the
+    receive. A receive into tensors of the caller's waits for what the stream had got before it.
     Waits: a receive waits for the rows of peers; a send for peers' receive of the call before the last; on the CPU and
     over ports combine_send() also for peers' combine_send().
     Threads: one caller at a time.

@@ -6,9 +6,9 @@
     with order.making(): rows = torch.empty(...)         # what the receive is to fill
     order.receive(context, run, made=(rows,))
 
-Without ``num_sms`` phases run on the current stream. With it they run on few SMs, on a stream of their own: a send after
-what the current stream has got, a receive after its send, and the current stream then waits for the receive. So what the
-current stream gets between the two runs beside both.
+Without ``num_sms`` phases run on the current stream. With it they run on few SMs, on a stream of their own: a send
+after what the current stream has got, a receive after its send, and the current stream then waits for the receive. So
+what the current stream gets between the two runs beside both.
 Threads: one caller at a time.
 """
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of a split exchange matrix products hide that run between its send and its receive.
 
-Each pair of phases is taken with a product between, of an object whose phases take all SMs and of some whose phases run on
-few, beside the product; on GPUs as graphs. exposed_us is what a pair adds to its product. hidden_share is what it does not
-add of what the pair takes by itself, with all SMs, less an empty graph: 1 where the product takes as long as without it.
+Each pair of phases is taken with a product between, of an object whose phases take all SMs and of some whose phases
+run on few, beside the product; on GPUs as graphs. exposed_us is what a pair adds to its product. hidden_share is what it
+does not add of what the pair takes by itself, with all SMs, less an empty graph: 1 where the product takes as long as
+without it.
 """
 
 from __future__ import annotations
@@ -141,9 +142,9 @@ class Overlap:
 def notes() -> list[str]:
     """Return what the report says of the columns."""
     return [
-        "beside: a matrix product between send and receive; sms: of the phases, 0: all SMs, on the product's stream; exposed "
-        "us: what the pair adds to the product; hidden share: 1 - exposed / what the pair takes by itself with all SMs, less "
-        "an empty graph, by medians"
+        "beside: a matrix product between send and receive; sms: of the phases, 0: all SMs, on the product's stream; "
+        "exposed us: what the pair adds to the product; hidden share: 1 - exposed / what the pair takes by itself with "
+        "all SMs, less an empty graph, by medians"
     ]
 
 

@@ -4,12 +4,12 @@
 
     tools/low_latency_phases.py --tokens 128 --dtype fp8 [--kernels LABEL=DIR]... [--json FILE]
 
---kernels compares sources of kernels: DIR holds kernels/ and transports/ as they are installed (weft/device); without it
-those of the installation are taken. Each is checked against the oracle, then timed in processes of its own: by events around
-graphs, by stamps of whole blocks (kernel us), and by stamps of every phase of each --sample-th block, in microseconds
-from the kernel's start: first begin, median begin, median end, last end. Stamps of phases delay what they stamp a little.
-Cold: the L2 cache was written over. In a row: kernels of ten pairs in one graph. The slowest rank counts for times; phases
-are of rank 0.
+--kernels compares sources of kernels: DIR holds kernels/ and transports/ as they are installed (weft/device); without
+it those of the installation are taken. Each is checked against the oracle, then timed in processes of its own: by events
+around graphs, by stamps of whole blocks (kernel us), and by stamps of every phase of each --sample-th block, in
+microseconds from the kernel's start: spans, first begin, median begin, median end, last end. Stamps of phases delay what
+they stamp a little. Cold: the L2 cache was written over. In a row: kernels of ten pairs in one graph. The slowest rank
+counts for times; phases are of rank 0.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def _sampled(device_dir: Path, sample: int, into: Path) -> Path:
     text = trace.read_text()
     before = "log_ = notes ? log : nullptr;"
     assert text.count(before) == 1, "kernels/core/trace.cuh: its Span has changed"
-    chosen = f"Block{{}}.index() % {sample} == 0 || Block{{}}.index() + 2 >= Block{{}}.count()"  # the last ones tell counts
+    is_last = "Block{}.index() + 2 >= Block{}.count()"  # those tell counts
+    chosen = f"Block{{}}.index() % {sample} == 0 || {is_last}"
     trace.write_text(text.replace(before, f"log_ = notes && ({chosen}) ? log : nullptr;"))
     return copy
 
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument(
-        "--sample", type=int, default=6, help="of so many blocks one notes phases; 0: times by events alone"
+        "--sample", type=int, default=6, help="one of so many blocks notes phases; 0: none, events alone"
     )
     parser.add_argument("--kernels", action="append", default=[], metavar="LABEL=DIR")
     parser.add_argument("--json", type=Path)

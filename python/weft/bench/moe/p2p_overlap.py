@@ -2,8 +2,8 @@
 """How much of a split exchange matrix products hide that run between its send and its receive.
 
 Each pair of phases is taken with a product between, of an object whose phases take all SMs and of some whose phases
-run on few, beside the product; on GPUs as graphs. exposed_us is what a pair adds to its product. hidden_share is what it
-does not add of what the pair takes by itself, with all SMs, less an empty graph: 1 where the product takes as long as
+run on few, beside the product; on GPUs as graphs. exposed_us is what a pair adds to its product. hidden_share is what
+it does not add of what the pair takes by itself, with all SMs, less an empty graph: 1 where the product takes as long as
 without it.
 """
 

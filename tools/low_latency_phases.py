@@ -5,11 +5,11 @@
     tools/low_latency_phases.py --tokens 128 --dtype fp8 [--kernels LABEL=DIR]... [--json FILE]
 
 --kernels compares sources of kernels: DIR holds kernels/ and transports/ as they are installed (weft/device); without
-it those of the installation are taken. Each is checked against the oracle, then timed in processes of its own: by events
-around graphs, by stamps of whole blocks (kernel us), and by stamps of every phase of each --sample-th block, in
-microseconds from the kernel's start: spans, first begin, median begin, median end, last end. Stamps of phases delay what
-they stamp a little. Cold: the L2 cache was written over. In a row: kernels of ten pairs in one graph. The slowest rank
-counts for times; phases are of rank 0.
+it those of the installation are taken. Each is checked against the oracle, then timed in processes of its own: by
+events around graphs, by stamps of whole blocks (kernel us), and by stamps of every phase of each --sample-th block, in
+microseconds from the kernel's start: spans, first begin, median begin, median end, last end. Stamps of phases delay
+what they stamp a little. Cold: the L2 cache was written over. In a row: kernels of ten pairs in one graph. The slowest
+rank counts for times; phases are of rank 0.
 """
 
 from __future__ import annotations

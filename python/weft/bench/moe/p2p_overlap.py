@@ -3,8 +3,8 @@
 
 Each pair of phases is taken with a product between, of an object whose phases take all SMs and of some whose phases
 run on few, beside the product; on GPUs as graphs. exposed_us is what a pair adds to its product. hidden_share is what
-it does not add of what the pair takes by itself, with all SMs, less an empty graph: 1 where the product takes as long as
-without it.
+it does not add of what the pair takes by itself, with all SMs, less an empty graph: 1 where the product takes no longer
+than without it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_combine_call.cuh: what every part of a low-latency combine knows: its sizes, where weights and replies stand
+// in a window, and what a warp keeps in shared memory: the rows that it sums and their weights.
+#pragma once
+
+#include "kernels/moe/low_latency_handshake.cuh"
+#include "kernels/moe/low_latency_lines.cuh"
+
+namespace weft {
+namespace low_latency {
+
+// Where everything lies, which a host kernel works out once: its sizes are no constants, as a GPU's are.
+template <bool kIsKept, class MeshT>
+struct CombineLayouts {};
+template <class MeshT>
+struct CombineLayouts<true, MeshT> {
+  CombineLayout window;
+  CombineShared shared;
+  RoutesLayout routes;
+};
+
+template <class MeshT, class Shape>
+struct Combine {
+  static constexpr bool kPorts = kHasPorts<MeshT>;  // some peers may be behind ports
+
+  const LowLatencyCombineArgs& a;
+  const MeshT& mesh;
+  const Shape& shape;
+  Block block;
+  Warp warp;
+  Epoch epoch;
+  CombineLayouts<kIsHost, MeshT> kept;
+
+  // First of all, on the host.
+  WEFT_DEVICE void keep_layouts() {
+    if constexpr (kIsHost) {
+      kept.window = lay_out_window();
+      kept.shared = lay_out_shared();
+      kept.routes = lay_out_routes();
+    }
+  }
+
+  WEFT_DEVICE uint32_t ranks() const { return static_cast<uint32_t>(shape.ranks); }
+  WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
+  WEFT_DEVICE Batches batches() const { return a.call.batches; }
+  WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
+  // Tokens that came as lines are answered so, unless the answers are LogFMT.
+  WEFT_DEVICE bool has_lines() const { return !kPorts && a.call.lines != 0; }
+  WEFT_DEVICE bool answers_lines() const { return has_lines() && !is_log(shape.reply); }
+  WEFT_DEVICE bool sent_lines() const { return a.routes[routes().lines] != 0 && answers_lines(); }
+  WEFT_DEVICE RoutesLayout routes() const {
+    if constexpr (kIsHost)
+      return kept.routes;
+    else
+      return lay_out_routes();
+  }
+  WEFT_DEVICE RoutesLayout lay_out_routes() const {
+    return routes_layout(shape.ranks, batches(), shape.top_k, shape.weights != 0);
+  }
+  WEFT_DEVICE uint64_t stride() const { return reply_stride(shape.row_bytes, shape.reply); }
+  WEFT_DEVICE CombineLayout layout() const {
+    if constexpr (kIsHost)
+      return kept.window;
+    else
+      return lay_out_window();
+  }
+  WEFT_DEVICE CombineLayout lay_out_window() const {
+    return combine_layout(shape.ranks, a.call.max_tokens, shape.top_k, stride());
+  }
+  WEFT_DEVICE uint64_t part_at(bool lines) const {
+    return half_offset(a.call, shape.ranks, epoch) + (lines ? a.call.lines_at : 0);
+  }
+  WEFT_DEVICE uint64_t dispatch_epoch() const {
+    return *reinterpret_cast<const uint64_t*>(a.routes + routes().epoch);
+  }
+  // The part of a row that makes one piece of a reply.
+  WEFT_DEVICE Range vecs_of(uint32_t piece) const { return part_of(row_vecs(), piece, a.pieces); }
+  WEFT_DEVICE uint32_t row_vecs() const { return static_cast<uint32_t>(shape.row_bytes / sizeof(Vec16)); }
+  WEFT_DEVICE uint64_t out_row_bytes() const {
+    return static_cast<uint64_t>(shape.row_bytes) / bytes_of_element(shape.element) *
+           bytes_of_element(shape.out_element);
+  }
+  // What a receiver takes at a time, of units that pieces are made of: a part of one piece.
+  WEFT_DEVICE Range part_of_units(uint32_t units, uint32_t split) const {
+    const Range piece = part_of(units, split / a.piece_splits, a.pieces);
+    const Range part = part_of(piece.last - piece.first, split % a.piece_splits, a.piece_splits);
+    return {piece.first + part.first, piece.first + part.last};
+  }
+  WEFT_DEVICE uint64_t reply_at(uint64_t token, uint64_t k, bool lines) const {
+    return part_at(lines) + layout().replies + (token * top_k() + k) * stride();
+  }
+  // Offset in the window of the weights that `owner` sends for its token.
+  WEFT_DEVICE uint64_t weights_at(uint32_t owner, uint32_t token) const {
+    if constexpr (kPorts)
+      return note_at(owner) + port_layout().note.weights + token * port_layout().note.weights_stride;
+    else
+      return part_at(a.call.lines != 0) + layout().weights +
+             (uint64_t{owner} * a.call.max_tokens + token) * weights_stride(top_k());
+  }
+  WEFT_DEVICE uint32_t weight_vecs() const { return vecs_in(top_k() * sizeof(float)); }
+  WEFT_DEVICE bool takes_own_weights() const { return is_reduced(shape.reply) && a.topk_weights; }
+
+  // Where ranks have port peers: what owners tell this rank, what this rank tells a port peer, and which reply slot k of
+  // token t, at t * K + k, gets.
+  WEFT_DEVICE PortCombineLayout port_layout() const {
+    return port_combine_layout(shape.ranks, a.call.max_tokens, top_k(), batches(), shape.row_bytes,
+                               shape.reply);
+  }
+  WEFT_DEVICE uint64_t note_at(uint32_t owner) const {
+    return part_at(false) + port_layout().notes + owner * port_layout().note.bytes;
+  }
+  WEFT_DEVICE uint64_t outgoing_note_at(uint32_t peer) const {
+    return outbox_offset(a.call, shape.ranks, epoch) + port_layout().own_notes +
+           peer * port_layout().note.bytes;
+  }
+  WEFT_DEVICE uint32_t* places() const {
+    return reinterpret_cast<uint32_t*>(mesh.local() + outbox_offset(a.call, shape.ranks, epoch) +
+                                       port_layout().places);
+  }
+  WEFT_DEVICE uint64_t port_reply_at(uint32_t number) const {
+    return part_at(false) + port_layout().replies + number * port_layout().stride;
+  }
+
+  WEFT_DEVICE CombineShared shared() const {
+    if constexpr (kIsHost)
+      return kept.shared;
+    else
+      return lay_out_shared();
+  }
+  WEFT_DEVICE CombineShared lay_out_shared() const {
+    return combine_shared(shape.ranks, shape.top_k, block.warps());
+  }
+  template <class T>
+  WEFT_DEVICE T* at(uint64_t offset) const {
+    return reinterpret_cast<T*>(block.shared() + offset);
+  }
+  WEFT_DEVICE uint32_t* present() const { return at<uint32_t>(shared().present); }
+  WEFT_DEVICE int32_t* rows() const { return at<int32_t>(shared().row) + warp.index() * top_k(); }
+  WEFT_DEVICE uint32_t* slots() const { return at<uint32_t>(shared().slot) + warp.index() * top_k(); }
+  WEFT_DEVICE float* weights() const { return at<float>(shared().weight) + warp.index() * top_k(); }
+  WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().rank) + warp.index() * top_k(); }
+  WEFT_DEVICE Vec16* owners_weights() const {
+    return at<Vec16>(shared().owners) + warp.index() * weight_vecs();
+  }
+};
+
+// A message of which a warp answers a piece.
+struct Message {
+  const int32_t* record;
+  uint32_t owner;
+  uint32_t piece;
+  bool as_lines;
+};
+
+// Lists, in the warp's rows() and slots(), what is to be summed: item_of(k) for every slot k where it is not
+// negative, in slot order. Returns how many. The warp.
+template <class C, class ItemOf>
+WEFT_DEVICE uint32_t list_rows(const C& c, ItemOf item_of) {
+  uint32_t count = 0;
+  for (uint32_t first = 0; first < c.top_k(); first += c.warp.size()) {
+    const uint32_t k = first + c.warp.rank();
+    const int32_t item = k < c.top_k() ? item_of(k) : -1;
+    const uint32_t at = count + c.warp.count_below(item >= 0);
+    count += c.warp.count(item >= 0);
+    if (item < 0) continue;
+    c.rows()[at] = item;
+    c.slots()[at] = k;
+  }
+  c.warp.sync();
+  return count;
+}
+
+// The weights of what is listed, by slot. The warp.
+template <class C, class WeightOf>
+WEFT_DEVICE void list_weights(const C& c, uint32_t count, WeightOf weight_of) {
+  for (uint32_t i = c.warp.rank(); i < count; i += c.warp.size()) c.weights()[i] = weight_of(c.slots()[i]);
+  c.warp.sync();
+}
+
+// On the host: asks for the first lines of a row that is used soon. A core looks ahead by itself along a row, and starts
+// anew with every other one.
+WEFT_DEVICE void ask_for_row(const std::byte* row, uint64_t bytes) {
+  constexpr uint64_t kLineBytes = 64, kMostBytes = 2048;
+  for (uint64_t at = 0; at < bytes && at < kMostBytes; at += kLineBytes) prefetch(row + at);
+}
+
+}  // namespace low_latency
+}  // namespace weft

@@ -2,16 +2,20 @@
 """How much of a split exchange matrix products hide that run between its send and its receive.
 
 Each pair of phases is taken with a product between, of an object whose phases take all SMs and of some whose phases
-run on few, beside the product; on GPUs as graphs. exposed_us is what a pair adds to its product. hidden_share is what
-it does not add of what the pair takes by itself, with all SMs, less an empty graph: 1 where the product takes no longer
-than without it.
+run on few, beside the product; on GPUs as graphs. cuBLAS is told to leave those SMs alone: else a product that spreads
+its work over all of them ends as late as the SM that came last. exposed_us is what a pair adds to the product of all
+SMs. hidden_share is what it does not add of what the pair takes by itself, with all SMs, less an empty graph: 1 where
+the product takes no longer than without it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,30 +53,31 @@ class Overlap:
         self._calls: dict[str, Callable[[], Any]] = {}
         if bench.options.is_captured:
             self._calls["empty"] = self._captured(torch.zeros(1, device=bench.device).zero_)[0]
-        for product in self._products:
+        for product, sms in itertools.product(self._products, self._sms):
+            run = _leaving(bench, sms, product.run)
             is_captured = bench.options.is_captured
-            run = self._captured(product.run)[0] if is_captured else product.run
-            self._calls[f"product {product.name}"] = run
+            self._calls[f"product {product.name} {sms}"] = self._captured(run)[0] if is_captured else run
         self.splits = [peers.P2P(make(sms), x, inputs.my_weights) for sms in self._sms]
         for sms, split in zip(self._sms, self.splits, strict=True):
+            self._add(f"nothing {sms}", split, y, lambda: None)
             for product in self._products:
-                self._add(f"{product.name} {sms}", split, y, product)
+                self._add(f"{product.name} {sms}", split, y, _leaving(bench, sms, product.run))
 
     @property
     def _sms(self) -> tuple[int, ...]:
         return SMS if self._bench.on_gpu else SMS[:1]
 
-    def _add(self, name: str, split: peers.P2P, y: Tensor, product: Product) -> None:
+    def _add(self, name: str, split: peers.P2P, y: Tensor, between: Callable[[], None]) -> None:
         a2a, handles = split.buffer, [None]
 
         def dispatch() -> Any:
             handles[0] = split.send(self._topk_idx)
-            product.run()
+            between()
             return a2a.dispatch_recv(handles[0])
 
         def combine() -> Any:
             a2a.combine_send(y, handles[0])
-            product.run()
+            between()
             return a2a.combine_recv(handles[0])
 
         for step, call in (("dispatch", dispatch), ("combine", combine)):
@@ -112,7 +117,9 @@ class Overlap:
         o = self._bench.options
         both = us[f"overlap {product.name} {sms} {step}"]
         alone = statistics.median(us[f"weft {step}"])
-        product_us = statistics.median(us[f"overlap product {product.name}"])
+        product_us, few_us = (
+            statistics.median(us[f"overlap product {product.name} {number}"]) for number in (0, sms)
+        )
         made = Row(
             f"p2p_{step}.beside",
             o.dtype if step == "dispatch" else "bf16",
@@ -127,6 +134,8 @@ class Overlap:
             "product": f"{product.times} of {'x'.join(map(str, product.shape))}",
             "sms": sms,
             "product_us": round(product_us, 1),
+            "product_few_us": round(few_us, 1),
+            "alone_us": round(statistics.median(us[f"overlap nothing {sms} {step}"]), 1),
             "exposed_us": round(exposed, 1),
             "hidden_share": round(1 - exposed / max(alone - empty, 1e-3), 3),
         }
@@ -142,18 +151,44 @@ class Overlap:
 def notes() -> list[str]:
     """Return what the report says of the columns."""
     return [
-        "beside: a matrix product between send and receive; sms: of the phases, 0: all SMs, on the product's stream; "
-        "exposed us: what the pair adds to the product; hidden share: 1 - exposed / what the pair takes by itself with "
-        "all SMs, less an empty graph, by medians"
+        "beside: a matrix product between send and receive; sms: of the phases, which cuBLAS leaves alone, 0: all SMs, "
+        "on the product's stream; alone us: without a product; product us, product few us: the product alone, with all "
+        "SMs and without those; exposed us: what the pair adds to product us; hidden share: 1 - exposed / what the pair "
+        "takes by itself with all SMs, less an empty graph, by medians",
     ]
 
 
+def _leaving(bench: Bench, sms: int, run: Callable[[], None]) -> Callable[[], None]:
+    """Return ``run`` with cuBLAS told that the device has so many SMs less."""
+    if not bench.on_gpu or sms == 0:
+        return run
+
+    def running() -> None:
+        with _sms_of_cublas(torch.cuda.get_device_properties(bench.device).multi_processor_count - sms):
+            run()
+
+    return running
+
+
+@contextlib.contextmanager
+def _sms_of_cublas(number: int) -> Iterator[None]:
+    cublas = ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).split('.', maxsplit=1)[0]}")
+    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
+    if status := cublas.cublasSetSmCountTarget(handle, number):
+        raise RuntimeError(f"cublasSetSmCountTarget: status {status}")
+    try:
+        yield
+    finally:
+        cublas.cublasSetSmCountTarget(handle, 0)
+
+
 def _shapes(bench: Bench) -> dict[str, tuple[int, int, int]]:
-    """Return products by name: one that the tensor cores bound, and what an expert makes of so many tokens."""
+    """Return products by name: what an expert makes of so many tokens, and two of many, in large tiles and in short."""
     o = bench.options
     if not bench.on_gpu:
         return {"square": (128, 128, 128)}
-    return {"square": (2048, 2048, 2048), "tokens": (max(o.tokens, 1), o.hidden, 4096)}
+    few = (max(o.tokens, 1), o.hidden, 4096)
+    return {"tokens": few, "square": (2048, 2048, 2048), "short": (8192, 512, 8192)}
 
 
 def _product_of(bench: Bench, name: str, shape: tuple[int, int, int]) -> Product:

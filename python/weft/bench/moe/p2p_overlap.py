@@ -152,9 +152,9 @@ def notes() -> list[str]:
     """Return what the report says of the columns."""
     return [
         "beside: a matrix product between send and receive; sms: of the phases, which cuBLAS leaves alone, 0: all SMs, "
-        "on the product's stream; alone us: without a product; product us, product few us: the product alone, with all "
-        "SMs and without those; exposed us: what the pair adds to product us; hidden share: 1 - exposed / what the pair "
-        "takes by itself with all SMs, less an empty graph, by medians",
+        "on the product's stream; alone us: without a product; product us, product few us: the product alone, with "
+        "all SMs and without those; exposed us: what the pair adds to product us; hidden share: 1 - exposed / what the "
+        "pair takes by itself with all SMs, less an empty graph, by medians",
     ]
 
 

@@ -16,7 +16,8 @@ inline constexpr uint32_t kSendVecs = kIsHost ? 16 : 4;
 inline constexpr uint32_t kSendRows = kIsHost ? 1 : 2;
 inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 1;
 inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;
-inline constexpr uint32_t kFewRanks = 4;  // bring so few replies that there is room for more of each
+inline constexpr uint32_t kFewRanks =
+    kIsHost || kSumVecs < 4 ? 0 : 4;  // bring so few replies that more of each fit
 inline constexpr uint32_t kOwnRows = kIsHost ? 1 : 4;
 
 // The sum of weight * element over the `count` listed rows, for this part of what the layout counts.

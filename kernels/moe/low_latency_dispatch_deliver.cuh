@@ -128,8 +128,20 @@ WEFT_DEVICE void store_lines(const D& d) {
   }
 }
 
+// The warp that routes tokens, when it has routed `token`: counts on to the block's next batch, and reads what that one's
+// token chose, while the others still store.
+template <class D>
+WEFT_DEVICE void prepare_next(const D& d, uint32_t batch, uint32_t token) {
+  const uint32_t next = batch + d.block.count();
+  if (next >= d.batches().count) return;
+  const Range tokens = batch_tokens(d, next);
+  if (tokens.first == tokens.last) return;
+  add_choices(d, (token + 1) * d.top_k(), tokens.first * d.top_k(), d.warp.rank(), d.warp.size());
+  read_choices(d, tokens.first);
+}
+
 // The block puts a message together in shared memory while its last warp, which has least of the row, finds
-// where it goes.
+// where it goes. Prepares the next batch.
 template <class D>
 WEFT_DEVICE void send_token_as_lines(const D& d, uint32_t batch, uint32_t token, bool is_read,
                                      const FirstVecs& first) {
@@ -145,13 +157,15 @@ WEFT_DEVICE void send_token_as_lines(const D& d, uint32_t batch, uint32_t token,
   if (d.warp.index() + 1 != d.block.warps()) return;
   count_token(d);
   move_empty_words(d, batch);
+  prepare_next(d, batch, token);
 }
 
 // One batch's tokens, in order. The block. `is_prepared`: prefix() is already what earlier batches choose, and the
 // first token's choices were read; else prefix() is what the first `counted` tokens choose, or anything where that is 0.
-// `first` is of the first token. Blocks with many batches must not count from the start for each.
+// `first` is of the first token. Blocks with many batches must not count from the start for each. Returns whether the
+// next one is prepared.
 template <class D>
-WEFT_DEVICE void send_batch(const D& d, uint32_t batch, bool is_prepared, uint32_t counted, FirstVecs first) {
+WEFT_DEVICE bool send_batch(const D& d, uint32_t batch, bool is_prepared, uint32_t counted, FirstVecs first) {
   const Span traced(d.a.call.wait.trace, Work::kSendBatch, d.block.rank() == 0);
   const Range tokens = batch_tokens(d, batch);
   for (uint32_t i = d.block.rank(); i < d.ranks(); i += d.block.size()) d.sent()[i] = 0;
@@ -165,9 +179,12 @@ WEFT_DEVICE void send_batch(const D& d, uint32_t batch, bool is_prepared, uint32
   d.block.sync();
   if (tokens.first == tokens.last) {
     if (d.warp.index() == 0) move_empty_words(d, batch);
-    return;
+    return false;
   }
-  if (d.sends_lines()) return send_token_as_lines(d, batch, tokens.first, is_prepared, first);
+  if (d.sends_lines()) {
+    send_token_as_lines(d, batch, tokens.first, is_prepared, first);
+    return true;
+  }
   WEFT_ROLLED
   for (uint32_t token = tokens.first; token < tokens.last; ++token) {
     if (token != tokens.first) first = load_first_vecs(d, token);
@@ -186,17 +203,19 @@ WEFT_DEVICE void send_batch(const D& d, uint32_t batch, bool is_prepared, uint32
   }
   // The other warps go on: publishing waits until the last store has arrived.
   if (d.warp.index() == 0) move_words(d, batch, kWordDone);
+  return false;
 }
 
 template <class D>
-WEFT_DEVICE void send_batches(const D& d, bool first_is_prepared, const FirstVecs& first) {
+WEFT_DEVICE void send_batches(const D& d, bool is_prepared, FirstVecs first) {
   uint32_t counted = 0;
   WEFT_ROLLED
   for (uint32_t batch = d.block.index(); batch < d.batches().count; batch += d.block.count()) {
-    const bool is_first = batch == d.block.index();
-    if (!is_first) d.block.sync();
-    send_batch(d, batch, is_first && first_is_prepared, counted,
-               is_first ? first : load_first_vecs(d, batch_tokens(d, batch).first));
+    if (batch != d.block.index()) {
+      first = load_first_vecs(d, batch_tokens(d, batch).first);
+      d.block.sync();
+    }
+    is_prepared = send_batch(d, batch, is_prepared, counted, first);
     counted = batch_tokens(d, batch).last;  // its tokens were counted as they went
   }
 }

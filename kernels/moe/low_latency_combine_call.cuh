@@ -102,7 +102,8 @@ struct Combine {
   WEFT_DEVICE bool takes_own_weights() const { return is_reduced(shape.reply) && a.topk_weights; }
 
   // Whether this rank sums its own rows of a token while it waits for the others' replies, and sends itself none. Not
-  // where x may be another's when replies come, nor where it comes row by row, nor where a batch has many tokens.
+  // where x may hold something else by the time that replies come, nor where it comes row by row, nor where a batch has
+  // many tokens.
   WEFT_DEVICE bool sums_own() const {
     return !kPorts && is_reduced(shape.reply) && !is_log(shape.reply) && batches().capacity == 1 &&
            a.call.phases == (kPhaseSend | kPhaseReceive) && !a.signals;

@@ -118,7 +118,7 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
           layout.store(vecs, index, Element::round(sums));
       };
       const Range range = range_of(c, m, layout);
-      if (parts_of_piece(c) > 1)  // more of few vectors' rows
+      if (has_small_parts(c))
         is_made = sum_rows<Element, kSendVecs / 2, kSendRows * 2>(c, range, count, source, weight_of, put);
       else
         is_made = sum_rows<Element, kSendVecs, kSendRows>(c, range, count, source, weight_of, put);

@@ -103,10 +103,10 @@ struct Combine {
 
   // Whether this rank sums its own rows of a token while it waits for the others' replies, and sends itself none. Not
   // where x may hold something else by the time that replies come, nor where it comes row by row, nor where a batch has
-  // many tokens.
+  // many tokens. Where weights came with the dispatch phases are mostly launches of their own: it would be code for nothing.
   WEFT_DEVICE bool sums_own() const {
-    return !kPorts && is_reduced(shape.reply) && !is_log(shape.reply) && batches().capacity == 1 &&
-           a.call.phases == (kPhaseSend | kPhaseReceive) && !a.signals;
+    return !kPorts && is_reduced(shape.reply) && !is_log(shape.reply) && shape.weights == 0 &&
+           batches().capacity == 1 && a.call.phases == (kPhaseSend | kPhaseReceive) && !a.signals;
   }
   // Owners that get replies of this rank.
   WEFT_DEVICE uint32_t owners() const { return sums_own() ? ranks() - 1 : ranks(); }
@@ -157,10 +157,15 @@ struct Combine {
   WEFT_DEVICE int32_t* own_rows() const { return reinterpret_cast<int32_t*>(owners_weights()); }
 };
 
-// With one peer all rows are for it: then two warps share a piece that goes as lines.
+// Whether lanes load few vectors of many rows at a time, not many of few: where a warp's part of a reply is small.
+template <class C>
+WEFT_DEVICE bool has_small_parts(const C& c) {
+  return !kIsHost && !C::kPorts && c.shape.ranks == 2 && c.shape.weights == 0;
+}
+// With one peer, and no replies to itself, a rank has warps for two to share a piece that goes as lines.
 template <class C>
 WEFT_DEVICE uint32_t parts_of_piece(const C& c) {
-  return !kIsHost && !C::kPorts && c.shape.ranks == 2 ? 2 : 1;
+  return has_small_parts(c) && c.sums_own() ? 2 : 1;
 }
 
 // A message of which a warp answers a piece, or a part of one.

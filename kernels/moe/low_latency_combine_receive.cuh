@@ -135,7 +135,7 @@ WEFT_DEVICE void sum_replies(const C& c, const VecLayout& layout, uint32_t token
     if (layout.holds(index)) store_sums<Element>(c, out, layout.vec(index), sums);
   };
   if constexpr (kFewRanks > 0)
-    if (is_reduced(c.shape.reply) && c.shape.ranks <= kFewRanks)
+    if (is_reduced(c.shape.reply) && c.shape.ranks <= kFewRanks && c.shape.weights == 0)
       return (void)sum_rows<Element, kReceiveVecs * 2, kFewRanks>(c, part, count, source, weight_of, put);
   sum_rows<Element, kReceiveVecs, kReceiveRows>(c, part, count, source, weight_of, put);
 }

@@ -13,9 +13,6 @@ namespace low_latency {
 
 // ---- step 1
 
-// Ids that a thread asks for at once: memory is far. As many as 128 tokens of eight have for each.
-inline constexpr uint32_t kIdsInFlight = 3;
-
 template <class D>
 WEFT_DEVICE void clear_choices(const D& d) {
   for (uint32_t i = d.block.rank(); i < d.ranks() * d.local_experts(); i += d.block.size()) d.prefix()[i] = 0;
@@ -25,16 +22,9 @@ WEFT_DEVICE void clear_choices(const D& d) {
 // work.
 template <class D>
 WEFT_DEVICE void add_choices(const D& d, uint32_t first, uint32_t last, uint32_t rank, uint32_t size) {
-  WEFT_ROLLED
-  for (uint32_t base = first + rank; base < last; base += kIdsInFlight * size) {
-    int64_t experts[kIdsInFlight];
-    WEFT_UNROLL
-    for (uint32_t i = 0; i < kIdsInFlight; ++i)
-      experts[i] =
-          base + i * size < last ? expert_at(d.a.call.topk_idx, d.a.call.id_bytes, base + i * size) : -1;
-    WEFT_UNROLL
-    for (uint32_t i = 0; i < kIdsInFlight; ++i)
-      if (experts[i] >= 0 && experts[i] < d.a.call.experts) add_local(&d.prefix()[experts[i]], uint32_t{1});
+  for (uint32_t i = first + rank; i < last; i += size) {
+    const int64_t expert = expert_at(d.a.call.topk_idx, d.a.call.id_bytes, i);
+    if (expert >= 0 && expert < d.a.call.experts) add_local(&d.prefix()[expert], uint32_t{1});
   }
 }
 
@@ -61,6 +51,7 @@ WEFT_DEVICE void read_choices(const D& d, uint32_t token) {
 template <class D>
 WEFT_DEVICE std::byte* message_place(const D& d, uint32_t rank, uint32_t batch) {
   if (is_port(d.mesh, rank)) return d.mesh.local() + d.outgoing_at(rank, batch, d.sent()[rank]);
+  if (d.keeps_own(rank)) return d.own_message(batch, d.sent()[rank]);
   return near_window(d.mesh, rank) + (d.sends_lines() ? d.line_message_at(d.mesh.rank(), batch)
                                                       : d.message_at(d.mesh.rank(), batch, d.sent()[rank]));
 }

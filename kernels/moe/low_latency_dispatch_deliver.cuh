@@ -128,6 +128,13 @@ WEFT_DEVICE void store_lines(const D& d) {
   }
 }
 
+// Whether blocks may have so many batches that they count on from one to the next: on a host, and in the split
+// all-to-all, whose launches may take few SMs, and whose weights travel. Elsewhere a block has one, and code is time.
+template <class D>
+WEFT_DEVICE bool counts_on(const D& d) {
+  return kIsHost || d.has_weights();
+}
+
 // The warp that routes tokens, when it has routed `token`: counts on to the block's next batch, and reads what that one's
 // token chose, while the others still store.
 template <class D>
@@ -157,7 +164,7 @@ WEFT_DEVICE void send_token_as_lines(const D& d, uint32_t batch, uint32_t token,
   if (d.warp.index() + 1 != d.block.warps()) return;
   count_token(d);
   move_empty_words(d, batch);
-  prepare_next(d, batch, token);
+  if (counts_on(d)) prepare_next(d, batch, token);
 }
 
 // One batch's tokens, in order. The block. `is_prepared`: prefix() is already what earlier batches choose, and the
@@ -170,11 +177,12 @@ WEFT_DEVICE bool send_batch(const D& d, uint32_t batch, bool is_prepared, uint32
   const Range tokens = batch_tokens(d, batch);
   for (uint32_t i = d.block.rank(); i < d.ranks(); i += d.block.size()) d.sent()[i] = 0;
   if (!is_prepared) {
-    if (counted == 0) {
+    if (!counts_on(d) || counted == 0) {
       clear_choices(d);
       d.block.sync();
     }
-    add_choices(d, counted * d.top_k(), tokens.first * d.top_k(), d.block.rank(), d.block.size());
+    const uint32_t known = counts_on(d) ? counted * d.top_k() : 0;
+    add_choices(d, known, tokens.first * d.top_k(), d.block.rank(), d.block.size());
   }
   d.block.sync();
   if (tokens.first == tokens.last) {
@@ -183,7 +191,7 @@ WEFT_DEVICE bool send_batch(const D& d, uint32_t batch, bool is_prepared, uint32
   }
   if (d.sends_lines()) {
     send_token_as_lines(d, batch, tokens.first, is_prepared, first);
-    return true;
+    return counts_on(d);
   }
   WEFT_ROLLED
   for (uint32_t token = tokens.first; token < tokens.last; ++token) {

@@ -13,60 +13,38 @@ inline constexpr uint32_t kCountsInFlight = 8;
 
 // ---- step 3
 
-// Of the counts that a lane waits for, its experts' from every source, one.
-struct CountPlace {
-  uint32_t source;
-  uint32_t expert;
-};
+// One lane: waits for what sources first .. first+kCountsInFlight-1 have for an expert here, and notes it in
+// begin(). A source that does not say so sends nothing.
 template <class D>
-WEFT_DEVICE CountPlace count_place(const D& d, uint32_t item) {
-  return {item % d.ranks(), d.warp.rank() + item / d.ranks() * d.warp.size()};
-}
-template <class D>
-WEFT_DEVICE uint32_t counts_of_lane(const D& d) {
-  return (d.own_experts() + d.warp.size() - 1 - d.warp.rank()) / d.warp.size() * d.ranks();
-}
-
-// One lane: waits for counts first .. first+kCountsInFlight-1 of its own, and notes them in begin(). They are asked for
-// at once: memory is far. A source that does not tell them sends nothing.
-template <class D>
-WEFT_DEVICE void await_counts(const D& d, uint32_t first) {
-  Span traced(d.a.call.wait.trace, Site::kLowLatencyDispatchRecv, count_place(d, first).source);
-  const uint32_t last = counts_of_lane(d);
+WEFT_DEVICE void await_counts(const D& d, uint32_t first, uint32_t expert) {
+  Span traced(d.a.call.wait.trace, Site::kLowLatencyDispatchRecv, first);
   uint64_t words[kCountsInFlight] = {};
   auto is_missing = [&](uint32_t i) {
-    return first + i < last && d.sends_rows()[count_place(d, first + i).source] != 0 &&
-           !is_of_call(words[i], d.epoch.number);
-  };
-  auto load = [&](uint32_t i) {
-    const CountPlace at = count_place(d, first + i);
-    return load_relaxed(d.count_word_at(at.source, at.expert));
+    return first + i < d.ranks() && d.sends_rows()[first + i] != 0 && !is_of_call(words[i], d.epoch.number);
   };
   auto all_came = [&] {
     bool came = true;
     WEFT_UNROLL
     for (uint32_t i = 0; i < kCountsInFlight; ++i)
-      if (first + i < last) words[i] = load(i);
+      if (first + i < d.ranks()) words[i] = load_relaxed(d.count_word_at(first + i, expert));
     WEFT_UNROLL
     for (uint32_t i = 0; i < kCountsInFlight; ++i) {
       if (!is_missing(i)) continue;
-      traced.set_peer(count_place(d, first + i).source);
+      traced.set_peer(first + i);
       came = false;
     }
     return came;
   };
   uint64_t waited_ns = 0;
-  const bool came = poll(d.a.call.wait, waited_ns, all_came);
+  const auto& rule = wait_rule(d.a.call, d.mesh);
+  const bool came = poll(rule, waited_ns, all_came);
   WEFT_UNROLL
-  for (uint32_t i = 0; i < kCountsInFlight; ++i) {
-    const CountPlace at = count_place(d, first + i);
-    if (first + i < last)
-      d.begin()[at.source * d.local_experts() + at.expert] = static_cast<uint32_t>(words[i]);
-  }
+  for (uint32_t i = 0; i < kCountsInFlight; ++i)
+    if (first + i < d.ranks())
+      d.begin()[(first + i) * d.local_experts() + expert] = static_cast<uint32_t>(words[i]);
   WEFT_ROLLED
-  for (uint32_t i = 0; !came && first + i < last && i < kCountsInFlight; ++i) {
-    const uint32_t source = count_place(d, first + i).source;
-    const uint64_t word = load(i);
+  for (uint32_t source = first; !came && source < d.ranks() && source < first + kCountsInFlight; ++source) {
+    const uint64_t word = load_relaxed(d.count_word_at(source, expert));
     if (d.sends_rows()[source] == 0 || is_of_call(word, d.epoch.number)) continue;
     lose(d.a.call, source, Site::kLowLatencyDispatchRecv, d.epoch.number, word >> 32, waited_ns);
     d.sends_rows()[source] = 0;
@@ -124,7 +102,8 @@ WEFT_DEVICE void find_segments(const D& d) {
   // First: who means another call tells other counts. Those that come through a port are there once it has arrived.
   if (reports || kIsHost || D::kPorts) check_sources(d);
   WEFT_ROLLED
-  for (uint32_t first = 0; first < counts_of_lane(d); first += kCountsInFlight) await_counts(d, first);
+  for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size())
+    for (uint32_t first = 0; first < d.ranks(); first += kCountsInFlight) await_counts(d, first, expert);
   d.warp.sync();
   WEFT_ROLLED
   for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size()) {

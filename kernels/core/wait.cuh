@@ -21,6 +21,8 @@ struct WaitRule {
   uint32_t reserved;
   TraceLog* trace = nullptr;    // null: nowhere
   uint32_t* gave_up = nullptr;  // 1 once a launch of this rank gave up; in device memory. Null: not kept
+
+  WEFT_DEVICE bool is_raised() const { return load_relaxed(&fault->raised) != 0; }
 };
 
 // Whether an earlier launch gave up: this one sends nothing then, and raises that too.
@@ -46,9 +48,10 @@ WEFT_DEVICE void note_loss(const WaitRule& rule, bool is_late) {
   if (is_lost) store_relaxed(rule.gave_up, uint32_t{1});
 }
 
-// How long one thread waits for one thing.
-struct Patience {
-  const WaitRule& rule;
+// How long one thread waits for one thing. A Rule is a WaitRule that may know a nearer place to look for a fault.
+template <class Rule>
+struct PatienceBy {
+  const Rule& rule;
   uint64_t since_ns = 0;
   uint64_t waited_ns = 0;
 
@@ -58,17 +61,18 @@ struct Patience {
     const uint64_t now = now_ns();
     if (since_ns == 0) since_ns = now;
     waited_ns = now - since_ns;
-    if (!is_late() && load_relaxed(&rule.fault->raised) == 0) return false;
+    if (!is_late() && !rule.is_raised()) return false;
     if (rule.gave_up) note_loss(rule, is_late());
     return true;
   }
   WEFT_DEVICE bool is_late() const { return waited_ns > rule.timeout_ns; }
 };
+using Patience = PatienceBy<WaitRule>;
 
 // Looks, from one thread, until came() says so. False: time is up, or another warp has raised a fault.
-template <class Came>
-WEFT_DEVICE bool poll(const WaitRule& rule, uint64_t& waited_ns, Came came) {
-  Patience patience{rule};
+template <class Rule, class Came>
+WEFT_DEVICE bool poll(const Rule& rule, uint64_t& waited_ns, Came came) {
+  PatienceBy<Rule> patience{rule};
   for (uint32_t looks = 0; !came(); ++looks) {
     pause(looks);
     if (!patience.ends(looks)) continue;

@@ -32,6 +32,15 @@ inline constexpr int64_t kReplyExact =
 inline constexpr int64_t kReplyReducedLog = 2;  // the same two, as LogFMT where a block of channels allows
 inline constexpr int64_t kReplyExactLog = 3;
 
+// Where windows lie in memory of the host that a GPU reads over PCIe, kernels keep in the GPU's memory what they can: see
+// low_latency_watch.cuh.
+struct LowLatencyBoard {
+  std::byte*
+      control;  // this rank's copy of LowLatencyControl; null: there is none, and kernels look at the window
+  std::byte* own;  // with a board: [2] of own_bytes, by half: see low_latency_ports.h
+  uint64_t own_bytes;
+};
+
 // What both kernels need to know about a call.
 struct LowLatencyCall {
   WaitRule wait;
@@ -40,6 +49,7 @@ struct LowLatencyCall {
   uint64_t
       lines_at;  // in a half: lines_begin(); where ranks have port peers, the outbox (low_latency_ports.h)
   uint32_t* masked;   // u32[R]: peers to leave out; null where there is no shrinking
+  uint32_t* silent;   // u32[R], also the host's: 1 for peers that kernels have masked; null as above
   uint32_t phases;    // kPhaseSend, kPhaseReceive, or both
   uint32_t ticket;    // ties the two launches of a call: < kTickets, different for calls outstanding together
   uint32_t may_mask;  // 1: a silent peer is masked; 0: it is a fault
@@ -54,8 +64,9 @@ struct LowLatencyCall {
   uint32_t reserved;
   LowLatencyHandshake handshake;  // dispatch_epoch is filled in by the kernel
   uint64_t* wait_cycles;          // u64[R] or null: cycles spent waiting for each source are added
+  LowLatencyBoard board;
 };
-static_assert(sizeof(LowLatencyCall) == 176);
+static_assert(sizeof(LowLatencyCall) == 208);
 
 // Outputs are [Le][expert_rows] rows; only the first counts[e] rows of each expert are written. With padding in the
 // shape they are packed instead: [max_rows], each expert's behind those of the one before it, beginning at a multiple
@@ -87,7 +98,7 @@ struct LowLatencyDispatchArgs {
   uint32_t max_rows;         // of all experts in packed outputs
   const uint32_t* carriers;  // LowLatencyControl::carriers; null where each rank gets its own messages
 };
-static_assert(sizeof(LowLatencyDispatchArgs) == 352);
+static_assert(sizeof(LowLatencyDispatchArgs) == 384);
 
 // Where matrix units of Blackwell want the first word of row `row` of an expert's scales, `words` to a row,
 // the others kTiledWordStride apart: tiles [row / 128][word] of 128 words, in which rows 32 apart are
@@ -115,9 +126,11 @@ struct LowLatencyCombineArgs {
   uint32_t signal_value;
   uint32_t signals_per_expert;
   uint32_t signal_rows;  // of an expert, that one signal stands for
-  uint32_t answer_room;  // where ranks have port peers: answer_room() of the outbox
+  // Where ranks have port peers:
+  uint32_t answer_room;  // answer_room() of the outbox
+  Divisor answer_parts;  // of each reply, which the warps of a block share out
 };
-static_assert(sizeof(LowLatencyCombineArgs) == 288);
+static_assert(sizeof(LowLatencyCombineArgs) == 336);
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.
 struct LowLatencyDispatchShape {

@@ -18,6 +18,23 @@ inline constexpr bool kIsHost = Warp::kMaxSize == 1;
 // Every launch with a send phase adds this much to LowLatencyState::started, its blocks together.
 inline constexpr uint64_t kLaunchShare = 1 << 16;
 
+// The blocks of a launch that do its work. Where there is a board, the first block watches for the others: it starts
+// before them.
+struct Workers : Block {
+  uint32_t watching;
+  WEFT_DEVICE uint32_t index() const { return Block::index() - watching; }
+  WEFT_DEVICE uint32_t count() const { return Block::count() - watching; }
+};
+template <class MeshT>
+WEFT_DEVICE auto workers_of(const LowLatencyCall& call) {
+  if constexpr (kHasPorts<MeshT>)
+    return Workers{{}, call.board.control ? 1u : 0u};
+  else
+    return Block{};
+}
+template <class MeshT>
+using WorkersOf = decltype(workers_of<MeshT>(LowLatencyCall{}));
+
 struct Epoch {
   uint64_t number;  // of the call, from 1 on
   uint32_t parity;  // which half it uses
@@ -41,10 +58,53 @@ WEFT_DEVICE uint64_t word_offset(const LowLatencyCall& call, uint64_t ranks, Epo
                         source * kWordsPerSource + word);
 }
 
+// Where this rank's kernels look at what stands at `offset` of the window, in its control area.
+template <class MeshT>
+WEFT_DEVICE std::byte* control_at(const LowLatencyCall& call, const MeshT& mesh, uint64_t offset) {
+  if constexpr (kHasPorts<MeshT>)
+    if (call.board.control) return call.board.control + (offset - call.region);
+  return mesh.local() + offset;
+}
+// The same of a rank that this rank can store to; null for a port peer.
+template <class MeshT>
+WEFT_DEVICE std::byte* near_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer,
+                                    uint64_t offset) {
+  if constexpr (kHasPorts<MeshT>)
+    if (peer == mesh.rank()) return control_at(call, mesh, offset);
+  std::byte* window = near_window(mesh, peer);
+  return kHasPorts<MeshT> && !window ? nullptr : window + offset;
+}
+// One thread: put_value() of any peer, this rank included.
+template <class MeshT>
+WEFT_DEVICE void put_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer, uint64_t offset,
+                             uint64_t value) {
+  if constexpr (kHasPorts<MeshT>) {
+    if (std::byte* at = near_control(call, mesh, peer, offset))
+      return store_release(reinterpret_cast<uint64_t*>(at), value);
+  }
+  mesh.to(peer).put_value(offset, value);
+}
+
 template <class MeshT>
 WEFT_DEVICE LowLatencyState* state_of(const LowLatencyCall& call, const MeshT& mesh) {
-  return reinterpret_cast<LowLatencyState*>(mesh.local() + call.region +
-                                            low_latency_control(mesh.ranks()).state);
+  return reinterpret_cast<LowLatencyState*>(
+      control_at(call, mesh, call.region + low_latency_control(mesh.ranks()).state));
+}
+
+// How a call waits, and where it looks for a fault.
+struct CallRule : WaitRule {
+  const LowLatencyState* state;  // null: in the fault box
+
+  WEFT_DEVICE bool is_raised() const {
+    return state ? load_relaxed(&state->raised) != 0 : WaitRule::is_raised();
+  }
+};
+template <class MeshT>
+WEFT_DEVICE decltype(auto) wait_rule(const LowLatencyCall& call, const MeshT& mesh) {
+  if constexpr (kHasPorts<MeshT>)
+    return CallRule{call.wait, call.board.control ? state_of(call, mesh) : nullptr};
+  else
+    return (call.wait);
 }
 
 WEFT_DEVICE bool is_masked(const LowLatencyCall& call, uint32_t peer) {
@@ -58,20 +118,23 @@ WEFT_DEVICE void lose(const LowLatencyCall& call, uint32_t peer, Site site, uint
     raise(call.wait.fault, site, call.wait.self, peer, want, seen, waited_ns);
   } else if (waited_ns > call.wait.timeout_ns) {  // else another warp's fault has ended the wait
     store_relaxed(call.masked + peer, uint32_t{1});
+    store_relaxed(call.silent + peer, uint32_t{1});
   }
 }
 
 // Waits, in one thread, for a signal of a peer; what may follow is what load_signal() allows. False: the peer
 // is masked, by now or before, or it is a fault. `scale` turns values into epochs for the report.
-WEFT_DEVICE bool await(const LowLatencyCall& call, const uint64_t* signal, uint64_t want, uint32_t peer,
-                       Site site, uint64_t scale, uint64_t& seen) {
+template <class MeshT>
+WEFT_DEVICE bool await(const LowLatencyCall& call, const MeshT& mesh, const uint64_t* signal, uint64_t want,
+                       uint32_t peer, Site site, uint64_t scale, uint64_t& seen) {
   if (is_masked(call, peer)) {
     seen = load_signal(signal);
     return seen >= want;
   }
   uint64_t waited_ns = 0;
   const Span traced(call.wait.trace, site, peer);
-  if (poll(call.wait, waited_ns, [&] { return (seen = load_signal(signal)) >= want; })) return true;
+  const auto& rule = wait_rule(call, mesh);
+  if (poll(rule, waited_ns, [&] { return (seen = load_signal(signal)) >= want; })) return true;
   lose(call, peer, site, want / scale, seen / scale, waited_ns);
   return false;
 }
@@ -84,7 +147,7 @@ struct Joined {
   uint32_t gave_up;  // not 0: nobody takes part any more
 };
 
-// One thread. Blocks share out kLaunchShare so that all of them read the same quotient: the last block adds
+// One thread. All blocks of the launch share out kLaunchShare so that they read the same quotient: the last block adds
 // what the others leave, and even all others together do not reach the next one.
 template <class MeshT>
 WEFT_DEVICE uint64_t join_launch(const LowLatencyCall& call, Block block, const MeshT& mesh) {
@@ -98,8 +161,8 @@ WEFT_DEVICE uint64_t call_number(const LowLatencyCall& call, uint64_t started) {
 }
 template <class MeshT>
 WEFT_DEVICE const uint64_t* consumed_calls(const LowLatencyCall& call, const MeshT& mesh) {
-  return reinterpret_cast<const uint64_t*>(mesh.local() + call.region +
-                                           low_latency_control(mesh.ranks()).consumed);
+  return reinterpret_cast<const uint64_t*>(
+      control_at(call, mesh, call.region + low_latency_control(mesh.ranks()).consumed));
 }
 
 template <class MeshT>
@@ -131,7 +194,7 @@ WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT&
     if (is_port(mesh, peer))
       mesh.to(peer).put_value(word, state->received[half.parity]);
     else
-      store_after_launch(reinterpret_cast<uint64_t*>(near_window(mesh, peer) + word),
+      store_after_launch(reinterpret_cast<uint64_t*>(near_control(call, mesh, peer, word)),
                          state->received[half.parity]);
   }
   warp.sync();
@@ -162,7 +225,8 @@ WEFT_DEVICE void find_call(const LowLatencyCall& call, Warp warp, const MeshT& m
     const bool has_read = peer == warp.rank() && (epoch.parity != 0 ? joined.odd : joined.even) >= want;
     uint64_t seen = 0;
     if (takes_part && !has_read)
-      takes_part = await(call, consumed + epoch.parity * mesh.ranks() + peer, want, peer, site, 1, seen);
+      takes_part =
+          await(call, mesh, consumed + epoch.parity * mesh.ranks() + peer, want, peer, site, 1, seen);
     present[peer] = takes_part ? 1 : 0;
   }
   if (warp.rank() == 0) *shared_epoch = number;
@@ -171,7 +235,7 @@ WEFT_DEVICE void find_call(const LowLatencyCall& call, Warp warp, const MeshT& m
 // Starts a launch, in the block, and returns its number. The first warp finds it while the others prepare().
 // Meanwhile the last warp of all tells peers what was read before; they may be waiting for just that.
 template <class MeshT, class Prepare>
-WEFT_DEVICE Epoch begin_call(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh,
+WEFT_DEVICE Epoch begin_call(const LowLatencyCall& call, WorkersOf<MeshT> block, Warp warp, const MeshT& mesh,
                              const Joined& joined, uint64_t* shared_epoch, uint32_t* present, Site site,
                              Prepare prepare) {
   const bool is_last_warp = block.index() + 1 == block.count() && warp.index() + 1 == block.warps();
@@ -189,7 +253,8 @@ struct WarpShare {
   uint32_t index;
   uint32_t total;
 };
-WEFT_DEVICE WarpShare warp_share(Block block, Warp warp) {
+template <class Blocks>
+WEFT_DEVICE WarpShare warp_share(Blocks block, Warp warp) {
   return {warp.index() * block.count() + block.index(), block.count() * block.warps()};
 }
 

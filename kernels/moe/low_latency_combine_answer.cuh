@@ -90,7 +90,7 @@ struct RowSource {
 // What a warp sums of a reply, in the layout's terms. A piece that no lines carry is not shared: its word says all of it.
 template <class C>
 WEFT_DEVICE Range range_of(const C& c, const Message& m, const VecLayout& layout) {
-  const Range piece = layout.range(m.piece, c.a.pieces);
+  const Range piece = layout.range(m.piece, c.reply_parts());
   if (parts_of_piece(c) == 1 || !layout.lines) return piece;
   const uint32_t middle = piece.first + (piece.last - piece.first) / kLineParts / 2 * kLineParts;
   return m.part == 0 ? Range{piece.first, middle} : Range{middle, piece.last};
@@ -127,7 +127,8 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
   }
   if (!await_owner()) return false;
   const auto block_elems = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2));
-  const Range blocks = part_of(static_cast<uint32_t>(c.shape.row_bytes) / 2 / block_elems, piece, c.a.pieces);
+  const Range blocks =
+      part_of(static_cast<uint32_t>(c.shape.row_bytes) / 2 / block_elems, piece, c.reply_parts());
   for (uint32_t b = blocks.first; b < blocks.last; ++b)
     encode_block(c, b * block_elems / kGroupElems, block_elems / kGroupElems, count, row_of, reply);
   return true;
@@ -249,9 +250,10 @@ WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, Aw
     if (!await_owner()) return false;
     if (c.takes_own_weights() && c.has_lines()) return take_weight_lines(c, m.owner, token, count);
     const auto* weights =
-        c.takes_own_weights()
-            ? reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token))
-            : reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k();
+        !c.takes_own_weights() ? reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k()
+        : c.keeps_own(m.owner)
+            ? reinterpret_cast<const uint32_t*>(c.a.topk_weights) + uint64_t{token} * c.top_k()
+            : reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token));
     list_weights(c, count, [&](uint32_t k) { return float_of_bits(load_relaxed(weights + k)); });
     return true;
   };

@@ -27,7 +27,7 @@ struct Combine {
   const LowLatencyCombineArgs& a;
   const MeshT& mesh;
   const Shape& shape;
-  Block block;
+  WorkersOf<MeshT> block;
   Warp warp;
   Epoch epoch;
   CombineLayouts<kIsHost, MeshT> kept;
@@ -75,7 +75,14 @@ struct Combine {
     return *reinterpret_cast<const uint64_t*>(a.routes + routes().epoch);
   }
   // The part of a row that makes one piece of a reply.
-  WEFT_DEVICE Range vecs_of(uint32_t piece) const { return part_of(row_vecs(), piece, a.pieces); }
+  WEFT_DEVICE Range vecs_of(uint32_t piece) const { return part_of(row_vecs(), piece, reply_parts()); }
+  // Of a reply, each of which a warp builds.
+  WEFT_DEVICE Divisor reply_parts() const {
+    if constexpr (kPorts)
+      return a.answer_parts;
+    else
+      return a.pieces;
+  }
   WEFT_DEVICE uint32_t row_vecs() const { return static_cast<uint32_t>(shape.row_bytes / sizeof(Vec16)); }
   WEFT_DEVICE uint64_t out_row_bytes() const {
     return static_cast<uint64_t>(shape.row_bytes) / bytes_of_element(shape.element) *
@@ -125,12 +132,37 @@ struct Combine {
            peer * port_layout().note.bytes;
   }
   WEFT_DEVICE uint32_t* places() const {
+    if (std::byte* own = own_half()) return reinterpret_cast<uint32_t*>(own + own_layout().places);
     return reinterpret_cast<uint32_t*>(mesh.local() + outbox_offset(a.call, shape.ranks, epoch) +
                                        port_layout().places);
   }
   WEFT_DEVICE uint64_t port_reply_at(uint32_t number) const {
     return part_at(false) + port_layout().replies + number * port_layout().stride;
   }
+  // What stays in memory of this rank's device where there is a board; else null.
+  WEFT_DEVICE std::byte* own_half() const {
+    return a.call.board.own ? a.call.board.own + epoch.parity * a.call.board.own_bytes : nullptr;
+  }
+  WEFT_DEVICE OwnCombine own_layout() const {
+    return own_combine(port_layout(), a.call.max_tokens, top_k(), batches());
+  }
+  // Exact replies may need more room than there is.
+  WEFT_DEVICE bool keeps_own(uint32_t owner) const {
+    if constexpr (kPorts)
+      return a.call.board.own && owner == mesh.rank() && own_layout().bytes <= a.call.board.own_bytes;
+    else
+      return false;
+  }
+  // Where reply `number` of a rank to this one stands.
+  WEFT_DEVICE const std::byte* reply_of(uint32_t rank, uint32_t number) const {
+    return keeps_own(rank) ? own_half() + own_layout().replies + number * port_layout().stride
+                           : mesh.local() + port_reply_at(number);
+  }
+  // How many words of a source the kernels of this rank wait for.
+  WEFT_DEVICE uint32_t awaited_counts() const { return 0; }
+  WEFT_DEVICE uint32_t awaited_words() const { return batches().count; }
+  WEFT_DEVICE uint64_t counts_at(uint32_t) const { return 0; }
+  WEFT_DEVICE const std::byte* inbox(uint32_t) const { return mesh.local(); }
 
   WEFT_DEVICE CombineShared shared() const {
     if constexpr (kIsHost)
@@ -146,6 +178,7 @@ struct Combine {
     return reinterpret_cast<T*>(block.shared() + offset);
   }
   WEFT_DEVICE uint32_t* present() const { return at<uint32_t>(shared().present); }
+  WEFT_DEVICE uint32_t* unanswered() const { return at<uint32_t>(shared().unanswered); }
   WEFT_DEVICE int32_t* rows() const { return at<int32_t>(shared().row) + warp.index() * top_k(); }
   WEFT_DEVICE uint32_t* slots() const { return at<uint32_t>(shared().slot) + warp.index() * top_k(); }
   WEFT_DEVICE float* weights() const { return at<float>(shared().weight) + warp.index() * top_k(); }

@@ -3,8 +3,8 @@
 // low_latency_combine_ports.cuh: delivers a combine where ranks have port peers (low_latency_ports.h). Every rank tells
 // every peer in a note where the peer's replies to each of its batches begin, with the weights of its tokens. Replies to
 // a mapped owner are built there; those to a port peer in the outbox, from which they leave in one range for each batch,
-// or in more where the outbox is small.
-// Waits: an answerer for its owner's note; where the outbox is small, for what has been put before.
+// or in more where the outbox is small (low_latency_combine_answer_ports.cuh).
+// Waits: where the outbox is small, for what has been put before.
 #pragma once
 
 #include "kernels/moe/low_latency_combine_call.cuh"
@@ -28,20 +28,32 @@ WEFT_DEVICE uint32_t replying_rank(const C& c, uint32_t token, uint32_t k) {
   return is_own ? rank : c.ranks();
 }
 
-// Gives the replies of a rank to this rank's batch their places, notes them by slot, and returns the first. One thread.
+// Gives the replies of a rank to this rank's batch their places, notes them by slot, and returns the first. The warp.
 template <class C>
 WEFT_DEVICE uint32_t place_replies(const C& c, uint32_t batch, uint32_t rank) {
   const uint32_t share = c.a.call.batch_tokens.value, tokens = c.a.call.tokens;
   const uint32_t begin = batch * share < tokens ? batch * share : tokens;
   const uint32_t end = begin + share < tokens ? begin + share : tokens;
+  const uint32_t last = end * c.top_k();
+  const auto rank_of_reply = [&](uint32_t slot) {
+    return slot < last ? replying_rank(c, slot / c.top_k(), slot % c.top_k()) : c.ranks();
+  };
   uint32_t first = batch * c.port_layout().batch_replies;
-  WEFT_ROLLED
-  for (uint32_t i = begin * c.top_k(); i < end * c.top_k(); ++i)
-    if (replying_rank(c, i / c.top_k(), i % c.top_k()) < rank) ++first;
+  if (c.keeps_own(rank)) {
+    first = batch * c.port_layout().batch_answers;
+  } else {
+    WEFT_ROLLED
+    for (uint32_t i = begin * c.top_k(); i < last; i += c.warp.size())
+      first += c.warp.count(rank_of_reply(i + c.warp.rank()) < rank);
+  }
   uint32_t next = first;
   WEFT_ROLLED
-  for (uint32_t i = begin * c.top_k(); i < end * c.top_k(); ++i)
-    if (replying_rank(c, i / c.top_k(), i % c.top_k()) == rank) store_relaxed(c.places() + i, next++);
+  for (uint32_t i = begin * c.top_k(); i < last; i += c.warp.size()) {
+    const bool is_its = rank_of_reply(i + c.warp.rank()) == rank;
+    const uint32_t place = next + c.warp.count_below(is_its);
+    next += c.warp.count(is_its);
+    if (is_its) store_relaxed(c.places() + i + c.warp.rank(), place);
+  }
   return first;
 }
 
@@ -73,9 +85,12 @@ WEFT_DEVICE void send_notes(const C& c) {
     if (c.present()[peer] == 0) continue;
     const bool is_far = is_port(c.mesh, peer);
     std::byte* at = is_far ? c.mesh.local() + c.outgoing_note_at(peer) : near_window(c.mesh, peer) + to;
-    for (uint32_t batch = c.block.rank(); batch < c.batches().count; batch += c.block.size())
-      store_relaxed(reinterpret_cast<uint32_t*>(at) + batch, place_replies(c, batch, peer));
-    if (c.takes_own_weights()) write_weights(c, at + note.weights);
+    WEFT_ROLLED
+    for (uint32_t batch = c.warp.index(); batch < c.batches().count; batch += c.block.warps()) {
+      const uint32_t first = place_replies(c, batch, peer);
+      if (c.warp.rank() == 0) store_relaxed(reinterpret_cast<uint32_t*>(at) + batch, first);
+    }
+    if (c.takes_own_weights() && !c.keeps_own(peer)) write_weights(c, at + note.weights);
     c.block.sync();
     if (c.block.rank() == 0) {
       if (is_far) c.mesh.to(peer).put(OneThread{}, to, c.outgoing_note_at(peer), bytes);
@@ -85,47 +100,58 @@ WEFT_DEVICE void send_notes(const C& c) {
   }
 }
 
-// This rank's replies to one batch of an owner whose note has come. The warp.
+// This rank's replies to one batch of an owner whose note has come: built in the outbox for a port peer, else where they
+// are read. The warp.
 template <class C>
 class PortReplies {
  public:
   WEFT_DEVICE PortReplies(const C& c, uint32_t owner, uint32_t batch)
-      : c_(c), owner_(owner), batch_(batch), window_(near_window(c.mesh, owner)) {
-    const auto* firsts = reinterpret_cast<const uint32_t*>(c.mesh.local() + c.note_at(owner));
-    first_ = load_relaxed(firsts + batch);
-  }
+      : c_(c), owner_(owner), batch_(batch), near_(near_place()) {}
 
+  // Where reply `number` is built, if all to the batch fit.
+  WEFT_DEVICE std::byte* at(uint32_t number) const {
+    return (near_ ? near_ : c_.mesh.local() + outbox_at()) + number * stride();
+  }
   // Where the next one is built. Where the outbox is full, those before it leave first.
   WEFT_DEVICE std::byte* place(const Message&, uint32_t, const uint32_t*) {
-    const uint32_t number = built_;
-    if (!window_ && number - sent_ == c_.a.answer_room) {
-      c_.mesh.to(owner_).put(c_.warp, reply_at(sent_), outbox_at(), bytes());
+    if (!near_ && built_ - sent_ == c_.a.answer_room) {
+      c_.mesh.to(owner_).put(c_.warp, reply_at(sent_), outbox_at(), (built_ - sent_) * stride());
       if (c_.warp.rank() == 0) c_.mesh.to(owner_).flush();
       c_.warp.sync();
-      sent_ = number;
+      sent_ = built_;
     }
     ++built_;
-    return window_ ? window_ + reply_at(number) : c_.mesh.local() + outbox_at() + (number - sent_) * stride();
+    return at(built_ - 1 - sent_);
   }
-
   // A message has no row that is known here: its owner has a place for a reply all the same.
   WEFT_DEVICE void leave_out() {
     if (is_reduced(c_.shape.reply)) place({}, 0, nullptr);
   }
-  // The rest leaves, and the batch's word behind it.
-  WEFT_DEVICE void finish(const Message&, uint32_t batch, uint32_t messages) {
-    const uint64_t word = word_offset(c_.a.call, c_.ranks(), c_.epoch, c_.mesh.rank(), batch);
+  WEFT_DEVICE void finish(const Message&, uint32_t, uint32_t messages) { send(built_, messages); }
+  // Of `built` replies those that have not left do, and the batch's word behind them.
+  WEFT_DEVICE void send(uint32_t built, uint32_t messages) {
+    const uint64_t word = word_offset(c_.a.call, c_.ranks(), c_.epoch, c_.mesh.rank(), batch_);
     const uint64_t value = c_.epoch.number * kWordEpoch | kWordDone | messages;
-    if (!window_ && built_ != sent_)
-      return c_.mesh.to(owner_).put_with_signal(c_.warp, reply_at(sent_), outbox_at(), bytes(), word, value);
+    if (!near_ && built != sent_)
+      return c_.mesh.to(owner_).put_with_signal(c_.warp, reply_at(sent_), outbox_at(),
+                                                (built - sent_) * stride(), word, value);
     c_.warp.sync();
-    if (c_.warp.rank() == 0) put_word(c_.mesh, owner_, word, value);
+    if (c_.warp.rank() == 0) put_control(c_.a.call, c_.mesh, owner_, word, value);
   }
 
  private:
+  WEFT_DEVICE std::byte* near_place() const {
+    if (c_.keeps_own(owner_))
+      return c_.own_half() + c_.own_layout().replies + batch_ * c_.port_layout().batch_answers * stride();
+    std::byte* window = near_window(c_.mesh, owner_);
+    return window ? window + reply_at(0) : nullptr;
+  }
   WEFT_DEVICE uint64_t stride() const { return c_.port_layout().stride; }
-  WEFT_DEVICE uint64_t bytes() const { return (built_ - sent_) * stride(); }
-  WEFT_DEVICE uint64_t reply_at(uint32_t number) const { return c_.port_reply_at(first_ + number); }
+  // Where the owner wants a reply.
+  WEFT_DEVICE uint64_t reply_at(uint32_t number) const {
+    const auto* firsts = reinterpret_cast<const uint32_t*>(c_.mesh.local() + c_.note_at(owner_));
+    return c_.port_reply_at(load_relaxed(firsts + batch_) + number);
+  }
   WEFT_DEVICE uint64_t outbox_at() const {
     const uint64_t slot = (uint64_t{owner_} * c_.batches().count + batch_) * c_.a.answer_room;
     return outbox_offset(c_.a.call, c_.shape.ranks, c_.epoch) + c_.port_layout().answers + slot * stride();
@@ -133,8 +159,7 @@ class PortReplies {
 
   const C& c_;
   const uint32_t owner_, batch_;
-  std::byte* const window_;
-  uint32_t first_;
+  std::byte* const near_;
   uint32_t built_ = 0, sent_ = 0;
 };
 

@@ -55,8 +55,7 @@ struct ReplySource {
 
   WEFT_DEVICE const Vec16* reply(uint32_t row) const {
     if constexpr (C::kPorts)
-      return reinterpret_cast<const Vec16*>(c.mesh.local() +
-                                            c.port_reply_at(static_cast<uint32_t>(c.rows()[row])));
+      return reinterpret_cast<const Vec16*>(c.reply_of(peer(row), static_cast<uint32_t>(c.rows()[row])));
     else
       return reinterpret_cast<const Vec16*>(
           c.mesh.local() + c.reply_at(token, static_cast<uint32_t>(c.rows()[row]), layout.lines));

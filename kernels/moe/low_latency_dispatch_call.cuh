@@ -25,7 +25,7 @@ struct Dispatch {
   const LowLatencyDispatchArgs& a;
   const MeshT& mesh;
   const Shape& shape;
-  Block block;
+  WorkersOf<MeshT> block;
   Warp warp;
   Epoch epoch;
   DispatchLayouts<kIsHost, MeshT> kept;
@@ -68,6 +68,20 @@ struct Dispatch {
   WEFT_DEVICE const std::byte* inbox(uint32_t source) const {
     return is_shared() ? near_window(mesh, a.carriers[ranks() + source]) : mesh.local();
   }
+  // What this rank sends to itself stays in memory of its device where there is a board.
+  WEFT_DEVICE std::byte* own_message(uint32_t batch, uint32_t index) const {
+    return a.call.board.own + epoch.parity * a.call.board.own_bytes +
+           (uint64_t{batch} * batches().capacity + index) * message().stride;
+  }
+  WEFT_DEVICE bool keeps_own(uint32_t source) const {
+    if constexpr (kPorts)
+      return a.call.board.own && source == mesh.rank();
+    else
+      return false;
+  }
+  // How many words of a source the kernels of this rank wait for: its counts, and one for each batch.
+  WEFT_DEVICE uint32_t awaited_counts() const { return port_count_words(local_experts()); }
+  WEFT_DEVICE uint32_t awaited_words() const { return batches().count; }
   // A number of own_experts() or more: of another rank, or none.
   WEFT_DEVICE uint32_t own_expert(uint32_t in_head) const {
     return is_shared() ? in_head - mesh.rank() * local_experts() : in_head;
@@ -107,7 +121,7 @@ struct Dispatch {
                           uint64_t{source} * (kPorts ? port_count_words(local_experts()) : local_experts()));
   }
   WEFT_DEVICE const uint64_t* count_word_at(uint32_t source, uint32_t expert) const {
-    return reinterpret_cast<const uint64_t*>(mesh.local() + counts_at(source)) + expert;
+    return reinterpret_cast<const uint64_t*>(control_at(a.call, mesh, counts_at(source))) + expert;
   }
 
   WEFT_DEVICE DispatchOutbox outbox() const {

@@ -53,7 +53,8 @@ WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
       send_counts_to_port(d, peer);
       continue;
     }
-    auto* theirs = reinterpret_cast<uint64_t*>(near_window(d.mesh, peer) + d.counts_at(d.mesh.rank()));
+    auto* theirs =
+        reinterpret_cast<uint64_t*>(near_control(d.a.call, d.mesh, peer, d.counts_at(d.mesh.rank())));
     for (uint32_t i = d.warp.rank(); i < d.local_experts(); i += d.warp.size())
       store_relaxed(&theirs[i], count_word(d.epoch.number, d.prefix()[peer * d.local_experts() + i]));
     d.warp.sync();
@@ -86,8 +87,8 @@ WEFT_DEVICE void move_words(const D& d, uint32_t batch, uint64_t done) {
       if (done != 0) send_range(d, batch, peer);
       continue;
     }
-    put_word(d.mesh, peer, word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), batch),
-             d.epoch.number * kWordEpoch | done | d.sent()[peer]);
+    put_control(d.a.call, d.mesh, peer, word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), batch),
+                d.epoch.number * kWordEpoch | done | d.sent()[peer]);
   }
 }
 
@@ -101,7 +102,7 @@ WEFT_DEVICE void move_empty_words(const D& d, uint32_t batch) {
       continue;
     }
     std::byte* theirs =
-        near_window(d.mesh, peer) + word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), batch);
+        near_control(d.a.call, d.mesh, peer, word_offset(d.a.call, d.ranks(), d.epoch, d.mesh.rank(), batch));
     store_relaxed(reinterpret_cast<uint64_t*>(theirs), d.epoch.number * kWordEpoch | kWordDone);
   }
 }

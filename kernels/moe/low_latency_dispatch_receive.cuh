@@ -184,7 +184,9 @@ struct Incoming {
       layout.lines = false;
       part = layout.range(split, d.a.receive_splits);
     }
-    message = reinterpret_cast<const Vec16*>(d.inbox(source) + d.message_at(source, batch, index));
+    message = reinterpret_cast<const Vec16*>(d.keeps_own(source)
+                                                 ? d.own_message(batch, index)
+                                                 : d.inbox(source) + d.message_at(source, batch, index));
     has_chunk = !kIsHost && !d.is_shared();  // which may be for another rank
     if (has_chunk) load(part.first);
     for (uint32_t i = d.warp.rank(); i < d.message().head_vecs(); i += d.warp.size())
@@ -227,8 +229,10 @@ struct Incoming {
 
 template <class D>
 WEFT_DEVICE const uint64_t* batch_word(const D& d, uint32_t source, uint32_t batch) {
-  return reinterpret_cast<const uint64_t*>(d.inbox(source) +
-                                           word_offset(d.a.call, d.ranks(), d.epoch, source, batch));
+  const uint64_t at = word_offset(d.a.call, d.ranks(), d.epoch, source, batch);
+  if constexpr (D::kPorts)
+    if (d.a.call.board.control) return reinterpret_cast<const uint64_t*>(control_at(d.a.call, d.mesh, at));
+  return reinterpret_cast<const uint64_t*>(d.inbox(source) + at);
 }
 
 // Waits until a batch's word reaches `want`, or, where lines may come instead, until the first message's do:
@@ -250,7 +254,7 @@ WEFT_DEVICE bool await_either(const D& d, Incoming<D>& incoming, uint64_t want, 
 template <class D>
 WEFT_DEVICE bool await_word(const D& d, const Incoming<D>& incoming, uint64_t want, uint64_t& word) {
   word = 0;
-  if (d.warp.rank() == 0 && !await(d.a.call, batch_word(d, incoming.source, incoming.batch), want,
+  if (d.warp.rank() == 0 && !await(d.a.call, d.mesh, batch_word(d, incoming.source, incoming.batch), want,
                                    incoming.source, Site::kLowLatencyDispatchRecv, kWordEpoch, word))
     word = 0;
   word = d.warp.broadcast(word);

@@ -36,12 +36,12 @@ WEFT_DEVICE void send_handshake(const LowLatencyCall& call, const MeshT& mesh, E
                                 uint64_t dispatch_epoch) {
   if (is_port(mesh, peer)) return send_handshake_to_port(call, mesh, epoch, peer, dispatch_epoch);
   const LowLatencyControl at = low_latency_control(mesh.ranks());
-  std::byte* window = near_window(mesh, peer);
-  auto* handshake = reinterpret_cast<LowLatencyHandshake*>(window + call.region + at.handshake) +
-                    epoch.parity * mesh.ranks() + mesh.rank();
+  auto* handshake =
+      reinterpret_cast<LowLatencyHandshake*>(near_control(call, mesh, peer, call.region + at.handshake)) +
+      epoch.parity * mesh.ranks() + mesh.rank();
   write_handshake(call, handshake, dispatch_epoch);
   const uint64_t arrived = control_offset(call, at.arrived, mesh.ranks(), epoch, mesh.rank());
-  store_release(reinterpret_cast<uint64_t*>(window + arrived), epoch.number);
+  store_release(reinterpret_cast<uint64_t*>(near_control(call, mesh, peer, arrived)), epoch.number);
 }
 
 // One thread: waits for a source's handshake. False: leave that source out.
@@ -50,9 +50,9 @@ WEFT_DEVICE bool await_handshake(const LowLatencyCall& call, const MeshT& mesh, 
                                  Site site) {
   const LowLatencyControl at = low_latency_control(mesh.ranks());
   const auto* signal = reinterpret_cast<const uint64_t*>(
-      mesh.local() + control_offset(call, at.arrived, mesh.ranks(), epoch, source));
+      control_at(call, mesh, control_offset(call, at.arrived, mesh.ranks(), epoch, source)));
   uint64_t seen = 0;
-  return await(call, signal, epoch.number, source, site, 1, seen);
+  return await(call, mesh, signal, epoch.number, source, site, 1, seen);
 }
 
 // One thread, after that: whether the source means the same call; a fault if it does not.
@@ -60,7 +60,7 @@ template <class MeshT>
 WEFT_DEVICE bool agrees(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t source,
                         uint64_t dispatch_epoch) {
   const LowLatencyControl at = low_latency_control(mesh.ranks());
-  const auto* vecs = reinterpret_cast<const Vec16*>(mesh.local() + call.region + at.handshake) +
+  const auto* vecs = reinterpret_cast<const Vec16*>(control_at(call, mesh, call.region + at.handshake)) +
                      (epoch.parity * mesh.ranks() + source) * (sizeof(LowLatencyHandshake) / sizeof(Vec16));
   const Vec16 held[2] = {load_vec_fresh(vecs), load_vec_fresh(vecs + 1)};  // both at once: memory is far
   static_assert(LowLatencyHandshake::kWords == 6 && sizeof(LowLatencyHandshake) == 2 * sizeof(Vec16));

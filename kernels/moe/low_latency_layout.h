@@ -30,10 +30,12 @@ inline constexpr uint32_t kTickets = 64;  // calls whose receive phase may be ou
 struct LowLatencyState {
   uint64_t started;      // kLaunchShare for each launch with a send phase: see begin_call()
   uint64_t received[2];  // by half: the last call that was received whole
-  uint64_t reserved;
+  uint64_t watched;      // launches that the watching block has seen the end of
+  uint64_t left;         // kLaunchShare for each launch whose other blocks have all come to their end
+  uint64_t raised;       // of the fault box, as the watching block last saw it
   uint64_t call_epoch[kTickets];
 };
-static_assert(sizeof(LowLatencyState) == 32 + 8 * kTickets);
+static_assert(sizeof(LowLatencyState) == 48 + 8 * kTickets);
 
 // What a rank tells every peer at the start of a call; they must agree.
 struct LowLatencyHandshake {
@@ -258,6 +260,7 @@ WEFT_DEVICE constexpr DispatchShared dispatch_shared(uint64_t ranks, uint64_t ex
 }
 
 struct CombineShared {
+  uint64_t unanswered;  // u32    with port peers: 1 if some of the batch that the block answers could not be
   uint64_t present;
   uint64_t row;     // i32[warps][K]  what the warp sums: row numbers, or slots of replies
   uint64_t slot;    // u32[warps][K]  which slots of the token these are
@@ -269,6 +272,7 @@ struct CombineShared {
 WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_k, uint64_t warps) {
   Carver carver(16);
   CombineShared at{};
+  at.unanswered = 8;  // beside the epoch
   at.present = carver.take(ranks * 4, 16);
   at.row = carver.take(warps * top_k * 4, 16);
   at.slot = carver.take(warps * top_k * 4, 16);

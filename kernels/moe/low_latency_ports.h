@@ -106,6 +106,26 @@ WEFT_DEVICE constexpr PortCombineLayout port_combine_layout(uint64_t ranks, uint
   return at;
 }
 
+// What a rank keeps in memory of its device where there is a board (LowLatencyBoard::own), from the start of a half. A
+// dispatch: the messages to itself, [batches][capacity] of the message's stride. A combine:
+struct OwnCombine {
+  uint64_t places;   // u32[M][K], as above
+  uint64_t replies;  // [batches][batch_answers] of the stride: to itself
+  uint64_t bytes;
+};
+WEFT_DEVICE constexpr OwnCombine own_combine(const PortCombineLayout& at, uint64_t max_tokens, uint32_t top_k,
+                                             Batches batches) {
+  Carver carver;
+  OwnCombine own{};
+  own.places = carver.take(max_tokens * top_k * 4);
+  own.replies = carver.take(uint64_t{batches.count} * at.batch_answers * at.stride);
+  own.bytes = carver.end();
+  return own;
+}
+WEFT_DEVICE constexpr uint64_t own_dispatch_bytes(Batches batches, const MessageLayout& message) {
+  return uint64_t{batches.count} * batches.capacity * message.stride;
+}
+
 // Bytes of the least outbox that a combine can do with, and answers to one batch of one owner that fit an outbox of
 // `bytes`: whoever has more waits in between until the first have left.
 WEFT_DEVICE constexpr uint64_t least_outbox(const PortCombineLayout& at, uint64_t ranks, Batches batches) {

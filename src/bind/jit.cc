@@ -101,7 +101,7 @@ void bind_keys(nb::module_& module) {
       .def_ro("threads_per_block", &KernelKey::threads_per_block)
       .def_ro("blocks_per_sm", &KernelKey::blocks_per_sm)
       .def_ro("prelude", &KernelKey::prelude);
-  nb::class_<KernelRow>(module, "KernelRow", "One kernel of the list in src/jit/host_kernels.cc.")
+  nb::class_<KernelRow>(module, "KernelRow", "One kernel of the list in src/jit/host_kernels_*.cc.")
       .def_ro("file", &KernelRow::file)
       .def_ro("name", &KernelRow::name)
       .def_ro("args_type", &KernelRow::args_type)

@@ -185,10 +185,11 @@ void bind_low_latency(nb::module_& module) {
       .def(
           "__init__",
           [](LowLatency* self, MoeBuffer& buffer, bool may_mask) {
-            new (self) LowLatency(
-                buffer.window(), buffer.low_latency_begin(), buffer.low_latency_end(), buffer.limits(),
-                {buffer.fault_box(), buffer.timeout_s(), may_mask, buffer.trace(), buffer.gave_up()},
-                buffer.low_latency_terms());
+            new (self) LowLatency(buffer.window(), buffer.low_latency_begin(), buffer.low_latency_end(),
+                                  buffer.limits(),
+                                  {buffer.fault_box(), buffer.timeout_s(), may_mask, buffer.silent(),
+                                   buffer.trace(), buffer.gave_up()},
+                                  buffer.low_latency_terms());
             if (may_mask) buffer.outlive_peers();
           },
           nb::arg("buffer"), nb::arg("may_mask"), nb::keep_alive<1, 2>())

@@ -15,10 +15,13 @@
 namespace nb = nanobind;
 
 namespace weft {
-WindowArray view_of(const Window& window, uint64_t offset, uint64_t bytes, nb::object owner) {
-  const Device device = window.communicator()->device();
+static WindowArray view_of(Device device, std::byte* at, uint64_t bytes, nb::object owner) {
   const int kind = device.is_host() ? nb::device::cpu::value : nb::device::cuda::value;
-  return WindowArray(window.local() + offset, {bytes}, owner, {}, nb::dtype<uint8_t>(), kind, device.ordinal);
+  return WindowArray(at, {bytes}, owner, {}, nb::dtype<uint8_t>(), kind, device.ordinal);
+}
+
+WindowArray view_of(const Window& window, uint64_t offset, uint64_t bytes, nb::object owner) {
+  return view_of(window.communicator()->device(), window.local() + offset, bytes, std::move(owner));
 }
 
 // A capsule for torch: [rows][columns] of a type by the code and bits of DLPack.
@@ -206,9 +209,13 @@ void bind_moe(nb::module_& module) {
              check(self.returned_pieces().reclaim(pointer<void>(stream), pointer<void>(current)));
            })
       .def("check_fault", [](MoeBuffer& self) { check(self.fault()); })
-      .def_prop_ro(
-          "trace_at",
-          [](MoeBuffer& self) { return reinterpret_cast<std::byte*>(self.trace()) - self.window().local(); })
+      .def(
+          "trace_view",
+          [](MoeBuffer& self, nb::object owner) {
+            return view_of(self.window().communicator()->device(), reinterpret_cast<std::byte*>(self.trace()),
+                           self.trace_bytes(), std::move(owner));
+          },
+          nb::arg("owner"))
       .def_prop_ro("trace_bytes", &MoeBuffer::trace_bytes)
       .def_prop_ro("window_bytes", [](MoeBuffer& self) { return self.window().bytes(); })
       .def_prop_ro("low_latency_begin", &MoeBuffer::low_latency_begin)

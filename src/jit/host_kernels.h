@@ -2,7 +2,7 @@
 //
 // The list of every kernel that Weft has, once for each mesh that it can run with: where it is, how it is
 // called on the host, and one or more typical sets of compile-time constants that the tests compile it with
-// for every GPU architecture. Rows are in host_kernels.cc.
+// for every GPU architecture. Rows are in host_kernels_*.cc.
 //   for (const KernelRow& row : kernel_table()) ...
 #pragma once
 

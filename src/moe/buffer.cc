@@ -43,6 +43,18 @@ TallyCaller caller_of(const Communicator& comm, uint64_t key) {
   return caller;
 }
 
+// Of the memory that the host and kernels see.
+struct VisibleOffsets {
+  explicit VisibleOffsets(uint32_t ranks) {
+    Carver carver;
+    fault = carver.take(sizeof(FaultBox));
+    awaited_report = carver.take(report_bytes(ranks));
+    silent = carver.take(ranks * sizeof(uint32_t));
+    end = carver.end();
+  }
+  uint64_t fault, awaited_report, silent, end;
+};
+
 }  // namespace
 
 MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window> window,
@@ -66,9 +78,10 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
       dispatches_counted_(tally_.operation("dispatch")),
       combines_(tally_.operation("combine")),
       barriers_(tally_.operation("barrier")) {
-  Carver carver;
-  fault_ = visible_->at<FaultBox>(carver.take(sizeof(FaultBox)));
-  awaited_report_ = visible_->at<CountReport>(carver.take(report_bytes(comm_->size())));
+  const VisibleOffsets at(ranks());
+  fault_ = visible_->at<FaultBox>(at.fault);
+  awaited_report_ = visible_->at<CountReport>(at.awaited_report);
+  silent_ = visible_->at<uint32_t>(at.silent);
   on_death_ = comm_->peers().alarm([box = fault_, self = static_cast<uint32_t>(comm_->rank())](int peer) {
     raise(box, Site::kPeerDied, self, static_cast<uint32_t>(peer), 0, 0, 0);
   });
@@ -93,16 +106,24 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
   }
   const uint64_t bytes = round_up(control_end, 4096) + round_up(options.low_latency_bytes, 4096) +
                          options.heap_bytes + heap_bytes_of(trace_bytes_of(config().trace_spans));
-  WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), 128 * 2 + report_bytes(ranks)));
+  WEFT_TRY_ASSIGN(auto visible, HostVisible::create(comm->device(), VisibleOffsets(ranks).end));
   WEFT_TRY_ASSIGN(auto window, Window::create(comm, std::max<uint64_t>(bytes, config().window_bytes)));
   if (comm->rank() != 0) CompileNotice::keep_off_terminal();
   WEFT_TRY_ASSIGN(LowLatencyTerms terms,
                   agree_on_low_latency(*comm, levels ? levels->islands() : IslandPlan{}));
+  std::unique_ptr<LocalMemory> gave_up;
+  if (levels && limits.is_cuda) {  // whose window is memory of the host
+    WEFT_TRY_ASSIGN(gave_up, LocalMemory::create(comm->device(), sizeof(uint32_t)));
+    if (options.low_latency_bytes > 0) {
+      WEFT_TRY_ASSIGN(terms.board, make_low_latency_board(*comm, options.low_latency_bytes, terms.islands));
+    }
+  }
   if (levels) WEFT_TRY(levels->write_tables(*window));
   std::unique_ptr<MoeBuffer> buffer(new MoeBuffer(std::move(comm), std::move(window), std::move(visible),
                                                   options, control, std::move(levels)));
   buffer->limits_ = limits;
   buffer->low_latency_terms_ = std::move(terms);
+  buffer->gave_up_ = std::move(gave_up);
   if (limits.is_cuda) {
     WEFT_TRY_ASSIGN(const GpuFacts gpu, gpu_facts(buffer->comm_->device().ordinal));
     buffer->planned_sms_ = plan_num_sms(gpu.nvlinks, gpu.compute_major, limits);
@@ -114,8 +135,12 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
 Status MoeBuffer::open_trace() {
   trace_bytes_ = trace_bytes_of(config().trace_spans);
   if (trace_bytes_ == 0) return {};
-  WEFT_TRY_ASSIGN(trace_at_, take(trace_bytes_, "trace"));
   const TraceLog log{0, static_cast<uint32_t>(config().trace_spans), 0};
+  if (levels_ && limits_.is_cuda) {  // whose window is memory of the host
+    WEFT_TRY_ASSIGN(trace_memory_, LocalMemory::create(comm_->device(), trace_bytes_));
+    return trace_memory_->write(0, &log, sizeof log);
+  }
+  WEFT_TRY_ASSIGN(trace_at_, take(trace_bytes_, "trace"));
   if (!comm_->device().is_host())
     return copy_to_device(comm_->device().ordinal, window_->local() + trace_at_, &log, sizeof log);
   std::memcpy(window_->local() + trace_at_, &log, sizeof log);
@@ -123,6 +148,7 @@ Status MoeBuffer::open_trace() {
 }
 
 TraceLog* MoeBuffer::trace() const {
+  if (trace_memory_) return trace_memory_->at<TraceLog>(0);
   return trace_bytes_ == 0 ? nullptr : reinterpret_cast<TraceLog*>(window_->local() + trace_at_);
 }
 
@@ -140,7 +166,7 @@ WaitRule MoeBuffer::wait_rule() const {
 }
 
 uint32_t* MoeBuffer::gave_up() const {
-  return reinterpret_cast<uint32_t*>(window_->local() + control_.gave_up);
+  return reinterpret_cast<uint32_t*>(gave_up_ ? gave_up_->data() : window_->local() + control_.gave_up);
 }
 
 uint32_t MoeBuffer::experts_per_rank(uint32_t experts) const {

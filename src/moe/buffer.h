@@ -227,6 +227,7 @@ class MoeBuffer {
   uint64_t low_latency_begin() const { return low_latency_begin_; }
   uint64_t low_latency_end() const { return low_latency_end_; }
   FaultBox* fault_box() { return fault_; }
+  uint32_t* silent() { return silent_; }  // LowLatencyWaits::silent
   // Where kernels note what took how long, and its bytes: null and 0 unless the option trace_spans asks for
   // it.
   TraceLog* trace() const;
@@ -285,6 +286,8 @@ class MoeBuffer {
   ComputeLimits limits_{};
   uint32_t planned_sms_ = 1;
   LowLatencyTerms low_latency_terms_;
+  std::unique_ptr<LocalMemory> gave_up_,
+      trace_memory_;  // where the window is no memory of the device; else null
   double timeout_s_;
   uint64_t low_latency_begin_;
   uint64_t low_latency_end_;
@@ -293,6 +296,7 @@ class MoeBuffer {
   StreamOrder order_;
   std::vector<KnownKernel> kernels_;
   FaultBox* fault_;
+  uint32_t* silent_;
   CountReport* awaited_report_;
   uint64_t handle_key_;
   CallTally tally_;

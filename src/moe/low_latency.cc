@@ -152,27 +152,12 @@ Result<uint64_t> LowLatency::end_run(const LowLatencyRun& run) {
 }
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
-  return {ranks(), max_tokens, top_k, experts, terms_.line_tokens, half_bytes() - lines_at(), has_ports()};
+  return {ranks(),     max_tokens, top_k, experts, terms_.line_tokens, half_bytes() - lines_at(),
+          has_ports(), has_board()};
 }
 
 uint32_t* LowLatency::masks() const {
-  return reinterpret_cast<uint32_t*>(window_->local() + begin_ + low_latency_control(ranks()).masked);
-}
-
-uint32_t* LowLatency::carriers() const {
-  return reinterpret_cast<uint32_t*>(window_->local() + begin_ + low_latency_control(ranks()).carriers);
-}
-
-// Windows of ranks with port peers are memory that hosts reach. A buffer that serves no such calls has no region.
-void LowLatency::write_carriers() const {
-  const IslandPlan& islands = terms_.islands;
-  if (!has_ports() || islands.count == 0 || half_bytes() == 0) return;
-  const uint32_t own = islands.island[rank()];
-  for (uint32_t peer = 0; peer < ranks(); ++peer) {
-    const uint32_t theirs = islands.island[peer];
-    carriers()[peer] = theirs == own ? peer : islands.hub(rank(), theirs);
-    carriers()[ranks() + peer] = theirs == own ? rank() : islands.hub(peer, own);
-  }
+  return reinterpret_cast<uint32_t*>(control() + low_latency_control(ranks()).masked);
 }
 
 // Where peers may be masked each rank gets its own: a carrier that is lost would take the tokens of ranks that live.
@@ -223,6 +208,7 @@ LowLatencyCall LowLatency::common(const LowLatencySizes& sizes, const LowLatency
   call.half_bytes = half_bytes();
   call.lines_at = lines_at();
   call.masked = waits_.may_mask ? masks() : nullptr;
+  call.silent = waits_.may_mask ? waits_.silent : nullptr;
   call.may_mask = waits_.may_mask ? 1 : 0;
   call.max_tokens = sizes.max_tokens;
   call.tokens = tokens;
@@ -238,23 +224,25 @@ Status LowLatency::launch(const Kernel& kernel, const Launch& how, const void* a
   if (waits_.may_mask) WEFT_TRY(own_mask());
   WEFT_TRY(launch_on_mesh(*window_, kernel, how, args, args_bytes, shape,
                           waits_.may_mask ? Losses::kAreNoErrors : Losses::kAreErrors));
-  if (limits_.is_cuda) return {};
-  if (waits_.may_mask) note_masked();
-  return fault();
+  if (waits_.may_mask) note_silent();
+  return limits_.is_cuda ? Status{} : fault();
 }
 
-// Only of kernels on the host: a look at what a GPU has masked would have to wait for it. The peer is told, in case
-// that it comes back.
-void LowLatency::note_masked() {
+// What calls that have ended so far have masked: on a GPU, earlier ones. The peer is told, in case that it comes back.
+void LowLatency::note_silent() {
   for (uint32_t peer = 0; peer < ranks(); ++peer) {
-    const bool masked = load_relaxed(masks() + peer) != 0;
-    if (masked && !known_masked_[peer]) {
-      log_warn("rank {}: rank {} stayed silent for {} s in a low-latency call and is masked from now on",
-               rank(), peer, waits_.timeout_s);
-      comm_->peers().mask(static_cast<int>(peer), true);
-    }
-    known_masked_[peer] = masked;
+    if (load_relaxed(waits_.silent + peer) == 0 || known_masked_[peer]) continue;
+    log_warn("rank {}: rank {} stayed silent for {} s in a low-latency call and is masked from now on",
+             rank(), peer, waits_.timeout_s);
+    comm_->peers().mask(static_cast<int>(peer), true);
+    known_masked_[peer] = true;
   }
+}
+
+void LowLatency::forget_mask(uint32_t peer) {
+  store_relaxed(waits_.silent + peer, 0u);
+  known_masked_[peer] = false;
+  comm_->peers().mask(static_cast<int>(peer), false);
 }
 
 // Others leave this rank out: alone, it would wait for each of them and compute without their rows.
@@ -264,8 +252,8 @@ Status LowLatency::own_mask() {
   return Status::make(
       Code::kPeerLost,
       "rank {} (this rank) was given up by {}: it stayed silent in a low-latency call past their "
-      "deadline and is masked, allowed: a new buffer of all ranks, or until they unmask it "
-      "(low_latency_update_mask_buffer)",
+      "deadline and is masked, allowed: a new buffer of all ranks (to unmask it helps only a rank that has "
+      "missed no call)",
       rank(), maskers);
 }
 
@@ -297,6 +285,9 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
   args.line_tokens = plan.line_tokens;
   args.expert_rows = form.expert_rows != 0 ? form.expert_rows : ranks() * form.max_tokens;
   args.max_rows = form.max_rows;
+  args.call.board =
+      board(own_dispatch_bytes(args.call.batches, message_layout(shape.top_k, shape.weights != 0,
+                                                                 shape.row_bytes, shape.scale_bytes)));
   const Launch how = launch_of(plan);
   // A combine follows, most often a reduced one: it is compiled beside this. Not where outputs have other places: who asks
   // for these knows what its results will be.
@@ -382,10 +373,14 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   args.signal_value = form.signal_value;
   args.signals_per_expert = form.signals_per_expert;
   args.signal_rows = form.signal_rows;
-  if (all.has_ports)
-    args.answer_room = answer_room(port_combine_layout(ranks(), form.max_tokens, form.top_k,
-                                                       args.call.batches, shape.row_bytes, form.reply),
-                                   ranks(), args.call.batches, half_bytes() - lines_at());
+  args.answer_parts = Divisor::of(1);
+  if (all.has_ports) {
+    const PortCombineLayout at = port_combine_layout(ranks(), form.max_tokens, form.top_k, args.call.batches,
+                                                     shape.row_bytes, form.reply);
+    args.answer_room = answer_room(at, ranks(), args.call.batches, half_bytes() - lines_at());
+    if (args.answer_room == at.batch_answers) args.answer_parts = Divisor::of(plan.answer_parts);
+    args.call.board = board(own_combine(at, form.max_tokens, form.top_k, args.call.batches).replies);
+  }
   args.pieces = Divisor::of(plan.pieces);
   args.owner_jobs = Divisor::of(args.call.batches.count * plan.pieces);
   const PlannedCombine::Grid receiving = grid_of(plan);
@@ -458,18 +453,18 @@ Status LowLatency::write_words(uint32_t* at, uint32_t value, uint64_t words, voi
 
 Status LowLatency::set_mask(uint32_t rank, bool masked, void* stream) {
   if (rank >= ranks()) return Status::invalid("rank_to_mask: got {}, allowed: 0 to {}", rank, ranks() - 1);
+  if (!masked) forget_mask(rank);
   known_masked_[rank] = masked;
-  if (!masked) comm_->peers().mask(static_cast<int>(rank), false);
   return write_words(masks() + rank, masked ? 1 : 0, 1, stream);
 }
 
 Status LowLatency::clear_masks(void* stream) {
-  known_masked_.assign(ranks(), false);
-  for (uint32_t peer = 0; peer < ranks(); ++peer) comm_->peers().mask(static_cast<int>(peer), false);
+  for (uint32_t peer = 0; peer < ranks(); ++peer) forget_mask(peer);
   return write_words(masks(), 0, ranks(), stream);
 }
 
 Status LowLatency::query_masks(int32_t* out, void* stream) {
+  if (waits_.may_mask) note_silent();
   const uint64_t bytes = ranks() * sizeof(int32_t);
   if (!limits_.is_cuda) {
     std::memcpy(out, masks(), bytes);

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "base/status.h"
@@ -24,6 +25,7 @@
 #include "comm/window.h"
 #include "jit/jit.h"
 #include "kernels/moe/low_latency_args.h"
+#include "memory/local_memory.h"
 #include "moe/fault_text.h"
 #include "plan/expert_traffic.h"
 #include "plan/low_latency.h"
@@ -35,6 +37,7 @@ struct LowLatencyWaits {
   FaultBox* fault;  // memory that host and device see
   double timeout_s;
   bool may_mask;  // a silent peer is masked and left out from then on, instead of a fault; the host logs it
+  uint32_t* silent;  // u32[R], zero, memory that host and device see: 1 for peers that a call has masked
   TraceLog* trace = nullptr;
   uint32_t* gave_up = nullptr;  // as in a WaitRule; of no use where peers may be masked
 };
@@ -159,7 +162,13 @@ struct LowLatencyTerms {
       0;  // of a rank that may travel as lines (core/line.cuh); 0 where links do not keep these whole
   IslandPlan islands = {};  // none where all ranks map each other
   LinkFigures links = {};   // between islands, the least of any rank: what their planner goes by
+  std::shared_ptr<LocalMemory> board =
+      {};  // of make_low_latency_board(): this rank's; null: kernels look at the window
 };
+// The board of a region of `region_bytes` of a rank with port peers (low_latency_watch.cuh). It lives as long as the region,
+// and what serves the same region gets the same. Errors: kSystem where the device has no room.
+Result<std::shared_ptr<LocalMemory>> make_low_latency_board(const Communicator& comm, uint64_t region_bytes,
+                                                            const IslandPlan& islands);
 // All ranks call it together, with the islands that they have found. Errors: kInvalid where the setting of lines is out of
 // range or ranks differ; those of Communicator::show().
 Result<LowLatencyTerms> agree_on_low_latency(Communicator& comm, IslandPlan islands);
@@ -231,6 +240,10 @@ class LowLatency {
   uint64_t half_bytes() const { return low_latency_half_bytes(ranks(), end_ - begin_); }
   bool has_ports() const { return !window_->communicator()->why_not_all_mapped().empty(); }
   uint64_t lines_at() const { return low_latency_lines_at(ranks(), half_bytes(), has_ports()); }  // in a half
+  bool has_board() const { return has_ports() && terms_.board != nullptr; }
+  // Of this rank's control area, where its kernels look.
+  std::byte* control() const;
+  LowLatencyBoard board(uint64_t own_bytes) const;
   uint32_t* carriers() const;
   void write_carriers() const;
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
@@ -253,7 +266,8 @@ class LowLatency {
   Status launch(const Kernel& kernel, const Launch& how, const void* args, size_t args_bytes,
                 const void* shape);
   PeerWatch& peers() { return window_->communicator()->peers(); }
-  void note_masked();
+  void note_silent();
+  void forget_mask(uint32_t peer);
   Status own_mask();
   Status write_words(uint32_t* at, uint32_t value, uint64_t words, void* stream);
 

@@ -22,8 +22,14 @@ LowLatencyPlan grid_plan(const LowLatencySizes& sizes, const ComputeLimits& limi
   LowLatencyPlan plan{};
   plan.blocks = limits.is_cuda ? limits.max_blocks : limits.host_threads;
   if (sizes.grid_sms != 0) plan.blocks = std::min(plan.blocks, sizes.grid_sms);
+  if (sizes.is_watched) plan.blocks = limits.is_cuda ? std::max(plan.blocks, 2u) : plan.blocks + 1;
   plan.threads_per_block = limits.is_cuda ? kCudaThreads : 1;
   return plan;
+}
+
+// Of all blocks that do a call's work.
+uint32_t working_warps(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t warps_per_block) {
+  return (plan.blocks - (sizes.is_watched ? 1 : 0)) * warps_per_block;
 }
 
 uint32_t warps_per_block(const LowLatencyPlan& plan, const ComputeLimits& limits) {
@@ -108,7 +114,9 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   plan.shared_bytes = static_cast<uint32_t>(shared_bytes(plan.line_tokens != 0));
   plan.pieces = 1;
   plan.receive_splits =
-      limits.is_cuda ? std::clamp(plan.blocks * warps / (sizes.ranks * batches.count), 1u, kMostPieces) : 1;
+      limits.is_cuda
+          ? std::clamp(working_warps(sizes, plan, warps) / (sizes.ranks * batches.count), 1u, kMostPieces)
+          : 1;
   return plan;
 }
 
@@ -130,7 +138,9 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
   if (!sizes.has_ports)
     plan.pieces = std::clamp(static_cast<uint32_t>(answering_warps(sizes) / messages), 1u, kMostPieces);
   const uint32_t sums = std::max(tokens, 1u) * plan.pieces;
-  plan.receive_splits = plan.pieces * std::clamp(plan.blocks * warps / sums, 1u, kMostSplitsOfPiece);
+  plan.receive_splits =
+      plan.pieces * std::clamp(working_warps(sizes, plan, warps) / sums, 1u, kMostSplitsOfPiece);
+  if (sizes.has_ports) plan.answer_parts = std::max(warps / sizes.batches().capacity, 1u);
   return plan;
 }
 
@@ -147,6 +157,13 @@ uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t word_bytes, bool has_
 uint64_t low_latency_half_bytes(uint32_t ranks, uint64_t region_bytes) {
   const uint64_t control = low_latency_control(ranks).end;
   return region_bytes <= control ? 0 : (region_bytes - control) / 2 / kLineBytes * kLineBytes;
+}
+
+// Messages of a rank to itself fit, and its reduced replies.
+uint64_t low_latency_board_bytes(uint32_t ranks, uint64_t region_bytes) {
+  const uint64_t inbox = low_latency_lines_at(ranks, low_latency_half_bytes(ranks, region_bytes), true);
+  const uint64_t own = (inbox / ranks + kLineBytes - 1) / kLineBytes * kLineBytes;
+  return low_latency_control(ranks).end + 2 * own;
 }
 
 uint64_t low_latency_lines_at(uint32_t ranks, uint64_t half_bytes, bool has_ports) {

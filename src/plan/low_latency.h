@@ -24,6 +24,7 @@ struct LowLatencySizes {
   uint32_t line_tokens = 0;  // a rank with so many tokens, or fewer, sends them as lines; 0: none
   uint64_t line_room = 0;    // bytes of a half that lines have; calls whose lines do not fit have none
   bool has_ports = false;    // some rank has peers that it does not map: an outbox, no lines, larger batches
+  bool is_watched = false;   // there is a board: a block of every launch watches (low_latency_watch.cuh)
   uint32_t grid_sms = 0;     // SMs, or host threads, of each launch of the call at most; 0: all
 
   // The last ranks own fewer, or none, where experts do not divide evenly.
@@ -39,7 +40,9 @@ struct LowLatencyPlan {
   uint32_t threads_per_block;
   uint32_t shared_bytes;
   uint32_t pieces;  // combine: warps that share one reply; all ranks must use the same, so T plays no part
-  uint32_t receive_splits;   // warps that share one message or one token's sum; a multiple of pieces
+  uint32_t receive_splits;  // warps that share one message or one token's sum; a multiple of pieces
+  uint32_t answer_parts =
+      1;  // combine with port peers: parts of a reply, which the warps of a block share out
   uint32_t line_tokens = 0;  // dispatch: this rank's tokens travel as lines if they are so few; 0: never
 };
 
@@ -57,6 +60,9 @@ uint64_t low_latency_routes_words(const LowLatencySizes& sizes, bool has_weights
 uint64_t low_latency_region_bytes(uint32_t ranks, uint64_t word_bytes, bool has_ports = false);
 uint64_t low_latency_half_bytes(uint32_t ranks, uint64_t region_bytes);
 uint64_t low_latency_lines_at(uint32_t ranks, uint64_t half_bytes, bool has_ports);
+// Bytes of a board beside a region of `region_bytes` of ranks with port peers: control, and what a rank keeps of each half
+// that it sends to itself.
+uint64_t low_latency_board_bytes(uint32_t ranks, uint64_t region_bytes);
 // Bytes of a region in which ranks with port peers can make every call that ranks which map each other make in one of
 // `region_bytes`.
 uint64_t low_latency_bytes_with_ports(uint32_t ranks, uint64_t region_bytes);

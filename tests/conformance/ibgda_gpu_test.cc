@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// GPUs that write queues in pinned memory of the host, which a model of the NIC serves: what a GPU's stores look like from
+// GPUs that write queues in pinned memory of the host, or in their own, which a model of the NIC serves: what a GPU's stores look like from
 // outside, in which order, and what posting costs it. Two ranks are threads of this process, each with a GPU, or both
 // with the only one. The CPU runs the same, shorter: a mistake of the test shows without a GPU.
 // Every wait is bounded by kTimeout_s. Lines "result NAME VALUE" are for tests/gpu/test_ibgda_gpu.py.
@@ -19,6 +19,8 @@
 #include "measure/channel_loop.h"
 #include "memory/local_memory.h"
 #include "support/channel_replay.cuh"
+#include "support/fake_devx.h"
+#include "support/posting_floor.cuh"
 
 namespace weft {
 namespace {
@@ -40,6 +42,7 @@ struct Where {
   const char* name;
   bool has_gpus;
   uint32_t divisor;  // of the work
+  bool is_far;       // queues lie in memory of the device, and the model copies
 };
 void PrintTo(const Where& where, std::ostream* out) {
   *out << where.name;
@@ -68,6 +71,12 @@ class IbgdaPosts : public ::testing::TestWithParam<Where> {
   }
   void use(NicPlan plan, const char* depth) {
     Settings::set({{"WEFT_IBGDA_DEPTH", depth}});
+    if (GetParam().is_far) {
+      plan.rooms = [](Device device) -> Result<std::unique_ptr<ibgda::QueueRooms>> {
+        if (!device.is_host()) return ibgda::cuda_rooms(device);
+        return std::unique_ptr<ibgda::QueueRooms>(std::make_unique<testing::FileRooms>());
+      };
+    }
     model_ = std::make_unique<NicModel>(plan);
     ibgda::set_nic_source(model_.get());
   }
@@ -197,6 +206,39 @@ TEST_P(IbgdaPosts, WhatPostingCosts) {
     });
     EXPECT_EQ(model_->failures(), "");
   }
+}
+
+// What no call can do without, by the same clock.
+TEST_P(IbgdaPosts, WhatItsFencesCost) {
+  use({.seed = 75}, "16");
+  on_ranks([&](const std::shared_ptr<Communicator>& comm, int rank) {
+    const Device device = comm->device();
+    auto window = Window::create(comm, 4096);
+    auto queue = LocalMemory::create(device, 65 * ibgda::kBlockBytes);
+    auto seen = HostVisible::create(device, 2 * sizeof(uint64_t));
+    ASSERT_TRUE(window.ok() && queue.ok() && seen.ok());
+    const PostingFloorArgs args{(*queue)->at<std::byte>(0), (*queue)->at<uint32_t>(64 * ibgda::kBlockBytes),
+                                (*seen)->at<uint64_t>(0), (*seen)->at<uint64_t>(8), 2000};
+    if (device.is_host()) {
+      posting_floor(args, mesh_of<IbgdaMesh>(**window), PostingFloorShape{});
+    } else {
+      auto stream = OwnStream::create(device.ordinal);
+      ASSERT_TRUE(stream.ok());
+      Launch how;
+      how.threads_per_block = 32;
+      how.stream = (*stream)->get();
+      const KernelKey key{"tests/support/posting_floor.cuh", "posting_floor", "PostingFloorArgs"};
+      const auto kernel = kernel_on_mesh(**window, key, how);
+      ASSERT_EQ(kernel.status().message(), "");
+      for (int i = 0; i < 2; ++i)
+        EXPECT_EQ(launch_on_mesh(**window, **kernel, how, &args, sizeof args, nullptr).message(), "");
+      EXPECT_EQ((*stream)->wait().message(), "");
+    }
+    EXPECT_EQ(*args.doorbell, args.count - 1);
+    EXPECT_GT(*args.took_ns, 0u);
+    if (rank == 0)
+      result("posting.fences_ns", static_cast<double>(*args.took_ns) / static_cast<double>(args.count));
+  });
 }
 
 // ---- graphs
@@ -339,7 +381,9 @@ TEST_P(IbgdaPosts, ReplaysOfAGraphLoseNothing) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ibgda, IbgdaPosts,
-                         ::testing::Values(Where{"host", false, 100}, Where{"gpus", true, 1}),
+                         ::testing::Values(Where{"host", false, 100, false},
+                                           Where{"host_copies", false, 100, true},
+                                           Where{"gpus", true, 1, false}, Where{"gpus_own", true, 20, true}),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

@@ -37,7 +37,6 @@ from weft.testing.ranks import Rank, run_ranks
 SIZES = (0, 1, 7, 33, 64, 128)  # tokens of a rank: no batch, one, odd ones, all
 ROUTES = 509  # a prime, so that routes and sizes meet in all ways
 CHUNK = 250  # rounds between looks at the clock
-TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class Options:
     fan_out: str
     hooks: bool
     seed: int
+    timeout_s: float
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Rounds:
             0,
             hint,
             low_latency_mode=True,
-            timeout_s=TIMEOUT_S,
+            timeout_s=o.timeout_s,
             device=self.device,
             explicitly_destroy=True,
         )
@@ -211,7 +211,7 @@ def run(options: Options) -> Outcome:
             _soak,
             options,
             with_gpus=options.device == "cuda",
-            deadline_s=options.minutes * 60 + 3 * TIMEOUT_S,
+            deadline_s=options.minutes * 60 + 3 * options.timeout_s,
         )
     except Exception as error:  # reported with what was asked for; the next provider runs
         return Outcome(options, error=str(error))
@@ -237,6 +237,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--fan-out", choices=("auto", "direct", "node"), default="auto", help="WEFT_LOW_LATENCY_FANOUT")
     add("--hooks", action="store_true", help="receive phases are launches of their own")
     add("--seed", type=int, default=1)
+    add("--timeout-s", type=float, default=60.0, help="of a wait for another rank (%(default)s)")
     add("--json", type=Path, help="file for the result")
     return parser.parse_args(argv)
 

@@ -314,6 +314,47 @@ def test_a_masked_rank_is_left_out() -> None:
         run_on_gpus(num_ranks, _check_masks)
 
 
+def _come_back(rank: Rank) -> str:
+    """The last rank stays silent until kernels of the others have masked it, and is told so at its next call."""
+    case = _case(rank.size, 32, 512, 4, 4)
+    buffer = _buffer(rank, case, 32, enable_shrink=True, timeout_s=2)
+    me, lost, said = rank.rank, rank.size - 1, ""
+    status = torch.zeros(rank.size, dtype=torch.int32, device="cuda")
+
+    def dispatch() -> None:
+        x, idx = case.x(me).cuda(), case.topk_idx(me).cuda()
+        buffer.low_latency_dispatch(x, idx, 32, case.num_experts, use_fp8=False)
+        torch.cuda.synchronize()
+
+    dispatch()
+    torch.distributed.barrier(group=rank.group)
+    if me != lost:
+        dispatch()
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [int(r == lost) for r in range(rank.size)]
+    torch.distributed.barrier(group=rank.group)
+    if me == lost:
+        with pytest.raises(weft.PeerLost) as raised:
+            dispatch()
+        said = str(raised.value)
+    torch.distributed.barrier(group=rank.group)
+    if me != lost:
+        buffer.low_latency_clean_mask_buffer()
+    torch.distributed.barrier(group=rank.group)
+    if me == lost:
+        dispatch()  # nobody refuses it any more, and nobody answers
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [int(r != lost) for r in range(rank.size)]
+    torch.distributed.barrier(group=rank.group)
+    return said
+
+
+def test_a_masked_rank_that_comes_back_is_told_so() -> None:
+    for num_ranks in sorted({2, num_ranks_here()}):
+        said = run_on_gpus(num_ranks, _come_back)[-1]
+        assert f"rank {num_ranks - 1} (this rank) was given up by rank 0 (pid " in said
+
+
 def _check_statistics(rank: Rank) -> None:
     case = _case(rank.size, 32, 512, 4, 4)
     buffer, me = _buffer(rank, case, 32), rank.rank

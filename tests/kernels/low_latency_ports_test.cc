@@ -23,16 +23,33 @@ uint64_t ports_region_for(const Case& c) {
   return low_latency_bytes_with_ports(c.ranks, region_for(c));
 }
 
+// Whether a block watches for the others, as it does on GPUs.
+struct WatchedCase : PortsCase {
+  bool has_board = false;
+
+  friend void PrintTo(const WatchedCase& c, std::ostream* out) {
+    PrintTo(static_cast<const PortsCase&>(c), out);
+    *out << (c.has_board ? " watched" : "");
+  }
+};
+
 // By ranks to a node.
-class LowLatencyPorts : public ::testing::TestWithParam<PortsCase> {
+class LowLatencyPorts : public ::testing::TestWithParam<WatchedCase> {
  protected:
   void SetUp() override { GetParam().set_up(); }
   void TearDown() override { GetParam().tear_down(); }
+  static Rank make_rank(std::shared_ptr<Bootstrap> boot, uint64_t region_bytes, uint32_t host_threads,
+                        double timeout_s = kTimeoutS) {
+    return Rank(std::move(boot), region_bytes, host_threads, 0, false, timeout_s, GetParam().has_board);
+  }
 };
-INSTANTIATE_TEST_SUITE_P(RanksPerNode, LowLatencyPorts,
-                         ::testing::Values(PortsCase{"1"}, PortsCase{"2", false, "node"},
-                                           PortsCase{"2", false, "direct"}, PortsCase{"3", false, "node"},
-                                           PortsCase{"1", true}, PortsCase{"2", true, "node"}));
+INSTANTIATE_TEST_SUITE_P(
+    RanksPerNode, LowLatencyPorts,
+    ::testing::Values(WatchedCase{{"1"}}, WatchedCase{{"1"}, true}, WatchedCase{{"2", false, "node"}},
+                      WatchedCase{{"2", false, "node"}, true}, WatchedCase{{"2", false, "direct"}},
+                      WatchedCase{{"2", false, "direct"}, true}, WatchedCase{{"3", false, "node"}},
+                      WatchedCase{{"3", false, "node"}, true}, WatchedCase{{"1", true}},
+                      WatchedCase{{"2", true, "node"}}));
 
 TEST_P(LowLatencyPorts, RoundTripsOfAnyShape) {
   const Case cases[] = {{2, 512, 3, 8, 9, kPayloadFp8Exponent},
@@ -44,7 +61,7 @@ TEST_P(LowLatencyPorts, RoundTripsOfAnyShape) {
                         {7, 16, 2, 5, 9, kPayloadCopy, kReplyReduced, 1, true}};
   for (const Case& c : cases)
     run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-      Rank rank(boot, ports_region_for(c), c.host_threads, 0);
+      Rank rank = make_rank(boot, ports_region_for(c), c.host_threads);
       for (uint32_t seed = 0; seed < 3; ++seed) run_whole(c, rank, seed);
     });
 }
@@ -52,7 +69,7 @@ TEST_P(LowLatencyPorts, RoundTripsOfAnyShape) {
 TEST_P(LowLatencyPorts, TwoCallsMayBeOutstanding) {
   const Case c{3, 128, 3, 6, 10};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, ports_region_for(c), 2, 0);
+    Rank rank = make_rank(boot, ports_region_for(c), 2);
     for (uint32_t turn = 0; turn < 4; ++turn) {
       RoundTrip a(c, rank, 2 * turn), b(c, rank, 2 * turn + 1);
       ASSERT_EQ(a.dispatch(kPhaseSend).message(), "");
@@ -74,7 +91,7 @@ TEST_P(LowLatencyPorts, TwoCallsMayBeOutstanding) {
 TEST_P(LowLatencyPorts, SlowRanksAreWaitedFor) {
   const Case c{4, 64, 3, 8, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, ports_region_for(c), 1, 0);
+    Rank rank = make_rank(boot, ports_region_for(c), 1);
     std::mt19937 random(rank.rank());
     for (uint32_t turn = 0; turn < 20; ++turn) {
       if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(random() % 4));
@@ -96,7 +113,7 @@ TEST_P(LowLatencyPorts, TheLeastRegionServesWhereRepliesDoNotAllFit) {
   ASSERT_GT(answer_room(at, c.ranks, batches, least), 0u);
   ASSERT_LT(answer_room(at, c.ranks, batches, least), batches.capacity * 2 * 3 / 4);
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, low_latency_region_bytes(c.ranks, least, true), 1, 0);
+    Rank rank = make_rank(boot, low_latency_region_bytes(c.ranks, least, true), 1);
     for (uint32_t seed = 0; seed < 3; ++seed) run_whole(c, rank, seed);
   });
 }
@@ -104,7 +121,7 @@ TEST_P(LowLatencyPorts, TheLeastRegionServesWhereRepliesDoNotAllFit) {
 TEST_P(LowLatencyPorts, TooSmallARegionIsRefusedBeforeAnythingIsSent) {
   const Case c{2, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, ports_region_for(c), 1, 0);
+    Rank rank = make_rank(boot, ports_region_for(c), 1);
     const Case big{2, 4096, 3, 6, 600};
     RoundTrip trip(big, rank, 0);
     const Status status = trip.dispatch(kBoth);
@@ -117,7 +134,7 @@ TEST_P(LowLatencyPorts, TooSmallARegionIsRefusedBeforeAnythingIsSent) {
 TEST_P(LowLatencyPorts, SilentRankIsNamed) {
   const Case c{4, 64, 3, 6, 6};
   run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
-    Rank rank(boot, ports_region_for(c), 1, 0, false, kSilentS);
+    Rank rank = make_rank(boot, ports_region_for(c), 1, kSilentS);
     run_whole(c, rank, 0);
     const Status met = rank.comm().barrier();
     ASSERT_EQ(met.message(), "");

@@ -101,16 +101,25 @@ struct Output {
 class Rank {
  public:
   Rank(std::shared_ptr<Bootstrap> boot, uint64_t region_bytes, uint32_t host_threads, uint32_t line_tokens,
-       bool may_mask = false, double timeout_s = kTimeoutS) {
+       bool may_mask = false, double timeout_s = kTimeoutS, bool has_board = false) {
     auto comm = Communicator::create(boot, Device{Device::Kind::kHost, 0}, kTimeoutS);
     EXPECT_EQ(comm.status().message(), "");
     comm_ = *comm;
     auto window = Window::create(comm_, kBegin + region_bytes);
     EXPECT_EQ(window.status().message(), "");
     window_ = std::move(*window);
-    mode_ = std::make_unique<LowLatency>(*window_, kBegin, kBegin + region_bytes,
-                                         ComputeLimits{false, 1, host_threads, 0},
-                                         LowLatencyWaits{&fault_, timeout_s, may_mask}, terms(line_tokens));
+    mode_ = std::make_unique<LowLatency>(
+        *window_, kBegin, kBegin + region_bytes, ComputeLimits{false, 1, host_threads, 0},
+        LowLatencyWaits{&fault_, timeout_s, may_mask},
+        has_board ? with_board(terms(line_tokens), region_bytes) : terms(line_tokens));
+  }
+
+  // As a GPU has one.
+  LowLatencyTerms with_board(LowLatencyTerms terms, uint64_t region_bytes) {
+    auto board = make_low_latency_board(*comm_, region_bytes, terms.islands);
+    EXPECT_EQ(board.status().message(), "");
+    terms.board = std::move(*board);
+    return terms;
   }
 
   // As a buffer agrees on them, but for lines.

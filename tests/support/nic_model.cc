@@ -24,6 +24,14 @@ class ModelPair : public ibgda::QueuePair {
     queue_->reset();  // whoever serves it finds nothing more to do
   }
   const ibgda::QueueMemory& memory() const override { return queue_->memory(); }
+  bool is_far() const override { return shared_->plan.rooms != nullptr; }
+  uint32_t posted() const override { return is_far() ? queue_->posted() : QueuePair::posted(); }
+  ibgda::Completion completion(uint32_t index) const override {
+    return is_far() ? queue_->completion(index) : QueuePair::completion(index);
+  }
+  Status put_entry(uint32_t index, const ibgda::Entry& entry) override {
+    return is_far() ? queue_->put_entry(index, entry) : QueuePair::put_entry(index, entry);
+  }
   std::string address() const override { return queue_->address(); }
   Status connect(std::string_view address) override { return queue_->connect(address); }
   Status reset() override {
@@ -149,7 +157,25 @@ std::unique_ptr<ibgda::QueuePair> ModelNic::create_queue(uint32_t blocks, uint32
       reinterpret_cast<uint64_t*>(at.completions + (uint64_t{completions} + 1) * ibgda::kBlockBytes);
   at.blocks = blocks;
   at.entries = completions;
-  return add_queue(at, std::shared_ptr<const void>(std::move(*memory)), true);
+  auto far = far_from(at);
+  if (!far.ok()) {
+    shared_->fail(far.status().message());
+    return nullptr;
+  }
+  return add_queue(at, std::shared_ptr<const void>(std::move(*memory)), true, std::move(*far));
+}
+
+// The doorbell alone is that of the host: the register of a NIC is no memory of the device either.
+Result<FarQueue> ModelNic::far_from(const ibgda::QueueMemory& at) {
+  if (!shared_->plan.rooms) return FarQueue{};
+  WEFT_TRY_ASSIGN(auto rooms, shared_->plan.rooms(device_));
+  WEFT_TRY_ASSIGN(auto room, rooms->make((uint64_t{at.blocks} + at.entries + 1) * ibgda::kBlockBytes));
+  FarQueue far{std::move(room), at};
+  far.at.ring = far.room->data();
+  far.at.completions = far.at.ring + (at.completions - at.ring);
+  far.at.record =
+      reinterpret_cast<uint32_t*>(far.at.ring + (reinterpret_cast<std::byte*>(at.record) - at.ring));
+  return far;
 }
 
 std::unique_ptr<ibgda::QueuePair> ModelNic::create_queue_in(ibgda::QueueMemory at,
@@ -158,7 +184,7 @@ std::unique_ptr<ibgda::QueuePair> ModelNic::create_queue_in(ibgda::QueueMemory a
 }
 
 std::unique_ptr<ibgda::QueuePair> ModelNic::add_queue(ibgda::QueueMemory at, std::shared_ptr<const void> held,
-                                                      bool fills) {
+                                                      bool fills, FarQueue far) {
   uint32_t number = 0;  // no two bytes alike
   uint64_t seed = 0;
   {
@@ -168,8 +194,8 @@ std::unique_ptr<ibgda::QueuePair> ModelNic::add_queue(ibgda::QueueMemory at, std
     seed = shared_->draw();
     shared_->queues[number] = nullptr;  // taken
   }
-  at.number = number;
-  auto queue = std::make_shared<ModelQueue>(shared_, core_, std::move(held), at, fills, seed);
+  at.number = far.at.number = number;
+  auto queue = std::make_shared<ModelQueue>(shared_, core_, std::move(held), at, fills, seed, std::move(far));
   std::lock_guard lock(shared_->mutex);
   shared_->queues[number] = queue;
   ++shared_->version;

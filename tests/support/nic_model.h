@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "transports/ibgda/nic.h"
+#include "transports/ibgda/queue_room.h"
 #include "transports/ibgda/wire.h"
 
 namespace weft::testing {
@@ -41,10 +42,19 @@ struct NicPlan {
   bool keeps_sources =
       false;  // a source that changes before its completion is a failure, not only before arrival
   uint32_t threads = 2;
+  // Null: queues lie in memory of the host. Else in memory of the device, which the model copies from and to: it would not
+  // notice that an entry changes once the NIC was told of it.
+  std::function<Result<std::unique_ptr<ibgda::QueueRooms>>(Device)> rooms;
 };
 
 // Of an enrolled range: what peers may do.
 enum NicAccess : uint32_t { kAccessWrite = 1, kAccessAtomic = 2, kAccessRead = 4 };
+
+// A queue in memory of a device, and how the host gets there; the model's own memory is a copy. Null: there is none.
+struct FarQueue {
+  std::shared_ptr<ibgda::QueueRoom> room;
+  ibgda::QueueMemory at;
+};
 
 class ModelQueue;
 class ModelNic;
@@ -103,7 +113,8 @@ class ModelNic : public ibgda::Nic {
 
  private:
   std::unique_ptr<ibgda::QueuePair> add_queue(ibgda::QueueMemory at, std::shared_ptr<const void> held,
-                                              bool fills);
+                                              bool fills, FarQueue far = {});
+  Result<FarQueue> far_from(const ibgda::QueueMemory& at);
 
   const std::shared_ptr<NicShared> shared_;
   const std::shared_ptr<Core> core_;

@@ -117,12 +117,13 @@ std::string decode(const std::vector<std::byte>& entry, uint64_t index, uint32_t
 
 ModelQueue::ModelQueue(std::shared_ptr<NicShared> shared, std::shared_ptr<ModelNic::Core> nic,
                        std::shared_ptr<const void> held, const ibgda::QueueMemory& at, bool fills,
-                       uint64_t seed)
+                       uint64_t seed, FarQueue far)
     : shared_(std::move(shared)),
       nic_(std::move(nic)),
       held_(std::move(held)),
       fills_(fills),
       at_(at),
+      far_(std::move(far)),
       random_(seed),
       hashes_(at.blocks) {
   reset();
@@ -181,6 +182,41 @@ void ModelQueue::fill() {
   atomic_store(at_.record, 0u);
   atomic_store(at_.record + 1, 0u);
   atomic_store(at_.doorbell, uint64_t{0});
+  copy_to_device(at_.ring, (uint64_t{at_.blocks} + at_.entries + 1) * kBlockBytes);
+}
+
+// ---- memory of a device: what lies at the same place as in the host's
+
+void ModelQueue::copy_from_device(void* to, uint64_t bytes) {
+  if (!far_.room) return;
+  const Status copied = far_.room->read(to, far_.at.ring + (static_cast<std::byte*>(to) - at_.ring), bytes);
+  if (!copied.ok()) fail(copied.message());
+}
+
+void ModelQueue::copy_to_device(const void* from, uint64_t bytes) {
+  if (!far_.room) return;
+  const Status copied =
+      far_.room->write(far_.at.ring + (static_cast<const std::byte*>(from) - at_.ring), from, bytes);
+  if (!copied.ok()) fail(copied.message());
+}
+
+uint32_t ModelQueue::posted() {
+  std::lock_guard lock(mutex_);
+  copy_from_device(at_.record, kBlockBytes);
+  return big_endian(at_.record[ibgda::kRecordOfSends]);
+}
+
+ibgda::Completion ModelQueue::completion(uint32_t index) {
+  std::lock_guard lock(mutex_);
+  ibgda::Completion found;
+  std::memcpy(&found, at_.completions + (index & (at_.entries - 1)) * kBlockBytes, sizeof found);
+  return found;
+}
+
+Status ModelQueue::put_entry(uint32_t index, const ibgda::Entry& entry) {
+  WEFT_TRY(far_.room->write(far_.at.ring + (index & (at_.blocks - 1)) * kBlockBytes, &entry, sizeof entry));
+  const uint32_t word = ibgda::record_word(index + 1);
+  return far_.room->write(far_.at.record + ibgda::kRecordOfSends, &word, sizeof word);
 }
 
 void ModelQueue::refuse_next(Syndrome why) {
@@ -245,6 +281,7 @@ bool ModelQueue::look_at_doorbell() {
   const uint32_t second = big_endian(static_cast<uint32_t>(doorbell >> 32));
   if (first >> 24 != 0 || (first & 255) != 0 || second != at_.number << 8)
     fail(text("doorbell {}, {}", first, second));
+  copy_from_device(at_.record, kBlockBytes);
   const uint32_t record = big_endian(atomic_load(at_.record + ibgda::kRecordOfSends));
   if (record >> 16 != 0) fail(text("doorbell record {}", record));
   const uint64_t rung = first >> 8 & 0xffff;
@@ -261,6 +298,11 @@ void ModelQueue::accept(uint64_t bound) {
   if (bound - retired_ > at_.blocks) {
     fail(text("told of {} blocks, the ring has {}", bound - retired_, at_.blocks));
     bound = retired_ + at_.blocks;
+  }
+  for (uint64_t at = bound_; at < bound;) {  // up to the ring's end, and from its begin
+    const uint64_t place = at % at_.blocks, blocks = std::min(bound - at, at_.blocks - place);
+    copy_from_device(at_.ring + place * kBlockBytes, blocks * kBlockBytes);
+    at += blocks;
   }
   for (; bound_ < bound; ++bound_) hashes_[bound_ % at_.blocks] = hash_of(bound_);
 }
@@ -526,9 +568,11 @@ void ModelQueue::complete(uint64_t index, const Decoded& entry, uint32_t opcode,
   const uint32_t which = big_endian(entry.opcode << 24 | at_.number);
   std::memcpy(made + 56, &which, sizeof which);
   std::memcpy(slot, made, kBlockBytes - 4);
+  copy_to_device(slot, kBlockBytes - 4);
   const uint32_t owner = static_cast<uint32_t>(number / at_.entries & 1);
   const auto last = static_cast<uint32_t>((index & 0xffff) << 16 | opcode << 4 | owner);
   atomic_store(reinterpret_cast<uint32_t*>(slot + kBlockBytes - 4), big_endian(last));
+  copy_to_device(slot + kBlockBytes - 4, 4);
 }
 
 // After a refusal everything that was or is posted comes back at once, whether it asked for a completion or not.

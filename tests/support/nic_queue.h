@@ -35,9 +35,14 @@ std::string decode(const std::vector<std::byte>& entry, uint64_t index, uint32_t
 class ModelQueue {
  public:
   ModelQueue(std::shared_ptr<NicShared> shared, std::shared_ptr<ModelNic::Core> nic,
-             std::shared_ptr<const void> held, const ibgda::QueueMemory& at, bool fills, uint64_t seed);
+             std::shared_ptr<const void> held, const ibgda::QueueMemory& at, bool fills, uint64_t seed,
+             FarQueue far);
 
-  const ibgda::QueueMemory& memory() const { return at_; }
+  const ibgda::QueueMemory& memory() const { return far_.room ? far_.at : at_; }
+  // Of memory of a device, as the host sees and writes it.
+  uint32_t posted();
+  ibgda::Completion completion(uint32_t index);
+  Status put_entry(uint32_t index, const ibgda::Entry& entry);
   const ModelNic::Core& nic() const { return *nic_; }
   void kill() { nic_->is_alive.store(false); }
   std::string address();
@@ -68,6 +73,8 @@ class ModelQueue {
   void fill();
   bool look_at_doorbell();
   void accept(uint64_t bound);
+  void copy_from_device(void* to, uint64_t bytes);
+  void copy_to_device(const void* from, uint64_t bytes);
   uint64_t hash_of(uint64_t block) const;
   bool fetch();
   bool carry_out();
@@ -89,7 +96,8 @@ class ModelQueue {
   const std::shared_ptr<ModelNic::Core> nic_;
   const std::shared_ptr<const void> held_;  // the memory
   const bool fills_;                        // it when the queue is reset; else who made it did
-  ibgda::QueueMemory at_;
+  ibgda::QueueMemory at_;                   // memory of the host
+  const FarQueue far_;
   std::mutex mutex_;
   std::mt19937_64 random_;
   State state_ = State::kReset;

@@ -62,6 +62,41 @@ TEST(LowLatencyPlan, CallsOnFewSmsHaveFewBlocksAndLargerPieces) {
   EXPECT_EQ(plan.receive_splits, 1u);
 }
 
+// A block watches, and what is shared out over warps is shared out over those of the others.
+TEST(LowLatencyPlan, WhereABlockWatchesTheOthersShareTheWork) {
+  LowLatencySizes sizes{2, 128, 8, 256, 0, 0, true, true};
+  for (const uint32_t max_blocks : {1u, 2u, 17u, 132u}) {
+    const ComputeLimits limits{true, max_blocks, 1, 227 * 1024};
+    const LowLatencyPlan combine = plan_low_latency_combine(sizes, bf16(sizes, 7168), 128, limits);
+    EXPECT_EQ(combine.blocks, std::max(max_blocks, 2u));
+    EXPECT_LE(combine.receive_splits * 128, std::max((combine.blocks - 1) * 16, 128u));
+    EXPECT_EQ(combine.answer_parts, 2u);  // 16 warps, batches of 8 tokens
+    const LowLatencyPlan dispatch = plan_low_latency_dispatch(sizes, fp8(sizes, 7168), limits);
+    EXPECT_EQ(dispatch.blocks, combine.blocks);
+    EXPECT_LE(dispatch.receive_splits * 2 * 16, std::max((combine.blocks - 1) * 16, 32u));
+  }
+  EXPECT_EQ(plan_low_latency_combine(sizes, bf16(sizes, 7168), 128, kHost).blocks, kHost.host_threads + 1);
+  sizes.is_watched = false;
+  EXPECT_EQ(plan_low_latency_combine(sizes, bf16(sizes, 7168), 128, kHost).blocks, kHost.host_threads);
+}
+
+// What a rank sends to itself has room beside the control area: all messages of a dispatch, all reduced replies.
+TEST(LowLatencyPlan, ABoardHoldsWhatARankSendsToItself) {
+  for (const uint32_t ranks : {2u, 3u, 8u, 64u}) {
+    const LowLatencySizes sizes{ranks, 128, 8, 256, 0, 0, true, true};
+    const uint64_t region =
+        low_latency_bytes_with_ports(ranks, low_latency_hint_bytes({ranks, 128, 8, 256}, 7168));
+    const uint64_t half = (low_latency_board_bytes(ranks, region) - low_latency_control(ranks).end) / 2;
+    const LowLatencyDispatchShape shape = fp8(sizes, 7168);
+    EXPECT_GE(half, own_dispatch_bytes(sizes.batches(),
+                                       message_layout(8, true, shape.row_bytes, shape.scale_bytes)));
+    const PortCombineLayout at = port_combine_layout(ranks, 128, 8, sizes.batches(), 14336, kReplyReduced);
+    if (ranks <= 8) {
+      EXPECT_GE(half, own_combine(at, 128, 8, sizes.batches()).bytes);
+    }
+  }
+}
+
 // Ranks must agree on everything about a reply, and not all have the same number of tokens.
 TEST(LowLatencyPlan, PiecesDoNotDependOnTheTokensOfARank) {
   for (uint32_t max_tokens : {1u, 7u, 64u, 128u, 300u, 5000u}) {

@@ -183,13 +183,23 @@ WEFT_APART bool await_turn(const Queue& queue, Ends ends, uint64_t first) {
   return seen == first;
 }
 
-// Takes the next `count` blocks, which are at most all, and waits until the NIC no longer needs what stands there.
-WEFT_DEVICE bool reserve(const Queue& queue, Ends ends, uint32_t count, uint64_t& first) {
-  if (load_relaxed(&queue.state->is_broken) != 0) return false;
-  first = add_local(&queue.state->reserved, static_cast<uint64_t>(count));
-  const uint64_t end = first + count, blocks = uint64_t{queue.block_mask} + 1;
-  return end <= blocks + load_acquire(&queue.state->completed) ||
-         await_completed(queue, ends, end - blocks, Site::kQueueRoom);
+// Blocks that are taken, and how far the queue was published when they were.
+struct Turn {
+  uint64_t first, published;
+};
+
+// Takes the next `count` blocks, which are at most all, and waits until the NIC no longer needs what stands there. The
+// words of the state are asked for at once: one after the other they would take most of a call's time. Blocks of a queue that
+// is broken are never published.
+WEFT_DEVICE bool reserve(const Queue& queue, Ends ends, uint32_t count, Turn& turn) {
+  QueueState& state = *queue.state;
+  turn.first = add_local(&state.reserved, static_cast<uint64_t>(count));
+  const uint32_t is_broken = load_relaxed(&state.is_broken);
+  const uint64_t completed = load_signal(&state.completed);
+  turn.published = load_signal(&state.published);
+  if (is_broken != 0) return false;
+  const uint64_t end = turn.first + count, blocks = uint64_t{queue.block_mask} + 1;
+  return end <= blocks + completed || await_completed(queue, ends, end - blocks, Site::kQueueRoom);
 }
 
 WEFT_DEVICE void write_entry_to(const Queue& queue, uint64_t index, const Entry& entry) {
@@ -199,16 +209,17 @@ WEFT_DEVICE void write_entry_to(const Queue& queue, uint64_t index, const Entry&
   for (uint32_t unit = 0; unit < kBlockBytes / kUnitBytes; ++unit) store_vec(block + unit, entry.units[unit]);
 }
 
-// Tells the NIC of entries that are written. One thread at a time, in the order of the entries: so neither the record
-// nor the doorbell ever goes back.
-WEFT_DEVICE bool publish(const Queue& queue, Ends ends, uint64_t first, uint32_t count) {
+// Tells the NIC of entries that are written, in their order: the record never goes back. A doorbell may come after the next
+// one's, which NICs bear, as they read the record too.
+WEFT_DEVICE bool publish(const Queue& queue, Ends ends, const Turn& turn, uint32_t count) {
   QueueState& state = *queue.state;
-  if (load_acquire(&state.published) != first && !await_turn(queue, ends, first)) return false;
-  const uint64_t next = first + count;
+  if (turn.published != turn.first && !await_turn(queue, ends, turn.first)) return false;
+  const uint64_t next = turn.first + count, rings = doorbell_word(next, queue.number);
+  uint64_t* const doorbell = queue.doorbell;  // read before the fence, behind which memory is asked again
   store_release(queue.record + kRecordOfSends, record_word(next));
-  store_register(queue.doorbell, doorbell_word(next, queue.number));
-  store_relaxed(&state.rung, load_relaxed(&state.rung) + 1);
-  store_release_local(&state.published, next);
+  store_register(doorbell, rings);
+  store_after_register(&state.published, next);
+  add_local(&state.rung, uint64_t{1});
   return true;
 }
 
@@ -271,23 +282,23 @@ WEFT_DEVICE void IbgdaChannel::move_range(Way way, WindowOffset dst, WindowOffse
   const uint32_t most = (queue.block_mask + 1) / 2;
   for (uint64_t done = 0; left > 0;) {
     const uint32_t count = left < most ? static_cast<uint32_t>(left) : most;
-    uint64_t first = 0;
-    if (!ibgda::reserve(queue, ends(), count, first)) return;
+    ibgda::Turn turn{};
+    if (!ibgda::reserve(queue, ends(), count, turn)) return;
     for (uint32_t i = 0; i < count; ++i, --left) {
       // Completions that each entry has for itself are all written; of one that all share, a batch's last is enough.
       const bool is_signalled = queue.entry_mask != 0 || i + 1 == count;
-      const ibgda::Heading at{static_cast<uint32_t>(first + i), queue.number,
+      const ibgda::Heading at{static_cast<uint32_t>(turn.first + i), queue.number,
                               is_signalled ? ibgda::kSignalled : 0};
       if (done == bytes) {
-        ibgda::write_entry_to(queue, first + i, signal_entry(queue, at, signal));
+        ibgda::write_entry_to(queue, turn.first + i, signal_entry(queue, at, signal));
         continue;
       }
       const uint64_t rest = bytes - done;
       const auto length = static_cast<uint32_t>(rest < put_bytes ? rest : put_bytes);
-      ibgda::write_entry_to(queue, first + i, range_entry(way, at, dst + done, src + done, length));
+      ibgda::write_entry_to(queue, turn.first + i, range_entry(way, at, dst + done, src + done, length));
       done += length;
     }
-    if (!ibgda::publish(queue, ends(), first, count)) return;
+    if (!ibgda::publish(queue, ends(), turn, count)) return;
   }
 }
 

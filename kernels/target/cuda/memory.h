@@ -121,6 +121,11 @@ WEFT_DEVICE void store_register(uint64_t* at, uint64_t value) {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
   asm volatile("st.mmio.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
+// After store_register(): publishes what the thread knew before it to who sees the word there, within one device. The fence
+// is that of the register; another would wait until the register's write has reached the NIC.
+WEFT_DEVICE void store_after_register(uint64_t* at, uint64_t value) {
+  store_relaxed(at, value);
+}
 // Orders everything before it against everything after it, for peers too.
 WEFT_DEVICE void fence_system() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");

@@ -380,8 +380,10 @@ class DeviceContext(RuntimeFacts):
 
     def trace_log(self) -> torch.Tensor | None:
         """Return the bytes where kernels note what took how long; None unless WEFT_TRACE_SPANS asks for it."""
-        num_bytes = int(self.core.trace_bytes)
-        return self.permanent_view(int(self.core.trace_at), num_bytes) if num_bytes else None
+        if not self.core.trace_bytes:
+            return None
+        log: torch.Tensor = from_dlpack(self.core.trace_view(self))
+        return log
 
     def synchronize_current(self) -> None:
         """Wait, on the host, until the current and the communication stream have done all they got."""

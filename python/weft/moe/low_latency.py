@@ -378,7 +378,8 @@ class LowLatencyCalls:
         """Mask a rank in this rank's later low-latency calls, or take it back in. Not collective.
 
         A masked rank sends no tokens, receives none, and is skipped in combine. In order on the current
-        stream.
+        stream. A rank that has missed a call of the others cannot be taken back in: they and it count calls, and the
+        next one fails. That takes a new buffer of all ranks.
         Raises: weft.Error unless the buffer was made with enable_shrink.
         """
         context = self._shrinking_context()

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The board of a LowLatency (low_latency_watch.cuh), and what stands there or in the window: who carries tokens to a node.
+#include <algorithm>
+
+#include "moe/low_latency.h"
+
+namespace weft {
+namespace {
+
+// LowLatencyControl::carriers.
+std::vector<uint32_t> carriers_of(const IslandPlan& islands, uint32_t ranks, uint32_t rank) {
+  std::vector<uint32_t> carriers(2 * ranks);
+  const uint32_t own = islands.island[rank];
+  for (uint32_t peer = 0; peer < ranks; ++peer) {
+    const uint32_t theirs = islands.island[peer];
+    carriers[peer] = theirs == own ? peer : islands.hub(rank, theirs);
+    carriers[ranks + peer] = theirs == own ? rank : islands.hub(peer, own);
+  }
+  return carriers;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<LocalMemory>> make_low_latency_board(const Communicator& comm, uint64_t region_bytes,
+                                                            const IslandPlan& islands) {
+  const auto ranks = static_cast<uint32_t>(comm.size());
+  WEFT_TRY_ASSIGN(std::shared_ptr<LocalMemory> board,
+                  LocalMemory::create(comm.device(), low_latency_board_bytes(ranks, region_bytes)));
+  if (islands.count == 0) return board;
+  const std::vector<uint32_t> carriers = carriers_of(islands, ranks, static_cast<uint32_t>(comm.rank()));
+  WEFT_TRY(board->write(low_latency_control(ranks).carriers, carriers.data(), carriers.size() * 4));
+  return board;
+}
+
+std::byte* LowLatency::control() const {
+  return has_board() ? terms_.board->data() : window_->local() + begin_;
+}
+
+LowLatencyBoard LowLatency::board(uint64_t own_bytes) const {
+  if (!has_board()) return {};
+  const uint64_t control_end = low_latency_control(ranks()).end;
+  const uint64_t half = (terms_.board->bytes() - control_end) / 2 / kLineBytes * kLineBytes;
+  return {control(), own_bytes <= half ? control() + control_end : nullptr, half};
+}
+
+uint32_t* LowLatency::carriers() const {
+  return reinterpret_cast<uint32_t*>(control() + low_latency_control(ranks()).carriers);
+}
+
+// Windows of ranks with port peers are memory that hosts reach; who makes a board writes them there. A buffer that serves no
+// such calls has no region.
+void LowLatency::write_carriers() const {
+  if (!has_ports() || has_board() || terms_.islands.count == 0 || half_bytes() == 0) return;
+  const std::vector<uint32_t> made = carriers_of(terms_.islands, ranks(), rank());
+  std::copy(made.begin(), made.end(), carriers());
+}
+
+}  // namespace weft

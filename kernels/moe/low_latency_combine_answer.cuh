@@ -117,11 +117,8 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
         else
           layout.store(vecs, index, Element::round(sums));
       };
-      const Range range = range_of(c, m, layout);
-      if (has_small_parts(c))
-        is_made = sum_rows<Element, kSendVecs / 2, kSendRows * 2>(c, range, count, source, weight_of, put);
-      else
-        is_made = sum_rows<Element, kSendVecs, kSendRows>(c, range, count, source, weight_of, put);
+      is_made =
+          sum_rows<Element, kSendVecs, kSendRows>(c, range_of(c, m, layout), count, source, weight_of, put);
     });
     return is_made;
   }

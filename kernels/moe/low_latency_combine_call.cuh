@@ -190,15 +190,10 @@ struct Combine {
   WEFT_DEVICE int32_t* own_rows() const { return reinterpret_cast<int32_t*>(owners_weights()); }
 };
 
-// Whether lanes load few vectors of many rows at a time, not many of few: where a warp's part of a reply is small.
-template <class C>
-WEFT_DEVICE bool has_small_parts(const C& c) {
-  return !kIsHost && !C::kPorts && c.shape.ranks == 2 && c.shape.weights == 0;
-}
 // With one peer, and no replies to itself, a rank has warps for two to share a piece that goes as lines.
 template <class C>
 WEFT_DEVICE uint32_t parts_of_piece(const C& c) {
-  return has_small_parts(c) && c.sums_own() ? 2 : 1;
+  return !kIsHost && !C::kPorts && c.shape.ranks == 2 && c.sums_own() ? 2 : 1;
 }
 
 // A message of which a warp answers a piece, or a part of one.

@@ -23,6 +23,9 @@ enum class Work : uint32_t {
   kAnswer,           // low-latency combine: replies to a batch of `peer`
   kLowLatencySum,    // low-latency combine: a part of one token's sum
   kLowLatencyCall,   // low latency: a block, start to end
+  kTellCounts,       // low-latency dispatch: a block that tells peers what all tokens choose
+  kStoreLines,       // low-latency dispatch: a token's messages, from shared memory to all peers
+  kSegments,         // low-latency dispatch: until a block knows where rows of each source begin
 };
 inline constexpr uint32_t kFirstWork = 256;  // below: the number of a Site
 inline constexpr uint32_t kNoPeer = 0xffff;

@@ -6,7 +6,8 @@
 //            message's rows with their weights and stores one reply per token (exact: one per row, as it
 //            is), then moves the batch's word. What came as lines is answered as lines, and no word moves
 // Receive: 3 every warp takes a part of one token, waits for the batches that bring its replies, or for
-//            lines, and sums them
+//            lines, and sums them. Where one launch does both phases, of up to 128 tokens a rank, the rank's own
+//            rows are summed here, while others' replies are on their way, and it sends itself none
 // Sums:    float32. Reduced: slots of one rank in order, rounded to bf16, then ranks in the order of their
 //          first slots, one rounding. Exact: slots in order, one rounding.
 // Ports:   low_latency_combine_answer_ports.cuh has step 2 for ranks with port peers. Where their windows are memory of

@@ -87,6 +87,15 @@ struct RowSource {
   }
 };
 
+// What a warp sums of a reply, in the layout's terms. A piece that no lines carry is not shared: its word says all of it.
+template <class C>
+WEFT_DEVICE Range range_of(const C& c, const Message& m, const VecLayout& layout) {
+  const Range piece = layout.range(m.piece, c.reply_parts());
+  if (parts_of_piece(c) == 1 || !layout.lines) return piece;
+  const uint32_t middle = piece.first + (piece.last - piece.first) / kLineParts / 2 * kLineParts;
+  return m.part == 0 ? Range{piece.first, middle} : Range{middle, piece.last};
+}
+
 // This warp's piece of the listed rows' sum, to a reply, unless await_owner() returns false: it runs once,
 // before a weight is used.
 template <class C, class AwaitOwner>
@@ -100,15 +109,16 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
     bool is_made = false;
     with_row_element(c.shape, [&](auto element) {
       using Element = decltype(element);
-      is_made = sum_rows<Element, kSendVecs, kSendRows>(
-          c, layout.range(piece, c.reply_parts()), count, source,
-          [&](uint32_t index, const float (&sums)[Element::kPerVec]) {
-            auto* vecs = reinterpret_cast<Vec16*>(reply);
-            if (kIsHost && !layout.lines)  // without a call, which takes a host as long as the sum
-              store_vec(vecs + index, Element::round(sums));
-            else
-              layout.store(vecs, index, Element::round(sums));
-          });
+      const auto weight_of = [&](uint32_t row) { return c.weights()[row]; };
+      const auto put = [&](uint32_t index, const float (&sums)[Element::kPerVec]) {
+        auto* vecs = reinterpret_cast<Vec16*>(reply);
+        if (kIsHost && !layout.lines)  // without a call, which takes a host as long as the sum
+          store_vec(vecs + index, Element::round(sums));
+        else
+          layout.store(vecs, index, Element::round(sums));
+      };
+      is_made =
+          sum_rows<Element, kSendVecs, kSendRows>(c, range_of(c, m, layout), count, source, weight_of, put);
     });
     return is_made;
   }
@@ -267,18 +277,18 @@ WEFT_DEVICE bool answer_exact(const C& c, const Message& m, AwaitOwner await_own
 // A piece of all replies to one batch of one owner, then, unless they are lines, the batch's word there. The
 // warp.
 template <class C>
-WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32_t piece) {
+WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32_t piece, uint32_t part) {
   const RoutesLayout routes = c.routes();
   const uint32_t batch_at = owner * c.batches().count + batch;
   Message m{c.a.routes + routes.records + batch_at * c.batches().capacity * routes.record_words, owner, piece,
-            false};
+            part, false};
   // The first record is asked for before it is known whether there is one: memory is far.
   const uint32_t noted =
       load_relaxed(reinterpret_cast<const uint32_t*>(c.a.routes) + routes.counts + batch_at);
   const uint32_t messages = noted & kMaxBatchTokens;
   m.as_lines = (noted & kCameAsLines) != 0 && c.answers_lines();
   uint32_t count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
-  if (messages == 0 || c.present()[owner] == 0) return;
+  if (messages == 0 || c.present()[owner] == 0 || (part != 0 && !m.as_lines)) return;
   const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
   bool is_ready = false;
   auto await_owner = [&] {
@@ -293,7 +303,7 @@ WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32
     if (index > 0) count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
     if (c.a.signals && !await_rows(c, m.record)) return;
     if (kIsHost && index + 1 < messages)
-      ask_ahead(c, {m.record + routes.record_words, m.owner, m.piece, m.as_lines});
+      ask_ahead(c, {m.record + routes.record_words, m.owner, m.piece, m.part, m.as_lines});
     if (count == 0) {
       replies.leave_out();
       continue;
@@ -306,15 +316,18 @@ WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32
   replies.finish(m, batch, messages);
 }
 
-// Owners start with this rank's successor; its own tokens come last, when their weights have surely come.
+// Owners start with this rank's successor; its own tokens come last, when their weights have surely come, or are summed
+// where they are received.
 template <class C>
 WEFT_DEVICE void answer_batches(const C& c) {
   const WarpShare share = warp_share(c.block, c.warp);
+  const uint32_t parts = parts_of_piece(c);
   WEFT_ROLLED
-  for (uint32_t job = share.index; job < c.a.owner_jobs.value * c.ranks(); job += share.total) {
+  for (uint32_t at = share.index; at < c.a.owner_jobs.value * c.owners() * parts; at += share.total) {
+    const uint32_t job = at / parts;
     const uint32_t owner = (c.mesh.rank() + 1 + job / c.a.owner_jobs) % c.ranks();
     const uint32_t in_owner = job % c.a.owner_jobs;
-    answer_batch(c, owner, in_owner / c.a.pieces, in_owner % c.a.pieces);
+    answer_batch(c, owner, in_owner / c.a.pieces, in_owner % c.a.pieces, at % parts);
   }
 }
 

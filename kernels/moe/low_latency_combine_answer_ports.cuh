@@ -90,7 +90,7 @@ WEFT_DEVICE void answer_batches_by_blocks(const C& c) {
     if (all_fit)
       answer_together(c, owner, batch);
     else if (c.warp.index() == 0)
-      answer_batch(c, owner, batch, 0);
+      answer_batch(c, owner, batch, 0, 0);
   }
 }
 

@@ -108,6 +108,16 @@ struct Combine {
   WEFT_DEVICE uint32_t weight_vecs() const { return vecs_in(top_k() * sizeof(float)); }
   WEFT_DEVICE bool takes_own_weights() const { return is_reduced(shape.reply) && a.topk_weights; }
 
+  // Whether this rank sums its own rows of a token while it waits for the others' replies, and sends itself none. Not
+  // where x may hold something else by the time that replies come, nor where it comes row by row, nor where a batch has
+  // many tokens. Where weights came with the dispatch phases are mostly launches of their own: it would be code for nothing.
+  WEFT_DEVICE bool sums_own() const {
+    return !kPorts && is_reduced(shape.reply) && !is_log(shape.reply) && shape.weights == 0 &&
+           batches().capacity == 1 && a.call.phases == (kPhaseSend | kPhaseReceive) && !a.signals;
+  }
+  // Owners that get replies of this rank.
+  WEFT_DEVICE uint32_t owners() const { return sums_own() ? ranks() - 1 : ranks(); }
+
   // Where ranks have port peers: what owners tell this rank, what this rank tells a port peer, and which reply slot k of
   // token t, at t * K + k, gets.
   WEFT_DEVICE PortCombineLayout port_layout() const {
@@ -176,13 +186,22 @@ struct Combine {
   WEFT_DEVICE Vec16* owners_weights() const {
     return at<Vec16>(shared().owners) + warp.index() * weight_vecs();
   }
+  // While tokens are summed, in the same place: this rank's own rows, whose weights are in weights().
+  WEFT_DEVICE int32_t* own_rows() const { return reinterpret_cast<int32_t*>(owners_weights()); }
 };
 
-// A message of which a warp answers a piece.
+// With one peer, and no replies to itself, a rank has warps for two to share a piece that goes as lines.
+template <class C>
+WEFT_DEVICE uint32_t parts_of_piece(const C& c) {
+  return !kIsHost && !C::kPorts && c.shape.ranks == 2 && c.sums_own() ? 2 : 1;
+}
+
+// A message of which a warp answers a piece, or a part of one.
 struct Message {
   const int32_t* record;
   uint32_t owner;
   uint32_t piece;
+  uint32_t part;
   bool as_lines;
 };
 

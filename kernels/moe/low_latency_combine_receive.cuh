@@ -4,7 +4,7 @@
 // come.
 #pragma once
 
-#include "kernels/moe/low_latency_combine_sum.cuh"
+#include "kernels/moe/low_latency_combine_replies.cuh"
 
 namespace weft {
 namespace low_latency {
@@ -39,6 +39,7 @@ template <class C>
 WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t piece) {
   if (!has_reply(c, k)) return false;
   const uint32_t rank = c.slot_rank()[k];
+  if (c.sums_own() && rank == c.mesh.rank()) return true;
   const uint32_t batch = token / c.a.call.batch_tokens;
   const auto* word = reinterpret_cast<const uint64_t*>(control_at(
       c.a.call, c.mesh, word_offset(c.a.call, c.ranks(), c.epoch, rank, batch * c.a.pieces.value + piece)));
@@ -50,102 +51,17 @@ WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t pi
   return came;
 }
 
-// What a reply that has come is found by: its slot, or its place among the replies to this rank.
-template <class C>
-WEFT_DEVICE int32_t reply_number(const C& c, uint32_t token, uint32_t k) {
-  if constexpr (C::kPorts)
-    return static_cast<int32_t>(load_relaxed(c.places() + token * c.top_k() + k));
-  else
-    return static_cast<int32_t>(k);
-}
-
-// Loads the listed replies. Those that come as lines it waits for, and one that does not come counts as
-// zeros.
-template <class C>
-struct ReplySource {
-  const C& c;
-  const VecLayout& layout;
-  uint32_t token;
-
-  WEFT_DEVICE const Vec16* reply(uint32_t row) const {
-    if constexpr (C::kPorts)
-      return reinterpret_cast<const Vec16*>(c.reply_of(peer(row), static_cast<uint32_t>(c.rows()[row])));
-    else
-      return reinterpret_cast<const Vec16*>(
-          c.mesh.local() + c.reply_at(token, static_cast<uint32_t>(c.rows()[row]), layout.lines));
-  }
-  WEFT_DEVICE uint32_t peer(uint32_t row) const { return c.slot_rank()[c.slots()[row]]; }
-
-  template <uint32_t kRows, uint32_t kVecs>
-  WEFT_DEVICE bool operator()(Vec16 (&held)[kRows][kVecs], uint32_t row, uint32_t count, uint32_t first,
-                              uint32_t last) {
-    if (kIsHost && !layout.lines) {
-      for (uint32_t r = 0; r < kRows && row + r < count; ++r)
-        load_side_by_side(held[r], reply(row + r), first, last);
-      return true;
-    }
-    uint32_t missing = 0;  // rows of which not all came, in this lane
-    uint32_t lost = 0;     // rows of peers that are masked, or have become so
-    uint64_t waited_ns = 0;
-    auto look = [&] {
-      missing = 0;
-      WEFT_UNROLL
-      for (uint32_t r = 0; r < kRows; ++r) {
-        if (row + r >= count) continue;
-        WEFT_UNROLL
-        for (uint32_t v = 0; v < kVecs; ++v) {
-          const uint32_t index = first + v * c.warp.size();
-          if (index < last && !layout.load(reply(row + r), index, held[r][v])) missing |= 1u << r;
-        }
-      }
-      if (!layout.lines || !c.warp.any(missing != 0)) return true;
-      if (c.a.call.masked) lost |= masked_rows<kRows>(row, count);
-      return !c.warp.any((missing & ~lost) != 0);
-    };
-    if (!poll_together(c.warp, c.a.call.wait, waited_ns, look))
-      lost = lose_rows<kRows>(row, missing, waited_ns);
-    if (lost == 0) return true;
-    WEFT_UNROLL
-    for (uint32_t r = 0; r < kRows; ++r)
-      for (uint32_t v = 0; v < kVecs; ++v)
-        if ((lost >> r & 1) != 0) held[r][v] = Vec16{};
-    return true;
-  }
-
-  // The same in every lane.
-  template <uint32_t kRows>
-  WEFT_DEVICE uint32_t masked_rows(uint32_t row, uint32_t count) const {
-    uint32_t masked = 0;
-    WEFT_ROLLED
-    for (uint32_t r = 0; r < kRows && row + r < count; ++r)
-      if (c.warp.any(is_masked(c.a.call, peer(row + r)))) masked |= 1u << r;
-    return masked;
-  }
-  template <uint32_t kRows>
-  WEFT_DEVICE uint32_t lose_rows(uint32_t row, uint32_t missing, uint64_t waited_ns) const {
-    uint32_t lost = 0;
-    WEFT_ROLLED
-    for (uint32_t r = 0; r < kRows; ++r) {
-      if (!c.warp.any((missing >> r & 1) != 0)) continue;
-      lost |= 1u << r;
-      if (c.warp.rank() == 0)
-        lose_lines(c.a.call, c.mesh, c.epoch, peer(row + r), Site::kLowLatencyCombineRecv, waited_ns);
-    }
-    return lost;
-  }
-};
-
 // Statistics of a token's replies that come as lines: when the tag of the first line of each did. Lanes share
 // them.
-template <class C>
-WEFT_DEVICE void note_waits(const C& c, const ReplySource<C>& source, uint32_t count) {
+template <class C, class Source>
+WEFT_DEVICE void note_waits(const C& c, const Source& source, uint32_t count) {
   const uint64_t start = cycles();
   for (uint32_t row = c.warp.rank(); row < count; row += c.warp.size()) {
     Vec16 tag;
     uint64_t waited_ns = 0;
     const LinePart last{kLineVecs};
     const uint32_t peer = source.peer(row);
-    if (is_masked(c.a.call, peer)) continue;
+    if (row == source.own || is_masked(c.a.call, peer)) continue;
     if (poll(c.a.call.wait, waited_ns, [&] { return load_part(source.reply(row), last, c.tag(), tag); }))
       add_local(&c.a.wait_cycles[peer], cycles() - start);
     else
@@ -194,41 +110,69 @@ WEFT_DEVICE void ask_for_replies(const C& c, uint32_t token) {
     if (has_reply(c, k)) ask_for_row(c.mesh.local() + c.reply_at(token, k, false), row_bytes);
 }
 
+// Which of the listed replies this rank makes itself; one beyond all where it makes none. The warp.
+template <class C>
+WEFT_DEVICE uint32_t find_own(const C& c, uint32_t count) {
+  uint32_t own = ~uint32_t{0};
+  WEFT_ROLLED
+  for (uint32_t i = 0; c.sums_own() && i < count; ++i)
+    if (c.slot_rank()[c.slots()[i]] == c.mesh.rank()) own = i;
+  return own;
+}
+
+// A part of the sum of the `count` listed replies, of which this rank makes one of own_rows, if it makes any.
+template <class Element, class C>
+WEFT_DEVICE void sum_replies(const C& c, const VecLayout& layout, uint32_t token, uint32_t split,
+                             uint32_t count, uint32_t own_rows) {
+  const ReplySource<C, Element> source{c, layout, token, find_own(c, count), own_rows};
+  std::byte* out = c.a.combined + uint64_t{token} * c.out_row_bytes();
+  if (layout.lines && c.a.wait_cycles && token == 0 && split == 0) note_waits(c, source, count);
+  const Range part =
+      layout.lines ? layout.range(split, c.a.receive_splits) : c.part_of_units(c.row_vecs(), split);
+  const auto weight_of = [&](uint32_t row) { return is_reduced(c.shape.reply) ? 1.0f : c.weights()[row]; };
+  const auto put = [&](uint32_t index, float (&sums)[Element::kPerVec]) {
+    if (layout.holds(index)) store_sums<Element>(c, out, layout.vec(index), sums);
+  };
+  if constexpr (kFewRanks > 0)
+    if (is_reduced(c.shape.reply) && c.shape.ranks <= kFewRanks && c.shape.weights == 0)
+      return (void)sum_rows<Element, kReceiveVecs * 2, kFewRanks>(c, part, count, source, weight_of, put);
+  sum_rows<Element, kReceiveVecs, kReceiveRows>(c, part, count, source, weight_of, put);
+}
+
+// The same of LogFMT.
+template <class C>
+WEFT_DEVICE void decode_replies(const C& c, const VecLayout& layout, uint32_t token, uint32_t split,
+                                uint32_t count) {
+  const ReplySource<C, Bf16> source{c, layout, token, ~uint32_t{0}, 0};
+  std::byte* out = c.a.combined + uint64_t{token} * c.out_row_bytes();
+  const auto unit_bytes = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2) * 2);
+  const Range part = c.part_of_units(static_cast<uint32_t>(c.shape.row_bytes) / unit_bytes, split);
+  const uint32_t groups = unit_bytes / (2 * kGroupElems);
+  auto reply_of = [&](uint32_t i) { return reinterpret_cast<const std::byte*>(source.reply(i)); };
+  for (uint32_t b = part.first; b < part.last; ++b) decode_block(c, b * groups, groups, count, reply_of, out);
+}
+
 // One part of one token's sum. The warp.
 template <class C>
 WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
   const uint32_t piece = split / c.a.piece_splits;
   const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
+  const uint32_t own_rows = c.sums_own() ? list_own_rows(c, token) : 0;
   find_ranks(c, token);
   const VecLayout layout{c.sent_lines(), c.row_vecs(), c.tag()};
   const uint32_t count = list_rows(c, [&](uint32_t k) {
     return (layout.lines ? has_reply(c, k) : await_reply(c, token, k, piece)) ? reply_number(c, token, k)
                                                                               : -1;
   });
-  list_weights(c, count, [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
+  if (!is_reduced(c.shape.reply) || is_log(c.shape.reply))
+    list_weights(c, count, [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
   const Span traced(c.a.call.wait.trace, Work::kLowLatencySum, c.warp.rank() == 0);
-  const ReplySource<C> source{c, layout, token};
-  std::byte* out = c.a.combined + uint64_t{token} * c.out_row_bytes();
-  if (is_log(c.shape.reply)) {
-    const auto unit_bytes = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2) * 2);
-    const Range part = c.part_of_units(static_cast<uint32_t>(c.shape.row_bytes) / unit_bytes, split);
-    const uint32_t groups = unit_bytes / (2 * kGroupElems);
-    auto reply_of = [&](uint32_t i) { return reinterpret_cast<const std::byte*>(source.reply(i)); };
-    for (uint32_t b = part.first; b < part.last; ++b)
-      decode_block(c, b * groups, groups, count, reply_of, out);
-  } else {
-    if (layout.lines && c.a.wait_cycles && token == 0 && split == 0) note_waits(c, source, count);
-    const Range part =
-        layout.lines ? layout.range(split, c.a.receive_splits) : c.part_of_units(c.row_vecs(), split);
+  if (is_log(c.shape.reply))
+    decode_replies(c, layout, token, split, count);
+  else
     with_row_element(c.shape, [&](auto element) {
-      using Element = decltype(element);
-      sum_rows<Element, kReceiveVecs, kReceiveRows>(c, part, count, source,
-                                                    [&](uint32_t index, float (&sums)[Element::kPerVec]) {
-                                                      if (layout.holds(index))
-                                                        store_sums<Element>(c, out, layout.vec(index), sums);
-                                                    });
+      sum_replies<decltype(element)>(c, layout, token, split, count, own_rows);
     });
-  }
   c.warp.sync();
 }
 

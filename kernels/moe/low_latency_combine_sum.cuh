@@ -16,12 +16,16 @@ inline constexpr uint32_t kSendVecs = kIsHost ? 16 : 2;
 inline constexpr uint32_t kSendRows = kIsHost ? 1 : 4;
 inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 1;
 inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;
+inline constexpr uint32_t kFewRanks =
+    kIsHost || kSumVecs < 4 ? 0 : 4;  // bring so few replies that more of each fit
+inline constexpr uint32_t kOwnRows = kIsHost ? 1 : 4;
 
 // The sum of weight * element over the `count` listed rows, for this part of what the layout counts.
 // source(held, row, count, first, last) loads kVecs of kRows rows from `row` on, or returns false: no sum is
-// made then. put(index, sums) gets a vector's sums. The warp.
-template <class Element, uint32_t kVecs, uint32_t kRows, class C, class Source, class Put>
-WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, Source source, Put put) {
+// made then. weight_of(row) is asked for after that. put(index, sums) gets a vector's sums. The warp.
+template <class Element, uint32_t kVecs, uint32_t kRows, class C, class Source, class WeightOf, class Put>
+WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, Source source, WeightOf weight_of,
+                          Put put) {
   const uint32_t step = c.warp.size();
   WEFT_ROLLED
   for (uint32_t base = part.first; base < part.last; base += kVecs * step) {
@@ -34,7 +38,7 @@ WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, Source source,
       WEFT_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
         if (row + r >= count) continue;
-        const float weight = c.weights()[row + r];
+        const float weight = weight_of(row + r);
         WEFT_UNROLL
         for (uint32_t v = 0; v < kVecs; ++v) {
           if (first + v * step >= part.last) continue;

@@ -116,10 +116,12 @@ WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
 }
 
 // What a thread of the block sends first of a row, which it asks for before it is known where the row goes:
-// with kPayloadCopy vectors a block's size apart, with FP8 the channels of its first unit, else nothing.
+// with kPayloadCopy vectors a block's size apart and a word of the scales, with FP8 the channels of its first unit, else
+// nothing.
 inline constexpr uint32_t kFirstVecs = kLaneElems / 8;
 struct FirstVecs {
   Vec16 held[kFirstVecs];
+  uint32_t scale;
 };
 template <class D>
 WEFT_DEVICE FirstVecs load_first_vecs(const D& d, uint32_t token) {
@@ -132,6 +134,9 @@ WEFT_DEVICE FirstVecs load_first_vecs(const D& d, uint32_t token) {
     const uint32_t at = is_copy ? d.block.rank() + v * d.block.size() : d.block.rank() * kFirstVecs + v;
     if (at < d.a.x_row_bytes / 16) first.held[v] = load_vec_streaming(row + at);
   }
+  if (is_copy && d.block.rank() < d.shape.scale_bytes / 4)
+    first.scale =
+        reinterpret_cast<const uint32_t*>(d.a.x_scales + token * d.shape.scale_bytes)[d.block.rank()];
   return first;
 }
 
@@ -158,7 +163,7 @@ WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byt
   for (uint32_t i = d.block.rank() + kFirstVecs * step; i < vecs; i += step)
     store_to_all(d, message.row + i * 16, load_vec_streaming(reinterpret_cast<const Vec16*>(row) + i));
   for (uint32_t i = d.block.rank(); i < d.shape.scale_bytes / 4; i += d.block.size()) {
-    const uint32_t word = reinterpret_cast<const uint32_t*>(scales)[i];
+    const uint32_t word = i < step ? first.scale : reinterpret_cast<const uint32_t*>(scales)[i];
     at_places(d, [&](std::byte* place) {
       store_watched(reinterpret_cast<uint32_t*>(place + message.scales) + i, word);
     });

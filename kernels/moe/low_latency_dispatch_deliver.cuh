@@ -39,6 +39,7 @@ template <class D>
 WEFT_DEVICE void send_counts(const D& d, bool is_counted) {
   const Range blocks = counting_blocks(d);
   if (d.block.index() < blocks.first) return;
+  const Span traced(d.a.call.wait.trace, Work::kTellCounts, d.block.rank() == 0);
   if (!is_counted) {
     add_choices(d, 0, d.a.call.tokens * d.top_k(), d.block.rank(), d.block.size());
     d.block.sync();
@@ -109,6 +110,7 @@ WEFT_DEVICE void move_empty_words(const D& d, uint32_t batch) {
 // The current token's messages, from their image, as lines. The block.
 template <class D>
 WEFT_DEVICE void store_lines(const D& d) {
+  const Span traced(d.a.call.wait.trace, Work::kStoreLines, d.block.rank() == 0);
   const uint32_t head_vecs = d.message().head_vecs(), body_vecs = d.message().body_vecs();
   const uint32_t head = parts_of(head_vecs), parts = head + parts_of(body_vecs);
   const auto* body = reinterpret_cast<const Vec16*>(d.image()) + head_vecs;
@@ -127,8 +129,27 @@ WEFT_DEVICE void store_lines(const D& d) {
   }
 }
 
+// Whether blocks may have so many batches that they count on from one to the next: on a host, and in the split
+// all-to-all, whose launches may take few SMs, and whose weights travel. Elsewhere a block has one, and code is time.
+template <class D>
+WEFT_DEVICE bool counts_on(const D& d) {
+  return kIsHost || d.has_weights();
+}
+
+// The warp that routes tokens, when it has routed `token`: counts on to the block's next batch, and reads what that one's
+// token chose, while the others still store.
+template <class D>
+WEFT_DEVICE void prepare_next(const D& d, uint32_t batch, uint32_t token) {
+  const uint32_t next = batch + d.block.count();
+  if (next >= d.batches().count) return;
+  const Range tokens = batch_tokens(d, next);
+  if (tokens.first == tokens.last) return;
+  add_choices(d, (token + 1) * d.top_k(), tokens.first * d.top_k(), d.warp.rank(), d.warp.size());
+  read_choices(d, tokens.first);
+}
+
 // The block puts a message together in shared memory while its last warp, which has least of the row, finds
-// where it goes.
+// where it goes. Prepares the next batch.
 template <class D>
 WEFT_DEVICE void send_token_as_lines(const D& d, uint32_t batch, uint32_t token, bool is_read,
                                      const FirstVecs& first) {
@@ -144,30 +165,35 @@ WEFT_DEVICE void send_token_as_lines(const D& d, uint32_t batch, uint32_t token,
   if (d.warp.index() + 1 != d.block.warps()) return;
   count_token(d);
   move_empty_words(d, batch);
+  if (counts_on(d)) prepare_next(d, batch, token);
 }
 
 // One batch's tokens, in order. The block. `is_prepared`: prefix() is already what earlier batches choose, and the
 // first token's choices were read; else prefix() is what the first `counted` tokens choose, or anything where that is 0.
-// `first` is of the first token. Only a host's blocks have many batches, and must not count from the start for each.
+// `first` is of the first token. Blocks with many batches must not count from the start for each. Returns whether the
+// next one is prepared.
 template <class D>
-WEFT_DEVICE void send_batch(const D& d, uint32_t batch, bool is_prepared, uint32_t counted, FirstVecs first) {
+WEFT_DEVICE bool send_batch(const D& d, uint32_t batch, bool is_prepared, uint32_t counted, FirstVecs first) {
   const Span traced(d.a.call.wait.trace, Work::kSendBatch, d.block.rank() == 0);
   const Range tokens = batch_tokens(d, batch);
   for (uint32_t i = d.block.rank(); i < d.ranks(); i += d.block.size()) d.sent()[i] = 0;
   if (!is_prepared) {
-    if (!kIsHost || counted == 0) {
+    if (!counts_on(d) || counted == 0) {
       clear_choices(d);
       d.block.sync();
     }
-    const uint32_t known = kIsHost ? counted * d.top_k() : 0;
+    const uint32_t known = counts_on(d) ? counted * d.top_k() : 0;
     add_choices(d, known, tokens.first * d.top_k(), d.block.rank(), d.block.size());
   }
   d.block.sync();
   if (tokens.first == tokens.last) {
     if (d.warp.index() == 0) move_empty_words(d, batch);
-    return;
+    return false;
   }
-  if (d.sends_lines()) return send_token_as_lines(d, batch, tokens.first, is_prepared, first);
+  if (d.sends_lines()) {
+    send_token_as_lines(d, batch, tokens.first, is_prepared, first);
+    return counts_on(d);
+  }
   WEFT_ROLLED
   for (uint32_t token = tokens.first; token < tokens.last; ++token) {
     if (token != tokens.first) first = load_first_vecs(d, token);
@@ -186,17 +212,19 @@ WEFT_DEVICE void send_batch(const D& d, uint32_t batch, bool is_prepared, uint32
   }
   // The other warps go on: publishing waits until the last store has arrived.
   if (d.warp.index() == 0) move_words(d, batch, kWordDone);
+  return false;
 }
 
 template <class D>
-WEFT_DEVICE void send_batches(const D& d, bool first_is_prepared, const FirstVecs& first) {
+WEFT_DEVICE void send_batches(const D& d, bool is_prepared, FirstVecs first) {
   uint32_t counted = 0;
   WEFT_ROLLED
   for (uint32_t batch = d.block.index(); batch < d.batches().count; batch += d.block.count()) {
-    const bool is_first = batch == d.block.index();
-    if (!is_first) d.block.sync();
-    send_batch(d, batch, is_first && first_is_prepared, counted,
-               is_first ? first : load_first_vecs(d, batch_tokens(d, batch).first));
+    if (batch != d.block.index()) {
+      first = load_first_vecs(d, batch_tokens(d, batch).first);
+      d.block.sync();
+    }
+    is_prepared = send_batch(d, batch, is_prepared, counted, first);
     counted = batch_tokens(d, batch).last;  // its tokens were counted as they went
   }
 }

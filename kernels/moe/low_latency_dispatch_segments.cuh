@@ -67,15 +67,15 @@ WEFT_DEVICE void check_sources(const D& d) {
 template <class D>
 WEFT_DEVICE void pack_segments(const D& d, bool reports) {
   d.warp.sync();
-  uint32_t at = 0, counted = 0;  // rows of experts before `counted`, with their padding
-  auto count_up_to = [&](uint32_t expert) {
-    for (; counted < expert; ++counted) at += d.padded(d.expert_rows()[counted]);
-  };
+  uint32_t before = 0;  // rows of the experts of earlier turns, with their padding
   WEFT_ROLLED
-  for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size()) {
-    count_up_to(expert);
+  for (uint32_t first = 0; first < d.own_experts(); first += d.warp.size()) {
+    const uint32_t expert = first + d.warp.rank();
+    const uint32_t rows = expert < d.own_experts() ? d.padded(d.expert_rows()[expert]) : 0;
+    const uint32_t at = before + d.warp.scan_exclusive(rows);
+    before = d.warp.broadcast(at + rows, d.warp.size() - 1);
     WEFT_ROLLED
-    for (uint32_t source = 0; source < d.ranks(); ++source) {
+    for (uint32_t source = 0; expert < d.own_experts() && source < d.ranks(); ++source) {
       uint32_t& segment = d.begin()[source * d.local_experts() + expert];
       if (reports) {
         const uint32_t next = source + 1 < d.ranks() ? d.begin()[(source + 1) * d.local_experts() + expert]
@@ -86,16 +86,15 @@ WEFT_DEVICE void pack_segments(const D& d, bool reports) {
       segment += at;
     }
   }
-  if (!reports || d.warp.rank() != 0) return;
-  count_up_to(d.own_experts());
-  if (at > d.a.max_rows)
-    raise(d.a.call.wait.fault, Site::kPackedCapacity, d.a.call.wait.self, 0, d.a.max_rows, at, 0);
+  if (reports && d.warp.rank() == 0 && before > d.a.max_rows)
+    raise(d.a.call.wait.fault, Site::kPackedCapacity, d.a.call.wait.self, 0, d.a.max_rows, before, 0);
 }
 
 // One warp: waits for the counts of all sources; begin()[source][expert] becomes where its segment begins.
 // The last block also reports them.
 template <class D>
 WEFT_DEVICE void find_segments(const D& d) {
+  const Span traced(d.a.call.wait.trace, Work::kSegments, d.warp.rank() == 0);
   const bool reports = d.block.index() + 1 == d.block.count();
   for (uint32_t source = d.warp.rank(); source < d.ranks(); source += d.warp.size())
     d.sends_rows()[source] = d.present()[source];

@@ -203,7 +203,8 @@ void bind_low_latency(nb::module_& module) {
           [](LowLatency& self, uint32_t max_tokens, uint32_t tokens, uint32_t top_k, uint32_t experts,
              uint32_t id_bytes, int64_t payload, uint32_t row_bytes, uint32_t scale_bytes, bool has_weights,
              uint64_t scale_expert_stride, uint64_t scale_row_stride, uint64_t scale_word_stride,
-             bool tiled_scales, uint32_t expert_rows, uint32_t padding, uint32_t max_rows) {
+             bool tiled_scales, uint32_t expert_rows, uint32_t padding, uint32_t max_rows,
+             uint32_t grid_sms) {
             const LowLatencyDispatchForm form{max_tokens,
                                               tokens,
                                               top_k,
@@ -219,7 +220,8 @@ void bind_low_latency(nb::module_& module) {
                                               tiled_scales,
                                               expert_rows,
                                               padding,
-                                              max_rows};
+                                              max_rows,
+                                              grid_sms};
             // The first of a form compiles its kernel.
             return DispatchCalls(self, value_or_throw(without_gil([&] { return self.plan(form); })));
           },
@@ -227,26 +229,28 @@ void bind_low_latency(nb::module_& module) {
           nb::arg("id_bytes"), nb::arg("payload"), nb::arg("row_bytes"), nb::arg("scale_bytes"),
           nb::arg("has_weights"), nb::arg("scale_expert_stride"), nb::arg("scale_row_stride"),
           nb::arg("scale_word_stride"), nb::arg("tiled_scales"), nb::arg("expert_rows") = 0,
-          nb::arg("padding") = 0, nb::arg("max_rows") = 0, nb::keep_alive<0, 1>())
+          nb::arg("padding") = 0, nb::arg("max_rows") = 0, nb::arg("grid_sms") = 0, nb::keep_alive<0, 1>())
       .def(
           "plan_combine",
           [](LowLatency& self, uint32_t max_tokens, uint32_t tokens, uint32_t top_k, uint32_t experts,
              uint32_t id_bytes, int64_t reply, uint32_t row_bytes, bool has_weights,
              bool dispatch_had_weights, uint32_t signal_value, uint32_t signals_per_expert,
-             uint32_t signal_rows, uint32_t num_sms, int64_t element, int64_t out_element, bool accumulate) {
+             uint32_t signal_rows, uint32_t num_sms, int64_t element, int64_t out_element, bool accumulate,
+             uint32_t grid_sms) {
             const LowLatencyCombineForm form{max_tokens,  tokens,       top_k,
                                              experts,     id_bytes,     reply,
                                              row_bytes,   has_weights,  dispatch_had_weights,
                                              row_bytes,   signal_value, signals_per_expert,
                                              signal_rows, num_sms,      element,
-                                             out_element, accumulate};
+                                             out_element, accumulate,   grid_sms};
             return CombineCalls(self, value_or_throw(without_gil([&] { return self.plan(form); })));
           },
           nb::kw_only(), nb::arg("max_tokens"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
           nb::arg("id_bytes"), nb::arg("reply"), nb::arg("row_bytes"), nb::arg("has_weights"),
           nb::arg("dispatch_had_weights"), nb::arg("signal_value"), nb::arg("signals_per_expert"),
           nb::arg("signal_rows"), nb::arg("num_sms"), nb::arg("element") = kElementBf16,
-          nb::arg("out_element") = kElementBf16, nb::arg("accumulate") = false, nb::keep_alive<0, 1>())
+          nb::arg("out_element") = kElementBf16, nb::arg("accumulate") = false, nb::arg("grid_sms") = 0,
+          nb::keep_alive<0, 1>())
       .def("routes_words", &LowLatency::routes_words, nb::arg("max_tokens"), nb::arg("top_k"),
            nb::arg("experts"), nb::arg("has_weights"))
       .def(

@@ -29,6 +29,8 @@ constexpr const char* kLowLatencyReplies =
     "ranks=8 experts_per_rank=32 top_k=8 row_bytes=14336 reply=3 weights=0 element=0 out_element=0 "
     "accumulate=0; "
     "ranks=3 experts_per_rank=2 top_k=1 row_bytes=16 reply=0 weights=1 element=0 out_element=0 accumulate=0; "
+    "ranks=2 experts_per_rank=128 top_k=8 row_bytes=14336 reply=0 weights=0 element=0 out_element=0 "
+    "accumulate=0; "
     "ranks=17 experts_per_rank=4 top_k=32 row_bytes=4096 reply=0 weights=1 element=0 out_element=0 "
     "accumulate=0; "
     "ranks=8 experts_per_rank=32 top_k=8 row_bytes=28672 reply=0 weights=1 element=1 out_element=0 "

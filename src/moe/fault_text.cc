@@ -127,6 +127,12 @@ const char* work_name(Work work) {
       return "low_latency_combine.sum";
     case Work::kLowLatencyCall:
       return "low_latency";
+    case Work::kTellCounts:
+      return "low_latency_dispatch.counts";
+    case Work::kStoreLines:
+      return "low_latency_dispatch.store";
+    case Work::kSegments:
+      return "low_latency_dispatch.segments";
   }
   return "unknown";
 }

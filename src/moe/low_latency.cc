@@ -258,7 +258,8 @@ Status LowLatency::own_mask() {
 }
 
 Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) const {
-  const LowLatencySizes all = sizes(form.max_tokens, form.top_k, form.experts);
+  LowLatencySizes all = sizes(form.max_tokens, form.top_k, form.experts);
+  all.grid_sms = form.grid_sms;
   const LowLatencyDispatchShape shape{
       ranks(),      all.experts_per_rank(),   form.top_k,  form.row_bytes, form.scale_bytes,
       form.payload, form.has_weights ? 1 : 0, form.padding};
@@ -333,7 +334,8 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
       (form.element != kElementBf16 || form.out_element != kElementBf16 || form.accumulate))
     return Status::invalid(
         "use_logfmt: got True, allowed: with bfloat16 rows and sums that are not added to");
-  const LowLatencySizes all = sizes(form.max_tokens, form.top_k, form.experts);
+  LowLatencySizes all = sizes(form.max_tokens, form.top_k, form.experts);
+  all.grid_sms = form.grid_sms;
   const LowLatencyCombineShape shape{ranks(),
                                      all.experts_per_rank(),
                                      form.top_k,

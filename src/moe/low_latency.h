@@ -63,6 +63,7 @@ struct LowLatencyDispatchForm {
   uint32_t expert_rows = 0;  // 0: R * M
   uint32_t padding = 0;
   uint32_t max_rows = 0;
+  uint32_t grid_sms = 0;  // that each phase takes at most, so that other kernels find some; 0: all
 };
 
 struct LowLatencyCombineForm {
@@ -84,6 +85,8 @@ struct LowLatencyCombineForm {
   int64_t element = kElementBf16;      // of x; with LogFMT, as out_element, bf16
   int64_t out_element = kElementBf16;  // of combined
   bool accumulate = false;             // combined is added to
+  uint32_t grid_sms =
+      0;  // that each phase takes at most; 0: all. Replies are cut by it: the same on all ranks
 };
 
 // What calls of one form have in common. Its kernels are compiled; a launch fills in memory, ticket and

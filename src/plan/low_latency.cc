@@ -11,15 +11,17 @@ namespace {
 constexpr uint32_t kCudaThreads = 512;
 constexpr uint32_t kMostPieces = 8;
 static_assert(kMaxBatches * kMostPieces <= kWordsPerSource);
-// Combine cuts replies so that about so many warps have one: all of a large GPU. Ranks must agree on it.
-constexpr double kAnsweringWarps = 2048;
+// Combine cuts replies so that about so many warps have one: all of a large GPU, or of the SMs that calls may take.
+// Ranks must agree on it.
+constexpr uint32_t kAnsweringWarps = 2048;
 constexpr uint32_t kMostSplitsOfPiece = 16;
 
-// One block per SM, all of them: the calls are short, and no block may wait for one that cannot start. On the
-// host every thread is a block of its own, so that no thread waits for another.
+// One block per SM, all of them unless the caller wants some for other kernels: the calls are short, and no block may
+// wait for one that cannot start. On the host every thread is a block of its own, so that no thread waits for another.
 LowLatencyPlan grid_plan(const LowLatencySizes& sizes, const ComputeLimits& limits) {
   LowLatencyPlan plan{};
   plan.blocks = limits.is_cuda ? limits.max_blocks : limits.host_threads;
+  if (sizes.grid_sms != 0) plan.blocks = std::min(plan.blocks, sizes.grid_sms);
   if (sizes.is_watched) plan.blocks = limits.is_cuda ? std::max(plan.blocks, 2u) : plan.blocks + 1;
   plan.threads_per_block = limits.is_cuda ? kCudaThreads : 1;
   return plan;
@@ -32,6 +34,12 @@ uint32_t working_warps(const LowLatencySizes& sizes, const LowLatencyPlan& plan,
 
 uint32_t warps_per_block(const LowLatencyPlan& plan, const ComputeLimits& limits) {
   return limits.is_cuda ? plan.threads_per_block / 32 : plan.threads_per_block;
+}
+
+uint32_t answering_warps(const LowLatencySizes& sizes) {
+  constexpr uint32_t kWarpsPerSm = kCudaThreads / 32;
+  if (sizes.grid_sms == 0 || sizes.grid_sms > kAnsweringWarps / kWarpsPerSm) return kAnsweringWarps;
+  return sizes.grid_sms * kWarpsPerSm;
 }
 
 // How many ranks a token goes to, in the mean, when it chooses experts at random.
@@ -128,7 +136,7 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
   const double messages = sizes.batches().count * ranks_of_token(sizes);
   // A reply leaves the outbox in one piece.
   if (!sizes.has_ports)
-    plan.pieces = std::clamp(static_cast<uint32_t>(kAnsweringWarps / messages), 1u, kMostPieces);
+    plan.pieces = std::clamp(static_cast<uint32_t>(answering_warps(sizes) / messages), 1u, kMostPieces);
   const uint32_t sums = std::max(tokens, 1u) * plan.pieces;
   plan.receive_splits =
       plan.pieces * std::clamp(working_warps(sizes, plan, warps) / sums, 1u, kMostSplitsOfPiece);

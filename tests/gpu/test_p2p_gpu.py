@@ -37,9 +37,9 @@ def _case(num_ranks: int, tokens: int, hidden: int = 512, per_rank: int = 3, see
     )
 
 
-def _exchanges(rank: Rank, form: Form, tokens: int) -> None:
+def _exchanges(rank: Rank, form: Form, tokens: int, num_sms: int = 0) -> None:
     case = _case(rank.size, tokens)
-    with make(rank, case, form, max(tokens, 1), device="cuda") as a2a:
+    with make(rank, case, form, max(tokens, 1), device="cuda", num_sms=num_sms) as a2a:
         for accumulate in (False, True, False):
             exchange(rank, a2a, case, form, accumulate)
 
@@ -50,22 +50,30 @@ def test_rows_of_every_type_and_layout(form: Form, tokens: int) -> None:
     run_on_gpus(num_ranks_here(), _exchanges, form, tokens)
 
 
-def _large(rank: Rank) -> None:
+@pytest.mark.parametrize("num_sms", [1, 3, 16])
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("form", FORMS[1:3], ids=str)
+def test_rows_of_few_sms(form: Form, tokens: int, num_sms: int) -> None:
+    run_on_gpus(num_ranks_here(), _exchanges, form, tokens, num_sms)
+
+
+def _large(rank: Rank, num_sms: int) -> None:
     case, form = MoeCase((128,) * rank.size, 7168, 8, 32 * rank.size), Form(padding=8)
-    with make(rank, case, form, 128, device="cuda") as a2a:
+    with make(rank, case, form, 128, device="cuda", num_sms=num_sms) as a2a:
         exchange(rank, a2a, case, form)
 
 
-def test_a_model_of_its_size() -> None:
-    run_on_gpus(num_ranks_here(), _large)
+@pytest.mark.parametrize("num_sms", [0, 8])
+def test_a_model_of_its_size(num_sms: int) -> None:
+    run_on_gpus(num_ranks_here(), _large, num_sms)
 
 
-def _on_two_streams(rank: Rank, rounds: int) -> None:
+def _on_two_streams(rank: Rank, rounds: int, num_sms: int) -> None:
     """Two exchanges of other sizes each round, their phases taking turns; wrong tokens are counted on the GPU."""
     form, most = Form(), 64
     first = _case(rank.size, most)
     streams = [torch.cuda.Stream() for _ in range(2)]
-    with make(rank, first, form, most, device="cuda") as a2a:
+    with make(rank, first, form, most, device="cuda", num_sms=num_sms) as a2a:
         for turn in range(rounds):
             cases = [
                 _case(rank.size, 1 + (turn * 13 + half * 29) % most, seed=2 * turn + half)
@@ -97,11 +105,12 @@ def _one_round(
     return outs
 
 
-def test_two_micro_batches_on_two_streams() -> None:
-    run_on_gpus(num_ranks_here(), _on_two_streams, 40)
+@pytest.mark.parametrize("num_sms", [0, 8])
+def test_two_micro_batches_on_two_streams(num_sms: int) -> None:
+    run_on_gpus(num_ranks_here(), _on_two_streams, 40, num_sms)
 
 
-def _graph(rank: Rank, replays: int) -> None:
+def _graph(rank: Rank, replays: int, num_sms: int) -> None:
     """All phases in one graph, a matrix product between them; tokens change from replay to replay.
 
     Experts return rows as they came, and values have few digits, so sums are exact: a token comes back as itself times
@@ -115,6 +124,7 @@ def _graph(rank: Rank, replays: int) -> None:
         hidden_dim=hidden,
         num_experts_per_token=top_k,
         expert_padding=4,
+        num_sms=num_sms,
         device="cuda",
     )
     x = torch.zeros(tokens, hidden, dtype=BF16, device="cuda")
@@ -161,5 +171,35 @@ def _graph(rank: Rank, replays: int) -> None:
     a2a.destroy()
 
 
-def test_a_graph_of_all_phases_is_replayed() -> None:
-    run_on_gpus(num_ranks_here(), _graph, REPLAYS, deadline_s=240.0 + REPLAYS / 50)
+@pytest.mark.parametrize("num_sms", [0, 8])
+def test_a_graph_of_all_phases_is_replayed(num_sms: int) -> None:
+    run_on_gpus(num_ranks_here(), _graph, REPLAYS, num_sms, deadline_s=240.0 + REPLAYS / 50)
+
+
+def _eager_beside(rank: Rank, rounds: int) -> None:
+    """Products between the phases, outside of graphs; rows and sums of earlier rounds die while later ones run."""
+    case, form = _case(rank.size, 64, 1024), Form()
+    product = torch.ones(1024, 1024, device="cuda", dtype=BF16)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    x, ids, weights, _ = sent_of(case, form, rank.rank, "cuda")
+    weights.fill_(0.25)
+    sums = (ids >= 0).sum(1, keepdim=True) * 0.25
+    x = (x * 4).round().clamp(-8, 8)  # few digits: sums are exact
+    with make(rank, case, form, 64, device="cuda", num_sms=4) as a2a:
+        for turn in range(rounds):
+            sent = x + turn % 5
+            handle = a2a.dispatch_send(sent, ids, weights)
+            for _ in range(3):
+                product @ product
+            rows = a2a.dispatch_recv(handle)
+            y = rows.x * 2
+            a2a.combine_send(y, handle)
+            product @ product
+            out = a2a.combine_recv(handle)
+            wrong += (out != (sent.float() * 2 * sums).to(BF16)).sum()
+            del sent, rows, y, out
+        assert int(wrong) == 0
+
+
+def test_phases_beside_products_outside_of_graphs() -> None:
+    run_on_gpus(num_ranks_here(), _eager_beside, 300)

@@ -136,6 +136,29 @@ def test_any_shape_matches_plain_indexing(pool: RankPool, data: st.DataObject) -
 # ---- what a call can do besides
 
 
+def _on_few(rank: Rank) -> None:
+    """num_sms bounds the threads here; an object with all threads is used in turns with one that has few."""
+    case = MoeCase(tokens_of(rank.size, 9, 0, 14), 64, 3, 7)
+    for form in (Form(padding=4), Form(FLOAT, FLOAT, FLOAT, exact=True)):
+        with make(rank, case, form, MOST, num_sms=1) as few, make(rank, case, form, MOST) as all_of_them:
+            for a2a in (few, all_of_them, few):
+                exchange(rank, a2a, case, form)
+                exchange(rank, a2a, case, form, accumulate=True)
+
+
+def test_few_sms_give_the_same_rows(pool: RankPool) -> None:
+    pool.run(_on_few)
+
+
+def _other_sms(rank: Rank) -> None:
+    with pytest.raises(Error, match="num_sms: got"):
+        make(rank, MoeCase((3,) * rank.size, 64, 2, 4), Form(), MOST, num_sms=rank.rank + 1)
+
+
+def test_numbers_of_sms_that_differ_are_told() -> None:
+    run_ranks(2, _other_sms, with_gpus=False)
+
+
 def _bounded(rank: Rank) -> None:
     """bound_m hides the last tokens: nobody gets them, and their sums are zero."""
     case, form = MoeCase(tokens_of(rank.size, 7, 12), 64, 3, 6), Form()
@@ -495,16 +518,20 @@ def test_bench_has_phases_overlap_and_the_low_latency_calls_beside(tmp_path: Pat
     assert ran.returncode == 0, ran.stderr
     rows = {row["call"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     phases = {f"p2p_{step}.{phase}" for step in ("dispatch", "combine") for phase in ("send", "receive")}
-    assert set(rows) == phases | {"p2p_dispatch", "p2p_combine"}
+    beside = {"p2p_dispatch.beside", "p2p_combine.beside"}
+    assert set(rows) == phases | beside | {"p2p_dispatch", "p2p_combine"}
     for call in ("p2p_dispatch", "p2p_combine"):
         row = rows[call]
         assert row["checked"]
         assert row["floor_us"] > row["network_us"] > 0
-        assert row["product_us"] > 0
-        assert row["overlap_us"] > 0
         assert row["hidden"] == 128
-        assert row["hidden_share"] <= 2
         assert "low_latency" in row["baselines"]
+        overlap = rows[f"{call}.beside"]
+        assert overlap["checked"]
+        assert overlap["us"] > 0
+        assert overlap["product_us"] > 0
+        assert overlap["exposed_us"] == pytest.approx(overlap["us"] - overlap["product_us"], abs=0.2)
+        assert overlap["hidden_share"] <= 2
     wrong = run_program([*command, "--overlap-us", "-1"], tmp_path)
     assert "overlap-us: got -1" in wrong.stderr
 

@@ -44,6 +44,24 @@ TEST(LowLatencyPlan, GoldenPlansOfTypicalCalls) {
             "words 483328 bytes, 2 blocks of 1 threads, 2592 bytes shared, 1 pieces, 1 receive splits");
 }
 
+// Few SMs have few warps, which then take larger parts; those of a launch that may take all are as before.
+TEST(LowLatencyPlan, CallsOnFewSmsHaveFewBlocksAndLargerPieces) {
+  LowLatencySizes sizes{2, 128, 8, 256};
+  EXPECT_EQ(
+      combine_text(sizes, 7168, 128, kH200),
+      "words 16809984 bytes, 132 blocks of 512 threads, 2592 bytes shared, 8 pieces, 16 receive splits");
+  sizes.grid_sms = 500;
+  EXPECT_EQ(plan_low_latency_dispatch(sizes, fp8(sizes, 7168), kH200).blocks, 132u);
+  EXPECT_EQ(plan_low_latency_combine(sizes, bf16(sizes, 7168), 128, kH200).pieces, 8u);
+  sizes.grid_sms = 8;
+  EXPECT_EQ(plan_low_latency_dispatch(sizes, fp8(sizes, 7168), kH200).blocks, 8u);
+  EXPECT_EQ(plan_low_latency_dispatch(sizes, fp8(sizes, 7168), kHost).blocks, 2u);
+  const LowLatencyPlan plan = plan_low_latency_combine(sizes, bf16(sizes, 7168), 128, kH200);
+  EXPECT_EQ(plan.blocks, 8u);
+  EXPECT_EQ(plan.pieces, 1u);
+  EXPECT_EQ(plan.receive_splits, 1u);
+}
+
 // A block watches, and what is shared out over warps is shared out over those of the others.
 TEST(LowLatencyPlan, WhereABlockWatchesTheOthersShareTheWork) {
   LowLatencySizes sizes{2, 128, 8, 256, 0, 0, true, true};

@@ -16,7 +16,6 @@ rows stand, what elements are summed, and that phases are the caller's.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from weft.moe import arguments, trace
 from weft.moe.buffer_contexts import device_of
 from weft.moe.config import check_flags, check_number
 from weft.moe.device_context import DeviceContext
+from weft.moe.p2p_order import PhaseOrder
 from weft.moe.p2p_plans import CombineForms, DispatchForms, Layout
 from weft.moe.p2p_sizes import SUMMED, DpColumn, P2PSizes
 from weft.runtime.bootstrap import find_bootstrap
@@ -95,6 +95,8 @@ class P2PAllToAll:
             window of its own, with M tokens of every group twice.
         exact: every expert's row returns, and slots are summed in order with one rounding. Otherwise a rank sums its
             rows of a token first, in float32, and rounds to the type of expert_y.
+        num_sms: 0: phases take all SMs, on the stream that is current. Else they take so many at most, beside what the
+            caller's stream gets between a send and its receive: see below. On the CPU, threads at most.
         timeout_s: bound of every wait for a peer, in seconds; 0 takes WEFT_TIMEOUT_S.
         device: as for weft.Buffer.
     Raises: weft.Error naming a wrong argument; weft.PeerLost naming ranks that stayed away.
@@ -102,6 +104,10 @@ class P2PAllToAll:
     Phases are collective: all ranks call the same ones in the same order, also those of several exchanges. Between two
     phases of an exchange no kernel of it runs. A phase runs on the stream that is current, after phases called before
     it, whatever their streams. CUDA graphs may capture phases: all of an exchange in one graph.
+    With num_sms phases run on a stream of the object's own: a send after what the current stream has got, a receive
+    right behind its send, whenever it is called, and then the current stream waits for it. What that stream gets
+    between the two calls runs beside both, and the send's tensors must stay as they are until it has passed the
+    receive. A receive into tensors of the caller's waits for what the stream had got before it.
     Waits: a receive waits for the rows of peers; a send for peers' receive of the call before the last; on the CPU and
     over ports combine_send() also for peers' combine_send().
     Threads: one caller at a time.
@@ -126,6 +132,7 @@ class P2PAllToAll:
         dp_size: int = 1,
         max_in_flight: int = 2,
         exact: bool = False,
+        num_sms: int = 0,
         timeout_s: float = 0.0,
         device: torch.device | str | None = None,
         comm: Any = None,
@@ -133,7 +140,7 @@ class P2PAllToAll:
         self.sizes = P2PSizes(
             *(max_num_tokens, num_experts, hidden_dim, num_experts_per_token, in_dtype, out_dtype),
             *(hidden_dim_scale, scale_dtype, expert_padding, max_recv_tokens, max_tokens_per_expert),
-            *(max_private_tokens, max_in_flight, dp_size),
+            *(max_private_tokens, max_in_flight, dp_size, num_sms),
         )
         check_flags(exact=exact)
         timeout_s = check_number("timeout_s", timeout_s, 0)
@@ -161,7 +168,7 @@ class P2PAllToAll:
             self._dispatches[context].sender(0, 8)
             self._combines[context].calls(0, 8, hidden_dim, out_dtype, self.exact, False)
         self._sent = 0
-        self._last: tuple[int, Any] | None = None  # stream and event of the last phase
+        self._order = PhaseOrder(self._contexts, self.device, num_sms)
 
     # -- phases ----------------------------------------------------------------------------------------------
 
@@ -194,7 +201,7 @@ class P2PAllToAll:
         self._check_in_flight(context)
         calls = self._dispatches[context].sender(tokens, ids.element_size())
         tensors = (x, scale, ids, topk_weights, *(None,) * 10)
-        sent = self._launch(context, "dispatch_send", lambda on: calls.send(*tensors, on))
+        sent = self._order.send(context, lambda on: calls.send(*tensors, on), tensors)
         self._note_sent(context, sent, "dispatch_recv")
         self._sent += 1
         return P2PHandle(context, ids, topk_weights, sent, tensors)
@@ -219,7 +226,8 @@ class P2PAllToAll:
         context = handle.context
         forms = self._dispatches[context]
         layout = forms.layout(out_x, out_x_scale, self.num_local_experts, self.max_recv_tokens)
-        made = forms.new_outputs(layout, self.num_local_experts, self.num_dp_groups)
+        with self._order.making():
+            made = forms.new_outputs(layout, self.num_local_experts, self.num_dp_groups)
         rows = out_x if out_x is not None else made.x
         assert rows is not None
         scales = made.x_scale if out_x_scale is None else out_x_scale
@@ -233,7 +241,8 @@ class P2PAllToAll:
         into = (rows, scales, made.src_token, made.ranges, counts, made.routes, made.weights, made.src_rank)
         used = (*handle.kept[:4], None, None, *into)
         ticket = handle.sent.ticket
-        self._launch(context, "dispatch_recv", lambda on: calls.receive_into(*used, ticket, on))
+        given = (out_x, out_x_scale, out_num_tokens)
+        self._order.receive(context, lambda on: calls.receive_into(*used, ticket, on), given, made)
         self._note_received(handle)
         handle.phase, handle.layout, handle.routes = "dispatch_recv", layout, made.routes
         handle.rows_shape = tuple(rows.shape)
@@ -262,7 +271,7 @@ class P2PAllToAll:
         calls = self._combines[context].calls(*key, self.exact, travel)
         kept_weights = own if self.exact or travel else None
         tensors = (expert_y, handle.ids, kept_weights, handle.routes, None, None, None)
-        sent = self._launch(context, "combine_send", lambda on: calls.send(*tensors, on))
+        sent = self._order.send(context, lambda on: calls.send(*tensors, on), tensors)
         self._note_sent(context, sent, "combine_recv")
         handle.phase, handle.sent, handle.kept = "combine_send", sent, (*tensors, expert_y)
         handle.combine_form = (*key, self.exact, travel)
@@ -285,7 +294,8 @@ class P2PAllToAll:
         context = handle.context
         shape = (handle.num_tokens, handle.combine_form[2])
         if out_tokens is None:
-            out = torch.empty(shape, dtype=self.sizes.out_dtype, device=self.device)
+            with self._order.making():
+                out = torch.empty(shape, dtype=self.sizes.out_dtype, device=self.device)
         else:
             out = arguments.check_tensor(
                 "out_tokens", out_tokens, shape, (self.sizes.out_dtype,), self.device
@@ -294,7 +304,7 @@ class P2PAllToAll:
         calls = self._combines[context].calls(*handle.combine_form, bool(accumulate))
         used = (*handle.kept[:4], out, None, None)
         ticket = handle.sent.ticket
-        self._launch(context, "combine_recv", lambda on: calls.receive_into(*used, ticket, on))
+        self._order.receive(context, lambda on: calls.receive_into(*used, ticket, on), (out_tokens,), (out,))
         self._note_received(handle)
         handle.phase = "combine_recv"
         return out
@@ -350,23 +360,6 @@ class P2PAllToAll:
         return f"weft.P2PAllToAll({where}{'' if self._contexts else ', destroyed'})"
 
     # -- order -----------------------------------------------------------------------------------------------
-
-    def _launch(self, context: DeviceContext, name: str, run: Callable[[int], Any]) -> Any:
-        """Run a phase on the current stream, after the one before it.
-
-        A context orders its own phases. Where there are several, a receive of one could take all SMs while a send of
-        another waits for one, on two ranks crosswise; so phases run in the order in which all ranks call them.
-        """
-        stream = context.current_stream
-        if len(self._contexts) == 1 or not context.is_cuda or context.is_capturing:
-            return run(stream)
-        if self._last is not None and self._last[0] != stream:
-            self._last[1].wait(torch.cuda.current_stream(self.device))
-        result = run(stream)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        self._last = (stream, event)
-        return result
 
     def _used_here(self, handle: P2PHandle) -> None:
         """Tell torch that a handle's own tensors are used on the current stream, where phases have several."""

@@ -142,6 +142,7 @@ class DispatchForms:
             expert_rows=0 if is_packed else rows[1],
             padding=sizes.expert_padding if is_packed else 0,
             max_rows=rows[0] if is_packed else 0,
+            grid_sms=sizes.num_sms,
         )
 
 
@@ -176,4 +177,5 @@ class CombineForms:
             element=SUMMED[dtype],
             out_element=SUMMED[sizes.out_dtype],
             accumulate=accumulate,
+            grid_sms=sizes.num_sms,
         )

@@ -16,7 +16,15 @@ import torch
 from weft import _core
 from weft.errors import invalid
 from weft.moe.arguments import MAX_ROWS, MAX_TOP_K, ROW_ALIGNMENT_BYTES
-from weft.moe.config import MAX_ALIGNMENT, MAX_LOW_LATENCY_TOKENS, align, ceil_div, check_whole, local_experts
+from weft.moe.config import (
+    MAX_ALIGNMENT,
+    MAX_LOW_LATENCY_TOKENS,
+    MAX_SMS,
+    align,
+    ceil_div,
+    check_whole,
+    local_experts,
+)
 from weft.runtime.bootstrap import Bootstrap
 
 SUMMED = {
@@ -46,6 +54,7 @@ class P2PSizes:
     max_private_tokens: int | None
     max_in_flight: int
     dp_size: int
+    num_sms: int = 0
 
     def __post_init__(self) -> None:
         check_whole("max_num_tokens", self.max_num_tokens, 1, MAX_LOW_LATENCY_TOKENS)
@@ -54,6 +63,7 @@ class P2PSizes:
         check_whole("expert_padding", self.expert_padding, 1, MAX_ALIGNMENT)
         check_whole("max_in_flight", self.max_in_flight, 1, _MAX_IN_FLIGHT)
         check_whole("dp_size", self.dp_size, 1)
+        check_whole("num_sms", self.num_sms, 0, MAX_SMS)
         for name in ("max_recv_tokens", "max_tokens_per_expert"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1, MAX_ROWS)

@@ -211,7 +211,11 @@ def _report(args: argparse.Namespace, measured: Measured, options: Options) -> N
         "egress_gbs",
         *(("network_us", "raw_us", "bound_us", "fan_out") if options.ranks_per_node else ()),
     )
-    columns += ("product_us", "overlap_us", "hidden_share") if options.overlap_us else ()
+    columns += (
+        ("sms", "product", "product_us", "product_few_us", "alone_us", "exposed_us", "hidden_share")
+        if options.overlap_us
+        else ()
+    )
     report = Report("weft bench moe", extra_columns=columns, wide=args.wide)
     for row in measured.rows:
         report.add(row)

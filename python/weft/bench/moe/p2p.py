@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the split all-to-all: pairs of phases beside low-latency calls, each phase by itself once its peers have
-sent, and how much of a pair a matrix product between its phases hides."""
+sent, and how much of a pair a matrix product between its phases hides: see p2p_overlap."""
 
 from __future__ import annotations
-
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import weft
-from weft.bench.moe import check, peers
+from weft.bench.moe import check, p2p_overlap, peers
 from weft.bench.moe.low_latency import CALLS_IN_A_ROW, FEW_TOKENS, Samples, make_buffer
 from weft.bench.moe.setting import (
     Bench,
@@ -42,19 +37,30 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     in_a_row = CALLS_IN_A_ROW if o.tokens <= FEW_TOKENS and not bench.on_gpu else 1
     samples = Samples(bench, inputs, calls, traffic, in_a_row)
     phases = _Phases(bench, split, samples.y["weft"])
+    y = samples.y["weft"]
+    overlap = None
+    if o.overlap_us:
+        overlap = p2p_overlap.Overlap(bench, inputs, x, y, lambda sms: _make(bench, sms))
+        for on_few in overlap.splits:
+            _check(bench, inputs, on_few)
 
     def take(index: int) -> None:
         topk_idx = inputs.routes[index % len(inputs.routes)][me.rank]
         samples.take(topk_idx)
         for _ in range(0 if bench.tracer else in_a_row):
             phases.take(samples.topk_idx)
+            if overlap is not None:
+                overlap.take(samples.topk_idx)
 
     bench.run(take)
     times = bench.in_a_row(samples.turns())
     _check(bench, inputs, split)
     us = bench.samples_us(in_a_row)
-    rows = samples.rows("p2p", traffic, us, times, lambda step: phases.overlap_columns(step, us))
+    rows = samples.rows("p2p", traffic, us, times)
     rows += [_phase_row(bench, phase, us[f"phase {phase}"]) for phase in PHASES]
+    if overlap is not None:
+        rows += overlap.rows(us)
+        overlap.destroy()
     traces = bench.traces(split.buffer, take)
     split.buffer.destroy()
     buffer.destroy()
@@ -62,79 +68,21 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
 
 
 class _Phases:
-    """Samples of single phases, and of pairs with a matrix product between."""
+    """Samples of single phases."""
 
     def __init__(self, bench: Bench, split: peers.P2P, y: Tensor) -> None:
         self._bench, self._split, self._y = bench, split, y
-        self._product = _product_of(bench) if bench.options.overlap_us else None
 
     def take(self, topk_idx: Tensor) -> None:
-        """Take each phase when all ranks are done with the one before; then the overlapping pairs. Collective."""
+        """Take each phase when all ranks are done with the one before. Collective."""
         bench, a2a = self._bench, self._split.buffer
         handle = bench.sample("phase dispatch.send", lambda: self._split.send(topk_idx))
         bench.sample("phase dispatch.receive", lambda: a2a.dispatch_recv(handle))
         bench.sample("phase combine.send", lambda: a2a.combine_send(self._y, handle))
         bench.sample("phase combine.receive", lambda: a2a.combine_recv(handle))
-        if self._product is None:
-            return
-        product = self._product
-        bench.sample("product", product)
-
-        def dispatch() -> Any:
-            sent = self._split.send(topk_idx)
-            product()
-            a2a.dispatch_recv(sent)
-            return sent
-
-        def combine(handle: Any) -> None:
-            a2a.combine_send(self._y, handle)
-            product()
-            a2a.combine_recv(handle)
-
-        handle = bench.sample("overlap dispatch", dispatch)
-        bench.sample("overlap combine", lambda: combine(handle))
-
-    def overlap_columns(self, step: str, us: dict[str, list[float]]) -> dict[str, Any]:
-        """Return how much of a pair a matrix product hides: what the three times have in common."""
-        if self._product is None:
-            return {}
-        product, both = (statistics.median(us[name]) for name in ("product", f"overlap {step}"))
-        alone = sum(statistics.median(us[f"phase {step}.{phase}"]) for phase in ("send", "receive"))
-        hidden = (alone + product - both) / alone
-        return {
-            "product_us": round(product, 1),
-            "overlap_us": round(both, 1),
-            "hidden_share": round(hidden, 3),
-        }
 
 
-def _product_of(bench: Bench) -> Callable[[], None]:
-    """Return a matrix product that takes about the time that was asked for."""
-    side = 2048 if bench.on_gpu else 128
-    dtype = torch.bfloat16 if bench.on_gpu else torch.float32
-    a = torch.ones(side, side, dtype=dtype, device=bench.device)
-
-    def run(times: int) -> float:
-        if bench.on_gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(times):
-            torch.mm(a, a)
-        if bench.on_gpu:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e6 / times
-
-    run(10)
-    times = max(round(bench.options.overlap_us / run(50)), 1)
-
-    def product() -> None:
-        for _ in range(times):
-            torch.mm(a, a)
-
-    return product
-
-
-def _make(bench: Bench) -> weft.P2PAllToAll:
+def _make(bench: Bench, sms: int = 0) -> weft.P2PAllToAll:
     o = bench.options
     is_fp8 = o.dtype == "fp8"
     return weft.P2PAllToAll(
@@ -148,6 +96,7 @@ def _make(bench: Bench) -> weft.P2PAllToAll:
         hidden_dim_scale=o.hidden // SCALE_GROUP if is_fp8 else None,
         scale_dtype=torch.float32 if is_fp8 else None,
         max_in_flight=1,
+        num_sms=sms,
         device=bench.device,
     )
 
@@ -168,9 +117,7 @@ def _notes(bench: Bench) -> list[str]:
         "flight, between the two, no kernel of the exchange runs",
     ]
     if bench.options.overlap_us:
-        lines.append(
-            "hidden_share: (send + receive + matrix product - the three in a row) / (send + receive), by medians"
-        )
+        lines += p2p_overlap.notes()
     return lines
 
 

@@ -41,13 +41,18 @@ struct End {
         pair(nic->create_queue(blocks, completions)),
         at(pair->memory()) {
     enrolled = nic->enroll_for(data.data(), kMemory, kAll);
+    foreign = nic->enroll_for(data.data(), kMemory, kAll, 1);
   }
   ~End() {
     pair.reset();
     nic->release(enrolled);
+    nic->release(foreign);
   }
   Place remote(uint64_t offset) const { return {enrolled.base + offset, big_endian(enrolled.remote_key)}; }
   Place local(uint64_t offset) const { return {enrolled.base + offset, big_endian(enrolled.local_key)}; }
+  // The same memory, registered in another protection domain than the queue's.
+  Place foreign_remote() const { return {foreign.base, big_endian(foreign.remote_key)}; }
+  Place foreign_local() const { return {foreign.base, big_endian(foreign.local_key)}; }
   uint64_t* word(uint64_t offset) { return reinterpret_cast<uint64_t*>(data.data() + offset); }
   Heading heading(uint32_t flags = kSignalled) const {
     return {static_cast<uint32_t>(next), at.number, flags};
@@ -82,7 +87,7 @@ struct End {
   std::vector<std::byte> data;
   std::unique_ptr<ibgda::QueuePair> pair;
   QueueMemory at;
-  ibgda::Enrolled enrolled;
+  ibgda::Enrolled enrolled, foreign;
   uint64_t next = 0;
 };
 
@@ -270,6 +275,10 @@ TEST(NicModel, KeysBoundsAndAlignmentAreChecked) {
        [](End& a, End& b) { return ibgda::write_entry(a.heading(), b.remote(0), a.local(0), 0); }},
       {Syndrome::kRemoteAccess,
        [](End& a, End& b) { return ibgda::write_entry(a.heading(), b.local(0), a.local(0), 64); }},
+      {Syndrome::kLocalProtection,
+       [](End& a, End& b) { return ibgda::write_entry(a.heading(), b.remote(0), a.foreign_local(), 64); }},
+      {Syndrome::kRemoteAccess,
+       [](End& a, End& b) { return ibgda::write_entry(a.heading(), b.foreign_remote(), a.local(0), 64); }},
       {Syndrome::kRemoteAccess,
        [](End& a, End& b) { return ibgda::value_entry(a.heading(), b.remote(kMemory - 4), 1); }},
       {Syndrome::kRemoteAccess,

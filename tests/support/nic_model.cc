@@ -207,14 +207,15 @@ Result<ibgda::Enrolled> ModelNic::enroll(std::byte* data, uint64_t bytes, Device
 }
 
 // Addresses have nothing to do with where the memory is; some begin at 0.
-ibgda::Enrolled ModelNic::enroll_for(std::byte* data, uint64_t bytes, uint32_t access) {
+ibgda::Enrolled ModelNic::enroll_for(std::byte* data, uint64_t bytes, uint32_t access, uint32_t domain) {
   std::unique_lock lock(shared_->mutex);
   const uint64_t base = shared_->draw() % 4 == 0 ? 0 : shared_->draw() >> 8 & ~uint64_t{4095};
   lock.unlock();
-  return enroll_at(data, bytes, access, base);
+  return enroll_at(data, bytes, access, base, domain);
 }
 
-ibgda::Enrolled ModelNic::enroll_at(std::byte* data, uint64_t bytes, uint32_t access, uint64_t base) {
+ibgda::Enrolled ModelNic::enroll_at(std::byte* data, uint64_t bytes, uint32_t access, uint64_t base,
+                                    uint32_t domain) {
   ibgda::Enrolled made;
   {
     std::lock_guard lock(shared_->mutex);
@@ -224,8 +225,8 @@ ibgda::Enrolled ModelNic::enroll_at(std::byte* data, uint64_t bytes, uint32_t ac
   made.base = base;
   made.handle = this;
   std::unique_lock lock(core_->keys);
-  core_->local[made.local_key] = {data, bytes, base, access};
-  core_->remote[made.remote_key] = {data, bytes, base, access};
+  core_->local[made.local_key] = {data, bytes, base, access, domain};
+  core_->remote[made.remote_key] = {data, bytes, base, access, domain};
   return made;
 }
 

@@ -93,7 +93,7 @@ class ModelNic : public ibgda::Nic {
   struct Memory {
     std::byte* data;
     uint64_t bytes, base;
-    uint32_t access;
+    uint32_t access, domain;
   };
   struct Core;  // what queues keep of it
 
@@ -105,9 +105,11 @@ class ModelNic : public ibgda::Nic {
   // In memory that `held` keeps; its number is the model's. Who gives it has filled it.
   std::unique_ptr<ibgda::QueuePair> create_queue_in(ibgda::QueueMemory at, std::shared_ptr<const void> held);
   Result<ibgda::Enrolled> enroll(std::byte* data, uint64_t bytes, Device device) override;
-  ibgda::Enrolled enroll_for(std::byte* data, uint64_t bytes, uint32_t access);
+  // All queues are in protection domain 0: none reaches memory of another one.
+  ibgda::Enrolled enroll_for(std::byte* data, uint64_t bytes, uint32_t access, uint32_t domain = 0);
   // ... under an address that the caller chooses.
-  ibgda::Enrolled enroll_at(std::byte* data, uint64_t bytes, uint32_t access, uint64_t base);
+  ibgda::Enrolled enroll_at(std::byte* data, uint64_t bytes, uint32_t access, uint64_t base,
+                            uint32_t domain = 0);
   void release(ibgda::Enrolled& enrolled) override;
   uint32_t put_shift() const override;
 

@@ -346,7 +346,8 @@ bool ModelQueue::fetch() {
 std::byte* ModelQueue::find(const std::map<uint32_t, ModelNic::Memory>& keys, uint32_t key, uint64_t address,
                             uint64_t bytes, uint32_t access) {
   const auto found = keys.find(key);
-  if (found == keys.end() || (found->second.access & access) != access) return nullptr;
+  if (found == keys.end() || (found->second.access & access) != access || found->second.domain != 0)
+    return nullptr;
   const ModelNic::Memory& memory = found->second;
   if (address < memory.base || bytes > memory.bytes || address - memory.base > memory.bytes - bytes)
     return nullptr;

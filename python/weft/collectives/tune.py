@@ -266,8 +266,6 @@ def _in_turns(me: Rank, calls: list[Callable[[], Any]], device: Any) -> list[lis
     import torch
     import torch.distributed as dist
 
-    from weft.bench.report import slowest_rank
-
     def once(call: Callable[[], Any], times: int) -> float:
         dist.barrier(group=me.group)
         start = time.perf_counter()
@@ -280,7 +278,7 @@ def _in_turns(me: Rank, calls: list[Callable[[], Any]], device: Any) -> list[lis
     def agree(own: list[float]) -> list[float]:
         all_ranks: list[Any] = [None] * me.size
         dist.all_gather_object(all_ranks, own, group=me.group)
-        return slowest_rank(all_ranks)
+        return [max(repetition) for repetition in zip(*all_ranks, strict=True)]
 
     # On GPUs a sample is one call: what users wait for there begins with an idle GPU.
     times = [1] * len(calls)

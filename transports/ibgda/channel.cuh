@@ -183,9 +183,10 @@ WEFT_APART bool await_turn(const Queue& queue, Ends ends, uint64_t first) {
   return seen == first;
 }
 
-// Blocks that are taken, and how far the queue was published when they were.
+// Blocks that are taken, and whether all before them were published by then.
 struct Turn {
-  uint64_t first, published;
+  uint64_t first;
+  bool is_next;
 };
 
 // Takes the next `count` blocks, which are at most all, and waits until the NIC no longer needs what stands there. The
@@ -196,7 +197,7 @@ WEFT_DEVICE bool reserve(const Queue& queue, Ends ends, uint32_t count, Turn& tu
   turn.first = add_local(&state.reserved, static_cast<uint64_t>(count));
   const uint32_t is_broken = load_relaxed(&state.is_broken);
   const uint64_t completed = load_signal(&state.completed);
-  turn.published = load_signal(&state.published);
+  turn.is_next = load_signal(&state.published) == turn.first;
   if (is_broken != 0) return false;
   const uint64_t end = turn.first + count, blocks = uint64_t{queue.block_mask} + 1;
   return end <= blocks + completed || await_completed(queue, ends, end - blocks, Site::kQueueRoom);
@@ -210,14 +211,15 @@ WEFT_DEVICE void write_entry_to(const Queue& queue, uint64_t index, const Entry&
 }
 
 // Tells the NIC of entries that are written, in their order: the record never goes back. A doorbell may come after the next
-// one's, which NICs bear, as they read the record too.
-WEFT_DEVICE bool publish(const Queue& queue, Ends ends, const Turn& turn, uint32_t count) {
+// one's, which NICs bear, as they read the record too. Apart, as kernels that hold much would spill.
+WEFT_APART bool publish(const Queue& queue, Ends ends, const Turn& turn, uint32_t count) {
   QueueState& state = *queue.state;
-  if (turn.published != turn.first && !await_turn(queue, ends, turn.first)) return false;
-  const uint64_t next = turn.first + count, rings = doorbell_word(next, queue.number);
-  uint64_t* const doorbell = queue.doorbell;  // read before the fence, behind which memory is asked again
+  if (!turn.is_next && !await_turn(queue, ends, turn.first)) return false;
+  const uint64_t next = turn.first + count;
+  const uint32_t number = queue.number;  // read before the fence, behind which memory is asked again
+  uint64_t* const doorbell = queue.doorbell;
   store_release(queue.record + kRecordOfSends, record_word(next));
-  store_register(doorbell, rings);
+  store_register(doorbell, doorbell_word(next, number));
   store_after_register(&state.published, next);
   add_local(&state.rung, uint64_t{1});
   return true;

@@ -68,9 +68,17 @@ class Watcher {
       return in_window(item % c_.ranks(), call.region + at.consumed + uint64_t{item} * 8);
     item -= 2 * c_.ranks();
     const uint32_t source = item / words_of_source(), word = item % words_of_source();
-    if (word < c_.awaited_counts()) return in_window(source, c_.counts_at(source) + uint64_t{word} * 8);
+    if (word < c_.awaited_counts())
+      return has_arrived(source) ? in_window(source, c_.counts_at(source) + uint64_t{word} * 8) : Watched{};
     const uint64_t offset = word_offset(call, c_.ranks(), epoch_, source, word - c_.awaited_counts());
     return from(source, c_.inbox(source), offset);
+  }
+  // Counts come as bytes, before the handshake. Nobody may look at them while they come.
+  WEFT_DEVICE bool has_arrived(uint32_t source) const {
+    const uint64_t arrived =
+        control_offset(c_.a.call, low_latency_control(c_.ranks()).arrived, c_.ranks(), epoch_, source);
+    return load_signal(reinterpret_cast<const uint64_t*>(control_at(c_.a.call, c_.mesh, arrived))) >=
+           epoch_.number;
   }
   WEFT_DEVICE Watched in_window(uint32_t source, uint64_t offset) const {
     return from(source, c_.mesh.local(), offset);

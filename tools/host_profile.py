@@ -5,15 +5,19 @@
     torchrun --nproc-per-node 2 tools/host_profile.py              # every call, on GPUs where there are any
     torchrun --nproc-per-node 2 tools/host_profile.py --calls barrier,all_reduce --functions 20 --device cpu
 
-For each call: the time until it returns, back to back (median and least of the repeats); with the GPU's work; on GPUs
-also what its kernels take, by torch's profiler, and what a call takes in a CUDA graph, where it can be captured; and
-from a second run, how much of it passes in the core, the driver's part included; and from a third one under cProfile,
-how often a call of it enters each function, and what that costs. --json keeps all of it, with the goal of each call
-(GOALS_US) beside. First, what steps of a call cost by themselves on this
-machine: those of the driver are asked by ctypes, whose own price stands beside them. Calls of the core appear
-as ``core.Class.method``; the profiler makes everything slower, small functions most. On the CPU a call runs its kernel
-before it returns: the first time is the processor's without the kernel's, and counts of functions say more than times.
-Ranks may share a GPU, which then works for one process at a time: only the times until calls return count there.
+It prints first what single steps of a call cost on this machine. Steps of the driver go through ctypes, whose own price
+is printed beside them. Then it prints for each call:
+
+* the time until it returns, back to back: median and least of the repeats;
+* that time with the GPU's work;
+* on GPUs, its kernels' time by torch's profiler, and its time in a CUDA graph if it can be captured;
+* from a second run, the part that passes in the core, the driver's included;
+* from a third run under cProfile, how often it enters each function, and what that costs.
+
+--json keeps all of it, and the goal of each call (GOALS_US). Calls of the core appear as ``core.Class.method``. The
+profiler makes everything slower, small functions most. On the CPU a call runs its kernel before it returns, so the
+first time leaves the kernel out. Counts of functions say more there than times. If ranks share a GPU, only the times until
+calls return count, as the GPU serves one process at a time.
 """
 
 from __future__ import annotations

@@ -4,12 +4,16 @@
 
     tools/low_latency_phases.py --tokens 128 --dtype fp8 [--kernels LABEL=DIR]... [--json FILE]
 
---kernels compares sources of kernels: DIR holds kernels/ and transports/ as they are installed (weft/device); without
-it those of the installation are taken. Each is checked against the oracle, then timed in processes of its own: by
-events around graphs, by stamps of whole blocks (kernel us), and by stamps of every phase of each --sample-th block, in
-microseconds from the kernel's start: spans, first begin, median begin, median end, last end. Stamps of phases delay
-what they stamp a little. Cold: the L2 cache was written over. In a row: kernels of ten pairs in one graph. The slowest
-rank counts for times; phases are of rank 0.
+--kernels compares sources of kernels. DIR holds kernels/ and transports/ as they are installed (weft/device). Without
+it the installed ones are taken. Each is checked against the oracle. Then processes of its own time it in three ways:
+
+* events around graphs;
+* stamps of whole blocks (kernel us);
+* stamps of every phase of each --sample-th block, in microseconds from the kernel's start: number of spans, first
+  begin, median begin, median end, last end. These stamps delay a little what they stamp.
+
+Cold: the L2 cache was written over. In a row: kernels of ten pairs in one graph. Times are the slowest rank's, phases
+those of rank 0.
 """
 
 from __future__ import annotations
@@ -83,16 +87,8 @@ def _phases(bench: Bench, inputs: Inputs) -> dict[str, dict[str, list[float]]]:
     replays = dict(zip(("dispatch", "combine"), samples.replays["weft"], strict=True))
     for _ in range(ROUNDS):
         for name, replay in replays.items():
-            bench.line_up()
-            buffer.take_trace()
-            bench.line_up()
-            replay()
-            found[f"{name} cold"].append(buffer.take_trace().spans)
-        bench.line_up()
-        buffer.take_trace()
-        bench.line_up()
-        samples.round_trips()
-        spans = buffer.take_trace().spans
+            found[f"{name} cold"].append(kernel_time.spans_of(bench, buffer, replay))
+        spans = kernel_time.spans_of(bench, buffer, samples.round_trips)
         windows = kernel_time.launches_of([span for span in spans if span.name == CALL])
         for at, (begin, end) in enumerate(windows[2:]):
             of_kernel = [span for span in spans if begin <= span.begin_ns < end]

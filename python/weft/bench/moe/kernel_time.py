@@ -52,6 +52,16 @@ def is_possible(bench: Bench) -> bool:
     return not bench.options.trace
 
 
+def spans_of(bench: Bench, buffer: Any, call: Call) -> list[Any]:
+    """Return the spans that one call leaves in the buffer's trace, all ranks starting together. Collective."""
+    bench.line_up()
+    buffer.take_trace()
+    bench.line_up()
+    call()
+    spans: list[Any] = buffer.take_trace().spans
+    return spans
+
+
 def kernel_times(bench: Bench, buffer: Any, calls: dict[str, Call]) -> dict[str, list[float]]:
     """Return each call's samples in microseconds, of the slowest rank. Collective.
 
@@ -63,12 +73,7 @@ def kernel_times(bench: Bench, buffer: Any, calls: dict[str, Call]) -> dict[str,
         call()
     for _ in range(SAMPLES):
         for name, call in calls.items():
-            bench.line_up()
-            buffer.take_trace()
-            bench.line_up()
-            call()
-            spans = buffer.take_trace().spans
-            if spans:
+            if spans := spans_of(bench, buffer, call):
                 mine[name].append(_us(min(s.begin_ns for s in spans), max(s.end_ns for s in spans)))
     return _slowest(bench, mine)
 

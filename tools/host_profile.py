@@ -16,8 +16,8 @@ is printed beside them. Then it prints for each call:
 
 --json keeps all of it, and the goal of each call (GOALS_US). Calls of the core appear as ``core.Class.method``. The
 profiler makes everything slower, small functions most. On the CPU a call runs its kernel before it returns, so the
-first time leaves the kernel out. Counts of functions say more there than times. If ranks share a GPU, only the times until
-calls return count, as the GPU serves one process at a time.
+first time leaves the kernel out. Counts of functions say more there than times. If ranks share a GPU, only the times
+until calls return count, as the GPU serves one process at a time.
 """
 
 from __future__ import annotations

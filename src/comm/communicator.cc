@@ -195,7 +195,7 @@ Status Communicator::exchange_descriptors(std::string_view wanted) {
   return Status();
 }
 
-// Chooses the transport to each peer and how the mapped ones share memory.
+// Chooses the transport to each peer, and where windows lie.
 Status Communicator::connect(std::string_view transport) {
   std::vector<Candidate> usable;
   if (is_mapped_enough(transport)) {
@@ -219,18 +219,47 @@ Status Communicator::connect(std::string_view transport) {
       addresses_[peer].key = 0;
   }
   parcels_->connect(addresses_);
-  const auto has_port = [&](const std::vector<const Transport*>& of_rank) {
-    return std::ranges::any_of(
-        of_rank, [&](const Transport* taken) { return taken && reach_of(usable, taken) == Reach::kPort; });
-  };
-  WEFT_TRY_ASSIGN(const Transport* brings, who_brings_memory(chosen, usable));
-  if (brings) {
+  WEFT_TRY(open_links(chosen, usable));
+  return choose_windows();
+}
+
+// Links are open by now: whether a network reaches a GPU's memory, only a NIC that is open can say.
+Status Communicator::choose_windows() {
+  if (memory_link_) {
     sharing_ = Sharing::kByTransport;
-  } else {
-    WEFT_TRY_ASSIGN(sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing,
-                                             std::ranges::any_of(chosen, has_port)));
+    return {};
   }
-  return open_links(chosen, usable);
+  bool is_pinned = false;
+  if (port_link_) {
+    WEFT_TRY_ASSIGN(const PortWindows windows, agree_on_port_windows());
+    is_pinned = !windows.are_in_device;
+    if (!device().is_host())
+      log_info("rank {}: windows lie in {}: {}", rank_,
+               is_pinned ? text("pinned memory of the host") : text("memory of {}", device()), windows.why);
+  }
+  WEFT_TRY_ASSIGN(sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing, is_pinned));
+  return {};
+}
+
+// All ranks call it where any has a port peer. On the CPU there is nothing to choose, but a rank with a GPU may be there.
+Result<PortWindows> Communicator::agree_on_port_windows() {
+  const std::string& wanted = config().port_windows;
+  const Status tried = wanted == "host" || device().is_host() ? Status() : try_device_memory();
+  const std::string refusal = tried.ok() ? "" : tried.message().empty() ? "?" : tried.message();
+  WEFT_TRY_ASSIGN(const std::vector<std::string> refusals, bootstrap_->all_gather(refusal, deadline()));
+  return choose_port_windows(refusals, wanted);
+}
+
+// Tries it with memory as a window would have it after it has grown, where it can grow.
+Status Communicator::try_device_memory() {
+  WEFT_TRY_ASSIGN(const Sharing sharing, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing, false));
+  RangeOptions options{device(), sharing};
+  const uint32_t segments = sharing == Sharing::kCudaVmm ? 2 : 1;
+  constexpr uint64_t kMostGranularity = uint64_t{2} << 20;
+  options.reserve_bytes = options.least_bytes = segments * kMostGranularity;
+  WEFT_TRY_ASSIGN(const auto probe, make_range(options));
+  for (uint32_t i = 0; i < segments; ++i) WEFT_TRY(probe->extend(probe->granularity()).status());
+  return port_link_->try_device_memory(probe->base(), probe->bytes());
 }
 
 // Every rank connects where any rank has a port peer, so that all call alike.

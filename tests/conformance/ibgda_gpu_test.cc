@@ -76,16 +76,19 @@ TEST_P(IbgdaPosts, WhatPostingCosts) {
     const char* name;
     ChannelCall call;
     uint32_t count, repeats, skipped;
+    uint64_t bytes = 256;
+    uint32_t put_shift = 30;
   };
   constexpr Case kCases[] = {{"put_with_signal_256B.fresh", ChannelCall::kPutWithSignal, 2000, 7, 0},
                              {"put_with_signal_256B.lasting", ChannelCall::kPutWithSignal, 8000, 9, 2},
                              {"put_value.fresh", ChannelCall::kSignal, 4000, 7, 0},
-                             {"put_value.lasting", ChannelCall::kSignal, 16'000, 9, 2}};
+                             {"put_value.lasting", ChannelCall::kSignal, 16'000, 9, 2},
+                             {"batch_of_9.fresh", ChannelCall::kPutWithSignal, 500, 7, 0, 4096, 9}};
   for (const Case& one : kCases) {
-    use({.seed = 72, .passes = 0}, "32768");
+    use({.seed = 72, .passes = 0, .put_shift = one.put_shift}, "32768");
     on_loops([&](ChannelLoop& loop, int rank) {
       const uint32_t calls = times(one.count);
-      auto seconds = loop.run({one.call, ChannelWay::kPosting, 256, calls, one.repeats});
+      auto seconds = loop.run({one.call, ChannelWay::kPosting, one.bytes, calls, one.repeats});
       ASSERT_EQ(seconds.status().message(), "") << "rank " << rank;
       if (rank != 0) return;
       std::vector<double> ns;

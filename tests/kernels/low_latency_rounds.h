@@ -13,6 +13,8 @@
 #include <random>
 
 #include "kernels/core/logfmt.cuh"
+#include "memory/device_memory.h"
+#include "memory/host_visible.h"
 #include "moe/low_latency.h"
 #include "moe/two_level.h"
 #include "support/ranks.h"

@@ -58,8 +58,7 @@ Result<PortWindows> choose_port_windows(const std::vector<std::string>& refusals
   for (size_t rank = 0; rank < refusals.size(); ++rank) {
     if (refusals[rank].empty()) continue;
     const std::string why = text("rank {}: {}", rank, refusals[rank]);
-    if (wanted == "device")
-      return Status::make(Code::kUnsupported, "WEFT_PORT_WINDOWS=device: {}", why);
+    if (wanted == "device") return Status::make(Code::kUnsupported, "WEFT_PORT_WINDOWS=device: {}", why);
     return PortWindows{false, why};
   }
   return PortWindows{true, "the network reaches them on every rank"};

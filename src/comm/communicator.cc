@@ -244,6 +244,7 @@ Status Communicator::open_links(const std::vector<std::vector<const Transport*>>
   for (int peer = 0; peer < size(); ++peer)
     if (transports_[peer] == port) group.peers.push_back(peer);
   Result<std::unique_ptr<Link>> link = port->connect(group);
+  port_reaches_gpus_ = caps_of(candidates, port).reaches_gpus;
   if (link.ok()) {
     port_link_ = std::move(*link);
     log_info("rank {} of {}, node {}: {} ranks mapped, {} through {}: {}", rank_, size(), facts_[rank_].node,

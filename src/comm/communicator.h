@@ -135,7 +135,8 @@ class Communicator {
   std::vector<const Transport*> transports_;
   std::vector<int> mapped_ranks_;
   Sharing sharing_ = Sharing::kHostMemory;
-  std::string port_pair_;  // why_not_all_mapped()
+  std::string port_pair_;           // why_not_all_mapped()
+  bool port_reaches_gpus_ = false;  // Caps of port_link_'s transport
   std::unique_ptr<Link> mapped_link_, memory_link_, port_link_;
   double timeout_s_ = 0;
   uint64_t key_ = 0;

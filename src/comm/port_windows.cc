@@ -37,6 +37,8 @@ Result<PortWindows> Communicator::agree_on_port_windows() {
 
 // Tries it with memory as a window would have it after it has grown, where it can grow.
 Status Communicator::try_device_memory() {
+  if (!port_reaches_gpus_)
+    return Status::make(Code::kUnsupported, "threads of the host store signals and small puts there");
   WEFT_TRY_ASSIGN(const Sharing sharing, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing, false));
   RangeOptions options{device(), sharing};
   const uint32_t segments = sharing == Sharing::kCudaVmm ? 2 : 1;

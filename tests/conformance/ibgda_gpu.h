@@ -253,8 +253,7 @@ class Replays {
   }
   uint64_t word(uint64_t at) const {
     const std::byte* from = window_->local() + at;
-    if (comm_->sharing() != Sharing::kCudaVmm)
-      return load_acquire(reinterpret_cast<const uint64_t*>(from));
+    if (comm_->sharing() != Sharing::kCudaVmm) return load_acquire(reinterpret_cast<const uint64_t*>(from));
     uint64_t value = 0;
     EXPECT_TRUE(copy_from_device(device_.ordinal, &value, from, sizeof value).ok());
     return value;

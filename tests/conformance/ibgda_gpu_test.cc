@@ -223,12 +223,13 @@ TEST(IbgdaWindows, TheDriverExportsThemAlsoAfterTheyHaveGrown) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Ibgda, IbgdaPosts,
-    ::testing::Values(Where{"host", false, 100, false, false}, Where{"host_copies", false, 100, true, true},
-                      Where{"gpus", true, 1, false, false}, Where{"gpus_own", true, 20, true, false},
-                      Where{"gpus_windows", true, 20, true, true}),
-    [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Ibgda, IbgdaPosts,
+                         ::testing::Values(Where{"host", false, 100, false, false},
+                                           Where{"host_copies", false, 100, true, true},
+                                           Where{"gpus", true, 1, false, false},
+                                           Where{"gpus_own", true, 20, true, false},
+                                           Where{"gpus_windows", true, 20, true, true}),
+                         [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace weft

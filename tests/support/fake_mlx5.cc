@@ -88,9 +88,8 @@ struct FakeMlx5Calls {
     state().far_mrs += far != nullptr;
     auto* mr = new FakeMr{};
     mr->nic = reinterpret_cast<FakePd*>(pd)->nic.get();
-    mr->enrolled =
-        mr->nic->enroll_at(static_cast<std::byte*>(at), bytes, kAccessRead | kAccessWrite | kAccessAtomic,
-                           iova, 0, std::move(far));
+    mr->enrolled = mr->nic->enroll_at(static_cast<std::byte*>(at), bytes,
+                                      kAccessRead | kAccessWrite | kAccessAtomic, iova, 0, std::move(far));
     mr->lkey = mr->enrolled.local_key;
     mr->rkey = mr->enrolled.remote_key;
     ++state().mrs;

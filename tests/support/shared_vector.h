@@ -36,8 +36,9 @@ struct SharedAllocator {
     if (!SharedOnGpus::is_on().load()) return static_cast<T*>(::operator new(count * sizeof(T)));
     void* made = nullptr;
     auto current = CudaContext::enter(0);
-    if (!current.ok() || current->driver().cuMemHostAlloc(
-                             &made, count * sizeof(T), kCuMemHostAllocPortable | kCuMemHostAllocDeviceMap) != 0)
+    if (!current.ok() ||
+        current->driver().cuMemHostAlloc(&made, count * sizeof(T),
+                                         kCuMemHostAllocPortable | kCuMemHostAllocDeviceMap) != 0)
       throw std::bad_alloc();
     return static_cast<T*>(made);
   }

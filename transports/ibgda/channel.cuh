@@ -307,7 +307,8 @@ WEFT_DEVICE void IbgdaChannel::move_range(Way way, WindowOffset dst, WindowOffse
       }
       const uint64_t rest = bytes - done;
       const auto length = static_cast<uint32_t>(rest < put_bytes ? rest : put_bytes);
-      ibgda::write_entry_to(queue, turn.first + i, range_entry(way, at, part, dst + done, src + done, length));
+      ibgda::write_entry_to(queue, turn.first + i,
+                            range_entry(way, at, part, dst + done, src + done, length));
       done += length;
     }
     if (!ibgda::publish(queue, ends(), turn, count)) return;

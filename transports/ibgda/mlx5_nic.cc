@@ -237,8 +237,8 @@ class Mlx5Nic : public Nic {
                                      lent.file.get(), kAccess);
     }
     if (mr) return mr;
-    return Status::make(Code::kUnsupported, "{} does not take {} bytes of a window of {} by {}: {}", nic_->name,
-                        bytes, nic_->rooms->name(),
+    return Status::make(Code::kUnsupported, "{} does not take {} bytes of a window of {} by {}: {}",
+                        nic_->name, bytes, nic_->rooms->name(),
                         nic_->way == RoomWay::kDmabuf ? "DMA-BUF" : "peer memory", std::strerror(errno));
   }
 

@@ -18,8 +18,8 @@ uint64_t address(const void* at) {
 Result<RoomFile> export_memory(const char* what, int ordinal, const std::byte* at, uint64_t bytes) {
   WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal));
   int made = -1;
-  WEFT_TRY(cuda_status(current.driver().cuMemGetHandleForAddressRange(
-                           &made, address(at), bytes, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0),
+  WEFT_TRY(cuda_status(current.driver().cuMemGetHandleForAddressRange(&made, address(at), bytes,
+                                                                      CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0),
                        "export {} of cuda:{} as a DMA-BUF", what, ordinal));
   return RoomFile{FileDescriptor(made), 0};
 }
@@ -34,9 +34,7 @@ class CudaRoom : public QueueRoom {
   std::byte* data() const override {
     return reinterpret_cast<std::byte*>((held_ + kGpuPage - 1) / kGpuPage * kGpuPage);
   }
-  Result<RoomFile> file() const override {
-    return export_memory("queues", device_.ordinal, data(), bytes_);
-  }
+  Result<RoomFile> file() const override { return export_memory("queues", device_.ordinal, data(), bytes_); }
   Status read(void* to, const void* at, uint64_t bytes) const override {
     return copy_from_device(device_.ordinal, to, static_cast<const std::byte*>(at), bytes);
   }
@@ -78,7 +76,8 @@ class CudaRooms : public QueueRooms {
         cuda_device_attribute(device_.ordinal, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING);
     if (!order.ok()) return order.status().message();
     if (*order >= CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER) return "";
-    return text("cuda:{} does not order what a NIC writes (GPU_DIRECT_RDMA_WRITES_ORDERING)", device_.ordinal);
+    return text("cuda:{} does not order what a NIC writes (GPU_DIRECT_RDMA_WRITES_ORDERING)",
+                device_.ordinal);
   }
   std::string no_peer_memory() const override {
     std::error_code ignored;

@@ -47,7 +47,7 @@ class Queues {
   void start(std::function<void(const FaultBox&)> on_broken);
   void stop();
 
-  const Queue* table() const { return table_->at<Queue>(0); }  // [ranks, per_peer]
+  const Queue* table() const { return table_->at<Queue>(0); }        // [ranks, per_peer]
   QueueState* states() const { return states_->at<QueueState>(0); }  // the same
   uint32_t per_peer() const { return sizes_.per_peer; }
   uint32_t batch() const;  // entries of one call at a time: half of the least queue

@@ -135,13 +135,13 @@ class Communicator {
   std::vector<const Transport*> transports_;
   std::vector<int> mapped_ranks_;
   Sharing sharing_ = Sharing::kHostMemory;
-  std::string port_pair_;           // why_not_all_mapped()
-  bool port_reaches_gpus_ = false;  // Caps of port_link_'s transport
+  std::string port_pair_;  // why_not_all_mapped()
   std::unique_ptr<Link> mapped_link_, memory_link_, port_link_;
   double timeout_s_ = 0;
   uint64_t key_ = 0;
   std::string secret_;  // Group::secret
   int rank_ = 0;
+  bool port_reaches_gpus_ = false;  // Caps of port_link_'s transport
 
   struct KnownWindow {
     const std::byte* base = nullptr;  // null: gone, or never came to be

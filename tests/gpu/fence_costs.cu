@@ -31,7 +31,7 @@ const char* kWay[] = {"none", "gpu", "sys", "sc", "once", "early", "release", "r
 enum Busy { kIdle, kReadsGpu, kWritesGpu, kWritesHost, kBusys };
 const char* kBusy[] = {"idle", "others read GPU", "others write GPU", "others write host"};
 
-constexpr uint32_t kCalls = 2000, kRingBlocks = 64, kRepeats = 5;
+constexpr uint32_t kCalls = 1000, kRingBlocks = 64, kRepeats = 3;
 
 struct Args {
   uint4* ring;         // [kRingBlocks * 4]

@@ -43,6 +43,7 @@ struct Caps {
   bool has_atomics = false;         // 64-bit add at the peer
   bool only_by_name = false;        // "auto" never takes it
   bool brings_memory = false;       // windows lie in memory of its library: Link::allocate(), Link::map()
+  bool reaches_gpus = false;  // windows of GPUs may lie in their memory: Link::try_device_memory() decides
   Ordering ordering = Ordering::kNone;
   uint64_t max_put_bytes = 0;    // of one put
   double latency_us = 0;         // estimate: small put with signal until the peer sees it
@@ -60,6 +61,7 @@ struct WindowView {
   std::byte* local = nullptr;
   std::byte* const* bases = nullptr;  // by rank; null where not mapped
   std::byte* const* table = nullptr;  // the same, where kernels of this rank can read it
+  Device place = {};                  // whose memory `local` is: the rank's device, or the host
   // What `local` lives as long as: for a link that peers may reach it through after the window is gone.
   std::shared_ptr<const void> memory = {};
 };
@@ -87,6 +89,11 @@ class Link {
   // the wait for a peer that is lost. Idempotent.
   virtual void finish() {}
 
+  // Of a transport with Caps::reaches_gpus, asked once, before windows are made: whether peers and this rank put to and from
+  // memory of the rank's device. `probe` is such memory, as windows would have it. Errors: kUnsupported and others say why not.
+  virtual Status try_device_memory(std::byte* /*probe*/, uint64_t /*bytes*/) {
+    return Status::make(Code::kUnsupported, "this transport does not reach memory of a GPU");
+  }
   // A window was made or has grown: what peers need to reach this rank's part. All ranks call it.
   virtual Result<std::string> offer(const WindowView& window) { return std::string(); }
   // ... and what the others offered, by rank. Afterwards, kernels of this rank may use the window.

@@ -67,6 +67,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(transport, std::string, "auto", "transports to choose from for each peer, with commas between, or auto") \
   WEFT_OPTION(ranks_per_node, int64_t, 0, "pretend that nodes have this many ranks; 0 asks the machine", any().on_all_ranks()) \
   WEFT_OPTION(cuda_sharing, std::string, "auto", "how GPUs share memory: auto, vmm or ipc", one_of("auto", "vmm", "ipc").on_all_ranks()) \
+  WEFT_OPTION(port_windows, std::string, "auto", "where windows of GPUs with port peers lie: device, in memory of the GPU, is an error where the network does not reach that on every rank; host, in pinned memory; auto: device where it does", one_of("auto", "device", "host").on_all_ranks()) \
   WEFT_OPTION(low_latency_line_tokens, int64_t, -1, "tokens of a rank that low-latency calls send as lines without fences, at most, over NVLink or on the CPU; 0: none; -1: as many as are faster so", at_least(-1)) \
   WEFT_OPTION(low_latency_fanout, std::string, "auto", "how low-latency dispatch reaches ranks of other nodes: direct sends a token to each rank, node once to each node, whose ranks read it there; auto: what the planner takes for shorter", one_of("auto", "direct", "node").on_all_ranks()) \
   WEFT_OPTION(window_reserve_bytes, int64_t, 0, "addresses to set aside per window and rank; 0 takes 256 GiB", any().on_all_ranks()) \

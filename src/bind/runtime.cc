@@ -146,6 +146,7 @@ nb::dict to_dict(const Candidate& candidate) {
   dict["reach"] = caps.reach == Reach::kMapped ? "mapped" : "port";
   dict["needs_registration"] = caps.needs_registration;
   dict["has_atomics"] = caps.has_atomics;
+  dict["reaches_gpus"] = caps.reaches_gpus;
   dict["only_by_name"] = caps.only_by_name;
   dict["ordering"] = caps.ordering == Ordering::kSignals ? "signals after puts" : "none";
   dict["max_put_bytes"] = caps.max_put_bytes;

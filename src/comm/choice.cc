@@ -53,4 +53,15 @@ Result<const Transport*> who_brings_memory(const std::vector<std::vector<const T
   return brings;
 }
 
+Result<PortWindows> choose_port_windows(const std::vector<std::string>& refusals, std::string_view wanted) {
+  if (wanted == "host") return PortWindows{false, "WEFT_PORT_WINDOWS=host"};
+  for (size_t rank = 0; rank < refusals.size(); ++rank) {
+    if (refusals[rank].empty()) continue;
+    const std::string why = text("rank {}: {}", rank, refusals[rank]);
+    if (wanted == "device") return Status::make(Code::kUnsupported, "WEFT_PORT_WINDOWS=device: {}", why);
+    return PortWindows{false, why};
+  }
+  return PortWindows{true, "the network reaches them on every rank"};
+}
+
 }  // namespace weft

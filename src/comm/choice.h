@@ -6,6 +6,7 @@
 // Threads: any.
 #pragma once
 
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -28,5 +29,14 @@ Reach reach_of(const std::vector<Candidate>& candidates, const Transport* transp
 // memory.
 Result<const Transport*> who_brings_memory(const std::vector<std::vector<const Transport*>>& chosen,
                                            const std::vector<Candidate>& candidates);
+
+// Where windows of GPUs with port peers lie; the same answer on every rank.
+struct PortWindows {
+  bool are_in_device = false;
+  std::string why;  // for people
+};
+// `refusals`: by rank, why its device's memory cannot be reached; empty where it can. `wanted`: WEFT_PORT_WINDOWS. All ranks
+// or none. Errors: kUnsupported for "device" where a rank cannot, naming it. Pure.
+Result<PortWindows> choose_port_windows(const std::vector<std::string>& refusals, std::string_view wanted);
 
 }  // namespace weft

@@ -195,7 +195,7 @@ Status Communicator::exchange_descriptors(std::string_view wanted) {
   return Status();
 }
 
-// Chooses the transport to each peer and how the mapped ones share memory.
+// Chooses the transport to each peer, and where windows lie.
 Status Communicator::connect(std::string_view transport) {
   std::vector<Candidate> usable;
   if (is_mapped_enough(transport)) {
@@ -219,18 +219,8 @@ Status Communicator::connect(std::string_view transport) {
       addresses_[peer].key = 0;
   }
   parcels_->connect(addresses_);
-  const auto has_port = [&](const std::vector<const Transport*>& of_rank) {
-    return std::ranges::any_of(
-        of_rank, [&](const Transport* taken) { return taken && reach_of(usable, taken) == Reach::kPort; });
-  };
-  WEFT_TRY_ASSIGN(const Transport* brings, who_brings_memory(chosen, usable));
-  if (brings) {
-    sharing_ = Sharing::kByTransport;
-  } else {
-    WEFT_TRY_ASSIGN(sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing,
-                                             std::ranges::any_of(chosen, has_port)));
-  }
-  return open_links(chosen, usable);
+  WEFT_TRY(open_links(chosen, usable));
+  return choose_windows();
 }
 
 // Every rank connects where any rank has a port peer, so that all call alike.
@@ -254,6 +244,7 @@ Status Communicator::open_links(const std::vector<std::vector<const Transport*>>
   for (int peer = 0; peer < size(); ++peer)
     if (transports_[peer] == port) group.peers.push_back(peer);
   Result<std::unique_ptr<Link>> link = port->connect(group);
+  port_reaches_gpus_ = caps_of(candidates, port).reaches_gpus;
   if (link.ok()) {
     port_link_ = std::move(*link);
     log_info("rank {} of {}, node {}: {} ranks mapped, {} through {}: {}", rank_, size(), facts_[rank_].node,

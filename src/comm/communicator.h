@@ -20,6 +20,7 @@
 #include "bootstrap/parcel_exchange.h"
 #include "bootstrap/peer_watch.h"
 #include "bootstrap/tcp_bootstrap.h"
+#include "comm/choice.h"
 #include "memory/range.h"
 #include "transports/transport.h"
 
@@ -120,6 +121,9 @@ class Communicator {
   Status open_memory(const std::vector<std::vector<const Transport*>>& chosen,
                      const std::vector<Candidate>& candidates, const Group& group);
   Status agree_on_links(const Status& mine);
+  Status choose_windows();
+  Result<PortWindows> agree_on_port_windows();
+  Status try_device_memory();
   Result<std::vector<std::string>> show_all(std::string_view operation, const std::string& mine);
 
   std::shared_ptr<Bootstrap> bootstrap_;
@@ -137,6 +141,7 @@ class Communicator {
   uint64_t key_ = 0;
   std::string secret_;  // Group::secret
   int rank_ = 0;
+  bool port_reaches_gpus_ = false;  // Caps of port_link_'s transport
 
   struct KnownWindow {
     const std::byte* base = nullptr;  // null: gone, or never came to be

@@ -135,7 +135,8 @@ Status Window::change_size(uint64_t at_least_bytes, std::string_view operation) 
 }
 
 WindowView Window::view(uint64_t bytes) const {
-  return {number_, bytes, local(), bases_.data(), table_, own_};
+  const bool is_in_host = comm_->sharing() == Sharing::kCudaPinned;
+  return {number_, bytes, local(), bases_.data(), table_, is_in_host ? Device{} : comm_->device(), own_};
 }
 
 namespace {

@@ -28,11 +28,11 @@ Status check_room(const MappedRange& range, uint64_t more, uint64_t reserved_byt
 }
 
 Result<Sharing> choose_sharing(const std::vector<RankFacts>& facts, const std::vector<int>& members,
-                               std::string_view wanted, bool has_ports) {
+                               std::string_view wanted, bool is_pinned) {
   if (wanted != "auto" && wanted != "vmm" && wanted != "ipc")
     return Status::invalid("WEFT_CUDA_SHARING: got '{}', allowed: auto, vmm, ipc", wanted);
   if (members.empty() || facts[members[0]].device.is_host()) return Sharing::kHostMemory;
-  if (has_ports) return Sharing::kCudaPinned;
+  if (is_pinned) return Sharing::kCudaPinned;
   const auto first_without = [&](bool RankFacts::* ability) {
     const auto lacks = [&](int rank) { return !(facts[rank].*ability); };
     const auto found = std::find_if(members.begin(), members.end(), lacks);

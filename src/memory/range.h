@@ -23,7 +23,7 @@
 
 namespace weft {
 
-// kCudaPinned: memory of the host that kernels of GPUs use directly. kByTransport: memory that the transport brings
+// kCudaPinned: memory of the host that kernels of GPUs use directly, and hosts. kByTransport: memory that the transport brings
 // (Link::allocate()); no range of this layer.
 enum class Sharing { kHostMemory, kCudaVmm, kCudaIpc, kCudaPinned, kByTransport };
 
@@ -84,11 +84,11 @@ Result<std::shared_ptr<MappedRange>> make_range(const RangeOptions& options);
 std::shared_ptr<MappedRange> find_range(uint64_t local_name);
 
 // How the ranks in `members` share memory; the same answer on every rank. `wanted`: "auto" takes VMM handles
-// when every GPU has them, else CUDA IPC; "vmm" and "ipc" insist. Ignored on the host, and where any rank has port
-// peers: what hosts send and receive lies in memory of hosts. Errors: kInvalid for another word, kUnsupported when a
-// rank cannot, naming it.
+// when every GPU has them, else CUDA IPC; "vmm" and "ipc" insist. Ignored on the host, and where `is_pinned`: some
+// rank has port peers through a network that does not reach memory of GPUs. Errors: kInvalid for another word,
+// kUnsupported when a rank cannot, naming it.
 Result<Sharing> choose_sharing(const std::vector<RankFacts>& facts, const std::vector<int>& members,
-                               std::string_view wanted, bool has_ports);
+                               std::string_view wanted, bool is_pinned);
 
 // kCapacity where `more` bytes do not fit the addresses that were reserved for the range.
 Status check_room(const MappedRange& range, uint64_t more, uint64_t reserved_bytes);

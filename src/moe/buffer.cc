@@ -113,7 +113,7 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
   WEFT_TRY_ASSIGN(LowLatencyTerms terms,
                   agree_on_low_latency(*comm, levels ? levels->islands() : IslandPlan{}));
   std::unique_ptr<LocalMemory> gave_up;
-  if (levels && limits.is_cuda) {  // whose window is memory of the host
+  if (levels && comm->sharing() == Sharing::kCudaPinned) {  // what kernels ask again and again is near
     WEFT_TRY_ASSIGN(gave_up, LocalMemory::create(comm->device(), sizeof(uint32_t)));
     if (options.low_latency_bytes > 0) {
       WEFT_TRY_ASSIGN(terms.board, make_low_latency_board(*comm, options.low_latency_bytes, terms.islands));
@@ -137,7 +137,7 @@ Status MoeBuffer::open_trace() {
   trace_bytes_ = trace_bytes_of(config().trace_spans);
   if (trace_bytes_ == 0) return {};
   const TraceLog log{0, static_cast<uint32_t>(config().trace_spans), 0};
-  if (levels_ && limits_.is_cuda) {  // whose window is memory of the host
+  if (levels_ && comm_->sharing() == Sharing::kCudaPinned) {
     WEFT_TRY_ASSIGN(trace_memory_, LocalMemory::create(comm_->device(), trace_bytes_));
     return trace_memory_->write(0, &log, sizeof log);
   }

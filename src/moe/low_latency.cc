@@ -114,9 +114,8 @@ LowLatency::LowLatency(Window& window, uint64_t begin, uint64_t end, const Compu
       combines_(counted("low_latency_combine")),
       order_(window.communicator()->device()),
       last_phase_(window.communicator()->device()),
-      known_masked_(ranks()) {
-  write_carriers();
-}
+      known_masked_(ranks()),
+      has_carriers_(write_carriers()) {}
 
 LowLatency::~LowLatency() {
   for (uint32_t peer = 0; peer < known_masked_.size(); ++peer)
@@ -272,6 +271,7 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
                           static_cast<uint32_t>(form.payload * 2 + shape.weights)},
                          0};
   if (sends_once_per_node(form)) {
+    WEFT_TRY(Status(has_carriers_));
     args.carriers = carriers();
     args.call.handshake.words[5] += kSharedForms;
   }

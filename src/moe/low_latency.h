@@ -206,7 +206,7 @@ class LowLatency {
   std::byte* control() const;
   LowLatencyBoard board(uint64_t own_bytes) const;
   uint32_t* carriers() const;
-  void write_carriers() const;
+  Status write_carriers() const;
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
   LowLatencyCall common(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t tokens) const;
   // A call in one launch, or one of its two phases: each is an operation of its own.
@@ -246,6 +246,7 @@ class LowLatency {
   StreamOrder order_;
   StreamMark last_phase_;
   std::vector<bool> known_masked_;  // on the host: by the caller, or told of
+  const Status has_carriers_;       // whether they could be written
 };
 
 }  // namespace weft

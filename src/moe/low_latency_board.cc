@@ -3,6 +3,7 @@
 // The board of a LowLatency (low_latency_watch.cuh), and what stands there or in the window: who carries tokens to a node.
 #include <algorithm>
 
+#include "memory/device_memory.h"
 #include "moe/low_latency.h"
 
 namespace weft {
@@ -48,12 +49,16 @@ uint32_t* LowLatency::carriers() const {
   return reinterpret_cast<uint32_t*>(control() + low_latency_control(ranks()).carriers);
 }
 
-// Windows of ranks with port peers are memory that hosts reach; who makes a board writes them there. A buffer that serves no
-// such calls has no region.
-void LowLatency::write_carriers() const {
-  if (!has_ports() || has_board() || terms_.islands.count == 0 || half_bytes() == 0) return;
+// Who makes a board writes them there. A buffer that serves no such calls has no region.
+Status LowLatency::write_carriers() const {
+  if (!has_ports() || has_board() || terms_.islands.count == 0 || half_bytes() == 0) return {};
   const std::vector<uint32_t> made = carriers_of(terms_.islands, ranks(), rank());
+  const Device device = comm_->device();
+  if (!device.is_host())
+    return copy_to_device(device.ordinal, reinterpret_cast<std::byte*>(carriers()), made.data(),
+                          made.size() * sizeof(uint32_t));
   std::copy(made.begin(), made.end(), carriers());
+  return {};
 }
 
 }  // namespace weft

@@ -333,6 +333,7 @@ TEST_F(Ibgda, ABrokenQueueBeginsAnew) {
     queues[rank]->start([&](const FaultBox&) { ++broke; });
   }
   const IbgdaMesh mesh{queues[0]->table(),
+                       queues[0]->states(),
                        parts[0]->at<ibgda::RemotePart>(0),
                        memory[0].data(),
                        kBytes,
@@ -343,6 +344,8 @@ TEST_F(Ibgda, ABrokenQueueBeginsAnew) {
                        1,
                        big_endian(enrolled[0].local_key),
                        30,
+                       queues[0]->batch(),
+                       0,
                        0};
   auto* word = reinterpret_cast<uint64_t*>(memory[1].data());
   for (int round = 1; round <= 3; ++round) {

@@ -267,6 +267,35 @@ TEST_F(ProxyTest, APutLargerThanThePaceArrivesWhole) {
   Settings::clear({"WEFT_PROXY_BYTES_IN_FLIGHT", "WEFT_PROXY_WRITES_IN_FLIGHT"});
 }
 
+// Gets that are cut into parts, from a place before and from one behind their destination. Each part's own place counts, on both
+// sides, and nothing beside it changes.
+TEST_F(ProxyTest, AGetLargerThanThePaceBringsEachPartToItsPlace) {
+  Settings::set({{"WEFT_PROXY_BYTES_IN_FLIGHT", "4096"}, {"WEFT_PROXY_WRITES_IN_FLIGHT", "2"}});
+  on_two_ranks([](Communicator& comm, Window&, const ProxyMesh& mesh) {
+    constexpr uint64_t kBytes = (40 << 10) + 48, kLow = 4096 + 16, kHigh = kWindow / 2 + 32;
+    const auto pattern = [](uint32_t rank, uint64_t at) {
+      return static_cast<std::byte>((at / 16 * 2654435761u >> 13) + rank * 101 + at % 16);
+    };
+    const auto mine = [&](uint64_t at) { return pattern(mesh.rank(), at); };
+    const auto theirs = [&](uint64_t at) { return pattern(1 - mesh.rank(), at); };
+    uint64_t got = 0;
+    for (const auto& [dst, src] : {std::pair{kLow, kHigh}, {kHigh, kLow}}) {
+      for (uint64_t at = 8; at < kWindow; ++at) mesh.local()[at] = mine(at);
+      ASSERT_TRUE(comm.barrier().ok());
+      mesh.to(1 - mesh.rank()).get(Warp{}, dst, src, kBytes, 0, ++got);
+      ASSERT_TRUE(wait(mesh, 0, got));
+      uint64_t wrong = 0;
+      for (uint64_t at = 8; at < kWindow; ++at) {
+        const bool is_got = at >= dst && at < dst + kBytes;
+        wrong += mesh.local()[at] != (is_got ? theirs(at - dst + src) : mine(at));
+      }
+      EXPECT_EQ(wrong, 0u) << "from " << src << " to " << dst;
+      ASSERT_TRUE(comm.barrier().ok());
+    }
+  });
+  Settings::clear({"WEFT_PROXY_BYTES_IN_FLIGHT", "WEFT_PROXY_WRITES_IN_FLIGHT"});
+}
+
 // A rail that falls silent in mid-run: both ranks lose each other, and one of them is given up, whoever was blamed first.
 // A rank that is done with its last call leaves while others still tell it that they have read what it sent.
 TEST_F(ProxyTest, SignalsToARankThatLeavesAreNoLoss) {

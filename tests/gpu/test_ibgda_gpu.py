@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queues of the ibgda transport in pinned memory, written by GPUs and served by a model of the NIC (C++).
+"""Queues and windows of the ibgda transport, used by GPUs and served by a model of the NIC (C++).
 
 Two GPUs take a rank each; one GPU takes both (RANKS_PER_GPU=2). IBGDA_RESULTS names a file for what was measured.
 """
@@ -18,7 +18,8 @@ import torch
 from weft.runtime import nvrtc
 
 ROOT = Path(__file__).parents[2]
-WHERE = {"pinned": "gpus", "device": "gpus_own"}
+# Where queues and windows lie: memory of the host, queues alone in memory of the GPU, both there.
+WHERE = {"pinned": "gpus", "device": "gpus_own", "windows": "gpus_windows"}
 POSTING_GOAL_NS = 500  # of put_with_signal by one warp
 TESTS = {
     "AMillionOperationsArriveInOrder": 150,
@@ -26,6 +27,8 @@ TESTS = {
     "WhatPostingCosts": 90,
     "WhatItsFencesCost": 60,
     "ReplaysOfAGraphLoseNothing": 60,
+    "MappedPeersAndPortsSideBySide": 60,
+    "LowLatencyRoundsComeBack": 120,
 }
 
 
@@ -60,32 +63,12 @@ def _keep(results: dict[str, float]) -> None:
     file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
 
 
-@pytest.mark.parametrize("queues", ["pinned", "device"])
+@pytest.mark.parametrize("queues", WHERE)
 @pytest.mark.parametrize("name", TESTS)
 def test_a_model_of_the_nic_understands_what_gpus_write(name: str, queues: str) -> None:
-    """``queues``: in pinned memory of the host, or in memory of the GPU, which the model copies from and to."""
-    # Code that is loaded at its first launch would wait there for the other rank's kernel.
-    environment = os.environ | {"CUDA_MODULE_LOADING": "EAGER"}
-    if compiler := nvrtc.find().nvrtc:  # that of the Python packages, as the library would use
-        places = [str(compiler.parent), os.environ.get("LD_LIBRARY_PATH", "")]
-        environment["LD_LIBRARY_PATH"] = ":".join(place for place in places if place)
-    try:
-        ran = subprocess.run(
-            [str(_binary()), f"--gtest_filter=Ibgda/IbgdaPosts.{name}/{WHERE[queues]}"],
-            capture_output=True,
-            text=True,
-            timeout=TESTS[name],
-            check=False,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired as late:
-        printed = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout
-        pytest.fail(f"not done after {TESTS[name]} s; it printed:\n{printed}")
-    print(ran.stdout)
-    found = {
-        f"{queues}.{key}": float(value)
-        for key, value in re.findall(r"^result (\S+) (\S+)$", ran.stdout, re.M)
-    }
+    """``queues``: where they lie (``WHERE``). The model copies from and to memory of the GPU."""
+    ran = _run(f"Ibgda/IbgdaPosts.{name}/{WHERE[queues]}", TESTS[name])
+    found = _results(ran.stdout, f"{queues}.")
     _keep(found)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "SKIPPED" not in ran.stdout, ran.stdout
@@ -96,3 +79,39 @@ def test_a_model_of_the_nic_understands_what_gpus_write(name: str, queues: str) 
             print(
                 f"{queues}, {case}: {median:.0f} ns, {'within' if median <= POSTING_GOAL_NS else 'beyond'} the goal"
             )
+
+
+def test_the_driver_exports_windows_also_after_they_have_grown() -> None:
+    """As DMA-BUF, which a NIC would be lent. Drivers without open kernel modules export nothing."""
+    ran = _run("IbgdaWindows.*", 60)
+    _keep(_results(ran.stdout, ""))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    if "SKIPPED" in ran.stdout:
+        pytest.skip(ran.stdout)
+
+
+def _results(printed: str, prefix: str) -> dict[str, float]:
+    found = re.findall(r"^result (\S+) (\S+)$", printed, re.M)
+    return {prefix + key: float(value) for key, value in found}
+
+
+def _run(tests: str, limit_s: int) -> subprocess.CompletedProcess[str]:
+    # Code that is loaded at its first launch would wait there for the other rank's kernel.
+    environment = os.environ | {"CUDA_MODULE_LOADING": "EAGER"}
+    if compiler := nvrtc.find().nvrtc:  # that of the Python packages, as the library would use
+        places = [str(compiler.parent), os.environ.get("LD_LIBRARY_PATH", "")]
+        environment["LD_LIBRARY_PATH"] = ":".join(place for place in places if place)
+    try:
+        ran = subprocess.run(
+            [str(_binary()), f"--gtest_filter={tests}"],
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired as late:
+        printed = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout
+        pytest.fail(f"not done after {limit_s} s; it printed:\n{printed}")
+    print(ran.stdout)
+    return ran

@@ -13,9 +13,12 @@
 #include <random>
 
 #include "kernels/core/logfmt.cuh"
+#include "memory/device_memory.h"
+#include "memory/host_visible.h"
 #include "moe/low_latency.h"
 #include "moe/two_level.h"
 #include "support/ranks.h"
+#include "support/shared_vector.h"
 
 namespace weft::testing {
 
@@ -49,9 +52,9 @@ struct Case {
 // What one rank puts in. Every rank can make every other's.
 struct Input {
   uint32_t tokens = 0;
-  std::vector<uint16_t> x;
-  std::vector<int64_t> ids;
-  std::vector<float> weights;
+  Shared<uint16_t> x;
+  Shared<int64_t> ids;
+  Shared<float> weights;
 };
 
 inline Input make_input(const Case& c, uint32_t rank, uint32_t seed) {
@@ -80,8 +83,8 @@ inline Input make_input(const Case& c, uint32_t rank, uint32_t seed) {
 }
 
 template <class T>
-std::vector<T> poisoned(uint64_t elements) {
-  std::vector<T> memory(elements);
+Shared<T> poisoned(uint64_t elements) {
+  Shared<T> memory(elements);
   if (elements) std::memset(memory.data(), kPoison, elements * sizeof(T));
   return memory;
 }
@@ -93,14 +96,14 @@ auto bytes_of(Vector& of) {
 }
 
 struct Output {
-  std::vector<uint8_t> rows;
-  std::vector<uint32_t> scales;
-  std::vector<int32_t> src_info, counts, out_source, stats, routes;
-  std::vector<int64_t> layout_range;
-  std::vector<float> weights;
-  std::vector<uint64_t> waits;
-  std::vector<uint16_t> y;
-  std::vector<uint16_t> combined;
+  Shared<uint8_t> rows;
+  Shared<uint32_t> scales;
+  Shared<int32_t> src_info, counts, out_source, stats, routes;
+  Shared<int64_t> layout_range;
+  Shared<float> weights;
+  Shared<uint64_t> waits;
+  Shared<uint16_t> y;
+  Shared<uint16_t> combined;
 };
 
 // One rank of one test.
@@ -111,13 +114,18 @@ class Rank {
     auto comm = Communicator::create(boot, Device{Device::Kind::kHost, 0}, kTimeoutS);
     EXPECT_EQ(comm.status().message(), "");
     comm_ = *comm;
-    auto window = Window::create(comm_, kBegin + region_bytes);
-    EXPECT_EQ(window.status().message(), "");
-    window_ = std::move(*window);
-    mode_ = std::make_unique<LowLatency>(
-        *window_, kBegin, kBegin + region_bytes, ComputeLimits{false, 1, host_threads, 0},
-        LowLatencyWaits{&fault_, timeout_s, may_mask, silent_},
-        has_board ? with_board(terms(line_tokens), region_bytes) : terms(line_tokens));
+    make_mode(region_bytes, ComputeLimits{false, 1, host_threads, 0}, line_tokens, may_mask, timeout_s,
+              has_board);
+  }
+  // On any device; the vectors of its round trips must be Shared there.
+  Rank(std::shared_ptr<Communicator> comm, uint64_t region_bytes, const ComputeLimits& limits)
+      : comm_(std::move(comm)) {
+    if (limits.is_cuda) {
+      auto stream = OwnStream::create(comm_->device().ordinal);
+      EXPECT_EQ(stream.status().message(), "");
+      stream_ = std::move(*stream);
+    }
+    make_mode(region_bytes, limits, 0, false, kTimeoutS, comm_->sharing() == Sharing::kCudaPinned);
   }
 
   // As a GPU has one.
@@ -146,11 +154,34 @@ class Rank {
   LowLatency& mode() { return *mode_; }
   Communicator& comm() { return *comm_; }
   Window& window() { return *window_; }
+  void* stream() const { return stream_ ? stream_->get() : nullptr; }
+  // Until what was launched is done, and went well.
+  Status wait() {
+    if (!stream_) return {};
+    WEFT_TRY(stream_->wait());
+    return mode_->fault();
+  }
   static constexpr uint64_t kBegin = 4096;
 
  private:
-  FaultBox fault_{};
-  uint32_t silent_[64] = {};  // more ranks than any test has
+  void make_mode(uint64_t region_bytes, const ComputeLimits& limits, uint32_t line_tokens, bool may_mask,
+                 double timeout_s, bool has_board) {
+    constexpr uint64_t kRanksMax = 64;  // more ranks than any test has
+    auto visible = HostVisible::create(comm_->device(), sizeof(FaultBox) + kRanksMax * sizeof(uint32_t));
+    EXPECT_EQ(visible.status().message(), "");
+    visible_ = std::move(*visible);
+    auto window = Window::create(comm_, kBegin + region_bytes);
+    EXPECT_EQ(window.status().message(), "");
+    window_ = std::move(*window);
+    mode_ = std::make_unique<LowLatency>(
+        *window_, kBegin, kBegin + region_bytes, limits,
+        LowLatencyWaits{visible_->at<FaultBox>(0), timeout_s, may_mask,
+                        visible_->at<uint32_t>(sizeof(FaultBox))},
+        has_board ? with_board(terms(line_tokens), region_bytes) : terms(line_tokens));
+  }
+
+  std::unique_ptr<HostVisible> visible_;
+  std::unique_ptr<OwnStream> stream_;
   std::shared_ptr<Communicator> comm_;
   std::unique_ptr<Window> window_;
   std::unique_ptr<LowLatency> mode_;
@@ -233,7 +264,8 @@ class RoundTrip {
   Status run(Call<Form, Memory>& call, uint32_t phases) {
     call.has_weights = call.topk_weights != nullptr;
     WEFT_TRY_ASSIGN(const auto planned, rank_.mode().plan(static_cast<const Form&>(call)));
-    return rank_.mode().launch(planned, call, call.ticket, phases, nullptr);
+    WEFT_TRY(rank_.mode().launch(planned, call, call.ticket, phases, rank_.stream()));
+    return rank_.wait();
   }
 
   const Input& mine() const { return all_[rank_.rank()]; }

@@ -21,6 +21,7 @@ namespace weft::testing {
 // What a kernel or a NIC refuses, by errno; 0: it takes it.
 struct DevxPlan {
   int context = 0, dmabuf = 0, peer_memory = EFAULT, queue_pair = 0;
+  int window = 0;  // by DMA-BUF
 };
 
 class FakeDevx {
@@ -41,6 +42,7 @@ class FakeDevx {
   std::string failures() const;
   size_t left_over() const;
   size_t queues_made() const;  // so far
+  int refuses_window() const;
 
  private:
   const std::unique_ptr<State> state_;
@@ -50,15 +52,18 @@ class FakeDevx {
 // anybody.
 class FileRooms : public ibgda::QueueRooms {
  public:
-  explicit FileRooms(int64_t error = 0, std::string no_peers = "")
-      : error_(error), no_peers_(std::move(no_peers)) {}
+  explicit FileRooms(int64_t error = 0, std::string no_peers = "", std::string no_order = "")
+      : error_(error), no_peers_(std::move(no_peers)), no_order_(std::move(no_order)) {}
   std::string name() const override { return "file:0"; }
   Result<std::unique_ptr<ibgda::QueueRoom>> make(uint64_t bytes) override;
+  // The memory of this process as a file; the place in it is wrong by `error`, too.
+  Result<ibgda::RoomFile> lend(std::byte* at, uint64_t bytes) override;
+  std::string no_order() const override { return no_order_; }
   std::string no_peer_memory() const override { return no_peers_; }
 
  private:
   const int64_t error_;
-  const std::string no_peers_;
+  const std::string no_peers_, no_order_;
 };
 
 }  // namespace weft::testing

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/fake_mlx5.h"
 
+#include <unistd.h>
+
 #include <bit>
 #include <cerrno>
 #include <map>
@@ -38,7 +40,7 @@ struct State {
   std::map<uint32_t, FakeQp*> qps;
   std::map<uint32_t, FakePd*> pds;
   uint32_t pds_made = 0x030200;
-  size_t cqs = 0, mrs = 0;
+  size_t cqs = 0, mrs = 0, far_mrs = 0;
   std::string failures;
 };
 State& state() {
@@ -66,15 +68,28 @@ struct FakeMlx5Calls {
   }
 
   static ib::Mr* reg_mr(ib::Pd* pd, void* at, size_t bytes, int access) {
+    return make_mr(pd, at, bytes, reinterpret_cast<uint64_t>(at), access, nullptr);
+  }
+  // What the file has at the offset; the model reaches it through the file alone.
+  static ib::Mr* reg_dmabuf_mr(ib::Pd* pd, uint64_t offset, size_t bytes, uint64_t iova, int fd, int access) {
+    if (const int refusal = state().fake->devx_.refuses_window(); refusal != 0) {
+      errno = refusal;
+      return nullptr;
+    }
+    return make_mr(pd, reinterpret_cast<void*>(offset), bytes, iova, access,
+                   file_memory(FileDescriptor(dup(fd))));
+  }
+  static ib::Mr* make_mr(ib::Pd* pd, void* at, size_t bytes, uint64_t iova, int access,
+                         std::shared_ptr<FarMemory> far) {
     std::lock_guard lock(state().mutex);
     const int all =
         ib::kAccessLocalWrite | ib::kAccessRemoteRead | ib::kAccessRemoteWrite | ib::kAccessRemoteAtomic;
     if (access != all) fail(text("registered with access {}", access));
+    state().far_mrs += far != nullptr;
     auto* mr = new FakeMr{};
     mr->nic = reinterpret_cast<FakePd*>(pd)->nic.get();
-    mr->enrolled =
-        mr->nic->enroll_at(static_cast<std::byte*>(at), bytes, kAccessRead | kAccessWrite | kAccessAtomic,
-                           reinterpret_cast<uint64_t>(at));
+    mr->enrolled = mr->nic->enroll_at(static_cast<std::byte*>(at), bytes,
+                                      kAccessRead | kAccessWrite | kAccessAtomic, iova, 0, std::move(far));
     mr->lkey = mr->enrolled.local_key;
     mr->rkey = mr->enrolled.remote_key;
     ++state().mrs;
@@ -198,6 +213,7 @@ struct FakeMlx5Calls {
 FakeMlx5::FakeMlx5(NicPlan plan) : model_(plan), devx_(FakeMlx5Calls::nic_of) {
   state().fake = this;
   state().failures.clear();
+  state().far_mrs = 0;
 }
 FakeMlx5::~FakeMlx5() {
   state().fake = nullptr;
@@ -208,6 +224,7 @@ provider::ib::Library FakeMlx5::verbs() const {
   library.alloc_pd = FakeMlx5Calls::alloc_pd;
   library.dealloc_pd = FakeMlx5Calls::dealloc_pd;
   library.reg_mr = FakeMlx5Calls::reg_mr;
+  library.reg_dmabuf_mr = FakeMlx5Calls::reg_dmabuf_mr;
   library.dereg_mr = FakeMlx5Calls::dereg_mr;
   library.destroy_cq = FakeMlx5Calls::destroy_cq;
   library.create_qp = FakeMlx5Calls::create_qp;
@@ -226,6 +243,10 @@ std::string FakeMlx5::failures() const {
   const std::string of_queues = devx_.failures();
   std::lock_guard lock(state().mutex);
   return state().failures + of_queues;
+}
+size_t FakeMlx5::windows_lent() const {
+  std::lock_guard lock(state().mutex);
+  return state().far_mrs;
 }
 size_t FakeMlx5::left_over() const {
   const size_t of_queues = devx_.left_over();

@@ -202,20 +202,27 @@ std::unique_ptr<ibgda::QueuePair> ModelNic::add_queue(ibgda::QueueMemory at, std
   return std::make_unique<ModelPair>(shared_, queue);
 }
 
-Result<ibgda::Enrolled> ModelNic::enroll(std::byte* data, uint64_t bytes, Device) {
-  return enroll_for(data, bytes, kAccessRead | kAccessWrite | kAccessAtomic);
+Result<ibgda::Enrolled> ModelNic::enroll(std::byte* data, uint64_t bytes, Device place) {
+  constexpr uint32_t kAll = kAccessRead | kAccessWrite | kAccessAtomic;
+  const auto& windows = shared_->plan.windows;
+  if (place != device_ || (!windows && place.is_host())) return enroll_for(data, bytes, kAll);
+  if (!windows) return Status::make(Code::kUnsupported, "this model of a NIC does not reach {}", place);
+  WEFT_TRY_ASSIGN(auto far, windows(place));
+  return enroll_at(data, bytes, kAll, draw_base(), 0, std::move(far));
 }
 
 // Addresses have nothing to do with where the memory is; some begin at 0.
+uint64_t ModelNic::draw_base() {
+  std::lock_guard lock(shared_->mutex);
+  return shared_->draw() % 4 == 0 ? 0 : shared_->draw() >> 8 & ~uint64_t{4095};
+}
+
 ibgda::Enrolled ModelNic::enroll_for(std::byte* data, uint64_t bytes, uint32_t access, uint32_t domain) {
-  std::unique_lock lock(shared_->mutex);
-  const uint64_t base = shared_->draw() % 4 == 0 ? 0 : shared_->draw() >> 8 & ~uint64_t{4095};
-  lock.unlock();
-  return enroll_at(data, bytes, access, base, domain);
+  return enroll_at(data, bytes, access, draw_base(), domain);
 }
 
 ibgda::Enrolled ModelNic::enroll_at(std::byte* data, uint64_t bytes, uint32_t access, uint64_t base,
-                                    uint32_t domain) {
+                                    uint32_t domain, std::shared_ptr<FarMemory> far) {
   ibgda::Enrolled made;
   {
     std::lock_guard lock(shared_->mutex);
@@ -225,8 +232,8 @@ ibgda::Enrolled ModelNic::enroll_at(std::byte* data, uint64_t bytes, uint32_t ac
   made.base = base;
   made.handle = this;
   std::unique_lock lock(core_->keys);
-  core_->local[made.local_key] = {data, bytes, base, access, domain};
-  core_->remote[made.remote_key] = {data, bytes, base, access, domain};
+  core_->local[made.local_key] = {data, bytes, base, access, domain, far};
+  core_->remote[made.remote_key] = {data, bytes, base, access, domain, far};
   return made;
 }
 

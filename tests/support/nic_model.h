@@ -21,6 +21,7 @@
 #include <thread>
 #include <vector>
 
+#include "support/far_memory.h"
 #include "transports/ibgda/nic.h"
 #include "transports/ibgda/queue_room.h"
 #include "transports/ibgda/wire.h"
@@ -45,6 +46,8 @@ struct NicPlan {
   // Null: queues lie in memory of the host. Else in memory of the device, which the model copies from and to: it would not
   // notice that an entry changes once the NIC was told of it.
   std::function<Result<std::unique_ptr<ibgda::QueueRooms>>(Device)> rooms;
+  // How windows in memory of the device are reached. Null: they are not, and lie in memory of the host.
+  std::function<Result<std::shared_ptr<FarMemory>>(Device)> windows;
 };
 
 // Of an enrolled range: what peers may do.
@@ -94,6 +97,7 @@ class ModelNic : public ibgda::Nic {
     std::byte* data;
     uint64_t bytes, base;
     uint32_t access, domain;
+    std::shared_ptr<FarMemory> far;  // null: `data` is an address of this process; else a place in it
   };
   struct Core;  // what queues keep of it
 
@@ -104,16 +108,17 @@ class ModelNic : public ibgda::Nic {
   std::unique_ptr<ibgda::QueuePair> create_queue(uint32_t blocks, uint32_t completions);
   // In memory that `held` keeps; its number is the model's. Who gives it has filled it.
   std::unique_ptr<ibgda::QueuePair> create_queue_in(ibgda::QueueMemory at, std::shared_ptr<const void> held);
-  Result<ibgda::Enrolled> enroll(std::byte* data, uint64_t bytes, Device device) override;
+  Result<ibgda::Enrolled> enroll(std::byte* data, uint64_t bytes, Device place) override;
   // All queues are in protection domain 0: none reaches memory of another one.
   ibgda::Enrolled enroll_for(std::byte* data, uint64_t bytes, uint32_t access, uint32_t domain = 0);
   // ... under an address that the caller chooses.
   ibgda::Enrolled enroll_at(std::byte* data, uint64_t bytes, uint32_t access, uint64_t base,
-                            uint32_t domain = 0);
+                            uint32_t domain = 0, std::shared_ptr<FarMemory> far = nullptr);
   void release(ibgda::Enrolled& enrolled) override;
   uint32_t put_shift() const override;
 
  private:
+  uint64_t draw_base();
   std::unique_ptr<ibgda::QueuePair> add_queue(ibgda::QueueMemory at, std::shared_ptr<const void> held,
                                               bool fills, FarQueue far = {});
   Result<FarQueue> far_from(const ibgda::QueueMemory& at);

@@ -343,15 +343,39 @@ bool ModelQueue::fetch() {
 
 // ---- carrying out
 
-std::byte* ModelQueue::find(const std::map<uint32_t, ModelNic::Memory>& keys, uint32_t key, uint64_t address,
-                            uint64_t bytes, uint32_t access) {
+std::optional<ModelQueue::Found> ModelQueue::find(const std::map<uint32_t, ModelNic::Memory>& keys,
+                                                  uint32_t key, uint64_t address, uint64_t bytes,
+                                                  uint32_t access) {
   const auto found = keys.find(key);
   if (found == keys.end() || (found->second.access & access) != access || found->second.domain != 0)
-    return nullptr;
+    return {};
   const ModelNic::Memory& memory = found->second;
   if (address < memory.base || bytes > memory.bytes || address - memory.base > memory.bytes - bytes)
-    return nullptr;
-  return memory.data + (address - memory.base);
+    return {};
+  return Found{memory.data + (address - memory.base), memory.far.get()};
+}
+
+std::vector<std::byte> ModelQueue::read(const Found& from, uint64_t bytes) {
+  if (!from.far) return {from.at, from.at + bytes};
+  std::vector<std::byte> copy(bytes);
+  const Status done = from.far->read(copy.data(), reinterpret_cast<uint64_t>(from.at), bytes);
+  if (!done.ok()) fail(done.message());
+  return copy;
+}
+
+// Eight bytes at a place for eight go at once.
+void ModelQueue::write(const Found& to, uint64_t offset, const std::byte* from, uint64_t bytes) {
+  std::byte* at = to.at + offset;
+  if (to.far) {
+    const Status done = to.far->write(reinterpret_cast<uint64_t>(at), from, bytes);
+    if (!done.ok()) fail(done.message());
+  } else if (bytes == 8 && reinterpret_cast<uintptr_t>(at) % 8 == 0) {
+    uint64_t word;
+    std::memcpy(&word, from, 8);
+    atomic_store(reinterpret_cast<uint64_t*>(at), word);
+  } else {
+    std::memcpy(at, from, bytes);
+  }
 }
 
 // The first that is not carried out yet; behind a fence, only once all before it are done.
@@ -422,9 +446,9 @@ void ModelQueue::send_piece(Flight& flight, ModelQueue& peer) {
     own.lock();
   else
     std::lock(own, theirs);
-  const std::byte* src =
-      entry.has_data ? find(nic_->local, entry.local_key, entry.local, entry.bytes, 0) : nullptr;
-  std::byte* dst = find(peer.nic_->remote, entry.remote_key, entry.remote, entry.bytes, kAccessWrite);
+  const auto src =
+      entry.has_data ? find(nic_->local, entry.local_key, entry.local, entry.bytes, 0) : std::nullopt;
+  const auto dst = find(peer.nic_->remote, entry.remote_key, entry.remote, entry.bytes, kAccessWrite);
   if (entry.has_data && !src) {
     flight.error = Syndrome::kLocalProtection;
     return;
@@ -435,11 +459,11 @@ void ModelQueue::send_piece(Flight& flight, ModelQueue& peer) {
   }
   if (!flight.is_sent) {
     flight.is_sent = true;
-    flight.payload = entry.inline_bytes;
-    if (src) flight.payload.assign(src, src + entry.bytes);
-    // Eight bytes at a place for eight go at once; others in up to 8 pieces, in any order.
-    const bool is_word = entry.bytes == 8 && reinterpret_cast<uintptr_t>(dst) % 8 == 0;
-    const uint64_t step = is_word ? 8 : std::max<uint64_t>(16, entry.bytes / 8 / 16 * 16);
+    flight.payload = src ? read(*src, entry.bytes) : entry.inline_bytes;
+    // A word goes at once; others in up to 8 pieces, in any order. Each copy to a device takes its time.
+    const bool is_word = entry.bytes == 8 && reinterpret_cast<uintptr_t>(dst->at) % 8 == 0;
+    const uint64_t pieces = dst->far ? 2 : 8;
+    const uint64_t step = is_word ? 8 : std::max<uint64_t>(16, entry.bytes / pieces / 16 * 16);
     for (uint64_t at = 0; at < entry.bytes; at += step)
       flight.pieces.emplace_back(at, std::min(step, entry.bytes - at));
     std::shuffle(flight.pieces.begin(), flight.pieces.end(), random_);
@@ -447,17 +471,11 @@ void ModelQueue::send_piece(Flight& flight, ModelQueue& peer) {
   if (!flight.pieces.empty()) {
     const auto [at, bytes] = flight.pieces.back();
     flight.pieces.pop_back();
-    if (bytes == 8 && reinterpret_cast<uintptr_t>(dst + at) % 8 == 0) {
-      uint64_t word;
-      std::memcpy(&word, flight.payload.data() + at, 8);
-      atomic_store(reinterpret_cast<uint64_t*>(dst + at), word);
-    } else {
-      std::memcpy(dst + at, flight.payload.data() + at, bytes);
-    }
+    write(*dst, at, flight.payload.data() + at, bytes);
   }
   if (!flight.pieces.empty()) return;
   flight.is_executed = flight.is_done = true;
-  if (src && std::memcmp(src, flight.payload.data(), entry.bytes) != 0)
+  if (src && read(*src, entry.bytes) != flight.payload)
     fail(text("entry {}: its source changed before it was sent", flight.index));
 }
 
@@ -466,7 +484,7 @@ void ModelQueue::execute_atomic(Flight& flight, ModelQueue& peer) {
   const Decoded& entry = flight.entry;
   std::lock_guard whole(peer.nic_->atomics);
   std::shared_lock theirs(peer.nic_->keys);
-  std::byte* dst = find(peer.nic_->remote, entry.remote_key, entry.remote, 8, kAccessAtomic);
+  const auto dst = find(peer.nic_->remote, entry.remote_key, entry.remote, 8, kAccessAtomic);
   if (!dst) {
     flight.error = Syndrome::kRemoteAccess;
     return;
@@ -475,12 +493,16 @@ void ModelQueue::execute_atomic(Flight& flight, ModelQueue& peer) {
     flight.error = Syndrome::kRemoteInvalid;
     return;
   }
-  auto* word = reinterpret_cast<uint64_t*>(dst);
-  const uint64_t old = atomic_load(word);
-  const bool is_add = static_cast<Opcode>(entry.opcode) == Opcode::kFetchAdd;
-  if (is_add || old == entry.compare) atomic_store(word, is_add ? old + entry.add : entry.add);
+  uint64_t old = 0;
   flight.payload.resize(8);
-  std::memcpy(flight.payload.data(), &old, 8);
+  if (dst->far)
+    flight.payload = read(*dst, 8);
+  else
+    old = atomic_load(reinterpret_cast<uint64_t*>(dst->at));
+  dst->far ? std::memcpy(&old, flight.payload.data(), 8) : std::memcpy(flight.payload.data(), &old, 8);
+  const bool is_add = static_cast<Opcode>(entry.opcode) == Opcode::kFetchAdd;
+  const uint64_t value = is_add ? old + entry.add : entry.add;
+  if (is_add || old == entry.compare) write(*dst, 0, reinterpret_cast<const std::byte*>(&value), 8);
   flight.is_executed = true;
 }
 
@@ -500,21 +522,21 @@ void ModelQueue::answer(Flight& flight) {
     const auto peer = shared_->find(peer_);
     if (!peer) return;
     std::shared_lock theirs(peer->nic_->keys);
-    const std::byte* src = find(peer->nic_->remote, entry.remote_key, entry.remote, entry.bytes, kAccessRead);
+    const auto src = find(peer->nic_->remote, entry.remote_key, entry.remote, entry.bytes, kAccessRead);
     if (!src) {
       flight.error = Syndrome::kRemoteAccess;
       flight.is_executed = false;
       return;
     }
-    flight.payload.assign(src, src + entry.bytes);
+    flight.payload = read(*src, entry.bytes);
   }
   std::shared_lock own(nic_->keys);
-  std::byte* sink = find(nic_->local, entry.local_key, entry.local, entry.bytes, 0);
+  const auto sink = find(nic_->local, entry.local_key, entry.local, entry.bytes, 0);
   if (!sink) {
     flight.error = Syndrome::kLocalProtection;
     return;
   }
-  std::memcpy(sink, flight.payload.data(), entry.bytes);
+  write(*sink, 0, flight.payload.data(), entry.bytes);
   flight.is_done = true;
 }
 
@@ -530,8 +552,8 @@ bool ModelQueue::retire() {
   flights_.pop_front();
   if (shared_->plan.keeps_sources && done.entry.has_data && !done.entry.answers() && !is_refused) {
     std::shared_lock own(nic_->keys);
-    const std::byte* src = find(nic_->local, done.entry.local_key, done.entry.local, done.entry.bytes, 0);
-    if (src && std::memcmp(src, done.payload.data(), done.entry.bytes) != 0)
+    const auto src = find(nic_->local, done.entry.local_key, done.entry.local, done.entry.bytes, 0);
+    if (src && read(*src, done.entry.bytes) != done.payload)
       fail(text("entry {}: its source changed before its completion", done.index));
   }
   retire_blocks(done);

@@ -88,9 +88,16 @@ class ModelQueue {
   void retire_blocks(const Flight& flight);
   void complete(uint64_t index, const Decoded& entry, uint32_t opcode, ibgda::Syndrome error);
   void flush();
-  // Where a range of enrolled memory is; null, and why, where it may not be reached. Under keys.
-  static std::byte* find(const std::map<uint32_t, ModelNic::Memory>& keys, uint32_t key, uint64_t address,
-                         uint64_t bytes, uint32_t access);
+  // A range of enrolled memory. Under keys.
+  struct Found {
+    std::byte* at;
+    FarMemory* far;
+  };
+  // None where it may not be reached.
+  static std::optional<Found> find(const std::map<uint32_t, ModelNic::Memory>& keys, uint32_t key,
+                                   uint64_t address, uint64_t bytes, uint32_t access);
+  std::vector<std::byte> read(const Found& from, uint64_t bytes);
+  void write(const Found& to, uint64_t offset, const std::byte* from, uint64_t bytes);
 
   const std::shared_ptr<NicShared> shared_;
   const std::shared_ptr<ModelNic::Core> nic_;

@@ -16,8 +16,10 @@ struct PostingFloorArgs {
   uint64_t* doorbell;  // memory of the host, as registers are beyond PCIe too
   uint64_t* took_ns;   // memory that the host sees
   uint64_t count;
+  uint32_t is_near;  // as IbgdaMesh::is_near
+  uint32_t reserved;
 };
-static_assert(sizeof(PostingFloorArgs) == 40);  // for the host and for GPUs
+static_assert(sizeof(PostingFloorArgs) == 48);  // for the host and for GPUs
 struct PostingFloorShape {};
 
 template <class MeshT, class Shape>
@@ -31,8 +33,13 @@ WEFT_KERNEL void posting_floor(const PostingFloorArgs& a, const MeshT&, const Sh
     WEFT_UNROLL
     for (uint32_t unit = 0; unit < 2 * ibgda::kBlockBytes / ibgda::kUnitBytes; ++unit)
       store_vec(block + unit, entry.units[unit % (ibgda::kBlockBytes / ibgda::kUnitBytes)]);
-    store_release(a.record, static_cast<uint32_t>(i));
-    store_register(a.doorbell, i);
+    if (a.is_near != 0) {
+      store_release_local(a.record, static_cast<uint32_t>(i));
+      store_register_local(a.doorbell, i);
+    } else {
+      store_release(a.record, static_cast<uint32_t>(i));
+      store_register(a.doorbell, i);
+    }
   }
   *a.took_ns = now_ns() - begin_ns;
 }

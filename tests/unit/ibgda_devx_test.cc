@@ -181,6 +181,43 @@ TEST_F(IbgdaDeviceQueues, ARefusedQueuePairIsAnErrorWithTheNicsStatus) {
               AllOf(HasSubstr("making a queue pair in device memory on fake0"), HasSubstr("status 3")));
 }
 
+// Windows go the way that queues went, or say why not.
+TEST_F(IbgdaDeviceQueues, WindowsAreLentAsQueuesAre) {
+  use();
+  alignas(64) static std::byte window[8192];
+  auto nic = ibgda::nic_source().open(Device{});
+  ASSERT_TRUE(nic.ok());
+  auto made = (*nic)->enroll(window, sizeof window, Device{});
+  ASSERT_EQ(made.status().message(), "");
+  EXPECT_EQ(made->base, reinterpret_cast<uint64_t>(&window[0]));
+  EXPECT_EQ(fake().windows_lent(), 1u);
+  (*nic)->release(*made);
+  fake().devx().set_plan({.window = EOPNOTSUPP});
+  const Status refused = (*nic)->enroll(window, sizeof window, Device{}).status();
+  EXPECT_EQ(refused.code(), Code::kUnsupported);
+  EXPECT_EQ(refused.message(),
+            "fake0 does not take 8192 bytes of a window of file:0 by DMA-BUF: Operation not supported");
+  nic->reset();
+  fake().devx().set_plan({.dmabuf = EOPNOTSUPP, .peer_memory = 0});
+  nic = ibgda::nic_source().open(Device{});
+  ASSERT_TRUE(nic.ok());
+  made = (*nic)->enroll(window, sizeof window, Device{});
+  ASSERT_EQ(made.status().message(), "");
+  EXPECT_EQ(fake().windows_lent(), 1u);
+  (*nic)->release(*made);
+}
+
+// What a NIC writes could be seen out of order there.
+TEST_F(IbgdaDeviceQueues, WindowsOfADeviceWithoutOrderAreRefused) {
+  DeviceQueueFixture::set_up_with([](Device) {
+    return std::unique_ptr<ibgda::QueueRooms>(std::make_unique<FileRooms>(0, "", "file:0 orders nothing"));
+  });
+  std::byte window[64];
+  auto nic = ibgda::nic_source().open(Device{});
+  ASSERT_TRUE(nic.ok());
+  EXPECT_EQ((*nic)->enroll(window, sizeof window, Device{}).status().message(), "file:0 orders nothing");
+}
+
 #if !defined(__SANITIZE_THREAD__)
 
 // A page beside it: the NIC looks where nobody writes. Rounds end by their deadline, and name what is missing.

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "comm/choice.h"
 #include "memory/range.h"
 #include "transports/mapped_peers.h"
 
@@ -175,6 +176,21 @@ TEST(Sharing, IsPinnedWhereGpusHavePortPeers) {
             Sharing::kCudaPinned);
   EXPECT_EQ(*choose_sharing(gpu_ranks({{false, false}}), {0}, "auto", true), Sharing::kCudaPinned);
   EXPECT_EQ(*choose_sharing(ranks_on({"a", "b"}), {0}, "auto", true), Sharing::kHostMemory);
+}
+
+TEST(PortWindows, LieInTheDeviceWhereEveryRanksIsReached) {
+  const auto all = choose_port_windows({"", "", ""}, "auto");
+  ASSERT_TRUE(all.ok());
+  EXPECT_TRUE(all->are_in_device);
+  const auto one_not = choose_port_windows({"", "no NIC", "no driver"}, "auto");
+  ASSERT_TRUE(one_not.ok());
+  EXPECT_FALSE(one_not->are_in_device);
+  EXPECT_EQ(one_not->why, "rank 1: no NIC");
+  const auto forced = choose_port_windows({"", "no NIC"}, "device");
+  EXPECT_EQ(forced.status().code(), Code::kUnsupported);
+  EXPECT_EQ(forced.status().message(), "WEFT_PORT_WINDOWS=device: rank 1: no NIC");
+  EXPECT_TRUE(choose_port_windows({"", ""}, "device")->are_in_device);
+  EXPECT_FALSE(choose_port_windows({"", ""}, "host")->are_in_device);
 }
 
 TEST(Sharing, NamesTheRankThatCannot) {

@@ -73,6 +73,7 @@ Caps ibgda_caps(Device device) {
   caps.reach = Reach::kPort;
   caps.needs_registration = true;
   caps.has_atomics = true;
+  caps.reaches_gpus = true;
   caps.only_by_name = true;  // until somebody has run it on a NIC
   caps.ordering = Ordering::kSignals;
   caps.max_put_bytes = UINT64_MAX;  // cut into entries

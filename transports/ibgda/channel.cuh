@@ -64,12 +64,13 @@ class IbgdaChannel {
   WEFT_DEVICE void move_range(Way way, WindowOffset dst, WindowOffset src, uint64_t bytes, Signal signal);
   WEFT_DEVICE void get_range(WindowOffset dst, WindowOffset src, uint64_t bytes, WindowOffset word,
                              uint64_t value);
-  WEFT_DEVICE ibgda::Entry range_entry(Way way, ibgda::Heading at, WindowOffset dst, WindowOffset src,
-                                       uint32_t bytes);
+  WEFT_DEVICE ibgda::Entry range_entry(Way way, ibgda::Heading at, const ibgda::RemotePart& part,
+                                       WindowOffset dst, WindowOffset src, uint32_t bytes);
   WEFT_DEVICE bool is_inside(const ibgda::Queue& queue, WindowOffset dst, WindowOffset src, uint64_t bytes,
                              const Signal& signal);
-  WEFT_DEVICE ibgda::Entry signal_entry(const ibgda::Queue& queue, ibgda::Heading at, const Signal& signal);
-  WEFT_DEVICE const ibgda::Queue& own_queue() const;
+  WEFT_DEVICE ibgda::Entry signal_entry(const ibgda::Queue& queue, ibgda::Heading at,
+                                        const ibgda::RemotePart& part, const Signal& signal);
+  WEFT_DEVICE uint32_t own_place() const;
   WEFT_DEVICE ibgda::Ends ends() const;
   WEFT_DEVICE void settle_others(const ibgda::Queue& own);
 
@@ -80,6 +81,7 @@ class IbgdaChannel {
 // The channels to all peers, the own rank included. Passed to kernels by value.
 struct IbgdaMesh {
   const ibgda::Queue* queues;      // [ranks, queues_per_peer]
+  ibgda::QueueState* states;       // the same; each is its queue's, found without a look at that
   const ibgda::RemotePart* parts;  // [ranks]: this window's
   std::byte* own;                  // this rank's window
   uint64_t bytes;                  // of it
@@ -88,6 +90,8 @@ struct IbgdaMesh {
   uint32_t self, count, queues_per_peer;
   uint32_t key;        // big_endian(), of the own window
   uint32_t put_shift;  // one entry moves 2^this bytes at most
+  uint32_t batch;      // entries that a call takes at a time, at most: half of a queue
+  uint32_t is_near;    // queues and window lie in the GPU's own memory: fences need not reach beyond it
   uint32_t reserved;
 
   WEFT_DEVICE IbgdaChannel to(uint32_t peer) const { return IbgdaChannel(*this, peer); }
@@ -96,7 +100,7 @@ struct IbgdaMesh {
   WEFT_DEVICE std::byte* local() const { return own; }
   WEFT_DEVICE std::byte* mapped_window(uint32_t) const { return nullptr; }
 };
-static_assert(sizeof(IbgdaMesh) == 72);
+static_assert(sizeof(IbgdaMesh) == 88);
 
 namespace ibgda {
 
@@ -104,6 +108,7 @@ namespace ibgda {
 struct Ends {
   uint64_t timeout_ns;
   uint32_t self, peer;
+  bool is_near;  // IbgdaMesh::is_near
 };
 
 WEFT_DEVICE void break_queue(const Queue& queue, Ends ends, Site site, uint64_t expected, uint64_t seen,
@@ -192,8 +197,7 @@ struct Turn {
 // Takes the next `count` blocks, which are at most all, and waits until the NIC no longer needs what stands there. The
 // words of the state are asked for at once: one after the other they would take most of a call's time. Blocks of a queue that
 // is broken are never published.
-WEFT_DEVICE bool reserve(const Queue& queue, Ends ends, uint32_t count, Turn& turn) {
-  QueueState& state = *queue.state;
+WEFT_DEVICE bool reserve(const Queue& queue, QueueState& state, Ends ends, uint32_t count, Turn& turn) {
   turn.first = add_local(&state.reserved, static_cast<uint64_t>(count));
   const uint32_t is_broken = load_relaxed(&state.is_broken);
   const uint64_t completed = load_signal(&state.completed);
@@ -218,8 +222,13 @@ WEFT_APART bool publish(const Queue& queue, Ends ends, const Turn& turn, uint32_
   const uint64_t next = turn.first + count;
   const uint32_t number = queue.number;  // read before the fence, behind which memory is asked again
   uint64_t* const doorbell = queue.doorbell;
-  store_release(queue.record + kRecordOfSends, record_word(next));
-  store_register(doorbell, doorbell_word(next, number));
+  if (ends.is_near) {
+    store_release_local(queue.record + kRecordOfSends, record_word(next));
+    store_register_local(doorbell, doorbell_word(next, number));
+  } else {
+    store_release(queue.record + kRecordOfSends, record_word(next));
+    store_register(doorbell, doorbell_word(next, number));
+  }
   store_after_register(&state.published, next);
   add_local(&state.rung, uint64_t{1});
   return true;
@@ -233,13 +242,13 @@ WEFT_DEVICE void settle(const Queue& queue, Ends ends) {
 
 }  // namespace ibgda
 
-WEFT_DEVICE const ibgda::Queue& IbgdaChannel::own_queue() const {
+WEFT_DEVICE uint32_t IbgdaChannel::own_place() const {
   const uint32_t which = mesh_->queues_per_peer == 1 ? 0 : Block().index() % mesh_->queues_per_peer;
-  return mesh_->queues[peer_ * mesh_->queues_per_peer + which];
+  return peer_ * mesh_->queues_per_peer + which;
 }
 
 WEFT_DEVICE ibgda::Ends IbgdaChannel::ends() const {
-  return {mesh_->timeout_ns, mesh_->self, peer_};
+  return {mesh_->timeout_ns, mesh_->self, peer_, mesh_->is_near != 0};
 }
 
 WEFT_DEVICE bool IbgdaChannel::is_inside(const ibgda::Queue& queue, WindowOffset dst, WindowOffset src,
@@ -255,8 +264,7 @@ WEFT_DEVICE bool IbgdaChannel::is_inside(const ibgda::Queue& queue, WindowOffset
 }
 
 WEFT_DEVICE ibgda::Entry IbgdaChannel::signal_entry(const ibgda::Queue& queue, ibgda::Heading at,
-                                                    const Signal& signal) {
-  const ibgda::RemotePart part = mesh_->parts[peer_];
+                                                    const ibgda::RemotePart& part, const Signal& signal) {
   const ibgda::Place word{part.base + signal.word, part.key};
   return signal.kind == Signal::kValue
              ? ibgda::value_entry(at, word, signal.value)
@@ -264,40 +272,43 @@ WEFT_DEVICE ibgda::Entry IbgdaChannel::signal_entry(const ibgda::Queue& queue, i
 }
 
 // A put or a get; dst and src in the peer's window and the own, or the other way round.
-WEFT_DEVICE ibgda::Entry IbgdaChannel::range_entry(Way way, ibgda::Heading at, WindowOffset dst,
-                                                   WindowOffset src, uint32_t bytes) {
-  const ibgda::RemotePart part = mesh_->parts[peer_];
+WEFT_DEVICE ibgda::Entry IbgdaChannel::range_entry(Way way, ibgda::Heading at, const ibgda::RemotePart& part,
+                                                   WindowOffset dst, WindowOffset src, uint32_t bytes) {
   return way == Way::kPut
              ? ibgda::write_entry(at, {part.base + dst, part.key}, {mesh_->base + src, mesh_->key}, bytes)
              : ibgda::read_entry(at, {mesh_->base + dst, mesh_->key}, {part.base + src, part.key}, bytes);
 }
 
-// Bytes of any number, then a signal or none: as few batches as the queue's size allows, one doorbell each.
+// Bytes of any number, then a signal or none: as few batches as the queue's size allows, one doorbell each. What is needed of
+// the queue and of the peer is asked for before blocks are reserved, so that all of it comes in one trip to memory.
 WEFT_DEVICE void IbgdaChannel::move_range(Way way, WindowOffset dst, WindowOffset src, uint64_t bytes,
                                           Signal signal) {
-  const ibgda::Queue& queue = own_queue();
+  const uint32_t place = own_place();
+  const ibgda::Queue& queue = mesh_->queues[place];
+  const uint32_t number = queue.number;
+  const ibgda::RemotePart part = mesh_->parts[peer_];
   if (!is_inside(queue, dst, src, bytes, signal)) return;
   if (signal.kind != Signal::kNone && mesh_->queues_per_peer > 1) settle_others(queue);
   const uint64_t put_bytes = uint64_t{1} << mesh_->put_shift;
   const uint64_t pieces = (bytes + put_bytes - 1) >> mesh_->put_shift;
   uint64_t left = pieces + (signal.kind != Signal::kNone);
-  const uint32_t most = (queue.block_mask + 1) / 2;
   for (uint64_t done = 0; left > 0;) {
-    const uint32_t count = left < most ? static_cast<uint32_t>(left) : most;
+    const uint32_t count = left < mesh_->batch ? static_cast<uint32_t>(left) : mesh_->batch;
     ibgda::Turn turn{};
-    if (!ibgda::reserve(queue, ends(), count, turn)) return;
+    if (!ibgda::reserve(queue, mesh_->states[place], ends(), count, turn)) return;
     for (uint32_t i = 0; i < count; ++i, --left) {
       // Completions that each entry has for itself are all written; of one that all share, a batch's last is enough.
       const bool is_signalled = queue.entry_mask != 0 || i + 1 == count;
-      const ibgda::Heading at{static_cast<uint32_t>(turn.first + i), queue.number,
+      const ibgda::Heading at{static_cast<uint32_t>(turn.first + i), number,
                               is_signalled ? ibgda::kSignalled : 0};
       if (done == bytes) {
-        ibgda::write_entry_to(queue, turn.first + i, signal_entry(queue, at, signal));
+        ibgda::write_entry_to(queue, turn.first + i, signal_entry(queue, at, part, signal));
         continue;
       }
       const uint64_t rest = bytes - done;
       const auto length = static_cast<uint32_t>(rest < put_bytes ? rest : put_bytes);
-      ibgda::write_entry_to(queue, turn.first + i, range_entry(way, at, dst + done, src + done, length));
+      ibgda::write_entry_to(queue, turn.first + i,
+                            range_entry(way, at, part, dst + done, src + done, length));
       done += length;
     }
     if (!ibgda::publish(queue, ends(), turn, count)) return;
@@ -306,7 +317,7 @@ WEFT_DEVICE void IbgdaChannel::move_range(Way way, WindowOffset dst, WindowOffse
 
 WEFT_DEVICE void IbgdaChannel::get_range(WindowOffset dst, WindowOffset src, uint64_t bytes,
                                          WindowOffset word, uint64_t value) {
-  const ibgda::Queue& queue = own_queue();
+  const ibgda::Queue& queue = mesh_->queues[own_place()];
   if (!is_inside(queue, dst, src, bytes, {Signal::kValue, word, value})) return;
   move_range(Way::kGet, dst, src, bytes, {});
   ibgda::settle(queue, ends());

@@ -43,10 +43,16 @@ class IbgdaLink : public Link {
     queues_->leave(Deadline::after_s(std::min(kFarewell_s, timeout_s_)));
   }
 
+  Status try_device_memory(std::byte* probe, uint64_t bytes) override {
+    WEFT_TRY_ASSIGN(Enrolled made, nic_->enroll(probe, bytes, device_));
+    nic_->release(made);
+    return {};
+  }
+
   Result<std::string> offer(const WindowView& window) override {
     Known& known = windows_[window.number];
     if (known.enrolled.empty() || known.enrolled.back().first != window.bytes) {
-      WEFT_TRY_ASSIGN(const Enrolled made, nic_->enroll(window.local, window.bytes, device_));
+      WEFT_TRY_ASSIGN(const Enrolled made, nic_->enroll(window.local, window.bytes, window.place));
       known.enrolled.emplace_back(window.bytes, made);
     }
     known.memory = window.memory;
@@ -81,7 +87,9 @@ class IbgdaLink : public Link {
   Result<MeshPart> mesh(const WindowView& window) override {
     const Known& known = windows_.at(window.number);
     const Enrolled& enrolled = known.enrolled.back().second;
+    const bool is_near = !device_.is_host() && window.place == device_;
     const IbgdaMesh mesh{queues_->table(),
+                         queues_->states(),
                          known.parts.back()->at<RemotePart>(0),
                          window.local,
                          window.bytes,
@@ -92,6 +100,8 @@ class IbgdaLink : public Link {
                          queues_->per_peer(),
                          big_endian(enrolled.local_key),
                          nic_->put_shift(),
+                         queues_->batch(),
+                         is_near,
                          0};
     MeshPart part{"IbgdaMesh", std::vector<std::byte>(sizeof mesh)};
     std::memcpy(part.value.data(), &mesh, sizeof mesh);

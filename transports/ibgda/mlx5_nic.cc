@@ -197,12 +197,8 @@ class Mlx5Nic : public Nic {
     return std::unique_ptr<QueuePair>(std::move(queue));
   }
 
-  // Without relaxed ordering: a signal must not overtake what was put before it.
-  Result<Enrolled> enroll(std::byte* data, uint64_t bytes, Device device) override {
-    const int access =
-        ib::kAccessLocalWrite | ib::kAccessRemoteRead | ib::kAccessRemoteWrite | ib::kAccessRemoteAtomic;
-    ib::Mr* mr = nic_->verbs.reg_mr(nic_->pd, data, bytes, access);
-    if (!mr) return logged(Status::from_errno(errno, "ibgda: registering {} bytes on {}", bytes, nic_->name));
+  Result<Enrolled> enroll(std::byte* data, uint64_t bytes, Device place) override {
+    WEFT_TRY_ASSIGN(ib::Mr * mr, register_memory(data, bytes, place));
     return Enrolled{mr, mr->lkey, mr->rkey, reinterpret_cast<uint64_t>(data)};
   }
   void release(Enrolled& enrolled) override {
@@ -211,6 +207,41 @@ class Mlx5Nic : public Nic {
   }
 
  private:
+  // Without relaxed ordering: a signal must not overtake what was put before it.
+  static constexpr int kAccess =
+      ib::kAccessLocalWrite | ib::kAccessRemoteRead | ib::kAccessRemoteWrite | ib::kAccessRemoteAtomic;
+
+  Result<ib::Mr*> register_memory(std::byte* data, uint64_t bytes, Device place) {
+    const bool is_lent = nic_->way != RoomWay::kNone;
+    if (place == nic_->device && (is_lent || !place.is_host())) return register_device(data, bytes);
+    ib::Mr* mr = nic_->verbs.reg_mr(nic_->pd, data, bytes, kAccess);
+    if (mr) return mr;
+    return logged(Status::from_errno(errno, "ibgda: registering {} bytes on {}", bytes, nic_->name));
+  }
+
+  // The way that queues went: a completion in memory of the host could be seen before bytes that a get brought to memory of
+  // the device.
+  Result<ib::Mr*> register_device(std::byte* data, uint64_t bytes) {
+    if (nic_->way == RoomWay::kNone)
+      return Status::make(Code::kUnsupported, "queues of {} lie in memory of the host", nic_->name);
+    if (const std::string why = nic_->rooms->no_order(); !why.empty())
+      return Status::make(Code::kUnsupported, "{}", why);
+    ib::Mr* mr = nullptr;
+    if (nic_->way == RoomWay::kPeerMemory) {
+      mr = nic_->verbs.reg_mr(nic_->pd, data, bytes, kAccess);
+    } else if (!nic_->verbs.reg_dmabuf_mr) {
+      return Status::make(Code::kUnsupported, "libibverbs lacks ibv_reg_dmabuf_mr (rdma-core 34 has it)");
+    } else {
+      WEFT_TRY_ASSIGN(const RoomFile lent, nic_->rooms->lend(data, bytes));
+      mr = nic_->verbs.reg_dmabuf_mr(nic_->pd, lent.offset, bytes, reinterpret_cast<uint64_t>(data),
+                                     lent.file.get(), kAccess);
+    }
+    if (mr) return mr;
+    return Status::make(Code::kUnsupported, "{} does not take {} bytes of a window of {} by {}: {}",
+                        nic_->name, bytes, nic_->rooms->name(),
+                        nic_->way == RoomWay::kDmabuf ? "DMA-BUF" : "peer memory", std::strerror(errno));
+  }
+
   const std::shared_ptr<Opened> nic_;
 };
 
@@ -272,19 +303,24 @@ NicFinding Mlx5Nics::find(Device device) {
                 }
               });
   if (!found.network.empty()) {
-    if (!device.is_host()) {
-      const std::string why_not =
-          direct_->lacks_devx.empty() ? no_device_queues(device) : "libmlx5 lacks" + direct_->lacks_devx;
-      found.details += ", windows in pinned memory of the host; queues in ";
-      found.details += why_not.empty() ? "memory of the GPU where the kernel takes that"
-                                       : "pinned memory of the host: " + why_not;
-      found.details += "; " + doorbell_expectation();
-    }
+    if (!device.is_host()) found.details += ", " + where_memory_lies(device) + "; " + doorbell_expectation();
     return found;
   }
   found.unusable_because =
       reasons.empty() ? "libibverbs finds no RDMA device" : "no mlx5 NIC is usable: " + reasons;
   return found;
+}
+
+// For people: what a communicator of GPUs may expect.
+std::string Mlx5Nics::where_memory_lies(Device device) const {
+  const std::string neither =
+      direct_->lacks_devx.empty() ? no_device_memory(device) : "libmlx5 lacks" + direct_->lacks_devx;
+  if (!neither.empty()) return "queues and windows in pinned memory of the host: " + neither;
+  std::string no_windows = no_device_windows(device);
+  if (config().port_windows == "host") no_windows = "WEFT_PORT_WINDOWS=host";
+  if (no_windows.empty()) return "queues and windows in memory of the GPU where the kernel takes that";
+  return "queues in memory of the GPU where the kernel takes that, windows in pinned memory of the host: " +
+         no_windows;
 }
 
 // Where queues may lie in memory of the device. Why not; empty: nobody has asked the kernel yet, or it is the CPU.
@@ -363,7 +399,8 @@ class OnceFound : public Mlx5Nics {
   using Mlx5Nics::Mlx5Nics;
   NicFinding find(Device device) override {
     const std::string key =
-        text("{}/{}/{}/{}", device.is_host(), config().proxy_nics, config().ib_port, config().gid_index);
+        text("{}/{}/{}/{}/{}", device.is_host() ? -1 : device.ordinal, config().proxy_nics, config().ib_port,
+             config().gid_index, config().port_windows);
     std::lock_guard lock(mutex_);
     auto known = known_.find(key);
     if (known == known_.end()) known = known_.emplace(key, Mlx5Nics::find(device)).first;

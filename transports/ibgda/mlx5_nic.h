@@ -33,6 +33,7 @@ class Mlx5Nics : public NicSource {
   Result<std::unique_ptr<Nic>> open(Device device) override;
 
  private:
+  std::string where_memory_lies(Device device) const;
   std::string prepare_rooms(Opened& opened) const;
   void open_context(Opened& opened, provider::ib::Device* device, std::string& why_host) const;
 

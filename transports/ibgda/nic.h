@@ -71,8 +71,9 @@ class Nic {
   // `blocks` and as many completions. Errors: kSystem.
   virtual Result<std::unique_ptr<QueuePair>> create_queue(uint32_t blocks) = 0;
   // For local use and for writes and atomics of peers, in order: writes of a peer are seen in the order in which it
-  // made them. Errors: kSystem.
-  virtual Result<Enrolled> enroll(std::byte* data, uint64_t bytes, Device device) = 0;
+  // made them. `place`: whose memory it is, the host's or that of the device for which the NIC was opened. Errors: kSystem;
+  // kUnsupported where memory of the device cannot be reached; a NIC takes it only where its queues lie there, too.
+  virtual Result<Enrolled> enroll(std::byte* data, uint64_t bytes, Device place) = 0;
   virtual void release(Enrolled& enrolled) = 0;
   // One entry moves 2^this bytes at most.
   virtual uint32_t put_shift() const { return 30; }

@@ -15,6 +15,15 @@ uint64_t address(const void* at) {
   return reinterpret_cast<uint64_t>(at);
 }
 
+Result<RoomFile> export_memory(const char* what, int ordinal, const std::byte* at, uint64_t bytes) {
+  WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(ordinal));
+  int made = -1;
+  WEFT_TRY(cuda_status(current.driver().cuMemGetHandleForAddressRange(&made, address(at), bytes,
+                                                                      CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0),
+                       "export {} of cuda:{} as a DMA-BUF", what, ordinal));
+  return RoomFile{FileDescriptor(made), 0};
+}
+
 class CudaRoom : public QueueRoom {
  public:
   CudaRoom(Device device, CUdeviceptr held, uint64_t bytes) : device_(device), held_(held), bytes_(bytes) {}
@@ -25,14 +34,7 @@ class CudaRoom : public QueueRoom {
   std::byte* data() const override {
     return reinterpret_cast<std::byte*>((held_ + kGpuPage - 1) / kGpuPage * kGpuPage);
   }
-  Result<RoomFile> file() const override {
-    WEFT_TRY_ASSIGN(CudaContext current, CudaContext::enter(device_.ordinal));
-    int made = -1;
-    WEFT_TRY(cuda_status(current.driver().cuMemGetHandleForAddressRange(
-                             &made, address(data()), bytes_, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0),
-                         "export queues of cuda:{} as a DMA-BUF", device_.ordinal));
-    return RoomFile{FileDescriptor(made), 0};
-  }
+  Result<RoomFile> file() const override { return export_memory("queues", device_.ordinal, data(), bytes_); }
   Status read(void* to, const void* at, uint64_t bytes) const override {
     return copy_from_device(device_.ordinal, to, static_cast<const std::byte*>(at), bytes);
   }
@@ -65,6 +67,18 @@ class CudaRooms : public QueueRooms {
     WEFT_TRY(zero_device_memory(device_.ordinal, room->data(), whole));
     return std::unique_ptr<QueueRoom>(std::move(room));
   }
+  Result<RoomFile> lend(std::byte* at, uint64_t bytes) override {
+    return export_memory("a window", device_.ordinal, at, bytes);
+  }
+  // Below "owner", the host has to flush after a NIC has written, before kernels of the GPU look.
+  std::string no_order() const override {
+    const Result<int> order =
+        cuda_device_attribute(device_.ordinal, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING);
+    if (!order.ok()) return order.status().message();
+    if (*order >= CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER) return "";
+    return text("cuda:{} does not order what a NIC writes (GPU_DIRECT_RDMA_WRITES_ORDERING)",
+                device_.ordinal);
+  }
   std::string no_peer_memory() const override {
     std::error_code ignored;
     for (const char* module : {"nvidia_peermem", "nv_peer_mem"})
@@ -83,7 +97,12 @@ Result<std::unique_ptr<QueueRooms>> cuda_rooms(Device device) {
   return std::unique_ptr<QueueRooms>(std::make_unique<CudaRooms>(device));
 }
 
-std::string no_device_queues(Device device) {
+std::string no_device_windows(Device device) {
+  const auto driver = cuda_driver();
+  return driver.ok() ? CudaRooms(device).no_order() : driver.status().message();
+}
+
+std::string no_device_memory(Device device) {
   const auto driver = cuda_driver();
   if (!driver.ok()) return driver.status().message();
   CUdevice id = 0;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Memory of a device for the queues of a NIC: kernels write it, the NIC reads it, the host copies from and to it.
-// Not run on hardware.
+// Memory of a device that is lent to a NIC. Rooms are for queues: kernels write them, the NIC reads them, the host copies from
+// and to them. Windows are made by others. Not run on hardware.
 //   WEFT_TRY_ASSIGN(auto room, rooms.make(bytes));
 //   WEFT_TRY_ASSIGN(const RoomFile file, room->file());   // for a driver that takes DMA-BUF
+//   WEFT_TRY_ASSIGN(const RoomFile file, rooms.lend(window, bytes));   // the same of a window
 // Threads: any.
 #pragma once
 
@@ -41,6 +42,11 @@ class QueueRooms {
   virtual std::string name() const = 0;  // "cuda:0"
   // `bytes` of zeros. Errors: kSystem.
   virtual Result<std::unique_ptr<QueueRoom>> make(uint64_t bytes) = 0;
+  // Memory of the device that a window lies in, [at, at + bytes), as another driver maps it. Errors: kUnsupported with the
+  // driver's words.
+  virtual Result<RoomFile> lend(std::byte* at, uint64_t bytes) = 0;
+  // Why kernels of the device may see what a NIC writes to its memory in another order; empty: they do not.
+  virtual std::string no_order() const = 0;
   // Why a NIC cannot reach them by address (peer memory); empty: it may.
   virtual std::string no_peer_memory() const = 0;
 };
@@ -48,7 +54,9 @@ class QueueRooms {
 // Of a GPU.
 Result<std::unique_ptr<QueueRooms>> cuda_rooms(Device device);
 
-// For `weft info`, without a NIC that is asked: why queues cannot lie in a GPU's memory; empty: the kernel decides.
-std::string no_device_queues(Device device);
+// For `weft info`, without a NIC that is asked: why neither queues nor windows can lie in a GPU's memory; empty: the kernel
+// decides. And why windows cannot, even so.
+std::string no_device_memory(Device device);
+std::string no_device_windows(Device device);
 
 }  // namespace weft::ibgda

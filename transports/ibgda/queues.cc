@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transports/ibgda/queues.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -74,6 +75,12 @@ Status Queues::describe(size_t place) {
                     memory.blocks - 1,
                     memory.entries - 1};
   return table_->write(place * sizeof(Queue), &queue, sizeof queue);
+}
+
+uint32_t Queues::batch() const {
+  uint32_t blocks = sizes_.blocks;
+  for (const auto& [at, pair] : pairs_) blocks = std::min(blocks, pair.pair->memory().blocks);
+  return blocks / 2;
 }
 
 std::string Queues::addresses(int peer) const {

@@ -47,8 +47,10 @@ class Queues {
   void start(std::function<void(const FaultBox&)> on_broken);
   void stop();
 
-  const Queue* table() const { return table_->at<Queue>(0); }  // [ranks, per_peer]
+  const Queue* table() const { return table_->at<Queue>(0); }        // [ranks, per_peer]
+  QueueState* states() const { return states_->at<QueueState>(0); }  // the same
   uint32_t per_peer() const { return sizes_.per_peer; }
+  uint32_t batch() const;  // entries of one call at a time: half of the least queue
   // Until the NIC is done with all that was posted, or `until`. False: it is not.
   bool drain(Deadline until) const;
   // Tells every peer that nothing follows and waits until they say so too, but for those that forgo() names.

@@ -391,7 +391,8 @@ class ProxyTransport : public Transport {
           text("{} ({}) on {} ({}), at most {} {} and {} writes in flight", network->provider->name(),
                network->why_provider, names, network->why_nics, is_mib ? bytes >> 20 : bytes,
                is_mib ? "MiB" : "bytes", network->pace.writes_in_flight);
-      if (!device.is_host()) caps.details += ", through pinned memory of the host";
+      if (!device.is_host())
+        caps.details += ", windows in pinned memory of the host, where its threads store signals";
     }
     return caps;
   }

@@ -112,6 +112,9 @@ WEFT_DEVICE uint32_t exchange_local(uint32_t* at, uint32_t value) {
 WEFT_DEVICE void store_release_local(uint64_t* at, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
+WEFT_DEVICE void store_release_local(uint32_t* at, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
 // Raises a word to `value` unless it is more already, and publishes what the thread knew before, as above.
 WEFT_DEVICE void max_local_release(uint64_t* at, uint64_t value) {
   asm volatile("red.release.gpu.global.max.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
@@ -119,6 +122,12 @@ WEFT_DEVICE void max_local_release(uint64_t* at, uint64_t value) {
 // Writes a register of a NIC after everything that the thread knew before is visible to the NIC.
 WEFT_DEVICE void store_register(uint64_t* at, uint64_t value) {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
+  asm volatile("st.mmio.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+// The same where all that the NIC is to see lies in the device's own memory: the NIC's reads go through the device's L2, where
+// this fence has brought it. The memory model names no NIC; NVSHMEM and DOCA order their queues so.
+WEFT_DEVICE void store_register_local(uint64_t* at, uint64_t value) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
   asm volatile("st.mmio.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 // After store_register(): publishes what the thread knew before it to who sees the word there, within one device. The fence

@@ -72,6 +72,9 @@ WEFT_DEVICE uint32_t exchange_local(uint32_t* at, uint32_t value) {
 WEFT_DEVICE void store_release_local(uint64_t* at, uint64_t value) {
   __hip_atomic_store(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
 }
+WEFT_DEVICE void store_release_local(uint32_t* at, uint32_t value) {
+  __hip_atomic_store(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
+}
 // Raises a word to `value` unless it is more already, and publishes what the thread knew before, as above.
 WEFT_DEVICE void max_local_release(uint64_t* at, uint64_t value) {
   __hip_atomic_fetch_max(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
@@ -79,6 +82,10 @@ WEFT_DEVICE void max_local_release(uint64_t* at, uint64_t value) {
 // Writes a register of a NIC after everything that the thread knew before is visible to the NIC.
 WEFT_DEVICE void store_register(uint64_t* at, uint64_t value) {
   __hip_atomic_store(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+// The same where all that the NIC is to see lies in the device's own memory. Nobody has asked the hardware what less is enough.
+WEFT_DEVICE void store_register_local(uint64_t* at, uint64_t value) {
+  store_register(at, value);
 }
 // After store_register(): publishes what the thread knew before it to who sees the word there, within one device.
 WEFT_DEVICE void store_after_register(uint64_t* at, uint64_t value) {

@@ -108,6 +108,10 @@ inline void store_register(uint64_t* at, uint64_t value) {
   store_release(at, value);
   publish_streaming_stores();  // registers may be memory that combines writes
 }
+// The same where all that the NIC is to see lies in the device's own memory.
+inline void store_register_local(uint64_t* at, uint64_t value) {
+  store_register(at, value);
+}
 // After store_register(): publishes what the thread knew before it to who sees the word there, within one device.
 inline void store_after_register(uint64_t* at, uint64_t value) {
   store_release(at, value);

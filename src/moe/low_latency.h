@@ -76,7 +76,6 @@ struct LowLatencyCombineForm {
   uint32_t row_bytes = 0;    // of x, a multiple of 16; with LogFMT, of 256
   bool has_weights = false;  // topk_weights are given; else those of the dispatch count, with a reduced reply
   bool dispatch_had_weights = false;
-  uint64_t x_row_bytes = 0;  // between rows of x
   // When rows of x are there: see LowLatencyCombineArgs.
   uint32_t signal_value = 0;
   uint32_t signals_per_expert = 0;

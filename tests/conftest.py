@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import summary
 import torch
 
+import summary
 from weft import deep_ep_path
 
 sys.path.insert(0, str(deep_ep_path.folder()))  # as PYTHONPATH=$(python -m weft.deep_ep_path) does

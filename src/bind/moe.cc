@@ -28,7 +28,7 @@ namespace {
 
 // A capsule for torch: [rows][columns] of a type by the code and bits of DLPack.
 nb::ndarray<> rows_of(const Window& window, uint64_t offset, size_t rows, size_t columns, uint8_t code,
-                             uint8_t bits, nb::object owner) {
+                      uint8_t bits, nb::object owner) {
   const Device device = window.communicator()->device();
   const int kind = device.is_host() ? nb::device::cpu::value : nb::device::cuda::value;
   const size_t shape[] = {rows, columns};
@@ -53,12 +53,9 @@ DispatchTensors dispatch_tensors(TensorAddress x, TensorAddress scales, int64_t 
 CombineTensors combine_tensors(TensorAddress x, TensorAddress topk_weights, TensorAddress slot,
                                TensorAddress bias0, TensorAddress bias1, TensorAddress combined,
                                TensorAddress combined_weights) {
-  return {pointer<std::byte>(x),
-          pointer<float>(topk_weights),
-          pointer<int32_t>(slot),
-          {pointer<std::byte>(bias0), pointer<std::byte>(bias1)},
-          pointer<std::byte>(combined),
-          pointer<float>(combined_weights)};
+  return {pointer<std::byte>(x),        pointer<float>(topk_weights),
+          pointer<int32_t>(slot),       {pointer<std::byte>(bias0), pointer<std::byte>(bias1)},
+          pointer<std::byte>(combined), pointer<float>(combined_weights)};
 }
 
 // DeviceContext.reclaim_waiting.
@@ -106,23 +103,21 @@ void def_dispatches(nb::class_<MoeBuffer>& buffer, DispatchTensors (*tensors)(Te
       .def("dispatch", [tensors](MoeBuffer& self, const RowFormat& format, Tensor... at,
                                  const DispatchHandle& handle, bool keep_weights, bool is_one_piece,
                                  uint32_t num_sms, const Order& order, nb::handle reclaim) {
-        const DispatchCall call{tensors(at...), format,          handle,
-                                keep_weights,   is_one_piece,    num_sms,
-                                order_of(order), more_room_by(reclaim)};
+        const DispatchCall call{tensors(at...), format,  handle,          keep_weights,
+                                is_one_piece,   num_sms, order_of(order), more_room_by(reclaim)};
         return value_or_throw(without_gil([&] { return self.dispatch(call); }));
       });
 }
 
 template <class... Tensor>
 void def_combine(nb::class_<MoeBuffer>& buffer, CombineTensors (*tensors)(Tensor...)) {
-  buffer.def("combine",
-             [tensors](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element, Tensor... at,
-                       const DispatchHandle& handle, uint32_t num_sms, const Order& order,
-                       nb::handle reclaim) {
-               const CombineCall call{tensors(at...), row_bytes, top_k, element, handle, num_sms,
-                                      order_of(order), more_room_by(reclaim)};
-               check(without_gil([&] { return self.combine(call); }));
-             });
+  buffer.def("combine", [tensors](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element,
+                                  Tensor... at, const DispatchHandle& handle, uint32_t num_sms,
+                                  const Order& order, nb::handle reclaim) {
+    const CombineCall call{tensors(at...), row_bytes, top_k,           element,
+                           handle,         num_sms,   order_of(order), more_room_by(reclaim)};
+    check(without_gil([&] { return self.combine(call); }));
+  });
 }
 
 }  // namespace

@@ -35,8 +35,8 @@ Result<Dispatched> MoeBuffer::dispatch_new(const NewDispatchCall& call) {
 }
 
 DispatchHandle MoeBuffer::handle_of(const NotifyCall& call, const Notified& notified) const {
-  DispatchHandle handle{call.memory,   notified.handle_id,     call.tokens,
-                        call.experts,  notified.received_rows, notified.sent_rows,
+  DispatchHandle handle{call.memory,         notified.handle_id,     call.tokens,
+                        call.experts,        notified.received_rows, notified.sent_rows,
                         call.worst_rows != 0};
   if (!handle.counts_unknown) return handle;
   const uint32_t top_k = call.format.top_k;

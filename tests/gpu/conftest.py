@@ -13,5 +13,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     reason = f"needs 2 or more GPUs, this machine has {num_ranks_here()}"
     for item in items:
-        if "tests/gpu" in str(item.path):  # before the marks of the test itself: this is the reason that counts
+        if "tests/gpu" in str(
+            item.path
+        ):  # before the marks of the test itself: this is the reason that counts
             item.add_marker(pytest.mark.skipif(True, reason=reason), append=False)

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 import summary
 
 ROOT = Path(__file__).parents[2]

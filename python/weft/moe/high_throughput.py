@@ -55,7 +55,6 @@ class Rows:
             num_elements * summed_bytes * self.combine_rows,
         )
 
-
     def tensors(self) -> tuple[Any, ...]:
         """Return what the core takes of these, in its order."""
         scales = self.scales
@@ -163,7 +162,14 @@ class DispatchPlan:
             call = spans.around("dispatch", call)
         try:
             came = call(
-                *(row_format, *rows.tensors(), is_token_in_rank, num_tokens_per_expert, self.num_tokens, num_experts),
+                *(
+                    row_format,
+                    *rows.tensors(),
+                    is_token_in_rank,
+                    num_tokens_per_expert,
+                    self.num_tokens,
+                    num_experts,
+                ),
                 *(memory, num_worst_tokens, most_tokens, rows.keep_weights, num_sms, order),
                 *(context.reclaim_waiting, new_records),
             )

@@ -206,7 +206,12 @@ class HighThroughputCalls:
             plan = self._contexts.keep(signature, DispatchPlan(context, rows.x.size(0)))
         else:
             assert is_token_in_rank is not None and num_tokens_per_expert is not None
-            in_rank, per_expert, ids, weights = is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights
+            in_rank, per_expert, ids, weights = (
+                is_token_in_rank,
+                num_tokens_per_expert,
+                topk_idx,
+                topk_weights,
+            )
         if ids is not None:
             arguments.check_expert_ids(ids, per_expert.size(0))
         arguments.check_slot_counts(per_expert, ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of the tests says at its end: how many of the tests that this machine can run did run, and why others did not.
+"""What a run of the tests says at its end: how many ran of those that this machine can run, and why others did not.
 
     title, lines = summary.of(ran=4114, reasons=Counter({"no C++ compiler (c++)": 2, "needs 2 or more GPUs, ...": 166}))
     # 4114 of 4116 tests that this machine can run ran here; 168 skipped

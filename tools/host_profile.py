@@ -10,7 +10,7 @@ is printed beside them. Then it prints for each call:
 
 * the time until it returns, back to back: median and least of the repeats;
 * that time with the GPU's work;
-* on GPUs, its kernels' time by torch's profiler, and its time in a CUDA graph if it can be captured;
+* on GPUs, its time in a CUDA graph if it can be captured;
 * from a second run, the part that passes in the core, the driver's included;
 * from a third run under cProfile, how often it enters each function, and what that costs.
 
@@ -44,6 +44,7 @@ import weft
 from weft import _core
 from weft.bench.report import Report, Row
 from weft.runtime import allocation, plain
+from weft.runtime.progress import progress
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 128, 7168, 8, 256
 HT_TOKENS = 4096
@@ -71,7 +72,6 @@ class Measured:
     name: str
     enqueue_us: list[float]  # of each call
     eager_us: list[float]  # with the GPU's work, by batches
-    kernels_us: float | None  # on GPUs
     graph_us: float | None  # on GPUs, of calls that can be captured
     in_core_us: float = 0.0
     profile: pstats.Stats | None = None
@@ -95,7 +95,6 @@ class Measured:
             "enqueue_us": round(statistics.median(self.enqueue_us), 2),
             "goal_us": GOALS_US.get(self.name),
             "in_core_us": round(self.in_core_us, 2),
-            "kernels_us": self.kernels_us,
             "graph_us": self.graph_us,
             "python_calls": round(python_calls),
             "c_calls": round(c_calls),
@@ -126,14 +125,19 @@ def main() -> None:
     wanted = args.calls.split(",") if args.calls else list(calls)
     chosen = [name for name in calls if any(name.startswith(start) for start in wanted)]
     steps = _steps_of_machine(args) if rank == 0 else {}
-    measured = [_measured(name, calls[name], args) for name in chosen]
-    spent = _show_core(args)
+    with progress(enabled=rank == 0) as bar:
+        measured = [
+            _measured(name, calls[name], args)
+            for name in bar.track(chosen, description="times of calls")
+        ]
+        spent = _show_core(args)
+        for one in bar.track(measured, description="the core, functions"):
+            one.in_core_us = _in_core(calls[one.name], spent, args)
+            one.profile = _profiled(calls[one.name], args)
     launch = ["torchrun", "--nproc-per-node", str(dist.get_world_size())]
     report = Report("host time", command=shlex.join([*launch, *sys.argv]))
     report.note("steps: " + ", ".join(f"{name} {us:.2f} us" for name, us in steps.items()))
     for one in measured:
-        one.in_core_us = _in_core(calls[one.name], spent, args)
-        one.profile = _profiled(calls[one.name], args)
         if rank == 0:
             _print(one, args)
             report.add(one.row(args))
@@ -225,10 +229,9 @@ def _ids(tokens: int, args: argparse.Namespace) -> torch.Tensor:
 def _measured(name: str, call: Callable[[], object], args: argparse.Namespace) -> Measured:
     enqueue_us, eager_us = _times(call, args)
     if args.device == "cpu":
-        return Measured(name, enqueue_us, eager_us, None, None)
-    in_kernels = _unless_refused(_in_kernels, name, call, args)
+        return Measured(name, enqueue_us, eager_us, None)
     in_graph = _unless_refused(_in_graph, name, call, args) if name.startswith(CAPTURED) else None
-    return Measured(name, enqueue_us, eager_us, in_kernels, in_graph)
+    return Measured(name, enqueue_us, eager_us, in_graph)
 
 
 def _unless_refused(
@@ -240,16 +243,6 @@ def _unless_refused(
     except RuntimeError as error:
         print(f"{name}, {measure.__name__.strip('_')}: {error}", file=sys.stderr)
         return None
-
-
-def _in_kernels(call: Callable[[], object], args: argparse.Namespace) -> float:
-    """Return the microseconds that the GPU works for a call, the waits of its kernels for other ranks included."""
-    _meet(args)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-        for _ in range(BATCH):
-            call()
-        _finish(args)
-    return round(sum(float(event.self_device_time_total) for event in profiled.key_averages()) / BATCH, 2)
 
 
 def _in_graph(call: Callable[[], object], args: argparse.Namespace) -> float:
@@ -423,7 +416,7 @@ def _print(one: Measured, args: argparse.Namespace) -> None:
     print(
         f", in the core {one.in_core_us:.1f}, with its work {statistics.median(one.eager_us):.1f} us", end=""
     )
-    known = {"its kernels": one.kernels_us, "in a graph": one.graph_us}
+    known = {"in a graph": one.graph_us}
     print("".join(f", {what} {us:.1f}" for what, us in known.items() if us is not None))
     print(f"   {python_calls:.0f} Python and {c_calls:.0f} C calls;", end="")
     print(" per call, under the profiler: times entered, own us, us with what it calls")

@@ -64,7 +64,7 @@ class ProxyChannel {
 };
 
 struct ProxyMesh {
-  const proxy::Fifo* fifos;  // [proxies]; a peer is served by number peer % proxies
+  const proxy::Fifo* fifos;  // [proxies * kFifosPerProxy]; number i is of proxy i % proxies
   const uint64_t* flushed;   // [ranks]: sources to the peer are reusable up to this position of its FIFO
   std::byte* own;            // this rank's window
   uint64_t bytes;            // of it
@@ -99,7 +99,7 @@ WEFT_DEVICE bool ProxyChannel::await_room(const proxy::Fifo& fifo, uint64_t posi
 // Takes the next position and writes the command there. Threads of the host may be taken off their core while
 // they wait: they do so before they take a position, for which everybody would have to wait otherwise.
 WEFT_DEVICE bool ProxyChannel::push(proxy::Command command, bool releases, uint64_t& position) {
-  const proxy::Fifo& fifo = mesh_->fifos[mesh_->proxies == 1 ? 0 : peer_ % mesh_->proxies];
+  const proxy::Fifo& fifo = mesh_->fifos[proxy::fifo_of(peer_, mesh_->proxies)];
   if constexpr (Warp::kMaxSize == 1)
     if (!await_room(fifo, load_relaxed(fifo.head))) return false;
   position = add_local(fifo.head, uint64_t{1});

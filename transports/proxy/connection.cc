@@ -190,10 +190,11 @@ class ProxyLink : public Link {
     WEFT_TRY_ASSIGN(shared_, HostVisible::create(device, at_.end));
     fault_ = shared_->at<FaultBox>(at_.fault_at);
     std::vector<std::unique_ptr<Proxy>> made;
-    WEFT_TRY_ASSIGN(fifos_, LocalMemory::create(device, proxies * sizeof(Fifo)));
+    WEFT_TRY_ASSIGN(fifos_, LocalMemory::create(device, proxies * kFifosPerProxy * sizeof(Fifo)));
     for (uint32_t i = 0; i < proxies; ++i) {
       WEFT_TRY_ASSIGN(auto proxy, Proxy::create(device, static_cast<uint64_t>(config().proxy_fifo)));
-      WEFT_TRY(fifos_->write(i * sizeof(Fifo), &proxy->fifo(), sizeof(Fifo)));
+      for (uint32_t k = 0; k < kFifosPerProxy; ++k)
+        WEFT_TRY(fifos_->write((k * proxies + i) * sizeof(Fifo), &proxy->fifo(k), sizeof(Fifo)));
       made.push_back(std::move(proxy));
     }
     idle_proxies_ = std::move(made);
@@ -325,7 +326,7 @@ class ProxyLink : public Link {
   std::unique_ptr<transfer::Engine> engine_;
   std::unique_ptr<Traffic> traffic_;
   std::unique_ptr<HostVisible> shared_;
-  std::unique_ptr<LocalMemory> fifos_;  // [proxies], as device code reads them
+  std::unique_ptr<LocalMemory> fifos_;  // those of all proxies, as device code reads them
   Shared at_{};
   FaultBox* fault_ = nullptr;
   std::map<int, std::unique_ptr<PeerQueue>> queues_;          // until the proxies have them

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transports/proxy/proxy.h"
 
+#include <algorithm>
 #include <bit>
 #include <utility>
 
@@ -11,7 +12,8 @@ namespace {
 
 constexpr uint64_t kLine = 128;        // words of the two sides lie on lines of their own
 constexpr uint32_t kTakenAtOnce = 64;  // commands, before queues have their turn
-constexpr size_t kQueuedMost = 4096;   // commands in queues; beyond it, the FIFO waits
+constexpr uint32_t kTurn = 16;         // commands of one FIFO, before another has its turn
+constexpr size_t kQueuedMost = 4096;   // commands in queues; beyond it, FIFOs wait
 constexpr unsigned kSpins = 64, kYields = 512;
 constexpr std::chrono::microseconds kNap(50), kCalmNap(400), kIdleNap(2000);
 // Kernels of a GPU cannot help: what they ask for is waited for awake so long after the last of it, longer than most
@@ -23,38 +25,62 @@ constexpr std::chrono::milliseconds kAwakeForGpu(100);
 Result<std::unique_ptr<FifoReader>> FifoReader::create(Device device, uint64_t capacity) {
   if (!std::has_single_bit(capacity) || capacity < 2)
     return Status::invalid("WEFT_PROXY_FIFO: got {}, allowed: a power of two, 2 or more", capacity);
-  WEFT_TRY_ASSIGN(std::unique_ptr<HostVisible> memory,
-                  HostVisible::create(device, kLine + capacity * sizeof(Command)));
-  WEFT_TRY_ASSIGN(std::unique_ptr<LocalMemory> words, LocalMemory::create(device, 2 * kLine));
+  const uint64_t each = kLine + (capacity * sizeof(Command) + kLine - 1) / kLine * kLine;
+  WEFT_TRY_ASSIGN(std::unique_ptr<HostVisible> memory, HostVisible::create(device, kFifosPerProxy * each));
+  WEFT_TRY_ASSIGN(std::unique_ptr<LocalMemory> words, LocalMemory::create(device, kFifosPerProxy * 2 * kLine));
   std::unique_ptr<FifoReader> reader(new FifoReader(std::move(memory), std::move(words)));
-  const HostVisible& shared = *reader->memory_;
-  const LocalMemory& local = *reader->words_;
-  reader->tail_ = shared.at<uint64_t>(0);
-  reader->fifo_ = {shared.at<Command>(kLine), reader->tail_, local.at<uint64_t>(0), local.at<uint64_t>(kLine),
-                   capacity};
+  for (uint32_t i = 0; i < kFifosPerProxy; ++i) {
+    const HostVisible& shared = *reader->memory_;
+    const LocalMemory& local = *reader->words_;
+    End& end = reader->ends_[i];
+    end.tail = shared.at<uint64_t>(i * each);
+    end.fifo = {shared.at<Command>(i * each + kLine), end.tail, local.at<uint64_t>(2 * i * kLine),
+                local.at<uint64_t>((2 * i + 1) * kLine), capacity};
+  }
   return reader;
 }
 
 bool FifoReader::pop(Command& command, uint64_t& position) {
-  Command* slot = slot_of(fifo_, next_);
+  if (in_turn_ < kTurn && ends_[turn_].pop(command, position)) return ++in_turn_, true;
+  for (uint32_t step = 1; step <= kFifosPerProxy; ++step) {
+    const uint32_t next = (turn_ + step) % kFifosPerProxy;
+    if (!ends_[next].pop(command, position)) continue;
+    turn_ = next;
+    in_turn_ = 1;
+    return true;
+  }
+  return false;
+}
+
+bool FifoReader::End::pop(Command& command, uint64_t& position) {
+  Command* slot = slot_of(fifo, next);
   const uint64_t b = load_acquire(&slot->b);
-  if ((b & kCommit) != commit_of(fifo_, next_)) return publish(), false;
+  if ((b & kCommit) != commit_of(fifo, next)) return publish(), false;
   command = {load_relaxed(&slot->a), b & ~kCommit};
-  position = next_++;
+  position = next++;
   // Not for each: the word's line travels to whoever reads it.
-  if (next_ - published_ >= fifo_.capacity / 4) publish();
+  if (next - published >= fifo.capacity / 4) publish();
   return true;
 }
 
 void FifoReader::publish() {
-  if (published_ == next_) return;
-  published_ = next_;
-  store_release(tail_, next_);
+  for (End& end : ends_) end.publish();
+}
+
+void FifoReader::End::publish() {
+  if (published == next) return;
+  published = next;
+  store_release(tail, next);
+}
+
+bool FifoReader::is_empty() const {
+  return std::ranges::all_of(
+      ends_, [](const End& end) { return load_relaxed(end.fifo.head) == load_relaxed(end.tail); });
 }
 
 Result<std::unique_ptr<Proxy>> Proxy::create(Device device, uint64_t capacity) {
-  WEFT_TRY_ASSIGN(std::unique_ptr<FifoReader> fifo, FifoReader::create(device, capacity));
-  return std::unique_ptr<Proxy>(new Proxy(std::move(fifo), device.is_host()));
+  WEFT_TRY_ASSIGN(std::unique_ptr<FifoReader> fifos, FifoReader::create(device, capacity));
+  return std::unique_ptr<Proxy>(new Proxy(std::move(fifos), device.is_host()));
 }
 
 void Proxy::start(std::function<void()> progress, std::function<void(const PeerQueue&)> on_lost) {
@@ -121,7 +147,7 @@ void Proxy::run() {
 bool Proxy::is_calm() {
   const uint64_t now = data_writes_.load(std::memory_order_relaxed);
   return std::exchange(data_writes_seen_, now) == now && !has_queued_.load(std::memory_order_relaxed) &&
-         fifo_->is_empty();
+         fifos_->is_empty();
 }
 
 bool Proxy::help() {
@@ -179,10 +205,10 @@ bool Proxy::take_commands() {
   for (; taken < kTakenAtOnce && queued + taken < kQueuedMost; ++taken) {
     Command command;
     uint64_t position = 0;
-    if (!fifo_->pop(command, position)) break;
+    if (!fifos_->pop(command, position)) break;
     if (PeerQueue* queue = queue_to(peer_of(command))) queue->take(command, position);
   }
-  fifo_->publish();
+  fifos_->publish();
   return taken > 0;
 }
 

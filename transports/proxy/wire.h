@@ -89,6 +89,12 @@ WEFT_DEVICE constexpr uint32_t use_of(Command c) {
 }
 
 // A queue of commands of one proxy thread. Positions only grow; slot = position % capacity, a power of two.
+// A thread has several, and a peer has one of them: threads that ask for peers of their own rarely meet at a word.
+inline constexpr uint32_t kFifosPerProxy = 4;
+// Proxy number peer % proxies serves the peer, as proxies divides the number of FIFOs.
+WEFT_DEVICE constexpr uint32_t fifo_of(uint32_t peer, uint32_t proxies) {
+  return proxies == 1 ? peer % kFifosPerProxy : peer % (proxies * kFifosPerProxy);
+}
 struct Fifo {
   Command* slots;        // memory of the host that device code writes
   const uint64_t* tail;  // positions below it have been taken; the host publishes it, in its memory

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import summary
 from weft import deep_ep_path
 
 sys.path.insert(0, str(deep_ep_path.folder()))  # as PYTHONPATH=$(python -m weft.deep_ep_path) does
@@ -33,21 +34,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many tests ran, and why the others did not: the reasons with their counts, most first."""
+    """Say how many tests ran of those that this machine can run, and why the others did not."""
     stats = terminalreporter.stats
-    reasons = Counter(skip_reason(report) for report in stats.get("skipped", []))
     ran = {
         report.nodeid
         for kind in ("passed", "failed", "error", "xfailed", "xpassed")
         for report in stats.get(kind, [])
     }
-    if reasons:
-        total = len(ran) + reasons.total()
-        terminalreporter.section(
-            f"{len(ran)} of {total} tests ran here; {reasons.total()} skipped, by reason"
-        )
-    for reason, count in reasons.most_common():
-        terminalreporter.line(f"{count:5}  {reason}")
+    reasons = Counter(skip_reason(report) for report in stats.get("skipped", []))
+    if not ran and not reasons:
+        return
+    title, lines = summary.of(len(ran), reasons)
+    terminalreporter.section(title)
+    for line in lines:
+        terminalreporter.line(line)
 
 
 def skip_reason(report: pytest.TestReport) -> str:

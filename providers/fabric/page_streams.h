@@ -9,7 +9,7 @@
 //   size_t to = streams->open(their_interface, their_port);
 //   streams->post(to, pieces, count, context);               // one event in progress() once all are in place
 //
-// Wire: the receiver sends a StreamChallenge, and the sender answers with a StreamClaim, which proves that it
+// Wire format: the receiver sends a StreamChallenge, and the sender answers with a StreamClaim, which proves that it
 // knows the secret. Then frames: the sender's FrameHead, its PageHeads, then the pages' bytes; the receiver
 // answers every frame with one FrameReply, in order. A frame of which any page may not be written is refused
 // as a whole and skipped. A stream that proves nothing for 5 s is closed.

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "bind/bind.h"
+#include "bind/fields.h"
 #include "bind/tensors.h"
 #include "moe/buffer.h"
 #include "moe/low_latency.h"
@@ -126,6 +127,51 @@ void def_calls(nb::class_<Calls>& into, Memory (*memory)(Tensor...)) {
           nb::arg("sent"));
 }
 
+// What Python names of a form.
+Fields<LowLatencyDispatchForm> dispatch_fields() {
+  using Form = LowLatencyDispatchForm;
+  return Fields<Form>()
+      .required("max_tokens", &Form::max_tokens)
+      .required("tokens", &Form::tokens)
+      .required("top_k", &Form::top_k)
+      .required("experts", &Form::experts)
+      .required("id_bytes", &Form::id_bytes)
+      .required("payload", &Form::payload)
+      .required("row_bytes", &Form::row_bytes)
+      .required("scale_bytes", &Form::scale_bytes)
+      .required("has_weights", &Form::has_weights)
+      .required("scale_expert_stride", &Form::scale_expert_stride)
+      .required("scale_row_stride", &Form::scale_row_stride)
+      .required("scale_word_stride", &Form::scale_word_stride)
+      .required("tiled_scales", &Form::tiled_scales)
+      .optional("expert_rows", &Form::expert_rows)
+      .optional("padding", &Form::padding)
+      .optional("max_rows", &Form::max_rows)
+      .optional("grid_sms", &Form::grid_sms);
+}
+
+Fields<LowLatencyCombineForm> combine_fields() {
+  using Form = LowLatencyCombineForm;
+  return Fields<Form>()
+      .required("max_tokens", &Form::max_tokens)
+      .required("tokens", &Form::tokens)
+      .required("top_k", &Form::top_k)
+      .required("experts", &Form::experts)
+      .required("id_bytes", &Form::id_bytes)
+      .required("reply", &Form::reply)
+      .required("row_bytes", &Form::row_bytes)
+      .required("has_weights", &Form::has_weights)
+      .required("dispatch_had_weights", &Form::dispatch_had_weights)
+      .optional("signal_value", &Form::signal_value)
+      .optional("signals_per_expert", &Form::signals_per_expert)
+      .optional("signal_rows", &Form::signal_rows)
+      .optional("num_sms", &Form::num_sms)
+      .optional("element", &Form::element)
+      .optional("out_element", &Form::out_element)
+      .optional("accumulate", &Form::accumulate)
+      .optional("grid_sms", &Form::grid_sms);
+}
+
 void bind_calls(nb::module_& module) {
   nb::class_<SentDispatch>(module, "SentDispatch")
       .def_ro("number", &SentDispatch::number)
@@ -198,59 +244,21 @@ void bind_low_latency(nb::module_& module) {
           },
           nb::arg("max_tokens"), nb::arg("top_k"), nb::arg("experts"), nb::arg("row_bytes"),
           nb::arg("scale_bytes"))
+      // The first of a form compiles its kernel.
       .def(
           "plan_dispatch",
-          [](LowLatency& self, uint32_t max_tokens, uint32_t tokens, uint32_t top_k, uint32_t experts,
-             uint32_t id_bytes, int64_t payload, uint32_t row_bytes, uint32_t scale_bytes, bool has_weights,
-             uint64_t scale_expert_stride, uint64_t scale_row_stride, uint64_t scale_word_stride,
-             bool tiled_scales, uint32_t expert_rows, uint32_t padding, uint32_t max_rows,
-             uint32_t grid_sms) {
-            const LowLatencyDispatchForm form{max_tokens,
-                                              tokens,
-                                              top_k,
-                                              experts,
-                                              id_bytes,
-                                              payload,
-                                              row_bytes,
-                                              scale_bytes,
-                                              has_weights,
-                                              scale_expert_stride,
-                                              scale_row_stride,
-                                              scale_word_stride,
-                                              tiled_scales,
-                                              expert_rows,
-                                              padding,
-                                              max_rows,
-                                              grid_sms};
-            // The first of a form compiles its kernel.
-            return DispatchCalls(self, value_or_throw(without_gil([&] { return self.plan(form); })));
+          [fields = dispatch_fields()](LowLatency& self, const nb::kwargs& form) {
+            const LowLatencyDispatchForm filled = fields.filled(form);
+            return DispatchCalls(self, value_or_throw(without_gil([&] { return self.plan(filled); })));
           },
-          nb::kw_only(), nb::arg("max_tokens"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
-          nb::arg("id_bytes"), nb::arg("payload"), nb::arg("row_bytes"), nb::arg("scale_bytes"),
-          nb::arg("has_weights"), nb::arg("scale_expert_stride"), nb::arg("scale_row_stride"),
-          nb::arg("scale_word_stride"), nb::arg("tiled_scales"), nb::arg("expert_rows") = 0,
-          nb::arg("padding") = 0, nb::arg("max_rows") = 0, nb::arg("grid_sms") = 0, nb::keep_alive<0, 1>())
+          nb::arg("form"), nb::keep_alive<0, 1>())
       .def(
           "plan_combine",
-          [](LowLatency& self, uint32_t max_tokens, uint32_t tokens, uint32_t top_k, uint32_t experts,
-             uint32_t id_bytes, int64_t reply, uint32_t row_bytes, bool has_weights,
-             bool dispatch_had_weights, uint32_t signal_value, uint32_t signals_per_expert,
-             uint32_t signal_rows, uint32_t num_sms, int64_t element, int64_t out_element, bool accumulate,
-             uint32_t grid_sms) {
-            const LowLatencyCombineForm form{max_tokens,  tokens,       top_k,
-                                             experts,     id_bytes,     reply,
-                                             row_bytes,   has_weights,  dispatch_had_weights,
-                                             row_bytes,   signal_value, signals_per_expert,
-                                             signal_rows, num_sms,      element,
-                                             out_element, accumulate,   grid_sms};
-            return CombineCalls(self, value_or_throw(without_gil([&] { return self.plan(form); })));
+          [fields = combine_fields()](LowLatency& self, const nb::kwargs& form) {
+            const LowLatencyCombineForm filled = fields.filled(form);
+            return CombineCalls(self, value_or_throw(without_gil([&] { return self.plan(filled); })));
           },
-          nb::kw_only(), nb::arg("max_tokens"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
-          nb::arg("id_bytes"), nb::arg("reply"), nb::arg("row_bytes"), nb::arg("has_weights"),
-          nb::arg("dispatch_had_weights"), nb::arg("signal_value"), nb::arg("signals_per_expert"),
-          nb::arg("signal_rows"), nb::arg("num_sms"), nb::arg("element") = kElementBf16,
-          nb::arg("out_element") = kElementBf16, nb::arg("accumulate") = false, nb::arg("grid_sms") = 0,
-          nb::keep_alive<0, 1>())
+          nb::arg("form"), nb::keep_alive<0, 1>())
       .def("routes_words", &LowLatency::routes_words, nb::arg("max_tokens"), nb::arg("top_k"),
            nb::arg("experts"), nb::arg("has_weights"))
       .def(

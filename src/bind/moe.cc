@@ -24,9 +24,11 @@ WindowArray view_of(const Window& window, uint64_t offset, uint64_t bytes, nb::o
   return view_of(window.communicator()->device(), window.local() + offset, bytes, std::move(owner));
 }
 
+namespace {
+
 // A capsule for torch: [rows][columns] of a type by the code and bits of DLPack.
-static nb::ndarray<> rows_of(const Window& window, uint64_t offset, size_t rows, size_t columns, uint8_t code,
-                             uint8_t bits, nb::object owner) {
+nb::ndarray<> rows_of(const Window& window, uint64_t offset, size_t rows, size_t columns, uint8_t code,
+                      uint8_t bits, nb::object owner) {
   const Device device = window.communicator()->device();
   const int kind = device.is_host() ? nb::device::cpu::value : nb::device::cuda::value;
   const size_t shape[] = {rows, columns};
@@ -36,10 +38,89 @@ static nb::ndarray<> rows_of(const Window& window, uint64_t offset, size_t rows,
 
 // Of weft.moe.device_context.
 using Order = std::tuple<uint64_t, uint64_t, bool, bool>;
-static CallOrder order_of(const Order& order) {
+CallOrder order_of(const Order& order) {
   const auto& [stream, after, waits, joins] = order;
   return {pointer<void>(stream), pointer<void>(after), waits, joins};
 }
+
+DispatchTensors dispatch_tensors(TensorAddress x, TensorAddress scales, int64_t scale_token_stride,
+                                 int64_t scale_word_stride, TensorAddress topk_idx,
+                                 TensorAddress topk_weights) {
+  return {pointer<std::byte>(x), pointer<uint32_t>(scales), scale_token_stride,
+          scale_word_stride,     pointer<void>(topk_idx),   pointer<float>(topk_weights)};
+}
+
+CombineTensors combine_tensors(TensorAddress x, TensorAddress topk_weights, TensorAddress slot,
+                               TensorAddress bias0, TensorAddress bias1, TensorAddress combined,
+                               TensorAddress combined_weights) {
+  return {pointer<std::byte>(x),        pointer<float>(topk_weights),
+          pointer<int32_t>(slot),       {pointer<std::byte>(bias0), pointer<std::byte>(bias1)},
+          pointer<std::byte>(combined), pointer<float>(combined_weights)};
+}
+
+// DeviceContext.reclaim_waiting.
+MoreRoom more_room_by(nb::handle reclaim) {
+  return [reclaim] {
+    const nb::gil_scoped_acquire held;
+    return nb::cast<bool>(reclaim());
+  };
+}
+
+// new_records(words) -> a tensor, which the caller keeps.
+std::function<int32_t*(uint64_t)> records_by(nb::handle new_records) {
+  return [new_records](uint64_t words) {
+    const nb::gil_scoped_acquire held;
+    return pointer<int32_t>(nb::cast<TensorAddress>(new_records(words)));
+  };
+}
+
+// The calls of each layer, by position: a call's tensors, then what it goes by. Tensors are None where they are left
+// out.
+template <class... Tensor>
+void def_dispatches(nb::class_<MoeBuffer>& buffer, DispatchTensors (*tensors)(Tensor...)) {
+  buffer
+      .def("dispatch_new",
+           [tensors](MoeBuffer& self, const RowFormat& format, Tensor... at, TensorAddress token_in_rank,
+                     TensorAddress tokens_per_expert, uint32_t tokens, uint32_t experts,
+                     const HandleMemory& memory, uint64_t worst_rows, uint64_t most_tokens, bool keep_weights,
+                     uint32_t num_sms, const Order& order, nb::handle reclaim, nb::handle new_records) {
+             const NewDispatchCall call{
+                 {{pointer<uint8_t>(token_in_rank), pointer<int32_t>(tokens_per_expert)},
+                  format,
+                  memory,
+                  tokens,
+                  experts,
+                  worst_rows,
+                  order_of(order),
+                  most_tokens},
+                 tensors(at...),
+                 keep_weights,
+                 num_sms,
+                 more_room_by(reclaim),
+                 records_by(new_records)};
+             return value_or_throw(without_gil([&] { return self.dispatch_new(call); }));
+           })
+      .def("dispatch", [tensors](MoeBuffer& self, const RowFormat& format, Tensor... at,
+                                 const DispatchHandle& handle, bool keep_weights, bool is_one_piece,
+                                 uint32_t num_sms, const Order& order, nb::handle reclaim) {
+        const DispatchCall call{tensors(at...), format,  handle,          keep_weights,
+                                is_one_piece,   num_sms, order_of(order), more_room_by(reclaim)};
+        return value_or_throw(without_gil([&] { return self.dispatch(call); }));
+      });
+}
+
+template <class... Tensor>
+void def_combine(nb::class_<MoeBuffer>& buffer, CombineTensors (*tensors)(Tensor...)) {
+  buffer.def("combine", [tensors](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element,
+                                  Tensor... at, const DispatchHandle& handle, uint32_t num_sms,
+                                  const Order& order, nb::handle reclaim) {
+    const CombineCall call{tensors(at...), row_bytes, top_k,           element,
+                           handle,         num_sms,   order_of(order), more_room_by(reclaim)};
+    check(without_gil([&] { return self.combine(call); }));
+  });
+}
+
+}  // namespace
 
 void bind_moe(nb::module_& module) {
   nb::class_<RowFormat>(module, "RowFormat")
@@ -65,12 +146,10 @@ void bind_moe(nb::module_& module) {
   nb::class_<DispatchHandle>(module, "DispatchHandle")
       .def(nb::init<const HandleMemory&, uint64_t, uint32_t, uint32_t, uint64_t, uint64_t, bool>(),
            nb::arg("memory"), nb::arg("id"), nb::arg("tokens"), nb::arg("experts"), nb::arg("rows"),
-           nb::arg("staging_rows"), nb::arg("counts_unknown"));
-  nb::class_<Notified>(module, "Notified")
-      .def_ro("handle_id", &Notified::handle_id)
-      .def_ro("received_rows", &Notified::received_rows)
-      .def_ro("sent_rows", &Notified::sent_rows)
-      .def_ro("tokens_per_local_expert", &Notified::tokens_per_local_expert);
+           nb::arg("staging_rows"), nb::arg("counts_unknown"))
+      .def_ro("id", &DispatchHandle::id)
+      .def_ro("rows", &DispatchHandle::rows)
+      .def_ro("staging_rows", &DispatchHandle::staging_rows);
   nb::class_<ReceiveLayout>(module, "ReceiveLayout")
       .def_ro("scales", &ReceiveLayout::scales)
       .def_ro("weights", &ReceiveLayout::weights)
@@ -84,8 +163,15 @@ void bind_moe(nb::module_& module) {
       .def_ro("is_one_piece", &Received::is_one_piece)
       .def_ro("is_captured", &Received::is_captured)
       .def_ro("layout", &Received::layout);
+  nb::class_<Dispatched>(module, "Dispatched")
+      .def_ro("received", &Dispatched::received)
+      .def_ro("handle", &Dispatched::handle)
+      .def_ro("tokens_per_local_expert", &Dispatched::tokens_per_local_expert);
 
-  nb::class_<MoeBuffer>(module, "MoeBuffer")
+  nb::class_<MoeBuffer> buffer(module, "MoeBuffer");
+  def_dispatches(buffer, &dispatch_tensors);
+  def_combine(buffer, &combine_tensors);
+  buffer
       .def_static(
           "create",
           [](std::shared_ptr<Communicator> comm, uint64_t heap_bytes, uint64_t low_latency_bytes,
@@ -106,63 +192,6 @@ void bind_moe(nb::module_& module) {
                    {pointer<void>(topk_idx), tokens, top_k, id_bytes, 0, experts, 0, 0,
                     pointer<int32_t>(counts), pointer<uint8_t>(token_in_rank), pointer<int32_t>(sum_place)},
                    pointer<void>(stream));
-             }));
-           })
-      .def(
-          "notify",
-          [](MoeBuffer& self, const RowFormat& format, TensorAddress token_in_rank,
-             TensorAddress tokens_per_expert, uint32_t tokens, uint32_t experts, const HandleMemory& memory,
-             uint64_t worst_rows, uint64_t most_tokens, const Order& order) {
-            return value_or_throw(without_gil([&] {
-              return self.notify({{pointer<uint8_t>(token_in_rank), pointer<int32_t>(tokens_per_expert)},
-                                  format,
-                                  memory,
-                                  tokens,
-                                  experts,
-                                  worst_rows,
-                                  order_of(order),
-                                  most_tokens});
-            }));
-          },
-          nb::kw_only(), nb::arg("format"), nb::arg("token_in_rank"), nb::arg("tokens_per_expert"),
-          nb::arg("tokens"), nb::arg("experts"), nb::arg("memory"), nb::arg("worst_rows"),
-          nb::arg("most_tokens"), nb::arg("order"))
-      // By position, as these are on the path of every call.
-      .def("dispatch",
-           [](MoeBuffer& self, const RowFormat& format, TensorAddress x, TensorAddress scales,
-              int64_t scale_token_stride, int64_t scale_word_stride, TensorAddress topk_idx,
-              TensorAddress topk_weights, const DispatchHandle& handle, bool keep_weights, bool is_one_piece,
-              uint32_t num_sms, const Order& order) {
-             return value_or_throw(without_gil([&] {
-               return self.dispatch(
-                   {{pointer<std::byte>(x), pointer<uint32_t>(scales), scale_token_stride, scale_word_stride,
-                     pointer<void>(topk_idx), pointer<float>(topk_weights)},
-                    format,
-                    handle,
-                    keep_weights,
-                    is_one_piece,
-                    num_sms,
-                    order_of(order)});
-             }));
-           })
-      .def("combine",
-           [](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element, TensorAddress x,
-              TensorAddress topk_weights, TensorAddress slot, TensorAddress bias0, TensorAddress bias1,
-              TensorAddress combined, TensorAddress combined_weights, const DispatchHandle& handle,
-              uint32_t num_sms, const Order& order) {
-             check(without_gil([&] {
-               return self.combine({{pointer<std::byte>(x),
-                                     pointer<float>(topk_weights),
-                                     pointer<int32_t>(slot),
-                                     {pointer<std::byte>(bias0), pointer<std::byte>(bias1)},
-                                     pointer<std::byte>(combined),
-                                     pointer<float>(combined_weights)},
-                                    row_bytes,
-                                    top_k,
-                                    element,
-                                    handle,
-                                    num_sms,
-                                    order_of(order)});
              }));
            })
       .def("wait", [](MoeBuffer& self, uint64_t stream,
@@ -190,10 +219,6 @@ void bind_moe(nb::module_& module) {
           nb::kw_only(), nb::arg("format"), nb::arg("rows"), nb::arg("staging_rows"))
       .def_prop_ro("islands", &MoeBuffer::islands)
       .def("route_words", &MoeBuffer::route_words, nb::arg("tokens"), nb::arg("is_ordered"))
-      .def("record_words", &MoeBuffer::record_words, nb::arg("sent_rows"), nb::arg("received_rows"),
-           nb::arg("is_ordered"))
-      .def("most_staging_rows", &MoeBuffer::most_staging_rows, nb::arg("worst_rows"),
-           nb::arg("most_sent_rows"), nb::arg("most_tokens"))
       .def_prop_ro("handle_buffer_key", &MoeBuffer::handle_buffer_key)
       .def("give_back", &MoeBuffer::give_back, nb::arg("offset"))
       .def_prop_ro("largest_piece_bytes", &MoeBuffer::largest_piece)

@@ -4,7 +4,7 @@
 //   Door door(std::move(listener), key);
 //   door.add_to(entries); ::poll(entries...); for (Guest& guest : door.serve()) door.welcome(guest);
 //   WEFT_TRY_ASSIGN(FileDescriptor socket, knock(address, key, rank, size, until));      // elsewhere
-// The key is never sent. On the wire, in the host's byte order: the door says Challenge; who knocks answers
+// The key is never sent. Wire format, in the host's byte order: the door says Challenge; who knocks answers
 // Claim, whose proof is over the nonces of both, rank and size; the door answers with a Welcome and its own
 // proof, or with a refusal in words. A claim answers one challenge, so it cannot be used again. Whoever says
 // nothing for kSilence_s is dropped, and of more than kPending who have not proven anything the oldest:

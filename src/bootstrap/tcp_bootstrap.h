@@ -6,7 +6,7 @@
 //   WEFT_TRY_ASSIGN(auto bootstrap, join_meeting(ticket, rank, size, until));   // on every rank, there too
 // Who comes proves to know the ticket's key and WEFT_JOB_SECRET (bootstrap/door.h), and so does the meeting;
 // neither is sent, and what is said afterwards is not encrypted. The thread ends when the last rank has left,
-// or when nobody came for an hour. On the wire, in the host's byte order: frames, which tcp_bootstrap.cc lists.
+// or when nobody came for an hour. Wire format, in the host's byte order: frames, which tcp_bootstrap.cc lists.
 // Threads: a bootstrap takes one all_gather at a time, and report() from any.
 #pragma once
 

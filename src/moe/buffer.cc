@@ -6,7 +6,6 @@
 
 #include "base/config.h"
 #include "base/cuda_driver.h"
-#include "base/deadline.h"
 #include "base/log.h"
 #include "jit/mesh_launch.h"
 #include "jit/notice.h"
@@ -22,9 +21,6 @@ namespace weft {
 namespace {
 
 constexpr size_t kMostKernels = 64;  // of a buffer, to look through
-const RankCounts* rank_counts(const CountReport* report) {
-  return reinterpret_cast<const RankCounts*>(report + 1);
-}
 
 uint64_t trace_bytes_of(int64_t spans) {
   return spans > 0 ? sizeof(TraceLog) + static_cast<uint64_t>(spans) * sizeof(TraceSpan) : 0;
@@ -33,14 +29,18 @@ uint64_t trace_bytes_of(int64_t spans) {
 KernelKey key_of_layout(const HighThroughputShape&) {
   return layout_key();
 }
-KernelKey key_of_notify(const HighThroughputShape&) {
-  return notify_key();
-}
 
 TallyCaller caller_of(const Communicator& comm, uint64_t key) {
   TallyCaller caller = comm.tally_caller();
   caller.key = key;
   return caller;
+}
+
+// Runs a call, and again where the window had no room for it and more could be made.
+template <class Run>
+std::invoke_result_t<Run> with_room(const MoreRoom& more_room, Run run) {
+  auto result = run();
+  return lacks_room(result) && more_room && more_room() ? run() : std::move(result);
 }
 
 // Of the memory that the host and kernels see.
@@ -228,16 +228,6 @@ Status MoeBuffer::end(const CallOrder& order, const Place& place) {
   return place.is_captured ? Status() : last_call_.note(place.stream);
 }
 
-// A call that fails keeps its place, too: the next one may take memory that this one has waited for.
-template <class Run>
-std::invoke_result_t<Run, const MoeBuffer::Place&> MoeBuffer::in_order(const CallOrder& order, Run run) {
-  WEFT_TRY_ASSIGN(const Place place, begin(order));
-  auto result = run(place);
-  const Status ended = end(order, place);
-  if (result.ok() && !ended.ok()) return ended;
-  return result;
-}
-
 Status MoeBuffer::reclaim(void* stream) {
   WEFT_TRY_ASSIGN(const bool any, returned_.reclaim(stream));
   return any ? follow(stream) : Status();
@@ -253,26 +243,21 @@ Status MoeBuffer::layout(const LayoutArgs& call, void* stream) {
   return tally_.count(layouts_, {0, call.tokens, -1, false}, [&] { return run_layout(call, stream); });
 }
 
-Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
-  return tally_.count(notifies_, {0, call.tokens}, [&] { return run_notify(call); });
-}
-
 Result<Received> MoeBuffer::dispatch(const DispatchCall& call) {
   const CallFacts facts{call.handle.staging_rows * call.format.row_bytes, call.handle.tokens};
-  auto received = tally_.count(dispatches_counted_, facts, [&] { return run_dispatch(call); });
+  auto received = with_room(call.more_room, [&] {
+    return tally_.count(dispatches_counted_, facts, [&] { return run_dispatch(call); });
+  });
   if (received.ok()) count_rows(call.handle, false, call.format.row_bytes);
   return received;
 }
 
 Status MoeBuffer::combine(const CombineCall& call) {
   const CallFacts facts{call.handle.staging_rows * call.row_bytes, call.handle.tokens};
-  const Status status = tally_.count(combines_, facts, [&] { return run_combine(call); });
+  const Status status = with_room(
+      call.more_room, [&] { return tally_.count(combines_, facts, [&] { return run_combine(call); }); });
   if (status.ok()) count_rows(call.handle, true, call.row_bytes);
   return status;
-}
-
-Status MoeBuffer::barrier(const CallOrder& order) {
-  return tally_.count(barriers_, {}, [&] { return run_barrier(order); });
 }
 
 // A GPU has the counts where the host cannot look without waiting.
@@ -303,66 +288,6 @@ Status MoeBuffer::run_layout(LayoutArgs args, void* stream) {
   WEFT_TRY(zero(args.counts, (args.ranks + args.experts) * sizeof(int32_t), stream));
   return launch(key_of_layout, plan_layout(args.tokens, args.ranks, args.experts, limits_), &args,
                 sizeof(args), {}, stream);
-}
-
-Result<Notified> MoeBuffer::run_notify(const NotifyCall& call) {
-  WEFT_TRY(fault());
-  if (levels_) WEFT_TRY(levels_->fits(call.format.row_bytes, call.format.scale_words, call.format.top_k));
-  if (levels_) WEFT_TRY(levels_->fits(call.format.combine_row_bytes, 0, call.format.top_k));
-  prepare(call.format);
-  const bool waits = call.worst_rows == 0;
-  if (!waits) WEFT_TRY(make_room_for_worst(call));
-  const RowFormat& format = call.format;
-  CountReport* report = waits ? awaited_report_ : unawaited_report();
-  if (waits) store_relaxed(&report->epoch, uint64_t{0});
-  NotifyArgs args{control(control_.notify_state), call.memory, call};
-  args.mine = {format.row_bytes, format.scale_words, format.top_k,  call.experts, format.element, call.tokens,
-               {0, 0},           heap_.largest(),    staging_bytes_};
-  args.experts_per_rank = experts_per_rank(call.experts);
-  args.report = report;
-  args.host_waits = waits ? 1 : 0;
-  WEFT_TRY(in_order(call.order, [&](const Place& place) {
-    return levels_
-               ? notify_on_levels(args, call.memory, false, place.stream)
-               : launch(key_of_notify, plan_notify(ranks(), limits_), &args, sizeof(args), {}, place.stream);
-  }));
-  return collect(call, report, handle_id(handle_key_, ++dispatches_));
-}
-
-// Waits for the kernel's report, where the caller wants it, and grows the window where some rank lacks room.
-Result<Notified> MoeBuffer::collect(const NotifyCall& call, const CountReport* report, uint64_t handle_id) {
-  Notified notified;
-  notified.handle_id = handle_id;
-  if (call.worst_rows != 0) return notified;
-  // The kernel itself gives up at timeout_s_ and says why; the second half is for a kernel that never starts.
-  const uint64_t since_ns = tally_now_ns();
-  const bool came = wait_until(Deadline::after_s(2 * timeout_s_), [&] {
-    return load_acquire(&report->epoch) != 0 || load_acquire(&fault_->raised) != 0;
-  });
-  count_up(notifies_.waits, 1);
-  count_up(notifies_.waited_ns, tally_now_ns() - since_ns);
-  WEFT_TRY(fault());
-  if (!came)
-    return logged(Status::make(Code::kPeerLost,
-                               "rank {}, dispatch.counts, waited {} s for this rank's own kernel: "
-                               "the stream has not reached it",
-                               comm_->rank(), 2 * timeout_s_));
-  WEFT_TRY(compare(*report));
-  const RankCounts* counts = rank_counts(report);
-  WEFT_TRY(make_room(call, counts));
-  notified.received_rows = counts[comm_->rank()].received_rows;
-  notified.sent_rows = counts[comm_->rank()].sent_rows;
-  const auto* per_expert = reinterpret_cast<const int32_t*>(counts + comm_->size());
-  const uint32_t each = experts_per_rank(call.experts);
-  const uint32_t first = std::min(call.experts, each * static_cast<uint32_t>(comm_->rank()));
-  notified.tokens_per_local_expert.assign(per_expert, per_expert + std::min(each, call.experts - first));
-  return notified;
-}
-
-Status MoeBuffer::compare(const CountReport& report) const {
-  if (report.disagreeing_word == kAgreedWords) return {};
-  return logged(disagreement(report.disagreeing_word, comm_->rank(), report.mine, report.disagreeing_rank,
-                             report.theirs));
 }
 
 Result<Received> MoeBuffer::run_dispatch(const DispatchCall& call) {
@@ -431,20 +356,6 @@ Status MoeBuffer::send_sums(const CombineCall& call, void* stream) {
   args = in_roles(args, grid);
   if (levels_) return combine_on_levels(args, call, stream);
   return launch(&combine_key, grid, &args, sizeof(args), shape, stream);
-}
-
-// The exchange of counts, of no rows: no rank leaves it before all have come.
-Status MoeBuffer::run_barrier(const CallOrder& order) {
-  WEFT_TRY(fault());
-  NotifyArgs args{control(control_.notify_state), {}, {}};
-  args.prefix = reinterpret_cast<int32_t*>(window_->local() + control_.barrier_prefix);
-  args.report = unawaited_report();
-  GridPlan grid = plan_notify(ranks(), limits_);
-  grid.blocks = 1;  // it has no tokens
-  return in_order(order, [&](const Place& place) {
-    return levels_ ? notify_on_levels(args, {}, true, place.stream)
-                   : launch(key_of_notify, grid, &args, sizeof(args), {}, place.stream);
-  });
 }
 
 }  // namespace weft

@@ -3,8 +3,8 @@
 // MoeBuffer is the host side of expert-parallel dispatch and combine. Where ranks do not all map each other's windows,
 // other kernels run (TwoLevel), and handles keep more.
 //   WEFT_TRY_ASSIGN(auto buffer, MoeBuffer::create(comm, options));
-//   WEFT_TRY_ASSIGN(Notified counts, buffer->notify(call));       // who sends how many rows to whom
-//   WEFT_TRY_ASSIGN(Received rows, buffer->dispatch(rows_call));  // in this rank's window until give_back()
+//   WEFT_TRY_ASSIGN(Dispatched came, buffer->dispatch_new(call));       // in this rank's window until give_back()
+//   WEFT_TRY_ASSIGN(Received again, buffer->dispatch(call_of_handle));  // other rows along the same routes
 //   WEFT_TRY(buffer->combine(combine_call));
 // Pointers are memory of this rank's device; nothing is checked here that Python has checked. Calls are
 // collective and in the same order on all ranks. On CUDA they enqueue on streams that CallOrder names; on the host they return
@@ -13,6 +13,7 @@
 // a call, kInvalid on all of them, and the next call may succeed.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -85,10 +86,13 @@ struct NotifyCall : NotifyTensors {
 
 struct Notified {
   uint64_t handle_id = 0;      // DispatchHandle::id
-  uint64_t received_rows = 0;  // these only with `wait`
+  uint64_t received_rows = 0;  // these only where the host waited for counts
   uint64_t sent_rows = 0;      // that combine will get back here: sent ones, or those that a hub adds
   std::vector<int32_t> tokens_per_local_expert;
 };
+
+// Frees pieces of the window that streams still use, once they are done; whether there were any. None: there are none.
+using MoreRoom = std::function<bool()>;
 
 struct DispatchCall : DispatchTensors {
   RowFormat format;
@@ -97,6 +101,7 @@ struct DispatchCall : DispatchTensors {
   bool is_one_piece;  // rows and the rest in one piece, where there is room for one
   uint32_t num_sms;
   CallOrder order;
+  MoreRoom more_room = {};  // where there is no other
 };
 
 // Pieces of this rank's window, each to be given back: rows and scales; ids, weights, origins. One piece, with
@@ -109,6 +114,24 @@ struct Received {
   ReceiveLayout layout;
 };
 
+// A dispatch along new routes: its counts, and what its rows add.
+struct NewDispatchCall {
+  NotifyCall counts;
+  DispatchTensors rows;
+  bool keep_weights;  // the rest as in DispatchCall
+  uint32_t num_sms;
+  MoreRoom more_room = {};
+  // Makes HandleMemory::records of so many words, which stay as long as the handle. Asked only where ranks do not all
+  // map each other.
+  std::function<int32_t*(uint64_t words)> new_records = {};
+};
+
+struct Dispatched {
+  Received received;
+  DispatchHandle handle;
+  std::vector<int32_t> tokens_per_local_expert;  // empty with worst_rows
+};
+
 struct CombineCall : CombineTensors {
   uint32_t row_bytes;
   uint32_t top_k;
@@ -116,6 +139,7 @@ struct CombineCall : CombineTensors {
   DispatchHandle handle;
   uint32_t num_sms;
   CallOrder order;
+  MoreRoom more_room = {};
 };
 
 inline uint32_t piece_bytes_of(const HighThroughputShape& shape) {
@@ -152,7 +176,8 @@ class MoeBuffer {
 
   // Ranks and experts_per_rank are filled in here, and counts need not be zero.
   Status layout(const LayoutArgs& call, void* stream);
-  Result<Notified> notify(const NotifyCall& call);
+  // Exchanges counts, waits for them unless the call names worst_rows, takes room for the rows and sends them.
+  Result<Dispatched> dispatch_new(const NewDispatchCall& call);
   Result<Received> dispatch(const DispatchCall& call);
   Status combine(const CombineCall& call);
   // What streams got before it, on every rank, is done before what they get after it; hosts go on. Collective.
@@ -161,17 +186,9 @@ class MoeBuffer {
   // room for `rows` received rows and `staging_rows` that come back on every rank. Hosts meet; not to be
   // captured.
   Status make_room_for(const RowFormat& format, uint64_t rows, uint64_t staging_rows);
-  // What handles keep where ranks do not all map each other, else 0: words for T tokens; and for a dispatch whose
-  // notify found so many sent and received rows. is_ordered: the handle has a sum_place.
+  // Words of HandleMemory::routes for T tokens; 0 where all ranks map each other. is_ordered: the handle has a sum_place.
   uint64_t route_words(uint64_t tokens, bool is_ordered) const {
     return levels_ ? levels_->route_words(tokens, is_ordered) : 0;
-  }
-  uint64_t record_words(uint64_t sent_rows, uint64_t received_rows, bool is_ordered) const {
-    return levels_ ? levels_->record_words(levels_->most_messages(sent_rows, received_rows), is_ordered) : 0;
-  }
-  // Rows that combine gets back at most, with num_worst_tokens, so many sent ones, and NotifyCall::most_tokens.
-  uint64_t most_staging_rows(uint64_t worst_rows, uint64_t most_sent_rows, uint64_t most_tokens) const {
-    return levels_ ? levels_->most_staging_rows(worst_rows, most_tokens) : most_sent_rows;
   }
   // The island of each rank (TwoLevel), where there are several.
   std::vector<uint32_t> islands() const {
@@ -229,7 +246,9 @@ class MoeBuffer {
   Status launch(KeyOf key_of, const GridPlan& grid, const void* args, size_t args_bytes,
                 const HighThroughputShape& shape, void* stream);
   Status run_layout(LayoutArgs args, void* stream);
+  Result<Notified> notify(const NotifyCall& call);
   Result<Notified> run_notify(const NotifyCall& call);
+  DispatchHandle handle_of(const NotifyCall& call, const Notified& notified) const;
   Result<Received> run_dispatch(const DispatchCall& call);
   Status run_combine(const CombineCall& call);
   Status run_barrier(const CallOrder& order);
@@ -262,6 +281,10 @@ class MoeBuffer {
   Status compare(const CountReport& report) const;
   Status make_room(const NotifyCall& call, const RankCounts* counts);
   Status make_room_for_worst(const NotifyCall& call);
+  // Rows that combine gets back at most, with num_worst_tokens, so many sent ones, and NotifyCall::most_tokens.
+  uint64_t most_staging_rows(uint64_t worst_rows, uint64_t most_sent_rows, uint64_t most_tokens) const {
+    return levels_ ? levels_->most_staging_rows(worst_rows, most_tokens) : most_sent_rows;
+  }
   Status grow(uint64_t bytes);
   Status ensure_staging(uint64_t bytes);
   Result<uint64_t> take(uint64_t bytes, const char* what);
@@ -299,5 +322,15 @@ class MoeBuffer {
   uint64_t staging_bytes_ = 0;
   PeerWatch::Alarm on_death_;
 };
+
+// A call that fails keeps its place, too: the next one may take memory that this one has waited for.
+template <class Run>
+std::invoke_result_t<Run, const MoeBuffer::Place&> MoeBuffer::in_order(const CallOrder& order, Run run) {
+  WEFT_TRY_ASSIGN(const Place place, begin(order));
+  auto result = run(place);
+  const Status ended = end(order, place);
+  if (result.ok() && !ended.ok()) return ended;
+  return result;
+}
 
 }  // namespace weft

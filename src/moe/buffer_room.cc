@@ -86,9 +86,9 @@ Result<uint64_t> MoeBuffer::take(uint64_t bytes, const char* what) {
   if (std::optional<uint64_t> at = heap_.take(std::max<uint64_t>(bytes, 1))) return *at;
   return logged(Status::make(
       Code::kCapacity,
-      "num_nvl_bytes: {} needs {} bytes in one piece, the buffer has {} free of {}; make it larger, "
+      "{} {} needs {} bytes in one piece, the buffer has {} free of {}; make it larger, "
       "free earlier outputs, or dispatch once with a new handle and outside a graph, which grows it",
-      what, bytes, heap_.largest(), window_->bytes() - low_latency_end_));
+      kNoRoom, what, bytes, heap_.largest(), window_->bytes() - low_latency_end_));
 }
 
 Status MoeBuffer::ensure_staging(uint64_t bytes) {

@@ -356,7 +356,7 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   const auto row_form = static_cast<uint32_t>(form.element * 4 + form.reply);
   const uint32_t kind = kCombineForms + row_form * 2 + (form.has_weights ? 1 : 0);
   args.call.handshake = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, 0, kind}, 0};
-  args.x_row_bytes = form.x_row_bytes;
+  args.x_row_bytes = form.row_bytes;
   args.signal_value = form.signal_value;
   args.signals_per_expert = form.signals_per_expert;
   args.signal_rows = form.signal_rows;

@@ -52,8 +52,8 @@ struct LowLatencyDispatchForm {
   uint32_t experts = 0;
   uint32_t id_bytes = 8;
   int64_t payload = kPayloadCopy;
-  uint32_t row_bytes = 0;            // of a row on the wire and in `out`: a multiple of 16; with FP8, of 128
-  uint32_t scale_bytes = 0;          // of its scales on the wire: a multiple of 4
+  uint32_t row_bytes = 0;            // of a row in messages and in `out`: a multiple of 16; with FP8, of 128
+  uint32_t scale_bytes = 0;          // of its scales in messages: a multiple of 4
   bool has_weights = false;          // topk_weights travel. On all ranks or on none
   uint64_t scale_expert_stride = 0;  // of out_scales, in words
   uint64_t scale_row_stride = 0;
@@ -76,7 +76,6 @@ struct LowLatencyCombineForm {
   uint32_t row_bytes = 0;    // of x, a multiple of 16; with LogFMT, of 256
   bool has_weights = false;  // topk_weights are given; else those of the dispatch count, with a reduced reply
   bool dispatch_had_weights = false;
-  uint64_t x_row_bytes = 0;  // between rows of x
   // When rows of x are there: see LowLatencyCombineArgs.
   uint32_t signal_value = 0;
   uint32_t signals_per_expert = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How a request becomes wire writes: which bytes, on which rail, and how many immediates the target will
+// How a request becomes writes of rails: which bytes, on which rail, and how many immediates the target will
 // count.
 //   for (const Shard& s : shard_range(bytes, {.rails = 4}, first)) post(s.rail, s.offset, s.bytes);
 // Pure functions, so both sides of a transfer can compute the same numbers.
@@ -16,13 +16,13 @@ namespace weft::transfer {
 
 // When the immediate of a request arrives.
 //   kOnce: one per target, after all its bytes, however they were cut. The default.
-//   kEach: one with every wire write; expected_imms() says how many. No extra round trip on unordered rails.
+//   kEach: one with every write of a rail; expected_imms() says how many. No extra round trip on unordered rails.
 enum class Notify : uint8_t { kOnce, kEach };
 
 struct RailPlan {
   uint32_t rails = 1;                     // local rails to spread over
   uint64_t shard_bytes_min = 8192;        // no shard is smaller, and shards start at multiples of this
-  uint64_t piece_bytes_max = UINT64_MAX;  // longest wire write
+  uint64_t piece_bytes_max = UINT64_MAX;  // longest write of a rail
 };
 
 struct Shard {

@@ -82,28 +82,27 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
               "");
     mine.routes.resize(buffer.route_words(mine.tokens, false));
     const RowFormat format{c.row_bytes, c.scale_words, c.top_k, 8, 2, c.row_bytes};
-    Result<Notified> counts = buffer.notify({{mine.in_rank.data(), mine.counts.data() + c.ranks},
-                                             format,
-                                             mine.memory(),
-                                             mine.tokens,
-                                             c.experts,
-                                             0,
-                                             {}});
-    ASSERT_EQ(counts.status().message(), "");
-    mine.records.resize(buffer.record_words(counts->sent_rows, counts->received_rows, false));
-    const DispatchHandle handle{mine.memory(),         counts->handle_id, mine.tokens, c.experts,
-                                counts->received_rows, counts->sent_rows, false};
-    Result<Received> received =
-        buffer.dispatch({{reinterpret_cast<std::byte*>(mine.x.data()), mine.scales.data(), c.scale_words, 1,
-                          mine.ids.data(), mine.weights.data()},
-                         format,
-                         handle,
-                         false,
-                         false,
-                         0,
-                         {}});
-    ASSERT_EQ(received.status().message(), "");
-    check_received(buffer, rank, all, *counts, *received);
+    const DispatchTensors rows{reinterpret_cast<std::byte*>(mine.x.data()),
+                               mine.scales.data(),
+                               c.scale_words,
+                               1,
+                               mine.ids.data(),
+                               mine.weights.data()};
+    const auto new_records = [&](uint64_t words) {
+      mine.records.resize(words);
+      return mine.records.data();
+    };
+    const NotifyCall counts{{mine.in_rank.data(), mine.counts.data() + c.ranks},
+                            format,
+                            mine.memory(),
+                            mine.tokens,
+                            c.experts,
+                            0,
+                            {}};
+    Result<Dispatched> came = buffer.dispatch_new({counts, rows, false, 0, {}, new_records});
+    ASSERT_EQ(came.status().message(), "");
+    const Received* received = &came->received;
+    check_received(buffer, rank, all, came->handle, *received);
 
     const std::byte* meta = buffer.window().local() + received->meta_at;
     ASSERT_EQ(buffer
@@ -116,7 +115,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
                             c.row_bytes,
                             c.top_k,
                             kElementBf16,
-                            handle,
+                            came->handle,
                             0,
                             {}})
                   .message(),
@@ -139,7 +138,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
   }
 
   void check_received(MoeBuffer& buffer, uint32_t rank, const std::vector<RankData>& all,
-                      const Notified& counts, const Received& received) {
+                      const DispatchHandle& handle, const Received& received) {
     const Case& c = GetParam();
     const std::byte* rows = buffer.window().local() + received.rows_at;
     const std::byte* meta = buffer.window().local() + received.meta_at;
@@ -151,7 +150,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
     for (const RankData& source : all) {
       for (uint32_t token = 0; token < source.tokens; ++token) {
         if (!goes(source, token, rank)) continue;
-        ASSERT_LT(row, counts.received_rows);
+        ASSERT_LT(row, handle.rows);
         ASSERT_EQ(std::memcmp(rows + row * c.row_bytes, source.x.data() + uint64_t{token} * c.row_bytes / 2,
                               c.row_bytes),
                   0);
@@ -170,7 +169,7 @@ class HighThroughput : public ::testing::TestWithParam<Case> {
         ++row;
       }
     }
-    ASSERT_EQ(row, counts.received_rows);
+    ASSERT_EQ(row, handle.rows);
   }
 
   // Every rank sends its row back as it came: the sum is a multiple of the row.

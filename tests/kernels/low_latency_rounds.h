@@ -317,7 +317,6 @@ class RoundTrip {
                                                                : mine().weights.data();
     b.dispatch_had_weights = c_.weights_travel;
     b.x = bytes_of(out_.y);
-    b.x_row_bytes = c_.hidden * 2;
     b.routes = out_.routes.data();
     b.combined = bytes_of(out_.combined);
     b.wait_cycles = out_.waits.data();

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from weft import Buffer, Communicator, Window
+from weft import Buffer, Communicator, Window, _core
 from weft.collectives.calls import Collectives
 from weft.collectives.library import build
 from weft.errors import Error
@@ -312,3 +312,34 @@ def _call_under_a_mode(rank: Rank) -> None:
 
 def test_modes_of_the_caller_do_not_see_what_a_call_does() -> None:
     run_ranks(2, _call_under_a_mode)
+
+
+# -- forms of plans ----------------------------------------------------------------------------------------------------
+
+
+def _forms_by_keywords(rank: Rank) -> None:
+    room = Buffer.get_low_latency_rdma_size_hint(8, 512, rank.size, 8)
+    buffer = Buffer(rank.group, 0, room, low_latency_mode=True, device="cpu")
+    assert buffer.runtime is not None
+    mode = buffer.runtime.low_latency
+    routes = {"max_tokens": 8, "tokens": 3, "top_k": 2, "experts": 8, "id_bytes": 8}
+    rows = {"row_bytes": 1024, "has_weights": False}
+    strides = {"scale_expert_stride": 0, "scale_row_stride": 0, "scale_word_stride": 0, "tiled_scales": False}
+    dispatch = {**routes, **rows, **strides, "payload": _core.PAYLOAD_COPY, "scale_bytes": 0}
+    combine = {**routes, **rows, "reply": _core.REPLY_REDUCED, "dispatch_had_weights": True}
+    for plan, form in ((mode.plan_dispatch, dispatch), (mode.plan_combine, combine)):
+        plan(**form)
+        plan(**form, grid_sms=4)
+        for name in form:
+            with pytest.raises(TypeError, match=f"^{name}: missing$"):
+                plan(**{key: value for key, value in form.items() if key != name})
+        with pytest.raises(TypeError, match=r"^padded: unknown$"):
+            plan(**form, padded=1)
+        with pytest.raises(TypeError, match=r"^top_k: of another type$"):
+            plan(**form | {"top_k": "2"})
+        with pytest.raises(TypeError, match=r"^tokens: of another type$"):
+            plan(**form | {"tokens": -1})
+
+
+def test_a_form_is_refused_where_a_keyword_is_missing_unknown_or_of_another_type() -> None:
+    run_ranks(1, _forms_by_keywords)

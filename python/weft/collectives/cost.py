@@ -29,7 +29,7 @@ class Machine:
     egress_gbs: float
     block_gbs: float  # of one thread block
     local_gbs: float  # copies and reductions inside a rank, of one block
-    ll_factor: float  # wire bytes per byte with LL
+    ll_factor: float  # bytes on the link per byte, with LL
     simple_sync_us: float  # what Simple's separate flag adds
     refer_bytes: int = 0  # least message that is referred to wherever the program allows it; 0: none is
     one_thread: bool = False  # the blocks of a rank take turns
@@ -194,11 +194,11 @@ class _Clock:
     def __init__(self, algorithm: Algorithm, piece: int, machine: Machine, direct: DirectMessages) -> None:
         self._machine = machine
         self._direct = direct
-        wire = {"Simple": 1.0, "LL": machine.ll_factor, "LL128": _LL128_FACTOR}[algorithm.protocol]
+        overhead = {"Simple": 1.0, "LL": machine.ll_factor, "LL128": _LL128_FACTOR}[algorithm.protocol]
         self._sync = machine.simple_sync_us if algorithm.protocol == "Simple" else 0.0
-        self._wire_us = piece * wire / (machine.egress_gbs * 1e3)  # of one chunk
+        self._link_us = piece * overhead / (machine.egress_gbs * 1e3)  # of one chunk
         self._local_us = piece / (machine.local_gbs * 1e3)
-        self._block_us = piece * wire / (machine.block_gbs * 1e3)
+        self._block_us = piece * overhead / (machine.block_gbs * 1e3)
         self._port_us = piece / (machine.port_gbs * 1e3)
         self._egress = [0.0] * algorithm.num_ranks
         self._sent_us = [0.0] * algorithm.num_ranks
@@ -265,9 +265,9 @@ class _Clock:
         end = ready + work_us
         if step.op.sends:
             if not is_referred:
-                wire_us = step.count * self._wire_us
-                self._sent_us[block.rank] += wire_us
-                self._egress[block.rank] = max(self._egress[block.rank], ready) + wire_us
+                link_us = step.count * self._link_us
+                self._sent_us[block.rank] += link_us
+                self._egress[block.rank] = max(self._egress[block.rank], ready) + link_us
                 end = max(end, self._egress[block.rank])
             travels_us = self._machine.port_message_us if to_port else self._machine.message_us
             block.out.messages.append((end + travels_us + self._sync, depth + 1))

@@ -269,6 +269,10 @@ class DeviceContext(RuntimeFacts):
         self.core.reclaim(self.stream)
         return self._pieces.reclaim(wait)
 
+    def reclaim_waiting(self) -> bool:
+        """As reclaim(wait=True): the core asks for it where a call finds no room."""
+        return self.reclaim(wait=True)
+
     # -- order -----------------------------------------------------------------------------------------------
 
     @property

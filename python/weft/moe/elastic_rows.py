@@ -51,8 +51,7 @@ def first_dispatch(context: DeviceContext, rows: Rows, wanted: Wanted) -> tuple[
         sum_place = context.empty(num_tokens, ranks, dtype=torch.int32)
         counted = layout.run(ids, layout.new_outputs(), context.stream, sum_place)
         worst = max(ranks * wanted.num_max_tokens, 1) if wanted.counts_unknown else 0
-        received, state, slots = high_throughput.dispatch(
-            context,
+        received, state, slots = high_throughput.DispatchPlan(context, num_tokens, True).run(
             rows,
             counted.is_token_in_rank,
             counted.slots_per_expert,

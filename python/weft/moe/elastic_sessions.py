@@ -161,8 +161,7 @@ def _gather_rows(context: DeviceContext, rows: Tensor) -> Tensor:
         in_rank = torch.ones((rows.size(0), ranks), dtype=torch.bool, device=context.device)
         per_expert = torch.zeros(1, dtype=torch.int32, device=context.device)
         total = rows.size(0) * ranks
-        received, _, _ = high_throughput.dispatch(
-            context,
+        received, _, _ = high_throughput.DispatchPlan(context, rows.size(0)).run(
             Rows(rows, None, combine_rows=0),
             in_rank,
             per_expert,

@@ -55,6 +55,12 @@ class Rows:
             num_elements * summed_bytes * self.combine_rows,
         )
 
+    def tensors(self) -> tuple[Any, ...]:
+        """Return what the core takes of these, in its order."""
+        scales = self.scales
+        strides = (0, 0) if scales is None else scales.stride()
+        return self.x, scales, *strides, self.topk_idx, self.topk_weights
+
 
 _row_format = functools.lru_cache(maxsize=1024)(
     _core.RowFormat
@@ -107,125 +113,107 @@ class LayoutPlan:
         return Layout._make(into)
 
 
-def dispatch(
-    context: DeviceContext,
-    rows: Rows,
-    is_token_in_rank: Tensor,
-    num_tokens_per_expert: Tensor,
-    num_worst_tokens: int,
-    num_sms: int,
-    order: Order,
-    sum_place: Tensor | None = None,
-    most_tokens: int = 0,
-) -> tuple[Received, DispatchState, list[int]]:
-    """Exchange counts, then rows. Returns what came, the routes, and the slots of each local expert.
+class DispatchPlan:
+    """What dispatches along new routes of so many tokens share: the maker of what their handles keep.
 
-    With num_worst_tokens the counts stay on the device, and the last list is empty. most_tokens: no rank has more,
-    the same on all ranks; 0: not known.
+    received, state, slots = plan.run(rows, is_token_in_rank, num_tokens_per_expert, 0, num_sms, order)
     """
-    num_tokens, num_ranks = is_token_in_rank.shape
-    send_row = context.empty(num_tokens, num_ranks, dtype=torch.int32)
-    slot_base = context.empty(num_tokens, dtype=torch.int32)
-    prefix = context.empty(num_ranks, num_ranks, dtype=torch.int32)
-    route_words = int(context.core.route_words(num_tokens, sum_place is not None))
-    routes = context.empty(route_words, dtype=torch.int32) if route_words else None
-    memory = _core.HandleMemory(send_row, slot_base, prefix, sum_place, routes)
-    counts_unknown = num_worst_tokens > 0
-    row_format = rows.format
-    try:
-        notified = spans.run(
-            "dispatch.counts",
-            context.core.notify,
-            format=row_format,
-            token_in_rank=is_token_in_rank,
-            tokens_per_expert=num_tokens_per_expert,
-            tokens=num_tokens,
-            experts=num_tokens_per_expert.size(0),
-            memory=memory,
-            worst_rows=num_worst_tokens,
-            most_tokens=most_tokens,
-            order=order,
+
+    def __init__(self, context: DeviceContext, num_tokens: int, is_ordered: bool = False) -> None:
+        i32, num_ranks = torch.int32, int(context.communicator.size)
+        route_words = int(context.core.route_words(num_tokens, is_ordered))
+        self.context, self.num_tokens = context, num_tokens
+        # For the stream that is current: send_row, slot_base, prefix and routes of DispatchState.
+        self._new_places = context.allocator(
+            tensor_form((num_tokens, num_ranks), i32),
+            tensor_form((num_tokens,), i32),
+            tensor_form((num_ranks, num_ranks), i32),
+            tensor_form((route_words,), i32) if route_words else None,
         )
-    except Error:  # counts are known, or awaited in vain, while the kernel still writes places
-        context.finish(True, (is_token_in_rank, num_tokens_per_expert, send_row, slot_base, prefix, routes))
-        raise
-    most_copies = min(num_ranks, row_format.top_k) if row_format.top_k else num_ranks
-    num_rows, staging_rows = notified.received_rows, notified.sent_rows
-    if counts_unknown:
-        num_rows = num_worst_tokens
-        staging_rows = context.core.most_staging_rows(num_worst_tokens, num_tokens * most_copies, most_tokens)
-    records = None
-    if routes is not None:
-        record_words = context.core.record_words(staging_rows, num_rows, sum_place is not None)
-        records = context.empty(int(record_words), dtype=torch.int32)
-        memory = _core.HandleMemory(send_row, slot_base, prefix, sum_place, routes, records)
-    sizes = (num_tokens, num_tokens_per_expert.size(0), num_rows, staging_rows)
-    handle = _core.DispatchHandle(memory, notified.handle_id, *sizes, counts_unknown)
-    received = _send(context, rows, handle, num_rows, num_sms, order)
-    state = DispatchState(
-        group_key=context.group_key,
-        rank=int(context.communicator.rank),
-        handle_id=notified.handle_id,
-        num_experts=num_tokens_per_expert.size(0),
-        top_k=row_format.top_k,
-        num_tokens=num_tokens,
-        num_rows=received.num_rows,
-        staging_rows=staging_rows,
-        counts_unknown=counts_unknown,
-        is_token_in_rank=is_token_in_rank,
-        send_row=send_row,
-        slot_base=slot_base,
-        prefix=prefix,
-        slot=received.slot(),
-        token=received.token(),
-        sum_place=sum_place,
-        routes=routes,
-        records=records,
-        islands=context.islands,
-    )
-    return received, state, list(notified.tokens_per_local_expert)
+
+    def run(
+        self,
+        rows: Rows,
+        is_token_in_rank: Tensor,
+        num_tokens_per_expert: Tensor,
+        num_worst_tokens: int,
+        num_sms: int,
+        order: Order,
+        sum_place: Tensor | None = None,
+        most_tokens: int = 0,
+    ) -> tuple[Received, DispatchState, list[int]]:
+        """Exchange counts, then rows. Returns what came, the routes, and the slots of each local expert.
+
+        With num_worst_tokens the counts stay on the device, and the last list is empty. most_tokens: no rank has more,
+        the same on all ranks; 0: not known. sum_place: of a layout, where combine is to sum in its order.
+        """
+        context, row_format = self.context, rows.known_format or rows.format
+        send_row, slot_base, prefix, routes = self._new_places()
+        records: list[Tensor] = []
+
+        def new_records(words: int) -> Tensor:
+            records.append(context.empty(words, dtype=torch.int32))
+            return records[0]
+
+        memory = _core.HandleMemory(send_row, slot_base, prefix, sum_place, routes)
+        num_experts = num_tokens_per_expert.size(0)
+        call = context.core.dispatch_new
+        if profiler._is_profiler_enabled or spans.NVTX:
+            call = spans.around("dispatch", call)
+        try:
+            came = call(
+                *(
+                    row_format,
+                    *rows.tensors(),
+                    is_token_in_rank,
+                    num_tokens_per_expert,
+                    self.num_tokens,
+                    num_experts,
+                ),
+                *(memory, num_worst_tokens, most_tokens, rows.keep_weights, num_sms, order),
+                *(context.reclaim_waiting, new_records),
+            )
+        except Error:  # counts are known, or awaited in vain, while the kernel still writes places
+            used = (is_token_in_rank, num_tokens_per_expert, send_row, slot_base, prefix, routes, *records)
+            context.finish(True, used)
+            raise
+        handle = came.handle
+        received = Received(context, came.received, rows, handle.rows)
+        state = DispatchState(
+            group_key=context.group_key,
+            rank=int(context.communicator.rank),
+            handle_id=handle.id,
+            num_experts=num_experts,
+            top_k=row_format.top_k,
+            num_tokens=self.num_tokens,
+            num_rows=handle.rows,
+            staging_rows=handle.staging_rows,
+            counts_unknown=num_worst_tokens > 0,
+            is_token_in_rank=is_token_in_rank,
+            send_row=send_row,
+            slot_base=slot_base,
+            prefix=prefix,
+            slot=received.slot(),
+            token=received.token(),
+            sum_place=sum_place,
+            routes=routes,
+            records=records[0] if records else None,
+            islands=context.islands,
+        )
+        state.__dict__["core"] = handle  # so that nobody makes it again
+        return received, state, came.tokens_per_local_expert
 
 
 def repeat(context: DeviceContext, rows: Rows, state: DispatchState, num_sms: int, order: Order) -> Received:
     """Send rows along the routes of an earlier dispatch."""
-    return _send(context, rows, state.core, state.num_rows, num_sms, order, is_one_piece=True)
-
-
-def _send(
-    context: DeviceContext,
-    rows: Rows,
-    handle: Any,
-    num_rows: int,
-    num_sms: int,
-    order: Order,
-    is_one_piece: bool = False,
-) -> Received:
-    scales = rows.scales
-    arguments = (
-        *(rows.known_format or rows.format, rows.x, scales, *((0, 0) if scales is None else scales.stride())),
-        *(rows.topk_idx, rows.topk_weights, handle, rows.keep_weights, is_one_piece),
-        *(num_sms, order),
-    )
-    received = _with_room(context, "dispatch", context.core.dispatch, arguments)
-    return Received(context, received, rows, num_rows)
-
-
-def _with_room(
-    context: DeviceContext, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]
-) -> Any:
-    """Return call(*arguments); where the window is full of pieces that other streams still use, after these."""
-    run = call
+    call = context.core.dispatch
     if profiler._is_profiler_enabled or spans.NVTX:
-        run = spans.around(name, call)
-    try:
-        return run(*arguments)
-    except Error as error:
-        is_room = error.code == "capacity" and str(error).startswith(
-            "num_nvl_bytes:"
-        )  # no fault of an earlier call
-        if not is_room or not context.reclaim(wait=True):
-            raise
-    return call(*arguments)
+        call = spans.around("dispatch", call)
+    received = call(
+        *(rows.known_format or rows.format, *rows.tensors(), state.core, rows.keep_weights, True, num_sms),
+        *(order, context.reclaim_waiting),
+    )
+    return Received(context, received, rows, state.num_rows)
 
 
 def combine(
@@ -242,9 +230,12 @@ def combine(
     arguments = (
         *(x.size(1) * x.element_size(), topk_weights.size(1) if topk_weights is not None else 0),
         *(_SUMMED_ELEMENTS[x.dtype], x, topk_weights, state.slot, *(*biases, None, None)[:2], *outputs),
-        *(state.core, num_sms, order),
+        *(state.core, num_sms, order, context.reclaim_waiting),
     )
-    _with_room(context, "combine", context.core.combine, arguments)
+    call = context.core.combine
+    if profiler._is_profiler_enabled or spans.NVTX:
+        call = spans.around("combine", call)
+    call(*arguments)
 
 
 class CombinePlan:

@@ -23,7 +23,7 @@ from weft.moe.config import MAX_ALIGNMENT, Config, align, check_whole
 from weft.moe.device_context import DeviceContext
 from weft.moe.events import EventHandle, EventOverlap, PreviousEvent, finished_event, handle_of
 from weft.moe.handle import DispatchHandle, DispatchState
-from weft.moe.high_throughput import CombinePlan, LayoutPlan, Payload
+from weft.moe.high_throughput import CombinePlan, DispatchPlan, LayoutPlan, Payload
 from weft.runtime.modes import outside_modes
 from weft.runtime.plain import plain_forms
 
@@ -199,18 +199,19 @@ class HighThroughputCalls:
         given = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
         forms = plain_forms(rows.x, *given, topk_idx, topk_weights)
         signature: Signature = ("dispatch", forms) if forms else ()
-        if signature in self._contexts.plans:
+        plan: DispatchPlan | None = self._contexts.plans.get(signature)
+        if plan is None:
+            in_rank, per_expert = self._check_layout(rows.x, *given)
+            ids, weights = self._check_top_k(rows.x, topk_idx, topk_weights)
+            plan = self._contexts.keep(signature, DispatchPlan(context, rows.x.size(0)))
+        else:
+            assert is_token_in_rank is not None and num_tokens_per_expert is not None
             in_rank, per_expert, ids, weights = (
                 is_token_in_rank,
                 num_tokens_per_expert,
                 topk_idx,
                 topk_weights,
             )
-            assert in_rank is not None and per_expert is not None
-        else:
-            in_rank, per_expert = self._check_layout(rows.x, *given)
-            ids, weights = self._check_top_k(rows.x, topk_idx, topk_weights)
-            self._contexts.keep(signature, True)
         if ids is not None:
             arguments.check_expert_ids(ids, per_expert.size(0))
         arguments.check_slot_counts(per_expert, ids)
@@ -221,9 +222,8 @@ class HighThroughputCalls:
                 "topk_idx", "None with num_worst_tokens", "expert ids, to tell rows from their tail"
             )
         rows = high_throughput.Rows(rows.x, rows.scales, ids, weights, has_global_scale=rows.has_global_scale)
-        received, state, counts = high_throughput.dispatch(
-            *(context, rows, in_rank, per_expert, num_worst_tokens, num_sms),
-            context.order(previous, async_finish),
+        received, state, counts = plan.run(
+            rows, in_rank, per_expert, num_worst_tokens, num_sms, context.order(previous, async_finish)
         )
         used = (rows.x, rows.scales, ids, weights, in_rank, per_expert)
         places = (state.send_row, state.slot_base, state.prefix)

@@ -18,6 +18,8 @@ import threading
 
 import torch
 
+from weft.runtime.allocation import new_on_host, strides_in_order
+
 _LARGE_BYTES = 2 << 20  # smaller pieces the C library keeps itself
 _MOST_LENT = 6  # storages that are remembered; older ones belong to their tensors alone
 _MOST_SPARE = 3  # of these, that nobody else has: a call's results, and those of the call before it
@@ -41,7 +43,7 @@ class HostMemory:
         """Return an uninitialised tensor, whose storage may be larger by a quarter."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _LARGE_BYTES or _holders is None:
-            return torch.empty(shape, dtype=dtype, device="cpu")
+            return new_on_host(shape, strides_in_order(shape), dtype)
         storage = self._take(num_bytes)
         if storage is None:
             storage = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()

@@ -9,8 +9,8 @@
     out = a2a.combine_recv(handle, out_tokens=shared, accumulate=True)
 
 T tokens here, M at most, R data-parallel groups (ranks, with dp_size 1), E experts, Le of this rank, K slots per token.
-It is low-latency mode underneath (``weft.Buffer``): the same kernels, wire and window; what differs is where received
-rows stand, what elements are summed, and that phases are the caller's.
+It is low-latency mode underneath (``weft.Buffer``): the same kernels, messages and window. Three things differ: where
+received rows stand, what elements are summed, and that phases are the caller's.
 """
 
 from __future__ import annotations

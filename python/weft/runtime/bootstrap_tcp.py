@@ -5,7 +5,7 @@ Needs nothing but the address, which rank 0's machine must own. With a secret, b
 it (HMAC-SHA256 over fresh nonces) before anything else is said; it is never sent, and what follows is not
 encrypted. Strangers who connect and say nothing are dropped, and keep nobody out.
 
-On the wire, big-endian: the listener sends HELLO (magic, nonce); a rank answers JOIN (magic, rank, size,
+Wire format, big-endian: the listener sends HELLO (magic, nonce); a rank answers JOIN (magic, rank, size,
 nonce, proof); once everybody is there the listener confirms with its own proof. From then on frames: a length
 and that many bytes, which are parts of a length and that many bytes.
 """

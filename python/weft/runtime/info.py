@@ -257,8 +257,8 @@ def _link_table(facts: dict[str, Any]) -> Table:
 def _link(link: dict[str, bool], nvlinks: int) -> str:
     if not link["can_access"]:
         return "no"
-    wire = f"NVLink x{nvlinks}" if link["is_nvlink"] else "PCIe"
-    return wire if link["has_atomics"] else f"{wire}, no atomics"
+    name = f"NVLink x{nvlinks}" if link["is_nvlink"] else "PCIe"
+    return name if link["has_atomics"] else f"{name}, no atomics"
 
 
 def _nic_table(nics: list[dict[str, str]]) -> Table:

@@ -107,7 +107,7 @@ class Direction:
     link: BadLink
     number: int
     report: Report = field(default_factory=Report)
-    free_at: float = 0.0  # the wire
+    free_at: float = 0.0  # the link
     last_at: float = 0.0  # the last frame that was in order leaves
     _fates: Iterator[Fate] = field(init=False)
 

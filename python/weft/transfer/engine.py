@@ -227,7 +227,7 @@ class TransferEngine:
 
         Args:
             imm: 0 to 1048575: counted at the peer after all bytes are visible there.
-            notify: ``once`` per write, or ``each``: with every wire write, ``expected_imms`` says how many.
+            notify: ``once`` per write, or ``each``: with every write of a rail, ``expected_imms`` says how many.
             rail: pin to one local NIC; default: spread over all.
             counter, callback: told of the end, besides the returned Transfer.
         Raises: weft.Error at once for a wrong argument, and nothing is written.

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The exchange of counts, and the calls that it is a part of: a dispatch along new routes, and a barrier.
+#include <algorithm>
+
+#include "base/deadline.h"
+#include "base/log.h"
+#include "moe/buffer.h"
+
+namespace weft {
+namespace {
+
+const RankCounts* rank_counts(const CountReport* report) {
+  return reinterpret_cast<const RankCounts*>(report + 1);
+}
+
+KernelKey key_of_notify(const HighThroughputShape&) {
+  return notify_key();
+}
+
+}  // namespace
+
+Result<Dispatched> MoeBuffer::dispatch_new(const NewDispatchCall& call) {
+  WEFT_TRY_ASSIGN(Notified notified, notify(call.counts));
+  DispatchHandle handle = handle_of(call.counts, notified);
+  if (levels_) {
+    const uint64_t messages = levels_->most_messages(handle.staging_rows, handle.rows);
+    handle.memory.records =
+        call.new_records(levels_->record_words(messages, handle.memory.sum_place != nullptr));
+  }
+  WEFT_TRY_ASSIGN(const Received received,
+                  dispatch({call.rows, call.counts.format, handle, call.keep_weights, false, call.num_sms,
+                            call.counts.order, call.more_room}));
+  return Dispatched{received, handle, std::move(notified.tokens_per_local_expert)};
+}
+
+DispatchHandle MoeBuffer::handle_of(const NotifyCall& call, const Notified& notified) const {
+  DispatchHandle handle{call.memory,         notified.handle_id,     call.tokens,
+                        call.experts,        notified.received_rows, notified.sent_rows,
+                        call.worst_rows != 0};
+  if (!handle.counts_unknown) return handle;
+  const uint32_t top_k = call.format.top_k;
+  const uint64_t most_sent_rows = uint64_t{call.tokens} * (top_k ? std::min(ranks(), top_k) : ranks());
+  handle.rows = call.worst_rows;
+  handle.staging_rows = most_staging_rows(call.worst_rows, most_sent_rows, call.most_tokens);
+  return handle;
+}
+
+Result<Notified> MoeBuffer::notify(const NotifyCall& call) {
+  return tally_.count(notifies_, {0, call.tokens}, [&] { return run_notify(call); });
+}
+
+Result<Notified> MoeBuffer::run_notify(const NotifyCall& call) {
+  WEFT_TRY(fault());
+  if (levels_) WEFT_TRY(levels_->fits(call.format.row_bytes, call.format.scale_words, call.format.top_k));
+  if (levels_) WEFT_TRY(levels_->fits(call.format.combine_row_bytes, 0, call.format.top_k));
+  prepare(call.format);
+  const bool waits = call.worst_rows == 0;
+  if (!waits) WEFT_TRY(make_room_for_worst(call));
+  const RowFormat& format = call.format;
+  CountReport* report = waits ? awaited_report_ : unawaited_report();
+  if (waits) store_relaxed(&report->epoch, uint64_t{0});
+  NotifyArgs args{control(control_.notify_state), call.memory, call};
+  args.mine = {format.row_bytes, format.scale_words, format.top_k,  call.experts, format.element, call.tokens,
+               {0, 0},           heap_.largest(),    staging_bytes_};
+  args.experts_per_rank = experts_per_rank(call.experts);
+  args.report = report;
+  args.host_waits = waits ? 1 : 0;
+  WEFT_TRY(in_order(call.order, [&](const Place& place) {
+    return levels_
+               ? notify_on_levels(args, call.memory, false, place.stream)
+               : launch(key_of_notify, plan_notify(ranks(), limits_), &args, sizeof(args), {}, place.stream);
+  }));
+  return collect(call, report, handle_id(handle_key_, ++dispatches_));
+}
+
+// Waits for the kernel's report, where the caller wants it, and grows the window where some rank lacks room.
+Result<Notified> MoeBuffer::collect(const NotifyCall& call, const CountReport* report, uint64_t handle_id) {
+  Notified notified;
+  notified.handle_id = handle_id;
+  if (call.worst_rows != 0) return notified;
+  // The kernel itself gives up at timeout_s_ and says why; the second half is for a kernel that never starts.
+  const uint64_t since_ns = tally_now_ns();
+  const bool came = wait_until(Deadline::after_s(2 * timeout_s_), [&] {
+    return load_acquire(&report->epoch) != 0 || load_acquire(&fault_->raised) != 0;
+  });
+  count_up(notifies_.waits, 1);
+  count_up(notifies_.waited_ns, tally_now_ns() - since_ns);
+  WEFT_TRY(fault());
+  if (!came)
+    return logged(Status::make(Code::kPeerLost,
+                               "rank {}, dispatch.counts, waited {} s for this rank's own kernel: "
+                               "the stream has not reached it",
+                               comm_->rank(), 2 * timeout_s_));
+  WEFT_TRY(compare(*report));
+  const RankCounts* counts = rank_counts(report);
+  WEFT_TRY(make_room(call, counts));
+  notified.received_rows = counts[comm_->rank()].received_rows;
+  notified.sent_rows = counts[comm_->rank()].sent_rows;
+  const auto* per_expert = reinterpret_cast<const int32_t*>(counts + comm_->size());
+  const uint32_t each = experts_per_rank(call.experts);
+  const uint32_t first = std::min(call.experts, each * static_cast<uint32_t>(comm_->rank()));
+  notified.tokens_per_local_expert.assign(per_expert, per_expert + std::min(each, call.experts - first));
+  return notified;
+}
+
+Status MoeBuffer::compare(const CountReport& report) const {
+  if (report.disagreeing_word == kAgreedWords) return {};
+  return logged(disagreement(report.disagreeing_word, comm_->rank(), report.mine, report.disagreeing_rank,
+                             report.theirs));
+}
+
+Status MoeBuffer::barrier(const CallOrder& order) {
+  return tally_.count(barriers_, {}, [&] { return run_barrier(order); });
+}
+
+// The exchange of counts, of no rows: no rank leaves it before all have come.
+Status MoeBuffer::run_barrier(const CallOrder& order) {
+  WEFT_TRY(fault());
+  NotifyArgs args{control(control_.notify_state), {}, {}};
+  args.prefix = reinterpret_cast<int32_t*>(window_->local() + control_.barrier_prefix);
+  args.report = unawaited_report();
+  GridPlan grid = plan_notify(ranks(), limits_);
+  grid.blocks = 1;  // it has no tokens
+  return in_order(order, [&](const Place& place) {
+    return levels_ ? notify_on_levels(args, {}, true, place.stream)
+                   : launch(key_of_notify, grid, &args, sizeof(args), {}, place.stream);
+  });
+}
+
+}  // namespace weft

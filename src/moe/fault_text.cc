@@ -145,7 +145,7 @@ const char* handshake_word_name(uint64_t word) {
       "topk_idx (top-k)",
       "num_experts",
       "x (bytes of scales per row)",
-      "x (form: the call, use_fp8, round_scale, use_ue8m0, use_logfmt; enable_shrink)"};
+      "x (form: the call, use_fp8, round_scale, use_ue8m0, use_logfmt; enable_shrink, WEFT_LOW_LATENCY_FANOUT)"};
   return word < std::size(kNames) ? kNames[word] : "arguments";
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_combine_answer_ports.cuh: answers where ranks have port peers. A block answers a batch: its warps build parts
-// of the replies, and one of them sends all as one range, the batch's word behind it. Where the outbox has no room for all
-// replies to a batch, one warp builds and sends as many as there is room for, one after the other (answer_batch()).
+// low_latency_combine_answer_ports.cuh: builds answers where ranks have port peers. A block answers a batch: its warps build
+// parts of the replies, and one of them sends all as one range, the batch's word behind it
+// (low_latency_combine_node.cuh). Where the outbox has no room for all replies to a batch, one warp builds and sends as many
+// as there is room for, one after the other (answer_batch()).
 // Waits: for the owner's note.
 #pragma once
 
@@ -94,22 +95,6 @@ WEFT_DEVICE void begin_batch(const C& c) {
   c.block.sync();
   if (c.block.rank() == 0) *c.unanswered() = 0;
   c.block.sync();
-}
-
-// The block.
-template <class C>
-WEFT_DEVICE void answer_together(const C& c, uint32_t owner, uint32_t batch) {
-  const Answered of = answered(c, owner, batch);
-  if (of.messages == 0 || c.present()[owner] == 0) return;
-  const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
-  begin_batch(c);
-  const bool has_note = owner_agrees(c, owner);
-  PortReplies<C> replies(c, owner, batch);  // where they go the note says
-  const bool is_made = has_note && build_replies(c, of, [&](uint32_t index, const int32_t*) {
-                         return replies.at(replies_before(c, of.records, index));
-                       });
-  if (all_made(c, is_made) && c.warp.index() == 0)
-    replies.send(replies_before(c, of.records, of.messages), of.messages);
 }
 
 }  // namespace low_latency

@@ -161,7 +161,7 @@ struct Combine {
   // Where replies cross once for each node.
   WEFT_DEVICE bool is_shared() const {
     if constexpr (kPorts)
-      return a.carriers != nullptr;
+      return shape.reply == kReplyReduced && a.carriers != nullptr;
     else
       return false;
   }

@@ -86,27 +86,19 @@ WEFT_DEVICE void clear_noted(const C& c) {
   for (uint32_t i = c.block.rank(); i < c.batches().capacity; i += c.block.size()) noted[i] = 0;
 }
 
+// Jobs of blocks, whose owners start with this rank's successor; its own tokens come last.
+template <class C, class Answer>
+WEFT_DEVICE void for_each_batch(const C& c, Answer answer) {
+  WEFT_ROLLED
+  for (uint32_t job = c.block.index(); job < c.batches().count * c.ranks(); job += c.block.count())
+    answer((c.mesh.rank() + 1 + job / c.batches().count) % c.ranks(), job % c.batches().count);
+}
+
 // ---- step 1
 
-// What this rank has for a batch of an owner, to the owner's carrier. The block.
+// What this rank has for a batch is at the carrier: says so. The warp.
 template <class C>
-WEFT_DEVICE void hand_to_carrier(const C& c, uint32_t owner, uint32_t batch) {
-  if (c.present()[owner] == 0) return;
-  const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
-  begin_batch(c);
-  clear_noted(c);
-  c.block.sync();
-  const Answered of = answered(c, owner, batch);
-  bool is_made = owner_agrees(c, owner);
-  const NodeBatch<C> node = node_batch(c, owner, batch);
-  if (is_made) {
-    std::byte* rows = node.rows(node.own_place());
-    note_messages(c, node, of);
-    is_made = build_replies(c, of, [&](uint32_t, const int32_t* record) {
-      return rows + node.index_of(record) * c.port_layout().stride;
-    });
-  }
-  if (!all_made(c, is_made) || c.warp.index() != 0) return;
+WEFT_DEVICE void tell_carrier(const C& c, const NodeBatch<C>& node) {
   const uint32_t* noted = c.gathered(node.own_place());
   uint32_t* slots = node.slots(node.own_place());
   for (uint32_t i = c.warp.rank(); i < c.batches().capacity; i += c.warp.size())
@@ -115,6 +107,34 @@ WEFT_DEVICE void hand_to_carrier(const C& c, uint32_t owner, uint32_t batch) {
   if (c.warp.rank() == 0)
     put_control(c.a.call, c.mesh, node.carrier(), node.word(node.own_place()),
                 c.epoch.number * kWordEpoch | kWordDone);
+}
+
+// Answers a batch, where the outbox has room for all replies to it: to its owner, or to the carrier. The block.
+template <class C>
+WEFT_DEVICE void answer_together(const C& c, uint32_t owner, uint32_t batch) {
+  const Answered of = answered(c, owner, batch);
+  const bool is_handed = c.is_carried(owner);  // the carrier waits for batches without messages, too
+  if ((of.messages == 0 && !is_handed) || c.present()[owner] == 0) return;
+  const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
+  begin_batch(c);
+  if (is_handed) {
+    clear_noted(c);
+    c.block.sync();
+  }
+  bool is_made = owner_agrees(c, owner);
+  PortReplies<C> replies(c, owner, batch);  // where they go the note says
+  const NodeBatch<C> node = is_handed ? node_batch(c, owner, batch) : NodeBatch<C>{c, owner, batch, 0};
+  std::byte* const first = is_handed ? node.rows(node.own_place()) : replies.at(0);
+  if (is_made && is_handed) note_messages(c, node, of);
+  is_made = is_made && build_replies(c, of, [&](uint32_t index, const int32_t* record) {
+              const uint32_t number = is_handed ? node.index_of(record) : replies_before(c, of.records, index);
+              return first + number * c.port_layout().stride;
+            });
+  if (!all_made(c, is_made) || c.warp.index() != 0) return;
+  if (is_handed)
+    tell_carrier(c, node);
+  else
+    replies.send(replies_before(c, of.records, of.messages), of.messages);
 }
 
 // ---- step 2
@@ -187,31 +207,31 @@ struct NodeSource {
   WEFT_DEVICE bool operator()(Vec16 (&held)[kRows][kVecs], uint32_t row, uint32_t count, uint32_t first,
                               uint32_t last) {
     const C& c = node.c;
+    bool has_own = false;
+    for (uint32_t r = 0; r < kRows && row + r < count; ++r) has_own = has_own || is_own(row + r);
     Vec16 made[kVecs] = {};
+    if (has_own) sum_own_rows<Element>(c, layout, own_rows, made, first, last);
     WEFT_UNROLL
     for (uint32_t r = 0; r < kRows; ++r) {
-      if (row + r >= count || is_own(row + r)) continue;
+      if (row + r >= count) continue;
+      if (is_own(row + r)) {
+        WEFT_UNROLL
+        for (uint32_t v = 0; v < kVecs; ++v) held[r][v] = made[v];
+        continue;
+      }
       const auto* vecs =
           reinterpret_cast<const Vec16*>(node.rows(static_cast<uint32_t>(c.rows()[row + r])) +
                                          index * c.port_layout().stride);
       if constexpr (kIsHost) {
         load_side_by_side(held[r], vecs, first, last);
-      } else {
-        WEFT_UNROLL
-        for (uint32_t v = 0; v < kVecs; ++v) {
-          const uint32_t at = first + v * c.warp.size();
-          if (at < last) held[r][v] = load_vec_fresh(vecs + at);
-        }
+        continue;
+      }
+      WEFT_UNROLL
+      for (uint32_t v = 0; v < kVecs; ++v) {
+        const uint32_t at = first + v * c.warp.size();
+        if (at < last) held[r][v] = load_vec_fresh(vecs + at);
       }
     }
-    bool has_own = false;
-    for (uint32_t r = 0; r < kRows && row + r < count; ++r) has_own = has_own || is_own(row + r);
-    if (!has_own) return true;
-    sum_own_rows<Element>(c, layout, own_rows, made, first, last);
-    WEFT_UNROLL
-    for (uint32_t r = 0; r < kRows; ++r)
-      for (uint32_t v = 0; v < kVecs; ++v)
-        if (row + r < count && is_own(row + r)) held[r][v] = made[v];
     return true;
   }
 };
@@ -235,7 +255,7 @@ WEFT_DEVICE bool sum_of_node(const C& c, const NodeBatch<C>& node, const Answere
     const auto put = [&](uint32_t at, const float (&sums)[Element::kPerVec]) {
       store_vec(reinterpret_cast<Vec16*>(sum) + at, Element::round(sums));
     };
-    sum_rows<Element, kSendVecs, kSendRows>(c, c.vecs_of(part), count, source, [](uint32_t) { return 1.0f; }, put);
+    sum_rows<Element, kReceiveVecs, kReceiveRows>(c, c.vecs_of(part), count, source, [](uint32_t) { return 1.0f; }, put);
   });
   c.warp.sync();
   return true;
@@ -270,30 +290,30 @@ WEFT_DEVICE void gather_batch(const C& c, uint32_t owner, uint32_t batch) {
   if (all_made(c, is_made) && c.warp.index() == 0 && sums != 0) replies.send(sums, sums);
 }
 
+// The batches of all owners that this rank carries for. Apart, so that other roles have the registers that this takes.
+template <class MeshT, class Shape>
+WEFT_APART void gather_batches(const LowLatencyCombineArgs& a, const MeshT& mesh, const Shape& shape,
+                               Epoch epoch) {
+  Combine<MeshT, Shape> c{a, mesh, shape, workers_of<MeshT>(a.call), Warp{}, epoch, {}};
+  c.keep_layouts();
+  for_each_batch(c, [&](uint32_t owner, uint32_t batch) {
+    if (c.gathers_for(owner)) gather_batch(c, owner, batch);
+  });
+}
+
 // ---- both
 
-// Owners start with this rank's successor; its own tokens come last.
 template <class C>
 WEFT_DEVICE void answer_batches_by_blocks(const C& c) {
   const bool all_fit = c.a.answer_room == c.port_layout().batch_answers;
-  const auto for_each_batch = [&](auto answer) {
-    WEFT_ROLLED
-    for (uint32_t job = c.block.index(); job < c.batches().count * c.ranks(); job += c.block.count())
-      answer((c.mesh.rank() + 1 + job / c.batches().count) % c.ranks(), job % c.batches().count);
-  };
-  for_each_batch([&](uint32_t owner, uint32_t batch) {
+  for_each_batch(c, [&](uint32_t owner, uint32_t batch) {
     if (c.gathers_for(owner)) return;
-    if (c.is_carried(owner))
-      hand_to_carrier(c, owner, batch);
-    else if (all_fit)
+    if (all_fit)
       answer_together(c, owner, batch);
     else if (c.warp.index() == 0)
       answer_batch(c, owner, batch, 0, 0);
   });
-  if (!c.is_shared()) return;
-  for_each_batch([&](uint32_t owner, uint32_t batch) {
-    if (c.gathers_for(owner)) gather_batch(c, owner, batch);
-  });
+  if (c.is_shared()) gather_batches(c.a, c.mesh, c.shape, c.epoch);
 }
 
 }  // namespace low_latency

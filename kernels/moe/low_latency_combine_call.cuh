@@ -169,9 +169,7 @@ struct Combine {
     return a.carriers[table * ranks() + of];
   }
   // The rank that sends this rank what `rank` has for it.
-  WEFT_DEVICE uint32_t replier(uint32_t rank) const {
-    return is_shared() ? carrier(kCarrierTo, rank) : rank;
-  }
+  WEFT_DEVICE uint32_t replier(uint32_t rank) const { return is_shared() ? carrier(kCarrierTo, rank) : rank; }
   // Whether replies to the owner go through the carrier of this node.
   WEFT_DEVICE bool is_carried(uint32_t owner) const {
     return is_shared() && carrier(kCarriedNumber, owner) != kNotCarried;
@@ -192,8 +190,8 @@ struct Combine {
     return batches().count * (is_shared() ? 1 + a.node_ranks : 1);
   }
   WEFT_DEVICE bool awaits_word(uint32_t source, uint32_t word) const {
-    return word < batches().count || (gathers_for(source) && word / batches().count - 1 !=
-                                                                 carrier(kPlaceInNode, mesh.rank()));
+    return word < batches().count ||
+           (gathers_for(source) && word / batches().count - 1 != carrier(kPlaceInNode, mesh.rank()));
   }
   WEFT_DEVICE uint64_t counts_at(uint32_t) const { return 0; }
   WEFT_DEVICE const std::byte* inbox(uint32_t) const { return mesh.local(); }
@@ -207,9 +205,7 @@ struct Combine {
   WEFT_DEVICE CombineShared lay_out_shared() const {
     return combine_shared(shape.ranks, shape.top_k, block.warps(), gathered_words());
   }
-  WEFT_DEVICE uint32_t gathered_words() const {
-    return is_shared() ? a.node_ranks * batches().capacity : 0;
-  }
+  WEFT_DEVICE uint32_t gathered_words() const { return is_shared() ? a.node_ranks * batches().capacity : 0; }
   template <class T>
   WEFT_DEVICE T* at(uint64_t offset) const {
     return reinterpret_cast<T*>(block.shared() + offset);

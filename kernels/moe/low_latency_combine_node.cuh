@@ -127,7 +127,8 @@ WEFT_DEVICE void answer_together(const C& c, uint32_t owner, uint32_t batch) {
   std::byte* const first = is_handed ? node.rows(node.own_place()) : replies.at(0);
   if (is_made && is_handed) note_messages(c, node, of);
   is_made = is_made && build_replies(c, of, [&](uint32_t index, const int32_t* record) {
-              const uint32_t number = is_handed ? node.index_of(record) : replies_before(c, of.records, index);
+              const uint32_t number =
+                  is_handed ? node.index_of(record) : replies_before(c, of.records, index);
               return first + number * c.port_layout().stride;
             });
   if (!all_made(c, is_made) || c.warp.index() != 0) return;
@@ -145,8 +146,7 @@ WEFT_DEVICE bool await_node(const C& c, const NodeBatch<C>& node) {
   bool came = true;
   for (uint32_t place = c.warp.rank(); place < c.a.node_ranks; place += c.warp.size()) {
     if (place == node.own_place()) continue;
-    const auto* word =
-        reinterpret_cast<const uint64_t*>(control_at(c.a.call, c.mesh, node.word(place)));
+    const auto* word = reinterpret_cast<const uint64_t*>(control_at(c.a.call, c.mesh, node.word(place)));
     uint64_t seen = 0;
     came = await(c.a.call, c.mesh, word, c.epoch.number * kWordEpoch + kWordDone,
                  c.carrier(kRankOfNode, place), Site::kLowLatencyCombineRecv, kWordEpoch, seen) &&
@@ -172,7 +172,8 @@ template <class C>
 WEFT_DEVICE bool has_sum(const C& c, uint32_t index) {
   bool has_any = false;
   WEFT_ROLLED
-  for (uint32_t place = 0; place < c.a.node_ranks; ++place) has_any = has_any || c.gathered(place)[index] != 0;
+  for (uint32_t place = 0; place < c.a.node_ranks; ++place)
+    has_any = has_any || c.gathered(place)[index] != 0;
   return has_any;
 }
 // How many it gets for the tokens before one. The warp.
@@ -219,9 +220,8 @@ struct NodeSource {
         for (uint32_t v = 0; v < kVecs; ++v) held[r][v] = made[v];
         continue;
       }
-      const auto* vecs =
-          reinterpret_cast<const Vec16*>(node.rows(static_cast<uint32_t>(c.rows()[row + r])) +
-                                         index * c.port_layout().stride);
+      const auto* vecs = reinterpret_cast<const Vec16*>(node.rows(static_cast<uint32_t>(c.rows()[row + r])) +
+                                                        index * c.port_layout().stride);
       if constexpr (kIsHost) {
         load_side_by_side(held[r], vecs, first, last);
         continue;
@@ -245,8 +245,8 @@ WEFT_DEVICE bool sum_of_node(const C& c, const NodeBatch<C>& node, const Answere
   const bool has_own = noted != 0;
   if (has_own && c.a.signals && !await_rows(c, record)) return false;
   const uint32_t* weights = has_own ? weights_of(c, {record, of.owner, part, 0, false}) : nullptr;
-  const uint32_t own_rows = list_own_rows(
-      c, record, has_own, [&](uint32_t k) { return float_of_bits(load_relaxed(weights + k)); });
+  const uint32_t own_rows =
+      list_own_rows(c, record, has_own, [&](uint32_t k) { return float_of_bits(load_relaxed(weights + k)); });
   const uint32_t count = list_rows(c, [&](uint32_t k) { return place_of_slot(c, index, k); });
   const VecLayout layout{false, c.row_vecs(), c.tag()};
   with_row_element(c.shape, [&](auto element) {
@@ -255,7 +255,8 @@ WEFT_DEVICE bool sum_of_node(const C& c, const NodeBatch<C>& node, const Answere
     const auto put = [&](uint32_t at, const float (&sums)[Element::kPerVec]) {
       store_vec(reinterpret_cast<Vec16*>(sum) + at, Element::round(sums));
     };
-    sum_rows<Element, kReceiveVecs, kReceiveRows>(c, c.vecs_of(part), count, source, [](uint32_t) { return 1.0f; }, put);
+    sum_rows<Element, kReceiveVecs, kReceiveRows>(
+        c, c.vecs_of(part), count, source, [](uint32_t) { return 1.0f; }, put);
   });
   c.warp.sync();
   return true;

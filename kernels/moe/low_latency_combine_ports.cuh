@@ -93,7 +93,8 @@ WEFT_DEVICE void send_notes(const C& c) {
       const uint32_t first = place_replies(c, batch, peer);
       if (c.warp.rank() == 0) store_relaxed(reinterpret_cast<uint32_t*>(at) + batch, first);
     }
-    if (c.block.rank() == 0) store_relaxed(reinterpret_cast<uint32_t*>(at + note.share), c.a.call.batch_tokens.value);
+    if (c.block.rank() == 0)
+      store_relaxed(reinterpret_cast<uint32_t*>(at + note.share), c.a.call.batch_tokens.value);
     if (c.takes_own_weights() && !c.keeps_own(peer)) write_weights(c, at + note.weights);
     c.block.sync();
     if (c.block.rank() == 0) {
@@ -158,7 +159,8 @@ class PortReplies {
   }
   WEFT_DEVICE uint64_t outbox_at() const {
     const uint64_t outbox = outbox_offset(c_.a.call, c_.shape.ranks, c_.epoch);
-    if (c_.is_carried(owner_)) return outbox + c_.node_layout().answers + c_.carried_at(owner_, batch_) * stride();
+    if (c_.is_carried(owner_))
+      return outbox + c_.node_layout().answers + c_.carried_at(owner_, batch_) * stride();
     const uint64_t slot = (uint64_t{owner_} * c_.batches().count + batch_) * c_.a.answer_room;
     return outbox + c_.port_layout().answers + slot * stride();
   }

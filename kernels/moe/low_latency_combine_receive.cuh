@@ -17,8 +17,9 @@ WEFT_DEVICE void find_ranks(const C& c, uint32_t token) {
   for (uint32_t k = c.warp.rank(); k < c.top_k(); k += c.warp.size()) {
     const int64_t expert = chosen_expert(c.a, c.top_k(), token, k);
     c.slot_rank()[k] =
-        expert < 0 ? c.ranks()
-                   : c.replier(static_cast<uint32_t>(expert) / static_cast<uint32_t>(c.shape.experts_per_rank));
+        expert < 0
+            ? c.ranks()
+            : c.replier(static_cast<uint32_t>(expert) / static_cast<uint32_t>(c.shape.experts_per_rank));
   }
   c.warp.sync();
 }

@@ -59,8 +59,8 @@ WEFT_DEVICE void sum_own_rows(const C& c, const VecLayout& layout, uint32_t coun
     WEFT_UNROLL
     for (uint32_t r = 0; r < kOwnRows; ++r) {
       if (row + r >= count) continue;
-      const auto* vecs = reinterpret_cast<const Vec16*>(
-          c.a.x + static_cast<uint64_t>(c.own_rows()[row + r]) * c.a.x_row_bytes);
+      const auto* vecs = reinterpret_cast<const Vec16*>(c.a.x + static_cast<uint64_t>(c.own_rows()[row + r]) *
+                                                                    c.a.x_row_bytes);
       WEFT_UNROLL
       for (uint32_t v = 0; v < kVecs; ++v) {
         const uint32_t index = first + v * c.warp.size();

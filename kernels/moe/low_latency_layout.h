@@ -268,7 +268,8 @@ struct CombineShared {
   uint64_t weight;  // f32[warps][K]
   uint64_t rank;    // u32[warps][K]  where the slots of the warp's token went; R for nowhere
   uint64_t owners;  // f32[warps][K, in whole vectors]  the weights that the owner of a message sent
-  uint64_t gathered;  // u32[gathered words]  with replies once for each node: see low_latency_combine_node.cuh
+  uint64_t
+      gathered;  // u32[gathered words]  with replies once for each node: see low_latency_combine_node.cuh
   uint64_t bytes;
 };
 WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_k, uint64_t warps,

@@ -37,8 +37,8 @@ WEFT_DEVICE constexpr Batches port_batches_of(uint32_t max_tokens) {
 
 // LowLatencyControl::carriers: u32[kCarrierTables][R].
 enum CarrierTable : uint32_t {
-  kCarrierTo,      // by peer: the rank that gets what this rank has for it, and sends what it has for this rank
-  kCarrierFrom,    // by source: the rank of this node in whose window its messages stand, and which answers it
+  kCarrierTo,    // by peer: the rank that gets what this rank has for it, and sends what it has for this rank
+  kCarrierFrom,  // by source: the rank of this node in whose window its messages stand, and which answers it
   kCarriedNumber,  // by source: which of those that its carrier serves it is; kNotCarried: it is of this node
   kPlaceInNode,    // by rank of this node
   kRankOfNode,     // by place
@@ -126,8 +126,8 @@ WEFT_DEVICE constexpr PortCombineLayout port_combine_layout(uint64_t ranks, uint
 // which carries for `carried` owners at most. From the outbox:
 struct NodeCombineLayout {
   uint64_t answers;  // [carried][batches][capacity] of the stride: to the owners that this rank carries for
-  uint64_t rows;     // [carried][batches][node_ranks - 1][capacity] of the stride: what the others have for them
-  uint64_t slots;    // u32, of the same shape: the token's slot that a row is the first of, plus one; 0: no row
+  uint64_t rows;  // [carried][batches][node_ranks - 1][capacity] of the stride: what the others have for them
+  uint64_t slots;  // u32, of the same shape: the token's slot that a row is the first of, plus one; 0: no row
   uint64_t bytes;
 };
 WEFT_DEVICE constexpr NodeCombineLayout node_combine_layout(const PortCombineLayout& at, Batches batches,

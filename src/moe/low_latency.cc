@@ -199,7 +199,8 @@ bool LowLatency::has_room_for_nodes(const PortCombineLayout& at, Batches batches
   for (uint32_t which = 0; which < islands.count; ++which) {
     const uint32_t size = islands.size(which);
     if (node_word(batches, size, 0) > kWordsPerSource ||
-        node_combine_layout(at, batches, size, islands.most_served_in(which)).bytes > half_bytes() - lines_at())
+        node_combine_layout(at, batches, size, islands.most_served_in(which)).bytes >
+            half_bytes() - lines_at())
       return false;
   }
   return true;

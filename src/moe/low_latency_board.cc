@@ -27,7 +27,8 @@ std::vector<uint32_t> carriers_of(const IslandPlan& islands, uint32_t ranks, uin
     const uint32_t near = islands.members[islands.first[own] + place];
     entry(kRankOfNode, place) = near;
     const std::vector<uint32_t> carried = islands.served_by(near);
-    for (uint32_t number = 0; number < carried.size(); ++number) entry(kCarriedNumber, carried[number]) = number;
+    for (uint32_t number = 0; number < carried.size(); ++number)
+      entry(kCarriedNumber, carried[number]) = number;
   }
   return carriers;
 }

@@ -186,8 +186,8 @@ FanOut plan_low_latency_reply_fan_out(const ExpertTrafficShape& shape, const Lin
   const uint64_t notes = far * note.bytes, near_bytes = whole(of_rank * near * bytes);
   const uint64_t chunk = batches.capacity * shape.result_bytes;
   // Each put of a note, and those of replies.
-  FanOut made{{near_bytes, notes + whole(of_rank * static_cast<double>(far) * bytes), far * (1 + batches.count),
-               chunk, 0, Bound::kLatency},
+  FanOut made{{near_bytes, notes + whole(of_rank * static_cast<double>(far) * bytes),
+               far * (1 + batches.count), chunk, 0, Bound::kLatency},
               // What goes to a carrier goes over mapped links.
               {near_bytes + whole(of_rank * others * near * bytes), notes + whole(of_node * others * bytes),
                far + uint64_t{shape.nodes - 1} * batches.count, chunk, 0, Bound::kLatency}};

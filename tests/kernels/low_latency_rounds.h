@@ -367,7 +367,8 @@ class RoundTrip {
   float expected_reduced(uint64_t token, uint64_t channel) const {
     std::vector<std::pair<uint32_t, float>> of_ranks, of_repliers;
     const auto add_to = [](auto& sums, uint32_t whose, float value) {
-      const auto found = std::find_if(sums.begin(), sums.end(), [&](auto& sum) { return sum.first == whose; });
+      const auto found =
+          std::find_if(sums.begin(), sums.end(), [&](auto& sum) { return sum.first == whose; });
       if (found == sums.end())
         sums.emplace_back(whose, 0.0f + value);
       else

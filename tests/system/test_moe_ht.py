@@ -37,7 +37,6 @@ import weft
 from weft.testing import oracle
 from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank, RankPool, run_ranks
-from weft.testing.round_trips import ranks_per_node
 
 RANK_COUNTS = (1, 2, 3, 5, 6, 7, 17)
 SMALL = MoeCase(tokens=(6, 9), hidden=64, top_k=3, num_experts=8)

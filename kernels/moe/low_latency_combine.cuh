@@ -39,11 +39,13 @@ WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT
   c.epoch = low_latency::begin_call(a.call, c.block, c.warp, mesh, joined, shared_epoch, c.present(),
                                     Site::kLowLatencyCombineSlot, [] {});
   if (a.call.phases & kPhaseSend) {
-    low_latency::send_weights(c);
-    if constexpr (kHasPorts<MeshT>)
+    if constexpr (kHasPorts<MeshT>) {
+      low_latency::send_notes(c);
       low_latency::answer_batches_by_blocks(c);
-    else
+    } else {
+      low_latency::send_weights(c);
       low_latency::answer_batches(c);
+    }
   }
   if (a.call.phases & kPhaseReceive) {
     low_latency::check_peers(c);

@@ -37,7 +37,6 @@ WEFT_DEVICE void send_weights_to(const C& c, uint32_t peer) {
 
 template <class C>
 WEFT_DEVICE void send_weights(const C& c) {
-  if constexpr (C::kPorts) return send_notes(c);
   WEFT_ROLLED
   for (uint32_t peer = c.block.count() - 1 - c.block.index(); peer < c.ranks(); peer += c.block.count()) {
     if (c.present()[peer] == 0) continue;

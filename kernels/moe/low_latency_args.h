@@ -100,7 +100,7 @@ struct LowLatencyDispatchArgs : LowLatencyDispatchMemory {
   uint32_t line_tokens;      // so many tokens, or fewer, leave as lines: at most one a batch
   uint32_t expert_rows;      // of each expert in the outputs, where these are not packed: R * M, or fewer
   uint32_t max_rows;         // of all experts in packed outputs
-  const uint32_t* carriers;  // LowLatencyControl::carriers; null where each rank gets its own messages
+  const uint32_t* carriers;  // CarrierTables; null where each rank gets its own messages
 };
 static_assert(sizeof(LowLatencyDispatchArgs) == 384);
 
@@ -139,8 +139,11 @@ struct LowLatencyCombineArgs : LowLatencyCombineMemory {
   // Where ranks have port peers:
   uint32_t answer_room;  // answer_room() of the outbox
   Divisor answer_parts;  // of each reply, which the warps of a block share out
+  uint32_t node_ranks;   // of this rank's node, and how many owners one of them gathers replies for at most
+  uint32_t node_carried;
+  const uint32_t* carriers;  // CarrierTables; null where each rank sends its own replies
 };
-static_assert(sizeof(LowLatencyCombineArgs) == 336);
+static_assert(sizeof(LowLatencyCombineArgs) == 352);
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.
 struct LowLatencyDispatchShape {

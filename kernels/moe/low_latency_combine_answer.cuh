@@ -37,7 +37,6 @@ WEFT_DEVICE void send_weights_to(const C& c, uint32_t peer) {
 
 template <class C>
 WEFT_DEVICE void send_weights(const C& c) {
-  if constexpr (C::kPorts) return send_notes(c);
   WEFT_ROLLED
   for (uint32_t peer = c.block.count() - 1 - c.block.index(); peer < c.ranks(); peer += c.block.count()) {
     if (c.present()[peer] == 0) continue;
@@ -238,6 +237,16 @@ WEFT_DEVICE auto replies_to(const C& c, uint32_t owner, uint32_t batch) {
     return MappedReplies<C>{c};
 }
 
+// The weights of a message's slots, as bits: those that came with the dispatch, or those of its owner.
+template <class C>
+WEFT_DEVICE const uint32_t* weights_of(const C& c, const Message& m) {
+  const auto token = static_cast<uint32_t>(m.record[0]);
+  if (!c.takes_own_weights()) return reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k();
+  if (c.keeps_own(m.owner))
+    return reinterpret_cast<const uint32_t*>(c.a.topk_weights) + uint64_t{token} * c.top_k();
+  return reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token));
+}
+
 // One reply: the weighted sum of the message's listed rows, to the slot of the first of them.
 template <class C, class AwaitOwner, class Replies>
 WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, AwaitOwner await_owner,
@@ -246,11 +255,7 @@ WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, Aw
   auto get_weights = [&] {
     if (!await_owner()) return false;
     if (c.takes_own_weights() && c.has_lines()) return take_weight_lines(c, m.owner, token, count);
-    const auto* weights =
-        !c.takes_own_weights() ? reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k()
-        : c.keeps_own(m.owner)
-            ? reinterpret_cast<const uint32_t*>(c.a.topk_weights) + uint64_t{token} * c.top_k()
-            : reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token));
+    const uint32_t* weights = weights_of(c, m);
     list_weights(c, count, [&](uint32_t k) { return float_of_bits(load_relaxed(weights + k)); });
     return true;
   };

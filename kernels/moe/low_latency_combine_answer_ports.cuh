@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// low_latency_combine_answer_ports.cuh: answers where ranks have port peers. A block answers a batch: its warps build parts
-// of the replies, and one of them sends all as one range, the batch's word behind it. Where the outbox has no room for all
-// replies to a batch, one warp builds and sends as many as there is room for, one after the other.
+// low_latency_combine_answer_ports.cuh: builds answers where ranks have port peers. A block answers a batch: its warps build
+// parts of the replies, and one of them sends all as one range, the batch's word behind it
+// (low_latency_combine_node.cuh). Where the outbox has no room for all replies to a batch, one warp builds and sends as many
+// as there is room for, one after the other (answer_batch()).
 // Waits: for the owner's note.
 #pragma once
 
@@ -49,49 +50,51 @@ WEFT_DEVICE bool answer_message(const C& c, const Message& m, std::byte* first) 
   return is_made;
 }
 
-// The block.
+// The messages of a batch that this rank has rows for.
+struct Answered {
+  uint32_t owner;
+  uint32_t batch;
+  uint32_t messages;
+  const int32_t* records;
+};
 template <class C>
-WEFT_DEVICE void answer_together(const C& c, uint32_t owner, uint32_t batch) {
+WEFT_DEVICE Answered answered(const C& c, uint32_t owner, uint32_t batch) {
   const RoutesLayout routes = c.routes();
   const uint32_t batch_at = owner * c.batches().count + batch;
-  const int32_t* records =
-      c.a.routes + routes.records + batch_at * c.batches().capacity * routes.record_words;
-  const uint32_t messages = static_cast<uint32_t>(c.a.routes[routes.counts + batch_at]) & kMaxBatchTokens;
-  if (messages == 0 || c.present()[owner] == 0) return;
-  const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
-  c.block.sync();  // all have read what became of the batch before
-  if (c.block.rank() == 0) *c.unanswered() = 0;
-  c.block.sync();
-  bool is_made = owner_agrees(c, owner);
-  PortReplies<C> replies(c, owner, batch);
-  WEFT_ROLLED
-  for (uint32_t unit = c.warp.index(); is_made && unit < messages * c.reply_parts().value;
-       unit += c.block.warps()) {
-    const uint32_t index = unit / c.reply_parts();
-    const Message m{records + index * routes.record_words, owner, unit % c.reply_parts(), false};
-    if (kIsHost && index + 1 < messages)
-      ask_ahead(c, {m.record + routes.record_words, owner, m.piece, false});
-    is_made = answer_message(c, m, replies.at(replies_before(c, records, index)));
-  }
-  if (!is_made && c.warp.rank() == 0) *c.unanswered() = 1;
-  c.block.sync();
-  if (c.warp.index() == 0 && *c.unanswered() == 0)
-    replies.send(replies_before(c, records, messages), messages);
+  return {owner, batch, static_cast<uint32_t>(c.a.routes[routes.counts + batch_at]) & kMaxBatchTokens,
+          c.a.routes + routes.records + batch_at * c.batches().capacity * routes.record_words};
 }
 
-// Owners start with this rank's successor; its own tokens come last.
-template <class C>
-WEFT_DEVICE void answer_batches_by_blocks(const C& c) {
-  const bool all_fit = c.a.answer_room == c.port_layout().batch_answers;
+// Builds the replies to a batch: those to message `index`, whose record is given, from place_of(index, record) on. False, in
+// some warp: not all could be made. The block.
+template <class C, class PlaceOf>
+WEFT_DEVICE bool build_replies(const C& c, const Answered& of, PlaceOf place_of) {
+  const auto words = static_cast<uint32_t>(c.routes().record_words);
+  bool is_made = true;
   WEFT_ROLLED
-  for (uint32_t job = c.block.index(); job < c.batches().count * c.ranks(); job += c.block.count()) {
-    const uint32_t owner = (c.mesh.rank() + 1 + job / c.batches().count) % c.ranks();
-    const uint32_t batch = job % c.batches().count;
-    if (all_fit)
-      answer_together(c, owner, batch);
-    else if (c.warp.index() == 0)
-      answer_batch(c, owner, batch, 0, 0);
+  for (uint32_t unit = c.warp.index(); is_made && unit < of.messages * c.reply_parts().value;
+       unit += c.block.warps()) {
+    const uint32_t index = unit / c.reply_parts();
+    const Message m{of.records + index * words, of.owner, unit % c.reply_parts(), 0, false};
+    if (kIsHost && index + 1 < of.messages) ask_ahead(c, {m.record + words, of.owner, m.piece, 0, false});
+    is_made = answer_message(c, m, place_of(index, m.record));
   }
+  return is_made;
+}
+
+// Whether all of the block's warps could do their part of a batch; what they have written is there. The block.
+template <class C>
+WEFT_DEVICE bool all_made(const C& c, bool is_made) {
+  if (!is_made && c.warp.rank() == 0) *c.unanswered() = 1;
+  c.block.sync();
+  return *c.unanswered() == 0;
+}
+// Before that, when all have read what became of the batch before.
+template <class C>
+WEFT_DEVICE void begin_batch(const C& c) {
+  c.block.sync();
+  if (c.block.rank() == 0) *c.unanswered() = 0;
+  c.block.sync();
 }
 
 }  // namespace low_latency

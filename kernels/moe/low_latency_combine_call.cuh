@@ -158,9 +158,41 @@ struct Combine {
     return keeps_own(rank) ? own_half() + own_layout().replies + number * port_layout().stride
                            : mesh.local() + port_reply_at(number);
   }
+  // Where replies cross once for each node.
+  WEFT_DEVICE bool is_shared() const {
+    if constexpr (kPorts)
+      return shape.reply == kReplyReduced && a.carriers != nullptr;
+    else
+      return false;
+  }
+  WEFT_DEVICE uint32_t carrier(CarrierTable table, uint32_t of) const {
+    return a.carriers[table * ranks() + of];
+  }
+  // The rank that sends this rank what `rank` has for it.
+  WEFT_DEVICE uint32_t replier(uint32_t rank) const { return is_shared() ? carrier(kCarrierTo, rank) : rank; }
+  // Whether replies to the owner go through the carrier of this node.
+  WEFT_DEVICE bool is_carried(uint32_t owner) const {
+    return is_shared() && carrier(kCarriedNumber, owner) != kNotCarried;
+  }
+  WEFT_DEVICE bool gathers_for(uint32_t owner) const {
+    return is_carried(owner) && carrier(kCarrierFrom, owner) == mesh.rank();
+  }
+  WEFT_DEVICE NodeCombineLayout node_layout() const {
+    return node_combine_layout(port_layout(), batches(), a.node_ranks, a.node_carried);
+  }
+  // Tokens before a batch of an owner, among all in its carrier's outbox.
+  WEFT_DEVICE uint64_t carried_at(uint32_t owner, uint32_t batch) const {
+    return (uint64_t{carrier(kCarriedNumber, owner)} * batches().count + batch) * batches().capacity;
+  }
   // How many words of a source the kernels of this rank wait for.
   WEFT_DEVICE uint32_t awaited_counts() const { return 0; }
-  WEFT_DEVICE uint32_t awaited_words() const { return batches().count; }
+  WEFT_DEVICE uint32_t awaited_words() const {
+    return batches().count * (is_shared() ? 1 + a.node_ranks : 1);
+  }
+  WEFT_DEVICE bool awaits_word(uint32_t source, uint32_t word) const {
+    return word < batches().count ||
+           (gathers_for(source) && word / batches().count - 1 != carrier(kPlaceInNode, mesh.rank()));
+  }
   WEFT_DEVICE uint64_t counts_at(uint32_t) const { return 0; }
   WEFT_DEVICE const std::byte* inbox(uint32_t) const { return mesh.local(); }
 
@@ -171,8 +203,9 @@ struct Combine {
       return lay_out_shared();
   }
   WEFT_DEVICE CombineShared lay_out_shared() const {
-    return combine_shared(shape.ranks, shape.top_k, block.warps());
+    return combine_shared(shape.ranks, shape.top_k, block.warps(), gathered_words());
   }
+  WEFT_DEVICE uint32_t gathered_words() const { return is_shared() ? a.node_ranks * batches().capacity : 0; }
   template <class T>
   WEFT_DEVICE T* at(uint64_t offset) const {
     return reinterpret_cast<T*>(block.shared() + offset);
@@ -185,6 +218,10 @@ struct Combine {
   WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().rank) + warp.index() * top_k(); }
   WEFT_DEVICE Vec16* owners_weights() const {
     return at<Vec16>(shared().owners) + warp.index() * weight_vecs();
+  }
+  // By place in the node and token of a batch, what note_messages() has noted.
+  WEFT_DEVICE uint32_t* gathered(uint32_t place) const {
+    return at<uint32_t>(shared().gathered) + place * batches().capacity;
   }
   // While tokens are summed, in the same place: this rank's own rows, whose weights are in weights().
   WEFT_DEVICE int32_t* own_rows() const { return reinterpret_cast<int32_t*>(owners_weights()); }

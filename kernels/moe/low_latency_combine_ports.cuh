@@ -12,13 +12,14 @@
 namespace weft {
 namespace low_latency {
 
-// The rank that sends a reply for slot k of a token; R: none does. One thread.
+// The rank that sends a reply for slot k of a token, for itself or its node; R: none does. One thread.
 template <class C>
 WEFT_DEVICE uint32_t replying_rank(const C& c, uint32_t token, uint32_t k) {
   const auto rank_of = [&](uint32_t slot) {
     const int64_t expert = chosen_expert(c.a, c.top_k(), token, slot);
-    return expert < 0 ? c.ranks()
-                      : static_cast<uint32_t>(expert) / static_cast<uint32_t>(c.shape.experts_per_rank);
+    return expert < 0
+               ? c.ranks()
+               : c.replier(static_cast<uint32_t>(expert) / static_cast<uint32_t>(c.shape.experts_per_rank));
   };
   const uint32_t rank = rank_of(k);
   bool is_own = true;
@@ -28,9 +29,11 @@ WEFT_DEVICE uint32_t replying_rank(const C& c, uint32_t token, uint32_t k) {
   return is_own ? rank : c.ranks();
 }
 
-// Gives the replies of a rank to this rank's batch their places, notes them by slot, and returns the first. The warp.
+// Gives the replies of a rank, or of those that it sends for, to this rank's batch their places, and returns the first.
+// Notes them by slot, in the sender's turn. The warp.
 template <class C>
-WEFT_DEVICE uint32_t place_replies(const C& c, uint32_t batch, uint32_t rank) {
+WEFT_DEVICE uint32_t place_replies(const C& c, uint32_t batch, uint32_t peer) {
+  const uint32_t rank = c.replier(peer);
   const uint32_t share = c.a.call.batch_tokens.value, tokens = c.a.call.tokens;
   const uint32_t begin = batch * share < tokens ? batch * share : tokens;
   const uint32_t end = begin + share < tokens ? begin + share : tokens;
@@ -52,7 +55,7 @@ WEFT_DEVICE uint32_t place_replies(const C& c, uint32_t batch, uint32_t rank) {
     const bool is_its = rank_of_reply(i + c.warp.rank()) == rank;
     const uint32_t place = next + c.warp.count_below(is_its);
     next += c.warp.count(is_its);
-    if (is_its) store_relaxed(c.places() + i + c.warp.rank(), place);
+    if (is_its && peer == rank) store_relaxed(c.places() + i + c.warp.rank(), place);
   }
   return first;
 }
@@ -90,6 +93,8 @@ WEFT_DEVICE void send_notes(const C& c) {
       const uint32_t first = place_replies(c, batch, peer);
       if (c.warp.rank() == 0) store_relaxed(reinterpret_cast<uint32_t*>(at) + batch, first);
     }
+    if (c.block.rank() == 0)
+      store_relaxed(reinterpret_cast<uint32_t*>(at + note.share), c.a.call.batch_tokens.value);
     if (c.takes_own_weights() && !c.keeps_own(peer)) write_weights(c, at + note.weights);
     c.block.sync();
     if (c.block.rank() == 0) {
@@ -153,8 +158,11 @@ class PortReplies {
     return c_.port_reply_at(load_relaxed(firsts + batch_) + number);
   }
   WEFT_DEVICE uint64_t outbox_at() const {
+    const uint64_t outbox = outbox_offset(c_.a.call, c_.shape.ranks, c_.epoch);
+    if (c_.is_carried(owner_))
+      return outbox + c_.node_layout().answers + c_.carried_at(owner_, batch_) * stride();
     const uint64_t slot = (uint64_t{owner_} * c_.batches().count + batch_) * c_.a.answer_room;
-    return outbox_offset(c_.a.call, c_.shape.ranks, c_.epoch) + c_.port_layout().answers + slot * stride();
+    return outbox + c_.port_layout().answers + slot * stride();
   }
 
   const C& c_;

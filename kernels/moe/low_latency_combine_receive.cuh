@@ -11,14 +11,15 @@ namespace low_latency {
 
 // ---- step 3
 
-// Notes in slot_rank() where a token's slots went. The warp.
+// Notes in slot_rank() who replies for a token's slots. The warp.
 template <class C>
 WEFT_DEVICE void find_ranks(const C& c, uint32_t token) {
   for (uint32_t k = c.warp.rank(); k < c.top_k(); k += c.warp.size()) {
     const int64_t expert = chosen_expert(c.a, c.top_k(), token, k);
-    c.slot_rank()[k] = expert < 0
-                           ? c.ranks()
-                           : static_cast<uint32_t>(expert) / static_cast<uint32_t>(c.shape.experts_per_rank);
+    c.slot_rank()[k] =
+        expert < 0
+            ? c.ranks()
+            : c.replier(static_cast<uint32_t>(expert) / static_cast<uint32_t>(c.shape.experts_per_rank));
   }
   c.warp.sync();
 }

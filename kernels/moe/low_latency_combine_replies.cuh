@@ -19,15 +19,9 @@ WEFT_DEVICE int32_t reply_number(const C& c, uint32_t token, uint32_t k) {
 }
 
 // Lists, in the warp's own_rows() and weights(), this rank's own rows of a token, in slot order, as their record has them.
-// Returns how many. The warp.
-template <class C>
-WEFT_DEVICE uint32_t list_own_rows(const C& c, uint32_t token) {
-  const RoutesLayout routes = c.routes();
-  const uint32_t batch_at = c.mesh.rank() * c.batches().count + token;  // its batch has no other token
-  const int32_t* record = c.a.routes + routes.records + batch_at * routes.record_words;
-  const bool has_record = (c.a.routes[routes.counts + batch_at] & kMaxBatchTokens) != 0;
-  const float* weights = c.takes_own_weights() ? c.a.topk_weights + uint64_t{token} * c.top_k()
-                                               : reinterpret_cast<const float*>(record + 1 + c.top_k());
+// weight_of(k) is a slot's. Returns how many. The warp.
+template <class C, class WeightOf>
+WEFT_DEVICE uint32_t list_own_rows(const C& c, const int32_t* record, bool has_record, WeightOf weight_of) {
   uint32_t count = 0;
   for (uint32_t first = 0; first < c.top_k(); first += c.warp.size()) {
     const uint32_t k = first + c.warp.rank();
@@ -37,10 +31,57 @@ WEFT_DEVICE uint32_t list_own_rows(const C& c, uint32_t token) {
     count += c.warp.count(is_here);
     if (!is_here) continue;
     c.own_rows()[at] = row;
-    c.weights()[at] = weights[k];
+    c.weights()[at] = weight_of(k);
   }
   c.warp.sync();
   return count;
+}
+// The same of a token of this rank, whose batch has no other.
+template <class C>
+WEFT_DEVICE uint32_t list_own_rows(const C& c, uint32_t token) {
+  const RoutesLayout routes = c.routes();
+  const uint32_t batch_at = c.mesh.rank() * c.batches().count + token;
+  const int32_t* record = c.a.routes + routes.records + batch_at * routes.record_words;
+  const bool has_record = (c.a.routes[routes.counts + batch_at] & kMaxBatchTokens) != 0;
+  const float* weights = c.takes_own_weights() ? c.a.topk_weights + uint64_t{token} * c.top_k()
+                                               : reinterpret_cast<const float*>(record + 1 + c.top_k());
+  return list_own_rows(c, record, has_record, [&](uint32_t k) { return weights[k]; });
+}
+
+// What this rank would answer: the sum of the `count` rows that list_own_rows() has listed, rounded. The warp.
+template <class Element, uint32_t kVecs, class C>
+WEFT_DEVICE void sum_own_rows(const C& c, const VecLayout& layout, uint32_t count, Vec16 (&made)[kVecs],
+                              uint32_t first, uint32_t last) {
+  float sums[kVecs][Element::kPerVec] = {};
+  WEFT_ROLLED
+  for (uint32_t row = 0; row < count; row += kOwnRows) {
+    Vec16 held[kOwnRows][kVecs] = {};
+    WEFT_UNROLL
+    for (uint32_t r = 0; r < kOwnRows; ++r) {
+      if (row + r >= count) continue;
+      const auto* vecs = reinterpret_cast<const Vec16*>(c.a.x + static_cast<uint64_t>(c.own_rows()[row + r]) *
+                                                                    c.a.x_row_bytes);
+      WEFT_UNROLL
+      for (uint32_t v = 0; v < kVecs; ++v) {
+        const uint32_t index = first + v * c.warp.size();
+        if (index < last && layout.holds(index)) held[r][v] = load_vec(vecs + layout.vec(index));
+      }
+    }
+    WEFT_UNROLL
+    for (uint32_t r = 0; r < kOwnRows; ++r) {
+      if (row + r >= count) continue;
+      const float weight = c.weights()[row + r];
+      WEFT_UNROLL
+      for (uint32_t v = 0; v < kVecs; ++v) {
+        float values[Element::kPerVec] = {};
+        Element::add(values, held[r][v]);
+        for (uint32_t e = 0; e < Element::kPerVec; ++e)
+          sums[v][e] = add(sums[v][e], multiply(weight, values[e]));
+      }
+    }
+  }
+  WEFT_UNROLL
+  for (uint32_t v = 0; v < kVecs; ++v) made[v] = Element::round(sums[v]);
 }
 
 // Loads the listed replies. Those that come as lines it waits for, and one that does not come counts as
@@ -62,39 +103,9 @@ struct ReplySource {
   }
   WEFT_DEVICE uint32_t peer(uint32_t row) const { return c.slot_rank()[c.slots()[row]]; }
 
-  // What this rank would answer: its rows' sum, rounded.
   template <uint32_t kVecs>
   WEFT_DEVICE void sum_own(Vec16 (&made)[kVecs], uint32_t first, uint32_t last) const {
-    float sums[kVecs][Element::kPerVec] = {};
-    WEFT_ROLLED
-    for (uint32_t row = 0; row < own_rows; row += kOwnRows) {
-      Vec16 held[kOwnRows][kVecs] = {};
-      WEFT_UNROLL
-      for (uint32_t r = 0; r < kOwnRows; ++r) {
-        if (row + r >= own_rows) continue;
-        const auto* vecs = reinterpret_cast<const Vec16*>(
-            c.a.x + static_cast<uint64_t>(c.own_rows()[row + r]) * c.a.x_row_bytes);
-        WEFT_UNROLL
-        for (uint32_t v = 0; v < kVecs; ++v) {
-          const uint32_t index = first + v * c.warp.size();
-          if (index < last && layout.holds(index)) held[r][v] = load_vec(vecs + layout.vec(index));
-        }
-      }
-      WEFT_UNROLL
-      for (uint32_t r = 0; r < kOwnRows; ++r) {
-        if (row + r >= own_rows) continue;
-        const float weight = c.weights()[row + r];
-        WEFT_UNROLL
-        for (uint32_t v = 0; v < kVecs; ++v) {
-          float values[Element::kPerVec] = {};
-          Element::add(values, held[r][v]);
-          for (uint32_t e = 0; e < Element::kPerVec; ++e)
-            sums[v][e] = add(sums[v][e], multiply(weight, values[e]));
-        }
-      }
-    }
-    WEFT_UNROLL
-    for (uint32_t v = 0; v < kVecs; ++v) made[v] = Element::round(sums[v]);
+    sum_own_rows<Element>(c, layout, own_rows, made, first, last);
   }
 
   template <uint32_t kRows, uint32_t kVecs>

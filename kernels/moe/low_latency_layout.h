@@ -24,6 +24,7 @@ namespace weft {
 inline constexpr uint32_t kMaxBatches = 128;  // one token each at 128 tokens: as many blocks as a GPU has SMs
 inline constexpr uint32_t kWordsPerSource = 1024;  // batches, or (batch, piece) pairs in combine
 inline constexpr uint32_t kMaxExperts = 16384;
+inline constexpr uint32_t kCarrierTables = 5;  // see low_latency_ports.h
 inline constexpr uint32_t kTickets = 64;  // calls whose receive phase may be outstanding, far more than two
 
 // Names one call across its two launches, and counts launches. Local, zero before the first launch.
@@ -54,7 +55,7 @@ struct LowLatencyControl {
   uint64_t counts;     // u64[2][kMaxExperts] by half: [R][Le] by source: count_word() of my experts
   uint64_t handshake;  // LowLatencyHandshake[2][R]
   uint64_t word;       // u64[2][R][kWordsPerSource]
-  uint64_t carriers;   // u32[2][R] of this rank: see low_latency_ports.h
+  uint64_t carriers;   // CarrierTables of this rank: see low_latency_ports.h
   uint64_t end;
 };
 WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
@@ -67,7 +68,7 @@ WEFT_DEVICE constexpr LowLatencyControl low_latency_control(uint64_t ranks) {
   at.counts = carver.take(uint64_t{2} * kMaxExperts * 8);
   at.handshake = carver.take(2 * ranks * sizeof(LowLatencyHandshake));
   at.word = carver.take(2 * ranks * kWordsPerSource * 8);
-  at.carriers = carver.take(2 * ranks * 4);
+  at.carriers = carver.take(kCarrierTables * ranks * 4);
   at.end = carver.take(0);
   return at;
 }
@@ -267,9 +268,12 @@ struct CombineShared {
   uint64_t weight;  // f32[warps][K]
   uint64_t rank;    // u32[warps][K]  where the slots of the warp's token went; R for nowhere
   uint64_t owners;  // f32[warps][K, in whole vectors]  the weights that the owner of a message sent
+  uint64_t
+      gathered;  // u32[gathered words]  with replies once for each node: see low_latency_combine_node.cuh
   uint64_t bytes;
 };
-WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_k, uint64_t warps) {
+WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_k, uint64_t warps,
+                                                   uint64_t gathered_words) {
   Carver carver(16);
   CombineShared at{};
   at.unanswered = 8;  // beside the epoch
@@ -279,6 +283,7 @@ WEFT_DEVICE constexpr CombineShared combine_shared(uint64_t ranks, uint64_t top_
   at.weight = carver.take(warps * top_k * 4, 16);
   at.rank = carver.take(warps * top_k * 4, 16);
   at.owners = carver.take(warps * round_up_16(top_k * 4), 16);
+  at.gathered = carver.take(gathered_words * 4, 16);
   at.bytes = carver.end();
   return at;
 }

@@ -12,11 +12,14 @@
 // Where ranks of a node share what the network brings, a token crosses it once for each node. It goes to the node's
 // carrier, the rank there with the source's own place, and all ranks of the node read it in the carrier's window, which they
 // map. Nobody hands anything on, so nobody's launch waits for another's; every rank acknowledges to the source what it has
-// read there, as always. LowLatencyControl::carriers holds, by peer, the rank that gets what this rank has for it, and
-// by source, the rank in whose window that source's messages stand. Counts and handshakes go to each rank.
+// read there, as always. Counts and handshakes go to each rank.
 //
 // Replies to a batch stand next to each other: those of rank 0, of rank 1, ..., each in the order of tokens and slots.
 // The owner tells each rank where its own begin.
+//
+// A sum of a node's replies to a token crosses once, too, where that is shorter. The rank that carries an owner's tokens to
+// its node gathers the replies: the others store theirs to its outbox, each row at the place of its token, and beside it
+// which slot of the token it is the first of. The carrier's answers stand in the same outbox.
 #pragma once
 
 #include "kernels/moe/low_latency_args.h"
@@ -31,6 +34,16 @@ WEFT_DEVICE constexpr Batches port_batches_of(uint32_t max_tokens) {
   const uint32_t capacity = (max_tokens + wanted - 1) / wanted;
   return {(max_tokens + capacity - 1) / capacity, capacity};
 }
+
+// LowLatencyControl::carriers: u32[kCarrierTables][R].
+enum CarrierTable : uint32_t {
+  kCarrierTo,    // by peer: the rank that gets what this rank has for it, and sends what it has for this rank
+  kCarrierFrom,  // by source: the rank of this node in whose window its messages stand, and which answers it
+  kCarriedNumber,  // by source: which of those that its carrier serves it is; kNotCarried: it is of this node
+  kPlaceInNode,    // by rank of this node
+  kRankOfNode,     // by place
+};
+inline constexpr uint32_t kNotCarried = ~uint32_t{0};
 
 // Puts are of whole units of 16 bytes: a source's count words come in pairs.
 WEFT_DEVICE constexpr uint32_t port_count_words(uint32_t experts_per_rank) {
@@ -55,16 +68,19 @@ WEFT_DEVICE constexpr DispatchOutbox dispatch_outbox(uint64_t ranks, uint32_t ex
   return at;
 }
 
-// What an owner tells every rank: where the replies of that rank to each batch begin, u32[batches], counted in replies;
-// then, with a reduced reply, the weights of its tokens, f32[T][K in whole vectors].
+// What an owner tells every rank: where the replies of that rank, or its node, to each batch begin, u32[batches], counted
+// in replies; how many tokens each batch has, but for the last; then, with a reduced reply, the weights of its tokens,
+// f32[T][K in whole vectors].
 struct NoteLayout {
+  uint64_t share;  // u32
   uint64_t weights;
   uint64_t weights_stride;
   uint64_t bytes;  // of a note with M tokens
 };
 WEFT_DEVICE constexpr NoteLayout note_layout(Batches batches, uint64_t max_tokens, uint64_t top_k) {
   NoteLayout at{};
-  at.weights = round_up_16(batches.count * 4);
+  at.share = uint64_t{batches.count} * 4;
+  at.weights = round_up_16(at.share + 4);
   at.weights_stride = round_up_16(top_k * 4);
   at.bytes = at.weights + max_tokens * at.weights_stride;
   return at;
@@ -104,6 +120,30 @@ WEFT_DEVICE constexpr PortCombineLayout port_combine_layout(uint64_t ranks, uint
   at.places = outbox.take(max_tokens * top_k * 4);
   at.answers = outbox.take(0);
   return at;
+}
+
+// What stands in the outbox instead of `answers` where replies cross once for each node, of `node_ranks` ranks, each of
+// which carries for `carried` owners at most. From the outbox:
+struct NodeCombineLayout {
+  uint64_t answers;  // [carried][batches][capacity] of the stride: to the owners that this rank carries for
+  uint64_t rows;  // [carried][batches][node_ranks - 1][capacity] of the stride: what the others have for them
+  uint64_t slots;  // u32, of the same shape: the token's slot that a row is the first of, plus one; 0: no row
+  uint64_t bytes;
+};
+WEFT_DEVICE constexpr NodeCombineLayout node_combine_layout(const PortCombineLayout& at, Batches batches,
+                                                            uint32_t node_ranks, uint32_t carried) {
+  const uint64_t tokens = uint64_t{carried} * batches.count * batches.capacity;
+  Carver carver(at.answers);
+  NodeCombineLayout node{};
+  node.answers = carver.take(tokens * at.stride);
+  node.rows = carver.take(tokens * (node_ranks - 1) * at.stride);
+  node.slots = carver.take(tokens * (node_ranks - 1) * 4);
+  node.bytes = carver.end();
+  return node;
+}
+// Of a source's words: what the rank of a place in the node has for a batch of that source is there.
+WEFT_DEVICE constexpr uint32_t node_word(Batches batches, uint32_t place, uint32_t batch) {
+  return batches.count * (1 + place) + batch;
 }
 
 // What a rank keeps in memory of its device where there is a board (LowLatencyBoard::own), from the start of a half. A

@@ -70,6 +70,7 @@ class Watcher {
     const uint32_t source = item / words_of_source(), word = item % words_of_source();
     if (word < c_.awaited_counts())
       return has_arrived(source) ? in_window(source, c_.counts_at(source) + uint64_t{word} * 8) : Watched{};
+    if (!c_.awaits_word(source, word - c_.awaited_counts())) return {};
     const uint64_t offset = word_offset(call, c_.ranks(), epoch_, source, word - c_.awaited_counts());
     return from(source, c_.inbox(source), offset);
   }

@@ -69,7 +69,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(cuda_sharing, std::string, "auto", "how GPUs share memory: auto, vmm or ipc", one_of("auto", "vmm", "ipc").on_all_ranks()) \
   WEFT_OPTION(port_windows, std::string, "auto", "where windows of GPUs with port peers lie: device, in memory of the GPU, is an error where the network does not reach that on every rank; host, in pinned memory; auto: device where it does", one_of("auto", "device", "host").on_all_ranks()) \
   WEFT_OPTION(low_latency_line_tokens, int64_t, -1, "tokens of a rank that low-latency calls send as lines without fences, at most, over NVLink or on the CPU; 0: none; -1: as many as are faster so", at_least(-1)) \
-  WEFT_OPTION(low_latency_fanout, std::string, "auto", "how low-latency dispatch reaches ranks of other nodes: direct sends a token to each rank, node once to each node, whose ranks read it there; auto: what the planner takes for shorter", one_of("auto", "direct", "node").on_all_ranks()) \
+  WEFT_OPTION(low_latency_fanout, std::string, "auto", "how low-latency calls reach ranks of other nodes: direct sends a token to each rank, and each rank replies; node sends it once to each node, whose ranks read it there, and one sum comes back; auto: what the planner takes for shorter", one_of("auto", "direct", "node").on_all_ranks()) \
   WEFT_OPTION(window_reserve_bytes, int64_t, 0, "addresses to set aside per window and rank; 0 takes 256 GiB", any().on_all_ranks()) \
   WEFT_OPTION(window_bytes, int64_t, 0, "least bytes of a buffer's window; 0 takes what the buffer asks for", any().on_all_ranks()) \
   WEFT_OPTION(host_threads, int64_t, 0, "threads a host kernel runs on per rank; 0 lets the planner choose") \

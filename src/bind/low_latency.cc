@@ -246,6 +246,18 @@ void bind_low_latency(nb::module_& module) {
           nb::arg("scale_bytes"))
       // The first of a form compiles its kernel.
       .def(
+          "replies_once_per_node",
+          [](const LowLatency& self, uint32_t max_tokens, uint32_t top_k, uint32_t experts,
+             uint32_t row_bytes) {
+            LowLatencyCombineForm form;
+            form.max_tokens = max_tokens;
+            form.top_k = top_k;
+            form.experts = experts;
+            form.row_bytes = row_bytes;
+            return self.replies_once_per_node(form);
+          },
+          nb::arg("max_tokens"), nb::arg("top_k"), nb::arg("experts"), nb::arg("row_bytes"))
+      .def(
           "plan_dispatch",
           [fields = dispatch_fields()](LowLatency& self, const nb::kwargs& form) {
             const LowLatencyDispatchForm filled = fields.filled(form);

@@ -29,6 +29,18 @@ nb::dict to_dict(const TrafficPhase& phase, const GridPlan& grid, uint32_t batch
   return dict;
 }
 
+void add_ways(nb::dict phase, const FanOut& ways) {
+  for (const auto& [name, way] :
+       {std::pair{"per_rank", &ways.per_rank}, std::pair{"per_node", &ways.per_node}}) {
+    nb::dict of_way;
+    of_way["network_bytes"] = way->network_bytes;
+    of_way["puts"] = way->num_puts;
+    of_way["us"] = way->us;
+    phase[name] = of_way;
+  }
+  phase["fan_out"] = ways.is_per_node() ? "node" : "direct";
+}
+
 nb::dict plan_experts(bool is_low_latency, const nb::dict& shape, const nb::dict& machine) {
   const auto count = [](const nb::dict& from, const char* name) { return nb::cast<uint32_t>(from[name]); };
   const auto figure = [&](const char* name) { return nb::cast<double>(machine[name]); };
@@ -51,16 +63,8 @@ nb::dict plan_experts(bool is_low_latency, const nb::dict& shape, const nb::dict
   dict["dispatch"] = to_dict(traffic.dispatch, traffic.dispatch_grid, traffic.dispatch_batch_warps);
   dict["combine"] = to_dict(traffic.combine, traffic.combine_grid, traffic.combine_batch_warps);
   if (!is_low_latency) return dict;
-  const FanOut& ways = traffic.fan_out;
-  for (const auto& [name, way] :
-       {std::pair{"per_rank", &ways.per_rank}, std::pair{"per_node", &ways.per_node}}) {
-    nb::dict of_way;
-    of_way["network_bytes"] = way->network_bytes;
-    of_way["puts"] = way->num_puts;
-    of_way["us"] = way->us;
-    dict[name] = of_way;
-  }
-  dict["fan_out"] = ways.is_per_node() ? "node" : "direct";
+  add_ways(nb::cast<nb::dict>(dict["dispatch"]), traffic.dispatch_ways);
+  add_ways(nb::cast<nb::dict>(dict["combine"]), traffic.combine_ways);
   return dict;
 }
 

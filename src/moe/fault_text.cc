@@ -139,13 +139,13 @@ const char* work_name(Work work) {
 
 // What LowLatencyHandshake::words hold.
 const char* handshake_word_name(uint64_t word) {
-  static constexpr const char* kNames[] = {
-      "num_max_dispatch_tokens_per_rank",
-      "x (bytes per row)",
-      "topk_idx (top-k)",
-      "num_experts",
-      "x (bytes of scales per row)",
-      "x (form: the call, use_fp8, round_scale, use_ue8m0, use_logfmt; enable_shrink)"};
+  static constexpr const char* kNames[] = {"num_max_dispatch_tokens_per_rank",
+                                           "x (bytes per row)",
+                                           "topk_idx (top-k)",
+                                           "num_experts",
+                                           "x (bytes of scales per row)",
+                                           "x (form: the call, use_fp8, round_scale, use_ue8m0, use_logfmt; "
+                                           "enable_shrink, WEFT_LOW_LATENCY_FANOUT)"};
   return word < std::size(kNames) ? kNames[word] : "arguments";
 }
 

@@ -160,14 +160,49 @@ uint32_t* LowLatency::masks() const {
 }
 
 // Where peers may be masked each rank gets its own: a carrier that is lost would take the tokens of ranks that live.
-bool LowLatency::sends_once_per_node(const LowLatencyDispatchForm& form) const {
+bool LowLatency::may_share_nodes() const {
+  return has_ports() && !waits_.may_mask && terms_.islands.widest >= 2;
+}
+
+ExpertTrafficShape LowLatency::traffic_shape(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
   const IslandPlan& islands = terms_.islands;
-  if (!has_ports() || waits_.may_mask || islands.widest < 2) return false;
+  return {islands.count, islands.widest, max_tokens, std::min(top_k, experts), experts, 0, 0, 0};
+}
+
+bool LowLatency::sends_once_per_node(const LowLatencyDispatchForm& form) const {
+  if (!may_share_nodes()) return false;
   if (config().low_latency_fanout != "auto") return config().low_latency_fanout == "node";
-  const ExpertTrafficShape shape{
-      islands.count, islands.widest, form.max_tokens,  std::min(form.top_k, form.experts),
-      form.experts,  form.row_bytes, form.scale_bytes, 0};
+  ExpertTrafficShape shape = traffic_shape(form.max_tokens, form.top_k, form.experts);
+  shape.row_bytes = form.row_bytes;
+  shape.scale_bytes = form.scale_bytes;
   return plan_low_latency_fan_out(shape, terms_.links).is_per_node();
+}
+
+// Replies that are exact or LogFMT, and those that find no room, go once for each rank, whatever the setting says.
+bool LowLatency::replies_once_per_node(const LowLatencyCombineForm& form) const {
+  if (!may_share_nodes() || form.reply != kReplyReduced) return false;
+  const Batches batches = sizes(form.max_tokens, form.top_k, form.experts).batches();
+  if (!has_room_for_nodes(
+          port_combine_layout(ranks(), form.max_tokens, form.top_k, batches, form.row_bytes, form.reply),
+          batches))
+    return false;
+  if (config().low_latency_fanout != "auto") return config().low_latency_fanout == "node";
+  ExpertTrafficShape shape = traffic_shape(form.max_tokens, form.top_k, form.experts);
+  shape.result_bytes = form.row_bytes;
+  return plan_low_latency_reply_fan_out(shape, terms_.links).is_per_node();
+}
+
+// The same on all ranks.
+bool LowLatency::has_room_for_nodes(const PortCombineLayout& at, Batches batches) const {
+  const IslandPlan& islands = terms_.islands;
+  for (uint32_t which = 0; which < islands.count; ++which) {
+    const uint32_t size = islands.size(which);
+    if (node_word(batches, size, 0) > kWordsPerSource ||
+        node_combine_layout(at, batches, size, islands.most_served_in(which)).bytes >
+            half_bytes() - lines_at())
+      return false;
+  }
+  return true;
 }
 
 Status LowLatency::check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const {
@@ -336,6 +371,7 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
         "use_logfmt: got True, allowed: with bfloat16 rows and sums that are not added to");
   LowLatencySizes all = sizes(form.max_tokens, form.top_k, form.experts);
   all.grid_sms = form.grid_sms;
+  if (replies_once_per_node(form)) all.node_ranks = own_node_ranks();
   const LowLatencyCombineShape shape{ranks(),
                                      all.experts_per_rank(),
                                      form.top_k,
@@ -354,7 +390,8 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   args.call = common(all, plan, form.tokens);
   args.call.id_bytes = form.id_bytes;
   const auto row_form = static_cast<uint32_t>(form.element * 4 + form.reply);
-  const uint32_t kind = kCombineForms + row_form * 2 + (form.has_weights ? 1 : 0);
+  const uint32_t kind =
+      kCombineForms + row_form * 2 + (form.has_weights ? 1 : 0) + (all.node_ranks != 0 ? kSharedForms : 0);
   args.call.handshake = {{form.max_tokens, form.row_bytes, form.top_k, form.experts, 0, kind}, 0};
   args.x_row_bytes = form.row_bytes;
   args.signal_value = form.signal_value;
@@ -367,6 +404,11 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
     args.answer_room = answer_room(at, ranks(), args.call.batches, half_bytes() - lines_at());
     if (args.answer_room == at.batch_answers) args.answer_parts = Divisor::of(plan.answer_parts);
     args.call.board = board(own_combine(at, form.max_tokens, form.top_k, args.call.batches).replies);
+    if (all.node_ranks != 0) {
+      args.carriers = carriers();
+      args.node_ranks = all.node_ranks;
+      args.node_carried = terms_.islands.most_served_in(terms_.islands.island[rank()]);
+    }
   }
   args.pieces = Divisor::of(plan.pieces);
   args.owner_jobs = Divisor::of(args.call.batches.count * plan.pieces);

@@ -186,8 +186,9 @@ class LowLatency {
     return take_fault(*waits_.fault, peers());
   }
 
-  // Whether a token of such calls crosses the network once for each node (low_latency_ports.h).
+  // Whether a token of such calls crosses the network once for each node (low_latency_ports.h), and a sum of its replies.
   bool sends_once_per_node(const LowLatencyDispatchForm& form) const;
+  bool replies_once_per_node(const LowLatencyCombineForm& form) const;
   LowLatencySizes sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
   uint64_t routes_words(uint32_t max_tokens, uint32_t top_k, uint32_t experts, bool has_weights) const {
     return low_latency_routes_words(sizes(max_tokens, top_k, experts), has_weights);
@@ -206,6 +207,10 @@ class LowLatency {
   LowLatencyBoard board(uint64_t own_bytes) const;
   uint32_t* carriers() const;
   Status write_carriers() const;
+  bool may_share_nodes() const;
+  uint32_t own_node_ranks() const { return terms_.islands.size(terms_.islands.island[rank()]); }
+  ExpertTrafficShape traffic_shape(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const;
+  bool has_room_for_nodes(const PortCombineLayout& at, Batches batches) const;
   Status check(const LowLatencySizes& sizes, uint32_t tokens, const LowLatencyPlan& plan) const;
   LowLatencyCall common(const LowLatencySizes& sizes, const LowLatencyPlan& plan, uint32_t tokens) const;
   // A call in one launch, or one of its two phases: each is an operation of its own.

@@ -11,12 +11,25 @@ namespace {
 
 // LowLatencyControl::carriers.
 std::vector<uint32_t> carriers_of(const IslandPlan& islands, uint32_t ranks, uint32_t rank) {
-  std::vector<uint32_t> carriers(2 * ranks);
+  std::vector<uint32_t> carriers(uint64_t{kCarrierTables} * ranks);
+  const auto entry = [&](CarrierTable table, uint32_t of) -> uint32_t& {
+    return carriers[table * ranks + of];
+  };
   const uint32_t own = islands.island[rank];
   for (uint32_t peer = 0; peer < ranks; ++peer) {
     const uint32_t theirs = islands.island[peer];
-    carriers[peer] = theirs == own ? peer : islands.hub(rank, theirs);
-    carriers[ranks + peer] = theirs == own ? rank : islands.hub(peer, own);
+    const bool is_near = theirs == own;
+    entry(kCarrierTo, peer) = is_near ? peer : islands.hub(rank, theirs);
+    entry(kCarrierFrom, peer) = is_near ? rank : islands.hub(peer, own);
+    entry(kCarriedNumber, peer) = kNotCarried;
+    entry(kPlaceInNode, peer) = islands.place[peer];
+  }
+  for (uint32_t place = 0; place < islands.size(own); ++place) {
+    const uint32_t near = islands.members[islands.first[own] + place];
+    entry(kRankOfNode, place) = near;
+    const std::vector<uint32_t> carried = islands.served_by(near);
+    for (uint32_t number = 0; number < carried.size(); ++number)
+      entry(kCarriedNumber, carried[number]) = number;
   }
   return carriers;
 }

@@ -174,12 +174,32 @@ FanOut plan_low_latency_fan_out(const ExpertTrafficShape& shape, const LinkFigur
   return made;
 }
 
+// The owner's notes go to each rank, with the weights of its tokens, whichever way replies come.
+FanOut plan_low_latency_reply_fan_out(const ExpertTrafficShape& shape, const LinkFigures& links) {
+  const Chances to = chances_of(shape);
+  const double near = shape.ranks_per_node - 1.0, others = shape.nodes - 1.0;
+  const Batches batches = others > 0 ? port_batches_of(shape.tokens) : Batches{0, 0};
+  const uint64_t far = uint64_t{shape.nodes - 1} * shape.ranks_per_node;
+  const auto bytes = static_cast<double>(shape.result_bytes);
+  const double of_rank = shape.tokens * to.rank, of_node = shape.tokens * to.node;
+  const NoteLayout note = note_layout(batches, shape.tokens, shape.top_k);
+  const uint64_t notes = far * note.bytes, near_bytes = whole(of_rank * near * bytes);
+  const uint64_t chunk = batches.capacity * shape.result_bytes;
+  // Each put of a note, and those of replies.
+  FanOut made{{near_bytes, notes + whole(of_rank * static_cast<double>(far) * bytes),
+               far * (1 + batches.count), chunk, 0, Bound::kLatency},
+              // What goes to a carrier goes over mapped links.
+              {near_bytes + whole(of_rank * others * near * bytes), notes + whole(of_node * others * bytes),
+               far + uint64_t{shape.nodes - 1} * batches.count, chunk, 0, Bound::kLatency}};
+  time_phase(made.per_rank, links, far ? 0 : 1, far ? 1 : 0);
+  time_phase(made.per_node, links, 1, far ? 1 : 0);
+  return made;
+}
+
 Result<ExpertTraffic> plan_low_latency_traffic(const ExpertTrafficShape& shape,
                                                const MachineFigures& machine) {
   WEFT_TRY(check(shape));
-  const Chances to = chances_of(shape);
-  const uint32_t ranks = shape.nodes * shape.ranks_per_node, near = shape.ranks_per_node - 1;
-  const uint32_t far = ranks - shape.ranks_per_node;
+  const uint32_t ranks = shape.nodes * shape.ranks_per_node, far = ranks - shape.ranks_per_node;
   LowLatencySizes sizes{};
   sizes.ranks = ranks;
   sizes.max_tokens = shape.tokens;
@@ -214,15 +234,10 @@ Result<ExpertTraffic> plan_low_latency_traffic(const ExpertTrafficShape& shape,
     traffic.inbox_bytes =
         low_latency_region_bytes(ranks, std::max(plans[0].word_bytes, plans[1].word_bytes), true);
 
-  traffic.fan_out = plan_low_latency_fan_out(shape, machine);
-  traffic.dispatch = traffic.fan_out.is_per_node() ? traffic.fan_out.per_node : traffic.fan_out.per_rank;
-  const uint64_t stride = reply_stride(shape.result_bytes, kReplyReduced);
-  const double rows = shape.tokens * to.rank;  // from one rank
-  traffic.combine.mapped_bytes = whole(rows * near * static_cast<double>(shape.result_bytes));
-  traffic.combine.network_bytes = whole(rows * far * static_cast<double>(stride));
-  traffic.combine.num_puts = uint64_t{far} * batches.count;
-  traffic.combine.chunk_bytes = far ? batches.capacity * stride : 0;
-  time_phase(traffic.combine, machine, far ? 0 : 1, far ? 1 : 0);
+  traffic.dispatch_ways = plan_low_latency_fan_out(shape, machine);
+  traffic.combine_ways = plan_low_latency_reply_fan_out(shape, machine);
+  traffic.dispatch = traffic.dispatch_ways.shorter();
+  traffic.combine = traffic.combine_ways.shorter();
   return traffic;
 }
 

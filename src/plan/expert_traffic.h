@@ -54,12 +54,13 @@ struct TrafficPhase {
   Bound bound;  // what takes longest
 };
 
-// A low-latency dispatch may send a row once for each (token, rank), or once for each (token, node), whose ranks then read
-// it there.
+// Low latency may send a row once for each (token, rank), or once for each (token, node): a dispatch's rows are then read
+// there by the node's other ranks, and a combine's are gathered from them.
 struct FanOut {
   TrafficPhase per_rank;
   TrafficPhase per_node;
   bool is_per_node() const { return per_node.us < per_rank.us; }
+  const TrafficPhase& shorter() const { return is_per_node() ? per_node : per_rank; }
 };
 
 struct ExpertTraffic {
@@ -73,7 +74,7 @@ struct ExpertTraffic {
   uint64_t inbox_bytes;  // of a rank's window that the network writes, with the outbox that mirrors it
   TrafficPhase dispatch;
   TrafficPhase combine;
-  FanOut fan_out;  // low latency: dispatch is the one that is shorter
+  FanOut dispatch_ways, combine_ways;  // low latency: dispatch and combine are the shorter ones
 };
 
 // Errors: kInvalid naming what is 0 or does not fit.
@@ -82,6 +83,7 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
 Result<ExpertTraffic> plan_low_latency_traffic(const ExpertTrafficShape& shape,
                                                const MachineFigures& machine);
 // What calls decide their fan-out by: of nodes that differ, ranks_per_node is the widest's. All ranks must give the same.
-FanOut plan_low_latency_fan_out(const ExpertTrafficShape& shape, const LinkFigures& links);
+FanOut plan_low_latency_fan_out(const ExpertTrafficShape& shape, const LinkFigures& links);        // dispatch
+FanOut plan_low_latency_reply_fan_out(const ExpertTrafficShape& shape, const LinkFigures& links);  // combine
 
 }  // namespace weft

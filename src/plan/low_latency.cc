@@ -129,7 +129,8 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
   plan.lines = may_have_lines(sizes, layout.line_bytes);
   if (sizes.has_ports) plan.word_bytes = port_combine_bytes(sizes, shape);
   const uint32_t warps = warps_per_block(plan, limits);
-  plan.shared_bytes = static_cast<uint32_t>(combine_shared(sizes.ranks, sizes.top_k, warps).bytes);
+  const uint64_t gathered = uint64_t{sizes.node_ranks} * sizes.batches().capacity;
+  plan.shared_bytes = static_cast<uint32_t>(combine_shared(sizes.ranks, sizes.top_k, warps, gathered).bytes);
   plan.pieces = 1;
   plan.receive_splits = 1;
   if (!limits.is_cuda) return plan;

@@ -25,7 +25,9 @@ struct LowLatencySizes {
   uint64_t line_room = 0;    // bytes of a half that lines have; calls whose lines do not fit have none
   bool has_ports = false;    // some rank has peers that it does not map: an outbox, no lines, larger batches
   bool is_watched = false;   // there is a board: a block of every launch watches (low_latency_watch.cuh)
-  uint32_t grid_sms = 0;     // SMs, or host threads, of each launch of the call at most; 0: all
+  uint32_t node_ranks =
+      0;  // combine: of this rank's node, whose sums cross once (low_latency_ports.h); 0: none do
+  uint32_t grid_sms = 0;  // SMs, or host threads, of each launch of the call at most; 0: all
 
   // The last ranks own fewer, or none, where experts do not divide evenly.
   uint32_t experts_per_rank() const { return (experts + ranks - 1) / ranks; }

@@ -30,6 +30,13 @@ std::vector<uint32_t> IslandPlan::served_by(uint32_t hub_rank) const {
   return served;
 }
 
+uint32_t IslandPlan::most_served_in(uint32_t which) const {
+  std::vector<uint32_t> served(size(which), 0);
+  for (uint32_t rank = 0; rank < island.size(); ++rank)
+    if (island[rank] != which) ++served[place[rank] % size(which)];
+  return *std::max_element(served.begin(), served.end());
+}
+
 std::vector<uint32_t> IslandPlan::numbers_of(uint32_t rank) const {
   std::vector<uint32_t> numbers(count, 0);
   for (uint32_t which = 0; which < count; ++which) {

@@ -26,6 +26,7 @@ struct IslandPlan {
     return members[first[which] + place[rank] % size(which)];
   }
   std::vector<uint32_t> served_by(uint32_t hub) const;    // Islands::served
+  uint32_t most_served_in(uint32_t which) const;          // by one rank of an island
   std::vector<uint32_t> numbers_of(uint32_t rank) const;  // Islands::number
 };
 

@@ -58,9 +58,9 @@ def _times(plans: Sequence[dict[str, Any]]) -> str:
     rows = []
     for plan in plans:
         bounds = " / ".join(plan[call]["bound"] for call in ("dispatch", "combine"))
-        fanned = f"{plan['per_rank']['us']:,.0f}" if plan["mode"] == "ll" else ""
+        fanned = _both(plan, lambda call: call["per_rank"]["us"]) if plan["mode"] == "ll" else ""
         rows.append((str(plan["nodes"]), _both(plan, lambda call: call["us"]), bounds, fanned))
-    heads = ("nodes", "us at least", "limited by", "us of dispatch with a row per (token, rank)")
+    heads = ("nodes", "us at least", "limited by", "us with a row per (token, rank)")
     width = 4 if plans[0]["mode"] == "ll" else 3
     return _table(heads[:width], [row[:width] for row in rows])
 

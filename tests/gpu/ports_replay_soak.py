@@ -66,7 +66,9 @@ class Outcome:
     seconds: float = 0.0
     rows: int = 0
     wrong_rows: int = 0
-    once_per_node: bool = False
+    us_per_round: float = 0.0
+    once_per_node: bool = False  # tokens; and replies
+    replies_once_per_node: bool = False
     replays_of_sizes: dict[str, int] = field(default_factory=dict)
     error: str = ""
 
@@ -151,7 +153,8 @@ class Rounds:
         o, rank = self.options, self.rank
         self._settle()
         self.turn.zero_(), self.rows.zero_()  # what ran before the captures is checked, and not counted
-        outcome = Outcome(o, once_per_node=self.sends_once_per_node())
+        outcome = Outcome(o)
+        outcome.once_per_node, outcome.replies_once_per_node = self.once_per_node()
         sizes = random.Random(o.seed * 77 + rank.rank)  # each rank draws its own
         counts = dict.fromkeys(SIZES, 0)
         began = time.monotonic()
@@ -170,18 +173,16 @@ class Rounds:
                     outcome.rounds < o.rounds and time.monotonic() - began < o.minutes * 60
                 )
         outcome.seconds = round(time.monotonic() - began, 1)
+        outcome.us_per_round = round(outcome.seconds / max(outcome.rounds, 1) * 1e6, 1)
         outcome.rows, outcome.wrong_rows = int(self.rows), int(self.wrong)
         outcome.replays_of_sizes = {str(tokens): count for tokens, count in counts.items()}
         return outcome
 
-    def sends_once_per_node(self) -> bool:
-        """Return whether a token crosses the network once for each node."""
-        o = self.options
-        return bool(
-            self.buffer.runtime.low_latency.sends_once_per_node(
-                max(SIZES), o.top_k, self.experts, o.hidden * 2, 0
-            )
-        )
+    def once_per_node(self) -> tuple[bool, bool]:
+        """Return whether a token, and a sum of its replies, crosses the network once for each node."""
+        o, mode = self.options, self.buffer.runtime.low_latency
+        form = (max(SIZES), o.top_k, self.experts, o.hidden * 2)
+        return bool(mode.sends_once_per_node(*form, 0)), bool(mode.replies_once_per_node(*form))
 
     def _goes_on(self, wishes: bool) -> bool:
         """Return what rank 0 wishes, and no rank has a wrong row."""
@@ -238,7 +239,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--hooks", action="store_true", help="receive phases are launches of their own")
     add("--seed", type=int, default=1)
     add("--timeout-s", type=float, default=60.0, help="of a wait for another rank (%(default)s)")
-    add("--json", type=Path, help="file for the result")
+    add("--json", type=Path, help="file for the result; -: print it")
     return parser.parse_args(argv)
 
 
@@ -251,7 +252,8 @@ def main(argv: list[str] | None = None) -> int:
         o = made.options
         print(
             f"{'good' if made.is_good else 'NOT GOOD'}: {o.provider}, {o.device}, {o.ranks} ranks by {o.ranks_per_node}"
-            f"{', once per node' if made.once_per_node else ''}: {made.rounds} of {o.rounds} rounds in "
+            f"{', once per node' if made.once_per_node else ''}"
+            f"{', replies once per node' if made.replies_once_per_node else ''}: {made.rounds} of {o.rounds} rounds in "
             f"{made.seconds} s, {made.rows} rows, {made.wrong_rows} wrong{': ' + made.error if made.error else ''}"
         )
     if path:
@@ -263,7 +265,8 @@ def main(argv: list[str] | None = None) -> int:
             "machine": {"cpu_count": os.cpu_count(), "gpu": gpu, "system": platform.platform()},
             "runs": [asdict(made) | {"good": made.is_good} for made in outcomes],
         }
-        path.write_text(json.dumps(found, indent=2) + "\n")
+        text = json.dumps(found, indent=2) + "\n"
+        sys.stdout.write(text) if str(path) == "-" else path.write_text(text)
     return 0 if all(made.is_good for made in outcomes) else 1
 
 

@@ -18,6 +18,16 @@ from typing import Any
 import pytest
 import torch
 from gpu_ranks import num_ranks_here, run_on_gpus
+from host_calls import HostCalls
+from moe_checks import (
+    check_cached,
+    check_float32_rows,
+    check_no_top_k,
+    check_repeats,
+    check_round_trip,
+    check_scales,
+    check_worst_tokens,
+)
 from port_nodes import _settings, use_ports  # noqa: F401
 from programs import WEFT, run_program
 from test_low_latency_gpu import _check_graph, _check_shape
@@ -25,6 +35,7 @@ from torch.utils.dlpack import from_dlpack
 
 import weft
 from weft import Communicator, _core
+from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank
 
 PROVIDERS = ("fabric:tcp", "fabric:shm")
@@ -323,6 +334,52 @@ def test_low_latency_graphs_replay_hundreds_of_times(
 ) -> None:
     _use(monkeypatch, place[1], provider)
     run_on_gpus(place[0], _replayed_round_trips, 300 if place[0] == 2 else 150, deadline_s=DEADLINE_S)
+
+
+# Tokens of ranks by turns, and what is not hidden 64, top 3 of 8.
+HIGH_THROUGHPUT: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((6, 9), {}),
+    ((0, 7), {}),
+    ((0,), {}),
+    ((5, 8), {"routing": "none"}),
+    ((9, 4), {"routing": "one expert", "empty_share": 0.0, "top_k": 1}),
+    ((3, 4), {"routing": "any", "top_k": 12}),
+    ((1000, 217), {"hidden": 7168, "top_k": 8, "num_experts": 256}),
+    ((4, 3), {"hidden": 16384, "top_k": 2, "num_experts": 3}),
+    ((700, 40), {"hidden": 2048, "top_k": 2, "routing": "one expert"}),  # many laps of one hub's rings
+]
+
+
+def _high_throughput(rank: Rank) -> None:
+    """Counts, cached handles, worst tokens, FP8 with scales, float32: what CPU ranks are asked, in one buffer."""
+    buffer = weft.Buffer(rank.group, 64 << 20, timeout_s=TIMEOUT_S)
+    assert buffer.device.type == "cuda"
+    rank.kept["buffer"] = HostCalls(buffer)
+
+    def case(tokens: tuple[int, ...], **more: Any) -> MoeCase:
+        of_ranks = tuple(tokens[r % len(tokens)] for r in range(rank.size))
+        return MoeCase(of_ranks, **({"hidden": 64, "top_k": 3, "num_experts": 8} | more))
+
+    for tokens, more in HIGH_THROUGHPUT:
+        for _ in range(2):
+            check_round_trip(rank, case(tokens, **more))
+    for made in (case((6, 9)), case((300, 0), hidden=7168, top_k=8, num_experts=64)):
+        check_cached(rank, made)
+        check_worst_tokens(rank, made, 1000)
+        check_scales(rank, made, 56, torch.float32, False)
+        check_scales(rank, made, 3, torch.int32, True)
+        check_float32_rows(rank, made)
+        check_no_top_k(rank, made)
+    check_repeats(rank, case((100, 33), hidden=1024))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_high_throughput_agrees_with_the_oracle(
+    place: tuple[int, int], provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use(monkeypatch, place[1], provider)
+    run_on_gpus(place[0], _high_throughput, deadline_s=DEADLINE_S)
 
 
 def _fifo(_: Rank) -> None:

@@ -57,12 +57,13 @@ class Case:
         return _core.KernelKey(**(fields | changed))
 
 
-# Over ports these spill registers on GPUs, where there are no ports as yet.
+# Their code for ports is large, and takes long to compile for each mesh. What GPUs mostly run is compiled by
+# test_low_latency_over_ports_spills_nothing().
 WITH_PORTS_FOR_HOSTS = {"run_program", "low_latency_dispatch", "low_latency_combine"}
 
 
 def is_for_hosts(row: _core.KernelRow) -> bool:
-    """Return whether a kernel runs on the CPU alone as yet."""
+    """Return whether a kernel is left out of the cases for GPUs."""
     return bool(row.name in WITH_PORTS_FOR_HOSTS and row.mesh_type != "MappedMesh")
 
 

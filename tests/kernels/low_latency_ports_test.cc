@@ -58,7 +58,8 @@ TEST_P(LowLatencyPorts, RoundTripsOfAnyShape) {
                         {4, 1024, 8, 32, 20, kPayloadFp8, kReplyReducedLog},
                         {4, 1536, 8, 32, 20, kPayloadCopy, kReplyExactLog, 2},
                         {5, 8, 32, 64, 11, kPayloadCopy, kReplyReduced, 2, true},
-                        {7, 16, 2, 5, 9, kPayloadCopy, kReplyReduced, 1, true}};
+                        {7, 16, 2, 5, 9, kPayloadCopy, kReplyReduced, 1, true},
+                        {6, 136, 6, 11, 40, kPayloadCopy, kReplyReduced, 3}};
   for (const Case& c : cases)
     run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
       Rank rank = make_rank(boot, ports_region_for(c), c.host_threads);
@@ -116,6 +117,51 @@ TEST_P(LowLatencyPorts, TheLeastRegionServesWhereRepliesDoNotAllFit) {
     Rank rank = make_rank(boot, low_latency_region_bytes(c.ranks, least, true), 1);
     for (uint32_t seed = 0; seed < 3; ++seed) run_whole(c, rank, seed);
   });
+}
+
+// Nodes of 4, 4, 4, 4 and 1: a rank of the last carries for all ranks of the others.
+TEST(LowLatencyNodes, SeventeenRanksOverFiveNodes) {
+  for (const bool has_board : {false, true}) {
+    const WatchedCase nodes{{"4", false, "node"}, has_board};
+    nodes.set_up();
+    const Case c{17, 64, 6, 34, 12};
+    run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
+      Rank rank(boot, ports_region_for(c), 1, 0, false, kTimeoutS, has_board);
+      for (uint32_t seed = 0; seed < 2; ++seed) {
+        RoundTrip trip(c, rank, seed);
+        EXPECT_TRUE(trip.replies_once_per_node());
+        ASSERT_EQ(trip.dispatch(kBoth).message(), "");
+        trip.check_dispatched();
+        ASSERT_EQ(trip.combine(kBoth).message(), "");
+        trip.check_combined();
+      }
+    });
+    nodes.tear_down();
+  }
+}
+
+// Who has no room to gather sends once for each rank, on all ranks alike.
+TEST_P(LowLatencyPorts, RepliesThatCannotBeGatheredGoToEachRank) {
+  const Case c{5, 512, 2, 10, 20, kPayloadFp8};
+  if (std::string(GetParam().fan_out) != "node") GTEST_SKIP() << "nothing is gathered";
+  const LowLatencySizes sizes{c.ranks, c.max_tokens, c.top_k, c.experts, 0, 0, true};
+  const PortCombineLayout at =
+      port_combine_layout(c.ranks, c.max_tokens, c.top_k, sizes.batches(), c.hidden * 2, c.reply);
+  const MessageLayout message = message_layout(c.top_k, false, c.row_bytes(), c.scale_bytes());
+  const uint64_t least =
+      std::max({at.inbox_bytes, least_outbox(at, c.ranks, sizes.batches()),
+                dispatch_outbox(c.ranks, sizes.experts_per_rank(), sizes.batches(), message).bytes});
+  for (const uint64_t more : {uint64_t{0}, uint64_t{4} << 20})
+    run_ranks(RanksAre::kThreads, c.ranks, [&](std::shared_ptr<Bootstrap> boot) {
+      Rank rank = make_rank(boot, low_latency_region_bytes(c.ranks, least + more, true), 1);
+      for (uint32_t seed = 0; seed < 2; ++seed) {
+        RoundTrip trip(c, rank, seed);
+        EXPECT_EQ(trip.replies_once_per_node(), more != 0);
+        ASSERT_EQ(trip.dispatch(kBoth).message(), "");
+        ASSERT_EQ(trip.combine(kBoth).message(), "");
+        trip.check_combined();
+      }
+    });
 }
 
 TEST_P(LowLatencyPorts, TooSmallARegionIsRefusedBeforeAnythingIsSent) {

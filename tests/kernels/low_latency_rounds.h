@@ -145,6 +145,7 @@ class Rank {
       auto agreed = agree_on_low_latency(*comm_, std::move(*islands));
       EXPECT_EQ(agreed.status().message(), "");
       made = std::move(*agreed);
+      islands_ = made.islands;
     }
     made.line_tokens = line_tokens;
     return made;
@@ -161,6 +162,7 @@ class Rank {
     WEFT_TRY(stream_->wait());
     return mode_->fault();
   }
+  uint32_t node_of(uint32_t rank) const { return islands_.island[rank]; }
   static constexpr uint64_t kBegin = 4096;
 
  private:
@@ -180,6 +182,7 @@ class Rank {
         has_board ? with_board(terms(line_tokens), region_bytes) : terms(line_tokens));
   }
 
+  IslandPlan islands_;
   std::unique_ptr<HostVisible> visible_;
   std::unique_ptr<OwnStream> stream_;
   std::shared_ptr<Communicator> comm_;
@@ -219,6 +222,8 @@ class RoundTrip {
     return run(combine_, phases);
   }
 
+  bool replies_once_per_node() const { return rank_.mode().replies_once_per_node(combine_); }
+
   // Counts, ranges, sources and rows are those of plain indexing; nothing else was written.
   void check_dispatched() {
     for (uint32_t e = 0; e < owned(); ++e) {
@@ -249,6 +254,7 @@ class RoundTrip {
       const double want = expected(i / c_.hidden, i % c_.hidden);
       const double got = float_of_bf16(out_.combined[i]);
       if (c_.reply == kReplyExact) ASSERT_EQ(got, float_of_bf16(bf16_bits(static_cast<float>(want)))) << i;
+      if (c_.reply == kReplyReduced) ASSERT_EQ(got, expected_reduced(i / c_.hidden, i % c_.hidden)) << i;
       difference += (want + 1) * (got + 1);
       scale += (want + 1) * (want + 1) + (got + 1) * (got + 1);
     }
@@ -387,6 +393,33 @@ class RoundTrip {
           out_.y[at * c_.hidden + h] = result(x_of(out_.out_source[at], out_.src_info[at], h), expert);
       }
     }
+  }
+  // Ranks round their sums, and so do nodes where their sums cross once: both in the order of first slots.
+  float expected_reduced(uint64_t token, uint64_t channel) const {
+    std::vector<std::pair<uint32_t, float>> of_ranks, of_repliers;
+    const auto add_to = [](auto& sums, uint32_t whose, float value) {
+      const auto found =
+          std::find_if(sums.begin(), sums.end(), [&](auto& sum) { return sum.first == whose; });
+      if (found == sums.end())
+        sums.emplace_back(whose, 0.0f + value);
+      else
+        found->second += value;
+    };
+    for (uint32_t k = 0; k < c_.top_k; ++k) {
+      const int64_t expert = mine().ids[token * c_.top_k + k];
+      if (expert < 0) continue;
+      const float product = mine().weights[token * c_.top_k + k] *
+                            float_of_bf16(result(x_of(rank_.rank(), token, channel), expert));
+      add_to(of_ranks, static_cast<uint32_t>(expert / c_.experts_per_rank()), product);
+    }
+    const bool shares = rank_.mode().replies_once_per_node(combine_);
+    for (const auto& [rank, sum] : of_ranks) {
+      const bool is_far = shares && rank_.node_of(rank) != rank_.node_of(rank_.rank());
+      add_to(of_repliers, is_far ? c_.ranks + rank_.node_of(rank) : rank, float_of_bf16(bf16_bits(sum)));
+    }
+    float all = 0;
+    for (const auto& [replier, sum] : of_repliers) all += float_of_bf16(bf16_bits(sum));
+    return float_of_bf16(bf16_bits(all));
   }
   double expected(uint64_t token, uint64_t channel) const {
     float sum = 0;

@@ -143,3 +143,15 @@ def test_source_that_does_not_compile_shows_the_log() -> None:
 def test_the_source_asserts_the_sizes_that_the_host_uses() -> None:
     source = _core.kernel_source(all_cases()[0].key())
     assert re.search(r"static_assert\(sizeof\(weft::LayoutArgs\) == \d+\)", source)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", ["low_latency_dispatch", "low_latency_combine"])
+def test_low_latency_over_ports_spills_nothing(name: str) -> None:
+    """Ranks of a node map each other, all others are behind proxies."""
+    mesh = "HybridMesh<weft::MappedMesh, weft::ProxyMesh>"
+    (index,) = [
+        at for at, row in enumerate(_core.kernel_table()) if (row.name, row.mesh_type) == (name, mesh)
+    ]
+    typical = _core.kernel_table()[index].typical.split(";")[0].strip()
+    check_usage(_core.compile_kernel(Case(index, typical).key(), FULL_SWEEP))

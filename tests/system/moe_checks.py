@@ -12,7 +12,13 @@ import weft
 from weft.testing import oracle
 from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank, RankPool
-from weft.testing.round_trips import check_combined, check_received, dispatch, expert_output
+from weft.testing.round_trips import (
+    check_combined,
+    check_received,
+    dispatch,
+    expert_output,
+    ranks_per_node,
+)
 
 WINDOW_BYTES = 64 << 20
 
@@ -58,6 +64,101 @@ def check_round_trip(rank: Rank, case: MoeCase) -> None:
     all_rows = [oracle.ht_dispatch(routes, case.num_experts, r) for r in range(rank.size)]
     all_weights = [r.take_weights(case.all_weights()) for r in all_rows]
     assert torch.equal(weights, oracle.ht_combine_weights(all_weights, routes, case.num_experts, me))
+
+
+def check_scales(rank: Rank, case: MoeCase, words: int, dtype: torch.dtype, column_major: bool) -> None:
+    """Rows of FP8 bring their scales, in a cached dispatch, too."""
+    quantized = [x.to(torch.float8_e4m3fn) for x in case.all_x()]
+    scales = [case.scales(r, words).view(dtype) for r in range(rank.size)]
+    mine = scales[rank.rank]
+    if column_major:
+        mine = mine.T.contiguous().T
+    (recv_x, recv_scales), idx, weights, _, handle, _ = dispatch(
+        kept_buffer(rank), case, rank.rank, (quantized[rank.rank], mine)
+    )
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    assert recv_x.dtype == torch.float8_e4m3fn
+    assert torch.equal(recv_x.view(torch.uint8), rows.take([q.view(torch.uint8) for q in quantized]))
+    assert recv_scales.is_contiguous()
+    assert torch.equal(recv_scales, rows.take(scales))
+    assert torch.equal(idx, rows.topk_idx)
+    assert torch.equal(weights, rows.take_weights(case.all_weights()))
+    cached, none, *_ = kept_buffer(rank).dispatch((quantized[rank.rank], mine), handle=handle)
+    assert none is None
+    assert torch.equal(cached[1], recv_scales)
+
+
+def check_worst_tokens(rank: Rank, case: MoeCase, num_worst_tokens: int) -> None:
+    """Outputs have as many rows as asked for, and no counts come."""
+    buffer = kept_buffer(rank)
+    recv_x, recv_idx, recv_weights, counts, handle, _ = dispatch(
+        buffer, case, rank.rank, num_worst_tokens=num_worst_tokens
+    )
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    received = len(rows.src_rank)
+    assert counts == []
+    assert len(recv_x) == len(recv_idx) == len(recv_weights) == num_worst_tokens
+    check_received(case, rank.rank, rows, recv_x[:received], recv_idx[:received], recv_weights[:received])
+    assert bool((recv_idx[received:] == -1).all())
+    combined, _, _ = buffer.combine(expert_output(recv_x, rank.rank), handle)
+    check_combined(case, rank.rank, combined)
+
+
+def check_cached(rank: Rank, case: MoeCase) -> None:
+    """A handle repeats a dispatch with other rows."""
+    buffer = kept_buffer(rank)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
+    again = buffer.dispatch(case.x(rank.rank) * 2, handle=handle)
+    assert torch.equal(again[0], recv_x * 2)
+    assert again[1:5] == (None, None, None, None)
+    assert again[5].event is None
+    combined, weights, _ = buffer.combine(expert_output(recv_x, rank.rank), handle)
+    assert weights is None
+    check_combined(case, rank.rank, combined)
+
+
+def check_no_top_k(rank: Rank, case: MoeCase) -> None:
+    """Without ids and weights rows alone travel."""
+    buffer = kept_buffer(rank)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(
+        case.topk_idx(rank.rank), case.num_experts
+    )
+    recv_x, idx, weights, counts, handle, _ = buffer.dispatch(
+        case.x(rank.rank),
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+    )
+    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
+    assert torch.equal(recv_x, rows.take(case.all_x()))
+    assert idx is None
+    assert weights is None
+    assert counts == rows.per_expert
+    check_combined(case, rank.rank, buffer.combine(expert_output(recv_x, rank.rank), handle)[0])
+
+
+def check_repeats(rank: Rank, case: MoeCase) -> None:
+    """A buffer serves many round trips."""
+    buffer = kept_buffer(rank)
+    for _ in range(40):
+        recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
+        combined, _, _ = buffer.combine(expert_output(recv_x, rank.rank), handle)
+    check_combined(case, rank.rank, combined)
+
+
+def check_float32_rows(rank: Rank, case: MoeCase) -> None:
+    """Sums of float32 are those of the oracle."""
+    buffer = kept_buffer(rank)
+    xs = [x.float() for x in case.all_x()]
+    recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank, xs[rank.rank])
+    rows = [oracle.ht_dispatch(case.routes(), case.num_experts, r) for r in range(rank.size)]
+    assert torch.equal(recv_x, rows[rank.rank].take(xs))
+    combined, _, _ = buffer.combine(recv_x, handle)
+    sent_back = [r.take(xs) for r in rows]
+    expected = oracle.ht_combine(
+        sent_back, case.routes(), case.num_experts, rank.rank, ranks_per_node=ranks_per_node(rank.size)
+    )
+    assert torch.equal(combined, expected)
 
 
 def barrier(rank: Rank) -> None:

@@ -16,11 +16,17 @@ from moe_checks import (
     WINDOW_BYTES,
     FakeMpi,
     barrier,
+    check_cached,
     check_case,
     check_combined,
+    check_float32_rows,
     check_layout,
+    check_no_top_k,
     check_received,
+    check_repeats,
     check_round_trip,
+    check_scales,
+    check_worst_tokens,
     dispatch,
     expert_output,
     kept_buffer,
@@ -31,7 +37,6 @@ import weft
 from weft.testing import oracle
 from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank, RankPool, run_ranks
-from weft.testing.round_trips import ranks_per_node
 
 RANK_COUNTS = (1, 2, 3, 5, 6, 7, 17)
 SMALL = MoeCase(tokens=(6, 9), hidden=64, top_k=3, num_experts=8)
@@ -80,27 +85,6 @@ def test_round_trip_of_any_shape_matches_the_oracle(pool: RankPool, data: st.Dat
 )
 def test_round_trip_at_the_edges(pair: RankPool, case: MoeCase) -> None:
     pair.run(check_round_trip, case)
-
-
-def check_scales(rank: Rank, case: MoeCase, words: int, dtype: torch.dtype, column_major: bool) -> None:
-    quantized = [x.to(torch.float8_e4m3fn) for x in case.all_x()]
-    scales = [case.scales(r, words).view(dtype) for r in range(rank.size)]
-    mine = scales[rank.rank]
-    if column_major:
-        mine = mine.T.contiguous().T
-    (recv_x, recv_scales), idx, weights, _, handle, _ = dispatch(
-        kept_buffer(rank), case, rank.rank, (quantized[rank.rank], mine)
-    )
-    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
-    assert recv_x.dtype == torch.float8_e4m3fn
-    assert torch.equal(recv_x.view(torch.uint8), rows.take([q.view(torch.uint8) for q in quantized]))
-    assert recv_scales.is_contiguous()
-    assert torch.equal(recv_scales, rows.take(scales))
-    assert torch.equal(idx, rows.topk_idx)
-    assert torch.equal(weights, rows.take_weights(case.all_weights()))
-    cached, none, *_ = kept_buffer(rank).dispatch((quantized[rank.rank], mine), handle=handle)
-    assert none is None
-    assert torch.equal(cached[1], recv_scales)
 
 
 @pytest.mark.parametrize("words", [1, 3, 56])
@@ -185,21 +169,6 @@ def test_expert_alignment_rounds_the_counts(pair: RankPool, alignment: int) -> N
     pair.run(check_alignment, SMALL, alignment)
 
 
-def check_worst_tokens(rank: Rank, case: MoeCase, num_worst_tokens: int) -> None:
-    buffer = kept_buffer(rank)
-    recv_x, recv_idx, recv_weights, counts, handle, _ = dispatch(
-        buffer, case, rank.rank, num_worst_tokens=num_worst_tokens
-    )
-    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
-    received = len(rows.src_rank)
-    assert counts == []
-    assert len(recv_x) == len(recv_idx) == len(recv_weights) == num_worst_tokens
-    check_received(case, rank.rank, rows, recv_x[:received], recv_idx[:received], recv_weights[:received])
-    assert bool((recv_idx[received:] == -1).all())
-    combined, _, _ = buffer.combine(expert_output(recv_x, rank.rank), handle)
-    check_combined(case, rank.rank, combined)
-
-
 @pytest.mark.parametrize("num_worst_tokens", [15, 16, 1000])
 def test_worst_tokens_gives_a_fixed_number_of_rows(pair: RankPool, num_worst_tokens: int) -> None:
     pair.run(check_worst_tokens, SMALL, num_worst_tokens)
@@ -233,18 +202,6 @@ def test_worst_tokens_that_differ_are_reported_on_all_ranks(pair: RankPool) -> N
     pair.run(check_worst_tokens_differ, SMALL)
 
 
-def check_cached(rank: Rank, case: MoeCase) -> None:
-    buffer = kept_buffer(rank)
-    recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
-    again = buffer.dispatch(case.x(rank.rank) * 2, handle=handle)
-    assert torch.equal(again[0], recv_x * 2)
-    assert again[1:5] == (None, None, None, None)
-    assert again[5].event is None
-    combined, weights, _ = buffer.combine(expert_output(recv_x, rank.rank), handle)
-    assert weights is None
-    check_combined(case, rank.rank, combined)
-
-
 def test_cached_dispatch_repeats_the_routes(pair: RankPool) -> None:
     pair.run(check_cached, SMALL)
 
@@ -266,25 +223,6 @@ def check_handle_entries(rank: Rank, case: MoeCase) -> None:
 
 def test_handle_entries_are_those_of_deepep(pair: RankPool) -> None:
     pair.run(check_handle_entries, SMALL)
-
-
-def check_no_top_k(rank: Rank, case: MoeCase) -> None:
-    buffer = kept_buffer(rank)
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(
-        case.topk_idx(rank.rank), case.num_experts
-    )
-    recv_x, idx, weights, counts, handle, _ = buffer.dispatch(
-        case.x(rank.rank),
-        num_tokens_per_rank=per_rank,
-        is_token_in_rank=in_rank,
-        num_tokens_per_expert=per_expert,
-    )
-    rows = oracle.ht_dispatch(case.routes(), case.num_experts, rank.rank)
-    assert torch.equal(recv_x, rows.take(case.all_x()))
-    assert idx is None
-    assert weights is None
-    assert counts == rows.per_expert
-    check_combined(case, rank.rank, buffer.combine(expert_output(recv_x, rank.rank), handle)[0])
 
 
 def test_dispatch_without_top_k(pair: RankPool) -> None:
@@ -372,14 +310,6 @@ def test_two_dispatches_may_be_outstanding(pair: RankPool) -> None:
     pair.run(check_outstanding, SMALL, MoeCase((20, 3), 128, 2, 6, seed=5))
 
 
-def check_repeats(rank: Rank, case: MoeCase) -> None:
-    buffer = kept_buffer(rank)
-    for _ in range(40):
-        recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
-        combined, _, _ = buffer.combine(expert_output(recv_x, rank.rank), handle)
-    check_combined(case, rank.rank, combined)
-
-
 def test_a_buffer_serves_many_rounds(pair: RankPool) -> None:
     pair.run(check_repeats, MoeCase((60, 50), 1024, 4, 16))
 
@@ -394,20 +324,6 @@ def check_several_buffers(rank: Rank, case: MoeCase) -> None:
 
 def test_several_buffers_live_at_once(pair: RankPool) -> None:
     pair.run(check_several_buffers, SMALL)
-
-
-def check_float32_rows(rank: Rank, case: MoeCase) -> None:
-    buffer = kept_buffer(rank)
-    xs = [x.float() for x in case.all_x()]
-    recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank, xs[rank.rank])
-    rows = [oracle.ht_dispatch(case.routes(), case.num_experts, r) for r in range(rank.size)]
-    assert torch.equal(recv_x, rows[rank.rank].take(xs))
-    combined, _, _ = buffer.combine(recv_x, handle)
-    sent_back = [r.take(xs) for r in rows]
-    expected = oracle.ht_combine(
-        sent_back, case.routes(), case.num_experts, rank.rank, ranks_per_node=ranks_per_node(rank.size)
-    )
-    assert torch.equal(combined, expected)
 
 
 def test_rows_of_float32_are_summed_without_rounding_to_bf16(pair: RankPool) -> None:

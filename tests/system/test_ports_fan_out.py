@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,7 @@ from test_moe_ll import (
 )
 
 import weft
+from weft import cli
 from weft.errors import Error
 from weft.testing import oracle
 from weft.testing.cases import MoeCase
@@ -92,8 +94,9 @@ def _receives_in_other_orders(rank: Rank, case: MoeCase) -> None:
                 assert torch.equal(recv[expert, : len(rows)], rows * scale)
 
 
-def _bytes_of_dispatch(rank: Rank, case: MoeCase, ranks_per_node: int, once_per_node: bool) -> float:
-    """A token crosses once for each other node that has an expert of it, or for each rank there."""
+def _bytes_of_calls(rank: Rank, case: MoeCase, ranks_per_node: int, once_per_node: bool) -> tuple[int, int]:
+    """A token, and what comes back, crosses once for each other node that has an expert of it, or for each rank there.
+    Return the bytes of a dispatch and of a combine."""
     hint = weft.Buffer.get_low_latency_rdma_size_hint(128, case.hidden, rank.size, case.num_experts)
     buffer = weft.Buffer(rank.group, 0, hint, low_latency_mode=True)
     x, idx, weights = case.x(rank.rank), case.topk_idx(rank.rank), case.topk_weights(rank.rank)
@@ -109,15 +112,18 @@ def _bytes_of_dispatch(rank: Rank, case: MoeCase, ranks_per_node: int, once_per_
         barrier(rank)
         middle = network_bytes()
         buffer.low_latency_combine(outputs_of(recv), idx, weights, handle)
+        barrier(rank)
+        after = network_bytes()
     needed = sum_over(rank, int(goes.sum())) * case.hidden * 2
-    crossed = sum_over(rank, middle - before)
     assert needed > 4 << 20
-    assert needed <= crossed <= 1.03 * needed, (needed, crossed, crossed / needed)
-    return crossed
+    both = sum_over(rank, middle - before), sum_over(rank, after - middle)
+    for crossed in both:
+        assert needed <= crossed <= 1.03 * needed, (needed, crossed, crossed / needed)
+    return both
 
 
 @pytest.mark.parametrize("place", PLACES[:2], ids=str)
-def test_a_token_crosses_the_network_once_for_each_node(place: tuple[int, int, str]) -> None:
+def test_a_token_crosses_the_network_once_for_each_node_out_and_back(place: tuple[int, int, str]) -> None:
     num_ranks, ranks_per_node, provider = place
     case = MoeCase(tokens_of(num_ranks, 100, 128, 70), 7168, 8, 40, empty_share=0.1)
     crossed = {}
@@ -126,16 +132,37 @@ def test_a_token_crosses_the_network_once_for_each_node(place: tuple[int, int, s
             nodes(ranks_per_node, provider, WEFT_LOW_LATENCY_FANOUT=way),
             RankPool(num_ranks, with_gpus=False) as ranks,
         ):
-            crossed[way] = ranks.run(_bytes_of_dispatch, case, ranks_per_node, way == "node")[0]
-    assert crossed["node"] < 0.75 * crossed["direct"]
+            crossed[way] = ranks.run(_bytes_of_calls, case, ranks_per_node, way == "node")[0]
+    for node, direct in zip(crossed["node"], crossed["direct"], strict=True):
+        assert node < 0.75 * direct
 
 
-def _says(rank: Rank, shrinks: bool) -> bool:
+def test_a_plan_says_what_the_network_carries(capsys: pytest.CaptureFixture[str]) -> None:
+    case = MoeCase((128,) * 4, 7168, 8, 40, empty_share=0.0)
+    asked = "plan --json --mode ll --tokens 128 --hidden 7168 --top-k 8 --experts 40 --ranks-per-node 2"
+    assert cli.main(asked.split()) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    for way, name in (("node", "per_node"), ("direct", "per_rank")):
+        with (
+            nodes(2, "fabric:shm", WEFT_LOW_LATENCY_FANOUT=way),
+            RankPool(4, with_gpus=False) as ranks,
+        ):
+            counted = ranks.run(_bytes_of_calls, case, 2, way == "node")[0]
+        for crossed, call in zip(counted, ("dispatch", "combine"), strict=True):
+            assert crossed / 4 == pytest.approx(plan[call][name]["network_bytes"], rel=0.03)
+
+
+def _says(rank: Rank, shrinks: bool) -> tuple[bool, bool, bool]:
     hint = weft.Buffer.get_low_latency_rdma_size_hint(64, 4096, rank.size, 16)
     buffer = weft.Buffer(rank.group, 0, hint, low_latency_mode=True, enable_shrink=shrinks)
     engine = buffer.runtime
     assert engine is not None
-    return bool(engine.low_latency.sends_once_per_node(64, 8, 16, 8192, 0))
+    mode = engine.low_latency
+    return (
+        mode.sends_once_per_node(64, 8, 16, 8192, 0),
+        mode.replies_once_per_node(64, 8, 16, 8192),
+        mode.replies_once_per_node(4096, 8, 16, 8192),  # no room to gather so many
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +177,7 @@ def _says(rank: Rank, shrinks: bool) -> bool:
 )
 def test_what_is_chosen(way: str, ranks_per_node: int, shrinks: bool, expected: bool) -> None:
     with nodes(ranks_per_node, "fabric:tcp", WEFT_LOW_LATENCY_FANOUT=way):
-        assert run_ranks(4, _says, shrinks, with_gpus=False) == [expected] * 4
+        assert run_ranks(4, _says, shrinks, with_gpus=False) == [(expected, expected, False)] * 4
 
 
 def test_masks_go_with_once_per_rank() -> None:

@@ -234,7 +234,8 @@ class LowLatencyCalls:
             to.
             exact: every expert's row travels, and slots are summed in order in float32 with one rounding; so
                 too with use_logfmt. Otherwise a rank first sums its rows of a token, in float32, and rounds
-                that to bf16 as well: fewer bytes, one more rounding per rank.
+                that to bf16 as well: fewer bytes, one more rounding per rank. Where one sum of another node's
+                rows crosses the network, it is rounded, too (docs/several-machines.md).
             overlap: rows of x may still be under way in other kernels of this rank, which raise signals; rows
                 travel as theirs are seen. Give src_signals or comp_signal. For it to help, call on a stream that
                 does not wait for those kernels, with return_recv_hook. The other arguments count only with it.

@@ -235,9 +235,10 @@ def _fan_out(mode: str, plans: list[dict[str, Any]]) -> list[Table | str]:
     if mode == "ht":
         return ["Fan-out: a row crosses the network once for each (token, node), then by stores."]
     table = Table(
-        "Fan-out: dispatch sends a row for each (token, rank), or for each (token, node); combine one for each rank",
+        "Fan-out: a row for each (token, rank), or one for each (token, node)",
         [
             Column("nodes", is_number=True, is_key=True),
+            Column("call", is_key=True),
             *(
                 Column(head, is_number=True)
                 for head in ("rank MB", "rank puts", "rank us", "node MB", "node puts", "node us")
@@ -247,10 +248,11 @@ def _fan_out(mode: str, plans: list[dict[str, Any]]) -> list[Table | str]:
         fold_constants=False,
     )
     for plan in over_nodes:
-        figures = [
-            text
-            for way in (plan["per_rank"], plan["per_node"])
-            for text in (f"{way['network_bytes'] / 1e6:.2f}", str(way["puts"]), f"{way['us']:.1f}")
-        ]
-        table.add(str(plan["nodes"]), *figures, plan["fan_out"])
+        for call in ("dispatch", "combine"):
+            figures = [
+                text
+                for way in (plan[call]["per_rank"], plan[call]["per_node"])
+                for text in (f"{way['network_bytes'] / 1e6:.2f}", str(way["puts"]), f"{way['us']:.1f}")
+            ]
+            table.add(str(plan["nodes"]), call, *figures, plan[call]["fan_out"])
     return [table]

@@ -142,9 +142,13 @@ class Samples:
         of_weft = self.calls.get(
             "low_latency", self.calls["weft"]
         )  # beside the split calls, which decide alike
-        self.once_per_node = of_weft.once_per_node(o.top_k, o.hidden)
-        out = far_messages(inputs.routes, o.experts, o.ranks_per_node) if self.once_per_node else far
-        return NetworkSamples(self.bench, out, far)
+        self.once_per_node = {
+            "dispatch": of_weft.once_per_node(o.top_k, o.hidden),
+            "combine": of_weft.replies_once_per_node(o.top_k, o.hidden),
+        }
+        messages = far_messages(inputs.routes, o.experts, o.ranks_per_node)
+        out, back = (messages if shared else far for shared in self.once_per_node.values())
+        return NetworkSamples(self.bench, out, back)
 
     def _capture(self, name: str, of_peer: Any) -> tuple[Callable[[], None], Callable[[], None]]:
         # Captured one after the other, without a warm-up between: a dispatch is always followed by its
@@ -250,7 +254,7 @@ class Samples:
         """Add to a row's floor what the network needs for the bytes that cross."""
         if self._network:
             self._network.add_to(row, step)
-            row.extra["fan_out"] = "node" if self.once_per_node and step == "dispatch" else "direct"
+            row.extra["fan_out"] = "node" if self.once_per_node[step] else "direct"
 
     def _pair(self, name: str, of_peer: Any, timed: Timed) -> None:
         handle = timed(f"{name} dispatch", lambda: of_peer.dispatch(self.x, self.topk_idx))[2]

@@ -81,6 +81,11 @@ class LowLatency:
         mode = self.buffer.runtime.low_latency
         return bool(mode.sends_once_per_node(self.max_tokens, top_k, self.experts, row, scales))
 
+    def replies_once_per_node(self, top_k: int, hidden: int) -> bool:
+        """Return whether each other node sends one sum for a token of a combine, not one for each of its ranks."""
+        mode = self.buffer.runtime.low_latency
+        return bool(mode.replies_once_per_node(self.max_tokens, top_k, self.experts, hidden * 2))
+
     def new_results(self, num_ranks: int, hidden: int, device: torch.device) -> Tensor:
         """Return room for what experts make of the rows."""
         shape = (-(-self.experts // num_ranks), self.max_tokens * num_ranks, hidden)

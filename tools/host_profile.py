@@ -127,8 +127,7 @@ def main() -> None:
     steps = _steps_of_machine(args) if rank == 0 else {}
     with progress(enabled=rank == 0) as bar:
         measured = [
-            _measured(name, calls[name], args)
-            for name in bar.track(chosen, description="times of calls")
+            _measured(name, calls[name], args) for name in bar.track(chosen, description="times of calls")
         ]
         spent = _show_core(args)
         for one in bar.track(measured, description="the core, functions"):

@@ -60,6 +60,11 @@ WEFT_DEVICE void wait_written() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
+// What this thread knows, bulk copies that it starts read too.
+WEFT_DEVICE void fence_async() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
 }  // namespace bulk
 
 // Streams items (rows or pieces of rows) to one or more places each.
@@ -132,6 +137,54 @@ class RowPipe {
   Warp warp_;
   uint32_t loaded_ = 0;  // items so far: stages and barrier phases continue across runs
   uint32_t stored_ = 0;
+};
+// Pieces of rows that a warp reads in shared memory, in the order in which it asked for them. Each lane may ask. All lanes
+// call the rest.
+//   queue.ask(is_mine, src, bytes): one lane has is_mine; has_room() before it
+//   queue.front(): waits for the oldest piece; pop(): all lanes have read it
+template <uint32_t kPieceBytes>
+class RowQueue {
+ public:
+  static constexpr bool kExists = true;
+
+  // shared: queue_bytes(slots) of this warp.
+  WEFT_DEVICE RowQueue(Warp warp, std::byte* shared, uint32_t slots)
+      : barriers_(reinterpret_cast<uint64_t*>(shared)),
+        pieces_(shared + kPipeBarrierBytes),
+        slots_(slots),
+        warp_(warp) {
+    if (warp_.rank() == 0) {
+      for (uint32_t i = 0; i < slots; ++i) bulk::barrier_init(&barriers_[i]);
+      bulk::fence_async_shared();
+    }
+    warp_.sync();
+  }
+  WEFT_DEVICE bool has_room() const { return waiting_ != slots_; }
+  WEFT_DEVICE void ask(bool is_mine, const std::byte* src, uint32_t bytes) {
+    if (is_mine) bulk::load(pieces_ + back_ * kPieceBytes, src, bytes, &barriers_[back_]);
+    back_ = back_ + 1 == slots_ ? 0 : back_ + 1;
+    ++waiting_;
+  }
+  WEFT_DEVICE const Vec16* front() const {
+    bulk::wait_loaded(&barriers_[front_], parity_);
+    return reinterpret_cast<const Vec16*>(pieces_ + front_ * kPieceBytes);
+  }
+  WEFT_DEVICE void pop() {
+    warp_.sync();
+    --waiting_;
+    parity_ ^= front_ + 1 == slots_ ? 1 : 0;
+    front_ = front_ + 1 == slots_ ? 0 : front_ + 1;
+  }
+
+ private:
+  uint64_t* barriers_;
+  std::byte* pieces_;
+  uint32_t slots_;
+  Warp warp_;
+  uint32_t back_ = 0;
+  uint32_t front_ = 0;
+  uint32_t waiting_ = 0;
+  uint32_t parity_ = 0;
 };
 #else
 // Before sm_90 the same object copies with loads and stores, straight from the source.

@@ -128,112 +128,12 @@ WEFT_DEVICE void send_meta_of(const DispatchArgs& a, Warp warp, const Shape& sha
   }
 }
 
-#ifdef WEFT_META_AHEAD
-// What goes beside the rows of one token, as far as two slots and two words of scales for each lane hold it. It is asked for
-// while the token before it is sent.
-inline constexpr uint32_t kMetaSteps = 2;
-struct HeldMeta {
-  int32_t at;     // of the lane's peer: the token's place among this rank's rows there, or -1
-  int32_t place;  // of that row among the token's
-  int32_t slot_base;
-  int64_t expert[kMetaSteps];
-  float weight[kMetaSteps];
-  uint32_t scale[kMetaSteps];
-};
-template <class Shape>
-WEFT_DEVICE bool is_held(Warp warp, uint32_t ranks, const Shape& shape) {
-  return ranks * static_cast<uint32_t>(shape.top_k) <= kMetaSteps * warp.size() && ranks <= warp.size() &&
-         static_cast<uint32_t>(shape.scale_words) <= kMetaSteps * warp.size();
-}
-template <class Shape>
-WEFT_DEVICE HeldMeta load_meta(const DispatchArgs& a, Warp warp, uint32_t ranks, const Shape& shape,
-                               uint64_t token) {
-  const auto top_k = static_cast<uint32_t>(shape.top_k);
-  HeldMeta held{};
-  held.at = -1;
-  if (token >= a.tokens) return held;
-  if (warp.rank() < ranks) {
-    held.at = a.send_row[token * ranks + warp.rank()];
-    if (a.sum_place) held.place = a.sum_place[token * ranks + warp.rank()];
-  }
-  held.slot_base = a.slot_base[token];
-  WEFT_UNROLL
-  for (uint32_t i = 0; i < kMetaSteps; ++i) {
-    const uint32_t slot = i * warp.size() + warp.rank();
-    if (a.topk_idx && slot < ranks * top_k) {
-      held.expert[i] = expert_at(a.topk_idx, a.id_bytes, token * top_k + slot % top_k);
-      held.weight[i] = a.topk_weights[token * top_k + slot % top_k];
-    }
-    if (slot < shape.scale_words)
-      held.scale[i] =
-          a.scales[static_cast<int64_t>(token) * a.scale_token_stride + slot * a.scale_word_stride];
-  }
-  return held;
-}
-template <class Shape>
-WEFT_DEVICE void send_held(const DispatchArgs& a, Warp warp, uint32_t ranks, const Shape& shape,
-                           const PeerPlace* places, uint64_t token, const HeldMeta& held) {
-  const auto top_k = static_cast<uint32_t>(shape.top_k);
-  const uint32_t peer = warp.rank();
-  const bool goes = held.at >= 0;
-  const uint32_t before = warp.count_below(goes);
-  int64_t row = -1;
-  if (goes) {
-    const uint64_t at = places[peer].first_row + static_cast<uint32_t>(held.at);
-    if (at < places[peer].capacity_rows) row = static_cast<int64_t>(at);
-  }
-  if (row >= 0) {
-    reinterpret_cast<int32_t*>(places[peer].token)[row] = static_cast<int32_t>(token);
-    reinterpret_cast<int32_t*>(places[peer].slot)[row] =
-        held.slot_base + (a.sum_place ? held.place : static_cast<int32_t>(before));
-  }
-  WEFT_UNROLL
-  for (uint32_t i = 0; i < kMetaSteps; ++i) {
-    if (!a.topk_idx || i * warp.size() >= ranks * top_k) break;
-    const uint32_t slot = i * warp.size() + warp.rank();
-    const uint32_t lane = slot < ranks * top_k ? slot / top_k : 0;
-    const int64_t to = warp.broadcast(row, lane);
-    if (to < 0 || slot >= ranks * top_k) continue;
-    const int64_t expert = held.expert[i] - int64_t{lane} * a.experts_per_rank;
-    const bool is_local = expert >= 0 && expert < a.experts_per_rank;
-    const PeerPlace& place = places[lane];
-    const uint64_t at = to * shape.top_k + slot % top_k;
-    if (a.id_bytes == 8) reinterpret_cast<int64_t*>(place.ids)[at] = is_local ? expert : -1;
-    if (a.id_bytes == 4)
-      reinterpret_cast<int32_t*>(place.ids)[at] = is_local ? static_cast<int32_t>(expert) : -1;
-    reinterpret_cast<float*>(place.weights)[at] = is_local || a.keep_weights ? held.weight[i] : 0.0f;
-  }
-  if (shape.scale_words == 0) return;
-  WEFT_ROLLED
-  for (uint32_t lane = 0; lane < ranks; ++lane) {
-    const int64_t to = warp.broadcast(row, lane);
-    if (to < 0) continue;
-    auto* scales = reinterpret_cast<uint32_t*>(places[lane].scales) + to * shape.scale_words;
-    WEFT_UNROLL
-    for (uint32_t i = 0; i < kMetaSteps; ++i)
-      if (i * warp.size() + warp.rank() < shape.scale_words)
-        scales[i * warp.size() + warp.rank()] = held.scale[i];
-  }
-}
-#endif
-
 template <class Shape>
 WEFT_DEVICE void send_meta(const DispatchArgs& a, Block block, Warp warp, uint32_t ranks, const Shape& shape,
                            const PeerPlace* places) {
   const Share share = share_of(block, warp, a.meta_warps);
   if (!share.active) return;
   const Span traced(a.wait.trace, Work::kPushMeta, warp.rank() == 0);
-#ifdef WEFT_META_AHEAD
-  if (is_held(warp, ranks, shape)) {
-    HeldMeta held = load_meta(a, warp, ranks, shape, share.index);
-    for (uint64_t token = share.index; token < a.tokens; token += share.total) {
-      const HeldMeta next = load_meta(a, warp, ranks, shape, token + share.total);
-      send_held(a, warp, ranks, shape, places, token, held);
-      held = next;
-    }
-    return;
-  }
-#endif
   for (uint64_t token = share.index; token < a.tokens; token += share.total) {
     uint32_t copies = 0;  // to peers before
     for (uint32_t first = 0; first < ranks; first += warp.size()) {

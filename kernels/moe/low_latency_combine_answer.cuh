@@ -289,10 +289,6 @@ WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32
   m.as_lines = (noted & kCameAsLines) != 0 && c.answers_lines();
   uint32_t count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
   if (messages == 0 || c.present()[owner] == 0 || (part != 0 && !m.as_lines)) return;
-#ifdef WEFT_LL_COMBINE_STEP
-  if (c.warp.index() >= WEFT_LL_COMBINE_GROUP)
-    pause_ns(c.warp.index() / WEFT_LL_COMBINE_GROUP * WEFT_LL_COMBINE_STEP);
-#endif
   const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
   bool is_ready = false;
   auto await_owner = [&] {

@@ -79,19 +79,6 @@ struct Dispatch {
     else
       return false;
   }
-#ifdef WEFT_LL_OWN
-  // Whether rows of an expert begin with this rank's own, which then wait for no counts; the next rank's follow.
-  WEFT_DEVICE bool begins_with_own() const { return !kPorts && !is_packed() && !has_weights(); }
-  // Whether this rank's rows for itself go from the image of the message straight to their places.
-  WEFT_DEVICE bool unpacks_image() const {
-    return WEFT_LL_OWN >= 2 && begins_with_own() && sends_lines() &&
-           a.call.phases == (kPhaseSend | kPhaseReceive);
-  }
-#else
-  WEFT_DEVICE bool begins_with_own() const { return false; }
-  WEFT_DEVICE bool unpacks_image() const { return false; }
-#endif
-  WEFT_DEVICE bool is_first_source(uint32_t source) const { return begins_with_own() && source == mesh.rank(); }
   // How many words of a source the kernels of this rank wait for: its counts, and one for each batch.
   WEFT_DEVICE uint32_t awaited_counts() const { return port_count_words(local_experts()); }
   WEFT_DEVICE uint32_t awaited_words() const { return batches().count; }

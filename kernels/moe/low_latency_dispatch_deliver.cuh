@@ -6,7 +6,6 @@
 #pragma once
 
 #include "kernels/moe/low_latency_dispatch_build.cuh"
-#include "kernels/moe/low_latency_dispatch_receive.cuh"
 
 namespace weft {
 namespace low_latency {
@@ -124,50 +123,10 @@ WEFT_DEVICE void store_lines(const D& d) {
     if (!is_head && part.holds(body_vecs)) vec = body[part.vec()];
     WEFT_ROLLED
     for (uint32_t t = 0; t < targets; ++t) {
-      if (d.unpacks_image() && d.target()[t] == d.mesh.rank()) continue;
       if (is_head && part.holds(head_vecs)) vec = reinterpret_cast<const Vec16*>(d.heads(t))[part.vec()];
       store_part(reinterpret_cast<Vec16*>(d.place()[t]) + (is_head ? 0 : head), part, vec, d.tag());
     }
   }
-}
-
-// This rank's own rows of the current token, from the image of their message. The block; notes the batch for the combine.
-template <class D>
-WEFT_DEVICE void unpack_image(const D& d, uint32_t batch) {
-  const Span traced(d.a.call.wait.trace, Work::kUnpack, d.block.rank() == 0, d.mesh.rank());
-  const uint64_t slot = uint64_t{d.mesh.rank()} * d.batches().count + batch;
-  const uint32_t targets = *d.targets();
-  uint32_t own = 0;
-  while (own < targets && d.target()[own] != d.mesh.rank()) ++own;
-  if (d.block.rank() == 0)
-    d.a.routes[d.routes().counts + slot] = own < targets ? static_cast<int32_t>(1 | kCameAsLines) : 0;
-  if (own == targets) return;
-  // The warp that finds segments leaves this to the others.
-  const bool is_spared = d.block.warps() > 1 && batch + d.block.count() >= d.batches().count;
-  if (is_spared && d.warp.index() == 1) return;
-  const uint32_t skipped = is_spared ? d.warp.size() : 0;
-  const uint32_t thread = d.block.rank() - (d.warp.index() > 1 ? skipped : 0);
-  const uint32_t head_vecs = d.message().head_vecs(), body_vecs = d.message().body_vecs();
-  for (uint32_t i = d.warp.rank(); i < head_vecs; i += d.warp.size())
-    d.head()[i] = reinterpret_cast<const Vec16*>(d.heads(own))[i];
-  d.warp.sync();
-  const uint32_t count = place_message(d, d.mesh.rank());
-  const auto* body = reinterpret_cast<const Vec16*>(d.image()) + head_vecs;
-  const uint32_t step = d.block.size() - skipped;
-  WEFT_ROLLED
-  for (uint32_t first = thread; first < body_vecs; first += kVecsInFlight * step) {
-    Vec16 held[kVecsInFlight] = {};
-    uint32_t vecs[kVecsInFlight];
-    WEFT_UNROLL
-    for (uint32_t i = 0; i < kVecsInFlight; ++i) {
-      vecs[i] = first + i * step < body_vecs ? first + i * step : ~uint32_t{0};
-      if (vecs[i] < body_vecs) held[i] = body[vecs[i]];
-    }
-    store_body(d, count, vecs, held);
-  }
-  const uint64_t record = slot * d.batches().capacity * d.routes().record_words;
-  if (d.warp.index() == 0) note_message(d, d.mesh.rank(), d.a.routes + d.routes().records + record);
-  d.warp.sync();
 }
 
 // Whether blocks may have so many batches that they count on from one to the next: on a host, and in the split
@@ -202,26 +161,10 @@ WEFT_DEVICE void send_token_as_lines(const D& d, uint32_t batch, uint32_t token,
   }
   send_row(d, token, first);
   d.block.sync();
-#ifdef WEFT_LL_STAGGER
-  if (d.block.index() % WEFT_LL_WAVES != 0) pause_ns(d.block.index() % WEFT_LL_WAVES * WEFT_LL_STAGGER);
-#endif
-#ifdef WEFT_LL_OWN
-  const bool is_own_first = WEFT_LL_OWN == 3 && d.block.index() % 2 != 0;
-  if (d.unpacks_image() && is_own_first) unpack_image(d, batch);
-#endif
   store_lines(d);
-#ifdef WEFT_LL_OWN
-  if (d.warp.index() + 1 == d.block.warps()) {
-    count_token(d);
-    move_empty_words(d, batch);
-  }
-  if (d.unpacks_image() && !is_own_first) unpack_image(d, batch);
-  if (d.warp.index() + 1 != d.block.warps()) return;
-#else
   if (d.warp.index() + 1 != d.block.warps()) return;
   count_token(d);
   move_empty_words(d, batch);
-#endif
   if (counts_on(d)) prepare_next(d, batch, token);
 }
 
@@ -245,8 +188,6 @@ WEFT_DEVICE bool send_batch(const D& d, uint32_t batch, bool is_prepared, uint32
   d.block.sync();
   if (tokens.first == tokens.last) {
     if (d.warp.index() == 0) move_empty_words(d, batch);
-    if (d.unpacks_image() && d.block.rank() == 0)
-      d.a.routes[d.routes().counts + uint64_t{d.mesh.rank()} * d.batches().count + batch] = 0;
     return false;
   }
   if (d.sends_lines()) {

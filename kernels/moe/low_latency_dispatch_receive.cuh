@@ -34,10 +34,8 @@ WEFT_DEVICE RowPlace row_place(const D& d, uint32_t source, uint32_t k) {
   const auto* head = reinterpret_cast<const uint32_t*>(d.head());
   const uint32_t expert = d.own_expert(head[d.message().expert + k]);
   // A rank that disagrees about sizes, which the call reports, may have written over this message.
-  if (expert >= d.own_experts() || (!d.is_first_source(source) && d.sends_rows()[source] == 0))
-    return {-1, 0, 0};
-  const uint32_t begin = d.is_first_source(source) ? 0 : d.begin()[source * d.local_experts() + expert];
-  const uint64_t in_expert = uint64_t{begin} + head[d.message().place + k];
+  if (expert >= d.own_experts() || d.sends_rows()[source] == 0) return {-1, 0, 0};
+  const uint64_t in_expert = d.begin()[source * d.local_experts() + expert] + head[d.message().place + k];
   if (d.is_packed())
     return in_expert < d.a.max_rows ? RowPlace{static_cast<int32_t>(in_expert), 0, in_expert}
                                     : RowPlace{-1, 0, 0};
@@ -61,7 +59,7 @@ WEFT_DEVICE bool is_for_this_rank(const D& d) {
 // warp.
 template <class D>
 WEFT_DEVICE uint32_t place_message(const D& d, uint32_t source) {
-  if (!d.is_first_source(source)) await_segments(d);
+  await_segments(d);
   uint32_t count = 0;
   for (uint32_t first = 0; first < d.top_k(); first += d.warp.size()) {
     const uint32_t k = first + d.warp.rank();
@@ -306,10 +304,9 @@ WEFT_DEVICE void receive_batch(const D& d, uint32_t source, uint32_t batch, uint
 template <class D>
 WEFT_DEVICE void receive_batches(const D& d) {
   const WarpShare share = warp_share(d.block, d.warp);
-  const uint32_t unpacked = d.unpacks_image() ? 1 : 0;
   WEFT_ROLLED
-  for (uint32_t job = share.index; job < d.a.source_jobs.value * (d.ranks() - unpacked); job += share.total) {
-    const uint32_t source = (d.mesh.rank() + unpacked + job / d.a.source_jobs) % d.ranks();
+  for (uint32_t job = share.index; job < d.a.source_jobs.value * d.ranks(); job += share.total) {
+    const uint32_t source = (d.mesh.rank() + job / d.a.source_jobs) % d.ranks();
     const uint32_t in_source = job % d.a.source_jobs;
     receive_batch(d, source, in_source / d.a.receive_splits, in_source % d.a.receive_splits);
   }

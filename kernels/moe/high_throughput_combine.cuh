@@ -39,28 +39,13 @@ WEFT_KERNEL void combine_rows(const CombineArgs& a, const MeshT& mesh, const Sha
 
   const uint64_t epoch = a.state->epoch + 1;
   const Rendezvous rendezvous = rendezvous_of(a);
-#if defined(WEFT_COMBINE_STREAM) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  RendezvousRecord record = a.mine;
-  record.reserved[0] = combine::pulled_at(a, mesh);
-  if (!meet_peers(rendezvous, block, warp, mesh, record, epoch, a.wait, &flags[0]))
-    return finish_launch(block, a.state, &flags[1]);
-  const bool pulls = record.reserved[0] != 0;
-  if (!pulls) {
-    combine::push_rows(a, rendezvous, block, warp, mesh, shape, epoch);
-    combine::watch_chunks(a, warp, mesh, epoch, progress);
-  }
-  combine::stream_tokens(a, rendezvous, block, warp, mesh, shape, epoch, progress, pulls);
-  if (!pulls) return finish_launch(block, a.state, &flags[1]);
-  if (!last_block(block, &a.state->arrived, &flags[1]) || warp.index() != 0) return;
-  combine::part_from_peers(a, warp, mesh, epoch);
-  warp.sync();
-  if (warp.rank() == 0) advance(a.state);
-  return;
-#endif
   if (!begin_rendezvous(a, rendezvous, block, warp, mesh, epoch, flags)) return;
   combine::push_rows(a, rendezvous, block, warp, mesh, shape, epoch);
   combine::watch_chunks(a, warp, mesh, epoch, progress);
-  combine::sum_tokens(a, rendezvous, block, warp, mesh, shape, epoch, progress);
+  if constexpr (kHasBulkCopies)
+    combine::stream_tokens<RowQueue>(a, rendezvous, block, warp, mesh, shape, epoch, progress);
+  else
+    combine::sum_tokens(a, rendezvous, block, warp, mesh, shape, epoch, progress);
   finish_launch(block, a.state, &flags[1]);
 }
 

@@ -120,15 +120,6 @@ struct PushTag {
   bool ends_chunk;
 };
 
-template <class Shape>
-WEFT_DEVICE uint32_t push_piece_bytes(const Shape& shape) {
-#ifdef WEFT_COMBINE_STREAM
-  return static_cast<uint32_t>((shape.piece_bytes / 2 + 15) / 16 * 16);
-#else
-  return static_cast<uint32_t>(shape.piece_bytes);
-#endif
-}
-
 template <class MeshT, class Shape>
 WEFT_DEVICE void push_rows(const CombineArgs& a, const Rendezvous& x, Block block, Warp warp,
                            const MeshT& mesh, const Shape& shape, uint64_t epoch) {
@@ -136,9 +127,9 @@ WEFT_DEVICE void push_rows(const CombineArgs& a, const Rendezvous& x, Block bloc
   if (!share.active || mesh.ranks() == 1) return;
   const Span traced(a.wait.trace, Work::kPushBack, warp.rank() == 0);
   std::byte* stages = block.shared() + pipes_at(mesh.ranks()) +
-                      (warp.index() - a.push_warps.first) * pipe_bytes(push_piece_bytes(shape));
-  RowPipe<kPipeStages> pipe(warp, stages, push_piece_bytes(shape));
-  const Pieces pieces{static_cast<uint64_t>(shape.row_bytes), push_piece_bytes(shape)};
+                      (warp.index() - a.push_warps.first) * pipe_bytes(shape.piece_bytes);
+  RowPipe<kPipeStages> pipe(warp, stages, shape.piece_bytes);
+  const Pieces pieces{static_cast<uint64_t>(shape.row_bytes), static_cast<uint64_t>(shape.piece_bytes)};
   const uint64_t num_tasks = most_chunks(a, mesh) * (mesh.ranks() - 1);
   Tasks tasks(warp, share, a.state);
   ChunkSignals signals(a, warp, mesh, epoch);

@@ -110,47 +110,12 @@ WEFT_DEVICE void sum_vectors(const CombineArgs& a, const Shape& shape, const Tok
   for (uint32_t j = 0; j < kVecs; ++j) store_vec_streaming(out + j * stride, Element::round(sums[j]));
 }
 
-#ifdef WEFT_SUM_PAIRS
-// The same where a token has two rows at most: twice as many vectors of each are under way.
-template <class Element, uint32_t kVecs, class Shape>
-WEFT_DEVICE void sum_two(const CombineArgs& a, const Shape& shape, const TokenRows& rows, uint64_t token,
-                         uint64_t v, uint64_t stride) {
-  const uint64_t row_bytes = shape.row_bytes;
-  auto vec = [&](const std::byte* row, uint32_t j) {
-    return reinterpret_cast<const Vec16*>(row) + v + j * stride;
-  };
-  Vec16 held[2][kVecs] = {};
-  WEFT_UNROLL
-  for (uint32_t i = 0; i < 2; ++i) {
-    if (i >= rows.count) continue;
-    const std::byte* row = rows.row(i, row_bytes);
-    WEFT_UNROLL
-    for (uint32_t j = 0; j < kVecs; ++j) held[i][j] = load_vec_streaming(vec(row, j));
-  }
-  auto* out = reinterpret_cast<Vec16*>(a.combined + token * row_bytes) + v;
-  WEFT_UNROLL
-  for (uint32_t j = 0; j < kVecs; ++j) {
-    float sums[Element::kPerVec] = {};
-    for (const std::byte* bias : a.bias)
-      if (bias) Element::add(sums, load_vec(vec(bias + token * row_bytes, j)));
-    if (rows.count > 0) Element::add(sums, held[0][j]);
-    if (rows.count > 1) Element::add(sums, held[1][j]);
-    store_vec_streaming(out + j * stride, Element::round(sums));
-  }
-}
-#endif
-
 template <class Element, class Shape>
 WEFT_DEVICE void sum_rows(const CombineArgs& a, Warp warp, const Shape& shape, const TokenRows& rows,
                           uint64_t token) {
   const uint64_t vectors = shape.row_bytes / 16;
   const uint64_t stride = warp.size();
   uint64_t v = warp.rank();
-#ifdef WEFT_SUM_PAIRS
-  if (rows.count <= 2)
-    for (; v + (WEFT_SUM_PAIRS - 1) * stride < vectors; v += WEFT_SUM_PAIRS * stride)
-      sum_two<Element, WEFT_SUM_PAIRS>(a, shape, rows, token, v, stride);
-#endif
   for (; v + (kVecsInFlight - 1) * stride < vectors; v += kVecsInFlight * stride)
     sum_vectors<Element, kVecsInFlight>(a, shape, rows, token, v, stride);
   for (; v < vectors; v += stride) sum_vectors<Element, 1>(a, shape, rows, token, v, stride);

@@ -77,6 +77,27 @@ WEFT_DEVICE void sum_queued(const CombineArgs& a, Warp warp, const Shape& shape,
   }
 }
 
+// Sums each token that take() brings, until it brings none, and calls done(token) after each. A token's rows are asked for
+// while the one before is summed.
+template <class Queue, class Shape, class Take, class Done>
+WEFT_DEVICE void sum_streamed(const CombineArgs& a, Warp warp, const Shape& shape, Queue& queue, Take take,
+                              Done done) {
+  Asking asking;
+  ArrivedToken next{};
+  for (ArrivedToken current = take(); current.is_there; current = next) {
+    ask_ahead(queue, asking, current, ArrivedToken{}, shape);
+    next = take();
+    ask_ahead(queue, asking, current, next, shape);
+    const Span traced(a.wait.trace, Work::kSum, warp.rank() == 0);
+    if (shape.element == kElementFp32)
+      sum_queued<Fp32>(a, warp, shape, queue, asking, current, next);
+    else
+      sum_queued<Bf16>(a, warp, shape, queue, asking, current, next);
+    done(current);
+    asking = asking.of_next ? Asking{asking.offset, asking.row, false} : Asking{};
+  }
+}
+
 // Step 4 of combine_rows. Queue: RowQueue, which not every target has.
 template <class Queue, class MeshT, class Shape>
 WEFT_DEVICE void stream_tokens(const CombineArgs& a, const Rendezvous& x, Block block, Warp warp,
@@ -97,20 +118,9 @@ WEFT_DEVICE void stream_tokens(const CombineArgs& a, const Rendezvous& x, Block 
     queue.sees_arrived();
     return {taken, rows_of_token(a, warp, mesh, shape, staging, taken, share.total), true};
   };
-  Asking asking;
-  ArrivedToken next{};
-  for (ArrivedToken current = take(); current.is_there; current = next) {
-    ask_ahead(queue, asking, current, ArrivedToken{}, shape);
-    next = take();
-    ask_ahead(queue, asking, current, next, shape);
-    const Span traced(a.wait.trace, Work::kSum, warp.rank() == 0);
-    if (shape.element == kElementFp32)
-      sum_queued<Fp32>(a, warp, shape, queue, asking, current, next);
-    else
-      sum_queued<Bf16>(a, warp, shape, queue, asking, current, next);
-    if (a.topk_weights) sum_weights(a, warp, shape, staging, current.rows, current.token);
-    asking = asking.of_next ? Asking{asking.offset, asking.row, false} : Asking{};
-  }
+  sum_streamed(a, warp, shape, queue, take, [&](const ArrivedToken& summed) {
+    if (a.topk_weights) sum_weights(a, warp, shape, staging, summed.rows, summed.token);
+  });
 }
 
 }  // namespace combine

@@ -197,6 +197,8 @@ struct CombineArgs : CallControl, RoutePlaces, CombineTensors {
   WarpRange push_warps;
   WarpRange sum_warps;
   WarpRange watch_warps;  // one warp that waits for the whole block, or none: sum warps wait themselves
+  uint32_t sum_slots;     // of each sum warp's RowQueue
+  uint32_t reserved;
 };
 
 // Sizes that matter for speed: constants on GPUs, fields on the host.
@@ -209,7 +211,7 @@ struct HighThroughputShape {
 };
 
 // Shared memory of dispatch_rows and combine_rows: four words, a PeerPlace for each rank, a RowPipe for each
-// row warp.
+// row warp; for combine a RowQueue for each sum warp.
 struct PeerPlace {
   std::byte* rows;
   std::byte* scales;

@@ -13,24 +13,29 @@ inline constexpr uint32_t kCountsInFlight = 8;
 
 // ---- step 3
 
-// One lane: waits for what sources first .. first+kCountsInFlight-1 have for an expert here, and notes it in
-// begin(). A source that does not say so sends nothing.
+// The warp: waits for the counts of all sources for all experts here, from word `first` on, as many words as its lanes ask
+// for at once, and notes them in begin(), in the same order. A source that does not say so sends nothing.
 template <class D>
-WEFT_DEVICE void await_counts(const D& d, uint32_t first, uint32_t expert) {
-  Span traced(d.a.call.wait.trace, Site::kLowLatencyDispatchRecv, first);
-  uint64_t words[kCountsInFlight] = {};
-  auto is_missing = [&](uint32_t i) {
-    return first + i < d.ranks() && d.sends_rows()[first + i] != 0 && !is_of_call(words[i], d.epoch.number);
+WEFT_DEVICE void await_counts(const D& d, uint32_t first) {
+  const uint32_t words = d.ranks() * d.local_experts();
+  auto at = [&](uint32_t i) { return first + d.warp.rank() + i * d.warp.size(); };
+  auto source_of = [&](uint32_t i) { return at(i) / d.local_experts(); };
+  auto word_at = [&](uint32_t i) { return d.count_word_at(source_of(i), at(i) % d.local_experts()); };
+  auto is_awaited = [&](uint32_t i) {
+    return at(i) < words && at(i) % d.local_experts() < d.own_experts() && d.sends_rows()[source_of(i)] != 0;
   };
+  if (at(0) >= words) return;
+  Span traced(d.a.call.wait.trace, Site::kLowLatencyDispatchRecv, source_of(0));
+  uint64_t seen[kCountsInFlight] = {};
   auto all_came = [&] {
     bool came = true;
     WEFT_UNROLL
     for (uint32_t i = 0; i < kCountsInFlight; ++i)
-      if (first + i < d.ranks()) words[i] = load_relaxed(d.count_word_at(first + i, expert));
+      if (at(i) < words) seen[i] = load_relaxed(word_at(i));
     WEFT_UNROLL
     for (uint32_t i = 0; i < kCountsInFlight; ++i) {
-      if (!is_missing(i)) continue;
-      traced.set_peer(first + i);
+      if (!is_awaited(i) || is_of_call(seen[i], d.epoch.number)) continue;
+      traced.set_peer(source_of(i));
       came = false;
     }
     return came;
@@ -40,14 +45,14 @@ WEFT_DEVICE void await_counts(const D& d, uint32_t first, uint32_t expert) {
   const bool came = poll(rule, waited_ns, all_came);
   WEFT_UNROLL
   for (uint32_t i = 0; i < kCountsInFlight; ++i)
-    if (first + i < d.ranks())
-      d.begin()[(first + i) * d.local_experts() + expert] = static_cast<uint32_t>(words[i]);
+    if (at(i) < words) d.begin()[at(i)] = static_cast<uint32_t>(seen[i]);
   WEFT_ROLLED
-  for (uint32_t source = first; !came && source < d.ranks() && source < first + kCountsInFlight; ++source) {
-    const uint64_t word = load_relaxed(d.count_word_at(source, expert));
-    if (d.sends_rows()[source] == 0 || is_of_call(word, d.epoch.number)) continue;
-    lose(d.a.call, source, Site::kLowLatencyDispatchRecv, d.epoch.number, word >> 32, waited_ns);
-    d.sends_rows()[source] = 0;
+  for (uint32_t i = 0; !came && i < kCountsInFlight; ++i) {
+    if (!is_awaited(i)) continue;
+    const uint64_t word = load_relaxed(word_at(i));
+    if (is_of_call(word, d.epoch.number)) continue;
+    lose(d.a.call, source_of(i), Site::kLowLatencyDispatchRecv, d.epoch.number, word >> 32, waited_ns);
+    d.sends_rows()[source_of(i)] = 0;
   }
 }
 
@@ -102,8 +107,8 @@ WEFT_DEVICE void find_segments(const D& d) {
   // First: who means another call tells other counts. Those that come through a port are there once it has arrived.
   if (reports || kIsHost || D::kPorts) check_sources(d);
   WEFT_ROLLED
-  for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size())
-    for (uint32_t first = 0; first < d.ranks(); first += kCountsInFlight) await_counts(d, first, expert);
+  for (uint32_t first = 0; first < d.ranks() * d.local_experts(); first += kCountsInFlight * d.warp.size())
+    await_counts(d, first);
   d.warp.sync();
   WEFT_ROLLED
   for (uint32_t expert = d.warp.rank(); expert < d.own_experts(); expert += d.warp.size()) {

@@ -22,6 +22,14 @@ WEFT_DEVICE constexpr uint32_t pipe_bytes(uint32_t piece_bytes, uint32_t stages 
   return (kPipeBarrierBytes + stages * piece_bytes + 127) / 128 * 128;
 }
 
+// Of a RowQueue, which a target has where kHasBulkCopies: its barriers, then its slots, of a piece of a row each.
+class RowQueue;
+inline constexpr uint32_t kQueuePieceBytes = 2048;
+inline constexpr uint32_t kMostQueueSlots = kPipeBarrierBytes / 8;
+WEFT_DEVICE constexpr uint32_t queue_bytes(uint32_t slots) {
+  return kPipeBarrierBytes + slots * kQueuePieceBytes;
+}
+
 WEFT_DEVICE float float_of_bits(uint32_t bits) {
   return __builtin_bit_cast(float, bits);
 }

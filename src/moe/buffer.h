@@ -156,6 +156,7 @@ inline CombineArgs in_roles(CombineArgs args, const GridPlan& grid) {
   args.push_warps = grid.first_role;
   args.sum_warps = grid.second_role;
   args.watch_warps = grid.watch_role;
+  args.sum_slots = grid.sum_slots;
   return args;
 }
 

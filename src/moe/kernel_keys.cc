@@ -87,7 +87,7 @@ HighThroughputShape dispatch_shape(const RowFormat& format) {
 }
 
 HighThroughputShape combine_shape(uint32_t row_bytes, uint32_t top_k, int64_t element) {
-  return {row_bytes, plan_piece_bytes(row_bytes), 0, top_k, element};
+  return {row_bytes, plan_combine_piece_bytes(row_bytes), 0, top_k, element};
 }
 
 std::vector<KernelKey> high_throughput_keys(const RowFormat& format, uint32_t ranks,

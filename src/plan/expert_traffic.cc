@@ -101,7 +101,7 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
   ExpertTraffic traffic{};
   traffic.sms = plan_num_sms(machine.nvlinks, machine.compute_major, machine.limits);
   traffic.piece_bytes = plan_piece_bytes(shape.row_bytes);
-  const uint32_t result_piece = plan_piece_bytes(shape.result_bytes);
+  const uint32_t result_piece = plan_combine_piece_bytes(shape.result_bytes);
   // Rows that a rank stores to ranks of its node: its own tokens', and as a hub those of its rails.
   const double stored = double(shape.tokens) * shape.nodes * (shape.ranks_per_node - 1) * to.rank;
   const uint64_t beside = shape.scale_bytes + uint64_t{8} * shape.top_k;

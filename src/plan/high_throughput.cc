@@ -11,7 +11,11 @@ namespace {
 
 constexpr uint32_t kMaxPieceBytes =
     16 * 1024;  // one bulk-copy warp per SM with 16 KiB pieces fills the links
+constexpr uint32_t kMaxCombinePieceBytes = kMaxPieceBytes / 2;
 constexpr uint32_t kCudaWarp = 32;
+constexpr uint32_t kPushWarps = 3;
+constexpr uint32_t kOtherWarps = 13;
+constexpr uint32_t kSumWarps = kOtherWarps - 1;  // and one watches
 
 // On the host every warp takes both roles in turn.
 GridPlan host_grid(const ComputeLimits& limits, uint32_t shared_bytes) {
@@ -30,6 +34,20 @@ GridPlan cuda_grid(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, uint3
           {0, row_warps},
           {row_warps, others},
           {}};
+}
+
+uint32_t equal_pieces(uint64_t row_bytes, uint32_t most_bytes) {
+  const uint64_t pieces = std::max<uint64_t>(1, (row_bytes + most_bytes - 1) / most_bytes);
+  return static_cast<uint32_t>(round_up((row_bytes + pieces - 1) / pieces, 16));
+}
+
+// How many pieces a RowQueue holds where `bytes` of shared memory are left for those of all sum warps.
+uint32_t sum_slots_in(uint32_t bytes) {
+  constexpr uint32_t kMost = 3;  // more were not measured
+  static_assert(kMost <= kMostQueueSlots);
+  uint32_t slots = 1;
+  while (slots < kMost && kSumWarps * queue_bytes(slots + 1) <= bytes) ++slots;
+  return slots;
 }
 
 }  // namespace
@@ -63,8 +81,11 @@ HighThroughputControl plan_control(uint32_t ranks, uint32_t islands) {
 }
 
 uint32_t plan_piece_bytes(uint64_t row_bytes) {
-  const uint64_t pieces = std::max<uint64_t>(1, (row_bytes + kMaxPieceBytes - 1) / kMaxPieceBytes);
-  return static_cast<uint32_t>(round_up((row_bytes + pieces - 1) / pieces, 16));
+  return equal_pieces(row_bytes, kMaxPieceBytes);
+}
+
+uint32_t plan_combine_piece_bytes(uint64_t row_bytes) {
+  return equal_pieces(row_bytes, kMaxCombinePieceBytes);
 }
 
 uint32_t plan_num_sms(int nvlinks, int compute_major, const ComputeLimits& limits) {
@@ -95,14 +116,18 @@ GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits) {
 
 GridPlan plan_dispatch(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits) {
   if (!limits.is_cuda) return host_grid(limits, pipes_at(ranks));
-  return cuda_grid(ranks, piece_bytes, num_sms, 3, 13, limits);
+  return cuda_grid(ranks, piece_bytes, num_sms, kPushWarps, kOtherWarps, limits);
 }
 
 GridPlan plan_combine(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits) {
   if (!limits.is_cuda) return host_grid(limits, pipes_at(ranks));
-  GridPlan grid = cuda_grid(ranks, piece_bytes, num_sms, 3, 13, limits);
-  grid.second_role.count -= 1;
-  grid.watch_role = {grid.second_role.first + grid.second_role.count, 1};
+  ComputeLimits left = limits;  // sums get room for two pieces each before a second warp pushes
+  left.shared_bytes -= std::min(limits.shared_bytes / 2, kSumWarps * queue_bytes(2));
+  GridPlan grid = cuda_grid(ranks, piece_bytes, num_sms, kPushWarps, kOtherWarps, left);
+  grid.second_role.count = kSumWarps;
+  grid.watch_role = {grid.second_role.first + kSumWarps, 1};
+  grid.sum_slots = sum_slots_in(limits.shared_bytes - std::min(limits.shared_bytes, grid.shared_bytes));
+  grid.shared_bytes += kSumWarps * queue_bytes(grid.sum_slots);
   return grid;
 }
 

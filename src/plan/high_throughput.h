@@ -38,6 +38,7 @@ struct GridPlan {
   WarpRange first_role;    // rows to push
   WarpRange second_role;   // dispatch: ids, weights, scales; combine: sums
   WarpRange watch_role{};  // combine: waits for the block; none on the host
+  uint32_t sum_slots = 0;  // combine: pieces of rows that each sum warp has under way in shared memory
 };
 
 // SMs of a dispatch or combine whose caller names no number: as many as fill a GPU's links, and a third more
@@ -48,6 +49,8 @@ uint32_t plan_num_sms(int nvlinks, int compute_major, const ComputeLimits& limit
 
 // A row moves in pieces of one pipe stage: as few as fit, equal, a multiple of 16 bytes.
 uint32_t plan_piece_bytes(uint64_t row_bytes);
+// The same for combine, whose pipes leave half of the shared memory to sums.
+uint32_t plan_combine_piece_bytes(uint64_t row_bytes);
 GridPlan plan_notify(uint32_t ranks, const ComputeLimits& limits);
 GridPlan plan_layout(uint64_t tokens, uint32_t ranks, uint32_t experts, const ComputeLimits& limits);
 GridPlan plan_dispatch(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // RowPipe: rows through shared memory by bulk copies (TMA) from sm_90 on, by loads and stores before.
+// RowQueue: rows into shared memory by bulk copies, from sm_90 on.
 #pragma once
 
 #include "kernels/target/cuda/groups.h"
@@ -13,6 +14,8 @@ WEFT_DEVICE uint32_t shared_address(const void* at) {
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr bool kHasBulkCopies = true;
+
 namespace bulk {
 
 WEFT_DEVICE void barrier_init(uint64_t* barrier) {
@@ -21,6 +24,10 @@ WEFT_DEVICE void barrier_init(uint64_t* barrier) {
 // Makes initialised barriers and finished generic accesses visible to the bulk copy engine.
 WEFT_DEVICE void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Makes all memory that this thread has seen visible to the copies that it starts later.
+WEFT_DEVICE void fence_async() {
+  asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 WEFT_DEVICE void load(std::byte* stage, const std::byte* src, uint32_t bytes, uint64_t* barrier) {
@@ -57,7 +64,7 @@ WEFT_DEVICE void wait_read() {
 template <uint32_t kPending>
 WEFT_DEVICE void wait_written() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
-  asm volatile("fence.proxy.async;" ::: "memory");
+  fence_async();
 }
 
 }  // namespace bulk
@@ -133,7 +140,61 @@ class RowPipe {
   uint32_t loaded_ = 0;  // items so far: stages and barrier phases continue across runs
   uint32_t stored_ = 0;
 };
+
+// Pieces of rows that a warp reads in shared memory, in the order in which it asked for them. All lanes call all functions,
+// with the same arguments.
+//   queue.sees_arrived(): what the warp has acquired, later copies read too
+//   queue.ask(src, bytes): where has_room(); src is 16-byte aligned, bytes a multiple of 16, kQueuePieceBytes at most
+//   queue.front(): waits for the oldest piece; pop(): all lanes have read it
+// Before the warp ends it pops all that it asked for.
+class RowQueue {
+ public:
+  // shared: queue_bytes(slots) of this warp, 128-byte aligned; slots: kMostQueueSlots at most.
+  WEFT_DEVICE RowQueue(Warp warp, std::byte* shared, uint32_t slots)
+      : barriers_(reinterpret_cast<uint64_t*>(shared)),
+        pieces_(shared + kPipeBarrierBytes),
+        slots_(slots),
+        warp_(warp) {
+    if (warp_.rank() == 0) {
+      for (uint32_t i = 0; i < slots; ++i) bulk::barrier_init(&barriers_[i]);
+      bulk::fence_async_shared();
+    }
+    warp_.sync();
+  }
+  WEFT_DEVICE void sees_arrived() const {
+    warp_.sync();
+    bulk::fence_async();
+  }
+  WEFT_DEVICE bool has_room() const { return waiting_ != slots_; }
+  WEFT_DEVICE void ask(const std::byte* src, uint32_t bytes) {
+    if (warp_.rank() == 0) bulk::load(pieces_ + back_ * kQueuePieceBytes, src, bytes, &barriers_[back_]);
+    back_ = back_ + 1 == slots_ ? 0 : back_ + 1;
+    ++waiting_;
+  }
+  WEFT_DEVICE const Vec16* front() const {
+    bulk::wait_loaded(&barriers_[front_], parity_);
+    return reinterpret_cast<const Vec16*>(pieces_ + front_ * kQueuePieceBytes);
+  }
+  WEFT_DEVICE void pop() {
+    warp_.sync();
+    --waiting_;
+    parity_ ^= front_ + 1 == slots_ ? 1 : 0;
+    front_ = front_ + 1 == slots_ ? 0 : front_ + 1;
+  }
+
+ private:
+  uint64_t* barriers_;
+  std::byte* pieces_;
+  uint32_t slots_;
+  Warp warp_;
+  uint32_t back_ = 0;
+  uint32_t front_ = 0;
+  uint32_t waiting_ = 0;
+  uint32_t parity_ = 0;
+};
 #else
+inline constexpr bool kHasBulkCopies = false;
+
 // Before sm_90 the same object copies with loads and stores, straight from the source.
 template <uint32_t kStages>
 class RowPipe {

@@ -8,6 +8,8 @@
 
 namespace weft {
 
+inline constexpr bool kHasBulkCopies = false;
+
 // Streams items (rows or pieces of rows) to one or more places each, with loads and stores straight from the
 // source: CDNA has no engine that a kernel could hand a whole row to.
 //   pipe.run(next, sink): next() -> RowItem, one without a source ends; sink(tag, stage) calls

@@ -8,6 +8,8 @@
 
 namespace weft {
 
+inline constexpr bool kHasBulkCopies = false;
+
 // Streams items (rows or pieces of rows) to one or more places each. On the host the source itself is the
 // stage.
 //   pipe.run(next, sink): next() -> RowItem, one without a source ends; sink(tag, stage) calls

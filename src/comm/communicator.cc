@@ -210,25 +210,24 @@ Status Communicator::connect(std::string_view transport) {
     WEFT_TRY_ASSIGN(auto of_rank, select_transports(usable, facts_, rank, transport));
     chosen.push_back(std::move(of_rank));
   }
+  gather_in_one_memory(chosen, usable, facts_);
   transports_ = chosen[rank_];
   for (int peer = 0; peer < size(); ++peer) {
-    const bool is_mapped = peer == rank_ || reach_of(usable, transports_[peer]) == Reach::kMapped;
-    if (is_mapped)
+    if (reach_between(usable, transports_[peer], facts_, rank_, peer) == Reach::kMapped)
       mapped_ranks_.push_back(peer);
     else
       addresses_[peer].key = 0;
   }
   parcels_->connect(addresses_);
-  const auto has_port = [&](const std::vector<const Transport*>& of_rank) {
-    return std::ranges::any_of(
-        of_rank, [&](const Transport* taken) { return taken && reach_of(usable, taken) == Reach::kPort; });
-  };
+  bool has_ports = false;
+  for (int rank = 0; rank < size(); ++rank)
+    for (int peer = 0; peer < size(); ++peer)
+      has_ports = has_ports || reach_between(usable, chosen[rank][peer], facts_, rank, peer) == Reach::kPort;
   WEFT_TRY_ASSIGN(const Transport* brings, who_brings_memory(chosen, usable));
   if (brings) {
     sharing_ = Sharing::kByTransport;
   } else {
-    WEFT_TRY_ASSIGN(sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing,
-                                             std::ranges::any_of(chosen, has_port)));
+    WEFT_TRY_ASSIGN(sharing_, choose_sharing(facts_, mapped_ranks_, config().cuda_sharing, has_ports));
   }
   return open_links(chosen, usable);
 }
@@ -240,19 +239,23 @@ Status Communicator::open_links(const std::vector<std::vector<const Transport*>>
   for (int rank = 0; rank < size(); ++rank)
     for (int peer = 0; peer < size(); ++peer) {
       const Transport* taken = chosen[rank][peer];
-      if (!taken || reach_of(candidates, taken) == Reach::kMapped) continue;
+      if (reach_between(candidates, taken, facts_, rank, peer) == Reach::kMapped) continue;
       if (port && taken != port)
         return Status::make(Code::kUnsupported, "transports: got {} and {}, allowed: one kind of port",
                             port->name(), taken->name());
       if (!port) port_pair_ = text("rank {} reaches rank {} through {}", rank, peer, taken->name());
       port = taken;
     }
-  Group group{rank_, &facts_, {}, bootstrap_.get(), timeout_s_, secret_};
+  Group group{rank_, &facts_, {}, bootstrap_.get(), port != nullptr, timeout_s_, secret_};
   WEFT_TRY_ASSIGN(mapped_link_, transports().front()->connect(group));
   WEFT_TRY(open_memory(chosen, candidates, group));
   if (!port) return Status();
   for (int peer = 0; peer < size(); ++peer)
-    if (transports_[peer] == port) group.peers.push_back(peer);
+    if (transports_[peer] == port && std::ranges::count(mapped_ranks_, peer) == 0) group.peers.push_back(peer);
+  if (memory_link_) {  // which reaches ports, too: nothing else stands beside it
+    port_link_ = memory_link_;
+    return Status();
+  }
   Result<std::unique_ptr<Link>> link = port->connect(group);
   if (link.ok()) {
     port_link_ = std::move(*link);
@@ -272,8 +275,8 @@ Status Communicator::open_memory(const std::vector<std::vector<const Transport*>
   Result<std::unique_ptr<Link>> link = brings->connect(all);
   if (link.ok()) memory_link_ = std::move(*link);
   WEFT_TRY(agree_on_links(link.status()));
-  log_info("rank {} of {}: {} ranks mapped through {}: {}", rank_, size(), all.peers.size(), brings->name(),
-           caps_of(candidates, brings).details);
+  log_info("rank {} of {}: {} ranks mapped through {}{}: {}", rank_, size(), all.peers.size(), brings->name(),
+           group.has_ports ? ", the others its ports" : "", caps_of(candidates, brings).details);
   return {};
 }
 

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transports/nccl/gin_ports.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "base/log.h"
+#include "memory/device_memory.h"
+
+namespace weft::nccl_link {
+
+using nccl_gin::KnownWindow;
+using nccl_gin::kWindows;
+
+GinPorts::GinPorts(Device device, int rank, int ranks, uint32_t records, double timeout_s)
+    : device_(device),
+      rank_(static_cast<uint32_t>(rank)),
+      ranks_(static_cast<uint32_t>(ranks)),
+      records_(records),
+      timeout_s_(timeout_s),
+      is_used_(kWindows),
+      uses_(kWindows) {}
+
+GinPorts::~GinPorts() {
+  helper_ = {};
+}
+
+Result<std::unique_ptr<GinPorts>> GinPorts::create(Device device, int rank, int ranks, uint32_t records,
+                                                   double timeout_s) {
+  auto ports = std::unique_ptr<GinPorts>(new GinPorts(device, rank, ranks, records, timeout_s));
+  const auto count = static_cast<uint64_t>(ranks);
+  WEFT_TRY_ASSIGN(ports->fault_, HostVisible::create(device, sizeof(FaultBox)));
+  WEFT_TRY_ASSIGN(ports->outgoing_, LocalMemory::create(device, count * sizeof(nccl_gin::Outgoing)));
+  WEFT_TRY_ASSIGN(ports->incoming_, LocalMemory::create(device, count * sizeof(nccl_gin::Incoming)));
+  WEFT_TRY_ASSIGN(ports->table_, LocalMemory::create(device, kWindows * sizeof(KnownWindow)));
+  return ports;
+}
+
+Status GinPorts::start(const void* dev_comm, uint64_t bytes, void* inbox_window, std::byte* inbox) {
+  WEFT_TRY_ASSIGN(comm_, LocalMemory::create(device_, bytes));
+  WEFT_TRY(comm_->write(0, dev_comm, bytes));
+  inbox_window_ = inbox_window;
+  inbox_ = inbox;
+  if (!device_.is_host()) return {};
+  helper_ = std::jthread([this](const std::stop_token& stop) {
+    while (!stop.stop_requested())
+      if (!help()) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  });
+  return {};
+}
+
+Result<std::string> GinPorts::offer(int window) {
+  Known& known = windows_[window];
+  if (!known.places) {
+    const auto free = std::ranges::find(is_used_, false);
+    if (free == is_used_.end()) {
+      windows_.erase(window);
+      return Status::make(Code::kCapacity, "nccl: got {} windows at a time with ports through GIN, allowed: {}",
+                          kWindows + 1, kWindows);
+    }
+    *free = true;
+    known.slot = static_cast<uint32_t>(free - is_used_.begin());
+    known.use = ++uses_[known.slot] % nccl_gin::kUses;
+    WEFT_TRY_ASSIGN(known.places, LocalMemory::create(device_, ranks_ * sizeof(uint64_t)));
+  }
+  const uint64_t bits = nccl_gin::window_bits(known.slot, known.use);
+  return std::string(reinterpret_cast<const char*>(&bits), sizeof bits);
+}
+
+Status GinPorts::accept(const WindowView& view, const std::vector<std::string>& offers) {
+  const Known& known = windows_.at(view.number);
+  std::vector<uint64_t> places(offers.size());
+  for (size_t rank = 0; rank < offers.size(); ++rank) {
+    if (offers[rank].size() != sizeof places[rank])
+      return Status::make(Code::kSystem, "nccl: rank {} offered no window", rank);
+    std::memcpy(&places[rank], offers[rank].data(), sizeof places[rank]);
+  }
+  WEFT_TRY(known.places->write(0, places.data(), places.size() * sizeof places[0]));
+  return write_window(known.slot, {view.local, view.bytes, known.use});
+}
+
+void GinPorts::forget(int window) {
+  const auto known = windows_.find(window);
+  if (known == windows_.end()) return;
+  const Status gone = write_window(known->second.slot, {});
+  if (!gone.ok()) log_warn("{}", gone.message());
+  if (!device_.is_host()) (void)logged(wait_for_device(device_.ordinal));
+  is_used_[known->second.slot] = false;
+  windows_.erase(known);
+}
+
+Status GinPorts::write_window(uint32_t slot, const KnownWindow& window) {
+  std::lock_guard lock(helping_);
+  return table_->write(slot * sizeof window, &window, sizeof window);
+}
+
+NcclMesh GinPorts::mesh(const WindowView& view, void* window) const {
+  NcclMesh mesh{};
+  mesh.comm = comm_->at<nccl_gin::DevComm>(0);
+  mesh.window = window;
+  mesh.inbox_window = inbox_window_;
+  mesh.inbox = reinterpret_cast<const nccl_gin::Record*>(inbox_);
+  mesh.outgoing = outgoing_->at<nccl_gin::Outgoing>(0);
+  mesh.incoming = incoming_->at<nccl_gin::Incoming>(0);
+  mesh.windows = table_->at<KnownWindow>(0);
+  const auto known = windows_.find(view.number);
+  mesh.places = known == windows_.end() ? nullptr : known->second.places->at<uint64_t>(0);
+  mesh.own = view.local;
+  mesh.bytes = view.bytes;
+  mesh.timeout_ns = static_cast<uint64_t>(timeout_s_ * 1e9);
+  mesh.fault = fault_->at<FaultBox>(0);
+  mesh.self = rank_;
+  mesh.count = ranks_;
+  mesh.records = records_;
+  return mesh;
+}
+
+bool GinPorts::help() {
+  if (!device_.is_host() || !inbox_) return false;
+  std::lock_guard lock(helping_);
+  return nccl_gin::help(mesh({}, nullptr));
+}
+
+namespace {
+
+Status status_of(const FaultBox& fault) {
+  const std::string who = text("rank {}, nccl", fault.self);
+  const double waited_s = static_cast<double>(fault.waited_ns) / 1e9;
+  switch (fault.site) {
+    case Site::kPortRange:
+      return Status::invalid(
+          "{}: a put or signal to rank {} lies outside the window or is not aligned: window of {} bytes, "
+          "offset {}",
+          who, fault.peer, fault.expected, fault.seen);
+    case Site::kPortLayout:
+      return Status::make(Code::kUnsupported,
+                          "{}: NCCL's device communicator is not laid out as its headers say: expected rank {}, "
+                          "saw {} (WEFT_NCCL_INCLUDE names other headers)",
+                          who, fault.expected, fault.seen);
+    case Site::kPortFull:
+      return Status::make(Code::kPeerLost,
+                          "{}, signal: waited {} s for rank {} to take in signals, which it does while its kernels "
+                          "wait: expected {} taken, saw {}",
+                          who, waited_s, fault.peer, fault.expected, fault.seen);
+    case Site::kQueueOrder:
+      return Status::make(Code::kPeerLost,
+                          "{}, signal: waited {} s for other threads to post what goes to rank {}: expected {} "
+                          "records, saw {}",
+                          who, waited_s, fault.peer, fault.expected, fault.seen);
+    case Site::kQueueRoom:
+      return Status::make(Code::kPeerLost,
+                          "{}, post: waited {} s for room in NCCL's queue to rank {}: expected room for {} "
+                          "descriptors, saw {}",
+                          who, waited_s, fault.peer, fault.expected, fault.seen);
+    default:
+      return Status::make(Code::kPeerLost,
+                          "{}, flush: waited {} s for NCCL to be done with what goes to rank {}: expected {}, saw {}",
+                          who, waited_s, fault.peer, fault.expected, fault.seen);
+  }
+}
+
+}  // namespace
+
+Status GinPorts::status() const {
+  const auto* box = fault_->at<FaultBox>(0);
+  return load_acquire(&box->raised) == 0 ? Status() : status_of(*box);
+}
+
+Status GinPorts::fault() const {
+  Status all = status();
+  return all.code() == Code::kPeerLost ? Status() : all;
+}
+
+int GinPorts::lost_peer() const {
+  return status().code() == Code::kPeerLost ? static_cast<int>(fault_->at<FaultBox>(0)->peer) : -1;
+}
+
+}  // namespace weft::nccl_link

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles kernels with ports through GIN with the headers of every NCCL that PyPI has from 2.30.3 on, for each back end.
+"""Compiles kernels with ports through GIN for each back end, with the headers of every NCCL on PyPI from 2.30.3 on.
 
 Usage: python tools/nccl_headers.py [--package nvidia-nccl-cu13] [--versions 2.30.7,2.32.3] [--keep FOLDER]
 

@@ -32,8 +32,8 @@ from weft import _core
 from weft.errors import Error
 from weft.testing.ranks import Rank
 
-DEADLINE_S = 300.0
-TIMEOUT_S = 60.0
+DEADLINE_S = 120.0
+TIMEOUT_S = 30.0
 SHAPES = [(33, 512, 3, 4), (1, 512, 1, 1), (0, 512, 2, 3)]
 
 
@@ -45,7 +45,9 @@ import torch
 from weft import _core
 (row,) = [row for row in _core.transports("cuda:0") if row["name"] == "nccl"]
 print("WHY", row["unusable_because"] or ("no ports" in row["details"] and row["details"]) or "")"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     return ran.stdout.split("WHY", 1)[1].strip()
 
 
@@ -113,7 +115,8 @@ def _latency(rank: Rank) -> dict[str, float]:
     comm = _comm(rank)
     loop = _core.ChannelLoop.create(comm.core, 1 << 20)
     found = {}
-    for call, nbytes in (("signal", 16), ("put_with_signal", 16), ("put_with_signal", 7168), ("put_with_signal", 1 << 20)):
+    calls = (("signal", 16), ("put_with_signal", 16), ("put_with_signal", 7168), ("put_with_signal", 1 << 20))
+    for call, nbytes in calls:
         times = sorted(loop.run(call, True, nbytes, 20, 20))
         if rank.rank == 0:
             found[f"{call} {nbytes} B"] = round(times[len(times) // 2] / 40 / 1e3, 1)
@@ -178,7 +181,9 @@ def test_communicators_and_windows_come_and_go() -> None:
 
 def _refused(rank: Rank) -> str:
     with pytest.raises(Error) as raised:
-        weft.Communicator(rank.group, device=torch.device("cuda", torch.cuda.current_device()), timeout_s=TIMEOUT_S)
+        weft.Communicator(
+            rank.group, device=torch.device("cuda", torch.cuda.current_device()), timeout_s=TIMEOUT_S
+        )
     return str(raised.value)
 
 
@@ -193,7 +198,9 @@ import torch
 from weft import _core
 (row,) = [row for row in _core.transports("cuda:0") if row["name"] == "nccl"]
 print("WHERE", row["details"])"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     library = re.search(r"(/\S*libnccl\S*)[,;]", ran.stdout)
     assert library, ran.stdout
     include = Path(os.environ.get("WEFT_NCCL_INCLUDE") or Path(library[1]).parents[1] / "include")

@@ -76,7 +76,9 @@ def test_every_call_of_a_channel_compiles(backend: str, architecture: str, mesh_
     check_usage(compile_channel_loop(sources_of(INCLUDE, backend), mesh_type, architecture))
 
 
-@pytest.mark.parametrize("compiling", [WithGin(case) for case in cases_with_sources()], ids=str, indirect=True)
+@pytest.mark.parametrize(
+    "compiling", [WithGin(case) for case in cases_with_sources()], ids=str, indirect=True
+)
 def test_kernel_compiles_without_spills(compiling: Future[_core.Compiled]) -> None:
     check_usage(compiling.result())
 
@@ -93,7 +95,14 @@ def test_releases_of_pypi_compile(tmp_path: Path, request: pytest.FixtureRequest
     )
     if ping.returncode:
         pytest.skip("PyPI cannot be reached")
-    tool = [sys.executable, str(ROOT / "tools/nccl_headers.py"), "--versions", versions, "--keep", str(tmp_path)]
+    tool = [
+        sys.executable,
+        str(ROOT / "tools/nccl_headers.py"),
+        "--versions",
+        versions,
+        "--keep",
+        str(tmp_path),
+    ]
     done = subprocess.run(tool, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

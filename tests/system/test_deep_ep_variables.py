@@ -27,8 +27,8 @@ CASES = {
     "gin_chosen": (
         {"EP_DISABLE_GIN": "1", "NCCL_GIN_TYPE": "2", "WEFT_TRANSPORT": "mapped,nccl"},
         "warning",
-        "EP_DISABLE_GIN=1 is not used: WEFT_TRANSPORT=nccl goes through GIN between nodes; NCCL_GIN_TYPE=2 is not used: "
-        "NCCL itself reads it, and Weft takes what NCCL has",
+        "EP_DISABLE_GIN=1 is not used: WEFT_TRANSPORT=nccl goes through GIN between nodes; NCCL_GIN_TYPE=2 "
+        "is not used: NCCL itself reads it, and Weft takes what NCCL has",
     ),
     "gin": (
         {"EP_DISABLE_GIN": "0", "NCCL_GIN_TYPE": "3"},

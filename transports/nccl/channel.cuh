@@ -197,11 +197,11 @@ WEFT_DEVICE bool await(const NcclMesh& mesh, uint32_t peer, Site site, uint64_t 
   return load_relaxed(&out.is_broken) == 0;
 }
 
-// Until the first `puts` puts have been read here.
-WEFT_APART bool await_puts(const NcclMesh& mesh, uint32_t peer, uint64_t puts) {
+// Until the bytes of the first `count` puts have been read here.
+WEFT_APART bool await_puts(const NcclMesh& mesh, uint32_t peer, uint64_t count) {
   const uint32_t context = context_to(mesh, peer);
-  return await(mesh, peer, Site::kPortFlush, puts, [&](uint64_t& seen) {
-    return (seen = read_counter(*mesh.comm, context, peer)) >= puts;
+  return await(mesh, peer, Site::kPortFlush, count, [&](uint64_t& seen) {
+    return (seen = read_counter(*mesh.comm, context, peer)) >= count;
   });
 }
 
@@ -305,7 +305,7 @@ WEFT_DEVICE void NcclChannel::put_range(WindowOffset dst, WindowOffset src, uint
     const uint64_t part = left < nccl_gin::kPutBytes ? left : nccl_gin::kPutBytes;
     uint64_t end = 0;
     if (!nccl_gin::take_descriptors(*mesh_, peer_, 1, end)) return;
-    add_local(&out.puts, uint64_t{1});
+    add_local(&out.asked_puts, uint64_t{1});
     nccl_gin::put(*mesh_->comm, context, peer_, mesh_->window, dst + done, mesh_->window, src + done, part,
                   peer_);
     done += part;
@@ -336,7 +336,7 @@ WEFT_DEVICE void NcclChannel::tell(uint64_t op, WindowOffset word, uint64_t valu
 }
 
 WEFT_DEVICE void NcclChannel::flush() {
-  nccl_gin::await_puts(*mesh_, peer_, load_relaxed(&mesh_->outgoing[peer_].puts));
+  nccl_gin::await_puts(*mesh_, peer_, load_relaxed(&mesh_->outgoing[peer_].asked_puts));
 }
 
 static_assert(Channel<NcclChannel>, "NcclChannel must model Channel");

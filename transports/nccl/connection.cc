@@ -32,19 +32,6 @@ constexpr double kFarewell_s = 5;  // for peers to leave, too
 // Estimates for ports, until a network has been measured: a host thread carries each put, over a NIC of 100 Gbit/s.
 constexpr double kPortLatencyUs = 25, kPortGbS = 12.5;
 
-// Whether GIN can be compiled and called with a library: empty, or why not.
-std::string why_no_gin(const Library& nccl, std::string* folder = nullptr) {
-  if (nccl.version < kLeastVersionOfPorts)
-    return text("NCCL {} is too old for ports through GIN, which need {} or newer", version_text(nccl.version),
-                version_text(kLeastVersionOfPorts));
-  if (!nccl.CommQueryProperties || !nccl.DevCommCreate || !nccl.DevCommDestroy)
-    return text("NCCL {} lacks the functions of a device communicator", version_text(nccl.version));
-  if (nccl.serves_host) return "";
-  const Result<std::string> found = find_headers(nccl.path, nccl.version);
-  if (found.ok() && folder) *folder = *found;
-  return found.status().message();
-}
-
 // Runs `call` with the rank's GPU current, as NCCL wants it.
 template <class Call>
 Status on_device(Device device, Call call) {
@@ -142,6 +129,7 @@ class NcclLink : public Link {
   bool help() override { return ports_ && ports_->help(); }
   Status fault() override { return ports_->fault(); }
   Status status() override {
+    WEFT_TRY(broken_);
     const Status why = ports_->status();
     if (ports_->lost_peer() >= 0) lose(ports_->lost_peer(), text("is lost: {}", why.message()));
     return why;
@@ -261,17 +249,7 @@ class NcclLink : public Link {
     if (!std::has_single_bit(records))
       return Status::invalid("WEFT_NCCL_RECORDS: got {}, allowed: a power of two", records);
     WEFT_TRY_ASSIGN(ports_, GinPorts::create(device_, rank_, ranks_, records, timeout_s_));
-    Requirements wanted{};
-    wanted.size = nccl_.version >= kNewDevComm ? sizeof wanted : offsetof(Requirements, gin_stride);
-    wanted.magic = properties_.magic;
-    wanted.version = properties_.version;
-    wanted.gin_contexts = static_cast<int32_t>(config().nccl_contexts);
-    wanted.gin_signals = static_cast<int32_t>(ports_->signals());
-    wanted.gin_counters = static_cast<int32_t>(ports_->counters());
-    wanted.gin_connection = 1;
-    wanted.gin_strong_signals = true;
-    wanted.gin_type = properties_.gin_type;
-    wanted.uses_runtime_version = nccl_.version >= kNewDevComm;
+    const Requirements wanted = ports_->requirements(properties_);
     WEFT_TRY(on_device(device_, [&] {
       return wait_for("ncclDevCommCreate", nccl_.DevCommCreate(comm_, &wanted, dev_comm_.data()));
     }));
@@ -377,6 +355,7 @@ class NcclLink : public Link {
 
   void end() {
     if (!comm_) return;
+    if (ports_) ports_->stop();
     const Comm comm = std::exchange(comm_, nullptr);
     (void)on_device(device_, [&] { return nccl_.CommAbort(comm), Status(); });
   }

@@ -5,13 +5,27 @@
 #include <chrono>
 #include <cstring>
 
+#include "base/config.h"
 #include "base/log.h"
 #include "memory/device_memory.h"
+#include "transports/nccl/device_headers.h"
 
 namespace weft::nccl_link {
 
 using nccl_gin::KnownWindow;
 using nccl_gin::kWindows;
+
+std::string why_no_gin(const Library& nccl, std::string* folder) {
+  if (nccl.version < kLeastVersionOfPorts)
+    return text("NCCL {} is too old for ports through GIN, which need {} or newer", version_text(nccl.version),
+                version_text(kLeastVersionOfPorts));
+  if (!nccl.CommQueryProperties || !nccl.DevCommCreate || !nccl.DevCommDestroy)
+    return text("NCCL {} lacks the functions of a device communicator", version_text(nccl.version));
+  if (nccl.serves_host) return "";
+  const Result<std::string> found = find_headers(nccl.path, nccl.version);
+  if (found.ok() && folder) *folder = *found;
+  return found.status().message();
+}
 
 GinPorts::GinPorts(Device device, int rank, int ranks, uint32_t records, double timeout_s)
     : device_(device),
@@ -23,7 +37,13 @@ GinPorts::GinPorts(Device device, int rank, int ranks, uint32_t records, double 
       uses_(kWindows) {}
 
 GinPorts::~GinPorts() {
+  stop();
+}
+
+void GinPorts::stop() {
   helper_ = {};
+  std::lock_guard lock(helping_);
+  inbox_ = nullptr;
 }
 
 Result<std::unique_ptr<GinPorts>> GinPorts::create(Device device, int rank, int ranks, uint32_t records,
@@ -35,6 +55,22 @@ Result<std::unique_ptr<GinPorts>> GinPorts::create(Device device, int rank, int 
   WEFT_TRY_ASSIGN(ports->incoming_, LocalMemory::create(device, count * sizeof(nccl_gin::Incoming)));
   WEFT_TRY_ASSIGN(ports->table_, LocalMemory::create(device, kWindows * sizeof(KnownWindow)));
   return ports;
+}
+
+Requirements GinPorts::requirements(const Properties& properties) const {
+  const bool is_new = properties.version >= static_cast<uint32_t>(kNewDevComm);
+  Requirements wanted{};
+  wanted.size = is_new ? sizeof wanted : offsetof(Requirements, gin_stride);
+  wanted.magic = properties.magic;
+  wanted.version = properties.version;
+  wanted.gin_contexts = static_cast<int32_t>(config().nccl_contexts);
+  wanted.gin_signals = static_cast<int32_t>(2 * ranks_);
+  wanted.gin_counters = static_cast<int32_t>(ranks_);
+  wanted.gin_connection = 1;
+  wanted.gin_strong_signals = true;
+  wanted.gin_type = properties.gin_type;
+  wanted.uses_runtime_version = is_new;
+  return wanted;
 }
 
 Status GinPorts::start(const void* dev_comm, uint64_t bytes, void* inbox_window, std::byte* inbox) {
@@ -96,18 +132,22 @@ Status GinPorts::write_window(uint32_t slot, const KnownWindow& window) {
 }
 
 NcclMesh GinPorts::mesh(const WindowView& view, void* window) const {
+  NcclMesh mesh = of_no_window();
+  mesh.window = window;
+  mesh.places = windows_.at(view.number).places->at<uint64_t>(0);
+  mesh.own = view.local;
+  mesh.bytes = view.bytes;
+  return mesh;
+}
+
+NcclMesh GinPorts::of_no_window() const {
   NcclMesh mesh{};
   mesh.comm = comm_->at<nccl_gin::DevComm>(0);
-  mesh.window = window;
   mesh.inbox_window = inbox_window_;
   mesh.inbox = reinterpret_cast<const nccl_gin::Record*>(inbox_);
   mesh.outgoing = outgoing_->at<nccl_gin::Outgoing>(0);
   mesh.incoming = incoming_->at<nccl_gin::Incoming>(0);
   mesh.windows = table_->at<KnownWindow>(0);
-  const auto known = windows_.find(view.number);
-  mesh.places = known == windows_.end() ? nullptr : known->second.places->at<uint64_t>(0);
-  mesh.own = view.local;
-  mesh.bytes = view.bytes;
   mesh.timeout_ns = static_cast<uint64_t>(timeout_s_ * 1e9);
   mesh.fault = fault_->at<FaultBox>(0);
   mesh.self = rank_;
@@ -117,9 +157,10 @@ NcclMesh GinPorts::mesh(const WindowView& view, void* window) const {
 }
 
 bool GinPorts::help() {
-  if (!device_.is_host() || !inbox_) return false;
+  if (!device_.is_host()) return false;
   std::lock_guard lock(helping_);
-  return nccl_gin::help(mesh({}, nullptr));
+  if (!inbox_) return false;
+  return nccl_gin::help(of_no_window());
 }
 
 namespace {

@@ -18,9 +18,13 @@
 #include "memory/host_visible.h"
 #include "memory/local_memory.h"
 #include "transports/nccl/channel.cuh"
+#include "transports/nccl/library.h"
 #include "transports/transport.h"
 
 namespace weft::nccl_link {
+
+// Why GIN cannot be compiled for or called with a library; empty where it can. `folder`: where its headers are.
+std::string why_no_gin(const Library& nccl, std::string* folder = nullptr);
 
 class GinPorts {
  public:
@@ -28,14 +32,16 @@ class GinPorts {
                                                   double timeout_s);
   ~GinPorts();
 
-  // Signals, counters and bytes of an inbox that these ports take.
-  uint32_t signals() const { return 2 * ranks_; }
-  uint32_t counters() const { return ranks_; }
+  // What the device communicator must have for these ports, and the bytes of an inbox.
+  Requirements requirements(const Properties& properties) const;
   uint64_t inbox_bytes() const { return uint64_t{ranks_} * records_ * sizeof(nccl_gin::Record); }
 
   // What NCCL has filled in as the device communicator, and the inbox: its window and this rank's part. From now on what
   // comes is taken in; on CPUs a thread does it.
   Status start(const void* dev_comm, uint64_t bytes, void* inbox_window, std::byte* inbox);
+
+  // Nothing is taken in any more: NCCL's structures are about to go.
+  void stop();
 
   // A window is named by a slot here and a number of its use. Errors: kCapacity where no slot is free.
   Result<std::string> offer(int window);
@@ -59,6 +65,7 @@ class GinPorts {
     std::unique_ptr<LocalMemory> places;
   };
   GinPorts(Device device, int rank, int ranks, uint32_t records, double timeout_s);
+  NcclMesh of_no_window() const;  // for taking in what has come
   Status write_window(uint32_t slot, const nccl_gin::KnownWindow& window);
 
   const Device device_;

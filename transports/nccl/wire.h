@@ -54,7 +54,7 @@ WEFT_DEVICE constexpr uint64_t usable(uint32_t room) {
 struct alignas(64) Outgoing {
   uint64_t reserved;  // records that somebody has taken to write
   uint64_t posted;    // ... and that are on their way, in order
-  uint64_t puts;      // that have been asked for
+  uint64_t asked_puts;
   uint64_t descriptors;  // of NCCL's queue that somebody has taken
   uint64_t done;         // ... and that NCCL is done with, as last seen
   uint64_t may_reach;    // ... and how many there is room for, by that

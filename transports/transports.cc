@@ -112,8 +112,7 @@ Result<std::vector<const Transport*>> select_transports(const std::vector<Candid
 }
 
 MeshPart hybrid_mesh(const MeshPart& mapped, const MeshPart& port) {
-  MeshPart both{text("HybridMesh<weft::{}, weft::{}>", mapped.type, port.type), mapped.value,
-                port.sources};
+  MeshPart both{text("HybridMesh<weft::{}, weft::{}>", mapped.type, port.type), mapped.value, port.sources};
   both.value.insert(both.value.end(), port.value.begin(), port.value.end());
   return both;
 }

@@ -72,14 +72,15 @@ void bind_keys_of_calls(nb::module_& module) {
 }
 
 void bind_keys(nb::module_& module) {
-  nb::class_<Sources>(module, "DeviceSources", "What a mesh brings beside Weft's headers: transports/transport.h.")
+  nb::class_<Sources>(module, "DeviceSources",
+                      "What a mesh brings beside Weft's headers: transports/transport.h.")
       .def_prop_ro("headers", [](const Sources& sources) { return sources.of_mesh->headers; })
       .def_prop_ro("options", [](const Sources& sources) { return sources.of_mesh->options; });
   module.def(
       "nccl_device_sources",
       [](const std::string& folder, int gin_type, uint64_t dev_comm_bytes) {
-        return Sources{value_or_throw(nccl_link::device_sources(
-            folder, static_cast<nccl_link::GinType>(gin_type), dev_comm_bytes))};
+        return Sources{value_or_throw(
+            nccl_link::device_sources(folder, static_cast<nccl_link::GinType>(gin_type), dev_comm_bytes))};
       },
       nb::arg("folder"), nb::arg("gin_type"), nb::arg("dev_comm_bytes") = 0,
       "NCCL's device headers in a folder as NVRTC takes them, for one back end of GIN.");
@@ -90,9 +91,9 @@ void bind_keys(nb::module_& module) {
           [](KernelKey* key, std::string file, std::string name, std::string args_type, std::string mesh_type,
              std::vector<std::pair<std::string, int64_t>> shape, uint32_t threads_per_block,
              uint32_t blocks_per_sm, std::string prelude, const Sources& sources) {
-            new (key) KernelKey{std::move(file),   std::move(name),     std::move(args_type),
-                                std::move(mesh_type), std::move(shape), threads_per_block,
-                                blocks_per_sm,     std::move(prelude),  sources.of_mesh};
+            new (key) KernelKey{std::move(file),      std::move(name),    std::move(args_type),
+                                std::move(mesh_type), std::move(shape),   threads_per_block,
+                                blocks_per_sm,        std::move(prelude), sources.of_mesh};
           },
           nb::kw_only(), nb::arg("file"), nb::arg("name"), nb::arg("args_type"), nb::arg("mesh_type"),
           nb::arg("shape"), nb::arg("threads_per_block"), nb::arg("blocks_per_sm") = 1,

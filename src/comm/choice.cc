@@ -34,7 +34,8 @@ Reach reach_between(const std::vector<Candidate>& candidates, const Transport* t
                     const std::vector<RankFacts>& facts, int self, int peer) {
   if (!taken) return Reach::kMapped;
   return taken
-      ->towards(caps_of(candidates, taken), facts[static_cast<size_t>(self)], facts[static_cast<size_t>(peer)])
+      ->towards(caps_of(candidates, taken), facts[static_cast<size_t>(self)],
+                facts[static_cast<size_t>(peer)])
       .reach;
 }
 

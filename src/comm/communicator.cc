@@ -251,7 +251,8 @@ Status Communicator::open_links(const std::vector<std::vector<const Transport*>>
   WEFT_TRY(open_memory(chosen, candidates, group));
   if (!port) return Status();
   for (int peer = 0; peer < size(); ++peer)
-    if (transports_[peer] == port && std::ranges::count(mapped_ranks_, peer) == 0) group.peers.push_back(peer);
+    if (transports_[peer] == port && std::ranges::count(mapped_ranks_, peer) == 0)
+      group.peers.push_back(peer);
   if (memory_link_) {  // which reaches ports, too: nothing else stands beside it
     port_link_ = memory_link_;
     return Status();

@@ -312,9 +312,8 @@ struct NvshmemFixture {
 
 using Fixtures =
     ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture, HybridFixture,
-                     JitterFixture, Nccl228Fixture, Nccl230Fixture, GinFixture, GinHybridFixture, NvshmemFixture,
-                     QueueFixture,
-                     SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture>;
+                     JitterFixture, Nccl228Fixture, Nccl230Fixture, GinFixture, GinHybridFixture,
+                     NvshmemFixture, QueueFixture, SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture>;
 inline constexpr const char* kTestedTransports[] = {MappedFixture::kName,  TcpFixture::kName,
                                                     JitterFixture::kName,  Nccl228Fixture::kName,
                                                     NvshmemFixture::kName, QueueFixture::kName};

@@ -300,7 +300,8 @@ TEST_F(NcclGin, CallsComeInNcclsOrderAndNothingIsLeft) {
     (*comm).reset();
     // All leave together, by a window that none needs.
     EXPECT_EQ(calls(),
-              "MemAlloc CommWindowRegister CommWindowDeregister MemFree DevCommDestroy CommWindowDeregister MemFree "
+              "MemAlloc CommWindowRegister CommWindowDeregister MemFree DevCommDestroy CommWindowDeregister "
+              "MemFree "
               "CommAbort");
     EXPECT_EQ(allocations(), 0u);
   });
@@ -329,15 +330,17 @@ TEST_F(NcclGin, ALibraryThatIsTooOldForPortsReachesItsNodeAlone) {
     use(path_of("2.28"));
     const auto comm = make_comm(boot);
     EXPECT_EQ(comm.status().code(), Code::kUnsupported);
-    EXPECT_THAT(comm.status().message(), AllOf(HasSubstr("reaches its node alone"), HasSubstr("NCCL 2.28.9 is too old"),
-                                               HasSubstr("2.30.3 or newer")));
+    EXPECT_THAT(comm.status().message(),
+                AllOf(HasSubstr("reaches its node alone"), HasSubstr("NCCL 2.28.9 is too old"),
+                      HasSubstr("2.30.3 or newer")));
   });
 }
 
 TEST_F(NcclGin, AnOddRoomForRecordsIsRefused) {
   Settings::set({{"WEFT_NCCL_RECORDS", "12"}});
   run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
-    EXPECT_THAT(make_comm(boot).status().message(), HasSubstr("WEFT_NCCL_RECORDS: got 12, allowed: a power of two"));
+    EXPECT_THAT(make_comm(boot).status().message(),
+                HasSubstr("WEFT_NCCL_RECORDS: got 12, allowed: a power of two"));
   });
 }
 
@@ -378,7 +381,8 @@ TEST_F(NcclGin, WhatLiesOutsideTheWindowIsAnErrorAndNotSent) {
     mesh.to(peer).put(OneThread{}, (*window)->bytes() - 16, 0, 32);
     const Status why = (*comm)->port_link()->fault();
     EXPECT_EQ(why.code(), Code::kInvalid);
-    EXPECT_THAT(why.message(), HasSubstr(text("rank {}, nccl: a put or signal to rank {} lies outside", 1 - peer, peer)));
+    EXPECT_THAT(why.message(),
+                HasSubstr(text("rank {}, nccl: a put or signal to rank {} lies outside", 1 - peer, peer)));
     ASSERT_TRUE((*comm)->barrier().ok());
   });
 }
@@ -396,8 +400,9 @@ TEST_F(NcclGin, ASignalThatHasNoRoomNamesWhoDoesNotTakeIt) {
       mesh.to(1).put_value(64, 1);
       const Status why = (*comm)->port_status();
       EXPECT_EQ(why.code(), Code::kPeerLost);
-      EXPECT_THAT(why.message(), AllOf(HasSubstr("rank 0, nccl, signal: waited 1"), HasSubstr("rank 1 to take in"),
-                                       HasSubstr("expected 998977 taken, saw 0")));
+      EXPECT_THAT(why.message(),
+                  AllOf(HasSubstr("rank 0, nccl, signal: waited 1"), HasSubstr("rank 1 to take in"),
+                        HasSubstr("expected 998977 taken, saw 0")));
       mesh.to(1).put_value(64, 2);  // dropped at once
     }
     (void)(*comm)->barrier();

@@ -61,25 +61,39 @@ class FakeGin {
     gin.contexts = contexts_;
     gin.ranks = ranks_;
     gin.rank = rank_;
-    gin.put = [](void* self, uint32_t context, uint32_t peer, void* dst_window, uint64_t dst, void* src_window,
-                 uint64_t src, uint64_t bytes, uint32_t counter) {
+    gin.put = [](void* self, uint32_t context, uint32_t peer, void* dst_window, uint64_t dst,
+                 void* src_window, uint64_t src, uint64_t bytes, uint32_t counter) {
       auto* gin = static_cast<FakeGin*>(self);
-      gin->ask({.context = context, .peer = peer, .dst = gin->place_of_(dst_window, peer) + dst,
-                .src = gin->place_of_(src_window, gin->rank_) + src, .bytes = bytes, .counter = counter});
+      gin->ask({.context = context,
+                .peer = peer,
+                .dst = gin->place_of_(dst_window, peer) + dst,
+                .src = gin->place_of_(src_window, gin->rank_) + src,
+                .bytes = bytes,
+                .counter = counter});
     };
-    gin.put_value = [](void* self, uint32_t context, uint32_t peer, void* window, uint64_t dst, uint64_t value,
-                       int64_t strong_signal) {
+    gin.put_value = [](void* self, uint32_t context, uint32_t peer, void* window, uint64_t dst,
+                       uint64_t value, int64_t strong_signal) {
       auto* gin = static_cast<FakeGin*>(self);
-      gin->ask({.context = context, .peer = peer, .dst = gin->place_of_(window, peer) + dst, .bytes = 8,
-                .value = value, .signal = strong_signal, .add = 1, .is_strong = strong_signal >= 0});
+      gin->ask({.context = context,
+                .peer = peer,
+                .dst = gin->place_of_(window, peer) + dst,
+                .bytes = 8,
+                .value = value,
+                .signal = strong_signal,
+                .add = 1,
+                .is_strong = strong_signal >= 0});
     };
     gin.signal_add = [](void* self, uint32_t context, uint32_t peer, uint32_t signal, uint64_t n) {
       static_cast<FakeGin*>(self)->ask({.context = context, .peer = peer, .signal = signal, .add = n});
     };
-    gin.get = [](void* self, uint32_t context, uint32_t peer, void* window, uint64_t dst, uint64_t src, uint64_t bytes) {
+    gin.get = [](void* self, uint32_t context, uint32_t peer, void* window, uint64_t dst, uint64_t src,
+                 uint64_t bytes) {
       auto* gin = static_cast<FakeGin*>(self);
-      gin->ask({.context = context, .peer = peer, .dst = gin->place_of_(window, gin->rank_) + dst,
-                .src = gin->place_of_(window, peer) + src, .bytes = bytes});
+      gin->ask({.context = context,
+                .peer = peer,
+                .dst = gin->place_of_(window, gin->rank_) + dst,
+                .src = gin->place_of_(window, peer) + src,
+                .bytes = bytes});
     };
     gin.queue_room = kQueueRoom;
     gin.queue_done = [](void* self, uint32_t context, uint32_t peer) {
@@ -166,11 +180,14 @@ class FakeGin {
           return;  // positions have moved; this one's turn comes again
         }
     asked_.erase(asked_.begin() + static_cast<std::ptrdiff_t>(at));
-    if (one.bytes > 0) std::memcpy(one.dst, one.src ? one.src : reinterpret_cast<const std::byte*>(&one.value), one.bytes);
+    if (one.bytes > 0)
+      std::memcpy(one.dst, one.src ? one.src : reinterpret_cast<const std::byte*>(&one.value), one.bytes);
     if (one.signal >= 0)
-      word(one.peer, one.context, static_cast<uint64_t>(one.signal)).fetch_add(one.add, std::memory_order_release);
+      word(one.peer, one.context, static_cast<uint64_t>(one.signal))
+          .fetch_add(one.add, std::memory_order_release);
     if (one.counter >= 0)
-      counted_[one.context * counters_ + static_cast<uint64_t>(one.counter)].fetch_add(1, std::memory_order_release);
+      counted_[one.context * counters_ + static_cast<uint64_t>(one.counter)].fetch_add(
+          1, std::memory_order_release);
   }
 
   const std::string name_;

@@ -259,18 +259,19 @@ int ncclCommQueryProperties(weft::nccl_link::Comm comm, Properties* out) {
 int ncclDevCommCreate(weft::nccl_link::Comm handle, const Requirements* wanted, void* out) {
   note("DevCommCreate");
   CommOf* comm = of(handle);
-  if (wanted->size != offsetof(Requirements, gin_stride) || wanted->magic != 0xcafebeef || wanted->gin_connection != 1 ||
-      !wanted->gin_strong_signals || wanted->gin_va_signals || comm->state.load() == kInProgress)
+  if (wanted->size != offsetof(Requirements, gin_stride) || wanted->magic != 0xcafebeef ||
+      wanted->gin_connection != 1 || !wanted->gin_strong_signals || wanted->gin_va_signals ||
+      comm->state.load() == kInProgress)
     return kInvalidArgument;
   const auto place_of = [](void* window, uint32_t rank) {
     return static_cast<std::byte*>(static_cast<WindowOf*>(window)->parts[rank]);
   };
   const auto number = [](int32_t value) { return static_cast<uint32_t>(value); };
-  comm->go_on([comm, out, place_of, contexts = number(wanted->gin_contexts), signals = number(wanted->gin_signals),
-               counters = number(wanted->gin_counters)]() -> int {
+  comm->go_on([comm, out, place_of, contexts = number(wanted->gin_contexts),
+               signals = number(wanted->gin_signals), counters = number(wanted->gin_counters)]() -> int {
     comm->gin = std::make_unique<stand_in::FakeGin>(comm->name, static_cast<uint32_t>(comm->rank),
-                                                    static_cast<uint32_t>(comm->ranks), contexts, signals, counters,
-                                                    place_of);
+                                                    static_cast<uint32_t>(comm->ranks), contexts, signals,
+                                                    counters, place_of);
     const weft::nccl_gin::HostGin made = comm->gin->handle();
     std::memcpy(out, &made, sizeof made);
     return comm->meet() ? kSuccess : kUnhandled;

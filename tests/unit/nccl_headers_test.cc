@@ -56,8 +56,8 @@ TEST(NcclHeaders, ThoseOfAnotherReleaseAreRefusedByBothVersions) {
   const Wheel wheel(31);
   const auto found = find_headers(wheel.library(), 23007);
   EXPECT_EQ(found.status().code(), Code::kUnsupported);
-  EXPECT_THAT(found.status().message(),
-              AllOf(HasSubstr("headers of NCCL 2.31.7"), HasSubstr("is 2.30.7"), HasSubstr("WEFT_NCCL_INCLUDE")));
+  EXPECT_THAT(found.status().message(), AllOf(HasSubstr("headers of NCCL 2.31.7"), HasSubstr("is 2.30.7"),
+                                              HasSubstr("WEFT_NCCL_INCLUDE")));
 }
 
 TEST(NcclHeaders, WhereThereAreNoneTheFoldersAreNamed) {
@@ -83,7 +83,8 @@ TEST(NcclHeaders, OneBackEndIsSwitchedOnAndTheLibrarysSizeAsserted) {
   EXPECT_THAT((*sources)->options,
               AllOf(Contains("-DNCCL_GIN_GDAKI_ENABLE=1"), Contains("-DNCCL_GIN_PROXY_ENABLE=0"),
                     Contains("-DWEFT_NCCL_DEV_COMM_BYTES=240")));
-  EXPECT_THAT((*sources)->headers, Contains(Pair("nccl_device/impl/one.h", "#include \"nccl_device/two.h\"\n")));
+  EXPECT_THAT((*sources)->headers,
+              Contains(Pair("nccl_device/impl/one.h", "#include \"nccl_device/two.h\"\n")));
   EXPECT_EQ(*device_sources(wheel.include(), GinType::kGdaki, 240), *sources);  // kernels are found by it
   EXPECT_NE(*device_sources(wheel.include(), GinType::kProxy, 240), *sources);
 }
@@ -99,14 +100,17 @@ TEST(NcclHeaders, OfNcclHOnlyWhatDeviceCodeUsesIsLeft) {
 }
 
 TEST(NcclHeaders, AttributesBehindAStructGoToItsFront) {
-  EXPECT_EQ(for_nvrtc("a.h", "typedef struct {\n  struct { int x; } in;\n} __attribute__((packed, aligned(16))) T;\n"),
-            "typedef struct  __attribute__((packed, aligned(16)))  {\n  struct { int x; } in;\n}  T;\n");
+  EXPECT_EQ(
+      for_nvrtc("a.h",
+                "typedef struct {\n  struct { int x; } in;\n} __attribute__((packed, aligned(16))) T;\n"),
+      "typedef struct  __attribute__((packed, aligned(16)))  {\n  struct { int x; } in;\n}  T;\n");
   const std::string function = "void f() {} __attribute__((used)) int g() { return 1; }\n";
   EXPECT_EQ(for_nvrtc("a.h", function), function);
 }
 
 TEST(NcclHeaders, PrototypesOfHostFunctionsGo) {
-  EXPECT_EQ(for_nvrtc("a.h", "int a;\nNCCL_EXTERN_C __host__ int f(int x,\n int y);\nint b;\n"), "int a;\n\nint b;\n");
+  EXPECT_EQ(for_nvrtc("a.h", "int a;\nNCCL_EXTERN_C __host__ int f(int x,\n int y);\nint b;\n"),
+            "int a;\n\nint b;\n");
   const std::string kept = "__host__ __device__ int f(int x);\n__host__ int g() { return 1; }\n";
   EXPECT_EQ(for_nvrtc("a.h", kept), kept);
   EXPECT_EQ(for_nvrtc("nccl_device/utility.h", "__host__ int f();\n"), "__host__ int f();\n");
@@ -115,9 +119,12 @@ TEST(NcclHeaders, PrototypesOfHostFunctionsGo) {
 TEST(NcclHeaders, WordsThatNvrtcLacksAreReplaced) {
   EXPECT_EQ(for_nvrtc("a.h", "  typeof(x) y = __typeof__ (x)(1); __builtin_memcpy(a, b, 1);\n"),
             "  WEFT_TYPEOF(x) y = WEFT_TYPEOF(x)(1); memcpy(a, b, 1);\n");
-  EXPECT_EQ(for_nvrtc("a.h", "  uint4 u[sizeof(T) / 16];\n"), "  uint4 u[sizeof(T) / 16 ? sizeof(T) / 16 : 1];\n");
-  EXPECT_EQ(for_nvrtc("a.h", "#define DOCA_TYPEOF(x) decltype(x)\n"), "#define DOCA_TYPEOF(x) WEFT_TYPEOF(x)\n");
-  EXPECT_EQ(for_nvrtc("nccl_device/gin/x.h", "#include <stdint.h>\n#include <cuda/atomic>\n#include \"../net.h\"\n"),
+  EXPECT_EQ(for_nvrtc("a.h", "  uint4 u[sizeof(T) / 16];\n"),
+            "  uint4 u[sizeof(T) / 16 ? sizeof(T) / 16 : 1];\n");
+  EXPECT_EQ(for_nvrtc("a.h", "#define DOCA_TYPEOF(x) decltype(x)\n"),
+            "#define DOCA_TYPEOF(x) WEFT_TYPEOF(x)\n");
+  EXPECT_EQ(for_nvrtc("nccl_device/gin/x.h",
+                      "#include <stdint.h>\n#include <cuda/atomic>\n#include \"../net.h\"\n"),
             "\n#include <cuda/atomic>\n#include \"nccl_device/net.h\"\n");
 }
 

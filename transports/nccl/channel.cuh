@@ -66,13 +66,13 @@ struct NcclMesh {
   const nccl_gin::DevComm* comm;
   void* window;  // ncclWindow_t
   void* inbox_window;
-  const nccl_gin::Record* inbox;        // [ranks, records], this rank's
-  nccl_gin::Outgoing* outgoing;         // [ranks]
-  nccl_gin::Incoming* incoming;         // [ranks]
-  const uint64_t* places;               // [ranks]: window_bits() of this window there
+  const nccl_gin::Record* inbox;         // [ranks, records], this rank's
+  nccl_gin::Outgoing* outgoing;          // [ranks]
+  nccl_gin::Incoming* incoming;          // [ranks]
+  const uint64_t* places;                // [ranks]: window_bits() of this window there
   const nccl_gin::KnownWindow* windows;  // [kWindows], this rank's
-  std::byte* own;                       // this rank's window
-  uint64_t bytes;                       // of it
+  std::byte* own;                        // this rank's window
+  uint64_t bytes;                        // of it
   uint64_t timeout_ns;
   FaultBox* fault;
   uint32_t self, count;
@@ -106,7 +106,8 @@ WEFT_DEVICE void write_word(const NcclMesh& mesh, uint64_t value, uint64_t head)
   const KnownWindow& window = mesh.windows[slot_of(head)];
   const uint64_t bytes = load_relaxed(&window.bytes), word = word_of(head);
   if (bytes < 8 || word > bytes - 8 || load_relaxed(&window.use) != use_of(head)) return;
-  std::byte* base = reinterpret_cast<std::byte*>(load_relaxed(reinterpret_cast<const uint64_t*>(&window.base)));
+  std::byte* base =
+      reinterpret_cast<std::byte*>(load_relaxed(reinterpret_cast<const uint64_t*>(&window.base)));
   auto* at = reinterpret_cast<uint64_t*>(base + word);
   if ((head & kAdd) == 0)
     store_release(at, value);
@@ -146,7 +147,8 @@ WEFT_DEVICE bool take_records(const NcclMesh& mesh, uint32_t peer) {
   Incoming& in = mesh.incoming[peer];
   const uint32_t context = context_to(mesh, peer);
   const uint64_t untold = load_relaxed(&in.taken) - load_relaxed(&in.told);
-  if (read_signal(*mesh.comm, context, came_from(peer)) == load_relaxed(&in.taken) && untold < mesh.records / 4)
+  if (read_signal(*mesh.comm, context, came_from(peer)) == load_relaxed(&in.taken) &&
+      untold < mesh.records / 4)
     return false;
   if (exchange_local(&in.is_busy, uint32_t{1}) != 0) return false;
   load_acquire(&in.is_busy);  // what who was here before has written
@@ -160,7 +162,8 @@ WEFT_DEVICE bool take_records(const NcclMesh& mesh, uint32_t peer) {
   }
   store_relaxed(&in.taken, taken);
   const uint64_t told = load_relaxed(&in.told);
-  if (taken - told >= mesh.records / 4 && tell_taken(mesh, peer, taken - told)) store_relaxed(&in.told, taken);
+  if (taken - told >= mesh.records / 4 && tell_taken(mesh, peer, taken - told))
+    store_relaxed(&in.told, taken);
   store_release(&in.is_busy, uint32_t{0});
   return is_any;
 }
@@ -200,9 +203,8 @@ WEFT_DEVICE bool await(const NcclMesh& mesh, uint32_t peer, Site site, uint64_t 
 // Until the bytes of the first `count` puts have been read here.
 WEFT_APART bool await_puts(const NcclMesh& mesh, uint32_t peer, uint64_t count) {
   const uint32_t context = context_to(mesh, peer);
-  return await(mesh, peer, Site::kPortFlush, count, [&](uint64_t& seen) {
-    return (seen = read_counter(*mesh.comm, context, peer)) >= count;
-  });
+  return await(mesh, peer, Site::kPortFlush, count,
+               [&](uint64_t& seen) { return (seen = read_counter(*mesh.comm, context, peer)) >= count; });
 }
 
 // Takes `count` descriptors of NCCL's queue, and waits until it has room for them. `end`: the number behind them.
@@ -222,7 +224,7 @@ WEFT_APART bool await_descriptors(const NcclMesh& mesh, uint32_t peer, uint64_t 
   Outgoing& out = mesh.outgoing[peer];
   return await(mesh, peer, Site::kPortFlush, end, [&](uint64_t& seen) {
     if (load_relaxed(&out.may_reach) == ~uint64_t{0}) return true;  // it keeps no queue
-    has_room(mesh, peer, ~uint64_t{1});                         // a look
+    has_room(mesh, peer, ~uint64_t{1});                             // a look
     return (seen = load_relaxed(&out.done)) >= end;
   });
 }
@@ -285,7 +287,8 @@ WEFT_DEVICE void NcclMesh::attend() const {}
 
 WEFT_DEVICE bool NcclChannel::is_inside(WindowOffset dst, WindowOffset src, uint64_t bytes) const {
   const uint64_t room = mesh_->bytes;
-  if (bytes <= room && dst <= room - bytes && src <= room - bytes && (dst | src | bytes) % 16 == 0) return true;
+  if (bytes <= room && dst <= room - bytes && src <= room - bytes && (dst | src | bytes) % 16 == 0)
+    return true;
   raise(mesh_->fault, Site::kPortRange, mesh_->self, peer_, room, dst, 0);
   return false;
 }

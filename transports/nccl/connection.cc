@@ -92,11 +92,11 @@ class NcclLink : public Link {
     team_ = nccl_.TeamLsa(comm_);
     for (const int peer : mapped_)
       if (lsa_rank(peer) < 0 || lsa_rank(peer) >= team_.ranks)
-        return Status::make(
-            Code::kUnsupported,
-            "rank {}, nccl: NCCL {} joins {} of {} ranks by loads and stores (its LSA team), rank {} is needed "
-            "and not among them",
-            rank_, version_text(nccl_.version), team_.ranks, ranks_, peer);
+        return Status::make(Code::kUnsupported,
+                            "rank {}, nccl: NCCL {} joins {} of {} ranks by loads and stores (its LSA team), "
+                            "rank {} is needed "
+                            "and not among them",
+                            rank_, version_text(nccl_.version), team_.ranks, ranks_, peer);
     if (has_ports_) WEFT_TRY(find_gin());
     WEFT_TRY(allocate(kProbe, kProbeBytes));
     const Status probed = map(kProbe).status();
@@ -226,18 +226,21 @@ class NcclLink : public Link {
     if (type == GinType::kNone)
       return Status::make(
           Code::kUnsupported,
-          "rank {}, nccl: NCCL {} has no GIN here, which reaches ranks of other nodes: it takes a NIC that it knows, "
+          "rank {}, nccl: NCCL {} has no GIN here, which reaches ranks of other nodes: it takes a NIC that "
+          "it knows, "
           "or a network by plug-in (NCCL_RMA_PLUGIN=$(python -m weft.nccl_rma_path) NCCL_GIN_TYPE=2); "
           "NCCL_DEBUG=INFO says what it lacks",
           rank_, version_text(nccl_.version));
     if (type == GinType::kEfaGda)
-      return Status::make(Code::kUnsupported,
-                          "rank {}, nccl: NCCL's GIN of type {} has weak signals alone, allowed: PROXY, GDAKI, GPI "
-                          "(NCCL_GIN_TYPE chooses)",
-                          rank_, to_string(type));
+      return Status::make(
+          Code::kUnsupported,
+          "rank {}, nccl: NCCL's GIN of type {} has weak signals alone, allowed: PROXY, GDAKI, GPI "
+          "(NCCL_GIN_TYPE chooses)",
+          rank_, to_string(type));
     if (properties_.dev_comm_bytes > kDevCommRoom)
-      return Status::make(Code::kUnsupported, "rank {}, nccl: ncclDevComm takes {} bytes, allowed: at most {}",
-                          rank_, properties_.dev_comm_bytes, kDevCommRoom);
+      return Status::make(Code::kUnsupported,
+                          "rank {}, nccl: ncclDevComm takes {} bytes, allowed: at most {}", rank_,
+                          properties_.dev_comm_bytes, kDevCommRoom);
     if (device_.is_host()) return {};
     WEFT_TRY_ASSIGN(sources_, device_sources(folder, type, properties_.dev_comm_bytes));
     return {};
@@ -414,10 +417,10 @@ class NcclTransport : public Transport {
     if (nccl.ok()) {
       caps = mapped_caps(device);
       const std::string no_gin = why_no_gin(**nccl);
-      caps.details = text("NCCL {}{}, {}; {}; by name alone: WEFT_TRANSPORT=nccl", version_text((*nccl)->version),
-                          (*nccl)->was_loaded ? ", as this process has loaded it" : "", (*nccl)->path,
-                          no_gin.empty() ? "other nodes through its GIN, if it has any"
-                                         : "no ports: " + no_gin);
+      caps.details =
+          text("NCCL {}{}, {}; {}; by name alone: WEFT_TRANSPORT=nccl", version_text((*nccl)->version),
+               (*nccl)->was_loaded ? ", as this process has loaded it" : "", (*nccl)->path,
+               no_gin.empty() ? "other nodes through its GIN, if it has any" : "no ports: " + no_gin);
     } else {
       caps.unusable_because = nccl.status().message();
     }

@@ -99,7 +99,8 @@ size_t find_word(std::string_view text, std::string_view word, size_t from) {
   return std::string_view::npos;
 }
 
-std::string changed_lines(std::string_view text, const std::function<std::string(const std::string&)>& change) {
+std::string changed_lines(std::string_view text,
+                          const std::function<std::string(const std::string&)>& change) {
   std::string out;
   std::istringstream lines{std::string(text)};
   for (std::string line; std::getline(lines, line);) out += change(line) + '\n';
@@ -188,7 +189,8 @@ std::string without_host_prototypes(std::string text) {
   for (size_t at = 0; (at = find_word(text, "__host__", at)) != std::string::npos;) {
     const size_t after = at + std::string_view("__host__").size();
     const size_t stop = text.find_first_of(";{}", after);
-    if (is_at(text, skip_space(text, after), "__device__") || stop == std::string::npos || text[stop] != ';') {
+    if (is_at(text, skip_space(text, after), "__device__") || stop == std::string::npos ||
+        text[stop] != ';') {
       at = after;
       continue;
     }
@@ -297,8 +299,8 @@ Result<std::string> find_headers(const std::string& library_path, int version) {
 
 std::string for_nvrtc(const std::string& name, std::string_view text) {
   if (name == "nccl.h") return short_nccl_h(text);
-  std::string out = changed_lines(
-      text, [&](const std::string& line) { return with_typeof(plain_include(name, line)); });
+  std::string out =
+      changed_lines(text, [&](const std::string& line) { return with_typeof(plain_include(name, line)); });
   out = attributes_in_front(std::move(out));
   return name == "nccl_device/utility.h" ? out : without_host_prototypes(std::move(out));
 }
@@ -312,8 +314,7 @@ Result<std::shared_ptr<const DeviceSources>> device_sources(const std::string& f
   std::shared_ptr<const DeviceSources>& known = made[{folder, type, dev_comm_bytes}];
   if (known) return known;
   const fs::path root(folder);
-  if (!has_headers(root))
-    return Status::make(Code::kUnsupported, "{} has no device headers of NCCL", folder);
+  if (!has_headers(root)) return Status::make(Code::kUnsupported, "{} has no device headers of NCCL", folder);
   std::vector<fs::path> paths{root / "nccl.h"};
   for (const auto& entry : fs::recursive_directory_iterator(root / "nccl_device"))
     if (entry.path().extension() == ".h" || entry.path().extension() == ".cuh") paths.push_back(entry.path());
@@ -327,8 +328,7 @@ Result<std::shared_ptr<const DeviceSources>> device_sources(const std::string& f
   sources->headers.emplace_back("weft_nccl.h", std::string(kPrelude) + kIncluded + kAssertions);
   for (const GinType one : {GinType::kProxy, GinType::kGdaki, GinType::kGpi, GinType::kEfaGda})
     sources->options.push_back(text("-DNCCL_GIN_{}_ENABLE={}", to_string(one), one == type ? 1 : 0));
-  if (dev_comm_bytes > 0)
-    sources->options.push_back(text("-DWEFT_NCCL_DEV_COMM_BYTES={}", dev_comm_bytes));
+  if (dev_comm_bytes > 0) sources->options.push_back(text("-DWEFT_NCCL_DEV_COMM_BYTES={}", dev_comm_bytes));
   for (const char* option : {"-DWEFT_NCCL_HEADERS", "-DWEFT_HELP_WHILE_WAITING"})
     sources->options.emplace_back(option);
   return known = std::move(sources);

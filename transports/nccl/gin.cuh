@@ -44,8 +44,8 @@ WEFT_APART void put(const DevComm& comm, uint32_t context, uint32_t peer, void* 
   const ncclGin_CounterInc done{counter};
 #endif
   gin.put(ncclTeamWorld(comm), static_cast<int>(peer), static_cast<ncclWindow_t>(dst_window), dst,
-          static_cast<ncclWindow_t>(src_window), src, bytes, ncclGin_None{}, done, ncclCoopThread{}, ncclGin_None{},
-          cuda::thread_scope_thread, cuda::thread_scope_system);
+          static_cast<ncclWindow_t>(src_window), src, bytes, ncclGin_None{}, done, ncclCoopThread{},
+          ncclGin_None{}, cuda::thread_scope_thread, cuda::thread_scope_system);
 }
 
 // A value of its own: nothing to publish but what calls before this one have.
@@ -68,7 +68,8 @@ WEFT_APART void put_value(const DevComm& comm, uint32_t context, uint32_t peer, 
                  cuda::thread_scope_system, cuda::thread_scope_system);
 }
 
-WEFT_APART void signal_add(const DevComm& comm, uint32_t context, uint32_t peer, uint32_t signal, uint64_t n) {
+WEFT_APART void signal_add(const DevComm& comm, uint32_t context, uint32_t peer, uint32_t signal,
+                           uint64_t n) {
   const ncclGin gin(comm, static_cast<int>(context));
 #if NCCL_VERSION_CODE >= 23005
   using SignalAdd = ncclGin_WeakSignalAdd;
@@ -78,8 +79,8 @@ WEFT_APART void signal_add(const DevComm& comm, uint32_t context, uint32_t peer,
   gin.signal(ncclTeamWorld(comm), static_cast<int>(peer), SignalAdd{signal, n});
 }
 
-WEFT_APART void get(const DevComm& comm, uint32_t context, uint32_t peer, void* window, uint64_t dst, uint64_t src,
-                    uint64_t bytes) {
+WEFT_APART void get(const DevComm& comm, uint32_t context, uint32_t peer, void* window, uint64_t dst,
+                    uint64_t src, uint64_t bytes) {
   const ncclGin gin(comm, static_cast<int>(context));
   const auto both = static_cast<ncclWindow_t>(window);
   gin.get(ncclTeamWorld(comm), static_cast<int>(peer), both, src, both, dst, bytes);
@@ -132,11 +133,12 @@ WEFT_DEVICE void put_value(const DevComm& comm, uint32_t context, uint32_t peer,
                            uint64_t value, int64_t strong_signal) {
   comm.put_value(comm.self, context, peer, window, dst, value, strong_signal);
 }
-WEFT_DEVICE void signal_add(const DevComm& comm, uint32_t context, uint32_t peer, uint32_t signal, uint64_t n) {
+WEFT_DEVICE void signal_add(const DevComm& comm, uint32_t context, uint32_t peer, uint32_t signal,
+                            uint64_t n) {
   comm.signal_add(comm.self, context, peer, signal, n);
 }
-WEFT_DEVICE void get(const DevComm& comm, uint32_t context, uint32_t peer, void* window, uint64_t dst, uint64_t src,
-                     uint64_t bytes) {
+WEFT_DEVICE void get(const DevComm& comm, uint32_t context, uint32_t peer, void* window, uint64_t dst,
+                     uint64_t src, uint64_t bytes) {
   comm.get(comm.self, context, peer, window, dst, src, bytes);
 }
 WEFT_DEVICE void settle_gets(const DevComm&, uint32_t, uint32_t) {}

@@ -17,8 +17,8 @@ using nccl_gin::kWindows;
 
 std::string why_no_gin(const Library& nccl, std::string* folder) {
   if (nccl.version < kLeastVersionOfPorts)
-    return text("NCCL {} is too old for ports through GIN, which need {} or newer", version_text(nccl.version),
-                version_text(kLeastVersionOfPorts));
+    return text("NCCL {} is too old for ports through GIN, which need {} or newer",
+                version_text(nccl.version), version_text(kLeastVersionOfPorts));
   if (!nccl.CommQueryProperties || !nccl.DevCommCreate || !nccl.DevCommDestroy)
     return text("NCCL {} lacks the functions of a device communicator", version_text(nccl.version));
   if (nccl.serves_host) return "";
@@ -92,8 +92,9 @@ Result<std::string> GinPorts::offer(int window) {
     const auto free = std::ranges::find(is_used_, false);
     if (free == is_used_.end()) {
       windows_.erase(window);
-      return Status::make(Code::kCapacity, "nccl: got {} windows at a time with ports through GIN, allowed: {}",
-                          kWindows + 1, kWindows);
+      return Status::make(Code::kCapacity,
+                          "nccl: got {} windows at a time with ports through GIN, allowed: {}", kWindows + 1,
+                          kWindows);
     }
     *free = true;
     known.slot = static_cast<uint32_t>(free - is_used_.begin());
@@ -175,29 +176,33 @@ Status status_of(const FaultBox& fault) {
           "offset {}",
           who, fault.peer, fault.expected, fault.seen);
     case Site::kPortLayout:
-      return Status::make(Code::kUnsupported,
-                          "{}: NCCL's device communicator is not laid out as its headers say: expected rank {}, "
-                          "saw {} (WEFT_NCCL_INCLUDE names other headers)",
-                          who, fault.expected, fault.seen);
+      return Status::make(
+          Code::kUnsupported,
+          "{}: NCCL's device communicator is not laid out as its headers say: expected rank {}, "
+          "saw {} (WEFT_NCCL_INCLUDE names other headers)",
+          who, fault.expected, fault.seen);
     case Site::kPortFull:
-      return Status::make(Code::kPeerLost,
-                          "{}, signal: waited {} s for rank {} to take in signals, which it does while its kernels "
-                          "wait: expected {} taken, saw {}",
-                          who, waited_s, fault.peer, fault.expected, fault.seen);
+      return Status::make(
+          Code::kPeerLost,
+          "{}, signal: waited {} s for rank {} to take in signals, which it does while its kernels "
+          "wait: expected {} taken, saw {}",
+          who, waited_s, fault.peer, fault.expected, fault.seen);
     case Site::kQueueOrder:
-      return Status::make(Code::kPeerLost,
-                          "{}, signal: waited {} s for other threads to post what goes to rank {}: expected {} "
-                          "records, saw {}",
-                          who, waited_s, fault.peer, fault.expected, fault.seen);
+      return Status::make(
+          Code::kPeerLost,
+          "{}, signal: waited {} s for other threads to post what goes to rank {}: expected {} "
+          "records, saw {}",
+          who, waited_s, fault.peer, fault.expected, fault.seen);
     case Site::kQueueRoom:
       return Status::make(Code::kPeerLost,
                           "{}, post: waited {} s for room in NCCL's queue to rank {}: expected room for {} "
                           "descriptors, saw {}",
                           who, waited_s, fault.peer, fault.expected, fault.seen);
     default:
-      return Status::make(Code::kPeerLost,
-                          "{}, flush: waited {} s for NCCL to be done with what goes to rank {}: expected {}, saw {}",
-                          who, waited_s, fault.peer, fault.expected, fault.seen);
+      return Status::make(
+          Code::kPeerLost,
+          "{}, flush: waited {} s for NCCL to be done with what goes to rank {}: expected {}, saw {}", who,
+          waited_s, fault.peer, fault.expected, fault.seen);
   }
 }
 

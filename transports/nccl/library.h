@@ -86,7 +86,8 @@ struct Requirements {
   bool uses_runtime_version;
   int32_t cft_caps, cft_barriers;
 };
-static_assert(offsetof(Requirements, gin_connection) == 72 && offsetof(Requirements, gin_traffic_class) == 84 &&
+static_assert(offsetof(Requirements, gin_connection) == 72 &&
+              offsetof(Requirements, gin_traffic_class) == 84 &&
               offsetof(Requirements, gin_strong_signals) == 92 && offsetof(Requirements, gin_stride) == 96 &&
               offsetof(Requirements, uses_runtime_version) == 104 && sizeof(Requirements) == 120);
 

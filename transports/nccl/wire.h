@@ -64,8 +64,8 @@ static_assert(sizeof(Outgoing) == 64);
 
 // What comes from a peer.
 struct alignas(64) Incoming {
-  uint64_t taken;  // records
-  uint64_t told;   // ... and that the peer knows of
+  uint64_t taken;    // records
+  uint64_t told;     // ... and that the peer knows of
   uint32_t is_busy;  // somebody takes records
 };
 static_assert(sizeof(Incoming) == 64);
@@ -88,7 +88,8 @@ struct HostGin {
   void (*put_value)(void* self, uint32_t context, uint32_t peer, void* window, uint64_t dst, uint64_t value,
                     int64_t strong_signal);  // -1: none, else 1 is added to it
   void (*signal_add)(void* self, uint32_t context, uint32_t peer, uint32_t signal, uint64_t n);
-  void (*get)(void* self, uint32_t context, uint32_t peer, void* window, uint64_t dst, uint64_t src, uint64_t bytes);
+  void (*get)(void* self, uint32_t context, uint32_t peer, void* window, uint64_t dst, uint64_t src,
+              uint64_t bytes);
   uint64_t (*read_signal)(void* self, uint32_t context, uint32_t signal);
   uint64_t (*read_counter)(void* self, uint32_t context, uint32_t counter);
   uint32_t (*queue_done)(void* self, uint32_t context, uint32_t peer);  // descriptors, in their order

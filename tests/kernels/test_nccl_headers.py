@@ -24,11 +24,15 @@ from nccl_device_code import (
     sources_of,
     version_of,
 )
-from test_compile_all import check_usage
+from test_compile_all import check_usage, parse_usage
 
 from weft import _core
 from weft.errors import Error
 from weft.runtime import nvrtc
+
+# They hold much while they wait, and what helps meanwhile is a call: what it takes is spilled around it.
+SPILL_IN_WAITS = {"two_level_dispatch", "two_level_combine"}
+MOST_SPILLED_BYTES = 512
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,8 +83,15 @@ def test_every_call_of_a_channel_compiles(backend: str, architecture: str, mesh_
 @pytest.mark.parametrize(
     "compiling", [WithGin(case) for case in cases_with_sources()], ids=str, indirect=True
 )
-def test_kernel_compiles_without_spills(compiling: Future[_core.Compiled]) -> None:
-    check_usage(compiling.result())
+def test_kernel_spills_nothing_but_what_is_known(
+    compiling: Future[_core.Compiled], request: pytest.FixtureRequest
+) -> None:
+    compiled = compiling.result()
+    if request.node.callspec.params["compiling"].case.key().name not in SPILL_IN_WAITS:
+        return check_usage(compiled)
+    usage = parse_usage(compiled.log)
+    assert usage.spill_bytes <= MOST_SPILLED_BYTES, compiled.log
+    assert "warning" not in compiled.log, compiled.log
 
 
 def test_releases_of_pypi_compile(tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -8,18 +8,21 @@
 #include "transports/ibgda/channel.cuh"
 #include "transports/jitter/channel.cuh"
 #include "transports/mapped/channel.cuh"
+#include "transports/nccl/channel.cuh"
 #include "transports/proxy/channel.cuh"
 #include "transports/transport.h"
 
 // clang-format off: one transport a line
 #define WEFT_TRANSPORTS(WEFT_TRANSPORT) \
   WEFT_TRANSPORT(mapped, MappedMesh)    \
+  WEFT_TRANSPORT(nccl, NcclMesh)        \
   WEFT_TRANSPORT(ibgda, IbgdaMesh)      \
   WEFT_TRANSPORT(proxy, ProxyMesh)      \
   WEFT_TRANSPORT(jitter, JitterMesh<weft::ProxyMesh>)
 // clang-format on
 
-// Those that bring the memory of windows (Caps::brings_memory). Their peers are mapped ones: MappedMesh.
+// Those that bring the memory of windows (Caps::brings_memory). Peers that they map have MappedMesh; one that reaches
+// others, too, stands in both lists.
 #define WEFT_MEMORY_TRANSPORTS(WEFT_TRANSPORT) \
   WEFT_TRANSPORT(nccl)                         \
   WEFT_TRANSPORT(nvshmem)

@@ -18,6 +18,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/device.h"
@@ -66,10 +67,17 @@ struct WindowView {
   std::shared_ptr<const void> memory = {};
 };
 
+// What kernels with a mesh are compiled with beside Weft's own headers, on GPUs.
+struct DeviceSources {
+  std::vector<std::pair<std::string, std::string>> headers;  // (name as #include spells it, text)
+  std::vector<std::string> options;                          // of the compiler
+};
+
 // What kernels are given to reach peers: a value of the device type `type`, which transports/list.h names.
 struct MeshPart {
   std::string type;
   std::vector<std::byte> value;
+  std::shared_ptr<const DeviceSources> sources = {};  // null: Weft's own suffice
 };
 
 // The ranks of a communicator that is being made.
@@ -78,6 +86,7 @@ struct Group {
   const std::vector<RankFacts>* facts = nullptr;
   std::vector<int> peers;  // those that this rank reaches through this transport
   Bootstrap* bootstrap = nullptr;
+  bool has_ports = false;  // of any rank, for a transport that brings memory: peers are those that it maps
   double timeout_s = 0;
   std::string secret;  // of this communicator, the same on all ranks: for connections between them
 };
@@ -101,8 +110,8 @@ class Link {
   // The window's memory beyond the first `bytes` bytes is about to go away, 0 for all of it.
   virtual void forget(int window, uint64_t bytes) {}
 
-  // For a window whose offers have been accepted; lives until forget(). Not of a link that brings memory: its peers are
-  // mapped ones like others.
+  // For a window whose offers have been accepted; lives until forget(). Of a link that brings memory, for those peers that
+  // it does not map.
   virtual Result<MeshPart> mesh(const WindowView& window) {
     return Status::make(Code::kUnsupported, "this transport has no mesh of its own");
   }
@@ -113,7 +122,7 @@ class Link {
   virtual Status allocate(int window, uint64_t bytes) {
     return Status::make(Code::kUnsupported, "this transport brings no memory");
   }
-  // allocate() has worked on every rank: zero-filled memory on each, and where this rank finds it, by rank. Collective
+  // allocate() has worked on every rank: zero-filled memory on each, and where this rank finds it, by rank; null for ports. Collective
   // over the ranks of the communicator; bounded by its deadline. Errors: kUnsupported with the reason, kPeerLost,
   // kSystem; then forget() is called.
   virtual Result<std::vector<std::byte*>> map(int window) {
@@ -147,6 +156,9 @@ class Transport {
   virtual std::string descriptor(Device device) const { return {}; }
   // Why it cannot carry data from `self` to `peer`; empty when it can. Pure.
   virtual std::string refuses(const RankFacts& self, const RankFacts& peer) const = 0;
+  // What it can do between two ranks, where that differs from pair to pair: how kernels get at the peer, and the estimates.
+  // The same in both directions. Pure.
+  virtual Caps towards(const Caps& caps, const RankFacts& self, const RankFacts& peer) const { return caps; }
   // Collective over all ranks of the group, those without peers here included. Errors: kPeerLost naming the
   // rank that stayed away, kSystem, kUnsupported with the reason; the same ranks may disagree about it.
   virtual Result<std::unique_ptr<Link>> connect(const Group& group) const = 0;

@@ -70,9 +70,12 @@ const std::vector<const Transport*>& transports() {
 #define WEFT_TRANSPORT(folder, Mesh) &folder##_transport(),
     std::vector<const Transport*> best_first = {WEFT_TRANSPORTS(WEFT_TRANSPORT)};
 #undef WEFT_TRANSPORT
-    // Their peers are mapped: after mapped itself, before every port.
-    const std::vector<const Transport*>& memory = memory_transports();
-    best_first.insert(best_first.begin() + 1, memory.begin(), memory.end());
+    // They map peers: after mapped itself, before every port.
+    std::ptrdiff_t place = 1;
+    for (const Transport* memory : memory_transports()) {
+      if (std::ranges::count(best_first, memory) == 0) best_first.insert(best_first.begin() + place, memory);
+      ++place;
+    }
     return best_first;
   }();
   return all;
@@ -109,7 +112,7 @@ Result<std::vector<const Transport*>> select_transports(const std::vector<Candid
 }
 
 MeshPart hybrid_mesh(const MeshPart& mapped, const MeshPart& port) {
-  MeshPart both{text("HybridMesh<weft::{}, weft::{}>", mapped.type, port.type), mapped.value};
+  MeshPart both{text("HybridMesh<weft::{}, weft::{}>", mapped.type, port.type), mapped.value, port.sources};
   both.value.insert(both.value.end(), port.value.begin(), port.value.end());
   return both;
 }

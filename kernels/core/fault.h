@@ -56,6 +56,7 @@ enum class Site : uint32_t {
   kQueueFlush,       // ... entry `expected` is not done; `seen` are
   kQueueRefused,     // ... the NIC refused entry `expected`; detail: vendor's number << 8 | syndrome
   kEngramFetch,      // engram: an entry of a peer behind a port
+  kPortLayout,       // a port: a library's structure is not laid out as its headers say
 };
 
 struct FaultBox {

@@ -305,6 +305,7 @@ std::vector<ForeignVariable> take_uccl_variables() {
 
 std::vector<ForeignVariable> deep_ep_variables() {
   const std::string& chosen = loaded().config.transport;
+  const bool takes_gin = chosen.find("nccl") != std::string::npos;
   static constexpr const char* kBackend = "DEEP_EP_BACKEND";
   struct Known {
     const char* name;
@@ -313,11 +314,14 @@ std::vector<ForeignVariable> deep_ep_variables() {
   };
   const Known known[] = {
       {kBackend, "auto",
-       text("WEFT_TRANSPORT chooses ({}); nccl asks for windows in NCCL's memory, for ranks of one node",
+       text("WEFT_TRANSPORT chooses ({}); nccl asks for windows in NCCL's memory, and for GIN between nodes",
             chosen)},
-      {"EP_DISABLE_GIN", "1",
-       "nothing of Weft's goes through GIN; between nodes it takes WEFT_PROXY_PROVIDER"},
-      {"NCCL_GIN_TYPE", "", "NCCL itself reads it; nothing of Weft's goes through GIN"},
+      {"EP_DISABLE_GIN", takes_gin ? "0" : "1",
+       takes_gin ? "WEFT_TRANSPORT=nccl goes through GIN between nodes"
+                 : "nothing of Weft's goes through GIN; between nodes it takes WEFT_PROXY_PROVIDER"},
+      {"NCCL_GIN_TYPE", "",
+       takes_gin ? "NCCL itself reads it, and Weft takes what NCCL has"
+                 : "NCCL itself reads it; nothing of Weft's goes through GIN"},
   };
   std::vector<ForeignVariable> made;
   for (const Known& one : known) {

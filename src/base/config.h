@@ -81,6 +81,9 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(huge_pages, int64_t, 1, "1: ask for huge pages under large CPU buffers that collectives use again or combine writes", between(0, 1)) \
   WEFT_OPTION(algorithm_dir, std::string, "", "collective algorithms to load (XML or JSON): folders and files, with colons between; empty takes MSCCL_ALGO_DIR, MSCCL_XML_FILES or MSCCL_CONFIG") \
   WEFT_OPTION(nccl_library, std::string, "", "path of the NCCL that the transport nccl uses and compat/nccl forwards to, or none; empty takes the one that is loaded, else looks in Python packages, then the system") \
+  WEFT_OPTION(nccl_include, std::string, "", "folder with nccl.h and nccl_device of that NCCL, for kernels that reach ports through its GIN; empty looks beside the library") \
+  WEFT_OPTION(nccl_contexts, int64_t, 4, "contexts of NCCL's GIN that the transport nccl asks for; peers are dealt over them", between(1, 64).on_all_ranks()) \
+  WEFT_OPTION(nccl_records, int64_t, 1024, "signals to a peer through NCCL's GIN that the peer may not have taken in yet; a power of two", between(4, 65536).on_all_ranks()) \
   WEFT_OPTION(nccl_forward, std::string, "", "NCCL functions that the real library is to serve, as ncclAllReduce,ncclSend, or all", any().on_all_ranks()) \
   WEFT_OPTION(nccl_device, std::string, "auto", "what communicators of compat/nccl work on: auto (the current CUDA device, if any) or cpu", one_of("auto", "cpu").on_all_ranks()) \
   WEFT_OPTION(nccl_interface, std::string, "", "network interface where ranks of compat/nccl meet; empty takes the first that is up") \

@@ -16,6 +16,7 @@
 #include "jit/source.h"
 #include "jit/toolchain.h"
 #include "moe/kernel_keys.h"
+#include "transports/nccl/device_headers.h"
 
 namespace nb = nanobind;
 
@@ -34,17 +35,9 @@ Compiled compile_for_python(const KernelKey& key, const std::string& arch,
   return value_or_throw(compile_kernel(key, arch, &cache));
 }
 
-// Not cached: no kernel of Weft's is compiled so.
-Result<NvrtcOutput> compile_source(const std::string& source,
-                                   const std::vector<std::pair<std::string, std::string>>& named,
-                                   std::vector<std::string> options, const std::string& architecture) {
-  WEFT_TRY_ASSIGN(const Nvrtc* nvrtc, Nvrtc::open());
-  std::vector<NvrtcHeader> headers;
-  for (const auto& [name, text] : named) headers.push_back({name, text});
-  options.push_back("--gpu-architecture=" + architecture);
-  for (const std::string& include : toolchain().include_dirs) options.push_back("-I" + include);
-  return nvrtc->compile(source, headers, options);
-}
+struct Sources {
+  std::shared_ptr<const DeviceSources> of_mesh;
+};
 
 // The kernels of calls as they run among mapped peers.
 std::vector<KernelKey> on_mapped_mesh(std::vector<KernelKey> keys) {
@@ -79,20 +72,32 @@ void bind_keys_of_calls(nb::module_& module) {
 }
 
 void bind_keys(nb::module_& module) {
+  nb::class_<Sources>(module, "DeviceSources",
+                      "What a mesh brings beside Weft's headers: transports/transport.h.")
+      .def_prop_ro("headers", [](const Sources& sources) { return sources.of_mesh->headers; })
+      .def_prop_ro("options", [](const Sources& sources) { return sources.of_mesh->options; });
+  module.def(
+      "nccl_device_sources",
+      [](const std::string& folder, int gin_type, uint64_t dev_comm_bytes) {
+        return Sources{value_or_throw(
+            nccl_link::device_sources(folder, static_cast<nccl_link::GinType>(gin_type), dev_comm_bytes))};
+      },
+      nb::arg("folder"), nb::arg("gin_type"), nb::arg("dev_comm_bytes") = 0,
+      "NCCL's device headers in a folder as NVRTC takes them, for one back end of GIN.");
   nb::class_<KernelKey>(module, "KernelKey",
                         "What makes one compiled kernel differ from another: src/jit/jit.h.")
       .def(
           "__init__",
           [](KernelKey* key, std::string file, std::string name, std::string args_type, std::string mesh_type,
              std::vector<std::pair<std::string, int64_t>> shape, uint32_t threads_per_block,
-             uint32_t blocks_per_sm, std::string prelude) {
-            new (key)
-                KernelKey{std::move(file),  std::move(name),   std::move(args_type), std::move(mesh_type),
-                          std::move(shape), threads_per_block, blocks_per_sm,        std::move(prelude)};
+             uint32_t blocks_per_sm, std::string prelude, const Sources& sources) {
+            new (key) KernelKey{std::move(file),      std::move(name),    std::move(args_type),
+                                std::move(mesh_type), std::move(shape),   threads_per_block,
+                                blocks_per_sm,        std::move(prelude), sources.of_mesh};
           },
           nb::kw_only(), nb::arg("file"), nb::arg("name"), nb::arg("args_type"), nb::arg("mesh_type"),
           nb::arg("shape"), nb::arg("threads_per_block"), nb::arg("blocks_per_sm") = 1,
-          nb::arg("prelude") = "")
+          nb::arg("prelude") = "", nb::arg("sources") = Sources{})
       .def_ro("file", &KernelKey::file)
       .def_ro("name", &KernelKey::name)
       .def_ro("args_type", &KernelKey::args_type)
@@ -162,21 +167,6 @@ void bind_jit(nb::module_& module) {
       nb::arg("key"), "The generated source that NVRTC gets for a key.");
   module.def("host_kernel_ns", &host_kernel_ns,
              "Processor time that the calling thread has spent in kernels on the host since it first asked.");
-  module.def(
-      "compile_source",
-      [](const std::string& source, const std::vector<std::pair<std::string, std::string>>& headers,
-         const std::vector<std::string>& options, const std::string& architecture) {
-        NvrtcOutput out;
-        {
-          nb::gil_scoped_release unlocked;
-          out = value_or_throw(compile_source(source, headers, options, architecture));
-        }
-        return std::pair(std::move(out.log), as_bytes(out.cubin));
-      },
-      nb::arg("source"), nb::arg("headers"), nb::arg("options"), nb::arg("architecture"),
-      "Compiles device code that is none of Weft's by NVRTC, with CUDA's headers and those given by (name, "
-      "text): "
-      "the log and the cubin.");
   module.def("nvrtc_identity", [] { return value_or_throw(Nvrtc::open())->identity(); });
   module.def("nvrtc_path", [] { return value_or_throw(Nvrtc::open())->path(); });
   module.def(

@@ -30,8 +30,27 @@ const Caps& caps_of(const std::vector<Candidate>& candidates, const Transport* t
   return std::find_if(candidates.begin(), candidates.end(), is_it)->caps;
 }
 
-Reach reach_of(const std::vector<Candidate>& candidates, const Transport* transport) {
-  return caps_of(candidates, transport).reach;
+Reach reach_between(const std::vector<Candidate>& candidates, const Transport* taken,
+                    const std::vector<RankFacts>& facts, int self, int peer) {
+  if (!taken) return Reach::kMapped;
+  return taken
+      ->towards(caps_of(candidates, taken), facts[static_cast<size_t>(self)],
+                facts[static_cast<size_t>(peer)])
+      .reach;
+}
+
+void gather_in_one_memory(std::vector<std::vector<const Transport*>>& chosen,
+                          const std::vector<Candidate>& candidates, const std::vector<RankFacts>& facts) {
+  const Transport* brings = nullptr;
+  for (const auto& of_rank : chosen)
+    for (const Transport* taken : of_rank)
+      if (taken && !brings && caps_of(candidates, taken).brings_memory) brings = taken;
+  if (!brings) return;
+  for (size_t self = 0; self < chosen.size(); ++self)
+    for (size_t peer = 0; peer < chosen.size(); ++peer)
+      if (chosen[self][peer] && brings->refuses(facts[self], facts[peer]).empty() &&
+          brings->refuses(facts[peer], facts[self]).empty())
+        chosen[self][peer] = brings;
 }
 
 Result<const Transport*> who_brings_memory(const std::vector<std::vector<const Transport*>>& chosen,

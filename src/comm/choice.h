@@ -22,7 +22,14 @@ std::vector<Candidate> candidates_for(std::string_view wanted, Device device);
 
 // Of a transport that is among the candidates.
 const Caps& caps_of(const std::vector<Candidate>& candidates, const Transport* transport);
-Reach reach_of(const std::vector<Candidate>& candidates, const Transport* transport);
+// How rank `self` gets at `peer` through a transport; mapped where `taken` is null, which is the rank itself.
+Reach reach_between(const std::vector<Candidate>& candidates, const Transport* taken,
+                    const std::vector<RankFacts>& facts, int self, int peer);
+
+// Windows lie in one memory: where a transport that brings it was chosen for a pair of ranks, it takes every pair that it
+// can reach, also those for which mapped memory stood before it. All ranks find the same. Pure.
+void gather_in_one_memory(std::vector<std::vector<const Transport*>>& chosen,
+                          const std::vector<Candidate>& candidates, const std::vector<RankFacts>& facts);
 
 // The transport that brings the memory of all windows; null where none was chosen. `chosen`: the transport of every rank
 // to every rank. All ranks find the same. Errors: kUnsupported where others were chosen beside it: a window lies in one

@@ -210,10 +210,10 @@ Status Communicator::connect(std::string_view transport) {
     WEFT_TRY_ASSIGN(auto of_rank, select_transports(usable, facts_, rank, transport));
     chosen.push_back(std::move(of_rank));
   }
+  gather_in_one_memory(chosen, usable, facts_);
   transports_ = chosen[rank_];
   for (int peer = 0; peer < size(); ++peer) {
-    const bool is_mapped = peer == rank_ || reach_of(usable, transports_[peer]) == Reach::kMapped;
-    if (is_mapped)
+    if (reach_between(usable, transports_[peer], facts_, rank_, peer) == Reach::kMapped)
       mapped_ranks_.push_back(peer);
     else
       addresses_[peer].key = 0;
@@ -230,19 +230,24 @@ Status Communicator::open_links(const std::vector<std::vector<const Transport*>>
   for (int rank = 0; rank < size(); ++rank)
     for (int peer = 0; peer < size(); ++peer) {
       const Transport* taken = chosen[rank][peer];
-      if (!taken || reach_of(candidates, taken) == Reach::kMapped) continue;
+      if (reach_between(candidates, taken, facts_, rank, peer) == Reach::kMapped) continue;
       if (port && taken != port)
         return Status::make(Code::kUnsupported, "transports: got {} and {}, allowed: one kind of port",
                             port->name(), taken->name());
       if (!port) port_pair_ = text("rank {} reaches rank {} through {}", rank, peer, taken->name());
       port = taken;
     }
-  Group group{rank_, &facts_, {}, bootstrap_.get(), timeout_s_, secret_};
+  Group group{rank_, &facts_, {}, bootstrap_.get(), port != nullptr, timeout_s_, secret_};
   WEFT_TRY_ASSIGN(mapped_link_, transports().front()->connect(group));
   WEFT_TRY(open_memory(chosen, candidates, group));
   if (!port) return Status();
   for (int peer = 0; peer < size(); ++peer)
-    if (transports_[peer] == port) group.peers.push_back(peer);
+    if (transports_[peer] == port && std::ranges::count(mapped_ranks_, peer) == 0)
+      group.peers.push_back(peer);
+  if (memory_link_) {  // which reaches ports, too: nothing else stands beside it
+    port_link_ = memory_link_;
+    return Status();
+  }
   Result<std::unique_ptr<Link>> link = port->connect(group);
   port_reaches_gpus_ = caps_of(candidates, port).reaches_gpus;
   if (link.ok()) {
@@ -263,8 +268,8 @@ Status Communicator::open_memory(const std::vector<std::vector<const Transport*>
   Result<std::unique_ptr<Link>> link = brings->connect(all);
   if (link.ok()) memory_link_ = std::move(*link);
   WEFT_TRY(agree_on_links(link.status()));
-  log_info("rank {} of {}: {} ranks mapped through {}: {}", rank_, size(), all.peers.size(), brings->name(),
-           caps_of(candidates, brings).details);
+  log_info("rank {} of {}: {} ranks mapped through {}{}: {}", rank_, size(), all.peers.size(), brings->name(),
+           group.has_ports ? ", the others its ports" : "", caps_of(candidates, brings).details);
   return {};
 }
 

@@ -136,7 +136,8 @@ class Communicator {
   std::vector<int> mapped_ranks_;
   Sharing sharing_ = Sharing::kHostMemory;
   std::string port_pair_;  // why_not_all_mapped()
-  std::unique_ptr<Link> mapped_link_, memory_link_, port_link_;
+  std::unique_ptr<Link> mapped_link_;
+  std::shared_ptr<Link> memory_link_, port_link_;  // one where what brings memory reaches ports, too
   double timeout_s_ = 0;
   uint64_t key_ = 0;
   std::string secret_;  // Group::secret

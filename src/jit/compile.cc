@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "jit/compile.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include "base/config.h"
 #include "base/digest.h"
 #include "base/log.h"
@@ -8,6 +11,7 @@
 #include "jit/notice.h"
 #include "jit/source.h"
 #include "jit/toolchain.h"
+#include "transports/transport.h"
 
 namespace weft {
 namespace {
@@ -80,8 +84,12 @@ Result<Compiled> compile_kernel(const KernelKey& key, const std::string& archite
   const bool may_compile = config().compile == "auto";
   Compiled out;
   out.source = kernel_source(key, row ? row->args_bytes : 0, row ? row->mesh_bytes : 0);
-  const std::vector<NvrtcHeader> headers = headers_of(out.source, tools.device_dir);
-  const std::vector<std::string> options = options_for(architecture, tools);
+  std::vector<NvrtcHeader> headers = headers_of(out.source, tools.device_dir);
+  std::vector<std::string> options = options_for(architecture, tools);
+  if (key.sources) {
+    for (const auto& [name, text] : key.sources->headers) headers.push_back({name, text});
+    std::ranges::copy(key.sources->options, std::back_inserter(options));
+  }
   const std::string prefix = source_name(key, out.source, headers, options);
   Result<const Nvrtc*> opened = Nvrtc::open();
   if (!opened.ok()) {

@@ -12,6 +12,7 @@
 
 #include <compare>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,6 +21,8 @@
 #include "base/status.h"
 
 namespace weft {
+
+struct DeviceSources;
 
 // What makes one compiled kernel differ from another.
 struct KernelKey {
@@ -36,6 +39,8 @@ struct KernelKey {
   // Generated source that follows the includes and defines the function. On the host such a kernel is
   // compiled when it is first asked for, which needs a C++ compiler (`c++`) there; else kUnsupported.
   std::string prelude = {};
+  // What the mesh brings beside Weft's headers; one object for a process, so that equal ones are the same. Null: nothing.
+  std::shared_ptr<const DeviceSources> sources = {};
 
   auto operator<=>(const KernelKey&) const = default;
 };

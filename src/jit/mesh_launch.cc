@@ -61,12 +61,16 @@ Status launch_on_mesh(const Window& window, KernelKey key, const Launch& how, co
 
 Result<const Kernel*> kernel_on_mesh(const Window& window, KernelKey key, const Launch& how) {
   key.mesh_type = window.mesh().type;
+  key.sources = window.mesh().sources;
   key.threads_per_block = how.threads_per_block;
   return Jit::of(window.communicator()->device()).get(key);
 }
 
 void prepare_on_mesh(const Window& window, std::vector<KernelKey> keys) {
-  for (KernelKey& key : keys) key.mesh_type = window.mesh().type;
+  for (KernelKey& key : keys) {
+    key.mesh_type = window.mesh().type;
+    key.sources = window.mesh().sources;
+  }
   Jit::of(window.communicator()->device()).prepare(keys);
 }
 

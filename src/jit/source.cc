@@ -71,7 +71,8 @@ std::string kernel_source(const KernelKey& key, size_t args_bytes, size_t mesh_b
       << key.blocks_per_sm << ")\n"
       << entry_point(key) << "(const __grid_constant__ weft::" << key.args_type << " args,\n"
       << "            const __grid_constant__ weft::" << key.mesh_type << " mesh) {\n"
-      << "  weft::" << key.name << "<weft::" << key.mesh_type << ", Shape>(args, mesh, Shape{});\n"
+      << (key.sources ? "  mesh.attend();\n" : "") << "  weft::" << key.name << "<weft::" << key.mesh_type
+      << ", Shape>(args, mesh, Shape{});\n"
       << "}\n";
   return out.str();
 }

@@ -48,7 +48,10 @@ std::vector<uint64_t> shown_links(Communicator& comm) {
   double mapped_gb_s = 1e6, network_gb_s = 1e6, mapped_us = 0, network_us = 0;
   for (int peer = 0; peer < comm.size(); ++peer) {
     if (peer == comm.rank()) continue;
-    const Caps caps = comm.transport_to(peer)->caps(comm.device());
+    const Transport& transport = *comm.transport_to(peer);
+    const Caps caps =
+        transport.towards(transport.caps(comm.device()), comm.facts()[static_cast<size_t>(comm.rank())],
+                          comm.facts()[static_cast<size_t>(peer)]);
     double& gb_s = caps.reach == Reach::kMapped ? mapped_gb_s : network_gb_s;
     double& us = caps.reach == Reach::kMapped ? mapped_us : network_us;
     gb_s = std::min(gb_s, caps.bandwidth_gb_s);

@@ -265,6 +265,37 @@ inline constexpr const char* kNccl230 = "2.30";
 using Nccl228Fixture = NcclFixture<kNccl228>;
 using Nccl230Fixture = NcclFixture<kNccl230>;
 
+// All ranks to themselves: ports through a fake of NCCL's GIN. Inboxes are small, so that they wrap and fill up.
+struct GinFixture {
+  static constexpr const char* kName = "nccl";
+  static constexpr const char* kTransport = kName;
+  using Mesh = NcclMesh;
+  static std::vector<RanksAre> kinds() { return Nccl230Fixture::kinds(); }
+  static std::vector<int> ranks() { return {2, 3, 11}; }
+  static void set_up() {
+    Nccl230Fixture::set_up();
+    Settings::set({{"WEFT_RANKS_PER_NODE", "1"}, {"WEFT_NCCL_RECORDS", "8"}});
+  }
+  static void tear_down() {
+    Nccl230Fixture::tear_down();
+    Settings::clear({"WEFT_RANKS_PER_NODE", "WEFT_NCCL_RECORDS"});
+  }
+};
+
+// Two ranks to a node, mapped by NCCL; GIN between nodes.
+struct GinHybridFixture {
+  static constexpr const char* kName = "nccl";
+  static constexpr const char* kTransport = "mapped,nccl";
+  using Mesh = HybridMesh<MappedMesh, NcclMesh>;
+  static std::vector<RanksAre> kinds() { return Nccl230Fixture::kinds(); }
+  static std::vector<int> ranks() { return {4, 6}; }
+  static void set_up() {
+    GinFixture::set_up();
+    Settings::set({{"WEFT_RANKS_PER_NODE", "2"}});
+  }
+  static void tear_down() { GinFixture::tear_down(); }
+};
+
 struct NvshmemFixture {
   static constexpr const char* kName = "nvshmem";
   static constexpr const char* kTransport = kName;
@@ -281,8 +312,8 @@ struct NvshmemFixture {
 
 using Fixtures =
     ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture, HybridFixture,
-                     JitterFixture, Nccl228Fixture, Nccl230Fixture, NvshmemFixture, QueueFixture,
-                     SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture>;
+                     JitterFixture, Nccl228Fixture, Nccl230Fixture, GinFixture, GinHybridFixture,
+                     NvshmemFixture, QueueFixture, SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture>;
 inline constexpr const char* kTestedTransports[] = {MappedFixture::kName,  TcpFixture::kName,
                                                     JitterFixture::kName,  Nccl228Fixture::kName,
                                                     NvshmemFixture::kName, QueueFixture::kName};

@@ -10,6 +10,7 @@
 #include <functional>
 
 #include "conformance/fixtures.h"
+#include "kernels/core/wait.cuh"
 #include "support/stand_in_nccl.h"
 #include "transports/nccl/library.h"
 
@@ -263,8 +264,148 @@ TEST_F(Nccl, OtherVersionsOnOtherRanksAreRefused) {
 TEST_F(Nccl, PortsBesideItAreRefusedSinceTheySendFromOtherMemory) {
   Settings::set({{"WEFT_RANKS_PER_NODE", "2"}, {"WEFT_PROXY_PROVIDER", "fabric:tcp"}});
   run_process_ranks(4, [](std::shared_ptr<Bootstrap> boot) {
+    use(path_of("2.28"));  // which has no ports of its own
     EXPECT_THAT(make_comm(boot, 30, "nccl,proxy").status().message(),
                 HasSubstr("got nccl and proxy, allowed: nccl alone"));
+  });
+}
+
+// ---- ports through its GIN ---------------------------------------------------------------------------------
+
+class NcclGin : public Nccl {
+ protected:
+  void SetUp() override {
+    Nccl::SetUp();
+    Settings::set({{"WEFT_RANKS_PER_NODE", "1"}});
+  }
+  void TearDown() override {
+    set_faults({});
+    Nccl::TearDown();
+    Settings::clear({"WEFT_NCCL_RECORDS"});
+  }
+};
+
+TEST_F(NcclGin, CallsComeInNcclsOrderAndNothingIsLeft) {
+  set_faults({});
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    const bool is_first = boot->rank() == 0;
+    auto comm = make_comm(boot);
+    ASSERT_TRUE(comm.ok()) << comm.status().message();
+    EXPECT_THAT((*comm)->why_not_all_mapped(), HasSubstr("rank 0 reaches rank 1 through nccl"));
+    EXPECT_EQ((*comm)->mapped_ranks().size(), 1u);
+    EXPECT_EQ(calls(), std::string(is_first ? "GetUniqueId " : "") +
+                           "CommInitRankConfig MemAlloc CommWindowRegister CommWindowDeregister MemFree "
+                           "DevCommCreate MemAlloc CommWindowRegister");
+    set_faults({});
+    (*comm).reset();
+    // All leave together, by a window that none needs.
+    EXPECT_EQ(calls(),
+              "MemAlloc CommWindowRegister CommWindowDeregister MemFree DevCommDestroy CommWindowDeregister "
+              "MemFree "
+              "CommAbort");
+    EXPECT_EQ(allocations(), 0u);
+  });
+}
+
+TEST_F(NcclGin, WithoutGinNoCommunicatorIsMade) {
+  set_faults({.gin_type = 0});
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    const auto comm = make_comm(boot);
+    EXPECT_EQ(comm.status().code(), Code::kUnsupported);
+    EXPECT_THAT(comm.status().message(),
+                AllOf(HasSubstr("NCCL 2.30.7 has no GIN here"), HasSubstr("NCCL_RMA_PLUGIN")));
+    EXPECT_EQ(allocations(), 0u);
+  });
+}
+
+TEST_F(NcclGin, ABackEndWithoutStrongSignalsIsRefused) {
+  set_faults({.gin_type = 5});
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    EXPECT_THAT(make_comm(boot).status().message(), HasSubstr("GIN of type EFA_GDA has weak signals alone"));
+  });
+}
+
+TEST_F(NcclGin, ALibraryThatIsTooOldForPortsReachesItsNodeAlone) {
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    use(path_of("2.28"));
+    const auto comm = make_comm(boot);
+    EXPECT_EQ(comm.status().code(), Code::kUnsupported);
+    EXPECT_THAT(comm.status().message(),
+                AllOf(HasSubstr("reaches its node alone"), HasSubstr("NCCL 2.28.9 is too old"),
+                      HasSubstr("2.30.3 or newer")));
+  });
+}
+
+TEST_F(NcclGin, AnOddRoomForRecordsIsRefused) {
+  Settings::set({{"WEFT_NCCL_RECORDS", "12"}});
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    EXPECT_THAT(make_comm(boot).status().message(),
+                HasSubstr("WEFT_NCCL_RECORDS: got 12, allowed: a power of two"));
+  });
+}
+
+// One slot serves all these windows: what comes late for one that is gone stays away from the next.
+TEST_F(NcclGin, SlotsOfWindowsAreUsedAgain) {
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    auto comm = make_comm(boot);
+    ASSERT_TRUE(comm.ok()) << comm.status().message();
+    const auto peer = static_cast<uint32_t>(1 - (*comm)->rank());
+    const WaitRule rule{30'000'000'000, nullptr, 0, 0};
+    FaultBox fault{};
+    WaitRule bounded = rule;
+    bounded.fault = &fault;
+    for (uint64_t turn = 1; turn <= 40; ++turn) {
+      auto window = Window::create(*comm, 4096);
+      ASSERT_TRUE(window.ok()) << window.status().message();
+      const auto mesh = testing::mesh_of<NcclMesh>(**window);
+      const auto* word = reinterpret_cast<const uint64_t*>((*window)->local() + 64);
+      mesh.to(peer).put_value(64, turn);
+      uint64_t seen = 0, waited_ns = 0;
+      ASSERT_TRUE(poll_host_signal(word, turn, bounded, seen, waited_ns)) << turn;
+      EXPECT_TRUE(seen == turn || seen == 1000 + turn) << seen;
+      mesh.to(peer).put_value(64, 1000 + turn);  // nobody waits for it
+    }
+    ASSERT_TRUE((*comm)->barrier().ok());
+    EXPECT_TRUE((*comm)->port_status().ok());
+  });
+}
+
+TEST_F(NcclGin, WhatLiesOutsideTheWindowIsAnErrorAndNotSent) {
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    auto comm = make_comm(boot);
+    ASSERT_TRUE(comm.ok()) << comm.status().message();
+    auto window = Window::create(*comm, 4096);
+    ASSERT_TRUE(window.ok());
+    const auto mesh = testing::mesh_of<NcclMesh>(**window);
+    const auto peer = static_cast<uint32_t>(1 - (*comm)->rank());
+    mesh.to(peer).put(OneThread{}, (*window)->bytes() - 16, 0, 32);
+    const Status why = (*comm)->port_link()->fault();
+    EXPECT_EQ(why.code(), Code::kInvalid);
+    EXPECT_THAT(why.message(),
+                HasSubstr(text("rank {}, nccl: a put or signal to rank {} lies outside", 1 - peer, peer)));
+    ASSERT_TRUE((*comm)->barrier().ok());
+  });
+}
+
+TEST_F(NcclGin, ASignalThatHasNoRoomNamesWhoDoesNotTakeIt) {
+  run_process_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
+    auto comm = make_comm(boot, 1.0);
+    ASSERT_TRUE(comm.ok()) << comm.status().message();
+    auto window = Window::create(*comm, 4096);
+    ASSERT_TRUE(window.ok());
+    ASSERT_TRUE((*comm)->barrier().ok());
+    if ((*comm)->rank() == 0) {
+      auto mesh = testing::mesh_of<NcclMesh>(**window);
+      mesh.outgoing[1].posted = mesh.outgoing[1].reserved = 1'000'000;  // as if so many had not been taken
+      mesh.to(1).put_value(64, 1);
+      const Status why = (*comm)->port_status();
+      EXPECT_EQ(why.code(), Code::kPeerLost);
+      EXPECT_THAT(why.message(),
+                  AllOf(HasSubstr("rank 0, nccl, signal: waited 1"), HasSubstr("rank 1 to take in"),
+                        HasSubstr("expected 998977 taken, saw 0")));
+      mesh.to(1).put_value(64, 2);  // dropped at once
+    }
+    (void)(*comm)->barrier();
   });
 }
 

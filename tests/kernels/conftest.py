@@ -27,7 +27,9 @@ def compilations(request: pytest.FixtureRequest) -> Iterator[dict[Job, Future[An
     """Start the jobs of all selected tests of the file, in their order."""
     mine = (item for item in request.session.items if item.getparent(pytest.Module) is request.node)
     parameters = (item.callspec.params for item in mine if hasattr(item, "callspec"))
+    is_thorough = request.config.getoption("--thorough")
     jobs = [given["compiling"] for given in parameters if "compiling" in given]
+    jobs = [job for job in jobs if is_thorough or not getattr(job, "is_thorough", False)]
     with ThreadPoolExecutor(os.cpu_count()) as workers:
         yield {job: workers.submit(job.run) for job in jobs}
         workers.shutdown(cancel_futures=True)
@@ -35,5 +37,7 @@ def compilations(request: pytest.FixtureRequest) -> Iterator[dict[Job, Future[An
 
 @pytest.fixture
 def compiling(request: pytest.FixtureRequest, compilations: dict[Job, Future[Any]]) -> Future[Any]:
-    """Return the future of the test's job."""
+    """Return the future of the test's job. One whose ``is_thorough`` says so runs with --thorough alone."""
+    if request.param not in compilations:
+        pytest.skip("--thorough: compiled with everything else of its kind")
     return compilations[request.param]

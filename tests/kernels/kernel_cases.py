@@ -67,16 +67,34 @@ def is_for_hosts(row: _core.KernelRow) -> bool:
     return bool(row.name in WITH_PORTS_FOR_HOSTS and row.mesh_type != "MappedMesh")
 
 
+def needs_sources(row: _core.KernelRow) -> bool:
+    """Return whether a kernel is compiled with headers that its transport brings: test_nccl_headers.py."""
+    return "NcclMesh" in row.mesh_type
+
+
 def is_for_one_architecture(row: _core.KernelRow) -> bool:
     """Return whether a kernel's code for other meshes covers the architectures: all write NICs alike, and jitter
     only waits before it calls the mesh behind it."""
     return "IbgdaMesh" in row.mesh_type or "JitterMesh" in row.mesh_type
 
 
-def all_cases() -> list[Case]:
-    """Return every case that GPUs run, in the order of the list."""
-    rows = [(index, row) for index, row in enumerate(_core.kernel_table()) if not is_for_hosts(row)]
+def _cases(with_sources: bool) -> list[Case]:
+    rows = [
+        (index, row)
+        for index, row in enumerate(_core.kernel_table())
+        if not is_for_hosts(row) and needs_sources(row) == with_sources
+    ]
     return [Case(index, constants.strip()) for index, row in rows for constants in row.typical.split(";")]
+
+
+def all_cases() -> list[Case]:
+    """Return every case that GPUs run with Weft's own headers alone, in the order of the list."""
+    return _cases(with_sources=False)
+
+
+def cases_with_sources() -> list[Case]:
+    """Return the other cases that GPUs run: the last of each kernel, which is the largest."""
+    return list({case.row: case for case in _cases(with_sources=True)}.values())
 
 
 def covering_cases() -> list[Case]:

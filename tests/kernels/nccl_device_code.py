@@ -1,64 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device code that uses every call of GIN that Weft's channels would need, compiled with NCCL's own headers."""
+"""Kernels with ports through NCCL's GIN, compiled with the device headers of one release."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
-from nccl_device_headers import LAYOUT_PROBE, device_headers, gin_options, layout_of
+from kernel_cases import Case
 
 from weft import _core
 
 # Back ends of GIN, by NCCL's numbers.
 BACKENDS = {"PROXY": 2, "GDAKI": 3, "GPI": 4}
 ARCHITECTURES = ("sm_90a", "sm_100a")
+LEAST = (2, 30, 3)  # kLeastVersionOfPorts
 
-# Unprefixed remote actions have another name from 2.30.5 on; both names of the two are tried by version.
-SOURCE = """
-#if NCCL_VERSION_CODE >= 23005
-#define SIGNAL_ADD ncclGin_WeakSignalAdd
-#else
-#define SIGNAL_ADD ncclGin_SignalAdd
-#endif
-extern "C" __global__ void every_call(ncclDevComm comm, ncclWindow_t window, unsigned long long offset,
-                                      unsigned long long* seen) {
-  const int peer = (comm.rank + 1) % comm.nRanks;
-  const ncclTeam world = ncclTeamWorld(comm);
-  ncclGin gin{comm, static_cast<int>(blockIdx.x)};
-  gin.put(world, peer, window, offset, window, offset, 4096, ncclGin_None{}, ncclGin_None{}, ncclCoopThread{});
-  gin.put(world, peer, window, offset, window, offset, 64, SIGNAL_ADD{0, 3}, ncclGin_None{}, ncclCoopThread{});
-  gin.putValue(world, peer, window, offset, static_cast<unsigned long long>(7), ncclGin_None{}, ncclCoopThread{});
-  gin.signal(world, peer, SIGNAL_ADD{1, 1}, ncclCoopThread{});
-  gin.flush(ncclCoopThread{});
-  *seen = gin.readSignal(0);
+# What ncclDevComm takes in the library of each release: asserted where kernels are compiled.
+DEV_COMM_BYTES = {
+    (2, 30, 3): 240,
+    (2, 30, 4): 240,
+    (2, 30, 7): 240,
+    (2, 31, 2): 248,
+    (2, 32, 3): 248,
 }
-extern "C" __global__ void loads_and_stores(ncclDevComm comm, ncclWindow_t window) {
-  auto* theirs = static_cast<int*>(ncclGetLsaPointer(window, 0, (comm.lsaRank + 1) % comm.lsaSize));
-  *theirs = comm.rank;
-}
-"""
-
-
-class Sizes(NamedTuple):
-    """Bytes that NCCL's structures take in compiled code."""
-
-    dev_comm: int
-    window: int
-
-
-# What the library of each release has, so that a probe that goes wrong is noticed.
-KNOWN_SIZES = {
-    (2, 28, 9): Sizes(200, 72),
-    (2, 29, 2): Sizes(200, 72),
-    (2, 29, 3): Sizes(200, 72),
-    (2, 29, 7): Sizes(224, 72),
-    (2, 30, 3): Sizes(240, 72),
-    (2, 30, 4): Sizes(240, 88),
-    (2, 30, 7): Sizes(240, 88),
-    (2, 31, 2): Sizes(248, 88),
-    (2, 32, 3): Sizes(248, 96),
-}
+MESHES = ("NcclMesh", "HybridMesh<weft::MappedMesh, weft::NcclMesh>")
 
 
 def version_of(folder: Path) -> tuple[int, int, int]:
@@ -68,14 +32,19 @@ def version_of(folder: Path) -> tuple[int, int, int]:
     return (int(values["NCCL_MAJOR"]), int(values["NCCL_MINOR"]), int(values["NCCL_PATCH"]))
 
 
-def compile_every_call(folder: Path, backend: str, architecture: str) -> Sizes:
-    """Compile ``SOURCE`` with the headers in ``folder``; raise weft.Error with the compiler's log where it refuses."""
-    source = f'#include "weft_nccl.h"\n{SOURCE}{LAYOUT_PROBE}'
-    log, cubin = _core.compile_source(
-        source, device_headers(folder), gin_options(BACKENDS[backend]), architecture
-    )
-    assert "error" not in log, log
-    return Sizes(*layout_of(cubin))
+def sources_of(folder: Path, backend: str, dev_comm_bytes: int | None = None) -> _core.DeviceSources:
+    """Return the headers in ``folder`` as the compiler gets them."""
+    if dev_comm_bytes is None:
+        dev_comm_bytes = DEV_COMM_BYTES.get(version_of(folder), 0)
+    return _core.nccl_device_sources(str(folder), BACKENDS[backend], dev_comm_bytes)
+
+
+def compile_channel_loop(sources: _core.DeviceSources, mesh_type: str, architecture: str) -> _core.Compiled:
+    """Compile the kernel that makes every call of a channel; raise weft.Error with the compiler's log."""
+    for index, row in enumerate(_core.kernel_table()):
+        if row.name == "channel_loop_run" and row.mesh_type == mesh_type:
+            return _core.compile_kernel(Case(index, "").key(sources=sources), architecture)
+    raise AssertionError(f"no channel_loop_run for {mesh_type}")
 
 
 def has_backend(folder: Path, backend: str) -> bool:

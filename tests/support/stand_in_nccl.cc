@@ -14,11 +14,14 @@
 #include <vector>
 
 #include "support/stand_in.h"
+#include "support/stand_in_gin.h"
 #include "transports/nccl/library.h"
 
 using weft::nccl_link::Config;
 using weft::nccl_link::kInProgress;
 using weft::nccl_link::kSuccess;
+using weft::nccl_link::Properties;
+using weft::nccl_link::Requirements;
 using weft::nccl_link::Team;
 using weft::nccl_link::UniqueId;
 using weft::nccl_link::WindowFields;
@@ -60,6 +63,7 @@ struct CommOf {
   std::atomic<int> state{kInProgress};
   std::atomic<bool> is_aborted{false};
   std::thread work;
+  std::unique_ptr<stand_in::FakeGin> gin;
 
   bool meet() { return stand_in::Meeting(&shared->board, static_cast<uint32_t>(ranks)).pass(is_aborted); }
   // As NCCL does: the call returns, a thread goes on.
@@ -210,7 +214,7 @@ int ncclCommWindowRegister(weft::nccl_link::Comm handle, void* at, size_t bytes,
                            int flags) {
   note("CommWindowRegister");
   CommOf* comm = of(handle);
-  if (flags != 0 || comm->state.load() == kInProgress) return kInvalidUsage;
+  if ((flags & ~1) != 0 || comm->state.load() == kInProgress) return kInvalidUsage;
   if (!faults.is_symmetric) {
     *out = nullptr;
     return kSuccess;
@@ -240,6 +244,47 @@ int ncclCommWindowRegister(weft::nccl_link::Comm handle, void* at, size_t bytes,
   });
   return faults.says_success_early ? kSuccess : kInProgress;
 }
+
+#if STAND_IN_VERSION >= 22900
+int ncclCommQueryProperties(weft::nccl_link::Comm comm, Properties* out) {
+  if (out->size != offsetof(Properties, more) || out->magic != 0xcafebeef || out->version != STAND_IN_VERSION)
+    return kInvalidArgument;
+  out->rank = of(comm)->rank;
+  out->ranks = of(comm)->ranks;
+  out->has_device_api = true;
+  out->gin_type = faults.gin_type;
+  return kSuccess;
+}
+
+int ncclDevCommCreate(weft::nccl_link::Comm handle, const Requirements* wanted, void* out) {
+  note("DevCommCreate");
+  CommOf* comm = of(handle);
+  if (wanted->size != offsetof(Requirements, gin_stride) || wanted->magic != 0xcafebeef ||
+      wanted->gin_connection != 1 || !wanted->gin_strong_signals || wanted->gin_va_signals ||
+      comm->state.load() == kInProgress)
+    return kInvalidArgument;
+  const auto place_of = [](void* window, uint32_t rank) {
+    return static_cast<std::byte*>(static_cast<WindowOf*>(window)->parts[rank]);
+  };
+  const auto number = [](int32_t value) { return static_cast<uint32_t>(value); };
+  comm->go_on([comm, out, place_of, contexts = number(wanted->gin_contexts),
+               signals = number(wanted->gin_signals), counters = number(wanted->gin_counters)]() -> int {
+    comm->gin = std::make_unique<stand_in::FakeGin>(comm->name, static_cast<uint32_t>(comm->rank),
+                                                    static_cast<uint32_t>(comm->ranks), contexts, signals,
+                                                    counters, place_of);
+    const weft::nccl_gin::HostGin made = comm->gin->handle();
+    std::memcpy(out, &made, sizeof made);
+    return comm->meet() ? kSuccess : kUnhandled;
+  });
+  return kInProgress;
+}
+
+int ncclDevCommDestroy(weft::nccl_link::Comm comm, const void*) {
+  note("DevCommDestroy");
+  of(comm)->gin.reset();
+  return kSuccess;
+}
+#endif
 
 int ncclCommWindowDeregister(weft::nccl_link::Comm comm, weft::nccl_link::Window handle) {
   note("CommWindowDeregister");

@@ -13,6 +13,7 @@ struct StandInFaults {
   int stays_away_at_init = -1;      // a rank that never answers
   int stays_away_at_register = -1;  // ... from its next registration but registers_before on
   int registers_before = 0;
+  int gin_type = 2;                 // ncclGinType_t; 0: NCCL has no GIN
   bool says_success_early = false;  // as NCCL 2.28: the call is under way, and says that it has worked
 };
 

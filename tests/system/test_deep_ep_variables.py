@@ -16,7 +16,7 @@ CASES = {
         {"DEEP_EP_BACKEND": "nccl_gin"},
         "warning",
         "DEEP_EP_BACKEND=nccl_gin is not used: WEFT_TRANSPORT chooses (auto); nccl asks for windows in NCCL's "
-        "memory, for ranks of one node",
+        "memory, and for GIN between nodes",
     ),
     "chosen": (
         {"DEEP_EP_BACKEND": "nccl", "WEFT_TRANSPORT": "nccl"},
@@ -24,6 +24,12 @@ CASES = {
         "DEEP_EP_BACKEND=nccl is WEFT_TRANSPORT=nccl",
     ),
     "no_gin": ({"EP_DISABLE_GIN": "1"}, "info", "EP_DISABLE_GIN=1 is what Weft does"),
+    "gin_chosen": (
+        {"EP_DISABLE_GIN": "1", "NCCL_GIN_TYPE": "2", "WEFT_TRANSPORT": "mapped,nccl"},
+        "warning",
+        "EP_DISABLE_GIN=1 is not used: WEFT_TRANSPORT=nccl goes through GIN between nodes; NCCL_GIN_TYPE=2 "
+        "is not used: NCCL itself reads it, and Weft takes what NCCL has",
+    ),
     "gin": (
         {"EP_DISABLE_GIN": "0", "NCCL_GIN_TYPE": "3"},
         "warning",

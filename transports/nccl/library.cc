@@ -43,9 +43,15 @@ std::vector<std::string> copies() {
   return paths;
 }
 
-Result<std::unique_ptr<Library>> load(const std::string& path) {
-  // Its symbols are for who asks for them here: another copy's users must not find them.
-  void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+// Its symbols are for who asks for them here: another copy's users must not find them, nor it theirs.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int kOwnSymbols = 0;  // AddressSanitizer refuses to load a library so
+#else
+constexpr int kOwnSymbols = RTLD_DEEPBIND;
+#endif
+
+Result<std::unique_ptr<Library>> load(const std::string& path, bool has_others) {
+  void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | (has_others ? kOwnSymbols : 0));
   if (!handle) return Status::make(Code::kUnsupported, "{}", dlerror());
   auto library = std::make_unique<Library>();
   library->path = path;
@@ -65,6 +71,9 @@ Result<std::unique_ptr<Library>> load(const std::string& path) {
   WEFT_NCCL_CALL(TeamLsa, )
 #undef WEFT_NCCL_CALL
   find(handle, "ncclGetLsaDevicePointer", library->GetLsaDevicePointer);
+  find(handle, "ncclCommQueryProperties", library->CommQueryProperties);
+  find(handle, "ncclDevCommCreate", library->DevCommCreate);
+  find(handle, "ncclDevCommDestroy", library->DevCommDestroy);
   library->serves_host = dlsym(handle, "weftStandsInForNccl") != nullptr;
   return library;  // stays open as long as the process
 }
@@ -111,7 +120,7 @@ Result<const Library*> open_library() {
   if (const auto known = opened.find(path); known != opened.end()) return known->second.get();
   const bool was_loaded = std::ranges::find(loaded, path) != loaded.end();
   if (!was_loaded) brought.insert(path);
-  WEFT_TRY_ASSIGN(std::unique_ptr<Library> library, load(path));
+  WEFT_TRY_ASSIGN(std::unique_ptr<Library> library, load(path, !loaded.empty()));
   library->was_loaded = was_loaded;
   return (opened[path] = std::move(library)).get();
 }

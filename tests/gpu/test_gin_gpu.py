@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports through NCCL's own GIN: two GPUs of one host as two nodes, over libnccl-rma-weft.so or NCCL's own backends.
+
+NCCL has GIN here if NCCL_RMA_PLUGIN names a plug-in or a NIC is there; tools/gin-check brings everything. Kernels are
+compiled with NCCL's headers at first use, which takes seconds each. GIN_SAME_HOST=1 tells NCCL the truth: both ranks on
+one host.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_high_throughput_gpu as high_throughput
+import test_low_latency_gpu as low_latency
+import test_ports_gpu as ports
+import test_transports_gpu as transports
+import torch
+from gpu_ranks import run_on_gpus
+
+import weft
+from weft import _core
+from weft.errors import Error
+from weft.testing.ranks import Rank
+
+DEADLINE_S = 120.0
+TIMEOUT_S = 30.0
+SHAPES = [(33, 512, 3, 4), (1, 512, 1, 1), (0, 512, 2, 3)]
+
+
+@cache
+def _why_not() -> str:
+    """Return why NCCL has no ports here; asked of another process, since ranks are forked from this one."""
+    code = """
+import torch
+from weft import _core
+(row,) = [row for row in _core.transports("cuda:0") if row["name"] == "nccl"]
+print("WHY", row["unusable_because"] or ("no ports" in row["details"] and row["details"]) or "")"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    return ran.stdout.split("WHY", 1)[1].strip()
+
+
+def _as_a_node(
+    rank: Rank, function: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, str]
+) -> Any:
+    if not os.environ.get("GIN_SAME_HOST"):
+        os.environ["NCCL_HOSTID"] = f"node{rank.rank}"  # for NCCL, ranks are on different machines
+    os.environ.update(settings)
+    _core.config_reload()
+    return function(rank, *args)
+
+
+def _run(function: Callable[..., Any], *args: Any, **settings: str) -> list[Any]:
+    begin = time.monotonic()
+    results = run_on_gpus(2, _as_a_node, function, args, settings, deadline_s=DEADLINE_S)
+    print(f"{getattr(function, '__name__', function)}: {time.monotonic() - begin:.1f} s")
+    return results
+
+
+@pytest.fixture(autouse=True)
+def _gin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two nodes of one rank, joined by NCCL alone."""
+    if _why_not():
+        pytest.skip(f"nccl: {_why_not()}")
+    settings = {
+        "WEFT_TRANSPORT": "nccl",
+        "WEFT_RANKS_PER_NODE": "1",
+        "WEFT_WINDOW_BYTES": str(256 << 20),
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MNNVL_ENABLE": "0",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    _core.config_reload()
+    yield
+    for name in settings:
+        monkeypatch.delenv(name)
+    _core.config_reload()
+
+
+def _comm(rank: Rank) -> weft.Communicator:
+    device = torch.device("cuda", torch.cuda.current_device())
+    comm = weft.Communicator(rank.group, device=device, timeout_s=TIMEOUT_S)
+    assert comm.transport_to(1 - rank.rank) == "nccl"
+    assert comm.core.sharing == "memory of the transport"
+    assert "through nccl" in comm.core.why_not_all_mapped
+    return comm
+
+
+def test_every_call_of_a_channel() -> None:
+    _run(transports._channel, "nccl")
+
+
+def test_mapped_peers_named_beside_it_make_no_difference() -> None:
+    _run(transports._channel, "nccl", WEFT_TRANSPORT="mapped,nccl")
+
+
+def test_inboxes_wrap_and_fill_up() -> None:
+    _run(transports._channel, "nccl", WEFT_NCCL_RECORDS="8", WEFT_NCCL_CONTEXTS="1")
+
+
+def _latency(rank: Rank) -> dict[str, float]:
+    """Medians of one way, as half of a round trip, in microseconds."""
+    comm = _comm(rank)
+    loop = _core.ChannelLoop.create(comm.core, 1 << 20)
+    found = {}
+    calls = (("signal", 16), ("put_with_signal", 16), ("put_with_signal", 7168), ("put_with_signal", 1 << 20))
+    for call, nbytes in calls:
+        times = sorted(loop.run(call, True, nbytes, 20, 20))
+        if rank.rank == 0:
+            found[f"{call} {nbytes} B"] = round(times[len(times) // 2] / 40 / 1e3, 1)
+    return found
+
+
+def test_how_long_a_signal_takes() -> None:
+    print("one way, us:", _run(_latency)[0])
+
+
+def _collectives(rank: Rank, body: str, *args: Any) -> None:
+    ports._comm = _comm  # whose windows lie in NCCL's memory
+    getattr(ports, body)(rank, *args)
+
+
+def test_every_collective_agrees_with_torch() -> None:
+    _run(_collectives, "_collectives")
+
+
+def test_many_calls_in_a_row() -> None:
+    _run(_collectives, "_calls_in_a_row", WEFT_NCCL_RECORDS="64")
+
+
+def test_a_captured_graph_replays() -> None:
+    _run(_collectives, "_replays", 100)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 1536, 8, 8)], ids=str)
+def test_low_latency_rows_go_out_and_come_back(shape: tuple[int, int, int, int]) -> None:
+    _run(low_latency._check_shape, shape)
+
+
+def test_low_latency_graphs_replay() -> None:
+    _run(ports._replayed_round_trips, 50)
+
+
+def _high_throughput(rank: Rank) -> None:
+    for shape in (*SHAPES, (256, 1536, 4, 8)):
+        high_throughput._check_shape(rank, *shape)
+
+
+def test_high_throughput_rows_go_out_and_come_back() -> None:
+    _run(_high_throughput)
+
+
+def _several(rank: Rank) -> None:
+    for _ in range(2):
+        comm = _comm(rank)
+        windows = [weft.Window(comm, 4096) for _ in range(5)]
+        comm.barrier()
+        for number in (3, 1, 4, 0, 2) if rank.rank else (0, 1, 2, 3, 4):
+            windows[number] = None  # type: ignore[call-overload]
+        with pytest.raises(Error, match="cannot grow beyond"):
+            weft.Window(comm, 4096).grow(64 << 20)
+        comm.barrier()
+        del comm
+
+
+def test_communicators_and_windows_come_and_go() -> None:
+    _run(_several)
+
+
+def _refused(rank: Rank) -> str:
+    with pytest.raises(Error) as raised:
+        weft.Communicator(
+            rank.group, device=torch.device("cuda", torch.cuda.current_device()), timeout_s=TIMEOUT_S
+        )
+    return str(raised.value)
+
+
+def test_without_gin_it_says_what_is_missing() -> None:
+    for message in _run(_refused, NCCL_RMA_PLUGIN="none", NCCL_GIN_ENABLE="0", NCCL_IB_DISABLE="1"):
+        assert "has no GIN here" in message or "does not support symmetric memory" in message, message
+
+
+def test_headers_of_another_release_are_refused(tmp_path: Path) -> None:
+    code = """
+import torch
+from weft import _core
+(row,) = [row for row in _core.transports("cuda:0") if row["name"] == "nccl"]
+print("WHERE", row["details"])"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    library = re.search(r"(/\S*libnccl\S*)[,;]", ran.stdout)
+    assert library, ran.stdout
+    include = Path(os.environ.get("WEFT_NCCL_INCLUDE") or Path(library[1]).parents[1] / "include")
+    shutil.copytree(include, tmp_path / "include")
+    header = tmp_path / "include/nccl.h"
+    header.write_text(re.sub(r"(#define NCCL_PATCH) \d+", r"\1 99", header.read_text()))
+    for message in _run(_refused, WEFT_NCCL_INCLUDE=str(tmp_path / "include")):
+        assert "has the headers of NCCL" in message and ".99" in message, message
+
+
+def test_headers_that_are_missing_are_named(tmp_path: Path) -> None:
+    for message in _run(_refused, WEFT_NCCL_INCLUDE=str(tmp_path)):
+        assert str(tmp_path) in message and "no device headers" in message, message
+
+
+def test_a_missing_library_is_named() -> None:
+    for message in _run(_refused, WEFT_NCCL_LIBRARY="/nowhere/libnccl.so.2"):
+        assert "/nowhere/libnccl.so.2" in message, message
+
+
+def _until_one_dies(rank: Rank) -> tuple[str, float] | None:
+    ports._comm = _comm
+    return ports._until_one_dies(rank)
+
+
+def test_a_killed_rank_is_named_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_PEER_DEAD_S", "3")
+    monkeypatch.setenv("WEFT_HEARTBEAT_S", "0.5")
+    results = run_on_gpus(2, _as_a_node, _until_one_dies, (), {}, lost={1}, deadline_s=120.0)
+    message, waited_s = results[0]
+    assert "rank 1" in message, message
+    assert waited_s < 60, message

@@ -27,8 +27,8 @@ struct Asking {
 
 // Fills the queue.
 template <class Queue, class Shape>
-WEFT_DEVICE void ask_ahead(Queue& queue, Asking& asking, const ArrivedToken& current, const ArrivedToken& next,
-                           const Shape& shape) {
+WEFT_DEVICE void ask_ahead(Queue& queue, Asking& asking, const ArrivedToken& current,
+                           const ArrivedToken& next, const Shape& shape) {
   const uint32_t row_bytes = static_cast<uint32_t>(shape.row_bytes);
   while (queue.has_room()) {
     const TokenRows& rows = asking.of_next ? next.rows : current.rows;
@@ -38,7 +38,8 @@ WEFT_DEVICE void ask_ahead(Queue& queue, Asking& asking, const ArrivedToken& cur
       continue;
     }
     const uint32_t left = row_bytes - asking.offset;
-    queue.ask(rows.row(asking.row, row_bytes) + asking.offset, left < kQueuePieceBytes ? left : kQueuePieceBytes);
+    queue.ask(rows.row(asking.row, row_bytes) + asking.offset,
+              left < kQueuePieceBytes ? left : kQueuePieceBytes);
     if (++asking.row != rows.count) continue;
     asking.row = 0;
     asking.offset += kQueuePieceBytes;
@@ -63,7 +64,8 @@ WEFT_DEVICE void sum_queued(const CombineArgs& a, Warp warp, const Shape& shape,
     };
     for (const std::byte* bias : a.bias)
       if (bias)
-        add(reinterpret_cast<const Vec16*>(bias + token_at) + first, [](const Vec16* at) { return load_vec(at); });
+        add(reinterpret_cast<const Vec16*>(bias + token_at) + first,
+            [](const Vec16* at) { return load_vec(at); });
     WEFT_ROLLED
     for (uint32_t row = 0; row < current.rows.count; ++row) {
       add(queue.front(), [](const Vec16* at) { return *at; });

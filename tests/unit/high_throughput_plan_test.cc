@@ -30,7 +30,8 @@ TEST(HighThroughputPlan, CombineFitsIntoSharedMemory) {
       for (const uint64_t row_bytes : {16u, 4096u, 14336u, 32768u, 14352u}) {
         const uint32_t piece = plan_combine_piece_bytes(row_bytes);
         const GridPlan grid = plan_combine(ranks, piece, 16, limits);
-        EXPECT_LE(grid.shared_bytes, limits.shared_bytes) << kib << " KiB, " << ranks << " ranks, " << row_bytes;
+        EXPECT_LE(grid.shared_bytes, limits.shared_bytes)
+            << kib << " KiB, " << ranks << " ranks, " << row_bytes;
         EXPECT_GE(grid.sum_slots, 1u);
         EXPECT_GE(grid.first_role.count, 1u);
         EXPECT_EQ(grid.shared_bytes, rows_shared_bytes(ranks, grid.first_role.count, piece) +

@@ -66,7 +66,9 @@ void sums_are_exact(int64_t element, const Case& c, uint32_t biases) {
   const HighThroughputShape shape{static_cast<int64_t>(c.row_elems * sizeof(Scalar)), 16, 0, 1, element};
   const size_t tokens = c.counts.size();
   std::mt19937 random(c.row_elems * 7 + c.slots);
-  auto vecs = [&](size_t rows) { return std::vector<Vec16>(rows * static_cast<size_t>(shape.row_bytes) / 16 + 1); };
+  auto vecs = [&](size_t rows) {
+    return std::vector<Vec16>(rows * static_cast<size_t>(shape.row_bytes) / 16 + 1);
+  };
   auto values = [](std::vector<Vec16>& of) { return reinterpret_cast<Scalar*>(of.data()); };
   size_t rows = 0;
   for (const uint32_t count : c.counts) rows += count;
@@ -90,7 +92,8 @@ void sums_are_exact(int64_t element, const Case& c, uint32_t biases) {
     for (uint32_t r = 0; r < count; ++r)
       for (uint32_t i = 0; i < c.row_elems; ++i) {
         const int value = static_cast<int>(random() % 9) - 4;
-        (r == mine ? values(own)[token * c.row_elems + i] : values(staging)[(row + r) * c.row_elems + i]) = from(value);
+        (r == mine ? values(own)[token * c.row_elems + i] : values(staging)[(row + r) * c.row_elems + i]) =
+            from(value);
         want[token * c.row_elems + i] += value;
       }
     combine::TokenRows of{};
@@ -107,8 +110,7 @@ void sums_are_exact(int64_t element, const Case& c, uint32_t biases) {
   size_t taken = 0;
   std::vector<uint64_t> done;
   combine::sum_streamed(
-      a, Warp{}, shape, queue,
-      [&] { return taken < tokens ? arrived[taken++] : combine::ArrivedToken{}; },
+      a, Warp{}, shape, queue, [&] { return taken < tokens ? arrived[taken++] : combine::ArrivedToken{}; },
       [&](const combine::ArrivedToken& token) { done.push_back(token.token); });
 
   EXPECT_TRUE(queue.is_empty());
@@ -127,21 +129,23 @@ void sums_are_exact(int64_t element, const Case& c, uint32_t biases) {
 }
 
 const std::vector<std::vector<uint32_t>> kCounts = {
-    {},  {0}, {1}, {0, 0, 3, 0, 1, 0}, {2, 2, 2, 2}, {7, 0, 17, 1, 1, 1, 1, 1, 1}, {1, 0, 0, 0},
+    {}, {0}, {1}, {0, 0, 3, 0, 1, 0}, {2, 2, 2, 2}, {7, 0, 17, 1, 1, 1, 1, 1, 1}, {1, 0, 0, 0},
 };
 
 TEST(StreamedSums, OfBf16AreExact) {
   for (const uint32_t elems : {8u, 56u, 1024u, 1032u, 3576u})  // one vector; one piece less, all, more
     for (const uint32_t slots : {1u, 2u, 3u, 16u})
       for (const auto& counts : kCounts)
-        for (const uint32_t biases : {0u, 1u, 2u}) sums_are_exact<Bf16>(kElementBf16, {elems, slots, counts}, biases);
+        for (const uint32_t biases : {0u, 1u, 2u})
+          sums_are_exact<Bf16>(kElementBf16, {elems, slots, counts}, biases);
 }
 
 TEST(StreamedSums, OfFloat32AreExact) {
   for (const uint32_t elems : {4u, 512u, 516u, 1788u})
     for (const uint32_t slots : {1u, 3u})
       for (const auto& counts : kCounts)
-        for (const uint32_t biases : {0u, 2u}) sums_are_exact<Fp32>(kElementFp32, {elems, slots, counts}, biases);
+        for (const uint32_t biases : {0u, 2u})
+          sums_are_exact<Fp32>(kElementFp32, {elems, slots, counts}, biases);
 }
 
 }  // namespace

@@ -27,8 +27,8 @@ struct Asking {
 
 // Fills the queue.
 template <class Queue, class Shape>
-WEFT_DEVICE void ask_ahead(Queue& queue, Asking& asking, const ArrivedToken& current, const ArrivedToken& next,
-                           const Shape& shape) {
+WEFT_DEVICE void ask_ahead(Queue& queue, Asking& asking, const ArrivedToken& current,
+                           const ArrivedToken& next, const Shape& shape) {
   const uint32_t row_bytes = static_cast<uint32_t>(shape.row_bytes);
   while (queue.has_room()) {
     const TokenRows& rows = asking.of_next ? next.rows : current.rows;
@@ -38,7 +38,8 @@ WEFT_DEVICE void ask_ahead(Queue& queue, Asking& asking, const ArrivedToken& cur
       continue;
     }
     const uint32_t left = row_bytes - asking.offset;
-    queue.ask(rows.row(asking.row, row_bytes) + asking.offset, left < kQueuePieceBytes ? left : kQueuePieceBytes);
+    queue.ask(rows.row(asking.row, row_bytes) + asking.offset,
+              left < kQueuePieceBytes ? left : kQueuePieceBytes);
     if (++asking.row != rows.count) continue;
     asking.row = 0;
     asking.offset += kQueuePieceBytes;
@@ -63,7 +64,8 @@ WEFT_DEVICE void sum_queued(const CombineArgs& a, Warp warp, const Shape& shape,
     };
     for (const std::byte* bias : a.bias)
       if (bias)
-        add(reinterpret_cast<const Vec16*>(bias + token_at) + first, [](const Vec16* at) { return load_vec(at); });
+        add(reinterpret_cast<const Vec16*>(bias + token_at) + first,
+            [](const Vec16* at) { return load_vec(at); });
     WEFT_ROLLED
     for (uint32_t row = 0; row < current.rows.count; ++row) {
       add(queue.front(), [](const Vec16* at) { return *at; });
@@ -74,6 +76,27 @@ WEFT_DEVICE void sum_queued(const CombineArgs& a, Warp warp, const Shape& shape,
     WEFT_UNROLL
     for (uint32_t j = 0; j < kVecs; ++j)
       if (first + in_piece(j) < row_vecs) store_vec_streaming(out + in_piece(j), Element::round(sums[j]));
+  }
+}
+
+// Sums each token that take() brings, until it brings none, and calls done(token) after each. A token's rows are asked for
+// while the one before is summed.
+template <class Queue, class Shape, class Take, class Done>
+WEFT_DEVICE void sum_streamed(const CombineArgs& a, Warp warp, const Shape& shape, Queue& queue, Take take,
+                              Done done) {
+  Asking asking;
+  ArrivedToken next{};
+  for (ArrivedToken current = take(); current.is_there; current = next) {
+    ask_ahead(queue, asking, current, ArrivedToken{}, shape);
+    next = take();
+    ask_ahead(queue, asking, current, next, shape);
+    const Span traced(a.wait.trace, Work::kSum, warp.rank() == 0);
+    if (shape.element == kElementFp32)
+      sum_queued<Fp32>(a, warp, shape, queue, asking, current, next);
+    else
+      sum_queued<Bf16>(a, warp, shape, queue, asking, current, next);
+    done(current);
+    asking = asking.of_next ? Asking{asking.offset, asking.row, false} : Asking{};
   }
 }
 
@@ -97,20 +120,9 @@ WEFT_DEVICE void stream_tokens(const CombineArgs& a, const Rendezvous& x, Block 
     queue.sees_arrived();
     return {taken, rows_of_token(a, warp, mesh, shape, staging, taken, share.total), true};
   };
-  Asking asking;
-  ArrivedToken next{};
-  for (ArrivedToken current = take(); current.is_there; current = next) {
-    ask_ahead(queue, asking, current, ArrivedToken{}, shape);
-    next = take();
-    ask_ahead(queue, asking, current, next, shape);
-    const Span traced(a.wait.trace, Work::kSum, warp.rank() == 0);
-    if (shape.element == kElementFp32)
-      sum_queued<Fp32>(a, warp, shape, queue, asking, current, next);
-    else
-      sum_queued<Bf16>(a, warp, shape, queue, asking, current, next);
-    if (a.topk_weights) sum_weights(a, warp, shape, staging, current.rows, current.token);
-    asking = asking.of_next ? Asking{asking.offset, asking.row, false} : Asking{};
-  }
+  sum_streamed(a, warp, shape, queue, take, [&](const ArrivedToken& summed) {
+    if (a.topk_weights) sum_weights(a, warp, shape, staging, summed.rows, summed.token);
+  });
 }
 
 }  // namespace combine

@@ -19,6 +19,11 @@ constexpr const char* kRows =
     "row_bytes=7168 piece_bytes=7168 scale_words=56 top_k=8 element=0; "
     "row_bytes=16 piece_bytes=16 scale_words=0 top_k=1 element=0; "
     "row_bytes=32768 piece_bytes=16384 scale_words=0 top_k=32 element=1";
+// Those that come back: in pieces as combine moves them.
+constexpr const char* kSummedRows =
+    "row_bytes=14336 piece_bytes=7168 scale_words=0 top_k=8 element=0; "
+    "row_bytes=16 piece_bytes=16 scale_words=0 top_k=1 element=0; "
+    "row_bytes=32768 piece_bytes=8192 scale_words=0 top_k=32 element=1";
 
 }  // namespace
 
@@ -31,7 +36,7 @@ void add_high_throughput_kernels(std::vector<KernelRow>& rows) {
     WEFT_HOST_KERNEL(kMapped, "kernels/moe/high_throughput_dispatch.cuh", dispatch_rows, DispatchArgs,
                      HighThroughputShape, 256, kRows);
     WEFT_HOST_KERNEL(kMapped, "kernels/moe/high_throughput_combine.cuh", combine_rows, CombineArgs,
-                     HighThroughputShape, 512, kRows);
+                     HighThroughputShape, 512, kSummedRows);
     WEFT_HOST_KERNEL(kPorts, "kernels/moe/two_level_notify.cuh", two_level_notify, TwoLevelNotifyArgs,
                      HighThroughputShape, 512, "");
     WEFT_HOST_KERNEL(kPorts, "kernels/moe/two_level_dispatch.cuh", two_level_dispatch, TwoLevelDispatchArgs,

@@ -23,5 +23,32 @@ TEST(HighThroughputPlan, SmsAreThere) {
   EXPECT_EQ(plan_num_sms(-1, 9, kSmall), 6);
 }
 
+TEST(HighThroughputPlan, CombineFitsIntoSharedMemory) {
+  for (const uint32_t kib : {64u, 99u, 163u, 227u}) {
+    const ComputeLimits limits{true, 132, 1, kib * 1024};
+    for (const uint32_t ranks : {1u, 2u, 8u, 17u, 72u})
+      for (const uint64_t row_bytes : {16u, 4096u, 14336u, 32768u, 14352u}) {
+        const uint32_t piece = plan_combine_piece_bytes(row_bytes);
+        const GridPlan grid = plan_combine(ranks, piece, 16, limits);
+        EXPECT_LE(grid.shared_bytes, limits.shared_bytes)
+            << kib << " KiB, " << ranks << " ranks, " << row_bytes;
+        EXPECT_GE(grid.sum_slots, 1u);
+        EXPECT_GE(grid.first_role.count, 1u);
+        EXPECT_EQ(grid.shared_bytes, rows_shared_bytes(ranks, grid.first_role.count, piece) +
+                                         grid.second_role.count * queue_bytes(grid.sum_slots));
+      }
+  }
+}
+
+TEST(HighThroughputPlan, CombineOnHopperHasThreePiecesForEachSumWarp) {
+  const uint32_t piece = plan_combine_piece_bytes(14336);
+  EXPECT_EQ(piece, 7168u);
+  const GridPlan grid = plan_combine(8, piece, 16, kH200);
+  EXPECT_EQ(grid.first_role.count, 3u);
+  EXPECT_EQ(grid.second_role.count, 12u);
+  EXPECT_EQ(grid.watch_role.count, 1u);
+  EXPECT_EQ(grid.sum_slots, 3u);
+}
+
 }  // namespace
 }  // namespace weft

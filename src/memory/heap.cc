@@ -44,10 +44,11 @@ bool Heap::give(uint64_t offset) {
   return true;
 }
 
-void Heap::extend(uint64_t end) {
+void Heap::extend(uint64_t end, bool apart) {
   std::lock_guard lock(mutex_);
   if (round_down(end) <= end_) return;
-  put_free(end_, round_down(end));
+  const uint64_t begin = end_ + (apart ? kAlignment : 0);
+  if (begin < round_down(end)) put_free(begin, round_down(end));
   end_ = round_down(end);
 }
 

@@ -27,8 +27,9 @@ class Heap {
   // Returns a range; false, and nothing changes, if `offset` is not one that take() gave and that is still
   // out.
   bool give(uint64_t offset);
-  // Adds [current end, end): what a grown window brings. Smaller than the current end: nothing happens.
-  void extend(uint64_t end);
+  // Adds [current end, end): what a grown window brings. Smaller than the current end: nothing happens. `apart`: no
+  // range crosses the current end, which costs kAlignment bytes.
+  void extend(uint64_t end, bool apart = false);
 
   // Bytes of the largest range that take() could give now.
   uint64_t largest() const;

@@ -78,7 +78,8 @@ Status MoeBuffer::grow(uint64_t at_least_bytes) {
   const uint64_t bytes = round_up(at_least_bytes, kGrowthStep);
   log_info("rank {}: growing the window from {} to {} bytes", comm_->rank(), window_->bytes(), bytes);
   WEFT_TRY(window_->grow(bytes));
-  heap_.extend(window_->bytes());
+  // Memory of the host is pinned in parts, and CUDA copies nothing that lies in two of them.
+  heap_.extend(window_->bytes(), comm_->sharing() == Sharing::kCudaPinned);
   return {};
 }
 

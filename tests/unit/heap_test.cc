@@ -63,6 +63,21 @@ TEST(Heap, ExtensionJoinsTheFreeEnd) {
   EXPECT_EQ(heap.largest(), 1024u);
 }
 
+TEST(Heap, NothingCrossesTheOldEndOfAnExtensionApart) {
+  Heap heap(0, 512);
+  heap.extend(1024, true);
+  EXPECT_EQ(heap.largest(), 512u);
+  EXPECT_EQ(*heap.take(256), 0u);
+  EXPECT_EQ(*heap.take(256), 256u);
+  EXPECT_EQ(*heap.take(256), 512u + Heap::kAlignment);
+  heap.give(256);
+  heap.give(512 + Heap::kAlignment);
+  EXPECT_EQ(heap.largest(), 256u);
+  heap.extend(1280, true);  // no more than the gap
+  EXPECT_EQ(heap.largest(), 256u);
+  EXPECT_EQ(heap.end(), 1280u);
+}
+
 TEST(Heap, RandomUseNeverOverlapsAndLosesNothing) {
   constexpr uint64_t kBytes = 64 * 1024;
   Heap heap(0, kBytes);

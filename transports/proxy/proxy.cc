@@ -27,7 +27,8 @@ Result<std::unique_ptr<FifoReader>> FifoReader::create(Device device, uint64_t c
     return Status::invalid("WEFT_PROXY_FIFO: got {}, allowed: a power of two, 2 or more", capacity);
   const uint64_t each = kLine + (capacity * sizeof(Command) + kLine - 1) / kLine * kLine;
   WEFT_TRY_ASSIGN(std::unique_ptr<HostVisible> memory, HostVisible::create(device, kFifosPerProxy * each));
-  WEFT_TRY_ASSIGN(std::unique_ptr<LocalMemory> words, LocalMemory::create(device, kFifosPerProxy * 2 * kLine));
+  WEFT_TRY_ASSIGN(std::unique_ptr<LocalMemory> words,
+                  LocalMemory::create(device, kFifosPerProxy * 2 * kLine));
   std::unique_ptr<FifoReader> reader(new FifoReader(std::move(memory), std::move(words)));
   for (uint32_t i = 0; i < kFifosPerProxy; ++i) {
     const HostVisible& shared = *reader->memory_;

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstring>
 
-#include "base/config.h"
 #include "base/log.h"
 #include "memory/device_memory.h"
 #include "transports/nccl/device_headers.h"
@@ -15,6 +14,9 @@ namespace weft::nccl_link {
 using nccl_gin::KnownWindow;
 using nccl_gin::kWindows;
 
+// tests/gpu/test_gin_gpu.py fails on GPUs, for a reason that nobody has looked for. Who works on it sets this to true.
+constexpr bool kWorkOnGpus = false;
+
 std::string why_no_gin(const Library& nccl, std::string* folder) {
   if (nccl.version < kLeastVersionOfPorts)
     return text("NCCL {} is too old for ports through GIN, which need {} or newer",
@@ -22,6 +24,8 @@ std::string why_no_gin(const Library& nccl, std::string* folder) {
   if (!nccl.CommQueryProperties || !nccl.DevCommCreate || !nccl.DevCommDestroy)
     return text("NCCL {} lacks the functions of a device communicator", version_text(nccl.version));
   if (nccl.serves_host) return "";
+  if (!kWorkOnGpus)
+    return "ports through GIN do not pass their tests on GPUs yet: take proxy for ranks of other nodes";
   const Result<std::string> found = find_headers(nccl.path, nccl.version);
   if (found.ok() && folder) *folder = *found;
   return found.status().message();

@@ -34,9 +34,11 @@ def names(target: str) -> set[str]:
     return functions | types | macros
 
 
+# RowQueue and what it has: kernels ask kHasBulkCopies, which all targets have.
+ROW_QUEUE = {"RowQueue", "ask", "front", "has_room", "pop", "sees_arrived"}
 # What only one target has, each for a reason that kernels need not know.
 OWN = {
-    "cuda": {"shared_address"},
+    "cuda": {"shared_address", "help_while_waiting", *ROW_QUEUE},
     "host": {
         "BlockBarrier",
         "HostHelp",

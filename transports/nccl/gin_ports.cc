@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "base/config.h"
 #include "base/log.h"
 #include "memory/device_memory.h"
 #include "transports/nccl/device_headers.h"

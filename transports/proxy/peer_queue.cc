@@ -18,6 +18,12 @@ bool is_signal(Command command) {
   return op == Op::kValue || op == Op::kAdd || op == Op::kClose;
 }
 
+// What went to memory that the peer has taken back: the peer has left, mostly for somebody whose loss the communicator knows, or it
+// has destroyed the window.
+Status as_loss(const Status& status) {
+  return status.code() == Code::kInvalid ? Status(Code::kPeerLost, status.message()) : status;
+}
+
 }  // namespace
 
 Result<std::unique_ptr<PeerQueue>> PeerQueue::create(Traffic& traffic, int rank, uint64_t* flushed) {
@@ -219,7 +225,7 @@ bool PeerQueue::take_gets() {
     add_time(gets_, tally_now_ns() - done.since_ns);
     if (const Status status = done.transfer->status(); !status.ok()) {
       count_up(gets_.errors, 1);
-      lose(status);
+      lose(as_loss(status));
       break;
     }
     ++gets_finished_;
@@ -319,7 +325,7 @@ bool PeerQueue::take_finished() {
     add_time(counted, tally_now_ns() - done.since_ns);
     if (const Status status = done.transfer->status(); !status.ok()) {
       count_up(counted.errors, 1);
-      done.has_put ? lose(status) : end(status);
+      done.has_put ? lose(as_loss(status)) : end(as_loss(status));
       break;
     }
   }

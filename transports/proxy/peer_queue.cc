@@ -18,10 +18,11 @@ bool is_signal(Command command) {
   return op == Op::kValue || op == Op::kAdd || op == Op::kClose;
 }
 
-// What went to memory that the peer has taken back: the peer has left, mostly for somebody whose loss the communicator knows, or it
-// has destroyed the window.
-Status as_loss(const Status& status) {
-  return status.code() == Code::kInvalid ? Status(Code::kPeerLost, status.message()) : status;
+// What went to memory that the peer has taken back, says the engine: the peer has left, mostly for somebody whose loss the communicator
+// knows, or it has destroyed the window. So the peer is lost.
+Code code_of_loss(const Status& why) {
+  const bool is_taken_back = why.code() == Code::kInvalid && why.message().starts_with("remote: ");
+  return why.ok() || is_taken_back ? Code::kPeerLost : why.code();
 }
 
 }  // namespace
@@ -225,7 +226,7 @@ bool PeerQueue::take_gets() {
     add_time(gets_, tally_now_ns() - done.since_ns);
     if (const Status status = done.transfer->status(); !status.ok()) {
       count_up(gets_.errors, 1);
-      lose(as_loss(status));
+      lose(status);
       break;
     }
     ++gets_finished_;
@@ -325,7 +326,7 @@ bool PeerQueue::take_finished() {
     add_time(counted, tally_now_ns() - done.since_ns);
     if (const Status status = done.transfer->status(); !status.ok()) {
       count_up(counted.errors, 1);
-      done.has_put ? lose(as_loss(status)) : end(as_loss(status));
+      done.has_put ? lose(status) : end(status);
       break;
     }
   }
@@ -451,8 +452,7 @@ void PeerQueue::lose(Status why) {
 void PeerQueue::note_loss(const Status& why) {
   how_ = text("{}; {} writes sent to it, {} confirmed, {} received", why.message(), next_out_, confirmed_,
               next_in_);
-  status_ = Status::make(why.code() == Code::kOk ? Code::kPeerLost : why.code(),
-                         "rank {}, proxy: lost rank {}: {}", traffic_.self, rank_, how_);
+  status_ = Status::make(code_of_loss(why), "rank {}, proxy: lost rank {}: {}", traffic_.self, rank_, how_);
 }
 
 void PeerQueue::notify(uint32_t imm) {

@@ -44,8 +44,8 @@ std::vector<std::string> copies() {
 }
 
 // Its symbols are for who asks for them here: another copy's users must not find them, nor it theirs.
-#if defined(__SANITIZE_ADDRESS__)
-constexpr int kOwnSymbols = 0;  // AddressSanitizer refuses to load a library so
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kOwnSymbols = 0;  // sanitizers refuse to load a library so
 #else
 constexpr int kOwnSymbols = RTLD_DEEPBIND;
 #endif

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import random
 import sys
 import time
@@ -262,6 +263,7 @@ def main(argv: list[str] | None = None) -> int:
             "what": "low latency over ports, replayed",
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "version": weft.__version__,
+            "command": shlex.join(["python", "tests/gpu/ports_replay_soak.py", *(argv or sys.argv[1:])]),
             "machine": {"cpu_count": os.cpu_count(), "gpu": gpu, "system": platform.platform()},
             "runs": [asdict(made) | {"good": made.is_good} for made in outcomes],
         }

@@ -126,6 +126,9 @@ void NicModel::set_taken(uint32_t queue, uint64_t completions) {
 void NicModel::kill_nic_of(uint32_t queue) {
   if (const auto found = shared_->find(queue)) found->kill();
 }
+void NicModel::hold(bool holds) {
+  shared_->holds.store(holds);
+}
 uint64_t NicModel::doorbells() const {
   return shared_->doorbells.load();
 }

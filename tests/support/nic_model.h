@@ -81,7 +81,9 @@ class NicModel : public ibgda::NicSource {
   void set_taken(uint32_t queue, uint64_t completions);
   // The NIC that the queue belongs to does nothing any more and answers nobody.
   void kill_nic_of(uint32_t queue);
-  // What went through all queues so far.
+  // While it holds, queues take doorbells and carry out nothing.
+  void hold(bool holds);
+  // What went through all queues so far. A doorbell counts once its entries are known.
   uint64_t doorbells() const;
   uint64_t entries() const;
   void set_missing(const std::string& why);  // what find() says from now on
@@ -146,6 +148,7 @@ struct NicShared {
   uint64_t drawn = 0;
   std::string failures;
   std::atomic<uint64_t> doorbells{0}, entries{0};
+  std::atomic<bool> holds{false};
   std::atomic<bool> stops{false};
   std::vector<std::thread> threads;
 

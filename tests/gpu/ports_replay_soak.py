@@ -17,8 +17,8 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import random
+import shlex
 import sys
 import time
 from collections.abc import Callable

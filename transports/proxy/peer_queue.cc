@@ -18,6 +18,12 @@ bool is_signal(Command command) {
   return op == Op::kValue || op == Op::kAdd || op == Op::kClose;
 }
 
+// What follows a command in a record.
+uint64_t bytes_behind(Command command) {
+  if (is_signal(command)) return 0;
+  return op_of(command) == Op::kLend ? sizeof(transfer::LentKeys) : bytes_of(command);
+}
+
 // What went to memory that the peer has taken back, says the engine: the peer has left, mostly for somebody whose loss the communicator
 // knows, or it has destroyed the window. So the peer is lost.
 Code code_of_loss(const Status& why) {
@@ -135,8 +141,9 @@ bool PeerQueue::send_front() {
 }
 
 bool PeerQueue::goes_in_record(const Queued& queued) const {
-  return is_signal(queued.command) ||
-         (op_of(queued.command) == Op::kPut && bytes_of(queued.command) <= kSmallPutBytesMax);
+  const Command c = queued.command;
+  if (is_signal(c) || op_of(c) == Op::kLend) return true;
+  return op_of(c) == Op::kPut && bytes_of(c) <= kSmallPutBytesMax && !(c.b & (kSrcLent | kDstLent));
 }
 
 bool PeerQueue::awaits_more(const Queued& front) {
@@ -166,7 +173,10 @@ std::optional<PeerQueue::Piece> PeerQueue::next_piece(const Queued& queued) {
   const Command c = queued.command;
   const bool is_get = op_of(c) == Op::kGet;  // source and destination are then the other way round
   const Piece piece{
-      traffic_.regions.own(src_region_of(c)).memory, traffic_.regions.of(dst_region_of(c), rank_),
+      !is_get && (c.b & kSrcLent) ? traffic_.loans.own(src_region_of(c))
+                                  : traffic_.regions.own(src_region_of(c)).memory,
+      !is_get && (c.b & kDstLent) ? traffic_.loans.of(dst_region_of(c), rank_)
+                                  : traffic_.regions.of(dst_region_of(c), rank_),
       (is_get ? dst_of(c) : src_of(c)) + queued.done, (is_get ? src_of(c) : dst_of(c)) + queued.done,
       std::min(bytes_of(c) - queued.done, traffic_.pace.bytes_in_flight)};
   if (!piece.own || !piece.theirs) {
@@ -263,10 +273,11 @@ uint32_t PeerQueue::write_record(Record& record) {
   uint32_t taken = 0;
   for (; taken < queue_.size() && goes_in_record(queue_[taken]); ++taken) {
     const Command command = queue_[taken].command;
-    const uint64_t units = is_signal(command) ? 1 : 1 + bytes_of(command) / kUnit;
-    if (record.count + units > kRecordUnits) break;
+    if (record.count + 1 + bytes_behind(command) / kUnit > kRecordUnits) break;
     if (is_signal(command))
       record.units[record.count++] = as_peer_names(command);
+    else if (op_of(command) == Op::kLend)
+      add_keys(record, command);
     else if (!add_put(record, command))
       return 0;
   }
@@ -295,6 +306,16 @@ bool PeerQueue::add_put(Record& record, Command put) {
   std::memcpy(&record.units[record.count], window.base + src_of(put), bytes);
   record.count += static_cast<uint32_t>(bytes / kUnit);
   return true;
+}
+
+// No keys where the loan was reclaimed meanwhile.
+void PeerQueue::add_keys(Record& record, Command lend) {
+  transfer::LentKeys keys;
+  if (const auto memory = traffic_.loans.own(dst_region_of(lend)))
+    if (const auto known = traffic_.engine.keys(*memory); known.ok()) keys = *known;
+  record.units[record.count++] = lend;
+  std::memcpy(&record.units[record.count], &keys, sizeof keys);
+  record.count += static_cast<uint32_t>(sizeof keys / kUnit);
 }
 
 bool PeerQueue::post(transfer::WriteRequest request, uint32_t imm, bool has_put) {
@@ -376,10 +397,14 @@ void PeerQueue::apply(const Record& record) {
       if (is_current(command)) apply(command);
       continue;
     }
-    const uint64_t units = bytes_of(command) / kUnit;
-    if (op_of(command) != Op::kPut || units >= record.count - i)
+    const uint64_t units = bytes_behind(command) / kUnit;
+    const bool is_loan = op_of(command) == Op::kLend;
+    if ((op_of(command) != Op::kPut && !is_loan) || units >= record.count - i)
       return lose(Status::make(Code::kSystem, "proxy: rank {} sent a record that cannot be read", rank_));
-    if (is_current(command)) apply_put(command, &record.units[i + 1]);
+    if (is_loan)
+      apply_keys(command, &record.units[i + 1]);
+    else if (is_current(command))
+      apply_put(command, &record.units[i + 1]);
     i += static_cast<uint32_t>(units);
   }
 }
@@ -389,6 +414,18 @@ void PeerQueue::apply_put(Command put, const void* bytes) {
   const Regions::Own window = traffic_.regions.own(dst_region_of(put));
   if (!window.base || dst_of(put) + bytes_of(put) > window.bytes) return;
   std::memmove(window.base + dst_of(put), bytes, bytes_of(put));
+}
+
+void PeerQueue::apply_keys(Command lend, const void* bytes) {
+  transfer::LentKeys keys;
+  std::memcpy(&keys, bytes, sizeof keys);
+  std::shared_ptr<transfer::Remote> theirs;
+  if (keys.rails > 0) {
+    auto adopted = traffic_.engine.adopt(peer_, keys);
+    if (!adopted.ok()) return lose(adopted.status());
+    theirs = std::move(*adopted);
+  }
+  traffic_.loans.set(dst_region_of(lend), rank_, std::move(theirs));
 }
 
 void PeerQueue::apply(Command signal) {
@@ -417,6 +454,7 @@ void PeerQueue::carry_out_here(const Queued& queued) {
     if (op_of(c) != Op::kClose) apply(c);
     return;
   }
+  if (c.b & (kSrcLent | kDstLent)) return;  // kernels lend to peers
   const Regions::Own window = traffic_.regions.own(src_region_of(c));
   if (window.base && src_of(c) + bytes_of(c) <= window.bytes) apply_put(c, window.base + src_of(c));
 }

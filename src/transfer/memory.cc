@@ -50,7 +50,8 @@ Descriptor Core::describe(const Memory& memory) const {
 
 Result<LentKeys> Core::keys(const Memory& memory) const {
   if (!(memory.access_ & kRemoteWrite) || !memory.is_registered())
-    return Status::invalid("memory: got memory that peers may not write, allowed: registered for remote writes");
+    return Status::invalid(
+        "memory: got memory that peers may not write, allowed: registered for remote writes");
   if (memory.is_staged() || memory.rails_.size() > LentKeys::kRailsMax)
     return Status::make(Code::kUnsupported, "memory on {} rails, allowed: 1 to {}", memory.rails_.size(),
                         LentKeys::kRailsMax);

@@ -13,17 +13,6 @@ constexpr uint32_t kPerTurn = 64;
 // A put waits so many turns for the signal that its thread is about to ask for.
 constexpr uint32_t kTurnsForMore = 16;
 
-bool is_signal(Command command) {
-  const Op op = op_of(command);
-  return op == Op::kValue || op == Op::kAdd || op == Op::kClose;
-}
-
-// What follows a command in a record.
-uint64_t bytes_behind(Command command) {
-  if (is_signal(command)) return 0;
-  return op_of(command) == Op::kLend ? sizeof(transfer::LentKeys) : bytes_of(command);
-}
-
 // What went to memory that the peer has taken back, says the engine: the peer has left, mostly for somebody whose loss the communicator
 // knows, or it has destroyed the window. So the peer is lost.
 Code code_of_loss(const Status& why) {
@@ -172,13 +161,13 @@ void PeerQueue::release(uint64_t bytes) {
 std::optional<PeerQueue::Piece> PeerQueue::next_piece(const Queued& queued) {
   const Command c = queued.command;
   const bool is_get = op_of(c) == Op::kGet;  // source and destination are then the other way round
-  const Piece piece{
-      !is_get && (c.b & kSrcLent) ? traffic_.loans.own(src_region_of(c))
-                                  : traffic_.regions.own(src_region_of(c)).memory,
-      !is_get && (c.b & kDstLent) ? traffic_.loans.of(dst_region_of(c), rank_)
-                                  : traffic_.regions.of(dst_region_of(c), rank_),
-      (is_get ? dst_of(c) : src_of(c)) + queued.done, (is_get ? src_of(c) : dst_of(c)) + queued.done,
-      std::min(bytes_of(c) - queued.done, traffic_.pace.bytes_in_flight)};
+  const Piece piece{!is_get && (c.b & kSrcLent) ? traffic_.loans.own(src_region_of(c))
+                                                : traffic_.regions.own(src_region_of(c)).memory,
+                    !is_get && (c.b & kDstLent) ? traffic_.loans.of(dst_region_of(c), rank_)
+                                                : traffic_.regions.of(dst_region_of(c), rank_),
+                    (is_get ? dst_of(c) : src_of(c)) + queued.done,
+                    (is_get ? src_of(c) : dst_of(c)) + queued.done,
+                    std::min(bytes_of(c) - queued.done, traffic_.pace.bytes_in_flight)};
   if (!piece.own || !piece.theirs) {
     lose(Status::invalid("proxy: a {} from or to window {} of rank {}, which is gone", is_get ? "get" : "put",
                          dst_region_of(c), rank_));
@@ -268,56 +257,6 @@ bool PeerQueue::post_record() {
   return true;
 }
 
-// As many as stand next to each other in the queue and fit: how many. None: the peer is lost.
-uint32_t PeerQueue::write_record(Record& record) {
-  uint32_t taken = 0;
-  for (; taken < queue_.size() && goes_in_record(queue_[taken]); ++taken) {
-    const Command command = queue_[taken].command;
-    if (record.count + 1 + bytes_behind(command) / kUnit > kRecordUnits) break;
-    if (is_signal(command))
-      record.units[record.count++] = as_peer_names(command);
-    else if (op_of(command) == Op::kLend)
-      add_keys(record, command);
-    else if (!add_put(record, command))
-      return 0;
-  }
-  return taken;
-}
-
-Command PeerQueue::as_peer_names(Command command) const {
-  if (op_of(command) == Op::kClose) return command;
-  const Regions::Name name = traffic_.regions.name_at(dst_region_of(command), rank_);
-  return addressed(command, name.region, name.use);
-}
-
-// What comes late for a window that is gone does not reach the one that has its region now.
-bool PeerQueue::is_current(Command command) const {
-  return op_of(command) == Op::kClose || traffic_.regions.own(dst_region_of(command)).use == use_of(command);
-}
-
-bool PeerQueue::add_put(Record& record, Command put) {
-  const Regions::Own window = traffic_.regions.own(src_region_of(put));
-  const uint64_t bytes = bytes_of(put);
-  if (!window.base || src_of(put) + bytes > window.bytes) {
-    lose(Status::invalid("proxy: a put from window {}, which is gone", src_region_of(put)));
-    return false;
-  }
-  record.units[record.count++] = as_peer_names(put);
-  std::memcpy(&record.units[record.count], window.base + src_of(put), bytes);
-  record.count += static_cast<uint32_t>(bytes / kUnit);
-  return true;
-}
-
-// No keys where the loan was reclaimed meanwhile.
-void PeerQueue::add_keys(Record& record, Command lend) {
-  transfer::LentKeys keys;
-  if (const auto memory = traffic_.loans.own(dst_region_of(lend)))
-    if (const auto known = traffic_.engine.keys(*memory); known.ok()) keys = *known;
-  record.units[record.count++] = lend;
-  std::memcpy(&record.units[record.count], &keys, sizeof keys);
-  record.count += static_cast<uint32_t>(sizeof keys / kUnit);
-}
-
 bool PeerQueue::post(transfer::WriteRequest request, uint32_t imm, bool has_put) {
   const uint64_t bytes = request.bytes;
   request.how.imm = imm + static_cast<uint32_t>(next_out_ % kRing);
@@ -385,66 +324,6 @@ bool PeerQueue::take_arrived() {
       notify(kCreditImm + static_cast<uint32_t>(next_in_ / kCreditEvery - 1) % kCredits);
   }
   return any;
-}
-
-void PeerQueue::apply(const Record& record) {
-  if (record.sequence != next_in_ || record.count > kRecordUnits)
-    return lose(Status::make(Code::kSystem, "proxy: rank {} sent record {} where {} was due", rank_,
-                             record.sequence, next_in_));
-  for (uint32_t i = 0; i < record.count; ++i) {
-    const Command command = record.units[i];
-    if (is_signal(command)) {
-      if (is_current(command)) apply(command);
-      continue;
-    }
-    const uint64_t units = bytes_behind(command) / kUnit;
-    const bool is_loan = op_of(command) == Op::kLend;
-    if ((op_of(command) != Op::kPut && !is_loan) || units >= record.count - i)
-      return lose(Status::make(Code::kSystem, "proxy: rank {} sent a record that cannot be read", rank_));
-    if (is_loan)
-      apply_keys(command, &record.units[i + 1]);
-    else if (is_current(command))
-      apply_put(command, &record.units[i + 1]);
-    i += static_cast<uint32_t>(units);
-  }
-}
-
-// Nothing where the window is gone: nobody looks.
-void PeerQueue::apply_put(Command put, const void* bytes) {
-  const Regions::Own window = traffic_.regions.own(dst_region_of(put));
-  if (!window.base || dst_of(put) + bytes_of(put) > window.bytes) return;
-  std::memmove(window.base + dst_of(put), bytes, bytes_of(put));
-}
-
-void PeerQueue::apply_keys(Command lend, const void* bytes) {
-  transfer::LentKeys keys;
-  std::memcpy(&keys, bytes, sizeof keys);
-  std::shared_ptr<transfer::Remote> theirs;
-  if (keys.rails > 0) {
-    auto adopted = traffic_.engine.adopt(peer_, keys);
-    if (!adopted.ok()) return lose(adopted.status());
-    theirs = std::move(*adopted);
-  }
-  traffic_.loans.set(dst_region_of(lend), rank_, std::move(theirs));
-}
-
-void PeerQueue::apply(Command signal) {
-  const Op op = op_of(signal);
-  if (op == Op::kClose) {
-    has_farewell_ = true;
-    return notify(kClosedImm);
-  }
-  store_word(signal);
-}
-
-void PeerQueue::store_word(Command signal) {
-  const Regions::Own window = traffic_.regions.own(dst_region_of(signal));
-  if (!window.base || word_of(signal) + 8 > window.bytes) return;  // the window is gone here: nobody looks
-  auto* word = reinterpret_cast<uint64_t*>(window.base + word_of(signal));
-  if (op_of(signal) == Op::kAdd)
-    add_release(word, signal.a);
-  else
-    store_release(word, signal.a);
 }
 
 // To the own rank: in order, at once.

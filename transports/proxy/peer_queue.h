@@ -33,6 +33,17 @@ struct Traffic {
   std::atomic<uint32_t> writes{0};
 };
 
+inline bool is_signal(Command command) {
+  const Op op = op_of(command);
+  return op == Op::kValue || op == Op::kAdd || op == Op::kClose;
+}
+
+// What follows a command in a record.
+inline uint64_t bytes_behind(Command command) {
+  if (is_signal(command)) return 0;
+  return op_of(command) == Op::kLend ? sizeof(transfer::LentKeys) : bytes_of(command);
+}
+
 class PeerQueue {
  public:
   // Registers inbox and outbox. Errors: those of the engine.

@@ -25,7 +25,16 @@
 
 namespace weft::proxy {
 
-enum class Op : uint32_t { kPut = 1, kValue = 2, kAdd = 3, kFlush = 4, kClose = 5, kGet = 6, kGot = 7, kLend = 8 };
+enum class Op : uint32_t {
+  kPut = 1,
+  kValue = 2,
+  kAdd = 3,
+  kFlush = 4,
+  kClose = 5,
+  kGet = 6,
+  kGot = 7,
+  kLend = 8
+};
 
 struct alignas(16) Command {
   uint64_t a, b;

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.bench.moe import check, p2p_overlap, peers
+from weft.bench.moe import check, high_throughput, p2p_overlap, peers
 from weft.bench.moe.low_latency import CALLS_IN_A_ROW, FEW_TOKENS, Samples, make_buffer
 from weft.bench.moe.setting import (
     Bench,
@@ -31,11 +31,14 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     split = peers.P2P(_make(bench), x, inputs.my_weights)
     buffer = make_buffer(bench, weft.Buffer)
     low_latency = peers.LowLatency(buffer, o.experts, max(o.tokens, 1), o.dtype == "fp8")
-    calls = {"weft": split, "low_latency": low_latency}
+    # Of many tokens, low latency's rows of all experts do not fit most hosts' memory.
+    is_prefill = o.tokens > FEW_TOKENS and not bench.on_gpu
+    beside = {"high_throughput": _high_throughput(bench, inputs)} if is_prefill else {"low_latency": low_latency}
+    calls = {"weft": split, **beside}
     _check(bench, inputs, split)
     traffic = inputs.traffic(o.experts)
     in_a_row = CALLS_IN_A_ROW if o.tokens <= FEW_TOKENS and not bench.on_gpu else 1
-    samples = Samples(bench, inputs, calls, traffic, in_a_row)
+    samples = Samples(bench, inputs, calls, traffic, in_a_row, low_latency)
     phases = _Phases(bench, split, samples.y["weft"])
     y = samples.y["weft"]
     overlap = None
@@ -63,7 +66,10 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
         overlap.destroy()
     traces = bench.traces(split.buffer, take)
     split.buffer.destroy()
-    buffer.destroy()
+    for of_beside in beside.values():
+        of_beside.buffer.destroy()
+    if is_prefill:
+        buffer.destroy()
     return Measured(rows, [*method_notes(bench, has_deep_ep=False), *_notes(bench)], traces)
 
 
@@ -101,6 +107,13 @@ def _make(bench: Bench, sms: int = 0) -> weft.P2PAllToAll:
     )
 
 
+def _high_throughput(bench: Bench, inputs: Inputs) -> peers.HighThroughputPairs:
+    o, me = bench.options, bench.me
+    payload = oracle.quantize_fp8(inputs.rows[me.rank]) if o.dtype == "fp8" else inputs.mine
+    calls = peers.HighThroughput(high_throughput.make_buffer(bench, weft.Buffer), o.experts)
+    return peers.HighThroughputPairs(calls, payload, inputs.my_weights)
+
+
 def _phase_row(bench: Bench, phase: str, us: list[float]) -> Row:
     o = bench.options
     made = Row(
@@ -113,6 +126,8 @@ def _phase_row(bench: Bench, phase: str, us: list[float]) -> Row:
 def _notes(bench: Bench) -> list[str]:
     lines = [
         "low_latency: weft.Buffer's calls of the same tokens; p2p dispatches rows that are quantised already",
+        f"high_throughput: the same, instead of low_latency, on the CPU above {FEW_TOKENS} tokens; layout and dispatch "
+        "as one, and a sum without weights",
         "send, receive: each when all ranks are done with the phase before, so a receive finds its rows there; in "
         "flight, between the two, no kernel of the exchange runs",
     ]

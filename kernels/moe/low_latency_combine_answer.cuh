@@ -154,7 +154,7 @@ template <class C>
 WEFT_DEVICE void ask_ahead(const C& c, const Message& m) {
   const auto row_bytes = static_cast<uint64_t>(c.shape.row_bytes);
   // Replies to port peers stand side by side.
-  bool has_place = C::kPorts || m.as_lines || c.is_past_caches();
+  bool has_place = C::kPorts || m.as_lines || is_past_caches(c.a.call, c.shape.row_bytes);
   for (uint32_t k = 0; k < c.top_k(); ++k) {
     const int32_t row = m.record[1 + k];
     if (row < 0) continue;

@@ -105,11 +105,6 @@ struct Combine {
       return part_at(a.call.lines != 0) + layout().weights +
              (uint64_t{owner} * a.call.max_tokens + token) * weights_stride(top_k());
   }
-  // On the host: whether replies and sums are more than the caches keep until they are read.
-  WEFT_DEVICE bool is_past_caches() const {
-    constexpr uint64_t kFitBytes = 8 << 20;
-    return a.call.max_tokens * static_cast<uint64_t>(shape.row_bytes) > kFitBytes;
-  }
   WEFT_DEVICE uint32_t weight_vecs() const { return vecs_in(top_k() * sizeof(float)); }
   WEFT_DEVICE bool takes_own_weights() const { return is_reduced(shape.reply) && a.topk_weights; }
 

@@ -66,8 +66,10 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
     const uint64_t to =
         uint64_t{static_cast<uint32_t>(a_.routes.back_first[source * a_.islands.widest + place])} + begin;
     const uint64_t from = uint64_t{span.first} + begin;
-    copy_bytes(warp_, window + theirs->rows_at + to * shape_.row_bytes, a_.base.x + from * shape_.row_bytes,
-               count * uint64_t(shape_.row_bytes));
+    std::byte* rows = window + theirs->rows_at + to * shape_.row_bytes;
+    const std::byte* x = a_.base.x + from * shape_.row_bytes;
+    const uint64_t bytes = count * uint64_t(shape_.row_bytes);
+    if (!copy_past_caches(rows, x, bytes)) copy_bytes(warp_, rows, x, bytes);
     if (top_k() != 0)
       copy_bytes(warp_, window + theirs->meta_at + to * top_k() * 4, a_.base.topk_weights + from * top_k(),
                  uint64_t{count} * top_k() * 4);

@@ -34,6 +34,10 @@ WEFT_DEVICE bool sum_bf16_alone(std::byte* /*out*/, const AddedRow* /*rows*/, ui
   return false;
 }
 
+WEFT_DEVICE bool copy_past_caches(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/) {
+  return false;
+}
+
 // Copies a few bytes between places of any alignment.
 template <uint32_t kBytes>
 WEFT_DEVICE void copy_few(void* dst, const void* src) {

@@ -315,6 +315,7 @@ def test_whatever_a_call_can_do(pool: RankPool, check: Callable[..., None]) -> N
     pool.run(check)
 
 
+@pytest.mark.timeout(300 + ROUNDS)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_micro_batches_in_flight_stay_apart(pool: RankPool, depth: int) -> None:
     for first in range(0, ROUNDS, ROUNDS_A_RUN):

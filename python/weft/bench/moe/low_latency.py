@@ -116,7 +116,7 @@ class Samples:
         calls: dict[str, Any],  # peers.LowLatency, or what has the same calls
         traffic: Traffic,
         in_a_row: int,
-        decides: peers.LowLatency | None = None,  # which rows cross once per node; calls["weft"], if it can say so
+        decides: Any = None,  # a peers.LowLatency: which rows cross once per node; calls["weft"], if it can say so
     ) -> None:
         o, me = bench.options, bench.me
         self.bench, self.calls, self.x, self.weights = bench, calls, inputs.mine, inputs.my_weights

@@ -66,8 +66,9 @@ WEFT_DEVICE bool sum_alone(const C& c, Range part, uint32_t count, RowOf row_of,
     const uint64_t first = uint64_t{part.first} * sizeof(Vec16);
     AddedRow rows[kMostAddedRows];
     for (uint32_t i = 0; i < count; ++i) rows[i] = {row_of(i) + first, weight_of(i)};
-    return Element::template sum_alone<true>(
-        out + first, rows, count, uint64_t{part.last - part.first} * sizeof(Vec16), is_past_caches(c.a.call, c.shape.row_bytes));
+    return Element::template sum_alone<true>(out + first, rows, count,
+                                             uint64_t{part.last - part.first} * sizeof(Vec16),
+                                             is_past_caches(c.a.call, c.shape.row_bytes));
   }
   return false;
 }

@@ -27,6 +27,7 @@ WEFT_DEVICE bool copy_cold(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*
   return false;
 }
 
+struct AddedRow;
 inline constexpr bool kSumsAlone = false;
 template <bool kIsWeighted>
 WEFT_DEVICE bool sum_bf16_alone(std::byte* /*out*/, const AddedRow* /*rows*/, uint32_t /*count*/,

@@ -101,7 +101,8 @@ template <bool kIsWeighted, uint32_t kBytes>
   for (; at < bytes; at += 16) sum_bf16_piece<kIsWeighted, 16, 1>(out, rows, count, at, past_caches);
 }
 
-using SumBf16 = void (*)(std::byte* out, const AddedRow* rows, uint32_t count, uint64_t bytes, bool past_caches);
+using SumBf16 = void (*)(std::byte* out, const AddedRow* rows, uint32_t count, uint64_t bytes,
+                         bool past_caches);
 
 template <bool kIsWeighted>
 void sum_bf16_anywhere(std::byte* out, const AddedRow* rows, uint32_t count, uint64_t bytes,

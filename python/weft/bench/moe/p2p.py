@@ -129,8 +129,8 @@ def _phase_row(bench: Bench, phase: str, us: list[float]) -> Row:
 def _notes(bench: Bench) -> list[str]:
     lines = [
         "low_latency: weft.Buffer's calls of the same tokens; p2p dispatches rows that are quantised already",
-        f"high_throughput: the same, instead of low_latency, above {FEW_TOKENS} tokens on one host's CPU; layout and dispatch "
-        "as one, and a sum without weights",
+        "high_throughput: weft.Buffer's other calls, instead of low_latency, for many tokens on one host's CPU; layout "
+        "and dispatch as one, and a sum without weights",
         "send, receive: each when all ranks are done with the phase before, so a receive finds its rows there; in "
         "flight, between the two, no kernel of the exchange runs",
     ]

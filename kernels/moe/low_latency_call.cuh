@@ -35,6 +35,11 @@ WEFT_DEVICE auto workers_of(const LowLatencyCall& call) {
 template <class MeshT>
 using WorkersOf = decltype(workers_of<MeshT>(LowLatencyCall{}));
 
+// On the host: whether a call's rows are more than the caches keep until they are read.
+WEFT_DEVICE bool is_past_caches(const LowLatencyCall& call, int64_t row_bytes) {
+  return kIsHost && call.tokens * static_cast<uint64_t>(row_bytes) > kCachedBytes;
+}
+
 struct Epoch {
   uint64_t number;  // of the call, from 1 on
   uint32_t parity;  // which half it uses

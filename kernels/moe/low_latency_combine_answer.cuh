@@ -104,7 +104,9 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
   auto row_of = [&](uint32_t i) { return c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes; };
   if (!is_log(c.shape.reply)) {
     const VecLayout layout{m.as_lines, c.row_vecs(), c.tag()};
-    const RowSource<C, decltype(row_of), AwaitOwner> source{c, layout, row_of, await_owner};
+    const bool is_ready = kIsHost && !layout.lines;  // weights are listed before rows are
+    if (is_ready && !await_owner()) return false;
+    const RowSource<C, decltype(row_of), AwaitOwner> source{c, layout, row_of, await_owner, is_ready};
     bool is_made = false;
     with_row_element(c.shape, [&](auto element) {
       using Element = decltype(element);
@@ -116,8 +118,9 @@ WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::
         else
           layout.store(vecs, index, Element::round(sums));
       };
-      is_made =
-          sum_rows<Element, kSendVecs, kSendRows>(c, range_of(c, m, layout), count, source, weight_of, put);
+      const Range part = range_of(c, m, layout);
+      is_made = (is_ready && sum_alone<Element>(c, part, count, row_of, weight_of, reply)) ||
+                sum_rows<Element, kSendVecs, kSendRows>(c, part, count, source, weight_of, put);
     });
     return is_made;
   }
@@ -149,7 +152,8 @@ WEFT_DEVICE void prefetch_rows(const C& c, uint32_t piece, uint32_t count) {
 template <class C>
 WEFT_DEVICE void ask_ahead(const C& c, const Message& m) {
   const auto row_bytes = static_cast<uint64_t>(c.shape.row_bytes);
-  bool has_place = C::kPorts || m.as_lines;  // replies to port peers stand side by side
+  // Replies to port peers stand side by side.
+  bool has_place = C::kPorts || m.as_lines || is_past_caches(c.a.call, c.shape.row_bytes);
   for (uint32_t k = 0; k < c.top_k(); ++k) {
     const int32_t row = m.record[1 + k];
     if (row < 0) continue;

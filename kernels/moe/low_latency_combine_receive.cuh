@@ -131,6 +131,11 @@ WEFT_DEVICE void sum_replies(const C& c, const VecLayout& layout, uint32_t token
   const Range part =
       layout.lines ? layout.range(split, c.a.receive_splits) : c.part_of_units(c.row_vecs(), split);
   const auto weight_of = [&](uint32_t row) { return is_reduced(c.shape.reply) ? 1.0f : c.weights()[row]; };
+  if (kIsHost && !layout.lines && source.own >= count && c.shape.out_element == c.shape.element &&
+      c.shape.accumulate == 0) {
+    const auto row_of = [&](uint32_t row) { return reinterpret_cast<const std::byte*>(source.reply(row)); };
+    if (sum_alone<Element>(c, part, count, row_of, weight_of, out)) return;
+  }
   const auto put = [&](uint32_t index, float (&sums)[Element::kPerVec]) {
     if (layout.holds(index)) store_sums<Element>(c, out, layout.vec(index), sums);
   };

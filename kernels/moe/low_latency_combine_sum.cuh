@@ -56,6 +56,23 @@ WEFT_DEVICE bool sum_rows(const C& c, Range part, uint32_t count, Source source,
   return true;
 }
 
+// The same by one host thread, where rows and their sum are no lines: all at once, to `out`. False: not of such elements, or
+// of so many rows.
+template <class Element, class C, class RowOf, class WeightOf>
+WEFT_DEVICE bool sum_alone(const C& c, Range part, uint32_t count, RowOf row_of, WeightOf weight_of,
+                           std::byte* out) {
+  if constexpr (kSumsAlone) {
+    if (count > kMostAddedRows) return false;
+    const uint64_t first = uint64_t{part.first} * sizeof(Vec16);
+    AddedRow rows[kMostAddedRows];
+    for (uint32_t i = 0; i < count; ++i) rows[i] = {row_of(i) + first, weight_of(i)};
+    return Element::template sum_alone<true>(out + first, rows, count,
+                                             uint64_t{part.last - part.first} * sizeof(Vec16),
+                                             is_past_caches(c.a.call, c.shape.row_bytes));
+  }
+  return false;
+}
+
 WEFT_DEVICE LogGrid grid_of(uint32_t range) {
   return log_grid(float_of_bf16(range & 0xffffu), float_of_bf16(range >> 16));
 }

@@ -148,7 +148,10 @@ WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byt
     const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
     const auto scale_bytes = static_cast<uint64_t>(d.shape.scale_bytes);
     for (uint32_t i = 0; i < *d.targets(); ++i) {
-      copy_alone(d.place()[i] + message.row, row, row_bytes);
+      if (is_past_caches(d.a.call, d.shape.row_bytes))
+        copy_past_caches(d.place()[i] + message.row, row, row_bytes);
+      else
+        copy_alone(d.place()[i] + message.row, row, row_bytes);
       if (scale_bytes != 0) copy_alone(d.place()[i] + message.scales, scales, scale_bytes);
     }
     return;

@@ -131,8 +131,13 @@ WEFT_DEVICE void store_body(const D& d, uint32_t count, const uint32_t (&vecs)[k
 template <class D>
 WEFT_DEVICE void copy_body(const D& d, uint32_t count, const Vec16* body) {
   const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
-  for (uint32_t k = 0; k < count; ++k)
-    copy_alone(d.a.out + static_cast<uint64_t>(d.rows()[k]) * row_bytes, body, row_bytes);
+  for (uint32_t k = 0; k < count; ++k) {
+    std::byte* row = d.a.out + static_cast<uint64_t>(d.rows()[k]) * row_bytes;
+    if (is_past_caches(d.a.call, d.shape.row_bytes))
+      copy_past_caches(row, body, row_bytes);
+    else
+      copy_alone(row, body, row_bytes);
+  }
   for (uint32_t vec = vecs_in(row_bytes); vec < d.message().body_vecs(); ++vec)
     store_scales(d, count, vec, body[vec]);
 }

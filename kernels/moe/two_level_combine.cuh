@@ -66,8 +66,10 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
     const uint64_t to =
         uint64_t{static_cast<uint32_t>(a_.routes.back_first[source * a_.islands.widest + place])} + begin;
     const uint64_t from = uint64_t{span.first} + begin;
-    copy_bytes(warp_, window + theirs->rows_at + to * shape_.row_bytes, a_.base.x + from * shape_.row_bytes,
-               count * uint64_t(shape_.row_bytes));
+    std::byte* rows = window + theirs->rows_at + to * shape_.row_bytes;
+    const std::byte* x = a_.base.x + from * shape_.row_bytes;
+    const uint64_t bytes = count * uint64_t(shape_.row_bytes);
+    if (!copy_past_caches(rows, x, bytes)) copy_bytes(warp_, rows, x, bytes);
     if (top_k() != 0)
       copy_bytes(warp_, window + theirs->meta_at + to * top_k() * 4, a_.base.topk_weights + from * top_k(),
                  uint64_t{count} * top_k() * 4);
@@ -124,6 +126,7 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
   }
   template <class Element>
   WEFT_DEVICE void build_row(uint32_t source, const int32_t* record, std::byte* at) const {
+    if (build_alone<Element>(source, record, at)) return;
     for_vectors([&]<uint32_t kVecs>(uint64_t v) {
       float sums[kVecs][Element::kPerVec] = {};
       this->template add_island<Element>(sums, source, record, 0, v, warp_.size());
@@ -131,6 +134,18 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
       for (uint32_t j = 0; j < kVecs; ++j)
         store_vec(reinterpret_cast<Vec16*>(at) + v + j * warp_.size(), Element::round(sums[j]));
     });
+  }
+
+  // The same at once; false: not here. The network reads the sum next.
+  template <class Element>
+  WEFT_DEVICE bool build_alone(uint32_t source, const int32_t* record, std::byte* at) const {
+    if constexpr (kSumsAlone) {
+      AddedRow rows[kMostAddedRows];
+      const uint32_t count = this->list_island(rows, source, record, 0);
+      return count <= kMostAddedRows &&
+             Element::template sum_alone<false>(at, rows, count, shape_.row_bytes, false);
+    }
+    return false;
   }
 
   // -- to this rank's tokens
@@ -211,6 +226,7 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
 
   template <class Element>
   WEFT_DEVICE void sum_row(uint32_t batch, uint64_t token, const RingState* states) const {
+    if (sum_alone<Element>(batch, token, states)) return;
     const uint64_t stride = warp_.size(), at = token * shape_.row_bytes;
     for_vectors([&]<uint32_t kVecs>(uint64_t v) {
       float sums[kVecs][Element::kPerVec] = {};
@@ -239,6 +255,47 @@ class CombineBatches : public IslandRows<MeshT, Shape> {
       WEFT_UNROLL
       for (uint32_t j = 0; j < kVecs; ++j) store_vec_streaming(out + j * stride, Element::round(sums[j]));
     });
+  }
+  // The same at once; false: not here. Where there are several rows of the own island, their sum is made a piece before.
+  template <class Element>
+  WEFT_DEVICE bool sum_alone(uint32_t batch, uint64_t token, const RingState* states) const {
+    if constexpr (kSumsAlone) {
+      AddedRow own[kMostAddedRows], terms[kMostAddedRows];
+      const uint32_t own_count = this->list_island(own, mesh_.rank(), nullptr, token);
+      uint32_t count = 0, own_at = 0;
+      const uint64_t at = token * shape_.row_bytes;
+      for (const std::byte* bias : a_.base.bias)
+        if (bias) terms[count++] = {bias + at, 1.0f};
+      if (own_count > kMostAddedRows || count + a_.islands.count > kMostAddedRows) return false;
+      for (uint32_t n = 0; n < a_.islands.count; ++n) {
+        const int32_t added = island_added(token, n);
+        if (added < 0) break;
+        const auto island = static_cast<uint32_t>(added);
+        if (!goes_to(token, island)) continue;
+        if (island == own_) own_at = count;
+        terms[count++] = {island == own_ ? own[0].at : next_sum(batch, island, states), 1.0f};
+      }
+      return sum_pieces<Element>(a_.base.combined + at, terms, count, own, own_count, own_at);
+    }
+    return false;
+  }
+  // terms[own_at] stands for the sum of the own rows, if there are several.
+  template <class Element>
+  WEFT_DEVICE bool sum_pieces(std::byte* out, AddedRow* terms, uint32_t count, AddedRow* own,
+                              uint32_t own_count, uint32_t own_at) const {
+    constexpr uint32_t kPieceBytes = 4096;
+    alignas(64) std::byte part[kPieceBytes];
+    for (uint64_t done = 0; done < shape_.row_bytes; done += kPieceBytes) {
+      const uint64_t left = shape_.row_bytes - done, bytes = left < kPieceBytes ? left : kPieceBytes;
+      if (own_count > 1) {
+        if (!Element::template sum_alone<false>(part, own, own_count, bytes, false)) return false;
+        terms[own_at].at = part;
+      }
+      if (!Element::template sum_alone<false>(out + done, terms, count, bytes, true)) return false;
+      for (uint32_t i = 0; i < own_count; ++i) own[i].at += kPieceBytes;
+      for (uint32_t i = 0; i < count; ++i) terms[i].at += kPieceBytes;
+    }
+    return true;
   }
   WEFT_DEVICE void sum_weight(uint32_t batch, uint64_t token, const RingState* states, uint32_t k) const {
     float sum = 0.0f;

@@ -209,7 +209,7 @@ class DispatchBatches {
   }
 
   WEFT_DEVICE void place(const PeerPlace& to, uint32_t member, uint64_t row, const std::byte* message) {
-    copy_arrived(warp_, to.rows + row * shape_.row_bytes, message, shape_.row_bytes);
+    copy_row_arrived(warp_, to.rows + row * shape_.row_bytes, message, shape_.row_bytes);
     copy_arrived(warp_, to.scales + row * shape_.scale_words * 4, message + form_.scales,
                  shape_.scale_words * 4);
     const int64_t first_expert = int64_t{member} * a_.base.experts_per_rank;

@@ -160,5 +160,11 @@ WEFT_DEVICE void copy_arrived(Warp warp, void* dst, const void* src, uint64_t by
     store_vec(static_cast<Vec16*>(dst) + i, load_vec_fresh(static_cast<const Vec16*>(src) + i));
 }
 
+// The same of a row that goes to where it is read after the call.
+WEFT_DEVICE void copy_row_arrived(Warp warp, void* dst, const void* src, uint64_t bytes) {
+  if (warp.size() == 1 && copy_past_caches(dst, src, bytes)) return;
+  copy_arrived(warp, dst, src, bytes);
+}
+
 }  // namespace two_level
 }  // namespace weft

@@ -106,6 +106,22 @@ class IslandRows {
         Element::add(sums[j], load_vec_streaming(reinterpret_cast<const Vec16*>(row) + v + j * stride));
     }
   }
+  // By one host thread: lists a token's rows in this island, as they are added. More than kMostAddedRows: there are so many.
+  WEFT_DEVICE uint32_t list_island(AddedRow* rows, uint32_t source, const int32_t* record,
+                                   uint64_t token) const {
+    uint32_t count = 0;
+    for (uint32_t n = 0; n < a_.islands.size(own_); ++n) {
+      const int32_t added = member_added(record, token, n);
+      if (added < 0) break;
+      const auto i = static_cast<uint32_t>(added);
+      const int32_t number = row_number(record, token, i);
+      if (number < 0) continue;
+      if (count == kMostAddedRows) return count + 1;
+      const Place place = place_of(source, i, number);
+      rows[count++] = {(place.is_own ? a_.base.x : staging_) + place.row * shape_.row_bytes, 1.0f};
+    }
+    return count;
+  }
   WEFT_DEVICE float island_weight(uint32_t source, const int32_t* record, uint64_t token, uint32_t k) const {
     float sum = 0.0f;
     for (uint32_t i = 0; i < a_.islands.size(own_); ++i) {

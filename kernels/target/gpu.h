@@ -27,6 +27,18 @@ WEFT_DEVICE bool copy_cold(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*
   return false;
 }
 
+struct AddedRow;
+inline constexpr bool kSumsAlone = false;
+template <bool kIsWeighted>
+WEFT_DEVICE bool sum_bf16_alone(std::byte* /*out*/, const AddedRow* /*rows*/, uint32_t /*count*/,
+                                uint64_t /*bytes*/, bool /*past_caches*/) {
+  return false;
+}
+
+WEFT_DEVICE bool copy_past_caches(void* /*dst*/, const void* /*src*/, uint64_t /*bytes*/) {
+  return false;
+}
+
 // Copies a few bytes between places of any alignment.
 template <uint32_t kBytes>
 WEFT_DEVICE void copy_few(void* dst, const void* src) {

@@ -8,4 +8,5 @@
 #include "kernels/target/host/memory.h"
 #include "kernels/target/host/numbers.h"
 #include "kernels/target/host/row_pipe.h"
+#include "kernels/target/host/sums.h"
 #include "kernels/target/host/time.h"

@@ -22,6 +22,16 @@ WEFT_DEVICE constexpr uint32_t pipe_bytes(uint32_t piece_bytes, uint32_t stages 
   return (kPipeBarrierBytes + stages * piece_bytes + 127) / 128 * 128;
 }
 
+// A row that is added to others, and what it is multiplied with.
+struct AddedRow {
+  const std::byte* at;
+  float weight;
+};
+inline constexpr uint32_t kMostAddedRows = 32;  // that a thread which adds alone lists
+
+// On the host: of the bytes that a rank writes in a call, so many are in a cache when they are read.
+inline constexpr uint64_t kCachedBytes = 8 << 20;
+
 // Of a RowQueue, which a target has where kHasBulkCopies: its barriers, then its slots, of a piece of a row each.
 class RowQueue;
 inline constexpr uint32_t kQueuePieceBytes = 2048;

@@ -7,7 +7,7 @@
 
 #include <atomic>
 
-#include "kernels/target/host/language.h"
+#include "kernels/target/host/memory.h"
 
 namespace weft {
 
@@ -58,7 +58,9 @@ struct Block {
   uint32_t warps() const { return host_thread.warps; }
   std::byte* shared() const { return host_thread.shared; }
   void sync() const {
-    if (host_thread.barrier) host_thread.barrier->wait();
+    if (!host_thread.barrier) return;
+    publish_streaming_stores();  // for those of the others who tell peers
+    host_thread.barrier->wait();
   }
 };
 

@@ -27,11 +27,21 @@ class RowPipe {
     for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);
   }
   void store(std::byte* dst, RowPiece stage) {
-    if (dst) copy_cold(dst, stage.src, stage.bytes);
+    if (!dst) return;
+    stored_ += stage.bytes;
+    if (stored_ > kCachedBytes / 4)
+      copy_past_caches(dst, stage.src, stage.bytes);
+    else
+      copy_cold(dst, stage.src, stage.bytes);
   }
   template <uint32_t kItems>
-  void drain_but() {}
-  void drain() {}
+  void drain_but() {
+    drain();
+  }
+  void drain() { publish_streaming_stores(); }
+
+ private:
+  uint64_t stored_ = 0;  // by this thread, of several
 };
 
 }  // namespace weft

@@ -295,7 +295,7 @@ class P2PAllToAll:
         shape = (handle.num_tokens, handle.combine_form[2])
         if out_tokens is None:
             with self._order.making():
-                out = torch.empty(shape, dtype=self.sizes.out_dtype, device=self.device)
+                out = context.empty(*shape, dtype=self.sizes.out_dtype)
         else:
             out = arguments.check_tensor(
                 "out_tokens", out_tokens, shape, (self.sizes.out_dtype,), self.device

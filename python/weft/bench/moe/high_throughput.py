@@ -50,7 +50,7 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
             kind.set_num_sms(o.sms)
     worst_rows = o.tokens * me.size if o.is_captured else 0
     calls = {
-        name: peers.HighThroughput(_make_buffer(bench, kind), o.experts, worst_rows)
+        name: peers.HighThroughput(make_buffer(bench, kind), o.experts, worst_rows)
         for name, kind in buffers.items()
     }
     for of_peer in calls.values():
@@ -89,7 +89,7 @@ def _kernel_times(
     o = bench.options
     worst_rows = o.tokens * bench.me.size if o.is_captured else 0
     with kernel_time.noting_blocks():
-        of_weft = peers.HighThroughput(_make_buffer(bench, weft.Buffer), o.experts, worst_rows)
+        of_weft = peers.HighThroughput(make_buffer(bench, weft.Buffer), o.experts, worst_rows)
         samples = _Samples(bench, inputs, payload, {"weft": of_weft}, traffic)
         times = kernel_time.kernel_times(bench, of_weft.buffer, samples.calls_by_row())
         of_weft.buffer.destroy()
@@ -221,7 +221,7 @@ _META_BYTES = 1024  # at least the scales, ids and weights of a row
 _MOST_OUTPUTS = 24
 
 
-def _make_buffer(bench: Bench, kind: Any) -> Any:
+def make_buffer(bench: Bench, kind: Any) -> Any:
     me, hidden_bytes = bench.me, bench.options.hidden * 2
     configs = (kind.get_dispatch_config(me.size), kind.get_combine_config(me.size))
     nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, me.size) for config in configs)

@@ -116,10 +116,11 @@ class Samples:
         calls: dict[str, Any],  # peers.LowLatency, or what has the same calls
         traffic: Traffic,
         in_a_row: int,
+        decides: Any = None,  # a peers.LowLatency: which rows cross once per node; calls["weft"], if it can say so
     ) -> None:
         o, me = bench.options, bench.me
         self.bench, self.calls, self.x, self.weights = bench, calls, inputs.mine, inputs.my_weights
-        self.in_a_row = in_a_row
+        self.in_a_row, self._decides = in_a_row, decides or calls["weft"]
         self._kept: list[Any] = []
         self.topk_idx = inputs.routes[0][me.rank].to(bench.device, copy=True)
         self.y = {
@@ -139,9 +140,7 @@ class Samples:
 
     def _open_network(self, inputs: Inputs, far: float) -> NetworkSamples:
         o = self.bench.options
-        of_weft = self.calls.get(
-            "low_latency", self.calls["weft"]
-        )  # beside the split calls, which decide alike
+        of_weft = self._decides
         self.once_per_node = {
             "dispatch": of_weft.once_per_node(o.top_k, o.hidden),
             "combine": of_weft.replies_once_per_node(o.top_k, o.hidden),

@@ -4,11 +4,13 @@ sent, and how much of a pair a matrix product between its phases hides: see p2p_
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import weft
-from weft.bench.moe import check, p2p_overlap, peers
+from weft.bench.moe import check, high_throughput, p2p_overlap, peers
 from weft.bench.moe.low_latency import CALLS_IN_A_ROW, FEW_TOKENS, Samples, make_buffer
 from weft.bench.moe.setting import (
     Bench,
@@ -29,13 +31,14 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     o, me = bench.options, bench.me
     x = oracle.quantize_fp8(inputs.mine) if o.dtype == "fp8" else inputs.mine
     split = peers.P2P(_make(bench), x, inputs.my_weights)
-    buffer = make_buffer(bench, weft.Buffer)
-    low_latency = peers.LowLatency(buffer, o.experts, max(o.tokens, 1), o.dtype == "fp8")
-    calls = {"weft": split, "low_latency": low_latency}
+    # Of many tokens, low latency's buffer and rows of all experts do not fit most hosts' memory.
+    is_prefill = o.tokens > FEW_TOKENS and not bench.on_gpu and not o.ranks_per_node
+    name, beside = _high_throughput(bench, inputs) if is_prefill else _low_latency(bench)
+    calls = {"weft": split, name: beside}
     _check(bench, inputs, split)
     traffic = inputs.traffic(o.experts)
     in_a_row = CALLS_IN_A_ROW if o.tokens <= FEW_TOKENS and not bench.on_gpu else 1
-    samples = Samples(bench, inputs, calls, traffic, in_a_row)
+    samples = Samples(bench, inputs, calls, traffic, in_a_row, beside)
     phases = _Phases(bench, split, samples.y["weft"])
     y = samples.y["weft"]
     overlap = None
@@ -63,7 +66,7 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
         overlap.destroy()
     traces = bench.traces(split.buffer, take)
     split.buffer.destroy()
-    buffer.destroy()
+    beside.buffer.destroy()
     return Measured(rows, [*method_notes(bench, has_deep_ep=False), *_notes(bench)], traces)
 
 
@@ -101,6 +104,19 @@ def _make(bench: Bench, sms: int = 0) -> weft.P2PAllToAll:
     )
 
 
+def _low_latency(bench: Bench) -> tuple[str, Any]:
+    o = bench.options
+    buffer = make_buffer(bench, weft.Buffer)
+    return "low_latency", peers.LowLatency(buffer, o.experts, max(o.tokens, 1), o.dtype == "fp8")
+
+
+def _high_throughput(bench: Bench, inputs: Inputs) -> tuple[str, Any]:
+    o, me = bench.options, bench.me
+    payload = oracle.quantize_fp8(inputs.rows[me.rank]) if o.dtype == "fp8" else inputs.mine
+    calls = peers.HighThroughput(high_throughput.make_buffer(bench, weft.Buffer), o.experts)
+    return "high_throughput", peers.HighThroughputPairs(calls, payload, inputs.my_weights)
+
+
 def _phase_row(bench: Bench, phase: str, us: list[float]) -> Row:
     o = bench.options
     made = Row(
@@ -113,6 +129,8 @@ def _phase_row(bench: Bench, phase: str, us: list[float]) -> Row:
 def _notes(bench: Bench) -> list[str]:
     lines = [
         "low_latency: weft.Buffer's calls of the same tokens; p2p dispatches rows that are quantised already",
+        "high_throughput: weft.Buffer's other calls, instead of low_latency, for many tokens on one host's CPU; layout "
+        "and dispatch as one, and a sum without weights",
         "send, receive: each when all ranks are done with the phase before, so a receive finds its rows there; in "
         "flight, between the two, no kernel of the exchange runs",
     ]
@@ -127,11 +145,11 @@ def _check(bench: Bench, inputs: Inputs, split: peers.P2P) -> None:
     topk_idx = routes[me.rank].to(bench.device)
     rows, counts, handle = split.dispatch(inputs.mine, topk_idx)
     check.check_p2p_dispatch(rows, inputs.rows, routes, o.experts, me.rank)
-    y = torch.zeros(rows.x.shape, dtype=torch.bfloat16, device=bench.device)
+    y = torch.empty(rows.x.shape, dtype=torch.bfloat16, device=bench.device)  # of which most is never touched
     received = int(counts.sum())  # rows are packed without padding
     held = rows.x[:received]
-    scaled = held if rows.x_scale is None else (held, rows.x_scale[:received])
-    y[:received] = check.dequantized(scaled).bfloat16()
+    y[:received] = held if rows.x_scale is None else check.dequantized((held, rows.x_scale[:received]))
+    del rows, held
     combined = split.combine(y, topk_idx, inputs.my_weights, handle)
     check.check_ll_combine(
         combined, inputs.rows[me.rank], routes[me.rank], inputs.weights[me.rank], o.dtype == "fp8"

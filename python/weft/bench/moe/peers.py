@@ -92,6 +92,35 @@ class LowLatency:
         return torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
 
+@dataclass
+class HighThroughputPairs:
+    """The high-throughput calls as split ones are made: layout and dispatch as one, then combine."""
+
+    calls: HighThroughput
+    payload: Payload
+    topk_weights: Tensor
+
+    @property
+    def buffer(self) -> Any:
+        """Return what ends with ``destroy()``."""
+        return self.calls.buffer
+
+    def dispatch(self, _: Tensor, topk_idx: Tensor) -> Any:
+        """Return (rows, counts, handle)."""
+        layout = self.calls.layout(topk_idx)
+        results = self.calls.dispatch(self.payload, topk_idx, self.topk_weights, layout)
+        return results[0], results[3], (results[4], len(results[1]))
+
+    def combine(self, y: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: Any) -> Tensor:
+        """Return bf16[tokens, hidden]; rows are added as they are."""
+        of_dispatch, count = handle
+        return self.calls.combine(y[:count], of_dispatch)
+
+    def new_results(self, num_ranks: int, hidden: int, device: torch.device) -> Tensor:
+        """Return room for what experts make of the rows."""
+        return torch.zeros(len(self.topk_weights) * num_ranks, hidden, dtype=torch.bfloat16, device=device)
+
+
 class P2P:
     """The split all-to-all, each pair of phases as one call, of rows that are quantised already."""
 
@@ -119,7 +148,11 @@ class P2P:
 
     def new_results(self, num_ranks: int, hidden: int, device: torch.device) -> Tensor:
         """Return room for what experts make of the rows."""
-        return torch.zeros(self.buffer.max_recv_tokens, hidden, dtype=torch.bfloat16, device=device)
+        results = torch.empty(self.buffer.max_recv_tokens, hidden, dtype=torch.bfloat16, device=device)
+        results[: 2 * self._weights.numel()] = (
+            0  # twice the mean; rows are packed, and what is beyond is not read
+        )
+        return results
 
 
 class AllToAll:

@@ -153,7 +153,9 @@ def test_the_conda_recipe_says_what_pyproject_says() -> None:
     assert recipe["about"]["license"] == project["license"]["text"]
     assert (ROOT / recipe["about"]["license_file"]).is_file()
     assert (ROOT / "conda" / recipe["source"]["path"] / "pyproject.toml").is_file()
-    assert recipe["build"]["entry_points"] == [f"{name} = {call}" for name, call in project["scripts"].items()]
+    assert recipe["build"]["entry_points"] == [
+        f"{name} = {call}" for name, call in project["scripts"].items()
+    ]
     assert set(needs["run"]) == {python, *of_pypi(project["dependencies"])}
     assert set(needs["host"]) == {python, "pip", *of_pypi(pyproject["build-system"]["requires"])}
     compiled = of_pypi(pyproject["dependency-groups"]["build"]) - set(needs["host"])

@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pip
 import pytest
@@ -124,6 +125,43 @@ def test_every_file_has_one_version() -> None:
         path: re.findall(form, (ROOT / path).read_text(), re.MULTILINE) for path, form in places.items()
     }
     assert list(versions.values()) == [versions["pyproject.toml"]] * len(places), versions
+
+
+def conda_recipe() -> Any:
+    """Return conda/meta.yaml as conda-build reads it on Linux: a template of Jinja, then YAML."""
+    jinja2, yaml = pytest.importorskip("jinja2"), pytest.importorskip("yaml")
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(
+        (ROOT / "conda" / "meta.yaml").read_text()
+    )
+    return yaml.safe_load(template.render(PYTHON="python", compiler=lambda language: f"{language} compiler"))
+
+
+def test_the_conda_recipe_says_what_pyproject_says() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    recipe, pyproject = conda_recipe(), tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, extras = pyproject["project"], pyproject["project"]["optional-dependencies"]
+    needs = recipe["requirements"]
+    python = f"python {project['requires-python']}"
+    conda_names = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+
+    def of_pypi(requirements: list[str]) -> set[str]:
+        parts = [re.fullmatch(r"([\w-]+)(.*)", requirement) for requirement in requirements]
+        return {f"{conda_names.get(part[1], part[1])} {part[2]}".strip() for part in parts if part}
+
+    assert recipe["package"] == {"name": project["name"], "version": project["version"]}
+    assert recipe["about"]["summary"] == project["description"]
+    assert recipe["about"]["license"] == project["license"]["text"]
+    assert (ROOT / recipe["about"]["license_file"]).is_file()
+    assert (ROOT / "conda" / recipe["source"]["path"] / "pyproject.toml").is_file()
+    assert recipe["build"]["entry_points"] == [
+        f"{name} = {call}" for name, call in project["scripts"].items()
+    ]
+    assert set(needs["run"]) == {python, *of_pypi(project["dependencies"])}
+    assert set(needs["host"]) == {python, "pip", *of_pypi(pyproject["build-system"]["requires"])}
+    compiled = of_pypi(pyproject["dependency-groups"]["build"]) - set(needs["host"])
+    assert set(needs["build"]) == {"cxx compiler", *compiled}
+    optional = of_pypi([*extras["torch"], *extras["plot"], *extras["metrics"]])
+    assert set(needs["run_constrained"]) == optional - set(needs["host"])
 
 
 def test_both_distributions_have_one_version() -> None:

@@ -69,8 +69,8 @@ template <bool kIsWeighted>
 std::vector<detail::SumBf16> ways() {
   std::vector<detail::SumBf16> all{detail::sum_bf16_anywhere<kIsWeighted>};
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) all.push_back(detail::sum_bf16_by_avx2<kIsWeighted>);
-  if (__builtin_cpu_supports("avx512bw")) all.push_back(detail::sum_bf16_by_avx512<kIsWeighted>);
+  if (detail::widest_vector_bytes() >= 32) all.push_back(detail::sum_bf16_by_avx2<kIsWeighted>);
+  if (detail::widest_vector_bytes() >= 64) all.push_back(detail::sum_bf16_by_avx512<kIsWeighted>);
 #endif
   return all;
 }
@@ -90,6 +90,13 @@ TEST(HostSums, OfRowsAreThoseOfTheirElements) {
 TEST(HostSums, OfWeightedRowsRoundEveryProduct) {
   check_all<true>();
 }
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+TEST(HostSums, TheWidestVectorsAreThoseThatTheCompilerSees) {
+  const uint32_t seen = __builtin_cpu_supports("avx512bw") ? 64 : __builtin_cpu_supports("avx2") ? 32 : 16;
+  EXPECT_EQ(detail::widest_vector_bytes(), seen);
+}
+#endif
 
 }  // namespace
 }  // namespace weft

@@ -38,7 +38,7 @@ def names(target: str) -> set[str]:
 ROW_QUEUE = {"RowQueue", "ask", "front", "has_room", "pop", "sees_arrived"}
 # What only one target has, each for a reason that kernels need not know.
 OWN = {
-    "cuda": {"shared_address", "help_while_waiting", *ROW_QUEUE},
+    "cuda": {"shared_address", "help_while_waiting", "AddedRow", *ROW_QUEUE},
     "host": {
         "BlockBarrier",
         "HostHelp",

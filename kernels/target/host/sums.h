@@ -8,6 +8,9 @@
 #pragma once
 
 #include <cstring>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "kernels/target/host/memory.h"
 
@@ -37,10 +40,12 @@ struct Lanes {
   }
 };
 
-// Keeps a compiler from making one operation, with one rounding, of a product and the sum that it goes into.
+// Keeps a compiler from making one operation, with one rounding, of a product and the sum that it goes into. Clang makes that
+// of one statement alone.
 template <class Floats>
-[[gnu::always_inline]] inline void keep_rounded(Floats& product) {
-#if defined(__x86_64__)
+[[gnu::always_inline]] inline void keep_rounded([[maybe_unused]] Floats& product) {
+#if defined(__clang__)
+#elif defined(__x86_64__)
   asm("" : "+x"(product));
 #elif defined(__aarch64__)
   asm("" : "+w"(product));
@@ -123,11 +128,28 @@ template <bool kIsWeighted>
 }
 #endif
 
+// Of the vectors that the CPU has and the system saves. By cpuid, since __builtin_cpu_supports() knows of none where zig
+// has compiled it, as in wheels.
+inline uint32_t widest_vector_bytes() {
+#if defined(__x86_64__)
+  constexpr uint32_t kSavesAvx = 0x06, kSavesAvx512 = 0xe6;
+  uint32_t a = 0, b = 0, c = 0, d = 0, saved = 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 16;
+  asm volatile("xgetbv" : "=a"(saved), "=d"(d) : "c"(0));
+  if ((saved & kSavesAvx) != kSavesAvx || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2))
+    return 16;
+  constexpr uint32_t kAvx512 = bit_AVX512F | bit_AVX512BW;
+  return (saved & kSavesAvx512) == kSavesAvx512 && (b & kAvx512) == kAvx512 ? 64 : 32;
+#else
+  return 16;
+#endif
+}
+
 template <bool kIsWeighted>
 SumBf16 widest_sum_bf16() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512bw")) return sum_bf16_by_avx512<kIsWeighted>;
-  if (__builtin_cpu_supports("avx2")) return sum_bf16_by_avx2<kIsWeighted>;
+  if (widest_vector_bytes() == 64) return sum_bf16_by_avx512<kIsWeighted>;
+  if (widest_vector_bytes() == 32) return sum_bf16_by_avx2<kIsWeighted>;
 #endif
   return sum_bf16_anywhere<kIsWeighted>;
 }

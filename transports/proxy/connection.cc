@@ -248,7 +248,7 @@ class ProxyLink : public Link {
     WEFT_TRY_ASSIGN(const std::vector<std::string> addresses,
                     exchange(opened.ok() ? engine_->address() : std::string()));
     Status connected = opened.ok() ? start_engine(addresses) : opened;
-    std::string inboxes(1, lends_ ? '1' : '0');  // then a descriptor for each rank, with its length before it
+    std::string inboxes;  // a descriptor for each rank, with its length before it
     for (int peer = 0; peer < ranks_; ++peer) {
       std::string inbox;
       if (connected.ok() && queues_.contains(peer) && peer != rank_) {
@@ -262,7 +262,6 @@ class ProxyLink : public Link {
     }
     WEFT_TRY_ASSIGN(const std::vector<std::string> all, exchange(connected.ok() ? inboxes : std::string()));
     if (connected.ok()) connected = attach_inboxes(all);
-    lends_ = std::ranges::all_of(all, [](const std::string& theirs) { return theirs.starts_with('1'); });
     stop_helper();
     if (connected.ok()) start_proxies();
     return connected;
@@ -290,7 +289,7 @@ class ProxyLink : public Link {
     for (int peer : peers_) {
       const std::string& theirs = all[static_cast<size_t>(peer)];
       std::string mine;  // the descriptor that is for this rank
-      for (size_t at = 1, rank = 0; at + sizeof(uint32_t) <= theirs.size(); ++rank) {
+      for (size_t at = 0, rank = 0; at + sizeof(uint32_t) <= theirs.size(); ++rank) {
         uint32_t length = 0;
         std::memcpy(&length, theirs.data() + at, sizeof length);
         at += sizeof length;

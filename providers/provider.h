@@ -34,9 +34,8 @@ struct Caps {
   bool manual_progress = true;  // nothing moves, also at the target, unless poll() is called
   // A message costs more than copying a page: small pages travel better packed.
   bool packs_small_pages = false;
-  bool pages_apart = false;   // post_pages() takes another way than writes: no order between the two
-  bool cheap_enroll = false;  // the CPU copies, so that enroll() and release() of host memory only note a key
-  bool same_host = false;     // reaches processes of this host alone: packs travel through shared memory
+  bool pages_apart = false;  // post_pages() takes another way than writes: no order between the two
+  bool same_host = false;    // reaches processes of this host alone: packs travel through shared memory
   uint64_t write_bytes_max = UINT64_MAX;  // longest write or read
   uint64_t message_bytes_max = 8192;      // longest send
   uint64_t imm_only_bytes = 0;            // bytes a write must have to carry an immediate (0: none)

@@ -4,7 +4,7 @@
 // through the slot, from memory that the sender refers to, or into memory that the receiver has granted.
 #pragma once
 
-#include "kernels/collective/program_loans.cuh"
+#include "kernels/collective/program_turn.cuh"
 
 namespace weft {
 
@@ -150,12 +150,6 @@ WEFT_DEVICE void route_out(const ProgramArgs& a, const MeshT& mesh, const Shape&
   if constexpr (!MappedMeshOnly<MeshT>) {
     if (!there) {
       route.out = {mesh.local() + outbox_at(a, mesh, channel, peer, cursor.sent), cursor.sent};
-      if constexpr (LoanMesh<MeshT>) {
-        if (lent_source(a, shape, turn).loan) {
-          route.out = {};
-          route.refers = 1;
-        }
-      }
       return;
     }
   }

@@ -24,7 +24,6 @@ Caps caps_of(const fi::Info& info, const std::string& kind) {
   caps.same_host = kind == "shm";
   caps.packs_small_pages = kind == "shm";
   caps.pages_apart = kind == "tcp";
-  caps.cheap_enroll = kind == "tcp" || kind == "shm";
   caps.write_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, uint64_t{1} << 40);
   caps.message_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, 8192);
   caps.tx_depth = static_cast<uint32_t>(std::min<size_t>(info.tx_attr->size, kTxDepthMax));

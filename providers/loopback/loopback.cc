@@ -408,7 +408,6 @@ std::vector<Nic> Loopback::probe() {
     nics[i].provider = "loopback";
     nics[i].name = "loop" + std::to_string(i);
     nics[i].caps = impl_->options.caps;
-    nics[i].caps.cheap_enroll = true;
   }
   return nics;
 }

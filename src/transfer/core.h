@@ -144,8 +144,6 @@ class Core {
   Result<std::shared_ptr<Memory>> enroll(const provider::Range& range, uint32_t access);
   Status unregister(const std::shared_ptr<Memory>& memory, Deadline until);
   Descriptor describe(const Memory& memory) const;
-  Result<LentKeys> keys(const Memory& memory) const;
-  Result<std::shared_ptr<Remote>> adopt(const std::shared_ptr<Peer>& peer, const LentKeys& keys) const;
   Result<std::shared_ptr<ImmCounter>> imm_counter(const std::shared_ptr<Peer>& peer, uint32_t key);
   Status on_imm(const std::shared_ptr<ImmCounter>& counter, uint64_t at_least,
                 std::function<void(const Status&)> callback);

@@ -86,17 +86,6 @@ Result<std::string> Engine::describe(const Memory& memory) const {
   return to_bytes(core_->describe(memory));
 }
 
-Result<LentKeys> Engine::keys(const Memory& memory) const {
-  WEFT_TRY(core_->check_own("memory", memory.maker_));
-  return core_->keys(memory);
-}
-
-Result<std::shared_ptr<Remote>> Engine::adopt(const std::shared_ptr<Peer>& peer, const LentKeys& keys) const {
-  WEFT_TRY(check_handle("peer", peer != nullptr));
-  WEFT_TRY(core_->check_own("peer", peer->maker_));
-  return core_->adopt(peer, keys);
-}
-
 Status Engine::unregister(const std::shared_ptr<Memory>& memory, Deadline until) {
   WEFT_TRY(check_handle("memory", memory != nullptr));
   WEFT_TRY(core_->check_own("memory", memory->maker_));

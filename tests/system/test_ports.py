@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -63,69 +62,6 @@ def _late_calls(rank: Rank) -> list[str | None]:
     _calls(rank)
     comm = Communicator(rank.group, timeout_s=60)
     return [comm.transport_to(peer) for peer in range(comm.size)]
-
-
-def _large_calls(rank: Rank) -> None:
-    """Calls whose buffers are lent to the network; sources change as soon as a call is over."""
-    comm = Communicator(rank.group, timeout_s=60)
-    # of four ranks: whole units of 16 bytes in every part, and parts that end within a unit
-    for dtype, elems in ((torch.float32, 1 << 16), (torch.float32, 70_001), (torch.uint8, 300_007)):
-        every = torch.stack(
-            [((torch.arange(elems * rank.size) + r) % 29).to(dtype) for r in range(rank.size)]
-        )
-        parts = every.view(rank.size, rank.size, elems)  # [from, to]
-        own, part = torch.empty_like(every[0]), torch.empty_like(parts[0, 0])
-        out, sums = torch.empty_like(own), every.sum(0).to(dtype)
-        for turn in range(2):
-            own.copy_(every[rank.rank])
-            comm.all_to_all(own.view(rank.size, elems), out=out.fill_(99))
-            own.fill_(77)
-            assert torch.equal(out.view(rank.size, elems), parts[:, rank.rank]), (dtype, elems, turn)
-            part.copy_(parts[rank.rank, 0])
-            comm.all_gather(part, out=out.fill_(99).view(rank.size, elems))
-            part.fill_(77)
-            assert torch.equal(out.view(rank.size, elems), parts[:, 0]), (dtype, elems, turn)
-            own.copy_(every[rank.rank])
-            comm.reduce_scatter(own.view(rank.size, elems), out=part.fill_(99))
-            own.fill_(77)
-            assert torch.equal(part, sums.view(rank.size, elems)[rank.rank]), (dtype, elems, turn)
-            own.copy_(every[rank.rank])
-            comm.all_reduce(own, out=out.fill_(99))
-            assert torch.equal(out, sums), (dtype, elems, turn)
-            comm.all_reduce(own)
-            assert torch.equal(own, sums), (dtype, elems, turn)
-
-
-@pytest.mark.parametrize(
-    ("ranks_per_node", "provider"), [(2, "fabric:tcp"), (1, "fabric:tcp"), (2, "fabric:shm")]
-)
-def test_large_calls_are_right_over_ports(
-    ranks_per_node: int, provider: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_ports(monkeypatch, ranks_per_node, provider)
-    run_ranks(RANKS, _large_calls)
-
-
-def _large_until_one_dies(rank: Rank) -> str:
-    comm = Communicator(rank.group, timeout_s=100)
-    data = torch.ones(4 << 20)
-    comm.all_to_all(data, out=torch.empty_like(data))
-    if rank.rank == LOST:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    with pytest.raises(weft.PeerLost) as raised:
-        while True:
-            comm.all_to_all(data, out=torch.empty_like(data))
-    del data  # nothing reads or writes what was lent
-    return str(raised.value)
-
-
-def test_a_rank_killed_in_a_large_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_PEER_DEAD_S", "3")
-    monkeypatch.setenv("WEFT_HEARTBEAT_S", "0.5")
-    use_ports(monkeypatch, 2, "fabric:tcp")
-    results = run_ranks(RANKS, _large_until_one_dies, lost={LOST})
-    for rank in range(LOST):
-        assert f"rank {LOST}" in results[rank], results[rank]
 
 
 def _until_one_dies(rank: Rank) -> tuple[str, float]:

@@ -56,7 +56,7 @@ class ProxyLink : public Link {
 
   void finish() override {
     if (std::exchange(is_finished_, true)) return;
-    const Deadline until = farewell();
+    const Deadline until = Deadline::after_s(std::min(kFarewell_s, timeout_s_));
     for (const auto& proxy : proxies_) proxy->finish(until);
   }
 
@@ -99,28 +99,11 @@ class ProxyLink : public Link {
   void forget(int window, uint64_t bytes) override {
     const auto known = region_of_.find(window);
     if (known == region_of_.end()) return;
-    const Deadline until = farewell();
+    const Deadline until = Deadline::after_s(std::min(kFarewell_s, timeout_s_));
     // Device code may have asked for more than has been done.
     for (const auto& proxy : proxies_) proxy->drain(until);
     for (const auto& memory : regions_.cut(known->second, bytes)) (void)engine_->unregister(memory, until);
     if (bytes == 0) region_of_.erase(known);
-  }
-
-  bool lends() const override { return lends_; }
-
-  Result<uint32_t> lend(std::byte* memory, uint64_t bytes) override {
-    WEFT_TRY_ASSIGN(std::shared_ptr<transfer::Memory> made,
-                    engine_->enroll({memory, bytes}, provider::kRemoteWrite));
-    const uint32_t loan = loans_.open(made);
-    if (loan < kLoans) return loan + 1;
-    WEFT_TRY(engine_->unregister(made, farewell()));
-    return Status::make(Code::kCapacity, "proxy: got one more loan, allowed: {} at a time", kLoans);
-  }
-
-  void reclaim(uint32_t loan, bool is_done) override {
-    if (!is_done)
-      for (const auto& proxy : proxies_) proxy->drain(farewell());
-    (void)engine_->unregister(loans_.close(loan - 1), farewell());  // it is gone in any case
   }
 
   Result<MeshPart> mesh(const WindowView& window) override {
@@ -187,8 +170,6 @@ class ProxyLink : public Link {
         timeout_s_(group.timeout_s),
         peers_(group.peers) {}
 
-  Deadline farewell() const { return Deadline::after_s(std::min(kFarewell_s, timeout_s_)); }
-
   // What this rank can do by itself: memory, engine, threads.
   Status open(const Group& group) {
     const Device device = (*group.facts)[static_cast<size_t>(rank_)].device;
@@ -203,9 +184,7 @@ class ProxyLink : public Link {
     options.timeout_s = timeout_s_;
     options.has_worker = false;  // proxy threads poll
     WEFT_TRY_ASSIGN(engine_, transfer::Engine::open(std::move(options)));
-    lends_ = device.is_host() && network.nics.size() <= transfer::LentKeys::kRailsMax &&
-             std::ranges::all_of(network.nics, [](const auto& nic) { return nic.caps.cheap_enroll; });
-    traffic_.reset(new Traffic{*engine_, regions_, loans_, network.pace, timeout_s_, rank_});
+    traffic_.reset(new Traffic{*engine_, regions_, network.pace, timeout_s_, rank_});
     const uint32_t proxies = proxy_count(peers_.size(), ranks_on_host(group));
     at_ = shared_words(static_cast<uint64_t>(ranks_));
     WEFT_TRY_ASSIGN(shared_, HostVisible::create(device, at_.end));
@@ -343,8 +322,6 @@ class ProxyLink : public Link {
   const double timeout_s_;
   const std::vector<int> peers_;
   Regions regions_;
-  Loans loans_;
-  bool lends_ = false;
   std::map<int, uint32_t> region_of_;  // by the number of a window
   std::unique_ptr<transfer::Engine> engine_;
   std::unique_ptr<Traffic> traffic_;

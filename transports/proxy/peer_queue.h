@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "base/tally.h"
-#include "transports/proxy/loans.h"
 #include "transports/proxy/network.h"
 #include "transports/proxy/regions.h"
 
@@ -25,24 +24,12 @@ namespace weft::proxy {
 struct Traffic {
   transfer::Engine& engine;
   Regions& regions;
-  Loans& loans;
   const Pace pace;
   const double timeout_s;
   const int self;
   std::atomic<uint64_t> bytes{0};  // under way
   std::atomic<uint32_t> writes{0};
 };
-
-inline bool is_signal(Command command) {
-  const Op op = op_of(command);
-  return op == Op::kValue || op == Op::kAdd || op == Op::kClose;
-}
-
-// What follows a command in a record.
-inline uint64_t bytes_behind(Command command) {
-  if (is_signal(command)) return 0;
-  return op_of(command) == Op::kLend ? sizeof(transfer::LentKeys) : bytes_of(command);
-}
 
 class PeerQueue {
  public:
@@ -132,7 +119,6 @@ class PeerQueue {
   bool post_record();
   uint32_t write_record(Record& record);
   bool add_put(Record& record, Command put);
-  void add_keys(Record& record, Command lend);
   Command as_peer_names(Command command) const;
   bool is_current(Command command) const;
   bool goes_in_record(const Queued& queued) const;
@@ -148,7 +134,6 @@ class PeerQueue {
   void apply(Command signal);
   void store_word(Command signal);
   void apply_put(Command put, const void* bytes);
-  void apply_keys(Command lend, const void* bytes);
   void carry_out_here(const Queued& queued);
   void publish_flushes();
   void drop_all();

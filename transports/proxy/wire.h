@@ -5,18 +5,15 @@
 //
 // A command is two words; places of puts count units of 16 bytes, words count 8:
 //   put         a: source 32 | destination 32
-//               b: commit 1 | op 4 | peer 14 | src region 4 | dst region 4 | length 22 | unused 12 | dst lent 1 | src lent 1 | more 1
-//               lent: the region is the number of a loan, less one (Link::lend), of its owner
+//               b: commit 1 | op 4 | peer 14 | src region 4 | dst region 4 | length 22 | unused 14 | more 1
 //               more: the same thread asks for something else of the same peer right away
 //   get         as put, the other way around: the source is the peer's
 //   value, add  a: the 64-bit value
 //               b: commit 1 | op 4 | peer 14 | unused 4 | dst region 4 | word 37
 //   got         as value, of this rank's own word, once all gets before it have come
-//   lend        a: unused
-//               b: commit 1 | op 4 | peer 14 | unused 4 | loan 4 | unused 37; tells the peer of a loan of this rank
 //   flush       a: unused
 //               b: commit 1 | op 4 | peer 14 | unused 45; close, which hosts alone send, the same
-// On the way to a peer, a small put is followed by its bytes, and a loan by its keys (Record).
+// On the way to a peer, a small put is followed by its bytes (Record).
 // The commit bit is the inverse of the lap's parity, so that zeroed memory reads as empty and slots are never
 // cleared.
 #pragma once
@@ -25,16 +22,7 @@
 
 namespace weft::proxy {
 
-enum class Op : uint32_t {
-  kPut = 1,
-  kValue = 2,
-  kAdd = 3,
-  kFlush = 4,
-  kClose = 5,
-  kGet = 6,
-  kGot = 7,
-  kLend = 8
-};
+enum class Op : uint32_t { kPut = 1, kValue = 2, kAdd = 3, kFlush = 4, kClose = 5, kGet = 6, kGot = 7 };
 
 struct alignas(16) Command {
   uint64_t a, b;
@@ -57,9 +45,7 @@ WEFT_DEVICE constexpr Command range_command(Op op, uint32_t peer, uint32_t regio
   return {(src / kUnit) << 32 | dst / kUnit, head_of(op, peer) | static_cast<uint64_t>(region) << 41 |
                                                  static_cast<uint64_t>(region) << 37 | (bytes / kUnit) << 15};
 }
-// In the b of a put.
-inline constexpr uint64_t kMore = 1, kSrcLent = 2, kDstLent = 4;
-inline constexpr uint32_t kLoans = 16;  // at a time
+inline constexpr uint64_t kMore = 1;  // in the b of a put
 WEFT_DEVICE constexpr Command word_command(Op op, uint32_t peer, uint32_t region, uint64_t word,
                                            uint64_t value) {
   return {value, head_of(op, peer) | static_cast<uint64_t>(region) << 37 | word / 8};

@@ -89,37 +89,38 @@ class IslandRows {
     return {is_own, uint64_t{first} + static_cast<uint32_t>(number)};
   }
 
+  // Calls with_row(row) for each of a token's rows in this island, in the order in which they are added.
+  template <class WithRow>
+  WEFT_DEVICE void for_island_rows(uint32_t source, const int32_t* record, uint64_t token,
+                                   WithRow with_row) const {
+    for (uint32_t n = 0; n < a_.islands.size(own_); ++n) {
+      const int32_t added = member_added(record, token, n);
+      if (added < 0) break;
+      const auto i = static_cast<uint32_t>(added);
+      const int32_t number = row_number(record, token, i);
+      if (number < 0) continue;
+      const Place place = place_of(source, i, number);
+      with_row((place.is_own ? a_.base.x : staging_) + place.row * shape_.row_bytes);
+    }
+  }
   // The sum of a token's rows in this island at vectors v, v + stride, ...
   template <class Element, uint32_t kVecs>
   WEFT_DEVICE void add_island(float (&sums)[kVecs][Element::kPerVec], uint32_t source, const int32_t* record,
                               uint64_t token, uint64_t v, uint64_t stride) const {
-    for (uint32_t n = 0; n < a_.islands.size(own_); ++n) {
-      const int32_t added = member_added(record, token, n);
-      if (added < 0) break;
-      const auto i = static_cast<uint32_t>(added);
-      const int32_t number = row_number(record, token, i);
-      if (number < 0) continue;
-      const Place place = place_of(source, i, number);
-      const std::byte* row = (place.is_own ? a_.base.x : staging_) + place.row * shape_.row_bytes;
+    for_island_rows(source, record, token, [&](const std::byte* row) {
       WEFT_UNROLL
       for (uint32_t j = 0; j < kVecs; ++j)
         Element::add(sums[j], load_vec_streaming(reinterpret_cast<const Vec16*>(row) + v + j * stride));
-    }
+    });
   }
-  // By one host thread: lists a token's rows in this island, as they are added. More than kMostAddedRows: there are so many.
-  WEFT_DEVICE uint32_t list_island(AddedRow* rows, uint32_t source, const int32_t* record,
+  // By one host thread: lists those rows, as many as fit, and returns how many there are.
+  WEFT_DEVICE uint32_t list_island(AddedRow (&rows)[kMostAddedRows], uint32_t source, const int32_t* record,
                                    uint64_t token) const {
     uint32_t count = 0;
-    for (uint32_t n = 0; n < a_.islands.size(own_); ++n) {
-      const int32_t added = member_added(record, token, n);
-      if (added < 0) break;
-      const auto i = static_cast<uint32_t>(added);
-      const int32_t number = row_number(record, token, i);
-      if (number < 0) continue;
-      if (count == kMostAddedRows) return count + 1;
-      const Place place = place_of(source, i, number);
-      rows[count++] = {(place.is_own ? a_.base.x : staging_) + place.row * shape_.row_bytes, 1.0f};
-    }
+    for_island_rows(source, record, token, [&](const std::byte* row) {
+      if (count < kMostAddedRows) rows[count] = {row, 1.0f};
+      ++count;
+    });
     return count;
   }
   WEFT_DEVICE float island_weight(uint32_t source, const int32_t* record, uint64_t token, uint32_t k) const {

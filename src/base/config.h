@@ -67,7 +67,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(transport, std::string, "auto", "transports to choose from for each peer, with commas between, or auto") \
   WEFT_OPTION(ranks_per_node, int64_t, 0, "pretend that nodes have this many ranks; 0 asks the machine", any().on_all_ranks()) \
   WEFT_OPTION(cuda_sharing, std::string, "auto", "how GPUs share memory: auto, vmm or ipc", one_of("auto", "vmm", "ipc").on_all_ranks()) \
-  WEFT_OPTION(port_windows, std::string, "auto", "memory of the windows of GPUs with port peers. device: the GPU's, an error if a rank's network cannot reach it; host: pinned; auto: the GPU's if every rank's network reaches it", one_of("auto", "device", "host").on_all_ranks()) \
+  WEFT_OPTION(port_windows, std::string, "auto", "where GPU ranks with port peers keep windows. device: GPU memory, which every network must reach; host: pinned memory; auto: device if every network reaches it", one_of("auto", "device", "host").on_all_ranks()) \
   WEFT_OPTION(low_latency_line_tokens, int64_t, -1, "low-latency calls of at most this many tokens a rank send lines without fences, over NVLink or on the CPU; 0: none; -1: as many as are faster so", at_least(-1)) \
   WEFT_OPTION(low_latency_fanout, std::string, "auto", "how low-latency calls reach other nodes. direct: a token goes to each rank, and each rank replies; node: it goes once to each node, and one sum comes back; auto: the way that the planner predicts to be shorter", one_of("auto", "direct", "node").on_all_ranks()) \
   WEFT_OPTION(window_reserve_bytes, int64_t, 0, "addresses to set aside per window and rank; 0 takes 256 GiB", any().on_all_ranks()) \
@@ -91,8 +91,8 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(program_book, std::string, "", "file of compiled collectives for compat/nccl; empty takes what weft tune wrote, then the built-in one") \
   WEFT_OPTION(job_secret, std::string, "", "secret of a job: processes prove that they know it; 16 characters or more, the same in all; never sent or shown") \
   WEFT_OPTION(interface, std::string, "", "network interface where ranks of several nodes hear of each other; empty takes the first that is up") \
-  WEFT_OPTION(heartbeat_s, double, 1.0, "a transfer engine, and a rank of several nodes, is silent towards a peer for at most this many seconds") \
-  WEFT_OPTION(peer_dead_s, double, 10.0, "a peer of a transfer engine is lost after so many seconds of silence; so is a rank whose host acknowledges nothing") \
+  WEFT_OPTION(heartbeat_s, double, 1.0, "seconds without a message after which a peer gets a sign of life") \
+  WEFT_OPTION(peer_dead_s, double, 10.0, "seconds without a sign of life after which a peer is lost") \
   WEFT_OPTION(proxy_provider, std::string, "auto", "network of the proxy transport: fabric:tcp, fabric:shm, verbs, ...; auto takes hardware before software") \
   WEFT_OPTION(proxy_nics, std::string, "", "NICs of the proxy transport, with commas between; empty takes the first usable one") \
   WEFT_OPTION(proxies, int64_t, 0, "proxy threads per rank with port peers; 0 takes up to 4, no more than spare cores", between(0, 64)) \

@@ -149,9 +149,8 @@ class P2P:
     def new_results(self, num_ranks: int, hidden: int, device: torch.device) -> Tensor:
         """Return room for what experts make of the rows."""
         results = torch.empty(self.buffer.max_recv_tokens, hidden, dtype=torch.bfloat16, device=device)
-        results[: 2 * self._weights.numel()] = (
-            0  # twice the mean; rows are packed, and what is beyond is not read
-        )
+        # Rows are packed: twice the mean is more than random routes bring, and of the rest nothing is read.
+        results[: 2 * self._weights.numel()] = 0
         return results
 
 

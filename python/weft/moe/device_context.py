@@ -3,7 +3,7 @@
 
 A tensor that a dispatch returns on CUDA lives in the window, because peers write it there. Its memory goes back to
 the window's heap when the last tensor that shares it is gone and streams are done with it: see window_pieces. On
-the CPU it is a copy.
+the CPU many rows live there too, and all else is a copy.
 Threads: one caller at a time; tensors may die in any thread.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,9 +25,9 @@ from weft.moe.arguments import describe
 from weft.moe.config import ceil_div
 from weft.moe.domains import Domains, domains_of
 from weft.moe.events import EventHandle, EventOverlap
-from weft.moe.host_memory import HostMemory
+from weft.moe.host_memory import LARGE_BYTES, HostMemory
 from weft.moe.runtime_facts import RuntimeFacts
-from weft.moe.window_pieces import CudaStreams, Lease, StorageOwner, WindowPieces, watch_torch
+from weft.moe.window_pieces import CudaStreams, HostPieces, Lease, StorageOwner, WindowPieces, watch_torch
 from weft.runtime.allocation import (
     OutputMaker,
     TensorForm,
@@ -61,18 +60,6 @@ _from_capsule: Any = torch._C._from_dlpack
 def address(tensor: torch.Tensor | None) -> int:
     """Return where a tensor is for the core: 0 for None, never 0 for a tensor, be it empty."""
     return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
-
-
-class HostLease:
-    """Owns one piece of a window in host memory; the DLPack capsule of a view keeps it alive."""
-
-    def __init__(self, context: DeviceContext, offset: int) -> None:
-        self._context = context
-        self._offset = offset
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._context.core.give_back(self._offset)
 
 
 class DeviceContext(RuntimeFacts):
@@ -119,13 +106,18 @@ class DeviceContext(RuntimeFacts):
         self.layout_stream: int | None = None  # of a layout that no call was ordered after yet
         # Whether the communication stream may have got work that no barrier was ordered after yet.
         self.is_comm_in_use = False
-        self._pieces: WindowPieces | None = None
-        if self.is_cuda:
-            watch_torch()
-            streams = CudaStreams(device)
-            self._pieces = WindowPieces(
-                self.core.give_back, self.comm_stream, streams, self.core.give_back_after, self.core.follow
+        watch_torch()
+        self._pieces: WindowPieces | HostPieces = (
+            WindowPieces(
+                self.core.give_back,
+                self.comm_stream,
+                CudaStreams(device),
+                self.core.give_back_after,
+                self.core.follow,
             )
+            if self.is_cuda
+            else HostPieces(self.core.give_back)
+        )
         self._host_memory = HostMemory()
 
     def check_handle(self, handle: object, kind: Any, call: str) -> Any:
@@ -173,31 +165,33 @@ class DeviceContext(RuntimeFacts):
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def lend(self, offset: int, is_captured: bool) -> Lease | HostLease | None:
+    def lend(self, offset: int, is_captured: bool) -> Lease | None:
         """Return the lease of a piece of the window, which comes back when the lease and its storages are gone.
 
         is_captured: by a graph, which writes there at every replay, so that the piece never comes back.
         """
         if is_captured:
             return None
-        return self._pieces.lend(self, offset) if self._pieces else HostLease(self, offset)
+        return self._pieces.lend(self, offset)
 
     def rows_at(
-        self, lease: Lease | HostLease | None, offset: int, shape: tuple[int, int], dtype: torch.dtype
+        self, lease: Lease | None, offset: int, shape: tuple[int, int], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return what peers wrote into a leased piece at byte ``offset`` of the window, with a storage of its own.
 
-        It is a view of no other tensor. On CUDA it lies in the piece, and resize_(0) gives it back; on the CPU it is a
-        copy, as torch can resize only what it has allocated.
+        It is a view of no other tensor. It lies in the piece, and resize_(0) gives it back. On the CPU it is a copy
+        where that is cheap, or where the window would have no room for as much again.
         """
         exchanged = _EXCHANGED_TYPES.get(dtype)
         if exchanged is None or 0 in shape:
             num_bytes = shape[0] * shape[1] * dtype.itemsize
             return self.output(self.words_at(lease, offset, num_bytes, True), 0, shape, dtype)
-        return self._own(self._view_of(lease, offset, shape, exchanged, True))
+        rows = self._view_of(lease, offset, shape, exchanged, True)
+        is_cheap = rows.nbytes < LARGE_BYTES
+        return self._own(rows) if is_cheap or self.core.largest_piece_bytes < rows.nbytes else rows
 
     def words_at(
-        self, lease: Lease | HostLease | None, offset: int, num_bytes: int, can_be_freed: bool = False
+        self, lease: Lease | None, offset: int, num_bytes: int, can_be_freed: bool = False
     ) -> torch.Tensor:
         """Return i32[words] of a leased piece from byte ``offset`` of the window, with a storage of its own.
 
@@ -209,13 +203,13 @@ class DeviceContext(RuntimeFacts):
 
     def _view_of(
         self,
-        lease: Lease | HostLease | None,
+        lease: Lease | None,
         offset: int,
         shape: tuple[int, int],
         exchanged: tuple[int, int],
         can_be_freed: bool,
     ) -> torch.Tensor:
-        owner: object = self if lease is None else lease.share() if isinstance(lease, Lease) else lease
+        owner: object = self if lease is None else lease.share()
         view: torch.Tensor = _from_capsule(self.core.rows(offset, *shape, *exchanged, owner))
         if isinstance(owner, StorageOwner):
             owner.lies_at(view.data_ptr(), can_be_freed)
@@ -264,7 +258,7 @@ class DeviceContext(RuntimeFacts):
         wait: also those that recorded streams still use.
         Returns whether there were any.
         """
-        if self._pieces is None or self.is_capturing:
+        if isinstance(self._pieces, HostPieces) or self.is_capturing:
             return False
         self.core.reclaim(self.stream)
         return self._pieces.reclaim(wait)
@@ -299,7 +293,7 @@ class DeviceContext(RuntimeFacts):
             self.is_comm_in_use = True
         if previous is not None:
             previous.stream_wait(self.comm_stream)
-        if self._pieces and self._pieces.returned:
+        if isinstance(self._pieces, WindowPieces) and self._pieces.returned:
             self._pieces.reclaim_kept()
         return self.stream, current, previous is None, not async_finish
 

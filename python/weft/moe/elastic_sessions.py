@@ -140,7 +140,7 @@ class GatherSessions:
             received = _gather_rows(context, _as_rows(given, sizes))
             flat = received.view(self.num_ranks, -1)
             gathered = [_part(flat, sum(sizes[:i]), tensor) for i, tensor in enumerate(given)]
-            if context.is_cuda and context.core.largest_piece_bytes < self._session_bytes:
+            if context.core.largest_piece_bytes < self._session_bytes:
                 # A session has to fit, whatever the caller still holds of the sessions before it.
                 gathered = [tensor.clone() for tensor in gathered]
             del received, flat

@@ -20,7 +20,7 @@ import torch
 
 from weft.runtime.allocation import new_on_host, strides_in_order
 
-_LARGE_BYTES = 2 << 20  # smaller pieces the C library keeps itself
+LARGE_BYTES = 2 << 20  # smaller pieces the C library keeps itself
 _MOST_LENT = 6  # storages that are remembered; older ones belong to their tensors alone
 _MOST_SPARE = 3  # of these, that nobody else has: a call's results, and those of the call before it
 _MOST_WASTE = 1.25
@@ -42,7 +42,7 @@ class HostMemory:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor, whose storage may be larger by a quarter."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes < _LARGE_BYTES or _holders is None:
+        if num_bytes < LARGE_BYTES or _holders is None:
             return new_on_host(shape, strides_in_order(shape), dtype)
         storage = self._take(num_bytes)
         if storage is None:

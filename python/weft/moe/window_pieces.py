@@ -37,7 +37,7 @@ _out: dict[int, Share] = {}  # what is out, by the address at which its storage 
 class Lease:
     """One piece that is out; it goes back when none of its shares is left."""
 
-    def __init__(self, pieces: WindowPieces, owner: object, offset: int, home: Any) -> None:
+    def __init__(self, pieces: WindowPieces | HostPieces, owner: object, offset: int, home: Any) -> None:
         self.recorded: dict[int, Any] = {}  # streams by their numbers
         self._pieces = pieces
         self._owner = owner  # keeps the window mapped
@@ -156,6 +156,21 @@ class WindowPieces:
             gave = True
         self.returned += pending
         return gave
+
+
+class HostPieces:
+    """The pieces of a window in memory of the host, where calls finish before they return: one is free at once."""
+
+    def __init__(self, give_back: Callable[[int], object]) -> None:
+        self._give_back = give_back
+
+    def lend(self, owner: object, offset: int) -> Lease:
+        """Return the lease of a piece. owner: what keeps its memory."""
+        return Lease(self, owner, offset, None)
+
+    def take_back(self, offset: int, _home: None, _recorded: dict[int, Any]) -> None:
+        """Make the piece free."""
+        self._give_back(offset)
 
 
 class CudaStreams:

@@ -435,11 +435,9 @@ def _print_times(measured: list[Measured]) -> None:
             for part in (places[:quarter], places[-quarter:])
         )
         goal = GOALS_US.get(one.name)
-        print(
-            f"{one.name:34} {statistics.median(one.enqueue_us):8.1f} {min(one.enqueue_us):8.1f} {first:8.1f} {last:8.1f}"
-            f" {'' if goal is None else format(goal, '.0f'):>6}",
-            flush=True,
-        )
+        columns = (statistics.median(one.enqueue_us), min(one.enqueue_us), first, last)
+        shown = " ".join(f"{us:8.1f}" for us in columns)
+        print(f"{one.name:34} {shown} {'' if goal is None else format(goal, '.0f'):>6}", flush=True)
 
 
 def _print(one: Measured, args: argparse.Namespace) -> None:

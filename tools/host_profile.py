@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 2 tools/host_profile.py --calls barrier,all_reduce --functions 20 --device cpu
 
 It prints first what single steps of a call cost on this machine. Steps of the driver go through ctypes, whose own price
-is printed beside them. Then it prints for each call:
+is printed beside them. Then it prints a table of times, and for each call:
 
 * the time until it returns, back to back: median and least of the repeats;
 * that time with the GPU's work;
@@ -121,14 +121,15 @@ def main() -> None:
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group("gloo")
-    calls = {**_low_latency(args), **_high_throughput(args), **_collectives(args)}
-    wanted = args.calls.split(",") if args.calls else list(calls)
-    chosen = [name for name in calls if any(name.startswith(start) for start in wanted)]
+    calls = _chosen(args)
     steps = _steps_of_machine(args) if rank == 0 else {}
     with progress(enabled=rank == 0) as bar:
         measured = [
-            _measured(name, calls[name], args) for name in bar.track(chosen, description="times of calls")
+            _measured(name, call, args)
+            for name, call in bar.track(calls.items(), description="times of calls")
         ]
+        if rank == 0:
+            _print_times(measured)  # all that is there, should the rest be cut off
         spent = _show_core(args)
         for one in bar.track(measured, description="the core, functions"):
             one.in_core_us = _in_core(calls[one.name], spent, args)
@@ -143,6 +144,16 @@ def main() -> None:
     if rank == 0 and args.json:
         args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
     dist.barrier()
+
+
+def _chosen(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    """Return the calls that were asked for; buffers, and kernels to compile, are made for these alone."""
+    wanted = args.calls.split(",") if args.calls else [""]
+    chosen = {}
+    for first_words, make in GROUPS.items():
+        if any(word.startswith(start) or start.startswith(word) for start in wanted for word in first_words):
+            chosen.update(make(args))
+    return {name: call for name, call in chosen.items() if any(name.startswith(start) for start in wanted)}
 
 
 def _low_latency(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
@@ -218,6 +229,14 @@ def _collectives(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
     calls["all_gather 32 KiB"] = lambda: comm.all_gather(part, out=all_parts)
     calls["broadcast 32 KiB"] = lambda: comm.broadcast(part)
     return calls
+
+
+# By how the names of its calls begin.
+GROUPS = {
+    ("low_latency",): _low_latency,
+    ("layout", "dispatch", "combine", "barrier"): _high_throughput,
+    ("all_reduce", "all_gather", "broadcast"): _collectives,
+}
 
 
 def _ids(tokens: int, args: argparse.Namespace) -> torch.Tensor:
@@ -403,6 +422,22 @@ def _driver_steps(current: int, other: int) -> dict[str, Callable[[], object]]:
         "driver: cuEventRecord": lambda: driver.cuEventRecord(event, streams[0]),
         "driver: cuStreamWaitEvent": lambda: driver.cuStreamWaitEvent(streams[1], event, 0),
     }
+
+
+def _print_times(measured: list[Measured]) -> None:
+    """Print a line for each call. "first" and "last": the median of the first and the last quarter of its batches."""
+    print(f"\n{'until it returns, us':34} {'median':>8} {'least':>8} {'first':>8} {'last':>8} {'goal':>6}")
+    quarter = BATCH // 4
+    for one in measured:
+        places = [one.enqueue_us[i::BATCH] for i in range(BATCH)]
+        first, last = (
+            statistics.median(us for of in part for us in of)
+            for part in (places[:quarter], places[-quarter:])
+        )
+        goal = GOALS_US.get(one.name)
+        columns = (statistics.median(one.enqueue_us), min(one.enqueue_us), first, last)
+        shown = " ".join(f"{us:8.1f}" for us in columns)
+        print(f"{one.name:34} {shown} {'' if goal is None else format(goal, '.0f'):>6}", flush=True)
 
 
 def _print(one: Measured, args: argparse.Namespace) -> None:

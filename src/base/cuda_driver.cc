@@ -3,6 +3,8 @@
 
 #include <dlfcn.h>
 
+#include <array>
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -44,8 +46,9 @@ Result<CudaDriver> open_driver() {
   return driver;
 }
 
-// The primary context of a device, retained at first use.
-Result<CUcontext> primary_context(const CudaDriver& driver, int ordinal) {
+constexpr size_t kMostDevices = 64;  // whose contexts are found without a lock
+
+Result<CUcontext> retain_primary_context(const CudaDriver& driver, int ordinal) {
   static std::mutex mutex;
   static std::map<int, CUcontext> contexts;
   std::lock_guard lock(mutex);
@@ -55,6 +58,17 @@ Result<CUcontext> primary_context(const CudaDriver& driver, int ordinal) {
   CUcontext context = nullptr;
   WEFT_TRY(cuda_status(driver.cuDevicePrimaryCtxRetain(&context, device), "opening CUDA device {}", ordinal));
   contexts[ordinal] = context;
+  return context;
+}
+
+// The primary context of a device, retained at first use: launches ask for it.
+Result<CUcontext> primary_context(const CudaDriver& driver, int ordinal) {
+  static std::array<std::atomic<CUcontext>, kMostDevices> known{};
+  const auto place = static_cast<size_t>(ordinal);
+  if (place >= kMostDevices) return retain_primary_context(driver, ordinal);
+  if (CUcontext context = known[place].load(std::memory_order_acquire)) return context;
+  WEFT_TRY_ASSIGN(CUcontext context, retain_primary_context(driver, ordinal));
+  known[place].store(context, std::memory_order_release);
   return context;
 }
 

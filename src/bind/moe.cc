@@ -50,14 +50,6 @@ DispatchTensors dispatch_tensors(TensorAddress x, TensorAddress scales, int64_t 
           scale_word_stride,     pointer<void>(topk_idx),   pointer<float>(topk_weights)};
 }
 
-CombineTensors combine_tensors(TensorAddress x, TensorAddress topk_weights, TensorAddress slot,
-                               TensorAddress bias0, TensorAddress bias1, TensorAddress combined,
-                               TensorAddress combined_weights) {
-  return {pointer<std::byte>(x),        pointer<float>(topk_weights),
-          pointer<int32_t>(slot),       {pointer<std::byte>(bias0), pointer<std::byte>(bias1)},
-          pointer<std::byte>(combined), pointer<float>(combined_weights)};
-}
-
 // DeviceContext.reclaim_waiting.
 MoreRoom more_room_by(nb::handle reclaim) {
   return [reclaim] {
@@ -109,15 +101,80 @@ void def_dispatches(nb::class_<MoeBuffer>& buffer, DispatchTensors (*tensors)(Te
       });
 }
 
-template <class... Tensor>
-void def_combine(nb::class_<MoeBuffer>& buffer, CombineTensors (*tensors)(Tensor...)) {
-  buffer.def("combine", [tensors](MoeBuffer& self, uint32_t row_bytes, uint32_t top_k, int64_t element,
-                                  Tensor... at, const DispatchHandle& handle, uint32_t num_sms,
-                                  const Order& order, nb::handle reclaim) {
-    const CombineCall call{tensors(at...), row_bytes, top_k,           element,
-                           handle,         num_sms,   order_of(order), more_room_by(reclaim)};
-    check(without_gil([&] { return self.combine(call); }));
-  });
+// What layouts of one form share. A call makes what it fills, and fills it, in one trip.
+class LayoutForm {
+ public:
+  // new_outputs() -> [i32[R], i32[experts] behind it, u8[T][R]], for the stream that is current.
+  LayoutForm(MoeBuffer& buffer, uint32_t id_bytes, uint32_t tokens, uint32_t top_k, uint32_t experts,
+             nb::object new_outputs)
+      : buffer_(&buffer),
+        args_{nullptr, tokens, top_k, id_bytes, 0, experts, 0, 0, nullptr, nullptr, nullptr},
+        new_outputs_(std::move(new_outputs)) {}
+
+  nb::object run(TensorAddress topk_idx, TensorAddress sum_place, uint64_t stream) const {
+    nb::object outputs = new_outputs_();
+    LayoutArgs args = args_;
+    args.topk_idx = pointer<void>(topk_idx);
+    args.counts = pointer<int32_t>(nb::cast<TensorAddress>(outputs[0]));
+    args.token_in_rank = pointer<uint8_t>(nb::cast<TensorAddress>(outputs[2]));
+    args.sum_place = pointer<int32_t>(sum_place);
+    check(without_gil([&] { return buffer_->layout(args, pointer<void>(stream)); }));
+    return outputs;
+  }
+
+ private:
+  MoeBuffer* buffer_;
+  LayoutArgs args_;
+  nb::object new_outputs_;
+};
+
+// What combines of rows of one form share; as above.
+class CombineForm {
+ public:
+  // new_sums(tokens) -> a function that returns [the sums], for the stream that is current.
+  CombineForm(MoeBuffer& buffer, uint32_t row_bytes, int64_t element, nb::object new_sums, nb::object reclaim)
+      : buffer_(&buffer),
+        row_bytes_(row_bytes),
+        element_(element),
+        new_sums_(std::move(new_sums)),
+        reclaim_(std::move(reclaim)) {}
+
+  // Returns the sums.
+  nb::object run(TensorAddress x, TensorAddress topk_weights, uint32_t top_k, TensorAddress slot,
+                 TensorAddress bias0, TensorAddress bias1, TensorAddress combined_weights,
+                 const DispatchHandle& handle, uint32_t num_sms, const Order& order) {
+    nb::object combined = sums_of(handle.tokens)()[0];
+    const CombineTensors tensors{pointer<std::byte>(x),
+                                 pointer<float>(topk_weights),
+                                 pointer<int32_t>(slot),
+                                 {pointer<std::byte>(bias0), pointer<std::byte>(bias1)},
+                                 pointer<std::byte>(nb::cast<TensorAddress>(combined)),
+                                 pointer<float>(combined_weights)};
+    const CombineCall call{tensors, row_bytes_, top_k,           element_,
+                           handle,  num_sms,    order_of(order), more_room_by(reclaim_)};
+    check(without_gil([&] { return buffer_->combine(call); }));
+    return combined;
+  }
+
+ private:
+  // Kept for calls of as many tokens as the one before.
+  nb::object& sums_of(uint32_t tokens) {
+    if (!sums_of_last_.is_valid() || tokens != last_tokens_) sums_of_last_ = new_sums_(tokens);
+    last_tokens_ = tokens;
+    return sums_of_last_;
+  }
+
+  MoeBuffer* buffer_;
+  uint32_t row_bytes_;
+  int64_t element_;
+  nb::object new_sums_, reclaim_;
+  nb::object sums_of_last_;
+  uint32_t last_tokens_ = 0;
+};
+
+void bind_forms(nb::module_& module) {
+  nb::class_<LayoutForm>(module, "LayoutForm").def("run", &LayoutForm::run);
+  nb::class_<CombineForm>(module, "CombineForm").def("run", &CombineForm::run);
 }
 
 }  // namespace
@@ -168,9 +225,9 @@ void bind_moe(nb::module_& module) {
       .def_ro("handle", &Dispatched::handle)
       .def_ro("tokens_per_local_expert", &Dispatched::tokens_per_local_expert);
 
+  bind_forms(module);
   nb::class_<MoeBuffer> buffer(module, "MoeBuffer");
   def_dispatches(buffer, &dispatch_tensors);
-  def_combine(buffer, &combine_tensors);
   buffer
       .def_static(
           "create",
@@ -183,17 +240,21 @@ void bind_moe(nb::module_& module) {
           nb::arg("communicator"), nb::arg("heap_bytes"), nb::arg("low_latency_bytes"), nb::arg("timeout_s"),
           nb::arg("each_alone") = false)
       .def_prop_ro("planned_sms", &MoeBuffer::planned_sms)
-      .def("layout",
-           [](MoeBuffer& self, TensorAddress topk_idx, uint32_t id_bytes, uint32_t tokens, uint32_t top_k,
-              uint32_t experts, TensorAddress counts, TensorAddress token_in_rank, TensorAddress sum_place,
-              uint64_t stream) {
-             check(without_gil([&] {
-               return self.layout(
-                   {pointer<void>(topk_idx), tokens, top_k, id_bytes, 0, experts, 0, 0,
-                    pointer<int32_t>(counts), pointer<uint8_t>(token_in_rank), pointer<int32_t>(sum_place)},
-                   pointer<void>(stream));
-             }));
-           })
+      .def(
+          "layout_form",
+          [](MoeBuffer& self, uint32_t id_bytes, uint32_t tokens, uint32_t top_k, uint32_t experts,
+             nb::object new_outputs) {
+            return LayoutForm(self, id_bytes, tokens, top_k, experts, std::move(new_outputs));
+          },
+          nb::arg("id_bytes"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
+          nb::arg("new_outputs"), nb::keep_alive<0, 1>())
+      .def(
+          "combine_form",
+          [](MoeBuffer& self, uint32_t row_bytes, int64_t element, nb::object new_sums, nb::object reclaim) {
+            return CombineForm(self, row_bytes, element, std::move(new_sums), std::move(reclaim));
+          },
+          nb::arg("row_bytes"), nb::arg("element"), nb::arg("new_sums"), nb::arg("reclaim"),
+          nb::keep_alive<0, 1>())
       .def("wait", [](MoeBuffer& self, uint64_t stream,
                       uint64_t first) { check(self.wait(pointer<void>(stream), pointer<void>(first))); })
       .def("barrier",

@@ -108,7 +108,12 @@ void append(std::string& key, T value) {
   key.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-// Type, device and shape of each tensor.
+// As rows have to be: arguments.ROW_ALIGNMENT_BYTES.
+bool is_aligned(const nb::dlpack::dltensor& tensor) {
+  return (reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset) % 16 == 0;
+}
+
+// Type, device and shape of each tensor, and whether it is aligned.
 nb::bytes plain_forms(nb::args values) {
   std::string key;
   key.reserve(256);
@@ -121,7 +126,7 @@ nb::bytes plain_forms(nb::args values) {
     if (!describe_plain(value, tensor) ||
         tensor.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex))
       return nb::bytes("", 0);
-    key.push_back('t');
+    key.push_back(is_aligned(tensor) ? 't' : 'u');
     append(key, tensor.dtype.code);
     append(key, tensor.dtype.bits);
     append(key, tensor.device.device_type);

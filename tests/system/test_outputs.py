@@ -152,3 +152,37 @@ def check_changed_in_place(rank: Rank, case: MoeCase) -> None:
 
 def test_outputs_of_autograd_can_be_changed_in_place(pair: RankPool) -> None:
     pair.run(check_changed_in_place, CASES[0])
+
+
+def _unaligned(rows: Tensor) -> Tensor:
+    """Return the same rows, two bytes behind where torch begins a tensor."""
+    memory = rows.new_empty(rows.numel() + 8)
+    return memory[1 : rows.numel() + 1].view(rows.shape).copy_(rows)
+
+
+def check_unaligned_repeats(rank: Rank, case: MoeCase) -> None:
+    """A call of a known form with rows that begin elsewhere is refused, and the next one runs."""
+    buffer, outputs, handle = high_throughput(rank, case)
+    rows, x = outputs["rows"].clone(), case.x(rank.rank)
+    for _ in range(2):
+        assert torch.equal(buffer.combine(rows, handle)[0], outputs["combined"])
+        buffer.dispatch(x, handle=handle)
+        with pytest.raises(weft.Error, match="16-byte aligned"):
+            buffer.combine(_unaligned(rows), handle)
+        with pytest.raises(weft.Error, match="16-byte aligned"):
+            buffer.dispatch(_unaligned(x), handle=handle)
+    buffer.destroy()
+    buffer, outputs, handle = low_latency(rank, case)
+    idx, weights, most = case.topk_idx(rank.rank), case.topk_weights(rank.rank), max(case.tokens)
+    rows = outputs["rows"].clone()
+    for _ in range(2):
+        with pytest.raises(weft.Error, match="16-byte aligned"):
+            buffer.low_latency_combine(_unaligned(rows), idx, weights, handle)
+        with pytest.raises(weft.Error, match="16-byte aligned"):
+            buffer.low_latency_dispatch(_unaligned(x), idx, most, case.num_experts, use_fp8=False)
+        assert torch.equal(buffer.low_latency_combine(rows, idx, weights, handle)[0], outputs["combined"])
+    buffer.destroy()
+
+
+def test_rows_of_a_known_form_that_begin_elsewhere_are_refused(pair: RankPool) -> None:
+    pair.run(check_unaligned_repeats, CASES[0])

@@ -94,6 +94,7 @@ def test_a_form_is_of_type_and_shape_not_of_values(forms: Callable[..., object])
         forms(None, torch.ones(3, 4)),
         forms(torch.ones(3, 4)),
         forms(torch.ones(3, 4), torch.ones(3, 4)),
+        forms(torch.ones(13)[1:].view(3, 4), None),  # rows may not begin there
     ]
     assert all(other and other != base for other in others)
     assert len(set(others)) == len(others)

@@ -24,7 +24,7 @@ from weft.moe.elastic_handle import (
 )
 from weft.moe.elastic_layout import Expansion, ExpertCounts
 from weft.moe.events import EventHandle
-from weft.moe.high_throughput import Payload, Received, Rows
+from weft.moe.high_throughput import Layout, Payload, Received, Rows
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def first_dispatch(context: DeviceContext, rows: Rows, wanted: Wanted) -> tuple[
     with context.on_comm_stream():
         layout = high_throughput.LayoutPlan(context, ids, wanted.num_experts)
         sum_place = context.empty(num_tokens, ranks, dtype=torch.int32)
-        counted = layout.run(ids, layout.new_outputs(), context.stream, sum_place)
+        counted = Layout._make(layout.run(ids, context.stream, sum_place))
         worst = max(ranks * wanted.num_max_tokens, 1) if wanted.counts_unknown else 0
         received, state, slots = high_throughput.DispatchPlan(context, num_tokens, True).run(
             rows,
@@ -147,14 +147,9 @@ def combine(
                 weights = weights.masked_fill(handle.recv_topk_idx < 0, 0.0)
         if handle.sums_at_owner:
             sent_biases = ()
-        combined = context.empty(state.num_tokens, rows.size(1), dtype=x.dtype)
-        combined_weights = None
-        if weights is not None:
-            combined_weights = context.empty(state.num_tokens, top_k, dtype=torch.float32)
         context.order_after(before_epilogue)
-        results = (combined, combined_weights)
-        high_throughput.combine(
-            context, rows, weights, sent_biases, state, results, num_sms, context.as_ordered
+        combined, combined_weights = high_throughput.CombinePlan(context, rows).run(
+            rows, weights, sent_biases, state, num_sms, context.as_ordered
         )
         if handle.sums_at_owner:
             combined = _sum_slots(combined.view(-1, top_k, hidden), biases)

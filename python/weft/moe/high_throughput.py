@@ -87,30 +87,38 @@ class Layout(NamedTuple):
 class LayoutPlan:
     """What layouts of one signature share: sizes, and the maker of what they fill.
 
-    counted = plan.run(ids, plan.new_outputs(), stream)
+    counted = plan.run(ids, stream)
     """
 
     def __init__(self, context: DeviceContext, topk_idx: Tensor, num_experts: int) -> None:
         num_ranks = int(context.communicator.size)
         self.context, self.num_experts = context, num_experts
         num_tokens, top_k = topk_idx.shape
-        self._sizes = (topk_idx.element_size(), num_tokens, top_k, num_experts)
-        # For the stream that is current, in the order of Layout.
-        self.new_outputs = context.allocator(
+        new_outputs = context.allocator(  # in the order of Layout
             tensor_form((num_ranks,), torch.int32),
             tensor_form((num_experts,), torch.int32),
             tensor_form((num_tokens, num_ranks), torch.bool),
             together=(0, 1),
             part_bytes=4,
         )
+        self._form = context.core.layout_form(
+            id_bytes=topk_idx.element_size(),
+            tokens=num_tokens,
+            top_k=top_k,
+            experts=num_experts,
+            new_outputs=new_outputs,
+        )
 
-    def run(self, topk_idx: Tensor, into: list[Any], stream: int, sum_place: Tensor | None = None) -> Layout:
-        """Fill ``into``, and sum_place i32[T, ranks], by right-most slot."""
-        run = self.context.core.layout
+    def run(self, topk_idx: Tensor, stream: int, sum_place: Tensor | None = None) -> list[Tensor]:
+        """Return what Layout names, in new tensors of the stream that is current.
+
+        sum_place: i32[T, ranks] to fill, by right-most slot.
+        """
+        run = self._form.run
         if profiler._is_profiler_enabled or spans.NVTX:
             run = spans.around("layout", run)
-        run(topk_idx, *self._sizes, into[0], into[2], sum_place, stream)
-        return Layout._make(into)
+        made: list[Tensor] = run(topk_idx, sum_place, stream)
+        return made
 
 
 class DispatchPlan:
@@ -216,49 +224,54 @@ def repeat(context: DeviceContext, rows: Rows, state: DispatchState, num_sms: in
     return Received(context, received, rows, state.num_rows)
 
 
-def combine(
-    context: DeviceContext,
-    x: Tensor,
-    topk_weights: Tensor | None,
-    biases: tuple[Tensor, ...],
-    state: DispatchState,
-    outputs: tuple[Tensor, Tensor | None],
-    num_sms: int,
-    order: Order,
-) -> None:
-    """Send x [N, hidden] back and sum it into outputs: [T, hidden] and, with weights, f32[T, top_k]."""
-    arguments = (
-        *(x.size(1) * x.element_size(), topk_weights.size(1) if topk_weights is not None else 0),
-        *(_SUMMED_ELEMENTS[x.dtype], x, topk_weights, state.slot, *(*biases, None, None)[:2], *outputs),
-        *(state.core, num_sms, order, context.reclaim_waiting),
-    )
-    call = context.core.combine
-    if profiler._is_profiler_enabled or spans.NVTX:
-        call = spans.around("combine", call)
-    call(*arguments)
-
-
 class CombinePlan:
-    """What combines of rows of one form share."""
+    """What combines of rows of one form share.
+
+    combined, combined_weights = plan.run(x, topk_weights, biases, state, num_sms, order)
+    """
 
     def __init__(self, context: DeviceContext, x: Tensor) -> None:
         self.context = context
-        self._columns, self._dtype = x.size(1), x.dtype
-        self._makers: dict[int, Callable[[], list[Any]]] = {}
+        self.num_rows, columns = x.shape
+        dtype = x.dtype
 
-    def new_output(self, num_tokens: int) -> Tensor:
-        """Return [num_tokens, columns] to be filled, for the stream that is current."""
-        make = self._makers.get(num_tokens)
-        if make is None:
-            if len(self._makers) >= _MOST_MAKERS:
-                self._makers.clear()
-            make = self.context.allocator(tensor_form((num_tokens, self._columns), self._dtype))
-            self._makers[num_tokens] = make
-        made: Tensor = make()[0]
-        return made
+        @functools.lru_cache(maxsize=64)  # of numbers of tokens
+        def new_sums(num_tokens: int) -> Callable[[], list[Any]]:
+            return context.allocator(tensor_form((num_tokens, columns), dtype))
+
+        self._form = context.core.combine_form(
+            row_bytes=columns * x.element_size(),
+            element=_SUMMED_ELEMENTS[dtype],
+            new_sums=new_sums,
+            reclaim=context.reclaim_waiting,
+        )
+
+    def run(
+        self,
+        x: Tensor,
+        topk_weights: Tensor | None,
+        biases: tuple[Tensor, ...],
+        state: DispatchState,
+        num_sms: int,
+        order: Order,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Send x [N, columns] back. Returns its sums [T, columns] and, with weights, f32[T, top_k].
+
+        Both are new tensors of the stream that is current.
+        """
+        run = self._form.run
+        if profiler._is_profiler_enabled or spans.NVTX:
+            run = spans.around("combine", run)
+        top_k, weights, bias0, bias1 = 0, None, None, None
+        if topk_weights is not None:
+            top_k = topk_weights.size(1)
+            weights = self.context.empty(state.num_tokens, top_k, dtype=torch.float32)
+        if biases:
+            bias0, bias1 = (*biases, None)[:2]
+        sums = run(x, topk_weights, top_k, state.slot, bias0, bias1, weights, state.core, num_sms, order)
+        return sums, weights
 
 
-_MOST_MAKERS = 64
 _SUMMED_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # kElementBf16, kElementFp32
 
 

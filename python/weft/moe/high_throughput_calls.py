@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -27,7 +26,6 @@ from weft.moe.high_throughput import CombinePlan, DispatchPlan, LayoutPlan, Payl
 from weft.runtime.modes import outside_modes
 from weft.runtime.plain import plain_forms
 
-_NOTHING = nullcontext()
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -98,13 +96,12 @@ class HighThroughputCalls:
         previous = self._check_order(previous_event, async_finish, allocate_on_comm_stream)
         if previous is None and not async_finish:  # its memory is the caller's: it can run as torch's kernels
             context.layout_stream = stream = context.current_stream
-            per_rank, per_expert, in_rank = plan.run(topk_idx, plan.new_outputs(), stream)
+            per_rank, per_expert, in_rank = plan.run(topk_idx, stream)
             per_node = None if context.rdma_places is None else self._count_per_node(context, in_rank)
             return per_rank, per_node, per_expert, in_rank, finished_event()
         context.begin(previous)
         with context.allocating(allocate_on_comm_stream):
-            outputs = plan.new_outputs()
-        per_rank, per_expert, in_rank = plan.run(topk_idx, outputs, context.stream)
+            per_rank, per_expert, in_rank = plan.run(topk_idx, context.stream)
         with context.on_comm_stream():
             per_node = self._count_per_node(context, in_rank)
         event = context.finish(async_finish, (topk_idx, per_rank, per_expert, in_rank, per_node))
@@ -331,16 +328,17 @@ class HighThroughputCalls:
         forms = plain_forms(x)
         signature: Signature = ("combine", forms) if forms else ()
         plan: CombinePlan | None = self._contexts.plans.get(signature)
-        if plan is None or bias is not None or x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
+        if plan is None or bias is not None:
             context = self._contexts.of("x", x)
             state = self._check_handle(handle, context)
             x = arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, context.device)
             biases = arguments.check_bias(bias, (state.num_tokens, x.size(1)), x.dtype, context.device)
-            plan = self._contexts.keep(signature, CombinePlan(context, x))
+            if plan is None:
+                plan = self._contexts.keep(signature, CombinePlan(context, x))
         else:
             context, biases = plan.context, ()
             state = self._check_handle(handle, context)
-            if x.size(0) != state.num_rows:
+            if plan.num_rows != state.num_rows:
                 arguments.check_rows("x", x, state.num_rows, arguments.SUMMABLE, context.device)
         if topk_weights is not None:
             columns = state.top_k or "top_k"
@@ -357,18 +355,16 @@ class HighThroughputCalls:
                 high_throughput.combined_format(x, 0 if topk_weights is None else topk_weights.size(1)),
                 0,
             )
-        with context.allocating(True) if allocate_on_comm_stream else _NOTHING:
-            combined = plan.new_output(state.num_tokens)
-            combined_weights = None
-            if topk_weights is not None:
-                combined_weights = context.empty(state.num_tokens, topk_weights.size(1), dtype=torch.float32)
-        outputs = (combined, combined_weights)
         order = context.order(previous, async_finish)
-        high_throughput.combine(context, x, topk_weights, biases, state, outputs, num_sms, order)
+        if not allocate_on_comm_stream:
+            combined, combined_weights = plan.run(x, topk_weights, biases, state, num_sms, order)
+        else:
+            with context.on_comm_stream():
+                combined, combined_weights = plan.run(x, topk_weights, biases, state, num_sms, order)
         if not async_finish:
             return combined, combined_weights, finished_event()
         used = (x, topk_weights, *biases, state.send_row, state.slot_base, state.prefix)
-        return combined, combined_weights, context.finish(True, (*used, *outputs))
+        return combined, combined_weights, context.finish(True, (*used, combined, combined_weights))
 
     # -- across nodes, by their older names ------------------------------------------------------------------
 
@@ -380,7 +376,7 @@ class HighThroughputCalls:
         forms = plain_forms(x) if isinstance(x, Tensor) else ()
         signature: Signature = ("rows", forms) if forms else ()
         form: tuple[DeviceContext, Any] | None = self._contexts.plans.get(signature)
-        if form is not None and isinstance(x, Tensor) and not x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
+        if form is not None and isinstance(x, Tensor):
             return form[0], high_throughput.Rows(x, None, known_format=form[1])
         context = self._contexts.of("x", x)
         if isinstance(x, (tuple, list)) and len(x) == 3:

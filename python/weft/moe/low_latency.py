@@ -122,7 +122,7 @@ class LowLatencyCalls:
                 plan = self._contexts.plans.get(signature)
         except TypeError:  # an option that is no key: checks will say what is wrong
             signature = ()
-        if plan is None or x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
+        if plan is None:
             arguments.check_not_both("return_recv_hook", return_recv_hook, "async_finish", async_finish)
             plan = self._plan_dispatch(x, topk_idx, topk_weights, most, experts, flags)
             self._contexts.keep(signature, plan)
@@ -263,8 +263,6 @@ class LowLatencyCalls:
                 plan = self._contexts.plans.get(signature)
         except TypeError:  # an option that is no key: checks will say what is wrong
             signature = ()
-        if plan is not None and x.data_ptr() % arguments.ROW_ALIGNMENT_BYTES:
-            plan = None
         if plan is None:
             state = self._check_low_latency_handle(handle, self._low_latency_context("x", x))
         if not state.is_received:

@@ -16,6 +16,7 @@ import torch
 
 from weft import _core
 
+_ROW_ALIGNMENT_BYTES = 16
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # a subclass of its own may be anything
 
 
@@ -43,9 +44,10 @@ def _plain_forms(values: tuple[torch.Tensor | None, ...]) -> object:
         if value is None:
             forms.append(None)
             continue
-        if not plain_address_by_python(value) or value.dtype.is_complex:  # whose memory may be conjugated
+        place = plain_address_by_python(value)
+        if not place or value.dtype.is_complex:  # whose memory may be conjugated
             return ()
-        forms += (value.dtype, value.shape, value.device)
+        forms += (value.dtype, value.shape, value.device, place % _ROW_ALIGNMENT_BYTES == 0)
     return tuple(forms)
 
 
@@ -56,8 +58,8 @@ _core_reads = _table is not None and _core.read_plain_tensors_by(_table, PLAIN_T
 # (value) -> where a tensor's elements lie in a row; 0 where that is to be asked: of an empty tensor, too. A complex
 # tensor may be conjugated, which its memory does not show; it is the caller's to look.
 plain_address: Callable[[object], int] = _core.plain_address if _core_reads else plain_address_by_python
-# (*values) -> what a call's signature has of tensors: type, shape and device of each, and which are None. It is
-# empty where one of them is not plain, and has to be checked.
+# (*values) -> what a call's signature has of tensors: type, shape and device of each, whether it begins where rows may,
+# and which are None. It is empty where one of them is not plain, and has to be checked.
 plain_forms: Callable[..., Hashable] = _core.plain_forms if _core_reads else plain_forms_by_python
 
 __all__ = ["PLAIN_TYPES", "plain_address", "plain_forms"]

@@ -8,6 +8,7 @@
 #include "base/digest.h"
 #include "base/log.h"
 #include "jit/host_kernels.h"
+#include "jit/link.h"
 #include "jit/notice.h"
 #include "jit/source.h"
 #include "jit/toolchain.h"
@@ -89,6 +90,7 @@ Result<Compiled> compile_kernel(const KernelKey& key, const std::string& archite
   if (key.sources) {
     for (const auto& [name, text] : key.sources->headers) headers.push_back({name, text});
     std::ranges::copy(key.sources->options, std::back_inserter(options));
+    if (!key.sources->archive.empty()) options.emplace_back("--relocatable-device-code=true");
   }
   const std::string prefix = source_name(key, out.source, headers, options);
   Result<const Nvrtc*> opened = Nvrtc::open();
@@ -111,6 +113,13 @@ Result<Compiled> compile_kernel(const KernelKey& key, const std::string& archite
                         architecture, compiled.status().message(), out.source);
   out.cubin = std::move(compiled->cubin);
   out.log = std::move(compiled->log);
+  if (key.sources && !key.sources->archive.empty()) {
+    Result<std::string> linked = link_kernel(out.cubin, *key.sources, architecture, *nvrtc, tools, cache);
+    if (!linked.ok())
+      return Status::make(linked.status().code(), "linking {} for {}: {}", key.name, architecture,
+                          linked.status().message());
+    out.cubin = std::move(*linked);
+  }
   log_debug("jit: compiled {} for {} with {}", out.cache_name, architecture, nvrtc->path());
   if (cache) cache->store(out.cache_name, out.cubin);
   return out;

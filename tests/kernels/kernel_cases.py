@@ -69,7 +69,7 @@ def is_for_hosts(row: _core.KernelRow) -> bool:
 
 def needs_sources(row: _core.KernelRow) -> bool:
     """Return whether a kernel is compiled with headers that its transport brings: test_nccl_headers.py."""
-    return "NcclMesh" in row.mesh_type
+    return "NcclMesh" in row.mesh_type or "NvshmemMesh" in row.mesh_type
 
 
 def is_for_one_architecture(row: _core.KernelRow) -> bool:

@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import test_high_throughput_gpu as high_throughput
 import test_low_latency_gpu as low_latency
 import test_ports_gpu as ports
 import test_transports_gpu as transports
@@ -34,8 +33,7 @@ PLACES = [place for place in ((2, 1), (4, 2), (4, 1)) if place[0] <= max(num_ran
 SHAPES = [(33, 512, 3, 4), (1, 512, 1, 1), (0, 512, 2, 3)]
 SETTINGS = transports.SETTINGS | {
     "WEFT_TRANSPORT": "nvshmem",
-    "WEFT_WINDOW_BYTES": str(256 << 20),
-    "NVSHMEM_SYMMETRIC_SIZE": "4G",
+    "WEFT_WINDOW_BYTES": str(1 << 30),  # windows do not grow
 }
 
 
@@ -111,14 +109,9 @@ def test_low_latency_rows_go_out_and_come_back(place: tuple[int, int]) -> None:
     _run(place, _low_latency)
 
 
-def _high_throughput(rank: Rank) -> None:
-    for shape in (*SHAPES, (256, 1536, 4, 8)):
-        high_throughput._check_shape(rank, *shape)
-
-
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_high_throughput_rows_go_out_and_come_back(place: tuple[int, int]) -> None:
-    _run(place, _high_throughput)
+def test_high_throughput_agrees_with_the_oracle(place: tuple[int, int]) -> None:
+    _run(place, ports._high_throughput)
 
 
 def _latency(rank: Rank) -> dict[str, float]:

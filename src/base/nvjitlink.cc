@@ -46,7 +46,7 @@ std::vector<std::string> paths_to_try() {
 Status NvJitLink::load(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) return Status::make(Code::kUnsupported, "{}", dlerror());
-#define WEFT_LINK_FUNCTION(name)                                           \
+#define WEFT_LINK_FUNCTION(name)                                          \
   name = reinterpret_cast<decltype(name)>(find_function(library, #name)); \
   if (!name) return Status::make(Code::kUnsupported, "{} has no nvJitLink" #name, path);
   WEFT_LINK_FUNCTION(Create)

@@ -341,10 +341,10 @@ struct NvshmemHybridFixture {
   static void tear_down() { NvshmemPortsFixture::tear_down(); }
 };
 
-using Fixtures =
-    ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture, HybridFixture,
-                     JitterFixture, Nccl228Fixture, Nccl230Fixture, GinFixture, GinHybridFixture,
-                     NvshmemFixture, NvshmemPortsFixture, NvshmemHybridFixture, QueueFixture, SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture>;
+using Fixtures = ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture,
+                                  HybridFixture, JitterFixture, Nccl228Fixture, Nccl230Fixture, GinFixture,
+                                  GinHybridFixture, NvshmemFixture, NvshmemPortsFixture, NvshmemHybridFixture,
+                                  QueueFixture, SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture>;
 inline constexpr const char* kTestedTransports[] = {MappedFixture::kName,  TcpFixture::kName,
                                                     JitterFixture::kName,  Nccl228Fixture::kName,
                                                     NvshmemFixture::kName, QueueFixture::kName};

@@ -94,7 +94,8 @@ TEST_F(NvshmemPorts, WordsChangeBehindEveryEarlierPut) {
     for (uint64_t turn = 1; turn <= kTurns; ++turn) {
       mesh.to(next).flush();  // what the last turn has put has been read
       std::memset(own, static_cast<int>(turn & 0xff), kPuts * kPart);
-      for (uint64_t i = 0; i < kPuts; ++i) mesh.to(next).put(OneThread{}, (kPuts + i) * kPart, i * kPart, kPart);
+      for (uint64_t i = 0; i < kPuts; ++i)
+        mesh.to(next).put(OneThread{}, (kPuts + i) * kPart, i * kPart, kPart);
       if (turn % 2 == 0)
         mesh.to(next).put_value(2 * kPuts * kPart, turn);
       else
@@ -139,8 +140,9 @@ TEST_F(NvshmemPorts, ACallThatNvshmemHoldsNamesThePeer) {
     mesh.to(peer).flush();
     const Status why = (*comm)->port_link()->status();
     EXPECT_EQ(why.code(), Code::kPeerLost);
-    EXPECT_THAT(why.message(), AllOf(HasSubstr(text("rank {}, nvshmem: NVSHMEM has held a kernel for 1", 1 - peer)),
-                                     HasSubstr(text("in a call for rank {}: expected 2 calls done, saw 1", peer))));
+    EXPECT_THAT(why.message(),
+                AllOf(HasSubstr(text("rank {}, nvshmem: NVSHMEM has held a kernel for 1", 1 - peer)),
+                      HasSubstr(text("in a call for rank {}: expected 2 calls done, saw 1", peer))));
     EXPECT_TRUE((*comm)->port_link()->fault().ok());
   });
 }

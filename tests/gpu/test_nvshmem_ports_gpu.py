@@ -173,9 +173,7 @@ def test_a_killed_rank_is_named_before_the_deadline(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WEFT_PEER_DEAD_S", "3")
     monkeypatch.setenv("WEFT_HEARTBEAT_S", "0.5")
     settings = {"WEFT_RANKS_PER_NODE": "1"}
-    results = run_on_gpus(
-        2, _with, ports._until_one_dies, (), settings, lost={1}, deadline_s=DEADLINE_S
-    )
+    results = run_on_gpus(2, _with, ports._until_one_dies, (), settings, lost={1}, deadline_s=DEADLINE_S)
     message, waited_s = results[0]
     assert "rank 1" in message, message
     assert waited_s < 60, message

@@ -61,8 +61,10 @@ bool is_near(int rank) {
 }
 
 const weft::shmem::HostCalls calls = {
-    .put = [](std::byte* dst, const std::byte* src, uint64_t bytes,
-              uint32_t peer) { carrier->ask({.peer = peer, .dst = at_peer(dst, peer), .src = src, .bytes = bytes}); },
+    .put =
+        [](std::byte* dst, const std::byte* src, uint64_t bytes, uint32_t peer) {
+          carrier->ask({.peer = peer, .dst = at_peer(dst, peer), .src = src, .bytes = bytes});
+        },
     .get = [](std::byte* dst, const std::byte* src, uint64_t bytes,
               uint32_t peer) { std::memcpy(dst, at_peer(src, peer), bytes); },
     .fence = [] { carrier->fence(); },
@@ -148,8 +150,8 @@ void* nvshmem_align(size_t alignment, size_t bytes) {
     Block& made = blocks[static_cast<const std::byte*>(own)];
     made.bytes = bytes;
     for (int rank = 0; own && rank < all_ranks; ++rank)
-      made.parts[rank] = static_cast<std::byte*>(
-          rank == my_rank ? own : stand_in::map_shared(name_of(block, rank), bytes));
+      made.parts[rank] =
+          static_cast<std::byte*>(rank == my_rank ? own : stand_in::map_shared(name_of(block, rank), bytes));
   }
   meet();
   shm_unlink(name_of(block, my_rank).c_str());

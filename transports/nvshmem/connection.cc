@@ -138,13 +138,15 @@ class NvshmemLink : public Link {
   // where the GPU does not see to that.
   Status use_far_peer(int peer) {
     if (!device_.is_host()) {
-      WEFT_TRY_ASSIGN(const int order, cuda_device_attribute(
-                                           device_.ordinal, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING));
+      WEFT_TRY_ASSIGN(
+          const int order,
+          cuda_device_attribute(device_.ordinal, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING));
       if (order < CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER)
-        return Status::make(Code::kUnsupported,
-                            "rank {}, nvshmem: rank {} is reached by a NIC, whose writes {} does not order "
-                            "(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING: expected {} or more, saw {})",
-                            rank_, peer, device_, CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER, order);
+        return Status::make(
+            Code::kUnsupported,
+            "rank {}, nvshmem: rank {} is reached by a NIC, whose writes {} does not order "
+            "(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING: expected {} or more, saw {})",
+            rank_, peer, device_, CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER, order);
     }
     ports_->set_far();
     return {};
@@ -224,9 +226,9 @@ class NvshmemTransport : public Transport {
     if (nvshmem.ok()) {
       caps = mapped_caps(device);
       const std::string lack = why_no_ports(**nvshmem);
-      caps.details = text("NVSHMEM {}, {}; {}; by name alone: WEFT_TRANSPORT=nvshmem", (*nvshmem)->version,
-                          (*nvshmem)->path,
-                          lack.empty() ? "other nodes by its device calls" : "no ports: " + lack);
+      caps.details =
+          text("NVSHMEM {}, {}; {}; by name alone: WEFT_TRANSPORT=nvshmem", (*nvshmem)->version,
+               (*nvshmem)->path, lack.empty() ? "other nodes by its device calls" : "no ports: " + lack);
     } else {
       caps.unusable_because = nvshmem.status().message();
     }

@@ -38,9 +38,10 @@ typedef uint16_t __be16; typedef uint32_t __be32; typedef uint64_t __be64;
 )";
 
 // Headers of the system have no place in device code: these names stand for nothing.
-constexpr const char* kEmptyHeaders[] = {
-    "stdint.h", "limits.h", "stddef.h",  "errno.h",       "stdio.h",     "stdlib.h",  "string.h",          "assert.h",
-    "math.h",   "unistd.h", "complex.h", "linux/types.h", "type_traits", "algorithm", "infiniband/mlx5dv.h"};
+constexpr const char* kEmptyHeaders[] = {"stdint.h",    "limits.h",  "stddef.h",           "errno.h",
+                                         "stdio.h",     "stdlib.h",  "string.h",           "assert.h",
+                                         "math.h",      "unistd.h",  "complex.h",          "linux/types.h",
+                                         "type_traits", "algorithm", "infiniband/mlx5dv.h"};
 
 // NVSHMEM's calls that end in put_signal are left out: in its archive they take an unsigned long where NVRTC's uint64_t is
 // an unsigned long long. A signal of its own behind a fence says the same, and orders earlier puts, too.
@@ -104,7 +105,8 @@ std::string version_text(const std::array<int, 3>& version) {
 // A module's constants of NVSHMEM, which say where the heap and the peers are, are filled in by NVSHMEM.
 Status initialise_module(void* module) {
   const Library* nvshmem = Session::of_process().library();
-  if (!nvshmem) return Status::make(Code::kUnsupported, "nvshmem: a kernel with its ports was loaded before it runs");
+  if (!nvshmem)
+    return Status::make(Code::kUnsupported, "nvshmem: a kernel with its ports was loaded before it runs");
   const int result = nvshmem->nvshmemx_cumodule_init(module);
   if (result == 0) return {};
   return Status::make(Code::kSystem,
@@ -123,19 +125,21 @@ Result<DeviceLibrary> find_device_library(const std::string& library_path, const
   std::error_code ignored;
   if (!fs::is_regular_file(include / "device/nvshmem_defines.h", ignored) ||
       !fs::is_regular_file(archive, ignored))
-    return Status::make(Code::kUnsupported,
-                        "no device library of NVSHMEM {} for {}: looked for include/device/nvshmem_defines.h and "
-                        "lib/libnvshmem_device.a in {}; WEFT_NVSHMEM_HOME names another folder",
-                        version, library_path, root.string());
+    return Status::make(
+        Code::kUnsupported,
+        "no device library of NVSHMEM {} for {}: looked for include/device/nvshmem_defines.h and "
+        "lib/libnvshmem_device.a in {}; WEFT_NVSHMEM_HOME names another folder",
+        version, library_path, root.string());
   WEFT_TRY_ASSIGN(const auto theirs, version_of(include));
   if (version_text(theirs) != version)
-    return Status::make(Code::kUnsupported,
-                        "{} has the device library of NVSHMEM {}, {} is {}; kernels must be linked with its own "
-                        "(WEFT_NVSHMEM_HOME names another folder)",
-                        root.string(), version_text(theirs), library_path, version);
+    return Status::make(
+        Code::kUnsupported,
+        "{} has the device library of NVSHMEM {}, {} is {}; kernels must be linked with its own "
+        "(WEFT_NVSHMEM_HOME names another folder)",
+        root.string(), version_text(theirs), library_path, version);
   if (theirs < kLeastVersion)
-    return Status::make(Code::kUnsupported, "NVSHMEM {} is too old for ports, which need {} or newer", version,
-                        version_text(kLeastVersion));
+    return Status::make(Code::kUnsupported, "NVSHMEM {} is too old for ports, which need {} or newer",
+                        version, version_text(kLeastVersion));
   return DeviceLibrary{include.string(), archive.string(), version};
 }
 

@@ -23,8 +23,7 @@ ShmemPorts::ShmemPorts(int rank, int ranks, double timeout_s, const shmem::HostC
 Result<std::unique_ptr<ShmemPorts>> ShmemPorts::create(Device device, int rank, int ranks, double timeout_s,
                                                        const shmem::HostCalls* calls,
                                                        std::function<void(int, const std::string&)> tell) {
-  auto ports =
-      std::unique_ptr<ShmemPorts>(new ShmemPorts(rank, ranks, timeout_s, calls, std::move(tell)));
+  auto ports = std::unique_ptr<ShmemPorts>(new ShmemPorts(rank, ranks, timeout_s, calls, std::move(tell)));
   WEFT_TRY_ASSIGN(ports->fault_, HostVisible::create(device, sizeof(FaultBox)));
   WEFT_TRY_ASSIGN(ports->watch_,
                   HostVisible::create(device, static_cast<uint64_t>(ranks) * sizeof(shmem::Watch)));
@@ -36,8 +35,13 @@ void ShmemPorts::set_far() {
 }
 
 NvshmemMesh ShmemPorts::mesh(const WindowView& view) const {
-  return {calls_,  has_far() ? watch_->at<shmem::Watch>(0) : nullptr, view.local, view.bytes,
-          fault_->at<FaultBox>(0), rank_, ranks_};
+  return {calls_,
+          has_far() ? watch_->at<shmem::Watch>(0) : nullptr,
+          view.local,
+          view.bytes,
+          fault_->at<FaultBox>(0),
+          rank_,
+          ranks_};
 }
 
 void ShmemPorts::watch(const std::stop_token& stop) {
@@ -60,11 +64,11 @@ void ShmemPorts::watch(const std::stop_token& stop) {
       }
       const double waited_s = std::chrono::duration<double>(Clock::now() - last.since).count();
       if (waited_s < timeout_s_ || std::exchange(last.is_lost, true)) continue;
-      const Status held = Status::make(
-          Code::kPeerLost,
-          "rank {}, nvshmem: NVSHMEM has held a kernel for {} s in a call for rank {}: expected {} calls done, "
-          "saw {}; it knows no deadline, and the kernel stays until it returns",
-          rank_, waited_s, peer, began, ended);
+      const Status held = Status::make(Code::kPeerLost,
+                                       "rank {}, nvshmem: NVSHMEM has held a kernel for {} s in a call for "
+                                       "rank {}: expected {} calls done, "
+                                       "saw {}; it knows no deadline, and the kernel stays until it returns",
+                                       rank_, waited_s, peer, began, ended);
       {
         std::lock_guard lock(mutex_);
         if (held_.ok()) held_ = held;
@@ -84,7 +88,8 @@ Status ShmemPorts::fault() const {
                         "{}: a kernel's module was not initialised by NVSHMEM: expected rank {}, saw {}", who,
                         box->expected, box->seen);
   return Status::invalid(
-      "{}: a put or signal to rank {} lies outside the window or is not aligned: window of {} bytes, offset {}",
+      "{}: a put or signal to rank {} lies outside the window or is not aligned: window of {} bytes, offset "
+      "{}",
       who, box->peer, box->expected, box->seen);
 }
 

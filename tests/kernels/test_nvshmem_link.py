@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels with ports through NVSHMEM are compiled without its headers, and linked with the device library of the installed
-NVSHMEM by nvJitLink. With --thorough every kernel is, and with older releases that PyPI has."""
+"""Kernels with ports through NVSHMEM are compiled without its headers, and linked with the installed device library by
+nvJitLink. With --thorough every kernel is, and with older releases that PyPI has."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_missing_linker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_NVJITLINK", "/nowhere/libnvJitLink.so.13")
     _core.config_reload()
     try:
-        with pytest.raises(Error, match="no nvJitLink to link kernels with.*/nowhere/libnvJitLink"):
+        with pytest.raises(Error, match=r"no nvJitLink to link kernels with.*/nowhere/libnvJitLink"):
             _compile(_row("ring_receive", MESHES[0]), _sources(HOME), ARCHITECTURES[0])
     finally:
         monkeypatch.delenv("WEFT_NVJITLINK")

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from kernel_cases import Case
+from kernel_cases import Case, cases_with_sources
 from test_compile_all import parse_usage
 
 from weft import _core
@@ -73,11 +73,11 @@ def test_every_call_of_a_channel_links(architecture: str, mesh_type: str) -> Non
 def test_every_kernel_links(request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--thorough"):
         pytest.skip("--thorough: a minute")
-    rows = [row for row in _core.kernel_table() if row.mesh_type in MESHES]
-    assert len(rows) > 20
-    for row in rows:
-        compiled = _compile(row, _sources(HOME), ARCHITECTURES[0])
-        print(row.name, row.mesh_type, parse_usage(compiled.log))
+    cases = cases_with_sources("NvshmemMesh")
+    assert len(cases) > 10
+    for case in cases:
+        compiled = _core.compile_kernel(case.key(sources=_sources(HOME)), ARCHITECTURES[0])
+        assert parse_usage(compiled.log).spill_bytes == 0, f"{case}: {compiled.log}"
 
 
 def test_releases_of_pypi_link(tmp_path: Path, request: pytest.FixtureRequest) -> None:

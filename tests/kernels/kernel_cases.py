@@ -68,7 +68,7 @@ def is_for_hosts(row: _core.KernelRow) -> bool:
 
 
 def needs_sources(row: _core.KernelRow) -> bool:
-    """Return whether a kernel is compiled with what its transport brings: test_nccl_headers.py, test_nvshmem_link.py."""
+    """Return whether a kernel is compiled with what its transport brings: test_nccl_headers, test_nvshmem_link."""
     return "NcclMesh" in row.mesh_type or "NvshmemMesh" in row.mesh_type
 
 

@@ -101,7 +101,10 @@ def test_a_release_is_part_of_a_kernels_name_in_the_cache(tmp_path: Path) -> Non
     (home / "lib").mkdir(parents=True)
     (home / "include").symlink_to(HOME / "include")
     archive = (HOME / "lib/libnvshmem_device.a").read_bytes()
-    (home / "lib/libnvshmem_device.a").write_bytes(archive + b"\n")
+    made_at = slice(24, 36)  # of the first member: a date in decimal, which plays no part
+    changed = archive[: made_at.start] + b"7".ljust(12) + archive[made_at.stop :]
+    assert changed != archive
+    (home / "lib/libnvshmem_device.a").write_bytes(changed)
     row = _row("ring_send", MESHES[0])
     names = {_compile(row, _sources(one), ARCHITECTURES[0]).cache_name for one in (HOME, home)}
     assert len(names) == 2

@@ -24,6 +24,16 @@ std::vector<std::string> options_for(const std::string& architecture, const Tool
   return options;
 }
 
+// Of relocatable code the compiler bounds the kernel's registers by its threads, but not those of functions that stand apart:
+// the linker would refuse what needs more than the kernel may have.
+void add_relocatable(std::vector<std::string>& options, const KernelKey& key) {
+  constexpr uint32_t kRegistersOfAnSm = 65536, kMost = 255, kGrain = 8;
+  const uint32_t threads = std::max(1u, key.threads_per_block * key.blocks_per_sm);
+  const uint32_t registers = std::min(kMost, kRegistersOfAnSm / threads / kGrain * kGrain);
+  options.emplace_back("--relocatable-device-code=true");
+  options.push_back(text("--maxrregcount={}", registers));
+}
+
 // The text of CUDA's headers that the kernel includes: another CUDA release beside the same NVRTC gives
 // another key. What they include themselves is taken to be of the same release.
 void add_system_headers(Digest& digest, const std::vector<NvrtcHeader>& headers, const Toolchain& tools) {
@@ -90,7 +100,7 @@ Result<Compiled> compile_kernel(const KernelKey& key, const std::string& archite
   if (key.sources) {
     for (const auto& [name, text] : key.sources->headers) headers.push_back({name, text});
     std::ranges::copy(key.sources->options, std::back_inserter(options));
-    if (!key.sources->archive.empty()) options.emplace_back("--relocatable-device-code=true");
+    if (!key.sources->archive.empty()) add_relocatable(options, key);
   }
   const std::string prefix = source_name(key, out.source, headers, options);
   Result<const Nvrtc*> opened = Nvrtc::open();

@@ -70,6 +70,16 @@ def test_every_call_of_a_channel_links(architecture: str, mesh_type: str) -> Non
     assert parse_usage(compiled.log).spill_bytes == 0, compiled.log
 
 
+@pytest.mark.parametrize("mesh_type", MESHES)
+@pytest.mark.parametrize("name", ["low_latency_combine", "low_latency_dispatch", "run_program"])
+def test_kernels_with_functions_apart_link(name: str, mesh_type: str, request: pytest.FixtureRequest) -> None:
+    """The linker refuses a function that takes more registers than the kernel's threads leave it."""
+    if name != "low_latency_combine" and not request.config.getoption("--thorough"):
+        pytest.skip("--thorough: one is enough, and each takes seconds")
+    compiled = _compile(_row(name, mesh_type), _sources(HOME), ARCHITECTURES[0])
+    print(parse_usage(compiled.log))
+
+
 def test_every_kernel_links(request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--thorough"):
         pytest.skip("--thorough: a minute")

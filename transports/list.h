@@ -9,6 +9,7 @@
 #include "transports/jitter/channel.cuh"
 #include "transports/mapped/channel.cuh"
 #include "transports/nccl/channel.cuh"
+#include "transports/nvshmem/channel.cuh"
 #include "transports/proxy/channel.cuh"
 #include "transports/transport.h"
 
@@ -16,6 +17,7 @@
 #define WEFT_TRANSPORTS(WEFT_TRANSPORT) \
   WEFT_TRANSPORT(mapped, MappedMesh)    \
   WEFT_TRANSPORT(nccl, NcclMesh)        \
+  WEFT_TRANSPORT(nvshmem, NvshmemMesh)  \
   WEFT_TRANSPORT(ibgda, IbgdaMesh)      \
   WEFT_TRANSPORT(proxy, ProxyMesh)      \
   WEFT_TRANSPORT(jitter, JitterMesh<weft::ProxyMesh>)

@@ -67,10 +67,24 @@ struct WindowView {
   std::shared_ptr<const void> memory = {};
 };
 
+// Device code that is compiled apart from kernels, once, and linked with each: a library's calls under names of Weft's.
+struct DeviceUnit {
+  std::string name;  // as files of the cache and messages have it
+  std::string text;
+  std::vector<std::pair<std::string, std::string>> headers;
+  std::vector<std::string> options;
+};
+
 // What kernels with a mesh are compiled with beside Weft's own headers, on GPUs.
 struct DeviceSources {
   std::vector<std::pair<std::string, std::string>> headers;  // (name as #include spells it, text)
   std::vector<std::string> options;                          // of the compiler
+  // Where kernels are linked with a library's device code: that code's file, and the unit that calls it. An option has to
+  // tell one release of the library from another, as it is part of a kernel's name in the cache.
+  std::string archive = {};
+  DeviceUnit unit = {};
+  // Called with each module (CUmodule) that was loaded, its context current. Null: nothing is to be done.
+  Status (*on_load)(void* module) = nullptr;
 };
 
 // What kernels are given to reach peers: a value of the device type `type`, which transports/list.h names.

@@ -75,6 +75,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(host_threads, int64_t, 0, "threads a host kernel runs on per rank; 0 lets the planner choose") \
   WEFT_OPTION(trace_spans, int64_t, 0, "room for spans of in-kernel traces per buffer; 0 compiles kernels without", any().on_all_ranks()) \
   WEFT_OPTION(nvrtc, std::string, "", "path of libnvrtc; empty looks in Python packages, then the system") \
+  WEFT_OPTION(nvjitlink, std::string, "", "path of libnvJitLink, which links kernels with NVSHMEM's device code; empty looks beside libnvrtc, then the system") \
   WEFT_OPTION(cuda_include, std::string, "", "CUDA headers for kernels; empty looks beside libnvrtc") \
   WEFT_OPTION(check, int64_t, 0, "1: before a collective moves anything, ranks compare what they call, and refuse a call that differs; slow", between(0, 1)) \
   WEFT_OPTION(process_reads, int64_t, 1, "1: ranks on the CPU read each other's memory where the system allows it", between(0, 1)) \
@@ -105,6 +106,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(jitter_us, int64_t, 200, "longest wait of a call over the transport jitter:proxy, in us", between(1, 1'000'000)) \
   WEFT_OPTION(jitter_seed, int64_t, 1, "seed of those waits", between(0, 1 << 30)) \
   WEFT_OPTION(libfabric, std::string, "", "path of libfabric; empty takes the system's, or a package's where that is older than 2.0") \
+  WEFT_OPTION(nvshmem_home, std::string, "", "folder with include and lib/libnvshmem_device.a of that NVSHMEM, for kernels that reach ports by its device calls; empty looks beside the library") \
   WEFT_OPTION(nvshmem_library, std::string, "", "path of the libnvshmem_host that the transport nvshmem uses; empty takes the one that is loaded, else looks in Python packages, then the system") \
   WEFT_OPTION(libibverbs, std::string, "", "path of libibverbs; empty lets the system's loader look") \
   WEFT_OPTION(ib_port, int64_t, 0, "port that verbs uses; 0 takes the first that is active", between(0, 255)) \

@@ -17,6 +17,7 @@
 #include "jit/toolchain.h"
 #include "moe/kernel_keys.h"
 #include "transports/nccl/device_headers.h"
+#include "transports/nvshmem/device_library.h"
 
 namespace nb = nanobind;
 
@@ -84,6 +85,14 @@ void bind_keys(nb::module_& module) {
       },
       nb::arg("folder"), nb::arg("gin_type"), nb::arg("dev_comm_bytes") = 0,
       "NCCL's device headers in a folder as NVRTC takes them, for one back end of GIN.");
+  module.def(
+      "nvshmem_device_sources",
+      [](const std::string& library_path, const std::string& version) {
+        return Sources{value_or_throw(nvshmem_link::device_sources(
+            value_or_throw(nvshmem_link::find_device_library(library_path, version))))};
+      },
+      nb::arg("library_path"), nb::arg("version"),
+      "NVSHMEM's device code beside a host library, as kernels with ports are linked with it.");
   nb::class_<KernelKey>(module, "KernelKey",
                         "What makes one compiled kernel differ from another: src/jit/jit.h.")
       .def(

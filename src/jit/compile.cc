@@ -8,6 +8,7 @@
 #include "base/digest.h"
 #include "base/log.h"
 #include "jit/host_kernels.h"
+#include "jit/link.h"
 #include "jit/notice.h"
 #include "jit/source.h"
 #include "jit/toolchain.h"
@@ -21,6 +22,16 @@ std::vector<std::string> options_for(const std::string& architecture, const Tool
                                    "--ptxas-options=-v"};
   for (const std::string& folder : tools.include_dirs) options.push_back("-I" + folder);
   return options;
+}
+
+// Of relocatable code the compiler bounds the kernel's registers by its threads, but not those of functions that stand apart:
+// the linker would refuse what needs more than the kernel may have.
+void add_relocatable(std::vector<std::string>& options, const KernelKey& key) {
+  constexpr uint32_t kRegistersOfAnSm = 65536, kMost = 255, kGrain = 8;
+  const uint32_t threads = std::max(1u, key.threads_per_block * key.blocks_per_sm);
+  const uint32_t registers = std::min(kMost, kRegistersOfAnSm / threads / kGrain * kGrain);
+  options.emplace_back("--relocatable-device-code=true");
+  options.push_back(text("--maxrregcount={}", registers));
 }
 
 // The text of CUDA's headers that the kernel includes: another CUDA release beside the same NVRTC gives
@@ -89,6 +100,7 @@ Result<Compiled> compile_kernel(const KernelKey& key, const std::string& archite
   if (key.sources) {
     for (const auto& [name, text] : key.sources->headers) headers.push_back({name, text});
     std::ranges::copy(key.sources->options, std::back_inserter(options));
+    if (!key.sources->archive.empty()) add_relocatable(options, key);
   }
   const std::string prefix = source_name(key, out.source, headers, options);
   Result<const Nvrtc*> opened = Nvrtc::open();
@@ -111,6 +123,13 @@ Result<Compiled> compile_kernel(const KernelKey& key, const std::string& archite
                         architecture, compiled.status().message(), out.source);
   out.cubin = std::move(compiled->cubin);
   out.log = std::move(compiled->log);
+  if (key.sources && !key.sources->archive.empty()) {
+    Result<std::string> linked = link_kernel(out.cubin, *key.sources, architecture, *nvrtc, tools, cache);
+    if (!linked.ok())
+      return Status::make(linked.status().code(), "linking {} for {}: {}", key.name, architecture,
+                          linked.status().message());
+    out.cubin = std::move(*linked);
+  }
   log_debug("jit: compiled {} for {} with {}", out.cache_name, architecture, nvrtc->path());
   if (cache) cache->store(out.cache_name, out.cubin);
   return out;

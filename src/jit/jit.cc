@@ -25,6 +25,7 @@
 #include "jit/source.h"
 #include "jit/toolchain.h"
 #include "kernels/target/host.h"
+#include "transports/transport.h"
 
 namespace weft {
 
@@ -137,6 +138,7 @@ Status load_function(const CudaDriver& driver, const std::string& cubin, Kernel&
   const std::string& name = kernel.key.name;
   WEFT_TRY(cuda_status(driver.cuModuleLoadDataEx(&module, cubin.data(), 0, nullptr, nullptr),
                        "loading kernel {}", name));
+  if (kernel.key.sources && kernel.key.sources->on_load) WEFT_TRY(kernel.key.sources->on_load(module));
   WEFT_TRY(cuda_status(driver.cuModuleGetFunction(&kernel.function, module, entry_point(kernel.key).c_str()),
                        "finding kernel {}", name));
   KernelResources& found = kernel.resources;

@@ -310,10 +310,41 @@ struct NvshmemFixture {
   static void tear_down() { Settings::clear({"WEFT_NVSHMEM_LIBRARY"}); }
 };
 
-using Fixtures =
-    ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture, HybridFixture,
-                     JitterFixture, Nccl228Fixture, Nccl230Fixture, GinFixture, GinHybridFixture,
-                     NvshmemFixture, QueueFixture, SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture>;
+// All ranks to themselves: ports through a fake of NVSHMEM's device calls.
+struct NvshmemPortsFixture {
+  static constexpr const char* kName = "nvshmem";
+  static constexpr const char* kTransport = kName;
+  using Mesh = NvshmemMesh;
+  static std::vector<RanksAre> kinds() { return NvshmemFixture::kinds(); }
+  static std::vector<int> ranks() { return {2, 5}; }
+  static void set_up() {
+    NvshmemFixture::set_up();
+    Settings::set({{"WEFT_RANKS_PER_NODE", "1"}});
+  }
+  static void tear_down() {
+    NvshmemFixture::tear_down();
+    Settings::clear({"WEFT_RANKS_PER_NODE"});
+  }
+};
+
+// Two ranks to a node, mapped by NVSHMEM; its device calls between nodes.
+struct NvshmemHybridFixture {
+  static constexpr const char* kName = "nvshmem";
+  static constexpr const char* kTransport = "mapped,nvshmem";
+  using Mesh = HybridMesh<MappedMesh, NvshmemMesh>;
+  static std::vector<RanksAre> kinds() { return NvshmemFixture::kinds(); }
+  static std::vector<int> ranks() { return {4}; }
+  static void set_up() {
+    NvshmemPortsFixture::set_up();
+    Settings::set({{"WEFT_RANKS_PER_NODE", "2"}});
+  }
+  static void tear_down() { NvshmemPortsFixture::tear_down(); }
+};
+
+using Fixtures = ::testing::Types<MappedFixture, ReorderingFixture, DoublingFixture, TcpFixture, ShmFixture,
+                                  HybridFixture, JitterFixture, Nccl228Fixture, Nccl230Fixture, GinFixture,
+                                  GinHybridFixture, NvshmemFixture, NvshmemPortsFixture, NvshmemHybridFixture,
+                                  QueueFixture, SharedCompletionFixture, Mlx5Fixture, DeviceQueueFixture>;
 inline constexpr const char* kTestedTransports[] = {MappedFixture::kName,  TcpFixture::kName,
                                                     JitterFixture::kName,  Nccl228Fixture::kName,
                                                     NvshmemFixture::kName, QueueFixture::kName};

@@ -409,54 +409,5 @@ TEST_F(NcclGin, ASignalThatHasNoRoomNamesWhoDoesNotTakeIt) {
   });
 }
 
-// ---- NVSHMEM -----------------------------------------------------------------------------------------------
-
-class Nvshmem : public ::testing::Test {
- protected:
-  void SetUp() override { testing::NvshmemFixture::set_up(); }
-  void TearDown() override { testing::NvshmemFixture::tear_down(); }
-};
-
-TEST_F(Nvshmem, ALibraryThatIsTooOldIsRefusedByItsVersion) {
-  Settings::set({{"WEFT_NVSHMEM_LIBRARY", WEFT_STAND_INS "/libnvshmem_host.so.2"}});
-  EXPECT_THAT(nvshmem_transport().caps(kGpu).unusable_because,
-              AllOf(HasSubstr("is NVSHMEM 2.7.2"), HasSubstr("3.0 or newer")));
-}
-
-TEST_F(Nvshmem, ThreadsOfOneProcessAreRefused) {
-  testing::run_thread_ranks(2, [](std::shared_ptr<Bootstrap> boot) {
-    EXPECT_THAT(make_comm(boot, 30, "nvshmem").status().message(), HasSubstr("one rank for each process"));
-  });
-}
-
-// Windows come and go in another order on every rank; their memory is used again all the same.
-TEST_F(Nvshmem, MemoryIsUsedAgainWhenEveryRankHasGivenItBack) {
-  run_process_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
-    auto comm = make_comm(boot, 30, "nvshmem");
-    ASSERT_TRUE(comm.ok()) << comm.status().message();
-    auto first = Window::create(*comm, kBytes);
-    ASSERT_TRUE(first.ok()) << first.status().message();
-    std::byte* const at = (*first)->local();
-    std::memset(at, 0x33, kBytes);
-    if ((*comm)->rank() != 0) first->reset();
-    auto second = Window::create(*comm, kBytes);  // rank 0 still has the first
-    ASSERT_TRUE(second.ok());
-    EXPECT_NE((*second)->local(), at);
-    if ((*comm)->rank() == 0) first->reset();
-    auto third = Window::create(*comm, kBytes);
-    ASSERT_TRUE(third.ok());
-    EXPECT_EQ((*third)->local(), at);
-    EXPECT_EQ(at[17], std::byte{0});
-    ASSERT_TRUE((*comm)->barrier().ok());
-  });
-}
-
-TEST_F(Nvshmem, AnotherCommunicatorOfTheSameRanksSharesIt) {
-  run_process_ranks(3, [](std::shared_ptr<Bootstrap> boot) {
-    ASSERT_TRUE(make_comm(boot, 30, "nvshmem").ok());
-    ASSERT_TRUE(make_comm(boot, 30, "nvshmem").ok());
-  });
-}
-
 }  // namespace
 }  // namespace weft

@@ -68,8 +68,8 @@ def is_for_hosts(row: _core.KernelRow) -> bool:
 
 
 def needs_sources(row: _core.KernelRow) -> bool:
-    """Return whether a kernel is compiled with headers that its transport brings: test_nccl_headers.py."""
-    return "NcclMesh" in row.mesh_type
+    """Return whether a kernel is compiled with what its transport brings: test_nccl_headers, test_nvshmem_link."""
+    return "NcclMesh" in row.mesh_type or "NvshmemMesh" in row.mesh_type
 
 
 def is_for_one_architecture(row: _core.KernelRow) -> bool:
@@ -92,9 +92,11 @@ def all_cases() -> list[Case]:
     return _cases(with_sources=False)
 
 
-def cases_with_sources() -> list[Case]:
-    """Return the other cases that GPUs run: the last of each kernel, which is the largest."""
-    return list({case.row: case for case in _cases(with_sources=True)}.values())
+def cases_with_sources(mesh: str) -> list[Case]:
+    """Return the other cases that GPUs run with ports of one kind: the last of each kernel, which is the largest."""
+    table = _core.kernel_table()
+    cases = [case for case in _cases(with_sources=True) if mesh in table[case.row].mesh_type]
+    return list({case.row: case for case in cases}.values())
 
 
 def covering_cases() -> list[Case]:

@@ -81,7 +81,7 @@ def test_every_call_of_a_channel_compiles(backend: str, architecture: str, mesh_
 
 
 @pytest.mark.parametrize(
-    "compiling", [WithGin(case) for case in cases_with_sources()], ids=str, indirect=True
+    "compiling", [WithGin(case) for case in cases_with_sources("NcclMesh")], ids=str, indirect=True
 )
 def test_kernel_spills_nothing_but_what_is_known(
     compiling: Future[_core.Compiled], request: pytest.FixtureRequest

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A library that stands in for NVSHMEM on CPUs: processes of one host, a symmetric heap of shared memory whose blocks are
-// made by all together. NVSHMEM's own words, as nvshmem_free() being collective, hold here, too.
+// made by all together. NVSHMEM's own words, as nvshmem_free() being collective, hold here, too. Ranks of other nodes
+// (WEFT_RANKS_PER_NODE) have no address, as behind a NIC: device calls reach them (stand_in_shmem.h).
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string>
 
 #include "support/stand_in.h"
+#include "support/stand_in_shmem.h"
 #include "transports/nvshmem/library.h"
 
+using stand_in::FakeShmem;
 using weft::nvshmem_link::InitAttributes;
 using weft::nvshmem_link::UniqueId;
 using weft::nvshmem_link::version_of;
@@ -23,7 +27,13 @@ std::string session;
 Shared* shared = nullptr;
 int my_rank = -1, all_ranks = 0, block_count = 0;
 const std::atomic<bool> never{false};
-std::map<const void*, std::map<int, void*>> parts;  // by own address, by rank
+struct Block {
+  size_t bytes = 0;
+  std::map<int, std::byte*> parts;  // by rank
+};
+std::map<const std::byte*, Block> blocks;  // by own address
+std::mutex blocks_mutex;
+FakeShmem* carrier = nullptr;
 
 std::string name_of(int block, int rank) {
   return session + "-" + std::to_string(block) + "-" + std::to_string(rank);
@@ -33,12 +43,46 @@ void meet() {
   (void)stand_in::Meeting(&shared->board, static_cast<uint32_t>(all_ranks)).pass(never);
 }
 
+// Where a place of the own heap is at a peer.
+std::byte* at_peer(const void* own, uint32_t peer) {
+  std::lock_guard lock(blocks_mutex);
+  const auto* place = static_cast<const std::byte*>(own);
+  auto after = blocks.upper_bound(place);
+  if (after == blocks.begin()) std::abort();  // NVSHMEM would write somewhere
+  const auto& [base, block] = *--after;
+  if (place >= base + block.bytes) std::abort();
+  return block.parts.at(static_cast<int>(peer)) + (place - base);
+}
+
+bool is_near(int rank) {
+  const char* per_node = std::getenv("WEFT_RANKS_PER_NODE");
+  const int ranks = per_node ? std::atoi(per_node) : 0;
+  return ranks == 0 || rank / ranks == my_rank / ranks;
+}
+
+const weft::shmem::HostCalls calls = {
+    .put =
+        [](std::byte* dst, const std::byte* src, uint64_t bytes, uint32_t peer) {
+          carrier->ask({.peer = peer, .dst = at_peer(dst, peer), .src = src, .bytes = bytes});
+        },
+    .get = [](std::byte* dst, const std::byte* src, uint64_t bytes,
+              uint32_t peer) { std::memcpy(dst, at_peer(src, peer), bytes); },
+    .fence = [] { carrier->fence(); },
+    .set = [](uint64_t* word, uint64_t value,
+              uint32_t peer) { carrier->ask({.peer = peer, .dst = at_peer(word, peer), .value = value}); },
+    .add =
+        [](uint64_t* word, uint64_t n, uint32_t peer) {
+          carrier->ask({.peer = peer, .dst = at_peer(word, peer), .value = n, .is_add = true});
+        },
+    .quiet = [] { carrier->quiet(); },
+};
+
 }  // namespace
 
 extern "C" {
 
-int weftStandsInForNvshmem() {
-  return 1;
+const weft::shmem::HostCalls* weftStandsInForNvshmem() {
+  return &calls;
 }
 
 void nvshmemx_vendor_get_version_info(int* major, int* minor, int* patch) {
@@ -67,6 +111,7 @@ int nvshmemx_hostlib_init_attr(unsigned flags, InitAttributes* attributes) {
   my_rank = attributes->args.unique_id.my_rank;
   all_ranks = attributes->args.unique_id.ranks;
   shared = static_cast<Shared*>(stand_in::map_shared(session, sizeof(Shared)));
+  carrier = new FakeShmem(static_cast<uint32_t>(my_rank));
   meet();
   shm_unlink(session.c_str());
   return 0;
@@ -100,8 +145,14 @@ void* nvshmem_align(size_t alignment, size_t bytes) {
   void* own = stand_in::map_shared(name_of(block, my_rank), bytes);
   if (own) std::memset(own, 0x5a, bytes);  // memory of NVSHMEM is not zero
   meet();
-  for (int rank = 0; own && rank < all_ranks; ++rank)
-    parts[own][rank] = rank == my_rank ? own : stand_in::map_shared(name_of(block, rank), bytes);
+  {
+    std::lock_guard lock(blocks_mutex);
+    Block& made = blocks[static_cast<const std::byte*>(own)];
+    made.bytes = bytes;
+    for (int rank = 0; own && rank < all_ranks; ++rank)
+      made.parts[rank] =
+          static_cast<std::byte*>(rank == my_rank ? own : stand_in::map_shared(name_of(block, rank), bytes));
+  }
   meet();
   shm_unlink(name_of(block, my_rank).c_str());
   return own;
@@ -112,8 +163,9 @@ void nvshmem_free(void*) {
 }
 
 void* nvshmem_ptr(const void* own, int rank) {
-  const auto known = parts.find(own);
-  return known == parts.end() ? nullptr : known->second[rank];
+  std::lock_guard lock(blocks_mutex);
+  const auto known = blocks.find(static_cast<const std::byte*>(own));
+  return known == blocks.end() || !is_near(rank) ? nullptr : known->second.parts[rank];
 }
 
 }  // extern "C"

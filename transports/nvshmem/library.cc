@@ -35,7 +35,11 @@ Result<std::unique_ptr<Library>> load(const std::string& path) {
   if (major < kLeastMajor)
     return Status::make(Code::kUnsupported, "{} is NVSHMEM {}; Weft needs {}.0 or newer", path,
                         library->version, kLeastMajor);
-  library->serves_host = dlsym(handle, "weftStandsInForNvshmem") != nullptr;
+  using Calls = const shmem::HostCalls* (*)();
+  if (const auto calls = reinterpret_cast<Calls>(dlsym(handle, "weftStandsInForNvshmem"))) {
+    library->serves_host = true;
+    library->host_calls = calls();
+  }
   return library;  // stays open as long as the process
 }
 

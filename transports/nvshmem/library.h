@@ -10,6 +10,7 @@
 #include <string>
 
 #include "base/status.h"
+#include "transports/nvshmem/wire.h"
 
 namespace weft::nvshmem_link {
 
@@ -75,6 +76,7 @@ struct Library {
   std::string path;
   std::string version;       // "3.7.2"
   bool serves_host = false;  // a library that stands in for NVSHMEM, with memory of the host: for tests
+  const shmem::HostCalls* host_calls = nullptr;  // ... and its calls in place of device code
 };
 
 // Opens it, once per path. Errors: kUnsupported, where there is none, saying where it was looked for; where the process

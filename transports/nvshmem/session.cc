@@ -115,6 +115,14 @@ std::byte* Session::part(int block, int peer) const {
   return static_cast<std::byte*>(peer == rank_ ? own : library_->nvshmem_ptr(own, peer));
 }
 
+Status Session::meet(double timeout_s) {
+  WEFT_TRY(broken_);
+  return within(timeout_s, "nvshmem_barrier_all", [&library = *library_] {
+    library.nvshmem_barrier_all();
+    return Status();
+  });
+}
+
 // Which blocks this rank could use again, one character each.
 std::string Session::free_blocks() const {
   std::lock_guard lock(mutex_);

@@ -37,6 +37,8 @@ class Session {
   // A block of at least `bytes` bytes at every rank; its number, the same on all. Collective.
   Result<int> take(uint64_t bytes, const Exchange& exchange, double timeout_s);
   void give(int block);
+  // Returns when every rank has come here, and what NVSHMEM had begun by then is done. Collective.
+  Status meet(double timeout_s);
   // Where this rank finds the block of `peer`; null where it cannot load from it.
   std::byte* part(int block, int peer) const;
 

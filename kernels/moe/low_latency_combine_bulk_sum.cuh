@@ -66,15 +66,17 @@ template <class Queue>
 WEFT_DEVICE void ask_for_rows(Queue& queue, RowsAsked& asked, const RowList& current, const RowList& next,
                               uint32_t row_bytes) {
   while (queue.has_room()) {
-    const RowList& list = asked.of_next ? next : current;
-    if (asked.offset >= row_bytes || list.count == 0) {
+    // Values, not the list: what has an address does not stay in registers.
+    const std::byte* const* rows = asked.of_next ? next.rows : current.rows;
+    const uint32_t count = asked.of_next ? next.count : current.count;
+    if (asked.offset >= row_bytes || count == 0) {
       if (asked.of_next || !next.is_there) return;
       asked = {0, 0, true};
       continue;
     }
     const uint32_t left = row_bytes - asked.offset;
-    queue.ask(list.rows[asked.row] + asked.offset, left < kQueuePieceBytes ? left : kQueuePieceBytes);
-    if (++asked.row != list.count) continue;
+    queue.ask(rows[asked.row] + asked.offset, left < kQueuePieceBytes ? left : kQueuePieceBytes);
+    if (++asked.row != count) continue;
     asked.row = 0;
     asked.offset += kQueuePieceBytes;
   }

@@ -18,6 +18,9 @@ WEFT_DEVICE constexpr uint32_t bulk_piece_bytes(uint64_t row_bytes) {
   return static_cast<uint32_t>(round_up_16((row_bytes + pieces - 1) / pieces));
 }
 
+// Batches of one token that a warp sends before it waits until they have arrived.
+inline constexpr uint32_t kBatchesTogether = 4;
+
 // What DispatchShared has for a block's token, each warp has for its own.
 struct DispatchBulkShared {
   uint64_t parts;  // [warps] of part_bytes
@@ -25,7 +28,7 @@ struct DispatchBulkShared {
   uint64_t targets;
   uint64_t target;
   uint64_t place;
-  uint64_t sent;
+  uint64_t sent;  // u32[kBatchesTogether][R]
   uint64_t prefix;
   uint64_t part_bytes;
   uint64_t pipes;  // [warps] of pipe_bytes(bulk_piece_bytes())
@@ -40,7 +43,7 @@ WEFT_DEVICE constexpr DispatchBulkShared dispatch_bulk_shared(uint64_t base_byte
   at.targets = part.take(4, 16);
   at.target = part.take(top_k * 4, 16);
   at.place = part.take(top_k * 8, 16);
-  at.sent = part.take(ranks * 4, 16);
+  at.sent = part.take(kBatchesTogether * ranks * 4, 16);
   at.prefix = part.take(ranks * experts_per_rank * 4, 16);
   at.part_bytes = part.end();
   Carver carver(base_bytes);

@@ -111,28 +111,41 @@ WEFT_DEVICE void clear_sent(const D& d) {
   d.warp.sync();
 }
 
+// Batches [first, last), kBatchesTogether at most: their rows, then, when these have arrived, their words. The warp.
 template <class D, class Pipe>
-WEFT_DEVICE void send_batch_in_bulk(const D& d, Pipe& pipe, uint32_t batch) {
+WEFT_DEVICE void send_batches_together(D& d, Pipe& pipe, uint32_t first, uint32_t last) {
   const Span traced(d.a.call.wait.trace, Work::kSendBatch, d.warp.rank() == 0);
-  const Range tokens = batch_tokens(d, batch);
-  uint32_t token = tokens.first;
+  uint32_t batch = first;
+  d.current = 0;
   clear_sent(d);
+  Range tokens = batch_tokens(d, batch);
   stream_rows(pipe, d.piece_bytes(), [&](RowInPieces& row) {
-    if (token == tokens.last) return false;
-    row = begin_messages(d, batch, token++);
+    while (tokens.first == tokens.last) {
+      if (++batch == last) return false;
+      d.current = batch - first;
+      clear_sent(d);
+      tokens = batch_tokens(d, batch);
+    }
+    row = begin_messages(d, batch, tokens.first++);
     return true;
   });
   pipe.drain();
-  move_words(d, batch, kWordDone);
+  for (batch = first; batch < last; ++batch) {
+    d.current = batch - first;
+    move_words(d, batch, kWordDone);
+  }
   d.warp.sync();
 }
 
 template <class D, class Pipe>
-WEFT_DEVICE void send_batches_in_bulk(const D& d, Pipe& pipe) {
+WEFT_DEVICE void send_batches_in_bulk(D& d, Pipe& pipe) {
   const WarpShare share = neighbouring_share(d);
   const Range batches = batches_of_warp(d, share.index);
+  const uint32_t together = d.a.call.batch_tokens.value == 1 ? kBatchesTogether : 1;
   WEFT_ROLLED
-  for (uint32_t batch = batches.first; batch < batches.last; ++batch) send_batch_in_bulk(d, pipe, batch);
+  for (uint32_t batch = batches.first; batch < batches.last; batch += together)
+    send_batches_together(d, pipe, batch, batch + together < batches.last ? batch + together : batches.last);
+  d.current = 0;
   clear_sent(d);
   WEFT_ROLLED
   for (uint32_t batch = filled_batches(d) + share.index; batch < d.batches().count; batch += share.total)
@@ -141,7 +154,7 @@ WEFT_DEVICE void send_batches_in_bulk(const D& d, Pipe& pipe) {
 
 template <class MeshT, class Shape>
 WEFT_DEVICE void dispatch_in_bulk(const LowLatencyDispatchArgs& a, const MeshT& mesh, const Shape& shape) {
-  BulkDispatch<MeshT, Shape> d{{a, mesh, shape, Block{}, Warp{}, {}, {}}};
+  BulkDispatch<MeshT, Shape> d{{a, mesh, shape, Block{}, Warp{}, {}, {}}, 0};
   d.keep_layouts();
   const BlockSpan traced(a.call.wait.trace, Work::kLowLatencyCall);
   const Joined joined = join(a.call, Block{}, d.warp, mesh);

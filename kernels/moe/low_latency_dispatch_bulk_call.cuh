@@ -14,6 +14,7 @@ namespace low_latency {
 template <class MeshT, class Shape>
 struct BulkDispatch : Dispatch<MeshT, Shape> {
   using Base = Dispatch<MeshT, Shape>;
+  uint32_t current = 0;  // which of the batches that are sent together
 
   // The same with what the block has: its prefix() counts for all warps.
   WEFT_DEVICE const Base& of_block() const { return *this; }
@@ -33,7 +34,7 @@ struct BulkDispatch : Dispatch<MeshT, Shape> {
   WEFT_DEVICE uint32_t* targets() const { return own<uint32_t>(bulk().targets); }
   WEFT_DEVICE uint32_t* target() const { return own<uint32_t>(bulk().target); }
   WEFT_DEVICE std::byte** place() const { return own<std::byte*>(bulk().place); }
-  WEFT_DEVICE uint32_t* sent() const { return own<uint32_t>(bulk().sent); }
+  WEFT_DEVICE uint32_t* sent() const { return own<uint32_t>(bulk().sent) + current * this->ranks(); }
   WEFT_DEVICE uint32_t* prefix() const { return own<uint32_t>(bulk().prefix); }
 
   WEFT_DEVICE uint32_t piece_bytes() const { return bulk_piece_bytes(this->shape.row_bytes); }

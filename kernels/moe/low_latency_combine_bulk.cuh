@@ -104,7 +104,7 @@ class LateWord {
   }
 
  private:
-  static constexpr uint32_t kBehind = 4;
+  static constexpr uint32_t kBehind = 6;  // pieces: most of a row
 
   WEFT_DEVICE void tell() {
     if (c_.warp.rank() == 0)

@@ -209,7 +209,7 @@ class RowWriter {
   WEFT_DEVICE RowWriter(Warp warp, std::byte* shared) : pieces_(shared), warp_(warp) {}
 
   WEFT_DEVICE Vec16* begin(std::byte* /*dst*/) {
-    bulk::wait_read<1>();
+    bulk::wait_read<kWriterSlots - 1>();
     warp_.sync();
     return reinterpret_cast<Vec16*>(piece());
   }
@@ -220,7 +220,7 @@ class RowWriter {
       bulk::store(dst, piece(), bytes);
       bulk::commit();
     }
-    is_second_ = !is_second_;
+    slot_ = slot_ + 1 == kWriterSlots ? 0 : slot_ + 1;
   }
   template <uint32_t kPieces>
   WEFT_DEVICE void drain_but() {
@@ -230,11 +230,11 @@ class RowWriter {
   WEFT_DEVICE void drain() { drain_but<0>(); }
 
  private:
-  WEFT_DEVICE std::byte* piece() const { return pieces_ + (is_second_ ? kQueuePieceBytes : 0); }
+  WEFT_DEVICE std::byte* piece() const { return pieces_ + slot_ * kQueuePieceBytes; }
 
   std::byte* pieces_;
   Warp warp_;
-  bool is_second_ = false;
+  uint32_t slot_ = 0;
 };
 #else
 inline constexpr bool kHasBulkCopies = false;

@@ -212,7 +212,7 @@ def _report(args: argparse.Namespace, measured: Measured, options: Options) -> N
         *(("network_us", "raw_us", "bound_us", "fan_out") if options.ranks_per_node else ()),
     )
     columns += (
-        ("sms", "product", "product_us", "product_few_us", "alone_us", "receive_us", "exposed_us", "hidden_share")
+        ("sms", "product", "product_us", "product_few_us", "alone_us", "exposed_us", "hidden_share")
         if options.overlap_us
         else ()
     )

@@ -49,7 +49,6 @@ class Overlap:
         self._bench = bench
         self._topk_idx = inputs.routes[0][bench.me.rank].to(bench.device, copy=True)
         self._products = [_product_of(bench, *of) for of in _shapes(bench).items()]
-        self._y = y
         self._kept: list[Any] = []
         self._calls: dict[str, Callable[[], Any]] = {}
         if bench.options.is_captured:
@@ -103,16 +102,6 @@ class Overlap:
         self._topk_idx.copy_(topk_idx)
         for name, call in self._calls.items():
             self._bench.sample(f"overlap {name}", call)
-        for sms, split in zip(self._sms, self.splits, strict=True):
-            self._take_receives(sms, split)
-
-    def _take_receives(self, sms: int, split: peers.P2P) -> None:
-        """Take each receive by itself, when all ranks have sent; a send ends unseen where it has a stream of its own."""
-        a2a, sample = split.buffer, self._bench.sample
-        handle = sample(f"overlap send {sms} dispatch", lambda: split.send(self._topk_idx))
-        sample(f"overlap receive {sms} dispatch", lambda: a2a.dispatch_recv(handle))
-        sample(f"overlap send {sms} combine", lambda: a2a.combine_send(self._y, handle))
-        sample(f"overlap receive {sms} combine", lambda: a2a.combine_recv(handle))
 
     def rows(self, us: dict[str, list[float]]) -> list[Row]:
         """Return a row of each step, product and number of SMs."""
@@ -147,7 +136,6 @@ class Overlap:
             "product_us": round(product_us, 1),
             "product_few_us": round(few_us, 1),
             "alone_us": round(statistics.median(us[f"overlap nothing {sms} {step}"]), 1),
-            "receive_us": round(statistics.median(us[f"overlap receive {sms} {step}"]), 1),
             "exposed_us": round(exposed, 1),
             "hidden_share": round(1 - exposed / max(alone - empty, 1e-3), 3),
         }
@@ -164,10 +152,9 @@ def notes() -> list[str]:
     """Return what the report says of the columns."""
     return [
         "beside: a matrix product between send and receive; sms: of the phases, which cuBLAS leaves alone, 0: all SMs, "
-        "on the product's stream; alone us: without a product; receive us: the receive by itself, when all ranks have "
-        "sent; product us, product few us: the product alone, with all SMs and without those; exposed us: what the "
-        "pair adds to product us; hidden share: 1 - exposed / what the pair takes by itself with all SMs, less an "
-        "empty graph, by medians",
+        "on the product's stream; alone us: without a product; product us, product few us: the product alone, with "
+        "all SMs and without those; exposed us: what the pair adds to product us; hidden share: 1 - exposed / what the "
+        "pair takes by itself with all SMs, less an empty graph, by medians",
     ]
 
 
@@ -196,13 +183,14 @@ def _sms_of_cublas(number: int) -> Iterator[None]:
 
 
 def _shapes(bench: Bench) -> dict[str, tuple[int, int, int]]:
-    """Return products by name: what an expert makes of so many tokens, and three of many: in large tiles that take 128
-    SMs, in 120 of them, and in short ones."""
+    """Return products by name: what an expert makes of so many tokens, and of many: 128, 120 and 112 large tiles, each
+    of which takes an SM, and short ones."""
     o = bench.options
     if not bench.on_gpu:
         return {"square": (128, 128, 128)}
     few = (max(o.tokens, 1), o.hidden, 4096)
-    return {"tokens": few, "square": (2048, 2048, 2048), "most": (1920, 2048, 2048), "short": (8192, 512, 8192)}
+    tiles = {str(rows // 16): (rows, 2048, 2048) for rows in (2048, 1920, 1792)}
+    return {"tokens": few, **tiles, "short": (8192, 512, 8192)}
 
 
 def _product_of(bench: Bench, name: str, shape: tuple[int, int, int]) -> Product:

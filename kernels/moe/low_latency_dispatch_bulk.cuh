@@ -57,8 +57,8 @@ WEFT_DEVICE void count_on(const D& d) {
   for (uint32_t i = d.warp.rank(); i < d.ranks() * d.local_experts(); i += d.warp.size())
     d.prefix()[i] = before[i];
   d.warp.sync();
-  add_choices(d, known * d.top_k(), first_token_of(d, neighbouring_share(d).index) * d.top_k(),
-              d.warp.rank(), d.warp.size());
+  add_choices(d, known * d.top_k(), first_token_of(d, neighbouring_share(d).index) * d.top_k(), d.warp.rank(),
+              d.warp.size());
   d.warp.sync();
 }
 

@@ -94,8 +94,7 @@ class Messages {
     RowInPieces row{message + d_.message().row,
                     row_places(d_.warp, count,
                                [&](uint32_t i) {
-                                 return d_.a.out +
-                                        static_cast<uint64_t>(d_.rows()[i]) * d_.shape.row_bytes;
+                                 return d_.a.out + static_cast<uint64_t>(d_.rows()[i]) * d_.shape.row_bytes;
                                }),
                     count == 0 ? 0 : static_cast<uint32_t>(d_.shape.row_bytes)};
     d_.warp.sync();

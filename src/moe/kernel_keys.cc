@@ -59,11 +59,10 @@ KernelKey two_level_combine_key(const HighThroughputShape& shape) {
 }
 
 KernelKey low_latency_key(const LowLatencyDispatchShape& shape, bool in_bulk) {
-  KernelKey key =
-      in_bulk ? KernelKey{"kernels/moe/low_latency_dispatch_bulk.cuh", "low_latency_dispatch_bulk",
-                          "LowLatencyDispatchArgs"}
-              : KernelKey{"kernels/moe/low_latency_dispatch.cuh", "low_latency_dispatch",
-                          "LowLatencyDispatchArgs"};
+  KernelKey key = in_bulk ? KernelKey{"kernels/moe/low_latency_dispatch_bulk.cuh",
+                                      "low_latency_dispatch_bulk", "LowLatencyDispatchArgs"}
+                          : KernelKey{"kernels/moe/low_latency_dispatch.cuh", "low_latency_dispatch",
+                                      "LowLatencyDispatchArgs"};
   key.shape = {{"ranks", shape.ranks},
                {"experts_per_rank", shape.experts_per_rank},
                {"top_k", shape.top_k},
@@ -76,11 +75,10 @@ KernelKey low_latency_key(const LowLatencyDispatchShape& shape, bool in_bulk) {
 }
 
 KernelKey low_latency_key(const LowLatencyCombineShape& shape, bool in_bulk) {
-  KernelKey key =
-      in_bulk ? KernelKey{"kernels/moe/low_latency_combine_bulk.cuh", "low_latency_combine_bulk",
-                          "LowLatencyCombineArgs"}
-              : KernelKey{"kernels/moe/low_latency_combine.cuh", "low_latency_combine",
-                          "LowLatencyCombineArgs"};
+  KernelKey key = in_bulk ? KernelKey{"kernels/moe/low_latency_combine_bulk.cuh", "low_latency_combine_bulk",
+                                      "LowLatencyCombineArgs"}
+                          : KernelKey{"kernels/moe/low_latency_combine.cuh", "low_latency_combine",
+                                      "LowLatencyCombineArgs"};
   key.shape = {{"ranks", shape.ranks},          {"experts_per_rank", shape.experts_per_rank},
                {"top_k", shape.top_k},          {"row_bytes", shape.row_bytes},
                {"reply", shape.reply},          {"weights", shape.weights},

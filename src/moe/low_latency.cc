@@ -158,7 +158,8 @@ Result<uint64_t> LowLatency::end_run(const LowLatencyRun& run) {
 }
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
-  LowLatencySizes sizes{ranks(),     max_tokens, top_k, experts, terms_.line_tokens, half_bytes() - lines_at(),
+  LowLatencySizes sizes{ranks(),     max_tokens,         top_k,
+                        experts,     terms_.line_tokens, half_bytes() - lines_at(),
                         has_ports(), has_board()};
   sizes.bulk_rows = bulk_rows_of(config().low_latency_bulk);
   return sizes;

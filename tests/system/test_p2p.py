@@ -153,7 +153,12 @@ def test_few_sms_give_the_same_rows(pool: RankPool) -> None:
 
 def _in_bulk(rank: Rank) -> None:
     """Rows of one piece and of several, batches of one token and of three; a rank has none."""
-    for form in (Form(), Form(padding=16), Form(FP8, BF16, BF16, scale_words=5, padding=8), Form(per_expert=300)):
+    for form in (
+        Form(),
+        Form(padding=16),
+        Form(FP8, BF16, BF16, scale_words=5, padding=8),
+        Form(per_expert=300),
+    ):
         for hidden, tokens in ((64, (9, 0, 14)), (3200, (140, 0, 300))):
             case = MoeCase(tokens_of(rank.size, *tokens), hidden, 3, 7)
             with make(rank, case, form, max(tokens), num_sms=2) as a2a:

@@ -51,9 +51,7 @@ class RowQueue {
   RowQueue(Warp, std::byte* /*shared*/, uint32_t slots) : slots_(slots) {}
   void sees_arrived() const {}
   bool has_room() const { return waiting_ != slots_; }
-  void ask(const std::byte* src, uint32_t /*bytes*/) {
-    pieces_[(front_ + waiting_++) % slots_] = src;
-  }
+  void ask(const std::byte* src, uint32_t /*bytes*/) { pieces_[(front_ + waiting_++) % slots_] = src; }
   const Vec16* front() const { return reinterpret_cast<const Vec16*>(pieces_[front_]); }
   void pop() {
     front_ = (front_ + 1) % slots_;

@@ -22,9 +22,7 @@ template <class C>
 class Replies {
  public:
   WEFT_DEVICE Replies(const C& c, RowLists<C>& lists)
-      : c_(c), lists_(lists), share_(warp_share(c.block, c.warp)), job_(share_.index) {
-    look_ahead();
-  }
+      : c_(c), lists_(lists), share_(warp_share(c.block, c.warp)), job_(share_.index) {}
 
   WEFT_DEVICE RowList take() {
     while (index_ == messages_)
@@ -33,60 +31,37 @@ class Replies {
   }
 
  private:
-  WEFT_DEVICE bool has_job() const { return job_ < c_.a.owner_jobs.value * c_.ranks(); }
-
-  // Asks for what is known of the next batch, whose first record is that of the next message: memory is far.
-  WEFT_DEVICE void look_ahead() {
-    if (!has_job()) return;
+  WEFT_DEVICE bool begin_batch() {
+    if (job_ >= c_.a.owner_jobs.value * c_.ranks()) return false;
     const RoutesLayout routes = c_.routes();
     owner_ = (c_.mesh.rank() + 1 + job_ / c_.a.owner_jobs) % c_.ranks();
     batch_ = job_ % c_.a.owner_jobs;
+    job_ += share_.total;
     const uint32_t batch_at = owner_ * c_.batches().count + batch_;
     record_ = c_.a.routes + routes.records + batch_at * c_.batches().capacity * routes.record_words;
-    noted_ = load_relaxed(reinterpret_cast<const uint32_t*>(c_.a.routes) + routes.counts + batch_at);
-    read_record();
-  }
-  // On GPUs each lane has a slot.
-  WEFT_DEVICE void read_record() {
-    if (kIsHost || c_.warp.rank() >= c_.top_k()) return;
-    row_ = record_[1 + c_.warp.rank()];
-    weight_ = record_[1 + c_.top_k() + c_.warp.rank()];
-  }
-  WEFT_DEVICE bool begin_batch() {
-    if (!has_job()) return false;
-    job_ += share_.total;
+    const uint32_t noted =
+        load_relaxed(reinterpret_cast<const uint32_t*>(c_.a.routes) + routes.counts + batch_at);
     index_ = 0;
-    messages_ = c_.present()[owner_] == 0 ? 0 : noted_ & kMaxBatchTokens;
+    messages_ = c_.present()[owner_] == 0 ? 0 : noted & kMaxBatchTokens;
     if (messages_ != 0 && !owner_agrees(c_, owner_)) messages_ = 0;
-    if (messages_ == 0) look_ahead();
     return true;
   }
   WEFT_DEVICE RowList list() {
     const Message m{record_, owner_, 0, 0, false};
-    const uint32_t count = list_rows(c_, [&](uint32_t k) { return kIsHost ? m.record[1 + k] : row_; });
-    if (!kIsHost && c_.warp.rank() < c_.top_k())
-      c_.weights()[c_.warp.rank()] = float_of_bits(static_cast<uint32_t>(weight_));
-    c_.warp.sync();
+    const uint32_t count = list_rows(c_, [&](uint32_t k) { return m.record[1 + k]; });
     const uint32_t* weights = weights_of(c_, m);
     RowList list = lists_.list(
         c_, count,
         [&](uint32_t i) { return c_.a.x + static_cast<uint64_t>(c_.rows()[i]) * c_.a.x_row_bytes; },
-        [&](uint32_t i) {
-          return kIsHost || c_.takes_own_weights() ? float_of_bits(load_relaxed(weights + c_.slots()[i]))
-                                                   : c_.weights()[c_.slots()[i]];
-        });
+        [&](uint32_t i) { return float_of_bits(load_relaxed(weights + c_.slots()[i])); });
     if (count != 0)
       list.out = near_window(c_.mesh, owner_) +
                  c_.reply_at(static_cast<uint32_t>(m.record[0]), c_.slots()[0], false);
-    if (++index_ != messages_) {
-      record_ += c_.routes().record_words;
-      read_record();
-      return list;
-    }
+    record_ += c_.routes().record_words;
+    if (++index_ != messages_) return list;
     list.owner = owner_;
     list.word = batch_;
     list.messages = messages_;
-    look_ahead();
     return list;
   }
 
@@ -97,9 +72,6 @@ class Replies {
   uint32_t owner_ = 0;
   uint32_t batch_ = 0;
   const int32_t* record_ = nullptr;
-  uint32_t noted_ = 0;  // of the batch that is next
-  int32_t row_ = -1;    // this lane's slot of the message that is next
-  int32_t weight_ = 0;
   uint32_t index_ = 0;
   uint32_t messages_ = 0;
 };

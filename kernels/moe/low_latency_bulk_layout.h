@@ -54,7 +54,7 @@ WEFT_DEVICE constexpr DispatchBulkShared dispatch_bulk_shared(uint64_t base_byte
 }
 
 // Pieces of rows that a warp has asked for, and of sums that are on their way.
-inline constexpr uint32_t kBulkQueueSlots = 4;
+inline constexpr uint32_t kBulkQueueSlots = 3;
 
 // Two lists of rows for each warp: what it sums, and what comes next.
 struct CombineBulkShared {

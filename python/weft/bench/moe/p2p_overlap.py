@@ -27,7 +27,7 @@ from weft.bench.moe import peers
 from weft.bench.moe.setting import Bench, Inputs, shape_columns
 from weft.bench.report import Row
 
-SMS = (0, 4, 6, 8, 12, 16)  # 0: all, on the caller's stream
+SMS = (0, 4, 6, 8, 10, 12, 16)  # 0: all, on the caller's stream
 STEPS = ("dispatch", "combine")
 Make = Callable[[int], weft.P2PAllToAll]  # of so many SMs
 

@@ -40,6 +40,11 @@ WEFT_DEVICE constexpr uint32_t queue_bytes(uint32_t slots) {
   return kPipeBarrierBytes + slots * kQueuePieceBytes;
 }
 
+// Of a RowWriter, as above: what it is written in, in turns.
+class RowWriter;
+inline constexpr uint32_t kWriterSlots = 3;
+inline constexpr uint32_t kWriterBytes = kWriterSlots * kQueuePieceBytes;
+
 WEFT_DEVICE float float_of_bits(uint32_t bits) {
   return __builtin_bit_cast(float, bits);
 }

@@ -5,7 +5,7 @@
 //   groups        Warp, Block: rank(), size(), sync(); a host warp is one thread
 //   memory        scoped loads, stores, fences, atomics; Vec16; copies
 //   RowPipe       bulk asynchronous copies through shared memory (TMA on Hopper, plain copies elsewhere)
-//   RowQueue      bulk asynchronous copies into shared memory, where kHasBulkCopies
+//   RowQueue      bulk asynchronous copies into shared memory, where kHasBulkCopies; RowWriter: out of it
 //   time          now_ns(), pause()
 #pragma once
 

@@ -69,6 +69,7 @@ inline Rule one_of(auto... words) {
   WEFT_OPTION(cuda_sharing, std::string, "auto", "how GPUs share memory: auto, vmm or ipc", one_of("auto", "vmm", "ipc").on_all_ranks()) \
   WEFT_OPTION(port_windows, std::string, "auto", "where GPU ranks with port peers keep windows. device: GPU memory, which every network must reach; host: pinned memory; auto: device if every network reaches it", one_of("auto", "device", "host").on_all_ranks()) \
   WEFT_OPTION(low_latency_line_tokens, int64_t, -1, "low-latency calls of at most this many tokens a rank send lines without fences, over NVLink or on the CPU; 0: none; -1: as many as are faster so", at_least(-1)) \
+  WEFT_OPTION(low_latency_bulk, std::string, "auto", "how rows go where P2PAllToAll bounds its SMs. auto: by bulk copies where GPUs have few SMs for many tokens; always: wherever it can be, on the CPU too; never: by loads and stores", one_of("auto", "never", "always").on_all_ranks()) \
   WEFT_OPTION(low_latency_fanout, std::string, "auto", "how low-latency calls reach other nodes. direct: a token goes to each rank, and each rank replies; node: it goes once to each node, and one sum comes back; auto: the way that the planner predicts to be shorter", one_of("auto", "direct", "node").on_all_ranks()) \
   WEFT_OPTION(window_reserve_bytes, int64_t, 0, "addresses to set aside per window and rank; 0 takes 256 GiB", any().on_all_ranks()) \
   WEFT_OPTION(window_bytes, int64_t, 0, "least bytes of a buffer's window; 0 takes what the buffer asks for", any().on_all_ranks()) \

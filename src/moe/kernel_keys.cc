@@ -58,8 +58,11 @@ KernelKey two_level_combine_key(const HighThroughputShape& shape) {
                              shape);
 }
 
-KernelKey low_latency_key(const LowLatencyDispatchShape& shape) {
-  KernelKey key{"kernels/moe/low_latency_dispatch.cuh", "low_latency_dispatch", "LowLatencyDispatchArgs"};
+KernelKey low_latency_key(const LowLatencyDispatchShape& shape, bool in_bulk) {
+  KernelKey key = in_bulk ? KernelKey{"kernels/moe/low_latency_dispatch_bulk.cuh",
+                                      "low_latency_dispatch_bulk", "LowLatencyDispatchArgs"}
+                          : KernelKey{"kernels/moe/low_latency_dispatch.cuh", "low_latency_dispatch",
+                                      "LowLatencyDispatchArgs"};
   key.shape = {{"ranks", shape.ranks},
                {"experts_per_rank", shape.experts_per_rank},
                {"top_k", shape.top_k},
@@ -71,8 +74,11 @@ KernelKey low_latency_key(const LowLatencyDispatchShape& shape) {
   return key;
 }
 
-KernelKey low_latency_key(const LowLatencyCombineShape& shape) {
-  KernelKey key{"kernels/moe/low_latency_combine.cuh", "low_latency_combine", "LowLatencyCombineArgs"};
+KernelKey low_latency_key(const LowLatencyCombineShape& shape, bool in_bulk) {
+  KernelKey key = in_bulk ? KernelKey{"kernels/moe/low_latency_combine_bulk.cuh", "low_latency_combine_bulk",
+                                      "LowLatencyCombineArgs"}
+                          : KernelKey{"kernels/moe/low_latency_combine.cuh", "low_latency_combine",
+                                      "LowLatencyCombineArgs"};
   key.shape = {{"ranks", shape.ranks},          {"experts_per_rank", shape.experts_per_rank},
                {"top_k", shape.top_k},          {"row_bytes", shape.row_bytes},
                {"reply", shape.reply},          {"weights", shape.weights},
@@ -122,10 +128,10 @@ std::vector<KernelKey> low_latency_keys(const LowLatencySizes& sizes, const LowL
                                     kElementBf16,
                                     kElementBf16,
                                     0};
-  return {
-      with_threads(low_latency_key(there), plan_low_latency_dispatch(sizes, there, limits).threads_per_block),
-      with_threads(low_latency_key(back),
-                   plan_low_latency_combine(sizes, back, form.tokens, limits).threads_per_block)};
+  const LowLatencyPlan sends = plan_low_latency_dispatch(sizes, there, limits);
+  const LowLatencyPlan replies = plan_low_latency_combine(sizes, back, form.tokens, limits);
+  return {with_threads(low_latency_key(there, sends.in_bulk), sends.threads_per_block),
+          with_threads(low_latency_key(back, replies.in_bulk), replies.threads_per_block)};
 }
 
 // Sources: CUDA C++ Programming Guide, compute capabilities: shared memory per block, less 1 KiB that the

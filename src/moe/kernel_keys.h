@@ -36,8 +36,8 @@ KernelKey combine_key(const HighThroughputShape& shape);
 KernelKey two_level_notify_key();
 KernelKey two_level_dispatch_key(const HighThroughputShape& shape);
 KernelKey two_level_combine_key(const HighThroughputShape& shape);
-KernelKey low_latency_key(const LowLatencyDispatchShape& shape);
-KernelKey low_latency_key(const LowLatencyCombineShape& shape);
+KernelKey low_latency_key(const LowLatencyDispatchShape& shape, bool in_bulk);
+KernelKey low_latency_key(const LowLatencyCombineShape& shape, bool in_bulk);
 
 HighThroughputShape dispatch_shape(const RowFormat& format);
 HighThroughputShape combine_shape(uint32_t row_bytes, uint32_t top_k, int64_t element);

@@ -27,6 +27,10 @@ PlannedCombine::Grid grid_of(const LowLatencyPlan& plan) {
   return {launch_of(plan), Divisor::of(plan.receive_splits), Divisor::of(plan.receive_splits / plan.pieces)};
 }
 
+BulkRows bulk_rows_of(const std::string& setting) {
+  return setting == "auto" ? BulkRows::kPlanned : setting == "never" ? BulkRows::kNever : BulkRows::kAlways;
+}
+
 // The first id that is neither -1 nor that of an expert; -1 where all are good.
 template <class Id>
 int64_t wrong_id(const Id* ids, uint64_t count, int64_t experts) {
@@ -154,8 +158,11 @@ Result<uint64_t> LowLatency::end_run(const LowLatencyRun& run) {
 }
 
 LowLatencySizes LowLatency::sizes(uint32_t max_tokens, uint32_t top_k, uint32_t experts) const {
-  return {ranks(),     max_tokens, top_k, experts, terms_.line_tokens, half_bytes() - lines_at(),
-          has_ports(), has_board()};
+  LowLatencySizes sizes{ranks(),     max_tokens,         top_k,
+                        experts,     terms_.line_tokens, half_bytes() - lines_at(),
+                        has_ports(), has_board()};
+  sizes.bulk_rows = bulk_rows_of(config().low_latency_bulk);
+  return sizes;
 }
 
 uint32_t* LowLatency::masks() const {
@@ -331,7 +338,7 @@ Result<PlannedDispatch> LowLatency::plan(const LowLatencyDispatchForm& form) con
   // for these knows what its results will be.
   if (limits_.is_cuda && form.padding == 0 && form.expert_rows == 0)
     prepare_on_mesh(*window_, low_latency_keys(all, form, kReplyReduced, limits_));
-  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, low_latency_key(shape), how));
+  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, low_latency_key(shape, plan.in_bulk), how));
   return PlannedDispatch{form, shape, args, how, kernel};
 }
 
@@ -416,7 +423,8 @@ Result<PlannedCombine> LowLatency::plan(const LowLatencyCombineForm& form) const
   args.pieces = Divisor::of(plan.pieces);
   args.owner_jobs = Divisor::of(args.call.batches.count * plan.pieces);
   const PlannedCombine::Grid receiving = grid_of(plan);
-  WEFT_TRY_ASSIGN(const Kernel* kernel, kernel_on_mesh(*window_, low_latency_key(shape), receiving.how));
+  WEFT_TRY_ASSIGN(const Kernel* kernel,
+                  kernel_on_mesh(*window_, low_latency_key(shape, plan.in_bulk), receiving.how));
   return PlannedCombine{form, shape, args, grid_of(sends), receiving, kernel};
 }
 

@@ -36,8 +36,9 @@ uint32_t warps_per_block(const LowLatencyPlan& plan, const ComputeLimits& limits
   return limits.is_cuda ? plan.threads_per_block / 32 : plan.threads_per_block;
 }
 
+constexpr uint32_t kWarpsPerSm = kCudaThreads / 32;
+
 uint32_t answering_warps(const LowLatencySizes& sizes) {
-  constexpr uint32_t kWarpsPerSm = kCudaThreads / 32;
   if (sizes.grid_sms == 0 || sizes.grid_sms > kAnsweringWarps / kWarpsPerSm) return kAnsweringWarps;
   return sizes.grid_sms * kWarpsPerSm;
 }
@@ -47,6 +48,22 @@ double ranks_of_token(const LowLatencySizes& sizes) {
   double missed = 1;
   for (uint32_t k = 0; k < sizes.top_k; ++k) missed *= 1 - 1.0 / sizes.ranks;
   return sizes.ranks * (1 - missed);
+}
+
+// Whether a call has fewer warps than messages, each of which then has several of its own. Registers of so few SMs cannot
+// hold enough under way, and 16-byte stores of theirs do not fill the links; bulk copies do both. Ranks must agree on it: who
+// goes so has no lines.
+bool wants_bulk(const LowLatencySizes& sizes, bool has_weights, const ComputeLimits& limits) {
+  if (sizes.grid_sms == 0 || sizes.has_ports || !has_weights || sizes.top_k > kMostBulkTopK ||
+      sizes.bulk_rows == BulkRows::kNever)
+    return false;
+  if (sizes.bulk_rows == BulkRows::kAlways) return true;
+  return limits.is_cuda && sizes.grid_sms * kWarpsPerSm <= sizes.batches().count * ranks_of_token(sizes);
+}
+
+// The same messages and words by the kernels of a GPU whose blocks have less shared memory.
+bool has_bulk_room(uint64_t bytes, const ComputeLimits& limits) {
+  return !limits.is_cuda || bytes <= limits.shared_bytes;
 }
 
 // Lines save a fence and a trip to memory each way, and cost a seventh of the bytes that leave. Both
@@ -100,7 +117,8 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   plan.word_bytes = sizes.has_ports
                         ? dispatch_outbox(sizes.ranks, sizes.experts_per_rank(), batches, message).bytes
                         : message_bytes(sizes.ranks, batches, message);
-  plan.lines = may_have_lines(sizes, line_message_bytes(sizes.ranks, batches, message));
+  const bool wants = shape.payload == kPayloadCopy && wants_bulk(sizes, shape.weights != 0, limits);
+  plan.lines = !wants && may_have_lines(sizes, line_message_bytes(sizes.ranks, batches, message));
   const uint32_t warps = warps_per_block(plan, limits);
   auto shared_bytes = [&](bool has_image) {
     return dispatch_shared(sizes.ranks, sizes.experts_per_rank(), sizes.top_k, warps, message, has_image,
@@ -117,6 +135,13 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
       limits.is_cuda
           ? std::clamp(working_warps(sizes, plan, warps) / (sizes.ranks * batches.count), 1u, kMostPieces)
           : 1;
+  const uint64_t bulk_bytes = dispatch_bulk_shared(plan.shared_bytes, sizes.ranks, sizes.experts_per_rank(),
+                                                   sizes.top_k, warps, shape.row_bytes)
+                                  .bytes;
+  if (!wants || !has_bulk_room(bulk_bytes, limits)) return plan;
+  plan.in_bulk = true;
+  plan.shared_bytes = static_cast<uint32_t>(bulk_bytes);
+  plan.receive_splits = 1;
   return plan;
 }
 
@@ -126,17 +151,23 @@ LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowL
   const CombineLayout layout =
       combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, reply_stride(shape.row_bytes, shape.reply));
   plan.word_bytes = layout.word_bytes;
-  plan.lines = may_have_lines(sizes, layout.line_bytes);
+  const bool wants = shape.reply == kReplyReduced && wants_bulk(sizes, shape.weights != 0, limits);
+  plan.lines = !wants && may_have_lines(sizes, layout.line_bytes);
   if (sizes.has_ports) plan.word_bytes = port_combine_bytes(sizes, shape);
   const uint32_t warps = warps_per_block(plan, limits);
   const uint64_t gathered = uint64_t{sizes.node_ranks} * sizes.batches().capacity;
   plan.shared_bytes = static_cast<uint32_t>(combine_shared(sizes.ranks, sizes.top_k, warps, gathered).bytes);
   plan.pieces = 1;
   plan.receive_splits = 1;
-  if (!limits.is_cuda) return plan;
+  const uint64_t bulk_bytes = combine_bulk_shared(plan.shared_bytes, sizes.top_k, warps).bytes;
+  if (wants && has_bulk_room(bulk_bytes, limits)) {
+    plan.in_bulk = true;
+    plan.shared_bytes = static_cast<uint32_t>(bulk_bytes);
+  }
+  if (!limits.is_cuda || plan.in_bulk) return plan;
   const double messages = sizes.batches().count * ranks_of_token(sizes);
   // A reply leaves the outbox in one piece.
-  if (!sizes.has_ports)
+  if (!sizes.has_ports && !wants)
     plan.pieces = std::clamp(static_cast<uint32_t>(answering_warps(sizes) / messages), 1u, kMostPieces);
   const uint32_t sums = std::max(tokens, 1u) * plan.pieces;
   plan.receive_splits =
@@ -191,9 +222,9 @@ uint64_t low_latency_hint_bytes(const LowLatencySizes& sizes, uint64_t hidden) {
 }
 
 std::string to_text(const LowLatencyPlan& plan) {
-  return text("words {} bytes, {} blocks of {} threads, {} bytes shared, {} pieces, {} receive splits",
+  return text("words {} bytes, {} blocks of {} threads, {} bytes shared, {} pieces, {} receive splits{}",
               plan.word_bytes, plan.blocks, plan.threads_per_block, plan.shared_bytes, plan.pieces,
-              plan.receive_splits);
+              plan.receive_splits, plan.in_bulk ? ", in bulk" : "");
 }
 
 }  // namespace weft

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 
+#include "kernels/moe/low_latency_bulk_layout.h"
 #include "kernels/moe/low_latency_ports.h"
 #include "plan/high_throughput.h"
 
@@ -14,6 +15,9 @@ namespace weft {
 
 // For LowLatencySizes::line_tokens: as many as are faster as lines.
 inline constexpr uint32_t kPlannedLineTokens = ~uint32_t{0};
+
+// Whether rows go by bulk copies where a call takes a bounded number of SMs: never, where that is faster, or wherever it can be.
+enum class BulkRows { kNever, kPlanned, kAlways };
 
 // What all ranks of a call agree on.
 struct LowLatencySizes {
@@ -28,6 +32,7 @@ struct LowLatencySizes {
   uint32_t node_ranks =
       0;  // combine: of this rank's node, whose sums cross once (low_latency_ports.h); 0: none do
   uint32_t grid_sms = 0;  // SMs, or host threads, of each launch of the call at most; 0: all
+  BulkRows bulk_rows = BulkRows::kPlanned;
 
   // The last ranks own fewer, or none, where experts do not divide evenly.
   uint32_t experts_per_rank() const { return (experts + ranks - 1) / ranks; }
@@ -46,6 +51,7 @@ struct LowLatencyPlan {
   uint32_t answer_parts =
       1;  // combine with port peers: parts of a reply, which the warps of a block share out
   uint32_t line_tokens = 0;  // dispatch: this rank's tokens travel as lines if they are so few; 0: never
+  bool in_bulk = false;  // the kernels of low_latency_*_bulk.cuh: no lines, and nothing is shared by warps
 };
 
 // `tokens` are this rank's.

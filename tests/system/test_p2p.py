@@ -151,6 +151,27 @@ def test_few_sms_give_the_same_rows(pool: RankPool) -> None:
     pool.run(_on_few)
 
 
+def _in_bulk(rank: Rank) -> None:
+    """Rows of one piece and of several, batches of one token and of three; a rank has none."""
+    for form in (
+        Form(),
+        Form(padding=16),
+        Form(FP8, BF16, BF16, scale_words=5, padding=8),
+        Form(per_expert=300),
+    ):
+        for hidden, tokens in ((64, (9, 0, 14)), (3200, (140, 0, 300))):
+            case = MoeCase(tokens_of(rank.size, *tokens), hidden, 3, 7)
+            with make(rank, case, form, max(tokens), num_sms=2) as a2a:
+                exchange(rank, a2a, case, form)
+                exchange(rank, a2a, case, form, accumulate=True)
+
+
+def test_rows_in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What few SMs of a GPU run, on the CPU."""
+    monkeypatch.setenv("WEFT_LOW_LATENCY_BULK", "always")
+    run_ranks(3, _in_bulk, with_gpus=False)
+
+
 def _other_sms(rank: Rank) -> None:
     with pytest.raises(Error, match="num_sms: got"):
         make(rank, MoeCase((3,) * rank.size, 64, 2, 4), Form(), MOST, num_sms=rank.rank + 1)

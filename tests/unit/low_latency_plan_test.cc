@@ -62,6 +62,48 @@ TEST(LowLatencyPlan, CallsOnFewSmsHaveFewBlocksAndLargerPieces) {
   EXPECT_EQ(plan.receive_splits, 1u);
 }
 
+// Where each warp has several messages, rows go in bulk, without lines and in one piece; not where there are more warps, nor
+// over ports, nor where shared memory is small, whose ranks still send what the others take.
+TEST(LowLatencyPlan, FewSmsOfManyTokensMoveRowsInBulk) {
+  LowLatencySizes sizes{4, 128, 8, 256, kPlannedLineTokens, 1 << 30};
+  sizes.grid_sms = 4;
+  const LowLatencyDispatchShape there{4, 64, 8, 7168, 224, kPayloadCopy, 1, 1};
+  const LowLatencyCombineShape back{4, 64, 8, 14336, kReplyReduced, 1, kElementBf16, kElementBf16, 0};
+  const auto dispatch = [&](const ComputeLimits& limits) {
+    return plan_low_latency_dispatch(sizes, there, limits);
+  };
+  const auto combine = [&](const ComputeLimits& limits) {
+    return plan_low_latency_combine(sizes, back, 128, limits);
+  };
+  EXPECT_TRUE(dispatch(kH200).in_bulk);
+  EXPECT_TRUE(combine(kH200).in_bulk);
+  EXPECT_FALSE(dispatch(kH200).lines);
+  EXPECT_FALSE(combine(kH200).lines);
+  EXPECT_EQ(combine(kH200).pieces, 1u);
+  EXPECT_LE(dispatch(kH200).shared_bytes, kH200.shared_bytes);
+  EXPECT_LE(combine(kH200).shared_bytes, kH200.shared_bytes);
+  const ComputeLimits small{true, 82, 1, 99 * 1024};
+  EXPECT_FALSE(dispatch(small).in_bulk);
+  EXPECT_FALSE(dispatch(small).lines);
+  EXPECT_FALSE(combine(small).in_bulk);
+  EXPECT_EQ(combine(small).pieces, 1u);
+  EXPECT_FALSE(dispatch(kHost).in_bulk);
+  sizes.grid_sms = 32;
+  EXPECT_FALSE(dispatch(kH200).in_bulk);
+  EXPECT_FALSE(combine(kH200).in_bulk);
+  sizes.grid_sms = 0;
+  EXPECT_FALSE(dispatch(kH200).in_bulk);
+  sizes.grid_sms = 4;
+  sizes.has_ports = true;
+  EXPECT_FALSE(dispatch(kH200).in_bulk);
+  sizes.has_ports = false;
+  sizes.bulk_rows = BulkRows::kNever;
+  EXPECT_FALSE(dispatch(kH200).in_bulk);
+  sizes.bulk_rows = BulkRows::kAlways;
+  EXPECT_TRUE(dispatch(kHost).in_bulk);
+  EXPECT_TRUE(combine(kHost).in_bulk);
+}
+
 // A block watches, and what is shared out over warps is shared out over those of the others.
 TEST(LowLatencyPlan, WhereABlockWatchesTheOthersShareTheWork) {
   LowLatencySizes sizes{2, 128, 8, 256, 0, 0, true, true};

@@ -34,8 +34,8 @@ def names(target: str) -> set[str]:
     return functions | types | macros
 
 
-# RowQueue and what it has: kernels ask kHasBulkCopies, which all targets have.
-ROW_QUEUE = {"RowQueue", "ask", "front", "has_room", "pop", "sees_arrived"}
+# RowQueue, RowWriter and what they have: kernels ask kHasBulkCopies, which all targets have.
+ROW_QUEUE = {"RowQueue", "RowWriter", "ask", "begin", "finish", "front", "has_room", "pop", "sees_arrived"}
 # What only one target has, each for a reason that kernels need not know.
 OWN = {
     "cuda": {"shared_address", "help_while_waiting", "AddedRow", *ROW_QUEUE},

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // RowPipe: rows through shared memory by bulk copies (TMA) from sm_90 on, by loads and stores before.
-// RowQueue: rows into shared memory by bulk copies, from sm_90 on.
+// RowQueue, RowWriter: rows into shared memory, and out of it, by bulk copies, from sm_90 on.
 #pragma once
 
 #include "kernels/target/cuda/groups.h"
@@ -94,6 +94,11 @@ class RowPipe {
     warp_.sync();
   }
 
+  // What the warp has seen arrive, later loads read too.
+  WEFT_DEVICE void sees_arrived() const {
+    warp_.sync();
+    bulk::fence_async();
+  }
   template <class Next, class Sink>
   WEFT_DEVICE void run(Next next, Sink sink) {
     decltype(next()) loading[kAhead] = {};  // oldest first
@@ -191,6 +196,45 @@ class RowQueue {
   uint32_t front_ = 0;
   uint32_t waiting_ = 0;
   uint32_t parity_ = 0;
+};
+
+// Pieces of rows that a warp makes, on their way to where they go. All lanes call all functions, with the same arguments.
+//   writer.begin(dst): where the piece for dst is to be written, of kQueuePieceBytes at most
+//   writer.finish(dst, bytes): when all lanes have written; dst is 16-byte aligned, bytes a multiple of 16
+// After drain() every piece is visible to a peer that acquires a later release by lane 0 of this warp; after
+// drain_but<n>() every piece but the last n.
+class RowWriter {
+ public:
+  // shared: kWriterBytes of this warp, 128-byte aligned.
+  WEFT_DEVICE RowWriter(Warp warp, std::byte* shared) : pieces_(shared), warp_(warp) {}
+
+  WEFT_DEVICE Vec16* begin(std::byte* /*dst*/) {
+    bulk::wait_read<kWriterSlots - 1>();
+    warp_.sync();
+    return reinterpret_cast<Vec16*>(piece());
+  }
+  WEFT_DEVICE void finish(std::byte* dst, uint32_t bytes) {
+    bulk::fence_async_shared();
+    warp_.sync();
+    if (warp_.rank() == 0) {
+      bulk::store(dst, piece(), bytes);
+      bulk::commit();
+    }
+    slot_ = slot_ + 1 == kWriterSlots ? 0 : slot_ + 1;
+  }
+  template <uint32_t kPieces>
+  WEFT_DEVICE void drain_but() {
+    bulk::wait_written<kPieces>();
+    warp_.sync();
+  }
+  WEFT_DEVICE void drain() { drain_but<0>(); }
+
+ private:
+  WEFT_DEVICE std::byte* piece() const { return pieces_ + slot_ * kQueuePieceBytes; }
+
+  std::byte* pieces_;
+  Warp warp_;
+  uint32_t slot_ = 0;
 };
 #else
 inline constexpr bool kHasBulkCopies = false;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// RowPipe: rows by copies of one thread.
+// RowPipe: rows by copies of one thread. RowQueue, RowWriter: rows where they are.
 #pragma once
 
 #include "kernels/target/host/groups.h"
@@ -22,6 +22,7 @@ class RowPipe {
  public:
   RowPipe(Warp, std::byte* /*shared*/, uint32_t /*piece_bytes*/) {}
 
+  void sees_arrived() const {}
   template <class Next, class Sink>
   void run(Next next, Sink sink) {
     for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);
@@ -42,6 +43,36 @@ class RowPipe {
 
  private:
   uint64_t stored_ = 0;  // by this thread, of several
+};
+
+// As on GPUs (kernels/target/cuda/row_pipe.h), in the same order, without copies.
+class RowQueue {
+ public:
+  RowQueue(Warp, std::byte* /*shared*/, uint32_t slots) : slots_(slots) {}
+  void sees_arrived() const {}
+  bool has_room() const { return waiting_ != slots_; }
+  void ask(const std::byte* src, uint32_t /*bytes*/) { pieces_[(front_ + waiting_++) % slots_] = src; }
+  const Vec16* front() const { return reinterpret_cast<const Vec16*>(pieces_[front_]); }
+  void pop() {
+    front_ = (front_ + 1) % slots_;
+    --waiting_;
+  }
+
+ private:
+  const std::byte* pieces_[kMostQueueSlots] = {};
+  uint32_t slots_;
+  uint32_t front_ = 0;
+  uint32_t waiting_ = 0;
+};
+
+class RowWriter {
+ public:
+  RowWriter(Warp, std::byte* /*shared*/) {}
+  Vec16* begin(std::byte* dst) { return reinterpret_cast<Vec16*>(dst); }
+  void finish(std::byte* /*dst*/, uint32_t /*bytes*/) {}
+  template <uint32_t kPieces>
+  void drain_but() {}
+  void drain() {}
 };
 
 }  // namespace weft

@@ -27,7 +27,7 @@ from weft.bench.moe import peers
 from weft.bench.moe.setting import Bench, Inputs, shape_columns
 from weft.bench.report import Row
 
-SMS = (0, 4, 8, 16, 32)  # 0: all, on the caller's stream
+SMS = (0, 4, 6, 8, 10, 12, 16)  # 0: all, on the caller's stream
 STEPS = ("dispatch", "combine")
 Make = Callable[[int], weft.P2PAllToAll]  # of so many SMs
 
@@ -183,12 +183,14 @@ def _sms_of_cublas(number: int) -> Iterator[None]:
 
 
 def _shapes(bench: Bench) -> dict[str, tuple[int, int, int]]:
-    """Return products by name: what an expert makes of so many tokens, and two of many, in large tiles and in short."""
+    """Return products by name: what an expert makes of so many tokens, and of many: 128, 120 and 112 large tiles, each
+    of which takes an SM, and short ones."""
     o = bench.options
     if not bench.on_gpu:
         return {"square": (128, 128, 128)}
     few = (max(o.tokens, 1), o.hidden, 4096)
-    return {"tokens": few, "square": (2048, 2048, 2048), "short": (8192, 512, 8192)}
+    tiles = {str(rows // 16): (rows, 2048, 2048) for rows in (2048, 1920, 1792)}
+    return {"tokens": few, **tiles, "short": (8192, 512, 8192)}
 
 
 def _product_of(bench: Bench, name: str, shape: tuple[int, int, int]) -> Product:

@@ -21,7 +21,7 @@
 // owner.
 #pragma once
 
-#include "kernels/moe/high_throughput_combine_pull.cuh"
+#include "kernels/moe/high_throughput_combine_stream.cuh"
 
 namespace weft {
 
@@ -39,30 +39,10 @@ WEFT_KERNEL void combine_rows(const CombineArgs& a, const MeshT& mesh, const Sha
 
   const uint64_t epoch = a.state->epoch + 1;
   const Rendezvous rendezvous = rendezvous_of(a);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && defined(WEFT_COMBINE_PULL)
-  RendezvousRecord record = a.mine;
-  record.reserved[0] = combine::pulled_at(a, mesh);
-  if (!meet_peers(rendezvous, block, warp, mesh, record, epoch, a.wait, &flags[0]))
-    return finish_launch(block, a.state, &flags[1]);
-  if (record.reserved[0] != 0) {
-    combine::pull_tokens(a, rendezvous, block, warp, mesh, shape, epoch);
-    if (!last_block(block, &a.state->arrived, &flags[1]) || warp.index() != 0) return;
-    combine::part_from_peers(a, warp, mesh, epoch);
-    warp.sync();
-    if (warp.rank() == 0) advance(a.state);
-    return;
-  }
-#else
   if (!begin_rendezvous(a, rendezvous, block, warp, mesh, epoch, flags)) return;
-#endif
   combine::push_rows(a, rendezvous, block, warp, mesh, shape, epoch);
   combine::watch_chunks(a, warp, mesh, epoch, progress);
-#ifdef WEFT_SUM_LOADS
-  constexpr bool kStreams = false;
-#else
-  constexpr bool kStreams = kHasBulkCopies;
-#endif
-  if constexpr (kStreams)
+  if constexpr (kHasBulkCopies)
     combine::stream_tokens<RowQueue>(a, rendezvous, block, warp, mesh, shape, epoch, progress);
   else
     combine::sum_tokens(a, rendezvous, block, warp, mesh, shape, epoch, progress);

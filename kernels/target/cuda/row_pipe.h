@@ -171,11 +171,6 @@ class RowQueue {
     back_ = back_ + 1 == slots_ ? 0 : back_ + 1;
     ++waiting_;
   }
-  WEFT_DEVICE void ask_by(bool is_mine, const std::byte* src, uint32_t bytes) {
-    if (is_mine) bulk::load(pieces_ + back_ * kQueuePieceBytes, src, bytes, &barriers_[back_]);
-    back_ = back_ + 1 == slots_ ? 0 : back_ + 1;
-    ++waiting_;
-  }
   WEFT_DEVICE const Vec16* front() const {
     bulk::wait_loaded(&barriers_[front_], parity_);
     return reinterpret_cast<const Vec16*>(pieces_ + front_ * kQueuePieceBytes);

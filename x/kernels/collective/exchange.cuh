@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// exchange.cuh: all_reduce, all_gather, reduce_scatter and all_to_all where every rank maps every other, each
+// as one kernel without steps to decode. Three ways:
+//   lines   every value travels beside its flag into the receiver's inbox, which needs no hand-shake and no
+//           fence; on the critical path are one look at the block's counter and one trip to the peer
+//           (all_reduce of larger buffers: two trips). The least latency; twice the bytes.
+//   places  ranks tell each other where their buffers are; then all_gather and all_to_all push straight into
+//           the peers' outputs by bulk copies, reduce_scatter and all_reduce read the peers' inputs, add in
+//           registers and write straight into the outputs. Every byte crosses a link once (all_reduce:
+//           twice). Two trips more than lines. Where some rank's buffers are in no window, all ranks see it
+//           and take stages instead.
+//   stages  the data goes in slices through staging areas of the receivers' windows, one signal for each
+//           slice: every byte crosses a link once (all_reduce: twice), and is copied once more where it
+//           arrives, while the next slice is under way. No byte of the buffers is touched by a peer, so they
+//           may lie anywhere and have any alignment.
+// Sums are in the order of ranks, so all ranks get the same bits. Waits: for lines, descriptors, signals of
+// every peer; bounded by the wait rule. exchange_args.h says why slots may be reused without asking.
+//
+// Who gives up sends nothing from then on that it made of what did not come, and takes back what would let a
+// rank that is late use its buffers: the late rank waits in vain, too. Launches after it send nothing.
+#pragma once
+
+#include "kernels/collective/exchange_places.cuh"
+
+namespace weft {
+
+template <class MeshT, class Shape>
+WEFT_KERNEL void run_exchange(const ExchangeArgs& a, const MeshT& mesh, const Shape& shape) {
+  const exchange::Run<MeshT, Shape> run{a,       mesh,        shape,
+                                        Block{}, mesh.rank(), static_cast<uint32_t>(shape.ranks)};
+  switch (a.way) {
+    case ExchangeWay::kLines:
+      return exchange::run_lines(run);
+    case ExchangeWay::kPlaces:
+      return exchange::run_places(run);
+    case ExchangeWay::kStages:
+      return exchange::run_stages(run);
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// exchange_stages.cuh: an exchange by stages. run_stages() moves slices through staging areas of the
+// receivers' windows, with a signal for each slice, and counts its signals in the state of the block.
+#pragma once
+
+#include "kernels/collective/exchange_lines.cuh"
+
+namespace weft {
+
+namespace exchange {
+
+// The staging area of one sender and slice in a block's part of a window, kStageAreas of them by turns.
+// Slices of an all_reduce are half as large: the second half of an area is for sums.
+template <class R>
+struct Stage {
+  const R& run;
+  uint64_t number;  // of the signal that publishes it
+
+  WEFT_DEVICE uint64_t area(uint32_t sender) const {
+    const ExchangeLayout& layout = run.a.layout;
+    const uint64_t at = ((number % kStageAreas) * run.ranks + sender) * layout.blocks + run.block.index();
+    return layout.stages_at + at * layout.stage_units * sizeof(Vec16);
+  }
+  WEFT_DEVICE Vec16* to(uint32_t peer) const {
+    return reinterpret_cast<Vec16*>(run.mesh.to(peer).mapped() + area(run.self));
+  }
+  WEFT_DEVICE Vec16* from(uint32_t peer) const {
+    return reinterpret_cast<Vec16*>(run.mesh.local() + area(peer));
+  }
+  WEFT_DEVICE uint32_t sums_at() const { return run.a.layout.stage_units / 2; }
+
+  // Tells every peer's block that the area, and the sums in it, are filled: slice `slice` of the call.
+  WEFT_DEVICE void publish(uint64_t slice) const {
+    run.block.sync();
+    const uint64_t shown = slice < kSlicesShown ? slice : kSlicesShown;
+    const uint64_t value = number << 32 | (run.a.digest & ~kSlicesShown) | shown;
+    for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size())
+      if (peer != run.self) run.mesh.to(peer).put_value(signal_of(run.self), value);
+  }
+  // Waits until all peers have published theirs. Returns, in every thread of the block, whether they have.
+  WEFT_DEVICE bool wait() const {
+    PeerPatience patience{{run.a.wait}, run.block.index()};
+    for (uint32_t peer = run.block.rank(); peer < run.ranks; peer += run.block.size()) {
+      if (peer == run.self) continue;
+      const auto* signal = reinterpret_cast<const uint64_t*>(run.mesh.local() + signal_of(peer));
+      uint64_t seen = load_acquire(signal);
+      for (uint32_t looks = 0; !came(seen); ++looks) {
+        if (patience.ends(looks, peer, number, seen >> 32)) {
+          store_release_block(&run.met()->lost, mark());
+          break;
+        }
+        seen = load_acquire(signal);
+      }
+    }
+    run.block.sync();
+    return load_acquire_block(&run.met()->lost) != mark();
+  }
+  WEFT_DEVICE uint32_t mark() const { return static_cast<uint32_t>(number); }
+
+ private:
+  // Whether a peer has filled this slice, of this call. Who is in a later call has left this one, and so has
+  // seen that it was the same. Nobody is more than kSlicesShown slices ahead.
+  WEFT_DEVICE bool came(uint64_t seen) const {
+    const uint32_t ahead = static_cast<uint32_t>(seen >> 32) - static_cast<uint32_t>(number);
+    if (ahead > kSlicesShown) return false;  // behind, too
+    const bool is_later_call = (seen & kSlicesShown) < ahead;
+    return is_later_call || ((static_cast<uint32_t>(seen) ^ run.a.digest) & ~kSlicesShown) == 0;
+  }
+  WEFT_DEVICE uint64_t signal_of(uint32_t sender) const {
+    return run.a.layout.staged_at + (uint64_t{run.block.index()} * run.ranks + sender) * sizeof(uint64_t);
+  }
+};
+
+// What of this rank's buffers belongs to a peer: sent to it, and where what it sends is kept.
+template <class R>
+struct Parts {
+  const R& run;
+  uint64_t share_units;  // of an all_reduce
+
+  WEFT_DEVICE Piece input_for(uint32_t peer) const {
+    const ExchangeArgs& a = run.a;
+    if (run.kind() == Exchange::kAllGather) return {a.input, a.bytes};
+    return run.kind() == Exchange::kAllReduce ? share_of_buffer(a.input, a.bytes, share_units, peer)
+                                              : part_of(a.input, a.bytes, peer);
+  }
+  WEFT_DEVICE Piece output_of(uint32_t peer) const {
+    const ExchangeArgs& a = run.a;
+    if (run.kind() == Exchange::kReduceScatter) return {a.output, a.bytes};
+    return run.kind() == Exchange::kAllReduce ? share_of_buffer(a.output, a.bytes, share_units, peer)
+                                              : part_of(a.output, a.bytes, peer);
+  }
+};
+
+// The first units of an area as a piece.
+WEFT_DEVICE Piece units_of(Vec16* area, uint32_t count) {
+  return {reinterpret_cast<std::byte*>(area), uint64_t{count} * sizeof(Vec16)};
+}
+
+template <class R>
+WEFT_DEVICE void fill_stages(const Stage<R>& stage, const Parts<R>& parts, Slice slice) {
+  const R& run = stage.run;
+  if (run.kind() == Exchange::kAllGather) {
+    const Piece own = sliced(parts.input_for(run.self), slice);
+    const auto whole = static_cast<uint32_t>(message::whole_units(own, slice.count));
+    auto put = [&](uint32_t unit, const Vec16& value) {
+      for (uint32_t step = 1; step < run.ranks; ++step) store_vec(stage.to(run.peer(step)) + unit, value);
+    };
+    move_units(
+        run.block, whole,
+        [&](uint32_t unit) { return load_vec(reinterpret_cast<const Vec16*>(own.at) + unit); }, put);
+    for (uint32_t unit = whole + run.block.rank(); unit < slice.count; unit += run.block.size())
+      put(unit, message::load_ragged(own, unit));
+    return;
+  }
+  for (uint32_t step = 1; step < run.ranks; ++step) {
+    const uint32_t peer = run.peer(step);
+    copy_units(run.block, slice.count, sliced(parts.input_for(peer), slice),
+               units_of(stage.to(peer), slice.count));
+  }
+}
+
+// Keeps what every peer has put `at` units into its area.
+template <class R>
+WEFT_DEVICE void empty_stages(const Stage<R>& stage, const Parts<R>& parts, Slice slice, uint32_t at) {
+  const R& run = stage.run;
+  for (uint32_t step = 1; step < run.ranks; ++step) {
+    const uint32_t peer = run.peer(step);
+    copy_units(run.block, slice.count, units_of(stage.from(peer) + at, slice.count),
+               sliced(parts.output_of(peer), slice));
+  }
+}
+
+// Adds what every peer has put into its area to this rank's, keeps the sums and calls then(unit, sum).
+template <class R, class Then>
+WEFT_DEVICE void add_stages(const Stage<R>& stage, const Parts<R>& parts, Slice slice, Then then) {
+  const R& run = stage.run;
+  const Piece own = parts.input_for(run.self), into = parts.output_of(run.self);
+  const Vec16* areas = stage.from(0);
+  const uint64_t stride = uint64_t{run.a.layout.blocks} * run.a.layout.stage_units;
+  with_combiner(run.shape, [&](auto combiner) {
+    for (uint32_t unit = run.block.rank(); unit < slice.count; unit += run.block.size()) {
+      const Vec16 mine = load_unit(own, slice.first + unit);
+      const Vec16 sum = sum_of<decltype(combiner)>(run, [&](uint32_t rank) {
+        return rank == run.self ? mine : load_vec(areas + rank * stride + unit);
+      });
+      store_unit(into, slice.first + unit, sum);
+      then(unit, sum);
+    }
+  });
+}
+
+// Slices of a block, one after the other; slice i is filled while slice i - 1 is emptied. Signal number n
+// says that the slice of its turn is filled (all_reduce: and the sums of the one before). Whoever fills the
+// areas of number n has seen the signals n - 2 of all peers, each of which had emptied n - 4 before. Who gives
+// up fills and tells nothing more.
+template <class R>
+WEFT_DEVICE void run_stages(const R& run) {
+  const ExchangeArgs& a = run.a;
+  const bool is_all_reduce = run.kind() == Exchange::kAllReduce;
+  const Parts<R> parts{run, share_units_of(a.bytes, run.ranks)};
+  const uint64_t units = is_all_reduce ? parts.share_units : (a.bytes + 15) / 16;
+  const uint64_t step = uint64_t{run.block.count()} * a.stage_slice_units;
+  const uint64_t start = uint64_t{run.block.index()} * a.stage_slice_units;
+  const uint64_t turns = start < units ? (units - start + step - 1) / step : 0;
+  if (turns == 0) return;
+  auto slice_of = [&](uint64_t turn) -> Slice {
+    const uint64_t first = start + turn * step, left = units - first;
+    return {first, static_cast<uint32_t>(left < a.stage_slice_units ? left : a.stage_slice_units)};
+  };
+  ExchangeState& state = a.states[run.block.index()];
+  const uint64_t first_number = state.stages + 1;
+  if (is_void(a.wait, load_gave_up(a.wait))) return;
+  if (run.block.rank() == 0) store_release_block(&run.met()->lost, static_cast<uint32_t>(first_number - 1));
+  const uint64_t signals = turns + (is_all_reduce ? 1 : 0);
+  for (uint64_t turn = 0; turn <= signals; ++turn) {
+    const Stage<R> stage{run, first_number + turn}, before{run, first_number + turn - 1};
+    if (turn < turns) {
+      fill_stages(stage, parts, slice_of(turn));
+      if (run.pushes()) copy_own(run, slice_of(turn), parts.input_for(run.self), parts.output_of(run.self));
+    }
+    if (is_all_reduce && turn > 0 && !before.wait()) break;
+    if (is_all_reduce && turn > 0 && turn <= turns)
+      add_stages(before, parts, slice_of(turn - 1), [&](uint32_t unit, const Vec16& sum) {
+        for (uint32_t to = 1; to < run.ranks; ++to)
+          store_vec(stage.to(run.peer(to)) + stage.sums_at() + unit, sum);
+      });
+    if (turn < signals) stage.publish(turn);
+    if (is_all_reduce) {
+      if (turn > 1) empty_stages(before, parts, slice_of(turn - 2), before.sums_at());
+    } else if (turn > 0) {
+      if (!before.wait()) break;
+      if (run.pushes())
+        empty_stages(before, parts, slice_of(turn - 1), 0);
+      else
+        add_stages(before, parts, slice_of(turn - 1), [](uint32_t, const Vec16&) {});
+    }
+  }
+  run.block.sync();
+  if (run.block.rank() == 0) state.stages += signals;
+}
+
+}  // namespace exchange
+
+}  // namespace weft

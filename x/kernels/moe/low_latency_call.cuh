@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_call.cuh: how a launch of low-latency mode starts, and how it waits.
+//
+// Nothing runs at the end of a launch: no block meets another. What a launch has read is acknowledged by the
+// next one, when the stream has ordered all of it; peers need that acknowledgement two calls later.
+#pragma once
+
+#include "kernels/core/reach.cuh"
+#include "kernels/moe/low_latency_ports.h"
+#include "kernels/moe/routes.cuh"
+
+namespace weft {
+namespace low_latency {
+
+inline constexpr bool kIsHost = Warp::kMaxSize == 1;
+
+// Every launch with a send phase adds this much to LowLatencyState::started, its blocks together.
+inline constexpr uint64_t kLaunchShare = 1 << 16;
+
+// The blocks of a launch that do its work. Where there is a board, the first block watches for the others: it starts
+// before them.
+struct Workers : Block {
+  uint32_t watching;
+  WEFT_DEVICE uint32_t index() const { return Block::index() - watching; }
+  WEFT_DEVICE uint32_t count() const { return Block::count() - watching; }
+};
+template <class MeshT>
+WEFT_DEVICE auto workers_of(const LowLatencyCall& call) {
+  if constexpr (kHasPorts<MeshT>)
+    return Workers{{}, call.board.control ? 1u : 0u};
+  else
+    return Block{};
+}
+template <class MeshT>
+using WorkersOf = decltype(workers_of<MeshT>(LowLatencyCall{}));
+
+// On the host: whether a call's rows are more than the caches keep until they are read.
+WEFT_DEVICE bool is_past_caches(const LowLatencyCall& call, int64_t row_bytes) {
+  return kIsHost && call.tokens * static_cast<uint64_t>(row_bytes) > kCachedBytes;
+}
+
+struct Epoch {
+  uint64_t number;  // of the call, from 1 on
+  uint32_t parity;  // which half it uses
+};
+
+WEFT_DEVICE uint64_t half_offset(const LowLatencyCall& call, uint64_t ranks, Epoch epoch) {
+  return call.region + low_latency_control(ranks).end + epoch.parity * call.half_bytes;
+}
+// Where the outbox for port peers begins.
+WEFT_DEVICE uint64_t outbox_offset(const LowLatencyCall& call, uint64_t ranks, Epoch epoch) {
+  return half_offset(call, ranks, epoch) + call.lines_at;
+}
+// Offset in the window of element `at` of one parity of a u64[2][per_parity] array of the control area.
+WEFT_DEVICE uint64_t control_offset(const LowLatencyCall& call, uint64_t array, uint64_t per_parity,
+                                    Epoch epoch, uint64_t at) {
+  return call.region + array + (epoch.parity * per_parity + at) * 8;
+}
+WEFT_DEVICE uint64_t word_offset(const LowLatencyCall& call, uint64_t ranks, Epoch epoch, uint64_t source,
+                                 uint64_t word) {
+  return control_offset(call, low_latency_control(ranks).word, ranks * kWordsPerSource, epoch,
+                        source * kWordsPerSource + word);
+}
+
+// Where this rank's kernels look at what stands at `offset` of the window, in its control area.
+template <class MeshT>
+WEFT_DEVICE std::byte* control_at(const LowLatencyCall& call, const MeshT& mesh, uint64_t offset) {
+  if constexpr (kHasPorts<MeshT>)
+    if (call.board.control) return call.board.control + (offset - call.region);
+  return mesh.local() + offset;
+}
+// The same of a rank that this rank can store to; null for a port peer.
+template <class MeshT>
+WEFT_DEVICE std::byte* near_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer,
+                                    uint64_t offset) {
+  if constexpr (kHasPorts<MeshT>)
+    if (peer == mesh.rank()) return control_at(call, mesh, offset);
+  std::byte* window = near_window(mesh, peer);
+  return kHasPorts<MeshT> && !window ? nullptr : window + offset;
+}
+// One thread: put_value() of any peer, this rank included.
+template <class MeshT>
+WEFT_DEVICE void put_control(const LowLatencyCall& call, const MeshT& mesh, uint32_t peer, uint64_t offset,
+                             uint64_t value) {
+  if constexpr (kHasPorts<MeshT>) {
+    if (std::byte* at = near_control(call, mesh, peer, offset))
+      return store_release(reinterpret_cast<uint64_t*>(at), value);
+  }
+  mesh.to(peer).put_value(offset, value);
+}
+
+template <class MeshT>
+WEFT_DEVICE LowLatencyState* state_of(const LowLatencyCall& call, const MeshT& mesh) {
+  return reinterpret_cast<LowLatencyState*>(
+      control_at(call, mesh, call.region + low_latency_control(mesh.ranks()).state));
+}
+
+// How a call waits, and where it looks for a fault.
+struct CallRule : WaitRule {
+  const LowLatencyState* state;  // null: in the fault box
+
+  WEFT_DEVICE bool is_raised() const {
+    return state ? load_relaxed(&state->raised) != 0 : WaitRule::is_raised();
+  }
+};
+template <class MeshT>
+WEFT_DEVICE decltype(auto) wait_rule(const LowLatencyCall& call, const MeshT& mesh) {
+  if constexpr (kHasPorts<MeshT>)
+    return CallRule{call.wait, call.board.control ? state_of(call, mesh) : nullptr};
+  else
+    return (call.wait);
+}
+
+WEFT_DEVICE bool is_masked(const LowLatencyCall& call, uint32_t peer) {
+  return call.masked && load_relaxed(call.masked + peer) != 0;
+}
+
+// A peer that was waited for in vain is masked, or it is a fault.
+WEFT_DEVICE void lose(const LowLatencyCall& call, uint32_t peer, Site site, uint64_t want, uint64_t seen,
+                      uint64_t waited_ns) {
+  if (!call.may_mask) {
+    raise(call.wait.fault, site, call.wait.self, peer, want, seen, waited_ns);
+  } else if (waited_ns > call.wait.timeout_ns) {  // else another warp's fault has ended the wait
+    store_relaxed(call.masked + peer, uint32_t{1});
+    store_relaxed(call.silent + peer, uint32_t{1});
+  }
+}
+
+// Waits, in one thread, for a signal of a peer; what may follow is what load_signal() allows. False: the peer
+// is masked, by now or before, or it is a fault. `scale` turns values into epochs for the report.
+template <class MeshT>
+WEFT_DEVICE bool await(const LowLatencyCall& call, const MeshT& mesh, const uint64_t* signal, uint64_t want,
+                       uint32_t peer, Site site, uint64_t scale, uint64_t& seen) {
+  if (is_masked(call, peer)) {
+    seen = load_signal(signal);
+    return seen >= want;
+  }
+  uint64_t waited_ns = 0;
+  const Span traced(call.wait.trace, site, peer);
+  const auto& rule = wait_rule(call, mesh);
+  if (poll(rule, waited_ns, [&] { return (seen = load_signal(signal)) >= want; })) return true;
+  lose(call, peer, site, want / scale, seen / scale, waited_ns);
+  return false;
+}
+
+// What the first warp of a block asks for as it starts: it is on its way while the block gets ready.
+struct Joined {
+  uint64_t started;  // in its first lane: what the call's number is made of
+  uint64_t even;     // each lane: the last call of either half that a peer has read
+  uint64_t odd;
+  uint32_t gave_up;  // not 0: nobody takes part any more
+};
+
+// One thread. All blocks of the launch share out kLaunchShare so that they read the same quotient: the last block adds
+// what the others leave, and even all others together do not reach the next one.
+template <class MeshT>
+WEFT_DEVICE uint64_t join_launch(const LowLatencyCall& call, Block block, const MeshT& mesh) {
+  LowLatencyState* state = state_of(call, mesh);
+  if ((call.phases & kPhaseSend) == 0) return state->call_epoch[call.ticket];
+  const bool is_last = block.index() + 1 == block.count();
+  return add_local(&state->started, is_last ? kLaunchShare - (block.count() - 1) : 1);
+}
+WEFT_DEVICE uint64_t call_number(const LowLatencyCall& call, uint64_t started) {
+  return (call.phases & kPhaseSend) == 0 ? started : started / kLaunchShare + 1;
+}
+template <class MeshT>
+WEFT_DEVICE const uint64_t* consumed_calls(const LowLatencyCall& call, const MeshT& mesh) {
+  return reinterpret_cast<const uint64_t*>(
+      control_at(call, mesh, call.region + low_latency_control(mesh.ranks()).consumed));
+}
+
+template <class MeshT>
+WEFT_DEVICE Joined join(const LowLatencyCall& call, Block block, Warp warp, const MeshT& mesh) {
+  Joined joined{};
+  if (warp.index() != 0) return joined;
+  if (warp.rank() == 0) joined.started = join_launch(call, block, mesh);
+  joined.gave_up = load_gave_up(call.wait);
+  // Mostly these acknowledgements came long ago.
+  const uint64_t* consumed = consumed_calls(call, mesh);
+  if (warp.rank() < mesh.ranks()) {
+    joined.even = load_signal(consumed + warp.rank());
+    joined.odd = load_signal(consumed + mesh.ranks() + warp.rank());
+  }
+  return joined;
+}
+
+// One warp of the launch: tells peers which calls this rank has read.
+template <class MeshT>
+WEFT_DEVICE void acknowledge(const LowLatencyCall& call, Warp warp, const MeshT& mesh) {
+  LowLatencyState* state = state_of(call, mesh);
+  const uint64_t consumed = low_latency_control(mesh.ranks()).consumed;
+  WEFT_ROLLED
+  for (uint32_t signal = warp.rank(); signal < 2 * mesh.ranks(); signal += warp.size()) {
+    const uint32_t peer = signal / 2;
+    const Epoch half{0, signal % 2};
+    if (is_masked(call, peer)) continue;
+    const uint64_t word = control_offset(call, consumed, mesh.ranks(), half, mesh.rank());
+    if (is_port(mesh, peer))
+      mesh.to(peer).put_value(word, state->received[half.parity]);
+    else
+      store_after_launch(reinterpret_cast<uint64_t*>(near_control(call, mesh, peer, word)),
+                         state->received[half.parity]);
+  }
+  warp.sync();
+}
+
+// One thread, after that: notes what this launch is about.
+template <class MeshT>
+WEFT_DEVICE void note_call(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch) {
+  LowLatencyState* state = state_of(call, mesh);
+  if (call.phases & kPhaseSend) state->call_epoch[call.ticket] = epoch.number;
+  if (call.phases & kPhaseReceive) state->received[epoch.parity] = epoch.number;
+}
+
+// Finds, in one warp, a launch's call number, and present[peer] for each peer that takes part. Before a send
+// phase it waits until all of them have read this half's last call.
+template <class MeshT>
+WEFT_DEVICE void find_call(const LowLatencyCall& call, Warp warp, const MeshT& mesh, const Joined& joined,
+                           uint64_t* shared_epoch, uint32_t* present, Site site) {
+  const Span traced(call.wait.trace, Work::kLowLatencyBegin, warp.rank() == 0);
+  const uint64_t number = call_number(call, warp.broadcast(joined.started));
+  const uint64_t* consumed = consumed_calls(call, mesh);
+  const Epoch epoch{number, static_cast<uint32_t>(number & 1)};
+  const uint64_t want = (call.phases & kPhaseSend) != 0 && number > 2 ? number - 2 : 0;
+  const bool all_left = is_void(call.wait, joined.gave_up);
+  WEFT_ROLLED
+  for (uint32_t peer = warp.rank(); peer < mesh.ranks(); peer += warp.size()) {
+    bool takes_part = !all_left && !is_masked(call, peer);
+    const bool has_read = peer == warp.rank() && (epoch.parity != 0 ? joined.odd : joined.even) >= want;
+    uint64_t seen = 0;
+    if (takes_part && !has_read)
+      takes_part =
+          await(call, mesh, consumed + epoch.parity * mesh.ranks() + peer, want, peer, site, 1, seen);
+    present[peer] = takes_part ? 1 : 0;
+  }
+  if (warp.rank() == 0) *shared_epoch = number;
+}
+
+// Starts a launch, in the block, and returns its number. The first warp finds it while the others prepare().
+// Meanwhile the last warp of all tells peers what was read before; they may be waiting for just that.
+template <class MeshT, class Prepare>
+WEFT_DEVICE Epoch begin_call(const LowLatencyCall& call, WorkersOf<MeshT> block, Warp warp, const MeshT& mesh,
+                             const Joined& joined, uint64_t* shared_epoch, uint32_t* present, Site site,
+                             Prepare prepare) {
+  const bool is_last_warp = block.index() + 1 == block.count() && warp.index() + 1 == block.warps();
+  if (is_last_warp) acknowledge(call, warp, mesh);
+  if (warp.index() == 0) find_call(call, warp, mesh, joined, shared_epoch, present, site);
+  prepare();
+  block.sync();
+  const Epoch epoch{*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};
+  if (is_last_warp && warp.rank() == 0) note_call(call, mesh, epoch);
+  return epoch;
+}
+
+// The warps of all blocks, dealt so that consecutive jobs go to different blocks.
+struct WarpShare {
+  uint32_t index;
+  uint32_t total;
+};
+template <class Blocks>
+WEFT_DEVICE WarpShare warp_share(Blocks block, Warp warp) {
+  return {warp.index() * block.count() + block.index(), block.count() * block.warps()};
+}
+
+// A choice that names no expert counts as empty.
+template <class Args>
+WEFT_DEVICE int64_t chosen_expert(const Args& a, uint64_t top_k, uint64_t token, uint64_t k) {
+  const int64_t expert = expert_at(a.topk_idx, a.call.id_bytes, token * top_k + k);
+  return expert >= 0 && expert < a.call.experts ? expert : -1;
+}
+
+}  // namespace low_latency
+}  // namespace weft

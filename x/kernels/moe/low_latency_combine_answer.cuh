@@ -1,0 +1,344 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_combine_answer.cuh: delivers: tells peers the weights of this rank's tokens, and answers what the dispatch
+// brought: a reply for each message or row, built at its place in the owner's window, then the batch's word there, unless
+// the replies are lines.
+#pragma once
+
+#include "kernels/moe/low_latency_combine_ports.cuh"
+#include "kernels/moe/low_latency_combine_sum.cuh"
+
+namespace weft {
+namespace low_latency {
+
+// ---- step 1
+
+// The block.
+template <class C>
+WEFT_DEVICE void send_weights_to(const C& c, uint32_t peer) {
+  const uint32_t parts = c.has_lines() ? parts_of(c.weight_vecs()) : c.weight_vecs();
+  WEFT_ROLLED
+  for (uint32_t i = c.block.rank(); i < c.a.call.tokens * parts; i += c.block.size()) {
+    const uint32_t token = i / parts;
+    const LinePart part{i % parts};
+    const uint32_t first = (c.has_lines() ? part.vec() : part.index) * 4;
+    const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
+    Vec16 vec{};
+    WEFT_UNROLL
+    for (uint32_t w = 0; w < 4; ++w)
+      if (first + w < c.top_k()) vec.words[w] = bits_of_float(weights[first + w]);
+    auto* theirs = reinterpret_cast<Vec16*>(near_window(c.mesh, peer) + c.weights_at(c.mesh.rank(), token));
+    if (c.has_lines())
+      store_part(theirs, part, vec, c.tag());
+    else
+      store_vec(theirs + part.index, vec);
+  }
+}
+
+template <class C>
+WEFT_DEVICE void send_weights(const C& c) {
+  WEFT_ROLLED
+  for (uint32_t peer = c.block.count() - 1 - c.block.index(); peer < c.ranks(); peer += c.block.count()) {
+    if (c.present()[peer] == 0) continue;
+    if (c.takes_own_weights()) send_weights_to(c, peer);
+    if (c.has_lines()) {  // nobody who answers waits for the handshake
+      if (c.block.rank() + c.warp.size() == c.block.size())
+        send_handshake(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
+      continue;
+    }
+    c.block.sync();
+    if (c.block.rank() == 0) send_handshake(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
+    c.block.sync();  // the handshake would wait for all that the block's warps answer by then
+  }
+}
+
+// ---- step 2
+
+// Loads the experts' rows that are listed. await_owner() runs when the first are on their way, and before a
+// weight is used; no sum is made if it returns false.
+template <class C, class RowOf, class AwaitOwner>
+struct RowSource {
+  const C& c;
+  const VecLayout& layout;
+  RowOf row_of;
+  AwaitOwner await_owner;
+  bool is_ready = false;
+
+  template <uint32_t kRows, uint32_t kVecs>
+  WEFT_DEVICE bool operator()(Vec16 (&held)[kRows][kVecs], uint32_t row, uint32_t count, uint32_t first,
+                              uint32_t last) {
+    WEFT_UNROLL
+    for (uint32_t r = 0; r < kRows; ++r) {
+      if (row + r >= count) continue;
+      const auto* vecs = reinterpret_cast<const Vec16*>(row_of(row + r));
+      if (kIsHost && !layout.lines) {
+        load_side_by_side(held[r], vecs, first, last);
+        continue;
+      }
+      WEFT_UNROLL
+      for (uint32_t v = 0; v < kVecs; ++v) {
+        const uint32_t index = first + v * c.warp.size();
+        if (index < last && layout.holds(index)) held[r][v] = load_vec(vecs + layout.vec(index));
+      }
+    }
+    is_ready = is_ready || await_owner();
+    return is_ready;
+  }
+};
+
+// What a warp sums of a reply, in the layout's terms. A piece that no lines carry is not shared: its word says all of it.
+template <class C>
+WEFT_DEVICE Range range_of(const C& c, const Message& m, const VecLayout& layout) {
+  const Range piece = layout.range(m.piece, c.reply_parts());
+  if (parts_of_piece(c) == 1 || !layout.lines) return piece;
+  const uint32_t middle = piece.first + (piece.last - piece.first) / kLineParts / 2 * kLineParts;
+  return m.part == 0 ? Range{piece.first, middle} : Range{middle, piece.last};
+}
+
+// This warp's piece of the listed rows' sum, to a reply, unless await_owner() returns false: it runs once,
+// before a weight is used.
+template <class C, class AwaitOwner>
+WEFT_DEVICE bool write_reply(const C& c, const Message& m, uint32_t count, std::byte* reply,
+                             AwaitOwner await_owner) {
+  const uint32_t piece = m.piece;
+  auto row_of = [&](uint32_t i) { return c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes; };
+  if (!is_log(c.shape.reply)) {
+    const VecLayout layout{m.as_lines, c.row_vecs(), c.tag()};
+    const bool is_ready = kIsHost && !layout.lines;  // weights are listed before rows are
+    if (is_ready && !await_owner()) return false;
+    const RowSource<C, decltype(row_of), AwaitOwner> source{c, layout, row_of, await_owner, is_ready};
+    bool is_made = false;
+    with_row_element(c.shape, [&](auto element) {
+      using Element = decltype(element);
+      const auto weight_of = [&](uint32_t row) { return c.weights()[row]; };
+      const auto put = [&](uint32_t index, const float (&sums)[Element::kPerVec]) {
+        auto* vecs = reinterpret_cast<Vec16*>(reply);
+        if (kIsHost && !layout.lines)  // without a call, which takes a host as long as the sum
+          store_vec(vecs + index, Element::round(sums));
+        else
+          layout.store(vecs, index, Element::round(sums));
+      };
+      const Range part = range_of(c, m, layout);
+      is_made = (is_ready && sum_alone<Element>(c, part, count, row_of, weight_of, reply)) ||
+                sum_rows<Element, kSendVecs, kSendRows>(c, part, count, source, weight_of, put);
+    });
+    return is_made;
+  }
+  if (!await_owner()) return false;
+  const auto block_elems = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2));
+  const Range blocks =
+      part_of(static_cast<uint32_t>(c.shape.row_bytes) / 2 / block_elems, piece, c.reply_parts());
+  for (uint32_t b = blocks.first; b < blocks.last; ++b)
+    encode_block(c, b * block_elems / kGroupElems, block_elems / kGroupElems, count, row_of, reply);
+  return true;
+}
+
+// Asks for this warp's piece of the listed rows while there is something else to wait for.
+template <class C>
+WEFT_DEVICE void prefetch_rows(const C& c, uint32_t piece, uint32_t count) {
+  constexpr uint32_t kLineBytes = 128;
+  const Range vecs = c.vecs_of(piece);
+  const uint32_t lines = ((vecs.last - vecs.first) * 16 + kLineBytes - 1) / kLineBytes;
+  WEFT_ROLLED
+  for (uint32_t i = 0; i < count; ++i) {
+    const std::byte* row = c.a.x + static_cast<uint64_t>(c.rows()[i]) * c.a.x_row_bytes + vecs.first * 16;
+    WEFT_ROLLED
+    for (uint32_t line = c.warp.rank(); line < lines; line += c.warp.size())
+      prefetch(row + line * kLineBytes);
+  }
+}
+
+// On the host: asks for the rows of a message that is answered next, and for where its reply goes.
+template <class C>
+WEFT_DEVICE void ask_ahead(const C& c, const Message& m) {
+  const auto row_bytes = static_cast<uint64_t>(c.shape.row_bytes);
+  // Replies to port peers stand side by side.
+  bool has_place = C::kPorts || m.as_lines || is_past_caches(c.a.call, c.shape.row_bytes);
+  for (uint32_t k = 0; k < c.top_k(); ++k) {
+    const int32_t row = m.record[1 + k];
+    if (row < 0) continue;
+    ask_for_row(c.a.x + static_cast<uint64_t>(row) * c.a.x_row_bytes, row_bytes);
+    if (!has_place)
+      ask_for_row(near_window(c.mesh, m.owner) + c.reply_at(static_cast<uint32_t>(m.record[0]), k, false),
+                  row_bytes);
+    has_place = has_place || is_reduced(c.shape.reply);
+  }
+}
+
+// Waits until this rank's own kernels have said that the rows of a message are there. The warp.
+template <class C>
+WEFT_DEVICE bool await_rows(const C& c, const int32_t* record) {
+  const uint32_t rows_per_expert = c.ranks() * c.a.call.max_tokens;
+  bool all_there = true;
+  for (uint32_t k = c.warp.rank(); k < c.top_k(); k += c.warp.size()) {
+    if (record[1 + k] < 0) continue;
+    const auto row = static_cast<uint32_t>(record[1 + k]);
+    const uint32_t expert = row / rows_per_expert;
+    const uint32_t* signal =
+        c.a.signals + uint64_t{expert} * c.a.signals_per_expert + row % rows_per_expert / c.a.signal_rows;
+    uint32_t seen = 0;
+    uint64_t waited_ns = 0;
+    if (poll(c.a.call.wait, waited_ns, [&] { return (seen = load_acquire(signal)) >= c.a.signal_value; }))
+      continue;
+    raise(c.a.call.wait.fault, Site::kLowLatencySignal, c.a.call.wait.self, expert, c.a.signal_value, seen,
+          waited_ns);
+    all_there = false;
+  }
+  c.warp.sync();
+  return !c.warp.any(!all_there);
+}
+
+// Waits for an owner's weights, if it sends any, unless these are lines; the host, where that is near, and whoever
+// was told places also leaves out an owner that means another call. The warp.
+template <class C>
+WEFT_DEVICE bool owner_agrees(const C& c, uint32_t owner) {
+  bool is_ready = true;
+  if (((c.takes_own_weights() && !c.has_lines()) || kIsHost || C::kPorts) && c.warp.rank() == 0) {
+    is_ready = await_handshake(c.a.call, c.mesh, c.epoch, owner, Site::kLowLatencyCombineRecv);
+    if (is_ready && (kIsHost || C::kPorts))
+      is_ready = agrees(c.a.call, c.mesh, c.epoch, owner, c.dispatch_epoch());
+  }
+  return !c.warp.any(!is_ready);
+}
+
+// Waits for the weights of an owner's token, where they are lines, and lists them. The warp.
+template <class C>
+WEFT_DEVICE bool take_weight_lines(const C& c, uint32_t owner, uint32_t token, uint32_t count) {
+  const auto* lines = reinterpret_cast<const Vec16*>(c.mesh.local() + c.weights_at(owner, token));
+  auto look = [&] {
+    return !c.warp.any(!take_lines(c.warp, lines, c.weight_vecs(), c.tag(), c.owners_weights()));
+  };
+  if (!await_lines(c.a.call, c.warp, c.mesh, c.epoch, owner, Site::kLowLatencyCombineRecv, look))
+    return false;
+  c.warp.sync();
+  const auto* weights = reinterpret_cast<const float*>(c.owners_weights());
+  list_weights(c, count, [&](uint32_t k) { return weights[k]; });
+  return true;
+}
+
+// Replies where all ranks map each other: each has a slot at its owner.
+template <class C>
+struct MappedReplies {
+  const C& c;
+
+  WEFT_DEVICE std::byte* place(const Message& m, uint32_t token, const uint32_t* slot) const {
+    return near_window(c.mesh, m.owner) + c.reply_at(token, *slot, m.as_lines);
+  }
+  WEFT_DEVICE void leave_out() const {}
+  WEFT_DEVICE void finish(const Message& m, uint32_t batch, uint32_t messages) const {
+    if (c.warp.rank() == 0 && !m.as_lines)
+      c.mesh.to(m.owner).put_value(
+          word_offset(c.a.call, c.ranks(), c.epoch, c.mesh.rank(), batch * c.a.pieces.value + m.piece),
+          c.epoch.number * kWordEpoch | kWordDone | messages);
+  }
+};
+
+template <class C>
+WEFT_DEVICE auto replies_to(const C& c, uint32_t owner, uint32_t batch) {
+  if constexpr (C::kPorts)
+    return PortReplies<C>(c, owner, batch);
+  else
+    return MappedReplies<C>{c};
+}
+
+// The weights of a message's slots, as bits: those that came with the dispatch, or those of its owner.
+template <class C>
+WEFT_DEVICE const uint32_t* weights_of(const C& c, const Message& m) {
+  const auto token = static_cast<uint32_t>(m.record[0]);
+  if (!c.takes_own_weights()) return reinterpret_cast<const uint32_t*>(m.record) + 1 + c.top_k();
+  if (c.keeps_own(m.owner))
+    return reinterpret_cast<const uint32_t*>(c.a.topk_weights) + uint64_t{token} * c.top_k();
+  return reinterpret_cast<const uint32_t*>(c.mesh.local() + c.weights_at(m.owner, token));
+}
+
+// One reply: the weighted sum of the message's listed rows, to the slot of the first of them.
+template <class C, class AwaitOwner, class Replies>
+WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, AwaitOwner await_owner,
+                                Replies& replies) {
+  const auto token = static_cast<uint32_t>(m.record[0]);
+  auto get_weights = [&] {
+    if (!await_owner()) return false;
+    if (c.takes_own_weights() && c.has_lines()) return take_weight_lines(c, m.owner, token, count);
+    const uint32_t* weights = weights_of(c, m);
+    list_weights(c, count, [&](uint32_t k) { return float_of_bits(load_relaxed(weights + k)); });
+    return true;
+  };
+  std::byte* reply = replies.place(m, token, c.slots());
+  return write_reply(c, m, count, reply, get_weights);
+}
+
+// One reply per row, as it is.
+template <class C, class AwaitOwner, class Replies>
+WEFT_DEVICE bool answer_exact(const C& c, const Message& m, AwaitOwner await_owner, Replies& replies) {
+  const auto token = static_cast<uint32_t>(m.record[0]);
+  if (!await_owner()) return false;
+  for (uint32_t slot = 0; slot < c.top_k(); ++slot) {
+    if (m.record[1 + slot] < 0) continue;
+    list_rows(c, [&](uint32_t k) { return k == slot ? m.record[1 + k] : -1; });
+    list_weights(c, 1, [](uint32_t) { return 1.0f; });
+    std::byte* reply = replies.place(m, token, &slot);
+    write_reply(c, m, 1, reply, [] { return true; });
+    c.warp.sync();
+  }
+  return true;
+}
+
+// A piece of all replies to one batch of one owner, then, unless they are lines, the batch's word there. The
+// warp.
+template <class C>
+WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32_t piece, uint32_t part) {
+  const RoutesLayout routes = c.routes();
+  const uint32_t batch_at = owner * c.batches().count + batch;
+  Message m{c.a.routes + routes.records + batch_at * c.batches().capacity * routes.record_words, owner, piece,
+            part, false};
+  // The first record is asked for before it is known whether there is one: memory is far.
+  const uint32_t noted =
+      load_relaxed(reinterpret_cast<const uint32_t*>(c.a.routes) + routes.counts + batch_at);
+  const uint32_t messages = noted & kMaxBatchTokens;
+  m.as_lines = (noted & kCameAsLines) != 0 && c.answers_lines();
+  uint32_t count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
+  if (messages == 0 || c.present()[owner] == 0 || (part != 0 && !m.as_lines)) return;
+  const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
+  bool is_ready = false;
+  auto await_owner = [&] {
+    if (!c.a.signals) prefetch_rows(c, piece, count);
+    is_ready = is_ready || owner_agrees(c, owner);
+    return is_ready;
+  };
+  if (C::kPorts && !await_owner()) return;  // the owner says where its replies stand
+  auto replies = replies_to<C>(c, owner, batch);
+  WEFT_ROLLED
+  for (uint32_t index = 0; index < messages; ++index, m.record += routes.record_words) {
+    if (index > 0) count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
+    if (c.a.signals && !await_rows(c, m.record)) return;
+    if (kIsHost && index + 1 < messages)
+      ask_ahead(c, {m.record + routes.record_words, m.owner, m.piece, m.part, m.as_lines});
+    if (count == 0) {
+      replies.leave_out();
+      continue;
+    }
+    if (!(is_reduced(c.shape.reply) ? answer_reduced(c, m, count, await_owner, replies)
+                                    : answer_exact(c, m, await_owner, replies)))
+      return;
+    c.warp.sync();
+  }
+  replies.finish(m, batch, messages);
+}
+
+// Owners start with this rank's successor; its own tokens come last, when their weights have surely come, or are summed
+// where they are received.
+template <class C>
+WEFT_DEVICE void answer_batches(const C& c) {
+  const WarpShare share = warp_share(c.block, c.warp);
+  const uint32_t parts = parts_of_piece(c);
+  WEFT_ROLLED
+  for (uint32_t at = share.index; at < c.a.owner_jobs.value * c.owners() * parts; at += share.total) {
+    const uint32_t job = at / parts;
+    const uint32_t owner = (c.mesh.rank() + 1 + job / c.a.owner_jobs) % c.ranks();
+    const uint32_t in_owner = job % c.a.owner_jobs;
+    answer_batch(c, owner, in_owner / c.a.pieces, in_owner % c.a.pieces, at % parts);
+  }
+}
+
+}  // namespace low_latency
+}  // namespace weft

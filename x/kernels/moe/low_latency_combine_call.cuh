@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_combine_call.cuh: what every part of a low-latency combine knows: its sizes, where weights and replies stand
+// in a window, and what a warp keeps in shared memory: the rows that it sums and their weights.
+#pragma once
+
+#include "kernels/moe/low_latency_handshake.cuh"
+#include "kernels/moe/low_latency_lines.cuh"
+
+namespace weft {
+namespace low_latency {
+
+// Where everything lies, which a host kernel works out once: its sizes are no constants, as a GPU's are.
+template <bool kIsKept, class MeshT>
+struct CombineLayouts {};
+template <class MeshT>
+struct CombineLayouts<true, MeshT> {
+  CombineLayout window;
+  CombineShared shared;
+  RoutesLayout routes;
+};
+
+template <class MeshT, class Shape>
+struct Combine {
+  static constexpr bool kPorts = kHasPorts<MeshT>;  // some peers may be behind ports
+
+  const LowLatencyCombineArgs& a;
+  const MeshT& mesh;
+  const Shape& shape;
+  WorkersOf<MeshT> block;
+  Warp warp;
+  Epoch epoch;
+  CombineLayouts<kIsHost, MeshT> kept;
+
+  // First of all, on the host.
+  WEFT_DEVICE void keep_layouts() {
+    if constexpr (kIsHost) {
+      kept.window = lay_out_window();
+      kept.shared = lay_out_shared();
+      kept.routes = lay_out_routes();
+    }
+  }
+
+  WEFT_DEVICE uint32_t ranks() const { return static_cast<uint32_t>(shape.ranks); }
+  WEFT_DEVICE uint32_t top_k() const { return static_cast<uint32_t>(shape.top_k); }
+  WEFT_DEVICE Batches batches() const { return a.call.batches; }
+  WEFT_DEVICE uint64_t tag() const { return line_tag(epoch.number); }
+  // Tokens that came as lines are answered so, unless the answers are LogFMT.
+  WEFT_DEVICE bool has_lines() const { return !kPorts && a.call.lines != 0; }
+  WEFT_DEVICE bool answers_lines() const { return has_lines() && !is_log(shape.reply); }
+  WEFT_DEVICE bool sent_lines() const { return a.routes[routes().lines] != 0 && answers_lines(); }
+  WEFT_DEVICE RoutesLayout routes() const {
+    if constexpr (kIsHost)
+      return kept.routes;
+    else
+      return lay_out_routes();
+  }
+  WEFT_DEVICE RoutesLayout lay_out_routes() const {
+    return routes_layout(shape.ranks, batches(), shape.top_k, shape.weights != 0);
+  }
+  WEFT_DEVICE uint64_t stride() const { return reply_stride(shape.row_bytes, shape.reply); }
+  WEFT_DEVICE CombineLayout layout() const {
+    if constexpr (kIsHost)
+      return kept.window;
+    else
+      return lay_out_window();
+  }
+  WEFT_DEVICE CombineLayout lay_out_window() const {
+    return combine_layout(shape.ranks, a.call.max_tokens, shape.top_k, stride());
+  }
+  WEFT_DEVICE uint64_t part_at(bool lines) const {
+    return half_offset(a.call, shape.ranks, epoch) + (lines ? a.call.lines_at : 0);
+  }
+  WEFT_DEVICE uint64_t dispatch_epoch() const {
+    return *reinterpret_cast<const uint64_t*>(a.routes + routes().epoch);
+  }
+  // The part of a row that makes one piece of a reply.
+  WEFT_DEVICE Range vecs_of(uint32_t piece) const { return part_of(row_vecs(), piece, reply_parts()); }
+  // Of a reply, each of which a warp builds.
+  WEFT_DEVICE const Divisor& reply_parts() const {
+    if constexpr (kPorts)
+      return a.answer_parts;
+    else
+      return a.pieces;
+  }
+  WEFT_DEVICE uint32_t row_vecs() const { return static_cast<uint32_t>(shape.row_bytes / sizeof(Vec16)); }
+  WEFT_DEVICE uint64_t out_row_bytes() const {
+    return static_cast<uint64_t>(shape.row_bytes) / bytes_of_element(shape.element) *
+           bytes_of_element(shape.out_element);
+  }
+  // What a receiver takes at a time, of units that pieces are made of: a part of one piece.
+  WEFT_DEVICE Range part_of_units(uint32_t units, uint32_t split) const {
+    const Range piece = part_of(units, split / a.piece_splits, a.pieces);
+    const Range part = part_of(piece.last - piece.first, split % a.piece_splits, a.piece_splits);
+    return {piece.first + part.first, piece.first + part.last};
+  }
+  WEFT_DEVICE uint64_t reply_at(uint64_t token, uint64_t k, bool lines) const {
+    return part_at(lines) + layout().replies + (token * top_k() + k) * stride();
+  }
+  // Offset in the window of the weights that `owner` sends for its token.
+  WEFT_DEVICE uint64_t weights_at(uint32_t owner, uint32_t token) const {
+    if constexpr (kPorts)
+      return note_at(owner) + port_layout().note.weights + token * port_layout().note.weights_stride;
+    else
+      return part_at(a.call.lines != 0) + layout().weights +
+             (uint64_t{owner} * a.call.max_tokens + token) * weights_stride(top_k());
+  }
+  WEFT_DEVICE uint32_t weight_vecs() const { return vecs_in(top_k() * sizeof(float)); }
+  WEFT_DEVICE bool takes_own_weights() const { return is_reduced(shape.reply) && a.topk_weights; }
+
+  // Whether this rank sums its own rows of a token while it waits for the others' replies, and sends itself none. Not
+  // where x may hold something else by the time that replies come, nor where it comes row by row, nor where a batch has
+  // many tokens. Where weights came with the dispatch phases are mostly launches of their own: it would be code for nothing.
+  WEFT_DEVICE bool sums_own() const {
+    return !kPorts && is_reduced(shape.reply) && !is_log(shape.reply) && shape.weights == 0 &&
+           batches().capacity == 1 && a.call.phases == (kPhaseSend | kPhaseReceive) && !a.signals;
+  }
+  // Owners that get replies of this rank.
+  WEFT_DEVICE uint32_t owners() const { return sums_own() ? ranks() - 1 : ranks(); }
+
+  // Where ranks have port peers: what owners tell this rank, what this rank tells a port peer, and which reply slot k of
+  // token t, at t * K + k, gets.
+  WEFT_DEVICE PortCombineLayout port_layout() const {
+    return port_combine_layout(shape.ranks, a.call.max_tokens, top_k(), batches(), shape.row_bytes,
+                               shape.reply);
+  }
+  WEFT_DEVICE uint64_t note_at(uint32_t owner) const {
+    return part_at(false) + port_layout().notes + owner * port_layout().note.bytes;
+  }
+  WEFT_DEVICE uint64_t outgoing_note_at(uint32_t peer) const {
+    return outbox_offset(a.call, shape.ranks, epoch) + port_layout().own_notes +
+           peer * port_layout().note.bytes;
+  }
+  WEFT_DEVICE uint32_t* places() const {
+    if (std::byte* own = own_half()) return reinterpret_cast<uint32_t*>(own + own_layout().places);
+    return reinterpret_cast<uint32_t*>(mesh.local() + outbox_offset(a.call, shape.ranks, epoch) +
+                                       port_layout().places);
+  }
+  WEFT_DEVICE uint64_t port_reply_at(uint32_t number) const {
+    return part_at(false) + port_layout().replies + number * port_layout().stride;
+  }
+  // What stays in memory of this rank's device where there is a board; else null.
+  WEFT_DEVICE std::byte* own_half() const {
+    return a.call.board.own ? a.call.board.own + epoch.parity * a.call.board.own_bytes : nullptr;
+  }
+  WEFT_DEVICE OwnCombine own_layout() const {
+    return own_combine(port_layout(), a.call.max_tokens, top_k(), batches());
+  }
+  // Exact replies may need more room than there is.
+  WEFT_DEVICE bool keeps_own(uint32_t owner) const {
+    if constexpr (kPorts)
+      return a.call.board.own && owner == mesh.rank() && own_layout().bytes <= a.call.board.own_bytes;
+    else
+      return false;
+  }
+  // Where reply `number` of a rank to this one stands.
+  WEFT_DEVICE const std::byte* reply_of(uint32_t rank, uint32_t number) const {
+    return keeps_own(rank) ? own_half() + own_layout().replies + number * port_layout().stride
+                           : mesh.local() + port_reply_at(number);
+  }
+  // Where replies cross once for each node.
+  WEFT_DEVICE bool is_shared() const {
+    if constexpr (kPorts)
+      return shape.reply == kReplyReduced && a.carriers != nullptr;
+    else
+      return false;
+  }
+  WEFT_DEVICE uint32_t carrier(CarrierTable table, uint32_t of) const {
+    return a.carriers[table * ranks() + of];
+  }
+  // The rank that sends this rank what `rank` has for it.
+  WEFT_DEVICE uint32_t replier(uint32_t rank) const { return is_shared() ? carrier(kCarrierTo, rank) : rank; }
+  // Whether replies to the owner go through the carrier of this node.
+  WEFT_DEVICE bool is_carried(uint32_t owner) const {
+    return is_shared() && carrier(kCarriedNumber, owner) != kNotCarried;
+  }
+  WEFT_DEVICE bool gathers_for(uint32_t owner) const {
+    return is_carried(owner) && carrier(kCarrierFrom, owner) == mesh.rank();
+  }
+  WEFT_DEVICE NodeCombineLayout node_layout() const {
+    return node_combine_layout(port_layout(), batches(), a.node_ranks, a.node_carried);
+  }
+  // Tokens before a batch of an owner, among all in its carrier's outbox.
+  WEFT_DEVICE uint64_t carried_at(uint32_t owner, uint32_t batch) const {
+    return (uint64_t{carrier(kCarriedNumber, owner)} * batches().count + batch) * batches().capacity;
+  }
+  // How many words of a source the kernels of this rank wait for.
+  WEFT_DEVICE uint32_t awaited_counts() const { return 0; }
+  WEFT_DEVICE uint32_t awaited_words() const {
+    return batches().count * (is_shared() ? 1 + a.node_ranks : 1);
+  }
+  WEFT_DEVICE bool awaits_word(uint32_t source, uint32_t word) const {
+    return word < batches().count ||
+           (gathers_for(source) && word / batches().count - 1 != carrier(kPlaceInNode, mesh.rank()));
+  }
+  WEFT_DEVICE uint64_t counts_at(uint32_t) const { return 0; }
+  WEFT_DEVICE const std::byte* inbox(uint32_t) const { return mesh.local(); }
+
+  WEFT_DEVICE CombineShared shared() const {
+    if constexpr (kIsHost)
+      return kept.shared;
+    else
+      return lay_out_shared();
+  }
+  WEFT_DEVICE CombineShared lay_out_shared() const {
+    return combine_shared(shape.ranks, shape.top_k, block.warps(), gathered_words());
+  }
+  WEFT_DEVICE uint32_t gathered_words() const { return is_shared() ? a.node_ranks * batches().capacity : 0; }
+  template <class T>
+  WEFT_DEVICE T* at(uint64_t offset) const {
+    return reinterpret_cast<T*>(block.shared() + offset);
+  }
+  WEFT_DEVICE uint32_t* present() const { return at<uint32_t>(shared().present); }
+  WEFT_DEVICE uint32_t* unanswered() const { return at<uint32_t>(shared().unanswered); }
+  WEFT_DEVICE int32_t* rows() const { return at<int32_t>(shared().row) + warp.index() * top_k(); }
+  WEFT_DEVICE uint32_t* slots() const { return at<uint32_t>(shared().slot) + warp.index() * top_k(); }
+  WEFT_DEVICE float* weights() const { return at<float>(shared().weight) + warp.index() * top_k(); }
+  WEFT_DEVICE uint32_t* slot_rank() const { return at<uint32_t>(shared().rank) + warp.index() * top_k(); }
+  WEFT_DEVICE Vec16* owners_weights() const {
+    return at<Vec16>(shared().owners) + warp.index() * weight_vecs();
+  }
+  // By place in the node and token of a batch, what note_messages() has noted.
+  WEFT_DEVICE uint32_t* gathered(uint32_t place) const {
+    return at<uint32_t>(shared().gathered) + place * batches().capacity;
+  }
+  // While tokens are summed, in the same place: this rank's own rows, whose weights are in weights().
+  WEFT_DEVICE int32_t* own_rows() const { return reinterpret_cast<int32_t*>(owners_weights()); }
+};
+
+// With one peer, and no replies to itself, a rank has warps for two to share a piece that goes as lines.
+template <class C>
+WEFT_DEVICE uint32_t parts_of_piece(const C& c) {
+  return !kIsHost && !C::kPorts && c.shape.ranks == 2 && c.sums_own() ? 2 : 1;
+}
+
+// A message of which a warp answers a piece, or a part of one.
+struct Message {
+  const int32_t* record;
+  uint32_t owner;
+  uint32_t piece;
+  uint32_t part;
+  bool as_lines;
+};
+
+// Lists, in the warp's rows() and slots(), what is to be summed: item_of(k) for every slot k where it is not
+// negative, in slot order. Returns how many. The warp.
+template <class C, class ItemOf>
+WEFT_DEVICE uint32_t list_rows(const C& c, ItemOf item_of) {
+  uint32_t count = 0;
+  for (uint32_t first = 0; first < c.top_k(); first += c.warp.size()) {
+    const uint32_t k = first + c.warp.rank();
+    const int32_t item = k < c.top_k() ? item_of(k) : -1;
+    const uint32_t at = count + c.warp.count_below(item >= 0);
+    count += c.warp.count(item >= 0);
+    if (item < 0) continue;
+    c.rows()[at] = item;
+    c.slots()[at] = k;
+  }
+  c.warp.sync();
+  return count;
+}
+
+// The weights of what is listed, by slot. The warp.
+template <class C, class WeightOf>
+WEFT_DEVICE void list_weights(const C& c, uint32_t count, WeightOf weight_of) {
+  for (uint32_t i = c.warp.rank(); i < count; i += c.warp.size()) c.weights()[i] = weight_of(c.slots()[i]);
+  c.warp.sync();
+}
+
+// On the host: asks for the first lines of a row that is used soon. A core looks ahead by itself along a row, and starts
+// anew with every other one.
+WEFT_DEVICE void ask_for_row(const std::byte* row, uint64_t bytes) {
+  constexpr uint64_t kLineBytes = 64, kMostBytes = 2048;
+  for (uint64_t at = 0; at < bytes && at < kMostBytes; at += kLineBytes) prefetch(row + at);
+}
+
+}  // namespace low_latency
+}  // namespace weft

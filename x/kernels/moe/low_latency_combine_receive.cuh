@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_combine_receive.cuh: receives: sums each token's replies as the words of their batches move or their lines
+// come.
+#pragma once
+
+#include "kernels/moe/low_latency_combine_replies.cuh"
+
+namespace weft {
+namespace low_latency {
+
+// ---- step 3
+
+// Notes in slot_rank() who replies for a token's slots. The warp.
+template <class C>
+WEFT_DEVICE void find_ranks(const C& c, uint32_t token) {
+  for (uint32_t k = c.warp.rank(); k < c.top_k(); k += c.warp.size()) {
+    const int64_t expert = chosen_expert(c.a, c.top_k(), token, k);
+    c.slot_rank()[k] =
+        expert < 0
+            ? c.ranks()
+            : c.replier(static_cast<uint32_t>(expert) / static_cast<uint32_t>(c.shape.experts_per_rank));
+  }
+  c.warp.sync();
+}
+
+// Whether slot k of the warp's token gets a reply of its own. One thread.
+template <class C>
+WEFT_DEVICE bool has_reply(const C& c, uint32_t k) {
+  const uint32_t rank = c.slot_rank()[k];
+  bool is_own = rank != c.ranks() && c.present()[rank] != 0;
+  WEFT_ROLLED
+  for (uint32_t earlier = 0; is_own && is_reduced(c.shape.reply) && earlier < k; ++earlier)
+    is_own = c.slot_rank()[earlier] != rank;
+  return is_own;
+}
+
+// Whether it has got it, where no lines come. One thread.
+template <class C>
+WEFT_DEVICE bool await_reply(const C& c, uint32_t token, uint32_t k, uint32_t piece) {
+  if (!has_reply(c, k)) return false;
+  const uint32_t rank = c.slot_rank()[k];
+  if (c.sums_own() && rank == c.mesh.rank()) return true;
+  const uint32_t batch = token / c.a.call.batch_tokens;
+  const auto* word = reinterpret_cast<const uint64_t*>(control_at(
+      c.a.call, c.mesh, word_offset(c.a.call, c.ranks(), c.epoch, rank, batch * c.a.pieces.value + piece)));
+  const uint64_t start = cycles();
+  uint64_t seen = 0;
+  const bool came = await(c.a.call, c.mesh, word, c.epoch.number * kWordEpoch + kWordDone, rank,
+                          Site::kLowLatencyCombineRecv, kWordEpoch, seen);
+  if (c.a.wait_cycles && token == 0 && piece == 0) add_local(&c.a.wait_cycles[rank], cycles() - start);
+  return came;
+}
+
+// Statistics of a token's replies that come as lines: when the tag of the first line of each did. Lanes share
+// them.
+template <class C, class Source>
+WEFT_DEVICE void note_waits(const C& c, const Source& source, uint32_t count) {
+  const uint64_t start = cycles();
+  for (uint32_t row = c.warp.rank(); row < count; row += c.warp.size()) {
+    Vec16 tag;
+    uint64_t waited_ns = 0;
+    const LinePart last{kLineVecs};
+    const uint32_t peer = source.peer(row);
+    if (row == source.own || is_masked(c.a.call, peer)) continue;
+    if (poll(c.a.call.wait, waited_ns, [&] { return load_part(source.reply(row), last, c.tag(), tag); }))
+      add_local(&c.a.wait_cycles[peer], cycles() - start);
+    else
+      lose_lines(c.a.call, c.mesh, c.epoch, peer, Site::kLowLatencyCombineRecv, waited_ns);
+  }
+  c.warp.sync();
+}
+
+// One channel of combined, where that has other elements than the replies.
+template <class C>
+WEFT_DEVICE void store_channel(const C& c, std::byte* out, uint32_t channel, float sum) {
+  if (c.shape.out_element == kElementFp32) {
+    float* at = reinterpret_cast<float*>(out) + channel;
+    *at = c.shape.accumulate != 0 ? *at + sum : sum;
+    return;
+  }
+  const bool is_half = c.shape.out_element == kElementFp16;
+  uint16_t* at = reinterpret_cast<uint16_t*>(out) + channel;
+  if (c.shape.accumulate != 0) sum += is_half ? float_of_f16(*at) : float_of_bf16(*at);
+  *at = static_cast<uint16_t>(is_half ? f16_bits(sum) : bf16_bits(sum));
+}
+
+// A vector's sums. One lane.
+template <class Element, class C>
+WEFT_DEVICE void store_sums(const C& c, std::byte* out, uint32_t vec, float (&sums)[Element::kPerVec]) {
+  if (c.shape.out_element == c.shape.element) {
+    Vec16* at = reinterpret_cast<Vec16*>(out) + vec;
+    if (c.shape.accumulate != 0) Element::add(sums, load_vec(at));
+    return store_vec(at, Element::round(sums));
+  }
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < Element::kPerVec; ++i) {
+    // Of 16-bit elements those in the low halves of words come first.
+    const uint32_t channel = Element::kPerVec == 8 ? i % 4 * 2 + i / 4 : i;
+    store_channel(c, out, vec * Element::kPerVec + channel, sums[i]);
+  }
+}
+
+// On the host: asks for the replies to a token that is summed soon. Those to a token of a port peer stand side by side.
+template <class C>
+WEFT_DEVICE void ask_for_replies(const C& c, uint32_t token) {
+  if (C::kPorts || token >= c.a.call.tokens || c.sent_lines()) return;
+  const auto row_bytes = static_cast<uint64_t>(c.shape.row_bytes);
+  find_ranks(c, token);
+  for (uint32_t k = 0; k < c.top_k(); ++k)
+    if (has_reply(c, k)) ask_for_row(c.mesh.local() + c.reply_at(token, k, false), row_bytes);
+}
+
+// Which of the listed replies this rank makes itself; one beyond all where it makes none. The warp.
+template <class C>
+WEFT_DEVICE uint32_t find_own(const C& c, uint32_t count) {
+  uint32_t own = ~uint32_t{0};
+  WEFT_ROLLED
+  for (uint32_t i = 0; c.sums_own() && i < count; ++i)
+    if (c.slot_rank()[c.slots()[i]] == c.mesh.rank()) own = i;
+  return own;
+}
+
+// A part of the sum of the `count` listed replies, of which this rank makes one of own_rows, if it makes any.
+template <class Element, class C>
+WEFT_DEVICE void sum_replies(const C& c, const VecLayout& layout, uint32_t token, uint32_t split,
+                             uint32_t count, uint32_t own_rows) {
+  const ReplySource<C, Element> source{c, layout, token, find_own(c, count), own_rows};
+  std::byte* out = c.a.combined + uint64_t{token} * c.out_row_bytes();
+  if (layout.lines && c.a.wait_cycles && token == 0 && split == 0) note_waits(c, source, count);
+  const Range part =
+      layout.lines ? layout.range(split, c.a.receive_splits) : c.part_of_units(c.row_vecs(), split);
+  const auto weight_of = [&](uint32_t row) { return is_reduced(c.shape.reply) ? 1.0f : c.weights()[row]; };
+  if (kIsHost && !layout.lines && source.own >= count && c.shape.out_element == c.shape.element &&
+      c.shape.accumulate == 0) {
+    const auto row_of = [&](uint32_t row) { return reinterpret_cast<const std::byte*>(source.reply(row)); };
+    if (sum_alone<Element>(c, part, count, row_of, weight_of, out)) return;
+  }
+  const auto put = [&](uint32_t index, float (&sums)[Element::kPerVec]) {
+    if (layout.holds(index)) store_sums<Element>(c, out, layout.vec(index), sums);
+  };
+  if constexpr (kFewRanks > 0)
+    if (is_reduced(c.shape.reply) && c.shape.ranks <= kFewRanks && c.shape.weights == 0)
+      return (void)sum_rows<Element, kReceiveVecs * 2, kFewRanks>(c, part, count, source, weight_of, put);
+  sum_rows<Element, kReceiveVecs, kReceiveRows>(c, part, count, source, weight_of, put);
+}
+
+// The same of LogFMT.
+template <class C>
+WEFT_DEVICE void decode_replies(const C& c, const VecLayout& layout, uint32_t token, uint32_t split,
+                                uint32_t count) {
+  const ReplySource<C, Bf16> source{c, layout, token, ~uint32_t{0}, 0};
+  std::byte* out = c.a.combined + uint64_t{token} * c.out_row_bytes();
+  const auto unit_bytes = static_cast<uint32_t>(log_block_elems(c.shape.row_bytes / 2) * 2);
+  const Range part = c.part_of_units(static_cast<uint32_t>(c.shape.row_bytes) / unit_bytes, split);
+  const uint32_t groups = unit_bytes / (2 * kGroupElems);
+  auto reply_of = [&](uint32_t i) { return reinterpret_cast<const std::byte*>(source.reply(i)); };
+  for (uint32_t b = part.first; b < part.last; ++b) decode_block(c, b * groups, groups, count, reply_of, out);
+}
+
+// One part of one token's sum. The warp.
+template <class C>
+WEFT_DEVICE void sum_token(const C& c, uint32_t token, uint32_t split) {
+  const uint32_t piece = split / c.a.piece_splits;
+  const float* weights = c.a.topk_weights + uint64_t{token} * c.top_k();
+  const uint32_t own_rows = c.sums_own() ? list_own_rows(c, token) : 0;
+  find_ranks(c, token);
+  const VecLayout layout{c.sent_lines(), c.row_vecs(), c.tag()};
+  const uint32_t count = list_rows(c, [&](uint32_t k) {
+    return (layout.lines ? has_reply(c, k) : await_reply(c, token, k, piece)) ? reply_number(c, token, k)
+                                                                              : -1;
+  });
+  if (!is_reduced(c.shape.reply) || is_log(c.shape.reply))
+    list_weights(c, count, [&](uint32_t k) { return is_reduced(c.shape.reply) ? 1.0f : weights[k]; });
+  const Span traced(c.a.call.wait.trace, Work::kLowLatencySum, c.warp.rank() == 0);
+  if (is_log(c.shape.reply))
+    decode_replies(c, layout, token, split, count);
+  else
+    with_row_element(c.shape, [&](auto element) {
+      sum_replies<decltype(element)>(c, layout, token, split, count, own_rows);
+    });
+  c.warp.sync();
+}
+
+// The last warp of all, which has least to sum: a peer that brings no reply may mean another dispatch too.
+// What it raises ends the others' waits.
+template <class C>
+WEFT_DEVICE void check_peers(const C& c) {
+  if (c.block.index() + 1 != c.block.count() || c.warp.index() + 1 != c.block.warps()) return;
+  for (uint32_t peer = c.warp.rank(); peer < c.ranks(); peer += c.warp.size())
+    if (c.present()[peer] != 0 &&
+        await_handshake(c.a.call, c.mesh, c.epoch, peer, Site::kLowLatencyCombineRecv))
+      agrees(c.a.call, c.mesh, c.epoch, peer, c.dispatch_epoch());
+  c.warp.sync();
+}
+
+template <class C>
+WEFT_DEVICE void sum_tokens(const C& c) {
+  const WarpShare share = warp_share(c.block, c.warp);
+  WEFT_ROLLED
+  for (uint32_t job = share.index; job < c.a.call.tokens * c.a.receive_splits.value; job += share.total) {
+    if constexpr (kIsHost) ask_for_replies(c, (job + share.total) / c.a.receive_splits);
+    sum_token(c, job / c.a.receive_splits, job % c.a.receive_splits);
+  }
+}
+
+}  // namespace low_latency
+}  // namespace weft

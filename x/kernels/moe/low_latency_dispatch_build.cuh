@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_dispatch_build.cuh: builds messages. What a token chose says where it goes; its row is quantised in the
+// payload's form and stored, with a head for each rank, at the places that route_token() has listed: in windows of
+// peers, or in an image in shared memory that lines are made of. Nobody is told of it here: that is delivering.
+#pragma once
+
+#include "kernels/core/quantise.cuh"
+#include "kernels/moe/low_latency_dispatch_call.cuh"
+
+namespace weft {
+namespace low_latency {
+
+// ---- step 1
+
+template <class D>
+WEFT_DEVICE void clear_choices(const D& d) {
+  for (uint32_t i = d.block.rank(); i < d.ranks() * d.local_experts(); i += d.block.size()) d.prefix()[i] = 0;
+}
+
+// Adds up, in prefix(), what entries [first, last) of topk_idx choose. Thread `rank` of the `size` that share the
+// work.
+template <class D>
+WEFT_DEVICE void add_choices(const D& d, uint32_t first, uint32_t last, uint32_t rank, uint32_t size) {
+  for (uint32_t i = first + rank; i < last; i += size) {
+    const int64_t expert = expert_at(d.a.topk_idx, d.a.call.id_bytes, i);
+    if (expert >= 0 && expert < d.a.call.experts) add_local(&d.prefix()[expert], uint32_t{1});
+  }
+}
+
+// ---- step 2
+
+// A batch's tokens: consecutive ones.
+template <class D>
+WEFT_DEVICE Range batch_tokens(const D& d, uint32_t batch) {
+  const uint32_t tokens = d.a.call.tokens;
+  const uint32_t share = d.a.call.batch_tokens.value;
+  const uint32_t first = batch * share < tokens ? batch * share : tokens;
+  return {first, first + share < tokens ? first + share : tokens};
+}
+
+// One warp: reads what a token chose.
+template <class D>
+WEFT_DEVICE void read_choices(const D& d, uint32_t token) {
+  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
+    d.slot_choice()[k] = static_cast<int32_t>(chosen_expert(d.a, d.top_k(), token, k));
+  d.warp.sync();
+}
+
+// Where the next message of a batch to a rank is built: in the rank's window, or in the outbox for a port peer.
+template <class D>
+WEFT_DEVICE std::byte* message_place(const D& d, uint32_t rank, uint32_t batch) {
+  if (is_port(d.mesh, rank)) return d.mesh.local() + d.outgoing_at(rank, batch, d.sent()[rank]);
+  if (d.keeps_own(rank)) return d.own_message(batch, d.sent()[rank]);
+  return near_window(d.mesh, rank) + (d.sends_lines() ? d.line_message_at(d.mesh.rank(), batch)
+                                                      : d.message_at(d.mesh.rank(), batch, d.sent()[rank]));
+}
+
+// One warp, when the choices were read: finds where a token goes: its slots' ranks, experts and places there,
+// and each rank, or carrier of ranks, once.
+template <class D>
+WEFT_DEVICE void route_token(const D& d, uint32_t batch) {
+  uint32_t targets = 0;
+  for (uint32_t first = 0; first < d.top_k(); first += d.warp.size()) {
+    const uint32_t k = first + d.warp.rank();
+    const int32_t expert = k < d.top_k() ? d.slot_choice()[k] : -1;
+    const uint32_t rank = expert < 0 ? d.ranks() : static_cast<uint32_t>(expert) / d.local_experts();
+    const uint32_t target = expert < 0 ? d.ranks() : d.carrier_to(rank);
+    uint32_t twins = 0;
+    bool is_first = true;
+    WEFT_STREAM_LOOP
+    for (uint32_t slot = 0; slot < d.top_k(); ++slot) {
+      const int32_t other = kIsHost ? d.slot_choice()[slot] : d.warp.broadcast(expert, slot);
+      const bool is_earlier = slot < k && other >= 0;
+      twins += is_earlier && other == expert ? 1 : 0;
+      is_first = is_first &&
+                 !(is_earlier && d.carrier_to(static_cast<uint32_t>(other) / d.local_experts()) == target);
+    }
+    const bool goes = expert >= 0 && is_first && d.present()[target] != 0;
+    const uint32_t at = targets + d.warp.count_below(goes);
+    targets += d.warp.count(goes);
+    if (k < d.top_k()) {
+      d.slot_rank()[k] = rank;
+      d.slot_expert()[k] = expert < 0 ? 0 : static_cast<uint32_t>(expert) % d.local_experts();
+      d.slot_place()[k] = expert < 0 ? 0 : d.prefix()[expert] + twins;
+    }
+    if (!goes) continue;
+    d.target()[at] = target;
+    d.place()[at] = message_place(d, target, batch);
+  }
+  if (d.warp.rank() == 0) *d.targets() = targets;
+}
+
+// The same warp, after every slot was routed: the next token comes after this one.
+template <class D>
+WEFT_DEVICE void count_token(const D& d) {
+  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
+    if (d.slot_choice()[k] >= 0) add_local(&d.prefix()[d.slot_choice()[k]], uint32_t{1});
+  for (uint32_t i = d.warp.rank(); i < *d.targets(); i += d.warp.size()) d.sent()[d.target()[i]] += 1;
+  d.warp.sync();
+}
+
+// Calls store(place) with where the current token's message is put together: at all its destinations, or in
+// the image that lines are made of.
+template <class D, class Store>
+WEFT_DEVICE void at_places(const D& d, Store store) {
+  if (d.sends_lines()) return store(d.image());
+  const uint32_t targets = *d.targets();
+  WEFT_ROLLED
+  for (uint32_t i = 0; i < targets; ++i) store(d.place()[i]);
+}
+
+template <class D>
+WEFT_DEVICE void store_to_all(const D& d, uint64_t offset, Vec16 vec) {
+  at_places(d, [&](std::byte* place) { store_watched(reinterpret_cast<Vec16*>(place + offset), vec); });
+}
+
+// What a thread of the block sends first of a row, which it asks for before it is known where the row goes:
+// with kPayloadCopy vectors a block's size apart and a word of the scales, with FP8 the channels of its first unit, else
+// nothing.
+inline constexpr uint32_t kFirstVecs = kLaneElems / 8;
+struct FirstVecs {
+  Vec16 held[kFirstVecs];
+  uint32_t scale;
+};
+template <class D>
+WEFT_DEVICE FirstVecs load_first_vecs(const D& d, uint32_t token) {
+  FirstVecs first{};
+  if (token >= d.a.call.tokens || d.shape.payload >= kPayloadMxfp8) return first;
+  const auto* row = reinterpret_cast<const Vec16*>(d.a.x + token * d.a.x_row_bytes);
+  const bool is_copy = d.shape.payload == kPayloadCopy;
+  WEFT_UNROLL
+  for (uint32_t v = 0; v < kFirstVecs; ++v) {
+    const uint32_t at = is_copy ? d.block.rank() + v * d.block.size() : d.block.rank() * kFirstVecs + v;
+    if (at < d.a.x_row_bytes / 16) first.held[v] = load_vec_streaming(row + at);
+  }
+  if (is_copy && d.block.rank() < d.shape.scale_bytes / 4)
+    first.scale =
+        reinterpret_cast<const uint32_t*>(d.a.x_scales + token * d.shape.scale_bytes)[d.block.rank()];
+  return first;
+}
+
+template <class D>
+WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byte* scales,
+                                const FirstVecs& first) {
+  const MessageLayout message = d.message();
+  if (kIsHost && d.block.size() == 1 && !d.sends_lines()) {  // nobody looks before the word moves
+    const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
+    const auto scale_bytes = static_cast<uint64_t>(d.shape.scale_bytes);
+    for (uint32_t i = 0; i < *d.targets(); ++i) {
+      if (is_past_caches(d.a.call, d.shape.row_bytes))
+        copy_past_caches(d.place()[i] + message.row, row, row_bytes);
+      else
+        copy_alone(d.place()[i] + message.row, row, row_bytes);
+      if (scale_bytes != 0) copy_alone(d.place()[i] + message.scales, scales, scale_bytes);
+    }
+    return;
+  }
+  const uint32_t vecs = static_cast<uint32_t>(d.shape.row_bytes) / 16;
+  const uint32_t step = d.block.size();
+  WEFT_UNROLL
+  for (uint32_t v = 0; v < kFirstVecs; ++v)
+    if (d.block.rank() + v * step < vecs)
+      store_to_all(d, message.row + (d.block.rank() + v * step) * 16, first.held[v]);
+  WEFT_ROLLED
+  for (uint32_t i = d.block.rank() + kFirstVecs * step; i < vecs; i += step)
+    store_to_all(d, message.row + i * 16, load_vec_streaming(reinterpret_cast<const Vec16*>(row) + i));
+  for (uint32_t i = d.block.rank(); i < d.shape.scale_bytes / 4; i += d.block.size()) {
+    const uint32_t word = i < step ? first.scale : reinterpret_cast<const uint32_t*>(scales)[i];
+    at_places(d, [&](std::byte* place) {
+      store_watched(reinterpret_cast<uint32_t*>(place + message.scales) + i, word);
+    });
+  }
+}
+
+template <class D>
+WEFT_DEVICE void send_scale(const D& d, uint32_t group, float scale) {
+  const uint64_t scales = d.message().scales;
+  at_places(d, [&](std::byte* place) {
+    if (d.shape.payload == kPayloadFp8Exponent) {
+      store_watched(reinterpret_cast<uint8_t*>(place + scales) + group, ue8m0(scale));
+    } else {
+      store_watched(reinterpret_cast<uint32_t*>(place + scales) + group, bits_of_float(scale));
+    }
+  });
+}
+
+// kGroupLanes neighbours take a group of channels; a warp's lanes stay together, since they exchange maxima.
+template <class D>
+WEFT_DEVICE void send_row_as_fp8(const D& d, const std::byte* row, const FirstVecs& first) {
+  const uint32_t units = static_cast<uint32_t>(d.shape.row_bytes) / kLaneElems;
+  WEFT_ROLLED
+  for (uint32_t base = d.warp.index() * d.warp.size(); base < units; base += d.block.size()) {
+    const uint32_t unit = base + d.warp.rank();
+    const bool is_inside = unit < units;
+    float values[kLaneElems];
+    if (unit == d.block.rank()) {
+      WEFT_UNROLL
+      for (uint32_t v = 0; v < kFirstVecs; ++v) widen(values + 8 * v, first.held[v]);
+    } else {
+      load_lane(values, is_inside ? row + uint64_t{unit} * kLaneElems * 2 : nullptr);
+    }
+    const Fp8Scale scale = fp8_scale(group_max(d.warp, values), d.shape.payload != kPayloadFp8);
+    if (!is_inside) continue;
+    const Fp8Lane lane = fp8_lane(values, scale.multiply);
+    for (uint32_t v = 0; v < kLaneElems / 16; ++v)
+      store_to_all(d, d.message().row + uint64_t{unit} * kLaneElems + v * 16, lane.vecs[v]);
+    if (unit % kGroupLanes == 0) send_scale(d, unit / kGroupLanes, scale.scale);
+  }
+}
+
+template <class D>
+WEFT_DEVICE void send_scale_byte(const D& d, uint32_t block, uint8_t scale) {
+  at_places(d, [&](std::byte* place) {
+    store_watched(reinterpret_cast<uint8_t*>(place + d.message().scales) + block, scale);
+  });
+}
+
+// Each lane takes a unit of channels at a time.
+template <class Q, class D>
+WEFT_DEVICE void send_row_in_blocks(const D& d, const std::byte* row, Q quantiser) {
+  constexpr uint32_t kWords = Q::kBytes / 4;
+  const uint32_t units = static_cast<uint32_t>(d.shape.row_bytes) / Q::kBytes;
+  WEFT_ROLLED
+  for (uint32_t unit = d.block.rank(); unit < units; unit += d.block.size()) {
+    float values[kUnitElems];
+    load_lane(values, row + uint64_t{unit} * kUnitElems * 2);
+    uint32_t words[kWords];
+    WEFT_UNROLL
+    for (uint32_t b = 0; b < Q::kBlocks; ++b) {
+      const uint32_t scale =
+          quantiser.encode(values + b * (kUnitElems / Q::kBlocks), words + b * (kWords / Q::kBlocks));
+      send_scale_byte(d, unit * Q::kBlocks + b, static_cast<uint8_t>(scale));
+    }
+    for (uint32_t v = 0; v < kWords / 4; ++v)
+      store_to_all(d, d.message().row + uint64_t{unit} * Q::kBytes + v * 16,
+                   Vec16{{words[4 * v], words[4 * v + 1], words[4 * v + 2], words[4 * v + 3]}});
+  }
+}
+
+// Sends the current token's row in the payload's form. The block.
+template <class D>
+WEFT_DEVICE void send_row(const D& d, uint64_t token, const FirstVecs& first) {
+  const std::byte* row = d.a.x + token * d.a.x_row_bytes;
+  if (d.shape.payload == kPayloadCopy) {
+    send_row_as_is(d, row, d.a.x_scales + token * d.shape.scale_bytes, first);
+  } else if (d.shape.payload == kPayloadMxfp8) {
+    send_row_in_blocks(d, row, Mxfp8{});
+  } else if (d.shape.payload >= kPayloadNvfp4) {
+    const float global = *reinterpret_cast<const float*>(d.a.x_scales);
+    send_row_in_blocks(d, row, Nvfp4{global, d.shape.payload == kPayloadNvfp4Exponent});
+  } else {
+    send_row_as_fp8(d, row, first);
+  }
+}
+
+// What a message to `rank` says of slot k: the expert, or that it is none of those that the message is for.
+template <class D>
+WEFT_DEVICE uint32_t expert_in_head(const D& d, uint32_t rank, uint32_t k) {
+  if (d.is_shared()) return static_cast<uint32_t>(d.slot_choice()[k]);
+  return d.slot_rank()[k] == rank ? d.slot_expert()[k] : ~uint32_t{0};
+}
+
+// One warp, when the token was routed: the heads of its messages, at their destinations, or in shared memory
+// for lines.
+template <class D>
+WEFT_DEVICE void write_heads(const D& d, uint32_t token) {
+  const MessageLayout message = d.message();
+  const uint32_t targets = *d.targets();
+  WEFT_ROLLED
+  for (uint32_t t = 0; t < targets; ++t) {
+    const uint32_t rank = d.target()[t];
+    auto* head = reinterpret_cast<uint32_t*>(d.sends_lines() ? d.heads(t) : d.place()[t]);
+    if (d.warp.rank() == 0) store_watched(head, token);
+    for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
+      store_watched(head + message.expert + k, expert_in_head(d, rank, k));
+      store_watched(head + message.place + k, d.slot_place()[k]);
+      if (d.has_weights())
+        store_watched(head + message.weight + k,
+                      bits_of_float(d.a.topk_weights[uint64_t{token} * d.top_k() + k]));
+    }
+  }
+  d.warp.sync();
+}
+
+}  // namespace low_latency
+}  // namespace weft

@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_dispatch_receive.cuh: receives messages: follows the batches of all sources and copies each message to the
+// rows of its experts as the batch's word moves or its lines come, and notes where its answer goes.
+#pragma once
+
+#include "kernels/moe/low_latency_dispatch_segments.cuh"
+
+namespace weft {
+namespace low_latency {
+
+// Vectors of a message that a lane asks for at once: memory is far.
+inline constexpr uint32_t kVecsInFlight = 4;
+
+// ---- step 4
+
+// Where the scales of a row begin, in words.
+template <class D>
+WEFT_DEVICE uint64_t scales_of(const D& d, uint32_t expert, uint64_t in_expert) {
+  const uint64_t row = d.a.tiled_scales ? tiled_row(in_expert, static_cast<uint64_t>(d.shape.scale_bytes) / 4)
+                                        : in_expert * d.a.scale_row_stride;
+  return expert * d.a.scale_expert_stride + row;
+}
+
+// Where the row of slot k of the message in head() goes, or -1: not here. Packed rows are all of one expert, as far as
+// places go.
+struct RowPlace {
+  int32_t row;
+  uint32_t expert;
+  uint64_t in_expert;
+};
+template <class D>
+WEFT_DEVICE RowPlace row_place(const D& d, uint32_t source, uint32_t k) {
+  const auto* head = reinterpret_cast<const uint32_t*>(d.head());
+  const uint32_t expert = d.own_expert(head[d.message().expert + k]);
+  // A rank that disagrees about sizes, which the call reports, may have written over this message.
+  if (expert >= d.own_experts() || d.sends_rows()[source] == 0) return {-1, 0, 0};
+  const uint64_t in_expert = d.begin()[source * d.local_experts() + expert] + head[d.message().place + k];
+  if (d.is_packed())
+    return in_expert < d.a.max_rows ? RowPlace{static_cast<int32_t>(in_expert), 0, in_expert}
+                                    : RowPlace{-1, 0, 0};
+  if (in_expert >= d.a.expert_rows) return {-1, 0, 0};
+  return {static_cast<int32_t>(expert * d.a.expert_rows + in_expert), expert, in_expert};
+}
+
+// Whether the message in head() has a row for this rank: what crosses once for a node may be for others of it. The warp.
+template <class D>
+WEFT_DEVICE bool is_for_this_rank(const D& d) {
+  if (!d.is_shared()) return true;
+  d.warp.sync();
+  const auto* head = reinterpret_cast<const uint32_t*>(d.head());
+  bool is_own = false;
+  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size())
+    is_own = is_own || d.own_expert(head[d.message().expert + k]) < d.own_experts();
+  return d.warp.any(is_own);
+}
+
+// One lane per slot: lists in rows() where the rows of the message in head() go, and returns how many. The
+// warp.
+template <class D>
+WEFT_DEVICE uint32_t place_message(const D& d, uint32_t source) {
+  await_segments(d);
+  uint32_t count = 0;
+  for (uint32_t first = 0; first < d.top_k(); first += d.warp.size()) {
+    const uint32_t k = first + d.warp.rank();
+    const RowPlace place = k < d.top_k() ? row_place(d, source, k) : RowPlace{-1, 0, 0};
+    const bool is_here = place.row >= 0;
+    const uint32_t at = count + d.warp.count_below(is_here);
+    count += d.warp.count(is_here);
+    if (!is_here) continue;
+    d.rows()[at] = place.row;
+    d.scales_at()[at] = scales_of(d, place.expert, place.in_expert);
+  }
+  d.warp.sync();
+  return count;
+}
+
+// One lane per slot, when nobody waits any more: notes where the rows of the message in head() came from, and
+// what the combine will need to know. The warp.
+template <class D>
+WEFT_DEVICE void note_message(const D& d, uint32_t source, int32_t* record) {
+  const auto* head = reinterpret_cast<const uint32_t*>(d.head());
+  const auto token = static_cast<int32_t>(head[0]);
+  if (d.warp.rank() == 0) record[0] = token;
+  for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
+    const RowPlace place = row_place(d, source, k);
+    const uint32_t weight = d.has_weights() ? head[d.message().weight + k] : 0;
+    record[1 + k] = place.row;
+    if (d.has_weights()) record[1 + d.top_k() + k] = static_cast<int32_t>(weight);
+    if (place.row < 0) continue;
+    d.a.src_info[place.row] = token;
+    if (d.a.out_weights && d.has_weights()) d.a.out_weights[place.row] = float_of_bits(weight);
+    if (d.a.out_source) d.a.out_source[place.row] = static_cast<int32_t>(source);
+  }
+}
+
+// Where the words of a row of scales go that vector `vec` of a message's body holds.
+template <class D>
+WEFT_DEVICE void store_scales(const D& d, uint32_t count, uint32_t vec, const Vec16& held) {
+  const uint32_t first = vec * 4 - static_cast<uint32_t>(d.shape.row_bytes / 4);
+  const auto words = static_cast<uint32_t>(d.shape.scale_bytes / 4);
+  WEFT_ROLLED
+  for (uint32_t k = 0; k < count; ++k) {
+    uint32_t* out = d.a.out_scales + d.scales_at()[k] + first * d.a.scale_word_stride;
+    WEFT_UNROLL
+    for (uint32_t w = 0; w < 4; ++w)
+      if (first + w < words) out[w * d.a.scale_word_stride] = held.words[w];
+  }
+}
+
+// Stores kVecsInFlight vectors of a message's body to the listed rows; of each, which it is, or one beyond
+// the body.
+template <class D>
+WEFT_DEVICE void store_body(const D& d, uint32_t count, const uint32_t (&vecs)[kVecsInFlight],
+                            const Vec16 (&held)[kVecsInFlight]) {
+  const auto row_vecs = static_cast<uint32_t>(d.shape.row_bytes / sizeof(Vec16));
+  WEFT_ROLLED
+  for (uint32_t k = 0; k < count; ++k) {
+    auto* row = reinterpret_cast<Vec16*>(d.a.out + static_cast<uint64_t>(d.rows()[k]) * d.shape.row_bytes);
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kVecsInFlight; ++i)
+      if (vecs[i] < row_vecs) store_vec(row + vecs[i], held[i]);
+  }
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < kVecsInFlight; ++i)
+    if (d.shape.scale_bytes != 0 && vecs[i] >= row_vecs && vecs[i] < d.message().body_vecs())
+      store_scales(d, count, vecs[i], held[i]);
+}
+
+// The same of a whole body, by one thread of the host that has nothing to wait for.
+template <class D>
+WEFT_DEVICE void copy_body(const D& d, uint32_t count, const Vec16* body) {
+  const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
+  for (uint32_t k = 0; k < count; ++k) {
+    std::byte* row = d.a.out + static_cast<uint64_t>(d.rows()[k]) * row_bytes;
+    if (is_past_caches(d.a.call, d.shape.row_bytes))
+      copy_past_caches(row, body, row_bytes);
+    else
+      copy_alone(row, body, row_bytes);
+  }
+  for (uint32_t vec = vecs_in(row_bytes); vec < d.message().body_vecs(); ++vec)
+    store_scales(d, count, vec, body[vec]);
+}
+
+// A message on its way here, of which this warp copies one part of the body.
+template <class D>
+struct Incoming {
+  const D& d;
+  uint32_t source;
+  uint32_t batch;
+  uint32_t split;
+  VecLayout layout;  // of the body
+  Range part;
+  const Vec16* message;            // the lines, until a word says that there are others
+  Vec16 held[kVecsInFlight] = {};  // of the part, from its first on
+  bool has_chunk = false;          // these were asked for
+  bool came = false;               // in this lane, all of these
+
+  WEFT_DEVICE Incoming(const D& dispatch, uint32_t from, uint32_t of_batch, uint32_t of_split)
+      : d(dispatch),
+        source(from),
+        batch(of_batch),
+        split(of_split),
+        layout{d.takes_lines(), d.message().body_vecs(), d.tag()},
+        part(layout.range(split, d.a.receive_splits)),
+        message(reinterpret_cast<const Vec16*>(d.mesh.local() + d.line_message_at(source, batch))) {}
+
+  WEFT_DEVICE void load(uint32_t first) {
+    const uint32_t head_vecs = d.message().head_vecs();
+    const Vec16* body = message + (layout.lines ? parts_of(head_vecs) : head_vecs);
+    came = true;
+    WEFT_UNROLL
+    for (uint32_t i = 0; i < kVecsInFlight; ++i) {
+      const uint32_t index = first + d.warp.rank() + i * d.warp.size();
+      if (index < part.last) came = layout.load(body, index, held[i]) && came;
+    }
+  }
+
+  // A look at the head of lines, and, if the others are likely to come with it, at the part. Each lane's own.
+  WEFT_DEVICE bool look(bool takes_chunk) {
+    has_chunk = takes_chunk;
+    if (takes_chunk) load(part.first);
+    const bool head_came = take_lines(d.warp, message, d.message().head_vecs(), d.tag(), d.head());
+    return head_came && (!takes_chunk || came);
+  }
+  // What a word says has come.
+  WEFT_DEVICE void take(uint32_t index) {
+    if (layout.lines) {
+      layout.lines = false;
+      part = layout.range(split, d.a.receive_splits);
+    }
+    message = reinterpret_cast<const Vec16*>(d.keeps_own(source)
+                                                 ? d.own_message(batch, index)
+                                                 : d.inbox(source) + d.message_at(source, batch, index));
+    has_chunk = !kIsHost && !d.is_shared();  // which may be for another rank
+    if (has_chunk) load(part.first);
+    for (uint32_t i = d.warp.rank(); i < d.message().head_vecs(); i += d.warp.size())
+      d.head()[i] = load_vec_fresh(message + i);
+  }
+
+  // Copies the part to its places, and notes the record, if any, once the head has come. False: the rest of
+  // the lines did not. The warp.
+  WEFT_DEVICE bool unpack(int32_t* record) {
+    const Span traced(d.a.call.wait.trace, Work::kUnpack, d.warp.rank() == 0, source);
+    d.warp.sync();
+    const uint32_t count = place_message(d, source);
+    const bool is_whole = kIsHost && !layout.lines && d.a.receive_splits.value == 1;
+    if (is_whole) copy_body(d, count, message + d.message().head_vecs());
+    WEFT_ROLLED
+    for (uint32_t first = is_whole ? part.last : part.first; first < part.last;
+         first += kVecsInFlight * d.warp.size()) {
+      if (!has_chunk) load(first);
+      has_chunk = false;
+      if (layout.lines && d.warp.any(!came) && !await_chunk(first)) return false;
+      uint32_t vecs[kVecsInFlight];
+      WEFT_UNROLL
+      for (uint32_t i = 0; i < kVecsInFlight; ++i) {
+        const uint32_t index = first + d.warp.rank() + i * d.warp.size();
+        vecs[i] = index < part.last && layout.holds(index) ? layout.vec(index) : ~uint32_t{0};
+      }
+      store_body(d, count, vecs, held);
+    }
+    if (record) note_message(d, source, record);
+    d.warp.sync();
+    return true;
+  }
+  WEFT_DEVICE bool await_chunk(uint32_t first) {
+    return await_lines(d.a.call, d.warp, d.mesh, d.epoch, source, Site::kLowLatencyDispatchRecv, [&] {
+      load(first);
+      return !d.warp.any(!came);
+    });
+  }
+};
+
+template <class D>
+WEFT_DEVICE const uint64_t* batch_word(const D& d, uint32_t source, uint32_t batch) {
+  const uint64_t at = word_offset(d.a.call, d.ranks(), d.epoch, source, batch);
+  if constexpr (D::kPorts)
+    if (d.a.call.board.control) return reinterpret_cast<const uint64_t*>(control_at(d.a.call, d.mesh, at));
+  return reinterpret_cast<const uint64_t*>(d.inbox(source) + at);
+}
+
+// Waits until a batch's word reaches `want`, or, where lines may come instead, until the first message's do:
+// then the word is less. The warp. False: neither came.
+template <class D>
+WEFT_DEVICE bool await_either(const D& d, Incoming<D>& incoming, uint64_t want, uint64_t& word) {
+  const uint64_t* at = batch_word(d, incoming.source, incoming.batch);
+  const bool takes_chunk = d.sends_lines();  // who has few tokens has peers who have few
+  auto look = [&] {
+    word = d.warp.rank() == 0 ? load_signal(at) : 0;
+    const bool came = incoming.look(takes_chunk);
+    return !d.warp.any(!came) || d.warp.any(word >= want);
+  };
+  const bool is_there =
+      await_lines(d.a.call, d.warp, d.mesh, d.epoch, incoming.source, Site::kLowLatencyDispatchRecv, look);
+  word = d.warp.broadcast(word);
+  return is_there;
+}
+template <class D>
+WEFT_DEVICE bool await_word(const D& d, const Incoming<D>& incoming, uint64_t want, uint64_t& word) {
+  word = 0;
+  if (d.warp.rank() == 0 && !await(d.a.call, d.mesh, batch_word(d, incoming.source, incoming.batch), want,
+                                   incoming.source, Site::kLowLatencyDispatchRecv, kWordEpoch, word))
+    word = 0;
+  word = d.warp.broadcast(word);
+  return word >= want;
+}
+
+// Follows one batch until all its messages are unpacked. Returns what is to be noted of it. The warp.
+template <class D>
+WEFT_DEVICE uint32_t receive_messages(const D& d, uint32_t source, uint32_t batch, uint32_t split) {
+  const uint64_t start = cycles();
+  Incoming<D> incoming(d, source, batch, split);
+  uint32_t unpacked = 0, noted = 0;
+  for (uint64_t word = 0; (word & kWordDone) == 0;) {
+    const uint64_t want = d.epoch.number * kWordEpoch + unpacked + 1;
+    const bool is_first = unpacked == 0;
+    if (!(is_first && incoming.layout.lines ? await_either(d, incoming, want, word)
+                                            : await_word(d, incoming, want, word)))
+      break;
+    if (is_first && batch == 0 && split == 0 && d.a.wait_cycles && d.warp.rank() == 0)
+      add_local(&d.a.wait_cycles[source], cycles() - start);
+    const bool are_lines = word < want;
+    if (are_lines) word = kWordDone | 1;  // a batch of lines has one message
+    const auto arrived = static_cast<uint32_t>(word & kMaxBatchTokens);
+    const RoutesLayout routes = d.routes();
+    const uint64_t slot = (uint64_t{source} * d.batches().count + batch) * d.batches().capacity;
+    WEFT_ROLLED
+    for (; unpacked < arrived; ++unpacked) {
+      if (!are_lines) incoming.take(unpacked);
+      if (!is_for_this_rank(d)) continue;
+      int32_t* record = d.a.routes + routes.records + (slot + noted) * routes.record_words;
+      if (!incoming.unpack(split == 0 ? record : nullptr)) return 0;
+      ++noted;
+    }
+    if (are_lines) return 1 | kCameAsLines;
+  }
+  return noted;
+}
+
+template <class D>
+WEFT_DEVICE void receive_batch(const D& d, uint32_t source, uint32_t batch, uint32_t split) {
+  const uint32_t came = d.present()[source] == 0 ? 0 : receive_messages(d, source, batch, split);
+  if (split == 0 && d.warp.rank() == 0)
+    d.a.routes[d.routes().counts + uint64_t{source} * d.batches().count + batch] = static_cast<int32_t>(came);
+}
+
+// Each rank starts with itself and goes on with its successor, so that it follows the order of arrival.
+template <class D>
+WEFT_DEVICE void receive_batches(const D& d) {
+#ifdef WEFT_LL_SENDERS
+  const uint32_t blocks = d.block.count() - d.senders();
+  const WarpShare share{d.warp.index() * blocks + d.block.index() - d.senders(), blocks * d.block.warps()};
+#else
+  const WarpShare share = warp_share(d.block, d.warp);
+#endif
+  WEFT_ROLLED
+  for (uint32_t job = share.index; job < d.a.source_jobs.value * d.ranks(); job += share.total) {
+    const uint32_t source = (d.mesh.rank() + job / d.a.source_jobs) % d.ranks();
+    const uint32_t in_source = job % d.a.source_jobs;
+    receive_batch(d, source, in_source / d.a.receive_splits, in_source % d.a.receive_splits);
+  }
+}
+
+}  // namespace low_latency
+}  // namespace weft

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_handshake.cuh: the handshake that ends what a rank sends to a peer. It publishes what was written
+// before, and says what the rank was called with; a peer that was called with something else is a fault.
+#pragma once
+
+#include "kernels/moe/low_latency_call.cuh"
+
+namespace weft {
+namespace low_latency {
+
+WEFT_DEVICE void write_handshake(const LowLatencyCall& call, LowLatencyHandshake* handshake,
+                                 uint64_t dispatch_epoch) {
+  for (uint32_t i = 0; i < LowLatencyHandshake::kWords; ++i)
+    store_relaxed(&handshake->words[i], call.handshake.words[i]);
+  store_relaxed(&handshake->dispatch_epoch, dispatch_epoch);
+}
+
+// The same as send_handshake(), through a port.
+template <class MeshT>
+WEFT_DEVICE void send_handshake_to_port(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch,
+                                        uint32_t peer, uint64_t dispatch_epoch) {
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
+  const uint64_t from = outbox_offset(call, mesh.ranks(), epoch) + peer * sizeof(LowLatencyHandshake);
+  const uint64_t to =
+      call.region + at.handshake + (epoch.parity * mesh.ranks() + mesh.rank()) * sizeof(LowLatencyHandshake);
+  write_handshake(call, reinterpret_cast<LowLatencyHandshake*>(mesh.local() + from), dispatch_epoch);
+  mesh.to(peer).put_with_signal(OneThread{}, to, from, sizeof(LowLatencyHandshake),
+                                control_offset(call, at.arrived, mesh.ranks(), epoch, mesh.rank()),
+                                epoch.number);
+}
+
+// One thread: publishes what was written to the peer before, with what this rank was called with.
+template <class MeshT>
+WEFT_DEVICE void send_handshake(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t peer,
+                                uint64_t dispatch_epoch) {
+  if (is_port(mesh, peer)) return send_handshake_to_port(call, mesh, epoch, peer, dispatch_epoch);
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
+  std::byte* control = near_control(call, mesh, peer, call.region);
+  auto* handshake = reinterpret_cast<LowLatencyHandshake*>(control + at.handshake) +
+                    epoch.parity * mesh.ranks() + mesh.rank();
+  write_handshake(call, handshake, dispatch_epoch);
+  const uint64_t arrived = control_offset(call, at.arrived, mesh.ranks(), epoch, mesh.rank());
+  store_release(reinterpret_cast<uint64_t*>(control + (arrived - call.region)), epoch.number);
+}
+
+// One thread: waits for a source's handshake. False: leave that source out.
+template <class MeshT>
+WEFT_DEVICE bool await_handshake(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t source,
+                                 Site site) {
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
+  const auto* signal = reinterpret_cast<const uint64_t*>(
+      control_at(call, mesh, control_offset(call, at.arrived, mesh.ranks(), epoch, source)));
+  uint64_t seen = 0;
+  return await(call, mesh, signal, epoch.number, source, site, 1, seen);
+}
+
+// One thread, after that: whether the source means the same call; a fault if it does not.
+template <class MeshT>
+WEFT_DEVICE bool agrees(const LowLatencyCall& call, const MeshT& mesh, Epoch epoch, uint32_t source,
+                        uint64_t dispatch_epoch) {
+  const LowLatencyControl at = low_latency_control(mesh.ranks());
+  const auto* vecs = reinterpret_cast<const Vec16*>(control_at(call, mesh, call.region + at.handshake)) +
+                     (epoch.parity * mesh.ranks() + source) * (sizeof(LowLatencyHandshake) / sizeof(Vec16));
+  const Vec16 held[2] = {load_vec_fresh(vecs), load_vec_fresh(vecs + 1)};  // both at once: memory is far
+  static_assert(LowLatencyHandshake::kWords == 6 && sizeof(LowLatencyHandshake) == 2 * sizeof(Vec16));
+  WEFT_UNROLL
+  for (uint32_t i = 0; i < LowLatencyHandshake::kWords; ++i) {
+    const uint32_t theirs = held[i / 4].words[i % 4];
+    if (theirs == call.handshake.words[i]) continue;
+    raise(call.wait.fault, Site::kLowLatencyAgree, call.wait.self, source, call.handshake.words[i], theirs,
+          i);
+    return false;
+  }
+  const uint64_t their_epoch = held[1].words[2] | uint64_t{held[1].words[3]} << 32;
+  if (their_epoch == dispatch_epoch) return true;
+  raise(call.wait.fault, Site::kCombineHandle, call.wait.self, source, dispatch_epoch, their_epoch, 0);
+  return false;
+}
+
+}  // namespace low_latency
+}  // namespace weft

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// low_latency_watch.cuh: the block that watches. Where ranks have port peers, the windows of GPUs lie in memory of the host:
+// a look at a word there crosses PCIe, and looks of many warps at one line follow each other, before loads and stores of
+// those that have work. So one block of a launch looks for all others, each of its threads at other words, and copies
+// what has changed to the board (LowLatencyBoard::control), where the others look. What a rank tells itself goes to the
+// board at once.
+// Waits: until all other blocks have come to their end, whose own waits are bounded.
+// Order: what was there for a thread that acquires a word of the window is there for one that sees it on the board.
+#pragma once
+
+#include "kernels/moe/low_latency_handshake.cuh"
+
+namespace weft {
+namespace low_latency {
+
+// Words that a thread looks at before it uses any: memory is far.
+inline constexpr uint32_t kWatchedAtOnce = 4;
+
+// A word that others write, and where it is copied to; null: nothing to copy.
+struct Watched {
+  const uint64_t* from;
+  uint64_t* to;
+};
+
+template <class C>
+class Watcher {
+ public:
+  WEFT_DEVICE Watcher(const C& c, Epoch epoch) : c_(c), epoch_(epoch) {}
+
+  // One round of looks. The block.
+  WEFT_DEVICE void look() const {
+    WEFT_ROLLED
+    for (uint32_t first = c_.block.rank(); first < items(); first += kWatchedAtOnce * c_.block.size()) {
+      Watched words[kWatchedAtOnce];
+      uint64_t known[kWatchedAtOnce], seen[kWatchedAtOnce];
+      WEFT_UNROLL
+      for (uint32_t i = 0; i < kWatchedAtOnce; ++i) {
+        words[i] = watched(first + i * c_.block.size());
+        if (!words[i].from) continue;
+        known[i] = load_relaxed(words[i].to);
+        seen[i] = load_signal(words[i].from);
+      }
+      WEFT_UNROLL
+      for (uint32_t i = 0; i < kWatchedAtOnce; ++i) {
+        if (!words[i].from || seen[i] == known[i]) continue;
+        fence_system();
+        const uint32_t item = first + i * c_.block.size();
+        if (item < c_.ranks()) copy_handshake(item);
+        store_release_local(words[i].to, seen[i]);
+      }
+    }
+    if (c_.block.rank() == 0) copy_fault();
+  }
+
+ private:
+  // Handshakes that came, calls that peers have read, counts and batches.
+  WEFT_DEVICE uint32_t items() const { return c_.ranks() * (3 + words_of_source()); }
+  WEFT_DEVICE uint32_t words_of_source() const { return c_.awaited_counts() + c_.awaited_words(); }
+
+  WEFT_DEVICE Watched watched(uint32_t item) const {
+    if (item >= items()) return {};
+    const LowLatencyCall& call = c_.a.call;
+    const LowLatencyControl at = low_latency_control(c_.ranks());
+    if (item < c_.ranks()) return in_window(item, control_offset(call, at.arrived, c_.ranks(), epoch_, item));
+    item -= c_.ranks();
+    if (item < 2 * c_.ranks())
+      return in_window(item % c_.ranks(), call.region + at.consumed + uint64_t{item} * 8);
+    item -= 2 * c_.ranks();
+    const uint32_t source = item / words_of_source(), word = item % words_of_source();
+    if (word < c_.awaited_counts())
+      return has_arrived(source) ? in_window(source, c_.counts_at(source) + uint64_t{word} * 8) : Watched{};
+    if (!c_.awaits_word(source, word - c_.awaited_counts())) return {};
+    const uint64_t offset = word_offset(call, c_.ranks(), epoch_, source, word - c_.awaited_counts());
+    return from(source, c_.inbox(source), offset);
+  }
+  // Counts come as bytes, before the handshake. Nobody may look at them while they come.
+  WEFT_DEVICE bool has_arrived(uint32_t source) const {
+    const uint64_t arrived =
+        control_offset(c_.a.call, low_latency_control(c_.ranks()).arrived, c_.ranks(), epoch_, source);
+    return load_signal(reinterpret_cast<const uint64_t*>(control_at(c_.a.call, c_.mesh, arrived))) >=
+           epoch_.number;
+  }
+  WEFT_DEVICE Watched in_window(uint32_t source, uint64_t offset) const {
+    return from(source, c_.mesh.local(), offset);
+  }
+  WEFT_DEVICE Watched from(uint32_t source, const std::byte* window, uint64_t offset) const {
+    if (source == c_.mesh.rank()) return {};
+    return {reinterpret_cast<const uint64_t*>(window + offset),
+            reinterpret_cast<uint64_t*>(control_at(c_.a.call, c_.mesh, offset))};
+  }
+
+  WEFT_DEVICE void copy_handshake(uint32_t source) const {
+    const uint64_t offset = c_.a.call.region + low_latency_control(c_.ranks()).handshake +
+                            (uint64_t{epoch_.parity} * c_.ranks() + source) * sizeof(LowLatencyHandshake);
+    const auto* from = reinterpret_cast<const Vec16*>(c_.mesh.local() + offset);
+    auto* to = reinterpret_cast<Vec16*>(control_at(c_.a.call, c_.mesh, offset));
+    for (uint32_t i = 0; i < sizeof(LowLatencyHandshake) / sizeof(Vec16); ++i)
+      store_vec(to + i, load_vec_fresh(from + i));
+  }
+  WEFT_DEVICE void copy_fault() const {
+    LowLatencyState* state = state_of(c_.a.call, c_.mesh);
+    const uint64_t raised = load_relaxed(&c_.a.call.wait.fault->raised);
+    if (raised != load_relaxed(&state->raised)) store_relaxed(&state->raised, raised);
+  }
+
+  const C& c_;
+  const Epoch epoch_;
+};
+
+// The block, whose threads look until the others have left. `joined`: in its first warp.
+template <class C>
+WEFT_DEVICE void watch(C& c, const Joined& joined, uint64_t* shared_epoch) {
+  LowLatencyState* state = state_of(c.a.call, c.mesh);
+  const uint64_t launches = load_relaxed(&state->watched);
+  if (c.block.rank() == 0) *shared_epoch = call_number(c.a.call, joined.started);
+  c.block.sync();
+  c.epoch = {*shared_epoch, static_cast<uint32_t>(*shared_epoch & 1)};
+  const Watcher<C> watcher(c, c.epoch);
+  WEFT_ROLLED
+  for (uint32_t rounds = 0; load_relaxed(&state->left) < (launches + 1) * kLaunchShare; ++rounds) {
+    watcher.look();
+    if constexpr (kIsHost) pause(rounds);
+  }
+  c.block.sync();
+  if (c.block.rank() == 0) store_relaxed(&state->watched, launches + 1);
+}
+
+// Whether this block watches.
+template <class C>
+WEFT_DEVICE bool is_watching(const C& c) {
+  return c.a.call.board.control && Block{}.index() == 0;
+}
+
+// Every other block, at its end.
+template <class C>
+WEFT_DEVICE void leave_watched(const C& c) {
+  if (!c.a.call.board.control) return;
+  c.block.sync();
+  if (c.block.rank() != 0) return;
+  const bool is_last = c.block.index() + 1 == c.block.count();
+  add_local(&state_of(c.a.call, c.mesh)->left, is_last ? kLaunchShare - (c.block.count() - 1) : uint64_t{1});
+}
+
+}  // namespace low_latency
+}  // namespace weft

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Thread groups on CUDA: the block, and warps of 32 lanes that exchange values by shuffles.
+#pragma once
+
+#include "kernels/target/cuda/language.h"
+
+namespace weft {
+
+struct Block {
+  WEFT_DEVICE uint32_t index() const { return blockIdx.x; }
+  WEFT_DEVICE uint32_t count() const { return gridDim.x; }
+  WEFT_DEVICE uint32_t rank() const { return threadIdx.x; }
+  WEFT_DEVICE uint32_t size() const { return blockDim.x; }
+  WEFT_DEVICE uint32_t warps() const { return blockDim.x / 32; }
+  WEFT_DEVICE std::byte* shared() const {
+    extern __shared__ __align__(128) unsigned char weft_shared[];
+    return reinterpret_cast<std::byte*>(weft_shared);
+  }
+  WEFT_DEVICE void sync() const { __syncthreads(); }
+};
+
+struct Warp {
+  static constexpr uint32_t kMaxSize = 32;
+  WEFT_DEVICE uint32_t index() const { return threadIdx.x / 32; }  // within its block
+  WEFT_DEVICE uint32_t rank() const { return threadIdx.x % 32; }
+  WEFT_DEVICE uint32_t size() const { return 32; }
+  WEFT_DEVICE void sync() const { __syncwarp(); }
+  template <class T>
+  WEFT_DEVICE T broadcast(T value, uint32_t from = 0) const {
+    return __shfl_sync(0xffffffffu, value, static_cast<int>(from));
+  }
+  template <class T>
+  WEFT_DEVICE T sum(T value) const {
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+    return value;
+  }
+  template <class T>
+  WEFT_DEVICE T max(T value) const {
+    for (int step = 16; step > 0; step /= 2) {
+      const T other = __shfl_xor_sync(0xffffffffu, value, step);
+      value = other > value ? other : value;
+    }
+    return value;
+  }
+  template <class T>
+  WEFT_DEVICE T min(T value) const {
+    for (int step = 16; step > 0; step /= 2) {
+      const T other = __shfl_xor_sync(0xffffffffu, value, step);
+      value = other < value ? other : value;
+    }
+    return value;
+  }
+  // The largest value among each `kLanes` neighbours; kLanes is a power of two.
+  template <uint32_t kLanes, class T>
+  WEFT_DEVICE T max_within(T value) const {
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      const T other = __shfl_xor_sync(0xffffffffu, value, step);
+      value = other > value ? other : value;
+    }
+    return value;
+  }
+  // The sum of the values of lower ranks.
+  template <class T>
+  WEFT_DEVICE T scan_exclusive(T value) const {
+    T inclusive = value;
+    for (uint32_t step = 1; step < 32; step *= 2) {
+      const T lower = __shfl_up_sync(0xffffffffu, inclusive, step);
+      if (rank() >= step) inclusive += lower;
+    }
+    return inclusive - value;
+  }
+  WEFT_DEVICE bool any(bool value) const { return __any_sync(0xffffffffu, value); }
+  // Of how many threads, and of how many of lower rank, the value is true.
+  WEFT_DEVICE uint32_t count(bool value) const {
+    return static_cast<uint32_t>(__popc(__ballot_sync(0xffffffffu, value)));
+  }
+  WEFT_DEVICE uint32_t count_below(bool value) const {
+    return static_cast<uint32_t>(__popc(__ballot_sync(0xffffffffu, value) & ((1u << rank()) - 1)));
+  }
+};
+
+}  // namespace weft

@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// RowPipe: rows through shared memory by bulk copies (TMA) from sm_90 on, by loads and stores before.
+// RowQueue: rows into shared memory by bulk copies, from sm_90 on.
+#pragma once
+
+#include "kernels/target/cuda/groups.h"
+#include "kernels/target/cuda/memory.h"
+
+namespace weft {
+
+WEFT_DEVICE uint32_t shared_address(const void* at) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(at));
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr bool kHasBulkCopies = true;
+
+namespace bulk {
+
+WEFT_DEVICE void barrier_init(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+// Makes initialised barriers and finished generic accesses visible to the bulk copy engine.
+WEFT_DEVICE void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Makes all memory that this thread has seen visible to the copies that it starts later.
+WEFT_DEVICE void fence_async() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+WEFT_DEVICE void load(std::byte* stage, const std::byte* src, uint32_t bytes, uint64_t* barrier) {
+  const uint32_t b = shared_address(barrier);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(stage)),
+      "l"(src), "r"(bytes), "r"(b)
+      : "memory");
+}
+WEFT_DEVICE void wait_loaded(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra WAIT;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+WEFT_DEVICE void store(std::byte* dst, const std::byte* stage, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst),
+               "r"(shared_address(stage)), "r"(bytes)
+               : "memory");
+}
+WEFT_DEVICE void commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+template <uint32_t kPending>
+WEFT_DEVICE void wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+template <uint32_t kPending>
+WEFT_DEVICE void wait_written() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+  fence_async();
+}
+
+}  // namespace bulk
+
+// Streams items (rows or pieces of rows) to one or more places each.
+//   pipe.run(next, sink): next() -> RowItem, one without a source ends; sink(tag, stage) calls
+//   pipe.store(dst, stage).
+// All lanes call run(), next(), sink() and store(); each lane gives store() its own place, or null. Loads run
+// ahead of stores by half the stages. After drain() every store is visible to a peer that acquires a later
+// release by lane 0 of this warp; after drain_but<n>() every store but those of the last n items. A relaxed
+// store may overtake drained rows on NVLink (seen on H200).
+template <uint32_t kStages>
+class RowPipe {
+ public:
+  static constexpr uint32_t kAhead = kStages / 2;
+  static_assert(kStages * 8 <= kPipeBarrierBytes && kStages >= 2);
+
+  WEFT_DEVICE RowPipe(Warp warp, std::byte* shared, uint32_t piece_bytes)
+      : barriers_(reinterpret_cast<uint64_t*>(shared)),
+        stages_(shared + kPipeBarrierBytes),
+        piece_bytes_(piece_bytes),
+        warp_(warp) {
+    if (warp_.rank() == 0) {
+      for (uint32_t i = 0; i < kStages; ++i) bulk::barrier_init(&barriers_[i]);
+      bulk::fence_async_shared();
+    }
+    warp_.sync();
+  }
+
+  template <class Next, class Sink>
+  WEFT_DEVICE void run(Next next, Sink sink) {
+    decltype(next()) loading[kAhead] = {};  // oldest first
+    for (bool more = true; more || stored_ != loaded_;) {
+      const auto oldest = loading[0];
+      WEFT_UNROLL
+      for (uint32_t i = 1; i < kAhead; ++i) loading[i - 1] = loading[i];
+      loading[kAhead - 1] = {};
+      if (more) loading[kAhead - 1] = next();
+      more = more && loading[kAhead - 1].piece.src;
+      if (more) load(loading[kAhead - 1].piece);
+      if (!oldest.piece.src) continue;
+      bulk::wait_loaded(&barriers_[stored_ % kStages], (stored_ / kStages) & 1);
+      sink(oldest.tag, RowPiece{stages_ + (stored_ % kStages) * piece_bytes_, oldest.piece.bytes});
+      bulk::commit();
+      ++stored_;
+    }
+  }
+  WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
+    if (dst) bulk::store(dst, stage.src, stage.bytes);
+  }
+  template <uint32_t kItems>
+  WEFT_DEVICE void drain_but() {
+    bulk::wait_written<kItems>();
+    warp_.sync();
+  }
+  WEFT_DEVICE void drain() { drain_but<0>(); }
+
+ private:
+  WEFT_DEVICE void load(RowPiece piece) {
+    // The stage was last stored kStages items ago; at most kStages - kAhead - 1 items were committed since.
+    bulk::wait_read<kStages - kAhead - 1>();
+    warp_.sync();
+    if (warp_.rank() == 0)
+      bulk::load(stages_ + (loaded_ % kStages) * piece_bytes_, piece.src, piece.bytes,
+                 &barriers_[loaded_ % kStages]);
+    ++loaded_;
+  }
+
+  uint64_t* barriers_;
+  std::byte* stages_;
+  uint32_t piece_bytes_;
+  Warp warp_;
+  uint32_t loaded_ = 0;  // items so far: stages and barrier phases continue across runs
+  uint32_t stored_ = 0;
+};
+
+// Pieces of rows that a warp reads in shared memory, in the order in which it asked for them. All lanes call all functions,
+// with the same arguments.
+//   queue.sees_arrived(): what the warp has acquired, later copies read too
+//   queue.ask(src, bytes): where has_room(); src is 16-byte aligned, bytes a multiple of 16, kQueuePieceBytes at most
+//   queue.front(): waits for the oldest piece; pop(): all lanes have read it
+// Before the warp ends it pops all that it asked for.
+class RowQueue {
+ public:
+  // shared: queue_bytes(slots) of this warp, 128-byte aligned; slots: kMostQueueSlots at most.
+  WEFT_DEVICE RowQueue(Warp warp, std::byte* shared, uint32_t slots)
+      : barriers_(reinterpret_cast<uint64_t*>(shared)),
+        pieces_(shared + kPipeBarrierBytes),
+        slots_(slots),
+        warp_(warp) {
+    if (warp_.rank() == 0) {
+      for (uint32_t i = 0; i < slots; ++i) bulk::barrier_init(&barriers_[i]);
+      bulk::fence_async_shared();
+    }
+    warp_.sync();
+  }
+  WEFT_DEVICE void sees_arrived() const {
+    warp_.sync();
+    bulk::fence_async();
+  }
+  WEFT_DEVICE bool has_room() const { return waiting_ != slots_; }
+  WEFT_DEVICE void ask(const std::byte* src, uint32_t bytes) {
+    if (warp_.rank() == 0) bulk::load(pieces_ + back_ * kQueuePieceBytes, src, bytes, &barriers_[back_]);
+    back_ = back_ + 1 == slots_ ? 0 : back_ + 1;
+    ++waiting_;
+  }
+  WEFT_DEVICE void ask_by(bool is_mine, const std::byte* src, uint32_t bytes) {
+    if (is_mine) bulk::load(pieces_ + back_ * kQueuePieceBytes, src, bytes, &barriers_[back_]);
+    back_ = back_ + 1 == slots_ ? 0 : back_ + 1;
+    ++waiting_;
+  }
+  WEFT_DEVICE const Vec16* front() const {
+    bulk::wait_loaded(&barriers_[front_], parity_);
+    return reinterpret_cast<const Vec16*>(pieces_ + front_ * kQueuePieceBytes);
+  }
+  WEFT_DEVICE void pop() {
+    warp_.sync();
+    --waiting_;
+    parity_ ^= front_ + 1 == slots_ ? 1 : 0;
+    front_ = front_ + 1 == slots_ ? 0 : front_ + 1;
+  }
+
+ private:
+  uint64_t* barriers_;
+  std::byte* pieces_;
+  uint32_t slots_;
+  Warp warp_;
+  uint32_t back_ = 0;
+  uint32_t front_ = 0;
+  uint32_t waiting_ = 0;
+  uint32_t parity_ = 0;
+};
+#else
+inline constexpr bool kHasBulkCopies = false;
+
+// Before sm_90 the same object copies with loads and stores, straight from the source.
+template <uint32_t kStages>
+class RowPipe {
+ public:
+  WEFT_DEVICE RowPipe(Warp warp, std::byte* /*shared*/, uint32_t /*piece_bytes*/) : warp_(warp) {}
+
+  template <class Next, class Sink>
+  WEFT_DEVICE void run(Next next, Sink sink) {
+    for (auto item = next(); item.piece.src; item = next()) sink(item.tag, item.piece);
+  }
+  WEFT_DEVICE void store(std::byte* dst, RowPiece stage) {
+    const auto* from = reinterpret_cast<const Vec16*>(stage.src);
+    for (uint32_t lane = 0; lane < warp_.size(); ++lane) {
+      auto* to = reinterpret_cast<Vec16*>(warp_.broadcast(reinterpret_cast<uint64_t>(dst), lane));
+      if (!to) continue;
+      for (uint32_t i = warp_.rank(); i < stage.bytes / 16; i += warp_.size())
+        store_vec(to + i, load_vec(from + i));
+    }
+  }
+  template <uint32_t kItems>
+  WEFT_DEVICE void drain_but() {
+    fence_system();
+    warp_.sync();
+  }
+  WEFT_DEVICE void drain() { drain_but<0>(); }
+
+ private:
+  Warp warp_;
+};
+#endif
+
+}  // namespace weft

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Picks the target that device code is compiled for. The three headers have the same content and are the only
+// places with PTX, GCN built-ins or std::atomic_ref:
+//   groups        Warp, Block: rank(), size(), sync(); a host warp is one thread
+//   memory        scoped loads, stores, fences, atomics; Vec16; copies
+//   RowPipe       bulk asynchronous copies through shared memory (TMA on Hopper, plain copies elsewhere)
+//   RowQueue      bulk asynchronous copies into shared memory, where kHasBulkCopies
+//   time          now_ns(), pause()
+#pragma once
+
+#if defined(__CUDACC_RTC__) || defined(__CUDACC__)
+#include "kernels/target/cuda.h"
+#elif defined(__HIP__)
+#include "kernels/target/hip.h"
+#else
+#include "kernels/target/host.h"
+#endif

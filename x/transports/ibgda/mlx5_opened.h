@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the queues of an mlx5 NIC share, wherever they lie: the NIC that was opened, addresses, doorbells.
+// Threads: one at a time, but for Doorbell::ring().
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "memory/host_visible.h"
+#include "providers/verbs/connect.h"
+#include "transports/ibgda/mlx5_abi.h"
+#include "transports/ibgda/pinned_pages.h"
+#include "transports/ibgda/queue_room.h"
+
+namespace weft::ibgda {
+
+namespace ib = provider::ib;
+
+// How a NIC reaches queues in memory of a device.
+enum class RoomWay { kNone, kDmabuf, kPeerMemory };
+
+struct Opened {
+  ib::Library verbs;
+  mlx5::Library direct;
+  std::string name;
+  Device device;
+  ib::PortChoice port;
+  ib::Gid gid{};
+  ib::Context* context = nullptr;
+  ib::Pd* pd = nullptr;
+  uint32_t pd_number = 0;
+  std::unique_ptr<PinnedPages> pages;  // null on the CPU
+  std::unique_ptr<QueueRooms> rooms;   // null: queues lie in memory of the host
+  RoomWay way = RoomWay::kNone;
+
+  ~Opened() {
+    if (pd) verbs.dealloc_pd(pd);
+    if (context) verbs.close_device(context);
+  }
+};
+
+// With what errno says. Logged.
+Status failed(const char* what, const std::string& nic);
+
+struct QueueAddress {
+  char tag[4] = {'m', 'l', 'x', '5'};
+  uint32_t number = 0, psn = 0;
+  ib::Gid gid{};
+  uint16_t lid = 0;
+  uint8_t mtu = 0, is_ethernet = 0;
+  uint32_t unused = 0;
+};
+static_assert(sizeof(QueueAddress) == 40);
+
+std::string address_of(const Opened& nic, uint32_t number, uint32_t psn);
+Result<QueueAddress> read_address(std::string_view bytes);
+// What both ends agree to, and the way there.
+struct Route {
+  ib::AhAttr way;
+  uint8_t mtu;
+};
+Route route_to(const Opened& nic, const QueueAddress& peer);
+
+// The NIC's register of a queue, as kernels reach it: itself, mapped for a GPU, or a word that the host passes on.
+class Doorbell {
+ public:
+  Status open(Opened& nic, void* reg);
+  void close();
+  uint64_t* at() const { return at_; }
+  bool is_rung_by_host() const { return word_ != nullptr; }
+  void ring(uint64_t doorbell) const;
+
+ private:
+  Opened* nic_ = nullptr;
+  uint64_t *register_ = nullptr, *at_ = nullptr;
+  std::unique_ptr<HostVisible> word_;  // where the register cannot be mapped
+  bool is_pinned_ = false;
+};
+
+}  // namespace weft::ibgda

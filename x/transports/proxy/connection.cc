@@ -1,0 +1,444 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The host half of the proxy transport: one engine, the proxy threads, and what kernels are given of them.
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "base/config.h"
+#include "base/log.h"
+#include "kernels/core/fault.h"
+#include "transports/proxy/channel.cuh"
+#include "transports/proxy/proxy.h"
+#include "transports/transport.h"
+
+namespace weft {
+namespace proxy {
+namespace {
+
+constexpr double kFarewell_s = 5;  // for peers to confirm what was sent before this rank leaves
+
+// What is in pinned memory beside the FIFOs: the words that flush() polls, and the link's own fault box.
+struct Shared {
+  uint64_t flushed_at, fault_at, end;
+};
+Shared shared_words(uint64_t ranks) {
+  Shared at{};
+  at.fault_at = ranks * sizeof(uint64_t);
+  at.end = at.fault_at + sizeof(FaultBox);
+  return at;
+}
+
+uint32_t proxy_count(size_t peers, size_t ranks) {
+  if (peers == 0) return 1;
+  if (config().proxies > 0) return static_cast<uint32_t>(std::min<int64_t>(config().proxies, 64));
+  const size_t spare = std::max(1u, std::thread::hardware_concurrency()) / std::max<size_t>(1, ranks);
+  return static_cast<uint32_t>(std::clamp<size_t>(spare, 1, 4));
+}
+
+class ProxyLink : public Link {
+ public:
+  static Result<std::unique_ptr<Link>> connect(const Group& group) {
+    auto link = std::unique_ptr<ProxyLink>(new ProxyLink(group));
+    const Status opened = link->open(group);
+    const Status joined = link->join(group, opened);
+    if (!joined.ok()) return joined;
+    return std::unique_ptr<Link>(std::move(link));
+  }
+
+  ~ProxyLink() override {
+    stop_helper();
+    finish();
+    for (const auto& proxy : proxies_) proxy->stop();
+    if (engine_) engine_->close();
+  }
+
+  void finish() override {
+    if (std::exchange(is_finished_, true)) return;
+    const Deadline until = Deadline::after_s(std::min(kFarewell_s, timeout_s_));
+    for (const auto& proxy : proxies_) proxy->finish(until);
+  }
+
+  Result<std::string> offer(const WindowView& window) override {
+    if (window.bytes > kWindowBytesMax)
+      return Status::make(Code::kCapacity, "window with port peers: got {} bytes, allowed: at most {}",
+                          window.bytes, kWindowBytesMax);
+    const auto known = region_of_.find(window.number);
+    const uint32_t region = known != region_of_.end() ? known->second : regions_.open();
+    if (region == kRegions)
+      return Status::make(Code::kCapacity, "windows with port peers: got one more, allowed: {} at a time",
+                          kRegions);
+    region_of_[window.number] = region;
+    Regions::Own own = regions_.own(region);
+    if (own.bytes != window.bytes) {
+      own = {window.local, window.bytes, nullptr, 0};
+      WEFT_TRY_ASSIGN(own.memory, engine_->enroll({window.local, window.bytes},
+                                                  provider::kRemoteWrite | provider::kRemoteRead));
+      regions_.add(region, own);
+    }
+    WEFT_TRY_ASSIGN(const std::string descriptor, engine_->describe(*own.memory));
+    return std::string{static_cast<char>(region), static_cast<char>(regions_.use(region))} + descriptor;
+  }
+
+  Status accept(const WindowView& window, const std::vector<std::string>& offers) override {
+    std::vector<std::shared_ptr<transfer::Remote>> remotes(offers.size());
+    std::vector<Regions::Name> names(offers.size());
+    for (int peer : peers_) {
+      const std::string& offer = offers[static_cast<size_t>(peer)];
+      if (offer.size() < 2 || static_cast<uint8_t>(offer[0]) >= kRegions)
+        return Status::make(Code::kSystem, "proxy: rank {} offered no window", peer);
+      names[static_cast<size_t>(peer)] = {static_cast<uint8_t>(offer[0]), static_cast<uint8_t>(offer[1])};
+      WEFT_TRY_ASSIGN(remotes[static_cast<size_t>(peer)],
+                      engine_->attach(std::string_view(offer).substr(2), Deadline::after_s(timeout_s_)));
+    }
+    regions_.set_remotes(region_of_[window.number], std::move(remotes), std::move(names));
+    return Status();
+  }
+
+  void forget(int window, uint64_t bytes) override {
+    const auto known = region_of_.find(window);
+    if (known == region_of_.end()) return;
+    const Deadline until = Deadline::after_s(std::min(kFarewell_s, timeout_s_));
+    // Device code may have asked for more than has been done.
+    for (const auto& proxy : proxies_) proxy->drain(until);
+    for (const auto& memory : regions_.cut(known->second, bytes)) (void)engine_->unregister(memory, until);
+    if (bytes == 0) region_of_.erase(known);
+  }
+
+  Result<MeshPart> mesh(const WindowView& window) override {
+    const ProxyMesh mesh{fifos_->at<Fifo>(0),
+                         shared_->at<uint64_t>(at_.flushed_at),
+                         window.local,
+                         window.bytes,
+                         static_cast<uint64_t>(timeout_s_ * 1e9),
+                         fault_,
+                         static_cast<uint32_t>(rank_),
+                         static_cast<uint32_t>(ranks_),
+                         static_cast<uint32_t>(proxies_.size()),
+                         region_of_.at(window.number)};
+    MeshPart part{"ProxyMesh", std::vector<std::byte>(sizeof mesh)};
+    std::memcpy(part.value.data(), &mesh, sizeof mesh);
+    return part;
+  }
+
+  bool help() override {
+    bool any = false;
+    for (const auto& proxy : proxies_) any = proxy->help() || any;
+    return any;
+  }
+
+  Status status() override {
+    WEFT_TRY(fault());
+    std::lock_guard lock(mutex_);
+    return status_;
+  }
+
+  Status fault() override {
+    std::lock_guard lock(mutex_);
+    if (!broken_.ok() || load_acquire(&fault_->raised) == 0) return broken_;
+    // What device code could not hand over is missing for good: the way is broken.
+    const bool is_range = fault_->site == Site::kPortRange;
+    broken_ = logged(Status::make(
+        is_range ? Code::kInvalid : Code::kPeerLost,
+        is_range ? "rank {}, proxy: a put or signal to rank {} lies outside the window or is not aligned: "
+                   "window of "
+                   "{} bytes, offset {}"
+                 : "rank {}, proxy: the thread that serves rank {} is behind: expected position {}, saw {}",
+        fault_->self, fault_->peer, fault_->expected, fault_->seen));
+    return broken_;
+  }
+
+  // The proxies end it in their next turn: whoever tells may hold locks.
+  void lose(int peer, const std::string& how) override {
+    if (!connected_.contains(peer)) return;
+    std::lock_guard lock(gone_mutex_);
+    gone_.emplace_back(peer, how);
+    has_gone_.store(true, std::memory_order_release);
+  }
+
+  void on_lost(std::function<void(int, const std::string&)> tell) override {
+    std::lock_guard lock(mutex_);
+    tell_ = std::move(tell);
+    for (const auto& [peer, how] : lost_) tell_(peer, how);
+  }
+
+ private:
+  explicit ProxyLink(const Group& group)
+      : rank_(group.rank),
+        ranks_(static_cast<int>(group.facts->size())),
+        timeout_s_(group.timeout_s),
+        peers_(group.peers) {}
+
+  // What this rank can do by itself: memory, engine, threads.
+  Status open(const Group& group) {
+    const Device device = (*group.facts)[static_cast<size_t>(rank_)].device;
+    if (ranks_ > static_cast<int>(kPeersMax))
+      return Status::make(Code::kCapacity, "proxy: got {} ranks, allowed: at most {}", ranks_, kPeersMax);
+    WEFT_TRY_ASSIGN(const Network network, choose_network(config().proxy_provider, config().proxy_nics));
+    transfer::Options options;
+    options.provider = network.provider;
+    options.nics = network.nics;
+    options.name = text("rank {}", rank_);
+    options.secret = group.secret;
+    options.timeout_s = timeout_s_;
+    options.has_worker = false;  // proxy threads poll
+    WEFT_TRY_ASSIGN(engine_, transfer::Engine::open(std::move(options)));
+    traffic_.reset(new Traffic{*engine_, regions_, network.pace, timeout_s_, rank_});
+    const uint32_t proxies = proxy_count(peers_.size(), ranks_on_host(group));
+    at_ = shared_words(static_cast<uint64_t>(ranks_));
+    WEFT_TRY_ASSIGN(shared_, HostVisible::create(device, at_.end));
+    fault_ = shared_->at<FaultBox>(at_.fault_at);
+    std::vector<std::unique_ptr<Proxy>> made;
+    WEFT_TRY_ASSIGN(fifos_, LocalMemory::create(device, proxies * kFifosPerProxy * sizeof(Fifo)));
+    for (uint32_t i = 0; i < proxies; ++i) {
+      WEFT_TRY_ASSIGN(auto proxy, Proxy::create(device, static_cast<uint64_t>(config().proxy_fifo)));
+      for (uint32_t k = 0; k < kFifosPerProxy; ++k)
+        WEFT_TRY(fifos_->write((k * proxies + i) * sizeof(Fifo), &proxy->fifo(k), sizeof(Fifo)));
+      made.push_back(std::move(proxy));
+    }
+    idle_proxies_ = std::move(made);
+    for (int peer : served()) {
+      uint64_t* flushed = shared_->at<uint64_t>(at_.flushed_at) + peer;
+      WEFT_TRY_ASSIGN(queues_[peer], PeerQueue::create(*traffic_, peer, flushed));
+    }
+    return Status();
+  }
+
+  // The peers, and this rank itself, in order.
+  std::vector<int> served() const {
+    std::vector<int> all = peers_;
+    all.insert(std::lower_bound(all.begin(), all.end(), rank_), rank_);
+    return all;
+  }
+
+  size_t ranks_on_host(const Group& group) const {
+    const auto is_here = [&](const RankFacts& facts) {
+      return facts.host == (*group.facts)[static_cast<size_t>(rank_)].host;
+    };
+    return static_cast<size_t>(std::ranges::count_if(*group.facts, is_here));
+  }
+
+  // Meets the peers. All ranks take part in both exchanges, also one that failed before.
+  Status join(const Group& group, const Status& opened) {
+    const auto exchange = [&](const std::string& mine) {
+      return group.bootstrap->all_gather(mine, Deadline::after_s(timeout_s_));
+    };
+    WEFT_TRY_ASSIGN(const std::vector<std::string> addresses,
+                    exchange(opened.ok() ? engine_->address() : std::string()));
+    Status connected = opened.ok() ? start_engine(addresses) : opened;
+    std::string inboxes;  // a descriptor for each rank, with its length before it
+    for (int peer = 0; peer < ranks_; ++peer) {
+      std::string inbox;
+      if (connected.ok() && queues_.contains(peer) && peer != rank_) {
+        Result<std::string> made = queues_[peer]->describe_inbox();
+        if (made.ok()) inbox = *made;
+        connected = made.status();
+      }
+      const auto length = static_cast<uint32_t>(inbox.size());
+      inboxes.append(reinterpret_cast<const char*>(&length), sizeof length);
+      inboxes += inbox;
+    }
+    WEFT_TRY_ASSIGN(const std::vector<std::string> all, exchange(connected.ok() ? inboxes : std::string()));
+    if (connected.ok()) connected = attach_inboxes(all);
+    stop_helper();
+    if (connected.ok()) start_proxies();
+    return connected;
+  }
+
+  // Peers answer while this rank waits for others, so a thread moves the engine until the proxies do.
+  Status start_engine(const std::vector<std::string>& addresses) {
+    helper_ = std::thread([this] {
+      while (!stop_helper_.load(std::memory_order_acquire)) {
+        engine_->progress();
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+    });
+    for (int peer : peers_) {
+      const std::string& address = addresses[static_cast<size_t>(peer)];
+      if (address.empty()) return Status::make(Code::kPeerLost, "proxy: rank {} could not start", peer);
+      WEFT_TRY_ASSIGN(auto connected, engine_->connect(address, Deadline::after_s(timeout_s_)));
+      connected_[peer] = connected;
+      WEFT_TRY(queues_[peer]->connect(std::move(connected)));
+    }
+    return Status();
+  }
+
+  Status attach_inboxes(const std::vector<std::string>& all) {
+    for (int peer : peers_) {
+      const std::string& theirs = all[static_cast<size_t>(peer)];
+      std::string mine;  // the descriptor that is for this rank
+      for (size_t at = 0, rank = 0; at + sizeof(uint32_t) <= theirs.size(); ++rank) {
+        uint32_t length = 0;
+        std::memcpy(&length, theirs.data() + at, sizeof length);
+        at += sizeof length;
+        if (rank == static_cast<size_t>(rank_)) mine = theirs.substr(std::min(at, theirs.size()), length);
+        at += length;
+      }
+      if (mine.empty()) return Status::make(Code::kPeerLost, "proxy: rank {} could not connect", peer);
+      WEFT_TRY(queues_[peer]->attach(mine, Deadline::after_s(timeout_s_)));
+    }
+    return Status();
+  }
+
+  void stop_helper() {
+    stop_helper_.store(true, std::memory_order_release);
+    if (helper_.joinable()) helper_.join();
+  }
+
+  void start_proxies() {
+    for (auto& [rank, queue] : queues_)
+      idle_proxies_[static_cast<size_t>(rank) % idle_proxies_.size()]->add(std::move(queue));
+    queues_.clear();
+    proxies_ = std::move(idle_proxies_);
+    for (const auto& proxy : proxies_)
+      proxy->start([this] { progress(); }, [this](const PeerQueue& queue) { note_loss(queue); });
+  }
+
+  void progress() {
+    if (has_gone_.load(std::memory_order_acquire)) end_gone();
+    engine_->progress();
+  }
+
+  void end_gone() {
+    std::vector<std::pair<int, std::string>> gone;
+    {
+      std::lock_guard lock(gone_mutex_);
+      gone.swap(gone_);
+      has_gone_.store(false, std::memory_order_relaxed);
+    }
+    for (const auto& [peer, how] : gone) engine_->lose(connected_.at(peer), Status(Code::kPeerLost, how));
+  }
+
+  void note_loss(const PeerQueue& queue) {
+    std::lock_guard lock(mutex_);
+    const Status why = logged(queue.status());
+    if (status_.ok()) status_ = why;
+    lost_.emplace_back(queue.rank(), text("is lost: {}", queue.how()));
+    if (tell_) tell_(lost_.back().first, lost_.back().second);
+  }
+
+  const int rank_, ranks_;
+  const double timeout_s_;
+  const std::vector<int> peers_;
+  Regions regions_;
+  std::map<int, uint32_t> region_of_;  // by the number of a window
+  std::unique_ptr<transfer::Engine> engine_;
+  std::unique_ptr<Traffic> traffic_;
+  std::unique_ptr<HostVisible> shared_;
+  std::unique_ptr<LocalMemory> fifos_;  // those of all proxies, as device code reads them
+  Shared at_{};
+  FaultBox* fault_ = nullptr;
+  std::map<int, std::unique_ptr<PeerQueue>> queues_;          // until the proxies have them
+  std::map<int, std::shared_ptr<transfer::Peer>> connected_;  // by rank; constant once proxies run
+  std::mutex gone_mutex_;
+  std::vector<std::pair<int, std::string>> gone_;  // peers, and how, for the proxies to end
+  std::atomic<bool> has_gone_{false};
+  bool is_finished_ = false;
+  std::vector<std::unique_ptr<Proxy>> idle_proxies_, proxies_;
+  std::thread helper_;
+  std::atomic<bool> stop_helper_{false};
+  std::mutex mutex_;
+  Status status_;  // who was lost first
+  Status broken_;
+  std::vector<std::pair<int, std::string>> lost_;  // peers, and how
+  std::function<void(int, const std::string&)> tell_;
+};
+
+// The network that this process would use, or why none; looked for once.
+const Result<Network>& network_here() {
+  static std::mutex mutex;
+  static std::map<std::string, Result<Network>> known;
+  std::lock_guard lock(mutex);
+  const std::string key = config().proxy_provider + "/" + config().proxy_nics;
+  auto found = known.find(key);
+  if (found == known.end())
+    found = known.emplace(key, choose_network(config().proxy_provider, config().proxy_nics)).first;
+  return found->second;
+}
+
+bool is_of_one_process(std::string_view provider) {
+  return provider == "loopback";
+}
+bool is_of_one_host(const Network& network) {
+  return network.nics[0].caps.same_host;
+}
+
+class ProxyTransport : public Transport {
+ public:
+  const char* name() const override { return "proxy"; }
+  const char* carried_by() const override { return "host threads and the transfer engine, over any network"; }
+
+  Caps caps(Device device) const override {
+    Caps caps;
+    caps.reach = Reach::kPort;
+    caps.needs_registration = true;
+    caps.has_atomics = true;
+    caps.ordering = Ordering::kSignals;
+    caps.max_put_bytes = UINT64_MAX;  // cut into commands
+    const Result<Network>& network = network_here();
+    if (!network.ok()) {
+      caps.unusable_because = network.status().message();
+    } else {
+      const provider::Nic& nic = network->nics[0];
+      caps.latency_us = 40;  // two hosts' threads and a network between
+      caps.bandwidth_gb_s = nic.gbit_per_s > 0 ? nic.gbit_per_s / 8 * network->nics.size() : 2;
+      const uint64_t bytes = network->pace.bytes_in_flight;
+      const bool is_mib = bytes % (1 << 20) == 0;
+      std::string names = nic.name;
+      for (size_t i = 1; i < network->nics.size(); ++i) names += ", " + network->nics[i].name;
+      caps.details =
+          text("{} ({}) on {} ({}), at most {} {} and {} writes in flight", network->provider->name(),
+               network->why_provider, names, network->why_nics, is_mib ? bytes >> 20 : bytes,
+               is_mib ? "MiB" : "bytes", network->pace.writes_in_flight);
+      if (!device.is_host())
+        caps.details += ", windows in pinned memory of the host, where its threads store signals";
+    }
+    return caps;
+  }
+
+  // provider;process or host it is limited to
+  std::string descriptor(Device) const override {
+    const Result<Network>& network = network_here();
+    if (!network.ok()) return "";
+    const std::string provider = network->provider->name();
+    return provider + ";" +
+           (is_of_one_process(provider) ? "process"
+            : is_of_one_host(*network)  ? "host"
+                                        : "");
+  }
+
+  std::string refuses(const RankFacts& self, const RankFacts& peer) const override {
+    const auto mine = self.descriptors.find(name()), theirs = peer.descriptors.find(name());
+    if (mine == self.descriptors.end() || mine->second.empty())
+      return text("rank {} has no network", self.rank);
+    if (theirs == peer.descriptors.end() || theirs->second.empty())
+      return text("rank {} has no network", peer.rank);
+    if (self.device.kind != peer.device.kind)
+      return text("one rank uses {}, the other {}", self.device, peer.device);
+    const std::string provider = mine->second.substr(0, mine->second.find(';'));
+    if (mine->second != theirs->second)
+      return text("one rank uses {}, the other {} (WEFT_PROXY_PROVIDER)", provider,
+                  theirs->second.substr(0, theirs->second.find(';')));
+    if (mine->second.ends_with(";process") && self.process != peer.process)
+      return text("{} joins threads of one process", provider);
+    // libfabric's shm shares the memory of an endpoint among the threads of a process, also once it is closed.
+    if (mine->second.ends_with(";host") && (self.host != peer.host || self.process == peer.process))
+      return text("{} joins processes of one host", provider);
+    return "";
+  }
+
+  Result<std::unique_ptr<Link>> connect(const Group& group) const override {
+    return ProxyLink::connect(group);
+  }
+};
+
+}  // namespace
+}  // namespace proxy
+
+const Transport& proxy_transport() {
+  static const proxy::ProxyTransport transport;
+  return transport;
+}
+
+}  // namespace weft

@@ -172,13 +172,62 @@ def options_of(mode: str, tokens: int, dtype: str, iterations: int) -> Options:
     return Options(mode, tokens, 7168, 8, 256, dtype, "uniform", "auto", "cuda", iterations, 3, 0, False)
 
 
+# What a call of so many tokens on 4 ranks, FP8 out and BF16 back, has for a fixed value: fields of its arguments that become
+# constants of the source, as they would be if they were part of the kernel's key.
+def constants_of(tokens: int) -> list[tuple[str, str]]:
+    """Return patterns of fields, and their values. Of 132 blocks of 16 warps."""
+    messages = tokens * 4 * (1 - 0.75**8)
+    pieces = min(max(int(2048 / messages), 1), 8)
+    splits = min(max(2112 // (4 * tokens), 1), 8)
+    of_piece = min(max(2112 // (tokens * pieces), 1), 16)
+    call = r"(?:\b[dc]\.)?(?:\ba\.)?\bcall\."
+    def divisor(value: int) -> str:
+        return f"Divisor::of({value})"
+    fields = {
+        call + "phases": "3u",
+        call + "tokens": f"{tokens}u",
+        call + "max_tokens": f"{tokens}u",
+        call + "experts": "256u",
+        call + "id_bytes": "8u",
+        call + "lines": "1u",
+        call + "batches": f"Batches{{{tokens}, 1}}",
+        call + "batch_tokens": divisor(1),
+        r"\b[d]\.a\.receive_splits": divisor(splits),
+        r"\b[d]\.a\.source_jobs": divisor(splits * tokens),
+        r"(?:\b[dc]\.)?\ba\.line_tokens": f"{tokens}u",
+        r"\b[d]\.a\.tiled_scales": "0u",
+        r"\b[d]\.a\.expert_rows": f"{4 * tokens}u",
+        r"\b[d]\.a\.expert_stats": "static_cast<int32_t*>(nullptr)",
+        r"\b[dc]\.a\.wait_cycles": "static_cast<uint64_t*>(nullptr)",
+        r"\b[d]\.a\.out_weights": "static_cast<float*>(nullptr)",
+        r"\b[d]\.a\.out_source": "static_cast<int32_t*>(nullptr)",
+        r"(?:\b[dc]\.)?\ba\.x_row_bytes": "uint64_t{14336}",
+        r"\b[c]\.a\.pieces": divisor(pieces),
+        r"(?:\b[dc]\.)?\ba\.signals": "static_cast<const uint32_t*>(nullptr)",
+        r"\b[c]\.a\.owner_jobs": divisor(pieces * tokens),
+        r"\b[c]\.a\.receive_splits": divisor(pieces * of_piece),
+        r"\b[c]\.a\.piece_splits": divisor(of_piece),
+        r"\btakes_own_weights\(\) const \{ return [^}]*\}": "takes_own_weights() const { return true; }",
+        r"return call\.masked && [^;]*;": "return false;",
+        r"\bsent_lines\(\) const \{ return [^}]*\}": "sent_lines() const { return true; }",
+    }
+    return [(pattern if pattern.endswith(("}", ";")) else pattern + r"\b(?!\()", value) for pattern, value in fields.items()]
+
+
 def with_macros(kernels: Path, macros: str, into: Path) -> Path:
-    """Copy the sources of kernels, and define macros in front of everything."""
+    """Copy the sources of kernels, and define macros in front of everything. CONSTANTS=n: see constants_of()."""
     for folder in ("kernels", "transports"):
         shutil.copytree(kernels / folder, into / folder)
     target = into / "kernels/target/target.h"
     lines = "".join(f"#define {macro.replace('=', ' ')}\n" for macro in macros.split())
     target.write_text(target.read_text().replace("#pragma once\n", f"#pragma once\n{lines}", 1))
+    for macro in macros.split():
+        if macro.startswith("CONSTANTS="):
+            for file in (into / "kernels/moe").glob("low_latency_*.cuh"):
+                text = file.read_text()
+                for pattern, value in constants_of(int(macro.removeprefix("CONSTANTS="))):
+                    text = re.sub(pattern, value, text)
+                file.write_text(text)
     return into
 
 

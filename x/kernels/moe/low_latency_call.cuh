@@ -40,6 +40,15 @@ WEFT_DEVICE bool is_past_caches(const LowLatencyCall& call, int64_t row_bytes) {
   return kIsHost && call.tokens * static_cast<uint64_t>(row_bytes) > kCachedBytes;
 }
 
+#ifdef WEFT_LL_SEGMENT_WARP
+// All warps of a block but the last, which finds segments.
+struct Crew : Block {
+  WEFT_DEVICE uint32_t size() const { return Block::size() - 32; }
+  WEFT_DEVICE uint32_t warps() const { return Block::warps() - 1; }
+  WEFT_DEVICE void sync() const { asm volatile("bar.sync 1, %0;" ::"r"(size()) : "memory"); }
+};
+#endif
+
 struct Epoch {
   uint64_t number;  // of the call, from 1 on
   uint32_t parity;  // which half it uses

@@ -37,7 +37,11 @@ WEFT_KERNEL void low_latency_combine(const LowLatencyCombineArgs& a, const MeshT
   const BlockSpan traced(a.call.wait.trace, Work::kLowLatencyCall);
   const low_latency::Joined joined = low_latency::join(a.call, Block{}, c.warp, mesh);
   c.epoch = low_latency::begin_call(a.call, c.block, c.warp, mesh, joined, shared_epoch, c.present(),
-                                    Site::kLowLatencyCombineSlot, [] {});
+                                    Site::kLowLatencyCombineSlot, [&] {
+#ifdef WEFT_LL_ASK_AHEAD
+                                      if ((a.call.phases & kPhaseSend) != 0) low_latency::ask_for_call(c);
+#endif
+                                    });
   if (a.call.phases & kPhaseSend) {
     if constexpr (kHasPorts<MeshT>) {
       low_latency::send_notes(c);

@@ -35,6 +35,30 @@ WEFT_DEVICE void send_weights_to(const C& c, uint32_t peer) {
   }
 }
 
+// Before the call's number is known: asks for what weights are made of, and for the record and first rows of each warp's job.
+template <class C>
+WEFT_DEVICE void ask_for_call(const C& c) {
+  if (c.block.count() - 1 - c.block.index() < c.ranks() && c.takes_own_weights())
+    for (uint32_t at = c.block.rank() * 128; at < c.a.call.tokens * c.top_k() * 4; at += c.block.size() * 128)
+      prefetch(reinterpret_cast<const std::byte*>(c.a.topk_weights) + at);
+  const uint32_t job = warp_share(c.block, c.warp).index;
+  if (c.warp.index() == 0 || job >= c.a.owner_jobs.value * c.owners() || parts_of_piece(c) != 1) return;
+  const uint32_t owner = (c.mesh.rank() + 1 + job / c.a.owner_jobs) % c.ranks();
+  const uint32_t in_owner = job % c.a.owner_jobs;
+  const uint32_t batch = in_owner / c.a.pieces, piece = in_owner % c.a.pieces;
+  const RoutesLayout routes = c.routes();
+  const uint32_t batch_at = owner * c.batches().count + batch;
+  const int32_t* record = c.a.routes + routes.records + batch_at * c.batches().capacity * routes.record_words;
+  if ((c.a.routes[routes.counts + batch_at] & kMaxBatchTokens) == 0) return;
+  const Range vecs = c.vecs_of(piece);
+  const uint32_t lines = ((vecs.last - vecs.first) * 16 + 127) / 128;
+  for (uint32_t i = c.warp.rank(); i < lines * c.top_k(); i += c.warp.size()) {
+    const int32_t row = record[1 + i / lines];
+    if (row >= 0)
+      prefetch(c.a.x + static_cast<uint64_t>(row) * c.a.x_row_bytes + vecs.first * 16 + i % lines * 128);
+  }
+}
+
 template <class C>
 WEFT_DEVICE void send_weights(const C& c) {
   WEFT_ROLLED
@@ -258,6 +282,10 @@ WEFT_DEVICE bool answer_reduced(const C& c, const Message& m, uint32_t count, Aw
   const auto token = static_cast<uint32_t>(m.record[0]);
   auto get_weights = [&] {
     if (!await_owner()) return false;
+    if (c.replies_bare(m.as_lines) && count == 1) {
+      list_weights(c, 1, [](uint32_t) { return 1.0f; });
+      return true;
+    }
     if (c.takes_own_weights() && c.has_lines()) return take_weight_lines(c, m.owner, token, count);
     const uint32_t* weights = weights_of(c, m);
     list_weights(c, count, [&](uint32_t k) { return float_of_bits(load_relaxed(weights + k)); });
@@ -295,7 +323,11 @@ WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32
   const uint32_t noted =
       load_relaxed(reinterpret_cast<const uint32_t*>(c.a.routes) + routes.counts + batch_at);
   const uint32_t messages = noted & kMaxBatchTokens;
+#ifdef WEFT_LL_LINES_ONLY
+  m.as_lines = true;
+#else
   m.as_lines = (noted & kCameAsLines) != 0 && c.answers_lines();
+#endif
   uint32_t count = list_rows(c, [&](uint32_t k) { return m.record[1 + k]; });
   if (messages == 0 || c.present()[owner] == 0 || (part != 0 && !m.as_lines)) return;
   const Span traced(c.a.call.wait.trace, Work::kAnswer, c.warp.rank() == 0, owner);
@@ -329,7 +361,12 @@ WEFT_DEVICE void answer_batch(const C& c, uint32_t owner, uint32_t batch, uint32
 // where they are received.
 template <class C>
 WEFT_DEVICE void answer_batches(const C& c) {
+#ifdef WEFT_LL_ANSWERERS
+  if (c.block.index() >= WEFT_LL_ANSWERERS) return;
+  const WarpShare share{c.warp.index() * WEFT_LL_ANSWERERS + c.block.index(), WEFT_LL_ANSWERERS * c.block.warps()};
+#else
   const WarpShare share = warp_share(c.block, c.warp);
+#endif
   const uint32_t parts = parts_of_piece(c);
   WEFT_ROLLED
   for (uint32_t at = share.index; at < c.a.owner_jobs.value * c.owners() * parts; at += share.total) {

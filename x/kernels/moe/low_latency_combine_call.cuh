@@ -115,6 +115,14 @@ struct Combine {
     return !kPorts && is_reduced(shape.reply) && !is_log(shape.reply) && shape.weights == 0 &&
            batches().capacity == 1 && a.call.phases == (kPhaseSend | kPhaseReceive) && !a.signals;
   }
+  // Whether a reply that is one row leaves as it is, before its weight has come: its owner multiplies it.
+  WEFT_DEVICE bool replies_bare(bool as_lines) const {
+#ifdef WEFT_LL_BARE
+    return as_lines && is_reduced(shape.reply) && !is_log(shape.reply) && takes_own_weights();
+#else
+    return false;
+#endif
+  }
   // Owners that get replies of this rank.
   WEFT_DEVICE uint32_t owners() const { return sums_own() ? ranks() - 1 : ranks(); }
 

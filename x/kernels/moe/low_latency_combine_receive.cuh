@@ -141,7 +141,7 @@ WEFT_DEVICE void sum_replies(const C& c, const VecLayout& layout, uint32_t token
   };
   if constexpr (kFewRanks > 0)
     if (is_reduced(c.shape.reply) && c.shape.ranks <= kFewRanks && c.shape.weights == 0)
-      return (void)sum_rows<Element, kReceiveVecs * 2, kFewRanks>(c, part, count, source, weight_of, put);
+      return (void)sum_rows<Element, kReceiveVecs * WEFT_LL_FEW_VECS, kFewRanks>(c, part, count, source, weight_of, put);
   sum_rows<Element, kReceiveVecs, kReceiveRows>(c, part, count, source, weight_of, put);
 }
 
@@ -196,7 +196,13 @@ WEFT_DEVICE void check_peers(const C& c) {
 
 template <class C>
 WEFT_DEVICE void sum_tokens(const C& c) {
+#ifdef WEFT_LL_ANSWERERS
+  if (c.block.index() < WEFT_LL_ANSWERERS) return;
+  const uint32_t blocks = c.block.count() - WEFT_LL_ANSWERERS;
+  const WarpShare share{c.warp.index() * blocks + c.block.index() - WEFT_LL_ANSWERERS, blocks * c.block.warps()};
+#else
   const WarpShare share = warp_share(c.block, c.warp);
+#endif
   WEFT_ROLLED
   for (uint32_t job = share.index; job < c.a.call.tokens * c.a.receive_splits.value; job += share.total) {
     if constexpr (kIsHost) ask_for_replies(c, (job + share.total) / c.a.receive_splits);

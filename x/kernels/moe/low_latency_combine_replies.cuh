@@ -119,6 +119,16 @@ struct ReplySource {
           load_side_by_side(held[r], reply(row + r), first, last);
       return true;
     }
+    uint32_t bare = 0;
+    float bare_weights[kRows] = {};
+    if (c.replies_bare(layout.lines)) {
+      WEFT_UNROLL
+      for (uint32_t r = 0; r < kRows; ++r) {
+        if (row + r >= count || row + r == own || !is_bare(row + r)) continue;
+        bare |= 1u << r;
+        bare_weights[r] = c.a.topk_weights[uint64_t{token} * c.top_k() + c.slots()[row + r]];
+      }
+    }
     const bool has_own = own >= row && own < row + kRows;
     Vec16 made[kVecs] = {};
     if (has_own) sum_own(made, first, last);
@@ -142,6 +152,12 @@ struct ReplySource {
     };
     if (!poll_together(c.warp, c.a.call.wait, waited_ns, look))
       lost = lose_rows<kRows>(row, missing, waited_ns);
+    if (bare != 0) {
+      WEFT_UNROLL
+      for (uint32_t r = 0; r < kRows; ++r)
+        for (uint32_t v = 0; v < kVecs; ++v)
+          if ((bare >> r & 1) != 0) weigh(held[r][v], bare_weights[r]);
+    }
     if (has_own) {
       WEFT_UNROLL
       for (uint32_t r = 0; r < kRows; ++r)
@@ -154,6 +170,23 @@ struct ReplySource {
       for (uint32_t v = 0; v < kVecs; ++v)
         if ((lost >> r & 1) != 0) held[r][v] = Vec16{};
     return true;
+  }
+
+  // Whether a listed reply is one row, as it is.
+  WEFT_DEVICE bool is_bare(uint32_t row) const {
+    const uint32_t rank = peer(row);
+    uint32_t slots = 0;
+    WEFT_ROLLED
+    for (uint32_t k = 0; k < c.top_k(); ++k) slots += c.slot_rank()[k] == rank ? 1 : 0;
+    return slots == 1;
+  }
+  // The reply that its sender would have made with the weight.
+  WEFT_DEVICE static void weigh(Vec16& held, float weight) {
+    float values[Element::kPerVec] = {}, sums[Element::kPerVec];
+    Element::add(values, held);
+    WEFT_UNROLL
+    for (uint32_t e = 0; e < Element::kPerVec; ++e) sums[e] = add(0.0f, multiply(weight, values[e]));
+    held = Element::round(sums);
   }
 
   // The same in every lane.

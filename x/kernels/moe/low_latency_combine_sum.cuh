@@ -12,7 +12,11 @@ namespace low_latency {
 
 // How many vectors of how many rows a lane loads before it uses any: memory is far, and registers are few. A
 // host core has neither trouble.
-inline constexpr uint32_t kSendVecs = kIsHost ? 16 : 2;
+#ifndef WEFT_LL_SEND_VECS
+#define WEFT_LL_SEND_VECS 2
+#define WEFT_LL_FEW_VECS 2
+#endif
+inline constexpr uint32_t kSendVecs = kIsHost ? 16 : WEFT_LL_SEND_VECS;
 inline constexpr uint32_t kSendRows = kIsHost ? 1 : 4;
 inline constexpr uint32_t kReceiveVecs = kIsHost ? 16 : 1;
 inline constexpr uint32_t kReceiveRows = kIsHost ? 1 : 8;

@@ -26,8 +26,12 @@ namespace weft {
 template <class MeshT, class Shape>
 WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const MeshT& mesh,
                                       const Shape& shape) {
+#ifdef WEFT_LL_SEGMENT_WARP
+  low_latency::Dispatch<MeshT, Shape> d{a, mesh, shape, low_latency::Crew{}, Warp{}, {}, {}};
+#else
   low_latency::Dispatch<MeshT, Shape> d{a,      mesh, shape, low_latency::workers_of<MeshT>(a.call),
                                         Warp{}, {},   {}};
+#endif
   d.keep_layouts();
   auto* shared_epoch = d.template at<uint64_t>(0);
   if constexpr (kHasPorts<MeshT>)
@@ -36,6 +40,17 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
   const BlockSpan traced(a.call.wait.trace, Work::kLowLatencyCall);
   const low_latency::Joined joined = low_latency::join(a.call, Block{}, d.warp, mesh);
   const bool sends = (a.call.phases & kPhaseSend) != 0;
+#ifdef WEFT_LL_SEGMENT_WARP
+  if (d.warp.index() == d.block.warps()) {
+    d.epoch = low_latency::begin_call(a.call, d.block, d.warp, mesh, joined, shared_epoch, d.present(),
+                                      Site::kLowLatencyDispatchSlot, [] {});
+    if ((a.call.phases & kPhaseReceive) != 0 && d.receives()) {
+      low_latency::find_segments(d);
+      low_latency::receive_batches(d);
+    }
+    return;
+  }
+#endif
   if (sends) low_latency::clear_choices(d);
   if (d.block.rank() == 0) *d.found() = 0;
   d.block.sync();
@@ -51,7 +66,9 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
     low_latency::send_batches(d, is_prepared, first);
   }
   if ((a.call.phases & kPhaseReceive) != 0 && d.receives()) {
+#ifndef WEFT_LL_SEGMENT_WARP
     if (d.warp.index() == (d.block.warps() > 1 ? 1 : 0)) low_latency::find_segments(d);
+#endif
     low_latency::receive_batches(d);
   }
   if constexpr (kHasPorts<MeshT>) low_latency::leave_watched(d);

@@ -25,7 +25,11 @@ struct Dispatch {
   const LowLatencyDispatchArgs& a;
   const MeshT& mesh;
   const Shape& shape;
+#ifdef WEFT_LL_SEGMENT_WARP
+  Crew block;
+#else
   WorkersOf<MeshT> block;
+#endif
   Warp warp;
   Epoch epoch;
   DispatchLayouts<kIsHost, MeshT> kept;
@@ -155,7 +159,7 @@ struct Dispatch {
       return lay_out_shared();
   }
   WEFT_DEVICE DispatchShared lay_out_shared() const {
-    return dispatch_shared(shape.ranks, shape.experts_per_rank, shape.top_k, block.warps(), message(),
+    return dispatch_shared(shape.ranks, shape.experts_per_rank, shape.top_k, Block{}.warps(), message(),
                            a.line_tokens != 0, is_packed());
   }
   template <class T>

@@ -275,12 +275,23 @@ WEFT_DEVICE uint32_t receive_messages(const D& d, uint32_t source, uint32_t batc
   for (uint64_t word = 0; (word & kWordDone) == 0;) {
     const uint64_t want = d.epoch.number * kWordEpoch + unpacked + 1;
     const bool is_first = unpacked == 0;
-    if (!(is_first && incoming.layout.lines ? await_either(d, incoming, want, word)
+#ifdef WEFT_LL_LINES_ONLY
+    constexpr bool kIsFirst = true;
+#else
+    const bool kIsFirst = is_first && incoming.layout.lines;
+#endif
+    if (!(kIsFirst ? await_either(d, incoming, want, word)
                                             : await_word(d, incoming, want, word)))
       break;
     if (is_first && batch == 0 && split == 0 && d.a.wait_cycles && d.warp.rank() == 0)
       add_local(&d.a.wait_cycles[source], cycles() - start);
     const bool are_lines = word < want;
+#ifdef WEFT_LL_LINES_ONLY
+    if (!are_lines) return 0;
+    int32_t* record = d.a.routes + d.routes().records +
+                      (uint64_t{source} * d.batches().count + batch) * d.batches().capacity * d.routes().record_words;
+    return incoming.unpack(split == 0 ? record : nullptr) ? 1 | kCameAsLines : 0;
+#endif
     if (are_lines) word = kWordDone | 1;  // a batch of lines has one message
     const auto arrived = static_cast<uint32_t>(word & kMaxBatchTokens);
     const RoutesLayout routes = d.routes();
@@ -310,9 +321,9 @@ template <class D>
 WEFT_DEVICE void receive_batches(const D& d) {
 #ifdef WEFT_LL_SENDERS
   const uint32_t blocks = d.block.count() - d.senders();
-  const WarpShare share{d.warp.index() * blocks + d.block.index() - d.senders(), blocks * d.block.warps()};
+  const WarpShare share{d.warp.index() * blocks + d.block.index() - d.senders(), blocks * Block{}.warps()};
 #else
-  const WarpShare share = warp_share(d.block, d.warp);
+  const WarpShare share = warp_share(Block{}, d.warp);
 #endif
   WEFT_ROLLED
   for (uint32_t job = share.index; job < d.a.source_jobs.value * d.ranks(); job += share.total) {

@@ -18,6 +18,7 @@ import re
 import shutil
 import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,108 +26,86 @@ import torch
 
 import weft
 from weft import _core
-from weft.bench.moe import high_throughput, low_latency, p2p, peers
+from weft.bench.moe import high_throughput, low_latency, peers
 from weft.bench.moe.setting import Bench, Inputs, Options
 from weft.runtime import nvrtc
 from weft.testing import oracle
 from weft.testing.ranks import Rank, RankError, run_job
 
 ROOT = Path(__file__).resolve().parent.parent
-STREAM, PULL, OWN = "WEFT_COMBINE_STREAM", "WEFT_COMBINE_STREAM WEFT_COMBINE_PULL", "WEFT_LL_OWN=2"
+PULL = "WEFT_COMBINE_PULL"
+BOTH = "WEFT_LL_SEGMENT_WARP WEFT_LL_BARE"
+LINES = "CONSTANTS=128 WEFT_LL_LINES_ONLY"
+# Macros, and variables of the environment that change plans (X_...).
 HT_VARIANTS = {
     "as it is": "",
-    "two rows, 7 vectors": "WEFT_SUM_PAIRS=7",
-    "ids ahead": "WEFT_META_AHEAD",
-    "sums by bulk copies": STREAM,
-    "sums by bulk copies, pieces of 1 KiB": f"{STREAM} WEFT_QUEUE_PIECE=1024",
+    "sums by loads": "WEFT_SUM_LOADS",
     "pulled where x is in the window": PULL,
-    "pulled, pieces of 1 KiB": f"{PULL} WEFT_QUEUE_PIECE=1024",
-    "as it is, again": "",
+    "2 push warps, 5 pieces": "X_PUSH_WARPS=2 X_SUM_SLOTS=5",
 }
 LL_VARIANTS = {
     "as it is": "",
-    "counts at once": "WEFT_LL_COUNTS",
-    "own rows first": "WEFT_LL_OWN=1",
-    "own rows from the image": OWN,
-    "the same, counts at once": f"{OWN} WEFT_LL_COUNTS",
-    "own rows from the image, in half of the blocks before lines": "WEFT_LL_OWN=3 WEFT_LL_COUNTS",
-    "combine: groups of 4 warps, 0.25 us apart": "WEFT_LL_COMBINE_GROUP=4 WEFT_LL_COMBINE_STEP=250",
-    "combine: groups of 4 warps, 0.5 us apart": "WEFT_LL_COMBINE_GROUP=4 WEFT_LL_COMBINE_STEP=500",
-    "combine: groups of 8 warps, 1 us apart": "WEFT_LL_COMBINE_GROUP=8 WEFT_LL_COMBINE_STEP=1000",
-    "combine: groups of 2 warps, 0.3 us apart": "WEFT_LL_COMBINE_GROUP=2 WEFT_LL_COMBINE_STEP=300",
-    "two waves, 1.2 us": "WEFT_LL_WAVES=2 WEFT_LL_STAGGER=1200",
-    "four waves, 0.6 us": "WEFT_LL_WAVES=4 WEFT_LL_STAGGER=600",
-    "own rows from the image, counts at once, two waves, 0.8 us": f"{OWN} WEFT_LL_COUNTS WEFT_LL_WAVES=2 WEFT_LL_STAGGER=800",
+    "segments by a warp of their own": "WEFT_LL_SEGMENT_WARP",
+    "replies of one row without weights": "WEFT_LL_BARE",
+    "combine asks ahead": "WEFT_LL_ASK_AHEAD",
+    "constants": "CONSTANTS=128",
+    "constants, lines only": LINES,
+    "both, ask ahead, constants, lines only": f"{BOTH} WEFT_LL_ASK_AHEAD {LINES}",
+    "both": BOTH,
+    "64 SMs send, 68 receive": "WEFT_LL_SENDERS=64",
+    "96 SMs send, 36 receive; 96 answer, 36 sum": "WEFT_LL_SENDERS=96 WEFT_LL_ANSWERERS=96",
+    "two blocks an SM, one sends, one receives": "WEFT_LL_SENDERS=132 X_DISPATCH_TIMES=2 X_BLOCKS_PER_SM=2 X_RECEIVING=2112",
+    "1024 threads": f"{LINES} WEFT_LL_SEND_VECS=1 WEFT_LL_FEW_VECS=1 X_DISPATCH_THREADS=1024 X_COMBINE_THREADS=1024 X_ANSWERING=4096 PLAN=1024",
     "as it is, again": "",
 }
-SMS = (8, 24, 64)
+KERNEL_TIMES = ("", BOTH, f"{BOTH} WEFT_LL_ASK_AHEAD {LINES}")
+SMS = (16, 20, 24, 32, 48, 64)
+FEW_SMS = (16, 24, 32)
 
 
-def measure_high_throughput(rank: Rank, options: Options) -> dict[str, float]:
-    """Return the microseconds of dispatches and combines. Collective."""
-    bench = Bench(rank, options)
+def measure_high_throughput(bench: Bench, macros: str) -> dict[str, float]:
+    """Return the microseconds of combines by number of SMs. Collective."""
     inputs = Inputs.make(bench)
-    o, me = options, rank
-    payload: peers.Payload = inputs.mine
-    if o.dtype == "fp8":
-        quantized, scales = oracle.quantize_fp8(inputs.rows[me.rank])
-        payload = (quantized.to(bench.device), scales.to(bench.device))
-    calls = peers.HighThroughput(
-        high_throughput._make_buffer(bench, weft.Buffer), o.experts, o.tokens * me.size
-    )
-    high_throughput._check(bench, inputs, payload, calls)
-    samples = high_throughput._Samples(
-        bench, inputs, payload, {"weft": calls}, inputs.traffic(o.experts)
-    )
-    _, dispatch, combine, cached, both = samples.replays["weft"]
+    o, me = bench.options, bench.me
+    pulls = "PULL" in macros
+    weft.Buffer.set_num_sms(16)
+    calls = peers.HighThroughput(high_throughput.make_buffer(bench, weft.Buffer), o.experts, o.tokens * me.size)
+    high_throughput._check(bench, inputs, inputs.mine, calls)
+    samples = high_throughput._Samples(bench, inputs, inputs.mine, {"weft": calls}, inputs.traffic(o.experts))
+    _, dispatch, _, _, _ = samples.replays["weft"]
     results = samples._kept[0][1]
-    replays = {"dispatch": dispatch, "cached": cached, "layout + dispatch": both}
-    if o.dtype == "bf16":
-        replays["combine"] = combine
-        from_window, combined = bench.captured(lambda: calls.combine(results[0], results[4]))
-        for sms in SMS:
-            weft.Buffer.set_num_sms(sms)
-            replays[f"combine, {sms} SMs"] = bench.captured(lambda: calls.combine(samples.y, results[4]))[0]
-        dispatch()
-        from_window()
+    rows = results[0] if pulls else samples.y
+    replays = {"dispatch": dispatch}
+    for sms in SMS if pulls or not macros else FEW_SMS:
+        weft.Buffer.set_num_sms(sms)
+        replays[f"combine, {sms} SMs"], combined = bench.captured(lambda: calls.combine(rows, results[4]))
+        if not pulls:
+            continue
         in_rank = oracle.layout(inputs.routes[0][me.rank], o.experts, me.size)[2]
         wanted = (inputs.mine.float() * in_rank.sum(1, keepdim=True).to(bench.device)).bfloat16()
         if not torch.equal(combined, wanted):
-            raise AssertionError(f"combine of x in the window: {int((combined != wanted).sum())} values differ")
-        replays["combine, x in the window"] = from_window
-        for sms in SMS:
-            weft.Buffer.set_num_sms(sms)
-            replays[f"x in the window, {sms} SMs"] = bench.captured(
-                lambda: calls.combine(results[0], results[4])
-            )[0]
-
-    def take(index: int) -> None:
-        samples.topk_idx.copy_(inputs.routes[index % len(inputs.routes)][me.rank])
-        for name, replay in replays.items():
-            bench.sample(name, replay)
-
-    bench.run(take)
-    floor = bench.exchange_floor_us(inputs.traffic(o.experts).egress * (o.hidden * (2 if o.dtype == "bf16" else 1)))
+            raise AssertionError(f"pulled, {sms} SMs: {int((combined != wanted).sum())} values differ")
+    bench.run(lambda index: [bench.sample(name, replay) for name, replay in replays.items()])
     us = {name: statistics.median(of) for name, of in bench.samples_us().items()}
-    high_throughput._check(bench, inputs, payload, calls)
+    if not macros:
+        us["floor"] = bench.exchange_floor_us(inputs.traffic(o.experts).egress * o.hidden * 2) or 0
+    high_throughput._check(bench, inputs, inputs.mine, calls)
     calls.buffer.destroy()
-    return {f"{o.dtype} {name}": round(of, 1) for name, of in us.items()} | {f"{o.dtype} floor": round(floor or 0, 1)}
+    return {name: round(of, 1) for name, of in us.items()}
 
 
-def measure_low_latency(rank: Rank, options: Options) -> dict[str, float]:
+def measure_low_latency(bench: Bench, macros: str) -> dict[str, float]:
     """Return the microseconds of a dispatch, a combine and pairs, and of their kernels. Collective."""
-    bench = Bench(rank, options)
     inputs = Inputs.make(bench)
-    o = options
+    o = bench.options
     traffic = inputs.traffic(o.experts)
-    buffer = low_latency.make_buffer(bench, weft.Buffer)
-    calls = peers.LowLatency(buffer, o.experts, max(o.tokens, 1), o.dtype == "fp8")
+    calls = peers.LowLatency(low_latency.make_buffer(bench, weft.Buffer), o.experts, max(o.tokens, 1), True)
     low_latency.check_calls(bench, inputs, calls)
     samples = low_latency.Samples(bench, inputs, {"weft": calls}, traffic, 1)
     dispatch, combine = samples.replays["weft"]
 
     def take(index: int) -> None:
-        samples.topk_idx.copy_(inputs.routes[index % len(inputs.routes)][rank.rank])
+        samples.topk_idx.copy_(inputs.routes[index % len(inputs.routes)][bench.me.rank])
         bench.sample("dispatch", dispatch)
         bench.sample("combine", combine)
         bench.sample("pair of ten", samples.round_trips)
@@ -135,36 +114,14 @@ def measure_low_latency(rank: Rank, options: Options) -> dict[str, float]:
     us = {name: statistics.median(of) for name, of in bench.samples_us().items()}
     us["pair of ten"] /= low_latency.ROUND_TRIPS
     low_latency.check_calls(bench, inputs, calls)
-    buffer.destroy()
-    if o.tokens == 128:
+    calls.buffer.destroy()
+    if macros in KERNEL_TIMES:
         kernels = low_latency._kernel_times(bench, inputs, traffic)
         us |= {f"kernel {name.removeprefix('ll_')}": statistics.median(of) for name, of in kernels.items()}
-    return {f"{o.dtype} {o.tokens} {name}": round(of, 2) for name, of in us.items()}
-
-
-def measure_p2p(rank: Rank, options: Options) -> dict[str, float]:
-    """Return the microseconds of the split all-to-all's pairs of phases. Collective."""
-    bench = Bench(rank, options)
-    inputs = Inputs.make(bench)
-    o = options
-    x = oracle.quantize_fp8(inputs.mine) if o.dtype == "fp8" else inputs.mine
-    split = peers.P2P(p2p._make(bench), x, inputs.my_weights)
-    p2p._check(bench, inputs, split)
-    samples = low_latency.Samples(bench, inputs, {"weft": split}, inputs.traffic(o.experts), 1)
-    dispatch, combine = samples.replays["weft"]
-
-    def take(index: int) -> None:
-        samples.topk_idx.copy_(inputs.routes[index % len(inputs.routes)][rank.rank])
-        bench.sample("dispatch", dispatch)
-        bench.sample("combine", combine)
-        bench.sample("pair of ten", samples.round_trips)
-
-    bench.run(take)
-    us = {name: statistics.median(of) for name, of in bench.samples_us().items()}
-    us["pair of ten"] /= low_latency.ROUND_TRIPS
-    p2p._check(bench, inputs, split)
-    split.buffer.destroy()
-    return {f"p2p {o.dtype} {o.tokens} {name}": round(of, 2) for name, of in us.items()}
+        if not macros:
+            us |= {"dispatch floor": bench.exchange_floor_us(traffic.egress * low_latency.row_bytes("fp8", o.hidden)) or 0}
+            us |= {"combine floor": bench.exchange_floor_us(traffic.egress * low_latency.row_bytes("bf16", o.hidden)) or 0}
+    return {f"{o.tokens} {name}": round(of, 2) for name, of in us.items()}
 
 
 def options_of(mode: str, tokens: int, dtype: str, iterations: int) -> Options:
@@ -174,12 +131,12 @@ def options_of(mode: str, tokens: int, dtype: str, iterations: int) -> Options:
 
 # What a call of so many tokens on 4 ranks, FP8 out and BF16 back, has for a fixed value: fields of its arguments that become
 # constants of the source, as they would be if they were part of the kernel's key.
-def constants_of(tokens: int) -> list[tuple[str, str]]:
+def constants_of(tokens: int, warps: int = 2112, answering: int = 2048) -> list[tuple[str, str]]:
     """Return patterns of fields, and their values. Of 132 blocks of 16 warps."""
     messages = tokens * 4 * (1 - 0.75**8)
-    pieces = min(max(int(2048 / messages), 1), 8)
-    splits = min(max(2112 // (4 * tokens), 1), 8)
-    of_piece = min(max(2112 // (tokens * pieces), 1), 16)
+    pieces = min(max(int(answering / messages), 1), 8)
+    splits = min(max(warps // (4 * tokens), 1), 8)
+    of_piece = min(max(warps // (tokens * pieces), 1), 16)
     call = r"(?:\b[dc]\.)?(?:\ba\.)?\bcall\."
     def divisor(value: int) -> str:
         return f"Divisor::of({value})"
@@ -219,40 +176,62 @@ def with_macros(kernels: Path, macros: str, into: Path) -> Path:
     for folder in ("kernels", "transports"):
         shutil.copytree(kernels / folder, into / folder)
     target = into / "kernels/target/target.h"
-    lines = "".join(f"#define {macro.replace('=', ' ')}\n" for macro in macros.split())
+    lines = "".join(f"#define {macro.replace('=', ' ')}\n" for macro in macros.split() if macro.startswith("WEFT_"))
     target.write_text(target.read_text().replace("#pragma once\n", f"#pragma once\n{lines}", 1))
     for macro in macros.split():
         if macro.startswith("CONSTANTS="):
             for file in (into / "kernels/moe").glob("low_latency_*.cuh"):
                 text = file.read_text()
-                for pattern, value in constants_of(int(macro.removeprefix("CONSTANTS="))):
+                many = (4224, 4096) if "PLAN=1024" in macros else (2112, 2048)
+                for pattern, value in constants_of(int(macro.removeprefix("CONSTANTS=")), *many):
                     text = re.sub(pattern, value, text)
                 file.write_text(text)
     return into
 
 
-def measure_variant(kernels: Path, macros: str, jobs: list[tuple[Any, Options]], ranks: int) -> dict[str, Any]:
-    """Return the times of a variant, or what went wrong."""
+def measure(rank: Rank, kernels: Path, folder: Path, modes: list[str], only: str, iterations: int, budget_s: float) -> Any:
+    """Measure all variants in one job, and print each as it ends. Collective."""
+    started = time.monotonic()
     tools = nvrtc.find()
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as into:
-        device = with_macros(kernels, macros, Path(into))
-        _core.set_toolchain(
-            nvrtc=str(tools.nvrtc or ""),
-            include_dirs=[str(place) for place in tools.include_dirs],
-            device_dir=str(device),
-        )
-        for function, options in jobs:
-            try:
-                found |= run_job(function, options, num_ranks=lambda: ranks, deadline_s=100.0)
-            except RankError as error:
-                found[f"failed, {options.mode} {options.dtype} {options.tokens}"] = str(error)[-1500:]
+    bench = Bench(rank, options_of("ht", 4096, "bf16", iterations))
+    found: dict[str, dict[str, Any]] = {}
+    for mode, variants in (("ht", HT_VARIANTS), ("ll", LL_VARIANTS)):
+        for name, macros in variants.items() if mode in modes else ():
+            if only and macros and not re.search(only, name):
+                continue
+            late = [time.monotonic() - started > budget_s]
+            torch.distributed.broadcast_object_list(late, src=0)
+            if late[0]:
+                break
+            for variable in [given for given in os.environ if given.startswith("WEFT_X_")]:
+                del os.environ[variable]
+            os.environ.update(dict(f"WEFT_{macro}".split("=") for macro in macros.split() if macro.startswith("X_")))
+            os.environ["WEFT_X_VARIANT"] = name
+            place = folder / mode / str(list(variants).index(name))
+            _core.set_toolchain(
+                nvrtc=str(tools.nvrtc or ""),
+                include_dirs=[str(of) for of in tools.include_dirs],
+                device_dir=str(place),
+            )
+            jobs = [(measure_high_throughput, options_of("ht", 4096, "bf16", iterations))]
+            if mode == "ll":
+                few = any(word in macros for word in ("CONSTANTS", "SENDERS"))
+                sizes = (128,) if few else (128, 1)
+                jobs = [(measure_low_latency, options_of("ll", tokens, "fp8", 2 * iterations)) for tokens in sizes]
+            of_variant: dict[str, Any] = {}
+            for function, options in jobs:
+                bench.options = options
+                bench._samples.clear()
+                before = time.monotonic()
+                try:
+                    of_variant |= function(bench, macros)
+                except Exception as error:  # reported, and the next variant starts
+                    of_variant[f"failed {options.tokens}"] = str(error)[:1500]
+                of_variant[f"seconds {options.tokens}"] = round(time.monotonic() - before, 1)
+            found.setdefault(mode, {})[name] = of_variant
+            if rank.rank == 0:
+                print(mode, name, json.dumps(of_variant), flush=True)
     return found
-
-
-def has_all(name: str) -> bool:
-    """Return whether everything is measured of a variant, not only the calls that it is about first of all."""
-    return not any(word in name for word in ("wave", "first", "groups", "half", "vectors", "bulk copies", "pulled"))
 
 
 def print_table(title: str, found: dict[str, dict[str, Any]]) -> None:
@@ -280,7 +259,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="variants whose names match, of both modes; the first always")
     parser.add_argument("--mode", choices=("both", "ht", "ll"), default="both")
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs")
-    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--iterations", type=int, default=25)
+    parser.add_argument("--budget", type=float, default=140, help="seconds, after which no variant starts")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     ranks = args.ranks or torch.cuda.device_count()
@@ -288,30 +268,19 @@ def main() -> None:
         parser.error(f"--ranks: got {ranks}, allowed: 2 or more GPUs")
     os.environ.setdefault("WEFT_TIMEOUT_S", "10")
     _core.config_reload()
-    jobs = {
-        "ht": [
-            (measure_high_throughput, options_of("ht", 4096, "bf16", args.iterations)),
-            (measure_high_throughput, options_of("ht", 4096, "fp8", args.iterations)),
-        ],
-        "ll": [
-            (measure_low_latency, options_of("ll", 128, "fp8", 2 * args.iterations)),
-            (measure_low_latency, options_of("ll", 1, "fp8", args.iterations)),
-            (measure_p2p, options_of("p2p", 128, "fp8", args.iterations)),
-        ],
-    }
-    found: dict[str, dict[str, Any]] = {}
-    for mode, variants in (("ht", HT_VARIANTS), ("ll", LL_VARIANTS)):
-        if args.mode not in ("both", mode):
-            continue
-        for name, macros in variants.items():
-            if args.only and macros and not re.search(args.only, name):
-                continue
-            of_variant = jobs[mode] if has_all(name) else jobs[mode][:1]
-            found.setdefault(mode, {})[name] = measure_variant(args.kernels, macros, of_variant, ranks)
-            print(mode, name, json.dumps(found[mode][name]), flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(found, indent=1))
-        print_table(mode, found[mode])
+    modes = ["ht", "ll"] if args.mode == "both" else [args.mode]
+    with tempfile.TemporaryDirectory() as into:
+        for mode, variants in (("ht", HT_VARIANTS), ("ll", LL_VARIANTS)):
+            for at, macros in enumerate(variants.values()):
+                with_macros(args.kernels, macros, Path(into) / mode / str(at))
+        found = run_job(
+            measure, args.kernels, Path(into), modes, args.only, args.iterations, args.budget,
+            num_ranks=lambda: ranks, deadline_s=args.budget + 60,
+        )
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+    for mode, of_mode in found.items():
+        print_table(mode, of_mode)
 
 
 if __name__ == "__main__":

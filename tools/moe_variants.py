@@ -47,18 +47,18 @@ LL_VARIANTS = {
     "as it is": "",
     "segments by a warp of their own": "WEFT_LL_SEGMENT_WARP",
     "replies of one row without weights": "WEFT_LL_BARE",
-    "combine asks ahead": "WEFT_LL_ASK_AHEAD",
+    "segments, replies, combine asks ahead": f"{BOTH} WEFT_LL_ASK_AHEAD",
     "constants": "CONSTANTS=128",
     "constants, lines only": LINES,
-    "both, ask ahead, constants, lines only": f"{BOTH} WEFT_LL_ASK_AHEAD {LINES}",
-    "both": BOTH,
+    "all of these": f"{BOTH} WEFT_LL_ASK_AHEAD {LINES}",
     "64 SMs send, 68 receive": "WEFT_LL_SENDERS=64",
     "96 SMs send, 36 receive; 96 answer, 36 sum": "WEFT_LL_SENDERS=96 WEFT_LL_ANSWERERS=96",
     "two blocks an SM, one sends, one receives": "WEFT_LL_SENDERS=132 X_DISPATCH_TIMES=2 X_BLOCKS_PER_SM=2 X_RECEIVING=2112",
-    "1024 threads": f"{LINES} WEFT_LL_SEND_VECS=1 WEFT_LL_FEW_VECS=1 X_DISPATCH_THREADS=1024 X_COMBINE_THREADS=1024 X_ANSWERING=4096 PLAN=1024",
+    "1024 threads, constants, lines only": f"{LINES} WEFT_LL_SEND_VECS=1 WEFT_LL_FEW_VECS=1 X_DISPATCH_THREADS=1024 X_COMBINE_THREADS=1024 X_ANSWERING=4096 PLAN=1024",
     "as it is, again": "",
 }
-KERNEL_TIMES = ("", BOTH, f"{BOTH} WEFT_LL_ASK_AHEAD {LINES}")
+ALL_SIZES = ("", f"{BOTH} WEFT_LL_ASK_AHEAD")
+KERNEL_TIMES = (*ALL_SIZES, f"{BOTH} WEFT_LL_ASK_AHEAD {LINES}")
 SMS = (16, 20, 24, 32, 48, 64)
 FEW_SMS = (16, 24, 32)
 
@@ -115,7 +115,7 @@ def measure_low_latency(bench: Bench, macros: str) -> dict[str, float]:
     us["pair of ten"] /= low_latency.ROUND_TRIPS
     low_latency.check_calls(bench, inputs, calls)
     calls.buffer.destroy()
-    if macros in KERNEL_TIMES:
+    if macros in KERNEL_TIMES and "again" not in os.environ["WEFT_X_VARIANT"]:
         kernels = low_latency._kernel_times(bench, inputs, traffic)
         us |= {f"kernel {name.removeprefix('ll_')}": statistics.median(of) for name, of in kernels.items()}
         if not macros:
@@ -215,8 +215,7 @@ def measure(rank: Rank, kernels: Path, folder: Path, modes: list[str], only: str
             )
             jobs = [(measure_high_throughput, options_of("ht", 4096, "bf16", iterations))]
             if mode == "ll":
-                few = any(word in macros for word in ("CONSTANTS", "SENDERS"))
-                sizes = (128,) if few else (128, 1)
+                sizes = (128, 1) if macros in ALL_SIZES and "again" not in name else (128,)
                 jobs = [(measure_low_latency, options_of("ll", tokens, "fp8", 2 * iterations)) for tokens in sizes]
             of_variant: dict[str, Any] = {}
             for function, options in jobs:

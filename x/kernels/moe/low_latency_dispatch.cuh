@@ -39,21 +39,15 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
       return low_latency::watch(d, low_latency::join(a.call, Block{}, d.warp, mesh), shared_epoch);
   const BlockSpan traced(a.call.wait.trace, Work::kLowLatencyCall);
   const low_latency::Joined joined = low_latency::join(a.call, Block{}, d.warp, mesh);
-  const bool sends = (a.call.phases & kPhaseSend) != 0;
 #ifdef WEFT_LL_SEGMENT_WARP
-  if (d.warp.index() == d.block.warps()) {
-    d.epoch = low_latency::begin_call(a.call, d.block, d.warp, mesh, joined, shared_epoch, d.present(),
-                                      Site::kLowLatencyDispatchSlot, [] {});
-    if ((a.call.phases & kPhaseReceive) != 0 && d.receives()) {
-      low_latency::find_segments(d);
-      low_latency::receive_batches(d);
-    }
-    return;
-  }
+  const bool is_extra = d.warp.index() == d.block.warps();
+#else
+  constexpr bool is_extra = false;
 #endif
+  const bool sends = (a.call.phases & kPhaseSend) != 0 && !is_extra;
   if (sends) low_latency::clear_choices(d);
   if (d.block.rank() == 0) *d.found() = 0;
-  d.block.sync();
+  if (!is_extra) d.block.sync();
   // Asked for at once; used when it is known where it goes.
   const low_latency::FirstVecs first =
       low_latency::load_first_vecs(d, sends ? low_latency::first_token(d) : a.call.tokens);
@@ -66,7 +60,9 @@ WEFT_KERNEL void low_latency_dispatch(const LowLatencyDispatchArgs& a, const Mes
     low_latency::send_batches(d, is_prepared, first);
   }
   if ((a.call.phases & kPhaseReceive) != 0 && d.receives()) {
-#ifndef WEFT_LL_SEGMENT_WARP
+#ifdef WEFT_LL_SEGMENT_WARP
+    if (is_extra) low_latency::find_segments(d);
+#else
     if (d.warp.index() == (d.block.warps() > 1 ? 1 : 0)) low_latency::find_segments(d);
 #endif
     low_latency::receive_batches(d);

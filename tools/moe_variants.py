@@ -115,7 +115,7 @@ def measure_low_latency(bench: Bench, macros: str) -> dict[str, float]:
     us["pair of ten"] /= low_latency.ROUND_TRIPS
     low_latency.check_calls(bench, inputs, calls)
     calls.buffer.destroy()
-    if macros in KERNEL_TIMES and "again" not in os.environ["WEFT_X_VARIANT"]:
+    if macros in KERNEL_TIMES and "again" not in os.environ["X_VARIANT"]:
         kernels = low_latency._kernel_times(bench, inputs, traffic)
         us |= {f"kernel {name.removeprefix('ll_')}": statistics.median(of) for name, of in kernels.items()}
         if not macros:
@@ -203,10 +203,10 @@ def measure(rank: Rank, kernels: Path, folder: Path, modes: list[str], only: str
             torch.distributed.broadcast_object_list(late, src=0)
             if late[0]:
                 break
-            for variable in [given for given in os.environ if given.startswith("WEFT_X_")]:
+            for variable in [given for given in os.environ if given.startswith("X_")]:
                 del os.environ[variable]
-            os.environ.update(dict(f"WEFT_{macro}".split("=") for macro in macros.split() if macro.startswith("X_")))
-            os.environ["WEFT_X_VARIANT"] = name
+            os.environ.update(dict(f"{macro}".split("=") for macro in macros.split() if macro.startswith("X_")))
+            os.environ["X_VARIANT"] = name
             place = folder / mode / str(list(variants).index(name))
             _core.set_toolchain(
                 nvrtc=str(tools.nvrtc or ""),

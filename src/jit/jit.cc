@@ -263,7 +263,7 @@ Jit& Jit::of(Device device) {
   static std::mutex mutex;
   // By whether kernels trace, and what, since that is compiled into them. Never freed, like its kernels.
   static auto* jits = new std::map<std::pair<std::pair<Device, std::string>, Traced>, Jit>;
-  const char* variant = std::getenv("WEFT_X_VARIANT");
+  const char* variant = std::getenv("X_VARIANT");
   const std::pair key(std::pair(device, std::string(variant ? variant : "")), what_is_traced());
   std::lock_guard lock(mutex);
   if (auto known = jits->find(key); known != jits->end()) return known->second;

@@ -69,7 +69,7 @@ std::string kernel_source(const KernelKey& key, size_t args_bytes, size_t mesh_b
   assert_bytes(key.args_type, args_bytes);
   assert_bytes(key.mesh_type, mesh_bytes);
   out << "extern \"C\" __global__ void __launch_bounds__(" << key.threads_per_block << ", "
-      << (key.name.starts_with("low_latency_") && std::getenv("WEFT_X_BLOCKS_PER_SM") ? 2 : key.blocks_per_sm)
+      << (key.name.starts_with("low_latency_") && std::getenv("X_BLOCKS_PER_SM") ? 2 : key.blocks_per_sm)
       << ")\n"
       << entry_point(key) << "(const __grid_constant__ weft::" << key.args_type << " args,\n"
       << "            const __grid_constant__ weft::" << key.mesh_type << " mesh) {\n"

@@ -46,7 +46,7 @@ uint32_t warps_per_block(const LowLatencyPlan& plan, const ComputeLimits& limits
 
 uint32_t answering_warps(const LowLatencySizes& sizes) {
   constexpr uint32_t kWarpsPerSm = kCudaThreads / 32;
-  if (sizes.grid_sms == 0 || sizes.grid_sms > kAnsweringWarps / kWarpsPerSm) return knob("WEFT_X_ANSWERING", kAnsweringWarps);
+  if (sizes.grid_sms == 0 || sizes.grid_sms > kAnsweringWarps / kWarpsPerSm) return knob("X_ANSWERING", kAnsweringWarps);
   return sizes.grid_sms * kWarpsPerSm;
 }
 
@@ -101,7 +101,7 @@ uint64_t bytes_of_any_form(const LowLatencySizes& sizes, uint64_t hidden) {
 
 LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const LowLatencyDispatchShape& shape,
                                          const ComputeLimits& limits) {
-  LowLatencyPlan plan = grid_plan(sizes, limits, "WEFT_X_DISPATCH_THREADS", "WEFT_X_DISPATCH_TIMES");
+  LowLatencyPlan plan = grid_plan(sizes, limits, "X_DISPATCH_THREADS", "X_DISPATCH_TIMES");
   const Batches batches = sizes.batches();
   const MessageLayout message =
       message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
@@ -123,14 +123,14 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   plan.pieces = 1;
   plan.receive_splits =
       limits.is_cuda
-          ? std::clamp(knob("WEFT_X_RECEIVING", working_warps(sizes, plan, warps)) / (sizes.ranks * batches.count), 1u, kMostPieces)
+          ? std::clamp(knob("X_RECEIVING", working_warps(sizes, plan, warps)) / (sizes.ranks * batches.count), 1u, kMostPieces)
           : 1;
   return plan;
 }
 
 LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowLatencyCombineShape& shape,
                                         uint32_t tokens, const ComputeLimits& limits) {
-  LowLatencyPlan plan = grid_plan(sizes, limits, "WEFT_X_COMBINE_THREADS", "WEFT_X_COMBINE_TIMES");
+  LowLatencyPlan plan = grid_plan(sizes, limits, "X_COMBINE_THREADS", "X_COMBINE_TIMES");
   const CombineLayout layout =
       combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, reply_stride(shape.row_bytes, shape.reply));
   plan.word_bytes = layout.word_bytes;

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <functional>
 #include <future>
-#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -262,9 +261,8 @@ Result<const Kernel*> Jit::Impl::finish(const KernelKey& key, const std::shared_
 Jit& Jit::of(Device device) {
   static std::mutex mutex;
   // By whether kernels trace, and what, since that is compiled into them. Never freed, like its kernels.
-  static auto* jits = new std::map<std::pair<std::pair<Device, std::string>, Traced>, Jit>;
-  const char* variant = std::getenv("X_VARIANT");
-  const std::pair key(std::pair(device, std::string(variant ? variant : "")), what_is_traced());
+  static auto* jits = new std::map<std::pair<Device, Traced>, Jit>;
+  const std::pair key(device, what_is_traced());
   std::lock_guard lock(mutex);
   if (auto known = jits->find(key); known != jits->end()) return known->second;
   return jits->emplace(key, Jit(new Impl(device))).first->second;

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstdlib>
 #include <fstream>
 #include <set>
 #include <sstream>
@@ -69,8 +68,7 @@ std::string kernel_source(const KernelKey& key, size_t args_bytes, size_t mesh_b
   assert_bytes(key.args_type, args_bytes);
   assert_bytes(key.mesh_type, mesh_bytes);
   out << "extern \"C\" __global__ void __launch_bounds__(" << key.threads_per_block << ", "
-      << (key.name.starts_with("low_latency_") && std::getenv("X_BLOCKS_PER_SM") ? 2 : key.blocks_per_sm)
-      << ")\n"
+      << key.blocks_per_sm << ")\n"
       << entry_point(key) << "(const __grid_constant__ weft::" << key.args_type << " args,\n"
       << "            const __grid_constant__ weft::" << key.mesh_type << " mesh) {\n"
       << (key.sources ? "  mesh.attend();\n" : "") << "  weft::" << key.name << "<weft::" << key.mesh_type

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 
 #include "kernels/core/carver.h"
 
@@ -43,12 +42,9 @@ uint32_t equal_pieces(uint64_t row_bytes, uint32_t most_bytes) {
 }
 
 // How many pieces a RowQueue holds where `bytes` of shared memory are left for those of all sum warps.
-uint32_t knob(const char* name, uint32_t fallback) {
-  const char* given = std::getenv(name);
-  return given ? static_cast<uint32_t>(std::atoi(given)) : fallback;
-}
 uint32_t sum_slots_in(uint32_t bytes) {
-  const uint32_t kMost = std::min(knob("X_SUM_SLOTS", 3), kMostQueueSlots);
+  constexpr uint32_t kMost = 3;  // more were not measured
+  static_assert(kMost <= kMostQueueSlots);
   uint32_t slots = 1;
   while (slots < kMost && kSumWarps * queue_bytes(slots + 1) <= bytes) ++slots;
   return slots;
@@ -127,7 +123,7 @@ GridPlan plan_combine(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, co
   if (!limits.is_cuda) return host_grid(limits, pipes_at(ranks));
   ComputeLimits left = limits;  // sums get room for two pieces each before a second warp pushes
   left.shared_bytes -= std::min(limits.shared_bytes / 2, kSumWarps * queue_bytes(2));
-  GridPlan grid = cuda_grid(ranks, piece_bytes, num_sms, knob("X_PUSH_WARPS", kPushWarps), kOtherWarps, left);
+  GridPlan grid = cuda_grid(ranks, piece_bytes, num_sms, kPushWarps, kOtherWarps, left);
   grid.second_role.count = kSumWarps;
   grid.watch_role = {grid.second_role.first + kSumWarps, 1};
   grid.sum_slots = sum_slots_in(limits.shared_bytes - std::min(limits.shared_bytes, grid.shared_bytes));

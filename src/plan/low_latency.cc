@@ -2,7 +2,6 @@
 #include "plan/low_latency.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "base/text.h"
 
@@ -17,21 +16,14 @@ static_assert(kMaxBatches * kMostPieces <= kWordsPerSource);
 constexpr uint32_t kAnsweringWarps = 2048;
 constexpr uint32_t kMostSplitsOfPiece = 16;
 
-uint32_t knob(const char* name, uint32_t fallback) {
-  const char* given = std::getenv(name);
-  return given ? static_cast<uint32_t>(std::atoi(given)) : fallback;
-}
-
 // One block per SM, all of them unless the caller wants some for other kernels: the calls are short, and no block may
 // wait for one that cannot start. On the host every thread is a block of its own, so that no thread waits for another.
-LowLatencyPlan grid_plan(const LowLatencySizes& sizes, const ComputeLimits& limits, const char* threads,
-                         const char* times) {
+LowLatencyPlan grid_plan(const LowLatencySizes& sizes, const ComputeLimits& limits) {
   LowLatencyPlan plan{};
   plan.blocks = limits.is_cuda ? limits.max_blocks : limits.host_threads;
   if (sizes.grid_sms != 0) plan.blocks = std::min(plan.blocks, sizes.grid_sms);
   if (sizes.is_watched) plan.blocks = limits.is_cuda ? std::max(plan.blocks, 2u) : plan.blocks + 1;
-  plan.threads_per_block = limits.is_cuda ? knob(threads, kCudaThreads) : 1;
-  if (limits.is_cuda && sizes.grid_sms == 0 && !sizes.is_watched) plan.blocks *= knob(times, 1);
+  plan.threads_per_block = limits.is_cuda ? kCudaThreads : 1;
   return plan;
 }
 
@@ -46,7 +38,7 @@ uint32_t warps_per_block(const LowLatencyPlan& plan, const ComputeLimits& limits
 
 uint32_t answering_warps(const LowLatencySizes& sizes) {
   constexpr uint32_t kWarpsPerSm = kCudaThreads / 32;
-  if (sizes.grid_sms == 0 || sizes.grid_sms > kAnsweringWarps / kWarpsPerSm) return knob("X_ANSWERING", kAnsweringWarps);
+  if (sizes.grid_sms == 0 || sizes.grid_sms > kAnsweringWarps / kWarpsPerSm) return kAnsweringWarps;
   return sizes.grid_sms * kWarpsPerSm;
 }
 
@@ -101,7 +93,7 @@ uint64_t bytes_of_any_form(const LowLatencySizes& sizes, uint64_t hidden) {
 
 LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const LowLatencyDispatchShape& shape,
                                          const ComputeLimits& limits) {
-  LowLatencyPlan plan = grid_plan(sizes, limits, "X_DISPATCH_THREADS", "X_DISPATCH_TIMES");
+  LowLatencyPlan plan = grid_plan(sizes, limits);
   const Batches batches = sizes.batches();
   const MessageLayout message =
       message_layout(shape.top_k, shape.weights != 0, shape.row_bytes, shape.scale_bytes);
@@ -123,14 +115,14 @@ LowLatencyPlan plan_low_latency_dispatch(const LowLatencySizes& sizes, const Low
   plan.pieces = 1;
   plan.receive_splits =
       limits.is_cuda
-          ? std::clamp(knob("X_RECEIVING", working_warps(sizes, plan, warps)) / (sizes.ranks * batches.count), 1u, kMostPieces)
+          ? std::clamp(working_warps(sizes, plan, warps) / (sizes.ranks * batches.count), 1u, kMostPieces)
           : 1;
   return plan;
 }
 
 LowLatencyPlan plan_low_latency_combine(const LowLatencySizes& sizes, const LowLatencyCombineShape& shape,
                                         uint32_t tokens, const ComputeLimits& limits) {
-  LowLatencyPlan plan = grid_plan(sizes, limits, "X_COMBINE_THREADS", "X_COMBINE_TIMES");
+  LowLatencyPlan plan = grid_plan(sizes, limits);
   const CombineLayout layout =
       combine_layout(sizes.ranks, sizes.max_tokens, sizes.top_k, reply_stride(shape.row_bytes, shape.reply));
   plan.word_bytes = layout.word_bytes;

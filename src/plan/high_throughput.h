@@ -50,7 +50,8 @@ uint32_t plan_num_sms(int nvlinks, int compute_major, const ComputeLimits& limit
 
 // The same of a combine alone, on one island of ranks that map each other: half as many again on Hopper and newer, from 4
 // ranks on (decision 67). `num_sms`: of plan_num_sms().
-uint32_t plan_combine_num_sms(uint32_t num_sms, uint32_t ranks, int compute_major, const ComputeLimits& limits);
+uint32_t plan_combine_num_sms(uint32_t num_sms, uint32_t ranks, int compute_major,
+                              const ComputeLimits& limits);
 
 // A row moves in pieces of one pipe stage: as few as fit, equal, a multiple of 16 bytes.
 uint32_t plan_piece_bytes(uint64_t row_bytes);

@@ -42,7 +42,8 @@ TEST(HighThroughputPlan, CombineFitsIntoSharedMemory) {
             << kib << " KiB, " << ranks << " ranks, " << row_bytes;
         EXPECT_EQ(grid.sum_slots != 0, ranks < 4);
         EXPECT_GE(grid.first_role.count, 1u);
-        const uint32_t queues = grid.sum_slots == 0 ? 0 : grid.second_role.count * queue_bytes(grid.sum_slots);
+        const uint32_t queues =
+            grid.sum_slots == 0 ? 0 : grid.second_role.count * queue_bytes(grid.sum_slots);
         EXPECT_EQ(grid.shared_bytes, rows_shared_bytes(ranks, grid.first_role.count, piece) + queues);
       }
   }

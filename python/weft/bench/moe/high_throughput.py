@@ -263,7 +263,9 @@ def _add_times(bench: Bench, rows: list[Row], times: dict[str, Times]) -> None:
     add_times(rows[1], None, named if cached is None else {"cached": cached, **named})
 
 
-def _rows(bench: Bench, traffic: Traffic, us: dict[str, list[float]], num_sms: int, combine_sms: int) -> list[Row]:
+def _rows(
+    bench: Bench, traffic: Traffic, us: dict[str, list[float]], num_sms: int, combine_sms: int
+) -> list[Row]:
     o = bench.options
     sent_bytes, back_bytes = row_bytes(o.dtype, o.hidden), row_bytes("bf16", o.hidden)
     layout = Row("ht_layout", "int64", o.tokens, o.tokens * o.top_k * 8, us["weft layout"], checked=True)

@@ -197,7 +197,7 @@ struct CombineArgs : CallControl, RoutePlaces, CombineTensors {
   WarpRange push_warps;
   WarpRange sum_warps;
   WarpRange watch_warps;  // one warp that waits for the whole block, or none: sum warps wait themselves
-  uint32_t sum_slots;     // of each sum warp's RowQueue
+  uint32_t sum_slots;     // of each sum warp's RowQueue; 0: rows are loaded into registers
   uint32_t reserved;
 };
 

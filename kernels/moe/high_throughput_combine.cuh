@@ -42,10 +42,7 @@ WEFT_KERNEL void combine_rows(const CombineArgs& a, const MeshT& mesh, const Sha
   if (!begin_rendezvous(a, rendezvous, block, warp, mesh, epoch, flags)) return;
   combine::push_rows(a, rendezvous, block, warp, mesh, shape, epoch);
   combine::watch_chunks(a, warp, mesh, epoch, progress);
-  if constexpr (kHasBulkCopies)
-    combine::stream_tokens<RowQueue>(a, rendezvous, block, warp, mesh, shape, epoch, progress);
-  else
-    combine::sum_tokens(a, rendezvous, block, warp, mesh, shape, epoch, progress);
+  combine::add_rows(a, rendezvous, block, warp, mesh, shape, epoch, progress);
   finish_launch(block, a.state, &flags[1]);
 }
 

@@ -125,5 +125,14 @@ WEFT_DEVICE void stream_tokens(const CombineArgs& a, const Rendezvous& x, Block 
   });
 }
 
+// Step 4: as the plan says.
+template <class MeshT, class Shape>
+WEFT_DEVICE void add_rows(const CombineArgs& a, const Rendezvous& x, Block block, Warp warp,
+                          const MeshT& mesh, const Shape& shape, uint64_t epoch, const Progress& progress) {
+  if constexpr (kHasBulkCopies)
+    if (a.sum_slots != 0) return stream_tokens<RowQueue>(a, x, block, warp, mesh, shape, epoch, progress);
+  sum_tokens(a, x, block, warp, mesh, shape, epoch, progress);
+}
+
 }  // namespace combine
 }  // namespace weft

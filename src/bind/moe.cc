@@ -240,6 +240,7 @@ void bind_moe(nb::module_& module) {
           nb::arg("communicator"), nb::arg("heap_bytes"), nb::arg("low_latency_bytes"), nb::arg("timeout_s"),
           nb::arg("each_alone") = false)
       .def_prop_ro("planned_sms", &MoeBuffer::planned_sms)
+      .def_prop_ro("planned_combine_sms", &MoeBuffer::planned_combine_sms)
       .def(
           "layout_form",
           [](MoeBuffer& self, uint32_t id_bytes, uint32_t tokens, uint32_t top_k, uint32_t experts,

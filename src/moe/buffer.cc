@@ -128,6 +128,9 @@ Result<std::unique_ptr<MoeBuffer>> MoeBuffer::create(std::shared_ptr<Communicato
   if (limits.is_cuda) {
     WEFT_TRY_ASSIGN(const GpuFacts gpu, gpu_facts(buffer->comm_->device().ordinal));
     buffer->planned_sms_ = plan_num_sms(gpu.nvlinks, gpu.compute_major, limits);
+    const uint32_t ranks_that_sum = buffer->levels_ ? 1 : buffer->ranks();
+    buffer->planned_combine_sms_ =
+        plan_combine_num_sms(buffer->planned_sms_, ranks_that_sum, gpu.compute_major, limits);
   }
   WEFT_TRY(buffer->open_trace());
   return buffer;

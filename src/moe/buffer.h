@@ -235,6 +235,7 @@ class MoeBuffer {
   const ComputeLimits& limits() const { return limits_; }
   // Of calls whose caller names no number: plan_num_sms(). On the host it means nothing.
   uint32_t planned_sms() const { return planned_sms_; }
+  uint32_t planned_combine_sms() const { return planned_combine_sms_; }  // plan_combine_num_sms()
   const LowLatencyTerms& low_latency_terms() const { return low_latency_terms_; }
   double timeout_s() const { return timeout_s_; }
   WaitRule wait_rule() const;
@@ -298,6 +299,7 @@ class MoeBuffer {
   std::unique_ptr<TwoLevel> levels_;  // null where all ranks map each other
   ComputeLimits limits_{};
   uint32_t planned_sms_ = 1;
+  uint32_t planned_combine_sms_ = 1;
   LowLatencyTerms low_latency_terms_;
   std::unique_ptr<LocalMemory> gave_up_,
       trace_memory_;  // where the window is no memory of the device; else null

@@ -110,7 +110,9 @@ Result<ExpertTraffic> plan_high_throughput_traffic(const ExpertTrafficShape& sha
       whole(stored * static_cast<double>(shape.result_bytes + uint64_t{4} * shape.top_k));
   if (others == 0) {
     traffic.dispatch_grid = plan_dispatch(ranks, traffic.piece_bytes, traffic.sms, machine.limits);
-    traffic.combine_grid = plan_combine(ranks, result_piece, traffic.sms, machine.limits);
+    const uint32_t combine_sms =
+        plan_combine_num_sms(traffic.sms, ranks, machine.compute_major, machine.limits);
+    traffic.combine_grid = plan_combine(ranks, result_piece, combine_sms, machine.limits);
     time_phase(traffic.dispatch, machine, 2, 0);
     time_phase(traffic.combine, machine, 1, 0);
     return traffic;

@@ -16,6 +16,9 @@ constexpr uint32_t kCudaWarp = 32;
 constexpr uint32_t kPushWarps = 3;
 constexpr uint32_t kOtherWarps = 13;
 constexpr uint32_t kSumWarps = kOtherWarps - 1;  // and one watches
+// From so many ranks on combine takes half as many SMs again, and sums by loads: a token has so many rows then that lanes
+// have enough of them under way, and pushes need all that an SM's bulk copies carry (decision 67).
+constexpr uint32_t kManyRanks = 4;
 
 // On the host every warp takes both roles in turn.
 GridPlan host_grid(const ComputeLimits& limits, uint32_t shared_bytes) {
@@ -99,6 +102,12 @@ uint32_t plan_num_sms(int nvlinks, int compute_major, const ComputeLimits& limit
   return std::min(2 * std::max(pairs, 2u), limits.max_blocks);
 }
 
+uint32_t plan_combine_num_sms(uint32_t num_sms, uint32_t ranks, int compute_major,
+                              const ComputeLimits& limits) {
+  if (compute_major < 9 || ranks < kManyRanks) return num_sms;
+  return std::min(num_sms / 4 * 6, limits.max_blocks);
+}
+
 GridPlan plan_layout(uint64_t tokens, uint32_t ranks, uint32_t experts, const ComputeLimits& limits) {
   const auto shared_bytes = static_cast<uint32_t>((ranks + experts) * sizeof(int32_t));
   if (!limits.is_cuda) return host_grid(limits, shared_bytes);
@@ -121,11 +130,13 @@ GridPlan plan_dispatch(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, c
 
 GridPlan plan_combine(uint32_t ranks, uint32_t piece_bytes, uint32_t num_sms, const ComputeLimits& limits) {
   if (!limits.is_cuda) return host_grid(limits, pipes_at(ranks));
-  ComputeLimits left = limits;  // sums get room for two pieces each before a second warp pushes
-  left.shared_bytes -= std::min(limits.shared_bytes / 2, kSumWarps * queue_bytes(2));
+  const bool has_queues = ranks < kManyRanks;
+  ComputeLimits left = limits;  // queues get room for two pieces each before a second warp pushes
+  if (has_queues) left.shared_bytes -= std::min(limits.shared_bytes / 2, kSumWarps * queue_bytes(2));
   GridPlan grid = cuda_grid(ranks, piece_bytes, num_sms, kPushWarps, kOtherWarps, left);
   grid.second_role.count = kSumWarps;
   grid.watch_role = {grid.second_role.first + kSumWarps, 1};
+  if (!has_queues) return grid;
   grid.sum_slots = sum_slots_in(limits.shared_bytes - std::min(limits.shared_bytes, grid.shared_bytes));
   grid.shared_bytes += kSumWarps * queue_bytes(grid.sum_slots);
   return grid;

@@ -38,7 +38,8 @@ struct GridPlan {
   WarpRange first_role;    // rows to push
   WarpRange second_role;   // dispatch: ids, weights, scales; combine: sums
   WarpRange watch_role{};  // combine: waits for the block; none on the host
-  uint32_t sum_slots = 0;  // combine: pieces of rows that each sum warp has under way in shared memory
+  // combine: pieces of rows that each sum warp has under way in shared memory; 0: rows are loaded into registers
+  uint32_t sum_slots = 0;
 };
 
 // SMs of a dispatch or combine whose caller names no number: as many as fill a GPU's links, and a third more
@@ -46,6 +47,11 @@ struct GridPlan {
 // Hopper. Sources: bare bulk copies and stores between 8 H200 (docs/performance.md, SMs); A100's and B200's
 // links as NVIDIA states them, in the same proportion.
 uint32_t plan_num_sms(int nvlinks, int compute_major, const ComputeLimits& limits);
+
+// The same of a combine alone, on one island of ranks that map each other: half as many again on Hopper and newer, from 4
+// ranks on (decision 67). `num_sms`: of plan_num_sms().
+uint32_t plan_combine_num_sms(uint32_t num_sms, uint32_t ranks, int compute_major,
+                              const ComputeLimits& limits);
 
 // A row moves in pieces of one pipe stage: as few as fit, equal, a multiple of 16 bytes.
 uint32_t plan_piece_bytes(uint64_t row_bytes);

@@ -23,6 +23,14 @@ TEST(HighThroughputPlan, SmsAreThere) {
   EXPECT_EQ(plan_num_sms(-1, 9, kSmall), 6);
 }
 
+TEST(HighThroughputPlan, CombineOfManyRanksTakesHalfAsManySmsAgain) {
+  EXPECT_EQ(plan_combine_num_sms(16, 4, 9, kH200), 24);
+  EXPECT_EQ(plan_combine_num_sms(16, 3, 9, kH200), 16);
+  EXPECT_EQ(plan_combine_num_sms(18, 8, 8, kH200), 18);    // A100: no bulk copies
+  EXPECT_EQ(plan_combine_num_sms(30, 8, 10, kH200), 42);   // B200
+  EXPECT_EQ(plan_combine_num_sms(120, 4, 9, kH200), 132);  // no more than there are
+}
+
 TEST(HighThroughputPlan, CombineFitsIntoSharedMemory) {
   for (const uint32_t kib : {64u, 99u, 163u, 227u}) {
     const ComputeLimits limits{true, 132, 1, kib * 1024};
@@ -32,10 +40,11 @@ TEST(HighThroughputPlan, CombineFitsIntoSharedMemory) {
         const GridPlan grid = plan_combine(ranks, piece, 16, limits);
         EXPECT_LE(grid.shared_bytes, limits.shared_bytes)
             << kib << " KiB, " << ranks << " ranks, " << row_bytes;
-        EXPECT_GE(grid.sum_slots, 1u);
+        EXPECT_EQ(grid.sum_slots != 0, ranks < 4);
         EXPECT_GE(grid.first_role.count, 1u);
-        EXPECT_EQ(grid.shared_bytes, rows_shared_bytes(ranks, grid.first_role.count, piece) +
-                                         grid.second_role.count * queue_bytes(grid.sum_slots));
+        const uint32_t queues =
+            grid.sum_slots == 0 ? 0 : grid.second_role.count * queue_bytes(grid.sum_slots);
+        EXPECT_EQ(grid.shared_bytes, rows_shared_bytes(ranks, grid.first_role.count, piece) + queues);
       }
   }
 }
@@ -43,7 +52,7 @@ TEST(HighThroughputPlan, CombineFitsIntoSharedMemory) {
 TEST(HighThroughputPlan, CombineOnHopperHasThreePiecesForEachSumWarp) {
   const uint32_t piece = plan_combine_piece_bytes(14336);
   EXPECT_EQ(piece, 7168u);
-  const GridPlan grid = plan_combine(8, piece, 16, kH200);
+  const GridPlan grid = plan_combine(2, piece, 16, kH200);
   EXPECT_EQ(grid.first_role.count, 3u);
   EXPECT_EQ(grid.second_role.count, 12u);
   EXPECT_EQ(grid.watch_role.count, 1u);

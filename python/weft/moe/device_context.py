@@ -96,6 +96,7 @@ class DeviceContext(RuntimeFacts):
         )
         self._handle_buffer = int(self.core.handle_buffer_key)
         self.planned_sms = int(self.core.planned_sms)  # of calls whose caller names no number; 1 on the CPU
+        self.planned_combine_sms = int(self.core.planned_combine_sms)  # the same of a combine
         self.comm_stream: Any = torch.cuda.Stream(device=device, priority=-1) if self.is_cuda else None
         # The communication stream for the core; 0 on the CPU, where calls finish before they return.
         self.stream = int(self.comm_stream.cuda_stream) if self.comm_stream is not None else 0

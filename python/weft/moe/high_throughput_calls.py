@@ -182,7 +182,7 @@ class HighThroughputCalls:
         previous = self._check_order(previous_event, async_finish, allocate_on_comm_stream)
         if context.is_cuda and arguments.is_deterministic():
             arguments.check_deterministic_fill(context.device)
-        num_sms = self._num_sms(config, context)
+        num_sms = self._num_sms(config, context.planned_sms)
         if handle is not None:
             state = self._check_repeat(handle, rows, topk_idx, topk_weights, context)
             if context.lacks_room_for(state):
@@ -290,9 +290,9 @@ class HighThroughputCalls:
         state: DispatchState = context.check_handle(handle, DispatchHandle, "dispatch")
         return state
 
-    def _num_sms(self, config: object, context: DeviceContext) -> int:
+    def _num_sms(self, config: object, planned_sms: int) -> int:
         if config is None:
-            return self._asked_sms or context.planned_sms
+            return self._asked_sms or planned_sms
         given = arguments.check_config(config)
         assert given is not None
         return given.num_sms
@@ -348,7 +348,7 @@ class HighThroughputCalls:
         previous = self._check_order(previous_event, async_finish, allocate_on_comm_stream)
         if context.is_cuda and arguments.is_deterministic():
             arguments.check_deterministic_fill(context.device)
-        num_sms = self._num_sms(config, context)
+        num_sms = self._num_sms(config, context.planned_combine_sms)
         if context.lacks_room_for(state):
             context.make_room_for(
                 state,

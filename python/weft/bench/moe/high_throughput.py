@@ -66,7 +66,8 @@ def measure(bench: Bench, inputs: Inputs) -> Measured:
     times = bench.in_a_row(sent.turns())
     _check(bench, inputs, payload, calls["weft"])
     engine = calls["weft"].buffer.runtime
-    rows = _rows(bench, traffic, bench.samples_us(), o.sms or engine.planned_sms)
+    sms = (o.sms or engine.planned_sms, o.sms or engine.planned_combine_sms)
+    rows = _rows(bench, traffic, bench.samples_us(), *sms)
     sent.add_network(rows)
     _add_times(bench, rows, times)
     traces = bench.traces(calls["weft"].buffer, take)
@@ -262,7 +263,9 @@ def _add_times(bench: Bench, rows: list[Row], times: dict[str, Times]) -> None:
     add_times(rows[1], None, named if cached is None else {"cached": cached, **named})
 
 
-def _rows(bench: Bench, traffic: Traffic, us: dict[str, list[float]], num_sms: int) -> list[Row]:
+def _rows(
+    bench: Bench, traffic: Traffic, us: dict[str, list[float]], num_sms: int, combine_sms: int
+) -> list[Row]:
     o = bench.options
     sent_bytes, back_bytes = row_bytes(o.dtype, o.hidden), row_bytes("bf16", o.hidden)
     layout = Row("ht_layout", "int64", o.tokens, o.tokens * o.top_k * 8, us["weft layout"], checked=True)
@@ -273,7 +276,7 @@ def _rows(bench: Bench, traffic: Traffic, us: dict[str, list[float]], num_sms: i
         rows.append(make_row(bench, "ht", step, dtype, us, logical, egress))
     if bench.on_gpu or o.sms is not None:
         for row in rows:
-            row.extra["sms"] = num_sms
+            row.extra["sms"] = combine_sms if row.call == "ht_combine" else num_sms
     rows[1].extra["cached_us"] = round(statistics.median(us["weft cached"]), 3)
     rows[1].extra["with_layout_us"] = round(statistics.median(us["weft layout + dispatch"]), 3)
     if "deep_ep layout" in us:

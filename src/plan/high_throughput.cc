@@ -16,8 +16,8 @@ constexpr uint32_t kCudaWarp = 32;
 constexpr uint32_t kPushWarps = 3;
 constexpr uint32_t kOtherWarps = 13;
 constexpr uint32_t kSumWarps = kOtherWarps - 1;  // and one watches
-// From so many ranks on combine takes half as many SMs again, and sums by loads: a token has so many rows then that lanes
-// have enough of them under way, and pushes need all that an SM's bulk copies carry (decision 67).
+// From so many ranks on combine takes half as many SMs again, and sums by loads. A token has many rows then, so lanes have
+// enough of them under way. Pushes need all that an SM's bulk copies carry (decision 67).
 constexpr uint32_t kManyRanks = 4;
 
 // On the host every warp takes both roles in turn.

@@ -8,7 +8,10 @@ waits of one last until the other's turn, but on a machine of one GPU all that r
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Collection
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +22,20 @@ from weft.testing.ranks import Rank, run_ranks
 def num_ranks_here() -> int:
     """Return how many ranks this machine's GPUs take, without initialising CUDA: ranks fork afterwards."""
     return int(torch.cuda.device_count()) * int(os.environ.get("RANKS_PER_GPU", "1"))
+
+
+@cache
+def why_no_ports(transport: str) -> str:
+    """Return why a library's transport has no ports on a GPU here; asked of another process, since ranks are forked."""
+    code = f"""
+import torch
+from weft import _core
+(row,) = [row for row in _core.transports("cuda:0") if row["name"] == {transport!r}]
+print("WHY", row["unusable_because"] or ("no ports" in row["details"] and row["details"]) or "")"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    return ran.stdout.split("WHY", 1)[1].strip()
 
 
 def _on_its_gpu(rank: Rank, function: Callable[..., Any], *args: Any) -> Any:

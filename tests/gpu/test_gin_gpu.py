@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import test_low_latency_gpu as low_latency
 import test_ports_gpu as ports
 import test_transports_gpu as transports
 import torch
-from gpu_ranks import run_on_gpus
+from gpu_ranks import run_on_gpus, why_no_ports
 
 import weft
 from weft import _core
@@ -36,20 +35,6 @@ from weft.testing.ranks import Rank
 DEADLINE_S = 120.0
 TIMEOUT_S = 30.0
 SHAPES = [(33, 512, 3, 4), (1, 512, 1, 1), (0, 512, 2, 3)]
-
-
-@cache
-def _why_not() -> str:
-    """Return why NCCL has no ports here; asked of another process, since ranks are forked from this one."""
-    code = """
-import torch
-from weft import _core
-(row,) = [row for row in _core.transports("cuda:0") if row["name"] == "nccl"]
-print("WHY", row["unusable_because"] or ("no ports" in row["details"] and row["details"]) or "")"""
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
-    return ran.stdout.split("WHY", 1)[1].strip()
 
 
 def _as_a_node(
@@ -72,8 +57,8 @@ def _run(function: Callable[..., Any], *args: Any, **settings: str) -> list[Any]
 @pytest.fixture(autouse=True)
 def _gin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two nodes of one rank, joined by NCCL alone."""
-    if _why_not():
-        pytest.skip(f"nccl: {_why_not()}")
+    if why := why_no_ports("nccl"):
+        pytest.skip(f"nccl: {why}")
     settings = {
         "WEFT_TRANSPORT": "nccl",
         "WEFT_RANKS_PER_NODE": "1",

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ import test_low_latency_gpu as low_latency
 import test_ports_gpu as ports
 import test_transports_gpu as transports
 import torch
-from gpu_ranks import num_ranks_here, run_on_gpus
+from gpu_ranks import num_ranks_here, run_on_gpus, why_no_ports
 
 import weft
 from weft import _core
@@ -37,24 +34,10 @@ SETTINGS = transports.SETTINGS | {
 }
 
 
-@cache
-def _why_not() -> str:
-    """Return why NVSHMEM has no ports here; asked of another process, since ranks are forked from this one."""
-    code = """
-import torch
-from weft import _core
-(row,) = [row for row in _core.transports("cuda:0") if row["name"] == "nvshmem"]
-print("WHY", row["unusable_because"] or ("no ports" in row["details"] and row["details"]) or "")"""
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
-    return ran.stdout.split("WHY", 1)[1].strip()
-
-
 @pytest.fixture(autouse=True)
 def _nvshmem(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if _why_not():
-        pytest.skip(f"nvshmem: {_why_not()}")
+    if why := why_no_ports("nvshmem"):
+        pytest.skip(f"nvshmem: {why}")
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
     yield

@@ -181,15 +181,16 @@ class DeviceContext(RuntimeFacts):
         """Return what peers wrote into a leased piece at byte ``offset`` of the window, with a storage of its own.
 
         It is a view of no other tensor. It lies in the piece, and resize_(0) gives it back. On the CPU it is a copy
-        where that is cheap, or where the window would have no room for as much again.
+        where that is cheap, where the window would have no room for as much again, and of types that DLPack lacks.
         """
         exchanged = _EXCHANGED_TYPES.get(dtype)
         if exchanged is None or 0 in shape:
             num_bytes = shape[0] * shape[1] * dtype.itemsize
             return self.output(self.words_at(lease, offset, num_bytes, True), 0, shape, dtype)
         rows = self._view_of(lease, offset, shape, exchanged, True)
-        is_cheap = rows.nbytes < LARGE_BYTES
-        return self._own(rows) if is_cheap or self.core.largest_piece_bytes < rows.nbytes else rows
+        if self.is_cuda or LARGE_BYTES <= rows.nbytes <= self.core.largest_piece_bytes:
+            return rows
+        return self._own(rows)
 
     def words_at(
         self, lease: Lease | None, offset: int, num_bytes: int, can_be_freed: bool = False

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from programs import WEFT, environment
 
+from weft.chaos import command
 from weft.chaos.adversary import KINDS, TRANSPORTS, Fault
 from weft.chaos.judge import (
     HANG,
@@ -27,6 +28,7 @@ from weft.chaos.judge import (
 )
 from weft.chaos.operations import ENGINE, MAPPED, OPERATIONS, PORTS, Place
 from weft.chaos.rounds import Result, Round, draw_round, run_round
+from weft.runtime.tables import make_console
 
 LOST = 1
 
@@ -200,3 +202,12 @@ def test_the_command_counts_and_repeats_one_round(tmp_path: Path) -> None:
         [*WEFT, "chaos", "--minutes", "0"], env=environment(), capture_output=True, text=True
     )
     assert wrong.returncode == 1 and "allowed: a number above 0" in wrong.stderr
+
+
+def test_the_last_lines_say_what_was_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    stack = "rank 1, call 3 write: Traceback:\n  somewhere\nKeyError: 7"
+    command.print_wrong(
+        make_console(wide=True),
+        [{"round": "round 9: mapped", "kind": "wrong error", "text": stack, "again": "weft chaos --seed 1"}],
+    )
+    assert "wrong error: rank 1, call 3 write: Traceback: ... KeyError: 7" in capsys.readouterr().out

@@ -162,6 +162,7 @@ def _run_rounds(args: argparse.Namespace, folder: Path) -> int:
             if args.round is None and time.monotonic() > until:
                 break
     _print_accounts(console, accounts)
+    print_wrong(console, wrong)
     if args.json:
         _write(args.json, seed, accounts, missing, wrong)
     return 1 if wrong else 0
@@ -220,6 +221,18 @@ def _print_accounts(console: Any, accounts: dict[str, Account]) -> None:
     slowest = (f"{account.slowest_found_s:.2f}" for account in accounts.values())
     faults.add("slowest s from a death to the last who names it", *slowest)
     faults.print(console)
+
+
+def print_wrong(console: Any, wrong: list[dict[str, Any]]) -> None:
+    """Print once more what was wrong: of a long run, people and logs keep the last lines."""
+    if wrong:
+        console.print(f"Wrong: {len(wrong)}")
+    for problem in wrong:
+        lines = str(problem["text"]).strip().splitlines() or [""]
+        ends = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"  # of a stack: where, and the error
+        console.print(f"  {problem['round']}", markup=False)
+        console.print(f"    {problem['kind']}: {ends}", markup=False)
+        console.print(f"    again: {problem['again']}", markup=False)
 
 
 def _print_faults(console: Any, transports: list[str], missing: dict[str, str]) -> None:

@@ -207,9 +207,11 @@ class FabricRail : public Rail {
   Posted post_write(const RmaOp& op) override {
     const Piece& p = op.piece;
     const uint64_t to = destinations_[op.to].address;
-    if (destinations_[op.to].neighbour.pid && !op.has_imm) return post_across(Across::kWrite, op);
+    const bool is_injected = p.bytes <= inject_bytes_ && !op.delivered;
+    if (destinations_[op.to].neighbour.pid && !(op.has_imm && is_injected))
+      return post_across(Across::kWrite, op);
     if (op.delivered) return post_delivered(op, to);
-    if (p.bytes <= inject_bytes_) return post_inject(op, to);
+    if (is_injected) return post_inject(op, to);
     if (op.has_imm)
       return answer(
           ep_->rma->writedata(ep_, p.local, p.bytes, p.lkey, op.imm, to, p.remote, p.rkey, op.context));
@@ -307,7 +309,12 @@ class FabricRail : public Rail {
     if (error == 0) error = copy_across(way, neighbour.pid, &here, 1, &there, 1);
     if (error == 0 && way == Across::kRead) error = check_grant(neighbour, op.piece.rkey);
     if (error == EFAULT) error = why_fault(neighbour, op.piece.rkey);
-    return across(error, op.context);
+    if (error != 0 || !op.has_imm) return across(error, op.context);
+    // The bytes are there. With them, libfabric would let the peer fetch them here later, when this process may have
+    // given up and used the memory again: docs/decisions/0041.
+    RmaOp notice = op;
+    notice.piece.bytes = 0;
+    return post_inject(notice, destinations_[op.to].address);
   }
 
   // Memory that its owner has taken back may be gone, too.

@@ -26,6 +26,8 @@ Caps caps_of(const fi::Info& info, const std::string& kind) {
   caps.pages_apart = kind == "tcp";
   caps.write_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, uint64_t{1} << 40);
   caps.message_bytes_max = std::min<uint64_t>(info.ep_attr->max_msg_size, 8192);
+  // shm copies what it can inject; the rest the peer fetches, perhaps after this process has let go of it.
+  if (kind == "shm") caps.message_bytes_max = std::min(caps.message_bytes_max, info.tx_attr->inject_size);
   caps.tx_depth = static_cast<uint32_t>(std::min<size_t>(info.tx_attr->size, kTxDepthMax));
   caps.cq_depth = 2 * caps.tx_depth + static_cast<uint32_t>(std::min<size_t>(info.rx_attr->size, 4096));
   return caps;

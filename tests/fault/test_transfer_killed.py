@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from weft import _core
-from weft.errors import PeerLost
+from weft.errors import Error, PeerLost
 from weft.runtime.bootstrap import TorchGroup
 from weft.testing.ranks import Rank, run_ranks
 from weft.transfer import Peer, Remote, TransferEngine, nics
@@ -206,3 +207,50 @@ def test_one_that_was_given_up_while_it_was_stopped_has_lost_its_peer(provider: 
         pytest.skip(f"{provider} is unusable here")
     message = run_ranks(2, use_memory_of_one_that_gave_up, provider, call, deadline_s=90, with_gpus=False)[0]
     assert "peer 'rank 1' is lost: " in message, message
+
+
+def read_what_came_of_one_that_gave_up(rank: Rank, provider: str) -> bool:
+    """Rank 0 is stopped; rank 1 writes to it with an immediate, gives up, and uses its memory again, and lives.
+
+    Return whether the immediate came, on rank 0: then the bytes must have come, too.
+    """
+    engine = TransferEngine(
+        provider, name=f"rank {rank.rank}", timeout_s=TIMEOUT_S, heartbeat_s=0.1, peer_dead_s=PEER_DEAD_S
+    )
+    buffer = bytearray(BYTES)
+    own = engine.register(buffer, remote_write=True)
+    ranks = TorchGroup(rank.group)
+    addresses = ranks.all_gather(pickle.dumps((engine.address, own.descriptor, os.getpid())), TIMEOUT_S)
+    address, descriptor, pid = pickle.loads(addresses[1 - rank.rank])
+    peer = engine.connect(address)
+    remote, counter = engine.attach(descriptor), engine.imm(peer, 1)
+    ranks.all_gather(b"", TIMEOUT_S)
+    sent = bytes(range(1, 256)) * (BYTES // 255)
+    if rank.rank == 1:
+        while "stopped" not in Path(f"/proc/{pid}/status").read_text():
+            time.sleep(0.001)
+        buffer[: len(sent)] = sent
+        transfer = engine.write(own, remote, len(sent), imm=1)
+        with contextlib.suppress(Error):  # it may be there, or never get there
+            transfer.wait(0.5)
+        engine.close()
+        buffer[:] = bytes(BYTES)
+        os.kill(pid, signal.SIGCONT)
+        return False
+    os.kill(os.getpid(), signal.SIGSTOP)
+    came = True
+    try:
+        counter.wait(1)
+    except PeerLost:
+        came = False
+    engine.close()
+    assert not came or buffer[: len(sent)] == sent
+    return came
+
+
+@pytest.mark.parametrize("provider", ["fabric:tcp", "fabric:shm"])
+def test_an_immediate_of_one_that_gave_up_comes_with_its_bytes(provider: str) -> None:
+    if all(nic.unusable_because for nic in nics(provider)):
+        pytest.skip(f"{provider} is unusable here")
+    came, _ = run_ranks(2, read_what_came_of_one_that_gave_up, provider, deadline_s=60, with_gpus=False)
+    assert came or provider == "fabric:tcp"

@@ -180,11 +180,17 @@ class Footprint:
         return leaks
 
 
-def left_on_the_machine(pids: Sequence[int]) -> list[str]:
-    """Return shared memory and temporary files that processes which are gone have left."""
-    left = []
-    for path in [*Path("/dev/shm").glob("*"), *Path(tempfile.gettempdir()).glob("weft-*")]:
-        numbers = {int(number) for number in re.findall(r"\d+", path.name)}
-        if "weft" in path.name and numbers & set(pids):
-            left.append(str(path))
-    return left
+def files_of_weft() -> set[Path]:
+    """Return the shared memory and the temporary files of this machine that are named after Weft."""
+    folders = Path("/dev/shm").glob("*"), Path(tempfile.gettempdir()).glob("weft-*")
+    return {path for files in folders for path in files if "weft" in path.name}
+
+
+def left_on_the_machine(pids: Sequence[int], older: set[Path]) -> list[str]:
+    """Return the files that processes which are gone have left; ``older``: those that were there before them.
+
+    A process of another day may have had the same number.
+    """
+    numbers = {str(pid) for pid in pids}
+    left = files_of_weft() - older
+    return sorted(str(path) for path in left if numbers & set(re.findall(r"\d+", path.name)))

@@ -111,6 +111,7 @@ def run_round(drawn: Round, folder: Path) -> Result:
     body = run_threads if is_threads else take_part
     pids: list[int] = []
     outcomes: list[Outcome] = []
+    older = judge.files_of_weft()
     processes = 1 if is_threads else drawn.ranks
     lost = [fault.victim] if fault.is_deadly else []
     deadline_s = DEADLINE_S + (COMPILE_S if fault.kind in COMPILES else 0)
@@ -134,7 +135,7 @@ def run_round(drawn: Round, folder: Path) -> Result:
     result.calls = sum(outcome.calls for outcome in outcomes)
     result.found_s = max((o.found_s for o in outcomes if fault.is_deadly and o.ended != "done"), default=0.0)
     result.problems += judge.judge(fault, {outcome.rank: outcome for outcome in outcomes})
-    result.problems += [Problem(judge.LEAK, f"left: {path}") for path in _left(drawn, pids)]
+    result.problems += [Problem(judge.LEAK, f"left: {path}") for path in _left(drawn, pids, older)]
     if result.problems:
         files = sorted(folder.glob("stderr-*"))
         result.said = [f"{path.name}: {_both_ends(path.read_text(errors='replace'))}" for path in files]
@@ -171,13 +172,13 @@ def _environment(settings: dict[str, str]) -> Any:
     _core.config_reload()
 
 
-def _left(drawn: Round, pids: Sequence[int]) -> list[str]:
+def _left(drawn: Round, pids: Sequence[int], older: set[Path]) -> list[str]:
     """Return what is left of ranks that are gone, once the next engine has looked."""
-    if judge.left_on_the_machine(pids) and drawn.transport == "fabric:shm":
+    if judge.left_on_the_machine(pids, older) and drawn.transport == "fabric:shm":
         from weft.testing.ranks import run_ranks
 
         run_ranks(1, _open_engine, with_group=False)
-    return judge.left_on_the_machine(pids)
+    return judge.left_on_the_machine(pids, older)
 
 
 def _open_engine(rank: Rank) -> None:

@@ -229,9 +229,8 @@ def print_wrong(console: Any, wrong: list[dict[str, Any]]) -> None:
         console.print(f"Wrong: {len(wrong)}")
     for problem in wrong:
         lines = str(problem["text"]).strip().splitlines() or [""]
-        ends = (
-            lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
-        )  # of a stack: where, and the error
+        # Of a stack: where, and the error.
+        ends = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
         console.print(f"  {problem['round']}", markup=False)
         console.print(f"    {problem['kind']}: {ends}", markup=False)
         console.print(f"    again: {problem['again']}", markup=False)

@@ -248,7 +248,9 @@ class Samples:
             clock.call("memcpy dispatch", self.copy_in.copy)
             clock.call("memcpy combine", self.copy_back.copy)
 
-        of_buffers = [functools.partial(self._in_turn, name, of_peer) for name, of_peer in self.calls.items()]
+        of_buffers: list[Callable[[Eager], None]] = [
+            functools.partial(self._in_turn, name, of_peer) for name, of_peer in self.calls.items()
+        ]
         if not self.bench.options.has_baselines:
             return of_buffers
         return [*of_buffers, lambda clock: self._all_to_all_pair(clock.call), copies]

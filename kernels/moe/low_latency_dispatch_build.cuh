@@ -140,22 +140,31 @@ WEFT_DEVICE FirstVecs load_first_vecs(const D& d, uint32_t token) {
   return first;
 }
 
+// One host thread, whose stores nobody looks at before the word moves: a token's row and scales, to each of its ranks or,
+// the row, to this rank's own window.
 template <class D>
-WEFT_DEVICE void send_row_as_is(const D& d, const std::byte* row, const std::byte* scales,
-                                const FirstVecs& first) {
+WEFT_DEVICE void send_row_alone(const D& d, uint32_t token, const std::byte* row, const std::byte* scales) {
   const MessageLayout message = d.message();
-  if (kIsHost && d.block.size() == 1 && !d.sends_lines()) {  // nobody looks before the word moves
-    const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
-    const auto scale_bytes = static_cast<uint64_t>(d.shape.scale_bytes);
-    for (uint32_t i = 0; i < *d.targets(); ++i) {
+  const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
+  const auto scale_bytes = static_cast<uint64_t>(d.shape.scale_bytes);
+  if (d.keeps_rows() && *d.targets() != 0)
+    copy_past_caches(d.mesh.local() + d.kept_row_at(d.mesh.rank(), token), row, row_bytes);
+  for (uint32_t i = 0; i < *d.targets(); ++i) {
+    if (!d.keeps_rows()) {
       if (is_past_caches(d.a.call, d.shape.row_bytes))
         copy_past_caches(d.place()[i] + message.row, row, row_bytes);
       else
         copy_alone(d.place()[i] + message.row, row, row_bytes);
-      if (scale_bytes != 0) copy_alone(d.place()[i] + message.scales, scales, scale_bytes);
     }
-    return;
+    if (scale_bytes != 0) copy_alone(d.place()[i] + message.scales, scales, scale_bytes);
   }
+}
+
+template <class D>
+WEFT_DEVICE void send_row_as_is(const D& d, uint32_t token, const std::byte* row, const std::byte* scales,
+                                const FirstVecs& first) {
+  const MessageLayout message = d.message();
+  if (kIsHost && d.block.size() == 1 && !d.sends_lines()) return send_row_alone(d, token, row, scales);
   const uint32_t vecs = static_cast<uint32_t>(d.shape.row_bytes) / 16;
   const uint32_t step = d.block.size();
   WEFT_UNROLL
@@ -240,10 +249,10 @@ WEFT_DEVICE void send_row_in_blocks(const D& d, const std::byte* row, Q quantise
 
 // Sends the current token's row in the payload's form. The block.
 template <class D>
-WEFT_DEVICE void send_row(const D& d, uint64_t token, const FirstVecs& first) {
-  const std::byte* row = d.a.x + token * d.a.x_row_bytes;
+WEFT_DEVICE void send_row(const D& d, uint32_t token, const FirstVecs& first) {
+  const std::byte* row = d.a.x + uint64_t{token} * d.a.x_row_bytes;
   if (d.shape.payload == kPayloadCopy) {
-    send_row_as_is(d, row, d.a.x_scales + token * d.shape.scale_bytes, first);
+    send_row_as_is(d, token, row, d.a.x_scales + uint64_t{token} * d.shape.scale_bytes, first);
   } else if (d.shape.payload == kPayloadMxfp8) {
     send_row_in_blocks(d, row, Mxfp8{});
   } else if (d.shape.payload >= kPayloadNvfp4) {
@@ -272,6 +281,7 @@ WEFT_DEVICE void write_heads(const D& d, uint32_t token) {
     const uint32_t rank = d.target()[t];
     auto* head = reinterpret_cast<uint32_t*>(d.sends_lines() ? d.heads(t) : d.place()[t]);
     if (d.warp.rank() == 0) store_watched(head, token);
+    if (kIsHost && d.warp.rank() == 0) store_watched(head + kHeadKeepsRow, d.keeps_rows() ? 1u : 0u);
     for (uint32_t k = d.warp.rank(); k < d.top_k(); k += d.warp.size()) {
       store_watched(head + message.expert + k, expert_in_head(d, rank, k));
       store_watched(head + message.place + k, d.slot_place()[k]);

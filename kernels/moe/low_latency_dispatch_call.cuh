@@ -110,6 +110,17 @@ struct Dispatch {
     const uint64_t slot = (uint64_t{source} * batches().count + batch) * batches().capacity + index;
     return half_at() + slot * message().stride;
   }
+  // Whether this rank's rows stand once in its own window, for receivers to read there: on the host, of large calls.
+  WEFT_DEVICE bool keeps_rows() const {
+    if constexpr (kIsHost && !kPorts)
+      return shape.payload == kPayloadCopy && !sends_lines() && is_past_caches(a.call, shape.row_bytes);
+    else
+      return false;
+  }
+  // Offset in the window of a source where a row stands that it keeps: where the row of a message to itself may be.
+  WEFT_DEVICE uint64_t kept_row_at(uint32_t source, uint32_t token) const {
+    return message_at(source, 0, token) + message().row;
+  }
   // Where its only one stands if that comes as lines.
   WEFT_DEVICE uint64_t line_message_at(uint32_t source, uint32_t batch) const {
     const uint64_t slot = uint64_t{source} * batches().count + batch;

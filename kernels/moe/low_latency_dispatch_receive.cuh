@@ -127,16 +127,17 @@ WEFT_DEVICE void store_body(const D& d, uint32_t count, const uint32_t (&vecs)[k
       store_scales(d, count, vecs[i], held[i]);
 }
 
-// The same of a whole body, by one thread of the host that has nothing to wait for.
+// The same of a whole body, by one thread of the host that has nothing to wait for. `from` is its row, there or where the
+// source keeps it.
 template <class D>
-WEFT_DEVICE void copy_body(const D& d, uint32_t count, const Vec16* body) {
+WEFT_DEVICE void copy_body(const D& d, uint32_t count, const std::byte* from, const Vec16* body) {
   const auto row_bytes = static_cast<uint64_t>(d.shape.row_bytes);
   for (uint32_t k = 0; k < count; ++k) {
     std::byte* row = d.a.out + static_cast<uint64_t>(d.rows()[k]) * row_bytes;
     if (is_past_caches(d.a.call, d.shape.row_bytes))
-      copy_past_caches(row, body, row_bytes);
+      copy_past_caches(row, from, row_bytes);
     else
-      copy_alone(row, body, row_bytes);
+      copy_alone(row, from, row_bytes);
   }
   for (uint32_t vec = vecs_in(row_bytes); vec < d.message().body_vecs(); ++vec)
     store_scales(d, count, vec, body[vec]);
@@ -198,6 +199,14 @@ struct Incoming {
       d.head()[i] = load_vec_fresh(message + i);
   }
 
+  // On the host.
+  WEFT_DEVICE const std::byte* row_of_message() const {
+    const auto* head = reinterpret_cast<const uint32_t*>(d.head());
+    if (!D::kPorts && head[kHeadKeepsRow] != 0)
+      return near_window(d.mesh, source) + d.kept_row_at(source, head[0]);
+    return reinterpret_cast<const std::byte*>(message + d.message().head_vecs());
+  }
+
   // Copies the part to its places, and notes the record, if any, once the head has come. False: the rest of
   // the lines did not. The warp.
   WEFT_DEVICE bool unpack(int32_t* record) {
@@ -205,7 +214,7 @@ struct Incoming {
     d.warp.sync();
     const uint32_t count = place_message(d, source);
     const bool is_whole = kIsHost && !layout.lines && d.a.receive_splits.value == 1;
-    if (is_whole) copy_body(d, count, message + d.message().head_vecs());
+    if (is_whole) copy_body(d, count, row_of_message(), message + d.message().head_vecs());
     WEFT_ROLLED
     for (uint32_t first = is_whole ? part.last : part.first; first < part.last;
          first += kVecsInFlight * d.warp.size()) {

@@ -168,13 +168,20 @@ def on_cpu(got: Any) -> Any:
 
 
 def exchange(
-    rank: Rank, a2a: weft.P2PAllToAll, case: MoeCase, form: Form, accumulate: bool = False
+    rank: Rank,
+    a2a: weft.P2PAllToAll,
+    case: MoeCase,
+    form: Form,
+    accumulate: bool = False,
+    keep: list[Any] | None = None,
 ) -> Tensor:
-    """Run one exchange and check each phase."""
+    """Run one exchange and check each phase. keep: gets what came."""
     me, ranks, device = rank.rank, rank.size, a2a.device
     handle = a2a.dispatch_send(*sent_of(case, form, me, device))
     got = on_cpu(a2a.dispatch_recv(handle))
     check_received(case, form, me, ranks, got)
+    if keep is not None:
+        keep.append((case, got))
     a2a.combine_send(results_of(case, form, me, ranks, got).to(device), handle)
     before = None
     if accumulate:

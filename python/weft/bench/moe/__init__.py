@@ -44,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overlap-us", type=int, default=100, help="matrix product between the phases of p2p; 0: none"
     )
+    parser.add_argument(
+        "--no-baselines",
+        action="store_true",
+        help="p2p on the CPU: no torch.distributed, no memcpy: less memory",
+    )
     parser.add_argument("--hidden", type=int, default=7168, help="elements of a row (default 7168)")
     parser.add_argument("--top-k", type=int, default=8, help="experts per token (default 8)")
     parser.add_argument("--experts", type=int, default=256, help="over all ranks (default 256)")
@@ -173,6 +178,7 @@ def _options(args: argparse.Namespace, gpus: int) -> Options:
         sms=args.sms,
         trace=bool(args.trace or args.straggler),
         overlap_us=args.overlap_us if args.mode == "p2p" else 0,
+        has_baselines=not (args.no_baselines and args.mode == "p2p" and not gpus),
         **_nodes(args, gpus),
         **_delay(args.delay),
     )

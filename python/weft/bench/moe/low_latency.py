@@ -130,13 +130,22 @@ class Samples:
         far = far_rows(inputs.routes, o.experts, o.ranks_per_node or me.size)
         self._network = self._open_network(inputs, far) if o.ranks_per_node else None
         received = round(traffic.received - far)
-        self.back = torch.zeros(o.tokens * me.size, o.hidden, dtype=torch.bfloat16, device=bench.device)
-        self.copy_in = peers.Memcpy(received * row_bytes(o.dtype, o.hidden), bench.device)
-        self.copy_back = peers.Memcpy(received * row_bytes("bf16", o.hidden), bench.device)
+        alike = self.y.get(
+            "high_throughput"
+        )  # zeros of the same shape, of which a large call has none to spare
+        self.back = alike if alike is not None else self._new_back(me.size)
+        copied = received if o.has_baselines else 0
+        bytes_in, bytes_back = (copied * row_bytes(dtype, o.hidden) for dtype in (o.dtype, "bf16"))
+        self.copy_in = peers.Memcpy(bytes_in, bench.device)
+        self.copy_back = self.copy_in if bytes_back == bytes_in else peers.Memcpy(bytes_back, bench.device)
         captured = calls if o.is_captured else {}
         self.replays = {name: self._capture(name, of_peer) for name, of_peer in captured.items()}
         has_round_trips = captured and o.tokens <= FEW_TOKENS
         self.round_trips = self._capture_round_trips(calls["weft"]) if has_round_trips else None
+
+    def _new_back(self, num_ranks: int) -> Tensor:
+        o = self.bench.options
+        return torch.zeros(o.tokens * num_ranks, o.hidden, dtype=torch.bfloat16, device=self.bench.device)
 
     def _open_network(self, inputs: Inputs, far: float) -> NetworkSamples:
         o = self.bench.options
@@ -184,12 +193,19 @@ class Samples:
                     self.bench.line_up()
                     self.bench.timed(f"{name} combine", self.replays[name][1])
                 else:
-                    self._pair(name, of_peer, self.bench.timed)
+                    self._sampled_pair(name, of_peer)
         if self.bench.tracer:
             return
         if self.round_trips:
             self.bench.sample("weft round_trip", self.round_trips)
         self._take_baselines()
+
+    def touch(self, sets: list[Tensor]) -> None:
+        """Make every pair once along each set of routes: memory of a window is mapped as it is first written."""
+        for topk_idx in sets:
+            self.topk_idx.copy_(topk_idx)
+            for name, of_peer in self.calls.items():
+                self._pair(name, of_peer, lambda _, call: call())
 
     def calls_by_row(self) -> dict[str, Callable[[], Any]]:
         """Return Weft's dispatch and its combine, to be called in turns, by the names of their rows."""
@@ -232,16 +248,24 @@ class Samples:
             clock.call("memcpy dispatch", self.copy_in.copy)
             clock.call("memcpy combine", self.copy_back.copy)
 
-        of_buffers = [functools.partial(self._in_turn, name, of_peer) for name, of_peer in self.calls.items()]
+        of_buffers: list[Callable[[Eager], None]] = [
+            functools.partial(self._in_turn, name, of_peer) for name, of_peer in self.calls.items()
+        ]
+        if not self.bench.options.has_baselines:
+            return of_buffers
         return [*of_buffers, lambda clock: self._all_to_all_pair(clock.call), copies]
 
     def _in_turn(self, name: str, of_peer: Any, clock: Eager) -> None:
         self._pair(name, of_peer, clock.call)
 
     def _take_baselines(self) -> None:
+        if not self.bench.options.has_baselines:
+            return
         self.bench.line_up()
         for _ in range(self.in_a_row):
-            self._all_to_all_pair(self.bench.timed)
+            self._all_to_all_pair(
+                self.bench.timed, self.bench.line_up if self.in_a_row == 1 else lambda: None
+            )
         for name, memcpy in (("memcpy dispatch", self.copy_in), ("memcpy combine", self.copy_back)):
             self.bench.line_up()
             for _ in range(self.in_a_row):
@@ -255,11 +279,21 @@ class Samples:
             self._network.add_to(row, step)
             row.extra["fan_out"] = "node" if self.once_per_node[step] else "direct"
 
-    def _pair(self, name: str, of_peer: Any, timed: Timed) -> None:
+    def _sampled_pair(self, name: str, of_peer: Any) -> None:
+        """Take a pair's samples. Where it is long ranks line up between, as between graphs: else the combine of a rank
+        whose dispatch ended early would count what others still dispatch.
+        """
+        between = self.bench.line_up if self.in_a_row == 1 else lambda: None
+        self._pair(name, of_peer, self.bench.timed, between)
+
+    def _pair(
+        self, name: str, of_peer: Any, timed: Timed, between: Callable[[], None] = lambda: None
+    ) -> None:
         handle = timed(f"{name} dispatch", lambda: of_peer.dispatch(self.x, self.topk_idx))[2]
+        between()
         timed(f"{name} combine", lambda: of_peer.combine(self.y[name], self.topk_idx, self.weights, handle))
 
-    def _all_to_all_pair(self, timed: Timed) -> None:
+    def _all_to_all_pair(self, timed: Timed, between: Callable[[], None] = lambda: None) -> None:
         peer = self.all_to_all
         is_fp8 = self.bench.options.dtype == "fp8"
 
@@ -268,6 +302,7 @@ class Samples:
             return peer.dispatch(payload, self.topk_idx, self.weights)
 
         results = timed("all_to_all dispatch", dispatch)
+        between()
         timed("all_to_all combine", lambda: peer.combine(self.back[: count_rows(results[0])], results[3]))
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+_ROWS_AT_ONCE = 1024  # that are held in float32 on the CPU
 Payload = Tensor | tuple[Tensor, Tensor]  # rows, or fp8 rows and their scales
 
 
@@ -149,9 +150,13 @@ class P2P:
     def new_results(self, num_ranks: int, hidden: int, device: torch.device) -> Tensor:
         """Return room for what experts make of the rows."""
         results = torch.empty(self.buffer.max_recv_tokens, hidden, dtype=torch.bfloat16, device=device)
-        # Rows are packed: twice the mean is more than random routes bring, and of the rest nothing is read.
-        results[: 2 * self._weights.numel()] = 0
+        results[: self.likely_rows].zero_()
         return results
+
+    @property
+    def likely_rows(self) -> int:
+        """Packed rows: a quarter above the mean, which is more than many random routes bring."""
+        return self._weights.numel() * 5 // 4
 
 
 class AllToAll:
@@ -190,7 +195,10 @@ class AllToAll:
         tokens, (sent, received), num_tokens = handle
         back = self._exchange(y, received, sent)
         total = torch.zeros(num_tokens, y.shape[1], dtype=torch.float32, device=y.device)
-        return total.index_add_(0, tokens, back.float()).to(y.dtype)
+        at_once = max(len(back), 1) if y.is_cuda else _ROWS_AT_ONCE
+        for of, rows in zip(tokens.split(at_once), back.split(at_once), strict=True):
+            total.index_add_(0, of, rows.float())
+        return total.to(y.dtype)
 
     def _exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         # Bytes, because not every backend carries every type.

@@ -63,6 +63,7 @@ class Options:
     delayed_rank: int = -1  # this rank starts every sample late, on purpose
     delay_us: int = 0
     overlap_us: int = 0  # of the matrix product between send and receive, mode p2p
+    has_baselines: bool = True  # torch.distributed and memcpy
 
     @property
     def is_captured(self) -> bool:
@@ -261,7 +262,7 @@ def make_row(
     made.baselines = {name: statistics.median(samples) for name, samples in measured.items() if samples}
     if bench.on_gpu and not o.ranks_per_node:
         made.floor_us = bench.exchange_floor_us(egress_bytes)
-    else:
+    elif o.has_baselines:
         made.floor_us = min(us[f"memcpy {step}"])
     made.extra = shape_columns(bench)
     made.extra["logical_gbs"] = round(logical_bytes / made.us / 1e3, 3)

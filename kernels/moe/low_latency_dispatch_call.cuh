@@ -110,10 +110,12 @@ struct Dispatch {
     const uint64_t slot = (uint64_t{source} * batches().count + batch) * batches().capacity + index;
     return half_at() + slot * message().stride;
   }
-  // Whether this rank's rows stand once in its own window, for receivers to read there: on the host, of large calls.
+  // Whether this rank's rows stand once in its own window, for receivers to read there: on the host, of large calls. Not
+  // where ranks can be masked: nobody waits for one that is, and its receive may come late.
   WEFT_DEVICE bool keeps_rows() const {
     if constexpr (kIsHost && !kPorts)
-      return shape.payload == kPayloadCopy && !sends_lines() && is_past_caches(a.call, shape.row_bytes);
+      return shape.payload == kPayloadCopy && a.call.masked == nullptr && !sends_lines() &&
+             is_past_caches(a.call, shape.row_bytes);
     else
       return false;
   }

@@ -318,6 +318,7 @@ class MoeBuffer {
   CallTally tally_;
   TallyOperation &layouts_, &notifies_, &dispatches_counted_, &combines_, &barriers_;
   uint64_t dispatches_ = 0;
+  uint64_t unawaited_handle_ = 0;  // of the dispatch that unawaited_report() is about
   RowFormat prepared_{};  // the last whose kernels were asked for ahead
   uint64_t trace_at_ = 0;
   uint64_t trace_bytes_ = 0;

@@ -79,6 +79,7 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
       dispatches_counted_(tally_.operation("dispatch")),
       combines_(tally_.operation("combine")),
       barriers_(tally_.operation("barrier")) {
+  most_rows_bytes_.assign(ranks(), 0);
   const VisibleOffsets at(ranks());
   fault_ = visible_->at<FaultBox>(at.fault);
   awaited_report_ = visible_->at<CountReport>(at.awaited_report);

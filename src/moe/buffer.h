@@ -321,12 +321,13 @@ class MoeBuffer {
   TallyOperation &layouts_, &notifies_, &dispatches_counted_, &combines_, &barriers_;
   uint64_t dispatches_ = 0;
   uint64_t unawaited_handle_ = 0;  // of the dispatch that unawaited_report() is about
-  RowFormat prepared_{};  // the last whose kernels were asked for ahead
+  RowFormat prepared_{};           // the last whose kernels were asked for ahead
   uint64_t trace_at_ = 0;
   uint64_t trace_bytes_ = 0;
   uint64_t staging_at_ = 0;
   uint64_t staging_bytes_ = 0;
-  std::vector<uint64_t> most_rows_bytes_;  // by rank: of dispatches whose counts were known, alike on all ranks
+  std::vector<uint64_t>
+      most_rows_bytes_;  // by rank: of dispatches whose counts were known, alike on all ranks
   PeerWatch::Alarm on_death_;
 };
 

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import itertools
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

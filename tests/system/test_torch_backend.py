@@ -221,7 +221,9 @@ def _circle(rank: Rank) -> None:
     elif me == 1:
         dist.recv(t, 0, tag=7)
         assert (t == 0).all()
-        with pytest.raises(RuntimeError, match="rank 0 called send of 3 float32 with tag 1; rank 1 called recv of"):
+        with pytest.raises(
+            RuntimeError, match="rank 0 called send of 3 float32 with tag 1; rank 1 called recv of"
+        ):
             dist.recv(t, 0, tag=2)
     dist.destroy_process_group()
 

@@ -248,7 +248,9 @@ def test_a_freed_place_that_is_lent_again_belongs_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("torch_can_tell", [True, False])
-def test_who_frees_twice_frees_nobody_elses_rows(monkeypatch: pytest.MonkeyPatch, torch_can_tell: bool) -> None:
+def test_who_frees_twice_frees_nobody_elses_rows(
+    monkeypatch: pytest.MonkeyPatch, torch_can_tell: bool
+) -> None:
     if not torch_can_tell:
         monkeypatch.setattr(window_pieces, "_set_access_error", None)
     window = Window()

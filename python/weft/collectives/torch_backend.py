@@ -7,7 +7,8 @@
 It serves every collective that DDP and FSDP call, on CPU and CUDA tensors of ranks that map each other's memory. On the
 CPU a collective is finished when the call returns; on CUDA it is in the current stream's order. Sends and receives run
 beside each other, so batched ones may come in any order; messages from one rank to another come in the order in which
-they were sent, and a receive with another tag fails on both ranks. Reductions: SUM, PRODUCT, MIN, MAX, AVG; SUM of sparse COO tensors.
+they were sent, and a receive with another tag fails on both ranks. Reductions: SUM, PRODUCT, MIN, MAX, AVG; SUM of
+sparse COO tensors.
 Profilers see each call as an event "weft:all_reduce" and so on, with the shapes of what was given.
 """
 

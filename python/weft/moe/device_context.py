@@ -189,7 +189,7 @@ class DeviceContext(RuntimeFacts):
             num_bytes = shape[0] * shape[1] * dtype.itemsize
             return self.output(self.words_at(lease, offset, num_bytes, True), 0, shape, dtype)
         rows = self._view_of(lease, offset, shape, exchanged, True)
-        if self.is_cuda or rows.nbytes >= LARGE_BYTES and self._has_room_beside(rows):
+        if self.is_cuda or (rows.nbytes >= LARGE_BYTES and self._has_room_beside(rows)):
             return rows
         return self._own(rows)
 

@@ -7,7 +7,7 @@ The system clears fresh memory when it is first written, which takes as long as 
 library gives large pieces back to the system as soon as they are free. So the storages of the last results are kept
 here, beside whoever has the tensors, and lent again once nobody else has them. A result is an ordinary tensor: torch
 allocated its storage, which can be resized, and which it shares with no other result that is alive. A storage that was
-moved to shared memory, as torch.multiprocessing does with what it sends, is not lent again: other processes may have it.
+moved to shared memory, as torch.multiprocessing does with what it sends, is not lent again: others may have it.
 Threads: any; tensors may die in any thread.
 """
 

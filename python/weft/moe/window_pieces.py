@@ -32,7 +32,7 @@ from weft.runtime.plain import PLAIN_TYPES
 from weft.runtime.streams import current_stream
 
 _out: dict[int, Share] = {}  # what is out, by the address at which its storage begins
-# What resize_(0) freed, by torch's object of the storage, as long as that is alive: another one may begin there by then.
+# What resize_(0) freed, by torch's object of the storage, as long as that is alive: another may begin there by then.
 _freed: dict[int, Share] = {}
 
 

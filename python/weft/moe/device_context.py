@@ -194,7 +194,8 @@ class DeviceContext(RuntimeFacts):
         return self._own(rows)
 
     def _has_room_beside(self, rows: torch.Tensor) -> bool:
-        return max(rows.nbytes, self.core.most_rows_bytes) <= self.core.largest_piece_bytes
+        needed: int = max(rows.nbytes, self.core.most_rows_bytes)
+        return needed <= int(self.core.largest_piece_bytes)
 
     def words_at(
         self, lease: Lease | None, offset: int, num_bytes: int, can_be_freed: bool = False

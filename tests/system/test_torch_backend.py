@@ -211,6 +211,12 @@ def _circle(rank: Rank) -> None:
         work.wait()
     for peer, t in got.items():
         assert (t == peer).all()
+    parts = [torch.full((length,), float(me)) for length in (3, 4)]
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        for part in parts:
+            dist.all_reduce(part)
+    manager.wait()
+    assert all((part == n * (n - 1) / 2).all() for part in parts)
     weight = nn.Parameter(torch.full((2, 3, 4, 4), float(me)).to(memory_format=torch.channels_last))
     dist.broadcast(weight, 1)  # which writes beside autograd, whatever the strides
     assert (weight == 1).all()

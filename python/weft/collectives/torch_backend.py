@@ -118,6 +118,12 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> WeftGroup:
         return self
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begin calls that torch wants together: each is made at once."""
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return finished_work(None)
+
     # -- the communicators, made at the first call on a device, which every rank makes -----------------------------
 
     def _of(self, tensor: torch.Tensor, timeout_s: float | None = None) -> Collectives:

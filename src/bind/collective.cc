@@ -120,7 +120,7 @@ void bind_collective(nb::module_& module) {
           "plan",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t reduction,
              uint32_t protocol, uint64_t part_elems, uint32_t per_part, bool has_exact_chunks,
-             uint32_t slice_bytes, uint32_t num_sms, bool is_compiled) {
+             uint32_t slice_bytes, uint32_t num_sms, bool is_compiled, int32_t tag) {
             RunCall call{};
             call.program = program;
             call.element = static_cast<Element>(element);
@@ -132,11 +132,13 @@ void bind_collective(nb::module_& module) {
             call.slice_bytes = slice_bytes;
             call.num_sms = num_sms;
             call.is_compiled = is_compiled;
+            call.tag = tag;
             nb::gil_scoped_release no_gil;
             return RunCalls{&self, value_or_throw(self.plan(call))};
           },
           nb::keep_alive<0, 1>(), "program"_a, "element"_a, "reduction"_a, "protocol"_a, "part_elems"_a,
-          "per_part"_a, "has_exact_chunks"_a, "slice_bytes"_a, "num_sms"_a, "is_compiled"_a = false)
+          "per_part"_a, "has_exact_chunks"_a, "slice_bytes"_a, "num_sms"_a, "is_compiled"_a = false,
+          "tag"_a = 0)
       .def(
           "run_with_sizes",
           [](CollectiveRunner& self, uint32_t program, uint32_t element, uint32_t protocol, uint64_t input,

@@ -284,6 +284,7 @@ void bind_moe(nb::module_& module) {
       .def_prop_ro("handle_buffer_key", &MoeBuffer::handle_buffer_key)
       .def("give_back", &MoeBuffer::give_back, nb::arg("offset"))
       .def_prop_ro("largest_piece_bytes", &MoeBuffer::largest_piece)
+      .def_prop_ro("most_rows_bytes", &MoeBuffer::most_rows_bytes)
       .def("give_back_after",
            [](MoeBuffer& self, uint64_t offset, uint64_t stream) {
              return value_or_throw(self.returned_pieces().give_back(offset, pointer<void>(stream)));

@@ -80,6 +80,7 @@ std::string describe(const CallRecord& record, bool with_algorithm) {
   if (record.reduction >= 0 && record.reduction < static_cast<int32_t>(kReductions))
     out += text(" {}", kReductionNames[record.reduction]);
   if (record.root >= 0) out += text(" with root {}", record.root);
+  if (record.tag != 0) out += text(" with tag {}", record.tag);
   if (with_algorithm) out += text(" by {}", record.algorithm);
   return out;
 }
@@ -216,7 +217,7 @@ std::string CallBoard::differing_message(const CallRecord* mine, uint64_t my_lat
     const int sender = is_sender ? rank_ : peer, receiver = is_sender ? peer : rank_;
     return text(
         "message {} from rank {} to rank {}: rank {} called {}; rank {} called {}, allowed: the same "
-        "type and count at both ends",
+        "type, count and tag at both ends",
         number, sender, receiver, sender, describe(sent), receiver, describe(received));
   }
   return {};

@@ -48,11 +48,13 @@ struct CallRecord {
   uint32_t digest = 0;  // equal where calls belong together
   int32_t root = -1;    // -1: none
   Element element = Element::kFp32;
-  int32_t reduction = -1;   // a Reduction, or -1
+  int32_t reduction = -1;  // a Reduction, or -1
+  int32_t tag = 0;         // of a message
+  uint32_t reserved = 0;
   char call[16] = {};       // "all_reduce"
   char algorithm[48] = {};  // "allreduce_ring LL"
 };
-static_assert(sizeof(CallRecord) == 96);
+static_assert(sizeof(CallRecord) == 104);
 
 void set_name(CallRecord& record, std::string_view call, std::string_view algorithm);
 // "all_reduce of 4 float32 sum", and "by allreduce_ring LL".

@@ -87,6 +87,7 @@ struct RunCall {
   uint32_t num_sms;      // 0: one per block of the program
   void* stream;
   bool is_compiled = false;  // by the program's own kernel (compiled.h), where it can be compiled
+  int32_t tag = 0;           // of a message of pairs: the same at both ends
 };
 
 // A collective as one kernel (kernels/collective/exchange.cuh) instead of a program.

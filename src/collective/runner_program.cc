@@ -106,10 +106,12 @@ Result<CollectiveRunner::PlannedRun> CollectiveRunner::plan(const RunCall& given
       .add(plan.slice_elems);
   // Sizes that differ from rank to rank are compared chunk by chunk.
   if (!has_sizes) digest.add(call.part_elems).add(uint64_t{call.per_part} << 32 | plan.group);
+  if (call.tag != 0) digest.add(static_cast<uint64_t>(call.tag));
   args.digest = digest.value();
   planned.record.digest = args.digest;
   planned.record.count = has_sizes ? ~uint64_t{0} : call.part_elems;
   planned.record.element = call.element;
+  planned.record.tag = call.tag;
   if (program.is_reduction) planned.record.reduction = static_cast<int32_t>(call.reduction);
   const uint64_t part_bytes = part_elems * elem_bytes;
   for (const Share& sent : program.chunks_sent)

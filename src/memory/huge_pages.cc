@@ -33,13 +33,18 @@ void prefer_huge_pages(std::byte* address, uint64_t bytes) {
   if (!pages.empty()) madvise(pages.data(), pages.size(), MADV_HUGEPAGE);
 }
 
-void HugePages::used(std::byte* address, uint64_t bytes) {
-  if (bytes < kPageBytes || config().huge_pages == 0) return;
+// Counts a use; whether to ask at this one.
+bool HugePages::is_due(std::byte* address, uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
   if (seen_.size() >= kMaxSeen) seen_.clear();
   Seen& seen = seen_[address];
   if (seen.bytes != bytes) seen = {bytes, 0};
   // Again now and then: other memory may lie at the address by then. Of huge pages it costs microseconds.
-  if (++seen.uses != 2 && seen.uses % kAskAgain != 0) return;
+  return ++seen.uses == 2 || seen.uses % kAskAgain == 0;
+}
+
+void HugePages::used(std::byte* address, uint64_t bytes) {
+  if (bytes < kPageBytes || config().huge_pages == 0 || !is_due(address, bytes)) return;
   const std::span<std::byte> pages = pages_inside(address, bytes);
   if (pages.empty()) return;
   madvise(pages.data(), pages.size(), MADV_HUGEPAGE);

@@ -5,7 +5,7 @@
 // Reading another process's memory, or writing what it gave, costs a look-up per page: with pages of 4 KiB a
 // fifth of the time. Only the whole, aligned 2 MiB pieces inside a buffer change, which the buffer fills
 // anyway; contents and addresses stay. Where the system refuses, nothing happens. WEFT_HUGE_PAGES=0 turns it
-// off. Threads: one caller at a time.
+// off. Threads: any.
 //
 //   prefer_huge_pages(output, bytes);   // before a large host buffer that may be fresh is written
 // The system then clears and maps its pages by 2 MiB: of 4 KiB each they cost more than what is written to
@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <unordered_map>
 
 namespace weft {
@@ -29,6 +30,9 @@ class HugePages {
     uint64_t bytes;
     uint32_t uses;
   };
+  bool is_due(std::byte* address, uint64_t bytes);
+
+  std::mutex mutex_;  // sends and receives run beside each other
   std::unordered_map<std::byte*, Seen> seen_;
 };
 

@@ -79,6 +79,7 @@ MoeBuffer::MoeBuffer(std::shared_ptr<Communicator> comm, std::unique_ptr<Window>
       dispatches_counted_(tally_.operation("dispatch")),
       combines_(tally_.operation("combine")),
       barriers_(tally_.operation("barrier")) {
+  most_rows_bytes_.assign(ranks(), 0);
   const VisibleOffsets at(ranks());
   fault_ = visible_->at<FaultBox>(at.fault);
   awaited_report_ = visible_->at<CountReport>(at.awaited_report);
@@ -311,7 +312,9 @@ Result<Received> MoeBuffer::send_rows(const DispatchCall& call, const Place& pla
 
   DispatchArgs args{control(control_.dispatch_state), handle.memory, call};
   args.tokens = handle.tokens;
-  args.report = handle.counts_unknown ? unawaited_report() : nullptr;
+  // The report of another dispatch, or none yet, says nothing about this handle, which may be of another buffer.
+  const bool is_reported = handle.counts_unknown && handle.id == unawaited_handle_;
+  args.report = is_reported ? unawaited_report() : nullptr;
   args.mine = {received.rows_at,
                received.meta_at,
                handle.rows,

@@ -203,6 +203,8 @@ class MoeBuffer {
   void give_back(uint64_t offset) { heap_.give(offset); }
   // Bytes that the next dispatch could take in one piece.
   uint64_t largest_piece() const { return heap_.largest(); }
+  // What the largest dispatch along new routes took here: results that are kept leave so much in one piece.
+  uint64_t most_rows_bytes() const { return most_rows_bytes_[static_cast<size_t>(comm_->rank())]; }
   // Frees pieces by itself once streams are done: see ReturnedPieces. Calls reclaim first.
   ReturnedPieces& returned_pieces() { return returned_; }
   // Frees what was given back: `stream` waits for it, and later calls for `stream`. Not while a graph captures that.
@@ -318,11 +320,14 @@ class MoeBuffer {
   CallTally tally_;
   TallyOperation &layouts_, &notifies_, &dispatches_counted_, &combines_, &barriers_;
   uint64_t dispatches_ = 0;
-  RowFormat prepared_{};  // the last whose kernels were asked for ahead
+  uint64_t unawaited_handle_ = 0;  // of the dispatch that unawaited_report() is about
+  RowFormat prepared_{};           // the last whose kernels were asked for ahead
   uint64_t trace_at_ = 0;
   uint64_t trace_bytes_ = 0;
   uint64_t staging_at_ = 0;
   uint64_t staging_bytes_ = 0;
+  std::vector<uint64_t>
+      most_rows_bytes_;  // by rank: of dispatches whose counts were known, alike on all ranks
   PeerWatch::Alarm on_death_;
 };
 

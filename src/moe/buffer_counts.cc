@@ -71,7 +71,9 @@ Result<Notified> MoeBuffer::run_notify(const NotifyCall& call) {
                ? notify_on_levels(args, call.memory, false, place.stream)
                : launch(key_of_notify, plan_notify(ranks(), limits_), &args, sizeof(args), {}, place.stream);
   }));
-  return collect(call, report, handle_id(handle_key_, ++dispatches_));
+  const uint64_t id = handle_id(handle_key_, ++dispatches_);
+  if (!waits) unawaited_handle_ = id;
+  return collect(call, report, id);
 }
 
 // Waits for the kernel's report, where the caller wants it, and grows the window where some rank lacks room.

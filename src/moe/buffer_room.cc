@@ -16,6 +16,19 @@ constexpr uint64_t kGrowthStep = uint64_t{2} << 20;
 // handle, as in a backward pass, can't grow the window.
 constexpr uint64_t kRoomFor = 3;
 
+uint64_t piece_bytes(const RowFormat& format, uint64_t rows, uint64_t row_bytes) {
+  const ReceiveLayout layout =
+      receive_layout(rows, row_bytes, format.scale_words, format.top_k, format.id_bytes);
+  return heap_bytes_of(layout.rows_bytes) + heap_bytes_of(layout.meta_bytes);
+}
+
+// Of a row that a repeat may bring: gradients have the type that combine sums, several times as wide as FP8 or FP4.
+// Wider ones are rows of several slots, which combine alone brings.
+uint64_t repeat_row_bytes(const RowFormat& format) {
+  const bool is_one_row = format.combine_row_bytes <= 4 * format.row_bytes;
+  return is_one_row ? std::max(format.row_bytes, format.combine_row_bytes) : format.row_bytes;
+}
+
 }  // namespace
 
 uint64_t worst_case_bytes(const RowFormat& format, uint64_t rows, uint64_t staging_rows) {
@@ -26,17 +39,19 @@ uint64_t worst_case_bytes(const RowFormat& format, uint64_t rows, uint64_t stagi
          heap_bytes_of(staging);
 }
 
-// Every rank sees everyone's counts and free memory, so all decide alike whether to grow, and by how much.
+// Every rank sees everyone's counts and free memory, so all decide alike whether to grow, and by how much. Room stays for
+// a repeat of the largest dispatch so far, too: its handle may be used while the results of many later ones are kept.
 Status MoeBuffer::make_room(const NotifyCall& call, const RankCounts* counts) {
   const RowFormat& format = call.format;
   uint64_t growth = 0;
   for (int rank = 0; rank < comm_->size(); ++rank) {
-    const ReceiveLayout layout = receive_layout(counts[rank].received_rows, format.row_bytes,
-                                                format.scale_words, format.top_k, format.id_bytes);
     const uint64_t staging = staging_bytes_of(counts[rank].sent_rows, format.combine_row_bytes, format.top_k);
-    uint64_t need = heap_bytes_of(layout.rows_bytes) + heap_bytes_of(layout.meta_bytes);
-    if (staging > counts[rank].staging_bytes) need += heap_bytes_of(staging);
-    if (kRoomFor * need > counts[rank].free_bytes) growth = std::max(growth, kRoomFor * need);
+    const uint64_t rows = piece_bytes(format, counts[rank].received_rows, format.row_bytes);
+    const uint64_t need = rows + (staging > counts[rank].staging_bytes ? heap_bytes_of(staging) : 0);
+    uint64_t& most = most_rows_bytes_[static_cast<size_t>(rank)];
+    const uint64_t room = std::max(kRoomFor * need, need + most);
+    most = std::max(most, piece_bytes(format, counts[rank].received_rows, repeat_row_bytes(format)));
+    if (room > counts[rank].free_bytes) growth = std::max(growth, room);
   }
   return growth == 0 ? Status() : grow(window_->bytes() + growth);
 }

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 from typing import Any
 
@@ -298,6 +300,20 @@ def check_stats_and_copies(rank: Rank, case: MoeCase) -> None:
 
 def test_stats_are_added_to_and_ids_are_copied_when_asked(pair: RankPool) -> None:
     pair.run(check_stats_and_copies, case_for(2, tokens=(6, 9)))
+
+
+def check_copied_handle(rank: Rank, case: MoeCase, do_expand: bool) -> None:
+    buffer = kept_buffer(rank)
+    x, _, _, handle, _ = dispatch(buffer, case, do_expand=do_expand)
+    combined = buffer.combine(x, handle)[0]
+    for copied in (copy.copy(handle), copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))):
+        assert torch.equal(buffer.combine(x, copied)[0], combined)
+        assert torch.equal(buffer.dispatch(case.x(rank.rank), handle=copied, do_expand=do_expand)[0], x)
+
+
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_handles_can_be_copied_and_pickled(pair: RankPool, do_expand: bool) -> None:
+    pair.run(check_copied_handle, case_for(2, tokens=(6, 9)), do_expand)
 
 
 def check_sessions(rank: Rank) -> None:

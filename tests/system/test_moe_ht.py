@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -676,6 +678,39 @@ def check_another_buffer(rank: Rank, case: MoeCase) -> None:
 
 def test_a_handle_serves_every_buffer_of_its_ranks(pair: RankPool) -> None:
     pair.run(check_another_buffer, SMALL)
+
+
+def check_worst_of_another_buffer(rank: Rank, case: MoeCase) -> None:
+    """A handle without counts serves a buffer that has counted nothing, and one whose last counts were refused."""
+    first, second = (weft.Buffer(rank.group, WINDOW_BYTES) for _ in range(2))
+    recv_x, _, _, _, handle, _ = dispatch(first, case, rank.rank, num_worst_tokens=sum(case.tokens) + 2)
+    again, *_ = second.dispatch(case.x(rank.rank) * 2, handle)
+    received = int(handle[0][-1, rank.rank])
+    assert torch.equal(again[:received], recv_x[:received] * 2)
+    wide = case.x(rank.rank).repeat(1, 1 + rank.rank)
+    with pytest.raises(weft.Error, match="bytes per row"):
+        dispatch(first, case, rank.rank, wide, num_worst_tokens=sum(case.tokens) + 2)
+    again, *_ = first.dispatch(case.x(rank.rank) * 3, handle)
+    assert torch.equal(again[:received], recv_x[:received] * 3)
+
+
+def test_a_handle_without_counts_serves_every_buffer_of_its_ranks(pair: RankPool) -> None:
+    pair.run(check_worst_of_another_buffer, SMALL)
+
+
+def check_copied_handle(rank: Rank, case: MoeCase) -> None:
+    """Copies of a handle, as deepcopy and pickle make them, are handles of the same dispatch."""
+    buffer = kept_buffer(rank)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, case, rank.rank)
+    for copied in (copy.copy(handle), copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))):
+        assert type(copied) is type(handle)
+        again, *_ = buffer.dispatch(case.x(rank.rank), copied)
+        assert torch.equal(again, recv_x)
+        check_combined(case, rank.rank, buffer.combine(expert_output(recv_x, rank.rank), copied)[0])
+
+
+def test_handles_can_be_copied_and_pickled(pair: RankPool) -> None:
+    pair.run(check_copied_handle, SMALL)
 
 
 def check_foreign_handle(rank: Rank, case: MoeCase) -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -592,7 +594,7 @@ def check_handle_is_tensors(rank: Rank, case: MoeCase, hooks: bool) -> None:
     saved = node.grad_fn.saved_tensors
     assert type(saved) is tuple
     for buffer in (first, larger):
-        for same in (handle, saved, list(saved)):
+        for same in (handle, saved, list(saved), copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))):
             combined, _, _ = buffer.low_latency_combine(outputs_of(recv), *routes, same)
             assert calc_diff(combined, expected) < 1e-5
         view = buffer.get_next_low_latency_combine_buffer(saved)

@@ -16,6 +16,7 @@ from weft.moe.host_memory import LARGE_BYTES
 from weft.testing import oracle
 from weft.testing.cases import MoeCase
 from weft.testing.ranks import Rank, RankPool
+from weft.testing.round_trips import dispatch
 
 # Small ones, and rows of more than 2 MiB.
 CASES = (MoeCase((6, 9), 64, 3, 8), MoeCase((400, 500), 4096, 3, 8))
@@ -152,6 +153,22 @@ def check_changed_in_place(rank: Rank, case: MoeCase) -> None:
 
 def test_outputs_of_autograd_can_be_changed_in_place(pair: RankPool) -> None:
     pair.run(check_changed_in_place, CASES[0])
+
+
+def check_repeat_beside_kept_rows(rank: Rank) -> None:
+    """A handle repeats a large dispatch while rows of many smaller, later ones are kept, as micro-batches keep them."""
+    buffer = weft.Buffer(rank.group, 1 << 20, explicitly_destroy=True)
+    cases = [MoeCase((tokens, 30), 4096, 2, 4, "one expert", seed=4) for tokens in (1030, *[258] * 12)]
+    kept = [dispatch(buffer, case, rank.rank) for case in cases]
+    for case, (rows, _, _, _, handle, _) in zip(cases, kept, strict=True):
+        again, *_ = buffer.dispatch(case.x(rank.rank) * 2, handle)
+        assert torch.equal(again, rows * 2)
+        buffer.combine(again, handle)
+    buffer.destroy()
+
+
+def test_a_handle_can_be_repeated_while_later_rows_are_kept(pair: RankPool) -> None:
+    pair.run(check_repeat_beside_kept_rows)
 
 
 def _unaligned(rows: Tensor) -> Tensor:

@@ -200,6 +200,44 @@ def test_receives_from_any_source_and_sums_of_sparse_tensors() -> None:
     run_ranks(RANKS, _any_source, with_group=False)
 
 
+def _circle(rank: Rank) -> None:
+    """Everybody sends to the next rank first, and receives from it first: nobody's first receive is of a first send."""
+    _join(rank)
+    n, me = rank.size, rank.rank
+    got = {peer % n: torch.empty(1 << 20) for peer in (me + 1, me + 2)}
+    works = [dist.irecv(t, peer) for peer, t in got.items()]
+    works += [dist.isend(torch.full((1 << 20,), float(me)), peer) for peer in got]
+    for work in works:
+        work.wait()
+    for peer, t in got.items():
+        assert (t == peer).all()
+    parts = [torch.full((length,), float(me)) for length in (3, 4)]
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        for part in parts:
+            dist.all_reduce(part)
+    manager.wait()
+    assert all((part == n * (n - 1) / 2).all() for part in parts)
+    weight = nn.Parameter(torch.full((2, 3, 4, 4), float(me)).to(memory_format=torch.channels_last))
+    dist.broadcast(weight, 1)  # which writes beside autograd, whatever the strides
+    assert (weight == 1).all()
+    t = torch.full((3,), float(me))
+    if me == 0:
+        dist.send(t, 1, tag=7)
+        dist.send(t, 1, tag=1)
+    elif me == 1:
+        dist.recv(t, 0, tag=7)
+        assert (t == 0).all()
+        with pytest.raises(
+            RuntimeError, match="rank 0 called send of 3 float32 with tag 1; rank 1 called recv of"
+        ):
+            dist.recv(t, 0, tag=2)
+    dist.destroy_process_group()
+
+
+def test_messages_of_several_peers_do_not_wait_for_each_other() -> None:
+    run_ranks(RANKS, _circle, with_group=False)
+
+
 def test_a_sample_of_torchs_own_tests() -> None:
     """tools/torch-tests runs all of them."""
     done = subprocess.run(

@@ -105,3 +105,14 @@ def test_results_outlive_their_memory_and_die_in_any_thread():
     for thread in threads:
         thread.join()
     assert not mistakes
+
+
+def test_what_went_to_shared_memory_is_not_lent_again():
+    memory = HostMemory()
+    result = memory.empty(_SHAPE, torch.bfloat16).fill_(3)
+    for_others = torch.empty(0, dtype=torch.bfloat16).set_(
+        torch.UntypedStorage._new_shared_fd_cpu(*result.untyped_storage()._share_fd_cpu_())
+    )
+    del result  # here, while another process, as multiprocessing's queues make it, still has it
+    memory.empty(_SHAPE, torch.bfloat16).fill_(4)
+    assert (for_others == 3).all()

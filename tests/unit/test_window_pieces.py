@@ -247,6 +247,31 @@ def test_a_freed_place_that_is_lent_again_belongs_to_the_next() -> None:
     assert window.free == [256, 512]
 
 
+@pytest.mark.parametrize("torch_can_tell", [True, False])
+def test_who_frees_twice_frees_nobody_elses_rows(
+    monkeypatch: pytest.MonkeyPatch, torch_can_tell: bool
+) -> None:
+    if not torch_can_tell:
+        monkeypatch.setattr(window_pieces, "_set_access_error", None)
+    window = Window()
+    first, tensor = window.lend(256)
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    assert free_storage(storage)
+    second = window.pieces.lend(object(), 512).share()  # where the first lay
+    second.lies_at(address, can_be_freed=True)
+    assert free_storage(storage)
+    assert free_storage(tensor[2:].untyped_storage())
+    note_stream(tensor, window.side)
+    window.pieces.reclaim()
+    assert window.free == [256]
+    del first
+    del second
+    window.pieces.reclaim()
+    assert (window.free, window.side.events) == ([256, 512], [])
+    assert (window_pieces._out, window_pieces._freed) == ({}, {})
+
+
 def test_torchs_resize_frees_pieces_and_does_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "record_stream", torch.Tensor.record_stream)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)

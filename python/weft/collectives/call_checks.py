@@ -135,6 +135,14 @@ def address_of(name: str, tensor: torch.Tensor) -> int:
     return address
 
 
+def check_tag(tag: Any) -> int:
+    """Return a message's tag as an int."""
+    number = index_of(tag)
+    if number is None or not 0 <= number < 1 << 31:
+        raise invalid("tag", shortened(tag), "a whole number from 0 to 2147483647")
+    return number
+
+
 def row_counts(name: str, splits: Any) -> list[int]:
     """Return numbers of rows as ints."""
     try:

@@ -18,7 +18,15 @@ import torch
 from torch.autograd import profiler
 
 from weft.collectives.agreed_selector import agreed_selector
-from weft.collectives.call_checks import DTYPES, CallChecks, address_of, copy_into, overlap, reduction_number
+from weft.collectives.call_checks import (
+    DTYPES,
+    CallChecks,
+    address_of,
+    check_tag,
+    copy_into,
+    overlap,
+    reduction_number,
+)
 from weft.collectives.call_memory import CallMemory
 from weft.collectives.contract import Buffer, Collective, Slots
 from weft.collectives.exchanges import EXCHANGES
@@ -113,10 +121,12 @@ class CallRunner:
         collective: str,
         tensor: torch.Tensor,
         out: torch.Tensor | None,
-        op: str | None = None,
+        op: str | int | None = None,
         root: int = 0,
     ) -> torch.Tensor | None:
         """Run a call if one like it was planned; return its output. None: nothing ran, and checks will say why.
+
+        op: of a message its tag.
 
         A plan holds for all calls of a signature, but not what may change beneath it: each time it is asked whether a
         tensor is an ordinary one on the device with all its memory, and how input and output share theirs.
@@ -153,7 +163,7 @@ class CallRunner:
         collective: str,
         tensor: torch.Tensor,
         out: torch.Tensor,
-        op: str | None,
+        op: str | int | None,
         root: int,
         planned: Any,
     ) -> None:
@@ -215,19 +225,20 @@ class CallRunner:
         elif tensor is given and algorithm is None:
             self._keep(collective, tensor, out, op, root, planned)
 
-    def _transfer(self, name: str, tensor: torch.Tensor, src: int, dst: int, peer: int) -> None:
+    def _transfer(self, name: str, tensor: torch.Tensor, src: int, dst: int, peer: int, tag: int) -> None:
         if src == dst:
             raise invalid("peer", src, f"another rank of {self.size}")
         element = self._checks.element("tensor", tensor)
+        tag = check_tag(tag)
         # One block moves some 20 GB/s between GPUs. Channels that the executor began with need no other rank.
         is_large = not self._is_cpu and tensor.numel() * tensor.element_size() >= _LARGE_TRANSFER_BYTES
         loaded = self._load(transfer(self.size, src, dst, FIRST_CHANNELS[False] if is_large else 1))
         address = address_of("tensor", tensor)
-        call = Call(address, address, tensor.numel(), element, stream=self._stream())
+        call = Call(address, address, tensor.numel(), element, stream=self._stream(), tag=tag)
         if call.part_elems:
             planned = self._need_executor().plan(loaded, call)
             spans.run(CALL_NAMES.get(name, name), planned.run, call.input, call.output, call.stream)
-            self._keep(name, tensor, tensor, None, peer, planned)
+            self._keep(name, tensor, tensor, tag, peer, planned)
 
     def _choose(
         self,

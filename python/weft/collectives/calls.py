@@ -264,20 +264,25 @@ class Collectives(CallRunner):
 
     # -- point to point ----------------------------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, dst: int) -> None:
-        """Send to rank ``dst``, which calls recv(); the other ranks do nothing."""
-        if self._repeat("send", tensor, tensor, None, dst) is None:
-            peer = self._checks.rank("peer", dst)
-            self._transfer("send", tensor, self.rank, peer, peer)
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
+        """Send to rank ``dst``, which calls recv(); the other ranks do nothing.
 
-    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
-        """Fill ``tensor`` with what rank ``src`` sends; return it."""
-        if self._repeat("recv", tensor, tensor, None, src) is None:
+        tag: the receiver's, from 0 on. Messages come in the order in which they were sent: a tag finds none, but one
+        that differs is an Error at both ends.
+        Threads: messages of different peers or directions may be under way at once.
+        """
+        if self._repeat("send", tensor, tensor, tag, dst) is None:
+            peer = self._checks.rank("peer", dst)
+            self._transfer("send", tensor, self.rank, peer, peer, tag)
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> torch.Tensor:
+        """Fill ``tensor`` with what rank ``src`` sends, as send() says; return it."""
+        if self._repeat("recv", tensor, tensor, tag, src) is None:
             peer = self._checks.rank("peer", src)
-            self._transfer("recv", tensor, peer, self.rank, peer)
+            self._transfer("recv", tensor, peer, self.rank, peer, tag)
         return tensor
 
-    def recv_any(self, tensor: torch.Tensor) -> int:
+    def recv_any(self, tensor: torch.Tensor, tag: int = 0) -> int:
         """Fill ``tensor`` with what some rank sends, whoever is first; return that rank.
 
         Raises: Error for a tensor without elements, which nobody is seen to send; PeerLost when nobody sends.
@@ -287,7 +292,7 @@ class Collectives(CallRunner):
         self._checks.element("tensor", tensor)
         src = self._need_executor().wait_for_sender(self._next_sender)
         self._next_sender = (src + 1) % self.size  # nobody is passed over for ever
-        self._transfer("recv", tensor, src, self.rank, src)
+        self._transfer("recv", tensor, src, self.rank, src, tag)
         return src
 
     # -- any program -------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ class Call:
     element type as every sum is: the bits of a sum and a division. Integers round towards zero.
     ``compiled``: run the program's own kernel, with its steps as constants, instead of the interpreter; programs of up
     to 48 steps, and on the CPU only where there is a C++ compiler.
+    ``tag``: of a message between two ranks, the same at both ends.
     """
 
     input: int
@@ -103,6 +104,7 @@ class Call:
     num_sms: int = 0
     stream: int = 0
     compiled: bool = False
+    tag: int = 0
 
 
 class Executor:
@@ -175,6 +177,7 @@ class Executor:
             call.slice_bytes,
             call.num_sms,
             call.compiled,
+            call.tag,
         )
 
     def _check_size(self, program: Loaded, call: Call) -> None:

@@ -7,7 +7,8 @@
 It serves every collective that DDP and FSDP call, on CPU and CUDA tensors of ranks that map each other's memory. On the
 CPU a collective is finished when the call returns; on CUDA it is in the current stream's order. Sends and receives run
 beside each other, so batched ones may come in any order; messages from one rank to another come in the order in which
-they were sent, whatever their tags. Reductions: SUM, PRODUCT, MIN, MAX, AVG; SUM of sparse COO tensors.
+they were sent, and a receive with another tag fails on both ranks. Reductions: SUM, PRODUCT, MIN, MAX, AVG; SUM of
+sparse COO tensors.
 Profilers see each call as an event "weft:all_reduce" and so on, with the shapes of what was given.
 """
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from weft.collectives.calls import Collectives
 from weft.collectives.monitored_barrier import MonitoredBarrier
+from weft.collectives.peer_threads import PeerThreads
 from weft.collectives.torch_work import Event, Pending, finished_work, profilers, seen_as
 from weft.errors import PeerLost, invalid
 from weft.runtime.communicator import connect
@@ -83,8 +84,8 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
         self._calls: dict[str, Collectives] = {}
         self._p2p: dict[str, Collectives] = {}
         self._pairs(torch.empty(0))
-        self._senders = ThreadPoolExecutor(1, "weft-send")
-        self._receivers = ThreadPoolExecutor(1, "weft-recv")
+        self._senders = PeerThreads("weft-send")
+        self._receivers = PeerThreads("weft-recv")
 
     def size(self) -> int:
         return self._size
@@ -116,6 +117,12 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _get_backend(self, device: torch.device) -> WeftGroup:
         return self
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begin calls that torch wants together: each is made at once."""
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return finished_work(None)
 
     # -- the communicators, made at the first call on a device, which every rank makes -----------------------------
 
@@ -338,11 +345,13 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> Any:
         given = _real(tensors[0]).contiguous()
-        return self._beside("send", self._senders, given, lambda calls: calls.send(given, dst))
+        return self._beside("send", self._senders.of(dst), given, lambda calls: calls.send(given, dst, tag))
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Any:
         target = self._target(tensors)
-        work = self._beside("recv", self._receivers, target, lambda calls: calls.recv(target, src))
+        work = self._beside(
+            "recv", self._receivers.of(src), target, lambda calls: calls.recv(target, src, tag)
+        )
         work.source = src
         return work
 
@@ -354,9 +363,9 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
 
         def take(calls: Collectives) -> None:
             is_known.wait()
-            work.source = calls.recv_any(target)
+            work.source = calls.recv_any(target, tag)
 
-        work = self._beside("recvAnySource", self._receivers, target, take)
+        work = self._beside("recvAnySource", self._receivers.alone(), target, take)
         is_known.set()
         return work
 
@@ -372,11 +381,11 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
     def _beside(
         self,
         name: str,
-        thread: ThreadPoolExecutor,
+        submit: Callable[[Callable[[], None]], None],
         tensor: torch.Tensor,
         act: Callable[[Collectives], object],
     ) -> Pending:
-        """Run a send or receive in a thread of its own and return its work."""
+        """Run a send or receive in a thread of its peer, which ``submit`` hands it to, and return its work."""
         calls = self._pairs(tensor)
         future: Any = torch.futures.Future()
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
@@ -404,7 +413,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             else:
                 future.set_exception(error)
 
-        thread.submit(run)
+        submit(run)
         return Pending(future)
 
     # -- parts -------------------------------------------------------------------------------------------------
@@ -447,7 +456,8 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             return
         dense = real.contiguous()
         act(dense)
-        real.copy_(dense)
+        with torch.no_grad():
+            real.copy_(dense)
 
     @staticmethod
     def _into(output: torch.Tensor, act: Callable[[torch.Tensor], object]) -> None:
@@ -457,7 +467,8 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]
             return
         dense = torch.empty_like(real, memory_format=torch.contiguous_format)
         act(dense)
-        real.copy_(dense)
+        with torch.no_grad():
+            real.copy_(dense)
 
 
 _FORM_NUMBERS = 16

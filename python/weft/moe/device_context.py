@@ -181,16 +181,21 @@ class DeviceContext(RuntimeFacts):
         """Return what peers wrote into a leased piece at byte ``offset`` of the window, with a storage of its own.
 
         It is a view of no other tensor. It lies in the piece, and resize_(0) gives it back. On the CPU it is a copy
-        where that is cheap, where the window would have no room for as much again, and of types that DLPack lacks.
+        where that is cheap, where the window would have no room for as much again or for the largest dispatch so far,
+        and of types that DLPack lacks.
         """
         exchanged = _EXCHANGED_TYPES.get(dtype)
         if exchanged is None or 0 in shape:
             num_bytes = shape[0] * shape[1] * dtype.itemsize
             return self.output(self.words_at(lease, offset, num_bytes, True), 0, shape, dtype)
         rows = self._view_of(lease, offset, shape, exchanged, True)
-        if self.is_cuda or LARGE_BYTES <= rows.nbytes <= self.core.largest_piece_bytes:
+        if self.is_cuda or (rows.nbytes >= LARGE_BYTES and self._has_room_beside(rows)):
             return rows
         return self._own(rows)
+
+    def _has_room_beside(self, rows: torch.Tensor) -> bool:
+        needed: int = max(rows.nbytes, self.core.most_rows_bytes)
+        return needed <= int(self.core.largest_piece_bytes)
 
     def words_at(
         self, lease: Lease | None, offset: int, num_bytes: int, can_be_freed: bool = False

@@ -55,6 +55,10 @@ class DispatchState:
         sizes = (self.num_tokens, self.num_experts, self.num_rows, self.staging_rows)
         return _core.DispatchHandle(memory, self.handle_id, *sizes, self.counts_unknown)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but the core's object, which names the memory of these tensors, not of their copies."""
+        return {name: value for name, value in self.__dict__.items() if name != "core"}
+
 
 class DispatchHandle(tuple):  # type: ignore[type-arg]
     """The handle of ``Buffer.dispatch``: a tuple of tensors.
@@ -121,6 +125,10 @@ class DispatchHandle(tuple):  # type: ignore[type-arg]
         handle = super().__new__(cls, entries)
         handle.state = state
         return handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the tensors, of which the copy is a handle again."""
+        return handle_again, (DispatchHandle, tuple(self))
 
     @staticmethod
     def state_of(entries: object) -> DispatchState | None:
@@ -211,6 +219,13 @@ def _entries_across_nodes(state: DispatchState, sent: torch.Tensor) -> tuple[tor
         send_pair.view(-1, islands),
         state.records.view(-1, widest),
     )
+
+
+def handle_again(kind: Any, entries: tuple[torch.Tensor, ...]) -> Any:
+    """Return a handle of a kind from all of its entries."""
+    handle = tuple.__new__(kind, entries)
+    handle.state = kind.state_of(entries)
+    return handle
 
 
 def facts_of(entry: object, kind: int, length: int) -> list[int] | None:

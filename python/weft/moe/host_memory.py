@@ -6,7 +6,8 @@
 The system clears fresh memory when it is first written, which takes as long as writing a result into it, and the C
 library gives large pieces back to the system as soon as they are free. So the storages of the last results are kept
 here, beside whoever has the tensors, and lent again once nobody else has them. A result is an ordinary tensor: torch
-allocated its storage, which can be resized, and which it shares with no other result that is alive.
+allocated its storage, which can be resized, and which it shares with no other result that is alive. A storage that was
+moved to shared memory, as torch.multiprocessing does with what it sends, is not lent again: others may have it.
 Threads: any; tensors may die in any thread.
 """
 
@@ -55,6 +56,7 @@ class HostMemory:
     def _take(self, num_bytes: int) -> torch.UntypedStorage | None:
         """Return a spare storage that fits, which nobody else can find any more, or None."""
         with self._lock:
+            self._lent = [storage for storage in self._lent if not storage.is_shared()]
             spare = [i for i in range(len(self._lent)) if self._is_spare(i)]
             for i in reversed(spare[:-_MOST_SPARE]):
                 del self._lent[i]

@@ -8,11 +8,12 @@ import functools
 import itertools
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.moe.handle import facts_of
+from weft.moe.handle import facts_of, handle_again
 from weft.runtime.allocation import part_of
 
 _KIND = 0x57454654_4C4C  # of the facts in a handle: another number than those of other handles
@@ -130,6 +131,10 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
         handle = tuple.__new__(cls, entries)
         handle.state = state
         return handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the tensors, of which the copy is a handle again."""
+        return handle_again, (LowLatencyHandle, tuple(self))
 
     @staticmethod
     def state_of(entries: object) -> LowLatencyState | None:

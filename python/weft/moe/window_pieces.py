@@ -32,6 +32,8 @@ from weft.runtime.plain import PLAIN_TYPES
 from weft.runtime.streams import current_stream
 
 _out: dict[int, Share] = {}  # what is out, by the address at which its storage begins
+# What resize_(0) freed, by torch's object of the storage, as long as that is alive: another may begin there by then.
+_freed: dict[int, Share] = {}
 
 
 class Lease:
@@ -60,9 +62,20 @@ class Share:
         self.lease: Lease | None = lease
         self.can_be_freed = False
         self.address = 0
+        self._freed_storage = 0
+
+    def free(self, storage: int) -> None:
+        """Let go of the piece, before torch's object of the storage dies."""
+        self._freed_storage = storage
+        _freed[storage] = self
+        self._let_go()
 
     def end(self) -> None:
-        """Let go of the piece; does nothing a second time."""
+        """Let go of the piece, as the storage dies."""
+        _freed.pop(self._freed_storage, None)
+        self._let_go()
+
+    def _let_go(self) -> None:
         if _out.get(self.address) is self:  # else another storage begins there now
             del _out[self.address]
         self.lease = None
@@ -229,7 +242,8 @@ def note_stream(tensor: torch.Tensor, stream: Any) -> None:
     """Note that a stream uses a tensor, if it lies in a piece of a window."""
     if not _out or type(tensor) not in PLAIN_TYPES:
         return
-    share = _out.get(tensor.untyped_storage().data_ptr())
+    storage = tensor.untyped_storage()
+    share = None if storage._cdata in _freed else _out.get(storage.data_ptr())
     lease = share.lease if share else None
     if lease is not None:
         lease.recorded[stream.cuda_stream] = stream
@@ -240,12 +254,15 @@ def free_storage(storage: torch.UntypedStorage) -> bool:
 
     Whoever uses it afterwards gets an error (where torch has a way to say so). A storage that others share with
     whom freed it, as ids and weights of a dispatch share theirs with its handle, stays until all of them are gone.
+    Freeing it again does nothing, as with torch's own memory.
     """
+    if storage._cdata in _freed:
+        return True
     share = _out.get(storage.data_ptr()) if _out else None
     if share is None:
         return False
     if share.can_be_freed:
-        share.end()
+        share.free(storage._cdata)
         if _set_access_error is not None:
             _set_access_error(storage._cdata, "The memory of this tensor was freed by resize_(0).")
     return True

@@ -87,6 +87,17 @@ Result<std::vector<std::string>> Team::exchange(const char* what, const Result<s
   return all;
 }
 
+namespace {
+
+// The stream for copies, and what the driver makes at the first one, are there before a kernel waits for a copy.
+Status warm_copies(const Region& region) {
+  uint64_t word = 0;
+  return transfer::copy_to_host(&word, region.range.data, std::min<uint64_t>(region.range.bytes, sizeof word),
+                                region.range);
+}
+
+}  // namespace
+
 Result<uint32_t> Team::enroll(void* data, uint64_t bytes, int pointer_kind, uint64_t flags) {
   std::lock_guard together(collective_);
   if (!meeting_) return closed();
@@ -95,6 +106,7 @@ Result<uint32_t> Team::enroll(void* data, uint64_t bytes, int pointer_kind, uint
   region->parts.resize(links_.size());
   const auto prepare = [&]() -> Result<std::string> {
     WEFT_TRY_ASSIGN(region->range, range_of(data, bytes, pointer_kind));
+    if (region->is_on_gpu()) WEFT_TRY(warm_copies(*region));
     WEFT_TRY_ASSIGN(region->memory,
                     engine_->enroll(region->range, transfer::kRemoteRead | transfer::kRemoteWrite));
     WEFT_TRY_ASSIGN(const std::string descriptor, engine_->describe(*region->memory));
@@ -138,11 +150,21 @@ Status Team::attach(Region& region, const std::vector<std::string>& descriptors)
     if (peer != rank_) {
       WEFT_TRY_ASSIGN(part.remote, engine_->attach(std::string_view(descriptor).substr(end + 1), until));
       part.is_staged = part.remote->is_staged();
+      if (part.is_staged || region.memory->is_staged()) WEFT_TRY(open_slots(region, peer, part.remote, until));
     }
     std::lock_guard lock(mutex_);
     region.parts[static_cast<size_t>(peer)] = std::move(part);
   }
   return {};
+}
+
+// Pins the slots of both ends, which the driver may put off until no kernel runs: kernels wait for what comes through
+// them. A write of nothing does it.
+Status Team::open_slots(const Region& region, int peer, const std::shared_ptr<transfer::Remote>& remote,
+                        Deadline until) {
+  if (!slots_open_.insert(peer).second) return {};
+  WEFT_TRY_ASSIGN(const auto nothing, engine_->write({region.memory, 0, remote, 0, 0, {}}));
+  return engine_->wait(nothing, until);
 }
 
 Status Team::withdraw(uint32_t number) {

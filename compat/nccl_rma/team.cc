@@ -20,6 +20,13 @@ std::string introduction(const proxy::Network& network) {
   return text("weft rma {} {}\n", kProtocol, network.provider->name());
 }
 
+// The stream for copies, and what the driver makes at the first one, are there before a kernel waits for a copy.
+Status warm_copies(const Region& region) {
+  uint64_t word = 0;
+  return transfer::copy_to_host(&word, region.range.data, std::min<uint64_t>(region.range.bytes, sizeof word),
+                                region.range);
+}
+
 }  // namespace
 
 Team::Team(int rank, int ranks, std::unique_ptr<transfer::Engine> engine,
@@ -87,17 +94,6 @@ Result<std::vector<std::string>> Team::exchange(const char* what, const Result<s
   return all;
 }
 
-namespace {
-
-// The stream for copies, and what the driver makes at the first one, are there before a kernel waits for a copy.
-Status warm_copies(const Region& region) {
-  uint64_t word = 0;
-  return transfer::copy_to_host(&word, region.range.data, std::min<uint64_t>(region.range.bytes, sizeof word),
-                                region.range);
-}
-
-}  // namespace
-
 Result<uint32_t> Team::enroll(void* data, uint64_t bytes, int pointer_kind, uint64_t flags) {
   std::lock_guard together(collective_);
   if (!meeting_) return closed();
@@ -158,13 +154,15 @@ Status Team::attach(Region& region, const std::vector<std::string>& descriptors)
   return {};
 }
 
-// Pins the slots of both ends, which the driver may put off until no kernel runs: kernels wait for what comes through
-// them. A write of nothing does it.
+// Staged writes go through pinned slots of both ends, made at the first write. By then a kernel may spin for its bytes,
+// and the driver may pin nothing before that kernel ends. So a write of nothing makes them here.
 Status Team::open_slots(const Region& region, int peer, const std::shared_ptr<transfer::Remote>& remote,
                         Deadline until) {
-  if (!slots_open_.insert(peer).second) return {};
+  if (slots_open_.contains(peer)) return {};
   WEFT_TRY_ASSIGN(const auto nothing, engine_->write({region.memory, 0, remote, 0, 0, {}}));
-  return engine_->wait(nothing, until);
+  WEFT_TRY(engine_->wait(nothing, until));
+  slots_open_.insert(peer);
+  return {};
 }
 
 Status Team::withdraw(uint32_t number) {

@@ -15,8 +15,8 @@ namespace weft::nccl_link {
 using nccl_gin::KnownWindow;
 using nccl_gin::kWindows;
 
-// tests/gpu/test_gin_gpu.py fails on GPUs, for a reason that nobody has looked for. Who works on it sets this to true.
-constexpr bool kWorkOnGpus = true;
+// tests/gpu/test_gin_gpu.py fails on GPUs: decision 56 has what was seen. Who works on it sets this to true.
+constexpr bool kWorkOnGpus = false;
 
 std::string why_no_gin(const Library& nccl, std::string* folder) {
   if (nccl.version < kLeastVersionOfPorts)

@@ -146,7 +146,8 @@ Status Team::attach(Region& region, const std::vector<std::string>& descriptors)
     if (peer != rank_) {
       WEFT_TRY_ASSIGN(part.remote, engine_->attach(std::string_view(descriptor).substr(end + 1), until));
       part.is_staged = part.remote->is_staged();
-      if (part.is_staged || region.memory->is_staged()) WEFT_TRY(open_slots(region, peer, part.remote, until));
+      if (part.is_staged || region.memory->is_staged())
+        WEFT_TRY(open_slots(region, peer, part.remote, until));
     }
     std::lock_guard lock(mutex_);
     region.parts[static_cast<size_t>(peer)] = std::move(part);

@@ -143,7 +143,8 @@ class Team {
   Placer placer_;
   std::vector<Link> links_;  // by rank
   std::unordered_map<const transfer::Peer*, int> rank_of_;
-  std::set<int> slots_open_;  // under collective_: peers whose slots for staged writes are made, here and there
+  std::set<int>
+      slots_open_;  // under collective_: peers whose slots for staged writes are made, here and there
   std::unordered_map<uint32_t, std::shared_ptr<Region>> regions_;
   uint32_t regions_made_ = 0;
   std::map<uint32_t, Context> contexts_;
